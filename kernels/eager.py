@@ -1,0 +1,156 @@
+"""The block kernel in plain torch: any device, any dtype up to float64. The executable specification.
+
+Blocked over queries and keys, so that no seq_q x seq_k matrix is ever held. Shapes and contract: block.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from .block import Block, Score, State, accumulation_dtype
+
+_BLOCK = 512  # queries and keys per tile
+
+
+def unsupported(q: Tensor, k: Tensor, v: Tensor, score: Score) -> str | None:
+    return None if q.is_floating_point() else f"dtype {q.dtype} is not a floating dtype"
+
+
+def forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    block: Block,
+    score: Score,
+    state: State | None,
+    sink: Tensor | None,
+    finalize: bool,
+) -> State | tuple[Tensor, Tensor]:
+    batch, seq_q, q_heads, _ = q.shape
+    dtype = accumulation_dtype(q)
+    if state is None:
+        m = torch.full((batch, q_heads, seq_q), float("-inf"), dtype=dtype, device=q.device)
+        l, o = torch.zeros_like(m), q.new_zeros(batch, seq_q, q_heads, v.shape[-1], dtype=dtype)
+    else:
+        m, l, o = (x.clone() for x in state)
+    if sink is not None:  # a key with this score and a value of zero
+        joined = torch.maximum(m, sink.to(dtype)[:, None])
+        kept = torch.exp(m - joined)
+        m, l, o = joined, l * kept + torch.exp(sink.to(dtype)[:, None] - joined), o * _per_row(kept)
+
+    for rows, cols, hidden in _tiles(block):
+        s, _ = _scores(q, k, block, score, rows, cols, hidden, dtype)
+        m_old = m[:, :, rows]
+        m_new = torch.maximum(m_old, s.amax(-1))
+        reference = torch.where(m_new == float("-inf"), 0.0, m_new)  # empty + empty stays empty
+        p = torch.exp(s - reference[..., None])
+        alpha = torch.exp(m_old - reference)
+        m[:, :, rows] = m_new
+        l[:, :, rows] = l[:, :, rows] * alpha + p.sum(-1)
+        o[:, rows] = o[:, rows] * _per_row(alpha) + _grouped(p, v[:, cols].to(dtype)).transpose(1, 2)
+
+    if not finalize:
+        return State(m, l, o)
+    seen = l != 0
+    out = o / _per_row(torch.where(seen, l, 1.0))
+    return out.to(q.dtype), torch.where(seen, m + torch.log(l), float("-inf"))
+
+
+def backward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dout: Tensor,
+    lse: Tensor,
+    delta: Tensor,
+    block: Block,
+    score: Score,
+    dq: Tensor,
+    deterministic: bool,
+) -> tuple[Tensor, Tensor]:
+    dtype = dq.dtype
+    kv_heads = k.shape[2]
+    dk, dv = torch.zeros_like(k, dtype=dtype), torch.zeros_like(v, dtype=dtype)
+    lse = torch.where(lse == float("-inf"), float("inf"), lse)  # rows that see nothing get p = 0
+    for rows, cols, hidden in _tiles(block):
+        s, slope = _scores(q, k, block, score, rows, cols, hidden, dtype)
+        p = torch.exp(s - lse[:, :, rows, None])
+        dout_rows = dout[:, rows].to(dtype).transpose(1, 2)
+        dp = _grouped(dout_rows, v[:, cols].to(dtype), transpose=True)
+        ds = p * (dp - delta[:, :, rows, None]) * slope * score.softmax_scale
+        dq[:, rows] += _grouped(ds, k[:, cols].to(dtype)).transpose(1, 2)
+        dk[:, cols] += _over_group(ds, q[:, rows].to(dtype).transpose(1, 2), kv_heads)
+        dv[:, cols] += _over_group(p, dout_rows, kv_heads)
+    return dk, dv
+
+
+def _tiles(block: Block) -> Iterator[tuple[slice, slice, Tensor | None]]:
+    """Pairs of (queries, keys) that some query of the batch sees, with the hidden entries: (batch or 1, 1, m, n)."""
+    tiles = block.query_tiles(_BLOCK, _BLOCK)
+    spans = tiles.span.cpu()
+    begin, end = spans[..., 0], spans[..., 3]
+    nonempty = end > begin
+    first = torch.where(nonempty, begin, block.seq_k).amin(0).tolist()
+    last = end.amax(0).tolist()
+    full_begin, full_end = spans[..., 1].amax(0).tolist(), spans[..., 2].amin(0).tolist()
+    for tile, (row, row_end) in enumerate(tiles.rows.tolist()):
+        rows = slice(row, row_end)
+        for col in range(first[tile], last[tile], _BLOCK):
+            cols = slice(col, min(col + _BLOCK, block.seq_k))
+            if full_begin[tile] <= col and col + _BLOCK <= full_end[tile]:
+                yield rows, cols, None
+                continue
+            n = torch.arange(cols.start, cols.stop, device=block.start.device)
+            visible = (block.start[:, rows, None] <= n) & (n < block.end[:, rows, None])
+            yield rows, cols, ~visible[:, None]
+
+
+def _scores(
+    q: Tensor,
+    k: Tensor,
+    block: Block,
+    score: Score,
+    rows: slice,
+    cols: slice,
+    hidden: Tensor | None,
+    dtype: torch.dtype,
+) -> tuple[Tensor, Tensor | float]:
+    """Scores (batch, q_heads, m, n), -inf where hidden, and their derivative by the scaled product."""
+    q_rows = q[:, rows].to(dtype).transpose(1, 2)
+    s = _grouped(q_rows, k[:, cols].to(dtype), transpose=True) * score.softmax_scale
+    slope: Tensor | float = 1.0
+    if score.softcap:
+        t = torch.tanh(s / score.softcap)
+        s, slope = score.softcap * t, 1 - t * t
+    if score.alibi_slopes is not None:
+        distance = (block.positions_q[rows, None] - block.positions_k[None, cols]).abs().to(dtype)
+        s = s - score.alibi_slopes.to(dtype).reshape(-1, q.shape[2], 1, 1) * distance
+    return (s if hidden is None else s.masked_fill(hidden, float("-inf"))), slope
+
+
+def _grouped(x: Tensor, y: Tensor, transpose: bool = False) -> Tensor:
+    """x (batch, q_heads, m, a) times y (batch, n, kv_heads, b) without repeating y over the group:
+    a = n gives (batch, q_heads, m, b); with ``transpose`` a = b gives (batch, q_heads, m, n)."""
+    batch, q_heads, m, a = x.shape
+    y = y.transpose(1, 2)  # (batch, kv_heads, n, b)
+    kv_heads = y.shape[1]
+    folded = x.reshape(batch, kv_heads, q_heads // kv_heads * m, a)
+    return (folded @ (y.mT if transpose else y)).reshape(batch, q_heads, m, -1)
+
+
+def _over_group(x: Tensor, y: Tensor, kv_heads: int) -> Tensor:
+    """Sum over the rows and the query heads of a group: x (batch, q_heads, m, n), y (batch, q_heads, m, b)
+    -> (batch, n, kv_heads, b)."""
+    batch, q_heads, m, _ = x.shape
+    rows = q_heads // kv_heads * m
+    x = x.reshape(batch, kv_heads, rows, -1)
+    y = y.reshape(batch, kv_heads, rows, -1)
+    return (x.mT @ y).transpose(1, 2)
+
+
+def _per_row(x: Tensor) -> Tensor:
+    """(batch, heads, seq) -> (batch, seq, heads, 1), to scale o."""
+    return x.transpose(1, 2)[..., None]
