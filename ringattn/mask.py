@@ -1,0 +1,286 @@
+"""Masks: for every query an interval of visible keys, ``start <= key < end``, in global positions.
+
+A mask is a list of pieces per row of the batch. For a query at position i in piece p, with
+``a = i + seq_len_k - seq_len`` (sequences of different lengths are aligned at their ends, as in flash-attn),
+
+    start = max(low[p],  a - left[p])           end = min(high[p], a + right[p] + 1)
+
+so a full mask is one piece without bounds, causal is ``right = 0``, a packed document is a piece with
+``low`` and ``high``, and intersecting two masks is a maximum of starts and a minimum of ends. ``start`` and
+``end`` never fall as i grows: block kernels rely on it (kernels/block.py).
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+_FAR = 1 << 40  # further than any position, and i + _FAR does not overflow
+
+
+@dataclass(frozen=True, eq=False)
+class Mask:
+    """Pieces of (queries x keys): fields are (rows, pieces) int64 CPU tensors, rows = 1 or the batch size.
+
+    Piece p of a row covers queries ``first[p] <= i < first[p + 1]`` (the last: up to ``seq_len``).
+    """
+
+    seq_len: int
+    seq_len_k: int
+    first: Tensor
+    low: Tensor
+    high: Tensor
+    left: Tensor
+    right: Tensor
+
+    @property
+    def rows(self) -> int:
+        return self.first.shape[0]
+
+    @property
+    def offset(self) -> int:
+        """Aligned position of query 0: the ends of both sequences coincide."""
+        return self.seq_len_k - self.seq_len
+
+    def __and__(self, other: Mask) -> Mask:
+        """Keys visible under both masks."""
+        if (self.seq_len, self.seq_len_k) != (other.seq_len, other.seq_len_k):
+            raise ValueError(
+                f"masks are for different lengths: ({self.seq_len}, {self.seq_len_k}) and "
+                f"({other.seq_len}, {other.seq_len_k})"
+            )
+        rows = max(self.rows, other.rows)
+        first = torch.cat([self.first.expand(rows, -1), other.first.expand(rows, -1)], 1).sort(1).values
+        a, b = self._fields(first), other._fields(first)
+        return Mask(
+            self.seq_len,
+            self.seq_len_k,
+            first,
+            torch.maximum(a[0], b[0]),
+            torch.minimum(a[1], b[1]),
+            torch.minimum(a[2], b[2]),
+            torch.minimum(a[3], b[3]),
+        )
+
+    def _fields(self, positions: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """low, high, left, right of the pieces at positions (rows, n)."""
+        rows = positions.shape[0]
+        first = self.first.to(positions.device).expand(rows, -1).contiguous()
+        piece = torch.searchsorted(first, positions.contiguous(), right=True) - 1
+        low, high, left, right = (
+            x.to(positions.device).expand(rows, -1).gather(1, piece)
+            for x in (self.low, self.high, self.left, self.right)
+        )
+        return low, high, left, right
+
+    def intervals(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Visible keys of queries at positions (n,): start and end, each (rows, n) int32, on the positions' device,
+        with ``0 <= start <= end <= seq_len_k``; start == end sees nothing."""
+        low, high, left, right = self._fields(positions.expand(self.rows, -1))
+        aligned = positions + self.offset
+        start = torch.maximum(low, aligned - left).clamp(0, self.seq_len_k)
+        end = torch.minimum(high, aligned + right + 1).clamp(0, self.seq_len_k)
+        return start.to(torch.int32), torch.maximum(start, end).to(torch.int32)
+
+    def dense(self) -> Tensor:
+        """The meaning of the mask: (rows, seq_len, seq_len_k) bool, True where visible. For tests and pictures."""
+        start, end = self.intervals(torch.arange(self.seq_len))
+        keys = torch.arange(self.seq_len_k)
+        return (start[..., None] <= keys) & (keys < end[..., None])
+
+    def sees(self, queries: Sequence[range], key_shards: Sequence[Sequence[range]]) -> list[bool]:
+        """For each shard of keys: does any of the queries see any of its keys, in any row? Exact.
+
+        Runs of neighbouring positions are decided piece by piece, in time O(pieces); strided ones
+        position by position.
+        """
+        seen = [False] * len(key_shards)
+        runs = [(o, r) for o, shard in enumerate(key_shards) for r in shard]
+        if not runs or not any(queries):
+            return seen
+        if all(r.step == 1 for r in queries) and all(r.step == 1 for _, r in runs):
+            hits = self._runs_meet(queries, [r for _, r in runs])
+        else:
+            hits = self._strided_meet(queries, [r for _, r in runs])
+        for (o, _), hit in zip(runs, hits, strict=True):
+            seen[o] = seen[o] or hit
+        return seen
+
+    def _runs_meet(self, queries: Sequence[range], keys: Sequence[range]) -> list[bool]:
+        key_first = torch.tensor([r.start for r in keys])[:, None]
+        key_past = torch.tensor([r.stop for r in keys])[:, None]
+        past = torch.cat([self.first[:, 1:], torch.full((self.rows, 1), self.seq_len)], 1)
+        hits = torch.zeros(len(keys), dtype=torch.bool)
+        for run in queries:
+            i0, i1 = self.first.clamp(min=run.start), past.clamp(max=run.stop)
+            inside = i1 > i0
+            i0, i1, low, high, left, right = (
+                x[inside] for x in (i0, i1, self.low, self.high, self.left, self.right)
+            )
+            j0, j1 = torch.maximum(low, key_first), torch.minimum(high, key_past)  # (runs, pieces)
+            # Key j is seen by aligned positions j - right <= a <= j + left, and these ranges of neighbouring
+            # keys join up, because left + right >= 0 unless the piece is empty.
+            meets = (torch.maximum(i0, j0 - right - self.offset) < torch.minimum(i1, j1 + left - self.offset)) & (
+                left + right >= 0
+            )
+            hits |= (meets & (j1 > j0)).any(1)
+        return hits.tolist()
+
+    def _strided_meet(self, queries: Sequence[range], keys: Sequence[range]) -> list[bool]:
+        start, end = self.intervals(torch.cat([torch.arange(r.start, r.stop, r.step) for r in queries]))
+        return [bool((count_below(r, end) > count_below(r, start)).any()) for r in keys]
+
+    def digest(self) -> int:
+        """A 63-bit hash of the mask's value, the same in every process."""
+        h = hashlib.blake2b(f"{self.seq_len} {self.seq_len_k} {tuple(self.first.shape)}".encode(), digest_size=8)
+        for x in (self.first, self.low, self.high, self.left, self.right):
+            h.update(x.contiguous().numpy().tobytes())
+        return int.from_bytes(h.digest(), "little") >> 1
+
+
+def count_below(run: range, bound: Tensor) -> Tensor:
+    """How many members of ``run`` are smaller than each bound."""
+    return ((bound - run.start + run.step - 1) // run.step).clamp(0, len(run))
+
+
+def _band(
+    seq_len: int,
+    seq_len_k: int,
+    *,
+    first: Tensor | None = None,
+    low: int | Tensor = -_FAR,
+    high: int | Tensor = _FAR,
+    left: int | Tensor = _FAR,
+    right: int | Tensor = _FAR,
+) -> Mask:
+    first = torch.zeros(1, 1, dtype=torch.int64) if first is None else first
+    fields = (torch.as_tensor(x, dtype=torch.int64).expand_as(first).contiguous() for x in (low, high, left, right))
+    return Mask(seq_len, seq_len_k, first, *fields)
+
+
+def full(seq_len: int, seq_len_k: int | None = None) -> Mask:
+    """Every query sees every key."""
+    return _band(seq_len, seq_len if seq_len_k is None else seq_len_k)
+
+
+def causal(seq_len: int, seq_len_k: int | None = None) -> Mask:
+    """Key j is visible to aligned position a iff j <= a."""
+    return _band(seq_len, seq_len if seq_len_k is None else seq_len_k, right=0)
+
+
+def window(seq_len: int, left: int, right: int, seq_len_k: int | None = None) -> Mask:
+    """Sliding window: ``a - left <= j <= a + right``; -1 means unbounded, as in flash-attn.
+
+    Raises:
+        ValueError: a bound below -1.
+    """
+    for name, bound in (("left", left), ("right", right)):
+        if bound < -1:
+            raise ValueError(f"window_size {name} is {bound}; use -1 for unbounded or a number of keys >= 0")
+    return _band(
+        seq_len,
+        seq_len if seq_len_k is None else seq_len_k,
+        left=_FAR if left == -1 else left,
+        right=_FAR if right == -1 else right,
+    )
+
+
+def prefix(seq_len: int, length: int, seq_len_k: int | None = None) -> Mask:
+    """Prefix-LM: the first ``length`` keys are visible to every query, the others causally.
+
+    Raises:
+        ValueError: length outside 0..seq_len_k.
+    """
+    seq_len_k = seq_len if seq_len_k is None else seq_len_k
+    if not 0 <= length <= seq_len_k:
+        raise ValueError(f"prefix is {length}; it must be between 0 and the number of keys, {seq_len_k}")
+    # Queries before the end of the prefix see up to it, the others up to themselves.
+    inside = min(max(length - (seq_len_k - seq_len), 0), seq_len)
+    first = torch.tensor([[0, inside]])
+    return _band(
+        seq_len,
+        seq_len_k,
+        first=first,
+        high=torch.tensor([[length, _FAR]]),
+        right=torch.tensor([[_FAR, 0]]),
+    )
+
+
+def packed(cu_seqlens: Sequence[int] | Tensor, seq_len: int) -> Mask:
+    """Packed documents: queries see keys of their own document. ``cu_seqlens`` are the global boundaries
+    ``[0, end of document 0, ..., seq_len]``; empty documents are allowed.
+
+    Raises:
+        TypeError: not integers.
+        ValueError: not one-dimensional, not starting at 0, falling, or not ending at seq_len.
+    """
+    bounds = torch.as_tensor(cu_seqlens).detach().cpu()
+    if bounds.is_floating_point() or bounds.is_complex() or bounds.dtype == torch.bool:
+        raise TypeError(f"cu_seqlens has dtype {bounds.dtype}; pass integers")
+    if bounds.ndim != 1 or len(bounds) < 2:
+        raise ValueError(f"cu_seqlens has shape {tuple(bounds.shape)}; it must be (documents + 1,), at least [0, {seq_len}]")
+    bounds = bounds.to(torch.int64)
+    if bounds[0] != 0:
+        raise ValueError(f"cu_seqlens starts with {bounds[0].item()}; it must start with 0")
+    falls = (bounds[1:] < bounds[:-1]).nonzero()
+    if len(falls):
+        at = int(falls[0])
+        raise ValueError(
+            f"cu_seqlens falls from {bounds[at].item()} to {bounds[at + 1].item()} at index {at + 1}; "
+            "it must be sorted: boundaries of the packed documents, not their lengths"
+        )
+    if bounds[-1] != seq_len:
+        raise ValueError(f"cu_seqlens ends with {bounds[-1].item()}; it must end with seq_len = {seq_len}")
+    bounds = bounds.unique()  # sorted; empty documents vanish
+    if seq_len == 0:
+        return full(0)
+    return _band(seq_len, seq_len, first=bounds[None, :-1], low=bounds[None, :-1], high=bounds[None, 1:])
+
+
+def documents(ids: Tensor, seq_len: int) -> Mask:
+    """Packed documents that differ by row: ``ids`` (batch, seq_len) integers, -1 for padding.
+
+    Neighbouring positions with the same id are one document; padding sees nothing and is seen by nobody.
+
+    Raises:
+        TypeError: not integers.
+        ValueError: wrong shape, ids below -1, or a document that is interrupted and goes on later.
+    """
+    ids = torch.as_tensor(ids).detach().cpu()
+    if ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
+        raise TypeError(f"documents has dtype {ids.dtype}; pass integer ids, -1 for padding")
+    if ids.ndim != 2 or ids.shape[1] != seq_len:
+        raise ValueError(f"documents has shape {tuple(ids.shape)}; it must be (batch, seq_len) with seq_len = {seq_len}")
+    if ids.numel() and int(ids.min()) < -1:
+        raise ValueError(f"documents has the id {int(ids.min())}; ids are >= 0, and -1 is padding")
+    rows = []
+    for b, row in enumerate(ids):
+        runs, lengths = torch.unique_consecutive(row, return_counts=True)
+        real = runs[runs >= 0]
+        values, counts = real.unique(return_counts=True)
+        if len(values) != len(real):
+            broken = int(values[counts > 1][0])
+            raise ValueError(
+                f"documents[{b}] has the id {broken} in {int(counts.max())} separate runs; "
+                "give each run of neighbouring tokens its own id"
+            )
+        past = lengths.cumsum(0)
+        rows.append((past - lengths, past, runs >= 0))
+    pieces = max((len(r[0]) for r in rows), default=0)
+    if not pieces:
+        return full(seq_len)
+    shape = (len(rows), pieces)
+    first = torch.full(shape, seq_len)  # unused pieces begin where no query is
+    low, high = torch.zeros(shape, dtype=torch.int64), torch.zeros(shape, dtype=torch.int64)
+    left, right = torch.full(shape, _FAR), torch.full(shape, _FAR)
+    for b, (begin, past, real) in enumerate(rows):
+        n = len(begin)
+        first[b, :n] = begin
+        # A padding token sees [i, i): empty, and in order with its neighbours' intervals.
+        low[b, :n], high[b, :n] = torch.where(real, begin, -_FAR), torch.where(real, past, _FAR)
+        left[b, :n], right[b, :n] = torch.where(real, _FAR, 0), torch.where(real, _FAR, -1)
+    return Mask(seq_len, seq_len, first, low, high, left, right)

@@ -1,0 +1,173 @@
+"""Schedules: who holds whose shard at which step, and what moves. Plain data, standard library only.
+
+Every dataflow that moves shards is the same walk. Each rank owns one shard. At step t, rank r holds the
+shard of ``owner(r, t)``; the shards move in lockstep, so a step is one *displacement* of all of them. A
+shard goes on until the last rank that needs it has met it. What a visited rank contributes to the shard
+(the gradients of keys and values, or the partial state of queries) travels one step behind it, is added
+to on the way, and the last hop takes it home:
+
+    slot        0          1              2                    3
+    shard o     at o       at o+1         at o+2
+    contribution           made at o+1    o+1 -> o+2, added    o+2 -> o, added at home
+
+A ring displaces by one rank. A double ring (rings of ``local_size`` ranks inside a ring of groups; the
+idea of LoongTrain, arXiv:2406.18485) displaces by one inside the group, and once per turn by one group, so
+that only one hop in ``local_size`` crosses nodes. Displacements that no rank needs are skipped: the shards
+jump over them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+Needs = Sequence[Sequence[bool]]  # needs[r][o]: rank r must meet the shard of rank o
+
+
+@dataclass(frozen=True)
+class Step:
+    """One slot of one rank. Peers are ranks of the group; None means nothing moves.
+
+    A slot starts its movements, computes while they run, then waits. Messages between two ranks in one
+    slot go in the order of the fields below, at both ends.
+    """
+
+    owner: int | None = None  # whose shard this rank holds; None: nobody's
+    compute: bool = False  # this rank meets it
+    shard_to: int | None = None  # the shard goes on
+    shard_from: int | None = None  # the shard of the next step comes
+    part_to: int | None = None  # the contribution to the last step's shard goes on, not home
+    part_from: int | None = None  # the contribution so far to this step's shard comes
+    home_to: int | None = None  # the contribution to the last step's shard goes home
+    home_from: int | None = None  # the contribution to this rank's own shard comes home
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """The walk of all shards.
+
+    Args:
+        world_size: number of ranks.
+        needs: ``needs[r][o]``: rank r must meet the shard of rank o.
+        local_size: ranks per group of a double ring; ``world_size`` for a single ring.
+    """
+
+    world_size: int
+    needs: tuple[tuple[bool, ...], ...]
+    local_size: int
+
+    @property
+    def displacements(self) -> tuple[tuple[int, int], ...]:
+        """(groups, ranks inside a group) by which all shards have moved at each step."""
+        kept = [(0, 0)]
+        for shift in _walk(self.world_size // self.local_size, self.local_size)[1:]:
+            if any(self.needs[self._move(o, shift)][o] for o in range(self.world_size)):
+                kept.append(shift)
+        return tuple(kept)
+
+    def _move(self, rank: int, shift: tuple[int, int]) -> int:
+        groups = self.world_size // self.local_size
+        group, local = divmod(rank, self.local_size)
+        return (group + shift[0]) % groups * self.local_size + (local + shift[1]) % self.local_size
+
+    def steps(self, rank: int) -> tuple[Step, ...]:
+        """The slots of one rank: one per step, and a last one in which contributions come home."""
+        shifts = self.displacements
+        count = len(shifts)
+        holder = [[self._move(o, s) for s in shifts] for o in range(self.world_size)]  # holder[o][t]
+        owner = [self._move(rank, (-s[0], -s[1])) for s in shifts]  # owner[t]: whose shard comes to rank at t
+        visits, first = [], []  # steps that shard o makes; its first step with a contribution
+        for o in range(self.world_size):
+            met = [t for t in range(1, count) if self.needs[holder[o][t]][o]]
+            visits.append(met[-1] + 1 if met else 1)
+            first.append(met[0] if met else count)
+
+        result = []
+        for t in range(count + 1):
+            here = owner[t] if t < count and t < visits[owner[t]] else None
+            nxt = owner[t + 1] if t + 1 < count else None
+            last = owner[t - 1] if t > 0 else None
+            part_to = part_from = home_to = home_from = shard_to = shard_from = None
+            if here is not None and t + 1 < visits[here]:
+                shard_to = holder[here][t + 1]
+            if nxt is not None and t + 1 < visits[nxt]:
+                shard_from = holder[nxt][t]
+            if last is not None and first[last] <= t - 1 < visits[last]:
+                if t < visits[last]:
+                    part_to = holder[last][t]
+                else:
+                    home_to = last
+            if here is not None and first[here] <= t - 1:
+                part_from = holder[here][t - 1]
+            if t == visits[rank] and t > 1:
+                home_from = holder[rank][t - 1]
+            compute = here is not None and self.needs[rank][here]
+            result.append(
+                Step(here, compute, shard_to, shard_from, part_to, part_from, home_to, home_from)
+            )
+        return tuple(result)
+
+
+def _walk(groups: int, local: int) -> list[tuple[int, int]]:
+    """All displacements, each one neighbour hop from the last: a turn inside the groups, one hop between
+    groups, a turn again from where the shards are."""
+    walk, inside = [], 0
+    for group in range(groups):
+        for turn in range(local):
+            if turn:
+                inside = (inside + 1) % local
+            walk.append((group, inside))
+    return walk
+
+
+def check(schedule: Schedule) -> None:
+    """Prove, by running all ranks in lockstep with sets instead of tensors, that every needed meeting happens
+    exactly once and no other, that every send has its receive in the same order, and that every
+    contribution comes home exactly once.
+
+    Raises:
+        AssertionError: naming the rank, the slot and what is wrong.
+    """
+    n = schedule.world_size
+    steps = [schedule.steps(r) for r in range(n)]
+    slots = len(steps[0])
+    holds: list[int | None] = list(range(n))
+    met: list[set[int]] = [set() for _ in range(n)]
+    home: list[list[int]] = [[] for _ in range(n)]  # ranks whose contributions are home
+    part: list[list[int] | None] = [None] * n  # contribution that each rank made or extended last slot
+    for t in range(slots):
+        now = [steps[r][t] for r in range(n)]
+        for a in range(n):
+            for b in range(n):
+                kinds = ("shard", "part", "home")
+                sent = [kind for kind in kinds if getattr(now[a], f"{kind}_to") == b]
+                received = [kind for kind in kinds if getattr(now[b], f"{kind}_from") == a]
+                assert sent == received, f"slot {t}: rank {a} sends {sent} to rank {b}, which expects {received}"
+        following = [holds[s.shard_from] if s.shard_from is not None else None for s in now]
+        carried = list(part)
+        for r, s in enumerate(now):
+            assert s.owner is None or holds[r] == s.owner, f"slot {t}: rank {r} holds {holds[r]}, not {s.owner}"
+            assert s.shard_to is None or s.owner is not None, f"slot {t}: rank {r} sends a shard it does not hold"
+            made: list[int] | None = None
+            if s.compute:
+                assert s.owner is not None and s.owner not in met[r], f"slot {t}: rank {r} meets {s.owner} twice"
+                met[r].add(s.owner)
+                made = [r]
+            if s.owner == r:
+                home[r] += made or []
+                part[r] = None
+            else:
+                arrived = carried[s.part_from] if s.part_from is not None else None
+                assert (s.part_from is None) == (arrived is None), f"slot {t}: rank {r} expects no contribution"
+                part[r] = (arrived or []) + (made or []) if arrived or made else None
+            if s.home_from is not None:
+                home[r] += carried[s.home_from] or []
+        for r, s in enumerate(now):
+            gone = s.part_to is not None or s.home_to is not None
+            assert gone == (carried[r] is not None), f"slot {t}: rank {r} drops or invents a contribution"
+        holds = following
+    for r in range(n):
+        needed = {o for o in range(n) if schedule.needs[r][o]}
+        assert met[r] == needed, f"rank {r} met {sorted(met[r])}, needs {sorted(needed)}"
+        visitors = sorted(s for s in range(n) if schedule.needs[s][r])
+        assert sorted(home[r]) == visitors, f"rank {r}: contributions of {sorted(home[r])}, not {visitors}"
