@@ -37,7 +37,7 @@ through at most T + 1 exponentials (NumPy's are good to 3 eps each), T multiplic
 an eps each); rounding the differences inside the exponentials adds half an eps times their sum, which
 telescopes to the span, max(s) - min(s). To first order, whatever the order and the grouping,
 
-    |l_streaming - l_exact| / l_exact  <=  (3 (T + 1) + T / 2 + n / 2 + span / 2) eps  <=  (4n + 3 + span / 2) eps.
+    |l - l_exact| / l_exact  <=  (3 (T + 1) + T/2 + n/2 + span/2) eps  <=  (4n + 3 + span/2) eps.
 
 Papers: Milakov and Gimelshein, "Online normalizer calculation for softmax" (2018, arXiv:1805.02867);
 Rabe and Staats, "Self-attention does not need O(n^2) memory" (2021, arXiv:2112.05682); Dao et al.,
@@ -246,32 +246,13 @@ def streaming_softmax_dot(s: Array, v: Array, chunk: int = 1) -> Array:
 
 # --- 5. Online attention -------------------------------------------------------------------------------
 
-Bias = Callable[[Array, Array], Array]  # positions i (rows, 1) and j (1, n) -> bias (rows, n); step 6
+
+def scores(q: Array, k: Array) -> Array:
+    """q k^T / sqrt(d). q: (rows, d), k: (n, d) -> (rows, n)."""
+    return (q @ k.T) * q.shape[-1] ** -0.5
 
 
-def full(i: Array, j: Array) -> Array:
-    """Every query sees every key."""
-    return np.zeros(np.broadcast_shapes(i.shape, j.shape))
-
-
-def scores(q: Array, k: Array, i: Array, j: Array, bias: Bias = full) -> Array:
-    """softmax_scale * q k^T + bias(i, j). q: (rows, d), k: (n, d), i: (rows,), j: (n,) -> (rows, n)."""
-    return softmax_scale * (q @ k.T) + bias(i[:, None], j[None, :]).astype(q.dtype)
-
-
-def attention(
-    q: Array, k: Array, v: Array, bias: Bias = full) -> tuple[Array, Array]:
-    """Dense attention, the whole (rows, n) score matrix at once: O(rows * n) memory. -> (out, lse).
-
-    A row that sees no key has out = 0 and lse = -inf.
-    """
-    s = scores(q, k, np.arange(len(q)), np.arange(len(k)), bias)
-    m = s.max(axis=1, initial=-np.inf)
-    p = exp_relative(s, m[:, None])
-    return State(m, p.sum(axis=1), p @ v).finalize()
-
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class State:
     """The partial state of a set of keys, one row per query: everything the rest ever needs to know.
 
@@ -320,8 +301,19 @@ class State:
         return self.o / l[:, None], self.m + np.log(l)
 
 
-def online_attention_one_query(
-    q: Array, k: Array, v: Array, chunk: int) -> Array:
+def attention(q: Array, k: Array, v: Array) -> tuple[Array, Array]:
+    """Dense attention: the whole (rows, n) matrix of scores at once, O(rows * n) memory. -> (out, lse).
+
+    q: (rows, d), k: (n, d), v: (n, dv), n >= 1 -> out (rows, dv), lse (rows,).
+    """
+    s = scores(q, k)
+    m = s.max(axis=1)
+    e = np.exp(s - m[:, None])
+    l = e.sum(axis=1)
+    return (e / l[:, None]) @ v, m + np.log(l)
+
+
+def online_attention_one_query(q: Array, k: Array, v: Array, chunk: int) -> Array:
     """Step 4 with scores that are computed as the keys arrive. q: (d,), k: (n, d), v: (n, dv) -> (dv,).
 
     The row of n scores never exists: `chunk` scores at a time, and a state of 2 + dv numbers.
@@ -330,7 +322,7 @@ def online_attention_one_query(
     l: Array = q.dtype.type(0)
     o: Array = np.zeros(v.shape[1], q.dtype)
     for k_chunk, v_chunk in zip(chunks(k, chunk), chunks(v, chunk), strict=True):
-        s = softmax_scale * (k_chunk @ q)
+        s = (k_chunk @ q) * q.shape[-1] ** -0.5
         m_new = np.maximum(m, s.max())
         correction = exp_relative(m, m_new)
         p = exp_relative(s, m_new)
@@ -338,8 +330,7 @@ def online_attention_one_query(
     return o / l
 
 
-def online_attention(
-    q: Array, k: Array, v: Array, chunk: int) -> tuple[Array, Array]:
+def online_attention(q: Array, k: Array, v: Array, chunk: int) -> tuple[Array, Array]:
     """Many queries: the same loop with one (m, l) per row, and one division at the end. -> (out, lse).
 
     Convention 1, the unnormalized output (Rabe and Staats 2021; FlashAttention-2): (rows, chunk) scores
@@ -347,12 +338,11 @@ def online_attention(
     """
     state = State.empty(len(q), v.shape[1], q.dtype)
     for k_chunk, v_chunk in zip(chunks(k, chunk), chunks(v, chunk), strict=True):
-        state = state.absorb(softmax_scale * (q @ k_chunk.T), v_chunk)
+        state = state.absorb(scores(q, k_chunk), v_chunk)
     return state.finalize()
 
 
-def online_attention_normalized(
-    q: Array, k: Array, v: Array, chunk: int) -> tuple[Array, Array]:
+def online_attention_normalized(q: Array, k: Array, v: Array, chunk: int) -> tuple[Array, Array]:
     """Convention 2, the output normalized at every step (FlashAttention's algorithm 1). -> (out, lse).
 
     Put o = l out into o_new = c o + p v, with c the correction, and divide by l_new = c l + sum(p):
@@ -366,7 +356,7 @@ def online_attention_normalized(
     m, l = np.full(len(q), -np.inf, q.dtype), np.zeros(len(q), q.dtype)
     out = np.zeros((len(q), v.shape[1]), q.dtype)
     for k_chunk, v_chunk in zip(chunks(k, chunk), chunks(v, chunk), strict=True):
-        s = softmax_scale * (q @ k_chunk.T)
+        s = scores(q, k_chunk)
         m_new = np.maximum(m, s.max(axis=1))
         correction = exp_relative(m, m_new)
         p = exp_relative(s, m_new[:, None])
@@ -376,20 +366,20 @@ def online_attention_normalized(
     return out, m + np.log(l)
 
 
-def attention_torch(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def attention_torch(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Dense attention for batches. q, k: (batch, seq, heads, d), v: (batch, seq, heads, dv).
 
     -> out (batch, seq_q, heads, dv), lse (batch, heads, seq_q).
     """
     import torch
 
-    s = softmax_scale * torch.einsum("bihd,bjhd->bhij", q, k)
+    s = torch.einsum("bihd,bjhd->bhij", q, k) * q.shape[-1] ** -0.5
     return torch.einsum("bhij,bjhd->bihd", s.softmax(dim=-1), v), s.logsumexp(dim=-1)
 
 
 def online_attention_torch(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, chunk: int) -> tuple[torch.Tensor, torch.Tensor]:
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, chunk: int
+) -> tuple[torch.Tensor, torch.Tensor]:
     """`online_attention` for batches: batch and heads are more rows. Shapes as in `attention_torch`."""
     import torch
 
@@ -398,7 +388,7 @@ def online_attention_torch(
     l = q.new_zeros((batch, heads, seq_q))
     o = q.new_zeros((batch, heads, seq_q, v.shape[-1]))
     for k_chunk, v_chunk in zip(k.split(chunk, dim=1), v.split(chunk, dim=1), strict=True):
-        s = softmax_scale * torch.einsum("bihd,bjhd->bhij", q, k_chunk)
+        s = torch.einsum("bihd,bjhd->bhij", q, k_chunk) * q.shape[-1] ** -0.5
         m_new = torch.maximum(m, s.amax(dim=-1))
         correction = torch.exp(m - m_new)
         p = torch.exp(s - m_new[..., None])
@@ -412,6 +402,13 @@ def online_attention_torch(
 #
 # Who sees whom is a bias added to the scores: -inf for "not visible", a number for a preference. It is a
 # function of positions, so a tile needs to know nothing but the positions of its own rows and columns.
+
+Bias = Callable[[Array, Array], Array]  # positions i (rows, 1), j (1, cols) -> (rows, cols)
+
+
+def full(i: Array, j: Array) -> Array:
+    """Every query sees every key."""
+    return np.zeros(np.broadcast_shapes(i.shape, j.shape))
 
 
 def causal(i: Array, j: Array) -> Array:
@@ -439,8 +436,25 @@ def tiles(n: int, size: int) -> Iterator[Array]:
     return chunks(np.arange(n), size)
 
 
-def flash_forward(
-    q: Array, k: Array, v: Array, tile: int, bias: Bias = full) -> tuple[Array, Array]:
+def biased_scores(q: Array, k: Array, i: Array, j: Array, bias: Bias) -> Array:
+    """q k^T / sqrt(d) + bias(i, j). q: (rows, d), k: (cols, d), i: (rows,), j: (cols,) -> (rows, cols)."""
+    return scores(q, k) + bias(i[:, None], j[None, :]).astype(q.dtype)
+
+
+def biased_attention(q: Array, k: Array, v: Array, bias: Bias) -> tuple[Array, Array]:
+    """Dense attention with a bias; query r is at position r, key c at position c. -> (out, lse).
+
+    A row that sees no key has no softmax (0 / 0). By convention its out is 0 and its lse is -inf.
+    """
+    s = biased_scores(q, k, np.arange(len(q)), np.arange(len(k)), bias)
+    m = s.max(axis=1)
+    e = exp_relative(s, m[:, None])
+    l = e.sum(axis=1)
+    seen = np.where(l == 0, 1, l)
+    return (e / seen[:, None]) @ v, m + np.log(seen)
+
+
+def flash_forward(q: Array, k: Array, v: Array, tile: int, bias: Bias = full) -> tuple[Array, Array]:
     """FlashAttention's forward: the score matrix in tiles, one state per tile of queries. -> (out, lse).
 
     Memory beyond inputs and outputs is one (tile, tile) block of scores and one state: O(tile^2), free of
@@ -453,26 +467,28 @@ def flash_forward(
     for i in tiles(len(q), tile):
         state = State.empty(len(i), v.shape[1], q.dtype)
         for j in tiles(len(k), tile):
-            state = state.absorb(scores(q[i], k[j], i, j, bias), v[j])
+            state = state.absorb(biased_scores(q[i], k[j], i, j, bias), v[j])
         out[i], lse[i] = state.finalize()
     return out, lse
 
 
 def attention_backward(
-    q: Array, k: Array, v: Array, dout: Array, bias: Bias = full) -> tuple[Array, Array, Array]:
+    q: Array, k: Array, v: Array, dout: Array, bias: Bias = full
+) -> tuple[Array, Array, Array]:
     """Dense backward, with the whole matrix of probabilities P (rows, n). -> (dq, dk, dv).
 
-    By the chain rule from dout = d loss / d out, with S the scores and P = softmax(S), row by row:
+    By the chain rule from dout = d loss / d out, with S the scores and scale = 1 / sqrt(d):
 
-        out = P v                        dv = P^T dout           dP = dout v^T
-        P   = softmax(S)                 dS_ij = P_ij (dP_ij - sum_k P_ik dP_ik)
-        S   = softmax_scale q k^T        dq = softmax_scale dS k          dk = softmax_scale dS^T q
+        out = P v                   dv = P^T dout         dP = dout v^T
+        P   = softmax(S)            dS_ij = P_ij (dP_ij - sum_k P_ik dP_ik)
+        S   = scale q k^T + bias    dq = scale dS k       dk = scale dS^T q
     """
-    s = scores(q, k, np.arange(len(q)), np.arange(len(k)), bias)
-    p = exp_relative(s, attention(q, k, v, bias=bias, )[1][:, None])
+    _, lse = biased_attention(q, k, v, bias)
+    p = exp_relative(biased_scores(q, k, np.arange(len(q)), np.arange(len(k)), bias), lse[:, None])
     dp = dout @ v.T
     ds = p * (dp - (p * dp).sum(axis=1, keepdims=True))
-    return softmax_scale * (ds @ k), softmax_scale * (ds.T @ q), p.T @ dout
+    scale = q.shape[-1] ** -0.5
+    return scale * (ds @ k), scale * (ds.T @ q), p.T @ dout
 
 
 def flash_backward(
@@ -482,7 +498,10 @@ def flash_backward(
     out: Array,
     lse: Array,
     dout: Array,
-    tile: int, bias: Bias = full) -> tuple[Array, Array, Array]:
+    tile: int,
+    bias: Bias = full,
+    dlse: Array | float = 0.0,
+) -> tuple[Array, Array, Array]:
     """FlashAttention's backward: every tile of P is computed again, nothing of size n^2 is kept.
 
     Two facts make the tiles independent of each other. First, lse is all that a row needs to rebuild its
@@ -492,17 +511,18 @@ def flash_backward(
         sum_k P_ik dP_ik = sum_k P_ik (dout_i . v_k) = dout_i . sum_k P_ik v_k = dout_i . out_i = delta_i
 
     So dS_ij = P_ij (dP_ij - delta_i) is local to the tile. Both lse and delta belong to the whole row,
-    hence the contributions of tiles, and of GPUs, simply add: no merge in the backward. When the loss
-    also depends on lse, d lse_i / d S_ij = P_ij, so delta becomes delta - dlse.
+    hence the contributions of tiles, and of GPUs, simply add: no merge in the backward. A loss that also
+    depends on lse costs nothing more: d lse_i / d S_ij = P_ij, so delta becomes delta - dlse.
     """
-    delta = (dout * out).sum(axis=1)
+    scale = q.shape[-1] ** -0.5
+    delta = (dout * out).sum(axis=1) - dlse
     dq, dk, dv = np.zeros_like(q), np.zeros_like(k), np.zeros_like(v)
     for j in tiles(len(k), tile):
         for i in tiles(len(q), tile):
-            p = exp_relative(scores(q[i], k[j], i, j, bias), lse[i][:, None])
+            p = exp_relative(biased_scores(q[i], k[j], i, j, bias), lse[i][:, None])
             ds = p * (dout[i] @ v[j].T - delta[i][:, None])
-            dq[i] += softmax_scale * (ds @ k[j])
-            dk[j] += softmax_scale * (ds.T @ q[i])
+            dq[i] += scale * (ds @ k[j])
+            dk[j] += scale * (ds.T @ q[i])
             dv[j] += p.T @ dout[i]
     return dq, dk, dv
 
@@ -519,11 +539,8 @@ def gather_pages(pages: Array, page_table: Array, seq_len: int) -> Array:
 
 
 def paged_attention(
-    q: Array,
-    k_pages: Array,
-    v_pages: Array,
-    page_table: Array,
-    seq_len: int) -> tuple[Array, Array]:
+    q: Array, k_pages: Array, v_pages: Array, page_table: Array, seq_len: int
+) -> tuple[Array, Array]:
     """Attention over keys and values scattered in a shared pool (Kwon et al. 2023). -> (out, lse).
 
     q: (rows, d), k_pages: (num_pages, page_size, d), v_pages: (num_pages, page_size, dv). Token t of the
@@ -533,18 +550,18 @@ def paged_attention(
     """
     page_size = k_pages.shape[1]
     state = State.empty(len(q), v_pages.shape[-1], q.dtype)
-    for logical, physical in enumerate(page_table):
-        used = min(page_size, seq_len - logical * page_size)
-        state = state.absorb(softmax_scale * (q @ k_pages[physical, :used].T), v_pages[physical, :used])
+    for start in range(0, seq_len, page_size):
+        page, used = page_table[start // page_size], min(page_size, seq_len - start)
+        state = state.absorb(scores(q, k_pages[page, :used]), v_pages[page, :used])
     return state.finalize()
 
 
 # --- 8. Many workers -----------------------------------------------------------------------------------
 #
 # P workers hold 1/P of the keys each and compute a State each. What is left is a sum of P elements of a
-# commutative monoid, so every way to add P things is a way to do attention on P GPUs. A state is 2 + dv
-# numbers per query, whatever the number of keys behind it. Who ends up with the result, and after how many
-# rounds of messages:
+# commutative monoid (the operator of Milakov and Gimelshein, section 3.1, with o beside l), so every way to
+# add P things is a way to do attention on P GPUs. A state is 2 + dv numbers per query, whatever the number
+# of keys behind it. Who ends up with the result, and after how many rounds of messages:
 #
 #     chain        the last worker      P - 1 rounds, one message each
 #     tree         worker 0             ceil(log2 P) rounds
@@ -552,12 +569,14 @@ def paged_attention(
 #     all-reduce   every worker         two library calls: max of m, then sum of (l, o)
 
 
-def worker_states(
-    q: Array, k: Array, v: Array, workers: int, bias: Bias = full) -> list[State]:
-    """The state of each worker: all queries against its 1/P of the keys (uneven or none if n < P)."""
+def worker_states(q: Array, k: Array, v: Array, workers: int, bias: Bias = full) -> list[State]:
+    """The state of each worker: all queries against its 1/P of the keys (uneven, or none if n < P).
+
+    Dense version of everything below: `biased_attention(q, k, v, bias)`.
+    """
     i = np.arange(len(q))
     return [
-        State.empty(len(q), v.shape[1], q.dtype).absorb(scores(q, k[j], i, j, bias), v[j])
+        State.empty(len(q), v.shape[1], q.dtype).absorb(biased_scores(q, k[j], i, j, bias), v[j])
         for j in np.array_split(np.arange(len(k)), workers)
     ]
 
@@ -594,8 +613,7 @@ def merge_all_reduce(states: Sequence[State]) -> State:
     return State(m, reduce(add, [s.l for s in rescaled]), reduce(add, [s.o for s in rescaled]))
 
 
-def ring_attention(
-    q: Array, k: Array, v: Array, workers: int, bias: Bias = full) -> tuple[Array, Array]:
+def ring_attention(q: Array, k: Array, v: Array, workers: int, bias: Bias = full) -> tuple[Array, Array]:
     """Ring Attention (Liu et al. 2023) with the ranks as a loop. The queries are split too. -> (out, lse).
 
     Rank r keeps the queries, the state and the output of its own 1/P of the sequence; shards of keys and
@@ -609,6 +627,6 @@ def ring_attention(
     for step in range(workers):
         for rank, i in enumerate(i_shards):
             j = j_shards[(rank - step) % workers]
-            states[rank] = states[rank].absorb(scores(q[i], k[j], i, j, bias), v[j])
+            states[rank] = states[rank].absorb(biased_scores(q[i], k[j], i, j, bias), v[j])
     results = [state.finalize() for state in states]
     return np.concatenate([out for out, _ in results]), np.concatenate([lse for _, lse in results])
