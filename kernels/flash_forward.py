@@ -1,0 +1,229 @@
+"""Forward block kernel in Triton: any GPU that Triton knows, and Triton's interpreter on the CPU.
+
+One program owns a tile of queries of one head and walks the keys that the tile sees::
+
+    full tiles   [full_begin, full_end)                      no mask in the loop
+    cut tiles    [begin, full_begin) and [full_end, end)     masked by the queries' intervals
+
+with ``(m, l, o)`` in registers from the first key to the last: read from the carried state (or empty, or holding the
+sink), and written back as the state, or divided and rounded to ``out`` and ``lse``. Neither needs a second pass.
+Causal, windows, documents and padding are all in the ranges and the intervals; the kernel knows none of them.
+
+Tiles with the latest queries start first: under a causal mask these are the long ones. The tiles of one head run next
+to each other, and the heads of one group after each other, because they read the same keys.
+
+Shapes and contract: block.py. Method: Dao 2023 (arXiv:2307.08691); Triton's fused attention tutorial.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from . import primitives
+from .block import Block, Score, State
+from .primitives import (
+    LN2,
+    LOG2E,
+    ScoreArguments,
+    Tiles,
+    bound,
+    cut_tile,
+    dot,
+    load_span,
+    load_tile,
+    scores,
+    softmax_step,
+    store_tile,
+    tile_source,
+    to_base2,
+    to_natural,
+    unsupported,
+)
+
+__all__ = ["forward", "unsupported"]
+
+
+def choose_tiles(q: Tensor, v: Tensor) -> Tiles:
+    """Tile sizes by head dim, dtype and GPU."""
+    dim = triton.next_power_of_2(max(q.shape[-1], v.shape[-1]))
+    if q.dtype == torch.float32:
+        return Tiles(64, 32, 4, 2) if dim <= 128 else Tiles(32, 32, 4, 2)
+    if primitives.capability(q.device)[0] >= 9:
+        if dim <= 64:
+            return Tiles(128, 128, 8, 3)
+        return Tiles(128, 64, 8, 3) if dim <= 128 else Tiles(128, 64, 8, 2)
+    return Tiles(128, 64, 4, 2) if dim <= 64 else Tiles(128, 32, 8, 2) if dim <= 128 else Tiles(64, 32, 8, 1)
+
+
+def forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    block: Block,
+    score: Score,
+    state: State | None,
+    sink: Tensor | None,
+    finalize: bool,
+) -> State | tuple[Tensor, Tensor]:
+    """See block.block_forward. A carried state is updated in place."""
+    q, k, v = (primitives.last_contiguous(x) for x in (q, k, v))
+    batch, seq_q, heads, dim = q.shape
+    dim_v = v.shape[-1]
+    tiles = choose_tiles(q, v)
+    tile_map = block.query_tiles(tiles.block_m, tiles.block_n)
+    tma = all(primitives.has_tma(x) for x in (q, k, v))
+
+    if state is not None:
+        m, l, o = state
+        state = State(m, l, primitives.last_contiguous(o))
+    if finalize:
+        lse = q.new_empty(batch, heads, seq_q, dtype=torch.float32)
+        m, l, o = lse, None, q.new_empty(batch, seq_q, heads, dim_v)
+    elif state is not None:
+        m, l, o = state
+    else:
+        m = q.new_empty(batch, heads, seq_q, dtype=torch.float32)
+        l, o = torch.empty_like(m), q.new_empty(batch, seq_q, heads, dim_v, dtype=torch.float32)
+    m_in, l_in, o_in = state if state is not None else (None, None, None)
+
+    s = ScoreArguments.of(score)
+    group = tiles.group if heads % tiles.group == 0 else 1
+    n_tiles = tile_map.rows.shape[0]
+    _forward[(n_tiles * heads * batch,)](
+        tile_source(q, tiles.block_m, tma), *q.stride()[:3],
+        tile_source(k, tiles.block_n, tma), *k.stride()[:3],
+        tile_source(v, tiles.block_n, tma), *v.stride()[:3],
+        m_in, *_strides(m_in), l_in, *_strides(l_in), o_in, *_strides(o_in),
+        m, *_strides(m), l, *_strides(l), o, *_strides(o),
+        sink,
+        tile_map.rows, tile_map.span, tile_map.span.stride(0) if tile_map.span.shape[0] > 1 else 0,
+        block.start, *primitives.interval_strides(block.start),
+        block.end, *primitives.interval_strides(block.end),
+        block.positions_q, block.positions_k,
+        s.scale, s.cap, s.slopes, s.slopes_stride,
+        k.shape[1], n_tiles, heads,
+        GROUP=group, HEADS_PER_KV=heads // k.shape[2],
+        DIM=dim, DIM_P2=triton.next_power_of_2(max(dim, 16)),
+        DIM_V=dim_v, DIM_V_P2=triton.next_power_of_2(max(dim_v, 16)),
+        BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n,
+        SIMPLE=s.SIMPLE, SOFTCAP=s.SOFTCAP, FINALIZE=finalize, TMA=tma,
+        PRECISION=primitives.dot_precision(q.dtype),
+        STAGES=tiles.num_stages, num_warps=tiles.num_warps, num_stages=tiles.num_stages, maxnreg=tiles.max_registers,
+    )  # fmt: skip
+    return (o, m) if finalize else State(m, l, o)
+
+
+def _strides(x: Tensor | None) -> tuple[int, ...]:
+    return (0, 0, 0) if x is None else x.stride()[:3]
+
+
+@triton.jit
+def _keys(
+    s_m, l, o, q, k, v, n, b, h_kv, row, start, end, pos_q, positions_k, slope,
+    k_b, k_s, k_h, v_b, v_s, v_h,
+    scale, cap, seq_k,
+    DIM: tl.constexpr, DIM_P2: tl.constexpr, DIM_V: tl.constexpr, DIM_V_P2: tl.constexpr, BLOCK_N: tl.constexpr,
+    SIMPLE: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, CUT: tl.constexpr,
+    TMA: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """One tile of keys into (m, l, o)."""
+    key = load_tile(k, b, h_kv, n, seq_k, k_b, k_s, k_h, BLOCK_N, DIM, DIM_P2, CUT, TMA)
+    s = dot(q, tl.trans(key), None, PRECISION)
+    keys = n + tl.arange(0, BLOCK_N)
+    distance = s
+    if ALIBI:
+        distance = pos_q[:, None] - tl.load(positions_k + keys, mask=keys < seq_k, other=0)[None, :]
+    s, _ = scores(s, distance, scale, cap, slope, SIMPLE, SOFTCAP, ALIBI)
+    if CUT:
+        s = tl.where((start[:, None] <= keys[None, :]) & (keys[None, :] < end[:, None]), s, float("-inf"))
+    p, kept, s_m = softmax_step(s, s_m, scale if SIMPLE else 1.0)
+    l = l * kept + tl.sum(p, 1)
+    o = o * kept[:, None]
+    value = load_tile(v, b, h_kv, n, seq_k, v_b, v_s, v_h, BLOCK_N, DIM_V, DIM_V_P2, CUT, TMA)
+    o = dot(p.to(value.dtype), value, o, PRECISION)
+    return s_m, l, o
+
+
+@triton.jit(do_not_specialize=["seq_k", "n_tiles"])
+def _forward(
+    q, q_b, q_s, q_h, k, k_b, k_s, k_h, v, v_b, v_s, v_h,
+    m_in, m_in_b, m_in_h, m_in_s, l_in, l_in_b, l_in_h, l_in_s, o_in, o_in_b, o_in_s, o_in_h,
+    m_out, m_b, m_h, m_s, l_out, l_b, l_h, l_s, o_out, o_b, o_s, o_h,
+    sink,
+    rows, span, span_b,
+    starts, starts_b, starts_s, ends, ends_b, ends_s,
+    positions_q, positions_k,
+    scale, cap, slopes, slopes_b,
+    seq_k, n_tiles, heads,
+    GROUP: tl.constexpr, HEADS_PER_KV: tl.constexpr,
+    DIM: tl.constexpr, DIM_P2: tl.constexpr, DIM_V: tl.constexpr, DIM_V_P2: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    SIMPLE: tl.constexpr, SOFTCAP: tl.constexpr, FINALIZE: tl.constexpr,
+    TMA: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    ALIBI: tl.constexpr = slopes is not None
+    CARRIED: tl.constexpr = m_in is not None
+    pid = tl.program_id(0)
+    tile = n_tiles - 1 - pid // GROUP % n_tiles
+    h = pid // GROUP // n_tiles * GROUP + pid % GROUP
+    b, h = h // heads, h % heads
+    h_kv = h // HEADS_PER_KV
+    row, past, begin, full_begin, full_end, stop = load_span(rows, span, tile, b, span_b)
+    if CARRIED and not FINALIZE and sink is None and begin == stop:
+        return  # a carried state that sees nothing here stays as it is
+
+    offs = (row + tl.arange(0, BLOCK_M)).to(tl.int64)
+    alive = offs < past
+    b64, h64 = b.to(tl.int64), h.to(tl.int64)
+    start = tl.load(starts + b64 * starts_b + offs * starts_s, mask=alive, other=0)
+    end = tl.load(ends + b64 * ends_b + offs * ends_s, mask=alive, other=0)
+    pos_q, slope = start, 0.0
+    if ALIBI:
+        pos_q = tl.load(positions_q + offs, mask=alive, other=0)
+        slope = tl.load(slopes + b * slopes_b + h)
+    query = load_tile(q, b, h, row, past, q_b, q_s, q_h, BLOCK_M, DIM, DIM_P2, True, TMA)
+
+    if CARRIED:
+        m = tl.load(m_in + b64 * m_in_b + h64 * m_in_h + offs * m_in_s, mask=alive, other=float("-inf"))
+        l = tl.load(l_in + b64 * l_in_b + h64 * l_in_h + offs * l_in_s, mask=alive, other=0.0)
+        o = load_tile(o_in, b, h, row, past, o_in_b, o_in_s, o_in_h, BLOCK_M, DIM_V, DIM_V_P2, True, False)
+        m, factor = to_base2(m)
+        l *= factor
+        o *= factor[:, None]
+    else:
+        m = tl.full([BLOCK_M], float("-inf"), tl.float32)
+        l = tl.zeros([BLOCK_M], tl.float32)
+        o = tl.zeros([BLOCK_M, DIM_V_P2], tl.float32)
+    if sink is not None:  # a key with this score and a value of zero
+        logit = tl.load(sink + h).to(tl.float32) * LOG2E
+        p, kept, m = softmax_step(tl.zeros([BLOCK_M, 1], tl.float32) + logit, m, 1.0)
+        l = l * kept + tl.sum(p, 1)
+        o = o * kept[:, None]
+
+    for n in tl.range(bound(full_begin), bound(full_end), BLOCK_N, num_stages=STAGES):
+        m, l, o = _keys(
+            m, l, o, query, k, v, n, b, h_kv, row, start, end, pos_q, positions_k, slope,
+            k_b, k_s, k_h, v_b, v_s, v_h, scale, cap, seq_k,
+            DIM, DIM_P2, DIM_V, DIM_V_P2, BLOCK_N, SIMPLE, SOFTCAP, ALIBI, False, TMA, PRECISION,
+        )  # fmt: skip
+    for i in tl.range(0, bound(full_begin - begin + stop - full_end), BLOCK_N, num_stages=STAGES):
+        n = cut_tile(i, begin, full_begin, full_end)
+        m, l, o = _keys(
+            m, l, o, query, k, v, n, b, h_kv, row, start, end, pos_q, positions_k, slope,
+            k_b, k_s, k_h, v_b, v_s, v_h, scale, cap, seq_k,
+            DIM, DIM_P2, DIM_V, DIM_V_P2, BLOCK_N, SIMPLE, SOFTCAP, ALIBI, True, TMA, PRECISION,
+        )  # fmt: skip
+
+    m_ptr = m_out + b64 * m_b + h64 * m_h + offs * m_s
+    if FINALIZE:
+        tl.store(m_ptr, tl.where(l == 0, float("-inf"), (m + tl.log2(l)) * LN2), mask=alive)
+        o = o / tl.where(l == 0, 1.0, l)[:, None]
+    else:
+        m, factor = to_natural(m)
+        tl.store(m_ptr, m, mask=alive)
+        tl.store(l_out + b64 * l_b + h64 * l_h + offs * l_s, l * factor, mask=alive)
+        o *= factor[:, None]
+    store_tile(o_out, o, b, h, row, past, o_b, o_s, o_h, BLOCK_M, DIM_V, DIM_V_P2)

@@ -1,0 +1,260 @@
+"""What the Triton kernels share: tiles in and out of memory, scores, masks, the softmax step, the units.
+
+Inside a kernel scores are in base 2: ``exp(s - m) = exp2(s * log2(e) - m * log2(e))``, so that the scale, the change
+of base and the subtraction are one fused multiply-add and the exponential one instruction. States, ``lse`` and
+``delta`` in memory are in natural units; :func:`to_base2` and :func:`to_natural` are the only crossings.
+
+Tensors are ``(batch, seq, heads, dim)`` with any strides but a contiguous last dimension. A kernel reads a tile of rows
+of one head either through a TMA descriptor or through pointers; :func:`load_tile` is both.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from .block import Score
+
+# Fixed when the kernels are decorated, so read once.
+INTERPRETED: tl.constexpr = tl.constexpr(bool(triton.knobs.runtime.interpret))
+
+LOG2E: tl.constexpr = tl.constexpr(1.4426950216293335)  # log2(e) in float32 ...
+LOG2E_REST: tl.constexpr = tl.constexpr(1.925963033500e-08)  # ... and what float32 leaves off
+LN2: tl.constexpr = tl.constexpr(0.6931471805599453)
+
+
+class Tiles(NamedTuple):
+    """How a kernel is cut: ``block_m`` queries, ``block_n`` keys, and what the compiler is told."""
+
+    block_m: int
+    block_n: int
+    num_warps: int
+    num_stages: int
+    group: int = 1  # query heads that walk their tiles side by side, to share keys in the L2 cache
+    max_registers: int | None = None
+
+
+# --- on the host -------------------------------------------------------------------------------------------------
+
+
+def unsupported(q: Tensor, k: Tensor, v: Tensor, score: Score) -> str | None:
+    """None, or why the Triton kernels cannot run this."""
+    if q.dtype not in (torch.float16, torch.bfloat16, torch.float32):
+        return f"dtype {q.dtype} is not float16, bfloat16 or float32"
+    if k.dtype != q.dtype or v.dtype != q.dtype:
+        return f"q, k, v have different dtypes ({q.dtype}, {k.dtype}, {v.dtype})"
+    if max(q.shape[-1], v.shape[-1]) > 256:
+        return f"head dims {q.shape[-1]} of q and {v.shape[-1]} of v, at most 256 is possible"
+    if not q.is_cuda and not INTERPRETED.value:
+        return f"tensors on {q.device.type} need Triton's interpreter (TRITON_INTERPRET=1 before the first import)"
+    return None
+
+
+@functools.cache
+def capability(device: torch.device) -> tuple[int, int]:
+    """Compute capability; (0, 0) where there is none: the interpreter and GPUs that are not NVIDIA's."""
+    if device.type != "cuda" or torch.version.hip is not None:
+        return (0, 0)
+    return torch.cuda.get_device_capability(device)
+
+
+def has_tma(x: Tensor) -> bool:
+    """Whether TMA can read tiles of x: Hopper or later, everything aligned to 16 bytes, nothing broadcast."""
+    return capability(x.device)[0] >= 9 and tma_can_address(x)
+
+
+def tma_can_address(x: Tensor) -> bool:
+    strides = (s for n, s in zip(x.shape[:-1], x.stride()[:-1], strict=True) if n > 1)
+    return (
+        x.data_ptr() % 16 == 0
+        and x.shape[-1] * x.element_size() >= 16
+        and all(s > 0 and s * x.element_size() % 16 == 0 for s in strides)
+    )
+
+
+def tile_source(x: Tensor, rows: int, tma: bool) -> Tensor | TensorDescriptor:
+    """What :func:`load_tile` reads tiles of ``rows`` rows of x from."""
+    if not tma:
+        return x
+    batch, seq, heads, dim = x.shape
+    by_16_bytes = 16 // x.element_size()  # stands for the stride of a dimension of one, which may be anything
+    stride_b, stride_s, stride_h = (s if n > 1 else by_16_bytes for n, s in zip(x.shape, x.stride()[:3], strict=False))
+    return TensorDescriptor(
+        x, [batch, heads, seq, dim], [stride_b, stride_h, stride_s, 1], [1, 1, rows, triton.next_power_of_2(dim)]
+    )
+
+
+def last_contiguous(x: Tensor) -> Tensor:
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def interval_strides(x: Tensor) -> tuple[int, int]:
+    """Strides of (batch or 1, n, ...) data by batch and by n."""
+    return (x.stride(0) if x.shape[0] > 1 else 0), x.stride(1)
+
+
+class ScoreArguments(NamedTuple):
+    """A :class:`Score` as kernel arguments; :func:`scores` says what they do."""
+
+    scale: float
+    cap: float
+    slopes: Tensor | None
+    slopes_stride: int
+    SIMPLE: bool
+    SOFTCAP: bool
+
+    @staticmethod
+    def of(score: Score) -> ScoreArguments:
+        slopes = score.alibi_slopes
+        simple = not score.softcap and slopes is None and score.softmax_scale > 0
+        return ScoreArguments(
+            scale=score.softmax_scale / score.softcap if score.softcap else score.softmax_scale * LOG2E_FLOAT,
+            cap=score.softcap * LOG2E_FLOAT,
+            slopes=slopes if slopes is None or slopes.is_contiguous() else slopes.contiguous(),
+            slopes_stride=slopes.shape[-1] if slopes is not None and slopes.dim() == 2 and slopes.shape[0] > 1 else 0,
+            SIMPLE=simple,
+            SOFTCAP=bool(score.softcap),
+        )
+
+
+LOG2E_FLOAT = 1.4426950408889634
+
+
+def dot_precision(dtype: torch.dtype) -> str:
+    """How a float32 product is made: three tf32 products keep float32 accuracy on the tensor cores."""
+    return "tf32x3" if dtype == torch.float32 else "tf32"
+
+
+# --- on the device: memory ---------------------------------------------------------------------------------------
+
+
+@triton.jit
+def dot(a, b, c, PRECISION: tl.constexpr):
+    """a @ b + c in float32. The interpreter multiplies bfloat16 as if it were integers, so there it is widened."""
+    if INTERPRETED:
+        return tl.dot(a.to(tl.float32), b.to(tl.float32), c)
+    else:
+        return tl.dot(a, b, c, input_precision=PRECISION)
+
+
+@triton.jit
+def row_pointers(x, b, h, first, stride_b, stride_s, stride_h, ROWS: tl.constexpr, COLS: tl.constexpr):
+    """Pointers to ``ROWS`` rows of head h, every offset in 64 bits."""
+    rows = (first + tl.arange(0, ROWS)).to(tl.int64)
+    x += b.to(tl.int64) * stride_b + h.to(tl.int64) * stride_h
+    return x + rows[:, None] * stride_s + tl.arange(0, COLS)[None, :]
+
+
+@triton.jit
+def load_tile(x, b, h, first, past, stride_b, stride_s, stride_h, ROWS: tl.constexpr, DIM: tl.constexpr,
+              PADDED: tl.constexpr, CHECK: tl.constexpr, TMA: tl.constexpr):
+    """Rows ``[first, first + ROWS)`` of head h, (ROWS, PADDED); zeros from column DIM on. With CHECK also zeros
+    from row ``past`` on; TMA needs no check, it puts zeros where the tensor ends."""
+    if TMA:
+        return tl.reshape(x.load([b, h, first, 0]), [ROWS, PADDED])
+    else:
+        pointers = row_pointers(x, b, h, first, stride_b, stride_s, stride_h, ROWS, PADDED)
+        if CHECK or DIM != PADDED:
+            rows, cols = first + tl.arange(0, ROWS), tl.arange(0, PADDED)
+            return tl.load(pointers, mask=(rows < past)[:, None] & (cols < DIM)[None, :], other=0.0)
+        else:
+            return tl.load(pointers)
+
+
+@triton.jit
+def store_tile(x, value, b, h, first, past, stride_b, stride_s, stride_h, ROWS: tl.constexpr, DIM: tl.constexpr,
+               PADDED: tl.constexpr):
+    """Write the rows before ``past`` and the columns before DIM."""
+    pointers = row_pointers(x, b, h, first, stride_b, stride_s, stride_h, ROWS, PADDED)
+    rows, cols = first + tl.arange(0, ROWS), tl.arange(0, PADDED)
+    tl.store(pointers, value.to(x.dtype.element_ty), mask=(rows < past)[:, None] & (cols < DIM)[None, :])
+
+
+@triton.jit
+def load_span(rows, span, tile, b, span_stride_b):
+    """The numbers of one tile of a TileMap: first, past, begin, full_begin, full_end, end."""
+    span += b.to(tl.int64) * span_stride_b + tile * 4
+    rows += tile * 2
+    return (tl.load(rows), tl.load(rows + 1), tl.load(span), tl.load(span + 1), tl.load(span + 2), tl.load(span + 3))
+
+
+@triton.jit
+def bound(x):
+    """x as the bound of a loop: the interpreter keeps a scalar in an array of one, which NumPy 2.4 does not count with."""
+    if INTERPRETED:
+        return x.handle.data.item()
+    else:
+        return x
+
+
+@triton.jit
+def cut_tile(i, begin, full_begin, full_end):
+    """Position i of the two cut ranges ``[begin, full_begin)`` and ``[full_end, end)`` laid end to end."""
+    return tl.where(begin + i < full_begin, begin + i, full_end + (begin + i - full_begin))
+
+
+# --- on the device: scores and softmax ---------------------------------------------------------------------------
+
+
+@triton.jit
+def to_base2(m):
+    """A natural reference point as one of base 2, and the factor that makes l and o refer to the rounded one."""
+    m2 = m * LOG2E
+    rest = tl.fma(m, LOG2E, -m2) + m * LOG2E_REST
+    return m2, tl.where(m == float("-inf"), 1.0, tl.exp2(rest))
+
+
+@triton.jit
+def to_natural(m2):
+    """The other way: the natural reference point and the factor for l and o."""
+    m = m2 * LN2
+    rest = tl.fma(m, -LOG2E, m2) - m * LOG2E_REST
+    return m, tl.where(m2 == float("-inf"), 1.0, tl.exp2(rest))
+
+
+@triton.jit
+def tanh(x):
+    """To float32 accuracy: near zero 1 - exp(-2|x|) would cancel, so a polynomial (to x^11) stands in."""
+    y = x * x
+    near = x * (1 + y * (-1 / 3 + y * (2 / 15 + y * (-17 / 315 + y * (62 / 2835 - y * (1382 / 155925))))))
+    e = tl.exp2(tl.abs(x) * (-2 * LOG2E))
+    far = (1 - e) / (1 + e)
+    return tl.where(tl.abs(x) < 0.35, near, tl.where(x < 0, -far, far))
+
+
+@triton.jit
+def scores(product, distance, scale, cap, slope, SIMPLE: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr):
+    """Base-2 scores of a tile of products, and their derivative by ``scale * product`` in natural units.
+
+    SIMPLE leaves the products alone: the scale goes into the exponential, see :func:`softmax_step`.
+    """
+    slope_of_score = 1.0
+    if SIMPLE:
+        s = product
+    elif SOFTCAP:
+        t = tanh(product * scale)
+        s = t * cap
+        slope_of_score = 1 - t * t
+    else:
+        s = product * scale
+    if ALIBI:
+        s -= slope * LOG2E * tl.abs(distance).to(tl.float32)
+    return s, slope_of_score
+
+
+@triton.jit
+def softmax_step(s, m, scale):
+    """One step of the running softmax over rows: p = exp2(scale * s - m_new), the factor for what was, m_new.
+
+    A row that has seen nothing has m = -inf; it is compared with 0 instead, so that its p and factor are 0.
+    """
+    m_new = tl.maximum(m, tl.max(s, 1) * scale)
+    reference = tl.where(m_new == float("-inf"), 0.0, m_new)
+    p = tl.exp2(s * scale - reference[:, None])
+    return p, tl.exp2(m - reference), m_new
