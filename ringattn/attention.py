@@ -1,0 +1,297 @@
+"""attention(): checks the call, then runs the plan's dataflow as a torch.library operator.
+
+The operators are opaque to torch.compile (fake kernels give shapes, autograd is registered), so that there is no
+graph break, and a selective activation-checkpoint policy can save ``torch.ops.ringattn.attention``, whose recomputation
+would communicate again. A plan goes through them as its handle, an int.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from . import reduce, ring
+from . import plan as plans
+from .kernels import block as blocks
+from .kernels.block import Score
+from .layout import length, put, take
+from .plan import Plan
+
+_DATAFLOWS = {"ring": ring, "reduce": reduce}
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    plan: Plan,
+    *,
+    softmax_scale: float | None = None,
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    sink: Tensor | None = None,
+    kernel: str = "auto",
+    return_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Exact attention of the whole sequence, from this rank's shards. Every rank of the plan's group calls it.
+
+    Args:
+        q: (batch, local queries, q_heads, head_dim), this rank's shard (``plan.shard``), rotary embeddings applied.
+        k: (batch, local keys, kv_heads, head_dim); kv_heads divides q_heads (GQA, MQA).
+        v: (batch, local keys, kv_heads, head_dim_v).
+        plan: from :func:`ringattn.plan`.
+        softmax_scale: default ``head_dim ** -0.5``.
+        softcap: ``softcap * tanh(score / softcap)`` after scaling; 0 is none.
+        alibi_slopes: (q_heads,) or (batch, q_heads), bias ``-slope * |i - j|`` in aligned positions, as in
+            flash-attn. Not differentiated.
+        sink: (q_heads,), one logit per head that joins the denominator and lse once. Its gradient is this rank's
+            part; the true one is the sum over ranks, as for any replicated parameter.
+        kernel: "eager", "triton", ..., or "auto": the fastest that supports the call.
+        return_lse: also return the log-sum-exp.
+
+    Returns:
+        out (batch, local queries, q_heads, head_dim_v) in q's dtype, and with ``return_lse`` also lse
+        (batch, q_heads, local queries): natural logarithm, float32 (float64 for float64 inputs), differentiable.
+        A query that sees nothing has out 0, lse -inf and zero gradients.
+
+    Under autocast, q, k and v are cast to its dtype, as by torch's own attention. Gradients are complete for the
+    local tokens and never rescaled.
+
+    Raises:
+        TypeError, ValueError: the value, what was expected and the fix, before anything is sent.
+    """
+    if torch.is_autocast_enabled(q.device.type):
+        dtype = torch.get_autocast_dtype(q.device.type)
+        q, k, v = (x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x for x in (q, k, v))
+    _check(q, k, v, plan, softcap, alibi_slopes, sink)
+    scale = q.shape[-1] ** -0.5 if softmax_scale is None else float(softmax_scale)
+    out, lse = torch.ops.ringattn.attention(q, k, v, alibi_slopes, sink, scale, float(softcap), kernel, plan.handle)
+    return (out, lse) if return_lse else out
+
+
+def _check(
+    q: Tensor, k: Tensor, v: Tensor, plan: Plan, softcap: float, alibi_slopes: Tensor | None, sink: Tensor | None
+) -> None:
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if x.ndim != 4:
+            raise ValueError(f"{name} has shape {tuple(x.shape)}; it must be (batch, seq, heads, head_dim)")
+        if not x.is_floating_point():
+            raise TypeError(f"{name} has dtype {x.dtype}; pass a floating dtype")
+        if x.dtype != q.dtype:
+            raise TypeError(f"q is {q.dtype} but {name} is {x.dtype}; cast them to one dtype")
+        if x.device != q.device:
+            raise ValueError(f"q is on {q.device} but {name} is on {x.device}; move them to one device")
+    batch, seq_q, q_heads, head_dim = q.shape
+    _, seq_k, kv_heads, _ = k.shape
+    if not k.shape[0] == v.shape[0] == batch:
+        raise ValueError(f"batch sizes differ: q {batch}, k {k.shape[0]}, v {v.shape[0]}")
+    if v.shape[1] != seq_k or v.shape[2] != kv_heads:
+        raise ValueError(f"k has shape {tuple(k.shape)} and v {tuple(v.shape)}; seq and heads must be equal")
+    if k.shape[3] != head_dim:
+        raise ValueError(f"q has head_dim {head_dim} and k {k.shape[3]}; they must be equal (v's may differ)")
+    if kv_heads == 0 or q_heads % kv_heads:
+        raise ValueError(f"q has {q_heads} heads and k and v have {kv_heads}; kv_heads must divide q_heads")
+    rank = plan.rank
+    for name, got, lengths in (("q", seq_q, plan.local_lengths), ("k and v", seq_k, plan.local_lengths_k)):
+        if got != lengths[rank]:
+            raise ValueError(
+                f"{name} have {got} tokens, but rank {rank} of {plan.world_size} holds {lengths[rank]} of this plan's "
+                f"{sum(lengths)}; shard them with plan.shard(), or make a plan for this length"
+            )
+    if plan.mask.rows not in (1, batch):
+        raise ValueError(f"the plan's documents have {plan.mask.rows} rows, but the batch size is {batch}")
+    if softcap < 0:
+        raise ValueError(f"softcap is {softcap}; it must be positive, or 0 for none")
+    if sink is not None and tuple(sink.shape) != (q_heads,):
+        raise ValueError(f"sink has shape {tuple(sink.shape)}; it must be (q_heads,) = ({q_heads},)")
+    if alibi_slopes is not None:
+        if tuple(alibi_slopes.shape) not in ((q_heads,), (batch, q_heads)):
+            raise ValueError(
+                f"alibi_slopes has shape {tuple(alibi_slopes.shape)}; it must be (q_heads,) = ({q_heads},) "
+                f"or (batch, q_heads) = ({batch}, {q_heads})"
+            )
+        if alibi_slopes.requires_grad:
+            raise ValueError("alibi_slopes requires grad, but it has no gradient here; pass alibi_slopes.detach()")
+    for name, extra in (("sink", sink), ("alibi_slopes", alibi_slopes)):
+        if extra is not None and extra.device != q.device:
+            raise ValueError(f"q is on {q.device} but {name} is on {extra.device}; move them to one device")
+
+
+@torch.library.custom_op("ringattn::attention", mutates_args=())
+def _attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    alibi_slopes: Tensor | None,
+    sink: Tensor | None,
+    softmax_scale: float,
+    softcap: float,
+    kernel: str,
+    plan: int,
+) -> tuple[Tensor, Tensor]:
+    found = plans.by_handle(plan)
+    score = Score(softmax_scale, softcap, alibi_slopes)
+    q, k, v = map(_unit_stride, (q, k, v))
+    error: Exception | None = None
+    try:
+        if found.world_size > 1:
+            found.transport.check_device("q", q)
+        name = blocks.choose(kernel, q, k, v, score)
+    except ValueError as bad:
+        name, error = "", bad
+    found.agree_once(
+        "attention()",
+        dict(
+            batch=q.shape[0],
+            q_heads=q.shape[2],
+            kv_heads=k.shape[2],
+            head_dim=q.shape[3],
+            head_dim_v=v.shape[3],
+            dtype=_name(q.dtype),
+            softmax_scale=softmax_scale,
+            softcap=softcap,
+            alibi=alibi_slopes is not None,
+            sink=sink is not None,
+        ),
+        error,
+    )
+    return _DATAFLOWS[found.dataflow].forward(q, k, v, sink, found, score, name)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+@_attention.register_fake
+def _attention_fake(q, k, v, alibi_slopes, sink, softmax_scale, softcap, kernel, plan):  # type: ignore[no-untyped-def]
+    batch, seq, heads, _ = q.shape
+    lse = q.new_empty((batch, heads, seq), dtype=blocks.accumulation_dtype(q))
+    return q.new_empty((batch, seq, heads, v.shape[3])), lse
+
+
+@torch.library.custom_op("ringattn::attention_backward", mutates_args=())
+def _attention_backward(
+    dout: Tensor,
+    dlse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    alibi_slopes: Tensor | None,
+    sink: Tensor | None,
+    softmax_scale: float,
+    softcap: float,
+    kernel: str,
+    plan: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    found = plans.by_handle(plan)
+    score = Score(softmax_scale, softcap, alibi_slopes)
+    q, k, v, dout = map(_unit_stride, (q, k, v, dout))
+    dq, dk, dv, delta = _DATAFLOWS[found.dataflow].backward(dout, dlse, q, k, v, out, lse, found, score, kernel)
+    if sink is None:
+        dsink = q.new_empty(0)
+    else:  # the sink is a key with a value of zero: ds = p (0 - delta)
+        p = torch.where(lse == float("-inf"), 0.0, torch.exp(sink.to(lse.dtype)[:, None] - lse))
+        dsink = -(p * delta).sum((0, 2)).to(sink.dtype)
+    return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), dsink
+
+
+@_attention_backward.register_fake
+def _attention_backward_fake(  # type: ignore[no-untyped-def]
+    dout, dlse, q, k, v, out, lse, alibi_slopes, sink, softmax_scale, softcap, kernel, plan
+):
+    def like(x: Tensor) -> Tensor:
+        return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+    return like(q), like(k), like(v), q.new_empty(0) if sink is None else torch.empty_like(sink)
+
+
+def _save(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
+    q, k, v, alibi_slopes, sink, ctx.softmax_scale, ctx.softcap, ctx.kernel, ctx.plan = inputs
+    ctx.save_for_backward(q, k, v, *output, alibi_slopes, sink)
+    ctx.set_materialize_grads(False)
+
+
+def _gradients(ctx, dout, dlse):  # type: ignore[no-untyped-def]
+    q, k, v, out, lse, alibi_slopes, sink = ctx.saved_tensors
+    if dout is None:
+        dout = torch.zeros_like(out)
+    dq, dk, dv, dsink = torch.ops.ringattn.attention_backward(
+        dout, dlse, q, k, v, out, lse, alibi_slopes, sink, ctx.softmax_scale, ctx.softcap, ctx.kernel, ctx.plan
+    )
+    return dq, dk, dv, None, None if sink is None else dsink, None, None, None, None
+
+
+_attention.register_autograd(_gradients, setup_context=_save)
+
+
+def _unit_stride(x: Tensor) -> Tensor:
+    """Kernels take any strides but the last."""
+    return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
+
+
+@torch.library.custom_op("ringattn::unshard", mutates_args=())
+def _unshard(x: Tensor, dim: int, of_keys: bool, whole: int, plan: int) -> Tensor:
+    found = plans.by_handle(plan)
+    shards = found.shards_k if of_keys else found.shards
+    lengths = tuple(map(length, shards))
+    error: Exception | None = None
+    if x.ndim == 0 or x.shape[dim] != lengths[found.rank]:
+        error = ValueError(
+            f"unshard() got shape {tuple(x.shape)} and dim {dim}, "
+            f"but rank {found.rank} holds {lengths[found.rank]} tokens"
+        )
+    elif found.world_size > 1:
+        try:
+            found.transport.check_device("x", x)
+        except ValueError as bad:
+            error = bad
+    rest = x.shape[:dim] + x.shape[dim + 1 :]
+    found.agree_once("unshard()", dict(dim=dim, dims=x.ndim, others=rest.numel(), dtype=_name(x.dtype)), error)
+    x = x.contiguous()
+    pieces = [x if r == found.rank else _sized(x, dim, n) for r, n in enumerate(lengths)]
+    others = [r for r in range(found.world_size) if r != found.rank]
+    found.transport.start([(x, r) for r in others], [(pieces[r], r) for r in others]).wait()
+    return put(pieces, shards, dim)
+
+
+@_unshard.register_fake
+def _unshard_fake(x, dim, of_keys, whole, plan):  # type: ignore[no-untyped-def]
+    return _sized(x, dim, whole)
+
+
+@torch.library.custom_op("ringattn::unshard_backward", mutates_args=())
+def _unshard_backward(dwhole: Tensor, dim: int, of_keys: bool, local: int, plan: int) -> Tensor:
+    found = plans.by_handle(plan)
+    shards = found.shards_k if of_keys else found.shards
+    pieces = [take(dwhole, s, dim).contiguous() for s in shards]
+    others = [r for r in range(found.world_size) if r != found.rank]
+    arriving = {r: torch.empty_like(pieces[found.rank]) for r in others}
+    found.transport.start([(pieces[r], r) for r in others], [(arriving[r], r) for r in others]).wait()
+    total = torch.zeros_like(pieces[found.rank])
+    for r in range(found.world_size):  # the same order on every rank and run
+        total += pieces[r] if r == found.rank else arriving[r]
+    return total
+
+
+@_unshard_backward.register_fake
+def _unshard_backward_fake(dwhole, dim, of_keys, local, plan):  # type: ignore[no-untyped-def]
+    return _sized(dwhole, dim, local)
+
+
+def _sized(x: Tensor, dim: int, size: int) -> Tensor:
+    return x.new_empty((*x.shape[:dim], size, *x.shape[dim + 1 :]))
+
+
+def _unshard_save(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
+    x, ctx.dim, ctx.of_keys, _, ctx.plan = inputs
+    ctx.local = x.shape[ctx.dim]
+
+
+def _unshard_gradients(ctx, dwhole):  # type: ignore[no-untyped-def]
+    dx = torch.ops.ringattn.unshard_backward(dwhole, ctx.dim, ctx.of_keys, ctx.local, ctx.plan)
+    return dx, None, None, None, None
+
+
+_unshard.register_autograd(_unshard_gradients, setup_context=_unshard_save)

@@ -1,0 +1,509 @@
+"""Plan: mask, layout and schedule for one sequence shape, agreed by all ranks and used by every layer."""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields
+
+import torch
+from torch import Tensor
+
+from . import layout as layouts
+from . import mask as masks
+from . import transport as transports
+from .kernels.block import Block
+from .layout import Shard
+from .mask import Mask, count_below
+from .schedule import Schedule, Step
+from .schedule import check as check_schedule
+from .transport import Transport
+
+VERSION = 1  # of the exchange between ranks
+DATAFLOWS = ("ring", "reduce")
+_CACHED_PLANS = 64
+
+
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """Who attends to whom, and what moves, for one sequence shape. Made by :func:`plan`; plain data.
+
+    Attributes:
+        seq_len, seq_len_k: global numbers of queries and keys.
+        rank, world_size: of the group.
+        layout, dataflow, deterministic: as chosen; ``dataflow`` is never "auto".
+        mask: intervals per query, in global positions.
+        shards, shards_k: for every rank, the ranges of positions of queries and keys it holds.
+        schedule: the walk of the shards that travel: keys and values in a ring, queries in a reduce.
+        handle: a number that stands for this plan in the operators of torch.library.
+    """
+
+    seq_len: int
+    seq_len_k: int
+    rank: int
+    world_size: int
+    layout: str
+    dataflow: str
+    deterministic: bool
+    mask: Mask
+    shards: tuple[Shard, ...]
+    shards_k: tuple[Shard, ...]
+    schedule: Schedule
+    transport: Transport
+    handle: int = field(default_factory=itertools.count(1).__next__)
+    _cache: dict[object, object] = field(default_factory=dict, repr=False)
+    _signatures: set[object] = field(default_factory=set, repr=False)
+
+    def __post_init__(self) -> None:
+        _by_handle[self.handle] = self
+
+    def __deepcopy__(self, memo: dict[int, object]) -> Plan:
+        return self  # immutable; copies of a module share it
+
+    def __reduce__(self) -> str:
+        raise TypeError("a Plan belongs to a process group and cannot be pickled; call ringattn.plan() in each process")
+
+    # What this rank holds
+
+    @property
+    def local_lengths(self) -> tuple[int, ...]:
+        """Queries that each rank holds."""
+        return self._once("lengths", lambda: tuple(map(layouts.length, self.shards)))
+
+    @property
+    def local_lengths_k(self) -> tuple[int, ...]:
+        """Keys that each rank holds."""
+        return self._once("lengths_k", lambda: tuple(map(layouts.length, self.shards_k)))
+
+    @property
+    def positions(self) -> Tensor:
+        """Global positions of this rank's queries, growing: (local_lengths[rank],) int64, on the group's device."""
+        return self._once("positions", lambda: layouts.positions(self.shards[self.rank], self.transport.device))
+
+    @property
+    def positions_k(self) -> Tensor:
+        """Global positions of this rank's keys: (local_lengths_k[rank],) int64, on the group's device."""
+        return self._once("positions_k", lambda: layouts.positions(self.shards_k[self.rank], self.transport.device))
+
+    def shard(self, x: Tensor, dim: int = 1) -> Tensor:
+        """This rank's part of a whole tensor of queries' tokens, along ``dim``: a new tensor, differentiable."""
+        return self._shard(x, dim, self.shards, "seq_len")
+
+    def shard_k(self, x: Tensor, dim: int = 1) -> Tensor:
+        """As :meth:`shard`, for keys' tokens."""
+        return self._shard(x, dim, self.shards_k, "seq_len_k")
+
+    def unshard(self, x: Tensor, dim: int = 1) -> Tensor:
+        """The whole tensor on every rank, from each rank's part of it. Every rank must call this.
+
+        Differentiable: the gradient is the sum over ranks of what each one's loss says, which is right when the loss is
+        the **sum** of the ranks' losses. If every rank computes the same loss from the whole tensor, divide it by
+        ``world_size``.
+        """
+        return torch.ops.ringattn.unshard(x, dim % max(x.ndim, 1), False, self.seq_len, self.handle)
+
+    def unshard_k(self, x: Tensor, dim: int = 1) -> Tensor:
+        """As :meth:`unshard`, for keys' tokens."""
+        return torch.ops.ringattn.unshard(x, dim % max(x.ndim, 1), True, self.seq_len_k, self.handle)
+
+    def _shard(self, x: Tensor, dim: int, shards: tuple[Shard, ...], name: str) -> Tensor:
+        if x.shape[dim] != getattr(self, name):
+            raise ValueError(
+                f"shard() got {x.shape[dim]} tokens along dim {dim} (shape {tuple(x.shape)}), "
+                f"but the plan's {name} is {getattr(self, name)}; pass the whole tensor and its sequence dim"
+            )
+        return layouts.take(x, shards[self.rank], dim)
+
+    # What the dataflows read
+
+    @property
+    def steps(self) -> tuple[Step, ...]:
+        """This rank's slots of the schedule."""
+        return self._once("steps", lambda: self.schedule.steps(self.rank))
+
+    def block(self, q_rank: int, k_rank: int, device: torch.device) -> Block:
+        """Which keys of ``k_rank`` the queries of ``q_rank`` see, in local indices. Made once per device."""
+        return self._once(("block", q_rank, k_rank, device), lambda: self._block(q_rank, k_rank, device))
+
+    def _block(self, q_rank: int, k_rank: int, device: torch.device) -> Block:
+        positions_q = layouts.positions(self.shards[q_rank], device)
+        positions_k = layouts.positions(self.shards_k[k_rank], device).to(torch.int32)
+        start, end = self.mask.intervals(positions_q)
+        return Block(
+            torch.searchsorted(positions_k, start, out_int32=True),
+            torch.searchsorted(positions_k, end, out_int32=True),
+            (positions_q + self.mask.offset).to(torch.int32),
+            positions_k,
+            tuple(len(r) for r in self.shards[q_rank]),
+            tuple(len(r) for r in self.shards_k[k_rank]),
+        )
+
+    def agree_once(
+        self, what: str, fields: dict[str, int | float | str | bool], error: Exception | None = None
+    ) -> None:
+        """Compare a call's shapes and settings across ranks, the first time after :func:`plan` that this rank
+        sees them. Ranks run the same program, so that they see them in the same call."""
+        signature = (what, *fields.values())
+        if self.world_size > 1 and signature not in self._signatures:
+            self.transport.agree(what, fields, error)
+            self._signatures.add(signature)
+        elif error is not None:
+            raise error
+
+    def _once(self, key: object, make):  # type: ignore[no-untyped-def]
+        if key not in self._cache:
+            self._cache[key] = make()
+        return self._cache[key]
+
+    # What people read
+
+    def visible(self, q_rank: int, k_rank: int) -> int:
+        """How many (query, key) pairs of two ranks are visible, summed over the mask's rows: work, up to
+        ``4 * heads * head_dim`` floating-point operations each in the forward."""
+
+        def count() -> int:
+            start, end = self.mask.intervals(layouts.positions(self.shards[q_rank]))
+            return sum(int((count_below(r, end) - count_below(r, start)).sum()) for r in self.shards_k[k_rank])
+
+        return self._once(("visible", q_rank, k_rank), count)
+
+    def traffic(self, rank: int | None = None) -> tuple[int, int]:
+        """Tokens that a rank sends in one traversal: (of shards that travel, of contributions to them)."""
+        lengths = self.local_lengths_k if self.dataflow == "ring" else self.local_lengths
+        steps = self.steps if rank is None else self.schedule.steps(rank)
+        last = [None, *(s.owner for s in steps)]
+        shards = sum(lengths[s.owner] for s in steps if s.shard_to is not None and s.owner is not None)
+        parts = sum(
+            lengths[o]
+            for s, o in zip(steps, last, strict=False)
+            if o is not None and (s.part_to is not None or s.home_to is not None)
+        )
+        return shards, parts
+
+    def traffic_bytes(
+        self,
+        *,
+        batch: int = 1,
+        q_heads: int = 32,
+        kv_heads: int = 8,
+        head_dim: int = 128,
+        head_dim_v: int | None = None,
+        itemsize: int = 2,
+        backward: bool = False,
+        rank: int | None = None,
+    ) -> int:
+        """Bytes that a rank sends in one forward or backward of one layer."""
+        head_dim_v = head_dim if head_dim_v is None else head_dim_v
+        fp = max(itemsize, 4)  # of partial states and travelling gradients
+        shards, parts = self.traffic(rank)
+        kv, q = kv_heads * (head_dim + head_dim_v), q_heads * head_dim
+        if self.dataflow == "ring":
+            each, part = kv * itemsize, kv * fp * backward
+        elif backward:
+            each, part = q_heads * (head_dim + head_dim_v) * itemsize + 2 * q_heads * fp, q * fp
+        else:
+            each, part = q * itemsize, q_heads * (head_dim_v + 2) * fp
+        return batch * (shards * each + parts * part)
+
+    def describe(
+        self,
+        *,
+        batch: int = 1,
+        q_heads: int = 32,
+        kv_heads: int = 8,
+        head_dim: int = 128,
+        itemsize: int = 2,
+        tflops: float = 500.0,
+        gigabytes_per_second: float = 300.0,
+    ) -> str:
+        """Who meets whom at which step, the bytes that move, and predicted time and memory, as text.
+
+        Predictions are for the given heads and bytes per element, a kernel at ``tflops`` TFLOP/s and links at
+        ``gigabytes_per_second`` GB/s in each direction; they are arithmetic, not measurements.
+        """
+        n = self.world_size
+        shape = dict(batch=batch, q_heads=q_heads, kv_heads=kv_heads, head_dim=head_dim, itemsize=itemsize)
+        travels = "keys and values" if self.dataflow == "ring" else "queries"
+        all_steps = [self.schedule.steps(r) for r in range(n)]
+        lengths = self.local_lengths_k if self.dataflow == "ring" else self.local_lengths
+        kinds = self.mask.rows if self.mask.rows > 1 else 1
+        lines = [
+            f"{self.dataflow} over {n} rank{'s' * (n > 1)}, {self.layout} layout: {travels} travel",
+            f"  queries {self.seq_len}, keys {self.seq_len_k}; tokens per rank {min(self.local_lengths)} to "
+            f"{max(self.local_lengths)}",
+        ]
+        for t in range(len(all_steps[0]) - 1):
+            met = [f"{r}:{s[t].owner if s[t].compute else '-'}" for r, s in enumerate(all_steps)]
+            moved = sum(lengths[s[t].owner] for s in all_steps if s[t].shard_to is not None)  # type: ignore[index]
+            lines.append(f"  step {t}: rank:shard " + " ".join(met) + f"   {moved} tokens move on")
+        work = [sum(self.visible(*self._pair(r, o)) for o in range(n)) for r in range(n)]
+        mean = sum(work) / n
+        balance = f"{mean / max(work):.1%}" if max(work) else "-"
+        rate = 4 * q_heads * head_dim * batch / kinds
+        for name, backward, factor in (("forward", False, 1.0), ("backward", True, 2.5)):
+            sent = [self.traffic_bytes(backward=backward, rank=r, **shape) for r in range(n)]
+            compute = max(work) * rate * factor / tflops / 1e9
+            move = max(sent) / gigabytes_per_second / 1e6
+            lines.append(
+                f"  {name}: {max(sent) / 2**20:.1f} MiB sent by the busiest rank ({move:.3f} ms at "
+                f"{gigabytes_per_second:g} GB/s), compute {compute:.3f} ms at {tflops:g} TFLOP/s"
+            )
+        lines.append(f"  balance (mean work / largest): {balance}")
+        lines.append(f"  memory beside q, k, v, out: {self.memory_bytes(**shape) / 2**20:.1f} MiB forward, "
+                     f"{self.memory_bytes(backward=True, **shape) / 2**20:.1f} MiB backward")
+        return "\n".join(lines)
+
+    def _pair(self, rank: int, other: int) -> tuple[int, int]:
+        """(queries' rank, keys' rank) when ``rank`` computes with the shard of ``other``."""
+        return (rank, other) if self.dataflow == "ring" else (other, rank)
+
+    def memory_bytes(
+        self,
+        *,
+        batch: int = 1,
+        q_heads: int = 32,
+        kv_heads: int = 8,
+        head_dim: int = 128,
+        itemsize: int = 2,
+        backward: bool = False,
+    ) -> int:
+        """Predicted peak of what one attention allocates beside its inputs and results, on this rank."""
+        fp = max(itemsize, 4)
+        q, k = self.local_lengths[self.rank], max(self.local_lengths_k)
+        kv_token, q_token = kv_heads * 2 * head_dim, q_heads * head_dim
+        moves = len(self.steps) > 2
+        if self.dataflow == "ring":
+            state = q * (q_token + (0 if backward else 2 * q_heads)) * fp * (moves or backward)
+            shards = 2 * k * kv_token * itemsize * moves
+            grads = (3 if moves else 1) * k * kv_token * fp * backward
+            return batch * (state + shards + grads)
+        q = max(self.local_lengths)
+        shards = 2 * q * q_token * (2 if backward else 1) * itemsize * moves
+        parts = (3 if moves else 1) * q * (q_token + 2 * q_heads * (not backward)) * fp
+        return batch * (shards + parts + k * kv_token * fp * backward)
+
+    def verify(self) -> None:
+        """Prove this plan, for all ranks: every visible (query, key) pair is computed exactly once, every send has its
+        receive in the same order, every contribution comes home exactly once.
+
+        Time O(world_size * (seq_len + seq_len_k)).
+
+        Raises:
+            AssertionError: with what is wrong and where.
+        """
+        for shards, total, what in ((self.shards, self.seq_len, "query"), (self.shards_k, self.seq_len_k, "key")):
+            held = torch.cat([layouts.positions(s) for s in shards])
+            assert torch.equal(held.sort().values, torch.arange(total)), f"a {what} is held by no rank, or by two"
+        check_schedule(self.schedule)  # meetings happen exactly once where needed, and nowhere else
+        start, end = self.mask.intervals(torch.arange(self.seq_len))
+        found = torch.zeros_like(start)
+        for q_rank, shard in enumerate(self.shards):
+            positions = layouts.positions(shard)
+            for k_rank in range(self.world_size):
+                r, o = (q_rank, k_rank) if self.dataflow == "ring" else (k_rank, q_rank)
+                block = self.block(q_rank, k_rank, torch.device("cpu"))
+                seen = block.end - block.start
+                if self.schedule.needs[r][o]:
+                    found[:, positions] += seen
+                else:
+                    assert not seen.any(), f"rank {r} never meets the shard of rank {o}, but sees {int(seen.sum())} pairs"
+        assert torch.equal(found, end - start), "some query meets a number of keys that is not what its mask says"
+
+
+_by_handle: weakref.WeakValueDictionary[int, Plan] = weakref.WeakValueDictionary()
+_cache: OrderedDict[tuple[object, ...], Plan] = OrderedDict()
+_calls: dict[int, int] = {}  # plan() calls per transport
+
+
+def by_handle(handle: int) -> Plan:
+    """The plan that a handle stands for."""
+    found = _by_handle.get(handle)
+    if found is None:
+        raise RuntimeError(f"plan {handle} is gone: keep a reference to it until the backward has run")
+    return found
+
+
+@dataclass(frozen=True)
+class _Settings:
+    """What plan() was asked for, in the numbers and names that ranks compare."""
+
+    version: int
+    call: int
+    world_size: int
+    seq_len: int
+    seq_len_k: int
+    causal: bool
+    window_left: int
+    window_right: int
+    prefix: int
+    cu_seqlens: int  # a hash, 0: none
+    documents: int
+    documents_batch: int
+    layout: str
+    dataflow: str
+    deterministic: bool
+    local_size: int
+
+
+def plan(
+    seq_len: int,
+    group: object = None,
+    *,
+    seq_len_k: int | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    cu_seqlens: Sequence[int] | Tensor | None = None,
+    documents: Tensor | None = None,
+    prefix: int = 0,
+    layout: str = "zigzag",
+    dataflow: str = "auto",
+    deterministic: bool = False,
+    local_size: int | None = None,
+) -> Plan:
+    """Plan the attention of one sequence shape. Every rank of the group calls this with the same arguments.
+
+    Args:
+        seq_len: global number of queries, >= 0. Shards may be uneven or empty; nothing is padded.
+        group: ProcessGroup, one-dimensional DeviceMesh, or None: the default group, or one process alone. A
+            :class:`ringattn.virtual.VirtualRank` gives the plan of any rank without processes.
+        seq_len_k: global number of keys, if different; positions are then aligned at the end: query i
+            stands at ``i + seq_len_k - seq_len``.
+        causal: key j is visible to query i iff ``j <= i``.
+        window_size: ``(left, right)`` as in flash-attn: ``i - left <= j <= i + right``; -1 is unbounded.
+        cu_seqlens: global boundaries of packed documents, ``[0, ..., seq_len]``.
+        documents: (batch, seq_len) integer ids of packed documents, -1 for padding, when rows differ.
+        prefix: with ``causal``, the first ``prefix`` keys are visible to every query (prefix-LM).
+        layout: "contiguous", "zigzag" or "striped".
+        dataflow: "ring": keys and values travel; "reduce": queries travel and their partial states come
+            home; "auto": "reduce" when there are at least four times as many keys as queries, else "ring".
+        deterministic: the same bits on every run.
+        local_size: ranks per node, to make a ring a double ring; divides the group's size.
+
+    Returns:
+        A plan. It may be kept while the shape and the documents stay the same.
+
+    Raises:
+        ValueError, TypeError: bad arguments, before anything is sent; arguments that differ between ranks: the same
+            error on every rank, naming the ranks and the field.
+        RuntimeError: a rank did not come.
+    """
+    transport = transports.of(group)
+    _calls[transport.serial] = call = _calls.get(transport.serial, 0) + 1
+    error: Exception | None = None
+    settings = _Settings(VERSION, call, transport.world_size, *(0,) * 5, 0, 0, 0, 0, "", "", False, 0)  # type: ignore[arg-type]
+    extra: list[Mask] = []
+    try:
+        settings, extra = _settings(
+            call, transport.world_size, seq_len, seq_len_k, causal, window_size, cu_seqlens, documents, prefix, layout,
+            dataflow, deterministic, local_size,
+        )  # fmt: skip
+    except (ValueError, TypeError) as bad:
+        error = bad
+    transport.agree("plan()", {f.name: getattr(settings, f.name) for f in fields(settings)}, error)
+
+    key = (transport.serial, *(getattr(settings, f.name) for f in fields(settings) if f.name != "call"))
+    found = _cache.get(key)
+    if found is None:
+        found = _cache[key] = _make(settings, extra, transport)
+        while len(_cache) > _CACHED_PLANS:
+            _cache.popitem(last=False)
+    _cache.move_to_end(key)
+    found._signatures.clear()
+    return found
+
+
+def _settings(
+    call: int,
+    world_size: int,
+    seq_len: int,
+    seq_len_k: int | None,
+    causal: bool,
+    window_size: tuple[int, int],
+    cu_seqlens: Sequence[int] | Tensor | None,
+    documents: Tensor | None,
+    prefix: int,
+    layout: str,
+    dataflow: str,
+    deterministic: bool,
+    local_size: int | None,
+) -> tuple[_Settings, list[Mask]]:
+    """Check the arguments and reduce them to numbers. The masks of documents are made here once."""
+    keys = seq_len if seq_len_k is None else seq_len_k
+    for name, value in (("seq_len", seq_len), ("seq_len_k", keys), ("prefix", prefix)):
+        if not isinstance(value, int) or isinstance(value, bool):
+            raise TypeError(f"{name} is {value!r}; pass an int")
+        if not 0 <= value < 2**31:
+            raise ValueError(f"{name} is {value}; it must be between 0 and 2**31 - 1")
+    if layout not in layouts.LAYOUTS:
+        raise ValueError(f"layout={layout!r} is unknown; use one of {', '.join(map(repr, layouts.LAYOUTS))}")
+    if dataflow not in (*DATAFLOWS, "auto"):
+        raise ValueError(f"dataflow={dataflow!r} is unknown; use one of {', '.join(map(repr, (*DATAFLOWS, 'auto')))}")
+    if len(window_size) != 2 or not all(isinstance(w, int) for w in window_size):
+        raise TypeError(f"window_size is {window_size!r}; pass two ints (left, right), -1 for unbounded")
+    masks.window(seq_len, *window_size)
+    if prefix and not causal:
+        raise ValueError(f"prefix={prefix} needs causal=True: without it every key is visible anyway")
+    if prefix > keys:
+        raise ValueError(f"prefix is {prefix}; there are only {keys} keys")
+    if (cu_seqlens is not None or documents is not None) and keys != seq_len:
+        raise ValueError(
+            f"packed documents need seq_len_k == seq_len, got {keys} and {seq_len}; leave seq_len_k out"
+        )
+    size = world_size if local_size is None else local_size
+    if size < 1 or world_size % size:
+        raise ValueError(f"local_size is {local_size}; it must divide the group's {world_size} ranks")
+    packed = [] if cu_seqlens is None else [masks.packed(cu_seqlens, seq_len)]
+    rows = [] if documents is None else [masks.documents(documents, seq_len)]
+    settings = _Settings(
+        version=VERSION,
+        call=call,
+        world_size=world_size,
+        seq_len=seq_len,
+        seq_len_k=keys,
+        causal=bool(causal),
+        window_left=window_size[0],
+        window_right=window_size[1],
+        prefix=prefix,
+        cu_seqlens=packed[0].digest() if packed else 0,
+        documents=rows[0].digest() if rows else 0,
+        documents_batch=rows[0].rows if rows else 0,
+        layout=layout,
+        dataflow=dataflow,
+        deterministic=bool(deterministic),
+        local_size=size,
+    )
+    return settings, packed + rows
+
+
+def _make(settings: _Settings, extra: list[Mask], transport: Transport) -> Plan:
+    s = settings
+    mask = masks.window(s.seq_len, s.window_left, s.window_right, s.seq_len_k)
+    if s.prefix:
+        mask = mask & masks.prefix(s.seq_len, s.prefix, s.seq_len_k)
+    elif s.causal:
+        mask = mask & masks.causal(s.seq_len, s.seq_len_k)
+    for more in extra:
+        mask = mask & more
+    shards = layouts.LAYOUTS[s.layout](s.seq_len, s.world_size)
+    shards_k = layouts.LAYOUTS[s.layout](s.seq_len_k, s.world_size)
+    dataflow = s.dataflow
+    if dataflow == "auto":
+        dataflow = "reduce" if s.seq_len_k >= 4 * s.seq_len else "ring"
+    sees = [mask.sees(q, shards_k) for q in shards]  # sees[q_rank][k_rank]
+    needs = tuple(zip(*sees, strict=True)) if dataflow == "reduce" else tuple(map(tuple, sees))
+    return Plan(
+        seq_len=s.seq_len,
+        seq_len_k=s.seq_len_k,
+        rank=transport.rank,
+        world_size=s.world_size,
+        layout=s.layout,
+        dataflow=dataflow,
+        deterministic=s.deterministic,
+        mask=mask,
+        shards=shards,
+        shards_k=shards_k,
+        schedule=Schedule(s.world_size, needs, s.local_size),
+        transport=transport,
+    )

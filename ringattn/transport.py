@@ -1,0 +1,269 @@
+"""Movements between ranks: start one, wait for it. The only file that imports torch.distributed.
+
+:class:`Transport` is what the dataflows see. :class:`GroupTransport` moves tensors over a process group
+(gloo, NCCL) with batched point-to-point messages; :mod:`ringattn.virtual` has one for ranks that are threads
+of one process. Both count what they send.
+
+No point-to-point layer checks sizes or dtypes (gloo aborts or leaves stale data, NCCL may hang), so ranks
+compare what they are about to do with :meth:`Transport.agree` before the first byte of data moves.
+"""
+
+from __future__ import annotations
+
+import datetime
+import itertools
+import struct
+import threading
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+Message = tuple[Tensor, int]  # a contiguous tensor and the peer's rank in the group
+
+_AGREE_TIMEOUT = datetime.timedelta(minutes=10)
+_ROW = 96  # int64 words of one rank in agree(): status, fields, the text of an error
+_TEXT = 56  # of which for the text
+
+
+class Pending(Protocol):
+    """A movement that has been started."""
+
+    def wait(self) -> None:
+        """Until the received tensors may be read, and the sent ones overwritten, by work queued after this."""
+
+
+class Arrived:
+    """A movement with nothing to wait for."""
+
+    def wait(self) -> None:
+        return None
+
+
+@dataclass
+class Transport:
+    """Ranks ``0 .. world_size - 1`` of one group, seen from ``rank``.
+
+    ``device`` is where the group moves tensors by default; ``serial`` tells transports of one process apart.
+    ``sent_bytes`` and ``sent_messages`` count what :meth:`start` has sent.
+    """
+
+    rank: int
+    world_size: int
+    device: torch.device
+    serial: int = field(default_factory=itertools.count().__next__)
+    sent_bytes: int = 0
+    sent_messages: int = 0
+
+    def start(self, sends: Sequence[Message], receives: Sequence[Message]) -> Pending:
+        """Start all messages of one hop. Messages between two ranks match in order. Empty tensors do not travel:
+        both ends know the sizes.
+
+        The tensors must stay alive until ``wait()``. On the GPU the messages start after the work queued so far and
+        run beside the work queued next.
+        """
+        sends = [(x, peer) for x, peer in sends if x.numel()]
+        receives = [(x, peer) for x, peer in receives if x.numel()]
+        self.sent_bytes += sum(x.numel() * x.element_size() for x, _ in sends)
+        self.sent_messages += len(sends)
+        return self._start(sends, receives) if sends or receives else Arrived()
+
+    def _start(self, sends: Sequence[Message], receives: Sequence[Message]) -> Pending:
+        raise NotImplementedError(f"{type(self).__name__} moves nothing: it describes {self.world_size} ranks")
+
+    def all_reduce(self, x: Tensor, op: str) -> Tensor:
+        """Elementwise ``"max"`` or ``"sum"`` over all ranks, in place."""
+        raise NotImplementedError(f"{type(self).__name__} moves nothing: it describes {self.world_size} ranks")
+
+    def gather_words(self, words: Tensor) -> Tensor:
+        """(n,) int64 CPU tensors of all ranks as (world_size, n)."""
+        raise NotImplementedError(f"{type(self).__name__} moves nothing: it describes {self.world_size} ranks")
+
+    def check_device(self, name: str, x: Tensor) -> None:
+        """Raise ValueError if this group cannot move x."""
+
+    def agree(self, what: str, fields: dict[str, int | float | str | bool], error: Exception | None = None) -> None:
+        """Compare ``fields`` across ranks in one exchange of fixed size.
+
+        Every rank must call this, with the same keys. A rank whose arguments are wrong passes its ``error``, so that
+        nobody waits for it.
+
+        Raises:
+            ValueError: the same on every rank, naming the ranks, the field and the values; or carrying
+                the text of a rank's error. The rank with the error raises that itself.
+        """
+        if self.world_size > 1:
+            rows = self.gather_words(_encode(fields, error)).tolist()
+        if error is not None:
+            raise error
+        if self.world_size > 1:
+            _compare(what, fields, rows)
+
+
+def _word(value: int | float | str | bool) -> int:
+    """An int64 that stands for the value: itself, the bits of a float, or the first eight bytes of a name."""
+    if isinstance(value, float):
+        return struct.unpack("<q", struct.pack("<d", value))[0]
+    if isinstance(value, str):
+        return int.from_bytes(value.encode()[:8].ljust(8, b"\0"), "little", signed=True)
+    return int(value)
+
+
+def _show(word: int, like: int | float | str | bool) -> str:
+    if isinstance(like, float):
+        return repr(struct.unpack("<d", struct.pack("<q", word))[0])
+    if isinstance(like, str):
+        return repr(word.to_bytes(8, "little", signed=True).rstrip(b"\0").decode(errors="replace"))
+    return str(bool(word)) if isinstance(like, bool) else str(word)
+
+
+def _encode(fields: dict[str, Any], error: Exception | None) -> Tensor:
+    words = [_word(v) for v in fields.values()]
+    if len(words) > _ROW - _TEXT - 1:
+        raise AssertionError(f"{len(words)} fields do not fit a row")
+    text = str(error).encode()[: 8 * _TEXT].ljust(8 * _TEXT, b"\0") if error else b"\0" * 8 * _TEXT
+    row = [error is not None, *words] + [0] * (_ROW - _TEXT - 1 - len(words))
+    return torch.tensor(row + list(struct.unpack(f"<{_TEXT}q", text)), dtype=torch.int64)
+
+
+def _compare(what: str, fields: dict[str, Any], rows: list[list[int]]) -> None:
+    failed = [r for r, row in enumerate(rows) if row[0]]
+    if failed:
+        text = struct.pack(f"<{_TEXT}q", *rows[failed[0]][-_TEXT:]).rstrip(b"\0").decode(errors="replace")
+        raise ValueError(f"{what} failed on rank {failed[0]}: {text}")
+    for i, (name, like) in enumerate(fields.items()):
+        values: dict[int, list[int]] = {}
+        for r, row in enumerate(rows):
+            values.setdefault(row[1 + i], []).append(r)
+        if len(values) > 1:
+            said = ", ".join(f"{_show(v, like)} on ranks {ranks}" for v, ranks in sorted(values.items()))
+            raise ValueError(f"{what} differs across ranks: {name} is {said}; every rank must pass the same")
+
+
+class GroupTransport(Transport):
+    """A torch.distributed process group."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        backends = dict(
+            part.split(":") for part in str(dist.get_backend_config(group)).split(",")
+        )  # device type -> backend
+        cuda = backends.get("cuda", "gloo") != "gloo" and torch.cuda.is_available()
+        device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
+        super().__init__(dist.get_rank(group), dist.get_world_size(group), device)
+        self.group = group
+        self.backends = backends
+        # agree() must not wait for the GPU: it runs over a gloo group of the same ranks.
+        self.words_group = group
+        if backends.get("cpu") != "gloo":
+            self.words_group = dist.new_group(
+                dist.get_process_group_ranks(group),
+                timeout=_AGREE_TIMEOUT,
+                backend="gloo",
+                use_local_synchronization=True,
+            )
+        if cuda:  # a first point-to-point message among some of the ranks would not set the communicator up for all
+            dist.all_reduce(torch.zeros(1, device=device), group=group)
+
+    def check_device(self, name: str, x: Tensor) -> None:
+        backend = self.backends.get(x.device.type)
+        if backend is None or (x.device.type == "cuda" and backend == "gloo"):
+            works = [d for d, b in self.backends.items() if d == "cpu" or b != "gloo"]
+            raise ValueError(
+                f"{name} is on {x.device}, but this process group moves tensors on {works} "
+                f"(backends {self.backends}); move {name}, or make the group with a backend for {x.device.type!r}"
+            )
+        if x.device.type == "cuda" and x.device != self.device:
+            raise ValueError(
+                f"{name} is on {x.device}, but this rank's group was set up on {self.device}; "
+                "call torch.cuda.set_device(LOCAL_RANK) before init_process_group and keep tensors there"
+            )
+
+    def _start(self, sends: Sequence[Message], receives: Sequence[Message]) -> Pending:
+        ops = [dist.P2POp(dist.isend, x, group=self.group, group_peer=peer) for x, peer in sends]
+        ops += [dist.P2POp(dist.irecv, x, group=self.group, group_peer=peer) for x, peer in receives]
+        peers = sorted({peer for _, peer in sends} | {peer for _, peer in receives})
+        return _Works(dist.batch_isend_irecv(ops), f"rank {self.rank} exchanging with ranks {peers}", ops)
+
+    def all_reduce(self, x: Tensor, op: str) -> Tensor:
+        if self.world_size > 1:
+            dist.all_reduce(x, {"max": dist.ReduceOp.MAX, "sum": dist.ReduceOp.SUM}[op], group=self.group)
+        return x
+
+    def gather_words(self, words: Tensor) -> Tensor:
+        rows = [torch.empty_like(words) for _ in range(self.world_size)]
+        try:
+            dist.all_gather(rows, words, group=self.words_group)
+        except RuntimeError as error:
+            raise RuntimeError(
+                f"rank {self.rank}: not every rank of the group came to the same call within the time limit, "
+                f"or one of them died ({error})"
+            ) from error
+        return torch.stack(rows)
+
+
+@dataclass
+class _Works:
+    works: list[Any]
+    what: str
+    alive: object  # the tensors, until wait()
+
+    def wait(self) -> None:
+        try:
+            for work in self.works:
+                work.wait()
+        except RuntimeError as error:
+            raise RuntimeError(f"{self.what}: {error}") from error
+        self.alive = None
+
+
+class AloneTransport(Transport):
+    """One process without a group."""
+
+    def __init__(self) -> None:
+        super().__init__(0, 1, torch.get_default_device())
+
+    def all_reduce(self, x: Tensor, op: str) -> Tensor:
+        return x
+
+
+_alone: AloneTransport | None = None
+_of_group: weakref.WeakKeyDictionary[Any, GroupTransport] = weakref.WeakKeyDictionary()
+_lock = threading.Lock()
+
+
+def of(group: object) -> Transport:
+    """The transport of a process group, of a one-dimensional DeviceMesh, of None (the default group, or one
+    process alone), or a :class:`Transport` itself. Made once per group: every rank of it must call this.
+
+    Raises:
+        TypeError: something else.
+        ValueError: a mesh of several dimensions, or a group that this rank is not in.
+    """
+    if isinstance(group, Transport):
+        return group
+    if group is None and not (dist.is_available() and dist.is_initialized()):
+        global _alone
+        _alone = _alone or AloneTransport()
+        return _alone
+    if hasattr(group, "mesh_dim_names") and hasattr(group, "get_group"):  # DeviceMesh, without importing it
+        if group.ndim != 1:
+            raise ValueError(
+                f"the DeviceMesh has {group.ndim} dimensions {group.mesh_dim_names}; pass one of them, e.g. mesh['cp']"
+            )
+        group = group.get_group()
+    group = dist.group.WORLD if group is None else group
+    if group is dist.GroupMember.NON_GROUP_MEMBER:
+        raise ValueError("this rank is not in the group; only ranks of the group may call plan()")
+    if not isinstance(group, dist.ProcessGroup):
+        raise TypeError(f"group is a {type(group).__name__}; pass a ProcessGroup, a one-dimensional DeviceMesh or None")
+    with _lock:
+        found = _of_group.get(group)
+        if found is None:
+            if dist.get_rank(group) < 0:
+                raise ValueError("this rank is not in the group; only ranks of the group may call plan()")
+            found = _of_group[group] = GroupTransport(group)
+        return found
