@@ -177,6 +177,18 @@ def store_tile(x, value, b, h, first, past, stride_b, stride_s, stride_h, ROWS: 
 
 
 @triton.jit
+def add_tile(x, value, b, h, first, past, stride_b, stride_s, stride_h, ROWS: tl.constexpr, DIM: tl.constexpr,
+             PADDED: tl.constexpr, TMA: tl.constexpr):
+    """Add to a tile in memory, each element atomically, in no fixed order among programs."""
+    if TMA and not INTERPRETED:
+        x.atomic_add([b, h, first, 0], tl.reshape(value, [1, 1, ROWS, PADDED]))
+    else:
+        pointers = row_pointers(x, b, h, first, stride_b, stride_s, stride_h, ROWS, PADDED)
+        rows, cols = first + tl.arange(0, ROWS), tl.arange(0, PADDED)
+        tl.atomic_add(pointers, value, mask=(rows < past)[:, None] & (cols < DIM)[None, :], sem="relaxed")
+
+
+@triton.jit
 def load_span(rows, span, tile, b, span_stride_b):
     """The numbers of one tile of a TileMap: first, past, begin, full_begin, full_end, end."""
     span += b.to(tl.int64) * span_stride_b + tile * 4

@@ -1,0 +1,358 @@
+"""Backward block kernels in Triton: any GPU that Triton knows, and Triton's interpreter on the CPU.
+
+``lse`` and ``delta`` are global, so chunks need no merging: with ``p = exp(s - lse)`` every chunk adds ::
+
+    dv = p^T dout      ds = p * (dout v^T - delta) * s'      dk = ds^T q * scale      dq += ds k * scale
+
+where s' is the derivative of softcap (1 without). Two passes, each with its sums in registers:
+
+    _dkdv   a program owns a tile of keys and walks the queries that see it, over all query heads of its group
+    _dq     a program owns a tile of queries and walks the keys it sees
+
+Nothing is added by two programs, so there are no atomics and every run gives the same bits. The price is that ``s``
+and ``dout v^T`` are made twice: 7 products instead of 5. ``_dkdv`` can make dq too (``ADD_DQ``), 5 products, with the
+tiles of dq added in float32 by TMA in memory; the order of these additions is not fixed. It is the default where
+it is faster, and never used with ``deterministic=True``.
+
+Scores are transposed in ``_dkdv`` (keys are rows), so that p^T and ds^T come out of one product as the left operand
+of the next without passing through shared memory.
+
+Shapes and contract: block.py. Method: Dao 2023 (arXiv:2307.08691).
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from . import primitives
+from .block import Block, Score
+from .primitives import (
+    INTERPRETED,
+    LOG2E,
+    ScoreArguments,
+    Tiles,
+    add_tile,
+    bound,
+    cut_tile,
+    dot,
+    load_span,
+    load_tile,
+    scores,
+    store_tile,
+    tile_source,
+    unsupported,
+)
+
+__all__ = ["backward", "unsupported"]
+
+
+def choose_tiles_dkdv(q: Tensor, v: Tensor) -> Tiles:
+    dim = triton.next_power_of_2(max(q.shape[-1], v.shape[-1]))
+    if q.dtype == torch.float32:
+        return Tiles(32, 32, 4, 1)
+    if primitives.capability(q.device)[0] >= 9:
+        return Tiles(64, 128, 8, 2) if dim <= 128 else Tiles(32, 64, 8, 2)
+    return Tiles(64, 64, 4, 2) if dim <= 64 else Tiles(32, 64, 4, 2) if dim <= 128 else Tiles(32, 32, 4, 1)
+
+
+def choose_tiles_dq(q: Tensor, v: Tensor) -> Tiles:
+    dim = triton.next_power_of_2(max(q.shape[-1], v.shape[-1]))
+    if q.dtype == torch.float32:
+        return Tiles(32, 32, 4, 1)
+    if primitives.capability(q.device)[0] >= 9:
+        return Tiles(128, 64, 8, 2) if dim <= 128 else Tiles(64, 32, 8, 2)
+    return Tiles(64, 64, 4, 2) if dim <= 64 else Tiles(64, 32, 4, 2) if dim <= 128 else Tiles(32, 32, 4, 1)
+
+
+def adds_dq(q: Tensor, dq: Tensor, deterministic: bool) -> bool:
+    """Whether _dkdv makes dq too."""
+    return False
+
+
+def backward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dout: Tensor,
+    lse: Tensor,
+    delta: Tensor,
+    block: Block,
+    score: Score,
+    dq: Tensor,
+    deterministic: bool,
+) -> tuple[Tensor, Tensor]:
+    """See block.block_backward."""
+    q, k, v, dout = (primitives.last_contiguous(x) for x in (q, k, v, dout.to(q.dtype)))
+    batch, seq_q, heads, dim = q.shape
+    seq_k, kv_heads, dim_v = k.shape[1], k.shape[2], v.shape[-1]
+    dk = torch.empty(k.shape, dtype=torch.float32, device=k.device)
+    dv = torch.empty(v.shape, dtype=torch.float32, device=v.device)
+    lse2 = torch.empty_like(lse, memory_format=torch.contiguous_format)
+    lse, delta = lse.contiguous(), delta.contiguous()
+    dq_strided, dq = dq, primitives.last_contiguous(dq)
+    _base2[(triton.cdiv(lse.numel(), 1024),)](lse, lse2, lse.numel(), BLOCK=1024)
+
+    s = ScoreArguments.of(score)
+    tma = all(primitives.has_tma(x) for x in (q, k, v, dout, dq))
+    add_dq = adds_dq(q, dq, deterministic)
+    common = (
+        lse2, delta, heads * seq_q, seq_q,
+        block.start, *primitives.interval_strides(block.start),
+        block.end, *primitives.interval_strides(block.end),
+        block.positions_q, block.positions_k,
+        s.scale, s.cap, s.slopes, s.slopes_stride, score.softmax_scale,
+    )  # fmt: skip
+    sizes = dict(
+        HEADS_PER_KV=heads // kv_heads,
+        DIM=dim, DIM_P2=triton.next_power_of_2(max(dim, 16)),
+        DIM_V=dim_v, DIM_V_P2=triton.next_power_of_2(max(dim_v, 16)),
+        SIMPLE=s.SIMPLE, SOFTCAP=s.SOFTCAP, TMA=tma, PRECISION=primitives.dot_precision(q.dtype),
+    )  # fmt: skip
+
+    def sources(tiles: Tiles) -> tuple:
+        rows = (tiles.block_m, tiles.block_n, tiles.block_n, tiles.block_m)
+        return tuple(
+            argument
+            for x, n in zip((q, k, v, dout), rows, strict=True)
+            for argument in (tile_source(x, n, tma), *x.stride()[:3])
+        )
+
+    tiles = choose_tiles_dkdv(q, v)
+    tile_map = block.key_tiles(tiles.block_m, tiles.block_n)
+    n_tiles = tile_map.rows.shape[0]
+    _dkdv[(n_tiles * kv_heads * batch,)](
+        *sources(tiles), *common,
+        dk, *dk.stride()[:3], dv, *dv.stride()[:3],
+        tile_source(dq, tiles.block_m, tma and not INTERPRETED.value), *dq.stride()[:3],
+        tile_map.rows, tile_map.span, tile_map.span.stride(0) if tile_map.span.shape[0] > 1 else 0,
+        seq_q, n_tiles, heads, kv_heads, ADD_DQ=add_dq,
+        BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n, STAGES=tiles.num_stages, **sizes,
+        num_warps=tiles.num_warps, num_stages=tiles.num_stages, maxnreg=tiles.max_registers,
+    )  # fmt: skip
+    if not add_dq:
+        tiles = choose_tiles_dq(q, v)
+        tile_map = block.query_tiles(tiles.block_m, tiles.block_n)
+        n_tiles = tile_map.rows.shape[0]
+        _dq[(n_tiles * heads * batch,)](
+            *sources(tiles), *common,
+            dq, *dq.stride()[:3],
+            tile_map.rows, tile_map.span, tile_map.span.stride(0) if tile_map.span.shape[0] > 1 else 0,
+            seq_k, n_tiles, heads,
+            BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n, STAGES=tiles.num_stages, **sizes,
+            num_warps=tiles.num_warps, num_stages=tiles.num_stages, maxnreg=tiles.max_registers,
+        )  # fmt: skip
+    if dq is not dq_strided:
+        dq_strided.copy_(dq)
+    return dk, dv
+
+
+@triton.jit
+def _base2(lse, lse2, size, BLOCK: tl.constexpr):
+    """lse in base 2; +inf for rows that see nothing, so that their p is exp2(s - inf) = 0."""
+    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    x = tl.load(lse + i, mask=i < size)
+    tl.store(lse2 + i, tl.where(x == float("-inf"), float("inf"), x * LOG2E), mask=i < size)
+
+
+@triton.jit
+def _queries(
+    dk, dv, key, value, q, dout, lse, delta, dq, m, b, h, n, past, seq_q,
+    starts, starts_s, ends, ends_s, positions_q, pos_k, slope,
+    q_b, q_s, q_h, do_b, do_s, do_h, dq_b, dq_s, dq_h,
+    scale, cap, softmax_scale,
+    DIM: tl.constexpr, DIM_P2: tl.constexpr, DIM_V: tl.constexpr, DIM_V_P2: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    SIMPLE: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, CUT: tl.constexpr, ADD_DQ: tl.constexpr,
+    TMA: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """One tile of queries into dk and dv, and with ADD_DQ into dq in memory."""
+    query = load_tile(q, b, h, m, seq_q, q_b, q_s, q_h, BLOCK_M, DIM, DIM_P2, CUT, TMA)
+    s = dot(key, tl.trans(query), None, PRECISION)  # transposed: keys are rows
+    queries = m + tl.arange(0, BLOCK_M)
+    alive = queries < seq_q
+    distance = s
+    if ALIBI:
+        distance = tl.load(positions_q + queries, mask=alive, other=0)[None, :] - pos_k[:, None]
+    s, slope_of_score = scores(s, distance, scale, cap, slope, SIMPLE, SOFTCAP, ALIBI)
+    if CUT:
+        lse_m = tl.load(lse + queries, mask=alive, other=float("inf"))
+        delta_m = tl.load(delta + queries, mask=alive, other=0.0)
+        start = tl.load(starts + queries.to(tl.int64) * starts_s, mask=alive, other=0)
+        end = tl.load(ends + queries.to(tl.int64) * ends_s, mask=alive, other=0)
+        keys = n + tl.arange(0, BLOCK_N)
+        visible = (start[None, :] <= keys[:, None]) & (keys[:, None] < end[None, :])
+        s = tl.where(visible & (keys < past)[:, None], s, float("-inf"))
+    else:
+        lse_m = tl.load(lse + queries)
+        delta_m = tl.load(delta + queries)
+    p = tl.exp2(s * (scale if SIMPLE else 1.0) - lse_m[None, :])
+    dout_m = load_tile(dout, b, h, m, seq_q, do_b, do_s, do_h, BLOCK_M, DIM_V, DIM_V_P2, CUT, TMA)
+    dp = dot(value, tl.trans(dout_m), None, PRECISION)
+    dv = dot(p.to(dout_m.dtype), dout_m, dv, PRECISION)
+    ds = p * (dp - delta_m[None, :])
+    if SOFTCAP:
+        ds *= slope_of_score
+    ds = ds.to(query.dtype)
+    dk = dot(ds, query, dk, PRECISION)
+    if ADD_DQ:
+        part = dot(tl.trans(ds), key, None, PRECISION) * softmax_scale
+        add_tile(dq, part, b, h, m, seq_q, dq_b, dq_s, dq_h, BLOCK_M, DIM, DIM_P2, TMA)
+    return dk, dv
+
+
+@triton.jit(do_not_specialize=["seq_q", "n_tiles"])
+def _dkdv(
+    q, q_b, q_s, q_h, k, k_b, k_s, k_h, v, v_b, v_s, v_h, dout, do_b, do_s, do_h,
+    lse, delta, rows_b, rows_h,
+    starts, starts_b, starts_s, ends, ends_b, ends_s,
+    positions_q, positions_k,
+    scale, cap, slopes, slopes_b, softmax_scale,
+    dk_out, dk_b, dk_s, dk_h, dv_out, dv_b, dv_s, dv_h, dq, dq_b, dq_s, dq_h,
+    rows, span, span_b,
+    seq_q, n_tiles, heads, kv_heads,
+    ADD_DQ: tl.constexpr, HEADS_PER_KV: tl.constexpr,
+    DIM: tl.constexpr, DIM_P2: tl.constexpr, DIM_V: tl.constexpr, DIM_V_P2: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    SIMPLE: tl.constexpr, SOFTCAP: tl.constexpr,
+    TMA: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    ALIBI: tl.constexpr = slopes is not None
+    pid = tl.program_id(0)
+    tile = pid % n_tiles  # the earliest keys, which most queries see, start first
+    h_kv = pid // n_tiles
+    b, h_kv = h_kv // kv_heads, h_kv % kv_heads
+    n, past, begin, full_begin, full_end, stop = load_span(rows, span, tile, b, span_b)
+
+    b64 = b.to(tl.int64)
+    starts += b64 * starts_b
+    ends += b64 * ends_b
+    key = load_tile(k, b, h_kv, n, past, k_b, k_s, k_h, BLOCK_N, DIM, DIM_P2, True, TMA)
+    value = load_tile(v, b, h_kv, n, past, v_b, v_s, v_h, BLOCK_N, DIM_V, DIM_V_P2, True, TMA)
+    pos_k, slope = n, 0.0
+    if ALIBI:
+        keys = n + tl.arange(0, BLOCK_N)
+        pos_k = tl.load(positions_k + keys, mask=keys < past, other=0)
+    dk = tl.zeros([BLOCK_N, DIM_P2], tl.float32)
+    dv = tl.zeros([BLOCK_N, DIM_V_P2], tl.float32)
+    if ADD_DQ and past - n < BLOCK_N:
+        full_end = full_begin  # rows of the tile that are not its keys must not reach dq: mask everywhere
+    # Programs of one head start at different queries, so that they do not all add to the same tile of dq.
+    full = full_end - full_begin
+    turn = tile * (BLOCK_N // BLOCK_M) % tl.maximum(full // BLOCK_M, 1) * BLOCK_M if ADD_DQ else 0
+    for g in tl.range(0, HEADS_PER_KV):
+        h = h_kv * HEADS_PER_KV + g
+        row_of_head = b64 * rows_b + h.to(tl.int64) * rows_h
+        if ALIBI:
+            slope = tl.load(slopes + b * slopes_b + h)
+        for i in tl.range(0, bound(full), BLOCK_M, num_stages=STAGES):
+            m = full_begin + i
+            if ADD_DQ:
+                m = full_begin + tl.where(i + turn < full, i + turn, i + turn - full)
+            dk, dv = _queries(
+                dk, dv, key, value, q, dout, lse + row_of_head, delta + row_of_head, dq, m, b, h, n, past, seq_q,
+                starts, starts_s, ends, ends_s, positions_q, pos_k, slope,
+                q_b, q_s, q_h, do_b, do_s, do_h, dq_b, dq_s, dq_h, scale, cap, softmax_scale,
+                DIM, DIM_P2, DIM_V, DIM_V_P2, BLOCK_M, BLOCK_N,
+                SIMPLE, SOFTCAP, ALIBI, False, ADD_DQ, TMA, PRECISION,
+            )  # fmt: skip
+        for i in tl.range(0, bound(full_begin - begin + stop - full_end), BLOCK_M, num_stages=STAGES):
+            m = cut_tile(i, begin, full_begin, full_end)
+            dk, dv = _queries(
+                dk, dv, key, value, q, dout, lse + row_of_head, delta + row_of_head, dq, m, b, h, n, past, seq_q,
+                starts, starts_s, ends, ends_s, positions_q, pos_k, slope,
+                q_b, q_s, q_h, do_b, do_s, do_h, dq_b, dq_s, dq_h, scale, cap, softmax_scale,
+                DIM, DIM_P2, DIM_V, DIM_V_P2, BLOCK_M, BLOCK_N,
+                SIMPLE, SOFTCAP, ALIBI, True, ADD_DQ, TMA, PRECISION,
+            )  # fmt: skip
+    store_tile(dk_out, dk * softmax_scale, b, h_kv, n, past, dk_b, dk_s, dk_h, BLOCK_N, DIM, DIM_P2)
+    store_tile(dv_out, dv, b, h_kv, n, past, dv_b, dv_s, dv_h, BLOCK_N, DIM_V, DIM_V_P2)
+
+
+@triton.jit
+def _keys(
+    dq, query, dout, k, v, lse, delta, n, b, h_kv, seq_k,
+    start, end, pos_q, positions_k, slope,
+    k_b, k_s, k_h, v_b, v_s, v_h, scale, cap,
+    DIM: tl.constexpr, DIM_P2: tl.constexpr, DIM_V: tl.constexpr, DIM_V_P2: tl.constexpr, BLOCK_N: tl.constexpr,
+    SIMPLE: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, CUT: tl.constexpr,
+    TMA: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """One tile of keys into dq."""
+    key = load_tile(k, b, h_kv, n, seq_k, k_b, k_s, k_h, BLOCK_N, DIM, DIM_P2, CUT, TMA)
+    s = dot(query, tl.trans(key), None, PRECISION)
+    value = load_tile(v, b, h_kv, n, seq_k, v_b, v_s, v_h, BLOCK_N, DIM_V, DIM_V_P2, CUT, TMA)
+    dp = dot(dout, tl.trans(value), None, PRECISION)
+    keys = n + tl.arange(0, BLOCK_N)
+    distance = s
+    if ALIBI:
+        distance = pos_q[:, None] - tl.load(positions_k + keys, mask=keys < seq_k, other=0)[None, :]
+    s, slope_of_score = scores(s, distance, scale, cap, slope, SIMPLE, SOFTCAP, ALIBI)
+    if CUT:
+        s = tl.where((start[:, None] <= keys[None, :]) & (keys[None, :] < end[:, None]), s, float("-inf"))
+    p = tl.exp2(s * (scale if SIMPLE else 1.0) - lse[:, None])
+    ds = p * (dp - delta[:, None])
+    if SOFTCAP:
+        ds *= slope_of_score
+    return dot(ds.to(key.dtype), key, dq, PRECISION)
+
+
+@triton.jit(do_not_specialize=["seq_k", "n_tiles"])
+def _dq(
+    q, q_b, q_s, q_h, k, k_b, k_s, k_h, v, v_b, v_s, v_h, dout, do_b, do_s, do_h,
+    lse, delta, rows_b, rows_h,
+    starts, starts_b, starts_s, ends, ends_b, ends_s,
+    positions_q, positions_k,
+    scale, cap, slopes, slopes_b, softmax_scale,
+    dq_out, dq_b, dq_s, dq_h,
+    rows, span, span_b,
+    seq_k, n_tiles, heads,
+    HEADS_PER_KV: tl.constexpr,
+    DIM: tl.constexpr, DIM_P2: tl.constexpr, DIM_V: tl.constexpr, DIM_V_P2: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    SIMPLE: tl.constexpr, SOFTCAP: tl.constexpr,
+    TMA: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    ALIBI: tl.constexpr = slopes is not None
+    pid = tl.program_id(0)
+    tile = n_tiles - 1 - pid % n_tiles  # the latest queries, which see most keys, start first
+    h = pid // n_tiles
+    b, h = h // heads, h % heads
+    h_kv = h // HEADS_PER_KV
+    row, past, begin, full_begin, full_end, stop = load_span(rows, span, tile, b, span_b)
+    if begin == stop:
+        return
+
+    offs = (row + tl.arange(0, BLOCK_M)).to(tl.int64)
+    alive = offs < past
+    b64 = b.to(tl.int64)
+    start = tl.load(starts + b64 * starts_b + offs * starts_s, mask=alive, other=0)
+    end = tl.load(ends + b64 * ends_b + offs * ends_s, mask=alive, other=0)
+    pos_q, slope = start, 0.0
+    if ALIBI:
+        pos_q = tl.load(positions_q + offs, mask=alive, other=0)
+        slope = tl.load(slopes + b * slopes_b + h)
+    row_of_head = b64 * rows_b + h.to(tl.int64) * rows_h
+    lse_m = tl.load(lse + row_of_head + offs, mask=alive, other=float("inf"))
+    delta_m = tl.load(delta + row_of_head + offs, mask=alive, other=0.0)
+    query = load_tile(q, b, h, row, past, q_b, q_s, q_h, BLOCK_M, DIM, DIM_P2, True, TMA)
+    dout_m = load_tile(dout, b, h, row, past, do_b, do_s, do_h, BLOCK_M, DIM_V, DIM_V_P2, True, TMA)
+
+    dq = tl.zeros([BLOCK_M, DIM_P2], tl.float32)
+    for n in tl.range(bound(full_begin), bound(full_end), BLOCK_N, num_stages=STAGES):
+        dq = _keys(
+            dq, query, dout_m, k, v, lse_m, delta_m, n, b, h_kv, seq_k, start, end, pos_q, positions_k, slope,
+            k_b, k_s, k_h, v_b, v_s, v_h, scale, cap,
+            DIM, DIM_P2, DIM_V, DIM_V_P2, BLOCK_N, SIMPLE, SOFTCAP, ALIBI, False, TMA, PRECISION,
+        )  # fmt: skip
+    for i in tl.range(0, bound(full_begin - begin + stop - full_end), BLOCK_N, num_stages=STAGES):
+        n = cut_tile(i, begin, full_begin, full_end)
+        dq = _keys(
+            dq, query, dout_m, k, v, lse_m, delta_m, n, b, h_kv, seq_k, start, end, pos_q, positions_k, slope,
+            k_b, k_s, k_h, v_b, v_s, v_h, scale, cap,
+            DIM, DIM_P2, DIM_V, DIM_V_P2, BLOCK_N, SIMPLE, SOFTCAP, ALIBI, True, TMA, PRECISION,
+        )  # fmt: skip
+    earlier = load_tile(dq_out, b, h, row, past, dq_b, dq_s, dq_h, BLOCK_M, DIM, DIM_P2, True, False)
+    store_tile(dq_out, earlier + dq * softmax_scale, b, h, row, past, dq_b, dq_s, dq_h, BLOCK_M, DIM, DIM_P2)
