@@ -433,7 +433,8 @@ def both(first: Bias, second: Bias) -> Bias:
 
 def tiles(n: int, size: int) -> Iterator[Array]:
     """The positions 0..n-1, `size` at a time. Positions travel as data, also into the bias."""
-    return chunks(np.arange(n), size)
+    for start in range(0, n, size):
+        yield np.arange(start, min(start + size, n))
 
 
 def biased_scores(q: Array, k: Array, i: Array, j: Array, bias: Bias) -> Array:
