@@ -244,9 +244,7 @@ def kernel_names() -> tuple[str, ...]:
     return ("auto", *_BACKENDS)
 
 
-def unsupported(
-    kernel: str, q: Tensor, k: Tensor, v: Tensor, score: Score, *, backward: bool = False
-) -> str | None:
+def unsupported(kernel: str, q: Tensor, k: Tensor, v: Tensor, score: Score, *, backward: bool = False) -> str | None:
     """None if ``kernel`` can attend with these tensors, otherwise the reason, in a few words."""
     if kernel in _NEED_TRITON and importlib.util.find_spec("triton") is None:
         return "Triton is not installed"

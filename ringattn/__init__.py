@@ -1,16 +1,18 @@
 """Exact attention over a sequence split across ranks.
 
-    plan = ringattn.plan(seq_len, group, causal=True)
-    x    = plan.shard(tokens, dim=1)
-    out  = ringattn.attention(q, k, v, plan)
-    full = plan.unshard(out, dim=1)
+plan = ringattn.plan(seq_len, group, causal=True)
+x    = plan.shard(tokens, dim=1)
+out  = ringattn.attention(q, k, v, plan)
+full = plan.unshard(out, dim=1)
 """
 
 from .attention import attention as attention
+from .decode import KVCache as KVCache
+from .decode import decode as decode
 from .partial import Partial as Partial
 from .partial import merge as merge
 from .plan import Plan as Plan
 from .plan import plan as plan
 
 __version__ = "0.1.0"
-__all__ = ["Partial", "Plan", "attention", "merge", "plan"]
+__all__ = ["KVCache", "Partial", "Plan", "attention", "decode", "merge", "plan"]

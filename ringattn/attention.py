@@ -10,8 +10,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from . import reduce, ring
 from . import plan as plans
+from . import reduce, ring
 from .kernels import block as blocks
 from .kernels.block import Score
 from .layout import length, put, take
@@ -70,7 +70,13 @@ def attention(
 
 
 def _check(
-    q: Tensor, k: Tensor, v: Tensor, plan: Plan, softcap: float, alibi_slopes: Tensor | None, sink: Tensor | None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    plan: Plan,
+    softcap: float,
+    alibi_slopes: Tensor | None,
+    sink: Tensor | None,
 ) -> None:
     for name, x in (("q", q), ("k", k), ("v", v)):
         if x.ndim != 4:
@@ -155,7 +161,8 @@ def _attention(
         ),
         error,
     )
-    return _DATAFLOWS[found.dataflow].forward(q, k, v, sink, found, score, name)
+    with torch.autocast(q.device.type, enabled=False):  # the state is float32, whatever the caller's region says
+        return _DATAFLOWS[found.dataflow].forward(q, k, v, sink, found, score, name)
 
 
 def _name(dtype: torch.dtype) -> str:
@@ -188,7 +195,8 @@ def _attention_backward(
     found = plans.by_handle(plan)
     score = Score(softmax_scale, softcap, alibi_slopes)
     q, k, v, dout = map(_unit_stride, (q, k, v, dout))
-    dq, dk, dv, delta = _DATAFLOWS[found.dataflow].backward(dout, dlse, q, k, v, out, lse, found, score, kernel)
+    with torch.autocast(q.device.type, enabled=False):
+        dq, dk, dv, delta = _DATAFLOWS[found.dataflow].backward(dout, dlse, q, k, v, out, lse, found, score, kernel)
     if sink is None:
         dsink = q.new_empty(0)
     else:  # the sink is a key with a value of zero: ds = p (0 - delta)
@@ -218,7 +226,19 @@ def _gradients(ctx, dout, dlse):  # type: ignore[no-untyped-def]
     if dout is None:
         dout = torch.zeros_like(out)
     dq, dk, dv, dsink = torch.ops.ringattn.attention_backward(
-        dout, dlse, q, k, v, out, lse, alibi_slopes, sink, ctx.softmax_scale, ctx.softcap, ctx.kernel, ctx.plan
+        dout,
+        dlse,
+        q,
+        k,
+        v,
+        out,
+        lse,
+        alibi_slopes,
+        sink,
+        ctx.softmax_scale,
+        ctx.softcap,
+        ctx.kernel,
+        ctx.plan,
     )
     return dq, dk, dv, None, None if sink is None else dsink, None, None, None, None
 

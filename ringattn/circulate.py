@@ -78,7 +78,8 @@ def circulate(
         )
 
     def new_part(owner: int | None) -> Tensors:
-        assert owner is not None and part is not None
+        assert owner is not None
+        assert part is not None
         return tuple(
             torch.empty(_resized(shape, dim, lengths[owner]), dtype=part.dtype, device=device)
             for shape, dim in zip(part.shapes, part.seq_dims, strict=True)

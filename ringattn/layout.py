@@ -13,6 +13,7 @@ uneven or empty, and nothing is padded.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 
 import torch
@@ -23,12 +24,12 @@ Shard = tuple[range, ...]
 
 def contiguous(seq_len: int, world_size: int) -> tuple[Shard, ...]:
     cuts = _cuts(seq_len, world_size)
-    return tuple(_runs(range(a, b)) for a, b in zip(cuts, cuts[1:], strict=False))
+    return tuple(_runs(range(a, b)) for a, b in itertools.pairwise(cuts))
 
 
 def zigzag(seq_len: int, world_size: int) -> tuple[Shard, ...]:
     cuts = _cuts(seq_len, 2 * world_size)
-    chunks = [range(a, b) for a, b in zip(cuts, cuts[1:], strict=False)]
+    chunks = [range(a, b) for a, b in itertools.pairwise(cuts)]
     return tuple(_runs(chunks[r], chunks[-1 - r]) for r in range(world_size))
 
 

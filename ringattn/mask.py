@@ -118,9 +118,7 @@ class Mask:
         for run in queries:
             i0, i1 = self.first.clamp(min=run.start), past.clamp(max=run.stop)
             inside = i1 > i0
-            i0, i1, low, high, left, right = (
-                x[inside] for x in (i0, i1, self.low, self.high, self.left, self.right)
-            )
+            i0, i1, low, high, left, right = (x[inside] for x in (i0, i1, self.low, self.high, self.left, self.right))
             j0, j1 = torch.maximum(low, key_first), torch.minimum(high, key_past)  # (runs, pieces)
             # Key j is seen by aligned positions j - right <= a <= j + left, and these ranges of neighbouring
             # keys join up, because left + right >= 0 unless the piece is empty.
@@ -222,7 +220,9 @@ def packed(cu_seqlens: Sequence[int] | Tensor, seq_len: int) -> Mask:
     if bounds.is_floating_point() or bounds.is_complex() or bounds.dtype == torch.bool:
         raise TypeError(f"cu_seqlens has dtype {bounds.dtype}; pass integers")
     if bounds.ndim != 1 or len(bounds) < 2:
-        raise ValueError(f"cu_seqlens has shape {tuple(bounds.shape)}; it must be (documents + 1,), at least [0, {seq_len}]")
+        raise ValueError(
+            f"cu_seqlens has shape {tuple(bounds.shape)}; it must be (documents + 1,), at least [0, {seq_len}]"
+        )
     bounds = bounds.to(torch.int64)
     if bounds[0] != 0:
         raise ValueError(f"cu_seqlens starts with {bounds[0].item()}; it must start with 0")
@@ -254,7 +254,9 @@ def documents(ids: Tensor, seq_len: int) -> Mask:
     if ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
         raise TypeError(f"documents has dtype {ids.dtype}; pass integer ids, -1 for padding")
     if ids.ndim != 2 or ids.shape[1] != seq_len:
-        raise ValueError(f"documents has shape {tuple(ids.shape)}; it must be (batch, seq_len) with seq_len = {seq_len}")
+        raise ValueError(
+            f"documents has shape {tuple(ids.shape)}; it must be (batch, seq_len) with seq_len = {seq_len}"
+        )
     if ids.numel() and int(ids.min()) < -1:
         raise ValueError(f"documents has the id {int(ids.min())}; ids are >= 0, and -1 is padding")
     rows = []

@@ -7,10 +7,12 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from . import estimate
 from . import layout as layouts
 from . import mask as masks
 from . import transport as transports
@@ -182,111 +184,26 @@ class Plan:
         )
         return shards, parts
 
-    def traffic_bytes(
-        self,
-        *,
-        batch: int = 1,
-        q_heads: int = 32,
-        kv_heads: int = 8,
-        head_dim: int = 128,
-        head_dim_v: int | None = None,
-        itemsize: int = 2,
-        backward: bool = False,
-        rank: int | None = None,
-    ) -> int:
-        """Bytes that a rank sends in one forward or backward of one layer."""
-        head_dim_v = head_dim if head_dim_v is None else head_dim_v
-        fp = max(itemsize, 4)  # of partial states and travelling gradients
-        shards, parts = self.traffic(rank)
-        kv, q = kv_heads * (head_dim + head_dim_v), q_heads * head_dim
-        if self.dataflow == "ring":
-            each, part = kv * itemsize, kv * fp * backward
-        elif backward:
-            each, part = q_heads * (head_dim + head_dim_v) * itemsize + 2 * q_heads * fp, q * fp
-        else:
-            each, part = q * itemsize, q_heads * (head_dim_v + 2) * fp
-        return batch * (shards * each + parts * part)
+    def traffic_bytes(self, *, backward: bool = False, rank: int | None = None, **shape: int) -> int:
+        """Bytes that a rank sends in one forward or backward of one layer; ``shape``: :class:`estimate.Shape`."""
+        return estimate.traffic_bytes(self, estimate.Shape(**shape), backward, self.rank if rank is None else rank)
 
-    def describe(
-        self,
-        *,
-        batch: int = 1,
-        q_heads: int = 32,
-        kv_heads: int = 8,
-        head_dim: int = 128,
-        itemsize: int = 2,
-        tflops: float = 500.0,
-        gigabytes_per_second: float = 300.0,
-    ) -> str:
+    def memory_bytes(self, *, backward: bool = False, **shape: int) -> int:
+        """Predicted peak of what one attention allocates on this rank beside its inputs and results;
+        ``shape``: :class:`estimate.Shape`."""
+        return estimate.memory_bytes(self, estimate.Shape(**shape), backward)
+
+    def describe(self, *, tflops: float = 500.0, gigabytes_per_second: float = 300.0, **shape: int) -> str:
         """Who meets whom at which step, the bytes that move, and predicted time and memory, as text.
 
-        Predictions are for the given heads and bytes per element, a kernel at ``tflops`` TFLOP/s and links at
+        Predictions are for ``shape`` (:class:`estimate.Shape`), a kernel at ``tflops`` TFLOP/s and links at
         ``gigabytes_per_second`` GB/s in each direction; they are arithmetic, not measurements.
         """
-        n = self.world_size
-        shape = dict(batch=batch, q_heads=q_heads, kv_heads=kv_heads, head_dim=head_dim, itemsize=itemsize)
-        travels = "keys and values" if self.dataflow == "ring" else "queries"
-        all_steps = [self.schedule.steps(r) for r in range(n)]
-        lengths = self.local_lengths_k if self.dataflow == "ring" else self.local_lengths
-        kinds = self.mask.rows if self.mask.rows > 1 else 1
-        lines = [
-            f"{self.dataflow} over {n} rank{'s' * (n > 1)}, {self.layout} layout: {travels} travel",
-            f"  queries {self.seq_len}, keys {self.seq_len_k}; tokens per rank {min(self.local_lengths)} to "
-            f"{max(self.local_lengths)}",
-        ]
-        for t in range(len(all_steps[0]) - 1):
-            met = [f"{r}:{s[t].owner if s[t].compute else '-'}" for r, s in enumerate(all_steps)]
-            moved = sum(lengths[s[t].owner] for s in all_steps if s[t].shard_to is not None)  # type: ignore[index]
-            lines.append(f"  step {t}: rank:shard " + " ".join(met) + f"   {moved} tokens move on")
-        work = [sum(self.visible(*self._pair(r, o)) for o in range(n)) for r in range(n)]
-        mean = sum(work) / n
-        balance = f"{mean / max(work):.1%}" if max(work) else "-"
-        rate = 4 * q_heads * head_dim * batch / kinds
-        for name, backward, factor in (("forward", False, 1.0), ("backward", True, 2.5)):
-            sent = [self.traffic_bytes(backward=backward, rank=r, **shape) for r in range(n)]
-            compute = max(work) * rate * factor / tflops / 1e9
-            move = max(sent) / gigabytes_per_second / 1e6
-            lines.append(
-                f"  {name}: {max(sent) / 2**20:.1f} MiB sent by the busiest rank ({move:.3f} ms at "
-                f"{gigabytes_per_second:g} GB/s), compute {compute:.3f} ms at {tflops:g} TFLOP/s"
-            )
-        lines.append(f"  balance (mean work / largest): {balance}")
-        lines.append(f"  memory beside q, k, v, out: {self.memory_bytes(**shape) / 2**20:.1f} MiB forward, "
-                     f"{self.memory_bytes(backward=True, **shape) / 2**20:.1f} MiB backward")
-        return "\n".join(lines)
-
-    def _pair(self, rank: int, other: int) -> tuple[int, int]:
-        """(queries' rank, keys' rank) when ``rank`` computes with the shard of ``other``."""
-        return (rank, other) if self.dataflow == "ring" else (other, rank)
-
-    def memory_bytes(
-        self,
-        *,
-        batch: int = 1,
-        q_heads: int = 32,
-        kv_heads: int = 8,
-        head_dim: int = 128,
-        itemsize: int = 2,
-        backward: bool = False,
-    ) -> int:
-        """Predicted peak of what one attention allocates beside its inputs and results, on this rank."""
-        fp = max(itemsize, 4)
-        q, k = self.local_lengths[self.rank], max(self.local_lengths_k)
-        kv_token, q_token = kv_heads * 2 * head_dim, q_heads * head_dim
-        moves = len(self.steps) > 2
-        if self.dataflow == "ring":
-            state = q * (q_token + (0 if backward else 2 * q_heads)) * fp * (moves or backward)
-            shards = 2 * k * kv_token * itemsize * moves
-            grads = (3 if moves else 1) * k * kv_token * fp * backward
-            return batch * (state + shards + grads)
-        q = max(self.local_lengths)
-        shards = 2 * q * q_token * (2 if backward else 1) * itemsize * moves
-        parts = (3 if moves else 1) * q * (q_token + 2 * q_heads * (not backward)) * fp
-        return batch * (shards + parts + k * kv_token * fp * backward)
+        return estimate.describe(self, estimate.Shape(**shape), tflops, gigabytes_per_second)
 
     def verify(self) -> None:
-        """Prove this plan, for all ranks: every visible (query, key) pair is computed exactly once, every send has its
-        receive in the same order, every contribution comes home exactly once.
+        """Prove this plan, for all ranks: every visible (query, key) pair is computed exactly once, every send has
+        its receive in the same order, every contribution comes home exactly once.
 
         Time O(world_size * (seq_len + seq_len_k)).
 
@@ -296,19 +213,21 @@ class Plan:
         for shards, total, what in ((self.shards, self.seq_len, "query"), (self.shards_k, self.seq_len_k, "key")):
             held = torch.cat([layouts.positions(s) for s in shards])
             assert torch.equal(held.sort().values, torch.arange(total)), f"a {what} is held by no rank, or by two"
-        check_schedule(self.schedule)  # meetings happen exactly once where needed, and nowhere else
+        check_schedule(self.schedule)  # needed meetings happen exactly once, and no others
         start, end = self.mask.intervals(torch.arange(self.seq_len))
         found = torch.zeros_like(start)
         for q_rank, shard in enumerate(self.shards):
             positions = layouts.positions(shard)
             for k_rank in range(self.world_size):
-                r, o = (q_rank, k_rank) if self.dataflow == "ring" else (k_rank, q_rank)
+                visitor, owner = (q_rank, k_rank) if self.dataflow == "ring" else (k_rank, q_rank)
                 block = self.block(q_rank, k_rank, torch.device("cpu"))
                 seen = block.end - block.start
-                if self.schedule.needs[r][o]:
+                if self.schedule.needs[visitor][owner]:
                     found[:, positions] += seen
                 else:
-                    assert not seen.any(), f"rank {r} never meets the shard of rank {o}, but sees {int(seen.sum())} pairs"
+                    assert not seen.any(), (
+                        f"rank {visitor} never meets the shard of rank {owner}, but {int(seen.sum())} pairs are visible"
+                    )
         assert torch.equal(found, end - start), "some query meets a number of keys that is not what its mask says"
 
 
@@ -349,7 +268,7 @@ class _Settings:
 
 def plan(
     seq_len: int,
-    group: object = None,
+    group: Any = None,
     *,
     seq_len_k: int | None = None,
     causal: bool = False,
@@ -448,9 +367,7 @@ def _settings(
     if prefix > keys:
         raise ValueError(f"prefix is {prefix}; there are only {keys} keys")
     if (cu_seqlens is not None or documents is not None) and keys != seq_len:
-        raise ValueError(
-            f"packed documents need seq_len_k == seq_len, got {keys} and {seq_len}; leave seq_len_k out"
-        )
+        raise ValueError(f"packed documents need seq_len_k == seq_len, got {keys} and {seq_len}; leave seq_len_k out")
     size = world_size if local_size is None else local_size
     if size < 1 or world_size % size:
         raise ValueError(f"local_size is {local_size}; it must divide the group's {world_size} ranks")

@@ -26,11 +26,13 @@ def forward(
     result: tuple[Tensor, Tensor] | None = None
 
     def visit(owner: int, shard: Tensors) -> None:
+        k, v = shard
         nonlocal remaining, state, result
         remaining -= 1
         reached = block_forward(
             q,
-            *shard,
+            k,
+            v,
             plan.block(plan.rank, owner, q.device),
             score,
             state=state,
@@ -64,9 +66,10 @@ def backward(
     dq = torch.zeros_like(q, dtype=accumulation(q), memory_format=torch.contiguous_format)
 
     def visit(owner: int, shard: Tensors) -> Tensors:
+        k, v = shard
         block = plan.block(plan.rank, owner, q.device)
         return block_backward(
-            q, *shard, dout, lse, delta, block, score, dq=dq, deterministic=plan.deterministic, kernel=kernel
+            q, k, v, dout, lse, delta, block, score, dq=dq, deterministic=plan.deterministic, kernel=kernel
         )
 
     part = Part((k.shape, v.shape), dq.dtype, (1, 1), add_gradients)

@@ -102,9 +102,7 @@ class Schedule:
             if t == visits[rank] and t > 1:
                 home_from = holder[rank][t - 1]
             compute = here is not None and self.needs[rank][here]
-            result.append(
-                Step(here, compute, shard_to, shard_from, part_to, part_from, home_to, home_from)
-            )
+            result.append(Step(here, compute, shard_to, shard_from, part_to, part_from, home_to, home_from))
         return tuple(result)
 
 
@@ -150,7 +148,8 @@ def check(schedule: Schedule) -> None:
             assert s.shard_to is None or s.owner is not None, f"slot {t}: rank {r} sends a shard it does not hold"
             made: list[int] | None = None
             if s.compute:
-                assert s.owner is not None and s.owner not in met[r], f"slot {t}: rank {r} meets {s.owner} twice"
+                assert s.owner is not None, f"slot {t}: rank {r} computes with nobody's shard"
+                assert s.owner not in met[r], f"slot {t}: rank {r} meets {s.owner} twice"
                 met[r].add(s.owner)
                 made = [r]
             if s.owner == r:

@@ -473,9 +473,7 @@ def flash_forward(q: Array, k: Array, v: Array, tile: int, bias: Bias = full) ->
     return out, lse
 
 
-def attention_backward(
-    q: Array, k: Array, v: Array, dout: Array, bias: Bias = full
-) -> tuple[Array, Array, Array]:
+def attention_backward(q: Array, k: Array, v: Array, dout: Array, bias: Bias = full) -> tuple[Array, Array, Array]:
     """Dense backward, with the whole matrix of probabilities P (rows, n). -> (dq, dk, dv).
 
     By the chain rule from dout = d loss / d out, with S the scores and scale = 1 / sqrt(d):
@@ -539,9 +537,7 @@ def gather_pages(pages: Array, page_table: Array, seq_len: int) -> Array:
     return pages[page_table].reshape(-1, pages.shape[-1])[:seq_len]
 
 
-def paged_attention(
-    q: Array, k_pages: Array, v_pages: Array, page_table: Array, seq_len: int
-) -> tuple[Array, Array]:
+def paged_attention(q: Array, k_pages: Array, v_pages: Array, page_table: Array, seq_len: int) -> tuple[Array, Array]:
     """Attention over keys and values scattered in a shared pool (Kwon et al. 2023). -> (out, lse).
 
     q: (rows, d), k_pages: (num_pages, page_size, d), v_pages: (num_pages, page_size, dv). Token t of the

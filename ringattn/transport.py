@@ -235,7 +235,7 @@ _of_group: weakref.WeakKeyDictionary[Any, GroupTransport] = weakref.WeakKeyDicti
 _lock = threading.Lock()
 
 
-def of(group: object) -> Transport:
+def of(group: Any) -> Transport:
     """The transport of a process group, of a one-dimensional DeviceMesh, of None (the default group, or one
     process alone), or a :class:`Transport` itself. Made once per group: every rank of it must call this.
 

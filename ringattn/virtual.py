@@ -61,7 +61,9 @@ class VirtualRank(Transport):
         return x.copy_(stack.amax(0) if op == "max" else stack.sum(0))
 
     def gather_words(self, words: Tensor) -> Tensor:
-        return super().gather_words(words) if self.world is None else torch.stack(self.world.everyones(self.rank, words))
+        return (
+            super().gather_words(words) if self.world is None else torch.stack(self.world.everyones(self.rank, words))
+        )
 
 
 @dataclass
@@ -101,7 +103,9 @@ class _Mail:
                     if world.barrier.broken or waited > _TIMEOUT:
                         raise RuntimeError(f"rank {self.to.rank} got nothing from rank {peer}") from None
             if got.shape != x.shape or got.dtype != x.dtype:
-                raise AssertionError(f"rank {peer} sent {got.dtype}{list(got.shape)}, expected {x.dtype}{list(x.shape)}")
+                raise AssertionError(
+                    f"rank {peer} sent {got.dtype}{list(got.shape)}, expected {x.dtype}{list(x.shape)}"
+                )
             x.copy_(got)
 
 

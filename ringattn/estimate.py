@@ -1,0 +1,110 @@
+"""What a plan will cost: bytes on the wire, memory, time. Arithmetic only; nothing here is measured."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from .plan import Plan
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The sizes of one attention call that a plan does not know. ``itemsize`` is bytes per element of q, k, v;
+    ``head_dim_v`` 0 means ``head_dim``."""
+
+    batch: int = 1
+    q_heads: int = 32
+    kv_heads: int = 8
+    head_dim: int = 128
+    head_dim_v: int = 0
+    itemsize: int = 2
+
+    @property
+    def value_dim(self) -> int:
+        return self.head_dim_v or self.head_dim
+
+    @property
+    def fp(self) -> int:
+        """Bytes per element of states and travelling gradients: float32, or float64 for float64 inputs."""
+        return max(self.itemsize, 4)
+
+    @property
+    def kv_elements(self) -> int:
+        """Of one token's keys and values."""
+        return self.kv_heads * (self.head_dim + self.value_dim)
+
+    @property
+    def state_elements(self) -> int:
+        """Of one query's (m, l, o)."""
+        return self.q_heads * (self.value_dim + 2)
+
+
+def traffic_bytes(plan: Plan, shape: Shape, backward: bool, rank: int) -> int:
+    """Bytes that ``rank`` sends in one forward or backward."""
+    s = shape
+    if plan.dataflow == "ring":
+        shard, part = s.kv_elements * s.itemsize, s.kv_elements * s.fp * backward
+    elif backward:  # q, dout, lse, delta out; dq home
+        shard = s.q_heads * ((s.head_dim + s.value_dim) * s.itemsize + 2 * s.fp)
+        part = s.q_heads * s.head_dim * s.fp
+    else:
+        shard, part = s.q_heads * s.head_dim * s.itemsize, s.state_elements * s.fp
+    shards, parts = plan.traffic(rank)
+    return s.batch * (shards * shard + parts * part)
+
+
+def memory_bytes(plan: Plan, shape: Shape, backward: bool) -> int:
+    """Peak bytes beside inputs and results on the plan's rank: shards held and arriving, contributions made,
+    arriving and leaving, and the float32 state or gradient of the queries."""
+    s, q = shape, plan.local_lengths[plan.rank]
+    moves = len(plan.steps) > 2
+    contributions = 3 if moves else 1
+    if plan.dataflow == "ring":
+        shards = 2 * moves * max(plan.local_lengths_k) * s.kv_elements * s.itemsize
+        if not backward:
+            return s.batch * (shards + moves * q * s.state_elements * s.fp)
+        gradients = contributions * max(plan.local_lengths_k) * s.kv_elements
+        return s.batch * (shards + (gradients + q * s.q_heads * s.head_dim) * s.fp)
+    q = max(plan.local_lengths)
+    if not backward:
+        shards = 2 * moves * q * s.q_heads * s.head_dim * s.itemsize
+        return s.batch * (shards + contributions * q * s.state_elements * s.fp)
+    shards = 2 * moves * q * s.q_heads * ((s.head_dim + s.value_dim) * s.itemsize + 2 * s.fp)
+    gradients = plan.local_lengths_k[plan.rank] * s.kv_elements
+    return s.batch * (shards + (contributions * q * s.q_heads * s.head_dim + gradients) * s.fp)
+
+
+def describe(plan: Plan, shape: Shape, tflops: float, gigabytes_per_second: float) -> str:
+    """The text of :meth:`Plan.describe`."""
+    n, ring = plan.world_size, plan.dataflow == "ring"
+    lengths = plan.local_lengths_k if ring else plan.local_lengths
+    ranks = [plan.schedule.steps(r) for r in range(n)]
+    lines = [
+        f"{plan.dataflow} over {n} rank{'s' * (n > 1)}, {plan.layout} layout: "
+        f"{'keys and values' if ring else 'queries'} travel",
+        f"  queries {plan.seq_len}, keys {plan.seq_len_k}; "
+        f"tokens per rank {min(plan.local_lengths)} to {max(plan.local_lengths)}",
+    ]
+    for t in range(len(ranks[0]) - 1):
+        met = " ".join(f"{r}:{steps[t].owner if steps[t].compute else '-'}" for r, steps in enumerate(ranks))
+        movers = [steps[t].owner for steps in ranks if steps[t].shard_to is not None]
+        moved = sum(lengths[owner] for owner in movers if owner is not None)
+        lines.append(f"  step {t}: rank:shard {met}   {moved} tokens move on")
+    work = [sum(plan.visible(*((r, o) if ring else (o, r))) for o in range(n)) for r in range(n)]
+    flops = 2 * shape.q_heads * (shape.head_dim + shape.value_dim) * shape.batch / plan.mask.rows
+    for name, backward, products in (("forward", False, 1.0), ("backward", True, 2.5)):
+        sent = max(traffic_bytes(plan, shape, backward, r) for r in range(n))
+        lines.append(
+            f"  {name}: {sent / 2**20:.1f} MiB sent by the busiest rank "
+            f"({sent / gigabytes_per_second / 1e6:.3f} ms at {gigabytes_per_second:g} GB/s), "
+            f"compute {max(work) * flops * products / tflops / 1e9:.3f} ms at {tflops:g} TFLOP/s"
+        )
+    balance = f"{sum(work) / n / max(work):.1%}" if max(work) else "nothing to do"
+    forward, backward_ = memory_bytes(plan, shape, False), memory_bytes(plan, shape, True)
+    lines.append(f"  balance (mean work / largest): {balance}")
+    lines.append(
+        f"  memory beside q, k, v, out: {forward / 2**20:.1f} MiB forward, {backward_ / 2**20:.1f} MiB backward"
+    )
+    return "\n".join(lines)

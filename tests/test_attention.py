@@ -1,0 +1,227 @@
+"""attention() as a torch.library operator: compile, checkpointing, autocast, strides, and what it leaves alone."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+import ringattn
+from ringattn import reference, virtual
+from ringattn.layout import put
+
+SEQ, HEADS, KV_HEADS, DIM = 37, 4, 2, 8
+
+
+def inputs(dtype: torch.dtype = torch.float64, batch: int = 2, seq: int = SEQ) -> tuple[Tensor, Tensor, Tensor]:
+    shapes = [(batch, seq, heads, DIM) for heads in (HEADS, KV_HEADS, KV_HEADS)]
+    return tuple(torch.randn(shape, dtype=torch.float64).to(dtype).requires_grad_() for shape in shapes)
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> None:
+    torch.manual_seed(0)
+
+
+def test_operators_pass_torch_library_checks() -> None:
+    q, k, v = inputs(seq=9)
+    plan = ringattn.plan(9, causal=True)
+    sink = torch.randn(HEADS, dtype=torch.float64, requires_grad=True)
+    args = (q, k, v, torch.rand(HEADS, dtype=torch.float64), sink, 0.3, 2.0, "eager", plan.handle)
+    torch.library.opcheck(torch.ops.ringattn.attention.default, args)
+    torch.library.opcheck(torch.ops.ringattn.unshard.default, (q, 1, False, 9, plan.handle))
+
+
+def test_compiles_without_graph_break_and_without_recompiling_for_a_new_plan() -> None:
+    plans = [ringattn.plan(SEQ, cu_seqlens=[0, cut, SEQ], causal=True) for cut in (3, 9, 20, 30)]
+    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+
+    @torch.compile(fullgraph=True, backend=counter)
+    def layer(q: Tensor, k: Tensor, v: Tensor, plan: ringattn.Plan) -> Tensor:
+        out, lse = ringattn.attention(q * 1.5, k, v, plan, return_lse=True)
+        return out.sin().sum() + lse.cos().sum()
+
+    def eager(q: Tensor, k: Tensor, v: Tensor, plan: ringattn.Plan) -> Tensor:
+        out, lse = reference.attention(q * 1.5, k, v, plan.mask)
+        return out.sin().sum() + lse.cos().sum()
+
+    for plan in plans:
+        tensors = inputs()
+        grads = torch.autograd.grad(layer(*tensors, plan), tensors)
+        expected = torch.autograd.grad(eager(*tensors, plan), tensors)
+        for got, want in zip(grads, expected, strict=True):
+            torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-10)
+    assert counter.frame_count <= 2  # the second call learns that the handle varies
+
+
+def count_calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    calls: list[str] = []
+    real = ringattn.ring.forward
+
+    def counted(*args, **kwargs):  # type: ignore[no-untyped-def]
+        calls.append("forward")
+        return real(*args, **kwargs)
+
+    monkeypatch.setattr(ringattn.ring, "forward", counted)
+    return calls
+
+
+@pytest.mark.parametrize("selective", [False, True])
+def test_activation_checkpointing(selective: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gradients are those without checkpointing; a policy that saves the operator's output does not run it again."""
+    plan = ringattn.plan(SEQ, causal=True)
+    q, k, v = inputs()
+
+    def layer(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return ringattn.attention(q.tanh(), k.tanh(), v.tanh(), plan).tanh()
+
+    expected = torch.autograd.grad(layer(q, k, v).sum(), (q, k, v))
+    calls = count_calls(monkeypatch)
+
+    def policy(ctx, op, *args, **kwargs):  # type: ignore[no-untyped-def]
+        save = op == torch.ops.ringattn.attention.default
+        return CheckpointPolicy.MUST_SAVE if save else CheckpointPolicy.PREFER_RECOMPUTE
+
+    context = {"context_fn": lambda: create_selective_checkpoint_contexts(policy)} if selective else {}
+    out = checkpoint(layer, q, k, v, use_reentrant=False, **context)
+    grads = torch.autograd.grad(out.sum(), (q, k, v))
+    assert len(calls) == (1 if selective else 2)
+    for got, want in zip(grads, expected, strict=True):
+        assert torch.equal(got, want)
+
+
+def test_checkpointing_across_ranks_communicates_again_only_without_a_policy() -> None:
+    """Counted in bytes on three ranks: forward + backward, plus one more forward for full recomputation."""
+
+    def policy(ctx, op, *args, **kwargs):  # type: ignore[no-untyped-def]
+        save = op == torch.ops.ringattn.attention.default
+        return CheckpointPolicy.MUST_SAVE if save else CheckpointPolicy.PREFER_RECOMPUTE
+
+    def sent(rank: virtual.VirtualRank, mode: str) -> int:
+        plan = ringattn.plan(SEQ, rank)
+        torch.manual_seed(rank.rank)
+        shards = inputs(seq=plan.local_lengths[rank.rank])
+        before = rank.sent_bytes
+        if mode == "none":
+            out = ringattn.attention(*shards, plan)
+        else:
+            context = (
+                {"context_fn": lambda: create_selective_checkpoint_contexts(policy)} if mode == "selective" else {}
+            )
+            out = checkpoint(lambda *x: ringattn.attention(*x, plan), *shards, use_reentrant=False, **context)
+        torch.autograd.grad(out.sum(), shards)
+        return rank.sent_bytes - before
+
+    def body(rank: virtual.VirtualRank) -> tuple[list[int], int]:
+        plan = ringattn.plan(SEQ, rank)
+        again = plan.traffic_bytes(batch=2, q_heads=HEADS, kv_heads=KV_HEADS, head_dim=DIM, itemsize=8)
+        return [sent(rank, mode) for mode in ("none", "selective", "full")], again
+
+    for (none, selective, full), again in virtual.run(3, body):
+        assert selective == none > 0
+        assert full == none + again
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_autocast_is_honoured(dtype: torch.dtype) -> None:
+    plan = ringattn.plan(SEQ)
+    q, k, v = inputs(torch.float32)
+    with torch.autocast("cpu", dtype=dtype):
+        out, lse = ringattn.attention(q, k, v, plan, return_lse=True)
+    assert out.dtype == dtype
+    assert lse.dtype == torch.float32
+    cast = ringattn.attention(q.to(dtype), k.to(dtype), v.to(dtype), plan)
+    assert torch.equal(out, cast)
+    assert torch.autograd.grad(out.sum(), q)[0].dtype == torch.float32
+    with torch.autocast("cpu", dtype=dtype):  # as torch's own operators: float64 is left alone
+        assert ringattn.attention(*inputs(torch.float64), plan).dtype == torch.float64
+
+
+def test_any_strides_and_no_change_of_inputs() -> None:
+    plan = ringattn.plan(SEQ, causal=True)
+    fused = torch.randn(SEQ, 2, HEADS + 2 * KV_HEADS, 2 * DIM, dtype=torch.float64)[..., ::2].transpose(0, 1)
+    q, k, v = fused.split([HEADS, KV_HEADS, KV_HEADS], 2)
+    dense = [x.clone(memory_format=torch.contiguous_format).requires_grad_() for x in (q, k, v)]
+    strided = [x.detach().requires_grad_() for x in (q, k, v)]
+    before, versions = fused.clone(), [x._version for x in strided]
+    out, expected = ringattn.attention(*strided, plan), ringattn.attention(*dense, plan)
+    assert torch.equal(out, expected)
+    grads = torch.autograd.grad(out.sum(), strided)  # the gradient is an expanded scalar, with strides of 0
+    for got, want in zip(grads, torch.autograd.grad(expected.sum(), dense), strict=True):
+        assert torch.equal(got, want)
+    assert torch.equal(fused, before)
+    assert [x._version for x in strided] == versions
+
+
+def test_changing_an_input_before_the_backward_is_an_error() -> None:
+    plan = ringattn.plan(SEQ)
+    q, k, v = inputs()
+    k2 = k * 1.0
+    out = ringattn.attention(q, k2, v, plan)
+    k2.data.add_(0)  # not seen by autograd, and harmless
+    with torch.no_grad():
+        k2.add_(1.0)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()
+
+
+def test_backward_twice_and_subsets_of_gradients() -> None:
+    plan = ringattn.plan(SEQ, causal=True)
+    q, k, v = inputs()
+    out = ringattn.attention(q, k, v.detach(), plan)
+    first = torch.autograd.grad(out.sum(), (q, k), retain_graph=True)
+    second = torch.autograd.grad(out.sum(), (q, k))
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+    with torch.no_grad():
+        assert not ringattn.attention(q, k, v, plan).requires_grad
+
+
+def test_gradient_through_lse_alone() -> None:
+    plan = ringattn.plan(SEQ, causal=True)
+    q, k, v = inputs()
+    _, lse = ringattn.attention(q, k, v, plan, return_lse=True)
+    _, expected = reference.attention(q, k, v, plan.mask)
+    weights = torch.randn_like(lse)
+    got = torch.autograd.grad((lse * weights).sum(), (q, k))
+    want = torch.autograd.grad((expected * weights).sum(), (q, k))
+    for a, b in zip(got, want, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag", "striped"])
+def test_shard_and_unshard_are_inverse_and_differentiable(layout: str) -> None:
+    """The loss is the sum of the ranks' losses; gradients of unshard add up over ranks."""
+    whole = torch.randn(2, SEQ, 3, dtype=torch.float64)
+    weights = torch.randn(4, 2, SEQ, 3, dtype=torch.float64)
+
+    def body(rank: virtual.VirtualRank) -> tuple[Tensor, Tensor, Tensor]:
+        plan = ringattn.plan(SEQ, rank, layout=layout)
+        x = whole.clone().requires_grad_()
+        local = plan.shard(x)
+        assert torch.equal(local, whole[:, plan.positions])
+        assert local.data_ptr() != x.data_ptr()
+        again = plan.unshard(local)
+        (dlocal,) = torch.autograd.grad((again * weights[rank.rank]).sum(), local, retain_graph=True)
+        (dx,) = torch.autograd.grad(local, x, dlocal)
+        return again.detach(), dlocal, dx
+
+    results = virtual.run(4, body)
+    shards = ringattn.plan(SEQ, virtual.VirtualRank(0, 4), layout=layout).shards
+    for again, _, _ in results:
+        assert torch.equal(again, whole)
+    total = weights[0] + weights[1] + weights[2] + weights[3]
+    torch.testing.assert_close(put([r[1] for r in results], shards, 1), total, rtol=1e-14, atol=1e-14)
+    torch.testing.assert_close(sum(r[2] for r in results), total, rtol=1e-14, atol=1e-14)
+
+
+def test_one_rank_is_the_local_kernel_bit_for_bit() -> None:
+    from ringattn.kernels.block import Score, block_forward
+
+    q, k, v = (x.detach() for x in inputs(torch.float32))
+    plan = ringattn.plan(SEQ, causal=True)
+    out, lse = ringattn.attention(q, k, v, plan, return_lse=True)
+    block = plan.block(0, 0, q.device)
+    expected = block_forward(q, k, v, block, Score(DIM**-0.5), finalize=True)
+    assert torch.equal(out, expected[0])
+    assert torch.equal(lse, expected[1])
