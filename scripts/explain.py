@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 import time
 import tracemalloc
 from collections.abc import Callable, Iterator
@@ -218,8 +219,8 @@ QUIZ = [
     ),
     Question(
         "The state is m = 2, l = 3. A score of 5 arrives. The new state?",
-        ("m = 5, l = 4", "m = 5, l = 1.1494", "m = 2, l = 23.0855", "m = 5, l = 3.0498"),
-        "b",
+        ("m = 5, l = 4", "m = 2, l = 23.0855", "m = 5, l = 3.0498", "m = 5, l = 1.1494"),
+        "d",
         "The old sum moves to the new maximum: 3 * exp(2 - 5) = 0.1494. The new term is exp(5 - 5) = 1. "
         "m = 2, l = 23.0855 is the same number, l * exp(m), but the next larger score could overflow it.",
     ),
@@ -233,12 +234,12 @@ QUIZ = [
     Question(
         "A chunk raises the maximum by 200. In fp32 the correction underflows to 0. Is the result wrong?",
         (
+            "no, what is lost is far below rounding",
             "yes, the old chunks are lost",
             "no, they are restored at the end",
-            "no, what is lost is far below rounding",
             "only if V is large there",
         ),
-        "c",
+        "a",
         "The old keys weigh less than exp(-200) = 1e-87 of the new one, and fp32 has 7 digits. The dense "
         "softmax rounds them to 0 as well. They can never come back, since the maximum never falls.",
     ),
@@ -252,11 +253,11 @@ QUIZ = [
         "A causal mask hides all of GPU B's keys from a query. What state does GPU B contribute?",
         (
             "m = 0, l = 0, o = 0",
-            "m = -inf, l = 0, o = 0",
             "NaN, so it must be skipped",
             "m = -1e9, l = number of keys",
+            "m = -inf, l = 0, o = 0",
         ),
-        "b",
+        "d",
         "The neutral element: adding it changes no bit, so skipping it is only a matter of speed. A finite "
         "stand-in such as -1e9 would make the hidden keys count as soon as a row sees nothing else.",
     ),
@@ -269,8 +270,8 @@ QUIZ = [
     ),
     Question(
         "The sequence becomes 4 times longer. Dense scores, and the working memory of streaming, grow by?",
-        ("4 and 4", "16 and 4", "16 and 1", "16 and 2"),
-        "c",
+        ("16 and 1", "16 and 4", "4 and 4", "16 and 2"),
+        "a",
         "The score matrix has n^2 entries. Streaming holds one tile and one state at a time, whatever n is; "
         "q, k, v and out themselves grow by 4 for both.",
     ),
@@ -300,6 +301,8 @@ def ask(letters: str) -> str:
         except EOFError:
             console.print()
             return ""
+        if not sys.stdin.isatty():
+            console.print(reply)  # piped input leaves no trace on the screen
         if reply and reply in letters:
             return reply
         console.print(f"please type one of {', '.join(letters)}")
@@ -432,7 +435,7 @@ def draw_running_state(plt: Any) -> Any:
         carried, before, after = step.correction * old, 2 * chunk + 0.05, 2 * chunk + 0.95
         if chunk:
             bottom.bar(before, old, width=0.7, color="white", edgecolor=GREY, linestyle="--")
-            bottom.text(before, old / 2, f"×{numbers(step.correction, 3)}", ha="center", color=RED)
+            bottom.text(before, old / 2, f"×{numbers(step.correction, 3)}", ha="center", color=RED, fontsize=10)
         bottom.bar(after, carried, width=0.7, color=ORANGE)
         bottom.bar(after, step.p.sum(), width=0.7, bottom=carried, color=colors[chunk])
         bottom.text(after, step.l + 0.05, f"l = {numbers(step.l)}", ha="center")
@@ -520,14 +523,8 @@ def draw_underflow(plt: Any) -> Any:
         left.plot(gaps, correction.where(correction > 0, torch.nan), color=color, linewidth=6 - 2 * offset)
         last = gaps[correction > 0][-1]
         left.plot([last, last], [torch.exp(-last), 1e-50], ":", color=color, linewidth=1.5)
-        height = (1e-20, 1e-31, 1e-10)[offset]
-        left.annotate(
-            f"{name}: 0 from {zero:g} on",
-            (last, torch.exp(-last)),
-            (zero + (14, -72, -38)[offset], height),
-            color=color,
-            arrowprops={"arrowstyle": "-", "color": color, "lw": 0.8},
-        )
+        x, y, align = ((19, 1e-45, "left"), (90, 1e-49, "right"), (106, 1e-49, "left"))[offset]
+        left.text(x, y, f"{name}: 0\nfrom {zero:g} on", color=color, ha=align)
         errors = []
         for gap in gaps:
             k = torch.tensor([0.0, gap], dtype=dtype).view(1, 2, 1, 1)
@@ -578,8 +575,7 @@ def draw_order(plt: Any) -> Any:
         steps = list(S.softmax_dot_steps(s[order], v[order], chunk))
         left.plot(range(1, 13), [x.o / x.l for x in steps], "o-", color=color, label=name)
     dense = S.softmax_dot(s, v)
-    left.axhline(dense, color=GREY, linestyle="--", linewidth=1)
-    left.text(12, dense - 0.04, f"dense: {dense:.4f}", color=GREY, va="top", ha="right")
+    left.axhline(dense, color=GREY, linestyle="--", linewidth=1, label=f"dense: {dense:.4f}")
     left.set(xlabel="chunks seen", ylabel="running output o / l", xticks=range(1, 13))
     left.set_title("Different ways, the same end")
     left.legend(frameon=False)
