@@ -12,7 +12,8 @@ from .decode import decode as decode
 from .partial import Partial as Partial
 from .partial import merge as merge
 from .plan import Plan as Plan
+from .plan import dataflows as dataflows
 from .plan import plan as plan
 
 __version__ = "0.1.0"
-__all__ = ["KVCache", "Partial", "Plan", "attention", "decode", "merge", "plan"]
+__all__ = ["KVCache", "Partial", "Plan", "attention", "dataflows", "decode", "merge", "plan"]

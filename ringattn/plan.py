@@ -231,6 +231,11 @@ class Plan:
         assert torch.equal(found, end - start), "some query meets a number of keys that is not what its mask says"
 
 
+def dataflows() -> tuple[str, ...]:
+    """Every name that ``dataflow=`` takes, beside "auto"."""
+    return DATAFLOWS
+
+
 _by_handle: weakref.WeakValueDictionary[int, Plan] = weakref.WeakValueDictionary()
 _cache: OrderedDict[tuple[object, ...], Plan] = OrderedDict()
 _calls: dict[int, int] = {}  # plan() calls per transport

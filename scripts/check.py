@@ -1,0 +1,278 @@
+"""Is attention over ranks right on this machine? The whole matrix against float64, with real kernels and links.
+
+    torchrun --standalone --nproc-per-node 4 scripts/check.py            # NCCL if there are GPUs, else gloo
+    torchrun --standalone --nproc-per-node 2 scripts/check.py --quick    # a few cases of each kind
+
+For every group of the first n ranks (n = 1, 2, ..., all), dataflow, layout, mask and score option, out, lse, dq, dk, dv
+and the sink's gradient are compared with dense attention in float64 (ringattn.reference). A case passes when
+
+* the rms error is at most 2x (gradients 3x) that of dense attention computed by torch in the same dtype on one rank,
+  plus one unit of rounding of the dtype, and
+* the rms error over n ranks is at most 1.1x that of one rank (for float32: plus one unit of rounding, because its own
+  errors are that small; not for the sink's gradient: the rms of a handful of numbers is no statistic).
+
+Then forward+backward is repeated with random sleeps before every hop and freed memory filled with NaN: in deterministic
+mode all runs must be equal bit for bit. The last line is JSON; the exit status is 0 only if everything holds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+import ringattn
+from ringattn import reference, transport, virtual
+
+NAMES = ("out", "lse", "dq", "dk", "dv", "dsink")
+UNIT = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-9, torch.float16: 2.0**-12, torch.float64: 2.0**-53}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One attention problem: its plan's arguments and its tensors' sizes."""
+
+    name: str
+    seq_len: int = 1111
+    seq_len_k: int | None = None
+    mask: dict[str, Any] = field(default_factory=dict)
+    heads: tuple[int, int] = (4, 2)
+    dims: tuple[int, int] = (128, 128)
+    softcap: float = 0.0
+    alibi: bool = False
+    sink: bool = False
+
+
+def cases(quick: bool) -> list[Case]:
+    n = 1111
+    ids = torch.full((2, n), -1)
+    ids[0, :300], ids[0, 300:1000] = 0, 1
+    ids[1, 40:700], ids[1, 700:] = 0, 1
+    found = [
+        Case("full", mask={}),
+        Case("causal", mask=dict(causal=True)),
+        Case("window", mask=dict(window_size=(200, 0))),
+        Case("documents", mask=dict(causal=True, cu_seqlens=[0, 1, 130, 131, 700, n])),
+        Case("padded rows", mask=dict(causal=True, documents=ids, window_size=(256, -1))),
+        Case("prefix", mask=dict(causal=True, prefix=333)),
+        Case("more keys", 333, n, mask=dict(causal=True)),
+        Case("fewer keys", n, 333, mask=dict(causal=True)),
+        Case("few tokens", 3, mask=dict(causal=True)),
+        Case("scores", mask=dict(causal=True), dims=(64, 64), softcap=5.0, alibi=True, sink=True),
+        Case("MLA heads", mask=dict(causal=True), heads=(4, 4), dims=(192, 128)),
+        Case("MQA", mask=dict(), heads=(6, 1), dims=(64, 64)),
+    ]
+    return [c for c in found if c.name in ("causal", "padded rows", "scores")] if quick else found
+
+
+def settings(size: int, quick: bool) -> Iterator[dict[str, Any]]:
+    for layout in ("zigzag",) if quick else ("zigzag", "contiguous", "striped"):
+        for dataflow in ringattn.dataflows():
+            yield dict(layout=layout, dataflow=dataflow)
+    if size % 2 == 0 and size > 2:
+        yield dict(layout="zigzag", dataflow="ring", local_size=size // 2)
+
+
+def tensors(case: Case, dtype: torch.dtype, device: torch.device) -> dict[str, Tensor]:
+    """The same on every rank: made on the CPU from the case's name."""
+    g = torch.Generator().manual_seed(sum(map(ord, case.name)))
+
+    def make(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=g).to(device, dtype)
+
+    (hq, hk), (d, dv), keys = case.heads, case.dims, case.seq_len_k or case.seq_len
+    made = dict(q=make(2, case.seq_len, hq, d), k=make(2, keys, hk, d), v=make(2, keys, hk, dv))
+    made |= dict(dout=make(2, case.seq_len, hq, dv), dlse=make(2, hq, case.seq_len).float())
+    made |= dict(sink=make(hq).float(), slopes=torch.rand(hq, generator=g).to(device) / 8)
+    return made
+
+
+def gradients(out: Tensor, lse: Tensor, x: dict[str, Tensor], leaves: list[Tensor]) -> list[Tensor]:
+    dlse = torch.where(lse == float("-inf"), 0.0, x["dlse"].to(lse.dtype))
+    got = torch.autograd.grad([out, lse], leaves, [x["dout"].to(out.dtype), dlse], allow_unused=True)
+    return [torch.zeros_like(a) if g is None else g for g, a in zip(got, leaves, strict=True)]
+
+
+def dense(case: Case, x: dict[str, Tensor], exact: bool) -> list[Tensor]:
+    """Reference results: in float64, or as plain torch would compute them in the inputs' dtype."""
+    leaves = [x[n].double() if exact else x[n].clone() for n in ("q", "k", "v", "sink")]  # gradients in the same dtype
+    leaves = [leaf.requires_grad_() for leaf in leaves]
+    mask = ringattn.plan(case.seq_len, virtual.VirtualRank(0, 1), seq_len_k=case.seq_len_k, **case.mask).mask
+    options = dict(
+        softcap=case.softcap,
+        alibi_slopes=x["slopes"] if case.alibi else None,
+        sink=leaves[3] if case.sink else None,
+    )
+    attend = reference.attention if exact else in_own_dtype
+    out, lse = attend(*leaves[:3], mask, **options)
+    return [out.detach(), lse.detach(), *gradients(out, lse, x, leaves)]
+
+
+def in_own_dtype(q, k, v, mask, *, softcap, alibi_slopes, sink):  # type: ignore[no-untyped-def]
+    """Dense attention with products in the inputs' dtype and the softmax in float32."""
+    group = q.shape[2] // k.shape[2]
+    k, v = k.repeat_interleave(group, 2), v.repeat_interleave(group, 2)
+    s = torch.einsum("bihd,bjhd->bhij", q, k).float() * q.shape[-1] ** -0.5
+    if softcap:
+        s = softcap * torch.tanh(s / softcap)
+    if alibi_slopes is not None:
+        i = torch.arange(q.shape[1], device=q.device) + mask.offset
+        s = s - alibi_slopes[:, None, None] * (i[:, None] - torch.arange(k.shape[1], device=q.device)).abs()
+    s = s.masked_fill(~mask.dense().to(q.device)[:, None], float("-inf"))
+    if sink is not None:
+        s = torch.cat([s, sink.float()[None, :, None, None].expand(*s.shape[:3], 1)], -1)
+    blind = (s == float("-inf")).all(-1, keepdim=True)
+    s = s.masked_fill(blind, 0.0)
+    p = torch.softmax(s, -1).masked_fill(blind, 0.0)[..., : k.shape[1]].to(q.dtype)
+    lse = torch.logsumexp(s, -1).masked_fill(blind[..., 0], float("-inf"))
+    return torch.einsum("bhij,bjhd->bihd", p, v), lse
+
+
+def over_ranks(
+    case: Case, x: dict[str, Tensor], group: Any, kernel: str, deterministic: bool, how: dict[str, Any]
+) -> list[Tensor]:
+    """The same through ringattn, whole on every rank."""
+    plan = ringattn.plan(case.seq_len, group, seq_len_k=case.seq_len_k, deterministic=deterministic, **case.mask, **how)
+    leaves = [plan.shard(x["q"]), plan.shard_k(x["k"]), plan.shard_k(x["v"]), x["sink"].clone()]
+    leaves = [leaf.requires_grad_() for leaf in leaves]
+    out, lse = ringattn.attention(
+        *leaves[:3],
+        plan,
+        softcap=case.softcap,
+        alibi_slopes=x["slopes"] if case.alibi else None,
+        sink=leaves[3] if case.sink else None,
+        kernel=kernel,
+        return_lse=True,
+    )
+    local = dict(dout=plan.shard(x["dout"]), dlse=plan.shard(x["dlse"], 2))
+    dq, dk, dv, dsink = gradients(out, lse, local, leaves)
+    if plan.world_size > 1:
+        plan.transport.all_reduce(dsink, "sum")
+    whole = [plan.unshard(out.detach()), plan.unshard(lse.detach(), 2), plan.unshard(dq)]
+    return [*whole, plan.unshard_k(dk), plan.unshard_k(dv), dsink]
+
+
+def errors(got: list[Tensor], exact: list[Tensor]) -> list[float]:
+    """Relative rms error of each result; inf where one is -inf, NaN or missing and the other is not."""
+    found = []
+    for a, b in zip(got, exact, strict=True):
+        a = a.double()
+        same = torch.isfinite(a) == torch.isfinite(b)
+        if not same.all():
+            found.append(float("inf"))
+            continue
+        a, b = a[torch.isfinite(a)], b[torch.isfinite(b)]
+        scale = b.square().mean().sqrt().item() if b.numel() else 0.0
+        rms = (a - b).square().mean().sqrt().item() if b.numel() else 0.0
+        found.append(rms / scale if scale else rms)
+    return found
+
+
+def sleepy(link: transport.Transport, rng: random.Random) -> None:
+    """Sleep before every hop, and fill memory that the allocator hands out again with NaN."""
+    start = link.start
+
+    def late(sends: Any, receives: Any) -> Any:
+        if link.device.type == "cuda":
+            torch.cuda._sleep(rng.randrange(200_000))
+            torch.full((rng.randrange(1, 1 << 20),), float("nan"), device=link.device)
+        else:
+            time.sleep(rng.random() * 1e-3)
+        return start(sends, receives)
+
+    link.start = late  # type: ignore[method-assign]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="three cases, one layout")
+    parser.add_argument("--kernel", default="auto")
+    parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16", "float16"])
+    parser.add_argument("--groups", nargs="+", type=int, help="group sizes; default 1 to all ranks")
+    parser.add_argument("--repeats", type=int, default=250, help="runs of the determinism check")
+    args = parser.parse_args()
+    cuda = torch.cuda.is_available()
+    local = int(os.environ.get("LOCAL_RANK", 0))
+    if cuda:
+        torch.cuda.set_device(local)
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    device = torch.device("cuda", local) if cuda else torch.device("cpu")
+    dist.init_process_group("nccl" if cuda else "gloo", **({"device_id": device} if cuda else {}))
+    rank, world = dist.get_rank(), dist.get_world_size()
+    sizes = args.groups or range(1, world + 1)
+    groups = {n: dist.new_group(list(range(n))) for n in sizes}
+    torch.backends.cuda.matmul.allow_tf32 = False
+
+    began, failures, worst, total = time.time(), [], {}, 0
+    for name in args.dtypes:
+        dtype = getattr(torch, name)
+        for case in cases(args.quick):
+            x = tensors(case, dtype, device)
+            exact = dense(case, x, exact=True)
+            plain = errors(dense(case, x, exact=False), exact)
+            alone = errors(over_ranks(case, x, virtual.VirtualRank(0, 1, device), args.kernel, False, {}), exact)
+            bounds = [(3.0 if r.startswith("d") else 2.0) * e + UNIT[dtype] for r, e in zip(NAMES, plain, strict=True)]
+            for n, group in groups.items():
+                if rank >= n:
+                    continue
+                for how in settings(n, args.quick):
+                    got = errors(over_ranks(case, x, group, args.kernel, False, how), exact)
+                    limits = [1.1 * one + (UNIT[dtype] if dtype == torch.float32 else 0.0) for one in alone]
+                    limits = [max(a, UNIT[torch.float32]) for a in limits[:5]] + [float("inf")]
+                    total += 1
+                    where = f"{name} {case.name} n={n} {how}"
+                    for result, error, bound, limit in zip(NAMES, got, bounds, limits, strict=True):
+                        key = (name, n)
+                        old = worst.setdefault(key, dict.fromkeys(NAMES, 0.0))
+                        old[result] = max(old[result], error)
+                        if not (error <= bound and error <= limit):
+                            failures.append(f"{where}: {result} {error:.2e}, dense {bound:.2e}, one rank {limit:.2e}")
+        dist.barrier()
+
+    rng, changed = random.Random(rank), 0
+    case = Case("determinism", 2048, mask=dict(causal=True, window_size=(1500, -1)))
+    x = tensors(case, torch.bfloat16 if cuda else torch.float32, device)
+    group = groups[max(groups)]
+    if rank < max(groups):
+        sleepy(transport.of(group), rng)
+        for how in settings(1, quick=True):
+            first = over_ranks(case, x, group, args.kernel, True, how)
+            for _ in range(args.repeats):
+                again = over_ranks(case, x, group, args.kernel, True, how)
+                changed += not all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+    if changed:
+        failures.append(f"rank {rank}: {changed} of {args.repeats} repeats differ in deterministic mode")
+
+    said: list[Any] = [None] * world
+    dist.all_gather_object(said, (failures, total))
+    failures = sorted({line for lines, _ in said for line in lines})
+    if rank == 0:
+        print(f"relative rms error against float64, worst over {total} cases (kernel {args.kernel}, {device.type})")
+        print(f"{'dtype':10} {'ranks':>5}  " + "  ".join(f"{n:>8}" for n in NAMES))
+        for (name, n), row in worst.items():
+            print(f"{name:10} {n:5}  " + "  ".join(f"{row[r]:8.1e}" for r in NAMES))
+        print(f"determinism: {args.repeats} repeats with random sleeps on {max(groups)} ranks, {changed} differ")
+        for line in failures[:40]:
+            print("FAILED", line)
+        print(f"{'all right' if not failures else f'{len(failures)} failures'} in {time.time() - began:.0f} s")
+        summary = dict(ok=not failures, cases=total, worst={f"{k[0]}/{k[1]}": v for k, v in worst.items()})
+        summary |= dict(torch=torch.__version__, device=torch.cuda.get_device_name() if cuda else "cpu")
+        print(json.dumps(summary))
+    dist.destroy_process_group()
+    return 1 if failures else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
