@@ -1,0 +1,390 @@
+"""One attention of a whole sequence, what it must give, and how a rank computes its part of it.
+
+A :class:`Case` names everything that changes a result. :func:`expected` is the dense reference, with a mask written
+down here from its definition; :func:`attend` is what one rank does, over any transport; :func:`joined` puts the
+ranks' parts together by the positions they say they hold.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import ringattn
+from ringattn import reference, virtual
+
+Results = dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Case:
+    """``documents`` are rows of ids; ``alibi``: None, "heads" or "batch"."""
+
+    seq_len: int = 33
+    seq_len_k: int | None = None
+    causal: bool = False
+    window_size: tuple[int, int] = (-1, -1)
+    cu_seqlens: tuple[int, ...] | None = None
+    documents: tuple[tuple[int, ...], ...] | None = None
+    prefix: int = 0
+    layout: str = "zigzag"
+    dataflow: str = "ring"
+    local_size: int | None = None
+    deterministic: bool = False
+    batch: int = 2
+    q_heads: int = 4
+    kv_heads: int = 2
+    head_dim: int = 8
+    head_dim_v: int = 8
+    softmax_scale: float | None = None
+    softcap: float = 0.0
+    alibi: str | None = None
+    sink: bool = False
+    dtype: torch.dtype = torch.float64
+    seed: int = 0
+
+    @property
+    def keys(self) -> int:
+        return self.seq_len if self.seq_len_k is None else self.seq_len_k
+
+    def ids(self) -> Tensor | None:
+        """documents as a tensor."""
+        rows = self.documents
+        return None if rows is None else torch.tensor(rows, dtype=torch.int64).reshape(self.batch, self.seq_len)
+
+    def plan(self, group: object = None) -> ringattn.Plan:
+        return ringattn.plan(
+            self.seq_len,
+            group,
+            seq_len_k=self.seq_len_k,
+            causal=self.causal,
+            window_size=self.window_size,
+            cu_seqlens=self.cu_seqlens,
+            documents=self.ids(),
+            prefix=self.prefix,
+            layout=self.layout,
+            dataflow=self.dataflow,
+            local_size=self.local_size,
+            deterministic=self.deterministic,
+        )
+
+    def visible(self) -> Tensor:
+        """(1 or batch, seq_len, keys) bool: who may see whom, word for word as the documentation of plan() says."""
+        i = torch.arange(self.seq_len)[:, None] + self.keys - self.seq_len
+        j = torch.arange(self.keys)
+        left, right = self.window_size
+        visible = torch.ones(1, self.seq_len, self.keys, dtype=torch.bool)
+        if left >= 0:
+            visible = visible & (i - left <= j)
+        if right >= 0:
+            visible = visible & (j <= i + right)
+        if self.causal:
+            visible = visible & ((j <= i) | (j < self.prefix))
+        if self.cu_seqlens is not None:
+            ids = [sum(p >= bound for bound in self.cu_seqlens) for p in range(self.seq_len)]
+            visible = visible & (torch.tensor(ids)[:, None] == torch.tensor(ids))
+        if (rows := self.ids()) is not None:
+            visible = visible & (rows[:, :, None] == rows[:, None]) & (rows >= 0)[:, :, None]
+        return visible
+
+    def inputs(self) -> dict[str, Tensor]:
+        """Whole tensors, rounded to the case's dtype, and gradients of out and lse."""
+        make = torch.Generator().manual_seed(self.seed)
+
+        def normal(*shape: int) -> Tensor:
+            return torch.randn(shape, generator=make, dtype=torch.float64).to(self.dtype)
+
+        x = dict(
+            q=normal(self.batch, self.seq_len, self.q_heads, self.head_dim),
+            k=normal(self.batch, self.keys, self.kv_heads, self.head_dim),
+            v=normal(self.batch, self.keys, self.kv_heads, self.head_dim_v),
+            dout=normal(self.batch, self.seq_len, self.q_heads, self.head_dim_v),
+            dlse=normal(self.batch, self.q_heads, self.seq_len),
+        )
+        if self.alibi:
+            shape = (self.q_heads,) if self.alibi == "heads" else (self.batch, self.q_heads)
+            x["alibi_slopes"] = torch.rand(shape, generator=make, dtype=torch.float64)
+        if self.sink:
+            x["sink"] = normal(self.q_heads)
+        return x
+
+    def score(self) -> dict[str, Any]:
+        return dict(softmax_scale=self.softmax_scale, softcap=self.softcap)
+
+
+class Dense:
+    """A mask that is just its meaning."""
+
+    def __init__(self, visible: Tensor) -> None:
+        self.visible = visible
+
+    def dense(self) -> Tensor:
+        return self.visible
+
+
+def gradients(out: Tensor, lse: Tensor, wanted: list[Tensor], dout: Tensor, dlse: Tensor) -> list[Tensor]:
+    """Through out and lse at once. A row that sees nothing has lse -inf, whose gradient is not used."""
+    dlse = torch.where(lse.isinf(), 0, dlse).to(lse.dtype)
+    grads = torch.autograd.grad([out, lse], wanted, [dout, dlse], allow_unused=True)
+    return [torch.zeros_like(x) if g is None else g for x, g in zip(wanted, grads, strict=True)]
+
+
+def expected(case: Case) -> Results:
+    """Forward and backward of the dense reference, in float64."""
+    x = {name: tensor.double() for name, tensor in case.inputs().items()}
+    names = [n for n in ("q", "k", "v", "sink") if n in x]
+    for name in names:
+        x[name].requires_grad_()
+    mask, slopes, sink = Dense(case.visible()), x.get("alibi_slopes"), x.get("sink")
+    out, lse = reference.attention(x["q"], x["k"], x["v"], mask, alibi_slopes=slopes, sink=sink, **case.score())
+    grads = gradients(out, lse, [x[n] for n in names], x["dout"], x["dlse"])
+    return dict(out=out.detach(), lse=lse.detach(), **{f"d{n}": g for n, g in zip(names, grads, strict=True)})
+
+
+@dataclass
+class Part:
+    """What one rank computed, and what it sent for it."""
+
+    positions: Tensor
+    positions_k: Tensor
+    results: Results
+    sent: tuple[tuple[int, int], tuple[int, int]]  # (bytes, messages) of the forward and of the backward
+    changed: list[str]  # inputs whose value or version is not what it was
+
+
+def attend(case: Case, group: object = None, plan: ringattn.Plan | None = None) -> Part:
+    """Forward and backward of one rank."""
+    plan = case.plan(group) if plan is None else plan
+    whole = case.inputs()
+    q, dout, dlse = plan.shard(whole["q"]), plan.shard(whole["dout"]), plan.shard(whole["dlse"], dim=2)
+    k, v = plan.shard_k(whole["k"]), plan.shard_k(whole["v"])
+    leaves = dict(q=q, k=k, v=v)
+    if case.sink:
+        leaves["sink"] = whole["sink"].clone()
+    for x in leaves.values():
+        x.requires_grad_()
+    watched = dict(leaves, dout=dout, dlse=dlse)
+    before = {name: (x.detach().clone(), x._version) for name, x in watched.items()}
+
+    transport = plan.transport
+    counts = [(transport.sent_bytes, transport.sent_messages)]
+    out, lse = ringattn.attention(
+        q, k, v, plan, alibi_slopes=whole.get("alibi_slopes"), sink=leaves.get("sink"), return_lse=True, **case.score()
+    )  # fmt: skip
+    counts.append((transport.sent_bytes, transport.sent_messages))
+    grads = gradients(out, lse, list(leaves.values()), dout, dlse)
+    counts.append((transport.sent_bytes, transport.sent_messages))
+    assert {out.dtype, *(g.dtype for g in grads)} == {case.dtype}
+
+    return Part(
+        positions=plan.positions,
+        positions_k=plan.positions_k,
+        results=dict(out=out.detach(), lse=lse.detach(), **{f"d{n}": g for n, g in zip(leaves, grads, strict=True)}),
+        sent=tuple((b[0] - a[0], b[1] - a[1]) for a, b in itertools.pairwise(counts)),
+        changed=[n for n, x in watched.items() if x._version != before[n][1] or not torch.equal(x, before[n][0])],
+    )
+
+
+def joined(parts: list[Part]) -> Results:
+    """The ranks' parts where their positions say, and the sum of the sink's gradients."""
+    whole: Results = {}
+    for name, dim in (("out", 1), ("lse", 2), ("dq", 1), ("dk", 1), ("dv", 1)):
+        place = torch.cat([p.positions_k if name in ("dk", "dv") else p.positions for p in parts])
+        rows = torch.cat([p.results[name] for p in parts], dim)
+        assert place.numel() == rows.shape[dim]
+        whole[name] = torch.full_like(rows, float("nan")).index_copy(dim, place, rows)
+    if "dsink" in parts[0].results:
+        whole["dsink"] = torch.stack([p.results["dsink"] for p in parts]).sum(0)
+    return whole
+
+
+def errors(got: Results, want: Results) -> dict[str, float]:
+    """The largest difference of each result; inf where one is infinite or NaN and the other is not."""
+    assert got.keys() == want.keys()
+    found = {}
+    for name, x in got.items():
+        y = want[name]
+        assert x.shape == y.shape, f"{name}: {tuple(x.shape)} is not {tuple(y.shape)}"
+        same = (x == y) | (x.isnan() & y.isnan())
+        worst = torch.where(same, 0.0, (x.double() - y).abs()).nan_to_num(nan=float("inf"))
+        found[name] = float(worst.max()) if worst.numel() else 0.0
+    return found
+
+
+def traffic(plan: ringattn.Plan, case: Case, rank: int) -> tuple[tuple[int, int], tuple[int, int]]:
+    """(bytes, messages) that the plan and the schedule promise for the forward and the backward of a rank."""
+    itemsize = torch.empty(0, dtype=case.dtype).element_size()
+    shape = dict(
+        batch=case.batch, q_heads=case.q_heads, kv_heads=case.kv_heads,
+        head_dim=case.head_dim, head_dim_v=case.head_dim_v, itemsize=itemsize, rank=rank,
+    )  # fmt: skip
+    ring = plan.dataflow == "ring"
+    lengths = plan.local_lengths_k if ring else plan.local_lengths
+    steps = plan.schedule.steps(rank)
+    shards = parts = 0  # hops with something to carry
+    for step, last in zip(steps, [None, *steps], strict=False):
+        shards += step.shard_to is not None and lengths[step.owner] > 0
+        parts += (step.part_to is not None or step.home_to is not None) and lengths[last.owner] > 0
+    # ring: k and v travel, with dk and dv in the backward; reduce: q travels, with (m, l, o), or
+    # q, dout, lse, delta with dq.
+    messages = (2 * shards, 2 * shards + 2 * parts) if ring else (shards + 3 * parts, 4 * shards + parts)
+    return tuple((plan.traffic_bytes(backward=backward, **shape), messages[backward]) for backward in (False, True))
+
+
+def virtually(world_size: int, case: Case) -> list[Part]:
+    """All ranks' parts, from threads of this process."""
+    return virtual.run(world_size, lambda rank: attend(case, rank))
+
+
+# The axes of the tests. A mask is a function of (seq_len, batch) -> fields of a Case.
+
+
+def _cuts(seq_len: int) -> tuple[int, ...]:
+    """Boundaries of packed documents: one of one token, an empty one, one that crosses shards' edges."""
+    return (0, *sorted(min(c, seq_len) for c in (1, 4, seq_len // 3, seq_len // 3)), seq_len)
+
+
+def _rows(seq_len: int, batch: int) -> tuple[tuple[int, ...], ...]:
+    """Documents that differ by row: padded on the right, padded on the left and in the middle, not padded."""
+    third, ends = seq_len // 3, range(seq_len)
+    styles = (
+        lambda p: -1 if p >= 2 * third + 1 else p // 5,
+        lambda p: -1 if p < third or third + 3 <= p < third + 6 else (7 if p < third + 3 else 3),
+        lambda p: p // max(1, third + 2),
+    )
+    return tuple(tuple(styles[b % 3](p) for p in ends) for b in range(batch))
+
+
+MASKS = {
+    "full": lambda n, b: {},
+    "causal": lambda n, b: dict(causal=True),
+    "window-5-3": lambda n, b: dict(window_size=(5, 3)),
+    "window-symmetric": lambda n, b: dict(window_size=(4, 4)),
+    "window-left-only": lambda n, b: dict(window_size=(6, -1)),
+    "window-right-only": lambda n, b: dict(window_size=(-1, 2)),
+    "window-self": lambda n, b: dict(window_size=(0, 0)),
+    "window-causal": lambda n, b: dict(causal=True, window_size=(7, -1)),
+    "packed": lambda n, b: dict(cu_seqlens=_cuts(n)),
+    "packed-causal": lambda n, b: dict(cu_seqlens=_cuts(n), causal=True),
+    "packed-window": lambda n, b: dict(cu_seqlens=_cuts(n), window_size=(3, 9)),
+    "documents": lambda n, b: dict(documents=_rows(n, b)),
+    "documents-causal-window": lambda n, b: dict(documents=_rows(n, b), causal=True, window_size=(8, 0)),
+    "documents-packed": lambda n, b: dict(documents=_rows(n, b), cu_seqlens=_cuts(n)),
+    "prefix": lambda n, b: dict(causal=True, prefix=min(6, n)),
+    "prefix-window": lambda n, b: dict(causal=True, prefix=min(9, n), window_size=(12, 4)),
+}
+LENGTHS: dict[str, tuple[int, int | None]] = {
+    "even": (48, None),
+    "uneven": (37, None),
+    "few": (3, None),
+    "one": (1, None),
+    "none": (0, None),
+    "more-keys": (17, 41),
+    "more-queries": (41, 17),
+    "no-keys": (5, 0),
+    "no-queries": (0, 5),
+}
+LAYOUTS = ("contiguous", "zigzag", "striped")
+DATAFLOWS = ("ring", "double-ring", "reduce", "double-reduce")
+
+
+def local_size(dataflow: str, world_size: int) -> int | None:
+    """The largest proper divisor, for the dataflows with groups inside the group."""
+    if not dataflow.startswith("double"):
+        return None
+    return max((d for d in range(1, world_size) if world_size % d == 0), default=1)
+
+
+def make(world_size: int, row: dict[str, Any]) -> Case:
+    """A case from one value of each axis."""
+    seq_len, seq_len_k = LENGTHS[row["lengths"]]
+    q_heads, kv_heads = row["heads"]
+    batch = row["batch"]
+    few = min(seq_len, seq_len if seq_len_k is None else seq_len_k)
+    return Case(
+        seq_len=seq_len,
+        seq_len_k=seq_len_k,
+        **(MASKS[row["mask"]](few if "prefix" in row["mask"] else seq_len, batch)),
+        layout=row["layout"],
+        dataflow=row["dataflow"].removeprefix("double-"),
+        local_size=local_size(row["dataflow"], world_size),
+        deterministic=row["deterministic"],
+        batch=batch,
+        q_heads=q_heads,
+        kv_heads=kv_heads,
+        head_dim=row["dims"][0],
+        head_dim_v=row["dims"][1],
+        softmax_scale=row["scale"],
+        softcap=row["softcap"],
+        alibi=row["alibi"],
+        sink=row["sink"],
+        seed=world_size,
+    )
+
+
+AXES: dict[str, tuple[Any, ...]] = {
+    "dataflow": DATAFLOWS,
+    "layout": LAYOUTS,
+    "mask": tuple(MASKS),
+    "lengths": tuple(LENGTHS),
+    "batch": (2, 1, 3),
+    "heads": ((4, 2), (2, 2), (6, 1), (9, 3)),
+    "dims": ((8, 8), (8, 12), (5, 3)),
+    "scale": (None, 0.9),
+    "softcap": (0.0, 1.5),
+    "alibi": (None, "heads", "batch"),
+    "sink": (False, True),
+    "deterministic": (False, True),
+}
+
+
+def possible(row: dict[str, Any]) -> bool:
+    """Packed documents have as many keys as queries."""
+    lengths, mask = row.get("lengths", "even"), row.get("mask", "full")
+    return LENGTHS[lengths][1] is None or not mask.startswith(("packed", "documents"))
+
+
+def pairwise(axes: dict[str, tuple[Any, ...]], seed: int) -> list[dict[str, Any]]:
+    """Few rows in which every possible pair of values of two axes is together at least once."""
+    rng = random.Random(seed)
+    names = list(axes)
+    open_pairs = {
+        (a, x, b, y): None
+        for i, a in enumerate(names)
+        for b in names[i + 1 :]
+        for x in axes[a]
+        for y in axes[b]
+        if possible({a: x, b: y})
+    }
+    rows = []
+    while open_pairs:
+        a, x, b, y = next(iter(open_pairs))
+        best: dict[str, Any] = {}
+        gain: list[tuple[Any, ...]] = []
+        for _ in range(40):
+            row = {n: rng.choice(axes[n]) for n in names} | {a: x, b: y}
+            if possible(row):
+                new = [p for p in itertools.combinations(names, 2) if (p[0], row[p[0]], p[1], row[p[1]]) in open_pairs]
+                if len(new) > len(gain):
+                    best, gain = row, new
+        for p, r in gain:
+            del open_pairs[p, best[p], r, best[r]]
+        rows.append(best)
+    return rows
+
+
+def name(row: dict[str, Any]) -> str:
+    """A readable test id, without the values that are the usual ones."""
+    said = []
+    for axis, value in row.items():
+        if axis in ("dataflow", "layout", "mask", "lengths"):
+            said.append(str(value))
+        elif value != AXES[axis][0]:
+            values = value if isinstance(value, tuple) else (value,)
+            said.append(axis if value is True else axis + "x".join(map(str, values)))
+    return "-".join(said)

@@ -1,0 +1,40 @@
+"""What every test shares: a quiet CPU, Triton's interpreter where there is no GPU, and the pools of ranks."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+
+import pytest
+import torch
+from hypothesis import HealthCheck, settings
+from pool import Pool
+
+if not torch.cuda.is_available():  # read when triton is first imported, which torch does not do by itself
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+torch.set_num_threads(1)
+
+settings.register_profile(
+    "ringattn", deadline=None, max_examples=60, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
+)
+settings.load_profile("ringattn")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "xdist_group(name): tests of one name run in one worker of pytest-xdist")
+
+
+@pytest.fixture(scope="session")
+def pools() -> Iterator[Callable[[int], Pool]]:
+    """``pools(n)``: n processes with a gloo group, started at first use and kept until the session ends."""
+    made: dict[int, Pool] = {}
+
+    def get(world_size: int) -> Pool:
+        return made.setdefault(world_size, Pool(world_size))
+
+    yield get
+    for pool in made.values():
+        pool.close()
