@@ -1,0 +1,90 @@
+"""docs/idea.ipynb runs from top to bottom, and every number in docs/idea.md is what the code gives."""
+
+import doctest
+import os
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from ringattn import streaming as S
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGE = (ROOT / "docs" / "idea.md").read_text()
+
+
+@pytest.mark.timeout(600)
+def test_notebook_runs_and_four_ranks_give_the_output_of_one(monkeypatch):
+    """Its cells assert their claims; an assertion that fails in a cell is raised here."""
+    nbformat = pytest.importorskip("nbformat")
+    nbclient = pytest.importorskip("nbclient")
+    pytest.importorskip("ipykernel")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]))
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    notebook = nbformat.read(ROOT / "docs" / "idea.ipynb", as_version=4)
+    resources = {"metadata": {"path": str(ROOT / "docs")}}
+    nbclient.NotebookClient(notebook, timeout=300, kernel_name="python3", resources=resources).execute()
+    assert "rank 3: all-reduce" in notebook.cells[-2].outputs[0].text
+    assert any("assert codes == [0, 0, 0, 0]" in cell.source for cell in notebook.cells)
+
+
+def test_python_examples_of_the_page():
+    blocks = re.findall(r"```pycon\n(.*?)```", PAGE, re.DOTALL)
+    test = doctest.DocTestParser().get_doctest("\n".join(blocks), {}, "docs/idea.md", None, 0)
+    failed, tried = doctest.DocTestRunner().run(test)
+    assert tried >= 15
+    assert failed == 0
+
+
+def bold_numbers(heading):
+    """The numbers in bold in the table below `heading`, row by row."""
+    table = PAGE.split(heading)[1].split("\n\n")[1]
+    return [[float(x) for x in re.findall(r"\*\*([\d.]+)\*\*", row)] for row in table.splitlines()[2:]]
+
+
+@pytest.mark.parametrize(
+    ("heading", "s", "v", "chunk"),
+    [
+        ("**Example 1:**", [1, 2, 3], None, 1),
+        ("**Example 2:**", [1, 3, 2, 5, 4, 6, 2, 1], None, 2),
+        ("**Example 3:**", [1, 2, 3, 10], [1, 1, 1, 1], 2),
+        ("**Example 4:**", [0, 5], [2, 3], 1),
+    ],
+)
+def test_bold_numbers_of_the_worked_examples(heading, s, v, chunk):
+    values = np.ones(len(s)) if v is None else np.array(v, float)
+    steps = list(S.softmax_dot_steps(np.array(s, float), values, chunk))
+    rows = bold_numbers(heading)
+    assert len(rows) == len(steps)
+    for row, step in zip(rows, steps, strict=True):
+        expected = [step.l] if v is None else [step.l, step.o, step.o / step.l]
+        if heading == "**Example 3:**" and len(row) == 2:  # "the same" stands for o
+            expected = [step.l, step.o / step.l]
+        np.testing.assert_allclose(row, expected, rtol=0, atol=5e-5)
+
+
+def test_memory_table_is_what_is_measured():
+    """Two rows measured again; the others and the ratio follow from 12 bytes per entry of the matrix."""
+    explain = pytest.importorskip("scripts.explain")
+    cells = re.findall(r"^\| (\d+k?) \| ([\d.,]+) \| ([\d.,]+) \| ([\d,]+) \| ", PAGE, re.MULTILINE)
+    table = {int(n.removesuffix("k")) * (1024 if n.endswith("k") else 1): row for n, *row in cells}
+    table = {n: [float(x.replace(",", "")) for x in row] for n, row in table.items()}
+    assert list(table) == [256 * 2**i for i in range(7)]
+    for row in explain.measure_memory(512):
+        dense, streaming, _ = table[row["tokens"]]
+        assert dense == pytest.approx(row["dense_bytes"] / 1e6, rel=0.02)
+        assert streaming == pytest.approx(row["streaming_bytes"] / 1e6, rel=0.05)
+    for n, (dense, streaming, ratio) in table.items():
+        assert dense == pytest.approx(12 * n**2 / 1e6, rel=0.01)
+        assert ratio == pytest.approx(dense / streaming, rel=0.1)
+
+
+def test_pictures_and_tests_that_the_page_names_exist():
+    pictures = re.findall(r"!\[[^\]]+\]\(([^)]+)\)", PAGE)
+    assert len(pictures) == 7
+    assert all((ROOT / "docs" / picture).is_file() for picture in pictures)
+    source = (ROOT / "tests" / "test_streaming.py").read_text()
+    names = re.findall(r"`(test_\w+)(?:\.\.\.)?`", PAGE)
+    assert len(names) > 10
+    assert [name for name in names if f"def {name}" not in source] == []
