@@ -178,27 +178,26 @@ def _queries(
         distance = tl.load(positions_q + queries, mask=alive, other=0)[None, :] - pos_k[:, None]
     s, slope_of_score = scores(s, distance, scale, cap, slope, SIMPLE, SOFTCAP, ALIBI)
     if CUT:
-        lse_m = tl.load(lse + queries, mask=alive, other=float("inf"))
-        delta_m = tl.load(delta + queries, mask=alive, other=0.0)
         start = tl.load(starts + queries.to(tl.int64) * starts_s, mask=alive, other=0)
         end = tl.load(ends + queries.to(tl.int64) * ends_s, mask=alive, other=0)
         keys = n + tl.arange(0, BLOCK_N)
         visible = (start[None, :] <= keys[:, None]) & (keys[:, None] < end[None, :])
         s = tl.where(visible & (keys < past)[:, None], s, float("-inf"))
+        lse_m = tl.load(lse + queries, mask=alive, other=float("inf"))
     else:
         lse_m = tl.load(lse + queries)
-        delta_m = tl.load(delta + queries)
     p = tl.exp2(s * (scale if SIMPLE else 1.0) - lse_m[None, :])
     dout_m = load_tile(dout, b, h, m, seq_q, do_b, do_s, do_h, BLOCK_M, DIM_V, DIM_V_P2, CUT, TMA)
     dp = dot(value, tl.trans(dout_m), None, PRECISION)
     dv = dot(p.to(dout_m.dtype), dout_m, dv, PRECISION)
+    delta_m = tl.load(delta + queries, mask=alive, other=0.0) if CUT else tl.load(delta + queries)
     ds = p * (dp - delta_m[None, :])
     if SOFTCAP:
         ds *= slope_of_score
     ds = ds.to(query.dtype)
     dk = dot(ds, query, dk, PRECISION)
     if ADD_DQ:
-        part = dot(tl.trans(ds), key, None, PRECISION) * softmax_scale
+        part = tl.trans(dot(tl.trans(key), ds, None, PRECISION)) * softmax_scale
         add_tile(dq, part, b, h, m, seq_q, dq_b, dq_s, dq_h, BLOCK_M, DIM, DIM_P2, TMA)
     return dk, dv
 
