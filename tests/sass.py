@@ -1,0 +1,129 @@
+"""What the compiler made of a Triton or Gluon kernel for sm_90, readable with no GPU present.
+
+``compile_for_hopper`` compiles a launch without launching it. ``Compiled`` then tells what costs speed or
+correctness in silence: spills, wgmma that ptxas serialized, and writes to a register that a wgmma in flight still reads
+(ptxas before 13.3 may produce them, triton-lang/triton#11781).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import re
+import subprocess
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+import triton
+from triton.backends.compiler import GPUTarget
+
+_TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+
+
+@dataclass(frozen=True)
+class Compiled:
+    ptx: str
+    shared: int  # bytes of shared memory
+
+    @functools.cached_property
+    def _build(self) -> tuple[str, str]:
+        """The log of ptxas and the SASS."""
+        with tempfile.TemporaryDirectory() as folder:
+            ptx, cubin = Path(folder) / "kernel.ptx", Path(folder) / "kernel.cubin"
+            ptx.write_text(self.ptx)
+            log = subprocess.run(
+                [_TOOLS / "ptxas", "-v", "--gpu-name=sm_90a", ptx, "-o", cubin],
+                check=True, capture_output=True, text=True,
+            ).stderr  # fmt: skip
+            sass = subprocess.run(
+                [_TOOLS / "cuobjdump", "-sass", cubin], check=True, capture_output=True, text=True
+            ).stdout
+        return log, sass
+
+    @property
+    def log(self) -> str:
+        return self._build[0]
+
+    @property
+    def sass(self) -> str:
+        return self._build[1]
+
+    @property
+    def stack_bytes(self) -> int:
+        """Bytes of stack frame, spill stores and spill loads together."""
+        found = re.findall(r"(\d+) bytes (?:stack frame|spill stores|spill loads)", self.log)
+        assert found, self.log
+        return sum(map(int, found))
+
+    @property
+    def warnings(self) -> list[str]:
+        """ptxas on wgmma: C7510 to C7515 say that it waits after each one (serialized)."""
+        return re.findall(r".*(?:C75\d\d|[Ss]erializ).*", self.log)
+
+    def overwritten_operands(self) -> list[str]:
+        """Writes to an A operand of a wgmma before the wait that retires it, along the straight line of the code.
+
+        A group is what one commit (``gsb0``) closes; a wait for n groups retires all but the n youngest.
+        """
+        groups: list[set[int]] = []
+        current: set[int] = set()
+        bad = []
+        for address, text in re.findall(r"/\*([0-9a-f]{4,5})\*/\s+(.*?);", self.sass):
+            op, _, rest = re.sub(r"^@!?U?P\w+\s+", "", text.strip()).partition(" ")
+            args = [a.strip() for a in rest.split(",")]
+            if op.startswith("HGMMA"):
+                if len(args) > 1 and "gdesc" not in args[1]:
+                    current |= _registers(args[1], 4)
+                if "gsb0" in rest:
+                    groups.append(current)
+                    current = set()
+            elif op.startswith("WARPGROUP.DEPBAR"):
+                pending = int(args[-1], 16)
+                groups = groups[len(groups) - pending :] if 0 < pending <= len(groups) else groups if pending else []
+                current = current if pending else set()
+            elif op in ("BRA", "EXIT") and not text.startswith("@"):
+                groups, current = [], set()
+            elif not op.startswith(("ST", "BAR", "SYNCS", "RED", "UTMA")):
+                wide = 4 if ".128" in op else 2 if ".64" in op or "WIDE" in op else 1
+                if _registers(args[0], wide) & current.union(*groups):
+                    bad.append(f"{address}: {text}")
+        return bad
+
+
+def _registers(operand: str, count: int) -> set[int]:
+    match = re.match(r"R(\d+)", operand)
+    return set(range(int(match[1]), int(match[1]) + count)) if match else set()
+
+
+class _Hopper:
+    """As much of a driver as compiling needs: one device of compute capability 9.0."""
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", 90, 32)
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def get_active_torch_device(self):
+        return "cpu"
+
+
+@contextlib.contextmanager
+def _hopper_driver():
+    active = triton.runtime.driver._active
+    triton.runtime.driver.set_active(_Hopper())
+    try:
+        yield
+    finally:
+        triton.runtime.driver._active = active
+
+
+def compile_for_hopper(kernel, grid, args, options) -> Compiled:
+    """Compile ``kernel[grid](*args, **options)``; the tensors among the arguments may be on any device."""
+    with _hopper_driver():
+        compiled = kernel.warmup(*args, grid=grid, **options)
+    return Compiled(compiled.asm["ptx"], compiled.metadata.shared)
