@@ -1,0 +1,177 @@
+"""Masks as intervals: their meaning, their order, who meets whom, and what bad input is told."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from ringattn import layout as layouts
+from ringattn import mask as masks
+from ringattn.mask import Mask
+
+
+def keys_and_queries(seq_len: int, seq_len_k: int) -> tuple[Tensor, Tensor]:
+    return torch.arange(seq_len)[:, None] + seq_len_k - seq_len, torch.arange(seq_len_k)
+
+
+@st.composite
+def mask_and_meaning(draw: st.DrawFn) -> tuple[Mask, Tensor]:
+    """Intersections of all kinds, and the same by definition."""
+    n = draw(st.integers(0, 30))
+    keys = draw(st.one_of(st.just(n), st.integers(0, 30)))
+    i, j = keys_and_queries(n, keys)
+    built, visible = masks.full(n, keys), torch.ones(1, n, keys, dtype=torch.bool)
+    if draw(st.booleans()):
+        built, visible = built & masks.causal(n, keys), visible & (j <= i)
+    if draw(st.booleans()):
+        left, right = draw(st.integers(-1, 8)), draw(st.integers(-1, 8))
+        built = masks.window(n, left, right, keys) & built
+        visible = visible & ((left == -1) | (j >= i - left)) & ((right == -1) | (j <= i + right))
+    if draw(st.booleans()):
+        length = draw(st.integers(0, keys))
+        built, visible = built & masks.prefix(n, length, keys), visible & ((j <= i) | (j < length))
+    if n == keys and draw(st.booleans()):
+        cuts = draw(st.lists(st.integers(0, n), max_size=4).map(sorted))
+        ids = torch.tensor([sum(p >= c for c in cuts) for p in range(n)])
+        built, visible = built & masks.packed([0, *cuts, n], n), visible & (ids[:, None] == ids)
+    if n == keys and draw(st.booleans()):
+        rows = []
+        for _ in range(draw(st.integers(1, 3))):
+            runs = draw(st.lists(st.tuples(st.integers(1, 12), st.booleans()), min_size=1, max_size=6))
+            row = [k if real else -1 for k, (count, real) in enumerate(runs) for _ in range(count)]
+            rows.append((row + [-1] * n)[:n])
+        ids = torch.tensor(rows, dtype=torch.int64).reshape(len(rows), n)
+        built = built & masks.documents(ids, n)
+        visible = visible & (ids[:, :, None] == ids[:, None]) & (ids >= 0)[:, :, None]
+    return built, visible
+
+
+@given(mask_and_meaning())
+@settings(max_examples=300)
+def test_intervals_mean_what_the_definition_says(drawn: tuple[Mask, Tensor]) -> None:
+    mask, visible = drawn
+    assert torch.equal(mask.dense().expand(max(mask.rows, len(visible)), -1, -1), visible.expand(mask.rows, -1, -1))
+    start, end = mask.intervals(torch.arange(mask.seq_len))
+    assert start.dtype == end.dtype == torch.int32
+    assert start.shape == end.shape == (mask.rows, mask.seq_len)
+    for bounds in (start, end):  # kernels rely on the order
+        assert (bounds.diff(dim=1) >= 0).all()
+    assert ((start >= 0) & (start <= end) & (end <= mask.seq_len_k)).all()
+
+
+@given(mask_and_meaning(), st.sampled_from(sorted(layouts.LAYOUTS)), st.integers(1, 6))
+@settings(max_examples=300)
+def test_sees_is_exact(drawn: tuple[Mask, Tensor], layout: str, ranks: int) -> None:
+    mask, visible = drawn
+    shards, shards_k = (layouts.LAYOUTS[layout](n, ranks) for n in (mask.seq_len, mask.seq_len_k))
+    for shard in shards:
+        rows = visible[:, layouts.positions(shard)]
+        assert mask.sees(shard, shards_k) == [bool(rows[:, :, layouts.positions(s)].any()) for s in shards_k]
+
+
+def test_intervals_of_some_positions_are_those_rows_of_all() -> None:
+    ids = torch.tensor([[0] * 4 + [-1] * 3 + [1] * 5, [2] * 12])
+    mask = masks.documents(ids, 12) & masks.window(12, 3, 1)
+    some = torch.tensor([1, 5, 6, 11])
+    for part, whole in zip(mask.intervals(some), mask.intervals(torch.arange(12)), strict=True):
+        assert torch.equal(part, whole[:, some])
+
+
+def test_intersection_does_not_depend_on_order() -> None:
+    parts = [masks.causal(17), masks.window(17, 6, 3), masks.packed([0, 5, 9, 17], 17), masks.prefix(17, 4)]
+    meanings = set()
+    for order in itertools.permutations(parts):
+        a, b, c, d = order
+        meanings |= {tuple(m.dense().flatten().tolist()) for m in (((a & b) & c) & d, a & (b & (c & d)))}
+    assert len(meanings) == 1
+    visible = parts[0].dense() & parts[1].dense() & parts[2].dense() & parts[3].dense()
+    assert meanings == {tuple(visible.flatten().tolist())}
+
+
+@pytest.mark.parametrize(
+    ("mask", "first", "last"),
+    [
+        (masks.causal(3, 5), (0, 3), (0, 5)),  # aligned at the ends
+        (masks.causal(5, 3), (0, 0), (0, 3)),
+        (masks.window(3, 1, 0, 5), (1, 3), (3, 5)),
+        (masks.window(4, 0, -1), (0, 4), (3, 4)),
+        (masks.prefix(4, 2), (0, 2), (0, 4)),
+        (masks.packed([0, 0, 3, 4], 4), (0, 3), (3, 4)),
+        (masks.documents(torch.tensor([[-1, 0, 0, 0]]), 4), (0, 0), (1, 4)),
+    ],
+)
+def test_first_and_last_query_by_hand(mask: Mask, first: tuple[int, int], last: tuple[int, int]) -> None:
+    start, end = mask.intervals(torch.tensor([0, mask.seq_len - 1]))
+    got = [(int(a), int(b)) for a, b in zip(start[0], end[0], strict=True)]
+    assert got[1] == last
+    assert got[0] == first or first[0] == first[1] == got[0][1] - got[0][0]  # empty anywhere is empty
+
+
+def test_far_positions_do_not_overflow() -> None:
+    n = 2**31 - 1
+    mask = masks.causal(n) & masks.window(n, 1024, -1)
+    start, end = mask.intervals(torch.tensor([0, n - 1]))
+    assert start.tolist() == [[0, n - 1025]]
+    assert end.tolist() == [[1, n]]
+
+
+@given(st.integers(0, 30), st.integers(1, 5), st.integers(0, 20), st.lists(st.integers(-5, 60), max_size=5))
+def test_count_below(first: int, step: int, count: int, bounds: list[int]) -> None:
+    run = range(first, first + step * count, step)
+    got = masks.count_below(run, torch.tensor(bounds, dtype=torch.int64))
+    assert got.tolist() == [sum(x < b for x in run) for b in bounds]
+
+
+def test_digest_is_the_value_and_nothing_but_the_value() -> None:
+    ids = torch.tensor([[0, 0, 1, 1], [0, 0, 0, -1]])
+    made = {
+        "full": lambda: masks.full(4),
+        "causal": lambda: masks.causal(4),
+        "longer": lambda: masks.causal(5),
+        "more keys": lambda: masks.causal(4, 5),
+        "window": lambda: masks.window(4, 1, 0),
+        "other window": lambda: masks.window(4, 0, 1),
+        "packed": lambda: masks.packed([0, 2, 4], 4),
+        "packed elsewhere": lambda: masks.packed([0, 3, 4], 4),
+        "rows": lambda: masks.documents(ids, 4),
+        "rows swapped": lambda: masks.documents(ids.flip(0), 4),
+    }
+    digests = {name: make().digest() for name, make in made.items()}
+    assert len(set(digests.values())) == len(made)
+    assert digests == {name: make().digest() for name, make in made.items()}
+    assert all(0 <= d < 2**63 for d in digests.values())
+    assert masks.packed(torch.tensor([0, 2, 4], dtype=torch.int32), 4).digest() == digests["packed"]
+    assert masks.packed([0, 2, 2, 4], 4).digest() == digests["packed"]  # an empty document hides nothing
+
+
+@pytest.mark.parametrize(
+    ("make", "kind", "words"),
+    [
+        (lambda: masks.window(4, -2, 0), ValueError, ["left", "-2", "-1 for unbounded"]),
+        (lambda: masks.window(4, 0, -5), ValueError, ["right", "-5", "-1 for unbounded"]),
+        (lambda: masks.prefix(4, 5), ValueError, ["5", "between 0 and", "4"]),
+        (lambda: masks.prefix(4, -1), ValueError, ["-1", "between 0 and"]),
+        (lambda: masks.packed([0, 3, 2, 4], 4), ValueError, ["falls from 3 to 2", "index 2", "sorted"]),
+        (lambda: masks.packed([0, 3], 4), ValueError, ["ends with 3", "seq_len = 4"]),
+        (lambda: masks.packed([0, 3, 5], 4), ValueError, ["ends with 5", "seq_len = 4"]),
+        (lambda: masks.packed([1, 4], 4), ValueError, ["starts with 1", "0"]),
+        (lambda: masks.packed([4], 4), ValueError, ["(1,)", "at least [0, 4]"]),
+        (lambda: masks.packed([[0, 4]], 4), ValueError, ["(1, 2)", "(documents + 1,)"]),
+        (lambda: masks.packed([0.0, 4.0], 4), TypeError, ["float32", "integers"]),
+        (lambda: masks.documents(torch.zeros(4, dtype=torch.int64), 4), ValueError, ["(4,)", "(batch, seq_len)"]),
+        (lambda: masks.documents(torch.zeros(2, 3, dtype=torch.int64), 4), ValueError, ["(2, 3)", "seq_len = 4"]),
+        (lambda: masks.documents(torch.tensor([[0, 1, -2, 1]]), 4), ValueError, ["-2", "-1 is padding"]),
+        (lambda: masks.documents(torch.tensor([[0, 1, 0, 2]]), 4), ValueError, ["documents[0]", "id 0", "2 separate"]),
+        (lambda: masks.documents(torch.ones(1, 4), 4), TypeError, ["float32", "-1 for padding"]),
+        (lambda: masks.causal(4) & masks.causal(5), ValueError, ["(4, 4)", "(5, 5)"]),
+    ],
+)
+def test_bad_input_is_told_what_is_wrong(make, kind: type[Exception], words: list[str]) -> None:  # type: ignore[no-untyped-def]
+    with pytest.raises(kind) as caught:
+        make()
+    assert [w for w in words if w not in str(caught.value)] == []
