@@ -77,9 +77,7 @@ def assert_same_attention(got, expected, q, k, v):
     assert np.abs(out - out_ref).max(initial=0) <= relative * np.abs(v).max()
 
 
-finite_scores = hnp.arrays(
-    np.float64, st.integers(1, 48), elements=st.floats(-1e4, 1e4, allow_nan=False, width=64)
-)
+finite_scores = hnp.arrays(np.float64, st.integers(1, 48), elements=st.floats(-1e4, 1e4, allow_nan=False, width=64))
 block_sizes = st.integers(1, 50)
 
 
@@ -111,9 +109,7 @@ def test_shift_invariance(eighths, shift, block):
     """Eighths are exact in fp64, so s + c and (s + c) - (m + c) are too, and equality is bitwise."""
     s, shifted = eighths / 8, (eighths + shift) / 8
     np.testing.assert_array_equal(S.stable_softmax(shifted), S.stable_softmax(s))
-    np.testing.assert_array_equal(
-        S.online_softmax_by_chunk(shifted, block), S.online_softmax_by_chunk(s, block)
-    )
+    np.testing.assert_array_equal(S.online_softmax_by_chunk(shifted, block), S.online_softmax_by_chunk(s, block))
 
 
 # --- 2. and 3. The streaming sum, online softmax ---
@@ -256,9 +252,7 @@ def test_normalized_running_output_is_the_attention_over_the_keys_so_far():
     q, k, v = random_qkv(5, 40)
     for seen in range(8, 48, 8):
         prefix = k[:seen], v[:seen]
-        assert_same_attention(
-            S.online_attention_normalized(q, *prefix, 8), S.attention(q, *prefix), q, *prefix
-        )
+        assert_same_attention(S.online_attention_normalized(q, *prefix, 8), S.attention(q, *prefix), q, *prefix)
 
 
 @pytest.mark.parametrize("chunk", [1, 7, 16, 40, 64])
@@ -523,8 +517,5 @@ def test_docstring_examples():
 
 def test_needs_numpy_only():
     """The module alone, in a fresh process: it imports NumPy and not torch."""
-    code = (
-        "import runpy, sys; runpy.run_path(sys.argv[1]);"
-        "assert 'numpy' in sys.modules and 'torch' not in sys.modules"
-    )
+    code = "import runpy, sys; runpy.run_path(sys.argv[1]);assert 'numpy' in sys.modules and 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code, S.__file__], check=True, timeout=60)
