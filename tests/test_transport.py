@@ -1,0 +1,225 @@
+"""Movements over gloo: what arrives, in which order, what is counted, who agrees, and which groups are taken."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+from pool import Pool, on_ranks
+from torch.distributed.device_mesh import init_device_mesh
+
+import ringattn
+from ringattn import transport as transports
+from ringattn.transport import AloneTransport, GroupTransport, Transport
+
+
+def everyone_to_everyone() -> dict[str, Any]:
+    """Two tensors of different sizes to every other rank, and an empty one; messages of a pair match in order."""
+    here = transports.of(None)
+    before = here.sent_bytes, here.sent_messages
+    others = [r for r in range(here.world_size) if r != here.rank]
+    sends, receives = [], []
+    for r in others:
+        sends += [
+            (torch.full((3,), 10.0 * here.rank + r), r),
+            (torch.empty(0), r),
+            (torch.full((2, 2), -1.0 * here.rank), r),
+        ]
+        receives += [(torch.empty(3), r), (torch.empty(0), r), (torch.empty(2, 2), r)]
+    here.start(sends, receives).wait()
+    return dict(
+        rank=here.rank,
+        got={r: [x.tolist() for x, peer in receives if peer == r] for r in others},
+        sent=(here.sent_bytes - before[0], here.sent_messages - before[1]),
+    )
+
+
+@pytest.mark.parametrize("world_size", on_ranks(1, 2, 3, 5))
+def test_messages_arrive_in_order_and_are_counted(pools: Callable[[int], Pool], world_size: int) -> None:
+    for rank, result in enumerate(pools(world_size).run(everyone_to_everyone)):
+        assert result["rank"] == rank
+        for r, got in result["got"].items():
+            assert got == [[10.0 * r + rank] * 3, [], [[-1.0 * r] * 2] * 2]
+        others = world_size - 1
+        assert result["sent"] == (others * (12 + 16), others * 2)  # the empty tensors do not travel
+
+
+def reduced() -> list[list[float]]:
+    here = transports.of(None)
+    x = torch.tensor([float(here.rank), -float(here.rank), 1.0])
+    return [here.all_reduce(x.clone(), "max").tolist(), here.all_reduce(x.clone(), "sum").tolist()]
+
+
+@pytest.mark.parametrize("world_size", on_ranks(1, 3))
+def test_all_reduce(pools: Callable[[int], Pool], world_size: int) -> None:
+    last, total = world_size - 1, sum(range(world_size))
+    for got in pools(world_size).run(reduced):
+        assert got == [[last, 0.0, 1.0], [total, -total, world_size]]
+
+
+def agreed(rows: list[dict[str, Any]], errors: list[str | None]) -> str:
+    here = transports.of(None)
+    said = errors[here.rank]
+    try:
+        here.agree("a call", rows[here.rank], TypeError(said) if said else None)
+    except (ValueError, TypeError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "agreed"
+
+
+FIELDS = dict(number=3, far=-(2**62), ratio=0.1, flag=True, name="zigzag")
+
+
+@pytest.mark.parametrize("world_size", on_ranks(3))
+@pytest.mark.parametrize(
+    ("field", "other", "said"),
+    [
+        ("number", 4, "number is 3 on ranks [0, 2], 4 on ranks [1]"),
+        ("far", 0, f"far is {-(2**62)} on ranks [0, 2], 0 on ranks [1]"),
+        ("ratio", 0.25, "ratio is 0.1 on ranks [0, 2], 0.25 on ranks [1]"),
+        ("flag", False, "flag is False on ranks [1], True on ranks [0, 2]"),
+        ("name", "striped", "name is 'striped' on ranks [1], 'zigzag' on ranks [0, 2]"),
+    ],
+)
+def test_agree_names_the_field_the_values_and_the_ranks(
+    pools: Callable[[int], Pool], world_size: int, field: str, other: object, said: str
+) -> None:
+    rows = [FIELDS, {**FIELDS, field: other}, FIELDS]
+    answers = pools(world_size).run(agreed, rows, [None] * 3)
+    assert len(set(answers)) == 1, "the same error everywhere"
+    kind, text = answers[0].split(": ", 1)
+    assert kind == "ValueError"
+    assert text.startswith("a call differs across ranks: ")
+    parts = said.removeprefix(f"{field} is ").split("], ")
+    assert all(part.rstrip("]") in text for part in parts), text
+    assert f" {field} is " in text
+    assert pools(world_size).run(agreed, [FIELDS] * 3, [None] * 3) == ["agreed"] * 3
+
+
+@pytest.mark.parametrize("world_size", on_ranks(3))
+def test_an_error_of_one_rank_reaches_all(pools: Callable[[int], Pool], world_size: int) -> None:
+    text = "cu_seqlens is wrong: ‚ü" + "x" * 600
+    answers = pools(world_size).run(agreed, [FIELDS] * 3, [None, None, text])
+    assert answers[2] == f"TypeError: {text}"
+    assert answers[0] == answers[1]
+    assert answers[0].startswith("ValueError: a call failed on rank 2: cu_seqlens is wrong: ‚ü" + "x" * 300)
+
+
+@given(
+    st.lists(
+        st.one_of(
+            st.integers(-(2**63), 2**63 - 1),
+            st.floats(allow_nan=False),
+            st.booleans(),
+            st.text(st.characters(min_codepoint=32, max_codepoint=126), max_size=8),
+        ),
+        max_size=30,
+    )
+)
+def test_values_survive_as_words(values: list[Any]) -> None:
+    row = transports._encode({str(i): v for i, v in enumerate(values)}, None)
+    assert row.shape == (transports._ROW,)
+    for value, word in zip(values, row[1:].tolist(), strict=False):
+        assert transports._show(word, value) == (repr(value) if isinstance(value, (float, str)) else str(value))
+
+
+def groups_taken() -> dict[str, Any]:
+    """Every kind of group that plan() takes on 4 ranks, and what refused ones say."""
+    found: dict[str, Any] = {}
+    world = transports.of(None)
+    found["the same for the same group"] = transports.of(dist.group.WORLD) is world
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
+    sub = transports.of(mesh["cp"])
+    found["mesh"] = (sub.rank, sub.world_size)
+    pair = dist.new_group([3, 1])
+    try:
+        plan = ringattn.plan(16, pair)
+        found["pair"] = (plan.rank, plan.world_size)
+    except ValueError as error:
+        found["pair"] = str(error)
+    refused: list[object] = [mesh, 4, "world"]
+    for group in refused:
+        try:
+            ringattn.plan(16, group)
+        except (ValueError, TypeError) as error:
+            found[type(group).__name__] = f"{type(error).__name__}: {error}"
+    return found
+
+
+@pytest.mark.parametrize("world_size", on_ranks(4))
+def test_which_groups_are_taken(pools: Callable[[int], Pool], world_size: int) -> None:
+    for rank, found in enumerate(pools(world_size).run(groups_taken)):
+        assert found["the same for the same group"]
+        assert found["mesh"] == (rank % 2, 2)
+        if rank in (1, 3):
+            assert sorted([found["pair"], (1 - found["pair"][0], 2)]) == [(0, 2), (1, 2)]
+        else:
+            assert found["pair"] == "this rank is not in the group; only ranks of the group may call plan()"
+        assert found["DeviceMesh"].startswith("ValueError: the DeviceMesh has 2 dimensions ('dp', 'cp')")
+        assert found["int"] == "TypeError: group is a int; pass a ProcessGroup, a one-dimensional DeviceMesh or None"
+        assert found["str"].startswith("TypeError: group is a str")
+
+
+def attend_in_a_mesh() -> float:
+    """Two groups of two attend to different sequences at the same time."""
+    import cases
+
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
+    case = cases.Case(seq_len=21, causal=True, seed=mesh.get_local_rank("dp"))
+    part = cases.attend(case, mesh["cp"])
+    want = cases.expected(case)
+    return max(
+        float((part.results[n] - want[n].index_select(1, part.positions)).abs().max())
+        for n in ("out", "dq", "dk", "dv")
+    )
+
+
+@pytest.mark.parametrize("world_size", on_ranks(4))
+def test_subgroups_attend_apart(pools: Callable[[int], Pool], world_size: int) -> None:
+    assert max(pools(world_size).run(attend_in_a_mesh)) < 1e-10
+
+
+def test_one_process_alone_needs_no_group() -> None:
+    alone = transports.of(None)
+    assert isinstance(alone, AloneTransport)
+    assert transports.of(None) is alone
+    assert (alone.rank, alone.world_size) == (0, 1)
+    x = torch.tensor([3.0])
+    assert torch.equal(alone.all_reduce(x.clone(), "sum"), x)
+    alone.start([], []).wait()
+    assert (alone.sent_bytes, alone.sent_messages) == (0, 0)
+    with pytest.raises(ValueError, match="mine"):
+        alone.agree("a call", FIELDS, ValueError("mine"))
+
+
+def test_a_transport_is_taken_as_it_is() -> None:
+    here = Transport(1, 4, torch.device("cpu"))
+    assert transports.of(here) is here
+    with pytest.raises(NotImplementedError, match="describes 4 ranks"):
+        here.start([(torch.ones(1), 0)], [])
+
+
+@pytest.mark.parametrize(
+    ("backends", "x", "words"),
+    [
+        ({"cuda": "nccl"}, torch.zeros(1), ["q is on cpu", "['cuda']", "move q", "'cpu'"]),
+        ({"cpu": "gloo", "cuda": "gloo"}, torch.zeros(1, device="meta"), ["q is on meta", "['cpu']"]),
+    ],
+)
+def test_tensors_that_a_group_cannot_move(backends: dict[str, str], x: torch.Tensor, words: list[str]) -> None:
+    here = GroupTransport.__new__(GroupTransport)  # as for a group with these backends, which need no GPU to be refused
+    here.backends, here.device = backends, torch.device("cpu")
+    with pytest.raises(ValueError) as caught:
+        here.check_device("q", x)
+    assert [w for w in words if w not in str(caught.value)] == []
+
+
+def test_serials_tell_transports_apart() -> None:
+    made = [Transport(0, 1, torch.device("cpu")) for _ in range(3)]
+    assert all(a.serial != b.serial for a, b in itertools.combinations(made, 2))
