@@ -221,7 +221,12 @@ def block_delta(out: Tensor, dout: Tensor, dlse: Tensor | None = None) -> Tensor
     ``ds_j = p_j (dp_j - rowsum(dout * out) + dlse)``.
     """
     dtype = accumulation_dtype(out)
-    delta = (out.to(dtype) * dout.to(dtype)).sum(-1).transpose(1, 2)
+    if out.is_cuda and dtype == torch.float32 and importlib.util.find_spec("triton") is not None:
+        from .delta import row_dot  # one pass over memory; the products below would be written out in float32
+
+        delta = row_dot(out, dout)
+    else:
+        delta = (out.to(dtype) * dout.to(dtype)).sum(-1).transpose(1, 2)
     return (delta if dlse is None else delta - dlse.to(dtype)).contiguous()
 
 
