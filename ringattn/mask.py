@@ -182,8 +182,8 @@ def window(seq_len: int, left: int, right: int, seq_len_k: int | None = None) ->
     return _band(
         seq_len,
         seq_len if seq_len_k is None else seq_len_k,
-        left=_FAR if left == -1 else left,
-        right=_FAR if right == -1 else right,
+        left=_FAR if left == -1 else min(left, _FAR),
+        right=_FAR if right == -1 else min(right, _FAR),
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import threading
 import weakref
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -238,6 +239,7 @@ def dataflows() -> tuple[str, ...]:
 
 _by_handle: weakref.WeakValueDictionary[int, Plan] = weakref.WeakValueDictionary()
 _cache: OrderedDict[tuple[object, ...], Plan] = OrderedDict()
+_cache_lock = threading.Lock()
 _calls: dict[int, int] = {}  # plan() calls per transport
 
 
@@ -323,17 +325,19 @@ def plan(
             call, transport.world_size, seq_len, seq_len_k, causal, window_size, cu_seqlens, documents, prefix, layout,
             dataflow, deterministic, local_size,
         )  # fmt: skip
-    except (ValueError, TypeError) as bad:
+    except Exception as bad:  # whatever it is, the other ranks must hear of it
         error = bad
     transport.agree("plan()", {f.name: getattr(settings, f.name) for f in fields(settings)}, error)
 
     key = (transport.serial, *(getattr(settings, f.name) for f in fields(settings) if f.name != "call"))
     found = _cache.get(key)
     if found is None:
-        found = _cache[key] = _make(settings, extra, transport)
+        found = _make(settings, extra, transport)
+    with _cache_lock:
+        _cache[key] = found
+        _cache.move_to_end(key)
         while len(_cache) > _CACHED_PLANS:
             _cache.popitem(last=False)
-    _cache.move_to_end(key)
     found._signatures.clear()
     return found
 
@@ -364,7 +368,7 @@ def _settings(
         raise ValueError(f"layout={layout!r} is unknown; use one of {', '.join(map(repr, layouts.LAYOUTS))}")
     if dataflow not in (*DATAFLOWS, "auto"):
         raise ValueError(f"dataflow={dataflow!r} is unknown; use one of {', '.join(map(repr, (*DATAFLOWS, 'auto')))}")
-    if len(window_size) != 2 or not all(isinstance(w, int) for w in window_size):
+    if not isinstance(window_size, (tuple, list)) or [type(w) for w in window_size] != [int, int]:
         raise TypeError(f"window_size is {window_size!r}; pass two ints (left, right), -1 for unbounded")
     masks.window(seq_len, *window_size)
     if prefix and not causal:
@@ -374,6 +378,8 @@ def _settings(
     if (cu_seqlens is not None or documents is not None) and keys != seq_len:
         raise ValueError(f"packed documents need seq_len_k == seq_len, got {keys} and {seq_len}; leave seq_len_k out")
     size = world_size if local_size is None else local_size
+    if type(size) is not int:
+        raise TypeError(f"local_size is {local_size!r}; pass an int that divides the group's {world_size} ranks")
     if size < 1 or world_size % size:
         raise ValueError(f"local_size is {local_size}; it must divide the group's {world_size} ranks")
     packed = [] if cu_seqlens is None else [masks.packed(cu_seqlens, seq_len)]
@@ -385,8 +391,8 @@ def _settings(
         seq_len=seq_len,
         seq_len_k=keys,
         causal=bool(causal),
-        window_left=window_size[0],
-        window_right=window_size[1],
+        window_left=min(window_size[0], 2**31),  # further than any position
+        window_right=min(window_size[1], 2**31),
         prefix=prefix,
         cu_seqlens=packed[0].digest() if packed else 0,
         documents=rows[0].digest() if rows else 0,

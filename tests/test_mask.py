@@ -118,6 +118,9 @@ def test_far_positions_do_not_overflow() -> None:
     start, end = mask.intervals(torch.tensor([0, n - 1]))
     assert start.tolist() == [[0, n - 1025]]
     assert end.tolist() == [[1, n]]
+    for far in (2**31, 2**62, 2**63 - 1, 2**80):  # as good as unbounded
+        assert torch.equal(masks.window(5, far, 0).dense(), masks.window(5, -1, 0).dense())
+        assert torch.equal(masks.window(5, 0, far).dense(), masks.window(5, 0, -1).dense())
 
 
 @given(st.integers(0, 30), st.integers(1, 5), st.integers(0, 20), st.lists(st.integers(-5, 60), max_size=5))
