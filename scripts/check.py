@@ -12,7 +12,8 @@ and the sink's gradient are compared with dense attention in float64 (ringattn.r
   errors are that small; not for the sink's gradient: the rms of a handful of numbers is no statistic).
 
 Then forward+backward is repeated with random sleeps before every hop and freed memory filled with NaN: in deterministic
-mode all runs must be equal bit for bit. The last line is JSON; the exit status is 0 only if everything holds.
+mode all runs must be equal bit for bit. On GPUs the peak memory of one attention, beside its inputs and results, must be
+at most what the plan predicts plus 5 %. The last line is JSON; the exit status is 0 only if everything holds.
 """
 
 from __future__ import annotations
@@ -195,9 +196,32 @@ def sleepy(link: transport.Transport, rng: random.Random) -> None:
     link.start = late  # type: ignore[method-assign]
 
 
+def memory(group: Any, device: torch.device, dataflow: str, tokens: int = 8192) -> list[tuple[str, float, float]]:
+    """(pass, MiB measured, MiB predicted) of one causal attention with 32/8 heads and ``tokens`` per rank, bf16."""
+    plan = ringattn.plan(tokens * dist.get_world_size(group), group, causal=True, dataflow=dataflow)
+    q, k, v = (torch.randn(1, tokens, h, 128, device=device, dtype=torch.bfloat16) for h in (32, 8, 8))
+    dout = torch.randn_like(q)
+    op, found = torch.ops.ringattn, []
+    settings = (None, None, 128**-0.5, 0.0, "auto", plan.handle)
+    op.attention(q, k, v, *settings)  # makes the plan's intervals and compiles
+    for name in ("forward", "backward"):
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
+        if name == "forward":
+            out, lse = results = op.attention(q, k, v, *settings)
+        else:
+            results = op.attention_backward(dout, None, q, k, v, out, lse, *settings)
+        torch.cuda.synchronize()
+        kept = sum(x.numel() * x.element_size() for x in results)
+        measured = torch.cuda.max_memory_allocated(device) - before - kept
+        found.append((f"{dataflow} {name}", measured / 2**20, plan.memory_bytes(backward=name == "backward") / 2**20))
+    return found
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="three cases, one layout")
+    parser.add_argument("--cases", nargs="+", help="names of cases; default all")
     parser.add_argument("--kernel", default="auto")
     parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16", "float16"])
     parser.add_argument("--groups", nargs="+", type=int, help="group sizes; default 1 to all ranks")
@@ -219,6 +243,8 @@ def main() -> int:
     for name in args.dtypes:
         dtype = getattr(torch, name)
         for case in cases(args.quick):
+            if args.cases and case.name not in args.cases:
+                continue
             x = tensors(case, dtype, device)
             exact = dense(case, x, exact=True)
             plain = errors(dense(case, x, exact=False), exact)
@@ -255,6 +281,16 @@ def main() -> int:
     if changed:
         failures.append(f"rank {rank}: {changed} of {args.repeats} repeats differ in deterministic mode")
 
+    peaks = []
+    if cuda and rank < max(groups):
+        for dataflow in ringattn.dataflows():
+            peaks += memory(group, device, dataflow)
+    for name, measured, predicted in peaks:
+        if measured > 1.05 * predicted + 1:
+            failures.append(
+                f"rank {rank}: {name} took {measured:.1f} MiB beside inputs and results, not {predicted:.1f}"
+            )
+
     said: list[Any] = [None] * world
     dist.all_gather_object(said, (failures, total))
     failures = sorted({line for lines, _ in said for line in lines})
@@ -264,6 +300,8 @@ def main() -> int:
         for (name, n), row in worst.items():
             print(f"{name:10} {n:5}  " + "  ".join(f"{row[r]:8.1e}" for r in NAMES))
         print(f"determinism: {args.repeats} repeats with random sleeps on {max(groups)} ranks, {changed} differ")
+        for name, measured, predicted in peaks:
+            print(f"memory: {name} {measured:.1f} MiB beside inputs and results, predicted {predicted:.1f}")
         for line in failures[:40]:
             print("FAILED", line)
         print(f"{'all right' if not failures else f'{len(failures)} failures'} in {time.time() - began:.0f} s")
