@@ -61,6 +61,25 @@ class Compiled:
         """ptxas on wgmma: C7510 to C7515 say that it waits after each one (serialized)."""
         return re.findall(r".*(?:C75\d\d|[Ss]erializ).*", self.log)
 
+    def loops_with(self, op: str) -> list[Loop]:
+        """The innermost loops with ``op`` in them."""
+        code = self._instructions
+        place = {address: i for i, (address, _) in enumerate(code)}
+        found: list[Loop] = []
+        for i, (_, text) in enumerate(code):
+            target = _branch_target(text)
+            if target in place and place[target] <= i:
+                body = code[place[target] : i + 1]
+                if any(op in text for _, text in body):
+                    found.append(Loop(body))
+        spans = [(loop.body[0][0], loop.body[-1][0]) for loop in found]
+        inner = [all(o == s or not (s[0] <= o[0] and o[1] <= s[1]) for o in spans) for s in spans]
+        return [loop for loop, keep in zip(found, inner, strict=True) if keep]
+
+    @property
+    def _instructions(self) -> list[tuple[int, str]]:
+        return [(int(a, 16), t.strip()) for a, t in re.findall(r"/\*([0-9a-f]{4,5})\*/\s+(.*?);", self.sass)]
+
     def overwritten_operands(self) -> list[str]:
         """Writes to an A operand of a wgmma before the wait that retires it, along the straight line of the code.
 
@@ -69,8 +88,8 @@ class Compiled:
         groups: list[set[int]] = []
         current: set[int] = set()
         bad = []
-        for address, text in re.findall(r"/\*([0-9a-f]{4,5})\*/\s+(.*?);", self.sass):
-            op, _, rest = re.sub(r"^@!?U?P\w+\s+", "", text.strip()).partition(" ")
+        for address, text in self._instructions:
+            op, _, rest = re.sub(r"^@!?U?P\w+\s+", "", text).partition(" ")
             args = [a.strip() for a in rest.split(",")]
             if op.startswith("HGMMA"):
                 if len(args) > 1 and "gdesc" not in args[1]:
@@ -87,8 +106,39 @@ class Compiled:
             elif not op.startswith(("ST", "BAR", "SYNCS", "RED", "UTMA")):
                 wide = 4 if ".128" in op else 2 if ".64" in op or "WIDE" in op else 1
                 if _registers(args[0], wide) & current.union(*groups):
-                    bad.append(f"{address}: {text}")
+                    bad.append(f"{address:x}: {text}")
         return bad
+
+
+@dataclass(frozen=True)
+class Loop:
+    body: list[tuple[int, str]]  # address and instruction
+
+    @property
+    def path(self) -> str:
+        """The instructions of the shortest way around: forward branches are taken where they skip something."""
+        place = {address: i for i, (address, _) in enumerate(self.body)}
+        # Backwards: the fewest instructions from each place to the end, and where they go on.
+        length = [0] * (len(self.body) + 1)
+        after = [0] * len(self.body)
+        for i in reversed(range(len(self.body))):
+            _, text = self.body[i]
+            target = place.get(_branch_target(text), -1)
+            ways = [i + 1] if text.startswith("@") or not text.startswith("BRA") else []
+            if target > i:
+                ways.append(target)
+            after[i] = min(ways or [i + 1], key=length.__getitem__)
+            length[i] = 1 + length[after[i]]
+        i, path = 0, []
+        while i < len(self.body):
+            path.append(self.body[i][1])
+            i = after[i]
+        return "\n".join(path)
+
+
+def _branch_target(text: str) -> int:
+    match = re.search(r"\bBRA\b.*?(0x[0-9a-f]+)", text)
+    return int(match[1], 16) if match else -1
 
 
 def _registers(operand: str, count: int) -> set[int]:

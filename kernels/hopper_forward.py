@@ -1,0 +1,650 @@
+"""The forward of the block kernel for Hopper (sm_90), in Gluon. Contract and shapes: block.py.
+
+One CTA per SM: a producer warpgroup that moves tiles by TMA, and two or three consumer warpgroups, each
+with 64 query rows. The consumers of a CTA share the key and value tiles, two or three stages deep::
+
+    producer        Q(i) K V K V K V ... | next tile: Q(i+1) K V K V ...
+    consumer, step  wait K[j] ; take the turn ; S = Q K[j]^T ; O *= alpha ; wait V[j-1] ; O += P V[j-1] ; give the turn
+                    S is there: free K[j] ; row max, exp2, row sums ; O is there: free V[j-1] ; P to 16 bit
+
+* Both products of a step are asynchronous: the softmax of tile j runs under the product with V of tile j-1,
+  and the turn, passed from consumer to consumer, keeps one consumer's products under another one's softmax.
+* The last product with V of a query tile and the first product with K of the next one share a step, so that the
+  tensor cores do not drain while a result is stored. Q is double buffered for that.
+* The keys of a tile are walked from the last to the first. Of its span (see ``TileMap``) only the cut parts
+  apply the intervals; the loop over full key tiles has no mask.
+* Query tiles are handed out by an atomic counter, heaviest first within a few heads at a time: balanced whatever
+  the mask, few heads' keys in L2 at once, and robust against SMs that other work slows down.
+* Scores stay unscaled until the exponent, which is taken to the base 2: p = 2^(s c - m) with c = scale log2(e).
+  m here is in that unit; the state outside is in natural logarithms, see ``_store_state``.
+
+Schedule: Shah et al. 2024 (FlashAttention-3, arXiv:2407.08608). What was tried: NOTES.md.
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from .block import Block, Score, State
+from .hopper_primitives import FREE_BARRIERS, barrier_arrive, barrier_sync, keep_alive
+
+LOG2E = 1.4426950408889634
+LN2 = gl.constexpr(0.6931471805599453)
+LOG2E_HI = gl.constexpr(1.44269502162933349609375)  # float32(log2 e), and the rest of it
+LOG2E_LO = gl.constexpr(LOG2E - 1.44269502162933349609375)
+
+ROWS = gl.constexpr(64)  # query rows of a consumer: the M of one wgmma
+INFO = gl.constexpr(8)  # int32 numbers that describe a query tile, see _tile_table
+SLOTS = gl.constexpr(4)  # descriptions in shared memory: one is read until two tiles later
+INFO_LAYOUT = gl.constexpr(gl.BlockedLayout([8], [32], [4], [0]))  # every thread holds all of them
+
+
+class Config(NamedTuple):
+    """Tile sizes and buffers for one head dim. ``registers``: per consumer thread, the producer gets the rest."""
+
+    consumers: int
+    block_n: int
+    stages: int
+    registers: int
+
+    @property
+    def block_m(self) -> int:
+        return self.consumers * ROWS.value
+
+
+CONFIGS = {
+    64: Config(consumers=3, block_n=128, stages=2, registers=160),
+    128: Config(consumers=2, block_n=128, stages=2, registers=240),
+}
+
+
+# ---------------------------------------------------------------- device: shared pieces
+
+
+@gluon.jit
+def _number(info, i: gl.constexpr):
+    """Element i of a query tile's description, as a scalar."""
+    return gl.sum(gl.where(gl.arange(0, INFO, INFO_LAYOUT) == i, info, 0), axis=0)
+
+
+@gluon.jit
+def _rows(tiles, i):
+    """Tile i of (tiles, 1, rows, 1, D) in shared memory as a matrix (rows, D)."""
+    return tiles.index(i).reshape([tiles.shape[2], tiles.shape[4]])
+
+
+@gluon.jit
+def _keys(tiles, i):
+    return _rows(tiles, i).permute((1, 0))
+
+
+@gluon.jit
+def _lane_sum(p):
+    """(R, N) in wgmma layout -> (R, 4): the sum of what each lane of a quad holds. No shuffle; the quad is summed
+    once per query tile."""
+    return gl.sum(gl.sum(gl.reshape(p, [p.shape[0], p.shape[1] // 8, 4, 2]), axis=3), axis=1)
+
+
+@gluon.jit
+def _pack(p, dtype: gl.constexpr):
+    """(R, N) float32 -> (R, N / 2) int32 of neighbouring 16-bit pairs. As 16-bit elements a loop would carry
+    halves of registers and pay a PRMT for each pair in front of the wgmma."""
+    low, high = gl.split(gl.reshape(p, [p.shape[0], p.shape[1] // 2, 2]))
+    if dtype == gl.bfloat16:
+        x = gl.inline_asm_elementwise(
+            "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f", [low, high], dtype=gl.int32, is_pure=True, pack=1
+        )
+    else:
+        x = gl.inline_asm_elementwise(
+            "cvt.rn.f16x2.f32 $0, $2, $1;", "=r,f,f", [low, high], dtype=gl.int32, is_pure=True, pack=1
+        )
+    return x
+
+
+@gluon.jit
+def _unpack(x, dtype: gl.constexpr, layout: gl.constexpr):
+    if dtype == gl.bfloat16:
+        low, high = gl.inline_asm_elementwise(
+            "mov.b32 {$0, $1}, $2;", "=h,=h,r", [x], dtype=(gl.bfloat16, gl.bfloat16), is_pure=True, pack=1
+        )
+    else:
+        low, high = gl.inline_asm_elementwise(
+            "mov.b32 {$0, $1}, $2;", "=h,=h,r", [x], dtype=(gl.float16, gl.float16), is_pure=True, pack=1
+        )
+    return gl.convert_layout(gl.reshape(gl.join(low, high), [x.shape[0], x.shape[1] * 2]), layout)
+
+
+@gluon.jit
+def _finite(m):
+    """m as a point of reference: 0 where nothing was seen, so that -inf - m stays -inf."""
+    return gl.where(m == float("-inf"), 0.0, m)
+
+
+@gluon.jit
+def _hide(s, column, start, end):
+    """-inf where the row does not see the key. ``column``: the tile's first key."""
+    S_L: gl.constexpr = s.type.layout
+    n = column + gl.arange(0, s.shape[1], gl.SliceLayout(0, S_L))
+    visible = (n[None, :] >= start[:, None]) & (n[None, :] < end[:, None])
+    return gl.where(visible, s, float("-inf"))
+
+
+# ---------------------------------------------------------------- device: producer
+
+
+@gluon.jit
+def _tile_info(table_ptr, w, n_tiles, n_heads, q_heads, group, table_batch_stride):
+    """Number of a query tile in the order of work -> its description, with the batch and the head filled in."""
+    section = w // (group * n_tiles)
+    heads = gl.minimum(group, n_heads - section * group)
+    rest = w - section * group * n_tiles
+    head = section * group + rest % heads
+    batch = head // q_heads
+    i = gl.arange(0, INFO, INFO_LAYOUT)
+    info = gl.load(table_ptr + batch * table_batch_stride + rest // heads * INFO + i)
+    return gl.where(i == 6, batch, gl.where(i == 7, head % q_heads, info))
+
+
+@gluon.jit
+def _next_tile(counter_ptr, table_ptr, n_tiles, n_heads, q_heads, group, table_batch_stride, SKIP_EMPTY: gl.constexpr):
+    """Take the next query tile. Whoever takes the last number leaves the counter as it was found: 0."""
+    total = n_tiles * n_heads
+    w = total
+    info = gl.full([INFO], -1, gl.int32, INFO_LAYOUT)
+    again = True
+    while again:
+        taken = gl.atomic_add(counter_ptr, 1, sem="relaxed")
+        if taken == total - 1:
+            gl.store(counter_ptr, 0)
+        w = taken + gl.num_programs(0)
+        again = False
+        if w < total:
+            info = _tile_info(table_ptr, w, n_tiles, n_heads, q_heads, group, table_batch_stride)
+            if SKIP_EMPTY:
+                again = _number(info, 5) == 0
+    return w, info
+
+
+@gluon.jit
+def _producer(args, N: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, SKIP_EMPTY: gl.constexpr):
+    (
+        q_desc, k_desc, v_desc, table_ptr, counter_ptr,
+        q_s, k_s, v_s, info_s, q_full, q_free, k_full, v_full, info_full,
+        n_tiles, n_heads, q_heads, ratio, group, table_batch_stride,
+    ) = args  # fmt: skip
+    THREADS: gl.constexpr = 128 * (N + 1)
+    K_FREE: gl.constexpr = FREE_BARRIERS + N
+    V_FREE: gl.constexpr = K_FREE + STAGES
+    total = n_tiles * n_heads
+    w = gl.program_id(0)
+    info = _tile_info(table_ptr, w, n_tiles, n_heads, q_heads, group, table_batch_stride)
+    if SKIP_EMPTY:
+        if _number(info, 5) == 0:
+            w, info = _next_tile(
+                counter_ptr, table_ptr, n_tiles, n_heads, q_heads, group, table_batch_stride, SKIP_EMPTY
+            )
+    g = 0  # key tiles moved so far
+    i = 0  # query tiles moved so far
+    while w < total:
+        slot = i & 1
+        for c in gl.static_range(N):
+            mbarrier.wait(q_free.index(slot * N + c), ((i >> 1) & 1) ^ 1)
+        info_s.index(i % SLOTS).store(info)
+        mbarrier.arrive(info_full.index(i % SLOTS), count=1)
+        first = _number(info, 0)
+        begin = _number(info, 2)
+        end = gl.maximum(_number(info, 5), begin + BN)  # nothing to see: one tile, all hidden
+        batch = _number(info, 6)
+        head = _number(info, 7)
+        kv_head = head // ratio
+        for c in gl.static_range(N):
+            mbarrier.expect(q_full.index(slot * N + c), q_desc.block_type.nbytes)
+            tma.async_copy_global_to_shared(
+                q_desc, [batch, first + c * ROWS, head, 0], q_full.index(slot * N + c), q_s.index(slot * N + c)
+            )
+        for column in range(end - BN, begin - BN, -BN):
+            stage = g % STAGES
+            if g >= STAGES:
+                barrier_sync(K_FREE + stage, THREADS)
+            mbarrier.expect(k_full.index(stage), k_desc.block_type.nbytes)
+            tma.async_copy_global_to_shared(k_desc, [batch, column, kv_head, 0], k_full.index(stage), k_s.index(stage))
+            if g >= STAGES:
+                barrier_sync(V_FREE + stage, THREADS)
+            mbarrier.expect(v_full.index(stage), v_desc.block_type.nbytes)
+            tma.async_copy_global_to_shared(v_desc, [batch, column, kv_head, 0], v_full.index(stage), v_s.index(stage))
+            g += 1
+        w, info = _next_tile(counter_ptr, table_ptr, n_tiles, n_heads, q_heads, group, table_batch_stride, SKIP_EMPTY)
+        i += 1
+    for c in gl.static_range(N):
+        mbarrier.wait(q_free.index((i & 1) * N + c), ((i >> 1) & 1) ^ 1)
+    info_s.index(i % SLOTS).store(gl.full([INFO], -1, gl.int32, INFO_LAYOUT))
+    mbarrier.arrive(info_full.index(i % SLOTS), count=1)
+
+
+# ---------------------------------------------------------------- device: consumer
+
+
+@gluon.jit
+def _enter(slot, C: gl.constexpr, start_ptr, end_ptr, rows_batch_stride, BN: gl.constexpr, layout: gl.constexpr):
+    """A query tile from its description: is there one, its last column, its span, and the intervals of its rows."""
+    info = slot.load(INFO_LAYOUT)
+    begin = _number(info, 2)
+    end = gl.maximum(_number(info, 5), begin + BN)
+    row = _number(info, 0) + C * ROWS + gl.arange(0, ROWS, layout)
+    inside = row < _number(info, 1)
+    row_start = gl.load(start_ptr + _number(info, 6) * rows_batch_stride + row, mask=inside, other=0)
+    row_end = gl.load(end_ptr + _number(info, 6) * rows_batch_stride + row, mask=inside, other=0)
+    return _number(info, 0) >= 0, end - BN, begin, _number(info, 3), _number(info, 4), row_start, row_end
+
+
+@gluon.jit
+def _enter_rows(slot, C: gl.constexpr, m_ptr, l_ptr, seq_q, q_heads, layout: gl.constexpr):
+    """m of the carried state to the base 2, what its rounding left out, and a quarter of l for each lane of a quad."""
+    rows, inside = _row_offsets(slot.load(INFO_LAYOUT), C, seq_q, q_heads, layout)
+    m_nat = gl.load(m_ptr + rows, mask=inside, other=float("-inf"))
+    l = gl.load(l_ptr + rows, mask=inside, other=0.0)
+    m = m_nat * LOG2E_HI
+    rest = gl.fma(m_nat, LOG2E_LO, gl.fma(m_nat, LOG2E_HI, -m))
+    return m, gl.where(m_nat == float("-inf"), 0.0, rest), l * 0.25
+
+
+@gluon.jit
+def _enter_values(slot, C: gl.constexpr, o_ptr, seq_q, q_heads, D: gl.constexpr, layout: gl.constexpr):
+    values, inside = _values(o_ptr, slot.load(INFO_LAYOUT), C, seq_q, q_heads, D, layout)
+    return gl.load(values, mask=inside, other=0.0)
+
+
+@gluon.jit
+def _row_offsets(info, C: gl.constexpr, seq_q, q_heads, layout: gl.constexpr):
+    """Where the rows of consumer C are in (batch, q_heads, seq_q), and which of them belong to the tile."""
+    row = _number(info, 0) + C * ROWS
+    rows = gl.arange(0, ROWS, layout)
+    first = (_number(info, 6).to(gl.int64) * q_heads + _number(info, 7)) * seq_q + row
+    return first + rows, row + rows < _number(info, 1)
+
+
+@gluon.jit
+def _values(ptr, info, C: gl.constexpr, seq_q, q_heads, D: gl.constexpr, layout: gl.constexpr):
+    """Pointers to the values of consumer C in (batch, seq_q, q_heads, D), and which rows belong to the tile."""
+    row = _number(info, 0) + C * ROWS
+    rows = gl.arange(0, ROWS, gl.SliceLayout(1, layout))
+    ptr += ((_number(info, 6).to(gl.int64) * seq_q + row) * q_heads + _number(info, 7)) * D
+    columns = gl.arange(0, D, gl.SliceLayout(0, layout))
+    return (ptr + rows * (q_heads * D))[:, None] + columns[None, :], (row + rows < _number(info, 1))[:, None]
+
+
+@gluon.jit
+def _consumer(
+    args, C: gl.constexpr, N: gl.constexpr, STAGES: gl.constexpr,
+    HAS_STATE: gl.constexpr, HAS_SINK: gl.constexpr, FINALIZE: gl.constexpr,
+):  # fmt: skip
+    (
+        out_desc, out_ptr, lse_ptr, l_ptr, m_in_ptr, l_in_ptr, o_in_ptr, sink_ptr, start_ptr, end_ptr,
+        q_s, k_s, v_s, o_s, info_s, q_full, q_free, k_full, v_full, info_full,
+        seq_q, q_heads, rows_batch_stride, c2,
+    ) = args  # fmt: skip
+    BN: gl.constexpr = k_s.shape[2]
+    D: gl.constexpr = v_s.shape[4]
+    DTYPE: gl.constexpr = v_s.dtype
+    S_L: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BN, 16])
+    O_L: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D, 16])
+    P_L: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=O_L, k_width=2)
+    S_ROW: gl.constexpr = gl.SliceLayout(1, S_L)
+    O_ROW: gl.constexpr = gl.SliceLayout(1, O_L)
+    THREADS: gl.constexpr = 128 * (N + 1)
+    TURN: gl.constexpr = FREE_BARRIERS
+    K_FREE: gl.constexpr = FREE_BARRIERS + N
+    V_FREE: gl.constexpr = K_FREE + STAGES
+    if C == N - 1:
+        barrier_arrive(TURN, 256)  # consumer 0 goes first
+
+    # The first query tile, up to its first scores.
+    mbarrier.wait(info_full.index(0), 0)
+    some, column, begin, full_begin, full_end, row_start, row_end = _enter(
+        info_s.index(0), C, start_ptr, end_ptr, rows_batch_stride, BN, S_ROW
+    )
+    mbarrier.wait(q_full.index(C), 0, pred=some)
+    mbarrier.wait(k_full.index(0), 0, pred=some)
+    barrier_sync(TURN + C, 256)
+    s = warpgroup_mma(_rows(q_s, C), _keys(k_s, 0), gl.zeros([ROWS, BN], gl.float32, S_L), use_acc=False, is_async=True)
+    barrier_arrive(TURN + (C + 1) % N, 256)
+    s = warpgroup_mma_wait(0, deps=[s])
+    if some:
+        barrier_arrive(K_FREE, THREADS)
+    s = _hide(s, column, row_start, row_end)
+    row_max = gl.max(s, axis=1) * c2
+    acc = gl.zeros([ROWS, D], gl.float32, O_L)
+    m = gl.full([ROWS], float("-inf"), gl.float32, S_ROW)
+    l = _lane_sum(gl.zeros([ROWS, BN], gl.float32, S_L))
+    L_L: gl.constexpr = l.type.layout
+    rest = gl.zeros([ROWS], gl.float32, S_ROW)
+    if HAS_STATE:
+        m, rest, l_in = _enter_rows(info_s.index(0), C, m_in_ptr, l_in_ptr, seq_q, q_heads, S_ROW)
+        l = l + gl.convert_layout(l_in, gl.SliceLayout(1, L_L))[:, None]
+        acc = _enter_values(info_s.index(0), C, o_in_ptr, seq_q, q_heads, D, O_L)
+
+    g = 0  # key tiles before this one
+    i = 0  # query tiles before this one
+    while some:
+        # Softmax of the scores at hand.
+        m_new = gl.maximum(m, row_max)
+        reference = _finite(m_new)
+        if HAS_STATE:
+            alpha = gl.exp2(m - reference + rest)
+            rest = gl.zeros([ROWS], gl.float32, S_ROW)
+        else:
+            alpha = gl.exp2(m - reference)
+        x = gl.exp2(s * c2 - reference[:, None])
+        l = l * gl.convert_layout(alpha, gl.SliceLayout(1, L_L))[:, None] + gl.convert_layout(_lane_sum(x), L_L)
+        m = m_new
+        packed = _pack(x, DTYPE)
+
+        # The next key tile, of this query tile or of the next one.
+        last = column == begin
+        column -= BN
+        if HAS_STATE:
+            m_next = m
+            rest_next = rest
+            l_next = m
+        if last:
+            mbarrier.arrive(q_free.index((i & 1) * N + C), count=1)
+            i += 1
+            mbarrier.wait(info_full.index(i % SLOTS), (i // SLOTS) & 1)
+            some, column, begin, full_begin, full_end, row_start, row_end = _enter(
+                info_s.index(i % SLOTS), C, start_ptr, end_ptr, rows_batch_stride, BN, S_ROW
+            )
+            if HAS_STATE:
+                m_next, rest_next, l_next = _enter_rows(
+                    info_s.index(i % SLOTS), C, m_in_ptr, l_in_ptr, seq_q, q_heads, S_ROW
+                )
+            mbarrier.wait(q_full.index((i & 1) * N + C), (i >> 1) & 1, pred=some)
+        vs = g % STAGES
+        v_phase = (g // STAGES) & 1
+        g += 1
+        ks = g % STAGES
+        mbarrier.wait(k_full.index(ks), (g // STAGES) & 1, pred=some)
+        barrier_sync(TURN + C, 256)
+        s = warpgroup_mma(
+            _rows(q_s, (i & 1) * N + C), _keys(k_s, ks), gl.zeros([ROWS, BN], gl.float32, S_L),
+            use_acc=False, is_async=True,
+        )  # fmt: skip
+        acc = acc * gl.convert_layout(alpha, O_ROW)[:, None]  # under the product with K
+        mbarrier.wait(v_full.index(vs), v_phase)
+        p = _unpack(packed, DTYPE, P_L)
+        acc = warpgroup_mma(p, _rows(v_s, vs), acc, is_async=True)
+        barrier_arrive(TURN + (C + 1) % N, 256)
+        s = warpgroup_mma_wait(1, deps=[s])
+        if (column < full_begin) | (column >= full_end):
+            s = _hide(s, column, row_start, row_end)
+        if some:
+            barrier_arrive(K_FREE + ks, THREADS)
+        row_max = gl.max(s, axis=1) * c2
+        acc, p = warpgroup_mma_wait(0, deps=[acc, p])
+        keep_alive(packed)
+        barrier_arrive(V_FREE + vs, THREADS)
+
+        if last:
+            # The description is read again: held in registers across the steps it would cost the steps.
+            info = info_s.index((i - 1) % SLOTS).load(INFO_LAYOUT)
+            rows, inside = _row_offsets(info, C, seq_q, q_heads, S_ROW)
+            l_row = gl.convert_layout(gl.sum(l, axis=1), S_ROW)
+            factor = gl.full([ROWS], 1.0, gl.float32, S_ROW)
+            if HAS_SINK:  # a key with this score and a value of zero
+                sink = gl.load(sink_ptr + _number(info, 7)) * LOG2E_HI
+                joined = gl.maximum(m, sink)
+                factor = gl.exp2(m - _finite(joined))
+                l_row = l_row * factor + gl.exp2(sink - _finite(joined))
+                m = joined
+            if FINALIZE:
+                seen = l_row != 0.0
+                lse = gl.where(seen, gl.fma(m, LN2, gl.log(l_row)), float("-inf"))
+                gl.store(lse_ptr + rows, lse, mask=inside)
+                factor = factor / gl.where(seen, l_row, 1.0)
+                acc = acc * gl.convert_layout(factor, O_ROW)[:, None]
+                row = _number(info, 0) + C * ROWS
+                past = _number(info, 1)
+                if (row + ROWS <= past) | (past == seq_q):  # TMA stops at the end of the tensor, not of a segment
+                    tma.store_wait(0)
+                    _rows(o_s, C).store(acc.to(DTYPE))
+                    fence_async_shared()
+                    tma.async_copy_shared_to_global(
+                        out_desc, [_number(info, 6), row, _number(info, 7), 0], o_s.index(C)
+                    )
+                else:
+                    values, values_inside = _values(out_ptr, info, C, seq_q, q_heads, D, O_L)
+                    gl.store(values, acc.to(DTYPE), mask=values_inside)
+            else:
+                # Stored as a natural logarithm m is rounded: l and o follow to the point of reference that it became.
+                m_nat = m * LN2
+                exact = gl.exp2(gl.fma(m_nat, -LOG2E_LO, gl.fma(m_nat, -LOG2E_HI, m)))
+                exact = gl.where(m == float("-inf"), 1.0, exact)
+                gl.store(lse_ptr + rows, m_nat, mask=inside)
+                gl.store(l_ptr + rows, l_row * exact, mask=inside)
+                acc = acc * gl.convert_layout(factor * exact, O_ROW)[:, None]
+                values, values_inside = _values(out_ptr, info, C, seq_q, q_heads, D, O_L)
+                gl.store(values, acc, mask=values_inside)
+            if HAS_STATE:
+                m = m_next
+                rest = rest_next
+                l = gl.zeros([ROWS, 4], gl.float32, L_L) + gl.convert_layout(l_next, gl.SliceLayout(1, L_L))[:, None]
+                acc = _enter_values(info_s.index(i % SLOTS), C, o_in_ptr, seq_q, q_heads, D, O_L)
+            else:
+                m = gl.full([ROWS], float("-inf"), gl.float32, S_ROW)
+                l = gl.zeros([ROWS, 4], gl.float32, L_L)
+                acc = gl.zeros([ROWS, D], gl.float32, O_L)
+    if FINALIZE:
+        tma.store_wait(0)
+
+
+_NUMBERS = (
+    "rows_batch_stride", "table_batch_stride", "seq_q", "q_heads", "ratio", "n_tiles", "n_heads", "group",
+)  # fmt: skip
+
+
+@gluon.jit(do_not_specialize=_NUMBERS)  # one compiled kernel for all shapes
+def _forward_kernel(
+    q_desc, k_desc, v_desc, out_desc, out_ptr, lse_ptr, l_ptr,  # out, lse, - or o, m, l
+    m_in_ptr, l_in_ptr, o_in_ptr, sink_ptr,
+    start_ptr, end_ptr, rows_batch_stride,
+    table_ptr, table_batch_stride, counter_ptr,
+    seq_q, q_heads, ratio, n_tiles, n_heads, group, c2,
+    N: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, D: gl.constexpr, REGISTERS: gl.constexpr,
+    HAS_STATE: gl.constexpr, HAS_SINK: gl.constexpr, FINALIZE: gl.constexpr,
+):  # fmt: skip
+    DTYPE: gl.constexpr = q_desc.dtype
+    q_s = gl.allocate_shared_memory(DTYPE, [2 * N, 1, ROWS, 1, D], q_desc.layout)
+    k_s = gl.allocate_shared_memory(DTYPE, [STAGES, 1, BN, 1, D], k_desc.layout)
+    v_s = gl.allocate_shared_memory(DTYPE, [STAGES, 1, BN, 1, D], v_desc.layout)
+    o_s = gl.allocate_shared_memory(DTYPE, [N, 1, ROWS, 1, D], q_desc.layout)
+    info_s = gl.allocate_shared_memory(gl.int32, [SLOTS, INFO], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    q_full = gl.allocate_shared_memory(gl.int64, [2 * N, 1], mbarrier.MBarrierLayout())
+    q_free = gl.allocate_shared_memory(gl.int64, [2 * N, 1], mbarrier.MBarrierLayout())
+    k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    info_full = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
+    for c in gl.static_range(2 * N):
+        mbarrier.init(q_full.index(c), count=1)
+        mbarrier.init(q_free.index(c), count=1)
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(k_full.index(stage), count=1)
+        mbarrier.init(v_full.index(stage), count=1)
+    for slot in gl.static_range(SLOTS):
+        mbarrier.init(info_full.index(slot), count=1)
+    # The producer is the default partition: it keeps the registers that the consumers leave.
+    producer = (
+        q_desc, k_desc, v_desc, table_ptr, counter_ptr,
+        q_s, k_s, v_s, info_s, q_full, q_free, k_full, v_full, info_full,
+        n_tiles, n_heads, q_heads, ratio, group, table_batch_stride,
+    )  # fmt: skip
+    consumer = (
+        out_desc, out_ptr, lse_ptr, l_ptr, m_in_ptr, l_in_ptr, o_in_ptr, sink_ptr, start_ptr, end_ptr,
+        q_s, k_s, v_s, o_s, info_s, q_full, q_free, k_full, v_full, info_full,
+        seq_q, q_heads, rows_batch_stride, c2,
+    )  # fmt: skip
+    if N == 2:
+        gl.warp_specialize(
+            [
+                (_producer, (producer, N, BN, STAGES, HAS_STATE and not HAS_SINK and not FINALIZE)),
+                (_consumer, (consumer, 0, N, STAGES, HAS_STATE, HAS_SINK, FINALIZE)),
+                (_consumer, (consumer, 1, N, STAGES, HAS_STATE, HAS_SINK, FINALIZE)),
+            ],
+            [4, 4],
+            [REGISTERS, REGISTERS],
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (_producer, (producer, N, BN, STAGES, HAS_STATE and not HAS_SINK and not FINALIZE)),
+                (_consumer, (consumer, 0, N, STAGES, HAS_STATE, HAS_SINK, FINALIZE)),
+                (_consumer, (consumer, 1, N, STAGES, HAS_STATE, HAS_SINK, FINALIZE)),
+                (_consumer, (consumer, 2, N, STAGES, HAS_STATE, HAS_SINK, FINALIZE)),
+            ],
+            [4, 4, 4],
+            [REGISTERS, REGISTERS, REGISTERS],
+        )
+
+
+# ---------------------------------------------------------------- host
+
+
+def unsupported(q: Tensor, k: Tensor, v: Tensor, score: Score) -> str | None:
+    if q.dtype not in (torch.bfloat16, torch.float16):
+        return f"dtype {q.dtype} is neither bfloat16 nor float16"
+    if not q.dtype == k.dtype == v.dtype:
+        return "q, k and v differ in dtype"
+    if q.shape[-1] not in CONFIGS or v.shape[-1] != q.shape[-1]:
+        return f"head dims {q.shape[-1]} and {v.shape[-1]}; it has {sorted(CONFIGS)}, the same for q, k and v"
+    if score.softcap != 0.0 or score.alibi_slopes is not None:
+        return "it has no softcap and no ALiBi; kernel 'triton' has"
+    if not score.softmax_scale > 0.0:
+        return f"softmax_scale {score.softmax_scale} is not positive"
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if not _tma_reads(x):
+            return f"{name} with strides {tuple(x.stride())} is not laid out in steps of 16 bytes, as TMA needs"
+    if not q.is_cuda:
+        return f"device {q.device} is not a CUDA device"
+    if torch.cuda.get_device_capability(q.device) != (9, 0):
+        return f"it needs compute capability 9.0; {torch.cuda.get_device_name(q.device)} is another"
+    return None
+
+
+def _tma_reads(x: Tensor) -> bool:
+    step = 16 // x.element_size()
+    strides = [stride for stride, size in zip(x.stride()[:-1], x.shape[:-1], strict=True) if size > 1]
+    return x.stride(-1) == 1 and x.data_ptr() % 16 == 0 and all(s > 0 and s % step == 0 for s in strides)
+
+
+def forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    block: Block,
+    score: Score,
+    state: State | None,
+    sink: Tensor | None,
+    finalize: bool,
+) -> State | tuple[Tensor, Tensor]:
+    batch, seq_q, q_heads, _ = q.shape
+    if state is not None:
+        state = State(*(x.contiguous() for x in state))
+    m, l, o = state or (None, None, None)
+    if finalize:
+        out, lse = q.new_empty(q.shape), q.new_empty(batch, q_heads, seq_q, dtype=torch.float32)
+        outputs = (out, lse, lse)
+    elif state is not None:
+        outputs = (o, m, l)  # each tile reads its part of the state before it writes it
+    else:
+        rows = q.new_empty(2, batch, q_heads, seq_q, dtype=torch.float32)
+        outputs = (q.new_empty(q.shape, dtype=torch.float32), rows[0], rows[1])
+    with torch.cuda.device(q.device):
+        sms = torch.cuda.get_device_properties(q.device).multi_processor_count
+        grid, args, options = _launch(q, k, v, block, score, state, sink, outputs, finalize, sms, _counter(q.device))
+        _forward_kernel[grid](*args, **options)
+    return (outputs[0], outputs[1]) if finalize else State(outputs[1], outputs[2], outputs[0])
+
+
+def _launch(q, k, v, block, score, state, sink, outputs, finalize, sms, counter):
+    """Grid, arguments and options of the kernel."""
+    batch, seq_q, q_heads, head_dim = q.shape
+    config = CONFIGS[head_dim]
+    table, start, end = _tile_table(block, config.block_m, config.block_n)
+    n_tiles, n_heads = table.shape[1], batch * q_heads
+    workers = min(sms, n_tiles * n_heads)
+    out, lse, l = outputs
+    m_in, l_in, o_in = state or (lse, lse, lse)
+    staged = out if finalize else q  # the state leaves by plain stores, its descriptor is not used
+    args = (
+        _descriptor(q, ROWS.value), _descriptor(k, config.block_n), _descriptor(v, config.block_n),
+        _descriptor(staged, ROWS.value), out, lse, l,
+        m_in, l_in, o_in, lse if sink is None else sink.contiguous(),
+        start, end, start.stride(0) if start.shape[0] > 1 else 0,
+        table, table.stride(0) if table.shape[0] > 1 else 0, counter,
+        seq_q, q_heads, q_heads // k.shape[2], n_tiles, n_heads,
+        _heads_at_once(n_tiles, n_heads, workers), score.softmax_scale * LOG2E,
+    )  # fmt: skip
+    options = dict(
+        N=config.consumers, BN=config.block_n, STAGES=config.stages, D=head_dim, REGISTERS=config.registers,
+        HAS_STATE=state is not None, HAS_SINK=sink is not None, FINALIZE=finalize, num_warps=4,
+    )  # fmt: skip
+    return (workers,), args, options
+
+
+def _descriptor(x: Tensor, rows: int) -> TensorDescriptor:
+    """TMA view of (batch, seq, heads, D) in boxes of ``rows`` rows of one head; past the end of seq it reads zeros."""
+    box = [1, rows, 1, x.shape[-1]]
+    layout = gl.NVMMASharedLayout.get_default_for(box, gl.bfloat16 if x.dtype == torch.bfloat16 else gl.float16)
+    step = 16 // x.element_size()  # the stride of a dimension of size 1 may be anything; TMA wants steps of 16 bytes
+    strides = [s if n > 1 else -(-s // step) * step for s, n in zip(x.stride(), x.shape, strict=True)]
+    return TensorDescriptor(x, list(x.shape), [*strides[:-1], 1], box, layout)
+
+
+_tables: weakref.WeakKeyDictionary[Block, dict] = weakref.WeakKeyDictionary()
+
+
+def _tile_table(block: Block, block_m: int, block_n: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Descriptions of the query tiles, heaviest first, and the intervals, contiguous. Made on the device, once per
+    block. A description, (batch or 1, tiles, 8) int32: first row, past the last row, the span, and two numbers that
+    the kernel fills in."""
+    tables = _tables.setdefault(block, {})
+    if (block_m, block_n) not in tables:
+        rows, span = block.query_tiles(block_m, block_n)
+        order = torch.argsort(span[..., 0] - span[..., 3], dim=-1, stable=True)[..., None]
+        table = torch.cat([rows.expand(span.shape[0], -1, -1), span, torch.zeros_like(span[..., :2])], -1)
+        table = table.gather(1, order.expand(-1, -1, table.shape[-1])).contiguous()
+        tables[block_m, block_n] = table, block.start.contiguous(), block.end.contiguous()
+    return tables[block_m, block_n]
+
+
+def _heads_at_once(n_tiles: int, n_heads: int, workers: int) -> int:
+    """How many heads are swept together: few, so that their keys stay in L2, but with tiles for nearly two per
+    worker, so that the light tiles of the last heads can fill the gaps that the heavy ones leave."""
+    return min(n_heads, 2 ** max(0, math.ceil(math.log2(1.9 * workers / n_tiles))))
+
+
+_counters: dict[tuple[torch.device, int], Tensor] = {}
+
+
+def _counter(device: torch.device) -> Tensor:
+    """A zero that hands out query tiles, and that each launch leaves a zero. One per stream: launches on a stream
+    do not overlap. A captured graph may overlap with anything, so it gets its own, zeroed in the graph."""
+    if torch.cuda.is_current_stream_capturing():
+        return torch.zeros(1, dtype=torch.int32, device=device)
+    key = (device, torch.cuda.current_stream(device).cuda_stream)
+    if key not in _counters:
+        _counters[key] = torch.zeros(1, dtype=torch.int32, device=device)
+    return _counters[key]

@@ -1,0 +1,393 @@
+"""The Hopper forward: what the compiler made of it, anywhere; its results against eager in float64, on a Hopper GPU.
+
+Tolerances and helpers are those of test_flash.py: products and sums are float32, P is rounded once to the inputs' dtype.
+"""
+
+from __future__ import annotations
+
+import heapq
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+import sass
+from test_flash import assert_close, causal, error, full, make_block, normalized, padding, simple, window
+
+from ringattn.kernels import eager, hopper_forward
+from ringattn.kernels.block import Block, Score, State
+
+HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+needs_hopper = pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")
+DEVICE = "cuda" if HOPPER else "cpu"
+
+
+def documents(seq_q: int, seq_k: int, lengths=(130, 5, 300, 41, 2000)):
+    edges = torch.tensor((0, *lengths)).cumsum(0)
+    doc = torch.bucketize(torch.arange(seq_q), edges, right=True) - 1
+    return edges[doc][None], edges[doc + 1].minimum(torch.arange(seq_q) + 1)[None]
+
+
+def per_batch(seq_q: int, seq_k: int):
+    parts = documents(seq_q, seq_k), documents(seq_q, seq_k, (64, 200, 1, 2000))
+    return tuple(torch.cat(x) for x in zip(*parts, strict=True))
+
+
+def wide_window(seq_q: int, seq_k: int):
+    return window(seq_q, seq_k, left=300)
+
+
+def make_inputs(batch=1, seq_q=500, seq_k=500, heads=2, kv_heads=2, dim=128, dtype=torch.bfloat16, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    shapes = (batch, seq_q, heads, dim), (batch, seq_k, kv_heads, dim), (batch, seq_k, kv_heads, dim)
+    return [torch.randn(s, generator=generator).to(dtype).to(DEVICE) for s in shapes]
+
+
+# --- compiled, without a GPU -------------------------------------------------------------------------------------
+
+
+KINDS = {
+    "out": dict(),
+    "state": dict(finalize=False),
+    "state-in": dict(finalize=False, state=True),
+    "float16-state-in-sink-out": dict(dtype=torch.float16, state=True, sink=True),
+}
+
+
+def compiled(dim, dtype=torch.bfloat16, state=False, sink=False, finalize=True) -> sass.Compiled:
+    q, k, v = make_inputs(seq_q=256, seq_k=256, dim=dim, dtype=dtype, heads=4)
+    block = make_block(*causal(256, 256), 256)
+    rows, values = torch.zeros(1, 4, 256, device=q.device), torch.zeros(1, 256, 4, dim, device=q.device)
+    carried = State(rows, rows, values) if state else None
+    outputs = (torch.empty_like(q), rows, rows) if finalize else (values, rows, rows)
+    counter = torch.zeros(1, dtype=torch.int32, device=q.device)
+    launch = hopper_forward._launch(
+        q, k, v, block, simple(dim), carried, rows[0, :, 0] if sink else None, outputs, finalize, 132, counter
+    )
+    return sass.compile_for_hopper(hopper_forward._forward_kernel, *launch)
+
+
+def facts(dim: int, kind: str) -> dict:
+    code = compiled(dim, **KINDS[kind])
+    return dict(
+        warnings=code.warnings,
+        overwritten=code.overwritten_operands(),
+        planted=len(planted_overwrite(code).overwritten_operands()),
+        shared=code.shared,
+        spills=code.stack_bytes,
+        spills_in_steps=sum(loop.path.count("LDL") + loop.path.count("STL") for loop in code.loops_with("HGMMA")),
+    )
+
+
+def planted_overwrite(code: sass.Compiled) -> sass.Compiled:
+    """The same code, with a write to the operand of a product right behind it."""
+    lines = code.sass.splitlines()
+    product = max(i for i, line in enumerate(lines) if "HGMMA" in line and "tnspB" in line)
+    operand = lines[product].split("HGMMA")[1].split(",")[1].strip()
+    lines.insert(product + 1, f"        /*ffff0*/    FADD {operand}, {operand}, {operand} ;")
+    broken = sass.Compiled(code.ptx, code.shared)
+    broken.__dict__["_build"] = (code.log, "\n".join(lines))
+    return broken
+
+
+@pytest.fixture(scope="module", params=[64, 128])
+def all_facts(request) -> dict[str, dict]:
+    """Compiled in a process of its own, where Triton's interpreter is off."""
+    root = Path(__file__).parents[1]
+    environment = {**os.environ, "TRITON_INTERPRET": "0", "PYTHONPATH": str(root)}
+    command = [sys.executable, __file__, str(request.param)]
+    run = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=root)
+    assert run.returncode == 0, run.stderr[-2000:]
+    return json.loads(run.stdout.splitlines()[-1])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_compiled_code(all_facts, kind):
+    found = all_facts[kind]
+    assert not found["warnings"], "ptxas serializes wgmma"
+    assert not found["overwritten"], "a register is written that a wgmma in flight reads"
+    assert found["planted"] == 1, "the check above sees a write that is there"
+    assert found["spills_in_steps"] == 0
+    assert found["shared"] <= 227 * 1024
+
+
+# --- against eager -----------------------------------------------------------------------------------------------
+
+CASES = {
+    "full": dict(mask=full),
+    "causal": dict(mask=causal),
+    "window": dict(mask=window),
+    "wide-window": dict(mask=wide_window, seq_q=900, seq_k=900),
+    "documents": dict(mask=documents, seq_q=900, seq_k=900),
+    "per-batch": dict(mask=per_batch, batch=2, seq_q=640, seq_k=640),
+    "batch": dict(mask=causal, batch=3),
+    "padding": dict(mask=padding),
+    "aligned": dict(mask=causal, seq_q=1024, seq_k=1024),
+    "one-row": dict(mask=causal, seq_q=1, seq_k=333),
+    "short-queries": dict(mask=causal, seq_q=70, seq_k=700),
+    "short-keys": dict(mask=causal, seq_q=700, seq_k=150),  # most queries see nothing
+    "few-keys": dict(mask=full, seq_q=300, seq_k=3),
+    "segments": dict(mask=wide_window, seq_q=700, seq_k=700, segments_q=(333, 367), segments_k=(333, 367)),
+    "gqa": dict(mask=causal, heads=8, kv_heads=2),
+    "mqa": dict(mask=window, heads=3, kv_heads=1),
+    "many-tiles": dict(mask=causal, seq_q=2000, seq_k=2000, heads=24, kv_heads=6),
+}
+
+
+def run_three(q, k, v, block, score, state=None, sink=None, finalize=True):
+    """This kernel, eager in the same dtype, eager in float64."""
+    wide = [x.double() for x in (q, k, v)]
+    own = None if state is None else State(*(x.clone() for x in state))
+    return (
+        hopper_forward.forward(q, k, v, block, score, own, sink, finalize),
+        eager.forward(q, k, v, block, score, state, sink, finalize),
+        eager.forward(
+            *wide, block, score, None if state is None else State(*(x.double() for x in state)), sink, finalize
+        ),
+    )
+
+
+def check(q, k, v, block, score, state=None, sink=None) -> None:
+    runs = run_three(q, k, v, block, score, state, sink, True)
+    assert runs[0][0].dtype == q.dtype
+    assert_close("out", *(r[0] for r in runs), 2, q.dtype)
+    assert_close("lse", *(r[1] for r in runs), 0, torch.float32)
+    runs = run_three(q, k, v, block, score, state, sink, False)
+    assert all(x.dtype == torch.float32 for x in runs[0])
+    normal = [normalized(r) for r in runs]
+    assert_close("o / l", *(r[0] for r in normal), 1, q.dtype)
+    assert_close("m + ln l", *(r[1] for r in normal), 0, torch.float32)
+    hidden = runs[2].l == 0
+    assert (runs[0].m[hidden] == float("-inf")).all()
+    assert (runs[0].l[hidden] == 0).all()
+    assert (runs[0].o.transpose(1, 2)[hidden] == 0).all()
+
+
+@needs_hopper
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("case", CASES)
+def test_matches_eager(case, dim):
+    run_case(torch.bfloat16, dim=dim, **CASES[case])
+
+
+@needs_hopper
+@pytest.mark.parametrize("case", ["causal", "per-batch", "gqa"])
+def test_matches_eager_in_float16(case):
+    run_case(torch.float16, **CASES[case])
+
+
+def run_case(dtype, mask, segments_q=None, segments_k=None, **sizes):
+    q, k, v = make_inputs(dtype=dtype, **sizes)
+    block = make_block(*mask(q.shape[1], k.shape[1]), k.shape[1], segments_q=segments_q, segments_k=segments_k)
+    check(q, k, v, block, simple(q.shape[-1]))
+
+
+@needs_hopper
+@pytest.mark.parametrize("mask", [causal, padding])
+@pytest.mark.parametrize("with_state", [False, True])
+def test_sink(mask, with_state):
+    q, k, v = make_inputs(heads=4)
+    sink = torch.tensor([0.5, -3.0, 4.0, 0.0], device=DEVICE)
+    block = make_block(*mask(500, 500), 500)
+    state = eager.forward(q, k, v, block, simple(128), None, None, False) if with_state else None
+    check(q, k, v, block, simple(128), state, sink)
+
+
+@needs_hopper
+def test_a_row_that_sees_only_its_sink():
+    q, k, v = make_inputs(heads=4)
+    sink = torch.tensor([0.5, -3.0, 4.0, 0.0], device=DEVICE)
+    nothing = make_block(torch.zeros(1, 500), torch.zeros(1, 500), 500)
+    out, lse = hopper_forward.forward(q, k, v, nothing, simple(128), None, sink, True)
+    assert (out == 0).all()
+    torch.testing.assert_close(lse, sink[None, :, None].expand_as(lse))
+
+
+@needs_hopper
+@pytest.mark.parametrize("mask", [causal, wide_window, padding, per_batch])
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 0, 1)])
+def test_state_over_chunks(mask, order):
+    """Chunks of uneven lengths, in any order, the last one finalized: as all keys at once."""
+    batch = 2 if mask is per_batch else 1
+    q, k, v = make_inputs(batch=batch, seq_q=600, seq_k=600, heads=4, kv_heads=2)
+    start, end = mask(600, 600)
+    edges = [0, 213, 400, 600]
+
+    def chunked(run, q, k, v):
+        state = None
+        for position, c in enumerate(order):
+            chunk = slice(edges[c], edges[c + 1])
+            block = make_block(start, end, edges[c + 1] - edges[c], edges[c])
+            state = run(q, k[:, chunk], v[:, chunk], block, simple(128), state, None, position == 2)
+        return state
+
+    runs = chunked(hopper_forward.forward, q, k, v), chunked(eager.forward, q, k, v)
+    whole = make_block(start, end, 600)
+    reference = eager.forward(q.double(), k.double(), v.double(), whole, simple(128), None, None, True)
+    assert_close("out", *(r[0] for r in (*runs, reference)), 2, q.dtype)
+    assert_close("lse", *(r[1] for r in (*runs, reference)), 0, torch.float32)
+
+
+@needs_hopper
+def test_state_does_not_drift():
+    """Scores in the thousands and 40 hops that add nothing: m is rounded at each, and l and o with it."""
+    q, k, v = make_inputs(seq_q=200, seq_k=200)
+    q = q * 100
+    first = hopper_forward.forward(q, k, v, make_block(*full(200, 200), 200), simple(128), None, None, False)
+    state = State(*(x.clone() for x in first))
+    nothing = make_block(torch.full((1, 200), 200), torch.full((1, 200), 200), 200)
+    weightless = torch.full((2,), -1e5, device=DEVICE)
+    for hop in range(40):
+        state = hopper_forward.forward(q, k, v, nothing, simple(128), state, weightless if hop % 2 else None, False)
+    torch.testing.assert_close(state.m, first.m, rtol=1e-6, atol=0)
+    for x, y in zip(normalized(state), normalized(first), strict=True):
+        assert error(x, y.double()) < 40 * 2 * torch.finfo(torch.float32).eps
+
+
+@needs_hopper
+def test_state_is_updated_in_place_and_inputs_are_kept():
+    q, k, v = make_inputs()
+    before = [x.clone() for x in (q, k, v)]
+    block = make_block(*causal(500, 500), 500)
+    state = hopper_forward.forward(q, k, v, block, simple(128), None, None, False)
+    pointers = [x.data_ptr() for x in state]
+    again = hopper_forward.forward(q, k, v, block, simple(128), state, None, False)
+    assert [x.data_ptr() for x in again] == pointers
+    assert all(x.equal(y) for x, y in zip((q, k, v), before, strict=True))
+
+
+# --- inputs of all kinds -----------------------------------------------------------------------------------------
+
+
+@needs_hopper
+def test_strides():
+    """q, k and v as slices of one tensor, and heads before the sequence."""
+    packed = make_inputs(seq_q=400, heads=12)[0]
+    q, k, v = packed[:, :, :4], packed[:, :, 4:8], packed[:, :, 8:]
+    block = make_block(*causal(400, 400), 400)
+    check(q, k, v, block, simple(128))
+    turned = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v)]
+    check(*turned, block, simple(128))
+
+
+@needs_hopper
+def test_other_rows_stay_out():
+    """NaN in another batch entry, and in keys past the chunk, is never seen: the tiles are cut at the tensor's end."""
+    q, k, v = make_inputs(batch=2, seq_q=300, seq_k=300)
+    long_k, long_v = (torch.cat([x, torch.full_like(x, float("nan"))], 1) for x in (k, v))
+    k, v = long_k[:, :300], long_v[:, :300]
+    q[1] = float("nan")
+    out, lse = hopper_forward.forward(q, k, v, make_block(*full(300, 300), 300), simple(128), None, None, True)
+    assert torch.isfinite(out[0]).all()
+    assert torch.isfinite(lse[0]).all()
+    assert torch.isnan(out[1]).all()
+    assert torch.isnan(lse[1]).all()
+
+
+@needs_hopper
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_nan_and_inf_propagate(value):
+    q, k, v = make_inputs(seq_q=300, seq_k=300)
+    k[0, 200, 0, 5] = value
+    block = make_block(*causal(300, 300), 300)
+    out, lse = hopper_forward.forward(q, k, v, block, simple(128), None, None, True)
+    expected, expected_lse = eager.forward(q.double(), k.double(), v.double(), block, simple(128), None, None, True)
+    rows = torch.arange(300, device=DEVICE) < 200  # of tiles that hold the key, eager's 0 * NaN reaches other rows
+    assert torch.isfinite(out[0, rows, 1]).all()
+    assert torch.isnan(out[0, ~rows, 0]).equal(torch.isnan(expected[0, ~rows, 0]))
+    assert torch.isnan(lse[0, 0, ~rows]).equal(torch.isnan(expected_lse[0, 0, ~rows]))
+
+
+@needs_hopper
+def test_repeats_are_bitwise_equal_beside_other_work():
+    """The same input 1,000 times while another stream multiplies matrices."""
+    q, k, v = make_inputs(seq_q=1500, seq_k=1500, heads=16, kv_heads=4)
+    block = make_block(*causal(1500, 1500), 1500)
+    first = hopper_forward.forward(q, k, v, block, simple(128), None, None, True)
+    busy, x = torch.cuda.Stream(), torch.randn(2048, 2048, device=DEVICE, dtype=torch.bfloat16)
+    different = torch.zeros((), dtype=torch.int64, device=DEVICE)
+    for _ in range(1000):
+        with torch.cuda.stream(busy):
+            x @ x
+        again = hopper_forward.forward(q, k, v, block, simple(128), None, None, True)
+        for a, b in zip(again, first, strict=True):
+            different += (a.view(torch.int16 if a.dtype == q.dtype else torch.int32) != b.view(
+                torch.int16 if a.dtype == q.dtype else torch.int32)).sum()  # fmt: skip
+    assert different.item() == 0
+
+
+@needs_hopper
+def test_in_a_graph():
+    q, k, v = make_inputs(seq_q=700, seq_k=700, heads=16)
+    block = make_block(*causal(700, 700), 700)
+    expected = hopper_forward.forward(q, k, v, block, simple(128), None, None, True)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = hopper_forward.forward(q, k, v, block, simple(128), None, None, True)
+    for _ in range(3):
+        out[0].zero_()
+        graph.replay()
+        assert out[0].equal(expected[0])
+
+
+# --- what it refuses ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (dict(dtype=torch.float32), "dtype"),
+        (dict(dim=48), "head dims"),
+        (dict(score=Score(1.0, softcap=2.0)), "triton"),
+        (dict(score=Score(1.0, alibi_slopes=torch.ones(2))), "triton"),
+        (dict(score=Score(-1.0)), "not positive"),
+    ],
+    ids=str,
+)
+def test_unsupported_says_why(change, reason):
+    score = change.pop("score", Score(1.0))
+    assert reason in hopper_forward.unsupported(*make_inputs(**change), score)
+
+
+def test_unsupported_strides():
+    q, k, v = make_inputs()
+    odd = torch.empty(1, 500, 2, 132, dtype=q.dtype, device=q.device)[..., 1:129]
+    assert "16 bytes" in hopper_forward.unsupported(q, odd, v, Score(1.0))
+
+
+def test_table_is_made_once_and_heaviest_first():
+    block = make_block(*causal(1000, 1000), 1000)
+    table, start, end = hopper_forward._tile_table(block, 128, 128)
+    assert hopper_forward._tile_table(block, 128, 128)[0] is table
+    assert (table[0, :, 5] - table[0, :, 2]).diff().le(0).all()
+    assert isinstance(block, Block)
+    assert start.is_contiguous()
+    assert end.is_contiguous()
+
+
+# --- the balance of the work, simulated --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seq", [2048, 4096, 8192, 16384, 32768])
+@pytest.mark.parametrize("heads", [16, 32, 64])
+def test_balance(seq, heads):
+    """Causal: workers that take the next tile when they are free all end within 3.5 % of the mean."""
+    workers, tiles = 132, seq // 128
+    weights = [tiles - rank + 1.0 for rank in range(tiles)]
+    group = hopper_forward._heads_at_once(tiles, heads, workers)
+    free = [0.0] * workers
+    for first in range(0, heads, group):
+        for rank in range(tiles):
+            for _ in range(min(group, heads - first)):
+                heapq.heapreplace(free, free[0] + weights[rank])
+    assert max(free) <= 1.035 * sum(weights) * heads / workers
+
+
+if __name__ == "__main__":
+    print(json.dumps({kind: facts(int(sys.argv[1]), kind) for kind in KINDS}))
