@@ -7,8 +7,6 @@ length of the cache.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -39,7 +37,7 @@ class KVCache:
         max_seq_len: int,
         kv_heads: int,
         head_dim: int,
-        group: object = None,
+        group: Any = None,
         *,
         head_dim_v: int | None = None,
         dtype: torch.dtype = torch.bfloat16,

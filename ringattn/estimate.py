@@ -56,24 +56,25 @@ def traffic_bytes(plan: Plan, shape: Shape, backward: bool, rank: int) -> int:
 
 
 def memory_bytes(plan: Plan, shape: Shape, backward: bool) -> int:
-    """Peak bytes beside inputs and results on the plan's rank: shards held and arriving, contributions made,
-    arriving and leaving, and the float32 state or gradient of the queries."""
-    s, q = shape, plan.local_lengths[plan.rank]
-    moves = len(plan.steps) > 2
-    contributions = 3 if moves else 1
-    if plan.dataflow == "ring":
-        shards = 2 * moves * max(plan.local_lengths_k) * s.kv_elements * s.itemsize
-        if not backward:
-            return s.batch * (shards + moves * q * s.state_elements * s.fp)
-        gradients = contributions * max(plan.local_lengths_k) * s.kv_elements
-        return s.batch * (shards + (gradients + q * s.q_heads * s.head_dim) * s.fp)
-    q = max(plan.local_lengths)
-    if not backward:
-        shards = 2 * moves * q * s.q_heads * s.head_dim * s.itemsize
-        return s.batch * (shards + contributions * q * s.state_elements * s.fp)
-    shards = 2 * moves * q * s.q_heads * ((s.head_dim + s.value_dim) * s.itemsize + 2 * s.fp)
-    gradients = plan.local_lengths_k[plan.rank] * s.kv_elements
-    return s.batch * (shards + (contributions * q * s.q_heads * s.head_dim + gradients) * s.fp)
+    """Peak bytes beside inputs and results on the plan's rank: shards held and arriving; contributions at home, made,
+    arriving and leaving; what a rank keeps for itself in float32, and a few numbers per row."""
+    s, ring = shape, plan.dataflow == "ring"
+    q, k = plan.local_lengths[plan.rank], plan.local_lengths_k[plan.rank]
+    steps = len(plan.steps) - 1
+    shards, parts = (2 if steps > 1 else 0), min(steps + 1, 4) if steps > 1 else 1
+    rows = q * s.q_heads * s.fp
+    kv, queries = s.kv_elements, s.q_heads * s.head_dim
+    if ring and not backward:
+        total = shards * max(plan.local_lengths_k) * kv * s.itemsize + (steps > 1) * q * s.state_elements * s.fp
+    elif ring:
+        travelling = shards * s.itemsize + parts * s.fp
+        total = travelling * max(plan.local_lengths_k) * kv + q * queries * s.fp + 2 * rows
+    elif not backward:
+        total = max(plan.local_lengths) * (shards * queries * s.itemsize + parts * s.state_elements * s.fp)
+    else:
+        shard = s.q_heads * ((s.head_dim + s.value_dim) * s.itemsize + 2 * s.fp)
+        total = max(plan.local_lengths) * (shards * shard + parts * queries * s.fp) + 2 * k * kv * s.fp + 2 * rows
+    return s.batch * total
 
 
 def describe(plan: Plan, shape: Shape, tflops: float, gigabytes_per_second: float) -> str:

@@ -76,6 +76,14 @@ class Partial:
         """The state over the keys of both, which must be disjoint. Associative and commutative up to rounding."""
         return merge((self, other))
 
+    def add_(self, other: Partial) -> Partial:
+        """``self + other`` in the memory of both, for states that nobody else needs. Not differentiable."""
+        m = torch.maximum(self.m, other.m)
+        reference = torch.where(m == float("-inf"), 0.0, m)
+        kept, added = torch.exp(self.m - reference), torch.exp(other.m - reference)
+        o = self.o.mul_(_per_row(kept)).add_(other.o.mul_(_per_row(added)))
+        return Partial(m, self.l.mul_(kept).add_(other.l.mul_(added)), o)
+
     def rescale(self, m: Tensor) -> Partial:
         """The same state about the reference point m (batch, heads, seq), with ``m >= self.m``.
 

@@ -29,7 +29,7 @@ def forward(
         return tuple(state)
 
     def add(a: Tensors, b: Tensors) -> Tensors:
-        return tuple(Partial(*a) + Partial(*b))
+        return tuple(Partial(*a).add_(Partial(*b)))
 
     batch, seq, heads, _ = q.shape
     row, o = torch.Size((batch, heads, seq)), torch.Size((batch, seq, heads, v.shape[-1]))

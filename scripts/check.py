@@ -12,8 +12,8 @@ and the sink's gradient are compared with dense attention in float64 (ringattn.r
   errors are that small; not for the sink's gradient: the rms of a handful of numbers is no statistic).
 
 Then forward+backward is repeated with random sleeps before every hop and freed memory filled with NaN: in deterministic
-mode all runs must be equal bit for bit. On GPUs the peak memory of one attention, beside its inputs and results, must be
-at most what the plan predicts plus 5 %. The last line is JSON; the exit status is 0 only if everything holds.
+mode all runs must be equal bit for bit. On GPUs the peak memory of one attention, beside its inputs and results, must
+be at most what the plan predicts plus 5 %. The last line is JSON; the exit status is 0 only if everything holds.
 """
 
 from __future__ import annotations
