@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import ctypes
 import datetime
 import json
 import math
@@ -214,7 +215,7 @@ class Comparison:
 
     @property
     def largest(self) -> float:
-        return max(self.loss_difference, self.gradient_difference)
+        return float(torch.tensor([self.loss_difference, self.gradient_difference]).max())  # NaN if one is
 
 
 def compare(model: Decoder, tokens: Tensor, labels: Tensor, args: argparse.Namespace) -> list[Comparison]:
@@ -239,12 +240,11 @@ def compare(model: Decoder, tokens: Tensor, labels: Tensor, args: argparse.Names
                 grads = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
                 if dist.get_rank() == 0:
                     loss1, grads1 = alone.setdefault(precision, (loss, grads))
-                    errors = {name: relative_difference(g, grads1[name]) for name, g in grads.items()}
-                    worst = max(errors, key=lambda name: errors[name])
+                    errors = torch.tensor([relative_difference(g, grads1[name]) for name, g in grads.items()])
+                    worst = int(errors.argmax())  # NaN is larger than any number
+                    differ = abs(loss - loss1) / abs(loss1)
                     found.append(
-                        Comparison(
-                            n, precision, loss, abs(loss - loss1) / abs(loss1), errors[worst], worst, int(bytes_)
-                        )
+                        Comparison(n, precision, loss, differ, float(errors[worst]), list(grads)[worst], int(bytes_))
                     )
         dist.barrier()
     model.zero_grad()
@@ -289,7 +289,7 @@ def report_comparison(found: list[Comparison], tokens: int) -> Comparison:
         differ = f"{c.loss_difference:<12.1e}  {c.gradient_difference:<16.1e}" if c.ranks > 1 else f"{'-':12}  {'-':16}"
         print(f"  {c.ranks:<5}  {c.precision:9}  {c.loss:<9.6f}  {differ}  {c.peak_bytes / 2**20:,.1f} MiB")
     for c in found:
-        if not c.largest <= TOLERANCE[c.precision]:  # also when it is NaN
+        if not c.largest <= TOLERANCE[c.precision]:  # NaN is not
             raise ArithmeticError(
                 f"{c.ranks} ranks differ from one process by {c.largest:.1e} in {c.precision} "
                 f"(parameter {c.worst}); the limit is {TOLERANCE[c.precision]:g}"
@@ -318,6 +318,7 @@ def train(
     device = next(model.parameters()).device
     plan = make_plan(args.context, None, args)
     step_model: nn.Module = torch.compile(model) if args.compile else model  # type: ignore[assignment]
+    memory = MemoryPerRank(device)
     with progress(args.steps) as show:
         for step in range(len(losses), len(losses) + args.steps):
             started = time.perf_counter()
@@ -329,19 +330,32 @@ def train(
                 parameters["lr"] = args.lr * min(1.0, (step + 1) / 5)
             optimizer.step()
             losses.append(loss.item())
-            memory = memory_per_rank(device)
-            show(step + 1, losses[-1], args.context / (time.perf_counter() - started), memory)
+            show(step + 1, losses[-1], args.context / (time.perf_counter() - started), memory.peak())
 
 
-def memory_per_rank(device: torch.device) -> float:
-    """Bytes at the worst moment so far, of the rank that needs the most: GPU memory, or the process's RAM."""
-    if device.type == "cuda":
-        used = torch.cuda.max_memory_allocated()
-    else:
-        used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
-    largest = torch.tensor(float(used), device=device)
-    dist.all_reduce(largest, dist.ReduceOp.MAX)
-    return largest.item()
+class MemoryPerRank:
+    """Bytes at the worst moment since this was made, on the rank that needs the most: of GPU memory in use, or of RAM
+    beyond what the process had before (without Python and torch themselves)."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device, self.before = device, 0
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+        elif sys.platform == "linux":
+            with contextlib.suppress(OSError, AttributeError):
+                ctypes.CDLL(None).malloc_trim(0)  # glibc keeps what was freed
+                Path("/proc/self/clear_refs").write_text("5")  # and Linux the peak
+            self.before = self._peak()
+
+    def _peak(self) -> int:
+        if self.device.type == "cuda":
+            return torch.cuda.max_memory_allocated()
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+    def peak(self) -> float:
+        largest = torch.tensor(float(self._peak() - self.before), device=self.device)
+        dist.all_reduce(largest, dist.ReduceOp.MAX)
+        return largest.item()
 
 
 @contextlib.contextmanager
@@ -349,14 +363,14 @@ def progress(steps: int) -> Iterator[Callable[[int, float, float, float], None]]
     """Yields ``show(step, loss, tokens per second, bytes)``: a bar in a terminal, else about ten lines. Rank 0 only."""
     shown = 0
 
-    def describe(step: int, loss: float, rate: float, memory: float) -> str:
-        return f"step {step}  loss {loss:.4f}  {rate:,.0f} tokens/s  {memory / 2**20:,.0f} MiB per rank"
+    def describe(loss: float, rate: float, memory: float) -> str:
+        return f"loss {loss:.4f}  {rate:,.0f} tokens/s  {memory / 2**20:,.0f} MiB per rank"
 
-    def print_line(step: int, loss: float, rate: float, memory: float) -> None:
+    def print_line(step: int, *numbers: float) -> None:
         nonlocal shown
         shown += 1
         if shown % max(steps // 10, 1) == 0 or shown in (1, steps):
-            print(describe(step, loss, rate, memory), flush=True)
+            print(f"  step {step:<4} {describe(*numbers)}", flush=True)
 
     if dist.get_rank() != 0:
         yield lambda *_: None
@@ -370,10 +384,10 @@ def progress(steps: int) -> Iterator[Callable[[int, float, float, float], None]]
     if not sys.stdout.isatty():
         yield print_line
         return
-    columns = (BarColumn(30), MofNCompleteColumn(), TimeRemainingColumn(), TextColumn("{task.description}"))
+    columns = (BarColumn(18), MofNCompleteColumn(), TimeRemainingColumn(), TextColumn("{task.description}"))
     with Progress(*columns) as bar:
         task = bar.add_task("first step ...", total=steps)
-        yield lambda *shown: bar.update(task, advance=1, description=describe(*shown))
+        yield lambda step, *numbers: bar.update(task, advance=1, description=describe(*numbers))
 
 
 # --- Checkpoints ---------------------------------------------------------------------------------------
@@ -503,12 +517,12 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, dict[str, Any] | None]:
     )
     add = parser.add_argument
     add("--context", type=int, default=131072 if gpu else 8192, help="bytes of text in one sequence, over all ranks")
-    add("--steps", type=int, default=30, help="training steps of this run")
+    add("--steps", type=int, default=30 if gpu else 24, help="training steps of this run")
     add("--text", help="file or folder to learn; None: the sources of Python's standard library")
     add("--layers", type=int, default=6 if gpu else 2)
     add("--dim", type=int, default=768 if gpu else 128)
-    add("--heads", type=int, default=6 if gpu else 4, help="query heads")
-    add("--kv-heads", type=int, default=2, help="key and value heads")
+    add("--heads", type=int, default=6 if gpu else 2, help="query heads")
+    add("--kv-heads", type=int, default=2 if gpu else 1, help="key and value heads")
     add("--lr", type=float, default=2e-3, help="learning rate of AdamW")
     add("--layout", default="zigzag", help="contiguous, zigzag or striped")
     add("--dataflow", default="auto", help="ring, reduce, ..., or auto")
@@ -584,7 +598,7 @@ def run(args: argparse.Namespace, saved: dict[str, Any] | None) -> None:
         print(f"  text   {len(text):,} bytes of {args.text or sysconfig.get_paths()['stdlib']}")
         print(
             f"  model  {count:,} parameters: {args.layers} layers of {args.dim}, {args.heads} query heads, "
-            f"{args.kv_heads} key and value heads of {args.dim // args.heads}"
+            f"{args.kv_heads} for keys and values, of {args.dim // args.heads} each"
         )
         dataflow = make_plan(1, virtual.VirtualRank(0, 1), args).dataflow
         print(f"  split  {args.layout} layout, {dataflow} dataflow", flush=True)

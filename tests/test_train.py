@@ -1,0 +1,155 @@
+"""scripts/train.py: the split changes neither loss nor gradients, no target is lost, and a run can go on."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import ringattn
+from ringattn import virtual
+from scripts import train
+
+ROOT = Path(__file__).resolve().parents[1]
+TINY = ["--context=97", "--layers=1", "--dim=16", "--heads=2", "--kv-heads=1", "--lr=0.01"]
+
+
+def launch(*arguments: str) -> str:
+    """Standard output of a run on two gloo ranks."""
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "CUDA_VISIBLE_DEVICES": ""}
+    env["PYTHONPATH"] = str(ROOT)
+    command = f"-m torch.distributed.run --standalone --nproc-per-node 2 --module scripts.train {' '.join(arguments)}"
+    done = subprocess.run(
+        [sys.executable, *command.split()], cwd=ROOT, env=env, capture_output=True, text=True, timeout=200
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.fixture(autouse=True)
+def cpu(monkeypatch):
+    """The same small float32 runs on machines with GPUs."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+
+
+@pytest.fixture
+def alone():
+    """A process group of this process only."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def test_two_ranks_match_one_process_and_a_resumed_run_continues_exactly(tmp_path, monkeypatch):
+    text = f"--text={ROOT / 'ringattn' / 'plan.py'}"
+    with monkeypatch.context() as patch:
+        patch.setattr(train, "draw", lambda *_: None)
+        patch.delenv("RANK", raising=False)
+        for name, steps in (("whole", 4), ("half", 2)):
+            assert train.main([*TINY, text, f"--steps={steps}", f"--out={tmp_path / name}"]) == 0
+        half = tmp_path / "half" / "checkpoint.pt"  # settings come from there
+        assert train.main([f"--resume={half}", "--steps=2", f"--out={tmp_path / 'alone'}"]) == 0
+    said = launch(f"--resume={half}", "--steps=2", f"--out={tmp_path / 'ranks'}")
+
+    whole, alone, ranks = (train.load_checkpoint(tmp_path / x / "checkpoint.pt") for x in ("whole", "alone", "ranks"))
+    assert len(set(whole["losses"])) == 4  # it trains
+    assert alone["losses"] == whole["losses"]  # bit for bit
+    for name, parameter in whole["model"].items():
+        assert torch.equal(alone["model"][name], parameter)
+        assert train.relative_difference(ranks["model"][name], parameter) < 1e-4
+    assert ranks["losses"] == pytest.approx(whole["losses"], rel=1e-5)
+
+    differ = re.search(r"2 ranks and one process differ by at most (\S+)", said)
+    assert differ is not None, said
+    assert float(differ[1]) < 1e-5
+    pytest.importorskip("matplotlib")
+    assert (tmp_path / "ranks" / "train.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag", "striped"])
+def test_labels_are_the_next_bytes_of_the_whole_sequence(alone, layout):
+    context, ranks = 101, 4
+    tokens, labels = train.next_batch(torch.arange(200, dtype=torch.uint8), context, 0, 0, torch.device("cpu"))
+    targets = []
+    for rank in range(ranks):
+        plan = ringattn.plan(context, virtual.VirtualRank(rank, ranks), causal=True, layout=layout)
+        assert torch.equal(plan.shard(labels), plan.shard(tokens) + 1)
+        targets.append(plan.shard(labels))
+    assert torch.equal(torch.cat(targets, 1).sort().values, torch.arange(1, context + 1)[None] + tokens[0, 0])
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag", "striped"])
+def test_losses_and_gradients_of_ranks_sum_to_those_of_one_process(layout):
+    torch.manual_seed(0)
+    model, sequence = train.Decoder(2, 32, 4, 2), torch.randint(256, (1, 54))
+    tokens, labels = sequence[:, :-1], sequence[:, 1:]  # 53 targets on 3 ranks: shards are uneven
+
+    def part(rank: virtual.VirtualRank) -> list[torch.Tensor]:
+        plan = ringattn.plan(53, rank, causal=True, layout=layout)
+        loss = train.local_loss(model, tokens, labels, plan, "eager")
+        return [loss.detach(), *torch.autograd.grad(loss, list(model.parameters()))]
+
+    (whole,) = virtual.run(1, part)
+    parts = virtual.run(3, part)
+    names = ["loss", *(name for name, _ in model.named_parameters())]
+    for name, expected, *found in zip(names, whole, *parts, strict=True):
+        assert train.relative_difference(sum(found), expected) < 1e-5, name
+
+
+def test_batches_depend_on_seed_and_step_only(alone):
+    text = torch.randint(256, (5000,), dtype=torch.uint8)
+
+    def batch(seed: int, step: int) -> torch.Tensor:
+        return train.next_batch(text, 64, seed, step, torch.device("cpu"))[0]
+
+    assert torch.equal(batch(1, 7), batch(1, 7))
+    assert not torch.equal(batch(1, 7), batch(1, 8))
+    assert not torch.equal(batch(1, 7), batch(2, 7))
+
+
+@pytest.mark.parametrize("bad", [1e-4, float("nan")])
+def test_a_difference_above_the_tolerance_fails(bad, capsys):
+    same = train.Comparison(1, "float32", 5.0, 0.0, 0.0, "embed.weight", 1)
+    train.report_comparison([same, train.Comparison(2, "float32", 5.0, 1e-7, 1e-6, "embed.weight", 1)], 64)
+    with pytest.raises(ArithmeticError, match=r"norm\.weight"):
+        train.report_comparison([same, train.Comparison(2, "float32", 5.0, 0.0, bad, "norm.weight", 1)], 64)
+
+
+def test_peak_memory_counts_what_was_held_at_once():
+    size = 4 * 2**20  # bytes of a million floats
+    with train.peak_memory(torch.device("cpu")) as peak:
+        for _ in range(3):
+            x = torch.ones(2**20)
+            y = x + 1
+            del x, y
+    assert 2 * size <= peak() < 2.5 * size
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ("--heads 3", "head dim"),
+        ("--heads 4 --kv-heads 3", "multiple of --kv-heads 3"),
+        ("--layout spiral", "zigzag"),
+        ("--dataflow magic", "ring"),
+        ("--context 0", "at least 1"),
+        ("--text /nonexistent", "no such file"),
+        ("--resume /nonexistent", "no checkpoint"),
+    ],
+)
+def test_mistakes_are_told_before_any_rank_starts(arguments, said, capsys):
+    assert train.main(["--count-ranks", "--dim", "128", *arguments.split()]) == 1
+    assert said in capsys.readouterr().err
+
+
+def test_text_too_short(tmp_path, capsys):
+    (tmp_path / "text").write_bytes(b"x" * 100)
+    assert train.main(["--count-ranks", "--text", str(tmp_path / "text"), "--context", "100"]) == 1
+    assert "100 bytes" in capsys.readouterr().err
+    assert train.main(["--count-ranks", "--text", str(tmp_path / "text"), "--context", "99"]) == 0
