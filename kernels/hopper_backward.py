@@ -1,0 +1,560 @@
+"""The backward of the block kernel for Hopper (sm_90), in Gluon. Contract and shapes: block.py.
+
+``lse`` and ``delta`` are global, so chunks need no merging. A CTA owns a tile of 128 keys of one key head and walks the
+tiles of 64 queries that see it, for every query head of the group; dk and dv stay in registers and are stored once::
+
+    consumers 0, 1  64 keys each, scores transposed (keys are rows), one query tile a step:
+                    dP^T = V dO^T  under  P = exp2(S^T c - lse) ; dV += P dO ; dS = P (dP^T - delta), to shared memory
+                    dQ of the step before (its dS is complete) ; S^T of the step after ; dK += dS Q ; then dQ
+                    to shared memory
+    producer        one warp: K, V, then Q, lse (and start, end of cut tiles), dO, delta of every step by TMA
+    writers 0, 1    one warp each: add the staged half of dQ to global memory, float32, by TMA
+
+* P and dS feed dV and dK from registers. dQ = dS K needs all 128 keys: a consumer makes half of its columns and reads
+  the other consumer's dS, which it only waits for a whole step later, so that the two may drift half a step apart.
+* The last fence of a step serves the dS of the step and the dQ of the step before, which a writer then sends off.
+* P carries the factor ``softmax_scale`` (bfloat16: the exponent has room), taken into ``lse``: dS, dQ and dK then need
+  no factor, and dV is divided once. float16 multiplies dQ and dK instead.
+* CTAs walk the queries from staggered starts: they do not add to the same tile of dQ at the same time.
+* Key tiles with nothing but full query tiles run a loop without a mask; the others test every step whether it is cut.
+
+The order of the additions to dQ is not fixed: dk and dv are the same bits on every run, dq is so up to rounding.
+``deterministic=True`` is therefore the portable kernel's (flash_backward.py), which adds nothing in memory.
+
+Named barriers: 4 to 7 half of dS written (two per consumer, even and odd steps), 8, 9 Q read, 10, 11 dO read,
+12, 13 dQ staged, 14, 15 dQ sent. Method: Dao 2023 (arXiv:2307.08691), Shah et al. 2024 (arXiv:2407.08608).
+What was tried: NOTES.md.
+"""
+
+from __future__ import annotations
+
+import functools
+import heapq
+import math
+import weakref
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from . import flash_backward
+from .block import Block, Score
+from .hopper_primitives import barrier_arrive, barrier_sync, tma_reduce_add
+
+__all__ = ["backward", "unsupported"]
+
+LOG2E = 1.4426950408889634
+
+BM = gl.constexpr(64)  # queries of a step
+BN = gl.constexpr(128)  # keys of a CTA, half of them for each consumer
+DS_STAGES = gl.constexpr(4)  # 3 are needed
+INFO = gl.constexpr(8)  # int32 numbers that describe a key tile, see _tables
+
+DS_READY, Q_FREE, DO_FREE, DQ_STAGED, DQ_SENT = (gl.constexpr(i) for i in (4, 8, 10, 12, 14))
+LOADERS = gl.constexpr(288)  # threads at a barrier of both consumers and the producer
+PAIR = gl.constexpr(256)  # both consumers
+STAGING = gl.constexpr(160)  # one consumer and its writer
+
+
+# ---------------------------------------------------------------- device
+
+
+@gluon.jit
+def _place(info_ptr, heads, tiles, kv_heads, parts, SWEEP: gl.constexpr, BATCHED: gl.constexpr):
+    """Program -> batch, key head, part of the group's query heads, address of the key tile's description.
+
+    ``SWEEP`` heads are walked at the same time, tile by tile.
+    """
+    program = gl.program_id(0)
+    inside = program % (SWEEP * tiles)
+    head = program // (SWEEP * tiles) * SWEEP + inside % SWEEP
+    tile = inside // SWEEP
+    batch = head // (parts * kv_heads)
+    if BATCHED:
+        tile += batch * tiles
+    return batch, head // parts % kv_heads, head % parts, info_ptr + tile * INFO
+
+
+@gluon.jit
+def _next(j, begin, end):
+    j += 1
+    if j == end:
+        j = begin
+    return j
+
+
+@gluon.jit
+def _producer(
+    q_desc, dout_desc, k_desc, v_desc, lse_desc, delta_desc, bounds_desc, info_ptr,
+    k_s, v_s, q_s, dout_s, lse_s, delta_s, bounds_s, kv_full, q_full, dout_full,
+    heads, tiles, kv_heads, parts, q_tiles, SWEEP: gl.constexpr, BATCHED: gl.constexpr,
+):  # fmt: skip
+    batch, kv_head, part, info = _place(info_ptr, heads, tiles, kv_heads, parts, SWEEP, BATCHED)
+    first = gl.load(info)
+    begin = gl.load(info + 2)
+    end = gl.load(info + 3)
+    full_begin = gl.load(info + 4)
+    full_end = gl.load(info + 5)
+    start = gl.load(info + 6)
+    for c in gl.static_range(2):
+        mbarrier.expect(kv_full.index(c), k_desc.block_type.nbytes + v_desc.block_type.nbytes)
+        tma.async_copy_global_to_shared(
+            k_desc, [batch, first + c * (BN // 2), kv_head, 0], kv_full.index(c), k_s.index(c)
+        )
+        tma.async_copy_global_to_shared(
+            v_desc, [batch, first + c * (BN // 2), kv_head, 0], kv_full.index(c), v_s.index(c)
+        )
+    head = (kv_head * parts + part) * heads
+    q_heads = kv_heads * parts * heads
+    bounds_row = 0
+    if BATCHED:
+        bounds_row = batch * q_tiles
+    j = start
+    for i in range(0, (end - begin) * heads):
+        stage = i % 2
+        row = (batch * q_heads + head) * q_tiles + j
+        if i >= 2:
+            barrier_sync(Q_FREE + stage, LOADERS, warps=1)
+        if (j < full_begin) | (j >= full_end):
+            mbarrier.expect(
+                q_full.index(stage),
+                q_desc.block_type.nbytes + lse_desc.block_type.nbytes + bounds_desc.block_type.nbytes,
+            )
+            tma.async_copy_global_to_shared(
+                bounds_desc, [bounds_row + j, 0], q_full.index(stage), bounds_s.index(stage)
+            )
+        else:
+            mbarrier.expect(q_full.index(stage), q_desc.block_type.nbytes + lse_desc.block_type.nbytes)
+        tma.async_copy_global_to_shared(q_desc, [batch, j * BM, head, 0], q_full.index(stage), q_s.index(stage))
+        tma.async_copy_global_to_shared(lse_desc, [row, 0], q_full.index(stage), lse_s.index(stage))
+        if i >= 2:
+            barrier_sync(DO_FREE + stage, LOADERS, warps=1)
+        mbarrier.expect(dout_full.index(stage), dout_desc.block_type.nbytes + delta_desc.block_type.nbytes)
+        tma.async_copy_global_to_shared(
+            dout_desc, [batch, j * BM, head, 0], dout_full.index(stage), dout_s.index(stage)
+        )
+        tma.async_copy_global_to_shared(delta_desc, [row, 0], dout_full.index(stage), delta_s.index(stage))
+        j = _next(j, begin, end)
+        if j == start:
+            head += 1
+
+
+@gluon.jit
+def _writer(
+    C: gl.constexpr, dq_desc, info_ptr, dq_s, heads, tiles, kv_heads, parts, SWEEP: gl.constexpr, BATCHED: gl.constexpr
+):
+    """Two steps behind consumer C. The first two times there is nothing to send yet."""
+    batch, kv_head, part, info = _place(info_ptr, heads, tiles, kv_heads, parts, SWEEP, BATCHED)
+    begin = gl.load(info + 2)
+    end = gl.load(info + 3)
+    start = gl.load(info + 6)
+    head = (kv_head * parts + part) * heads
+    for _ in range(0, 2):
+        barrier_sync(DQ_STAGED + C, STAGING, warps=1)
+        barrier_arrive(DQ_SENT + C, STAGING, warps=1)
+    j = start
+    for _ in range(0, (end - begin) * heads):
+        barrier_sync(DQ_STAGED + C, STAGING, warps=1)
+        tma_reduce_add(dq_desc, [batch, j * BM, head, C * dq_desc.block_type.shape[3]], dq_s.index(C))
+        tma.store_wait(0)
+        barrier_arrive(DQ_SENT + C, STAGING, warps=1)
+        j = _next(j, begin, end)
+        if j == start:
+            head += 1
+
+
+@gluon.jit
+def _scores(i, k, q_s, q_full, S_L: gl.constexpr):
+    """S^T of step i, unscaled: (64 keys, 64 queries), asynchronous."""
+    mbarrier.wait(q_full.index(i % 2), (i // 2) & 1)
+    return warpgroup_mma(
+        k, q_s.index(i % 2).permute((1, 0)), gl.zeros([BN // 2, BM], gl.float32, S_L), use_acc=False, is_async=True
+    )
+
+
+@gluon.jit
+def _dq(C: gl.constexpr, i, k_s, ds_s, D: gl.constexpr):
+    """Half C of the columns of dQ of step i: both halves of dS times K, asynchronous."""
+    L: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D // 2, 16])
+    stage = i % DS_STAGES * 2
+    own = k_s.index(C).slice(C * (D // 2), D // 2, dim=1)
+    other = k_s.index(1 - C).slice(C * (D // 2), D // 2, dim=1)
+    dq = gl.zeros([BM, D // 2], gl.float32, L)
+    dq = warpgroup_mma(ds_s.index(stage + C).permute((1, 0)), own, dq, use_acc=False, is_async=True)
+    return warpgroup_mma(ds_s.index(stage + 1 - C).permute((1, 0)), other, dq, is_async=True)
+
+
+@gluon.jit
+def _step(
+    C: gl.constexpr, CUT: gl.constexpr, i, cut, last, s, dk, dv, k_s, v_s, q_s, dout_s, lse_v, delta_v, bounds_v,
+    ds_s, dq_s,
+    q_full, dout_full, scale_log2, dq_scale, key, past, FOLD: gl.constexpr,
+):  # fmt: skip
+    """One query tile. ``s`` comes in complete and goes out complete for the next one; no wgmma crosses a step."""
+    D: gl.constexpr = k_s.shape[2]
+    S_L: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BM, 16])
+    O_L: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D, 16])
+    A_L: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=O_L, k_width=2)
+    dtype: gl.constexpr = k_s.dtype
+    stage = i % 2
+    if CUT:  # noqa: SIM102 (CUT is known at compile time)
+        if cut:
+            from_key = bounds_v.index(2 * stage).load(gl.SliceLayout(0, S_L))
+            to_key = gl.minimum(bounds_v.index(2 * stage + 1).load(gl.SliceLayout(0, S_L)), past)
+            keys = gl.arange(0, BN // 2, gl.SliceLayout(1, S_L)) + key
+            seen = (keys[:, None] >= from_key[None, :]) & (keys[:, None] < to_key[None, :])
+            s = gl.where(seen, s, float("-inf"))
+    mbarrier.wait(dout_full.index(stage), (i // 2) & 1)
+    dout = dout_s.index(stage)
+    dp = gl.zeros([BN // 2, BM], gl.float32, S_L)
+    dp = warpgroup_mma(v_s.index(C), dout.permute((1, 0)), dp, use_acc=False, is_async=True)
+    p = gl.exp2(s * scale_log2 - lse_v.index(stage).load(gl.SliceLayout(0, S_L))[None, :])
+    p16 = gl.convert_layout(p.to(dtype), A_L)
+    dv = warpgroup_mma(p16, dout, dv, is_async=True)
+    dp = warpgroup_mma_wait(1, deps=[dp])
+    ds = (p * (dp - delta_v.index(stage).load(gl.SliceLayout(0, S_L))[None, :])).to(dtype)
+    barrier_sync(DS_READY + 2 - 2 * C + ((i + 1) & 1), PAIR)  # the other half of the previous dS
+    ds_s.index(i % DS_STAGES * 2 + C).store(ds)
+    ds16 = gl.convert_layout(ds, A_L)
+    fence_async_shared()
+    barrier_arrive(DS_READY + 2 * C + (i & 1), PAIR)
+    barrier_arrive(DQ_STAGED + C, STAGING)
+    dq = _dq(C, i + DS_STAGES - 1, k_s, ds_s, D)
+    dv, p16 = warpgroup_mma_wait(2, deps=[dv, p16])
+    barrier_arrive(DO_FREE + stage, LOADERS)
+    s = _scores(gl.minimum(i + 1, last), k_s.index(C), q_s, q_full, S_L)
+    dk = warpgroup_mma(ds16, q_s.index(stage), dk, is_async=True)
+    dq = warpgroup_mma_wait(2, deps=[dq])
+    if not FOLD:
+        dq = dq * dq_scale
+    barrier_sync(DQ_SENT + C, STAGING)
+    dq_s.index(C).store(dq)
+    dk, ds16, s = warpgroup_mma_wait(0, deps=[dk, ds16, s])
+    barrier_arrive(Q_FREE + stage, LOADERS)
+    return s, dk, dv
+
+
+@gluon.jit
+def _walk(
+    C: gl.constexpr, CUT: gl.constexpr, steps, begin, end, full_begin, full_end, start, s, dk, dv, k_s, v_s, q_s,
+    dout_s, lse_v,
+    delta_v, bounds_v, ds_s, dq_s, q_full, dout_full, scale_log2, dq_scale, key, past, FOLD: gl.constexpr,
+):  # fmt: skip
+    j = start
+    for i in range(0, steps):
+        cut = (j < full_begin) | (j >= full_end)
+        s, dk, dv = _step(
+            C, CUT, i, cut, steps - 1, s, dk, dv, k_s, v_s, q_s, dout_s, lse_v, delta_v, bounds_v, ds_s, dq_s,
+            q_full, dout_full, scale_log2, dq_scale, key, past, FOLD,
+        )  # fmt: skip
+        j = _next(j, begin, end)
+    return dk, dv
+
+
+@gluon.jit
+def _consumer(
+    C: gl.constexpr, dk_ptr, dv_ptr, info_ptr, k_s, v_s, q_s, dout_s, lse_v, delta_v, bounds_v, ds_s, dq_s, kv_full,
+    q_full, dout_full, heads, tiles, kv_heads, parts, batches, seq_k, scale_log2, dk_scale, dv_scale,
+    SWEEP: gl.constexpr, BATCHED: gl.constexpr, FOLD: gl.constexpr,
+):  # fmt: skip
+    D: gl.constexpr = k_s.shape[2]
+    S_L: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BM, 16])
+    O_L: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D, 16])
+    batch, kv_head, part, info = _place(info_ptr, heads, tiles, kv_heads, parts, SWEEP, BATCHED)
+    first = gl.load(info)
+    past = gl.load(info + 1)
+    begin = gl.load(info + 2)
+    end = gl.load(info + 3)
+    full_begin = gl.load(info + 4)
+    full_end = gl.load(info + 5)
+    start = gl.load(info + 6)
+    key = first + C * (BN // 2)
+    dk = gl.zeros([BN // 2, D], gl.float32, O_L)
+    dv = gl.zeros([BN // 2, D], gl.float32, O_L)
+    ds_s.index(2 * (DS_STAGES - 1) + C).store(gl.zeros([BN // 2, BM], k_s.dtype, S_L))  # "dS of step -1"
+    fence_async_shared()
+    barrier_arrive(DS_READY + 1 + 2 * C, PAIR)
+    mbarrier.wait(kv_full.index(C), 0)
+    mbarrier.wait(kv_full.index(1 - C), 0)
+    s = _scores(0, k_s.index(C), q_s, q_full, S_L)
+    s = warpgroup_mma_wait(0, deps=[s])
+    steps = (end - begin) * heads
+    if (full_begin > begin) | (full_end < end):
+        dk, dv = _walk(
+            C, True, steps, begin, end, full_begin, full_end, start, s, dk, dv, k_s, v_s, q_s, dout_s, lse_v, delta_v,
+            bounds_v, ds_s, dq_s, q_full, dout_full, scale_log2, dk_scale, key, past, FOLD,
+        )  # fmt: skip
+    else:
+        dk, dv = _walk(
+            C, False, steps, begin, end, full_begin, full_end, start, s, dk, dv, k_s, v_s, q_s, dout_s, lse_v, delta_v,
+            bounds_v, ds_s, dq_s, q_full, dout_full, scale_log2, dk_scale, key, past, FOLD,
+        )  # fmt: skip
+    # dQ of the last step, behind that of the step before
+    fence_async_shared()
+    barrier_arrive(DQ_STAGED + C, STAGING)
+    barrier_sync(DS_READY + 2 - 2 * C + ((steps - 1) & 1), PAIR)
+    dq = warpgroup_mma_wait(0, deps=[_dq(C, steps - 1, k_s, ds_s, D)])
+    if not FOLD:
+        dq = dq * dk_scale
+    barrier_sync(DQ_SENT + C, STAGING)
+    dq_s.index(C).store(dq)
+    fence_async_shared()
+    barrier_arrive(DQ_STAGED + C, STAGING)
+    rows = gl.arange(0, BN // 2, gl.SliceLayout(1, O_L)) + key
+    cols = gl.arange(0, D, gl.SliceLayout(0, O_L))
+    at = (((part * batches + batch).to(gl.int64) * seq_k + rows) * kv_heads + kv_head)[:, None] * D + cols[None, :]
+    inside = (rows < past)[:, None]
+    gl.store(dv_ptr + at, dv * dv_scale, mask=inside)
+    if not FOLD:
+        dk = dk * dk_scale
+    gl.store(dk_ptr + at, dk, mask=inside)
+
+
+@gluon.jit
+def _kernel(
+    q_desc, dout_desc, k_desc, v_desc, lse_desc, delta_desc, bounds_desc, dq_desc, dk_ptr, dv_ptr, info_ptr,
+    heads, tiles, kv_heads, parts, batches, seq_k, q_tiles, scale_log2, dk_scale, dv_scale,
+    SWEEP: gl.constexpr, BATCHED: gl.constexpr, FOLD: gl.constexpr, REGISTERS: gl.constexpr,
+):  # fmt: skip
+    """``heads``: query heads of a CTA; ``parts``: CTAs that share a group, each with its own dk, dv."""
+    dtype: gl.constexpr = q_desc.dtype
+    D: gl.constexpr = q_desc.block_type.shape[3]
+    DS_L: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BN // 2, BM], dtype)
+    TILE_L: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BM, D], dtype)
+    DQ_L: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BM, D // 2], gl.float32)
+    ROW_L: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    k_t = gl.allocate_shared_memory(dtype, [2, 1, BN // 2, 1, D], k_desc.layout)
+    v_t = gl.allocate_shared_memory(dtype, [2, 1, BN // 2, 1, D], v_desc.layout)
+    q_t = gl.allocate_shared_memory(dtype, [2, 1, BM, 1, D], q_desc.layout)
+    dout_t = gl.allocate_shared_memory(dtype, [2, 1, BM, 1, D], dout_desc.layout)
+    ds_s = gl.allocate_shared_memory(dtype, [2 * DS_STAGES, BN // 2, BM], DS_L)
+    dq_t = gl.allocate_shared_memory(gl.float32, [2, 1, BM, 1, D // 2], dq_desc.layout)
+    lse_t = gl.allocate_shared_memory(gl.float32, [2, 1, BM], lse_desc.layout)
+    delta_t = gl.allocate_shared_memory(gl.float32, [2, 1, BM], delta_desc.layout)
+    bounds_t = gl.allocate_shared_memory(gl.int32, [2, 1, 2 * BM], bounds_desc.layout)
+    kv_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    q_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    dout_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    # The same memory without the dimensions of length one that TMA sees.
+    k_s = k_t._reinterpret(dtype, [2, BN // 2, D], TILE_L)
+    v_s = v_t._reinterpret(dtype, [2, BN // 2, D], TILE_L)
+    q_s = q_t._reinterpret(dtype, [2, BM, D], TILE_L)
+    dout_s = dout_t._reinterpret(dtype, [2, BM, D], TILE_L)
+    dq_s = dq_t._reinterpret(gl.float32, [2, BM, D // 2], DQ_L)
+    lse_v = lse_t._reinterpret(gl.float32, [2, BM], ROW_L)
+    delta_v = delta_t._reinterpret(gl.float32, [2, BM], ROW_L)
+    bounds_v = bounds_t._reinterpret(gl.int32, [4, BM], ROW_L)
+    for i in gl.static_range(2):
+        mbarrier.init(kv_full.index(i), count=1)
+        mbarrier.init(q_full.index(i), count=1)
+        mbarrier.init(dout_full.index(i), count=1)
+    gl.warp_specialize(
+        [
+            (_consumer, (0, dk_ptr, dv_ptr, info_ptr, k_s, v_s, q_s, dout_s, lse_v, delta_v, bounds_v, ds_s, dq_s,
+            kv_full, q_full,
+                         dout_full, heads, tiles, kv_heads, parts, batches, seq_k, scale_log2, dk_scale, dv_scale,
+                         SWEEP, BATCHED, FOLD)),
+            (_consumer, (1, dk_ptr, dv_ptr, info_ptr, k_s, v_s, q_s, dout_s, lse_v, delta_v, bounds_v, ds_s, dq_s,
+            kv_full, q_full,
+                         dout_full, heads, tiles, kv_heads, parts, batches, seq_k, scale_log2, dk_scale, dv_scale,
+                         SWEEP, BATCHED, FOLD)),
+            (_producer, (q_desc, dout_desc, k_desc, v_desc, lse_desc, delta_desc, bounds_desc, info_ptr, k_t, v_t,
+            q_t, dout_t, lse_t,
+                         delta_t, bounds_t, kv_full, q_full, dout_full, heads, tiles, kv_heads, parts, q_tiles, SWEEP,
+                         BATCHED)),
+            (_writer, (0, dq_desc, info_ptr, dq_t, heads, tiles, kv_heads, parts, SWEEP, BATCHED)),
+            (_writer, (1, dq_desc, info_ptr, dq_t, heads, tiles, kv_heads, parts, SWEEP, BATCHED)),
+        ],
+        [4, 1, 1, 1],
+        [REGISTERS, 24, 24, 24],
+    )  # fmt: skip
+
+
+@triton.jit
+def _row_statistics(lse_ptr, delta_ptr, lse_out, delta_out, seq_q, q_tiles, shift, ROWS: tl.constexpr):
+    """lse in base 2 less ``shift`` and delta, padded to whole tiles. A row that sees nothing, or is padding, gets
+    lse = +inf, which makes its p 0."""
+    tile = tl.program_id(0)
+    head = (tile // q_tiles).to(tl.int64)
+    row = tile % q_tiles * ROWS + tl.arange(0, ROWS)
+    inside = row < seq_q
+    lse = tl.load(lse_ptr + head * seq_q + row, mask=inside, other=float("-inf"))
+    delta = tl.load(delta_ptr + head * seq_q + row, mask=inside, other=0.0)
+    at = tile.to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    tl.store(lse_out + at, tl.where(lse == float("-inf"), float("inf"), lse * 1.4426950408889634 - shift))
+    tl.store(delta_out + at, delta)
+
+
+# ---------------------------------------------------------------- host
+
+
+def unsupported(q: Tensor, k: Tensor, v: Tensor, score: Score) -> str | None:
+    if not q.is_cuda or torch.cuda.get_device_capability(q.device)[0] != 9:
+        return "it needs a Hopper GPU (sm_90); use 'triton'"
+    if q.dtype not in (torch.bfloat16, torch.float16) or not q.dtype == k.dtype == v.dtype:
+        return f"dtype {q.dtype} is not bfloat16 or float16; use 'triton'"
+    if q.shape[-1] not in (64, 128) or v.shape[-1] != q.shape[-1]:
+        return f"head dims {q.shape[-1]}, {v.shape[-1]} are not 64 or 128, the same for v; use 'triton'"
+    if score.softcap or score.alibi_slopes is not None:
+        return "no softcap and no ALiBi; use 'triton'"
+    if score.softmax_scale <= 0:
+        return f"softmax_scale {score.softmax_scale} is not positive; use 'triton'"
+    return None
+
+
+def backward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dout: Tensor,
+    lse: Tensor,
+    delta: Tensor,
+    block: Block,
+    score: Score,
+    dq: Tensor,
+    deterministic: bool,
+) -> tuple[Tensor, Tensor]:
+    if deterministic:
+        return flash_backward.backward(q, k, v, dout, lse, delta, block, score, dq, deterministic)
+    target = dq if _tma_ready(dq) else torch.zeros_like(dq, memory_format=torch.contiguous_format)
+    dk, dv = launch(q, k, v, dout, lse, delta, block, score, target, _parts(q, k, block))
+    if target is not dq:
+        dq += target
+    return (dk[0], dv[0]) if dk.shape[0] == 1 else (dk.sum(0), dv.sum(0))
+
+
+def launch(
+    q: Tensor, k: Tensor, v: Tensor, dout: Tensor, lse: Tensor, delta: Tensor, block: Block, score: Score, dq: Tensor,
+    parts: int, run=lambda kernel, grid, *args, **options: kernel[grid](*args, **options),
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """dk and dv of each of ``parts`` parts of the group: (parts, batch, seq_k, kv_heads, head_dim)."""
+    q, k, v, dout = (x if _tma_ready(x) else x.contiguous() for x in (q, k, v, dout))
+    batch, seq_q, q_heads, dim = q.shape
+    _, seq_k, kv_heads, _ = k.shape
+    info, bounds = _tables(block)
+    tiles, q_tiles = info.shape[1], triton.cdiv(seq_q, BM.value)
+    scale = score.softmax_scale
+    fold = q.dtype == torch.bfloat16
+    rows = torch.empty(2, batch * q_heads * q_tiles, BM.value, dtype=torch.float32, device=q.device)
+    lse, delta = lse.contiguous(), delta.contiguous()
+    run(
+        _row_statistics,
+        (batch * q_heads * q_tiles,),
+        lse,
+        delta,
+        rows[0],
+        rows[1],
+        seq_q,
+        q_tiles,
+        math.log2(scale) if fold else 0.0,
+        ROWS=BM.value,
+        num_warps=2,
+    )
+    dk, dv = torch.empty(2, parts, batch, seq_k, kv_heads, dim, dtype=torch.float32, device=q.device)
+    queries, keys = [1, BM.value, 1, dim], [1, BN.value // 2, 1, dim]
+    run(
+        _kernel, (batch * kv_heads * parts * tiles,),
+        _descriptor(q, queries), _descriptor(dout, queries), _descriptor(k, keys), _descriptor(v, keys),
+        _descriptor(rows[0], [1, BM.value]), _descriptor(rows[1], [1, BM.value]), _descriptor(bounds, [1, 2 *
+        BM.value]),
+        _descriptor(dq, [1, BM.value, 1, dim // 2]), dk, dv, info,
+        q_heads // kv_heads // parts, tiles, kv_heads, parts, batch, seq_k, q_tiles,
+        scale * LOG2E, scale, 1 / scale if fold else 1.0,
+        SWEEP=_sweep(batch * kv_heads * parts, tiles, _processors(q)), BATCHED=info.shape[0] > 1, FOLD=fold,
+        REGISTERS=240, num_warps=4,
+    )  # fmt: skip
+    return dk, dv
+
+
+_GLUON = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float32: gl.float32, torch.int32: gl.int32}
+
+
+def _descriptor(x: Tensor, shape: list[int]) -> TensorDescriptor:
+    flat = len(shape) == 2  # rows of numbers, read back by ordinary loads: no swizzle
+    layout = gl.NVMMASharedLayout(0, 32, 2) if flat else gl.NVMMASharedLayout.get_default_for(shape, _GLUON[x.dtype])
+    return TensorDescriptor.from_tensor(x, shape, layout)
+
+
+def _tma_ready(x: Tensor) -> bool:
+    return (
+        x.stride(-1) == 1
+        and x.data_ptr() % 16 == 0
+        and all(s > 0 and s * x.element_size() % 16 == 0 for s in x.stride()[:-1])
+    )
+
+
+def _processors(x: Tensor) -> int:
+    return torch.cuda.get_device_properties(x.device).multi_processor_count if x.is_cuda else 132
+
+
+def _parts(q: Tensor, k: Tensor, block: Block) -> int:
+    """CTAs that share the query heads of a group: more than one only where the GPU would else stay half empty."""
+    group = q.shape[2] // k.shape[2]
+    ctas = k.shape[0] * k.shape[2] * sum(triton.cdiv(n, BN.value) for n in block.segments_k)
+    wanted = 1.5 * _processors(q)
+    return next((p for p in range(1, group) if group % p == 0 and ctas * p >= wanted), group)
+
+
+@functools.cache
+def _sweep(heads: int, tiles: int, processors: int) -> int:
+    """Heads walked at the same time. Few, so that their queries stay in L2, but enough that the heavy tiles of the last
+    heads do not come last: within 1 % of the best balance, judged by a causal mask."""
+    if heads * tiles > 20 * processors:
+        return 1
+
+    def span(sweep: int) -> int:
+        """When the last CTA ends, if CTAs start in order wherever a processor is free."""
+        ends = [0] * processors
+        for program in range(heads * tiles):
+            inside = program % (sweep * tiles)
+            heapq.heapreplace(ends, ends[0] + tiles - inside // sweep)
+        return max(ends)
+
+    spans = {s: span(s) for s in range(1, heads + 1) if heads % s == 0}
+    return next(s for s in spans if spans[s] <= 1.01 * min(spans.values()))
+
+
+_tables_of: weakref.WeakKeyDictionary[Block, tuple[Tensor, Tensor]] = weakref.WeakKeyDictionary()
+
+
+def _tables(block: Block) -> tuple[Tensor, Tensor]:
+    """Descriptions of the key tiles, most work first, and the intervals per query tile. Made on the device, once per
+    block.
+
+    Description: first and past-the-last key, then in query tiles ``begin, end`` (one at least), ``full_begin,
+    full_end``
+    (empty where the tile has fewer than BN keys: the others must be masked) and the tile to start at.
+    (batch or 1, tiles, 8) int32. Intervals: (batch or 1 times query tiles, 2 x BM) int32, empty for the rows of
+    padding.
+    """
+    if block not in _tables_of:
+        key_tiles = block.key_tiles(BM.value, BN.value)
+        span = key_tiles.span // BM.value
+        batches, tiles = span.shape[:2]
+        first, past = (key_tiles.rows[:, i].expand(batches, -1) for i in (0, 1))
+        begin, full_begin, full_end, end = span.unbind(-1)
+        end = torch.maximum(end, begin + 1)
+        whole = (past - first == BN.value) & (full_end > full_begin)
+        full_begin, full_end = torch.where(whole, full_begin, begin), torch.where(whole, full_end, begin)
+        index = torch.arange(tiles, device=span.device, dtype=torch.int32).expand(batches, -1)
+        start = begin + torch.remainder(index * (BN.value // BM.value) - begin, end - begin)
+        info = torch.stack([first, past, begin, end, full_begin, full_end, start, index], -1)
+        order = torch.argsort(begin - end, dim=1, stable=True)
+        info = info.gather(1, order[..., None].expand_as(info)).to(torch.int32).contiguous()
+        q_tiles = triton.cdiv(block.seq_q, BM.value)
+        bounds = info.new_zeros(batches, 2, q_tiles * BM.value)
+        bounds[:, 0, : block.seq_q], bounds[:, 1, : block.seq_q] = block.start, block.end
+        bounds = bounds.view(batches, 2, q_tiles, BM.value).transpose(1, 2).reshape(batches * q_tiles, 2 * BM.value)
+        _tables_of[block] = info, bounds.contiguous()
+    return _tables_of[block]
