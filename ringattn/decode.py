@@ -7,6 +7,8 @@ length of the cache.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
