@@ -6,7 +6,7 @@ import itertools
 import threading
 import weakref
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -17,6 +17,7 @@ from . import estimate
 from . import layout as layouts
 from . import mask as masks
 from . import transport as transports
+from .batch import shard_batch
 from .kernels.block import Block
 from .layout import Shard
 from .mask import Mask, count_below
@@ -118,6 +119,23 @@ class Plan:
                 f"but the plan's {name} is {getattr(self, name)}; pass the whole tensor and its sequence dim"
             )
         return layouts.take(x, shards[self.rank], dim)
+
+    def shard_batch(
+        self, batch: Mapping[str, Any], *, seq_dims: Mapping[str, int | None] | None = None
+    ) -> dict[str, Any]:
+        """This rank's shard of a dict of whole rows, with ``position_ids`` and ``shift_labels``: the targets, shifted
+        over the whole rows, -100 at the ends of documents and at padding. Every rank of the group calls this.
+
+        Tensors of shape (batch, seq_len, ...) are sharded, others named in ``seq_dims`` (name to dim, or to None for
+        one that every rank keeps whole); numbers, strings and scalars are handed on; boundaries of documents
+        (``cu_seqlens``, ``seq_idx``, ...) are compared with the plan's and left out. ``position_ids``, if absent,
+        count from the start of the row and again from 0 at each further document.
+
+        Raises:
+            ValueError, TypeError: a tensor that cannot be split; padding or documents that are not the plan's; rows
+                that differ between ranks, the same error on every rank.
+        """
+        return shard_batch(self, batch, seq_dims=seq_dims)
 
     # What the dataflows read
 

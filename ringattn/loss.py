@@ -1,0 +1,127 @@
+"""The mean loss over all ranks' targets, computed from this rank's logits.
+
+The contract of gradients and losses under context parallelism ("cp", inside data parallelism "dp"):
+
+* dK, dV, dQ returned by ringattn are **complete** for the local tokens. ringattn never rescales gradients.
+* Parameter gradients on a rank are *partial sums* over its tokens. The true gradient is the **sum over cp**.
+* A wrapper that **averages** over dp x cp (DDP, FSDP by default) needs the local loss
+  ``sum_local_CE / T_global * (dp*cp)``; a wrapper that **sums** (torchtitan disables FSDP's division) needs
+  ``sum_local_CE / T_global``. Mean-of-means is right only if every shard has the same number of valid targets, which
+  zigzag does not give with prompts masked or padding.
+* A shard with zero valid targets must contribute 0, not NaN.
+* Never use a non-autograd ``all_gather`` in the graph, and do not let an all-reduce be its own adjoint by accident.
+* Logging: all-reduce ``(loss_sum, n_valid)``, never per-rank means. Evaluation uses the same path; ``generate`` and
+  ``predict`` must either un-shard or refuse.
+
+``T_global`` is the number of targets of all ranks over which the wrapper reduces, and of all batches that one optimizer
+step accumulates.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from . import transport as transports
+from .batch import IGNORE
+
+_WRAPPERS = ("averages", "sums")
+
+
+def count_targets(targets: Tensor | Iterable[Tensor], group: Any = None, *, ignore_index: int = IGNORE) -> Tensor:
+    """``T_global``: how many targets the ranks of ``group`` have in all. A scalar int64 on the targets' device.
+
+    Every rank of the group must call this. For gradient accumulation pass the targets of all batches of a step.
+
+    Args:
+        targets: this rank's shards of the shifted labels.
+        group: the ranks over which gradients are reduced, dp x cp: ProcessGroup, one-dimensional DeviceMesh (flatten
+            several: ``mesh["dp", "cp"]._flatten()``), or None: the default group, or one process alone.
+    """
+    several = [targets] if isinstance(targets, Tensor) else list(targets)
+    if not several:
+        raise ValueError("targets is empty; pass one tensor of targets, or those of every batch of the step")
+    count = torch.stack([(t != ignore_index).sum() for t in several]).sum()
+    return transports.of(group).all_reduce(count, "sum")
+
+
+def cross_entropy(
+    logits: Tensor,
+    targets: Tensor,
+    group: Any = None,
+    *,
+    wrapper: str,
+    total: Tensor | int | None = None,
+    ignore_index: int = IGNORE,
+) -> Tensor:
+    """This rank's part of the mean cross-entropy over all ranks' targets.
+
+    The gradient of the mean over all targets comes out of the wrapper, whatever the number of targets per rank, none
+    included.
+
+    Args:
+        logits: (batch, local tokens, vocabulary).
+        targets: (batch, local tokens): ``shift_labels`` of :meth:`ringattn.Plan.shard_batch`; ``ignore_index`` is none.
+        group: the ranks over which gradients are reduced, see :func:`count_targets`.
+        wrapper: what reduces the gradients: "averages" (DDP, FSDP by default) or "sums" (FSDP without division, or an
+            all-reduce of your own).
+        total: ``T_global`` if it is known, as under gradient accumulation; else it is counted, in one all-reduce.
+
+    Returns:
+        A scalar, float32 (float64 for float64 logits). Its value is this rank's part: log :func:`reduced` of it.
+    """
+    ranks = _ranks(wrapper, group)
+    if logits.shape[:-1] != targets.shape:
+        raise ValueError(
+            f"logits have shape {tuple(logits.shape)} and targets {tuple(targets.shape)}; "
+            "they must be (batch, local tokens, vocabulary) and (batch, local tokens)"
+        )
+    wide = logits if logits.dtype == torch.float64 else logits.float()
+    losses = F.cross_entropy(wide.flatten(0, -2), targets.flatten(), ignore_index=ignore_index, reduction="sum")
+    return _part(losses, count_targets(targets, group, ignore_index=ignore_index) if total is None else total, ranks)
+
+
+def token_mean(
+    losses: Tensor,
+    targets: Tensor,
+    group: Any = None,
+    *,
+    wrapper: str,
+    total: Tensor | int | None = None,
+    ignore_index: int = IGNORE,
+) -> Tensor:
+    """As :func:`cross_entropy`, for any loss per token: ``losses`` has the shape of ``targets``. Losses of tokens
+    without a target do not count, be they NaN."""
+    ranks = _ranks(wrapper, group)
+    if losses.shape != targets.shape:
+        raise ValueError(
+            f"losses have shape {tuple(losses.shape)} and targets {tuple(targets.shape)}; they must be equal"
+        )
+    summed = torch.where(targets != ignore_index, losses, 0.0).sum()
+    return _part(summed, count_targets(targets, group, ignore_index=ignore_index) if total is None else total, ranks)
+
+
+def reduced(loss: Tensor, group: Any = None, *, wrapper: str) -> Tensor:
+    """The mean over all ranks' targets, from each rank's part: what one process would have got. For logging: detached.
+    Every rank of the group must call this. Parts of accumulated batches may be added first."""
+    ranks = _ranks(wrapper, group)
+    return transports.of(group).all_reduce(loss.detach().clone(), "sum") / ranks
+
+
+def _ranks(wrapper: str, group: Any) -> int:
+    """What a part is multiplied by, so that the wrapper's division is undone."""
+    if wrapper not in _WRAPPERS:
+        raise ValueError(
+            f"wrapper is {wrapper!r}; say what reduces the gradients: 'averages' (DDP, FSDP by default) or 'sums'"
+        )
+    return transports.of(group).world_size if wrapper == "averages" else 1
+
+
+def _part(summed: Tensor, total: Tensor | int, ranks: int) -> Tensor:
+    # With no target anywhere the sum is 0, and so are the loss and its gradient.
+    divisor = total.clamp(min=1).to(summed.device) if isinstance(total, Tensor) else max(int(total), 1)
+    return summed * ranks / divisor
