@@ -62,7 +62,8 @@ make_venv() {
             pip=("$base" -m pip --python .venv/bin/python)
         fi
     fi
-    local options=(--quiet --disable-pip-version-check)
+    local options=(--disable-pip-version-check)
+    [[ -t 1 ]] || options+=(-qq) # a terminal gets pip's progress bars, a log only errors
     "${pip[@]}" install "${options[@]}" -r "$pins"
     if [[ $(uname) == Linux ]] && ! .venv/bin/python -c 'import triton' 2>/dev/null; then
         "${pip[@]}" install "${options[@]}" "$(sed -n 's/^# TRITON //p' "$pins")"

@@ -1,0 +1,377 @@
+"""Who attends to whom at which step, and who waits: mask x layout x schedule, in the terminal and as PNG.
+
+    python -m scripts.show                                        causal, all layouts side by side
+    python -m scripts.show --mask window --window 1024            a sliding window: hops that nobody needs vanish
+    python -m scripts.show --mask documents --documents 3,1,2,2   packed documents, lengths in these proportions
+    python -m scripts.show --ranks 8 --local-size 4 --layout zigzag   rings of 4 ranks inside a ring of 2 groups
+    python -m scripts.show --png docs/show.png                    the same as a picture
+
+How to read the squares: rows are queries and columns are keys, both in the order in which ranks hold them. A digit
+(and its colour) is the step at which that cell is computed; a dot is a cell that the mask hides. How to
+read the bars: one line per rank, time to the right. A step ends when its slowest rank has finished, because the
+next shard comes from a neighbour; ░ is waiting. Work is counted in visible (query, key) pairs, which is exact; the
+squares show a sample of the positions.
+"""
+
+from __future__ import annotations
+
+import argparse
+import colorsys
+import itertools
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+import ringattn
+from ringattn.layout import LAYOUTS, positions
+from ringattn.virtual import VirtualRank
+
+if TYPE_CHECKING:
+    from rich.text import Text
+
+MASKS = ("full", "causal", "window", "documents", "prefix")
+HIDDEN = -1
+DIGITS = "0123456789abcdefghijklmnopqrstuvwxyz"
+
+
+@dataclass(frozen=True)
+class Walk:
+    """A plan's work, rank by rank and step by step."""
+
+    plan: ringattn.Plan
+    met: list[list[int | None]]  # met[rank][step]: whose shard the rank computes with, if it does
+    work: list[list[int]]  # work[rank][step]: visible (query, key) pairs
+
+    @property
+    def layout(self) -> str:
+        return self.plan.layout
+
+    @property
+    def ranks(self) -> int:
+        return self.plan.world_size
+
+    @property
+    def lengths(self) -> list[int]:
+        """How long each step lasts: the work of its slowest rank."""
+        return [max(step) for step in zip(*self.work, strict=True)]
+
+    @property
+    def time(self) -> int:
+        return sum(self.lengths)
+
+    @property
+    def idle(self) -> float:
+        """The part of all ranks' time that is waiting."""
+        return 1 - sum(map(sum, self.work)) / (self.ranks * self.time) if self.time else 0.0
+
+    @property
+    def hops(self) -> int:
+        """Steps after which shards move on."""
+        steps = zip(*(self.plan.schedule.steps(r) for r in range(self.ranks)), strict=True)
+        return sum(any(s.shard_to is not None for s in step) for step in steps)
+
+    def pair(self, rank: int, owner: int) -> tuple[int, int]:
+        """(rank of the queries, rank of the keys) when ``rank`` meets the shard of ``owner``."""
+        return (owner, rank) if self.plan.dataflow == "reduce" else (rank, owner)
+
+
+def walk(plan: ringattn.Plan) -> Walk:
+    steps = [plan.schedule.steps(r)[:-1] for r in range(plan.world_size)]  # in the last slot gradients come home
+    met = [[s.owner if s.compute else None for s in mine] for mine in steps]
+    found = Walk(plan, met, [])
+    for rank, owners in enumerate(met):
+        found.work.append([0 if o is None else plan.visible(*found.pair(rank, o)) for o in owners])
+    return found
+
+
+def cells(found: Walk, per_rank: int) -> tuple[Tensor, list[int]]:
+    """The step at which each cell is computed, HIDDEN where the mask hides it, and the cells of each rank.
+
+    Queries and keys are in the order of ranks; of each rank's tokens ``per_rank``, evenly spread, stand for all.
+    """
+    plan = found.plan
+
+    def sample(rank: int) -> Tensor:
+        held = positions(plan.shards[rank])
+        count = min(per_rank, len(held))
+        return held[(torch.arange(count) * 2 + 1) * len(held) // (2 * max(count, 1))]
+
+    samples = [sample(r) for r in range(found.ranks)]
+    sizes = [len(s) for s in samples]
+    step_of = torch.full((found.ranks, found.ranks), HIDDEN)
+    for rank, owners in enumerate(found.met):
+        for step, owner in enumerate(owners):
+            if owner is not None:
+                step_of[found.pair(rank, owner)] = step
+    tokens, holder = torch.cat(samples), torch.repeat_interleave(torch.arange(found.ranks), torch.tensor(sizes))
+    start, end = plan.mask.intervals(tokens)
+    visible = (start[0, :, None] <= tokens) & (tokens < end[0, :, None])
+    return torch.where(visible, step_of[holder[:, None], holder], HIDDEN), sizes
+
+
+def colours(steps: int) -> list[str]:
+    few = ["#4477aa", "#ee9944", "#66bb77", "#cc6677", "#66ccee", "#aa77bb", "#ddcc66", "#999999"]  # after Paul Tol
+    if steps <= len(few):
+        return few
+    rgb = (colorsys.hsv_to_rgb(i / steps, 0.5, 0.85) for i in range(steps))
+    return ["#" + "".join(f"{round(255 * c):02x}" for c in x) for x in rgb]
+
+
+def title(found: Walk) -> str:
+    return f"{found.layout}: {found.idle:.0%} idle"
+
+
+# --- Terminal ------------------------------------------------------------------------------------------
+
+
+def square(found: Walk, per_rank: int, palette: list[str]) -> Text:
+    from rich.text import Text
+
+    grid, sizes = cells(found, per_rank)
+    text = Text(no_wrap=True)
+    text.append("   " + " ".join(f"{f'k{r}':<{n}}"[:n] for r, n in enumerate(sizes)) + "\n", "dim")
+    bounds = list(itertools.accumulate(sizes, initial=0))
+    for rank, (top, bottom) in enumerate(itertools.pairwise(bounds)):
+        for row in range(top, bottom):
+            text.append(f"q{rank} "[:3] if row == top else "   ", "dim")
+            for other, (left, right) in enumerate(itertools.pairwise(bounds)):
+                for step in grid[row, left:right].tolist():
+                    text.append("·", "dim") if step == HIDDEN else text.append(
+                        DIGITS[step % 36], f"black on {palette[step]}"
+                    )
+                text.append("│" if other < found.ranks - 1 else "\n", "dim")
+        if rank < found.ranks - 1:
+            text.append("   " + "┼".join("─" * n for n in sizes) + "\n", "dim")
+    return text
+
+
+def bars(found: Walk, width: int, longest: int, palette: list[str]) -> Text:
+    """One line per rank; ``width`` characters are ``longest`` pairs."""
+    from rich.text import Text
+
+    def at(pairs: int) -> int:
+        return round(pairs * width / max(longest, 1))
+
+    text = Text(no_wrap=True)
+    for rank, work in enumerate(found.work):
+        text.append(f"  rank {rank:<3} ")
+        begin = 0
+        for step, (own, length) in enumerate(zip(work, found.lengths, strict=True)):
+            text.append(DIGITS[step % 36] * (at(begin + own) - at(begin)), f"black on {palette[step]}")
+            text.append("░" * (at(begin + length) - at(begin + own)), "dim")
+            begin += length
+        text.append("\n")
+    return text
+
+
+def show(walks: list[Walk], question: str, shape: dict[str, int]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console(highlight=False)
+    ranks, steps = walks[0].ranks, max(len(w.lengths) for w in walks)
+    palette, width = colours(steps), console.width
+    console.print(question, style="bold")
+
+    across = len(walks)
+    while across > 1 and (width - 3 * (across - 1)) // across - 3 < 5 * ranks - 1:  # four cells per rank, at least
+        across -= 1
+    per_rank = max(((width - 3 * (across - 1)) // across - 3 - (ranks - 1)) // ranks, 2)
+    per_rank = min(per_rank - per_rank % 2, 8)
+    console.print("\nWhich step computes which cell (rows: queries by rank, columns: keys by rank)\n")
+    for group in range(0, len(walks), across):
+        table = Table.grid(padding=(0, 3))
+        table.add_row(*(title(w) for w in walks[group : group + across]), style="bold")
+        table.add_row(*(square(w, per_rank, palette) for w in walks[group : group + across]))
+        console.print(table)
+
+    console.print("Time, left to right: a step ends when its slowest rank has finished; ░ waits\n")
+    longest = max(w.time for w in walks)
+    for w in walks:
+        console.print(f"{title(w)}, {w.time:,} pairs long", style="bold")
+        console.print(bars(w, min(width - 14, 72), longest, palette))
+
+    table = Table(title="Work per step, in (query, key) pairs; * the slowest rank", title_justify="left", box=None)
+    for name in ("layout", "rank", *(f"step {t}" for t in range(steps)), "sum"):
+        table.add_column(name, justify="left" if name == "layout" else "right", no_wrap=True)
+    for w in walks:
+        for rank, work in enumerate(w.work):
+            marked = [f"{n:,}{'*' if n == most else ' '}" for n, most in zip(work, w.lengths, strict=True)]
+            marked += [""] * (steps - len(marked))
+            table.add_row(w.layout if rank == 0 else "", str(rank), *marked, f"{sum(work):,}")
+    if console.measure(table).minimum <= width:
+        console.print(table)
+    else:
+        console.print(f"(the table of work per step is wider than {width} columns)")
+
+    table = Table(title="\nIn all", title_justify="left", box=None)
+    for name in ("layout", "dataflow", "time", "idle", "hops", "sent, forward", "sent, backward"):
+        table.add_column(name, justify="left" if name in ("layout", "dataflow") else "right")
+    for w in walks:
+        sent = (max(w.plan.traffic_bytes(backward=b, rank=r, **shape) for r in range(ranks)) for b in (False, True))
+        mebibytes = (f"{s / 2**20:,.1f} MiB" for s in sent)
+        table.add_row(w.layout, w.plan.dataflow, f"{w.time:,}", f"{w.idle:.1%}", str(w.hops), *mebibytes)
+    console.print(table)
+    console.print(
+        "Sent: by the busiest rank in one layer, {q_heads} query heads, {kv_heads} for keys and values, of {head_dim} "
+        "each, {itemsize} bytes per number.".format(**shape),
+        style="dim",
+    )
+    best, worst = min(walks, key=lambda w: w.time), max(walks, key=lambda w: w.time)
+    if best.time < worst.time:
+        console.print(
+            f"\n{best.layout} takes {best.time / worst.time:.0%} of the time of {worst.layout}: "
+            f"its ranks wait {best.idle:.0%} of it, not {worst.idle:.0%}.",
+            style="bold",
+        )
+
+
+# --- PNG -----------------------------------------------------------------------------------------------
+
+
+def draw(path: Path, walks: list[Walk], question: str) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+    from matplotlib.colors import ListedColormap
+    from matplotlib.patches import Patch
+
+    ranks, steps, columns = walks[0].ranks, max(len(w.lengths) for w in walks), len(walks)
+    palette, names = colours(steps)[:steps], [f"rank {r}" for r in range(ranks)]
+    plt.rcParams.update({"font.size": 9, "hatch.color": "#bbbbbb", "hatch.linewidth": 0.6})
+    figure, axes = plt.subplots(
+        2, columns, figsize=(4 * columns + 0.4, 5.9), layout="constrained", squeeze=False, height_ratios=(3.6, 1.5)
+    )
+    longest = max(w.time for w in walks)
+    for column, w in enumerate(walks):
+        grid, sizes = cells(w, max(128 // ranks, 2) // 2 * 2)
+        bounds = list(itertools.accumulate(sizes, initial=0))
+        middles = [(a + b - 1) / 2 for a, b in itertools.pairwise(bounds)]
+        top = axes[0][column]
+        hidden = torch.where(grid == HIDDEN, float("nan"), grid.double())
+        top.imshow(hidden, cmap=ListedColormap(palette), vmin=-0.5, vmax=steps - 0.5, interpolation="nearest")
+        for bound in bounds[1:-1]:
+            top.axhline(bound - 0.5, color="#888888", linewidth=0.7)
+            top.axvline(bound - 0.5, color="#888888", linewidth=0.7)
+        top.set_xticks(middles, names if ranks <= 8 else range(ranks))
+        top.set_yticks(middles, (names if ranks <= 8 else range(ranks)) if column == 0 else [""] * ranks)
+        top.tick_params(length=0)
+        top.spines[:].set_color("#888888")
+        top.set_title(w.layout, fontweight="bold", fontsize=12)
+        top.set_xlabel("keys held by")
+        if column == 0:
+            top.set_ylabel("queries held by")
+
+        bottom = axes[1][column]
+        begin = 0
+        for step, length in enumerate(w.lengths):
+            for rank, work in enumerate(w.work):
+                bottom.barh(rank, length, left=begin, color="#f4f4f4", hatch="////", edgecolor="#bbbbbb", linewidth=0)
+                bottom.barh(rank, work[step], left=begin, color=palette[step], edgecolor="white", linewidth=0.5)
+            begin += length
+            bottom.axvline(begin, color="#555555", linewidth=0.7, linestyle=(0, (3, 2)))
+        bottom.set(xlim=(0, longest * 1.02), xticks=[], ylim=(ranks - 0.4, -0.6))
+        bottom.set_yticks(range(ranks), (names if ranks <= 8 else range(ranks)) if column == 0 else [""] * ranks)
+        bottom.tick_params(length=0)
+        bottom.spines[["top", "right", "left"]].set_visible(False)
+        bottom.set_xlabel(f"time →     waiting {w.idle:.0%} of it, done after {w.time / longest:.0%}")
+    patches = [Patch(color=c, label=f"step {t}") for t, c in enumerate(palette)]
+    patches.append(Patch(facecolor="#f4f4f4", edgecolor="#bbbbbb", hatch="////", linewidth=0, label="waiting"))
+    figure.legend(handles=patches, loc="outside upper right", ncols=min(len(patches), 9), frameon=False)
+    figure.suptitle(question, x=0.01, ha="left", fontsize=11)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=100)
+    plt.close(figure)
+
+
+# --- The command ---------------------------------------------------------------------------------------
+
+
+def plans(args: argparse.Namespace) -> tuple[list[ringattn.Plan], str]:
+    """One plan per layout, and what is shown, in words.
+
+    Raises:
+        ValueError: arguments that make no plan.
+    """
+    n = args.seq_len
+    options: dict[str, object] = {}
+    words = args.mask
+    if args.mask == "causal":
+        options.update(causal=True)
+    elif args.mask == "window":
+        sides = [int(x) for x in (args.window or str(max(n // args.ranks, 1))).split(",")]
+        left, right = sides if len(sides) == 2 else (sides[0], 0)
+        options.update(window_size=(left, right))
+        words = f"window of {left:,} keys before" + (f" and {right:,} after" if right else "") + " each query"
+    elif args.mask == "documents":
+        parts = [float(x) for x in args.documents.split(",")]
+        if not all(p >= 0 for p in parts) or not sum(parts) > 0:
+            raise ValueError(f"--documents {args.documents}: pass positive lengths or proportions, e.g. 3,1,2,2")
+        ends = [round(n * done / sum(parts)) for done in itertools.accumulate(parts, initial=0.0)]
+        options.update(causal=True, cu_seqlens=ends)
+        words = f"causal in {len(parts)} packed documents"
+    elif args.mask == "prefix":
+        length = n // 4 if args.prefix is None else args.prefix
+        options.update(causal=True, prefix=length)
+        words = f"causal with a prefix of {length:,}"
+    found = [
+        ringattn.plan(
+            n,
+            VirtualRank(0, args.ranks),
+            layout=layout,
+            dataflow=args.dataflow,
+            local_size=args.local_size,
+            **options,  # type: ignore[arg-type]
+        )
+        for layout in ([args.layout] if args.layout else LAYOUTS)
+    ]
+    rings = f" in rings of {args.local_size}" if args.local_size else ""
+    return found, f"{words[0].upper()}{words[1:]}, {n:,} tokens over {args.ranks} ranks{rings}"
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m scripts.show",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--ranks", type=int, default=4)
+    add("--seq-len", type=int, default=4096)
+    add("--mask", choices=MASKS, default="causal")
+    add("--window", metavar="LEFT[,RIGHT]", help="keys visible before and after each query; default: one shard, 0")
+    add("--documents", metavar="A,B,...", default="3,1,2,2", help="lengths of packed documents, or their proportions")
+    add("--prefix", type=int, help="keys that all queries see; default: a quarter")
+    add("--layout", choices=list(LAYOUTS), help="default: all, side by side")
+    add("--dataflow", default="ring", help="ring (default), reduce, ..., or auto")
+    add("--local-size", type=int, help="ranks per group of a double ring")
+    add("--q-heads", type=int, default=32)
+    add("--kv-heads", type=int, default=8)
+    add("--head-dim", type=int, default=128)
+    add("--itemsize", type=int, default=2, help="bytes per number")
+    add("--png", type=Path, metavar="PATH", help="also draw to this file")
+    args = parser.parse_args(argv)
+    try:
+        found, question = plans(args)
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    walks = [walk(plan) for plan in found]
+    try:
+        show(walks, question, {name: getattr(args, name) for name in ("q_heads", "kv_heads", "head_dim", "itemsize")})
+        if args.png:
+            draw(args.png, walks, question)
+            print(f"\nPicture: {args.png}")
+    except ImportError as missing:
+        print(f"error: {missing}; pip install rich matplotlib", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,144 @@
+"""scripts/show.py: what it draws is what the plan does."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import ringattn
+from ringattn.layout import LAYOUTS, positions
+from ringattn.virtual import VirtualRank
+from scripts import show
+
+
+def walk(layout: str, seq_len: int = 16, ranks: int = 4, **options) -> show.Walk:
+    return show.walk(ringattn.plan(seq_len, VirtualRank(0, ranks), layout=layout, **options))
+
+
+def test_causal_work_per_step_is_the_known_one():
+    # Four tokens per rank: a rank's own shard is a triangle of 10 cells, a whole shard 16, half of one 8.
+    triangle, whole, half, n = 10, 16, 8, 0
+    contiguous, zigzag = walk("contiguous", causal=True), walk("zigzag", causal=True)
+    assert contiguous.work == [
+        [triangle, n, n, n],
+        [triangle, whole, n, n],
+        [triangle, whole, whole, n],
+        [triangle, whole, whole, whole],
+    ]
+    assert zigzag.work == [[triangle, half, half, half]] * 4
+    assert (contiguous.time, zigzag.time) == (10 + 3 * 16, 10 + 3 * 8)
+    assert contiguous.idle == pytest.approx(1 - 136 / (4 * 58))
+    assert zigzag.idle == 0
+    assert contiguous.hops == zigzag.hops == 3
+
+
+def test_a_window_of_one_shard_needs_one_hop():
+    found = walk("contiguous", 64, 8, window_size=(8, 0))
+    assert found.hops == 1
+    assert [len(w) for w in found.work] == [2] * 8
+
+
+@pytest.mark.parametrize("layout", list(LAYOUTS))
+@pytest.mark.parametrize("dataflow", ["ring", "reduce"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"causal": True},
+        {"window_size": (5, 2)},
+        {"causal": True, "cu_seqlens": [0, 3, 11, 26]},
+        {"causal": True, "prefix": 7},
+        {"causal": True, "local_size": 2},
+    ],
+    ids=lambda o: "-".join(o) or "full",
+)
+def test_every_visible_cell_is_drawn_at_its_step(layout, dataflow, options):
+    found = walk(layout, 26, 4, dataflow=dataflow, **options)
+    grid, sizes = show.cells(found, 26)  # all tokens
+    order = torch.cat([positions(s) for s in found.plan.shards])
+    assert sizes == list(found.plan.local_lengths)
+    assert torch.equal(grid != show.HIDDEN, found.plan.mask.dense()[0][order][:, order])
+    for step, works in enumerate(zip(*found.work, strict=True)):
+        assert int((grid == step).sum()) == sum(works)
+    holder = torch.repeat_interleave(torch.arange(4), torch.tensor(sizes))
+    moving = holder[None, :] if dataflow == "ring" else holder[:, None]  # step 0: everyone's own
+    staying = holder[:, None] if dataflow == "ring" else holder[None, :]
+    assert (((grid == 0) <= (moving == staying)).all()) and (grid == 0).any()
+
+
+def test_a_sample_keeps_the_proportions():
+    found = walk("zigzag", 4096, causal=True)
+    grid, sizes = show.cells(found, 32)
+    assert sizes == [32] * 4
+    assert (grid != show.HIDDEN).double().mean().item() == pytest.approx(0.5, abs=0.01)
+
+
+def output(capsys, monkeypatch, *arguments: str, columns: int = 100) -> str:
+    pytest.importorskip("rich")
+    monkeypatch.setenv("COLUMNS", str(columns))
+    assert show.main(list(arguments)) == 0
+    return capsys.readouterr().out
+
+
+def test_the_terminal_shows_why_zigzag_is_balanced(capsys, monkeypatch):
+    said = output(capsys, monkeypatch, "--seq-len", "16")
+    lines = said.splitlines()
+    assert "contiguous: 41% idle" in said
+    assert "zigzag: 0% idle" in said
+    assert any("3333│2222│1111│0···" in line and "33··│22··│11··│0···" in line for line in lines)  # rank 3
+    assert any("contiguous" in line and line.split()[1:] == ["0", "10*", "0", "0", "0", "10"] for line in lines)
+    assert any(line.split() == ["3", "10*", "16*", "16*", "16*", "58"] for line in lines)
+    assert "zigzag takes 59% of the time of contiguous" in said
+    assert "\x1b" not in said  # no control characters when piped
+
+
+def test_bars_are_as_long_as_the_work(capsys, monkeypatch):
+    said = output(capsys, monkeypatch, "--layout", "contiguous", "--seq-len", "16", columns=72)  # 58 characters wide
+    bars = [line.split()[2] for line in said.splitlines() if line.startswith("  rank ")]
+    assert bars[0] == "0" * 10 + "░" * 48
+    assert bars[2] == "0" * 10 + "1" * 16 + "2" * 16 + "░" * 16
+    assert bars[3] == "0" * 10 + "1" * 16 + "2" * 16 + "3" * 16
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ("--mask full", "Full, 4,096"),
+        ("--mask window --window 512", "Window of 512 keys before each query"),
+        ("--mask documents --documents 1,1,2", "Causal in 3 packed documents"),
+        ("--mask prefix --prefix 100", "prefix of 100"),
+        ("--ranks 8 --local-size 4 --layout zigzag", "rings of 4"),
+        ("--ranks 12 --layout striped --dataflow reduce", "12 ranks"),
+        ("--ranks 3 --seq-len 2", "2 tokens over 3 ranks"),
+        ("--ranks 1", "1 ranks"),
+    ],
+)
+def test_arguments(arguments, said, capsys, monkeypatch):
+    assert said in output(capsys, monkeypatch, *arguments.split())
+
+
+def test_documents_are_proportions_of_the_sequence():
+    parser_args = show.argparse.Namespace(
+        seq_len=80, ranks=2, mask="documents", documents="3,1,4", layout="zigzag", dataflow="ring", local_size=None
+    )
+    (plan,), _ = show.plans(parser_args)
+    total = sum(plan.visible(q, k) for q in range(2) for k in range(2))
+    assert total == sum(n * (n + 1) // 2 for n in (30, 10, 40))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [("--local-size 3", "divide"), ("--dataflow magic", "magic"), ("--mask documents --documents 0,0", "proportions")],
+)
+def test_mistakes(arguments, said, capsys):
+    assert show.main(arguments.split()) == 1
+    assert said in capsys.readouterr().err
+
+
+def test_the_picture_has_the_colour_of_every_step(tmp_path):
+    image = pytest.importorskip("matplotlib.image")
+    show.draw(tmp_path / "show.png", [walk(layout, causal=True) for layout in LAYOUTS], "Causal")
+    pixels = image.imread(tmp_path / "show.png")[..., :3]
+    for colour in show.colours(4)[:4]:
+        rgb = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+        assert (abs(pixels - rgb).max(-1) < 0.02).mean() > 0.01, colour
