@@ -253,7 +253,7 @@ def draw(path: Path, walks: list[Walk], question: str) -> None:
         bounds = list(itertools.accumulate(sizes, initial=0))
         middles = [(a + b - 1) / 2 for a, b in itertools.pairwise(bounds)]
         top = axes[0][column]
-        hidden = torch.where(grid == HIDDEN, float("nan"), grid.double())
+        hidden = torch.where(grid == HIDDEN, float("nan"), grid.double()).numpy()
         top.imshow(hidden, cmap=ListedColormap(palette), vmin=-0.5, vmax=steps - 0.5, interpolation="nearest")
         for bound in bounds[1:-1]:
             top.axhline(bound - 0.5, color="#888888", linewidth=0.7)
