@@ -9,10 +9,9 @@ where s' is the derivative of softcap (1 without). Two passes, each with its sum
     _dkdv   a program owns a tile of keys and walks the queries that see it, over all query heads of its group
     _dq     a program owns a tile of queries and walks the keys it sees
 
-Nothing is added by two programs, so there are no atomics and every run gives the same bits. The price is that ``s``
-and ``dout v^T`` are made twice: 7 products instead of 5. ``_dkdv`` can make dq too (``ADD_DQ``), 5 products, with the
-tiles of dq added in float32 by TMA in memory; the order of these additions is not fixed. It is the default where
-it is faster, and never used with ``deterministic=True``.
+Nothing is added by two programs, so there are no atomics, and every run gives the same bits whether asked to or not.
+The price is that ``s`` and ``dout v^T`` are made twice: 7 products instead of 5. On Hopper that is faster than one pass
+that adds tiles of dq to memory, for want of registers (measured, 16k tokens, head dim 128: 12.9 ms against 14.9 ms).
 
 Scores are transposed in ``_dkdv`` (keys are rows), so that p^T and ds^T come out of one product as the left operand
 of the next without passing through shared memory.
@@ -30,11 +29,9 @@ from torch import Tensor
 from . import primitives
 from .block import Block, Score
 from .primitives import (
-    INTERPRETED,
     LOG2E,
     ScoreArguments,
     Tiles,
-    add_tile,
     bound,
     cut_tile,
     dot,
@@ -50,26 +47,27 @@ __all__ = ["backward", "unsupported"]
 
 
 def choose_tiles_dkdv(q: Tensor, v: Tensor) -> Tiles:
+    """Tile sizes by dtype, GPU and head dim. On Hopper measured; elsewhere what fits 99 KB of shared memory."""
     dim = triton.next_power_of_2(max(q.shape[-1], v.shape[-1]))
     if q.dtype == torch.float32:
-        return Tiles(32, 32, 4, 1)
+        return Tiles(32, 32, 4, 1) if dim != 128 else Tiles(32, 64, 4, 1)
     if primitives.capability(q.device)[0] >= 9:
-        return Tiles(64, 128, 8, 2) if dim <= 128 else Tiles(32, 64, 8, 2)
+        return Tiles(128, 64, 4, 2) if dim <= 64 else Tiles(64, 64, 4, 2) if dim <= 128 else Tiles(64, 64, 8, 2)
     return Tiles(64, 64, 4, 2) if dim <= 64 else Tiles(32, 64, 4, 2) if dim <= 128 else Tiles(32, 32, 4, 1)
 
 
 def choose_tiles_dq(q: Tensor, v: Tensor) -> Tiles:
+    """As choose_tiles_dkdv."""
     dim = triton.next_power_of_2(max(q.shape[-1], v.shape[-1]))
     if q.dtype == torch.float32:
-        return Tiles(32, 32, 4, 1)
+        return Tiles(32, 32, 4, 1) if dim != 128 else Tiles(64, 32, 4, 1)
     if primitives.capability(q.device)[0] >= 9:
-        return Tiles(128, 64, 8, 2) if dim <= 128 else Tiles(64, 32, 8, 2)
+        if dim <= 64:
+            return Tiles(64, 64, 4, 3)
+        if dim <= 128:
+            return Tiles(128, 64, 8, 3)
+        return Tiles(128, 64, 8, 1) if v.shape[-1] > 128 else Tiles(64, 64, 4, 1)
     return Tiles(64, 64, 4, 2) if dim <= 64 else Tiles(64, 32, 4, 2) if dim <= 128 else Tiles(32, 32, 4, 1)
-
-
-def adds_dq(q: Tensor, dq: Tensor, deterministic: bool) -> bool:
-    """Whether _dkdv makes dq too."""
-    return False
 
 
 def backward(
@@ -96,8 +94,7 @@ def backward(
     _base2[(triton.cdiv(lse.numel(), 1024),)](lse, lse2, lse.numel(), BLOCK=1024)
 
     s = ScoreArguments.of(score)
-    tma = all(primitives.has_tma(x) for x in (q, k, v, dout, dq))
-    add_dq = adds_dq(q, dq, deterministic)
+    tma = all(primitives.has_tma(x) for x in (q, k, v, dout))
     common = (
         lse2, delta, heads * seq_q, seq_q,
         block.start, *primitives.interval_strides(block.start),
@@ -126,24 +123,23 @@ def backward(
     _dkdv[(n_tiles * kv_heads * batch,)](
         *sources(tiles), *common,
         dk, *dk.stride()[:3], dv, *dv.stride()[:3],
-        tile_source(dq, tiles.block_m, tma and not INTERPRETED.value), *dq.stride()[:3],
         tile_map.rows, tile_map.span, tile_map.span.stride(0) if tile_map.span.shape[0] > 1 else 0,
-        seq_q, n_tiles, heads, kv_heads, ADD_DQ=add_dq,
+        seq_q, n_tiles, kv_heads,
         BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n, STAGES=tiles.num_stages, **sizes,
         num_warps=tiles.num_warps, num_stages=tiles.num_stages, maxnreg=tiles.max_registers,
     )  # fmt: skip
-    if not add_dq:
-        tiles = choose_tiles_dq(q, v)
-        tile_map = block.query_tiles(tiles.block_m, tiles.block_n)
-        n_tiles = tile_map.rows.shape[0]
-        _dq[(n_tiles * heads * batch,)](
-            *sources(tiles), *common,
-            dq, *dq.stride()[:3],
-            tile_map.rows, tile_map.span, tile_map.span.stride(0) if tile_map.span.shape[0] > 1 else 0,
-            seq_k, n_tiles, heads,
-            BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n, STAGES=tiles.num_stages, **sizes,
-            num_warps=tiles.num_warps, num_stages=tiles.num_stages, maxnreg=tiles.max_registers,
-        )  # fmt: skip
+
+    tiles = choose_tiles_dq(q, v)
+    tile_map = block.query_tiles(tiles.block_m, tiles.block_n)
+    n_tiles = tile_map.rows.shape[0]
+    _dq[(n_tiles * heads * batch,)](
+        *sources(tiles), *common,
+        dq, *dq.stride()[:3],
+        tile_map.rows, tile_map.span, tile_map.span.stride(0) if tile_map.span.shape[0] > 1 else 0,
+        seq_k, n_tiles, heads,
+        BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n, STAGES=tiles.num_stages, **sizes,
+        num_warps=tiles.num_warps, num_stages=tiles.num_stages, maxnreg=tiles.max_registers,
+    )  # fmt: skip
     if dq is not dq_strided:
         dq_strided.copy_(dq)
     return dk, dv
@@ -159,16 +155,16 @@ def _base2(lse, lse2, size, BLOCK: tl.constexpr):
 
 @triton.jit
 def _queries(
-    dk, dv, key, value, q, dout, lse, delta, dq, m, b, h, n, past, seq_q,
+    dk, dv, key, value, q, dout, lse, delta, m, b, h, n, seq_q,
     starts, starts_s, ends, ends_s, positions_q, pos_k, slope,
-    q_b, q_s, q_h, do_b, do_s, do_h, dq_b, dq_s, dq_h,
-    scale, cap, softmax_scale,
+    q_b, q_s, q_h, do_b, do_s, do_h,
+    scale, cap,
     DIM: tl.constexpr, DIM_P2: tl.constexpr, DIM_V: tl.constexpr, DIM_V_P2: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    SIMPLE: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, CUT: tl.constexpr, ADD_DQ: tl.constexpr,
+    SIMPLE: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, CUT: tl.constexpr,
     TMA: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One tile of queries into dk and dv, and with ADD_DQ into dq in memory."""
+    """One tile of queries into dk and dv."""
     query = load_tile(q, b, h, m, seq_q, q_b, q_s, q_h, BLOCK_M, DIM, DIM_P2, CUT, TMA)
     s = dot(key, tl.trans(query), None, PRECISION)  # transposed: keys are rows
     queries = m + tl.arange(0, BLOCK_M)
@@ -182,7 +178,7 @@ def _queries(
         end = tl.load(ends + queries.to(tl.int64) * ends_s, mask=alive, other=0)
         keys = n + tl.arange(0, BLOCK_N)
         visible = (start[None, :] <= keys[:, None]) & (keys[:, None] < end[None, :])
-        s = tl.where(visible & (keys < past)[:, None], s, float("-inf"))
+        s = tl.where(visible, s, float("-inf"))
         lse_m = tl.load(lse + queries, mask=alive, other=float("inf"))
     else:
         lse_m = tl.load(lse + queries)
@@ -194,11 +190,7 @@ def _queries(
     ds = p * (dp - delta_m[None, :])
     if SOFTCAP:
         ds *= slope_of_score
-    ds = ds.to(query.dtype)
-    dk = dot(ds, query, dk, PRECISION)
-    if ADD_DQ:
-        part = tl.trans(dot(tl.trans(key), ds, None, PRECISION)) * softmax_scale
-        add_tile(dq, part, b, h, m, seq_q, dq_b, dq_s, dq_h, BLOCK_M, DIM, DIM_P2, TMA)
+    dk = dot(ds.to(query.dtype), query, dk, PRECISION)
     return dk, dv
 
 
@@ -209,10 +201,10 @@ def _dkdv(
     starts, starts_b, starts_s, ends, ends_b, ends_s,
     positions_q, positions_k,
     scale, cap, slopes, slopes_b, softmax_scale,
-    dk_out, dk_b, dk_s, dk_h, dv_out, dv_b, dv_s, dv_h, dq, dq_b, dq_s, dq_h,
+    dk_out, dk_b, dk_s, dk_h, dv_out, dv_b, dv_s, dv_h,
     rows, span, span_b,
-    seq_q, n_tiles, heads, kv_heads,
-    ADD_DQ: tl.constexpr, HEADS_PER_KV: tl.constexpr,
+    seq_q, n_tiles, kv_heads,
+    HEADS_PER_KV: tl.constexpr,
     DIM: tl.constexpr, DIM_P2: tl.constexpr, DIM_V: tl.constexpr, DIM_V_P2: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     SIMPLE: tl.constexpr, SOFTCAP: tl.constexpr,
@@ -236,35 +228,27 @@ def _dkdv(
         pos_k = tl.load(positions_k + keys, mask=keys < past, other=0)
     dk = tl.zeros([BLOCK_N, DIM_P2], tl.float32)
     dv = tl.zeros([BLOCK_N, DIM_V_P2], tl.float32)
-    if ADD_DQ and past - n < BLOCK_N:
-        full_end = full_begin  # rows of the tile that are not its keys must not reach dq: mask everywhere
-    # Programs of one head start at different queries, so that they do not all add to the same tile of dq.
-    full = full_end - full_begin
-    turn = tile * (BLOCK_N // BLOCK_M) % tl.maximum(full // BLOCK_M, 1) * BLOCK_M if ADD_DQ else 0
     for g in tl.range(0, HEADS_PER_KV):
         h = h_kv * HEADS_PER_KV + g
         row_of_head = b64 * rows_b + h.to(tl.int64) * rows_h
         if ALIBI:
             slope = tl.load(slopes + b * slopes_b + h)
-        for i in tl.range(0, bound(full), BLOCK_M, num_stages=STAGES):
-            m = full_begin + i
-            if ADD_DQ:
-                m = full_begin + tl.where(i + turn < full, i + turn, i + turn - full)
+        for m in tl.range(bound(full_begin), bound(full_end), BLOCK_M, num_stages=STAGES):
             dk, dv = _queries(
-                dk, dv, key, value, q, dout, lse + row_of_head, delta + row_of_head, dq, m, b, h, n, past, seq_q,
+                dk, dv, key, value, q, dout, lse + row_of_head, delta + row_of_head, m, b, h, n, seq_q,
                 starts, starts_s, ends, ends_s, positions_q, pos_k, slope,
-                q_b, q_s, q_h, do_b, do_s, do_h, dq_b, dq_s, dq_h, scale, cap, softmax_scale,
+                q_b, q_s, q_h, do_b, do_s, do_h, scale, cap,
                 DIM, DIM_P2, DIM_V, DIM_V_P2, BLOCK_M, BLOCK_N,
-                SIMPLE, SOFTCAP, ALIBI, False, ADD_DQ, TMA, PRECISION,
+                SIMPLE, SOFTCAP, ALIBI, False, TMA, PRECISION,
             )  # fmt: skip
         for i in tl.range(0, bound(full_begin - begin + stop - full_end), BLOCK_M, num_stages=STAGES):
             m = cut_tile(i, begin, full_begin, full_end)
             dk, dv = _queries(
-                dk, dv, key, value, q, dout, lse + row_of_head, delta + row_of_head, dq, m, b, h, n, past, seq_q,
+                dk, dv, key, value, q, dout, lse + row_of_head, delta + row_of_head, m, b, h, n, seq_q,
                 starts, starts_s, ends, ends_s, positions_q, pos_k, slope,
-                q_b, q_s, q_h, do_b, do_s, do_h, dq_b, dq_s, dq_h, scale, cap, softmax_scale,
+                q_b, q_s, q_h, do_b, do_s, do_h, scale, cap,
                 DIM, DIM_P2, DIM_V, DIM_V_P2, BLOCK_M, BLOCK_N,
-                SIMPLE, SOFTCAP, ALIBI, True, ADD_DQ, TMA, PRECISION,
+                SIMPLE, SOFTCAP, ALIBI, True, TMA, PRECISION,
             )  # fmt: skip
     store_tile(dk_out, dk * softmax_scale, b, h_kv, n, past, dk_b, dk_s, dk_h, BLOCK_N, DIM, DIM_P2)
     store_tile(dv_out, dv, b, h_kv, n, past, dv_b, dv_s, dv_h, BLOCK_N, DIM_V, DIM_V_P2)
@@ -327,9 +311,7 @@ def _dq(
     offs = (row + tl.arange(0, BLOCK_M)).to(tl.int64)
     alive = offs < past
     b64 = b.to(tl.int64)
-    start = tl.load(starts + b64 * starts_b + offs * starts_s, mask=alive, other=0)
-    end = tl.load(ends + b64 * ends_b + offs * ends_s, mask=alive, other=0)
-    pos_q, slope = start, 0.0
+    pos_q, slope = offs, 0.0
     if ALIBI:
         pos_q = tl.load(positions_q + offs, mask=alive, other=0)
         slope = tl.load(slopes + b * slopes_b + h)
@@ -342,10 +324,13 @@ def _dq(
     dq = tl.zeros([BLOCK_M, DIM_P2], tl.float32)
     for n in tl.range(bound(full_begin), bound(full_end), BLOCK_N, num_stages=STAGES):
         dq = _keys(
-            dq, query, dout_m, k, v, lse_m, delta_m, n, b, h_kv, seq_k, start, end, pos_q, positions_k, slope,
+            dq, query, dout_m, k, v, lse_m, delta_m, n, b, h_kv, seq_k, None, None, pos_q, positions_k, slope,
             k_b, k_s, k_h, v_b, v_s, v_h, scale, cap,
             DIM, DIM_P2, DIM_V, DIM_V_P2, BLOCK_N, SIMPLE, SOFTCAP, ALIBI, False, TMA, PRECISION,
         )  # fmt: skip
+    # Only the cut tiles read the intervals; loaded here they hold no registers in the loop above.
+    start = tl.load(starts + b64 * starts_b + offs * starts_s, mask=alive, other=0)
+    end = tl.load(ends + b64 * ends_b + offs * ends_s, mask=alive, other=0)
     for i in tl.range(0, bound(full_begin - begin + stop - full_end), BLOCK_N, num_stages=STAGES):
         n = cut_tile(i, begin, full_begin, full_end)
         dq = _keys(

@@ -47,14 +47,15 @@ __all__ = ["forward", "unsupported"]
 
 
 def choose_tiles(q: Tensor, v: Tensor) -> Tiles:
-    """Tile sizes by head dim, dtype and GPU."""
+    """Tile sizes by dtype, GPU and head dim. On Hopper measured; elsewhere what fits 99 KB of shared memory."""
     dim = triton.next_power_of_2(max(q.shape[-1], v.shape[-1]))
     if q.dtype == torch.float32:
         return Tiles(64, 32, 4, 2) if dim <= 128 else Tiles(32, 32, 4, 2)
     if primitives.capability(q.device)[0] >= 9:
         if dim <= 64:
-            return Tiles(128, 128, 8, 3)
-        return Tiles(128, 64, 8, 3) if dim <= 128 else Tiles(128, 64, 8, 2)
+            return Tiles(64, 128, 4, 3)
+        # Two programs of 4 warps on a multiprocessor: one makes exponentials while the other multiplies.
+        return Tiles(128, 64, 4, 2) if dim <= 128 else Tiles(128, 64, 8, 2)
     return Tiles(128, 64, 4, 2) if dim <= 64 else Tiles(128, 32, 8, 2) if dim <= 128 else Tiles(64, 32, 8, 1)
 
 
@@ -122,7 +123,7 @@ def _strides(x: Tensor | None) -> tuple[int, ...]:
 
 @triton.jit
 def _keys(
-    s_m, l, o, q, k, v, n, b, h_kv, row, start, end, pos_q, positions_k, slope,
+    s_m, l, o, q, k, v, n, b, h_kv, start, end, pos_q, positions_k, slope,
     k_b, k_s, k_h, v_b, v_s, v_h,
     scale, cap, seq_k,
     DIM: tl.constexpr, DIM_P2: tl.constexpr, DIM_V: tl.constexpr, DIM_V_P2: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -132,18 +133,18 @@ def _keys(
     """One tile of keys into (m, l, o)."""
     key = load_tile(k, b, h_kv, n, seq_k, k_b, k_s, k_h, BLOCK_N, DIM, DIM_P2, CUT, TMA)
     s = dot(q, tl.trans(key), None, PRECISION)
-    keys = n + tl.arange(0, BLOCK_N)
+    nth = tl.arange(0, BLOCK_N)
     distance = s
     if ALIBI:
-        distance = pos_q[:, None] - tl.load(positions_k + keys, mask=keys < seq_k, other=0)[None, :]
+        distance = pos_q[:, None] - tl.load(positions_k + n + nth, mask=nth < seq_k - n, other=0)[None, :]
     s, _ = scores(s, distance, scale, cap, slope, SIMPLE, SOFTCAP, ALIBI)
     if CUT:
-        s = tl.where((start[:, None] <= keys[None, :]) & (keys[None, :] < end[:, None]), s, float("-inf"))
+        s = tl.where(((start - n)[:, None] <= nth[None, :]) & (nth[None, :] < (end - n)[:, None]), s, float("-inf"))
     p, kept, s_m = softmax_step(s, s_m, scale if SIMPLE else 1.0)
-    l = l * kept + tl.sum(p, 1)
     o = o * kept[:, None]
     value = load_tile(v, b, h_kv, n, seq_k, v_b, v_s, v_h, BLOCK_N, DIM_V, DIM_V_P2, CUT, TMA)
     o = dot(p.to(value.dtype), value, o, PRECISION)
+    l = l * kept + tl.sum(p, 1)  # beside the product, which runs on its own
     return s_m, l, o
 
 
@@ -178,9 +179,7 @@ def _forward(
     offs = (row + tl.arange(0, BLOCK_M)).to(tl.int64)
     alive = offs < past
     b64, h64 = b.to(tl.int64), h.to(tl.int64)
-    start = tl.load(starts + b64 * starts_b + offs * starts_s, mask=alive, other=0)
-    end = tl.load(ends + b64 * ends_b + offs * ends_s, mask=alive, other=0)
-    pos_q, slope = start, 0.0
+    pos_q, slope = offs, 0.0
     if ALIBI:
         pos_q = tl.load(positions_q + offs, mask=alive, other=0)
         slope = tl.load(slopes + b * slopes_b + h)
@@ -205,14 +204,17 @@ def _forward(
 
     for n in tl.range(bound(full_begin), bound(full_end), BLOCK_N, num_stages=STAGES):
         m, l, o = _keys(
-            m, l, o, query, k, v, n, b, h_kv, row, start, end, pos_q, positions_k, slope,
+            m, l, o, query, k, v, n, b, h_kv, None, None, pos_q, positions_k, slope,
             k_b, k_s, k_h, v_b, v_s, v_h, scale, cap, seq_k,
             DIM, DIM_P2, DIM_V, DIM_V_P2, BLOCK_N, SIMPLE, SOFTCAP, ALIBI, False, TMA, PRECISION,
         )  # fmt: skip
+    # Only the cut tiles read the intervals; loaded here they hold no registers in the loop above.
+    start = tl.load(starts + b64 * starts_b + offs * starts_s, mask=alive, other=0)
+    end = tl.load(ends + b64 * ends_b + offs * ends_s, mask=alive, other=0)
     for i in tl.range(0, bound(full_begin - begin + stop - full_end), BLOCK_N, num_stages=STAGES):
         n = cut_tile(i, begin, full_begin, full_end)
         m, l, o = _keys(
-            m, l, o, query, k, v, n, b, h_kv, row, start, end, pos_q, positions_k, slope,
+            m, l, o, query, k, v, n, b, h_kv, start, end, pos_q, positions_k, slope,
             k_b, k_s, k_h, v_b, v_s, v_h, scale, cap, seq_k,
             DIM, DIM_P2, DIM_V, DIM_V_P2, BLOCK_N, SIMPLE, SOFTCAP, ALIBI, True, TMA, PRECISION,
         )  # fmt: skip

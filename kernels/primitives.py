@@ -127,8 +127,9 @@ LOG2E_FLOAT = 1.4426950408889634
 
 
 def dot_precision(dtype: torch.dtype) -> str:
-    """How a float32 product is made: three tf32 products keep float32 accuracy on the tensor cores."""
-    return "tf32x3" if dtype == torch.float32 else "tf32"
+    """How a float32 product is made: six bfloat16 products keep float32 accuracy on the matrix units. They are
+    closer to float64 than three tf32 products and than scalar arithmetic, and faster than both (measured on Hopper)."""
+    return "bf16x6" if dtype == torch.float32 else "tf32"
 
 
 # --- on the device: memory ---------------------------------------------------------------------------------------
@@ -152,8 +153,10 @@ def row_pointers(x, b, h, first, stride_b, stride_s, stride_h, ROWS: tl.constexp
 
 
 @triton.jit
-def load_tile(x, b, h, first, past, stride_b, stride_s, stride_h, ROWS: tl.constexpr, DIM: tl.constexpr,
-              PADDED: tl.constexpr, CHECK: tl.constexpr, TMA: tl.constexpr):
+def load_tile(
+    x, b, h, first, past, stride_b, stride_s, stride_h,
+    ROWS: tl.constexpr, DIM: tl.constexpr, PADDED: tl.constexpr, CHECK: tl.constexpr, TMA: tl.constexpr,
+):  # fmt: skip
     """Rows ``[first, first + ROWS)`` of head h, (ROWS, PADDED); zeros from column DIM on. With CHECK also zeros
     from row ``past`` on; TMA needs no check, it puts zeros where the tensor ends."""
     if TMA:
@@ -168,24 +171,14 @@ def load_tile(x, b, h, first, past, stride_b, stride_s, stride_h, ROWS: tl.const
 
 
 @triton.jit
-def store_tile(x, value, b, h, first, past, stride_b, stride_s, stride_h, ROWS: tl.constexpr, DIM: tl.constexpr,
-               PADDED: tl.constexpr):
+def store_tile(
+    x, value, b, h, first, past, stride_b, stride_s, stride_h,
+    ROWS: tl.constexpr, DIM: tl.constexpr, PADDED: tl.constexpr,
+):  # fmt: skip
     """Write the rows before ``past`` and the columns before DIM."""
     pointers = row_pointers(x, b, h, first, stride_b, stride_s, stride_h, ROWS, PADDED)
     rows, cols = first + tl.arange(0, ROWS), tl.arange(0, PADDED)
     tl.store(pointers, value.to(x.dtype.element_ty), mask=(rows < past)[:, None] & (cols < DIM)[None, :])
-
-
-@triton.jit
-def add_tile(x, value, b, h, first, past, stride_b, stride_s, stride_h, ROWS: tl.constexpr, DIM: tl.constexpr,
-             PADDED: tl.constexpr, TMA: tl.constexpr):
-    """Add to a tile in memory, each element atomically, in no fixed order among programs."""
-    if TMA and not INTERPRETED:
-        x.atomic_add([b, h, first, 0], tl.reshape(value, [1, 1, ROWS, PADDED]))
-    else:
-        pointers = row_pointers(x, b, h, first, stride_b, stride_s, stride_h, ROWS, PADDED)
-        rows, cols = first + tl.arange(0, ROWS), tl.arange(0, PADDED)
-        tl.atomic_add(pointers, value, mask=(rows < past)[:, None] & (cols < DIM)[None, :], sem="relaxed")
 
 
 @triton.jit
@@ -198,7 +191,7 @@ def load_span(rows, span, tile, b, span_stride_b):
 
 @triton.jit
 def bound(x):
-    """x as the bound of a loop: the interpreter keeps a scalar in an array of one, which NumPy 2.4 does not count with."""
+    """x as the bound of a loop: the interpreter keeps a scalar in an array of one, with which NumPy 2.4 cannot count."""
     if INTERPRETED:
         return x.handle.data.item()
     else:
