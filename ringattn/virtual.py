@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -50,7 +49,7 @@ class VirtualRank(Transport):
         if self.world is None:
             return super()._start(sends, receives)
         for x, peer in sends:
-            self.world.boxes[self.rank, peer].put(x.clone())
+            self.world.box(self.rank, peer).put(x.clone())
         return _Mail(self, receives)
 
     def all_reduce(self, x: Tensor, op: str) -> Tensor:
@@ -69,12 +68,16 @@ class VirtualRank(Transport):
 @dataclass
 class _World:
     size: int
-    boxes: dict[tuple[int, int], queue.Queue[Tensor]] = field(default_factory=lambda: defaultdict(queue.Queue))
+    boxes: dict[tuple[int, int], queue.SimpleQueue[Tensor]] = field(default_factory=dict)
     slots: list[Any] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.slots = [None] * self.size
         self.barrier = threading.Barrier(self.size, timeout=_TIMEOUT)
+
+    def box(self, sender: int, receiver: int) -> queue.SimpleQueue[Tensor]:
+        # setdefault is atomic: both ends get the same box, whoever comes first
+        return self.boxes.setdefault((sender, receiver), queue.SimpleQueue())
 
     def everyones(self, rank: int, x: Tensor) -> list[Tensor]:
         self.slots[rank] = x
@@ -96,7 +99,7 @@ class _Mail:
             waited = 0.0
             while True:
                 try:
-                    got = world.boxes[peer, self.to.rank].get(timeout=0.5)
+                    got = world.box(peer, self.to.rank).get(timeout=0.5)
                     break
                 except queue.Empty:
                     waited += 0.5
