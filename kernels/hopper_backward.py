@@ -15,6 +15,7 @@ tiles of 64 queries that see it, for every query head of the group; dk and dv st
 * The last fence of a step serves the dS of the step and the dQ of the step before, which a writer then sends off.
 * P carries the factor ``softmax_scale`` (bfloat16: the exponent has room), taken into ``lse``: dS, dQ and dK then need
   no factor, and dV is divided once. float16 multiplies dQ and dK instead.
+* At head dim 64, where shared memory bounds the speed most, the left operands K and V of S and dP stay in registers.
 * CTAs walk the queries from staggered starts: they do not add to the same tile of dQ at the same time.
 * Key tiles with nothing but full query tiles run a loop without a mask; the others test every step whether it is cut.
 
@@ -197,11 +198,12 @@ def _dq(C: gl.constexpr, i, k_s, ds_s, D: gl.constexpr):
 
 @gluon.jit
 def _step(
-    C: gl.constexpr, CUT: gl.constexpr, i, cut, last, s, dk, dv, k_s, v_s, q_s, dout_s, lse_v, delta_v, bounds_v,
+    C: gl.constexpr, CUT: gl.constexpr, i, cut, last, s, dk, dv, k_a, v_a, k_s, q_s, dout_s, lse_v, delta_v, bounds_v,
     ds_s, dq_s,
     q_full, dout_full, scale_log2, dq_scale, key, past, FOLD: gl.constexpr,
 ):  # fmt: skip
-    """One query tile. ``s`` comes in complete and goes out complete for the next one; no wgmma crosses a step."""
+    """One query tile. ``k_a, v_a``: this consumer's K and V as left operands, in registers or shared memory.
+    ``s`` comes in complete and goes out complete for the next one; no wgmma crosses a step."""
     D: gl.constexpr = k_s.shape[2]
     S_L: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BM, 16])
     O_L: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D, 16])
@@ -218,7 +220,7 @@ def _step(
     mbarrier.wait(dout_full.index(stage), (i // 2) & 1)
     dout = dout_s.index(stage)
     dp = gl.zeros([BN // 2, BM], gl.float32, S_L)
-    dp = warpgroup_mma(v_s.index(C), dout.permute((1, 0)), dp, use_acc=False, is_async=True)
+    dp = warpgroup_mma(v_a, dout.permute((1, 0)), dp, use_acc=False, is_async=True)
     p = gl.exp2(s * scale_log2 - lse_v.index(stage).load(gl.SliceLayout(0, S_L))[None, :])
     p16 = gl.convert_layout(p.to(dtype), A_L)
     dv = warpgroup_mma(p16, dout, dv, is_async=True)
@@ -233,7 +235,7 @@ def _step(
     dq = _dq(C, i + DS_STAGES - 1, k_s, ds_s, D)
     dv, p16 = warpgroup_mma_wait(2, deps=[dv, p16])
     barrier_arrive(DO_FREE + stage, LOADERS)
-    s = _scores(gl.minimum(i + 1, last), k_s.index(C), q_s, q_full, S_L)
+    s = _scores(gl.minimum(i + 1, last), k_a, q_s, q_full, S_L)
     dk = warpgroup_mma(ds16, q_s.index(stage), dk, is_async=True)
     dq = warpgroup_mma_wait(2, deps=[dq])
     if not FOLD:
@@ -247,7 +249,7 @@ def _step(
 
 @gluon.jit
 def _walk(
-    C: gl.constexpr, CUT: gl.constexpr, steps, begin, end, full_begin, full_end, start, s, dk, dv, k_s, v_s, q_s,
+    C: gl.constexpr, CUT: gl.constexpr, steps, begin, end, full_begin, full_end, start, s, dk, dv, k_a, v_a, k_s, q_s,
     dout_s, lse_v,
     delta_v, bounds_v, ds_s, dq_s, q_full, dout_full, scale_log2, dq_scale, key, past, FOLD: gl.constexpr,
 ):  # fmt: skip
@@ -255,7 +257,7 @@ def _walk(
     for i in range(0, steps):
         cut = (j < full_begin) | (j >= full_end)
         s, dk, dv = _step(
-            C, CUT, i, cut, steps - 1, s, dk, dv, k_s, v_s, q_s, dout_s, lse_v, delta_v, bounds_v, ds_s, dq_s,
+            C, CUT, i, cut, steps - 1, s, dk, dv, k_a, v_a, k_s, q_s, dout_s, lse_v, delta_v, bounds_v, ds_s, dq_s,
             q_full, dout_full, scale_log2, dq_scale, key, past, FOLD,
         )  # fmt: skip
         j = _next(j, begin, end)
@@ -287,18 +289,23 @@ def _consumer(
     barrier_arrive(DS_READY + 1 + 2 * C, PAIR)
     mbarrier.wait(kv_full.index(C), 0)
     mbarrier.wait(kv_full.index(1 - C), 0)
-    s = _scores(0, k_s.index(C), q_s, q_full, S_L)
+    k_a = k_s.index(C)
+    v_a = v_s.index(C)
+    if D == 64:
+        k_a = k_a.load(gl.DotOperandLayout(operand_index=0, parent=S_L, k_width=2))
+        v_a = v_a.load(gl.DotOperandLayout(operand_index=0, parent=S_L, k_width=2))
+    s = _scores(0, k_a, q_s, q_full, S_L)
     s = warpgroup_mma_wait(0, deps=[s])
     steps = (end - begin) * heads
     if (full_begin > begin) | (full_end < end):
         dk, dv = _walk(
-            C, True, steps, begin, end, full_begin, full_end, start, s, dk, dv, k_s, v_s, q_s, dout_s, lse_v, delta_v,
-            bounds_v, ds_s, dq_s, q_full, dout_full, scale_log2, dk_scale, key, past, FOLD,
+            C, True, steps, begin, end, full_begin, full_end, start, s, dk, dv, k_a, v_a, k_s, q_s, dout_s, lse_v,
+            delta_v, bounds_v, ds_s, dq_s, q_full, dout_full, scale_log2, dk_scale, key, past, FOLD,
         )  # fmt: skip
     else:
         dk, dv = _walk(
-            C, False, steps, begin, end, full_begin, full_end, start, s, dk, dv, k_s, v_s, q_s, dout_s, lse_v, delta_v,
-            bounds_v, ds_s, dq_s, q_full, dout_full, scale_log2, dk_scale, key, past, FOLD,
+            C, False, steps, begin, end, full_begin, full_end, start, s, dk, dv, k_a, v_a, k_s, q_s, dout_s, lse_v,
+            delta_v, bounds_v, ds_s, dq_s, q_full, dout_full, scale_log2, dk_scale, key, past, FOLD,
         )  # fmt: skip
     # dQ of the last step, behind that of the step before
     fence_async_shared()
