@@ -10,14 +10,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from . import gather, reduce, ring
 from . import plan as plans
-from . import reduce, ring
 from .kernels import block as blocks
 from .kernels.block import Score
 from .layout import length, put, take
 from .plan import Plan
 
-_DATAFLOWS = {"ring": ring, "reduce": reduce}
+_DATAFLOWS = {"ring": ring, "gather": gather, "reduce": reduce}
 
 
 def attention(

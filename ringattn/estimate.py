@@ -44,7 +44,7 @@ class Shape:
 def traffic_bytes(plan: Plan, shape: Shape, backward: bool, rank: int) -> int:
     """Bytes that ``rank`` sends in one forward or backward."""
     s = shape
-    if plan.dataflow == "ring":
+    if plan.dataflow in ("ring", "gather"):
         shard, part = s.kv_elements * s.itemsize, s.kv_elements * s.fp * backward
     elif backward:  # q, dout, lse, delta out; dq home
         shard = s.q_heads * ((s.head_dim + s.value_dim) * s.itemsize + 2 * s.fp)
@@ -59,6 +59,8 @@ def memory_bytes(plan: Plan, shape: Shape, backward: bool) -> int:
     """Peak bytes beside inputs and results on the plan's rank: shards held and arriving; contributions at home, made,
     arriving and leaving; what a rank keeps for itself in float32, and a few numbers per row."""
     s, ring = shape, plan.dataflow == "ring"
+    if plan.dataflow == "gather":
+        return _gather_memory(plan, s, backward)
     q, k = plan.local_lengths[plan.rank], plan.local_lengths_k[plan.rank]
     steps = len(plan.steps) - 1
     shards, parts = (2 if steps > 1 else 0), min(steps + 1, 4) if steps > 1 else 1
@@ -77,18 +79,31 @@ def memory_bytes(plan: Plan, shape: Shape, backward: bool) -> int:
     return s.batch * total
 
 
+def _gather_memory(plan: Plan, s: Shape, backward: bool) -> int:
+    """The packed shard, the buffers of all groups of heads, and in the backward one group's gradients several times."""
+    tokens, here = sum(f.length for f in plan.fetches[plan.rank]), plan.local_lengths_k[plan.rank]
+    q = plan.local_lengths[plan.rank]
+    total = (here + tokens) * s.kv_elements * s.itemsize
+    if backward:
+        total += (tokens + 2 * here) * s.kv_elements * s.fp + q * s.q_heads * (s.head_dim + 2) * s.fp
+    return s.batch * total
+
+
 def describe(plan: Plan, shape: Shape, tflops: float, gigabytes_per_second: float) -> str:
     """The text of :meth:`Plan.describe`."""
-    n, ring = plan.world_size, plan.dataflow == "ring"
+    n, ring = plan.world_size, plan.dataflow != "reduce"
     lengths = plan.local_lengths_k if ring else plan.local_lengths
     ranks = [plan.schedule.steps(r) for r in range(n)]
     lines = [
         f"{plan.dataflow} over {n} rank{'s' * (n > 1)}, {plan.layout} layout: "
-        f"{'keys and values' if ring else 'queries'} travel",
+        f"{'keys and values' if ring else 'queries'} {'are fetched' if plan.dataflow == 'gather' else 'travel'}",
         f"  queries {plan.seq_len}, keys {plan.seq_len_k}; "
         f"tokens per rank {min(plan.local_lengths)} to {max(plan.local_lengths)}",
     ]
-    for t in range(len(ranks[0]) - 1):
+    for r, runs in enumerate(plan.fetches if plan.dataflow == "gather" else ()):
+        met = " ".join(f"{f.owner}[{f.offset}:{f.offset + f.length}]" for f in runs)
+        lines.append(f"  rank {r} fetches owner[tokens]: {met or 'nothing'}")
+    for t in range(0 if plan.dataflow == "gather" else len(ranks[0]) - 1):
         met = " ".join(f"{r}:{steps[t].owner if steps[t].compute else '-'}" for r, steps in enumerate(ranks))
         movers = [steps[t].owner for steps in ranks if steps[t].shard_to is not None]
         moved = sum(lengths[owner] for owner in movers if owner is not None)

@@ -21,12 +21,12 @@ from .batch import shard_batch
 from .kernels.block import Block
 from .layout import Shard
 from .mask import Mask, count_below
-from .schedule import Schedule, Step
+from .schedule import Fetch, Schedule, Step
 from .schedule import check as check_schedule
 from .transport import Transport
 
 VERSION = 1  # of the exchange between ranks
-DATAFLOWS = ("ring", "reduce")
+DATAFLOWS = ("ring", "gather", "reduce")
 _CACHED_PLANS = 64
 
 
@@ -144,21 +144,58 @@ class Plan:
         """This rank's slots of the schedule."""
         return self._once("steps", lambda: self.schedule.steps(self.rank))
 
+    @property
+    def fetches(self) -> tuple[tuple[Fetch, ...], ...]:
+        """For the dataflow "gather": the runs that every rank fetches, in the order of their positions."""
+
+        def make() -> tuple[tuple[Fetch, ...], ...]:
+            return tuple(_fetches(self.mask, queries, self.shards_k) for queries in self.shards)
+
+        return self._once("fetches", make)
+
+    def gathered_block(self, device: torch.device, rank: int | None = None) -> Block:
+        """Which of the keys that a rank fetches its queries see, in the order of the buffer."""
+        rank = self.rank if rank is None else rank
+        return self._once(("gathered", rank, device), lambda: self._gathered_block(rank, device))
+
+    def _gathered_block(self, rank: int, device: torch.device) -> Block:
+        runs = self.fetches[rank]
+        positions = torch.empty(sum(r.length for r in runs), dtype=torch.int64, device=device)
+        segments: list[int] = []
+        past = -1
+        for run in runs:
+            held = layouts.positions(self.shards_k[run.owner], device)[run.offset : run.offset + run.length]
+            run.rows(positions).copy_(held)
+            if run.stride > 1:
+                segments = [len(positions)]
+                continue
+            begin = _position(self.shards_k[run.owner], run.offset)
+            if begin == past and segments:
+                segments[-1] += run.length
+            else:
+                segments.append(run.length)
+            past = begin + run.length
+        return self._block_of(self.shards[rank], positions, tuple(segments))
+
     def block(self, q_rank: int, k_rank: int, device: torch.device) -> Block:
         """Which keys of ``k_rank`` the queries of ``q_rank`` see, in local indices. Made once per device."""
         return self._once(("block", q_rank, k_rank, device), lambda: self._block(q_rank, k_rank, device))
 
     def _block(self, q_rank: int, k_rank: int, device: torch.device) -> Block:
-        positions_q = layouts.positions(self.shards[q_rank], device)
-        positions_k = layouts.positions(self.shards_k[k_rank], device).to(torch.int32)
+        shard = self.shards_k[k_rank]
+        return self._block_of(self.shards[q_rank], layouts.positions(shard, device), tuple(map(len, shard)))
+
+    def _block_of(self, queries: Shard, positions_k: Tensor, segments_k: tuple[int, ...]) -> Block:
+        positions_q = layouts.positions(queries, positions_k.device)
+        positions_k = positions_k.to(torch.int32)
         start, end = self.mask.intervals(positions_q)
         return Block(
             torch.searchsorted(positions_k, start, out_int32=True),
             torch.searchsorted(positions_k, end, out_int32=True),
             (positions_q + self.mask.offset).to(torch.int32),
             positions_k,
-            tuple(len(r) for r in self.shards[q_rank]),
-            tuple(len(r) for r in self.shards_k[k_rank]),
+            tuple(map(len, queries)),
+            segments_k,
         )
 
     def agree_once(
@@ -192,6 +229,10 @@ class Plan:
 
     def traffic(self, rank: int | None = None) -> tuple[int, int]:
         """Tokens that a rank sends in one traversal: (of shards that travel, of contributions to them)."""
+        if self.dataflow == "gather":
+            me = self.rank if rank is None else rank
+            sent = [f.length for r, runs in enumerate(self.fetches) for f in runs if f.owner == me != r]
+            return sum(sent), sum(f.length for f in self.fetches[me] if f.owner != me)
         lengths = self.local_lengths_k if self.dataflow == "ring" else self.local_lengths
         steps = self.steps if rank is None else self.schedule.steps(rank)
         last = [None, *(s.owner for s in steps)]
@@ -237,6 +278,11 @@ class Plan:
         found = torch.zeros_like(start)
         for q_rank, shard in enumerate(self.shards):
             positions = layouts.positions(shard)
+            if self.dataflow == "gather":
+                block = self.gathered_block(torch.device("cpu"), q_rank)
+                assert (block.positions_k.diff() > 0).all(), f"rank {q_rank} fetches a key twice or out of order"
+                found[:, positions] += block.end - block.start
+                continue
             for k_rank in range(self.world_size):
                 visitor, owner = (q_rank, k_rank) if self.dataflow == "ring" else (k_rank, q_rank)
                 block = self.block(q_rank, k_rank, torch.device("cpu"))
@@ -259,6 +305,35 @@ _by_handle: weakref.WeakValueDictionary[int, Plan] = weakref.WeakValueDictionary
 _cache: OrderedDict[tuple[object, ...], Plan] = OrderedDict()
 _cache_lock = threading.Lock()
 _calls: dict[int, int] = {}  # plan() calls per transport
+
+
+def _fetches(mask: Mask, queries: Shard, shards_k: tuple[Shard, ...]) -> tuple[Fetch, ...]:
+    """The runs of keys that some of the queries see, in the order of their positions."""
+    runs, offsets = [], []
+    for owner, shard in enumerate(shards_k):
+        offset = 0
+        for run in shard:
+            runs.append((owner, run))
+            offsets.append(offset)
+            offset += len(run)
+    seen = mask.sees(queries, [(run,) for _, run in runs])
+    kept = sorted(
+        (run.start, owner, offset, run) for (owner, run), offset, s in zip(runs, offsets, seen, strict=True) if s
+    )
+    strided = any(run.step > 1 for *_, run in kept)
+    found, first = [], 0
+    for i, (_, owner, offset, run) in enumerate(kept):  # strided runs take turns, one token each
+        found.append(Fetch(owner, offset, len(run), i if strided else first, len(kept) if strided else 1))
+        first += len(run)
+    return tuple(found)
+
+
+def _position(shard: Shard, offset: int) -> int:
+    for run in shard:
+        if offset < len(run):
+            return run[offset]
+        offset -= len(run)
+    raise IndexError(offset)
 
 
 def by_handle(handle: int) -> Plan:
@@ -320,8 +395,9 @@ def plan(
         documents: (batch, seq_len) integer ids of packed documents, -1 for padding, when rows differ.
         prefix: with ``causal``, the first ``prefix`` keys are visible to every query (prefix-LM).
         layout: "contiguous", "zigzag" or "striped".
-        dataflow: "ring": keys and values travel; "reduce": queries travel and their partial states come
-            home; "auto": "reduce" when there are at least four times as many keys as queries, else "ring".
+        dataflow: "ring": keys and values travel; "gather": every rank fetches all the keys and values that it
+            needs; "reduce": queries travel and their partial states come home; "auto": "reduce" when there are
+            at least four times as many keys as queries, else "ring".
         deterministic: the same bits on every run.
         local_size: ranks per node, to make a ring a double ring; divides the group's size.
 

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 Needs = Sequence[Sequence[bool]]  # needs[r][o]: rank r must meet the shard of rank o
 
@@ -40,6 +41,25 @@ class Step:
     part_from: int | None = None  # the contribution so far to this step's shard comes
     home_to: int | None = None  # the contribution to the last step's shard goes home
     home_from: int | None = None  # the contribution to this rank's own shard comes home
+
+
+@dataclass(frozen=True)
+class Fetch:
+    """A run of tokens that one rank takes from another in the dataflow "gather".
+
+    It is ``length`` tokens from ``offset`` of the shard of ``owner``, and every ``stride``-th row from ``first`` of the
+    buffer in which the fetching rank keeps tokens in the order of their positions.
+    """
+
+    owner: int
+    offset: int
+    length: int
+    first: int
+    stride: int
+
+    def rows(self, buffer: Any) -> Any:
+        """The view of the rows of ``buffer``, whose first dimension is tokens."""
+        return buffer[self.first : self.first + (self.length - 1) * self.stride + 1 : self.stride]
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,10 @@ compare what they are about to do with :meth:`Transport.agree` before the first 
 from __future__ import annotations
 
 import datetime
+import hashlib
 import itertools
+import math
+import socket
 import struct
 import threading
 import weakref
@@ -22,6 +25,8 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from .schedule import Fetch
 
 Message = tuple[Tensor, int]  # a contiguous tensor and the peer's rank in the group
 
@@ -72,6 +77,15 @@ class Transport:
         self.sent_messages += len(sends)
         return self._start(sends, receives) if sends or receives else Arrived()
 
+    def fetch(self, packed: Sequence[Tensor], fetches: Sequence[Sequence[Fetch]]) -> Fetching:
+        """Start fetching keys and values, group of heads by group of heads.
+
+        Args:
+            packed: this rank's tokens, one contiguous tensor (tokens, ...) for each group.
+            fetches: the runs that every rank fetches.
+        """
+        return _Messages(self, packed, fetches)
+
     def _start(self, sends: Sequence[Message], receives: Sequence[Message]) -> Pending:
         raise NotImplementedError(f"{type(self).__name__} moves nothing: it describes {self.world_size} ranks")
 
@@ -104,6 +118,52 @@ class Transport:
             _compare(what, fields, rows)
 
 
+class Fetching(Protocol):
+    """Groups of heads on their way."""
+
+    def wait(self, group: int) -> Tensor:
+        """The fetched tokens of one group, in the order of their positions. Groups are asked for in order."""
+
+
+class _Messages:
+    """Fetching by messages: the next group travels while this one is worked on."""
+
+    def __init__(self, transport: Transport, packed: Sequence[Tensor], fetches: Sequence[Sequence[Fetch]]) -> None:
+        self.transport, self.packed, self.fetches = transport, packed, fetches
+        self.next = self._begin(0)
+
+    def _begin(self, group: int) -> tuple[Pending, Tensor, list[tuple[Fetch, Tensor]]]:
+        rank, mine = self.transport.rank, self.packed[group]
+        runs = self.fetches[rank]
+        buffer = mine.new_empty((sum(run.length for run in runs), *mine.shape[1:]))
+        sends = [
+            (mine[run.offset : run.offset + run.length], visitor)
+            for visitor, theirs in enumerate(self.fetches)
+            for run in theirs
+            if run.owner == rank != visitor
+        ]
+        receives, strided = [], []
+        for run in runs:
+            rows = run.rows(buffer)
+            if run.owner == rank:
+                rows.copy_(mine[run.offset : run.offset + run.length])
+                continue
+            if run.stride > 1:  # messages are contiguous
+                rows = torch.empty_like(rows, memory_format=torch.contiguous_format)
+                strided.append((run, rows))
+            receives.append((rows, run.owner))
+        return self.transport.start(sends, receives), buffer, strided
+
+    def wait(self, group: int) -> Tensor:
+        moving, buffer, strided = self.next
+        moving.wait()
+        for run, rows in strided:
+            run.rows(buffer).copy_(rows)
+        if group + 1 < len(self.packed):
+            self.next = self._begin(group + 1)
+        return buffer
+
+
 def _word(value: int | float | str | bool) -> int:
     """An int64 that stands for the value: itself, the bits of a float, or the first eight bytes of a name."""
     if isinstance(value, float):
@@ -111,6 +171,11 @@ def _word(value: int | float | str | bool) -> int:
     if isinstance(value, str):
         return int.from_bytes(value.encode()[:8].ljust(8, b"\0"), "little", signed=True)
     return int(value)
+
+
+def hash_of(text: str) -> int:
+    """63 bits that are the same in every process."""
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
 
 
 def _show(word: int, like: int | float | str | bool) -> str:
@@ -167,6 +232,9 @@ class GroupTransport(Transport):
             )
         if cuda:  # a first point-to-point message among some of the ranks would not set the communicator up for all
             dist.all_reduce(torch.zeros(1, device=device), group=group)
+        host = hash_of(socket.gethostname())
+        self.one_host = bool((self.gather_words(torch.tensor([host])) == host).all())
+        self.symmetric: _Symmetric | None = None
 
     def check_device(self, name: str, x: Tensor) -> None:
         backend = self.backends.get(x.device.type)
@@ -187,6 +255,12 @@ class GroupTransport(Transport):
         ops += [dist.P2POp(dist.irecv, x, group=self.group, group_peer=peer) for x, peer in receives]
         peers = sorted({peer for _, peer in sends} | {peer for _, peer in receives})
         return _Works(dist.batch_isend_irecv(ops), f"rank {self.rank} exchanging with ranks {peers}", ops)
+
+    def fetch(self, packed: Sequence[Tensor], fetches: Sequence[Sequence[Fetch]]) -> Fetching:
+        if packed[0].is_cuda and self.one_host and self.world_size > 1:
+            self.symmetric = self.symmetric or _Symmetric(self)
+            return _Pulls(self.symmetric, packed, fetches)
+        return super().fetch(packed, fetches)
 
     def all_reduce(self, x: Tensor, op: str) -> Tensor:
         if self.world_size > 1:
@@ -218,6 +292,88 @@ class _Works:
         except RuntimeError as error:
             raise RuntimeError(f"{self.what}: {error}") from error
         self.alive = None
+
+
+class _Symmetric:
+    """Memory of every rank of one host that all of them can read, in two slots that calls use in turn.
+
+    A slot is written only after a barrier that every rank passes after it has read the slot: the barrier of the call
+    in between, which each rank's copy stream reaches when its copies of the call before are done.
+    """
+
+    def __init__(self, transport: GroupTransport) -> None:
+        self.transport = transport
+        self.stream = torch.cuda.Stream(transport.device)
+        self.calls = 0
+        self.bytes = 0
+        self.passed: torch.cuda.Event | None = None  # the last call's barrier
+        self.handle: Any = None
+
+    def reserve(self, needed: int) -> None:
+        """Two slots of at least ``needed`` bytes. All ranks ask for the same size in the same call."""
+        if needed <= self.bytes:
+            return
+        from torch.distributed import _symmetric_memory as symmetric_memory  # slow to import, and rarely needed
+
+        torch.cuda.synchronize()
+        dist.barrier(group=self.transport.group)  # nobody reads the old memory any more
+        self.bytes = -(-needed // (1 << 21)) << 21
+        memory = symmetric_memory.empty(2 * self.bytes, dtype=torch.uint8, device=self.transport.device)
+        self.handle = symmetric_memory.rendezvous(memory, self.transport.group)
+        self.memory = memory
+
+    def slot(self, rank: int, slot: int) -> Tensor:
+        """(bytes,) uint8: a slot of a rank's memory."""
+        return self.handle.get_buffer(rank, (self.bytes,), torch.uint8, slot * self.bytes)
+
+
+class _Pulls:
+    """Fetching out of symmetric memory by the copy engines, which take no SM from the attention beside them."""
+
+    def __init__(self, link: _Symmetric, packed: Sequence[Tensor], fetches: Sequence[Sequence[Fetch]]) -> None:
+        transport, rank = link.transport, link.transport.rank
+        tokens = max((f.offset + f.length for runs in fetches for f in runs), default=0)  # the same on every rank
+        sizes = [tokens * math.prod(x.shape[1:]) * x.element_size() for x in packed]
+        link.reserve(sum(sizes))
+        slot, main = link.calls % 2, torch.cuda.current_stream()
+        link.calls += 1
+        if link.passed is not None:
+            main.wait_event(link.passed)
+
+        def region(owner: int, group: int, like: Tensor) -> Tensor:
+            begin = sum(sizes[:group])
+            flat = link.slot(owner, slot)[begin : begin + sizes[group]]
+            return flat.view(like.dtype).view(tokens, *like.shape[1:])
+
+        runs = fetches[rank]
+        self.buffers, self.here = [], []
+        for g, x in enumerate(packed):
+            shared = min(len(x), tokens)
+            region(rank, g, x)[:shared].copy_(x[:shared])
+            self.buffers.append(x.new_empty((sum(run.length for run in runs), *x.shape[1:])))
+        link.stream.wait_stream(main)
+        with torch.cuda.stream(link.stream):
+            link.handle.barrier(channel=slot)
+            link.passed = torch.cuda.Event()
+            link.passed.record()
+            for g, x in enumerate(packed):
+                for turn in range(1, transport.world_size):  # each rank starts with another owner
+                    owner = (rank - turn) % transport.world_size
+                    for run in runs:
+                        if run.owner == owner:
+                            theirs = region(owner, g, x)[run.offset : run.offset + run.length]
+                            run.rows(self.buffers[g]).copy_(theirs)
+                event = torch.cuda.Event()
+                event.record()
+                self.here.append(event)
+        for x, buffer in zip(packed, self.buffers, strict=True):
+            for run in runs:
+                if run.owner == rank:
+                    run.rows(buffer).copy_(x[run.offset : run.offset + run.length])
+
+    def wait(self, group: int) -> Tensor:
+        torch.cuda.current_stream().wait_event(self.here[group])
+        return self.buffers[group]
 
 
 class AloneTransport(Transport):
