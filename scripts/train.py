@@ -23,6 +23,7 @@ import argparse
 import contextlib
 import ctypes
 import datetime
+import io
 import json
 import math
 import os
@@ -370,12 +371,12 @@ def progress(steps: int) -> Iterator[Callable[[int, float, float, float], None]]
         nonlocal shown
         shown += 1
         if shown % max(steps // 10, 1) == 0 or shown in (1, steps):
-            print(f"  step {step:<4} {describe(*numbers)}", flush=True)
+            print(f"  step {step:<4} {describe(*numbers)}")
 
     if dist.get_rank() != 0:
         yield lambda *_: None
         return
-    print(f"\nTraining, {steps} steps", flush=True)
+    print(f"\nTraining, {steps} steps")
     try:
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
     except ImportError:
@@ -571,10 +572,9 @@ def connect() -> torch.device:
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if gpu else torch.device("cpu")
     if gpu:
         torch.cuda.set_device(device)
-    options: dict[str, Any] = dict(timeout=datetime.timedelta(minutes=10), device_id=device if gpu else None)
-    if "RANK" not in os.environ:
-        options.update(store=dist.HashStore(), rank=0, world_size=1)
-    dist.init_process_group("nccl" if gpu else "gloo", **options)
+    alone: dict[str, Any] = {} if "RANK" in os.environ else dict(store=dist.HashStore(), rank=0, world_size=1)
+    # Gloo beside NCCL: ranks compare their plans without waiting for the GPU.
+    dist.init_process_group("cpu:gloo,cuda:nccl" if gpu else "gloo", timeout=datetime.timedelta(minutes=10), **alone)
     return device
 
 
@@ -582,6 +582,8 @@ def run(args: argparse.Namespace, saved: dict[str, Any] | None) -> None:
     device = connect()
     first, world = dist.get_rank() == 0, dist.get_world_size()
     text = checked_text(args) if first else None
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(line_buffering=True)  # a log shows how far it got
 
     torch.manual_seed(args.seed)  # the same weights on every rank
     model = Decoder(args.layers, args.dim, args.heads, args.kv_heads).to(device)
@@ -601,9 +603,9 @@ def run(args: argparse.Namespace, saved: dict[str, Any] | None) -> None:
             f"{args.kv_heads} for keys and values, of {args.dim // args.heads} each"
         )
         dataflow = make_plan(1, virtual.VirtualRank(0, 1), args).dataflow
-        print(f"  split  {args.layout} layout, {dataflow} dataflow", flush=True)
+        print(f"  split  {args.layout} layout, {dataflow} dataflow")
         if losses:
-            print(f"  goes on after step {len(losses)}, loss {losses[-1]:.4f}", flush=True)
+            print(f"  goes on after step {len(losses)}, loss {losses[-1]:.4f}")
 
     length = min(args.context, COMPARED) if device.type == "cuda" else args.context
     tokens, labels = next_batch(text, length, args.seed, len(losses), device)
@@ -624,7 +626,7 @@ def run(args: argparse.Namespace, saved: dict[str, Any] | None) -> None:
         print("\nResult: " + (same if world > 1 else "one process, nothing to compare"))
         print(f"  loss        {losses[-1]:.4f} after step {len(losses)} (first step: {losses[0]:.4f})")
         print(f"  picture     {picture}")
-        print(f"  checkpoint  {args.out / 'checkpoint.pt'} (go on with --resume)", flush=True)
+        print(f"  checkpoint  {args.out / 'checkpoint.pt'} (go on with --resume)")
     dist.barrier()
     dist.destroy_process_group()
 
@@ -638,7 +640,7 @@ def main(argv: list[str] | None = None) -> int:
             return 0
         run(args, saved)
     except (ValueError, ArithmeticError) as error:
-        print(f"error: {error}", file=sys.stderr, flush=True)
+        print(f"error: {error}", file=sys.stderr)
         return 1
     except torch.OutOfMemoryError as error:
         print(f"error: the GPU's memory is full; use more GPUs or a smaller --context ({error})", file=sys.stderr)
