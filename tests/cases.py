@@ -224,6 +224,13 @@ def traffic(plan: ringattn.Plan, case: Case, rank: int) -> tuple[tuple[int, int]
         batch=case.batch, q_heads=case.q_heads, kv_heads=case.kv_heads,
         head_dim=case.head_dim, head_dim_v=case.head_dim_v, itemsize=itemsize, rank=rank,
     )  # fmt: skip
+    messages = _messages_of_gather(plan, rank) if plan.dataflow == "gather" else _messages_of_walk(plan, rank)
+    return tuple((plan.traffic_bytes(backward=backward, **shape), messages[backward]) for backward in (False, True))
+
+
+def _messages_of_walk(plan: ringattn.Plan, rank: int) -> tuple[int, int]:
+    """Ring: k and v travel, with dk and dv in the backward. Reduce: q travels and (m, l, o) come home; in the
+    backward q, dout, lse, delta and dq."""
     ring = plan.dataflow == "ring"
     lengths = plan.local_lengths_k if ring else plan.local_lengths
     steps = plan.schedule.steps(rank)
@@ -231,10 +238,15 @@ def traffic(plan: ringattn.Plan, case: Case, rank: int) -> tuple[tuple[int, int]
     for step, last in zip(steps, [None, *steps], strict=False):
         shards += step.shard_to is not None and lengths[step.owner] > 0
         parts += (step.part_to is not None or step.home_to is not None) and lengths[last.owner] > 0
-    # ring: k and v travel, with dk and dv in the backward; reduce: q travels, with (m, l, o), or
-    # q, dout, lse, delta with dq.
-    messages = (2 * shards, 2 * shards + 2 * parts) if ring else (shards + 3 * parts, 4 * shards + parts)
-    return tuple((plan.traffic_bytes(backward=backward, **shape), messages[backward]) for backward in (False, True))
+    return (2 * shards, 2 * shards + 2 * parts) if ring else (shards + 3 * parts, 4 * shards + parts)
+
+
+def _messages_of_gather(plan: ringattn.Plan, rank: int) -> tuple[int, int]:
+    """k and v together, a message for each run that another rank fetches; in the backward again, and the
+    gradients of each run that this rank fetched."""
+    given = sum(run.owner == rank for r, runs in enumerate(plan.fetches) for run in runs if r != rank)
+    taken = sum(run.owner != rank for run in plan.fetches[rank])
+    return given, given + taken
 
 
 def virtually(world_size: int, case: Case) -> list[Part]:
@@ -291,7 +303,7 @@ LENGTHS: dict[str, tuple[int, int | None]] = {
     "no-queries": (0, 5),
 }
 LAYOUTS = ("contiguous", "zigzag", "striped")
-DATAFLOWS = ("ring", "double-ring", "reduce", "double-reduce")
+DATAFLOWS = ("ring", "double-ring", "gather", "reduce", "double-reduce")
 
 
 def local_size(dataflow: str, world_size: int) -> int | None:
@@ -417,7 +429,7 @@ def any_case(draw: st.DrawFn) -> tuple[int, Case]:
         seq_len_k=keys,
         **fields,
         layout=draw(st.sampled_from(LAYOUTS)),
-        dataflow=draw(st.sampled_from(["ring", "reduce", "auto"])),
+        dataflow=draw(st.sampled_from(["ring", "gather", "reduce", "auto"])),
         local_size=draw(st.sampled_from([d for d in range(1, world_size + 1) if world_size % d == 0])),
         batch=batch,
         q_heads=kv_heads * draw(st.integers(1, 3)),

@@ -1,4 +1,4 @@
-"""ring.py and reduce.py, forward and backward: equal to dense attention of the whole sequence.
+"""ring.py, gather.py and reduce.py, forward and backward: equal to dense attention of the whole sequence.
 
 Gloo processes, the eager kernel, float64: differences are rounding, below 1e-10, and a wrong pair, a lost hop or a
 gradient that does not come home is of order 1. The cases hold every pair of values of all axes (cases.AXES), for
@@ -46,10 +46,10 @@ def test_equals_dense_attention(pools: Callable[[int], Pool], world_size: int, r
 
 
 @pytest.mark.parametrize("world_size", on_ranks(2, 4))
-@pytest.mark.parametrize("dataflow", ["ring", "reduce"])
+@pytest.mark.parametrize("dataflow", ["ring", "gather", "reduce"])
 def test_shards_of_several_tiles(pools: Callable[[int], Pool], world_size: int, dataflow: str) -> None:
     case = Case(
-        seq_len=2700, causal=True, window_size=(1500, -1), layout="zigzag" if dataflow == "ring" else "striped",
+        seq_len=2700, causal=True, window_size=(1500, -1), layout="striped" if dataflow == "reduce" else "zigzag",
         dataflow=dataflow, batch=1, q_heads=2, kv_heads=1, sink=True,
     )  # fmt: skip
     hold(case, pools(world_size).run(cases.attend, case))

@@ -50,7 +50,7 @@ ALL = [
     pytest.param(mask, layout, dataflow, id=f"{mask}-{layout}-{dataflow}")
     for mask in cases.MASKS
     for layout in cases.LAYOUTS
-    for dataflow in ("ring", "reduce")
+    for dataflow in ("ring", "gather", "reduce")
 ]
 
 
