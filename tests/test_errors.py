@@ -1,0 +1,158 @@
+"""Bad input: the offending value, what was expected and the fix, before anything is sent.
+
+The plans here are those of rank 1 of 3 ranks that do not exist: whatever tries to send fails otherwise, and counts.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+
+import ringattn
+from ringattn.kernels import block as blocks
+from ringattn.transport import GroupTransport
+from ringattn.virtual import VirtualRank
+
+BATCH, HEADS, KV_HEADS, DIM, SEQ = 2, 4, 2, 8, 18  # 6 tokens on each of 3 ranks
+
+
+def good(**changes: Any) -> dict[str, Any]:
+    x: dict[str, Any] = dict(
+        q=torch.zeros(BATCH, 6, HEADS, DIM),
+        k=torch.zeros(BATCH, 6, KV_HEADS, DIM),
+        v=torch.zeros(BATCH, 6, KV_HEADS, DIM),
+    )
+    return x | changes
+
+
+def zeros(*shape: int, **how: Any) -> torch.Tensor:
+    return torch.zeros(shape, **how)
+
+
+@pytest.mark.parametrize(
+    ("changes", "kind", "words"),
+    [
+        (dict(k=zeros(2, 6, 2, 8, dtype=torch.float64)), TypeError, ["q is torch.float32", "k is torch.float64"]),
+        (dict(v=zeros(2, 6, 2, 8, dtype=torch.bfloat16)), TypeError, ["q is torch.float32", "v is torch.bfloat16"]),
+        (dict(q=zeros(2, 6, 4, 8, dtype=torch.int32)), TypeError, ["q has dtype torch.int32", "floating"]),
+        (dict(k=zeros(2, 6, 2, 8, device="meta")), ValueError, ["q is on cpu", "k is on meta", "move"]),
+        (dict(v=zeros(2, 6, 2, 8, device="meta")), ValueError, ["v is on meta", "one device"]),
+        (dict(sink=zeros(4, device="meta")), ValueError, ["sink is on meta", "one device"]),
+        (dict(k=zeros(2, 6, 3, 8), v=zeros(2, 6, 3, 8)), ValueError, ["q has 4 heads", "have 3", "must divide"]),
+        (dict(k=zeros(2, 6, 0, 8), v=zeros(2, 6, 0, 8)), ValueError, ["q has 4 heads", "have 0"]),
+        (dict(v=zeros(2, 6, 1, 8)), ValueError, ["(2, 6, 2, 8)", "(2, 6, 1, 8)", "must be equal"]),
+        (dict(q=zeros(2, 6, 32)), ValueError, ["q has shape (2, 6, 32)", "(batch, seq, heads, head_dim)"]),
+        (dict(v=zeros(6, 2, 8)), ValueError, ["v has shape (6, 2, 8)", "(batch, seq, heads, head_dim)"]),
+        (dict(k=zeros(3, 6, 2, 8)), ValueError, ["batch", "2", "3"]),
+        (dict(k=zeros(2, 6, 2, 4)), ValueError, ["head_dim 8", "k 4", "must be equal"]),
+        (dict(q=zeros(2, 18, 4, 8)), ValueError, ["q have 18 tokens", "rank 1 of 3 holds 6", "18", "plan.shard()"]),
+        (dict(k=zeros(2, 5, 2, 8), v=zeros(2, 5, 2, 8)), ValueError, ["k and v have 5 tokens", "holds 6"]),
+        (dict(v=zeros(2, 5, 2, 8)), ValueError, ["(2, 6, 2, 8)", "(2, 5, 2, 8)"]),
+        (dict(softcap=-1.0), ValueError, ["softcap is -1.0", "positive, or 0"]),
+        (dict(sink=zeros(2)), ValueError, ["sink has shape (2,)", "(q_heads,) = (4,)"]),
+        (dict(alibi_slopes=zeros(3, 4)), ValueError, ["(3, 4)", "(q_heads,) = (4,)", "(batch, q_heads) = (2, 4)"]),
+        (dict(alibi_slopes=zeros(4, requires_grad=True)), ValueError, ["requires grad", "alibi_slopes.detach()"]),
+        (dict(kernel="fast"), ValueError, ["kernel='fast' is unknown", *map(repr, blocks.kernel_names())]),
+    ],
+)  # fmt: skip
+def test_attention(changes: dict[str, Any], kind: type[Exception], words: list[str]) -> None:
+    plan = ringattn.plan(SEQ, VirtualRank(1, 3), dataflow="ring")
+    with pytest.raises(kind) as caught:
+        ringattn.attention(**good(**changes), plan=plan)
+    assert [w for w in words if w not in str(caught.value)] == []
+    assert (plan.transport.sent_bytes, plan.transport.sent_messages) == (0, 0)
+
+
+def test_the_good_call_gets_as_far_as_sending() -> None:
+    plan = ringattn.plan(SEQ, VirtualRank(1, 3), dataflow="ring")
+    with pytest.raises(NotImplementedError, match="moves nothing"):
+        ringattn.attention(**good(), plan=plan)
+    assert plan.transport.sent_messages == 2
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        (dict(q=zeros(2, 6, 4, 8, dtype=torch.float64)), ["float64", "'eager'"]),
+        (dict(q=zeros(2, 6, 4, 513), k=zeros(2, 6, 2, 513), v=zeros(2, 6, 2, 513)), ["head", "'eager'"]),
+    ],
+)
+def test_a_kernel_that_cannot_names_one_that_can(changes: dict[str, Any], words: list[str]) -> None:
+    pytest.importorskip("triton")
+    x = good(**changes)
+    x = x | {n: x[n].to(x["q"].dtype) for n in ("k", "v")}
+    plan = ringattn.plan(SEQ, VirtualRank(1, 3))
+    with pytest.raises(ValueError, match="kernel='triton' cannot run this forward") as caught:
+        ringattn.attention(**x, plan=plan, kernel="triton")
+    assert [w for w in words if w not in str(caught.value)] == []
+    assert plan.transport.sent_messages == 0
+
+
+def test_documents_of_another_batch_size() -> None:
+    plan = ringattn.plan(SEQ, VirtualRank(1, 3), documents=torch.zeros(3, SEQ, dtype=torch.int64))
+    with pytest.raises(ValueError, match="documents have 3 rows, but the batch size is 2"):
+        ringattn.attention(**good(), plan=plan)
+
+
+@dataclasses.dataclass
+class OnlyCuda(VirtualRank):
+    """A group whose backend moves CUDA tensors only, as NCCL."""
+
+    def __init__(self) -> None:
+        super().__init__(1, 3)
+        self.backends = {"cuda": "nccl"}
+
+    check_device = GroupTransport.check_device
+
+
+def test_cpu_tensors_with_nccl() -> None:
+    plan = ringattn.plan(SEQ, OnlyCuda())
+    with pytest.raises(ValueError, match=r"q is on cpu, but this process group moves tensors on \['cuda'\]"):
+        ringattn.attention(**good(), plan=plan)
+    with pytest.raises(ValueError, match=r"x is on cpu, but this process group moves tensors on \['cuda'\]"):
+        plan.unshard(torch.zeros(2, 6))
+    assert plan.transport.sent_messages == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "kind", "words"),
+    [
+        (dict(seq_len=-3), ValueError, ["seq_len is -3", "between 0 and"]),
+        (dict(seq_len=2**31), ValueError, ["seq_len is 2147483648", "2**31 - 1"]),
+        (dict(seq_len=1.5), TypeError, ["seq_len is 1.5", "int"]),
+        (dict(seq_len=True), TypeError, ["seq_len is True", "int"]),
+        (dict(seq_len_k=-1), ValueError, ["seq_len_k is -1"]),
+        (dict(window_size=(4,)), TypeError, ["(4,)", "(left, right)", "-1 for unbounded"]),
+        (dict(window_size=4), TypeError, ["window_size is 4", "two ints"]),
+        (dict(window_size=(1.0, 2)), TypeError, ["(1.0, 2)", "two ints"]),
+        (dict(window_size=(-2, 0)), ValueError, ["left", "-2", "-1 for unbounded"]),
+        (dict(cu_seqlens=[0, 9, 5, 18]), ValueError, ["falls from 9 to 5", "sorted"]),
+        (dict(cu_seqlens=[0, 9]), ValueError, ["ends with 9", "seq_len = 18"]),
+        (dict(cu_seqlens=[0, 9, 18], seq_len_k=20), ValueError, ["20 and 18", "leave seq_len_k out"]),
+        (dict(documents=torch.zeros(18, dtype=torch.int64)), ValueError, ["(18,)", "(batch, seq_len)"]),
+        (dict(documents=torch.zeros(2, 18)), TypeError, ["float32", "integer"]),
+        (dict(prefix=3), ValueError, ["prefix=3", "causal=True"]),
+        (dict(causal=True, prefix=19), ValueError, ["prefix is 19", "18 keys"]),
+        (dict(layout="zag"), ValueError, ["'zag'", "'contiguous'", "'zigzag'", "'striped'"]),
+        (dict(dataflow="tree"), ValueError, ["'tree'", *map(repr, ringattn.dataflows()), "'auto'"]),
+        (dict(local_size=2), ValueError, ["local_size is 2", "divide the group's 3"]),
+        (dict(local_size=0), ValueError, ["local_size is 0", "divide"]),
+        (dict(local_size="3"), TypeError, ["local_size is '3'", "int"]),
+    ],
+)  # fmt: skip
+def test_plan(arguments: dict[str, Any], kind: type[Exception], words: list[str]) -> None:
+    rank = VirtualRank(1, 3)
+    with pytest.raises(kind) as caught:
+        ringattn.plan(**({"seq_len": SEQ, "group": rank} | arguments))
+    assert [w for w in words if w not in str(caught.value)] == []
+    assert (rank.sent_bytes, rank.sent_messages) == (0, 0)
+
+
+def test_unshard_of_another_length() -> None:
+    plan = ringattn.plan(SEQ, VirtualRank(1, 3))
+    with pytest.raises(ValueError, match=r"unshard\(\) got shape \(2, 18\) and dim 1, but rank 1 holds 6 tokens"):
+        plan.unshard(torch.zeros(2, 18))
+    assert plan.transport.sent_messages == 0
