@@ -91,7 +91,8 @@ def backward(
     lse2 = torch.empty_like(lse, memory_format=torch.contiguous_format)
     lse, delta = lse.contiguous(), delta.contiguous()
     dq_strided, dq = dq, primitives.last_contiguous(dq)
-    _base2[(triton.cdiv(lse.numel(), 1024),)](lse, lse2, lse.numel(), BLOCK=1024)
+    with torch.cuda.device_of(q):
+        _base2[(triton.cdiv(lse.numel(), 1024),)](lse, lse2, lse.numel(), BLOCK=1024)
 
     s = ScoreArguments.of(score)
     tma = all(primitives.has_tma(x) for x in (q, k, v, dout))
@@ -120,26 +121,28 @@ def backward(
     tiles = choose_tiles_dkdv(q, v)
     tile_map = block.key_tiles(tiles.block_m, tiles.block_n)
     n_tiles = tile_map.rows.shape[0]
-    _dkdv[(n_tiles * kv_heads * batch,)](
-        *sources(tiles), *common,
-        dk, *dk.stride()[:3], dv, *dv.stride()[:3],
-        tile_map.rows, tile_map.span, tile_map.span.stride(0) if tile_map.span.shape[0] > 1 else 0,
-        seq_q, n_tiles, kv_heads,
-        BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n, STAGES=tiles.num_stages, **sizes,
-        num_warps=tiles.num_warps, num_stages=tiles.num_stages, maxnreg=tiles.max_registers,
-    )  # fmt: skip
+    with torch.cuda.device_of(q):
+        _dkdv[(n_tiles * kv_heads * batch,)](
+            *sources(tiles), *common,
+            dk, *dk.stride()[:3], dv, *dv.stride()[:3],
+            tile_map.rows, tile_map.span, tile_map.span.stride(0) if tile_map.span.shape[0] > 1 else 0,
+            seq_q, n_tiles, kv_heads,
+            BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n, STAGES=tiles.num_stages, **sizes,
+            num_warps=tiles.num_warps, num_stages=tiles.num_stages, maxnreg=tiles.max_registers,
+        )  # fmt: skip
 
     tiles = choose_tiles_dq(q, v)
     tile_map = block.query_tiles(tiles.block_m, tiles.block_n)
     n_tiles = tile_map.rows.shape[0]
-    _dq[(n_tiles * heads * batch,)](
-        *sources(tiles), *common,
-        dq, *dq.stride()[:3],
-        tile_map.rows, tile_map.span, tile_map.span.stride(0) if tile_map.span.shape[0] > 1 else 0,
-        seq_k, n_tiles, heads,
-        BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n, STAGES=tiles.num_stages, **sizes,
-        num_warps=tiles.num_warps, num_stages=tiles.num_stages, maxnreg=tiles.max_registers,
-    )  # fmt: skip
+    with torch.cuda.device_of(q):
+        _dq[(n_tiles * heads * batch,)](
+            *sources(tiles), *common,
+            dq, *dq.stride()[:3],
+            tile_map.rows, tile_map.span, tile_map.span.stride(0) if tile_map.span.shape[0] > 1 else 0,
+            seq_k, n_tiles, heads,
+            BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n, STAGES=tiles.num_stages, **sizes,
+            num_warps=tiles.num_warps, num_stages=tiles.num_stages, maxnreg=tiles.max_registers,
+        )  # fmt: skip
     if dq is not dq_strided:
         dq_strided.copy_(dq)
     return dk, dv

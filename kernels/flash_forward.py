@@ -77,44 +77,48 @@ def forward(
     tile_map = block.query_tiles(tiles.block_m, tiles.block_n)
     tma = all(primitives.has_tma(x) for x in (q, k, v))
 
+    carried: tuple[Tensor | None, ...] = (None, None, None)
     if state is not None:
-        m, l, o = state
-        state = State(m, l, primitives.last_contiguous(o))
+        carried = state = State(state.m, state.l, primitives.last_contiguous(state.o))
+    result: State | tuple[Tensor, Tensor]
     if finalize:
         lse = q.new_empty(batch, heads, seq_q, dtype=torch.float32)
-        m, l, o = lse, None, q.new_empty(batch, seq_q, heads, dim_v)
+        out = q.new_empty(batch, seq_q, heads, dim_v)
+        result = out, lse
+        outputs: tuple[Tensor | None, ...] = (lse, None, out)
     elif state is not None:
-        m, l, o = state
+        result = outputs = state
     else:
         m = q.new_empty(batch, heads, seq_q, dtype=torch.float32)
-        l, o = torch.empty_like(m), q.new_empty(batch, seq_q, heads, dim_v, dtype=torch.float32)
-    m_in, l_in, o_in = state if state is not None else (None, None, None)
+        o = q.new_empty(batch, seq_q, heads, dim_v, dtype=torch.float32)
+        result = outputs = State(m, torch.empty_like(m), o)
 
     s = ScoreArguments.of(score)
     group = tiles.group if heads % tiles.group == 0 else 1
     n_tiles = tile_map.rows.shape[0]
-    _forward[(n_tiles * heads * batch,)](
-        tile_source(q, tiles.block_m, tma), *q.stride()[:3],
-        tile_source(k, tiles.block_n, tma), *k.stride()[:3],
-        tile_source(v, tiles.block_n, tma), *v.stride()[:3],
-        m_in, *_strides(m_in), l_in, *_strides(l_in), o_in, *_strides(o_in),
-        m, *_strides(m), l, *_strides(l), o, *_strides(o),
-        sink,
-        tile_map.rows, tile_map.span, tile_map.span.stride(0) if tile_map.span.shape[0] > 1 else 0,
-        block.start, *primitives.interval_strides(block.start),
-        block.end, *primitives.interval_strides(block.end),
-        block.positions_q, block.positions_k,
-        s.scale, s.cap, s.slopes, s.slopes_stride,
-        k.shape[1], n_tiles, heads,
-        GROUP=group, HEADS_PER_KV=heads // k.shape[2],
-        DIM=dim, DIM_P2=triton.next_power_of_2(max(dim, 16)),
-        DIM_V=dim_v, DIM_V_P2=triton.next_power_of_2(max(dim_v, 16)),
-        BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n,
-        SIMPLE=s.SIMPLE, SOFTCAP=s.SOFTCAP, FINALIZE=finalize, TMA=tma,
-        PRECISION=primitives.dot_precision(q.dtype),
-        STAGES=tiles.num_stages, num_warps=tiles.num_warps, num_stages=tiles.num_stages, maxnreg=tiles.max_registers,
-    )  # fmt: skip
-    return (o, m) if finalize else State(m, l, o)
+    with torch.cuda.device_of(q):
+        _forward[(n_tiles * heads * batch,)](
+            tile_source(q, tiles.block_m, tma), *q.stride()[:3],
+            tile_source(k, tiles.block_n, tma), *k.stride()[:3],
+            tile_source(v, tiles.block_n, tma), *v.stride()[:3],
+            *(argument for x in (*carried, *outputs) for argument in (x, *_strides(x))),
+            sink if sink is None else sink.contiguous(),
+            tile_map.rows, tile_map.span, tile_map.span.stride(0) if tile_map.span.shape[0] > 1 else 0,
+            block.start, *primitives.interval_strides(block.start),
+            block.end, *primitives.interval_strides(block.end),
+            block.positions_q, block.positions_k,
+            s.scale, s.cap, s.slopes, s.slopes_stride,
+            k.shape[1], n_tiles, heads,
+            GROUP=group, HEADS_PER_KV=heads // k.shape[2],
+            DIM=dim, DIM_P2=triton.next_power_of_2(max(dim, 16)),
+            DIM_V=dim_v, DIM_V_P2=triton.next_power_of_2(max(dim_v, 16)),
+            BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n,
+            SIMPLE=s.SIMPLE, SOFTCAP=s.SOFTCAP, FINALIZE=finalize, TMA=tma,
+            PRECISION=primitives.dot_precision(q.dtype),
+            STAGES=tiles.num_stages, num_stages=tiles.num_stages,
+            num_warps=tiles.num_warps, maxnreg=tiles.max_registers,
+        )  # fmt: skip
+    return result
 
 
 def _strides(x: Tensor | None) -> tuple[int, ...]:

@@ -191,7 +191,7 @@ def load_span(rows, span, tile, b, span_stride_b):
 
 @triton.jit
 def bound(x):
-    """x as the bound of a loop: the interpreter keeps a scalar in an array of one, with which NumPy 2.4 cannot count."""
+    """x as the bound of a loop: the interpreter keeps scalars in arrays of one, with which NumPy 2.4 cannot count."""
     if INTERPRETED:
         return x.handle.data.item()
     else:
