@@ -49,6 +49,9 @@ from ringattn import reference, virtual
 
 BYTES = 256  # the vocabulary
 TOLERANCE = {"float32": 1e-5, "bfloat16": 5e-2}  # largest relative difference from one process
+WARMUP = 10  # steps until the learning rate is reached
+SKIPPED = {"site-packages", "dist-packages", "__pycache__"}  # folders of text
+SKIPPED_OF_PYTHON = SKIPPED | {"test", "tests", "idle_test", "encodings"}  # the last: tables of numbers
 TEXT_LIMIT = 32 * 2**20  # bytes read from a folder
 COMPARED = 16384  # tokens that one GPU compares alone, at most
 
@@ -141,10 +144,10 @@ def read_text(path: str | None) -> Tensor:
         return torch.frombuffer(bytearray(root.read_bytes() or b"\n"), dtype=torch.uint8)
     if not root.is_dir():
         raise ValueError(f"--text {root}: there is no such file or folder")
-    data = bytearray()
+    data, skipped = bytearray(), SKIPPED if path else SKIPPED_OF_PYTHON
     for file in sorted(root.rglob("*" if path else "*.py")):
         parts = file.relative_to(root).parts
-        if any(p.startswith(".") or p in ("site-packages", "dist-packages", "__pycache__") for p in parts):
+        if any(p.startswith(".") or p in skipped for p in parts):
             continue
         if file.is_file():
             content = file.read_bytes()
@@ -328,7 +331,7 @@ def train(
                 loss = loss_and_gradients(step_model, tokens, labels, plan, None, args.kernel)
             nn.utils.clip_grad_norm_(model.parameters(), 1.0)  # the same on every rank, as the gradients are
             for parameters in optimizer.param_groups:
-                parameters["lr"] = args.lr * min(1.0, (step + 1) / 5)
+                parameters["lr"] = args.lr * min(1.0, (step + 1) / WARMUP)
             optimizer.step()
             losses.append(loss.item())
             show(step + 1, losses[-1], args.context / (time.perf_counter() - started), memory.peak())
@@ -518,13 +521,13 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, dict[str, Any] | None]:
     )
     add = parser.add_argument
     add("--context", type=int, default=131072 if gpu else 8192, help="bytes of text in one sequence, over all ranks")
-    add("--steps", type=int, default=30 if gpu else 24, help="training steps of this run")
+    add("--steps", type=int, default=60 if gpu else 24, help="training steps of this run")
     add("--text", help="file or folder to learn; None: the sources of Python's standard library")
     add("--layers", type=int, default=6 if gpu else 2)
     add("--dim", type=int, default=768 if gpu else 128)
     add("--heads", type=int, default=6 if gpu else 2, help="query heads")
     add("--kv-heads", type=int, default=2 if gpu else 1, help="key and value heads")
-    add("--lr", type=float, default=2e-3, help="learning rate of AdamW")
+    add("--lr", type=float, default=6e-4 if gpu else 3e-3, help="learning rate of AdamW")
     add("--layout", default="zigzag", help="contiguous, zigzag or striped")
     add("--dataflow", default="auto", help="ring, reduce, ..., or auto")
     add("--kernel", default="auto", help="eager, triton, ..., or auto")
