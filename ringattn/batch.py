@@ -52,7 +52,7 @@ def documents(batch: Mapping[str, Any]) -> Tensor | None:
     Raises:
         ValueError: the batch says two things, or a mask is not one of zeros and ones.
     """
-    rows, seq_len = _shape(batch)
+    rows, seq_len = shape(batch)
     real = _attention_mask(batch, rows, seq_len)
     ids = next((batch[name] for name in ("documents", "seq_idx") if batch.get(name) is not None), None)
     bounds = next((batch[name] for name in ("cu_seqlens", "cu_seq_lens_q") if batch.get(name) is not None), None)
@@ -90,7 +90,7 @@ def shard_batch(
 
 
 def _shard(plan: Plan, batch: Mapping[str, Any], seq_dims: dict[str, int | None]) -> dict[str, Any]:
-    rows, seq_len = _shape(batch)
+    rows, seq_len = shape(batch)
     if seq_len != plan.seq_len or plan.seq_len != plan.seq_len_k:
         raise ValueError(
             f"the batch has {seq_len} tokens a row, but the plan is for {plan.seq_len} queries and "
@@ -142,6 +142,17 @@ def begins(plan: Plan) -> tuple[Tensor, Tensor]:
     return low.clamp(min=0), left + right >= 0
 
 
+def said_begins(batch: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
+    """As :func:`begins`, (batch, seq_len), by what the batch says of itself: see :func:`documents`."""
+    rows, seq_len = shape(batch)
+    ids = documents(batch)
+    if ids is None:
+        return torch.zeros(rows, seq_len, dtype=torch.int64), torch.ones(rows, seq_len, dtype=torch.bool)
+    starts = torch.ones_like(ids, dtype=torch.bool)
+    starts[:, 1:] = ids[:, 1:] != ids[:, :-1]
+    return torch.where(starts, torch.arange(seq_len), 0).cummax(1).values if seq_len else ids, ids >= 0
+
+
 def shift_labels(labels: Tensor, begin: Tensor | None = None, real: Tensor | None = None) -> Tensor:
     """The target of each token of whole rows: the label of the next one, -100 where the row or the document ends, and
     at padding. ``begin`` and ``real`` from :func:`begins`; without them each row is one document."""
@@ -170,7 +181,8 @@ def _positions(begin: Tensor, real: Tensor, rows: int) -> Tensor:
 # --- Reading a batch -----------------------------------------------------------------------------------
 
 
-def _shape(batch: Mapping[str, Any]) -> tuple[int, int]:
+def shape(batch: Mapping[str, Any]) -> tuple[int, int]:
+    """(rows, seq_len) of its tokens."""
     if not isinstance(batch, Mapping):
         raise TypeError(f"the batch is a {type(batch).__name__}; pass a dict of tensors")
     for name in (*_TOKENS, "labels", "shift_labels"):
@@ -257,16 +269,7 @@ def _check_boundaries(batch: Mapping[str, Any], rows: int, seq_len: int, begin: 
         said = "padding" if real[row % len(real), at] else "a token"
         raise ValueError(f"attention_mask says that token {at} of row {row} is {said}, and the plan does not; {fix}")
     if any(batch.get(name) is not None for name in ("cu_seqlens", "cu_seq_lens_q", "seq_idx", "documents")):
-        ids = documents({k: v for k, v in batch.items() if k != "position_ids"})
-        said_begin, said_real = (
-            torch.zeros(rows, seq_len, dtype=torch.int64),
-            torch.ones(rows, seq_len, dtype=torch.bool),
-        )
-        if ids is not None:
-            starts = torch.ones_like(ids, dtype=torch.bool)
-            starts[:, 1:] = ids[:, 1:] != ids[:, :-1]
-            said_begin = torch.where(starts, torch.arange(seq_len), 0).cummax(1).values
-            said_real = ids >= 0
+        said_begin, said_real = said_begins({k: v for k, v in batch.items() if k != "position_ids"})
         differ = (said_real != real) | (real & (said_begin != begin))
         if bool(differ.any()):
             row, at = (int(i) for i in differ.nonzero()[0])

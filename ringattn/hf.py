@@ -1,0 +1,662 @@
+"""Hugging Face models over ranks: ``attn_implementation="ringattn"``.
+
+    import ringattn.hf                                              # registers the attention and the mask function
+    model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="ringattn")
+    with ringattn.hf.sequence(model, batch, mesh["cp"]) as local:   # whole rows in, this rank's shards out
+        loss = model(**local).loss                                  # this rank's part: parts and gradients add up
+
+or, with the Trainer, ``class MyTrainer(ringattn.hf.RingTrainerMixin, Trainer)``.
+
+Three things meet here:
+
+* **the sequence** (:func:`sequence`) owns the plans of one batch, one per kind of mask: they know documents, padding
+  and global positions, which a model that sees a shard cannot know;
+* **the mask function** is called by the model once per kind of mask. It makes no mask: it looks up, or makes, the plan
+  of that kind and hands it to the layers in the place of a mask, so that what a layer attends to is never guessed, and
+  a layer that is computed again in the backward finds the same plan;
+* **the attention function** is called by the layers and runs the plan.
+
+What cannot be exact is refused by name: keywords that it does not know, dropout, masks that are no intervals, caches,
+layers that carry a state along the sequence, losses that are no sum over tokens.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import re
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from . import batch as batches
+from . import loss as losses
+from . import transport as transports
+from .attention import attention
+from .plan import Plan
+from .plan import plan as make_plan
+from .virtual import VirtualRank
+
+NAME = "ringattn"
+_OLDEST = (5, 17)
+
+try:
+    import transformers
+    from transformers import AttentionInterface, AttentionMaskInterface
+except ImportError as error:
+    raise ImportError(
+        f"ringattn.hf needs transformers >= {'.'.join(map(str, _OLDEST))}: pip install 'transformers>=5.17' ({error})"
+    ) from error
+if tuple(int(part) for part in transformers.__version__.split(".")[:2]) < _OLDEST:
+    raise ImportError(
+        f"transformers is {transformers.__version__}, but ringattn.hf needs >= 5.17: pip install -U transformers"
+    )
+
+_LAYER_TYPES = ("full_attention", "sliding_attention")
+# Layers that carry a state from token to token: a shard would start with an empty one.
+_RECURRENT = re.compile(
+    r"Mamba|SSM|Rwkv|RWKV|Delta_?Net|LinearAttention|LightningAttention|Recurrent|RgLru|Rglru|ShortConv|Retention"
+    r"|[ms]LSTM|BambaMixer|FalconH1Mixer"
+)
+# Keywords that reach the attention function and do not change what it computes.
+_NEUTRAL = frozenset(
+    [
+        "position_ids",
+        "use_cache",
+        "cache_position",
+        "position_embeddings",
+        "num_items_in_batch",
+        "labels",
+        "shift_labels",
+        "logits_to_keep",
+        "output_hidden_states",
+        "return_dict",
+        "skip_logits",
+        "deterministic",
+        "max_length_q",
+        "max_length_k",
+    ]
+)
+
+
+class Visible:
+    """Handed to a layer in the place of a mask: the plan of its kind of mask. Not a tensor, not a dataclass: nothing
+    that wraps a layer looks into it."""
+
+    __slots__ = ("causal", "kernel", "plan", "window")
+
+    def __init__(self, plan: Plan, causal: bool, window: int | None, kernel: str) -> None:
+        self.plan = plan
+        self.causal = causal
+        self.window = window  # as transformers counts it
+        self.kernel = kernel
+
+
+class _Record:
+    """What is known of a model that has been used: checked once."""
+
+    def __init__(self) -> None:
+        self.verified = False
+        self.probed: set[tuple[bool, int | None]] = set()
+
+
+_records: weakref.WeakKeyDictionary[nn.Module, _Record] = weakref.WeakKeyDictionary()
+_local = threading.local()
+
+
+class Sequence:
+    """One batch of whole rows over the ranks of a group. Made by :func:`sequence`.
+
+    Attributes:
+        local: this rank's shard, the arguments of the model.
+        plan: the plan that cut it.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        batch: Mapping[str, Any],
+        group: Any = None,
+        *,
+        layout: str = "zigzag",
+        dataflow: str = "auto",
+        deterministic: bool = False,
+        local_size: int | None = None,
+        kernel: str = "auto",
+        seq_dims: Mapping[str, int | None] | None = None,
+    ) -> None:
+        self.model: Any = _unwrapped(model)
+        self.record = _records.get(self.model)
+        if self.record is None:
+            check_model(self.model)
+            self.record = _records[self.model] = _Record()
+        self.group = group
+        self.kernel = kernel
+        self.options = dict(layout=layout, dataflow=dataflow, deterministic=deterministic, local_size=local_size)
+        error: Exception | None = None
+        self.seq_len, self.documents = 0, None
+        try:
+            self.seq_len = batches.shape(batch)[1]
+            self.documents = batches.documents(batch)
+        except (ValueError, TypeError) as bad:
+            error = bad
+        transports.of(group).agree("ringattn.hf.sequence()", {"seq_len": self.seq_len}, error)
+        self.calls = 0
+        self._made: dict[tuple[bool, int | None], Visible] = {}
+        config = self.model.config.get_text_config()
+        causal = bool(getattr(config, "is_causal", True)) and not _is_encoder(self.model)
+        kinds = [(causal, window) for window in _windows(config)]
+        made = [self.visible(*kind) for kind in kinds]
+        self.plan = made[0].plan
+        if 0 in self.plan.local_lengths:  # transformers' modules reshape with -1, which no tokens leave undecided
+            raise ValueError(
+                f"rows of {self.seq_len} tokens over {self.plan.world_size} ranks leave some without any, which "
+                f"transformers' modules cannot compute; pad the rows to {2 * self.plan.world_size} tokens or more, "
+                "with an attention_mask"
+            )
+        self.local = self._shard(batch, seq_dims)
+
+    def visible(self, causal: bool, window: int | None) -> Visible:
+        """The plan of one kind of mask. ``window`` as transformers counts: with causal, ``i - j < window``; without,
+        ``|i - j| <= window``."""
+        found = self._made.get((causal, window))
+        if found is None:
+            left = -1 if window is None else window - 1 if causal else window
+            if left >= self.seq_len:  # nothing is outside
+                left = -1
+            if window is not None and window < 1:
+                raise ValueError(f"sliding_window is {window}; it must be at least 1")
+            if left == -1 and window is not None:
+                plan = self.visible(causal, None).plan
+            else:
+                plan = make_plan(
+                    self.seq_len,
+                    self.group,
+                    causal=causal,
+                    window_size=(left, -1 if causal else left),
+                    documents=self.documents,
+                    **self.options,  # type: ignore[arg-type]
+                )
+            found = self._made[causal, window] = Visible(plan, causal, window, self.kernel)
+        return found
+
+    def _shard(self, batch: Mapping[str, Any], seq_dims: Mapping[str, int | None] | None) -> dict[str, Any]:
+        local = self.plan.shard_batch(batch, seq_dims=seq_dims)
+        tokens = next(local[name] for name in ("input_ids", "inputs_embeds") if local.get(name) is not None)
+        if local.get("attention_mask") is None:
+            # With no mask transformers would read documents out of this rank's position ids.
+            _, real = batches.begins(self.plan)
+            whole = real.expand(tokens.shape[0], -1).to(tokens.device, torch.int64)
+            local["attention_mask"] = self.plan.shard(whole, 1)
+        if not _shifts(self.model):
+            local.pop("shift_labels", None)
+        if batch.get("labels") is not None:
+            targets = batch["labels"]
+            if _shifts(self.model):
+                targets = batch.get("shift_labels")
+                if targets is None:
+                    targets = batches.shift_labels(batch["labels"], *batches.begins(self.plan))
+            local["num_items_in_batch"] = (targets != batches.IGNORE).sum().clamp(min=1)
+        return local
+
+    @contextlib.contextmanager
+    def active(self) -> Iterator[dict[str, Any]]:
+        """While this is entered, the model's layers attend to this sequence."""
+        outer = getattr(_local, "current", None)
+        _local.current = self
+        hook = None
+        assert self.record is not None
+        if not self.record.verified and not _is_compiled(self.model):
+            hook = self.model.register_forward_hook(self._verify, with_kwargs=True)
+        try:
+            yield self.local
+        finally:
+            _local.current = outer
+            if hook is not None:
+                hook.remove()
+
+    def _verify(self, model: nn.Module, args: Any, kwargs: dict[str, Any], outputs: Any) -> None:
+        """After a model's first forward: its layers have called us, and its loss is the sum over this rank's targets by
+        the number of all. Every rank comes here, and all raise if one does."""
+        assert self.record is not None
+        if self.record.verified:
+            return
+        error: Exception | None = None
+        try:
+            self._check_outputs(kwargs, outputs)
+        except (ValueError, RuntimeError, NotImplementedError) as bad:
+            error = bad
+        self.plan.transport.agree(f"the first forward of {type(model).__name__}", {}, error)
+        self.record.verified = True
+
+    def _check_outputs(self, kwargs: dict[str, Any], outputs: Any) -> None:
+        name = type(self.model).__name__
+        if not self.calls:
+            raise RuntimeError(
+                f"{name} has run without calling ringattn: its attention layers ignore attn_implementation; "
+                "use a model whose layers go through transformers' AttentionInterface"
+            )
+        value = outputs.get("loss") if isinstance(outputs, Mapping) else None
+        if value is None:
+            return
+        logits, total = outputs.get("logits"), kwargs.get("num_items_in_batch")
+        targets = kwargs.get("shift_labels" if _shifts(self.model) else "labels")
+        advice = (
+            "drop 'labels' from what you pass to the model and compute the loss from its logits with "
+            "ringattn.loss.cross_entropy"
+        )
+        if targets is None or total is None or (logits is not None and logits.shape[:-1] != targets.shape):
+            raise NotImplementedError(
+                f"the loss of {name} is not one over this rank's tokens (logits "
+                f"{None if logits is None else tuple(logits.shape)}, targets "
+                f"{None if targets is None else tuple(targets.shape)}); {advice}"
+            )
+        if logits is None:  # a fused loss
+            return
+        with torch.no_grad():
+            expected = losses.cross_entropy(logits.detach(), targets, VirtualRank(0, 1), wrapper="sums", total=total)
+        if not torch.allclose(value.detach().to(expected), expected, rtol=1e-3, atol=1e-4):
+            raise NotImplementedError(
+                f"the loss of {name} is {value.item():.6g} on rank {self.plan.rank}, but the sum of its targets' "
+                f"losses by their number in the whole batch is {expected.item():.6g}: it ignores shift_labels or "
+                f"num_items_in_batch, or adds a term that is no sum over tokens; {advice}"
+            )
+
+
+@contextlib.contextmanager
+def sequence(model: nn.Module, batch: Mapping[str, Any], group: Any = None, **options: Any) -> Iterator[dict[str, Any]]:
+    """Run ``model`` on whole rows of which each rank of ``group`` holds a shard.
+
+    Args:
+        model: with ``attn_implementation="ringattn"``; wrapped (DDP, FSDP2, compiled) or not.
+        batch: whole rows, the same on every rank of the group: ``input_ids`` or ``inputs_embeds``, and as they come
+            ``labels``, ``attention_mask`` (0: padding), ``position_ids`` (restarting: packed documents, as for
+            transformers), ``documents``, ``cu_seq_lens_q``, ... See :func:`ringattn.batch.documents`.
+        group: ProcessGroup, one-dimensional DeviceMesh, or None: the default group, or one process alone.
+        options: ``layout``, ``dataflow``, ``deterministic``, ``local_size`` as for :func:`ringattn.plan`, ``kernel`` as
+            for :func:`ringattn.attention`, ``seq_dims`` as for :meth:`ringattn.Plan.shard_batch`.
+
+    Yields:
+        The arguments for the model: this rank's shards, ``shift_labels`` and ``num_items_in_batch``, the targets of the
+        whole batch. So ``model(**local).loss`` is this rank's part: the loss, and the gradients, are the **sum** over
+        the group. Under a wrapper that averages over ranks, multiply it by their number; under data parallelism pass
+        the count of all as ``num_items_in_batch`` (:func:`ringattn.loss.count_targets`).
+
+    Raises:
+        ValueError, NotImplementedError: see the module.
+    """
+    with Sequence(model, batch, group, **options).active() as local:
+        yield local
+
+
+def check_model(model: nn.Module) -> None:
+    """Refuse what cannot be exact when its tokens are spread over ranks.
+
+    Raises:
+        ValueError, NotImplementedError: naming the layers or settings, and what to do.
+    """
+    model = _unwrapped(model)
+    name = type(model).__name__
+    config = getattr(model, "config", None)
+    if config is None or not hasattr(config, "get_text_config"):
+        raise TypeError(f"{name} has no transformers config; for a module of your own use ringattn.wrap()")
+    text = config.get_text_config()
+    found = getattr(text, "_attn_implementation", None)
+    if found != NAME:
+        raise ValueError(
+            f"{name} has attn_implementation={found!r}; load it with attn_implementation='ringattn', or call "
+            "model.set_attn_implementation('ringattn')"
+        )
+    if getattr(config, "is_encoder_decoder", False):
+        raise NotImplementedError(f"{name} is an encoder-decoder; cross-attention over ranks is not supported")
+    odd = sorted({str(t) for t in getattr(text, "layer_types", None) or () if t not in _LAYER_TYPES})
+    recurrent = sorted({type(m).__name__ for m in model.modules() if _RECURRENT.search(type(m).__name__)})
+    if odd or recurrent:
+        raise NotImplementedError(
+            f"{name} has layers of type {', '.join(odd + recurrent)}; ringattn exchanges the keys and values of "
+            f"{' and '.join(_LAYER_TYPES)} only, and such layers would see nothing of the other ranks' tokens"
+        )
+    if getattr(text, "output_router_logits", False):
+        raise NotImplementedError(
+            f"{name} has output_router_logits=True: the load-balancing loss is no sum over tokens, so the sum of the "
+            "ranks' losses is not that of one process; set config.output_router_logits = False"
+        )
+
+
+# --- What the model calls ------------------------------------------------------------------------------
+
+
+def _current() -> Sequence:
+    current = getattr(_local, "current", None)
+    if current is None:
+        raise RuntimeError(
+            "attn_implementation='ringattn' attends to a sequence that is split over ranks, and none is active: run "
+            "the forward, and the backward, inside `with ringattn.hf.sequence(model, batch, group) as local:`. To "
+            "generate, or to run in one process, call model.set_attn_implementation('sdpa') first"
+        )
+    return current
+
+
+def visible_to_layers(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int | Tensor = 0,
+    kv_offset: int = 0,
+    mask_function: Callable[..., Tensor] | None = None,
+    attention_mask: Tensor | None = None,
+    local_size: int | None = None,
+    use_vmap: bool = False,
+    **kwargs: Any,
+) -> Visible:
+    """The mask function "ringattn" of transformers: see :class:`Visible`."""
+    current = _current()
+    length = current.plan.local_lengths[current.plan.rank]
+    if isinstance(q_offset, Tensor) or q_offset != 0 or kv_offset != 0:
+        raise NotImplementedError(
+            f"the model continues from a cache of earlier keys (q_offset={q_offset}); generate() does not run over "
+            "ranks: call model.set_attn_implementation('sdpa') first, or use ringattn.KVCache and ringattn.decode"
+        )
+    if q_length != length or kv_length != length:
+        raise ValueError(
+            f"the model makes a mask for {q_length} queries and {kv_length} keys, but rank {current.plan.rank} holds "
+            f"{length} tokens; pass it the shards that ringattn.hf.sequence() yields, all of them"
+        )
+    if use_vmap:
+        raise NotImplementedError(
+            "the model combines its mask with a function of its own (or_mask_function, and_mask_function), which is no "
+            "interval of keys per query"
+        )
+    causal = "allow_is_bidirectional_skip" not in kwargs
+    if not torch.compiler.is_compiling():
+        _probe(current, mask_function, causal, local_size, attention_mask)
+    return current.visible(causal, local_size)
+
+
+def _probe(
+    current: Sequence,
+    mask_function: Callable[..., Tensor] | None,
+    causal: bool,
+    window: int | None,
+    attention_mask: Tensor | None,
+) -> None:
+    """Ask the model's own mask function about pairs of global positions on every edge of what we take it for."""
+    assert current.record is not None
+    if mask_function is None or current.seq_len == 0:
+        return
+    if (causal, window) in current.record.probed and attention_mask is not None:
+        return
+    end, w = current.seq_len - 1, window or 0
+    around = torch.tensor([0, 1, 2, w - 1, w, w + 1, 2 * w, 2 * w + 1, end // 3, end // 2, end - 1, end]).clamp(0, end)
+    steps = [0, 1, 2, w - 2, w - 1, w, w + 1, w + 2, 2 * w + 3, end // 7, end // 2, end]
+    q = around.unique()[:, None]
+    k = (q + torch.tensor(steps + [-s for s in steps])).clamp(0, end)
+    q, zero = q.expand_as(k), torch.zeros_like(k)
+    expected = k <= q if causal else torch.ones_like(k, dtype=torch.bool)
+    if window is not None:
+        expected &= (q - k < window) if causal else ((q - k).abs() <= window)
+    try:
+        said = mask_function(zero, zero, q, k).cpu().expand_as(k)
+    except IndexError:  # it reads a tensor of this rank's tokens at a global position
+        said = ~expected
+    if not torch.equal(said, expected):
+        row, column = (int(i) for i in (said != expected).nonzero()[0])
+        raise NotImplementedError(
+            f"the model's mask is not the {'causal' if causal else 'bidirectional'} one"
+            f"{f' with a window of {window}' if window else ''} that ringattn knows: query {int(q[row, column])} and "
+            f"key {int(k[row, column])} differ. Chunked and blockwise masks are not supported; and pass every tensor "
+            "that ringattn.hf.sequence() yields, attention_mask among them"
+        )
+    current.record.probed.add((causal, window))
+
+
+def attend(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Any,
+    *,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    is_causal: bool | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """The attention function "ringattn" of transformers: query (batch, q_heads, local tokens, head_dim), key and value
+    with kv_heads; returns (batch, local tokens, q_heads, head_dim_v) and no weights."""
+    name = type(module).__name__
+    if dropout:
+        raise NotImplementedError(
+            f"{name} wants attention dropout {dropout}, which ringattn does not have; set "
+            "config.attention_dropout = 0.0"
+        )
+    for keyword, given in kwargs.items():
+        if given is None or given is False or keyword in _NEUTRAL:
+            continue
+        raise NotImplementedError(
+            f"{name} passes {keyword} to its attention, which ringattn does not know and does not ignore"
+            + (": documents belong to ringattn.hf.sequence()" if "seq" in keyword else "")
+        )
+    current = getattr(_local, "current", None)
+    if isinstance(attention_mask, Visible):
+        seen = attention_mask
+    elif attention_mask is None:
+        causal = bool(getattr(module, "is_causal", True)) if is_causal is None else bool(is_causal)
+        window = sliding_window if causal or sliding_window is None else sliding_window - 1
+        seen = _current().visible(causal, window)
+    else:
+        what = (
+            f"a mask of shape {tuple(attention_mask.shape)}" if isinstance(attention_mask, Tensor) else attention_mask
+        )
+        raise NotImplementedError(
+            f"{name} got {what} of its own making; ringattn takes documents and padding from ringattn.hf.sequence() "
+            "and windows from the model, and no other mask"
+        )
+    if is_causal and not seen.causal:
+        raise NotImplementedError(f"{name} says is_causal=True, but its model's mask is bidirectional")
+    window = seen.window if seen.causal or seen.window is None else seen.window + 1  # flash-attn's layers count so
+    if sliding_window is not None and sliding_window != window:
+        raise NotImplementedError(f"{name} has sliding_window={sliding_window}, but its model's mask has {window}")
+    if current is not None:
+        current.calls += 1
+    # Rotary embeddings or norms in float32 leave q and k wider than v, which is in the dtype of the projections.
+    out = attention(
+        query.to(value.dtype).transpose(1, 2),
+        key.to(value.dtype).transpose(1, 2),
+        value.transpose(1, 2),
+        seen.plan,
+        softmax_scale=scaling,
+        softcap=softcap or 0.0,
+        sink=s_aux,
+        kernel=seen.kernel,
+    )
+    assert isinstance(out, Tensor)
+    return out.contiguous(), None
+
+
+AttentionInterface.register(NAME, attend)
+AttentionMaskInterface.register(NAME, visible_to_layers)
+
+
+# --- Reading a model -----------------------------------------------------------------------------------
+
+
+def _unwrapped(model: nn.Module) -> nn.Module:
+    """The transformers model inside DDP, torch.compile, or both."""
+    while not hasattr(model, "config"):
+        inner = getattr(model, "_orig_mod", None) or getattr(model, "module", None)
+        if inner is None:
+            break
+        model = inner
+    return getattr(model, "_orig_mod", model)
+
+
+def _is_compiled(model: nn.Module) -> bool:
+    return getattr(model, "_compiled_call_impl", None) is not None or torch.compiler.is_compiling()
+
+
+def _is_encoder(model: nn.Module) -> bool:
+    """No module of it attends causally."""
+    says = [m.is_causal for m in model.modules() if isinstance(getattr(m, "is_causal", None), bool)]
+    return bool(says) and not any(says)
+
+
+def _shifts(model: nn.Module) -> bool:
+    """Is its loss that of next tokens?"""
+    return getattr(getattr(model, "loss_function", None), "__name__", "") == "ForCausalLMLoss"
+
+
+def _windows(config: Any) -> list[int | None]:
+    """The windows that a model's layers will ask for, so that plans are made before a compiled forward; others are made
+    when they are asked for."""
+    window = getattr(config, "sliding_window", None)
+    types = getattr(config, "layer_types", None)
+    if window is None or types is None:
+        return [None] if window is None else [window]
+    kinds: list[int | None] = [None] if any(t != "sliding_attention" for t in types) else []
+    return kinds + ([window] if "sliding_attention" in types else [])
+
+
+# --- The Trainer ---------------------------------------------------------------------------------------
+
+# What the mixin overrides, and the parameters that it counts on.
+_TRAINER_HOOKS = {
+    "create_accelerator_and_postprocess": (),
+    "get_batch_samples": ("epoch_iterator", "num_batches", "device"),
+    "prediction_step": ("model", "inputs", "prediction_loss_only", "ignore_keys"),
+    "_prepare_context_parallel_inputs": ("model", "inputs"),
+}
+_ACCELERATOR_HOOKS: dict[str, tuple[str, ...]] = {"_prepare_cp": ("args",)}
+
+
+def check_hooks(trainer: type, accelerator: type) -> None:
+    """Do the methods that :class:`RingTrainerMixin` and :func:`prepare` override still exist, with their parameters?
+
+    Raises:
+        RuntimeError: naming the method and the installed versions.
+    """
+    for owner, hooks in ((trainer, _TRAINER_HOOKS), (accelerator, _ACCELERATOR_HOOKS)):
+        for method, parameters in hooks.items():
+            found = inspect.getattr_static(owner, method, None)
+            names = tuple(inspect.signature(found).parameters)[1:] if callable(found) else None
+            if names is None or names[: len(parameters)] != parameters:
+                import accelerate
+
+                raise RuntimeError(
+                    f"ringattn.hf overrides {owner.__name__}.{method}({', '.join(parameters)}), but transformers "
+                    f"{transformers.__version__} with accelerate {accelerate.__version__} has "
+                    f"{'no such method' if names is None else f'({chr(44).join(names)})'}; use transformers 5.17 to "
+                    "5.23 with accelerate 1.15, or ringattn.hf.sequence() in a loop of your own"
+                )
+
+
+def prepare(accelerator: Any) -> Any:
+    """Let an ``accelerate.Accelerator`` with ``cp_size > 1`` make the mesh, place the data and shard the parameters,
+    and leave attention to ringattn: its own context parallelism erases masks and refuses windows. Returns the same
+    object, whose class is now a subclass of what it was."""
+    base = type(accelerator)
+    if not issubclass(base, _Leave):
+        check_hooks(_trainer(), base)
+        accelerator.__class__ = type(base.__name__, (_Leave, base), {})
+    return accelerator
+
+
+def _trainer() -> type:
+    from transformers import Trainer
+
+    return Trainer
+
+
+class _Leave:
+    def _prepare_cp(self, *args: Any) -> tuple[Any, ...]:
+        return args
+
+
+class RingTrainerMixin:
+    """``class MyTrainer(RingTrainerMixin, Trainer)``: the model has ``attn_implementation="ringattn"``, and
+    accelerate's ``cp_size`` says how many ranks share a sequence (1 or no mesh: each rank has its own).
+
+    Training loss and gradients, and ``evaluate()``'s loss, are those of one process. ``predict()``, and ``evaluate()``
+    with ``compute_metrics``, need whole logits and are refused.
+
+    ``ring_options``: options of :func:`sequence`.
+    """
+
+    ring_options: Mapping[str, Any] = {}
+    accelerator: Any
+
+    def create_accelerator_and_postprocess(self) -> None:
+        from accelerate import Accelerator
+
+        check_hooks(_trainer(), Accelerator)
+        super().create_accelerator_and_postprocess()  # type: ignore[misc]
+        prepare(self.accelerator)
+
+    def get_batch_samples(self, epoch_iterator: Iterator[Any], num_batches: int, device: Any) -> Any:
+        """The number of targets is counted here, over whole rows: so they are shifted here."""
+        return super().get_batch_samples(map(_with_targets, epoch_iterator), num_batches, device)  # type: ignore[misc]
+
+    def prediction_step(
+        self, model: nn.Module, inputs: dict[str, Any], prediction_loss_only: bool, ignore_keys: Any = None
+    ) -> Any:
+        if not prediction_loss_only:
+            raise NotImplementedError(
+                "predict(), and evaluate() with compute_metrics, would get the logits of this rank's tokens only; set "
+                "prediction_loss_only=True, or reload the model with attn_implementation='sdpa' in one process"
+            )
+        if inputs.get("labels") is None:
+            raise ValueError(
+                f"the batch has {', '.join(inputs)} and no labels; evaluation over ranks gives the loss only"
+            )
+        inputs = _with_targets(inputs)
+        return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)  # type: ignore[misc]
+
+    def _prepare_context_parallel_inputs(self, model: nn.Module, inputs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        if not getattr(self, "_ring_checked", False):
+            _check_trainer(self)
+            self._ring_checked = True
+        inputs = self._prepare_inputs(inputs)  # type: ignore[attr-defined]
+        made = Sequence(model, inputs, _group(self.accelerator), **self.ring_options)
+        made.local.pop("num_items_in_batch", None)  # the Trainer's own covers accumulated batches and all ranks
+        return made.active, made.local
+
+
+def _with_targets(batch: Any) -> Any:
+    if not isinstance(batch, Mapping) or batch.get("labels") is None or batch.get("shift_labels") is not None:
+        return batch
+    return {**batch, "shift_labels": batches.shift_labels(batch["labels"], *batches.said_begins(batch))}
+
+
+def _group(accelerator: Any) -> Any:
+    parallel = getattr(accelerator, "parallelism_config", None)
+    if parallel is not None and parallel.cp_enabled:
+        return accelerator.torch_device_mesh["cp"]
+    return VirtualRank(0, 1, accelerator.device)
+
+
+def _check_trainer(trainer: Any) -> None:
+    """Settings under which the loss would not be the mean over all targets."""
+    for bad, what, fix in (
+        (not trainer.args.average_tokens_across_devices, "average_tokens_across_devices=False", "set it to True"),
+        (trainer.label_smoother is not None, "label_smoothing_factor", "set it to 0"),
+        (trainer.compute_loss_func is not None, "compute_loss_func", "leave the loss to the model"),
+        (
+            not trainer.model_accepts_loss_kwargs,
+            "a model whose forward takes no loss arguments",
+            "use ringattn.hf.sequence() and ringattn.loss in a loop of your own",
+        ),
+        (
+            trainer.args.n_gpu > 1,
+            f"{trainer.args.n_gpu} GPUs in one process",
+            "start one process per GPU with torchrun",
+        ),
+    ):
+        if bad:
+            raise NotImplementedError(f"the Trainer has {what}, with which ranks' losses do not add up; {fix}")

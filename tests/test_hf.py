@@ -1,0 +1,428 @@
+"""transformers models over ranks against one process with eager attention and a mask written down here.
+
+The whole matrix of models and batches runs on ranks that are threads; a part of it, training and the Trainer on gloo
+processes. Models have two layers of width 32. In float64: transformers computes the loss in float32.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import math
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import ringattn
+from ringattn import virtual
+
+transformers = pytest.importorskip("transformers", reason="pip install 'transformers>=5.17' accelerate")
+import ringattn.hf  # noqa: E402
+
+VOCABULARY, ROWS = 61, 2
+SMALL = dict(
+    vocab_size=VOCABULARY,
+    hidden_size=32,
+    intermediate_size=48,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    max_position_embeddings=64,
+    attention_dropout=0.0,
+    pad_token_id=0,
+)
+
+
+def configs() -> dict[str, Any]:
+    t = transformers
+    encoder = {k: v for k, v in SMALL.items() if k not in ("num_key_value_heads",)}
+    return {
+        "llama": t.LlamaConfig(**SMALL),
+        "mistral": t.MistralConfig(**SMALL, head_dim=8, sliding_window=5),
+        "gemma2": t.Gemma2Config(
+            **SMALL, head_dim=8, sliding_window=4, attn_logit_softcapping=2.0, query_pre_attn_scalar=8
+        ),
+        "qwen3": t.Qwen3Config(**SMALL, head_dim=16),
+        "gpt_oss": t.GptOssConfig(
+            **SMALL, head_dim=8, sliding_window=6, num_local_experts=2, num_experts_per_tok=1, rope_scaling=None
+        ),
+        "bert": t.BertConfig(**encoder, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0),
+        "modernbert": t.ModernBertConfig(
+            **encoder, local_attention=6, global_attn_every_n_layers=2, cls_token_id=1, sep_token_id=2
+        ),
+    }
+
+
+CAUSAL = ("llama", "mistral", "gemma2", "qwen3", "gpt_oss")
+MODELS = (*CAUSAL, "bert", "modernbert")
+
+
+def build(name: str, attn: str, dtype: torch.dtype = torch.float64) -> nn.Module:
+    """The same weights whatever the attention."""
+    auto = transformers.AutoModelForCausalLM if name in CAUSAL else transformers.AutoModelForMaskedLM
+    more = {"experts_implementation": "eager"} if name == "gpt_oss" else {}  # the others take no float64
+    model = auto.from_config(configs()[name], attn_implementation=attn, **more)
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.randn(parameter.shape) * 0.15 + (1.0 if parameter.ndim == 1 else 0.0))
+    return model.to(dtype)
+
+
+# --- Batches -------------------------------------------------------------------------------------------
+
+BATCHES: dict[str, list[list[int]]] = {  # ids of documents, -1 is padding
+    "dense": [[0] * 24] * ROWS,
+    "ragged": [[0] * 23] * ROWS,
+    "short": [[0] * 9] * ROWS,  # two or three tokens a rank
+    "packed": [[0] * 5 + [1] + [2] * 11 + [3] * 6, [0] * 17 + [1] * 6],
+    "right padding": [[0] * 15 + [-1] * 8, [0] * 23],
+    "left padding": [[-1] * 7 + [0] * 16, [-1] + [0] * 22],
+}
+
+
+def batch_of(kind: str, causal: bool) -> dict[str, Tensor]:
+    """As a data loader gives it: padding in attention_mask, packed documents in position_ids that restart."""
+    ids = torch.tensor(BATCHES[kind])
+    g = torch.Generator().manual_seed(1)
+    tokens = torch.randint(3, VOCABULARY, ids.shape, generator=g)
+    labels = torch.where((torch.rand(ids.shape, generator=g) < 0.7) & (ids >= 0), tokens, -100)
+    batch = {"input_ids": torch.where(ids >= 0, tokens, 0), "labels": labels}
+    if (ids < 0).any():
+        batch["attention_mask"] = (ids >= 0).long()
+    elif kind == "packed":
+        batch["position_ids"] = positions(ids)
+        if causal:  # as the collators of packed documents do: no document predicts the next one's first token
+            labels[batch["position_ids"] == 0] = -100
+    return batch
+
+
+def positions(ids: Tensor) -> Tensor:
+    starts = torch.ones_like(ids, dtype=torch.bool)
+    starts[:, 1:] = ids[:, 1:] != ids[:, :-1]
+    n = torch.arange(ids.shape[1])
+    return n - torch.where(starts, n, 0).cummax(1).values
+
+
+def mask_of(ids: Tensor, causal: bool, window: int | None, dtype: torch.dtype) -> Tensor:
+    """(batch, 1, seq, seq), 0 where visible and the smallest number elsewhere, from its definition."""
+    i, j = torch.arange(ids.shape[1])[:, None], torch.arange(ids.shape[1])
+    visible = (ids[:, :, None] == ids[:, None, :]) & (ids[:, :, None] >= 0)
+    if causal:
+        visible = visible & (j <= i)
+        if window is not None:
+            visible = visible & (i - j < window)
+    elif window is not None:
+        visible = visible & ((i - j).abs() <= window)
+    return torch.zeros(visible.shape, dtype=dtype).masked_fill(~visible, -1e30)[:, None]
+
+
+def one_process(name: str, kind: str, dtype: torch.dtype) -> tuple[float, dict[str, Tensor]]:
+    """Loss and gradients of eager attention with the masks above."""
+    model = build(name, "eager", dtype)
+    causal = name in CAUSAL
+    batch = batch_of(kind, causal)
+    ids = torch.tensor(BATCHES[kind])
+    config = model.config
+    if name in ("gemma2", "gpt_oss", "modernbert"):
+        window = config.sliding_window
+        mask: Any = {
+            "full_attention": mask_of(ids, causal, None, dtype),
+            "sliding_attention": mask_of(ids, causal, window, dtype),
+        }
+    else:
+        mask = mask_of(ids, causal, config.sliding_window if name == "mistral" else None, dtype)
+    position_ids = batch.get("position_ids", torch.arange(ids.shape[1])[None])
+    arguments = {"attention_mask": mask, "position_ids": position_ids}
+    if name == "modernbert":  # takes one 4-d mask only: its layers get theirs by hand
+        arguments["attention_mask"] = batch.get("attention_mask")
+    targets = batch["labels"]
+    if causal:
+        targets = torch.full_like(targets, -100)
+        same = (ids[:, 1:] == ids[:, :-1]) & (ids[:, 1:] >= 0)
+        targets[:, :-1] = torch.where(same, batch["labels"][:, 1:], -100)
+    with per_layer(model, mask) if name == "modernbert" else contextlib.nullcontext():
+        logits = model(input_ids=batch["input_ids"], **arguments).logits
+    count = max(int((targets != -100).sum()), 1)
+    loss = nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum") / count
+    loss.backward()
+    return loss.item(), gradients(model)
+
+
+def gradients(model: nn.Module) -> dict[str, Tensor]:
+    return {n: torch.zeros_like(p) if p.grad is None else p.grad.clone() for n, p in model.named_parameters()}
+
+
+@contextlib.contextmanager
+def per_layer(model: nn.Module, masks: dict[str, Tensor]):  # type: ignore[no-untyped-def]
+    def give(layer: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        return args, {**kwargs, "attention_mask": masks[model.config.layer_types[layers.index(layer)]]}
+
+    layers = list(model.model.layers)
+    hooks = [layer.register_forward_pre_hook(give, with_kwargs=True) for layer in layers]
+    yield
+    for hook in hooks:
+        hook.remove()
+
+
+expected = functools.lru_cache(maxsize=None)(one_process)
+
+
+def on_a_rank(model: nn.Module, name: str, kind: str, group: Any, **options: Any) -> tuple[float, dict[str, Tensor]]:
+    """What a user writes; for the encoder, whose own loss is a mean over its tokens, the loss is computed here."""
+    with ringattn.hf.sequence(model, batch_of(kind, name in CAUSAL), group, **options) as local:
+        if name == "bert":
+            targets, total = local.pop("labels"), local.pop("num_items_in_batch")
+            loss = ringattn.loss.cross_entropy(model(**local).logits, targets, group, wrapper="sums", total=total)
+        else:
+            loss = model(**local).loss
+        loss.backward()
+    return loss.item(), gradients(model)
+
+
+def compare(parts: list[tuple[float, dict[str, Tensor]]], want: tuple[float, dict[str, Tensor]]) -> None:
+    loss = math.fsum(part[0] for part in parts)
+    assert loss == pytest.approx(want[0], rel=1e-6)
+    largest = max(float(g.abs().max()) for g in want[1].values())
+    for parameter, gradient in want[1].items():
+        got = torch.stack([part[1][parameter] for part in parts]).sum(0)
+        scale = max(float(gradient.abs().max()), 1e-3 * largest)
+        error = float((got - gradient).abs().max()) / scale
+        assert error <= 1e-5, f"{parameter}: relative error {error:.2e}"
+
+
+@pytest.mark.parametrize("kind", BATCHES)
+@pytest.mark.parametrize("name", MODELS)
+def test_loss_and_every_gradient_are_those_of_one_process(name: str, kind: str) -> None:
+    want = expected(name, kind, torch.float64)
+    model = build(name, "ringattn")
+    for world_size in (1, 2, 4):
+        copies = [copy.deepcopy(model) for _ in range(world_size)]
+        compare(virtual.run(world_size, lambda r: on_a_rank(copies[r.rank], name, kind, r)), want)  # noqa: B023
+
+
+def test_models_share_a_process_with_other_numbers_of_ranks(pools) -> None:  # type: ignore[no-untyped-def]
+    """Over gloo processes, in one job a world size: one batch of each kind, float32 and float64."""
+    cases = [
+        ("llama", "packed", torch.float32),
+        ("mistral", "left padding", torch.float64),
+        ("gemma2", "packed", torch.float64),
+        ("gpt_oss", "ragged", torch.float64),
+        ("modernbert", "right padding", torch.float64),
+    ]
+    for world_size in (2, 4):
+        for case, parts in zip(cases, zip(*pools(world_size).run(_several, cases), strict=True), strict=True):
+            compare(list(parts), expected(*case))
+
+
+def _several(cases: list[tuple[str, str, torch.dtype]]) -> list[tuple[float, dict[str, Tensor]]]:
+    return [on_a_rank(build(name, "ringattn", dtype), name, kind, None) for name, kind, dtype in cases]
+
+
+@pytest.mark.parametrize("options", [{"layout": "striped"}, {"layout": "contiguous", "dataflow": "reduce"}])
+def test_any_layout_and_dataflow(options: dict[str, str]) -> None:
+    want = expected("gemma2", "packed", torch.float64)
+    copies = [build("gemma2", "ringattn") for _ in range(3)]
+    compare(virtual.run(3, lambda r: on_a_rank(copies[r.rank], "gemma2", "packed", r, **options)), want)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_layers_computed_again_in_the_backward_see_the_same_sequence(reentrant: bool) -> None:
+    """The backward is outside of the sequence: a layer's plan comes with it, in the place of its mask."""
+    want = expected("gemma2", "packed", torch.float64)
+
+    def body(rank: virtual.VirtualRank) -> tuple[float, dict[str, Tensor]]:
+        model = build("gemma2", "ringattn")
+        model.train()
+        model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+        model.enable_input_require_grads()
+        with ringattn.hf.sequence(model, batch_of("packed", True), rank) as local:
+            loss = model(**local, use_cache=False).loss
+        loss.backward()
+        return loss.item(), gradients(model)
+
+    compare(virtual.run(2, body), want)
+
+
+def test_compiled_without_graph_break(recwarn: pytest.WarningsRecorder) -> None:
+    want = expected("mistral", "packed", torch.float64)
+
+    def body(rank: virtual.VirtualRank) -> tuple[float, dict[str, Tensor]]:
+        model = build("mistral", "ringattn")
+        run = torch.compile(model, fullgraph=True, backend="aot_eager")
+        with ringattn.hf.sequence(run, batch_of("packed", True), rank) as local:
+            loss = run(**local, use_cache=False).loss
+            loss.backward()
+        return loss.item(), gradients(model)
+
+    compare([body(virtual.VirtualRank(0, 1))], want)
+
+
+# --- Refusals ------------------------------------------------------------------------------------------
+
+
+def in_sequence(model: nn.Module, change: Any = None, **kwargs: Any) -> None:
+    with ringattn.hf.sequence(model, batch_of("dense", True), virtual.VirtualRank(0, 1)) as local:
+        model(**{**local, **(change or {})}, **kwargs)
+
+
+def test_outside_of_a_sequence_it_says_what_to_do() -> None:
+    model = build("llama", "ringattn")
+    with pytest.raises(RuntimeError, match=r"with ringattn\.hf\.sequence.*set_attn_implementation\('sdpa'\)"):
+        model(input_ids=torch.ones(1, 4, dtype=torch.int64))
+    with pytest.raises(RuntimeError, match="To generate"):
+        model.generate(input_ids=torch.ones(1, 4, dtype=torch.int64), max_new_tokens=2)
+
+
+def test_generate_inside_a_sequence_is_refused() -> None:
+    model = build("llama", "ringattn")
+    batch = {"input_ids": torch.ones(1, 8, dtype=torch.int64)}
+    with (
+        pytest.raises(NotImplementedError, match="generate\(\) does not run over ranks"),
+        ringattn.hf.sequence(model, batch, virtual.VirtualRank(0, 1)) as local,
+    ):
+        model.generate(**local, max_new_tokens=3, do_sample=False)
+
+
+def test_generates_with_another_attention() -> None:
+    model = build("llama", "ringattn")
+    model.set_attn_implementation("sdpa")
+    tokens = model.generate(input_ids=torch.ones(1, 4, dtype=torch.int64), max_new_tokens=2, do_sample=False)
+    assert tokens.shape == (1, 6)
+
+
+@pytest.mark.parametrize(
+    ("keyword", "value"),
+    [
+        ("position_bias", torch.zeros(1)),
+        ("cu_seq_lens_q", torch.tensor([0, 24])),
+        ("output_attentions", True),
+        ("new", 3),
+    ],
+)
+def test_unknown_keywords_are_refused_by_name(keyword: str, value: object) -> None:
+    q = torch.zeros(1, 2, 4, 8)
+    with pytest.raises(NotImplementedError, match=keyword):
+        ringattn.hf.attend(nn.Linear(1, 1), q, q, q, None, **{keyword: value})  # type: ignore[arg-type]
+
+
+def test_dropout_is_refused_in_training_and_does_not_matter_in_evaluation() -> None:
+    model = build("llama", "ringattn")
+    for layer in model.model.layers:
+        layer.self_attn.attention_dropout = 0.1
+    in_sequence(model.eval())
+    with pytest.raises(NotImplementedError, match=r"attention dropout 0\.1"):
+        in_sequence(model.train())
+
+
+def test_a_mask_of_four_dimensions_is_refused() -> None:
+    with pytest.raises(NotImplementedError, match=r"a mask of shape \(2, 1, 24, 24\)"):
+        in_sequence(build("llama", "ringattn"), {"attention_mask": torch.zeros(ROWS, 1, 24, 24, dtype=torch.float64)})
+
+
+def test_positions_of_a_shard_are_not_taken_for_documents() -> None:
+    """Without attention_mask, transformers reads documents out of zigzag positions: that is noticed."""
+    model = build("llama", "ringattn")
+
+    def body(rank: virtual.VirtualRank) -> None:
+        with ringattn.hf.sequence(model, batch_of("dense", True), rank) as local:
+            with pytest.raises(NotImplementedError, match="attention_mask among them"):
+                model(**{k: v for k, v in local.items() if k != "attention_mask"})
+
+    virtual.run(2, body)
+
+
+def test_whole_rows_in_the_place_of_shards_are_refused() -> None:
+    model = build("llama", "ringattn")
+
+    def body(rank: virtual.VirtualRank) -> None:
+        with ringattn.hf.sequence(model, batch_of("dense", True), rank):
+            with pytest.raises(ValueError, match="24 queries and 24 keys, but rank . holds 12"):
+                model(**batch_of("dense", True))
+
+    virtual.run(2, body)
+
+
+def recurrent() -> list[Any]:
+    t = transformers
+    mamba = t.MambaConfig(vocab_size=VOCABULARY, hidden_size=16, state_size=4, num_hidden_layers=1)
+    chunked = t.Llama4TextConfig(
+        **{**SMALL, "num_hidden_layers": 4},
+        head_dim=8,
+        attention_chunk_size=8,
+        intermediate_size_mlp=48,
+        num_local_experts=1,
+    )
+    hybrid = t.Qwen3NextConfig(
+        **{**SMALL, "num_hidden_layers": 4}, head_dim=8, linear_num_value_heads=2, linear_num_key_heads=1,
+        linear_key_head_dim=8, linear_value_head_dim=8, num_experts=2, num_experts_per_tok=1, moe_intermediate_size=8,
+        shared_expert_intermediate_size=8,
+    )  # fmt: skip
+    lfm = t.Lfm2Config(**{**SMALL, "num_hidden_layers": 2}, full_attn_idxs=[1])
+    return [(mamba, "Mamba"), (chunked, "chunked_attention"), (hybrid, "linear_attention"), (lfm, "conv|ShortConv")]
+
+
+def test_layers_with_a_state_and_chunked_ones_are_refused_by_name() -> None:
+    for config, says in recurrent():
+        config._attn_implementation = "ringattn"
+        with torch.device("meta"):
+            model = transformers.AutoModelForCausalLM.from_config(config)
+        with pytest.raises(NotImplementedError, match=says):
+            ringattn.hf.check_model(model)
+
+
+def test_settings_that_do_not_add_up_are_refused() -> None:
+    with pytest.raises(ValueError, match="attn_implementation='eager'"):
+        ringattn.hf.check_model(build("llama", "eager"))
+    with pytest.raises(TypeError, match=r"ringattn\.wrap"):
+        ringattn.hf.check_model(nn.Linear(2, 2))
+    model = build("gpt_oss", "ringattn")
+    model.config.output_router_logits = True
+    with pytest.raises(NotImplementedError, match="load-balancing loss"):
+        ringattn.hf.check_model(model)
+
+
+def test_a_loss_that_is_no_sum_over_tokens_is_refused_on_every_rank() -> None:
+    """Bert's own loss is a mean over this rank's targets."""
+
+    def body(rank: virtual.VirtualRank) -> None:
+        model = build("bert", "ringattn")
+        with pytest.raises((NotImplementedError, ValueError), match=r"ringattn\.loss\.cross_entropy"):
+            with ringattn.hf.sequence(model, batch_of("dense", False), rank) as local:
+                model(**local)
+
+    virtual.run(2, body)
+
+
+def test_a_model_that_does_not_call_its_attention_function_is_refused() -> None:
+    model = build("llama", "ringattn")
+    for layer in model.model.layers:
+        layer.self_attn.forward = lambda hidden_states, **kwargs: (hidden_states, None)
+    with pytest.raises(RuntimeError, match="without calling ringattn"):
+        in_sequence(model)
+
+
+def test_rows_too_short_for_the_ranks() -> None:
+    with pytest.raises(ValueError, match="pad the rows to 8 tokens or more"):
+        ringattn.hf.Sequence(build("llama", "ringattn"), {"input_ids": torch.ones(1, 3)}, virtual.VirtualRank(0, 4))
+
+
+def test_a_batch_that_is_wrong_on_one_rank_is_an_error_on_all() -> None:
+    def body(rank: virtual.VirtualRank) -> None:
+        batch = batch_of("left padding", True)
+        if rank.rank == 1:
+            batch["attention_mask"][0, 9] = 7
+        with pytest.raises(ValueError, match="value 7"):
+            ringattn.hf.Sequence(build("llama", "ringattn"), batch, rank)
+
+    virtual.run(2, body)
+
+
+def test_importing_ringattn_does_not_import_transformers() -> None:
+    code = "import sys, ringattn, ringattn.loss, ringattn.batch; sys.exit('transformers' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
