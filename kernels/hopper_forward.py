@@ -23,12 +23,14 @@ Schedule: Shah et al. 2024 (FlashAttention-3, arXiv:2407.08608). What was tried:
 
 from __future__ import annotations
 
+import functools
 import math
 import weakref
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from triton.compiler import CompiledKernel
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -148,20 +150,26 @@ def _hide(s, column, start, end):
 
 
 @gluon.jit
-def _tile_info(table_ptr, w, n_tiles, n_heads, q_heads, group, table_batch_stride):
-    """Number of a query tile in the order of work -> its description, with the batch and the head filled in."""
-    section = w // (group * n_tiles)
-    heads = gl.minimum(group, n_heads - section * group)
-    rest = w - section * group * n_tiles
-    head = section * group + rest % heads
+def _tile_info(table_ptr, w, n_tiles, n_heads, q_heads, group, early, table_batch_stride):
+    """Number of a query tile in the order of work -> its description, with the batch and the head filled in.
+
+    The first ``early`` heads are swept ``group`` at a time, the others all together; the heaviest tiles come first.
+    """
+    first = gl.minimum(w // (group * n_tiles) * group, early)
+    heads = gl.where(first < early, group, n_heads - early)
+    rest = w - first * n_tiles
+    head = first + rest % heads
+    rank = rest // heads
     batch = head // q_heads
     i = gl.arange(0, INFO, INFO_LAYOUT)
-    info = gl.load(table_ptr + batch * table_batch_stride + rest // heads * INFO + i)
+    info = gl.load(table_ptr + batch * table_batch_stride + rank * INFO + i)
     return gl.where(i == 6, batch, gl.where(i == 7, head % q_heads, info))
 
 
 @gluon.jit
-def _next_tile(counter_ptr, table_ptr, n_tiles, n_heads, q_heads, group, table_batch_stride, SKIP_EMPTY: gl.constexpr):
+def _next_tile(
+    counter_ptr, table_ptr, n_tiles, n_heads, q_heads, group, early, table_batch_stride, SKIP_EMPTY: gl.constexpr
+):
     """Take the next query tile. Whoever takes the last number leaves the counter as it was found: 0."""
     total = n_tiles * n_heads
     w = total
@@ -174,10 +182,26 @@ def _next_tile(counter_ptr, table_ptr, n_tiles, n_heads, q_heads, group, table_b
         w = taken + gl.num_programs(0)
         again = False
         if w < total:
-            info = _tile_info(table_ptr, w, n_tiles, n_heads, q_heads, group, table_batch_stride)
+            info = _tile_info(table_ptr, w, n_tiles, n_heads, q_heads, group, early, table_batch_stride)
             if SKIP_EMPTY:
                 again = _number(info, 5) == 0
     return w, info
+
+
+@gluon.jit
+def _load_keys(k_desc, v_desc, k_s, v_s, k_full, v_full, where, g, N: gl.constexpr, STAGES: gl.constexpr):
+    """Key tile number g of this CTA, as soon as the consumers gave its stage free."""
+    K_FREE: gl.constexpr = FREE_BARRIERS + N
+    V_FREE: gl.constexpr = K_FREE + STAGES
+    stage = g % STAGES
+    if g >= STAGES:
+        barrier_sync(K_FREE + stage, 128 * (N + 1))
+    mbarrier.expect(k_full.index(stage), k_desc.block_type.nbytes)
+    tma.async_copy_global_to_shared(k_desc, where, k_full.index(stage), k_s.index(stage))
+    if g >= STAGES:
+        barrier_sync(V_FREE + stage, 128 * (N + 1))
+    mbarrier.expect(v_full.index(stage), v_desc.block_type.nbytes)
+    tma.async_copy_global_to_shared(v_desc, where, v_full.index(stage), v_s.index(stage))
 
 
 @gluon.jit
@@ -185,18 +209,15 @@ def _producer(args, N: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, SKI
     (
         q_desc, k_desc, v_desc, table_ptr, counter_ptr,
         q_s, k_s, v_s, info_s, q_full, q_free, k_full, v_full, info_full,
-        n_tiles, n_heads, q_heads, ratio, group, table_batch_stride,
+        n_tiles, n_heads, q_heads, ratio, group, early, table_batch_stride,
     ) = args  # fmt: skip
-    THREADS: gl.constexpr = 128 * (N + 1)
-    K_FREE: gl.constexpr = FREE_BARRIERS + N
-    V_FREE: gl.constexpr = K_FREE + STAGES
     total = n_tiles * n_heads
     w = gl.program_id(0)
-    info = _tile_info(table_ptr, w, n_tiles, n_heads, q_heads, group, table_batch_stride)
-    if SKIP_EMPTY:
+    info = _tile_info(table_ptr, w, n_tiles, n_heads, q_heads, group, early, table_batch_stride)
+    if SKIP_EMPTY:  # noqa: SIM102
         if _number(info, 5) == 0:
             w, info = _next_tile(
-                counter_ptr, table_ptr, n_tiles, n_heads, q_heads, group, table_batch_stride, SKIP_EMPTY
+                counter_ptr, table_ptr, n_tiles, n_heads, q_heads, group, early, table_batch_stride, SKIP_EMPTY
             )
     g = 0  # key tiles moved so far
     i = 0  # query tiles moved so far
@@ -217,18 +238,15 @@ def _producer(args, N: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, SKI
             tma.async_copy_global_to_shared(
                 q_desc, [batch, first + c * ROWS, head, 0], q_full.index(slot * N + c), q_s.index(slot * N + c)
             )
-        for column in range(end - BN, begin - BN, -BN):
-            stage = g % STAGES
-            if g >= STAGES:
-                barrier_sync(K_FREE + stage, THREADS)
-            mbarrier.expect(k_full.index(stage), k_desc.block_type.nbytes)
-            tma.async_copy_global_to_shared(k_desc, [batch, column, kv_head, 0], k_full.index(stage), k_s.index(stage))
-            if g >= STAGES:
-                barrier_sync(V_FREE + stage, THREADS)
-            mbarrier.expect(v_full.index(stage), v_desc.block_type.nbytes)
-            tma.async_copy_global_to_shared(v_desc, [batch, column, kv_head, 0], v_full.index(stage), v_s.index(stage))
+        for column in range(end - BN, begin, -BN):
+            _load_keys(k_desc, v_desc, k_s, v_s, k_full, v_full, [batch, column, kv_head, 0], g, N, STAGES)
             g += 1
-        w, info = _next_tile(counter_ptr, table_ptr, n_tiles, n_heads, q_heads, group, table_batch_stride, SKIP_EMPTY)
+        # Known before the last key tile is loaded, when there is time.
+        w, info = _next_tile(
+            counter_ptr, table_ptr, n_tiles, n_heads, q_heads, group, early, table_batch_stride, SKIP_EMPTY
+        )
+        _load_keys(k_desc, v_desc, k_s, v_s, k_full, v_full, [batch, begin, kv_head, 0], g, N, STAGES)
+        g += 1
         i += 1
     for c in gl.static_range(N):
         mbarrier.wait(q_free.index((i & 1) * N + c), ((i >> 1) & 1) ^ 1)
@@ -240,16 +258,23 @@ def _producer(args, N: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, SKI
 
 
 @gluon.jit
-def _enter(slot, C: gl.constexpr, start_ptr, end_ptr, rows_batch_stride, BN: gl.constexpr, layout: gl.constexpr):
-    """A query tile from its description: is there one, its last column, its span, and the intervals of its rows."""
+def _span(slot, BN: gl.constexpr):
+    """Is there a query tile; its last key tile and its span."""
     info = slot.load(INFO_LAYOUT)
     begin = _number(info, 2)
     end = gl.maximum(_number(info, 5), begin + BN)
+    return _number(info, 0) >= 0, end - BN, begin, _number(info, 3), _number(info, 4)
+
+
+@gluon.jit
+def _intervals(slot, C: gl.constexpr, start_ptr, end_ptr, rows_batch_stride, layout: gl.constexpr):
+    """The keys that each row of consumer C sees."""
+    info = slot.load(INFO_LAYOUT)
     row = _number(info, 0) + C * ROWS + gl.arange(0, ROWS, layout)
     inside = row < _number(info, 1)
     row_start = gl.load(start_ptr + _number(info, 6) * rows_batch_stride + row, mask=inside, other=0)
     row_end = gl.load(end_ptr + _number(info, 6) * rows_batch_stride + row, mask=inside, other=0)
-    return _number(info, 0) >= 0, end - BN, begin, _number(info, 3), _number(info, 4), row_start, row_end
+    return row_start, row_end
 
 
 @gluon.jit
@@ -289,6 +314,66 @@ def _values(ptr, info, C: gl.constexpr, seq_q, q_heads, D: gl.constexpr, layout:
 
 
 @gluon.jit
+def _store(
+    acc, m, l, slot, out_desc, out_ptr, lse_ptr, l_ptr, sink_ptr, o_s, seq_q, q_heads,
+    C: gl.constexpr, HAS_SINK: gl.constexpr, FINALIZE: gl.constexpr, S_ROW: gl.constexpr,
+):  # fmt: skip
+    """A query tile to memory: divided as out and lse, or as it is as the state."""
+    DTYPE: gl.constexpr = o_s.dtype
+    D: gl.constexpr = acc.shape[1]
+    O_L: gl.constexpr = acc.type.layout
+    O_ROW: gl.constexpr = gl.SliceLayout(1, O_L)
+    info = slot.load(INFO_LAYOUT)  # read again: held in registers across the steps it would cost the steps
+    rows, inside = _row_offsets(info, C, seq_q, q_heads, S_ROW)
+    l = gl.convert_layout(gl.sum(l, axis=1), S_ROW)
+    factor = gl.full([ROWS], 1.0, gl.float32, S_ROW)
+    if HAS_SINK:  # a key with this score and a value of zero
+        sink = gl.load(sink_ptr + _number(info, 7)) * LOG2E_HI
+        joined = gl.maximum(m, sink)
+        factor = gl.exp2(m - _finite(joined))
+        l = l * factor + gl.exp2(sink - _finite(joined))
+        m = joined
+    if FINALIZE:
+        seen = l != 0.0
+        lse = gl.where(seen, gl.fma(m, LN2, gl.log(l)), float("-inf"))
+        gl.store(lse_ptr + rows, lse, mask=inside)
+        factor = factor / gl.where(seen, l, 1.0)
+        acc = acc * gl.convert_layout(factor, O_ROW)[:, None]
+        row = _number(info, 0) + C * ROWS
+        past = _number(info, 1)
+        if (row + ROWS <= past) | (past == seq_q):  # TMA stops at the end of the tensor, not of a segment
+            tma.store_wait(0)
+            _rows(o_s, C).store(acc.to(DTYPE))
+            fence_async_shared()
+            tma.async_copy_shared_to_global(out_desc, [_number(info, 6), row, _number(info, 7), 0], o_s.index(C))
+        else:
+            values, values_inside = _values(out_ptr, info, C, seq_q, q_heads, D, O_L)
+            gl.store(values, acc.to(DTYPE), mask=values_inside)
+    else:
+        # Stored as a natural logarithm m is rounded: l and o follow to the point of reference that it became.
+        m_nat = m * LN2
+        exact = gl.exp2(gl.fma(m_nat, -LOG2E_LO, gl.fma(m_nat, -LOG2E_HI, m)))
+        exact = gl.where(m == float("-inf"), 1.0, exact)
+        gl.store(lse_ptr + rows, m_nat, mask=inside)
+        gl.store(l_ptr + rows, l * exact, mask=inside)
+        acc = acc * gl.convert_layout(factor * exact, O_ROW)[:, None]
+        values, values_inside = _values(out_ptr, info, C, seq_q, q_heads, D, O_L)
+        gl.store(values, acc, mask=values_inside)
+
+
+@gluon.jit
+def _softmax(s, m, l, rest, c2):
+    """Move m to the new maximum; alpha rescales what was summed before. ``rest`` belongs to m, see _enter_rows."""
+    L_L: gl.constexpr = l.type.layout
+    m_new = gl.maximum(m, gl.max(s, axis=1) * c2)
+    reference = _finite(m_new)
+    alpha = gl.exp2(m - reference + rest)
+    x = gl.exp2(s * c2 - reference[:, None])
+    l = l * gl.convert_layout(alpha, gl.SliceLayout(1, L_L))[:, None] + gl.convert_layout(_lane_sum(x), L_L)
+    return m_new, l, alpha, x
+
+
+@gluon.jit
 def _consumer(
     args, C: gl.constexpr, N: gl.constexpr, STAGES: gl.constexpr,
     HAS_STATE: gl.constexpr, HAS_SINK: gl.constexpr, FINALIZE: gl.constexpr,
@@ -303,9 +388,9 @@ def _consumer(
     DTYPE: gl.constexpr = v_s.dtype
     S_L: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BN, 16])
     O_L: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D, 16])
-    P_L: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=O_L, k_width=2)
     S_ROW: gl.constexpr = gl.SliceLayout(1, S_L)
     O_ROW: gl.constexpr = gl.SliceLayout(1, O_L)
+    P_L: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=O_L, k_width=2)
     THREADS: gl.constexpr = 128 * (N + 1)
     TURN: gl.constexpr = FREE_BARRIERS
     K_FREE: gl.constexpr = FREE_BARRIERS + N
@@ -313,146 +398,89 @@ def _consumer(
     if C == N - 1:
         barrier_arrive(TURN, 256)  # consumer 0 goes first
 
-    # The first query tile, up to its first scores.
+    g = 0  # key tiles before the one at hand
+    i = 0  # query tiles before the one at hand
     mbarrier.wait(info_full.index(0), 0)
-    some, column, begin, full_begin, full_end, row_start, row_end = _enter(
-        info_s.index(0), C, start_ptr, end_ptr, rows_batch_stride, BN, S_ROW
-    )
-    mbarrier.wait(q_full.index(C), 0, pred=some)
-    mbarrier.wait(k_full.index(0), 0, pred=some)
-    barrier_sync(TURN + C, 256)
-    s = warpgroup_mma(_rows(q_s, C), _keys(k_s, 0), gl.zeros([ROWS, BN], gl.float32, S_L), use_acc=False, is_async=True)
-    barrier_arrive(TURN + (C + 1) % N, 256)
-    s = warpgroup_mma_wait(0, deps=[s])
-    if some:
-        barrier_arrive(K_FREE, THREADS)
-    s = _hide(s, column, row_start, row_end)
-    row_max = gl.max(s, axis=1) * c2
-    acc = gl.zeros([ROWS, D], gl.float32, O_L)
-    m = gl.full([ROWS], float("-inf"), gl.float32, S_ROW)
-    l = _lane_sum(gl.zeros([ROWS, BN], gl.float32, S_L))
-    L_L: gl.constexpr = l.type.layout
-    rest = gl.zeros([ROWS], gl.float32, S_ROW)
-    if HAS_STATE:
-        m, rest, l_in = _enter_rows(info_s.index(0), C, m_in_ptr, l_in_ptr, seq_q, q_heads, S_ROW)
-        l = l + gl.convert_layout(l_in, gl.SliceLayout(1, L_L))[:, None]
-        acc = _enter_values(info_s.index(0), C, o_in_ptr, seq_q, q_heads, D, O_L)
-
-    g = 0  # key tiles before this one
-    i = 0  # query tiles before this one
+    slot = info_s.index(0)
+    some, column, begin, full_begin, full_end = _span(slot, BN)
     while some:
-        # Softmax of the scores at hand.
-        m_new = gl.maximum(m, row_max)
-        reference = _finite(m_new)
+        # The last key tile: its scores only.
+        start, end = _intervals(slot, C, start_ptr, end_ptr, rows_batch_stride, S_ROW)
+        q = _rows(q_s, (i & 1) * N + C)
+        ks = g % STAGES
+        mbarrier.wait(q_full.index((i & 1) * N + C), (i >> 1) & 1)
+        mbarrier.wait(k_full.index(ks), (g // STAGES) & 1)
+        barrier_sync(TURN + C, 256)
+        s = gl.zeros([ROWS, BN], gl.float32, S_L)
+        l = _lane_sum(s)
+        L_L: gl.constexpr = l.type.layout
+        s = warpgroup_mma(q, _keys(k_s, ks), s, use_acc=False, is_async=True)
+        barrier_arrive(TURN + (C + 1) % N, 256)
         if HAS_STATE:
-            alpha = gl.exp2(m - reference + rest)
-            rest = gl.zeros([ROWS], gl.float32, S_ROW)
+            m, rest, l_in = _enter_rows(slot, C, m_in_ptr, l_in_ptr, seq_q, q_heads, S_ROW)
+            l = l + gl.convert_layout(l_in, gl.SliceLayout(1, L_L))[:, None]
+            acc = _enter_values(slot, C, o_in_ptr, seq_q, q_heads, D, O_L)
         else:
-            alpha = gl.exp2(m - reference)
-        x = gl.exp2(s * c2 - reference[:, None])
-        l = l * gl.convert_layout(alpha, gl.SliceLayout(1, L_L))[:, None] + gl.convert_layout(_lane_sum(x), L_L)
-        m = m_new
+            m = gl.full([ROWS], float("-inf"), gl.float32, S_ROW)
+            rest = gl.zeros([ROWS], gl.float32, S_ROW)
+            acc = gl.zeros([ROWS, D], gl.float32, O_L)
+        s = warpgroup_mma_wait(0, deps=[s])
+        barrier_arrive(K_FREE + ks, THREADS)
+        s = _hide(s, column, start, end)
+        m, l, alpha, x = _softmax(s, m, l, rest, c2)
         packed = _pack(x, DTYPE)
 
-        # The next key tile, of this query tile or of the next one.
-        last = column == begin
-        column -= BN
-        if HAS_STATE:
-            m_next = m
-            rest_next = rest
-            l_next = m
-        if last:
-            mbarrier.arrive(q_free.index((i & 1) * N + C), count=1)
-            i += 1
-            mbarrier.wait(info_full.index(i % SLOTS), (i // SLOTS) & 1)
-            some, column, begin, full_begin, full_end, row_start, row_end = _enter(
-                info_s.index(i % SLOTS), C, start_ptr, end_ptr, rows_batch_stride, BN, S_ROW
-            )
-            if HAS_STATE:
-                m_next, rest_next, l_next = _enter_rows(
-                    info_s.index(i % SLOTS), C, m_in_ptr, l_in_ptr, seq_q, q_heads, S_ROW
-                )
-            mbarrier.wait(q_full.index((i & 1) * N + C), (i >> 1) & 1, pred=some)
+        # The other key tiles, each with the product of P and V of the tile before.
+        for column in range(column - BN, begin - BN, -BN):  # noqa: B020
+            vs = g % STAGES
+            v_phase = (g // STAGES) & 1
+            g += 1
+            ks = g % STAGES
+            mbarrier.wait(v_full.index(vs), v_phase)  # came before K: waiting here costs nothing
+            mbarrier.wait(k_full.index(ks), (g // STAGES) & 1)
+            barrier_sync(TURN + C, 256)
+            s = gl.zeros([ROWS, BN], gl.float32, S_L)
+            s = warpgroup_mma(q, _keys(k_s, ks), s, use_acc=False, is_async=True)
+            acc = acc * gl.convert_layout(alpha, O_ROW)[:, None]  # under the product with K
+            p = _unpack(packed, DTYPE, P_L)
+            acc = warpgroup_mma(p, _rows(v_s, vs), acc, is_async=True)
+            barrier_arrive(TURN + (C + 1) % N, 256)
+            s = warpgroup_mma_wait(1, deps=[s])
+            if (column < full_begin) | (column >= full_end):
+                start, end = _intervals(slot, C, start_ptr, end_ptr, rows_batch_stride, S_ROW)
+                s = _hide(s, column, start, end)
+            barrier_arrive(K_FREE + ks, THREADS)
+            m, l, alpha, x = _softmax(s, m, l, 0.0, c2)
+            acc, p = warpgroup_mma_wait(0, deps=[acc, p])
+            keep_alive(packed)
+            barrier_arrive(V_FREE + vs, THREADS)
+            packed = _pack(x, DTYPE)
+        mbarrier.arrive(q_free.index((i & 1) * N + C), count=1)
+
+        # The last product with V.
         vs = g % STAGES
-        v_phase = (g // STAGES) & 1
-        g += 1
-        ks = g % STAGES
-        mbarrier.wait(k_full.index(ks), (g // STAGES) & 1, pred=some)
-        barrier_sync(TURN + C, 256)
-        s = warpgroup_mma(
-            _rows(q_s, (i & 1) * N + C), _keys(k_s, ks), gl.zeros([ROWS, BN], gl.float32, S_L),
-            use_acc=False, is_async=True,
-        )  # fmt: skip
-        acc = acc * gl.convert_layout(alpha, O_ROW)[:, None]  # under the product with K
-        mbarrier.wait(v_full.index(vs), v_phase)
+        mbarrier.wait(v_full.index(vs), (g // STAGES) & 1)
+        acc = acc * gl.convert_layout(alpha, O_ROW)[:, None]
         p = _unpack(packed, DTYPE, P_L)
         acc = warpgroup_mma(p, _rows(v_s, vs), acc, is_async=True)
-        barrier_arrive(TURN + (C + 1) % N, 256)
-        s = warpgroup_mma_wait(1, deps=[s])
-        if (column < full_begin) | (column >= full_end):
-            s = _hide(s, column, row_start, row_end)
-        if some:
-            barrier_arrive(K_FREE + ks, THREADS)
-        row_max = gl.max(s, axis=1) * c2
+        g += 1
+        i += 1
+        mbarrier.wait(info_full.index(i % SLOTS), (i // SLOTS) & 1)
+        some, column, begin, full_begin, full_end = _span(info_s.index(i % SLOTS), BN)
         acc, p = warpgroup_mma_wait(0, deps=[acc, p])
         keep_alive(packed)
         barrier_arrive(V_FREE + vs, THREADS)
-
-        if last:
-            # The description is read again: held in registers across the steps it would cost the steps.
-            info = info_s.index((i - 1) % SLOTS).load(INFO_LAYOUT)
-            rows, inside = _row_offsets(info, C, seq_q, q_heads, S_ROW)
-            l_row = gl.convert_layout(gl.sum(l, axis=1), S_ROW)
-            factor = gl.full([ROWS], 1.0, gl.float32, S_ROW)
-            if HAS_SINK:  # a key with this score and a value of zero
-                sink = gl.load(sink_ptr + _number(info, 7)) * LOG2E_HI
-                joined = gl.maximum(m, sink)
-                factor = gl.exp2(m - _finite(joined))
-                l_row = l_row * factor + gl.exp2(sink - _finite(joined))
-                m = joined
-            if FINALIZE:
-                seen = l_row != 0.0
-                lse = gl.where(seen, gl.fma(m, LN2, gl.log(l_row)), float("-inf"))
-                gl.store(lse_ptr + rows, lse, mask=inside)
-                factor = factor / gl.where(seen, l_row, 1.0)
-                acc = acc * gl.convert_layout(factor, O_ROW)[:, None]
-                row = _number(info, 0) + C * ROWS
-                past = _number(info, 1)
-                if (row + ROWS <= past) | (past == seq_q):  # TMA stops at the end of the tensor, not of a segment
-                    tma.store_wait(0)
-                    _rows(o_s, C).store(acc.to(DTYPE))
-                    fence_async_shared()
-                    tma.async_copy_shared_to_global(
-                        out_desc, [_number(info, 6), row, _number(info, 7), 0], o_s.index(C)
-                    )
-                else:
-                    values, values_inside = _values(out_ptr, info, C, seq_q, q_heads, D, O_L)
-                    gl.store(values, acc.to(DTYPE), mask=values_inside)
-            else:
-                # Stored as a natural logarithm m is rounded: l and o follow to the point of reference that it became.
-                m_nat = m * LN2
-                exact = gl.exp2(gl.fma(m_nat, -LOG2E_LO, gl.fma(m_nat, -LOG2E_HI, m)))
-                exact = gl.where(m == float("-inf"), 1.0, exact)
-                gl.store(lse_ptr + rows, m_nat, mask=inside)
-                gl.store(l_ptr + rows, l_row * exact, mask=inside)
-                acc = acc * gl.convert_layout(factor * exact, O_ROW)[:, None]
-                values, values_inside = _values(out_ptr, info, C, seq_q, q_heads, D, O_L)
-                gl.store(values, acc, mask=values_inside)
-            if HAS_STATE:
-                m = m_next
-                rest = rest_next
-                l = gl.zeros([ROWS, 4], gl.float32, L_L) + gl.convert_layout(l_next, gl.SliceLayout(1, L_L))[:, None]
-                acc = _enter_values(info_s.index(i % SLOTS), C, o_in_ptr, seq_q, q_heads, D, O_L)
-            else:
-                m = gl.full([ROWS], float("-inf"), gl.float32, S_ROW)
-                l = gl.zeros([ROWS, 4], gl.float32, L_L)
-                acc = gl.zeros([ROWS, D], gl.float32, O_L)
+        _store(
+            acc, m, l, slot, out_desc, out_ptr, lse_ptr, l_ptr, sink_ptr, o_s,
+            seq_q, q_heads, C, HAS_SINK, FINALIZE, S_ROW,
+        )  # fmt: skip
+        slot = info_s.index(i % SLOTS)
     if FINALIZE:
         tma.store_wait(0)
 
 
 _NUMBERS = (
-    "rows_batch_stride", "table_batch_stride", "seq_q", "q_heads", "ratio", "n_tiles", "n_heads", "group",
+    "rows_batch_stride", "table_batch_stride", "seq_q", "q_heads", "ratio", "n_tiles", "n_heads", "group", "early",
 )  # fmt: skip
 
 
@@ -462,7 +490,7 @@ def _forward_kernel(
     m_in_ptr, l_in_ptr, o_in_ptr, sink_ptr,
     start_ptr, end_ptr, rows_batch_stride,
     table_ptr, table_batch_stride, counter_ptr,
-    seq_q, q_heads, ratio, n_tiles, n_heads, group, c2,
+    seq_q, q_heads, ratio, n_tiles, n_heads, group, early, c2,
     N: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, D: gl.constexpr, REGISTERS: gl.constexpr,
     HAS_STATE: gl.constexpr, HAS_SINK: gl.constexpr, FINALIZE: gl.constexpr,
 ):  # fmt: skip
@@ -489,7 +517,7 @@ def _forward_kernel(
     producer = (
         q_desc, k_desc, v_desc, table_ptr, counter_ptr,
         q_s, k_s, v_s, info_s, q_full, q_free, k_full, v_full, info_full,
-        n_tiles, n_heads, q_heads, ratio, group, table_batch_stride,
+        n_tiles, n_heads, q_heads, ratio, group, early, table_batch_stride,
     )  # fmt: skip
     consumer = (
         out_desc, out_ptr, lse_ptr, l_ptr, m_in_ptr, l_in_ptr, o_in_ptr, sink_ptr, start_ptr, end_ptr,
@@ -538,9 +566,14 @@ def unsupported(q: Tensor, k: Tensor, v: Tensor, score: Score) -> str | None:
             return f"{name} with strides {tuple(x.stride())} is not laid out in steps of 16 bytes, as TMA needs"
     if not q.is_cuda:
         return f"device {q.device} is not a CUDA device"
-    if torch.cuda.get_device_capability(q.device) != (9, 0):
+    if not _is_hopper(q.device):
         return f"it needs compute capability 9.0; {torch.cuda.get_device_name(q.device)} is another"
     return None
+
+
+@functools.cache
+def _is_hopper(device: torch.device) -> bool:
+    return torch.cuda.get_device_capability(device) == (9, 0)
 
 
 def _tma_reads(x: Tensor) -> bool:
@@ -572,14 +605,12 @@ def forward(
         rows = q.new_empty(2, batch, q_heads, seq_q, dtype=torch.float32)
         outputs = (q.new_empty(q.shape, dtype=torch.float32), rows[0], rows[1])
     with torch.cuda.device(q.device):
-        sms = torch.cuda.get_device_properties(q.device).multi_processor_count
-        grid, args, options = _launch(q, k, v, block, score, state, sink, outputs, finalize, sms, _counter(q.device))
-        _forward_kernel[grid](*args, **options)
+        _run(*_launch(q, k, v, block, score, state, sink, outputs, finalize, _sms(q.device), _counter(q.device)))
     return (outputs[0], outputs[1]) if finalize else State(outputs[1], outputs[2], outputs[0])
 
 
 def _launch(q, k, v, block, score, state, sink, outputs, finalize, sms, counter):
-    """Grid, arguments and options of the kernel."""
+    """Grid, arguments and constants of the kernel."""
     batch, seq_q, q_heads, head_dim = q.shape
     config = CONFIGS[head_dim]
     table, start, end = _tile_table(block, config.block_m, config.block_n)
@@ -595,22 +626,52 @@ def _launch(q, k, v, block, score, state, sink, outputs, finalize, sms, counter)
         start, end, start.stride(0) if start.shape[0] > 1 else 0,
         table, table.stride(0) if table.shape[0] > 1 else 0, counter,
         seq_q, q_heads, q_heads // k.shape[2], n_tiles, n_heads,
-        _heads_at_once(n_tiles, n_heads, workers), score.softmax_scale * LOG2E,
+        *_sweeps(n_tiles, n_heads, workers), score.softmax_scale * LOG2E,
     )  # fmt: skip
-    options = dict(
+    constants = dict(
         N=config.consumers, BN=config.block_n, STAGES=config.stages, D=head_dim, REGISTERS=config.registers,
-        HAS_STATE=state is not None, HAS_SINK=sink is not None, FINALIZE=finalize, num_warps=4,
+        HAS_STATE=state is not None, HAS_SINK=sink is not None, FINALIZE=finalize,
     )  # fmt: skip
-    return (workers,), args, options
+    return (workers, 1, 1), args, constants
+
+
+_compiled: dict[tuple, CompiledKernel] = {}
+
+
+def _run(grid, args, constants) -> None:
+    """``_forward_kernel[grid](*args, **constants)``, without asking each time what to compile: of all arguments only
+    the constants, the dtype and the alignment of the pointers matter."""
+    aligned = all(x.data_ptr() % 16 == 0 for x in args[4:] if isinstance(x, Tensor))
+    q = args[0].base
+    key = (q.device, q.dtype, *constants.values())
+    if aligned and key in _compiled:
+        _compiled[key][grid](*args, *constants.values())
+        return
+    kernel = _forward_kernel[grid](*args, **constants)
+    if aligned:
+        _compiled[key] = kernel
 
 
 def _descriptor(x: Tensor, rows: int) -> TensorDescriptor:
     """TMA view of (batch, seq, heads, D) in boxes of ``rows`` rows of one head; past the end of seq it reads zeros."""
-    box = [1, rows, 1, x.shape[-1]]
-    layout = gl.NVMMASharedLayout.get_default_for(box, gl.bfloat16 if x.dtype == torch.bfloat16 else gl.float16)
+    strides = list(x.stride())
     step = 16 // x.element_size()  # the stride of a dimension of size 1 may be anything; TMA wants steps of 16 bytes
-    strides = [s if n > 1 else -(-s // step) * step for s, n in zip(x.stride(), x.shape, strict=True)]
-    return TensorDescriptor(x, list(x.shape), [*strides[:-1], 1], box, layout)
+    for dim in range(3):
+        if x.shape[dim] == 1:
+            strides[dim] = -(-strides[dim] // step) * step
+    box, layout = _box(rows, x.shape[-1], x.dtype)
+    return TensorDescriptor(x, list(x.shape), strides, box, layout)
+
+
+@functools.cache
+def _box(rows: int, head_dim: int, dtype: torch.dtype) -> tuple[list[int], gl.NVMMASharedLayout]:
+    box = [1, rows, 1, head_dim]
+    return box, gl.NVMMASharedLayout.get_default_for(box, gl.bfloat16 if dtype == torch.bfloat16 else gl.float16)
+
+
+@functools.cache
+def _sms(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 _tables: weakref.WeakKeyDictionary[Block, dict] = weakref.WeakKeyDictionary()
@@ -630,10 +691,14 @@ def _tile_table(block: Block, block_m: int, block_n: int) -> tuple[Tensor, Tenso
     return tables[block_m, block_n]
 
 
-def _heads_at_once(n_tiles: int, n_heads: int, workers: int) -> int:
-    """How many heads are swept together: few, so that their keys stay in L2, but with tiles for nearly two per
-    worker, so that the light tiles of the last heads can fill the gaps that the heavy ones leave."""
-    return min(n_heads, 2 ** max(0, math.ceil(math.log2(1.9 * workers / n_tiles))))
+def _sweeps(n_tiles: int, n_heads: int, workers: int) -> tuple[int, int]:
+    """How many heads are swept together, and how many are swept before the last sweep.
+
+    Few together keep their keys in L2; together they have a tile for nearly every worker. The last sweep takes two
+    groups, so that their light tiles fill the gaps that the heavy ones leave.
+    """
+    group = 2 ** max(0, math.ceil(math.log2(0.95 * workers / n_tiles)))
+    return group, max(0, n_heads // group - 2) * group
 
 
 _counters: dict[tuple[torch.device, int], Tensor] = {}

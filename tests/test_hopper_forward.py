@@ -380,12 +380,12 @@ def test_balance(seq, heads):
     """Causal: workers that take the next tile when they are free all end within 3.5 % of the mean."""
     workers, tiles = 132, seq // 128
     weights = [tiles - rank + 1.0 for rank in range(tiles)]
-    group = hopper_forward._heads_at_once(tiles, heads, workers)
+    group, early = hopper_forward._sweeps(tiles, heads, workers)
+    order = [weight for _ in range(early // group) for weight in weights for _ in range(group)]
+    order += [weight for weight in weights for _ in range(heads - early)]
     free = [0.0] * workers
-    for first in range(0, heads, group):
-        for rank in range(tiles):
-            for _ in range(min(group, heads - first)):
-                heapq.heapreplace(free, free[0] + weights[rank])
+    for weight in order:
+        heapq.heapreplace(free, free[0] + weight)
     assert max(free) <= 1.035 * sum(weights) * heads / workers
 
 
