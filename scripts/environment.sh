@@ -64,7 +64,8 @@ make_venv() {
     fi
     local options=(--disable-pip-version-check)
     [[ -t 1 ]] || options+=(-qq) # a terminal gets pip's progress bars, a log only errors
-    "${pip[@]}" install "${options[@]}" -r "$pins"
+    "${pip[@]}" install "${options[@]}" -r "$pins" ||
+        die "pip could not install $pins; offline, use a python3 that has torch >= 2.11, Triton >= 3.6 and numpy"
     if [[ $(uname) == Linux ]] && ! .venv/bin/python -c 'import triton' 2>/dev/null; then
         "${pip[@]}" install "${options[@]}" "$(sed -n 's/^# TRITON //p' "$pins")"
     fi

@@ -8,9 +8,9 @@
 
 How to read the squares: rows are queries and columns are keys, both in the order in which ranks hold them. A digit
 (and its colour) is the step at which that cell is computed; a dot is a cell that the mask hides. How to
-read the bars: one line per rank, time to the right. A step ends when its slowest rank has finished, because the
-next shard comes from a neighbour; ░ is waiting. Work is counted in visible (query, key) pairs, which is exact; the
-squares show a sample of the positions.
+read the bars: one line per rank, time to the right. Where shards travel, a step ends when its slowest rank has
+finished, because the next shard comes from a neighbour; ░ is waiting. Work is counted in visible (query, key) pairs,
+which is exact; the squares show a sample of the positions.
 """
 
 from __future__ import annotations
@@ -59,9 +59,23 @@ class Walk:
         """How long each step lasts: the work of its slowest rank."""
         return [max(step) for step in zip(*self.work, strict=True)]
 
+    def segments(self, rank: int) -> list[tuple[int, int, int]]:
+        """(begin, pairs computed, end) of each step of a rank, in time. In between it waits.
+
+        Where shards travel, a step begins when the slowest rank has finished the last one. In a gather nobody waits
+        for another rank before the end.
+        """
+        if self.plan.dataflow == "gather":
+            ends = list(itertools.accumulate(self.work[rank]))
+        else:
+            ends = list(itertools.accumulate(self.lengths))
+        begins = [0, *ends[:-1]]
+        ends[-1] = self.time
+        return list(zip(begins, self.work[rank], ends, strict=True))
+
     @property
     def time(self) -> int:
-        return sum(self.lengths)
+        return max(map(sum, self.work)) if self.plan.dataflow == "gather" else sum(self.lengths)
 
     @property
     def idle(self) -> float:
@@ -157,13 +171,11 @@ def bars(found: Walk, width: int, longest: int, palette: list[str]) -> Text:
         return round(pairs * width / max(longest, 1))
 
     text = Text(no_wrap=True)
-    for rank, work in enumerate(found.work):
+    for rank in range(found.ranks):
         text.append(f"  rank {rank:<3} ")
-        begin = 0
-        for step, (own, length) in enumerate(zip(work, found.lengths, strict=True)):
+        for step, (begin, own, end) in enumerate(found.segments(rank)):
             text.append(DIGITS[step % 36] * (at(begin + own) - at(begin)), f"black on {palette[step]}")
-            text.append("░" * (at(begin + length) - at(begin + own)), "dim")
-            begin += length
+            text.append("░" * (at(end) - at(begin + own)), "dim")
         text.append("\n")
     return text
 
@@ -189,7 +201,8 @@ def show(walks: list[Walk], question: str, shape: dict[str, int]) -> None:
         table.add_row(*(square(w, per_rank, palette) for w in walks[group : group + across]))
         console.print(table)
 
-    console.print("Time, left to right: a step ends when its slowest rank has finished; ░ waits\n")
+    until = "ranks wait at the end only" if walks[0].plan.dataflow == "gather" else "a step ends with its slowest rank"
+    console.print(f"Time, left to right: {until}; ░ waits\n")
     longest = max(w.time for w in walks)
     for w in walks:
         console.print(f"{title(w)}, {w.time:,} pairs long", style="bold")
@@ -268,13 +281,13 @@ def draw(path: Path, walks: list[Walk], question: str) -> None:
             top.set_ylabel("queries held by")
 
         bottom = axes[1][column]
-        begin = 0
-        for step, length in enumerate(w.lengths):
-            for rank, work in enumerate(w.work):
-                bottom.barh(rank, length, left=begin, color="#f4f4f4", hatch="////", edgecolor="#bbbbbb", linewidth=0)
-                bottom.barh(rank, work[step], left=begin, color=palette[step], edgecolor="white", linewidth=0.5)
-            begin += length
-            bottom.axvline(begin, color="#555555", linewidth=0.7, linestyle=(0, (3, 2)))
+        waiting = dict(color="#f4f4f4", hatch="////", edgecolor="#bbbbbb", linewidth=0)
+        for rank in range(ranks):
+            for step, (begin, own, end) in enumerate(w.segments(rank)):
+                bottom.barh(rank, end - begin, left=begin, **waiting)
+                bottom.barh(rank, own, left=begin, color=palette[step], edgecolor="white", linewidth=0.5)
+                if w.plan.dataflow != "gather":  # all ranks meet here
+                    bottom.axvline(end, color="#555555", linewidth=0.7, linestyle=(0, (3, 2)))
         bottom.set(xlim=(0, longest * 1.02), xticks=[], ylim=(ranks - 0.4, -0.6))
         bottom.set_yticks(range(ranks), (names if ranks <= 8 else range(ranks)) if column == 0 else [""] * ranks)
         bottom.tick_params(length=0)

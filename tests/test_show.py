@@ -32,6 +32,17 @@ def test_causal_work_per_step_is_the_known_one():
     assert contiguous.hops == zigzag.hops == 3
 
 
+def test_a_gather_waits_at_the_end_only():
+    travels, gathered = (walk("zigzag", 64, 4, window_size=(8, 0), dataflow=d) for d in ("ring", "gather"))
+    assert gathered.work == travels.work
+    sums = [sum(w) for w in gathered.work]
+    assert gathered.time == max(sums) < travels.time
+    for rank in range(4):
+        segments = gathered.segments(rank)
+        assert sum(end - begin - own for begin, own, end in segments[:-1]) == 0
+        assert segments[-1][2] - segments[-1][0] - segments[-1][1] == max(sums) - sums[rank]
+
+
 def test_a_window_of_one_shard_needs_one_hop():
     found = walk("contiguous", 64, 8, window_size=(8, 0))
     assert found.hops == 1
@@ -39,7 +50,7 @@ def test_a_window_of_one_shard_needs_one_hop():
 
 
 @pytest.mark.parametrize("layout", list(LAYOUTS))
-@pytest.mark.parametrize("dataflow", ["ring", "reduce"])
+@pytest.mark.parametrize("dataflow", ["ring", "reduce", "gather"])
 @pytest.mark.parametrize(
     "options",
     [
@@ -61,8 +72,8 @@ def test_every_visible_cell_is_drawn_at_its_step(layout, dataflow, options):
     for step, works in enumerate(zip(*found.work, strict=True)):
         assert int((grid == step).sum()) == sum(works)
     holder = torch.repeat_interleave(torch.arange(4), torch.tensor(sizes))
-    moving = holder[None, :] if dataflow == "ring" else holder[:, None]  # step 0: everyone's own
-    staying = holder[:, None] if dataflow == "ring" else holder[None, :]
+    moving = holder[None, :] if dataflow != "reduce" else holder[:, None]  # step 0: everyone's own
+    staying = holder[:, None] if dataflow != "reduce" else holder[None, :]
     assert (moving == staying)[grid == 0].all()
     assert (grid == 0).any()
 
