@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from .schedule import head_groups
+
 if TYPE_CHECKING:
     from .plan import Plan
 
@@ -80,13 +82,20 @@ def memory_bytes(plan: Plan, shape: Shape, backward: bool) -> int:
 
 
 def _gather_memory(plan: Plan, s: Shape, backward: bool) -> int:
-    """The packed shard, the buffers of all groups of heads, and in the backward one group's gradients several times."""
-    tokens, here = sum(f.length for f in plan.fetches[plan.rank]), plan.local_lengths_k[plan.rank]
+    """An upper bound: the packed shard and the fetched buffers of all heads; forward, one group's output before it is
+    put in its place; backward, a group's partial gradients made, joined, sent and arriving, beside the sums."""
+    groups = head_groups(s.kv_heads, s.q_heads, plan.transport.device.type, backward)
+    share = max(g.stop - g.start for g in groups) / s.kv_heads
+    fetched, here = sum(f.length for f in plan.fetches[plan.rank]), plan.local_lengths_k[plan.rank]
+    to_me = sum(f.length for runs in plan.fetches for f in runs if f.owner == plan.rank)
     q = plan.local_lengths[plan.rank]
-    total = (here + tokens) * s.kv_elements * s.itemsize
+    total = float((here + fetched) * s.kv_elements * s.itemsize)
     if backward:
-        total += (tokens + 2 * here) * s.kv_elements * s.fp + q * s.q_heads * (s.head_dim + 2) * s.fp
-    return s.batch * total
+        total += (here + share * (4 * fetched + 2 * (here + to_me))) * s.kv_elements * s.fp
+        total += q * s.q_heads * (s.head_dim + 2) * s.fp
+    elif len(groups) > 1:
+        total += share * q * s.q_heads * (s.value_dim * s.itemsize + s.fp)
+    return round(s.batch * total)
 
 
 def describe(plan: Plan, shape: Shape, tflops: float, gigabytes_per_second: float) -> str:

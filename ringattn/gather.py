@@ -15,7 +15,6 @@ Memory: keys and values of all positions that the rank sees, once.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -25,21 +24,8 @@ from torch import Tensor
 from .kernels.block import Score, accumulation_dtype, block_backward, block_delta, block_forward
 from .plan import Plan
 from .ring import saw_nothing
+from .schedule import head_groups
 from .transport import Pending
-
-
-def head_groups(kv_heads: int, q_heads: int, device: torch.device, backward: bool = False) -> list[slice]:
-    """How key heads are cut into groups that are fetched and attended one after another."""
-    if device.type == "cpu":
-        return [slice(0, kv_heads)]  # nothing runs beside anything
-    # Forward: a fetch takes a fraction of the time of its attention, the smaller the more query heads share it.
-    # Backward: the last group's gradients go home with nothing beside them, so no group is large.
-    shares = [1, 1, 1, 1] if backward else [1, 7] if q_heads > kv_heads else [1, 3, 12]
-    cuts, total = [0], 0
-    for share in shares:
-        total += share
-        cuts.append(max(cuts[-1], -(-kv_heads * total // sum(shares))))
-    return [slice(a, b) for a, b in itertools.pairwise(cuts) if b > a]
 
 
 def forward(
@@ -47,8 +33,8 @@ def forward(
 ) -> tuple[Tensor, Tensor]:
     """``(out, lse)`` of this rank's queries. Shapes: kernels/block.py."""
     block = plan.gathered_block(q.device)
-    groups = head_groups(k.shape[2], q.shape[2], q.device)
-    outs, lses = [], []
+    groups = head_groups(k.shape[2], q.shape[2], q.device.type)
+    whole: tuple[Tensor, Tensor] | None = None
     for _, q_heads, k_g, v_g in _fetched(q, k, v, plan, groups):
         part = None if sink is None else sink[q_heads]
         if block.seq_k == 0:
@@ -57,9 +43,13 @@ def forward(
             out, lse = block_forward(  # type: ignore[misc]
                 q[:, :, q_heads], k_g, v_g, block, _of_heads(score, q_heads), sink=part, finalize=True, kernel=kernel
             )
-        outs.append(out)
-        lses.append(lse)
-    return (outs[0], lses[0]) if len(groups) == 1 else (torch.cat(outs, 2), torch.cat(lses, 1))
+        if len(groups) == 1:
+            return out, lse
+        if whole is None:
+            whole = q.new_empty((*q.shape[:3], v.shape[3])), lse.new_empty((q.shape[0], q.shape[2], q.shape[1]))
+        whole[0][:, :, q_heads], whole[1][:, q_heads] = out, lse
+    assert whole is not None
+    return whole
 
 
 def backward(
@@ -81,7 +71,7 @@ def backward(
     dk = torch.empty(k.shape, dtype=dtype, device=k.device)
     dv = torch.empty(v.shape, dtype=dtype, device=v.device)
     block = plan.gathered_block(q.device)
-    groups = head_groups(k.shape[2], q.shape[2], q.device, backward=True)
+    groups = head_groups(k.shape[2], q.shape[2], q.device.type, backward=True)
     going: tuple[slice, _Homecoming] | None = None
     for heads, q_heads, k_g, v_g in _fetched(q, k, v, plan, groups):
         rows = (lse[:, q_heads], delta[:, q_heads])
