@@ -49,25 +49,29 @@ __all__ = ["backward", "unsupported"]
 def choose_tiles_dkdv(q: Tensor, v: Tensor) -> Tiles:
     """Tile sizes by dtype, GPU and head dim. On Hopper measured; elsewhere what fits 99 KB of shared memory."""
     dim = triton.next_power_of_2(max(q.shape[-1], v.shape[-1]))
+    if primitives.capability(q.device)[0] < 9:
+        if q.dtype == torch.float32:
+            return Tiles(32, 32, 4, 1) if dim <= 128 else Tiles(16, 32, 4, 1)
+        return Tiles(64, 64, 4, 2) if dim <= 64 else Tiles(32, 64, 4, 2) if dim <= 128 else Tiles(32, 32, 4, 1)
     if q.dtype == torch.float32:
-        return Tiles(32, 32, 4, 1) if dim != 128 else Tiles(32, 64, 4, 1)
-    if primitives.capability(q.device)[0] >= 9:
-        return Tiles(128, 64, 4, 2) if dim <= 64 else Tiles(64, 64, 4, 2) if dim <= 128 else Tiles(64, 64, 8, 2)
-    return Tiles(64, 64, 4, 2) if dim <= 64 else Tiles(32, 64, 4, 2) if dim <= 128 else Tiles(32, 32, 4, 1)
+        return Tiles(32, 64, 4, 1) if dim <= 64 else Tiles(64, 64, 4, 1) if dim <= 128 else Tiles(32, 64, 8, 1)
+    if dim <= 128:
+        return Tiles(128, 64, 4, 2) if dim <= 64 else Tiles(64, 64, 4, 2)
+    return Tiles(32, 64, 4, 2) if v.shape[-1] <= 128 else Tiles(64, 64, 8, 2)
 
 
 def choose_tiles_dq(q: Tensor, v: Tensor) -> Tiles:
     """As choose_tiles_dkdv."""
     dim = triton.next_power_of_2(max(q.shape[-1], v.shape[-1]))
+    if primitives.capability(q.device)[0] < 9:
+        if q.dtype == torch.float32:
+            return Tiles(32, 32, 4, 1) if dim <= 128 else Tiles(32, 16, 4, 1)
+        return Tiles(64, 64, 4, 2) if dim <= 64 else Tiles(64, 32, 4, 2) if dim <= 128 else Tiles(32, 32, 4, 1)
     if q.dtype == torch.float32:
-        return Tiles(32, 32, 4, 1) if dim != 128 else Tiles(64, 32, 4, 1)
-    if primitives.capability(q.device)[0] >= 9:
-        if dim <= 64:
-            return Tiles(64, 64, 4, 3)
-        if dim <= 128:
-            return Tiles(128, 64, 8, 3)
-        return Tiles(128, 64, 8, 1) if v.shape[-1] > 128 else Tiles(64, 64, 4, 1)
-    return Tiles(64, 64, 4, 2) if dim <= 64 else Tiles(64, 32, 4, 2) if dim <= 128 else Tiles(32, 32, 4, 1)
+        return Tiles(64, 64, 4, 1) if dim <= 128 else Tiles(64, 16, 4, 1)
+    if dim <= 128:
+        return Tiles(64, 64, 4, 3) if dim <= 64 else Tiles(128, 64, 8, 3)
+    return Tiles(64, 32, 4, 2) if v.shape[-1] <= 128 else Tiles(128, 32, 8, 2)
 
 
 def backward(

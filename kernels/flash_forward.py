@@ -49,14 +49,16 @@ __all__ = ["forward", "unsupported"]
 def choose_tiles(q: Tensor, v: Tensor) -> Tiles:
     """Tile sizes by dtype, GPU and head dim. On Hopper measured; elsewhere what fits 99 KB of shared memory."""
     dim = triton.next_power_of_2(max(q.shape[-1], v.shape[-1]))
+    if primitives.capability(q.device)[0] < 9:
+        if q.dtype == torch.float32:
+            return Tiles(64, 32, 4, 2) if dim <= 128 else Tiles(32, 32, 4, 1)
+        return Tiles(128, 64, 4, 2) if dim <= 64 else Tiles(128, 32, 8, 2) if dim <= 128 else Tiles(64, 32, 8, 1)
     if q.dtype == torch.float32:
-        return Tiles(64, 32, 4, 2) if dim <= 128 else Tiles(32, 32, 4, 2)
-    if primitives.capability(q.device)[0] >= 9:
-        if dim <= 64:
-            return Tiles(64, 128, 4, 3)
-        # Two programs of 4 warps on a multiprocessor: one makes exponentials while the other multiplies.
-        return Tiles(128, 64, 4, 2) if dim <= 128 else Tiles(128, 64, 8, 2)
-    return Tiles(128, 64, 4, 2) if dim <= 64 else Tiles(128, 32, 8, 2) if dim <= 128 else Tiles(64, 32, 8, 1)
+        return Tiles(64, 32, 4, 2)
+    if dim <= 64:
+        return Tiles(64, 128, 4, 3, group=2)
+    # Two programs of 4 warps on a multiprocessor: one makes exponentials while the other multiplies.
+    return Tiles(128, 64, 4, 2, group=2) if dim <= 128 else Tiles(128, 64, 8, 2, group=2)
 
 
 def forward(
