@@ -221,15 +221,12 @@ class GroupTransport(Transport):
         super().__init__(dist.get_rank(group), dist.get_world_size(group), device)
         self.group = group
         self.backends = backends
-        # agree() must not wait for the GPU: it runs over a gloo group of the same ranks.
-        self.words_group = group
+        # agree() must not wait for the GPU: it runs over gloo. Only ranks of this group are here, so that a new group
+        # is no way to get it: dist.new_group() needs all ranks of the job, or names that depend on each rank's other groups.
+        self.words: dist.ProcessGroupGloo | None = None
         if backends.get("cpu") != "gloo":
-            self.words_group = dist.new_group(
-                dist.get_process_group_ranks(group),
-                timeout=_AGREE_TIMEOUT,
-                backend="gloo",
-                use_local_synchronization=True,
-            )
+            store = dist.PrefixStore(f"ringattn/{group.group_name}", group.get_group_store())
+            self.words = dist.ProcessGroupGloo(store, self.rank, self.world_size, _AGREE_TIMEOUT)
         if cuda:  # a first point-to-point message among some of the ranks would not set the communicator up for all
             dist.all_reduce(torch.zeros(1, device=device), group=group)
         host = hash_of(socket.gethostname())
@@ -254,7 +251,11 @@ class GroupTransport(Transport):
         ops = [dist.P2POp(dist.isend, x, group=self.group, group_peer=peer) for x, peer in sends]
         ops += [dist.P2POp(dist.irecv, x, group=self.group, group_peer=peer) for x, peer in receives]
         peers = sorted({peer for _, peer in sends} | {peer for _, peer in receives})
-        return _Works(dist.batch_isend_irecv(ops), f"rank {self.rank} exchanging with ranks {peers}", ops)
+        what = f"rank {self.rank} exchanging with ranks {peers}"
+        try:
+            return _Works(dist.batch_isend_irecv(ops), what, ops)
+        except RuntimeError as error:  # a peer is known to be gone
+            raise RuntimeError(f"{what}: {error}") from error
 
     def fetch(self, packed: Sequence[Tensor], fetches: Sequence[Sequence[Fetch]]) -> Fetching:
         if packed[0].is_cuda and self.one_host and self.world_size > 1:
@@ -270,7 +271,10 @@ class GroupTransport(Transport):
     def gather_words(self, words: Tensor) -> Tensor:
         rows = [torch.empty_like(words) for _ in range(self.world_size)]
         try:
-            dist.all_gather(rows, words, group=self.words_group)
+            if self.words is None:
+                dist.all_gather(rows, words, group=self.group)
+            else:
+                self.words.allgather([rows], [words]).wait()
         except RuntimeError as error:
             raise RuntimeError(
                 f"rank {self.rank}: not every rank of the group came to the same call within the time limit, "
