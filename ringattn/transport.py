@@ -209,6 +209,16 @@ def _compare(what: str, fields: dict[str, Any], rows: list[list[int]]) -> None:
             raise ValueError(f"{what} differs across ranks: {name} is {said}; every rank must pass the same")
 
 
+def gloo_beside(group: dist.ProcessGroup) -> dist.ProcessGroupGloo:
+    """Gloo among the ranks of a group, which all call this.
+
+    Not by ``dist.new_group``: it needs every rank of the job, or (``use_local_synchronization``) takes a name from the
+    number of groups that a rank is in, and waits for ever where these numbers differ.
+    """
+    store = dist.PrefixStore("ringattn", group.get_group_store())
+    return dist.ProcessGroupGloo(store, dist.get_rank(group), dist.get_world_size(group), _AGREE_TIMEOUT)
+
+
 class GroupTransport(Transport):
     """A torch.distributed process group."""
 
@@ -221,12 +231,8 @@ class GroupTransport(Transport):
         super().__init__(dist.get_rank(group), dist.get_world_size(group), device)
         self.group = group
         self.backends = backends
-        # agree() must not wait for the GPU: it runs over gloo. Only ranks of this group are here, so that a new group
-        # is no way to get it: dist.new_group() needs all ranks of the job, or names that depend on each rank's other groups.
-        self.words: dist.ProcessGroupGloo | None = None
-        if backends.get("cpu") != "gloo":
-            store = dist.PrefixStore(f"ringattn/{group.group_name}", group.get_group_store())
-            self.words = dist.ProcessGroupGloo(store, self.rank, self.world_size, _AGREE_TIMEOUT)
+        # agree() must not wait for the GPU: it runs over gloo.
+        self.words = None if backends.get("cpu") == "gloo" else gloo_beside(group)
         if cuda:  # a first point-to-point message among some of the ranks would not set the communicator up for all
             dist.all_reduce(torch.zeros(1, device=device), group=group)
         host = hash_of(socket.gethostname())

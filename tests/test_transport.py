@@ -223,3 +223,24 @@ def test_tensors_that_a_group_cannot_move(backends: dict[str, str], x: torch.Ten
 def test_serials_tell_transports_apart() -> None:
     made = [Transport(0, 1, torch.device("cpu")) for _ in range(3)]
     assert all(a.serial != b.serial for a, b in itertools.combinations(made, 2))
+
+
+def words_in_a_group_of_two() -> list[list[int]] | None:
+    """Rank 0 is in one group more than the others, as when an earlier group was made of it alone."""
+    dist.new_group([0])
+    pair = dist.new_group([0, 1])
+    if dist.get_rank() > 1:
+        return None
+    beside = transports.gloo_beside(pair)
+    words = torch.tensor([dist.get_rank(), 7])
+    rows = [torch.empty_like(words) for _ in range(2)]
+    beside.allgather([rows], [words]).wait()
+    return [row.tolist() for row in rows]
+
+
+@pytest.mark.parametrize("world_size", on_ranks(3))
+def test_gloo_beside_a_group_whose_ranks_are_in_different_numbers_of_groups(
+    pools: Callable[[int], Pool], world_size: int
+) -> None:
+    """dist.new_group(use_local_synchronization=True) would hang here."""
+    assert pools(world_size).run(words_in_a_group_of_two) == [[[0, 7], [1, 7]], [[0, 7], [1, 7]], None]
