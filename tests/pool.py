@@ -41,14 +41,13 @@ class RankFailed(AssertionError):
 
 
 class Pool:
-    def __init__(self, world_size: int, collective_timeout: float = 60.0) -> None:
+    def __init__(self, world_size: int) -> None:
         self.world_size = world_size
-        self.collective_timeout = collective_timeout
         self._processes: list[Any] = []
         self._pipes: list[Connection] = []
 
-    def run(self, job: Callable[..., Any], *args: object, timeout: float = 90.0) -> list[Any]:
-        """``[job(*args) in rank 0, ...]``.
+    def run(self, job: Callable[..., Any], *args: object, timeout: float = 90.0, grace: float = _GRACE) -> list[Any]:
+        """``[job(*args) in rank 0, ...]``, within ``timeout`` seconds, or ``grace`` after the first rank failed.
 
         Raises:
             RankFailed: see above.
@@ -76,7 +75,7 @@ class Pool:
                     self._processes[rank].join(_GRACE)
                     reports[rank] = f"died with exit code {self._processes[rank].exitcode}"
             if any(reports):
-                end = min(end, time.monotonic() + _GRACE)
+                end = min(end, time.monotonic() + grace)
         if waiting:
             for pipe in waiting:
                 reports[ranks[pipe]] = "no answer"
@@ -89,9 +88,7 @@ class Pool:
         store = tempfile.mktemp(prefix="ringattn-ranks-")
         for rank in range(self.world_size):
             ours, theirs = _context.Pipe()
-            process = _context.Process(
-                target=_work, args=(theirs, rank, self.world_size, store, self.collective_timeout), daemon=True
-            )
+            process = _context.Process(target=_work, args=(theirs, rank, self.world_size, store), daemon=True)
             process.start()
             theirs.close()
             self._processes.append(process)
@@ -108,7 +105,7 @@ class Pool:
         self._processes, self._pipes = [], []
 
 
-def _work(pipe: Connection, rank: int, world_size: int, store: str, collective_timeout: float) -> None:
+def _work(pipe: Connection, rank: int, world_size: int, store: str) -> None:
     import torch
     import torch.distributed as dist
 
@@ -119,7 +116,7 @@ def _work(pipe: Connection, rank: int, world_size: int, store: str, collective_t
         init_method=f"file://{store}",
         rank=rank,
         world_size=world_size,
-        timeout=datetime.timedelta(seconds=collective_timeout),
+        timeout=datetime.timedelta(seconds=60),
     )
     while True:
         try:

@@ -11,10 +11,14 @@ from collections.abc import Callable
 
 import cases
 import pytest
+import torch
 from cases import Case, any_case
 from hypothesis import given, settings
 from pool import Pool, on_ranks
+from torch import Tensor
 
+import ringattn
+from ringattn import reference
 from ringattn.virtual import VirtualRank
 
 EXACT = 1e-10
@@ -60,3 +64,90 @@ def test_shards_of_several_tiles(pools: Callable[[int], Pool], world_size: int, 
 def test_any_case_over_virtual_ranks(drawn: tuple[int, Case]) -> None:
     world_size, case = drawn
     hold(case, cases.virtually(world_size, case))
+
+
+def strided(case: Case) -> dict[str, float]:
+    """The same numbers in other memory: the largest difference from the results of contiguous tensors."""
+    plan = case.plan()
+    whole = case.inputs()
+    q, dout = plan.shard(whole["q"]), plan.shard(whole["dout"])
+    k, v = plan.shard_k(whole["k"])[:1], plan.shard_k(whole["v"])[:1]
+    k, v = (x.expand(case.batch, -1, -1, -1) for x in (k, v))  # one batch for all: stride 0
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> list[Tensor]:
+        leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+        out, lse = ringattn.attention(*leaves, plan, return_lse=True)
+        first = torch.autograd.grad(out, leaves, dout, retain_graph=True)
+        return [out, lse, *first, *torch.autograd.grad(out, leaves, dout)]
+
+    def distance(a: list[Tensor], b: list[Tensor]) -> float:
+        return max(float((x - y).abs().max()) for x, y in zip(a, b, strict=True))
+
+    want = attend(q.contiguous(), k.contiguous(), v.contiguous(), dout)
+    packed = torch.cat([q, k, v], 2)
+    variants = {
+        "expanded": attend(q, k, v, dout),
+        "heads first": attend(*(x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v, dout))),
+        "last dimension strided": attend(*(torch.stack([x, x], -1)[..., 1] for x in (q, k, v, dout))),
+        "every second token": attend(*(x.repeat_interleave(2, 1)[:, ::2] for x in (q, k, v, dout))),
+        "slices of one tensor": attend(*packed.split([q.shape[2], k.shape[2], v.shape[2]], 2), dout),
+    }
+    found = {name: distance(got, want) for name, got in variants.items()}
+    found["a second backward"] = float(not all(map(torch.equal, want[2:5], want[5:8])))
+    torch.ones_like(dout)
+    one = torch.ones((), dtype=dout.dtype).expand_as(dout)
+    found["an expanded gradient"] = distance(attend(q, k, v, one), attend(q, k, v, one.contiguous()))
+    return found
+
+
+@pytest.mark.parametrize("world_size", on_ranks(3))
+@pytest.mark.parametrize("dataflow", ["ring", "gather", "reduce"])
+def test_strides_do_not_change_the_result(pools: Callable[[int], Pool], world_size: int, dataflow: str) -> None:
+    case = Case(seq_len=29, causal=True, dataflow=dataflow, deterministic=True)
+    for found in pools(world_size).run(strided, case):
+        assert max(found.values()) < 1e-13, found  # the same products, perhaps summed in another order
+
+
+def used_three_times(case: Case) -> tuple[Tensor, Tensor, Tensor]:
+    """One tensor as queries, keys and values, without gradients through the scores of a frozen one."""
+    plan = case.plan()
+    x = plan.shard(case.inputs()["q"]).requires_grad_()
+    out = ringattn.attention(x, x, x, plan)
+    (dx,) = torch.autograd.grad(out, x, plan.shard(case.inputs()["dout"]))
+    frozen = x.detach()
+    out = ringattn.attention(frozen, frozen, x, plan)
+    (dv,) = torch.autograd.grad(out, x, plan.shard(case.inputs()["dout"]))
+    return plan.positions, dx, dv
+
+
+@pytest.mark.parametrize("world_size", on_ranks(3))
+@pytest.mark.parametrize("dataflow", ["ring", "gather", "reduce"])
+def test_one_tensor_as_queries_keys_and_values(pools: Callable[[int], Pool], world_size: int, dataflow: str) -> None:
+    case = Case(seq_len=29, causal=True, dataflow=dataflow, kv_heads=4)
+    x, dout = case.inputs()["q"].requires_grad_(), case.inputs()["dout"]
+    mask = cases.Dense(case.visible())
+    (dx,) = torch.autograd.grad(reference.attention(x, x, x, mask)[0], x, dout)
+    (dv,) = torch.autograd.grad(reference.attention(x.detach(), x.detach(), x, mask)[0], x, dout)
+    for positions, got_dx, got_dv in pools(world_size).run(used_three_times, case):
+        assert (got_dx - dx[:, positions]).abs().max() < EXACT
+        assert (got_dv - dv[:, positions]).abs().max() < EXACT
+
+
+def without_gradients(case: Case) -> list[bool]:
+    """The same bits under no_grad and inference_mode, where there is no backward to follow."""
+    plan = case.plan()
+    whole = case.inputs()
+    q, k, v = plan.shard(whole["q"]), plan.shard_k(whole["k"]), plan.shard_k(whole["v"])
+    want = ringattn.attention(q.clone().requires_grad_(), k, v, plan)
+    same = []
+    for mode in (torch.no_grad, torch.inference_mode):
+        with mode():
+            out = ringattn.attention(q, k, v, plan)
+        same += [torch.equal(out, want), not out.requires_grad]
+    return same
+
+
+@pytest.mark.parametrize("world_size", on_ranks(3))
+@pytest.mark.parametrize("dataflow", ["ring", "gather", "reduce"])
+def test_no_grad_and_inference_mode(pools: Callable[[int], Pool], world_size: int, dataflow: str) -> None:
+    assert pools(world_size).run(without_gradients, Case(seq_len=29, dataflow=dataflow)) == [[True] * 4] * 3

@@ -1,0 +1,167 @@
+"""Ranks that die, raise, are late or go their own way: the others raise in time, and nobody has a result.
+
+Every fault has processes of its own, with a time limit of seconds on what a rank waits for. A rank is made faulty by
+replacing the start of a hop of its transport.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import os
+import random
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import cases
+import pytest
+import torch
+import torch.distributed as dist
+from cases import Case
+from pool import Pool, RankFailed, on_ranks
+
+import ringattn
+from ringattn import transport as transports
+
+WORLD = 4
+FAULTY = 1
+LIMIT = 3.0  # seconds that a rank waits for another
+CASE = Case(seq_len=29, layout="contiguous", batch=1)  # every rank meets every shard
+
+faulty = pytest.mark.xdist_group("faults")
+
+
+@pytest.fixture
+def ranks() -> Iterator[Pool]:
+    pool = Pool(WORLD)
+    yield pool
+    pool.close()
+
+
+def impatient() -> dist.ProcessGroup:
+    """All ranks, who wait for each other for ``LIMIT`` seconds; made when all of them are there."""
+    dist.barrier()
+    return dist.new_group(list(range(WORLD)), timeout=datetime.timedelta(seconds=LIMIT))
+
+
+def disturbed(case: Case, hop: int, fault: str) -> cases.Part:
+    """An attention in which the faulty rank fails when it starts a hop; hops are counted through both directions."""
+    plan = case.plan(impatient())
+    here = plan.transport
+    real, count = here.start, 0
+
+    def start(sends, receives):  # type: ignore[no-untyped-def]
+        nonlocal count
+        if here.rank == FAULTY and count == hop:
+            if fault == "dies":
+                os._exit(17)
+            raise MemoryError(f"no room for hop {hop}")
+        count += 1
+        return real(sends, receives)
+
+    here.start = start
+    return cases.attend(case, plan=plan)
+
+
+def reports(pool: Pool, job: Callable[..., Any], *args: object) -> list[str]:
+    """What every rank said, all of which failed within the limit."""
+    begin = time.monotonic()
+    with pytest.raises(RankFailed) as caught:
+        pool.run(job, *args, timeout=60, grace=3 * LIMIT)
+    assert time.monotonic() - begin < 50
+    said = caught.value.reports
+    assert None not in said, f"ranks {[r for r, text in enumerate(said) if text is None]} returned a result"
+    assert "no answer" not in said, f"ranks {[r for r, text in enumerate(said) if text == 'no answer']} hang"
+    return said
+
+
+def stopped(report: str) -> bool:
+    """A rank's own error, or the end of its process; not a failed assertion of the test."""
+    return "RuntimeError: rank" in report or report.startswith("died with exit code -")
+
+
+# A ring of 4 starts 3 hops with messages forward (0..2) and 4 backward (4..8 with the empty ones).
+@faulty
+@pytest.mark.parametrize(("dataflow", "hop"), [("ring", 0), ("ring", 2), ("ring", 5), ("reduce", 3), ("gather", 1)])
+def test_a_rank_that_dies_stops_all(ranks: Pool, dataflow: str, hop: int) -> None:
+    said = reports(ranks, disturbed, dataclasses.replace(CASE, dataflow=dataflow), hop, "dies")
+    assert said[FAULTY] == "died with exit code 17"
+    for rank in set(range(WORLD)) - {FAULTY}:
+        assert stopped(said[rank]), said[rank]
+
+
+@faulty
+@pytest.mark.parametrize("hop", [1, 6])
+def test_a_rank_that_raises_keeps_its_error_and_stops_all(ranks: Pool, hop: int) -> None:
+    said = reports(ranks, disturbed, CASE, hop, "raises")
+    assert f"MemoryError: no room for hop {hop}" in said[FAULTY]
+    for rank in set(range(WORLD)) - {FAULTY}:
+        assert stopped(said[rank]), said[rank]
+
+
+def missing(case: Case) -> cases.Part | None:
+    """One rank leaves out the attention that the others come to."""
+    plan = case.plan(impatient())
+    if plan.rank == FAULTY:
+        time.sleep(2 * LIMIT)
+        raise SystemExit("left it out")
+    return cases.attend(case, plan=plan)
+
+
+@faulty
+def test_a_rank_that_does_not_come_is_noticed(ranks: Pool) -> None:
+    said = reports(ranks, missing, CASE)
+    for rank in set(range(WORLD)) - {FAULTY}:
+        assert f"rank {rank}: not every rank of the group came to the same call within the time limit" in said[rank]
+
+
+def differing_later(case: Case) -> torch.Tensor:
+    """The second call of a plan is another on one rank, when nobody compares any more."""
+    plan = case.plan(impatient())
+    cases.attend(case, plan=plan)
+    heads = 4 if plan.rank == FAULTY else 2
+    q = torch.zeros(1, len(plan.positions), heads, 8, dtype=torch.float64)
+    return ringattn.attention(q, q, q, plan) if plan.rank == FAULTY else cases.attend(case, plan=plan).results["out"]
+
+
+@faulty
+def test_a_later_call_that_differs_has_no_result(ranks: Pool) -> None:
+    said = reports(ranks, differing_later, CASE)
+    for text in said:
+        assert stopped(text), text
+
+
+def jittered(case: Case, seed: int, slowest: float, repeats: int) -> list[dict[str, torch.Tensor]]:
+    """Attend, with sleeps before the hops of this rank."""
+    here = transports.of(None)
+    real, rng = here.start, random.Random(seed * WORLD + here.rank)
+
+    def start(sends, receives):  # type: ignore[no-untyped-def]
+        time.sleep(rng.choice([0.0, slowest]) if here.rank % 2 else rng.uniform(0, slowest / 10))
+        return real(sends, receives)
+
+    plan = case.plan()
+    here.start = start
+    try:
+        return [cases.attend(case, plan=plan).results for _ in range(repeats)]
+    finally:
+        here.start = real
+
+
+@pytest.mark.parametrize("world_size", on_ranks(4))
+@pytest.mark.parametrize("dataflow", ["ring", "gather", "reduce"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
+def test_slow_ranks_change_no_bit(
+    pools: Callable[[int], Pool], world_size: int, dataflow: str, dtype: torch.dtype
+) -> None:
+    case = Case(
+        seq_len=45, causal=True, dataflow=dataflow, deterministic=True, sink=True, alibi="heads", dtype=dtype
+    )  # fmt: skip
+    want = pools(world_size).run(jittered, case, 0, 0.0, 1)
+    slow = pools(world_size).run(jittered, case, 1, 0.2, 1)
+    hurried = pools(world_size).run(jittered, case, 2, 0.01, 6)
+    for rank in range(world_size):
+        for got in slow[rank] + hurried[rank]:
+            for name, x in want[rank][0].items():
+                assert torch.equal(got[name], x), f"{name} of rank {rank}"
