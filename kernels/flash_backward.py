@@ -37,6 +37,7 @@ from .primitives import (
     dot,
     load_span,
     load_tile,
+    padded,
     scores,
     store_tile,
     tile_source,
@@ -48,7 +49,7 @@ __all__ = ["backward", "unsupported"]
 
 def choose_tiles_dkdv(q: Tensor, v: Tensor) -> Tiles:
     """Tile sizes by dtype, GPU and head dim. On Hopper measured; elsewhere what fits 99 KB of shared memory."""
-    dim = triton.next_power_of_2(max(q.shape[-1], v.shape[-1]))
+    dim = padded(max(q.shape[-1], v.shape[-1]))
     if primitives.capability(q.device)[0] < 9:
         if q.dtype == torch.float32:
             return Tiles(32, 32, 4, 1) if dim <= 128 else Tiles(16, 32, 4, 1)
@@ -62,7 +63,7 @@ def choose_tiles_dkdv(q: Tensor, v: Tensor) -> Tiles:
 
 def choose_tiles_dq(q: Tensor, v: Tensor) -> Tiles:
     """As choose_tiles_dkdv."""
-    dim = triton.next_power_of_2(max(q.shape[-1], v.shape[-1]))
+    dim = padded(max(q.shape[-1], v.shape[-1]))
     if primitives.capability(q.device)[0] < 9:
         if q.dtype == torch.float32:
             return Tiles(32, 32, 4, 1) if dim <= 128 else Tiles(32, 16, 4, 1)
@@ -109,8 +110,8 @@ def backward(
     )  # fmt: skip
     sizes = dict(
         HEADS_PER_KV=heads // kv_heads,
-        DIM=dim, DIM_P2=triton.next_power_of_2(max(dim, 16)),
-        DIM_V=dim_v, DIM_V_P2=triton.next_power_of_2(max(dim_v, 16)),
+        DIM=dim, DIM_P2=padded(dim),
+        DIM_V=dim_v, DIM_V_P2=padded(dim_v),
         SIMPLE=s.SIMPLE, SOFTCAP=s.SOFTCAP, TMA=tma, PRECISION=primitives.dot_precision(q.dtype),
     )  # fmt: skip
 

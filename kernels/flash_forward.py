@@ -34,6 +34,7 @@ from .primitives import (
     dot,
     load_span,
     load_tile,
+    padded,
     scores,
     softmax_step,
     store_tile,
@@ -48,7 +49,7 @@ __all__ = ["forward", "unsupported"]
 
 def choose_tiles(q: Tensor, v: Tensor) -> Tiles:
     """Tile sizes by dtype, GPU and head dim. On Hopper measured; elsewhere what fits 99 KB of shared memory."""
-    dim = triton.next_power_of_2(max(q.shape[-1], v.shape[-1]))
+    dim = padded(max(q.shape[-1], v.shape[-1]))
     if primitives.capability(q.device)[0] < 9:
         if q.dtype == torch.float32:
             return Tiles(64, 32, 4, 2) if dim <= 128 else Tiles(32, 32, 4, 1)
@@ -112,8 +113,8 @@ def forward(
             s.scale, s.cap, s.slopes, s.slopes_stride,
             k.shape[1], n_tiles, heads,
             GROUP=group, HEADS_PER_KV=heads // k.shape[2],
-            DIM=dim, DIM_P2=triton.next_power_of_2(max(dim, 16)),
-            DIM_V=dim_v, DIM_V_P2=triton.next_power_of_2(max(dim_v, 16)),
+            DIM=dim, DIM_P2=padded(dim),
+            DIM_V=dim_v, DIM_V_P2=padded(dim_v),
             BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n,
             SIMPLE=s.SIMPLE, SOFTCAP=s.SOFTCAP, FINALIZE=finalize, TMA=tma,
             PRECISION=primitives.dot_precision(q.dtype),

@@ -78,6 +78,11 @@ def tma_can_address(x: Tensor) -> bool:
     )
 
 
+def padded(dim: int) -> int:
+    """The power of two, at least 16, that a tile of ``dim`` columns is held in."""
+    return 1 << (max(dim, 16) - 1).bit_length()
+
+
 def tile_source(x: Tensor, rows: int, tma: bool) -> Tensor | TensorDescriptor:
     """What :func:`load_tile` reads tiles of ``rows`` rows of x from."""
     if not tma:
@@ -85,9 +90,7 @@ def tile_source(x: Tensor, rows: int, tma: bool) -> Tensor | TensorDescriptor:
     batch, seq, heads, dim = x.shape
     by_16_bytes = 16 // x.element_size()  # stands for the stride of a dimension of one, which may be anything
     stride_b, stride_s, stride_h = (s if n > 1 else by_16_bytes for n, s in zip(x.shape, x.stride()[:3], strict=False))
-    return TensorDescriptor(
-        x, [batch, heads, seq, dim], [stride_b, stride_h, stride_s, 1], [1, 1, rows, triton.next_power_of_2(dim)]
-    )
+    return TensorDescriptor(x, [batch, heads, seq, dim], [stride_b, stride_h, stride_s, 1], [1, 1, rows, padded(dim)])
 
 
 def last_contiguous(x: Tensor) -> Tensor:
