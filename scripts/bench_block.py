@@ -34,6 +34,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import cast
 
 import torch
 import torch.nn.functional as F
@@ -236,7 +237,8 @@ def contestants(shape: Shape, mode: str, others: dict[str, Callable]) -> list[Ru
         for heads in (shape.heads, shape.heads, shape.kv_heads, shape.kv_heads)
     )
     score, block = Score(shape.dim**-0.5), plain_block(shape)
-    runners, results = [], []
+    runners: list[Runner] = []
+    results: list[tuple[Tensor, ...]] = []
     for name in kernel_names():
         if name in ("auto", "eager"):
             continue
@@ -266,12 +268,12 @@ def plain_block(shape: Shape) -> Block:
 
 def ours(runners: list, name: str, mode: str, q, k, v, dout, block: Block, score: Score) -> tuple[Tensor, ...]:
     forward = functools.partial(block_forward, q, k, v, block, score, finalize=True, kernel=name)
-    out, lse = forward()
+    out, lse = cast(tuple[Tensor, Tensor], forward())
     if mode == "fwd":
         runners.append(Runner(name, forward))
         return (out,)
     if mode == "carry":
-        state: State = block_forward(q, k, v, block, score, kernel=name)
+        state = cast(State, block_forward(q, k, v, block, score, kernel=name))
         carry = functools.partial(block_forward, q, k, v, block, score, state=state, kernel=name)
         runners += [Runner(name, forward), Runner(f"{name}, state in and out", carry)]
         return ()
