@@ -235,13 +235,16 @@ def accumulation_dtype(x: Tensor) -> torch.dtype:
     return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
-# Backends in the order in which "auto" asks them: the modules of the forward and of the backward. A forward
-# module has forward(), a backward module backward(), both unsupported(q, k, v, score) -> None or the reason.
+# Backends: the modules of the forward and of the backward. A forward module has forward(), a backward module
+# backward(), both unsupported(q, k, v, score) -> None or the reason.
 _BACKENDS = {
+    "hopper": (".hopper_forward", ".hopper_backward"),
     "triton": (".flash_forward", ".flash_backward"),
     "eager": (".eager", ".eager"),
 }
-_NEED_TRITON = {"triton"}
+_NEED_TRITON = {"hopper", "triton"}
+# What "auto" asks, in this order. "hopper" joins when scripts/check.py has passed with it on several GPUs.
+_AUTO = ("triton", "eager")
 
 
 def kernel_names() -> tuple[str, ...]:
@@ -253,7 +256,11 @@ def unsupported(kernel: str, q: Tensor, k: Tensor, v: Tensor, score: Score, *, b
     """None if ``kernel`` can attend with these tensors, otherwise the reason, in a few words."""
     if kernel in _NEED_TRITON and importlib.util.find_spec("triton") is None:
         return "Triton is not installed"
-    return _module(kernel, backward).unsupported(q, k, v, score)
+    try:
+        module = _module(kernel, backward)
+    except (ImportError, AttributeError) as error:  # Gluon's interface changes with Triton's version
+        return f"it does not load with this Triton ({error})"
+    return module.unsupported(q, k, v, score)
 
 
 def choose(kernel: str, q: Tensor, k: Tensor, v: Tensor, score: Score, *, backward: bool = False) -> str:
@@ -267,7 +274,7 @@ def choose(kernel: str, q: Tensor, k: Tensor, v: Tensor, score: Score, *, backwa
     if kernel == "auto":
         if not q.is_cuda:
             return "eager"
-        return next(name for name in _BACKENDS if not unsupported(name, q, k, v, score, backward=backward))
+        return next(name for name in _AUTO if not unsupported(name, q, k, v, score, backward=backward))
     if kernel not in _BACKENDS:
         raise ValueError(f"kernel={kernel!r} is unknown; use one of {', '.join(map(repr, kernel_names()))}")
     if reason := unsupported(kernel, q, k, v, score, backward=backward):

@@ -1,6 +1,6 @@
-"""The Hopper forward: what the compiler made of it, anywhere; its results against eager in float64, on Hopper.
+"""The Hopper forward: what the compiler made of it, anywhere; its results against eager in float64, on a Hopper GPU.
 
-Tolerances and helpers are those of test_flash.py: products and sums are float32, P is rounded to the inputs' dtype.
+Tolerances and helpers are those of test_flash.py: products and sums are float32, P is rounded once to the inputs' dtype.
 """
 
 from __future__ import annotations
@@ -54,6 +54,7 @@ def make_inputs(batch=1, seq_q=500, seq_k=500, heads=2, kv_heads=2, dim=128, dty
 
 KINDS = {
     "out": dict(),
+    "state": dict(finalize=False),
     "state-in": dict(finalize=False, state=True),
     "float16-state-in-sink-out": dict(dtype=torch.float16, state=True, sink=True),
 }
@@ -75,13 +76,12 @@ def compiled(dim, dtype=torch.bfloat16, state=False, sink=False, finalize=True) 
 def facts(dim: int, kind: str) -> dict:
     code = compiled(dim, **KINDS[kind])
     return dict(
-        dim=dim,
         warnings=code.warnings,
         overwritten=code.overwritten_operands(),
         planted=len(planted_overwrite(code).overwritten_operands()),
         shared=code.shared,
         spills=code.stack_bytes,
-        steps=len([loop for loop in code.loops_with("HGMMA") if len(loop.body) < 500 and "BAR.ARV" in loop.path]),
+        spills_in_steps=sum(loop.path.count("LDL") + loop.path.count("STL") for loop in code.loops_with("HGMMA")),
     )
 
 
@@ -113,9 +113,8 @@ def test_compiled_code(all_facts, kind):
     assert not found["warnings"], "ptxas serializes wgmma"
     assert not found["overwritten"], "a register is written that a wgmma in flight reads"
     assert found["planted"] == 1, "the check above sees a write that is there"
-    assert found["spills"] == 0
+    assert found["spills_in_steps"] == 0
     assert found["shared"] <= 227 * 1024
-    assert found["steps"] == hopper_forward.CONFIGS[found["dim"]].consumers, "the loop over full key tiles is short"
 
 
 # --- against eager -----------------------------------------------------------------------------------------------
@@ -357,7 +356,7 @@ def test_unsupported_says_why(change, reason):
 
 
 def test_unsupported_strides():
-    q, _, v = make_inputs()
+    q, k, v = make_inputs()
     odd = torch.empty(1, 500, 2, 132, dtype=q.dtype, device=q.device)[..., 1:129]
     assert "16 bytes" in hopper_forward.unsupported(q, odd, v, Score(1.0))
 
