@@ -14,6 +14,7 @@ from .partial import merge as merge
 from .plan import Plan as Plan
 from .plan import dataflows as dataflows
 from .plan import plan as plan
+from .wrap import wrap as wrap
 
 __version__ = "0.1.0"
-__all__ = ["KVCache", "Partial", "Plan", "attention", "dataflows", "decode", "merge", "plan"]
+__all__ = ["KVCache", "Partial", "Plan", "attention", "dataflows", "decode", "merge", "plan", "wrap"]

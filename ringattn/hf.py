@@ -129,6 +129,7 @@ class Sequence:
         kernel: str = "auto",
         seq_dims: Mapping[str, int | None] | None = None,
     ) -> None:
+        self.compiled = _is_compiled(model)
         self.model: Any = _unwrapped(model)
         self.record = _records.get(self.model)
         if self.record is None:
@@ -147,7 +148,7 @@ class Sequence:
         transports.of(group).agree("ringattn.hf.sequence()", {"seq_len": self.seq_len}, error)
         self.calls = 0
         self._made: dict[tuple[bool, int | None], Visible] = {}
-        config = self.model.config.get_text_config()
+        config: Any = self.model.config.get_text_config()
         causal = bool(getattr(config, "is_causal", True)) and not _is_encoder(self.model)
         kinds = [(causal, window) for window in _windows(config)]
         made = [self.visible(*kind) for kind in kinds]
@@ -210,7 +211,7 @@ class Sequence:
         _local.current = self
         hook = None
         assert self.record is not None
-        if not self.record.verified and not _is_compiled(self.model):
+        if not self.record.verified and not self.compiled:
             hook = self.model.register_forward_hook(self._verify, with_kwargs=True)
         try:
             yield self.local
@@ -301,7 +302,7 @@ def check_model(model: nn.Module) -> None:
     """
     model = _unwrapped(model)
     name = type(model).__name__
-    config = getattr(model, "config", None)
+    config: Any = getattr(model, "config", None)
     if config is None or not hasattr(config, "get_text_config"):
         raise TypeError(f"{name} has no transformers config; for a module of your own use ringattn.wrap()")
     text = config.get_text_config()
@@ -366,6 +367,11 @@ def visible_to_layers(
             f"the model makes a mask for {q_length} queries and {kv_length} keys, but rank {current.plan.rank} holds "
             f"{length} tokens; pass it the shards that ringattn.hf.sequence() yields, all of them"
         )
+    if attention_mask is None:  # on every rank, whether or not its own positions look like several documents
+        raise ValueError(
+            "the model makes a mask without an attention_mask, and then reads documents out of position ids; "
+            "pass it every tensor that ringattn.hf.sequence() yields, attention_mask among them"
+        )
     if use_vmap:
         raise NotImplementedError(
             "the model combines its mask with a function of its own (or_mask_function, and_mask_function), which is no "
@@ -373,7 +379,7 @@ def visible_to_layers(
         )
     causal = "allow_is_bidirectional_skip" not in kwargs
     if not torch.compiler.is_compiling():
-        _probe(current, mask_function, causal, local_size, attention_mask)
+        _probe(current, mask_function, causal, local_size)
     return current.visible(causal, local_size)
 
 
@@ -382,13 +388,10 @@ def _probe(
     mask_function: Callable[..., Tensor] | None,
     causal: bool,
     window: int | None,
-    attention_mask: Tensor | None,
 ) -> None:
     """Ask the model's own mask function about pairs of global positions on every edge of what we take it for."""
     assert current.record is not None
-    if mask_function is None or current.seq_len == 0:
-        return
-    if (causal, window) in current.record.probed and attention_mask is not None:
+    if mask_function is None or (causal, window) in current.record.probed:
         return
     end, w = current.seq_len - 1, window or 0
     around = torch.tensor([0, 1, 2, w - 1, w, w + 1, 2 * w, 2 * w + 1, end // 3, end // 2, end - 1, end]).clamp(0, end)
@@ -408,8 +411,7 @@ def _probe(
         raise NotImplementedError(
             f"the model's mask is not the {'causal' if causal else 'bidirectional'} one"
             f"{f' with a window of {window}' if window else ''} that ringattn knows: query {int(q[row, column])} and "
-            f"key {int(k[row, column])} differ. Chunked and blockwise masks are not supported; and pass every tensor "
-            "that ringattn.hf.sequence() yields, attention_mask among them"
+            f"key {int(k[row, column])} differ. Chunked and blockwise masks are not supported"
         )
     current.record.probed.add((causal, window))
 
@@ -488,7 +490,7 @@ AttentionMaskInterface.register(NAME, visible_to_layers)
 # --- Reading a model -----------------------------------------------------------------------------------
 
 
-def _unwrapped(model: nn.Module) -> nn.Module:
+def _unwrapped(model: nn.Module) -> Any:
     """The transformers model inside DDP, torch.compile, or both."""
     while not hasattr(model, "config"):
         inner = getattr(model, "_orig_mod", None) or getattr(model, "module", None)
@@ -499,7 +501,10 @@ def _unwrapped(model: nn.Module) -> nn.Module:
 
 
 def _is_compiled(model: nn.Module) -> bool:
-    return getattr(model, "_compiled_call_impl", None) is not None or torch.compiler.is_compiling()
+    return any(
+        hasattr(m, "_orig_mod") or getattr(m, "_compiled_call_impl", None) is not None
+        for m in (model, getattr(model, "module", None))
+    )
 
 
 def _is_encoder(model: nn.Module) -> bool:
@@ -578,6 +583,21 @@ class _Leave:
     def _prepare_cp(self, *args: Any) -> tuple[Any, ...]:
         return args
 
+    def gather_for_metrics(self: Any, input_data: Any, use_gather_object: bool = False) -> Any:
+        """Once per batch: ranks that share a sequence have the same metrics, and would be counted ``cp_size`` times."""
+        parallel = self.parallelism_config
+        if parallel is None or not parallel.cp_enabled:
+            return super().gather_for_metrics(input_data, use_gather_object)  # type: ignore[misc]
+        if not isinstance(input_data, Tensor) or input_data.ndim == 0:
+            raise NotImplementedError(
+                f"gather_for_metrics() got a {type(input_data).__name__}; under cp_size > 1 it takes a tensor of rows, "
+                "the same on all ranks that share a sequence"
+            )
+        rows = self.gather(input_data).unflatten(0, (self.num_processes, -1))
+        rows = rows[:: parallel.non_data_parallel_size].flatten(0, 1)
+        state = self.gradient_state
+        return rows[: state.remainder] if state.end_of_dataloader and state.remainder > 0 else rows
+
 
 class RingTrainerMixin:
     """``class MyTrainer(RingTrainerMixin, Trainer)``: the model has ``attn_implementation="ringattn"``, and
@@ -616,7 +636,9 @@ class RingTrainerMixin:
                 f"the batch has {', '.join(inputs)} and no labels; evaluation over ranks gives the loss only"
             )
         inputs = _with_targets(inputs)
-        return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)  # type: ignore[misc]
+        loss, *rest = super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)  # type: ignore[misc]
+        # The whole loss of the sequence, on every rank that shares it: its parts have been multiplied by their number.
+        return losses.reduced(loss, _group(self.accelerator), wrapper="averages"), *rest
 
     def _prepare_context_parallel_inputs(self, model: nn.Module, inputs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         if not getattr(self, "_ring_checked", False):

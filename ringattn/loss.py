@@ -46,7 +46,7 @@ def count_targets(targets: Tensor | Iterable[Tensor], group: Any = None, *, igno
     if not several:
         raise ValueError("targets is empty; pass one tensor of targets, or those of every batch of the step")
     count = torch.stack([(t != ignore_index).sum() for t in several]).sum()
-    return transports.of(group).all_reduce(count, "sum")
+    return _summed(count, group)
 
 
 def cross_entropy(
@@ -109,7 +109,12 @@ def reduced(loss: Tensor, group: Any = None, *, wrapper: str) -> Tensor:
     """The mean over all ranks' targets, from each rank's part: what one process would have got. For logging: detached.
     Every rank of the group must call this. Parts of accumulated batches may be added first."""
     ranks = _ranks(wrapper, group)
-    return transports.of(group).all_reduce(loss.detach().clone(), "sum") / ranks
+    return _summed(loss.detach().clone(), group) / ranks
+
+
+def _summed(x: Tensor, group: Any) -> Tensor:
+    transport = transports.of(group)
+    return transport.all_reduce(x, "sum") if transport.world_size > 1 else x
 
 
 def _ranks(wrapper: str, group: Any) -> int:

@@ -1,0 +1,264 @@
+"""Modules that know nothing of ranks, over ranks against one process; what cannot be exact raises."""
+
+from __future__ import annotations
+
+import copy
+import sys
+import types
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import CheckpointError, checkpoint
+
+import ringattn
+from ringattn import virtual
+
+DIM, HEADS, SEQ = 16, 4, 13
+
+
+def flash_attn_func(q, k, v, dropout_p=0.0, softmax_scale=None, causal=False, window_size=(-1, -1), **kwargs):  # type: ignore[no-untyped-def]
+    """Stands for flash-attn's, which runs on GPUs only; the classes below call it by its name."""
+    i, j = torch.arange(q.shape[1])[:, None], torch.arange(k.shape[1])
+    left = window_size[0] if window_size[0] >= 0 else q.shape[1]
+    mask = (j <= i) & (j >= i - left) if causal else torch.ones(len(i), len(j), dtype=torch.bool)
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    return F.scaled_dot_product_attention(q, k, v, mask, scale=softmax_scale, enable_gqa=True).transpose(1, 2)
+
+
+flash_attn_varlen_func = flash_attn_func
+
+
+class Attention(nn.Module):
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+        self.qkv = nn.Linear(DIM, DIM + DIM)
+        self.out = nn.Linear(DIM, DIM)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, kv = self.qkv(x).unflatten(-1, (-1, DIM // HEADS)).split([HEADS, HEADS], 2)
+        k, v = kv.chunk(2, 2)
+        return self.out(self.attend(q, k, v).flatten(2))
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        if self.kind == "flash":
+            return flash_attn_func(q, k, v, softmax_scale=0.3, causal=True)
+        if self.kind == "flash window":
+            return flash_attn_func(q, k, v, causal=True, window_size=(3, 0))
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        causal = self.kind != "full"
+        return F.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=0.3, enable_gqa=True).transpose(1, 2)
+
+
+class Model(nn.Module):
+    def __init__(self, kind: str, checkpointed: str = "") -> None:
+        super().__init__()
+        self.checkpointed = checkpointed
+        self.layers = nn.ModuleList(Attention(kind) for _ in range(2))
+        self.mlp = nn.Sequential(nn.Linear(DIM, DIM), nn.Tanh())
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            if self.checkpointed:
+                x = x + checkpoint(layer, x, use_reentrant=self.checkpointed == "reentrant")
+                x = x + checkpoint(self.mlp, x, use_reentrant=self.checkpointed == "reentrant")
+            else:
+                x = x + layer(x)
+                x = x + self.mlp(x)
+        return x
+
+
+def result(model: nn.Module, x: Tensor, weight: Tensor) -> list[Tensor]:
+    x = x.clone().requires_grad_()
+    out = model(x)
+    loss = (out * weight).sum()
+    loss.backward()
+    assert x.grad is not None
+    return [out.detach(), x.grad, *(p.grad for p in model.parameters())]
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> None:
+    torch.manual_seed(0)
+
+
+PLANS = {
+    "sdpa": dict(causal=True),
+    "full": dict(),
+    "flash": dict(causal=True),
+    "flash window": dict(causal=True, window_size=(3, 0)),
+}
+
+
+@pytest.mark.parametrize("checkpointed", ["", "reentrant", "not reentrant"])
+@pytest.mark.parametrize("world_size", [1, 3])
+@pytest.mark.parametrize("kind", PLANS)
+def test_equals_one_process(kind: str, world_size: int, checkpointed: str) -> None:
+    model = Model(kind, checkpointed).double()
+    x, weight = torch.randn(2, 2, SEQ, DIM, dtype=torch.float64)
+    expected = result(copy.deepcopy(model), x, weight)
+
+    def body(rank: virtual.VirtualRank) -> list[Tensor]:
+        plan = ringattn.plan(SEQ, rank, **PLANS[kind])
+        mine = ringattn.wrap(copy.deepcopy(model), lambda: plan)
+        out, dx, *gradients = result(mine, plan.shard(x), plan.shard(weight))
+        return [plan.unshard(out), plan.unshard(dx), *gradients]
+
+    parts = virtual.run(world_size, body)
+    for got, want in zip(parts[0][:2], expected[:2], strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-11, atol=1e-12)
+    for i, want in enumerate(expected[2:], 2):
+        torch.testing.assert_close(sum(part[i] for part in parts), want, rtol=1e-10, atol=1e-11)
+
+
+def test_nothing_else_changes() -> None:
+    """Not the functions, not another module of the class, not its parameters' names, not what runs beside it."""
+    before = F.scaled_dot_product_attention
+    model, other = Model("sdpa"), Model("sdpa")
+    names = list(model.state_dict())
+    plan = ringattn.plan(SEQ, virtual.VirtualRank(0, 1), causal=True, documents=torch.tensor([[0] * 6 + [1] * 7]))
+    assert ringattn.wrap(model, plan) is model
+    assert list(model.state_dict()) == names
+    assert isinstance(model, Model)
+    assert type(other) is Model
+    assert F.scaled_dot_product_attention is before
+    other.load_state_dict(model.state_dict())
+    x = torch.randn(1, SEQ, DIM)
+    assert not torch.allclose(model(x), other(x)), "the plan has documents"
+    torch.testing.assert_close(model(x)[:, 6:], other(x[:, 6:]))
+    copied = copy.deepcopy(model)
+    torch.testing.assert_close(copied(x), model(x))
+    with torch.no_grad():
+        for p in copied.parameters():
+            p.zero_()
+    assert not torch.equal(copied(x), model(x)), "a copy runs with its own parameters"
+
+
+def test_wrapping_again_replaces_the_plan_and_inner_modules_may_have_their_own() -> None:
+    model = Model("flash window")
+    model.layers[1].kind = "flash"
+    rank = virtual.VirtualRank(0, 1)
+    x = torch.randn(1, SEQ, DIM)
+    want = copy.deepcopy(model)(x)
+    ringattn.wrap(model, ringattn.plan(SEQ, rank, causal=True, window_size=(3, 0)))
+    with pytest.raises(ValueError, match=r"window_size=\(-1, -1\), but the plan has \(3, 0\)"):
+        model(x)
+    ringattn.wrap(model.layers[1], ringattn.plan(SEQ, rank, causal=True))
+    torch.testing.assert_close(model(x), want)
+
+
+class CheckpointsAFunction(Attention):
+    reentrant = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(super().forward, x, use_reentrant=self.reentrant)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_function_that_is_computed_again_outside_of_the_module_raises(reentrant: bool) -> None:
+    plan = ringattn.plan(SEQ, virtual.VirtualRank(0, 1), causal=True)
+    model = ringattn.wrap(CheckpointsAFunction("sdpa"), plan)
+    model.reentrant = reentrant
+    x = torch.randn(1, SEQ, DIM, requires_grad=True)
+    with pytest.raises((NotImplementedError, CheckpointError), match=r"reentrant|recompute"):
+        model(x).sum().backward()
+
+
+class Masked(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(x, x, x, torch.zeros(x.shape[-2], x.shape[-2]))
+
+
+class Dropped(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(x, x, x, dropout_p=0.1, is_causal=True)
+
+
+class NotCausal(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(x, x, x)
+
+
+class ByHand(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return (x @ x.mT).softmax(-1) @ x
+
+
+class Multihead(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.MultiheadAttention(8, 2, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x[0], x[0], x[0])[0]
+
+
+class Varlen(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return flash_attn_varlen_func(x, x, x)
+
+
+class Flex(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(x, x, x)[0]
+
+
+@pytest.mark.parametrize(
+    ("module", "says"),
+    [
+        (Masked(), "attn_mask of shape \\(13, 13\\)"),
+        (Dropped(), "dropout_p=0.1"),
+        (NotCausal(), "is_causal=False, but the plan is causal"),
+        (ByHand(), "without calling attention"),
+        (Multihead(), "MultiheadAttention"),
+        (Varlen(), "flash_attn_varlen_func takes boundaries"),
+        (Flex(), "is called directly"),
+    ],
+)
+@pytest.mark.parametrize("training", [True, False])
+def test_what_cannot_be_exact_raises(module: nn.Module, says: str, training: bool) -> None:
+    plan = ringattn.plan(SEQ, virtual.VirtualRank(0, 1), causal=True)
+    module = ringattn.wrap(copy.deepcopy(module).train(training), plan)
+    with torch.set_grad_enabled(training), pytest.raises((NotImplementedError, ValueError, RuntimeError), match=says):
+        module(torch.randn(1, 2, SEQ, 8))
+
+
+def helper(q: Tensor) -> Tensor:
+    return flash_attn_func(q, q, q)
+
+
+class InHelper(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return helper(x)
+
+
+class ByAttribute(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return flash.flash_attn_qkvpacked_func(x)
+
+
+flash = types.SimpleNamespace(flash_attn_qkvpacked_func=None)
+
+
+@pytest.mark.parametrize(("module", "says"), [(InHelper(), r"calls helper\(\)"), (ByAttribute(), "by an attribute")])
+def test_flash_attention_that_cannot_be_reached_raises_when_wrapping(module: nn.Module, says: str) -> None:
+    outer = nn.Sequential(Model("sdpa"), module)
+    with pytest.raises(NotImplementedError, match=says):
+        ringattn.wrap(outer, ringattn.plan(SEQ, virtual.VirtualRank(0, 1), causal=True))
+    assert type(outer[0]) is Model, "nothing is changed when wrapping fails"
+
+
+def test_wrong_arguments() -> None:
+    with pytest.raises(TypeError, match=r"pass a torch\.nn\.Module"):
+        ringattn.wrap(lambda x: x, ringattn.plan(3))  # type: ignore[type-var]
+    with pytest.raises(TypeError, match="plan_source is a int"):
+        ringattn.wrap(nn.Linear(1, 1), 3)  # type: ignore[arg-type]
+    model = ringattn.wrap(Model("sdpa"), lambda: 3)  # type: ignore[arg-type,return-value]
+    with pytest.raises(TypeError, match="returned a int"):
+        model(torch.randn(1, SEQ, DIM))
+
+
+def test_flash_attn_is_not_imported() -> None:
+    assert "flash_attn" not in sys.modules
