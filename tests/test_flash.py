@@ -438,10 +438,10 @@ def test_compiled_for_hopper():
     """No GPU needed: the launches of the main configurations, compiled for sm_90 in a process of their own."""
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     environment["PYTHONPATH"] = str(Path(__file__).parent.parent)
-    done = subprocess.run([sys.executable, __file__], env=environment, capture_output=True, text=True, timeout=240)
+    done = subprocess.run([sys.executable, __file__], env=environment, capture_output=True, text=True, timeout=290)
     assert done.returncode == 0, done.stderr[-3000:]
     kernels = [json.loads(line) for line in done.stdout.splitlines()]
-    assert len(kernels) == 20
+    assert len(kernels) == 10
     for kernel in kernels:
         assert kernel["products"] > 0, f"no warpgroup matrix instruction: {kernel}"
         assert kernel["spills_in_loop"] == 0, f"spills in the loop over full tiles: {kernel}"
@@ -466,24 +466,23 @@ def compile_for_hopper() -> None:
     with _hopper_driver():
         for dim in (64, 128):
             q, k, v, dout = make_inputs(1, 512, 512, 2, 1, dim, dim, torch.bfloat16)
-            for mask in (full, causal):
-                block, score = make_block(*mask(512, 512), 512), simple(dim)
-                _, lse = flash_forward.forward(q, k, v, block, score, None, None, True)
-                state = flash_forward.forward(q, k, v, block, score, None, None, False)
-                flash_forward.forward(q, k, v, block, score, state, None, False)
-                flash_backward.backward(q, k, v, dout, lse, lse, block, score, torch.zeros(q.shape), False)
-                for name, kernel in compiled:
-                    if name == "_base2":
-                        continue
-                    loop = kernel.loops_with("HGMMA")[0]
-                    found = dict(
-                        name=name, dim=dim, mask=mask.__name__,
-                        products=sum("HGMMA" in text for _, text in loop.body),
-                        spills_in_loop=sum("LDL" in text or "STL" in text for _, text in loop.body),
-                        warnings=kernel.warnings, overwritten=kernel.overwritten_operands(),
-                    )  # fmt: skip
-                    print(json.dumps(found))
-                compiled.clear()
+            block, score = make_block(*causal(512, 512), 512), simple(dim)  # a mask is data: one binary for all
+            _, lse = flash_forward.forward(q, k, v, block, score, None, None, True)
+            state = flash_forward.forward(q, k, v, block, score, None, None, False)
+            flash_forward.forward(q, k, v, block, score, state, None, False)
+            flash_backward.backward(q, k, v, dout, lse, lse, block, score, torch.zeros(q.shape), False)
+            for name, kernel in compiled:
+                if name == "_base2":
+                    continue
+                loop = kernel.loops_with("HGMMA")[0]
+                found = dict(
+                    name=name, dim=dim,
+                    products=sum("HGMMA" in text for _, text in loop.body),
+                    spills_in_loop=sum("LDL" in text or "STL" in text for _, text in loop.body),
+                    warnings=kernel.warnings, overwritten=kernel.overwritten_operands(),
+                )  # fmt: skip
+                print(json.dumps(found))
+            compiled.clear()
 
 
 if __name__ == "__main__":
