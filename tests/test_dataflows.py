@@ -60,7 +60,7 @@ def test_shards_of_several_tiles(pools: Callable[[int], Pool], world_size: int, 
 
 
 @given(any_case())
-@settings(max_examples=150)
+@settings(max_examples=100)
 def test_any_case_over_virtual_ranks(drawn: tuple[int, Case]) -> None:
     world_size, case = drawn
     hold(case, cases.virtually(world_size, case))
