@@ -37,9 +37,11 @@ def forward(
     else:
         m, l, o = (x.clone() for x in state)
     if sink is not None:  # a key with this score and a value of zero
-        joined = torch.maximum(m, sink.to(dtype)[:, None])
-        kept = torch.exp(m - joined)
-        m, l, o = joined, l * kept + torch.exp(sink.to(dtype)[:, None] - joined), o * _per_row(kept)
+        logit = sink.to(dtype)[:, None]
+        m_old, m = m, torch.maximum(m, logit)
+        reference = torch.where(m == float("-inf"), 0.0, m)
+        kept = torch.exp(m_old - reference)
+        l, o = l * kept + torch.exp(logit - reference), o * _per_row(kept)
 
     for rows, cols, hidden in _tiles(block):
         s, _ = _scores(q, k, block, score, rows, cols, hidden, dtype)

@@ -226,3 +226,18 @@ def test_one_rank_is_the_local_kernel_bit_for_bit() -> None:
     expected = block_forward(q, k, v, block, Score(DIM**-0.5), finalize=True)
     assert torch.equal(out, expected[0])
     assert torch.equal(lse, expected[1])
+
+
+@pytest.mark.parametrize("dataflow", ["ring", "gather", "reduce"])
+def test_a_sink_of_minus_infinity_is_no_sink(dataflow: str) -> None:
+    """Also in rows that see nothing, where -inf - -inf would be NaN."""
+    plan = ringattn.plan(SEQ, documents=torch.tensor([[-1] * 5 + [0] * (SEQ - 5)] * 2), dataflow=dataflow)
+    q, k, v = inputs()
+    sink = torch.full((HEADS,), float("-inf"), dtype=torch.float64, requires_grad=True)
+    out, lse = ringattn.attention(q, k, v, plan, sink=sink, return_lse=True)
+    expected, expected_lse = ringattn.attention(q, k, v, plan, return_lse=True)
+    assert torch.equal(out, expected)
+    assert torch.equal(lse, expected_lse)
+    grads = torch.autograd.grad(out.sum(), (q, k, v, sink))
+    for got, want in zip(grads, (*torch.autograd.grad(expected.sum(), (q, k, v)), torch.zeros_like(sink)), strict=True):
+        assert torch.equal(got, want)
