@@ -604,7 +604,8 @@ class RingTrainerMixin:
     accelerate's ``cp_size`` says how many ranks share a sequence (1 or no mesh: each rank has its own).
 
     Training loss and gradients, and ``evaluate()``'s loss, are those of one process. ``predict()``, and ``evaluate()``
-    with ``compute_metrics``, need whole logits and are refused.
+    with ``compute_metrics``, need whole logits and are refused. (With ``even_batches``, accelerate fills a short last
+    batch up with rows that are there already, whoever attends: pass ``accelerator_config={"even_batches": False}``.)
 
     ``ring_options``: options of :func:`sequence`.
     """
@@ -618,6 +619,7 @@ class RingTrainerMixin:
         check_hooks(_trainer(), Accelerator)
         super().create_accelerator_and_postprocess()  # type: ignore[misc]
         prepare(self.accelerator)
+        self.gather_function = self.accelerator.gather_for_metrics  # bound to the class that it has now
 
     def get_batch_samples(self, epoch_iterator: Iterator[Any], num_batches: int, device: Any) -> Any:
         """The number of targets is counted here, over whole rows: so they are shifted here."""

@@ -10,12 +10,14 @@ import contextlib
 import copy
 import functools
 import math
+import os
 import subprocess
 import sys
 from typing import Any
 
 import pytest
 import torch
+from pool import on_ranks
 from torch import Tensor, nn
 
 import ringattn
@@ -283,7 +285,7 @@ def test_generate_inside_a_sequence_is_refused() -> None:
     model = build("llama", "ringattn")
     batch = {"input_ids": torch.ones(1, 8, dtype=torch.int64)}
     with (
-        pytest.raises(NotImplementedError, match="generate\(\) does not run over ranks"),
+        pytest.raises(NotImplementedError, match=r"generate\(\) does not run over ranks"),
         ringattn.hf.sequence(model, batch, virtual.VirtualRank(0, 1)) as local,
     ):
         model.generate(**local, max_new_tokens=3, do_sample=False)
@@ -330,9 +332,11 @@ def test_positions_of_a_shard_are_not_taken_for_documents() -> None:
     model = build("llama", "ringattn")
 
     def body(rank: virtual.VirtualRank) -> None:
-        with ringattn.hf.sequence(model, batch_of("dense", True), rank) as local:
-            with pytest.raises(NotImplementedError, match="attention_mask among them"):
-                model(**{k: v for k, v in local.items() if k != "attention_mask"})
+        with (
+            ringattn.hf.sequence(model, batch_of("dense", True), rank) as local,
+            pytest.raises(ValueError, match="attention_mask among them"),
+        ):
+            model(**{k: v for k, v in local.items() if k != "attention_mask"}, use_cache=False)
 
     virtual.run(2, body)
 
@@ -341,9 +345,11 @@ def test_whole_rows_in_the_place_of_shards_are_refused() -> None:
     model = build("llama", "ringattn")
 
     def body(rank: virtual.VirtualRank) -> None:
-        with ringattn.hf.sequence(model, batch_of("dense", True), rank):
-            with pytest.raises(ValueError, match="24 queries and 24 keys, but rank . holds 12"):
-                model(**batch_of("dense", True))
+        with (
+            ringattn.hf.sequence(model, batch_of("dense", True), rank),
+            pytest.raises(ValueError, match=r"24 queries and 24 keys, but rank . holds 12"),
+        ):
+            model(**batch_of("dense", True))
 
     virtual.run(2, body)
 
@@ -392,9 +398,11 @@ def test_a_loss_that_is_no_sum_over_tokens_is_refused_on_every_rank() -> None:
 
     def body(rank: virtual.VirtualRank) -> None:
         model = build("bert", "ringattn")
-        with pytest.raises((NotImplementedError, ValueError), match=r"ringattn\.loss\.cross_entropy"):
-            with ringattn.hf.sequence(model, batch_of("dense", False), rank) as local:
-                model(**local)
+        with (
+            pytest.raises((NotImplementedError, ValueError), match=r"ringattn\.loss\.cross_entropy"),
+            ringattn.hf.sequence(model, batch_of("dense", False), rank) as local,
+        ):
+            model(**local)
 
     virtual.run(2, body)
 
@@ -426,3 +434,120 @@ def test_a_batch_that_is_wrong_on_one_rank_is_an_error_on_all() -> None:
 def test_importing_ringattn_does_not_import_transformers() -> None:
     code = "import sys, ringattn, ringattn.loss, ringattn.batch; sys.exit('transformers' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+# --- Training ------------------------------------------------------------------------------------------
+
+STEPS = 50
+
+
+class Text(torch.utils.data.Dataset):  # type: ignore[type-arg]
+    """Rows of different lengths: batches are padded on the right, and prompts have no targets."""
+
+    def __init__(self, rows: int) -> None:
+        self.rows = rows
+
+    def __len__(self) -> int:
+        return self.rows
+
+    def __getitem__(self, i: int) -> dict[str, Tensor]:
+        g = torch.Generator().manual_seed(i)
+        tokens = torch.randint(3, VOCABULARY, (13 + 5 * i % 11,), generator=g)
+        return {"input_ids": tokens, "labels": torch.where(torch.arange(len(tokens)) < i % 7, -100, tokens)}
+
+
+def collate(rows: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    pad = functools.partial(nn.utils.rnn.pad_sequence, batch_first=True)
+    mask = pad([torch.ones_like(r["input_ids"]) for r in rows])
+    labels = pad([r["labels"] for r in rows], padding_value=-100)
+    return {"input_ids": pad([r["input_ids"] for r in rows]), "attention_mask": mask, "labels": labels}
+
+
+def train(attn: str, folder: str, steps: int = STEPS, accumulated: int = 1) -> tuple[list[float], float]:
+    """Loss of every step and of evaluation, with the Trainer."""
+    from accelerate.state import AcceleratorState, GradientState, PartialState
+
+    for state in (AcceleratorState, PartialState):
+        state._reset_state()
+    GradientState._reset_state()
+    distributed = torch.distributed.is_initialized()
+    arguments: dict[str, Any] = {}
+    if distributed:
+        from accelerate import ParallelismConfig
+
+        class OnCpu(ParallelismConfig):  # accelerate wants GPUs for a mesh, and needs none
+            def _validate_accelerator(self, accelerator: Any) -> None:
+                assert self.total_size == accelerator.num_processes
+
+        size, rank = str(torch.distributed.get_world_size()), str(torch.distributed.get_rank())
+        os.environ.update(WORLD_SIZE=size, RANK=rank, LOCAL_RANK=rank, MASTER_ADDR="localhost", MASTER_PORT="1")
+        arguments["parallelism_config"] = OnCpu(cp_size=int(size))
+
+    losses: list[float] = []
+
+    bases = (ringattn.hf.RingTrainerMixin,) if attn == "ringattn" else ()
+
+    class Recorded(*bases, transformers.Trainer):  # type: ignore[misc]
+        def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
+            loss = super().training_step(*args, **kwargs)
+            mean = self.accelerator.gather(loss).mean() if distributed else loss
+            losses.append(float(mean))
+            return loss
+
+    trainer = Recorded(
+        model=build("gemma2", attn, torch.float32),
+        args=transformers.TrainingArguments(
+            folder,
+            use_cpu=True,
+            max_steps=steps,
+            per_device_train_batch_size=2,
+            per_device_eval_batch_size=4,
+            gradient_accumulation_steps=accumulated,
+            learning_rate=1e-3,
+            report_to=[],
+            save_strategy="no",
+            logging_strategy="no",
+            disable_tqdm=True,
+            # A last batch that is short stays short: accelerate would fill it up with rows that count twice.
+            accelerator_config={"even_batches": False},
+            seed=3,
+            **arguments,
+        ),
+        train_dataset=Text(64),
+        eval_dataset=Text(7),
+        data_collator=collate,
+    )
+    trainer.train()
+    evaluation = trainer.evaluate()["eval_loss"]
+    if attn == "ringattn":
+        with pytest.raises(NotImplementedError, match="prediction_loss_only=True"):
+            trainer.predict(Text(2))
+    return losses, evaluation
+
+
+@pytest.fixture(scope="module")
+def baseline(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[float], float]:
+    return train("eager", str(tmp_path_factory.mktemp("trainer")))
+
+
+def test_fifty_steps_alone(baseline: tuple[list[float], float], tmp_path: Any) -> None:
+    same_curve(train("ringattn", str(tmp_path)), baseline)
+
+
+@pytest.mark.parametrize("world_size", on_ranks(2, 4))
+def test_fifty_steps_and_evaluation(world_size: int, pools, baseline, tmp_path) -> None:  # type: ignore[no-untyped-def]
+    for result in pools(world_size).run(train, "ringattn", str(tmp_path), timeout=200):
+        same_curve(result, baseline)
+    assert len(baseline[0]) == STEPS
+
+
+def test_accumulated_batches_of_different_numbers_of_targets(pools, tmp_path) -> None:  # type: ignore[no-untyped-def]
+    want = train("eager", str(tmp_path), 3, 3)
+    for result in pools(2).run(train, "ringattn", str(tmp_path), 3, 3, timeout=200):
+        same_curve(result, want)
+
+
+def same_curve(got: tuple[list[float], float], want: tuple[list[float], float]) -> None:
+    assert len(got[0]) == len(want[0])
+    assert max(abs(a - b) for a, b in zip(got[0], want[0], strict=True)) <= 1e-5
+    assert got[1] == pytest.approx(want[1], abs=1e-5)
