@@ -151,3 +151,17 @@ def without_gradients(case: Case) -> list[bool]:
 @pytest.mark.parametrize("dataflow", ["ring", "gather", "reduce"])
 def test_no_grad_and_inference_mode(pools: Callable[[int], Pool], world_size: int, dataflow: str) -> None:
     assert pools(world_size).run(without_gradients, Case(seq_len=29, dataflow=dataflow)) == [[True] * 4] * 3
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("dataflow", ["ring", "gather", "reduce"])
+def test_states_and_gradients_travel_in_float32(dataflow: str, dtype: torch.dtype) -> None:
+    """Bytes of shards are of the inputs' dtype, those of contributions are float32, as the plan counts them."""
+    case = Case(seq_len=37, causal=True, dataflow=dataflow, head_dim_v=5, dtype=dtype)
+    parts = cases.virtually(4, case)
+    for rank, part in enumerate(parts):
+        assert part.sent == cases.traffic(case.plan(VirtualRank(rank, 4)), case, rank)
+        assert part.results["lse"].dtype == torch.float32
+    worst = cases.errors(cases.joined(parts), cases.expected(case))
+    rounding = torch.finfo(dtype).eps
+    assert max(worst[n] for n in ("out", "lse")) < 4 * max(rounding, 1e-5), worst  # values of order 1
