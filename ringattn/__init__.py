@@ -6,6 +6,8 @@ out  = ringattn.attention(q, k, v, plan)
 full = plan.unshard(out, dim=1)
 """
 
+from . import batch as batch
+from . import loss as loss
 from .attention import attention as attention
 from .decode import KVCache as KVCache
 from .decode import decode as decode
@@ -17,4 +19,4 @@ from .plan import plan as plan
 from .wrap import wrap as wrap
 
 __version__ = "0.1.0"
-__all__ = ["KVCache", "Partial", "Plan", "attention", "dataflows", "decode", "merge", "plan", "wrap"]
+__all__ = ["KVCache", "Partial", "Plan", "attention", "batch", "dataflows", "decode", "loss", "merge", "plan", "wrap"]

@@ -463,25 +463,35 @@ def collate(rows: list[dict[str, Tensor]]) -> dict[str, Tensor]:
     return {"input_ids": pad([r["input_ids"] for r in rows]), "attention_mask": mask, "labels": labels}
 
 
-def train(attn: str, folder: str, steps: int = STEPS, accumulated: int = 1) -> tuple[list[float], float]:
-    """Loss of every step and of evaluation, with the Trainer."""
+def forget_accelerate() -> None:
+    """Its state outlives a Trainer; and it finds the ranks in the environment."""
     from accelerate.state import AcceleratorState, GradientState, PartialState
 
-    for state in (AcceleratorState, PartialState):
+    for state in (AcceleratorState, PartialState, GradientState):
         state._reset_state()
-    GradientState._reset_state()
-    distributed = torch.distributed.is_initialized()
-    arguments: dict[str, Any] = {}
-    if distributed:
-        from accelerate import ParallelismConfig
-
-        class OnCpu(ParallelismConfig):  # accelerate wants GPUs for a mesh, and needs none
-            def _validate_accelerator(self, accelerator: Any) -> None:
-                assert self.total_size == accelerator.num_processes
-
+    if torch.distributed.is_initialized():
         size, rank = str(torch.distributed.get_world_size()), str(torch.distributed.get_rank())
         os.environ.update(WORLD_SIZE=size, RANK=rank, LOCAL_RANK=rank, MASTER_ADDR="localhost", MASTER_PORT="1")
-        arguments["parallelism_config"] = OnCpu(cp_size=int(size))
+
+
+def OnCpu(**sizes: int) -> Any:
+    """accelerate's ParallelismConfig, which wants GPUs for a mesh and needs none."""
+    from accelerate.parallelism_config import ParallelismConfig
+
+    class OnCpu(ParallelismConfig):
+        def _validate_accelerator(self, accelerator: Any) -> None:
+            assert self.total_size == accelerator.num_processes
+
+    return OnCpu(**sizes)
+
+
+def train(attn: str, folder: str, steps: int = STEPS, accumulated: int = 1) -> tuple[list[float], float]:
+    """Loss of every step and of evaluation, with the Trainer."""
+    distributed = torch.distributed.is_initialized()
+    arguments: dict[str, Any] = {}
+    forget_accelerate()
+    if distributed:
+        arguments["parallelism_config"] = OnCpu(cp_size=torch.distributed.get_world_size())
 
     losses: list[float] = []
 

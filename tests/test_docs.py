@@ -1,0 +1,224 @@
+"""The code of every page in docs/use, run on ranks, against the same training in one process."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import ringattn
+from ringattn import reference
+
+PAGES = Path(__file__).parents[1] / "docs" / "use"
+VOCABULARY, DIM, HEADS, SEQ = 31, 16, 2, 14
+
+
+def code_of(page: str) -> str:
+    blocks = re.findall(r"```python\n(.*?)```", (PAGES / f"{page}.md").read_text(), re.S)
+    assert len(blocks) == 1, "a page has one piece of code"
+    return blocks[0]
+
+
+@pytest.mark.parametrize("page", sorted(p.stem for p in PAGES.glob("*.md")))
+def test_a_page_is_at_most_fifteen_lines_of_code_and_is_run_below(page: str) -> None:
+    lines = [line for line in code_of(page).splitlines() if line.strip()]
+    assert len(lines) <= 15
+    assert f'"{page}"' in Path(__file__).read_text().split("# --- Pages")[-1]
+
+
+class Decoder(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.place = nn.Embedding(VOCABULARY, DIM), nn.Embedding(SEQ, DIM)
+        self.qkv, self.head = nn.Linear(DIM, 3 * DIM), nn.Linear(DIM, VOCABULARY)
+
+    def forward(self, tokens: Tensor, positions: Tensor) -> Tensor:
+        x = self.embed(tokens) + self.place(positions)
+        q, k, v = (y.unflatten(-1, (HEADS, -1)).transpose(1, 2) for y in self.qkv(x).chunk(3, -1))
+        return self.head(x + F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+
+
+def batches(rank: int = 0, rows: int = 2) -> list[dict[str, Tensor]]:
+    made = []
+    for i in range(2):
+        tokens = torch.randint(3, VOCABULARY, (rows, SEQ), generator=torch.Generator().manual_seed(10 * rank + i))
+        made.append({"input_ids": tokens, "labels": torch.where(torch.arange(SEQ) < 3 + i + rank, -100, tokens)})
+    return made
+
+
+def parameters(model: nn.Module) -> list[Tensor]:
+    return [p.full_tensor() if hasattr(p, "full_tensor") else p.detach().clone() for p in model.parameters()]
+
+
+@contextlib.contextmanager
+def double():  # type: ignore[no-untyped-def]
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+def close(got: list[Tensor], want: list[Tensor], tolerance: float) -> None:
+    for a, b in zip(got, want, strict=True):
+        torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance)
+
+
+def run(page: str, **names: Any) -> dict[str, Any]:
+    names = {"torch": torch, **names}
+    exec(compile(code_of(page), f"{page}.md", "exec"), names)
+    return names
+
+
+# --- Pages ---------------------------------------------------------------------------------------------
+
+
+def _pytorch() -> list[Tensor]:
+    start, dist.init_process_group = dist.init_process_group, lambda: None
+    try:
+        with double():
+            return parameters(run("pytorch", Decoder=Decoder, loader=batches())["model"])
+    finally:
+        dist.init_process_group = start
+
+
+def mean_loss(model: nn.Module, several: list[dict[str, Tensor]]) -> Tensor:
+    """Over all targets of several batches, in one process."""
+    total, count = torch.zeros(()), 0
+    for batch in several:
+        logits = model(batch["input_ids"], torch.arange(SEQ).expand(2, -1))
+        targets = batch["labels"][:, 1:].flatten()
+        total = total + F.cross_entropy(logits[:, :-1].flatten(0, 1), targets, reduction="sum")
+        count += int((targets != -100).sum())
+    return total / count
+
+
+def test_pytorch(pools) -> None:  # type: ignore[no-untyped-def]
+    with double():
+        model = Decoder()
+        optimizer = torch.optim.AdamW(model.parameters())
+        for batch in batches():
+            mean_loss(model, [batch]).backward()
+            optimizer.step(), optimizer.zero_grad()
+    for got in pools(2).run(_pytorch):
+        close(got, parameters(model), 1e-10)
+
+
+def _from_context_parallel() -> tuple[float, list[Tensor]]:
+    from torch.distributed.device_mesh import init_device_mesh
+
+    with double():
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
+        found = run("from_context_parallel", model=Decoder(), loader=batches(), mesh=mesh)
+        return found["loss"].item(), [p.grad for p in found["model"].parameters()]
+
+
+def test_from_context_parallel(pools) -> None:  # type: ignore[no-untyped-def]
+    with double():
+        model = Decoder()
+        for batch in batches():
+            loss = mean_loss(model, [batch])
+            loss.backward()
+    parts = pools(2).run(_from_context_parallel)
+    assert sum(part[0] for part in parts) == pytest.approx(loss.item(), rel=1e-12)
+    total = [torch.stack(gradients).sum(0) for gradients in zip(*(part[1] for part in parts), strict=True)]
+    close(total, [p.grad for p in model.parameters()], 1e-10)
+
+
+def _from_ring_flash_attn() -> Tensor:
+    tokens = torch.randn(1, SEQ, 3 * HEADS * 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+
+    def project(x: Tensor, positions: Tensor) -> tuple[Tensor, ...]:
+        assert x.shape[1] == len(positions)
+        return x.unflatten(-1, (3, HEADS, 8)).unbind(2)
+
+    names = dict(seq_len=SEQ, group=None, cu_seqlens=[0, 5, SEQ], tokens=tokens, project=project, scale=0.3)
+    return run("from_ring_flash_attn", **names)["whole"]
+
+
+def test_from_ring_flash_attn(pools) -> None:  # type: ignore[no-untyped-def]
+    tokens = torch.randn(1, SEQ, 3 * HEADS * 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    q, k, v = tokens.unflatten(-1, (3, HEADS, 8)).unbind(2)
+    mask = ringattn.plan(SEQ, causal=True, cu_seqlens=[0, 5, SEQ]).mask
+    want, _ = reference.attention(q, k, v, mask, softmax_scale=0.3)
+    for got in pools(2).run(_from_ring_flash_attn):
+        torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
+
+
+def gemma(attn: str) -> nn.Module:
+    transformers = pytest.importorskip("transformers", reason="pip install 'transformers>=5.17' accelerate")
+    import ringattn.hf  # noqa: F401
+
+    config = transformers.Gemma2Config(
+        vocab_size=VOCABULARY, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=1, head_dim=8, sliding_window=4, attention_dropout=0.0, pad_token_id=0,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    return transformers.AutoModelForCausalLM.from_config(config, attn_implementation=attn).double()
+
+
+def _fsdp2() -> list[Tensor]:
+    from torch.distributed.device_mesh import init_device_mesh  # noqa: F401
+
+    return parameters(run("fsdp2", model=gemma("ringattn"), loader=batches, device="cpu", shape=(2, 2))["model"])
+
+
+def test_fsdp2(pools) -> None:  # type: ignore[no-untyped-def]
+    model = gemma("eager")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    for several in zip(batches(0), batches(1), strict=True):
+        targets = [b["labels"][:, 1:] for b in several]
+        count = sum(int((t != -100).sum()) for t in targets)
+        for batch in several:
+            model(**batch, num_items_in_batch=torch.tensor(count)).loss.backward()
+        optimizer.step(), optimizer.zero_grad()
+    for got in pools(4).run(_fsdp2):
+        close(got, parameters(model), 1e-5)
+
+
+def _trainer(folder: str) -> list[Tensor]:
+    import accelerate
+    from test_hf import OnCpu, forget_accelerate
+
+    forget_accelerate()
+    real, accelerate.ParallelismConfig = accelerate.ParallelismConfig, OnCpu
+    try:
+        options = dict(output_dir=folder, use_cpu=True, max_steps=2, report_to=[], save_strategy="no", seed=1)
+        names = dict(name=folder, options=options, ranks=2, data=rows(), collate=torch.utils.data.default_collate)
+        return parameters(run("trainer", **names)["model"])
+    finally:
+        accelerate.ParallelismConfig = real
+
+
+def rows() -> list[dict[str, Tensor]]:
+    return [{name: x[0] for name, x in b.items()} for rank in range(16) for b in batches(rank, rows=1)]
+
+
+def test_trainer(pools, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    transformers = pytest.importorskip("transformers", reason="pip install 'transformers>=5.17' accelerate")
+    pytest.importorskip("accelerate", reason="pip install accelerate")
+    from test_hf import forget_accelerate
+
+    gemma("eager").float().save_pretrained(tmp_path)
+    got = pools(2).run(_trainer, str(tmp_path))
+    forget_accelerate()
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager")
+    before = copy.deepcopy(parameters(model))
+    args = transformers.TrainingArguments(
+        str(tmp_path), use_cpu=True, max_steps=2, report_to=[], save_strategy="no", seed=1
+    )
+    collate = torch.utils.data.default_collate
+    transformers.Trainer(model=model, args=args, train_dataset=rows(), data_collator=collate).train()
+    assert any(not torch.equal(a, b) for a, b in zip(before, parameters(model), strict=True))
+    for one in got:
+        close(one, parameters(model), 1e-5)
