@@ -1,0 +1,175 @@
+"""Train a Hugging Face model with its context split over ranks: three lines of an ordinary FSDP2 loop change.
+
+    torchrun --nproc-per-node 4 --module scripts.train_hf                    # Llama-shaped
+    torchrun --nproc-per-node 4 --module scripts.train_hf --model gemma2     # alternating windows, soft-cap
+    torchrun --nproc-per-node 4 --module scripts.train_hf --cp 2 --resume    # 2 rows of 2 ranks each
+
+Real text (bytes of Python's standard library, or --text) packed into rows of --context tokens; a document is a file, or
+what fits of it. All GPUs, or processes on the CPU. Each step prints loss, tokens/s, MFU and memory; the last line is
+JSON. MFU is (6 * parameters + 6 * layers * heads * head_dim * context) FLOPs per token, causal masks not credited,
+over --peak-tflops per rank; it is left out without that. --out gets a checkpoint, which --resume loads at any number of ranks.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import resource
+import sysconfig
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from transformers import AutoModelForCausalLM, Gemma2Config, LlamaConfig
+
+import ringattn.hf  # changed: registers "ringattn"
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", choices=["llama", "gemma2"], default="llama")
+    parser.add_argument("--layers", type=int, default=2)
+    parser.add_argument("--dim", type=int, default=64)
+    parser.add_argument("--context", type=int, default=1024, help="tokens of a row, over all ranks of a group")
+    parser.add_argument("--window", type=int, default=256, help="of gemma2's sliding layers")
+    parser.add_argument("--cp", type=int, help="ranks that share a row; default: all")
+    parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--lr", type=float, default=1e-3)
+    parser.add_argument("--text", help="a file or a folder; default: Python's standard library")
+    parser.add_argument("--out", default="out/train_hf", help="folder of the checkpoint")
+    parser.add_argument("--resume", action="store_true")
+    parser.add_argument("--peak-tflops", type=float, help="of one rank, for MFU")
+    options = parser.parse_args()
+    if options.dim % 32:
+        parser.error(f"--dim is {options.dim}; it must be a multiple of 32")
+    return options
+
+
+def config_of(options: argparse.Namespace) -> Any:
+    shape = dict(
+        vocab_size=258,  # bytes, start of a document, padding
+        hidden_size=options.dim,
+        intermediate_size=3 * options.dim,
+        num_hidden_layers=options.layers,
+        num_attention_heads=options.dim // 16,
+        num_key_value_heads=options.dim // 32,
+        head_dim=16,
+        max_position_embeddings=options.context,
+        bos_token_id=256,
+        pad_token_id=257,
+        eos_token_id=None,
+    )
+    if options.model == "llama":
+        return LlamaConfig(**shape)
+    return Gemma2Config(**shape, sliding_window=options.window, query_pre_attn_scalar=16)
+
+
+def documents(text: str | None) -> list[bytes]:
+    root = Path(text or sysconfig.get_paths()["stdlib"])
+    files = [root] if root.is_file() else sorted(root.glob("*.py" if text is None else "**/*"))
+    found = [data for file in files if file.is_file() and (data := file.read_bytes())]
+    if not found:
+        raise SystemExit(f"--text {root} has no readable text")
+    return found
+
+
+def row(texts: list[bytes], context: int, index: int) -> dict[str, Tensor]:
+    """One row of packed documents: a pure function of its index, so that ranks and restarts agree. ``position_ids``
+    restart in every document."""
+    tokens, positions = [], []
+    at = 7 * index
+    while len(tokens) < context:
+        data = texts[at % len(texts)]
+        offset = 997 * index % len(data)
+        piece = [256, *data[offset : offset + context // 2]][: context - len(tokens)]
+        tokens += piece
+        positions += range(len(piece))
+        at += 1
+    ids = torch.tensor([tokens])
+    return {"input_ids": ids, "labels": ids.clone(), "position_ids": torch.tensor([positions])}
+
+
+def memory(device: torch.device) -> float:
+    """Peak of this rank, MiB: of the GPU, or of the process."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated() / 2**20
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+
+
+def main() -> None:
+    options = arguments()
+    kind = "cuda" if torch.cuda.is_available() else "cpu"
+    local_rank = int(os.environ.get("LOCAL_RANK", 0))
+    device = torch.device(kind, local_rank) if kind == "cuda" else torch.device("cpu")
+    if kind == "cuda":
+        torch.cuda.set_device(device)
+    for name, value in (("RANK", "0"), ("WORLD_SIZE", "1"), ("MASTER_ADDR", "localhost"), ("MASTER_PORT", "29511")):
+        os.environ.setdefault(name, value)  # one process alone
+    dist.init_process_group("cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo")
+    ranks = dist.get_world_size()
+    cp = options.cp or ranks
+    if ranks % cp:
+        raise SystemExit(f"--cp is {cp}; it must divide the number of ranks, {ranks}")
+    mesh = init_device_mesh(kind, (ranks // cp, cp), mesh_dim_names=("dp", "cp"))
+    everyone = mesh["dp", "cp"]._flatten("dp_cp")
+
+    torch.manual_seed(0)
+    config = config_of(options)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="ringattn").to(device)  # changed
+    parameters = sum(p.numel() for p in model.parameters())
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32) if kind == "cuda" else None
+    sharding: dict[str, Any] = {"mesh": everyone} | ({"mp_policy": policy} if policy else {})
+    for layer in model.model.layers:
+        fully_shard(layer, **sharding)
+    fully_shard(model, **sharding)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=options.lr)
+
+    first = 0
+    if options.resume:
+        weights, state = get_state_dict(model, optimizer)
+        saved = {"model": weights, "optimizer": state, "step": torch.zeros((), dtype=torch.int64)}
+        dcp.load(saved, checkpoint_id=options.out)
+        set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=state)
+        first = int(saved["step"])
+
+    texts = documents(options.text)
+    data_rank, data_ranks = mesh["dp"].get_local_rank(), ranks // cp
+    attention_flops = 6 * config.num_hidden_layers * config.num_attention_heads * config.head_dim * options.context
+    log: dict[str, Any] = {}
+    for step in range(first, first + options.steps):
+        start = time.perf_counter()
+        batch = {k: v.to(device) for k, v in row(texts, options.context, step * data_ranks + data_rank).items()}
+        with ringattn.hf.sequence(model, batch, mesh["cp"]) as local:  # changed: whole rows in, shards out
+            local["num_items_in_batch"] = ringattn.loss.count_targets(local["shift_labels"], everyone)
+            loss = model(**local, use_cache=False).loss * everyone.size()  # FSDP averages over all ranks
+            loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        value = ringattn.loss.reduced(loss, everyone, wrapper="averages").item()
+        seconds = time.perf_counter() - start
+        rate = options.context * data_ranks / seconds
+        log = {"step": step, "loss": round(value, 5), "tokens_per_s": round(rate), "memory_mib": round(memory(device))}
+        if options.peak_tflops:
+            flops = (6 * parameters + attention_flops) * rate / ranks
+            log["mfu"] = round(flops / (options.peak_tflops * 1e12), 4)
+        if dist.get_rank() == 0:
+            print("  ".join(f"{k} {v}" for k, v in log.items()), flush=True)
+
+    weights, state = get_state_dict(model, optimizer)
+    step = torch.tensor(first + options.steps)
+    dcp.save({"model": weights, "optimizer": state, "step": step}, checkpoint_id=options.out)
+    if dist.get_rank() == 0:
+        print(json.dumps({**log, "model": options.model, "ranks": ranks, "cp": cp, "parameters": parameters}))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
