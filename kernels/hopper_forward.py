@@ -595,12 +595,11 @@ def forward(
     batch, seq_q, q_heads, _ = q.shape
     if state is not None:
         state = State(*(x.contiguous() for x in state))
-    m, l, o = state or (None, None, None)
     if finalize:
         out, lse = q.new_empty(q.shape), q.new_empty(batch, q_heads, seq_q, dtype=torch.float32)
         outputs = (out, lse, lse)
     elif state is not None:
-        outputs = (o, m, l)  # each tile reads its part of the state before it writes it
+        outputs = (state.o, state.m, state.l)  # each tile reads its part of the state before it writes it
     else:
         rows = q.new_empty(2, batch, q_heads, seq_q, dtype=torch.float32)
         outputs = (q.new_empty(q.shape, dtype=torch.float32), rows[0], rows[1])

@@ -232,7 +232,7 @@ class GroupTransport(Transport):
         self.group = group
         self.backends = backends
         # agree() must not wait for the GPU: it runs over gloo.
-        self.words = None if backends.get("cpu") == "gloo" else gloo_beside(group)
+        self.words: Any = None if backends.get("cpu") == "gloo" else gloo_beside(group)
         if cuda:  # a first point-to-point message among some of the ranks would not set the communicator up for all
             dist.all_reduce(torch.zeros(1, device=device), group=group)
         host = hash_of(socket.gethostname())

@@ -19,6 +19,7 @@ forward+backward. Random data. A rate above the hardware's peak is refused. The 
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import os
 import statistics
@@ -49,7 +50,7 @@ def variants(args: argparse.Namespace, tokens: int, device: torch.device) -> dic
     dout = torch.randn_like(q)
     found: dict[str, tuple[Callable, Callable]] = {}
 
-    def both(attend: Callable[[], torch.Tensor]) -> tuple[Callable, Callable]:
+    def both(attend: Callable[[], Any]) -> tuple[Callable, Callable]:
         def forward() -> None:
             with torch.no_grad():
                 attend()
@@ -59,7 +60,7 @@ def variants(args: argparse.Namespace, tokens: int, device: torch.device) -> dic
     causal = not args.full
     for dataflow in args.dataflows:
         plan = ringattn.plan(tokens * world, causal=causal, dataflow=dataflow)
-        found[dataflow] = both(lambda plan=plan: ringattn.attention(q, k, v, plan, kernel=args.kernel))
+        found[dataflow] = both(functools.partial(ringattn.attention, q, k, v, plan, kernel=args.kernel))
 
     block = ringattn.plan(tokens * world, causal=causal, dataflow="gather").gathered_block(device)
     k_all, v_all = make(block.seq_k, hk, False), make(block.seq_k, hk, False)
@@ -89,8 +90,9 @@ def torch_context_parallel(q: Any, k: Any, v: Any, causal: bool) -> Callable[[],
 
     def attend() -> torch.Tensor:
         with context_parallel(mesh):
-            out = torch.nn.functional.scaled_dot_product_attention(
-                *(x.transpose(1, 2) for x in (q, k, v)), is_causal=causal, enable_gqa=q.shape[2] != k.shape[2]
+            heads_first = [x.transpose(1, 2) for x in (q, k, v)]
+            out = torch.nn.functional.scaled_dot_product_attention(  # type: ignore[misc]
+                *heads_first, is_causal=causal, enable_gqa=q.shape[2] != k.shape[2]
             )
         return out.transpose(1, 2)
 
@@ -100,7 +102,8 @@ def torch_context_parallel(q: Any, k: Any, v: Any, causal: bool) -> Callable[[],
 def measure(calls: dict[str, Callable], segments: int, seconds: float) -> dict[str, float]:
     """Median milliseconds of one call, slowest rank, in alternating segments of about ``seconds``."""
     device = torch.device("cuda", torch.cuda.current_device())
-    repeats, times = {}, {name: [] for name in calls}
+    repeats: dict[str, int] = {}
+    times: dict[str, list[float]] = {name: [] for name in calls}
     for name, call in calls.items():
         call()
         torch.cuda.synchronize()

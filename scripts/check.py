@@ -111,13 +111,14 @@ def dense(case: Case, x: dict[str, Tensor], exact: bool) -> list[Tensor]:
     leaves = [x[n].double() if exact else x[n].clone() for n in ("q", "k", "v", "sink")]  # gradients in the same dtype
     leaves = [leaf.requires_grad_() for leaf in leaves]
     mask = ringattn.plan(case.seq_len, virtual.VirtualRank(0, 1), seq_len_k=case.seq_len_k, **case.mask).mask
-    options = dict(
+    options: dict[str, Any] = dict(
         softcap=case.softcap,
         alibi_slopes=x["slopes"] if case.alibi else None,
         sink=leaves[3] if case.sink else None,
     )
-    attend = reference.attention if exact else in_own_dtype
-    out, lse = attend(*leaves[:3], mask, **options)
+    attend: Any = reference.attention if exact else in_own_dtype
+    q, k, v, _ = leaves
+    out, lse = attend(q, k, v, mask, **options)
     return [out.detach(), lse.detach(), *gradients(out, lse, x, leaves)]
 
 
@@ -148,8 +149,11 @@ def over_ranks(
     plan = ringattn.plan(case.seq_len, group, seq_len_k=case.seq_len_k, deterministic=deterministic, **case.mask, **how)
     leaves = [plan.shard(x["q"]), plan.shard_k(x["k"]), plan.shard_k(x["v"]), x["sink"].clone()]
     leaves = [leaf.requires_grad_() for leaf in leaves]
+    q, k, v, _ = leaves
     out, lse = ringattn.attention(
-        *leaves[:3],
+        q,
+        k,
+        v,
         plan,
         softcap=case.softcap,
         alibi_slopes=x["slopes"] if case.alibi else None,
@@ -233,13 +237,15 @@ def main() -> int:
         torch.cuda.set_device(local)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     device = torch.device("cuda", local) if cuda else torch.device("cpu")
-    dist.init_process_group("nccl" if cuda else "gloo", **({"device_id": device} if cuda else {}))
+    dist.init_process_group("nccl" if cuda else "gloo", device_id=device if cuda else None)
     rank, world = dist.get_rank(), dist.get_world_size()
     sizes = args.groups or range(1, world + 1)
     groups = {n: dist.new_group(list(range(n))) for n in sizes}
     torch.backends.cuda.matmul.allow_tf32 = False
 
-    began, failures, worst, total = time.time(), [], {}, 0
+    began, total = time.time(), 0
+    failures: list[str] = []
+    worst: dict[tuple[str, int], dict[str, float]] = {}
     for name in args.dtypes:
         dtype = getattr(torch, name)
         for case in cases(args.quick):
