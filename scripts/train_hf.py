@@ -7,7 +7,8 @@
 Real text (bytes of Python's standard library, or --text) packed into rows of --context tokens; a document is a file, or
 what fits of it. All GPUs, or processes on the CPU. Each step prints loss, tokens/s, MFU and memory; the last line is
 JSON. MFU is (6 * parameters + 6 * layers * heads * head_dim * context) FLOPs per token, causal masks not credited,
-over --peak-tflops per rank; it is left out without that. --out gets a checkpoint, which --resume loads at any number of ranks.
+over --peak-tflops per rank; it is left out without that. --out gets a checkpoint, which --resume loads at any number of
+ranks.
 """
 
 from __future__ import annotations

@@ -1,0 +1,303 @@
+"""ringattn beside what trains with it: DDP, FSDP2, meshes, mixed precision, checkpointing, compile, saved checkpoints.
+
+Each against one process without ranks; the collectives of a step are counted.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from pool import on_ranks
+from torch import Tensor, nn
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+import ringattn
+import ringattn.virtual
+
+ROOT = Path(__file__).parents[1]
+VOCABULARY, DIM, HEADS, SEQ, ROWS = 29, 16, 4, 22, 2
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.RMSNorm(DIM)
+        self.qkv, self.out = nn.Linear(DIM, 3 * DIM, bias=False), nn.Linear(DIM, DIM, bias=False)
+
+    def forward(self, x: Tensor, plan: ringattn.Plan) -> Tensor:
+        q, k, v = (y.unflatten(-1, (HEADS, -1)) for y in self.qkv(self.norm(x)).chunk(3, -1))
+        return x + self.out(ringattn.attention(q, k, v, plan).flatten(2))
+
+
+def save_attention(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    mine = op is torch.ops.ringattn.attention.default
+    return CheckpointPolicy.MUST_SAVE if mine else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+class Decoder(nn.Module):
+    """``mode``: "" or what is computed again in the backward: "full", "selective"."""
+
+    def __init__(self, mode: str = "") -> None:
+        super().__init__()
+        self.mode = mode
+        torch.manual_seed(0)
+        self.embed, self.place = nn.Embedding(VOCABULARY, DIM), nn.Embedding(SEQ, DIM)
+        self.layers = nn.ModuleList(Layer() for _ in range(2))
+        self.head = nn.Linear(DIM, VOCABULARY)
+
+    def forward(self, local: dict[str, Tensor], plan: ringattn.Plan) -> Tensor:
+        x = self.embed(local["input_ids"]) + self.place(local["position_ids"])
+        for layer in self.layers:
+            if self.mode:
+                options: dict[str, Any] = {}
+                if self.mode == "selective":
+                    options["context_fn"] = lambda: create_selective_checkpoint_contexts(save_attention)
+                x = checkpoint(layer, x, plan, use_reentrant=False, **options)
+            else:
+                x = layer(x, plan)
+        return self.head(x)
+
+
+def rows(data_rank: int, step: int) -> dict[str, Tensor]:
+    """Packed documents, and numbers of targets that differ between ranks and steps."""
+    g = torch.Generator().manual_seed(100 * step + data_rank)
+    tokens = torch.randint(VOCABULARY, (ROWS, SEQ), generator=g)
+    ids = (torch.arange(SEQ) >= 5 + 3 * data_rank).long().expand(ROWS, -1)
+    labels = torch.where(torch.arange(SEQ) < 2 + 9 * data_rank, -100, tokens)
+    return {"input_ids": tokens, "labels": labels, "documents": ids}
+
+
+def plan_of(batch: dict[str, Tensor], group: Any) -> ringattn.Plan:
+    return ringattn.plan(SEQ, group, causal=True, documents=ringattn.batch.documents(batch))
+
+
+def alone() -> Any:
+    return ringattn.virtual.VirtualRank(0, 1)
+
+
+def one_process(data_ranks: int, steps: int, accumulated: int = 1) -> list[Tensor]:
+    model = Decoder().double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    for step in range(steps):
+        micro = [rows(r, accumulated * step + a) for a in range(accumulated) for r in range(data_ranks)]
+        pieces = [(plan_of(b, alone()).shard_batch(b), plan_of(b, alone())) for b in micro]
+        count = sum(int((local["shift_labels"] != -100).sum()) for local, _ in pieces)
+        for local, plan in pieces:
+            logits = model(local, plan).flatten(0, 1)
+            (F.cross_entropy(logits, local["shift_labels"].flatten(), reduction="sum") / count).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return [p.detach() for p in model.parameters()]
+
+
+def whole(model: nn.Module) -> list[Tensor]:
+    return [p.full_tensor() if hasattr(p, "full_tensor") else p.detach().clone() for p in model.parameters()]
+
+
+def steps_of(model: nn.Module, mesh: Any, reduced_over: Any, wrapper: str, steps: int, accumulated: int = 1) -> None:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    data_rank = mesh[mesh.mesh_dim_names[0]].get_local_rank()
+    for step in range(steps):
+        pieces = []
+        for a in range(accumulated):
+            batch = rows(data_rank, accumulated * step + a)
+            plan = plan_of(batch, mesh["cp"])
+            pieces.append((plan.shard_batch(batch), plan))
+        total = ringattn.loss.count_targets([local["shift_labels"] for local, _ in pieces], reduced_over)
+        for a, (local, plan) in enumerate(pieces):
+            last = a == accumulated - 1
+            context = contextlib.nullcontext() if last or not hasattr(model, "no_sync") else model.no_sync()
+            if hasattr(model, "set_requires_gradient_sync"):
+                model.set_requires_gradient_sync(last)
+            with context:
+                logits = model(local, plan)
+                ringattn.loss.cross_entropy(
+                    logits, local["shift_labels"], reduced_over, wrapper=wrapper, total=total
+                ).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def _train(kind: str, mode: str, accumulated: int) -> list[Tensor]:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    size = dist.get_world_size()
+    three = kind == "three dimensions"
+    names = ("dp_shard", "cp", "tp") if three else ("dp", "cp")
+    mesh = init_device_mesh("cpu", (2, size // 2, 1) if three else (2, size // 2), mesh_dim_names=names)
+    both = mesh[names[:2]]._flatten("dp_cp")
+    model: nn.Module = Decoder(mode).double()
+    wrapper = "averages"
+    if kind == "DDP":
+        model = nn.parallel.DistributedDataParallel(model, process_group=both.get_group())
+    else:
+        for layer in model.layers:
+            fully_shard(layer, mesh=both)
+        fully_shard(model, mesh=both)
+        if kind == "FSDP2 that sums":
+            for module in (model, *model.layers):
+                module.set_gradient_divide_factor(1.0)
+            wrapper = "sums"
+    steps_of(model, mesh, both, wrapper, 2, accumulated)
+    return whole(model)
+
+
+@pytest.mark.parametrize("world_size", on_ranks(4))
+@pytest.mark.parametrize(
+    ("kind", "mode", "accumulated"),
+    [
+        ("DDP", "", 1),
+        ("DDP", "full", 2),
+        ("FSDP2", "", 2),
+        ("FSDP2", "selective", 1),
+        ("FSDP2 that sums", "full", 1),
+        ("three dimensions", "", 1),
+    ],
+)
+def test_parameters_after_steps(pools, world_size, kind, mode, accumulated) -> None:  # type: ignore[no-untyped-def]
+    want = one_process(2, 2, accumulated)
+    for got in pools(world_size).run(_train, kind, mode, accumulated):
+        for a, b in zip(got, want, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-11)
+
+
+def _messages(mode: str) -> tuple[int, int, list[Tensor]]:
+    """Point-to-point messages and bytes of forward and backward, and the gradients."""
+    plan = plan_of(rows(0, 0), None)
+    local = plan.shard_batch(rows(0, 0))
+    model = Decoder(mode).double()
+    before = plan.transport.sent_messages, plan.transport.sent_bytes
+    ringattn.loss.cross_entropy(model(local, plan), local["shift_labels"], wrapper="sums").backward()
+    sent = plan.transport.sent_messages - before[0], plan.transport.sent_bytes - before[1]
+    return *sent, [p.grad for p in model.parameters()]
+
+
+@pytest.mark.parametrize("world_size", on_ranks(2))
+def test_selective_checkpointing_communicates_as_without(pools, world_size) -> None:  # type: ignore[no-untyped-def]
+    plain, full, selective = (pools(world_size).run(_messages, mode) for mode in ("", "full", "selective"))
+    again, once = (sum(result[0] for result in results) for results in (full, plain))
+    assert again > once, "computing attention again communicates again"
+    for a, b, c in zip(plain, full, selective, strict=True):
+        assert a[:2] == c[:2]
+        assert a[0] > 0
+        for x, y, z in zip(a[2], b[2], c[2], strict=True):
+            assert torch.equal(x, y)
+            assert torch.equal(x, z)
+
+
+def _compiled() -> list[Tensor]:
+    batch = rows(0, 0)
+    gradients = []
+    for compiled in (False, True):
+        model = Decoder().double()
+        run = torch.compile(model, fullgraph=True, backend="aot_eager") if compiled else model
+        plan = plan_of(batch, None)
+        local = plan.shard_batch(batch)
+        ringattn.loss.cross_entropy(run(local, plan), local["shift_labels"], wrapper="sums").backward()
+        gradients.append([p.grad for p in model.parameters()])
+    for a, b in zip(*gradients, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-13)
+    return gradients[1]
+
+
+@pytest.mark.parametrize("world_size", on_ranks(2))
+def test_compiled_without_graph_break_over_ranks(pools, world_size) -> None:  # type: ignore[no-untyped-def]
+    model = Decoder().double()
+    local, plan = plan_of(rows(0, 0), alone()).shard_batch(rows(0, 0)), plan_of(rows(0, 0), alone())
+    ringattn.loss.cross_entropy(model(local, plan), local["shift_labels"], alone(), wrapper="sums").backward()
+    parts = pools(world_size).run(_compiled)
+    for want, *got in zip((p.grad for p in model.parameters()), *parts, strict=True):
+        torch.testing.assert_close(torch.stack(got).sum(0), want, rtol=1e-10, atol=1e-12)
+
+
+def _mixed() -> tuple[torch.dtype, float]:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
+    # Inputs need no cast, and FSDP2 would take the plan, an argument of the model, for a dataclass to copy.
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False)
+    model: Any = fully_shard(Decoder(), mesh=mesh, mp_policy=policy)
+    plan = plan_of(rows(0, 0), mesh["cp"])
+    local = plan.shard_batch(rows(0, 0))
+    logits = model(local, plan)
+    loss = ringattn.loss.cross_entropy(logits, local["shift_labels"], mesh["cp"], wrapper="averages")
+    loss.backward()
+    assert all(p.grad.dtype == torch.float32 for p in model.parameters())
+    return logits.dtype, ringattn.loss.reduced(loss, mesh["cp"], wrapper="averages").item()
+
+
+@pytest.mark.parametrize("world_size", on_ranks(2))
+def test_mixed_precision(pools, world_size) -> None:  # type: ignore[no-untyped-def]
+    """In bfloat16 the loss is that of one process in bfloat16, within its rounding."""
+    model = Decoder().bfloat16()
+    plan = plan_of(rows(0, 0), alone())
+    local = plan.shard_batch(rows(0, 0))
+    want = ringattn.loss.cross_entropy(model(local, plan), local["shift_labels"], alone(), wrapper="sums").item()
+    for dtype, loss in pools(world_size).run(_mixed):
+        assert dtype == torch.bfloat16
+        assert loss == pytest.approx(want, rel=1e-2)
+
+
+def _saved(folder: str, load: bool) -> list[Tensor]:
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = init_device_mesh("cpu", (1, dist.get_world_size()), mesh_dim_names=("dp", "cp"))
+    model: Any = fully_shard(Decoder().double(), mesh=mesh["cp"])
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+
+    def step(i: int) -> None:
+        plan = plan_of(rows(0, i), mesh["cp"])
+        local = plan.shard_batch(rows(0, i))
+        loss = ringattn.loss.cross_entropy(model(local, plan), local["shift_labels"], mesh["cp"], wrapper="averages")
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    if not load:
+        step(0)
+    weights, state = get_state_dict(model, optimizer)
+    assert not any("ringattn" in name or "plan" in name for name in weights)
+    if load:
+        dcp.load({"model": weights, "optimizer": state}, checkpoint_id=folder)
+        set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=state)
+    else:
+        dcp.save({"model": weights, "optimizer": state}, checkpoint_id=folder)
+    step(1)
+    return whole(model)
+
+
+def test_a_checkpoint_resumes_at_another_number_of_ranks(pools, tmp_path) -> None:  # type: ignore[no-untyped-def]
+    want = pools(4).run(_saved, str(tmp_path), False)[0]
+    for got in pools(2).run(_saved, str(tmp_path), True):
+        for a, b in zip(got, want, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-10)
+
+
+def test_train_hf_resumes_at_another_number_of_ranks(tmp_path) -> None:  # type: ignore[no-untyped-def]
+    pytest.importorskip("transformers", reason="pip install 'transformers>=5.17' accelerate")
+
+    def losses(ranks: int, steps: int, *more: str) -> list[float]:
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+        command += ["--module", "scripts.train_hf", "--model", "gemma2", "--context", "96", "--window", "20"]
+        command += ["--layers", "2", "--dim", "32", "--steps", str(steps), *more]
+        text = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+        assert json.loads(text.splitlines()[-1])["ranks"] == ranks
+        return [float(line.split()[3]) for line in text.splitlines() if line.startswith("step")]
+
+    folder = str(tmp_path / "two")
+    got = losses(2, 2, "--out", folder) + losses(1, 1, "--out", folder, "--resume")
+    assert got == pytest.approx(losses(1, 3, "--out", str(tmp_path / "one")), abs=2e-5)
