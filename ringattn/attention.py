@@ -63,7 +63,12 @@ def attention(
     if torch.is_autocast_enabled(q.device.type):
         dtype = torch.get_autocast_dtype(q.device.type)
         q, k, v = (x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x for x in (q, k, v))
-    _check(q, k, v, plan, softcap, alibi_slopes, sink)
+    try:
+        _check(q, k, v, plan, softcap, alibi_slopes, sink)
+    except (ValueError, TypeError) as error:
+        if not torch.compiler.is_compiling():
+            plan.refuse("attention()", error)
+        raise
     scale = q.shape[-1] ** -0.5 if softmax_scale is None else float(softmax_scale)
     out, lse = torch.ops.ringattn.attention(q, k, v, alibi_slopes, sink, scale, float(softcap), kernel, plan.handle)
     return (out, lse) if return_lse else out

@@ -58,10 +58,13 @@ class Plan:
     transport: Transport
     handle: int = field(default_factory=itertools.count(1).__next__)
     _cache: dict[object, object] = field(default_factory=dict, repr=False)
-    _signatures: set[object] = field(default_factory=set, repr=False)
+    _signatures: set[tuple[object, ...]] = field(default_factory=set, repr=False)
 
     def __post_init__(self) -> None:
         _by_handle[self.handle] = self
+
+    def __copy__(self) -> Plan:
+        return self
 
     def __deepcopy__(self, memo: dict[int, object]) -> Plan:
         return self  # immutable; copies of a module share it
@@ -209,6 +212,11 @@ class Plan:
             self._signatures.add(signature)
         elif error is not None:
             raise error
+
+    def refuse(self, what: str, error: Exception) -> None:
+        """Before this rank raises ``error``: tell the others, if the call is one in which they compare."""
+        if self.world_size > 1 and not any(signature[0] == what for signature in self._signatures):
+            self.transport.agree(what, {}, error)
 
     def _once(self, key: object, make):  # type: ignore[no-untyped-def]
         if key not in self._cache:

@@ -6,10 +6,12 @@ The plans here are those of rank 1 of 3 ranks that do not exist: whatever tries 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from pool import Pool, on_ranks
 
 import ringattn
 from ringattn.kernels import block as blocks
@@ -156,3 +158,19 @@ def test_unshard_of_another_length() -> None:
     with pytest.raises(ValueError, match=r"unshard\(\) got shape \(2, 18\) and dim 1, but rank 1 holds 6 tokens"):
         plan.unshard(torch.zeros(2, 18))
     assert plan.transport.sent_messages == 0
+
+
+def shape_wrong_on_one_rank() -> str:
+    plan = ringattn.plan(24)
+    q, k, v = (torch.randn(1, plan.local_lengths[plan.rank], 2, 8) for _ in range(3))
+    with pytest.raises(ValueError) as refused:
+        ringattn.attention(q, k[:, 1:] if plan.rank == 1 else k, v, plan)
+    return str(refused.value)
+
+
+@pytest.mark.parametrize("world_size", on_ranks(3))
+def test_tensors_that_one_rank_refuses_are_refused_by_all(pools: Callable[[int], Pool], world_size: int) -> None:
+    """In the first call after plan(), in which the ranks compare."""
+    here, wrong, there = pools(world_size).run(shape_wrong_on_one_rank)
+    assert "seq and heads must be equal" in wrong
+    assert here == there == f"attention() failed on rank 1: {wrong}"
