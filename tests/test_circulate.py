@@ -1,0 +1,73 @@
+"""The walk by itself: who meets whom, what comes home, and how many buffers are alive while a rank computes."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from ringattn import circulate as walk
+from ringattn import virtual
+from ringattn.circulate import Part, circulate
+from ringattn.ring import add_gradients
+from ringattn.schedule import Schedule
+
+TOKENS = 64
+
+
+@pytest.fixture
+def alive(monkeypatch: pytest.MonkeyPatch) -> dict[int, list[weakref.ref]]:
+    """Buffers that the walk has allocated, per thread."""
+    made: dict[int, list[weakref.ref]] = {}
+
+    class Counting:
+        def __getattr__(self, name: str) -> Any:
+            return getattr(torch, name)
+
+        def empty(self, *args: Any, **kwargs: Any) -> Tensor:
+            x = torch.empty(*args, **kwargs)
+            made.setdefault(threading.get_ident(), []).append(weakref.ref(x))
+            return x
+
+    monkeypatch.setattr(walk, "torch", Counting())
+    return made
+
+
+@pytest.mark.parametrize(("world_size", "local_size"), [(1, 1), (2, 2), (5, 5), (6, 3)])
+@pytest.mark.parametrize("contributes", [False, True])
+def test_everybody_is_met_and_memory_does_not_grow_with_ranks(
+    world_size: int, local_size: int, contributes: bool, alive: dict[int, list[weakref.ref]]
+) -> None:
+    needs = tuple((True,) * world_size for _ in range(world_size))
+    schedule = Schedule(world_size, needs, local_size)
+
+    def body(rank: virtual.VirtualRank) -> tuple[dict[int, float], Tensor | None, int]:
+        met: dict[int, float] = {}
+        peak = 0
+
+        def visit(owner: int, shard: tuple[Tensor, ...]) -> tuple[Tensor] | None:
+            nonlocal peak
+            met[owner] = shard[0].mean().item()
+            peak = max(peak, sum(ref() is not None for ref in alive.get(threading.get_ident(), [])))
+            return (torch.full((TOKENS,), 10.0**rank.rank),) if contributes else None
+
+        mine = torch.full((TOKENS,), float(rank.rank))
+        part = Part((mine.shape,), torch.float32, (0,), add_gradients) if contributes else None
+        steps = schedule.steps(rank.rank)
+        home = circulate((mine,), (0,), (TOKENS,) * world_size, steps, rank, visit, part)
+        return met, None if home is None else home[0], peak
+
+    for met, home, peak in virtual.run(world_size, body):
+        assert met == {owner: float(owner) for owner in range(world_size)}
+        if contributes:
+            assert home is not None
+            assert torch.equal(home, torch.full((TOKENS,), float("1" * world_size)))
+        else:
+            assert home is None
+        # The shard held and the one arriving; the contribution leaving and the one arriving.
+        assert peak <= min(world_size - 1, 2) + (2 if contributes else 0)
+        assert peak == 0 or world_size > 1
