@@ -238,9 +238,10 @@ def test_layers_computed_again_in_the_backward_see_the_same_sequence(reentrant: 
     """The backward is outside of the sequence: a layer's plan comes with it, in the place of its mask."""
     want = expected("gemma2", "packed", torch.float64)
 
+    models = [build("gemma2", "ringattn") for _ in range(2)]  # threads share the generator of random numbers
+
     def body(rank: virtual.VirtualRank) -> tuple[float, dict[str, Tensor]]:
-        model = build("gemma2", "ringattn")
-        model.train()
+        model = models[rank.rank].train()
         model.gradient_checkpointing_enable({"use_reentrant": reentrant})
         model.enable_input_require_grads()
         with ringattn.hf.sequence(model, batch_of("packed", True), rank) as local:
