@@ -359,8 +359,8 @@ def visible_to_layers(
     length = current.plan.local_lengths[current.plan.rank]
     if isinstance(q_offset, Tensor) or q_offset != 0 or kv_offset != 0:
         raise NotImplementedError(
-            f"the model continues from a cache of earlier keys (q_offset={q_offset}); generate() does not run over "
-            "ranks: call model.set_attn_implementation('sdpa') first, or use ringattn.KVCache and ringattn.decode"
+            f"the model continues from a cache of earlier keys (q_offset={q_offset}); generate() does not run "
+            "over ranks: call model.set_attn_implementation('sdpa') first, or use ringattn.KVCache and ringattn.decode"
         )
     if q_length != length or kv_length != length:
         raise ValueError(
@@ -370,7 +370,8 @@ def visible_to_layers(
     if attention_mask is None:  # on every rank, whether or not its own positions look like several documents
         raise ValueError(
             "the model makes a mask without an attention_mask, and then reads documents out of position ids; "
-            "pass it every tensor that ringattn.hf.sequence() yields, attention_mask among them"
+            "pass it every tensor that ringattn.hf.sequence() yields, attention_mask among them (and generate() does not "
+            "run over ranks: call model.set_attn_implementation('sdpa') first)"
         )
     if use_vmap:
         raise NotImplementedError(
