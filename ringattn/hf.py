@@ -370,7 +370,7 @@ def visible_to_layers(
     if attention_mask is None:  # on every rank, whether or not its own positions look like several documents
         raise ValueError(
             "the model makes a mask without an attention_mask, and then reads documents out of position ids; "
-            "pass it every tensor that ringattn.hf.sequence() yields, attention_mask among them (and generate() does not "
+            "pass it every tensor that ringattn.hf.sequence() yields, attention_mask among them (generate() does not "
             "run over ranks: call model.set_attn_implementation('sdpa') first)"
         )
     if use_vmap:
