@@ -7,7 +7,7 @@ import threading
 import weakref
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -30,9 +30,11 @@ DATAFLOWS = ("ring", "gather", "reduce")
 _CACHED_PLANS = 64
 
 
-@dataclass(frozen=True, eq=False)
 class Plan:
-    """Who attends to whom, and what moves, for one sequence shape. Made by :func:`plan`; plain data.
+    """Who attends to whom, and what moves, for one sequence shape. Made by :func:`plan`; not to be changed.
+
+    No dataclass: wrappers that cast or move a module's arguments (FSDP's mixed precision) take dataclasses apart and
+    put copies together, and a plan must stay the one that all ranks agreed on.
 
     Attributes:
         seq_len, seq_len_k: global numbers of queries and keys.
@@ -41,27 +43,41 @@ class Plan:
         mask: intervals per query, in global positions.
         shards, shards_k: for every rank, the ranges of positions of queries and keys it holds.
         schedule: the walk of the shards that travel: keys and values in a ring, queries in a reduce.
+        transport: moves tensors between the ranks.
         handle: a number that stands for this plan in the operators of torch.library.
     """
 
-    seq_len: int
-    seq_len_k: int
-    rank: int
-    world_size: int
-    layout: str
-    dataflow: str
-    deterministic: bool
-    mask: Mask
-    shards: tuple[Shard, ...]
-    shards_k: tuple[Shard, ...]
-    schedule: Schedule
-    transport: Transport
-    handle: int = field(default_factory=itertools.count(1).__next__)
-    _cache: dict[object, object] = field(default_factory=dict, repr=False)
-    _signatures: set[tuple[object, ...]] = field(default_factory=set, repr=False)
-
-    def __post_init__(self) -> None:
+    def __init__(
+        self,
+        *,
+        seq_len: int,
+        seq_len_k: int,
+        rank: int,
+        world_size: int,
+        layout: str,
+        dataflow: str,
+        deterministic: bool,
+        mask: Mask,
+        shards: tuple[Shard, ...],
+        shards_k: tuple[Shard, ...],
+        schedule: Schedule,
+        transport: Transport,
+    ) -> None:
+        self.seq_len, self.seq_len_k = seq_len, seq_len_k
+        self.rank, self.world_size = rank, world_size
+        self.layout, self.dataflow, self.deterministic = layout, dataflow, deterministic
+        self.mask, self.shards, self.shards_k = mask, shards, shards_k
+        self.schedule, self.transport = schedule, transport
+        self.handle = next(_handles)
+        self._cache: dict[object, Any] = {}
+        self._signatures: set[tuple[object, ...]] = set()
         _by_handle[self.handle] = self
+
+    def __repr__(self) -> str:
+        return (
+            f"Plan(seq_len={self.seq_len}, seq_len_k={self.seq_len_k}, rank={self.rank}, world_size={self.world_size}, "
+            f"layout={self.layout!r}, dataflow={self.dataflow!r})"
+        )
 
     def __copy__(self) -> Plan:
         return self
@@ -309,6 +325,7 @@ def dataflows() -> tuple[str, ...]:
     return DATAFLOWS
 
 
+_handles = itertools.count(1)
 _by_handle: weakref.WeakValueDictionary[int, Plan] = weakref.WeakValueDictionary()
 _cache: OrderedDict[tuple[object, ...], Plan] = OrderedDict()
 _cache_lock = threading.Lock()

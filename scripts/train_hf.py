@@ -85,7 +85,8 @@ def documents(text: str | None) -> list[bytes]:
 def row(texts: list[bytes], context: int, index: int) -> dict[str, Tensor]:
     """One row of packed documents: a pure function of its index, so that ranks and restarts agree. ``position_ids``
     restart in every document."""
-    tokens, positions = [], []
+    tokens: list[int] = []
+    positions: list[int] = []
     at = 7 * index
     while len(tokens) < context:
         data = texts[at % len(texts)]
@@ -136,7 +137,7 @@ def main() -> None:
     first = 0
     if options.resume:
         weights, state = get_state_dict(model, optimizer)
-        saved = {"model": weights, "optimizer": state, "step": torch.zeros((), dtype=torch.int64)}
+        saved: dict[str, Any] = {"model": weights, "optimizer": state, "step": torch.zeros((), dtype=torch.int64)}
         dcp.load(saved, checkpoint_id=options.out)
         set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=state)
         first = int(saved["step"])
@@ -154,10 +155,10 @@ def main() -> None:
             loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        value = ringattn.loss.reduced(loss, everyone, wrapper="averages").item()
+        mean = ringattn.loss.reduced(loss, everyone, wrapper="averages").item()
         seconds = time.perf_counter() - start
         rate = options.context * data_ranks / seconds
-        log = {"step": step, "loss": round(value, 5), "tokens_per_s": round(rate), "memory_mib": round(memory(device))}
+        log = {"step": step, "loss": round(mean, 5), "tokens_per_s": round(rate), "memory_mib": round(memory(device))}
         if options.peak_tflops:
             flops = (6 * parameters + attention_flops) * rate / ranks
             log["mfu"] = round(flops / (options.peak_tflops * 1e12), 4)
@@ -165,8 +166,8 @@ def main() -> None:
             print("  ".join(f"{k} {v}" for k, v in log.items()), flush=True)
 
     weights, state = get_state_dict(model, optimizer)
-    step = torch.tensor(first + options.steps)
-    dcp.save({"model": weights, "optimizer": state, "step": step}, checkpoint_id=options.out)
+    done = torch.tensor(first + options.steps)
+    dcp.save({"model": weights, "optimizer": state, "step": done}, checkpoint_id=options.out)
     if dist.get_rank() == 0:
         print(json.dumps({**log, "model": options.model, "ranks": ranks, "cp": cp, "parameters": parameters}))
     dist.destroy_process_group()

@@ -6,6 +6,7 @@ import copy
 import dataclasses
 import gc
 import importlib
+import inspect
 import pickle
 import re
 import time
@@ -211,7 +212,8 @@ def test_verify_passes_and_counts_are_those_of_the_mask(drawn: tuple[int, Case])
 
 
 def altered(plan: ringattn.Plan, **changes: Any) -> ringattn.Plan:
-    return dataclasses.replace(plan, handle=-1, _cache={}, _signatures=set(), **changes)
+    names = [name for name in inspect.signature(ringattn.Plan.__init__).parameters if name != "self"]
+    return ringattn.Plan(**{**{name: getattr(plan, name) for name in names}, **changes})
 
 
 @dataclasses.dataclass(frozen=True)

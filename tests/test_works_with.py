@@ -225,8 +225,7 @@ def _mixed() -> tuple[torch.dtype, float]:
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
-    # Inputs need no cast, and FSDP2 would take the plan, an argument of the model, for a dataclass to copy.
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False)
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     model: Any = fully_shard(Decoder(), mesh=mesh, mp_policy=policy)
     plan = plan_of(rows(0, 0), mesh["cp"])
     local = plan.shard_batch(rows(0, 0))
