@@ -592,6 +592,7 @@ def forward(
     sink: Tensor | None,
     finalize: bool,
 ) -> State | tuple[Tensor, Tensor]:
+    """See block.block_forward. A carried state is updated in place."""
     batch, seq_q, q_heads, _ = q.shape
     if state is not None:
         state = State(*(x.contiguous() for x in state))
