@@ -57,6 +57,36 @@ class Score:
     alibi_slopes: Tensor | None = None
 
 
+@dataclass(frozen=True)
+class Arrivals:
+    """Keys and values that copy engines still write while a kernel attends to them.
+
+    Row ``b * kv_heads + h`` of keys and values is complete when ``int32(flags[row, 0] - epoch) >= 0``, a comparison that
+    wraps around. A kernel waits for the row before it reads it. Only copies may be outstanding when the kernel starts,
+    because nothing that needs a multiprocessor makes progress beside a kernel that fills them.
+
+    Args:
+        flags: (batch * kv_heads, 8) int32, on the device; only column 0 counts, each row has a sector of its own.
+        epoch: the number that this call's copies write.
+        gave_up: (1,) int32, in pinned host memory: a kernel that waited too long stores ``row + 1`` and traps.
+    """
+
+    flags: Tensor
+    epoch: int
+    gave_up: Tensor
+
+
+class Departures(NamedTuple):
+    """What a backward kernel counts while it runs, so that gradients may leave before it ends.
+
+    ``counters[row // rows, segment]`` grows by ``counts[segment]`` in one call; then dk and dv of these rows
+    (``b * kv_heads + h``) and of this segment of keys (``Block.segments_k``) are in memory, for the copy engines too.
+    """
+
+    rows: int
+    counts: tuple[int, ...]
+
+
 class TileMap(NamedTuple):
     """For each tile of one side, the range of the other side that it meets.
 
@@ -162,6 +192,7 @@ def block_forward(
     sink: Tensor | None = None,
     finalize: bool = False,
     kernel: str = "auto",
+    arrivals: Arrivals | None = None,
 ) -> State | tuple[Tensor, Tensor]:
     """Attend to one chunk of keys.
 
@@ -173,6 +204,7 @@ def block_forward(
             one chunk: it counts once for each call that gets it.
         finalize: divide, and return ``(out, lse)`` instead of the state.
         kernel: ``"auto"`` or a name of :func:`kernel_names`.
+        arrivals: k and v are still being written, see :class:`Arrivals`. Only if :func:`waits` says so.
 
     Returns:
         ``State`` or ``(out, lse)``. A query that sees nothing has m = lse = -inf, l = 0, o = out = 0;
@@ -182,6 +214,8 @@ def block_forward(
         ValueError: unknown kernel, or one that cannot do this; the message names one that can.
     """
     backend = _backend(kernel, q, k, v, score, backward=False)
+    if arrivals is not None:
+        return backend.forward(q, k, v, block, score, state, sink, finalize, arrivals=arrivals)
     return backend.forward(q, k, v, block, score, state, sink, finalize)
 
 
@@ -198,6 +232,9 @@ def block_backward(
     dq: Tensor,
     deterministic: bool = False,
     kernel: str = "auto",
+    into: tuple[Tensor, Tensor] | None = None,
+    arrivals: Arrivals | None = None,
+    counters: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Gradients through one chunk of keys.
 
@@ -206,12 +243,38 @@ def block_backward(
         delta: ``rowsum(dout * out) - dlse``, see :func:`block_delta`.
         dq: like q, float32 (float64 for float64 inputs); the chunk's contribution is **added** to it.
         deterministic: the same bits on every run.
+        into: where dk and dv go; the last dimension contiguous, other strides free. New tensors if absent.
+        arrivals: k and v are still being written, see :class:`Arrivals`. Only if :func:`departures` is not None.
+        counters: (chunks of rows, segments of keys) int32 on the device, see :class:`Departures`.
 
     Returns:
         dk, dv: like k and v, in the dtype of dq: this chunk's gradients from these queries.
     """
     backend = _backend(kernel, q, k, v, score, backward=True)
-    return backend.backward(q, k, v, dout, lse, delta, block, score, dq, deterministic)
+    if arrivals is not None or counters is not None:
+        return backend.backward(
+            q, k, v, dout, lse, delta, block, score, dq, deterministic, into=into, arrivals=arrivals, counters=counters
+        )
+    dk, dv = backend.backward(q, k, v, dout, lse, delta, block, score, dq, deterministic)
+    if into is None:
+        return dk, dv
+    into[0].copy_(dk)
+    into[1].copy_(dv)
+    return into
+
+
+def waits(q: Tensor, k: Tensor, v: Tensor, score: Score, kernel: str = "auto") -> bool:
+    """Can the forward that ``kernel`` chooses attend to keys that are still arriving (:class:`Arrivals`)?"""
+    return getattr(_backend(kernel, q, k, v, score, backward=False), "WAITS", False)
+
+
+def departures(
+    q: Tensor, k: Tensor, v: Tensor, block: Block, score: Score, *, deterministic: bool = False, kernel: str = "auto"
+) -> Departures | None:
+    """What the backward that ``kernel`` chooses counts, and None if it can neither count nor wait for arrivals."""
+    backend = _backend(kernel, q, k, v, score, backward=True)
+    made = getattr(backend, "departures", None)
+    return None if made is None or deterministic else made(q, k, block)
 
 
 def block_delta(out: Tensor, dout: Tensor, dlse: Tensor | None = None) -> Tensor:

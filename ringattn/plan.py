@@ -180,21 +180,13 @@ class Plan:
     def _gathered_block(self, rank: int, device: torch.device) -> Block:
         runs = self.fetches[rank]
         positions = torch.empty(sum(r.length for r in runs), dtype=torch.int64, device=device)
-        segments: list[int] = []
-        past = -1
         for run in runs:
             held = layouts.positions(self.shards_k[run.owner], device)[run.offset : run.offset + run.length]
             run.rows(positions).copy_(held)
-            if run.stride > 1:
-                segments = [len(positions)]
-                continue
-            begin = _position(self.shards_k[run.owner], run.offset)
-            if begin == past and segments:
-                segments[-1] += run.length
-            else:
-                segments.append(run.length)
-            past = begin + run.length
-        return self._block_of(self.shards[rank], positions, tuple(segments))
+        # A segment per run, so that a tile of keys has one owner; interleaved runs are one segment.
+        whole = all(run.stride == 1 for run in runs)
+        segments = tuple(run.length for run in runs) if whole else (len(positions),)
+        return self._block_of(self.shards[rank], positions, segments)
 
     def block(self, q_rank: int, k_rank: int, device: torch.device) -> Block:
         """Which keys of ``k_rank`` the queries of ``q_rank`` see, in local indices. Made once per device."""
@@ -351,14 +343,6 @@ def _fetches(mask: Mask, queries: Shard, shards_k: tuple[Shard, ...]) -> tuple[F
         found.append(Fetch(owner, offset, len(run), i if strided else first, len(kept) if strided else 1))
         first += len(run)
     return tuple(found)
-
-
-def _position(shard: Shard, offset: int) -> int:
-    for run in shard:
-        if offset < len(run):
-            return run[offset]
-        offset -= len(run)
-    raise IndexError(offset)
 
 
 def by_handle(handle: int) -> Plan:
