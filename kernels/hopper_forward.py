@@ -1,7 +1,7 @@
 """The forward of the block kernel for Hopper (sm_90), in Gluon. Contract and shapes: block.py.
 
 One CTA per SM: a producer warpgroup that moves tiles by TMA, and two or three consumer warpgroups, each
-with 64 query rows. The consumers of a CTA share the key and value tiles, two or three stages deep::
+with 64 query rows. The consumers of a CTA share the key and value tiles, two stages deep::
 
     producer        Q(i) K V K V K V ... | next tile: Q(i+1) K V K V ...
     consumer, step  wait K[j] ; take the turn ; S = Q K[j]^T ; O *= alpha ; wait V[j-1] ; O += P V[j-1] ; give the turn
@@ -9,14 +9,13 @@ with 64 query rows. The consumers of a CTA share the key and value tiles, two or
 
 * Both products of a step are asynchronous: the softmax of tile j runs under the product with V of tile j-1,
   and the turn, passed from consumer to consumer, keeps one consumer's products under another one's softmax.
-* The last product with V of a query tile and the first product with K of the next one share a step, so that the
-  tensor cores do not drain while a result is stored. Q is double buffered for that.
-* The keys of a tile are walked from the last to the first. Of its span (see ``TileMap``) only the cut parts
-  apply the intervals; the loop over full key tiles has no mask.
+* The keys of a query tile are walked from the last to the first. Of its span (see ``TileMap``) only the cut parts
+  and the very first key tile apply the intervals; the loop over full key tiles is straight-line code without a mask.
+* The producer runs ahead into the next query tile: Q has two buffers, and the next tile is known in time.
 * Query tiles are handed out by an atomic counter, heaviest first within a few heads at a time: balanced whatever
   the mask, few heads' keys in L2 at once, and robust against SMs that other work slows down.
 * Scores stay unscaled until the exponent, which is taken to the base 2: p = 2^(s c - m) with c = scale log2(e).
-  m here is in that unit; the state outside is in natural logarithms, see ``_store_state``.
+  m here is in that unit; the state outside is in natural logarithms, see ``_store``.
 
 Schedule: Shah et al. 2024 (FlashAttention-3, arXiv:2407.08608). What was tried: NOTES.md.
 """
@@ -374,6 +373,47 @@ def _softmax(s, m, l, rest, c2):
 
 
 @gluon.jit
+def _step(
+    q, k_s, v_s, k_full, v_full, g, acc, m, l, alpha, packed, c2, column, intervals,
+    C: gl.constexpr, N: gl.constexpr, STAGES: gl.constexpr, MASK: gl.constexpr,
+):  # fmt: skip
+    """Scores and softmax of key tile g + 1, and the product of P and V of key tile g."""
+    BN: gl.constexpr = k_s.shape[2]
+    DTYPE: gl.constexpr = v_s.dtype
+    S_L: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BN, 16])
+    O_L: gl.constexpr = acc.type.layout
+    P_L: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=O_L, k_width=2)
+    THREADS: gl.constexpr = 128 * (N + 1)
+    TURN: gl.constexpr = FREE_BARRIERS
+    K_FREE: gl.constexpr = FREE_BARRIERS + N
+    V_FREE: gl.constexpr = K_FREE + STAGES
+    vs = g % STAGES
+    v_phase = (g // STAGES) & 1
+    g += 1
+    ks = g % STAGES
+    mbarrier.wait(k_full.index(ks), (g // STAGES) & 1)
+    barrier_sync(TURN + C, 256)
+    s = gl.zeros([ROWS, BN], gl.float32, S_L)
+    s = warpgroup_mma(q, _keys(k_s, ks), s, use_acc=False, is_async=True)
+    acc = acc * gl.convert_layout(alpha, gl.SliceLayout(1, O_L))[:, None]  # under the product with K
+    mbarrier.wait(v_full.index(vs), v_phase)
+    p = _unpack(packed, DTYPE, P_L)
+    acc = warpgroup_mma(p, _rows(v_s, vs), acc, is_async=True)
+    barrier_arrive(TURN + (C + 1) % N, 256)
+    s = warpgroup_mma_wait(1, deps=[s])
+    barrier_arrive(K_FREE + ks, THREADS)
+    if MASK:
+        slot, start_ptr, end_ptr, rows_batch_stride = intervals
+        start, end = _intervals(slot, C, start_ptr, end_ptr, rows_batch_stride, gl.SliceLayout(1, S_L))
+        s = _hide(s, column, start, end)
+    m, l, alpha, x = _softmax(s, m, l, 0.0, c2)
+    acc, p = warpgroup_mma_wait(0, deps=[acc, p])
+    keep_alive(packed)
+    barrier_arrive(V_FREE + vs, THREADS)
+    return acc, m, l, alpha, _pack(x, DTYPE)
+
+
+@gluon.jit
 def _consumer(
     args, C: gl.constexpr, N: gl.constexpr, STAGES: gl.constexpr,
     HAS_STATE: gl.constexpr, HAS_SINK: gl.constexpr, FINALIZE: gl.constexpr,
@@ -402,7 +442,7 @@ def _consumer(
     i = 0  # query tiles before the one at hand
     mbarrier.wait(info_full.index(0), 0)
     slot = info_s.index(0)
-    some, column, begin, full_begin, full_end = _span(slot, BN)
+    some, last, begin, full_begin, full_end = _span(slot, BN)
     while some:
         # The last key tile: its scores only.
         start, end = _intervals(slot, C, start_ptr, end_ptr, rows_batch_stride, S_ROW)
@@ -426,35 +466,27 @@ def _consumer(
             acc = gl.zeros([ROWS, D], gl.float32, O_L)
         s = warpgroup_mma_wait(0, deps=[s])
         barrier_arrive(K_FREE + ks, THREADS)
-        s = _hide(s, column, start, end)
+        s = _hide(s, last, start, end)
         m, l, alpha, x = _softmax(s, m, l, rest, c2)
         packed = _pack(x, DTYPE)
 
-        # The other key tiles, each with the product of P and V of the tile before.
-        for column in range(column - BN, begin - BN, -BN):  # noqa: B020
-            vs = g % STAGES
-            v_phase = (g // STAGES) & 1
+        # The other key tiles, each with the product of P and V of the tile before: cut, full, cut.
+        intervals = (slot, start_ptr, end_ptr, rows_batch_stride)
+        for column in range(last - BN, full_end - BN, -BN):
+            acc, m, l, alpha, packed = _step(
+                q, k_s, v_s, k_full, v_full, g, acc, m, l, alpha, packed, c2, column, intervals, C, N, STAGES, True
+            )
             g += 1
-            ks = g % STAGES
-            mbarrier.wait(v_full.index(vs), v_phase)  # came before K: waiting here costs nothing
-            mbarrier.wait(k_full.index(ks), (g // STAGES) & 1)
-            barrier_sync(TURN + C, 256)
-            s = gl.zeros([ROWS, BN], gl.float32, S_L)
-            s = warpgroup_mma(q, _keys(k_s, ks), s, use_acc=False, is_async=True)
-            acc = acc * gl.convert_layout(alpha, O_ROW)[:, None]  # under the product with K
-            p = _unpack(packed, DTYPE, P_L)
-            acc = warpgroup_mma(p, _rows(v_s, vs), acc, is_async=True)
-            barrier_arrive(TURN + (C + 1) % N, 256)
-            s = warpgroup_mma_wait(1, deps=[s])
-            if (column < full_begin) | (column >= full_end):
-                start, end = _intervals(slot, C, start_ptr, end_ptr, rows_batch_stride, S_ROW)
-                s = _hide(s, column, start, end)
-            barrier_arrive(K_FREE + ks, THREADS)
-            m, l, alpha, x = _softmax(s, m, l, 0.0, c2)
-            acc, p = warpgroup_mma_wait(0, deps=[acc, p])
-            keep_alive(packed)
-            barrier_arrive(V_FREE + vs, THREADS)
-            packed = _pack(x, DTYPE)
+        for column in range(gl.minimum(full_end, last) - BN, full_begin - BN, -BN):
+            acc, m, l, alpha, packed = _step(
+                q, k_s, v_s, k_full, v_full, g, acc, m, l, alpha, packed, c2, column, intervals, C, N, STAGES, False
+            )
+            g += 1
+        for column in range(gl.minimum(full_begin, last) - BN, begin - BN, -BN):
+            acc, m, l, alpha, packed = _step(
+                q, k_s, v_s, k_full, v_full, g, acc, m, l, alpha, packed, c2, column, intervals, C, N, STAGES, True
+            )
+            g += 1
         mbarrier.arrive(q_free.index((i & 1) * N + C), count=1)
 
         # The last product with V.
@@ -466,7 +498,7 @@ def _consumer(
         g += 1
         i += 1
         mbarrier.wait(info_full.index(i % SLOTS), (i // SLOTS) & 1)
-        some, column, begin, full_begin, full_end = _span(info_s.index(i % SLOTS), BN)
+        some, last, begin, full_begin, full_end = _span(info_s.index(i % SLOTS), BN)
         acc, p = warpgroup_mma_wait(0, deps=[acc, p])
         keep_alive(packed)
         barrier_arrive(V_FREE + vs, THREADS)

@@ -105,8 +105,7 @@ def all_facts(request) -> dict[str, dict]:
     command = [sys.executable, __file__, str(request.param)]
     run = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=root)
     assert run.returncode == 0, run.stderr[-2000:]
-    facts = json.loads(run.stdout.splitlines()[-1])
-    return {kind: {**found, "head_dim": request.param} for kind, found in facts.items()}
+    return json.loads(run.stdout.splitlines()[-1])
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -115,9 +114,7 @@ def test_compiled_code(all_facts, kind):
     assert not found["warnings"], "ptxas serializes wgmma"
     assert not found["overwritten"], "a register is written that a wgmma in flight reads"
     assert found["planted"] == 1, "the check above sees a write that is there"
-    # A carried state and a sink in one call, which no dataflow asks for, costs reloads at head dim 64.
-    known = 18 if (found["head_dim"], kind) == (64, "float16-state-in-sink-out") else 0
-    assert found["spills_in_steps"] <= known
+    assert found["spills_in_steps"] == 0
     assert found["shared"] <= 227 * 1024
 
 
