@@ -24,7 +24,7 @@ def row_dot(out: Tensor, dout: Tensor) -> Tensor:
     return delta
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["seq", "heads", "tiles"])
 def _row_dot(
     x, x_b, x_s, x_h, x_d, y, y_b, y_s, y_h, y_d, delta, seq, heads, tiles, dim,
     DIM_P2: tl.constexpr, ROWS: tl.constexpr,

@@ -202,7 +202,7 @@ def _queries(
     return dk, dv
 
 
-@triton.jit(do_not_specialize=["seq_q", "n_tiles"])
+@triton.jit(do_not_specialize=["seq_q", "n_tiles", "kv_heads", "span_b", "starts_b", "ends_b", "slopes_b"])
 def _dkdv(
     q, q_b, q_s, q_h, k, k_b, k_s, k_h, v, v_b, v_s, v_h, dout, do_b, do_s, do_h,
     lse, delta, rows_b, rows_h,
@@ -290,7 +290,7 @@ def _keys(
     return dot(ds.to(key.dtype), key, dq, PRECISION)
 
 
-@triton.jit(do_not_specialize=["seq_k", "n_tiles"])
+@triton.jit(do_not_specialize=["seq_k", "n_tiles", "heads", "span_b", "starts_b", "ends_b", "slopes_b"])
 def _dq(
     q, q_b, q_s, q_h, k, k_b, k_s, k_h, v, v_b, v_s, v_h, dout, do_b, do_s, do_h,
     lse, delta, rows_b, rows_h,

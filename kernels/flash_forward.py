@@ -155,7 +155,14 @@ def _keys(
     return s_m, l, o
 
 
-@triton.jit(do_not_specialize=["seq_k", "n_tiles"])
+# Strides of numbers per row, which depend on the length: whether they divide by 16 is worth no other kernel.
+_NUMBERS = (
+    "seq_k", "n_tiles", "heads", "m_in_b", "m_in_h", "l_in_b", "l_in_h", "m_b", "m_h", "l_b", "l_h",
+    "span_b", "starts_b", "ends_b", "slopes_b",
+)  # fmt: skip
+
+
+@triton.jit(do_not_specialize=_NUMBERS)
 def _forward(
     q, q_b, q_s, q_h, k, k_b, k_s, k_h, v, v_b, v_s, v_h,
     m_in, m_in_b, m_in_h, m_in_s, l_in, l_in_b, l_in_h, l_in_s, o_in, o_in_b, o_in_s, o_in_h,

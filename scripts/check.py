@@ -271,6 +271,9 @@ def main() -> int:
                         old[result] = max(old[result], error)
                         if not (error <= bound and error <= limit):
                             failures.append(f"{where}: {result} {error:.2e}, dense {bound:.2e}, one rank {limit:.2e}")
+                            print("FAILED", failures[-1], flush=True)
+            if rank == 0:
+                print(f"{time.time() - began:6.1f} s  {name} {case.name}: {total} cases so far", file=sys.stderr)
         dist.barrier()
 
     rng, changed = random.Random(rank), 0
@@ -284,6 +287,8 @@ def main() -> int:
             for _ in range(args.repeats):
                 again = over_ranks(case, x, group, args.kernel, True, how)
                 changed += not all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+    if rank == 0:
+        print(f"{time.time() - began:6.1f} s  {args.repeats} repeats, {changed} differ", file=sys.stderr)
     if changed:
         failures.append(f"rank {rank}: {changed} of {args.repeats} repeats differ in deterministic mode")
 
