@@ -251,7 +251,7 @@ def block_backward(
         dk, dv: like k and v, in the dtype of dq: this chunk's gradients from these queries.
     """
     backend = _backend(kernel, q, k, v, score, backward=True)
-    if arrivals is not None or counters is not None:
+    if arrivals is not None or counters is not None or (into is not None and getattr(backend, "STORES_INTO", False)):
         return backend.backward(
             q, k, v, dout, lse, delta, block, score, dq, deterministic, into=into, arrivals=arrivals, counters=counters
         )

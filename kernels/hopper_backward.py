@@ -17,13 +17,18 @@ tiles of 64 queries that see it, for every query head of the group; dk and dv st
   no factor, and dV is divided once. float16 multiplies dQ and dK instead.
 * At head dim 64, where shared memory bounds the speed most, the left operands K and V of S and dP stay in registers.
 * CTAs walk the queries from staggered starts: they do not add to the same tile of dQ at the same time.
+* The order of the CTAs is the order in which gradients are done: ``_sweep`` heads at a time, and within them the tiles
+  with most queries first, all heads of a tile together. Under a causal mask those are the earliest positions, so that
+  whole segments (the runs of one owner) complete one after the other for all heads of the sweep, each about when the
+  next one begins; :func:`departures` counts them. A dense mask takes the tiles as they lie.
 * Key tiles with nothing but full query tiles run a loop without a mask; the others test every step whether it is cut.
 
 The order of the additions to dQ is not fixed: dk and dv are the same bits on every run, dq is so up to rounding.
 ``deterministic=True`` is therefore the portable kernel's (flash_backward.py), which adds nothing in memory.
 
 Named barriers: 4 to 7 half of dS written (two per consumer, even and odd steps), 8, 9 Q read, 10, 11 dO read,
-12, 13 dQ staged, 14, 15 dQ sent. Method: Dao 2023 (arXiv:2307.08691), Shah et al. 2024 (arXiv:2407.08608).
+12, 13 dQ staged (once more when dk and dv are stored and to be counted), 14, 15 dQ sent.
+Method: Dao 2023 (arXiv:2307.08691), Shah et al. 2024 (arXiv:2407.08608).
 What was tried: NOTES.md.
 """
 
@@ -50,10 +55,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from . import flash_backward
-from .block import Block, Score
-from .hopper_primitives import barrier_arrive, barrier_sync, tma_reduce_add
+from .block import Arrivals, Block, Departures, Score
+from .hopper_primitives import barrier_arrive, barrier_sync, raise_counter, tma_reduce_add, wait_row
 
-__all__ = ["backward", "unsupported"]
+__all__ = ["STORES_INTO", "backward", "departures", "unsupported"]
+
+STORES_INTO = True  # backward() takes into=
 
 LOG2E = 1.4426950408889634
 
@@ -61,6 +68,7 @@ BM = gl.constexpr(64)  # queries of a step
 BN = gl.constexpr(128)  # keys of a CTA, half of them for each consumer
 DS_STAGES = gl.constexpr(4)  # 3 are needed
 INFO = gl.constexpr(8)  # int32 numbers that describe a key tile, see _tables
+STAGED_SWIZZLE = 128  # bytes, of dQ in shared memory: 32 has no bank conflicts and four times the boxes
 
 DS_READY, Q_FREE, DO_FREE, DQ_STAGED, DQ_SENT = (gl.constexpr(i) for i in (4, 8, 10, 12, 14))
 LOADERS = gl.constexpr(288)  # threads at a barrier of both consumers and the producer
@@ -99,7 +107,7 @@ def _next(j, begin, end):
 def _producer(
     q_desc, dout_desc, k_desc, v_desc, lse_desc, delta_desc, bounds_desc, info_ptr,
     k_s, v_s, q_s, dout_s, lse_s, delta_s, bounds_s, kv_full, q_full, dout_full,
-    heads, tiles, kv_heads, parts, q_tiles, SWEEP: gl.constexpr, BATCHED: gl.constexpr,
+    heads, tiles, kv_heads, parts, q_tiles, flags_ptr, epoch, gave_up_ptr, SWEEP: gl.constexpr, BATCHED: gl.constexpr,
 ):  # fmt: skip
     batch, kv_head, part, info = _place(info_ptr, heads, tiles, kv_heads, parts, SWEEP, BATCHED)
     first = gl.load(info)
@@ -108,6 +116,8 @@ def _producer(
     full_begin = gl.load(info + 4)
     full_end = gl.load(info + 5)
     start = gl.load(info + 6)
+    if flags_ptr is not None:
+        wait_row(flags_ptr, batch * kv_heads + kv_head, epoch, gave_up_ptr, 1)
     for c in gl.static_range(2):
         mbarrier.expect(kv_full.index(c), k_desc.block_type.nbytes + v_desc.block_type.nbytes)
         tma.async_copy_global_to_shared(
@@ -153,8 +163,9 @@ def _producer(
 
 @gluon.jit
 def _writer(
-    C: gl.constexpr, dq_desc, info_ptr, dq_s, heads, tiles, kv_heads, parts, SWEEP: gl.constexpr, BATCHED: gl.constexpr
-):
+    C: gl.constexpr, dq_desc, info_ptr, dq_s, heads, tiles, kv_heads, parts, counters_ptr, segments,
+    SWEEP: gl.constexpr, BATCHED: gl.constexpr,
+):  # fmt: skip
     """Two steps behind consumer C. The first two times there is nothing to send yet."""
     batch, kv_head, part, info = _place(info_ptr, heads, tiles, kv_heads, parts, SWEEP, BATCHED)
     begin = gl.load(info + 2)
@@ -173,6 +184,10 @@ def _writer(
         j = _next(j, begin, end)
         if j == start:
             head += 1
+    if counters_ptr is not None:  # here and not in the consumer, whose loop would pay for it with registers
+        barrier_sync(DQ_STAGED + C, STAGING, warps=1)  # dk and dv are stored
+        segment = gl.load(info + 7)
+        raise_counter(counters_ptr + gl.program_id(0) // (SWEEP * tiles) * segments + segment)
 
 
 @gluon.jit
@@ -267,8 +282,8 @@ def _walk(
 @gluon.jit
 def _consumer(
     C: gl.constexpr, dk_ptr, dv_ptr, info_ptr, k_s, v_s, q_s, dout_s, lse_v, delta_v, bounds_v, ds_s, dq_s, kv_full,
-    q_full, dout_full, heads, tiles, kv_heads, parts, batches, seq_k, scale_log2, dk_scale, dv_scale,
-    SWEEP: gl.constexpr, BATCHED: gl.constexpr, FOLD: gl.constexpr,
+    q_full, dout_full, heads, tiles, kv_heads, parts, batches, stride_b, stride_s, stride_h, scale_log2, dk_scale,
+    dv_scale, SWEEP: gl.constexpr, BATCHED: gl.constexpr, FOLD: gl.constexpr, COUNTED: gl.constexpr,
 ):  # fmt: skip
     D: gl.constexpr = k_s.shape[2]
     S_L: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BM, 16])
@@ -320,26 +335,32 @@ def _consumer(
     barrier_arrive(DQ_STAGED + C, STAGING)
     rows = gl.arange(0, BN // 2, gl.SliceLayout(1, O_L)) + key
     cols = gl.arange(0, D, gl.SliceLayout(0, O_L))
-    at = (((part * batches + batch).to(gl.int64) * seq_k + rows) * kv_heads + kv_head)[:, None] * D + cols[None, :]
+    head = (part * batches + batch).to(gl.int64) * stride_b + kv_head.to(gl.int64) * stride_h
+    at = (head + rows.to(gl.int64) * stride_s)[:, None] + cols[None, :]
     inside = (rows < past)[:, None]
     gl.store(dv_ptr + at, dv * dv_scale, mask=inside)
     if not FOLD:
         dk = dk * dk_scale
     gl.store(dk_ptr + at, dk, mask=inside)
+    if COUNTED:
+        barrier_sync(DQ_SENT + C, STAGING)
+        barrier_arrive(DQ_STAGED + C, STAGING)
 
 
-@gluon.jit
+@gluon.jit(do_not_specialize=["epoch", "segments"])
 def _kernel(
     q_desc, dout_desc, k_desc, v_desc, lse_desc, delta_desc, bounds_desc, dq_desc, dk_ptr, dv_ptr, info_ptr,
-    heads, tiles, kv_heads, parts, batches, seq_k, q_tiles, scale_log2, dk_scale, dv_scale,
+    heads, tiles, kv_heads, parts, batches, stride_b, stride_s, stride_h, q_tiles, scale_log2, dk_scale, dv_scale,
+    flags_ptr, epoch, gave_up_ptr, counters_ptr, segments,
     SWEEP: gl.constexpr, BATCHED: gl.constexpr, FOLD: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """``heads``: query heads of a CTA; ``parts``: CTAs that share a group, each with its own dk, dv."""
+    """``heads``: query heads of a CTA; ``parts``: CTAs that share a group, each with its own dk, dv. ``stride_*`` are
+    those of dk and dv. ``flags_ptr`` or ``counters_ptr`` None: nothing to wait for or to count."""
     dtype: gl.constexpr = q_desc.dtype
     D: gl.constexpr = q_desc.block_type.shape[3]
     DS_L: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BN // 2, BM], dtype)
     TILE_L: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BM, D], dtype)
-    DQ_L: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BM, D // 2], gl.float32)
+    DQ_L: gl.constexpr = gl.NVMMASharedLayout(dq_desc.layout.swizzle_byte_width, 32, 2)
     ROW_L: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     k_t = gl.allocate_shared_memory(dtype, [2, 1, BN // 2, 1, D], k_desc.layout)
     v_t = gl.allocate_shared_memory(dtype, [2, 1, BN // 2, 1, D], v_desc.layout)
@@ -370,18 +391,20 @@ def _kernel(
         [
             (_consumer, (0, dk_ptr, dv_ptr, info_ptr, k_s, v_s, q_s, dout_s, lse_v, delta_v, bounds_v, ds_s, dq_s,
             kv_full, q_full,
-                         dout_full, heads, tiles, kv_heads, parts, batches, seq_k, scale_log2, dk_scale, dv_scale,
-                         SWEEP, BATCHED, FOLD)),
+                         dout_full, heads, tiles, kv_heads, parts, batches, stride_b, stride_s, stride_h, scale_log2,
+                         dk_scale, dv_scale, SWEEP, BATCHED, FOLD, counters_ptr is not None)),
             (_consumer, (1, dk_ptr, dv_ptr, info_ptr, k_s, v_s, q_s, dout_s, lse_v, delta_v, bounds_v, ds_s, dq_s,
             kv_full, q_full,
-                         dout_full, heads, tiles, kv_heads, parts, batches, seq_k, scale_log2, dk_scale, dv_scale,
-                         SWEEP, BATCHED, FOLD)),
+                         dout_full, heads, tiles, kv_heads, parts, batches, stride_b, stride_s, stride_h, scale_log2,
+                         dk_scale, dv_scale, SWEEP, BATCHED, FOLD, counters_ptr is not None)),
             (_producer, (q_desc, dout_desc, k_desc, v_desc, lse_desc, delta_desc, bounds_desc, info_ptr, k_t, v_t,
             q_t, dout_t, lse_t,
-                         delta_t, bounds_t, kv_full, q_full, dout_full, heads, tiles, kv_heads, parts, q_tiles, SWEEP,
-                         BATCHED)),
-            (_writer, (0, dq_desc, info_ptr, dq_t, heads, tiles, kv_heads, parts, SWEEP, BATCHED)),
-            (_writer, (1, dq_desc, info_ptr, dq_t, heads, tiles, kv_heads, parts, SWEEP, BATCHED)),
+                         delta_t, bounds_t, kv_full, q_full, dout_full, heads, tiles, kv_heads, parts, q_tiles,
+                         flags_ptr, epoch, gave_up_ptr, SWEEP, BATCHED)),
+            (_writer, (0, dq_desc, info_ptr, dq_t, heads, tiles, kv_heads, parts, counters_ptr, segments, SWEEP,
+                        BATCHED)),
+            (_writer, (1, dq_desc, info_ptr, dq_t, heads, tiles, kv_heads, parts, counters_ptr, segments, SWEEP,
+                        BATCHED)),
         ],
         [4, 1, 1, 1],
         [REGISTERS, 24, 24, 24],
@@ -431,21 +454,50 @@ def backward(
     score: Score,
     dq: Tensor,
     deterministic: bool,
+    into: tuple[Tensor, Tensor] | None = None,
+    arrivals: Arrivals | None = None,
+    counters: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     if deterministic:
-        return flash_backward.backward(q, k, v, dout, lse, delta, block, score, dq, deterministic)
+        if arrivals is not None or counters is not None:
+            raise ValueError("deterministic=True neither waits for arrivals nor counts: departures() is None")
+        dk, dv = flash_backward.backward(q, k, v, dout, lse, delta, block, score, dq, deterministic)
+        return (dk, dv) if into is None else (into[0].copy_(dk), into[1].copy_(dv))
+    parts = _parts(q, k, block)
+    straight = into if into is not None and parts == 1 and _stores_into(*into) else None
+    if counters is not None and (parts > 1 or straight is not into):
+        raise ValueError("it counts what it stores itself: only where departures() is not None, float32, equal strides")
     target = dq if _tma_ready(dq) else torch.zeros_like(dq, memory_format=torch.contiguous_format)
-    dk, dv = launch(q, k, v, dout, lse, delta, block, score, target, _parts(q, k, block))
+    dk, dv = launch(
+        q, k, v, dout, lse, delta, block, score, target, parts, into=straight, arrivals=arrivals, counters=counters
+    )
     if target is not dq:
         dq += target
-    return (dk[0], dv[0]) if dk.shape[0] == 1 else (dk.sum(0), dv.sum(0))
+    if straight is not None:
+        return straight
+    dk, dv = (dk[0], dv[0]) if parts == 1 else (dk.sum(0), dv.sum(0))
+    return (dk, dv) if into is None else (into[0].copy_(dk), into[1].copy_(dv))
+
+
+def departures(q: Tensor, k: Tensor, block: Block) -> Departures | None:
+    """None where several CTAs share a group, whose dk and dv are summed after the kernel, and where k must be copied
+    before the kernel reads it."""
+    if _parts(q, k, block) > 1 or not _tma_ready(k):
+        return None
+    tiles = [triton.cdiv(n, BN.value) for n in block.segments_k]
+    rows = _sweep(k.shape[0] * k.shape[2], sum(tiles), _processors(q))
+    return Departures(rows, tuple(2 * rows * n for n in tiles))  # both consumers of a CTA count
 
 
 def launch(
     q: Tensor, k: Tensor, v: Tensor, dout: Tensor, lse: Tensor, delta: Tensor, block: Block, score: Score, dq: Tensor,
     parts: int, run=lambda kernel, grid, *args, **options: kernel[grid](*args, **options),
+    into: tuple[Tensor, Tensor] | None = None, arrivals: Arrivals | None = None, counters: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """dk and dv of each of ``parts`` parts of the group: (parts, batch, seq_k, kv_heads, head_dim)."""
+    """dk and dv of each of ``parts`` parts of the group: (parts, batch, seq_k, kv_heads, head_dim). With ``into``, one
+    part's."""
+    if arrivals is not None and not (_tma_ready(k) and _tma_ready(v)):
+        raise ValueError("keys and values that are still arriving cannot be copied first: 16-byte strides are needed")
     q, k, v, dout = (x if _tma_ready(x) else x.contiguous() for x in (q, k, v, dout))
     batch, seq_q, q_heads, dim = q.shape
     _, seq_k, kv_heads, _ = k.shape
@@ -468,16 +520,23 @@ def launch(
         ROWS=BM.value,
         num_warps=2,
     )
-    dk, dv = torch.empty(2, parts, batch, seq_k, kv_heads, dim, dtype=torch.float32, device=q.device)
-    queries, keys = [1, BM.value, 1, dim], [1, BN.value // 2, 1, dim]
+    if into is None:
+        dk, dv = torch.empty(2, parts, batch, seq_k, kv_heads, dim, dtype=torch.float32, device=q.device)
+    else:
+        dk, dv = (x[None] for x in into)
+    flags, epoch, gave_up = None, 0, None
+    if arrivals is not None:
+        flags, gave_up = arrivals.flags, arrivals.gave_up
+        epoch = (arrivals.epoch + 2**31) % 2**32 - 2**31  # always an int32, so always the same kernel
     run(
         _kernel, (batch * kv_heads * parts * tiles,),
-        _descriptor(q, queries), _descriptor(dout, queries), _descriptor(k, keys), _descriptor(v, keys),
-        _descriptor(rows[0], [1, BM.value]), _descriptor(rows[1], [1, BM.value]), _descriptor(bounds, [1, 2 *
-        BM.value]),
-        _descriptor(dq, [1, BM.value, 1, dim // 2]), dk, dv, info,
-        q_heads // kv_heads // parts, tiles, kv_heads, parts, batch, seq_k, q_tiles,
+        _descriptor(q, queries := [1, BM.value, 1, dim]), _descriptor(dout, queries),
+        _descriptor(k, keys := [1, BN.value // 2, 1, dim]), _descriptor(v, keys),
+        _descriptor(rows[0], [1, BM.value]), _descriptor(rows[1], [1, BM.value]),
+        _descriptor(bounds, [1, 2 * BM.value]), _descriptor(dq, [1, BM.value, 1, dim // 2], STAGED_SWIZZLE),
+        dk, dv, info, q_heads // kv_heads // parts, tiles, kv_heads, parts, batch, *dk.stride()[1:4], q_tiles,
         scale * LOG2E, scale, 1 / scale if fold else 1.0,
+        flags, epoch, gave_up, counters, counters.shape[1] if counters is not None else 0,
         SWEEP=_sweep(batch * kv_heads * parts, tiles, _processors(q)), BATCHED=info.shape[0] > 1, FOLD=fold,
         REGISTERS=240, num_warps=4,
     )  # fmt: skip
@@ -487,9 +546,13 @@ def launch(
 _GLUON = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float32: gl.float32, torch.int32: gl.int32}
 
 
-def _descriptor(x: Tensor, shape: list[int]) -> TensorDescriptor:
-    flat = len(shape) == 2  # rows of numbers, read back by ordinary loads: no swizzle
-    layout = gl.NVMMASharedLayout(0, 32, 2) if flat else gl.NVMMASharedLayout.get_default_for(shape, _GLUON[x.dtype])
+def _descriptor(x: Tensor, shape: list[int], swizzle: int | None = None) -> TensorDescriptor:
+    if len(shape) == 2:
+        layout = gl.NVMMASharedLayout(0, 32, 2)  # rows of numbers, read back by ordinary loads: no swizzle
+    elif swizzle is not None:
+        layout = gl.NVMMASharedLayout(swizzle, 8 * x.element_size(), len(shape))
+    else:
+        layout = gl.NVMMASharedLayout.get_default_for(shape, _GLUON[x.dtype])
     return TensorDescriptor.from_tensor(x, shape, layout)
 
 
@@ -499,6 +562,11 @@ def _tma_ready(x: Tensor) -> bool:
         and x.data_ptr() % 16 == 0
         and all(s > 0 and s * x.element_size() % 16 == 0 for s in x.stride()[:-1])
     )
+
+
+def _stores_into(dk: Tensor, dv: Tensor) -> bool:
+    """Can the kernel store there itself? It knows one set of strides."""
+    return dk.stride() == dv.stride() and dk.stride(-1) == 1 and dk.dtype == dv.dtype == torch.float32
 
 
 def _processors(x: Tensor) -> int:
@@ -540,10 +608,9 @@ def _tables(block: Block) -> tuple[Tensor, Tensor]:
     block.
 
     Description: first and past-the-last key, then in query tiles ``begin, end`` (one at least), ``full_begin,
-    full_end``
-    (empty where the tile has fewer than BN keys: the others must be masked) and the tile to start at.
-    (batch or 1, tiles, 8) int32. Intervals: (batch or 1 times query tiles, 2 x BM) int32, empty for the rows of
-    padding.
+    full_end`` (empty where the tile has fewer than BN keys: the others must be masked), the tile to start at and the
+    segment of the keys. (batch or 1, tiles, 8) int32. Intervals: (batch or 1 times query tiles, 2 x BM) int32, empty
+    for the rows of padding.
     """
     if block not in _tables_of:
         key_tiles = block.key_tiles(BM.value, BN.value)
@@ -556,7 +623,9 @@ def _tables(block: Block) -> tuple[Tensor, Tensor]:
         full_begin, full_end = torch.where(whole, full_begin, begin), torch.where(whole, full_end, begin)
         index = torch.arange(tiles, device=span.device, dtype=torch.int32).expand(batches, -1)
         start = begin + torch.remainder(index * (BN.value // BM.value) - begin, end - begin)
-        info = torch.stack([first, past, begin, end, full_begin, full_end, start, index], -1)
+        of_segment = [i for i, n in enumerate(block.segments_k) for _ in range(0, n, BN.value)]
+        segment = torch.tensor(of_segment, dtype=torch.int32, device=span.device).expand(batches, -1)
+        info = torch.stack([first, past, begin, end, full_begin, full_end, start, segment], -1)
         order = torch.argsort(begin - end, dim=1, stable=True)
         info = info.gather(1, order[..., None].expand_as(info)).to(torch.int32).contiguous()
         q_tiles = triton.cdiv(block.seq_q, BM.value)

@@ -48,3 +48,68 @@ def tma_reduce_add(descriptor, coordinates, tile, _semantic=None):
     coordinates = _semantic._convert_to_ir_values(coordinates, require_i64=False)
     kind = ir.DESCRIPTOR_REDUCE_KIND.ADD
     _semantic.builder.create_async_tma_reduce(kind, descriptor.handle, coordinates, tile.handle)
+
+
+WAIT_SECONDS = 60  # what a kernel waits for keys: longer than any copy takes, short enough to leave the GPU to others
+
+# Flags that are up cost one load. Behind the acquire, the fence orders what TMA (the asynchronous proxy) reads. The
+# number reaches the host before the trap, which ends the context, does.
+_WAIT_ASM = gl.constexpr(f"""{{
+.reg .pred up, early; .reg .b32 flag, late; .reg .b64 began, now;
+ld.acquire.sys.global.b32 flag, [$1];
+sub.s32 late, flag, $2;
+setp.ge.s32 up, late, 0;
+@up bra ARRIVED;
+mov.u64 began, %globaltimer;
+AGAIN:
+nanosleep.u32 100;
+ld.acquire.sys.global.b32 flag, [$1];
+sub.s32 late, flag, $2;
+setp.ge.s32 up, late, 0;
+@up bra ARRIVED;
+mov.u64 now, %globaltimer;
+sub.u64 now, now, began;
+setp.lt.u64 early, now, {WAIT_SECONDS * 10**9};
+@early bra AGAIN;
+st.release.sys.global.b32 [$3], $4;
+fence.sc.sys;
+trap;
+ARRIVED:
+bar.warp.sync 0xffffffff;
+fence.proxy.async.global;
+mov.b32 $0, 0;
+}}""")
+
+
+@gluon.jit
+def wait_row(flags_ptr, row, epoch, gave_up_ptr, warps: gl.constexpr):
+    """Every thread of ``warps`` warps, by itself: wait until ``int32(flags[row, 0] - epoch) >= 0``; then what was
+    written before that flag may be read, by TMA too. After ``WAIT_SECONDS`` store ``row + 1`` to ``gave_up_ptr``, trap.
+
+    Args:
+        flags_ptr: (rows, 8) int32, see ``block.Arrivals``.
+        gave_up_ptr: int32 in pinned host memory, which outlives the trap.
+    """
+    lanes = gl.zeros([32 * warps], gl.int32, gl.BlockedLayout([1], [32], [warps], [0]))
+    constraints: gl.constexpr = "=r,l,r,l,r"
+    args = [flags_ptr + (lanes + row) * 8, lanes + epoch, gave_up_ptr + lanes, lanes + row + 1]
+    gl.inline_asm_elementwise(_WAIT_ASM, constraints, args, dtype=gl.int32, is_pure=False, pack=1)
+
+
+_RAISE_ASM = gl.constexpr("""{
+.reg .pred first; .reg .b32 lane;
+mov.u32 lane, %laneid;
+setp.eq.u32 first, lane, 0;
+@first red.release.sys.global.add.s32 [$1], 1;
+mov.b32 $0, 0;
+}""")
+
+
+@gluon.jit
+def raise_counter(counter_ptr):
+    """``MEMBAR.SYS; RED`` by the first lane of a warp, for a partition of one warp. Whoever sees the counter raised by
+    1, a copy engine too, sees all stores of the threads that this warp has met at a barrier: a release covers what its
+    thread knows of."""
+    lanes = gl.zeros([32], gl.int32, gl.BlockedLayout([1], [32], [1], [0]))
+    constraints: gl.constexpr = "=r,l"
+    gl.inline_asm_elementwise(_RAISE_ASM, constraints, [counter_ptr + lanes], dtype=gl.int32, is_pure=False, pack=1)

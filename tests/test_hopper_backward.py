@@ -84,8 +84,10 @@ def test_tables_name_every_visible_pair_once(mask, seq_q, seq_k, segments_k):
         visible = (block.start[batch, :, None] <= n) & (n < block.end[batch, :, None])
         owned = torch.zeros(seq_k, dtype=torch.int64)
         steps = []
-        for first, past, begin, end, full_begin, full_end, start, _ in info[batch].tolist():
+        edges = torch.tensor((0, *block.segments_k)).cumsum(0)
+        for first, past, begin, end, full_begin, full_end, start, segment in info[batch].tolist():
             owned[first:past] += 1
+            assert edges[segment] <= first < past <= edges[segment + 1]
             assert 0 < past - first <= bn
             assert begin <= start < end
             seen = visible[:, first:past]
