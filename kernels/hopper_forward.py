@@ -14,6 +14,8 @@ with 64 query rows. The consumers of a CTA share the key and value tiles, two st
 * The producer runs ahead into the next query tile: Q has two buffers, and the next tile is known in time.
 * Query tiles are handed out by an atomic counter, heaviest first within a few heads at a time: balanced whatever
   the mask, few heads' keys in L2 at once, and robust against SMs that other work slows down.
+* With ``arrivals`` the producer waits for the flag of a head's keys and values in front of their first tile. The heads
+  are swept in the order in which they arrive; the consumers know nothing of it.
 * Scores stay unscaled until the exponent, which is taken to the base 2: p = 2^(s c - m) with c = scale log2(e).
   m here is in that unit; the state outside is in natural logarithms, see ``_store``.
 
@@ -41,8 +43,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from .block import Block, Score, State
-from .hopper_primitives import FREE_BARRIERS, barrier_arrive, barrier_sync, keep_alive
+from .block import Arrivals, Block, Score, State
+from .hopper_primitives import FREE_BARRIERS, barrier_arrive, barrier_sync, keep_alive, wait_row
 
 LOG2E = 1.4426950408889634
 LN2 = gl.constexpr(0.6931471805599453)
@@ -204,9 +206,11 @@ def _load_keys(k_desc, v_desc, k_s, v_s, k_full, v_full, where, g, N: gl.constex
 
 
 @gluon.jit
-def _producer(args, N: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, SKIP_EMPTY: gl.constexpr):
+def _producer(
+    args, N: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, SKIP_EMPTY: gl.constexpr, ARRIVALS: gl.constexpr
+):
     (
-        q_desc, k_desc, v_desc, table_ptr, counter_ptr,
+        q_desc, k_desc, v_desc, table_ptr, counter_ptr, flags_ptr, epoch, gave_up_ptr,
         q_s, k_s, v_s, info_s, q_full, q_free, k_full, v_full, info_full,
         n_tiles, n_heads, q_heads, ratio, group, early, table_batch_stride,
     ) = args  # fmt: skip
@@ -220,6 +224,7 @@ def _producer(args, N: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, SKI
             )
     g = 0  # key tiles moved so far
     i = 0  # query tiles moved so far
+    arrived = -1  # the row of keys and values that was waited for last
     while w < total:
         slot = i & 1
         for c in gl.static_range(N):
@@ -237,6 +242,11 @@ def _producer(args, N: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, SKI
             tma.async_copy_global_to_shared(
                 q_desc, [batch, first + c * ROWS, head, 0], q_full.index(slot * N + c), q_s.index(slot * N + c)
             )
+        if ARRIVALS:
+            row = (batch * q_heads + head) // ratio
+            if row != arrived:
+                wait_row(flags_ptr, row, epoch, gave_up_ptr, 4)
+                arrived = row
         for column in range(end - BN, begin, -BN):
             _load_keys(k_desc, v_desc, k_s, v_s, k_full, v_full, [batch, column, kv_head, 0], g, N, STAGES)
             g += 1
@@ -513,6 +523,7 @@ def _consumer(
 
 _NUMBERS = (
     "rows_batch_stride", "table_batch_stride", "seq_q", "q_heads", "ratio", "n_tiles", "n_heads", "group", "early",
+    "epoch",
 )  # fmt: skip
 
 
@@ -523,8 +534,9 @@ def _forward_kernel(
     start_ptr, end_ptr, rows_batch_stride,
     table_ptr, table_batch_stride, counter_ptr,
     seq_q, q_heads, ratio, n_tiles, n_heads, group, early, c2,
+    flags_ptr, epoch, gave_up_ptr,  # None if all keys are there
     N: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, D: gl.constexpr, REGISTERS: gl.constexpr,
-    HAS_STATE: gl.constexpr, HAS_SINK: gl.constexpr, FINALIZE: gl.constexpr,
+    HAS_STATE: gl.constexpr, HAS_SINK: gl.constexpr, FINALIZE: gl.constexpr, ARRIVALS: gl.constexpr,
 ):  # fmt: skip
     DTYPE: gl.constexpr = q_desc.dtype
     q_s = gl.allocate_shared_memory(DTYPE, [2 * N, 1, ROWS, 1, D], q_desc.layout)
@@ -547,7 +559,7 @@ def _forward_kernel(
         mbarrier.init(info_full.index(slot), count=1)
     # The producer is the default partition: it keeps the registers that the consumers leave.
     producer = (
-        q_desc, k_desc, v_desc, table_ptr, counter_ptr,
+        q_desc, k_desc, v_desc, table_ptr, counter_ptr, flags_ptr, epoch, gave_up_ptr,
         q_s, k_s, v_s, info_s, q_full, q_free, k_full, v_full, info_full,
         n_tiles, n_heads, q_heads, ratio, group, early, table_batch_stride,
     )  # fmt: skip
@@ -559,7 +571,7 @@ def _forward_kernel(
     if N == 2:
         gl.warp_specialize(
             [
-                (_producer, (producer, N, BN, STAGES, HAS_STATE and not HAS_SINK and not FINALIZE)),
+                (_producer, (producer, N, BN, STAGES, HAS_STATE and not HAS_SINK and not FINALIZE, ARRIVALS)),
                 (_consumer, (consumer, 0, N, STAGES, HAS_STATE, HAS_SINK, FINALIZE)),
                 (_consumer, (consumer, 1, N, STAGES, HAS_STATE, HAS_SINK, FINALIZE)),
             ],
@@ -569,7 +581,7 @@ def _forward_kernel(
     else:
         gl.warp_specialize(
             [
-                (_producer, (producer, N, BN, STAGES, HAS_STATE and not HAS_SINK and not FINALIZE)),
+                (_producer, (producer, N, BN, STAGES, HAS_STATE and not HAS_SINK and not FINALIZE, ARRIVALS)),
                 (_consumer, (consumer, 0, N, STAGES, HAS_STATE, HAS_SINK, FINALIZE)),
                 (_consumer, (consumer, 1, N, STAGES, HAS_STATE, HAS_SINK, FINALIZE)),
                 (_consumer, (consumer, 2, N, STAGES, HAS_STATE, HAS_SINK, FINALIZE)),
@@ -580,6 +592,8 @@ def _forward_kernel(
 
 
 # ---------------------------------------------------------------- host
+
+WAITS = True  # forward() takes arrivals
 
 
 def unsupported(q: Tensor, k: Tensor, v: Tensor, score: Score) -> str | None:
@@ -623,6 +637,7 @@ def forward(
     state: State | None,
     sink: Tensor | None,
     finalize: bool,
+    arrivals: Arrivals | None = None,
 ) -> State | tuple[Tensor, Tensor]:
     """See block.block_forward. A carried state is updated in place."""
     batch, seq_q, q_heads, _ = q.shape
@@ -637,11 +652,12 @@ def forward(
         rows = q.new_empty(2, batch, q_heads, seq_q, dtype=torch.float32)
         outputs = (q.new_empty(q.shape, dtype=torch.float32), rows[0], rows[1])
     with torch.cuda.device(q.device):
-        _run(*_launch(q, k, v, block, score, state, sink, outputs, finalize, _sms(q.device), _counter(q.device)))
+        sms, counter = _sms(q.device), _counter(q.device)
+        _run(*_launch(q, k, v, block, score, state, sink, outputs, finalize, sms, counter, arrivals))
     return (outputs[0], outputs[1]) if finalize else State(outputs[1], outputs[2], outputs[0])
 
 
-def _launch(q, k, v, block, score, state, sink, outputs, finalize, sms, counter):
+def _launch(q, k, v, block, score, state, sink, outputs, finalize, sms, counter, arrivals=None):
     """Grid, arguments and constants of the kernel."""
     batch, seq_q, q_heads, head_dim = q.shape
     config = CONFIGS[head_dim]
@@ -659,12 +675,19 @@ def _launch(q, k, v, block, score, state, sink, outputs, finalize, sms, counter)
         table, table.stride(0) if table.shape[0] > 1 else 0, counter,
         seq_q, q_heads, q_heads // k.shape[2], n_tiles, n_heads,
         *_sweeps(n_tiles, n_heads, workers), score.softmax_scale * LOG2E,
+        *((None, None, None) if arrivals is None else (arrivals.flags, _int32(arrivals.epoch), arrivals.gave_up)),
     )  # fmt: skip
     constants = dict(
         N=config.consumers, BN=config.block_n, STAGES=config.stages, D=head_dim, REGISTERS=config.registers,
         HAS_STATE=state is not None, HAS_SINK=sink is not None, FINALIZE=finalize,
+        ARRIVALS=arrivals is not None,
     )  # fmt: skip
     return (workers, 1, 1), args, constants
+
+
+def _int32(x: int) -> int:
+    """x as 32 bits hold it: a count of calls wraps around."""
+    return (x + 2**31) % 2**32 - 2**31
 
 
 _compiled: dict[tuple, CompiledKernel] = {}

@@ -6,11 +6,15 @@ dtype.
 
 from __future__ import annotations
 
+import ctypes
+import hashlib
 import heapq
 import json
 import os
+import re
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -21,8 +25,8 @@ pytest.importorskip("triton")
 import sass
 from test_flash import assert_close, causal, error, full, make_block, normalized, padding, simple, window
 
-from ringattn.kernels import eager, hopper_forward
-from ringattn.kernels.block import Block, Score, State
+from ringattn.kernels import eager, hopper_forward, hopper_primitives
+from ringattn.kernels.block import Arrivals, Block, Score, State
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 needs_hopper = pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")
@@ -58,18 +62,21 @@ KINDS = {
     "state": dict(finalize=False),
     "state-in": dict(finalize=False, state=True),
     "float16-state-in-sink-out": dict(dtype=torch.float16, state=True, sink=True),
+    "arrivals-out": dict(arrivals=True),
+    "arrivals-state": dict(finalize=False, arrivals=True),
 }
 
 
-def compiled(dim, dtype=torch.bfloat16, state=False, sink=False, finalize=True) -> sass.Compiled:
+def compiled(dim, dtype=torch.bfloat16, state=False, sink=False, finalize=True, arrivals=False) -> sass.Compiled:
     q, k, v = make_inputs(seq_q=256, seq_k=256, dim=dim, dtype=dtype, heads=4)
     block = make_block(*causal(256, 256), 256)
     rows, values = torch.zeros(1, 4, 256, device=q.device), torch.zeros(1, 256, 4, dim, device=q.device)
     carried = State(rows, rows, values) if state else None
     outputs = (torch.empty_like(q), rows, rows) if finalize else (values, rows, rows)
     counter = torch.zeros(1, dtype=torch.int32, device=q.device)
+    flags = Arrivals(torch.zeros(4, 8, dtype=torch.int32, device=q.device), 1, counter) if arrivals else None
     launch = hopper_forward._launch(
-        q, k, v, block, simple(dim), carried, rows[0, :, 0] if sink else None, outputs, finalize, 132, counter
+        q, k, v, block, simple(dim), carried, rows[0, :, 0] if sink else None, outputs, finalize, 132, counter, flags
     )
     return sass.compile_for_hopper(hopper_forward._forward_kernel, *launch)
 
@@ -83,7 +90,17 @@ def facts(dim: int, kind: str) -> dict:
         shared=code.shared,
         spills=code.stack_bytes,
         spills_in_steps=sum(loop.path.count("LDL") + loop.path.count("STL") for loop in code.loops_with("HGMMA")),
+        acquires=code.ptx.count("ld.acquire.sys.global"),
+        fences=code.ptx.count("fence.proxy.async.global"),
+        steps=steps(code),
     )
+
+
+def steps(code: sass.Compiled) -> list[str]:
+    """The consumers' loops, up to addresses; the loop with the atomic is the whole kernel, producer included."""
+    bodies = ("\n".join(text for _, text in loop.body) for loop in code.loops_with("HGMMA"))
+    plain = (re.sub(r"0x[0-9a-f]{4,}", "", body) for body in bodies if "ATOM" not in body)
+    return [hashlib.sha256(body.encode()).hexdigest() for body in plain]
 
 
 def planted_overwrite(code: sass.Compiled) -> sass.Compiled:
@@ -116,6 +133,14 @@ def test_compiled_code(all_facts, kind):
     assert found["planted"] == 1, "the check above sees a write that is there"
     assert found["spills_in_steps"] == 0
     assert found["shared"] <= 227 * 1024
+    assert (found["acquires"] > 0) == (found["fences"] > 0) == ("arrivals" in kind)
+
+
+@pytest.mark.parametrize("kind", ["out", "state"])
+def test_consumers_do_not_pay_for_arrivals(all_facts, kind):
+    assert all_facts[kind]["steps"]
+    assert all_facts[f"arrivals-{kind}"]["steps"] == all_facts[kind]["steps"]
+    assert all_facts[f"arrivals-{kind}"]["spills"] == all_facts[kind]["spills"] == 0
 
 
 # --- against eager -----------------------------------------------------------------------------------------------
@@ -337,6 +362,136 @@ def test_in_a_graph():
         assert out[0].equal(expected[0])
 
 
+# --- keys and values that are still arriving ---------------------------------------------------------------------
+
+
+class Landing:
+    """Keys and values that copy engines bring: the device's buffer (rows, keys, k then v) with a flag for each row
+    ``b * kv_heads + h``, and pinned host memory that stands for the other ranks."""
+
+    def __init__(self, batch, seq, kv_heads, dim, epoch):
+        self.shape = batch, kv_heads, seq, 2, dim
+        self.epoch = epoch
+        self.source = torch.empty(batch * kv_heads, seq, 2 * dim, dtype=torch.bfloat16).pin_memory()
+        self.buffer = torch.empty(self.source.shape, dtype=torch.bfloat16, device=DEVICE)
+        before = (epoch - 1 + 2**31) % 2**32 - 2**31
+        self.flags = torch.full((batch * kv_heads, 8), before, dtype=torch.int32, device=DEVICE)
+        self.gave_up = torch.zeros(1, dtype=torch.int32).pin_memory()
+        torch.cuda.synchronize()  # the flags are used from other streams
+
+    @property
+    def arrivals(self) -> Arrivals:
+        return Arrivals(self.flags, self.epoch, self.gave_up)
+
+    def views(self, buffer):
+        k, v = buffer.view(self.shape).unbind(3)
+        return k.transpose(1, 2), v.transpose(1, 2)
+
+    def fly(self, stream):
+        """Every row, its flag behind it. Nothing here needs a multiprocessor."""
+        with torch.cuda.stream(stream):
+            for row in range(self.source.shape[0]):
+                self.buffer[row].copy_(self.source[row], non_blocking=True)
+                write_value(stream, self.flags[row].data_ptr(), self.epoch)
+
+
+def write_value(stream, address: int, value: int) -> None:
+    write = ctypes.CDLL("libcuda.so.1").cuStreamWriteValue32_v2
+    write.argtypes = ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint32, ctypes.c_uint
+    assert write(stream.cuda_stream, address, value % 2**32, 0) == 0
+
+
+def same_bits(x, y) -> bool:
+    return all(a.view(torch.uint8).equal(b.view(torch.uint8)) for a, b in zip(x, y, strict=True))
+
+
+@needs_hopper
+@pytest.mark.parametrize("finalize", [True, False])
+@pytest.mark.parametrize("dim", [64, 128])
+def test_arrived_keys(dim, finalize):
+    """Flags that are up change no bit, whatever comes before them."""
+    q = make_inputs(batch=2, seq_q=700, heads=8, dim=dim)[0]
+    landing = Landing(2, 700, 2, dim, epoch=5)
+    landing.buffer.normal_()
+    k, v = landing.views(landing.buffer)
+    block = make_block(*causal(700, 700), 700)
+    expected = hopper_forward.forward(q, k, v, block, simple(dim), None, None, finalize)
+    for later in (0, 3, 2**31 - 1):
+        landing.flags.fill_((5 + later + 2**31) % 2**32 - 2**31)
+        got = hopper_forward.forward(q, k, v, block, simple(dim), None, None, finalize, arrivals=landing.arrivals)
+        assert same_bits(got, expected)
+    state = hopper_forward.forward(q, k, v, block, simple(dim), None, None, False)
+    twice = [
+        hopper_forward.forward(q, k, v, block, simple(dim), State(*(x.clone() for x in state)), None, finalize, **given)
+        for given in ({}, dict(arrivals=landing.arrivals))
+    ]
+    assert same_bits(*twice)
+
+
+@needs_hopper
+@pytest.mark.parametrize("first", [1, 2**31 - 2])
+@pytest.mark.parametrize(("batch", "seq", "heads", "kv_heads"), [(1, 2048, 16, 4), (2, 900, 6, 6), (1, 4096, 32, 8)])
+def test_keys_that_arrive_late(batch, seq, heads, kv_heads, first):
+    """The kernel runs first, the copies come later, over NaN: call after call, past the largest epoch of 32 bits."""
+    q = make_inputs(batch=batch, seq_q=seq, heads=heads)[0]
+    block = make_block(*causal(seq, seq), seq)
+    landing = Landing(batch, seq, kv_heads, 128, first)
+    computing, copying = torch.cuda.Stream(), torch.cuda.Stream()
+
+    def attend(k, v, **given):
+        with torch.cuda.stream(computing):
+            return hopper_forward.forward(q, k, v, block, simple(128), None, None, True, **given)
+
+    # Whatever a first use loads, or a first call allocates, must not come beside a kernel that waits.
+    landing.fly(copying)
+    torch.cuda.synchronize()
+    attend(*landing.views(landing.buffer), arrivals=landing.arrivals)
+    for epoch in range(first + 1, first + 6):
+        landing.epoch = epoch
+        landing.source.normal_(generator=torch.Generator().manual_seed(epoch % 1000))
+        expected = attend(*landing.views(landing.source.to(DEVICE)))
+        landing.buffer.fill_(float("nan"))
+        torch.cuda.synchronize()
+        got = attend(*landing.views(landing.buffer), arrivals=landing.arrivals)
+        done = computing.record_event()
+        time.sleep(0.005)
+        assert not done.query(), "it waits"
+        landing.fly(copying)
+        torch.cuda.synchronize()
+        assert same_bits(got, expected)
+    assert landing.gave_up.item() == 0
+
+
+@needs_hopper
+def test_keys_that_never_arrive(tmp_path):
+    """The kernel names the row and traps, which ends the process's context: hence a process of its own."""
+    command = [sys.executable, __file__, "never"]
+    root = Path(__file__).parents[1]
+    environment = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": str(root)}
+    run = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=root, timeout=120)
+    assert run.returncode == 0, run.stderr[-2000:]
+
+
+def wait_in_vain() -> None:
+    limit = f"{hopper_primitives.WAIT_SECONDS * 10**9};"
+    asm = hopper_primitives._WAIT_ASM.value
+    assert limit in asm
+    hopper_primitives._WAIT_ASM = type(hopper_primitives._WAIT_ASM)(asm.replace(limit, "1000000000;"))
+    q = make_inputs(seq_q=256, heads=4, kv_heads=2)[0]
+    landing = Landing(1, 256, 2, 128, epoch=7)
+    landing.flags[0] = 7
+    block = make_block(*full(256, 256), 256)
+    hopper_forward.forward(
+        q, *landing.views(landing.buffer), block, simple(128), None, None, True, arrivals=landing.arrivals
+    )
+    try:
+        torch.cuda.synchronize()
+    except RuntimeError:
+        assert landing.gave_up.item() == 2
+        os._exit(0)  # nothing of the context can be cleaned up
+    raise AssertionError("it neither trapped nor waited")
+
+
 # --- what it refuses ---------------------------------------------------------------------------------------------
 
 
@@ -381,14 +536,32 @@ def test_balance(seq, heads):
     """Causal: workers that take the next tile when they are free all end within 3.5 % of the mean."""
     workers, tiles = 132, seq // 128
     weights = [tiles - rank + 1.0 for rank in range(tiles)]
-    group, early = hopper_forward._sweeps(tiles, heads, workers)
-    order = [weight for _ in range(early // group) for weight in weights for _ in range(group)]
-    order += [weight for weight in weights for _ in range(heads - early)]
     free = [0.0] * workers
-    for weight in order:
-        heapq.heapreplace(free, free[0] + weight)
+    for _, rank in work_order(tiles, heads, workers):
+        heapq.heapreplace(free, free[0] + weights[rank])
     assert max(free) <= 1.035 * sum(weights) * heads / workers
 
 
-if __name__ == "__main__":
+@pytest.mark.parametrize("seq", [100, 2048, 4096, 32768])
+@pytest.mark.parametrize("heads", [1, 3, 16, 32, 128])
+def test_heads_come_in_order(seq, heads):
+    """The order in which keys and values arrive: the first head of the first batch element first."""
+    order = list(work_order(-(-seq // 128), heads, 132))
+    assert sorted(order) == [(head, rank) for head in range(heads) for rank in range(-(-seq // 128))]
+    assert list(dict.fromkeys(head for head, _ in order)) == list(range(heads))
+
+
+def work_order(tiles, heads, workers):
+    """Head and place among the head's query tiles of each number that is handed out, as ``_tile_info`` has it."""
+    group, early = hopper_forward._sweeps(tiles, heads, min(workers, tiles * heads))
+    for number in range(tiles * heads):
+        first = min(number // (group * tiles) * group, early)
+        together = group if first < early else heads - early
+        rest = number - first * tiles
+        yield first + rest % together, rest // together
+
+
+if __name__ == "__main__" and sys.argv[1] == "never":
+    wait_in_vain()
+elif __name__ == "__main__":
     print(json.dumps({kind: facts(int(sys.argv[1]), kind) for kind in KINDS}))
