@@ -6,10 +6,12 @@ rounding has a relative rms error of at most eps / sqrt(12), and two of them mee
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -19,8 +21,8 @@ pytest.importorskip("triton")
 
 from test_flash import causal, documents, error, full, make_block, padding, per_batch, window
 
-from ringattn.kernels import eager, hopper_backward
-from ringattn.kernels.block import Block, Score, block_delta
+from ringattn.kernels import eager, hopper_backward, hopper_primitives
+from ringattn.kernels.block import Arrivals, Block, Score, block_backward, block_delta
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -30,20 +32,34 @@ needs_hopper = pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")
 # --- anywhere ----------------------------------------------------------------------------------------------------
 
 
-def compile_report(dim: int, dtype: str) -> dict:
+def compile_report(dim: int, dtype: str, copies: bool) -> dict:
+    """``copies``: for keys that arrive and gradients that leave while the kernel runs."""
     import sass
 
     q, k, v, dout = (torch.zeros(1, 512, heads, dim, dtype=getattr(torch, dtype)) for heads in (4, 2, 2, 4))
     rows = torch.zeros(1, 4, 512)
     position = torch.arange(512, dtype=torch.int32)
     block = Block(torch.zeros_like(position)[None], position[None] + 1, position, position, (512,), (512,))
+    more = {}
+    if copies:
+        flags, gave_up = torch.zeros(2, 8, dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
+        more = {"into": beside_each_other(1, 512, 2, dim)[1], "arrivals": Arrivals(flags, 7, gave_up),
+                "counters": torch.zeros(2, 1, dtype=torch.int32)}  # fmt: skip
     compiled = []
     hopper_backward.launch(
         q, k, v, dout, rows, rows, block, Score(dim**-0.5), torch.zeros(q.shape), 1,
         run=lambda kernel, grid, *args, **opt: compiled.append(sass.compile_for_hopper(kernel, grid, args, opt)),
+        **more,
     )  # fmt: skip
     main = compiled[-1]
+    code = [text for _, text in main._instructions]
     return {
+        "system": [
+            " ".join(t for t in code[max(0, i - 5) : i + 1] if "SYS" in t or "BAR.SYNC" in t)
+            for i, text in enumerate(code)
+            if ".SYS" in text and "MEMBAR" not in text
+        ],
+        "fences": sum("FENCE.VIEW.ASYNC.G" in text for text in code),
         "warnings": main.warnings,
         "overwritten": main.overwritten_operands(),
         "stack": main.stack_bytes,
@@ -53,21 +69,35 @@ def compile_report(dim: int, dtype: str) -> dict:
 
 
 # Bytes of stack, spill stores and loads. At head dim 128 the spills are addresses of the second consumer.
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-@pytest.mark.parametrize(("dim", "stack"), [(64, 0), (128, 400)])
-def test_compiles_without_serialized_products(dim, stack, dtype):
-    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    env["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), str(Path(__file__).parent.parent)])
-    run = subprocess.run(
-        [sys.executable, __file__, str(dim), dtype], env=env, capture_output=True, text=True, check=False
-    )
-    assert run.returncode == 0, run.stderr[-2000:]
-    report = json.loads(run.stdout.splitlines()[-1])
+@pytest.mark.parametrize(("dtype", "copies"), [("bfloat16", False), ("float16", False), ("bfloat16", True)])
+@pytest.mark.parametrize(("dim", "stack"), [(64, 0), (128, 280)])
+def test_compiles_without_serialized_products(dim, stack, dtype, copies):
+    report = json.loads(in_a_process("compile", str(dim), dtype, str(int(copies))).stdout.splitlines()[-1])
     assert report["warnings"] == []
     assert report["overwritten"] == []
     assert report["stack"] <= stack
     assert report["shared"] <= 227 * 1024
     assert report["reduces"] == 2 * (dim // 64)  # of two writers, in boxes of 128 bytes
+    if not copies:
+        assert report["system"] == []
+        assert report["fences"] == 0
+        return
+    loads = [x for x in report["system"] if "LDG" in x.rsplit("MEMBAR")[-1]]
+    stores = [x for x in report["system"] if "STG" in x]
+    raises = [x for x in report["system"] if "REDG" in x]
+    assert len(loads) == 2  # at first sight and in the loop
+    assert len(stores) == 1
+    assert len(raises) == 2  # of two writers, one lane each
+    assert all("MEMBAR.ALL.SYS" in x for x in stores + raises)
+    assert report["fences"] == 1
+
+
+def in_a_process(*args: str) -> subprocess.CompletedProcess:
+    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    env["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), str(Path(__file__).parent.parent)])
+    run = subprocess.run([sys.executable, __file__, *args], env=env, capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr[-2000:]
+    return run
 
 
 @pytest.mark.parametrize(("mask", "seq_q", "seq_k", "segments_k"), [
@@ -128,6 +158,17 @@ def test_needs_hopper():
 
 
 # --- on a GPU ----------------------------------------------------------------------------------------------------
+
+
+def beside_each_other(batch, seq_k, kv_heads, dim):
+    """A buffer (batch * kv_heads, keys, 2 * dim), poisoned, and its halves as dk and dv."""
+    buffer = torch.full((batch * kv_heads, seq_k, 2 * dim), float("nan"), device=DEVICE)
+    return buffer, halves(buffer, batch)
+
+
+def halves(buffer, batch):
+    rows = buffer.unflatten(0, (batch, -1)).transpose(1, 2)
+    return rows.chunk(2, dim=-1)
 
 
 def make_gradients(seq_q, seq_k, heads, kv_heads, dim, dtype, batch=1):
@@ -258,5 +299,176 @@ def test_no_races(mask, dim):
     assert farthest.item() < 1e-4
 
 
+# --- on a GPU, beside copies -------------------------------------------------------------------------------------
+
+
+def stream_memory(operation: str, stream: torch.cuda.Stream, address: int, value: int) -> None:
+    """``cuStreamWriteValue32_v2``, or ``cuStreamWaitValue32_v2`` until ``int32(value at the address - value) >= 0``."""
+    call = getattr(ctypes.CDLL("libcuda.so.1"), f"cuStream{operation}Value32_v2")
+    assert call(ctypes.c_void_p(stream.cuda_stream), ctypes.c_uint64(address), ctypes.c_uint32(value % 2**32), 0) == 0
+
+
+def differing(seq_q, seq_k):
+    parts = documents(seq_q, seq_k, (100, seq_q - 100)), causal(seq_q, seq_k)
+    return tuple(torch.cat(x) for x in zip(*parts, strict=True))
+
+
+def problem(mask, batch, seq, heads, kv_heads, dim, segments_k=None):
+    """Everything that a backward needs, with any lse and delta: kernels are compared with themselves here."""
+    q, k, v, dout = make_gradients(seq, seq, heads, kv_heads, dim, torch.bfloat16, batch)
+    lse = torch.randn(batch, heads, seq, device=DEVICE) + 8
+    block = make_block(*mask(seq, seq), seq, segments_k=segments_k)
+    return q, k, v, dout, lse, torch.randn_like(lse), block, Score(dim**-0.5)
+
+
+def gradients(args, **more):
+    dq = torch.zeros(args[0].shape, device=DEVICE)
+    dk, dv = block_backward(*args, dq=dq, kernel="hopper", **more)
+    return dk, dv
+
+
+@needs_hopper
+@pytest.mark.parametrize("parts", [1, 2])
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("mask", [differing, causal])
+def test_stores_where_it_is_told(mask, dim, parts, monkeypatch):
+    monkeypatch.setattr(hopper_backward, "_parts", lambda q, k, block: parts)
+    args = problem(mask, 2, 120, 4, 2, dim, (50, 70))
+    want = gradients(args)
+    buffer, into = beside_each_other(2, 120, 2, dim)
+    got = gradients(args, into=into)
+    assert got[0].data_ptr() == buffer.data_ptr()
+    apart = torch.empty_like(want[0]), torch.empty_like(want[1]).transpose(1, 2).contiguous().transpose(1, 2)
+    for x, y, z in zip(want, into, gradients(args, into=apart), strict=True):
+        assert x.equal(y)
+        assert x.equal(z)
+    assert not buffer.isnan().any()
+
+
+@needs_hopper
+@pytest.mark.parametrize(("epoch", "flag"), [(5, 5), (5, 9), (2**31 - 1, -(2**31)), (2**32 - 1, 0)])
+def test_flags_that_are_up(epoch, flag):
+    args = problem(causal, 2, 700, 4, 2, 128)
+    want = gradients(args)
+    flags = torch.full((4, 8), flag, dtype=torch.int32, device=DEVICE)
+    gave_up = torch.zeros(1, dtype=torch.int32).pin_memory()
+    got = gradients(args, arrivals=Arrivals(flags, epoch, gave_up))
+    assert all(x.equal(y) for x, y in zip(want, got, strict=True))
+    assert gave_up.item() == 0
+
+
+@needs_hopper
+@pytest.mark.parametrize("dim", [64, 128])
+def test_keys_that_arrive_while_it_runs(dim):
+    """The kernel starts first, on keys that are NaN; copies and flags follow, the last row first."""
+    batch, kv_heads, seq = 2, 4, 2048
+    args = problem(causal, batch, seq, 8, kv_heads, dim)
+    far = torch.empty(batch * kv_heads, seq, 2 * dim, dtype=torch.bfloat16, device=DEVICE)
+    sent = torch.empty(far.shape, dtype=far.dtype).pin_memory()
+    late = (args[0], *halves(far, batch), *args[3:])
+    flags = torch.zeros(batch * kv_heads, 8, dtype=torch.int32, device=DEVICE)
+    gave_up = torch.zeros(1, dtype=torch.int32).pin_memory()
+    side, done = torch.cuda.Stream(), torch.cuda.Event()
+    far.normal_()
+    gradients(late, arrivals=Arrivals(flags, 0, gave_up))  # loads every kernel, which would wait for one that waits
+    for epoch in (1, 2, 3, 2**31 - 1, 2**31, 2**31 + 1, 2**32 - 1, 0, 1):
+        sent.copy_(torch.randn(sent.shape, generator=torch.Generator().manual_seed(epoch)))
+        far.copy_(sent)
+        want = gradients(late)
+        far.fill_(float("nan"))
+        torch.cuda.synchronize()
+        got = gradients(late, arrivals=Arrivals(flags, epoch, gave_up))
+        done.record()
+        time.sleep(0.005)
+        assert not done.query()
+        with torch.cuda.stream(side):
+            for row in reversed(range(batch * kv_heads)):
+                far[row].copy_(sent[row], non_blocking=True)
+                stream_memory("Write", side, flags[row].data_ptr(), epoch)
+        torch.cuda.synchronize()
+        assert all(x.equal(y) for x, y in zip(want, got, strict=True)), epoch
+    assert gave_up.item() == 0
+
+
+def wait_in_vain() -> None:
+    text = hopper_primitives._WAIT_ASM.value
+    limit = str(hopper_primitives.WAIT_SECONDS * 10**9)
+    assert text.count(limit) == 1
+    hopper_primitives._WAIT_ASM = hopper_primitives.gl.constexpr(text.replace(limit, str(10**9)))
+    args = problem(causal, 1, 512, 4, 4, 64)
+    flags = torch.ones(4, 8, dtype=torch.int32, device=DEVICE)
+    flags[2] = 0
+    gave_up = torch.zeros(1, dtype=torch.int32).pin_memory()
+    gradients(args, arrivals=Arrivals(flags, 1, gave_up))
+    try:
+        torch.cuda.synchronize()
+    except RuntimeError:
+        print(gave_up.item(), flush=True)
+    os._exit(0)  # the context is lost: nothing left to clean up
+
+
+@needs_hopper
+def test_gives_up():
+    assert in_a_process("wait").stdout.split() == ["3"]
+
+
+@needs_hopper
+@pytest.mark.parametrize("sweep", [1, 2, None])
+@pytest.mark.parametrize("mask", [differing, causal, padding])
+def test_counts_what_it_stored(mask, sweep, monkeypatch):
+    monkeypatch.setattr(hopper_backward, "_parts", lambda q, k, block: 1)
+    if sweep is not None:
+        monkeypatch.setattr(hopper_backward, "_sweep", lambda *_: sweep)
+    args = problem(mask, 2, 400, 4, 2, 64, (130, 1, 0, 269))
+    q, k, *_, block, _ = args
+    expected = hopper_backward.departures(q, k, block)
+    assert sweep in (expected.rows, None)
+    assert expected.counts == tuple(2 * expected.rows * n for n in (2, 1, 0, 3))
+    want = gradients(args)
+    counters = torch.zeros(4 // expected.rows, 4, dtype=torch.int32, device=DEVICE)
+    for call in (1, 2):
+        got = gradients(args, counters=counters)
+        assert all(x.equal(y) for x, y in zip(want, got, strict=True))
+        assert (counters.cpu() == call * torch.tensor(expected.counts)).all()
+
+
+@needs_hopper
+@pytest.mark.parametrize("sweep", [1, 4, None])
+def test_gradients_leave_while_it_runs(sweep, monkeypatch):
+    """Copies to the host that wait for nothing but the counters, the first of them long before the kernel ends."""
+    if sweep is not None:
+        monkeypatch.setattr(hopper_backward, "_sweep", lambda *_: sweep)
+    seq, heads, dim, lengths = 16384, 8, 128, (2048,) * 8
+    args = problem(causal, 1, seq, heads, heads, dim, lengths)
+    rows, counts = hopper_backward.departures(args[0], args[1], args[6])
+    counters = torch.zeros(heads // rows, len(lengths), dtype=torch.int32, device=DEVICE)
+    buffer, into = beside_each_other(1, seq, heads, dim)
+    home = torch.empty(buffer.shape).pin_memory()
+    want = torch.cat(gradients(args), -1).transpose(1, 2)[0].cpu()
+    side = torch.cuda.Stream()
+    for call in (1, 2, 3):
+        first, done = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        buffer.fill_(float("nan"))
+        home.fill_(float("nan"))
+        torch.cuda.synchronize()
+        gradients(args, into=into, counters=counters)
+        done.record()
+        with torch.cuda.stream(side):
+            for chunk in range(heads // rows):
+                for segment, count in enumerate(counts):
+                    stream_memory("Wait", side, counters[chunk, segment].data_ptr(), call * count)
+                    keys = slice(sum(lengths[:segment]), sum(lengths[: segment + 1]))
+                    for row in range(chunk * rows, (chunk + 1) * rows):
+                        home[row, keys].copy_(buffer[row, keys], non_blocking=True)
+                    if (chunk, segment) == (0, 0):
+                        first.record()
+        torch.cuda.synchronize()
+        assert home.equal(want), call
+        if call > 1:  # the first call may compile
+            assert first.elapsed_time(done) > 0.5  # milliseconds, of about 2.4
+
+
 if __name__ == "__main__":
-    print(json.dumps(compile_report(int(sys.argv[1]), sys.argv[2])))
+    if sys.argv[1] == "wait":
+        wait_in_vain()
+    print(json.dumps(compile_report(int(sys.argv[2]), sys.argv[3], sys.argv[4] == "1")))
