@@ -1,183 +1,714 @@
-"""How much of N GPUs' speed is left when a sequence is split over them?
+"""How much of N GPUs' speed is left when a sequence is split over them, and what do others keep of it?
 
     torchrun --standalone --nproc-per-node 4 scripts/bench_scaling.py
-    torchrun --standalone --nproc-per-node 4 scripts/bench_scaling.py --tokens 8192 --kv-heads 32 --full
+    torchrun --standalone --nproc-per-node 4 scripts/bench_scaling.py --ranks 1 2 4 --masks causal full window documents
+    torchrun --standalone --nproc-per-node 4 scripts/bench_scaling.py --tokens --total 65536 131072 --ranks 1 2 4
+    python scripts/bench_scaling.py --report results       the tables and plots again, from the lines in results/
 
-For each number of tokens per rank: TFLOP/s per GPU of causal attention (zigzag), forward and forward+backward, by every
-dataflow, beside
+For every group size, number of tokens, mask and number of heads: forward, and forward+backward, by each dataflow,
+beside
 
-* ``local``: the same kernel on one rank's share of the work with all keys resident, run on all GPUs at once. The ratio
-  to it is what communication costs;
-* ``torch CP``: PyTorch's context_parallel (all-gather, its scaled_dot_product_attention), if this torch has it;
-* ``matmul``: a bf16 product of 8192 x 8192 matrices in the same run.
+* ``local``: the same kernel on one rank's share of the work with all keys resident, on all GPUs of the group at once.
+  The ratio to it is what communication costs;
+* peers (scripts/peers.py): PyTorch's context_parallel and ring-flash-attn. A peer first computes a small problem, on
+  each rank alone and then together, and is compared with ours; one that fails, or computes something else, is
+  reported as missing, with the reason;
+* ``matmul``: a product of two 8192 x 8192 matrices in the same run.
 
-Variants alternate in segments after a warm-up; the time of a segment is that of the slowest rank, and the median over
-segments counts. 4 x FLOPs: ``4 * heads * S * S * head_dim / ranks`` forward, half if causal, 3.5 times that for
-forward+backward. Random data. A rate above the hardware's peak is refused. The last line is JSON.
+Weak scaling is ``--tokens`` per rank over several ``--ranks``; strong scaling is ``--total`` tokens. Documents have
+log-normal lengths (median 2,048, sigma 1.2, seed 0). All take turns, in segments that go forth and back through the
+list; a segment's time is that of the slowest rank, and the median over segments counts. FLOPs: ``4 * heads * head_dim``
+for each visible pair of a query and a key, over the ranks; forward+backward 3.5 times that, whatever a kernel really
+computes. Random data. A rate above the hardware's peak ends the run: then the timing is wrong.
+
+Also measured: the peak memory of each call beside what the plan predicts, and, for each group size, the error against
+float64 on a small problem beside the error of one rank. Every measurement is a line of JSON in ``--out``, written when
+it is there; a Markdown report and plots are made from these lines (scripts/plot_scaling.py).
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import datetime
 import functools
+import gc
+import importlib.util
 import json
+import math
 import os
 import statistics
+import subprocess
 import sys
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path.append(str(Path(__file__).resolve().parent))
+import peers
+import plot_scaling
+from peers import CannotRun
+
 import ringattn
+from ringattn import layout, mask, reference, virtual
 from ringattn.kernels.block import Score, accumulation_dtype, block_backward, block_delta, block_forward
 
+ROOT = Path(__file__).resolve().parent.parent
 PEAK = 989.5  # TFLOP/s, dense bf16 of an H100 or H200; nothing real is above it
+PRODUCTS = {"forward": 1.0, "forward+backward": 3.5}
+MASKS = ("causal", "full", "window", "documents")
+TOLERANCE = {torch.bfloat16: 0.05, torch.float16: 0.02, torch.float32: 0.01}
+Words = dict[str, Any]
+Around = Callable[[], AbstractContextManager]
 
 
-def variants(args: argparse.Namespace, tokens: int, device: torch.device) -> dict[str, tuple[Callable, Callable]]:
-    """name -> (forward, forward+backward), each a call without arguments."""
-    world = dist.get_world_size()
-    dim, hq, hk = args.head_dim, args.heads, args.kv_heads
+@dataclass(frozen=True)
+class Setting:
+    """One problem. ``tokens``: per rank."""
 
-    def make(n: int, heads: int, grad: bool = True) -> torch.Tensor:
-        return torch.randn(1, n, heads, dim, device=device, dtype=torch.bfloat16).requires_grad_(grad)
+    ranks: int
+    tokens: int
+    mask: str
+    heads: tuple[int, int]
 
-    q, k, v = make(tokens, hq), make(tokens, hk), make(tokens, hk)
-    dout = torch.randn_like(q)
-    found: dict[str, tuple[Callable, Callable]] = {}
+    @property
+    def seq_len(self) -> int:
+        return self.ranks * self.tokens
 
-    def both(attend: Callable[[], Any]) -> tuple[Callable, Callable]:
+    def words(self) -> Words:
+        return dict(ranks=self.ranks, tokens=self.tokens, total=self.seq_len, mask=self.mask, heads=list(self.heads))
+
+
+@dataclass
+class Group:
+    """The first ``size`` ranks: ``data`` moves our tensors, ``theirs`` the peers', so that what a failed peer left
+    there meets nobody; ``control`` (gloo) what ranks tell each other."""
+
+    size: int
+    data: Any
+    theirs: Any
+    control: Any
+
+    def agree(self, problem: Exception | str | None) -> str | None:
+        """The same on every rank: None, or what the first rank in trouble says."""
+        said: list[str | None] = [None] * self.size
+        dist.all_gather_object(said, None if problem is None else _one_line(problem), group=self.control)
+        return next((f"rank {rank}: {text}" for rank, text in enumerate(said) if text is not None), None)
+
+    def largest(self, values: list[float]) -> list[float]:
+        table = torch.tensor(values, dtype=torch.float64)
+        dist.all_reduce(table, op=dist.ReduceOp.MAX, group=self.control)
+        return table.tolist()
+
+
+@dataclass
+class Contestant:
+    attend: Callable[[], Any]
+    both: Callable[[], Any]
+    around: Around = field(default=nullcontext)
+    plan: ringattn.Plan | None = None
+
+    def call(self, what: str) -> Callable[[], Any]:
+        if what != "forward":
+            return self.both
+
         def forward() -> None:
             with torch.no_grad():
-                attend()
+                self.attend()
 
-        return forward, lambda: torch.autograd.grad(attend(), (q, k, v), dout)
+        return forward
 
-    causal = not args.full
-    for dataflow in args.dataflows:
-        plan = ringattn.plan(tokens * world, causal=causal, dataflow=dataflow)
-        found[dataflow] = both(functools.partial(ringattn.attention, q, k, v, plan, kernel=args.kernel))
 
-    block = ringattn.plan(tokens * world, causal=causal, dataflow="gather").gathered_block(device)
-    k_all, v_all = make(block.seq_k, hk, False), make(block.seq_k, hk, False)
-    score = Score(dim**-0.5)
+def _one_line(problem: Exception | str) -> str:
+    text = str(problem).strip().split("\n")[0][:300]
+    return text if isinstance(problem, str | CannotRun) else f"{type(problem).__name__}: {text}"
 
-    def local() -> Any:
-        return block_forward(q.detach(), k_all, v_all, block, score, finalize=True, kernel=args.kernel)
 
-    def local_both() -> None:
-        out, lse = local()
-        dq = torch.zeros_like(q, dtype=accumulation_dtype(q))
-        delta = block_delta(out, dout)
-        block_backward(q.detach(), k_all, v_all, dout, lse, delta, block, score, dq=dq, kernel=args.kernel)
+# --- problems -----------------------------------------------------------------------------------------------------
 
-    found["local"] = local, local_both
-    if args.torch_cp:
-        found["torch CP"] = both(torch_context_parallel(q, k, v, causal))
+
+def document_bounds(total: int, seed: int = 0) -> list[int]:
+    """Boundaries of packed documents whose lengths have a long tail; the last one is cut off."""
+    generator = torch.Generator().manual_seed(seed)
+    median, bounds = min(2048, max(1, total // 8)), [0]
+    while bounds[-1] < total:
+        length = median * math.exp(1.2 * torch.randn((), generator=generator, dtype=torch.float64).item())
+        bounds.append(min(total, bounds[-1] + max(1, round(length))))
+    return bounds
+
+
+def mask_arguments(name: str, seq_len: int, window: int) -> Words:
+    """For ringattn.plan()."""
+    found: dict[str, Words] = dict(causal=dict(causal=True), full={})
+    found["window"] = dict(causal=True, window_size=(window - 1, 0))
+    if name == "documents":
+        return dict(causal=True, cu_seqlens=document_bounds(seq_len))
+    return found[name]
+
+
+def visible_pairs(found: mask.Mask) -> int:
+    start, end = found.intervals(torch.arange(found.seq_len))
+    return int((end.long() - start.long()).sum())
+
+
+class Bench:
+    def __init__(self, args: argparse.Namespace, device: torch.device, world: Group) -> None:
+        self.args, self.device, self.world = args, device, world
+        self.rank = dist.get_rank()
+        self.dtype = getattr(torch, args.dtype)
+        self.began = time.monotonic()
+        self.lines: list[Words] = []
+        self.file: Path | None = None
+        self.progress = Progress(self.rank == 0)
+        self.groups: dict[int, Group] = {}
+        self.checked: dict[tuple, str | None] = {}  # peers: why they cannot run
+        for size in args.ranks:  # every rank of the job makes every group
+            members = list(range(size))
+            data = dist.group.WORLD if size == world.size else dist.new_group(members)
+            self.groups[size] = Group(size, data, dist.new_group(members), dist.new_group(members, backend="gloo"))
+
+    # What is said
+
+    def write(self, kind: str, **words: Any) -> None:
+        if self.rank != 0:
+            return
+        line = dict(kind=kind, **words)
+        self.lines.append(line)
+        if self.file is not None:
+            with self.file.open("a") as file:
+                file.write(json.dumps(line) + "\n")
+
+    def over(self, group: Group) -> bool:
+        """The same on every rank: is the time up?"""
+        mine = self.args.budget and time.monotonic() - self.began > self.args.budget
+        return group.largest([float(bool(mine))])[0] > 0
+
+    # Time and memory
+
+    def synchronize(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+
+    @contextlib.contextmanager
+    def clock(self) -> Iterator[list[float]]:
+        """Appends the milliseconds that the work of the block took on this rank's device."""
+        times: list[float] = []
+        if self.device.type == "cuda":
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            begin.record()
+            yield times
+            end.record()
+            torch.cuda.synchronize()
+            times.append(begin.elapsed_time(end))
+        else:
+            started = time.perf_counter()
+            yield times
+            times.append((time.perf_counter() - started) * 1e3)
+
+    def first_call(self, name: str, contestant: Contestant, what: str, group: Group) -> tuple[str | None, float]:
+        """(why it cannot, or None; bytes at the peak of a second call beside what was there before)."""
+        call, problem, peak = contestant.call(what), None, 0.0
+        try:
+            with contestant.around():
+                call()  # compiles, and makes what a plan keeps
+                self.synchronize()
+                if self.device.type == "cuda":
+                    torch.cuda.reset_peak_memory_stats()
+                    before = torch.cuda.memory_allocated()
+                    call()
+                    self.synchronize()
+                    peak = float(torch.cuda.max_memory_allocated() - before)
+        except Exception as error:
+            problem = error
+        reason = group.agree(problem)
+        return reason, group.largest([peak])[0]
+
+    def measure(self, calls: dict[str, tuple[Callable, Around]], group: Group) -> dict[str, list[float]]:
+        """Milliseconds of one call in every segment, each of the slowest rank, in alternating segments."""
+        args = self.args
+        token = torch.zeros(1, device=self.device)
+        repeats: dict[str, int] = {}
+        times: dict[str, list[float]] = {name: [] for name in calls}
+        for name, (call, around) in calls.items():
+            with around():
+                call()
+                self.synchronize()
+                with self.clock() as each:
+                    call()
+            repeats[name] = max(1, round(args.seconds * 1e3 / max(group.largest(each)[0], 1e-3)))
+        for segment in range(args.segments):
+            order = list(calls.items())
+            for name, (call, around) in order if segment % 2 == 0 else reversed(order):
+                with around():
+                    dist.all_reduce(token, group=group.data)  # all start together
+                    self.synchronize()
+                    with self.clock() as took:
+                        for _ in range(repeats[name]):
+                            call()
+                times[name].append(took[0] / repeats[name])
+        flat = group.largest([t for name in calls for t in times[name]])
+        return {name: flat[i * args.segments : (i + 1) * args.segments] for i, name in enumerate(calls)}
+
+    def matmul(self, group: Group) -> float:
+        """TFLOP/s of a plain product."""
+        n = 8192 if self.device.type == "cuda" else 256
+        a, b = (torch.randn(n, n, device=self.device, dtype=self.dtype) for _ in range(2))
+        times = self.measure({"matmul": (lambda: a @ b, nullcontext)}, group)["matmul"]
+        return 2 * n**3 / statistics.median(times) / 1e9
+
+    # Contestants
+
+    def tensors(self, setting: Setting, tokens: int, seed: int | None = None) -> list[Tensor]:
+        """q, k, v, dout; the same on every rank if there is a seed."""
+        generator = None if seed is None else torch.Generator().manual_seed(seed)
+        made, (hq, hk) = [], setting.heads
+        for heads in (hq, hk, hk, hq):
+            shape = (1, tokens, heads, self.args.head_dim)
+            if generator is None:
+                made.append(torch.randn(shape, device=self.device, dtype=self.dtype))
+            else:
+                made.append(torch.randn(shape, generator=generator).to(self.device, self.dtype))
+        for x in made[:3]:
+            x.requires_grad_()
+        return made
+
+    def plan(self, setting: Setting, group: Any, dataflow: str) -> ringattn.Plan:
+        how = mask_arguments(setting.mask, setting.seq_len, self.args.window)
+        return ringattn.plan(setting.seq_len, group, dataflow=dataflow, layout=self.args.layout, **how)
+
+    def ours(self, plan: ringattn.Plan, x: list[Tensor]) -> Contestant:
+        q, k, v, dout = x
+        attend = functools.partial(ringattn.attention, q, k, v, plan, kernel=self.args.kernel)
+        return Contestant(attend, lambda: torch.autograd.grad(attend(), (q, k, v), dout), plan=plan)
+
+    def local(self, setting: Setting, plan: ringattn.Plan, x: list[Tensor]) -> Contestant:
+        """One rank's queries and all the keys that they need, here."""
+        q, _, _, dout = x
+        q = q.detach()
+        block = plan.gathered_block(self.device)
+        shape = (1, block.seq_k, setting.heads[1], self.args.head_dim)
+        k, v = (torch.randn(shape, device=self.device, dtype=self.dtype) for _ in range(2))
+        score, kernel = Score(self.args.head_dim**-0.5), self.args.kernel
+
+        def forward() -> Any:
+            return block_forward(q, k, v, block, score, finalize=True, kernel=kernel)
+
+        def both() -> Any:
+            out, lse = forward()
+            dq = torch.zeros_like(q, dtype=accumulation_dtype(q))
+            dk, dv = block_backward(q, k, v, dout, lse, block_delta(out, dout), block, score, dq=dq, kernel=kernel)
+            return dq.to(q.dtype), dk.to(q.dtype), dv.to(q.dtype)
+
+        return Contestant(forward, both)
+
+    def peer(self, name: str, setting: Setting, group: Group, x: list[Tensor], repeat: bool = False) -> Contestant:
+        """Raises: CannotRun, with the same reason on every rank."""
+        key = name, repeat, group.size, setting.mask, setting.heads
+        if key not in self.checked:
+            self.checked[key] = self._check_peer(name, replace(setting, tokens=self.args.check_tokens), group, repeat)
+        if reason := self.checked[key]:
+            raise CannotRun(reason)
+        ready = self._make_peer(name, setting, group, repeat)
+        q, k, v, dout = x
+        attend = functools.partial(ready.attend, q, k, v)
+        return Contestant(attend, lambda: torch.autograd.grad(attend(), (q, k, v), dout), ready.around)
+
+    def _check_peer(self, name: str, small: Setting, group: Group, repeat: bool) -> str | None:
+        """Why a peer cannot run: it says so, its kernel fails, it fails over ranks, or it computes something else."""
+        try:
+            found = self._make_peer(name, small, group, repeat)
+        except CannotRun as why:
+            return str(why)
+        problem: Exception | None = None
+        try:  # without communication: nobody waits for a rank whose kernel fails
+            found.probe(*self.tensors(small, small.tokens)[:3])
+            self.synchronize()
+        except Exception as error:
+            problem = error
+        if reason := group.agree(problem):
+            return f"its kernel fails on {small.tokens} tokens: {reason}"
+        try:
+            worst = self._compare(found, small, group)
+        except CannotRun as why:
+            return str(why)
+        said = f"{name} (keys repeated)" if repeat else name
+        self.write("check", peer=said, **small.words(), error=worst)
+        self.progress.say(f"{said} differs from ours by {worst:.1e} of the largest value ({small.seq_len} tokens)")
+        limit = TOLERANCE[self.dtype]
+        return None if worst < limit else f"differs from ours by {worst:.1e} of the largest value, more than {limit}"
+
+    def _make_peer(self, name: str, setting: Setting, group: Group, repeat: bool) -> peers.Peer:
+        bounds = document_bounds(setting.seq_len) if setting.mask == "documents" else None
+        task = peers.Problem(setting.mask, setting.seq_len, setting.heads, group.theirs, self.device, bounds, repeat)
+        found, problem = None, None
+        try:
+            found = peers.make(name, task, self.args.wheels)
+        except Exception as error:
+            problem = error
+        if reason := group.agree(problem):
+            raise CannotRun(reason.split(": ", 1)[1])
+        assert found is not None
+        return found
+
+    def _compare(self, peer: peers.Peer, setting: Setting, group: Group) -> float:
+        """The largest difference of output and gradients from ours, relative to the largest value."""
+        problem: Exception | None = None
+        whole = self.tensors(setting, setting.seq_len, seed=0)
+        plan = self.plan(setting, group.data, "ring")
+
+        def run(take: Callable[[Tensor], Tensor], attend: Callable[..., Any]) -> list[Tensor]:
+            q, k, v, dout = (take(t.detach()).contiguous() for t in whole)
+            leaves = [t.requires_grad_() for t in (q, k, v)]
+            out = attend(*leaves)
+            return [out.detach(), *torch.autograd.grad(out, leaves, dout)]
+
+        want = run(plan.shard, lambda q, k, v: ringattn.attention(q, k, v, plan, kernel=self.args.kernel))
+        want = [plan.unshard(t) for t in want]
+        shards = layout.LAYOUTS[peer.layout](setting.seq_len, group.size)
+        try:
+            with peer.around():
+                parts = run(lambda t: layout.take(t, shards[self.rank], 1), peer.attend)
+            self.synchronize()
+        except Exception as error:
+            problem = error
+        if reason := group.agree(problem):
+            raise CannotRun(f"fails on {setting.seq_len} tokens: {reason}")
+        worst = 0.0
+        for mine, ours in zip(parts, want, strict=True):
+            pieces = [torch.empty_like(mine, memory_format=torch.contiguous_format) for _ in range(group.size)]
+            dist.all_gather(pieces, mine.contiguous(), group=group.data)
+            difference = (layout.put(pieces, shards, 1).float() - ours.float()).abs().max() / ours.float().abs().max()
+            worst = max(worst, math.inf if difference.isnan() else difference.item())
+        return group.largest([worst])[0]
+
+    # Rows
+
+    def row(self, setting: Setting) -> bool:
+        """Measure one setting. False: the time is up."""
+        args, group = self.args, self.groups[setting.ranks]
+        x = self.tensors(setting, setting.tokens)
+        found: dict[str, Contestant] = {}
+        base = self.plan(setting, group.data, "gather")
+        pairs = visible_pairs(base.mask)
+        missing: dict[str, str] = {}
+        for name in args.dataflows:
+            found[name] = self.ours(self.plan(setting, group.data, name), x)
+        problem: Exception | None = None
+        try:
+            found["local"] = self.local(setting, base, x)
+        except torch.OutOfMemoryError as error:
+            problem = error
+        if reason := group.agree(problem):
+            found.pop("local", None)
+            missing["local"] = reason
+        for name in args.peers if setting.ranks > 1 else ():
+            try:
+                found[name] = self.peer(name, setting, group, x)
+            except CannotRun as why:
+                missing[name] = str(why)
+                if name.startswith("torch-cp") and setting.mask in ("causal", "full") and len(set(setting.heads)) > 1:
+                    with contextlib.suppress(CannotRun):  # what its users do then
+                        found[f"{name} (keys repeated)"] = self.peer(name, setting, group, x, repeat=True)
+        for name, reason in missing.items():
+            self.write("missing", **setting.words(), contestant=name, reason=reason)
+            self.progress.say(f"missing: {name}, {setting.mask}, {setting.ranks} ranks: {reason}")
+        for what in args.passes:
+            if self.over(group):
+                return False
+            calls: dict[str, tuple[Callable, Around]] = {}
+            memory: Words = {}
+            for name, contestant in list(found.items()):
+                reason, peak = self.first_call(name, contestant, what, group)
+                if reason is not None:
+                    self.write("missing", **setting.words(), what=what, contestant=name, reason=reason)
+                    self.progress.say(f"missing: {name}, {setting.mask}, {what}: {reason}")
+                    del found[name]
+                    continue
+                calls[name] = contestant.call(what), contestant.around
+                if self.device.type == "cuda" and name != "local":
+                    memory[name] = self.memory(setting, contestant.plan, x, peak, what)
+            if not calls:
+                continue
+            times = self.measure(calls, group)
+            ms = {name: statistics.median(t) for name, t in times.items()}
+            flops = 4 * setting.heads[0] * args.head_dim * pairs / setting.ranks * PRODUCTS[what]
+            rates = {name: flops / t / 1e9 for name, t in ms.items()}
+            wrong = {name: rate for name, rate in rates.items() if rate > PEAK}
+            if wrong:
+                raise RuntimeError(f"rates above the hardware's peak of {PEAK} TFLOP/s: {wrong}; the timing is wrong")
+            deciles = {
+                n: statistics.quantiles(t, n=10, method="inclusive") if len(t) > 1 else [t[0]] for n, t in times.items()
+            }
+            spread = {n: (d[0], d[-1]) for n, d in deciles.items()}
+            self.write(
+                "row", **setting.words(), what=what, head_dim=args.head_dim, pairs=pairs, milliseconds=ms,
+                spread=spread, tflops=rates, segments=args.segments, memory=memory,
+                documents=len(document_bounds(setting.seq_len)) - 1 if setting.mask == "documents" else None,
+            )  # fmt: skip
+            local = rates.get("local")
+            said = "  ".join(f"{n} {r:.3g}" + (f" ({r / local:.1%})" if local else "") for n, r in rates.items())
+            where = f"{setting.ranks} ranks x {setting.tokens:6} {setting.mask:9} {setting.heads[0]}/{setting.heads[1]}"
+            self.progress.say(f"{where} {what:16} {said}")
+        return True
+
+    def memory(self, setting: Setting, plan: ringattn.Plan | None, x: list[Tensor], peak: float, what: str) -> Words:
+        """Bytes per GPU: q, k, v (and dout) and the peak beside them; what the plan predicts for the whole."""
+        both = what != "forward"
+        inputs = sum(t.numel() * t.element_size() for t in (x if both else x[:3]))
+        found: Words = dict(inputs=inputs, peak=inputs + peak)
+        if plan is not None:
+            (hq, hk), q = setting.heads, x[0]
+            shape = dict(q_heads=hq, kv_heads=hk, head_dim=self.args.head_dim, itemsize=q.element_size())
+            out = q.numel() * q.element_size() + setting.tokens * hq * 4  # and lse
+            grads = sum(t.numel() * t.element_size() for t in x[:3])
+            forward = out + plan.memory_bytes(**shape)
+            backward = out + grads + plan.memory_bytes(backward=True, **shape)
+            found["predicted"] = inputs + (max(forward, backward) if both else forward)
+            shared = getattr(getattr(plan.transport, "symmetric", None), "bytes", 0)
+            found["symmetric"] = 2 * shared  # memory that other ranks read; torch's allocator does not count it
+        return found
+
+    def errors(self, group: Group) -> None:
+        """Root mean square error against float64 on a small problem, and that of one rank."""
+        args, total = self.args, self.args.error_tokens
+        setting = Setting(1, total, "causal", (4, 2))
+        whole = self.tensors(setting, total, seed=1)
+        one = self.plan(setting, virtual.VirtualRank(0, 1, self.device), "ring")
+        q, k, v = leaves = [t.detach().double().requires_grad_() for t in whole[:3]]
+        out, _ = reference.attention(q, k, v, one.mask)
+        exact = [out.detach(), *torch.autograd.grad(out, leaves, whole[3].double())]
+
+        def rms(plan: ringattn.Plan) -> list[float]:
+            q, k, v, dout = (plan.shard(t.detach()).contiguous() for t in whole)
+            leaves = [t.requires_grad_() for t in (q, k, v)]
+            out = ringattn.attention(q, k, v, plan, kernel=args.kernel)
+            assert isinstance(out, Tensor)
+            got = [out.detach(), *torch.autograd.grad(out, leaves, dout)]
+            together = got if plan.world_size == 1 else [plan.unshard(t) for t in got]
+            pairs = zip(together, exact, strict=True)
+            return [((a.double() - b).square().mean().sqrt() / b.square().mean().sqrt()).item() for a, b in pairs]
+
+        alone = rms(one)
+        for dataflow in args.dataflows:
+            made = ringattn.plan(total, group.data, causal=True, dataflow=dataflow, layout=args.layout)
+            got = rms(made)
+            names = ("out", "dq", "dk", "dv")
+            self.write(
+                "error", ranks=group.size, dataflow=dataflow, total=total, rms=dict(zip(names, got, strict=True)),
+                one_rank=dict(zip(names, alone, strict=True)),
+            )  # fmt: skip
+            ratio = max(a / b for a, b in zip(got, alone, strict=True))
+            self.progress.say(f"error, {group.size} ranks, {dataflow}: {ratio:.3f} x one rank's at most")
+
+    def run(self) -> None:
+        args = self.args
+        todo = settings(args)
+        stopped = False
+        if self.rank == 0:
+            args.out.mkdir(parents=True, exist_ok=True)
+            stamp = time.strftime("%Y%m%d-%H%M%S", time.gmtime())
+            self.file = args.out / f"scaling-{stamp}-{self.world.size}.jsonl"
+            self.write("run", **about(args, self.device, self.world.size))
+        for size, group in self.groups.items():
+            if self.rank < size:
+                rate = self.matmul(group)
+                self.write("matmul", ranks=size, tflops=rate)
+                self.progress.say(f"matmul on {size} at once: {rate:.3g} TFLOP/s")
+                if args.errors:
+                    self.errors(group)
+            self.world.largest([0.0])  # ranks outside wait here, on the CPU
+        self.progress.start(len(todo))
+        for at, setting in enumerate(todo):
+            finished = not self.over(self.world)
+            if finished and self.rank < setting.ranks:
+                finished = self.row(setting)
+            gc.collect()
+            stopped = self.world.largest([float(not finished)])[0] > 0
+            if stopped:
+                self.write("stopped", left=[s.words() for s in todo[at:]], seconds=time.monotonic() - self.began)
+                self.progress.say(
+                    f"the budget of {args.budget:g} s is spent; {len(todo) - at} settings are not complete"
+                )
+                break
+            self.progress.step()
+        self.progress.stop()
+        if self.rank == 0:
+            print(plot_scaling.report(args.out))
+        self.world.largest([0.0])
+
+
+def settings(args: argparse.Namespace) -> list[Setting]:
+    """Weak and strong scaling; each problem once, the largest groups first: the budget may cut the rest."""
+    found: dict[Setting, None] = {}
+    for heads in args.heads:
+        for name in args.masks:
+            for size in sorted(args.ranks, reverse=True):
+                for tokens in args.tokens:
+                    found[Setting(size, tokens, name, heads)] = None
+                for total in args.total:
+                    if total % (2 * size):
+                        raise SystemExit(f"--total {total} is not a multiple of 2 x {size} ranks")
+                    found[Setting(size, total // size, name, heads)] = None
+    return list(found)
+
+
+def about(args: argparse.Namespace, device: torch.device, world: int) -> Words:
+    """What a number means nothing without."""
+
+    def said(*command: str) -> str | None:
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, timeout=20, cwd=ROOT)
+        except (OSError, subprocess.TimeoutExpired):
+            return None
+        return done.stdout.rstrip() if done.returncode == 0 else None
+
+    cuda = device.type == "cuda"
+    versions = dict(torch=torch.__version__, cuda=torch.version.cuda, python=sys.version.split()[0])
+    versions["ringattn"] = ringattn.__version__
+    if importlib.util.find_spec("triton") is not None:
+        versions["triton"] = importlib.import_module("triton").__version__
+    if cuda:
+        versions |= dict(cudnn=torch.backends.cudnn.version(), nccl=".".join(map(str, torch.cuda.nccl.version())))
+    return dict(
+        time=time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime()),
+        command=" ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+        world=world,
+        device=torch.cuda.get_device_name() if cuda else "cpu",
+        memory_limit=torch.cuda.get_device_properties(device).total_memory if cuda else None,
+        driver=said("nvidia-smi", "--query-gpu=driver_version,power.limit", "--format=csv,noheader") if cuda else None,
+        topology=said("nvidia-smi", "topo", "-m") if cuda else None,
+        commit=said("git", "rev-parse", "HEAD"),
+        changed=bool(said("git", "status", "--porcelain", "--untracked-files=no")),
+        versions=versions,
+        settings={
+            name: value if isinstance(value, int | float | bool | list) else str(value)
+            for name, value in vars(args).items()
+        },
+    )
+
+
+class Progress:
+    """How far the run is, with rich if it is there."""
+
+    def __init__(self, on: bool) -> None:
+        self.on, self.done, self.total = on, 0, 0
+        self.bar: Any = None  # of rich
+        self.began = time.monotonic()
+        self.task: Any = None
+
+    def start(self, total: int) -> None:
+        self.total, self.began = total, time.monotonic()
+        if self.on and sys.stdout.isatty() and importlib.util.find_spec("rich") is not None:
+            from rich.progress import Progress as Bar
+
+            self.bar = Bar()
+            self.task = self.bar.add_task("settings", total=total)
+            self.bar.start()
+
+    def say(self, text: str) -> None:
+        if self.bar is not None:
+            self.bar.console.print(text, highlight=False, markup=False)
+        elif self.on:
+            print(text, flush=True)
+
+    def step(self) -> None:
+        self.done += 1
+        if self.bar is not None:
+            self.bar.advance(self.task)
+        else:
+            took = time.monotonic() - self.began
+            left = took / self.done * (self.total - self.done)
+            self.say(f"[{self.done} of {self.total} settings, {took:.0f} s, about {left:.0f} s left]")
+
+    def stop(self) -> None:
+        if self.bar is not None:
+            self.bar.stop()
+            self.bar = None
+
+
+def head_counts(text: str) -> tuple[int, int]:
+    q, _, k = text.partition("/")
+    found = int(q), int(k or q)
+    if found[0] % found[1]:
+        raise argparse.ArgumentTypeError(f"{text}: key heads must divide query heads")
     return found
 
 
-def torch_context_parallel(q: Any, k: Any, v: Any, causal: bool) -> Callable[[], torch.Tensor]:
-    """PyTorch's own, on shards in its own (the same) order."""
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor.experimental import context_parallel
-
-    mesh = init_device_mesh("cuda", (dist.get_world_size(),))
-
-    def attend() -> torch.Tensor:
-        with context_parallel(mesh):
-            heads_first = [x.transpose(1, 2) for x in (q, k, v)]
-            out = torch.nn.functional.scaled_dot_product_attention(  # type: ignore[misc]
-                *heads_first, is_causal=causal, enable_gqa=q.shape[2] != k.shape[2]
-            )
-        return out.transpose(1, 2)
-
-    return attend
-
-
-def measure(calls: dict[str, Callable], segments: int, seconds: float) -> dict[str, float]:
-    """Median milliseconds of one call, slowest rank, in alternating segments of about ``seconds``."""
-    device = torch.device("cuda", torch.cuda.current_device())
-    repeats: dict[str, int] = {}
-    times: dict[str, list[float]] = {name: [] for name in calls}
-    for name, call in calls.items():
-        call()
-        torch.cuda.synchronize()
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        for _ in range(3):
-            call()
-        end.record()
-        torch.cuda.synchronize()
-        each = torch.tensor([begin.elapsed_time(end) / 3], device=device)
-        dist.all_reduce(each, op=dist.ReduceOp.MAX)
-        repeats[name] = max(1, round(seconds * 1e3 / each.item()))
-    for segment in range(segments):
-        order = list(calls.items())
-        for name, call in order if segment % 2 == 0 else reversed(order):
-            dist.barrier()
-            torch.cuda.synchronize()
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            begin.record()
-            for _ in range(repeats[name]):
-                call()
-            end.record()
-            torch.cuda.synchronize()
-            times[name].append(begin.elapsed_time(end) / repeats[name])
-    table = torch.tensor([times[name] for name in calls], device=device)
-    dist.all_reduce(table, op=dist.ReduceOp.MAX)
-    return {name: statistics.median(row) for name, row in zip(calls, table.tolist(), strict=True)}
-
-
-def main() -> None:
+def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tokens", type=int, nargs="+", default=[4096, 8192, 16384, 32768], help="per rank")
-    parser.add_argument("--heads", type=int, default=32)
-    parser.add_argument("--kv-heads", type=int, default=8)
+    parser.add_argument("--tokens", type=int, nargs="*", default=[4096, 8192, 16384, 32768], help="per rank")
+    parser.add_argument("--total", type=int, nargs="*", default=[], help="tokens of all ranks: strong scaling")
+    parser.add_argument("--ranks", type=int, nargs="+", help="group sizes; default: all ranks")
+    parser.add_argument("--masks", nargs="+", default=["causal"], choices=MASKS)
+    parser.add_argument("--window", type=int, default=4096)
+    parser.add_argument("--heads", type=head_counts, nargs="+", default=[(32, 8)], help="as 32/8 32/32 64/8")
     parser.add_argument("--head-dim", type=int, default=128)
-    parser.add_argument("--full", action="store_true", help="not causal")
+    parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16", "float32"])
+    parser.add_argument("--passes", nargs="+", default=list(PRODUCTS), choices=list(PRODUCTS))
     parser.add_argument("--dataflows", nargs="+", default=["ring", "gather"])
+    parser.add_argument("--layout", default="zigzag")
     parser.add_argument("--kernel", default="auto")
-    parser.add_argument("--torch-cp", action="store_true", help="also PyTorch's context_parallel")
+    parser.add_argument("--peers", nargs="*", help=f"default: all for the device of {', '.join(peers.NAMES)}")
+    parser.add_argument("--wheels", type=Path, default=ROOT / ".whl", help="folder with the wheel of ring-flash-attn")
     parser.add_argument("--segments", type=int, default=20)
-    parser.add_argument("--seconds", type=float, default=0.05, help="length of a segment")
-    args = parser.parse_args()
-    rank = int(os.environ["LOCAL_RANK"])
-    torch.cuda.set_device(rank)
-    device = torch.device("cuda", rank)
-    dist.init_process_group("nccl", device_id=device)
-    world = dist.get_world_size()
-    torch.manual_seed(rank)
+    parser.add_argument("--seconds", type=float, default=0.04, help="length of a segment; at least one call")
+    parser.add_argument("--check-tokens", type=int, help="per rank, when peers are compared with ours")
+    parser.add_argument("--error-tokens", type=int, help="of the problem that is compared with float64")
+    parser.add_argument("--errors", action=argparse.BooleanOptionalAction, default=True)
+    parser.add_argument(
+        "--budget", type=float, default=0.0, help="seconds after which no further row is begun; 0: none"
+    )
+    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--out", type=Path, default=ROOT / "results")
+    parser.add_argument("--report", type=Path, metavar="DIR", help="only make the report from DIR/*.jsonl")
+    args = parser.parse_args(argv)
+    cuda = args.device == "cuda"
+    args.check_tokens = args.check_tokens or (512 if cuda else 32)
+    args.error_tokens = args.error_tokens or (2048 if cuda else 64)
+    if args.peers is None:
+        args.peers = [name for name in peers.NAMES if name.endswith("/cpu") != cuda]
+    return args
 
-    a, b = (torch.randn(8192, 8192, device=device, dtype=torch.bfloat16) for _ in range(2))
-    matmul = 2 * 8192**3 / measure({"matmul": lambda: a @ b}, args.segments, args.seconds)["matmul"] / 1e9
-    rows = []
-    if rank == 0:
-        print(f"{world} x {torch.cuda.get_device_name()}, {args.heads}/{args.kv_heads} heads, head dim {args.head_dim}")
-        print(f"torch {torch.__version__}; matmul {matmul:.0f} TFLOP/s; TFLOP/s per GPU (of local)")
-    for tokens in args.tokens:
-        found = variants(args, tokens, device)
-        flops = 4 * args.heads * args.head_dim * (tokens * world) ** 2 / world / (1 if args.full else 2)
-        for column, (name, products) in enumerate((("forward", 1.0), ("forward+backward", 3.5))):
-            calls = {v: pair[column] for v, pair in found.items()}
-            ms = measure(calls, args.segments, args.seconds)
-            rates = {v: flops * products / t / 1e9 for v, t in ms.items()}
-            wrong = {v: r for v, r in rates.items() if r > PEAK}
-            if wrong:
-                raise RuntimeError(f"rates above the hardware's peak of {PEAK} TFLOP/s: {wrong}; the timing is wrong")
-            rows.append(dict(tokens=tokens, what=name, tflops=rates, milliseconds=ms))
-            if rank == 0:
-                said = "  ".join(f"{v} {r:.0f} ({r / rates['local']:.1%})" for v, r in rates.items())
-                print(f"{tokens:7} tokens/rank {name:17} {said}", flush=True)
-    if rank == 0:
-        settings = dict(vars(args), world=world, torch=torch.__version__, gpu=torch.cuda.get_device_name())
-        print(json.dumps(dict(settings=settings, matmul=matmul, rows=rows)))
+
+def main(argv: list[str] | None = None) -> int:
+    args = parse(argv)
+    if args.report is not None:
+        print(plot_scaling.report(args.report))
+        return 0
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # one host
+    if "RANK" not in os.environ:
+        raise SystemExit("start it with torchrun --standalone --nproc-per-node N scripts/bench_scaling.py")
+    device = torch.device(args.device)
+    if device.type == "cuda":
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(device)
+        limit = datetime.timedelta(minutes=3)  # a peer that hangs ends the run; what was measured is on disk
+        dist.init_process_group("nccl", device_id=device, timeout=limit)
+    else:
+        torch.set_num_threads(1)
+        dist.init_process_group("gloo")
+    bench(args, device)
     dist.destroy_process_group()
+    return 0
+
+
+def bench(args: argparse.Namespace, device: torch.device) -> None:
+    """Everything, by every rank of the default group."""
+    world = dist.get_world_size()
+    args.ranks = sorted(set(args.ranks or [world]))
+    if max(args.ranks) > world:
+        raise SystemExit(f"--ranks {max(args.ranks)} is more than the {world} ranks that were launched")
+    torch.manual_seed(dist.get_rank())
+    Bench(args, device, Group(world, dist.group.WORLD, None, dist.new_group(backend="gloo"))).run()
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -1,0 +1,219 @@
+"""scripts/bench_scaling.py, its peers and its report: on two gloo ranks, and from made-up lines."""
+
+from __future__ import annotations
+
+import importlib.util
+import itertools
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from pool import on_ranks
+
+from ringattn import mask
+from scripts import bench_scaling
+
+peers, plot_scaling = bench_scaling.peers, bench_scaling.plot_scaling
+ROOT = Path(__file__).resolve().parents[1]
+TINY = ["--device=cpu", "--heads=4/2", "--head-dim=16", "--tokens=32", "--segments=2", "--seconds=1e-3", "--window=20"]
+WHEEL = bool(list((ROOT / ".whl").glob("ring_flash_attn-*.whl"))) or importlib.util.find_spec("ring_flash_attn")
+
+
+def run(arguments: list[str]) -> None:
+    bench_scaling.bench(bench_scaling.parse(arguments), torch.device("cpu"))
+
+
+def lines(folder: Path) -> dict[str, list[dict]]:
+    """By kind."""
+    (path,) = folder.glob("*.jsonl")
+    found: dict[str, list[dict]] = {}
+    for text in path.read_text().splitlines():
+        line = json.loads(text)
+        found.setdefault(line["kind"], []).append(line)
+    return found
+
+
+@pytest.mark.parametrize("world_size", on_ranks(2))
+def test_every_mask_and_group_size_is_measured_and_reported(pools, world_size: int, tmp_path: Path) -> None:
+    chosen = "--ranks 1 2 --masks causal full window documents --peers torch-cp/allgather/cudnn ring-flash-attn/cpu"
+    pools(world_size).run(run, [*TINY, *chosen.split(), f"--out={tmp_path}"])
+    found = lines(tmp_path)
+
+    (about,) = found["run"]
+    assert about["world"] == 2
+    assert about["versions"]["torch"] == torch.__version__
+    rows = {(r["ranks"], r["mask"], r["what"]): r for r in found["row"]}
+    masks = ("causal", "full", "window", "documents")
+    assert set(rows) == {(n, m, w) for n in (1, 2) for m in masks for w in ("forward", "forward+backward")}
+    for (ranks, name, what), row in rows.items():
+        assert {"ring", "gather", "local"} <= row["tflops"].keys()
+        seq = 32 * ranks
+        if name == "causal":
+            assert row["pairs"] == seq * (seq + 1) // 2
+        flops = 4 * 4 * 16 * row["pairs"] / ranks * (3.5 if what == "forward+backward" else 1)
+        for who, ms in row["milliseconds"].items():
+            assert row["tflops"][who] == pytest.approx(flops / ms / 1e9)
+            low, high = row["spread"][who]
+            assert 0 < low <= ms <= high
+    assert {(e["ranks"], e["dataflow"]) for e in found["error"]} == {(n, d) for n in (1, 2) for d in ("ring", "gather")}
+    for error in found["error"]:
+        assert all(error["rms"][n] <= 1.1 * error["one_rank"][n] for n in ("out", "dq", "dk", "dv"))
+
+    missing = {(m["contestant"], m["mask"]): m["reason"] for m in found["missing"]}
+    assert missing["torch-cp/allgather/cudnn", "causal"] == "no cudnn kernel on cpu"
+    if WHEEL:
+        assert "ring-flash-attn/cpu" in rows[2, "causal", "forward+backward"]["tflops"]
+        assert "ring-flash-attn/cpu" in rows[2, "full", "forward+backward"]["tflops"]
+        assert all(check["error"] < 0.05 for check in found["check"])
+        assert "another mask" in missing["ring-flash-attn/cpu", "window"]
+        assert "packed documents" in missing["ring-flash-attn/cpu", "documents"]
+    else:
+        assert "not installed" in missing["ring-flash-attn/cpu", "causal"]
+
+    text = (tmp_path / "scaling.md").read_text()
+    assert "## documents, 4/2 heads, forward+backward" in text
+    assert "no cudnn kernel on cpu" in text
+    if importlib.util.find_spec("matplotlib"):
+        for name in ("speed_causal_4-2", "efficiency_full_4-2", "weak_window_4-2", "exposed_documents_4-2", "error"):
+            assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+            assert f"({name}.png)" in text
+
+
+@pytest.mark.parametrize("world_size", on_ranks(2))
+def test_a_spent_budget_ends_the_run_with_a_report(pools, world_size: int, tmp_path: Path) -> None:
+    pools(world_size).run(run, [*TINY, "--budget=1e-6", "--no-errors", "--peers", f"--out={tmp_path}"])
+    found = lines(tmp_path)
+    assert "row" not in found
+    (stopped,) = found["stopped"]
+    assert [s["tokens"] for s in stopped["left"]] == [32]
+    assert "1 settings left" in (tmp_path / "scaling.md").read_text()
+
+
+def broken(where: str, rank: int) -> peers.Peer:
+    """A peer that fails on one rank, in its kernel or in its call; or computes nonsense."""
+
+    def trouble(here: str) -> None:
+        if where == here and torch.distributed.get_rank() == rank:
+            raise RuntimeError(f"broken {where}")
+
+    def attend(q, k, v):  # type: ignore[no-untyped-def]
+        trouble("call")
+        return q * k.sum() * v.sum()
+
+    return peers.Peer("zigzag", attend, lambda q, k, v: trouble("kernel"))
+
+
+def run_broken(where: str, arguments: list[str]) -> None:
+    made = peers.make
+    peers.make = lambda *_: broken(where, rank=1)
+    try:
+        run(arguments)
+    finally:
+        peers.make = made
+
+
+@pytest.mark.parametrize("world_size", on_ranks(2))
+@pytest.mark.parametrize(
+    ("where", "reason"), [("kernel", "rank 1: RuntimeError: broken"), ("call", "rank 1"), ("", "differs")]
+)
+def test_a_broken_peer_is_missing_on_every_rank(pools, world_size, where, reason, tmp_path) -> None:
+    pools(world_size).run(run_broken, where, [*TINY, "--peers=mine", "--no-errors", f"--out={tmp_path}"])
+    found = lines(tmp_path)
+    assert reason in found["missing"][0]["reason"]
+    assert len(found["row"]) == 2
+    assert all("mine" not in row["tflops"] for row in found["row"])
+
+
+def test_documents_have_a_long_tail_and_do_not_change() -> None:
+    bounds = bench_scaling.document_bounds(1 << 17)
+    assert bounds == bench_scaling.document_bounds(1 << 17)
+    lengths = [b - a for a, b in itertools.pairwise(bounds)]
+    assert bounds[0] == 0
+    assert bounds[-1] == 1 << 17
+    assert min(lengths) > 0
+    assert max(lengths) > 5 * sorted(lengths)[len(lengths) // 2]
+
+
+@pytest.mark.parametrize("name", bench_scaling.MASKS)
+def test_pairs_are_those_of_the_dense_mask(name: str) -> None:
+    arguments = bench_scaling.mask_arguments(name, 100, 30)
+    found = mask.full(100)
+    if arguments.get("causal"):
+        found = found & mask.causal(100)
+    if "window_size" in arguments:
+        found = found & mask.window(100, *arguments["window_size"])
+        assert int(found.dense().sum(-1).max()) == 30
+    if "cu_seqlens" in arguments:
+        found = found & mask.packed(arguments["cu_seqlens"], 100)
+    assert bench_scaling.visible_pairs(found) == int(found.dense().sum())
+
+
+def test_a_problem_of_weak_and_strong_scaling_is_measured_once() -> None:
+    args = bench_scaling.parse(["--tokens=8", "--total", "16", "32", "--masks=full", "--heads=4/2"])
+    args.ranks = [1, 2]
+    assert [(s.ranks, s.tokens) for s in bench_scaling.settings(args)] == [(2, 8), (2, 16), (1, 8), (1, 16), (1, 32)]
+
+
+def made_up(folder: Path, seconds: int, rate: float) -> None:
+    about = dict(
+        kind="run", time=f"2026-01-01 00:00:0{seconds} UTC", command="bench", world=4, device="NVIDIA H200",
+        memory_limit=140 << 30, driver="580, 700 W\n580, 700 W", topology="GPU0 NV18", commit="a" * 40, changed=False,
+        versions=dict(torch="2", triton=None), settings={},
+    )  # fmt: skip
+    written = [about, dict(kind="matmul", ranks=4, tflops=700.0)]
+    for ranks in (2, 4):
+        for tokens in (4096, 8192):
+            cell = dict(inputs=1 << 30, peak=(2 << 30) * tokens / 4096, predicted=3 << 30, symmetric=1 << 28)
+            words = dict(ranks=ranks, tokens=tokens, total=ranks * tokens, mask="causal", heads=[32, 8], head_dim=128)
+            what = dict(what="forward", milliseconds=dict(ring=2.0, local=1.5), tflops=dict(ring=rate, local=600.0))
+            written.append(dict(kind="row", **words, **what, memory=dict(ring=cell)))
+    text = "\n".join(map(json.dumps, written)) + '\n{"kind": "row", "ranks"'  # killed while it wrote
+    (folder / f"scaling-{seconds}.jsonl").write_text(text)
+
+
+def test_a_report_is_made_from_the_lines_alone_and_later_rows_win(tmp_path: Path, monkeypatch) -> None:
+    made_up(tmp_path, 1, 450.0)
+    made_up(tmp_path, 2, 480.0)
+    assert bench_scaling.main(["--report", str(tmp_path)]) == 0
+    text = (tmp_path / "scaling.md").read_text()
+    assert "| 4 | 8,192 | 480 (80.0%) | 600 |" in text
+    assert "450" not in text
+    assert "| 4 | 8,192 | 1.500 | 0.500 (25.0%) |" in text
+    assert "| 4 | 32,768 | causal | 32/8 | forward | ring | 4.00 | 3.00 | 0.25 |" in text
+    assert text.count("GPU0 NV18") == 1
+    if importlib.util.find_spec("matplotlib"):
+        assert (tmp_path / "memory_causal_32-8.png").exists()
+
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *a: None if name == "matplotlib" else find(name, *a))
+    assert "no matplotlib: later python scripts/plot_scaling.py" in plot_scaling.report(tmp_path)
+    assert "No plots: matplotlib is missing" in (tmp_path / "scaling.md").read_text()
+
+
+def test_a_report_of_nothing_says_so(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match="no lines"):
+        plot_scaling.report(tmp_path)
+
+
+@pytest.mark.skipif(not WHEEL, reason="needs ring-flash-attn")
+def test_the_stand_in_for_flash_attn_is_not_left_behind() -> None:
+    peers.load_ring_flash_attn(ROOT / ".whl")
+    assert "flash_attn" not in sys.modules or peers._real_flash_attn is not None
+
+
+@pytest.mark.skipif(not WHEEL, reason="needs ring-flash-attn")
+@pytest.mark.parametrize("causal", [False, True])
+def test_the_stand_in_computes_attention_and_its_gradients(causal: bool) -> None:
+    q, k, v, dout = (torch.randn(1, 16, h, 8) for h in (4, 2, 2, 4))
+    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+    heads_first = [x.transpose(1, 2).repeat_interleave(4 // x.shape[2], 1) for x in leaves]
+    want = torch.nn.functional.scaled_dot_product_attention(*heads_first, is_causal=causal).transpose(1, 2)
+    dq, dk, dv = (torch.empty_like(x) for x in (q, k, v))
+    with peers.use_kernel("cpu"):
+        out, lse, *_ = peers._flash_attn_forward(q, k, v, 0.0, 8**-0.5, causal)
+        peers._flash_attn_backward(dout, q, k, v, out, lse, dq, dk, dv, 0.0, 8**-0.5, causal)
+    torch.testing.assert_close(out, want.detach())
+    for got, exact in zip((dq, dk, dv), torch.autograd.grad(want, leaves, dout), strict=True):
+        torch.testing.assert_close(got, exact)
