@@ -1,0 +1,250 @@
+"""What does each rank do during one step? A trace to look at, and where its time went.
+
+    torchrun --standalone --nproc-per-node 4 scripts/trace.py --tokens 8192 --dataflows ring gather --out traces
+
+Traces one forward and backward of one attention on every rank, after a warm-up, and writes
+``trace_<dataflow>_rank<n>.json`` (``trace_rank<n>.json`` if there is one dataflow): open them in ui.perfetto.dev or in
+chrome://tracing. Ranges named ``ringattn/...`` are the parts of the dataflow (ringattn/trace.py). One line per rank
+says how long
+
+* ``compute`` kernels ran;
+* ``communication`` ran: NCCL's kernels, copies between GPUs, and copies and barriers on other streams than that of the
+  kernels; and how much of it was ``exposed``, not beside a compute kernel;
+* the GPU was ``idle``: neither. The step begins on the host, so that the time to launch the first kernel is in here.
+
+Times of a kind are those of the union of its intervals. A kernel that waits inside for keys to arrive counts as
+compute. On the CPU, operators of torch count as compute, and messages of gloo, from start to arrival, as communication.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.profiler import ProfilerActivity, profile, record_function
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+import ringattn
+
+STEP = "ringattn/step"
+Interval = tuple[float, float]
+
+
+# --- where the time went ------------------------------------------------------------------------------------------
+
+
+def union(intervals: Iterable[Interval]) -> list[Interval]:
+    """Disjoint intervals, growing, that cover the same; touching ones are joined and empty ones vanish."""
+    found: list[Interval] = []
+    for begin, end in sorted(intervals):
+        if end <= begin:
+            continue
+        if found and begin <= found[-1][1]:
+            found[-1] = found[-1][0], max(found[-1][1], end)
+        else:
+            found.append((begin, end))
+    return found
+
+
+def without(intervals: Iterable[Interval], others: Iterable[Interval]) -> list[Interval]:
+    """What is in the first and not in the second."""
+    found, holes = [], union(others)
+    for begin, end in union(intervals):
+        for first, past in holes:
+            if past <= begin or end <= first:
+                continue
+            if begin < first:
+                found.append((begin, first))
+            begin = max(begin, past)
+        if begin < end:
+            found.append((begin, end))
+    return found
+
+
+def length(intervals: Iterable[Interval]) -> float:
+    return sum(end - begin for begin, end in union(intervals))
+
+
+@dataclass(frozen=True)
+class Spent:
+    """Microseconds of one step: ``step = compute + exposed + idle``."""
+
+    step: float
+    compute: float
+    communication: float
+    exposed: float
+    idle: float
+
+    def __str__(self) -> str:
+        def part(us: float) -> str:
+            return f"{us / 1e3:.3f} ms ({us / self.step if self.step else 0.0:.1%})"
+
+        return (
+            f"step {self.step / 1e3:.3f} ms: compute {part(self.compute)}, exposed communication {part(self.exposed)} "
+            f"of {self.communication / 1e3:.3f} ms, idle {part(self.idle)}"
+        )
+
+
+def spent(step: Interval, compute: Iterable[Interval], communication: Iterable[Interval]) -> Spent:
+    """Account for a step; what lies outside of it does not count."""
+    begin, end = step
+
+    def inside(intervals: Iterable[Interval]) -> list[Interval]:
+        return union((max(a, begin), min(b, end)) for a, b in intervals)
+
+    works, moves = inside(compute), inside(communication)
+    idle = without([step], [*works, *moves])
+    return Spent(end - begin, length(works), length(moves), length(without(moves, works)), length(idle))
+
+
+def account(events: Sequence[dict[str, Any]]) -> Spent:
+    """Of the events of a Chrome trace that torch.profiler wrote.
+
+    Raises:
+        ValueError: the step is not in it.
+    """
+    timed = [e for e in events if e.get("ph") == "X" and "dur" in e]
+    steps = [_interval(e) for e in timed if e["name"] == STEP and e.get("cat") == "user_annotation"]
+    if not steps:
+        raise ValueError(f"no range named {STEP} in the trace")
+    begin, past = steps[-1]
+    device = [e for e in timed if e.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset") and e["ts"] >= begin]
+    if device:
+        past = max(e["ts"] + e["dur"] for e in device)
+        busy: Counter[Any] = Counter()
+        for e in device:
+            if e["cat"] == "kernel" and not _moves(e):
+                busy[_stream(e)] += e["dur"]
+        main = busy.most_common(1)[0][0] if busy else None
+        moving = [_moves(e) or (e["cat"] == "gpu_memcpy" and _stream(e) != main) for e in device]
+    else:
+        device = [e for e in timed if e["name"].startswith(("aten::", "gloo:"))]
+        moving = [e["name"].startswith("gloo:") for e in device]
+    kinds: dict[bool, list[Interval]] = defaultdict(list)
+    for e, moves in zip(device, moving, strict=True):
+        kinds[moves].append(_interval(e))
+    return spent((begin, past), kinds[False], kinds[True])
+
+
+def _interval(event: dict[str, Any]) -> Interval:
+    return event["ts"], event["ts"] + event["dur"]
+
+
+def _stream(event: dict[str, Any]) -> Any:
+    return event.get("args", {}).get("stream", event.get("tid"))
+
+
+def _moves(event: dict[str, Any]) -> bool:
+    """Is it communication whatever stream it is on?"""
+    name = event["name"].lower()
+    if event["cat"] == "kernel":
+        return "nccl" in name or ("barrier" in name and "symm" in name) or "signal" in name
+    return "ptop" in name or "peer" in name
+
+
+# --- one step -----------------------------------------------------------------------------------------------------
+
+
+def trace(path: Path, tokens: int, dataflow: str, args: argparse.Namespace, device: torch.device) -> Spent:
+    """Trace one step into a file. Every rank calls it."""
+    cuda = device.type == "cuda"
+    window = (args.window - 1, -1) if args.window else (-1, -1)
+    total = tokens * dist.get_world_size()
+    plan = ringattn.plan(total, causal=not args.full, window_size=window, dataflow=dataflow)
+    dtype = getattr(torch, args.dtype)
+    hq, hk = args.heads
+    q, k, v, dout = (torch.randn(1, tokens, h, args.head_dim, device=device, dtype=dtype) for h in (hq, hk, hk, hq))
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+
+    def step() -> None:
+        with record_function("ringattn/attention forward"):
+            out = ringattn.attention(q, k, v, plan, kernel=args.kernel)
+        assert isinstance(out, torch.Tensor)
+        with record_function("ringattn/attention backward"):
+            torch.autograd.grad(out, leaves, dout)
+
+    def together() -> None:
+        dist.barrier()
+        if cuda:
+            torch.cuda.synchronize()
+
+    activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * cuda
+    for _ in range(args.warm_up):
+        step()
+    with profile(activities=activities):  # the first profile of a process is slow
+        step()
+        together()
+    with profile(activities=activities) as profiler:
+        together()  # starting a profiler takes some ranks longer
+        with record_function(STEP):
+            step()
+            if cuda:
+                torch.cuda.synchronize()
+    profiler.export_chrome_trace(str(path))
+    together()
+    return account(json.loads(path.read_text())["traceEvents"])
+
+
+def trace_all(args: argparse.Namespace, device: torch.device) -> None:
+    """Every dataflow, by every rank of the default group; rank 0 says where the time went."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    torch.manual_seed(rank)
+    args.out.mkdir(parents=True, exist_ok=True)
+    summary = []
+    for dataflow in args.dataflows:
+        tag = f"_{dataflow}" if len(args.dataflows) > 1 else ""
+        found = trace(args.out / f"trace{tag}_rank{rank}.json", args.tokens, dataflow, args, device)
+        everyone: list[Any] = [None] * world
+        dist.all_gather_object(everyone, found)
+        for r, one in enumerate(everyone):
+            summary.append(dict(dataflow=dataflow, rank=r, tokens=args.tokens, **asdict(one)))
+            if rank == 0:
+                print(f"{dataflow}, rank {r}: {one}", flush=True)
+    if rank == 0:
+        (args.out / "trace_summary.json").write_text(json.dumps(summary, indent=1))
+
+
+def parse(argv: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tokens", type=int, default=8192, help="per rank")
+    parser.add_argument("--dataflows", nargs="+", default=["ring"])
+    parser.add_argument("--heads", type=lambda text: tuple(map(int, text.split("/"))), default=(32, 8), help="as 32/8")
+    parser.add_argument("--head-dim", type=int, default=128)
+    parser.add_argument("--full", action="store_true", help="not causal")
+    parser.add_argument("--window", type=int, help="keys that a query sees at most")
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--kernel", default="auto")
+    parser.add_argument("--warm-up", type=int, default=5, help="steps")
+    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--out", type=Path, default=Path("traces"))
+    return parser.parse_args(argv)
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = parse(argv)
+    if "RANK" not in os.environ:
+        raise SystemExit("start it with torchrun --standalone --nproc-per-node N scripts/trace.py")
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # one host
+    device = torch.device(args.device)
+    if device.type == "cuda":
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(device)
+        dist.init_process_group("nccl", device_id=device)
+    else:
+        dist.init_process_group("gloo")
+    trace_all(args, device)
+    dist.destroy_process_group()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,106 @@
+"""scripts/trace.py: the arithmetic of intervals, what counts as what, and a trace of two gloo ranks."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import random
+from pathlib import Path
+
+import pytest
+import torch
+from pool import on_ranks
+
+from ringattn.trace import named
+from scripts import trace
+
+
+def cells(intervals: list[trace.Interval]) -> set[int]:
+    """The same on a grid."""
+    return {i for a, b in intervals for i in range(int(a), int(b))}
+
+
+def drawn(rng: random.Random) -> list[trace.Interval]:
+    starts = [rng.randrange(40) for _ in range(rng.randrange(7))]
+    return [(a, a + rng.randrange(-1, 9)) for a in starts]
+
+
+def test_intervals_are_those_of_a_grid() -> None:
+    rng = random.Random(0)
+    for _ in range(2000):
+        a, b = drawn(rng), drawn(rng)
+        joined, rest = trace.union(a), trace.without(a, b)
+        assert cells(joined) == cells(a)
+        assert cells(rest) == cells(a) - cells(b)
+        for found in (joined, rest):
+            assert all(x < y for x, y in found)
+            assert all(p[1] <= q[0] for p, q in itertools.pairwise(found))
+        assert all(p[1] < q[0] for p, q in itertools.pairwise(joined))
+        assert trace.length(a) == len(cells(a))
+
+        step = (5, 5 + rng.randrange(30))
+        one = trace.spent(step, a, b)
+        window = cells([step])
+        assert one.step == len(window)
+        assert one.compute == len(cells(a) & window)
+        assert one.communication == len(cells(b) & window)
+        assert one.exposed == len((cells(b) - cells(a)) & window)
+        assert one.idle == len(window - cells(a) - cells(b))
+        assert one.step == one.compute + one.exposed + one.idle
+
+
+def event(cat: str, name: str, ts: float, dur: float, stream: int = 7) -> dict:
+    return dict(ph="X", cat=cat, name=name, ts=ts, dur=dur, args=dict(stream=stream))
+
+
+def test_copies_beside_the_kernels_and_nccl_are_communication() -> None:
+    events = [
+        event("kernel", "of the step before", 0, 50),
+        event("user_annotation", trace.STEP, 100, 20),  # the host is done before the GPU
+        event("kernel", "_forward", 110, 40),
+        event("kernel", "ncclDevKernel_SendRecv(ncclDevKernelArgsStorage)", 120, 50, stream=20),  # 20 exposed
+        event("gpu_memcpy", "Memcpy DtoD (Device -> Device)", 180, 10, stream=21),  # exposed
+        event("gpu_memcpy", "Memcpy PtoP (Device -> Device)", 200, 5, stream=7),  # exposed, though on the main stream
+        event("gpu_memcpy", "Memcpy DtoD (Device -> Device)", 210, 10, stream=7),  # packing: compute
+        event("gpu_memset", "Memset (Device)", 220, 5, stream=7),
+        event("kernel", "_backward", 230, 70),
+        dict(ph="M", name="process_name", cat="kernel"),
+    ]
+    got = trace.account(events)
+    assert got == trace.Spent(
+        step=200, compute=40 + 10 + 5 + 70, communication=50 + 10 + 5, exposed=20 + 10 + 5, idle=40
+    )
+    assert "exposed communication 0.035 ms (17.5%) of 0.065 ms" in str(got)
+
+
+def test_a_trace_without_the_step_is_refused() -> None:
+    with pytest.raises(ValueError, match="ringattn/step"):
+        trace.account([event("kernel", "_forward", 0, 1)])
+
+
+def test_names_are_free_when_nobody_profiles_and_there_when_somebody_does() -> None:
+    assert named("hop", 1, "move") is named("hop", 2, "compute")
+    profile = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU])
+    with profile as profiler, named("hop", 3, "move"), named("wave", 0, "forward"):
+        torch.ones(3).sum()
+    names = {e.name for e in profiler.events()}
+    assert {"ringattn/hop 3/move", "ringattn/wave 0/forward"} <= names
+
+
+def run(folder: Path) -> None:
+    arguments = f"--device=cpu --tokens=64 --heads=4/2 --head-dim=16 --warm-up=1 --dataflows ring reduce --out={folder}"
+    trace.trace_all(trace.parse(arguments.split()), torch.device("cpu"))
+
+
+@pytest.mark.parametrize("world_size", on_ranks(2))
+def test_a_trace_per_rank_and_where_the_time_went(pools, world_size: int, tmp_path: Path) -> None:
+    pools(world_size).run(run, tmp_path)
+    summary = json.loads((tmp_path / "trace_summary.json").read_text())
+    assert [(s["dataflow"], s["rank"]) for s in summary] == [(d, r) for d in ("ring", "reduce") for r in (0, 1)]
+    for line in summary:
+        assert line["step"] == pytest.approx(line["compute"] + line["exposed"] + line["idle"])
+        assert 0 < line["compute"] <= line["step"]
+        assert 0 <= line["exposed"] <= line["communication"] <= line["step"]
+        assert line["communication"] > 0
+        events = json.loads((tmp_path / f"trace_{line['dataflow']}_rank{line['rank']}.json").read_text())["traceEvents"]
+        assert {trace.STEP, "ringattn/attention forward", "ringattn::attention"} <= {e.get("name") for e in events}
