@@ -344,7 +344,7 @@ def _consumer(
     gl.store(dk_ptr + at, dk, mask=inside)
     if COUNTED:
         barrier_sync(DQ_SENT + C, STAGING)
-        barrier_arrive(DQ_STAGED + C, STAGING)
+        barrier_sync(DQ_STAGED + C, STAGING)  # not arrive: sync alone is documented to order the stores for the writer
 
 
 @gluon.jit(do_not_specialize=["epoch", "segments"])
