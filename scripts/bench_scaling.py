@@ -472,8 +472,8 @@ class Bench:
             forward = out + plan.memory_bytes(**shape)
             backward = out + grads + plan.memory_bytes(backward=True, **shape)
             found["predicted"] = inputs + (max(forward, backward) if both else forward)
-            shared = getattr(getattr(plan.transport, "symmetric", None), "bytes", 0)
-            found["symmetric"] = 2 * shared  # memory that other ranks read; torch's allocator does not count it
+            link = getattr(plan.transport, "_link", None) if plan.dataflow == "gather" else None
+            found["symmetric"] = getattr(link, "shared_bytes", 0)  # which torch's allocator does not count
         return found
 
     def errors(self, group: Group) -> None:
