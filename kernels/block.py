@@ -61,8 +61,8 @@ class Score:
 class Arrivals:
     """Keys and values that copy engines still write while a kernel attends to them.
 
-    Row ``b * kv_heads + h`` of keys and values is complete when ``int32(flags[row, 0] - epoch) >= 0``, a comparison that
-    wraps around. A kernel waits for the row before it reads it. Only copies may be outstanding when the kernel starts,
+    Row ``b * kv_heads + h`` of keys and values is complete when ``int32(flags[row, 0] - epoch) >= 0``, a comparison
+    that wraps around. A kernel waits for the row before it reads it. Only copies may be outstanding when the kernel starts,
     because nothing that needs a multiprocessor makes progress beside a kernel that fills them.
 
     Args:

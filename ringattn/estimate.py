@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from .schedule import head_groups
+from .schedule import head_groups, waves
 
 if TYPE_CHECKING:
     from .plan import Plan
@@ -82,20 +82,36 @@ def memory_bytes(plan: Plan, shape: Shape, backward: bool) -> int:
 
 
 def _gather_memory(plan: Plan, s: Shape, backward: bool) -> int:
-    """An upper bound: the packed shard and the fetched buffers of all heads; forward, one group's output before it is
-    put in its place; backward, a group's partial gradients made, joined, sent and arriving, beside the sums."""
-    groups = head_groups(s.kv_heads, s.q_heads, plan.transport.device.type, backward)
-    share = max(g.stop - g.start for g in groups) / s.kv_heads
+    """On the CPU and over messages, an upper bound. Where the GPUs of one host pull, what is allocated if the kernel
+    waits for arriving keys itself; others take the output of a group of heads more."""
     fetched, here = sum(f.length for f in plan.fetches[plan.rank]), plan.local_lengths_k[plan.rank]
+    q, n = plan.local_lengths[plan.rank], plan.world_size
+    total = q * s.q_heads * (s.head_dim + 2) * s.fp * backward  # dq and delta
+    if plan.transport.pulls:
+        width = s.head_dim + s.value_dim
+        most = max(sum(run.length for run in runs) for runs in plan.fetches)
+        head_bytes = s.batch * most * width * (s.itemsize + s.fp * backward)
+        cut = waves(s.kv_heads, head_bytes, plan.buffer_bytes)
+        share = max(w.stop - w.start for w in cut)
+        held = min(2, len(cut))
+        row = s.batch * width
+        total *= s.batch
+        total += 2 * s.kv_heads * max(plan.local_lengths_k) * row * s.itemsize  # two slots that others read
+        total += held * share * fetched * row * s.itemsize
+        if backward:
+            total += held * share * fetched * row * s.fp
+            total += (n - 1) * share * max(plan.local_lengths_k) * row * s.fp  # what others push
+        return total
+    groups = head_groups(s.kv_heads, s.q_heads, plan.transport.device.type, backward)
+    part = max(g.stop - g.start for g in groups) / s.kv_heads
     to_me = sum(f.length for runs in plan.fetches for f in runs if f.owner == plan.rank)
-    q = plan.local_lengths[plan.rank]
-    total = float((here + fetched) * s.kv_elements * s.itemsize)
+    most = (here + fetched) * s.kv_elements * s.itemsize
+    bound = float(total + most)
     if backward:
-        total += (here + share * (4 * fetched + 2 * (here + to_me))) * s.kv_elements * s.fp
-        total += q * s.q_heads * (s.head_dim + 2) * s.fp
+        bound += (here + part * (4 * fetched + 2 * (here + to_me))) * s.kv_elements * s.fp
     elif len(groups) > 1:
-        total += share * q * s.q_heads * (s.value_dim * s.itemsize + s.fp)
-    return round(s.batch * total)
+        bound += part * q * s.q_heads * (s.value_dim * s.itemsize + s.fp)
+    return round(s.batch * bound)
 
 
 def describe(plan: Plan, shape: Shape, tflops: float, gigabytes_per_second: float) -> str:

@@ -4,28 +4,59 @@ The keys lie in one buffer in the order of their positions, so that the mask is 
 query's state never leaves the kernel: there is nothing to carry and nothing to merge. Runs of positions that no query
 of this rank sees are not fetched; with a zigzag layout and a causal mask that is a quarter of all keys.
 
-Heads are independent, so the work is cut by heads: while one group of heads is attended, the next is fetched. The first
-group is small, because nothing hides its fetch.
+Heads are independent, so the work is cut by heads:
 
-Backward: keys and values are fetched again; the float32 partial gradients go to their owners, group by group, and are
-summed there in the order of ranks.
+* into *waves*, as many heads at a time as ``plan.buffer_bytes`` holds; the next wave is fetched beside this one;
+* on the GPUs of one host the copy engines fetch (:mod:`.pulls`). One kernel takes a whole wave and waits for each head
+  by itself; kernels that cannot wait take a wave in groups of heads, the first of them small, because nothing hides its
+  fetch;
+* elsewhere messages fetch, and every group is a wave of its own.
 
-Memory: keys and values of all positions that the rank sees, once.
+Backward: keys and values are fetched again. The float32 partial gradients go to their owners, run by run of keys while
+the kernel is still at work if it counts what is complete, and are summed there in the order of ranks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from .kernels.block import Score, accumulation_dtype, block_backward, block_delta, block_forward
+from .kernels.block import (
+    Arrivals,
+    Departures,
+    Score,
+    accumulation_dtype,
+    block_backward,
+    block_delta,
+    block_forward,
+    departures,
+    waits,
+)
 from .plan import Plan
+from .pulls import Link, Pull, Push
 from .ring import saw_nothing
-from .schedule import head_groups
+from .schedule import head_groups, waves
 from .transport import Pending
+
+
+@dataclass(frozen=True)
+class _Part:
+    """Key heads that one kernel takes. ``k, v``: (batch, keys, heads, head_dim), here or arriving."""
+
+    wave: int
+    inside: slice  # of the wave
+    heads: slice  # of all key heads
+    k: Tensor
+    v: Tensor
+    arrivals: Arrivals | None
+    first: bool  # of its wave
+    last: bool
+
+    def queries(self, per_kv: int) -> slice:
+        return slice(self.heads.start * per_kv, self.heads.stop * per_kv)
 
 
 def forward(
@@ -33,18 +64,25 @@ def forward(
 ) -> tuple[Tensor, Tensor]:
     """``(out, lse)`` of this rank's queries. Shapes: kernels/block.py."""
     block = plan.gathered_block(q.device)
-    groups = head_groups(k.shape[2], q.shape[2], q.device.type)
+    per_kv = q.shape[2] // k.shape[2]
+
+    def waiting(k_w: Tensor, v_w: Tensor, heads: slice) -> bool:
+        return block.seq_k > 0 and q.numel() > 0 and waits(q, k_w, v_w, score, kernel)
+
     whole: tuple[Tensor, Tensor] | None = None
-    for _, q_heads, k_g, v_g in _fetched(q, k, v, plan, groups):
-        part = None if sink is None else sink[q_heads]
+    for part in _fetched(q, k, v, plan, waiting, backward=False):
+        q_heads = part.queries(per_kv)
+        own_sink = None if sink is None else sink[q_heads]
         if block.seq_k == 0:
-            out, lse = saw_nothing(q[:, :, q_heads], v_g, part)
+            out, lse = saw_nothing(q[:, :, q_heads], part.v, own_sink)
         else:
             out, lse = block_forward(  # type: ignore[misc]
-                q[:, :, q_heads], k_g, v_g, block, _of_heads(score, q_heads), sink=part, finalize=True, kernel=kernel
-            )
-        if len(groups) == 1:
-            return out, lse
+                q[:, :, q_heads], part.k, part.v, block, _of_heads(score, q_heads), sink=own_sink, finalize=True,
+                kernel=kernel, arrivals=part.arrivals,
+            )  # fmt: skip
+        if part.heads == slice(0, k.shape[2]):
+            whole = out, lse
+            continue
         if whole is None:
             whole = q.new_empty((*q.shape[:3], v.shape[3])), lse.new_empty((q.shape[0], q.shape[2], q.shape[1]))
         whole[0][:, :, q_heads], whole[1][:, q_heads] = out, lse
@@ -64,51 +102,148 @@ def backward(
     score: Score,
     kernel: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """``(dq, dk, dv, delta)`` of this rank's shards, in the accumulation dtype."""
+    """``(dq, dk, dv, delta)`` of this rank's shards, dq and delta in the accumulation dtype."""
     delta = block_delta(out, dout, dlse)
-    dtype = accumulation_dtype(q)
-    dq = torch.zeros_like(q, dtype=dtype, memory_format=torch.contiguous_format)
-    dk = torch.empty(k.shape, dtype=dtype, device=k.device)
-    dv = torch.empty(v.shape, dtype=dtype, device=v.device)
+    dq = torch.zeros_like(q, dtype=accumulation_dtype(q), memory_format=torch.contiguous_format)
     block = plan.gathered_block(q.device)
-    groups = head_groups(k.shape[2], q.shape[2], q.device.type, backward=True)
-    going: tuple[slice, _Homecoming] | None = None
-    for heads, q_heads, k_g, v_g in _fetched(q, k, v, plan, groups):
-        rows = (lse[:, q_heads], delta[:, q_heads])
-        dq_g = dq[:, :, q_heads]
-        new = block_backward(
-            q[:, :, q_heads], k_g, v_g, dout[:, :, q_heads], *rows, block, _of_heads(score, q_heads),
-            dq=dq_g, deterministic=plan.deterministic, kernel=kernel,
+    per_kv = q.shape[2] // k.shape[2]
+
+    def counted(k_w: Tensor, v_w: Tensor, heads: slice) -> Departures | None:
+        if block.seq_k == 0 or q.numel() == 0:
+            return None
+        q_w = q[:, :, heads.start * per_kv : heads.stop * per_kv]
+        return departures(q_w, k_w, v_w, block, score, deterministic=plan.deterministic, kernel=kernel)
+
+    def waiting(k_w: Tensor, v_w: Tensor, heads: slice) -> bool:
+        return counted(k_w, v_w, heads) is not None
+
+    home = _home(k, v, plan, dq.dtype)
+    leaving: int | None = None
+    for part in _fetched(q, k, v, plan, waiting, backward=True):
+        if part.first:
+            dk_w, dv_w = home.room(part.wave, part.heads, block.seq_k)
+        q_heads = part.queries(per_kv)
+        counts = None if part.arrivals is None else counted(part.k, part.v, part.heads)
+        block_backward(
+            q[:, :, q_heads], part.k, part.v, dout[:, :, q_heads], lse[:, q_heads], delta[:, q_heads], block,
+            _of_heads(score, q_heads), dq=dq[:, :, q_heads], deterministic=plan.deterministic, kernel=kernel,
+            into=(dk_w[:, :, part.inside], dv_w[:, :, part.inside]), arrivals=part.arrivals,
+            counters=None if counts is None else home.counters(part.wave, counts),
         )  # fmt: skip
-        if going is not None:
-            going[1].land(dk[:, :, going[0]], dv[:, :, going[0]])
-        going = heads, _Homecoming(torch.cat(new, -1).transpose(0, 1).contiguous(), plan, k.shape[3])
-    assert going is not None
-    going[1].land(dk[:, :, going[0]], dv[:, :, going[0]])
-    return dq, dk, dv, delta
+        if part.last:
+            if leaving is not None:
+                home.land(leaving)
+            home.begin(part.wave, counts)
+            leaving = part.wave
+    assert leaving is not None
+    home.land(leaving)
+    return dq, home.dk, home.dv, delta
 
 
 def _fetched(
-    q: Tensor, k: Tensor, v: Tensor, plan: Plan, groups: list[slice]
-) -> Iterator[tuple[slice, slice, Tensor, Tensor]]:
-    """(key heads, query heads, keys, values) of each group, when they are here: (batch, keys, heads, head_dim)."""
+    q: Tensor, k: Tensor, v: Tensor, plan: Plan, waiting: Callable[[Tensor, Tensor, slice], bool], backward: bool
+) -> Iterator[_Part]:
+    """The parts in the order in which they come. ``waiting(k, v, heads)``: may the kernel get keys that are still
+    arriving?"""
+    link = _link(q, plan)
+    if link is None:
+        yield from _messages(q, k, v, plan, backward)
+        return
+    ahead = waves(k.shape[2], plan.head_bytes(k, v, backward), plan.buffer_bytes)
+    pull = Pull(link, k, v, plan.fetches, plan.local_lengths_k, ahead)
     per_kv = q.shape[2] // k.shape[2]
-    # One message per run of positions and group: (tokens, batch, heads, head_dim + head_dim_v).
+
+    def start(wave: int) -> tuple[Tensor, Tensor, bool, list[slice]]:
+        heads = ahead[wave]
+        count = heads.stop - heads.start
+        k_w, v_w = pull.allocate(wave)
+        whole = waiting(k_w, v_w, heads)
+        groups = [slice(0, count)] if whole else head_groups(count, count * per_kv, q.device.type, backward)
+        pull.begin(wave, groups)
+        return k_w, v_w, whole, groups
+
+    started = start(0)
+    for wave, heads in enumerate(ahead):
+        k_w, v_w, whole, groups = started
+        if wave + 1 < len(ahead):
+            started = start(wave + 1)
+        for i, g in enumerate(groups):
+            if not whole:
+                pull.wait(wave, g)
+            yield _Part(
+                wave, g, slice(heads.start + g.start, heads.start + g.stop), k_w[:, :, g], v_w[:, :, g],
+                pull.arrivals(wave) if whole else None, i == 0, i == len(groups) - 1,
+            )  # fmt: skip
+        pull.release(wave)
+
+
+def _link(x: Tensor, plan: Plan) -> Link | None:
+    """None also where tokens of several ranks interleave (a striped layout): a copy moves neighbouring tokens."""
+    if any(run.stride > 1 for runs in plan.fetches for run in runs):
+        return None
+    return plan.transport.link(x)
+
+
+def _messages(q: Tensor, k: Tensor, v: Tensor, plan: Plan, backward: bool) -> Iterator[_Part]:
+    """Fetching by messages: one per run of positions and group of heads, (tokens, batch, heads, both head dims)."""
+    groups = head_groups(k.shape[2], q.shape[2], q.device.type, backward)
     packed = [torch.cat([k[:, :, g], v[:, :, g]], -1).transpose(0, 1).contiguous() for g in groups]
     fetch = plan.transport.fetch(packed, plan.fetches)
-    for g, heads in enumerate(groups):
-        kv = fetch.wait(g).transpose(0, 1)
-        yield heads, slice(heads.start * per_kv, heads.stop * per_kv), kv[..., : k.shape[3]], kv[..., k.shape[3] :]
+    for i, heads in enumerate(groups):
+        kv = fetch.wait(i).transpose(0, 1)
+        inside = slice(0, heads.stop - heads.start)
+        yield _Part(i, inside, heads, kv[..., : k.shape[3]], kv[..., k.shape[3] :], None, True, True)
 
 
-class _Homecoming:
-    """Partial gradients of one group of heads on their way: (keys in the buffer, batch, heads, both head dims)."""
+def _home(k: Tensor, v: Tensor, plan: Plan, dtype: torch.dtype) -> _PushedHome | _SentHome:
+    link = _link(k, plan)
+    return _SentHome(k, v, plan, dtype) if link is None else _PushedHome(k, v, plan, dtype, link)
 
-    def __init__(self, partial: Tensor, plan: Plan, head_dim: int) -> None:
-        self.head_dim = head_dim
-        tokens = plan.local_lengths_k[plan.rank]
-        self.whole = partial.new_zeros((tokens, *partial.shape[1:]))
-        self.arriving: list[tuple[int, int, Tensor]] = []  # (rank, offset here, gradients)
+
+class _PushedHome:
+    """Partial gradients on their way by copy engines. ``dk, dv``: the sums, like k and v."""
+
+    def __init__(self, k: Tensor, v: Tensor, plan: Plan, dtype: torch.dtype, link: Link) -> None:
+        ahead = waves(k.shape[2], plan.head_bytes(k, v, backward=True), plan.buffer_bytes)
+        self.push = Push(link, (k, v), dtype, plan.fetches, plan.local_lengths_k, ahead)
+        self.dk, self.dv = self.push.dk, self.push.dv
+
+    def room(self, wave: int, heads: slice, keys: int) -> tuple[Tensor, Tensor]:
+        return self.push.room(wave)
+
+    def counters(self, wave: int, counts: Departures) -> Tensor:
+        return self.push.counters(wave, counts)[0]
+
+    def begin(self, wave: int, counts: Departures | None) -> None:
+        self.push.begin(wave, counts)
+
+    def land(self, wave: int) -> None:
+        self.push.land(wave)
+
+
+class _SentHome:
+    """The same by messages. A wave is a group of heads: (keys in the buffer, batch, heads, both head dims)."""
+
+    def __init__(self, k: Tensor, v: Tensor, plan: Plan, dtype: torch.dtype) -> None:
+        self.plan, self.head_dim = plan, k.shape[3]
+        self.dk = torch.empty(k.shape, dtype=dtype, device=k.device)
+        self.dv = torch.empty(v.shape, dtype=dtype, device=v.device)
+        self.width = k.shape[3] + v.shape[3]
+        self.heads: dict[int, slice] = {}
+        self.partials: dict[int, Tensor] = {}
+
+    def room(self, wave: int, heads: slice, keys: int) -> tuple[Tensor, Tensor]:
+        self.heads[wave] = heads
+        self.partials[wave] = self.dk.new_empty(keys, self.dk.shape[0], heads.stop - heads.start, self.width)
+        rows = self.partials[wave].transpose(0, 1)
+        return rows[..., : self.head_dim], rows[..., self.head_dim :]
+
+    def counters(self, wave: int, counts: Departures) -> Tensor:
+        raise AssertionError("only kernels whose keys are pulled count")
+
+    def begin(self, wave: int, counts: Departures | None) -> None:
+        plan, partial = self.plan, self.partials.pop(wave)
+        self.arriving: list[tuple[int, Tensor]] = []  # (offset here, gradients), in the order of ranks on every run
         sends, receives = [], []
         for visitor, runs in enumerate(plan.fetches):
             for run in runs:
@@ -117,17 +252,20 @@ class _Homecoming:
                 elif run.owner == plan.rank:
                     there = visitor == plan.rank
                     piece = run.rows(partial) if there else partial.new_empty((run.length, *partial.shape[1:]))
-                    self.arriving.append((visitor, run.offset, piece))
+                    self.arriving.append((run.offset, piece))
                     if not there:
                         receives.append((piece, visitor))
         self.moving: Pending = plan.transport.start(sends, receives)
 
-    def land(self, dk: Tensor, dv: Tensor) -> None:
-        """Wait, and write the sums into (batch, tokens, heads, head_dim or head_dim_v)."""
+    def land(self, wave: int) -> None:
+        """Wait, and sum."""
+        heads = self.heads[wave]
+        dk, dv = self.dk[:, :, heads], self.dv[:, :, heads]
+        whole = dk.new_zeros(dk.shape[1], dk.shape[0], dk.shape[2], self.width)
         self.moving.wait()
-        for _, offset, piece in self.arriving:  # in the order of ranks, on every run
-            self.whole[offset : offset + len(piece)] += piece
-        whole = self.whole.transpose(0, 1)
+        for offset, piece in self.arriving:
+            whole[offset : offset + len(piece)] += piece
+        whole = whole.transpose(0, 1)
         dk.copy_(whole[..., : self.head_dim])
         dv.copy_(whole[..., self.head_dim :])
 

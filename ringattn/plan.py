@@ -25,8 +25,9 @@ from .schedule import Fetch, Schedule, Step
 from .schedule import check as check_schedule
 from .transport import Transport
 
-VERSION = 1  # of the exchange between ranks
+VERSION = 2  # of the exchange between ranks
 DATAFLOWS = ("ring", "gather", "reduce")
+BUFFER_BYTES = 8 << 30
 _CACHED_PLANS = 64
 
 
@@ -39,7 +40,7 @@ class Plan:
     Attributes:
         seq_len, seq_len_k: global numbers of queries and keys.
         rank, world_size: of the group.
-        layout, dataflow, deterministic: as chosen; ``dataflow`` is never "auto".
+        layout, dataflow, deterministic, buffer_bytes: as chosen; ``dataflow`` is never "auto".
         mask: intervals per query, in global positions.
         shards, shards_k: for every rank, the ranges of positions of queries and keys it holds.
         schedule: the walk of the shards that travel: keys and values in a ring, queries in a reduce.
@@ -57,6 +58,7 @@ class Plan:
         layout: str,
         dataflow: str,
         deterministic: bool,
+        buffer_bytes: int,
         mask: Mask,
         shards: tuple[Shard, ...],
         shards_k: tuple[Shard, ...],
@@ -66,6 +68,7 @@ class Plan:
         self.seq_len, self.seq_len_k = seq_len, seq_len_k
         self.rank, self.world_size = rank, world_size
         self.layout, self.dataflow, self.deterministic = layout, dataflow, deterministic
+        self.buffer_bytes = buffer_bytes
         self.mask, self.shards, self.shards_k = mask, shards, shards_k
         self.schedule, self.transport = schedule, transport
         self.handle = next(_handles)
@@ -171,6 +174,13 @@ class Plan:
             return tuple(_fetches(self.mask, queries, self.shards_k) for queries in self.shards)
 
         return self._once("fetches", make)
+
+    def head_bytes(self, k: Tensor, v: Tensor, backward: bool) -> int:
+        """What one key head takes on the rank that fetches most: keys and values, in the backward with their
+        gradients."""
+        keys = max(sum(run.length for run in runs) for runs in self.fetches)
+        itemsize = k.element_size() + (max(4, k.element_size()) if backward else 0)
+        return k.shape[0] * keys * (k.shape[3] + v.shape[3]) * itemsize
 
     def gathered_block(self, device: torch.device, rank: int | None = None) -> Block:
         """Which of the keys that a rank fetches its queries see, in the order of the buffer."""
@@ -373,6 +383,7 @@ class _Settings:
     dataflow: str
     deterministic: bool
     local_size: int
+    buffer_bytes: int
 
 
 def plan(
@@ -389,6 +400,7 @@ def plan(
     dataflow: str = "auto",
     deterministic: bool = False,
     local_size: int | None = None,
+    buffer_bytes: int = BUFFER_BYTES,
 ) -> Plan:
     """Plan the attention of one sequence shape. Every rank of the group calls this with the same arguments.
 
@@ -409,6 +421,8 @@ def plan(
             at least four times as many keys as queries, else "ring".
         deterministic: the same bits on every run.
         local_size: ranks per node, to make a ring a double ring; divides the group's size.
+        buffer_bytes: with the dataflow "gather", memory for fetched keys and values and their gradients. Where they
+            need more, they come in waves of heads that fit.
 
     Returns:
         A plan. It may be kept while the shape and the documents stay the same.
@@ -421,12 +435,12 @@ def plan(
     transport = transports.of(group)
     _calls[transport.serial] = call = _calls.get(transport.serial, 0) + 1
     error: Exception | None = None
-    settings = _Settings(VERSION, call, transport.world_size, *(0,) * 5, 0, 0, 0, 0, "", "", False, 0)  # type: ignore[arg-type]
+    settings = _Settings(VERSION, call, transport.world_size, *(0,) * 5, 0, 0, 0, 0, "", "", False, 0, 0)  # type: ignore[arg-type]
     extra: list[Mask] = []
     try:
         settings, extra = _settings(
             call, transport.world_size, seq_len, seq_len_k, causal, window_size, cu_seqlens, documents, prefix, layout,
-            dataflow, deterministic, local_size,
+            dataflow, deterministic, local_size, buffer_bytes,
         )  # fmt: skip
     except Exception as bad:  # whatever it is, the other ranks must hear of it
         error = bad
@@ -459,6 +473,7 @@ def _settings(
     dataflow: str,
     deterministic: bool,
     local_size: int | None,
+    buffer_bytes: int,
 ) -> tuple[_Settings, list[Mask]]:
     """Check the arguments and reduce them to numbers. The masks of documents are made here once."""
     keys = seq_len if seq_len_k is None else seq_len_k
@@ -485,6 +500,8 @@ def _settings(
         raise TypeError(f"local_size is {local_size!r}; pass an int that divides the group's {world_size} ranks")
     if size < 1 or world_size % size:
         raise ValueError(f"local_size is {local_size}; it must divide the group's {world_size} ranks")
+    if type(buffer_bytes) is not int or not 0 < buffer_bytes < 2**63:
+        raise ValueError(f"buffer_bytes is {buffer_bytes!r}; pass a positive number of bytes, e.g. 8 * 2**30")
     packed = [] if cu_seqlens is None else [masks.packed(cu_seqlens, seq_len)]
     rows = [] if documents is None else [masks.documents(documents, seq_len)]
     settings = _Settings(
@@ -504,6 +521,7 @@ def _settings(
         dataflow=dataflow,
         deterministic=bool(deterministic),
         local_size=size,
+        buffer_bytes=buffer_bytes,
     )
     return settings, packed + rows
 
@@ -532,6 +550,7 @@ def _make(settings: _Settings, extra: list[Mask], transport: Transport) -> Plan:
         layout=s.layout,
         dataflow=dataflow,
         deterministic=s.deterministic,
+        buffer_bytes=s.buffer_bytes,
         mask=mask,
         shards=shards,
         shards_k=shards_k,

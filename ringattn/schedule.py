@@ -127,6 +127,15 @@ class Schedule:
         return tuple(result)
 
 
+def waves(kv_heads: int, head_bytes: int, buffer_bytes: int) -> list[slice]:
+    """Key heads that the dataflow "gather" holds at the same time: all, or where those need more than ``buffer_bytes``
+    as many as fit twice, because the next wave arrives beside the one that is attended; one at least."""
+    if kv_heads * head_bytes <= buffer_bytes:
+        return [slice(0, kv_heads)]
+    count = max(1, buffer_bytes // 2 // head_bytes)
+    return [slice(h, min(h + count, kv_heads)) for h in range(0, kv_heads, count)]
+
+
 def head_groups(kv_heads: int, q_heads: int, device_type: str, backward: bool = False) -> list[slice]:
     """How key heads are cut into groups that are fetched and attended one after another in the dataflow "gather"."""
     if device_type == "cpu":

@@ -13,20 +13,23 @@ from __future__ import annotations
 import datetime
 import hashlib
 import itertools
-import math
 import socket
 import struct
 import threading
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from . import stream_memory
 from .schedule import Fetch
+
+if TYPE_CHECKING:
+    from .pulls import Link
 
 Message = tuple[Tensor, int]  # a contiguous tensor and the peer's rank in the group
 
@@ -85,6 +88,15 @@ class Transport:
             fetches: the runs that every rank fetches.
         """
         return _Messages(self, packed, fetches)
+
+    @property
+    def pulls(self) -> bool:
+        """Can ranks pull out of each other's memory?"""
+        return False
+
+    def link(self, x: Tensor) -> Link | None:
+        """What ranks need to pull tensors like x out of each other's memory, if they can. Every rank must call this."""
+        return None
 
     def _start(self, sends: Sequence[Message], receives: Sequence[Message]) -> Pending:
         raise NotImplementedError(f"{type(self).__name__} moves nothing: it describes {self.world_size} ranks")
@@ -236,8 +248,10 @@ class GroupTransport(Transport):
         if cuda:  # a first point-to-point message among some of the ranks would not set the communicator up for all
             dist.all_reduce(torch.zeros(1, device=device), group=group)
         host = hash_of(socket.gethostname())
-        self.one_host = bool((self.gather_words(torch.tensor([host])) == host).all())
-        self.symmetric: _Symmetric | None = None
+        words = torch.tensor([host, cuda and stream_memory.available()])
+        everyones = self.gather_words(words)
+        self.one_host = bool((everyones == words).all() and words[1])
+        self._link: Link | None = None
 
     def check_device(self, name: str, x: Tensor) -> None:
         backend = self.backends.get(x.device.type)
@@ -263,11 +277,18 @@ class GroupTransport(Transport):
         except RuntimeError as error:  # a peer is known to be gone
             raise RuntimeError(f"{what}: {error}") from error
 
-    def fetch(self, packed: Sequence[Tensor], fetches: Sequence[Sequence[Fetch]]) -> Fetching:
-        if packed[0].is_cuda and self.one_host and self.world_size > 1:
-            self.symmetric = self.symmetric or _Symmetric(self)
-            return _Pulls(self.symmetric, packed, fetches)
-        return super().fetch(packed, fetches)
+    @property
+    def pulls(self) -> bool:
+        return self.one_host and self.world_size > 1
+
+    def link(self, x: Tensor) -> Link | None:
+        if not (x.is_cuda and self.pulls) or torch.cuda.is_current_stream_capturing():
+            return None  # a captured graph repeats the numbers of its exchanges; messages have none
+        if self._link is None:
+            from .pulls import Link
+
+            self._link = Link(self.rank, self.world_size, self.device, _Shared(self.group, self.device))
+        return self._link
 
     def all_reduce(self, x: Tensor, op: str) -> Tensor:
         if self.world_size > 1:
@@ -304,86 +325,57 @@ class _Works:
         self.alive = None
 
 
-class _Symmetric:
-    """Memory of every rank of one host that all of them can read, in two slots that calls use in turn.
+class _Shared:
+    """Allocates memory of one size on every rank of a group, which all of them can read and write."""
 
-    A slot is written only after a barrier that every rank passes after it has read the slot: the barrier of the call
-    in between, which each rank's copy stream reaches when its copies of the call before are done.
-    """
+    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+        # Registered under a name of ours, with a store that numbers the exchanges of this group by themselves.
+        from torch._C._distributed_c10d import _SymmetricMemory
 
-    def __init__(self, transport: GroupTransport) -> None:
-        self.transport = transport
-        self.stream = torch.cuda.Stream(transport.device)
-        self.calls = 0
-        self.bytes = 0
-        self.passed: torch.cuda.Event | None = None  # the last call's barrier
-        self.handle: Any = None
+        self.group, self.device, self.name = group, device, f"ringattn {group.group_name}"
+        self.store = _OwnNumbers(dist.PrefixStore("ringattn memory", group.get_group_store()))
+        _stores.append(self.store)
+        _SymmetricMemory.set_group_info(self.name, dist.get_rank(group), dist.get_world_size(group), self.store)
 
-    def reserve(self, needed: int) -> None:
-        """Two slots of at least ``needed`` bytes. All ranks ask for the same size in the same call."""
-        if needed <= self.bytes:
-            return
+    def __call__(self, size: int) -> tuple[list[int], object]:
+        """Every rank's address, mapped here, and what keeps the memory."""
         from torch.distributed import _symmetric_memory as symmetric_memory  # slow to import, and rarely needed
 
+        memory = symmetric_memory.empty(size, dtype=torch.uint8, device=self.device).zero_()
+        handle = symmetric_memory._SymmetricMemory.rendezvous(memory, self.name)
         torch.cuda.synchronize()
-        dist.barrier(group=self.transport.group)  # nobody reads the old memory any more
-        self.bytes = -(-needed // (1 << 21)) << 21
-        memory = symmetric_memory.empty(2 * self.bytes, dtype=torch.uint8, device=self.transport.device)
-        self.handle = symmetric_memory.rendezvous(memory, self.transport.group)
-        self.memory = memory
-
-    def slot(self, rank: int, slot: int) -> Tensor:
-        """(bytes,) uint8: a slot of a rank's memory."""
-        return self.handle.get_buffer(rank, (self.bytes,), torch.uint8, slot * self.bytes)
+        dist.barrier(group=self.group)  # all is zero, and nobody uses what this replaces
+        return list(handle.buffer_ptrs), (memory, handle)
 
 
-class _Pulls:
-    """Fetching out of symmetric memory by the copy engines, which take no SM from the attention beside them."""
+_stores: list[dist.Store] = []  # torch keeps no reference to the Python half of a store
 
-    def __init__(self, link: _Symmetric, packed: Sequence[Tensor], fetches: Sequence[Sequence[Fetch]]) -> None:
-        transport, rank = link.transport, link.transport.rank
-        tokens = max((f.offset + f.length for runs in fetches for f in runs), default=0)  # the same on every rank
-        sizes = [tokens * math.prod(x.shape[1:]) * x.element_size() for x in packed]
-        link.reserve(sum(sizes))
-        slot, main = link.calls % 2, torch.cuda.current_stream()
-        link.calls += 1
-        if link.passed is not None:
-            main.wait_event(link.passed)
 
-        def region(owner: int, group: int, like: Tensor) -> Tensor:
-            begin = sum(sizes[:group])
-            flat = link.slot(owner, slot)[begin : begin + sizes[group]]
-            return flat.view(like.dtype).view(tokens, *like.shape[1:])
+class _OwnNumbers(dist.Store):
+    """A store for the exchanges of symmetric memory, whose keys end in ``number/rank``. Torch counts them per process,
+    so that ranks which are in different groups wait for keys that never come (pytorch/pytorch#196082); here a group
+    counts its own."""
 
-        runs = fetches[rank]
-        self.buffers, self.here = [], []
-        for g, x in enumerate(packed):
-            shared = min(len(x), tokens)
-            region(rank, g, x)[:shared].copy_(x[:shared])
-            self.buffers.append(x.new_empty((sum(run.length for run in runs), *x.shape[1:])))
-        link.stream.wait_stream(main)
-        with torch.cuda.stream(link.stream):
-            link.handle.barrier(channel=slot)
-            link.passed = torch.cuda.Event()
-            link.passed.record()
-            for g, x in enumerate(packed):
-                for turn in range(1, transport.world_size):  # each rank starts with another owner
-                    owner = (rank - turn) % transport.world_size
-                    for run in runs:
-                        if run.owner == owner:
-                            theirs = region(owner, g, x)[run.offset : run.offset + run.length]
-                            run.rows(self.buffers[g]).copy_(theirs)
-                event = torch.cuda.Event()
-                event.record()
-                self.here.append(event)
-        for x, buffer in zip(packed, self.buffers, strict=True):
-            for run in runs:
-                if run.owner == rank:
-                    run.rows(buffer).copy_(x[run.offset : run.offset + run.length])
+    def __init__(self, store: dist.Store) -> None:
+        super().__init__()
+        self.store, self.exchange = store, 0
 
-    def wait(self, group: int) -> Tensor:
-        torch.cuda.current_stream().wait_event(self.here[group])
-        return self.buffers[group]
+    def set(self, key: str, value: Any) -> None:
+        self.exchange += 1  # each exchange begins with this rank's part of it
+        self.store.set(self._own(key), value)
+
+    def get(self, key: str) -> bytes:
+        return self.store.get(self._own(key))
+
+    def wait(self, keys: Sequence[str], timeout: datetime.timedelta | None = None) -> None:  # type: ignore[override]
+        own = [self._own(key) for key in keys]
+        if timeout is None:
+            self.store.wait(own)
+        else:
+            self.store.wait(own, timeout)
+
+    def _own(self, key: str) -> str:
+        return f"{self.exchange}/{key.rsplit('/', 1)[1]}"
 
 
 class AloneTransport(Transport):

@@ -77,7 +77,8 @@ def test_no_arrow_points_up() -> None:
     dataflows = {"ring", "reduce", "gather", "circulate"} & GRAPH.keys()
     for name in ("partial", "mask", "layout", "schedule", "streaming"):
         assert GRAPH[name] == set(), f"{name} stands on nothing of ringattn"
-    assert GRAPH["transport"] <= {"schedule"}
+    assert GRAPH["transport"] <= {"schedule", "pulls", "stream_memory"}
+    assert GRAPH["pulls"] <= {"schedule", "stream_memory", "kernels.block", "kernels.sum_runs"}
     assert GRAPH["reference"] <= {"mask"}
     assert not GRAPH["plan"] & (dataflows | {"attention", "partial"})
     for name in dataflows:

@@ -1,0 +1,68 @@
+"""Sums of contributions to gradients, each of which covers a run of this rank's tokens, in a fixed order."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+_TOKENS = 16
+
+
+class Piece(NamedTuple):
+    """Contributions to tokens ``begin`` to ``end``: rows of head_dim + head_dim_v numbers from an address on,
+    ``stride`` numbers from one row (batch element and head) to the next."""
+
+    address: int
+    stride: int
+    begin: int
+    end: int
+
+
+def sum_runs(pieces: Sequence[Piece], dk: Tensor, dv: Tensor, like: Tensor) -> None:
+    """Write the sums of all pieces, in their order, into dk and dv (batch, tokens, heads, head_dim or head_dim_v).
+
+    ``like`` has the dtype and device of the pieces. The sum is made in that dtype and rounded once.
+    """
+    batch, tokens, heads, dim = dk.shape
+    if not dk.numel():
+        return
+    table = torch.tensor(pieces, dtype=torch.int64).reshape(-1, 4).to(dk.device, non_blocking=True)
+    with torch.cuda.device_of(dk):
+        _sum_runs[(triton.cdiv(tokens, _TOKENS) * batch * heads,)](
+            table, len(pieces), like, dk, *dk.stride()[:3], dv, *dv.stride()[:3], tokens, heads, dim, dv.shape[3],
+            WIDTH=triton.next_power_of_2(dim + dv.shape[3]), TOKENS=_TOKENS,
+        )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["n_pieces", "tokens", "heads"])
+def _sum_runs(
+    table, n_pieces, like, dk, dk_b, dk_s, dk_h, dv, dv_b, dv_s, dv_h, tokens, heads, dim, dim_v,
+    WIDTH: tl.constexpr, TOKENS: tl.constexpr,
+):  # fmt: skip
+    pid = tl.program_id(0)
+    tiles = tl.cdiv(tokens, TOKENS)
+    row = (pid // tiles).to(tl.int64)
+    first = pid % tiles * TOKENS
+    t = first + tl.arange(0, TOKENS)
+    c = tl.arange(0, WIDTH)
+    total = tl.zeros([TOKENS, WIDTH], like.dtype.element_ty)
+    for i in range(n_pieces):
+        begin = tl.load(table + 4 * i + 2)
+        end = tl.load(table + 4 * i + 3)
+        if (begin < first + TOKENS) & (end > first):
+            base = tl.load(table + 4 * i).to(tl.pointer_type(like.dtype.element_ty))
+            stride = tl.load(table + 4 * i + 1)
+            at = (t - begin) * (dim + dim_v)
+            inside = ((t >= begin) & (t < end))[:, None] & (c < dim + dim_v)[None, :]
+            total += tl.load(base + row * stride + at[:, None] + c[None, :], mask=inside, other=0.0)
+    b, h, t = row // heads, row % heads, t.to(tl.int64)
+    inside = (t < tokens)[:, None]
+    to_k = dk + b * dk_b + h * dk_h + t[:, None] * dk_s + c[None, :]
+    tl.store(to_k, total.to(dk.dtype.element_ty), mask=inside & (c < dim)[None, :])
+    to_v = dv + b * dv_b + h * dv_h + t[:, None] * dv_s + (c - dim)[None, :]
+    tl.store(to_v, total.to(dv.dtype.element_ty), mask=inside & ((c >= dim) & (c < dim + dim_v))[None, :])

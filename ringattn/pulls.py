@@ -1,0 +1,402 @@
+"""Keys, values and their gradients between the GPUs of one host, moved by the copy engines.
+
+Keys and values lie in memory that every rank can read, and are pulled; gradients are pushed into memory of the rank
+that they belong to. No multiprocessor is used, so the attention beside runs as if alone. Ranks agree by words that
+streams write into each other's memory and wait for (:mod:`.stream_memory`); each word holds the number of the last
+exchange (*epoch*), which only grows::
+
+    READY[r]   at all ranks   the keys and values of rank r are in place
+    DONE[r]    at all ranks   rank r has pulled what it needs
+    LANDED[r]  at all ranks   rank r has pushed its contributions to the gradients
+    FREE[r]    at all ranks   rank r has summed what was pushed to it
+
+A rank waits until every other rank is READY before it launches the attention. That kernel may then start while its keys
+are still being pulled, and poll for them (:class:`.kernels.block.Arrivals`): nothing but copies is outstanding, which
+progress beside any kernel, so that two attentions in flight on two groups cannot wait for each other in a circle.
+
+Memory is laid out row by row, a row being one key head of one batch element: (rows, tokens, head_dim + head_dim_v).
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import stream_memory
+from .kernels.block import Arrivals, Departures
+from .schedule import Fetch
+
+READY, DONE, LANDED, FREE = range(4)
+_KINDS = 4
+_WORD = 32  # bytes between words: each in a sector of its own
+_RANKS = 64  # of one host, at most
+_PAD = _KINDS * _RANKS * _WORD  # bytes in front of the data
+_KEYS, _GRADIENTS = 0, 1  # regions behind the pad: two slots of keys and values; contributions
+LANES = 3
+TIMEOUT = float(os.environ.get("RINGATTN_TIMEOUT", "600"))
+
+
+@dataclass
+class Region:
+    """Memory of the same size on every rank. ``addresses``: of each rank's, mapped here."""
+
+    size: int = 0
+    addresses: list[int] = field(default_factory=list)
+    keep: Any = None
+
+
+class Link:
+    """What the ranks of one group on one host share. Every rank makes the same calls in the same order.
+
+    Args:
+        share: allocates bytes on every rank of the group and returns (addresses, an object to keep); zeroed. All ranks
+            call it together, when nobody uses the memory that it replaces.
+    """
+
+    def __init__(self, rank: int, world_size: int, device: torch.device, share: Any) -> None:
+        if world_size > _RANKS:
+            raise ValueError(f"{world_size} ranks on one host; at most {_RANKS} can pull from each other")
+        self.rank, self.world_size, self.device, self.share = rank, world_size, device, share
+        self.peers = [(rank + turn) % world_size for turn in range(1, world_size)]  # each starts with another
+        # Copies of one lane follow each other with a gap of microseconds; another lane's copies fill it.
+        self.lanes = [torch.cuda.Stream(device) for _ in range(min(LANES, world_size - 1))]
+        self.pushing = torch.cuda.Stream(device)
+        self.pad = Region(_PAD, *share(_PAD))
+        self.regions = [Region(), Region()]
+        self.epochs = [0, 0]  # of pulls, of pushes
+        self.flags = torch.zeros(0, 8, dtype=torch.int32, device=device)
+        self.counters: dict[tuple[int, int], tuple[Tensor, list[int]]] = {}
+        self.gave_up = torch.zeros(1, dtype=torch.int32).pin_memory()
+
+    def word(self, at: int, kind: int, of: int) -> int:
+        """Address, mapped here, of a word in the memory of rank ``at``."""
+        return self.pad.addresses[at] + (kind * _RANKS + of) * _WORD
+
+    def tell(self, stream: torch.cuda.Stream, kind: int, epoch: int) -> None:
+        stream_memory.write(stream, [(self.word(p, kind, self.rank), epoch) for p in self.peers])
+
+    def hear(self, stream: torch.cuda.Stream, kind: int, epoch: int) -> None:
+        """``stream`` waits until every other rank has told ``epoch``."""
+        stream_memory.wait(stream, [(self.word(self.rank, kind, p), epoch) for p in self.peers])
+
+    def reserve(self, which: int, size: int) -> Region:
+        """At least ``size`` bytes on every rank; all ask for the same in the same call."""
+        region = self.regions[which]
+        if size > region.size:
+            size = -(-size // (1 << 21)) << 21
+            addresses, keep = self.share(size)
+            region.size, region.addresses, region.keep = size, addresses, keep
+        return region
+
+    def arrivals(self, rows: int) -> Tensor:
+        if len(self.flags) < rows:
+            self.flags = torch.full((rows, 8), self.epochs[_KEYS] - 1, dtype=torch.int32, device=self.device)
+        return self.flags
+
+    @property
+    def shared_bytes(self) -> int:
+        """Memory of this rank that the others can reach, which torch's allocator does not count."""
+        return self.pad.size + sum(region.size for region in self.regions)
+
+
+class Pull:
+    """Keys and values of all ranks, wave by wave of heads.
+
+    Args:
+        k, v: this rank's, (batch, tokens, kv_heads, head_dim or head_dim_v).
+        fetches: the runs that every rank takes.
+        lengths: tokens of every rank.
+        waves: key heads that are in memory together, see :func:`.schedule.waves`.
+    """
+
+    def __init__(
+        self,
+        link: Link,
+        k: Tensor,
+        v: Tensor,
+        fetches: Sequence[Sequence[Fetch]],
+        lengths: Sequence[int],
+        waves: Sequence[slice],
+    ) -> None:
+        self.link, self.runs, self.lengths, self.waves = link, fetches[link.rank], lengths, waves
+        self.batch, tokens, self.heads, self.dim = k.shape
+        self.width = k.shape[3] + v.shape[3]
+        self.row_bytes = self.width * k.element_size()
+        self.keys = sum(run.length for run in self.runs)
+        slot_bytes = self.batch * self.heads * max(lengths) * self.row_bytes
+        self.region = link.reserve(_KEYS, 2 * slot_bytes)
+        link.epochs[_KEYS] += 1
+        self.epoch = link.epochs[_KEYS]
+        self.slot = self.epoch % 2 * slot_bytes
+        self.rows = self.batch * max(w.stop - w.start for w in waves)
+        self.flags = link.arrivals(len(waves) * self.rows)
+        main = torch.cuda.current_stream()
+        link.hear(main, DONE, self.epoch - 2)  # the slot that is written now was last read then
+        shape = (self.batch, self.heads, tokens, self.width)
+        mine = _tensor(link, self.region.addresses[link.rank] + self.slot, shape, k)
+        mine[..., : self.dim].copy_(k.transpose(1, 2))
+        mine[..., self.dim :].copy_(v.transpose(1, 2))
+        self.mine = mine
+        link.tell(main, READY, self.epoch)
+        self.buffers: dict[int, Tensor] = {}
+
+    def allocate(self, wave: int) -> tuple[Tensor, Tensor]:
+        """Memory for the heads of a wave: (batch, keys, heads, head_dim) and the same for values."""
+        heads = self.waves[wave]
+        self.buffers[wave] = self.mine.new_empty(self.batch, heads.stop - heads.start, self.keys, self.width)
+        kv = self.buffers[wave].transpose(1, 2)
+        return kv[..., : self.dim], kv[..., self.dim :]
+
+    def begin(self, wave: int, groups: Sequence[slice]) -> None:
+        """Start to pull a wave, in the order in which it is attended: groups (of heads inside the wave), batch
+        elements, heads."""
+        link, heads, buffer = self.link, self.waves[wave], self.buffers[wave]
+        count = heads.stop - heads.start
+        for run in self.runs:
+            if run.owner == link.rank:
+                mine = self.mine[:, heads, run.offset : run.offset + run.length]
+                run.rows(buffer.movedim(2, 0)).copy_(mine.movedim(2, 0))
+        main = torch.cuda.current_stream()
+        if wave == 0:
+            link.hear(main, READY, self.epoch)
+            watch(link, main, f"pull {self.epoch}", READY, self.epoch)
+        now = main.record_event()
+        for lane in link.lanes:
+            lane.wait_event(now)
+        base, row_bytes = buffer.data_ptr(), self.row_bytes
+        of_peer = [(p, [run for run in self.runs if run.owner == p]) for p in reversed(link.peers)]
+        for group in groups:
+            for b in range(self.batch):
+                for h in range(group.start, group.stop):
+                    row = b * count + h
+                    for i, (peer, runs) in enumerate(of_peer):
+                        lane = link.lanes[i % len(link.lanes)]
+                        theirs = self.region.addresses[peer] + self.slot
+                        theirs += (b * self.heads + heads.start + h) * self.lengths[peer] * row_bytes
+                        for run in runs:
+                            to = base + (row * self.keys + run.first) * row_bytes
+                            stream_memory.copy(lane, to, theirs + run.offset * row_bytes, run.length * row_bytes)
+                    first, *others = link.lanes
+                    for lane in others:
+                        first.wait_event(lane.record_event())
+                    stream_memory.write(first, [(self._flag(wave, row), self.epoch)])
+        if wave == len(self.waves) - 1:
+            link.tell(link.lanes[0], DONE, self.epoch)
+            self.pulled = link.lanes[0].record_event()
+
+    def _flag(self, wave: int, row: int) -> int:
+        return self.flags.data_ptr() + (wave * self.rows + row) * 32
+
+    def arrivals(self, wave: int) -> Arrivals:
+        flags = self.flags[wave * self.rows : (wave + 1) * self.rows]
+        return Arrivals(flags, self.epoch, self.link.gave_up)
+
+    def wait(self, wave: int, group: slice) -> None:
+        """What is queued after this sees the keys and values of these heads of the wave."""
+        count = self.buffers[wave].shape[1]
+        rows = [b * count + h for b in range(self.batch) for h in range(group.start, group.stop)]
+        stream_memory.wait(torch.cuda.current_stream(), [(self._flag(wave, row), self.epoch) for row in rows])
+
+    def release(self, wave: int) -> None:
+        """Behind the last kernel of a wave. Its memory may be reused by work queued after this."""
+        if wave == len(self.waves) - 1:  # copies of rows that no kernel waited for, too
+            torch.cuda.current_stream().wait_event(self.pulled)
+        else:
+            count = self.buffers[wave].shape[1]
+            self.wait(wave, slice(0, count))
+        del self.buffers[wave]
+
+
+class Push:
+    """Contributions to the gradients of keys and values, to the ranks that own them, wave by wave of heads.
+
+    A wave's memory is summed by its owner before the next wave's is written into it.
+    """
+
+    def __init__(
+        self,
+        link: Link,
+        like: tuple[Tensor, Tensor],
+        dtype: torch.dtype,
+        fetches: Sequence[Sequence[Fetch]],
+        lengths: Sequence[int],
+        waves: Sequence[slice],
+    ) -> None:
+        k, v = like
+        self.link, self.fetches, self.lengths, self.waves, self.dtype = link, fetches, lengths, waves, dtype
+        self.batch, self.tokens, _, self.dim = k.shape
+        self.width = k.shape[3] + v.shape[3]
+        self.keys = sum(run.length for run in fetches[link.rank])
+        self.row_bytes = self.width * dtype.itemsize
+        self.rows = self.batch * max(w.stop - w.start for w in waves)
+        share = self.rows * max(lengths) * self.row_bytes  # of one visitor
+        self.region = link.reserve(_GRADIENTS, (link.world_size - 1) * share)
+        self.share = share
+        self.dk, self.dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (k, v))
+        self.partials: dict[int, Tensor] = {}
+        self.epoch = 0
+
+    def room(self, wave: int) -> tuple[Tensor, Tensor]:
+        """Where this rank's contributions of a wave go: (batch, keys, heads, head_dim), (..., head_dim_v)."""
+        heads = self.waves[wave]
+        partial = torch.empty(
+            self.batch, heads.stop - heads.start, self.keys, self.width, dtype=self.dtype, device=self.dk.device
+        )
+        self.partials[wave] = partial
+        rows = partial.transpose(1, 2)
+        return rows[..., : self.dim], rows[..., self.dim :]
+
+    def counters(self, wave: int, departures: Departures) -> tuple[Tensor, list[int]]:
+        """Counters for a kernel, (chunks of rows, segments), and where they stood before it, one after another."""
+        heads = self.waves[wave]
+        chunks = self.batch * (heads.stop - heads.start) // departures.rows
+        key = (chunks, len(departures.counts))
+        if key not in self.link.counters:
+            made = torch.zeros(key, dtype=torch.int32, device=self.dk.device)
+            self.link.counters[key] = made, [0] * (chunks * len(departures.counts))
+        return self.link.counters[key]
+
+    def begin(self, wave: int, departures: Departures | None) -> None:
+        """Behind the launch of the kernel that writes a wave: push what it makes, run by run, while it runs if it
+        counts what is complete, else when it is done."""
+        link, rank = self.link, self.link.rank
+        link.epochs[_GRADIENTS] += 1
+        self.epoch = link.epochs[_GRADIENTS]
+        partial, pushing = self.partials[wave], link.pushing
+        rows = partial.shape[0] * partial.shape[1]
+        at_once = rows if departures is None else departures.rows
+        if departures is None:
+            pushing.wait_stream(torch.cuda.current_stream())
+        else:
+            counters, before = self.counters(wave, departures)
+        link.hear(pushing, FREE, self.epoch - 1)
+        runs = self.fetches[rank]
+        for chunk in range(rows // at_once):
+            for segment, run in enumerate(runs):
+                if departures is not None:
+                    i = chunk * len(runs) + segment
+                    before[i] = (before[i] + departures.counts[segment]) & 0xFFFFFFFF
+                    if run.owner != rank:
+                        stream_memory.wait(pushing, [(counters.data_ptr() + 4 * i, before[i])])
+                if run.owner == rank:
+                    continue
+                for row in range(chunk * at_once, (chunk + 1) * at_once):
+                    source = partial.data_ptr() + (row * self.keys + run.first) * self.row_bytes
+                    stream_memory.copy(
+                        pushing, self._landing(run.owner, rank, row) + run.offset * self.row_bytes, source,
+                        run.length * self.row_bytes,
+                    )  # fmt: skip
+        link.tell(pushing, LANDED, self.epoch)
+        self.pushed = pushing.record_event()
+
+    def _landing(self, owner: int, visitor: int, row: int) -> int:
+        """Address of the tokens of a row that ``visitor`` contributes to, in the memory of ``owner``."""
+        seat = visitor - (visitor > owner)
+        return self.region.addresses[owner] + seat * self.share + row * self.lengths[owner] * self.row_bytes
+
+    def land(self, wave: int) -> None:
+        """Wait for the contributions of a wave and sum them, in the order of ranks."""
+        from .kernels.sum_runs import Piece, sum_runs  # needs Triton, as every GPU that pulls has it
+
+        link, rank, main = self.link, self.link.rank, torch.cuda.current_stream()
+        link.hear(main, LANDED, self.epoch)
+        main.wait_event(self.pushed)
+        watch(link, main, f"push {self.epoch}", LANDED, self.epoch)
+        partial = self.partials.pop(wave)
+        pieces = []
+        for visitor, runs in enumerate(self.fetches):
+            for run in runs:
+                if run.owner != rank:
+                    continue
+                if visitor == rank:
+                    base, stride = partial.data_ptr() + run.first * self.row_bytes, self.keys
+                else:
+                    base = self._landing(rank, visitor, 0) + run.offset * self.row_bytes
+                    stride = self.tokens
+                pieces.append(Piece(base, stride * self.width, run.offset, run.offset + run.length))
+        heads = self.waves[wave]
+        sum_runs(pieces, self.dk[:, :, heads], self.dv[:, :, heads], partial)
+        link.tell(main, FREE, self.epoch)
+
+
+def _tensor(link: Link, address: int, shape: tuple[int, ...], like: Tensor) -> Tensor:
+    """A view of shared memory of this rank."""
+    size = math.prod(shape) * like.element_size()
+    if not size:
+        return like.new_empty(shape)
+    raw = torch.as_tensor(_Bytes(address, size), device=link.device)
+    return raw.view(like.dtype).view(shape)
+
+
+class _Bytes:
+    def __init__(self, address: int, size: int) -> None:
+        self.__cuda_array_interface__ = dict(shape=(size,), typestr="|u1", data=(address, False), version=3)
+
+
+# ---------------------------------------------------------------- a rank that does not come
+
+
+@dataclass
+class _Watched:
+    link: Link
+    event: torch.cuda.Event
+    deadline: float
+    what: str
+    kind: int
+    epoch: int
+
+
+_watched: deque[_Watched] = deque()
+_watching: threading.Thread | None = None
+
+
+def watch(link: Link, stream: torch.cuda.Stream, what: str, kind: int, epoch: int) -> None:
+    """End the process, with the names of the ranks that did not come, if what is queued on ``stream`` is not done in
+    time: a stream that waits for a word waits for ever, and would give wrong results if it were let go."""
+    global _watching
+    _watched.append(_Watched(link, stream.record_event(), time.monotonic() + TIMEOUT, what, kind, epoch))
+    if _watching is None:
+        _watching = threading.Thread(target=_keep_watch, name="ringattn watch", daemon=True)
+        _watching.start()
+
+
+def _keep_watch() -> None:
+    stream_memory.ignore_captures()  # else looking at an event would break a graph that another thread captures
+    while True:
+        time.sleep(min(1.0, TIMEOUT / 4))
+        while _watched and _watched[0].event.query():
+            _watched.popleft()
+        if _watched and time.monotonic() > _watched[0].deadline:
+            print(_verdict(_watched[0]), file=sys.stderr, flush=True)
+            os.abort()
+
+
+def _verdict(late: _Watched) -> str:
+    link, names = late.link, ("READY", "DONE", "LANDED", "FREE")
+    words = torch.empty(_PAD // 4, dtype=torch.int32).pin_memory()
+    stream = torch.cuda.Stream(link.device)
+    stream_memory.copy(stream, words.data_ptr(), link.pad.addresses[link.rank], _PAD)
+    stream.synchronize()
+    behind = [
+        f"rank {p} is {name} for {said}"
+        for p in link.peers
+        for name, kind in zip(names, range(_KINDS), strict=True)
+        if kind == late.kind and (said := int(words[(kind * _RANKS + p) * _WORD // 4])) < late.epoch
+    ]
+    row = int(link.gave_up.item())
+    rest = f"; the kernel gave up waiting for row {row - 1} of keys (batch * kv_heads + head)" if row else ""
+    return (
+        f"ringattn: rank {link.rank}: {late.what} is not done after {TIMEOUT:g} s (RINGATTN_TIMEOUT). "
+        + (f"Needed {late.epoch}, but {', '.join(behind)}" if behind else "Every rank came; a copy or kernel hangs")
+        + rest
+    )
