@@ -16,6 +16,8 @@ with 64 query rows. The consumers of a CTA share the key and value tiles, two st
   the mask, few heads' keys in L2 at once, and robust against SMs that other work slows down.
 * With ``arrivals`` the producer waits for the flag of a head's keys and values in front of their first tile. The heads
   are swept in the order in which they arrive; the consumers know nothing of it.
+* Tiles have powers of two of columns. Head dims 96 and 192 of q and k are two tiles side by side, 64 + 32 and 128 + 64;
+  a value of 96 is read as 128, the last 32 zeros that TMA fills in.
 * Scores stay unscaled until the exponent, which is taken to the base 2: p = 2^(s c - m) with c = scale log2(e).
   m here is in that unit; the state outside is in natural logarithms, see ``_store``.
 
@@ -58,21 +60,27 @@ INFO_LAYOUT = gl.constexpr(gl.BlockedLayout([8], [32], [4], [0]))  # every threa
 
 
 class Config(NamedTuple):
-    """Tile sizes and buffers for one head dim. ``registers``: per consumer thread, the producer gets the rest."""
+    """Tile sizes and buffers for one pair of head dims. ``registers``: per consumer thread, the producer gets the rest.
+    What shared memory has no room for: two buffers of queries, and tiles of ``out`` on their way to TMA."""
 
     consumers: int
     block_n: int
     stages: int
     registers: int
+    q_buffers: int = 2
+    staged: bool = True
 
     @property
     def block_m(self) -> int:
         return self.consumers * ROWS.value
 
 
-CONFIGS = {
-    64: Config(consumers=3, block_n=128, stages=2, registers=160),
-    128: Config(consumers=2, block_n=128, stages=2, registers=240),
+CONFIGS = {  # by the head dims of q, k and of v
+    (64, 64): Config(consumers=3, block_n=128, stages=2, registers=160),
+    (96, 96): Config(consumers=2, block_n=128, stages=2, registers=240),
+    (128, 128): Config(consumers=2, block_n=128, stages=2, registers=240),
+    (192, 128): Config(consumers=2, block_n=128, stages=2, registers=240, q_buffers=1, staged=False),
+    (256, 256): Config(consumers=2, block_n=64, stages=2, registers=240, q_buffers=1, staged=False),
 }
 
 
@@ -92,8 +100,32 @@ def _rows(tiles, i):
 
 
 @gluon.jit
+def _q_buffer(i, BUFFERS: gl.constexpr):
+    """The buffer of query tile i of this CTA, and its phase there. One or two buffers."""
+    return i & (BUFFERS - 1), (i >> (BUFFERS - 1)) & 1
+
+
+@gluon.jit
 def _keys(tiles, i):
     return _rows(tiles, i).permute((1, 0))
+
+
+@gluon.jit
+def _q_pieces(q_s, i):
+    PIECES: gl.constexpr = len(q_s)
+    return (_rows(q_s[0], i),) if PIECES == 1 else (_rows(q_s[0], i), _rows(q_s[1], i))
+
+
+@gluon.jit
+def _scores(q, k_s, stage, layout: gl.constexpr):
+    """Issue the product of the queries and of the key tile in this stage, piece by piece."""
+    BN: gl.constexpr = k_s[0].shape[2]
+    s = gl.zeros([ROWS, BN], gl.float32, layout)
+    s = warpgroup_mma(q[0], _keys(k_s[0], stage), s, use_acc=False, is_async=True)
+    PIECES: gl.constexpr = len(k_s)
+    if PIECES == 2:
+        s = warpgroup_mma(q[1], _keys(k_s[1], stage), s, is_async=True)
+    return s
 
 
 @gluon.jit
@@ -190,25 +222,41 @@ def _next_tile(
 
 
 @gluon.jit
-def _load_keys(k_desc, v_desc, k_s, v_s, k_full, v_full, where, g, N: gl.constexpr, STAGES: gl.constexpr):
+def _load_pieces(desc, tiles, full, batch, row, head, i):
+    """Rows of one head to tile i of each piece."""
+    PIECES: gl.constexpr = len(desc)
+    if PIECES == 1:
+        mbarrier.expect(full.index(i), desc[0].block_type.nbytes)
+    else:
+        mbarrier.expect(full.index(i), desc[0].block_type.nbytes + desc[1].block_type.nbytes)
+    tma.async_copy_global_to_shared(desc[0], [batch, row, head, 0], full.index(i), tiles[0].index(i))
+    if PIECES == 2:
+        FIRST: gl.constexpr = tiles[0].shape[4]
+        tma.async_copy_global_to_shared(desc[1], [batch, row, head, FIRST], full.index(i), tiles[1].index(i))
+
+
+@gluon.jit
+def _load_keys(
+    k_desc, v_desc, k_s, v_s, k_full, v_full, batch, column, kv_head, g, N: gl.constexpr, STAGES: gl.constexpr
+):
     """Key tile number g of this CTA, as soon as the consumers gave its stage free."""
     K_FREE: gl.constexpr = FREE_BARRIERS + N
     V_FREE: gl.constexpr = K_FREE + STAGES
     stage = g % STAGES
     if g >= STAGES:
         barrier_sync(K_FREE + stage, 128 * (N + 1))
-    mbarrier.expect(k_full.index(stage), k_desc.block_type.nbytes)
-    tma.async_copy_global_to_shared(k_desc, where, k_full.index(stage), k_s.index(stage))
+    _load_pieces(k_desc, k_s, k_full, batch, column, kv_head, stage)
     if g >= STAGES:
         barrier_sync(V_FREE + stage, 128 * (N + 1))
     mbarrier.expect(v_full.index(stage), v_desc.block_type.nbytes)
-    tma.async_copy_global_to_shared(v_desc, where, v_full.index(stage), v_s.index(stage))
+    tma.async_copy_global_to_shared(v_desc, [batch, column, kv_head, 0], v_full.index(stage), v_s.index(stage))
 
 
 @gluon.jit
 def _producer(
-    args, N: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, SKIP_EMPTY: gl.constexpr, ARRIVALS: gl.constexpr
-):
+    args, N: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, Q_BUFFERS: gl.constexpr,
+    SKIP_EMPTY: gl.constexpr, ARRIVALS: gl.constexpr,
+):  # fmt: skip
     (
         q_desc, k_desc, v_desc, table_ptr, counter_ptr, flags_ptr, epoch, gave_up_ptr,
         q_s, k_s, v_s, info_s, q_full, q_free, k_full, v_full, info_full,
@@ -226,9 +274,9 @@ def _producer(
     i = 0  # query tiles moved so far
     arrived = -1  # the row of keys and values that was waited for last
     while w < total:
-        slot = i & 1
+        slot, phase = _q_buffer(i, Q_BUFFERS)
         for c in gl.static_range(N):
-            mbarrier.wait(q_free.index(slot * N + c), ((i >> 1) & 1) ^ 1)
+            mbarrier.wait(q_free.index(slot * N + c), phase ^ 1)
         info_s.index(i % SLOTS).store(info)
         mbarrier.arrive(info_full.index(i % SLOTS), count=1)
         first = _number(info, 0)
@@ -238,27 +286,25 @@ def _producer(
         head = _number(info, 7)
         kv_head = head // ratio
         for c in gl.static_range(N):
-            mbarrier.expect(q_full.index(slot * N + c), q_desc.block_type.nbytes)
-            tma.async_copy_global_to_shared(
-                q_desc, [batch, first + c * ROWS, head, 0], q_full.index(slot * N + c), q_s.index(slot * N + c)
-            )
+            _load_pieces(q_desc, q_s, q_full, batch, first + c * ROWS, head, slot * N + c)
         if ARRIVALS:
             row = (batch * q_heads + head) // ratio
             if row != arrived:
                 wait_row(flags_ptr, row, epoch, gave_up_ptr, 4)
                 arrived = row
         for column in range(end - BN, begin, -BN):
-            _load_keys(k_desc, v_desc, k_s, v_s, k_full, v_full, [batch, column, kv_head, 0], g, N, STAGES)
+            _load_keys(k_desc, v_desc, k_s, v_s, k_full, v_full, batch, column, kv_head, g, N, STAGES)
             g += 1
         # Known before the last key tile is loaded, when there is time.
         w, info = _next_tile(
             counter_ptr, table_ptr, n_tiles, n_heads, q_heads, group, early, table_batch_stride, SKIP_EMPTY
         )
-        _load_keys(k_desc, v_desc, k_s, v_s, k_full, v_full, [batch, begin, kv_head, 0], g, N, STAGES)
+        _load_keys(k_desc, v_desc, k_s, v_s, k_full, v_full, batch, begin, kv_head, g, N, STAGES)
         g += 1
         i += 1
+    slot, phase = _q_buffer(i, Q_BUFFERS)
     for c in gl.static_range(N):
-        mbarrier.wait(q_free.index((i & 1) * N + c), ((i >> 1) & 1) ^ 1)
+        mbarrier.wait(q_free.index(slot * N + c), phase ^ 1)
     info_s.index(i % SLOTS).store(gl.full([INFO], -1, gl.int32, INFO_LAYOUT))
     mbarrier.arrive(info_full.index(i % SLOTS), count=1)
 
@@ -298,8 +344,8 @@ def _enter_rows(slot, C: gl.constexpr, m_ptr, l_ptr, seq_q, q_heads, layout: gl.
 
 
 @gluon.jit
-def _enter_values(slot, C: gl.constexpr, o_ptr, seq_q, q_heads, D: gl.constexpr, layout: gl.constexpr):
-    values, inside = _values(o_ptr, slot.load(INFO_LAYOUT), C, seq_q, q_heads, D, layout)
+def _enter_values(slot, C: gl.constexpr, o_ptr, seq_q, q_heads, D: gl.constexpr, W: gl.constexpr, layout: gl.constexpr):
+    values, inside = _values(o_ptr, slot.load(INFO_LAYOUT), C, seq_q, q_heads, D, W, layout)
     return gl.load(values, mask=inside, other=0.0)
 
 
@@ -313,23 +359,27 @@ def _row_offsets(info, C: gl.constexpr, seq_q, q_heads, layout: gl.constexpr):
 
 
 @gluon.jit
-def _values(ptr, info, C: gl.constexpr, seq_q, q_heads, D: gl.constexpr, layout: gl.constexpr):
-    """Pointers to the values of consumer C in (batch, seq_q, q_heads, D), and which rows belong to the tile."""
+def _values(ptr, info, C: gl.constexpr, seq_q, q_heads, D: gl.constexpr, W: gl.constexpr, layout: gl.constexpr):
+    """Pointers to the values of consumer C in (batch, seq_q, q_heads, D) in a tile W wide, and which belong to the
+    query tile."""
     row = _number(info, 0) + C * ROWS
     rows = gl.arange(0, ROWS, gl.SliceLayout(1, layout))
     ptr += ((_number(info, 6).to(gl.int64) * seq_q + row) * q_heads + _number(info, 7)) * D
-    columns = gl.arange(0, D, gl.SliceLayout(0, layout))
-    return (ptr + rows * (q_heads * D))[:, None] + columns[None, :], (row + rows < _number(info, 1))[:, None]
+    columns = gl.arange(0, W, gl.SliceLayout(0, layout))
+    inside = (row + rows < _number(info, 1))[:, None]
+    if D < W:
+        inside = inside & (columns < D)[None, :]
+    return (ptr + rows * (q_heads * D))[:, None] + columns[None, :], inside
 
 
 @gluon.jit
 def _store(
     acc, m, l, slot, out_desc, out_ptr, lse_ptr, l_ptr, sink_ptr, o_s, seq_q, q_heads,
-    C: gl.constexpr, HAS_SINK: gl.constexpr, FINALIZE: gl.constexpr, S_ROW: gl.constexpr,
+    C: gl.constexpr, DTYPE: gl.constexpr, D: gl.constexpr, HAS_SINK: gl.constexpr, FINALIZE: gl.constexpr,
+    STAGED: gl.constexpr, S_ROW: gl.constexpr,
 ):  # fmt: skip
     """A query tile to memory: divided as out and lse, or as it is as the state."""
-    DTYPE: gl.constexpr = o_s.dtype
-    D: gl.constexpr = acc.shape[1]
+    W: gl.constexpr = acc.shape[1]
     O_L: gl.constexpr = acc.type.layout
     O_ROW: gl.constexpr = gl.SliceLayout(1, O_L)
     info = slot.load(INFO_LAYOUT)  # read again: held in registers across the steps it would cost the steps
@@ -348,15 +398,19 @@ def _store(
         gl.store(lse_ptr + rows, lse, mask=inside)
         factor = factor / gl.where(seen, l, 1.0)
         acc = acc * gl.convert_layout(factor, O_ROW)[:, None]
-        row = _number(info, 0) + C * ROWS
-        past = _number(info, 1)
-        if (row + ROWS <= past) | (past == seq_q):  # TMA stops at the end of the tensor, not of a segment
-            tma.store_wait(0)
-            _rows(o_s, C).store(acc.to(DTYPE))
-            fence_async_shared()
-            tma.async_copy_shared_to_global(out_desc, [_number(info, 6), row, _number(info, 7), 0], o_s.index(C))
+        if STAGED:
+            row = _number(info, 0) + C * ROWS
+            past = _number(info, 1)
+            if (row + ROWS <= past) | (past == seq_q):  # TMA stops at the end of the tensor, not of a segment
+                tma.store_wait(0)
+                _rows(o_s, C).store(acc.to(DTYPE))
+                fence_async_shared()
+                tma.async_copy_shared_to_global(out_desc, [_number(info, 6), row, _number(info, 7), 0], o_s.index(C))
+            else:
+                values, values_inside = _values(out_ptr, info, C, seq_q, q_heads, D, W, O_L)
+                gl.store(values, acc.to(DTYPE), mask=values_inside)
         else:
-            values, values_inside = _values(out_ptr, info, C, seq_q, q_heads, D, O_L)
+            values, values_inside = _values(out_ptr, info, C, seq_q, q_heads, D, W, O_L)
             gl.store(values, acc.to(DTYPE), mask=values_inside)
     else:
         # Stored as a natural logarithm m is rounded: l and o follow to the point of reference that it became.
@@ -366,7 +420,7 @@ def _store(
         gl.store(lse_ptr + rows, m_nat, mask=inside)
         gl.store(l_ptr + rows, l * exact, mask=inside)
         acc = acc * gl.convert_layout(factor * exact, O_ROW)[:, None]
-        values, values_inside = _values(out_ptr, info, C, seq_q, q_heads, D, O_L)
+        values, values_inside = _values(out_ptr, info, C, seq_q, q_heads, D, W, O_L)
         gl.store(values, acc, mask=values_inside)
 
 
@@ -388,7 +442,7 @@ def _step(
     C: gl.constexpr, N: gl.constexpr, STAGES: gl.constexpr, MASK: gl.constexpr,
 ):  # fmt: skip
     """Scores and softmax of key tile g + 1, and the product of P and V of key tile g."""
-    BN: gl.constexpr = k_s.shape[2]
+    BN: gl.constexpr = k_s[0].shape[2]
     DTYPE: gl.constexpr = v_s.dtype
     S_L: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BN, 16])
     O_L: gl.constexpr = acc.type.layout
@@ -403,8 +457,7 @@ def _step(
     ks = g % STAGES
     mbarrier.wait(k_full.index(ks), (g // STAGES) & 1)
     barrier_sync(TURN + C, 256)
-    s = gl.zeros([ROWS, BN], gl.float32, S_L)
-    s = warpgroup_mma(q, _keys(k_s, ks), s, use_acc=False, is_async=True)
+    s = _scores(q, k_s, ks, S_L)
     acc = acc * gl.convert_layout(alpha, gl.SliceLayout(1, O_L))[:, None]  # under the product with K
     mbarrier.wait(v_full.index(vs), v_phase)
     p = _unpack(packed, DTYPE, P_L)
@@ -425,19 +478,19 @@ def _step(
 
 @gluon.jit
 def _consumer(
-    args, C: gl.constexpr, N: gl.constexpr, STAGES: gl.constexpr,
-    HAS_STATE: gl.constexpr, HAS_SINK: gl.constexpr, FINALIZE: gl.constexpr,
+    args, C: gl.constexpr, N: gl.constexpr, STAGES: gl.constexpr, Q_BUFFERS: gl.constexpr, DV: gl.constexpr,
+    HAS_STATE: gl.constexpr, HAS_SINK: gl.constexpr, FINALIZE: gl.constexpr, STAGED: gl.constexpr,
 ):  # fmt: skip
     (
         out_desc, out_ptr, lse_ptr, l_ptr, m_in_ptr, l_in_ptr, o_in_ptr, sink_ptr, start_ptr, end_ptr,
         q_s, k_s, v_s, o_s, info_s, q_full, q_free, k_full, v_full, info_full,
         seq_q, q_heads, rows_batch_stride, c2,
     ) = args  # fmt: skip
-    BN: gl.constexpr = k_s.shape[2]
-    D: gl.constexpr = v_s.shape[4]
+    BN: gl.constexpr = k_s[0].shape[2]
+    W: gl.constexpr = v_s.shape[4]
     DTYPE: gl.constexpr = v_s.dtype
     S_L: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BN, 16])
-    O_L: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D, 16])
+    O_L: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, W, 16])
     S_ROW: gl.constexpr = gl.SliceLayout(1, S_L)
     O_ROW: gl.constexpr = gl.SliceLayout(1, O_L)
     P_L: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=O_L, k_width=2)
@@ -456,24 +509,24 @@ def _consumer(
     while some:
         # The last key tile: its scores only.
         start, end = _intervals(slot, C, start_ptr, end_ptr, rows_batch_stride, S_ROW)
-        q = _rows(q_s, (i & 1) * N + C)
+        buffer, phase = _q_buffer(i, Q_BUFFERS)
+        q = _q_pieces(q_s, buffer * N + C)
         ks = g % STAGES
-        mbarrier.wait(q_full.index((i & 1) * N + C), (i >> 1) & 1)
+        mbarrier.wait(q_full.index(buffer * N + C), phase)
         mbarrier.wait(k_full.index(ks), (g // STAGES) & 1)
         barrier_sync(TURN + C, 256)
-        s = gl.zeros([ROWS, BN], gl.float32, S_L)
-        l = _lane_sum(s)
+        l = _lane_sum(gl.zeros([ROWS, BN], gl.float32, S_L))
         L_L: gl.constexpr = l.type.layout
-        s = warpgroup_mma(q, _keys(k_s, ks), s, use_acc=False, is_async=True)
+        s = _scores(q, k_s, ks, S_L)
         barrier_arrive(TURN + (C + 1) % N, 256)
         if HAS_STATE:
             m, rest, l_in = _enter_rows(slot, C, m_in_ptr, l_in_ptr, seq_q, q_heads, S_ROW)
             l = l + gl.convert_layout(l_in, gl.SliceLayout(1, L_L))[:, None]
-            acc = _enter_values(slot, C, o_in_ptr, seq_q, q_heads, D, O_L)
+            acc = _enter_values(slot, C, o_in_ptr, seq_q, q_heads, DV, W, O_L)
         else:
             m = gl.full([ROWS], float("-inf"), gl.float32, S_ROW)
             rest = gl.zeros([ROWS], gl.float32, S_ROW)
-            acc = gl.zeros([ROWS, D], gl.float32, O_L)
+            acc = gl.zeros([ROWS, W], gl.float32, O_L)
         s = warpgroup_mma_wait(0, deps=[s])
         barrier_arrive(K_FREE + ks, THREADS)
         s = _hide(s, last, start, end)
@@ -497,7 +550,7 @@ def _consumer(
                 q, k_s, v_s, k_full, v_full, g, acc, m, l, alpha, packed, c2, column, intervals, C, N, STAGES, True
             )
             g += 1
-        mbarrier.arrive(q_free.index((i & 1) * N + C), count=1)
+        mbarrier.arrive(q_free.index(buffer * N + C), count=1)
 
         # The last product with V.
         vs = g % STAGES
@@ -514,11 +567,18 @@ def _consumer(
         barrier_arrive(V_FREE + vs, THREADS)
         _store(
             acc, m, l, slot, out_desc, out_ptr, lse_ptr, l_ptr, sink_ptr, o_s,
-            seq_q, q_heads, C, HAS_SINK, FINALIZE, S_ROW,
+            seq_q, q_heads, C, DTYPE, DV, HAS_SINK, FINALIZE, STAGED, S_ROW,
         )  # fmt: skip
         slot = info_s.index(i % SLOTS)
-    if FINALIZE:
+    if FINALIZE and STAGED:
         tma.store_wait(0)
+
+
+@gluon.jit
+def _tiles(desc, count: gl.constexpr):
+    """Shared memory for this many boxes of a descriptor."""
+    SHAPE: gl.constexpr = [count, 1, desc.block_type.shape[1], 1, desc.block_type.shape[3]]
+    return gl.allocate_shared_memory(desc.dtype, SHAPE, desc.layout)
 
 
 _NUMBERS = (
@@ -529,27 +589,34 @@ _NUMBERS = (
 
 @gluon.jit(do_not_specialize=_NUMBERS)  # one compiled kernel for all shapes
 def _forward_kernel(
-    q_desc, k_desc, v_desc, out_desc, out_ptr, lse_ptr, l_ptr,  # out, lse, - or o, m, l
+    q_desc, q_rest_desc, k_desc, k_rest_desc,  # the rest: None if the head dim is a power of two
+    v_desc, out_desc, out_ptr, lse_ptr, l_ptr,  # out, lse, - or o, m, l
     m_in_ptr, l_in_ptr, o_in_ptr, sink_ptr,
     start_ptr, end_ptr, rows_batch_stride,
     table_ptr, table_batch_stride, counter_ptr,
     seq_q, q_heads, ratio, n_tiles, n_heads, group, early, c2,
     flags_ptr, epoch, gave_up_ptr,  # None if all keys are there
-    N: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, D: gl.constexpr, REGISTERS: gl.constexpr,
+    N: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, REGISTERS: gl.constexpr, Q_BUFFERS: gl.constexpr,
+    STAGED: gl.constexpr, DV: gl.constexpr,
     HAS_STATE: gl.constexpr, HAS_SINK: gl.constexpr, FINALIZE: gl.constexpr, ARRIVALS: gl.constexpr,
 ):  # fmt: skip
-    DTYPE: gl.constexpr = q_desc.dtype
-    q_s = gl.allocate_shared_memory(DTYPE, [2 * N, 1, ROWS, 1, D], q_desc.layout)
-    k_s = gl.allocate_shared_memory(DTYPE, [STAGES, 1, BN, 1, D], k_desc.layout)
-    v_s = gl.allocate_shared_memory(DTYPE, [STAGES, 1, BN, 1, D], v_desc.layout)
-    o_s = gl.allocate_shared_memory(DTYPE, [N, 1, ROWS, 1, D], q_desc.layout)
+    DTYPE: gl.constexpr = v_desc.dtype
+    W: gl.constexpr = v_desc.block_type.shape[3]
+    WHOLE: gl.constexpr = q_rest_desc is None
+    q_descs = (q_desc,) if WHOLE else (q_desc, q_rest_desc)
+    k_descs = (k_desc,) if WHOLE else (k_desc, k_rest_desc)
+    Q: gl.constexpr = Q_BUFFERS * N
+    q_s = (_tiles(q_desc, Q),) if WHOLE else (_tiles(q_desc, Q), _tiles(q_rest_desc, Q))
+    k_s = (_tiles(k_desc, STAGES),) if WHOLE else (_tiles(k_desc, STAGES), _tiles(k_rest_desc, STAGES))
+    v_s = _tiles(v_desc, STAGES)
+    o_s = gl.allocate_shared_memory(DTYPE, [N, 1, ROWS, 1, W], out_desc.layout)
     info_s = gl.allocate_shared_memory(gl.int32, [SLOTS, INFO], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    q_full = gl.allocate_shared_memory(gl.int64, [2 * N, 1], mbarrier.MBarrierLayout())
-    q_free = gl.allocate_shared_memory(gl.int64, [2 * N, 1], mbarrier.MBarrierLayout())
+    q_full = gl.allocate_shared_memory(gl.int64, [Q_BUFFERS * N, 1], mbarrier.MBarrierLayout())
+    q_free = gl.allocate_shared_memory(gl.int64, [Q_BUFFERS * N, 1], mbarrier.MBarrierLayout())
     k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     info_full = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
-    for c in gl.static_range(2 * N):
+    for c in gl.static_range(Q_BUFFERS * N):
         mbarrier.init(q_full.index(c), count=1)
         mbarrier.init(q_free.index(c), count=1)
     for stage in gl.static_range(STAGES):
@@ -559,7 +626,7 @@ def _forward_kernel(
         mbarrier.init(info_full.index(slot), count=1)
     # The producer is the default partition: it keeps the registers that the consumers leave.
     producer = (
-        q_desc, k_desc, v_desc, table_ptr, counter_ptr, flags_ptr, epoch, gave_up_ptr,
+        q_descs, k_descs, v_desc, table_ptr, counter_ptr, flags_ptr, epoch, gave_up_ptr,
         q_s, k_s, v_s, info_s, q_full, q_free, k_full, v_full, info_full,
         n_tiles, n_heads, q_heads, ratio, group, early, table_batch_stride,
     )  # fmt: skip
@@ -568,12 +635,13 @@ def _forward_kernel(
         q_s, k_s, v_s, o_s, info_s, q_full, q_free, k_full, v_full, info_full,
         seq_q, q_heads, rows_batch_stride, c2,
     )  # fmt: skip
+    SKIP_EMPTY: gl.constexpr = HAS_STATE and not HAS_SINK and not FINALIZE
     if N == 2:
         gl.warp_specialize(
             [
-                (_producer, (producer, N, BN, STAGES, HAS_STATE and not HAS_SINK and not FINALIZE, ARRIVALS)),
-                (_consumer, (consumer, 0, N, STAGES, HAS_STATE, HAS_SINK, FINALIZE)),
-                (_consumer, (consumer, 1, N, STAGES, HAS_STATE, HAS_SINK, FINALIZE)),
+                (_producer, (producer, N, BN, STAGES, Q_BUFFERS, SKIP_EMPTY, ARRIVALS)),
+                (_consumer, (consumer, 0, N, STAGES, Q_BUFFERS, DV, HAS_STATE, HAS_SINK, FINALIZE, STAGED)),
+                (_consumer, (consumer, 1, N, STAGES, Q_BUFFERS, DV, HAS_STATE, HAS_SINK, FINALIZE, STAGED)),
             ],
             [4, 4],
             [REGISTERS, REGISTERS],
@@ -581,10 +649,10 @@ def _forward_kernel(
     else:
         gl.warp_specialize(
             [
-                (_producer, (producer, N, BN, STAGES, HAS_STATE and not HAS_SINK and not FINALIZE, ARRIVALS)),
-                (_consumer, (consumer, 0, N, STAGES, HAS_STATE, HAS_SINK, FINALIZE)),
-                (_consumer, (consumer, 1, N, STAGES, HAS_STATE, HAS_SINK, FINALIZE)),
-                (_consumer, (consumer, 2, N, STAGES, HAS_STATE, HAS_SINK, FINALIZE)),
+                (_producer, (producer, N, BN, STAGES, Q_BUFFERS, SKIP_EMPTY, ARRIVALS)),
+                (_consumer, (consumer, 0, N, STAGES, Q_BUFFERS, DV, HAS_STATE, HAS_SINK, FINALIZE, STAGED)),
+                (_consumer, (consumer, 1, N, STAGES, Q_BUFFERS, DV, HAS_STATE, HAS_SINK, FINALIZE, STAGED)),
+                (_consumer, (consumer, 2, N, STAGES, Q_BUFFERS, DV, HAS_STATE, HAS_SINK, FINALIZE, STAGED)),
             ],
             [4, 4, 4],
             [REGISTERS, REGISTERS, REGISTERS],
@@ -601,8 +669,8 @@ def unsupported(q: Tensor, k: Tensor, v: Tensor, score: Score) -> str | None:
         return f"dtype {q.dtype} is neither bfloat16 nor float16"
     if not q.dtype == k.dtype == v.dtype:
         return "q, k and v differ in dtype"
-    if q.shape[-1] not in CONFIGS or v.shape[-1] != q.shape[-1]:
-        return f"head dims {q.shape[-1]} and {v.shape[-1]}; it has {sorted(CONFIGS)}, the same for q, k and v"
+    if (q.shape[-1], v.shape[-1]) not in CONFIGS:
+        return f"head dims {q.shape[-1]} of q, k and {v.shape[-1]} of v; it has {sorted(CONFIGS)}"
     if score.softcap != 0.0 or score.alibi_slopes is not None:
         return "it has no softcap and no ALiBi; kernel 'triton' has"
     if not score.softmax_scale > 0.0:
@@ -641,16 +709,17 @@ def forward(
 ) -> State | tuple[Tensor, Tensor]:
     """See block.block_forward. A carried state is updated in place."""
     batch, seq_q, q_heads, _ = q.shape
+    shape = (batch, seq_q, q_heads, v.shape[-1])
     if state is not None:
         state = State(*(x.contiguous() for x in state))
     if finalize:
-        out, lse = q.new_empty(q.shape), q.new_empty(batch, q_heads, seq_q, dtype=torch.float32)
+        out, lse = q.new_empty(shape), q.new_empty(batch, q_heads, seq_q, dtype=torch.float32)
         outputs = (out, lse, lse)
     elif state is not None:
         outputs = (state.o, state.m, state.l)  # each tile reads its part of the state before it writes it
     else:
         rows = q.new_empty(2, batch, q_heads, seq_q, dtype=torch.float32)
-        outputs = (q.new_empty(q.shape, dtype=torch.float32), rows[0], rows[1])
+        outputs = (q.new_empty(shape, dtype=torch.float32), rows[0], rows[1])
     with torch.cuda.device(q.device):
         sms, counter = _sms(q.device), _counter(q.device)
         _run(*_launch(q, k, v, block, score, state, sink, outputs, finalize, sms, counter, arrivals))
@@ -660,16 +729,19 @@ def forward(
 def _launch(q, k, v, block, score, state, sink, outputs, finalize, sms, counter, arrivals=None):
     """Grid, arguments and constants of the kernel."""
     batch, seq_q, q_heads, head_dim = q.shape
-    config = CONFIGS[head_dim]
+    head_dim_v = v.shape[-1]
+    config = CONFIGS[head_dim, head_dim_v]
     table, start, end = _tile_table(block, config.block_m, config.block_n)
     n_tiles, n_heads = table.shape[1], batch * q_heads
     workers = min(sms, n_tiles * n_heads)
     out, lse, l = outputs
     m_in, l_in, o_in = state or (lse, lse, lse)
     staged = out if finalize else q  # the state leaves by plain stores, its descriptor is not used
+    first = 2 ** (head_dim.bit_length() - 1)  # the columns of the first piece of q and k
+    width = 2 ** (head_dim_v - 1).bit_length()  # TMA reads zeros past the head dim, and writes nothing there
     args = (
-        _descriptor(q, ROWS.value), _descriptor(k, config.block_n), _descriptor(v, config.block_n),
-        _descriptor(staged, ROWS.value), out, lse, l,
+        *_pieces(q, ROWS.value, first), *_pieces(k, config.block_n, first),
+        _descriptor(v, config.block_n, width), _descriptor(staged, ROWS.value, width), out, lse, l,
         m_in, l_in, o_in, lse if sink is None else sink.contiguous(),
         start, end, start.stride(0) if start.shape[0] > 1 else 0,
         table, table.stride(0) if table.shape[0] > 1 else 0, counter,
@@ -678,7 +750,8 @@ def _launch(q, k, v, block, score, state, sink, outputs, finalize, sms, counter,
         *((None, None, None) if arrivals is None else (arrivals.flags, _int32(arrivals.epoch), arrivals.gave_up)),
     )  # fmt: skip
     constants = dict(
-        N=config.consumers, BN=config.block_n, STAGES=config.stages, D=head_dim, REGISTERS=config.registers,
+        N=config.consumers, BN=config.block_n, STAGES=config.stages, REGISTERS=config.registers,
+        Q_BUFFERS=config.q_buffers, STAGED=config.staged, DV=head_dim_v,
         HAS_STATE=state is not None, HAS_SINK=sink is not None, FINALIZE=finalize,
         ARRIVALS=arrivals is not None,
     )  # fmt: skip
@@ -707,20 +780,26 @@ def _run(grid, args, constants) -> None:
         _compiled[key] = kernel
 
 
-def _descriptor(x: Tensor, rows: int) -> TensorDescriptor:
+def _pieces(x: Tensor, rows: int, first: int) -> tuple[TensorDescriptor, TensorDescriptor | None]:
+    """Boxes for the first columns, a power of two, and for the rest of them, another one, if any."""
+    rest = x.shape[-1] - first
+    return _descriptor(x, rows, first), _descriptor(x, rows, rest) if rest else None
+
+
+def _descriptor(x: Tensor, rows: int, columns: int) -> TensorDescriptor:
     """TMA view of (batch, seq, heads, D) in boxes of ``rows`` rows of one head; past the end of seq it reads zeros."""
     strides = list(x.stride())
     step = 16 // x.element_size()  # the stride of a dimension of size 1 may be anything; TMA wants steps of 16 bytes
     for dim in range(3):
         if x.shape[dim] == 1:
             strides[dim] = -(-strides[dim] // step) * step
-    box, layout = _box(rows, x.shape[-1], x.dtype)
+    box, layout = _box(rows, columns, x.dtype)
     return TensorDescriptor(x, list(x.shape), strides, box, layout)
 
 
 @functools.cache
-def _box(rows: int, head_dim: int, dtype: torch.dtype) -> tuple[list[int], gl.NVMMASharedLayout]:
-    box = [1, rows, 1, head_dim]
+def _box(rows: int, columns: int, dtype: torch.dtype) -> tuple[list[int], gl.NVMMASharedLayout]:
+    box = [1, rows, 1, columns]
     return box, gl.NVMMASharedLayout.get_default_for(box, gl.bfloat16 if dtype == torch.bfloat16 else gl.float16)
 
 
