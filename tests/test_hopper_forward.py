@@ -6,7 +6,6 @@ dtype.
 
 from __future__ import annotations
 
-import ctypes
 import hashlib
 import heapq
 import json
@@ -25,6 +24,7 @@ pytest.importorskip("triton")
 import sass
 from test_flash import assert_close, causal, error, full, make_block, normalized, padding, simple, window
 
+from ringattn import stream_memory
 from ringattn.kernels import eager, hopper_forward, hopper_primitives
 from ringattn.kernels.block import Arrivals, Block, Score, State
 
@@ -409,13 +409,7 @@ class Landing:
         with torch.cuda.stream(stream):
             for row in range(self.source.shape[0]):
                 self.buffer[row].copy_(self.source[row], non_blocking=True)
-                write_value(stream, self.flags[row].data_ptr(), self.epoch)
-
-
-def write_value(stream, address: int, value: int) -> None:
-    write = ctypes.CDLL("libcuda.so.1").cuStreamWriteValue32_v2
-    write.argtypes = ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint32, ctypes.c_uint
-    assert write(stream.cuda_stream, address, value % 2**32, 0) == 0
+                stream_memory.write(stream, [(self.flags[row].data_ptr(), self.epoch)])
 
 
 def same_bits(x, y) -> bool:
