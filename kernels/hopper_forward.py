@@ -768,10 +768,10 @@ _compiled: dict[tuple, CompiledKernel] = {}
 
 def _run(grid, args, constants) -> None:
     """``_forward_kernel[grid](*args, **constants)``, without asking each time what to compile: of all arguments only
-    the constants, the dtype and the alignment of the pointers matter."""
+    the constants, the dtype, the head dim and the alignment of the pointers matter."""
     aligned = all(x.data_ptr() % 16 == 0 for x in args[4:] if isinstance(x, Tensor))
     q = args[0].base
-    key = (q.device, q.dtype, *constants.values())
+    key = (q.device, q.dtype, q.shape[-1], *constants.values())
     if aligned and key in _compiled:
         _compiled[key][grid](*args, *constants.values())
         return
