@@ -25,9 +25,9 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -46,24 +46,26 @@ LANES = 3
 TIMEOUT = float(os.environ.get("RINGATTN_TIMEOUT", "600"))
 
 
-@dataclass
-class Region:
-    """Memory of the same size on every rank. ``addresses``: of each rank's, mapped here."""
+class Region(NamedTuple):
+    """Memory of the same size on every rank: this rank's, (bytes,) uint8; the address of every rank's, mapped here; and
+    what keeps them mapped."""
 
-    size: int = 0
-    addresses: list[int] = field(default_factory=list)
-    keep: Any = None
+    memory: Tensor
+    addresses: list[int]
+    keep: object
 
 
 class Link:
     """What the ranks of one group on one host share. Every rank makes the same calls in the same order.
 
     Args:
-        share: allocates bytes on every rank of the group and returns (addresses, an object to keep); zeroed. All ranks
-            call it together, when nobody uses the memory that it replaces.
+        share: makes a zeroed region of so many bytes. All ranks call it together; when it returns, nobody uses any
+            more what the new region replaces.
     """
 
-    def __init__(self, rank: int, world_size: int, device: torch.device, share: Any) -> None:
+    def __init__(
+        self, rank: int, world_size: int, device: torch.device, share: Callable[[int], tuple[Tensor, list[int], object]]
+    ) -> None:
         if world_size > _RANKS:
             raise ValueError(f"{world_size} ranks on one host; at most {_RANKS} can pull from each other")
         self.rank, self.world_size, self.device, self.share = rank, world_size, device, share
@@ -71,8 +73,8 @@ class Link:
         # Copies of one lane follow each other with a gap of microseconds; another lane's copies fill it.
         self.lanes = [torch.cuda.Stream(device) for _ in range(min(LANES, world_size - 1))]
         self.pushing = torch.cuda.Stream(device)
-        self.pad = Region(_PAD, *share(_PAD))
-        self.regions = [Region(), Region()]
+        self.pad = Region(*share(_PAD))
+        self.regions: list[Region | None] = [None, None]
         self.epochs = [0, 0]  # of pulls, of pushes
         self.flags = torch.zeros(0, 8, dtype=torch.int32, device=device)
         self.counters: dict[tuple[int, int], tuple[Tensor, list[int]]] = {}
@@ -92,10 +94,8 @@ class Link:
     def reserve(self, which: int, size: int) -> Region:
         """At least ``size`` bytes on every rank; all ask for the same in the same call."""
         region = self.regions[which]
-        if size > region.size:
-            size = -(-size // (1 << 21)) << 21
-            addresses, keep = self.share(size)
-            region.size, region.addresses, region.keep = size, addresses, keep
+        if region is None or size > len(region.memory):
+            region = self.regions[which] = Region(*self.share(-(-size // (1 << 21)) << 21))
         return region
 
     def arrivals(self, rows: int) -> Tensor:
@@ -106,7 +106,7 @@ class Link:
     @property
     def shared_bytes(self) -> int:
         """Memory of this rank that the others can reach, which torch's allocator does not count."""
-        return self.pad.size + sum(region.size for region in self.regions)
+        return sum(len(region.memory) for region in (self.pad, *self.regions) if region is not None)
 
 
 class Pull:
@@ -143,7 +143,7 @@ class Pull:
         main = torch.cuda.current_stream()
         link.hear(main, DONE, self.epoch - 2)  # the slot that is written now was last read then
         shape = (self.batch, self.heads, tokens, self.width)
-        mine = _tensor(link, self.region.addresses[link.rank] + self.slot, shape, k)
+        mine = self.region.memory[self.slot : self.slot + math.prod(shape) * k.element_size()].view(k.dtype).view(shape)
         mine[..., : self.dim].copy_(k.transpose(1, 2))
         mine[..., self.dim :].copy_(v.transpose(1, 2))
         self.mine = mine
@@ -329,20 +329,6 @@ class Push:
         link.tell(main, FREE, self.epoch)
 
 
-def _tensor(link: Link, address: int, shape: tuple[int, ...], like: Tensor) -> Tensor:
-    """A view of shared memory of this rank."""
-    size = math.prod(shape) * like.element_size()
-    if not size:
-        return like.new_empty(shape)
-    raw = torch.as_tensor(_Bytes(address, size), device=link.device)
-    return raw.view(like.dtype).view(shape)
-
-
-class _Bytes:
-    def __init__(self, address: int, size: int) -> None:
-        self.__cuda_array_interface__ = dict(shape=(size,), typestr="|u1", data=(address, False), version=3)
-
-
 # ---------------------------------------------------------------- a rank that does not come
 
 
@@ -384,9 +370,10 @@ def _keep_watch() -> None:
 def _verdict(late: _Watched) -> str:
     link, names = late.link, ("READY", "DONE", "LANDED", "FREE")
     words = torch.empty(_PAD // 4, dtype=torch.int32).pin_memory()
-    stream = torch.cuda.Stream(link.device)
-    stream_memory.copy(stream, words.data_ptr(), link.pad.addresses[link.rank], _PAD)
-    stream.synchronize()
+    with torch.cuda.device(link.device):
+        stream = torch.cuda.Stream()
+        stream_memory.copy(stream, words.data_ptr(), link.pad.addresses[link.rank], _PAD)
+        stream.synchronize()
     behind = [
         f"rank {p} is {name} for {said}"
         for p in link.peers

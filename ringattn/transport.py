@@ -329,26 +329,31 @@ class _Shared:
     """Allocates memory of one size on every rank of a group, which all of them can read and write."""
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
-        # Registered under a name of ours, with a store that numbers the exchanges of this group by themselves.
-        from torch._C._distributed_c10d import _SymmetricMemory
+        # A group of ours beside the real one, under its own name: its store numbers the exchanges by themselves.
+        from torch._C import _distributed_c10d as c10d
 
-        self.group, self.device, self.name = group, device, f"ringattn {group.group_name}"
-        self.store = _OwnNumbers(dist.PrefixStore("ringattn memory", group.get_group_store()))
-        _stores.append(self.store)
-        _SymmetricMemory.set_group_info(self.name, dist.get_rank(group), dist.get_world_size(group), self.store)
+        rank, size = dist.get_rank(group), dist.get_world_size(group)
+        name: Any = f"ringattn {group.group_name}"
+        store = _OwnNumbers(dist.PrefixStore("ringattn memory", group.get_group_store()))
+        beside = dist.ProcessGroup(store, rank, size)
+        beside._set_group_name(name)
+        c10d._register_process_group(name, beside)
+        c10d._SymmetricMemory.set_group_info(name, rank, size, store)  # where torch before 2.11 looks
+        _kept.append((store, beside))
+        self.group, self.device, self.name = group, device, name
 
-    def __call__(self, size: int) -> tuple[list[int], object]:
-        """Every rank's address, mapped here, and what keeps the memory."""
+    def __call__(self, size: int) -> tuple[Tensor, list[int], object]:
+        """This rank's memory, zeroed; every rank's address, mapped here; and what keeps them mapped."""
         from torch.distributed import _symmetric_memory as symmetric_memory  # slow to import, and rarely needed
 
         memory = symmetric_memory.empty(size, dtype=torch.uint8, device=self.device).zero_()
-        handle = symmetric_memory._SymmetricMemory.rendezvous(memory, self.name)
+        handle = symmetric_memory.rendezvous(memory, self.name)
         torch.cuda.synchronize()
         dist.barrier(group=self.group)  # all is zero, and nobody uses what this replaces
-        return list(handle.buffer_ptrs), (memory, handle)
+        return memory, list(handle.buffer_ptrs), handle
 
 
-_stores: list[dist.Store] = []  # torch keeps no reference to the Python half of a store
+_kept: list[object] = []  # torch keeps no reference to the Python half of a store
 
 
 class _OwnNumbers(dist.Store):

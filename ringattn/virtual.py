@@ -124,7 +124,10 @@ def run(world_size: int, body: Callable[[VirtualRank], T], device: torch.device 
 
     def work(rank: int) -> None:
         try:
-            results[rank] = body(VirtualRank(rank, world_size, device, world))
+            # Backward in this thread: autograd has one thread for all that happens on a GPU, where a rank would wait
+            # for another one whose turn never comes.
+            with torch.autograd.set_multithreading_enabled(False):
+                results[rank] = body(VirtualRank(rank, world_size, device, world))
         except BaseException as error:
             errors[rank] = error
             world.barrier.abort()
