@@ -62,8 +62,8 @@ class Arrivals:
     """Keys and values that copy engines still write while a kernel attends to them.
 
     Row ``b * kv_heads + h`` of keys and values is complete when ``int32(flags[row, 0] - epoch) >= 0``, a comparison
-    that wraps around. A kernel waits for the row before it reads it. Only copies may be outstanding when the kernel starts,
-    because nothing that needs a multiprocessor makes progress beside a kernel that fills them.
+    that wraps around. A kernel waits for the row before it reads it. Only copies may be outstanding when the kernel
+    starts, because nothing that needs a multiprocessor makes progress beside a kernel that fills them.
 
     Args:
         flags: (batch * kv_heads, 8) int32, on the device; only column 0 counts, each row has a sector of its own.
@@ -306,8 +306,7 @@ _BACKENDS = {
     "eager": (".eager", ".eager"),
 }
 _NEED_TRITON = {"hopper", "triton"}
-# What "auto" asks, in this order. "hopper" joins when scripts/check.py has passed with it on several GPUs.
-_AUTO = ("triton", "eager")
+_AUTO = ("hopper", "triton", "eager")  # what "auto" asks, in this order
 
 
 def kernel_names() -> tuple[str, ...]:

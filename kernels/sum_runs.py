@@ -1,4 +1,4 @@
-"""Sums of contributions to gradients, each of which covers a run of this rank's tokens, in a fixed order."""
+"""Sums of contributions to gradients, each of which covers a run of this rank's tokens, in a fixed order. In Triton."""
 
 from __future__ import annotations
 
@@ -10,53 +10,63 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .primitives import bound
+
 _TOKENS = 16
 
 
 class Piece(NamedTuple):
-    """Contributions to tokens ``begin`` to ``end``: rows of head_dim + head_dim_v numbers from an address on,
-    ``stride`` numbers from one row (batch element and head) to the next."""
+    """Contributions to tokens ``begin`` to ``end``: rows of head_dim + head_dim_v numbers from ``offset`` (bytes) on,
+    ``stride`` numbers from one row (batch element and head) to the next; in ``own`` if that is 1, else in ``landed``.
+    """
 
-    address: int
+    own: int
+    offset: int
     stride: int
     begin: int
     end: int
 
 
-def sum_runs(pieces: Sequence[Piece], dk: Tensor, dv: Tensor, like: Tensor) -> None:
-    """Write the sums of all pieces, in their order, into dk and dv (batch, tokens, heads, head_dim or head_dim_v).
+def table_of(pieces: Sequence[Piece], device: torch.device) -> Tensor:
+    """For :func:`sum_runs`; the sum is made in the order of the pieces. Make it once: it waits for the device."""
+    return torch.tensor(pieces, dtype=torch.int64).reshape(-1, len(Piece._fields)).to(device)
 
-    ``like`` has the dtype and device of the pieces. The sum is made in that dtype and rounded once.
+
+def sum_runs(table: Tensor, own: Tensor, landed: Tensor, dk: Tensor, dv: Tensor) -> None:
+    """Write the sums of all pieces into dk and dv (batch, tokens, heads, head_dim or head_dim_v).
+
+    The sum is made in the dtype of ``own`` and ``landed`` and rounded once.
     """
     batch, tokens, heads, dim = dk.shape
     if not dk.numel():
         return
-    table = torch.tensor(pieces, dtype=torch.int64).reshape(-1, 4).to(dk.device, non_blocking=True)
     with torch.cuda.device_of(dk):
         _sum_runs[(triton.cdiv(tokens, _TOKENS) * batch * heads,)](
-            table, len(pieces), like, dk, *dk.stride()[:3], dv, *dv.stride()[:3], tokens, heads, dim, dv.shape[3],
-            WIDTH=triton.next_power_of_2(dim + dv.shape[3]), TOKENS=_TOKENS,
+            table, table.shape[0], own, landed, dk, *dk.stride()[:3], dv, *dv.stride()[:3], tokens, heads, dim,
+            dv.shape[3], WIDTH=triton.next_power_of_2(dim + dv.shape[3]), TOKENS=_TOKENS,
         )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["n_pieces", "tokens", "heads"])
 def _sum_runs(
-    table, n_pieces, like, dk, dk_b, dk_s, dk_h, dv, dv_b, dv_s, dv_h, tokens, heads, dim, dim_v,
+    table, n_pieces, own, landed, dk, dk_b, dk_s, dk_h, dv, dv_b, dv_s, dv_h, tokens, heads, dim, dim_v,
     WIDTH: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
+    DTYPE: tl.constexpr = own.dtype.element_ty
     pid = tl.program_id(0)
     tiles = tl.cdiv(tokens, TOKENS)
     row = (pid // tiles).to(tl.int64)
     first = pid % tiles * TOKENS
     t = first + tl.arange(0, TOKENS)
     c = tl.arange(0, WIDTH)
-    total = tl.zeros([TOKENS, WIDTH], like.dtype.element_ty)
-    for i in range(n_pieces):
-        begin = tl.load(table + 4 * i + 2)
-        end = tl.load(table + 4 * i + 3)
+    total = tl.zeros([TOKENS, WIDTH], DTYPE)
+    for i in tl.range(0, bound(n_pieces)):
+        begin = tl.load(table + 5 * i + 3)
+        end = tl.load(table + 5 * i + 4)
         if (begin < first + TOKENS) & (end > first):
-            base = tl.load(table + 4 * i).to(tl.pointer_type(like.dtype.element_ty))
-            stride = tl.load(table + 4 * i + 1)
+            where = tl.where(tl.load(table + 5 * i) != 0, own.to(tl.int64), landed.to(tl.int64))
+            base = (where + tl.load(table + 5 * i + 1)).to(tl.pointer_type(DTYPE))
+            stride = tl.load(table + 5 * i + 2)
             at = (t - begin) * (dim + dim_v)
             inside = ((t >= begin) & (t < end))[:, None] & (c < dim + dim_v)[None, :]
             total += tl.load(base + row * stride + at[:, None] + c[None, :], mask=inside, other=0.0)

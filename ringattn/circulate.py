@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from .schedule import Step
+from .trace import named
 from .transport import Message, Transport
 
 Tensors = tuple[Tensor, ...]
@@ -88,7 +89,7 @@ def circulate(
     held = shard
     mine: Tensors | None = None
     leaving: Tensors | None = None  # the contribution to the shard held in the last step
-    for step, following in zip(steps, [*steps[1:], Step()], strict=True):
+    for slot, (step, following) in enumerate(zip(steps, [*steps[1:], Step()], strict=True)):
         arriving = new_shard(following.owner) if step.shard_from is not None else None
         sends = _messages(held, step.shard_to)
         receives = _messages(arriving, step.shard_from)
@@ -99,15 +100,19 @@ def circulate(
             sends += _messages(leaving, step.part_to) + _messages(leaving, step.home_to)
             receives += _messages(so_far, step.part_from) + _messages(home, step.home_from)
 
-        moving = transport.start(sends, receives)
-        made = visit(step.owner, held) if step.compute and step.owner is not None else None
-        moving.wait()
+        with named("hop", slot, "move"):
+            moving = transport.start(sends, receives)
+        with named("hop", slot, "compute"):
+            made = visit(step.owner, held) if step.compute and step.owner is not None else None
+        with named("hop", slot, "wait"):
+            moving.wait()
 
         if part is not None:
-            leaving = part.sum(so_far, made)
-            if step.owner == rank:
-                mine, leaving = leaving, None
-            mine = part.sum(mine, home)
+            with named("hop", slot, "add"):
+                leaving = part.sum(so_far, made)
+                if step.owner == rank:
+                    mine, leaving = leaving, None
+                mine = part.sum(mine, home)
         if arriving is not None:
             held = arriving
     return mine

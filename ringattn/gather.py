@@ -39,6 +39,7 @@ from .plan import Plan
 from .pulls import Link, Pull, Push
 from .ring import saw_nothing
 from .schedule import head_groups, waves
+from .trace import named
 from .transport import Pending
 
 
@@ -76,10 +77,11 @@ def forward(
         if block.seq_k == 0:
             out, lse = saw_nothing(q[:, :, q_heads], part.v, own_sink)
         else:
-            out, lse = block_forward(  # type: ignore[misc]
-                q[:, :, q_heads], part.k, part.v, block, _of_heads(score, q_heads), sink=own_sink, finalize=True,
-                kernel=kernel, arrivals=part.arrivals,
-            )  # fmt: skip
+            with named("wave", part.wave, "forward"):
+                out, lse = block_forward(  # type: ignore[misc]
+                    q[:, :, q_heads], part.k, part.v, block, _of_heads(score, q_heads), sink=own_sink, finalize=True,
+                    kernel=kernel, arrivals=part.arrivals,
+                )  # fmt: skip
         if part.heads == slice(0, k.shape[2]):
             whole = out, lse
             continue
@@ -124,19 +126,22 @@ def backward(
             dk_w, dv_w = home.room(part.wave, part.heads, block.seq_k)
         q_heads = part.queries(per_kv)
         counts = None if part.arrivals is None else counted(part.k, part.v, part.heads)
-        block_backward(
-            q[:, :, q_heads], part.k, part.v, dout[:, :, q_heads], lse[:, q_heads], delta[:, q_heads], block,
-            _of_heads(score, q_heads), dq=dq[:, :, q_heads], deterministic=plan.deterministic, kernel=kernel,
-            into=(dk_w[:, :, part.inside], dv_w[:, :, part.inside]), arrivals=part.arrivals,
-            counters=None if counts is None else home.counters(part.wave, counts),
-        )  # fmt: skip
+        with named("wave", part.wave, "backward"):
+            block_backward(
+                q[:, :, q_heads], part.k, part.v, dout[:, :, q_heads], lse[:, q_heads], delta[:, q_heads], block,
+                _of_heads(score, q_heads), dq=dq[:, :, q_heads], deterministic=plan.deterministic, kernel=kernel,
+                into=(dk_w[:, :, part.inside], dv_w[:, :, part.inside]), arrivals=part.arrivals,
+                counters=None if counts is None else home.counters(part.wave, counts),
+            )  # fmt: skip
         if part.last:
             if leaving is not None:
                 home.land(leaving)
-            home.begin(part.wave, counts)
+            with named("wave", part.wave, "push"):
+                home.begin(part.wave, counts)
             leaving = part.wave
     assert leaving is not None
-    home.land(leaving)
+    with named("wave", leaving, "land"):
+        home.land(leaving)
     return dq, home.dk, home.dv, delta
 
 
@@ -159,7 +164,8 @@ def _fetched(
         k_w, v_w = pull.allocate(wave)
         whole = waiting(k_w, v_w, heads)
         groups = [slice(0, count)] if whole else head_groups(count, count * per_kv, q.device.type, backward)
-        pull.begin(wave, groups)
+        with named("wave", wave, "pull"):
+            pull.begin(wave, groups)
         return k_w, v_w, whole, groups
 
     started = start(0)

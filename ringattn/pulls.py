@@ -78,6 +78,7 @@ class Link:
         self.epochs = [0, 0]  # of pulls, of pushes
         self.flags = torch.zeros(0, 8, dtype=torch.int32, device=device)
         self.counters: dict[tuple[int, int], tuple[Tensor, list[int]]] = {}
+        self.tables: dict[object, Tensor] = {}
         self.gave_up = torch.zeros(1, dtype=torch.int32).pin_memory()
 
     def word(self, at: int, kind: int, of: int) -> int:
@@ -87,9 +88,10 @@ class Link:
     def tell(self, stream: torch.cuda.Stream, kind: int, epoch: int) -> None:
         stream_memory.write(stream, [(self.word(p, kind, self.rank), epoch) for p in self.peers])
 
-    def hear(self, stream: torch.cuda.Stream, kind: int, epoch: int) -> None:
-        """``stream`` waits until every other rank has told ``epoch``."""
-        stream_memory.wait(stream, [(self.word(self.rank, kind, p), epoch) for p in self.peers])
+    def hear(self, stream: torch.cuda.Stream, kind: int, epoch: int, peers: Sequence[int] | None = None) -> None:
+        """``stream`` waits until ``peers``, every other rank if absent, have told ``epoch``."""
+        heard = self.peers if peers is None else peers
+        stream_memory.wait(stream, [(self.word(self.rank, kind, p), epoch) for p in heard])
 
     def reserve(self, which: int, size: int) -> Region:
         """At least ``size`` bytes on every rank; all ask for the same in the same call."""
@@ -129,31 +131,23 @@ class Pull:
         waves: Sequence[slice],
     ) -> None:
         self.link, self.runs, self.lengths, self.waves = link, fetches[link.rank], lengths, waves
-        self.batch, tokens, self.heads, self.dim = k.shape
+        self.k, self.v = k, v
+        self.batch, self.tokens, self.heads, self.dim = k.shape
         self.width = k.shape[3] + v.shape[3]
         self.row_bytes = self.width * k.element_size()
         self.keys = sum(run.length for run in self.runs)
-        slot_bytes = self.batch * self.heads * max(lengths) * self.row_bytes
-        self.region = link.reserve(_KEYS, 2 * slot_bytes)
+        self.region = link.reserve(_KEYS, 2 * self.batch * self.heads * max(lengths) * self.row_bytes)
         link.epochs[_KEYS] += 1
         self.epoch = link.epochs[_KEYS]
-        self.slot = self.epoch % 2 * slot_bytes
+        self.slot = self.epoch % 2 * (len(self.region.memory) // 2)  # the same halves for all shapes
         self.rows = self.batch * max(w.stop - w.start for w in waves)
         self.flags = link.arrivals(len(waves) * self.rows)
-        main = torch.cuda.current_stream()
-        link.hear(main, DONE, self.epoch - 2)  # the slot that is written now was last read then
-        shape = (self.batch, self.heads, tokens, self.width)
-        mine = self.region.memory[self.slot : self.slot + math.prod(shape) * k.element_size()].view(k.dtype).view(shape)
-        mine[..., : self.dim].copy_(k.transpose(1, 2))
-        mine[..., self.dim :].copy_(v.transpose(1, 2))
-        self.mine = mine
-        link.tell(main, READY, self.epoch)
         self.buffers: dict[int, Tensor] = {}
 
     def allocate(self, wave: int) -> tuple[Tensor, Tensor]:
         """Memory for the heads of a wave: (batch, keys, heads, head_dim) and the same for values."""
         heads = self.waves[wave]
-        self.buffers[wave] = self.mine.new_empty(self.batch, heads.stop - heads.start, self.keys, self.width)
+        self.buffers[wave] = self.k.new_empty(self.batch, heads.stop - heads.start, self.keys, self.width)
         kv = self.buffers[wave].transpose(1, 2)
         return kv[..., : self.dim], kv[..., self.dim :]
 
@@ -161,38 +155,54 @@ class Pull:
         """Start to pull a wave, in the order in which it is attended: groups (of heads inside the wave), batch
         elements, heads."""
         link, heads, buffer = self.link, self.waves[wave], self.buffers[wave]
-        count = heads.stop - heads.start
-        for run in self.runs:
-            if run.owner == link.rank:
-                mine = self.mine[:, heads, run.offset : run.offset + run.length]
-                run.rows(buffer.movedim(2, 0)).copy_(mine.movedim(2, 0))
         main = torch.cuda.current_stream()
+        count = heads.stop - heads.start
+        free = main.record_event()  # nothing uses the memory of the buffer any more
         if wave == 0:
-            link.hear(main, READY, self.epoch)
-            watch(link, main, f"pull {self.epoch}", READY, self.epoch)
-        now = main.record_event()
-        for lane in link.lanes:
-            lane.wait_event(now)
+            self._offer(main)
+        if len(self.waves) > 1:
+            for run in self.runs:
+                if run.owner == link.rank:
+                    mine = self.mine[:, heads, run.offset : run.offset + run.length]
+                    buffer[:, :, run.first : run.first + run.length].copy_(mine)
         base, row_bytes = buffer.data_ptr(), self.row_bytes
         of_peer = [(p, [run for run in self.runs if run.owner == p]) for p in reversed(link.peers)]
+        first, *others = link.lanes
+        for i, lane in enumerate(link.lanes):
+            lane.wait_event(free)
+            link.hear(lane, READY, self.epoch, [p for p, _ in of_peer[i :: len(link.lanes)]])
         for group in groups:
             for b in range(self.batch):
                 for h in range(group.start, group.stop):
                     row = b * count + h
                     for i, (peer, runs) in enumerate(of_peer):
-                        lane = link.lanes[i % len(link.lanes)]
                         theirs = self.region.addresses[peer] + self.slot
                         theirs += (b * self.heads + heads.start + h) * self.lengths[peer] * row_bytes
                         for run in runs:
                             to = base + (row * self.keys + run.first) * row_bytes
-                            stream_memory.copy(lane, to, theirs + run.offset * row_bytes, run.length * row_bytes)
-                    first, *others = link.lanes
+                            source = theirs + run.offset * row_bytes
+                            stream_memory.copy(link.lanes[i % len(link.lanes)], to, source, run.length * row_bytes)
                     for lane in others:
                         first.wait_event(lane.record_event())
                     stream_memory.write(first, [(self._flag(wave, row), self.epoch)])
         if wave == len(self.waves) - 1:
-            link.tell(link.lanes[0], DONE, self.epoch)
-            self.pulled = link.lanes[0].record_event()
+            link.tell(first, DONE, self.epoch)
+            self.pulled = first.record_event()
+        if wave == 0:
+            link.hear(main, READY, self.epoch)  # see above: a kernel that waits may wait for copies only
+            watch(link, main, f"pull {self.epoch}", READY, self.epoch)
+
+    def _offer(self, main: torch.cuda.Stream) -> None:
+        """This rank's keys and values to where the others pull them, and where one wave holds all to their place."""
+        from .kernels.pack_rows import pack_rows  # needs Triton, as every GPU that pulls has it
+
+        link, shape = self.link, (self.batch, self.heads, self.tokens, self.width)
+        end = self.slot + math.prod(shape) * self.k.element_size()
+        self.mine = self.region.memory[self.slot : end].view(self.k.dtype).view(shape)
+        runs = [(run.offset, run.length, run.first) for run in self.runs if run.owner == link.rank]
+        link.hear(main, DONE, self.epoch - 2)  # the slot was last read then
+        pack_rows(self.k, self.v, self.mine, self.buffers[0], runs if len(self.waves) == 1 else [])
+        link.tell(main, READY, self.epoch)
 
     def _flag(self, wave: int, row: int) -> int:
         return self.flags.data_ptr() + (wave * self.rows + row) * 32
@@ -301,31 +311,35 @@ class Push:
 
     def _landing(self, owner: int, visitor: int, row: int) -> int:
         """Address of the tokens of a row that ``visitor`` contributes to, in the memory of ``owner``."""
-        seat = visitor - (visitor > owner)
-        return self.region.addresses[owner] + seat * self.share + row * self.lengths[owner] * self.row_bytes
+        return self.region.addresses[owner] + self._seat(owner, visitor) + row * self.lengths[owner] * self.row_bytes
+
+    def _seat(self, owner: int, visitor: int) -> int:
+        return (visitor - (visitor > owner)) * self.share
 
     def land(self, wave: int) -> None:
         """Wait for the contributions of a wave and sum them, in the order of ranks."""
-        from .kernels.sum_runs import Piece, sum_runs  # needs Triton, as every GPU that pulls has it
+        from .kernels.sum_runs import Piece, sum_runs, table_of
 
         link, rank, main = self.link, self.link.rank, torch.cuda.current_stream()
+        pieces = []
+        for visitor, runs in enumerate(self.fetches):
+            own = visitor == rank
+            for run in runs:
+                if run.owner == rank:
+                    offset = run.first if own else run.offset
+                    base = 0 if own else self._seat(rank, visitor)
+                    stride = (self.keys if own else self.tokens) * self.width
+                    end = run.offset + run.length
+                    pieces.append(Piece(int(own), base + offset * self.row_bytes, stride, run.offset, end))
+        key = tuple(pieces)
+        if key not in link.tables:
+            link.tables[key] = table_of(pieces, link.device)
         link.hear(main, LANDED, self.epoch)
         main.wait_event(self.pushed)
         watch(link, main, f"push {self.epoch}", LANDED, self.epoch)
-        partial = self.partials.pop(wave)
-        pieces = []
-        for visitor, runs in enumerate(self.fetches):
-            for run in runs:
-                if run.owner != rank:
-                    continue
-                if visitor == rank:
-                    base, stride = partial.data_ptr() + run.first * self.row_bytes, self.keys
-                else:
-                    base = self._landing(rank, visitor, 0) + run.offset * self.row_bytes
-                    stride = self.tokens
-                pieces.append(Piece(base, stride * self.width, run.offset, run.offset + run.length))
         heads = self.waves[wave]
-        sum_runs(pieces, self.dk[:, :, heads], self.dv[:, :, heads], partial)
+        landed = self.region.memory.view(self.dtype)
+        sum_runs(link.tables[key], self.partials.pop(wave), landed, self.dk[:, :, heads], self.dv[:, :, heads])
         link.tell(main, FREE, self.epoch)
 
 

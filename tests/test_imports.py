@@ -78,7 +78,7 @@ def test_no_arrow_points_up() -> None:
     for name in ("partial", "mask", "layout", "schedule", "streaming"):
         assert GRAPH[name] == set(), f"{name} stands on nothing of ringattn"
     assert GRAPH["transport"] <= {"schedule", "pulls", "stream_memory"}
-    assert GRAPH["pulls"] <= {"schedule", "stream_memory", "kernels.block", "kernels.sum_runs"}
+    assert GRAPH["pulls"] <= {"schedule", "stream_memory", "kernels.block", "kernels.pack_rows", "kernels.sum_runs"}
     assert GRAPH["reference"] <= {"mask"}
     assert not GRAPH["plan"] & (dataflows | {"attention", "partial"})
     for name in dataflows:
