@@ -7,13 +7,13 @@ import threading
 import weakref
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from . import estimate
+from . import cost, estimate
 from . import layout as layouts
 from . import mask as masks
 from . import transport as transports
@@ -25,7 +25,7 @@ from .schedule import Fetch, Schedule, Step
 from .schedule import check as check_schedule
 from .transport import Transport
 
-VERSION = 2  # of the exchange between ranks
+VERSION = 3  # of the exchange between ranks
 DATAFLOWS = ("ring", "gather", "reduce")
 BUFFER_BYTES = 8 << 30
 _CACHED_PLANS = 64
@@ -45,6 +45,7 @@ class Plan:
         shards, shards_k: for every rank, the ranges of positions of queries and keys it holds.
         schedule: the walk of the shards that travel: keys and values in a ring, queries in a reduce.
         transport: moves tensors between the ranks.
+        choice: why "auto" chose this dataflow; None where it was given.
         handle: a number that stands for this plan in the operators of torch.library.
     """
 
@@ -64,13 +65,14 @@ class Plan:
         shards_k: tuple[Shard, ...],
         schedule: Schedule,
         transport: Transport,
+        choice: cost.Choice | None = None,
     ) -> None:
         self.seq_len, self.seq_len_k = seq_len, seq_len_k
         self.rank, self.world_size = rank, world_size
         self.layout, self.dataflow, self.deterministic = layout, dataflow, deterministic
         self.buffer_bytes = buffer_bytes
         self.mask, self.shards, self.shards_k = mask, shards, shards_k
-        self.schedule, self.transport = schedule, transport
+        self.schedule, self.transport, self.choice = schedule, transport, choice
         self.handle = next(_handles)
         self._cache: dict[object, Any] = {}
         self._signatures: set[tuple[object, ...]] = set()
@@ -280,12 +282,14 @@ class Plan:
         return estimate.memory_bytes(self, estimate.Shape(**shape), backward)
 
     def describe(self, *, tflops: float = 500.0, gigabytes_per_second: float = 300.0, **shape: int) -> str:
-        """Who meets whom at which step, the bytes that move, and predicted time and memory, as text.
+        """Who meets whom at which step, the bytes that move, predicted time and memory, and why "auto" chose this
+        dataflow, as text.
 
         Predictions are for ``shape`` (:class:`estimate.Shape`), a kernel at ``tflops`` TFLOP/s and links at
         ``gigabytes_per_second`` GB/s in each direction; they are arithmetic, not measurements.
         """
-        return estimate.describe(self, estimate.Shape(**shape), tflops, gigabytes_per_second)
+        text = estimate.describe(self, estimate.Shape(**shape), tflops, gigabytes_per_second)
+        return text if self.choice is None else f"{text}\n{self.choice}"
 
     def verify(self) -> None:
         """Prove this plan, for all ranks: every visible (query, key) pair is computed exactly once, every send has
@@ -384,6 +388,7 @@ class _Settings:
     deterministic: bool
     local_size: int
     buffer_bytes: int
+    calibration: int  # a hash of the costs that decide dataflow "auto"
 
 
 def plan(
@@ -417,12 +422,13 @@ def plan(
         prefix: with ``causal``, the first ``prefix`` keys are visible to every query (prefix-LM).
         layout: "contiguous", "zigzag" or "striped".
         dataflow: "ring": keys and values travel; "gather": every rank fetches all the keys and values that it
-            needs; "reduce": queries travel and their partial states come home; "auto": "reduce" when there are
-            at least four times as many keys as queries, else "ring".
+            needs; "reduce": queries travel and their partial states come home; "auto": the fastest by a model
+            of one layer's forward and backward (:mod:`.cost`), for 32/8 heads of 128 in 2 bytes and one row, with the
+            costs that ``scripts/calibrate.py`` measured on this machine, or usual ones. ``describe()`` says why.
         deterministic: the same bits on every run.
         local_size: ranks per node, to make a ring a double ring; divides the group's size.
         buffer_bytes: with the dataflow "gather", memory for fetched keys and values and their gradients. Where they
-            need more, they come in waves of heads that fit.
+            need more, they come in waves of heads that fit. "auto" chooses no gather that it cannot hold.
 
     Returns:
         A plan. It may be kept while the shape and the documents stay the same.
@@ -435,21 +441,34 @@ def plan(
     transport = transports.of(group)
     _calls[transport.serial] = call = _calls.get(transport.serial, 0) + 1
     error: Exception | None = None
-    settings = _Settings(VERSION, call, transport.world_size, *(0,) * 5, 0, 0, 0, 0, "", "", False, 0, 0)  # type: ignore[arg-type]
+    settings = _Settings(VERSION, call, transport.world_size, *(0,) * 5, 0, 0, 0, 0, "", "", False, 0, 0, 0)  # type: ignore[arg-type]
     extra: list[Mask] = []
+    costs, source = cost.default("cpu", ""), ""
     try:
         settings, extra = _settings(
             call, transport.world_size, seq_len, seq_len_k, causal, window_size, cu_seqlens, documents, prefix, layout,
             dataflow, deterministic, local_size, buffer_bytes,
         )  # fmt: skip
+        if settings.dataflow == "auto" and transport.world_size > 1:
+            costs, source = _costs(transport)
+            settings = replace(settings, calibration=transports.hash_of(repr(costs)))
     except Exception as bad:  # whatever it is, the other ranks must hear of it
         error = bad
-    transport.agree("plan()", {f.name: getattr(settings, f.name) for f in fields(settings)}, error)
+    try:
+        transport.agree("plan()", {f.name: getattr(settings, f.name) for f in fields(settings)}, error)
+    except ValueError as differs:
+        if "differs across ranks: calibration is" not in str(differs):
+            raise
+        raise ValueError(
+            f"{differs}. The numbers stand for what scripts/calibrate.py measured, from RINGATTN_CALIBRATION or "
+            "~/.cache/ringattn, on each machine: copy one machine's file to the others, under their names, or delete "
+            "it on all; or name a dataflow"
+        ) from None
 
     key = (transport.serial, *(getattr(settings, f.name) for f in fields(settings) if f.name != "call"))
     found = _cache.get(key)
     if found is None:
-        found = _make(settings, extra, transport)
+        found = _make(settings, extra, transport, costs, source)
     with _cache_lock:
         _cache[key] = found
         _cache.move_to_end(key)
@@ -522,11 +541,56 @@ def _settings(
         deterministic=bool(deterministic),
         local_size=size,
         buffer_bytes=buffer_bytes,
+        calibration=0,
     )
     return settings, packed + rows
 
 
-def _make(settings: _Settings, extra: list[Mask], transport: Transport) -> Plan:
+def _costs(transport: Transport) -> tuple[cost.Costs, str]:
+    """What decides "auto" on this transport, and where it comes from."""
+    kind, link = transport.device.type, cost.LINKS[0 if transport.pulls else 1]
+    if isinstance(transport, transports.GroupTransport):
+        name = torch.cuda.get_device_name(transport.device) if kind == "cuda" else kind
+        file = cost.path(name, transport.world_size)
+        found = cost.read(file, link)
+        if found is not None:
+            return found, f"measured, {file}"
+    return cost.default(kind, link), "defaults"
+
+
+def _pairs(mask: Mask, shards: Sequence[Shard], shards_k: Sequence[Shard]) -> list[list[float]]:
+    """About how many (query, key) pairs of any two ranks are visible, from some queries of each: [q_rank][k_rank]."""
+    n = len(shards)
+    most = max(8, 512 // n)
+    positions, owners, weights = [], [], []
+    for rank, shard in enumerate(shards):
+        held = layouts.length(shard)
+        picked = min(held, most)
+        queries = [_position(shard, (2 * i + 1) * held // (2 * picked)) for i in range(picked)]
+        positions += queries
+        owners += [rank] * len(queries)
+        weights += [held / max(picked, 1) / mask.rows] * picked
+    runs = [(owner, run) for owner, shard in enumerate(shards_k) for run in shard]
+    if not positions or not runs:
+        return [[0.0] * n for _ in range(n)]
+    bounds = mask.intervals(torch.tensor(positions))
+    first, step, count = (torch.tensor(x) for x in zip(*((r.start, r.step, len(r)) for _, r in runs), strict=True))
+    below = [((b[..., None] - first + step - 1) // step).clamp(min=0).minimum(count) for b in bounds]
+    seen = (below[1] - below[0]).sum(0) * torch.tensor(weights, dtype=torch.float64)[:, None]  # (queries, runs)
+    pairs = torch.zeros(n, len(runs), dtype=torch.float64).index_add_(0, torch.tensor(owners), seen)
+    whole = torch.zeros(n, n, dtype=torch.float64)
+    return whole.index_add_(1, torch.tensor([o for o, _ in runs]), pairs).tolist()
+
+
+def _position(shard: Shard, index: int) -> int:
+    for run in shard:
+        if index < len(run):
+            return run[index]
+        index -= len(run)
+    raise IndexError(index)
+
+
+def _make(settings: _Settings, extra: list[Mask], transport: Transport, costs: cost.Costs, source: str) -> Plan:
     s = settings
     mask = masks.window(s.seq_len, s.window_left, s.window_right, s.seq_len_k)
     if s.prefix:
@@ -537,11 +601,38 @@ def _make(settings: _Settings, extra: list[Mask], transport: Transport) -> Plan:
         mask = mask & more
     shards = layouts.LAYOUTS[s.layout](s.seq_len, s.world_size)
     shards_k = layouts.LAYOUTS[s.layout](s.seq_len_k, s.world_size)
-    dataflow = s.dataflow
-    if dataflow == "auto":
-        dataflow = "reduce" if s.seq_len_k >= 4 * s.seq_len else "ring"
-    sees = [mask.sees(q, shards_k) for q in shards]  # sees[q_rank][k_rank]
-    needs = tuple(zip(*sees, strict=True)) if dataflow == "reduce" else tuple(map(tuple, sees))
+    runs = [run for shard in shards_k for run in shard]
+    owners = [owner for owner, shard in enumerate(shards_k) for _ in shard]
+    met = [mask.sees(q, [(run,) for run in runs]) for q in shards]  # met[q_rank][run]
+    sees = [[False] * s.world_size for _ in shards]  # sees[q_rank][k_rank]
+    for row, hits in zip(sees, met, strict=True):
+        for owner, hit in zip(owners, hits, strict=True):
+            row[owner] = row[owner] or hit
+    ring = Schedule(s.world_size, tuple(map(tuple, sees)), s.local_size)
+    reduce = Schedule(s.world_size, tuple(zip(*sees, strict=True)), s.local_size)
+    dataflow, choice = s.dataflow, None
+    if dataflow == "auto" and s.world_size == 1:
+        dataflow = "ring"  # nothing moves, and nothing is merged
+    elif dataflow == "auto":
+        fetched, count = ([[0] * s.world_size for _ in shards] for _ in range(2))
+        for visitor, hits in enumerate(met):
+            for owner, run, hit in zip(owners, runs, hits, strict=True):
+                fetched[visitor][owner] += hit * len(run)
+                count[visitor][owner] += hit
+        problem = cost.Problem(
+            device_type=transport.device.type,
+            pulls=transport.pulls and all(run.step == 1 for run in runs),  # a copy moves neighbouring tokens
+            buffer_bytes=s.buffer_bytes,
+            queries=[layouts.length(shard) for shard in shards],
+            keys=[layouts.length(shard) for shard in shards_k],
+            pairs=_pairs(mask, shards, shards_k),
+            fetched=fetched,
+            runs=count,
+            ring=ring,
+            reduce=reduce,
+        )
+        choice = cost.choose(problem, costs, source)
+        dataflow = choice.dataflow
     return Plan(
         seq_len=s.seq_len,
         seq_len_k=s.seq_len_k,
@@ -554,6 +645,7 @@ def _make(settings: _Settings, extra: list[Mask], transport: Transport) -> Plan:
         mask=mask,
         shards=shards,
         shards_k=shards_k,
-        schedule=Schedule(s.world_size, needs, s.local_size),
+        schedule=reduce if dataflow == "reduce" else ring,
         transport=transport,
+        choice=choice,
     )

@@ -82,11 +82,12 @@ class Schedule:
         """(groups, ranks inside a group) by which all shards have moved at each step."""
         kept = [(0, 0)]
         for shift in _walk(self.world_size // self.local_size, self.local_size)[1:]:
-            if any(self.needs[self._move(o, shift)][o] for o in range(self.world_size)):
+            if any(self.needs[self.move(o, shift)][o] for o in range(self.world_size)):
                 kept.append(shift)
         return tuple(kept)
 
-    def _move(self, rank: int, shift: tuple[int, int]) -> int:
+    def move(self, rank: int, shift: tuple[int, int]) -> int:
+        """Where the shard of ``rank`` is after a displacement."""
         groups = self.world_size // self.local_size
         group, local = divmod(rank, self.local_size)
         return (group + shift[0]) % groups * self.local_size + (local + shift[1]) % self.local_size
@@ -95,8 +96,8 @@ class Schedule:
         """The slots of one rank: one per step, and a last one in which contributions come home."""
         shifts = self.displacements
         count = len(shifts)
-        holder = [[self._move(o, s) for s in shifts] for o in range(self.world_size)]  # holder[o][t]
-        owner = [self._move(rank, (-s[0], -s[1])) for s in shifts]  # owner[t]: whose shard comes to rank at t
+        holder = [[self.move(o, s) for s in shifts] for o in range(self.world_size)]  # holder[o][t]
+        owner = [self.move(rank, (-s[0], -s[1])) for s in shifts]  # owner[t]: whose shard comes to rank at t
         visits, first = [], []  # steps that shard o makes; its first step with a contribution
         for o in range(self.world_size):
             met = [t for t in range(1, count) if self.needs[holder[o][t]][o]]

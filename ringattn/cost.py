@@ -1,0 +1,407 @@
+"""Which dataflow is fastest? A model of one layer's forward and backward, with constants that can be measured.
+
+A plan knows tokens, ranks and masks, but not heads, dtype or batch, so ``dataflow="auto"`` is decided for the
+:class:`.estimate.Shape` of its defaults: 32 query heads, 8 key heads, head dim 128, 2 bytes, one row. The model:
+
+* the attention of a step takes ``floating-point operations / rate``, and each kernel ``kernel_ms`` more;
+* a ring or a reduce goes in lockstep: a slot takes as long as the slowest rank's attention or as a hop, whichever is
+  longer, and ``contention`` of the shorter one more, because messages take multiprocessors, or the only thread, from
+  the attention. States that are carried and contributions that are summed are passes over memory;
+* a gather exposes its handshakes, the fetch of the first head (or group of heads) and the way home of the last one; the
+  rest is beside the attention;
+* no pass is faster than the host can launch it.
+
+Every number that enters is the same on every rank: tokens, masks and ``buffer_bytes`` are agreed upon, and so are the
+constants (:func:`.plan.plan` compares a hash of them). They come from a file of this machine, written by
+``scripts/calibrate.py``, or are :data:`DEFAULTS`.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+import os
+import re
+import socket
+import warnings
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from .estimate import Shape
+from .schedule import Schedule, head_groups, waves
+
+VERSION = 1  # of the file
+LINKS = ("copy engines", "messages")
+
+
+@dataclass(frozen=True)
+class Costs:
+    """What things take on a machine: TFLOP/s, GB/s in one direction, and milliseconds."""
+
+    forward_tflops: float  # of the attention kernels, counting visible pairs only
+    backward_tflops: float
+    memory_gbs: float  # of a pass over device memory, bytes read and written
+    kernel_ms: float  # of a launch and the tail of a kernel
+    message_gbs: float  # of one rank's messages; in a double ring of those between its groups
+    local_gbs: float  # of messages inside a group of a double ring
+    message_ms: float  # of a message, beside its bytes
+    contention: float  # what the attention beside messages loses, 0 to 1 times the time of the shorter one
+    ring_forward_ms: float  # least time of a slot of a ring or reduce
+    ring_backward_ms: float
+    pull_gbs: float  # by copy engines, from all peers together
+    copy_ms: float  # of a copy, beside its bytes
+    handshake_ms: float  # until all ranks are ready, and what comes with it
+    gather_forward_ms: float  # least time of a gather by copy engines
+    gather_backward_ms: float
+
+    def __post_init__(self) -> None:
+        for name, value in asdict(self).items():
+            if type(value) not in (int, float) or not math.isfinite(value):
+                raise ValueError(f"{name} is {value!r}; it must be a number")
+            if value < 0 or (value == 0 and name.endswith(("tflops", "gbs"))):
+                raise ValueError(f"{name} is {value!r}; it must be positive")
+        if self.contention > 1:
+            raise ValueError(f"contention is {self.contention!r}; it must be between 0 and 1")
+
+
+_H200 = Costs(
+    forward_tflops=640, backward_tflops=540, memory_gbs=3000, kernel_ms=0.04,
+    message_gbs=250, local_gbs=250, message_ms=0.03, contention=0.5, ring_forward_ms=0.3, ring_backward_ms=1.0,
+    pull_gbs=300, copy_ms=0.004, handshake_ms=0.2, gather_forward_ms=0.7, gather_backward_ms=2.8,
+)  # fmt: skip
+
+# Four H200s of one host; the same with a 400 Gbit/s network card each, whose messages need few multiprocessors; the
+# eager kernel and gloo on one CPU thread a rank.
+DEFAULTS: dict[tuple[str, str], Costs] = {
+    ("cuda", "copy engines"): _H200,
+    ("cuda", "messages"): Costs(**{**asdict(_H200), "message_gbs": 45.0, "contention": 0.1}),
+    ("cpu", "messages"): Costs(
+        forward_tflops=0.03, backward_tflops=0.03, memory_gbs=5, kernel_ms=0.3,
+        message_gbs=1, local_gbs=1, message_ms=0.15, contention=1, ring_forward_ms=0, ring_backward_ms=0,
+        pull_gbs=1, copy_ms=0, handshake_ms=0, gather_forward_ms=0, gather_backward_ms=0,
+    ),
+}  # fmt: skip
+
+
+def default(device_type: str, link: str) -> Costs:
+    return DEFAULTS.get((device_type, link), DEFAULTS["cuda" if device_type != "cpu" else "cpu", "messages"])
+
+
+# ---------------------------------------------------------------- the file of a machine
+
+
+def path(gpu: str, world_size: int) -> Path:
+    """Where this machine's measurements are: ``<hostname>-<gpu>-<ranks>.json`` in the user's cache, or what
+    RINGATTN_CALIBRATION says. ``gpu``: the device's name, or "cpu"."""
+    if said := os.environ.get("RINGATTN_CALIBRATION"):
+        return Path(said)
+    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    name = "-".join(re.sub(r"[^A-Za-z0-9.]+", "_", part) for part in (socket.gethostname(), gpu))
+    return Path(cache) / "ringattn" / f"{name}-{world_size}.json"
+
+
+def write(file: Path, link: str, costs: Costs) -> None:
+    """Add one link's constants to a file, in place of what it says about this link, or of a file that cannot be
+    read."""
+    links: dict[str, Any] = {}
+    try:
+        found = json.loads(file.read_text())
+        if found["version"] == VERSION:
+            links = dict(found["links"])
+    except (OSError, ValueError, TypeError, KeyError):
+        pass
+    links[link] = asdict(costs)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    fresh = file.with_name(f"{file.name}.{os.getpid()}")
+    fresh.write_text(json.dumps({"version": VERSION, "links": links}, indent=1) + "\n")
+    fresh.replace(file)
+    read.cache_clear()
+
+
+@functools.cache
+def read(file: Path, link: str) -> Costs | None:
+    """What a file says about a link; None if it says nothing or, with a warning, if it cannot be used. A process reads
+    a file once."""
+    try:
+        found = json.loads(file.read_text())
+        if found["version"] != VERSION:
+            raise ValueError(f"it has version {found['version']!r}, not {VERSION}")
+        said = found["links"].get(link)
+        if said is None:
+            return None
+        if said.keys() != {f.name for f in fields(Costs)}:
+            raise ValueError(f"it has the constants {sorted(said)}")
+        return Costs(**said)
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        warnings.warn(
+            f"{file} cannot be used ({type(error).__name__}: {error}); dataflow='auto' is decided with default costs. "
+            "Delete it, or run scripts/calibrate.py again",
+            stacklevel=4,
+        )
+        return None
+
+
+# ---------------------------------------------------------------- the model
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What the model sees of a plan: plain numbers, the same on every rank.
+
+    Attributes:
+        device_type, pulls: how the group moves keys: messages, or the copy engines of one host.
+        queries, keys: that each rank holds.
+        pairs: ``pairs[q_rank][k_rank]``, visible ones, of one row.
+        fetched, runs: ``[visitor][owner]``, tokens, and runs of neighbouring tokens, that a gather moves.
+        ring, reduce: the walks.
+    """
+
+    device_type: str
+    pulls: bool
+    buffer_bytes: int
+    queries: Sequence[int]
+    keys: Sequence[int]
+    pairs: Sequence[Sequence[float]]
+    fetched: Sequence[Sequence[int]]
+    runs: Sequence[Sequence[int]]
+    ring: Schedule
+    reduce: Schedule
+
+    @property
+    def link(self) -> str:
+        return LINKS[0] if self.pulls else LINKS[1]
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A dataflow's modelled time in ms, forward and backward, and what it is made of; ``math.inf``: not possible."""
+
+    dataflow: str
+    forward: float
+    backward: float
+    why: str
+
+    @property
+    def ms(self) -> float:
+        return self.forward + self.backward
+
+
+@dataclass(frozen=True)
+class Choice:
+    """``candidates``: the best first. ``source``: where the constants come from."""
+
+    problem: Problem
+    candidates: tuple[Candidate, ...]
+    note: str
+    source: str
+
+    @property
+    def dataflow(self) -> str:
+        return self.candidates[0].dataflow
+
+    def of(self, dataflow: str) -> Candidate:
+        return next(c for c in self.candidates if c.dataflow == dataflow)
+
+    def __str__(self) -> str:
+        first, *others = self.candidates
+        against = "; ".join(f"{c.dataflow} {c.ms:.2f} ms" if math.isfinite(c.ms) else c.why for c in others)
+        lines = [f"auto chose {first.dataflow}: {first.ms:.2f} ms; {against} ({self.note})"]
+        lines += [f"  {c.dataflow}: {c.why}" for c in self.candidates if math.isfinite(c.ms)]
+        s = Shape()
+        lines.append(
+            f"  modelled forward + backward of one layer with {s.q_heads}/{s.kv_heads} heads of {s.head_dim}, "
+            f"{s.itemsize} bytes; costs: {self.source}"
+        )
+        return "\n".join(lines)
+
+
+def choose(problem: Problem, costs: Costs, source: str, shape: Shape | None = None) -> Choice:
+    """The dataflow that the model finds fastest, the first of ring, gather, reduce if they are equal."""
+    s = shape or Shape()
+    candidates = [
+        _candidate("ring", *(_walk(problem, costs, s, "ring", backward) for backward in (False, True))),
+        _gather(problem, costs, s),
+        _candidate("reduce", *(_walk(problem, costs, s, "reduce", backward) for backward in (False, True))),
+    ]
+    cut = len(_waves(problem, s))
+    size = problem.buffer_bytes / 2**30
+    how = f"{size:.1f} GiB buffer" if size >= 0.05 else f"{problem.buffer_bytes} bytes of buffer"
+    waves_ = f", {cut} wave{'s' * (cut > 1)}" if problem.pulls else ""
+    return Choice(problem, tuple(sorted(candidates, key=lambda c: c.ms)), f"{problem.link}, {how}{waves_}", source)
+
+
+@dataclass(frozen=True)
+class _Pass:
+    """One pass: all of it, the attention alone, what moves, and the least that the host allows, in ms."""
+
+    ms: float
+    attention: float
+    moving: float
+    floor: float = 0.0
+
+
+def _candidate(dataflow: str, forward: _Pass, backward: _Pass) -> Candidate:
+    passes = (forward, backward)
+    total, attention, moving = (sum(getattr(p, n) for p in passes) for n in ("ms", "attention", "moving"))
+    slow = [name for name, p in zip(("forward", "backward"), passes, strict=True) if p.ms == p.floor > 0]
+    why = f"attention {attention:.2f} ms, {moving:.2f} ms of copies or messages, {total - attention:.2f} ms exposed"
+    why += f"; {' and '.join(slow)} as slow as the host launches" if slow else ""
+    return Candidate(dataflow, forward.ms, backward.ms, why)
+
+
+def _attention(pairs: float, costs: Costs, s: Shape, backward: bool) -> float:
+    flops = 2 * s.batch * s.q_heads * (s.head_dim + s.value_dim) * pairs * (2.5 if backward else 1)
+    return flops / (costs.backward_tflops if backward else costs.forward_tflops) / 1e9
+
+
+def _beside(a: float, b: float, costs: Costs) -> float:
+    return max(a, b) + costs.contention * min(a, b)
+
+
+def _walk(p: Problem, costs: Costs, s: Shape, dataflow: str, backward: bool) -> _Pass:
+    """A ring or a reduce: see schedule.py for what moves when."""
+    ring = dataflow == "ring"
+    schedule = p.ring if ring else p.reduce
+    shifts, n = schedule.displacements, schedule.world_size
+    one_group = schedule.local_size == n
+    tokens = s.batch * max(p.keys if ring else p.queries)
+    state = s.batch * max(p.queries) * s.state_elements * s.fp
+    kv = s.batch * max(p.keys) * s.kv_elements * s.fp
+    if ring:
+        shard, shards = tokens * s.kv_elements * s.itemsize, 2
+        part, parts = (kv, 2) if backward else (0, 0)
+        each, later = 0, 0 if backward else 2 * state  # carried to the next step
+    elif backward:
+        shard, shards = tokens * s.q_heads * ((s.head_dim + s.value_dim) * s.itemsize + 2 * s.fp), 4
+        part, parts = tokens * s.q_heads * s.head_dim * s.fp, 1
+        each, later = part, 3 * kv  # dq from zero; dk, dv summed
+    else:
+        shard, shards = tokens * s.q_heads * s.head_dim * s.itemsize, 1
+        part, parts = state, 3
+        each, later = 0, 0
+
+    def hop(size: int, messages: int, crosses: bool) -> float:
+        return messages * costs.message_ms + size / (costs.message_gbs if crosses else costs.local_gbs) / 1e6
+
+    attention = moving = total = 0.0
+    count = len(shifts)
+    slots = count + (count > 1 and parts > 0)
+    for t in range(slots):
+        work = rows = 0.0
+        if t < count:
+            met = [(schedule.move(o, shifts[t]), o) for o in range(n)]
+            pairs = max(p.pairs[r][o] if ring else p.pairs[o][r] for r, o in met)
+            if pairs or t == 0:
+                work = costs.kernel_ms + _attention(pairs, costs, s, backward)
+                rows = (each + later * (t > 0)) / costs.memory_gbs / 1e6
+        links = 0.0
+        if t + 1 < count:
+            links += hop(shard, shards, one_group or shifts[t + 1][0] != shifts[t][0])
+        if parts and 2 <= t < count:
+            links += hop(part, parts, one_group or shifts[t][0] != shifts[t - 1][0])
+        if parts and 1 < t == count:
+            links += hop(part, parts, one_group or shifts[-1][0] != 0)
+        if parts and t >= 2:
+            rows += 3 * part / costs.memory_gbs / 1e6
+        attention += work
+        moving += links
+        total += _beside(work, links, costs) + rows
+    floor = (costs.ring_backward_ms if backward else costs.ring_forward_ms) * slots if count > 1 else 0.0
+    return _Pass(max(total, floor), attention, moving, floor)
+
+
+def _totals(p: Problem) -> list[int]:
+    """Keys in the buffer of every rank, its own included."""
+    return [sum(row) for row in p.fetched]
+
+
+def _waves(p: Problem, s: Shape) -> list[slice]:
+    """Of a backward, which needs more."""
+    head = s.batch * max(_totals(p)) * (s.head_dim + s.value_dim) * (s.itemsize + s.fp)
+    return waves(s.kv_heads, max(head, 1), p.buffer_bytes)
+
+
+def _gather(p: Problem, costs: Costs, s: Shape) -> Candidate:
+    token = s.batch * s.kv_elements
+    if p.pulls:  # one head at a time, if it must be
+        need = max(_totals(p)) * token // s.kv_heads * (s.itemsize + s.fp)
+    else:  # all heads, and the gradients of a group
+        groups = head_groups(s.kv_heads, s.q_heads, p.device_type, True)
+        share = max(g.stop - g.start for g in groups) / s.kv_heads
+        need = round(max(_totals(p)) * token * (s.itemsize + 4 * share * s.fp))
+    if need > p.buffer_bytes:
+        why = f"gather needs {need / 2**30:.2f} GiB of buffer{' for one head' * p.pulls}"
+        return Candidate("gather", math.inf, math.inf, why)
+    by = _pulled if p.pulls else _messaged
+    n = len(p.keys)
+    passes = []
+    for backward in (False, True):
+        slowest = max((by(p, costs, s, backward, rank) for rank in range(n)), key=lambda x: x.ms)
+        passes.append(slowest)
+    return _candidate("gather", *passes)
+
+
+def _busiest(p: Problem, rank: int, what: Sequence[Sequence[int]], among: Sequence[int]) -> int:
+    """Tokens or runs in or out of a rank, whichever is more, from or to some others."""
+    others = [r for r in among if r != rank]
+    return max(sum(what[rank][o] for o in others), sum(what[v][rank] for v in others))
+
+
+def _pulled(p: Problem, costs: Costs, s: Shape, backward: bool, rank: int) -> _Pass:
+    everyone = range(len(p.keys))
+    tokens, runs = (_busiest(p, rank, what, everyone) for what in (p.fetched, p.runs))
+    size = s.batch * tokens * s.kv_elements
+    copies = s.batch * s.kv_heads * runs * costs.copy_ms
+    cut = len(_waves(p, s)) if backward else 1
+    own = s.batch * p.keys[rank] * s.kv_elements
+    attention = _attention(sum(p.pairs[rank]), costs, s, backward) + cut * costs.kernel_ms
+    pull = size * s.itemsize / costs.pull_gbs / 1e6 + copies
+    rows = 4 * own * s.itemsize / costs.memory_gbs / 1e6  # into memory that others read, and into the buffer
+    exposed, push = costs.handshake_ms + pull / s.kv_heads, 0.0
+    if backward:
+        push = size * s.fp / costs.pull_gbs / 1e6 + copies
+        rows += (len(p.keys) + 1) * own * s.fp / costs.memory_gbs / 1e6  # the sum at home
+        exposed += cut * costs.handshake_ms + push / s.kv_heads
+    hidden = 1 - 1 / s.kv_heads
+    total = exposed + max(attention, pull * hidden, push * hidden) + rows
+    floor = costs.gather_backward_ms if backward else costs.gather_forward_ms
+    return _Pass(max(total, floor), attention, pull + push, floor)
+
+
+def _messaged(p: Problem, costs: Costs, s: Shape, backward: bool, rank: int) -> _Pass:
+    local = p.ring.local_size
+    n = len(p.keys)
+    near = range(rank // local * local, (rank // local + 1) * local) if local < n else range(0)
+    far = [r for r in range(n) if r not in near]
+    groups = head_groups(s.kv_heads, s.q_heads, p.device_type, backward)
+
+    def links(itemsize: int, group: slice) -> float:
+        share = (group.stop - group.start) / s.kv_heads * s.batch * s.kv_elements * itemsize
+        time = 0.0
+        for ranks, rate in ((near, costs.local_gbs), (far, costs.message_gbs)):
+            time += _busiest(p, rank, p.fetched, ranks) * share / rate / 1e6
+            time += _busiest(p, rank, p.runs, ranks) * costs.message_ms
+        return time
+
+    fetch = [links(s.itemsize, g) for g in groups]
+    home = [links(s.fp, g) * backward for g in groups]
+    pairs = sum(p.pairs[rank])
+    attention = 0.0
+    total = fetch[0] + home[-1]
+    for i, g in enumerate(groups):
+        work = costs.kernel_ms + _attention(pairs, costs, s, backward) * (g.stop - g.start) / s.kv_heads
+        beside = (fetch[i + 1] if i + 1 < len(groups) else 0.0) + (home[i - 1] if i else 0.0)
+        attention += work
+        total += _beside(work, beside, costs)
+    own = s.batch * p.keys[rank] * s.kv_elements
+    touched = 4 * own * s.itemsize + backward * (3 * s.fp * (own + s.batch * s.kv_elements * _totals(p)[rank]))
+    total += touched / costs.memory_gbs / 1e6
+    floor = (costs.ring_backward_ms if backward else costs.ring_forward_ms) * (len(groups) + backward)
+    if not any(fetch):  # nothing moves
+        floor = 0.0
+    return _Pass(max(total, floor), attention, sum(fetch) + sum(home), floor)
