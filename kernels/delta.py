@@ -7,6 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .dispatch import dispatch
+
 _ROWS = 32
 
 
@@ -17,8 +19,8 @@ def row_dot(out: Tensor, dout: Tensor) -> Tensor:
     delta = torch.empty(batch, heads, seq, dtype=torch.float32, device=out.device)
     if delta.numel():
         tiles = triton.cdiv(seq, _ROWS)
-        _row_dot[(tiles * heads * batch,)](
-            out, *out.stride(), dout, *dout.stride(), delta, seq, heads, tiles, dim,
+        dispatch(
+            _row_dot, (tiles * heads * batch,), out, *out.stride(), dout, *dout.stride(), delta, seq, heads, tiles, dim,
             DIM_P2=triton.next_power_of_2(dim), ROWS=_ROWS,
         )  # fmt: skip
     return delta

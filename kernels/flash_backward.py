@@ -28,6 +28,7 @@ from torch import Tensor
 
 from . import primitives
 from .block import Block, Score
+from .dispatch import dispatch
 from .primitives import (
     LOG2E,
     ScoreArguments,
@@ -127,8 +128,8 @@ def backward(
     tile_map = block.key_tiles(tiles.block_m, tiles.block_n)
     n_tiles = tile_map.rows.shape[0]
     with torch.cuda.device_of(q):
-        _dkdv[(n_tiles * kv_heads * batch,)](
-            *sources(tiles), *common,
+        dispatch(
+            _dkdv, (n_tiles * kv_heads * batch,), *sources(tiles), *common,
             dk, *dk.stride()[:3], dv, *dv.stride()[:3],
             tile_map.rows, tile_map.span, tile_map.span.stride(0) if tile_map.span.shape[0] > 1 else 0,
             seq_q, n_tiles, kv_heads,
@@ -140,8 +141,8 @@ def backward(
     tile_map = block.query_tiles(tiles.block_m, tiles.block_n)
     n_tiles = tile_map.rows.shape[0]
     with torch.cuda.device_of(q):
-        _dq[(n_tiles * heads * batch,)](
-            *sources(tiles), *common,
+        dispatch(
+            _dq, (n_tiles * heads * batch,), *sources(tiles), *common,
             dq, *dq.stride()[:3],
             tile_map.rows, tile_map.span, tile_map.span.stride(0) if tile_map.span.shape[0] > 1 else 0,
             seq_k, n_tiles, heads,

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from . import primitives
 from .block import Block, Score, State
+from .dispatch import dispatch
 from .primitives import (
     LN2,
     LOG2E,
@@ -100,8 +101,8 @@ def forward(
     group = tiles.group if heads % tiles.group == 0 else 1
     n_tiles = tile_map.rows.shape[0]
     with torch.cuda.device_of(q):
-        _forward[(n_tiles * heads * batch,)](
-            tile_source(q, tiles.block_m, tma), *q.stride()[:3],
+        dispatch(
+            _forward, (n_tiles * heads * batch,), tile_source(q, tiles.block_m, tma), *q.stride()[:3],
             tile_source(k, tiles.block_n, tma), *k.stride()[:3],
             tile_source(v, tiles.block_n, tma), *v.stride()[:3],
             *(argument for x in (*carried, *outputs) for argument in (x, *_strides(x))),

@@ -56,6 +56,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from . import flash_backward
 from .block import Arrivals, Block, Departures, Score
+from .dispatch import dispatch
 from .hopper_primitives import barrier_arrive, barrier_sync, raise_counter, tma_reduce_add, wait_row
 
 __all__ = ["STORES_INTO", "backward", "departures", "unsupported"]
@@ -491,7 +492,7 @@ def departures(q: Tensor, k: Tensor, block: Block) -> Departures | None:
 
 def launch(
     q: Tensor, k: Tensor, v: Tensor, dout: Tensor, lse: Tensor, delta: Tensor, block: Block, score: Score, dq: Tensor,
-    parts: int, run=lambda kernel, grid, *args, **options: kernel[grid](*args, **options),
+    parts: int, run=dispatch,
     into: tuple[Tensor, Tensor] | None = None, arrivals: Arrivals | None = None, counters: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """dk and dv of each of ``parts`` parts of the group: (parts, batch, seq_k, kv_heads, head_dim). With ``into``, one
@@ -547,13 +548,16 @@ _GLUON = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float32:
 
 
 def _descriptor(x: Tensor, shape: list[int], swizzle: int | None = None) -> TensorDescriptor:
+    return TensorDescriptor(x, list(x.shape), list(x.stride()), shape, _layout(tuple(shape), x.dtype, swizzle))
+
+
+@functools.cache
+def _layout(shape: tuple[int, ...], dtype: torch.dtype, swizzle: int | None) -> gl.NVMMASharedLayout:
     if len(shape) == 2:
-        layout = gl.NVMMASharedLayout(0, 32, 2)  # rows of numbers, read back by ordinary loads: no swizzle
-    elif swizzle is not None:
-        layout = gl.NVMMASharedLayout(swizzle, 8 * x.element_size(), len(shape))
-    else:
-        layout = gl.NVMMASharedLayout.get_default_for(shape, _GLUON[x.dtype])
-    return TensorDescriptor.from_tensor(x, shape, layout)
+        return gl.NVMMASharedLayout(0, 32, 2)  # rows of numbers, read back by ordinary loads: no swizzle
+    if swizzle is not None:
+        return gl.NVMMASharedLayout(swizzle, 8 * dtype.itemsize, len(shape))
+    return gl.NVMMASharedLayout.get_default_for(list(shape), _GLUON[dtype])
 
 
 def _tma_ready(x: Tensor) -> bool:

@@ -33,7 +33,6 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from triton.compiler import CompiledKernel
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -46,6 +45,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from .block import Arrivals, Block, Score, State
+from .dispatch import dispatch
 from .hopper_primitives import FREE_BARRIERS, barrier_arrive, barrier_sync, keep_alive, wait_row
 
 LOG2E = 1.4426950408889634
@@ -722,7 +722,8 @@ def forward(
         outputs = (q.new_empty(shape, dtype=torch.float32), rows[0], rows[1])
     with torch.cuda.device(q.device):
         sms, counter = _sms(q.device), _counter(q.device)
-        _run(*_launch(q, k, v, block, score, state, sink, outputs, finalize, sms, counter, arrivals))
+        grid, args, constants = _launch(q, k, v, block, score, state, sink, outputs, finalize, sms, counter, arrivals)
+        dispatch(_forward_kernel, grid, *args, **constants)
     return (outputs[0], outputs[1]) if finalize else State(outputs[1], outputs[2], outputs[0])
 
 
@@ -761,23 +762,6 @@ def _launch(q, k, v, block, score, state, sink, outputs, finalize, sms, counter,
 def _int32(x: int) -> int:
     """x as 32 bits hold it: a count of calls wraps around."""
     return (x + 2**31) % 2**32 - 2**31
-
-
-_compiled: dict[tuple, CompiledKernel] = {}
-
-
-def _run(grid, args, constants) -> None:
-    """``_forward_kernel[grid](*args, **constants)``, without asking each time what to compile: of all arguments only
-    the constants, the dtype, the head dim and the alignment of the pointers matter."""
-    aligned = all(x.data_ptr() % 16 == 0 for x in args[4:] if isinstance(x, Tensor))
-    q = args[0].base
-    key = (q.device, q.dtype, q.shape[-1], *constants.values())
-    if aligned and key in _compiled:
-        _compiled[key][grid](*args, *constants.values())
-        return
-    kernel = _forward_kernel[grid](*args, **constants)
-    if aligned:
-        _compiled[key] = kernel
 
 
 def _pieces(x: Tensor, rows: int, first: int) -> tuple[TensorDescriptor, TensorDescriptor | None]:

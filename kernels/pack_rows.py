@@ -10,6 +10,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .dispatch import dispatch
+
 _TOKENS = 32
 
 
@@ -28,8 +30,9 @@ def pack_rows(k: Tensor, v: Tensor, whole: Tensor, own: Tensor, runs: Sequence[t
         return
     (o0, n0, f0), (o1, n1, f1) = [*runs, (0, 0, 0), (0, 0, 0)][:2]
     with torch.cuda.device_of(k):
-        _pack_rows[(heads * triton.cdiv(tokens, _TOKENS) * batch,)](
-            k, *k.stride()[:3], v, *v.stride()[:3], whole, own, tokens, heads, own.shape[2], dim, v.shape[3],
+        dispatch(
+            _pack_rows, (heads * triton.cdiv(tokens, _TOKENS) * batch,), k, *k.stride()[:3], v, *v.stride()[:3],
+            whole, own, tokens, heads, own.shape[2], dim, v.shape[3],
             o0, n0, f0, o1, n1, f1,
             DIM=triton.next_power_of_2(dim), DIM_V=triton.next_power_of_2(v.shape[3]), TOKENS=_TOKENS,
         )  # fmt: skip

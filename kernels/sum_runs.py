@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .dispatch import dispatch
 from .primitives import bound
 
 _TOKENS = 16
@@ -41,8 +42,9 @@ def sum_runs(table: Tensor, own: Tensor, landed: Tensor, dk: Tensor, dv: Tensor)
     if not dk.numel():
         return
     with torch.cuda.device_of(dk):
-        _sum_runs[(triton.cdiv(tokens, _TOKENS) * batch * heads,)](
-            table, table.shape[0], own, landed, dk, *dk.stride()[:3], dv, *dv.stride()[:3], tokens, heads, dim,
+        dispatch(
+            _sum_runs, (triton.cdiv(tokens, _TOKENS) * batch * heads,), table, table.shape[0], own, landed,
+            dk, *dk.stride()[:3], dv, *dv.stride()[:3], tokens, heads, dim,
             dv.shape[3], WIDTH=triton.next_power_of_2(dim + dv.shape[3]), TOKENS=_TOKENS,
         )  # fmt: skip
 

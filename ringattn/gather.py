@@ -218,7 +218,7 @@ class _PushedHome:
         return self.push.room(wave)
 
     def counters(self, wave: int, counts: Departures) -> Tensor:
-        return self.push.counters(wave, counts)[0]
+        return self.push.counters(wave, counts).raised
 
     def begin(self, wave: int, counts: Departures | None) -> None:
         self.push.begin(wave, counts)

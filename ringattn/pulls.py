@@ -9,22 +9,28 @@ exchange (*epoch*), which only grows::
     DONE[r]    at all ranks   rank r has pulled what it needs
     LANDED[r]  at all ranks   rank r has pushed its contributions to the gradients
     FREE[r]    at all ranks   rank r has summed what was pushed to it
+    EPOCH[s]   at rank r      the epoch whose keys and values are in slot s of rank r
 
 A rank waits until every other rank is READY before it launches the attention. That kernel may then start while its keys
 are still being pulled, and poll for them (:class:`.kernels.block.Arrivals`): nothing but copies is outstanding, which
 progress beside any kernel, so that two attentions in flight on two groups cannot wait for each other in a circle.
+
+The copies of a call are the same in every call of one shape, so they are recorded once and played: one call of the
+driver instead of one per copy, which would take longer than a short attention. A flag that says that a row has come is
+a copy too, of EPOCH from the other side of the link.
 
 Memory is laid out row by row, a row being one key head of one batch element: (rows, tokens, head_dim + head_dim_v).
 """
 
 from __future__ import annotations
 
+import functools
 import math
 import os
 import sys
 import threading
 import time
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -36,13 +42,14 @@ from . import stream_memory
 from .kernels.block import Arrivals, Departures
 from .schedule import Fetch
 
-READY, DONE, LANDED, FREE = range(4)
-_KINDS = 4
+READY, DONE, LANDED, FREE, EPOCH = range(5)
+_KINDS = 5
 _WORD = 32  # bytes between words: each in a sector of its own
 _RANKS = 64  # of one host, at most
 _PAD = _KINDS * _RANKS * _WORD  # bytes in front of the data
 _KEYS, _GRADIENTS = 0, 1  # regions behind the pad: two slots of keys and values; contributions
 LANES = 3
+_RECORDINGS = 256
 TIMEOUT = float(os.environ.get("RINGATTN_TIMEOUT", "600"))
 
 
@@ -53,6 +60,14 @@ class Region(NamedTuple):
     memory: Tensor
     addresses: list[int]
     keep: object
+
+
+class Counters(NamedTuple):
+    """(chunks of rows, segments) int32 that kernels raise; where each stood before, and what waits for each."""
+
+    raised: Tensor
+    before: list[int]
+    words: list[stream_memory.Words]
 
 
 class Link:
@@ -77,28 +92,51 @@ class Link:
         self.regions: list[Region | None] = [None, None]
         self.epochs = [0, 0]  # of pulls, of pushes
         self.flags = torch.zeros(0, 8, dtype=torch.int32, device=device)
-        self.counters: dict[tuple[int, int], tuple[Tensor, list[int]]] = {}
+        self.fetched = torch.zeros(0, dtype=torch.uint8, device=device)
+        self.recordings: OrderedDict[object, stream_memory.Recording] = OrderedDict()
+        self.counters: dict[tuple[int, int], Counters] = {}
         self.tables: dict[object, Tensor] = {}
         self.gave_up = torch.zeros(1, dtype=torch.int32).pin_memory()
+        kinds = range(EPOCH)
+        self.heard = [stream_memory.Words([self.word(rank, kind, p) for p in self.peers]) for kind in kinds]
+        self.told = [stream_memory.Words([self.word(p, kind, rank) for p in self.peers]) for kind in kinds]
+        ready = [self.word(p, READY, rank) for p in self.peers]
+        self.offered = [stream_memory.Words([self.word(rank, EPOCH, slot), *ready]) for slot in range(2)]
 
     def word(self, at: int, kind: int, of: int) -> int:
         """Address, mapped here, of a word in the memory of rank ``at``."""
         return self.pad.addresses[at] + (kind * _RANKS + of) * _WORD
 
     def tell(self, stream: torch.cuda.Stream, kind: int, epoch: int) -> None:
-        stream_memory.write(stream, [(self.word(p, kind, self.rank), epoch) for p in self.peers])
+        """Every other rank hears ``epoch`` when ``stream`` gets here."""
+        self.told[kind].write(stream, epoch)
 
-    def hear(self, stream: torch.cuda.Stream, kind: int, epoch: int, peers: Sequence[int] | None = None) -> None:
-        """``stream`` waits until ``peers``, every other rank if absent, have told ``epoch``."""
-        heard = self.peers if peers is None else peers
-        stream_memory.wait(stream, [(self.word(self.rank, kind, p), epoch) for p in heard])
+    def hear(self, stream: torch.cuda.Stream, kind: int, epoch: int) -> None:
+        """``stream`` waits until every other rank has told ``epoch``."""
+        self.heard[kind].wait(stream, epoch)
+
+    def play(self, key: object, operations: Callable[[], None]) -> None:
+        """Queue on the first lane what ``operations`` queues on all lanes, which is the same for the same key."""
+        found = self.recordings.get(key)
+        if found is None:
+            found = self.recordings[key] = stream_memory.Recording(self.lanes[0], operations)
+            while len(self.recordings) > _RECORDINGS:
+                self.recordings.popitem(last=False)
+        found.play(self.lanes[0])
 
     def reserve(self, which: int, size: int) -> Region:
         """At least ``size`` bytes on every rank; all ask for the same in the same call."""
         region = self.regions[which]
         if region is None or size > len(region.memory):
             region = self.regions[which] = Region(*self.share(-(-size // (1 << 21)) << 21))
+            self.recordings.clear()  # they hold the old addresses
         return region
+
+    def buffer(self, size: int) -> Tensor:
+        """``size`` bytes, the same memory in every call: recordings hold its address."""
+        if size > len(self.fetched):
+            self.fetched = torch.empty(size, dtype=torch.uint8, device=self.device)
+        return self.fetched
 
     def arrivals(self, rows: int) -> Tensor:
         if len(self.flags) < rows:
@@ -109,6 +147,11 @@ class Link:
     def shared_bytes(self) -> int:
         """Memory of this rank that the others can reach, which torch's allocator does not count."""
         return sum(len(region.memory) for region in (self.pad, *self.regions) if region is not None)
+
+    def held_bytes(self, backward: bool) -> int:
+        """Memory that stays between the calls of one pass."""
+        used = [self.pad, self.regions[_KEYS], *([self.regions[_GRADIENTS]] if backward else [])]
+        return sum(len(region.memory) for region in used if region is not None) + len(self.fetched)
 
 
 class Pull:
@@ -142,12 +185,18 @@ class Pull:
         self.slot = self.epoch % 2 * (len(self.region.memory) // 2)  # the same halves for all shapes
         self.rows = self.batch * max(w.stop - w.start for w in waves)
         self.flags = link.arrivals(len(waves) * self.rows)
+        wave_bytes = self.rows * self.keys * self.row_bytes
+        self.memory = [
+            link.buffer(min(2, len(waves)) * wave_bytes)[i * wave_bytes :] for i in range(min(2, len(waves)))
+        ]
         self.buffers: dict[int, Tensor] = {}
 
     def allocate(self, wave: int) -> tuple[Tensor, Tensor]:
         """Memory for the heads of a wave: (batch, keys, heads, head_dim) and the same for values."""
         heads = self.waves[wave]
-        self.buffers[wave] = self.k.new_empty(self.batch, heads.stop - heads.start, self.keys, self.width)
+        shape = (self.batch, heads.stop - heads.start, self.keys, self.width)
+        memory = self.memory[wave % 2][: math.prod(shape) * self.k.element_size()]
+        self.buffers[wave] = memory.view(self.k.dtype).view(shape)
         kv = self.buffers[wave].transpose(1, 2)
         return kv[..., : self.dim], kv[..., self.dim :]
 
@@ -155,8 +204,7 @@ class Pull:
         """Start to pull a wave, in the order in which it is attended: groups (of heads inside the wave), batch
         elements, heads."""
         link, heads, buffer = self.link, self.waves[wave], self.buffers[wave]
-        main = torch.cuda.current_stream()
-        count = heads.stop - heads.start
+        main, first = torch.cuda.current_stream(), link.lanes[0]
         free = main.record_event()  # nothing uses the memory of the buffer any more
         if wave == 0:
             self._offer(main)
@@ -165,32 +213,44 @@ class Pull:
                 if run.owner == link.rank:
                     mine = self.mine[:, heads, run.offset : run.offset + run.length]
                     buffer[:, :, run.first : run.first + run.length].copy_(mine)
-        base, row_bytes = buffer.data_ptr(), self.row_bytes
-        of_peer = [(p, [run for run in self.runs if run.owner == p]) for p in reversed(link.peers)]
-        first, *others = link.lanes
-        for i, lane in enumerate(link.lanes):
-            lane.wait_event(free)
-            link.hear(lane, READY, self.epoch, [p for p, _ in of_peer[i :: len(link.lanes)]])
-        for group in groups:
-            for b in range(self.batch):
-                for h in range(group.start, group.stop):
-                    row = b * count + h
-                    for i, (peer, runs) in enumerate(of_peer):
-                        theirs = self.region.addresses[peer] + self.slot
-                        theirs += (b * self.heads + heads.start + h) * self.lengths[peer] * row_bytes
-                        for run in runs:
-                            to = base + (row * self.keys + run.first) * row_bytes
-                            source = theirs + run.offset * row_bytes
-                            stream_memory.copy(link.lanes[i % len(link.lanes)], to, source, run.length * row_bytes)
-                    for lane in others:
-                        first.wait_event(lane.record_event())
-                    stream_memory.write(first, [(self._flag(wave, row), self.epoch)])
+        first.wait_event(free)
+        if wave == 0:
+            link.hear(first, READY, self.epoch)
+        key = (
+            self.slot, buffer.data_ptr(), self._flag(wave, 0), self.batch, self.heads, heads.start, heads.stop,
+            self.row_bytes, self.lengths, self.runs, tuple((g.start, g.stop) for g in groups),
+        )  # fmt: skip
+        link.play(key, functools.partial(self._copy, wave, groups))
         if wave == len(self.waves) - 1:
             link.tell(first, DONE, self.epoch)
             self.pulled = first.record_event()
         if wave == 0:
             link.hear(main, READY, self.epoch)  # see above: a kernel that waits may wait for copies only
             watch(link, main, f"pull {self.epoch}", READY, self.epoch)
+
+    def _copy(self, wave: int, groups: Sequence[slice]) -> None:
+        link, heads, buffer = self.link, self.waves[wave], self.buffers[wave]
+        count, row_bytes = heads.stop - heads.start, self.row_bytes
+        peers = link.peers[::-1]
+        first, *others = link.lanes
+        for lane in others:
+            lane.wait_event(first.record_event())
+        for group in groups:
+            for b in range(self.batch):
+                for h in range(group.start, group.stop):
+                    row = b * count + h
+                    for i, peer in enumerate(peers):
+                        theirs = self.region.addresses[peer] + self.slot
+                        theirs += (b * self.heads + heads.start + h) * self.lengths[peer] * row_bytes
+                        for run in self.runs:
+                            if run.owner == peer:
+                                to = buffer.data_ptr() + (row * self.keys + run.first) * row_bytes
+                                source = theirs + run.offset * row_bytes
+                                stream_memory.copy(link.lanes[i % len(link.lanes)], to, source, run.length * row_bytes)
+                    for lane in others:
+                        first.wait_event(lane.record_event())
+                    epoch = link.word(peers[0], EPOCH, self.epoch % 2)
+                    stream_memory.copy(first, self._flag(wave, row), epoch, 4)
 
     def _offer(self, main: torch.cuda.Stream) -> None:
         """This rank's keys and values to where the others pull them, and where one wave holds all to their place."""
@@ -202,7 +262,7 @@ class Pull:
         runs = [(run.offset, run.length, run.first) for run in self.runs if run.owner == link.rank]
         link.hear(main, DONE, self.epoch - 2)  # the slot was last read then
         pack_rows(self.k, self.v, self.mine, self.buffers[0], runs if len(self.waves) == 1 else [])
-        link.tell(main, READY, self.epoch)
+        link.offered[self.epoch % 2].write(main, self.epoch)
 
     def _flag(self, wave: int, row: int) -> int:
         return self.flags.data_ptr() + (wave * self.rows + row) * 32
@@ -215,7 +275,7 @@ class Pull:
         """What is queued after this sees the keys and values of these heads of the wave."""
         count = self.buffers[wave].shape[1]
         rows = [b * count + h for b in range(self.batch) for h in range(group.start, group.stop)]
-        stream_memory.wait(torch.cuda.current_stream(), [(self._flag(wave, row), self.epoch) for row in rows])
+        stream_memory.Words([self._flag(wave, row) for row in rows]).wait(torch.cuda.current_stream(), self.epoch)
 
     def release(self, wave: int) -> None:
         """Behind the last kernel of a wave. Its memory may be reused by work queued after this."""
@@ -266,14 +326,15 @@ class Push:
         rows = partial.transpose(1, 2)
         return rows[..., : self.dim], rows[..., self.dim :]
 
-    def counters(self, wave: int, departures: Departures) -> tuple[Tensor, list[int]]:
-        """Counters for a kernel, (chunks of rows, segments), and where they stood before it, one after another."""
+    def counters(self, wave: int, departures: Departures) -> Counters:
+        """What the kernel of a wave counts in."""
         heads = self.waves[wave]
         chunks = self.batch * (heads.stop - heads.start) // departures.rows
         key = (chunks, len(departures.counts))
         if key not in self.link.counters:
             made = torch.zeros(key, dtype=torch.int32, device=self.dk.device)
-            self.link.counters[key] = made, [0] * (chunks * len(departures.counts))
+            words = [stream_memory.Words([made.data_ptr() + 4 * i]) for i in range(made.numel())]
+            self.link.counters[key] = Counters(made, [0] * made.numel(), words)
         return self.link.counters[key]
 
     def begin(self, wave: int, departures: Departures | None) -> None:
@@ -288,7 +349,7 @@ class Push:
         if departures is None:
             pushing.wait_stream(torch.cuda.current_stream())
         else:
-            counters, before = self.counters(wave, departures)
+            _, before, words = self.counters(wave, departures)
         link.hear(pushing, FREE, self.epoch - 1)
         runs = self.fetches[rank]
         for chunk in range(rows // at_once):
@@ -297,7 +358,7 @@ class Push:
                     i = chunk * len(runs) + segment
                     before[i] = (before[i] + departures.counts[segment]) & 0xFFFFFFFF
                     if run.owner != rank:
-                        stream_memory.wait(pushing, [(counters.data_ptr() + 4 * i, before[i])])
+                        words[i].wait(pushing, before[i])
                 if run.owner == rank:
                     continue
                 for row in range(chunk * at_once, (chunk + 1) * at_once):

@@ -5,22 +5,22 @@ None of these needs a multiprocessor, so all of them make progress beside a kern
 and target of a copy are on different devices (a copy inside one device is a kernel). A comparison wraps around: a word
 is reached when ``int32(word - value) >= 0``.
 
-Reference: CUDA Driver API, "Stream Memory Operations" (cuStreamBatchMemOp) and "Memory Management" (cuMemcpyAsync).
+Reference: CUDA Driver API, "Stream Memory Operations" (cuStreamBatchMemOp), "Memory Management" (cuMemcpyAsync) and
+"Graph Management".
 """
 
 from __future__ import annotations
 
 import ctypes
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
-Word = tuple[int, int]  # the address of an int32, a value
-
 _WAIT, _WRITE = 1, 2  # CUstreamBatchMemOpType
 _MOST = 256  # operations of one call
+_THREAD_LOCAL = 1  # CUstreamCaptureMode: calls of other threads do not disturb the capture
 
 
 class _Operation(ctypes.Structure):
@@ -36,60 +36,128 @@ class _Operation(ctypes.Structure):
     )
 
 
+class _Driver:
+    """The functions used here, with the types of their arguments: a call takes about a microsecond."""
+
+    def __init__(self) -> None:
+        library = ctypes.CDLL("libcuda.so.1")
+        pointer, number, size = ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint64
+
+        def function(name: str, *types: Any) -> Any:
+            found = getattr(library, name)
+            found.argtypes, found.restype = types, ctypes.c_int
+            return found
+
+        self.memory_operations = function("cuStreamBatchMemOp_v2", pointer, number, pointer, number)
+        self.copy = function("cuMemcpyAsync", size, size, ctypes.c_size_t, pointer)
+        self.exchange_capture_mode = function("cuThreadExchangeStreamCaptureMode", pointer)
+        self.begin_capture = function("cuStreamBeginCapture_v2", pointer, number)
+        self.end_capture = function("cuStreamEndCapture", pointer, pointer)
+        self.instantiate = function("cuGraphInstantiateWithFlags", pointer, pointer, size)
+        self.launch = function("cuGraphLaunch", pointer, pointer)
+        self.destroy_graph = function("cuGraphDestroy", pointer)
+        self.destroy_executable = function("cuGraphExecDestroy", pointer)
+        self.error_name = function("cuGetErrorName", number, pointer)
+
+
 @functools.cache
-def _driver() -> Any:
-    return ctypes.CDLL("libcuda.so.1")
+def _driver() -> _Driver:
+    return _Driver()
 
 
 @functools.cache
 def available() -> bool:
     """Has this machine's driver these operations?"""
     try:
-        return torch.cuda.is_available() and hasattr(_driver(), "cuStreamBatchMemOp_v2")
-    except OSError:
+        return torch.cuda.is_available() and bool(_driver())
+    except (OSError, AttributeError):
         return False
 
 
-def write(stream: torch.cuda.Stream, words: Sequence[Word]) -> None:
-    """Store the values, in this order, once everything queued on ``stream`` so far is done and visible to all
-    devices."""
-    _queue(stream, _WRITE, words)
+class Words:
+    """int32 words, by their addresses, that are written or waited for together."""
+
+    def __init__(self, addresses: Sequence[int]) -> None:
+        self.batches = [
+            [
+                (_Operation * len(part))(*(_Operation(operation, address) for address in part))
+                for part in (addresses[i : i + _MOST] for i in range(0, len(addresses), _MOST))
+            ]
+            for operation in (_WAIT, _WRITE)
+        ]
+
+    def wait(self, stream: torch.cuda.Stream, value: int) -> None:
+        """What is queued on ``stream`` after this waits until every word has reached ``value``."""
+        self._queue(stream, self.batches[0], value)
+
+    def write(self, stream: torch.cuda.Stream, value: int) -> None:
+        """Store ``value``, word by word in their order, once everything queued on ``stream`` so far is done and
+        visible to all devices."""
+        self._queue(stream, self.batches[1], value)
+
+    def _queue(self, stream: torch.cuda.Stream, batches: list[Any], value: int) -> None:
+        value &= 0xFFFFFFFF
+        for batch in batches:
+            for operation in batch:
+                operation.value = value
+            _check(_driver().memory_operations(stream.cuda_stream, len(batch), batch, 0), "queueing words")
 
 
-def wait(stream: torch.cuda.Stream, words: Sequence[Word]) -> None:
-    """What is queued on ``stream`` after this waits until every word has reached its value."""
-    _queue(stream, _WAIT, words)
+def write(stream: torch.cuda.Stream, words: Sequence[tuple[int, int]]) -> None:
+    """:meth:`Words.write` of (address, value), each its own value."""
+    for address, value in words:
+        Words([address]).write(stream, value)
 
 
-def _queue(stream: torch.cuda.Stream, operation: int, words: Sequence[Word]) -> None:
-    for begin in range(0, len(words), _MOST):
-        part = words[begin : begin + _MOST]
-        operations = (_Operation * len(part))()
-        for one, (address, value) in zip(operations, part, strict=True):
-            one.operation, one.address, one.value = operation, address, value & 0xFFFFFFFF
-        _check(
-            _driver().cuStreamBatchMemOp_v2(ctypes.c_void_p(stream.cuda_stream), len(part), operations, 0),
-            f"queueing {len(part)} stream memory operations",
-        )
+def wait(stream: torch.cuda.Stream, words: Sequence[tuple[int, int]]) -> None:
+    """:meth:`Words.wait` of (address, value), each its own value."""
+    for address, value in words:
+        Words([address]).wait(stream, value)
 
 
 def copy(stream: torch.cuda.Stream, target: int, source: int, size: int) -> None:
     """Copy ``size`` bytes between addresses, which may be another device's."""
-    _check(
-        _driver().cuMemcpyAsync(
-            ctypes.c_uint64(target), ctypes.c_uint64(source), ctypes.c_size_t(size), ctypes.c_void_p(stream.cuda_stream)
-        ),
-        f"copying {size} bytes",
-    )
+    if error := _driver().copy(target, source, size, stream.cuda_stream):
+        _check(error, f"copying {size} bytes")
+
+
+class Recording:
+    """Operations that can be queued again and again in one call: a CUDA graph.
+
+    Args:
+        stream: where ``operations`` begin and end; other streams that take part wait for its events and it for theirs.
+        operations: queues them; nothing runs yet.
+    """
+
+    def __init__(self, stream: torch.cuda.Stream, operations: Callable[[], None]) -> None:
+        driver, graph = _driver(), ctypes.c_void_p()
+        self.executable = ctypes.c_void_p()
+        _check(driver.begin_capture(stream.cuda_stream, _THREAD_LOCAL), "recording")
+        try:
+            operations()
+        finally:
+            error = driver.end_capture(stream.cuda_stream, ctypes.byref(graph))
+        _check(error, "recording")
+        try:
+            _check(driver.instantiate(ctypes.byref(self.executable), graph, 0), "making a graph of a recording")
+        finally:
+            driver.destroy_graph(graph)
+
+    def play(self, stream: torch.cuda.Stream) -> None:
+        _check(_driver().launch(self.executable, stream.cuda_stream), "playing a recording")
+
+    def __del__(self) -> None:
+        if self.executable:
+            _driver().destroy_executable(self.executable)
 
 
 def ignore_captures() -> None:
     """Calls of this thread do not disturb a graph capture of another one."""
-    _check(_driver().cuThreadExchangeStreamCaptureMode(ctypes.byref(ctypes.c_int(2))), "leaving captures alone")
+    _check(_driver().exchange_capture_mode(ctypes.byref(ctypes.c_int(2))), "leaving captures alone")
 
 
 def _check(error: int, what: str) -> None:
     if error:
         name = ctypes.c_char_p()
-        _driver().cuGetErrorName(error, ctypes.byref(name))
+        _driver().error_name(error, ctypes.byref(name))
         raise RuntimeError(f"{what}: the CUDA driver says {(name.value or b'?').decode()} ({error})")

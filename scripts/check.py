@@ -219,7 +219,7 @@ def memory(group: Any, device: torch.device, dataflow: str, tokens: int = 8192) 
         kept = sum(x.numel() * x.element_size() for x in results)
         measured = torch.cuda.max_memory_allocated(device) - before - kept
         if dataflow == "gather" and (link := plan.transport.link(q)) is not None:
-            measured += link.shared_bytes
+            measured += link.held_bytes(backward=name == "backward")
         found.append((f"{dataflow} {name}", measured / 2**20, plan.memory_bytes(backward=name == "backward") / 2**20))
     return found
 

@@ -1,0 +1,39 @@
+"""Launching a Triton or Gluon kernel without asking each time what to compile.
+
+Triton's dispatch looks at every argument in every launch, which takes longer than a short kernel runs. Here the
+compiled kernel is remembered under what the choice depends on: the constants, and of each argument its dtype, whether
+an address or an integer divides by 16, and whether an integer is one or needs 64 bits.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+from triton.compiler import CompiledKernel
+
+_compiled: dict[tuple, tuple[CompiledKernel, list[Any]]] = {}
+
+
+def dispatch(kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> None:
+    """``kernel[grid](*args, **constants)`` on the current stream; ``constants`` are its constexprs and options."""
+    device = next(x.device for x in args if isinstance(x, Tensor))
+    key = (kernel, device, *map(_kind, args), *constants.values())
+    found = _compiled.get(key)
+    if found is not None:
+        compiled, values = found
+        compiled[grid](*args, *values)
+        return
+    compiled = kernel[grid](*args, **constants)
+    if isinstance(compiled, CompiledKernel):  # the interpreter compiles nothing
+        _compiled[key] = compiled, [constants[name] for name in kernel.arg_names[len(args) :]]
+
+
+def _kind(x: Any) -> Any:
+    if isinstance(x, Tensor):
+        return x.dtype, x.data_ptr() % 16 == 0
+    if isinstance(x, bool) or x is None or isinstance(x, float):
+        return type(x)
+    if isinstance(x, int):
+        return -1 if x == 1 else (x % 16 == 0) + 2 * (not -(2**31) <= x < 2**31)
+    return x.base.dtype, *x.block_shape, getattr(x, "layout", None)  # a TMA descriptor
