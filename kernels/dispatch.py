@@ -17,6 +17,7 @@ _compiled: dict[tuple, tuple[CompiledKernel, list[Any]]] = {}
 
 def dispatch(kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> None:
     """``kernel[grid](*args, **constants)`` on the current stream; ``constants`` are its constexprs and options."""
+    grid = (*grid, 1, 1)[:3]
     device = next(x.device for x in args if isinstance(x, Tensor))
     key = (kernel, device, *map(_kind, args), *constants.values())
     found = _compiled.get(key)
