@@ -79,8 +79,8 @@ DEFAULTS: dict[tuple[str, str], Costs] = {
     ("cuda", "copy engines"): _H200,
     ("cuda", "messages"): Costs(**{**asdict(_H200), "message_gbs": 45.0, "contention": 0.1}),
     ("cpu", "messages"): Costs(
-        forward_tflops=0.03, backward_tflops=0.03, memory_gbs=5, kernel_ms=0.3,
-        message_gbs=1, local_gbs=1, message_ms=0.15, contention=1, ring_forward_ms=0, ring_backward_ms=0,
+        forward_tflops=0.02, backward_tflops=0.02, memory_gbs=15, kernel_ms=1,
+        message_gbs=0.6, local_gbs=0.6, message_ms=0.5, contention=1, ring_forward_ms=0, ring_backward_ms=0,
         pull_gbs=1, copy_ms=0, handshake_ms=0, gather_forward_ms=0, gather_backward_ms=0,
     ),
 }  # fmt: skip

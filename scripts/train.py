@@ -596,6 +596,7 @@ def run(args: argparse.Namespace, saved: dict[str, Any] | None) -> None:
         model.load_state_dict(saved["model"])
         optimizer.load_state_dict(saved["optimizer"])
         losses = saved["losses"]
+    dataflow = make_plan(args.context, None, args).dataflow  # every rank asks
     if text is not None:
         kind = ("GPU", "GPUs") if device.type == "cuda" else ("CPU process", "CPU processes")
         count = sum(p.numel() for p in model.parameters())
@@ -605,7 +606,6 @@ def run(args: argparse.Namespace, saved: dict[str, Any] | None) -> None:
             f"  model  {count:,} parameters: {args.layers} layers of {args.dim}, {args.heads} query heads, "
             f"{args.kv_heads} for keys and values, of {args.dim // args.heads} each"
         )
-        dataflow = make_plan(1, virtual.VirtualRank(0, 1), args).dataflow
         print(f"  split  {args.layout} layout, {dataflow} dataflow")
         if losses:
             print(f"  goes on after step {len(losses)}, loss {losses[-1]:.4f}")

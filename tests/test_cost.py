@@ -269,7 +269,7 @@ def planned(folders: list[str], dataflow: str) -> tuple[str, str]:
 def test_ranks_must_have_the_same_costs(pools: Callable[[int], Pool], world_size: int, tmp_path: Path) -> None:
     folders = {name: str(tmp_path / name) for name in ("a", "b", "broken", "none")}
     cost.write(Path(folders["a"]) / "some.json", "messages", SOME)
-    cost.write(Path(folders["b"]) / "some.json", "messages", replace(SOME, message_ms=0.5))
+    cost.write(Path(folders["b"]) / "some.json", "messages", replace(SOME, message_ms=0.75))
     cost.write(Path(folders["broken"]) / "some.json", "messages", SOME)
     (Path(folders["broken"]) / "some.json").write_text("{")
 

@@ -1,0 +1,363 @@
+"""What do kernels, links and launches take on this machine? The answer decides ``dataflow="auto"``.
+
+    torchrun --standalone --nproc-per-node 4 scripts/calibrate.py
+    torchrun --nnodes 2 ... --nproc-per-node 8 scripts/calibrate.py            the links between these hosts
+    torchrun --standalone --nproc-per-node 2 scripts/calibrate.py --device cpu --tokens 64
+
+Measures the constants of :class:`ringattn.cost.Costs`, each on all ranks at once and by the slowest of them: the rates
+of the attention kernels, of memory and of messages, what a launch, a message and a copy take beside their bytes, the
+least time of a ring's slot and of a gather (of a few tokens), what attention beside messages loses, and what a gather's
+handshakes leave exposed. Then it measures ring and gather as a whole, beside what the model says with these constants:
+the last columns should be near each other.
+
+The constants are written for groups of as many ranks, by one rank of each host, to
+``~/.cache/ringattn/<hostname>-<gpu>-<ranks>.json`` (in XDG_CACHE_HOME if set, or the file RINGATTN_CALIBRATION). The
+copy engines of one host and messages have their own constants in the file. A process reads it once, at its first plan.
+The last line is the same as JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import ringattn
+from ringattn import cost, stream_memory
+from ringattn import transport as transports
+from ringattn.estimate import Shape
+from ringattn.kernels.block import Score, accumulation_dtype, block_backward, block_delta, block_forward
+from ringattn.transport import Pending
+from ringattn.virtual import VirtualRank
+
+FEW = 16  # tokens per rank, where only launches and latencies count
+WORDS = {
+    "forward_tflops": "attention kernel, forward, TFLOP/s",
+    "backward_tflops": "attention kernel, backward, TFLOP/s",
+    "memory_gbs": "a pass over memory, GB/s",
+    "kernel_ms": "launch of a kernel, ms",
+    "message_gbs": "messages, GB/s in one direction",
+    "local_gbs": "messages inside a host, GB/s",
+    "message_ms": "a message beside its bytes, ms",
+    "contention": "of the shorter, attention beside messages loses",
+    "ring_forward_ms": "least time of a ring's slot, forward, ms",
+    "ring_backward_ms": "least time of a ring's slot, backward, ms",
+    "pull_gbs": "copy engines, all peers together, GB/s",
+    "copy_ms": "a copy beside its bytes, ms",
+    "handshake_ms": "exposed handshake of a gather, ms",
+    "gather_forward_ms": "least time of a gather, forward, ms",
+    "gather_backward_ms": "least time of a gather, backward, ms",
+}
+
+
+class Machine:
+    """All ranks make the same calls, and get the same numbers."""
+
+    def __init__(self, device: torch.device, tokens: int, seconds: float, kernel: str) -> None:
+        self.device, self.tokens, self.seconds, self.kernel = device, tokens, seconds, kernel
+        self.cuda = device.type == "cuda"
+        self.dtype = torch.bfloat16 if self.cuda else torch.float32
+        self.shape = Shape(itemsize=self.dtype.itemsize)
+        self.transport = transports.of(None)
+        self.rank, self.world = self.transport.rank, self.transport.world_size
+        self.link = cost.LINKS[0 if self.transport.pulls else 1]
+
+    def time(self, body: Callable[[], object], at_least: int = 3) -> float:
+        """Milliseconds of one call among many, on the slowest rank: the median of three segments."""
+        body()
+        self.segment(body, 1)  # the first calls are slow
+        once = max(self.segment(body, 2), 1e-3)
+        count = max(at_least, min(50, int(self.seconds / 3 * 1000 / once)))
+        return statistics.median(self.segment(body, count) for _ in range(3))
+
+    def segment(self, body: Callable[[], object], count: int) -> float:
+        dist.barrier()
+        self.synchronize()
+        start = time.perf_counter()
+        for _ in range(count):
+            body()
+        self.synchronize()
+        took = torch.tensor([(time.perf_counter() - start) * 1000 / count], device=self.device)
+        dist.all_reduce(took, op=dist.ReduceOp.MAX)
+        return took.item()
+
+    def synchronize(self) -> None:
+        if self.cuda:
+            torch.cuda.synchronize()
+
+    def zeros(self, elements: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        return torch.zeros(elements, dtype=dtype, device=self.device)
+
+    def tensors(self, tokens: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """q, k, v, dout of one rank."""
+        s = self.shape
+        make = torch.Generator(self.device).manual_seed(self.rank)
+        q, k, v, dout = (
+            torch.randn(1, tokens, h, s.head_dim, device=self.device, dtype=self.dtype, generator=make)
+            for h in (s.q_heads, s.kv_heads, s.kv_heads, s.q_heads)
+        )
+        return q, k, v, dout
+
+    # Kernels
+
+    def attention(self, tokens: int) -> tuple[Callable[[], object], Callable[[], object]]:
+        """Forward and backward of one rank alone: every query sees every key."""
+        q, k, v, dout = self.tensors(tokens)
+        block = ringattn.plan(tokens, VirtualRank(0, 1, self.device)).block(0, 0, self.device)
+        score = Score(self.shape.head_dim**-0.5)
+
+        def forward() -> Any:
+            return block_forward(q, k, v, block, score, finalize=True, kernel=self.kernel)
+
+        out, lse = forward()
+        delta, dq = block_delta(out, dout, None), torch.zeros_like(q, dtype=accumulation_dtype(q))
+
+        def backward() -> Any:
+            return block_backward(q, k, v, dout, lse, delta, block, score, dq=dq, kernel=self.kernel)
+
+        return forward, backward
+
+    def kernels(self) -> dict[str, float]:
+        launch = self.time(self.attention(FEW)[0])
+        rates = []
+        flops = 4 * self.shape.q_heads * self.shape.head_dim * self.tokens**2
+        for body, products in zip(self.attention(self.tokens), (1.0, 2.5), strict=True):
+            took = self.time(body)
+            rates.append(products * flops / max(took - launch, took / 2) / 1e9)
+        a, b = (self.zeros((16 if self.cuda else 1) << 20) for _ in range(2))
+        memory = 3 * a.nbytes / self.time(lambda: a.add_(b)) / 1e6
+        return dict(kernel_ms=launch, forward_tflops=rates[0], backward_tflops=rates[1], memory_gbs=memory)
+
+    # Messages
+
+    @property
+    def local(self) -> int:
+        """Ranks per host."""
+        said = int(os.environ.get("LOCAL_WORLD_SIZE", self.world))
+        return said if self.world % said == 0 else self.world
+
+    @property
+    def across(self) -> int:
+        """From a rank to one of another host, or to the next one where there is one host."""
+        return self.local if self.local < self.world else 1
+
+    def exchange(self, stride: int, size: int, count: int = 1) -> Callable[[], Pending]:
+        """Every rank starts to send ``count`` messages of about ``size`` bytes to the rank ``stride`` further, inside
+        its host if that is less than there are."""
+        base, ranks = (self.rank // self.local * self.local, self.local) if stride < self.local else (0, self.world)
+        to, source = (base + (self.rank - base + turn) % ranks for turn in (stride, -stride))
+        mine, theirs = ([self.zeros(size // 4 + 1) for _ in range(count)] for _ in range(2))
+        return lambda: self.transport.start([(x, to) for x in mine], [(x, source) for x in theirs])
+
+    def messages(self) -> dict[str, float]:
+        size = (64 if self.cuda else 4) << 20
+        few = self.exchange(self.across, 64, 2)
+        latency = self.time(lambda: few().wait()) / 2
+        rates = {}
+        for stride in sorted({self.across, 1}):
+            many = self.exchange(stride, size)
+            took = self.time(lambda many=many: many().wait())  # type: ignore[misc]
+            rates[stride] = size / max(took - latency, took / 2) / 1e6
+        return dict(message_ms=latency, message_gbs=rates[self.across], local_gbs=rates[1])
+
+    def contention(self, message_gbs: float) -> float:
+        """Attention, and messages that take about as long, alone and beside each other."""
+        work = self.attention(self.tokens)[0]
+        alone = self.time(work)
+        start = self.exchange(self.across, int(min(alone * message_gbs * 1e6, 256 << 20)))
+
+        def beside() -> None:
+            moving = start()
+            work()
+            moving.wait()
+
+        moving, both = self.time(lambda: start().wait()), self.time(beside)
+        return min(max((both - max(alone, moving)) / min(alone, moving), 0.0), 1.0)
+
+    # Copy engines
+
+    def copies(self) -> dict[str, float]:
+        """Every rank pulls from all others."""
+        link = self.transport.link(self.zeros(1))
+        assert link is not None
+        size, few = 32 << 20, 64
+        region = link.reserve(0, size)
+        here = self.zeros(size * len(link.peers) // 4)
+
+        def pull(times: int, size: int) -> Callable[[], None]:
+            def copy() -> None:
+                main = torch.cuda.current_stream()
+                for lane in link.lanes:
+                    lane.wait_stream(main)
+                for _ in range(times):
+                    for i, peer in enumerate(link.peers):
+                        lane = link.lanes[i % len(link.lanes)]
+                        stream_memory.copy(lane, here.data_ptr() + i * size, region.addresses[peer], size)
+                for lane in link.lanes:
+                    main.wait_stream(lane)
+
+            return copy
+
+        one = self.time(pull(few, 1024)) / few / len(link.peers)
+        took = self.time(pull(1, size))
+        return dict(copy_ms=one, pull_gbs=size * len(link.peers) / max(took - one, took / 2) / 1e6)
+
+    # Whole calls
+
+    def call(self, tokens: int, dataflow: str) -> tuple[float, float]:
+        """Forward and backward of a causal attention."""
+        plan = ringattn.plan(tokens * self.world, causal=True, dataflow=dataflow)
+        q, k, v, dout = self.tensors(tokens)
+        leaves = [x.requires_grad_() for x in (q, k, v)]
+
+        def forward() -> Any:
+            return ringattn.attention(q, k, v, plan, kernel=self.kernel)
+
+        def both() -> None:
+            torch.autograd.grad(forward(), leaves, dout)
+
+        with torch.no_grad():
+            first = self.time(forward)
+        return first, max(self.time(both) - first, 0.0)
+
+    def floors(self) -> dict[str, float]:
+        forward, backward = self.call(FEW, "ring")
+        found = dict(ring_forward_ms=forward / self.world, ring_backward_ms=backward / (self.world + 1))
+        if self.transport.pulls:
+            forward, backward = self.call(FEW, "gather")
+            found |= dict(gather_forward_ms=forward, gather_backward_ms=backward)
+        return found
+
+    def problem(self) -> cost.Problem:
+        """Of the causal attention of :meth:`call`."""
+        with no_file():
+            choice = ringattn.plan(self.tokens * self.world, causal=True).choice
+        assert choice is not None
+        return choice.problem
+
+    def modelled(self, costs: cost.Costs, dataflow: str) -> cost.Candidate:
+        return cost.choose(self.problem(), costs, "", self.shape).of(dataflow)
+
+    def calibrate(self) -> tuple[cost.Costs, list[dict[str, Any]]]:
+        """The constants, and what the model makes of them beside what was measured."""
+        usual = cost.default(self.device.type, self.link)
+        say = self.say
+        say("kernels")
+        found = self.kernels()
+        say("messages")
+        found |= self.messages()
+        found["contention"] = self.contention(found["message_gbs"])
+        if self.transport.pulls:
+            say("copy engines")
+            found |= self.copies()
+        say("calls")
+        found |= self.floors()
+        costs = replace(usual, **found)
+        took = {name: self.call(self.tokens, name) for name in ("ring", "gather")}
+        if self.transport.pulls:  # what the model does not explain otherwise
+            rest = self.modelled(replace(costs, handshake_ms=0.0), "gather")
+            one, two = (a - b for a, b in zip(took["gather"], (rest.forward, rest.backward), strict=True))
+            costs = replace(costs, handshake_ms=max(0.0, (one + two) / 3))  # one in the forward, two in the backward
+        checked = []
+        for name, (forward, backward) in took.items():
+            model = self.modelled(costs, name)
+            checked.append(
+                dict(dataflow=name, tokens=self.tokens, forward_ms=forward, backward_ms=backward,
+                     modelled_forward_ms=model.forward, modelled_backward_ms=model.backward)
+            )  # fmt: skip
+        return costs, checked
+
+    def say(self, what: str) -> None:
+        if self.rank == 0:
+            print(f"measuring {what} ...", file=sys.stderr, flush=True)
+
+
+@contextlib.contextmanager
+def no_file() -> Iterator[None]:
+    """Plans are made with default costs."""
+    before = os.environ.get("RINGATTN_CALIBRATION")
+    os.environ["RINGATTN_CALIBRATION"] = f"/nonexistent/{os.getpid()}"
+    try:
+        yield
+    finally:
+        del os.environ["RINGATTN_CALIBRATION"]
+        if before is not None:
+            os.environ["RINGATTN_CALIBRATION"] = before
+
+
+def table(costs: cost.Costs, usual: cost.Costs, checked: list[dict[str, Any]]) -> str:
+    lines = [f"{'':<52}{'measured':>12}{'default':>12}"]
+    for name, value in asdict(costs).items():
+        lines.append(f"{WORDS[name]:<52}{value:>12.4g}{getattr(usual, name):>12.4g}")
+    lines.append(f"\n{'causal, ms':<28}{'forward':>12}{'modelled':>12}{'backward':>12}{'modelled':>12}")
+    for row in checked:
+        what = f"{row['dataflow']}, {row['tokens']} tokens per rank"
+        numbers = (row[n] for n in ("forward_ms", "modelled_forward_ms", "backward_ms", "modelled_backward_ms"))
+        lines.append(f"{what:<28}" + "".join(f"{x:>12.3f}" for x in numbers))
+    return "\n".join(lines)
+
+
+def parse(argv: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--tokens", type=int, help="per rank; 8192 on a GPU, 128 on a CPU")
+    parser.add_argument("--seconds", type=float, default=0.3, help="for each measurement")
+    parser.add_argument("--kernel", default="auto")
+    return parser.parse_args(argv)
+
+
+def run(args: argparse.Namespace, device: torch.device) -> Path:
+    """Measure with the default group and write the file. Every rank calls this."""
+    tokens = args.tokens or (8192 if device.type == "cuda" else 128)
+    machine = Machine(device, tokens, args.seconds, args.kernel)
+    if machine.world == 1:
+        raise SystemExit("one rank has no choice; start it with torchrun --nproc-per-node 2 or more")
+    costs, checked = machine.calibrate()
+    gpu = torch.cuda.get_device_name(device) if machine.cuda else "cpu"
+    file = cost.path(gpu, machine.world)
+    if int(os.environ.get("LOCAL_RANK", machine.rank)) == 0:
+        cost.write(file, machine.link, costs)
+    dist.barrier()
+    cost.read.cache_clear()
+    if machine.rank == 0:
+        print(f"{gpu}, {machine.world} ranks, {machine.link}: {file}")
+        print(table(costs, cost.default(device.type, machine.link), checked))
+        said = dict(file=str(file), gpu=gpu, ranks=machine.world, link=machine.link, costs=asdict(costs), check=checked)
+        print(json.dumps(said), flush=True)
+    return file
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = parse(argv)
+    if "RANK" not in os.environ:
+        raise SystemExit("start it with torchrun --standalone --nproc-per-node N scripts/calibrate.py")
+    if os.environ.get("LOCAL_WORLD_SIZE") == os.environ.get("WORLD_SIZE"):
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # one host
+    device = torch.device(args.device)
+    if device.type == "cuda":
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(device)
+        dist.init_process_group("nccl", device_id=device)
+    else:
+        dist.init_process_group("gloo")
+    run(args, device)
+    dist.destroy_process_group()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,62 @@
+"""scripts/calibrate.py: two gloo ranks, from end to end."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from dataclasses import asdict, fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from pool import Pool, on_ranks
+
+import ringattn
+from ringattn import cost, virtual
+from scripts import calibrate
+
+
+def calibrated(file: str) -> tuple[dict[str, Any], str]:
+    """What a rank finds in the file afterwards, and what its plans say."""
+    os.environ["RINGATTN_CALIBRATION"] = file
+    try:
+        args = calibrate.parse(["--device", "cpu", "--tokens", "32", "--seconds", "0.002"])
+        assert calibrate.run(args, torch.device("cpu")) == Path(file)
+        found = cost.read(Path(file), "messages")
+        assert found is not None
+        return asdict(found), str(ringattn.plan(64, causal=True).choice)
+    finally:
+        del os.environ["RINGATTN_CALIBRATION"]
+
+
+@pytest.mark.parametrize("world_size", on_ranks(2))
+def test_two_ranks_measure_write_and_decide(pools: Callable[[int], Pool], world_size: int, tmp_path: Path) -> None:
+    file = tmp_path / "machine.json"
+    answers = pools(world_size).run(calibrated, str(file))
+    assert answers[0] == answers[1]
+    costs, said = answers[0]
+    assert json.loads(file.read_text()) == {"version": cost.VERSION, "links": {"messages": costs}}
+    copied = {"pull_gbs", "copy_ms", "handshake_ms", "gather_forward_ms", "gather_backward_ms"}  # not without a GPU
+    assert {name: costs[name] for name in copied} == {n: getattr(cost.default("cpu", "messages"), n) for n in copied}
+    measured = costs.keys() - copied - {"contention"}
+    assert all(costs[name] > 0 for name in measured)
+    assert 0 <= costs["contention"] <= 1
+    assert f"costs: measured, {file}" in said
+    assert ringattn.plan(64, virtual.VirtualRank(0, 2), causal=True).choice.source == "defaults"
+
+
+def test_every_constant_has_words_and_a_line() -> None:
+    assert list(calibrate.WORDS) == [f.name for f in fields(cost.Costs)]
+    usual = cost.default("cuda", "copy engines")
+    row = dict(dataflow="ring", tokens=8, forward_ms=1, backward_ms=2, modelled_forward_ms=3, modelled_backward_ms=4)
+    text = calibrate.table(usual, usual, [row])
+    assert all(words in text for words in calibrate.WORDS.values())
+    assert text.splitlines()[-1].split() == ["ring,", "8", "tokens", "per", "rank", "1.000", "3.000", "2.000", "4.000"]
+
+
+def test_without_torchrun_it_says_how(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RANK", raising=False)
+    with pytest.raises(SystemExit, match="torchrun --standalone --nproc-per-node N"):
+        calibrate.main([])
