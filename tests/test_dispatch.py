@@ -1,0 +1,106 @@
+"""Launches that do not ask what to compile: the same compiled kernel only where Triton would choose the same."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+from triton.compiler import CompiledKernel
+
+from ringattn.kernels import dispatch as dispatching
+from ringattn.kernels.dispatch import dispatch
+
+
+class Compiled(CompiledKernel):
+    """What a compilation gives; notes its launches, and needs three numbers of a grid as the real one does."""
+
+    def __init__(self) -> None:  # nothing is compiled
+        self.launches: list[tuple[tuple[int, ...], tuple[Any, ...]]] = []
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        x, y, z = grid[0], grid[1], grid[2]
+        return lambda *args: self.launches.append(((x, y, z), args))
+
+    def __del__(self) -> None:
+        pass
+
+
+class Kernel:
+    arg_names = ("x", "n", "scale", "sink", "BLOCK", "FLAG")
+
+    def __init__(self, interpreted: bool = False) -> None:
+        self.interpreted = interpreted
+        self.compiled: list[Compiled] = []
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        def launch(*args: Any, **constants: Any) -> Compiled | None:
+            assert len(grid) == 3
+            self.compiled.append(Compiled())
+            return None if self.interpreted else self.compiled[-1]
+
+        return launch
+
+
+def test_a_second_launch_asks_nobody() -> None:
+    kernel = Kernel()
+    x = torch.zeros(64)
+    for n in (32, 48, 64):  # all divide by 16
+        dispatch(kernel, (n,), x, n, 0.5, None, BLOCK=64, FLAG=True, num_warps=4)
+    assert len(kernel.compiled) == 1
+    # Options are no parameters; the constants come in the order of the parameters.
+    assert kernel.compiled[0].launches == [((48, 1, 1), (x, 48, 0.5, None, 64, True)),
+                                           ((64, 1, 1), (x, 64, 0.5, None, 64, True))]  # fmt: skip
+
+
+BASE = dict(x=torch.zeros(64), n=32, scale=0.5, sink=None, BLOCK=64, FLAG=True, num_warps=4)
+OTHER = {
+    "dtype": dict(x=torch.zeros(64, dtype=torch.float64)),
+    "alignment": dict(x=torch.zeros(64)[1:]),
+    "an integer that does not divide": dict(n=33),
+    "one": dict(n=1),
+    "64 bits": dict(n=2**31),
+    "an argument that is there": dict(sink=torch.zeros(16)),
+    "a constant": dict(BLOCK=128),
+    "a flag": dict(FLAG=False),
+    "an option": dict(num_warps=8),
+    "a descriptor": dict(sink=SimpleNamespace(base=torch.zeros(1), block_shape=[1, 64], layout="a")),
+}
+
+
+@pytest.mark.parametrize("name", OTHER)
+def test_what_the_choice_depends_on(name: str) -> None:
+    kernel = Kernel()
+    for change in ({}, OTHER[name], {}, OTHER[name]):
+        call = {**BASE, **change}
+        x, n, scale, sink = (call.pop(k) for k in ("x", "n", "scale", "sink"))
+        dispatch(kernel, (1,), x, n, scale, sink, **call)
+    assert len(kernel.compiled) == 2
+    assert [len(c.launches) for c in kernel.compiled] == [1, 1]
+
+
+def test_layouts_of_descriptors_count() -> None:
+    kernel = Kernel()
+    for layout in ("a", "b", "a"):
+        box = SimpleNamespace(base=torch.zeros(1), block_shape=[1, 64], layout=layout)
+        dispatch(kernel, (1, 1, 1), torch.zeros(1), 2, 1.0, box, BLOCK=1, FLAG=False)
+    assert len(kernel.compiled) == 2
+
+
+def test_the_interpreter_is_asked_each_time() -> None:
+    kernel = Kernel(interpreted=True)
+    for _ in range(3):
+        dispatch(kernel, (2,), torch.zeros(1), 2, 1.0, None, BLOCK=1, FLAG=False)
+    assert len(kernel.compiled) == 3
+
+
+def test_kernels_do_not_share(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dispatching, "_compiled", {})
+    first, second = Kernel(), Kernel()
+    for kernel in (first, second, first, second):
+        dispatch(kernel, (2,), torch.zeros(1), 2, 1.0, None, BLOCK=1, FLAG=False)
+    assert len(dispatching._compiled) == 2
+    assert [len(k.compiled) for k in (first, second)] == [1, 1]
