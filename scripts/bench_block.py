@@ -19,8 +19,8 @@ that reads and writes the float32 state (m, l, o), beside the one that finishes.
 first. A rate above the peak of the matrix units (multiprocessors x clock limit x rate per clock) ends the run: then
 the timing is wrong.
 
-FlashAttention-3 (``flash_attn_interface`` or ``fa3_fwd``) and -4 (``flash_attn.cute``) join if they can be imported.
-The last line is all of it as JSON.
+FlashAttention-3 (``flash_attn_interface``, or the wheel ``fa3-fwd``) and -4 (``flash_attn.cute``) join if they can be
+imported. The last line is all of it as JSON.
 """
 
 from __future__ import annotations
@@ -187,7 +187,7 @@ def find_others(flex: bool) -> dict[str, Callable]:
     }
     if flex:
         found["FlexAttention"] = flex_attention()
-    for name, modules in (("FA3", ("flash_attn_interface", "fa3_fwd")), ("FA4", ("flash_attn.cute",))):
+    for name, modules in (("FA3", ("flash_attn_interface", "fa3_fwd_interface")), ("FA4", ("flash_attn.cute",))):
         for module in modules:
             try:
                 function = importlib.import_module(module).flash_attn_func
