@@ -98,7 +98,7 @@ def path(gpu: str, world_size: int) -> Path:
     RINGATTN_CALIBRATION says. ``gpu``: the device's name, or "cpu"."""
     if said := os.environ.get("RINGATTN_CALIBRATION"):
         return Path(said)
-    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")  # "~" where there is no home
     name = "-".join(re.sub(r"[^A-Za-z0-9.]+", "_", part) for part in (socket.gethostname(), gpu))
     return Path(cache) / "ringattn" / f"{name}-{world_size}.json"
 
@@ -135,7 +135,7 @@ def read(file: Path, link: str) -> Costs | None:
         if said.keys() != {f.name for f in fields(Costs)}:
             raise ValueError(f"it has the constants {sorted(said)}")
         return Costs(**said)
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return None
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         warnings.warn(

@@ -199,18 +199,25 @@ class Machine:
         here = self.zeros(size * len(link.peers) // 4)
 
         def pull(times: int, size: int) -> Callable[[], None]:
+            """As a gather does: recorded once, with a part of the copies on each lane."""
+            first, *others = link.lanes
+
             def copy() -> None:
-                main = torch.cuda.current_stream()
-                for lane in link.lanes:
-                    lane.wait_stream(main)
+                for lane in others:
+                    lane.wait_event(first.record_event())
                 for _ in range(times):
                     for i, peer in enumerate(link.peers):
                         lane = link.lanes[i % len(link.lanes)]
                         stream_memory.copy(lane, here.data_ptr() + i * size, region.addresses[peer], size)
-                for lane in link.lanes:
-                    main.wait_stream(lane)
+                for lane in others:
+                    first.wait_event(lane.record_event())
 
-            return copy
+            def play() -> None:
+                first.wait_event(torch.cuda.current_stream().record_event())
+                link.play(("calibrate", times, size), copy)
+                torch.cuda.current_stream().wait_event(first.record_event())
+
+            return play
 
         one = self.time(pull(few, 1024)) / few / len(link.peers)
         took = self.time(pull(1, size))

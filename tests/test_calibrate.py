@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable
 from dataclasses import asdict, fields
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -60,3 +61,38 @@ def test_without_torchrun_it_says_how(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RANK", raising=False)
     with pytest.raises(SystemExit, match="torchrun --standalone --nproc-per-node N"):
         calibrate.main([])
+
+
+class FakeStream:
+    def record_event(self) -> None: ...
+
+    def wait_event(self, event: object) -> None: ...
+
+
+def test_copies_of_all_peers_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a GPU: what is asked of the copy engines, and what becomes of the times."""
+    copied: list[tuple[int, int, int]] = []
+    peers, lanes = [2, 3, 0], [FakeStream() for _ in range(2)]
+    region = SimpleNamespace(addresses=[1000, 0, 3000, 4000])
+    link = SimpleNamespace(
+        lanes=lanes, peers=peers, reserve=lambda which, size: region, play=lambda key, operations: operations()
+    )
+    machine = object.__new__(calibrate.Machine)
+    machine.device = torch.device("cpu")
+    machine.transport = SimpleNamespace(link=lambda x: link)  # type: ignore[assignment]
+    monkeypatch.setattr(torch.cuda, "current_stream", FakeStream)
+    monkeypatch.setattr(calibrate.stream_memory, "copy", lambda lane, to, at, size: copied.append((to, at, size)))
+    times = iter([0.192, 1.001])  # 64 small copies from each of 3 peers; 32 MiB from each
+
+    def timed(body: Callable[[], object]) -> float:
+        body()
+        return next(times)
+
+    monkeypatch.setattr(machine, "time", timed)
+    found = machine.copies()
+    assert found["copy_ms"] == pytest.approx(0.001)
+    assert found["pull_gbs"] == pytest.approx(3 * (32 << 20) / 1e6)
+    assert [c[1:] for c in copied] == [(a, 1024) for a in (3000, 4000, 1000)] * 64 + [
+        (a, 32 << 20) for a in (3000, 4000, 1000)
+    ]
+    assert sorted(c[0] - copied[-3][0] for c in copied[-3:]) == [0, 32 << 20, 64 << 20]

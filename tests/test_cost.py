@@ -241,6 +241,8 @@ def test_where_the_file_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     monkeypatch.setattr("socket.gethostname", lambda: "node7")
     assert cost.path("NVIDIA H200", 4) == tmp_path / "home/.cache/ringattn/node7-NVIDIA_H200-4.json"
+    monkeypatch.setenv("HOME", "/dev/null")
+    assert cost.read(cost.path("cpu", 4), "messages") is None
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
     assert cost.path("cpu", 2) == tmp_path / "xdg/ringattn/node7-cpu-2.json"
     monkeypatch.setenv("RINGATTN_CALIBRATION", str(tmp_path / "mine.json"))
