@@ -244,3 +244,42 @@ def test_gloo_beside_a_group_whose_ranks_are_in_different_numbers_of_groups(
 ) -> None:
     """dist.new_group(use_local_synchronization=True) would hang here."""
     assert pools(world_size).run(words_in_a_group_of_two) == [[[0, 7], [1, 7]], [[0, 7], [1, 7]], None]
+
+
+def exchanges_of_symmetric_memory() -> dict[str, list[list[str]]]:
+    """As torch's CUDASymmetricMemory does it (StoreExchange::all_gather): a key is ``prefix/number/rank``, the number
+    counted per process over all groups; each rank sets its own, then waits for the others' and gets them."""
+    rank, numbers = dist.get_rank(), itertools.count()
+    stores = {}
+    for name, ranks in (("low", [0, 1]), ("high", [1, 2]), ("all", [0, 1, 2])):
+        group = dist.new_group(ranks)
+        if rank in ranks:
+            stores[name] = ranks, transports._OwnNumbers(dist.PrefixStore("memory", group.get_group_store()))
+    found: dict[str, list[list[str]]] = {name: [] for name in stores}
+
+    def exchange(name: str) -> None:
+        ranks, store = stores[name]
+        number, me, turn = next(numbers), ranks.index(rank), len(found[name])
+        keys = [f"CUDASymmetricMemory/{number}/{r}" for r in range(len(ranks))]
+        store.set(keys[me], f"{name} {turn} of {rank}".encode())
+        others = [keys[r] for r in range(len(ranks)) if r != me]
+        store.wait(others)
+        got = {r: store.get(keys[r]).decode() for r in range(len(ranks)) if r != me}
+        found[name].append([got.get(r, "mine") for r in range(len(ranks))])
+
+    # Rank 1 has exchanged twice when it meets rank 2 for the first time, and so on: no two ranks count alike.
+    for name in ("low", "low", "high", "all", "low", "all", "high"):
+        if name in stores:
+            exchange(name)
+    return found
+
+
+@pytest.mark.parametrize("world_size", on_ranks(3))
+def test_ranks_with_other_histories_exchange_symmetric_memory(pools: Callable[[int], Pool], world_size: int) -> None:
+    """pytorch/pytorch#196082: without numbers of its own, a group of ranks that have counted differently hangs."""
+    results = pools(world_size).run(exchanges_of_symmetric_memory)
+    for rank, found in enumerate(results):
+        for name, ranks in (("low", [0, 1]), ("high", [1, 2]), ("all", [0, 1, 2])):
+            turns = dict(low=3, high=2, all=2)[name] if rank in ranks else 0
+            want = [["mine" if r == rank else f"{name} {turn} of {r}" for r in ranks] for turn in range(turns)]
+            assert found.get(name, []) == want

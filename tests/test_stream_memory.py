@@ -1,0 +1,172 @@
+"""Words that streams write and wait for: what the driver is given, and on a GPU what it does."""
+
+from __future__ import annotations
+
+import ctypes
+import time
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from ringattn import stream_memory
+from ringattn.stream_memory import Recording, Words
+
+needs_gpu = pytest.mark.skipif(not stream_memory.available(), reason="needs a GPU and a driver with these operations")
+
+
+class Driver:
+    """Remembers the calls; every one returns ``error``."""
+
+    def __init__(self, error: int = 0) -> None:
+        self.error = error
+        self.words: list[list[tuple[int, int, int, int]]] = []  # per call: operation, address, value, flags
+        self.copies: list[tuple[int, int, int]] = []
+
+    def memory_operations(self, stream: int, count: int, operations: Any, flags: int) -> int:
+        assert (stream, flags, len(operations)) == (7, 0, count)
+        self.words.append([(o.operation, o.address, o.value, o.flags) for o in operations])
+        return self.error
+
+    def copy(self, target: int, source: int, size: int, stream: int) -> int:
+        self.copies.append((target, source, size))
+        return self.error
+
+    def error_name(self, error: int, name: Any) -> int:
+        name._obj.value = b"CUDA_ERROR_SAID" if error == self.error else None
+        return 0
+
+
+STREAM: Any = SimpleNamespace(cuda_stream=7)
+
+
+@pytest.fixture
+def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
+    found = Driver()
+    monkeypatch.setattr(stream_memory, "_driver", lambda: found)
+    return found
+
+
+def test_an_operation_is_laid_out_as_in_cuda_h() -> None:
+    """CUstreamBatchMemOpParams: a union of 6 words of 64 bits; value behind the address, flags behind the value."""
+    assert ctypes.sizeof(stream_memory._Operation) == 48
+    offsets = {name: getattr(stream_memory._Operation, name).offset for name, _ in stream_memory._Operation._fields_}
+    assert offsets == dict(operation=0, address=8, value=16, flags=24, alias=32, _pad=40)
+
+
+@pytest.mark.parametrize("count", [0, 1, 256, 257, 600])
+def test_many_words_are_queued_in_calls_of_at_most_256_in_their_order(driver: Driver, count: int) -> None:
+    words = Words(range(1000, 1000 + count))
+    words.write(STREAM, 5)
+    assert [len(call) for call in driver.words] == [256] * (count // 256) + [count % 256] * (count % 256 > 0)
+    assert [o for call in driver.words for o in call] == [(2, 1000 + i, 5, 0) for i in range(count)]
+    driver.words.clear()
+    words.wait(STREAM, 6)
+    assert [o for call in driver.words for o in call] == [(1, 1000 + i, 6, 0) for i in range(count)]
+
+
+@pytest.mark.parametrize(
+    ("value", "stored"), [(-1, 2**32 - 1), (-(2**31), 2**31), (2**31, 2**31), (2**32, 0), (2**32 + 3, 3)]
+)
+def test_numbers_wrap_around(driver: Driver, value: int, stored: int) -> None:
+    Words([64]).wait(STREAM, value)
+    stream_memory.write(STREAM, [(64, value)])
+    assert driver.words == [[(1, 64, stored, 0)], [(2, 64, stored, 0)]]
+
+
+def test_each_word_its_own_value(driver: Driver) -> None:
+    stream_memory.write(STREAM, [(64, 1), (96, 2)])
+    stream_memory.wait(STREAM, [(96, 2), (64, 1)])
+    assert [o for call in driver.words for o in call] == [(2, 64, 1, 0), (2, 96, 2, 0), (1, 96, 2, 0), (1, 64, 1, 0)]
+
+
+def test_an_error_says_what_failed_and_the_driver_s_name_of_it(driver: Driver) -> None:
+    stream_memory.copy(STREAM, 1, 2, 3)
+    assert driver.copies == [(1, 2, 3)]
+    driver.error = 700
+    with pytest.raises(RuntimeError, match=r"^queueing words: the CUDA driver says CUDA_ERROR_SAID \(700\)$"):
+        Words([64]).write(STREAM, 1)
+    with pytest.raises(RuntimeError, match=r"^copying 3 bytes: the CUDA driver says CUDA_ERROR_SAID \(700\)$"):
+        stream_memory.copy(STREAM, 1, 2, 3)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_not_available_without_a_gpu() -> None:
+    assert not stream_memory.available()
+
+
+# --- on a GPU ----------------------------------------------------------------------------------------------------
+
+
+def address(x: torch.Tensor, i: int = 0) -> int:
+    return x.data_ptr() + i * x.element_size()
+
+
+@needs_gpu
+@pytest.mark.parametrize("value", [1, 2**31 - 1, 2**31, 2**32 - 1])
+def test_a_stream_waits_for_another_one_s_words(value: int) -> None:
+    """The waiting stream goes on at the value and past it, not one before it, also where int32 wraps around."""
+    words = torch.zeros(300, dtype=torch.int32, device="cuda")
+    before = (value - 1) & 0xFFFFFFFF
+    words.fill_(before - 2**32 if before >= 2**31 else before)
+    seen = torch.zeros(1, device="cuda")
+    torch.cuda.synchronize()
+    waiting, writing = torch.cuda.Stream(), torch.cuda.Stream()
+    all_words = Words([address(words, i) for i in range(300)])
+    all_words.wait(waiting, value)
+    with torch.cuda.stream(waiting):
+        seen.fill_(1.0)
+    done = waiting.record_event()
+    Words([address(words, i) for i in range(299)]).write(writing, value)
+    writing.synchronize()
+    time.sleep(0.05)
+    assert not done.query(), "one word has not come"
+    Words([address(words, 299)]).write(writing, value + 5)
+    done.synchronize()
+    assert seen.item() == 1.0
+    got = words.cpu().long() & 0xFFFFFFFF
+    assert got.tolist() == [value] * 299 + [(value + 5) & 0xFFFFFFFF]
+
+
+@needs_gpu
+def test_a_word_is_written_behind_what_was_queued_before_it() -> None:
+    x, y = (torch.zeros(1 << 20, device="cuda") for _ in range(2))
+    word = torch.zeros(1, dtype=torch.int32, device="cuda")
+    torch.cuda.synchronize()
+    first, second = torch.cuda.Stream(), torch.cuda.Stream()
+    for epoch in range(1, 30):
+        Words([address(word)]).wait(second, epoch)
+        with torch.cuda.stream(second):
+            y.copy_(x)
+        with torch.cuda.stream(first):
+            torch.cuda._sleep(200_000)
+            x.fill_(float(epoch))
+        Words([address(word)]).write(first, epoch)
+        torch.cuda.synchronize()
+        assert (y == epoch).all()
+
+
+@needs_gpu
+def test_copies_and_words_progress_beside_a_kernel_and_recordings_play_again() -> None:
+    """Between pinned memory of the host and the GPU, which a copy engine moves."""
+    here = torch.arange(1 << 20, dtype=torch.int32).pin_memory()
+    there = torch.zeros_like(here, device="cuda")
+    word = torch.zeros(1, dtype=torch.int32, device="cuda")
+    main, lane = torch.cuda.Stream(), torch.cuda.Stream()
+    torch.cuda.synchronize()
+    size = here.numel() * 4
+    played = Recording(lane, lambda: stream_memory.copy(lane, there.data_ptr(), here.data_ptr(), size))
+    for epoch in (1, 2):
+        there.zero_()
+        torch.cuda.synchronize()
+        with torch.cuda.stream(main):
+            torch.cuda._sleep(2_000_000_000)
+        spinning = main.record_event()
+        played.play(lane)
+        Words([address(word)]).write(lane, epoch)
+        Words([address(word)]).wait(lane, epoch)
+        lane.synchronize()
+        assert not spinning.query(), "the copy waited for the kernel"
+        torch.cuda.synchronize()
+        assert torch.equal(there.cpu(), here)
