@@ -97,6 +97,7 @@ class Link:
         self.counters: dict[tuple[int, int], Counters] = {}
         self.tables: dict[object, Tensor] = {}
         self.gave_up = torch.zeros(1, dtype=torch.int32).pin_memory()
+        self.used: torch.cuda.Event | None = None  # the last use of the buffer, maybe on another stream
         kinds = range(EPOCH)
         self.heard = [stream_memory.Words([self.word(rank, kind, p) for p in self.peers]) for kind in kinds]
         self.told = [stream_memory.Words([self.word(p, kind, rank) for p in self.peers]) for kind in kinds]
@@ -205,6 +206,8 @@ class Pull:
         elements, heads."""
         link, heads, buffer = self.link, self.waves[wave], self.buffers[wave]
         main, first = torch.cuda.current_stream(), link.lanes[0]
+        if wave == 0 and link.used is not None:
+            main.wait_event(link.used)
         free = main.record_event()  # nothing uses the memory of the buffer any more
         if wave == 0:
             self._offer(main)
@@ -280,7 +283,9 @@ class Pull:
     def release(self, wave: int) -> None:
         """Behind the last kernel of a wave. Its memory may be reused by work queued after this."""
         if wave == len(self.waves) - 1:  # copies of rows that no kernel waited for, too
-            torch.cuda.current_stream().wait_event(self.pulled)
+            main = torch.cuda.current_stream()
+            main.wait_event(self.pulled)
+            self.link.used = main.record_event()
         else:
             count = self.buffers[wave].shape[1]
             self.wait(wave, slice(0, count))
