@@ -2,13 +2,17 @@
 
 The operators are opaque to torch.compile (fake kernels give shapes, autograd is registered), so that there is no
 graph break, and a selective activation-checkpoint policy can save ``torch.ops.ringattn.attention``, whose recomputation
-would communicate again. A plan goes through them as its handle, an int.
+would communicate again. A plan goes through them as its handle, an int. Where nobody looks, in plain eager calls, the
+same functions run as an autograd.Function: the layers around an operator take longer than a short attention.
 """
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
+
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from . import gather, reduce, ring
 from . import plan as plans
@@ -70,8 +74,20 @@ def attention(
             plan.refuse("attention()", error)
         raise
     scale = q.shape[-1] ** -0.5 if softmax_scale is None else float(softmax_scale)
-    out, lse = torch.ops.ringattn.attention(q, k, v, alibi_slopes, sink, scale, float(softcap), kernel, plan.handle)
+    attend = _Attend.apply if _nobody_looks(q, k, v, alibi_slopes, sink) else torch.ops.ringattn.attention
+    out, lse = attend(q, k, v, alibi_slopes, sink, scale, float(softcap), kernel, plan.handle)
     return (out, lse) if return_lse else out
+
+
+def _nobody_looks(*tensors: Tensor | None) -> bool:
+    """Is this a plain call: no compiler, no mode that sees operators (selective checkpointing, fake tensors), no
+    functorch transform, no tensor subclass?"""
+    return (
+        not torch.compiler.is_compiling()
+        and torch._C._len_torch_dispatch_stack() == 0
+        and not torch._C._are_functorch_transforms_active()
+        and all(x is None or type(x) in (Tensor, torch.nn.Parameter) for x in tensors)
+    )
 
 
 def _check(
@@ -128,8 +144,7 @@ def _check(
             raise ValueError(f"q is on {q.device} but {name} is on {extra.device}; move them to one device")
 
 
-@torch.library.custom_op("ringattn::attention", mutates_args=())
-def _attention(
+def _forward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -166,8 +181,16 @@ def _attention(
         ),
         error,
     )
-    with torch.autocast(q.device.type, enabled=False):  # the state is float32, whatever the caller's region says
+    with _no_autocast(q):  # the state is float32, whatever the caller's region says
         return _DATAFLOWS[found.dataflow].forward(q, k, v, sink, found, score, name)
+
+
+def _no_autocast(x: Tensor) -> AbstractContextManager:
+    on = torch.is_autocast_enabled(x.device.type)
+    return torch.autocast(x.device.type, enabled=False) if on else nullcontext()
+
+
+_attention = torch.library.custom_op("ringattn::attention", _forward, mutates_args=())
 
 
 def _name(dtype: torch.dtype) -> str:
@@ -181,8 +204,7 @@ def _attention_fake(q, k, v, alibi_slopes, sink, softmax_scale, softcap, kernel,
     return q.new_empty((batch, seq, heads, v.shape[3])), lse
 
 
-@torch.library.custom_op("ringattn::attention_backward", mutates_args=())
-def _attention_backward(
+def _backward(
     dout: Tensor,
     dlse: Tensor | None,
     q: Tensor,
@@ -200,7 +222,7 @@ def _attention_backward(
     found = plans.by_handle(plan)
     score = Score(softmax_scale, softcap, alibi_slopes)
     q, k, v, dout = map(_unit_stride, (q, k, v, dout))
-    with torch.autocast(q.device.type, enabled=False):
+    with _no_autocast(q):
         dq, dk, dv, delta = _DATAFLOWS[found.dataflow].backward(dout, dlse, q, k, v, out, lse, found, score, kernel)
     if sink is None:
         dsink = q.new_empty(0)
@@ -208,6 +230,9 @@ def _attention_backward(
         p = torch.where(lse == float("-inf"), 0.0, torch.exp(sink.to(lse.dtype)[:, None] - lse))
         dsink = -(p * delta).sum((0, 2)).to(sink.dtype)
     return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), dsink
+
+
+_attention_backward = torch.library.custom_op("ringattn::attention_backward", _backward, mutates_args=())
 
 
 @_attention_backward.register_fake
@@ -230,22 +255,25 @@ def _gradients(ctx, dout, dlse):  # type: ignore[no-untyped-def]
     q, k, v, out, lse, alibi_slopes, sink = ctx.saved_tensors
     if dout is None:
         dout = torch.zeros_like(out)
-    dq, dk, dv, dsink = torch.ops.ringattn.attention_backward(
-        dout,
-        dlse,
-        q,
-        k,
-        v,
-        out,
-        lse,
-        alibi_slopes,
-        sink,
-        ctx.softmax_scale,
-        ctx.softcap,
-        ctx.kernel,
-        ctx.plan,
-    )
+    tensors = (dout, dlse, q, k, v, out, lse, alibi_slopes, sink)
+    backward = _backward if _nobody_looks(*tensors) else torch.ops.ringattn.attention_backward
+    dq, dk, dv, dsink = backward(*tensors, ctx.softmax_scale, ctx.softcap, ctx.kernel, ctx.plan)
     return dq, dk, dv, None, None if sink is None else dsink, None, None, None, None
+
+
+class _Attend(torch.autograd.Function):
+    """The operator with its autograd, without its layers."""
+
+    @staticmethod
+    def forward(ctx, *inputs):  # type: ignore[no-untyped-def]
+        output = _forward(*inputs)
+        _save(ctx, inputs, output)
+        return output
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dout, dlse):  # type: ignore[no-untyped-def]
+        return _gradients(ctx, dout, dlse)
 
 
 _attention.register_autograd(_gradients, setup_context=_save)
