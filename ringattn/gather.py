@@ -184,10 +184,8 @@ def _fetched(
 
 
 def _link(x: Tensor, plan: Plan) -> Link | None:
-    """None also where tokens of several ranks interleave (a striped layout): a copy moves neighbouring tokens."""
-    if any(run.stride > 1 for runs in plan.fetches for run in runs):
-        return None
-    return plan.transport.link(x)
+    """None also where tokens of several ranks interleave: a copy moves neighbouring tokens."""
+    return None if plan.interleaved else plan.transport.link(x)
 
 
 def _messages(q: Tensor, k: Tensor, v: Tensor, plan: Plan, backward: bool) -> Iterator[_Part]:

@@ -177,10 +177,15 @@ class Plan:
 
         return self._once("fetches", make)
 
+    @property
+    def interleaved(self) -> bool:
+        """Do tokens of several ranks alternate in the order of positions, as in a striped layout?"""
+        return self._once("interleaved", lambda: any(run.stride > 1 for runs in self.fetches for run in runs))
+
     def head_bytes(self, k: Tensor, v: Tensor, backward: bool) -> int:
         """What one key head takes on the rank that fetches most: keys and values, in the backward with their
         gradients."""
-        keys = max(sum(run.length for run in runs) for runs in self.fetches)
+        keys = self._once("most", lambda: max(sum(run.length for run in runs) for runs in self.fetches))
         itemsize = k.element_size() + (max(4, k.element_size()) if backward else 0)
         return k.shape[0] * keys * (k.shape[3] + v.shape[3]) * itemsize
 
