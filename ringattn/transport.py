@@ -16,9 +16,11 @@ import itertools
 import socket
 import struct
 import threading
+import warnings
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -95,7 +97,7 @@ class Transport:
         return False
 
     def link(self, x: Tensor) -> Link | None:
-        """What ranks need to pull tensors like x out of each other's memory, if they can. Every rank must call this."""
+        """What ranks need to pull tensors like x out of each other's memory, if they can."""
         return None
 
     def _start(self, sends: Sequence[Message], receives: Sequence[Message]) -> Pending:
@@ -231,6 +233,15 @@ def gloo_beside(group: dist.ProcessGroup) -> dist.ProcessGroupGloo:
     return dist.ProcessGroupGloo(store, dist.get_rank(group), dist.get_world_size(group), _AGREE_TIMEOUT)
 
 
+def _host() -> str:
+    """The same for processes that share a kernel and a host name."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text()
+    except OSError:
+        boot = ""
+    return f"{socket.gethostname()} {boot}"
+
+
 class GroupTransport(Transport):
     """A torch.distributed process group."""
 
@@ -247,11 +258,30 @@ class GroupTransport(Transport):
         self.words: Any = None if backends.get("cpu") == "gloo" else gloo_beside(group)
         if cuda:  # a first point-to-point message among some of the ranks would not set the communicator up for all
             dist.all_reduce(torch.zeros(1, device=device), group=group)
-        host = hash_of(socket.gethostname())
-        words = torch.tensor([host, cuda and stream_memory.available()])
+        self._link = self._reach() if cuda and self.world_size > 1 else None
+
+    def _reach(self) -> Link | None:
+        """What the ranks need to reach each other's memory, or None on every rank."""
+        words = torch.tensor([hash_of(_host()), stream_memory.available()])
         everyones = self.gather_words(words)
-        self.one_host = bool((everyones == words).all() and words[1])
-        self._link: Link | None = None
+        if not (everyones == words).all() or not words[1] or self.world_size > 64:
+            return None
+        from .pulls import Link
+
+        problem = ""
+        try:
+            link = Link(self.rank, self.world_size, self.device, _Shared(self.group, self.device))
+        except (RuntimeError, ImportError, AttributeError) as error:  # no peer access; another torch
+            problem = str(error) or type(error).__name__
+        failed = [r for r, (ok,) in enumerate(self.gather_words(torch.tensor([not problem])).tolist()) if not ok]
+        if failed:
+            warnings.warn(
+                f"GPUs of this host cannot reach each other's memory (rank {failed[0]} of ranks {failed}: "
+                f"{problem or 'see its warning'}); keys and values travel as messages",
+                stacklevel=2,
+            )
+            return None
+        return link
 
     def check_device(self, name: str, x: Tensor) -> None:
         backend = self.backends.get(x.device.type)
@@ -279,15 +309,11 @@ class GroupTransport(Transport):
 
     @property
     def pulls(self) -> bool:
-        return self.one_host and self.world_size > 1
+        return self._link is not None
 
     def link(self, x: Tensor) -> Link | None:
-        if not (x.is_cuda and self.pulls) or torch.cuda.is_current_stream_capturing():
+        if self._link is None or not x.is_cuda or torch.cuda.is_current_stream_capturing():
             return None  # a captured graph repeats the numbers of its exchanges; messages have none
-        if self._link is None:
-            from .pulls import Link
-
-            self._link = Link(self.rank, self.world_size, self.device, _Shared(self.group, self.device))
         return self._link
 
     def all_reduce(self, x: Tensor, op: str) -> Tensor:
