@@ -5,7 +5,7 @@
     with ringattn.hf.sequence(model, batch, mesh["cp"]) as local:   # whole rows in, this rank's shards out
         loss = model(**local).loss                                  # this rank's part: parts and gradients add up
 
-or, with the Trainer, ``class MyTrainer(ringattn.hf.RingTrainerMixin, Trainer)``.
+or, with the Trainer, ``class MyTrainer(ringattn.hf.RingTrainerMixin, Trainer)``; the same with trl's ``SFTTrainer``.
 
 Three things meet here:
 
@@ -23,8 +23,10 @@ layers that carry a state along the sequence, losses that are no sum over tokens
 from __future__ import annotations
 
 import contextlib
+import importlib.metadata
 import inspect
 import re
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping
@@ -246,6 +248,14 @@ class Sequence:
             return
         logits, total = outputs.get("logits"), kwargs.get("num_items_in_batch")
         targets = kwargs.get("shift_labels" if _shifts(self.model) else "labels")
+        if outputs.get("log_probs") is not None:  # trl's head: SFTTrainer adds up one log-probability per target
+            scored = outputs.get("label_mask")
+            if targets is None or scored is None or not torch.equal(scored, targets != batches.IGNORE):
+                raise NotImplementedError(
+                    f"trl {_version('trl')} has scored other targets than shift_labels, those of this rank's tokens; "
+                    "use trl 1.16, or ringattn.hf.sequence() and ringattn.loss in a loop of your own"
+                )
+            return
         advice = (
             "drop 'labels' from what you pass to the model and compute the loss from its logits with "
             "ringattn.loss.cross_entropy"
@@ -540,27 +550,58 @@ _TRAINER_HOOKS = {
     "_prepare_context_parallel_inputs": ("model", "inputs"),
 }
 _ACCELERATOR_HOOKS: dict[str, tuple[str, ...]] = {"_prepare_cp": ("args",)}
+_SFT_HOOKS = {
+    "compute_loss": ("model", "inputs", "return_outputs", "num_items_in_batch"),
+    "prediction_step": ("model", "inputs", "prediction_loss_only", "ignore_keys"),
+}
 
 
-def check_hooks(trainer: type, accelerator: type) -> None:
+def check_hooks(trainer: type, accelerator: type, sft: type | None = None) -> None:
     """Do the methods that :class:`RingTrainerMixin` and :func:`prepare` override still exist, with their parameters?
 
     Raises:
         RuntimeError: naming the method and the installed versions.
     """
-    for owner, hooks in ((trainer, _TRAINER_HOOKS), (accelerator, _ACCELERATOR_HOOKS)):
+    expected: list[tuple[type, Mapping[str, tuple[str, ...]]]]
+    expected = [(trainer, _TRAINER_HOOKS), (accelerator, _ACCELERATOR_HOOKS), *([(sft, _SFT_HOOKS)] if sft else [])]
+    for owner, hooks in expected:
         for method, parameters in hooks.items():
             found = inspect.getattr_static(owner, method, None)
             names = tuple(inspect.signature(found).parameters)[1:] if callable(found) else None
             if names is None or names[: len(parameters)] != parameters:
-                import accelerate
-
-                raise RuntimeError(
-                    f"ringattn.hf overrides {owner.__name__}.{method}({', '.join(parameters)}), but transformers "
-                    f"{transformers.__version__} with accelerate {accelerate.__version__} has "
-                    f"{'no such method' if names is None else f'({chr(44).join(names)})'}; use transformers 5.17 to "
-                    "5.23 with accelerate 1.15, or ringattn.hf.sequence() in a loop of your own"
+                _refuse_versions(
+                    f"overrides {owner.__name__}.{method}({', '.join(parameters)})",
+                    "no such method" if names is None else f"({', '.join(names)})",
                 )
+    if sft and not hasattr(sys.modules[sft.__module__], "add_fused_lm_head"):
+        _refuse_versions("relies on SFTTrainer adding up one log-probability per target", "a loss of another kind")
+
+
+def _refuse_versions(what: str, found: str) -> None:
+    packages = [name for name in ("transformers", "accelerate", "trl") if name in sys.modules]
+    raise RuntimeError(
+        f"ringattn.hf {what}, but {' with '.join(f'{name} {_version(name)}' for name in packages)} has {found}; use "
+        "transformers 5.17 to 5.23 with accelerate 1.15 (and trl 1.16), or ringattn.hf.sequence() in a loop of your own"
+    )
+
+
+def _version(package: str) -> str:
+    return importlib.metadata.version(package)
+
+
+def _sft_trainer(trainer: type) -> Any:
+    """trl's SFTTrainer, if the class extends it.
+
+    Raises:
+        NotImplementedError: it extends another trainer of trl.
+    """
+    of_trl = [c for c in trainer.__mro__ if c.__module__.split(".")[0] == "trl"]
+    if of_trl and of_trl[0].__name__ != "SFTTrainer":
+        raise NotImplementedError(
+            f"the loss of trl's {of_trl[0].__name__} compares whole rows, and is no sum over tokens that ranks share; "
+            "of trl's trainers ringattn supports SFTTrainer"
+        )
+    return of_trl[0] if of_trl else None
 
 
 def prepare(accelerator: Any) -> Any:
@@ -581,6 +622,8 @@ def _trainer() -> type:
 
 
 class _Leave:
+    ring_adds_up = False  # are numbers given to gather_for_metrics sums over this rank's tokens?
+
     def _prepare_cp(self, *args: Any) -> tuple[Any, ...]:
         return args
 
@@ -589,6 +632,8 @@ class _Leave:
         parallel = self.parallelism_config
         if parallel is None or not parallel.cp_enabled:
             return super().gather_for_metrics(input_data, use_gather_object)  # type: ignore[misc]
+        if self.ring_adds_up and isinstance(input_data, Tensor) and input_data.ndim == 0:
+            return self.gather(input_data).unflatten(0, (-1, parallel.non_data_parallel_size)).sum(1)
         if not isinstance(input_data, Tensor) or input_data.ndim == 0:
             raise NotImplementedError(
                 f"gather_for_metrics() got a {type(input_data).__name__}; under cp_size > 1 it takes a tensor of rows, "
@@ -608,19 +653,39 @@ class RingTrainerMixin:
     with ``compute_metrics``, need whole logits and are refused. (With ``even_batches``, accelerate fills a short last
     batch up with rows that are there already, whoever attends: pass ``accelerator_config={"even_batches": False}``.)
 
+    On trl's ``SFTTrainer`` it is the same, also for its metrics (entropy, accuracy, number of tokens), packing,
+    padding-free batches and completion-only losses. Other trainers of trl are refused.
+
     ``ring_options``: options of :func:`sequence`.
     """
 
     ring_options: Mapping[str, Any] = {}
     accelerator: Any
+    args: Any
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self._ring_withheld: dict[str, Any] = {}
+        try:
+            super().__init__(*args, **kwargs)
+        finally:
+            for name, value in self._ring_withheld.items():
+                setattr(self.args, name, value)
 
     def create_accelerator_and_postprocess(self) -> None:
         from accelerate import Accelerator
 
-        check_hooks(_trainer(), Accelerator)
+        sft = _sft_trainer(type(self))
+        check_hooks(_trainer(), Accelerator, sft)
         super().create_accelerator_and_postprocess()  # type: ignore[misc]
         prepare(self.accelerator)
         self.gather_function = self.accelerator.gather_for_metrics  # bound to the class that it has now
+        self._ring_sft = sft is not None
+        if self._ring_sft:
+            # Its __init__ has packed by now, and goes on to refuse packing with accelerate's context parallelism, which
+            # would let documents see each other.
+            for name in ("packing", "eval_packing"):
+                self._ring_withheld[name] = getattr(self.args, name)
+                setattr(self.args, name, False)
 
     def get_batch_samples(self, epoch_iterator: Iterator[Any], num_batches: int, device: Any) -> Any:
         """The number of targets is counted here, over whole rows: so they are shifted here."""
@@ -639,9 +704,34 @@ class RingTrainerMixin:
                 f"the batch has {', '.join(inputs)} and no labels; evaluation over ranks gives the loss only"
             )
         inputs = _with_targets(inputs)
+        if self._ring_sft:
+            return self._sft_loss(model, inputs), None, None
         loss, *rest = super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)  # type: ignore[misc]
         # The whole loss of the sequence, on every rank that shares it: its parts have been multiplied by their number.
         return losses.reduced(loss, _group(self.accelerator), wrapper="averages"), *rest
+
+    def _sft_loss(self: Any, model: nn.Module, inputs: dict[str, Any]) -> Tensor:
+        """SFTTrainer's own evaluation step does not call :meth:`_prepare_context_parallel_inputs`. The mean over the
+        targets of this batch, as in one process."""
+        total = (inputs["shift_labels"] != batches.IGNORE).sum().to(self.accelerator.device)
+        active, local = self._prepare_context_parallel_inputs(model, inputs)
+        with torch.no_grad(), self.compute_loss_context_manager(), active():
+            loss = self.compute_loss(model, local, num_items_in_batch=total)
+        scale = self.accelerator.num_processes // self.get_tp_size()  # by which compute_loss multiplies
+        return losses.reduced(loss / scale, _group(self.accelerator), wrapper="sums")
+
+    def compute_loss(
+        self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        if self._ring_sft and num_items_in_batch is None:
+            raise ValueError(f"the batch has {', '.join(inputs)} and no labels to count; SFTTrainer needs them")
+        self.accelerator.ring_adds_up = self._ring_sft  # what SFTTrainer gathers in here are sums over tokens
+        try:
+            return super().compute_loss(  # type: ignore[misc]
+                model, inputs, return_outputs=return_outputs, num_items_in_batch=num_items_in_batch
+            )
+        finally:
+            self.accelerator.ring_adds_up = False
 
     def _prepare_context_parallel_inputs(self, model: nn.Module, inputs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         if not getattr(self, "_ring_checked", False):
@@ -677,6 +767,12 @@ def _check_trainer(trainer: Any) -> None:
             "a model whose forward takes no loss arguments",
             "use ringattn.hf.sequence() and ringattn.loss in a loop of your own",
         ),
+        (
+            trainer._ring_sft and trainer.args.use_liger_kernel,
+            "use_liger_kernel=True on trl's SFTTrainer",
+            "set it to False: SFTTrainer does without whole logits by itself",
+        ),
+        (getattr(trainer, "aux_loss_enabled", False), "a router loss (router_aux_loss_coef)", "set it to 0.0"),
         (
             trainer.args.n_gpu > 1,
             f"{trainer.args.n_gpu} GPUs in one process",
