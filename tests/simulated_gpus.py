@@ -1,0 +1,387 @@
+"""GPUs of one host that share memory, simulated on the CPU one operation at a time, in an order drawn from a seed.
+
+    world = World(ranks, seed)
+    with world.patched(monkeypatch):
+        with world.host(rank, stream):      # what the host of a rank queues; it is never executed here
+            ...
+    world.run()                             # executes everything, raises Deadlock if operations are left
+
+Memory is real: addresses are those of CPU tensors, words and copies go through them. Tensors that a host allocates come
+from an allocator that works as torch's for GPUs: memory of a dead tensor is handed out again at once, to work queued
+later on the same stream, and its new owner fills it with NaN. Writes of tensors (``copy_``, ``x[...] = y``, fills) and
+kernels need the multiprocessors, which a kernel keeps from its first operation to its last: nothing but words, events
+and copies between devices progresses beside it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import random
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from ringattn import pulls
+
+_KINDS = ("READY", "DONE", "LANDED", "FREE", "EPOCH")
+
+
+class Deadlock(AssertionError):
+    """Operations are queued, and none of them can run."""
+
+
+class Operation:
+    """``ready``: may it run now? A kernel's first operation takes the multiprocessors, its last gives them back."""
+
+    def __init__(
+        self,
+        name: str,
+        run: Callable[[], object],
+        ready: Callable[[], bool] | None = None,
+        *,
+        multiprocessors: str = "",
+        event: Event | None = None,
+    ) -> None:
+        self.name, self.run, self.ready, self.multiprocessors, self.event = name, run, ready, multiprocessors, event
+        self.number = 0  # among all that this GPU has been given
+
+
+class Event:
+    def __init__(self, role: str) -> None:
+        self.role, self.done = role, False
+
+    def finish(self) -> None:
+        self.done = True
+
+
+class Stream:
+    def __init__(self, gpu: Gpu, role: str) -> None:
+        self.gpu, self.role = gpu, role
+        self.queue: deque[Operation] = deque()
+        self.free: dict[int, list[numpy.ndarray]] = {}  # the allocator's, by size
+        self.connection = len(gpu.streams) % gpu.world.connections
+        gpu.streams.append(self)
+
+    def put(self, operation: Operation) -> None:
+        if self.gpu.world.recording is not None:
+            self.gpu.world.recording.setdefault(self, []).append(operation)
+            return
+        self.gpu.given += 1
+        operation.number = self.gpu.given
+        self.queue.append(operation)
+
+    def record_event(self) -> Event:
+        event = Event(self.role)
+        self.put(Operation("record", event.finish, event=event))
+        return event
+
+    def wait_event(self, event: Event) -> None:
+        if f"{self.role} waits for {event.role}" not in self.gpu.world.dropped:
+            self.put(Operation(f"wait for {event.role}", lambda: None, lambda: event.done))
+
+    def wait_stream(self, other: Stream) -> None:
+        self.wait_event(other.record_event())
+
+    def head_is_ready(self) -> bool:
+        if not self.queue:
+            return False
+        head = self.queue[0]
+        if head.multiprocessors and self.gpu.owner not in (None, self):
+            return False
+        if self.gpu.world.connections < len(self.gpu.streams):
+            beside = (s for s in self.gpu.streams if s.connection == self.connection and s.queue)
+            if any(s.queue[0].number < head.number and self.gpu.owner is not s for s in beside):
+                return False  # something waits there; a kernel that runs does not hold up its connection
+        return head.ready is None or head.ready()
+
+    def step(self) -> None:
+        head = self.queue.popleft()
+        if head.multiprocessors == "take":
+            self.gpu.owner = self
+        elif head.multiprocessors == "give":
+            self.gpu.owner = None
+        head.run()
+
+
+class Gpu:
+    def __init__(self, world: World, rank: int) -> None:
+        self.world, self.rank = world, rank
+        self.streams: list[Stream] = []
+        self.owner: Stream | None = None  # of the multiprocessors
+        self.given = 0  # operations
+
+
+class Words:
+    """As stream_memory.Words."""
+
+    def __init__(self, world: World, addresses: Sequence[int]) -> None:
+        self.world, self.addresses = world, addresses
+
+    def wait(self, stream: Stream, value: int) -> None:
+        for address in self.addresses:
+            name = self.world.name_of(stream, address)
+            if not self.world.dropped & {name, f"{name} on {stream.role}"}:
+                ready = functools.partial(reached, address, value)
+                stream.put(Operation(f"wait for {name} {value}", lambda: None, ready))
+
+    def write(self, stream: Stream, value: int) -> None:
+        for address in self.addresses:
+            name = f"write {self.world.name_of(stream, address)} {value}"
+            stream.put(Operation(name, functools.partial(_store, address, value)))
+
+
+class Recording:
+    """As stream_memory.Recording: branches, one per stream that took part, which end before what is queued behind."""
+
+    def __init__(self, world: World, stream: Stream, operations: Callable[[], None]) -> None:
+        world.recording = {}
+        operations()
+        self.recorded, world.recording = world.recording, None
+        self.branches = {s: Stream(s.gpu, s.role) for s in self.recorded}
+        for s, branch in self.branches.items():
+            branch.connection = s.connection
+
+    def play(self, stream: Stream) -> None:
+        stream.put(Operation("graph starts", lambda: self._start(number)))
+        number = stream.gpu.given
+        stream.put(Operation("graph ends", lambda: None, lambda: not any(b.queue for b in self.branches.values())))
+
+    def _start(self, number: int) -> None:
+        for s, operations in self.recorded.items():
+            for operation in operations:
+                operation.number = number
+                if operation.event is not None:
+                    operation.event.done = False
+            self.branches[s].queue.extend(operations)
+
+
+def reached(address: int, value: int) -> bool:
+    """int32(word - value) >= 0"""
+    return (ctypes.c_int32.from_address(address).value - value) & 0xFFFFFFFF < 1 << 31
+
+
+def _store(address: int, value: int) -> None:
+    ctypes.c_uint32.from_address(address).value = value & 0xFFFFFFFF
+
+
+def alias(x: Tensor) -> Tensor:
+    """The same memory, which the alias does not keep alive: what a queued operation knows of a tensor."""
+    if not x.numel():
+        return x
+    with torch._C.DisableTorchFunction():
+        storage = x.untyped_storage()
+        memory = (ctypes.c_uint8 * storage.nbytes()).from_address(storage.data_ptr())
+        size = storage.nbytes() // x.element_size()
+        return torch.frombuffer(memory, dtype=x.dtype, count=size).as_strided(x.shape, x.stride(), x.storage_offset())
+
+
+def _poison(memory: numpy.ndarray) -> None:
+    memory.fill(0xFF)  # NaN as floats, -1 as words
+
+
+class World:
+    """
+    Args:
+        dropped: names of waits that are left out: "READY", "READY on main", ..., "flags", "counters", "lane waits for
+            main", ...
+        connections: of each GPU with its host; streams share them by turns, and what shares one is executed in the
+            order in which it was queued (CUDA_DEVICE_MAX_CONNECTIONS).
+        found: the byte that fresh memory is full of.
+    """
+
+    def __init__(
+        self,
+        ranks: int,
+        seed: int,
+        dropped: frozenset[str] = frozenset(),
+        connections: int = 1 << 30,
+        found: int = 0xFF,
+    ) -> None:
+        self.random = random.Random(seed)
+        self.dropped, self.connections, self.found = dropped, connections, found
+        self.gpus = [Gpu(self, rank) for rank in range(ranks)]
+        self.stream: Stream | None = None  # the current one
+        self.recording: dict[Stream, list[Operation]] | None = None
+        self.pads: list[tuple[int, int]] = []  # address and size
+        # Some orders are drawn step by step; others hold streams back for long, as a stalled rank does.
+        self.patient = self.random.random() < 0.7
+
+    # ------------------------------------------------------------ what is queued
+
+    @contextlib.contextmanager
+    def host(self, stream: Stream) -> Iterator[None]:
+        self.stream = stream
+        with _Deferred(self):
+            yield
+        self.stream = None
+
+    def current(self) -> Stream:
+        assert self.stream is not None
+        return self.stream
+
+    def patched(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """ringattn.pulls gets these streams, words and copies."""
+        cuda = SimpleNamespace(
+            Stream=lambda device=None: Stream(self.current().gpu, "side"),
+            current_stream=lambda device=None: self.current(),
+            Event=Event,
+        )
+        monkeypatch.setattr(pulls, "torch", _Torch(cuda))
+        driver = SimpleNamespace(
+            Words=functools.partial(Words, self), Recording=functools.partial(Recording, self), copy=self.copy
+        )
+        monkeypatch.setattr(pulls, "stream_memory", driver)
+        monkeypatch.setattr(pulls, "watch", lambda *_: None)
+
+    def name_of(self, stream: Stream, address: int) -> str:
+        """Of a word: READY, DONE, LANDED, FREE, or whose it is by the stream that waits for it."""
+        for begin, size in self.pads:
+            if begin <= address < begin + size:
+                return _KINDS[(address - begin) // pulls._WORD // pulls._RANKS]
+        return "counters" if stream.role == "pushing" else "flags"
+
+    def copy(self, stream: Stream, target: int, source: int, size: int) -> None:
+        half = size // 2 if size > 4 else 0  # a word is copied at once
+        for begin, count in ((0, half), (half, size - half)):
+            if count:
+                run = functools.partial(ctypes.memmove, target + begin, source + begin, count)
+                stream.put(Operation(f"copy {count}", run))
+
+    def kernel(self, name: str, parts: Sequence[tuple[Callable[[], bool] | None, Callable[[], None]]]) -> None:
+        """One kernel: parts of (ready, run) one after another, with no other kernel of this GPU beside it."""
+        stream = self.current()
+        stream.put(Operation(f"{name} starts", lambda: None, multiprocessors="take"))
+        for ready, run in parts:
+            stream.put(Operation(name, run, ready))
+        stream.put(Operation(f"{name} ends", lambda: None, multiprocessors="give"))
+
+    def write_tensor(self, name: str, run: Callable[[], object]) -> None:
+        self.current().put(Operation(name, run, multiprocessors="short"))
+
+    def allocate(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """Memory that nobody owns at this place of the current stream, filled with NaN by its new owner."""
+        stream = self.current()
+        size = max(1, int(numpy.prod(shape)) * dtype.itemsize)
+        free = stream.free.setdefault(size, [])
+        block = free.pop(self.random.randrange(len(free))) if free else numpy.full(size, self.found, dtype=numpy.uint8)
+        self.write_tensor("fill with NaN", lambda: _poison(block))
+        lent = block[:]
+        weakref.finalize(lent, free.append, block)
+        with torch._C.DisableTorchFunction():
+            return torch.from_numpy(lent)[: int(numpy.prod(shape)) * dtype.itemsize].view(dtype).view(*shape)
+
+    # ------------------------------------------------------------ what is executed
+
+    def run(self, until_nothing_is_ready: bool = False) -> None:
+        """Execute what is queued, one operation of one stream at a time."""
+        rank_of = {s: self.random.random() for gpu in self.gpus for s in gpu.streams}
+        while True:
+            streams = [s for s in rank_of if s.queue]
+            if not streams:
+                return
+            if self.patient:
+                streams.sort(key=rank_of.__getitem__)
+                chosen = next((s for s in streams if s.head_is_ready()), None)
+                if chosen is not None and self.random.random() < 0.02:
+                    rank_of[chosen] = self.random.random()
+            else:
+                self.random.shuffle(streams)
+                chosen = next((s for s in streams if s.head_is_ready()), None)
+            if chosen is None:
+                if until_nothing_is_ready:
+                    return
+                heads = [f"rank {s.gpu.rank}, {s.role}: {s.queue[0].name}" for s in streams]
+                raise Deadlock("nothing is ready:\n" + "\n".join(heads))
+            for _ in range(self.random.choice((1, 1, 8, 64)) if self.patient else 1):
+                if chosen.head_is_ready():
+                    chosen.step()
+
+
+class Shared:
+    """Memory of one size on every rank of a group, as transport._Shared: the first call of each rank's makes it."""
+
+    def __init__(self, world: World, ranks: Sequence[int]) -> None:
+        self.world, self.ranks = world, ranks
+        self.made: list[list[Tensor]] = []
+        self.calls = dict.fromkeys(ranks, 0)
+
+    def of(self, rank: int) -> Callable[[int], tuple[Tensor, list[int], object]]:
+        def share(size: int) -> tuple[Tensor, list[int], object]:
+            call = self.calls[rank]
+            self.calls[rank] += 1
+            with torch._C.DisableTorchFunction():
+                if call == len(self.made):
+                    self.world.run(until_nothing_is_ready=True)  # nobody uses what this replaces
+                    self.made.append([torch.zeros(size, dtype=torch.uint8) for _ in self.ranks])
+                    for x in self.made[-1]:
+                        if call == 0:
+                            self.world.pads.append((x.data_ptr(), size))
+                        else:
+                            x.fill_(0xFF)
+                regions = self.made[call]
+                assert len(regions[0]) == size, "ranks ask for different sizes"
+                return regions[self.ranks.index(rank)], [x.data_ptr() for x in regions], None
+
+        return share
+
+
+class _Torch:
+    """torch, with another torch.cuda."""
+
+    def __init__(self, cuda: object) -> None:
+        self.cuda = cuda
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+
+_EMPTY = {torch.empty, Tensor.new_empty, torch.empty_like}
+_ZEROS = {torch.zeros, Tensor.new_zeros, torch.zeros_like}
+
+
+class _Deferred(TorchFunctionMode):
+    """What a host does to tensors is queued on the current stream."""
+
+    def __init__(self, world: World) -> None:
+        super().__init__()
+        self.world = world
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        kwargs, world = kwargs or {}, self.world
+        if func in (Tensor.copy_, Tensor.__setitem__):
+            *target, source = args
+            where, source = alias(target[0] if func is Tensor.copy_ else Tensor.__getitem__(*target)), alias(source)
+            world.write_tensor("copy_", lambda: where.copy_(source))
+            return target[0] if func is Tensor.copy_ else None
+        if func is Tensor.pin_memory:
+            return args[0]
+        if func in _EMPTY or func in _ZEROS or func is torch.full:
+            made = world.allocate(*self._like(func, args, kwargs))
+            if func in _ZEROS or func is torch.full:
+                value, where = args[1] if func is torch.full else 0, alias(made)
+                world.write_tensor("fill", lambda: where.fill_(value))
+            return made
+        return func(*args, **kwargs)
+
+    @staticmethod
+    def _like(func, args, kwargs) -> tuple[Sequence[int], torch.dtype]:  # type: ignore[no-untyped-def]
+        with torch._C.DisableTorchFunction():
+            if func in (torch.empty_like, torch.zeros_like):
+                return args[0].shape, kwargs.get("dtype") or args[0].dtype
+            like = args[0] if func in (Tensor.new_empty, Tensor.new_zeros) else None
+            shape = list(args if like is None else args[1:])
+            if func is torch.full:
+                shape = shape[:1]
+            if len(shape) == 1 and not isinstance(shape[0], int):
+                shape = list(shape[0])
+            return shape, kwargs.get("dtype") or (torch.float32 if like is None else like.dtype)

@@ -1,0 +1,462 @@
+"""The protocol by which ranks pull keys and push gradients, on simulated GPUs that execute in any order.
+
+The dataflow itself queues (ringattn.gather); kernels are replaced: a forward kernel looks whether every key and value
+that it is to read is there, a backward kernel also writes contributions to gradients, whose sums are compared bit for
+bit with those in the order of ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton")
+from simulated_gpus import Deadlock, Shared, Stream, World, alias, reached
+
+import ringattn
+from ringattn import gather, pulls
+from ringattn.kernels import pack_rows as packing
+from ringattn.kernels import sum_runs as summing
+from ringattn.kernels.block import Departures, Score
+from ringattn.virtual import VirtualRank
+
+DIM, WIDTH = 2, 3  # head_dim; head_dim + head_dim_v
+CPU = torch.device("cpu")
+SCORE = Score(1.0)
+SEEDS = 6  # orders of execution of each case
+
+
+@dataclass(frozen=True)
+class Case:
+    """Calls over some ranks, one after another with nothing between them that waits.
+
+    ``waits``: kernels wait for arriving rows by themselves. ``counts``: rows of keys that a backward kernel counts
+    together; 0: it does not count, and its keys must be there before.
+    """
+
+    ranks: int = 3
+    seq_len: int = 17
+    seq_len_k: int | None = None
+    mask: dict[str, Any] = field(default_factory=lambda: dict(causal=True))
+    layout: str = "zigzag"
+    batch: int = 1
+    kv_heads: int = 2
+    heads_in_memory: int = 2  # fewer than kv_heads: waves
+    waits: bool = True
+    counts: int = 1
+    calls: tuple[str, ...] = ("forward", "backward", "forward", "forward")
+    lengths: tuple[int, ...] = ()  # of calls by turns, instead of seq_len
+    streams: int = 1  # of every rank, on which calls are queued by turns
+    epoch: int = 0  # the first one
+    skips: bool = False  # forward kernels leave out some rows of keys, and do not wait for them
+
+    def of_call(self, number: int) -> Case:
+        return replace(self, seq_len=self.lengths[number % len(self.lengths)]) if self.lengths else self
+
+    @property
+    def keys(self) -> int:
+        return self.seq_len if self.seq_len_k is None else self.seq_len_k
+
+
+class Wrong(AssertionError):
+    """Numbers that are not the expected ones."""
+
+
+def same(got: Tensor, want: Tensor, where: str) -> None:
+    if not torch.equal(got, want):
+        raise Wrong(f"{where}: {got.flatten().tolist()[:50]} is not {want.flatten().tolist()[:50]}")
+
+
+class Call:
+    """One attention of all ranks of a group: what its keys are, and what its gradients must be."""
+
+    def __init__(self, case: Case, number: int, kind: str) -> None:
+        self.case, self.number, self.kind = case, number, kind
+        shape = (case.batch, case.keys, case.kv_heads, WIDTH)
+        numbers = torch.arange(case.batch * case.keys * case.kv_heads * WIDTH)
+        self.kv = (numbers.view(shape) + number * numbers.numel()).float()  # all different
+        generator = torch.Generator().manual_seed(number)
+        self.given = torch.randn(case.ranks, *shape, generator=generator)  # by every visitor
+        self.heads_seen = [0] * case.ranks  # key heads whose kernels have been queued
+        self.kernels_done = 0
+        self.gradients: list[tuple[Tensor, Tensor]] = []
+        self.later: list[Tensor] = []  # what the caller has made behind it
+
+    def expected(self, plan: ringattn.Plan) -> Tensor:
+        """Sums of the contributions to a rank's keys, in the order of ranks."""
+        total = torch.zeros_like(self.kv)
+        for visitor in range(plan.world_size):
+            positions = plan.gathered_block(CPU, visitor).positions_k.long()
+            total[:, positions] += self.given[visitor][:, positions]
+        return plan.shard_k(total)
+
+
+class Kernels:
+    """What a rank's dataflow calls in place of kernels, for the call that is being queued."""
+
+    def __init__(self, world: World, case: Case) -> None:
+        self.world, self.case = world, case
+        self.call: Call
+        self.rank = 0  # in its group
+
+    def _rows(self, k: Tensor) -> tuple[Call, int, int, list[tuple[int, int]]]:
+        """The call, the rank, the first of these heads among all, and (batch element, head) of every row."""
+        call, rank = self.call, self.rank
+        first = call.heads_seen[rank]
+        call.heads_seen[rank] += k.shape[2]
+        rows = [(b, h) for b in range(k.shape[0]) for h in range(k.shape[2])]
+        self.world.random.shuffle(rows)
+        if self.case.skips and call.kind == "forward":
+            rows = [row for row in rows if self.world.random.random() < 0.5]
+        return call, rank, first, rows
+
+    def _ready(self, arrivals: Any, row: int):  # type: ignore[no-untyped-def]
+        if arrivals is None or "kernel" in self.world.dropped:
+            return None
+        address, epoch = arrivals.flags[row].data_ptr(), arrivals.epoch
+        return lambda: reached(address, epoch)
+
+    def forward(self, q, k, v, block, score, *, sink, finalize, kernel, arrivals):  # type: ignore[no-untyped-def]
+        call, rank, first, rows = self._rows(k)
+        k, v, positions, heads = alias(k), alias(v), block.positions_k.long(), k.shape[2]
+
+        def look(b: int, h: int) -> None:
+            same(torch.cat([k[b, :, h], v[b, :, h]], -1), call.kv[b, positions, first + h], f"rank {rank}, {b} {h}")
+
+        parts = [(self._ready(arrivals, b * heads + h), lambda b=b, h=h: look(b, h)) for b, h in rows]
+        self.world.kernel("forward", [*parts, (None, lambda: self._done(call))])
+        return q.new_empty((*q.shape[:3], v.shape[3])), q.new_empty((q.shape[0], q.shape[2], q.shape[1]))
+
+    def backward(  # type: ignore[no-untyped-def]
+        self, q, k, v, dout, lse, delta, block, score, *, dq, deterministic, kernel, into, arrivals, counters
+    ):
+        call, rank, first, rows = self._rows(k)
+        k, v, dk, dv = alias(k), alias(v), alias(into[0]), alias(into[1])
+        positions, heads = block.positions_k.long(), k.shape[2]
+        count = None if counters is None else alias(counters)
+        cuts = [0]
+        for length in block.segments_k:
+            cuts.append(cuts[-1] + length)
+
+        def work(b: int, h: int, segment: int) -> None:
+            at = slice(cuts[segment], cuts[segment + 1])
+            same(
+                torch.cat([k[b, at, h], v[b, at, h]], -1), call.kv[b, positions[at], first + h], f"rank {rank}, {b} {h}"
+            )
+            made = call.given[rank][b, positions[at], first + h]
+            dk[b, at, h], dv[b, at, h] = made[:, :DIM], made[:, DIM:]
+            if count is not None:
+                count[(b * heads + h) // self.case.counts, segment] += 1
+
+        order = [(b, h, segment) for b, h in rows for segment in range(len(block.segments_k))]
+        self.world.random.shuffle(order)
+        parts = [(self._ready(arrivals, b * heads + h), lambda b=b, h=h, s=s: work(b, h, s)) for b, h, s in order]
+        self.world.kernel("backward", [*parts, (None, lambda: self._done(call))])
+
+    def _done(self, call: Call) -> None:
+        call.kernels_done += 1
+
+    def departures(self, q, k, v, block, score, *, deterministic, kernel):  # type: ignore[no-untyped-def]
+        rows = self.case.counts
+        if not rows or not self.case.waits or k.shape[0] * k.shape[2] % rows:
+            return None
+        return Departures(rows, (rows,) * len(block.segments_k))
+
+    def pack_rows(self, k: Tensor, v: Tensor, whole: Tensor, own: Tensor, runs: Sequence[tuple[int, int, int]]) -> None:
+        k, v, whole, own = map(alias, (k, v, whole, own))
+
+        def run(b: int) -> None:
+            rows = torch.cat([k[b], v[b]], -1).transpose(0, 1)
+            whole[b] = rows
+            for offset, length, first in runs:
+                own[b, :, first : first + length] = rows[:, offset : offset + length]
+
+        self.world.kernel("pack", [(None, lambda b=b: run(b)) for b in range(k.shape[0])])
+
+    def sum_runs(self, table: Tensor, own: Tensor, landed: Tensor, dk: Tensor, dv: Tensor) -> None:
+        own, landed, dk, dv = map(alias, (own, landed, dk, dv))
+        batch, tokens, heads, _ = dk.shape
+        if not dk.numel():
+            return
+        with torch._C.DisableTorchFunction():
+            total = torch.zeros(batch * heads, tokens, WIDTH)
+
+        def add(mine: int, offset: int, stride: int, begin: int, end: int) -> None:
+            memory = (own if mine else landed).reshape(-1)
+            size = (batch * heads, end - begin, WIDTH)
+            total[:, begin:end] += memory.as_strided(size, (stride, WIDTH, 1), memory.storage_offset() + offset // 4)
+
+        def store() -> None:
+            rows = total.view(batch, heads, tokens, WIDTH).transpose(1, 2)
+            dk.copy_(rows[..., :DIM])
+            dv.copy_(rows[..., DIM:])
+
+        self.world.kernel("sum", [*((None, lambda p=p: add(*p)) for p in table.tolist()), (None, store)])
+
+    def patched(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(gather, "block_forward", self.forward)
+        monkeypatch.setattr(gather, "block_backward", self.backward)
+        monkeypatch.setattr(gather, "block_delta", lambda out, dout, dlse: dout[..., 0].transpose(1, 2))
+        monkeypatch.setattr(gather, "waits", lambda *_: self.case.waits)
+        monkeypatch.setattr(gather, "departures", self.departures)
+        cut = gather.head_groups
+        monkeypatch.setattr(gather, "head_groups", lambda k, q, device, backward: cut(k, q, "cuda", backward))
+        monkeypatch.setattr(packing, "pack_rows", self.pack_rows)
+        monkeypatch.setattr(summing, "sum_runs", self.sum_runs)
+
+
+class Group:
+    """Some ranks of a world, and their links."""
+
+    def __init__(self, world: World, case: Case, ranks: Sequence[int]) -> None:
+        self.world, self.case, self.ranks = world, case, ranks
+        shared = Shared(world, ranks)
+        self.links, self.mains = [], []
+        for place, rank in enumerate(ranks):
+            mains = [Stream(world.gpus[rank], "main") for _ in range(case.streams)]
+            with world.host(mains[0]):
+                link = pulls.Link(place, len(ranks), CPU, shared.of(rank))
+            for lane in link.lanes:
+                lane.role = "lane"
+            link.pushing.role = "pushing"
+            self._set_off(link)
+            self.links.append(link)
+            self.mains.append(mains)
+
+    def _set_off(self, link: pulls.Link) -> None:
+        """Start where ``case.epoch`` calls have been made."""
+        epoch = self.case.epoch
+        link.epochs = [epoch, epoch]
+        words = torch.frombuffer(bytearray((epoch & 0xFFFFFFFF).to_bytes(4, "little")), dtype=torch.int32)
+        link.pad.memory.view(torch.int32).fill_(int(words))
+        world = self.world
+
+        class Counters(dict):  # type: ignore[type-arg]
+            def __setitem__(self, key: object, made: pulls.Counters) -> None:
+                where = alias(made.raised)
+                world.write_tensor("set off", lambda: where.fill_(int(words)))
+                super().__setitem__(key, made._replace(before=[epoch & 0xFFFFFFFF] * len(made.before)))
+
+        link.counters = Counters()
+
+    def plan(self, place: int, case: Case, kind: str) -> ringattn.Plan:
+        buffer = 1 << 30
+        if case.heads_in_memory < case.kv_heads:  # where a rank fetches all keys
+            head_bytes = case.batch * case.keys * WIDTH * (4 if kind == "forward" else 8)
+            buffer = min(2 * case.heads_in_memory * head_bytes, case.kv_heads * head_bytes - 1)
+        rank = VirtualRank(place, len(self.ranks))
+        plan = ringattn.plan(
+            case.seq_len, rank, seq_len_k=case.seq_len_k, layout=case.layout, dataflow="gather", **case.mask,
+            buffer_bytes=buffer,
+        )  # fmt: skip
+        plan.gathered_block(CPU)  # made at once, not by the simulated GPU
+        rank.link = lambda x: self.links[place]  # type: ignore[method-assign]
+        return plan
+
+    def queue(self, kernels: Kernels, call: Call, place: int, plan: ringattn.Plan) -> Any:
+        """What the host of one rank does in one call."""
+        case = call.case
+        kernels.call, kernels.rank = call, place
+        kv = plan.shard_k(call.kv)
+        k, v = kv[..., :DIM].contiguous(), kv[..., DIM:].contiguous()
+        q = torch.zeros(case.batch, plan.local_lengths[place], 2 * case.kv_heads, DIM)
+        dout = torch.zeros(*q.shape[:3], WIDTH - DIM)
+        lse = torch.zeros(case.batch, q.shape[2], q.shape[1])
+        kept: list[object] = [k, v, q, dout, lse]
+        with self.world.host(self.mains[place][call.number % case.streams]):
+            if call.kind == "forward":
+                gather.forward(q, k, v, None, plan, SCORE, "eager")
+                size = case.batch * case.kv_heads * plan.gathered_block(CPU).seq_k * WIDTH
+                call.later.append(torch.full((size,), 7.0))  # memory of the keys, if the allocator has it again
+            else:
+                _, dk, dv, _ = gather.backward(dout, None, q, k, v, dout, lse, plan, SCORE, "eager")
+                call.gradients.append((dk, dv))
+        return kept
+
+
+def play(
+    monkeypatch: pytest.MonkeyPatch,
+    case: Case,
+    seed: int,
+    dropped: frozenset[str] = frozenset(),
+    connections: int = 1 << 30,
+    found: int = 0xFF,
+) -> None:
+    """All hosts queue all calls, then everything is executed in the order of the seed, and compared.
+
+    Raises:
+        Wrong, Deadlock
+    """
+    world = World(case.ranks, seed, dropped, connections, found)
+    kernels = Kernels(world, case)
+    done = []
+    with monkeypatch.context() as patch:
+        world.patched(patch)
+        kernels.patched(patch)
+        group = Group(world, case, range(case.ranks))
+        for number, kind in enumerate(case.calls):
+            call = Call(case.of_call(number), number, kind)
+            plans = [group.plan(place, call.case, kind) for place in range(case.ranks)]
+            kept = [group.queue(kernels, call, place, plan) for place, plan in enumerate(plans)]
+            done.append((call, plans, kept))
+        world.run()
+    for call, plans, _ in done:
+        compare(call, plans)
+
+
+def play_two_groups(
+    monkeypatch: pytest.MonkeyPatch,
+    seed: int,
+    dropped: frozenset[str] = frozenset(),
+    connections: int = 1 << 30,
+    members: tuple[tuple[int, ...], ...] = ((0, 1), (2, 3), (0, 2), (1, 3)),
+) -> None:
+    """Every rank is in two groups, and queues calls of both on a stream each, in an order of its own."""
+    world = World(4, seed, dropped, connections)
+    cases = [Case(ranks=len(ranks), counts=0 if seed % 2 else 1) for ranks in members]
+    kernels = Kernels(world, cases[0])
+    done = []
+    with monkeypatch.context() as patch:
+        world.patched(patch)
+        kernels.patched(patch)
+        groups = [Group(world, case, ranks) for case, ranks in zip(cases, members, strict=True)]
+        for number, kind in enumerate(("forward", "backward", "forward")):
+            calls = [Call(case, number, kind) for case in cases]
+            plans = [[group.plan(place, group.case, kind) for place in range(len(group.ranks))] for group in groups]
+            made: list[dict[int, tuple[Tensor, Tensor]]] = [{} for _ in groups]
+            for rank in range(4):
+                mine = [g for g, group in enumerate(groups) if rank in group.ranks]
+                world.random.shuffle(mine)
+                for g in mine:
+                    place = groups[g].ranks.index(rank)
+                    done.append(groups[g].queue(kernels, calls[g], place, plans[g][place]))
+                    if kind == "backward":
+                        made[g][place] = calls[g].gradients.pop()
+            if number == 0:
+                world.run()  # memory that ranks share exists now
+            for call, gradients, ours in zip(calls, made, plans, strict=True):
+                call.gradients = [gradients[place] for place in sorted(gradients)]
+                done.append((call, ours))
+        world.run()
+    for call, ours in (pair for pair in done if isinstance(pair, tuple)):
+        compare(call, ours)
+
+
+def compare(call: Call, plans: Sequence[ringattn.Plan]) -> None:
+    """After the run: were all heads attended, and are the gradients those that were given?"""
+    for place, plan in enumerate(plans):
+        if plan.gathered_block(CPU).seq_k:
+            assert call.heads_seen[place] == call.case.kv_heads
+    for plan, (dk, dv) in zip(plans, call.gradients, strict=False):
+        same(torch.cat([dk, dv], -1), call.expected(plan), f"gradients of rank {plan.rank}")
+    for x in call.later:
+        same(x, torch.full_like(x, 7.0), "a tensor made later")
+    assert len(call.gradients) == (len(plans) if call.kind == "backward" else 0)
+
+
+CASES = {
+    "one wave": Case(),
+    "two ranks": Case(ranks=2, batch=2, counts=2),
+    "four ranks": Case(ranks=4, seq_len=29, kv_heads=3, heads_in_memory=3),
+    "five ranks": Case(ranks=5, seq_len=23),
+    "waves": Case(kv_heads=4, heads_in_memory=1, calls=("backward", "forward", "backward")),
+    "waves of unequal size": Case(kv_heads=5, heads_in_memory=2, batch=2, counts=2, calls=("backward", "forward") * 2),
+    "waits by streams": Case(waits=False, kv_heads=4, heads_in_memory=4),
+    "waits by streams, waves": Case(waits=False, kv_heads=5, heads_in_memory=2, calls=("backward", "forward") * 2),
+    "forward waits, backward does not": Case(
+        counts=0, kv_heads=4, heads_in_memory=2, calls=("forward", "backward") * 2
+    ),
+    "window": Case(ranks=4, mask=dict(window_size=(4, 2)), seq_len=33),
+    "full": Case(mask={}, seq_len=10),
+    "contiguous": Case(ranks=4, layout="contiguous", seq_len=19),
+    "empty shards": Case(ranks=5, seq_len=3),
+    "one token": Case(ranks=3, seq_len=1),
+    "more keys": Case(seq_len=7, seq_len_k=20),
+    "more queries": Case(seq_len=20, seq_len_k=7),
+    "lengths change": Case(
+        ranks=4, lengths=(40, 11, 2, 27), kv_heads=3, heads_in_memory=3, calls=("forward", "forward", "backward") * 2
+    ),
+    "two streams": Case(streams=2, calls=("forward", "backward", "forward", "forward", "backward") * 2),
+    "rows that no kernel waits for": Case(skips=True, lengths=(40, 11, 27), calls=("forward",) * 5),
+    "numbers wrap around": Case(epoch=2**31 - 3, kv_heads=3, heads_in_memory=1, calls=("forward", "backward") * 4),
+    "numbers pass 2**32": Case(epoch=2**32 - 3, calls=("forward", "backward") * 4),
+}
+
+
+# To be taken away with what they name.
+COUNTERS = pytest.mark.xfail(
+    strict=True, raises=Wrong, reason="Push.begin waits for new counters before the stream that attends has zeroed them"
+)
+NUMBERS = pytest.mark.xfail(
+    strict=True, raises=RuntimeError, reason="Link.arrivals fills int32 flags with a number that does not wrap around"
+)
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=NUMBERS) if "pass" in n else n for n in CASES])
+def test_every_key_is_there_when_it_is_read_and_every_gradient_when_it_is_summed(
+    monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    for seed in range(SEEDS):
+        play(monkeypatch, CASES[name], seed)
+
+
+@pytest.mark.parametrize("found", [pytest.param(0x3F, marks=COUNTERS), 0x80])
+@pytest.mark.parametrize("name", ["one wave", "waves"])
+def test_nobody_reads_memory_that_is_still_to_be_set(monkeypatch: pytest.MonkeyPatch, name: str, found: int) -> None:
+    """Flags and counters are set by the stream that attends, behind all that is queued there."""
+    for seed in range(3):
+        play(monkeypatch, CASES[name], seed, found=found)
+
+
+# What each wait is for: a case that goes wrong without it, in some order. DONE alone can be left out: a rank says READY
+# for the next exchange behind its own pulls of this one, and who has heard that cannot be early with the one after it.
+NEEDED = {
+    "READY": "one wave",
+    "LANDED": "one wave",
+    "FREE": "waves",
+    "flags": "waits by streams",
+    "kernel": "one wave",
+    "counters": "one wave",
+    "lane waits for main": "waves",
+    "lane waits for lane": "four ranks",
+    "main waits for lane": "rows that no kernel waits for",
+    "main waits for pushing": "waves",
+    "pushing waits for main": "waits by streams",
+}
+
+
+@pytest.mark.parametrize("wait", NEEDED)
+def test_no_wait_can_be_left_out(monkeypatch: pytest.MonkeyPatch, wait: str) -> None:
+    def some_order() -> None:
+        for seed in range(100):
+            play(monkeypatch, CASES[NEEDED[wait]], seed, frozenset([wait]))
+
+    with pytest.raises((Wrong, Deadlock)):
+        some_order()
+
+
+@pytest.mark.parametrize("name", ["one wave", "waves", "waits by streams, waves", "five ranks"])
+@pytest.mark.parametrize("connections", [1, 2, 3])
+def test_one_group_needs_one_connection(monkeypatch: pytest.MonkeyPatch, name: str, connections: int) -> None:
+    """CUDA_DEVICE_MAX_CONNECTIONS=1, which Megatron sets: streams hold each other up, but never for ever."""
+    for seed in range(4):
+        play(monkeypatch, CASES[name], seed, connections=connections)
+
+
+def test_two_groups_in_flight_never_wait_in_a_circle(monkeypatch: pytest.MonkeyPatch) -> None:
+    for seed in range(8):
+        play_two_groups(monkeypatch, seed)
+
+
+def test_a_kernel_that_starts_before_its_peers_are_ready_may_wait_in_a_circle(monkeypatch: pytest.MonkeyPatch) -> None:
+    def some_order() -> None:
+        for seed in range(40):
+            play_two_groups(monkeypatch, seed, frozenset(["READY on main"]))
+
+    with pytest.raises(Deadlock):
+        some_order()
