@@ -15,6 +15,8 @@ tiles of 64 queries that see it, for every query head of the group; dk and dv st
 * The last fence of a step serves the dS of the step and the dQ of the step before, which a writer then sends off.
 * P carries the factor ``softmax_scale`` (bfloat16: the exponent has room), taken into ``lse``: dS, dQ and dK then need
   no factor, and dV is divided once. float16 multiplies dQ and dK instead.
+* Tiles have powers of two of columns. Head dim 96 is two tiles side by side, 64 + 32, as are dk and dv; consumer 0
+  makes the first 64 columns of dQ and consumer 1 the last 32 (the two share the tensor cores).
 * At head dim 64, where shared memory bounds the speed most, the left operands K and V of S and dP stay in registers.
 * CTAs walk the queries from staggered starts: they do not add to the same tile of dQ at the same time.
 * The order of the CTAs is the order in which gradients are done: ``_sweep`` heads at a time, and within them the tiles
@@ -69,6 +71,8 @@ BM = gl.constexpr(64)  # queries of a step
 BN = gl.constexpr(128)  # keys of a CTA, half of them for each consumer
 DS_STAGES = gl.constexpr(4)  # 3 are needed
 INFO = gl.constexpr(8)  # int32 numbers that describe a key tile, see _tables
+HEAD_DIMS = (64, 96, 128)
+UNTRIED = (96,)  # no GPU has run them
 STAGED_SWIZZLE = 128  # bytes, of dQ in shared memory: 32 has no bank conflicts and four times the boxes
 
 DS_READY, Q_FREE, DO_FREE, DQ_STAGED, DQ_SENT = (gl.constexpr(i) for i in (4, 8, 10, 12, 14))
@@ -105,11 +109,23 @@ def _next(j, begin, end):
 
 
 @gluon.jit
+def _load_pieces(desc, row, full, tiles, i):
+    """Rows of one head to tile i of each piece of the columns."""
+    tma.async_copy_global_to_shared(desc[0], [row[0], row[1], row[2], 0], full, tiles[0].index(i))
+    if len(desc) == 2:
+        FIRST: gl.constexpr = desc[0].block_type.shape[3]
+        tma.async_copy_global_to_shared(desc[1], [row[0], row[1], row[2], FIRST], full, tiles[1].index(i))
+
+
+@gluon.jit
 def _producer(
     q_desc, dout_desc, k_desc, v_desc, lse_desc, delta_desc, bounds_desc, info_ptr,
     k_s, v_s, q_s, dout_s, lse_s, delta_s, bounds_s, kv_full, q_full, dout_full,
     heads, tiles, kv_heads, parts, q_tiles, flags_ptr, epoch, gave_up_ptr, SWEEP: gl.constexpr, BATCHED: gl.constexpr,
 ):  # fmt: skip
+    WHOLE: gl.constexpr = len(q_desc) == 1
+    COLUMNS: gl.constexpr = q_s[0].shape[4] if WHOLE else q_s[0].shape[4] + q_s[1].shape[4]
+    TILE: gl.constexpr = BM * COLUMNS * 2  # bytes of 64 rows of queries or keys
     batch, kv_head, part, info = _place(info_ptr, heads, tiles, kv_heads, parts, SWEEP, BATCHED)
     first = gl.load(info)
     begin = gl.load(info + 2)
@@ -120,13 +136,9 @@ def _producer(
     if flags_ptr is not None:
         wait_row(flags_ptr, batch * kv_heads + kv_head, epoch, gave_up_ptr, 1)
     for c in gl.static_range(2):
-        mbarrier.expect(kv_full.index(c), k_desc.block_type.nbytes + v_desc.block_type.nbytes)
-        tma.async_copy_global_to_shared(
-            k_desc, [batch, first + c * (BN // 2), kv_head, 0], kv_full.index(c), k_s.index(c)
-        )
-        tma.async_copy_global_to_shared(
-            v_desc, [batch, first + c * (BN // 2), kv_head, 0], kv_full.index(c), v_s.index(c)
-        )
+        mbarrier.expect(kv_full.index(c), 2 * TILE)
+        _load_pieces(k_desc, [batch, first + c * (BN // 2), kv_head], kv_full.index(c), k_s, c)
+        _load_pieces(v_desc, [batch, first + c * (BN // 2), kv_head], kv_full.index(c), v_s, c)
     head = (kv_head * parts + part) * heads
     q_heads = kv_heads * parts * heads
     bounds_row = 0
@@ -141,21 +153,19 @@ def _producer(
         if (j < full_begin) | (j >= full_end):
             mbarrier.expect(
                 q_full.index(stage),
-                q_desc.block_type.nbytes + lse_desc.block_type.nbytes + bounds_desc.block_type.nbytes,
+                TILE + lse_desc.block_type.nbytes + bounds_desc.block_type.nbytes,
             )
             tma.async_copy_global_to_shared(
                 bounds_desc, [bounds_row + j, 0], q_full.index(stage), bounds_s.index(stage)
             )
         else:
-            mbarrier.expect(q_full.index(stage), q_desc.block_type.nbytes + lse_desc.block_type.nbytes)
-        tma.async_copy_global_to_shared(q_desc, [batch, j * BM, head, 0], q_full.index(stage), q_s.index(stage))
+            mbarrier.expect(q_full.index(stage), TILE + lse_desc.block_type.nbytes)
+        _load_pieces(q_desc, [batch, j * BM, head], q_full.index(stage), q_s, stage)
         tma.async_copy_global_to_shared(lse_desc, [row, 0], q_full.index(stage), lse_s.index(stage))
         if i >= 2:
             barrier_sync(DO_FREE + stage, LOADERS, warps=1)
-        mbarrier.expect(dout_full.index(stage), dout_desc.block_type.nbytes + delta_desc.block_type.nbytes)
-        tma.async_copy_global_to_shared(
-            dout_desc, [batch, j * BM, head, 0], dout_full.index(stage), dout_s.index(stage)
-        )
+        mbarrier.expect(dout_full.index(stage), TILE + delta_desc.block_type.nbytes)
+        _load_pieces(dout_desc, [batch, j * BM, head], dout_full.index(stage), dout_s, stage)
         tma.async_copy_global_to_shared(delta_desc, [row, 0], dout_full.index(stage), delta_s.index(stage))
         j = _next(j, begin, end)
         if j == start:
@@ -164,8 +174,8 @@ def _producer(
 
 @gluon.jit
 def _writer(
-    C: gl.constexpr, dq_desc, info_ptr, dq_s, heads, tiles, kv_heads, parts, counters_ptr, segments,
-    SWEEP: gl.constexpr, BATCHED: gl.constexpr,
+    C: gl.constexpr, dq_desc, dq_first: gl.constexpr, info_ptr, dq_s, heads, tiles, kv_heads, parts, counters_ptr,
+    segments, SWEEP: gl.constexpr, BATCHED: gl.constexpr,
 ):  # fmt: skip
     """Two steps behind consumer C. The first two times there is nothing to send yet."""
     batch, kv_head, part, info = _place(info_ptr, heads, tiles, kv_heads, parts, SWEEP, BATCHED)
@@ -179,7 +189,7 @@ def _writer(
     j = start
     for _ in range(0, (end - begin) * heads):
         barrier_sync(DQ_STAGED + C, STAGING, warps=1)
-        tma_reduce_add(dq_desc, [batch, j * BM, head, C * dq_desc.block_type.shape[3]], dq_s.index(C))
+        tma_reduce_add(dq_desc, [batch, j * BM, head, C * dq_first], dq_s)
         tma.store_wait(0)
         barrier_arrive(DQ_SENT + C, STAGING, warps=1)
         j = _next(j, begin, end)
@@ -192,24 +202,94 @@ def _writer(
 
 
 @gluon.jit
-def _scores(i, k, q_s, q_full, S_L: gl.constexpr):
-    """S^T of step i, unscaled: (64 keys, 64 queries), asynchronous."""
-    mbarrier.wait(q_full.index(i % 2), (i // 2) & 1)
-    return warpgroup_mma(
-        k, q_s.index(i % 2).permute((1, 0)), gl.zeros([BN // 2, BM], gl.float32, S_L), use_acc=False, is_async=True
-    )
+def _along(a, b, stage, S_L: gl.constexpr):
+    """The keys (left operands, piece by piece of the columns) times the queries' tile in ``stage``, asynchronous."""
+    x = gl.zeros([BN // 2, BM], gl.float32, S_L)
+    x = warpgroup_mma(a[0], b[0].index(stage).permute((1, 0)), x, use_acc=False, is_async=True)
+    if len(a) == 2:
+        x = warpgroup_mma(a[1], b[1].index(stage).permute((1, 0)), x, is_async=True)
+    return x
 
 
 @gluon.jit
-def _dq(C: gl.constexpr, i, k_s, ds_s, D: gl.constexpr):
-    """Half C of the columns of dQ of step i: both halves of dS times K, asynchronous."""
-    L: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D // 2, 16])
+def _scores(i, k, q_s, q_full, S_L: gl.constexpr):
+    """S^T of step i, unscaled: (64 keys, 64 queries), asynchronous."""
+    mbarrier.wait(q_full.index(i % 2), (i // 2) & 1)
+    return _along(k, q_s, i % 2, S_L)
+
+
+@gluon.jit
+def _add(x, tiles, stage, sums):
+    """sums += x times the tile in ``stage``, piece by piece of its columns, asynchronous. Waits count the pieces."""
+    A_0: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=sums[0].type.layout, k_width=2)
+    first = warpgroup_mma(gl.convert_layout(x, A_0), tiles[0].index(stage), sums[0], is_async=True)
+    if len(sums) == 1:
+        sums = (first,)
+    else:
+        A_1: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=sums[1].type.layout, k_width=2)
+        sums = (first, warpgroup_mma(gl.convert_layout(x, A_1), tiles[1].index(stage), sums[1], is_async=True))
+    return sums
+
+
+@gluon.jit
+def _added(pending: gl.constexpr, sums, x):
+    """Behind the wait until at most ``pending`` products are in flight: the sums, and their left operand."""
+    if len(sums) == 1:
+        first, x = warpgroup_mma_wait(pending, deps=[sums[0], x])
+        sums = (first,)
+    else:
+        first, second, x = warpgroup_mma_wait(pending, deps=[sums[0], sums[1], x])
+        sums = (first, second)
+    return sums, x
+
+
+@gluon.jit
+def _dq(C: gl.constexpr, i, k_s, ds_s):
+    """Consumer C's columns of dQ of step i: both halves of dS times K, asynchronous, two products. Half of the columns,
+    or piece C of them."""
     stage = i % DS_STAGES * 2
-    own = k_s.index(C).slice(C * (D // 2), D // 2, dim=1)
-    other = k_s.index(1 - C).slice(C * (D // 2), D // 2, dim=1)
-    dq = gl.zeros([BM, D // 2], gl.float32, L)
+    if len(k_s) == 1:
+        W: gl.constexpr = k_s[0].shape[2] // 2
+        own = k_s[0].index(C).slice(C * W, W, dim=1)
+        other = k_s[0].index(1 - C).slice(C * W, W, dim=1)
+    else:
+        W: gl.constexpr = k_s[C].shape[2]
+        own = k_s[C].index(C)
+        other = k_s[C].index(1 - C)
+    L: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, W, 16])
+    dq = gl.zeros([BM, W], gl.float32, L)
     dq = warpgroup_mma(ds_s.index(stage + C).permute((1, 0)), own, dq, use_acc=False, is_async=True)
     return warpgroup_mma(ds_s.index(stage + 1 - C).permute((1, 0)), other, dq, is_async=True)
+
+
+@gluon.jit
+def _sums(D: gl.constexpr):
+    L: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D, 16])
+    return gl.zeros([BN // 2, D], gl.float32, L)
+
+
+@gluon.jit
+def _operands(tiles, C: gl.constexpr):
+    """This consumer's keys or values, in shared memory."""
+    return (tiles[0].index(C),) if len(tiles) == 1 else (tiles[0].index(C), tiles[1].index(C))
+
+
+@gluon.jit
+def _store_piece(ptr, x, head, stride_s, key, past, scale, SCALED: gl.constexpr):
+    L: gl.constexpr = x.type.layout
+    rows = gl.arange(0, BN // 2, gl.SliceLayout(1, L)) + key
+    cols = gl.arange(0, x.shape[1], gl.SliceLayout(0, L))
+    at = (head + rows.to(gl.int64) * stride_s)[:, None] + cols[None, :]
+    if SCALED:
+        x = x * scale
+    gl.store(ptr + at, x, mask=(rows < past)[:, None])
+
+
+@gluon.jit
+def _store(ptr, sums, head, stride_s, key, past, scale, SCALED: gl.constexpr):
+    _store_piece(ptr, sums[0], head, stride_s, key, past, scale, SCALED)
+    if len(sums) == 2:
+        _store_piece(ptr + sums[0].shape[1], sums[1], head, stride_s, key, past, scale, SCALED)
 
 
 @gluon.jit
@@ -220,11 +300,10 @@ def _step(
 ):  # fmt: skip
     """One query tile. ``k_a, v_a``: this consumer's K and V as left operands, in registers or shared memory.
     ``s`` comes in complete and goes out complete for the next one; no wgmma crosses a step."""
-    D: gl.constexpr = k_s.shape[2]
+    PIECES: gl.constexpr = len(k_s)  # of the columns; a product over them, or into them, is one product for each
     S_L: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BM, 16])
-    O_L: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D, 16])
-    A_L: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=O_L, k_width=2)
-    dtype: gl.constexpr = k_s.dtype
+    A_L: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=dk[0].type.layout, k_width=2)
+    dtype: gl.constexpr = k_s[0].dtype
     stage = i % 2
     if CUT:  # noqa: SIM102 (CUT is known at compile time)
         if cut:
@@ -234,13 +313,11 @@ def _step(
             seen = (keys[:, None] >= from_key[None, :]) & (keys[:, None] < to_key[None, :])
             s = gl.where(seen, s, float("-inf"))
     mbarrier.wait(dout_full.index(stage), (i // 2) & 1)
-    dout = dout_s.index(stage)
-    dp = gl.zeros([BN // 2, BM], gl.float32, S_L)
-    dp = warpgroup_mma(v_a, dout.permute((1, 0)), dp, use_acc=False, is_async=True)
+    dp = _along(v_a, dout_s, stage, S_L)
     p = gl.exp2(s * scale_log2 - lse_v.index(stage).load(gl.SliceLayout(0, S_L))[None, :])
     p16 = gl.convert_layout(p.to(dtype), A_L)
-    dv = warpgroup_mma(p16, dout, dv, is_async=True)
-    dp = warpgroup_mma_wait(1, deps=[dp])
+    dv = _add(p16, dout_s, stage, dv)
+    dp = warpgroup_mma_wait(PIECES, deps=[dp])
     ds = (p * (dp - delta_v.index(stage).load(gl.SliceLayout(0, S_L))[None, :])).to(dtype)
     barrier_sync(DS_READY + 2 - 2 * C + ((i + 1) & 1), PAIR)  # the other half of the previous dS
     ds_s.index(i % DS_STAGES * 2 + C).store(ds)
@@ -248,17 +325,22 @@ def _step(
     fence_async_shared()
     barrier_arrive(DS_READY + 2 * C + (i & 1), PAIR)
     barrier_arrive(DQ_STAGED + C, STAGING)
-    dq = _dq(C, i + DS_STAGES - 1, k_s, ds_s, D)
-    dv, p16 = warpgroup_mma_wait(2, deps=[dv, p16])
+    dq = _dq(C, i + DS_STAGES - 1, k_s, ds_s)
+    dv, p16 = _added(2, dv, p16)
     barrier_arrive(DO_FREE + stage, LOADERS)
     s = _scores(gl.minimum(i + 1, last), k_a, q_s, q_full, S_L)
-    dk = warpgroup_mma(ds16, q_s.index(stage), dk, is_async=True)
-    dq = warpgroup_mma_wait(2, deps=[dq])
+    dk = _add(ds16, q_s, stage, dk)
+    dq = warpgroup_mma_wait(2 * PIECES, deps=[dq])
     if not FOLD:
         dq = dq * dq_scale
     barrier_sync(DQ_SENT + C, STAGING)
-    dq_s.index(C).store(dq)
-    dk, ds16, s = warpgroup_mma_wait(0, deps=[dk, ds16, s])
+    dq_s.store(dq)
+    if PIECES == 1:
+        first, ds16, s = warpgroup_mma_wait(0, deps=[dk[0], ds16, s])
+        dk = (first,)
+    else:
+        first, second, ds16, s = warpgroup_mma_wait(0, deps=[dk[0], dk[1], ds16, s])
+        dk = (first, second)
     barrier_arrive(Q_FREE + stage, LOADERS)
     return s, dk, dv
 
@@ -286,9 +368,8 @@ def _consumer(
     q_full, dout_full, heads, tiles, kv_heads, parts, batches, stride_b, stride_s, stride_h, scale_log2, dk_scale,
     dv_scale, SWEEP: gl.constexpr, BATCHED: gl.constexpr, FOLD: gl.constexpr, COUNTED: gl.constexpr,
 ):  # fmt: skip
-    D: gl.constexpr = k_s.shape[2]
+    D: gl.constexpr = k_s[0].shape[2]
     S_L: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BM, 16])
-    O_L: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D, 16])
     batch, kv_head, part, info = _place(info_ptr, heads, tiles, kv_heads, parts, SWEEP, BATCHED)
     first = gl.load(info)
     past = gl.load(info + 1)
@@ -298,18 +379,23 @@ def _consumer(
     full_end = gl.load(info + 5)
     start = gl.load(info + 6)
     key = first + C * (BN // 2)
-    dk = gl.zeros([BN // 2, D], gl.float32, O_L)
-    dv = gl.zeros([BN // 2, D], gl.float32, O_L)
-    ds_s.index(2 * (DS_STAGES - 1) + C).store(gl.zeros([BN // 2, BM], k_s.dtype, S_L))  # "dS of step -1"
+    if len(k_s) == 1:
+        dk = (_sums(D),)
+        dv = (_sums(D),)
+    else:
+        dk = (_sums(D), _sums(k_s[1].shape[2]))
+        dv = (_sums(D), _sums(k_s[1].shape[2]))
+    ds_s.index(2 * (DS_STAGES - 1) + C).store(gl.zeros([BN // 2, BM], k_s[0].dtype, S_L))  # "dS of step -1"
     fence_async_shared()
     barrier_arrive(DS_READY + 1 + 2 * C, PAIR)
     mbarrier.wait(kv_full.index(C), 0)
     mbarrier.wait(kv_full.index(1 - C), 0)
-    k_a = k_s.index(C)
-    v_a = v_s.index(C)
-    if D == 64:
-        k_a = k_a.load(gl.DotOperandLayout(operand_index=0, parent=S_L, k_width=2))
-        v_a = v_a.load(gl.DotOperandLayout(operand_index=0, parent=S_L, k_width=2))
+    if (D == 64) & (len(k_s) == 1):
+        k_a = (k_s[0].index(C).load(gl.DotOperandLayout(operand_index=0, parent=S_L, k_width=2)),)
+        v_a = (v_s[0].index(C).load(gl.DotOperandLayout(operand_index=0, parent=S_L, k_width=2)),)
+    else:
+        k_a = _operands(k_s, C)
+        v_a = _operands(v_s, C)
     s = _scores(0, k_a, q_s, q_full, S_L)
     s = warpgroup_mma_wait(0, deps=[s])
     steps = (end - begin) * heads
@@ -327,60 +413,93 @@ def _consumer(
     fence_async_shared()
     barrier_arrive(DQ_STAGED + C, STAGING)
     barrier_sync(DS_READY + 2 - 2 * C + ((steps - 1) & 1), PAIR)
-    dq = warpgroup_mma_wait(0, deps=[_dq(C, steps - 1, k_s, ds_s, D)])
+    dq = warpgroup_mma_wait(0, deps=[_dq(C, steps - 1, k_s, ds_s)])
     if not FOLD:
         dq = dq * dk_scale
     barrier_sync(DQ_SENT + C, STAGING)
-    dq_s.index(C).store(dq)
+    dq_s.store(dq)
     fence_async_shared()
     barrier_arrive(DQ_STAGED + C, STAGING)
-    rows = gl.arange(0, BN // 2, gl.SliceLayout(1, O_L)) + key
-    cols = gl.arange(0, D, gl.SliceLayout(0, O_L))
     head = (part * batches + batch).to(gl.int64) * stride_b + kv_head.to(gl.int64) * stride_h
-    at = (head + rows.to(gl.int64) * stride_s)[:, None] + cols[None, :]
-    inside = (rows < past)[:, None]
-    gl.store(dv_ptr + at, dv * dv_scale, mask=inside)
-    if not FOLD:
-        dk = dk * dk_scale
-    gl.store(dk_ptr + at, dk, mask=inside)
+    _store(dv_ptr, dv, head, stride_s, key, past, dv_scale, True)
+    _store(dk_ptr, dk, head, stride_s, key, past, dk_scale, not FOLD)
     if COUNTED:
         barrier_sync(DQ_SENT + C, STAGING)
         barrier_sync(DQ_STAGED + C, STAGING)  # not arrive: sync alone is documented to order the stores for the writer
 
 
+@gluon.jit
+def _tiles(desc):
+    """Shared memory for two boxes of a descriptor."""
+    SHAPE: gl.constexpr = [2, 1, desc.block_type.shape[1], 1, desc.block_type.shape[3]]
+    return gl.allocate_shared_memory(desc.dtype, SHAPE, desc.layout)
+
+
+@gluon.jit
+def _matrices(tiles):
+    """The same memory without the dimensions of length one that TMA sees."""
+    L: gl.constexpr = gl.NVMMASharedLayout.get_default_for([tiles.shape[2], tiles.shape[4]], tiles.dtype)
+    return tiles._reinterpret(tiles.dtype, [2, tiles.shape[2], tiles.shape[4]], L)
+
+
+@gluon.jit
+def _staged(desc):
+    return gl.allocate_shared_memory(gl.float32, [1, BM, 1, desc.block_type.shape[3]], desc.layout)
+
+
+@gluon.jit
+def _matrix(tile):
+    L: gl.constexpr = gl.NVMMASharedLayout(tile.type.layout.swizzle_byte_width, 32, 2)
+    return tile._reinterpret(gl.float32, [BM, tile.shape[3]], L)
+
+
 @gluon.jit(do_not_specialize=["epoch", "segments"])
 def _kernel(
-    q_desc, dout_desc, k_desc, v_desc, lse_desc, delta_desc, bounds_desc, dq_desc, dk_ptr, dv_ptr, info_ptr,
-    heads, tiles, kv_heads, parts, batches, stride_b, stride_s, stride_h, q_tiles, scale_log2, dk_scale, dv_scale,
+    q_desc, dout_desc, k_desc, v_desc, lse_desc, delta_desc, bounds_desc, dq_desc,
+    q_rest_desc, dout_rest_desc, k_rest_desc, v_rest_desc, dq_rest_desc,  # None if the head dim is a power of two
+    dk_ptr, dv_ptr, info_ptr, heads, tiles, kv_heads, parts, batches, stride_b, stride_s, stride_h,
+    q_tiles, scale_log2, dk_scale, dv_scale,
     flags_ptr, epoch, gave_up_ptr, counters_ptr, segments,
     SWEEP: gl.constexpr, BATCHED: gl.constexpr, FOLD: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """``heads``: query heads of a CTA; ``parts``: CTAs that share a group, each with its own dk, dv. ``stride_*`` are
     those of dk and dv. ``flags_ptr`` or ``counters_ptr`` None: nothing to wait for or to count."""
     dtype: gl.constexpr = q_desc.dtype
-    D: gl.constexpr = q_desc.block_type.shape[3]
     DS_L: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BN // 2, BM], dtype)
-    TILE_L: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BM, D], dtype)
-    DQ_L: gl.constexpr = gl.NVMMASharedLayout(dq_desc.layout.swizzle_byte_width, 32, 2)
     ROW_L: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    k_t = gl.allocate_shared_memory(dtype, [2, 1, BN // 2, 1, D], k_desc.layout)
-    v_t = gl.allocate_shared_memory(dtype, [2, 1, BN // 2, 1, D], v_desc.layout)
-    q_t = gl.allocate_shared_memory(dtype, [2, 1, BM, 1, D], q_desc.layout)
-    dout_t = gl.allocate_shared_memory(dtype, [2, 1, BM, 1, D], dout_desc.layout)
+    WHOLE: gl.constexpr = q_rest_desc is None
+    q_descs = (q_desc,) if WHOLE else (q_desc, q_rest_desc)
+    dout_descs = (dout_desc,) if WHOLE else (dout_desc, dout_rest_desc)
+    k_descs = (k_desc,) if WHOLE else (k_desc, k_rest_desc)
+    v_descs = (v_desc,) if WHOLE else (v_desc, v_rest_desc)
+    k_t = (_tiles(k_desc),) if WHOLE else (_tiles(k_desc), _tiles(k_rest_desc))
+    v_t = (_tiles(v_desc),) if WHOLE else (_tiles(v_desc), _tiles(v_rest_desc))
+    q_t = (_tiles(q_desc),) if WHOLE else (_tiles(q_desc), _tiles(q_rest_desc))
+    dout_t = (_tiles(dout_desc),) if WHOLE else (_tiles(dout_desc), _tiles(dout_rest_desc))
     ds_s = gl.allocate_shared_memory(dtype, [2 * DS_STAGES, BN // 2, BM], DS_L)
-    dq_t = gl.allocate_shared_memory(gl.float32, [2, 1, BM, 1, D // 2], dq_desc.layout)
+    # Consumer 0 and its writer have the first half or the first piece of dQ's columns.
+    W: gl.constexpr = dq_desc.block_type.shape[3]
+    DQ_L: gl.constexpr = gl.NVMMASharedLayout(dq_desc.layout.swizzle_byte_width, 32, 2)
+    if WHOLE:
+        dq_t = gl.allocate_shared_memory(gl.float32, [2, 1, BM, 1, W], dq_desc.layout)
+        dq_s = dq_t._reinterpret(gl.float32, [2, BM, W], DQ_L)
+        dq_descs = (dq_desc, dq_desc)
+        dq_t = (dq_t.index(0), dq_t.index(1))
+        dq_s = (dq_s.index(0), dq_s.index(1))
+    else:
+        dq_descs = (dq_desc, dq_rest_desc)
+        dq_t = (_staged(dq_desc), _staged(dq_rest_desc))
+        dq_s = (_matrix(dq_t[0]), _matrix(dq_t[1]))
     lse_t = gl.allocate_shared_memory(gl.float32, [2, 1, BM], lse_desc.layout)
     delta_t = gl.allocate_shared_memory(gl.float32, [2, 1, BM], delta_desc.layout)
     bounds_t = gl.allocate_shared_memory(gl.int32, [2, 1, 2 * BM], bounds_desc.layout)
     kv_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     q_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     dout_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    # The same memory without the dimensions of length one that TMA sees.
-    k_s = k_t._reinterpret(dtype, [2, BN // 2, D], TILE_L)
-    v_s = v_t._reinterpret(dtype, [2, BN // 2, D], TILE_L)
-    q_s = q_t._reinterpret(dtype, [2, BM, D], TILE_L)
-    dout_s = dout_t._reinterpret(dtype, [2, BM, D], TILE_L)
-    dq_s = dq_t._reinterpret(gl.float32, [2, BM, D // 2], DQ_L)
+    k_s = (_matrices(k_t[0]),) if WHOLE else (_matrices(k_t[0]), _matrices(k_t[1]))
+    v_s = (_matrices(v_t[0]),) if WHOLE else (_matrices(v_t[0]), _matrices(v_t[1]))
+    q_s = (_matrices(q_t[0]),) if WHOLE else (_matrices(q_t[0]), _matrices(q_t[1]))
+    dout_s = (_matrices(dout_t[0]),) if WHOLE else (_matrices(dout_t[0]), _matrices(dout_t[1]))
     lse_v = lse_t._reinterpret(gl.float32, [2, BM], ROW_L)
     delta_v = delta_t._reinterpret(gl.float32, [2, BM], ROW_L)
     bounds_v = bounds_t._reinterpret(gl.int32, [4, BM], ROW_L)
@@ -390,22 +509,22 @@ def _kernel(
         mbarrier.init(dout_full.index(i), count=1)
     gl.warp_specialize(
         [
-            (_consumer, (0, dk_ptr, dv_ptr, info_ptr, k_s, v_s, q_s, dout_s, lse_v, delta_v, bounds_v, ds_s, dq_s,
+            (_consumer, (0, dk_ptr, dv_ptr, info_ptr, k_s, v_s, q_s, dout_s, lse_v, delta_v, bounds_v, ds_s, dq_s[0],
             kv_full, q_full,
                          dout_full, heads, tiles, kv_heads, parts, batches, stride_b, stride_s, stride_h, scale_log2,
                          dk_scale, dv_scale, SWEEP, BATCHED, FOLD, counters_ptr is not None)),
-            (_consumer, (1, dk_ptr, dv_ptr, info_ptr, k_s, v_s, q_s, dout_s, lse_v, delta_v, bounds_v, ds_s, dq_s,
+            (_consumer, (1, dk_ptr, dv_ptr, info_ptr, k_s, v_s, q_s, dout_s, lse_v, delta_v, bounds_v, ds_s, dq_s[1],
             kv_full, q_full,
                          dout_full, heads, tiles, kv_heads, parts, batches, stride_b, stride_s, stride_h, scale_log2,
                          dk_scale, dv_scale, SWEEP, BATCHED, FOLD, counters_ptr is not None)),
-            (_producer, (q_desc, dout_desc, k_desc, v_desc, lse_desc, delta_desc, bounds_desc, info_ptr, k_t, v_t,
+            (_producer, (q_descs, dout_descs, k_descs, v_descs, lse_desc, delta_desc, bounds_desc, info_ptr, k_t, v_t,
             q_t, dout_t, lse_t,
                          delta_t, bounds_t, kv_full, q_full, dout_full, heads, tiles, kv_heads, parts, q_tiles,
                          flags_ptr, epoch, gave_up_ptr, SWEEP, BATCHED)),
-            (_writer, (0, dq_desc, info_ptr, dq_t, heads, tiles, kv_heads, parts, counters_ptr, segments, SWEEP,
-                        BATCHED)),
-            (_writer, (1, dq_desc, info_ptr, dq_t, heads, tiles, kv_heads, parts, counters_ptr, segments, SWEEP,
-                        BATCHED)),
+            (_writer, (0, dq_descs[0], W, info_ptr, dq_t[0], heads, tiles, kv_heads, parts, counters_ptr, segments,
+                        SWEEP, BATCHED)),
+            (_writer, (1, dq_descs[1], W, info_ptr, dq_t[1], heads, tiles, kv_heads, parts, counters_ptr, segments,
+                        SWEEP, BATCHED)),
         ],
         [4, 1, 1, 1],
         [REGISTERS, 24, 24, 24],
@@ -435,13 +554,17 @@ def unsupported(q: Tensor, k: Tensor, v: Tensor, score: Score) -> str | None:
         return "it needs a Hopper GPU (sm_90); use 'triton'"
     if q.dtype not in (torch.bfloat16, torch.float16) or not q.dtype == k.dtype == v.dtype:
         return f"dtype {q.dtype} is not bfloat16 or float16; use 'triton'"
-    if q.shape[-1] not in (64, 128) or v.shape[-1] != q.shape[-1]:
-        return f"head dims {q.shape[-1]}, {v.shape[-1]} are not 64 or 128, the same for v; use 'triton'"
+    if q.shape[-1] not in HEAD_DIMS or v.shape[-1] != q.shape[-1]:
+        return f"head dims {q.shape[-1]}, {v.shape[-1]} are not one of {HEAD_DIMS}, the same for v; use 'triton'"
     if score.softcap or score.alibi_slopes is not None:
         return "no softcap and no ALiBi; use 'triton'"
     if score.softmax_scale <= 0:
         return f"softmax_scale {score.softmax_scale} is not positive; use 'triton'"
     return None
+
+
+def untried(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    return q.shape[-1] in UNTRIED
 
 
 def backward(
@@ -502,6 +625,8 @@ def launch(
     q, k, v, dout = (x if _tma_ready(x) else x.contiguous() for x in (q, k, v, dout))
     batch, seq_q, q_heads, dim = q.shape
     _, seq_k, kv_heads, _ = k.shape
+    first = 2 ** (dim.bit_length() - 1)  # columns of the first piece of a tile, a power of two
+    rest = dim - first  # of the second piece, a power of two or nothing
     info, bounds = _tables(block)
     tiles, q_tiles = info.shape[1], triton.cdiv(seq_q, BM.value)
     scale = score.softmax_scale
@@ -531,10 +656,14 @@ def launch(
         epoch = (arrivals.epoch + 2**31) % 2**32 - 2**31  # always an int32, so always the same kernel
     run(
         _kernel, (batch * kv_heads * parts * tiles,),
-        _descriptor(q, queries := [1, BM.value, 1, dim]), _descriptor(dout, queries),
-        _descriptor(k, keys := [1, BN.value // 2, 1, dim]), _descriptor(v, keys),
+        _descriptor(q, queries := [1, BM.value, 1, first]), _descriptor(dout, queries),
+        _descriptor(k, keys := [1, BN.value // 2, 1, first]), _descriptor(v, keys),
         _descriptor(rows[0], [1, BM.value]), _descriptor(rows[1], [1, BM.value]),
-        _descriptor(bounds, [1, 2 * BM.value]), _descriptor(dq, [1, BM.value, 1, dim // 2], STAGED_SWIZZLE),
+        _descriptor(bounds, [1, 2 * BM.value]),
+        _descriptor(dq, [1, BM.value, 1, first if rest else dim // 2], STAGED_SWIZZLE),
+        *(_descriptor(x, [1, n, 1, rest], swizzle) if rest else None for x, n, swizzle in (
+            (q, BM.value, None), (dout, BM.value, None), (k, BN.value // 2, None), (v, BN.value // 2, None),
+            (dq, BM.value, STAGED_SWIZZLE))),
         dk, dv, info, q_heads // kv_heads // parts, tiles, kv_heads, parts, batch, *dk.stride()[1:4], q_tiles,
         scale * LOG2E, scale, 1 / scale if fold else 1.0,
         flags, epoch, gave_up, counters, counters.shape[1] if counters is not None else 0,
