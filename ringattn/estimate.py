@@ -69,7 +69,9 @@ def memory_bytes(plan: Plan, shape: Shape, backward: bool) -> int:
     rows = q * s.q_heads * s.fp
     kv, queries = s.kv_elements, s.q_heads * s.head_dim
     if ring and not backward:
-        total = shards * max(plan.local_lengths_k) * kv * s.itemsize + (steps > 1) * q * s.state_elements * s.fp
+        shard, state = max(plan.local_lengths_k) * kv * s.itemsize, (steps > 1) * q * s.state_elements * s.fp
+        results = q * s.q_heads * (s.value_dim * s.itemsize + s.fp)  # they come in the last step, when no shard arrives
+        total = max(shards * shard + state - results, (shards > 0) * shard + state)
     elif ring:
         travelling = shards * s.itemsize + parts * s.fp
         total = travelling * max(plan.local_lengths_k) * kv + q * queries * s.fp + 2 * rows
@@ -101,6 +103,9 @@ def _gather_memory(plan: Plan, s: Shape, backward: bool) -> int:
         if backward:
             total += held * share * fetched * row * s.fp
             total += (n - 1) * share * max(plan.local_lengths_k) * row * s.fp  # what others push
+            total -= s.batch * q * s.q_heads * s.head_dim * s.itemsize  # dq as a result comes after the peak
+        elif len(cut) > 1:  # a wave's output, before it is put in its place
+            total += s.batch * q * share * (s.q_heads // s.kv_heads) * (s.value_dim * s.itemsize + s.fp)
         return total
     groups = head_groups(s.kv_heads, s.q_heads, plan.transport.device.type, backward)
     part = max(g.stop - g.start for g in groups) / s.kv_heads

@@ -88,6 +88,7 @@ def forward(
         if whole is None:
             whole = q.new_empty((*q.shape[:3], v.shape[3])), lse.new_empty((q.shape[0], q.shape[2], q.shape[1]))
         whole[0][:, :, q_heads], whole[1][:, q_heads] = out, lse
+        del out, lse  # before the next part's are made
     assert whole is not None
     return whole
 
