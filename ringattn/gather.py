@@ -186,7 +186,7 @@ def _fetched(
 
 def _link(x: Tensor, plan: Plan) -> Link | None:
     """None also where tokens of several ranks interleave: a copy moves neighbouring tokens."""
-    return None if plan.interleaved else plan.transport.link(x)
+    return None if plan.interleaved or plan.seq_len_k == 0 else plan.transport.link(x)
 
 
 def _messages(q: Tensor, k: Tensor, v: Tensor, plan: Plan, backward: bool) -> Iterator[_Part]:

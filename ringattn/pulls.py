@@ -5,8 +5,7 @@ that they belong to. No multiprocessor is used, so the attention beside runs as 
 streams write into each other's memory and wait for (:mod:`.stream_memory`); each word holds the number of the last
 exchange (*epoch*), which only grows::
 
-    READY[r]   at all ranks   the keys and values of rank r are in place
-    DONE[r]    at all ranks   rank r has pulled what it needs
+    READY[r]   at all ranks   the keys and values of rank r are in place, and it has pulled all of the last epoch
     LANDED[r]  at all ranks   rank r has pushed its contributions to the gradients
     FREE[r]    at all ranks   rank r has summed what was pushed to it
     EPOCH[s]   at rank r      the epoch whose keys and values are in slot s of rank r
@@ -24,6 +23,7 @@ Memory is laid out row by row, a row being one key head of one batch element: (r
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 import os
@@ -31,7 +31,7 @@ import sys
 import threading
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -42,8 +42,8 @@ from . import stream_memory
 from .kernels.block import Arrivals, Departures
 from .schedule import Fetch
 
-READY, DONE, LANDED, FREE, EPOCH = range(5)
-_KINDS = 5
+READY, LANDED, FREE, EPOCH = range(4)
+_KINDS = 4
 _WORD = 32  # bytes between words: each in a sector of its own
 _RANKS = 64  # of one host, at most
 _PAD = _KINDS * _RANKS * _WORD  # bytes in front of the data
@@ -129,7 +129,7 @@ class Link:
         """At least ``size`` bytes on every rank; all ask for the same in the same call."""
         region = self.regions[which]
         if region is None or size > len(region.memory):
-            region = self.regions[which] = Region(*self.share(-(-size // (1 << 21)) << 21))
+            region = self.regions[which] = Region(*self.share(max(1, -(-size // (1 << 21))) << 21))
             self.recordings.clear()  # they hold the old addresses
         return region
 
@@ -141,7 +141,7 @@ class Link:
 
     def arrivals(self, rows: int) -> Tensor:
         if len(self.flags) < rows:
-            self.flags = torch.full((rows, 8), self.epochs[_KEYS] - 1, dtype=torch.int32, device=self.device)
+            self.flags = torch.full((rows, 8), _int32(self.epochs[_KEYS] - 1), dtype=torch.int32, device=self.device)
         return self.flags
 
     @property
@@ -225,11 +225,10 @@ class Pull:
         )  # fmt: skip
         link.play(key, functools.partial(self._copy, wave, groups))
         if wave == len(self.waves) - 1:
-            link.tell(first, DONE, self.epoch)
             self.pulled = first.record_event()
-        if wave == 0:
-            link.hear(main, READY, self.epoch)  # see above: a kernel that waits may wait for copies only
-            watch(link, main, f"pull {self.epoch}", READY, self.epoch)
+        if wave == 0:  # see above: a kernel that waits may wait for copies only
+            with watched(link, main, f"pull {self.epoch}", READY, self.epoch):
+                link.hear(main, READY, self.epoch)
 
     def _copy(self, wave: int, groups: Sequence[slice]) -> None:
         link, heads, buffer = self.link, self.waves[wave], self.buffers[wave]
@@ -263,7 +262,7 @@ class Pull:
         end = self.slot + math.prod(shape) * self.k.element_size()
         self.mine = self.region.memory[self.slot : end].view(self.k.dtype).view(shape)
         runs = [(run.offset, run.length, run.first) for run in self.runs if run.owner == link.rank]
-        link.hear(main, DONE, self.epoch - 2)  # the slot was last read then
+        # The slot was last read two epochs ago, and who was READY for the last epoch has pulled all of the one before.
         pack_rows(self.k, self.v, self.mine, self.buffers[0], runs if len(self.waves) == 1 else [])
         link.offered[self.epoch % 2].write(main, self.epoch)
 
@@ -340,6 +339,7 @@ class Push:
             made = torch.zeros(key, dtype=torch.int32, device=self.dk.device)
             words = [stream_memory.Words([made.data_ptr() + 4 * i]) for i in range(made.numel())]
             self.link.counters[key] = Counters(made, [0] * made.numel(), words)
+            self.link.pushing.wait_stream(torch.cuda.current_stream())  # until they are zero
         return self.link.counters[key]
 
     def begin(self, wave: int, departures: Departures | None) -> None:
@@ -400,13 +400,18 @@ class Push:
         key = tuple(pieces)
         if key not in link.tables:
             link.tables[key] = table_of(pieces, link.device)
-        link.hear(main, LANDED, self.epoch)
-        main.wait_event(self.pushed)
-        watch(link, main, f"push {self.epoch}", LANDED, self.epoch)
+        with watched(link, main, f"push {self.epoch}", LANDED, self.epoch):
+            link.hear(main, LANDED, self.epoch)
+            main.wait_event(self.pushed)
         heads = self.waves[wave]
         landed = self.region.memory.view(self.dtype)
         sum_runs(link.tables[key], self.partials.pop(wave), landed, self.dk[:, :, heads], self.dv[:, :, heads])
         link.tell(main, FREE, self.epoch)
+
+
+def _int32(x: int) -> int:
+    """x as 32 bits hold it."""
+    return (x + 2**31) % 2**32 - 2**31
 
 
 # ---------------------------------------------------------------- a rank that does not come
@@ -415,22 +420,26 @@ class Push:
 @dataclass
 class _Watched:
     link: Link
-    event: torch.cuda.Event
-    deadline: float
+    reached: torch.cuda.Event  # the stream has come to the wait
+    passed: torch.cuda.Event
     what: str
     kind: int
     epoch: int
+    deadline: float = math.inf
 
 
 _watched: deque[_Watched] = deque()
 _watching: threading.Thread | None = None
 
 
-def watch(link: Link, stream: torch.cuda.Stream, what: str, kind: int, epoch: int) -> None:
-    """End the process, with the names of the ranks that did not come, if what is queued on ``stream`` is not done in
-    time: a stream that waits for a word waits for ever, and would give wrong results if it were let go."""
+@contextlib.contextmanager
+def watched(link: Link, stream: torch.cuda.Stream, what: str, kind: int, epoch: int) -> Iterator[None]:
+    """End the process, with the names of the ranks that did not come, if what is queued on ``stream`` in this context
+    takes too long: a stream that waits for a word waits for ever, and would give wrong results if it were let go."""
     global _watching
-    _watched.append(_Watched(link, stream.record_event(), time.monotonic() + TIMEOUT, what, kind, epoch))
+    reached = stream.record_event()
+    yield
+    _watched.append(_Watched(link, reached, stream.record_event(), what, kind, epoch))
     if _watching is None:
         _watching = threading.Thread(target=_keep_watch, name="ringattn watch", daemon=True)
         _watching.start()
@@ -440,15 +449,25 @@ def _keep_watch() -> None:
     stream_memory.ignore_captures()  # else looking at an event would break a graph that another thread captures
     while True:
         time.sleep(min(1.0, TIMEOUT / 4))
-        while _watched and _watched[0].event.query():
-            _watched.popleft()
-        if _watched and time.monotonic() > _watched[0].deadline:
-            print(_verdict(_watched[0]), file=sys.stderr, flush=True)
-            os.abort()
+        look(time.monotonic())
+
+
+def look(now: float) -> None:
+    """Forget what has passed; end the process if the first that has not is late."""
+    while _watched and _watched[0].passed.query():
+        _watched.popleft()
+    if not _watched:
+        return
+    first = _watched[0]
+    if first.deadline == math.inf and first.reached.query():
+        first.deadline = now + TIMEOUT
+    if now > first.deadline:
+        print(_verdict(first), file=sys.stderr, flush=True)
+        os.abort()
 
 
 def _verdict(late: _Watched) -> str:
-    link, names = late.link, ("READY", "DONE", "LANDED", "FREE")
+    link, names = late.link, ("READY", "LANDED", "FREE")
     words = torch.empty(_PAD // 4, dtype=torch.int32).pin_memory()
     with torch.cuda.device(link.device):
         stream = torch.cuda.Stream()
@@ -457,8 +476,8 @@ def _verdict(late: _Watched) -> str:
     behind = [
         f"rank {p} is {name} for {said}"
         for p in link.peers
-        for name, kind in zip(names, range(_KINDS), strict=True)
-        if kind == late.kind and (said := int(words[(kind * _RANKS + p) * _WORD // 4])) < late.epoch
+        for kind, name in enumerate(names)
+        if kind == late.kind and _int32((said := int(words[(kind * _RANKS + p) * _WORD // 4])) - late.epoch) < 0
     ]
     row = int(link.gave_up.item())
     rest = f"; the kernel gave up waiting for row {row - 1} of keys (batch * kv_heads + head)" if row else ""

@@ -472,8 +472,9 @@ class Bench:
             forward = out + plan.memory_bytes(**shape)
             backward = out + grads + plan.memory_bytes(backward=True, **shape)
             found["predicted"] = inputs + (max(forward, backward) if both else forward)
-            link = getattr(plan.transport, "_link", None) if plan.dataflow == "gather" else None
-            found["symmetric"] = getattr(link, "shared_bytes", 0)  # which torch's allocator does not count
+            link = plan.transport.link(q) if plan.dataflow == "gather" else None
+            found["kept"] = link.held_bytes(both) if link is not None else 0
+            found["peak"] += found["kept"]  # it was there before the call that was measured
         return found
 
     def errors(self, group: Group) -> None:

@@ -149,17 +149,18 @@ def _rest(runs: list[list[Line]], rows: list[Line]) -> list[str]:
         said += [
             "## Memory per GPU",
             "",
-            "GiB at the peak of one attention with its inputs, as torch's allocator counts.",
+            "GiB at the peak of one attention with its inputs, symmetric memory included. Predicted: inputs, results and",
+            "`Plan.memory_bytes`. Kept: what of it stays between calls.",
+            "",
         ]
-        said += ["Predicted: inputs, results and `Plan.memory_bytes`. Symmetric memory comes on top.", ""]
         said += [
-            "| ranks | context | mask | heads | pass | who | measured | predicted | symmetric |",
+            "| ranks | context | mask | heads | pass | who | measured | predicted | kept |",
             "| --- " * 9 + "|",
         ]
         for row in sorted(with_memory, key=lambda r: (r["mask"], r["heads"], r["what"], r["ranks"], r["total"])):
             for name, found in row["memory"].items():
                 predicted = f"{found['predicted'] / GIB:.2f}" if "predicted" in found else ""
-                shared = f"{found['symmetric'] / GIB:.2f}" if found.get("symmetric") else ""
+                shared = f"{found['kept'] / GIB:.2f}" if found.get("kept") else ""
                 said.append(
                     f"| {row['ranks']} | {row['total']:,} | {row['mask']} | {row['heads'][0]}/{row['heads'][1]} | "
                     f"{row['what']} | {name} | {found['peak'] / GIB:.2f} | {predicted} | {shared} |"

@@ -33,7 +33,7 @@ from torch.overrides import TorchFunctionMode
 
 from ringattn import pulls
 
-_KINDS = ("READY", "DONE", "LANDED", "FREE", "EPOCH")
+_KINDS = ("READY", "LANDED", "FREE", "EPOCH")
 
 
 class Deadlock(AssertionError):
@@ -241,10 +241,10 @@ class World:
             Words=functools.partial(Words, self), Recording=functools.partial(Recording, self), copy=self.copy
         )
         monkeypatch.setattr(pulls, "stream_memory", driver)
-        monkeypatch.setattr(pulls, "watch", lambda *_: None)
+        monkeypatch.setattr(pulls, "watched", lambda *_: contextlib.nullcontext())
 
     def name_of(self, stream: Stream, address: int) -> str:
-        """Of a word: READY, DONE, LANDED, FREE, or whose it is by the stream that waits for it."""
+        """Of a word: READY, LANDED, FREE, or whose it is by the stream that waits for it."""
         for begin, size in self.pads:
             if begin <= address < begin + size:
                 return _KINDS[(address - begin) // pulls._WORD // pulls._RANKS]

@@ -165,7 +165,7 @@ def made_up(folder: Path, seconds: int, rate: float) -> None:
     written = [about, dict(kind="matmul", ranks=4, tflops=700.0)]
     for ranks in (2, 4):
         for tokens in (4096, 8192):
-            cell = dict(inputs=1 << 30, peak=(2 << 30) * tokens / 4096, predicted=3 << 30, symmetric=1 << 28)
+            cell = dict(inputs=1 << 30, peak=(2 << 30) * tokens / 4096, predicted=3 << 30, kept=1 << 28)
             words = dict(ranks=ranks, tokens=tokens, total=ranks * tokens, mask="causal", heads=[32, 8], head_dim=128)
             what = dict(what="forward", milliseconds=dict(ring=2.0, local=1.5), tflops=dict(ring=rate, local=600.0))
             written.append(dict(kind="row", **words, **what, memory=dict(ring=cell)))

@@ -389,15 +389,7 @@ CASES = {
 
 
 # To be taken away with what they name.
-COUNTERS = pytest.mark.xfail(
-    strict=True, raises=Wrong, reason="Push.begin waits for new counters before the stream that attends has zeroed them"
-)
-NUMBERS = pytest.mark.xfail(
-    strict=True, raises=RuntimeError, reason="Link.arrivals fills int32 flags with a number that does not wrap around"
-)
-
-
-@pytest.mark.parametrize("name", [pytest.param(n, marks=NUMBERS) if "pass" in n else n for n in CASES])
+@pytest.mark.parametrize("name", CASES)
 def test_every_key_is_there_when_it_is_read_and_every_gradient_when_it_is_summed(
     monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
@@ -405,7 +397,7 @@ def test_every_key_is_there_when_it_is_read_and_every_gradient_when_it_is_summed
         play(monkeypatch, CASES[name], seed)
 
 
-@pytest.mark.parametrize("found", [pytest.param(0x3F, marks=COUNTERS), 0x80])
+@pytest.mark.parametrize("found", [0x3F, 0x80])
 @pytest.mark.parametrize("name", ["one wave", "waves"])
 def test_nobody_reads_memory_that_is_still_to_be_set(monkeypatch: pytest.MonkeyPatch, name: str, found: int) -> None:
     """Flags and counters are set by the stream that attends, behind all that is queued there."""
@@ -413,8 +405,8 @@ def test_nobody_reads_memory_that_is_still_to_be_set(monkeypatch: pytest.MonkeyP
         play(monkeypatch, CASES[name], seed, found=found)
 
 
-# What each wait is for: a case that goes wrong without it, in some order. DONE alone can be left out: a rank says READY
-# for the next exchange behind its own pulls of this one, and who has heard that cannot be early with the one after it.
+# What each wait is for: a case that goes wrong without it, in some order. READY stands for two things: the keys of this
+# exchange are there, and a rank says it behind its own pulls of the last one, whose slot may then be written again.
 NEEDED = {
     "READY": "one wave",
     "LANDED": "one wave",
