@@ -149,8 +149,8 @@ def _rest(runs: list[list[Line]], rows: list[Line]) -> list[str]:
         said += [
             "## Memory per GPU",
             "",
-            "GiB at the peak of one attention with its inputs, symmetric memory included. Predicted: inputs, results and",
-            "`Plan.memory_bytes`. Kept: what of it stays between calls.",
+            "GiB at the peak of one attention with its inputs, symmetric memory included. Predicted: inputs, results",
+            "and `Plan.memory_bytes`. Kept: what of it stays between calls.",
             "",
         ]
         said += [

@@ -7,6 +7,7 @@ bit with those in the order of ranks.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -452,3 +453,41 @@ def test_a_kernel_that_starts_before_its_peers_are_ready_may_wait_in_a_circle(mo
 
     with pytest.raises(Deadlock):
         some_order()
+
+
+class Seen:
+    """An event that is done when a test says so."""
+
+    def __init__(self) -> None:
+        self.done = False
+
+    def query(self) -> bool:
+        return self.done
+
+
+def test_a_wait_is_late_only_from_when_it_is_reached(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Work that is queued in front of it may take as long as it likes."""
+    ended: list[bool] = []
+    monkeypatch.setattr(pulls, "_watched", deque())
+    monkeypatch.setattr(pulls, "TIMEOUT", 10.0)
+    monkeypatch.setattr(pulls, "_verdict", lambda late: f"{late.what} is late")
+    monkeypatch.setattr(pulls.os, "abort", lambda: ended.append(True))
+    waits: list[Any] = [pulls._Watched(None, Seen(), Seen(), f"pull {i}", pulls.READY, i) for i in (1, 2)]  # type: ignore[arg-type]
+    pulls._watched.extend(waits)
+    pulls.look(1000.0)
+    waits[0].reached.done = True
+    pulls.look(2000.0)  # from now on
+    pulls.look(2009.0)
+    waits[0].passed.done = True
+    pulls.look(2011.0)
+    assert list(pulls._watched) == waits[1:]
+    assert not ended
+    waits[1].reached.done = True
+    pulls.look(2012.0)
+    pulls.look(2021.0)
+    assert not ended
+    pulls.look(2023.0)
+    assert ended
+    assert "pull 2 is late" in capsys.readouterr().err
