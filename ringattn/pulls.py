@@ -33,7 +33,7 @@ import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -42,14 +42,15 @@ from . import stream_memory
 from .kernels.block import Arrivals, Departures
 from .schedule import Fetch
 
+T = TypeVar("T")
 READY, LANDED, FREE, EPOCH = range(4)
 _KINDS = 4
 _WORD = 32  # bytes between words: each in a sector of its own
 _RANKS = 64  # of one host, at most
-_PAD = _KINDS * _RANKS * _WORD  # bytes in front of the data
-_KEYS, _GRADIENTS = 0, 1  # regions behind the pad: two slots of keys and values; contributions
+_PAD = _KINDS * _RANKS * _WORD  # bytes of all words
+_KEYS, _GRADIENTS = 0, 1  # the other regions: two slots of keys and values; contributions
 LANES = 3
-_RECORDINGS = 256
+_REMEMBERED = 256  # recordings, and tables of sums: packed documents change them with every batch
 TIMEOUT = float(os.environ.get("RINGATTN_TIMEOUT", "600"))
 
 
@@ -95,7 +96,7 @@ class Link:
         self.fetched = torch.zeros(0, dtype=torch.uint8, device=device)
         self.recordings: OrderedDict[object, stream_memory.Recording] = OrderedDict()
         self.counters: dict[tuple[int, int], Counters] = {}
-        self.tables: dict[object, Tensor] = {}
+        self.tables: OrderedDict[object, Tensor] = OrderedDict()
         self.gave_up = torch.zeros(1, dtype=torch.int32).pin_memory()
         self.used: torch.cuda.Event | None = None  # the last use of the buffer, maybe on another stream
         kinds = range(EPOCH)
@@ -118,12 +119,8 @@ class Link:
 
     def play(self, key: object, operations: Callable[[], None]) -> None:
         """Queue on the first lane what ``operations`` queues on all lanes, which is the same for the same key."""
-        found = self.recordings.get(key)
-        if found is None:
-            found = self.recordings[key] = stream_memory.Recording(self.lanes[0], operations)
-            while len(self.recordings) > _RECORDINGS:
-                self.recordings.popitem(last=False)
-        found.play(self.lanes[0])
+        recording = _remember(self.recordings, key, lambda: stream_memory.Recording(self.lanes[0], operations))
+        recording.play(self.lanes[0])
 
     def reserve(self, which: int, size: int) -> Region:
         """At least ``size`` bytes on every rank; all ask for the same in the same call."""
@@ -397,16 +394,23 @@ class Push:
                     stride = (self.keys if own else self.tokens) * self.width
                     end = run.offset + run.length
                     pieces.append(Piece(int(own), base + offset * self.row_bytes, stride, run.offset, end))
-        key = tuple(pieces)
-        if key not in link.tables:
-            link.tables[key] = table_of(pieces, link.device)
+        table = _remember(link.tables, tuple(pieces), lambda: table_of(pieces, link.device))
         with watched(link, main, f"push {self.epoch}", LANDED, self.epoch):
             link.hear(main, LANDED, self.epoch)
             main.wait_event(self.pushed)
         heads = self.waves[wave]
         landed = self.region.memory.view(self.dtype)
-        sum_runs(link.tables[key], self.partials.pop(wave), landed, self.dk[:, :, heads], self.dv[:, :, heads])
+        sum_runs(table, self.partials.pop(wave), landed, self.dk[:, :, heads], self.dv[:, :, heads])
         link.tell(main, FREE, self.epoch)
+
+
+def _remember(cache: OrderedDict[object, T], key: object, make: Callable[[], T]) -> T:
+    found = cache.get(key)
+    if found is None:
+        found = cache[key] = make()
+        while len(cache) > _REMEMBERED:
+            cache.popitem(last=False)
+    return found
 
 
 def _int32(x: int) -> int:
