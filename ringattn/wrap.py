@@ -9,6 +9,9 @@ functions they know; parameters, state_dict, hooks and FSDP's or DDP's wrapping 
 too, because activation checkpointing calls them again in the backward, when the outermost forward is over. A function
 that is checkpointed, instead of a module, is not covered, and raises.
 
+``torch.compile`` traces the mode: the module, or layers inside it, may be compiled, ``fullgraph=True`` included, before
+or after they are wrapped. What raises does so while it traces.
+
 What is not exactly the plan's attention raises. A module that multiplies and normalizes by itself, with ``matmul`` and
 ``softmax``, cannot be seen: the outermost forward raises if no attention was called in it at all.
 """
@@ -18,6 +21,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import itertools
 import threading
 import types
 from collections.abc import Callable, Iterator
@@ -27,6 +31,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+from torch.utils.checkpoint import checkpoint
 
 from .attention import attention
 from .plan import Plan
@@ -39,7 +44,13 @@ _REFUSED = {
     torch._native_multi_head_attention: "torch.nn.MultiheadAttention mixes the heads' projections with its attention",
     torch._transformer_encoder_layer_fwd: "torch.nn.TransformerEncoderLayer is one operator in evaluation",
 }
-_local = threading.local()  # .sources: of the forwards that are running, outermost first; .calls: of attention so far
+# .sources: of the forwards that are running, outermost first, one for neighbours of the same; .grad: had they
+# gradients; .calls: of attention so far; .traced: of these, while torch.compile traced them
+_local = threading.local()
+_keys = itertools.count()
+_traced: set[int] = (
+    set()
+)  # keys of wrapped modules in which torch.compile has traced attention, which then runs uncounted
 
 
 def wrap(module: M, plan_source: Source) -> M:
@@ -63,13 +74,16 @@ def wrap(module: M, plan_source: Source) -> M:
         raise TypeError(f"module is a {type(module).__name__}; pass a torch.nn.Module")
     if not isinstance(plan_source, Plan) and not callable(plan_source):
         raise TypeError(f"plan_source is a {type(plan_source).__name__}; pass a Plan or a function that returns one")
+    for function in (_counts, _count, _attended, _window_of):  # not when they are defined: it imports the compiler
+        torch.compiler.assume_constant_result(function)
     chosen = [m for m in module.modules() if m is module or _may_attend(m)]
     classes = [
         type(m) if isinstance(m, _Ring) else _subclass(_class(m)) for m in chosen
     ]  # raises before any is changed
     for inner, made in zip(chosen, classes, strict=True):
         inner.__class__ = made
-        inner.__dict__.update(_ringattn_source=plan_source, _ringattn_outermost=inner is module)
+        key = next(_keys) if inner is module else None
+        inner.__dict__.update(_ringattn_source=plan_source, _ringattn_outermost=key)
     return module
 
 
@@ -101,24 +115,49 @@ def _subclass(base: Any) -> Any:
 
 @contextlib.contextmanager
 def _running(module: nn.Module) -> Iterator[None]:
-    source = module.__dict__["_ringattn_source"]
+    # What is as it should be is not written again: a checkpoint that is compiled must not write what is outside of it.
+    source, key = module.__dict__["_ringattn_source"], module.__dict__["_ringattn_outermost"]
     sources = _local.__dict__.setdefault("sources", [])
-    before = _local.__dict__.setdefault("calls", 0)
+    before = None if key is None else _counts()
     inside = bool(sources) and sources[-1] is source  # then its mode is there already
-    grad, _local.grad = _local.__dict__.get("grad", False), torch.is_grad_enabled()
-    sources.append(source)
+    had_grad, grad = _local.__dict__.get("grad", False), torch.is_grad_enabled()
+    if grad != had_grad:
+        _local.grad = grad
+    if not inside:
+        sources.append(source)
     try:
         with contextlib.nullcontext() if inside else _Mode(source):
             yield
     finally:
-        sources.pop()
-        _local.grad = grad
-    if module.__dict__["_ringattn_outermost"] and _local.calls == before:
+        if not inside:
+            sources.pop()
+        if grad != had_grad:
+            _local.grad = had_grad
+    if key is not None and not _attended(key, before):
         raise RuntimeError(
             f"{type(module).__name__} has run without calling attention that ringattn.wrap() can see "
             "(F.scaled_dot_product_attention, flash_attn_func): its tokens have not met those of other ranks; call "
             "ringattn.attention(q, k, v, plan) in it"
         )
+
+
+# torch.compile calls these while it traces, and takes what they return for a constant; so for _window_of.
+
+
+def _counts() -> tuple[int, int]:
+    return getattr(_local, "calls", 0), getattr(_local, "traced", 0)
+
+
+def _count(tracing: bool) -> None:
+    _local.calls = getattr(_local, "calls", 0) + 1
+    _local.traced = getattr(_local, "traced", 0) + tracing
+
+
+def _attended(key: int, before: tuple[int, int]) -> bool:
+    calls, traced = _counts()
+    if traced != before[1]:
+        _traced.add(key)
+    return calls != before[0] or key in _traced
 
 
 class _Mode(TorchFunctionMode):
@@ -134,6 +173,10 @@ class _Mode(TorchFunctionMode):
                 f"{_REFUSED[func]}, which ringattn.wrap() cannot take apart; use a layer that calls "
                 "F.scaled_dot_product_attention"
             )
+        if func is checkpoint:  # by torch.compile only, for which it is a function of torch, and we are off inside it
+            return func(_under(self.source, args[0]), *args[1:], **(kwargs or {}))
+        if func is Tensor.unflatten:  # a method that torch.compile cannot trace once a mode has unbound it
+            return torch.unflatten(*args, **(kwargs or {}))
         name = str(func)
         if "flash_attn" in name or "flex_attention" in name or "_scaled_dot_product" in name:
             raise NotImplementedError(
@@ -141,6 +184,14 @@ class _Mode(TorchFunctionMode):
                 "flash_attn_func where a module's class calls it by that name. Call ringattn.attention(q, k, v, plan)"
             )
         return func(*args, **(kwargs or {}))
+
+
+def _under(source: Source, function: Callable[..., Any]) -> Callable[..., Any]:
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with _Mode(source):
+            return function(*args, **kwargs)
+
+    return run
 
 
 def _plan(source: Source) -> Plan:
@@ -197,6 +248,7 @@ def _check(name: str, plan: Plan, dropout: float, causal: bool, window: tuple[in
 
 def _window_of(plan: Plan) -> tuple[int, int]:
     """``(left, right)`` of the plan's mask, -1 where unbounded; causal is ``right = 0``."""
+    _ = plan.local_lengths, plan.local_lengths_k  # made here once: torch.compile must not make them in a checkpoint
 
     def bound(x: Tensor) -> int:
         real = x[plan.mask.left + plan.mask.right >= 0]  # without padding, which sees nothing
@@ -207,7 +259,7 @@ def _window_of(plan: Plan) -> tuple[int, int]:
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, plan: Plan, **options: Any) -> Tensor:
-    _local.calls = getattr(_local, "calls", 0) + 1
+    _count(torch.compiler.is_compiling())
     if _local.grad and not torch.is_grad_enabled():
         raise NotImplementedError(
             "attention is called without gradients in a forward that has them, as by a reentrant checkpoint of a "
@@ -335,9 +387,12 @@ def _names(code: types.CodeType) -> set[str]:
 
 
 def _rebuilt(method: types.FunctionType, ours: dict[str, Any]) -> types.FunctionType:
+    # Without their __name__, by which torch.compile would look for the globals in the file, where ours are not.
+    names = {name: value for name, value in method.__globals__.items() if name != "__name__"}
     copy = types.FunctionType(
-        method.__code__, {**method.__globals__, **ours}, method.__name__, method.__defaults__, method.__closure__
+        method.__code__, {**names, **ours}, method.__name__, method.__defaults__, method.__closure__
     )
+    copy.__module__ = method.__module__
     copy.__kwdefaults__ = method.__kwdefaults__
     copy.__dict__.update(method.__dict__)
     return copy

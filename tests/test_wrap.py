@@ -9,6 +9,7 @@ import types
 import pytest
 import torch
 import torch.nn.functional as F
+from pool import on_ranks
 from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointError, checkpoint
 
@@ -262,3 +263,121 @@ def test_wrong_arguments() -> None:
 
 def test_flash_attn_is_not_imported() -> None:
     assert "flash_attn" not in sys.modules
+
+
+# --- torch.compile -------------------------------------------------------------------------------------
+
+
+def compiled(model: nn.Module, how: str, plan: ringattn.Plan) -> nn.Module:
+    options = dict(fullgraph=True, backend="aot_eager")
+    if how == "before":
+        for layer in model.layers:
+            layer.compile(**options)
+        return ringattn.wrap(model, lambda: plan)
+    ringattn.wrap(model, lambda: plan)
+    if how == "layers":
+        for layer in model.layers:
+            layer.compile(**options)
+        return model
+    return torch.compile(model, **options)
+
+
+def _compiled(kind: str, checkpointed: str, how: str) -> None:
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = Model(kind, checkpointed).double()
+    plan = ringattn.plan(SEQ, **PLANS[kind])
+    x, weight = (plan.shard(y) for y in torch.randn(2, 2, SEQ, DIM, dtype=torch.float64))
+    run = compiled(copy.deepcopy(model), how, plan)
+    want = result(ringattn.wrap(model, plan), x, weight)
+    for _ in range(2):
+        for a, b in zip(result(run, x, weight), want, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-11, atol=1e-12)
+        run.zero_grad()
+
+
+@pytest.mark.parametrize("world_size", on_ranks(2))
+@pytest.mark.parametrize(
+    ("kind", "checkpointed", "how"),
+    [
+        ("sdpa", "", "whole"),
+        ("sdpa", "not reentrant", "whole"),
+        ("sdpa", "not reentrant", "layers"),
+        ("full", "", "before"),
+        ("flash", "", "layers"),
+        ("flash window", "not reentrant", "whole"),
+    ],
+)
+def test_compiled_without_graph_break(kind: str, checkpointed: str, how: str, world_size: int, pools) -> None:  # type: ignore[no-untyped-def]
+    pools(world_size).run(_compiled, kind, checkpointed, how)
+
+
+@pytest.fixture
+def _fresh() -> None:
+    torch._dynamo.reset()
+
+
+@pytest.mark.usefixtures("_fresh")
+def test_a_compiled_module_follows_its_plan() -> None:
+    plan = ringattn.plan(SEQ, virtual.VirtualRank(0, 1), causal=True)
+    model = ringattn.wrap(Model("sdpa"), lambda: plan)
+    run = torch.compile(model, fullgraph=True, backend="aot_eager")
+    x, seen = torch.randn(1, SEQ, DIM), []
+    for left in (2, 3, 4, 5, 2):
+        plan = ringattn.plan(SEQ, virtual.VirtualRank(0, 1), causal=True, window_size=(left, 0))
+        seen.append(run(x))
+        torch.testing.assert_close(seen[-1], model.forward(x))
+    assert torch.equal(seen[0], seen[-1])
+    assert not torch.allclose(seen[0], seen[1])
+    plan = ringattn.plan(SEQ, virtual.VirtualRank(0, 1))
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="is_causal=True, but the plan is not"):
+        run(x)
+
+
+class Recomputed(Attention):
+    """The same three times: as it is, and in checkpointed functions, which torch.compile traces with modes off."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        plain = super().forward
+        return plain(x) + checkpoint(plain, x, use_reentrant=False) + checkpoint(lambda y: plain(y), x)
+
+
+@pytest.mark.usefixtures("_fresh")
+@pytest.mark.parametrize("fullgraph", [True, False])
+def test_what_is_checkpointed_in_a_compiled_module_attends_over_ranks(fullgraph: bool) -> None:
+    documents = torch.tensor([[0] * 6 + [1] * 7])
+    plan = ringattn.plan(SEQ, virtual.VirtualRank(0, 1), causal=True, documents=documents)
+    model = ringattn.wrap(Recomputed("sdpa"), plan)
+    once = ringattn.wrap(Attention("sdpa"), plan)
+    once.load_state_dict(model.state_dict())
+    x = torch.randn(1, SEQ, DIM, requires_grad=True)
+    out = torch.compile(model, fullgraph=fullgraph, backend="aot_eager")(x)
+    torch.testing.assert_close(out, 3 * once(x))
+    for mine, theirs in zip(
+        torch.autograd.grad(out.square().sum(), [x, *model.parameters()]),
+        torch.autograd.grad((3 * once(x)).square().sum(), [x, *once.parameters()]),
+        strict=True,
+    ):
+        torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.usefixtures("_fresh")
+@pytest.mark.parametrize("fullgraph", [True, False])
+@pytest.mark.parametrize(
+    ("module", "says"),
+    [
+        (Masked(), "attn_mask of shape \\(13, 13\\)"),
+        (Dropped(), "dropout_p=0.1"),
+        (NotCausal(), "is_causal=False, but the plan is causal"),
+        (ByHand(), "without calling attention"),
+        (Multihead(), "MultiheadAttention"),
+        (Varlen(), "flash_attn_varlen_func takes boundaries"),
+        (Flex(), "is called directly"),
+    ],
+)
+def test_what_cannot_be_exact_raises_while_it_is_compiled(module: nn.Module, says: str, fullgraph: bool) -> None:
+    plan = ringattn.plan(SEQ, virtual.VirtualRank(0, 1), causal=True)
+    run = torch.compile(ringattn.wrap(copy.deepcopy(module), plan), fullgraph=fullgraph, backend="aot_eager")
+    for _ in range(2):
+        with pytest.raises((NotImplementedError, ValueError, RuntimeError), match=says):
+            run(torch.randn(1, 2, SEQ, 8))
