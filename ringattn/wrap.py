@@ -118,7 +118,7 @@ def _running(module: nn.Module) -> Iterator[None]:
     # What is as it should be is not written again: a checkpoint that is compiled must not write what is outside of it.
     source, key = module.__dict__["_ringattn_source"], module.__dict__["_ringattn_outermost"]
     sources = _local.__dict__.setdefault("sources", [])
-    before = None if key is None else _counts()
+    before = (0, 0) if key is None else _counts()
     inside = bool(sources) and sources[-1] is source  # then its mode is there already
     had_grad, grad = _local.__dict__.get("grad", False), torch.is_grad_enabled()
     if grad != had_grad:

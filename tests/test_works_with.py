@@ -300,3 +300,84 @@ def test_train_hf_resumes_at_another_number_of_ranks(tmp_path) -> None:  # type:
     folder = str(tmp_path / "two")
     got = losses(2, 2, "--out", folder) + losses(1, 1, "--out", folder, "--resume")
     assert got == pytest.approx(losses(1, 3, "--out", str(tmp_path / "one")), abs=2e-5)
+
+
+# --- Tensor parallelism beside it ----------------------------------------------------------------------
+
+HEAD_DIM, KV_HEADS = 4, 2
+
+
+class LlamaLayer(nn.Module):
+    """Projections know their heads by their widths, so that tensor parallelism leaves each rank some of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        linear = lambda a, b: nn.Linear(a, b, bias=False)  # noqa: E731
+        self.norm, self.norm2 = nn.RMSNorm(DIM), nn.RMSNorm(DIM)
+        self.q, self.out = linear(DIM, HEADS * HEAD_DIM), linear(HEADS * HEAD_DIM, DIM)
+        self.k, self.v = linear(DIM, KV_HEADS * HEAD_DIM), linear(DIM, KV_HEADS * HEAD_DIM)
+        self.gate, self.up, self.down = linear(DIM, 24), linear(DIM, 24), linear(24, DIM)
+
+    def forward(self, x: Tensor, plan: ringattn.Plan) -> Tensor:
+        y = self.norm(x)
+        q, k, v = (p(y).unflatten(-1, (-1, HEAD_DIM)) for p in (self.q, self.k, self.v))
+        angle = plan.positions.to(x)[:, None, None] * torch.tensor([1.0, 0.1]).to(x)
+        q, k = (
+            torch.cat([a * angle.cos() - b * angle.sin(), b * angle.cos() + a * angle.sin()], -1)
+            for a, b in (z.chunk(2, -1) for z in (q, k))
+        )
+        out = ringattn.attention(q, k, v, plan)
+        assert isinstance(out, Tensor)
+        x = x + self.out(out.flatten(2))
+        y = self.norm2(x)
+        return x + self.down(F.silu(self.gate(y)) * self.up(y))
+
+
+class Llama(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.head = nn.Embedding(VOCABULARY, DIM), nn.Linear(DIM, VOCABULARY, bias=False)
+        self.layers = nn.ModuleList(LlamaLayer() for _ in range(2))
+
+    def forward(self, tokens: Tensor, plan: ringattn.Plan) -> Tensor:
+        x = self.embed(tokens)
+        for layer in self.layers:
+            x = layer(x, plan)
+        return self.head(x)
+
+
+def _tensor_parallel() -> tuple[float, list[Tensor]]:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    mesh = init_device_mesh("cpu", (1, 2, 2), mesh_dim_names=("dp_shard", "cp", "tp"))
+    both = mesh["dp_shard", "cp"]._flatten("dp_shard_cp")
+    model: Any = Llama().double()
+    for layer in model.layers:
+        styles: dict[str, Any] = {name: ColwiseParallel() for name in ("q", "k", "v", "gate", "up")}
+        parallelize_module(layer, mesh["tp"], {**styles, "out": RowwiseParallel(), "down": RowwiseParallel()})
+        fully_shard(layer, mesh=both)
+    fully_shard(model, mesh=both)
+    plan = plan_of(rows(0, 0), mesh["cp"])
+    local = plan.shard_batch(rows(0, 0))
+    logits = model(local["input_ids"], plan)
+    loss = ringattn.loss.cross_entropy(logits, local["shift_labels"], both, wrapper="averages")
+    loss.backward()
+    gradients = [p.grad.full_tensor() for p in model.parameters()]
+    return ringattn.loss.reduced(loss, both, wrapper="averages").item(), gradients
+
+
+@pytest.mark.parametrize("world_size", on_ranks(4))
+def test_tensor_parallel_heads_in_three_dimensions(pools, world_size) -> None:  # type: ignore[no-untyped-def]
+    """Ranks of a tp group hold other heads of the same tokens; sequences are split over mesh["cp"] only."""
+    model = Llama().double()
+    plan = plan_of(rows(0, 0), alone())
+    local = plan.shard_batch(rows(0, 0))
+    loss = ringattn.loss.cross_entropy(model(local["input_ids"], plan), local["shift_labels"], alone(), wrapper="sums")
+    loss.backward()
+    for value, gradients in pools(world_size).run(_tensor_parallel):
+        assert value == pytest.approx(loss.item(), rel=1e-11)
+        for (name, p), got in zip(model.named_parameters(), gradients, strict=True):
+            torch.testing.assert_close(got, p.grad, rtol=1e-10, atol=1e-12, msg=lambda m: f"{name}: {m}")  # noqa: B023
