@@ -17,6 +17,7 @@ tiles of 64 queries that see it, for every query head of the group; dk and dv st
   no factor, and dV is divided once. float16 multiplies dQ and dK instead.
 * Tiles have powers of two of columns. Head dim 96 is two tiles side by side, 64 + 32, as are dk and dv; consumer 0
   makes the first 64 columns of dQ and consumer 1 the last 32 (the two share the tensor cores).
+* Head dims above 128 have a kernel of their own, hopper_backward_wide.py; the host's part is here.
 * At head dim 64, where shared memory bounds the speed most, the left operands K and V of S and dP stay in registers.
 * CTAs walk the queries from staggered starts: they do not add to the same tile of dQ at the same time.
 * The order of the CTAs is the order in which gradients are done: ``_sweep`` heads at a time, and within them the tiles
@@ -71,8 +72,8 @@ BM = gl.constexpr(64)  # queries of a step
 BN = gl.constexpr(128)  # keys of a CTA, half of them for each consumer
 DS_STAGES = gl.constexpr(4)  # 3 are needed
 INFO = gl.constexpr(8)  # int32 numbers that describe a key tile, see _tables
-HEAD_DIMS = (64, 96, 128)
-UNTRIED = (96,)  # no GPU has run them
+HEAD_DIMS = ((64, 64), (96, 96), (128, 128), (192, 128), (256, 256))  # of q, k and of v
+UNTRIED = ((96, 96), (192, 128), (256, 256))  # no GPU has run them
 STAGED_SWIZZLE = 128  # bytes, of dQ in shared memory: 32 has no bank conflicts and four times the boxes
 
 DS_READY, Q_FREE, DO_FREE, DQ_STAGED, DQ_SENT = (gl.constexpr(i) for i in (4, 8, 10, 12, 14))
@@ -248,12 +249,12 @@ def _dq(C: gl.constexpr, i, k_s, ds_s):
     """Consumer C's columns of dQ of step i: both halves of dS times K, asynchronous, two products. Half of the columns,
     or piece C of them."""
     stage = i % DS_STAGES * 2
-    if len(k_s) == 1:
-        W: gl.constexpr = k_s[0].shape[2] // 2
+    WHOLE: gl.constexpr = len(k_s) == 1
+    W: gl.constexpr = k_s[0].shape[2] // 2 if WHOLE else k_s[C].shape[2]
+    if WHOLE:
         own = k_s[0].index(C).slice(C * W, W, dim=1)
         other = k_s[0].index(1 - C).slice(C * W, W, dim=1)
     else:
-        W: gl.constexpr = k_s[C].shape[2]
         own = k_s[C].index(C)
         other = k_s[C].index(1 - C)
     L: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, W, 16])
@@ -266,6 +267,12 @@ def _dq(C: gl.constexpr, i, k_s, ds_s):
 def _sums(D: gl.constexpr):
     L: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D, 16])
     return gl.zeros([BN // 2, D], gl.float32, L)
+
+
+@gluon.jit
+def _none(tiles):
+    """Sums for what has the columns of these tiles."""
+    return (_sums(tiles[0].shape[2]),) if len(tiles) == 1 else (_sums(tiles[0].shape[2]), _sums(tiles[1].shape[2]))
 
 
 @gluon.jit
@@ -379,12 +386,8 @@ def _consumer(
     full_end = gl.load(info + 5)
     start = gl.load(info + 6)
     key = first + C * (BN // 2)
-    if len(k_s) == 1:
-        dk = (_sums(D),)
-        dv = (_sums(D),)
-    else:
-        dk = (_sums(D), _sums(k_s[1].shape[2]))
-        dv = (_sums(D), _sums(k_s[1].shape[2]))
+    dk = _none(k_s)
+    dv = _none(v_s)
     ds_s.index(2 * (DS_STAGES - 1) + C).store(gl.zeros([BN // 2, BM], k_s[0].dtype, S_L))  # "dS of step -1"
     fence_async_shared()
     barrier_arrive(DS_READY + 1 + 2 * C, PAIR)
@@ -429,17 +432,22 @@ def _consumer(
 
 
 @gluon.jit
-def _tiles(desc):
-    """Shared memory for two boxes of a descriptor."""
-    SHAPE: gl.constexpr = [2, 1, desc.block_type.shape[1], 1, desc.block_type.shape[3]]
+def _tiles(desc, COUNT: gl.constexpr = 2):
+    """Shared memory for this many boxes of a descriptor."""
+    SHAPE: gl.constexpr = [COUNT, 1, desc.block_type.shape[1], 1, desc.block_type.shape[3]]
     return gl.allocate_shared_memory(desc.dtype, SHAPE, desc.layout)
 
 
 @gluon.jit
-def _matrices(tiles):
+def _without_ones(tiles):
     """The same memory without the dimensions of length one that TMA sees."""
     L: gl.constexpr = gl.NVMMASharedLayout.get_default_for([tiles.shape[2], tiles.shape[4]], tiles.dtype)
-    return tiles._reinterpret(tiles.dtype, [2, tiles.shape[2], tiles.shape[4]], L)
+    return tiles._reinterpret(tiles.dtype, [tiles.shape[0], tiles.shape[2], tiles.shape[4]], L)
+
+
+@gluon.jit
+def _matrices(tiles):
+    return (_without_ones(tiles[0]),) if len(tiles) == 1 else (_without_ones(tiles[0]), _without_ones(tiles[1]))
 
 
 @gluon.jit
@@ -496,10 +504,10 @@ def _kernel(
     kv_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     q_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     dout_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    k_s = (_matrices(k_t[0]),) if WHOLE else (_matrices(k_t[0]), _matrices(k_t[1]))
-    v_s = (_matrices(v_t[0]),) if WHOLE else (_matrices(v_t[0]), _matrices(v_t[1]))
-    q_s = (_matrices(q_t[0]),) if WHOLE else (_matrices(q_t[0]), _matrices(q_t[1]))
-    dout_s = (_matrices(dout_t[0]),) if WHOLE else (_matrices(dout_t[0]), _matrices(dout_t[1]))
+    k_s = _matrices(k_t)
+    v_s = _matrices(v_t)
+    q_s = _matrices(q_t)
+    dout_s = _matrices(dout_t)
     lse_v = lse_t._reinterpret(gl.float32, [2, BM], ROW_L)
     delta_v = delta_t._reinterpret(gl.float32, [2, BM], ROW_L)
     bounds_v = bounds_t._reinterpret(gl.int32, [4, BM], ROW_L)
@@ -554,8 +562,8 @@ def unsupported(q: Tensor, k: Tensor, v: Tensor, score: Score) -> str | None:
         return "it needs a Hopper GPU (sm_90); use 'triton'"
     if q.dtype not in (torch.bfloat16, torch.float16) or not q.dtype == k.dtype == v.dtype:
         return f"dtype {q.dtype} is not bfloat16 or float16; use 'triton'"
-    if q.shape[-1] not in HEAD_DIMS or v.shape[-1] != q.shape[-1]:
-        return f"head dims {q.shape[-1]}, {v.shape[-1]} are not one of {HEAD_DIMS}, the same for v; use 'triton'"
+    if (q.shape[-1], v.shape[-1]) not in HEAD_DIMS:
+        return f"head dims {q.shape[-1]} of q, k and {v.shape[-1]} of v; it has {HEAD_DIMS}; use 'triton'"
     if score.softcap or score.alibi_slopes is not None:
         return "no softcap and no ALiBi; use 'triton'"
     if score.softmax_scale <= 0:
@@ -564,7 +572,7 @@ def unsupported(q: Tensor, k: Tensor, v: Tensor, score: Score) -> str | None:
 
 
 def untried(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    return q.shape[-1] in UNTRIED
+    return (q.shape[-1], v.shape[-1]) in UNTRIED
 
 
 def backward(
@@ -608,7 +616,7 @@ def departures(q: Tensor, k: Tensor, block: Block) -> Departures | None:
     before the kernel reads it."""
     if _parts(q, k, block) > 1 or not _tma_ready(k):
         return None
-    tiles = [triton.cdiv(n, BN.value) for n in block.segments_k]
+    tiles = [triton.cdiv(n, _keys(q)) for n in block.segments_k]
     rows = _sweep(k.shape[0] * k.shape[2], sum(tiles), _processors(q))
     return Departures(rows, tuple(2 * rows * n for n in tiles))  # both consumers of a CTA count
 
@@ -624,10 +632,11 @@ def launch(
         raise ValueError("keys and values that are still arriving cannot be copied first: 16-byte strides are needed")
     q, k, v, dout = (x if _tma_ready(x) else x.contiguous() for x in (q, k, v, dout))
     batch, seq_q, q_heads, dim = q.shape
-    _, seq_k, kv_heads, _ = k.shape
+    _, seq_k, kv_heads, dim_v = v.shape
     first = 2 ** (dim.bit_length() - 1)  # columns of the first piece of a tile, a power of two
     rest = dim - first  # of the second piece, a power of two or nothing
-    info, bounds = _tables(block)
+    keys = _keys(q)
+    info, bounds = _tables(block, keys)
     tiles, q_tiles = info.shape[1], triton.cdiv(seq_q, BM.value)
     scale = score.softmax_scale
     fold = q.dtype == torch.bfloat16
@@ -647,29 +656,50 @@ def launch(
         num_warps=2,
     )
     if into is None:
-        dk, dv = torch.empty(2, parts, batch, seq_k, kv_heads, dim, dtype=torch.float32, device=q.device)
+        shape = (parts, batch, seq_k, kv_heads)
+        if dim == dim_v:
+            dk, dv = torch.empty(2, *shape, dim, dtype=torch.float32, device=q.device)
+        else:  # side by side: the kernel knows one set of strides
+            dk, dv = torch.empty(*shape, dim + dim_v, dtype=torch.float32, device=q.device).split((dim, dim_v), -1)
     else:
         dk, dv = (x[None] for x in into)
     flags, epoch, gave_up = None, 0, None
     if arrivals is not None:
         flags, gave_up = arrivals.flags, arrivals.gave_up
         epoch = (arrivals.epoch + 2**31) % 2**32 - 2**31  # always an int32, so always the same kernel
-    run(
-        _kernel, (batch * kv_heads * parts * tiles,),
-        _descriptor(q, queries := [1, BM.value, 1, first]), _descriptor(dout, queries),
-        _descriptor(k, keys := [1, BN.value // 2, 1, first]), _descriptor(v, keys),
-        _descriptor(rows[0], [1, BM.value]), _descriptor(rows[1], [1, BM.value]),
-        _descriptor(bounds, [1, 2 * BM.value]),
-        _descriptor(dq, [1, BM.value, 1, first if rest else dim // 2], STAGED_SWIZZLE),
-        *(_descriptor(x, [1, n, 1, rest], swizzle) if rest else None for x, n, swizzle in (
-            (q, BM.value, None), (dout, BM.value, None), (k, BN.value // 2, None), (v, BN.value // 2, None),
-            (dq, BM.value, STAGED_SWIZZLE))),
+    numbers = (
         dk, dv, info, q_heads // kv_heads // parts, tiles, kv_heads, parts, batch, *dk.stride()[1:4], q_tiles,
         scale * LOG2E, scale, 1 / scale if fold else 1.0,
         flags, epoch, gave_up, counters, counters.shape[1] if counters is not None else 0,
+    )  # fmt: skip
+    constants = dict(
         SWEEP=_sweep(batch * kv_heads * parts, tiles, _processors(q)), BATCHED=info.shape[0] > 1, FOLD=fold,
         REGISTERS=240, num_warps=4,
     )  # fmt: skip
+    statistics = (
+        _descriptor(rows[0], [1, BM.value]), _descriptor(rows[1], [1, BM.value]),
+        _descriptor(bounds, [1, 2 * BM.value]),
+    )  # fmt: skip
+
+    def box(x: Tensor, columns: int, swizzle: int | None = None) -> TensorDescriptor | None:
+        return _descriptor(x, [1, BM.value, 1, columns], swizzle) if columns else None
+
+    grid = (batch * kv_heads * parts * tiles,)
+    if dim <= 128:
+        run(
+            _kernel, grid, *(box(x, first) for x in (q, dout, k, v)), *statistics,
+            box(dq, first if rest else dim // 2, STAGED_SWIZZLE), *(box(x, rest) for x in (q, dout, k, v)),
+            box(dq, rest, STAGED_SWIZZLE), *numbers, **constants,
+        )  # fmt: skip
+    else:
+        from . import hopper_backward_wide as wide  # it needs this module
+
+        run(
+            wide.kernel, grid, *(box(x, 128) for x in (q, dout, k, v)), *statistics,
+            box(dq, wide.UNIT.value, STAGED_SWIZZLE), box(q, dim - 128), box(k, dim - 128), box(dout, dim_v - 128),
+            box(v, dim_v - 128), *numbers,
+            DO_STAGES=2 if dim + dim_v <= 320 else 1, **constants,
+        )  # fmt: skip
     return dk, dv
 
 
@@ -702,6 +732,11 @@ def _stores_into(dk: Tensor, dv: Tensor) -> bool:
     return dk.stride() == dv.stride() and dk.stride(-1) == 1 and dk.dtype == dv.dtype == torch.float32
 
 
+def _keys(q: Tensor) -> int:
+    """Keys of a CTA."""
+    return BN.value if q.shape[-1] <= 128 else BN.value // 2
+
+
 def _processors(x: Tensor) -> int:
     return torch.cuda.get_device_properties(x.device).multi_processor_count if x.is_cuda else 132
 
@@ -709,7 +744,7 @@ def _processors(x: Tensor) -> int:
 def _parts(q: Tensor, k: Tensor, block: Block) -> int:
     """CTAs that share the query heads of a group: more than one only where the GPU would else stay half empty."""
     group = q.shape[2] // k.shape[2]
-    ctas = k.shape[0] * k.shape[2] * sum(triton.cdiv(n, BN.value) for n in block.segments_k)
+    ctas = k.shape[0] * k.shape[2] * sum(triton.cdiv(n, _keys(q)) for n in block.segments_k)
     wanted = 1.5 * _processors(q)
     return next((p for p in range(1, group) if group % p == 0 and ctas * p >= wanted), group)
 
@@ -733,30 +768,31 @@ def _sweep(heads: int, tiles: int, processors: int) -> int:
     return next(s for s in spans if spans[s] <= 1.01 * min(spans.values()))
 
 
-_tables_of: weakref.WeakKeyDictionary[Block, tuple[Tensor, Tensor]] = weakref.WeakKeyDictionary()
+_tables_of: weakref.WeakKeyDictionary[Block, dict[int, tuple[Tensor, Tensor]]] = weakref.WeakKeyDictionary()
 
 
-def _tables(block: Block) -> tuple[Tensor, Tensor]:
-    """Descriptions of the key tiles, most work first, and the intervals per query tile. Made on the device, once per
-    block.
+def _tables(block: Block, keys: int = BN.value) -> tuple[Tensor, Tensor]:
+    """Descriptions of the tiles of ``keys`` keys, most work first, and the intervals per query tile. Made on the
+    device, once per block.
 
     Description: first and past-the-last key, then in query tiles ``begin, end`` (one at least), ``full_begin,
-    full_end`` (empty where the tile has fewer than BN keys: the others must be masked), the tile to start at and the
+    full_end`` (empty where the tile has fewer keys: the others must be masked), the tile to start at and the
     segment of the keys. (batch or 1, tiles, 8) int32. Intervals: (batch or 1 times query tiles, 2 x BM) int32, empty
     for the rows of padding.
     """
-    if block not in _tables_of:
-        key_tiles = block.key_tiles(BM.value, BN.value)
+    tables = _tables_of.setdefault(block, {})
+    if keys not in tables:
+        key_tiles = block.key_tiles(BM.value, keys)
         span = key_tiles.span // BM.value
         batches, tiles = span.shape[:2]
         first, past = (key_tiles.rows[:, i].expand(batches, -1) for i in (0, 1))
         begin, full_begin, full_end, end = span.unbind(-1)
         end = torch.maximum(end, begin + 1)
-        whole = (past - first == BN.value) & (full_end > full_begin)
+        whole = (past - first == keys) & (full_end > full_begin)
         full_begin, full_end = torch.where(whole, full_begin, begin), torch.where(whole, full_end, begin)
         index = torch.arange(tiles, device=span.device, dtype=torch.int32).expand(batches, -1)
-        start = begin + torch.remainder(index * (BN.value // BM.value) - begin, end - begin)
-        of_segment = [i for i, n in enumerate(block.segments_k) for _ in range(0, n, BN.value)]
+        start = begin + torch.remainder(index * (keys // BM.value) - begin, end - begin)
+        of_segment = [i for i, n in enumerate(block.segments_k) for _ in range(0, n, keys)]
         segment = torch.tensor(of_segment, dtype=torch.int32, device=span.device).expand(batches, -1)
         info = torch.stack([first, past, begin, end, full_begin, full_end, start, segment], -1)
         order = torch.argsort(begin - end, dim=1, stable=True)
@@ -765,5 +801,5 @@ def _tables(block: Block) -> tuple[Tensor, Tensor]:
         bounds = info.new_zeros(batches, 2, q_tiles * BM.value)
         bounds[:, 0, : block.seq_q], bounds[:, 1, : block.seq_q] = block.start, block.end
         bounds = bounds.view(batches, 2, q_tiles, BM.value).transpose(1, 2).reshape(batches * q_tiles, 2 * BM.value)
-        _tables_of[block] = info, bounds.contiguous()
-    return _tables_of[block]
+        tables[keys] = info, bounds.contiguous()
+    return tables[keys]
