@@ -381,3 +381,63 @@ def test_tensor_parallel_heads_in_three_dimensions(pools, world_size) -> None:  
         assert value == pytest.approx(loss.item(), rel=1e-11)
         for (name, p), got in zip(model.named_parameters(), gradients, strict=True):
             torch.testing.assert_close(got, p.grad, rtol=1e-10, atol=1e-12, msg=lambda m: f"{name}: {m}")  # noqa: B023
+
+
+# --- CUDA graphs ---------------------------------------------------------------------------------------
+
+
+def _captured(rank: int, world_size: int, store: str, deterministic: bool) -> None:
+    """Forward and backward, captured once and replayed on other numbers, against the same without a graph."""
+    torch.cuda.set_device(rank)
+    if world_size > 1:
+        dist.init_process_group("nccl", init_method=f"file://{store}", rank=rank, world_size=world_size)
+    plan = ringattn.plan(1000, causal=True, window_size=(300, 0), dataflow="ring", deterministic=deterministic)
+    torch.manual_seed(rank)
+    local = plan.local_lengths[plan.rank]
+    dout, q, k, v = (torch.randn(2, local, n, 64, device="cuda", dtype=torch.bfloat16) for n in (4, 4, 2, 2))
+    for x in (q, k, v):
+        x.requires_grad_()
+
+    def step() -> list[Tensor]:
+        out = ringattn.attention(q, k, v, plan)
+        assert isinstance(out, Tensor)
+        return [out.detach(), *torch.autograd.grad(out, (q, k, v), dout)]
+
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):  # ranks compare their calls, tables are made, kernels compiled, links set up
+        for _ in range(3):
+            step()
+    torch.cuda.current_stream().wait_stream(side)
+    torch.cuda.set_sync_debug_mode("error")  # and from then on nothing waits for the GPU
+    step()
+    torch.cuda.set_sync_debug_mode("default")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        made = step()
+    for _ in range(3):
+        with torch.no_grad():
+            for x in (q, k, v, dout):
+                x.normal_()
+        want = [x.clone() for x in step()]
+        graph.replay()
+        torch.cuda.synchronize()
+        for got, expected in zip(made, want, strict=True):
+            if deterministic:
+                assert torch.equal(got, expected)
+            else:
+                torch.testing.assert_close(got, expected, rtol=2e-2, atol=2e-2)
+    del graph
+    if world_size > 1:
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_captured_cuda_graph_is_replayed_on_other_numbers(
+    world_size: int, deterministic: bool, tmp_path: Any
+) -> None:
+    if torch.cuda.device_count() < world_size:
+        pytest.skip(f"needs {world_size} GPUs")
+    arguments = (world_size, str(tmp_path / "store"), deterministic)
+    torch.multiprocessing.spawn(_captured, arguments, nprocs=world_size)  # a fresh process: capture is of one process
