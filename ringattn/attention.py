@@ -11,6 +11,7 @@ from __future__ import annotations
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
+import torch.autograd.profiler as profiler
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
@@ -80,10 +81,11 @@ def attention(
 
 
 def _nobody_looks(*tensors: Tensor | None) -> bool:
-    """Is this a plain call: no compiler, no mode that sees operators (selective checkpointing, fake tensors), no
-    functorch transform, no tensor subclass?"""
+    """Is this a plain call: no compiler, no profiler, no mode that sees operators (selective checkpointing, fake
+    tensors), no functorch transform, no tensor subclass?"""
     return (
         not torch.compiler.is_compiling()
+        and not profiler._is_profiler_enabled
         and torch._C._len_torch_dispatch_stack() == 0
         and not torch._C._are_functorch_transforms_active()
         and all(x is None or type(x) in (Tensor, torch.nn.Parameter) for x in tensors)
