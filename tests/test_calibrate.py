@@ -42,7 +42,8 @@ def test_two_ranks_measure_write_and_decide(pools: Callable[[int], Pool], world_
     copied = {"pull_gbs", "copy_ms", "handshake_ms", "gather_forward_ms", "gather_backward_ms"}  # not without a GPU
     assert {name: costs[name] for name in copied} == {n: getattr(cost.default("cpu", "messages"), n) for n in copied}
     measured = costs.keys() - copied - {"contention"}
-    assert all(costs[name] > 0 for name in measured)
+    # What is left of a time without its bytes may be nothing on a busy machine; a rate is never that.
+    assert all(costs[name] > 0 if name.endswith(("tflops", "gbs")) else costs[name] >= 0 for name in measured)
     assert 0 <= costs["contention"] <= 1
     assert f"costs: measured, {file}" in said
     assert ringattn.plan(64, virtual.VirtualRank(0, 2), causal=True).choice.source == "defaults"
