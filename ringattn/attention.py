@@ -102,6 +102,8 @@ def _check(
     sink: Tensor | None,
 ) -> None:
     for name, x in (("q", q), ("k", k), ("v", v)):
+        if hasattr(x, "to_local"):
+            raise TypeError(f"{name} is a DTensor; pass {name}.to_local(), this rank's heads of this rank's tokens")
         if x.ndim != 4:
             raise ValueError(f"{name} has shape {tuple(x.shape)}; it must be (batch, seq, heads, head_dim)")
         if not x.is_floating_point():
