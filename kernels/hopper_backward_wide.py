@@ -36,7 +36,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from .hopper_backward import (
+from .hopper_backward_pieces import (
     BM,
     LOADERS,
     PAIR,
