@@ -93,6 +93,17 @@ def test_a_kernel_that_cannot_names_one_that_can(changes: dict[str, Any], words:
     assert plan.transport.sent_messages == 0
 
 
+def test_a_tensor_that_stands_for_shards() -> None:
+    class Sharded(torch.Tensor):  # as DTensor
+        def to_local(self) -> torch.Tensor:
+            raise AssertionError("nobody asked for it")
+
+    plan = ringattn.plan(SEQ, VirtualRank(1, 3))
+    with pytest.raises(TypeError, match=r"k is a DTensor; pass k.to_local\(\)"):
+        ringattn.attention(**{**good(), "k": good()["k"].as_subclass(Sharded)}, plan=plan)
+    assert plan.transport.sent_messages == 0
+
+
 def test_documents_of_another_batch_size() -> None:
     plan = ringattn.plan(SEQ, VirtualRank(1, 3), documents=torch.zeros(3, SEQ, dtype=torch.int64))
     with pytest.raises(ValueError, match="documents have 3 rows, but the batch size is 2"):
