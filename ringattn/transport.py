@@ -13,6 +13,7 @@ from __future__ import annotations
 import datetime
 import hashlib
 import itertools
+import os
 import socket
 import struct
 import threading
@@ -261,8 +262,10 @@ class GroupTransport(Transport):
         self._link = self._reach() if cuda and self.world_size > 1 else None
 
     def _reach(self) -> Link | None:
-        """What the ranks need to reach each other's memory, or None on every rank."""
-        words = torch.tensor([hash_of(_host()), stream_memory.available()])
+        """What the ranks need to reach each other's memory, or None on every rank: where they cannot, and where one of
+        them has RINGATTN_PULLS=0 in its environment."""
+        wanted = os.environ.get("RINGATTN_PULLS", "1") != "0"
+        words = torch.tensor([hash_of(_host()), wanted and stream_memory.available()])
         everyones = self.gather_words(words)
         if not (everyones == words).all() or not words[1] or self.world_size > 64:
             return None
