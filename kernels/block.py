@@ -76,6 +76,11 @@ class Arrivals:
     gave_up: Tensor
 
 
+def int32(x: int) -> int:
+    """x as 32 bits hold it: a count of calls wraps around."""
+    return (x + 2**31) % 2**32 - 2**31
+
+
 class Departures(NamedTuple):
     """What a backward kernel counts while it runs, so that gradients may leave before it ends.
 

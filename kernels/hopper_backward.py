@@ -59,7 +59,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from . import flash_backward
 from . import hopper_backward_wide as wide
-from .block import Arrivals, Block, Departures, Score
+from .block import Arrivals, Block, Departures, Score, int32
 from .dispatch import dispatch
 from .hopper_backward_pieces import (
     BM,
@@ -552,7 +552,7 @@ def launch(
     flags, epoch, gave_up = None, 0, None
     if arrivals is not None:
         flags, gave_up = arrivals.flags, arrivals.gave_up
-        epoch = (arrivals.epoch + 2**31) % 2**32 - 2**31  # always an int32, so always the same kernel
+        epoch = int32(arrivals.epoch)  # so always the same kernel
     numbers = (
         dk, dv, info, q_heads // kv_heads // parts, tiles, kv_heads, parts, batch, *dk.stride()[1:4], q_tiles,
         scale * LOG2E, scale, 1 / scale if fold else 1.0,

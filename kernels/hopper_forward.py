@@ -44,7 +44,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from .block import Arrivals, Block, Score, State
+from .block import Arrivals, Block, Score, State, int32
 from .dispatch import dispatch
 from .hopper_primitives import FREE_BARRIERS, barrier_arrive, barrier_sync, keep_alive, wait_row
 
@@ -831,7 +831,7 @@ def _launch(q, k, v, block, score, state, sink, outputs, finalize, sms, counter,
         table, table.stride(0) if table.shape[0] > 1 else 0, counter,
         seq_q, q_heads, q_heads // k.shape[2], n_tiles, n_heads,
         *_sweeps(n_tiles, n_heads, workers), score.softmax_scale * LOG2E,
-        *((None, None, None) if arrivals is None else (arrivals.flags, _int32(arrivals.epoch), arrivals.gave_up)),
+        *((None, None, None) if arrivals is None else (arrivals.flags, int32(arrivals.epoch), arrivals.gave_up)),
     )  # fmt: skip
     constants = dict(
         N=config.consumers, BN=config.block_n, STAGES=config.stages, REGISTERS=config.registers,
@@ -840,11 +840,6 @@ def _launch(q, k, v, block, score, state, sink, outputs, finalize, sms, counter,
         ARRIVALS=arrivals is not None,
     )  # fmt: skip
     return (workers, 1, 1), args, constants
-
-
-def _int32(x: int) -> int:
-    """x as 32 bits hold it: a count of calls wraps around."""
-    return (x + 2**31) % 2**32 - 2**31
 
 
 def _pieces(x: Tensor, rows: int, first: int) -> tuple[TensorDescriptor, TensorDescriptor | None]:

@@ -18,7 +18,7 @@ the kernel is still at work if it counts what is complete, and are summed there 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -120,19 +120,22 @@ def backward(
     def waiting(k_w: Tensor, v_w: Tensor, heads: slice) -> bool:
         return counted(k_w, v_w, heads) is not None
 
-    home = _home(k, v, plan, dq.dtype)
+    home = _home(q, k, v, plan)
     leaving: int | None = None
     for part in _fetched(q, k, v, plan, waiting, backward=True):
         if part.first:
-            dk_w, dv_w = home.room(part.wave, part.heads, block.seq_k)
+            dk_w, dv_w = home.room(part.wave)
         q_heads = part.queries(per_kv)
-        counts = None if part.arrivals is None else counted(part.k, part.v, part.heads)
+        counts = counters = None
+        if part.arrivals is not None and (counts := counted(part.k, part.v, part.heads)) is not None:
+            assert isinstance(home, Push)  # what arrives is pulled
+            counters = home.counters(part.wave, counts).raised
         with named("wave", part.wave, "backward"):
             block_backward(
                 q[:, :, q_heads], part.k, part.v, dout[:, :, q_heads], lse[:, q_heads], delta[:, q_heads], block,
                 _of_heads(score, q_heads), dq=dq[:, :, q_heads], deterministic=plan.deterministic, kernel=kernel,
                 into=(dk_w[:, :, part.inside], dv_w[:, :, part.inside]), arrivals=part.arrivals,
-                counters=None if counts is None else home.counters(part.wave, counts),
+                counters=counters,
             )  # fmt: skip
         if part.last:
             if leaving is not None:
@@ -200,51 +203,32 @@ def _messages(q: Tensor, k: Tensor, v: Tensor, plan: Plan, backward: bool) -> It
         yield _Part(i, inside, heads, kv[..., : k.shape[3]], kv[..., k.shape[3] :], None, True, True)
 
 
-def _home(k: Tensor, v: Tensor, plan: Plan, dtype: torch.dtype) -> _PushedHome | _SentHome:
-    link = _link(k, plan)
-    return _SentHome(k, v, plan, dtype) if link is None else _PushedHome(k, v, plan, dtype, link)
+def _home(q: Tensor, k: Tensor, v: Tensor, plan: Plan) -> Push | _Sent:
+    """The way of the partial gradients to their owners, in the waves of :func:`_fetched`."""
+    link, dtype = _link(q, plan), accumulation_dtype(q)
+    if link is None:
+        return _Sent(k, v, plan, dtype, head_groups(k.shape[2], q.shape[2], q.device.type, backward=True))
+    ahead = waves(k.shape[2], plan.head_bytes(k, v, backward=True), plan.buffer_bytes)
+    return Push(link, (k, v), dtype, plan.fetches, plan.local_lengths_k, ahead)
 
 
-class _PushedHome:
-    """Partial gradients on their way by copy engines. ``dk, dv``: the sums, like k and v."""
+class _Sent:
+    """What :class:`.pulls.Push` does, by messages. A wave is a group of heads: (keys in the buffer, batch, heads, both
+    head dims)."""
 
-    def __init__(self, k: Tensor, v: Tensor, plan: Plan, dtype: torch.dtype, link: Link) -> None:
-        ahead = waves(k.shape[2], plan.head_bytes(k, v, backward=True), plan.buffer_bytes)
-        self.push = Push(link, (k, v), dtype, plan.fetches, plan.local_lengths_k, ahead)
-        self.dk, self.dv = self.push.dk, self.push.dv
-
-    def room(self, wave: int, heads: slice, keys: int) -> tuple[Tensor, Tensor]:
-        return self.push.room(wave)
-
-    def counters(self, wave: int, counts: Departures) -> Tensor:
-        return self.push.counters(wave, counts).raised
-
-    def begin(self, wave: int, counts: Departures | None) -> None:
-        self.push.begin(wave, counts)
-
-    def land(self, wave: int) -> None:
-        self.push.land(wave)
-
-
-class _SentHome:
-    """The same by messages. A wave is a group of heads: (keys in the buffer, batch, heads, both head dims)."""
-
-    def __init__(self, k: Tensor, v: Tensor, plan: Plan, dtype: torch.dtype) -> None:
-        self.plan, self.head_dim = plan, k.shape[3]
+    def __init__(self, k: Tensor, v: Tensor, plan: Plan, dtype: torch.dtype, waves: Sequence[slice]) -> None:
+        self.plan, self.waves, self.head_dim = plan, waves, k.shape[3]
         self.dk = torch.empty(k.shape, dtype=dtype, device=k.device)
         self.dv = torch.empty(v.shape, dtype=dtype, device=v.device)
         self.width = k.shape[3] + v.shape[3]
-        self.heads: dict[int, slice] = {}
+        self.keys = sum(run.length for run in plan.fetches[plan.rank])
         self.partials: dict[int, Tensor] = {}
 
-    def room(self, wave: int, heads: slice, keys: int) -> tuple[Tensor, Tensor]:
-        self.heads[wave] = heads
-        self.partials[wave] = self.dk.new_empty(keys, self.dk.shape[0], heads.stop - heads.start, self.width)
+    def room(self, wave: int) -> tuple[Tensor, Tensor]:
+        heads = self.waves[wave]
+        self.partials[wave] = self.dk.new_empty(self.keys, self.dk.shape[0], heads.stop - heads.start, self.width)
         rows = self.partials[wave].transpose(0, 1)
         return rows[..., : self.head_dim], rows[..., self.head_dim :]
-
-    def counters(self, wave: int, counts: Departures) -> Tensor:
-        raise AssertionError("only kernels whose keys are pulled count")
 
     def begin(self, wave: int, counts: Departures | None) -> None:
         plan, partial = self.plan, self.partials.pop(wave)
@@ -264,7 +248,7 @@ class _SentHome:
 
     def land(self, wave: int) -> None:
         """Wait, and sum."""
-        heads = self.heads[wave]
+        heads = self.waves[wave]
         dk, dv = self.dk[:, :, heads], self.dv[:, :, heads]
         whole = dk.new_zeros(dk.shape[1], dk.shape[0], dk.shape[2], self.width)
         self.moving.wait()

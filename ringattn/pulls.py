@@ -39,7 +39,7 @@ import torch
 from torch import Tensor
 
 from . import stream_memory
-from .kernels.block import Arrivals, Departures
+from .kernels.block import Arrivals, Departures, int32
 from .schedule import Fetch
 
 T = TypeVar("T")
@@ -138,7 +138,7 @@ class Link:
 
     def arrivals(self, rows: int) -> Tensor:
         if len(self.flags) < rows:
-            self.flags = torch.full((rows, 8), _int32(self.epochs[_KEYS] - 1), dtype=torch.int32, device=self.device)
+            self.flags = torch.full((rows, 8), int32(self.epochs[_KEYS] - 1), dtype=torch.int32, device=self.device)
         return self.flags
 
     @property
@@ -413,11 +413,6 @@ def _remember(cache: OrderedDict[object, T], key: object, make: Callable[[], T])
     return found
 
 
-def _int32(x: int) -> int:
-    """x as 32 bits hold it."""
-    return (x + 2**31) % 2**32 - 2**31
-
-
 # ---------------------------------------------------------------- a rank that does not come
 
 
@@ -481,7 +476,7 @@ def _verdict(late: _Watched) -> str:
         f"rank {p} is {name} for {said}"
         for p in link.peers
         for kind, name in enumerate(names)
-        if kind == late.kind and _int32((said := int(words[(kind * _RANKS + p) * _WORD // 4])) - late.epoch) < 0
+        if kind == late.kind and int32((said := int(words[(kind * _RANKS + p) * _WORD // 4])) - late.epoch) < 0
     ]
     row = int(link.gave_up.item())
     rest = f"; the kernel gave up waiting for row {row - 1} of keys (batch * kv_heads + head)" if row else ""

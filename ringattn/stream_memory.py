@@ -103,18 +103,6 @@ class Words:
             _check(_driver().memory_operations(stream.cuda_stream, len(batch), batch, 0), "queueing words")
 
 
-def write(stream: torch.cuda.Stream, words: Sequence[tuple[int, int]]) -> None:
-    """:meth:`Words.write` of (address, value), each its own value."""
-    for address, value in words:
-        Words([address]).write(stream, value)
-
-
-def wait(stream: torch.cuda.Stream, words: Sequence[tuple[int, int]]) -> None:
-    """:meth:`Words.wait` of (address, value), each its own value."""
-    for address, value in words:
-        Words([address]).wait(stream, value)
-
-
 def copy(stream: torch.cuda.Stream, target: int, source: int, size: int) -> None:
     """Copy ``size`` bytes between addresses, which may be another device's."""
     if error := _driver().copy(target, source, size, stream.cuda_stream):

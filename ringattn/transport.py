@@ -267,14 +267,14 @@ class GroupTransport(Transport):
         wanted = os.environ.get("RINGATTN_PULLS", "1") != "0"
         words = torch.tensor([hash_of(_host()), wanted and stream_memory.available()])
         everyones = self.gather_words(words)
-        if not (everyones == words).all() or not words[1] or self.world_size > 64:
+        if not (everyones == words).all() or not words[1]:
             return None
         from .pulls import Link
 
         problem = ""
         try:
             link = Link(self.rank, self.world_size, self.device, _Shared(self.group, self.device))
-        except (RuntimeError, ImportError, AttributeError) as error:  # no peer access; another torch
+        except (RuntimeError, ImportError, AttributeError, ValueError) as error:  # no peer access; another torch
             problem = str(error) or type(error).__name__
         failed = [r for r, (ok,) in enumerate(self.gather_words(torch.tensor([not problem])).tolist()) if not ok]
         if failed:

@@ -35,6 +35,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path.append(str(Path(__file__).resolve().parent))
+import ranks
 
 import ringattn
 from ringattn import cost, stream_memory
@@ -350,17 +352,7 @@ def run(args: argparse.Namespace, device: torch.device) -> Path:
 
 def main(argv: list[str] | None = None) -> int:
     args = parse(argv)
-    if "RANK" not in os.environ:
-        raise SystemExit("start it with torchrun --standalone --nproc-per-node N scripts/calibrate.py")
-    if os.environ.get("LOCAL_WORLD_SIZE") == os.environ.get("WORLD_SIZE"):
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # one host
-    device = torch.device(args.device)
-    if device.type == "cuda":
-        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-        torch.cuda.set_device(device)
-        dist.init_process_group("nccl", device_id=device)
-    else:
-        dist.init_process_group("gloo")
+    device = ranks.join(args.device)
     run(args, device)
     dist.destroy_process_group()
     return 0

@@ -21,7 +21,6 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
-import os
 import random
 import sys
 import time
@@ -34,10 +33,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path.append(str(Path(__file__).resolve().parent))
+import ranks
+from check import UNIT
+
 import ringattn
 from ringattn.layout import Shard
 
-UNIT = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-9, torch.float16: 2.0**-12}
 NAMES = ("q", "k", "v", "dout")
 
 
@@ -349,16 +351,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
 
 def main(argv: list[str] | None = None) -> int:
     args = parse(argv)
-    if "RANK" not in os.environ:
-        raise SystemExit("start it with torchrun --standalone --nproc-per-node N scripts/longest.py")
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # one host
-    device = torch.device(args.device)
-    if device.type == "cuda":
-        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-        torch.cuda.set_device(device)
-        dist.init_process_group("nccl", device_id=device)
-    else:
-        dist.init_process_group("gloo")
+    device = ranks.join(args.device)
     found = run(args, device)
     if dist.get_rank() == 0:
         report(found)

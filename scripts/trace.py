@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
@@ -33,6 +32,9 @@ import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile, record_function
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path.append(str(Path(__file__).resolve().parent))
+import ranks
+
 import ringattn
 
 STEP = "ringattn/step"
@@ -231,16 +233,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
 
 def main(argv: list[str] | None = None) -> int:
     args = parse(argv)
-    if "RANK" not in os.environ:
-        raise SystemExit("start it with torchrun --standalone --nproc-per-node N scripts/trace.py")
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # one host
-    device = torch.device(args.device)
-    if device.type == "cuda":
-        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-        torch.cuda.set_device(device)
-        dist.init_process_group("nccl", device_id=device)
-    else:
-        dist.init_process_group("gloo")
+    device = ranks.join(args.device)
     trace_all(args, device)
     dist.destroy_process_group()
     return 0

@@ -453,7 +453,7 @@ class Landing:
         with torch.cuda.stream(stream):
             for row in range(self.source.shape[0]):
                 self.buffer[row].copy_(self.source[row], non_blocking=True)
-                stream_memory.write(stream, [(self.flags[row].data_ptr(), self.epoch)])
+                stream_memory.Words([self.flags[row].data_ptr()]).write(stream, self.epoch)
 
 
 def same_bits(x, y) -> bool:

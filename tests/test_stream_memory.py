@@ -71,14 +71,8 @@ def test_many_words_are_queued_in_calls_of_at_most_256_in_their_order(driver: Dr
 )
 def test_numbers_wrap_around(driver: Driver, value: int, stored: int) -> None:
     Words([64]).wait(STREAM, value)
-    stream_memory.write(STREAM, [(64, value)])
+    Words([64]).write(STREAM, value)
     assert driver.words == [[(1, 64, stored, 0)], [(2, 64, stored, 0)]]
-
-
-def test_each_word_its_own_value(driver: Driver) -> None:
-    stream_memory.write(STREAM, [(64, 1), (96, 2)])
-    stream_memory.wait(STREAM, [(96, 2), (64, 1)])
-    assert [o for call in driver.words for o in call] == [(2, 64, 1, 0), (2, 96, 2, 0), (1, 96, 2, 0), (1, 64, 1, 0)]
 
 
 def test_an_error_says_what_failed_and_the_driver_s_name_of_it(driver: Driver) -> None:
