@@ -49,7 +49,7 @@ _WORD = 32  # bytes between words: each in a sector of its own
 _RANKS = 64  # of one host, at most
 _PAD = _KINDS * _RANKS * _WORD  # bytes of all words
 _KEYS, _GRADIENTS = 0, 1  # the other regions: two slots of keys and values; contributions
-LANES = 3
+LANES = 3  # streams that pull, row by row: a copy engine alone has less than half of the link's rate
 _REMEMBERED = 256  # recordings, and tables of sums: packed documents change them with every batch
 TIMEOUT = float(os.environ.get("RINGATTN_TIMEOUT", "600"))
 
@@ -86,8 +86,7 @@ class Link:
             raise ValueError(f"{world_size} ranks on one host; at most {_RANKS} can pull from each other")
         self.rank, self.world_size, self.device, self.share = rank, world_size, device, share
         self.peers = [(rank + turn) % world_size for turn in range(1, world_size)]  # each starts with another
-        # Copies of one lane follow each other with a gap of microseconds; another lane's copies fill it.
-        self.lanes = [torch.cuda.Stream(device) for _ in range(min(LANES, world_size - 1))]
+        self.lanes = [torch.cuda.Stream(device) for _ in range(LANES)]
         self.pushing = torch.cuda.Stream(device)
         self.pad = Region(*share(_PAD))
         self.regions: list[Region | None] = [None, None]
@@ -117,10 +116,9 @@ class Link:
         """``stream`` waits until every other rank has told ``epoch``."""
         self.heard[kind].wait(stream, epoch)
 
-    def play(self, key: object, operations: Callable[[], None]) -> None:
-        """Queue on the first lane what ``operations`` queues on all lanes, which is the same for the same key."""
-        recording = _remember(self.recordings, key, lambda: stream_memory.Recording(self.lanes[0], operations))
-        recording.play(self.lanes[0])
+    def play(self, lane: torch.cuda.Stream, key: object, operations: Callable[[], None]) -> None:
+        """Queue on a lane what ``operations`` queues there, which is the same for the same key."""
+        _remember(self.recordings, key, lambda: stream_memory.Recording(lane, operations)).play(lane)
 
     def reserve(self, which: int, size: int) -> Region:
         """At least ``size`` bytes on every rank; all ask for the same in the same call."""
@@ -216,40 +214,41 @@ class Pull:
         first.wait_event(free)
         if wave == 0:
             link.hear(first, READY, self.epoch)
+        may_pull = first.record_event()
+        count = heads.stop - heads.start
+        rows = [b * count + h for g in groups for b in range(self.batch) for h in range(g.start, g.stop)]
         key = (
             self.slot, buffer.data_ptr(), self._flag(wave, 0), self.batch, self.heads, heads.start, heads.stop,
             self.row_bytes, self.lengths, self.runs, tuple((g.start, g.stop) for g in groups),
         )  # fmt: skip
-        link.play(key, functools.partial(self._copy, wave, groups))
+        for i, lane in enumerate(link.lanes):
+            if mine := rows[i :: len(link.lanes)]:
+                if i > 0:
+                    lane.wait_event(may_pull)
+                link.play(lane, (i, *key), functools.partial(self._copy, i, wave, mine))
         if wave == len(self.waves) - 1:
-            self.pulled = first.record_event()
+            self.pulled = [lane.record_event() for lane in link.lanes]
         if wave == 0:  # see above: a kernel that waits may wait for copies only
             with watched(link, main, f"pull {self.epoch}", READY, self.epoch):
                 link.hear(main, READY, self.epoch)
 
-    def _copy(self, wave: int, groups: Sequence[slice]) -> None:
-        link, heads, buffer = self.link, self.waves[wave], self.buffers[wave]
-        count, row_bytes = heads.stop - heads.start, self.row_bytes
-        peers = link.peers[::-1]
-        first, *others = link.lanes
-        for lane in others:
-            lane.wait_event(first.record_event())
-        for group in groups:
-            for b in range(self.batch):
-                for h in range(group.start, group.stop):
-                    row = b * count + h
-                    for i, peer in enumerate(peers):
-                        theirs = self.region.addresses[peer] + self.slot
-                        theirs += (b * self.heads + heads.start + h) * self.lengths[peer] * row_bytes
-                        for run in self.runs:
-                            if run.owner == peer:
-                                to = buffer.data_ptr() + (row * self.keys + run.first) * row_bytes
-                                source = theirs + run.offset * row_bytes
-                                stream_memory.copy(link.lanes[i % len(link.lanes)], to, source, run.length * row_bytes)
-                    for lane in others:
-                        first.wait_event(lane.record_event())
-                    epoch = link.word(peers[0], EPOCH, self.epoch % 2)
-                    stream_memory.copy(first, self._flag(wave, row), epoch, 4)
+    def _copy(self, lane: int, wave: int, rows: Sequence[int]) -> None:
+        """Rows of a wave, one after the other, each with its flag. One chain of copies per recording: branches of a
+        CUDA graph may be executed one after the other, in any order."""
+        link, heads, buffer, row_bytes = self.link, self.waves[wave], self.buffers[wave], self.row_bytes
+        count, stream = heads.stop - heads.start, link.lanes[lane]
+        turn = lane % len(link.peers)
+        peers = link.peers[turn:] + link.peers[:turn]  # lanes read from different ones at a time
+        for row in rows:
+            theirs_row = row // count * self.heads + heads.start + row % count
+            for peer in peers:
+                theirs = self.region.addresses[peer] + self.slot + theirs_row * self.lengths[peer] * row_bytes
+                for run in self.runs:
+                    if run.owner == peer:
+                        to = buffer.data_ptr() + (row * self.keys + run.first) * row_bytes
+                        stream_memory.copy(stream, to, theirs + run.offset * row_bytes, run.length * row_bytes)
+            epoch = link.word(peers[0], EPOCH, self.epoch % 2)
+            stream_memory.copy(stream, self._flag(wave, row), epoch, 4)
 
     def _offer(self, main: torch.cuda.Stream) -> None:
         """This rank's keys and values to where the others pull them, and where one wave holds all to their place."""
@@ -280,7 +279,8 @@ class Pull:
         """Behind the last kernel of a wave. Its memory may be reused by work queued after this."""
         if wave == len(self.waves) - 1:  # copies of rows that no kernel waited for, too
             main = torch.cuda.current_stream()
-            main.wait_event(self.pulled)
+            for pulled in self.pulled:
+                main.wait_event(pulled)
             self.link.used = main.record_event()
         else:
             count = self.buffers[wave].shape[1]

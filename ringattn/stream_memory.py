@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 _WAIT, _WRITE = 1, 2  # CUstreamBatchMemOpType
-_MOST = 256  # operations of one call
+_MOST = 255  # operations of one call: fewer than 256, says the driver's manual and means it
 _THREAD_LOCAL = 1  # CUstreamCaptureMode: calls of other threads do not disturb the capture
 
 

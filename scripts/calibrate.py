@@ -20,12 +20,13 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import json
 import os
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -196,34 +197,35 @@ class Machine:
         """Every rank pulls from all others."""
         link = self.transport.link(self.zeros(1))
         assert link is not None
-        size, few = 32 << 20, 64
+        size, few = 32 << 20, 32
         region = link.reserve(0, size)
-        here = self.zeros(size * len(link.peers) // 4)
+        here = self.zeros(len(link.lanes) * size * len(link.peers) // 4)
 
         def pull(times: int, size: int) -> Callable[[], None]:
-            """As a gather does: recorded once, with a part of the copies on each lane."""
-            first, *others = link.lanes
+            """As a gather does: recorded once, a chain of copies on each lane."""
 
-            def copy() -> None:
-                for lane in others:
-                    lane.wait_event(first.record_event())
-                for _ in range(times):
+            def copy(lane: torch.cuda.Stream, turns: Sequence[int]) -> None:
+                for turn in turns:
                     for i, peer in enumerate(link.peers):
-                        lane = link.lanes[i % len(link.lanes)]
-                        stream_memory.copy(lane, here.data_ptr() + i * size, region.addresses[peer], size)
-                for lane in others:
-                    first.wait_event(lane.record_event())
+                        to = here.data_ptr() + (turn % len(link.lanes) * len(link.peers) + i) * size
+                        stream_memory.copy(lane, to, region.addresses[peer], size)
 
             def play() -> None:
-                first.wait_event(torch.cuda.current_stream().record_event())
-                link.play(("calibrate", times, size), copy)
-                torch.cuda.current_stream().wait_event(first.record_event())
+                start = torch.cuda.current_stream().record_event()
+                for i, lane in enumerate(link.lanes):
+                    lane.wait_event(start)
+                    turns = range(i, times, len(link.lanes))
+                    link.play(lane, ("calibrate", i, times, size), functools.partial(copy, lane, turns))
+                for lane in link.lanes:
+                    torch.cuda.current_stream().wait_event(lane.record_event())
 
             return play
 
-        one = self.time(pull(few, 1024)) / few / len(link.peers)
-        took = self.time(pull(1, size))
-        return dict(copy_ms=one, pull_gbs=size * len(link.peers) / max(took - one, took / 2) / 1e6)
+        lanes = len(link.lanes)
+        one = self.time(pull(lanes * few, 1024)) / few / lanes / len(link.peers)
+        took = self.time(pull(lanes, size))
+        whole = lanes * size * len(link.peers)
+        return dict(copy_ms=one, pull_gbs=whole / max(took - lanes * one, took / 2) / 1e6)
 
     # Whole calls
 

@@ -108,6 +108,7 @@ def sampled(x: Tensor, shard: Shard, positions: Sequence[int]) -> Tensor:
 
 def added(x: Tensor) -> Tensor:
     """Over ranks."""
+    x = x.contiguous()  # NCCL takes nothing else
     dist.all_reduce(x)
     return x
 
