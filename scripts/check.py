@@ -2,6 +2,7 @@
 
     torchrun --standalone --nproc-per-node 4 scripts/check.py            # NCCL if there are GPUs, else gloo
     torchrun --standalone --nproc-per-node 2 scripts/check.py --quick    # a few cases of each kind
+    python scripts/check.py --virtual 5 8                                # ranks that are threads of one process
 
 For every group of the first n ranks (n = 1, 2, ..., all), dataflow, layout, mask and score option, out, lse, dq, dk, dv
 and the sink's gradient are compared with dense attention in float64 (ringattn.reference). A case passes when
@@ -14,18 +15,20 @@ and the sink's gradient are compared with dense attention in float64 (ringattn.r
 
 Then forward+backward is repeated with random sleeps before every hop and freed memory filled with NaN: in deterministic
 mode all runs must be equal bit for bit. On GPUs the peak memory of one attention, beside its inputs and results, must
-be at most what the plan predicts plus 5 %. The last line is JSON; the exit status is 0 only if everything holds.
+be at most what the plan predicts plus 5 %. (With ``--virtual`` only the matrix runs: threads share their memory and
+their streams.) The last line is JSON; the exit status is 0 only if everything holds.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import os
 import random
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -144,7 +147,7 @@ def in_own_dtype(q, k, v, mask, *, softcap, alibi_slopes, sink):  # type: ignore
 
 
 def over_ranks(
-    case: Case, x: dict[str, Tensor], group: Any, kernel: str, deterministic: bool, how: dict[str, Any]
+    case: Case, x: dict[str, Tensor], how: dict[str, Any], *, group: Any, kernel: str, deterministic: bool
 ) -> list[Tensor]:
     """The same through ringattn, whole on every rank."""
     plan = ringattn.plan(case.seq_len, group, seq_len_k=case.seq_len_k, deterministic=deterministic, **case.mask, **how)
@@ -234,30 +237,34 @@ def memory(group: Any, device: torch.device, dataflow: str, tokens: int = 8192) 
     return found
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="three cases, one layout")
-    parser.add_argument("--cases", nargs="+", help="names of cases; default all")
-    parser.add_argument("--kernel", default="auto")
-    parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16", "float16"])
-    parser.add_argument("--groups", nargs="+", type=int, help="group sizes; default 1 to all ranks")
-    parser.add_argument("--repeats", type=int, default=250, help="runs of the determinism check")
-    args = parser.parse_args()
-    cuda = torch.cuda.is_available()
-    local = int(os.environ.get("LOCAL_RANK", 0))
-    if cuda:
-        torch.cuda.set_device(local)
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    device = torch.device("cuda", local) if cuda else torch.device("cpu")
-    dist.init_process_group("nccl" if cuda else "gloo", device_id=device if cuda else None)
-    rank, world = dist.get_rank(), dist.get_world_size()
-    sizes = args.groups or range(1, world + 1)
-    groups = {n: dist.new_group(list(range(n))) for n in sizes}
-    torch.backends.cuda.matmul.allow_tf32 = False
+@dataclass
+class Found:
+    """What the matrix of cases gave: the largest errors by dtype and number of ranks, and what is out of bounds."""
 
-    began, total = time.time(), 0
-    failures: list[str] = []
-    worst: dict[tuple[str, int], dict[str, float]] = {}
+    cases: int = 0
+    failures: list[str] = field(default_factory=list)
+    worst: dict[tuple[str, int], dict[str, float]] = field(default_factory=dict)
+
+    def table(self, kernel: str, device: torch.device) -> None:
+        print(f"relative rms error against float64, worst over {self.cases} cases (kernel {kernel}, {device.type})")
+        print(f"{'dtype':10} {'ranks':>5}  " + "  ".join(f"{n:>8}" for n in NAMES))
+        for (name, n), row in self.worst.items():
+            print(f"{name:10} {n:5}  " + "  ".join(f"{row[r]:8.1e}" for r in NAMES))
+
+    def say(self, failures: list[str], device: torch.device, seconds: float) -> None:
+        for line in failures[:40]:
+            print("FAILED", line)
+        print(f"{'all right' if not failures else f'{len(failures)} failures'} in {seconds:.0f} s")
+        worst = {f"{name}/{n}": row for (name, n), row in self.worst.items()}
+        summary = dict(ok=not failures, cases=self.cases, worst=worst, torch=torch.__version__)
+        print(json.dumps(summary | dict(device=torch.cuda.get_device_name() if device.type == "cuda" else "cpu")))
+
+
+def matrix(
+    args: argparse.Namespace, device: torch.device, over: dict[int, Callable[..., list[Tensor]]], say: bool
+) -> Found:
+    """Every case. ``over``: for each number of ranks that this one takes part in, :func:`over_ranks` of its group."""
+    began, found = time.time(), Found()
     for name in args.dtypes:
         dtype = getattr(torch, name)
         for case in cases(args.quick):
@@ -268,27 +275,78 @@ def main() -> int:
             plain = errors(dense(case, x, exact=False), exact)
             if case.sink:
                 plain[5] = max(plain[5], plain[0] * amplification(x, exact))
-            alone = errors(over_ranks(case, x, virtual.VirtualRank(0, 1, device), args.kernel, False, {}), exact)
+            one = virtual.VirtualRank(0, 1, device)
+            alone = errors(over_ranks(case, x, {}, group=one, kernel=args.kernel, deterministic=False), exact)
             bounds = [(3.0 if r.startswith("d") else 2.0) * e + UNIT[dtype] for r, e in zip(NAMES, plain, strict=True)]
-            for n, group in groups.items():
-                if rank >= n:
-                    continue
+            for n, attend in over.items():
                 for how in settings(n, args.quick):
-                    got = errors(over_ranks(case, x, group, args.kernel, False, how), exact)
+                    got = errors(attend(case, x, how), exact)
                     limits = [1.1 * one + (UNIT[dtype] if dtype == torch.float32 else 0.0) for one in alone]
                     limits = [max(a, UNIT[torch.float32]) for a in limits[:5]] + [float("inf")]
-                    total += 1
+                    found.cases += 1
                     where = f"{name} {case.name} n={n} {how}"
                     for result, error, bound, limit in zip(NAMES, got, bounds, limits, strict=True):
-                        key = (name, n)
-                        old = worst.setdefault(key, dict.fromkeys(NAMES, 0.0))
-                        old[result] = max(old[result], error)
+                        row = found.worst.setdefault((name, n), dict.fromkeys(NAMES, 0.0))
+                        row[result] = max(row[result], error)
                         if not (error <= bound and error <= limit):
-                            failures.append(f"{where}: {result} {error:.2e}, dense {bound:.2e}, one rank {limit:.2e}")
-                            print("FAILED", failures[-1], flush=True)
-            if rank == 0:
-                print(f"{time.time() - began:6.1f} s  {name} {case.name}: {total} cases so far", file=sys.stderr)
-        dist.barrier()
+                            line = f"{where}: {result} {error:.2e}, dense {bound:.2e}, one rank {limit:.2e}"
+                            found.failures.append(line)
+                            print("FAILED", line, flush=True)
+            if say:
+                print(f"{time.time() - began:6.1f} s  {name} {case.name}: {found.cases} cases so far", file=sys.stderr)
+    return found
+
+
+def over_threads(case: Case, x: dict[str, Tensor], how: dict[str, Any], *, n: int, **settings: Any) -> list[Tensor]:
+    """:func:`over_ranks` of ranks that are threads; what the first of them has in the end."""
+    device = x["q"].device
+
+    def body(rank: virtual.VirtualRank) -> list[Tensor]:
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+        return over_ranks(case, x, how, group=rank, **settings)
+
+    return virtual.run(n, body, device)[0]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="three cases, one layout")
+    parser.add_argument("--cases", nargs="+", help="names of cases; default all")
+    parser.add_argument("--kernel", default="auto")
+    parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16", "float16"])
+    parser.add_argument("--groups", nargs="+", type=int, help="group sizes; default 1 to all ranks")
+    parser.add_argument("--repeats", type=int, default=250, help="runs of the determinism check")
+    parser.add_argument("--virtual", nargs="+", type=int, metavar="N", help="ranks that are threads, without torchrun")
+    args = parser.parse_args()
+    cuda = torch.cuda.is_available()
+    local = int(os.environ.get("LOCAL_RANK", 0))
+    if cuda:
+        torch.cuda.set_device(local)
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    device = torch.device("cuda", local) if cuda else torch.device("cpu")
+    torch.backends.cuda.matmul.allow_tf32 = False
+    if args.virtual:
+        began = time.time()
+        threads = {
+            n: functools.partial(over_threads, n=n, kernel=args.kernel, deterministic=False) for n in args.virtual
+        }
+        found = matrix(args, device, threads, True)
+        found.table(args.kernel, device)
+        found.say(found.failures, device, time.time() - began)
+        return 1 if found.failures else 0
+    dist.init_process_group("nccl" if cuda else "gloo", device_id=device if cuda else None)
+    rank, world = dist.get_rank(), dist.get_world_size()
+    sizes = args.groups or range(1, world + 1)
+    groups = {n: dist.new_group(list(range(n))) for n in sizes}
+
+    over = {
+        n: functools.partial(over_ranks, group=g, kernel=args.kernel, deterministic=False) for n, g in groups.items()
+    }
+    began = time.time()
+    found = matrix(args, device, {n: attend for n, attend in over.items() if rank < n}, rank == 0)
+    failures, total = found.failures, found.cases
+    dist.barrier()
 
     rng, changed = random.Random(rank), 0
     case = Case("determinism", 2048, mask=dict(causal=True, window_size=(1500, -1)))
@@ -297,9 +355,10 @@ def main() -> int:
     if rank < max(groups):
         sleepy(transport.of(group), rng)
         for how in settings(1, quick=True):
-            first = over_ranks(case, x, group, args.kernel, True, how)
+            repeat = functools.partial(over_ranks, case, x, how, group=group, kernel=args.kernel, deterministic=True)
+            first = repeat()
             for _ in range(args.repeats):
-                again = over_ranks(case, x, group, args.kernel, True, how)
+                again = repeat()
                 changed += not all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
     if rank == 0:
         print(f"{time.time() - began:6.1f} s  {args.repeats} repeats, {changed} differ", file=sys.stderr)
@@ -320,19 +379,11 @@ def main() -> int:
     dist.all_gather_object(said, (failures, total))
     failures = sorted({line for lines, _ in said for line in lines})
     if rank == 0:
-        print(f"relative rms error against float64, worst over {total} cases (kernel {args.kernel}, {device.type})")
-        print(f"{'dtype':10} {'ranks':>5}  " + "  ".join(f"{n:>8}" for n in NAMES))
-        for (name, n), row in worst.items():
-            print(f"{name:10} {n:5}  " + "  ".join(f"{row[r]:8.1e}" for r in NAMES))
+        found.table(args.kernel, device)
         print(f"determinism: {args.repeats} repeats with random sleeps on {max(groups)} ranks, {changed} differ")
         for name, measured, predicted in peaks:
             print(f"memory: {name} {measured:.1f} MiB beside inputs and results, predicted {predicted:.1f}")
-        for line in failures[:40]:
-            print("FAILED", line)
-        print(f"{'all right' if not failures else f'{len(failures)} failures'} in {time.time() - began:.0f} s")
-        summary = dict(ok=not failures, cases=total, worst={f"{k[0]}/{k[1]}": v for k, v in worst.items()})
-        summary |= dict(torch=torch.__version__, device=torch.cuda.get_device_name() if cuda else "cpu")
-        print(json.dumps(summary))
+        found.say(failures, device, time.time() - began)
     dist.destroy_process_group()
     return 1 if failures else 0
 
