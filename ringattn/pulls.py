@@ -222,10 +222,10 @@ class Pull:
             self.row_bytes, self.lengths, self.runs, tuple((g.start, g.stop) for g in groups),
         )  # fmt: skip
         for i, lane in enumerate(link.lanes):
-            if mine := rows[i :: len(link.lanes)]:
+            if its := rows[i :: len(link.lanes)]:
                 if i > 0:
                     lane.wait_event(may_pull)
-                link.play(lane, (i, *key), functools.partial(self._copy, i, wave, mine))
+                link.play(lane, (i, *key), functools.partial(self._copy, i, wave, its))
         if wave == len(self.waves) - 1:
             self.pulled = [lane.record_event() for lane in link.lanes]
         if wave == 0:  # see above: a kernel that waits may wait for copies only

@@ -37,6 +37,7 @@ import importlib.util
 import json
 import math
 import os
+import re
 import statistics
 import subprocess
 import sys
@@ -585,7 +586,7 @@ def about(args: argparse.Namespace, device: torch.device, world: int) -> Words:
         device=torch.cuda.get_device_name() if cuda else "cpu",
         memory_limit=torch.cuda.get_device_properties(device).total_memory if cuda else None,
         driver=said("nvidia-smi", "--query-gpu=driver_version,power.limit", "--format=csv,noheader") if cuda else None,
-        topology=said("nvidia-smi", "topo", "-m") if cuda else None,
+        topology=re.sub(r"\x1b\[[0-9;]*m", "", said("nvidia-smi", "topo", "-m") or "") or None if cuda else None,
         commit=said("git", "rev-parse", "HEAD"),
         changed=bool(said("git", "status", "--porcelain", "--untracked-files=no")),
         versions=versions,

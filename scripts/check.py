@@ -328,7 +328,7 @@ def main() -> int:
     torch.backends.cuda.matmul.allow_tf32 = False
     if args.virtual:
         began = time.time()
-        threads = {
+        threads: dict[int, Callable[..., list[Tensor]]] = {
             n: functools.partial(over_threads, n=n, kernel=args.kernel, deterministic=False) for n in args.virtual
         }
         found = matrix(args, device, threads, True)
@@ -340,7 +340,7 @@ def main() -> int:
     sizes = args.groups or range(1, world + 1)
     groups = {n: dist.new_group(list(range(n))) for n in sizes}
 
-    over = {
+    over: dict[int, Callable[..., list[Tensor]]] = {
         n: functools.partial(over_ranks, group=g, kernel=args.kernel, deterministic=False) for n, g in groups.items()
     }
     began = time.time()
