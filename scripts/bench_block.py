@@ -2,25 +2,32 @@
 
     python -m scripts.bench_block                                     16 heads of 128, 8k, 16k, 32k tokens, bf16
     python -m scripts.bench_block --heads 32 --kv-heads 8 --seq 16384
+    python -m scripts.bench_block --head-dim 192 --head-dim-v 128     values narrower than keys, as in latent attention
     python -m scripts.bench_block --passes carry --masks full         the price of carrying a float32 state
     python -m scripts.bench_block --no-flex                           skip FlexAttention, which compiles per shape
 
 How to read the table. Each row is one kernel on one shape. The first number is the speed relative to the first
 row of its block; it comes first because it is what survives: a chip at its power limit changes its clock by several
-percent from card to card and minute to minute. TFLOP/s count forward 4 B H S^2 D, causal half, backward 2.5 x
+percent from card to card and minute to minute. TFLOP/s count forward 2 B H S^2 (D + Dv), causal half, backward 2.5 x
 forward, whatever a kernel really computes. The matmul row is a plain 8192^3 product in the same minutes: about what
-the chip can do.
+the chip can do. The line below a table sets our fastest kernel beside the fastest of the others.
 
-How it is measured. Random data (zeros are faster). Everything of a block takes turns, in segments of 40 ms or more
-that go forth and back through the list, so that heat and clock hit all alike; each launch has its own events; the
-first fifth of a segment is not counted; the median of at least 20 launches is. Backwards are whole ones: ours with
-delta and zeroed float32 dq, the others as autograd runs them, gradients in the input dtype. ``carry`` is our forward
-that reads and writes the float32 state (m, l, o), beside the one that finishes. Outputs are compared with each other
-first. A rate above the peak of the matrix units (multiprocessors x clock limit x rate per clock) ends the run: then
-the timing is wrong.
+How it is measured. Random data (zeros are faster). Everything of a block takes turns, in segments of ``--segment`` ms
+or more. A chip's power controller takes some 100 ms to react, so a kernel runs faster after one that draws little
+power: on an H200, lists walked forth and back, where everybody keeps the same neighbours, moved ratios by 5 to 10
+percent. So the order is balanced: each kernel follows each other one equally often (balanced_orders, n rows of the n
+that take part, or 2 n if n is odd; ``--rounds`` goes through all of them again). Each launch has its own events. What
+begins in the first 20 ms of a segment does not count, nor does its first launch; the median of the others does, at
+least 20 of each kernel. The clock beside it is of the same time.
+
+Backwards are whole ones: ours with delta and zeroed float32 dq, the others as autograd runs them, gradients in the
+input dtype. ``carry`` is our forward that reads and writes the float32 state (m, l, o), beside the one that finishes.
+Outputs are compared with each other first. A rate above the peak of the matrix units (multiprocessors x clock limit x
+rate per clock) ends the run: then the timing is wrong.
 
 FlashAttention-3 (``flash_attn_interface``, or the wheel ``fa3-fwd``) and -4 (``flash_attn.cute``) join if they can be
-imported. The last line is all of it as JSON.
+imported. Who cannot do something is left out of it, with the reason; who has no backward at all says so once. The
+last line is all of it as JSON.
 """
 
 from __future__ import annotations
@@ -28,13 +35,15 @@ from __future__ import annotations
 import argparse
 import functools
 import importlib
+import itertools
 import json
+import math
 import statistics
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import cast
+from typing import NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
@@ -52,7 +61,11 @@ from ringattn.kernels.block import (
     unsupported,
 )
 
+DEVICE = "cuda"  # of all tensors; tests take another
 MATMUL = 8192
+LAUNCHES = 20  # of each kernel, counted, at least
+SETTLE = 20.0  # ms at the beginning of a segment that do not count: the clock still moves
+SHORTEST = 40.0  # ms of a segment: SETTLE, and as much that counts
 FLOPS_PER_CLOCK = {(8, 0): 2048, (8, 6): 1024, (8, 9): 1024, (9, 0): 4096, (10, 0): 8192}  # 16-bit, per multiprocessor
 
 
@@ -62,10 +75,19 @@ class Runner:
 
     name: str
     launch: Callable[[], object]
+    ours: bool = False
     times: list[float] = field(default_factory=list)  # ms
     clocks: list[int] = field(default_factory=list)  # MHz
-    per_segment: int = 6
+    ms: float = math.inf  # from one launch to the next, in the fastest segment so far
     error: float | None = None
+
+
+@dataclass
+class Other:
+    """Somebody else's attention(q, k, v, causal) on tensors (batch, seq, heads, dim)."""
+
+    attention: Callable[..., Tensor]
+    has_backward: bool = True  # until it says that it has none
 
 
 @dataclass
@@ -75,11 +97,13 @@ class Shape:
     kv_heads: int
     seq: int
     dim: int
+    dim_v: int
     dtype: torch.dtype
     causal: bool
 
     def flops(self, mode: str) -> float:
-        forward = 4 * self.batch * self.heads * self.seq**2 * self.dim * (0.5 if self.causal else 1)
+        pairs = self.batch * self.heads * self.seq**2 * (0.5 if self.causal else 1)
+        forward = 2 * pairs * (self.dim + self.dim_v)
         return forward * (2.5 if mode == "bwd" else 1)
 
 
@@ -127,45 +151,56 @@ def main() -> None:
         + (f"{peak:.0f} TFLOP/s" if peak else "unknown: rates are not checked against it")
     )
     others = {} if args.only_ours else find_others(args.flex)
-    x = torch.randn(MATMUL, MATMUL, device="cuda", dtype=torch.bfloat16)
+    x = torch.randn(MATMUL, MATMUL, device=DEVICE, dtype=torch.bfloat16)
     warm_up(lambda: x @ x, seconds=1.0)
-    rows = []
+    rows, comparisons = [], []
     for seq in args.seq:
         for causal in (mask == "causal" for mask in args.masks):
             shape = Shape(
                 args.batch,
                 args.heads,
-                args.kv_heads or args.heads,
+                args.kv_heads,
                 seq,
                 args.head_dim,
+                args.head_dim_v,
                 getattr(torch, args.dtype),
                 causal,
             )
             for mode in args.passes:
                 runners = [Runner("matmul", lambda: x @ x), *contestants(shape, mode, others)]
                 measure(runners, args.rounds, args.segment, clock)
-                rows += report(runners, shape, mode, peak)
+                block_rows, comparison = report(runners, shape, mode, peak)
+                rows += block_rows
+                comparisons += [comparison] if comparison else []
     clock.running = False
-    print(json.dumps({"device": torch.cuda.get_device_name(), "torch": torch.__version__, "peak": peak, "rows": rows}))
+    about = dict(device=torch.cuda.get_device_name(), torch=torch.__version__, peak=peak)
+    print(json.dumps(dict(**about, rows=rows, comparisons=comparisons)))
 
 
-def parse() -> argparse.Namespace:
+def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--heads", type=int, default=16)
     parser.add_argument("--kv-heads", type=int, help="default: as many as --heads")
-    parser.add_argument("--head-dim", type=int, default=128)
+    parser.add_argument("--head-dim", type=int, default=128, help="of queries and keys")
+    parser.add_argument("--head-dim-v", type=int, help="of values; default: as --head-dim")
     parser.add_argument("--seq", type=int, nargs="+", default=[8192, 16384, 32768])
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16", "float32"])
     parser.add_argument("--masks", nargs="+", default=["full", "causal"], choices=["full", "causal"])
     parser.add_argument("--passes", nargs="+", default=["fwd", "bwd"], choices=["fwd", "carry", "bwd"])
-    parser.add_argument("--rounds", type=int, default=4, help="segments of each kernel")
-    parser.add_argument("--segment", type=float, default=50.0, help="ms of a segment, at least 40")
+    parser.add_argument("--rounds", type=int, default=1, help="how often to go through the whole balanced order")
+    parser.add_argument("--segment", type=float, default=50.0, help=f"ms of a segment, at least {SHORTEST:g}")
     parser.add_argument("--flex", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--only-ours", action="store_true")
-    args = parser.parse_args()
-    if args.segment < 40:
-        parser.error(f"--segment {args.segment}: shorter than 40 ms measures a cold chip")
+    args = parser.parse_args(argv)
+    args.kv_heads = args.kv_heads or args.heads
+    args.head_dim_v = args.head_dim_v or args.head_dim
+    if args.heads % args.kv_heads:
+        parser.error(f"--kv-heads {args.kv_heads} does not divide --heads {args.heads}")
+    if args.rounds < 1:
+        parser.error(f"--rounds {args.rounds}: at least one is needed")
+    if args.segment < SHORTEST:
+        parser.error(f"--segment {args.segment:g}: shorter than {SHORTEST:g} ms measures a clock that still moves")
     return args
 
 
@@ -179,8 +214,8 @@ def peak_tflops(clock: Clock) -> float | None:
 # --- who takes part ----------------------------------------------------------------------------------------------
 
 
-def find_others(flex: bool) -> dict[str, Callable]:
-    """name -> attention(q, k, v, causal) with tensors (batch, seq, heads, dim); says what is missing."""
+def find_others(flex: bool) -> dict[str, Other]:
+    """By name; says what is missing."""
     found: dict[str, Callable] = {
         "torch cuDNN": sdpa(SDPBackend.CUDNN_ATTENTION),
         "torch flash": sdpa(SDPBackend.FLASH_ATTENTION),
@@ -196,7 +231,7 @@ def find_others(flex: bool) -> dict[str, Callable]:
                 continue
             found[name] = lambda q, k, v, causal, function=function: first(function(q, k, v, causal=causal))
             break
-    return found
+    return {name: Other(attention) for name, attention in found.items()}
 
 
 def first(out: Tensor | tuple) -> Tensor:
@@ -216,10 +251,21 @@ def sdpa(backend: SDPBackend) -> Callable:
 def flex_attention() -> Callable:
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-    compiled = torch.compile(flex_attention, dynamic=False)
+    # fullgraph: where dynamo gives up, it raises. Else it would run the unfused implementation, which holds all scores.
+    compiled = torch.compile(flex_attention, dynamic=False, fullgraph=True)
     masks = {}
+    latest: tuple | None = None
 
     def attention(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
+        nonlocal latest
+        # Dynamo keeps at most torch._dynamo.config.recompile_limit (8) versions of a function. They hang on its code
+        # object, so that a torch.compile for each shape would share them. Here every sequence length, mask and pass
+        # needs one, and none is asked for again after its block: older ones are dropped, instead of raising the limit
+        # to another number that a longer list of shapes exceeds.
+        key = q.shape, k.shape, v.shape, q.dtype, causal, q.requires_grad
+        if key != latest:
+            torch.compiler.reset()
+            latest = key
         seq = q.shape[1]
         if causal and seq not in masks:
             masks[seq] = create_block_mask(lambda b, h, i, j: i >= j, None, None, seq, seq, device=q.device)
@@ -230,11 +276,16 @@ def flex_attention() -> Callable:
     return attention
 
 
-def contestants(shape: Shape, mode: str, others: dict[str, Callable]) -> list[Runner]:
+def contestants(shape: Shape, mode: str, others: dict[str, Other]) -> list[Runner]:
     """Everybody who can do this shape, after a look at whether all compute the same."""
     q, dout, k, v = (
-        torch.randn(shape.batch, shape.seq, heads, shape.dim, device="cuda", dtype=shape.dtype)
-        for heads in (shape.heads, shape.heads, shape.kv_heads, shape.kv_heads)
+        torch.randn(shape.batch, shape.seq, heads, dim, device=DEVICE, dtype=shape.dtype)
+        for heads, dim in (
+            (shape.heads, shape.dim),
+            (shape.heads, shape.dim_v),
+            (shape.kv_heads, shape.dim),
+            (shape.kv_heads, shape.dim_v),
+        )
     )
     score, block = Score(shape.dim**-0.5), plain_block(shape)
     runners: list[Runner] = []
@@ -246,11 +297,17 @@ def contestants(shape: Shape, mode: str, others: dict[str, Callable]) -> list[Ru
             print(f"{name}: left out, {reason}")
             continue
         results.append(ours(runners, name, mode, q, k, v, dout, block, score))
-    for name, attention in others.items() if mode != "carry" else ():
+    for name, other in others.items() if mode != "carry" else ():
+        if mode == "bwd" and not other.has_backward:
+            continue  # it was said before
         try:
-            results.append(theirs(runners, name, attention, mode, q, k, v, dout, shape.causal))
+            results.append(theirs(runners, name, other.attention, mode, q, k, v, dout, shape.causal))
         except Exception as problem:
-            print(f"{name}: left out, {type(problem).__name__}: {str(problem).splitlines()[0][:150]}")
+            what = "left out"
+            if mode == "bwd" and "does not support backward" in str(problem):  # the wheel fa3-fwd
+                other.has_backward, what = False, "left out of every backward"
+            reason = next(iter(str(problem).splitlines()), "")[:150]
+            print(f"{name}: {what}, {type(problem).__name__}: {reason}")
     for runner, result in zip(runners, results, strict=True) if mode != "carry" else ():
         runner.error = max(difference(x, y) for x, y in zip(result, results[0], strict=True))
         if not runner.error < 0.02:
@@ -261,7 +318,7 @@ def contestants(shape: Shape, mode: str, others: dict[str, Callable]) -> list[Ru
 
 
 def plain_block(shape: Shape) -> Block:
-    position = torch.arange(shape.seq, dtype=torch.int32, device="cuda")
+    position = torch.arange(shape.seq, dtype=torch.int32, device=DEVICE)
     end = (position + 1 if shape.causal else torch.full_like(position, shape.seq))[None].contiguous()
     return Block(torch.zeros_like(end), end, position, position, (shape.seq,), (shape.seq,))
 
@@ -270,12 +327,12 @@ def ours(runners: list, name: str, mode: str, q, k, v, dout, block: Block, score
     forward = functools.partial(block_forward, q, k, v, block, score, finalize=True, kernel=name)
     out, lse = cast(tuple[Tensor, Tensor], forward())
     if mode == "fwd":
-        runners.append(Runner(name, forward))
+        runners.append(Runner(name, forward, ours=True))
         return (out,)
     if mode == "carry":
         state = cast(State, block_forward(q, k, v, block, score, kernel=name))
         carry = functools.partial(block_forward, q, k, v, block, score, state=state, kernel=name)
-        runners += [Runner(name, forward), Runner(f"{name}, state in and out", carry)]
+        runners += [Runner(name, forward, ours=True), Runner(f"{name}, state in and out", carry, ours=True)]
         return ()
 
     def backward() -> tuple[Tensor, ...]:
@@ -283,7 +340,7 @@ def ours(runners: list, name: str, mode: str, q, k, v, dout, block: Block, score
         dk, dv = block_backward(q, k, v, dout, lse, block_delta(out, dout), block, score, dq=dq, kernel=name)
         return dq, dk, dv
 
-    runners.append(Runner(name, backward))
+    runners.append(Runner(name, backward, ours=True))
     return backward()
 
 
@@ -318,37 +375,114 @@ def warm_up(launch: Callable[[], object], seconds: float) -> None:
         torch.cuda.synchronize()
 
 
+def balanced_orders(n: int) -> list[list[int]]:
+    """Orders of ``range(n)`` in which each follows each other one equally often: once if n is even, else twice.
+
+    E. J. Williams, "Experimental designs balanced for the estimation of residual effects of treatments", Australian
+    Journal of Scientific Research A 2 (1949) 149-168. The first order zigzags, 0, 1, n-1, 2, n-2, ..., so that its
+    steps are all different modulo n, if n is even. The other orders add 1, 2, ... to it, modulo n: a Latin square in
+    which each step is made from everywhere. If n is odd, half of the possible steps occur, each twice, and their
+    opposites do not; so all orders come a second time, backwards.
+
+    The orders are meant to be run one after another, and again from the first. Where two of them meet nobody follows
+    himself, and no pair meets twice (n = 1 and 2 have no such design; each of two follows itself once).
+    """
+    zigzag = [(i + 1) // 2 if i % 2 else -(i // 2) % n for i in range(n)]
+    orders = [[(x + i) % n for x in zigzag] for i in range(n)]
+    if n % 2:  # in this sequence, 0 and then from the last down to 1, no two orders meet in the same runner
+        orders += [orders[-i][::-1] for i in range(n)]
+    return orders
+
+
+class Launch(NamedTuple):
+    """When it began, since the first launch of its segment did, and how long it took, in ms."""
+
+    begin: float
+    ms: float
+
+
+def counted(launches: list[Launch]) -> list[Launch]:
+    """The first one does not count even if it is longer than SETTLE."""
+    return [launch for launch in launches[1:] if launch.begin >= SETTLE]
+
+
+def missing(launches: list[Launch], ms: float, segment_ms: float, wanted: int) -> int:
+    """How many launches more, of about ``ms`` each, until a segment is long enough and ``wanted`` of them count?"""
+    elapsed = launches[-1].begin + launches[-1].ms if launches else 0.0
+    settling = max(math.ceil((SETTLE - elapsed) / ms), 0 if launches else 1)  # those that will not count
+    still = settling + wanted - len(counted(launches))
+    return max(math.ceil((segment_ms - elapsed) / ms), still, 0)
+
+
+def run_segment(runner: Runner, segment_ms: float, wanted: int) -> list[Launch]:
+    """Launches without a pause; should they turn out too fast, then after one some more."""
+    events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+    launches: list[Launch] = []
+    while more := missing(launches, runner.ms, segment_ms, wanted):
+        events += timed(runner.launch, more)
+        first = events[0][0]
+        launches = [Launch(first.elapsed_time(begin), begin.elapsed_time(end)) for begin, end in events]
+    # The shortest so far: with the latest, every other segment would be a little too short, and pause.
+    runner.ms = min(runner.ms, period(events))
+    return launches
+
+
 def measure(runners: list[Runner], rounds: int, segment_ms: float, clock: Clock) -> None:
     for runner in runners:
         runner.launch()
-        ms = statistics.median(timed(runner, 3))
-        runner.per_segment = max(6, -(-int(segment_ms) // max(1, int(ms))), -(-20 * 5 // (4 * rounds)))
-    for turn in range(rounds):
-        for runner in runners if turn % 2 == 0 else reversed(runners):
-            begin = time.time()
-            times = timed(runner, runner.per_segment)
-            runner.times += times[len(times) // 5 :]
-            runner.clocks += clock.between(begin, time.time())
-    assert all(len(runner.times) >= 20 for runner in runners)
+        runner.ms = period(timed(runner.launch, 3))
+    orders = balanced_orders(len(runners)) * rounds
+    wanted = math.ceil(LAUNCHES / len(orders))
+    run_segment(runners[orders[-1][-1]], segment_ms, wanted)  # not counted; the first order, too, comes after the last
+    spans = []
+    for runner in (runners[i] for i in itertools.chain.from_iterable(orders)):
+        began = time.time()
+        launches = counted(run_segment(runner, segment_ms, wanted))
+        runner.times += [launch.ms for launch in launches]
+        spans.append((runner, began + launches[0].begin / 1e3, time.time()))
+    for runner, begin, end in spans:  # only now: the chip would rest while samples are looked through
+        runner.clocks += clock.between(begin, end)
+    assert all(len(runner.times) >= LAUNCHES for runner in runners)
 
 
-def timed(runner: Runner, launches: int) -> list[float]:
+def timed(launch: Callable[[], object], launches: int) -> list[tuple[torch.cuda.Event, torch.cuda.Event]]:
+    """The events around each of some launches, all over."""
     events = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(launches)]
     for begin, end in events:
         begin.record()
-        runner.launch()
+        launch()
         end.record()
     torch.cuda.synchronize()
-    return [begin.elapsed_time(end) for begin, end in events]
+    return events
 
 
-def report(runners: list[Runner], shape: Shape, mode: str, peak: float | None) -> list[dict]:
+def period(events: list[tuple[torch.cuda.Event, torch.cuda.Event]]) -> float:
+    """ms from one launch to the next; with what the host needs in between, if it cannot keep up."""
+    return max(events[0][0].elapsed_time(events[-1][1]) / len(events), 1e-3)
+
+
+def against_others(runners: list[Runner]) -> tuple[Runner, Runner] | None:
+    """The fastest of ours and of the others."""
+    ours, others = ([runner for runner in runners if runner.ours == mine] for mine in (True, False))
+    if not ours or not others:
+        return None
+    best, best_other = (min(group, key=lambda runner: statistics.median(runner.times)) for group in (ours, others))
+    return best, best_other
+
+
+def report(runners: list[Runner], shape: Shape, mode: str, peak: float | None) -> tuple[list[dict], dict | None]:
+    """Prints a block's table. For JSON: its rows, and ours beside the best of the others, if both took part."""
     matmul, *kernels = runners
     mask = "causal" if shape.causal else "full"
+    dims = f"{shape.dim}" if shape.dim == shape.dim_v else f"{shape.dim}/{shape.dim_v}"
     print(
         f"\n{mode} {mask}, {shape.seq} tokens, batch {shape.batch}, heads {shape.heads}/{shape.kv_heads}, "
-        f"head dim {shape.dim}, {str(shape.dtype).removeprefix('torch.')}"
+        f"head dim {dims}, {str(shape.dtype).removeprefix('torch.')}"
     )
+    about = dict(
+        mode=mode, mask=mask, seq=shape.seq, batch=shape.batch, heads=shape.heads, kv_heads=shape.kv_heads,
+        head_dim=shape.dim, head_dim_v=shape.dim_v,
+    )  # fmt: skip
     print(f"  {'':30s} {'ratio':>6s} {'TFLOP/s':>8s} {'ms':>9s} {'SM MHz':>7s} {'differs':>8s}")
     rows = []
     base = statistics.median(kernels[0].times) if kernels else 1.0
@@ -364,11 +498,13 @@ def report(runners: list[Runner], shape: Shape, mode: str, peak: float | None) -
             f"{'-' if mhz is None else f'{mhz:.0f}':>7s} {'' if not runner.error else f'{runner.error:.1e}':>8s}",
             flush=True,
         )
-        rows.append(
-            dict(kernel=runner.name, mode=mode, mask=mask, seq=shape.seq, batch=shape.batch, heads=shape.heads,
-                 kv_heads=shape.kv_heads, head_dim=shape.dim, ratio=ratio, tflops=rate, ms=ms, mhz=mhz)
-        )  # fmt: skip
-    return rows
+        rows.append(dict(kernel=runner.name, **about, ratio=ratio, tflops=rate, ms=ms, mhz=mhz))
+    if (pair := against_others(kernels)) is None:
+        return rows, None
+    best, other = pair
+    of_it = statistics.median(other.times) / statistics.median(best.times)
+    print(f"best other: {other.name}, ours is {of_it:.3f} of it", flush=True)
+    return rows, dict(**about, ours=best.name, best_other=other.name, ratio=of_it)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,364 @@
+"""scripts/bench_block.py without a GPU: its order, what it counts, who takes part and what it reports."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import json
+import statistics
+import types
+from collections import Counter
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ringattn.kernels.block import block_backward, block_forward
+from scripts import bench_block
+from scripts.bench_block import Launch, Other, Runner, Shape
+
+# --- a GPU whose clock only its kernels move ---------------------------------------------------------------------
+
+
+class FakeGpu:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 0.0  # ms
+        self.tick = 0.0  # what recording an event takes
+        self.launches = 0
+        gpu = self
+
+        class Event:
+            def __init__(self, enable_timing: bool = False) -> None:
+                assert enable_timing
+
+            def record(self) -> None:
+                gpu.now += gpu.tick
+                self.at = gpu.now
+
+            def elapsed_time(self, end: Event) -> float:
+                return end.at - self.at
+
+        monkeypatch.setattr(torch.cuda, "Event", Event)
+        monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+        monkeypatch.setattr(bench_block, "time", types.SimpleNamespace(time=lambda: self.now / 1e3))
+
+    def runner(self, name: str, ms: float) -> Runner:
+        def launch() -> None:
+            self.now += ms
+            self.launches += 1
+
+        return Runner(name, launch)
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> FakeGpu:
+    return FakeGpu(monkeypatch)
+
+
+class FakeClock:
+    def __init__(self) -> None:
+        self.spans: list[tuple[float, float]] = []
+
+    def between(self, begin: float, end: float) -> list[int]:
+        self.spans.append((begin * 1e3, end * 1e3))
+        return [len(self.spans)]
+
+
+# --- the order ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("n", range(1, 10))
+def test_everybody_follows_everybody_else_equally_often(n: int) -> None:
+    orders = bench_block.balanced_orders(n)
+    assert len(orders) == (n if n % 2 == 0 else 2 * n)
+    assert all(sorted(order) == list(range(n)) for order in orders)
+    for place in range(n):  # a Latin square, or two: nobody is early or late more often than others
+        assert set(Counter(order[place] for order in orders).values()) == {len(orders) // n}
+    follows = Counter(pair for order in orders for pair in itertools.pairwise(order))
+    each = 1 if n % 2 == 0 else 2
+    assert follows == {pair: each for pair in itertools.permutations(range(n), 2)}
+
+
+@pytest.mark.parametrize("n", range(1, 10))
+def test_where_orders_meet_no_pair_is_favoured(n: int) -> None:
+    orders = bench_block.balanced_orders(n)
+    seams = Counter((a[-1], b[0]) for a, b in zip(orders, orders[1:] + orders[:1], strict=True))
+    assert n == 1 or max(seams.values()) == 1
+    itself = sum(count for (a, b), count in seams.items() if a == b)
+    assert itself == {1: 2, 2: 2}.get(n, 0)  # two orders of at most two: it cannot be avoided
+
+
+# --- what counts -------------------------------------------------------------------------------------------------
+
+
+def test_the_first_20_ms_and_the_first_launch_do_not_count() -> None:
+    short = [Launch(begin, 5.0) for begin in (0.0, 5.0, 10.0, 19.9, 20.0, 25.0)]
+    assert bench_block.counted(short) == short[4:]
+    long = [Launch(0.0, 70.0), Launch(70.0, 70.0)]
+    assert bench_block.counted(long) == long[1:]
+    assert bench_block.counted([Launch(30.0, 70.0)]) == []
+    assert bench_block.counted([]) == []
+
+
+@pytest.mark.parametrize("wanted", [1, 4])
+@pytest.mark.parametrize("ms", [0.02, 0.4, 3.3, 10.0, 19.9, 20.0, 25.0, 45.0, 50.0, 60.0, 300.0])
+def test_a_segment_is_long_enough_and_counts_enough(gpu: FakeGpu, ms: float, wanted: int) -> None:
+    runner = gpu.runner("kernel", ms)
+    runner.ms = ms
+    launches = bench_block.run_segment(runner, 50.0, wanted)
+    assert [launch.ms for launch in launches] == pytest.approx([ms] * gpu.launches)
+    assert len(launches) >= 2
+    assert gpu.now >= 50.0 - 1e-6
+    counts = bench_block.counted(launches)
+    assert len(counts) >= wanted
+    assert all(launch.begin >= bench_block.SETTLE for launch in counts)
+    # and no longer than that needs
+    assert gpu.now <= max(50.0 + ms, 20.0 + (wanted + 1) * ms, (wanted + 1) * ms) + 1e-6
+
+
+def test_a_segment_of_launches_longer_than_itself_is_two_of_them(gpu: FakeGpu) -> None:
+    runner = gpu.runner("kernel", 80.0)
+    runner.ms = 80.0
+    assert bench_block.run_segment(runner, 50.0, 1) == [Launch(0.0, 80.0), Launch(80.0, 80.0)]
+
+
+def test_a_kernel_that_got_faster_still_fills_its_segment(gpu: FakeGpu) -> None:
+    runner = gpu.runner("kernel", 1.0)
+    runner.ms = 3.0  # as it was on a cold chip
+    launches = bench_block.run_segment(runner, 50.0, 4)
+    assert len(launches) == 50
+    assert runner.ms == 1.0  # the next segment needs no second look
+
+
+@pytest.mark.parametrize("rounds", [1, 2])
+@pytest.mark.parametrize("lengths", [[1.6], [1.6, 0.4], [1.6, 0.4, 40.0], [1.6, 0.9, 1.1, 3.0, 25.0, 70.0]])
+def test_a_block_goes_through_the_balanced_orders(gpu: FakeGpu, lengths: list[float], rounds: int) -> None:
+    runners, clock = [gpu.runner(str(i), ms) for i, ms in enumerate(lengths)], FakeClock()
+    segments: list[tuple[int, float]] = []  # who and when, as measure() asks for them
+    run_segment = bench_block.run_segment
+
+    def spy(runner: Runner, *args) -> list[Launch]:
+        segments.append((runners.index(runner), gpu.now))
+        return run_segment(runner, *args)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(bench_block, "run_segment", spy)
+        bench_block.measure(runners, rounds, 50.0, clock)
+
+    orders = bench_block.balanced_orders(len(lengths)) * rounds
+    lead, *order = [who for who, _ in segments]
+    assert order == list(itertools.chain(*orders))
+    assert lead == order[-1]  # uncounted: who would come before the first in another round
+    for runner, ms in zip(runners, lengths, strict=True):
+        assert len(runner.times) >= bench_block.LAUNCHES
+        assert runner.times == pytest.approx([ms] * len(runner.times))
+        assert len(runner.clocks) == len(orders)
+    starts = [start for _, start in segments[1:]]
+    for start, stop, (begin, end) in zip(starts, [*starts[1:], gpu.now], clock.spans, strict=True):
+        assert stop - start >= 50.0 - 1e-6
+        assert begin >= start + bench_block.SETTLE - 1e-6  # clocks are of what counts
+        assert end == pytest.approx(stop)
+
+
+def test_a_block_of_fast_kernels_takes_about_its_segments(gpu: FakeGpu) -> None:
+    runners = [gpu.runner(str(i), 0.5 + i / 10) for i in range(7)]
+    bench_block.measure(runners, 1, 50.0, FakeClock())
+    assert gpu.now == pytest.approx(2 * 7 * 7 * 50.0, rel=0.05)
+
+
+# --- sizes and arguments -----------------------------------------------------------------------------------------
+
+
+def test_flops_count_both_head_dims() -> None:
+    plain = Shape(2, 16, 4, 1024, 128, 128, torch.bfloat16, causal=False)
+    assert plain.flops("fwd") == plain.flops("carry") == 4 * 2 * 16 * 1024**2 * 128
+    latent = Shape(1, 16, 16, 1024, 192, 128, torch.bfloat16, causal=True)
+    assert latent.flops("fwd") == 2 * 16 * 1024**2 * (192 + 128) / 2
+    assert latent.flops("bwd") == 2.5 * latent.flops("fwd")
+
+
+def test_defaults_follow_other_arguments() -> None:
+    args = bench_block.parse([])
+    assert (args.head_dim_v, args.kv_heads, args.rounds, args.segment) == (128, 16, 1, 50.0)
+    arguments = "--head-dim 192 --head-dim-v 128 --heads 32 --kv-heads 8 --rounds 3 --segment 40"
+    args = bench_block.parse(arguments.split())
+    assert (args.head_dim, args.head_dim_v, args.kv_heads, args.rounds) == (192, 128, 8, 3)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        ("--segment 30", "--segment 30: shorter than 40 ms"),
+        ("--rounds 0", "--rounds 0: at least one"),
+        ("--heads 16 --kv-heads 3", "--kv-heads 3 does not divide --heads 16"),
+        ("--head-dim-v wide", "--head-dim-v"),
+        ("--passes sideways", "--passes"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused(arguments: str, reason: str, capsys: pytest.CaptureFixture) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        bench_block.parse(arguments.split())
+    assert stopped.value.code == 2
+    assert reason in capsys.readouterr().err
+
+
+# --- who takes part ----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The script's tensors and kernels on the CPU, under the name "ours"."""
+
+    def eager(function: Callable) -> Callable:
+        return lambda *args, kernel, **kwargs: function(*args, kernel="eager", **kwargs)
+
+    monkeypatch.setattr(bench_block, "DEVICE", "cpu")
+    monkeypatch.setattr(bench_block, "kernel_names", lambda: ("auto", "eager", "ours"))
+    monkeypatch.setattr(bench_block, "unsupported", lambda *_, **__: None)
+    monkeypatch.setattr(bench_block, "block_forward", eager(block_forward))
+    monkeypatch.setattr(bench_block, "block_backward", eager(block_backward))
+
+
+def torch_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    return F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=True).transpose(1, 2)
+
+
+class ForwardOnly(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
+        return torch_attention(q, k, v, causal)
+
+    @staticmethod
+    def backward(ctx, dout: Tensor) -> Tensor:
+        raise RuntimeError("mha_bwd, flash_api.cpp:1364, This flash attention build does not support backward.")
+
+
+def small(seq: int = 16, causal: bool = True) -> Shape:
+    return Shape(1, 4, 2, seq, 24, 16, torch.float32, causal)
+
+
+@pytest.mark.parametrize("mode", ["fwd", "bwd"])
+@pytest.mark.parametrize("causal", [False, True])
+def test_outputs_are_compared_with_values_of_another_head_dim(on_cpu: None, mode: str, causal: bool) -> None:
+    runners = bench_block.contestants(small(causal=causal), mode, {"torch": Other(torch_attention)})
+    assert [(runner.name, runner.ours) for runner in runners] == [("ours", True), ("torch", False)]
+    assert runners[0].error == 0
+    assert 0 < runners[1].error < 1e-5
+    results = [runner.launch() for runner in runners]
+    shapes = [[tuple(x.shape) for x in (result[:1] if mode == "fwd" else result)] for result in results[:1]]
+    assert shapes == [[(1, 16, 4, 16)] if mode == "fwd" else [(1, 16, 4, 24), (1, 16, 2, 24), (1, 16, 2, 16)]]
+
+
+def test_carrying_a_state_is_ours_alone(on_cpu: None) -> None:
+    runners = bench_block.contestants(small(), "carry", {"torch": Other(torch_attention)})
+    assert [(runner.name, runner.ours) for runner in runners] == [("ours", True), ("ours, state in and out", True)]
+    for runner in runners:
+        runner.launch()
+
+
+def test_who_computes_something_else_ends_the_run(on_cpu: None) -> None:
+    def wrong(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
+        return torch_attention(q, k, v, not causal)
+
+    with pytest.raises(SystemExit, match="wrong differs from ours"):
+        bench_block.contestants(small(), "fwd", {"wrong": Other(wrong)})
+
+
+def test_a_missing_backward_is_said_once(on_cpu: None, capsys: pytest.CaptureFixture) -> None:
+    def silent(*_) -> Tensor:
+        raise NotImplementedError
+
+    others = {"FA3": Other(ForwardOnly.apply), "torch": Other(torch_attention), "silent": Other(silent)}
+    took_part = []
+    for seq, causal, mode in itertools.product((8, 16), (False, True), ("fwd", "bwd")):
+        took_part.append([runner.name for runner in bench_block.contestants(small(seq, causal), mode, others)])
+    assert took_part == [["ours", "FA3", "torch"], ["ours", "torch"]] * 4
+    said = capsys.readouterr().out.splitlines()
+    about_fa3 = [line for line in said if line.startswith("FA3")]
+    assert len(about_fa3) == 1
+    assert about_fa3[0].startswith("FA3: left out of every backward, RuntimeError: mha_bwd")
+    # other reasons may depend on the shape, and are said for each
+    assert said.count("silent: left out, NotImplementedError: ") == 8
+
+
+def test_flex_attention_stays_compiled_for_more_shapes_than_dynamo_keeps(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))  # dynamo, without g++
+    torch.compiler.reset()
+    attention = bench_block.flex_attention()
+    with torch._dynamo.config.patch(recompile_limit=2):
+        for seq, causal, dim_v in itertools.product((128, 256), (False, True), (8, 16)):
+            q, k, v = (torch.randn(1, seq, heads, dim) for heads, dim in ((4, 16), (2, 16), (2, dim_v)))
+            for _ in range(2):
+                out = attention(q, k, v, causal)  # raises where it would fall back
+            torch.testing.assert_close(out, torch_attention(q, k, v, causal))
+    torch.compiler.reset()
+
+
+# --- the report --------------------------------------------------------------------------------------------------
+
+
+def measured(name: str, ms: float, ours: bool = False) -> Runner:
+    return Runner(name, lambda: None, ours=ours, times=[ms, 1.01 * ms, 0.99 * ms])
+
+
+def test_the_best_of_ours_is_set_beside_the_best_of_the_others(capsys: pytest.CaptureFixture) -> None:
+    shape = Shape(1, 16, 16, 8192, 192, 128, torch.bfloat16, causal=False)
+    runners = [measured("matmul", 1.0), measured("a", 2.0, ours=True), measured("b", 1.9, ours=True)]
+    runners += [measured("slow", 3.0), measured("fast", 1.71)]
+    rows, comparison = bench_block.report(runners, shape, "fwd", peak=None)
+    said = capsys.readouterr().out
+    assert "fwd full, 8192 tokens, batch 1, heads 16/16, head dim 192/128, bfloat16" in said
+    assert said.splitlines()[-1] == "best other: fast, ours is 0.900 of it"
+    assert comparison is not None
+    assert (comparison["ours"], comparison["best_other"]) == ("b", "fast")
+    assert comparison["ratio"] == pytest.approx(0.9)
+    assert (comparison["head_dim"], comparison["head_dim_v"], comparison["mask"]) == (192, 128, "full")
+    ratios = {row["kernel"]: row["ratio"] for row in rows}  # to the first row
+    assert ratios.pop("matmul") is None
+    assert ratios == pytest.approx({"a": 1.0, "b": 2.0 / 1.9, "slow": 2.0 / 3.0, "fast": 2.0 / 1.71})
+    assert rows[0]["tflops"] == pytest.approx(shape.flops("fwd") / 2.0 / 1e9)
+
+
+def test_without_others_nothing_is_set_beside(capsys: pytest.CaptureFixture) -> None:
+    shape = small()
+    for runners in ([measured("a", 2.0, ours=True)], [measured("other", 2.0)], []):
+        rows, comparison = bench_block.report([measured("matmul", 1.0), *runners], shape, "bwd", peak=None)
+        assert comparison is None
+        assert len(rows) == len(runners) + 1
+    assert "best other" not in capsys.readouterr().out
+
+
+def test_a_rate_above_the_peak_ends_the_run() -> None:
+    shape = Shape(1, 16, 16, 8192, 128, 128, torch.bfloat16, causal=False)
+    runners = [measured("matmul", 1.0), measured("a", shape.flops("fwd") / 1e9 / 2000, ours=True)]  # 2000 TFLOP/s
+    bench_block.report(runners, shape, "fwd", peak=2500)
+    with pytest.raises(SystemExit, match="a: 2000 TFLOP/s is above the peak of 1900"):
+        bench_block.report(runners, shape, "fwd", peak=1900)
+
+
+def test_a_whole_run(
+    gpu: FakeGpu, on_cpu: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    gpu.tick = 2.0
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a fake")
+    no_clock = types.SimpleNamespace(major=9, minor=0, multi_processor_count=132)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: no_clock)
+    monkeypatch.setattr(bench_block, "MATMUL", 16)
+    monkeypatch.setattr(torch, "manual_seed", lambda seed: None)  # it asks the driver, once a GPU is said to be there
+    monkeypatch.setattr(bench_block, "warm_up", lambda launch, seconds: launch())
+    monkeypatch.setattr(bench_block, "find_others", lambda flex: {"torch": Other(torch_attention)})
+    arguments = "--seq 8 16 --heads 4 --kv-heads 2 --head-dim 8 --head-dim-v 4 --dtype float32 --passes fwd carry bwd"
+    monkeypatch.setattr("sys.argv", ["bench_block", *arguments.split()])
+    bench_block.main()
+    said = capsys.readouterr().out.splitlines()
+    found = json.loads(said[-1])
+    blocks = list(itertools.product((8, 16), ("full", "causal"), ("fwd", "carry", "bwd")))
+    assert list(dict.fromkeys((r["seq"], r["mask"], r["mode"]) for r in found["rows"])) == blocks
+    assert len(found["rows"]) == 3 * len(blocks)
+    assert len(found["comparisons"]) == sum(line.startswith("best other: torch, ours is ") for line in said) == 8
+    assert {r["head_dim_v"] for r in found["rows"]} == {4}
+    assert statistics.mean(c["ratio"] for c in found["comparisons"]) == pytest.approx(1.0)
