@@ -18,6 +18,10 @@ with 64 query rows. The consumers of a CTA share the key and value tiles, two st
   are swept in the order in which they arrive; the consumers know nothing of it.
 * Tiles have powers of two of columns. Head dims 96 and 192 of q and k are two tiles side by side, 64 + 32 and 128 + 64;
   a value of 96 is read as 128, the last 32 zeros that TMA fills in (``split_v``, which no GPU has run: as 64 + 32).
+* m is a point of reference near the maximum, not the maximum: it moves when a score is more than ``SLACK`` above it.
+  So p is at most 2^8, with the same relative error, and where m stays, as it does after a few key tiles, O is not
+  rescaled. (The idea: Zadouri et al. 2026, FlashAttention-4, arXiv:2603.05451.) Multiplications that are left out are
+  power left over, which at the power limit is speed.
 * Scores stay unscaled until the exponent, which is taken to the base 2: p = 2^(s c - m) with c = scale log2(e).
   m here is in that unit; the state outside is in natural logarithms, see ``_store``.
 
@@ -46,9 +50,10 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from .block import Arrivals, Block, Score, State, int32
 from .dispatch import dispatch
-from .hopper_primitives import FREE_BARRIERS, barrier_arrive, barrier_sync, keep_alive, wait_row
+from .hopper_primitives import FREE_BARRIERS, barrier_arrive, barrier_sync, keep_alive, scale_rows, wait_row
 
 LOG2E = 1.4426950408889634
+SLACK = gl.constexpr(8.0)  # how far scores may be above their point of reference, to the base 2
 LN2 = gl.constexpr(0.6931471805599453)
 LOG2E_HI = gl.constexpr(1.44269502162933349609375)  # float32(log2 e), and the rest of it
 LOG2E_LO = gl.constexpr(LOG2E - 1.44269502162933349609375)
@@ -133,6 +138,12 @@ def _scaled(x, factor):
 @gluon.jit
 def _rescale(acc, factor):
     return (_scaled(acc[0], factor),) if len(acc) == 1 else (_scaled(acc[0], factor), _scaled(acc[1], factor))
+
+
+@gluon.jit
+def _follow(acc, alpha):
+    """To a new point of reference; nearly always it is the old one."""
+    return (scale_rows(acc[0], alpha),) if len(acc) == 1 else (scale_rows(acc[0], alpha), scale_rows(acc[1], alpha))
 
 
 @gluon.jit
@@ -505,9 +516,11 @@ def _store(
 
 @gluon.jit
 def _softmax(s, m, l, rest, c2):
-    """Move m to the new maximum; alpha rescales what was summed before. ``rest`` belongs to m, see _enter_rows."""
+    """Move m to the maximum if that is far above it; alpha rescales what was summed before. ``rest`` belongs to m, see
+    _enter_rows."""
     L_L: gl.constexpr = l.type.layout
-    m_new = gl.maximum(m, gl.max(s, axis=1) * c2)
+    top = gl.max(s, axis=1) * c2
+    m_new = gl.where(top - m > SLACK, top, m)
     reference = _finite(m_new)
     alpha = gl.exp2(m - reference + rest)
     x = gl.exp2(s * c2 - reference[:, None])
@@ -536,7 +549,7 @@ def _step(
     mbarrier.wait(k_full.index(ks), (g // STAGES) & 1)
     barrier_sync(TURN + C, 256)
     s = _scores(q, k_s, ks, S_L)
-    acc = _rescale(acc, alpha)  # under the product with K
+    acc = _follow(acc, alpha)  # under the product with K
     mbarrier.wait(v_full.index(vs), v_phase)
     p = _unpack(packed, DTYPE, P_L)
     acc = _add(acc, p, v_s, vs)
@@ -629,7 +642,7 @@ def _consumer(
         # The last product with V.
         vs = g % STAGES
         mbarrier.wait(v_full.index(vs), (g // STAGES) & 1)
-        acc = _rescale(acc, alpha)
+        acc = _follow(acc, alpha)
         P_L: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=acc[0].type.layout, k_width=2)
         p = _unpack(packed, DTYPE, P_L)
         acc = _add(acc, p, v_s, vs)

@@ -41,6 +41,35 @@ def keep_alive(x):
     gl.inline_asm_elementwise("// keep $1 $0", "=r,0", [x], dtype=gl.int32, is_pure=False, pack=1)
 
 
+@gluon.constexpr_function
+def _scale_asm(count):
+    """In turns of two registers a thread holds the first and the second of its rows."""
+    first, second = 2 * count, 2 * count + 2
+    products = "".join(f"mul.f32 ${i}, ${i}, ${first if i % 4 < 2 else second}; " for i in range(count))
+    return (
+        "{ .reg .pred some, other; "
+        f"setp.neu.f32 some, ${first}, 0f3F800000; setp.neu.f32 other, ${second}, 0f3F800000; "
+        f"or.pred some, some, other; vote.sync.any.pred some, some, 0xffffffff; @!some bra DONE; {products} DONE: }}"
+    )
+
+
+@gluon.constexpr_function
+def _scale_constraints(count):
+    return ",".join(["=f"] * count + [str(i) for i in range(count)] + ["f"] * count)
+
+
+@gluon.jit
+def scale_rows(x, factor):
+    """``VOTE.ANY; BRA`` over the ``FMUL``: the accumulator of a wgmma times a factor of each of its rows, which a warp
+    leaves out where all of its rows have a factor of 1."""
+    COUNT: gl.constexpr = min(x.shape[1] // 2, 64)  # registers of a thread that one branch skips
+    ASM: gl.constexpr = _scale_asm(COUNT)
+    CONSTRAINTS: gl.constexpr = _scale_constraints(COUNT)
+    f = gl.convert_layout(factor, gl.SliceLayout(1, x.type.layout))[:, None]
+    f, x = gl.broadcast(f, x)
+    return gl.inline_asm_elementwise(ASM, CONSTRAINTS, [x, f], dtype=gl.float32, is_pure=True, pack=COUNT)
+
+
 @gl._core.builtin
 def tma_reduce_add(descriptor, coordinates, tile, _semantic=None):
     """``UTMAREDG.ADD``: add a tile in shared memory to global memory, asynchronously; elements outside the tensor are

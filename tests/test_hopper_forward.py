@@ -392,6 +392,19 @@ def test_nan_and_inf_propagate(value):
 
 
 @needs_hopper
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("growth", [1.0, 5.0, 6.0, 40.0])
+def test_maxima_that_move(growth, dtype):
+    """From one key tile to the next by less and by more than what a point of reference lets pass (8 ln 2 = 5.5), up in
+    some rows of a warp and down in others."""
+    q, k, v = make_inputs(seq_q=300, seq_k=1500, heads=4, dtype=dtype)
+    slope = torch.linspace(-1, 1, 300, device=DEVICE)[:, None]
+    q[..., 0] = (slope * 128**0.5).to(dtype)
+    k[..., 0] = (torch.arange(1500, device=DEVICE)[:, None] * growth / 128).to(dtype)
+    check(q, k, v, make_block(*full(300, 1500), 1500), simple(128))
+
+
+@needs_hopper
 def test_repeats_are_bitwise_equal_beside_other_work():
     """The same input 1,000 times while another stream multiplies matrices."""
     q, k, v = make_inputs(seq_q=1500, seq_k=1500, heads=16, kv_heads=4)
