@@ -304,8 +304,7 @@ def accumulation_dtype(x: Tensor) -> torch.dtype:
 
 
 # Backends: the modules of the forward and of the backward. A forward module has forward(), a backward module
-# backward(), both unsupported(q, k, v, score) -> None or the reason. Either may have untried(q, k, v) -> bool: what no
-# GPU has run yet runs by its name, and "auto" leaves it out.
+# backward(), both unsupported(q, k, v, score) -> None or the reason.
 _BACKENDS = {
     "hopper": (".hopper_forward", ".hopper_backward"),
     "triton": (".flash_forward", ".flash_backward"),
@@ -332,7 +331,7 @@ def unsupported(kernel: str, q: Tensor, k: Tensor, v: Tensor, score: Score, *, b
 
 
 def choose(kernel: str, q: Tensor, k: Tensor, v: Tensor, score: Score, *, backward: bool = False) -> str:
-    """The name of the backend that runs: ``kernel`` itself, or for ``"auto"`` the fastest that can and has been tried.
+    """The name of the backend that runs: ``kernel`` itself, or for ``"auto"`` the fastest that can.
 
     "auto" is "eager" on the CPU, where the Triton backends run in the interpreter only when asked by name.
 
@@ -342,8 +341,7 @@ def choose(kernel: str, q: Tensor, k: Tensor, v: Tensor, score: Score, *, backwa
     if kernel == "auto":
         if not q.is_cuda:
             return "eager"
-        able = (name for name in _AUTO if not unsupported(name, q, k, v, score, backward=backward))
-        return next(name for name in able if not _untried(name, q, k, v, backward))
+        return next(name for name in _AUTO if not unsupported(name, q, k, v, score, backward=backward))
     if kernel not in _BACKENDS:
         raise ValueError(f"kernel={kernel!r} is unknown; use one of {', '.join(map(repr, kernel_names()))}")
     if reason := unsupported(kernel, q, k, v, score, backward=backward):
@@ -356,11 +354,6 @@ def choose(kernel: str, q: Tensor, k: Tensor, v: Tensor, score: Score, *, backwa
 @functools.cache
 def _module(name: str, backward: bool) -> ModuleType:
     return importlib.import_module(_BACKENDS[name][backward], __package__)
-
-
-def _untried(name: str, q: Tensor, k: Tensor, v: Tensor, backward: bool) -> bool:
-    untried = getattr(_module(name, backward), "untried", None)
-    return untried is not None and untried(q, k, v)
 
 
 def _backend(kernel: str, q: Tensor, k: Tensor, v: Tensor, score: Score, backward: bool) -> ModuleType:

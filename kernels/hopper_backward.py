@@ -90,8 +90,7 @@ LOG2E = 1.4426950408889634
 
 DS_STAGES = gl.constexpr(4)  # 3 are needed
 HEAD_DIMS = ((64, 64), (96, 96), (128, 128), (192, 128), (256, 256))  # of q, k and of v
-UNTRIED = ((96, 96), (192, 128), (256, 256))  # no GPU has run them
-STAGED_SWIZZLE = 128  # bytes, of dQ in shared memory: 32 has no bank conflicts and four times the boxes
+STAGED_SWIZZLE = {64: 32}  # bytes, of dQ in shared memory, by head dim: 32 spares bank conflicts, and takes more boxes
 
 DS_READY, Q_FREE, DO_FREE, DQ_STAGED, DQ_SENT = (gl.constexpr(i) for i in (4, 8, 10, 12, 14))
 
@@ -457,10 +456,6 @@ def unsupported(q: Tensor, k: Tensor, v: Tensor, score: Score) -> str | None:
     return None
 
 
-def untried(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    return (q.shape[-1], v.shape[-1]) in UNTRIED
-
-
 def backward(
     q: Tensor,
     k: Tensor,
@@ -571,16 +566,17 @@ def launch(
         return _descriptor(x, [1, BM.value, 1, columns], swizzle) if columns else None
 
     grid = (batch * kv_heads * parts * tiles,)
+    swizzle = STAGED_SWIZZLE.get(dim, 128)
     if dim <= 128:
         run(
             _kernel, grid, *(box(x, first) for x in (q, dout, k, v)), *statistics,
-            box(dq, first if rest else dim // 2, STAGED_SWIZZLE), *(box(x, rest) for x in (q, dout, k, v)),
-            box(dq, rest, STAGED_SWIZZLE), *numbers, **constants,
+            box(dq, first if rest else dim // 2, swizzle), *(box(x, rest) for x in (q, dout, k, v)),
+            box(dq, rest, swizzle), *numbers, **constants,
         )  # fmt: skip
     else:
         run(
             wide.kernel, grid, *(box(x, 128) for x in (q, dout, k, v)), *statistics,
-            box(dq, wide.UNIT.value, STAGED_SWIZZLE), box(q, dim - 128), box(k, dim - 128), box(dout, dim_v - 128),
+            box(dq, wide.UNIT.value, swizzle), box(q, dim - 128), box(k, dim - 128), box(dout, dim_v - 128),
             box(v, dim_v - 128), *numbers,
             DO_STAGES=2 if dim + dim_v <= 320 else 1, **constants,
         )  # fmt: skip
