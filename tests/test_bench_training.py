@@ -1,0 +1,345 @@
+"""scripts/bench_training.py: contestants on gloo ranks against one process, curves with and without an error, and the
+report from made-up lines."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import importlib.util
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from pool import on_ranks
+from torch import Tensor
+
+pytest.importorskip("transformers", reason="pip install 'transformers>=5.17' accelerate")
+
+import ringattn.hf
+from ringattn import virtual
+from scripts import bench_training
+
+ROOT = Path(__file__).resolve().parents[1]
+WHEEL = bool(list((ROOT / ".whl").glob("ring_flash_attn-*.whl"))) or importlib.util.find_spec("ring_flash_attn")
+SMALL = ["--device=cpu", "--hidden=32", "--layers=2", "--heads=4", "--kv-heads=2", "--head-dim=8"]
+TINY = ["speed", *SMALL, "--tokens=128", "--vocabulary=260", "--chunk=20", "--lr=1e-2"]
+CURVES = ["curves", *SMALL, "--context=32", "--rows=4", "--steps=3", "--repeats=3", "--dtype=float32"]
+
+
+def run(arguments: list[str]) -> int:
+    args = bench_training.parse(arguments)
+    command = {"speed": bench_training.speed, "curves": bench_training.curves}[args.command]
+    return command(args, torch.device("cpu"))
+
+
+def lines(folder: Path) -> dict[str, list[dict]]:
+    """By kind."""
+    found: dict[str, list[dict]] = {}
+    for line in bench_training.read(folder):
+        found.setdefault(line["kind"], []).append(line)
+    return found
+
+
+# --- speed --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("world_size", on_ranks(2))
+def test_two_ranks_train_as_one_and_say_what_it_took(pools, world_size: int, tmp_path: Path) -> None:
+    arguments = [*TINY, "--dtype=float32", "--how", "torch-cp", "ring-flash-attn", "ringattn"]
+    for ranks in (1, world_size):
+        folder = tmp_path / str(ranks)
+        assert pools(ranks).run(run, [*arguments, f"--out={folder}"]) == [0] * ranks
+    (one,), (two,) = (lines(tmp_path / str(ranks))["row"] for ranks in (1, world_size))
+    assert two["losses"] == pytest.approx(one["losses"], rel=1e-5)  # the second one after a step of the optimizer
+    assert two["norms"] == pytest.approx(one["norms"], rel=1e-5)
+    assert abs(two["losses"][1] - two["losses"][0]) > 1e-2
+    assert two["dataflow"] in ("ring", "gather", "reduce")
+    assert two["kernel"] == "eager"
+
+    parameters = 260 * 32 + 2 * (2 * 32 * 32 + 2 * 32 * 16 + 3 * 32 * 112 + 2 * 32) + 32
+    assert two["parameters"] == parameters + 260 * 32
+    rate = 128 / 2 / (sum(two["seconds"]) / 2)
+    assert two["tokens_per_s_gpu"] == pytest.approx(rate)
+    flops = 6 * parameters + 6 * 2 * 4 * 8 * 128
+    assert two["mfu"]["causal"] == pytest.approx(flops * rate / 989.5e12)
+    assert two["memory"]["peak"] > 0
+
+    missing = {m["how"]: m["reason"] for m in lines(tmp_path / str(world_size))["missing"]}
+    assert missing["torch-cp/allgather/cpu"] == "rank 0: context_parallel has no cpu kernel on cpu"
+    assert "in float32" in missing["ring-flash-attn/cpu"]
+    text = (tmp_path / str(world_size) / "training.md").read_text()
+    assert "Missing: ring-flash-attn/cpu: rank 0: in float32" in text
+    assert f"| ringattn | {two['dataflow']}, eager; attention kept | " in text
+
+
+def test_flops_are_those_of_the_products() -> None:
+    layers, heads, kv_heads, dim, hidden, wide, words, tokens = 2, 4, 2, 8, 32, 112, 260, 1024
+    weights = layers * (hidden * dim * (2 * heads + 2 * kv_heads) + 3 * hidden * wide) + words * hidden
+    dense = layers * heads * 2 * (2 * tokens * tokens * dim)  # scores, and their product with the values
+    found = bench_training.flops_per_token(weights, layers, heads, dim, tokens)
+    assert found[1] == 3 * (2 * weights + dense // tokens)
+    assert found[0] == 3 * (2 * weights + dense // tokens // 2)
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 100])
+def test_the_loss_in_chunks_and_its_gradients_are_those_of_all_logits(chunk: int) -> None:
+    torch.manual_seed(0)
+    head = torch.nn.Linear(6, 11, bias=False).double()
+    hidden = torch.randn(1, 30, 6, dtype=torch.float64, requires_grad=True)
+    targets = torch.randint(11, (1, 30))
+    targets[:, 3:12] = -100
+    group, total = virtual.VirtualRank(1, 2), torch.tensor(50)
+
+    want = ringattn.loss.cross_entropy(head(hidden), targets, group, wrapper="averages", total=total)
+    got = bench_training.chunked_loss(hidden, head, targets, total, group, chunk)
+    torch.testing.assert_close(got, want)
+    places = (hidden, head.weight)
+    for a, b in zip(torch.autograd.grad(got, places), torch.autograd.grad(want, places), strict=True):
+        torch.testing.assert_close(a, b)
+
+
+@contextlib.contextmanager
+def cudnn_on_the_cpu() -> Iterator[list[int]]:
+    """torch's context_parallel knows GPUs' operators only: here one of them, on the CPU. Yields its calls."""
+    aten, calls = torch.ops.aten, []
+
+    def shared(q: Tensor, x: Tensor) -> Tensor:
+        return x.repeat_interleave(q.shape[1] // x.shape[1], 1)
+
+    def forward(q, k, v, bias, with_lse, dropout=0.0, causal=False, debug=False, *, scale=None):  # type: ignore[no-untyped-def]
+        calls.append(q.shape[2])
+        wide = q, shared(q, k), shared(q, v)
+        out, lse = aten._scaled_dot_product_flash_attention_for_cpu(*wide, 0.0, causal, scale=scale)
+        seed = torch.zeros((), dtype=torch.int64)
+        return out, lse[..., None], None, None, q.shape[2], k.shape[2], seed, seed.clone(), None
+
+    def backward(dout, q, k, v, out, lse, seed, offset, bias, a, b, c, d, dropout, causal, *, scale=None):  # type: ignore[no-untyped-def]
+        wide = dout, q, shared(q, k), shared(q, v), out, lse.squeeze(-1)
+        dq, *rest = aten._scaled_dot_product_flash_attention_for_cpu_backward(*wide, 0.0, causal, scale=scale)
+        return dq, *(x.unflatten(1, (k.shape[1], -1)).sum(2) for x in rest)
+
+    def scaled_dot_product_attention(q, k, v, is_causal=False, scale=None, enable_gqa=False):  # type: ignore[no-untyped-def]
+        return aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, is_causal, False, scale=scale)[0]
+
+    before = F.scaled_dot_product_attention
+    with torch.library._scoped_library("aten", "IMPL", "CPU") as library:
+        library.impl("_scaled_dot_product_cudnn_attention", forward)
+        library.impl("_scaled_dot_product_cudnn_attention_backward", backward)
+        F.scaled_dot_product_attention = scaled_dot_product_attention
+        try:
+            yield calls
+        finally:
+            F.scaled_dot_product_attention = before
+
+
+class LikeCuda:
+    """What torch_cp() asks of a device."""
+
+    type = "cuda"
+
+
+def run_with_torch_cp(arguments: list[str]) -> tuple[int, int]:
+    make = bench_training.torch_cp
+    bench_training.MAKERS["torch-cp"] = lambda args, mesh, device: make(args, mesh, LikeCuda())  # type: ignore[arg-type]
+    try:
+        with cudnn_on_the_cpu() as calls:
+            return run(arguments), len(calls)
+    finally:
+        bench_training.MAKERS["torch-cp"] = make
+
+
+@pytest.mark.parametrize("world_size", on_ranks(2))
+@pytest.mark.parametrize("rotate", ["allgather", "alltoall"])
+def test_torch_cp_trains_as_ringattn_and_attends_once(pools, world_size: int, rotate: str, tmp_path: Path) -> None:
+    how = ["--how", "ringattn", "torch-cp", "--peer-kernel=cudnn", f"--rotate={rotate}", "--dtype=float32"]
+    for status, calls in pools(world_size).run(run_with_torch_cp, [*TINY, *how, f"--out={tmp_path}"]):
+        assert status == 0
+        assert calls == 3 * 2 * world_size  # steps, layers, blocks: none in the backward
+    ours, theirs = lines(tmp_path)["row"]
+    assert theirs["how"] == f"torch-cp/{rotate}/cudnn"
+    assert theirs["losses"] == pytest.approx(ours["losses"], rel=1e-5)
+    assert theirs["norms"] == pytest.approx(ours["norms"], rel=1e-5)
+    assert "| yes: " in (tmp_path / "training.md").read_text()
+
+
+@pytest.mark.skipif(not WHEEL, reason="needs ring-flash-attn")
+@pytest.mark.parametrize("world_size", on_ranks(2))
+def test_ring_flash_attn_trains_as_ringattn(pools, world_size: int, tmp_path: Path) -> None:
+    arguments = [*TINY, "--how", "ringattn", "ring-flash-attn", f"--out={tmp_path}"]
+    assert pools(world_size).run(run, arguments) == [0] * world_size
+    ours, theirs = lines(tmp_path)["row"]
+    assert theirs["losses"][0] == pytest.approx(ours["losses"][0], rel=bench_training.NEAR["bfloat16"][0])
+    assert theirs["losses"][1] == pytest.approx(ours["losses"][1], rel=3e-3)
+    assert theirs["norms"] == pytest.approx(ours["norms"], rel=bench_training.NEAR["bfloat16"][1])
+
+
+def count_attentions(arguments: list[str]) -> int:
+    """Of ringattn's forward, in all steps."""
+    known = importlib.import_module("ringattn.attention")._DATAFLOWS
+    called: list[int] = []
+    flows = dict(known)
+
+    class Counting:
+        def __init__(self, flow: Any) -> None:
+            self.flow, self.backward = flow, flow.backward
+
+        def forward(self, *arguments: Any) -> Any:
+            called.append(1)
+            return self.flow.forward(*arguments)
+
+    known.update({name: Counting(flow) for name, flow in flows.items()})
+    try:
+        assert run(arguments) == 0
+    finally:
+        known.update(flows)
+    return len(called)
+
+
+@pytest.mark.parametrize("world_size", on_ranks(2))
+def test_attention_is_computed_again_only_on_request(pools, world_size: int, tmp_path: Path) -> None:
+    arguments = [*TINY, f"--out={tmp_path}", "--steps=1"]
+    assert pools(world_size).run(count_attentions, arguments) == [2 * 2] * world_size
+    assert pools(world_size).run(count_attentions, [*arguments, "--checkpoint=full"]) == [2 * 2 * 2] * world_size
+
+
+def run_broken(arguments: list[str]) -> int:
+    make = bench_training.make_optimizer
+
+    def broken(*_: Any) -> Any:
+        raise torch.OutOfMemoryError(f"out of memory {torch.distributed.get_rank()}\nand more")
+
+    bench_training.make_optimizer = broken
+    try:
+        return run(arguments)
+    finally:
+        bench_training.make_optimizer = make
+
+
+@pytest.mark.parametrize("world_size", on_ranks(2))
+def test_one_that_fails_is_named_by_every_rank_and_ends_the_launch(pools, world_size: int, tmp_path: Path) -> None:
+    arguments = [*TINY, "--how", "ringattn", "torch-cp", f"--out={tmp_path}"]
+    assert pools(world_size).run(run_broken, arguments) == [1] * world_size
+    found = lines(tmp_path)
+    assert "row" not in found
+    assert {m["how"] for m in found["missing"]} == {"ringattn"}
+    assert {m["reason"] for m in found["missing"]} == {
+        f"rank {rank}: OutOfMemoryError: out of memory {rank}" for rank in range(world_size)
+    }
+    text = bench_training.report(tmp_path)
+    assert all(f"rank {rank}: OutOfMemoryError" in text for rank in range(world_size))
+
+
+# --- curves -------------------------------------------------------------------------------------------------------
+
+
+def run_with_error(arguments: list[str]) -> int:
+    """One rank of several has other scores."""
+    attend = ringattn.hf.attention
+
+    def wrong(q: Tensor, k: Tensor, v: Tensor, plan: ringattn.Plan, **options: Any) -> Any:
+        return attend(q * 1.1 if (plan.rank, plan.world_size) == (1, 2) else q, k, v, plan, **options)
+
+    ringattn.hf.attention = wrong
+    try:
+        return run(arguments)
+    finally:
+        ringattn.hf.attention = attend
+
+
+@pytest.mark.parametrize("world_size", on_ranks(2))
+def test_curves_agree_unless_a_rank_is_wrong(pools, world_size: int, tmp_path: Path) -> None:
+    good, bad = tmp_path / "good", tmp_path / "bad"
+    assert pools(world_size).run(run, [*CURVES, f"--out={good}"]) == [0] * world_size
+    (found,) = lines(good)["curves"]
+    loss = found["curves"]["loss"]
+    assert len(loss["alone"]) == 3
+    assert all(len(run) == 3 for run in [*loss["alone"], loss["split"]])
+    assert len(set(loss["split"])) == 3  # it trains
+    for name in found["curves"]:
+        assert found["curves"][name]["split"] == pytest.approx(found["curves"][name]["alone"][0], rel=1e-5)
+    if importlib.util.find_spec("matplotlib"):
+        (picture,) = good.glob("*.png")
+        assert picture.read_bytes().startswith(b"\x89PNG")
+
+    assert pools(world_size).run(run_with_error, [*CURVES, f"--out={bad}"]) == [1] * world_size
+    (found,) = lines(bad)["curves"]
+    assert not found["holds"]
+    assert "| NO |" in (bad / "training.md").read_text()
+
+
+@pytest.mark.parametrize("variant", range(6))
+def test_variants_of_a_step_hold_the_same_rows(variant: int) -> None:
+    found = bench_training.micro_batches(12, variant)
+    assert sorted(i for piece in found for i in piece) == list(range(12))
+    assert {len(piece) for piece in found} == {[1, 2, 3, 4, 6, 12][variant]}
+
+
+def test_the_verdict_is_about_the_noise_of_one_rank() -> None:
+    torch.manual_seed(0)
+    walks = 1e-3 * torch.randn(9, 100).cumsum(1) + torch.linspace(5, 2, 100)
+    *alone, split = walks.tolist()
+    found = bench_training.verdict(alone, split)
+    assert found["holds"]
+    runs = walks[:8].double()
+    assert found["noise"]["max"] == pytest.approx((runs[:, None] - runs).abs().max().item())
+    assert found["difference"]["max"] == pytest.approx((walks[8] - runs.mean(0)).abs().max().item())
+    shifted = [x + 0.06 for x in split]
+    assert not bench_training.verdict(alone, shifted)["holds"]
+    spike = [*split[:50], split[50] + 0.1, *split[51:]]  # one step, which the rms hides
+    assert not bench_training.verdict(alone, spike)["holds"]
+    assert not bench_training.verdict(alone, [float("nan")] * 100)["holds"]
+
+    still = [[3.0, 2.0]] * 3
+    assert bench_training.verdict(still, [3.0000005, 2.0])["holds"]  # float32's own
+    assert not bench_training.verdict(still, [3.0001, 2.0])["holds"]
+    with pytest.raises(ValueError, match="--repeats"):
+        bench_training.verdict([[1.0]], [1.0])
+
+
+# --- report -------------------------------------------------------------------------------------------------------
+
+
+def test_a_report_is_made_from_the_lines_alone_and_later_ones_win(tmp_path: Path) -> None:
+    args = bench_training.parse(["speed", "--layers=8"])
+    setting = bench_training.setting_of(args, torch.device("cpu"), 4)
+
+    def row(at: int, how: str, rate: float, loss: float) -> dict[str, Any]:
+        return dict(
+            kind="row", at=at, how=how, setting=setting, dataflow="gather", kernel="hopper",
+            checkpoint="attention kept", losses=[loss, 9.0], norms=[2.0, 1.0], seconds=[30.0, 31.5],
+            tokens_per_s_gpu=rate, mfu=dict(causal=0.5, dense=0.9),
+            memory=dict(peak=80 << 30, device=90 << 30, before=0),
+        )  # fmt: skip
+
+    written = [
+        row(1, "ringattn", 4000.0, 12.0),
+        row(2, "torch-cp/allgather/cudnn", 3500.0, 12.001),
+        dict(kind="missing", at=3, how="ring-flash-attn/cudnn", setting=setting, reason="rank 0: no"),
+        row(4, "ringattn", 4321.0, 12.0),
+        row(5, "torch-cp/alltoall/cudnn", 3600.0, 12.1),
+    ]
+    text = "\n".join(map(json.dumps, written)) + '\n{"kind": "row", "at"'  # killed while it wrote
+    (tmp_path / "training-1-rank0.jsonl").write_text(text)
+    assert bench_training.main(["report", str(tmp_path)]) == 0
+    said = (tmp_path / "training.md").read_text()
+    assert "## 524,288 tokens, 8 layers, 4 x cpu" in said
+    where = "gather, hopper; attention kept"
+    assert f"| ringattn | {where} | 4,321 | 50.0% | 90.0% | 30.00, 31.50 | 80.0 (90.0) | 12.00000, 9.00000 |" in said
+    assert "4,000" not in said
+    assert said.count("| yes: 8e-05, 0e+00 |") == 1
+    assert said.count("| NO: 8e-03, 0e+00 |") == 1
+    assert "Missing: ring-flash-attn/cudnn: rank 0: no" in said
+
+    later = dict(kind="missing", at=200, how="ringattn", setting=setting, reason="rank 2: gone")
+    (tmp_path / "training-2-rank2.jsonl").write_text(json.dumps(later))
+    assert "Missing: ringattn: rank 2: gone" in bench_training.report(tmp_path)
+    assert "4,321" not in bench_training.report(tmp_path)
+
+
+def test_a_report_of_nothing_says_so(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match="no lines"):
+        bench_training.report(tmp_path)
