@@ -3,6 +3,7 @@
     python -m scripts.bench_block                                     16 heads of 128, 8k, 16k, 32k tokens, bf16
     python -m scripts.bench_block --heads 32 --kv-heads 8 --seq 16384
     python -m scripts.bench_block --head-dim 192 --head-dim-v 128     values narrower than keys, as in latent attention
+    python -m scripts.bench_block --masks full window documents       masks that hide most, per tile that is computed
     python -m scripts.bench_block --passes carry --masks full         the price of carrying a float32 state
     python -m scripts.bench_block --no-flex                           skip FlexAttention, which compiles per shape
 
@@ -10,7 +11,9 @@ How to read the table. Each row is one kernel on one shape. The first number is 
 row of its block; it comes first because it is what survives: a chip at its power limit changes its clock by several
 percent from card to card and minute to minute. TFLOP/s count forward 2 B H S^2 (D + Dv), causal half, backward 2.5 x
 forward, whatever a kernel really computes. The matmul row is a plain 8192^3 product in the same minutes: about what
-the chip can do. The line below a table sets our fastest kernel beside the fastest of the others.
+the chip can do. Windows (``--size`` keys) and packed documents (of ``--size`` tokens) are causal and count the pairs
+that are visible; their tables end with the rate over all of the tiles of 128 x 128 that hold some, which is to be near
+that of the full mask. The line below a table sets our fastest kernel beside the fastest of the others.
 
 How it is measured. Random data (zeros are faster). Everything of a block takes turns, in segments of ``--segment`` ms
 or more. A chip's power controller takes some 100 ms to react, so a kernel runs faster after one that draws little
@@ -84,10 +87,33 @@ class Runner:
 
 @dataclass
 class Other:
-    """Somebody else's attention(q, k, v, causal) on tensors (batch, seq, heads, dim)."""
+    """Somebody else's attention(q, k, v, mask) on tensors (batch, seq, heads, dim). It raises for masks it has not."""
 
     attention: Callable[..., Tensor]
     has_backward: bool = True  # until it says that it has none
+
+
+@dataclass(frozen=True)
+class Mask:
+    """``size``: keys of a window, tokens of a document."""
+
+    name: str
+    size: int = 0
+
+    @property
+    def causal(self) -> bool:
+        """As a question to those who know nothing but causal or full."""
+        if self.name not in ("full", "causal"):
+            raise ValueError(f"no mask {self.name!r} here")
+        return self.name == "causal"
+
+    def intervals(self, seq: int) -> tuple[Tensor, Tensor]:
+        """The keys that each query sees, (seq,) int32."""
+        i = torch.arange(seq, dtype=torch.int32)
+        if self.name == "full":
+            return torch.zeros_like(i), torch.full_like(i, seq)
+        start = dict(causal=torch.zeros_like(i), window=(i + 1 - self.size).clamp(min=0))
+        return start.get(self.name, i - i % max(1, self.size)), i + 1
 
 
 @dataclass
@@ -99,11 +125,26 @@ class Shape:
     dim: int
     dim_v: int
     dtype: torch.dtype
-    causal: bool
+    mask: Mask
 
     def flops(self, mode: str) -> float:
-        pairs = self.batch * self.heads * self.seq**2 * (0.5 if self.causal else 1)
-        forward = 2 * pairs * (self.dim + self.dim_v)
+        return self.flops_of_pairs(mode, self.pairs())
+
+    def pairs(self) -> float:
+        """Of one head."""
+        if self.mask.name in ("full", "causal"):
+            return self.seq**2 * (0.5 if self.mask.causal else 1)
+        start, end = self.mask.intervals(self.seq)
+        return float((end - start).sum())
+
+    def pairs_of_tiles(self, rows: int = 128) -> float:
+        """Of the tiles of ``rows`` queries and as many keys that hold a visible pair."""
+        start, end = (x.long().split(rows) for x in self.mask.intervals(self.seq))
+        tiles = (-(-int(e.max()) // rows) - int(s.min()) // rows for s, e in zip(start, end, strict=True))
+        return float(rows**2 * sum(tiles))
+
+    def flops_of_pairs(self, mode: str, pairs: float) -> float:
+        forward = 2 * self.batch * self.heads * pairs * (self.dim + self.dim_v)
         return forward * (2.5 if mode == "bwd" else 1)
 
 
@@ -155,7 +196,7 @@ def main() -> None:
     warm_up(lambda: x @ x, seconds=1.0)
     rows, comparisons = [], []
     for seq in args.seq:
-        for causal in (mask == "causal" for mask in args.masks):
+        for mask in (Mask(name, args.size) for name in args.masks):
             shape = Shape(
                 args.batch,
                 args.heads,
@@ -164,7 +205,7 @@ def main() -> None:
                 args.head_dim,
                 args.head_dim_v,
                 getattr(torch, args.dtype),
-                causal,
+                mask,
             )
             for mode in args.passes:
                 runners = [Runner("matmul", lambda: x @ x), *contestants(shape, mode, others)]
@@ -186,7 +227,9 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--head-dim-v", type=int, help="of values; default: as --head-dim")
     parser.add_argument("--seq", type=int, nargs="+", default=[8192, 16384, 32768])
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16", "float32"])
-    parser.add_argument("--masks", nargs="+", default=["full", "causal"], choices=["full", "causal"])
+    names = ["full", "causal", "window", "documents"]
+    parser.add_argument("--masks", nargs="+", default=names[:2], choices=names)
+    parser.add_argument("--size", type=int, default=4096, help="keys of a window, tokens of a document")
     parser.add_argument("--passes", nargs="+", default=["fwd", "bwd"], choices=["fwd", "carry", "bwd"])
     parser.add_argument("--rounds", type=int, default=1, help="how often to go through the whole balanced order")
     parser.add_argument("--segment", type=float, default=50.0, help=f"ms of a segment, at least {SHORTEST:g}")
@@ -229,20 +272,23 @@ def find_others(flex: bool) -> dict[str, Other]:
             except (ImportError, AttributeError) as problem:
                 print(f"{name}: not found as {module} ({problem})")
                 continue
-            found[name] = lambda q, k, v, causal, function=function: first(function(q, k, v, causal=causal))
+            found[name] = functools.partial(flash_attention, function)
             break
     return {name: Other(attention) for name, attention in found.items()}
 
 
-def first(out: Tensor | tuple) -> Tensor:
+def flash_attention(function: Callable, q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tensor:
+    """FlashAttention's own interface."""
+    how: dict = dict(causal=True, window_size=(mask.size - 1, 0)) if mask.name == "window" else dict(causal=mask.causal)
+    out = function(q, k, v, **how)
     return out[0] if isinstance(out, tuple) else out
 
 
 def sdpa(backend: SDPBackend) -> Callable:
-    def attention(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
+    def attention(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tensor:
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
         with sdpa_kernel(backend):
-            out = F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=q.shape[1] != k.shape[1])
+            out = F.scaled_dot_product_attention(q, k, v, is_causal=mask.causal, enable_gqa=q.shape[1] != k.shape[1])
         return out.transpose(1, 2)
 
     return attention
@@ -256,8 +302,9 @@ def flex_attention() -> Callable:
     masks = {}
     latest: tuple | None = None
 
-    def attention(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
+    def attention(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tensor:
         nonlocal latest
+        causal = mask.causal
         # Dynamo keeps at most torch._dynamo.config.recompile_limit (8) versions of a function. They hang on its code
         # object, so that a torch.compile for each shape would share them. Here every sequence length, mask and pass
         # needs one, and none is asked for again after its block: older ones are dropped, instead of raising the limit
@@ -270,8 +317,8 @@ def flex_attention() -> Callable:
         if causal and seq not in masks:
             masks[seq] = create_block_mask(lambda b, h, i, j: i >= j, None, None, seq, seq, device=q.device)
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-        mask = masks[seq] if causal else None
-        return compiled(q, k, v, block_mask=mask, enable_gqa=q.shape[1] != k.shape[1]).transpose(1, 2)
+        block_mask = masks[seq] if causal else None
+        return compiled(q, k, v, block_mask=block_mask, enable_gqa=q.shape[1] != k.shape[1]).transpose(1, 2)
 
     return attention
 
@@ -301,7 +348,7 @@ def contestants(shape: Shape, mode: str, others: dict[str, Other]) -> list[Runne
         if mode == "bwd" and not other.has_backward:
             continue  # it was said before
         try:
-            results.append(theirs(runners, name, other.attention, mode, q, k, v, dout, shape.causal))
+            results.append(theirs(runners, name, other.attention, mode, q, k, v, dout, shape.mask))
         except Exception as problem:
             what = "left out"
             if mode == "bwd" and "does not support backward" in str(problem):  # the wheel fa3-fwd
@@ -319,8 +366,8 @@ def contestants(shape: Shape, mode: str, others: dict[str, Other]) -> list[Runne
 
 def plain_block(shape: Shape) -> Block:
     position = torch.arange(shape.seq, dtype=torch.int32, device=DEVICE)
-    end = (position + 1 if shape.causal else torch.full_like(position, shape.seq))[None].contiguous()
-    return Block(torch.zeros_like(end), end, position, position, (shape.seq,), (shape.seq,))
+    start, end = (x[None].to(DEVICE) for x in shape.mask.intervals(shape.seq))
+    return Block(start, end, position, position, (shape.seq,), (shape.seq,))
 
 
 def ours(runners: list, name: str, mode: str, q, k, v, dout, block: Block, score: Score) -> tuple[Tensor, ...]:
@@ -344,13 +391,13 @@ def ours(runners: list, name: str, mode: str, q, k, v, dout, block: Block, score
     return backward()
 
 
-def theirs(runners: list, name: str, attention, mode: str, q, k, v, dout, causal: bool) -> tuple[Tensor, ...]:
+def theirs(runners: list, name: str, attention, mode: str, q, k, v, dout, mask: Mask) -> tuple[Tensor, ...]:
     if mode == "fwd":
-        launch = functools.partial(attention, q, k, v, causal)
+        launch = functools.partial(attention, q, k, v, mask)
         result = (launch(),)
     else:
         leaves = [x.detach().requires_grad_() for x in (q, k, v)]
-        out = attention(*leaves, causal)
+        out = attention(*leaves, mask)
         launch = functools.partial(torch.autograd.grad, out, leaves, dout, retain_graph=True)
         result = launch()
     runners.append(Runner(name, launch))
@@ -473,16 +520,19 @@ def against_others(runners: list[Runner]) -> tuple[Runner, Runner] | None:
 def report(runners: list[Runner], shape: Shape, mode: str, peak: float | None) -> tuple[list[dict], dict | None]:
     """Prints a block's table. For JSON: its rows, and ours beside the best of the others, if both took part."""
     matmul, *kernels = runners
-    mask = "causal" if shape.causal else "full"
+    mask = shape.mask.name
+    size = f" of {shape.mask.size}" if shape.mask.size and mask in ("window", "documents") else ""
     dims = f"{shape.dim}" if shape.dim == shape.dim_v else f"{shape.dim}/{shape.dim_v}"
     print(
-        f"\n{mode} {mask}, {shape.seq} tokens, batch {shape.batch}, heads {shape.heads}/{shape.kv_heads}, "
+        f"\n{mode} {mask}{size}, {shape.seq} tokens, batch {shape.batch}, heads {shape.heads}/{shape.kv_heads}, "
         f"head dim {dims}, {str(shape.dtype).removeprefix('torch.')}"
     )
     about = dict(
         mode=mode, mask=mask, seq=shape.seq, batch=shape.batch, heads=shape.heads, kv_heads=shape.kv_heads,
         head_dim=shape.dim, head_dim_v=shape.dim_v,
     )  # fmt: skip
+    if size:
+        about["size"] = shape.mask.size
     print(f"  {'':30s} {'ratio':>6s} {'TFLOP/s':>8s} {'ms':>9s} {'SM MHz':>7s} {'differs':>8s}")
     rows = []
     base = statistics.median(kernels[0].times) if kernels else 1.0
@@ -499,6 +549,10 @@ def report(runners: list[Runner], shape: Shape, mode: str, peak: float | None) -
             flush=True,
         )
         rows.append(dict(kernel=runner.name, **about, ratio=ratio, tflops=rate, ms=ms, mhz=mhz))
+    if size and kernels:
+        of_tiles = shape.flops_of_pairs(mode, shape.pairs_of_tiles()) / base / 1e9
+        print(f"{kernels[0].name}: {of_tiles:.1f} TFLOP/s over all of the tiles that it computes", flush=True)
+        rows[0]["tflops_of_tiles"] = of_tiles
     if (pair := against_others(kernels)) is None:
         return rows, None
     best, other = pair

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ringattn.kernels.block import block_backward, block_forward
 from scripts import bench_block
-from scripts.bench_block import Launch, Other, Runner, Shape
+from scripts.bench_block import Launch, Mask, Other, Runner, Shape
 
 # --- a GPU whose clock only its kernels move ---------------------------------------------------------------------
 
@@ -172,9 +172,9 @@ def test_a_block_of_fast_kernels_takes_about_its_segments(gpu: FakeGpu) -> None:
 
 
 def test_flops_count_both_head_dims() -> None:
-    plain = Shape(2, 16, 4, 1024, 128, 128, torch.bfloat16, causal=False)
+    plain = Shape(2, 16, 4, 1024, 128, 128, torch.bfloat16, Mask("full"))
     assert plain.flops("fwd") == plain.flops("carry") == 4 * 2 * 16 * 1024**2 * 128
-    latent = Shape(1, 16, 16, 1024, 192, 128, torch.bfloat16, causal=True)
+    latent = Shape(1, 16, 16, 1024, 192, 128, torch.bfloat16, Mask("causal"))
     assert latent.flops("fwd") == 2 * 16 * 1024**2 * (192 + 128) / 2
     assert latent.flops("bwd") == 2.5 * latent.flops("fwd")
 
@@ -221,29 +221,29 @@ def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bench_block, "block_backward", eager(block_backward))
 
 
-def torch_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
+def torch_attention(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tensor:
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    return F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=True).transpose(1, 2)
+    return F.scaled_dot_product_attention(q, k, v, is_causal=mask.causal, enable_gqa=True).transpose(1, 2)
 
 
 class ForwardOnly(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
-        return torch_attention(q, k, v, causal)
+    def forward(ctx, q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tensor:
+        return torch_attention(q, k, v, mask)
 
     @staticmethod
     def backward(ctx, dout: Tensor) -> Tensor:
         raise RuntimeError("mha_bwd, flash_api.cpp:1364, This flash attention build does not support backward.")
 
 
-def small(seq: int = 16, causal: bool = True) -> Shape:
-    return Shape(1, 4, 2, seq, 24, 16, torch.float32, causal)
+def small(seq: int = 16, mask: str = "causal", size: int = 0) -> Shape:
+    return Shape(1, 4, 2, seq, 24, 16, torch.float32, Mask(mask, size))
 
 
 @pytest.mark.parametrize("mode", ["fwd", "bwd"])
-@pytest.mark.parametrize("causal", [False, True])
-def test_outputs_are_compared_with_values_of_another_head_dim(on_cpu: None, mode: str, causal: bool) -> None:
-    runners = bench_block.contestants(small(causal=causal), mode, {"torch": Other(torch_attention)})
+@pytest.mark.parametrize("mask", ["full", "causal"])
+def test_outputs_are_compared_with_values_of_another_head_dim(on_cpu: None, mode: str, mask: str) -> None:
+    runners = bench_block.contestants(small(mask=mask), mode, {"torch": Other(torch_attention)})
     assert [(runner.name, runner.ours) for runner in runners] == [("ours", True), ("torch", False)]
     assert runners[0].error == 0
     assert 0 < runners[1].error < 1e-5
@@ -260,8 +260,8 @@ def test_carrying_a_state_is_ours_alone(on_cpu: None) -> None:
 
 
 def test_who_computes_something_else_ends_the_run(on_cpu: None) -> None:
-    def wrong(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
-        return torch_attention(q, k, v, not causal)
+    def wrong(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tensor:
+        return torch_attention(q, k, v, Mask("full" if mask.causal else "causal"))
 
     with pytest.raises(SystemExit, match="wrong differs from ours"):
         bench_block.contestants(small(), "fwd", {"wrong": Other(wrong)})
@@ -273,8 +273,8 @@ def test_a_missing_backward_is_said_once(on_cpu: None, capsys: pytest.CaptureFix
 
     others = {"FA3": Other(ForwardOnly.apply), "torch": Other(torch_attention), "silent": Other(silent)}
     took_part = []
-    for seq, causal, mode in itertools.product((8, 16), (False, True), ("fwd", "bwd")):
-        took_part.append([runner.name for runner in bench_block.contestants(small(seq, causal), mode, others)])
+    for seq, mask, mode in itertools.product((8, 16), ("full", "causal"), ("fwd", "bwd")):
+        took_part.append([runner.name for runner in bench_block.contestants(small(seq, mask), mode, others)])
     assert took_part == [["ours", "FA3", "torch"], ["ours", "torch"]] * 4
     said = capsys.readouterr().out.splitlines()
     about_fa3 = [line for line in said if line.startswith("FA3")]
@@ -289,12 +289,52 @@ def test_flex_attention_stays_compiled_for_more_shapes_than_dynamo_keeps(monkeyp
     torch.compiler.reset()
     attention = bench_block.flex_attention()
     with torch._dynamo.config.patch(recompile_limit=2):
-        for seq, causal, dim_v in itertools.product((128, 256), (False, True), (8, 16)):
+        for seq, mask, dim_v in itertools.product((128, 256), (Mask("full"), Mask("causal")), (8, 16)):
             q, k, v = (torch.randn(1, seq, heads, dim) for heads, dim in ((4, 16), (2, 16), (2, dim_v)))
             for _ in range(2):
-                out = attention(q, k, v, causal)  # raises where it would fall back
-            torch.testing.assert_close(out, torch_attention(q, k, v, causal))
+                out = attention(q, k, v, mask)  # raises where it would fall back
+            torch.testing.assert_close(out, torch_attention(q, k, v, mask))
     torch.compiler.reset()
+
+
+# --- masks that hide most ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("mask", "size"), [("full", 0), ("causal", 0), ("window", 5), ("window", 99), ("documents", 6)]
+)
+def test_pairs_and_tiles_of_a_mask(mask: str, size: int) -> None:
+    i, j = torch.arange(20)[:, None], torch.arange(20)[None]
+    sees = dict(full=i >= 0, causal=i >= j, window=(i >= j) & (i < j + size))
+    visible = sees.get(mask, (i >= j) & (i // max(size, 1) == j // max(size, 1))).expand(20, 20)
+    start, end = Mask(mask, size).intervals(20)
+    assert torch.equal(visible, (j >= start[:, None]) & (j < end[:, None]))
+    shape = small(20, mask, size)
+    assert shape.pairs() == (200 if mask == "causal" else visible.sum().item())
+    tiles = {(int(a) // 4, int(b) // 4) for a, b in visible.nonzero()}
+    assert shape.pairs_of_tiles(4) == 16 * len(tiles)
+
+
+def test_a_window_is_asked_of_those_who_have_one(on_cpu: None, capsys: pytest.CaptureFixture) -> None:
+    asked = []
+
+    def function(q: Tensor, k: Tensor, v: Tensor, **how: object) -> tuple[Tensor, None]:
+        asked.append(how)
+        k, v = (x.repeat_interleave(2, 2) for x in (k, v))
+        hidden = torch.ones(16, 16, dtype=torch.bool).tril(-5).logical_or(torch.ones(16, 16, dtype=torch.bool).triu(1))
+        s = (torch.einsum("bihd,bjhd->bhij", q, k) * 24**-0.5).masked_fill(hidden, float("-inf"))
+        return torch.einsum("bhij,bjhd->bihd", s.softmax(-1), v), None
+
+    others = {"FA": Other(functools.partial(bench_block.flash_attention, function)), "torch": Other(torch_attention)}
+    runners = bench_block.contestants(small(16, "window", 5), "fwd", others)
+    assert [runner.name for runner in runners] == ["ours", "FA"]
+    assert asked == [dict(causal=True, window_size=(4, 0))]
+    assert "torch: left out, ValueError: no mask 'window' here" in capsys.readouterr().out
+    for runner in runners:
+        runner.times = [2.0]
+    rows, _ = bench_block.report([measured("matmul", 1.0), *runners], small(16, "window", 5), "fwd", peak=None)
+    assert rows[0]["tflops_of_tiles"] == pytest.approx(128**2 / small(16, "window", 5).pairs() * rows[0]["tflops"])
+    assert "over all of the tiles" in capsys.readouterr().out
 
 
 # --- the report --------------------------------------------------------------------------------------------------
@@ -305,7 +345,7 @@ def measured(name: str, ms: float, ours: bool = False) -> Runner:
 
 
 def test_the_best_of_ours_is_set_beside_the_best_of_the_others(capsys: pytest.CaptureFixture) -> None:
-    shape = Shape(1, 16, 16, 8192, 192, 128, torch.bfloat16, causal=False)
+    shape = Shape(1, 16, 16, 8192, 192, 128, torch.bfloat16, Mask("full"))
     runners = [measured("matmul", 1.0), measured("a", 2.0, ours=True), measured("b", 1.9, ours=True)]
     runners += [measured("slow", 3.0), measured("fast", 1.71)]
     rows, comparison = bench_block.report(runners, shape, "fwd", peak=None)
@@ -332,7 +372,7 @@ def test_without_others_nothing_is_set_beside(capsys: pytest.CaptureFixture) -> 
 
 
 def test_a_rate_above_the_peak_ends_the_run() -> None:
-    shape = Shape(1, 16, 16, 8192, 128, 128, torch.bfloat16, causal=False)
+    shape = Shape(1, 16, 16, 8192, 128, 128, torch.bfloat16, Mask("full"))
     runners = [measured("matmul", 1.0), measured("a", shape.flops("fwd") / 1e9 / 2000, ours=True)]  # 2000 TFLOP/s
     bench_block.report(runners, shape, "fwd", peak=2500)
     with pytest.raises(SystemExit, match="a: 2000 TFLOP/s is above the peak of 1900"):
