@@ -17,7 +17,7 @@ with 64 query rows. The consumers of a CTA share the key and value tiles, two st
 * With ``arrivals`` the producer waits for the flag of a head's keys and values in front of their first tile. The heads
   are swept in the order in which they arrive; the consumers know nothing of it.
 * Tiles have powers of two of columns. Head dims 96 and 192 of q and k are two tiles side by side, 64 + 32 and 128 + 64;
-  a value of 96 is read as 128, the last 32 zeros that TMA fills in (``split_v``, which no GPU has run: as 64 + 32).
+  a value of 96 is read as 128, the last 32 zeros that TMA fills in.
 * m is a point of reference near the maximum, not the maximum: it moves when a score is more than ``SLACK`` above it.
   So p is at most 2^8, with the same relative error, and where m stays, as it does after a few key tiles, O is not
   rescaled. (The idea: Zadouri et al. 2026, FlashAttention-4, arXiv:2603.05451.) Multiplications that are left out are
@@ -66,8 +66,7 @@ INFO_LAYOUT = gl.constexpr(gl.BlockedLayout([8], [32], [4], [0]))  # every threa
 
 class Config(NamedTuple):
     """Tile sizes and buffers for one pair of head dims. ``registers``: per consumer thread, the producer gets the rest.
-    What shared memory has no room for: two buffers of queries, and tiles of ``out`` on their way to TMA. ``split_v``:
-    V and ``out`` of a head dim that is no power of two are two tiles, as q and k are, not one that is too wide."""
+    What shared memory has no room for: two buffers of queries, and tiles of ``out`` on their way to TMA."""
 
     consumers: int
     block_n: int
@@ -75,7 +74,6 @@ class Config(NamedTuple):
     registers: int
     q_buffers: int = 2
     staged: bool = True
-    split_v: bool = False
 
     @property
     def block_m(self) -> int:
@@ -118,57 +116,9 @@ def _keys(tiles, i):
 
 
 @gluon.jit
-def _zeros(v_s, i: gl.constexpr):
-    W: gl.constexpr = v_s[i].shape[4]
-    L: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, W, 16])
-    return gl.zeros([ROWS, W], gl.float32, L)
-
-
-@gluon.jit
-def _no_values(v_s):
-    return (_zeros(v_s, 0),) if len(v_s) == 1 else (_zeros(v_s, 0), _zeros(v_s, 1))
-
-
-@gluon.jit
 def _scaled(x, factor):
     """x times a factor for each row, in the layout of the scores."""
     return x * gl.convert_layout(factor, gl.SliceLayout(1, x.type.layout))[:, None]
-
-
-@gluon.jit
-def _rescale(acc, factor):
-    return (_scaled(acc[0], factor),) if len(acc) == 1 else (_scaled(acc[0], factor), _scaled(acc[1], factor))
-
-
-@gluon.jit
-def _follow(acc, alpha):
-    """To a new point of reference; nearly always it is the old one."""
-    return (scale_rows(acc[0], alpha),) if len(acc) == 1 else (scale_rows(acc[0], alpha), scale_rows(acc[1], alpha))
-
-
-@gluon.jit
-def _add(acc, p, v_s, stage):
-    """Issue the product of P and of the value tile in this stage, piece by piece: as many groups to wait for."""
-    first = warpgroup_mma(p, _rows(v_s[0], stage), acc[0], is_async=True)
-    if len(acc) == 1:
-        acc = (first,)
-    else:
-        P_L: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=acc[1].type.layout, k_width=2)
-        p = gl.convert_layout(p, P_L)
-        acc = (first, warpgroup_mma(p, _rows(v_s[1], stage), acc[1], is_async=True))
-    return acc
-
-
-@gluon.jit
-def _added(acc, p):
-    """All of it, behind the wait; ``p`` is held until then."""
-    if len(acc) == 1:
-        first, p = warpgroup_mma_wait(0, deps=[acc[0], p])
-        acc = (first,)
-    else:
-        first, second, p = warpgroup_mma_wait(0, deps=[acc[0], acc[1], p])
-        acc = (first, second)
-    return acc
 
 
 @gluon.jit
@@ -309,7 +259,8 @@ def _load_keys(
     _load_pieces(k_desc, k_s, k_full, batch, column, kv_head, stage)
     if g >= STAGES:
         barrier_sync(V_FREE + stage, 128 * (N + 1))
-    _load_pieces(v_desc, v_s, v_full, batch, column, kv_head, stage)
+    mbarrier.expect(v_full.index(stage), v_desc.block_type.nbytes)
+    tma.async_copy_global_to_shared(v_desc, [batch, column, kv_head, 0], v_full.index(stage), v_s.index(stage))
 
 
 @gluon.jit
@@ -404,20 +355,9 @@ def _enter_rows(slot, C: gl.constexpr, m_ptr, l_ptr, seq_q, q_heads, layout: gl.
 
 
 @gluon.jit
-def _enter_piece(slot, C: gl.constexpr, o_ptr, seq_q, q_heads, D: gl.constexpr, x, FIRST: gl.constexpr):
-    L: gl.constexpr = x.type.layout
-    values, inside = _values(o_ptr, slot.load(INFO_LAYOUT), C, seq_q, q_heads, D, x.shape[1], L, FIRST)
+def _enter_values(slot, C: gl.constexpr, o_ptr, seq_q, q_heads, D: gl.constexpr, W: gl.constexpr, layout: gl.constexpr):
+    values, inside = _values(o_ptr, slot.load(INFO_LAYOUT), C, seq_q, q_heads, D, W, layout)
     return gl.load(values, mask=inside, other=0.0)
-
-
-@gluon.jit
-def _enter_values(slot, C: gl.constexpr, o_ptr, seq_q, q_heads, D: gl.constexpr, like):
-    first = _enter_piece(slot, C, o_ptr, seq_q, q_heads, D, like[0], 0)
-    if len(like) == 1:
-        like = (first,)
-    else:
-        like = (first, _enter_piece(slot, C, o_ptr, seq_q, q_heads, D, like[1], like[0].shape[1]))
-    return like
 
 
 @gluon.jit
@@ -430,38 +370,24 @@ def _row_offsets(info, C: gl.constexpr, seq_q, q_heads, layout: gl.constexpr):
 
 
 @gluon.jit
-def _values(
-    ptr, info, C: gl.constexpr, seq_q, q_heads, D: gl.constexpr, W: gl.constexpr, layout: gl.constexpr,
-    FIRST: gl.constexpr,
-):  # fmt: skip
-    """Pointers to the values of consumer C in (batch, seq_q, q_heads, D) in a tile W wide from column FIRST on, and
-    which belong to the query tile."""
+def _values(ptr, info, C: gl.constexpr, seq_q, q_heads, D: gl.constexpr, W: gl.constexpr, layout: gl.constexpr):
+    """Pointers to the values of consumer C in (batch, seq_q, q_heads, D) in a tile W wide, and which belong to the
+    query tile."""
     row = _number(info, 0) + C * ROWS
     rows = gl.arange(0, ROWS, gl.SliceLayout(1, layout))
     ptr += ((_number(info, 6).to(gl.int64) * seq_q + row) * q_heads + _number(info, 7)) * D
     columns = gl.arange(0, W, gl.SliceLayout(0, layout))
-    if FIRST > 0:
-        columns += FIRST
     inside = (row + rows < _number(info, 1))[:, None]
-    if D < FIRST + W:
+    if D < W:
         inside = inside & (columns < D)[None, :]
     return (ptr + rows * (q_heads * D))[:, None] + columns[None, :], inside
 
 
 @gluon.jit
-def _store_piece(
-    ptr, x, info, C: gl.constexpr, seq_q, q_heads, DTYPE: gl.constexpr, D: gl.constexpr, FIRST: gl.constexpr
-):
+def _store_values(ptr, x, info, C: gl.constexpr, seq_q, q_heads, DTYPE: gl.constexpr, D: gl.constexpr):
     L: gl.constexpr = x.type.layout
-    values, inside = _values(ptr, info, C, seq_q, q_heads, D, x.shape[1], L, FIRST)
+    values, inside = _values(ptr, info, C, seq_q, q_heads, D, x.shape[1], L)
     gl.store(values, x.to(DTYPE), mask=inside)
-
-
-@gluon.jit
-def _store_values(ptr, acc, info, C: gl.constexpr, seq_q, q_heads, DTYPE: gl.constexpr, D: gl.constexpr):
-    _store_piece(ptr, acc[0], info, C, seq_q, q_heads, DTYPE, D, 0)
-    if len(acc) == 2:
-        _store_piece(ptr, acc[1], info, C, seq_q, q_heads, DTYPE, D, acc[0].shape[1])
 
 
 @gluon.jit
@@ -486,20 +412,15 @@ def _store(
         lse = gl.where(seen, gl.fma(m, LN2, gl.log(l)), float("-inf"))
         gl.store(lse_ptr + rows, lse, mask=inside)
         factor = factor / gl.where(seen, l, 1.0)
-        acc = _rescale(acc, factor)
+        acc = _scaled(acc, factor)
         if STAGED:
             row = _number(info, 0) + C * ROWS
             past = _number(info, 1)
             if (row + ROWS <= past) | (past == seq_q):  # TMA stops at the end of the tensor, not of a segment
                 tma.store_wait(0)
-                _rows(o_s[0], C).store(acc[0].to(DTYPE))
-                if len(acc) == 2:
-                    _rows(o_s[1], C).store(acc[1].to(DTYPE))
+                _rows(o_s, C).store(acc.to(DTYPE))
                 fence_async_shared()
-                batch, head = _number(info, 6), _number(info, 7)
-                tma.async_copy_shared_to_global(out_desc[0], [batch, row, head, 0], o_s[0].index(C))
-                if len(acc) == 2:
-                    tma.async_copy_shared_to_global(out_desc[1], [batch, row, head, acc[0].shape[1]], o_s[1].index(C))
+                tma.async_copy_shared_to_global(out_desc, [_number(info, 6), row, _number(info, 7), 0], o_s.index(C))
             else:
                 _store_values(out_ptr, acc, info, C, seq_q, q_heads, DTYPE, D)
         else:
@@ -511,7 +432,7 @@ def _store(
         exact = gl.where(m == float("-inf"), 1.0, exact)
         gl.store(lse_ptr + rows, m_nat, mask=inside)
         gl.store(l_ptr + rows, l * exact, mask=inside)
-        _store_values(out_ptr, _rescale(acc, factor * exact), info, C, seq_q, q_heads, gl.float32, D)
+        _store_values(out_ptr, _scaled(acc, factor * exact), info, C, seq_q, q_heads, gl.float32, D)
 
 
 @gluon.jit
@@ -535,9 +456,9 @@ def _step(
 ):  # fmt: skip
     """Scores and softmax of key tile g + 1, and the product of P and V of key tile g."""
     BN: gl.constexpr = k_s[0].shape[2]
-    DTYPE: gl.constexpr = v_s[0].dtype
+    DTYPE: gl.constexpr = v_s.dtype
     S_L: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BN, 16])
-    P_L: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=acc[0].type.layout, k_width=2)
+    P_L: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=acc.type.layout, k_width=2)
     THREADS: gl.constexpr = 128 * (N + 1)
     TURN: gl.constexpr = FREE_BARRIERS
     K_FREE: gl.constexpr = FREE_BARRIERS + N
@@ -549,19 +470,19 @@ def _step(
     mbarrier.wait(k_full.index(ks), (g // STAGES) & 1)
     barrier_sync(TURN + C, 256)
     s = _scores(q, k_s, ks, S_L)
-    acc = _follow(acc, alpha)  # under the product with K
+    acc = scale_rows(acc, alpha)  # under the product with K
     mbarrier.wait(v_full.index(vs), v_phase)
     p = _unpack(packed, DTYPE, P_L)
-    acc = _add(acc, p, v_s, vs)
+    acc = warpgroup_mma(p, _rows(v_s, vs), acc, is_async=True)
     barrier_arrive(TURN + (C + 1) % N, 256)
-    s = warpgroup_mma_wait(len(acc), deps=[s])
+    s = warpgroup_mma_wait(1, deps=[s])
     barrier_arrive(K_FREE + ks, THREADS)
     if MASK:
         slot, start_ptr, end_ptr, rows_batch_stride = intervals
         start, end = _intervals(slot, C, start_ptr, end_ptr, rows_batch_stride, gl.SliceLayout(1, S_L))
         s = _hide(s, column, start, end)
     m, l, alpha, x = _softmax(s, m, l, 0.0, c2)
-    acc = _added(acc, p)
+    acc, p = warpgroup_mma_wait(0, deps=[acc, p])
     keep_alive(packed)
     barrier_arrive(V_FREE + vs, THREADS)
     return acc, m, l, alpha, _pack(x, DTYPE)
@@ -578,9 +499,12 @@ def _consumer(
         seq_q, q_heads, rows_batch_stride, c2,
     ) = args  # fmt: skip
     BN: gl.constexpr = k_s[0].shape[2]
-    DTYPE: gl.constexpr = v_s[0].dtype
+    W: gl.constexpr = v_s.shape[4]
+    DTYPE: gl.constexpr = v_s.dtype
     S_L: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BN, 16])
+    O_L: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, W, 16])
     S_ROW: gl.constexpr = gl.SliceLayout(1, S_L)
+    P_L: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=O_L, k_width=2)
     THREADS: gl.constexpr = 128 * (N + 1)
     TURN: gl.constexpr = FREE_BARRIERS
     K_FREE: gl.constexpr = FREE_BARRIERS + N
@@ -609,11 +533,11 @@ def _consumer(
         if HAS_STATE:
             m, rest, l_in = _enter_rows(slot, C, m_in_ptr, l_in_ptr, seq_q, q_heads, S_ROW)
             l = l + gl.convert_layout(l_in, gl.SliceLayout(1, L_L))[:, None]
-            acc = _enter_values(slot, C, o_in_ptr, seq_q, q_heads, DV, _no_values(v_s))
+            acc = _enter_values(slot, C, o_in_ptr, seq_q, q_heads, DV, W, O_L)
         else:
             m = gl.full([ROWS], float("-inf"), gl.float32, S_ROW)
             rest = gl.zeros([ROWS], gl.float32, S_ROW)
-            acc = _no_values(v_s)
+            acc = gl.zeros([ROWS, W], gl.float32, O_L)
         s = warpgroup_mma_wait(0, deps=[s])
         barrier_arrive(K_FREE + ks, THREADS)
         s = _hide(s, last, start, end)
@@ -642,15 +566,14 @@ def _consumer(
         # The last product with V.
         vs = g % STAGES
         mbarrier.wait(v_full.index(vs), (g // STAGES) & 1)
-        acc = _follow(acc, alpha)
-        P_L: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=acc[0].type.layout, k_width=2)
+        acc = scale_rows(acc, alpha)
         p = _unpack(packed, DTYPE, P_L)
-        acc = _add(acc, p, v_s, vs)
+        acc = warpgroup_mma(p, _rows(v_s, vs), acc, is_async=True)
         g += 1
         i += 1
         mbarrier.wait(info_full.index(i % SLOTS), (i // SLOTS) & 1)
         some, last, begin, full_begin, full_end = _span(info_s.index(i % SLOTS), BN)
-        acc = _added(acc, p)
+        acc, p = warpgroup_mma_wait(0, deps=[acc, p])
         keep_alive(packed)
         barrier_arrive(V_FREE + vs, THREADS)
         _store(
@@ -678,8 +601,7 @@ _NUMBERS = (
 @gluon.jit(do_not_specialize=_NUMBERS)  # one compiled kernel for all shapes
 def _forward_kernel(
     q_desc, q_rest_desc, k_desc, k_rest_desc,  # the rest: None if the head dim is a power of two
-    v_desc, v_rest_desc, out_desc, out_rest_desc,  # the rest: None without ``split_v``
-    out_ptr, lse_ptr, l_ptr,  # out, lse, - or o, m, l
+    v_desc, out_desc, out_ptr, lse_ptr, l_ptr,  # out, lse, - or o, m, l
     m_in_ptr, l_in_ptr, o_in_ptr, sink_ptr,
     start_ptr, end_ptr, rows_batch_stride,
     table_ptr, table_batch_stride, counter_ptr,
@@ -689,17 +611,14 @@ def _forward_kernel(
     STAGED: gl.constexpr, DV: gl.constexpr,
     HAS_STATE: gl.constexpr, HAS_SINK: gl.constexpr, FINALIZE: gl.constexpr, ARRIVALS: gl.constexpr,
 ):  # fmt: skip
-    WHOLE_V: gl.constexpr = v_rest_desc is None
-    v_descs = (v_desc,) if WHOLE_V else (v_desc, v_rest_desc)
-    out_descs = (out_desc,) if WHOLE_V else (out_desc, out_rest_desc)
     WHOLE: gl.constexpr = q_rest_desc is None
     q_descs = (q_desc,) if WHOLE else (q_desc, q_rest_desc)
     k_descs = (k_desc,) if WHOLE else (k_desc, k_rest_desc)
     Q: gl.constexpr = Q_BUFFERS * N
     q_s = (_tiles(q_desc, Q),) if WHOLE else (_tiles(q_desc, Q), _tiles(q_rest_desc, Q))
     k_s = (_tiles(k_desc, STAGES),) if WHOLE else (_tiles(k_desc, STAGES), _tiles(k_rest_desc, STAGES))
-    v_s = (_tiles(v_desc, STAGES),) if WHOLE_V else (_tiles(v_desc, STAGES), _tiles(v_rest_desc, STAGES))
-    o_s = (_tiles(out_desc, N),) if WHOLE_V else (_tiles(out_desc, N), _tiles(out_rest_desc, N))
+    v_s = _tiles(v_desc, STAGES)
+    o_s = _tiles(out_desc, N)
     info_s = gl.allocate_shared_memory(gl.int32, [SLOTS, INFO], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     q_full = gl.allocate_shared_memory(gl.int64, [Q_BUFFERS * N, 1], mbarrier.MBarrierLayout())
     q_free = gl.allocate_shared_memory(gl.int64, [Q_BUFFERS * N, 1], mbarrier.MBarrierLayout())
@@ -716,12 +635,12 @@ def _forward_kernel(
         mbarrier.init(info_full.index(slot), count=1)
     # The producer is the default partition: it keeps the registers that the consumers leave.
     producer = (
-        q_descs, k_descs, v_descs, table_ptr, counter_ptr, flags_ptr, epoch, gave_up_ptr,
+        q_descs, k_descs, v_desc, table_ptr, counter_ptr, flags_ptr, epoch, gave_up_ptr,
         q_s, k_s, v_s, info_s, q_full, q_free, k_full, v_full, info_full,
         n_tiles, n_heads, q_heads, ratio, group, early, table_batch_stride,
     )  # fmt: skip
     consumer = (
-        out_descs, out_ptr, lse_ptr, l_ptr, m_in_ptr, l_in_ptr, o_in_ptr, sink_ptr, start_ptr, end_ptr,
+        out_desc, out_ptr, lse_ptr, l_ptr, m_in_ptr, l_in_ptr, o_in_ptr, sink_ptr, start_ptr, end_ptr,
         q_s, k_s, v_s, o_s, info_s, q_full, q_free, k_full, v_full, info_full,
         seq_q, q_heads, rows_batch_stride, c2,
     )  # fmt: skip
@@ -829,16 +748,10 @@ def _launch(q, k, v, block, score, state, sink, outputs, finalize, sms, counter,
     m_in, l_in, o_in = state or (lse, lse, lse)
     staged = out if finalize else q  # the state leaves by plain stores, its descriptor is not used
     first = 2 ** (head_dim.bit_length() - 1)  # the columns of the first piece of q and k
-    if config.split_v:
-        width = 2 ** (head_dim_v.bit_length() - 1)
-        v_descs, out_descs = _pieces(v, config.block_n, width), _pieces(staged, ROWS.value, width)
-    else:
-        width = 2 ** (head_dim_v - 1).bit_length()  # TMA reads zeros past the head dim, and writes nothing there
-        v_descs = _descriptor(v, config.block_n, width), None
-        out_descs = _descriptor(staged, ROWS.value, width), None
+    width = 2 ** (head_dim_v - 1).bit_length()  # TMA reads zeros past the head dim, and writes nothing there
     args = (
         *_pieces(q, ROWS.value, first), *_pieces(k, config.block_n, first),
-        *v_descs, *out_descs, out, lse, l,
+        _descriptor(v, config.block_n, width), _descriptor(staged, ROWS.value, width), out, lse, l,
         m_in, l_in, o_in, lse if sink is None else sink.contiguous(),
         start, end, start.stride(0) if start.shape[0] > 1 else 0,
         table, table.stride(0) if table.shape[0] > 1 else 0, counter,

@@ -70,20 +70,15 @@ KINDS = {
     "arrivals-state": dict(finalize=False, arrivals=True),
 }
 TELLING = ("float16-state-in-sink-out", "arrivals-out")  # between them every branch but the state's way out
-SPLIT = {f"split-{kind}": KINDS[kind] | dict(split_v=True) for kind in TELLING}  # of head dim 96
 DIMS = sorted(hopper_forward.CONFIGS)
 
 
 def kinds_of(dims: tuple[int, int]) -> list[str]:
-    all_of_them = dims in ((64, 64), (128, 128)) or os.environ.get("RINGATTN_COMPILE_ALL")
-    return [*(KINDS if all_of_them else TELLING), *(SPLIT if dims == (96, 96) else ())]
+    return list(KINDS if dims in ((64, 64), (128, 128)) or os.environ.get("RINGATTN_COMPILE_ALL") else TELLING)
 
 
-def compiled(
-    dims, dtype=torch.bfloat16, state=False, sink=False, finalize=True, arrivals=False, split_v=False
-) -> sass.Compiled:
+def compiled(dims, dtype=torch.bfloat16, state=False, sink=False, finalize=True, arrivals=False) -> sass.Compiled:
     dim, dim_v = dims
-    hopper_forward.CONFIGS[dims] = hopper_forward.CONFIGS[dims]._replace(split_v=split_v)  # in a process of its own
     q, k, v = make_inputs(seq_q=256, seq_k=256, dim=dim, dim_v=dim_v, dtype=dtype, heads=4)
     block = make_block(*causal(256, 256), 256)
     rows, values = torch.zeros(1, 4, 256, device=q.device), torch.zeros(1, 256, 4, dim_v, device=q.device)
@@ -98,7 +93,7 @@ def compiled(
 
 
 def facts(dims: tuple[int, int], kind: str) -> dict:
-    code = compiled(dims, **(KINDS | SPLIT)[kind])
+    code = compiled(dims, **KINDS[kind])
     return dict(
         dims=dims,
         warnings=code.warnings,
@@ -232,35 +227,6 @@ def test_state_and_sink_at_every_head_dim(dim, dim_v):
     sink = torch.tensor([0.5, -3.0, 4.0, 0.0], device=DEVICE)
     check(q, k, v, block, simple(dim), state)
     check(q, k, v, block, simple(dim), state, sink)
-
-
-@pytest.fixture
-def split_values(monkeypatch):
-    config = hopper_forward.CONFIGS[96, 96]
-    monkeypatch.setitem(hopper_forward.CONFIGS, (96, 96), config._replace(split_v=True))
-
-
-@needs_hopper
-@pytest.mark.parametrize("case", CASES)
-def test_split_values_match_eager(case, split_values):
-    run_case(torch.bfloat16, dim=96, **CASES[case])
-
-
-@needs_hopper
-@pytest.mark.parametrize("case", ["causal", "segments"])
-def test_split_values_match_eager_in_float16(case, split_values):
-    run_case(torch.float16, dim=96, **CASES[case])
-
-
-@needs_hopper
-def test_split_values_with_state_and_sink(split_values):
-    test_state_and_sink_at_every_head_dim(96, 96)
-
-
-@needs_hopper
-@pytest.mark.parametrize("finalize", [True, False])
-def test_split_values_that_arrived(finalize, split_values):
-    test_arrived_keys(96, finalize)
 
 
 @needs_hopper
