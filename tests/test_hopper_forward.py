@@ -371,6 +371,20 @@ def test_maxima_that_move(growth, dtype):
 
 
 @needs_hopper
+@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (256, 256)], ids=str)
+@pytest.mark.parametrize("mask", [full, causal, padding])
+@pytest.mark.parametrize("size", [0.1, 1.0, 12.0])
+def test_scores_below_zero(size, mask, dims):
+    """All of them, from slightly to hundreds below; then all but the first key's, which comes last."""
+    q, k, v = make_inputs(seq_q=400, seq_k=400, heads=4, dim=dims[0], dim_v=dims[1])
+    q, k = q.abs(), -k.abs() * size
+    block = make_block(*mask(400, 400), 400)
+    check(q, k, v, block, simple(dims[0]))
+    k[:, 0] *= -1
+    check(q, k, v, block, simple(dims[0]))
+
+
+@needs_hopper
 def test_repeats_are_bitwise_equal_beside_other_work():
     """The same input 1,000 times while another stream multiplies matrices."""
     q, k, v = make_inputs(seq_q=1500, seq_k=1500, heads=16, kv_heads=4)
