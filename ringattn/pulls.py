@@ -14,9 +14,9 @@ A rank waits until every other rank is READY before it launches the attention. T
 are still being pulled, and poll for them (:class:`.kernels.block.Arrivals`): nothing but copies is outstanding, which
 progress beside any kernel, so that two attentions in flight on two groups cannot wait for each other in a circle.
 
-The copies of a call are the same in every call of one shape, so they are recorded once and played: one call of the
-driver instead of one per copy, which would take longer than a short attention. A flag that says that a row has come is
-a copy too, of EPOCH from the other side of the link.
+The copies of a call are the same in every call of one shape, so they are recorded once and played: a call of the driver
+for each of a few streams, instead of one for each copy, which would take longer than a short attention. A flag that
+says that a row has come is a copy too, of EPOCH from the other side of the link.
 
 Memory is laid out row by row, a row being one key head of one batch element: (rows, tokens, head_dim + head_dim_v).
 """
