@@ -49,7 +49,7 @@ _WORD = 32  # bytes between words: each in a sector of its own
 _RANKS = 64  # of one host, at most
 _PAD = _KINDS * _RANKS * _WORD  # bytes of all words
 _KEYS, _GRADIENTS = 0, 1  # the other regions: two slots of keys and values; contributions
-LANES = 3  # streams that pull, row by row: a copy engine alone has less than half of the link's rate
+LANES = 3  # streams that pull: a copy engine alone has less than half of the link's rate
 _REMEMBERED = 256  # recordings, and tables of sums: packed documents change them with every batch
 TIMEOUT = float(os.environ.get("RINGATTN_TIMEOUT", "600"))
 
@@ -221,8 +221,11 @@ class Pull:
             self.slot, buffer.data_ptr(), self._flag(wave, 0), self.batch, self.heads, heads.start, heads.stop,
             self.row_bytes, self.lengths, self.runs, tuple((g.start, g.stop) for g in groups),
         )  # fmt: skip
+        # A block of neighbouring rows for each lane: also where lanes share a copy engine, and one's recording runs
+        # after the other's, rows come in the order in which they are attended.
+        ends = [-(-len(rows) * i // len(link.lanes)) for i in range(len(link.lanes) + 1)]
         for i, lane in enumerate(link.lanes):
-            if its := rows[i :: len(link.lanes)]:
+            if its := rows[ends[i] : ends[i + 1]]:
                 if i > 0:
                     lane.wait_event(may_pull)
                 link.play(lane, (i, *key), functools.partial(self._copy, i, wave, its))
