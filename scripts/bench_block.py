@@ -6,6 +6,7 @@
     python -m scripts.bench_block --masks full window documents       masks that hide most, per tile that is computed
     python -m scripts.bench_block --passes carry --masks full         the price of carrying a float32 state
     python -m scripts.bench_block --no-flex                           skip FlexAttention, which compiles per shape
+    python -m scripts.bench_block --without triton "torch flash"      fewer take less time
 
 How to read the table. Each row is one kernel on one shape. The first number is the speed relative to the first
 row of its block; it comes first because it is what survives: a chip at its power limit changes its clock by several
@@ -44,7 +45,7 @@ import math
 import statistics
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, cast
 
@@ -192,6 +193,7 @@ def main() -> None:
         + (f"{peak:.0f} TFLOP/s" if peak else "unknown: rates are not checked against it")
     )
     others = {} if args.only_ours else find_others(args.flex)
+    others = {name: other for name, other in others.items() if name not in args.without}
     x = torch.randn(MATMUL, MATMUL, device=DEVICE, dtype=torch.bfloat16)
     warm_up(lambda: x @ x, seconds=1.0)
     rows, comparisons = [], []
@@ -208,7 +210,7 @@ def main() -> None:
                 mask,
             )
             for mode in args.passes:
-                runners = [Runner("matmul", lambda: x @ x), *contestants(shape, mode, others)]
+                runners = [Runner("matmul", lambda: x @ x), *contestants(shape, mode, others, args.without)]
                 measure(runners, args.rounds, args.segment, clock)
                 block_rows, comparison = report(runners, shape, mode, peak)
                 rows += block_rows
@@ -235,11 +237,15 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--segment", type=float, default=50.0, help=f"ms of a segment, at least {SHORTEST:g}")
     parser.add_argument("--flex", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--only-ours", action="store_true")
+    parser.add_argument("--without", nargs="+", default=[], metavar="NAME", help="as in the tables")
     args = parser.parse_args(argv)
     args.kv_heads = args.kv_heads or args.heads
     args.head_dim_v = args.head_dim_v or args.head_dim
     if args.heads % args.kv_heads:
         parser.error(f"--kv-heads {args.kv_heads} does not divide --heads {args.heads}")
+    known = [*kernel_names()[1:], "torch cuDNN", "torch flash", "FlexAttention", "FA3", "FA4"]
+    if unknown := [name for name in args.without if name not in known]:
+        parser.error(f"--without {' '.join(map(repr, unknown))}: known are {', '.join(map(repr, known))}")
     if args.rounds < 1:
         parser.error(f"--rounds {args.rounds}: at least one is needed")
     if args.segment < SHORTEST:
@@ -323,7 +329,7 @@ def flex_attention() -> Callable:
     return attention
 
 
-def contestants(shape: Shape, mode: str, others: dict[str, Other]) -> list[Runner]:
+def contestants(shape: Shape, mode: str, others: dict[str, Other], without: Sequence[str] = ()) -> list[Runner]:
     """Everybody who can do this shape, after a look at whether all compute the same."""
     q, dout, k, v = (
         torch.randn(shape.batch, shape.seq, heads, dim, device=DEVICE, dtype=shape.dtype)
@@ -338,7 +344,7 @@ def contestants(shape: Shape, mode: str, others: dict[str, Other]) -> list[Runne
     runners: list[Runner] = []
     results: list[tuple[Tensor, ...]] = []
     for name in kernel_names():
-        if name in ("auto", "eager"):
+        if name in ("auto", "eager", *without):
             continue
         if reason := unsupported(name, q, k, v, score, backward=mode == "bwd"):
             print(f"{name}: left out, {reason}")

@@ -195,6 +195,7 @@ def test_defaults_follow_other_arguments() -> None:
         ("--heads 16 --kv-heads 3", "--kv-heads 3 does not divide --heads 16"),
         ("--head-dim-v wide", "--head-dim-v"),
         ("--passes sideways", "--passes"),
+        ("--without torch", "--without 'torch': known are 'hopper', 'triton', "),
     ],
 )
 def test_what_cannot_be_measured_is_refused(arguments: str, reason: str, capsys: pytest.CaptureFixture) -> None:
@@ -250,6 +251,11 @@ def test_outputs_are_compared_with_values_of_another_head_dim(on_cpu: None, mode
     results = [runner.launch() for runner in runners]
     shapes = [[tuple(x.shape) for x in (result[:1] if mode == "fwd" else result)] for result in results[:1]]
     assert shapes == [[(1, 16, 4, 16)] if mode == "fwd" else [(1, 16, 4, 24), (1, 16, 2, 24), (1, 16, 2, 16)]]
+
+
+def test_somebody_may_be_left_out(on_cpu: None) -> None:
+    runners = bench_block.contestants(small(), "fwd", {"torch": Other(torch_attention)}, without=["ours"])
+    assert [runner.name for runner in runners] == ["torch"]
 
 
 def test_carrying_a_state_is_ours_alone(on_cpu: None) -> None:
