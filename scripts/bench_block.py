@@ -54,6 +54,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from ringattn import mask as masks
 from ringattn.kernels.block import (
     Block,
     Score,
@@ -96,7 +97,8 @@ class Other:
 
 @dataclass(frozen=True)
 class Mask:
-    """``size``: keys of a window, tokens of a document."""
+    """A mask by its name, for those of whom each asks for it in another way. ``size``: keys of a window, tokens of a
+    document."""
 
     name: str
     size: int = 0
@@ -109,12 +111,15 @@ class Mask:
         return self.name == "causal"
 
     def intervals(self, seq: int) -> tuple[Tensor, Tensor]:
-        """The keys that each query sees, (seq,) int32."""
-        i = torch.arange(seq, dtype=torch.int32)
-        if self.name == "full":
-            return torch.zeros_like(i), torch.full_like(i, seq)
-        start = dict(causal=torch.zeros_like(i), window=(i + 1 - self.size).clamp(min=0))
-        return start.get(self.name, i - i % max(1, self.size)), i + 1
+        """The first key that each query sees and the one behind the last, (seq,) int32."""
+        made = dict(
+            full=lambda: masks.full(seq),
+            causal=lambda: masks.causal(seq),
+            window=lambda: masks.window(seq, self.size - 1, 0),
+            documents=lambda: masks.causal(seq) & masks.packed([*range(0, seq, self.size), seq], seq),
+        )
+        start, end = made[self.name]().intervals(torch.arange(seq))
+        return start[0], end[0]
 
 
 @dataclass
@@ -198,7 +203,7 @@ def main() -> None:
     warm_up(lambda: x @ x, seconds=1.0)
     rows, comparisons = [], []
     for seq in args.seq:
-        for mask in (Mask(name, args.size) for name in args.masks):
+        for pattern in (Mask(name, args.size) for name in args.masks):
             shape = Shape(
                 args.batch,
                 args.heads,
@@ -207,7 +212,7 @@ def main() -> None:
                 args.head_dim,
                 args.head_dim_v,
                 getattr(torch, args.dtype),
-                mask,
+                pattern,
             )
             for mode in args.passes:
                 runners = [Runner("matmul", lambda: x @ x), *contestants(shape, mode, others, args.without)]
