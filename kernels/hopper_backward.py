@@ -70,15 +70,18 @@ from .hopper_backward_pieces import (
     _add,
     _added,
     _along,
+    _at,
     _load_pieces,
     _matrices,
     _matrix,
     _next,
     _none,
     _place,
+    _stage,
     _staged,
     _store,
     _tiles,
+    _tour,
 )
 from .hopper_primitives import barrier_arrive, barrier_sync, raise_counter, tma_reduce_add, wait_row
 
@@ -90,7 +93,6 @@ LOG2E = 1.4426950408889634
 
 DS_STAGES = gl.constexpr(4)  # 3 are needed
 HEAD_DIMS = ((64, 64), (96, 96), (128, 128), (192, 128), (256, 256))  # of q, k and of v
-STAGED_SWIZZLE = {64: 32}  # bytes, of dQ in shared memory, by head dim: 32 spares bank conflicts, and takes more boxes
 
 DS_READY, Q_FREE, DO_FREE, DQ_STAGED, DQ_SENT = (gl.constexpr(i) for i in (4, 8, 10, 12, 14))
 
@@ -109,11 +111,7 @@ def _producer(
     TILE: gl.constexpr = BM * COLUMNS * 2  # bytes of 64 rows of queries or keys
     batch, kv_head, part, info = _place(info_ptr, heads, tiles, kv_heads, parts, SWEEP, BATCHED)
     first = gl.load(info)
-    begin = gl.load(info + 2)
-    end = gl.load(info + 3)
-    full_begin = gl.load(info + 4)
-    full_end = gl.load(info + 5)
-    start = gl.load(info + 6)
+    steps, cut_steps, j, stops = _tour(info, heads)
     if flags_ptr is not None:
         wait_row(flags_ptr, batch * kv_heads + kv_head, epoch, gave_up_ptr, 1)
     for c in gl.static_range(2):
@@ -125,13 +123,12 @@ def _producer(
     bounds_row = 0
     if BATCHED:
         bounds_row = batch * q_tiles
-    j = start
-    for i in range(0, (end - begin) * heads):
+    for i in range(0, steps):
         stage = i % 2
         row = (batch * q_heads + head) * q_tiles + j
         if i >= 2:
             barrier_sync(Q_FREE + stage, LOADERS, warps=1)
-        if (j < full_begin) | (j >= full_end):
+        if i < cut_steps:
             mbarrier.expect(
                 q_full.index(stage),
                 TILE + lse_desc.block_type.nbytes + bounds_desc.block_type.nbytes,
@@ -148,9 +145,7 @@ def _producer(
         mbarrier.expect(dout_full.index(stage), TILE + delta_desc.block_type.nbytes)
         _load_pieces(dout_desc, [batch, j * BM, head], dout_full.index(stage), dout_s, stage)
         tma.async_copy_global_to_shared(delta_desc, [row, 0], dout_full.index(stage), delta_s.index(stage))
-        j = _next(j, begin, end)
-        if j == start:
-            head += 1
+        j, head = _next(i, j, head, cut_steps, heads, stops)
 
 
 @gluon.jit
@@ -160,22 +155,17 @@ def _writer(
 ):  # fmt: skip
     """Two steps behind consumer C. The first two times there is nothing to send yet."""
     batch, kv_head, part, info = _place(info_ptr, heads, tiles, kv_heads, parts, SWEEP, BATCHED)
-    begin = gl.load(info + 2)
-    end = gl.load(info + 3)
-    start = gl.load(info + 6)
+    steps, cut_steps, j, stops = _tour(info, heads)
     head = (kv_head * parts + part) * heads
     for _ in range(0, 2):
         barrier_sync(DQ_STAGED + C, STAGING, warps=1)
         barrier_arrive(DQ_SENT + C, STAGING, warps=1)
-    j = start
-    for _ in range(0, (end - begin) * heads):
+    for i in range(0, steps):
         barrier_sync(DQ_STAGED + C, STAGING, warps=1)
         tma_reduce_add(dq_desc, [batch, j * BM, head, C * dq_first], dq_s)
         tma.store_wait(0)
         barrier_arrive(DQ_SENT + C, STAGING, warps=1)
-        j = _next(j, begin, end)
-        if j == start:
-            head += 1
+        j, head = _next(i, j, head, cut_steps, heads, stops)
     if counters_ptr is not None:  # here and not in the consumer, whose loop would pay for it with registers
         barrier_sync(DQ_STAGED + C, STAGING, warps=1)  # dk and dv are stored
         segment = gl.load(info + 7)
@@ -209,38 +199,37 @@ def _dq(C: gl.constexpr, i, k_s, ds_s):
 
 
 @gluon.jit
-def _operands(tiles, C: gl.constexpr):
-    """This consumer's keys or values, in shared memory."""
-    return (tiles[0].index(C),) if len(tiles) == 1 else (tiles[0].index(C), tiles[1].index(C))
+def _operands(a, tiles, C: gl.constexpr, i):
+    """This consumer's keys or values as left operands in step i, in registers if they are there."""
+    return _at(tiles, C, i) if a is None else a
 
 
 @gluon.jit
 def _step(
-    C: gl.constexpr, CUT: gl.constexpr, i, cut, last, s, dk, dv, k_a, v_a, k_s, q_s, dout_s, lse_v, delta_v, bounds_v,
-    ds_s, dq_s,
-    q_full, dout_full, scale_log2, dq_scale, key, past, FOLD: gl.constexpr,
+    C: gl.constexpr, CUT: gl.constexpr, i, last, s, dk, dv, k_a, v_a, k_s, v_s, q_s, dout_s, lse_v, delta_v, bounds_v,
+    ds_s, dq_s, q_full, dout_full, scale_log2, dq_scale, key, past, FOLD: gl.constexpr,
 ):  # fmt: skip
-    """One query tile. ``k_a, v_a``: this consumer's K and V as left operands, in registers or shared memory.
+    """One query tile. ``k_a, v_a``: this consumer's K and V as left operands, if they are in registers.
     ``s`` comes in complete and goes out complete for the next one; no wgmma crosses a step."""
     PIECES: gl.constexpr = len(k_s)  # of the columns; a product over them, or into them, is one product for each
     S_L: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BM, 16])
     A_L: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=dk[0].type.layout, k_width=2)
     dtype: gl.constexpr = k_s[0].dtype
     stage = i % 2
-    if CUT:  # noqa: SIM102 (CUT is known at compile time)
-        if cut:
-            from_key = bounds_v.index(2 * stage).load(gl.SliceLayout(0, S_L))
-            to_key = gl.minimum(bounds_v.index(2 * stage + 1).load(gl.SliceLayout(0, S_L)), past)
-            keys = gl.arange(0, BN // 2, gl.SliceLayout(1, S_L)) + key
-            seen = (keys[:, None] >= from_key[None, :]) & (keys[:, None] < to_key[None, :])
-            s = gl.where(seen, s, float("-inf"))
+    if CUT:
+        from_key = bounds_v.index(2 * stage).load(gl.SliceLayout(0, S_L))
+        to_key = gl.minimum(bounds_v.index(2 * stage + 1).load(gl.SliceLayout(0, S_L)), past)
+        keys = gl.arange(0, BN // 2, gl.SliceLayout(1, S_L)) + key
+        seen = (keys[:, None] >= from_key[None, :]) & (keys[:, None] < to_key[None, :])
+        s = gl.where(seen, s, float("-inf"))
     mbarrier.wait(dout_full.index(stage), (i // 2) & 1)
-    dp = _along(v_a, dout_s, stage, S_L)
+    minus_delta = delta_v.index(stage).load(gl.SliceLayout(0, S_L))
+    dp = _along(_operands(v_a, v_s, C, i), dout_s, stage, S_L, minus_delta)
     p = gl.exp2(s * scale_log2 - lse_v.index(stage).load(gl.SliceLayout(0, S_L))[None, :])
     p16 = gl.convert_layout(p.to(dtype), A_L)
     dv = _add(p16, dout_s, stage, dv)
     dp = warpgroup_mma_wait(PIECES, deps=[dp])
-    ds = (p * (dp - delta_v.index(stage).load(gl.SliceLayout(0, S_L))[None, :])).to(dtype)
+    ds = (p * dp).to(dtype)
     barrier_sync(DS_READY + 2 - 2 * C + ((i + 1) & 1), PAIR)  # the other half of the previous dS
     ds_s.index(i % DS_STAGES * 2 + C).store(ds)
     ds16 = gl.convert_layout(ds, A_L)
@@ -250,13 +239,13 @@ def _step(
     dq = _dq(C, i + DS_STAGES - 1, k_s, ds_s)
     dv, p16 = _added(2, dv, p16)
     barrier_arrive(DO_FREE + stage, LOADERS)
-    s = _scores(gl.minimum(i + 1, last), k_a, q_s, q_full, S_L)
+    s = _scores(gl.minimum(i + 1, last), _operands(k_a, k_s, C, i), q_s, q_full, S_L)
     dk = _add(ds16, q_s, stage, dk)
     dq = warpgroup_mma_wait(2 * PIECES, deps=[dq])
     if not FOLD:
         dq = dq * dq_scale
     barrier_sync(DQ_SENT + C, STAGING)
-    dq_s.store(dq)
+    _stage(dq_s, dq)
     if PIECES == 1:
         first, ds16, s = warpgroup_mma_wait(0, deps=[dk[0], ds16, s])
         dk = (first,)
@@ -269,19 +258,15 @@ def _step(
 
 @gluon.jit
 def _walk(
-    C: gl.constexpr, CUT: gl.constexpr, steps, begin, end, full_begin, full_end, start, s, dk, dv, k_a, v_a, k_s, q_s,
-    dout_s, lse_v,
+    C: gl.constexpr, CUT: gl.constexpr, first, past_step, last, s, dk, dv, k_a, v_a, k_s, v_s, q_s, dout_s, lse_v,
     delta_v, bounds_v, ds_s, dq_s, q_full, dout_full, scale_log2, dq_scale, key, past, FOLD: gl.constexpr,
 ):  # fmt: skip
-    j = start
-    for i in range(0, steps):
-        cut = (j < full_begin) | (j >= full_end)
+    for i in range(first, past_step):
         s, dk, dv = _step(
-            C, CUT, i, cut, steps - 1, s, dk, dv, k_a, v_a, k_s, q_s, dout_s, lse_v, delta_v, bounds_v, ds_s, dq_s,
+            C, CUT, i, last, s, dk, dv, k_a, v_a, k_s, v_s, q_s, dout_s, lse_v, delta_v, bounds_v, ds_s, dq_s,
             q_full, dout_full, scale_log2, dq_scale, key, past, FOLD,
         )  # fmt: skip
-        j = _next(j, begin, end)
-    return dk, dv
+    return s, dk, dv
 
 
 @gluon.jit
@@ -295,11 +280,7 @@ def _consumer(
     batch, kv_head, part, info = _place(info_ptr, heads, tiles, kv_heads, parts, SWEEP, BATCHED)
     first = gl.load(info)
     past = gl.load(info + 1)
-    begin = gl.load(info + 2)
-    end = gl.load(info + 3)
-    full_begin = gl.load(info + 4)
-    full_end = gl.load(info + 5)
-    start = gl.load(info + 6)
+    steps, cut_steps, _, _ = _tour(info, heads)
     key = first + C * (BN // 2)
     dk = _none(k_s)
     dv = _none(v_s)
@@ -312,21 +293,18 @@ def _consumer(
         k_a = (k_s[0].index(C).load(gl.DotOperandLayout(operand_index=0, parent=S_L, k_width=2)),)
         v_a = (v_s[0].index(C).load(gl.DotOperandLayout(operand_index=0, parent=S_L, k_width=2)),)
     else:
-        k_a = _operands(k_s, C)
-        v_a = _operands(v_s, C)
-    s = _scores(0, k_a, q_s, q_full, S_L)
+        k_a = None
+        v_a = None
+    s = _scores(0, _operands(k_a, k_s, C, 0), q_s, q_full, S_L)
     s = warpgroup_mma_wait(0, deps=[s])
-    steps = (end - begin) * heads
-    if (full_begin > begin) | (full_end < end):
-        dk, dv = _walk(
-            C, True, steps, begin, end, full_begin, full_end, start, s, dk, dv, k_a, v_a, k_s, q_s, dout_s, lse_v,
-            delta_v, bounds_v, ds_s, dq_s, q_full, dout_full, scale_log2, dk_scale, key, past, FOLD,
-        )  # fmt: skip
-    else:
-        dk, dv = _walk(
-            C, False, steps, begin, end, full_begin, full_end, start, s, dk, dv, k_a, v_a, k_s, q_s, dout_s, lse_v,
-            delta_v, bounds_v, ds_s, dq_s, q_full, dout_full, scale_log2, dk_scale, key, past, FOLD,
-        )  # fmt: skip
+    s, dk, dv = _walk(
+        C, True, 0, cut_steps, steps - 1, s, dk, dv, k_a, v_a, k_s, v_s, q_s, dout_s, lse_v, delta_v, bounds_v,
+        ds_s, dq_s, q_full, dout_full, scale_log2, dk_scale, key, past, FOLD,
+    )  # fmt: skip
+    s, dk, dv = _walk(
+        C, False, cut_steps, steps, steps - 1, s, dk, dv, k_a, v_a, k_s, v_s, q_s, dout_s, lse_v, delta_v, bounds_v,
+        ds_s, dq_s, q_full, dout_full, scale_log2, dk_scale, key, past, FOLD,
+    )  # fmt: skip
     # dQ of the last step, behind that of the step before
     fence_async_shared()
     barrier_arrive(DQ_STAGED + C, STAGING)
@@ -335,7 +313,7 @@ def _consumer(
     if not FOLD:
         dq = dq * dk_scale
     barrier_sync(DQ_SENT + C, STAGING)
-    dq_s.store(dq)
+    _stage(dq_s, dq)
     fence_async_shared()
     barrier_arrive(DQ_STAGED + C, STAGING)
     head = (part * batches + batch).to(gl.int64) * stride_b + kv_head.to(gl.int64) * stride_h
@@ -372,17 +350,14 @@ def _kernel(
     ds_s = gl.allocate_shared_memory(dtype, [2 * DS_STAGES, BN // 2, BM], DS_L)
     # Consumer 0 and its writer have the first half or the first piece of dQ's columns.
     W: gl.constexpr = dq_desc.block_type.shape[3]
-    DQ_L: gl.constexpr = gl.NVMMASharedLayout(dq_desc.layout.swizzle_byte_width, 32, 2)
     if WHOLE:
         dq_t = gl.allocate_shared_memory(gl.float32, [2, 1, BM, 1, W], dq_desc.layout)
-        dq_s = dq_t._reinterpret(gl.float32, [2, BM, W], DQ_L)
         dq_descs = (dq_desc, dq_desc)
         dq_t = (dq_t.index(0), dq_t.index(1))
-        dq_s = (dq_s.index(0), dq_s.index(1))
     else:
         dq_descs = (dq_desc, dq_rest_desc)
         dq_t = (_staged(dq_desc), _staged(dq_rest_desc))
-        dq_s = (_matrix(dq_t[0]), _matrix(dq_t[1]))
+    dq_s = (_matrix(dq_t[0]), _matrix(dq_t[1]))
     lse_t = gl.allocate_shared_memory(gl.float32, [2, 1, BM], lse_desc.layout)
     delta_t = gl.allocate_shared_memory(gl.float32, [2, 1, BM], delta_desc.layout)
     bounds_t = gl.allocate_shared_memory(gl.int32, [2, 1, 2 * BM], bounds_desc.layout)
@@ -426,7 +401,7 @@ def _kernel(
 
 @triton.jit
 def _row_statistics(lse_ptr, delta_ptr, lse_out, delta_out, seq_q, q_tiles, shift, ROWS: tl.constexpr):
-    """lse in base 2 less ``shift`` and delta, padded to whole tiles. A row that sees nothing, or is padding, gets
+    """lse in base 2 less ``shift`` and -delta, padded to whole tiles. A row that sees nothing, or is padding, gets
     lse = +inf, which makes its p 0."""
     tile = tl.program_id(0)
     head = (tile // q_tiles).to(tl.int64)
@@ -436,7 +411,7 @@ def _row_statistics(lse_ptr, delta_ptr, lse_out, delta_out, seq_q, q_tiles, shif
     delta = tl.load(delta_ptr + head * seq_q + row, mask=inside, other=0.0)
     at = tile.to(tl.int64) * ROWS + tl.arange(0, ROWS)
     tl.store(lse_out + at, tl.where(lse == float("-inf"), float("inf"), lse * 1.4426950408889634 - shift))
-    tl.store(delta_out + at, delta)
+    tl.store(delta_out + at, -delta)
 
 
 # ---------------------------------------------------------------- host
@@ -562,21 +537,20 @@ def launch(
         _descriptor(bounds, [1, 2 * BM.value]),
     )  # fmt: skip
 
-    def box(x: Tensor, columns: int, swizzle: int | None = None) -> TensorDescriptor | None:
-        return _descriptor(x, [1, BM.value, 1, columns], swizzle) if columns else None
+    def box(x: Tensor, columns: int) -> TensorDescriptor | None:
+        return _descriptor(x, [1, BM.value, 1, columns]) if columns else None
 
     grid = (batch * kv_heads * parts * tiles,)
-    swizzle = STAGED_SWIZZLE.get(dim, 128)
     if dim <= 128:
         run(
             _kernel, grid, *(box(x, first) for x in (q, dout, k, v)), *statistics,
-            box(dq, first if rest else dim // 2, swizzle), *(box(x, rest) for x in (q, dout, k, v)),
-            box(dq, rest, swizzle), *numbers, **constants,
+            box(dq, first if rest else dim // 2), *(box(x, rest) for x in (q, dout, k, v)),
+            box(dq, rest), *numbers, **constants,
         )  # fmt: skip
     else:
         run(
             wide.kernel, grid, *(box(x, 128) for x in (q, dout, k, v)), *statistics,
-            box(dq, wide.UNIT.value, swizzle), box(q, dim - 128), box(k, dim - 128), box(dout, dim_v - 128),
+            box(dq, wide.UNIT.value), box(q, dim - 128), box(k, dim - 128), box(dout, dim_v - 128),
             box(v, dim_v - 128), *numbers,
             DO_STAGES=2 if dim + dim_v <= 320 else 1, **constants,
         )  # fmt: skip
@@ -586,16 +560,14 @@ def launch(
 _GLUON = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float32: gl.float32, torch.int32: gl.int32}
 
 
-def _descriptor(x: Tensor, shape: list[int], swizzle: int | None = None) -> TensorDescriptor:
-    return TensorDescriptor(x, list(x.shape), list(x.stride()), shape, _layout(tuple(shape), x.dtype, swizzle))
+def _descriptor(x: Tensor, shape: list[int]) -> TensorDescriptor:
+    return TensorDescriptor(x, list(x.shape), list(x.stride()), shape, _layout(tuple(shape), x.dtype))
 
 
 @functools.cache
-def _layout(shape: tuple[int, ...], dtype: torch.dtype, swizzle: int | None) -> gl.NVMMASharedLayout:
+def _layout(shape: tuple[int, ...], dtype: torch.dtype) -> gl.NVMMASharedLayout:
     if len(shape) == 2:
         return gl.NVMMASharedLayout(0, 32, 2)  # rows of numbers, read back by ordinary loads: no swizzle
-    if swizzle is not None:
-        return gl.NVMMASharedLayout(swizzle, 8 * dtype.itemsize, len(shape))
     return gl.NVMMASharedLayout.get_default_for(list(shape), _GLUON[dtype])
 
 
@@ -656,7 +628,7 @@ def _tables(block: Block, keys: int = BN.value) -> tuple[Tensor, Tensor]:
     device, once per block.
 
     Description: first and past-the-last key, then in query tiles ``begin, end`` (one at least), ``full_begin,
-    full_end`` (empty where the tile has fewer keys: the others must be masked), the tile to start at and the
+    full_end`` (empty where the tile has fewer keys: the others must be masked), the full tile to start at and the
     segment of the keys. (batch or 1, tiles, 8) int32. Intervals: (batch or 1 times query tiles, 2 x BM) int32, empty
     for the rows of padding.
     """
@@ -671,7 +643,8 @@ def _tables(block: Block, keys: int = BN.value) -> tuple[Tensor, Tensor]:
         whole = (past - first == keys) & (full_end > full_begin)
         full_begin, full_end = torch.where(whole, full_begin, begin), torch.where(whole, full_end, begin)
         index = torch.arange(tiles, device=span.device, dtype=torch.int32).expand(batches, -1)
-        start = begin + torch.remainder(index * (keys // BM.value) - begin, end - begin)
+        full = (full_end - full_begin).clamp(min=1)
+        start = full_begin + torch.remainder(index * (keys // BM.value) - full_begin, full)
         of_segment = [i for i, n in enumerate(block.segments_k) for _ in range(0, n, keys)]
         segment = torch.tensor(of_segment, dtype=torch.int32, device=span.device).expand(batches, -1)
         info = torch.stack([first, past, begin, end, full_begin, full_end, start, segment], -1)

@@ -7,6 +7,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import tma, warpgroup_mma, warpgroup_mma_wait
 
+from .hopper_primitives import exchange_blocks
+
 BM = gl.constexpr(64)  # queries of a step
 BN = gl.constexpr(128)  # keys of a CTA of hopper_backward.py; a consumer has 64, in both
 INFO = gl.constexpr(8)  # int32 numbers that describe a key tile, see hopper_backward._tables
@@ -42,18 +44,64 @@ def _place(info_ptr, heads, tiles, kv_heads, parts, SWEEP: gl.constexpr, BATCHED
 
 
 @gluon.jit
-def _next(j, begin, end):
-    j += 1
-    if j == end:
-        j = begin
-    return j
+def _tour(info, heads):
+    """The order of the query tiles that a key tile visits: the cut ones for every head, then the full ones for every
+    head, from ``start`` on. So the consumers have a loop for each, one after the other, without a branch."""
+    begin = gl.load(info + 2)
+    end = gl.load(info + 3)
+    full_begin = gl.load(info + 4)
+    full_end = gl.load(info + 5)
+    start = gl.load(info + 6)
+    steps = (end - begin) * heads
+    cut_steps = steps - (full_end - full_begin) * heads
+    first_cut = begin
+    if full_begin == begin:
+        first_cut = full_end
+    j = start
+    if cut_steps > 0:
+        j = first_cut
+    return steps, cut_steps, j, (full_begin, full_end, end, start, first_cut)
 
 
 @gluon.jit
-def _along(a, b, stage, S_L: gl.constexpr):
-    """The keys (left operands, piece by piece of the columns) times the queries' tile in ``stage``, asynchronous."""
+def _next(i, j, head, cut_steps, heads, stops):
+    """The tile and the head behind those of step i."""
+    full_begin, full_end, end, start, first_cut = stops
+    j += 1
+    if i < cut_steps:
+        if j == full_begin:
+            j = full_end
+        if j == end:
+            j = first_cut
+            head += 1
+        if i + 1 == cut_steps:
+            j = start
+            head -= heads
+    else:
+        if j == full_end:
+            j = full_begin
+        if j == start:
+            head += 1
+    return j, head
+
+
+@gluon.jit
+def _at(tiles, which, i):
+    """Tile ``which`` of each piece, its address worked out anew in step i. ``i >> 30`` is 0, which ptxas cannot know:
+    it would make the descriptors of what stays in shared memory in front of the loop, and run out of registers."""
+    late = which + (i >> 30)
+    return (tiles[0].index(late),) if len(tiles) == 1 else (tiles[0].index(late), tiles[1].index(late))
+
+
+@gluon.jit
+def _along(a, b, stage, S_L: gl.constexpr, minus=None):
+    """The keys (left operands, piece by piece of the columns) times the queries' tile in ``stage``, asynchronous. To
+    them it adds ``minus``, a number for each query."""
+    ADDS: gl.constexpr = minus is not None
     x = gl.zeros([BN // 2, BM], gl.float32, S_L)
-    x = warpgroup_mma(a[0], b[0].index(stage).permute((1, 0)), x, use_acc=False, is_async=True)
+    if ADDS:
+        x, _ = gl.broadcast(minus[None, :], x)
+    x = warpgroup_mma(a[0], b[0].index(stage).permute((1, 0)), x, use_acc=ADDS, is_async=True)
     if len(a) == 2:
         x = warpgroup_mma(a[1], b[1].index(stage).permute((1, 0)), x, is_async=True)
     return x
@@ -138,7 +186,27 @@ def _staged(desc):
     return gl.allocate_shared_memory(gl.float32, [1, BM, 1, desc.block_type.shape[3]], desc.layout)
 
 
+@gluon.constexpr_function
+def _exchanged_layout(rows, columns):
+    """Of a staged tile as TMA reads it (boxes of 32 columns, swizzled by 128 bytes), in which odd rows have
+    exchanged columns c and c ^ 16."""
+
+    def place(word):
+        box, word = divmod(word, rows * 32)
+        row, word = divmod(word, 32)
+        return [row, (box * 32 + (word ^ 4 * (row & 7))) ^ 16 * (row & 1)]
+
+    return gl.SharedLinearLayout([place(1 << b) for b in range((rows * columns - 1).bit_length())], alignment=1024)
+
+
 @gluon.jit
 def _matrix(tile):
-    L: gl.constexpr = gl.NVMMASharedLayout(tile.type.layout.swizzle_byte_width, 32, 2)
-    return tile._reinterpret(gl.float32, [BM, tile.shape[3]], L)
+    L: gl.constexpr = _exchanged_layout(tile.shape[1], tile.shape[3])
+    return tile._reinterpret(gl.float32, [tile.shape[1], tile.shape[3]], L)
+
+
+@gluon.jit
+def _stage(dq_s, dq):
+    """Store a tile of dQ for TMA, free of bank conflicts. Half a warp stores 32 bytes of each of four rows at a time;
+    with TMA's swizzle alone two neighbouring rows would meet in the same banks."""
+    dq_s.store(exchange_blocks(dq))

@@ -1,5 +1,5 @@
 """The backward of the block kernel for Hopper (sm_90) at head dims 192 (128 of v) and 256, in Gluon. Launched by
-hopper_backward.py, whose tables and order of the CTAs it has. No GPU has run it yet.
+hopper_backward.py, whose tables, order of the CTAs and order of their query tiles it has.
 
 dk and dv of 64 keys are 256 registers a thread at head dim 256, more than there are. So a CTA owns 64 keys, not 128,
 and its two consumers divide the work by what they sum, not by keys. One query tile a step::
@@ -44,15 +44,18 @@ from .hopper_backward_pieces import (
     _add,
     _added,
     _along,
+    _at,
     _load_pieces,
     _matrices,
     _matrix,
     _next,
     _none,
     _place,
+    _stage,
     _staged,
     _store,
     _tiles,
+    _tour,
 )
 from .hopper_primitives import barrier_arrive, barrier_sync, raise_counter, tma_reduce_add, wait_row
 
@@ -73,11 +76,7 @@ def _producer(
     DO_STAGES: gl.constexpr = dout_s[0].shape[0]
     batch, kv_head, part, info = _place(info_ptr, heads, tiles, kv_heads, parts, SWEEP, BATCHED)
     first = gl.load(info)
-    begin = gl.load(info + 2)
-    end = gl.load(info + 3)
-    full_begin = gl.load(info + 4)
-    full_end = gl.load(info + 5)
-    start = gl.load(info + 6)
+    steps, cut_steps, j, stops = _tour(info, heads)
     if flags_ptr is not None:
         wait_row(flags_ptr, batch * kv_heads + kv_head, epoch, gave_up_ptr, 1)
     mbarrier.expect(kv_full.index(0), Q_BYTES + DO_BYTES)  # tiles of keys have as many rows as tiles of queries
@@ -88,14 +87,13 @@ def _producer(
     bounds_row = 0
     if BATCHED:
         bounds_row = batch * q_tiles
-    j = start
-    for i in range(0, (end - begin) * heads):
+    for i in range(0, steps):
         stage = i % 2
         do_stage = i % DO_STAGES
         row = (batch * q_heads + head) * q_tiles + j
         if i >= 2:
             barrier_sync(Q_FREE + stage, LOADERS, warps=1)
-        if (j < full_begin) | (j >= full_end):
+        if i < cut_steps:
             mbarrier.expect(q_full.index(stage), Q_BYTES + lse_desc.block_type.nbytes + bounds_desc.block_type.nbytes)
             tma.async_copy_global_to_shared(
                 bounds_desc, [bounds_row + j, 0], q_full.index(stage), bounds_s.index(stage)
@@ -109,9 +107,7 @@ def _producer(
         mbarrier.expect(dout_full.index(do_stage), DO_BYTES + delta_desc.block_type.nbytes)
         _load_pieces(dout_desc, [batch, j * BM, head], dout_full.index(do_stage), dout_s, do_stage)
         tma.async_copy_global_to_shared(delta_desc, [row, 0], dout_full.index(do_stage), delta_s.index(do_stage))
-        j = _next(j, begin, end)
-        if j == start:
-            head += 1
+        j, head = _next(i, j, head, cut_steps, heads, stops)
 
 
 @gluon.jit
@@ -120,21 +116,16 @@ def _writer(
     segments, SWEEP: gl.constexpr, BATCHED: gl.constexpr,
 ):  # fmt: skip
     batch, kv_head, part, info = _place(info_ptr, heads, tiles, kv_heads, parts, SWEEP, BATCHED)
-    begin = gl.load(info + 2)
-    end = gl.load(info + 3)
-    start = gl.load(info + 6)
+    steps, cut_steps, j, stops = _tour(info, heads)
     head = (kv_head * parts + part) * heads
     barrier_arrive(DQ_SENT + C, STAGING, warps=1)
-    j = start
-    for _ in range(0, (end - begin) * heads):
+    for i in range(0, steps):
         for unit in gl.static_range(UNITS):
             barrier_sync(DQ_STAGED + C, STAGING, warps=1)
             tma_reduce_add(dq_desc, [batch, j * BM, head, (C * UNITS_0 + unit) * UNIT], dq_s)
             tma.store_wait(0)
             barrier_arrive(DQ_SENT + C, STAGING, warps=1)
-        j = _next(j, begin, end)
-        if j == start:
-            head += 1
+        j, head = _next(i, j, head, cut_steps, heads, stops)
     if counters_ptr is not None:
         barrier_sync(DQ_STAGED + C, STAGING, warps=1)  # dk or dv is stored
         segment = gl.load(info + 7)
@@ -159,7 +150,7 @@ def _send(C: gl.constexpr, dq, dq_s, dq_scale, FOLD: gl.constexpr):
     if not FOLD:
         dq = dq * dq_scale
     barrier_sync(DQ_SENT + C, STAGING)
-    dq_s.store(dq)
+    _stage(dq_s, dq)
     fence_async_shared()
     barrier_arrive(DQ_STAGED + C, STAGING)
 
@@ -172,31 +163,24 @@ def _finish(C: gl.constexpr, COUNTED: gl.constexpr):
 
 
 @gluon.jit
-def _keys_of(tiles):
-    return (tiles[0].index(0),) if len(tiles) == 1 else (tiles[0].index(0), tiles[1].index(0))
-
-
-@gluon.jit
 def _walk_values(
-    CUT: gl.constexpr, steps, begin, end, full_begin, full_end, start, s, dv, k_s, q_s, dout_s, lse_v, bounds_v, p_s,
-    ds_s, dq_s, q_full, dout_full, scale_log2, dq_scale, key, past, FOLD: gl.constexpr,
+    CUT: gl.constexpr, first, past_step, last, s, dv, k_s, q_s, dout_s, lse_v, bounds_v, p_s, ds_s,
+    dq_s, q_full, dout_full, scale_log2, dq_scale, key, past, FOLD: gl.constexpr,
 ):  # fmt: skip
     """Consumer 0. ``s`` comes in complete and goes out complete for the next step."""
     S_L: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BM, 16])
     A_L: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=dv[0].type.layout, k_width=2)
     PIECES: gl.constexpr = len(k_s)
     DO_STAGES: gl.constexpr = dout_s[0].shape[0]
-    j = start
-    for i in range(0, steps):
+    for i in range(first, past_step):
         stage = i % 2
         do_stage = i % DO_STAGES
-        if CUT:  # noqa: SIM102 (CUT is known at compile time)
-            if (j < full_begin) | (j >= full_end):
-                from_key = bounds_v.index(2 * stage).load(gl.SliceLayout(0, S_L))
-                to_key = gl.minimum(bounds_v.index(2 * stage + 1).load(gl.SliceLayout(0, S_L)), past)
-                keys = gl.arange(0, KEYS, gl.SliceLayout(1, S_L)) + key
-                seen = (keys[:, None] >= from_key[None, :]) & (keys[:, None] < to_key[None, :])
-                s = gl.where(seen, s, float("-inf"))
+        if CUT:
+            from_key = bounds_v.index(2 * stage).load(gl.SliceLayout(0, S_L))
+            to_key = gl.minimum(bounds_v.index(2 * stage + 1).load(gl.SliceLayout(0, S_L)), past)
+            keys = gl.arange(0, KEYS, gl.SliceLayout(1, S_L)) + key
+            seen = (keys[:, None] >= from_key[None, :]) & (keys[:, None] < to_key[None, :])
+            s = gl.where(seen, s, float("-inf"))
         p = gl.exp2(s * scale_log2 - lse_v.index(stage).load(gl.SliceLayout(0, S_L))[None, :]).to(p_s.dtype)
         p_s.store(p)
         barrier_arrive(P_READY, PAIR)
@@ -204,17 +188,16 @@ def _walk_values(
         p16 = gl.convert_layout(p, A_L)
         mbarrier.wait(dout_full.index(do_stage), (i // DO_STAGES) & 1)
         dv = _add(p16, dout_s, do_stage, dv)
-        after = gl.minimum(i + 1, steps - 1)
+        after = gl.minimum(i + 1, last)
         mbarrier.wait(q_full.index(after % 2), (after // 2) & 1)
-        s = _along(_keys_of(k_s), q_s, after % 2, S_L)
+        s = _along(_at(k_s, 0, i), q_s, after % 2, S_L)
         dv, p16 = _added(PIECES, dv, p16)
         barrier_arrive(DO_FREE + do_stage, LOADERS)
         barrier_sync(DS_READY, PAIR)
         dq = _dq(0, k_s, ds_s)
         dq, s = warpgroup_mma_wait(0, deps=[dq, s])
         _send(0, dq, dq_s, dq_scale, FOLD)
-        j = _next(j, begin, end)
-    return dv
+    return s, dv
 
 
 @gluon.jit
@@ -228,26 +211,19 @@ def _values(
     batch, kv_head, part, info = _place(info_ptr, heads, tiles, kv_heads, parts, SWEEP, BATCHED)
     key = gl.load(info)
     past = gl.load(info + 1)
-    begin = gl.load(info + 2)
-    end = gl.load(info + 3)
-    full_begin = gl.load(info + 4)
-    full_end = gl.load(info + 5)
-    start = gl.load(info + 6)
+    steps, cut_steps, _, _ = _tour(info, heads)
     dv = _none(dout_s)
     mbarrier.wait(kv_full.index(0), 0)
     mbarrier.wait(q_full.index(0), 0)
-    s = warpgroup_mma_wait(0, deps=[_along(_keys_of(k_s), q_s, 0, S_L)])
-    steps = (end - begin) * heads
-    if (full_begin > begin) | (full_end < end):
-        dv = _walk_values(
-            True, steps, begin, end, full_begin, full_end, start, s, dv, k_s, q_s, dout_s, lse_v, bounds_v, p_s, ds_s,
-            dq_s, q_full, dout_full, scale_log2, dq_scale, key, past, FOLD,
-        )  # fmt: skip
-    else:
-        dv = _walk_values(
-            False, steps, begin, end, full_begin, full_end, start, s, dv, k_s, q_s, dout_s, lse_v, bounds_v, p_s, ds_s,
-            dq_s, q_full, dout_full, scale_log2, dq_scale, key, past, FOLD,
-        )  # fmt: skip
+    s = warpgroup_mma_wait(0, deps=[_along(_at(k_s, 0, 0), q_s, 0, S_L)])
+    s, dv = _walk_values(
+        True, 0, cut_steps, steps - 1, s, dv, k_s, q_s, dout_s, lse_v, bounds_v, p_s, ds_s, dq_s, q_full, dout_full,
+        scale_log2, dq_scale, key, past, FOLD,
+    )  # fmt: skip
+    s, dv = _walk_values(
+        False, cut_steps, steps, steps - 1, s, dv, k_s, q_s, dout_s, lse_v, bounds_v, p_s, ds_s, dq_s, q_full,
+        dout_full, scale_log2, dq_scale, key, past, FOLD,
+    )  # fmt: skip
     head = (part * batches + batch).to(gl.int64) * stride_b + kv_head.to(gl.int64) * stride_h
     _store(dv_ptr, dv, head, stride_s, key, past, dv_scale, True)
     _finish(0, COUNTED)
@@ -271,13 +247,13 @@ def _keys(
     A_L: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=dk[0].type.layout, k_width=2)
     mbarrier.wait(kv_full.index(0), 0)
     mbarrier.wait(dout_full.index(0), 0)
-    dp = warpgroup_mma_wait(0, deps=[_along(_keys_of(v_s), dout_s, 0, S_L)])
+    minus_delta = delta_v.index(0).load(gl.SliceLayout(0, S_L))
+    dp = warpgroup_mma_wait(0, deps=[_along(_at(v_s, 0, 0), dout_s, 0, S_L, minus_delta)])
     for i in range(0, steps):
         stage = i % 2
         do_stage = i % DO_STAGES
-        delta = delta_v.index(do_stage).load(gl.SliceLayout(0, S_L))
         barrier_sync(P_READY, PAIR)
-        ds = (p_s.load(S_L).to(gl.float32) * (dp - delta[None, :])).to(p_s.dtype)
+        ds = (p_s.load(S_L).to(gl.float32) * dp).to(p_s.dtype)
         ds_s.store(ds)
         ds16 = gl.convert_layout(ds, A_L)
         fence_async_shared()
@@ -294,7 +270,8 @@ def _keys(
             dq = _dq(UNITS_0 + unit, k_s, ds_s)
         after = gl.minimum(i + 1, steps - 1)
         mbarrier.wait(dout_full.index(after % DO_STAGES), (after // DO_STAGES) & 1)
-        dp = _along(_keys_of(v_s), dout_s, after % DO_STAGES, S_L)
+        minus_delta = delta_v.index(after % DO_STAGES).load(gl.SliceLayout(0, S_L))
+        dp = _along(_at(v_s, 0, i), dout_s, after % DO_STAGES, S_L, minus_delta)
         dq = warpgroup_mma_wait(PIECES, deps=[dq])
         _send(1, dq, dq_s, dk_scale, FOLD)
         dp = warpgroup_mma_wait(0, deps=[dp])

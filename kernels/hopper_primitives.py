@@ -70,6 +70,30 @@ def scale_rows(x, factor):
     return gl.inline_asm_elementwise(ASM, CONSTRAINTS, [x, f], dtype=gl.float32, is_pure=True, pack=COUNT)
 
 
+@gluon.constexpr_function
+def _exchange_asm(count):
+    chosen = "".join(f"selp.f32 ${i}, ${count + (i ^ 8)}, ${count + i}, odd; " for i in range(count))
+    return (
+        "{ .reg .pred odd; .reg .b32 lane; mov.u32 lane, %laneid; and.b32 lane, lane, 4; setp.ne.u32 odd, lane, 0; "
+        f"{chosen} }}"
+    )
+
+
+@gluon.constexpr_function
+def _exchange_constraints(count):
+    return ",".join(["=&f"] * count + ["f"] * count)
+
+
+@gluon.jit
+def exchange_blocks(x):
+    """``SEL``: the accumulator of a wgmma, with columns c and c ^ 16 of every odd row exchanged. Both are in the same
+    thread, which has four registers of each eight columns, and one row of eight of a lane is odd or the other even."""
+    COUNT: gl.constexpr = x.shape[1] // 2
+    ASM: gl.constexpr = _exchange_asm(COUNT)
+    CONSTRAINTS: gl.constexpr = _exchange_constraints(COUNT)
+    return gl.inline_asm_elementwise(ASM, CONSTRAINTS, [x], dtype=gl.float32, is_pure=True, pack=COUNT)
+
+
 @gl._core.builtin
 def tma_reduce_add(descriptor, coordinates, tile, _semantic=None):
     """``UTMAREDG.ADD``: add a tile in shared memory to global memory, asynchronously; elements outside the tensor are

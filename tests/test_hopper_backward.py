@@ -6,8 +6,11 @@ rounding has a relative rms error of at most eps / sqrt(12), and two of them mee
 
 from __future__ import annotations
 
+import collections
 import ctypes
+import functools
 import json
+import operator
 import os
 import subprocess
 import sys
@@ -22,6 +25,7 @@ pytest.importorskip("triton")
 from test_flash import causal, documents, error, full, make_block, padding, per_batch, window
 
 from ringattn.kernels import eager, hopper_backward, hopper_primitives
+from ringattn.kernels import hopper_backward_pieces as pieces
 from ringattn.kernels.block import Arrivals, Block, Score, block_backward, block_delta
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
@@ -64,14 +68,14 @@ def compile_report(dim: int, dim_v: int, dtype: str, copies: bool) -> dict:
         "warnings": main.warnings,
         "overwritten": main.overwritten_operands(),
         "stack": main.stack_bytes,
+        "reloads": sum("LDL" in text or "STL" in text for loop in main.loops_with("HGMMA") for _, text in loop.body),
         "shared": main.shared,
         "reduces": main.sass.count("UTMAREDG"),
     }
 
 
-# Bytes of stack, spill stores and loads. At head dim 128 the spills are addresses of the second consumer, at
-# 256 they are in the loop over cut tiles.
-STACKS = {(64, 64): 0, (96, 96): 0, (128, 128): 280, (192, 128): 0, (256, 256): 120}
+# Bytes of stack, spill stores and loads; outside the loops.
+STACKS = {(64, 64): 0, (96, 96): 0, (128, 128): 24, (192, 128): 0, (256, 256): 16}
 
 
 @pytest.mark.parametrize(("dtype", "copies"), [("float16", False), ("bfloat16", True), ("bfloat16", False)])
@@ -86,7 +90,8 @@ def test_compiles_without_serialized_products(dims, dtype, copies):
     assert report["overwritten"] == []
     assert report["stack"] <= stack
     assert report["shared"] <= 227 * 1024
-    assert report["reduces"] == 4 * dim // hopper_backward.STAGED_SWIZZLE.get(dim, 128)  # boxes of two writers
+    assert report["reduces"] == 4 * dim // 128  # boxes of two writers
+    assert report["reloads"] == 0
     if not copies:
         assert report["system"] == []
         assert report["fences"] == 0
@@ -129,7 +134,7 @@ def test_tables_name_every_visible_pair_once(mask, seq_q, seq_k, segments_k, bn)
             owned[first:past] += 1
             assert edges[segment] <= first < past <= edges[segment + 1]
             assert 0 < past - first <= bn
-            assert begin <= start < end
+            assert full_begin <= start < max(full_end, full_begin + 1)
             seen = visible[:, first:past]
             assert not seen[: begin * bm].any()
             assert not seen[end * bm :].any()
@@ -145,6 +150,51 @@ def test_tables_name_every_visible_pair_once(mask, seq_q, seq_k, segments_k, bn)
     for i, side in enumerate((block.start, block.end)):
         assert per_tile[:, :, i].reshape(-1, tiles * bm)[:, :seq_q].equal(side)
         assert not per_tile[:, :, i].reshape(-1, tiles * bm)[:, seq_q:].any()
+
+
+@pytest.mark.parametrize("heads", [1, 3])
+@pytest.mark.parametrize(("mask", "seq"), [(full, 300), (causal, 700), (window, 700), (padding, 300),
+                                           (lambda m, n: documents(m, n, (100, 33, 567)), 700)])  # fmt: skip
+def test_a_tour_visits_the_cut_tiles_and_then_the_full_ones(monkeypatch, mask, seq, heads):
+    """The producer and the writers follow it, and the consumers count on where the full tiles begin."""
+    info, _ = hopper_backward._tables(make_block(*mask(seq, seq), seq))
+    numbers = info[0].flatten().tolist()
+    monkeypatch.setattr(pieces.gl, "load", numbers.__getitem__)
+    for at in range(0, len(numbers), pieces.INFO.value):
+        _, _, begin, end, full_begin, full_end, start, _ = numbers[at : at + pieces.INFO.value]
+        steps, cut_steps, j, stops = pieces._tour.fn(at, heads)
+        head, order = 0, []
+        for i in range(steps):
+            order.append((head, j))
+            j, head = pieces._next.fn(i, j, head, cut_steps, heads, stops)
+        cut = [j for j in range(begin, end) if not full_begin <= j < full_end]
+        whole = [*range(start, full_end), *range(full_begin, start)]
+        assert order == [(h, j) for h in range(heads) for j in cut] + [(h, j) for h in range(heads) for j in whole]
+        assert cut_steps == heads * len(cut)
+
+
+@pytest.mark.parametrize(("columns", "exchanged"), [(64, True), (32, True), (64, False)])
+def test_staging_is_free_of_bank_conflicts(columns, exchanged):
+    """A warp's store of 8 bytes a lane goes in halves: 16 lanes with 4 rows of 8 columns have 32 banks to share. And
+    every number lies where TMA looks for it, though odd rows bring theirs from columns c ^ 16."""
+    rows = pieces.BM.value
+    bases = pieces._exchanged_layout.fn(rows, columns).offset_bases
+    place = {}
+    for word in range(rows * columns):
+        set_bits = [base for bit, base in enumerate(bases) if word >> bit & 1]
+        row, column = (functools.reduce(operator.xor, (base[side] for base in set_bits), 0) for side in (0, 1))
+        box, inside = divmod(word, rows * 32)
+        at_row, at_column = divmod(inside, 32)
+        held = box * 32 + (at_column ^ 4 * (at_row & 7))  # by the definition of TMA's 128-byte swizzle
+        assert (row, column) == (at_row, held ^ 16 * (at_row & 1))
+        place[row, column if exchanged else column ^ 16 * (row & 1)] = word
+    ways = 0
+    for half in (0, 16):
+        for block in range(0, columns, 8):
+            words = [place[lane // 4, block + 2 * (lane % 4) + i] for lane in range(half, half + 16) for i in (0, 1)]
+            assert len(set(words)) == 32
+            ways = max(ways, max(collections.Counter(word % 32 for word in words).values()))
+    assert ways == (1 if exchanged else 2)
 
 
 @pytest.mark.parametrize(("change", "word"), [
