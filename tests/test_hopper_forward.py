@@ -195,16 +195,17 @@ def run_three(q, k, v, block, score, state=None, sink=None, finalize=True):
     )
 
 
-def check(q, k, v, block, score, state=None, sink=None) -> None:
+def check(q, k, v, block, score, state=None, sink=None, slack: float = 0.0) -> None:
+    """``slack``: of lse, see assert_close."""
     runs = run_three(q, k, v, block, score, state, sink, True)
     assert runs[0][0].dtype == q.dtype
     assert_close("out", *(r[0] for r in runs), 2, q.dtype)
-    assert_close("lse", *(r[1] for r in runs), 0, torch.float32)
+    assert_close("lse", *(r[1] for r in runs), 0, torch.float32, slack)
     runs = run_three(q, k, v, block, score, state, sink, False)
     assert all(x.dtype == torch.float32 for x in runs[0])
     normal = [normalized(r) for r in runs]
     assert_close("o / l", *(r[0] for r in normal), 1, q.dtype)
-    assert_close("m + ln l", *(r[1] for r in normal), 0, torch.float32)
+    assert_close("m + ln l", *(r[1] for r in normal), 0, torch.float32, slack)
     hidden = runs[2].l == 0
     assert (runs[0].m[hidden] == float("-inf")).all()
     assert (runs[0].l[hidden] == 0).all()
@@ -375,13 +376,20 @@ def test_maxima_that_move(growth, dtype):
 @pytest.mark.parametrize("mask", [full, causal, padding])
 @pytest.mark.parametrize("size", [0.1, 1.0, 12.0])
 def test_scores_below_zero(size, mask, dims):
-    """All of them, from slightly to hundreds below; then all but the first key's, which comes last."""
+    """All of them, from slightly to hundreds below; then all but the first key's, which comes last.
+
+    Products of one sign show that the matrix units cut their float32 sums off instead of rounding them (Fasi, Higham,
+    Mikaitis, Pranesh 2021, "Numerical behavior of NVIDIA tensor cores"): after each 16 columns by less than one unit in
+    the last place, 2^-23 of a sum that grows in equal steps. A score moves by that, all in one direction, so lse does.
+    """
     q, k, v = make_inputs(seq_q=400, seq_k=400, heads=4, dim=dims[0], dim_v=dims[1])
     q, k = q.abs(), -k.abs() * size
     block = make_block(*mask(400, 400), 400)
-    check(q, k, v, block, simple(dims[0]))
+    scores = torch.einsum("bmhd,bnhd->bhmn", q.float(), k.float()).abs().amax().item() * dims[0] ** -0.5
+    cut_off = 2.0**-23 * (dims[0] / 16 + 1) / 2 * scores
+    check(q, k, v, block, simple(dims[0]), slack=cut_off)
     k[:, 0] *= -1
-    check(q, k, v, block, simple(dims[0]))
+    check(q, k, v, block, simple(dims[0]), slack=cut_off)
 
 
 @needs_hopper
