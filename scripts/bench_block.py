@@ -7,6 +7,7 @@
     python -m scripts.bench_block --passes carry --masks full         the price of carrying a float32 state
     python -m scripts.bench_block --no-flex                           skip FlexAttention, which compiles per shape
     python -m scripts.bench_block --without triton "torch flash"      fewer take less time
+    python -m scripts.bench_block --graphs --seq 2048                 launches that the host has recorded
 
 How to read the table. Each row is one kernel on one shape. The first number is the speed relative to the first
 row of its block; it comes first because it is what survives: a chip at its power limit changes its clock by several
@@ -22,7 +23,9 @@ power: on an H200, lists walked forth and back, where everybody keeps the same n
 percent. So the order is balanced: each kernel follows each other one equally often (balanced_orders, n rows of the n
 that take part, or 2 n if n is odd; ``--rounds`` goes through all of them again). Each launch has its own events. What
 begins in the first 20 ms of a segment does not count, nor does its first launch; the median of the others does, at
-least 20 of each kernel. The clock beside it is of the same time.
+least 20 of each kernel. The clock beside it is of the same time. Below some 4k tokens a launch from Python takes longer
+than the kernel, and the table compares hosts; with ``--graphs`` everybody's launch is captured once as a CUDA graph and
+then played, as a captured model would, and who cannot be captured is left out.
 
 Backwards are whole ones: ours with delta and zeroed float32 dq, the others as autograd runs them, gradients in the
 input dtype. ``carry`` is our forward that reads and writes the float32 state (m, l, o), beside the one that finishes.
@@ -215,13 +218,14 @@ def main() -> None:
                 pattern,
             )
             for mode in args.passes:
-                runners = [Runner("matmul", lambda: x @ x), *contestants(shape, mode, others, args.without)]
+                take_part = captured if args.graphs else contestants
+                runners = [Runner("matmul", lambda: x @ x), *take_part(shape, mode, others, args.without)]
                 measure(runners, args.rounds, args.segment, clock)
                 block_rows, comparison = report(runners, shape, mode, peak)
                 rows += block_rows
                 comparisons += [comparison] if comparison else []
     clock.running = False
-    about = dict(device=torch.cuda.get_device_name(), torch=torch.__version__, peak=peak)
+    about = dict(device=torch.cuda.get_device_name(), torch=torch.__version__, peak=peak, graphs=args.graphs)
     print(json.dumps(dict(**about, rows=rows, comparisons=comparisons)))
 
 
@@ -241,6 +245,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=1, help="how often to go through the whole balanced order")
     parser.add_argument("--segment", type=float, default=50.0, help=f"ms of a segment, at least {SHORTEST:g}")
     parser.add_argument("--flex", action=argparse.BooleanOptionalAction, default=True)
+    parser.add_argument("--graphs", action="store_true", help="play captured launches")
     parser.add_argument("--only-ours", action="store_true")
     parser.add_argument("--without", nargs="+", default=[], metavar="NAME", help="as in the tables")
     args = parser.parse_args(argv)
@@ -373,6 +378,36 @@ def contestants(shape: Shape, mode: str, others: dict[str, Other], without: Sequ
                 f"{runner.name} differs from {runners[0].name} by {runner.error:.3f}: not the same attention"
             )
     return runners
+
+
+def captured(shape: Shape, mode: str, others: dict[str, Other], without: Sequence[str] = ()) -> list[Runner]:
+    """The contestants, whose launches are now those of CUDA graphs."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):  # autograd runs a backward on the stream of its forward, which must be captured
+        runners = contestants(shape, mode, others, without)
+        for _ in range(3):
+            for runner in runners:
+                runner.launch()  # compiles, and allocates what is kept, before the capture
+    torch.cuda.synchronize()
+    recorded = []
+    for runner in runners:
+        graph = torch.cuda.CUDAGraph()
+        try:
+            with torch.cuda.graph(graph, stream=stream):
+                runner.launch()
+        except Exception as problem:
+            reason = next(iter(str(problem).splitlines()), "")[:150]
+            print(f"{runner.name}: left out, it cannot be captured, {type(problem).__name__}: {reason}")
+            continue
+        play = functools.partial(replay, graph, runner.launch)
+        recorded.append(Runner(runner.name, play, ours=runner.ours, error=runner.error))
+    return recorded
+
+
+def replay(graph: torch.cuda.CUDAGraph, launch: Callable[[], object]) -> None:
+    """``launch`` holds the tensors whose addresses are in the graph."""
+    graph.replay()
 
 
 def plain_block(shape: Shape) -> Block:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import json
 import statistics
 import types
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -271,6 +272,55 @@ def test_who_computes_something_else_ends_the_run(on_cpu: None) -> None:
 
     with pytest.raises(SystemExit, match="wrong differs from ours"):
         bench_block.contestants(small(), "fwd", {"wrong": Other(wrong)})
+
+
+def test_launches_are_captured_once_and_played(
+    on_cpu: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    """On the stream on which the contestants were made, warmed up; who cannot be captured is left out."""
+    log: list[str] = []
+
+    class Stream:
+        def wait_stream(self, other: object) -> None:
+            log.append("wait")
+
+    @contextlib.contextmanager
+    def on(stream: Stream) -> Iterator[None]:
+        log.append("on")
+        yield
+        log.append("off")
+
+    @contextlib.contextmanager
+    def graph(made: object, stream: Stream) -> Iterator[None]:
+        assert isinstance(stream, Stream)
+        log.append("capture")
+        yield
+
+    def played() -> None:
+        log.append("played")
+
+    def stubborn() -> None:
+        log.append("stubborn")
+        if "capture" in log:
+            raise RuntimeError("operation not permitted")
+
+    monkeypatch.setattr(torch.cuda, "Stream", Stream)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: None)
+    monkeypatch.setattr(torch.cuda, "stream", on)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: log.append("synchronize"))
+    monkeypatch.setattr(torch.cuda, "graph", graph)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: types.SimpleNamespace(replay=played))
+    found = [Runner("ours", lambda: log.append("launched"), ours=True, error=0.5), Runner("theirs", stubborn)]
+    monkeypatch.setattr(bench_block, "contestants", lambda *args: found)
+    (runner,) = bench_block.captured(small(), "fwd", {})
+    assert log == ["wait", "on", *["launched", "stubborn"] * 3, "off", "synchronize", "capture", "launched", "capture",
+                   "stubborn"]  # fmt: skip
+    assert (runner.name, runner.ours, runner.error) == ("ours", True, 0.5)
+    assert isinstance(runner.launch, functools.partial)
+    assert found[0].launch in runner.launch.args  # which holds the tensors
+    runner.launch()
+    assert log[-1] == "played"
+    assert "theirs: left out, it cannot be captured, RuntimeError: operation not permitted" in capsys.readouterr().out
 
 
 def test_a_missing_backward_is_said_once(on_cpu: None, capsys: pytest.CaptureFixture) -> None:
