@@ -4,7 +4,7 @@
 tiles of 64 queries that see it, for every query head of the group; dk and dv stay in registers and are stored once::
 
     consumers 0, 1  64 keys each, scores transposed (keys are rows), one query tile a step:
-                    dP^T = V dO^T  under  P = exp2(S^T c - lse) ; dV += P dO ; dS = P (dP^T - delta), to shared memory
+                    dP^T = V dO^T - delta  under  P = exp2(S^T c - lse) ; dV += P dO ; dS = P dP^T, to shared memory
                     dQ of the step before (its dS is complete) ; S^T of the step after ; dK += dS Q ; then dQ
                     to shared memory
     producer        one warp: K, V, then Q, lse (and start, end of cut tiles), dO, delta of every step by TMA
@@ -19,12 +19,17 @@ tiles of 64 queries that see it, for every query head of the group; dk and dv st
   makes the first 64 columns of dQ and consumer 1 the last 32 (the two share the tensor cores).
 * Head dims above 128 have a kernel of their own, hopper_backward_wide.py; the host's part is here.
 * At head dim 64, where shared memory bounds the speed most, the left operands K and V of S and dP stay in registers.
-* CTAs walk the queries from staggered starts: they do not add to the same tile of dQ at the same time.
+* CTAs walk the full tiles from staggered starts: they do not add to the same tile of dQ at the same time.
 * The order of the CTAs is the order in which gradients are done: ``_sweep`` heads at a time, and within them the tiles
   with most queries first, all heads of a tile together. Under a causal mask those are the earliest positions, so that
   whole segments (the runs of one owner) complete one after the other for all heads of the sweep, each about when the
   next one begins; :func:`departures` counts them. A dense mask takes the tiles as they lie.
-* Key tiles with nothing but full query tiles run a loop without a mask; the others test every step whether it is cut.
+* A key tile meets the query tiles that a mask cuts first, for all heads, and then the full ones: two loops without a
+  branch, one with a mask.
+* dP's sum starts at -delta, so that dS is P times it.
+* What stays in shared memory for the whole loop is addressed anew in each step (``_at``), or the second consumer would
+  reload descriptors from the stack.
+* dQ is staged without bank conflicts: odd rows exchange columns 16 apart (``_stage``).
 
 The order of the additions to dQ is not fixed: dk and dv are the same bits on every run, dq is so up to rounding.
 ``deterministic=True`` is therefore the portable kernel's (flash_backward.py), which adds nothing in memory.

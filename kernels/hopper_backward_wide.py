@@ -5,7 +5,7 @@ dk and dv of 64 keys are 256 registers a thread at head dim 256, more than there
 and its two consumers divide the work by what they sum, not by keys. One query tile a step::
 
     consumer 0      P = exp2(S^T c - lse), 16 bit, to shared memory ; dV += P dO ; S^T of the step after
-    consumer 1      dS = P (dP^T - delta), to shared memory ; dK += dS Q ; dP^T of the step after
+    consumer 1      dS = P dP^T, to shared memory ; dK += dS Q ; dP^T = V dO^T - delta of the step after
     both            dQ = dS K, 64 columns at a time, to shared memory: consumer 0 the first 64, consumer 1 the others
     producer        one warp: K, V, then Q, lse (and start, end of cut tiles), dO, delta of every step by TMA
     writers 0, 1    one warp each: add the staged columns of dQ to global memory, float32, by TMA

@@ -87,7 +87,7 @@ def _exchange_constraints(count):
 @gluon.jit
 def exchange_blocks(x):
     """``SEL``: the accumulator of a wgmma, with columns c and c ^ 16 of every odd row exchanged. Both are in the same
-    thread, which has four registers of each eight columns, and one row of eight of a lane is odd or the other even."""
+    thread: it has four registers for each eight columns, of two rows that are both odd or both even."""
     COUNT: gl.constexpr = x.shape[1] // 2
     ASM: gl.constexpr = _exchange_asm(COUNT)
     CONSTRAINTS: gl.constexpr = _exchange_constraints(COUNT)
