@@ -2,7 +2,7 @@
 
 Triton's dispatch looks at every argument in every launch, which takes longer than a short kernel runs. Here the
 compiled kernel is remembered under what the choice depends on: the constants, and of each argument its dtype, whether
-an address or an integer divides by 16, and whether an integer is one or needs 64 bits.
+an address or an integer divides by 16, and whether an integer is one or needs 64 bits, of a TMA view its box.
 """
 
 from __future__ import annotations
@@ -31,10 +31,12 @@ def dispatch(kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -
 
 
 def _kind(x: Any) -> Any:
+    kind = type(x)
+    if kind is int:
+        return -1 if x == 1 else (x % 16 == 0) + 2 * (not -(2**31) <= x < 2**31)
+    if kind is float or kind is bool or x is None:
+        return kind
     if isinstance(x, Tensor):
         return x.dtype, x.data_ptr() % 16 == 0
-    if isinstance(x, bool) or x is None or isinstance(x, float):
-        return type(x)
-    if isinstance(x, int):
-        return -1 if x == 1 else (x % 16 == 0) + 2 * (not -(2**31) <= x < 2**31)
-    return x.base.dtype, *x.block_shape, getattr(x, "layout", None)  # a TMA descriptor
+    # A view: of tensor_maps.py, which knows its kind, or Triton's own.
+    return getattr(x, "kind", None) or (x.base.dtype, *x.block_shape, getattr(x, "layout", None))

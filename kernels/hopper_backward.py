@@ -89,6 +89,7 @@ from .hopper_backward_pieces import (
     _tour,
 )
 from .hopper_primitives import barrier_arrive, barrier_sync, raise_counter, tma_reduce_add, wait_row
+from .tensor_maps import view
 
 __all__ = ["STORES_INTO", "backward", "departures", "unsupported"]
 
@@ -538,12 +539,11 @@ def launch(
         REGISTERS=240, num_warps=4,
     )  # fmt: skip
     statistics = (
-        _descriptor(rows[0], [1, BM.value]), _descriptor(rows[1], [1, BM.value]),
-        _descriptor(bounds, [1, 2 * BM.value]),
+        view(rows[0], (1, BM.value)), view(rows[1], (1, BM.value)), view(bounds, (1, 2 * BM.value)),
     )  # fmt: skip
 
     def box(x: Tensor, columns: int) -> TensorDescriptor | None:
-        return _descriptor(x, [1, BM.value, 1, columns]) if columns else None
+        return view(x, (1, BM.value, 1, columns)) if columns else None
 
     grid = (batch * kv_heads * parts * tiles,)
     if dim <= 128:
@@ -560,20 +560,6 @@ def launch(
             DO_STAGES=2 if dim + dim_v <= 320 else 1, **constants,
         )  # fmt: skip
     return dk, dv
-
-
-_GLUON = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float32: gl.float32, torch.int32: gl.int32}
-
-
-def _descriptor(x: Tensor, shape: list[int]) -> TensorDescriptor:
-    return TensorDescriptor(x, list(x.shape), list(x.stride()), shape, _layout(tuple(shape), x.dtype))
-
-
-@functools.cache
-def _layout(shape: tuple[int, ...], dtype: torch.dtype) -> gl.NVMMASharedLayout:
-    if len(shape) == 2:
-        return gl.NVMMASharedLayout(0, 32, 2)  # rows of numbers, read back by ordinary loads: no swizzle
-    return gl.NVMMASharedLayout.get_default_for(list(shape), _GLUON[dtype])
 
 
 def _tma_ready(x: Tensor) -> bool:
@@ -595,7 +581,12 @@ def _keys(q: Tensor) -> int:
 
 
 def _processors(x: Tensor) -> int:
-    return torch.cuda.get_device_properties(x.device).multi_processor_count if x.is_cuda else 132
+    return _multiprocessors(x.device) if x.is_cuda else 132
+
+
+@functools.cache
+def _multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def _parts(q: Tensor, k: Tensor, block: Block) -> int:

@@ -51,6 +51,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from .block import Arrivals, Block, Score, State, int32
 from .dispatch import dispatch
 from .hopper_primitives import FREE_BARRIERS, barrier_arrive, barrier_sync, keep_alive, scale_rows, wait_row
+from .tensor_maps import view
 
 LOG2E = 1.4426950408889634
 SLACK = gl.constexpr(8.0)  # how far scores may be above their point of reference, to the base 2
@@ -751,7 +752,7 @@ def _launch(q, k, v, block, score, state, sink, outputs, finalize, sms, counter,
     width = 2 ** (head_dim_v - 1).bit_length()  # TMA reads zeros past the head dim, and writes nothing there
     args = (
         *_pieces(q, ROWS.value, first), *_pieces(k, config.block_n, first),
-        _descriptor(v, config.block_n, width), _descriptor(staged, ROWS.value, width), out, lse, l,
+        view(v, (1, config.block_n, 1, width)), view(staged, (1, ROWS.value, 1, width)), out, lse, l,
         m_in, l_in, o_in, lse if sink is None else sink.contiguous(),
         start, end, start.stride(0) if start.shape[0] > 1 else 0,
         table, table.stride(0) if table.shape[0] > 1 else 0, counter,
@@ -771,24 +772,7 @@ def _launch(q, k, v, block, score, state, sink, outputs, finalize, sms, counter,
 def _pieces(x: Tensor, rows: int, first: int) -> tuple[TensorDescriptor, TensorDescriptor | None]:
     """Boxes for the first columns, a power of two, and for the rest of them, another one, if any."""
     rest = x.shape[-1] - first
-    return _descriptor(x, rows, first), _descriptor(x, rows, rest) if rest else None
-
-
-def _descriptor(x: Tensor, rows: int, columns: int) -> TensorDescriptor:
-    """TMA view of (batch, seq, heads, D) in boxes of ``rows`` rows of one head; past the end of seq it reads zeros."""
-    strides = list(x.stride())
-    step = 16 // x.element_size()  # the stride of a dimension of size 1 may be anything; TMA wants steps of 16 bytes
-    for dim in range(3):
-        if x.shape[dim] == 1:
-            strides[dim] = -(-strides[dim] // step) * step
-    box, layout = _box(rows, columns, x.dtype)
-    return TensorDescriptor(x, list(x.shape), strides, box, layout)
-
-
-@functools.cache
-def _box(rows: int, columns: int, dtype: torch.dtype) -> tuple[list[int], gl.NVMMASharedLayout]:
-    box = [1, rows, 1, columns]
-    return box, gl.NVMMASharedLayout.get_default_for(box, gl.bfloat16 if dtype == torch.bfloat16 else gl.float16)
+    return view(x, (1, rows, 1, first)), view(x, (1, rows, 1, rest)) if rest else None
 
 
 @functools.cache
