@@ -37,9 +37,7 @@ import importlib.util
 import json
 import math
 import os
-import re
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -54,8 +52,10 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 sys.path.append(str(Path(__file__).resolve().parent))
+import json_lines
 import peers
 import plot_scaling
+import ranks
 from peers import CannotRun
 
 import ringattn
@@ -100,9 +100,9 @@ class Group:
 
     def agree(self, problem: Exception | str | None) -> str | None:
         """The same on every rank: None, or what the first rank in trouble says."""
-        said: list[str | None] = [None] * self.size
-        dist.all_gather_object(said, None if problem is None else _one_line(problem), group=self.control)
-        return next((f"rank {rank}: {text}" for rank, text in enumerate(said) if text is not None), None)
+        if isinstance(problem, CannotRun):
+            problem = str(problem)  # it is a reason as it stands
+        return ranks.agree(None if problem is None else ranks.one_line(problem), self.control)
 
     def largest(self, values: list[float]) -> list[float]:
         table = torch.tensor(values, dtype=torch.float64)
@@ -126,11 +126,6 @@ class Contestant:
                 self.attend()
 
         return forward
-
-
-def _one_line(problem: Exception | str) -> str:
-    text = str(problem).strip().split("\n")[0][:300]
-    return text if isinstance(problem, str | CannotRun) else f"{type(problem).__name__}: {text}"
 
 
 # --- problems -----------------------------------------------------------------------------------------------------
@@ -518,7 +513,7 @@ class Bench:
             args.out.mkdir(parents=True, exist_ok=True)
             stamp = time.strftime("%Y%m%d-%H%M%S", time.gmtime())
             self.file = args.out / f"scaling-{stamp}-{self.world.size}.jsonl"
-            self.write("run", **about(args, self.device, self.world.size))
+            self.write("run", **json_lines.about(args, self.device, self.world.size))
         for size, group in self.groups.items():
             if self.rank < size:
                 rate = self.matmul(group)
@@ -560,41 +555,6 @@ def settings(args: argparse.Namespace) -> list[Setting]:
                         raise SystemExit(f"--total {total} is not a multiple of 2 x {size} ranks")
                     found[Setting(size, total // size, name, heads)] = None
     return list(found)
-
-
-def about(args: argparse.Namespace, device: torch.device, world: int) -> Words:
-    """What a number means nothing without."""
-
-    def said(*command: str) -> str | None:
-        try:
-            done = subprocess.run(command, capture_output=True, text=True, timeout=20, cwd=ROOT)
-        except (OSError, subprocess.TimeoutExpired):
-            return None
-        return done.stdout.rstrip() if done.returncode == 0 else None
-
-    cuda = device.type == "cuda"
-    versions = dict(torch=torch.__version__, cuda=torch.version.cuda, python=sys.version.split()[0])
-    versions["ringattn"] = ringattn.__version__
-    if importlib.util.find_spec("triton") is not None:
-        versions["triton"] = importlib.import_module("triton").__version__
-    if cuda:
-        versions |= dict(cudnn=torch.backends.cudnn.version(), nccl=".".join(map(str, torch.cuda.nccl.version())))
-    return dict(
-        time=time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime()),
-        command=" ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),
-        world=world,
-        device=torch.cuda.get_device_name() if cuda else "cpu",
-        memory_limit=torch.cuda.get_device_properties(device).total_memory if cuda else None,
-        driver=said("nvidia-smi", "--query-gpu=driver_version,power.limit", "--format=csv,noheader") if cuda else None,
-        topology=re.sub(r"\x1b\[[0-9;]*m", "", said("nvidia-smi", "topo", "-m") or "") or None if cuda else None,
-        commit=said("git", "rev-parse", "HEAD"),
-        changed=bool(said("git", "status", "--porcelain", "--untracked-files=no")),
-        versions=versions,
-        settings={
-            name: value if isinstance(value, int | float | bool | list) else str(value)
-            for name, value in vars(args).items()
-        },
-    )
 
 
 class Progress:
@@ -670,7 +630,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--out", type=Path, default=ROOT / "results")
-    parser.add_argument("--report", type=Path, metavar="DIR", help="only make the report from DIR/*.jsonl")
+    parser.add_argument("--report", type=Path, metavar="DIR", help="only make the report from DIR/scaling-*.jsonl")
     args = parser.parse_args(argv)
     cuda = args.device == "cuda"
     args.check_tokens = args.check_tokens or (512 if cuda else 32)

@@ -1,13 +1,12 @@
-"""What does training on long rows cost, beside other people's attention? And does a split row train as a whole one?
+"""What does training on long rows cost, beside other people's attention?
 
-    torchrun --standalone --nproc-per-node 4 scripts/bench_training.py speed --tokens 524288 --layers 8
-    torchrun --standalone --nproc-per-node 4 scripts/bench_training.py speed --layers 8 --how torch-cp
-    torchrun --standalone --nproc-per-node 4 scripts/bench_training.py curves --steps 100
-    python scripts/bench_training.py report results         the tables again, from the lines in results/
+    torchrun --standalone --nproc-per-node 4 scripts/bench_training.py --tokens 524288 --layers 8
+    torchrun --standalone --nproc-per-node 4 scripts/bench_training.py --layers 8 --how torch-cp
+    python scripts/bench_training.py --report results       the tables again, from the lines in results/
 
-**speed**: a Llama-3.1-8B-shaped model of ``--layers`` layers, random weights, trains on one row of ``--tokens`` tokens
-of real text (bytes of Python's standard library), dense causal, split over all ranks. Parameters, gradients and AdamW's
-moments are bf16, sharded over the same ranks by FSDP2; gradients are reduced in float32. What differs is the attention:
+A Llama-3.1-8B-shaped model of ``--layers`` layers, random weights, trains on one row of ``--tokens`` tokens of real
+text (bytes of Python's standard library), dense causal, split over all ranks. Parameters, gradients and AdamW's moments
+are bf16, sharded over the same ranks by FSDP2; gradients are reduced in float32. What differs is the attention:
 
 * ``ringattn``: ``attn_implementation="ringattn"``;
 * ``torch-cp``: scaled_dot_product_attention under torch's ``context_parallel``, forward and backward;
@@ -34,16 +33,6 @@ A contestant that cannot run is named with its reason. If it says so before anyt
 rank that fails later writes its reason and ends the launch, because others may wait for it: so a launch for each is
 safest, and what one leaves in memory is not there for the next.
 
-**curves**: a small model, float32 weights and bf16 autocast, on packed documents. cp 1 trains ``--repeats`` times, each
-rank by itself; cp N is all ranks together, under FSDP2. Every optimizer step of every run sees the same rows, with the
-same weights in the beginning. The repeats of cp 1 differ in what no result may depend on: the order in which a step's
-rows are accumulated, and how many of them are in a micro-batch, which changes the shapes of products and what is
-rounded to bf16. So they are as far apart as rounding drives runs, and cp N must not be further away: its largest and
-its rms difference (over steps) from the mean of cp 1 must be within 1.5 times those between the two repeats that differ
-most (differences below 1e-6 of the value, a few roundings of float32, are none). If cp N is one more run like them and
-runs drift apart as random walks do, 8 repeats exceed that in less than 0.5 % of all cases, 4 in 2 to 4 %. The same is
-asked of the norm of the gradient, because AdamW forgets the scale of a gradient. The exit status says whether it holds.
-
 Every measurement is a line of JSON in ``--out``; ``training.md`` there is made from all lines.
 """
 
@@ -53,10 +42,8 @@ import argparse
 import contextlib
 import functools
 import gc
-import importlib.util
-import itertools
+import importlib
 import json
-import os
 import resource
 import sys
 import time
@@ -82,27 +69,30 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 sys.path.append(str(Path(__file__).resolve().parent))
 import bench_scaling
+import json_lines
 import peers
 import ranks
 import train_hf
+from gradient_norm import gradient_norm
 from peers import CannotRun
 
 import ringattn
 import ringattn.hf
-from ringattn import transport, virtual
+from ringattn import transport
 from ringattn.kernels.block import Score, choose
 
 ROOT = Path(__file__).resolve().parent.parent
+NAME = "training"  # of files in --out
 HOW = ("ringattn", "torch-cp", "ring-flash-attn")
 # How far first losses and norms of gradients may be apart, relatively. A loss is a mean over many tokens, each of which
 # rounds to bf16 by itself; a gradient is rounded where it is accumulated.
 NEAR = {"bfloat16": (5e-4, 2e-2), "float32": (1e-5, 1e-3)}
-FACTOR = 1.5  # of the largest differences among runs of cp 1
-RESOLUTION = 1e-6  # of the value: what float32 does not tell apart after some sums
 Words = dict[str, Any]
 Group = Any
-SHAPE = ("layers", "hidden", "heads", "kv_heads", "head_dim", "dtype", "lr")
-SETTING = ("tokens", "intermediate", "vocabulary", "optimizer", "checkpoint", "seed", "peak", *SHAPE)
+SETTING = (
+    "tokens", "intermediate", "vocabulary", "optimizer", "checkpoint", "seed", "peak",
+    "layers", "hidden", "heads", "kv_heads", "head_dim", "dtype", "lr",
+)  # fmt: skip
 
 
 # --- the model ----------------------------------------------------------------------------------------------------
@@ -202,18 +192,6 @@ def flops_per_token(parameters: int, layers: int, heads: int, head_dim: int, tok
     """(causal, dense), forward and backward, see above."""
     attention = 6 * layers * heads * head_dim * tokens
     return 6 * parameters + attention, 6 * parameters + 2 * attention
-
-
-def gradient_norm(model: nn.Module, group: Group = None) -> float:
-    """Of all parameters; each rank holds a shard of them, or all if ``group`` is None."""
-    square = torch.zeros((), device=next(model.parameters()).device)
-    for p in model.parameters():
-        assert p.grad is not None
-        mine = p.grad.to_local() if isinstance(p.grad, DTensor) else p.grad
-        square += torch.linalg.vector_norm(mine, dtype=torch.float32).square()
-    if group is not None:
-        dist.all_reduce(square, group=group)
-    return square.sqrt().item()
 
 
 # --- contestants --------------------------------------------------------------------------------------------------
@@ -387,39 +365,11 @@ MAKERS: dict[str, Callable[[argparse.Namespace, DeviceMesh, torch.device], Conte
 # --- speed --------------------------------------------------------------------------------------------------------
 
 
-class Lines:
-    """This rank's lines of JSON."""
-
-    def __init__(self, folder: Path, rank: int) -> None:
-        self.path = folder / f"training-{time.strftime('%Y%m%d-%H%M%S', time.gmtime())}-{os.getpid()}-rank{rank}.jsonl"
-        self.rank, self.began = rank, time.monotonic()
-
-    def write(self, kind: str, **words: Any) -> None:
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        with self.path.open("a") as file:
-            file.write(json.dumps(dict(kind=kind, at=time.time(), **words)) + "\n")
-
-    def say(self, text: str) -> None:
-        if self.rank == 0:
-            print(f"[{time.monotonic() - self.began:6.1f} s] {text}", flush=True)
-
-
 def label(args: argparse.Namespace, how: str) -> str:
     """A contestant and its options, as scripts/peers.py writes them."""
     mine = [x for x in (args.dataflow, args.kernel) if x != "auto"]
     theirs = {"ringattn": mine, "torch-cp": [args.rotate, args.peer_kernel], "ring-flash-attn": [args.peer_kernel]}
     return "/".join([how, *theirs[how], *(["repeated keys"] if how == "torch-cp" and args.repeat_keys else [])])
-
-
-def agree(reason: str | None) -> str | None:
-    """The same on every rank: None, or what the first rank in trouble says."""
-    said: list[str | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(said, reason)
-    return next((f"rank {rank}: {text}" for rank, text in enumerate(said) if text is not None), None)
-
-
-def one_line(error: BaseException) -> str:
-    return f"{type(error).__name__}: {(str(error).strip() or 'no text').splitlines()[0][:300]}"
 
 
 def text_row(texts: list[bytes], tokens: int, index: int, device: torch.device) -> Words:
@@ -437,10 +387,10 @@ def setting_of(args: argparse.Namespace, device: torch.device, world: int) -> Wo
 def speed(args: argparse.Namespace, device: torch.device) -> int:
     """By every rank of the default group. Returns the exit status."""
     rank, world = dist.get_rank(), dist.get_world_size()
-    lines = Lines(args.out, rank)
+    lines = json_lines.Lines(args.out, NAME, rank)
     setting = setting_of(args, device, world)
     if rank == 0:
-        lines.write("run", **bench_scaling.about(args, device, world))
+        lines.write("run", **json_lines.about(args, device, world))
     mesh = init_device_mesh(device.type, (world,), mesh_dim_names=("cp",))
     status = 0
     for at, how in enumerate(args.how):
@@ -448,8 +398,8 @@ def speed(args: argparse.Namespace, device: torch.device) -> int:
         try:
             contestant = MAKERS[how](args, mesh, device)
         except Exception as error:
-            reason = str(error) if isinstance(error, CannotRun) else one_line(error)
-        if reason := agree(reason):  # nothing has been sent: others go on
+            reason = str(error) if isinstance(error, CannotRun) else ranks.one_line(error)
+        if reason := ranks.agree(reason):  # nothing has been sent: others go on
             lines.say(f"missing: {name}: {reason}")
             if rank == 0:
                 lines.write("missing", how=name, setting=setting, reason=reason)
@@ -459,7 +409,7 @@ def speed(args: argparse.Namespace, device: torch.device) -> int:
             row = train(args, contestant, name, mesh, device, lines)
         except Exception as error:
             traceback.print_exc()
-            lines.write("missing", how=name, setting=setting, reason=f"rank {rank}: {one_line(error)}")
+            lines.write("missing", how=name, setting=setting, reason=f"rank {rank}: {ranks.one_line(error)}")
             print(f"rank {rank}: {name} failed; not run: {', '.join(args.how[at + 1 :]) or 'none'}", flush=True)
             status = 1
             break
@@ -479,7 +429,7 @@ def train(
     how: str,
     mesh: DeviceMesh,
     device: torch.device,
-    lines: Lines,
+    lines: json_lines.Lines,
 ) -> Words:
     world, group = mesh.size(), mesh.get_group()
     before = torch.cuda.memory_allocated() if device.type == "cuda" else 0
@@ -555,165 +505,7 @@ def synchronize(device: torch.device) -> None:
         torch.cuda.synchronize()
 
 
-# --- curves -------------------------------------------------------------------------------------------------------
-
-
-def small_model(args: argparse.Namespace, device: torch.device) -> Any:
-    torch.manual_seed(args.seed)
-    config = LlamaConfig(
-        vocab_size=258,  # bytes, start of a document, padding
-        hidden_size=args.hidden,
-        intermediate_size=3 * args.hidden,
-        num_hidden_layers=args.layers,
-        num_attention_heads=args.heads,
-        num_key_value_heads=args.kv_heads,
-        head_dim=args.head_dim,
-        max_position_embeddings=args.context,
-        tie_word_embeddings=False,
-        bos_token_id=256,
-        pad_token_id=257,
-        eos_token_id=None,
-    )
-    model: Any = LlamaForCausalLM._from_config(config, attn_implementation=ringattn.hf.NAME, dtype=torch.float32)
-    return model.to(device).train()
-
-
-def micro_batches(rows: int, variant: int) -> list[list[int]]:
-    """The rows of a step, in the order of a variant and by as many as it takes at once. They hold the same rows."""
-    sizes = [n for n in range(1, rows + 1) if rows % n == 0]
-    size = sizes[variant % len(sizes)]
-    order = torch.randperm(rows, generator=torch.Generator().manual_seed(variant)).tolist()
-    return [order[i : i + size] for i in range(0, rows, size)]
-
-
-def curve(args: argparse.Namespace, device: torch.device, mesh: DeviceMesh | None, variant: int) -> list[list[float]]:
-    """Loss and norm of the gradient of every step: of this rank by itself, or of all ranks of ``mesh`` together."""
-    group: Any = mesh if mesh is not None else virtual.VirtualRank(0, 1, device)
-    size = mesh.size() if mesh is not None else 1
-    model = small_model(args, device)
-    if mesh is not None:
-        for layer in model.model.layers:
-            fully_shard(layer, mesh=mesh)
-        fully_shard(model, mesh=mesh)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, betas=(0.9, 0.95), weight_decay=0.1)
-    texts = train_hf.documents(args.text)
-    autocast = torch.autocast(device.type, torch.bfloat16, enabled=args.dtype == "bfloat16")
-    losses, norms = [], []
-    for step in range(args.steps):
-        for options in optimizer.param_groups:
-            options["lr"] = args.lr * min(1.0, (step + 1) / 10)
-        rows = [train_hf.row(texts, args.context, step * args.rows + i) for i in range(args.rows)]
-        pieces = []
-        for chosen in micro_batches(args.rows, variant):
-            batch = {name: torch.cat([rows[i][name] for i in chosen]).to(device) for name in rows[0]}
-            pieces.append(ringattn.hf.Sequence(model, batch, group, dataflow=args.dataflow, kernel=args.kernel))
-        total = ringattn.loss.count_targets([piece.local["shift_labels"] for piece in pieces], group)
-        summed = torch.zeros((), device=device)
-        for piece in pieces:
-            with piece.active() as local:
-                local["num_items_in_batch"] = total
-                with autocast:
-                    loss = model(**local, use_cache=False).loss * size  # FSDP averages
-                loss.backward()
-            summed += loss.detach()
-        norms.append(gradient_norm(model, mesh.get_group() if mesh is not None else None))
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(ringattn.loss.reduced(summed, group, wrapper="averages").item())
-    return [losses, norms]
-
-
-def verdict(alone: Sequence[Sequence[float]], split: Sequence[float], factor: float = FACTOR) -> Words:
-    """Is ``split`` no further from the mean of the runs ``alone`` than rounding drives these apart?
-
-    Raises:
-        ValueError: there is one run only.
-    """
-    runs = torch.tensor(alone, dtype=torch.float64)
-    off = torch.tensor(split, dtype=torch.float64) - runs.mean(0)
-    pairs = [a - b for a, b in itertools.combinations(runs, 2)]
-    if not pairs:
-        raise ValueError("one run of cp 1 says nothing about rounding; take --repeats 2 or more")
-    size = RESOLUTION * runs.abs().mean().item()
-    noise = {"max": max(size, *(d.abs().max().item() for d in pairs))}
-    noise["rms"] = max(size, *(d.square().mean().sqrt().item() for d in pairs))
-    found = {"max": off.abs().max().item(), "rms": off.square().mean().sqrt().item()}
-    return dict(difference=found, noise=noise, factor=factor, holds=all(found[n] <= factor * noise[n] for n in found))
-
-
-def curves(args: argparse.Namespace, device: torch.device) -> int:
-    """By every rank of the default group. Returns the exit status."""
-    rank, world = dist.get_rank(), dist.get_world_size()
-    lines = Lines(args.out, rank)
-    mesh = init_device_mesh(device.type, (world,), mesh_dim_names=("cp",))
-    mine: dict[int, list[list[float]]] = {}
-    for variant in range(args.repeats):
-        if (variant + variant // world) % world != rank:  # another rank gets the slow small micro-batches each time
-            continue
-        mine[variant] = curve(args, device, None, variant)
-        lines.say(f"cp 1, repeat {variant}: loss {mine[variant][0][0]:.5f} to {mine[variant][0][-1]:.5f}")
-    gathered: list[Any] = [None] * world
-    dist.all_gather_object(gathered, mine)
-    alone = [run for _, run in sorted(pair for part in gathered for pair in part.items())]
-    split = curve(args, device, mesh, args.repeats)  # one more variant, over the ranks
-    lines.say(f"cp {world}: loss {split[0][0]:.5f} to {split[0][-1]:.5f}")
-
-    names = ("loss", "norm of the gradient")
-    judged = {name: verdict([run[i] for run in alone], split[i]) for i, name in enumerate(names)}
-    holds = all(found["holds"] for found in judged.values())
-    if rank == 0:
-        lines.write("run", **bench_scaling.about(args, device, world))
-        whole = {name: dict(alone=[run[i] for run in alone], split=split[i]) for i, name in enumerate(names)}
-        setting = {n: getattr(args, n) for n in ("steps", "rows", "context", *SHAPE)}
-        lines.write("curves", ranks=world, setting=setting, curves=whole, verdict=judged, holds=holds)
-        if importlib.util.find_spec("matplotlib") is not None:
-            draw(whole["loss"], judged["loss"], world, lines.path.with_suffix(".png"))
-        print(report(args.out))
-    dist.barrier()  # torchrun ends all when the first one fails
-    return 0 if holds else 1
-
-
-def draw(found: Words, judged: Words, ranks: int, path: Path) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, (above, below) = plt.subplots(2, 1, sharex=True, figsize=(8, 6), layout="constrained")
-    runs = torch.tensor(found["alone"], dtype=torch.float64)
-    split, mean = torch.tensor(found["split"], dtype=torch.float64), runs.mean(0)
-    for i, run in enumerate(runs):
-        label = f"cp 1, {len(runs)} repeats" if i == 0 else None
-        above.plot(run, color="0.6", linewidth=1, label=label)
-        below.plot(run - mean, color="0.6", linewidth=1, label=label)
-    above.plot(split, color="C0", linewidth=1, linestyle="--", label=f"cp {ranks}")
-    below.plot(split - mean, color="C0", linewidth=1, label=f"cp {ranks}")
-    limit = judged["factor"] * judged["noise"]["max"]
-    below.axhspan(-limit, limit, color="C2", alpha=0.1, label="allowed")
-    above.set_ylabel("loss")
-    below.set_ylabel("loss, from the mean of cp 1")
-    below.set_xlabel("step")
-    above.legend()
-    below.legend()
-    figure.savefig(path, dpi=120)
-    plt.close(figure)
-
-
 # --- report -------------------------------------------------------------------------------------------------------
-
-
-def read(folder: Path) -> list[Words]:
-    """All lines, the oldest first; one that was cut off when its writer was killed is left out."""
-    found = []
-    for path in folder.glob("training-*.jsonl"):
-        for text in path.read_text().splitlines():
-            with contextlib.suppress(json.JSONDecodeError):
-                found.append(json.loads(text))
-    return sorted(found, key=lambda line: line["at"])
-
-
-def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    return [f"| {' | '.join(row)} |" for row in (head, ["---"] * len(head), *rows)]
 
 
 def near(line: Words, other: Words, dtype: str) -> str:
@@ -729,16 +521,8 @@ def report(folder: Path) -> str:
     Raises:
         FileNotFoundError: there are none.
     """
-    lines = read(folder)
-    if not lines:
-        raise FileNotFoundError(f"no lines of training-*.jsonl in {folder}")
-    text = ["# Training over ranks", ""]
-    for line in lines:
-        if line["kind"] == "run":
-            versions = ", ".join(f"{name} {version}" for name, version in line["versions"].items())
-            commit = f"{str(line['commit'])[:12]}{' and changes' if line['changed'] else ''}"
-            text.append(f"* {line['time']}: {line['world']} x {line['device']}; commit {commit}; {versions}")
-            text.append(f"  * `{line['command']}`")
+    lines = json_lines.read(folder, NAME)
+    text = ["# Training over ranks", "", *json_lines.runs(lines)]
 
     settings: dict[str, dict[str, Words]] = {}
     for line in lines:
@@ -750,9 +534,6 @@ def report(folder: Path) -> str:
             of[line["how"]] = line
     for key, found in settings.items():
         text += ["", *speed_table(json.loads(key), found)]
-    for line in lines:
-        if line["kind"] == "curves":
-            text += ["", *curves_table(line)]
     whole = "\n".join([*text, ""])
     (folder / "training.md").write_text(whole)
     return whole
@@ -793,32 +574,11 @@ def speed_table(setting: Words, found: dict[str, Words]) -> list[str]:
             ]
         )
     head = ["", "attention", "tokens/s/GPU", "MFU causal", "MFU dense", "s per step", "GiB (device)", "losses"]
-    text += table([*head, "gradient", "agrees"], cells) if cells else []
+    text += json_lines.table([*head, "gradient", "agrees"], cells) if cells else []
     for how in order:
         if found[how]["kind"] == "missing":
             text += ["", f"Missing: {how}: {found[how]['reason']}"]
     return text
-
-
-def curves_table(line: Words) -> list[str]:
-    setting = ", ".join(f"{name} {value}" for name, value in line["setting"].items())
-    repeats = len(line["curves"]["loss"]["alone"])
-    cells = []
-    for name, found in line["verdict"].items():
-        numbers = [f"{found[which][kind]:.2e}" for kind in ("max", "rms") for which in ("difference", "noise")]
-        cells.append([name, *numbers, "yes" if found["holds"] else "NO"])
-    factor = next(iter(line["verdict"].values()))["factor"]
-    last = line["curves"]["loss"]
-    mean = sum(run[-1] for run in last["alone"]) / repeats
-    return [
-        f"## Loss curves of cp 1 and cp {line['ranks']}",
-        "",
-        f"{setting}. Last loss: cp 1 {mean:.4f} (mean of {repeats}), cp {line['ranks']} {last['split'][-1]:.4f}. "
-        f"Differences over steps: of cp {line['ranks']} from the mean of cp 1; noise: of the two runs of cp 1 that "
-        f"differ most. Within: at most {factor} times that.",
-        "",
-        *table(["", "largest", "noise", "rms", "noise", "within"], cells),
-    ]
 
 
 # --- the command --------------------------------------------------------------------------------------------------
@@ -826,76 +586,46 @@ def curves_table(line: Words) -> list[str]:
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    commands = parser.add_subparsers(dest="command", required=True)
-    fast, small = commands.add_parser("speed"), commands.add_parser("curves")
-    fast.add_argument("--how", nargs="+", choices=HOW, default=["ringattn"], help="whose attention, in this order")
-    fast.add_argument("--tokens", type=int, default=524288, help="of the row, over all ranks")
-    fast.add_argument("--warm-up-tokens", type=int, help="default: a 16th of --tokens")
-    fast.add_argument("--steps", type=int, default=2, help="that count, after the warm-up")
-    fast.add_argument("--layers", type=int, default=32)
-    fast.add_argument("--hidden", type=int, default=4096)
-    fast.add_argument("--intermediate", type=int, help="default: 3.5 times --hidden")
-    fast.add_argument("--heads", type=int, default=32)
-    fast.add_argument("--kv-heads", type=int, default=8)
-    fast.add_argument("--head-dim", type=int, default=128)
-    fast.add_argument("--vocabulary", type=int, default=128256)
-    fast.add_argument("--chunk", type=int, default=4096, help="tokens whose logits are in memory together")
-    fast.add_argument("--checkpoint", choices=["selective", "full"], default="selective")
-    fast.add_argument("--optimizer", choices=["adamw", "sgd"], default="adamw", help="states have the weights' dtype")
-    fast.add_argument("--lr", type=float, default=1e-4)
-    fast.add_argument("--peak", type=float, default=bench_scaling.PEAK, help="TFLOP/s of one GPU")
-    fast.add_argument("--rotate", choices=["allgather", "alltoall"], default="allgather", help="of torch-cp")
-    fast.add_argument("--repeat-keys", action="store_true", help="torch-cp gets as many key heads as query heads")
-    fast.add_argument("--peer-kernel", choices=["cudnn", "fa2", "flash-attn", "cpu"], help="default: cudnn, or cpu")
-    fast.add_argument("--wheels", type=Path, default=ROOT / ".whl", help="folder with the wheel of ring-flash-attn")
-    small.add_argument("--steps", type=int, default=100)
-    small.add_argument("--repeats", type=int, default=8, help="runs of cp 1")
-    small.add_argument("--rows", type=int, default=8, help="of one step")
-    small.add_argument("--context", type=int, default=4096)
-    small.add_argument("--layers", type=int, default=4)
-    small.add_argument("--hidden", type=int, default=512)
-    small.add_argument("--heads", type=int, default=8)
-    small.add_argument("--kv-heads", type=int, default=4)
-    small.add_argument("--head-dim", type=int, default=64)
-    small.add_argument("--lr", type=float, default=1e-3, help="reached in 10 steps")
-    small.add_argument("--text", help="a file or a folder; default: Python's standard library")
-    for command in (fast, small):
-        command.add_argument("--dataflow", default="auto", help="of ringattn")
-        command.add_argument("--kernel", default="auto", help="of ringattn")
-        command.add_argument("--dtype", choices=list(NEAR), default="bfloat16", help="of curves: of autocast")
-        command.add_argument("--seed", type=int, default=0)
-        command.add_argument(
-            "--device", choices=["cuda", "cpu"], default="cuda" if torch.cuda.is_available() else "cpu"
-        )
-        command.add_argument("--out", type=Path, default=ROOT / "results")
-    commands.add_parser("report").add_argument("folder", type=Path, nargs="?", default=ROOT / "results")
+    parser.add_argument("--how", nargs="+", choices=HOW, default=["ringattn"], help="whose attention, in this order")
+    parser.add_argument("--tokens", type=int, default=524288, help="of the row, over all ranks")
+    parser.add_argument("--warm-up-tokens", type=int, help="default: a 16th of --tokens")
+    parser.add_argument("--steps", type=int, default=2, help="that count, after the warm-up")
+    parser.add_argument("--layers", type=int, default=32)
+    parser.add_argument("--hidden", type=int, default=4096)
+    parser.add_argument("--intermediate", type=int, help="default: 3.5 times --hidden")
+    parser.add_argument("--heads", type=int, default=32)
+    parser.add_argument("--kv-heads", type=int, default=8)
+    parser.add_argument("--head-dim", type=int, default=128)
+    parser.add_argument("--vocabulary", type=int, default=128256)
+    parser.add_argument("--chunk", type=int, default=4096, help="tokens whose logits are in memory together")
+    parser.add_argument("--checkpoint", choices=["selective", "full"], default="selective")
+    parser.add_argument("--optimizer", choices=["adamw", "sgd"], default="adamw", help="states have the weights' dtype")
+    parser.add_argument("--lr", type=float, default=1e-4)
+    parser.add_argument("--peak", type=float, default=bench_scaling.PEAK, help="TFLOP/s of one GPU")
+    parser.add_argument("--rotate", choices=["allgather", "alltoall"], default="allgather", help="of torch-cp")
+    parser.add_argument("--repeat-keys", action="store_true", help="torch-cp gets as many key heads as query heads")
+    parser.add_argument("--peer-kernel", choices=["cudnn", "fa2", "flash-attn", "cpu"], help="default: cudnn, or cpu")
+    parser.add_argument("--wheels", type=Path, default=ROOT / ".whl", help="folder with the wheel of ring-flash-attn")
+    parser.add_argument("--dataflow", default="auto", help="of ringattn")
+    parser.add_argument("--kernel", default="auto", help="of ringattn")
+    parser.add_argument("--dtype", choices=list(NEAR), default="bfloat16")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--out", type=Path, default=ROOT / "results")
+    parser.add_argument("--report", type=Path, metavar="DIR", help="only make the report from DIR/training-*.jsonl")
     args = parser.parse_args(argv)
-    if args.command == "speed":
-        args.intermediate = args.intermediate or 7 * args.hidden // 2
-        args.warm_up_tokens = args.warm_up_tokens or max(args.tokens // 16, min(args.tokens, 64))
-        args.peer_kernel = args.peer_kernel or ("cudnn" if args.device == "cuda" else "cpu")
+    args.intermediate = args.intermediate or 7 * args.hidden // 2
+    args.warm_up_tokens = args.warm_up_tokens or max(args.tokens // 16, min(args.tokens, 64))
+    args.peer_kernel = args.peer_kernel or ("cudnn" if args.device == "cuda" else "cpu")
     return args
 
 
 def main(argv: list[str] | None = None) -> int:
     args = parse(argv)
-    if args.command == "report":
-        print(report(args.folder))
+    if args.report is not None:
+        print(report(args.report))
         return 0
-    device = ranks.join(args.device)
-    try:
-        status = {"speed": speed, "curves": curves}[args.command](args, device)
-    except Exception:
-        traceback.print_exc()
-        status = 1
-    if status == 0:
-        dist.destroy_process_group()
-        return 0
-    if dist.get_rank() != 0:
-        time.sleep(5.0)  # torchrun ends all when the first one fails, and rank 0 may be about to say why
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(status)  # without taking leave of a group in which others may wait
+    return ranks.run(args.device, lambda device: speed(args, device))
 
 
 if __name__ == "__main__":

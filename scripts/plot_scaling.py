@@ -2,9 +2,9 @@
 
     python scripts/plot_scaling.py results
 
-Reads ``results/*.jsonl``, writes ``results/scaling.md`` and the plots beside it. A later run replaces rows of an
-earlier one with the same device, world, problem and pass. Without matplotlib there are no plots, and the report says
-how to make them.
+Reads ``results/scaling-*.jsonl``, writes ``results/scaling.md`` and the plots beside it. A later run replaces rows of
+an earlier one with the same device, world, problem and pass. Without matplotlib there are no plots, and the report
+says how to make them.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ GIB = 2**30
 def read(folder: Path) -> list[list[Line]]:
     """The lines of every run, in the order of their time; each run begins with its line of kind "run"."""
     runs = []
-    for path in sorted(folder.glob("*.jsonl")):
+    for path in sorted(folder.glob("scaling-*.jsonl")):  # other scripts may have their lines beside them
         lines = []
         for text in path.read_text().splitlines():
             try:
@@ -62,7 +62,7 @@ def report(folder: Path) -> str:
     """
     runs = read(folder)
     if not runs:
-        raise FileNotFoundError(f"no lines of scripts/bench_scaling.py in {folder}/*.jsonl")
+        raise FileNotFoundError(f"no lines of scripts/bench_scaling.py in {folder}/scaling-*.jsonl")
     rows = latest(runs, "row", "ranks", "tokens", "mask", "heads", "head_dim", "what")
     plotting = importlib.util.find_spec("matplotlib") is not None
     drawn = plots(folder, runs, rows) if plotting else []

@@ -176,6 +176,8 @@ def made_up(folder: Path, seconds: int, rate: float) -> None:
 def test_a_report_is_made_from_the_lines_alone_and_later_rows_win(tmp_path: Path, monkeypatch) -> None:
     made_up(tmp_path, 1, 450.0)
     made_up(tmp_path, 2, 480.0)
+    other = dict(kind="run", time="2026-01-02"), dict(kind="row", tokens=1)  # of another script, in the same folder
+    (tmp_path / "training-1.jsonl").write_text("\n".join(map(json.dumps, other)))
     assert bench_scaling.main(["--report", str(tmp_path)]) == 0
     text = (tmp_path / "scaling.md").read_text()
     assert "| 4 | 8,192 | 480 (80.0%) | 600 |" in text

@@ -1,5 +1,4 @@
-"""scripts/bench_training.py: contestants on gloo ranks against one process, curves with and without an error, and the
-report from made-up lines."""
+"""scripts/bench_training.py: contestants on gloo ranks against one process, and the report from made-up lines."""
 
 from __future__ import annotations
 
@@ -23,23 +22,21 @@ import ringattn.hf
 from ringattn import virtual
 from scripts import bench_training
 
+json_lines = bench_training.json_lines
 ROOT = Path(__file__).resolve().parents[1]
 WHEEL = bool(list((ROOT / ".whl").glob("ring_flash_attn-*.whl"))) or importlib.util.find_spec("ring_flash_attn")
-SMALL = ["--device=cpu", "--hidden=32", "--layers=2", "--heads=4", "--kv-heads=2", "--head-dim=8"]
-TINY = ["speed", *SMALL, "--tokens=128", "--vocabulary=260", "--chunk=20", "--lr=1e-2"]
-CURVES = ["curves", *SMALL, "--context=32", "--rows=4", "--steps=3", "--repeats=3", "--dtype=float32"]
+TINY = ["--device=cpu", "--hidden=32", "--layers=2", "--heads=4", "--kv-heads=2", "--head-dim=8"]
+TINY += ["--tokens=128", "--vocabulary=260", "--chunk=20", "--lr=1e-2"]
 
 
 def run(arguments: list[str]) -> int:
-    args = bench_training.parse(arguments)
-    command = {"speed": bench_training.speed, "curves": bench_training.curves}[args.command]
-    return command(args, torch.device("cpu"))
+    return bench_training.speed(bench_training.parse(arguments), torch.device("cpu"))
 
 
 def lines(folder: Path) -> dict[str, list[dict]]:
     """By kind."""
     found: dict[str, list[dict]] = {}
-    for line in bench_training.read(folder):
+    for line in json_lines.read(folder, bench_training.NAME):
         found.setdefault(line["kind"], []).append(line)
     return found
 
@@ -233,78 +230,11 @@ def test_one_that_fails_is_named_by_every_rank_and_ends_the_launch(pools, world_
     assert all(f"rank {rank}: OutOfMemoryError" in text for rank in range(world_size))
 
 
-# --- curves -------------------------------------------------------------------------------------------------------
-
-
-def run_with_error(arguments: list[str]) -> int:
-    """One rank of several has other scores."""
-    attend = ringattn.hf.attention
-
-    def wrong(q: Tensor, k: Tensor, v: Tensor, plan: ringattn.Plan, **options: Any) -> Any:
-        return attend(q * 1.1 if (plan.rank, plan.world_size) == (1, 2) else q, k, v, plan, **options)
-
-    ringattn.hf.attention = wrong
-    try:
-        return run(arguments)
-    finally:
-        ringattn.hf.attention = attend
-
-
-@pytest.mark.parametrize("world_size", on_ranks(2))
-def test_curves_agree_unless_a_rank_is_wrong(pools, world_size: int, tmp_path: Path) -> None:
-    good, bad = tmp_path / "good", tmp_path / "bad"
-    assert pools(world_size).run(run, [*CURVES, f"--out={good}"]) == [0] * world_size
-    (found,) = lines(good)["curves"]
-    loss = found["curves"]["loss"]
-    assert len(loss["alone"]) == 3
-    assert all(len(run) == 3 for run in [*loss["alone"], loss["split"]])
-    assert len(set(loss["split"])) == 3  # it trains
-    for name in found["curves"]:
-        assert found["curves"][name]["split"] == pytest.approx(found["curves"][name]["alone"][0], rel=1e-5)
-    if importlib.util.find_spec("matplotlib"):
-        (picture,) = good.glob("*.png")
-        assert picture.read_bytes().startswith(b"\x89PNG")
-
-    assert pools(world_size).run(run_with_error, [*CURVES, f"--out={bad}"]) == [1] * world_size
-    (found,) = lines(bad)["curves"]
-    assert not found["holds"]
-    assert "| NO |" in (bad / "training.md").read_text()
-
-
-@pytest.mark.parametrize("variant", range(6))
-def test_variants_of_a_step_hold_the_same_rows(variant: int) -> None:
-    found = bench_training.micro_batches(12, variant)
-    assert sorted(i for piece in found for i in piece) == list(range(12))
-    assert {len(piece) for piece in found} == {[1, 2, 3, 4, 6, 12][variant]}
-
-
-def test_the_verdict_is_about_the_noise_of_one_rank() -> None:
-    torch.manual_seed(0)
-    walks = 1e-3 * torch.randn(9, 100).cumsum(1) + torch.linspace(5, 2, 100)
-    *alone, split = walks.tolist()
-    found = bench_training.verdict(alone, split)
-    assert found["holds"]
-    runs = walks[:8].double()
-    assert found["noise"]["max"] == pytest.approx((runs[:, None] - runs).abs().max().item())
-    assert found["difference"]["max"] == pytest.approx((walks[8] - runs.mean(0)).abs().max().item())
-    shifted = [x + 0.06 for x in split]
-    assert not bench_training.verdict(alone, shifted)["holds"]
-    spike = [*split[:50], split[50] + 0.1, *split[51:]]  # one step, which the rms hides
-    assert not bench_training.verdict(alone, spike)["holds"]
-    assert not bench_training.verdict(alone, [float("nan")] * 100)["holds"]
-
-    still = [[3.0, 2.0]] * 3
-    assert bench_training.verdict(still, [3.0000005, 2.0])["holds"]  # float32's own
-    assert not bench_training.verdict(still, [3.0001, 2.0])["holds"]
-    with pytest.raises(ValueError, match="--repeats"):
-        bench_training.verdict([[1.0]], [1.0])
-
-
 # --- report -------------------------------------------------------------------------------------------------------
 
 
 def test_a_report_is_made_from_the_lines_alone_and_later_ones_win(tmp_path: Path) -> None:
-    args = bench_training.parse(["speed", "--layers=8"])
+    args = bench_training.parse(["--layers=8"])
     setting = bench_training.setting_of(args, torch.device("cpu"), 4)
 
     def row(at: int, how: str, rate: float, loss: float) -> dict[str, Any]:
@@ -324,7 +254,7 @@ def test_a_report_is_made_from_the_lines_alone_and_later_ones_win(tmp_path: Path
     ]
     text = "\n".join(map(json.dumps, written)) + '\n{"kind": "row", "at"'  # killed while it wrote
     (tmp_path / "training-1-rank0.jsonl").write_text(text)
-    assert bench_training.main(["report", str(tmp_path)]) == 0
+    assert bench_training.main(["--report", str(tmp_path)]) == 0
     said = (tmp_path / "training.md").read_text()
     assert "## 524,288 tokens, 8 layers, 4 x cpu" in said
     where = "gather, hopper; attention kept"

@@ -1,0 +1,112 @@
+"""Measurements as lines of JSON: written by each rank to a file of its own when they are there, and read again for a
+report. The first line of a run, of kind "run", says what its numbers mean nothing without."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib
+import importlib.util
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+import ringattn
+
+ROOT = Path(__file__).resolve().parent.parent
+Words = dict[str, Any]
+
+
+def about(args: argparse.Namespace, device: torch.device, world: int) -> Words:
+    """What a number means nothing without: the line of kind "run"."""
+
+    def said(*command: str) -> str | None:
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, timeout=20, cwd=ROOT)
+        except (OSError, subprocess.TimeoutExpired):
+            return None
+        return done.stdout.rstrip() if done.returncode == 0 else None
+
+    cuda = device.type == "cuda"
+    versions = dict(torch=torch.__version__, cuda=torch.version.cuda, python=sys.version.split()[0])
+    versions["ringattn"] = ringattn.__version__
+    if importlib.util.find_spec("triton") is not None:
+        versions["triton"] = importlib.import_module("triton").__version__
+    if cuda:
+        versions |= dict(cudnn=torch.backends.cudnn.version(), nccl=".".join(map(str, torch.cuda.nccl.version())))
+    return dict(
+        time=time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime()),
+        command=" ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+        world=world,
+        device=torch.cuda.get_device_name() if cuda else "cpu",
+        memory_limit=torch.cuda.get_device_properties(device).total_memory if cuda else None,
+        driver=said("nvidia-smi", "--query-gpu=driver_version,power.limit", "--format=csv,noheader") if cuda else None,
+        topology=re.sub(r"\x1b\[[0-9;]*m", "", said("nvidia-smi", "topo", "-m") or "") or None if cuda else None,
+        commit=said("git", "rev-parse", "HEAD"),
+        changed=bool(said("git", "status", "--porcelain", "--untracked-files=no")),
+        versions=versions,
+        settings={
+            name: value if isinstance(value, int | float | bool | list) else str(value)
+            for name, value in vars(args).items()
+        },
+    )
+
+
+class Lines:
+    """This rank's file. ``name``: of the measurement, and the beginning of the file's name."""
+
+    def __init__(self, folder: Path, name: str, rank: int) -> None:
+        stamp = time.strftime("%Y%m%d-%H%M%S", time.gmtime())
+        self.path = folder / f"{name}-{stamp}-{os.getpid()}-rank{rank}.jsonl"
+        self.rank, self.began = rank, time.monotonic()
+
+    def write(self, kind: str, **words: Any) -> None:
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        with self.path.open("a") as file:
+            file.write(json.dumps(dict(kind=kind, at=time.time(), **words)) + "\n")
+
+    def say(self, text: str) -> None:
+        if self.rank == 0:
+            print(f"[{time.monotonic() - self.began:6.1f} s] {text}", flush=True)
+
+
+def read(folder: Path, name: str) -> list[Words]:
+    """All lines of a measurement, the oldest first; one that was cut off when its writer was killed is left out.
+
+    Raises:
+        FileNotFoundError: there are none.
+    """
+    found = []
+    for path in folder.glob(f"{name}-*.jsonl"):
+        for text in path.read_text().splitlines():
+            with contextlib.suppress(json.JSONDecodeError):
+                found.append(json.loads(text))
+    if not found:
+        raise FileNotFoundError(f"no lines of {name}-*.jsonl in {folder}")
+    return sorted(found, key=lambda line: line["at"])
+
+
+def runs(lines: Sequence[Words]) -> list[str]:
+    """When, where and by which command lines were written, in Markdown."""
+    text = []
+    for line in lines:
+        if line["kind"] == "run":
+            versions = ", ".join(f"{name} {version}" for name, version in line["versions"].items())
+            commit = f"{str(line['commit'])[:12]}{' and changes' if line['changed'] else ''}"
+            text.append(f"* {line['time']}: {line['world']} x {line['device']}; commit {commit}; {versions}")
+            text.append(f"  * `{line['command']}`")
+    return text
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    """In Markdown."""
+    return [f"| {' | '.join(row)} |" for row in (head, ["---"] * len(head), *rows)]
