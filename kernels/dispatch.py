@@ -16,7 +16,9 @@ _compiled: dict[tuple, tuple[CompiledKernel, list[Any]]] = {}
 
 
 def dispatch(kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> None:
-    """``kernel[grid](*args, **constants)`` on the current stream; ``constants`` are its constexprs and options."""
+    """``kernel[grid](*args, **constants)`` on the current stream; ``constants`` are its constexprs and options.
+
+    Products and sums are fused: scores are one instruction, and Triton 3.10 will not do so unless it is told."""
     grid = (*grid, 1, 1)[:3]
     device = next(x.device for x in args if isinstance(x, Tensor))
     key = (kernel, device, *map(_kind, args), *constants.values())
@@ -25,7 +27,7 @@ def dispatch(kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -
         compiled, values = found
         compiled[grid](*args, *values)
         return
-    compiled = kernel[grid](*args, **constants)
+    compiled = kernel[grid](*args, enable_fp_fusion=True, **constants)
     if isinstance(compiled, CompiledKernel):  # the interpreter compiles nothing
         _compiled[key] = compiled, [constants[name] for name in kernel.arg_names[len(args) :]]
 

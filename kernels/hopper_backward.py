@@ -88,7 +88,15 @@ from .hopper_backward_pieces import (
     _tiles,
     _tour,
 )
-from .hopper_primitives import barrier_arrive, barrier_sync, raise_counter, tma_reduce_add, wait_row
+from .hopper_primitives import (
+    async_load,
+    barrier_arrive,
+    barrier_sync,
+    raise_counter,
+    reinterpret,
+    tma_reduce_add,
+    wait_row,
+)
 from .tensor_maps import view
 
 __all__ = ["STORES_INTO", "backward", "departures", "unsupported"]
@@ -139,18 +147,16 @@ def _producer(
                 q_full.index(stage),
                 TILE + lse_desc.block_type.nbytes + bounds_desc.block_type.nbytes,
             )
-            tma.async_copy_global_to_shared(
-                bounds_desc, [bounds_row + j, 0], q_full.index(stage), bounds_s.index(stage)
-            )
+            async_load(bounds_desc, [bounds_row + j, 0], q_full.index(stage), bounds_s.index(stage))
         else:
             mbarrier.expect(q_full.index(stage), TILE + lse_desc.block_type.nbytes)
         _load_pieces(q_desc, [batch, j * BM, head], q_full.index(stage), q_s, stage)
-        tma.async_copy_global_to_shared(lse_desc, [row, 0], q_full.index(stage), lse_s.index(stage))
+        async_load(lse_desc, [row, 0], q_full.index(stage), lse_s.index(stage))
         if i >= 2:
             barrier_sync(DO_FREE + stage, LOADERS, warps=1)
         mbarrier.expect(dout_full.index(stage), TILE + delta_desc.block_type.nbytes)
         _load_pieces(dout_desc, [batch, j * BM, head], dout_full.index(stage), dout_s, stage)
-        tma.async_copy_global_to_shared(delta_desc, [row, 0], dout_full.index(stage), delta_s.index(stage))
+        async_load(delta_desc, [row, 0], dout_full.index(stage), delta_s.index(stage))
         j, head = _next(i, j, head, cut_steps, heads, stops)
 
 
@@ -374,9 +380,9 @@ def _kernel(
     v_s = _matrices(v_t)
     q_s = _matrices(q_t)
     dout_s = _matrices(dout_t)
-    lse_v = lse_t._reinterpret(gl.float32, [2, BM], ROW_L)
-    delta_v = delta_t._reinterpret(gl.float32, [2, BM], ROW_L)
-    bounds_v = bounds_t._reinterpret(gl.int32, [4, BM], ROW_L)
+    lse_v = reinterpret(lse_t, gl.float32, [2, BM], ROW_L)
+    delta_v = reinterpret(delta_t, gl.float32, [2, BM], ROW_L)
+    bounds_v = reinterpret(bounds_t, gl.int32, [4, BM], ROW_L)
     for i in gl.static_range(2):
         mbarrier.init(kv_full.index(i), count=1)
         mbarrier.init(q_full.index(i), count=1)

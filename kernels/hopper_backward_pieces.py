@@ -5,9 +5,9 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import tma, warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warpgroup_mma_wait
 
-from .hopper_primitives import exchange_blocks
+from .hopper_primitives import async_load, exchange_blocks, reinterpret
 
 BM = gl.constexpr(64)  # queries of a step
 BN = gl.constexpr(128)  # keys of a CTA of hopper_backward.py; a consumer has 64, in both
@@ -21,10 +21,10 @@ STAGING = gl.constexpr(160)  # one consumer and its writer
 @gluon.jit
 def _load_pieces(desc, row, full, tiles, i):
     """Rows of one head to tile i of each piece of the columns."""
-    tma.async_copy_global_to_shared(desc[0], [row[0], row[1], row[2], 0], full, tiles[0].index(i))
+    async_load(desc[0], [row[0], row[1], row[2], 0], full, tiles[0].index(i))
     if len(desc) == 2:
         FIRST: gl.constexpr = desc[0].block_type.shape[3]
-        tma.async_copy_global_to_shared(desc[1], [row[0], row[1], row[2], FIRST], full, tiles[1].index(i))
+        async_load(desc[1], [row[0], row[1], row[2], FIRST], full, tiles[1].index(i))
 
 
 @gluon.jit
@@ -173,7 +173,7 @@ def _tiles(desc, COUNT: gl.constexpr = 2):
 def _without_ones(tiles):
     """The same memory without the dimensions of length one that TMA sees."""
     L: gl.constexpr = gl.NVMMASharedLayout.get_default_for([tiles.shape[2], tiles.shape[4]], tiles.dtype)
-    return tiles._reinterpret(tiles.dtype, [tiles.shape[0], tiles.shape[2], tiles.shape[4]], L)
+    return reinterpret(tiles, tiles.dtype, [tiles.shape[0], tiles.shape[2], tiles.shape[4]], L)
 
 
 @gluon.jit
@@ -202,7 +202,7 @@ def _exchanged_layout(rows, columns):
 @gluon.jit
 def _matrix(tile):
     L: gl.constexpr = _exchanged_layout(tile.shape[1], tile.shape[3])
-    return tile._reinterpret(gl.float32, [tile.shape[1], tile.shape[3]], L)
+    return reinterpret(tile, gl.float32, [tile.shape[1], tile.shape[3]], L)
 
 
 @gluon.jit

@@ -57,7 +57,15 @@ from .hopper_backward_pieces import (
     _tiles,
     _tour,
 )
-from .hopper_primitives import barrier_arrive, barrier_sync, raise_counter, tma_reduce_add, wait_row
+from .hopper_primitives import (
+    async_load,
+    barrier_arrive,
+    barrier_sync,
+    raise_counter,
+    reinterpret,
+    tma_reduce_add,
+    wait_row,
+)
 
 KEYS = gl.constexpr(64)  # of a CTA
 UNIT = gl.constexpr(64)  # columns of dQ that are made and sent at once
@@ -95,18 +103,16 @@ def _producer(
             barrier_sync(Q_FREE + stage, LOADERS, warps=1)
         if i < cut_steps:
             mbarrier.expect(q_full.index(stage), Q_BYTES + lse_desc.block_type.nbytes + bounds_desc.block_type.nbytes)
-            tma.async_copy_global_to_shared(
-                bounds_desc, [bounds_row + j, 0], q_full.index(stage), bounds_s.index(stage)
-            )
+            async_load(bounds_desc, [bounds_row + j, 0], q_full.index(stage), bounds_s.index(stage))
         else:
             mbarrier.expect(q_full.index(stage), Q_BYTES + lse_desc.block_type.nbytes)
         _load_pieces(q_desc, [batch, j * BM, head], q_full.index(stage), q_s, stage)
-        tma.async_copy_global_to_shared(lse_desc, [row, 0], q_full.index(stage), lse_s.index(stage))
+        async_load(lse_desc, [row, 0], q_full.index(stage), lse_s.index(stage))
         if i >= DO_STAGES:
             barrier_sync(DO_FREE + do_stage, LOADERS, warps=1)
         mbarrier.expect(dout_full.index(do_stage), DO_BYTES + delta_desc.block_type.nbytes)
         _load_pieces(dout_desc, [batch, j * BM, head], dout_full.index(do_stage), dout_s, do_stage)
-        tma.async_copy_global_to_shared(delta_desc, [row, 0], dout_full.index(do_stage), delta_s.index(do_stage))
+        async_load(delta_desc, [row, 0], dout_full.index(do_stage), delta_s.index(do_stage))
         j, head = _next(i, j, head, cut_steps, heads, stops)
 
 
@@ -319,9 +325,9 @@ def kernel(
     v_s = _matrices(v_t)
     q_s = _matrices(q_t)
     dout_s = _matrices(dout_t)
-    lse_v = lse_t._reinterpret(gl.float32, [2, BM], ROW_L)
-    delta_v = delta_t._reinterpret(gl.float32, [2, BM], ROW_L)
-    bounds_v = bounds_t._reinterpret(gl.int32, [4, BM], ROW_L)
+    lse_v = reinterpret(lse_t, gl.float32, [2, BM], ROW_L)
+    delta_v = reinterpret(delta_t, gl.float32, [2, BM], ROW_L)
+    bounds_v = reinterpret(bounds_t, gl.int32, [4, BM], ROW_L)
     mbarrier.init(kv_full.index(0), count=1)
     for i in gl.static_range(2):
         mbarrier.init(q_full.index(i), count=1)

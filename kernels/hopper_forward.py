@@ -50,7 +50,16 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from .block import Arrivals, Block, Score, State, int32
 from .dispatch import dispatch
-from .hopper_primitives import FREE_BARRIERS, barrier_arrive, barrier_sync, keep_alive, scale_rows, wait_row
+from .hopper_primitives import (
+    FREE_BARRIERS,
+    async_load,
+    async_store,
+    barrier_arrive,
+    barrier_sync,
+    keep_alive,
+    scale_rows,
+    wait_row,
+)
 from .tensor_maps import view
 
 LOG2E = 1.4426950408889634
@@ -241,10 +250,10 @@ def _load_pieces(desc, tiles, full, batch, row, head, i):
         mbarrier.expect(full.index(i), desc[0].block_type.nbytes)
     else:
         mbarrier.expect(full.index(i), desc[0].block_type.nbytes + desc[1].block_type.nbytes)
-    tma.async_copy_global_to_shared(desc[0], [batch, row, head, 0], full.index(i), tiles[0].index(i))
+    async_load(desc[0], [batch, row, head, 0], full.index(i), tiles[0].index(i))
     if PIECES == 2:
         FIRST: gl.constexpr = tiles[0].shape[4]
-        tma.async_copy_global_to_shared(desc[1], [batch, row, head, FIRST], full.index(i), tiles[1].index(i))
+        async_load(desc[1], [batch, row, head, FIRST], full.index(i), tiles[1].index(i))
 
 
 @gluon.jit
@@ -261,7 +270,7 @@ def _load_keys(
     if g >= STAGES:
         barrier_sync(V_FREE + stage, 128 * (N + 1))
     mbarrier.expect(v_full.index(stage), v_desc.block_type.nbytes)
-    tma.async_copy_global_to_shared(v_desc, [batch, column, kv_head, 0], v_full.index(stage), v_s.index(stage))
+    async_load(v_desc, [batch, column, kv_head, 0], v_full.index(stage), v_s.index(stage))
 
 
 @gluon.jit
@@ -421,7 +430,7 @@ def _store(
                 tma.store_wait(0)
                 _rows(o_s, C).store(acc.to(DTYPE))
                 fence_async_shared()
-                tma.async_copy_shared_to_global(out_desc, [_number(info, 6), row, _number(info, 7), 0], o_s.index(C))
+                async_store(out_desc, [_number(info, 6), row, _number(info, 7), 0], o_s.index(C))
             else:
                 _store_values(out_ptr, acc, info, C, seq_q, q_heads, DTYPE, D)
         else:

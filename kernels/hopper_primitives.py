@@ -9,6 +9,7 @@ instruction; ``mbarrier.arrive`` would first sync the warpgroup so that one thre
 from triton._C.libtriton import ir
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import tma
 
 FREE_BARRIERS = gl.constexpr(5)  # the default partition and up to three workers hold ids below this
 
@@ -92,6 +93,18 @@ def exchange_blocks(x):
     ASM: gl.constexpr = _exchange_asm(COUNT)
     CONSTRAINTS: gl.constexpr = _exchange_constraints(COUNT)
     return gl.inline_asm_elementwise(ASM, CONSTRAINTS, [x], dtype=gl.float32, is_pure=True, pack=COUNT)
+
+
+# Triton 3.8 has other names for these.
+async_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
+async_store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
+
+
+@gl._core.builtin
+def reinterpret(tile, dtype, shape, layout, _semantic=None):
+    """No instruction: the same shared memory as a tile of another dtype, shape or layout. Public since Triton 3.9."""
+    method = getattr(tile, "reinterpret", None) or tile._reinterpret
+    return method(dtype, shape, layout, _semantic=_semantic)
 
 
 @gl._core.builtin

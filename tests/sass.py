@@ -17,6 +17,7 @@ from pathlib import Path
 
 import triton
 from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.compiler import get_ptxas
 
 _TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 
@@ -33,7 +34,7 @@ class Compiled:
             ptx, cubin = Path(folder) / "kernel.ptx", Path(folder) / "kernel.cubin"
             ptx.write_text(self.ptx)
             log = subprocess.run(
-                [_TOOLS / "ptxas", "-v", "--gpu-name=sm_90a", ptx, "-o", cubin],
+                [get_ptxas(90).path, "-v", "--gpu-name=sm_90a", ptx, "-o", cubin],
                 check=True, capture_output=True, text=True,
             ).stderr  # fmt: skip
             sass = subprocess.run(

@@ -15,6 +15,7 @@ import os
 import subprocess
 import sys
 import time
+import types
 from pathlib import Path
 
 import pytest
@@ -171,6 +172,12 @@ def test_a_tour_visits_the_cut_tiles_and_then_the_full_ones(monkeypatch, mask, s
         whole = [*range(start, full_end), *range(full_begin, start)]
         assert order == [(h, j) for h in range(heads) for j in cut] + [(h, j) for h in range(heads) for j in whole]
         assert cut_steps == heads * len(cut)
+
+
+@pytest.mark.parametrize("name", ["reinterpret", "_reinterpret"])
+def test_a_tile_is_reinterpreted_by_the_name_that_this_triton_has(name):
+    tile = types.SimpleNamespace(**{name: lambda *args, _semantic: (args, _semantic)})
+    assert hopper_primitives.reinterpret(tile, 1, 2, 3, _semantic="here") == ((1, 2, 3), "here")
 
 
 @pytest.mark.parametrize(("columns", "exchanged"), [(64, True), (32, True), (64, False)])
