@@ -23,6 +23,7 @@ import torch
 
 pytest.importorskip("triton")
 
+import sass
 from test_flash import causal, documents, error, full, make_block, padding, per_batch, window
 
 from ringattn.kernels import eager, hopper_backward, hopper_primitives
@@ -39,8 +40,6 @@ needs_hopper = pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")
 
 def compile_report(dim: int, dim_v: int, dtype: str, copies: bool) -> dict:
     """``copies``: for keys that arrive and gradients that leave while the kernel runs."""
-    import sass
-
     shapes = ((4, dim), (2, dim), (2, dim_v), (4, dim_v))
     q, k, v, dout = (torch.zeros(1, 512, *shape, dtype=getattr(torch, dtype)) for shape in shapes)
     rows = torch.zeros(1, 4, 512)
@@ -89,9 +88,11 @@ def test_compiles_without_serialized_products(dims, dtype, copies):
     report = json.loads(run.stdout.splitlines()[-1])
     assert report["warnings"] == []
     assert report["overwritten"] == []
-    assert report["stack"] <= stack
     assert report["shared"] <= 227 * 1024
     assert report["reduces"] == 4 * dim // 128  # boxes of two writers
+    if not sass.OUR_COMPILER:
+        pytest.skip(sass.OTHER)
+    assert report["stack"] <= stack
     assert report["reloads"] == 0
     if not copies:
         assert report["system"] == []

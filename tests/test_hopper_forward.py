@@ -143,13 +143,16 @@ def test_compiled_code(dims, kind):
     assert not found["warnings"], "ptxas serializes wgmma"
     assert not found["overwritten"], "a register is written that a wgmma in flight reads"
     assert found["planted"] == 1, "the check above sees a write that is there"
-    assert found["spills_in_steps"] == 0
     assert found["shared"] <= 227 * 1024
     assert (found["acquires"] > 0) == (found["fences"] > 0) == ("arrivals" in kind)
+    if not sass.OUR_COMPILER:
+        pytest.skip(sass.OTHER)
+    assert found["spills_in_steps"] == 0
     if "state-in" not in kind:
         assert found["spills"] == 0
 
 
+@pytest.mark.skipif(not sass.OUR_COMPILER, reason=sass.OTHER)
 @pytest.mark.parametrize("kind", ["out", "state"])
 @pytest.mark.parametrize("dims", [dims for dims in DIMS if "out" in kinds_of(dims)], ids=str)
 def test_consumers_do_not_pay_for_arrivals(dims, kind):
