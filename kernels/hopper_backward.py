@@ -498,7 +498,10 @@ def launch(
     part's."""
     if arrivals is not None and not (_tma_ready(k) and _tma_ready(v)):
         raise ValueError("keys and values that are still arriving cannot be copied first: 16-byte strides are needed")
-    q, k, v, dout = (x if _tma_ready(x) else x.contiguous() for x in (q, k, v, dout))
+    copy = functools.partial(
+        torch.clone, memory_format=torch.contiguous_format
+    )  # it may be contiguous, but not aligned
+    q, k, v, dout = (x if _tma_ready(x) else copy(x) for x in (q, k, v, dout))
     batch, seq_q, q_heads, dim = q.shape
     _, seq_k, kv_heads, dim_v = v.shape
     first = 2 ** (dim.bit_length() - 1)  # columns of the first piece of a tile, a power of two

@@ -154,6 +154,27 @@ def test_tables_name_every_visible_pair_once(mask, seq_q, seq_k, segments_k, bn)
         assert not per_tile[:, :, i].reshape(-1, tiles * bm)[:, seq_q:].any()
 
 
+def test_what_tma_cannot_read_is_copied_first():
+    """Rows of 36 columns apart in steps of 8 bytes, and a tensor without gaps that begins at an odd address."""
+    q, k, v, dout = (torch.randn(1, 100, 2, 64).bfloat16() for _ in range(4))
+    q = torch.cat([q, q[..., :4]], -1)[..., :64]
+    dout = torch.cat([dout.new_zeros(1), dout.flatten()])[1:].view(1, 100, 2, 64)
+    assert dout.is_contiguous()
+    assert dout.data_ptr() % 16
+    rows, found = torch.zeros(1, 2, 100), {}
+
+    def run(kernel, grid, *args, **constants):
+        found.update(zip(kernel.arg_names, args, strict=False))
+
+    block = make_block(*causal(100, 100), 100)
+    hopper_backward.launch(q, k, v, dout, rows, rows, block, Score(0.125), torch.zeros(q.shape), 1, run=run)
+    for name, x, copied in (("q", q, True), ("dout", dout, True), ("k", k, False), ("v", v, False)):
+        base = found[f"{name}_desc"].base
+        assert base.data_ptr() % 16 == 0
+        assert torch.equal(base, x)
+        assert (base is x) != copied
+
+
 @pytest.mark.parametrize("heads", [1, 3])
 @pytest.mark.parametrize(("mask", "seq"), [(full, 300), (causal, 700), (window, 700), (padding, 300),
                                            (lambda m, n: documents(m, n, (100, 33, 567)), 700)])  # fmt: skip
