@@ -7,8 +7,10 @@ an address or an integer divides by 16, and whether an integer is one or needs 6
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
+import torch
 from torch import Tensor
 from triton.compiler import CompiledKernel
 
@@ -30,6 +32,12 @@ def dispatch(kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -
     compiled = kernel[grid](*args, enable_fp_fusion=True, **constants)
     if isinstance(compiled, CompiledKernel):  # the interpreter compiles nothing
         _compiled[key] = compiled, [constants[name] for name in kernel.arg_names[len(args) :]]
+
+
+@functools.cache
+def multiprocessors(device: torch.device) -> int:
+    """Of a GPU, asked once: a launch that needs the number does not wait for the driver."""
+    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def _kind(x: Any) -> Any:

@@ -65,7 +65,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from . import flash_backward
 from . import hopper_backward_wide as wide
 from .block import Arrivals, Block, Departures, Score, int32
-from .dispatch import dispatch
+from .dispatch import dispatch, multiprocessors
 from .hopper_backward_pieces import (
     BM,
     BN,
@@ -97,7 +97,7 @@ from .hopper_primitives import (
     tma_reduce_add,
     wait_row,
 )
-from .tensor_maps import view
+from .tensor_maps import readable, view
 
 __all__ = ["STORES_INTO", "backward", "departures", "unsupported"]
 
@@ -467,7 +467,7 @@ def backward(
     straight = into if into is not None and parts == 1 and _stores_into(*into) else None
     if counters is not None and (parts > 1 or straight is not into):
         raise ValueError("it counts what it stores itself: only where departures() is not None, float32, equal strides")
-    target = dq if _tma_ready(dq) else torch.zeros_like(dq, memory_format=torch.contiguous_format)
+    target = dq if readable(dq) else torch.zeros_like(dq, memory_format=torch.contiguous_format)
     dk, dv = launch(
         q, k, v, dout, lse, delta, block, score, target, parts, into=straight, arrivals=arrivals, counters=counters
     )
@@ -482,7 +482,7 @@ def backward(
 def departures(q: Tensor, k: Tensor, block: Block) -> Departures | None:
     """None where several CTAs share a group, whose dk and dv are summed after the kernel, and where k must be copied
     before the kernel reads it."""
-    if _parts(q, k, block) > 1 or not _tma_ready(k):
+    if _parts(q, k, block) > 1 or not readable(k):
         return None
     tiles = [triton.cdiv(n, _keys(q)) for n in block.segments_k]
     rows = _sweep(k.shape[0] * k.shape[2], sum(tiles), _processors(q))
@@ -496,12 +496,10 @@ def launch(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """dk and dv of each of ``parts`` parts of the group: (parts, batch, seq_k, kv_heads, head_dim). With ``into``, one
     part's."""
-    if arrivals is not None and not (_tma_ready(k) and _tma_ready(v)):
+    if arrivals is not None and not (readable(k) and readable(v)):
         raise ValueError("keys and values that are still arriving cannot be copied first: 16-byte strides are needed")
-    copy = functools.partial(
-        torch.clone, memory_format=torch.contiguous_format
-    )  # it may be contiguous, but not aligned
-    q, k, v, dout = (x if _tma_ready(x) else copy(x) for x in (q, k, v, dout))
+    # Not contiguous(), which leaves a tensor that begins at an odd address as it is.
+    q, k, v, dout = (x if readable(x) else x.clone(memory_format=torch.contiguous_format) for x in (q, k, v, dout))
     batch, seq_q, q_heads, dim = q.shape
     _, seq_k, kv_heads, dim_v = v.shape
     first = 2 ** (dim.bit_length() - 1)  # columns of the first piece of a tile, a power of two
@@ -571,14 +569,6 @@ def launch(
     return dk, dv
 
 
-def _tma_ready(x: Tensor) -> bool:
-    return (
-        x.stride(-1) == 1
-        and x.data_ptr() % 16 == 0
-        and all(s > 0 and s * x.element_size() % 16 == 0 for s in x.stride()[:-1])
-    )
-
-
 def _stores_into(dk: Tensor, dv: Tensor) -> bool:
     """Can the kernel store there itself? It knows one set of strides."""
     return dk.stride() == dv.stride() and dk.stride(-1) == 1 and dk.dtype == dv.dtype == torch.float32
@@ -590,12 +580,7 @@ def _keys(q: Tensor) -> int:
 
 
 def _processors(x: Tensor) -> int:
-    return _multiprocessors(x.device) if x.is_cuda else 132
-
-
-@functools.cache
-def _multiprocessors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count
+    return multiprocessors(x.device) if x.is_cuda else 132
 
 
 def _parts(q: Tensor, k: Tensor, block: Block) -> int:

@@ -1,5 +1,5 @@
 """What the two backward kernels for Hopper share on the device: their tiles, in one piece or in two pieces side by side
-where the columns are no power of two, products over them and sums in them, and what a program works on."""
+where the columns are no power of two, products over them and sums in them, what a program works on, in which order."""
 
 from __future__ import annotations
 
@@ -46,7 +46,10 @@ def _place(info_ptr, heads, tiles, kv_heads, parts, SWEEP: gl.constexpr, BATCHED
 @gluon.jit
 def _tour(info, heads):
     """The order of the query tiles that a key tile visits: the cut ones for every head, then the full ones for every
-    head, from ``start`` on. So the consumers have a loop for each, one after the other, without a branch."""
+    head, from ``start`` on. So the consumers have a loop for each, one after the other, without a branch.
+
+    Returns: steps of all heads, those of them with cut tiles, the first tile, and what :func:`_next` needs to go on.
+    """
     begin = gl.load(info + 2)
     end = gl.load(info + 3)
     full_begin = gl.load(info + 4)

@@ -49,7 +49,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from .block import Arrivals, Block, Score, State, int32
-from .dispatch import dispatch
+from .dispatch import dispatch, multiprocessors
 from .hopper_primitives import (
     FREE_BARRIERS,
     async_load,
@@ -60,7 +60,7 @@ from .hopper_primitives import (
     scale_rows,
     wait_row,
 )
-from .tensor_maps import view
+from .tensor_maps import readable, view
 
 LOG2E = 1.4426950408889634
 SLACK = gl.constexpr(8.0)  # how far scores may be above their point of reference, to the base 2
@@ -695,7 +695,7 @@ def unsupported(q: Tensor, k: Tensor, v: Tensor, score: Score) -> str | None:
     if not score.softmax_scale > 0.0:
         return f"softmax_scale {score.softmax_scale} is not positive"
     for name, x in (("q", q), ("k", k), ("v", v)):
-        if not _tma_reads(x):
+        if not readable(x):
             return f"{name} with strides {tuple(x.stride())} is not laid out in steps of 16 bytes, as TMA needs"
     if not q.is_cuda:
         return f"device {q.device} is not a CUDA device"
@@ -707,12 +707,6 @@ def unsupported(q: Tensor, k: Tensor, v: Tensor, score: Score) -> str | None:
 @functools.cache
 def _is_hopper(device: torch.device) -> bool:
     return torch.cuda.get_device_capability(device) == (9, 0)
-
-
-def _tma_reads(x: Tensor) -> bool:
-    step = 16 // x.element_size()
-    strides = [stride for stride, size in zip(x.stride()[:-1], x.shape[:-1], strict=True) if size > 1]
-    return x.stride(-1) == 1 and x.data_ptr() % 16 == 0 and all(s > 0 and s % step == 0 for s in strides)
 
 
 def forward(
@@ -740,7 +734,7 @@ def forward(
         rows = q.new_empty(2, batch, q_heads, seq_q, dtype=torch.float32)
         outputs = (q.new_empty(shape, dtype=torch.float32), rows[0], rows[1])
     with torch.cuda.device(q.device):
-        sms, counter = _sms(q.device), _counter(q.device)
+        sms, counter = multiprocessors(q.device), _counter(q.device)
         grid, args, constants = _launch(q, k, v, block, score, state, sink, outputs, finalize, sms, counter, arrivals)
         dispatch(_forward_kernel, grid, *args, **constants)
     return (outputs[0], outputs[1]) if finalize else State(outputs[1], outputs[2], outputs[0])
@@ -782,11 +776,6 @@ def _pieces(x: Tensor, rows: int, first: int) -> tuple[TensorDescriptor, TensorD
     """Boxes for the first columns, a power of two, and for the rest of them, another one, if any."""
     rest = x.shape[-1] - first
     return view(x, (1, rows, 1, first)), view(x, (1, rows, 1, rest)) if rest else None
-
-
-@functools.cache
-def _sms(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 _tables: weakref.WeakKeyDictionary[Block, dict] = weakref.WeakKeyDictionary()

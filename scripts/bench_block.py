@@ -204,6 +204,7 @@ def main() -> None:
     others = {name: other for name, other in others.items() if name not in args.without}
     x = torch.randn(MATMUL, MATMUL, device=DEVICE, dtype=torch.bfloat16)
     warm_up(lambda: x @ x, seconds=1.0)
+    take_part = captured if args.graphs else contestants
     rows, comparisons = [], []
     for seq in args.seq:
         for pattern in (Mask(name, args.size) for name in args.masks):
@@ -218,7 +219,6 @@ def main() -> None:
                 pattern,
             )
             for mode in args.passes:
-                take_part = captured if args.graphs else contestants
                 runners = [Runner("matmul", lambda: x @ x), *take_part(shape, mode, others, args.without)]
                 measure(runners, args.rounds, args.segment, clock)
                 block_rows, comparison = report(runners, shape, mode, peak)

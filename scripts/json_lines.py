@@ -15,12 +15,10 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-import ringattn
+if TYPE_CHECKING:
+    import torch
 
 ROOT = Path(__file__).resolve().parent.parent
 Words = dict[str, Any]
@@ -28,6 +26,10 @@ Words = dict[str, Any]
 
 def about(args: argparse.Namespace, device: torch.device, world: int) -> Words:
     """What a number means nothing without: the line of kind "run"."""
+    import torch  # reports do without
+
+    sys.path.insert(0, str(ROOT))
+    import ringattn
 
     def said(*command: str) -> str | None:
         try:
@@ -79,17 +81,22 @@ class Lines:
             print(f"[{time.monotonic() - self.began:6.1f} s] {text}", flush=True)
 
 
+def of_file(path: Path) -> list[Words]:
+    """Its lines; one that was cut off when its writer was killed is left out."""
+    found = []
+    for text in path.read_text().splitlines():
+        with contextlib.suppress(json.JSONDecodeError):
+            found.append(json.loads(text))
+    return found
+
+
 def read(folder: Path, name: str) -> list[Words]:
-    """All lines of a measurement, the oldest first; one that was cut off when its writer was killed is left out.
+    """All lines of a measurement, the oldest first.
 
     Raises:
         FileNotFoundError: there are none.
     """
-    found = []
-    for path in folder.glob(f"{name}-*.jsonl"):
-        for text in path.read_text().splitlines():
-            with contextlib.suppress(json.JSONDecodeError):
-                found.append(json.loads(text))
+    found = [line for path in folder.glob(f"{name}-*.jsonl") for line in of_file(path)]
     if not found:
         raise FileNotFoundError(f"no lines of {name}-*.jsonl in {folder}")
     return sorted(found, key=lambda line: line["at"])

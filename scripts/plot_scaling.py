@@ -10,12 +10,14 @@ says how to make them.
 from __future__ import annotations
 
 import importlib.util
-import json
 import sys
 from collections import defaultdict
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
+
+sys.path.append(str(Path(__file__).resolve().parent))
+import json_lines
 
 Line = dict[str, Any]
 COLOURS = {"ring": "tab:blue", "gather": "tab:orange", "reduce": "tab:green", "local": "black"}
@@ -27,12 +29,7 @@ def read(folder: Path) -> list[list[Line]]:
     """The lines of every run, in the order of their time; each run begins with its line of kind "run"."""
     runs = []
     for path in sorted(folder.glob("scaling-*.jsonl")):  # other scripts may have their lines beside them
-        lines = []
-        for text in path.read_text().splitlines():
-            try:
-                lines.append(json.loads(text))
-            except json.JSONDecodeError:  # the last line of a run that was killed
-                continue
+        lines = json_lines.of_file(path)
         if lines and lines[0].get("kind") == "run":
             runs.append(lines)
     return sorted(runs, key=lambda lines: lines[0]["time"])

@@ -29,6 +29,7 @@ from test_flash import causal, documents, error, full, make_block, padding, per_
 from ringattn.kernels import eager, hopper_backward, hopper_primitives
 from ringattn.kernels import hopper_backward_pieces as pieces
 from ringattn.kernels.block import Arrivals, Block, Score, block_backward, block_delta
+from ringattn.kernels.tensor_maps import readable
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -351,7 +352,7 @@ def test_strides(ready, dims):
         dout = dout.transpose(1, 2).contiguous().transpose(1, 2)
     else:
         q, k, v, dout = (torch.cat([x, x[..., :1]], -1)[..., :-1] for x in (q, k, v, dout))
-    assert all(hopper_backward._tma_ready(x) == ready for x in (q, k, v))
+    assert all(readable(x) == ready for x in (q, k, v))
     check(q, k, v, dout, [make_block(*causal(300, 300), 300)], [(0, 300)])
 
 

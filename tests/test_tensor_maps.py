@@ -13,7 +13,7 @@ pytest.importorskip("triton")
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ringattn.kernels import tensor_maps
-from ringattn.kernels.tensor_maps import view
+from ringattn.kernels.tensor_maps import readable, view
 
 BF16 = torch.bfloat16
 
@@ -59,6 +59,7 @@ def test_kinds_are_boxes_and_dtypes() -> None:
 def test_strides_of_single_rows_are_made_ready() -> None:
     x = torch.zeros(1, 50, 3, 72, dtype=BF16)[:, :, :1, :64]
     x = x.as_strided((1, 50, 1, 64), (7, 3 * 72, 5, 1))
+    assert readable(x)
     for _ in range(2):
         assert view(x, (1, 64, 1, 64)).strides == [8, 3 * 72, 8, 1]
 
@@ -66,22 +67,26 @@ def test_strides_of_single_rows_are_made_ready() -> None:
 def test_what_tma_cannot_read_is_refused_every_time() -> None:
     x = torch.zeros(1, 64, 1, 64 + 8, dtype=BF16)
     view(x[..., 8:], (1, 64, 1, 64))  # the same shape and strides
-    for _ in range(2):
-        with pytest.raises(ValueError, match="multiples of 16 bytes"):
-            view(x.flatten()[4:-4].as_strided((1, 64, 1, 64), x.stride()), (1, 64, 1, 64))
-        with pytest.raises(AssertionError, match="16-byte aligned"):
-            view(torch.zeros(2, 64, 1, 68, dtype=BF16)[..., :64], (1, 64, 1, 64))
+    elsewhere, narrow = x.flatten()[4:-4].as_strided((1, 64, 1, 64), x.stride()), torch.zeros(2, 64, 1, 68, dtype=BF16)
+    for y, error, words in (
+        (elsewhere, ValueError, "multiples of 16 bytes"), (narrow[..., :64], AssertionError, "16-byte aligned"),
+        (x[..., ::2], AssertionError, "contiguous"), (x[..., :64].expand(2, 64, 1, 64), None, ""),
+    ):  # fmt: skip
+        assert not readable(y)
+        for _ in range(2 if error else 0):
+            with pytest.raises(error, match=words):
+                view(y, (1, 64, 1, 64 if y.shape[-1] >= 64 else 32))
 
 
 def test_no_tensor_is_kept_and_no_more_views_than_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tensor_maps, "_KEPT", 3)
-    monkeypatch.setattr(tensor_maps, "_views", {})
+    monkeypatch.setattr(tensor_maps, "_known", {})
     x = torch.zeros(1, 64, 1, 64, dtype=BF16)
     alive = weakref.ref(x)
     for n in (64, 128, 192, 256, 320, 384, 448):
         made = view(x.expand(1, 64, 1, 64).repeat(1, n // 64, 1, 1), (1, 64, 1, 64))
         assert made.shape[1] == n
-        assert len(tensor_maps._views) <= 3
+        assert len(tensor_maps._known) <= 3
     view(x, (1, 64, 1, 64))
     del x, made
     gc.collect()
