@@ -6,14 +6,16 @@ with 64 query rows. The consumers of a CTA share the key and value tiles, two st
     producer        Q(i) K V K V K V ... | next tile: Q(i+1) K V K V ...
     consumer, step  wait K[j] ; take the turn ; S = Q K[j]^T ; O *= alpha ; wait V[j-1] ; O += P V[j-1] ; give the turn
                     S is there: free K[j] ; row max, exp2, row sums ; O is there: free V[j-1] ; P to 16 bit
+    consumer, end   O += P V[0] ; O is there: free V[0] ; first S of the next query tile ; under it O and lse to memory
 
 * Both products of a step are asynchronous: the softmax of tile j runs under the product with V of tile j-1,
   and the turn, passed from consumer to consumer, keeps one consumer's products under another one's softmax.
 * The keys of a query tile are walked from the last to the first. Of its span (see ``TileMap``) only the cut parts
   and the very first key tile apply the intervals; the loop over full key tiles is straight-line code without a mask.
-* The producer runs ahead into the next query tile: Q has two buffers, and the next tile is known in time.
-* Query tiles are handed out by an atomic counter, heaviest first within a few heads at a time: balanced whatever
-  the mask, few heads' keys in L2 at once, and robust against SMs that other work slows down.
+* The producer runs ahead into the next query tile: Q has two buffers, and what the next tile is comes from memory
+  while it waits for room for the last keys of this one.
+* Query tiles are handed out by an atomic counter (work_counter.py), heaviest first within a few heads at a time:
+  balanced whatever the mask, few heads' keys in L2 at once, and robust against SMs that other work slows down.
 * With ``arrivals`` the producer waits for the flag of a head's keys and values in front of their first tile. The heads
   are swept in the order in which they arrive; the consumers know nothing of it.
 * Tiles have powers of two of columns. Head dims 96 and 192 of q and k are two tiles side by side, 64 + 32 and 128 + 64;
@@ -56,11 +58,13 @@ from .hopper_primitives import (
     async_store,
     barrier_arrive,
     barrier_sync,
+    hide_columns,
     keep_alive,
     scale_rows,
     wait_row,
 )
 from .tensor_maps import readable, view
+from .work_counter import take_number, work_counter
 
 LOG2E = 1.4426950408889634
 SLACK = gl.constexpr(8.0)  # how far scores may be above their point of reference, to the base 2
@@ -138,6 +142,16 @@ def _q_pieces(q_s, i):
 
 
 @gluon.jit
+def _q_anew(q_s, i, late):
+    """The queries for one of the loops over keys. ``late >> 30`` is 0, which ptxas cannot know: of three loops that
+    share descriptors at head dims 96 and 128, ptxas 12.8 makes one read uniform registers that only another one, which
+    may have been jumped over, has written (tests/sass.py looks for that). Elsewhere it would cost registers."""
+    COLUMNS: gl.constexpr = q_s[0].shape[4] if len(q_s) == 1 else q_s[0].shape[4] + q_s[1].shape[4]
+    APART: gl.constexpr = COLUMNS == 96 or COLUMNS == 128
+    return _q_pieces(q_s, i + (late >> 30)) if APART else _q_pieces(q_s, i)
+
+
+@gluon.jit
 def _scores(q, k_s, stage, layout: gl.constexpr):
     """Issue the product of the queries and of the key tile in this stage, piece by piece."""
     BN: gl.constexpr = k_s[0].shape[2]
@@ -194,10 +208,7 @@ def _finite(m):
 @gluon.jit
 def _hide(s, column, start, end):
     """-inf where the row does not see the key. ``column``: the tile's first key."""
-    S_L: gl.constexpr = s.type.layout
-    n = column + gl.arange(0, s.shape[1], gl.SliceLayout(0, S_L))
-    visible = (n[None, :] >= start[:, None]) & (n[None, :] < end[:, None])
-    return gl.where(visible, s, float("-inf"))
+    return hide_columns(hide_columns(s, start - column, True), end - column, False)
 
 
 # ---------------------------------------------------------------- device: producer
@@ -221,24 +232,24 @@ def _tile_info(table_ptr, w, n_tiles, n_heads, q_heads, group, early, table_batc
 
 
 @gluon.jit
-def _next_tile(
-    counter_ptr, table_ptr, n_tiles, n_heads, q_heads, group, early, table_batch_stride, SKIP_EMPTY: gl.constexpr
-):
-    """Take the next query tile. Whoever takes the last number leaves the counter as it was found: 0."""
+def _numbered_tile(
+    taken, counter_ptr, table_ptr, n_tiles, n_heads, q_heads, group, early, table_batch_stride,
+    SKIP_EMPTY: gl.constexpr,
+):  # fmt: skip
+    """The query tile of a number that was taken, or of the first one after it that is not empty."""
     total = n_tiles * n_heads
     w = total
     info = gl.full([INFO], -1, gl.int32, INFO_LAYOUT)
     again = True
     while again:
-        taken = gl.atomic_add(counter_ptr, 1, sem="relaxed")
-        if taken == total - 1:
-            gl.store(counter_ptr, 0)
         w = taken + gl.num_programs(0)
         again = False
         if w < total:
             info = _tile_info(table_ptr, w, n_tiles, n_heads, q_heads, group, early, table_batch_stride)
             if SKIP_EMPTY:
                 again = _number(info, 5) == 0
+                if again:
+                    taken = gl.sum(take_number(counter_ptr, total), axis=0)
     return w, info
 
 
@@ -288,9 +299,10 @@ def _producer(
     info = _tile_info(table_ptr, w, n_tiles, n_heads, q_heads, group, early, table_batch_stride)
     if SKIP_EMPTY:  # noqa: SIM102
         if _number(info, 5) == 0:
-            w, info = _next_tile(
-                counter_ptr, table_ptr, n_tiles, n_heads, q_heads, group, early, table_batch_stride, SKIP_EMPTY
-            )
+            w, info = _numbered_tile(
+                gl.sum(take_number(counter_ptr, total), axis=0), counter_ptr, table_ptr, n_tiles, n_heads, q_heads,
+                group, early, table_batch_stride, SKIP_EMPTY,
+            )  # fmt: skip
     g = 0  # key tiles moved so far
     i = 0  # query tiles moved so far
     arrived = -1  # the row of keys and values that was waited for last
@@ -313,13 +325,19 @@ def _producer(
             if row != arrived:
                 wait_row(flags_ptr, row, epoch, gave_up_ptr, 4)
                 arrived = row
-        for column in range(end - BN, begin, -BN):
+        for column in range(end - BN, begin + BN, -BN):
             _load_keys(k_desc, v_desc, k_s, v_s, k_full, v_full, batch, column, kv_head, g, N, STAGES)
             g += 1
-        # Known before the last key tile is loaded, when there is time.
-        w, info = _next_tile(
-            counter_ptr, table_ptr, n_tiles, n_heads, q_heads, group, early, table_batch_stride, SKIP_EMPTY
-        )
+        # The next tile's number and then its description are on their way while the last two key tiles are waited for:
+        # an answer from memory takes about as long as there is until the consumers want a key tile.
+        number = take_number(counter_ptr, total)
+        for column in range(gl.minimum(begin, end - 2 * BN) + BN, begin, -BN):
+            _load_keys(k_desc, v_desc, k_s, v_s, k_full, v_full, batch, column, kv_head, g, N, STAGES)
+            g += 1
+        w, info = _numbered_tile(
+            gl.sum(number, axis=0), counter_ptr, table_ptr, n_tiles, n_heads, q_heads, group, early,
+            table_batch_stride, SKIP_EMPTY,
+        )  # fmt: skip
         _load_keys(k_desc, v_desc, k_s, v_s, k_full, v_full, batch, begin, kv_head, g, N, STAGES)
         g += 1
         i += 1
@@ -365,9 +383,14 @@ def _enter_rows(slot, C: gl.constexpr, m_ptr, l_ptr, seq_q, q_heads, layout: gl.
 
 
 @gluon.jit
-def _enter_values(slot, C: gl.constexpr, o_ptr, seq_q, q_heads, D: gl.constexpr, W: gl.constexpr, layout: gl.constexpr):
+def _enter(
+    slot, C: gl.constexpr, m_ptr, l_ptr, o_ptr, seq_q, q_heads, D: gl.constexpr, W: gl.constexpr,
+    rows_layout: gl.constexpr, layout: gl.constexpr,
+):  # fmt: skip
+    """The carried state of a query tile; see _enter_rows."""
+    m, rest, l = _enter_rows(slot, C, m_ptr, l_ptr, seq_q, q_heads, rows_layout)
     values, inside = _values(o_ptr, slot.load(INFO_LAYOUT), C, seq_q, q_heads, D, W, layout)
-    return gl.load(values, mask=inside, other=0.0)
+    return m, rest, l, gl.load(values, mask=inside, other=0.0)
 
 
 @gluon.jit
@@ -460,6 +483,25 @@ def _softmax(s, m, l, rest, c2):
 
 
 @gluon.jit
+def _first_scores(
+    some, q_s, k_s, q_full, k_full, i, g, C: gl.constexpr, N: gl.constexpr, STAGES: gl.constexpr,
+    Q_BUFFERS: gl.constexpr, layout: gl.constexpr,
+):  # fmt: skip
+    """Issue the product of query tile i and key tile g of this CTA, without a product with V. If there is no such tile
+    it takes its turn all the same, with what lies there, and nobody reads the scores."""
+    TURN: gl.constexpr = FREE_BARRIERS
+    buffer, phase = _q_buffer(i, Q_BUFFERS)
+    ks = g % STAGES
+    if some:
+        mbarrier.wait(q_full.index(buffer * N + C), phase)
+        mbarrier.wait(k_full.index(ks), (g // STAGES) & 1)
+    barrier_sync(TURN + C, 256)
+    s = _scores(_q_pieces(q_s, buffer * N + C), k_s, ks, layout)
+    barrier_arrive(TURN + (C + 1) % N, 256)
+    return s
+
+
+@gluon.jit
 def _step(
     q, k_s, v_s, k_full, v_full, g, acc, m, l, alpha, packed, c2, column, intervals,
     C: gl.constexpr, N: gl.constexpr, STAGES: gl.constexpr, MASK: gl.constexpr,
@@ -527,53 +569,51 @@ def _consumer(
     mbarrier.wait(info_full.index(0), 0)
     slot = info_s.index(0)
     some, last, begin, full_begin, full_end = _span(slot, BN)
+    start, end = _intervals(slot, C, start_ptr, end_ptr, rows_batch_stride, S_ROW)
+    s = _first_scores(some, q_s, k_s, q_full, k_full, i, g, C, N, STAGES, Q_BUFFERS, S_L)
+    if HAS_STATE:
+        m, rest, l_in, acc = _enter(slot, C, m_in_ptr, l_in_ptr, o_in_ptr, seq_q, q_heads, DV, W, S_ROW, O_L)
+    s = warpgroup_mma_wait(0, deps=[s])
+    if some:
+        barrier_arrive(K_FREE, THREADS)
     while some:
-        # The last key tile: its scores only.
-        start, end = _intervals(slot, C, start_ptr, end_ptr, rows_batch_stride, S_ROW)
-        buffer, phase = _q_buffer(i, Q_BUFFERS)
-        q = _q_pieces(q_s, buffer * N + C)
-        ks = g % STAGES
-        mbarrier.wait(q_full.index(buffer * N + C), phase)
-        mbarrier.wait(k_full.index(ks), (g // STAGES) & 1)
-        barrier_sync(TURN + C, 256)
+        # The last key tile. Its scores are there.
         l = _lane_sum(gl.zeros([ROWS, BN], gl.float32, S_L))
-        L_L: gl.constexpr = l.type.layout
-        s = _scores(q, k_s, ks, S_L)
-        barrier_arrive(TURN + (C + 1) % N, 256)
         if HAS_STATE:
-            m, rest, l_in = _enter_rows(slot, C, m_in_ptr, l_in_ptr, seq_q, q_heads, S_ROW)
-            l = l + gl.convert_layout(l_in, gl.SliceLayout(1, L_L))[:, None]
-            acc = _enter_values(slot, C, o_in_ptr, seq_q, q_heads, DV, W, O_L)
+            l = l + gl.convert_layout(l_in, gl.SliceLayout(1, l.type.layout))[:, None]
         else:
             m = gl.full([ROWS], float("-inf"), gl.float32, S_ROW)
             rest = gl.zeros([ROWS], gl.float32, S_ROW)
             acc = gl.zeros([ROWS, W], gl.float32, O_L)
-        s = warpgroup_mma_wait(0, deps=[s])
-        barrier_arrive(K_FREE + ks, THREADS)
         s = _hide(s, last, start, end)
         m, l, alpha, x = _softmax(s, m, l, rest, c2)
         packed = _pack(x, DTYPE)
 
         # The other key tiles, each with the product of P and V of the tile before: cut, full, cut.
+        buffer, _ = _q_buffer(i, Q_BUFFERS)
+        at = buffer * N + C
         intervals = (slot, start_ptr, end_ptr, rows_batch_stride)
+        q = _q_anew(q_s, at, last)
         for column in range(last - BN, full_end - BN, -BN):
             acc, m, l, alpha, packed = _step(
                 q, k_s, v_s, k_full, v_full, g, acc, m, l, alpha, packed, c2, column, intervals, C, N, STAGES, True
             )
             g += 1
+        q = _q_anew(q_s, at, full_end)
         for column in range(gl.minimum(full_end, last) - BN, full_begin - BN, -BN):
             acc, m, l, alpha, packed = _step(
                 q, k_s, v_s, k_full, v_full, g, acc, m, l, alpha, packed, c2, column, intervals, C, N, STAGES, False
             )
             g += 1
+        q = _q_anew(q_s, at, begin)
         for column in range(gl.minimum(full_begin, last) - BN, begin - BN, -BN):
             acc, m, l, alpha, packed = _step(
                 q, k_s, v_s, k_full, v_full, g, acc, m, l, alpha, packed, c2, column, intervals, C, N, STAGES, True
             )
             g += 1
-        mbarrier.arrive(q_free.index(buffer * N + C), count=1)
+        mbarrier.arrive(q_free.index(at), count=1)
 
-        # The last product with V.
+        # The last product with V, and the first scores of the next query tile.
         vs = g % STAGES
         mbarrier.wait(v_full.index(vs), (g // STAGES) & 1)
         acc = scale_rows(acc, alpha)
@@ -582,15 +622,26 @@ def _consumer(
         g += 1
         i += 1
         mbarrier.wait(info_full.index(i % SLOTS), (i // SLOTS) & 1)
-        some, last, begin, full_begin, full_end = _span(info_s.index(i % SLOTS), BN)
+        following = info_s.index(i % SLOTS)
+        some, last, begin, full_begin, full_end = _span(following, BN)
+        start, end = _intervals(following, C, start_ptr, end_ptr, rows_batch_stride, S_ROW)
         acc, p = warpgroup_mma_wait(0, deps=[acc, p])
         keep_alive(packed)
         barrier_arrive(V_FREE + vs, THREADS)
+        if Q_BUFFERS > 1:
+            s = _first_scores(some, q_s, k_s, q_full, k_full, i, g, C, N, STAGES, Q_BUFFERS, S_L)
         _store(
             acc, m, l, slot, out_desc, out_ptr, lse_ptr, l_ptr, sink_ptr, o_s,
             seq_q, q_heads, C, DTYPE, DV, HAS_SINK, FINALIZE, STAGED, S_ROW,
         )  # fmt: skip
-        slot = info_s.index(i % SLOTS)
+        if Q_BUFFERS == 1:  # whose queries arrive while the tile is stored
+            s = _first_scores(some, q_s, k_s, q_full, k_full, i, g, C, N, STAGES, Q_BUFFERS, S_L)
+        slot = following
+        if HAS_STATE:
+            m, rest, l_in, acc = _enter(slot, C, m_in_ptr, l_in_ptr, o_in_ptr, seq_q, q_heads, DV, W, S_ROW, O_L)
+        s = warpgroup_mma_wait(0, deps=[s])
+        if some:
+            barrier_arrive(K_FREE + g % STAGES, THREADS)
     if FINALIZE and STAGED:
         tma.store_wait(0)
 
@@ -734,7 +785,7 @@ def forward(
         rows = q.new_empty(2, batch, q_heads, seq_q, dtype=torch.float32)
         outputs = (q.new_empty(shape, dtype=torch.float32), rows[0], rows[1])
     with torch.cuda.device(q.device):
-        sms, counter = multiprocessors(q.device), _counter(q.device)
+        sms, counter = multiprocessors(q.device), work_counter(q.device)
         grid, args, constants = _launch(q, k, v, block, score, state, sink, outputs, finalize, sms, counter, arrivals)
         dispatch(_forward_kernel, grid, *args, **constants)
     return (outputs[0], outputs[1]) if finalize else State(outputs[1], outputs[2], outputs[0])
@@ -803,17 +854,3 @@ def _sweeps(n_tiles: int, n_heads: int, workers: int) -> tuple[int, int]:
     """
     group = 2 ** max(0, math.ceil(math.log2(0.95 * workers / n_tiles)))
     return group, max(0, n_heads // group - 2) * group
-
-
-_counters: dict[tuple[torch.device, int], Tensor] = {}
-
-
-def _counter(device: torch.device) -> Tensor:
-    """A zero that hands out query tiles, and that each launch leaves a zero. One per stream: launches on a stream
-    do not overlap. A captured graph may overlap with anything, so it gets its own, zeroed in the graph."""
-    if torch.cuda.is_current_stream_capturing():
-        return torch.zeros(1, dtype=torch.int32, device=device)
-    key = (device, torch.cuda.current_stream(device).cuda_stream)
-    if key not in _counters:
-        _counters[key] = torch.zeros(1, dtype=torch.int32, device=device)
-    return _counters[key]

@@ -72,6 +72,45 @@ def scale_rows(x, factor):
 
 
 @gluon.constexpr_function
+def _hide_asm(count, before):
+    """A thread holds columns 2 (lane % 4) + {0, 1} of each eight. ``first`` and ``second``: the limit of its two rows,
+    counted from its own first column."""
+    columns = [i // 4 * 8 + i % 2 for i in range(count)]
+    limits = ["first" if i % 4 < 2 else "second" for i in range(count)]
+    hidden = "gt" if before else "le"  # limit > column, limit <= column
+    reach, outermost = ("max", columns[0]) if before else ("min", columns[-1])
+    hide = "".join(
+        f"setp.{hidden}.s32 some, {limit}, {column}; @some mov.b32 ${i}, 0fFF800000; "
+        for i, (limit, column) in enumerate(zip(limits, columns, strict=True))
+    )
+    return (
+        "{ .reg .pred some; .reg .s32 lane, first, second; "
+        "mov.u32 lane, %laneid; and.b32 lane, lane, 3; shl.b32 lane, lane, 1; "
+        f"sub.s32 first, ${2 * count}, lane; sub.s32 second, ${2 * count + 2}, lane; {reach}.s32 lane, first, second; "
+        f"setp.{hidden}.s32 some, lane, {outermost}; vote.sync.any.pred some, some, 0xffffffff; @!some bra DONE; "
+        f"{hide} DONE: }}"
+    )
+
+
+@gluon.constexpr_function
+def _hide_constraints(count):
+    return ",".join(["=f"] * count + [str(i) for i in range(count)] + ["r"] * count)
+
+
+@gluon.jit
+def hide_columns(x, limit, BEFORE: gl.constexpr):
+    """``VOTE.ANY; BRA`` over an ``ISETP`` and a ``SEL`` per element: the accumulator of a wgmma, with -inf in the
+    columns before the limit of each row (int32, from the tile's first column), or from the limit on. A warp that has
+    nothing to hide jumps; comparisons of tensors cost five instructions per element."""
+    COUNT: gl.constexpr = x.shape[1] // 2
+    ASM: gl.constexpr = _hide_asm(COUNT, BEFORE)
+    CONSTRAINTS: gl.constexpr = _hide_constraints(COUNT)
+    limits = gl.convert_layout(limit, gl.SliceLayout(1, x.type.layout))[:, None]
+    limits, x = gl.broadcast(limits, x)
+    return gl.inline_asm_elementwise(ASM, CONSTRAINTS, [x, limits], dtype=gl.float32, is_pure=True, pack=COUNT)
+
+
+@gluon.constexpr_function
 def _exchange_asm(count):
     chosen = "".join(f"selp.f32 ${i}, ${count + (i ^ 8)}, ${count + i}, odd; " for i in range(count))
     return (

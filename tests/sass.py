@@ -67,7 +67,8 @@ class Compiled:
         return re.findall(r".*(?:C75\d\d|[Ss]erializ).*", self.log)
 
     def loops_with(self, op: str) -> list[Loop]:
-        """The innermost loops with ``op`` in them."""
+        """The innermost loops with ``op`` in them. The second tries of waits stand behind the last EXIT and jump back
+        into the code: what lies between is no loop."""
         code = self._instructions
         place = {address: i for i, (address, _) in enumerate(code)}
         found: list[Loop] = []
@@ -75,7 +76,7 @@ class Compiled:
             target = _branch_target(text)
             if target in place and place[target] <= i:
                 body = code[place[target] : i + 1]
-                if any(op in text for _, text in body):
+                if any(op in text for _, text in body) and not any("EXIT" in text for _, text in body):
                     found.append(Loop(body))
         spans = [(loop.body[0][0], loop.body[-1][0]) for loop in found]
         inner = [all(o == s or not (s[0] <= o[0] and o[1] <= s[1]) for o in spans) for s in spans]
@@ -114,6 +115,35 @@ class Compiled:
                     bad.append(f"{address:x}: {text}")
         return bad
 
+    def undefined_uniforms(self) -> list[str]:
+        """Reads of a uniform register on some path from the entry that has not written it. ptxas 12.8 can make such
+        code: loops that share a value, which is written in front of one that is jumped over."""
+        code = self._instructions
+        place = {address: i for i, (address, _) in enumerate(code)}
+        effects = [uniforms(text) for _, text in code]
+        written: list[frozenset[int] | None] = [None] * len(code)  # on every path to here
+        written[0], work = frozenset(), [0]
+        while work:
+            i = work.pop()
+            now = written[i]
+            assert now is not None
+            now |= effects[i][1]
+            certain = re.match(r"EXIT|BRA (?!!?U?P\d)", code[i][1])  # BRA P0, ... has a condition of its own
+            after = [] if certain else [i + 1]
+            if (target := place.get(_branch_target(code[i][1]))) is not None:
+                after.append(target)
+            for j in after:
+                before = written[j] if j < len(code) else now
+                both = now if before is None else before & now
+                if both != before:
+                    written[j] = both
+                    work.append(j)
+        return [
+            f"{code[i][0]:x}: {code[i][1]}"
+            for i, (reads, _) in enumerate(effects)
+            if (now := written[i]) is not None and not reads <= now
+        ]
+
 
 @dataclass(frozen=True)
 class Loop:
@@ -144,6 +174,32 @@ class Loop:
 def _branch_target(text: str) -> int:
     match = re.search(r"\bBRA\b.*?(0x[0-9a-f]+)", text)
     return int(match[1], 16) if match else -1
+
+
+def uniforms(text: str) -> tuple[set[int], set[int]]:
+    """The uniform registers that an instruction reads and writes; pairs where it takes 64 bits, four where it takes the
+    descriptors of both operands of a wgmma, of which it leaves the first alone if that operand is in registers."""
+    op, _, rest = re.sub(r"^@!?U?P\w+\s+", "", text).partition(" ")
+    operands = [x.strip() for x in rest.split(",")]
+    writes: set[int] = set()
+    if op.startswith(("U", "R2UR", "S2UR", "VOTEU", "REDUX")) and not op.startswith(("UTMA", "USETMAXREG")):
+        while operands and re.match(r"!?U?P[\dT]", operands[0]):
+            operands.pop(0)
+        if operands and operands[0].startswith("UR"):
+            writes = _uniform_range(operands.pop(0), 2 if ".64" in op or "WIDE" in op else 1)
+    reads: set[int] = set()
+    for i, operand in enumerate(operands):
+        if operand.startswith("gdesc"):
+            both = _uniform_range(operand, 4)
+            reads |= both if i == 1 else set(sorted(both)[2:])
+        else:
+            wide = op.startswith("UTMA") or "desc[" in operand or (op.startswith("U") and ".64" in op)
+            reads |= _uniform_range(operand, 2 if wide else 1)
+    return reads, writes
+
+
+def _uniform_range(operand: str, count: int) -> set[int]:
+    return {int(n) + i for n in re.findall(r"\bUR(\d+)\b", operand) for i in range(count)}
 
 
 def _registers(operand: str, count: int) -> set[int]:

@@ -68,6 +68,7 @@ def compile_report(dim: int, dim_v: int, dtype: str, copies: bool) -> dict:
         "fences": sum("FENCE.VIEW.ASYNC.G" in text for text in code),
         "warnings": main.warnings,
         "overwritten": main.overwritten_operands(),
+        "undefined": main.undefined_uniforms(),
         "stack": main.stack_bytes,
         "reloads": sum("LDL" in text or "STL" in text for loop in main.loops_with("HGMMA") for _, text in loop.body),
         "shared": main.shared,
@@ -89,6 +90,7 @@ def test_compiles_without_serialized_products(dims, dtype, copies):
     report = json.loads(run.stdout.splitlines()[-1])
     assert report["warnings"] == []
     assert report["overwritten"] == []
+    assert report["undefined"] == []
     assert report["shared"] <= 227 * 1024
     assert report["reduces"] == 4 * dim // 128  # boxes of two writers
     if not sass.OUR_COMPILER:
