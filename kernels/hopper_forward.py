@@ -143,12 +143,10 @@ def _q_pieces(q_s, i):
 
 @gluon.jit
 def _q_anew(q_s, i, late):
-    """The queries for one of the loops over keys. ``late >> 30`` is 0, which ptxas cannot know: of three loops that
-    share descriptors at head dims 96 and 128, ptxas 12.8 makes one read uniform registers that only another one, which
-    may have been jumped over, has written (tests/sass.py looks for that). Elsewhere it would cost registers."""
-    COLUMNS: gl.constexpr = q_s[0].shape[4] if len(q_s) == 1 else q_s[0].shape[4] + q_s[1].shape[4]
-    APART: gl.constexpr = COLUMNS == 96 or COLUMNS == 128
-    return _q_pieces(q_s, i + (late >> 30)) if APART else _q_pieces(q_s, i)
+    """The queries for one of the loops over keys. ``late >> 30`` is 0, which ptxas cannot know. Where three loops share
+    descriptors that nothing in front of them has needed, ptxas 12.8 makes one loop read uniform registers that were
+    written for another one, which may have been jumped over. tests/sass.py sees some of that, the tests on GPUs all."""
+    return _q_pieces(q_s, i + (late >> 30))
 
 
 @gluon.jit
@@ -561,6 +559,7 @@ def _consumer(
     TURN: gl.constexpr = FREE_BARRIERS
     K_FREE: gl.constexpr = FREE_BARRIERS + N
     V_FREE: gl.constexpr = K_FREE + STAGES
+    EARLY: gl.constexpr = Q_BUFFERS > 1  # the next queries can be there before this query tile is stored
     if C == N - 1:
         barrier_arrive(TURN, 256)  # consumer 0 goes first
 
@@ -569,15 +568,26 @@ def _consumer(
     mbarrier.wait(info_full.index(0), 0)
     slot = info_s.index(0)
     some, last, begin, full_begin, full_end = _span(slot, BN)
-    start, end = _intervals(slot, C, start_ptr, end_ptr, rows_batch_stride, S_ROW)
-    s = _first_scores(some, q_s, k_s, q_full, k_full, i, g, C, N, STAGES, Q_BUFFERS, S_L)
-    if HAS_STATE:
-        m, rest, l_in, acc = _enter(slot, C, m_in_ptr, l_in_ptr, o_in_ptr, seq_q, q_heads, DV, W, S_ROW, O_L)
-    s = warpgroup_mma_wait(0, deps=[s])
-    if some:
-        barrier_arrive(K_FREE, THREADS)
+    if EARLY:
+        start, end = _intervals(slot, C, start_ptr, end_ptr, rows_batch_stride, S_ROW)
+        s = _first_scores(some, q_s, k_s, q_full, k_full, i, g, C, N, STAGES, Q_BUFFERS, S_L)
+        if HAS_STATE:
+            m, rest, l_in, acc = _enter(slot, C, m_in_ptr, l_in_ptr, o_in_ptr, seq_q, q_heads, DV, W, S_ROW, O_L)
+        s = warpgroup_mma_wait(0, deps=[s])
+        if some:
+            barrier_arrive(K_FREE, THREADS)
     while some:
-        # The last key tile. Its scores are there.
+        # The last key tile, whose scores are there already where EARLY.
+        buffer, _ = _q_buffer(i, Q_BUFFERS)
+        at = buffer * N + C
+        if not EARLY:
+            start, end = _intervals(slot, C, start_ptr, end_ptr, rows_batch_stride, S_ROW)
+            q = _q_pieces(q_s, at)
+            s = _first_scores(True, q_s, k_s, q_full, k_full, i, g, C, N, STAGES, Q_BUFFERS, S_L)
+            if HAS_STATE:
+                m, rest, l_in, acc = _enter(slot, C, m_in_ptr, l_in_ptr, o_in_ptr, seq_q, q_heads, DV, W, S_ROW, O_L)
+            s = warpgroup_mma_wait(0, deps=[s])
+            barrier_arrive(K_FREE + g % STAGES, THREADS)
         l = _lane_sum(gl.zeros([ROWS, BN], gl.float32, S_L))
         if HAS_STATE:
             l = l + gl.convert_layout(l_in, gl.SliceLayout(1, l.type.layout))[:, None]
@@ -590,22 +600,23 @@ def _consumer(
         packed = _pack(x, DTYPE)
 
         # The other key tiles, each with the product of P and V of the tile before: cut, full, cut.
-        buffer, _ = _q_buffer(i, Q_BUFFERS)
-        at = buffer * N + C
         intervals = (slot, start_ptr, end_ptr, rows_batch_stride)
-        q = _q_anew(q_s, at, last)
+        if EARLY:
+            q = _q_anew(q_s, at, last)
         for column in range(last - BN, full_end - BN, -BN):
             acc, m, l, alpha, packed = _step(
                 q, k_s, v_s, k_full, v_full, g, acc, m, l, alpha, packed, c2, column, intervals, C, N, STAGES, True
             )
             g += 1
-        q = _q_anew(q_s, at, full_end)
+        if EARLY:
+            q = _q_anew(q_s, at, full_end)
         for column in range(gl.minimum(full_end, last) - BN, full_begin - BN, -BN):
             acc, m, l, alpha, packed = _step(
                 q, k_s, v_s, k_full, v_full, g, acc, m, l, alpha, packed, c2, column, intervals, C, N, STAGES, False
             )
             g += 1
-        q = _q_anew(q_s, at, begin)
+        if EARLY:
+            q = _q_anew(q_s, at, begin)
         for column in range(gl.minimum(full_begin, last) - BN, begin - BN, -BN):
             acc, m, l, alpha, packed = _step(
                 q, k_s, v_s, k_full, v_full, g, acc, m, l, alpha, packed, c2, column, intervals, C, N, STAGES, True
@@ -613,7 +624,7 @@ def _consumer(
             g += 1
         mbarrier.arrive(q_free.index(at), count=1)
 
-        # The last product with V, and the first scores of the next query tile.
+        # The last product with V, and where EARLY the first scores of the next query tile.
         vs = g % STAGES
         mbarrier.wait(v_full.index(vs), (g // STAGES) & 1)
         acc = scale_rows(acc, alpha)
@@ -624,24 +635,24 @@ def _consumer(
         mbarrier.wait(info_full.index(i % SLOTS), (i // SLOTS) & 1)
         following = info_s.index(i % SLOTS)
         some, last, begin, full_begin, full_end = _span(following, BN)
-        start, end = _intervals(following, C, start_ptr, end_ptr, rows_batch_stride, S_ROW)
+        if EARLY:
+            start, end = _intervals(following, C, start_ptr, end_ptr, rows_batch_stride, S_ROW)
         acc, p = warpgroup_mma_wait(0, deps=[acc, p])
         keep_alive(packed)
         barrier_arrive(V_FREE + vs, THREADS)
-        if Q_BUFFERS > 1:
+        if EARLY:
             s = _first_scores(some, q_s, k_s, q_full, k_full, i, g, C, N, STAGES, Q_BUFFERS, S_L)
         _store(
             acc, m, l, slot, out_desc, out_ptr, lse_ptr, l_ptr, sink_ptr, o_s,
             seq_q, q_heads, C, DTYPE, DV, HAS_SINK, FINALIZE, STAGED, S_ROW,
         )  # fmt: skip
-        if Q_BUFFERS == 1:  # whose queries arrive while the tile is stored
-            s = _first_scores(some, q_s, k_s, q_full, k_full, i, g, C, N, STAGES, Q_BUFFERS, S_L)
         slot = following
-        if HAS_STATE:
-            m, rest, l_in, acc = _enter(slot, C, m_in_ptr, l_in_ptr, o_in_ptr, seq_q, q_heads, DV, W, S_ROW, O_L)
-        s = warpgroup_mma_wait(0, deps=[s])
-        if some:
-            barrier_arrive(K_FREE + g % STAGES, THREADS)
+        if EARLY:
+            if HAS_STATE:
+                m, rest, l_in, acc = _enter(slot, C, m_in_ptr, l_in_ptr, o_in_ptr, seq_q, q_heads, DV, W, S_ROW, O_L)
+            s = warpgroup_mma_wait(0, deps=[s])
+            if some:
+                barrier_arrive(K_FREE + g % STAGES, THREADS)
     if FINALIZE and STAGED:
         tma.store_wait(0)
 
