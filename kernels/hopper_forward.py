@@ -144,8 +144,8 @@ def _q_pieces(q_s, i):
 @gluon.jit
 def _q_anew(q_s, i, late):
     """The queries for one of the loops over keys. ``late >> 30`` is 0, which ptxas cannot know. Where three loops share
-    descriptors that nothing in front of them has needed, ptxas 12.8 makes one loop read uniform registers that were
-    written for another one, which may have been jumped over. tests/sass.py sees some of that, the tests on GPUs all."""
+    descriptors that nothing in front of them has needed, ptxas 12.8 makes one loop read uniform registers that only
+    another one, which may have been jumped over, has written. tests/sass.py looks for that."""
     return _q_pieces(q_s, i + (late >> 30))
 
 

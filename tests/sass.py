@@ -119,30 +119,51 @@ class Compiled:
         """Reads of a uniform register on some path from the entry that has not written it. ptxas 12.8 can make such
         code: loops that share a value, which is written in front of one that is jumped over."""
         code = self._instructions
-        place = {address: i for i, (address, _) in enumerate(code)}
         effects = [uniforms(text) for _, text in code]
+        after = self._successors
         written: list[frozenset[int] | None] = [None] * len(code)  # on every path to here
         written[0], work = frozenset(), [0]
         while work:
             i = work.pop()
-            now = written[i]
-            assert now is not None
-            now |= effects[i][1]
-            certain = re.match(r"EXIT|BRA (?!!?U?P\d)", code[i][1])  # BRA P0, ... has a condition of its own
-            after = [] if certain else [i + 1]
-            if (target := place.get(_branch_target(code[i][1]))) is not None:
-                after.append(target)
-            for j in after:
-                before = written[j] if j < len(code) else now
-                both = now if before is None else before & now
-                if both != before:
+            before = written[i]
+            assert before is not None
+            now = before | effects[i][1]
+            for j in after[i]:
+                known = written[j]
+                both = now if known is None else known & now
+                if both != known:
                     written[j] = both
                     work.append(j)
+        assert all(written[i] is not None for i, (_, text) in enumerate(code) if "HGMMA" in text), "not all was reached"
         return [
             f"{code[i][0]:x}: {code[i][1]}"
             for i, (reads, _) in enumerate(effects)
             if (now := written[i]) is not None and not reads <= now
         ]
+
+    @property
+    def _successors(self) -> list[list[int]]:
+        """The places of the instructions that may follow each. The table of an indirect branch (of warps to their
+        partitions) is not in the SASS: it goes to whatever nothing else leads to."""
+        code = self._instructions
+        place = {address: i for i, (address, _) in enumerate(code)}
+        after: list[list[int]] = []
+        for i, (_, text) in enumerate(code):
+            ends = re.match(r"EXIT|BRX|BRA (?!!?U?P\d)", text)  # BRA P0, ... has a condition of its own
+            target = place.get(_branch_target(text))
+            after.append([j for j in (None if ends else i + 1, target) if j is not None and j < len(code)])
+        starts, reached = [0], set()
+        for start in range(len(code)):
+            if start > 0 and start not in reached:
+                starts.append(start)
+            work = [start]
+            while work:
+                if (i := work.pop()) not in reached:
+                    reached.add(i)
+                    work += after[i]
+        for i, (_, text) in enumerate(code):
+            after[i] += starts[1:] if text.startswith("BRX") else []
+        return after
 
 
 @dataclass(frozen=True)
