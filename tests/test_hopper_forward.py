@@ -31,6 +31,7 @@ from test_flash import assert_close, causal, error, full, make_block, normalized
 from ringattn import stream_memory
 from ringattn.kernels import eager, hopper_forward, hopper_primitives
 from ringattn.kernels.block import Arrivals, Block, Score, State
+from ringattn.kernels.work_counter import work_counter
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 needs_hopper = pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")
@@ -430,6 +431,7 @@ def test_repeats_are_bitwise_equal_beside_other_work():
             different += (a.view(torch.int16 if a.dtype == q.dtype else torch.int32) != b.view(
                 torch.int16 if a.dtype == q.dtype else torch.int32)).sum()  # fmt: skip
     assert different.item() == 0
+    assert work_counter(q.device).item() == 0, "each launch leaves it as it was"
 
 
 @needs_hopper
