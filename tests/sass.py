@@ -117,9 +117,11 @@ class Compiled:
 
     def undefined_uniforms(self) -> list[str]:
         """Reads of a uniform register on some path from the entry that has not written it. ptxas 12.8 can make such
-        code: loops that share a value, which is written in front of one that is jumped over."""
+        code: loops that share a value, which is written in front of one that is jumped over. A move is no read: it
+        leaves its target as undefined as its source, which may be a value that nobody needs."""
         code = self._instructions
         effects = [uniforms(text) for _, text in code]
+        moves = [re.match(r"UMOV ", text) for _, text in code]
         after = self._successors
         written: list[frozenset[int] | None] = [None] * len(code)  # on every path to here
         written[0], work = frozenset(), [0]
@@ -127,7 +129,8 @@ class Compiled:
             i = work.pop()
             before = written[i]
             assert before is not None
-            now = before | effects[i][1]
+            reads, writes = effects[i]
+            now = before | writes if reads <= before or not moves[i] else before - writes
             for j in after[i]:
                 known = written[j]
                 both = now if known is None else known & now
@@ -138,7 +141,7 @@ class Compiled:
         return [
             f"{code[i][0]:x}: {code[i][1]}"
             for i, (reads, _) in enumerate(effects)
-            if (now := written[i]) is not None and not reads <= now
+            if (now := written[i]) is not None and not reads <= now and not moves[i]
         ]
 
     @property
