@@ -17,11 +17,11 @@ mov.b32 $0, 0;
 
 
 @gluon.jit
-def take_number(counter_ptr, count, warps: gl.constexpr = 4):
-    """``ATOMG.INC`` by the first thread of ``warps`` warps: the next of the numbers 0 to ``count - 1``, over and over,
-    as (32 * warps,) int32 whose sum is the number. Until somebody takes that sum nobody waits for memory, as everybody
-    would in ``gl.atomic_add``."""
-    thread = gl.arange(0, 32 * warps, gl.BlockedLayout([1], [32], [warps], [0]))
+def take_number(counter_ptr, count):
+    """``ATOMG.INC`` by the first thread of four warps: the next of the numbers 0 to ``count - 1``, over and over, as
+    (128,) int32 whose sum is the number. Until somebody takes that sum nobody waits for memory, as everybody would in
+    ``gl.atomic_add``."""
+    thread = gl.arange(0, 128, gl.BlockedLayout([1], [32], [4], [0]))
     constraints: gl.constexpr = "=&r,l,r,r"
     args = [counter_ptr + thread * 0, thread, thread * 0 + (count - 1)]
     return gl.inline_asm_elementwise(_TAKE_ASM, constraints, args, dtype=gl.int32, is_pure=False, pack=1)
@@ -31,9 +31,9 @@ _counters: dict[tuple[torch.device, int], Tensor] = {}
 
 
 def work_counter(device: torch.device) -> Tensor:
-    """A zero that hands out numbers, and that each launch leaves a zero. One per stream: launches on a stream do not
-    overlap. A captured graph may overlap with anything, so it gets its own, zeroed in the graph."""
-    if device.type != "cuda" or torch.cuda.is_current_stream_capturing():
+    """What hands out numbers: (1,) int32, a zero that each launch leaves a zero. One per stream: launches on a stream
+    do not overlap. A captured graph may overlap with anything, so it gets its own, zeroed in the graph."""
+    if torch.cuda.is_current_stream_capturing():
         return torch.zeros(1, dtype=torch.int32, device=device)
     key = (device, torch.cuda.current_stream(device).cuda_stream)
     if key not in _counters:

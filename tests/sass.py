@@ -1,8 +1,8 @@
 """What the compiler made of a Triton or Gluon kernel for sm_90, readable with no GPU present.
 
 ``compile_for_hopper`` compiles a launch without launching it. ``Compiled`` then tells what costs speed or
-correctness in silence: spills, wgmma that ptxas serialized, and writes to a register that a wgmma in flight still reads
-(ptxas before 13.3 may produce them, triton-lang/triton#11781).
+correctness in silence: spills, wgmma that ptxas serialized, writes to a register that a wgmma in flight still reads
+(ptxas before 13.3 may produce them, triton-lang/triton#11781), and reads of a uniform register that was never written.
 """
 
 from __future__ import annotations

@@ -166,7 +166,8 @@ def test_compiled_code(dims, kind):
         pytest.skip(sass.OTHER)
     assert found["spills_in_steps"] == 0
     if "state-in" not in kind:
-        assert found["spills"] <= (128 if dims == (64, 64) else 0)  # at 64 once per query tile
+        # At 64 some that are read once per query tile, unless its way out is the state's.
+        assert found["spills"] <= (128 if dims == (64, 64) and kind.endswith("out") else 0)
 
 
 @pytest.mark.skipif(not sass.OUR_COMPILER, reason=sass.OTHER)
@@ -175,10 +176,9 @@ def test_compiled_code(dims, kind):
 def test_consumers_do_not_pay_for_arrivals(dims, kind):
     found = facts_of(dims)
     assert found[kind]["steps"]
+    assert found[f"arrivals-{kind}"]["lengths"] == found[kind]["lengths"]
     if dims not in ((64, 64), (256, 256)):  # there ptxas names some registers otherwise
         assert found[f"arrivals-{kind}"]["steps"] == found[kind]["steps"]
-    lengths, without = found[f"arrivals-{kind}"]["lengths"], found[kind]["lengths"]
-    assert all(abs(x - y) <= 1 for x, y in zip(lengths, without, strict=True))
 
 
 # --- against eager -----------------------------------------------------------------------------------------------
