@@ -117,6 +117,7 @@ class Block:
         positions_q, positions_k: (seq_q,), (seq_k,) int32, aligned global positions; read by ALiBi only.
         segments_q, segments_k: lengths of the runs of neighbouring positions (zigzag has two). Tiles
             do not cross them, so a sliding window never makes one tile walk the gap between two runs.
+        pairs: about how many (query, key) pairs are visible, if somebody knows; for choices that only concern speed.
     """
 
     start: Tensor
@@ -125,6 +126,7 @@ class Block:
     positions_k: Tensor
     segments_q: tuple[int, ...]
     segments_k: tuple[int, ...]
+    pairs: float | None = None
     _maps: dict[tuple[str, int, int], TileMap] = field(default_factory=dict, repr=False)
 
     @property

@@ -20,8 +20,11 @@ tiles of 64 queries that see it, for every query head of the group; dk and dv st
 * Head dims above 128 have a kernel of their own, hopper_backward_wide.py; the host's part is here.
 * At head dim 64, where shared memory bounds the speed most, the left operands K and V of S and dP stay in registers.
 * CTAs walk the full tiles from staggered starts: they do not add to the same tile of dQ at the same time.
-* The order of the CTAs is the order in which gradients are done: ``_sweep`` heads at a time, and within them the tiles
-  with most queries first, all heads of a tile together. Under a causal mask those are the earliest positions, so that
+* The query heads of a group are divided between CTAs (``_parts``). They add to the same dk and dv, each behind the one
+  with the next smaller number, which counts in ``turns`` that it has stored. Nobody waits in vain: CTAs start in the
+  order of their numbers, as stream-K products rely on too (Osama et al. 2023, arXiv:2301.03598).
+* The order of the CTAs is the order in which gradients are done: ``_sweep`` parts at a time, and within them the tiles
+  with most queries first, all parts of a tile together. Under a causal mask those are the earliest positions, so that
   whole segments (the runs of one owner) complete one after the other for all heads of the sweep, each about when the
   next one begins; :func:`departures` counts them. A dense mask takes the tiles as they lie.
 * A key tile meets the query tiles that a mask cuts first, for all heads, and then the full ones: two loops without a
@@ -82,9 +85,11 @@ from .hopper_backward_pieces import (
     _next,
     _none,
     _place,
+    _sent,
     _stage,
     _staged,
     _store,
+    _stored,
     _tiles,
     _tour,
 )
@@ -92,7 +97,6 @@ from .hopper_primitives import (
     async_load,
     barrier_arrive,
     barrier_sync,
-    raise_counter,
     reinterpret,
     tma_reduce_add,
     wait_row,
@@ -106,6 +110,8 @@ STORES_INTO = True  # backward() takes into=
 LOG2E = 1.4426950408889634
 
 DS_STAGES = gl.constexpr(4)  # 3 are needed
+WALK = 128  # steps that a CTA has at least, and heads, where its group has as many: beginning and end cost three steps
+HEADS = 2
 HEAD_DIMS = ((64, 64), (96, 96), (128, 128), (192, 128), (256, 256))  # of q, k and of v
 
 DS_READY, Q_FREE, DO_FREE, DQ_STAGED, DQ_SENT = (gl.constexpr(i) for i in (4, 8, 10, 12, 14))
@@ -162,8 +168,8 @@ def _producer(
 
 @gluon.jit
 def _writer(
-    C: gl.constexpr, dq_desc, dq_first: gl.constexpr, info_ptr, dq_s, heads, tiles, kv_heads, parts, counters_ptr,
-    segments, SWEEP: gl.constexpr, BATCHED: gl.constexpr,
+    C: gl.constexpr, dq_desc, dq_first: gl.constexpr, info_ptr, dq_s, heads, tiles, kv_heads, parts, turns_ptr,
+    counters_ptr, segments, SWEEP: gl.constexpr, BATCHED: gl.constexpr,
 ):  # fmt: skip
     """Two steps behind consumer C. The first two times there is nothing to send yet."""
     batch, kv_head, part, info = _place(info_ptr, heads, tiles, kv_heads, parts, SWEEP, BATCHED)
@@ -176,12 +182,9 @@ def _writer(
         barrier_sync(DQ_STAGED + C, STAGING, warps=1)
         tma_reduce_add(dq_desc, [batch, j * BM, head, C * dq_first], dq_s)
         tma.store_wait(0)
-        barrier_arrive(DQ_SENT + C, STAGING, warps=1)
+        _sent(DQ_SENT + C, i == steps - 1, turns_ptr, tiles, part, parts, SWEEP)
         j, head = _next(i, j, head, cut_steps, heads, stops)
-    if counters_ptr is not None:  # here and not in the consumer, whose loop would pay for it with registers
-        barrier_sync(DQ_STAGED + C, STAGING, warps=1)  # dk and dv are stored
-        segment = gl.load(info + 7)
-        raise_counter(counters_ptr + gl.program_id(0) // (SWEEP * tiles) * segments + segment)
+    _stored(DQ_STAGED + C, turns_ptr, counters_ptr, info, tiles, part, parts, segments, SWEEP)
 
 
 @gluon.jit
@@ -284,8 +287,9 @@ def _walk(
 @gluon.jit
 def _consumer(
     C: gl.constexpr, dk_ptr, dv_ptr, info_ptr, k_s, v_s, q_s, dout_s, lse_v, delta_v, bounds_v, ds_s, dq_s, kv_full,
-    q_full, dout_full, heads, tiles, kv_heads, parts, batches, stride_b, stride_s, stride_h, scale_log2, dk_scale,
-    dv_scale, SWEEP: gl.constexpr, BATCHED: gl.constexpr, FOLD: gl.constexpr, COUNTED: gl.constexpr,
+    q_full, dout_full, heads, tiles, kv_heads, parts, stride_b, stride_s, stride_h, scale_log2, dk_scale,
+    dv_scale, SWEEP: gl.constexpr, BATCHED: gl.constexpr, FOLD: gl.constexpr, IN_TURNS: gl.constexpr,
+    COUNTED: gl.constexpr,
 ):  # fmt: skip
     D: gl.constexpr = k_s[0].shape[2]
     S_L: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BM, 16])
@@ -328,11 +332,12 @@ def _consumer(
     _stage(dq_s, dq)
     fence_async_shared()
     barrier_arrive(DQ_STAGED + C, STAGING)
-    head = (part * batches + batch).to(gl.int64) * stride_b + kv_head.to(gl.int64) * stride_h
-    _store(dv_ptr, dv, head, stride_s, key, past, dv_scale, True)
-    _store(dk_ptr, dk, head, stride_s, key, past, dk_scale, not FOLD)
-    if COUNTED:
-        barrier_sync(DQ_SENT + C, STAGING)
+    if IN_TURNS or COUNTED:
+        barrier_sync(DQ_SENT + C, STAGING)  # and if the group has several parts, it is this one's turn
+    head = batch.to(gl.int64) * stride_b + kv_head.to(gl.int64) * stride_h
+    _store(dv_ptr, dv, head, stride_s, key, past, part, dv_scale, True, IN_TURNS)
+    _store(dk_ptr, dk, head, stride_s, key, past, part, dk_scale, not FOLD, IN_TURNS)
+    if IN_TURNS or COUNTED:
         barrier_sync(DQ_STAGED + C, STAGING)  # not arrive: sync alone is documented to order the stores for the writer
 
 
@@ -340,13 +345,14 @@ def _consumer(
 def _kernel(
     q_desc, dout_desc, k_desc, v_desc, lse_desc, delta_desc, bounds_desc, dq_desc,
     q_rest_desc, dout_rest_desc, k_rest_desc, v_rest_desc, dq_rest_desc,  # None if the head dim is a power of two
-    dk_ptr, dv_ptr, info_ptr, heads, tiles, kv_heads, parts, batches, stride_b, stride_s, stride_h,
+    dk_ptr, dv_ptr, info_ptr, heads, tiles, kv_heads, parts, stride_b, stride_s, stride_h,
     q_tiles, scale_log2, dk_scale, dv_scale,
-    flags_ptr, epoch, gave_up_ptr, counters_ptr, segments,
+    flags_ptr, epoch, gave_up_ptr, turns_ptr, counters_ptr, segments,
     SWEEP: gl.constexpr, BATCHED: gl.constexpr, FOLD: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """``heads``: query heads of a CTA; ``parts``: CTAs that share a group, each with its own dk, dv. ``stride_*`` are
-    those of dk and dv. ``flags_ptr`` or ``counters_ptr`` None: nothing to wait for or to count."""
+    """``heads``: query heads of a CTA; ``parts``: CTAs that share a group and add to its dk, dv one after another, as
+    ``turns_ptr`` counts: (batch * kv_heads, tiles) int32, zeros, None for one part. ``stride_*`` are those of dk and
+    dv. ``flags_ptr`` or ``counters_ptr`` None: nothing to wait for or to count."""
     dtype: gl.constexpr = q_desc.dtype
     DS_L: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BN // 2, BM], dtype)
     ROW_L: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
@@ -391,20 +397,22 @@ def _kernel(
         [
             (_consumer, (0, dk_ptr, dv_ptr, info_ptr, k_s, v_s, q_s, dout_s, lse_v, delta_v, bounds_v, ds_s, dq_s[0],
             kv_full, q_full,
-                         dout_full, heads, tiles, kv_heads, parts, batches, stride_b, stride_s, stride_h, scale_log2,
-                         dk_scale, dv_scale, SWEEP, BATCHED, FOLD, counters_ptr is not None)),
+                         dout_full, heads, tiles, kv_heads, parts, stride_b, stride_s, stride_h, scale_log2,
+                         dk_scale, dv_scale, SWEEP, BATCHED, FOLD, turns_ptr is not None,
+                         counters_ptr is not None)),
             (_consumer, (1, dk_ptr, dv_ptr, info_ptr, k_s, v_s, q_s, dout_s, lse_v, delta_v, bounds_v, ds_s, dq_s[1],
             kv_full, q_full,
-                         dout_full, heads, tiles, kv_heads, parts, batches, stride_b, stride_s, stride_h, scale_log2,
-                         dk_scale, dv_scale, SWEEP, BATCHED, FOLD, counters_ptr is not None)),
+                         dout_full, heads, tiles, kv_heads, parts, stride_b, stride_s, stride_h, scale_log2,
+                         dk_scale, dv_scale, SWEEP, BATCHED, FOLD, turns_ptr is not None,
+                         counters_ptr is not None)),
             (_producer, (q_descs, dout_descs, k_descs, v_descs, lse_desc, delta_desc, bounds_desc, info_ptr, k_t, v_t,
             q_t, dout_t, lse_t,
                          delta_t, bounds_t, kv_full, q_full, dout_full, heads, tiles, kv_heads, parts, q_tiles,
                          flags_ptr, epoch, gave_up_ptr, SWEEP, BATCHED)),
-            (_writer, (0, dq_descs[0], W, info_ptr, dq_t[0], heads, tiles, kv_heads, parts, counters_ptr, segments,
-                        SWEEP, BATCHED)),
-            (_writer, (1, dq_descs[1], W, info_ptr, dq_t[1], heads, tiles, kv_heads, parts, counters_ptr, segments,
-                        SWEEP, BATCHED)),
+            (_writer, (0, dq_descs[0], W, info_ptr, dq_t[0], heads, tiles, kv_heads, parts, turns_ptr, counters_ptr,
+                        segments, SWEEP, BATCHED)),
+            (_writer, (1, dq_descs[1], W, info_ptr, dq_t[1], heads, tiles, kv_heads, parts, turns_ptr, counters_ptr,
+                        segments, SWEEP, BATCHED)),
         ],
         [4, 1, 1, 1],
         [REGISTERS, 24, 24, 24],
@@ -463,30 +471,27 @@ def backward(
             raise ValueError("deterministic=True neither waits for arrivals nor counts: departures() is None")
         dk, dv = flash_backward.backward(q, k, v, dout, lse, delta, block, score, dq, deterministic)
         return (dk, dv) if into is None else (into[0].copy_(dk), into[1].copy_(dv))
-    parts = _parts(q, k, block)
-    straight = into if into is not None and parts == 1 and _stores_into(*into) else None
-    if counters is not None and (parts > 1 or straight is not into):
+    straight = into if into is not None and _stores_into(*into) else None
+    if counters is not None and straight is not into:
         raise ValueError("it counts what it stores itself: only where departures() is not None, float32, equal strides")
     target = dq if readable(dq) else torch.zeros_like(dq, memory_format=torch.contiguous_format)
     dk, dv = launch(
-        q, k, v, dout, lse, delta, block, score, target, parts, into=straight, arrivals=arrivals, counters=counters
-    )
+        q, k, v, dout, lse, delta, block, score, target, _parts(q, k, block), into=straight, arrivals=arrivals,
+        counters=counters,
+    )  # fmt: skip
     if target is not dq:
         dq += target
-    if straight is not None:
-        return straight
-    dk, dv = (dk[0], dv[0]) if parts == 1 else (dk.sum(0), dv.sum(0))
-    return (dk, dv) if into is None else (into[0].copy_(dk), into[1].copy_(dv))
+    return (dk, dv) if into is None or straight is not None else (into[0].copy_(dk), into[1].copy_(dv))
 
 
 def departures(q: Tensor, k: Tensor, block: Block) -> Departures | None:
-    """None where several CTAs share a group, whose dk and dv are summed after the kernel, and where k must be copied
-    before the kernel reads it."""
-    if _parts(q, k, block) > 1 or not readable(k):
+    """None where k must be copied before the kernel reads it."""
+    if not readable(k):
         return None
     tiles = [triton.cdiv(n, _keys(q)) for n in block.segments_k]
-    rows = _sweep(k.shape[0] * k.shape[2], sum(tiles), _processors(q))
-    return Departures(rows, tuple(2 * rows * n for n in tiles))  # both consumers of a CTA count
+    parts = _parts(q, k, block)
+    rows = max(1, _sweep(k.shape[0] * k.shape[2], sum(tiles), _processors(q), parts) // parts)
+    return Departures(rows, tuple(2 * rows * n for n in tiles))  # both consumers of the last part's CTAs count
 
 
 def launch(
@@ -494,8 +499,7 @@ def launch(
     parts: int, run=dispatch,
     into: tuple[Tensor, Tensor] | None = None, arrivals: Arrivals | None = None, counters: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """dk and dv of each of ``parts`` parts of the group: (parts, batch, seq_k, kv_heads, head_dim). With ``into``, one
-    part's."""
+    """dk and dv, or ``into`` with them. ``parts``: how many CTAs share the query heads of a group."""
     if arrivals is not None and not (readable(k) and readable(v)):
         raise ValueError("keys and values that are still arriving cannot be copied first: 16-byte strides are needed")
     # Not contiguous(), which leaves a tensor that begins at an odd address as it is.
@@ -524,25 +528,26 @@ def launch(
         ROWS=BM.value,
         num_warps=2,
     )
-    if into is None:
-        shape = (parts, batch, seq_k, kv_heads)
+    if into is not None:
+        dk, dv = into
+    else:
+        shape = (batch, seq_k, kv_heads)
         if dim == dim_v:
             dk, dv = torch.empty(2, *shape, dim, dtype=torch.float32, device=q.device)
         else:  # side by side: the kernel knows one set of strides
             dk, dv = torch.empty(*shape, dim + dim_v, dtype=torch.float32, device=q.device).split((dim, dim_v), -1)
-    else:
-        dk, dv = (x[None] for x in into)
+    turns = torch.zeros(batch * kv_heads, tiles, dtype=torch.int32, device=q.device) if parts > 1 else None
     flags, epoch, gave_up = None, 0, None
     if arrivals is not None:
         flags, gave_up = arrivals.flags, arrivals.gave_up
         epoch = int32(arrivals.epoch)  # so always the same kernel
     numbers = (
-        dk, dv, info, q_heads // kv_heads // parts, tiles, kv_heads, parts, batch, *dk.stride()[1:4], q_tiles,
+        dk, dv, info, q_heads // kv_heads // parts, tiles, kv_heads, parts, *dk.stride()[:3], q_tiles,
         scale * LOG2E, scale, 1 / scale if fold else 1.0,
-        flags, epoch, gave_up, counters, counters.shape[1] if counters is not None else 0,
+        flags, epoch, gave_up, turns, counters, counters.shape[1] if counters is not None else 0,
     )  # fmt: skip
     constants = dict(
-        SWEEP=_sweep(batch * kv_heads * parts, tiles, _processors(q)), BATCHED=info.shape[0] > 1, FOLD=fold,
+        SWEEP=_sweep(batch * kv_heads, tiles, _processors(q), parts), BATCHED=info.shape[0] > 1, FOLD=fold,
         REGISTERS=240, num_warps=4,
     )  # fmt: skip
     statistics = (
@@ -579,22 +584,30 @@ def _keys(q: Tensor) -> int:
     return BN.value if q.shape[-1] <= 128 else BN.value // 2
 
 
+def _parts(q: Tensor, k: Tensor, block: Block) -> int:
+    """CTAs that share the query heads of a group, one behind the other. So many that all processors have work, and so
+    many that those which run at the same time find their queries in L2: under a causal mask some have been through
+    all heads while others are at the first. But a CTA that walks little is all beginning and end."""
+    group = q.shape[2] // k.shape[2]
+    divisors = [n for n in range(1, group + 1) if group % n == 0]
+    ctas = k.shape[0] * k.shape[2] * sum(triton.cdiv(n, _keys(q)) for n in block.segments_k)
+    filled = next((p for p in divisors if ctas * p >= 1.5 * _processors(q)), group)
+    pairs = block.seq_q * block.seq_k if block.pairs is None else block.pairs
+    steps = pairs / max(1, block.seq_k * BM.value)  # of a CTA, for each head
+    heads = next((h for h in divisors if h >= HEADS and h * steps >= WALK), group)
+    return max(filled, group // heads)
+
+
 def _processors(x: Tensor) -> int:
     return multiprocessors(x.device) if x.is_cuda else 132
 
 
-def _parts(q: Tensor, k: Tensor, block: Block) -> int:
-    """CTAs that share the query heads of a group: more than one only where the GPU would else stay half empty."""
-    group = q.shape[2] // k.shape[2]
-    ctas = k.shape[0] * k.shape[2] * sum(triton.cdiv(n, _keys(q)) for n in block.segments_k)
-    wanted = 1.5 * _processors(q)
-    return next((p for p in range(1, group) if group % p == 0 and ctas * p >= wanted), group)
-
-
 @functools.cache
-def _sweep(heads: int, tiles: int, processors: int) -> int:
-    """Heads walked at the same time. Few, so that their queries stay in L2, but enough that the heavy tiles of the last
-    heads do not come last: within 1 % of the best balance, judged by a causal mask."""
+def _sweep(rows: int, tiles: int, processors: int, parts: int) -> int:
+    """Parts of groups walked at the same time. Few, so that their queries stay in L2, but enough that the heavy tiles
+    of the last ones do not come last: within 1 % of the best balance, judged by a causal mask. Whole groups, of which
+    there are ``rows``, or some parts of one, so that groups complete together or one behind the other."""
+    heads = rows * parts
     if heads * tiles > 20 * processors:
         return 1
 
@@ -606,7 +619,7 @@ def _sweep(heads: int, tiles: int, processors: int) -> int:
             heapq.heapreplace(ends, ends[0] + tiles - inside // sweep)
         return max(ends)
 
-    spans = {s: span(s) for s in range(1, heads + 1) if heads % s == 0}
+    spans = {s: span(s) for s in range(1, heads + 1) if heads % s == 0 and (s % parts == 0 or parts % s == 0)}
     return next(s for s in spans if spans[s] <= 1.01 * min(spans.values()))
 
 

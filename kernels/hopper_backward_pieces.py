@@ -7,7 +7,15 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warpgroup_mma_wait
 
-from .hopper_primitives import async_load, exchange_blocks, reinterpret
+from .hopper_primitives import (
+    async_load,
+    barrier_arrive,
+    barrier_sync,
+    exchange_blocks,
+    raise_counter,
+    reinterpret,
+    wait_count,
+)
 
 BM = gl.constexpr(64)  # queries of a step
 BN = gl.constexpr(128)  # keys of a CTA of hopper_backward.py; a consumer has 64, in both
@@ -41,6 +49,46 @@ def _place(info_ptr, heads, tiles, kv_heads, parts, SWEEP: gl.constexpr, BATCHED
     if BATCHED:
         tile += batch * tiles
     return batch, head // parts % kv_heads, head % parts, info_ptr + tile * INFO
+
+
+@gluon.jit
+def _turns_of(turns_ptr, tiles, parts, SWEEP: gl.constexpr):
+    """Where the parts of this program's group count who has stored: one number per key tile of a key head."""
+    program = gl.program_id(0)
+    inside = program % (SWEEP * tiles)
+    head = program // (SWEEP * tiles) * SWEEP + inside % SWEEP
+    return turns_ptr + (head // parts * tiles + inside // SWEEP)
+
+
+@gluon.jit
+def _sent(sent: gl.constexpr, last, turns_ptr, tiles, part, parts, SWEEP: gl.constexpr):
+    """A writer tells its consumer, at barrier ``sent``, that the staged tile has been read. In front of the ``last``
+    time it waits until both consumers of the part before have stored: parts add to the same dk and dv in order, so that
+    these are the same bits on every run. The part before has a smaller program number, so it has started earlier."""
+    if turns_ptr is None:
+        barrier_arrive(sent, STAGING, warps=1)
+    else:
+        if last:
+            wait_count(_turns_of(turns_ptr, tiles, parts, SWEEP), 2 * part)
+            barrier_sync(sent, STAGING, warps=1)  # not arrive: sync alone is documented to order memory
+        else:
+            barrier_arrive(sent, STAGING, warps=1)
+
+
+@gluon.jit
+def _stored(
+    staged: gl.constexpr, turns_ptr, counters_ptr, info, tiles, part, parts, segments, SWEEP: gl.constexpr,
+):  # fmt: skip
+    """A writer's end, behind barrier ``staged`` with its consumer, which has stored: tell the part behind, and if there
+    is none, those who wait for dk and dv. In the writer and not in the consumer, whose loop would pay for it with
+    registers."""
+    if (turns_ptr is not None) or (counters_ptr is not None):
+        barrier_sync(staged, STAGING, warps=1)
+    if turns_ptr is not None:
+        raise_counter(_turns_of(turns_ptr, tiles, parts, SWEEP), "gpu")
+    if (counters_ptr is not None) and (part == parts - 1):
+        chunk = gl.program_id(0) // (SWEEP * tiles) * SWEEP // gl.maximum(parts, SWEEP)
+        raise_counter(counters_ptr + (chunk * segments + gl.load(info + 7)), "sys")
 
 
 @gluon.jit
@@ -148,21 +196,24 @@ def _none(tiles):
 
 
 @gluon.jit
-def _store_piece(ptr, x, head, stride_s, key, past, scale, SCALED: gl.constexpr):
+def _store_piece(ptr, x, head, stride_s, key, past, part, scale, SCALED: gl.constexpr, ADDS: gl.constexpr):
     L: gl.constexpr = x.type.layout
     rows = gl.arange(0, BN // 2, gl.SliceLayout(1, L)) + key
     cols = gl.arange(0, x.shape[1], gl.SliceLayout(0, L))
     at = (head + rows.to(gl.int64) * stride_s)[:, None] + cols[None, :]
     if SCALED:
         x = x * scale
+    if ADDS and (part > 0):
+        x += gl.load(ptr + at, mask=(rows < past)[:, None], other=0.0)
     gl.store(ptr + at, x, mask=(rows < past)[:, None])
 
 
 @gluon.jit
-def _store(ptr, sums, head, stride_s, key, past, scale, SCALED: gl.constexpr):
-    _store_piece(ptr, sums[0], head, stride_s, key, past, scale, SCALED)
+def _store(ptr, sums, head, stride_s, key, past, part, scale, SCALED: gl.constexpr, ADDS: gl.constexpr):
+    """``ADDS``: all parts but the first add to what is there."""
+    _store_piece(ptr, sums[0], head, stride_s, key, past, part, scale, SCALED, ADDS)
     if len(sums) == 2:
-        _store_piece(ptr + sums[0].shape[1], sums[1], head, stride_s, key, past, scale, SCALED)
+        _store_piece(ptr + sums[0].shape[1], sums[1], head, stride_s, key, past, part, scale, SCALED, ADDS)
 
 
 @gluon.jit

@@ -51,9 +51,11 @@ from .hopper_backward_pieces import (
     _next,
     _none,
     _place,
+    _sent,
     _stage,
     _staged,
     _store,
+    _stored,
     _tiles,
     _tour,
 )
@@ -61,7 +63,6 @@ from .hopper_primitives import (
     async_load,
     barrier_arrive,
     barrier_sync,
-    raise_counter,
     reinterpret,
     tma_reduce_add,
     wait_row,
@@ -118,8 +119,8 @@ def _producer(
 
 @gluon.jit
 def _writer(
-    C: gl.constexpr, UNITS: gl.constexpr, dq_desc, info_ptr, dq_s, heads, tiles, kv_heads, parts, counters_ptr,
-    segments, SWEEP: gl.constexpr, BATCHED: gl.constexpr,
+    C: gl.constexpr, UNITS: gl.constexpr, dq_desc, info_ptr, dq_s, heads, tiles, kv_heads, parts, turns_ptr,
+    counters_ptr, segments, SWEEP: gl.constexpr, BATCHED: gl.constexpr,
 ):  # fmt: skip
     batch, kv_head, part, info = _place(info_ptr, heads, tiles, kv_heads, parts, SWEEP, BATCHED)
     steps, cut_steps, j, stops = _tour(info, heads)
@@ -130,12 +131,11 @@ def _writer(
             barrier_sync(DQ_STAGED + C, STAGING, warps=1)
             tma_reduce_add(dq_desc, [batch, j * BM, head, (C * UNITS_0 + unit) * UNIT], dq_s)
             tma.store_wait(0)
-            barrier_arrive(DQ_SENT + C, STAGING, warps=1)
+            _sent(
+                DQ_SENT + C, (i == steps - 1) & (unit == UNITS - 1), turns_ptr, tiles, part, parts, SWEEP
+            )  # fmt: skip
         j, head = _next(i, j, head, cut_steps, heads, stops)
-    if counters_ptr is not None:
-        barrier_sync(DQ_STAGED + C, STAGING, warps=1)  # dk or dv is stored
-        segment = gl.load(info + 7)
-        raise_counter(counters_ptr + gl.program_id(0) // (SWEEP * tiles) * segments + segment)
+    _stored(DQ_STAGED + C, turns_ptr, counters_ptr, info, tiles, part, parts, segments, SWEEP)
 
 
 @gluon.jit
@@ -159,13 +159,6 @@ def _send(C: gl.constexpr, dq, dq_s, dq_scale, FOLD: gl.constexpr):
     _stage(dq_s, dq)
     fence_async_shared()
     barrier_arrive(DQ_STAGED + C, STAGING)
-
-
-@gluon.jit
-def _finish(C: gl.constexpr, COUNTED: gl.constexpr):
-    barrier_sync(DQ_SENT + C, STAGING)
-    if COUNTED:
-        barrier_sync(DQ_STAGED + C, STAGING)  # not arrive: sync alone is documented to order the stores for the writer
 
 
 @gluon.jit
@@ -209,8 +202,8 @@ def _walk_values(
 @gluon.jit
 def _values(
     dv_ptr, info_ptr, k_s, q_s, dout_s, lse_v, bounds_v, p_s, ds_s, dq_s, kv_full, q_full, dout_full,
-    heads, tiles, kv_heads, parts, batches, stride_b, stride_s, stride_h, scale_log2, dq_scale, dv_scale,
-    SWEEP: gl.constexpr, BATCHED: gl.constexpr, FOLD: gl.constexpr, COUNTED: gl.constexpr,
+    heads, tiles, kv_heads, parts, stride_b, stride_s, stride_h, scale_log2, dq_scale, dv_scale,
+    SWEEP: gl.constexpr, BATCHED: gl.constexpr, FOLD: gl.constexpr, IN_TURNS: gl.constexpr, COUNTED: gl.constexpr,
 ):  # fmt: skip
     """Consumer 0: S, P, dV and the first columns of dQ."""
     S_L: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BM, 16])
@@ -230,16 +223,19 @@ def _values(
         False, cut_steps, steps, steps - 1, s, dv, k_s, q_s, dout_s, lse_v, bounds_v, p_s, ds_s, dq_s, q_full,
         dout_full, scale_log2, dq_scale, key, past, FOLD,
     )  # fmt: skip
-    head = (part * batches + batch).to(gl.int64) * stride_b + kv_head.to(gl.int64) * stride_h
-    _store(dv_ptr, dv, head, stride_s, key, past, dv_scale, True)
-    _finish(0, COUNTED)
+    barrier_sync(DQ_SENT, STAGING)  # and if the group has several parts, it is this one's turn
+    head = batch.to(gl.int64) * stride_b + kv_head.to(gl.int64) * stride_h
+    _store(dv_ptr, dv, head, stride_s, key, past, part, dv_scale, True, IN_TURNS)
+    if IN_TURNS or COUNTED:
+        barrier_sync(DQ_STAGED, STAGING)  # not arrive: sync alone is documented to order the stores for the writer
 
 
 @gluon.jit
 def _keys(
     dk_ptr, info_ptr, k_s, v_s, q_s, dout_s, delta_v, p_s, ds_s, dq_s, kv_full, q_full, dout_full,
-    heads, tiles, kv_heads, parts, batches, stride_b, stride_s, stride_h, dk_scale,
-    UNITS: gl.constexpr, SWEEP: gl.constexpr, BATCHED: gl.constexpr, FOLD: gl.constexpr, COUNTED: gl.constexpr,
+    heads, tiles, kv_heads, parts, stride_b, stride_s, stride_h, dk_scale,
+    UNITS: gl.constexpr, SWEEP: gl.constexpr, BATCHED: gl.constexpr, FOLD: gl.constexpr, IN_TURNS: gl.constexpr,
+    COUNTED: gl.constexpr,
 ):  # fmt: skip
     """Consumer 1: dP, dS, dK and the last columns of dQ, one unit of them or two."""
     S_L: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BM, 16])
@@ -281,18 +277,20 @@ def _keys(
         dq = warpgroup_mma_wait(PIECES, deps=[dq])
         _send(1, dq, dq_s, dk_scale, FOLD)
         dp = warpgroup_mma_wait(0, deps=[dp])
-    head = (part * batches + batch).to(gl.int64) * stride_b + kv_head.to(gl.int64) * stride_h
-    _store(dk_ptr, dk, head, stride_s, key, past, dk_scale, not FOLD)
-    _finish(1, COUNTED)
+    barrier_sync(DQ_SENT + 1, STAGING)  # and if the group has several parts, it is this one's turn
+    head = batch.to(gl.int64) * stride_b + kv_head.to(gl.int64) * stride_h
+    _store(dk_ptr, dk, head, stride_s, key, past, part, dk_scale, not FOLD, IN_TURNS)
+    if IN_TURNS or COUNTED:
+        barrier_sync(DQ_STAGED + 1, STAGING)  # not arrive: sync alone is documented to order the stores for the writer
 
 
 @gluon.jit(do_not_specialize=["epoch", "segments"])
 def kernel(
     q_desc, dout_desc, k_desc, v_desc, lse_desc, delta_desc, bounds_desc, dq_desc,
     q_rest_desc, k_rest_desc, dout_rest_desc, v_rest_desc,  # columns from 128 on; None for v if there are none
-    dk_ptr, dv_ptr, info_ptr, heads, tiles, kv_heads, parts, batches, stride_b, stride_s, stride_h,
+    dk_ptr, dv_ptr, info_ptr, heads, tiles, kv_heads, parts, stride_b, stride_s, stride_h,
     q_tiles, scale_log2, dk_scale, dv_scale,
-    flags_ptr, epoch, gave_up_ptr, counters_ptr, segments,
+    flags_ptr, epoch, gave_up_ptr, turns_ptr, counters_ptr, segments,
     DO_STAGES: gl.constexpr, SWEEP: gl.constexpr, BATCHED: gl.constexpr, FOLD: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """See ``hopper_backward._kernel``."""
@@ -335,19 +333,21 @@ def kernel(
     gl.warp_specialize(
         [
             (_values, (dv_ptr, info_ptr, k_s, q_s, dout_s, lse_v, bounds_v, p_s, ds_s, _matrix(dq_t[0]),
-                       kv_full, q_full, dout_full, heads, tiles, kv_heads, parts, batches, stride_b, stride_s,
-                       stride_h, scale_log2, dk_scale, dv_scale, SWEEP, BATCHED, FOLD, counters_ptr is not None)),
+                       kv_full, q_full, dout_full, heads, tiles, kv_heads, parts, stride_b, stride_s,
+                       stride_h, scale_log2, dk_scale, dv_scale, SWEEP, BATCHED, FOLD, turns_ptr is not None,
+                       counters_ptr is not None)),
             (_keys, (dk_ptr, info_ptr, k_s, v_s, q_s, dout_s, delta_v, p_s, ds_s, _matrix(dq_t[1]),
-                     kv_full, q_full, dout_full, heads, tiles, kv_heads, parts, batches, stride_b, stride_s,
-                     stride_h, dk_scale, UNITS_1, SWEEP, BATCHED, FOLD, counters_ptr is not None)),
+                     kv_full, q_full, dout_full, heads, tiles, kv_heads, parts, stride_b, stride_s,
+                     stride_h, dk_scale, UNITS_1, SWEEP, BATCHED, FOLD, turns_ptr is not None,
+                     counters_ptr is not None)),
             (_producer, ((q_desc, q_rest_desc), dout_descs, (k_desc, k_rest_desc), v_descs, lse_desc, delta_desc,
                          bounds_desc, info_ptr, k_t, v_t, q_t, dout_t, lse_t, delta_t, bounds_t, kv_full, q_full,
                          dout_full, heads, tiles, kv_heads, parts, q_tiles, flags_ptr, epoch, gave_up_ptr,
                          Q_BYTES, DO_BYTES, SWEEP, BATCHED)),
-            (_writer, (0, UNITS_0, dq_desc, info_ptr, dq_t[0], heads, tiles, kv_heads, parts, counters_ptr, segments,
-                       SWEEP, BATCHED)),
-            (_writer, (1, UNITS_1, dq_desc, info_ptr, dq_t[1], heads, tiles, kv_heads, parts, counters_ptr, segments,
-                       SWEEP, BATCHED)),
+            (_writer, (0, UNITS_0, dq_desc, info_ptr, dq_t[0], heads, tiles, kv_heads, parts, turns_ptr, counters_ptr,
+                       segments, SWEEP, BATCHED)),
+            (_writer, (1, UNITS_1, dq_desc, info_ptr, dq_t[1], heads, tiles, kv_heads, parts, turns_ptr, counters_ptr,
+                       segments, SWEEP, BATCHED)),
         ],
         [4, 1, 1, 1],
         [REGISTERS, 24, 24, 24],

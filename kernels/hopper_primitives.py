@@ -201,20 +201,47 @@ def wait_row(flags_ptr, row, epoch, gave_up_ptr, warps: gl.constexpr):
     gl.inline_asm_elementwise(_WAIT_ASM, constraints, args, dtype=gl.int32, is_pure=False, pack=1)
 
 
-_RAISE_ASM = gl.constexpr("""{
-.reg .pred first; .reg .b32 lane;
-mov.u32 lane, %laneid;
-setp.eq.u32 first, lane, 0;
-@first red.release.sys.global.add.s32 [$1], 1;
+@gluon.constexpr_function
+def _raise_asm(scope):
+    return (
+        "{ .reg .pred first; .reg .b32 lane; mov.u32 lane, %laneid; setp.eq.u32 first, lane, 0; "
+        f"@first red.release.{scope}.global.add.s32 [$1], 1; mov.b32 $0, 0; }}"
+    )
+
+
+@gluon.jit
+def raise_counter(counter_ptr, SCOPE: gl.constexpr):
+    """``MEMBAR; RED`` by the first lane of a warp, for a partition of one warp. Whoever in ``SCOPE`` (``"sys"``: a copy
+    engine too; ``"gpu"``) sees the counter raised by 1 sees all stores of the threads that this warp has met at a
+    barrier: a release covers what its thread knows of."""
+    ASM: gl.constexpr = _raise_asm(SCOPE)
+    lanes = gl.zeros([32], gl.int32, gl.BlockedLayout([1], [32], [1], [0]))
+    constraints: gl.constexpr = "=r,l"
+    gl.inline_asm_elementwise(ASM, constraints, [counter_ptr + lanes], dtype=gl.int32, is_pure=False, pack=1)
+
+
+_WAIT_COUNT_ASM = gl.constexpr("""{
+.reg .pred reached; .reg .b32 count;
+ld.acquire.gpu.global.b32 count, [$1];
+setp.ge.s32 reached, count, $2;
+@reached bra REACHED;
+AGAIN:
+nanosleep.u32 50;
+ld.acquire.gpu.global.b32 count, [$1];
+setp.ge.s32 reached, count, $2;
+@!reached bra AGAIN;
+REACHED:
+bar.warp.sync 0xffffffff;
 mov.b32 $0, 0;
 }""")
 
 
 @gluon.jit
-def raise_counter(counter_ptr):
-    """``MEMBAR.SYS; RED`` by the first lane of a warp, for a partition of one warp. Whoever sees the counter raised by
-    1, a copy engine too, sees all stores of the threads that this warp has met at a barrier: a release covers what its
-    thread knows of."""
+def wait_count(counter_ptr, count):
+    """``LDG.STRONG.GPU`` by every thread of one warp until the counter is at least ``count``. What was stored before
+    it was raised (:func:`raise_counter`) may be read then, behind a barrier with this warp by others too. Only for
+    what CTAs with smaller numbers do, which have started before and need nothing from this one."""
     lanes = gl.zeros([32], gl.int32, gl.BlockedLayout([1], [32], [1], [0]))
-    constraints: gl.constexpr = "=r,l"
-    gl.inline_asm_elementwise(_RAISE_ASM, constraints, [counter_ptr + lanes], dtype=gl.int32, is_pure=False, pack=1)
+    args = [counter_ptr + lanes, lanes + count]
+    constraints: gl.constexpr = "=r,l,r"
+    gl.inline_asm_elementwise(_WAIT_COUNT_ASM, constraints, args, dtype=gl.int32, is_pure=False, pack=1)

@@ -39,7 +39,7 @@ needs_hopper = pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")
 # --- anywhere ----------------------------------------------------------------------------------------------------
 
 
-def compile_report(dim: int, dim_v: int, dtype: str, copies: bool) -> dict:
+def compile_report(dim: int, dim_v: int, dtype: str, copies: bool, parts: int) -> dict:
     """``copies``: for keys that arrive and gradients that leave while the kernel runs."""
     shapes = ((4, dim), (2, dim), (2, dim_v), (4, dim_v))
     q, k, v, dout = (torch.zeros(1, 512, *shape, dtype=getattr(torch, dtype)) for shape in shapes)
@@ -53,18 +53,24 @@ def compile_report(dim: int, dim_v: int, dtype: str, copies: bool) -> dict:
                 "counters": torch.zeros(2, 1, dtype=torch.int32)}  # fmt: skip
     compiled = []
     hopper_backward.launch(
-        q, k, v, dout, rows, rows, block, Score(dim**-0.5), torch.zeros(q.shape), 1,
+        q, k, v, dout, rows, rows, block, Score(dim**-0.5), torch.zeros(q.shape), parts,
         run=lambda kernel, grid, *args, **opt: compiled.append(sass.compile_for_hopper(kernel, grid, args, opt)),
         **more,
     )  # fmt: skip
     main = compiled[-1]
     code = [text for _, text in main._instructions]
-    return {
-        "system": [
-            " ".join(t for t in code[max(0, i - 5) : i + 1] if "SYS" in t or "BAR.SYNC" in t)
+
+    def accesses(scope: str) -> list[str]:
+        """Each with the fence and the barrier in front of it."""
+        return [
+            " ".join(t for t in code[max(0, i - 5) : i + 1] if scope in t or "BAR.SYNC" in t)
             for i, text in enumerate(code)
-            if ".SYS" in text and "MEMBAR" not in text
-        ],
+            if f".{scope}" in text and "MEMBAR" not in text
+        ]
+
+    return {
+        "system": accesses("SYS"),
+        "turns": accesses("GPU"),
         "fences": sum("FENCE.VIEW.ASYNC.G" in text for text in code),
         "warnings": main.warnings,
         "overwritten": main.overwritten_operands(),
@@ -80,19 +86,28 @@ def compile_report(dim: int, dim_v: int, dtype: str, copies: bool) -> dict:
 STACKS = {(64, 64): 0, (96, 96): 0, (128, 128): 24, (192, 128): 0, (256, 256): 16}
 
 
-@pytest.mark.parametrize(("dtype", "copies"), [("float16", False), ("bfloat16", True), ("bfloat16", False)])
+@pytest.mark.parametrize(
+    ("dtype", "copies", "parts"),
+    [("float16", False, 1), ("bfloat16", True, 1), ("bfloat16", False, 1), ("bfloat16", True, 2)],
+)
 @pytest.mark.parametrize("dims", hopper_backward.HEAD_DIMS, ids=str)
-def test_compiles_without_serialized_products(dims, dtype, copies):
+def test_compiles_without_serialized_products(dims, dtype, copies, parts):
     if (dtype, copies) == ("bfloat16", False) and dims not in ((64, 64), (128, 128)):
         pytest.skip("the other two tell as much, and compiling takes long")
+    if parts > 1 and dims in ((96, 96), (192, 128)):
+        pytest.skip("the neighbours tell as much")
     dim, stack = dims[0], STACKS[dims]
-    run = in_a_process("compile", *map(str, dims), dtype, str(int(copies)))
+    run = in_a_process("compile", *map(str, dims), dtype, str(int(copies)), str(parts))
     report = json.loads(run.stdout.splitlines()[-1])
     assert report["warnings"] == []
     assert report["overwritten"] == []
     assert report["undefined"] == []
     assert report["shared"] <= 227 * 1024
-    assert report["reduces"] == 4 * dim // 128  # boxes of two writers
+    boxes = 4 * dim // 128  # of two writers
+    assert report["reduces"] in ([boxes] if parts == 1 else [boxes, 2 * boxes])  # the last step may have its own code
+    turns = collections.Counter("RED" in x for x in report["turns"])
+    assert turns == ({} if parts == 1 else {False: 4, True: 2})  # of each writer: a look, a loop of looks, its word
+    assert all("MEMBAR.ALL.GPU" in x for x in report["turns"] if "RED" in x)
     if not sass.OUR_COMPILER:
         pytest.skip(sass.OTHER)
     assert report["stack"] <= stack
@@ -249,6 +264,29 @@ def test_needs_hopper():
     assert "sm_90" in hopper_backward.unsupported(q, q, q, Score(1.0))
 
 
+@pytest.mark.parametrize(("heads", "kv_heads", "seq", "pairs", "expected"), [
+    (16, 16, 16384, 16384**2 / 2, 1),  # no group
+    (64, 8, 16384, 16384**2 / 2, 4), (32, 8, 16384, 16384**2 / 2, 2), (64, 8, 16384, None, 4),  # two heads for each
+    (64, 8, 8192, 8192**2 / 2, 4), (32, 8, 4096, 4096**2 / 2, 1),  # two heads, or all, are 128 steps
+    (64, 8, 16384, 16384 * 128, 1),  # a window of 128
+    (64, 8, 2048, 2048**2 / 2, 2), (32, 1, 2048, 2048**2 / 2, 16),  # too few key tiles for 132 processors
+    (32, 1, 128, 128**2 / 2, 32),
+])  # fmt: skip
+def test_parts_fill_the_processors_and_share_the_queries(heads, kv_heads, seq, pairs, expected, monkeypatch):
+    monkeypatch.setattr(hopper_backward, "_processors", lambda _: 132)
+    q, k = (torch.empty(1, seq, n, 128, device="meta") for n in (heads, kv_heads))
+    rows = torch.empty(1, seq, device="meta")
+    block = Block(rows, rows, rows[0], rows[0], (seq,), (seq,), pairs)
+    assert hopper_backward._parts(q, k, block) == expected
+
+
+@pytest.mark.parametrize(("rows", "tiles", "parts"), [(8, 64, 4), (8, 64, 1), (1, 16, 16), (2, 16, 8), (6, 7, 4)])
+def test_sweeps_end_with_whole_groups(rows, tiles, parts):
+    sweep = hopper_backward._sweep(rows, tiles, 132, parts)
+    assert rows * parts % sweep == 0
+    assert sweep % parts == 0 or parts % sweep == 0
+
+
 # --- on a GPU ----------------------------------------------------------------------------------------------------
 
 
@@ -362,7 +400,7 @@ def test_strides(ready, dims):
 @pytest.mark.parametrize("dims", [(64, 64), (192, 128), (256, 256)], ids=str)
 @pytest.mark.parametrize("parts", [1, 2, 4])
 def test_parts_of_a_group(parts, dims, monkeypatch):
-    monkeypatch.setattr(hopper_backward, "_parts", lambda q, k, block: parts)
+    monkeypatch.setattr(hopper_backward, "_parts", lambda *_: parts)
     check(*make_gradients(300, 300, 8, 2, dims, torch.bfloat16), [make_block(*causal(300, 300), 300)], [(0, 300)])
 
 
@@ -429,7 +467,7 @@ def gradients(args, **more):
 @pytest.mark.parametrize("dims", hopper_backward.HEAD_DIMS, ids=str)
 @pytest.mark.parametrize("mask", [differing, causal])
 def test_stores_where_it_is_told(mask, dims, parts, monkeypatch):
-    monkeypatch.setattr(hopper_backward, "_parts", lambda q, k, block: parts)
+    monkeypatch.setattr(hopper_backward, "_parts", lambda *_: parts)
     args = problem(mask, 2, 120, 4, 2, dims, (50, 70))
     want = gradients(args)
     buffer, into = beside_each_other(2, 120, 2, *dims)
@@ -511,17 +549,17 @@ def test_gives_up():
 
 
 @needs_hopper
-@pytest.mark.parametrize("sweep", [1, 2, None])
+@pytest.mark.parametrize(("parts", "sweep"), [(1, 1), (1, 2), (1, None), (2, 1), (2, 2), (2, 4), (2, None)])
 @pytest.mark.parametrize("dims", [(64, 64), (96, 96), (192, 128), (256, 256)], ids=str)
 @pytest.mark.parametrize("mask", [differing, causal, padding])
-def test_counts_what_it_stored(mask, dims, sweep, monkeypatch):
-    monkeypatch.setattr(hopper_backward, "_parts", lambda q, k, block: 1)
+def test_counts_what_it_stored(mask, dims, parts, sweep, monkeypatch):
+    monkeypatch.setattr(hopper_backward, "_parts", lambda *_: parts)
     if sweep is not None:
         monkeypatch.setattr(hopper_backward, "_sweep", lambda *_: sweep)
     args = problem(mask, 2, 400, 4, 2, dims, (130, 1, 0, 269))
     q, k, *_, block, _ = args
     expected = hopper_backward.departures(q, k, block)
-    assert sweep in (expected.rows, None)
+    assert sweep is None or expected.rows == max(1, sweep // parts)
     assert expected.counts == tuple(2 * expected.rows * n for n in ((2, 1, 0, 3) if dims[0] <= 128 else (3, 1, 0, 5)))
     want = gradients(args)
     counters = torch.zeros(4 // expected.rows, 4, dtype=torch.int32, device=DEVICE)
@@ -571,4 +609,5 @@ def test_gradients_leave_while_it_runs(sweep, dims, monkeypatch):
 if __name__ == "__main__":
     if sys.argv[1] == "wait":
         wait_in_vain()
-    print(json.dumps(compile_report(int(sys.argv[2]), int(sys.argv[3]), sys.argv[4], sys.argv[5] == "1")))
+    dim, dim_v, dtype, copies, parts = sys.argv[2:]
+    print(json.dumps(compile_report(int(dim), int(dim_v), dtype, copies == "1", int(parts))))

@@ -209,6 +209,8 @@ def test_verify_passes_and_counts_are_those_of_the_mask(drawn: tuple[int, Case])
         for k in range(world_size):
             part = visible[:, plan.positions][:, :, made[k].positions_k]
             assert pairs[q][k] == int(part.sum()) * rows // len(part)
+            assert plan.block(q, k, torch.device("cpu")).pairs == pytest.approx(pairs[q][k] / rows)
+        assert plan.gathered_block(torch.device("cpu")).pairs == pytest.approx(sum(pairs[q]) / rows)
     for positions, n in (([p.positions for p in made], case.seq_len), ([p.positions_k for p in made], case.keys)):
         assert torch.equal(torch.cat(positions).sort().values, torch.arange(n))
 
