@@ -23,7 +23,8 @@ with 64 query rows. The consumers of a CTA share the key and value tiles, two st
 * m is a point of reference near the maximum, not the maximum: it moves when a score is more than ``SLACK`` above it.
   So p is at most 2^8, with the same relative error, and where m stays, as it does after a few key tiles, O is not
   rescaled. (The idea: Zadouri et al. 2026, FlashAttention-4, arXiv:2603.05451.) Multiplications that are left out are
-  power left over, which at the power limit is speed.
+  power left over, which at the power limit is speed. The first key tile of a call moves a carried m to any score that
+  is above it: p is exactly 1 there, as with all keys in one call, so that few keys over several calls are as exact.
 * Scores stay unscaled until the exponent, which is taken to the base 2: p = 2^(s c - m) with c = scale log2(e).
   m here is in that unit; the state outside is in natural logarithms, see ``_store``.
 
@@ -467,12 +468,12 @@ def _store(
 
 
 @gluon.jit
-def _softmax(s, m, l, rest, c2):
-    """Move m to the maximum if that is far above it; alpha rescales what was summed before. ``rest`` belongs to m, see
-    _enter_rows."""
+def _softmax(s, m, l, rest, c2, slack: gl.constexpr):
+    """Move m to the maximum if that is more than ``slack`` above it; alpha rescales what was summed before. ``rest``
+    belongs to m, see _enter_rows."""
     L_L: gl.constexpr = l.type.layout
     top = gl.max(s, axis=1) * c2
-    m_new = gl.where(top - m > SLACK, top, m)
+    m_new = gl.where(top - m > slack, top, m)
     reference = _finite(m_new)
     alpha = gl.exp2(m - reference + rest)
     x = gl.exp2(s * c2 - reference[:, None])
@@ -531,7 +532,7 @@ def _step(
         slot, start_ptr, end_ptr, rows_batch_stride = intervals
         start, end = _intervals(slot, C, start_ptr, end_ptr, rows_batch_stride, gl.SliceLayout(1, S_L))
         s = _hide(s, column, start, end)
-    m, l, alpha, x = _softmax(s, m, l, 0.0, c2)
+    m, l, alpha, x = _softmax(s, m, l, 0.0, c2, SLACK)
     acc, p = warpgroup_mma_wait(0, deps=[acc, p])
     keep_alive(packed)
     barrier_arrive(V_FREE + vs, THREADS)
@@ -596,7 +597,7 @@ def _consumer(
             rest = gl.zeros([ROWS], gl.float32, S_ROW)
             acc = gl.zeros([ROWS, W], gl.float32, O_L)
         s = _hide(s, last, start, end)
-        m, l, alpha, x = _softmax(s, m, l, rest, c2)
+        m, l, alpha, x = _softmax(s, m, l, rest, c2, 0.0)
         packed = _pack(x, DTYPE)
 
         # The other key tiles, each with the product of P and V of the tile before: cut, full, cut.

@@ -92,19 +92,24 @@ def _gather_memory(plan: Plan, s: Shape, backward: bool) -> int:
     if plan.transport.pulls:
         width = s.head_dim + s.value_dim
         most = max(sum(run.length for run in runs) for runs in plan.fetches)
-        head_bytes = s.batch * most * width * (s.itemsize + s.fp * backward)
-        cut = waves(s.kv_heads, head_bytes, plan.buffer_bytes)
-        share = max(w.stop - w.start for w in cut)
-        held = min(2, len(cut))
         row = s.batch * width
+
+        def in_waves(backward: bool) -> tuple[int, int, int]:
+            """How many waves there are, heads of a wave, and heads that are in memory at the same time."""
+            cut = waves(s.kv_heads, row * most * (s.itemsize + s.fp * backward), plan.buffer_bytes)
+            share = max(w.stop - w.start for w in cut)
+            return len(cut), share, min(2, len(cut)) * share
+
+        count, share, held = in_waves(backward)
         total *= s.batch
         total += 2 * s.kv_heads * max(plan.local_lengths_k) * row * s.itemsize  # two slots that others read
-        total += held * share * fetched * row * s.itemsize
+        # The buffer stays as large as the forward made it, which holds more heads when there is no room for gradients.
+        total += max(held, in_waves(False)[2]) * fetched * row * s.itemsize
         if backward:
-            total += held * share * fetched * row * s.fp
             total += (n - 1) * share * max(plan.local_lengths_k) * row * s.fp  # what others push
-            total -= s.batch * q * s.q_heads * s.head_dim * s.itemsize  # dq as a result comes after the peak
-        elif len(cut) > 1:  # a wave's output, before it is put in its place
+            # The largest of two: a wave's contributions when dq as a result is not made yet, and afterwards.
+            total += max(held * fetched * row * s.fp - s.batch * q * s.q_heads * s.head_dim * s.itemsize, 0)
+        elif count > 1:  # a wave's output, before it is put in its place
             total += s.batch * q * share * (s.q_heads // s.kv_heads) * (s.value_dim * s.itemsize + s.fp)
         return total
     groups = head_groups(s.kv_heads, s.q_heads, plan.transport.device.type, backward)

@@ -327,6 +327,23 @@ def test_state_does_not_drift():
 
 
 @needs_hopper
+def test_few_keys_over_many_calls_are_as_exact_as_in_one():
+    """The largest score of a call, if it is above all before, is the point of reference: its p is 1, and has no error.
+    Three keys, one after another, that score more and more."""
+    q, k, v = make_inputs(seq_q=256, seq_k=3)
+    k = q[:, :1].float().sign().to(q.dtype) * torch.tensor([0.0, 0.05, 0.1], device=DEVICE)[None, :, None, None]
+    q = q.abs() * k[:, 2:].sign()  # scores grow with the keys, in every row
+    score = simple(128)
+    state = None
+    for key in range(3):
+        block = make_block(*full(256, 1), 1)
+        one = slice(key, key + 1)
+        state = hopper_forward.forward(q, k[:, one], v[:, one], block, score, state, None, False)
+        scores = (q.double() * k[:, one].double()).sum(-1).transpose(1, 2) * score.softmax_scale
+        torch.testing.assert_close(state.m.double(), scores, rtol=1e-6, atol=1e-6)
+
+
+@needs_hopper
 def test_state_is_updated_in_place_and_inputs_are_kept():
     q, k, v = make_inputs()
     before = [x.clone() for x in (q, k, v)]
