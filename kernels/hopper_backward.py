@@ -20,9 +20,9 @@ tiles of 64 queries that see it, for every query head of the group; dk and dv st
 * Head dims above 128 have a kernel of their own, hopper_backward_wide.py; the host's part is here.
 * At head dim 64, where shared memory bounds the speed most, the left operands K and V of S and dP stay in registers.
 * CTAs walk the full tiles from staggered starts: they do not add to the same tile of dQ at the same time.
-* The query heads of a group are divided between CTAs (``_parts``). They add to the same dk and dv, each behind the one
-  with the next smaller number, which counts in ``turns`` that it has stored. Nobody waits in vain: CTAs start in the
-  order of their numbers, as stream-K products rely on too (Osama et al. 2023, arXiv:2301.03598).
+* The query heads of a group are divided between CTAs (``_split``). They add to the same dk and dv, each behind the part
+  before it, which counts in ``turns`` that it has stored. Nobody waits in vain: CTAs start in the order of their
+  numbers, as stream-K products rely on too (Osama et al. 2023, arXiv:2301.03598).
 * The order of the CTAs is the order in which gradients are done: ``_sweep`` parts at a time, and within them the tiles
   with most queries first, all parts of a tile together. Under a causal mask those are the earliest positions, so that
   whole segments (the runs of one owner) complete one after the other for all heads of the sweep, each about when the
@@ -49,6 +49,7 @@ import functools
 import heapq
 import math
 import weakref
+from typing import NamedTuple
 
 import torch
 import triton
@@ -79,6 +80,7 @@ from .hopper_backward_pieces import (
     _added,
     _along,
     _at,
+    _buffer,
     _load_pieces,
     _matrices,
     _matrix,
@@ -287,7 +289,7 @@ def _walk(
 @gluon.jit
 def _consumer(
     C: gl.constexpr, dk_ptr, dv_ptr, info_ptr, k_s, v_s, q_s, dout_s, lse_v, delta_v, bounds_v, ds_s, dq_s, kv_full,
-    q_full, dout_full, heads, tiles, kv_heads, parts, stride_b, stride_s, stride_h, scale_log2, dk_scale,
+    q_full, dout_full, heads, tiles, kv_heads, parts, batches, stride_b, stride_s, stride_h, scale_log2, dk_scale,
     dv_scale, SWEEP: gl.constexpr, BATCHED: gl.constexpr, FOLD: gl.constexpr, IN_TURNS: gl.constexpr,
     COUNTED: gl.constexpr,
 ):  # fmt: skip
@@ -334,7 +336,7 @@ def _consumer(
     barrier_arrive(DQ_STAGED + C, STAGING)
     if IN_TURNS or COUNTED:
         barrier_sync(DQ_SENT + C, STAGING)  # and if the group has several parts, it is this one's turn
-    head = batch.to(gl.int64) * stride_b + kv_head.to(gl.int64) * stride_h
+    head = _buffer(batch, part, batches, IN_TURNS).to(gl.int64) * stride_b + kv_head.to(gl.int64) * stride_h
     _store(dv_ptr, dv, head, stride_s, key, past, part, dv_scale, True, IN_TURNS)
     _store(dk_ptr, dk, head, stride_s, key, past, part, dk_scale, not FOLD, IN_TURNS)
     if IN_TURNS or COUNTED:
@@ -345,14 +347,14 @@ def _consumer(
 def _kernel(
     q_desc, dout_desc, k_desc, v_desc, lse_desc, delta_desc, bounds_desc, dq_desc,
     q_rest_desc, dout_rest_desc, k_rest_desc, v_rest_desc, dq_rest_desc,  # None if the head dim is a power of two
-    dk_ptr, dv_ptr, info_ptr, heads, tiles, kv_heads, parts, stride_b, stride_s, stride_h,
+    dk_ptr, dv_ptr, info_ptr, heads, tiles, kv_heads, parts, batches, stride_b, stride_s, stride_h,
     q_tiles, scale_log2, dk_scale, dv_scale,
     flags_ptr, epoch, gave_up_ptr, turns_ptr, counters_ptr, segments,
     SWEEP: gl.constexpr, BATCHED: gl.constexpr, FOLD: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """``heads``: query heads of a CTA; ``parts``: CTAs that share a group and add to its dk, dv one after another, as
-    ``turns_ptr`` counts: (batch * kv_heads, tiles) int32, zeros, None for one part. ``stride_*`` are those of dk and
-    dv. ``flags_ptr`` or ``counters_ptr`` None: nothing to wait for or to count."""
+    """``heads``: query heads of a CTA; ``parts``: CTAs that share a group. ``turns_ptr``: (batch * kv_heads, tiles)
+    int32, zeros, where parts that add to the same dk, dv count whose turn it is; None if each has its own.
+    ``stride_*`` are those of dk and dv. ``flags_ptr`` or ``counters_ptr`` None: nothing to wait for or to count."""
     dtype: gl.constexpr = q_desc.dtype
     DS_L: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BN // 2, BM], dtype)
     ROW_L: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
@@ -397,12 +399,12 @@ def _kernel(
         [
             (_consumer, (0, dk_ptr, dv_ptr, info_ptr, k_s, v_s, q_s, dout_s, lse_v, delta_v, bounds_v, ds_s, dq_s[0],
             kv_full, q_full,
-                         dout_full, heads, tiles, kv_heads, parts, stride_b, stride_s, stride_h, scale_log2,
+                         dout_full, heads, tiles, kv_heads, parts, batches, stride_b, stride_s, stride_h, scale_log2,
                          dk_scale, dv_scale, SWEEP, BATCHED, FOLD, turns_ptr is not None,
                          counters_ptr is not None)),
             (_consumer, (1, dk_ptr, dv_ptr, info_ptr, k_s, v_s, q_s, dout_s, lse_v, delta_v, bounds_v, ds_s, dq_s[1],
             kv_full, q_full,
-                         dout_full, heads, tiles, kv_heads, parts, stride_b, stride_s, stride_h, scale_log2,
+                         dout_full, heads, tiles, kv_heads, parts, batches, stride_b, stride_s, stride_h, scale_log2,
                          dk_scale, dv_scale, SWEEP, BATCHED, FOLD, turns_ptr is not None,
                          counters_ptr is not None)),
             (_producer, (q_descs, dout_descs, k_descs, v_descs, lse_desc, delta_desc, bounds_desc, info_ptr, k_t, v_t,
@@ -471,35 +473,39 @@ def backward(
             raise ValueError("deterministic=True neither waits for arrivals nor counts: departures() is None")
         dk, dv = flash_backward.backward(q, k, v, dout, lse, delta, block, score, dq, deterministic)
         return (dk, dv) if into is None else (into[0].copy_(dk), into[1].copy_(dv))
-    straight = into if into is not None and _stores_into(*into) else None
-    if counters is not None and straight is not into:
+    split = _split(q, k, block)
+    straight = into if into is not None and not split.apart and _stores_into(*into) else None
+    if counters is not None and (split.apart or straight is not into):
         raise ValueError("it counts what it stores itself: only where departures() is not None, float32, equal strides")
     target = dq if readable(dq) else torch.zeros_like(dq, memory_format=torch.contiguous_format)
     dk, dv = launch(
-        q, k, v, dout, lse, delta, block, score, target, _parts(q, k, block), into=straight, arrivals=arrivals,
-        counters=counters,
-    )  # fmt: skip
+        q, k, v, dout, lse, delta, block, score, target, split, into=straight, arrivals=arrivals, counters=counters
+    )
     if target is not dq:
         dq += target
-    return (dk, dv) if into is None or straight is not None else (into[0].copy_(dk), into[1].copy_(dv))
+    if straight is not None:
+        return straight
+    dk, dv = (dk.sum(0), dv.sum(0)) if split.apart else (dk[0], dv[0])
+    return (dk, dv) if into is None else (into[0].copy_(dk), into[1].copy_(dv))
 
 
 def departures(q: Tensor, k: Tensor, block: Block) -> Departures | None:
-    """None where k must be copied before the kernel reads it."""
-    if not readable(k):
+    """None where parts of a group have a dk and dv each, which are summed after the kernel, and where k must be copied
+    before the kernel reads it."""
+    split = _split(q, k, block)
+    if split.apart or not readable(k):
         return None
     tiles = [triton.cdiv(n, _keys(q)) for n in block.segments_k]
-    parts = _parts(q, k, block)
-    rows = max(1, _sweep(k.shape[0] * k.shape[2], sum(tiles), _processors(q), parts) // parts)
+    rows = max(1, _sweep(k.shape[0] * k.shape[2], sum(tiles), _processors(q), split.parts) // split.parts)
     return Departures(rows, tuple(2 * rows * n for n in tiles))  # both consumers of the last part's CTAs count
 
 
 def launch(
     q: Tensor, k: Tensor, v: Tensor, dout: Tensor, lse: Tensor, delta: Tensor, block: Block, score: Score, dq: Tensor,
-    parts: int, run=dispatch,
+    split: Split, run=dispatch,
     into: tuple[Tensor, Tensor] | None = None, arrivals: Arrivals | None = None, counters: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """dk and dv, or ``into`` with them. ``parts``: how many CTAs share the query heads of a group."""
+    """dk and dv of each part of a group that has its own, or one: (parts or 1, batch, seq_k, kv_heads, head_dim)."""
     if arrivals is not None and not (readable(k) and readable(v)):
         raise ValueError("keys and values that are still arriving cannot be copied first: 16-byte strides are needed")
     # Not contiguous(), which leaves a tensor that begins at an odd address as it is.
@@ -528,21 +534,24 @@ def launch(
         ROWS=BM.value,
         num_warps=2,
     )
+    parts = split.parts
     if into is not None:
-        dk, dv = into
+        dk, dv = (x[None] for x in into)
     else:
-        shape = (batch, seq_k, kv_heads)
+        shape = (parts if split.apart else 1, batch, seq_k, kv_heads)
         if dim == dim_v:
             dk, dv = torch.empty(2, *shape, dim, dtype=torch.float32, device=q.device)
         else:  # side by side: the kernel knows one set of strides
             dk, dv = torch.empty(*shape, dim + dim_v, dtype=torch.float32, device=q.device).split((dim, dim_v), -1)
-    turns = torch.zeros(batch * kv_heads, tiles, dtype=torch.int32, device=q.device) if parts > 1 else None
+    turns = None
+    if parts > 1 and not split.apart:
+        turns = torch.zeros(batch * kv_heads, tiles, dtype=torch.int32, device=q.device)
     flags, epoch, gave_up = None, 0, None
     if arrivals is not None:
         flags, gave_up = arrivals.flags, arrivals.gave_up
         epoch = int32(arrivals.epoch)  # so always the same kernel
     numbers = (
-        dk, dv, info, q_heads // kv_heads // parts, tiles, kv_heads, parts, *dk.stride()[:3], q_tiles,
+        dk, dv, info, q_heads // kv_heads // parts, tiles, kv_heads, parts, batch, *dk.stride()[1:4], q_tiles,
         scale * LOG2E, scale, 1 / scale if fold else 1.0,
         flags, epoch, gave_up, turns, counters, counters.shape[1] if counters is not None else 0,
     )  # fmt: skip
@@ -584,18 +593,27 @@ def _keys(q: Tensor) -> int:
     return BN.value if q.shape[-1] <= 128 else BN.value // 2
 
 
-def _parts(q: Tensor, k: Tensor, block: Block) -> int:
-    """CTAs that share the query heads of a group, one behind the other. So many that all processors have work, and so
-    many that those which run at the same time find their queries in L2: under a causal mask some have been through
-    all heads while others are at the first. But a CTA that walks little is all beginning and end."""
+class Split(NamedTuple):
+    """How many CTAs share the query heads of a group, and whether each has its own dk and dv, to be summed after the
+    kernel. Otherwise they add to the same, one behind the other."""
+
+    parts: int
+    apart: bool = False
+
+
+def _split(q: Tensor, k: Tensor, block: Block) -> Split:
+    """Few key tiles: as many parts as occupy all processors. They end at the same time and could not wait for each
+    other. Else so many that queries are in L2 for all CTAs that run at the same time: under a causal mask some have
+    been through all heads of the group while others are at the first. But a CTA that walks little is all beginning and
+    end."""
     group = q.shape[2] // k.shape[2]
     divisors = [n for n in range(1, group + 1) if group % n == 0]
     ctas = k.shape[0] * k.shape[2] * sum(triton.cdiv(n, _keys(q)) for n in block.segments_k)
-    filled = next((p for p in divisors if ctas * p >= 1.5 * _processors(q)), group)
+    occupying = next((p for p in divisors if ctas * p >= 1.5 * _processors(q)), group)
     pairs = block.seq_q * block.seq_k if block.pairs is None else block.pairs
     steps = pairs / max(1, block.seq_k * BM.value)  # of a CTA, for each head
     heads = next((h for h in divisors if h >= HEADS and h * steps >= WALK), group)
-    return max(filled, group // heads)
+    return Split(occupying, apart=True) if occupying > max(1, group // heads) else Split(group // heads)
 
 
 def _processors(x: Tensor) -> int:

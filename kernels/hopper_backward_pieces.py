@@ -52,6 +52,14 @@ def _place(info_ptr, heads, tiles, kv_heads, parts, SWEEP: gl.constexpr, BATCHED
 
 
 @gluon.jit
+def _buffer(batch, part, batches, IN_TURNS: gl.constexpr):
+    """Which dk and dv a part of a group adds to: those of the batch element, or its own."""
+    if not IN_TURNS:
+        batch = part * batches + batch
+    return batch
+
+
+@gluon.jit
 def _turns_of(turns_ptr, tiles, parts, SWEEP: gl.constexpr):
     """Where the parts of this program's group count who has stored: one number per key tile of a key head."""
     program = gl.program_id(0)

@@ -45,6 +45,7 @@ from .hopper_backward_pieces import (
     _added,
     _along,
     _at,
+    _buffer,
     _load_pieces,
     _matrices,
     _matrix,
@@ -202,7 +203,7 @@ def _walk_values(
 @gluon.jit
 def _values(
     dv_ptr, info_ptr, k_s, q_s, dout_s, lse_v, bounds_v, p_s, ds_s, dq_s, kv_full, q_full, dout_full,
-    heads, tiles, kv_heads, parts, stride_b, stride_s, stride_h, scale_log2, dq_scale, dv_scale,
+    heads, tiles, kv_heads, parts, batches, stride_b, stride_s, stride_h, scale_log2, dq_scale, dv_scale,
     SWEEP: gl.constexpr, BATCHED: gl.constexpr, FOLD: gl.constexpr, IN_TURNS: gl.constexpr, COUNTED: gl.constexpr,
 ):  # fmt: skip
     """Consumer 0: S, P, dV and the first columns of dQ."""
@@ -224,7 +225,7 @@ def _values(
         dout_full, scale_log2, dq_scale, key, past, FOLD,
     )  # fmt: skip
     barrier_sync(DQ_SENT, STAGING)  # and if the group has several parts, it is this one's turn
-    head = batch.to(gl.int64) * stride_b + kv_head.to(gl.int64) * stride_h
+    head = _buffer(batch, part, batches, IN_TURNS).to(gl.int64) * stride_b + kv_head.to(gl.int64) * stride_h
     _store(dv_ptr, dv, head, stride_s, key, past, part, dv_scale, True, IN_TURNS)
     if IN_TURNS or COUNTED:
         barrier_sync(DQ_STAGED, STAGING)  # not arrive: sync alone is documented to order the stores for the writer
@@ -233,7 +234,7 @@ def _values(
 @gluon.jit
 def _keys(
     dk_ptr, info_ptr, k_s, v_s, q_s, dout_s, delta_v, p_s, ds_s, dq_s, kv_full, q_full, dout_full,
-    heads, tiles, kv_heads, parts, stride_b, stride_s, stride_h, dk_scale,
+    heads, tiles, kv_heads, parts, batches, stride_b, stride_s, stride_h, dk_scale,
     UNITS: gl.constexpr, SWEEP: gl.constexpr, BATCHED: gl.constexpr, FOLD: gl.constexpr, IN_TURNS: gl.constexpr,
     COUNTED: gl.constexpr,
 ):  # fmt: skip
@@ -278,7 +279,7 @@ def _keys(
         _send(1, dq, dq_s, dk_scale, FOLD)
         dp = warpgroup_mma_wait(0, deps=[dp])
     barrier_sync(DQ_SENT + 1, STAGING)  # and if the group has several parts, it is this one's turn
-    head = batch.to(gl.int64) * stride_b + kv_head.to(gl.int64) * stride_h
+    head = _buffer(batch, part, batches, IN_TURNS).to(gl.int64) * stride_b + kv_head.to(gl.int64) * stride_h
     _store(dk_ptr, dk, head, stride_s, key, past, part, dk_scale, not FOLD, IN_TURNS)
     if IN_TURNS or COUNTED:
         barrier_sync(DQ_STAGED + 1, STAGING)  # not arrive: sync alone is documented to order the stores for the writer
@@ -288,7 +289,7 @@ def _keys(
 def kernel(
     q_desc, dout_desc, k_desc, v_desc, lse_desc, delta_desc, bounds_desc, dq_desc,
     q_rest_desc, k_rest_desc, dout_rest_desc, v_rest_desc,  # columns from 128 on; None for v if there are none
-    dk_ptr, dv_ptr, info_ptr, heads, tiles, kv_heads, parts, stride_b, stride_s, stride_h,
+    dk_ptr, dv_ptr, info_ptr, heads, tiles, kv_heads, parts, batches, stride_b, stride_s, stride_h,
     q_tiles, scale_log2, dk_scale, dv_scale,
     flags_ptr, epoch, gave_up_ptr, turns_ptr, counters_ptr, segments,
     DO_STAGES: gl.constexpr, SWEEP: gl.constexpr, BATCHED: gl.constexpr, FOLD: gl.constexpr, REGISTERS: gl.constexpr,
@@ -333,11 +334,11 @@ def kernel(
     gl.warp_specialize(
         [
             (_values, (dv_ptr, info_ptr, k_s, q_s, dout_s, lse_v, bounds_v, p_s, ds_s, _matrix(dq_t[0]),
-                       kv_full, q_full, dout_full, heads, tiles, kv_heads, parts, stride_b, stride_s,
+                       kv_full, q_full, dout_full, heads, tiles, kv_heads, parts, batches, stride_b, stride_s,
                        stride_h, scale_log2, dk_scale, dv_scale, SWEEP, BATCHED, FOLD, turns_ptr is not None,
                        counters_ptr is not None)),
             (_keys, (dk_ptr, info_ptr, k_s, v_s, q_s, dout_s, delta_v, p_s, ds_s, _matrix(dq_t[1]),
-                     kv_full, q_full, dout_full, heads, tiles, kv_heads, parts, stride_b, stride_s,
+                     kv_full, q_full, dout_full, heads, tiles, kv_heads, parts, batches, stride_b, stride_s,
                      stride_h, dk_scale, UNITS_1, SWEEP, BATCHED, FOLD, turns_ptr is not None,
                      counters_ptr is not None)),
             (_producer, ((q_desc, q_rest_desc), dout_descs, (k_desc, k_rest_desc), v_descs, lse_desc, delta_desc,

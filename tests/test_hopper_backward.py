@@ -53,7 +53,7 @@ def compile_report(dim: int, dim_v: int, dtype: str, copies: bool, parts: int) -
                 "counters": torch.zeros(2, 1, dtype=torch.int32)}  # fmt: skip
     compiled = []
     hopper_backward.launch(
-        q, k, v, dout, rows, rows, block, Score(dim**-0.5), torch.zeros(q.shape), parts,
+        q, k, v, dout, rows, rows, block, Score(dim**-0.5), torch.zeros(q.shape), hopper_backward.Split(parts),
         run=lambda kernel, grid, *args, **opt: compiled.append(sass.compile_for_hopper(kernel, grid, args, opt)),
         **more,
     )  # fmt: skip
@@ -185,7 +185,9 @@ def test_what_tma_cannot_read_is_copied_first():
         found.update(zip(kernel.arg_names, args, strict=False))
 
     block = make_block(*causal(100, 100), 100)
-    hopper_backward.launch(q, k, v, dout, rows, rows, block, Score(0.125), torch.zeros(q.shape), 1, run=run)
+    hopper_backward.launch(
+        q, k, v, dout, rows, rows, block, Score(0.125), torch.zeros(q.shape), hopper_backward.Split(1), run=run
+    )
     for name, x, copied in (("q", q, True), ("dout", dout, True), ("k", k, False), ("v", v, False)):
         base = found[f"{name}_desc"].base
         assert base.data_ptr() % 16 == 0
@@ -265,19 +267,20 @@ def test_needs_hopper():
 
 
 @pytest.mark.parametrize(("heads", "kv_heads", "seq", "pairs", "expected"), [
-    (16, 16, 16384, 16384**2 / 2, 1),  # no group
-    (64, 8, 16384, 16384**2 / 2, 4), (32, 8, 16384, 16384**2 / 2, 2), (64, 8, 16384, None, 4),  # two heads for each
-    (64, 8, 8192, 8192**2 / 2, 4), (32, 8, 4096, 4096**2 / 2, 1),  # two heads, or all, are 128 steps
-    (64, 8, 16384, 16384 * 128, 1),  # a window of 128
-    (64, 8, 2048, 2048**2 / 2, 2), (32, 1, 2048, 2048**2 / 2, 16),  # too few key tiles for 132 processors
-    (32, 1, 128, 128**2 / 2, 32),
+    (16, 16, 16384, 16384**2 / 2, (1, False)),  # no group
+    (64, 8, 16384, 16384**2 / 2, (4, False)), (32, 8, 16384, 16384**2 / 2, (2, False)),  # two heads for each
+    (64, 8, 16384, None, (4, False)), (64, 8, 8192, 8192**2 / 2, (4, False)),
+    (32, 8, 4096, 4096**2 / 2, (1, False)),  # four heads are 128 steps
+    (64, 8, 16384, 16384 * 128, (1, False)),  # a window of 128
+    (64, 8, 2048, 2048**2 / 2, (2, True)), (32, 1, 2048, 2048**2 / 2, (16, True)),  # too few tiles for 132 processors
+    (32, 1, 128, 128**2 / 2, (32, True)), (1, 1, 128, None, (1, False)),
 ])  # fmt: skip
-def test_parts_fill_the_processors_and_share_the_queries(heads, kv_heads, seq, pairs, expected, monkeypatch):
+def test_parts_occupy_the_processors_or_share_the_queries(heads, kv_heads, seq, pairs, expected, monkeypatch):
     monkeypatch.setattr(hopper_backward, "_processors", lambda _: 132)
     q, k = (torch.empty(1, seq, n, 128, device="meta") for n in (heads, kv_heads))
     rows = torch.empty(1, seq, device="meta")
     block = Block(rows, rows, rows[0], rows[0], (seq,), (seq,), pairs)
-    assert hopper_backward._parts(q, k, block) == expected
+    assert hopper_backward._split(q, k, block) == expected
 
 
 @pytest.mark.parametrize(("rows", "tiles", "parts"), [(8, 64, 4), (8, 64, 1), (1, 16, 16), (2, 16, 8), (6, 7, 4)])
@@ -398,9 +401,9 @@ def test_strides(ready, dims):
 
 @needs_hopper
 @pytest.mark.parametrize("dims", [(64, 64), (192, 128), (256, 256)], ids=str)
-@pytest.mark.parametrize("parts", [1, 2, 4])
-def test_parts_of_a_group(parts, dims, monkeypatch):
-    monkeypatch.setattr(hopper_backward, "_parts", lambda *_: parts)
+@pytest.mark.parametrize("split", [(1, False), (2, False), (4, False), (2, True), (4, True)])
+def test_parts_of_a_group(split, dims, monkeypatch):
+    monkeypatch.setattr(hopper_backward, "_split", lambda *_: hopper_backward.Split(*split))
     check(*make_gradients(300, 300, 8, 2, dims, torch.bfloat16), [make_block(*causal(300, 300), 300)], [(0, 300)])
 
 
@@ -463,11 +466,11 @@ def gradients(args, **more):
 
 
 @needs_hopper
-@pytest.mark.parametrize("parts", [1, 2])
+@pytest.mark.parametrize("split", [(1, False), (2, False), (2, True)])
 @pytest.mark.parametrize("dims", hopper_backward.HEAD_DIMS, ids=str)
 @pytest.mark.parametrize("mask", [differing, causal])
-def test_stores_where_it_is_told(mask, dims, parts, monkeypatch):
-    monkeypatch.setattr(hopper_backward, "_parts", lambda *_: parts)
+def test_stores_where_it_is_told(mask, dims, split, monkeypatch):
+    monkeypatch.setattr(hopper_backward, "_split", lambda *_: hopper_backward.Split(*split))
     args = problem(mask, 2, 120, 4, 2, dims, (50, 70))
     want = gradients(args)
     buffer, into = beside_each_other(2, 120, 2, *dims)
@@ -553,7 +556,7 @@ def test_gives_up():
 @pytest.mark.parametrize("dims", [(64, 64), (96, 96), (192, 128), (256, 256)], ids=str)
 @pytest.mark.parametrize("mask", [differing, causal, padding])
 def test_counts_what_it_stored(mask, dims, parts, sweep, monkeypatch):
-    monkeypatch.setattr(hopper_backward, "_parts", lambda *_: parts)
+    monkeypatch.setattr(hopper_backward, "_split", lambda *_: hopper_backward.Split(parts))
     if sweep is not None:
         monkeypatch.setattr(hopper_backward, "_sweep", lambda *_: sweep)
     args = problem(mask, 2, 400, 4, 2, dims, (130, 1, 0, 269))

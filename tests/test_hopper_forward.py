@@ -331,7 +331,7 @@ def test_few_keys_over_many_calls_are_as_exact_as_in_one():
     """The largest score of a call, if it is above all before, is the point of reference: its p is 1, and has no error.
     Three keys, one after another, that score more and more."""
     q, k, v = make_inputs(seq_q=256, seq_k=3)
-    k = q[:, :1].float().sign().to(q.dtype) * torch.tensor([0.0, 0.05, 0.1], device=DEVICE)[None, :, None, None]
+    k = q[:, :1].sign() * torch.tensor([0.0, 0.05, 0.1], device=DEVICE, dtype=q.dtype)[None, :, None, None]
     q = q.abs() * k[:, 2:].sign()  # scores grow with the keys, in every row
     score = simple(128)
     state = None
