@@ -413,7 +413,7 @@ def replay(graph: torch.cuda.CUDAGraph, launch: Callable[[], object]) -> None:
 def plain_block(shape: Shape) -> Block:
     position = torch.arange(shape.seq, dtype=torch.int32, device=DEVICE)
     start, end = (x[None].to(DEVICE) for x in shape.mask.intervals(shape.seq))
-    return Block(start, end, position, position, (shape.seq,), (shape.seq,))
+    return Block(start, end, position, position, (shape.seq,), (shape.seq,), shape.pairs())
 
 
 def ours(runners: list, name: str, mode: str, q, k, v, dout, block: Block, score: Score) -> tuple[Tensor, ...]:
