@@ -112,8 +112,8 @@ STORES_INTO = True  # backward() takes into=
 LOG2E = 1.4426950408889634
 
 DS_STAGES = gl.constexpr(4)  # 3 are needed
-WALK = 128  # steps that a CTA has at least, and heads, where its group has as many: beginning and end cost three steps
-HEADS = 2
+WALK = 128  # steps that a CTA has at least, if its group has as many: beginning and end cost three
+HEADS = 2  # query heads that it has at least, if its group has as many
 HEAD_DIMS = ((64, 64), (96, 96), (128, 128), (192, 128), (256, 256))  # of q, k and of v
 
 DS_READY, Q_FREE, DO_FREE, DQ_STAGED, DQ_SENT = (gl.constexpr(i) for i in (4, 8, 10, 12, 14))
