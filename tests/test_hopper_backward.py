@@ -216,6 +216,31 @@ def test_a_tour_visits_the_cut_tiles_and_then_the_full_ones(monkeypatch, mask, s
         assert cut_steps == heads * len(cut)
 
 
+@pytest.mark.parametrize(("batches", "kv_heads", "tiles", "parts", "sweep"), [
+    (1, 4, 5, 1, 2), (2, 3, 7, 4, 1), (2, 3, 7, 4, 2), (1, 4, 5, 2, 2), (2, 4, 5, 2, 8), (1, 1, 3, 6, 3),
+])  # fmt: skip
+def test_parts_of_a_tile_start_one_behind_the_other(monkeypatch, batches, kv_heads, tiles, parts, sweep):
+    """Else one that waits for its turn might wait for ever. Rows of keys count together as ``departures`` says."""
+    raised = []
+    monkeypatch.setattr(pieces.gl, "maximum", max)
+    monkeypatch.setattr(pieces.gl, "load", lambda _: 1)  # the segment of every key tile
+    monkeypatch.setattr(pieces, "barrier_sync", lambda *_, **__: None)
+    monkeypatch.setattr(pieces, "_turns_of", pieces._turns_of.fn)
+    monkeypatch.setattr(pieces, "raise_counter", lambda at, scope: raised.append((scope, at)))
+    started, segments, together = set(), 3, max(1, sweep // parts)
+    for program in range(batches * kv_heads * parts * tiles):
+        raised.clear()
+        monkeypatch.setattr(pieces.gl, "program_id", lambda _, number=program: number)
+        batch, kv_head, part, info = pieces._place.fn(0, 1, tiles, kv_heads, parts, sweep, False)
+        row, tile = batch * kv_heads + kv_head, info // pieces.INFO.value
+        assert part == 0 or (row, tile, part - 1) in started
+        assert (row, tile, part) not in started
+        started.add((row, tile, part))
+        pieces._stored.fn(0, 0, 0, info, tiles, part, parts, segments, sweep)
+        counted = [("sys", row // together * segments + 1)] if part == parts - 1 else []
+        assert raised == [("gpu", row * tiles + tile), *counted]
+
+
 @pytest.mark.parametrize("name", ["reinterpret", "_reinterpret"])
 def test_a_tile_is_reinterpreted_by_the_name_that_this_triton_has(name):
     tile = types.SimpleNamespace(**{name: lambda *args, _semantic: (args, _semantic)})
