@@ -117,7 +117,8 @@ class Block:
         positions_q, positions_k: (seq_q,), (seq_k,) int32, aligned global positions; read by ALiBi only.
         segments_q, segments_k: lengths of the runs of neighbouring positions (zigzag has two). Tiles
             do not cross them, so a sliding window never makes one tile walk the gap between two runs.
-        pairs: about how many (query, key) pairs are visible, if somebody knows; for choices that only concern speed.
+        pairs: about how many (query, key) pairs are visible in one head of a batch element, on average; None if nobody
+            knows. Only speed depends on it.
     """
 
     start: Tensor

@@ -112,8 +112,8 @@ STORES_INTO = True  # backward() takes into=
 LOG2E = 1.4426950408889634
 
 DS_STAGES = gl.constexpr(4)  # 3 are needed
-WALK = 128  # steps that a CTA has at least, if its group has as many: beginning and end cost three
-HEADS = 2  # query heads that it has at least, if its group has as many
+LEAST_STEPS = 128  # of a CTA, if its group has as many: beginning and end cost three
+LEAST_HEADS = 2  # query heads of a CTA, if its group has as many
 HEAD_DIMS = ((64, 64), (96, 96), (128, 128), (192, 128), (256, 256))  # of q, k and of v
 
 DS_READY, Q_FREE, DO_FREE, DQ_STAGED, DQ_SENT = (gl.constexpr(i) for i in (4, 8, 10, 12, 14))
@@ -612,7 +612,7 @@ def _split(q: Tensor, k: Tensor, block: Block) -> Split:
     occupying = next((p for p in divisors if ctas * p >= 1.5 * _processors(q)), group)
     pairs = block.seq_q * block.seq_k if block.pairs is None else block.pairs
     steps = pairs / max(1, block.seq_k * BM.value)  # of a CTA, for each head
-    heads = next((h for h in divisors if h >= HEADS and h * steps >= WALK), group)
+    heads = next((h for h in divisors if h >= LEAST_HEADS and h * steps >= LEAST_STEPS), group)
     return Split(occupying, apart=True) if occupying > max(1, group // heads) else Split(group // heads)
 
 

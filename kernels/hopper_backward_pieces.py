@@ -36,15 +36,18 @@ def _load_pieces(desc, row, full, tiles, i):
 
 
 @gluon.jit
-def _place(info_ptr, heads, tiles, kv_heads, parts, SWEEP: gl.constexpr, BATCHED: gl.constexpr):
-    """Program -> batch, key head, part of the group's query heads, address of the key tile's description.
-
-    ``SWEEP`` heads are walked at the same time, tile by tile.
-    """
+def _order(tiles, SWEEP: gl.constexpr):
+    """Program -> part of a group, numbered over all batch elements and key heads, and key tile. ``SWEEP`` parts are
+    walked at the same time, tile by tile."""
     program = gl.program_id(0)
     inside = program % (SWEEP * tiles)
-    head = program // (SWEEP * tiles) * SWEEP + inside % SWEEP
-    tile = inside // SWEEP
+    return program // (SWEEP * tiles) * SWEEP + inside % SWEEP, inside // SWEEP
+
+
+@gluon.jit
+def _place(info_ptr, heads, tiles, kv_heads, parts, SWEEP: gl.constexpr, BATCHED: gl.constexpr):
+    """Program -> batch, key head, part of the group's query heads, address of the key tile's description."""
+    head, tile = _order(tiles, SWEEP)
     batch = head // (parts * kv_heads)
     if BATCHED:
         tile += batch * tiles
@@ -62,10 +65,8 @@ def _buffer(batch, part, batches, IN_TURNS: gl.constexpr):
 @gluon.jit
 def _turns_of(turns_ptr, tiles, parts, SWEEP: gl.constexpr):
     """Where the parts of this program's group count who has stored: one number per key tile of a key head."""
-    program = gl.program_id(0)
-    inside = program % (SWEEP * tiles)
-    head = program // (SWEEP * tiles) * SWEEP + inside % SWEEP
-    return turns_ptr + (head // parts * tiles + inside // SWEEP)
+    head, tile = _order(tiles, SWEEP)
+    return turns_ptr + (head // parts * tiles + tile)
 
 
 @gluon.jit
@@ -73,14 +74,11 @@ def _sent(sent: gl.constexpr, last, turns_ptr, tiles, part, parts, SWEEP: gl.con
     """A writer tells its consumer, at barrier ``sent``, that the staged tile has been read. In front of the ``last``
     time it waits until both consumers of the part before have stored: parts add to the same dk and dv in order, so that
     these are the same bits on every run. The part before has a smaller program number, so it has started earlier."""
-    if turns_ptr is None:
-        barrier_arrive(sent, STAGING, warps=1)
+    if (turns_ptr is not None) and last:
+        wait_count(_turns_of(turns_ptr, tiles, parts, SWEEP), 2 * part)
+        barrier_sync(sent, STAGING, warps=1)  # not arrive: sync alone is documented to order memory
     else:
-        if last:
-            wait_count(_turns_of(turns_ptr, tiles, parts, SWEEP), 2 * part)
-            barrier_sync(sent, STAGING, warps=1)  # not arrive: sync alone is documented to order memory
-        else:
-            barrier_arrive(sent, STAGING, warps=1)
+        barrier_arrive(sent, STAGING, warps=1)
 
 
 @gluon.jit
@@ -95,7 +93,8 @@ def _stored(
     if turns_ptr is not None:
         raise_counter(_turns_of(turns_ptr, tiles, parts, SWEEP), "gpu")
     if (counters_ptr is not None) and (part == parts - 1):
-        chunk = gl.program_id(0) // (SWEEP * tiles) * SWEEP // gl.maximum(parts, SWEEP)
+        head, _ = _order(tiles, SWEEP)
+        chunk = head // gl.maximum(parts, SWEEP)  # rows of keys that complete together
         raise_counter(counters_ptr + (chunk * segments + gl.load(info + 7)), "sys")
 
 

@@ -94,9 +94,9 @@ def _gather_memory(plan: Plan, s: Shape, backward: bool) -> int:
         most = max(sum(run.length for run in runs) for runs in plan.fetches)
         row = s.batch * width
 
-        def in_waves(backward: bool) -> tuple[int, int, int]:
+        def in_waves(gradients: bool) -> tuple[int, int, int]:
             """How many waves there are, heads of a wave, and heads that are in memory at the same time."""
-            cut = waves(s.kv_heads, row * most * (s.itemsize + s.fp * backward), plan.buffer_bytes)
+            cut = waves(s.kv_heads, row * most * (s.itemsize + s.fp * gradients), plan.buffer_bytes)
             share = max(w.stop - w.start for w in cut)
             return len(cut), share, min(2, len(cut)) * share
 

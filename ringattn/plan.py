@@ -203,7 +203,7 @@ class Plan:
         # A segment per run, so that a tile of keys has one owner; interleaved runs are one segment.
         whole = all(run.stride == 1 for run in runs)
         segments = tuple(run.length for run in runs) if whole else (len(positions),)
-        return self._block_of(rank, self.shards_k, positions, segments)
+        return self._block_of(rank, tuple(run for shard in self.shards_k for run in shard), positions, segments)
 
     def block(self, q_rank: int, k_rank: int, device: torch.device) -> Block:
         """Which keys of ``k_rank`` the queries of ``q_rank`` see, in local indices. Made once per device."""
@@ -211,12 +211,10 @@ class Plan:
 
     def _block(self, q_rank: int, k_rank: int, device: torch.device) -> Block:
         shard = self.shards_k[k_rank]
-        return self._block_of(q_rank, [shard], layouts.positions(shard, device), tuple(map(len, shard)))
+        return self._block_of(q_rank, shard, layouts.positions(shard, device), tuple(map(len, shard)))
 
-    def _block_of(
-        self, rank: int, shards_k: Sequence[Shard], positions_k: Tensor, segments_k: tuple[int, ...]
-    ) -> Block:
-        """``shards_k``: where the keys that are visible to the rank's queries among ``positions_k`` come from."""
+    def _block_of(self, rank: int, keys: Shard, positions_k: Tensor, segments_k: tuple[int, ...]) -> Block:
+        """``keys``: those at ``positions_k``, and maybe more that the rank's queries do not see."""
         queries = self.shards[rank]
         positions_q = layouts.positions(queries, positions_k.device)
         positions_k = positions_k.to(torch.int32)
@@ -228,7 +226,7 @@ class Plan:
             positions_k,
             tuple(map(len, queries)),
             segments_k,
-            _pairs(self.mask, [queries], [tuple(run for shard in shards_k for run in shard)])[0][0],
+            _pairs(self.mask, [queries], [keys])[0][0],
         )
 
     def agree_once(

@@ -225,7 +225,8 @@ def test_parts_of_a_tile_start_one_behind_the_other(monkeypatch, batches, kv_hea
     monkeypatch.setattr(pieces.gl, "maximum", max)
     monkeypatch.setattr(pieces.gl, "load", lambda _: 1)  # the segment of every key tile
     monkeypatch.setattr(pieces, "barrier_sync", lambda *_, **__: None)
-    monkeypatch.setattr(pieces, "_turns_of", pieces._turns_of.fn)
+    for name in ("_order", "_turns_of"):
+        monkeypatch.setattr(pieces, name, getattr(pieces, name).fn)
     monkeypatch.setattr(pieces, "raise_counter", lambda at, scope: raised.append((scope, at)))
     started, segments, together = set(), 3, max(1, sweep // parts)
     for program in range(batches * kv_heads * parts * tiles):

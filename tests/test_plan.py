@@ -404,7 +404,7 @@ def test_copies_share_the_plan_and_pickling_is_refused() -> None:
         pickle.dumps(plan)
 
 
-# What people read.
+# What plans predict, and what people read.
 
 
 @pytest.mark.parametrize(("rank", "measured"), [(0, 39_911_790_592), (1, 38_804_305_408)])
