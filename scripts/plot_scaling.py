@@ -102,7 +102,7 @@ def _head(runs: list[list[Line]]) -> list[str]:
         "Median over segments of the slowest rank. In brackets: the share of `local`, the same kernel with all",
         "",
     ]
-    said[-2] += " keys resident."
+    said[-2] += " keys resident. Missing: not asked for in that run, or unable to; the reasons come last."
     return said
 
 
@@ -147,7 +147,8 @@ def _rest(runs: list[list[Line]], rows: list[Line]) -> list[str]:
             "## Memory per GPU",
             "",
             "GiB at the peak of one attention with its inputs, symmetric memory included. Predicted: inputs, results",
-            "and `Plan.memory_bytes`. Kept: what of it stays between calls.",
+            "and `Plan.memory_bytes`. Kept: what of it stays between calls, as large as the largest call of the",
+            "process made it; behind a larger one measured is therefore more than predicted.",
             "",
         ]
         said += [
