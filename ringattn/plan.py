@@ -478,6 +478,8 @@ def plan(
     if found is None:
         found = _make(settings, extra, transport, costs, source)
     with _cache_lock:
+        for old in [k for k, made in _cache.items() if made.transport.ended]:
+            del _cache[old]  # and with it the memory that its group fetched into
         _cache[key] = found
         _cache.move_to_end(key)
         while len(_cache) > _CACHED_PLANS:

@@ -93,6 +93,11 @@ class Transport:
         return _Messages(self, packed, fetches)
 
     @property
+    def ended(self) -> bool:
+        """Was the group destroyed?"""
+        return False
+
+    @property
     def pulls(self) -> bool:
         """Can ranks pull out of each other's memory?"""
         return False
@@ -243,8 +248,20 @@ def _host() -> str:
     return f"{socket.gethostname()} {boot}"
 
 
+def _alive(group: weakref.ref[dist.ProcessGroup]) -> dist.ProcessGroup:
+    found = group()
+    if found is None:
+        raise RuntimeError(
+            "the process group of this plan was destroyed (dist.destroy_process_group()); "
+            "make another plan with ringattn.plan() on a group that exists"
+        )
+    return found
+
+
 class GroupTransport(Transport):
-    """A torch.distributed process group."""
+    """A torch.distributed process group, which it does not keep alive: ``destroy_process_group`` ends gloo's threads
+    only when nobody refers to the group, and a thread of theirs that lives on into the interpreter's own end can abort
+    it (https://github.com/pytorch/pytorch/issues/190489)."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         backends = dict(
@@ -253,13 +270,21 @@ class GroupTransport(Transport):
         cuda = backends.get("cuda", "gloo") != "gloo" and torch.cuda.is_available()
         device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
         super().__init__(dist.get_rank(group), dist.get_world_size(group), device)
-        self.group = group
+        self._group = weakref.ref(group)
         self.backends = backends
         # agree() must not wait for the GPU: it runs over gloo.
         self.words: Any = None if backends.get("cpu") == "gloo" else gloo_beside(group)
         if cuda:  # a first point-to-point message among some of the ranks would not set the communicator up for all
             dist.all_reduce(torch.zeros(1, device=device), group=group)
         self._link = self._reach() if cuda and self.world_size > 1 else None
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        return _alive(self._group)
+
+    @property
+    def ended(self) -> bool:
+        return self._group() is None
 
     def _reach(self) -> Link | None:
         """What the ranks need to reach each other's memory, or None on every rank: where they cannot, and where one of
@@ -369,7 +394,7 @@ class _Shared:
         c10d._register_process_group(name, beside)
         c10d._SymmetricMemory.set_group_info(name, rank, size, store)  # where torch before 2.11 looks
         _kept.append((store, beside))
-        self.group, self.device, self.name = group, device, name
+        self._group, self.device, self.name = weakref.ref(group), device, name
 
     def __call__(self, size: int) -> tuple[Tensor, list[int], object]:
         """This rank's memory, zeroed; every rank's address, mapped here; and what keeps them mapped."""
@@ -378,7 +403,7 @@ class _Shared:
         memory = symmetric_memory.empty(size, dtype=torch.uint8, device=self.device).zero_()
         handle = symmetric_memory.rendezvous(memory, self.name)
         torch.cuda.synchronize()
-        dist.barrier(group=self.group)  # all is zero, and nobody uses what this replaces
+        dist.barrier(group=_alive(self._group))  # all is zero, and nobody uses what this replaces
         return memory, list(handle.buffer_ptrs), handle
 
 

@@ -673,4 +673,4 @@ def bench(args: argparse.Namespace, device: torch.device) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    ranks.leave(main())

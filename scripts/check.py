@@ -38,6 +38,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path.append(str(Path(__file__).resolve().parent))
+import ranks
+
 import ringattn
 from ringattn import reference, transport, virtual
 
@@ -389,4 +392,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    ranks.leave(main())

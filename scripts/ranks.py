@@ -7,7 +7,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -45,6 +45,15 @@ def agree(problem: str | None, group: Any = None) -> str | None:
     return next((f"rank {rank}: {text}" for rank, text in enumerate(said) if text is not None), None)
 
 
+def leave(status: int) -> NoReturn:
+    """End this process at once, what it printed written out. The interpreter's own end is left out: FSDP and meshes
+    keep gloo's threads beyond ``destroy_process_group``, and one that drops a tensor during that end aborts the
+    process (https://github.com/pytorch/pytorch/issues/190489)."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
+
+
 def run(device_type: str, work: Callable[[torch.device], int]) -> int:
     """Join, and return the exit status that ``work(device)`` returns, if it is 0. A rank with another status, or that
     raises, ends its process here, without taking leave of a group in which others may wait."""
@@ -59,6 +68,4 @@ def run(device_type: str, work: Callable[[torch.device], int]) -> int:
         return 0
     if dist.get_rank() != 0:
         time.sleep(5.0)  # torchrun ends all when the first one fails, and rank 0 may be about to say why
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(status)
+    leave(status)

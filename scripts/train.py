@@ -44,6 +44,9 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+sys.path.append(str(Path(__file__).resolve().parent))
+import ranks
+
 import ringattn
 from ringattn import reference, virtual
 
@@ -233,8 +236,8 @@ def compare(model: Decoder, tokens: Tensor, labels: Tensor, args: argparse.Names
         group = dist.new_group(list(range(n)))
         if dist.get_rank() < n:
             # One process needs no group. A VirtualRank is any rank of any number of ranks, here the only one.
-            ranks = virtual.VirtualRank(0, 1, device) if n == 1 else group
-            plan = make_plan(tokens.shape[1], ranks, args)
+            members = virtual.VirtualRank(0, 1, device) if n == 1 else group
+            plan = make_plan(tokens.shape[1], members, args)
             for precision in precisions:
                 model.zero_grad()  # what an earlier step left does not count
                 with autocast(device, precision), peak_memory(device) as peak:
@@ -652,4 +655,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    ranks.leave(main())

@@ -17,6 +17,7 @@ import argparse
 import json
 import os
 import resource
+import sys
 import sysconfig
 import time
 from pathlib import Path
@@ -175,3 +176,7 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+    # Not by the interpreter's own end, in which a thread of gloo's may abort: the model still keeps the group.
+    # https://github.com/pytorch/pytorch/issues/190489
+    sys.stdout.flush()
+    os._exit(0)

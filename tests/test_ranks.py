@@ -1,12 +1,18 @@
-"""scripts/ranks.py: what ranks agree on when some of them are in trouble."""
+"""scripts/ranks.py: what ranks agree on when some of them are in trouble, and how they leave."""
 
 from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch.distributed as dist
 from pool import on_ranks
 
 from scripts import ranks
+
+ROOT = Path(__file__).resolve().parents[1]
 
 
 def agreed(problems: list[str | None]) -> str | None:
@@ -24,3 +30,16 @@ def test_a_problem_is_one_line() -> None:
     assert ranks.one_line(KeyboardInterrupt()) == "KeyboardInterrupt: no text"
     assert ranks.one_line("no kernel\nand more") == "no kernel"
     assert len(ranks.one_line("x" * 1000)) == 300
+
+
+@pytest.mark.parametrize("status", [0, 3])
+def test_leaving_says_all_and_skips_the_end_of_the_interpreter(status: int) -> None:
+    code = f"""
+import atexit
+from scripts import ranks
+atexit.register(print, "the interpreter's own end")
+print("said", end="")
+ranks.leave({status})
+"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=100)
+    assert (done.returncode, done.stdout) == (status, "said"), done.stderr

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -183,6 +185,40 @@ def attend_in_a_mesh() -> float:
 @pytest.mark.parametrize("world_size", on_ranks(4))
 def test_subgroups_attend_apart(pools: Callable[[int], Pool], world_size: int) -> None:
     assert max(pools(world_size).run(attend_in_a_mesh)) < 1e-10
+
+
+def use_of_a_destroyed_group() -> dict[str, Any]:
+    """A group is made, used and destroyed while its plan is kept, by the caller and in plan()'s cache."""
+    group = dist.new_group([0, 1])
+    plan = ringattn.plan(32, group, dataflow="ring")
+    q, k, v = (plan.shard(torch.randn(1, 32, 2, 4)) for _ in range(3))
+    ringattn.attention(q, k, v, plan)
+    ref = weakref.ref(group)
+    dist.destroy_process_group(group)
+    del group
+    gc.collect()
+    found: dict[str, Any] = {"kept alive": ref() is not None, "ended": plan.transport.ended}
+    try:
+        ringattn.attention(q, k, v, plan)
+    except RuntimeError as error:
+        found["used"] = str(error)
+    plan_ref = weakref.ref(plan)
+    del plan
+    gc.collect()
+    found["plan in the cache"] = plan_ref() is not None
+    ringattn.plan(32)
+    found["plan in the cache after the next"] = plan_ref() is not None
+    return found
+
+
+@pytest.mark.parametrize("world_size", on_ranks(2))
+def test_a_destroyed_group_is_not_kept_alive(pools: Callable[[int], Pool], world_size: int) -> None:
+    for found in pools(world_size).run(use_of_a_destroyed_group):
+        assert not found["kept alive"]
+        assert found["ended"]
+        assert "the process group of this plan was destroyed" in found["used"]
+        assert found["plan in the cache"]
+        assert not found["plan in the cache after the next"]
 
 
 def test_one_process_alone_needs_no_group() -> None:

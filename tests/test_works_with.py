@@ -293,7 +293,9 @@ def test_train_hf_resumes_at_another_number_of_ranks(tmp_path) -> None:  # type:
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
         command += ["--module", "scripts.train_hf", "--model", "gemma2", "--context", "96", "--window", "20"]
         command += ["--layers", "2", "--dim", "32", "--steps", str(steps), *more]
-        text = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200)
+        assert done.returncode == 0, done.stdout + done.stderr
+        text = done.stdout
         assert json.loads(text.splitlines()[-1])["ranks"] == ranks
         return [float(line.split()[3]) for line in text.splitlines() if line.startswith("step")]
 
