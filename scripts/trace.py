@@ -14,15 +14,20 @@ says how long
 
 Times of a kind are those of the union of its intervals. A kernel that waits inside for keys to arrive counts as
 compute. On the CPU, operators of torch count as compute, and messages of gloo, from start to arrival, as communication.
+
+And, without the profiler, which slows the host down: how long a step takes when a few are queued one behind the other,
+and how long the host takes to queue it. Where the two are alike, the GPU waits for the host.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import statistics
 import sys
+import time
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -38,6 +43,7 @@ import ranks
 import ringattn
 
 STEP = "ringattn/step"
+IN_A_ROW, ROUNDS = 3, 15
 Interval = tuple[float, float]
 
 
@@ -153,10 +159,37 @@ def _moves(event: dict[str, Any]) -> bool:
     return "ptop" in name or "peer" in name
 
 
+@dataclass(frozen=True)
+class Pace:
+    """Microseconds of a step among others: ``queue`` until the host has queued it, ``steady`` until it is done."""
+
+    queue: float
+    steady: float
+
+    def __str__(self) -> str:
+        return f"steps in a row: {self.steady / 1e3:.3f} ms each, queued by the host in {self.queue / 1e3:.3f} ms"
+
+
+def pace(step: Callable[[], None], together: Callable[[], None], finish: Callable[[], None]) -> Pace:
+    """Medians of ROUNDS. The steps of a round are few, so that no queue is full: then the host would wait for the
+    GPU."""
+    queues, steadies = [], []
+    for _ in range(ROUNDS):
+        together()
+        began = time.perf_counter()
+        for _ in range(IN_A_ROW):
+            step()
+        queued = time.perf_counter()
+        finish()
+        queues.append((queued - began) / IN_A_ROW * 1e6)
+        steadies.append((time.perf_counter() - began) / IN_A_ROW * 1e6)
+    return Pace(statistics.median(queues), statistics.median(steadies))
+
+
 # --- one step -----------------------------------------------------------------------------------------------------
 
 
-def trace(path: Path, tokens: int, dataflow: str, args: argparse.Namespace, device: torch.device) -> Spent:
+def trace(path: Path, tokens: int, dataflow: str, args: argparse.Namespace, device: torch.device) -> tuple[Spent, Pace]:
     """Trace one step into a file. Every rank calls it."""
     cuda = device.type == "cuda"
     window = (args.window - 1, -1) if args.window else (-1, -1)
@@ -174,14 +207,18 @@ def trace(path: Path, tokens: int, dataflow: str, args: argparse.Namespace, devi
         with record_function("ringattn/attention backward"):
             torch.autograd.grad(out, leaves, dout)
 
-    def together() -> None:
-        dist.barrier()
+    def finish() -> None:
         if cuda:
             torch.cuda.synchronize()
+
+    def together() -> None:
+        dist.barrier()
+        finish()
 
     activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * cuda
     for _ in range(args.warm_up):
         step()
+    among_others = pace(step, together, finish)
     with profile(activities=activities):  # the first profile of a process is slow
         step()
         together()
@@ -189,11 +226,10 @@ def trace(path: Path, tokens: int, dataflow: str, args: argparse.Namespace, devi
         together()  # starting a profiler takes some ranks longer
         with record_function(STEP):
             step()
-            if cuda:
-                torch.cuda.synchronize()
+            finish()
     profiler.export_chrome_trace(str(path))
     together()
-    return account(json.loads(path.read_text())["traceEvents"])
+    return account(json.loads(path.read_text())["traceEvents"]), among_others
 
 
 def trace_all(args: argparse.Namespace, device: torch.device) -> None:
@@ -207,10 +243,10 @@ def trace_all(args: argparse.Namespace, device: torch.device) -> None:
         found = trace(args.out / f"trace{tag}_rank{rank}.json", args.tokens, dataflow, args, device)
         everyone: list[Any] = [None] * world
         dist.all_gather_object(everyone, found)
-        for r, one in enumerate(everyone):
-            summary.append(dict(dataflow=dataflow, rank=r, tokens=args.tokens, **asdict(one)))
+        for r, (one, among_others) in enumerate(everyone):
+            summary.append(dict(dataflow=dataflow, rank=r, tokens=args.tokens, **asdict(one), **asdict(among_others)))
             if rank == 0:
-                print(f"{dataflow}, rank {r}: {one}", flush=True)
+                print(f"{dataflow}, rank {r}: {one}; {among_others}", flush=True)
     if rank == 0:
         (args.out / "trace_summary.json").write_text(json.dumps(summary, indent=1))
 

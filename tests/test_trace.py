@@ -87,6 +87,25 @@ def test_names_are_free_when_nobody_profiles_and_there_when_somebody_does() -> N
     assert {"ringattn/hop 3/move", "ringattn/wave 0/forward"} <= names
 
 
+def test_the_pace_of_steps_in_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A host that queues a step in 2 ms, beside a device that needs 5."""
+    now, free, said = [0.0], [0.0], []
+    monkeypatch.setattr(trace.time, "perf_counter", lambda: now[0])
+
+    def step() -> None:
+        now[0] += 2e-3
+        free[0] = max(now[0], free[0]) + 5e-3
+
+    def finish() -> None:
+        now[0] = max(now[0], free[0])
+
+    found = trace.pace(step, lambda: said.append(now[0]), finish)
+    assert len(said) == trace.ROUNDS
+    assert found.queue == pytest.approx(2e3)
+    assert found.steady == pytest.approx((2 + 5 * trace.IN_A_ROW) / trace.IN_A_ROW * 1e3)
+    assert str(found) == "steps in a row: 5.667 ms each, queued by the host in 2.000 ms"
+
+
 def run(folder: Path) -> None:
     arguments = f"--device=cpu --tokens=64 --heads=4/2 --head-dim=16 --warm-up=1 --dataflows ring reduce --out={folder}"
     trace.trace_all(trace.parse(arguments.split()), torch.device("cpu"))
@@ -102,5 +121,6 @@ def test_a_trace_per_rank_and_where_the_time_went(pools, world_size: int, tmp_pa
         assert 0 < line["compute"] <= line["step"]
         assert 0 <= line["exposed"] <= line["communication"] <= line["step"]
         assert line["communication"] > 0
+        assert 0 < line["queue"] <= line["steady"]
         events = json.loads((tmp_path / f"trace_{line['dataflow']}_rank{line['rank']}.json").read_text())["traceEvents"]
         assert {trace.STEP, "ringattn/attention forward", "ringattn::attention"} <= {e.get("name") for e in events}
