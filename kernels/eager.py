@@ -140,7 +140,8 @@ def _grouped(x: Tensor, y: Tensor, transpose: bool = False) -> Tensor:
     y = y.transpose(1, 2)  # (batch, kv_heads, n, b)
     kv_heads = y.shape[1]
     folded = x.reshape(batch, kv_heads, q_heads // kv_heads * m, a)
-    return (folded @ (y.mT if transpose else y)).reshape(batch, q_heads, m, -1)
+    y = y.mT if transpose else y
+    return (folded @ y).reshape(batch, q_heads, m, y.shape[-1])
 
 
 def _over_group(x: Tensor, y: Tensor, kv_heads: int) -> Tensor:
@@ -148,8 +149,8 @@ def _over_group(x: Tensor, y: Tensor, kv_heads: int) -> Tensor:
     -> (batch, n, kv_heads, b)."""
     batch, q_heads, m, _ = x.shape
     rows = q_heads // kv_heads * m
-    x = x.reshape(batch, kv_heads, rows, -1)
-    y = y.reshape(batch, kv_heads, rows, -1)
+    x = x.reshape(batch, kv_heads, rows, x.shape[-1])
+    y = y.reshape(batch, kv_heads, rows, y.shape[-1])
     return (x.mT @ y).transpose(1, 2)
 
 

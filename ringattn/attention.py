@@ -8,12 +8,14 @@ same functions run as an autograd.Function: the layers around an operator take l
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+import math
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
+import torch.autograd.forward_ad as forward_ad
 import torch.autograd.profiler as profiler
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from . import gather, reduce, ring
 from . import plan as plans
@@ -23,6 +25,9 @@ from .layout import length, put, take
 from .plan import Plan
 
 _DATAFLOWS = {"ring": ring, "gather": gather, "reduce": reduce}
+# What a first call makes and keeps (tables, counters, buffers) must not lie in the memory of a graph that inductor
+# records (mode="reduce-overhead").
+_TAGS = (torch.Tag.cudagraph_unsafe,)
 
 
 def attention(
@@ -60,16 +65,22 @@ def attention(
         A query that sees nothing has out 0, lse -inf and zero gradients.
 
     Under autocast, q, k and v are cast to its dtype, as by torch's own attention. Gradients are complete for the
-    local tokens and never rescaled.
+    local tokens and never rescaled. They cannot be differentiated again, and there is no forward mode: both raise.
+
+    Ranks compare their arguments in the first call with them after ``plan()``; afterwards they trust that all run the
+    same program.
 
     Raises:
         TypeError, ValueError: the value, what was expected and the fix, before anything is sent.
+        RuntimeError: an earlier call on this group was given up in its middle.
     """
+    if not torch.compiler.is_compiling() and forward_ad._current_level >= 0:
+        raise NotImplementedError("ringattn has no forward-mode derivative (jvp, linearize); use backward or vjp")
     if torch.is_autocast_enabled(q.device.type):
         dtype = torch.get_autocast_dtype(q.device.type)
         q, k, v = (x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x for x in (q, k, v))
     try:
-        _check(q, k, v, plan, softcap, alibi_slopes, sink)
+        _check(q, k, v, plan, softmax_scale, softcap, alibi_slopes, sink)
     except (ValueError, TypeError) as error:
         if not torch.compiler.is_compiling():
             plan.refuse("attention()", error)
@@ -97,6 +108,7 @@ def _check(
     k: Tensor,
     v: Tensor,
     plan: Plan,
+    softmax_scale: float | Tensor | None,
     softcap: float,
     alibi_slopes: Tensor | None,
     sink: Tensor | None,
@@ -131,8 +143,10 @@ def _check(
             )
     if plan.mask.rows not in (1, batch):
         raise ValueError(f"the plan's documents have {plan.mask.rows} rows, but the batch size is {batch}")
-    if softcap < 0:
+    if not 0 <= softcap < math.inf:
         raise ValueError(f"softcap is {softcap}; it must be positive, or 0 for none")
+    if isinstance(softmax_scale, Tensor) and softmax_scale.requires_grad:
+        raise ValueError("softmax_scale requires grad, but it has no gradient here; multiply q by it and pass 1.0")
     if sink is not None and tuple(sink.shape) != (q_heads,):
         raise ValueError(f"sink has shape {tuple(sink.shape)}; it must be (q_heads,) = ({q_heads},)")
     if alibi_slopes is not None:
@@ -160,6 +174,9 @@ def _forward(
     plan: int,
 ) -> tuple[Tensor, Tensor]:
     found = plans.by_handle(plan)
+    found.transport.check_whole()
+    dtype = blocks.accumulation_dtype(q)  # kernels read slopes and sinks as they come
+    alibi_slopes, sink = (x if x is None else x.to(dtype) for x in (alibi_slopes, sink))
     score = Score(softmax_scale, softcap, alibi_slopes)
     q, k, v = map(_unit_stride, (q, k, v))
     error: Exception | None = None
@@ -172,6 +189,7 @@ def _forward(
     found.agree_once(
         "attention()",
         dict(
+            plan=found.digest,
             batch=q.shape[0],
             q_heads=q.shape[2],
             kv_heads=k.shape[2],
@@ -185,8 +203,22 @@ def _forward(
         ),
         error,
     )
-    with _no_autocast(q):  # the state is float32, whatever the caller's region says
+    with _no_autocast(q), _whole(found):  # the state is float32, whatever the caller's region says
         return _DATAFLOWS[found.dataflow].forward(q, k, v, sink, found, score, name)
+
+
+@contextmanager
+def _whole(plan: Plan) -> Iterator[None]:
+    """What is given up in its middle ends the group's use: ranks that went on would pair each message with another
+    call's. Ranks have agreed on what arguments can be blamed for, so that all of them raise for those."""
+    try:
+        yield
+    except (TypeError, ValueError, NotImplementedError):
+        raise
+    except BaseException as error:
+        if plan.world_size > 1:
+            plan.transport.given_up = f"{type(error).__name__}: {error}"
+        raise
 
 
 def _no_autocast(x: Tensor) -> AbstractContextManager:
@@ -194,7 +226,7 @@ def _no_autocast(x: Tensor) -> AbstractContextManager:
     return torch.autocast(x.device.type, enabled=False) if on else nullcontext()
 
 
-_attention = torch.library.custom_op("ringattn::attention", _forward, mutates_args=())
+_attention = torch.library.custom_op("ringattn::attention", _forward, mutates_args=(), tags=_TAGS)
 
 
 def _name(dtype: torch.dtype) -> str:
@@ -224,19 +256,22 @@ def _backward(
     plan: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     found = plans.by_handle(plan)
-    score = Score(softmax_scale, softcap, alibi_slopes)
+    found.transport.check_whole()
+    slopes = alibi_slopes if alibi_slopes is None else alibi_slopes.to(blocks.accumulation_dtype(q))
+    score = Score(softmax_scale, softcap, slopes)
     q, k, v, dout = map(_unit_stride, (q, k, v, dout))
-    with _no_autocast(q):
+    with _no_autocast(q), _whole(found):
         dq, dk, dv, delta = _DATAFLOWS[found.dataflow].backward(dout, dlse, q, k, v, out, lse, found, score, kernel)
     if sink is None:
         dsink = q.new_empty(0)
     else:  # the sink is a key with a value of zero: ds = p (0 - delta)
         p = torch.where(lse == float("-inf"), 0.0, torch.exp(sink.to(lse.dtype)[:, None] - lse))
         dsink = -(p * delta).sum((0, 2)).to(sink.dtype)
-    return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), dsink
+    # Contiguous as the fake kernel says: zeros of a rank that sees nothing are laid out as its inputs.
+    return dq.to(q.dtype).contiguous(), dk.to(k.dtype).contiguous(), dv.to(v.dtype).contiguous(), dsink
 
 
-_attention_backward = torch.library.custom_op("ringattn::attention_backward", _backward, mutates_args=())
+_attention_backward = torch.library.custom_op("ringattn::attention_backward", _backward, mutates_args=(), tags=_TAGS)
 
 
 @_attention_backward.register_fake
@@ -260,7 +295,9 @@ def _gradients(ctx, dout, dlse):  # type: ignore[no-untyped-def]
     if dout is None:
         dout = torch.zeros_like(out)
     tensors = (dout, dlse, q, k, v, out, lse, alibi_slopes, sink)
-    backward = _backward if _nobody_looks(*tensors) else torch.ops.ringattn.attention_backward
+    # With create_graph the operator, which refuses to be differentiated; a plain function would drop the graph.
+    plain = _nobody_looks(*tensors) and not torch.is_grad_enabled()
+    backward = _backward if plain else torch.ops.ringattn.attention_backward
     dq, dk, dv, dsink = backward(*tensors, ctx.softmax_scale, ctx.softcap, ctx.kernel, ctx.plan)
     return dq, dk, dv, None, None if sink is None else dsink, None, None, None, None
 
@@ -275,7 +312,6 @@ class _Attend(torch.autograd.Function):
         return output
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, dout, dlse):  # type: ignore[no-untyped-def]
         return _gradients(ctx, dout, dlse)
 
@@ -288,7 +324,7 @@ def _unit_stride(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
 
 
-@torch.library.custom_op("ringattn::unshard", mutates_args=())
+@torch.library.custom_op("ringattn::unshard", mutates_args=(), tags=_TAGS)
 def _unshard(x: Tensor, dim: int, of_keys: bool, whole: int, plan: int) -> Tensor:
     found = plans.by_handle(plan)
     shards = found.shards_k if of_keys else found.shards
@@ -304,8 +340,9 @@ def _unshard(x: Tensor, dim: int, of_keys: bool, whole: int, plan: int) -> Tenso
             found.transport.check_device("x", x)
         except ValueError as bad:
             error = bad
-    rest = x.shape[:dim] + x.shape[dim + 1 :]
-    found.agree_once("unshard()", dict(dim=dim, dims=x.ndim, others=rest.numel(), dtype=_name(x.dtype)), error)
+    sizes = {f"size {i}": 0 if i == dim else n for i, n in enumerate((*x.shape, *[1] * 8)[:8])}
+    fields = dict(plan=found.digest, dim=dim, dims=x.ndim, elements=x.shape[:dim].numel() * x.shape[dim + 1 :].numel())
+    found.agree_once("unshard()", dict(**fields, **sizes, dtype=_name(x.dtype)), error)
     x = x.contiguous()
     pieces = [x if r == found.rank else _sized(x, dim, n) for r, n in enumerate(lengths)]
     others = [r for r in range(found.world_size) if r != found.rank]
@@ -318,7 +355,7 @@ def _unshard_fake(x, dim, of_keys, whole, plan):  # type: ignore[no-untyped-def]
     return _sized(x, dim, whole)
 
 
-@torch.library.custom_op("ringattn::unshard_backward", mutates_args=())
+@torch.library.custom_op("ringattn::unshard_backward", mutates_args=(), tags=_TAGS)
 def _unshard_backward(dwhole: Tensor, dim: int, of_keys: bool, local: int, plan: int) -> Tensor:
     found = plans.by_handle(plan)
     shards = found.shards_k if of_keys else found.shards
@@ -326,10 +363,11 @@ def _unshard_backward(dwhole: Tensor, dim: int, of_keys: bool, local: int, plan:
     others = [r for r in range(found.world_size) if r != found.rank]
     arriving = {r: torch.empty_like(pieces[found.rank]) for r in others}
     found.transport.start([(pieces[r], r) for r in others], [(arriving[r], r) for r in others]).wait()
-    total = torch.zeros_like(pieces[found.rank])
+    mine = pieces[found.rank]
+    total = torch.zeros_like(mine, dtype=torch.promote_types(mine.dtype, torch.float32))
     for r in range(found.world_size):  # the same order on every rank and run
-        total += pieces[r] if r == found.rank else arriving[r]
-    return total
+        total += mine if r == found.rank else arriving[r]
+    return total.to(mine.dtype)
 
 
 @_unshard_backward.register_fake

@@ -106,6 +106,7 @@ def circulate(
             made = visit(step.owner, held) if step.compute and step.owner is not None else None
         with named("hop", slot, "wait"):
             moving.wait()
+        del sends, receives, moving  # they would hold a third shard when the next one arrives
 
         if part is not None:
             with named("hop", slot, "add"):

@@ -399,7 +399,7 @@ def _messaged(p: Problem, costs: Costs, s: Shape, backward: bool, rank: int) -> 
         attention += work
         total += _beside(work, beside, costs)
     own = s.batch * p.keys[rank] * s.kv_elements
-    touched = 4 * own * s.itemsize + backward * (3 * s.fp * (own + s.batch * s.kv_elements * _totals(p)[rank]))
+    touched = 4 * own * s.itemsize + backward * (3 * s.fp * (own + s.batch * s.kv_elements * sum(p.fetched[rank])))
     total += touched / costs.memory_gbs / 1e6
     floor = (costs.ring_backward_ms if backward else costs.ring_forward_ms) * (len(groups) + backward)
     if not any(fetch):  # nothing moves

@@ -89,7 +89,7 @@ def _gather_memory(plan: Plan, s: Shape, backward: bool) -> int:
     fetched, here = sum(f.length for f in plan.fetches[plan.rank]), plan.local_lengths_k[plan.rank]
     q, n = plan.local_lengths[plan.rank], plan.world_size
     total = q * s.q_heads * (s.head_dim + 2) * s.fp * backward  # dq and delta
-    if plan.transport.pulls:
+    if plan.transport.pulls and not plan.interleaved:
         width = s.head_dim + s.value_dim
         most = max(sum(run.length for run in runs) for runs in plan.fetches)
         row = s.batch * width
@@ -117,6 +117,8 @@ def _gather_memory(plan: Plan, s: Shape, backward: bool) -> int:
     to_me = sum(f.length for runs in plan.fetches for f in runs if f.owner == plan.rank)
     most = (here + fetched) * s.kv_elements * s.itemsize
     bound = float(total + most)
+    if plan.interleaved:  # what arrives lies together first
+        bound += (fetched - min(here, fetched)) * s.kv_elements * s.itemsize
     if backward:
         bound += (here + part * (4 * fetched + 2 * (here + to_me))) * s.kv_elements * s.fp
     elif len(groups) > 1:

@@ -63,7 +63,7 @@ def length(shard: Shard) -> int:
     return sum(map(len, shard))
 
 
-def positions(shard: Shard, device: torch.device | str | None = None) -> Tensor:
+def positions(shard: Shard, device: torch.device | str = "cpu") -> Tensor:
     """The global positions of a shard in its local order: (length,) int64, growing."""
     parts = [torch.arange(r.start, r.stop, r.step, device=device) for r in shard]
     return torch.cat(parts) if parts else torch.empty(0, dtype=torch.int64, device=device)

@@ -88,8 +88,8 @@ class Mask:
 
     def dense(self) -> Tensor:
         """The meaning of the mask: (rows, seq_len, seq_len_k) bool, True where visible. For tests and pictures."""
-        start, end = self.intervals(torch.arange(self.seq_len))
-        keys = torch.arange(self.seq_len_k)
+        start, end = self.intervals(torch.arange(self.seq_len, device="cpu"))
+        keys = torch.arange(self.seq_len_k, device="cpu")
         return (start[..., None] <= keys) & (keys < end[..., None])
 
     def sees(self, queries: Sequence[range], key_shards: Sequence[Sequence[range]]) -> list[bool]:
@@ -111,10 +111,10 @@ class Mask:
         return seen
 
     def _runs_meet(self, queries: Sequence[range], keys: Sequence[range]) -> list[bool]:
-        key_first = torch.tensor([r.start for r in keys])[:, None]
-        key_past = torch.tensor([r.stop for r in keys])[:, None]
-        past = torch.cat([self.first[:, 1:], torch.full((self.rows, 1), self.seq_len)], 1)
-        hits = torch.zeros(len(keys), dtype=torch.bool)
+        key_first = torch.tensor([r.start for r in keys], device="cpu")[:, None]
+        key_past = torch.tensor([r.stop for r in keys], device="cpu")[:, None]
+        past = torch.cat([self.first[:, 1:], torch.full((self.rows, 1), self.seq_len, device="cpu")], 1)
+        hits = torch.zeros(len(keys), dtype=torch.bool, device="cpu")
         for run in queries:
             i0, i1 = self.first.clamp(min=run.start), past.clamp(max=run.stop)
             inside = i1 > i0
@@ -129,7 +129,7 @@ class Mask:
         return hits.tolist()
 
     def _strided_meet(self, queries: Sequence[range], keys: Sequence[range]) -> list[bool]:
-        start, end = self.intervals(torch.cat([torch.arange(r.start, r.stop, r.step) for r in queries]))
+        start, end = self.intervals(torch.cat([torch.arange(r.start, r.stop, r.step, device="cpu") for r in queries]))
         return [bool((count_below(r, end) > count_below(r, start)).any()) for r in keys]
 
     def digest(self) -> int:
@@ -155,8 +155,11 @@ def _band(
     left: int | Tensor = _FAR,
     right: int | Tensor = _FAR,
 ) -> Mask:
-    first = torch.zeros(1, 1, dtype=torch.int64) if first is None else first
-    fields = (torch.as_tensor(x, dtype=torch.int64).expand_as(first).contiguous() for x in (low, high, left, right))
+    first = torch.zeros(1, 1, dtype=torch.int64, device="cpu") if first is None else first
+    fields = (
+        torch.as_tensor(x, dtype=torch.int64, device="cpu").expand_as(first).contiguous()
+        for x in (low, high, left, right)
+    )
     return Mask(seq_len, seq_len_k, first, *fields)
 
 
@@ -198,13 +201,13 @@ def prefix(seq_len: int, length: int, seq_len_k: int | None = None) -> Mask:
         raise ValueError(f"prefix is {length}; it must be between 0 and the number of keys, {seq_len_k}")
     # Queries before the end of the prefix see up to it, the others up to themselves.
     inside = min(max(length - (seq_len_k - seq_len), 0), seq_len)
-    first = torch.tensor([[0, inside]])
+    first = torch.tensor([[0, inside]], device="cpu")
     return _band(
         seq_len,
         seq_len_k,
         first=first,
-        high=torch.tensor([[length, _FAR]]),
-        right=torch.tensor([[_FAR, 0]]),
+        high=torch.tensor([[length, _FAR]], device="cpu"),
+        right=torch.tensor([[_FAR, 0]], device="cpu"),
     )
 
 
@@ -276,9 +279,9 @@ def documents(ids: Tensor, seq_len: int) -> Mask:
     if not pieces:
         return full(seq_len)
     shape = (len(rows), pieces)
-    first = torch.full(shape, seq_len)  # unused pieces begin where no query is
-    low, high = torch.zeros(shape, dtype=torch.int64), torch.zeros(shape, dtype=torch.int64)
-    left, right = torch.full(shape, _FAR), torch.full(shape, _FAR)
+    first = torch.full(shape, seq_len, device="cpu")  # unused pieces begin where no query is
+    low, high = torch.zeros(shape, dtype=torch.int64, device="cpu"), torch.zeros(shape, dtype=torch.int64, device="cpu")
+    left, right = torch.full(shape, _FAR, device="cpu"), torch.full(shape, _FAR, device="cpu")
     for b, (begin, past, real) in enumerate(rows):
         n = len(begin)
         first[b, :n] = begin

@@ -47,6 +47,8 @@ class Plan:
         transport: moves tensors between the ranks.
         choice: why "auto" chose this dataflow; None where it was given.
         handle: a number that stands for this plan in the operators of torch.library.
+        digest: of what :func:`plan` was asked for, the same on all ranks.
+        local_lengths, local_lengths_k: queries and keys that each rank holds.
     """
 
     def __init__(
@@ -66,6 +68,7 @@ class Plan:
         schedule: Schedule,
         transport: Transport,
         choice: cost.Choice | None = None,
+        digest: int = 0,
     ) -> None:
         self.seq_len, self.seq_len_k = seq_len, seq_len_k
         self.rank, self.world_size = rank, world_size
@@ -73,9 +76,12 @@ class Plan:
         self.buffer_bytes = buffer_bytes
         self.mask, self.shards, self.shards_k = mask, shards, shards_k
         self.schedule, self.transport, self.choice = schedule, transport, choice
-        self.handle = next(_handles)
+        self.handle, self.digest = next(_handles), digest
         self._cache: dict[object, Any] = {}
         self._signatures: set[tuple[object, ...]] = set()
+        # Not when first asked for, which may be inside torch.compile: it cannot trace lengths of ranges.
+        self.local_lengths = tuple(map(layouts.length, shards))
+        self.local_lengths_k = tuple(map(layouts.length, shards_k))
         _by_handle[self.handle] = self
 
     def __repr__(self) -> str:
@@ -94,16 +100,6 @@ class Plan:
         raise TypeError("a Plan belongs to a process group and cannot be pickled; call ringattn.plan() in each process")
 
     # What this rank holds
-
-    @property
-    def local_lengths(self) -> tuple[int, ...]:
-        """Queries that each rank holds."""
-        return self._once("lengths", lambda: tuple(map(layouts.length, self.shards)))
-
-    @property
-    def local_lengths_k(self) -> tuple[int, ...]:
-        """Keys that each rank holds."""
-        return self._once("lengths_k", lambda: tuple(map(layouts.length, self.shards_k)))
 
     @property
     def positions(self) -> Tensor:
@@ -130,11 +126,21 @@ class Plan:
         the **sum** of the ranks' losses. If every rank computes the same loss from the whole tensor, divide it by
         ``world_size``.
         """
-        return torch.ops.ringattn.unshard(x, dim % max(x.ndim, 1), False, self.seq_len, self.handle)
+        return torch.ops.ringattn.unshard(x, self._dim(x, dim), False, self.seq_len, self.handle)
 
     def unshard_k(self, x: Tensor, dim: int = 1) -> Tensor:
         """As :meth:`unshard`, for keys' tokens."""
-        return torch.ops.ringattn.unshard(x, dim % max(x.ndim, 1), True, self.seq_len_k, self.handle)
+        return torch.ops.ringattn.unshard(x, self._dim(x, dim), True, self.seq_len_k, self.handle)
+
+    def _dim(self, x: Tensor, dim: int) -> int:
+        if x.ndim and not -x.ndim <= dim < x.ndim:
+            error = IndexError(
+                f"unshard() got dim {dim} for shape {tuple(x.shape)}; pass the one of this rank's tokens"
+            )
+            if not torch.compiler.is_compiling():
+                self.refuse("unshard()", error)
+            raise error
+        return dim % max(x.ndim, 1)
 
     def _shard(self, x: Tensor, dim: int, shards: tuple[Shard, ...], name: str) -> Tensor:
         if x.shape[dim] != getattr(self, name):
@@ -258,7 +264,9 @@ class Plan:
         ``4 * heads * head_dim`` floating-point operations each in the forward."""
 
         def count() -> int:
-            start, end = self.mask.intervals(layouts.positions(self.shards[q_rank]))
+            start, end = self._once(
+                ("intervals", q_rank), lambda: self.mask.intervals(layouts.positions(self.shards[q_rank]))
+            )
             return sum(int((count_below(r, end) - count_below(r, start)).sum()) for r in self.shards_k[k_rank])
 
         return self._once(("visible", q_rank, k_rank), count)
@@ -310,9 +318,11 @@ class Plan:
         """
         for shards, total, what in ((self.shards, self.seq_len, "query"), (self.shards_k, self.seq_len_k, "key")):
             held = torch.cat([layouts.positions(s) for s in shards])
-            assert torch.equal(held.sort().values, torch.arange(total)), f"a {what} is held by no rank, or by two"
+            assert torch.equal(held.sort().values, torch.arange(total, device="cpu")), (
+                f"a {what} is held by no rank, or by two"
+            )
         check_schedule(self.schedule)  # needed meetings happen exactly once, and no others
-        start, end = self.mask.intervals(torch.arange(self.seq_len))
+        start, end = self.mask.intervals(torch.arange(self.seq_len, device="cpu"))
         found = torch.zeros_like(start)
         for q_rank, shard in enumerate(self.shards):
             positions = layouts.positions(shard)
@@ -583,13 +593,14 @@ def _pairs(mask: Mask, shards: Sequence[Shard], shards_k: Sequence[Shard]) -> li
     runs = [(owner, run) for owner, shard in enumerate(shards_k) for run in shard]
     if not positions or not runs:
         return [[0.0] * n for _ in range(n)]
-    bounds = mask.intervals(torch.tensor(positions))
-    first, step, count = (torch.tensor(x) for x in zip(*((r.start, r.step, len(r)) for _, r in runs), strict=True))
-    below = [((b[..., None] - first + step - 1) // step).clamp(min=0).minimum(count) for b in bounds]
-    seen = (below[1] - below[0]).sum(0) * torch.tensor(weights, dtype=torch.float64)[:, None]  # (queries, runs)
-    pairs = torch.zeros(n, len(runs), dtype=torch.float64).index_add_(0, torch.tensor(owners), seen)
-    whole = torch.zeros(n, n, dtype=torch.float64)
-    return whole.index_add_(1, torch.tensor([o for o, _ in runs]), pairs).tolist()
+    with torch.device("cpu"):
+        bounds = mask.intervals(torch.tensor(positions))
+        first, step, count = (torch.tensor(x) for x in zip(*((r.start, r.step, len(r)) for _, r in runs), strict=True))
+        below = [((b[..., None] - first + step - 1) // step).clamp(min=0).minimum(count) for b in bounds]
+        seen = (below[1] - below[0]).sum(0) * torch.tensor(weights, dtype=torch.float64)[:, None]  # (queries, runs)
+        pairs = torch.zeros(n, len(runs), dtype=torch.float64).index_add_(0, torch.tensor(owners), seen)
+        whole = torch.zeros(n, n, dtype=torch.float64)
+        return whole.index_add_(1, torch.tensor([o for o, _ in runs]), pairs).tolist()
 
 
 def _position(shard: Shard, index: int) -> int:
@@ -658,4 +669,5 @@ def _make(settings: _Settings, extra: list[Mask], transport: Transport, costs: c
         schedule=reduce if dataflow == "reduce" else ring,
         transport=transport,
         choice=choice,
+        digest=transports.hash_of(repr(replace(settings, call=0))),
     )

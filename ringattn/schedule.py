@@ -18,6 +18,7 @@ jump over them.
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -77,7 +78,7 @@ class Schedule:
     needs: tuple[tuple[bool, ...], ...]
     local_size: int
 
-    @property
+    @functools.cached_property
     def displacements(self) -> tuple[tuple[int, int], ...]:
         """(groups, ranks inside a group) by which all shards have moved at each step."""
         kept = [(0, 0)]

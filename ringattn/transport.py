@@ -69,6 +69,15 @@ class Transport:
     serial: int = field(default_factory=itertools.count().__next__)
     sent_bytes: int = 0
     sent_messages: int = 0
+    given_up: str = ""  # why a call on this group ended in its middle
+
+    def check_whole(self) -> None:
+        """Raise RuntimeError if a call on this group was given up in its middle."""
+        if self.given_up:
+            raise RuntimeError(
+                f"an earlier attention on this group raised {self.given_up}; its ranks may be at different messages: "
+                "restart them, or go on with plans of a new group (dist.new_group)"
+            )
 
     def start(self, sends: Sequence[Message], receives: Sequence[Message]) -> Pending:
         """Start all messages of one hop. Messages between two ranks match in order. Empty tensors do not travel:
@@ -130,6 +139,7 @@ class Transport:
             ValueError: the same on every rank, naming the ranks, the field and the values; or carrying
                 the text of a rank's error. The rank with the error raises that itself.
         """
+        fields = {"call": what, **fields}  # ranks may be at different ones
         if self.world_size > 1:
             rows = self.gather_words(_encode(fields, error)).tolist()
         if error is not None:
@@ -177,7 +187,8 @@ class _Messages:
     def wait(self, group: int) -> Tensor:
         moving, buffer, strided = self.next
         moving.wait()
-        for run, rows in strided:
+        while strided:
+            run, rows = strided.pop()
             run.rows(buffer).copy_(rows)
         if group + 1 < len(self.packed):
             self.next = self._begin(group + 1)
@@ -212,7 +223,7 @@ def _encode(fields: dict[str, Any], error: Exception | None) -> Tensor:
         raise AssertionError(f"{len(words)} fields do not fit a row")
     text = str(error).encode()[: 8 * _TEXT].ljust(8 * _TEXT, b"\0") if error else b"\0" * 8 * _TEXT
     row = [error is not None, *words] + [0] * (_ROW - _TEXT - 1 - len(words))
-    return torch.tensor(row + list(struct.unpack(f"<{_TEXT}q", text)), dtype=torch.int64)
+    return torch.tensor(row + list(struct.unpack(f"<{_TEXT}q", text)), dtype=torch.int64, device="cpu")
 
 
 def _compare(what: str, fields: dict[str, Any], rows: list[list[int]]) -> None:
@@ -248,14 +259,27 @@ def _host() -> str:
     return f"{socket.gethostname()} {boot}"
 
 
+def _of_torch(group: dist.ProcessGroup | None) -> bool:
+    """Does torch know it? A mesh may keep a group that was destroyed."""
+    try:
+        return group is not None and dist.get_rank(group) >= 0
+    except (ValueError, RuntimeError):
+        return False
+
+
 def _alive(group: weakref.ref[dist.ProcessGroup]) -> dist.ProcessGroup:
     found = group()
-    if found is None:
+    if found is None or not _of_torch(found):
         raise RuntimeError(
             "the process group of this plan was destroyed (dist.destroy_process_group()); "
             "make another plan with ringattn.plan() on a group that exists"
         )
     return found
+
+
+def _forget_words(transport: weakref.ref[GroupTransport]) -> None:
+    if (found := transport()) is not None:
+        found.words = None
 
 
 class GroupTransport(Transport):
@@ -274,6 +298,8 @@ class GroupTransport(Transport):
         self.backends = backends
         # agree() must not wait for the GPU: it runs over gloo.
         self.words: Any = None if backends.get("cpu") == "gloo" else gloo_beside(group)
+        # It goes with the group: its threads, and the store, which another group's life in this process may need.
+        weakref.finalize(group, _forget_words, weakref.ref(self)).atexit = False
         if cuda:  # a first point-to-point message among some of the ranks would not set the communicator up for all
             dist.all_reduce(torch.zeros(1, device=device), group=group)
         self._link = self._reach() if cuda and self.world_size > 1 else None
@@ -284,13 +310,13 @@ class GroupTransport(Transport):
 
     @property
     def ended(self) -> bool:
-        return self._group() is None
+        return not _of_torch(self._group())
 
     def _reach(self) -> Link | None:
         """What the ranks need to reach each other's memory, or None on every rank: where they cannot, and where one of
         them has RINGATTN_PULLS=0 in its environment."""
         wanted = os.environ.get("RINGATTN_PULLS", "1") != "0"
-        words = torch.tensor([hash_of(_host()), wanted and stream_memory.available()])
+        words = torch.tensor([hash_of(_host()), wanted and stream_memory.available()], device="cpu")
         everyones = self.gather_words(words)
         if not (everyones == words).all() or not words[1]:
             return None
@@ -301,7 +327,9 @@ class GroupTransport(Transport):
             link = Link(self.rank, self.world_size, self.device, _Shared(self.group, self.device))
         except (RuntimeError, ImportError, AttributeError, ValueError) as error:  # no peer access; another torch
             problem = str(error) or type(error).__name__
-        failed = [r for r, (ok,) in enumerate(self.gather_words(torch.tensor([not problem])).tolist()) if not ok]
+        failed = [
+            r for r, (ok,) in enumerate(self.gather_words(torch.tensor([not problem], device="cpu")).tolist()) if not ok
+        ]
         if failed:
             warnings.warn(
                 f"GPUs of this host cannot reach each other's memory (rank {failed[0]} of ranks {failed}: "
@@ -449,6 +477,7 @@ class AloneTransport(Transport):
 
 _alone: AloneTransport | None = None
 _of_group: weakref.WeakKeyDictionary[Any, GroupTransport] = weakref.WeakKeyDictionary()
+_making: weakref.WeakKeyDictionary[Any, threading.Lock] = weakref.WeakKeyDictionary()
 _lock = threading.Lock()
 
 
@@ -477,10 +506,12 @@ def of(group: Any) -> Transport:
         raise ValueError("this rank is not in the group; only ranks of the group may call plan()")
     if not isinstance(group, dist.ProcessGroup):
         raise TypeError(f"group is a {type(group).__name__}; pass a ProcessGroup, a one-dimensional DeviceMesh or None")
+    if dist.get_rank(group) < 0:
+        raise ValueError("this rank is not in the group; only ranks of the group may call plan()")
     with _lock:
+        making = _making.setdefault(group, threading.Lock())
+    with making:  # of its own: a group is made by messages, and threads may come to two groups in any order
         found = _of_group.get(group)
         if found is None:
-            if dist.get_rank(group) < 0:
-                raise ValueError("this rank is not in the group; only ranks of the group may call plan()")
             found = _of_group[group] = GroupTransport(group)
         return found
