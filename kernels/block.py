@@ -282,7 +282,7 @@ def departures(
     """What the backward that ``kernel`` chooses counts, and None if it can neither count nor wait for arrivals."""
     backend = _backend(kernel, q, k, v, score, backward=True)
     made = getattr(backend, "departures", None)
-    return None if made is None or deterministic else made(q, k, block)
+    return None if made is None or deterministic else made(q, k, v, block)
 
 
 def block_delta(out: Tensor, dout: Tensor, dlse: Tensor | None = None) -> Tensor:

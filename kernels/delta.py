@@ -19,10 +19,11 @@ def row_dot(out: Tensor, dout: Tensor) -> Tensor:
     delta = torch.empty(batch, heads, seq, dtype=torch.float32, device=out.device)
     if delta.numel():
         tiles = triton.cdiv(seq, _ROWS)
-        dispatch(
-            _row_dot, (tiles * heads * batch,), out, *out.stride(), dout, *dout.stride(), delta, seq, heads, tiles, dim,
-            DIM_P2=triton.next_power_of_2(dim), ROWS=_ROWS,
-        )  # fmt: skip
+        with torch.cuda.device_of(out):
+            dispatch(
+                _row_dot, (tiles * heads * batch,), out, *out.stride(), dout, *dout.stride(), delta, seq, heads, tiles,
+                dim, DIM_P2=triton.next_power_of_2(dim), ROWS=_ROWS,
+            )  # fmt: skip
     return delta
 
 

@@ -478,9 +478,10 @@ def backward(
     if counters is not None and (split.apart or straight is not into):
         raise ValueError("it counts what it stores itself: only where departures() is not None, float32, equal strides")
     target = dq if readable(dq) else torch.zeros_like(dq, memory_format=torch.contiguous_format)
-    dk, dv = launch(
-        q, k, v, dout, lse, delta, block, score, target, split, into=straight, arrivals=arrivals, counters=counters
-    )
+    with torch.cuda.device_of(q):
+        dk, dv = launch(
+            q, k, v, dout, lse, delta, block, score, target, split, into=straight, arrivals=arrivals, counters=counters
+        )
     if target is not dq:
         dq += target
     if straight is not None:
@@ -489,11 +490,11 @@ def backward(
     return (dk, dv) if into is None else (into[0].copy_(dk), into[1].copy_(dv))
 
 
-def departures(q: Tensor, k: Tensor, block: Block) -> Departures | None:
-    """None where parts of a group have a dk and dv each, which are summed after the kernel, and where k must be copied
-    before the kernel reads it."""
+def departures(q: Tensor, k: Tensor, v: Tensor, block: Block) -> Departures | None:
+    """None where parts of a group have a dk and dv each, which are summed after the kernel, and where k or v must be
+    copied before the kernel reads it."""
     split = _split(q, k, block)
-    if split.apart or not readable(k):
+    if split.apart or not (readable(k) and readable(v)):
         return None
     tiles = [triton.cdiv(n, _keys(q)) for n in block.segments_k]
     rows = max(1, _sweep(k.shape[0] * k.shape[2], sum(tiles), _processors(q), split.parts) // split.parts)
@@ -609,7 +610,9 @@ def _split(q: Tensor, k: Tensor, block: Block) -> Split:
     group = q.shape[2] // k.shape[2]
     divisors = [n for n in range(1, group + 1) if group % n == 0]
     ctas = k.shape[0] * k.shape[2] * sum(triton.cdiv(n, _keys(q)) for n in block.segments_k)
-    occupying = next((p for p in divisors if ctas * p >= 1.5 * _processors(q)), group)
+    enough = 1.5 * _processors(q)
+    held = [p for p in divisors if ctas * p <= 8 * enough] or [1]  # each part has a dk and dv; 71 heads divide by 1, 71
+    occupying = next((p for p in held if ctas * p >= enough), held[-1])
     pairs = block.seq_q * block.seq_k if block.pairs is None else block.pairs
     steps = pairs / max(1, block.seq_k * BM.value)  # of a CTA, for each head
     heads = next((h for h in divisors if h >= LEAST_HEADS and h * steps >= LEAST_STEPS), group)

@@ -136,6 +136,12 @@ def read(file: Path, link: str) -> Costs | None:
             raise ValueError(f"it has the constants {sorted(said)}")
         return Costs(**said)
     except (FileNotFoundError, NotADirectoryError):
+        if os.environ.get("RINGATTN_CALIBRATION") == str(file):
+            warnings.warn(
+                f"RINGATTN_CALIBRATION names {file}, which is not there; dataflow='auto' takes default costs. "
+                "Run scripts/calibrate.py, or unset it",
+                stacklevel=4,
+            )
         return None
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         warnings.warn(

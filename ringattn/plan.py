@@ -433,11 +433,12 @@ def plan(
             :class:`ringattn.virtual.VirtualRank` gives the plan of any rank without processes.
         seq_len_k: global number of keys, if different; positions are then aligned at the end: query i
             stands at ``i + seq_len_k - seq_len``.
-        causal: key j is visible to query i iff ``j <= i``.
+        causal: key j is visible to query i only if ``j <= i``. What is given beside it (a window, documents) hides
+            more.
         window_size: ``(left, right)`` as in flash-attn: ``i - left <= j <= i + right``; -1 is unbounded.
         cu_seqlens: global boundaries of packed documents, ``[0, ..., seq_len]``.
         documents: (batch, seq_len) integer ids of packed documents, -1 for padding, when rows differ.
-        prefix: with ``causal``, the first ``prefix`` keys are visible to every query (prefix-LM).
+        prefix: with ``causal``, the first ``prefix`` keys are visible to earlier queries too (prefix-LM).
         layout: "contiguous", "zigzag" or "striped".
         dataflow: "ring": keys and values travel; "gather": every rank fetches all the keys and values that it
             needs; "reduce": queries travel and their partial states come home; "auto": the fastest by a model
@@ -446,7 +447,8 @@ def plan(
         deterministic: the same bits on every run.
         local_size: ranks per node, to make a ring a double ring; divides the group's size.
         buffer_bytes: with the dataflow "gather", memory for fetched keys and values and their gradients. Where they
-            need more, they come in waves of heads that fit. "auto" chooses no gather that it cannot hold.
+            need more and copy engines fetch them, they come in waves of heads that fit; messages bring all heads.
+            "auto" chooses no gather that it cannot hold.
 
     Returns:
         A plan. It may be kept while the shape and the documents stay the same.
@@ -521,6 +523,9 @@ def _settings(
             raise TypeError(f"{name} is {value!r}; pass an int")
         if not 0 <= value < 2**31:
             raise ValueError(f"{name} is {value}; it must be between 0 and 2**31 - 1")
+    for name, text in (("layout", layout), ("dataflow", dataflow)):
+        if not isinstance(text, str):
+            raise TypeError(f"{name} is {text!r}; pass a str")
     if layout not in layouts.LAYOUTS:
         raise ValueError(f"layout={layout!r} is unknown; use one of {', '.join(map(repr, layouts.LAYOUTS))}")
     if dataflow not in (*DATAFLOWS, "auto"):

@@ -51,7 +51,16 @@ _PAD = _KINDS * _RANKS * _WORD  # bytes of all words
 _KEYS, _GRADIENTS = 0, 1  # the other regions: two slots of keys and values; contributions
 LANES = 3  # streams that pull: a copy engine alone has less than half of the link's rate
 _REMEMBERED = 256  # recordings, and tables of sums: packed documents change them with every batch
-TIMEOUT = float(os.environ.get("RINGATTN_TIMEOUT", "600"))
+
+
+def _timeout(said: str) -> float:
+    try:
+        return float(said)
+    except ValueError:
+        raise ValueError(f"RINGATTN_TIMEOUT is {said!r}; it must be a number of seconds, as 600") from None
+
+
+TIMEOUT = _timeout(os.environ.get("RINGATTN_TIMEOUT", "600"))
 
 
 class Region(NamedTuple):

@@ -300,6 +300,8 @@ def test_needs_hopper():
     (64, 8, 16384, 16384 * 128, (1, False)),  # a window of 128
     (64, 8, 2048, 2048**2 / 2, (2, True)), (32, 1, 2048, 2048**2 / 2, (16, True)),  # too few tiles for 132 processors
     (32, 1, 128, 128**2 / 2, (32, True)), (1, 1, 128, None, (1, False)),
+    (71, 1, 25216, 25216**2 / 2, (1, False)),  # no divisor but 71, whose dk and dv would take 1.7 GiB
+    (40, 8, 3072, 3072**2 / 2, (5, True)),
 ])  # fmt: skip
 def test_parts_occupy_the_processors_or_share_the_queries(heads, kv_heads, seq, pairs, expected, monkeypatch):
     monkeypatch.setattr(hopper_backward, "_processors", lambda _: 132)
@@ -437,9 +439,21 @@ def test_parts_of_a_group(split, dims, monkeypatch):
 @pytest.mark.parametrize("mask", [full, causal])
 @pytest.mark.parametrize("dims", hopper_backward.HEAD_DIMS, ids=str)
 def test_no_races(mask, dims):
-    """The same gradients 1,000 times beside other work: dk and dv bitwise, dq up to the order of its sums."""
-    q, k, v, dout = make_gradients(2048, 2048, 4, 2, dims, torch.bfloat16)
-    block, score = make_block(*mask(2048, 2048), 2048), Score(dims[0] ** -0.5)
+    repeat(mask, dims, 2048, 4, 2, 1000)
+
+
+@needs_hopper
+@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (256, 256)], ids=str)
+def test_no_races_of_parts_in_turns(dims, monkeypatch):
+    """Many more parts than run at the same time, so that parts wait for others and find them done."""
+    monkeypatch.setattr(hopper_backward, "_split", lambda *_: hopper_backward.Split(4))
+    repeat(causal, dims, 4096, 32, 4, 200)
+
+
+def repeat(mask, dims, seq, heads, kv_heads, times):
+    """The same gradients many times beside other work: dk and dv bitwise, dq up to the order of its sums."""
+    q, k, v, dout = make_gradients(seq, seq, heads, kv_heads, dims, torch.bfloat16)
+    block, score = make_block(*mask(seq, seq), seq), Score(dims[0] ** -0.5)
     out, lse = eager.forward(q, k, v, block, score, None, None, True)
     delta = block_delta(out, dout)
     beside, x = torch.cuda.Stream(), torch.randn(2048, 2048, device=DEVICE, dtype=torch.bfloat16)
@@ -451,7 +465,7 @@ def test_no_races(mask, dims):
     (dk, dv), dq = run()
     differing = torch.zeros((), dtype=torch.int64, device=DEVICE)
     farthest = torch.zeros((), device=DEVICE)
-    for i in range(1000):
+    for i in range(times):
         if i % 8 == 0:
             with torch.cuda.stream(beside):
                 for _ in range(6):
@@ -586,8 +600,8 @@ def test_counts_what_it_stored(mask, dims, parts, sweep, monkeypatch):
     if sweep is not None:
         monkeypatch.setattr(hopper_backward, "_sweep", lambda *_: sweep)
     args = problem(mask, 2, 400, 4, 2, dims, (130, 1, 0, 269))
-    q, k, *_, block, _ = args
-    expected = hopper_backward.departures(q, k, block)
+    q, k, v, *_, block, _ = args
+    expected = hopper_backward.departures(q, k, v, block)
     assert sweep is None or expected.rows == max(1, sweep // parts)
     assert expected.counts == tuple(2 * expected.rows * n for n in ((2, 1, 0, 3) if dims[0] <= 128 else (3, 1, 0, 5)))
     want = gradients(args)
@@ -607,7 +621,7 @@ def test_gradients_leave_while_it_runs(sweep, dims, monkeypatch):
         monkeypatch.setattr(hopper_backward, "_sweep", lambda *_: sweep)
     seq, heads, lengths = 16384, 8, (2048,) * 8
     args = problem(causal, 1, seq, heads, heads, dims, lengths)
-    rows, counts = hopper_backward.departures(args[0], args[1], args[6])
+    rows, counts = hopper_backward.departures(*args[:3], args[6])
     counters = torch.zeros(heads // rows, len(lengths), dtype=torch.int32, device=DEVICE)
     buffer, into = beside_each_other(1, seq, heads, *dims)
     home = torch.empty(buffer.shape).pin_memory()
