@@ -219,7 +219,7 @@ def packed(cu_seqlens: Sequence[int] | Tensor, seq_len: int) -> Mask:
         TypeError: not integers.
         ValueError: not one-dimensional, not starting at 0, falling, or not ending at seq_len.
     """
-    bounds = torch.as_tensor(cu_seqlens).detach().cpu()
+    bounds = torch.as_tensor(cu_seqlens, device="cpu").detach()
     if bounds.is_floating_point() or bounds.is_complex() or bounds.dtype == torch.bool:
         raise TypeError(f"cu_seqlens has dtype {bounds.dtype}; pass integers")
     if bounds.ndim != 1 or len(bounds) < 2:
@@ -253,7 +253,7 @@ def documents(ids: Tensor, seq_len: int) -> Mask:
         TypeError: not integers.
         ValueError: wrong shape, ids below -1, or a document that is interrupted and goes on later.
     """
-    ids = torch.as_tensor(ids).detach().cpu()
+    ids = torch.as_tensor(ids, device="cpu").detach()
     if ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
         raise TypeError(f"documents has dtype {ids.dtype}; pass integer ids, -1 for padding")
     if ids.ndim != 2 or ids.shape[1] != seq_len:

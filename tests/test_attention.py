@@ -56,6 +56,17 @@ def test_compiles_without_graph_break_and_without_recompiling_for_a_new_plan() -
     assert counter.frame_count <= 2  # the second call learns that the handle varies
 
 
+def test_another_length_is_compiled_once_more() -> None:
+    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    layer = torch.compile(lambda q, k, v, plan: ringattn.attention(q * 1.5, k, v, plan), backend=counter)
+    for seq in (5, 9, 12, 31):
+        q, k, v = inputs(seq=seq)
+        plan = ringattn.plan(seq, causal=True)
+        want = reference.attention(q * 1.5, k, v, plan.mask)[0]
+        torch.testing.assert_close(layer(q, k, v, plan), want, rtol=1e-10, atol=1e-10)
+    assert counter.frame_count <= 2  # of one length, and of any
+
+
 def count_calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     calls: list[str] = []
     real = ringattn.ring.forward
@@ -188,6 +199,97 @@ def test_gradient_through_lse_alone() -> None:
     want = torch.autograd.grad((expected * weights).sum(), (q, k))
     for a, b in zip(got, want, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("dataflow", ["ring", "gather", "reduce"])
+def test_gradients_are_laid_out_as_the_fake_kernel_says(dataflow: str) -> None:
+    """Also for inputs that are views, and on ranks that see nothing."""
+    documents = torch.tensor([[0] * 6 + [-1] * (SEQ - 6)])
+    whole = [torch.randn(1, heads, SEQ, DIM).transpose(1, 2) for heads in (HEADS, KV_HEADS, KV_HEADS)]
+
+    def body(rank: virtual.VirtualRank) -> list[bool]:
+        plan = ringattn.plan(SEQ, rank, documents=documents, layout="contiguous", dataflow=dataflow)
+        local = [plan.shard(x.transpose(1, 2), dim=2).transpose(1, 2).requires_grad_() for x in whole]
+        assert not any(x.is_contiguous() for x in local)
+        return [g.is_contiguous() for g in torch.autograd.grad(ringattn.attention(*local, plan).sum(), local)]
+
+    assert all(map(all, virtual.run(3, body)))
+
+
+def test_there_is_no_second_derivative_and_no_forward_mode() -> None:
+    plan = ringattn.plan(SEQ)
+    q, k, v = inputs()
+    out = ringattn.attention(q, k, v, plan)
+    (dq,) = torch.autograd.grad(out.square().sum(), q, create_graph=True)
+    expected = reference.attention(q, k, v, plan.mask)[0].square().sum()
+    torch.testing.assert_close(dq, torch.autograd.grad(expected, q)[0], rtol=1e-10, atol=1e-10)
+    with pytest.raises(RuntimeError, match="attention_backward"):
+        dq.square().sum().backward()
+    with pytest.raises(NotImplementedError, match="forward-mode"):
+        torch.func.jvp(lambda x: ringattn.attention(x, k, v, plan), (q,), (torch.ones_like(q),))
+
+
+@pytest.mark.parametrize("kernel", ["eager", "triton"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_sinks_and_slopes_of_any_dtype_are_those_numbers(dtype: torch.dtype, kernel: str) -> None:
+    pytest.importorskip("triton")
+    q, k, v = (x.detach().requires_grad_() for x in inputs(torch.float32))
+    plan = ringattn.plan(SEQ, causal=True)
+    slopes, sink = (torch.rand(HEADS) * scale for scale in (0.3, 4.0))
+    found = []
+    for wide in (False, True):
+        extra = [x.to(dtype).float() if wide else x.to(dtype) for x in (slopes, sink)]
+        out, lse = ringattn.attention(
+            q, k, v, plan, alibi_slopes=extra[0], sink=extra[1], kernel=kernel, return_lse=True
+        )
+        found.append([out, lse, *torch.autograd.grad(out.sum() + lse.sum(), (q, k, v))])
+    assert all(map(torch.equal, *found))
+
+
+@pytest.mark.parametrize(("batch", "heads"), [(0, 4), (2, 0)])
+def test_nothing_in_nothing_out(batch: int, heads: int) -> None:
+    def body(rank: virtual.VirtualRank) -> None:
+        for dataflow in ("ring", "gather", "reduce"):
+            plan = ringattn.plan(SEQ, rank, causal=True, dataflow=dataflow)
+            n = plan.local_lengths[rank.rank]
+            q, k, v = (torch.randn(batch, n, h, DIM, requires_grad=True) for h in (heads, KV_HEADS, KV_HEADS))
+            out, lse = ringattn.attention(q, k, v, plan, return_lse=True)
+            assert out.shape == (batch, n, heads, DIM)
+            assert lse.shape == (batch, heads, n)
+            for x, g in zip((q, k, v), torch.autograd.grad(out.sum(), (q, k, v)), strict=True):
+                assert torch.equal(g, torch.zeros_like(x))
+
+    virtual.run(2, body)
+
+
+def test_gradients_of_unshard_add_up_in_float32() -> None:
+    weights = torch.randn(16, 32).to(torch.bfloat16)
+
+    def body(rank: virtual.VirtualRank) -> Tensor:
+        plan = ringattn.plan(32, rank)
+        local = plan.shard(torch.zeros(32, dtype=torch.bfloat16), dim=0).requires_grad_()
+        (plan.unshard(local, dim=0) * weights[rank.rank]).sum().backward()
+        assert local.grad is not None
+        return torch.stack([local.grad, plan.shard(weights.double().sum(0), dim=0).to(torch.bfloat16)])
+
+    for got, want in virtual.run(16, body):
+        torch.testing.assert_close(got, want, rtol=2**-8, atol=0)  # rounded once: half a unit, or its neighbour
+
+
+def test_after_a_call_that_was_given_up_the_group_is_not_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    def body(rank: virtual.VirtualRank) -> None:
+        plan = ringattn.plan(SEQ, rank, dataflow="ring")
+        q, k, v = (plan.shard(x.detach()) for x in inputs())
+        ringattn.attention(q, k, v, plan)
+        start = rank.start
+        monkeypatch.setattr(rank, "start", lambda *_: (_ for _ in ()).throw(MemoryError("no room")))
+        with pytest.raises(MemoryError, match="no room"):
+            ringattn.attention(q, k, v, plan)
+        monkeypatch.setattr(rank, "start", start)
+        with pytest.raises(RuntimeError, match="an earlier attention on this group raised MemoryError: no room"):
+            ringattn.attention(q, k, v, ringattn.plan(SEQ, rank, dataflow="gather"))
+
+    virtual.run(2, body)
 
 
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag", "striped"])

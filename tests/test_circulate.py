@@ -21,7 +21,8 @@ TOKENS = 64
 
 @pytest.fixture
 def alive(monkeypatch: pytest.MonkeyPatch) -> dict[int, list[weakref.ref]]:
-    """Buffers that the walk has allocated, per thread."""
+    """Buffers that the walk has allocated, per thread. Each allocation finds no more than the bound of the module's
+    docstring: two shards and three contributions."""
     made: dict[int, list[weakref.ref]] = {}
 
     class Counting:
@@ -30,7 +31,12 @@ def alive(monkeypatch: pytest.MonkeyPatch) -> dict[int, list[weakref.ref]]:
 
         def empty(self, *args: Any, **kwargs: Any) -> Tensor:
             x = torch.empty(*args, **kwargs)
-            made.setdefault(threading.get_ident(), []).append(weakref.ref(x))
+            mine = made.setdefault(threading.get_ident(), [])
+            mine.append(weakref.ref(x))
+            shards = [y for y in (ref() for ref in mine) if y is not None and y.dtype == torch.float64]
+            parts = [y for y in (ref() for ref in mine) if y is not None and y.dtype == torch.float32]
+            assert len(shards) <= 2
+            assert len(parts) <= 3
             return x
 
     monkeypatch.setattr(walk, "torch", Counting())
@@ -55,7 +61,7 @@ def test_everybody_is_met_and_memory_does_not_grow_with_ranks(
             peak = max(peak, sum(ref() is not None for ref in alive.get(threading.get_ident(), [])))
             return (torch.full((TOKENS,), 10.0**rank.rank),) if contributes else None
 
-        mine = torch.full((TOKENS,), float(rank.rank))
+        mine = torch.full((TOKENS,), float(rank.rank), dtype=torch.float64)
         part = Part((mine.shape,), torch.float32, (0,), add_gradients) if contributes else None
         steps = schedule.steps(rank.rank)
         home = circulate((mine,), (0,), (TOKENS,) * world_size, steps, rank, visit, part)

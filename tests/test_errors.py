@@ -54,6 +54,9 @@ def zeros(*shape: int, **how: Any) -> torch.Tensor:
         (dict(k=zeros(2, 5, 2, 8), v=zeros(2, 5, 2, 8)), ValueError, ["k and v have 5 tokens", "holds 6"]),
         (dict(v=zeros(2, 5, 2, 8)), ValueError, ["(2, 6, 2, 8)", "(2, 5, 2, 8)"]),
         (dict(softcap=-1.0), ValueError, ["softcap is -1.0", "positive, or 0"]),
+        (dict(softcap=float("nan")), ValueError, ["softcap is nan", "positive, or 0"]),
+        (dict(softcap=float("inf")), ValueError, ["softcap is inf", "positive, or 0"]),
+        (dict(softmax_scale=torch.tensor(0.3, requires_grad=True)), ValueError, ["softmax_scale requires grad", "q"]),
         (dict(sink=zeros(2)), ValueError, ["sink has shape (2,)", "(q_heads,) = (4,)"]),
         (dict(alibi_slopes=zeros(3, 4)), ValueError, ["(3, 4)", "(q_heads,) = (4,)", "(batch, q_heads) = (2, 4)"]),
         (dict(alibi_slopes=zeros(4, requires_grad=True)), ValueError, ["requires grad", "alibi_slopes.detach()"]),
@@ -169,6 +172,61 @@ def test_unshard_of_another_length() -> None:
     with pytest.raises(ValueError, match=r"unshard\(\) got shape \(2, 18\) and dim 1, but rank 1 holds 6 tokens"):
         plan.unshard(torch.zeros(2, 18))
     assert plan.transport.sent_messages == 0
+
+
+def test_unshard_of_a_dim_that_is_not_there() -> None:
+    plan = ringattn.plan(SEQ, VirtualRank(1, 3))
+    with pytest.raises(IndexError, match=r"unshard\(\) got dim 2 for shape \(2, 6\)"):
+        plan.unshard(torch.zeros(2, 6), dim=2)
+    assert plan.transport.sent_messages == 0
+
+
+def what_differs(which: str) -> str:
+    rank = torch.distributed.get_rank()
+    causal, full = ringattn.plan(24, causal=True), ringattn.plan(24)
+    q, k, v = (torch.randn(1, 12, 2, 8) for _ in range(3))
+    calls: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
+        "plans": (lambda: ringattn.attention(q, k, v, causal), lambda: ringattn.attention(q, k, v, full)),
+        "shapes": (
+            lambda: causal.unshard(torch.zeros(2, 12, 2, 3)),
+            lambda: causal.unshard(torch.zeros(3, 12, 2, 2)),
+        ),
+        "calls": (lambda: causal.unshard(q), lambda: ringattn.attention(q, k, v, causal)),
+    }
+    with pytest.raises(ValueError) as refused:
+        calls[which][rank]()
+    return str(refused.value)
+
+
+@pytest.mark.parametrize("world_size", on_ranks(2))
+@pytest.mark.parametrize(
+    ("which", "says"),
+    [
+        ("plans", "attention() differs across ranks: plan is "),
+        ("shapes", "unshard() differs across ranks: size 0 is 2 on ranks [0], 3 on ranks [1]"),
+        ("calls", "() differs across ranks: call is 'unshard(' on ranks [0], 'attentio' on ranks [1]"),
+    ],
+)
+def test_what_ranks_compare(pools: Callable[[int], Pool], world_size: int, which: str, says: str) -> None:
+    for said in pools(world_size).run(what_differs, which):
+        assert says in said
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        dict(causal=True, window_size=(5, 0)),
+        dict(causal=True, prefix=4),
+        dict(cu_seqlens=[0, 5, SEQ]),
+        dict(documents=torch.tensor([[0] * 5 + [1] * (SEQ - 5)])),
+    ],
+)
+def test_a_default_device_changes_no_plan(arguments: dict[str, Any]) -> None:
+    expected = ringattn.plan(SEQ, VirtualRank(1, 3), **arguments)
+    with torch.device("meta"):
+        plan = ringattn.plan(SEQ, VirtualRank(1, 3), **arguments)
+        plan.verify()
+        assert plan.describe() == expected.describe()
 
 
 def shape_wrong_on_one_rank() -> str:

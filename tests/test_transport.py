@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import itertools
+import threading
+import time
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -219,6 +221,71 @@ def test_a_destroyed_group_is_not_kept_alive(pools: Callable[[int], Pool], world
         assert "the process group of this plan was destroyed" in found["used"]
         assert found["plan in the cache"]
         assert not found["plan in the cache after the next"]
+
+
+def a_group_that_somebody_keeps() -> tuple[bool, str]:
+    """As a mesh, or FSDP, beyond destroy_process_group."""
+    group = dist.new_group([0, 1])
+    plan = ringattn.plan(32, group, dataflow="ring")
+    q, k, v = (plan.shard(torch.randn(1, 32, 2, 4)) for _ in range(3))
+    dist.destroy_process_group(group)
+    with pytest.raises(RuntimeError) as refused:
+        ringattn.attention(q, k, v, plan)
+    return plan.transport.ended, str(refused.value)
+
+
+@pytest.mark.parametrize("world_size", on_ranks(2))
+def test_a_destroyed_group_that_is_kept_alive_is_refused(pools: Callable[[int], Pool], world_size: int) -> None:
+    for ended, said in pools(world_size).run(a_group_that_somebody_keeps):
+        assert ended
+        assert "the process group of this plan was destroyed" in said
+
+
+def gloo_beside_a_destroyed_group() -> tuple[bool, bool]:
+    """A group without gloo on the CPU has one beside it, which must go with it."""
+    group = dist.new_group([0, 1], backend="cuda:gloo")
+    plan = ringattn.plan(32, group)
+    assert isinstance(plan.transport, GroupTransport)
+    there = plan.transport.words is not None
+    dist.destroy_process_group(group)
+    del group
+    gc.collect()
+    return there, plan.transport.words is None
+
+
+@pytest.mark.parametrize("world_size", on_ranks(2))
+def test_gloo_beside_a_group_goes_with_it(pools: Callable[[int], Pool], world_size: int) -> None:
+    assert pools(world_size).run(gloo_beside_a_destroyed_group) == [(True, True)] * world_size
+
+
+def first_plans_in_any_order() -> list[int]:
+    """Two threads make the first plans of two groups, each rank the other way round."""
+    groups = [dist.new_group([0, 1]) for _ in range(2)]
+    order = groups if dist.get_rank() == 0 else groups[::-1]
+    begun, found = threading.Event(), {}
+    new = GroupTransport.__init__
+
+    def slow(self: GroupTransport, group: Any) -> None:
+        if group is order[0]:  # the other thread comes while this one is at it
+            begun.set()
+            time.sleep(0.2)
+        new(self, group)
+
+    GroupTransport.__init__ = slow  # type: ignore[method-assign]
+    try:
+        first = threading.Thread(target=lambda: found.setdefault(0, ringattn.plan(16, order[0])))
+        first.start()
+        begun.wait()
+        found[1] = ringattn.plan(16, order[1])
+        first.join()
+    finally:
+        GroupTransport.__init__ = new  # type: ignore[method-assign]
+    return sorted(plan.rank for plan in found.values())
+
+
+@pytest.mark.parametrize("world_size", on_ranks(2))
+def test_threads_come_to_groups_in_any_order(pools: Callable[[int], Pool], world_size: int) -> None:
+    assert pools(world_size).run(first_plans_in_any_order) == [[0, 0], [1, 1]]
 
 
 def test_one_process_alone_needs_no_group() -> None:
