@@ -114,6 +114,7 @@ def circulate(
                 if step.owner == rank:
                     mine, leaving = leaving, None
                 mine = part.sum(mine, home)
+        del made, so_far, home  # added up; the next slot makes others
         if arriving is not None:
             held = arriving
     return mine

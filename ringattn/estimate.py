@@ -118,7 +118,8 @@ def _gather_memory(plan: Plan, s: Shape, backward: bool) -> int:
     most = (here + fetched) * s.kv_elements * s.itemsize
     bound = float(total + most)
     if plan.interleaved:  # what arrives lies together first
-        bound += (fetched - min(here, fetched)) * s.kv_elements * s.itemsize
+        others = sum(f.length for f in plan.fetches[plan.rank] if f.owner != plan.rank)
+        bound += part * others * s.kv_elements * s.itemsize
     if backward:
         bound += (here + part * (4 * fetched + 2 * (here + to_me))) * s.kv_elements * s.fp
     elif len(groups) > 1:
@@ -139,7 +140,7 @@ def describe(plan: Plan, shape: Shape, tflops: float, gigabytes_per_second: floa
     ]
     for r, runs in enumerate(plan.fetches if plan.dataflow == "gather" else ()):
         met = " ".join(f"{f.owner}[{f.offset}:{f.offset + f.length}]" for f in runs)
-        lines.append(f"  rank {r} fetches owner[tokens]: {met or 'nothing'}")
+        lines.append(f"  rank {r} attends to owner[tokens]: {met or 'nothing'}")
     for t in range(0 if plan.dataflow == "gather" else len(ranks[0]) - 1):
         met = " ".join(f"{r}:{steps[t].owner if steps[t].compute else '-'}" for r, steps in enumerate(ranks))
         movers = [steps[t].owner for steps in ranks if steps[t].shard_to is not None]
@@ -151,8 +152,8 @@ def describe(plan: Plan, shape: Shape, tflops: float, gigabytes_per_second: floa
         sent = max(traffic_bytes(plan, shape, backward, r) for r in range(n))
         lines.append(
             f"  {name}: {sent / 2**20:.1f} MiB sent by the busiest rank "
-            f"({sent / gigabytes_per_second / 1e6:.3f} ms at {gigabytes_per_second:g} GB/s), "
-            f"compute {max(work) * flops * products / tflops / 1e9:.3f} ms at {tflops:g} TFLOP/s"
+            f"({sent / gigabytes_per_second / 1e6:.3f} ms if links made {gigabytes_per_second:g} GB/s), "
+            f"compute {max(work) * flops * products / tflops / 1e9:.3f} ms if kernels made {tflops:g} TFLOP/s"
         )
     balance = f"{sum(work) / n / max(work):.1%}" if max(work) else "nothing to do"
     forward, backward_ = memory_bytes(plan, shape, False), memory_bytes(plan, shape, True)

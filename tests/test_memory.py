@@ -1,0 +1,119 @@
+"""What a dataflow allocates is at most what its plan predicts, storage by storage. Kernels here only make results."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_leaves
+
+import ringattn
+from ringattn import gather, reduce, ring, virtual
+from ringattn.kernels.block import Score, State
+
+DATAFLOWS = {"ring": ring, "gather": gather, "reduce": reduce}
+DIM, TOKENS = 16, 4096
+
+
+class Counting(TorchDispatchMode):
+    """Bytes of the storages that live at the same time, at most."""
+
+    def __init__(self, *ignored: Tensor) -> None:
+        super().__init__()
+        self.known = {x.untyped_storage()._cdata for x in ignored}
+        self.live = self.peak = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        for x in tree_leaves(made):
+            if isinstance(x, Tensor) and (key := x.untyped_storage()._cdata) not in self.known:
+                self.known.add(key)
+                self.live += (size := x.untyped_storage().nbytes())
+                self.peak = max(self.peak, self.live)
+                weakref.finalize(x.untyped_storage(), self.gone, key, size)
+        return made
+
+    def gone(self, key: int, size: int) -> None:
+        self.known.discard(key)
+        self.live -= size
+
+
+def forward(q: Tensor, k: Tensor, v: Tensor, block: Any, score: Any, *, state: Any = None, **how: Any) -> Any:
+    def rows() -> Tensor:
+        return q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=torch.float32)
+
+    shape = *q.shape[:3], v.shape[3]
+    if how.get("finalize"):
+        return q.new_empty(shape), rows()
+    return state or State(rows(), rows(), q.new_empty(shape, dtype=torch.float32))
+
+
+def backward(q: Tensor, k: Tensor, v: Tensor, *_: Any, into: Any = None, **how: Any) -> tuple[Tensor, Tensor]:
+    return into or (torch.empty(k.shape, dtype=torch.float32), torch.empty(v.shape, dtype=torch.float32))
+
+
+def delta(out: Tensor, *_: Any) -> Tensor:
+    return out.new_empty((out.shape[0], out.shape[2], out.shape[1]), dtype=torch.float32)
+
+
+@pytest.fixture(autouse=True)
+def _kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in DATAFLOWS.values():
+        monkeypatch.setattr(module, "block_forward", forward)
+        monkeypatch.setattr(module, "block_backward", backward)
+        monkeypatch.setattr(module, "block_delta", delta)
+    start = virtual.VirtualRank._start
+
+    def unseen(*args: Any) -> Any:  # what travels is counted where it arrives
+        with _disable_current_modes():
+            return start(*args)
+
+    monkeypatch.setattr(virtual.VirtualRank, "_start", unseen)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "dataflow", "layout", "heads", "mask"),
+    [
+        (4, "ring", "zigzag", (8, 8), dict(causal=True)),
+        (8, "ring", "zigzag", (8, 8), dict(causal=True)),
+        (4, "ring", "zigzag", (64, 8), dict(causal=True)),
+        (4, "ring", "zigzag", (5, 1), dict(causal=True)),
+        (4, "ring", "contiguous", (8, 8), dict(causal=True, window_size=(300, 0))),
+        (4, "reduce", "zigzag", (8, 2), dict(causal=True)),
+        (3, "reduce", "zigzag", (8, 8), {}),
+        (4, "gather", "zigzag", (8, 8), dict(causal=True)),
+        (4, "gather", "striped", (8, 8), dict(causal=True)),
+        (8, "gather", "striped", (32, 8), dict(causal=True)),
+    ],
+)
+def test_no_more_than_predicted(
+    ranks: int, dataflow: str, layout: str, heads: tuple[int, int], mask: dict[str, Any]
+) -> None:
+    module = DATAFLOWS[dataflow]
+
+    def body(rank: virtual.VirtualRank) -> list[tuple[int, int]]:
+        plan = ringattn.plan(TOKENS, rank, layout=layout, dataflow=dataflow, **mask)
+        for other in range(ranks):  # tables, which plans keep
+            plan.block(rank.rank, other, torch.device("cpu"))
+        if dataflow == "gather":
+            plan.gathered_block(torch.device("cpu"))
+        n = plan.local_lengths[rank.rank]
+        q, k, v = (torch.empty(1, n, h, DIM, dtype=torch.bfloat16) for h in (heads[0], heads[1], heads[1]))
+        shape = dict(q_heads=heads[0], kv_heads=heads[1], head_dim=DIM, itemsize=2)
+        with Counting(q, k, v) as counted:
+            out, lse = module.forward(q, k, v, None, plan, Score(1.0), "eager")
+        results = out.untyped_storage().nbytes() + lse.untyped_storage().nbytes()
+        found = [(counted.peak - results, plan.memory_bytes(**shape))]
+        dout = torch.empty_like(out)
+        with Counting(q, k, v, out, lse, dout) as counted:
+            module.backward(dout, None, q, k, v, out, lse, plan, Score(1.0), "eager")
+        return [*found, (counted.peak, plan.memory_bytes(backward=True, **shape))]
+
+    for found in virtual.run(ranks, body):
+        for measured, predicted in found:
+            assert predicted > 0
+            assert measured <= 1.01 * predicted  # a few numbers per block
