@@ -74,7 +74,7 @@ def attention(
         TypeError, ValueError: the value, what was expected and the fix, before anything is sent.
         RuntimeError: an earlier call on this group was given up in its middle.
     """
-    if not torch.compiler.is_compiling() and forward_ad._current_level >= 0:
+    if not torch.compiler.is_compiling() and getattr(forward_ad, "_current_level", -1) >= 0:
         raise NotImplementedError("ringattn has no forward-mode derivative (jvp, linearize); use backward or vjp")
     if torch.is_autocast_enabled(q.device.type):
         dtype = torch.get_autocast_dtype(q.device.type)

@@ -443,3 +443,22 @@ def test_a_captured_cuda_graph_is_replayed_on_other_numbers(
         pytest.skip(f"needs {world_size} GPUs")
     arguments = (world_size, str(tmp_path / "store"), deterministic)
     torch.multiprocessing.spawn(_captured, arguments, nprocs=world_size)  # a fresh process: capture is of one process
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_compiled_with_inductors_graphs() -> None:
+    """What the first call keeps must not lie in a graph's memory: inductor leaves the operators out of its graphs."""
+    plan = ringattn.plan(256, causal=True)
+
+    def layer(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return ringattn.attention(q * 1.5, k, v, plan).tanh()
+
+    compiled = torch.compile(layer, mode="reduce-overhead")
+    for _ in range(4):
+        torch.compiler.cudagraph_mark_step_begin()
+        x = [torch.randn(1, 256, h, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True) for h in (4, 2, 2)]
+        got, want = compiled(*x), layer(*x)
+        torch.testing.assert_close(got, want, rtol=2e-2, atol=2e-2)
+        grads = (torch.autograd.grad(out.sum(), x) for out in (got, want))
+        for a, b in zip(*grads, strict=True):
+            torch.testing.assert_close(a, b, rtol=2e-2, atol=2e-2)
