@@ -13,14 +13,16 @@ import torch
 import torch.distributed as dist
 
 
-def join(device_type: str) -> torch.device:
-    """Join the group of all ranks, NCCL for "cuda" and gloo for "cpu", and return this rank's device.
+def join(device_type: str, without: str = "") -> torch.device:
+    """Join the group of all ranks, NCCL for "cuda" and gloo for "cpu", and return this rank's device. ``without``: the
+    option with which the script needs no torchrun, if there is one.
 
     Raises:
         SystemExit: torchrun did not start this process.
     """
     if "RANK" not in os.environ:
-        raise SystemExit(f"start it with torchrun --standalone --nproc-per-node N {sys.argv[0]}")
+        alone = f", or alone: python {sys.argv[0]} {without}" if without else ""
+        raise SystemExit(f"start it with torchrun --standalone --nproc-per-node N {sys.argv[0]}{alone}")
     if os.environ.get("LOCAL_WORLD_SIZE") == os.environ.get("WORLD_SIZE"):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # one host
     if device_type != "cuda":
