@@ -34,7 +34,14 @@ def run(arguments: list[str]) -> dict[str, Any]:
 
 @pytest.mark.parametrize("world_size", on_ranks(2))
 @pytest.mark.parametrize(
-    "arguments", ["", "--backward", "--dataflow=ring --backward", "--dtype=float16 --layout=contiguous --backward"]
+    "arguments",
+    [
+        "",
+        "--backward",
+        "--dataflow=ring --backward",
+        "--dtype=float16 --layout=contiguous --backward",
+        "--dtype=float32 --backward",
+    ],
 )
 def test_sampled_rows_agree(
     pools: Callable[[int], Pool], capsys: pytest.CaptureFixture[str], world_size: int, arguments: str
