@@ -38,6 +38,7 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 sys.path.append(str(Path(__file__).resolve().parent))
 import ranks
+from arguments import positive
 
 import ringattn
 from ringattn import cost, stream_memory
@@ -325,7 +326,7 @@ def table(costs: cost.Costs, usual: cost.Costs, checked: list[dict[str, Any]]) -
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--tokens", type=int, help="per rank; 8192 on a GPU, 128 on a CPU")
+    parser.add_argument("--tokens", type=positive, help="per rank; 8192 on a GPU, 128 on a CPU")
     parser.add_argument("--seconds", type=float, default=0.3, help="for each measurement")
     parser.add_argument("--kernel", default="auto")
     return parser.parse_args(argv)

@@ -37,6 +37,7 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 sys.path.append(str(Path(__file__).resolve().parent))
 import ranks
+from arguments import head_counts, positive
 from check import UNIT
 
 import ringattn
@@ -361,20 +362,20 @@ def report(found: dict[str, Any]) -> None:
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tokens", type=int, help="of all ranks; default 10_485_760, with --backward 1_048_576")
+    parser.add_argument("--tokens", type=positive, help="of all ranks; default 10_485_760, with --backward 1_048_576")
     parser.add_argument("--backward", action="store_true", help="forward and backward")
     parser.add_argument("--dataflow", default="gather", choices=["gather", "ring", "reduce"])
     parser.add_argument("--layout", default="zigzag", choices=["zigzag", "contiguous"])
-    parser.add_argument("--heads", type=lambda text: tuple(map(int, text.split("/"))), default=(32, 8), help="as 32/8")
-    parser.add_argument("--head-dim", type=int, default=128)
+    parser.add_argument("--heads", type=head_counts, default=(32, 8), help="as 32/8")
+    parser.add_argument("--head-dim", type=positive, default=128)
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16", "float32"])
     parser.add_argument("--kernel", default="auto")
     parser.add_argument("--buffer-bytes", type=int, help="of the plan")
-    parser.add_argument("--rows", type=int, default=64, help="queries, and keys, that are checked")
+    parser.add_argument("--rows", type=positive, default=64, help="queries, and keys, that are checked")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--block", type=int, default=1 << 14, help="tokens that are made from one seed")
-    parser.add_argument("--chunk", type=int, default=1 << 14, help="tokens that the check takes at a time")
-    parser.add_argument("--warm-up", type=int, default=4096, help="tokens per rank of the call that compiles")
+    parser.add_argument("--block", type=positive, default=1 << 14, help="tokens that are made from one seed")
+    parser.add_argument("--chunk", type=positive, default=1 << 14, help="tokens that the check takes at a time")
+    parser.add_argument("--warm-up", type=positive, default=4096, help="tokens per rank of the call that compiles")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda" if torch.cuda.is_available() else "cpu")
     args = parser.parse_args(argv)
     args.tokens = args.tokens or (1_048_576 if args.backward else 10_485_760)

@@ -119,11 +119,11 @@ def run_broken(where: str, arguments: list[str]) -> None:
     ("where", "reason"), [("kernel", "rank 1: RuntimeError: broken"), ("call", "rank 1"), ("", "differs")]
 )
 def test_a_broken_peer_is_missing_on_every_rank(pools, world_size, where, reason, tmp_path) -> None:
-    pools(world_size).run(run_broken, where, [*TINY, "--peers=mine", "--no-errors", f"--out={tmp_path}"])
+    pools(world_size).run(run_broken, where, [*TINY, "--peers=ring-flash-attn/cpu", "--no-errors", f"--out={tmp_path}"])
     found = lines(tmp_path)
     assert reason in found["missing"][0]["reason"]
     assert len(found["row"]) == 2
-    assert all("mine" not in row["tflops"] for row in found["row"])
+    assert all("ring-flash-attn/cpu" not in row["tflops"] for row in found["row"])
 
 
 def test_documents_have_a_long_tail_and_do_not_change() -> None:
@@ -219,3 +219,22 @@ def test_the_stand_in_computes_attention_and_its_gradients(causal: bool) -> None
     torch.testing.assert_close(out, want.detach())
     for got, exact in zip((dq, dk, dv), torch.autograd.grad(want, leaves, dout), strict=True):
         torch.testing.assert_close(got, exact)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ("--peers nosuch", "--peers: unknown: nosuch; use some of torch-cp/allgather/cudnn, "),
+        ("--heads 8/0", "--heads: '8/0' is not QUERY_HEADS/KEY_HEADS"),
+        ("--heads 4/3", "--heads: '4/3': key heads must divide query heads"),
+        ("--heads x", "--heads: 'x' is not"),
+        ("--tokens -64", "--tokens: '-64' is not a whole number of at least 1"),
+        ("--ranks 0", "--ranks: '0' is not"),
+    ],
+)
+def test_arguments_that_measure_nothing_are_refused(
+    capsys: pytest.CaptureFixture[str], arguments: str, said: str
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        bench_scaling.parse(arguments.split())
+    assert said in capsys.readouterr().err

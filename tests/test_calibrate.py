@@ -99,3 +99,9 @@ def test_copies_of_all_peers_are_counted(monkeypatch: pytest.MonkeyPatch) -> Non
     assert [lanes.index(c[0]) for c in copied] == [0] * 96 + [1] * 96 + [0] * 3 + [1] * 3
     large = [c[1] - copied[-6][1] for c in copied[-6:]]
     assert sorted(large) == [i * (32 << 20) for i in range(6)], "no two copies write the same memory"
+
+
+def test_arguments_that_make_no_problem_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        calibrate.parse(["--tokens", "-1"])
+    assert "--tokens: '-1' is not a whole" in capsys.readouterr().err

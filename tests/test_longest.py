@@ -124,3 +124,9 @@ def test_defaults() -> None:
     assert longest.parse([]).tokens == 10_485_760
     assert longest.parse(["--backward"]).tokens == 1_048_576
     assert longest.parse(["--tokens", "20_000_000"]).tokens == 20_000_000
+
+
+def test_arguments_that_make_no_problem_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        longest.parse(["--heads", "4/3"])
+    assert "key heads must divide" in capsys.readouterr().err
