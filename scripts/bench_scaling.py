@@ -670,4 +670,4 @@ def bench(args: argparse.Namespace, device: torch.device) -> None:
 
 
 if __name__ == "__main__":
-    ranks.leave(main())
+    ranks.end(main)

@@ -406,4 +406,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    ranks.leave(main())
+    ranks.end(main)
