@@ -640,8 +640,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
 def main(argv: list[str] | None = None) -> int:
     args = parse(argv)
     if args.report is not None:
-        print(plot_scaling.report(args.report))
-        return 0
+        return json_lines.print_report(plot_scaling.report, args.report)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # one host
     if "RANK" not in os.environ:
         raise SystemExit("start it with torchrun --standalone --nproc-per-node N scripts/bench_scaling.py")

@@ -269,8 +269,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
 def main(argv: list[str] | None = None) -> int:
     args = parse(argv)
     if args.report is not None:
-        print(report(args.report))
-        return 0
+        return json_lines.print_report(report, args.report)
     return ranks.run(args.device, lambda device: curves(args, device))
 
 

@@ -9,6 +9,7 @@ says how to make them.
 
 from __future__ import annotations
 
+import argparse
 import importlib.util
 import sys
 from collections import defaultdict
@@ -381,7 +382,11 @@ def plots(folder: Path, runs: list[list[Line]], rows: list[Line]) -> list[Path]:
     return drawn
 
 
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path, help="with the lines, and of the report")
+    return json_lines.print_report(report, parser.parse_args(argv).folder)
+
+
 if __name__ == "__main__":
-    if len(sys.argv) != 2:
-        raise SystemExit(__doc__)
-    print(report(Path(sys.argv[1])))
+    sys.exit(main())

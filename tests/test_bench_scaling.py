@@ -238,3 +238,10 @@ def test_arguments_that_measure_nothing_are_refused(
     with pytest.raises(SystemExit, match="2"):
         bench_scaling.parse(arguments.split())
     assert said in capsys.readouterr().err
+
+
+def test_a_report_of_nothing_is_one_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    folder = str(tmp_path / "nosuch")
+    assert plot_scaling.main([folder]) == bench_scaling.main(["--report", folder]) == 1
+    said = capsys.readouterr().err.splitlines()
+    assert said == [f"error: no lines of scripts/bench_scaling.py in {folder}/scaling-*.jsonl"] * 2

@@ -89,6 +89,11 @@ def test_arguments_that_cannot_train_are_refused(capsys: pytest.CaptureFixture[s
     assert said in capsys.readouterr().err
 
 
+def test_a_report_of_nothing_is_one_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert bench_training.main(["--report", str(tmp_path / "nosuch")]) == 1
+    assert capsys.readouterr().err == f"error: no lines of training-*.jsonl in {tmp_path}/nosuch\n"
+
+
 def test_flops_are_those_of_the_products() -> None:
     layers, heads, kv_heads, dim, hidden, wide, words, tokens = 2, 4, 2, 8, 32, 112, 260, 1024
     weights = layers * (hidden * dim * (2 * heads + 2 * kv_heads) + 3 * hidden * wide) + words * hidden
