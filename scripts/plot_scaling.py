@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import re
 import sys
 from collections import defaultdict
 from collections.abc import Iterable
@@ -196,7 +197,8 @@ def _rest(runs: list[list[Line]], rows: list[Line]) -> list[str]:
         said.append("")
     topologies = dict.fromkeys(lines[0]["topology"] for lines in runs if lines[0].get("topology"))
     for topology in topologies:
-        said += ["## Topology", "", "```text", topology, "```", ""]
+        gpus = len(re.findall(r"^GPU\d+\b", topology, re.MULTILINE))
+        said += [f"## Topology of {gpus} GPU{'s' * (gpus != 1)}", "", "```text", topology, "```", ""]
     return said
 
 

@@ -184,7 +184,7 @@ def test_a_report_is_made_from_the_lines_alone_and_later_rows_win(tmp_path: Path
     assert "450" not in text
     assert "| 4 | 8,192 | 1.500 | 0.500 (25.0%) |" in text
     assert "| 4 | 32,768 | causal | 32/8 | forward | ring | 4.00 | 3.00 | 0.25 |" in text
-    assert text.count("GPU0 NV18") == 1
+    assert text.count("## Topology of 1 GPU\n\n```text\nGPU0 NV18\n") == 1
     if importlib.util.find_spec("matplotlib"):
         assert (tmp_path / "memory_causal_32-8.png").exists()
 

@@ -53,7 +53,10 @@ def test_every_constant_has_words_and_a_line() -> None:
     assert list(calibrate.WORDS) == [f.name for f in fields(cost.Costs)]
     usual = cost.default("cuda", "copy engines")
     row = dict(dataflow="ring", tokens=8, forward_ms=1, backward_ms=2, modelled_forward_ms=3, modelled_backward_ms=4)
-    text = calibrate.table(usual, usual, [row])
+    text = calibrate.table(usual, usual, set(calibrate.WORDS) - {"pull_gbs"}, [row])
+    (pulls,) = (line for line in text.splitlines() if line.startswith(calibrate.WORDS["pull_gbs"]))
+    assert pulls.split()[-2:] == ["-", f"{usual.pull_gbs:.4g}"]  # not measured
+    assert text.count(" - ") == 1
     assert all(words in text for words in calibrate.WORDS.values())
     assert text.splitlines()[-1].split() == ["ring,", "8", "tokens", "per", "rank", "1.000", "3.000", "2.000", "4.000"]
 

@@ -82,5 +82,5 @@ def test_every_picture_is_drawn(tmp_path):
 
 def test_an_impossible_folder_is_one_line(monkeypatch):
     monkeypatch.setattr(sys, "argv", ["explain.py", "--figures", "/dev/null/x"])
-    with pytest.raises(SystemExit, match="^error: --figures /dev/null/x: "):
+    with pytest.raises(SystemExit, match=r"^error: --figures /dev/null/x: "):
         explain.main()
