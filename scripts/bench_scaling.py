@@ -56,6 +56,7 @@ import json_lines
 import peers
 import plot_scaling
 import ranks
+from arguments import head_counts, positive
 from peers import CannotRun
 
 import ringattn
@@ -596,34 +597,28 @@ class Progress:
             self.bar = None
 
 
-def head_counts(text: str) -> tuple[int, int]:
-    q, _, k = text.partition("/")
-    found = int(q), int(k or q)
-    if found[0] % found[1]:
-        raise argparse.ArgumentTypeError(f"{text}: key heads must divide query heads")
-    return found
-
-
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tokens", type=int, nargs="*", default=[4096, 8192, 16384, 32768], help="per rank")
-    parser.add_argument("--total", type=int, nargs="*", default=[], help="tokens of all ranks: strong scaling")
-    parser.add_argument("--ranks", type=int, nargs="+", help="group sizes; default: all ranks")
+    parser.add_argument("--tokens", type=positive, nargs="*", default=[4096, 8192, 16384, 32768], help="per rank")
+    parser.add_argument("--total", type=positive, nargs="*", default=[], help="tokens of all ranks: strong scaling")
+    parser.add_argument("--ranks", type=positive, nargs="+", help="group sizes; default: all ranks")
     parser.add_argument("--masks", nargs="+", default=["causal"], choices=MASKS)
-    parser.add_argument("--window", type=int, default=4096)
+    parser.add_argument("--window", type=positive, default=4096)
     parser.add_argument("--heads", type=head_counts, nargs="+", default=[(32, 8)], help="as 32/8 32/32 64/8")
-    parser.add_argument("--head-dim", type=int, default=128)
+    parser.add_argument("--head-dim", type=positive, default=128)
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16", "float32"])
     parser.add_argument("--passes", nargs="+", default=list(PRODUCTS), choices=list(PRODUCTS))
     parser.add_argument("--dataflows", nargs="+", default=["ring", "gather"])
     parser.add_argument("--layout", default="zigzag")
     parser.add_argument("--kernel", default="auto")
-    parser.add_argument("--peers", nargs="*", help=f"default: all for the device of {', '.join(peers.NAMES)}")
+    parser.add_argument(
+        "--peers", nargs="*", metavar="PEER", help=f"default: all for the device of {', '.join(peers.NAMES)}"
+    )
     parser.add_argument("--wheels", type=Path, default=ROOT / ".whl", help="folder with the wheel of ring-flash-attn")
-    parser.add_argument("--segments", type=int, default=20)
+    parser.add_argument("--segments", type=positive, default=20)
     parser.add_argument("--seconds", type=float, default=0.04, help="length of a segment; at least one call")
-    parser.add_argument("--check-tokens", type=int, help="per rank, when peers are compared with ours")
-    parser.add_argument("--error-tokens", type=int, help="of the problem that is compared with float64")
+    parser.add_argument("--check-tokens", type=positive, help="per rank, when peers are compared with ours")
+    parser.add_argument("--error-tokens", type=positive, help="of the problem that is compared with float64")
     parser.add_argument("--errors", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument(
         "--budget", type=float, default=0.0, help="seconds after which no further row is begun; 0: none"
@@ -632,6 +627,8 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--out", type=Path, default=ROOT / "results")
     parser.add_argument("--report", type=Path, metavar="DIR", help="only make the report from DIR/scaling-*.jsonl")
     args = parser.parse_args(argv)
+    if unknown := [name for name in args.peers or () if name not in peers.NAMES]:
+        parser.error(f"--peers: unknown: {', '.join(unknown)}; use some of {', '.join(peers.NAMES)}")
     cuda = args.device == "cuda"
     args.check_tokens = args.check_tokens or (512 if cuda else 32)
     args.error_tokens = args.error_tokens or (2048 if cuda else 64)
@@ -643,8 +640,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
 def main(argv: list[str] | None = None) -> int:
     args = parse(argv)
     if args.report is not None:
-        print(plot_scaling.report(args.report))
-        return 0
+        return json_lines.print_report(plot_scaling.report, args.report)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # one host
     if "RANK" not in os.environ:
         raise SystemExit("start it with torchrun --standalone --nproc-per-node N scripts/bench_scaling.py")
@@ -673,4 +669,4 @@ def bench(args: argparse.Namespace, device: torch.device) -> None:
 
 
 if __name__ == "__main__":
-    ranks.leave(main())
+    ranks.end(main)

@@ -73,6 +73,7 @@ import json_lines
 import peers
 import ranks
 import train_hf
+from arguments import positive
 from gradient_norm import gradient_norm
 from peers import CannotRun
 
@@ -83,6 +84,7 @@ from ringattn.kernels.block import Score, choose
 
 ROOT = Path(__file__).resolve().parent.parent
 NAME = "training"  # of files in --out
+VOCABULARY = 257  # of the text: bytes and the start of a document
 HOW = ("ringattn", "torch-cp", "ring-flash-attn")
 # How far first losses and norms of gradients may be apart, relatively. A loss is a mean over many tokens, each of which
 # rounds to bf16 by itself; a gradient is rounded where it is accumulated.
@@ -392,7 +394,7 @@ def speed(args: argparse.Namespace, device: torch.device) -> int:
     if rank == 0:
         lines.write("run", **json_lines.about(args, device, world))
     mesh = init_device_mesh(device.type, (world,), mesh_dim_names=("cp",))
-    status = 0
+    status, measured = 0, 0
     for at, how in enumerate(args.how):
         name, contestant, reason = label(args, how), None, None
         try:
@@ -415,12 +417,13 @@ def speed(args: argparse.Namespace, device: torch.device) -> int:
             break
         if rank == 0:
             lines.write("row", how=name, setting=setting, **row)
+        measured += 1
         gc.collect()
         if device.type == "cuda":
             torch.cuda.empty_cache()
     if rank == 0:
         print(report(args.out))
-    return status
+    return status if measured else 1
 
 
 def train(
@@ -587,17 +590,17 @@ def speed_table(setting: Words, found: dict[str, Words]) -> list[str]:
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--how", nargs="+", choices=HOW, default=["ringattn"], help="whose attention, in this order")
-    parser.add_argument("--tokens", type=int, default=524288, help="of the row, over all ranks")
-    parser.add_argument("--warm-up-tokens", type=int, help="default: a 16th of --tokens")
-    parser.add_argument("--steps", type=int, default=2, help="that count, after the warm-up")
-    parser.add_argument("--layers", type=int, default=32)
-    parser.add_argument("--hidden", type=int, default=4096)
-    parser.add_argument("--intermediate", type=int, help="default: 3.5 times --hidden")
-    parser.add_argument("--heads", type=int, default=32)
-    parser.add_argument("--kv-heads", type=int, default=8)
-    parser.add_argument("--head-dim", type=int, default=128)
-    parser.add_argument("--vocabulary", type=int, default=128256)
-    parser.add_argument("--chunk", type=int, default=4096, help="tokens whose logits are in memory together")
+    parser.add_argument("--tokens", type=positive, default=524288, help="of the row, over all ranks")
+    parser.add_argument("--warm-up-tokens", type=positive, help="default: a 16th of --tokens")
+    parser.add_argument("--steps", type=positive, default=2, help="that count, after the warm-up")
+    parser.add_argument("--layers", type=positive, default=32)
+    parser.add_argument("--hidden", type=positive, default=4096)
+    parser.add_argument("--intermediate", type=positive, help="default: 3.5 times --hidden")
+    parser.add_argument("--heads", type=positive, default=32)
+    parser.add_argument("--kv-heads", type=positive, default=8)
+    parser.add_argument("--head-dim", type=positive, default=128)
+    parser.add_argument("--vocabulary", type=positive, default=128256)
+    parser.add_argument("--chunk", type=positive, default=4096, help="tokens whose logits are in memory together")
     parser.add_argument("--checkpoint", choices=["selective", "full"], default="selective")
     parser.add_argument("--optimizer", choices=["adamw", "sgd"], default="adamw", help="states have the weights' dtype")
     parser.add_argument("--lr", type=float, default=1e-4)
@@ -614,6 +617,10 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--out", type=Path, default=ROOT / "results")
     parser.add_argument("--report", type=Path, metavar="DIR", help="only make the report from DIR/training-*.jsonl")
     args = parser.parse_args(argv)
+    if args.vocabulary < VOCABULARY:
+        parser.error(
+            f"--vocabulary {args.vocabulary}: the text's tokens, bytes and the start of a document, need {VOCABULARY}"
+        )
     args.intermediate = args.intermediate or 7 * args.hidden // 2
     args.warm_up_tokens = args.warm_up_tokens or max(args.tokens // 16, min(args.tokens, 64))
     args.peer_kernel = args.peer_kernel or ("cudnn" if args.device == "cuda" else "cpu")
@@ -623,10 +630,9 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
 def main(argv: list[str] | None = None) -> int:
     args = parse(argv)
     if args.report is not None:
-        print(report(args.report))
-        return 0
+        return json_lines.print_report(report, args.report)
     return ranks.run(args.device, lambda device: speed(args, device))
 
 
 if __name__ == "__main__":
-    ranks.leave(main())
+    ranks.end(main)

@@ -26,7 +26,7 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -38,6 +38,7 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 sys.path.append(str(Path(__file__).resolve().parent))
 import ranks
+from arguments import positive
 
 import ringattn
 from ringattn import cost, stream_memory
@@ -263,8 +264,9 @@ class Machine:
     def modelled(self, costs: cost.Costs, dataflow: str) -> cost.Candidate:
         return cost.choose(self.problem(), costs, "", self.shape).of(dataflow)
 
-    def calibrate(self) -> tuple[cost.Costs, list[dict[str, Any]]]:
-        """The constants, and what the model makes of them beside what was measured."""
+    def calibrate(self) -> tuple[cost.Costs, set[str], list[dict[str, Any]]]:
+        """The constants, which of them were measured here (others are the usual ones), and what the model makes of them
+        beside what was measured."""
         usual = cost.default(self.device.type, self.link)
         say = self.say
         say("kernels")
@@ -282,7 +284,8 @@ class Machine:
         if self.transport.pulls:  # what the model does not explain otherwise
             rest = self.modelled(replace(costs, handshake_ms=0.0), "gather")
             one, two = (a - b for a, b in zip(took["gather"], (rest.forward, rest.backward), strict=True))
-            costs = replace(costs, handshake_ms=max(0.0, (one + two) / 3))  # one in the forward, two in the backward
+            found["handshake_ms"] = max(0.0, (one + two) / 3)  # one in the forward, two in the backward
+            costs = replace(costs, **found)
         checked = []
         for name, (forward, backward) in took.items():
             model = self.modelled(costs, name)
@@ -290,7 +293,7 @@ class Machine:
                 dict(dataflow=name, tokens=self.tokens, forward_ms=forward, backward_ms=backward,
                      modelled_forward_ms=model.forward, modelled_backward_ms=model.backward)
             )  # fmt: skip
-        return costs, checked
+        return costs, set(found), checked
 
     def say(self, what: str) -> None:
         if self.rank == 0:
@@ -310,10 +313,11 @@ def no_file() -> Iterator[None]:
             os.environ["RINGATTN_CALIBRATION"] = before
 
 
-def table(costs: cost.Costs, usual: cost.Costs, checked: list[dict[str, Any]]) -> str:
+def table(costs: cost.Costs, usual: cost.Costs, measured: Container[str], checked: list[dict[str, Any]]) -> str:
     lines = [f"{'':<52}{'measured':>12}{'default':>12}"]
     for name, value in asdict(costs).items():
-        lines.append(f"{WORDS[name]:<52}{value:>12.4g}{getattr(usual, name):>12.4g}")
+        here = f"{value:.4g}" if name in measured else "-"
+        lines.append(f"{WORDS[name]:<52}{here:>12}{getattr(usual, name):>12.4g}")
     lines.append(f"\n{'causal, ms':<28}{'forward':>12}{'modelled':>12}{'backward':>12}{'modelled':>12}")
     for row in checked:
         what = f"{row['dataflow']}, {row['tokens']} tokens per rank"
@@ -325,7 +329,7 @@ def table(costs: cost.Costs, usual: cost.Costs, checked: list[dict[str, Any]]) -
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--tokens", type=int, help="per rank; 8192 on a GPU, 128 on a CPU")
+    parser.add_argument("--tokens", type=positive, help="per rank; 8192 on a GPU, 128 on a CPU")
     parser.add_argument("--seconds", type=float, default=0.3, help="for each measurement")
     parser.add_argument("--kernel", default="auto")
     return parser.parse_args(argv)
@@ -337,7 +341,7 @@ def run(args: argparse.Namespace, device: torch.device) -> Path:
     machine = Machine(device, tokens, args.seconds, args.kernel)
     if machine.world == 1:
         raise SystemExit("one rank has no choice; start it with torchrun --nproc-per-node 2 or more")
-    costs, checked = machine.calibrate()
+    costs, measured, checked = machine.calibrate()
     gpu = torch.cuda.get_device_name(device) if machine.cuda else "cpu"
     file = cost.path(gpu, machine.world)
     if int(os.environ.get("LOCAL_RANK", machine.rank)) == 0:
@@ -346,7 +350,7 @@ def run(args: argparse.Namespace, device: torch.device) -> Path:
     cost.read.cache_clear()
     if machine.rank == 0:
         print(f"{gpu}, {machine.world} ranks, {machine.link}: {file}")
-        print(table(costs, cost.default(device.type, machine.link), checked))
+        print(table(costs, cost.default(device.type, machine.link), measured, checked))
         said = dict(file=str(file), gpu=gpu, ranks=machine.world, link=machine.link, costs=asdict(costs), check=checked)
         print(json.dumps(said), flush=True)
     return file
@@ -361,4 +365,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    ranks.leave(main())
+    ranks.end(main)

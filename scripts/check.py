@@ -24,7 +24,6 @@ from __future__ import annotations
 import argparse
 import functools
 import json
-import os
 import random
 import sys
 import time
@@ -40,11 +39,13 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 sys.path.append(str(Path(__file__).resolve().parent))
 import ranks
+from arguments import positive
 
 import ringattn
 from ringattn import reference, transport, virtual
 
 NAMES = ("out", "lse", "dq", "dk", "dv", "dsink")
+DTYPES = ["float32", "bfloat16", "float16"]
 UNIT = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-9, torch.float16: 2.0**-12, torch.float64: 2.0**-53}
 
 
@@ -297,6 +298,8 @@ def matrix(
                             print("FAILED", line, flush=True)
             if say:
                 print(f"{time.time() - began:6.1f} s  {name} {case.name}: {found.cases} cases so far", file=sys.stderr)
+    if over and not found.cases:
+        found.failures.append("no case was computed, so nothing is known to be right")
     return found
 
 
@@ -312,24 +315,33 @@ def over_threads(case: Case, x: dict[str, Tensor], how: dict[str, Any], *, n: in
     return virtual.run(n, body, device)[0]
 
 
-def main() -> int:
+def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="three cases, one layout")
-    parser.add_argument("--cases", nargs="+", help="names of cases; default all")
+    parser.add_argument("--cases", nargs="+", metavar="NAME", help="names of cases; default all")
     parser.add_argument("--kernel", default="auto")
-    parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16", "float16"])
-    parser.add_argument("--groups", nargs="+", type=int, help="group sizes; default 1 to all ranks")
-    parser.add_argument("--repeats", type=int, default=250, help="runs of the determinism check")
-    parser.add_argument("--virtual", nargs="+", type=int, metavar="N", help="ranks that are threads, without torchrun")
-    args = parser.parse_args()
+    parser.add_argument("--dtypes", nargs="+", default=DTYPES, choices=DTYPES)
+    parser.add_argument("--groups", nargs="+", type=positive, help="group sizes; default 1 to all ranks")
+    parser.add_argument("--repeats", type=positive, default=250, help="runs of the determinism check")
+    parser.add_argument(
+        "--virtual", nargs="+", type=positive, metavar="N", help="ranks that are threads, without torchrun"
+    )
+    args = parser.parse_args(argv)
+    known = [case.name for case in cases(args.quick)]
+    if unknown := [name for name in args.cases or () if name not in known]:
+        quick = " with --quick" if args.quick else ""
+        parser.error(
+            f"--cases: no case{quick} is named {', '.join(map(repr, unknown))}; use {', '.join(map(repr, known))}"
+        )
+    return args
+
+
+def main() -> int:
+    args = parse()
     cuda = torch.cuda.is_available()
-    local = int(os.environ.get("LOCAL_RANK", 0))
-    if cuda:
-        torch.cuda.set_device(local)
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    device = torch.device("cuda", local) if cuda else torch.device("cpu")
     torch.backends.cuda.matmul.allow_tf32 = False
     if args.virtual:
+        device = torch.device("cuda", 0) if cuda else torch.device("cpu")
         began = time.time()
         threads: dict[int, Callable[..., list[Tensor]]] = {
             n: functools.partial(over_threads, n=n, kernel=args.kernel, deterministic=False) for n in args.virtual
@@ -338,9 +350,11 @@ def main() -> int:
         found.table(args.kernel, device)
         found.say(found.failures, device, time.time() - began)
         return 1 if found.failures else 0
-    dist.init_process_group("nccl" if cuda else "gloo", device_id=device if cuda else None)
+    device = ranks.join("cuda" if cuda else "cpu", without="--virtual N")
     rank, world = dist.get_rank(), dist.get_world_size()
     sizes = args.groups or range(1, world + 1)
+    if max(sizes) > world:
+        raise SystemExit(f"--groups {max(sizes)} is more than the {world} ranks that were launched")
     groups = {n: dist.new_group(list(range(n))) for n in sizes}
 
     over: dict[int, Callable[..., list[Tensor]]] = {
@@ -392,4 +406,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    ranks.leave(main())
+    ranks.end(main)

@@ -691,7 +691,10 @@ def main() -> None:
     elif options.memory:
         show_memory(options.longest)
     elif options.figures:
-        draw_figures(options.figures, options.longest)
+        try:
+            draw_figures(options.figures, options.longest)
+        except OSError as error:
+            raise SystemExit(f"error: --figures {options.figures}: {error}") from None
     else:
         for number in [options.example] if options.example else range(1, len(EXAMPLES) + 1):
             show_example(number)

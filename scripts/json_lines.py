@@ -13,7 +13,7 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -100,6 +100,16 @@ def read(folder: Path, name: str) -> list[Words]:
     if not found:
         raise FileNotFoundError(f"no lines of {name}-*.jsonl in {folder}")
     return sorted(found, key=lambda line: line["at"])
+
+
+def print_report(report: Callable[[Path], str], folder: Path) -> int:
+    """Make and print a report. Returns the exit status."""
+    try:
+        print(report(folder))
+    except (FileNotFoundError, NotADirectoryError, PermissionError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    return 0
 
 
 def runs(lines: Sequence[Words]) -> list[str]:

@@ -12,6 +12,8 @@ the lse and the output that the forward returned.
 
 An error is relative to the rms of its row and head. It passes if its rms is at most twice (gradients three times) that
 of the same sums with the softmax in float64 and p, ds and the result rounded to the dtype, plus one unit of rounding.
+In float32 the scores and sums of a kernel err as much as its results are rounded: there the same sums are all in
+float32, ``--chunk`` tokens at a time.
 On GPUs the peak memory must be what the plan predicts, within 5 %: inputs, results, and ``plan.memory_bytes``. The last
 line is JSON; the exit status is 0 only if both hold.
 """
@@ -35,6 +37,7 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 sys.path.append(str(Path(__file__).resolve().parent))
 import ranks
+from arguments import head_counts, positive
 from check import UNIT
 
 import ringattn
@@ -117,11 +120,16 @@ def added(x: Tensor) -> Tensor:
 
 
 class Exact:
-    """Sums over all keys, or all queries, in float64; beside each the same with roundings to the inputs' dtype."""
+    """Sums over all keys, or all queries, in float64; beside each the same with roundings to the inputs' dtype.
+
+    ``low``: what the latter are computed in. float64 holds all of a 16-bit kernel's float32 arithmetic but what is far
+    below its roundings to 16 bits; a float32 kernel has no other errors than those of that arithmetic.
+    """
 
     def __init__(self, inputs: Inputs, plan: ringattn.Plan, chunk: int) -> None:
         self.inputs, self.plan, self.chunk = inputs, plan, chunk
         self.scale, self.group = inputs.dim**-0.5, inputs.heads["q"] // inputs.heads["k"]
+        self.low = torch.float32 if inputs.dtype == torch.float32 else torch.float64
 
     def grouped(self, x: Tensor) -> Tensor:
         """(tokens, q_heads, ...) as (kv_heads, tokens, group, ...)."""
@@ -132,7 +140,7 @@ class Exact:
         return x.transpose(0, 1).flatten(1, 2)
 
     def rounded(self, x: Tensor) -> Tensor:
-        return x.to(self.inputs.dtype).double()
+        return x.to(self.inputs.dtype).to(self.low)
 
     def keys(self) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
         """This rank's keys and values (kv_heads, keys, head_dim) and their positions, made again."""
@@ -144,6 +152,10 @@ class Exact:
         """(kv_heads, queries, group, keys); ``sees``: (queries, keys)."""
         s = torch.einsum("hrgd,hcd->hrgc", q, k) * self.scale
         return s.masked_fill_(~sees[:, None], float("-inf"))
+
+    def weights(self, q: Tensor, k: Tensor, sees: Tensor, lse: Tensor) -> Tensor:
+        """p, as :meth:`scores` are laid out."""
+        return self.scores(q, k, sees).sub_(lse[..., None].to(q.dtype)).exp_()
 
     def queries(self, positions: Sequence[int], backward: bool) -> dict[str, tuple[Tensor, Tensor]]:
         """lse, out and dq of some queries: (exact, rounded)."""
@@ -160,18 +172,31 @@ class Exact:
         assert torch.equal(seen, at + 1), "ranks do not hold every key once"
         lse, out = l.log(), o / l[..., None]
 
-        plain, dq, plain_dq = torch.zeros_like(q), torch.zeros_like(q), torch.zeros_like(q)
+        low_q = q.to(self.low)
+        plain_l, plain, plain_dq = low_q.new_zeros(q.shape[:3]), torch.zeros_like(low_q), torch.zeros_like(low_q)
+        dq = torch.zeros_like(q)
         if backward:
             dout = self.grouped(self.inputs.rows("dout", positions))
-            delta, plain_delta = (dout * out).sum(-1), (dout * self.rounded(out)).sum(-1)
+            low_dout = dout.to(self.low)
+            delta, plain_delta = (dout * out).sum(-1), (low_dout * self.rounded(out)).sum(-1)
         for k, v, where in self.keys():
-            p = self.scores(q, k, where <= at[:, None]).sub_(lse[..., None]).exp_()
-            plain += torch.einsum("hrgc,hcd->hrgd", self.rounded(p), v)
+            sees, low_k, low_v = where <= at[:, None], k.to(self.low), v.to(self.low)
+            p = plain_p = self.weights(q, k, sees, lse)
+            if self.low != p.dtype:
+                plain_p = self.weights(low_q, low_k, sees, lse)
+            plain_l += plain_p.sum(-1)
+            plain += torch.einsum("hrgc,hcd->hrgd", self.rounded(plain_p), low_v)
             if backward:
-                dp = torch.einsum("hrgd,hcd->hrgc", dout, v)
+                dp = plain_dp = torch.einsum("hrgd,hcd->hrgc", dout, v)
+                if self.low != p.dtype:
+                    plain_dp = torch.einsum("hrgd,hcd->hrgc", low_dout, low_v)
                 dq += torch.einsum("hrgc,hcd->hrgd", p * (dp - delta[..., None]), k)
-                plain_dq += torch.einsum("hrgc,hcd->hrgd", self.rounded(p * (dp - plain_delta[..., None])), k)
-        found = dict(lse=(lse, lse.float().double()), out=(out, self.rounded(added(plain))))
+                ds = self.rounded(plain_p * (plain_dp - plain_delta[..., None]))
+                plain_dq += torch.einsum("hrgc,hcd->hrgd", ds, low_k)
+        plain = added(plain)
+        if self.low != q.dtype:
+            plain /= added(plain_l)[..., None]  # the rounding of lse, which no forward has in its output, cancels
+        found = dict(lse=(lse, lse.float().double()), out=(out, self.rounded(plain)))
         if backward:
             found["dq"] = self.scale * added(dq), self.rounded(self.scale * added(plain_dq))
         return {name: (self.flat(exact), self.flat(plain)) for name, (exact, plain) in found.items()}
@@ -181,18 +206,25 @@ class Exact:
         tokens)."""
         at = torch.tensor(positions, device=self.inputs.device)
         k, v = (self.inputs.rows(name, positions).transpose(0, 1) for name in ("k", "v"))
-        dk, dv, plain_dk, plain_dv = (torch.zeros_like(k) for _ in range(4))
+        low_k, low_v = k.to(self.low), v.to(self.low)
+        dk, dv, plain_dk, plain_dv = (torch.zeros_like(x) for x in (k, v, low_k, low_v))
         for begin, end, here in pieces(self.plan.shards[self.plan.rank], self.chunk):
             q, dout = (self.grouped(self.inputs.make(name, begin, end).double()) for name in ("q", "dout"))
             local = slice(here, here + end - begin)
+            rows = self.grouped(lse[:, local].double().t())
             delta = (dout * self.grouped(out[local].double())).sum(-1)
             sees = at <= torch.arange(begin, end, device=at.device)[:, None]
-            p = self.scores(q, k, sees).sub_(self.grouped(lse[:, local].double().t())[..., None]).exp_()
-            ds = p * (torch.einsum("hrgd,hcd->hrgc", dout, v) - delta[..., None])
+            p = plain_p = self.weights(q, k, sees, rows)
+            ds = plain_ds = p * (torch.einsum("hrgd,hcd->hrgc", dout, v) - delta[..., None])
             dv += torch.einsum("hrgc,hrgd->hcd", p, dout)
             dk += torch.einsum("hrgc,hrgd->hcd", ds, q)
-            plain_dv += torch.einsum("hrgc,hrgd->hcd", self.rounded(p), dout)
-            plain_dk += torch.einsum("hrgc,hrgd->hcd", self.rounded(ds), q)
+            q, dout = q.to(self.low), dout.to(self.low)
+            if self.low != p.dtype:
+                plain_p = self.weights(q, low_k, sees, rows)
+                dp = torch.einsum("hrgd,hcd->hrgc", dout, low_v)
+                plain_ds = plain_p * (dp - (dout * self.grouped(out[local])).sum(-1, keepdim=True))
+            plain_dv += torch.einsum("hrgc,hrgd->hcd", self.rounded(plain_p), dout)
+            plain_dk += torch.einsum("hrgc,hrgd->hcd", self.rounded(plain_ds), q)
         found = dict(
             dk=(self.scale * added(dk), self.rounded(self.scale * added(plain_dk))),
             dv=(added(dv), self.rounded(added(plain_dv))),
@@ -330,20 +362,20 @@ def report(found: dict[str, Any]) -> None:
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tokens", type=int, help="of all ranks; default 10_485_760, with --backward 1_048_576")
+    parser.add_argument("--tokens", type=positive, help="of all ranks; default 10_485_760, with --backward 1_048_576")
     parser.add_argument("--backward", action="store_true", help="forward and backward")
     parser.add_argument("--dataflow", default="gather", choices=["gather", "ring", "reduce"])
     parser.add_argument("--layout", default="zigzag", choices=["zigzag", "contiguous"])
-    parser.add_argument("--heads", type=lambda text: tuple(map(int, text.split("/"))), default=(32, 8), help="as 32/8")
-    parser.add_argument("--head-dim", type=int, default=128)
+    parser.add_argument("--heads", type=head_counts, default=(32, 8), help="as 32/8")
+    parser.add_argument("--head-dim", type=positive, default=128)
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16", "float32"])
     parser.add_argument("--kernel", default="auto")
     parser.add_argument("--buffer-bytes", type=int, help="of the plan")
-    parser.add_argument("--rows", type=int, default=64, help="queries, and keys, that are checked")
+    parser.add_argument("--rows", type=positive, default=64, help="queries, and keys, that are checked")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--block", type=int, default=1 << 14, help="tokens that are made from one seed")
-    parser.add_argument("--chunk", type=int, default=1 << 14, help="tokens that the check takes at a time")
-    parser.add_argument("--warm-up", type=int, default=4096, help="tokens per rank of the call that compiles")
+    parser.add_argument("--block", type=positive, default=1 << 14, help="tokens that are made from one seed")
+    parser.add_argument("--chunk", type=positive, default=1 << 14, help="tokens that the check takes at a time")
+    parser.add_argument("--warm-up", type=positive, default=4096, help="tokens per rank of the call that compiles")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda" if torch.cuda.is_available() else "cpu")
     args = parser.parse_args(argv)
     args.tokens = args.tokens or (1_048_576 if args.backward else 10_485_760)
@@ -361,4 +393,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    ranks.leave(main())
+    ranks.end(main)

@@ -38,6 +38,7 @@ sys.path.append(str(Path(__file__).resolve().parent))
 import json_lines
 import ranks
 import train_hf
+from arguments import positive
 from gradient_norm import gradient_norm
 
 import ringattn
@@ -241,15 +242,15 @@ def curves_table(line: Words) -> list[str]:
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=100)
-    parser.add_argument("--repeats", type=int, default=8, help="runs of cp 1")
-    parser.add_argument("--rows", type=int, default=8, help="of one step")
-    parser.add_argument("--context", type=int, default=4096)
-    parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--hidden", type=int, default=512)
-    parser.add_argument("--heads", type=int, default=8)
-    parser.add_argument("--kv-heads", type=int, default=4)
-    parser.add_argument("--head-dim", type=int, default=64)
+    parser.add_argument("--steps", type=positive, default=100)
+    parser.add_argument("--repeats", type=positive, default=8, help="runs of cp 1")
+    parser.add_argument("--rows", type=positive, default=8, help="of one step")
+    parser.add_argument("--context", type=positive, default=4096)
+    parser.add_argument("--layers", type=positive, default=4)
+    parser.add_argument("--hidden", type=positive, default=512)
+    parser.add_argument("--heads", type=positive, default=8)
+    parser.add_argument("--kv-heads", type=positive, default=4)
+    parser.add_argument("--head-dim", type=positive, default=64)
     parser.add_argument("--lr", type=float, default=1e-3, help="reached in 10 steps")
     parser.add_argument("--text", help="a file or a folder; default: Python's standard library")
     parser.add_argument("--dataflow", default="auto", help="of ringattn")
@@ -259,16 +260,18 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--out", type=Path, default=ROOT / "results")
     parser.add_argument("--report", type=Path, metavar="DIR", help="only make the report from DIR/loss_curves-*.jsonl")
-    return parser.parse_args(argv)
+    args = parser.parse_args(argv)
+    if args.repeats < 2:
+        parser.error("--repeats 1: one run of cp 1 says nothing about rounding; take 2 or more")
+    return args
 
 
 def main(argv: list[str] | None = None) -> int:
     args = parse(argv)
     if args.report is not None:
-        print(report(args.report))
-        return 0
+        return json_lines.print_report(report, args.report)
     return ranks.run(args.device, lambda device: curves(args, device))
 
 
 if __name__ == "__main__":
-    ranks.leave(main())
+    ranks.end(main)

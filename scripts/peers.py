@@ -73,15 +73,13 @@ class Peer:
 
 
 def make(name: str, problem: Problem, wheels: Path | None = None) -> Peer:
-    """Collective: every rank of the group calls it.
+    """Collective: every rank of the group calls it. ``name``: one of NAMES.
 
     Raises:
         CannotRun: the peer lacks the mask, the package or the device.
     """
     package, *_, kernel = name.split("/")
     cuda = problem.device.type == "cuda"
-    if name not in NAMES:
-        raise CannotRun(f"unknown; use one of {', '.join(NAMES)}")
     if (kernel == "cpu") == cuda:
         raise CannotRun(f"no {kernel} kernel on {problem.device.type}")
     if problem.mask == "window":

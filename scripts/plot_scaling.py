@@ -9,7 +9,9 @@ says how to make them.
 
 from __future__ import annotations
 
+import argparse
 import importlib.util
+import re
 import sys
 from collections import defaultdict
 from collections.abc import Iterable
@@ -195,7 +197,8 @@ def _rest(runs: list[list[Line]], rows: list[Line]) -> list[str]:
         said.append("")
     topologies = dict.fromkeys(lines[0]["topology"] for lines in runs if lines[0].get("topology"))
     for topology in topologies:
-        said += ["## Topology", "", "```text", topology, "```", ""]
+        gpus = len(re.findall(r"^GPU\d+\b", topology, re.MULTILINE))
+        said += [f"## Topology of {gpus} GPU{'s' * (gpus != 1)}", "", "```text", topology, "```", ""]
     return said
 
 
@@ -381,7 +384,11 @@ def plots(folder: Path, runs: list[list[Line]], rows: list[Line]) -> list[Path]:
     return drawn
 
 
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path, help="with the lines, and of the report")
+    return json_lines.print_report(report, parser.parse_args(argv).folder)
+
+
 if __name__ == "__main__":
-    if len(sys.argv) != 2:
-        raise SystemExit(__doc__)
-    print(report(Path(sys.argv[1])))
+    sys.exit(main())

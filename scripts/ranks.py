@@ -13,14 +13,16 @@ import torch
 import torch.distributed as dist
 
 
-def join(device_type: str) -> torch.device:
-    """Join the group of all ranks, NCCL for "cuda" and gloo for "cpu", and return this rank's device.
+def join(device_type: str, without: str = "") -> torch.device:
+    """Join the group of all ranks, NCCL for "cuda" and gloo for "cpu", and return this rank's device. ``without``: the
+    option with which the script needs no torchrun, if there is one.
 
     Raises:
         SystemExit: torchrun did not start this process.
     """
     if "RANK" not in os.environ:
-        raise SystemExit(f"start it with torchrun --standalone --nproc-per-node N {sys.argv[0]}")
+        alone = f", or alone: python {sys.argv[0]} {without}" if without else ""
+        raise SystemExit(f"start it with torchrun --standalone --nproc-per-node N {sys.argv[0]}{alone}")
     if os.environ.get("LOCAL_WORLD_SIZE") == os.environ.get("WORLD_SIZE"):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # one host
     if device_type != "cuda":
@@ -54,18 +56,29 @@ def leave(status: int) -> NoReturn:
     os._exit(status)
 
 
-def run(device_type: str, work: Callable[[torch.device], int]) -> int:
-    """Join, and return the exit status that ``work(device)`` returns, if it is 0. A rank with another status, or that
-    raises, ends its process here, without taking leave of a group in which others may wait."""
-    device = join(device_type)
+def end(main: Callable[[], int]) -> NoReturn:
+    """Run ``main`` and :func:`leave` with the status that it returns, or the one of what it raises. torchrun ends all
+    ranks when the first one fails: one that fails inside a group lets rank 0 say why first."""
     try:
-        status = work(device)
-    except Exception:
+        status = main()
+    except KeyboardInterrupt:
+        status = 130
+    except SystemExit as wanted:
+        status = wanted.code if isinstance(wanted.code, int) else int(wanted.code is not None)
+        if isinstance(wanted.code, str):
+            print(wanted.code, file=sys.stderr)
+    except BaseException:
         traceback.print_exc()
         status = 1
+    if status not in (0, 130) and dist.is_initialized() and dist.get_rank() != 0:
+        time.sleep(5.0)
+    leave(status)
+
+
+def run(device_type: str, work: Callable[[torch.device], int]) -> int:
+    """Join, and return the exit status that ``work(device)`` returns. Without taking leave of the group if that is not
+    0: others may wait in it."""
+    status = work(join(device_type))
     if status == 0:
         dist.destroy_process_group()
-        return 0
-    if dist.get_rank() != 0:
-        time.sleep(5.0)  # torchrun ends all when the first one fails, and rank 0 may be about to say why
-    leave(status)
+    return status

@@ -31,6 +31,7 @@ from ringattn.layout import LAYOUTS, positions
 from ringattn.virtual import VirtualRank
 
 if TYPE_CHECKING:
+    from rich.console import Console
     from rich.text import Text
 
 MASKS = ("full", "causal", "window", "documents", "prefix")
@@ -180,15 +181,10 @@ def bars(found: Walk, width: int, longest: int, palette: list[str]) -> Text:
     return text
 
 
-def show(walks: list[Walk], question: str, shape: dict[str, int]) -> None:
-    from rich.console import Console
+def show_steps(console: Console, walks: list[Walk], palette: list[str]) -> None:
     from rich.table import Table
 
-    console = Console(highlight=False)
-    ranks, steps = walks[0].ranks, max(len(w.lengths) for w in walks)
-    palette, width = colours(steps), console.width
-    console.print(question, style="bold")
-
+    ranks, steps, width = walks[0].ranks, max(len(w.lengths) for w in walks), console.width
     across = len(walks)
     while across > 1 and (width - 3 * (across - 1)) // across - 3 < 5 * ranks - 1:  # four cells per rank, at least
         across -= 1
@@ -216,10 +212,24 @@ def show(walks: list[Walk], question: str, shape: dict[str, int]) -> None:
             marked = [f"{n:,}{'*' if n == most else ' '}" for n, most in zip(work, w.lengths, strict=True)]
             marked += [""] * (steps - len(marked))
             table.add_row(w.layout if rank == 0 else "", str(rank), *marked, f"{sum(work):,}")
-    if console.measure(table).minimum <= width:
+    if console.measure(table, options=console.options.update(max_width=1 << 20)).maximum <= width:
         console.print(table)
     else:
         console.print(f"(the table of work per step is wider than {width} columns)")
+
+
+def show(walks: list[Walk], question: str, shape: dict[str, int]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console(highlight=False)
+    ranks, width = walks[0].ranks, console.width
+    palette = colours(max(len(w.lengths) for w in walks))
+    console.print(question, style="bold")
+    if 3 * ranks + 2 <= width:  # two cells per rank
+        show_steps(console, walks, palette)
+    else:
+        console.print(f"(squares, bars and steps of {ranks} ranks are wider than {width} columns; --png draws them)")
 
     table = Table(title="\nIn all", title_justify="left", box=None)
     for name in ("layout", "dataflow", "time", "idle", "hops", "sent, forward", "sent, backward"):
@@ -235,9 +245,10 @@ def show(walks: list[Walk], question: str, shape: dict[str, int]) -> None:
         style="dim",
     )
     best, worst = min(walks, key=lambda w: w.time), max(walks, key=lambda w: w.time)
-    if best.time < worst.time:
+    share = f"{best.time / max(worst.time, 1):.0%}"
+    if worst.time and share != "100%":
         console.print(
-            f"\n{best.layout} takes {best.time / worst.time:.0%} of the time of {worst.layout}: "
+            f"\n{best.layout} takes {share} of the time of {worst.layout}: "
             f"its ranks wait {best.idle:.0%} of it, not {worst.idle:.0%}.",
             style="bold",
         )
@@ -311,24 +322,31 @@ def plans(args: argparse.Namespace) -> tuple[list[ringattn.Plan], str]:
     Raises:
         ValueError: arguments that make no plan.
     """
+    if args.ranks < 1:
+        raise ValueError(f"--ranks {args.ranks}: pass at least 1")
     n = args.seq_len
     options: dict[str, object] = {}
-    words = args.mask
-    if args.mask == "causal":
+    given = [name for name in ("window", "documents", "prefix") if getattr(args, name) is not None]
+    words = mask = args.mask or (given[0] if given else "causal")
+    if other := [name for name in given if name != mask]:
+        raise ValueError(f"--{other[0]} goes with --mask {other[0]}, not with {mask}; leave one of them out")
+    if mask == "causal":
         options.update(causal=True)
-    elif args.mask == "window":
-        sides = [int(x) for x in (args.window or str(max(n // args.ranks, 1))).split(",")]
-        left, right = sides if len(sides) == 2 else (sides[0], 0)
+    elif mask == "window":
+        sides = (args.window or str(max(n // args.ranks, 1))).split(",")
+        if len(sides) > 2 or not all(side.strip().lstrip("-").isdecimal() for side in sides):
+            raise ValueError(f"--window {args.window}: pass LEFT or LEFT,RIGHT, e.g. 512,0")
+        left, right = map(int, sides if len(sides) == 2 else (sides[0], 0))
         options.update(window_size=(left, right))
         words = f"window of {left:,} keys before" + (f" and {right:,} after" if right else "") + " each query"
-    elif args.mask == "documents":
-        parts = [float(x) for x in args.documents.split(",")]
+    elif mask == "documents":
+        parts = [float(x) for x in (args.documents or "3,1,2,2").split(",")]
         if not all(p >= 0 for p in parts) or not sum(parts) > 0:
             raise ValueError(f"--documents {args.documents}: pass positive lengths or proportions, e.g. 3,1,2,2")
         ends = [round(n * done / sum(parts)) for done in itertools.accumulate(parts, initial=0.0)]
         options.update(causal=True, cu_seqlens=ends)
         words = f"causal in {len(parts)} packed documents"
-    elif args.mask == "prefix":
+    elif mask == "prefix":
         length = n // 4 if args.prefix is None else args.prefix
         options.update(causal=True, prefix=length)
         words = f"causal with a prefix of {length:,}"
@@ -356,9 +374,9 @@ def main(argv: list[str] | None = None) -> int:
     add = parser.add_argument
     add("--ranks", type=int, default=4)
     add("--seq-len", type=int, default=4096)
-    add("--mask", choices=MASKS, default="causal")
+    add("--mask", choices=MASKS, help="default: causal, or that of an option below")
     add("--window", metavar="LEFT[,RIGHT]", help="keys visible before and after each query; default: one shard, 0")
-    add("--documents", metavar="A,B,...", default="3,1,2,2", help="lengths of packed documents, or their proportions")
+    add("--documents", metavar="A,B,...", help="lengths of packed documents, or their proportions; default: 3,1,2,2")
     add("--prefix", type=int, help="keys that all queries see; default: a quarter")
     add("--layout", choices=list(LAYOUTS), help="default: all, side by side")
     add("--dataflow", default="ring", help="ring (default), reduce, ..., or auto")
@@ -378,7 +396,11 @@ def main(argv: list[str] | None = None) -> int:
     try:
         show(walks, question, {name: getattr(args, name) for name in ("q_heads", "kv_heads", "head_dim", "itemsize")})
         if args.png:
-            draw(args.png, walks, question)
+            try:
+                draw(args.png, walks, question)
+            except (OSError, ValueError) as error:  # no such place, or no such kind of picture
+                print(f"error: --png {args.png}: {error}", file=sys.stderr)
+                return 1
             print(f"\nPicture: {args.png}")
     except ImportError as missing:
         print(f"error: {missing}; pip install rich matplotlib", file=sys.stderr)

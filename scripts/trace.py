@@ -39,6 +39,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 sys.path.append(str(Path(__file__).resolve().parent))
 import ranks
+from arguments import head_counts, positive
 
 import ringattn
 
@@ -253,12 +254,12 @@ def trace_all(args: argparse.Namespace, device: torch.device) -> None:
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tokens", type=int, default=8192, help="per rank")
+    parser.add_argument("--tokens", type=positive, default=8192, help="per rank")
     parser.add_argument("--dataflows", nargs="+", default=["ring"])
-    parser.add_argument("--heads", type=lambda text: tuple(map(int, text.split("/"))), default=(32, 8), help="as 32/8")
-    parser.add_argument("--head-dim", type=int, default=128)
+    parser.add_argument("--heads", type=head_counts, default=(32, 8), help="as 32/8")
+    parser.add_argument("--head-dim", type=positive, default=128)
     parser.add_argument("--full", action="store_true", help="not causal")
-    parser.add_argument("--window", type=int, help="keys that a query sees at most")
+    parser.add_argument("--window", type=positive, help="keys that a query sees at most")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--kernel", default="auto")
     parser.add_argument("--warm-up", type=int, default=5, help="steps")
@@ -276,4 +277,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    ranks.leave(main())
+    ranks.end(main)

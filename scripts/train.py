@@ -655,4 +655,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    ranks.leave(main())
+    ranks.end(main)

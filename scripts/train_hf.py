@@ -7,8 +7,8 @@
 Real text (bytes of Python's standard library, or --text) packed into rows of --context tokens; a document is a file, or
 what fits of it. All GPUs, or processes on the CPU. Each step prints loss, tokens/s, MFU and memory; the last line is
 JSON. MFU is (6 * parameters + 6 * layers * heads * head_dim * context) FLOPs per token, causal masks not credited,
-over --peak-tflops per rank; it is left out without that. --out gets a checkpoint, which --resume loads at any number of
-ranks.
+over --peak-tflops per rank; it is left out without that. --out (out/train_hf) gets a checkpoint; --resume goes on from
+the one that is there, at any number of ranks.
 """
 
 from __future__ import annotations
@@ -52,6 +52,12 @@ def arguments() -> argparse.Namespace:
     options = parser.parse_args()
     if options.dim % 32:
         parser.error(f"--dim is {options.dim}; it must be a multiple of 32")
+    if options.context < 1:
+        parser.error(f"--context is {options.context}; it must be at least 1")
+    if options.resume and not (Path(options.out) / ".metadata").is_file():
+        parser.error(
+            f"--resume: there is no checkpoint in {options.out}; run once without --resume, or pass its folder as --out"
+        )
     return options
 
 

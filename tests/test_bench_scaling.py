@@ -119,11 +119,11 @@ def run_broken(where: str, arguments: list[str]) -> None:
     ("where", "reason"), [("kernel", "rank 1: RuntimeError: broken"), ("call", "rank 1"), ("", "differs")]
 )
 def test_a_broken_peer_is_missing_on_every_rank(pools, world_size, where, reason, tmp_path) -> None:
-    pools(world_size).run(run_broken, where, [*TINY, "--peers=mine", "--no-errors", f"--out={tmp_path}"])
+    pools(world_size).run(run_broken, where, [*TINY, "--peers=ring-flash-attn/cpu", "--no-errors", f"--out={tmp_path}"])
     found = lines(tmp_path)
     assert reason in found["missing"][0]["reason"]
     assert len(found["row"]) == 2
-    assert all("mine" not in row["tflops"] for row in found["row"])
+    assert all("ring-flash-attn/cpu" not in row["tflops"] for row in found["row"])
 
 
 def test_documents_have_a_long_tail_and_do_not_change() -> None:
@@ -184,7 +184,7 @@ def test_a_report_is_made_from_the_lines_alone_and_later_rows_win(tmp_path: Path
     assert "450" not in text
     assert "| 4 | 8,192 | 1.500 | 0.500 (25.0%) |" in text
     assert "| 4 | 32,768 | causal | 32/8 | forward | ring | 4.00 | 3.00 | 0.25 |" in text
-    assert text.count("GPU0 NV18") == 1
+    assert text.count("## Topology of 1 GPU\n\n```text\nGPU0 NV18\n") == 1
     if importlib.util.find_spec("matplotlib"):
         assert (tmp_path / "memory_causal_32-8.png").exists()
 
@@ -219,3 +219,29 @@ def test_the_stand_in_computes_attention_and_its_gradients(causal: bool) -> None
     torch.testing.assert_close(out, want.detach())
     for got, exact in zip((dq, dk, dv), torch.autograd.grad(want, leaves, dout), strict=True):
         torch.testing.assert_close(got, exact)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ("--peers nosuch", "--peers: unknown: nosuch; use some of torch-cp/allgather/cudnn, "),
+        ("--heads 8/0", "--heads: '8/0' is not QUERY_HEADS/KEY_HEADS"),
+        ("--heads 4/3", "--heads: '4/3': key heads must divide query heads"),
+        ("--heads x", "--heads: 'x' is not"),
+        ("--tokens -64", "--tokens: '-64' is not a whole number of at least 1"),
+        ("--ranks 0", "--ranks: '0' is not"),
+    ],
+)
+def test_arguments_that_measure_nothing_are_refused(
+    capsys: pytest.CaptureFixture[str], arguments: str, said: str
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        bench_scaling.parse(arguments.split())
+    assert said in capsys.readouterr().err
+
+
+def test_a_report_of_nothing_is_one_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    folder = str(tmp_path / "nosuch")
+    assert plot_scaling.main([folder]) == bench_scaling.main(["--report", folder]) == 1
+    said = capsys.readouterr().err.splitlines()
+    assert said == [f"error: no lines of scripts/bench_scaling.py in {folder}/scaling-*.jsonl"] * 2

@@ -73,6 +73,27 @@ def test_two_ranks_train_as_one_and_say_what_it_took(pools, world_size: int, tmp
     assert f"| ringattn | {two['dataflow']}, eager; attention kept | " in text
 
 
+@pytest.mark.parametrize("world_size", on_ranks(2))
+def test_nothing_measured_is_a_failure(pools, world_size: int, tmp_path: Path) -> None:
+    arguments = [*TINY, "--dtype=float32", "--how", "torch-cp", f"--out={tmp_path}"]
+    assert pools(world_size).run(run, arguments) == [1] * world_size
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [("--tokens -128", "--tokens: '-128' is not a whole"), ("--vocabulary 256", "--vocabulary 256: the text's tokens")],
+)
+def test_arguments_that_cannot_train_are_refused(capsys: pytest.CaptureFixture[str], arguments: str, said: str) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        bench_training.parse(arguments.split())
+    assert said in capsys.readouterr().err
+
+
+def test_a_report_of_nothing_is_one_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert bench_training.main(["--report", str(tmp_path / "nosuch")]) == 1
+    assert capsys.readouterr().err == f"error: no lines of training-*.jsonl in {tmp_path}/nosuch\n"
+
+
 def test_flops_are_those_of_the_products() -> None:
     layers, heads, kv_heads, dim, hidden, wide, words, tokens = 2, 4, 2, 8, 32, 112, 260, 1024
     weights = layers * (hidden * dim * (2 * heads + 2 * kv_heads) + 3 * hidden * wide) + words * hidden

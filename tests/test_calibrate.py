@@ -53,7 +53,10 @@ def test_every_constant_has_words_and_a_line() -> None:
     assert list(calibrate.WORDS) == [f.name for f in fields(cost.Costs)]
     usual = cost.default("cuda", "copy engines")
     row = dict(dataflow="ring", tokens=8, forward_ms=1, backward_ms=2, modelled_forward_ms=3, modelled_backward_ms=4)
-    text = calibrate.table(usual, usual, [row])
+    text = calibrate.table(usual, usual, set(calibrate.WORDS) - {"pull_gbs"}, [row])
+    (pulls,) = (line for line in text.splitlines() if line.startswith(calibrate.WORDS["pull_gbs"]))
+    assert pulls.split()[-2:] == ["-", f"{usual.pull_gbs:.4g}"]  # not measured
+    assert text.count(" - ") == 1
     assert all(words in text for words in calibrate.WORDS.values())
     assert text.splitlines()[-1].split() == ["ring,", "8", "tokens", "per", "rank", "1.000", "3.000", "2.000", "4.000"]
 
@@ -99,3 +102,9 @@ def test_copies_of_all_peers_are_counted(monkeypatch: pytest.MonkeyPatch) -> Non
     assert [lanes.index(c[0]) for c in copied] == [0] * 96 + [1] * 96 + [0] * 3 + [1] * 3
     large = [c[1] - copied[-6][1] for c in copied[-6:]]
     assert sorted(large) == [i * (32 << 20) for i in range(6)], "no two copies write the same memory"
+
+
+def test_arguments_that_make_no_problem_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        calibrate.parse(["--tokens", "-1"])
+    assert "--tokens: '-1' is not a whole" in capsys.readouterr().err

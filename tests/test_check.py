@@ -42,3 +42,35 @@ def test_an_error_of_a_thousandth_is_found(
     out = capsys.readouterr().out
     assert f": {check.NAMES[result]} " in out.split("FAILED")[1]
     assert not json.loads(out.splitlines()[-1])["ok"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ("--cases causal nosuch", "no case is named 'nosuch'; use 'full', 'causal'"),
+        ("--quick --cases full", "no case with --quick is named 'full'; use 'causal'"),
+        ("--repeats -1", "--repeats: '-1' is not a whole number of at least 1"),
+        ("--virtual 0", "--virtual: '0' is not"),
+        ("--groups x", "--groups: 'x' is not"),
+        ("--dtypes float8", "invalid choice: 'float8'"),
+    ],
+)
+def test_arguments_that_check_nothing_are_refused(
+    capsys: pytest.CaptureFixture[str], arguments: str, said: str
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        check.parse(arguments.split())
+    assert said in capsys.readouterr().err
+
+
+def test_no_case_is_not_all_right() -> None:
+    args = check.parse(["--dtypes", "float32"])
+    args.cases = ["nosuch"]
+    assert check.matrix(args, torch.device("cpu"), {2: check.over_threads}, False).failures
+
+
+def test_without_torchrun_it_says_how_to_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.setattr(sys, "argv", ["check.py"])
+    with pytest.raises(SystemExit, match=r"start it with torchrun .* check.py, or alone: python check.py --virtual N"):
+        check.main()

@@ -78,3 +78,9 @@ def test_every_picture_is_drawn(tmp_path):
     committed = {path.name for path in (ROOT / "docs" / "idea").glob("*.png")}
     assert {path.name for path in tmp_path.iterdir()} == committed
     assert all(path.read_bytes().startswith(b"\x89PNG") for path in tmp_path.iterdir())
+
+
+def test_an_impossible_folder_is_one_line(monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["explain.py", "--figures", "/dev/null/x"])
+    with pytest.raises(SystemExit, match=r"^error: --figures /dev/null/x: "):
+        explain.main()

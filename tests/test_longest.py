@@ -34,7 +34,14 @@ def run(arguments: list[str]) -> dict[str, Any]:
 
 @pytest.mark.parametrize("world_size", on_ranks(2))
 @pytest.mark.parametrize(
-    "arguments", ["", "--backward", "--dataflow=ring --backward", "--dtype=float16 --layout=contiguous --backward"]
+    "arguments",
+    [
+        "",
+        "--backward",
+        "--dataflow=ring --backward",
+        "--dtype=float16 --layout=contiguous --backward",
+        "--dtype=float32 --backward",
+    ],
 )
 def test_sampled_rows_agree(
     pools: Callable[[int], Pool], capsys: pytest.CaptureFixture[str], world_size: int, arguments: str
@@ -117,3 +124,9 @@ def test_defaults() -> None:
     assert longest.parse([]).tokens == 10_485_760
     assert longest.parse(["--backward"]).tokens == 1_048_576
     assert longest.parse(["--tokens", "20_000_000"]).tokens == 20_000_000
+
+
+def test_arguments_that_make_no_problem_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        longest.parse(["--heads", "4/3"])
+    assert "key heads must divide" in capsys.readouterr().err

@@ -43,3 +43,29 @@ ranks.leave({status})
 """
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=100)
     assert (done.returncode, done.stdout) == (status, "said"), done.stderr
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "said"),
+    [
+        ("return 3", 3, ""),
+        ("raise ValueError('no such thing')", 1, "ValueError: no such thing"),
+        ("raise SystemExit('start it otherwise')", 1, "start it otherwise\n"),
+        ("raise SystemExit(2)", 2, ""),
+        ("raise SystemExit", 0, ""),
+        ("raise KeyboardInterrupt", 130, ""),
+    ],
+)
+def test_however_main_ends_the_end_of_the_interpreter_is_skipped(body: str, status: int, said: str) -> None:
+    code = f"""
+import atexit
+from scripts import ranks
+atexit.register(print, "the interpreter's own end")
+def main():
+    {body}
+ranks.end(main)
+"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=100)
+    assert (done.returncode, done.stdout) == (status, ""), done.stderr
+    assert said in done.stderr
+    assert ("Traceback" in done.stderr) == ("ValueError" in body)

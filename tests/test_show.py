@@ -123,6 +123,9 @@ def test_bars_are_as_long_as_the_work(capsys, monkeypatch):
         ("--ranks 12 --layout striped --dataflow reduce", "12 ranks"),
         ("--ranks 3 --seq-len 2", "2 tokens over 3 ranks"),
         ("--ranks 1", "1 ranks"),
+        ("--window 512,8", "Window of 512 keys before and 8 after"),
+        ("--prefix 100", "prefix of 100"),
+        ("--ranks 40", "(squares, bars and steps of 40 ranks are wider"),
     ],
 )
 def test_arguments(arguments, said, capsys, monkeypatch):
@@ -131,16 +134,38 @@ def test_arguments(arguments, said, capsys, monkeypatch):
 
 def test_documents_are_proportions_of_the_sequence():
     parser_args = show.argparse.Namespace(
-        seq_len=80, ranks=2, mask="documents", documents="3,1,4", layout="zigzag", dataflow="ring", local_size=None
+        seq_len=80,
+        ranks=2,
+        mask=None,
+        window=None,
+        documents="3,1,4",
+        prefix=None,
+        layout="zigzag",
+        dataflow="ring",
+        local_size=None,
     )
     (plan,), _ = show.plans(parser_args)
     total = sum(plan.visible(q, k) for q in range(2) for k in range(2))
     assert total == sum(n * (n + 1) // 2 for n in (30, 10, 40))
 
 
+def test_nothing_is_cut_off_and_no_difference_is_none(capsys, monkeypatch):
+    assert "…" not in output(capsys, monkeypatch, "--ranks", "40")
+    assert "…" not in output(capsys, monkeypatch, "--ranks", "20")
+    assert "of the time of" not in output(capsys, monkeypatch, "--mask", "full")
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
-    [("--local-size 3", "divide"), ("--dataflow magic", "magic"), ("--mask documents --documents 0,0", "proportions")],
+    [
+        ("--local-size 3", "divide"),
+        ("--dataflow magic", "magic"),
+        ("--mask documents --documents 0,0", "proportions"),
+        ("--ranks 0", "--ranks 0: pass at least 1"),
+        ("--window 1,2,3", "--window 1,2,3: pass LEFT or LEFT,RIGHT"),
+        ("--mask full --prefix 3", "--prefix goes with --mask prefix, not with full"),
+        ("--png /dev/null/show.png", "error: --png /dev/null/show.png: "),
+    ],
 )
 def test_mistakes(arguments, said, capsys):
     assert show.main(arguments.split()) == 1

@@ -124,3 +124,9 @@ def test_a_trace_per_rank_and_where_the_time_went(pools, world_size: int, tmp_pa
         assert 0 < line["queue"] <= line["steady"]
         events = json.loads((tmp_path / f"trace_{line['dataflow']}_rank{line['rank']}.json").read_text())["traceEvents"]
         assert {trace.STEP, "ringattn/attention forward", "ringattn::attention"} <= {e.get("name") for e in events}
+
+
+def test_arguments_that_make_no_problem_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        trace.parse(["--tokens", "-4"])
+    assert "--tokens: '-4' is not a whole" in capsys.readouterr().err

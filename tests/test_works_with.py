@@ -304,6 +304,22 @@ def test_train_hf_resumes_at_another_number_of_ranks(tmp_path) -> None:  # type:
     assert got == pytest.approx(losses(1, 3, "--out", str(tmp_path / "one")), abs=2e-5)
 
 
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [("--resume --out nowhere", "there is no checkpoint in nowhere"), ("--context 0", "--context is 0; it must be")],
+)
+def test_train_hf_says_what_is_wrong(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], arguments: str, said: str
+) -> None:
+    pytest.importorskip("transformers", reason="pip install 'transformers>=5.17' accelerate")
+    from scripts import train_hf
+
+    monkeypatch.setattr(sys, "argv", ["train_hf.py", *arguments.split()])
+    with pytest.raises(SystemExit, match="2"):
+        train_hf.arguments()
+    assert said in capsys.readouterr().err
+
+
 # --- Tensor parallelism beside it ----------------------------------------------------------------------
 
 HEAD_DIM, KV_HEADS = 4, 2
