@@ -44,6 +44,15 @@ _REFUSED = {
     torch._native_multi_head_attention: "torch.nn.MultiheadAttention mixes the heads' projections with its attention",
     torch._transformer_encoder_layer_fwd: "torch.nn.TransformerEncoderLayer is one operator in evaluation",
 }
+# In the names of other ways to torch's attention: the operators of aten, flex_attention, operators that flash-attn adds
+_DIRECT = (
+    "scaled_dot_product",
+    "flash_attn",
+    "flash_attention",
+    "efficient_attention",
+    "cudnn_attention",
+    "flex_attention",
+)
 # .sources: of the forwards that are running, outermost first, one for neighbours of the same; .grad: had they
 # gradients; .calls: of attention so far; .traced: of these, while torch.compile traced them
 _local = threading.local()
@@ -178,7 +187,7 @@ class _Mode(TorchFunctionMode):
         if func is Tensor.unflatten:  # a method that torch.compile cannot trace once a mode has unbound it
             return torch.unflatten(*args, **(kwargs or {}))
         name = str(func)
-        if "flash_attn" in name or "flex_attention" in name or "_scaled_dot_product" in name:
+        if any(kind in name for kind in _DIRECT):
             raise NotImplementedError(
                 f"{name} is called directly; ringattn.wrap() replaces F.scaled_dot_product_attention, and "
                 "flash_attn_func where a module's class calls it by that name. Call ringattn.attention(q, k, v, plan)"
@@ -218,6 +227,12 @@ def _scaled_dot_product_attention(
             "tokens only; pass None, and say what is visible with causal, window_size and documents of ringattn.plan()"
         )
     _check("scaled_dot_product_attention", plan, dropout_p, is_causal, None)
+    if is_causal and plan.seq_len != plan.seq_len_k:
+        raise NotImplementedError(
+            f"scaled_dot_product_attention got is_causal=True for {plan.seq_len} queries and {plan.seq_len_k} keys of the "
+            "plan: torch lets the first query see the first key, the plan the last query the last key; call "
+            "ringattn.attention(q, k, v, plan) if the plan is what you want"
+        )
     heads, kv_heads = query.shape[-3], key.shape[-3]
     if heads != kv_heads and not enable_gqa:
         raise ValueError(f"query has {heads} heads and key {kv_heads}; pass enable_gqa=True")
@@ -238,7 +253,7 @@ def _check(name: str, plan: Plan, dropout: float, causal: bool, window: tuple[in
             f"{'causal' if right == 0 else 'not'}; make the plan with what the layer wants"
         )
     if window is not None:
-        asked = (window[0], 0 if causal else window[1])
+        asked = _bounds(plan, window[0], 0 if causal else window[1])
         if asked != (left, right):
             raise ValueError(
                 f"{name} got window_size={tuple(window)}, but the plan has {(left, right)}; make the plan with "
@@ -252,10 +267,16 @@ def _window_of(plan: Plan) -> tuple[int, int]:
 
     def bound(x: Tensor) -> int:
         real = x[plan.mask.left + plan.mask.right >= 0]  # without padding, which sees nothing
-        least = int(real.min()) if real.numel() else 0
-        return -1 if least > plan.seq_len + plan.seq_len_k else least
+        return int(real.min()) if real.numel() else 0
 
-    return bound(plan.mask.left), bound(plan.mask.right)
+    return _bounds(plan, bound(plan.mask.left), bound(plan.mask.right))
+
+
+def _bounds(plan: Plan, left: int, right: int) -> tuple[int, int]:
+    """A window as one says it who knows the length: -1 where it reaches past the first or the last key from everywhere.
+    One token's 0 stays, which is how causality is told."""
+    far_left, far_right = left >= plan.seq_len_k - 1, right >= max(plan.seq_len - 1, 1)
+    return -1 if left < 0 or far_left else left, -1 if right < 0 or far_right else right
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, plan: Plan, **options: Any) -> Tensor:

@@ -201,6 +201,14 @@ class Varlen(nn.Module):
         return flash_attn_varlen_func(x, x, x)
 
 
+class Aten(nn.Module):
+    """One call that is replaced and one that must not pass beside it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        seen = F.scaled_dot_product_attention(x, x, x, is_causal=True)
+        return seen + torch.ops.aten.scaled_dot_product_attention(x, x, x, None, 0.0, True)
+
+
 class Flex(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(x, x, x)[0]
@@ -216,6 +224,7 @@ class Flex(nn.Module):
         (Multihead(), "MultiheadAttention"),
         (Varlen(), "flash_attn_varlen_func takes boundaries"),
         (Flex(), "is called directly"),
+        (Aten(), "aten.scaled_dot_product_attention is called directly"),
     ],
 )
 @pytest.mark.parametrize("training", [True, False])
@@ -224,6 +233,55 @@ def test_what_cannot_be_exact_raises(module: nn.Module, says: str, training: boo
     module = ringattn.wrap(copy.deepcopy(module).train(training), plan)
     with torch.set_grad_enabled(training), pytest.raises((NotImplementedError, ValueError, RuntimeError), match=says):
         module(torch.randn(1, 2, SEQ, 8))
+
+
+class Cross(nn.Module):
+    def __init__(self, causal: bool) -> None:
+        super().__init__()
+        self.causal = causal
+
+    def forward(self, q: Tensor, k: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(q, k, k, is_causal=self.causal)
+
+
+def test_causality_of_lengths_that_differ_is_not_torchs() -> None:
+    """torch aligns the first query with the first key, plans the last with the last."""
+    rank, q, k = virtual.VirtualRank(0, 1), torch.randn(1, 2, 8, 8), torch.randn(1, 2, SEQ, 8)
+    with pytest.raises(NotImplementedError, match="is_causal=True for 8 queries and 13 keys"):
+        ringattn.wrap(Cross(True), ringattn.plan(8, rank, seq_len_k=SEQ, causal=True))(q, k)
+    full = ringattn.wrap(Cross(False), ringattn.plan(8, rank, seq_len_k=SEQ))
+    torch.testing.assert_close(full(q, k), F.scaled_dot_product_attention(q, k, k))
+
+
+class Windowed(nn.Module):
+    def __init__(self, left: int) -> None:
+        super().__init__()
+        self.left = left
+
+    def forward(self, x: Tensor) -> Tensor:
+        return flash_attn_func(x, x, x, causal=True, window_size=(self.left, 0))
+
+
+@pytest.mark.parametrize("planned", [-1, SEQ - 1, SEQ, 4095])
+@pytest.mark.parametrize("asked", [-1, SEQ - 1, 4095])
+def test_a_window_of_the_whole_row_is_none(asked: int, planned: int) -> None:
+    x = torch.randn(1, SEQ, 2, 8)
+    want = Windowed(asked)(x)
+    plan = ringattn.plan(SEQ, virtual.VirtualRank(0, 1), causal=True, window_size=(planned, 0))
+    torch.testing.assert_close(ringattn.wrap(Windowed(asked), plan)(x), want)
+
+
+@pytest.mark.parametrize(("asked", "planned"), [(SEQ - 2, -1), (4095, SEQ - 2), (SEQ - 2, SEQ - 3)])
+def test_a_window_that_hides_one_key_is_another(asked: int, planned: int) -> None:
+    plan = ringattn.plan(SEQ, virtual.VirtualRank(0, 1), causal=True, window_size=(planned, 0))
+    with pytest.raises(ValueError, match="but the plan has"):
+        ringattn.wrap(Windowed(asked), plan)(torch.randn(1, SEQ, 2, 8))
+
+
+def test_one_token_is_causal_if_the_plan_is() -> None:
+    plan = ringattn.plan(1, virtual.VirtualRank(0, 1), causal=True)
+    x = torch.randn(1, 1, 2, 8)
+    torch.testing.assert_close(ringattn.wrap(Windowed(-1), plan)(x), x)
 
 
 def helper(q: Tensor) -> Tensor:
@@ -373,6 +431,7 @@ def test_what_is_checkpointed_in_a_compiled_module_attends_over_ranks(fullgraph:
         (Multihead(), "MultiheadAttention"),
         (Varlen(), "flash_attn_varlen_func takes boundaries"),
         (Flex(), "is called directly"),
+        (Aten(), "aten.scaled_dot_product_attention is called directly"),
     ],
 )
 def test_what_cannot_be_exact_raises_while_it_is_compiled(module: nn.Module, says: str, fullgraph: bool) -> None:
