@@ -19,6 +19,7 @@ What is not exactly the plan's attention raises. A module that multiplies and no
 from __future__ import annotations
 
 import contextlib
+import dis
 import functools
 import inspect
 import itertools
@@ -398,20 +399,23 @@ def _with_flash_attention(base: type[nn.Module]) -> type[nn.Module]:
     """
     copies: dict[str, Any] = {}
     owners = [c for c in reversed(base.__mro__) if c.__module__.split(".")[0] not in ("torch", "builtins")]
-    up = {"super", *(c.__name__ for c in owners)}
-    uses = [set[str]().union(*(_names(f.__code__) for f in _walk(x))) for c in owners for x in vars(c).values()]
+    calling: set[str] = set()
     for owner in owners:
         for name, method in vars(owner).items():
-            where = f"{owner.__qualname__}.{name}"
-            if copies.pop(name, None) is not None and any(name in used and used & up for used in uses):
-                raise NotImplementedError(
-                    f"{where} overrides a method that calls flash-attn and may still be called; call "
-                    "ringattn.attention(q, k, v, plan) there"
-                )
+            copies.pop(name, None)  # overridden
             # what __init__ has set is among the instance's attributes
-            swapped = method if name == "__init__" else _swapped(method, where)
+            swapped = method if name == "__init__" else _swapped(method, f"{owner.__qualname__}.{name}")
             if swapped is not method:
                 copies[name] = swapped
+                calling.add(name)
+    classes = {c.__name__ for c in owners}
+    for owner, name, method in [(c, n, x) for c in owners if calling for n, x in vars(c).items()]:
+        above = {up for f in _walk(method) for up in _called_up(f.__code__, classes)} & calling
+        if above:  # which finds the class's own, not its copy
+            raise NotImplementedError(
+                f"{owner.__qualname__}.{name} calls {min(above)}() by super() or the name of its class, and it calls "
+                f"flash-attn; call self.{min(above)}(), or ringattn.attention(q, k, v, plan)"
+            )
     return type(base.__name__, (base,), {**copies, "__module__": base.__module__}) if copies else base
 
 
@@ -431,6 +435,21 @@ def _names(code: types.CodeType) -> set[str]:
     """Global and attribute names that a function uses, and the functions inside it."""
     inner = [c for c in code.co_consts if isinstance(c, types.CodeType)]
     return set(code.co_names).union(*map(_names, inner))
+
+
+def _called_up(code: types.CodeType, classes: set[str]) -> set[str]:
+    """Attributes that a function takes of ``super()`` and of classes by their names."""
+    found, of_class = set(), False
+    for step in dis.get_instructions(code):
+        if step.opname.startswith(("LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER_")):
+            found |= {str(step.argval)} if of_class else set()
+            of_class = False
+        elif step.opname in ("LOAD_GLOBAL", "LOAD_DEREF", "LOAD_CLASSDEREF"):
+            of_class = of_class or step.argval in ("super", "__class__", *classes)
+        elif not step.opname.startswith(("LOAD_FAST", "CALL", "PRECALL", "PUSH_NULL", "CACHE")):
+            of_class = False
+    inner = [c for c in code.co_consts if isinstance(c, types.CodeType)]
+    return found.union(*(_called_up(c, classes) for c in inner))
 
 
 def _is_flash(x: Any) -> bool:

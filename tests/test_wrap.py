@@ -368,6 +368,25 @@ class OverridesAndCalls(Static):
         return Static.attend(x)
 
 
+class CallsAbove(Static):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().attend(x)
+
+
+class CallsAboveInOldWords(Static):
+    def forward(self, x: Tensor) -> Tensor:
+        return super(CallsAboveInOldWords, self).attend(x)  # noqa: UP008
+
+
+class CallsByItsClass(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return CallsByItsClass.attend(x)
+
+    @staticmethod
+    def attend(x: Tensor) -> Tensor:
+        return flash_attn_func(x, x, x, causal=True)
+
+
 def with_forward(module: nn.Module, forward: Any) -> nn.Module:
     module.forward = forward
     return module
@@ -382,7 +401,10 @@ def with_forward(module: nn.Module, forward: Any) -> nn.Module:
         (InStaticHelper(), r"calls helper\(\)"),
         (InObject(), "calls flash_attn_func through a Holding"),
         (InList(), "calls flash_attn_func through a decorator"),
-        (OverridesAndCalls(), "overrides a method that calls flash-attn"),
+        (OverridesAndCalls(), r"OverridesAndCalls.attend calls attend\(\) by super\(\) or the name of its class"),
+        (CallsAbove(), r"CallsAbove.forward calls attend\(\) by super"),
+        (CallsAboveInOldWords(), r"forward calls attend\(\) by super"),
+        (CallsByItsClass(), r"forward calls attend\(\) by super"),
         (with_forward(nn.Identity(), lambda x: helper(x)), r"Identity\(\).forward calls helper\(\)"),
     ],
 )
@@ -403,6 +425,9 @@ class OfClass(Static):
 
 
 class Overrides(Static):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) if x.numel() else super().extra_repr()
+
     @staticmethod
     def attend(x: Tensor) -> Tensor:
         x = x.transpose(1, 2)
