@@ -308,7 +308,7 @@ def _bounds(plan: Plan, left: int, right: int) -> tuple[int, int]:
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, plan: Plan, **options: Any) -> Tensor:
     _count(torch.compiler.is_compiling())
-    if _local.grad and not torch.is_grad_enabled():
+    if _local.__dict__.get("grad", False) and not torch.is_grad_enabled():  # set by the first forward with gradients
         raise NotImplementedError(
             "attention is called without gradients in a forward that has them, as by a reentrant checkpoint of a "
             "function: it would be computed again outside of the module, from this rank's tokens only; checkpoint a "

@@ -238,6 +238,18 @@ def test_what_cannot_be_exact_raises(module: nn.Module, says: str, training: boo
         module(torch.randn(1, 2, SEQ, 8))
 
 
+def test_the_first_forward_of_a_thread_may_be_without_gradients() -> None:
+    x = torch.randn(1, SEQ, DIM)
+    model = Model("sdpa")
+
+    def body(rank: virtual.VirtualRank) -> Tensor:
+        plan = ringattn.plan(SEQ, rank, causal=True)
+        with torch.no_grad():
+            return plan.unshard(ringattn.wrap(copy.deepcopy(model), plan)(plan.shard(x)))
+
+    torch.testing.assert_close(virtual.run(2, body)[0], model(x).detach())
+
+
 class Cross(nn.Module):
     def __init__(self, causal: bool) -> None:
         super().__init__()
