@@ -14,7 +14,8 @@ from torch import Tensor
 
 from . import mask as masks
 from . import transport as transports
-from .kernels.block import Block, Score, block_forward
+from .attention import _no_autocast, _unit_stride
+from .kernels.block import Block, Score, accumulation_dtype, block_forward
 from .partial import Partial
 from .plan import Plan
 from .reduce import all_reduce, join_sink
@@ -73,12 +74,23 @@ class KVCache:
     def prefill(self, k: Tensor, v: Tensor, plan: Plan) -> None:
         """Start from this rank's shards of a prompt, as attention() got them under ``plan``.
 
+        Under autocast they are cast to its dtype if it is the cache's, as attention() casts them; so in :meth:`append`.
+
         Raises:
-            ValueError: the cache is not empty, is too small, or the shards are not the plan's.
+            TypeError: another dtype than the cache's.
+            ValueError: the cache is not empty, is too small, or of another group than the plan; or the shards are not
+                the plan's, or of another shape than the cache is made for.
         """
+        rank, size = self.transport.rank, self.transport.world_size
+        if (plan.rank, plan.world_size) != (rank, size):
+            raise ValueError(
+                f"the plan is of rank {plan.rank} of {plan.world_size}, but the cache of rank {rank} of {size}; make "
+                "both with the same group"
+            )
         if self.seq_len:
             raise ValueError(f"the cache holds {self.seq_len} tokens already; prefill a new one")
         here = plan.local_lengths_k[plan.rank]
+        k, v = self._checked(k, v)
         if k.shape[1] != here:
             raise ValueError(f"k has {k.shape[1]} tokens, but rank {plan.rank} holds {here} of the plan's keys")
         self._reserve(plan.seq_len_k)
@@ -90,8 +102,10 @@ class KVCache:
         is kept by rank ``p % world_size``.
 
         Raises:
-            ValueError: the cache is full.
+            TypeError: another dtype than the cache's.
+            ValueError: the cache is full, or made for tokens of another shape.
         """
+        k, v = self._checked(k, v)
         new = k.shape[1]
         self._reserve(self.seq_len + new)
         rank, size = self.transport.rank, self.transport.world_size
@@ -104,6 +118,26 @@ class KVCache:
         if tokens > self.max_seq_len:
             raise ValueError(f"the cache is made for {self.max_seq_len} tokens, {tokens} are needed")
 
+    def _checked(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Tokens as the cache holds them: nothing is broadcast, and nothing cast but what autocast casts."""
+        dtype = self._k.dtype
+        if _autocast_dtype(self._k) == dtype:
+            k, v = (x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x for x in (k, v))
+        for name, x, like in (("k", k, self._k), ("v", v, self._v)):
+            batch, _, kv_heads, head_dim = like.shape
+            if x.ndim != 4 or x.shape != (batch, k.shape[1], kv_heads, head_dim):
+                tokens = "tokens" if name == "k" or k.ndim != 4 else f"{k.shape[1]} tokens as k"
+                raise ValueError(
+                    f"{name} has shape {tuple(x.shape)}, but the cache is made for (batch, tokens, kv_heads, head_dim) "
+                    f"= ({batch}, {tokens}, {kv_heads}, {head_dim}); pass such tokens, or make another cache"
+                )
+            if x.dtype != dtype:
+                raise TypeError(
+                    f"{name} is {x.dtype}, but the cache holds {dtype}; cast {name}, or make the cache for its dtype"
+                )
+        return k, v
+
+    @torch.no_grad()  # or every token would keep the graphs of all before it
     def _put(self, k: Tensor, v: Tensor, positions: Tensor) -> None:
         new = slice(self._held, self._held + k.shape[1])
         self._k[:, new], self._v[:, new], self._positions[new] = k, v, positions
@@ -127,21 +161,24 @@ def decode(
     Args:
         q: (batch, new, q_heads, head_dim), the same on every rank; its last token stands at ``cache.seq_len - 1``.
         window_size: as in :func:`ringattn.plan`; the default is causal.
-        Others: as in :func:`ringattn.attention`.
+        softmax_scale, softcap, kernel: as in :func:`ringattn.attention`.
+        alibi_slopes: (q_heads,) or (batch, q_heads), as in attention().
+        sink: (q_heads,), one logit per head that joins the denominator once.
+
+    Nothing is differentiated. Under autocast, q and what the cache holds are cast to its dtype, as by attention(): a
+    cache of another dtype is cast whole at every call.
 
     Returns:
-        out (batch, new, q_heads, head_dim_v) in q's dtype, on every rank.
+        out (batch, new, q_heads, head_dim_v) in q's dtype, on every rank. A query that sees nothing has out 0.
 
     Raises:
-        ValueError: more queries than tokens in the cache, or heads that do not divide.
+        TypeError, ValueError: the value, what was expected and the fix, before anything is sent.
     """
-    _, new, q_heads, head_dim = q.shape
-    if new > cache.seq_len:
-        raise ValueError(f"q has {new} tokens, but the cache holds {cache.seq_len}; append their keys first")
-    if q_heads % cache.k.shape[2]:
-        raise ValueError(f"q has {q_heads} heads and the cache {cache.k.shape[2]}; the cache's must divide q's")
-    if q.dtype != cache.k.dtype:
-        raise TypeError(f"q is {q.dtype} but the cache holds {cache.k.dtype}; cast q, or make the cache for its dtype")
+    k, v = cache.k, cache.v
+    if (dtype := _autocast_dtype(k)) is not None:
+        q, k, v = (x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x for x in (q, k, v))
+    _check(q, k, cache.seq_len, window_size, softcap, alibi_slopes, sink)
+    new, head_dim = q.shape[1], q.shape[3]
     mask = masks.window(new, *window_size, cache.seq_len)
     queries = torch.arange(new, device=q.device)
     start, end = mask.intervals(queries)
@@ -154,8 +191,60 @@ def decode(
         (new,),
         (len(positions),),
     )
-    score = Score(head_dim**-0.5 if softmax_scale is None else softmax_scale, softcap, alibi_slopes)
-    state = block_forward(q, cache.k, cache.v, block, score, kernel=kernel)
-    total = all_reduce(Partial(*state), cache.transport)  # type: ignore[misc]
-    out, _ = (total if sink is None else join_sink(total, sink)).finalize()
+    scale = head_dim**-0.5 if softmax_scale is None else float(softmax_scale)
+    # kernels read slopes as they accumulate
+    slopes = None if alibi_slopes is None else alibi_slopes.to(accumulation_dtype(q)).contiguous()
+    if cache.transport.world_size > 1:
+        cache.transport.check_device("q", q)
+    with _no_autocast(q):  # the state is float32, whatever the caller's region says
+        score = Score(scale, float(softcap), slopes)
+        state = block_forward(_unit_stride(q), k, v, block, score, kernel=kernel)
+        total = all_reduce(Partial(*state), cache.transport)  # type: ignore[misc]
+        out, _ = (total if sink is None else join_sink(total, sink.to(accumulation_dtype(q)))).finalize()
     return out.to(q.dtype)
+
+
+def _autocast_dtype(x: Tensor) -> torch.dtype | None:
+    on = torch.is_autocast_enabled(x.device.type)
+    return torch.get_autocast_dtype(x.device.type) if on else None
+
+
+def _check(
+    q: Tensor,
+    k: Tensor,
+    seq_len: int,
+    window_size: tuple[int, int],
+    softcap: float,
+    alibi_slopes: Tensor | None,
+    sink: Tensor | None,
+) -> None:
+    """What attention() checks, of q and a cache: the kernels believe the shapes that they are told."""
+    if hasattr(q, "to_local"):
+        raise TypeError("q is a DTensor; pass q.to_local(), all of the new tokens and this rank's heads")
+    if q.ndim != 4:
+        raise ValueError(f"q has shape {tuple(q.shape)}; it must be (batch, new, q_heads, head_dim)")
+    batch, new, q_heads, head_dim = q.shape
+    if new > seq_len:
+        raise ValueError(f"q has {new} tokens, but the cache holds {seq_len}; append their keys first")
+    if batch != k.shape[0]:
+        raise ValueError(f"q has batch size {batch} and the cache {k.shape[0]}; they must be equal")
+    if k.shape[2] == 0 or q_heads % k.shape[2]:
+        raise ValueError(f"q has {q_heads} heads and the cache {k.shape[2]}; the cache's must divide q's")
+    if head_dim != k.shape[3]:
+        raise ValueError(f"q has head_dim {head_dim} and the cache's keys {k.shape[3]}; they must be equal")
+    if q.dtype != k.dtype:
+        raise TypeError(f"q is {q.dtype} but the cache holds {k.dtype}; cast q, or make the cache for its dtype")
+    if len(window_size) != 2 or any(not hasattr(w, "__index__") or int(w) != w for w in window_size):
+        raise TypeError(f"window_size is {window_size!r}; pass two ints (left, right), -1 for unbounded")
+    if softcap < 0:
+        raise ValueError(f"softcap is {softcap}; it must be positive, or 0 for none")
+    if sink is not None and tuple(sink.shape) != (q_heads,):
+        raise ValueError(f"sink has shape {tuple(sink.shape)}; it must be (q_heads,) = ({q_heads},)")
+    if alibi_slopes is not None and tuple(alibi_slopes.shape) not in ((q_heads,), (batch, q_heads)):
+        raise ValueError(
+            f"alibi_slopes has shape {tuple(alibi_slopes.shape)}; it must be (q_heads,) = ({q_heads},) "
+            f"or (batch, q_heads) = ({batch}, {q_heads})"
+        )
+    for name, x in (("the cache", k), ("alibi_slopes", alibi_slopes), ("sink", sink)):
+        if x is not None and x.device != q.device:
+            raise ValueError(f"q is on {q.device} but {name} is on {x.device}; move them to one device")

@@ -87,6 +87,10 @@ class _World:
         return rows
 
 
+class _GotNothing(RuntimeError):
+    """A message did not come: as a broken barrier, a consequence of another rank's error where there is one."""
+
+
 @dataclass
 class _Mail:
     to: VirtualRank
@@ -104,7 +108,7 @@ class _Mail:
                 except queue.Empty:
                     waited += 0.5
                     if world.barrier.broken or waited > _TIMEOUT:
-                        raise RuntimeError(f"rank {self.to.rank} got nothing from rank {peer}") from None
+                        raise _GotNothing(f"rank {self.to.rank} got nothing from rank {peer}") from None
             if got.shape != x.shape or got.dtype != x.dtype:
                 raise AssertionError(
                     f"rank {peer} sent {got.dtype}{list(got.shape)}, expected {x.dtype}{list(x.shape)}"
@@ -137,6 +141,6 @@ def run(world_size: int, body: Callable[[VirtualRank], T], device: torch.device 
         thread.start()
     for thread in threads:
         thread.join()
-    for rank in sorted(errors, key=lambda r: (isinstance(errors[r], (threading.BrokenBarrierError, RuntimeError)), r)):
+    for rank in sorted(errors, key=lambda r: (isinstance(errors[r], (threading.BrokenBarrierError, _GotNothing)), r)):
         raise errors[rank]
     return results

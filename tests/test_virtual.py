@@ -70,6 +70,22 @@ def test_the_first_error_is_raised_and_nobody_waits_for_the_others() -> None:
         virtual.run(4, body)
 
 
+@pytest.mark.parametrize("error", [RuntimeError("boom"), NotImplementedError("boom")])
+@pytest.mark.parametrize("by", ["message", "barrier"])
+def test_an_error_of_the_kind_that_waiting_ranks_raise_is_not_taken_for_theirs(error: RuntimeError, by: str) -> None:
+    def body(rank: VirtualRank) -> None:
+        if rank.rank == 2:
+            raise error
+        if by == "message":
+            rank.start([], [(torch.empty(1), 2)]).wait()
+        else:
+            rank.all_reduce(torch.zeros(1), "sum")
+
+    with pytest.raises(RuntimeError) as caught:
+        virtual.run(3, body)
+    assert caught.value is error
+
+
 def test_differing_plans_raise_the_same_text_on_every_rank() -> None:
     def body(rank: VirtualRank) -> str:
         with pytest.raises(ValueError) as caught:

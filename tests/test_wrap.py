@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import copy
+import functools
+import inspect
 import sys
 import types
+from typing import Any
 
 import pytest
 import torch
@@ -201,6 +204,14 @@ class Varlen(nn.Module):
         return flash_attn_varlen_func(x, x, x)
 
 
+class Aten(nn.Module):
+    """One call that is replaced and one that must not pass beside it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        seen = F.scaled_dot_product_attention(x, x, x, is_causal=True)
+        return seen + torch.ops.aten.scaled_dot_product_attention(x, x, x, None, 0.0, True)
+
+
 class Flex(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(x, x, x)[0]
@@ -216,6 +227,7 @@ class Flex(nn.Module):
         (Multihead(), "MultiheadAttention"),
         (Varlen(), "flash_attn_varlen_func takes boundaries"),
         (Flex(), "is called directly"),
+        (Aten(), "aten.scaled_dot_product_attention is called directly"),
     ],
 )
 @pytest.mark.parametrize("training", [True, False])
@@ -224,6 +236,67 @@ def test_what_cannot_be_exact_raises(module: nn.Module, says: str, training: boo
     module = ringattn.wrap(copy.deepcopy(module).train(training), plan)
     with torch.set_grad_enabled(training), pytest.raises((NotImplementedError, ValueError, RuntimeError), match=says):
         module(torch.randn(1, 2, SEQ, 8))
+
+
+def test_the_first_forward_of_a_thread_may_be_without_gradients() -> None:
+    x = torch.randn(1, SEQ, DIM)
+    model = Model("sdpa")
+
+    def body(rank: virtual.VirtualRank) -> Tensor:
+        plan = ringattn.plan(SEQ, rank, causal=True)
+        with torch.no_grad():
+            return plan.unshard(ringattn.wrap(copy.deepcopy(model), plan)(plan.shard(x)))
+
+    torch.testing.assert_close(virtual.run(2, body)[0], model(x).detach())
+
+
+class Cross(nn.Module):
+    def __init__(self, causal: bool) -> None:
+        super().__init__()
+        self.causal = causal
+
+    def forward(self, q: Tensor, k: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(q, k, k, is_causal=self.causal)
+
+
+def test_causality_of_lengths_that_differ_is_not_torchs() -> None:
+    """torch aligns the first query with the first key, plans the last with the last."""
+    rank, q, k = virtual.VirtualRank(0, 1), torch.randn(1, 2, 8, 8), torch.randn(1, 2, SEQ, 8)
+    with pytest.raises(NotImplementedError, match="is_causal=True for 8 queries and 13 keys"):
+        ringattn.wrap(Cross(True), ringattn.plan(8, rank, seq_len_k=SEQ, causal=True))(q, k)
+    full = ringattn.wrap(Cross(False), ringattn.plan(8, rank, seq_len_k=SEQ))
+    torch.testing.assert_close(full(q, k), F.scaled_dot_product_attention(q, k, k))
+
+
+class Windowed(nn.Module):
+    def __init__(self, left: int) -> None:
+        super().__init__()
+        self.left = left
+
+    def forward(self, x: Tensor) -> Tensor:
+        return flash_attn_func(x, x, x, causal=True, window_size=(self.left, 0))
+
+
+@pytest.mark.parametrize("planned", [-1, SEQ - 1, SEQ, 4095])
+@pytest.mark.parametrize("asked", [-1, SEQ - 1, 4095])
+def test_a_window_of_the_whole_row_is_none(asked: int, planned: int) -> None:
+    x = torch.randn(1, SEQ, 2, 8)
+    want = Windowed(asked)(x)
+    plan = ringattn.plan(SEQ, virtual.VirtualRank(0, 1), causal=True, window_size=(planned, 0))
+    torch.testing.assert_close(ringattn.wrap(Windowed(asked), plan)(x), want)
+
+
+@pytest.mark.parametrize(("asked", "planned"), [(SEQ - 2, -1), (4095, SEQ - 2), (SEQ - 2, SEQ - 3)])
+def test_a_window_that_hides_one_key_is_another(asked: int, planned: int) -> None:
+    plan = ringattn.plan(SEQ, virtual.VirtualRank(0, 1), causal=True, window_size=(planned, 0))
+    with pytest.raises(ValueError, match="but the plan has"):
+        ringattn.wrap(Windowed(asked), plan)(torch.randn(1, SEQ, 2, 8))
+
+
+def test_one_token_is_causal_if_the_plan_is() -> None:
+    plan = ringattn.plan(1, virtual.VirtualRank(0, 1), causal=True)
+    x = torch.randn(1, 1, 2, 8)
+    torch.testing.assert_close(ringattn.wrap(Windowed(-1), plan)(x), x)
 
 
 def helper(q: Tensor) -> Tensor:
@@ -241,14 +314,304 @@ class ByAttribute(nn.Module):
 
 
 flash = types.SimpleNamespace(flash_attn_qkvpacked_func=None)
+causal_flash = functools.partial(flash_attn_func, causal=True)
 
 
-@pytest.mark.parametrize(("module", "says"), [(InHelper(), r"calls helper\(\)"), (ByAttribute(), "by an attribute")])
+class InPartial(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return causal_flash(x, x, x)
+
+
+class Static(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.attend(x)
+
+    @staticmethod
+    def attend(x: Tensor) -> Tensor:
+        return flash_attn_func(x, x, x, causal=True)
+
+
+class InStaticHelper(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.attend(x)
+
+    @staticmethod
+    @torch.no_grad()
+    def attend(x: Tensor) -> Tensor:
+        return helper(x)
+
+
+class Holding:
+    """A decorator that keeps the function where nobody can look."""
+
+    def __init__(self, function: Any) -> None:
+        functools.update_wrapper(self, function)
+
+    def __call__(self, *args: Any) -> Any:
+        return self.__wrapped__(*args)  # type: ignore[attr-defined]
+
+
+def held(function: Any) -> Any:
+    keep = [function]
+    return functools.wraps(function)(lambda *args: keep[0](*args))
+
+
+class InObject(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return type(self).attend(x)
+
+    @Holding
+    def attend(x: Tensor) -> Tensor:
+        return flash_attn_func(x, x, x, causal=True)
+
+
+class InList(nn.Module):
+    @held
+    def forward(self, x: Tensor) -> Tensor:
+        return flash_attn_func(x, x, x, causal=True)
+
+
+class OverridesAndCalls(Static):
+    def __init__(self) -> None:
+        super().__init__()
+
+    @staticmethod
+    def attend(x: Tensor) -> Tensor:
+        return Static.attend(x)
+
+
+class CallsAbove(Static):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().attend(x)
+
+
+class CallsAboveInOldWords(Static):
+    def forward(self, x: Tensor) -> Tensor:
+        return super(CallsAboveInOldWords, self).attend(x)  # noqa: UP008
+
+
+class CallsByItsClass(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return CallsByItsClass.attend(x)
+
+    @staticmethod
+    def attend(x: Tensor) -> Tensor:
+        return flash_attn_func(x, x, x, causal=True)
+
+
+def with_forward(module: nn.Module, forward: Any) -> nn.Module:
+    module.forward = forward
+    return module
+
+
+@pytest.mark.parametrize(
+    ("module", "says"),
+    [
+        (InHelper(), r"calls helper\(\)"),
+        (ByAttribute(), "by an attribute"),
+        (InPartial(), r"calls causal_flash\(\), which calls flash_attn_func"),
+        (InStaticHelper(), r"calls helper\(\)"),
+        (InObject(), "calls flash_attn_func through a Holding"),
+        (InList(), "calls flash_attn_func through a decorator"),
+        (OverridesAndCalls(), r"OverridesAndCalls.attend calls attend\(\) by super\(\) or the name of its class"),
+        (CallsAbove(), r"CallsAbove.forward calls attend\(\) by super"),
+        (CallsAboveInOldWords(), r"forward calls attend\(\) by super"),
+        (CallsByItsClass(), r"forward calls attend\(\) by super"),
+        (with_forward(nn.Identity(), lambda x: helper(x)), r"Identity\(\).forward calls helper\(\)"),
+    ],
+)
 def test_flash_attention_that_cannot_be_reached_raises_when_wrapping(module: nn.Module, says: str) -> None:
     outer = nn.Sequential(Model("sdpa"), module)
     with pytest.raises(NotImplementedError, match=says):
         ringattn.wrap(outer, ringattn.plan(SEQ, virtual.VirtualRank(0, 1), causal=True))
     assert type(outer[0]) is Model, "nothing is changed when wrapping fails"
+
+
+renamed_flash = flash_attn_func
+
+
+class OfClass(Static):
+    @classmethod
+    def attend(cls, x: Tensor) -> Tensor:
+        return flash_attn_func(x, x, x, causal=True)
+
+
+class Overrides(Static):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) if x.numel() else super().extra_repr()
+
+    @staticmethod
+    def attend(x: Tensor) -> Tensor:
+        x = x.transpose(1, 2)
+        return F.scaled_dot_product_attention(x, x, x, is_causal=True).transpose(1, 2)
+
+
+class Decorated(nn.Module):
+    @torch.autocast("cpu", enabled=False)
+    @torch.enable_grad()
+    def forward(self, x: Tensor) -> Tensor:
+        return flash_attn_func(x, x, x, causal=True)
+
+
+class Renamed(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return renamed_flash(x, x, x, causal=True)
+
+
+class ByDefault(nn.Module):
+    def forward(self, x: Tensor, attend: Any = flash_attn_func, *, also: Any = flash_attn_func) -> Tensor:
+        return (attend(x, x, x, causal=True) + also(x, x, x, causal=True)) / 2
+
+
+class OnTheClass(nn.Module):
+    attend = staticmethod(flash_attn_func)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.attend(x, x, x, causal=True)
+
+
+class OnTheInstance(nn.Module):
+    def __init__(self, attend: Any) -> None:
+        super().__init__()
+        self.attend = attend
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.attend(x, x, x, causal=True)
+
+
+class Chosen(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.chosen = self.with_flash
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.chosen(x)
+
+    def with_flash(self, x: Tensor) -> Tensor:
+        return flash_attn_func(x, x, x, causal=True)
+
+
+class OnTheWay(nn.Module):
+    @property
+    def attend(self) -> Any:
+        return flash_attn_func
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.attend(x, x, x, causal=True)
+
+
+class Sdpa(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.transpose(1, 2)
+        return F.scaled_dot_product_attention(x, x, x, is_causal=True).transpose(1, 2)
+
+
+class Beside(nn.Module):
+    """Another attention that is replaced, so that nothing is missing where one is not."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner, self.other = inner, Sdpa()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x) + self.other(x)
+
+
+def patched(module: nn.Module) -> nn.Module:
+    before = module.forward
+    return with_forward(module, lambda x: before(x))
+
+
+def flash_in_a_method(self: nn.Module, x: Tensor) -> Tensor:
+    return flash_attn_func(x, x, x, causal=True)
+
+
+def in_its_own_closure(module: nn.Module) -> nn.Module:
+    def forward(x: Tensor, again: bool = True) -> Tensor:
+        return forward(x, False) if again else flash_attn_func(x, x, x, causal=True)
+
+    return with_forward(module, forward)
+
+
+def bound_to(module: nn.Module) -> nn.Module:
+    return with_forward(module, types.MethodType(flash_in_a_method, module))
+
+
+REACHED = {
+    "static": Static,
+    "class method": OfClass,
+    "overridden": Overrides,
+    "decorated": Decorated,
+    "renamed": Renamed,
+    "by default": ByDefault,
+    "on the class": OnTheClass,
+    "on the instance": lambda: OnTheInstance(flash_attn_func),
+    "a partial": lambda: OnTheInstance(functools.partial(flash_attn_func, softmax_scale=None)),
+    "a bound method": Chosen,
+    "a property": OnTheWay,
+    "own forward": lambda: patched(Sdpa()),
+    "own forward around flash": lambda: patched(Decorated()),
+    "own forward that calls itself": lambda: in_its_own_closure(Sdpa()),
+    "own forward of a module of torch": lambda: bound_to(nn.Identity()),
+    "own forward of a module without": lambda: bound_to(nn.Module()),
+}
+
+
+@pytest.mark.parametrize("beside", [False, True])
+@pytest.mark.parametrize("kind", REACHED)
+def test_attention_is_replaced_wherever_it_is_called(kind: str, beside: bool) -> None:
+    x = torch.randn(1, SEQ, 2, 8, dtype=torch.float64)
+
+    def make() -> nn.Module:
+        inner = REACHED[kind]()
+        return Beside(inner) if beside else inner
+
+    def body(rank: virtual.VirtualRank) -> Tensor:
+        plan = ringattn.plan(SEQ, rank, causal=True)
+        model = ringattn.wrap(ringattn.wrap(make(), plan), plan)  # and again
+        return plan.unshard(model(plan.shard(x)))
+
+    torch.testing.assert_close(virtual.run(2, body)[0], make()(x), rtol=1e-11, atol=1e-12)
+
+
+def test_a_forward_of_the_instance() -> None:
+    """Its module is asked for attention, keeps the signature, is copied with its parameters, and may be compiled."""
+    plan = ringattn.plan(SEQ, virtual.VirtualRank(0, 1), causal=True, documents=torch.tensor([[0] * 6 + [1] * 7]))
+    with pytest.raises(RuntimeError, match="without calling attention"):
+        ringattn.wrap(patched(ByHand()), plan)(torch.randn(1, SEQ, 8))
+    layer = Attention("sdpa")
+    want = ringattn.wrap(copy.deepcopy(layer), plan)
+    layer.forward = types.MethodType(lambda self, x: Attention.forward(self, x), layer)
+    signature = inspect.signature(layer.forward)
+    ringattn.wrap(layer, plan)
+    assert inspect.signature(layer.forward) == signature
+    x = torch.randn(1, SEQ, DIM, requires_grad=True)
+    torch.testing.assert_close(layer(x), want(x))
+    checkpointed = checkpoint(layer, x, use_reentrant=False)
+    torch.testing.assert_close(
+        torch.autograd.grad(checkpointed.square().sum(), x), torch.autograd.grad(want(x).square().sum(), x)
+    )
+    copied = copy.deepcopy(layer)
+    with torch.no_grad():
+        copied.out.weight.zero_()
+        copied.out.bias.fill_(3)
+    assert torch.equal(copied(x), torch.full_like(x, 3))
+    torch.testing.assert_close(layer(x), want(x))
+
+
+def test_what_accelerate_prepares_for_mixed_precision(request: pytest.FixtureRequest) -> None:
+    accelerate = pytest.importorskip("accelerate")
+    request.addfinalizer(lambda: accelerate.state.AcceleratorState._reset_state(reset_partial_state=True))
+    accelerator = accelerate.Accelerator(cpu=True, mixed_precision="bf16")
+    plan = ringattn.plan(SEQ, virtual.VirtualRank(0, 1), causal=True, documents=torch.tensor([[0] * 6 + [1] * 7]))
+    x, layer = torch.randn(1, SEQ, DIM), Attention("flash")
+    with torch.autocast("cpu", torch.bfloat16):
+        want = ringattn.wrap(copy.deepcopy(layer), plan)(x).float()
+    after = ringattn.wrap(accelerator.prepare(copy.deepcopy(layer)), plan)
+    before = accelerator.prepare(ringattn.wrap(copy.deepcopy(layer), plan))
+    both = ringattn.wrap(accelerator.prepare(ringattn.wrap(copy.deepcopy(layer), plan)), plan)
+    for model in (after, before, both):
+        assert torch.equal(model(x), want)
 
 
 def test_wrong_arguments() -> None:
@@ -334,6 +697,21 @@ def test_a_compiled_module_follows_its_plan() -> None:
         run(x)
 
 
+@pytest.mark.usefixtures("_fresh")
+@pytest.mark.parametrize("kind", ["static", "decorated", "own forward", "own forward around flash", "compiled"])
+def test_compiled_where_it_is_called_in_other_ways(kind: str) -> None:
+    plan = ringattn.plan(SEQ, virtual.VirtualRank(0, 1), causal=True, documents=torch.tensor([[0] * 6 + [1] * 7]))
+    options = dict(fullgraph=True, backend="aot_eager")
+    inner = REACHED.get(kind, Static)()
+    if kind == "compiled":  # what many write instead of layer.compile()
+        inner.forward = torch.compile(inner.forward, **options)
+    model = ringattn.wrap(Beside(inner), plan)
+    x = torch.randn(1, SEQ, 2, 8)
+    want = 2 * ringattn.wrap(Sdpa(), plan)(x)
+    torch.testing.assert_close(model(x), want)
+    torch.testing.assert_close(torch.compile(model, **options)(x), want)
+
+
 class Recomputed(Attention):
     """The same three times: as it is, and in checkpointed functions, which torch.compile traces with modes off."""
 
@@ -373,6 +751,7 @@ def test_what_is_checkpointed_in_a_compiled_module_attends_over_ranks(fullgraph:
         (Multihead(), "MultiheadAttention"),
         (Varlen(), "flash_attn_varlen_func takes boundaries"),
         (Flex(), "is called directly"),
+        (Aten(), "aten.scaled_dot_product_attention is called directly"),
     ],
 )
 def test_what_cannot_be_exact_raises_while_it_is_compiled(module: nn.Module, says: str, fullgraph: bool) -> None:
