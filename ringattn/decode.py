@@ -7,6 +7,7 @@ length of the cache.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -236,7 +237,7 @@ def _check(
         raise TypeError(f"q is {q.dtype} but the cache holds {k.dtype}; cast q, or make the cache for its dtype")
     if len(window_size) != 2 or any(not hasattr(w, "__index__") or int(w) != w for w in window_size):
         raise TypeError(f"window_size is {window_size!r}; pass two ints (left, right), -1 for unbounded")
-    if softcap < 0:
+    if not 0 <= softcap < math.inf:
         raise ValueError(f"softcap is {softcap}; it must be positive, or 0 for none")
     if sink is not None and tuple(sink.shape) != (q_heads,):
         raise ValueError(f"sink has shape {tuple(sink.shape)}; it must be (q_heads,) = ({q_heads},)")
