@@ -49,6 +49,7 @@ _OLDEST = (5, 17)
 try:
     import transformers
     from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers.masking_utils import bidirectional_mask_function, causal_mask_function
 except ImportError as error:
     raise ImportError(
         f"ringattn.hf needs transformers >= {'.'.join(map(str, _OLDEST))}: pip install 'transformers>=5.17' ({error})"
@@ -99,11 +100,12 @@ class Visible:
 
 
 class _Record:
-    """What is known of a model that has been used: checked once."""
+    """What is known of a model that has been used: checked once. Two things, because a first forward may have no
+    loss."""
 
     def __init__(self) -> None:
-        self.verified = False
-        self.probed: set[tuple[bool, int | None]] = set()
+        self.attends = False
+        self.adds_up = False
 
 
 _records: weakref.WeakKeyDictionary[nn.Module, _Record] = weakref.WeakKeyDictionary()
@@ -131,12 +133,15 @@ class Sequence:
         kernel: str = "auto",
         seq_dims: Mapping[str, int | None] | None = None,
     ) -> None:
-        self.compiled = _is_compiled(model)
         self.model: Any = _unwrapped(model)
-        self.record = _records.get(self.model)
-        if self.record is None:
+        self.entry = _entry(model)
+        record = _records.get(self.model)
+        if record is None:
             check_model(self.model)
-            self.record = _records[self.model] = _Record()
+            record = _records[self.model] = _Record()
+        else:  # it may have been changed since, as to generate
+            _check_implementation(self.model)
+        self.record = record
         self.group = group
         self.kernel = kernel
         self.options = dict(layout=layout, dataflow=dataflow, deterministic=deterministic, local_size=local_size)
@@ -209,43 +214,65 @@ class Sequence:
     @contextlib.contextmanager
     def active(self) -> Iterator[dict[str, Any]]:
         """While this is entered, the model's layers attend to this sequence."""
-        outer = getattr(_local, "current", None)
+        self.outer: Sequence | None = getattr(_local, "current", None)
         _local.current = self
-        hook = None
-        assert self.record is not None
-        if not self.record.verified and not self.compiled:
-            hook = self.model.register_forward_hook(self._verify, with_kwargs=True)
-        try:
+        with contextlib.ExitStack() as watched:
+            watched.callback(setattr, _local, "current", self.outer)
+            if not (self.record.attends and self.record.adds_up):
+                watched.enter_context(_watched(self.entry, after=self._verify))
+            if self.outer is not None:
+                for entry in {self.entry, *(other.entry for other in self._outers())}:
+                    watched.enter_context(_watched(entry, before=self._check_inputs))
             yield self.local
-        finally:
-            _local.current = outer
-            if hook is not None:
-                hook.remove()
 
-    def _verify(self, model: nn.Module, args: Any, kwargs: dict[str, Any], outputs: Any) -> None:
-        """After a model's first forward: its layers have called us, and its loss is the sum over this rank's targets by
-        the number of all. Every rank comes here, and all raise if one does."""
-        assert self.record is not None
-        if self.record.verified:
+    def _outers(self) -> Iterator[Sequence]:
+        other = self.outer
+        while other is not None:
+            yield other
+            other = other.outer
+
+    def _check_inputs(self, kwargs: Mapping[str, Any]) -> None:
+        """Of several sequences that are entered, layers attend to the innermost: the inputs must be its own."""
+        for name, given in kwargs.items():
+            if _equal(given, self.local.get(name)):
+                continue
+            if any(_equal(given, other.local.get(name)) for other in self._outers()):
+                raise ValueError(
+                    f"the model got {name} of a sequence that is not the innermost of those entered; the layers attend "
+                    "to the innermost. Leave one ringattn.hf.sequence() before entering the next"
+                )
+
+    def _verify(self, kwargs: Mapping[str, Any], outputs: Any) -> None:
+        """After a model's first forward: its layers have called us. After its first with a loss: that is the sum over
+        this rank's targets by the number of all. Every rank comes here, and all raise if one does."""
+        said = _named(kwargs, outputs)
+        loss = said.get("loss") is not None
+        if getattr(_local, "current", None) is not self:  # that of an inner sequence
+            return
+        if self.record.attends and (self.record.adds_up or not loss):
             return
         error: Exception | None = None
         try:
-            self._check_outputs(kwargs, outputs)
+            self._check_attended()
+            if loss:
+                self._check_loss(kwargs, said)
         except (ValueError, RuntimeError, NotImplementedError) as bad:
             error = bad
-        self.plan.transport.agree(f"the first forward of {type(model).__name__}", {}, error)
-        self.record.verified = True
+        self.plan.transport.agree(f"the first forward of {type(self.model).__name__}", {}, error)
+        self.record.attends = True
+        self.record.adds_up |= loss
 
-    def _check_outputs(self, kwargs: dict[str, Any], outputs: Any) -> None:
+    def _check_attended(self) -> None:
         name = type(self.model).__name__
         if not self.calls:
             raise RuntimeError(
                 f"{name} has run without calling ringattn: its attention layers ignore attn_implementation; "
                 "use a model whose layers go through transformers' AttentionInterface"
             )
-        value = outputs.get("loss") if isinstance(outputs, Mapping) else None
-        if value is None:
-            return
+
+    def _check_loss(self, kwargs: Mapping[str, Any], outputs: Mapping[str, Any]) -> None:
+        name = type(self.model).__name__
+        value: Tensor = outputs["loss"]
         logits, total = outputs.get("logits"), kwargs.get("num_items_in_batch")
         targets = kwargs.get("shift_labels" if _shifts(self.model) else "labels")
         if outputs.get("log_probs") is not None:  # trl's head: SFTTrainer adds up one log-probability per target
@@ -316,12 +343,7 @@ def check_model(model: nn.Module) -> None:
     if config is None or not hasattr(config, "get_text_config"):
         raise TypeError(f"{name} has no transformers config; for a module of your own use ringattn.wrap()")
     text = config.get_text_config()
-    found = getattr(text, "_attn_implementation", None)
-    if found != NAME:
-        raise ValueError(
-            f"{name} has attn_implementation={found!r}; load it with attn_implementation='ringattn', or call "
-            "model.set_attn_implementation('ringattn')"
-        )
+    _check_implementation(model)
     if getattr(config, "is_encoder_decoder", False):
         raise NotImplementedError(f"{name} is an encoder-decoder; cross-attention over ranks is not supported")
     odd = sorted({str(t) for t in getattr(text, "layer_types", None) or () if t not in _LAYER_TYPES})
@@ -335,6 +357,15 @@ def check_model(model: nn.Module) -> None:
         raise NotImplementedError(
             f"{name} has output_router_logits=True: the load-balancing loss is no sum over tokens, so the sum of the "
             "ranks' losses is not that of one process; set config.output_router_logits = False"
+        )
+
+
+def _check_implementation(model: Any) -> None:
+    found = getattr(model.config.get_text_config(), "_attn_implementation", None)
+    if found != NAME:
+        raise ValueError(
+            f"{type(model).__name__} has attn_implementation={found!r}; load it with attn_implementation='ringattn', "
+            "or call model.set_attn_implementation('ringattn')"
         )
 
 
@@ -389,8 +420,7 @@ def visible_to_layers(
             "interval of keys per query"
         )
     causal = "allow_is_bidirectional_skip" not in kwargs
-    if not torch.compiler.is_compiling():
-        _probe(current, mask_function, causal, local_size)
+    _probe(current, mask_function, causal, local_size)
     return current.visible(causal, local_size)
 
 
@@ -400,9 +430,23 @@ def _probe(
     causal: bool,
     window: int | None,
 ) -> None:
-    """Ask the model's own mask function about pairs of global positions on every edge of what we take it for."""
-    assert current.record is not None
-    if mask_function is None or (causal, window) in current.record.probed:
+    """Ask the model's own mask function about pairs of global positions on every edge of what we take it for. Each time
+    it is given: the next batch may bring a prefix or blocks."""
+    if mask_function is None or (
+        window is None and mask_function is (causal_mask_function if causal else bidirectional_mask_function)
+    ):
+        return
+    if torch.compiler.is_compiling():  # a graph asks no function: transformers' own windows have this name
+        tensors = window is None or getattr(mask_function, "__name__", "") != "and_mask"
+    else:
+        tensors = _holds_tensors(mask_function)
+    if tensors:
+        raise NotImplementedError(
+            "the model's mask depends on a tensor of the batch (a prefix or blocks of tokens that see each other, such "
+            "as token_type_ids make), which is no interval of keys per query; ringattn knows causal and bidirectional "
+            "masks, with or without a window: leave that tensor out of the batch"
+        )
+    if torch.compiler.is_compiling():
         return
     end, w = current.seq_len - 1, window or 0
     around = torch.tensor([0, 1, 2, w - 1, w, w + 1, 2 * w, 2 * w + 1, end // 3, end // 2, end - 1, end]).clamp(0, end)
@@ -413,10 +457,7 @@ def _probe(
     expected = k <= q if causal else torch.ones_like(k, dtype=torch.bool)
     if window is not None:
         expected &= (q - k < window) if causal else ((q - k).abs() <= window)
-    try:
-        said = mask_function(zero, zero, q, k).cpu().expand_as(k)
-    except IndexError:  # it reads a tensor of this rank's tokens at a global position
-        said = ~expected
+    said = mask_function(zero, zero, q, k).cpu().expand_as(k)
     if not torch.equal(said, expected):
         row, column = (int(i) for i in (said != expected).nonzero()[0])
         raise NotImplementedError(
@@ -424,7 +465,22 @@ def _probe(
             f"{f' with a window of {window}' if window else ''} that ringattn knows: query {int(q[row, column])} and "
             f"key {int(k[row, column])} differ. Chunked and blockwise masks are not supported"
         )
-    current.record.probed.add((causal, window))
+
+
+def _holds_tensors(function: Any) -> bool:
+    """Does the function, or one that it is made of, keep a tensor? (Its indices are of this rank's tokens, and a device
+    does not survive one out of range.)"""
+    found, seen = [function], set()
+    while found:
+        x = found.pop()
+        if isinstance(x, Tensor):
+            return True
+        if isinstance(x, tuple | list):
+            found += x
+        elif callable(x) and id(x) not in seen:
+            seen.add(id(x))
+            found += [cell.cell_contents for cell in getattr(x, "__closure__", None) or ()]
+    return False
 
 
 def attend(
@@ -511,11 +567,61 @@ def _unwrapped(model: nn.Module) -> Any:
     return getattr(model, "_orig_mod", model)
 
 
-def _is_compiled(model: nn.Module) -> bool:
-    return any(
-        hasattr(m, "_orig_mod") or getattr(m, "_compiled_call_impl", None) is not None
-        for m in (model, getattr(model, "module", None))
-    )
+def _entry(model: nn.Module) -> Any:
+    """Where a forward begins: what torch.compile has made, or the transformers model. Hooks of a module inside of a
+    compiled one would be part of its graph."""
+    inner = _unwrapped(model)
+    while model is not inner and not hasattr(model, "_orig_mod") and model._compiled_call_impl is None:
+        model = model.module  # type: ignore[assignment]
+    return model
+
+
+@contextlib.contextmanager
+def _watched(entry: Any, before: Callable[..., None] | None = None, after: Callable[..., None] | None = None) -> Any:
+    """Meanwhile each forward calls ``before(kwargs)`` and ``after(kwargs, outputs)``, outside of a compiled graph."""
+    inner = entry._compiled_call_impl
+    if inner is not None:  # model.compile(): hooks are compiled with the rest
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if before:
+                before(kwargs)
+            outputs = inner(*args, **kwargs)
+            if after:
+                after(kwargs, outputs)
+            return outputs
+
+        entry._compiled_call_impl = call
+        try:
+            yield
+        finally:
+            entry._compiled_call_impl = inner
+        return
+    hooks = []
+    if before:
+        hooks.append(entry.register_forward_pre_hook(lambda m, args, kwargs: before(kwargs), with_kwargs=True))
+    if after:
+        hooks.append(entry.register_forward_hook(lambda m, args, kwargs, out: after(kwargs, out), with_kwargs=True))
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _named(kwargs: Mapping[str, Any], outputs: Any) -> Mapping[str, Any]:
+    """A model's outputs by name; of those of return_dict=False the loss and the logits, which come first."""
+    if isinstance(outputs, Mapping):
+        return outputs
+    wants = any(kwargs.get(name) is not None for name in ("labels", "shift_labels"))
+    if isinstance(outputs, tuple) and wants and isinstance(outputs[0], Tensor) and outputs[0].ndim == 0:
+        return dict(zip(("loss", "logits"), outputs, strict=False))
+    return {}
+
+
+def _equal(a: Any, b: Any) -> bool:
+    if not (isinstance(a, Tensor) and isinstance(b, Tensor)):
+        return False
+    return a is b or (a.shape == b.shape and a.device == b.device and bool((a == b).all()))
 
 
 def _is_encoder(model: nn.Module) -> bool:

@@ -416,6 +416,75 @@ def test_a_model_that_does_not_call_its_attention_function_is_refused() -> None:
         in_sequence(model)
 
 
+def test_a_loss_is_checked_after_a_forward_without_one() -> None:
+    def body(rank: virtual.VirtualRank) -> None:
+        for options in ({}, {"return_dict": False}):
+            model = build("bert", "ringattn")
+            with ringattn.hf.sequence(model, batch_of("dense", False), rank) as local:
+                model(**{k: v for k, v in local.items() if k not in ("labels", "num_items_in_batch")})
+                with pytest.raises((NotImplementedError, ValueError), match=r"ringattn\.loss\.cross_entropy"):
+                    model(**local, **options)
+
+    virtual.run(2, body)
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+def test_the_loss_of_a_compiled_model_is_checked(in_place: bool) -> None:
+    config = configs()["bert"]  # its own mean: right in one process, if the number of targets is that of the batch
+    config.num_hidden_layers = 1
+    model: Any = transformers.AutoModelForMaskedLM.from_config(config, attn_implementation="ringattn")
+    run = model if in_place else torch.compile(model, backend="eager")
+    if in_place:
+        model.compile(backend="eager")
+    with ringattn.hf.sequence(run, batch_of("dense", False), virtual.VirtualRank(0, 1)) as local:
+        with pytest.raises(NotImplementedError, match="the loss of BertForMaskedLM is"):
+            run(**{**local, "num_items_in_batch": 2 * local["num_items_in_batch"]})
+        run(**local)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_prefix_after_causal_batches_is_refused(compiled: bool) -> None:
+    model: Any = transformers.AutoModelForCausalLM.from_config(
+        transformers.HrmTextConfig(**SMALL), attn_implementation="ringattn"
+    )
+    run = torch.compile(model, backend="eager") if compiled else model
+    batch = batch_of("dense", True)
+    kinds = (torch.arange(24) < 10).long().expand(ROWS, -1).contiguous()
+    alone = virtual.VirtualRank(0, 1)
+    with ringattn.hf.sequence(run, batch, alone) as local:
+        run(**local, use_cache=False)
+    with (
+        pytest.raises(NotImplementedError, match="token_type_ids"),
+        ringattn.hf.sequence(run, {**batch, "token_type_ids": kinds}, alone) as local,
+    ):
+        run(**local, use_cache=False)
+
+
+def test_another_attention_that_was_left_set_is_refused() -> None:
+    model: Any = build("llama", "ringattn")
+    in_sequence(model)
+    model.set_attn_implementation("sdpa")
+    with pytest.raises(ValueError, match=r"attn_implementation='sdpa'.*set_attn_implementation\('ringattn'\)"):
+        in_sequence(model)
+
+
+def test_inputs_of_another_sequence_than_the_innermost_are_refused() -> None:
+    def body(rank: virtual.VirtualRank) -> None:
+        model = build("llama", "ringattn")
+        first, second = (ringattn.hf.Sequence(model, batch_of(kind, True), rank) for kind in ("ragged", "left padding"))
+        with first.active() as outer, second.active() as inner:
+            model(**inner)
+            with pytest.raises(ValueError, match="got input_ids of a sequence that is not the innermost"):
+                model(**outer)
+        with first.active() as outer:
+            model(**outer)
+        same = ringattn.hf.Sequence(model, batch_of("ragged", True), rank)
+        with first.active() as outer, same.active():
+            model(**outer)  # of the same rows
+
+    virtual.run(2, body)
+
+
 def test_rows_too_short_for_the_ranks() -> None:
     with pytest.raises(ValueError, match="pad the rows to 8 tokens or more"):
         ringattn.hf.Sequence(build("llama", "ringattn"), {"input_ids": torch.ones(1, 3)}, virtual.VirtualRank(0, 4))
