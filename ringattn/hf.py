@@ -36,6 +36,7 @@ import torch
 from torch import Tensor, nn
 
 from . import batch as batches
+from . import layout as layouts
 from . import loss as losses
 from . import transport as transports
 from .attention import attention
@@ -193,6 +194,10 @@ class Sequence:
         return found
 
     def _shard(self, batch: Mapping[str, Any], seq_dims: Mapping[str, int | None] | None) -> dict[str, Any]:
+        if batch.get("position_ids") is None:
+            positions = self._counted_positions(batch)
+            batch = batch if positions is None else {**batch, "position_ids": positions}
+        self._check_rope(batch)
         local = self.plan.shard_batch(batch, seq_dims=seq_dims)
         tokens = next(local[name] for name in ("input_ids", "inputs_embeds") if local.get(name) is not None)
         if local.get("attention_mask") is None:
@@ -210,6 +215,47 @@ class Sequence:
                     targets = batches.shift_labels(batch["labels"], *batches.begins(self.plan))
             local["num_items_in_batch"] = (targets != batches.IGNORE).sum().clamp(min=1)
         return local
+
+    def _counted_positions(self, batch: Mapping[str, Any]) -> Tensor | None:
+        """Position ids of whole rows, of models that count by themselves what a shard cannot: some tokens only."""
+        ids = batch.get("input_ids")
+        rows, seq_len = batches.shape(batch)
+        begin, real = batches.begins(self.plan)
+        for module in self.model.modules():  # RoBERTa and what descends from it: from padding_idx + 1, without padding
+            if (
+                hasattr(module, "create_position_ids_from_inputs_embeds")
+                and hasattr(module, "position_embeddings")  # absolute ones
+                and getattr(module, "word_embeddings", None) is self.model.get_input_embeddings()
+            ):
+                counted = torch.ones(rows, seq_len, dtype=torch.bool) if ids is None else ids != module.padding_idx
+                return batches.counted_positions(begin, real, counted.cpu()).to(counted.device) + module.padding_idx
+        if self.model.config.get_text_config().model_type == "opt":  # by its mask, -1 at padding
+            tokens = batch["inputs_embeds"] if ids is None else ids
+            return batches.counted_positions(begin, real, real.expand(rows, -1)).to(tokens.device) - 1
+        return None
+
+    def _check_rope(self, batch: Mapping[str, Any]) -> None:
+        """Rotary embeddings that depend on the length of the row, which a rank takes for that of its own positions."""
+        config = self.model.config.get_text_config()
+        every = getattr(config, "rope_parameters", None) or {}
+        for rope in every.values() if all(isinstance(v, Mapping) for v in every.values()) else [every]:
+            kind = rope.get("rope_type", "default")
+            if kind != "longrope" and kind != "dynamic":
+                continue
+            positions = batch.get("position_ids")
+            if positions is None:
+                positions = batches.default_positions(*batches.begins(self.plan), 1)
+            highest = positions.detach().cpu().reshape(-1, self.seq_len).amax(0)
+            ends = [int(highest[layouts.positions(shard)].max()) + 1 for shard in self.plan.shards]
+            limit = rope["original_max_position_embeddings"] if kind == "longrope" else config.max_position_embeddings
+            differ = min(ends) <= limit if kind == "longrope" else min(ends) != max(ends)
+            if max(ends) > limit and differ:
+                raise NotImplementedError(
+                    f"{type(self.model).__name__} has rope_type={kind!r}, whose frequencies depend on the length of "
+                    f"the row: its {max(ends)} positions are beyond {limit}, and a rank that ends at {min(ends)} would "
+                    f"take others. Use rows of at most {limit} positions"
+                    + (", or layout='striped', which ends all ranks together" if kind == "longrope" else "")
+                )
 
     @contextlib.contextmanager
     def active(self) -> Iterator[dict[str, Any]]:

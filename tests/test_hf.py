@@ -266,6 +266,105 @@ def test_compiled_without_graph_break(recwarn: pytest.WarningsRecorder) -> None:
     compare([body(virtual.VirtualRank(0, 1))], want)
 
 
+# --- What models make of positions ----------------------------------------------------------------------
+
+ENCODER = {k: v for k, v in SMALL.items() if k not in ("num_key_value_heads", "attention_dropout")} | dict(
+    hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0
+)
+
+
+def tiny(auto: Any, config: Any, attn: str = "eager") -> Any:
+    torch.manual_seed(0)
+    model = auto.from_config(config, attn_implementation=attn).eval()
+    for parameter in model.parameters():
+        if parameter.ndim > 1:
+            nn.init.normal_(parameter, 0.0, 0.3)
+    return model
+
+
+def over_two(model: nn.Module, batch: dict[str, Tensor], causal: bool, **options: Any) -> float:
+    """The loss of a model's logits, on two ranks."""
+    models = [copy.deepcopy(model) for _ in range(2)]
+
+    def body(rank: virtual.VirtualRank) -> float:
+        model: Any = models[rank.rank]
+        model.set_attn_implementation("ringattn")
+        with ringattn.hf.sequence(model, batch, rank, **options) as local, torch.no_grad():
+            targets, total = local.pop("shift_labels" if causal else "labels"), local.pop("num_items_in_batch")
+            local.pop("labels", None)
+            logits = model(**local).logits
+            return ringattn.loss.cross_entropy(logits, targets, rank, wrapper="sums", total=total).item()
+
+    return sum(virtual.run(2, body))
+
+
+def position_models() -> dict[str, tuple[Any, bool]]:
+    t = transformers
+    roberta = {**ENCODER, "pad_token_id": 1}
+    return {
+        "roberta": (t.RobertaConfig(**roberta), False),
+        "xlm_roberta": (t.XLMRobertaConfig(**roberta, is_decoder=True), True),
+        "esm": (t.EsmConfig(**roberta, mask_token_id=4, position_embedding_type="absolute"), False),
+        "esm_rotary": (t.EsmConfig(**roberta, mask_token_id=4, position_embedding_type="rotary"), False),
+        "opt": (
+            t.OPTConfig(vocab_size=VOCABULARY, hidden_size=32, word_embed_proj_dim=32, num_hidden_layers=2, ffn_dim=48,
+                        num_attention_heads=4, max_position_embeddings=64, dropout=0.0, pad_token_id=1),
+            True,
+        ),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ["ragged", "left padding"])
+@pytest.mark.parametrize("name", ["roberta", "xlm_roberta", "esm", "esm_rotary", "opt"])
+def test_models_that_count_positions_by_themselves(name: str, kind: str) -> None:
+    config, causal = position_models()[name]
+    model = tiny(transformers.AutoModelForCausalLM if causal else transformers.AutoModelForMaskedLM, config)
+    batch = batch_of(kind, causal)
+    batch["input_ids"] = torch.where(torch.tensor(BATCHES[kind]) >= 0, batch["input_ids"], 1)
+    batch["labels"][:, :9] = -100  # transformers scores the first token from padding
+    with torch.no_grad():
+        want = model(**batch).loss.item()
+    assert over_two(model, batch, causal) == pytest.approx(want, rel=1e-5)
+
+
+def test_rotary_embeddings_that_depend_on_the_length() -> None:
+    """Rows that are short enough, or so long that all ranks know it, are exact; the others are refused."""
+    t = transformers
+    long = dict(rope_type="longrope", rope_theta=1e4, short_factor=[1.0] * 4, long_factor=[1.0, 2.0, 4.0, 8.0])
+    for limit, layout, exact in (
+        (24, "zigzag", True),
+        (23, "zigzag", False),
+        (16, "zigzag", True),
+        (20, "striped", True),
+    ):
+        config = t.Phi3Config(
+            **SMALL,
+            original_max_position_embeddings=limit,
+            rope_parameters={**long, "original_max_position_embeddings": limit},
+        )
+        model, batch = tiny(t.AutoModelForCausalLM, config), batch_of("dense", True)
+        if exact:
+            with torch.no_grad():
+                want = model(**batch).loss.item()
+            assert over_two(model, batch, True, layout=layout) == pytest.approx(want, rel=1e-5)
+        else:
+            with pytest.raises(NotImplementedError, match=r"'longrope'.* its 24 positions are beyond 23.*'striped'"):
+                over_two(model, batch, True, layout=layout)
+    for most in (24, 12):
+        config = t.LlamaConfig(
+            **{**SMALL, "max_position_embeddings": most},
+            rope_parameters=dict(rope_type="dynamic", factor=4.0, rope_theta=1e4),
+        )
+        model, batch = tiny(t.AutoModelForCausalLM, config), batch_of("dense", True)
+        if most == 24:
+            with torch.no_grad():
+                want = model(**batch).loss.item()
+            assert over_two(model, batch, True) == pytest.approx(want, rel=1e-5)
+        else:
+            with pytest.raises(NotImplementedError, match=r"'dynamic'.* beyond 12"):
+                over_two(model, batch, True)
+
+
 # --- Refusals ------------------------------------------------------------------------------------------
 
 
