@@ -33,7 +33,7 @@ IGNORE = -100  # a token without a target, as in torch.nn.functional.cross_entro
 
 _TOKENS = ("input_ids", "inputs_embeds")
 # Say which document a token is in, and become part of the plan; they mean nothing for a shard.
-_BOUNDARIES = ("cu_seqlens", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx", "documents")
+BOUNDARIES = ("cu_seqlens", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx", "documents")
 _MOST_NAMES = 30  # tensors that agree() can name; the others share one hash
 
 
@@ -113,10 +113,12 @@ def _shard(plan: Plan, batch: Mapping[str, Any], seq_dims: dict[str, int | None]
         if name in seq_dims:
             dim = seq_dims[name]
             local[name] = x if dim is None else plan.shard(x, dim)
-        elif name in _BOUNDARIES:
+        elif name in BOUNDARIES:
             continue
         elif not isinstance(x, Tensor) or x.ndim == 0:
             local[name] = x
+        elif name in ("labels", "shift_labels") and tuple(x.shape[:2]) != (rows, seq_len):
+            raise ValueError(_not_of_tokens(name, x, f"({rows}, {seq_len})"))
         elif name == "position_ids" and x.shape[-1] == seq_len:  # (batch or 1, seq), or (3, batch, seq) of M-RoPE
             local[name] = plan.shard(x, x.ndim - 1)
         elif x.ndim >= 2 and tuple(x.shape[:2]) == (rows, seq_len):
@@ -160,6 +162,8 @@ def said_begins(batch: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
 def shift_labels(labels: Tensor, begin: Tensor | None = None, real: Tensor | None = None) -> Tensor:
     """The target of each token of whole rows: the label of the next one, -100 where the row or the document ends, and
     at padding. ``begin`` and ``real`` from :func:`begins`; without them each row is one document."""
+    if labels.ndim < 2:
+        raise ValueError(_not_of_tokens("labels", labels, "(batch, seq_len)"))
     targets = torch.full_like(labels, IGNORE)
     targets[:, :-1] = labels[:, 1:]
     if begin is not None and real is not None and labels.shape[1]:
@@ -183,6 +187,13 @@ def counted_positions(begin: Tensor, real: Tensor, counted: Tensor) -> Tensor:
     restart = _restarts(begin, real).expand_as(count)
     before = torch.where(restart > 0, count.gather(1, (restart - 1).clamp(min=0)), 0)
     return (count - before) * counted
+
+
+def _not_of_tokens(name: str, x: Tensor, shape: str) -> str:
+    return (
+        f"{name} has shape {tuple(x.shape)}; it must be {shape}, one for each token: a loss per row, as of a "
+        "classifier of whole rows, is of no rank's tokens"
+    )
 
 
 def _restarts(begin: Tensor, real: Tensor) -> Tensor:

@@ -87,17 +87,21 @@ _NEUTRAL = frozenset(
 )
 
 
+_NOT_TEXT = ("pixel_values", "pixel_values_videos", "input_features")
+
+
 class Visible:
     """Handed to a layer in the place of a mask: the plan of its kind of mask. Not a tensor, not a dataclass: nothing
     that wraps a layer looks into it."""
 
-    __slots__ = ("causal", "kernel", "plan", "window")
+    __slots__ = ("causal", "kernel", "plan", "refusal", "window")
 
-    def __init__(self, plan: Plan, causal: bool, window: int | None, kernel: str) -> None:
+    def __init__(self, plan: Plan, causal: bool, window: int | None, kernel: str, refusal: str | None = None) -> None:
         self.plan = plan
         self.causal = causal
         self.window = window  # as transformers counts it
         self.kernel = kernel
+        self.refusal = refusal  # why it is not the model's mask: models make masks that none of their layers uses
 
 
 class _Record:
@@ -197,7 +201,16 @@ class Sequence:
         if batch.get("position_ids") is None:
             positions = self._counted_positions(batch)
             batch = batch if positions is None else {**batch, "position_ids": positions}
-        self._check_rope(batch)
+        if self.plan.world_size > 1:
+            for name in _NOT_TEXT:
+                if batch.get(name) is not None:
+                    raise NotImplementedError(
+                        f"the batch has {name}: images, videos and sound are not supported over ranks, as their "
+                        "features take the place of tokens that several ranks hold. Compute the embeddings of whole "
+                        "rows first, and pass them as inputs_embeds"
+                    )
+            self._check_rope(batch)
+            self._check_rows(batch)
         local = self.plan.shard_batch(batch, seq_dims=seq_dims)
         tokens = next(local[name] for name in ("input_ids", "inputs_embeds") if local.get(name) is not None)
         if local.get("attention_mask") is None:
@@ -257,6 +270,27 @@ class Sequence:
                     + (", or layout='striped', which ends all ranks together" if kind == "longrope" else "")
                 )
 
+    def _check_rows(self, batch: Mapping[str, Any]) -> None:
+        """Modules that count along the rows that they are given, which are shards."""
+        ids = batch.get("input_ids")
+        for module in self.model.modules():
+            name = type(module).__name__
+            # Llama4 counts tokens from the start of what it is given.
+            tunes = getattr(module, "attn_temperature_tuning", False) and not getattr(module, "use_rope", True)
+            if tunes and self.seq_len >= module.floor_scale:
+                raise NotImplementedError(
+                    f"{name} has attn_temperature_tuning without rotary embeddings: it would scale queries by their "
+                    f"place in this rank's shard. Rows shorter than floor_scale={module.floor_scale} are exact, these "
+                    f"have {self.seq_len} tokens; or load the model with attn_temperature_tuning=False"
+                )
+            drops = getattr(module, "token_dropout", False) is True and ids is not None
+            if drops and bool((ids == module.mask_token_id).any()):
+                raise NotImplementedError(
+                    f"{name} has token_dropout=True: it scales by the part of a row that is masked "
+                    f"(mask_token_id={module.mask_token_id}), of which this rank holds a shard; load the model with "
+                    "token_dropout=False"
+                )
+
     @contextlib.contextmanager
     def active(self) -> Iterator[dict[str, Any]]:
         """While this is entered, the model's layers attend to this sequence."""
@@ -299,7 +333,7 @@ class Sequence:
             return
         error: Exception | None = None
         try:
-            self._check_attended()
+            self._check_attended(said)
             if loss:
                 self._check_loss(kwargs, said)
         except (ValueError, RuntimeError, NotImplementedError) as bad:
@@ -308,13 +342,24 @@ class Sequence:
         self.record.attends = True
         self.record.adds_up |= loss
 
-    def _check_attended(self) -> None:
+    def _check_attended(self, outputs: Mapping[str, Any]) -> None:
         name = type(self.model).__name__
         if not self.calls:
             raise RuntimeError(
                 f"{name} has run without calling ringattn: its attention layers ignore attn_implementation; "
                 "use a model whose layers go through transformers' AttentionInterface"
             )
+
+        tokens = next(self.local[x] for x in ("input_ids", "inputs_embeds") if self.local.get(x) is not None)
+        for key, x in outputs.items() if self.plan.world_size > 1 else ():
+            picks = key == "pooler_output" or (key.endswith("logits") and outputs.get("log_probs") is None)
+            if picks and isinstance(x, Tensor) and (key == "pooler_output" or x.shape[:2] != tokens.shape[:2]):
+                raise NotImplementedError(
+                    f"{name} returns {key} of shape {tuple(x.shape)}, not one for each of the "
+                    f"{tuple(tokens.shape[:2])} tokens of this rank: it picks tokens of a row, of which other ranks "
+                    "hold some. Use the model without this head (a pooler: add_pooling_layer=False) and pick from what "
+                    "ranks hold together"
+                )
 
     def _check_loss(self, kwargs: Mapping[str, Any], outputs: Mapping[str, Any]) -> None:
         name = type(self.model).__name__
@@ -389,9 +434,13 @@ def check_model(model: nn.Module) -> None:
     if config is None or not hasattr(config, "get_text_config"):
         raise TypeError(f"{name} has no transformers config; for a module of your own use ringattn.wrap()")
     text = config.get_text_config()
-    _check_implementation(model)
-    if getattr(config, "is_encoder_decoder", False):
-        raise NotImplementedError(f"{name} is an encoder-decoder; cross-attention over ranks is not supported")
+    crosses = [type(m).__name__ for m in model.modules() if isinstance(getattr(m, "encoder_attn", None), nn.Module)]
+    if getattr(config, "is_encoder_decoder", False) or crosses:
+        raise NotImplementedError(
+            f"{name} is an encoder-decoder"
+            + (f", or the decoder of one (its {crosses[0]} has encoder_attn)" if crosses else "")
+            + "; cross-attention over ranks is not supported"
+        )
     odd = sorted({str(t) for t in getattr(text, "layer_types", None) or () if t not in _LAYER_TYPES})
     recurrent = sorted({type(m).__name__ for m in model.modules() if _RECURRENT.search(type(m).__name__)})
     if odd or recurrent:
@@ -399,11 +448,30 @@ def check_model(model: nn.Module) -> None:
             f"{name} has layers of type {', '.join(odd + recurrent)}; ringattn exchanges the keys and values of "
             f"{' and '.join(_LAYER_TYPES)} only, and such layers would see nothing of the other ranks' tokens"
         )
+    if not _goes_through_interface(model):
+        raise NotImplementedError(
+            f"{name} computes its attention by itself, not through transformers' AttentionInterface, so "
+            "attn_implementation='ringattn' does not reach its layers; use a model whose layers do, such as Llama's, "
+            "or ringattn.wrap() on your own"
+        )
+    _check_implementation(model)
     if getattr(text, "output_router_logits", False):
         raise NotImplementedError(
             f"{name} has output_router_logits=True: the load-balancing loss is no sum over tokens, so the sum of the "
             "ranks' losses is not that of one process; set config.output_router_logits = False"
         )
+
+
+def _goes_through_interface(model: nn.Module) -> bool:
+    """What transformers says of its models; of those that it does not vouch for, whether their file uses it. Of others'
+    models nothing is known before they run."""
+    known = [type(m) for m in model.modules() if isinstance(m, transformers.PreTrainedModel)]
+    return not known or any(
+        not c.__module__.startswith("transformers.")
+        or c.is_backend_compatible()
+        or hasattr(sys.modules[c.__module__], "ALL_ATTENTION_FUNCTIONS")
+        for c in known
+    )
 
 
 def _check_implementation(model: Any) -> None:
@@ -466,8 +534,11 @@ def visible_to_layers(
             "interval of keys per query"
         )
     causal = "allow_is_bidirectional_skip" not in kwargs
-    _probe(current, mask_function, causal, local_size)
-    return current.visible(causal, local_size)
+    if local_size is not None and local_size < 1:  # Qwen2-MoE's, whose layers use no window
+        return Visible(current.plan, causal, local_size, current.kernel, f"sliding_window is {local_size}, less than 1")
+    seen = current.visible(causal, local_size)
+    refusal = _probe(current, mask_function, causal, local_size)
+    return seen if refusal is None else Visible(seen.plan, causal, local_size, seen.kernel, refusal)
 
 
 def _probe(
@@ -475,25 +546,25 @@ def _probe(
     mask_function: Callable[..., Tensor] | None,
     causal: bool,
     window: int | None,
-) -> None:
+) -> str | None:
     """Ask the model's own mask function about pairs of global positions on every edge of what we take it for. Each time
-    it is given: the next batch may bring a prefix or blocks."""
+    it is given: the next batch may bring a prefix or blocks. Returns how it differs."""
     if mask_function is None or (
         window is None and mask_function is (causal_mask_function if causal else bidirectional_mask_function)
     ):
-        return
+        return None
     if torch.compiler.is_compiling():  # a graph asks no function: transformers' own windows have this name
         tensors = window is None or getattr(mask_function, "__name__", "") != "and_mask"
     else:
         tensors = _holds_tensors(mask_function)
     if tensors:
-        raise NotImplementedError(
+        return (
             "the model's mask depends on a tensor of the batch (a prefix or blocks of tokens that see each other, such "
             "as token_type_ids make), which is no interval of keys per query; ringattn knows causal and bidirectional "
             "masks, with or without a window: leave that tensor out of the batch"
         )
     if torch.compiler.is_compiling():
-        return
+        return None
     end, w = current.seq_len - 1, window or 0
     around = torch.tensor([0, 1, 2, w - 1, w, w + 1, 2 * w, 2 * w + 1, end // 3, end // 2, end - 1, end]).clamp(0, end)
     steps = [0, 1, 2, w - 2, w - 1, w, w + 1, w + 2, 2 * w + 3, end // 7, end // 2, end]
@@ -506,11 +577,12 @@ def _probe(
     said = mask_function(zero, zero, q, k).cpu().expand_as(k)
     if not torch.equal(said, expected):
         row, column = (int(i) for i in (said != expected).nonzero()[0])
-        raise NotImplementedError(
+        return (
             f"the model's mask is not the {'causal' if causal else 'bidirectional'} one"
             f"{f' with a window of {window}' if window else ''} that ringattn knows: query {int(q[row, column])} and "
             f"key {int(k[row, column])} differ. Chunked and blockwise masks are not supported"
         )
+    return None
 
 
 def _holds_tensors(function: Any) -> bool:
@@ -548,9 +620,12 @@ def attend(
     with kv_heads; returns (batch, local tokens, q_heads, head_dim_v) and no weights."""
     name = type(module).__name__
     if dropout:
+        keys = ("attention_dropout", "attention_probs_dropout_prob", "attn_pdrop", "attn_dropout", "dropout")
+        config = getattr(module, "config", None)
+        own = next((k for k in keys if getattr(config, k, None) == dropout), keys[0])
         raise NotImplementedError(
-            f"{name} wants attention dropout {dropout}, which ringattn does not have; set "
-            "config.attention_dropout = 0.0"
+            f"{name} wants attention dropout {dropout}, which ringattn does not have; load the model with {own}=0.0, "
+            f"as in from_pretrained(..., {own}=0.0): layers keep what they were made with"
         )
     for keyword, given in kwargs.items():
         if given is None or given is False or keyword in _NEUTRAL:
@@ -562,6 +637,8 @@ def attend(
     current = getattr(_local, "current", None)
     if isinstance(attention_mask, Visible):
         seen = attention_mask
+        if seen.refusal is not None:
+            raise NotImplementedError(f"{name}: {seen.refusal}")
     elif attention_mask is None:
         causal = bool(getattr(module, "is_causal", True)) if is_causal is None else bool(is_causal)
         window = sliding_window if causal or sliding_window is None else sliding_window - 1
@@ -697,6 +774,7 @@ def _windows(config: Any) -> list[int | None]:
 # What the mixin overrides, and the parameters that it counts on.
 _TRAINER_HOOKS = {
     "create_accelerator_and_postprocess": (),
+    "_set_signature_columns_if_needed": (),
     "get_batch_samples": ("epoch_iterator", "num_batches", "device"),
     "prediction_step": ("model", "inputs", "prediction_loss_only", "ignore_keys"),
     "_prepare_context_parallel_inputs": ("model", "inputs"),
@@ -841,7 +919,20 @@ class RingTrainerMixin:
 
     def get_batch_samples(self, epoch_iterator: Iterator[Any], num_batches: int, device: Any) -> Any:
         """The number of targets is counted here, over whole rows: so they are shifted here."""
-        return super().get_batch_samples(map(_with_targets, epoch_iterator), num_batches, device)  # type: ignore[misc]
+        return super().get_batch_samples(map(self._with_targets, epoch_iterator), num_batches, device)  # type: ignore[misc]
+
+    def _with_targets(self: Any, batch: Any) -> Any:
+        if not (self._ring_sft or _shifts(_unwrapped(self.model))):  # an encoder's targets are its labels
+            return batch
+        if not isinstance(batch, Mapping) or batch.get("labels") is None or batch.get("shift_labels") is not None:
+            return batch
+        return {**batch, "shift_labels": batches.shift_labels(batch["labels"], *batches.said_begins(batch))}
+
+    def _set_signature_columns_if_needed(self: Any) -> None:
+        """Columns that say where documents are mean something to us, if not to the model."""
+        super()._set_signature_columns_if_needed()  # type: ignore[misc]
+        ours = (*batches.BOUNDARIES, "shift_labels")
+        self._signature_columns += [name for name in ours if name not in self._signature_columns]
 
     def prediction_step(
         self, model: nn.Module, inputs: dict[str, Any], prediction_loss_only: bool, ignore_keys: Any = None
@@ -855,7 +946,7 @@ class RingTrainerMixin:
             raise ValueError(
                 f"the batch has {', '.join(inputs)} and no labels; evaluation over ranks gives the loss only"
             )
-        inputs = _with_targets(inputs)
+        inputs = self._with_targets(inputs)
         if self._ring_sft:
             return self._sft_loss(model, inputs), None, None
         loss, *rest = super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)  # type: ignore[misc]
@@ -895,12 +986,6 @@ class RingTrainerMixin:
         return made.active, made.local
 
 
-def _with_targets(batch: Any) -> Any:
-    if not isinstance(batch, Mapping) or batch.get("labels") is None or batch.get("shift_labels") is not None:
-        return batch
-    return {**batch, "shift_labels": batches.shift_labels(batch["labels"], *batches.said_begins(batch))}
-
-
 def _group(accelerator: Any) -> Any:
     parallel = getattr(accelerator, "parallelism_config", None)
     if parallel is not None and parallel.cp_enabled:
@@ -925,6 +1010,11 @@ def _check_trainer(trainer: Any) -> None:
             "set it to False: SFTTrainer does without whole logits by itself",
         ),
         (getattr(trainer, "aux_loss_enabled", False), "a router loss (router_aux_loss_coef)", "set it to 0.0"),
+        (
+            trainer.neftune_noise_alpha is not None and transports.of(_group(trainer.accelerator)).world_size > 1,
+            f"neftune_noise_alpha={trainer.neftune_noise_alpha}, which scales noise by the length of a rank's shard",
+            "leave it out",
+        ),
         (
             trainer.args.n_gpu > 1,
             f"{trainer.args.n_gpu} GPUs in one process",
