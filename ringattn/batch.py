@@ -6,7 +6,8 @@
 Three things are done on the whole rows because no shard can do them:
 
 * **targets**: the target of a token is the label of its successor, which another rank may hold. Labels are shifted
-  first and sharded then; the last token of a document and padding have no target (-100).
+  first and sharded then; the last token of a document and padding have no target (-100). (transformers, which shifts
+  whole rows, has one there unless the next document's first label is -100, as its collators make it.)
 * **documents**: position ids restart in every document, for the rotary embedding, so a shard of them does not say which
   document a token is in. Documents and padding live in the plan's mask, and nowhere else.
 * **agreement**: ranks of a group must cut the same rows. They compare keyed hashes of what they got.

@@ -17,7 +17,11 @@ Three things meet here:
 * **the attention function** is called by the layers and runs the plan.
 
 What cannot be exact is refused by name: keywords that it does not know, dropout, masks that are no intervals, caches,
-layers that carry a state along the sequence, losses that are no sum over tokens.
+layers that carry a state along the sequence or count tokens of a shard, heads that pick tokens, losses that are no sum
+over tokens.
+
+What differs from one process: the first token of a document is no target, even where transformers predicts it from left
+padding or, packed by ``position_ids``, from the document before.
 """
 
 from __future__ import annotations
@@ -404,7 +408,8 @@ def sequence(model: nn.Module, batch: Mapping[str, Any], group: Any = None, **op
         model: with ``attn_implementation="ringattn"``; wrapped (DDP, FSDP2, compiled) or not.
         batch: whole rows, the same on every rank of the group: ``input_ids`` or ``inputs_embeds``, and as they come
             ``labels``, ``attention_mask`` (0: padding), ``position_ids`` (restarting: packed documents, as for
-            transformers), ``documents``, ``cu_seq_lens_q``, ... See :func:`ringattn.batch.documents`.
+            transformers without a cache), ``documents``, ``cu_seq_lens_q``, ... See :func:`ringattn.batch.documents`.
+            Without ``position_ids`` they are those that the model would make of each document.
         group: ProcessGroup, one-dimensional DeviceMesh, or None: the default group, or one process alone.
         options: ``layout``, ``dataflow``, ``deterministic``, ``local_size`` as for :func:`ringattn.plan`, ``kernel`` as
             for :func:`ringattn.attention`, ``seq_dims`` as for :meth:`ringattn.Plan.shard_batch`.
@@ -879,9 +884,10 @@ class RingTrainerMixin:
     """``class MyTrainer(RingTrainerMixin, Trainer)``: the model has ``attn_implementation="ringattn"``, and
     accelerate's ``cp_size`` says how many ranks share a sequence (1 or no mesh: each rank has its own).
 
-    Training loss and gradients, and ``evaluate()``'s loss, are those of one process. ``predict()``, and ``evaluate()``
-    with ``compute_metrics``, need whole logits and are refused. (With ``even_batches``, accelerate fills a short last
-    batch up with rows that are there already, whoever attends: pass ``accelerator_config={"even_batches": False}``.)
+    Training loss and gradients, and ``evaluate()``'s loss, are those of one process (of a decoder: one whose labels at the
+    first token of each document are -100). ``predict()``, and ``evaluate()`` with ``compute_metrics``, need whole logits
+    and are refused. (With ``even_batches``, accelerate fills a short last batch up with rows that are there already,
+    whoever attends: pass ``accelerator_config={"even_batches": False}``.)
 
     On trl's ``SFTTrainer`` it is the same, also for its metrics (entropy, accuracy, number of tokens), packing,
     padding-free batches and completion-only losses. Other trainers of trl are refused.
