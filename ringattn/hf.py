@@ -163,6 +163,7 @@ class Sequence:
             error = bad
         transports.of(group).agree("ringattn.hf.sequence()", {"seq_len": self.seq_len}, error)
         self.calls = 0
+        self.outers: list[Sequence] = []  # that were entered before this one, and not left
         self._made: dict[tuple[bool, int | None], Visible] = {}
         config: Any = self.model.config.get_text_config()
         causal = bool(getattr(config, "is_causal", True)) and not _is_encoder(self.model)
@@ -298,29 +299,23 @@ class Sequence:
     @contextlib.contextmanager
     def active(self) -> Iterator[dict[str, Any]]:
         """While this is entered, the model's layers attend to this sequence."""
-        self.outer: Sequence | None = getattr(_local, "current", None)
-        _local.current = self
+        outer: Sequence | None = getattr(_local, "current", None)
         with contextlib.ExitStack() as watched:
-            watched.callback(setattr, _local, "current", self.outer)
+            watched.callback(setattr, _local, "current", outer)
+            watched.callback(setattr, self, "outers", self.outers)
+            _local.current, self.outers = self, [] if outer is None else [outer, *outer.outers]
             if not (self.record.attends and self.record.adds_up):
                 watched.enter_context(_watched(self.entry, after=self._verify))
-            if self.outer is not None:
-                for entry in {self.entry, *(other.entry for other in self._outers())}:
-                    watched.enter_context(_watched(entry, before=self._check_inputs))
+            for entry in {self.entry, *(other.entry for other in self.outers)} if outer else ():
+                watched.enter_context(_watched(entry, before=self._check_inputs))
             yield self.local
-
-    def _outers(self) -> Iterator[Sequence]:
-        other = self.outer
-        while other is not None:
-            yield other
-            other = other.outer
 
     def _check_inputs(self, kwargs: Mapping[str, Any]) -> None:
         """Of several sequences that are entered, layers attend to the innermost: the inputs must be its own."""
         for name, given in kwargs.items():
             if _equal(given, self.local.get(name)):
                 continue
-            if any(_equal(given, other.local.get(name)) for other in self._outers()):
+            if any(_equal(given, other.local.get(name)) for other in self.outers):
                 raise ValueError(
                     f"the model got {name} of a sequence that is not the innermost of those entered; the layers attend "
                     "to the innermost. Leave one ringattn.hf.sequence() before entering the next"
@@ -337,7 +332,7 @@ class Sequence:
             return
         error: Exception | None = None
         try:
-            self._check_attended(said)
+            self._check_attended(kwargs, said)
             if loss:
                 self._check_loss(kwargs, said)
         except (ValueError, RuntimeError, NotImplementedError) as bad:
@@ -346,7 +341,7 @@ class Sequence:
         self.record.attends = True
         self.record.adds_up |= loss
 
-    def _check_attended(self, outputs: Mapping[str, Any]) -> None:
+    def _check_attended(self, kwargs: Mapping[str, Any], outputs: Mapping[str, Any]) -> None:
         name = type(self.model).__name__
         if not self.calls:
             raise RuntimeError(
@@ -356,7 +351,8 @@ class Sequence:
 
         tokens = next(self.local[x] for x in ("input_ids", "inputs_embeds") if self.local.get(x) is not None)
         for key, x in outputs.items() if self.plan.world_size > 1 else ():
-            picks = key == "pooler_output" or (key.endswith("logits") and outputs.get("log_probs") is None)
+            asked = kwargs.get("logits_to_keep") is not None or outputs.get("log_probs") is not None
+            picks = key == "pooler_output" or (key.endswith("logits") and not asked)
             if picks and isinstance(x, Tensor) and (key == "pooler_output" or x.shape[:2] != tokens.shape[:2]):
                 raise NotImplementedError(
                     f"{name} returns {key} of shape {tuple(x.shape)}, not one for each of the "
@@ -884,10 +880,10 @@ class RingTrainerMixin:
     """``class MyTrainer(RingTrainerMixin, Trainer)``: the model has ``attn_implementation="ringattn"``, and
     accelerate's ``cp_size`` says how many ranks share a sequence (1 or no mesh: each rank has its own).
 
-    Training loss and gradients, and ``evaluate()``'s loss, are those of one process (of a decoder: one whose labels at the
-    first token of each document are -100). ``predict()``, and ``evaluate()`` with ``compute_metrics``, need whole logits
-    and are refused. (With ``even_batches``, accelerate fills a short last batch up with rows that are there already,
-    whoever attends: pass ``accelerator_config={"even_batches": False}``.)
+    Training loss and gradients, and ``evaluate()``'s loss, are those of one process (of a decoder: one whose labels at
+    the first token of each document are -100). ``predict()``, and ``evaluate()`` with ``compute_metrics``, need whole
+    logits and are refused. (With ``even_batches``, accelerate fills a short last batch up with rows that are there
+    already, whoever attends: pass ``accelerator_config={"even_batches": False}``.)
 
     On trl's ``SFTTrainer`` it is the same, also for its metrics (entropy, accuracy, number of tokens), packing,
     padding-free batches and completion-only losses. Other trainers of trl are refused.

@@ -635,8 +635,11 @@ def test_inputs_of_another_sequence_than_the_innermost_are_refused() -> None:
         with first.active() as outer:
             model(**outer)
         same = ringattn.hf.Sequence(model, batch_of("ragged", True), rank)
+        with first.active() as outer, same.active(), first.active():
+            model(**outer)
         with first.active() as outer, same.active():
             model(**outer)  # of the same rows
+        assert first.outers == same.outers == []
 
     virtual.run(2, body)
 
