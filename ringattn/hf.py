@@ -112,9 +112,13 @@ class _Record:
     """What is known of a model that has been used: checked once. Two things, because a first forward may have no
     loss."""
 
-    def __init__(self) -> None:
+    def __init__(self, model: nn.Module) -> None:
         self.attends = False
         self.adds_up = False
+        self.padding_idx = _counts_from(model)
+        self.counts_rows = any(
+            hasattr(m, "attn_temperature_tuning") or hasattr(m, "token_dropout") for m in model.modules()
+        )
 
 
 _records: weakref.WeakKeyDictionary[nn.Module, _Record] = weakref.WeakKeyDictionary()
@@ -147,7 +151,7 @@ class Sequence:
         record = _records.get(self.model)
         if record is None:
             check_model(self.model)
-            record = _records[self.model] = _Record()
+            record = _records[self.model] = _Record(self.model)
         else:  # it may have been changed since, as to generate
             _check_implementation(self.model)
         self.record = record
@@ -215,7 +219,8 @@ class Sequence:
                         "rows first, and pass them as inputs_embeds"
                     )
             self._check_rope(batch)
-            self._check_rows(batch)
+            if self.record.counts_rows:
+                self._check_rows(batch)
         local = self.plan.shard_batch(batch, seq_dims=seq_dims)
         tokens = next(local[name] for name in ("input_ids", "inputs_embeds") if local.get(name) is not None)
         if local.get("attention_mask") is None:
@@ -238,18 +243,14 @@ class Sequence:
         """Position ids of whole rows, of models that count by themselves what a shard cannot: some tokens only."""
         ids = batch.get("input_ids")
         rows, seq_len = batches.shape(batch)
-        begin, real = batches.begins(self.plan)
-        for module in self.model.modules():  # RoBERTa and what descends from it: from padding_idx + 1, without padding
-            if (
-                hasattr(module, "create_position_ids_from_inputs_embeds")
-                and hasattr(module, "position_embeddings")  # absolute ones
-                and getattr(module, "word_embeddings", None) is self.model.get_input_embeddings()
-            ):
-                counted = torch.ones(rows, seq_len, dtype=torch.bool) if ids is None else ids != module.padding_idx
-                return batches.counted_positions(begin, real, counted.cpu()).to(counted.device) + module.padding_idx
+        device = (batch["inputs_embeds"] if ids is None else ids).device
+        pad = self.record.padding_idx
+        if pad is not None:
+            counted = torch.ones(rows, seq_len, dtype=torch.bool) if ids is None else (ids != pad).cpu()
+            return batches.counted_positions(*batches.begins(self.plan), counted).to(device) + pad
         if self.model.config.get_text_config().model_type == "opt":  # by its mask, -1 at padding
-            tokens = batch["inputs_embeds"] if ids is None else ids
-            return batches.counted_positions(begin, real, real.expand(rows, -1)).to(tokens.device) - 1
+            begin, real = batches.begins(self.plan)
+            return batches.counted_positions(begin, real, real.expand(rows, -1)).to(device) - 1
         return None
 
     def _check_rope(self, batch: Mapping[str, Any]) -> None:
@@ -752,6 +753,19 @@ def _is_encoder(model: nn.Module) -> bool:
     """No module of it attends causally."""
     says = [m.is_causal for m in model.modules() if isinstance(getattr(m, "is_causal", None), bool)]
     return bool(says) and not any(says)
+
+
+def _counts_from(model: Any) -> int | None:
+    """The padding_idx of RoBERTa and what descends from it: positions count from the next, and only what is no padding;
+    None for other models."""
+    for module in model.modules():
+        if (
+            hasattr(module, "create_position_ids_from_inputs_embeds")
+            and hasattr(module, "position_embeddings")  # absolute ones
+            and getattr(module, "word_embeddings", None) is model.get_input_embeddings()
+        ):
+            return None if module.padding_idx is None else int(module.padding_idx)
+    return None
 
 
 def _shifts(model: nn.Module) -> bool:
