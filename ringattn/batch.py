@@ -6,7 +6,8 @@
 Three things are done on the whole rows because no shard can do them:
 
 * **targets**: the target of a token is the label of its successor, which another rank may hold. Labels are shifted
-  first and sharded then; the last token of a document and padding have no target (-100).
+  first and sharded then; the last token of a document and padding have no target (-100). (transformers, which shifts
+  whole rows, has one there unless the next document's first label is -100, as its collators make it.)
 * **documents**: position ids restart in every document, for the rotary embedding, so a shard of them does not say which
   document a token is in. Documents and padding live in the plan's mask, and nowhere else.
 * **agreement**: ranks of a group must cut the same rows. They compare keyed hashes of what they got.
@@ -33,7 +34,7 @@ IGNORE = -100  # a token without a target, as in torch.nn.functional.cross_entro
 
 _TOKENS = ("input_ids", "inputs_embeds")
 # Say which document a token is in, and become part of the plan; they mean nothing for a shard.
-_BOUNDARIES = ("cu_seqlens", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx", "documents")
+BOUNDARIES = ("cu_seqlens", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx", "documents")
 _MOST_NAMES = 30  # tensors that agree() can name; the others share one hash
 
 
@@ -45,12 +46,14 @@ def documents(batch: Mapping[str, Any]) -> Tensor | None:
 
     * ``documents`` or ``seq_idx``: (batch, seq_len) ids, -1 for padding;
     * ``cu_seqlens`` or ``cu_seq_lens_q``: boundaries in a batch of one row;
-    * ``position_ids`` that restart, if there is no ``attention_mask``: the rule of transformers.
+    * ``position_ids`` that restart, if there is no ``attention_mask``: the rule of transformers without a cache
+      (``use_cache=False``, or training: with a cache it separates nothing). Of four rows of M-RoPE the first counts.
 
-    Zeros of a two-dimensional ``attention_mask`` are padding in each case.
+    Zeros of a two-dimensional ``attention_mask`` are padding in each case. Where nothing else separates documents, the
+    ones of a row are one run: behind a hole transformers goes on with the same document, which is no interval of keys.
 
     Raises:
-        ValueError: the batch says two things, or a mask is not one of zeros and ones.
+        ValueError: the batch says two things, or a mask is not one of zeros and ones, or has holes.
     """
     rows, seq_len = shape(batch)
     real = _attention_mask(batch, rows, seq_len)
@@ -65,6 +68,8 @@ def documents(batch: Mapping[str, Any]) -> Tensor | None:
     elif batch.get("position_ids") is not None:
         ids = _from_position_ids(batch["position_ids"].detach().cpu(), rows, seq_len, real)
     if real is not None and not bool(real.all()):
+        if ids is None:
+            _check_one_run(real)
         ids = torch.where(real, torch.zeros(rows, seq_len, dtype=torch.int64) if ids is None else ids, -1)
     if ids is None or bool((ids == ids[:, :1]).all() and (ids >= 0).all()):
         return None
@@ -109,10 +114,12 @@ def _shard(plan: Plan, batch: Mapping[str, Any], seq_dims: dict[str, int | None]
         if name in seq_dims:
             dim = seq_dims[name]
             local[name] = x if dim is None else plan.shard(x, dim)
-        elif name in _BOUNDARIES:
+        elif name in BOUNDARIES:
             continue
         elif not isinstance(x, Tensor) or x.ndim == 0:
             local[name] = x
+        elif name in ("labels", "shift_labels") and tuple(x.shape[:2]) != (rows, seq_len):
+            raise ValueError(_not_of_tokens(name, x, f"({rows}, {seq_len})"))
         elif name == "position_ids" and x.shape[-1] == seq_len:  # (batch or 1, seq), or (3, batch, seq) of M-RoPE
             local[name] = plan.shard(x, x.ndim - 1)
         elif x.ndim >= 2 and tuple(x.shape[:2]) == (rows, seq_len):
@@ -124,7 +131,7 @@ def _shard(plan: Plan, batch: Mapping[str, Any], seq_dims: dict[str, int | None]
             )
     tokens = next(batch[name] for name in _TOKENS if batch.get(name) is not None)
     if batch.get("position_ids") is None:
-        local["position_ids"] = plan.shard(_positions(begin, real, rows).to(tokens.device), 1)
+        local["position_ids"] = plan.shard(default_positions(begin, real, rows).to(tokens.device), 1)
     if batch.get("labels") is not None and batch.get("shift_labels") is None:
         local["shift_labels"] = plan.shard(shift_labels(batch["labels"], begin, real), 1)
     return local
@@ -156,6 +163,8 @@ def said_begins(batch: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
 def shift_labels(labels: Tensor, begin: Tensor | None = None, real: Tensor | None = None) -> Tensor:
     """The target of each token of whole rows: the label of the next one, -100 where the row or the document ends, and
     at padding. ``begin`` and ``real`` from :func:`begins`; without them each row is one document."""
+    if labels.ndim < 2:
+        raise ValueError(_not_of_tokens("labels", labels, "(batch, seq_len)"))
     targets = torch.full_like(labels, IGNORE)
     targets[:, :-1] = labels[:, 1:]
     if begin is not None and real is not None and labels.shape[1]:
@@ -165,17 +174,36 @@ def shift_labels(labels: Tensor, begin: Tensor | None = None, real: Tensor | Non
     return targets
 
 
-def _positions(begin: Tensor, real: Tensor, rows: int) -> Tensor:
-    """Position ids when the batch has none: they count from the start of the row, as a model in one process counts,
-    and again from 0 at each document after the row's first."""
-    positions = torch.arange(begin.shape[1])
+def default_positions(begin: Tensor, real: Tensor, rows: int) -> Tensor:
+    """Position ids when the batch has none: they count from the start of the row, padding included, as most models in
+    one process count (:mod:`ringattn.hf` knows others), and again from 0 at each document after the row's first, as if
+    that were a row of its own. ``begin`` and ``real`` from :func:`begins`."""
+    return (torch.arange(begin.shape[1]) - _restarts(begin, real)).expand(rows, -1)
+
+
+def counted_positions(begin: Tensor, real: Tensor, counted: Tensor) -> Tensor:
+    """As :func:`default_positions`, for models that count some tokens only: how many of them there are up to each token
+    in its document, itself included, and 0 at the others."""
+    count = counted.to(torch.int64).cumsum(1)
+    restart = _restarts(begin, real).expand_as(count)
+    before = torch.where(restart > 0, count.gather(1, (restart - 1).clamp(min=0)), 0)
+    return (count - before) * counted
+
+
+def _not_of_tokens(name: str, x: Tensor, shape: str) -> str:
+    return (
+        f"{name} has shape {tuple(x.shape)}; it must be {shape}, one for each token: a loss per row, as of a "
+        "classifier of whole rows, is of no rank's tokens"
+    )
+
+
+def _restarts(begin: Tensor, real: Tensor) -> Tensor:
     if begin.shape[1] == 0:
-        return positions.expand(rows, -1)
+        return begin
     first = torch.where(real, begin, begin.shape[1]).amin(1, keepdim=True)  # where the row's first document begins
     restart = torch.where(real & (begin > first), begin, 0)
     # Padding after a document goes on counting, so that no position is beyond what the model knows.
-    restart = restart.cummax(1).values
-    return (positions - restart).expand(rows, -1)
+    return restart.cummax(1).values
 
 
 # --- Reading a batch -----------------------------------------------------------------------------------
@@ -216,6 +244,19 @@ def _attention_mask(batch: Mapping[str, Any], rows: int, seq_len: int) -> Tensor
     return mask != 0
 
 
+def _check_one_run(real: Tensor) -> None:
+    begins = real[:, 1:] & ~real[:, :-1]
+    holes = begins.sum(1) + real[:, 0] > 1 if real.shape[1] else begins.any(1)
+    if bool(holes.any()):
+        row = int(holes.nonzero()[0])
+        at = int((~real[row, :-1] & real[row, 1:]).nonzero()[-1]) + 1
+        raise ValueError(
+            f"attention_mask of row {row} has zeros between ones (the last ones begin at token {at}): with those "
+            "tokens hidden from one document, what a token sees is no interval. Move padding to an end of the row; or, "
+            "if it separates documents, pass batch['documents'] with -1 for padding"
+        )
+
+
 def _from_bounds(bounds: Tensor, rows: int, seq_len: int) -> Tensor:
     if bounds.ndim == 2 and bounds.shape[0] == 1:
         bounds = bounds[0]
@@ -231,7 +272,9 @@ def _from_bounds(bounds: Tensor, rows: int, seq_len: int) -> Tensor:
 
 def _from_position_ids(positions: Tensor, rows: int, seq_len: int, real: Tensor | None) -> Tensor | None:
     if positions.ndim > 2:  # M-RoPE: three coordinates of an image's patch restart all the time
-        return None
+        if positions.shape[0] != 4:
+            return None
+        positions = positions[0]  # before them the positions in the text, which transformers reads documents from
     if positions.shape[-1] != seq_len:
         raise ValueError(
             f"position_ids has shape {tuple(positions.shape)}; it must be (batch, seq_len) = {(rows, seq_len)}"

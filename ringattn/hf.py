@@ -17,7 +17,11 @@ Three things meet here:
 * **the attention function** is called by the layers and runs the plan.
 
 What cannot be exact is refused by name: keywords that it does not know, dropout, masks that are no intervals, caches,
-layers that carry a state along the sequence, losses that are no sum over tokens.
+layers that carry a state along the sequence or count tokens of a shard, heads that pick tokens, losses that are no sum
+over tokens.
+
+What differs from one process: the first token of a document is no target, even where transformers predicts it from left
+padding or, packed by ``position_ids``, from the document before.
 """
 
 from __future__ import annotations
@@ -36,6 +40,7 @@ import torch
 from torch import Tensor, nn
 
 from . import batch as batches
+from . import layout as layouts
 from . import loss as losses
 from . import transport as transports
 from .attention import attention
@@ -49,6 +54,7 @@ _OLDEST = (5, 17)
 try:
     import transformers
     from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers.masking_utils import bidirectional_mask_function, causal_mask_function
 except ImportError as error:
     raise ImportError(
         f"ringattn.hf needs transformers >= {'.'.join(map(str, _OLDEST))}: pip install 'transformers>=5.17' ({error})"
@@ -85,25 +91,34 @@ _NEUTRAL = frozenset(
 )
 
 
+_NOT_TEXT = ("pixel_values", "pixel_values_videos", "input_features")
+
+
 class Visible:
     """Handed to a layer in the place of a mask: the plan of its kind of mask. Not a tensor, not a dataclass: nothing
     that wraps a layer looks into it."""
 
-    __slots__ = ("causal", "kernel", "plan", "window")
+    __slots__ = ("causal", "kernel", "plan", "refusal", "window")
 
-    def __init__(self, plan: Plan, causal: bool, window: int | None, kernel: str) -> None:
+    def __init__(self, plan: Plan, causal: bool, window: int | None, kernel: str, refusal: str | None = None) -> None:
         self.plan = plan
         self.causal = causal
         self.window = window  # as transformers counts it
         self.kernel = kernel
+        self.refusal = refusal  # why it is not the model's mask: models make masks that none of their layers uses
 
 
 class _Record:
-    """What is known of a model that has been used: checked once."""
+    """What is known of a model that has been used: checked once. Two things, because a first forward may have no
+    loss."""
 
-    def __init__(self) -> None:
-        self.verified = False
-        self.probed: set[tuple[bool, int | None]] = set()
+    def __init__(self, model: nn.Module) -> None:
+        self.attends = False
+        self.adds_up = False
+        self.padding_idx = _counts_from(model)
+        self.counts_rows = any(
+            hasattr(m, "attn_temperature_tuning") or hasattr(m, "token_dropout") for m in model.modules()
+        )
 
 
 _records: weakref.WeakKeyDictionary[nn.Module, _Record] = weakref.WeakKeyDictionary()
@@ -131,12 +146,15 @@ class Sequence:
         kernel: str = "auto",
         seq_dims: Mapping[str, int | None] | None = None,
     ) -> None:
-        self.compiled = _is_compiled(model)
         self.model: Any = _unwrapped(model)
-        self.record = _records.get(self.model)
-        if self.record is None:
+        self.entry = _entry(model)
+        record = _records.get(self.model)
+        if record is None:
             check_model(self.model)
-            self.record = _records[self.model] = _Record()
+            record = _records[self.model] = _Record(self.model)
+        else:  # it may have been changed since, as to generate
+            _check_implementation(self.model)
+        self.record = record
         self.group = group
         self.kernel = kernel
         self.options = dict(layout=layout, dataflow=dataflow, deterministic=deterministic, local_size=local_size)
@@ -149,6 +167,7 @@ class Sequence:
             error = bad
         transports.of(group).agree("ringattn.hf.sequence()", {"seq_len": self.seq_len}, error)
         self.calls = 0
+        self.outers: list[Sequence] = []  # that were entered before this one, and not left
         self._made: dict[tuple[bool, int | None], Visible] = {}
         config: Any = self.model.config.get_text_config()
         causal = bool(getattr(config, "is_causal", True)) and not _is_encoder(self.model)
@@ -188,6 +207,20 @@ class Sequence:
         return found
 
     def _shard(self, batch: Mapping[str, Any], seq_dims: Mapping[str, int | None] | None) -> dict[str, Any]:
+        if batch.get("position_ids") is None:
+            positions = self._counted_positions(batch)
+            batch = batch if positions is None else {**batch, "position_ids": positions}
+        if self.plan.world_size > 1:
+            for name in _NOT_TEXT:
+                if batch.get(name) is not None:
+                    raise NotImplementedError(
+                        f"the batch has {name}: images, videos and sound are not supported over ranks, as their "
+                        "features take the place of tokens that several ranks hold. Compute the embeddings of whole "
+                        "rows first, and pass them as inputs_embeds"
+                    )
+            self._check_rope(batch)
+            if self.record.counts_rows:
+                self._check_rows(batch)
         local = self.plan.shard_batch(batch, seq_dims=seq_dims)
         tokens = next(local[name] for name in ("input_ids", "inputs_embeds") if local.get(name) is not None)
         if local.get("attention_mask") is None:
@@ -206,46 +239,132 @@ class Sequence:
             local["num_items_in_batch"] = (targets != batches.IGNORE).sum().clamp(min=1)
         return local
 
+    def _counted_positions(self, batch: Mapping[str, Any]) -> Tensor | None:
+        """Position ids of whole rows, of models that count by themselves what a shard cannot: some tokens only."""
+        ids = batch.get("input_ids")
+        rows, seq_len = batches.shape(batch)
+        device = (batch["inputs_embeds"] if ids is None else ids).device
+        pad = self.record.padding_idx
+        if pad is not None:
+            counted = torch.ones(rows, seq_len, dtype=torch.bool) if ids is None else (ids != pad).cpu()
+            return batches.counted_positions(*batches.begins(self.plan), counted).to(device) + pad
+        if self.model.config.get_text_config().model_type == "opt":  # by its mask, -1 at padding
+            begin, real = batches.begins(self.plan)
+            return batches.counted_positions(begin, real, real.expand(rows, -1)).to(device) - 1
+        return None
+
+    def _check_rope(self, batch: Mapping[str, Any]) -> None:
+        """Rotary embeddings that depend on the length of the row, which a rank takes for that of its own positions."""
+        config = self.model.config.get_text_config()
+        every = getattr(config, "rope_parameters", None) or {}
+        for rope in every.values() if all(isinstance(v, Mapping) for v in every.values()) else [every]:
+            kind = rope.get("rope_type", "default")
+            if kind != "longrope" and kind != "dynamic":
+                continue
+            positions = batch.get("position_ids")
+            if positions is None:
+                positions = batches.default_positions(*batches.begins(self.plan), 1)
+            highest = positions.detach().cpu().reshape(-1, self.seq_len).amax(0)
+            ends = [int(highest[layouts.positions(shard)].max()) + 1 for shard in self.plan.shards]
+            limit = rope["original_max_position_embeddings"] if kind == "longrope" else config.max_position_embeddings
+            differ = min(ends) <= limit if kind == "longrope" else min(ends) != max(ends)
+            if max(ends) > limit and differ:
+                raise NotImplementedError(
+                    f"{type(self.model).__name__} has rope_type={kind!r}, whose frequencies depend on the length of "
+                    f"the row: its {max(ends)} positions are beyond {limit}, and a rank that ends at {min(ends)} would "
+                    f"take others. Use rows of at most {limit} positions"
+                    + (", or layout='striped', which ends all ranks together" if kind == "longrope" else "")
+                )
+
+    def _check_rows(self, batch: Mapping[str, Any]) -> None:
+        """Modules that count along the rows that they are given, which are shards."""
+        ids = batch.get("input_ids")
+        for module in self.model.modules():
+            name = type(module).__name__
+            # Llama4 counts tokens from the start of what it is given.
+            tunes = getattr(module, "attn_temperature_tuning", False) and not getattr(module, "use_rope", True)
+            if tunes and self.seq_len >= module.floor_scale:
+                raise NotImplementedError(
+                    f"{name} has attn_temperature_tuning without rotary embeddings: it would scale queries by their "
+                    f"place in this rank's shard. Rows shorter than floor_scale={module.floor_scale} are exact, these "
+                    f"have {self.seq_len} tokens; or load the model with attn_temperature_tuning=False"
+                )
+            drops = getattr(module, "token_dropout", False) is True and ids is not None
+            if drops and bool((ids == module.mask_token_id).any()):
+                raise NotImplementedError(
+                    f"{name} has token_dropout=True: it scales by the part of a row that is masked "
+                    f"(mask_token_id={module.mask_token_id}), of which this rank holds a shard; load the model with "
+                    "token_dropout=False"
+                )
+
     @contextlib.contextmanager
     def active(self) -> Iterator[dict[str, Any]]:
         """While this is entered, the model's layers attend to this sequence."""
-        outer = getattr(_local, "current", None)
-        _local.current = self
-        hook = None
-        assert self.record is not None
-        if not self.record.verified and not self.compiled:
-            hook = self.model.register_forward_hook(self._verify, with_kwargs=True)
-        try:
+        outer: Sequence | None = getattr(_local, "current", None)
+        with contextlib.ExitStack() as watched:
+            watched.callback(setattr, _local, "current", outer)
+            watched.callback(setattr, self, "outers", self.outers)
+            _local.current, self.outers = self, [] if outer is None else [outer, *outer.outers]
+            if not (self.record.attends and self.record.adds_up):
+                watched.enter_context(_watched(self.entry, after=self._verify))
+            for entry in {self.entry, *(other.entry for other in self.outers)} if outer else ():
+                watched.enter_context(_watched(entry, before=self._check_inputs))
             yield self.local
-        finally:
-            _local.current = outer
-            if hook is not None:
-                hook.remove()
 
-    def _verify(self, model: nn.Module, args: Any, kwargs: dict[str, Any], outputs: Any) -> None:
-        """After a model's first forward: its layers have called us, and its loss is the sum over this rank's targets by
-        the number of all. Every rank comes here, and all raise if one does."""
-        assert self.record is not None
-        if self.record.verified:
+    def _check_inputs(self, kwargs: Mapping[str, Any]) -> None:
+        """Of several sequences that are entered, layers attend to the innermost: the inputs must be its own."""
+        for name, given in kwargs.items():
+            if _equal(given, self.local.get(name)):
+                continue
+            if any(_equal(given, other.local.get(name)) for other in self.outers):
+                raise ValueError(
+                    f"the model got {name} of a sequence that is not the innermost of those entered; the layers attend "
+                    "to the innermost. Leave one ringattn.hf.sequence() before entering the next"
+                )
+
+    def _verify(self, kwargs: Mapping[str, Any], outputs: Any) -> None:
+        """After a model's first forward: its layers have called us. After its first with a loss: that is the sum over
+        this rank's targets by the number of all. Every rank comes here, and all raise if one does."""
+        said = _named(kwargs, outputs)
+        loss = said.get("loss") is not None
+        if getattr(_local, "current", None) is not self:  # that of an inner sequence
+            return
+        if self.record.attends and (self.record.adds_up or not loss):
             return
         error: Exception | None = None
         try:
-            self._check_outputs(kwargs, outputs)
+            self._check_attended(kwargs, said)
+            if loss:
+                self._check_loss(kwargs, said)
         except (ValueError, RuntimeError, NotImplementedError) as bad:
             error = bad
-        self.plan.transport.agree(f"the first forward of {type(model).__name__}", {}, error)
-        self.record.verified = True
+        self.plan.transport.agree(f"the first forward of {type(self.model).__name__}", {}, error)
+        self.record.attends = True
+        self.record.adds_up |= loss
 
-    def _check_outputs(self, kwargs: dict[str, Any], outputs: Any) -> None:
+    def _check_attended(self, kwargs: Mapping[str, Any], outputs: Mapping[str, Any]) -> None:
         name = type(self.model).__name__
         if not self.calls:
             raise RuntimeError(
                 f"{name} has run without calling ringattn: its attention layers ignore attn_implementation; "
                 "use a model whose layers go through transformers' AttentionInterface"
             )
-        value = outputs.get("loss") if isinstance(outputs, Mapping) else None
-        if value is None:
-            return
+
+        tokens = next(self.local[x] for x in ("input_ids", "inputs_embeds") if self.local.get(x) is not None)
+        for key, x in outputs.items() if self.plan.world_size > 1 else ():
+            asked = kwargs.get("logits_to_keep") is not None or outputs.get("log_probs") is not None
+            picks = key == "pooler_output" or (key.endswith("logits") and not asked)
+            if picks and isinstance(x, Tensor) and (key == "pooler_output" or x.shape[:2] != tokens.shape[:2]):
+                raise NotImplementedError(
+                    f"{name} returns {key} of shape {tuple(x.shape)}, not one for each of the "
+                    f"{tuple(tokens.shape[:2])} tokens of this rank: it picks tokens of a row, of which other ranks "
+                    "hold some. Use the model without this head (a pooler: add_pooling_layer=False) and pick from what "
+                    "ranks hold together"
+                )
+
+    def _check_loss(self, kwargs: Mapping[str, Any], outputs: Mapping[str, Any]) -> None:
+        name = type(self.model).__name__
+        value: Tensor = outputs["loss"]
         logits, total = outputs.get("logits"), kwargs.get("num_items_in_batch")
         targets = kwargs.get("shift_labels" if _shifts(self.model) else "labels")
         if outputs.get("log_probs") is not None:  # trl's head: SFTTrainer adds up one log-probability per target
@@ -286,7 +405,8 @@ def sequence(model: nn.Module, batch: Mapping[str, Any], group: Any = None, **op
         model: with ``attn_implementation="ringattn"``; wrapped (DDP, FSDP2, compiled) or not.
         batch: whole rows, the same on every rank of the group: ``input_ids`` or ``inputs_embeds``, and as they come
             ``labels``, ``attention_mask`` (0: padding), ``position_ids`` (restarting: packed documents, as for
-            transformers), ``documents``, ``cu_seq_lens_q``, ... See :func:`ringattn.batch.documents`.
+            transformers without a cache), ``documents``, ``cu_seq_lens_q``, ... See :func:`ringattn.batch.documents`.
+            Without ``position_ids`` they are those that the model would make of each document.
         group: ProcessGroup, one-dimensional DeviceMesh, or None: the default group, or one process alone.
         options: ``layout``, ``dataflow``, ``deterministic``, ``local_size`` as for :func:`ringattn.plan`, ``kernel`` as
             for :func:`ringattn.attention`, ``seq_dims`` as for :meth:`ringattn.Plan.shard_batch`.
@@ -316,14 +436,13 @@ def check_model(model: nn.Module) -> None:
     if config is None or not hasattr(config, "get_text_config"):
         raise TypeError(f"{name} has no transformers config; for a module of your own use ringattn.wrap()")
     text = config.get_text_config()
-    found = getattr(text, "_attn_implementation", None)
-    if found != NAME:
-        raise ValueError(
-            f"{name} has attn_implementation={found!r}; load it with attn_implementation='ringattn', or call "
-            "model.set_attn_implementation('ringattn')"
+    crosses = [type(m).__name__ for m in model.modules() if isinstance(getattr(m, "encoder_attn", None), nn.Module)]
+    if getattr(config, "is_encoder_decoder", False) or crosses:
+        raise NotImplementedError(
+            f"{name} is an encoder-decoder"
+            + (f", or the decoder of one (its {crosses[0]} has encoder_attn)" if crosses else "")
+            + "; cross-attention over ranks is not supported"
         )
-    if getattr(config, "is_encoder_decoder", False):
-        raise NotImplementedError(f"{name} is an encoder-decoder; cross-attention over ranks is not supported")
     odd = sorted({str(t) for t in getattr(text, "layer_types", None) or () if t not in _LAYER_TYPES})
     recurrent = sorted({type(m).__name__ for m in model.modules() if _RECURRENT.search(type(m).__name__)})
     if odd or recurrent:
@@ -331,10 +450,38 @@ def check_model(model: nn.Module) -> None:
             f"{name} has layers of type {', '.join(odd + recurrent)}; ringattn exchanges the keys and values of "
             f"{' and '.join(_LAYER_TYPES)} only, and such layers would see nothing of the other ranks' tokens"
         )
+    if not _goes_through_interface(model):
+        raise NotImplementedError(
+            f"{name} computes its attention by itself, not through transformers' AttentionInterface, so "
+            "attn_implementation='ringattn' does not reach its layers; use a model whose layers do, such as Llama's, "
+            "or ringattn.wrap() on your own"
+        )
+    _check_implementation(model)
     if getattr(text, "output_router_logits", False):
         raise NotImplementedError(
             f"{name} has output_router_logits=True: the load-balancing loss is no sum over tokens, so the sum of the "
             "ranks' losses is not that of one process; set config.output_router_logits = False"
+        )
+
+
+def _goes_through_interface(model: nn.Module) -> bool:
+    """What transformers says of its models; of those that it does not vouch for, whether their file uses it. Of others'
+    models nothing is known before they run."""
+    known = [type(m) for m in model.modules() if isinstance(m, transformers.PreTrainedModel)]
+    return not known or any(
+        not c.__module__.startswith("transformers.")
+        or c.is_backend_compatible()
+        or hasattr(sys.modules[c.__module__], "ALL_ATTENTION_FUNCTIONS")
+        for c in known
+    )
+
+
+def _check_implementation(model: Any) -> None:
+    found = getattr(model.config.get_text_config(), "_attn_implementation", None)
+    if found != NAME:
+        raise ValueError(
+            f"{type(model).__name__} has attn_implementation={found!r}; load it with attn_implementation='ringattn', "
+            "or call model.set_attn_implementation('ringattn')"
         )
 
 
@@ -389,9 +536,11 @@ def visible_to_layers(
             "interval of keys per query"
         )
     causal = "allow_is_bidirectional_skip" not in kwargs
-    if not torch.compiler.is_compiling():
-        _probe(current, mask_function, causal, local_size)
-    return current.visible(causal, local_size)
+    if local_size is not None and local_size < 1:  # Qwen2-MoE's, whose layers use no window
+        return Visible(current.plan, causal, local_size, current.kernel, f"sliding_window is {local_size}, less than 1")
+    seen = current.visible(causal, local_size)
+    refusal = _probe(current, mask_function, causal, local_size)
+    return seen if refusal is None else Visible(seen.plan, causal, local_size, seen.kernel, refusal)
 
 
 def _probe(
@@ -399,11 +548,25 @@ def _probe(
     mask_function: Callable[..., Tensor] | None,
     causal: bool,
     window: int | None,
-) -> None:
-    """Ask the model's own mask function about pairs of global positions on every edge of what we take it for."""
-    assert current.record is not None
-    if mask_function is None or (causal, window) in current.record.probed:
-        return
+) -> str | None:
+    """Ask the model's own mask function about pairs of global positions on every edge of what we take it for. Each time
+    it is given: the next batch may bring a prefix or blocks. Returns how it differs."""
+    if mask_function is None or (
+        window is None and mask_function is (causal_mask_function if causal else bidirectional_mask_function)
+    ):
+        return None
+    if torch.compiler.is_compiling():  # a graph asks no function: transformers' own windows have this name
+        tensors = window is None or getattr(mask_function, "__name__", "") != "and_mask"
+    else:
+        tensors = _holds_tensors(mask_function)
+    if tensors:
+        return (
+            "the model's mask depends on a tensor of the batch (a prefix or blocks of tokens that see each other, such "
+            "as token_type_ids make), which is no interval of keys per query; ringattn knows causal and bidirectional "
+            "masks, with or without a window: leave that tensor out of the batch"
+        )
+    if torch.compiler.is_compiling():
+        return None
     end, w = current.seq_len - 1, window or 0
     around = torch.tensor([0, 1, 2, w - 1, w, w + 1, 2 * w, 2 * w + 1, end // 3, end // 2, end - 1, end]).clamp(0, end)
     steps = [0, 1, 2, w - 2, w - 1, w, w + 1, w + 2, 2 * w + 3, end // 7, end // 2, end]
@@ -413,18 +576,31 @@ def _probe(
     expected = k <= q if causal else torch.ones_like(k, dtype=torch.bool)
     if window is not None:
         expected &= (q - k < window) if causal else ((q - k).abs() <= window)
-    try:
-        said = mask_function(zero, zero, q, k).cpu().expand_as(k)
-    except IndexError:  # it reads a tensor of this rank's tokens at a global position
-        said = ~expected
+    said = mask_function(zero, zero, q, k).cpu().expand_as(k)
     if not torch.equal(said, expected):
         row, column = (int(i) for i in (said != expected).nonzero()[0])
-        raise NotImplementedError(
+        return (
             f"the model's mask is not the {'causal' if causal else 'bidirectional'} one"
             f"{f' with a window of {window}' if window else ''} that ringattn knows: query {int(q[row, column])} and "
             f"key {int(k[row, column])} differ. Chunked and blockwise masks are not supported"
         )
-    current.record.probed.add((causal, window))
+    return None
+
+
+def _holds_tensors(function: Any) -> bool:
+    """Does the function, or one that it is made of, keep a tensor? (Its indices are of this rank's tokens, and a device
+    does not survive one out of range.)"""
+    found, seen = [function], set()
+    while found:
+        x = found.pop()
+        if isinstance(x, Tensor):
+            return True
+        if isinstance(x, tuple | list):
+            found += x
+        elif callable(x) and id(x) not in seen:
+            seen.add(id(x))
+            found += [cell.cell_contents for cell in getattr(x, "__closure__", None) or ()]
+    return False
 
 
 def attend(
@@ -446,9 +622,12 @@ def attend(
     with kv_heads; returns (batch, local tokens, q_heads, head_dim_v) and no weights."""
     name = type(module).__name__
     if dropout:
+        keys = ("attention_dropout", "attention_probs_dropout_prob", "attn_pdrop", "attn_dropout", "dropout")
+        config = getattr(module, "config", None)
+        own = next((k for k in keys if getattr(config, k, None) == dropout), keys[0])
         raise NotImplementedError(
-            f"{name} wants attention dropout {dropout}, which ringattn does not have; set "
-            "config.attention_dropout = 0.0"
+            f"{name} wants attention dropout {dropout}, which ringattn does not have; load the model with {own}=0.0, "
+            f"as in from_pretrained(..., {own}=0.0): layers keep what they were made with"
         )
     for keyword, given in kwargs.items():
         if given is None or given is False or keyword in _NEUTRAL:
@@ -460,6 +639,8 @@ def attend(
     current = getattr(_local, "current", None)
     if isinstance(attention_mask, Visible):
         seen = attention_mask
+        if seen.refusal is not None:
+            raise NotImplementedError(f"{name}: {seen.refusal}")
     elif attention_mask is None:
         causal = bool(getattr(module, "is_causal", True)) if is_causal is None else bool(is_causal)
         window = sliding_window if causal or sliding_window is None else sliding_window - 1
@@ -511,17 +692,80 @@ def _unwrapped(model: nn.Module) -> Any:
     return getattr(model, "_orig_mod", model)
 
 
-def _is_compiled(model: nn.Module) -> bool:
-    return any(
-        hasattr(m, "_orig_mod") or getattr(m, "_compiled_call_impl", None) is not None
-        for m in (model, getattr(model, "module", None))
-    )
+def _entry(model: nn.Module) -> Any:
+    """Where a forward begins: what torch.compile has made, or the transformers model. Hooks of a module inside of a
+    compiled one would be part of its graph."""
+    inner = _unwrapped(model)
+    while model is not inner and not hasattr(model, "_orig_mod") and model._compiled_call_impl is None:
+        model = model.module  # type: ignore[assignment]
+    return model
+
+
+@contextlib.contextmanager
+def _watched(entry: Any, before: Callable[..., None] | None = None, after: Callable[..., None] | None = None) -> Any:
+    """Meanwhile each forward calls ``before(kwargs)`` and ``after(kwargs, outputs)``, outside of a compiled graph."""
+    inner = entry._compiled_call_impl
+    if inner is not None:  # model.compile(): hooks are compiled with the rest
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if before:
+                before(kwargs)
+            outputs = inner(*args, **kwargs)
+            if after:
+                after(kwargs, outputs)
+            return outputs
+
+        entry._compiled_call_impl = call
+        try:
+            yield
+        finally:
+            entry._compiled_call_impl = inner
+        return
+    hooks = []
+    if before:
+        hooks.append(entry.register_forward_pre_hook(lambda m, args, kwargs: before(kwargs), with_kwargs=True))
+    if after:
+        hooks.append(entry.register_forward_hook(lambda m, args, kwargs, out: after(kwargs, out), with_kwargs=True))
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _named(kwargs: Mapping[str, Any], outputs: Any) -> Mapping[str, Any]:
+    """A model's outputs by name; of those of return_dict=False the loss and the logits, which come first."""
+    if isinstance(outputs, Mapping):
+        return outputs
+    wants = any(kwargs.get(name) is not None for name in ("labels", "shift_labels"))
+    if isinstance(outputs, tuple) and wants and isinstance(outputs[0], Tensor) and outputs[0].ndim == 0:
+        return dict(zip(("loss", "logits"), outputs, strict=False))
+    return {}
+
+
+def _equal(a: Any, b: Any) -> bool:
+    if not (isinstance(a, Tensor) and isinstance(b, Tensor)):
+        return False
+    return a is b or (a.shape == b.shape and a.device == b.device and bool((a == b).all()))
 
 
 def _is_encoder(model: nn.Module) -> bool:
     """No module of it attends causally."""
     says = [m.is_causal for m in model.modules() if isinstance(getattr(m, "is_causal", None), bool)]
     return bool(says) and not any(says)
+
+
+def _counts_from(model: Any) -> int | None:
+    """The padding_idx of RoBERTa and what descends from it: positions count from the next, and only what is no padding;
+    None for other models."""
+    for module in model.modules():
+        if (
+            hasattr(module, "create_position_ids_from_inputs_embeds")
+            and hasattr(module, "position_embeddings")  # absolute ones
+            and getattr(module, "word_embeddings", None) is model.get_input_embeddings()
+        ):
+            return None if module.padding_idx is None else int(module.padding_idx)
+    return None
 
 
 def _shifts(model: nn.Module) -> bool:
@@ -545,6 +789,7 @@ def _windows(config: Any) -> list[int | None]:
 # What the mixin overrides, and the parameters that it counts on.
 _TRAINER_HOOKS = {
     "create_accelerator_and_postprocess": (),
+    "_set_signature_columns_if_needed": (),
     "get_batch_samples": ("epoch_iterator", "num_batches", "device"),
     "prediction_step": ("model", "inputs", "prediction_loss_only", "ignore_keys"),
     "_prepare_context_parallel_inputs": ("model", "inputs"),
@@ -649,9 +894,10 @@ class RingTrainerMixin:
     """``class MyTrainer(RingTrainerMixin, Trainer)``: the model has ``attn_implementation="ringattn"``, and
     accelerate's ``cp_size`` says how many ranks share a sequence (1 or no mesh: each rank has its own).
 
-    Training loss and gradients, and ``evaluate()``'s loss, are those of one process. ``predict()``, and ``evaluate()``
-    with ``compute_metrics``, need whole logits and are refused. (With ``even_batches``, accelerate fills a short last
-    batch up with rows that are there already, whoever attends: pass ``accelerator_config={"even_batches": False}``.)
+    Training loss and gradients, and ``evaluate()``'s loss, are those of one process (of a decoder: one whose labels at
+    the first token of each document are -100). ``predict()``, and ``evaluate()`` with ``compute_metrics``, need whole
+    logits and are refused. (With ``even_batches``, accelerate fills a short last batch up with rows that are there
+    already, whoever attends: pass ``accelerator_config={"even_batches": False}``.)
 
     On trl's ``SFTTrainer`` it is the same, also for its metrics (entropy, accuracy, number of tokens), packing,
     padding-free batches and completion-only losses. Other trainers of trl are refused.
@@ -689,7 +935,20 @@ class RingTrainerMixin:
 
     def get_batch_samples(self, epoch_iterator: Iterator[Any], num_batches: int, device: Any) -> Any:
         """The number of targets is counted here, over whole rows: so they are shifted here."""
-        return super().get_batch_samples(map(_with_targets, epoch_iterator), num_batches, device)  # type: ignore[misc]
+        return super().get_batch_samples(map(self._with_targets, epoch_iterator), num_batches, device)  # type: ignore[misc]
+
+    def _with_targets(self: Any, batch: Any) -> Any:
+        if not (self._ring_sft or _shifts(_unwrapped(self.model))):  # an encoder's targets are its labels
+            return batch
+        if not isinstance(batch, Mapping) or batch.get("labels") is None or batch.get("shift_labels") is not None:
+            return batch
+        return {**batch, "shift_labels": batches.shift_labels(batch["labels"], *batches.said_begins(batch))}
+
+    def _set_signature_columns_if_needed(self: Any) -> None:
+        """Columns that say where documents are mean something to us, if not to the model."""
+        super()._set_signature_columns_if_needed()  # type: ignore[misc]
+        ours = (*batches.BOUNDARIES, "shift_labels")
+        self._signature_columns += [name for name in ours if name not in self._signature_columns]
 
     def prediction_step(
         self, model: nn.Module, inputs: dict[str, Any], prediction_loss_only: bool, ignore_keys: Any = None
@@ -703,7 +962,7 @@ class RingTrainerMixin:
             raise ValueError(
                 f"the batch has {', '.join(inputs)} and no labels; evaluation over ranks gives the loss only"
             )
-        inputs = _with_targets(inputs)
+        inputs = self._with_targets(inputs)
         if self._ring_sft:
             return self._sft_loss(model, inputs), None, None
         loss, *rest = super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)  # type: ignore[misc]
@@ -743,12 +1002,6 @@ class RingTrainerMixin:
         return made.active, made.local
 
 
-def _with_targets(batch: Any) -> Any:
-    if not isinstance(batch, Mapping) or batch.get("labels") is None or batch.get("shift_labels") is not None:
-        return batch
-    return {**batch, "shift_labels": batches.shift_labels(batch["labels"], *batches.said_begins(batch))}
-
-
 def _group(accelerator: Any) -> Any:
     parallel = getattr(accelerator, "parallelism_config", None)
     if parallel is not None and parallel.cp_enabled:
@@ -773,6 +1026,11 @@ def _check_trainer(trainer: Any) -> None:
             "set it to False: SFTTrainer does without whole logits by itself",
         ),
         (getattr(trainer, "aux_loss_enabled", False), "a router loss (router_aux_loss_coef)", "set it to 0.0"),
+        (
+            trainer.neftune_noise_alpha is not None and transports.of(_group(trainer.accelerator)).world_size > 1,
+            f"neftune_noise_alpha={trainer.neftune_noise_alpha}, which scales noise by the length of a rank's shard",
+            "leave it out",
+        ),
         (
             trainer.args.n_gpu > 1,
             f"{trainer.args.n_gpu} GPUs in one process",

@@ -141,6 +141,8 @@ def test_documents_of_each_source() -> None:
     assert ids_of(position_ids=torch.tensor([[0, 1, 2, 0, 1, 0, 1, 2]])) == cut
     assert ids_of(position_ids=torch.arange(8)[None]) is None
     assert ids_of(position_ids=torch.arange(24).reshape(3, 1, 8)) is None
+    four = torch.tensor([0, 1, 2, 0, 1, 0, 1, 2]).expand(4, 1, 8)  # M-RoPE behind the positions in the text
+    assert ids_of(position_ids=four) == cut
     mask = torch.tensor([[0, 0, 1, 1, 1, 1, 1, 0]])
     assert ids_of(attention_mask=mask) == [[-1, -1, 1, 1, 1, 1, 1, -1]]
     assert ids_of(attention_mask=mask, position_ids=torch.tensor([[1, 1, 0, 1, 2, 3, 4, 1]])) == [
@@ -156,6 +158,21 @@ def test_documents_have_the_number_of_their_run() -> None:
     assert found.tolist() == [[0, 0, -1, 2, 3, 3]]
 
 
+def test_holes_of_a_mask_are_padding_between_documents_that_are_given() -> None:
+    mask = torch.tensor([[1, 1, 0, 0, 1, 1, 1, 0]])
+    assert ids_of(attention_mask=mask, documents=torch.tensor([[0, 0, 0, 0, 1, 1, 1, 1]])) == [
+        [0, 0, -1, -1, 2, 2, 2, -1]
+    ]
+
+
+def test_counted_positions() -> None:
+    """Of two documents, behind left padding; the first counts no token that is not counted."""
+    begin, real = torch.tensor([[0, 1, 1, 1, 1, 5, 5, 7]]), torch.tensor([[0, 1, 1, 1, 1, 1, 1, 0]]).bool()
+    counted = torch.tensor([[0, 1, 0, 1, 1, 1, 1, 0]]).bool()
+    assert batches.counted_positions(begin, real, counted).tolist() == [[0, 1, 0, 2, 3, 1, 2, 0]]
+    assert batches.counted_positions(begin[:, :0], real[:, :0], counted[:, :0]).shape == (1, 0)
+
+
 @pytest.mark.parametrize(
     ("extra", "says"),
     [
@@ -167,6 +184,8 @@ def test_documents_have_the_number_of_their_run() -> None:
             {"attention_mask": torch.ones(1, 8), "position_ids": torch.tensor([[0, 1, 2, 0, 1, 0, 1, 2]])},
             "row 0 go from 2 to 0",
         ),
+        ({"attention_mask": torch.tensor([[0, 1, 1, 0, 1, 1, 1, 0]])}, r"begin at token 4.*batch\['documents'\]"),
+        ({"attention_mask": torch.tensor([[1, 0, 0, 0, 0, 0, 0, 1]])}, "begin at token 7"),
     ],
 )
 def test_documents_refuses_what_is_not_clear(extra: dict[str, Tensor], says: str) -> None:

@@ -266,6 +266,110 @@ def test_compiled_without_graph_break(recwarn: pytest.WarningsRecorder) -> None:
     compare([body(virtual.VirtualRank(0, 1))], want)
 
 
+# --- What models make of positions ----------------------------------------------------------------------
+
+ENCODER = {k: v for k, v in SMALL.items() if k not in ("num_key_value_heads", "attention_dropout")} | dict(
+    hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0
+)
+
+
+def tiny(auto: Any, config: Any, attn: str = "eager") -> Any:
+    torch.manual_seed(0)
+    model = auto.from_config(config, attn_implementation=attn).eval()
+    for parameter in model.parameters():
+        if parameter.ndim > 1:
+            nn.init.normal_(parameter, 0.0, 0.3)
+    return model
+
+
+def over_two(
+    model: nn.Module, batch: dict[str, Tensor], causal: bool, refused: str | None = None, **options: Any
+) -> float:
+    """The loss of a model's logits, on two ranks; or each refuses."""
+    models = [copy.deepcopy(model) for _ in range(2)]
+
+    def body(rank: virtual.VirtualRank) -> float:
+        model: Any = models[rank.rank]
+        model.set_attn_implementation("ringattn")
+        with ringattn.hf.sequence(model, batch, rank, **options) as local, torch.no_grad():
+            targets, total = local.pop("shift_labels" if causal else "labels"), local.pop("num_items_in_batch")
+            local.pop("labels", None)
+            logits = model(**local).logits
+            return ringattn.loss.cross_entropy(logits, targets, rank, wrapper="sums", total=total).item()
+
+    def refuses(rank: virtual.VirtualRank) -> float:
+        with pytest.raises(NotImplementedError, match=refused):
+            body(rank)
+        return 0.0
+
+    return sum(virtual.run(2, refuses if refused else body))
+
+
+def position_models() -> dict[str, tuple[Any, bool]]:
+    t = transformers
+    roberta = {**ENCODER, "pad_token_id": 1}
+    return {
+        "roberta": (t.RobertaConfig(**roberta), False),
+        "xlm_roberta": (t.XLMRobertaConfig(**roberta, is_decoder=True), True),
+        "esm": (t.EsmConfig(**roberta, mask_token_id=4, position_embedding_type="absolute"), False),
+        "esm_rotary": (t.EsmConfig(**roberta, mask_token_id=4, position_embedding_type="rotary"), False),
+        "opt": (
+            t.OPTConfig(vocab_size=VOCABULARY, hidden_size=32, word_embed_proj_dim=32, num_hidden_layers=2, ffn_dim=48,
+                        num_attention_heads=4, max_position_embeddings=64, dropout=0.0, pad_token_id=1),
+            True,
+        ),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ["ragged", "left padding"])
+@pytest.mark.parametrize("name", ["roberta", "xlm_roberta", "esm", "esm_rotary", "opt"])
+def test_models_that_count_positions_by_themselves(name: str, kind: str) -> None:
+    config, causal = position_models()[name]
+    model = tiny(transformers.AutoModelForCausalLM if causal else transformers.AutoModelForMaskedLM, config)
+    batch = batch_of(kind, causal)
+    batch["input_ids"] = torch.where(torch.tensor(BATCHES[kind]) >= 0, batch["input_ids"], 1)
+    batch["labels"][:, :9] = -100  # transformers scores the first token from padding
+    with torch.no_grad():
+        want = model(**batch).loss.item()
+    assert over_two(model, batch, causal) == pytest.approx(want, rel=1e-5)
+
+
+def test_rotary_embeddings_that_depend_on_the_length() -> None:
+    """Rows that are short enough, or so long that all ranks know it, are exact; the others are refused."""
+    t = transformers
+    long = dict(rope_type="longrope", rope_theta=1e4, short_factor=[1.0] * 4, long_factor=[1.0, 2.0, 4.0, 8.0])
+    for limit, layout, exact in (
+        (24, "zigzag", True),
+        (23, "zigzag", False),
+        (16, "zigzag", True),
+        (20, "striped", True),
+    ):
+        config = t.Phi3Config(
+            **SMALL,
+            original_max_position_embeddings=limit,
+            rope_parameters={**long, "original_max_position_embeddings": limit},
+        )
+        model, batch = tiny(t.AutoModelForCausalLM, config), batch_of("dense", True)
+        if exact:
+            with torch.no_grad():
+                want = model(**batch).loss.item()
+            assert over_two(model, batch, True, layout=layout) == pytest.approx(want, rel=1e-5)
+        else:
+            over_two(model, batch, True, r"'longrope'.* its 24 positions are beyond 23.*'striped'", layout=layout)
+    for most in (24, 12):
+        config = t.LlamaConfig(
+            **{**SMALL, "max_position_embeddings": most},
+            rope_parameters=dict(rope_type="dynamic", factor=4.0, rope_theta=1e4),
+        )
+        model, batch = tiny(t.AutoModelForCausalLM, config), batch_of("dense", True)
+        if most == 24:
+            with torch.no_grad():
+                want = model(**batch).loss.item()
+            assert over_two(model, batch, True) == pytest.approx(want, rel=1e-5)
+        else:
+            over_two(model, batch, True, r"'dynamic'.* beyond 12")
+
+
 # --- Refusals ------------------------------------------------------------------------------------------
 
 
@@ -319,8 +423,13 @@ def test_dropout_is_refused_in_training_and_does_not_matter_in_evaluation() -> N
     for layer in model.model.layers:
         layer.self_attn.attention_dropout = 0.1
     in_sequence(model.eval())
-    with pytest.raises(NotImplementedError, match=r"attention dropout 0\.1"):
+    with pytest.raises(
+        NotImplementedError, match=r"attention dropout 0\.1.*load the model with attention_dropout=0\.0"
+    ):
         in_sequence(model.train())
+    config = transformers.GPT2Config(vocab_size=VOCABULARY, n_embd=32, n_layer=1, n_head=4, attn_pdrop=0.2)
+    with pytest.raises(NotImplementedError, match=r"attention dropout 0\.2.*attn_pdrop=0\.0"):
+        in_sequence(transformers.AutoModelForCausalLM.from_config(config, attn_implementation="ringattn"))
 
 
 def test_a_mask_of_four_dimensions_is_refused() -> None:
@@ -383,6 +492,52 @@ def test_layers_with_a_state_and_chunked_ones_are_refused_by_name() -> None:
             ringattn.hf.check_model(model)
 
 
+def test_models_that_compute_attention_by_themselves_are_refused_by_name() -> None:
+    t, sizes = transformers, dict(vocab_size=VOCABULARY)
+    by_itself = "by itself, not through"
+    for config, says in (
+        (t.FalconConfig(**sizes, hidden_size=32, num_hidden_layers=1, num_attention_heads=4), by_itself),
+        (t.GPTJConfig(**sizes, n_embd=32, n_layer=1, n_head=4, rotary_dim=4), by_itself),
+        (
+            t.GPTNeoConfig(**sizes, hidden_size=32, num_layers=1, num_heads=4, attention_types=[[["global"], 1]]),
+            by_itself,
+        ),
+        (t.BloomConfig(**sizes, hidden_size=32, n_layer=1, n_head=4), by_itself),
+        (t.CodeGenConfig(**sizes, n_embd=32, n_layer=1, n_head=4, rotary_dim=4), by_itself),
+        (t.MptConfig(**sizes, d_model=32, n_layers=1, n_heads=4), by_itself),
+        (t.BartConfig(**sizes, d_model=32, decoder_layers=1, decoder_ffn_dim=32), "BartDecoderLayer has encoder_attn"),
+        (
+            t.MarianConfig(**sizes, d_model=32, decoder_layers=1, decoder_ffn_dim=32, pad_token_id=0),
+            "MarianDecoderLayer",
+        ),
+    ):
+        with torch.device("meta"):
+            model = t.AutoModelForCausalLM.from_config(
+                config, attn_implementation="eager"
+            )  # Falcon's own fails with others
+        with pytest.raises(NotImplementedError, match=says):
+            ringattn.hf.check_model(model)
+
+
+def test_models_that_transformers_does_not_vouch_for_and_windows_that_no_layer_uses() -> None:
+    t = transformers
+    moe = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16, shared_expert_intermediate_size=16)
+    for config in (
+        t.StableLmConfig(**SMALL),
+        t.BioGptConfig(**ENCODER, attention_dropout=0.0),
+        t.Qwen2MoeConfig(**SMALL, **moe),
+    ):
+        model, batch = tiny(t.AutoModelForCausalLM, config), batch_of("dense", True)
+        with torch.no_grad():
+            want = model(**batch).loss.item()
+        assert over_two(model, batch, True) == pytest.approx(want, rel=1e-5)
+
+
+def test_images_are_refused_over_ranks() -> None:
+    batch = {**batch_of("dense", True), "pixel_values": torch.zeros(2, 3, 4, 4)}
+    over_two(build("llama", "eager"), batch, True, r"pixel_values: images.*inputs_embeds")
+
+
 def test_settings_that_do_not_add_up_are_refused() -> None:
     with pytest.raises(ValueError, match="attn_implementation='eager'"):
         ringattn.hf.check_model(build("llama", "eager"))
@@ -414,6 +569,133 @@ def test_a_model_that_does_not_call_its_attention_function_is_refused() -> None:
         layer.self_attn.forward = lambda hidden_states, **kwargs: (hidden_states, None)
     with pytest.raises(RuntimeError, match="without calling ringattn"):
         in_sequence(model)
+
+
+def test_a_loss_is_checked_after_a_forward_without_one() -> None:
+    def body(rank: virtual.VirtualRank) -> None:
+        for options in ({}, {"return_dict": False}):
+            model = build("bert", "ringattn")
+            with ringattn.hf.sequence(model, batch_of("dense", False), rank) as local:
+                model(**{k: v for k, v in local.items() if k not in ("labels", "num_items_in_batch")})
+                with pytest.raises((NotImplementedError, ValueError), match=r"ringattn\.loss\.cross_entropy"):
+                    model(**local, **options)
+
+    virtual.run(2, body)
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+def test_the_loss_of_a_compiled_model_is_checked(in_place: bool) -> None:
+    config = configs()["bert"]  # its own mean: right in one process, if the number of targets is that of the batch
+    config.num_hidden_layers = 1
+    model: Any = transformers.AutoModelForMaskedLM.from_config(config, attn_implementation="ringattn")
+    run = model if in_place else torch.compile(model, backend="eager")
+    if in_place:
+        model.compile(backend="eager")
+    with ringattn.hf.sequence(run, batch_of("dense", False), virtual.VirtualRank(0, 1)) as local:
+        with pytest.raises(NotImplementedError, match="the loss of BertForMaskedLM is"):
+            run(**{**local, "num_items_in_batch": 2 * local["num_items_in_batch"]})
+        run(**local)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_prefix_after_causal_batches_is_refused(compiled: bool) -> None:
+    model: Any = transformers.AutoModelForCausalLM.from_config(
+        transformers.HrmTextConfig(**{**SMALL, "num_hidden_layers": 1}, H_cycles=1, L_cycles=1),
+        attn_implementation="ringattn",
+    )
+    run = torch.compile(model, backend="eager") if compiled else model
+    batch = batch_of("dense", True)
+    kinds = (torch.arange(24) < 10).long().expand(ROWS, -1).contiguous()
+    alone = virtual.VirtualRank(0, 1)
+    with ringattn.hf.sequence(run, batch, alone) as local:
+        run(**local, use_cache=False)
+    with (
+        pytest.raises(NotImplementedError, match="token_type_ids"),
+        ringattn.hf.sequence(run, {**batch, "token_type_ids": kinds}, alone) as local,
+    ):
+        run(**local, use_cache=False)
+
+
+def test_another_attention_that_was_left_set_is_refused() -> None:
+    model: Any = build("llama", "ringattn")
+    in_sequence(model)
+    model.set_attn_implementation("sdpa")
+    with pytest.raises(ValueError, match=r"attn_implementation='sdpa'.*set_attn_implementation\('ringattn'\)"):
+        in_sequence(model)
+
+
+def test_inputs_of_another_sequence_than_the_innermost_are_refused() -> None:
+    def body(rank: virtual.VirtualRank) -> None:
+        model = build("llama", "ringattn")
+        first, second = (ringattn.hf.Sequence(model, batch_of(kind, True), rank) for kind in ("ragged", "left padding"))
+        with first.active() as outer, second.active() as inner:
+            model(**inner)
+            with pytest.raises(ValueError, match="got input_ids of a sequence that is not the innermost"):
+                model(**outer)
+        with first.active() as outer:
+            model(**outer)
+        same = ringattn.hf.Sequence(model, batch_of("ragged", True), rank)
+        with first.active() as outer, same.active(), first.active():
+            model(**outer)
+        with first.active() as outer, same.active():
+            model(**outer)  # of the same rows
+        assert first.outers == same.outers == []
+
+    virtual.run(2, body)
+
+
+def test_heads_that_pick_tokens_of_a_row_are_refused() -> None:
+    t = transformers
+    sorts, bert = t.LlamaConfig(**SMALL), t.BertConfig(**ENCODER)
+    batch = batch_of("dense", True)
+    for auto, config, says in (
+        (t.AutoModelForSequenceClassification, sorts, r"logits of shape \(2, 2\)"),
+        (t.AutoModel, bert, r"pooler_output of shape \(2, 32\)"),
+    ):
+        models = [tiny(auto, config, "ringattn") for _ in range(2)]
+        models[0].config.pad_token_id = models[1].config.pad_token_id = 0
+
+        def body(rank: virtual.VirtualRank) -> None:
+            with ringattn.hf.sequence(models[rank.rank], {"input_ids": batch["input_ids"]}, rank) as local:  # noqa: B023
+                models[rank.rank](**local)  # noqa: B023
+
+        virtual.run(1, body)  # the row is whole
+        ringattn.hf._records.clear()
+
+        def refuses(rank: virtual.VirtualRank) -> None:
+            with pytest.raises((NotImplementedError, ValueError), match=says):  # noqa: B023
+                body(rank)
+
+        virtual.run(2, refuses)
+    with pytest.raises(ValueError, match=r"labels has shape \(2,\); it must be \(2, 24\), one for each token"):
+        ringattn.hf.Sequence(build("llama", "ringattn"), {**batch, "labels": torch.ones(2)}, virtual.VirtualRank(0, 1))
+    with pytest.raises(ValueError, match="one for each token"):
+        ringattn.batch.shift_labels(torch.ones(2))
+
+
+def test_modules_that_count_along_a_shard_are_refused() -> None:
+    t = transformers
+    scaled = dict(head_dim=8, intermediate_size_mlp=48, num_local_experts=2, no_rope_layers=[1, 0], attn_scale=0.5)
+    for floor_scale in (25, 24):
+        config = t.Llama4TextConfig(
+            **SMALL, **scaled, num_experts_per_tok=1, layer_types=["full_attention"] * 2, floor_scale=floor_scale
+        )
+        model, batch = tiny(t.AutoModelForCausalLM, config), batch_of("dense", True)
+        with torch.no_grad():
+            want = model(**batch).loss.item()
+        if floor_scale == 25:
+            assert over_two(model, batch, True) == pytest.approx(want, rel=1e-5)
+        else:
+            over_two(model, batch, True, "floor_scale=24 are exact, these have 24 tokens")
+    esm = t.EsmConfig(**{**ENCODER, "pad_token_id": 1}, mask_token_id=4, token_dropout=True)
+    model, batch = tiny(t.AutoModelForMaskedLM, esm), batch_of("dense", False)
+    batch["attention_mask"] = torch.ones_like(batch["input_ids"])
+    batch["input_ids"][batch["input_ids"] == 4] = 5
+    with torch.no_grad():
+        want = model(**batch).loss.item()
+    assert over_two(model, batch, False) == pytest.approx(want, rel=1e-5)
+    batch["input_ids"][:, 3] = 4
+    over_two(model, batch, False, r"token_dropout=True.*mask_token_id=4")
 
 
 def test_rows_too_short_for_the_ranks() -> None:
@@ -562,3 +844,65 @@ def same_curve(got: tuple[list[float], float], want: tuple[list[float], float]) 
     assert len(got[0]) == len(want[0])
     assert max(abs(a - b) for a, b in zip(got[0], want[0], strict=True)) <= 1e-5
     assert got[1] == pytest.approx(want[1], abs=1e-5)
+
+
+class Columns(torch.utils.data.Dataset):  # type: ignore[type-arg]
+    """Few targets, one of them on the first token; documents where asked for."""
+
+    def __init__(self, documents: bool) -> None:
+        self.documents = documents
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, i: int) -> dict[str, Tensor]:
+        tokens = torch.randint(3, VOCABULARY, (24,), generator=torch.Generator().manual_seed(i))
+        labels = torch.where((torch.arange(24) % 9 == 0) | torch.tensor(self.documents), tokens, -100)
+        row = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens), "labels": labels}
+        return {**row, "documents": (torch.arange(24) >= 9).long()} if self.documents else row
+
+
+def first_loss(attn: str, folder: str, name: str, documents: bool, **options: Any) -> tuple[float, float]:
+    forget_accelerate()
+    losses: list[float] = []
+    if torch.distributed.is_initialized():
+        options["parallelism_config"] = OnCpu(cp_size=torch.distributed.get_world_size())
+
+    class Recorded(*((ringattn.hf.RingTrainerMixin,) if attn == "ringattn" else ()), transformers.Trainer):  # type: ignore[misc]
+        def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
+            loss = super().training_step(*args, **kwargs)
+            losses.append(float(loss))
+            return loss
+
+    arguments = transformers.TrainingArguments(
+        folder, use_cpu=True, max_steps=1, per_device_train_batch_size=2, report_to=[], save_strategy="no",
+        logging_strategy="no", disable_tqdm=True, seed=3, **options,
+    )  # fmt: skip
+    rows = Columns(documents)
+    trainer = Recorded(model=build(name, attn, torch.float32), args=arguments, train_dataset=rows, eval_dataset=rows)
+    trainer.train()
+    return losses[0], trainer.evaluate()["eval_loss"]
+
+
+def test_an_encoder_is_normalized_by_its_own_targets(tmp_path: Any) -> None:
+    want = first_loss("eager", str(tmp_path), "modernbert", False)
+    assert first_loss("ringattn", str(tmp_path), "modernbert", False) == pytest.approx(want, abs=1e-5)
+
+
+def test_a_column_of_documents_reaches_the_sequence(tmp_path: Any) -> None:
+    with_documents, without = (first_loss("ringattn", str(tmp_path), "llama", given)[0] for given in (True, False))
+    kept = first_loss("ringattn", str(tmp_path), "llama", True, remove_unused_columns=False)[0]
+    assert with_documents == pytest.approx(kept, abs=1e-6)
+    assert abs(with_documents - without) > 1e-3
+
+
+def test_noise_scaled_by_the_length_of_a_shard_is_refused_over_ranks(pools, tmp_path) -> None:  # type: ignore[no-untyped-def]
+    first_loss("ringattn", str(tmp_path), "llama", False, neftune_noise_alpha=5.0)
+    for says in pools(2).run(_noise, str(tmp_path)):
+        assert "neftune_noise_alpha=5.0" in says
+
+
+def _noise(folder: str) -> str:
+    with pytest.raises(NotImplementedError) as caught:
+        first_loss("ringattn", folder, "llama", False, neftune_noise_alpha=5.0)
+    return str(caught.value)
