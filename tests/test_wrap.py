@@ -601,7 +601,9 @@ def test_a_forward_of_the_instance() -> None:
 
 def test_what_accelerate_prepares_for_mixed_precision(request: pytest.FixtureRequest) -> None:
     accelerate = pytest.importorskip("accelerate")
-    request.addfinalizer(lambda: accelerate.state.AcceleratorState._reset_state(reset_partial_state=True))
+    reset = functools.partial(accelerate.state.AcceleratorState._reset_state, reset_partial_state=True)
+    reset()  # it is of the process: another test's may be there
+    request.addfinalizer(reset)
     accelerator = accelerate.Accelerator(cpu=True, mixed_precision="bf16")
     plan = ringattn.plan(SEQ, virtual.VirtualRank(0, 1), causal=True, documents=torch.tensor([[0] * 6 + [1] * 7]))
     x, layer = torch.randn(1, SEQ, DIM), Attention("flash")
