@@ -68,7 +68,7 @@ def _kernels(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, "block_delta", delta)
     start = virtual.VirtualRank._start
 
-    def unseen(*args: Any) -> Any:  # what travels is counted where it arrives
+    def unseen(*args: Any) -> Any:  # copies of what travels are counted where they arrive
         with _disable_current_modes():
             return start(*args)
 
