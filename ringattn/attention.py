@@ -76,9 +76,7 @@ def attention(
     """
     if not torch.compiler.is_compiling() and getattr(forward_ad, "_current_level", -1) >= 0:
         raise NotImplementedError("ringattn has no forward-mode derivative (jvp, linearize); use backward or vjp")
-    if torch.is_autocast_enabled(q.device.type):
-        dtype = torch.get_autocast_dtype(q.device.type)
-        q, k, v = (x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x for x in (q, k, v))
+    q, k, v = as_autocast(q, k, v)
     try:
         _check(q, k, v, plan, softmax_scale, softcap, alibi_slopes, sink)
     except (ValueError, TypeError) as error:
@@ -143,20 +141,29 @@ def _check(
             )
     if plan.mask.rows not in (1, batch):
         raise ValueError(f"the plan's documents have {plan.mask.rows} rows, but the batch size is {batch}")
-    if not 0 <= softcap < math.inf:
-        raise ValueError(f"softcap is {softcap}; it must be positive, or 0 for none")
     if isinstance(softmax_scale, Tensor) and softmax_scale.requires_grad:
         raise ValueError("softmax_scale requires grad, but it has no gradient here; multiply q by it and pass 1.0")
+    if alibi_slopes is not None and alibi_slopes.requires_grad:
+        raise ValueError("alibi_slopes requires grad, but it has no gradient here; pass alibi_slopes.detach()")
+    check_score(q, softcap, alibi_slopes, sink)
+
+
+def check_score(q: Tensor, softcap: float, alibi_slopes: Tensor | None, sink: Tensor | None) -> None:
+    """Do they fit queries (batch, seq, q_heads, head_dim)?
+
+    Raises:
+        ValueError: the value, what was expected and the fix.
+    """
+    batch, _, q_heads, _ = q.shape
+    if not 0 <= softcap < math.inf:
+        raise ValueError(f"softcap is {softcap}; it must be positive, or 0 for none")
     if sink is not None and tuple(sink.shape) != (q_heads,):
         raise ValueError(f"sink has shape {tuple(sink.shape)}; it must be (q_heads,) = ({q_heads},)")
-    if alibi_slopes is not None:
-        if tuple(alibi_slopes.shape) not in ((q_heads,), (batch, q_heads)):
-            raise ValueError(
-                f"alibi_slopes has shape {tuple(alibi_slopes.shape)}; it must be (q_heads,) = ({q_heads},) "
-                f"or (batch, q_heads) = ({batch}, {q_heads})"
-            )
-        if alibi_slopes.requires_grad:
-            raise ValueError("alibi_slopes requires grad, but it has no gradient here; pass alibi_slopes.detach()")
+    if alibi_slopes is not None and tuple(alibi_slopes.shape) not in ((q_heads,), (batch, q_heads)):
+        raise ValueError(
+            f"alibi_slopes has shape {tuple(alibi_slopes.shape)}; it must be (q_heads,) = ({q_heads},) "
+            f"or (batch, q_heads) = ({batch}, {q_heads})"
+        )
     for name, extra in (("sink", sink), ("alibi_slopes", alibi_slopes)):
         if extra is not None and extra.device != q.device:
             raise ValueError(f"q is on {q.device} but {name} is on {extra.device}; move them to one device")
@@ -178,7 +185,7 @@ def _forward(
     dtype = blocks.accumulation_dtype(q)  # kernels read slopes and sinks as they come
     alibi_slopes, sink = (x if x is None else x.to(dtype) for x in (alibi_slopes, sink))
     score = Score(softmax_scale, softcap, alibi_slopes)
-    q, k, v = map(_unit_stride, (q, k, v))
+    q, k, v = map(unit_stride, (q, k, v))
     error: Exception | None = None
     try:
         if found.world_size > 1:
@@ -203,7 +210,7 @@ def _forward(
         ),
         error,
     )
-    with _no_autocast(q), _whole(found):  # the state is float32, whatever the caller's region says
+    with no_autocast(q), _whole(found):  # the state is float32, whatever the caller's region says
         return _DATAFLOWS[found.dataflow].forward(q, k, v, sink, found, score, name)
 
 
@@ -221,7 +228,20 @@ def _whole(plan: Plan) -> Iterator[None]:
         raise
 
 
-def _no_autocast(x: Tensor) -> AbstractContextManager:
+def autocast_dtype(device: torch.device) -> torch.dtype | None:
+    """What autocast casts to there, where it is on."""
+    return torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
+
+
+def as_autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """Tensors of any shapes, as torch's own attention takes them under autocast on the first one's device."""
+    dtype = autocast_dtype(tensors[0].device)
+    if dtype is None:
+        return tensors
+    return tuple(x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x for x in tensors)
+
+
+def no_autocast(x: Tensor) -> AbstractContextManager:
     on = torch.is_autocast_enabled(x.device.type)
     return torch.autocast(x.device.type, enabled=False) if on else nullcontext()
 
@@ -259,8 +279,8 @@ def _backward(
     found.transport.check_whole()
     slopes = alibi_slopes if alibi_slopes is None else alibi_slopes.to(blocks.accumulation_dtype(q))
     score = Score(softmax_scale, softcap, slopes)
-    q, k, v, dout = map(_unit_stride, (q, k, v, dout))
-    with _no_autocast(q), _whole(found):
+    q, k, v, dout = map(unit_stride, (q, k, v, dout))
+    with no_autocast(q), _whole(found):
         dq, dk, dv, delta = _DATAFLOWS[found.dataflow].backward(dout, dlse, q, k, v, out, lse, found, score, kernel)
     if sink is None:
         dsink = q.new_empty(0)
@@ -319,7 +339,7 @@ class _Attend(torch.autograd.Function):
 _attention.register_autograd(_gradients, setup_context=_save)
 
 
-def _unit_stride(x: Tensor) -> Tensor:
+def unit_stride(x: Tensor) -> Tensor:
     """Kernels take any strides but the last."""
     return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
 

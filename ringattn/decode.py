@@ -7,7 +7,6 @@ length of the cache.
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
@@ -15,7 +14,7 @@ from torch import Tensor
 
 from . import mask as masks
 from . import transport as transports
-from .attention import _no_autocast, _unit_stride
+from .attention import as_autocast, autocast_dtype, check_score, no_autocast, unit_stride
 from .kernels.block import Block, Score, accumulation_dtype, block_forward
 from .partial import Partial
 from .plan import Plan
@@ -122,8 +121,8 @@ class KVCache:
     def _checked(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Tokens as the cache holds them: nothing is broadcast, and nothing cast but what autocast casts."""
         dtype = self._k.dtype
-        if _autocast_dtype(self._k) == dtype:
-            k, v = (x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x for x in (k, v))
+        if autocast_dtype(self._k.device) == dtype:
+            k, v = as_autocast(k, v)
         for name, x, like in (("k", k, self._k), ("v", v, self._v)):
             batch, _, kv_heads, head_dim = like.shape
             if x.ndim != 4 or x.shape != (batch, k.shape[1], kv_heads, head_dim):
@@ -175,9 +174,7 @@ def decode(
     Raises:
         TypeError, ValueError: the value, what was expected and the fix, before anything is sent.
     """
-    k, v = cache.k, cache.v
-    if (dtype := _autocast_dtype(k)) is not None:
-        q, k, v = (x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x for x in (q, k, v))
+    k, v, q = as_autocast(cache.k, cache.v, q)
     _check(q, k, cache.seq_len, window_size, softcap, alibi_slopes, sink)
     new, head_dim = q.shape[1], q.shape[3]
     mask = masks.window(new, *window_size, cache.seq_len)
@@ -197,17 +194,12 @@ def decode(
     slopes = None if alibi_slopes is None else alibi_slopes.to(accumulation_dtype(q)).contiguous()
     if cache.transport.world_size > 1:
         cache.transport.check_device("q", q)
-    with _no_autocast(q):  # the state is float32, whatever the caller's region says
+    with no_autocast(q):  # the state is float32, whatever the caller's region says
         score = Score(scale, float(softcap), slopes)
-        state = block_forward(_unit_stride(q), k, v, block, score, kernel=kernel)
+        state = block_forward(unit_stride(q), k, v, block, score, kernel=kernel)
         total = all_reduce(Partial(*state), cache.transport)  # type: ignore[misc]
         out, _ = (total if sink is None else join_sink(total, sink.to(accumulation_dtype(q)))).finalize()
     return out.to(q.dtype)
-
-
-def _autocast_dtype(x: Tensor) -> torch.dtype | None:
-    on = torch.is_autocast_enabled(x.device.type)
-    return torch.get_autocast_dtype(x.device.type) if on else None
 
 
 def _check(
@@ -237,15 +229,6 @@ def _check(
         raise TypeError(f"q is {q.dtype} but the cache holds {k.dtype}; cast q, or make the cache for its dtype")
     if len(window_size) != 2 or any(not hasattr(w, "__index__") or int(w) != w for w in window_size):
         raise TypeError(f"window_size is {window_size!r}; pass two ints (left, right), -1 for unbounded")
-    if not 0 <= softcap < math.inf:
-        raise ValueError(f"softcap is {softcap}; it must be positive, or 0 for none")
-    if sink is not None and tuple(sink.shape) != (q_heads,):
-        raise ValueError(f"sink has shape {tuple(sink.shape)}; it must be (q_heads,) = ({q_heads},)")
-    if alibi_slopes is not None and tuple(alibi_slopes.shape) not in ((q_heads,), (batch, q_heads)):
-        raise ValueError(
-            f"alibi_slopes has shape {tuple(alibi_slopes.shape)}; it must be (q_heads,) = ({q_heads},) "
-            f"or (batch, q_heads) = ({batch}, {q_heads})"
-        )
-    for name, x in (("the cache", k), ("alibi_slopes", alibi_slopes), ("sink", sink)):
-        if x is not None and x.device != q.device:
-            raise ValueError(f"q is on {q.device} but {name} is on {x.device}; move them to one device")
+    if k.device != q.device:
+        raise ValueError(f"q is on {q.device} but the cache is on {k.device}; move them to one device")
+    check_score(q, softcap, alibi_slopes, sink)
