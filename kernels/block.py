@@ -31,7 +31,7 @@ import importlib
 import importlib.util
 from dataclasses import dataclass, field
 from types import ModuleType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -129,6 +129,7 @@ class Block:
     segments_k: tuple[int, ...]
     pairs: float | None = None
     _maps: dict[tuple[str, int, int], TileMap] = field(default_factory=dict, repr=False)
+    known: dict[Any, Any] = field(default_factory=dict, repr=False)  # what backends found out about it
 
     @property
     def seq_q(self) -> int:
@@ -341,6 +342,26 @@ def choose(kernel: str, q: Tensor, k: Tensor, v: Tensor, score: Score, *, backwa
     Raises:
         ValueError: an unknown name, or a backend that cannot do this; the message names one that can.
     """
+    if not q.is_cuda:  # not where a GPU waits for the host
+        return _choose(kernel, q, k, v, score, backward)
+    key = (
+        kernel, backward, q.device, q.shape, q.stride(), q.dtype, q.data_ptr() % 16, k.shape, k.stride(), k.dtype,
+        k.data_ptr() % 16, v.shape, v.stride(), v.dtype, v.data_ptr() % 16, score.softmax_scale, score.softcap,
+        score.alibi_slopes is None,
+    )  # fmt: skip
+    found = _chosen.get(key)
+    if found is None:
+        if len(_chosen) >= _KEPT:
+            _chosen.clear()
+        found = _chosen[key] = _choose(kernel, q, k, v, score, backward)
+    return found
+
+
+_chosen: dict[tuple, str] = {}  # what choose() looks at of a call, and its answer: asking takes longer than a launch
+_KEPT = 4096
+
+
+def _choose(kernel: str, q: Tensor, k: Tensor, v: Tensor, score: Score, backward: bool) -> str:
     if kernel == "auto":
         if not q.is_cuda:
             return "eager"

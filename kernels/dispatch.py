@@ -3,35 +3,143 @@
 Triton's dispatch looks at every argument in every launch, which takes longer than a short kernel runs. Here the
 compiled kernel is remembered under what the choice depends on: the constants, and of each argument its dtype, whether
 an address or an integer divides by 16, and whether an integer is one or needs 64 bits, of a TMA view its box.
+
+Where a launch comes again with tensors of the same shapes, even that is too much to look at: :class:`Launches` has its
+arguments ready but for the tensors.
 """
 
 from __future__ import annotations
 
 import functools
-from typing import Any
+from collections.abc import Callable, Hashable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
 from triton.compiler import CompiledKernel
 
+from .block import Block
+
+_KEPT = 1024  # launches that one Launches remembers; lengths may differ from batch to batch
+_HERE = nullcontext()  # can be entered again and again
+
 _compiled: dict[tuple, tuple[CompiledKernel, list[Any]]] = {}
 
 
-def dispatch(kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> None:
+class Launched(NamedTuple):
+    """A launch that has been made. ``launch`` makes it again with other arguments of the same kinds."""
+
+    launch: Callable[..., Any]
+    args: tuple[Any, ...]
+
+
+def dispatch(kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> Launched | None:
     """``kernel[grid](*args, **constants)`` on the current stream; ``constants`` are its constexprs and options.
 
-    Products and sums are fused: scores are one instruction, and Triton 3.10 will not do so unless it is told."""
+    Products and sums are fused: scores are one instruction, and Triton 3.10 will not do so unless it is told.
+
+    Returns:
+        What :class:`Launches` can repeat; None from the interpreter, and from the launch that compiled."""
     grid = (*grid, 1, 1)[:3]
     device = next(x.device for x in args if isinstance(x, Tensor))
     key = (kernel, device, *map(_kind, args), *constants.values())
     found = _compiled.get(key)
     if found is not None:
         compiled, values = found
-        compiled[grid](*args, *values)
-        return
+        launch = compiled[grid]
+        launch(*args, *values)
+        return Launched(launch, (*args, *values))
     compiled = kernel[grid](*args, enable_fp_fusion=True, **constants)
     if isinstance(compiled, CompiledKernel):  # the interpreter compiles nothing
         _compiled[key] = compiled, [constants[name] for name in kernel.arg_names[len(args) :]]
+    return None
+
+
+class Launches:
+    """Launches that come again and again with other tensors.
+
+    A caller's key stands for all that its arguments depend on: device, dtypes, shapes, strides and numbers. Only the
+    tensors themselves change, and one number that the kernel is not specialized for. No tensor that changes is kept.
+    """
+
+    def __init__(self) -> None:
+        self.known: dict[Hashable, _Again] = {}
+
+    def again(self, key: Hashable, tensors: Sequence[Tensor], number: int = 0) -> bool:
+        """Make the launch of this key with these tensors, if it is known."""
+        found = self.known.get(key)
+        return found is not None and found.launch(tensors, number)
+
+    def remember(
+        self,
+        key: Hashable,
+        tensors: Sequence[Tensor],
+        launched: Launched | None,
+        fixed: Sequence[Tensor] = (),
+        number_at: int | None = None,
+    ) -> None:
+        """The next launch of this key is like this one, in which ``tensors`` are the arguments that change, themselves
+        or below TMA views, and the argument ``number_at``; ``fixed`` are those that never change."""
+        # A tensor that stands for two may stand for one the next time.
+        if launched is not None and len({id(x) for x in tensors}) == len(tensors) and _aligned(tensors):
+            if len(self.known) >= _KEPT:
+                self.known.clear()
+            self.known[key] = _Again(launched, tensors, fixed, number_at)
+
+
+class _Again:
+    def __init__(
+        self, launched: Launched, tensors: Sequence[Tensor], fixed: Sequence[Tensor], number_at: int | None
+    ) -> None:
+        self.run, self.number_at = launched.launch, number_at
+        which = {id(x): n for n, x in enumerate(tensors)}
+        args: list[Any] = list(launched.args)
+        self.plain: list[tuple[int, int]] = []  # (place among the arguments, which of the tensors)
+        self.views: list[tuple[int, int, type, dict[str, Any]]] = []  # with what a view has besides its tensor
+        for i, x in enumerate(args):
+            if (n := which.get(id(x))) is not None:
+                self.plain.append((i, n))
+                args[i] = None
+            elif hasattr(x, "base") and (n := which.get(id(x.base))) is not None:
+                self.views.append((i, n, type(x), {name: value for name, value in vars(x).items() if name != "base"}))
+                args[i] = None
+            elif isinstance(of := getattr(x, "base", x), Tensor) and not any(of is y for y in fixed):
+                raise AssertionError(f"argument {i} is a tensor of which nobody says whether it changes")
+        self.args = args
+
+    def launch(self, tensors: Sequence[Tensor], number: int) -> bool:
+        """False, and nothing is launched, if a tensor's address makes it another kernel."""
+        if not _aligned(tensors):
+            return False
+        args = self.args.copy()
+        for i, n in self.plain:
+            args[i] = tensors[n]
+        for i, n, kind, fields in self.views:
+            args[i] = view = cast(Any, object.__new__(kind))
+            view.__dict__.update(fields, base=tensors[n])
+        if self.number_at is not None:
+            args[self.number_at] = number
+        self.run(*args)
+        return True
+
+
+def _aligned(tensors: Sequence[Tensor]) -> bool:
+    return all([x.data_ptr() % 16 == 0 for x in tensors])  # a list is quicker than a generator, and always short
+
+
+def launches_of(block: Block, name: str) -> Launches:
+    """Those of a kernel whose fixed arguments are tables of this block."""
+    found = block.known.get(name)
+    if found is None:
+        found = block.known[name] = Launches()
+    return found
+
+
+def on_device(x: Tensor) -> AbstractContextManager:
+    """``torch.cuda.device_of(x)``, free where that GPU is the current one."""
+    here = not x.is_cuda or torch.cuda.current_device() == x.get_device()
+    return _HERE if here else torch.cuda.device_of(x)
 
 
 @functools.cache

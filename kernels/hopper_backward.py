@@ -69,7 +69,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from . import flash_backward
 from . import hopper_backward_wide as wide
 from .block import Arrivals, Block, Departures, Score, int32
-from .dispatch import dispatch, multiprocessors
+from .dispatch import dispatch, launches_of, multiprocessors, on_device
 from .hopper_backward_pieces import (
     BM,
     BN,
@@ -478,7 +478,7 @@ def backward(
     if counters is not None and (split.apart or straight is not into):
         raise ValueError("it counts what it stores itself: only where departures() is not None, float32, equal strides")
     target = dq if readable(dq) else torch.zeros_like(dq, memory_format=torch.contiguous_format)
-    with torch.cuda.device_of(q):
+    with on_device(q):
         dk, dv = launch(
             q, k, v, dout, lse, delta, block, score, target, split, into=straight, arrivals=arrivals, counters=counters
         )
@@ -496,9 +496,14 @@ def departures(q: Tensor, k: Tensor, v: Tensor, block: Block) -> Departures | No
     split = _split(q, k, block)
     if split.apart or not (readable(k) and readable(v)):
         return None
-    tiles = [triton.cdiv(n, _keys(q)) for n in block.segments_k]
-    rows = max(1, _sweep(k.shape[0] * k.shape[2], sum(tiles), _processors(q), split.parts) // split.parts)
-    return Departures(rows, tuple(2 * rows * n for n in tiles))  # both consumers of the last part's CTAs count
+    key = ("departures", split, q.shape, k.shape)
+    found = block.known.get(key)
+    if found is None:
+        tiles = [triton.cdiv(n, _keys(q)) for n in block.segments_k]
+        rows = max(1, _sweep(k.shape[0] * k.shape[2], sum(tiles), _processors(q), split.parts) // split.parts)
+        # Both consumers of the last part's CTAs count.
+        found = block.known[key] = Departures(rows, tuple(2 * rows * n for n in tiles))
+    return found
 
 
 def launch(
@@ -506,7 +511,8 @@ def launch(
     split: Split, run=dispatch,
     into: tuple[Tensor, Tensor] | None = None, arrivals: Arrivals | None = None, counters: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """dk and dv of each part of a group that has its own, or one: (parts or 1, batch, seq_k, kv_heads, head_dim)."""
+    """dk and dv of each part of a group that has its own, or one: (parts or 1, batch, seq_k, kv_heads, head_dim); or
+    ``into``, as it is."""
     if arrivals is not None and not (readable(k) and readable(v)):
         raise ValueError("keys and values that are still arriving cannot be copied first: 16-byte strides are needed")
     # Not contiguous(), which leaves a tensor that begins at an odd address as it is.
@@ -517,27 +523,33 @@ def launch(
     rest = dim - first  # of the second piece, a power of two or nothing
     keys = _keys(q)
     info, bounds = _tables(block, keys)
-    tiles, q_tiles = info.shape[1], triton.cdiv(seq_q, BM.value)
+    tiles, q_tiles = info.shape[1], -(-seq_q // BM.value)
     scale = score.softmax_scale
     fold = q.dtype == torch.bfloat16
-    rows = torch.empty(2, batch * q_heads * q_tiles, BM.value, dtype=torch.float32, device=q.device)
+    rows, negated = torch.empty(2, batch * q_heads * q_tiles, BM.value, dtype=torch.float32, device=q.device).unbind()
     lse, delta = lse.contiguous(), delta.contiguous()
-    run(
-        _row_statistics,
-        (batch * q_heads * q_tiles,),
-        lse,
-        delta,
-        rows[0],
-        rows[1],
-        seq_q,
-        q_tiles,
-        math.log2(scale) if fold else 0.0,
-        ROWS=BM.value,
-        num_warps=2,
-    )
+    launches = launches_of(block, "hopper_backward")
+    key: tuple = ("statistics", q.shape, fold, scale)
+    tensors = [lse, delta, rows, negated]
+    if run is not dispatch or not launches.again(key, tensors):
+        launched = run(
+            _row_statistics,
+            (batch * q_heads * q_tiles,),
+            lse,
+            delta,
+            rows,
+            negated,
+            seq_q,
+            q_tiles,
+            math.log2(scale) if fold else 0.0,
+            ROWS=BM.value,
+            num_warps=2,
+        )
+        if run is dispatch:
+            launches.remember(key, tensors, launched)
     parts = split.parts
     if into is not None:
-        dk, dv = (x[None] for x in into)
+        dk, dv = into
     else:
         shape = (parts if split.apart else 1, batch, seq_k, kv_heads)
         if dim == dim_v:
@@ -551,8 +563,16 @@ def launch(
     if arrivals is not None:
         flags, gave_up = arrivals.flags, arrivals.gave_up
         epoch = int32(arrivals.epoch)  # so always the same kernel
+    key = (
+        split, scale, q.dtype, q.shape, q.stride(), k.shape, k.stride(), v.shape, v.stride(), dout.dtype,
+        dout.stride(), dq.stride(), dk.stride(), flags is None, None if counters is None else counters.shape[1],
+    )  # fmt: skip
+    tensors = [q, k, v, dout, rows, negated, dq, dk, dv]
+    tensors += [x for x in (flags, gave_up, turns, counters) if x is not None]
+    if run is dispatch and launches.again(key, tensors, epoch):
+        return dk, dv
     numbers = (
-        dk, dv, info, q_heads // kv_heads // parts, tiles, kv_heads, parts, batch, *dk.stride()[1:4], q_tiles,
+        dk, dv, info, q_heads // kv_heads // parts, tiles, kv_heads, parts, batch, *dk.stride()[-4:-1], q_tiles,
         scale * LOG2E, scale, 1 / scale if fold else 1.0,
         flags, epoch, gave_up, turns, counters, counters.shape[1] if counters is not None else 0,
     )  # fmt: skip
@@ -561,7 +581,7 @@ def launch(
         REGISTERS=240, num_warps=4,
     )  # fmt: skip
     statistics = (
-        view(rows[0], (1, BM.value)), view(rows[1], (1, BM.value)), view(bounds, (1, 2 * BM.value)),
+        view(rows, (1, BM.value)), view(negated, (1, BM.value)), view(bounds, (1, 2 * BM.value)),
     )  # fmt: skip
 
     def box(x: Tensor, columns: int) -> TensorDescriptor | None:
@@ -569,18 +589,21 @@ def launch(
 
     grid = (batch * kv_heads * parts * tiles,)
     if dim <= 128:
-        run(
+        launched = run(
             _kernel, grid, *(box(x, first) for x in (q, dout, k, v)), *statistics,
             box(dq, first if rest else dim // 2), *(box(x, rest) for x in (q, dout, k, v)),
             box(dq, rest), *numbers, **constants,
         )  # fmt: skip
     else:
-        run(
+        launched = run(
             wide.kernel, grid, *(box(x, 128) for x in (q, dout, k, v)), *statistics,
             box(dq, wide.UNIT.value), box(q, dim - 128), box(k, dim - 128), box(dout, dim_v - 128),
             box(v, dim_v - 128), *numbers,
             DO_STAGES=2 if dim + dim_v <= 320 else 1, **constants,
         )  # fmt: skip
+    if run is dispatch:
+        names = (_kernel if dim <= 128 else wide.kernel).arg_names
+        launches.remember(key, tensors, launched, (info, bounds), None if flags is None else names.index("epoch"))
     return dk, dv
 
 
@@ -603,6 +626,14 @@ class Split(NamedTuple):
 
 
 def _split(q: Tensor, k: Tensor, block: Block) -> Split:
+    key = ("split", q.shape, k.shape)
+    found = block.known.get(key)
+    if found is None:
+        found = block.known[key] = _best_split(q, k, block)
+    return found
+
+
+def _best_split(q: Tensor, k: Tensor, block: Block) -> Split:
     """Few key tiles: as many parts as occupy all processors. They end at the same time and could not wait for each
     other. Else so many that queries are in L2 for all CTAs that run at the same time: under a causal mask some have
     been through all heads of the group while others are at the first. But a CTA that walks little is all beginning and

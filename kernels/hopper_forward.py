@@ -52,7 +52,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from .block import Arrivals, Block, Score, State, int32
-from .dispatch import dispatch, multiprocessors
+from .dispatch import dispatch, launches_of, multiprocessors, on_device
 from .hopper_primitives import (
     FREE_BARRIERS,
     async_load,
@@ -796,10 +796,30 @@ def forward(
     else:
         rows = q.new_empty(2, batch, q_heads, seq_q, dtype=torch.float32)
         outputs = (q.new_empty(shape, dtype=torch.float32), rows[0], rows[1])
-    with torch.cuda.device(q.device):
+    sink = None if sink is None else sink.contiguous()
+    key = (
+        q.dtype, q.shape, q.stride(), k.shape, k.stride(), v.shape, v.stride(), score.softmax_scale, state is None,
+        sink is None, finalize, arrivals is None,
+    )  # fmt: skip
+    launches = launches_of(block, "hopper_forward")
+    with on_device(q):
         sms, counter = multiprocessors(q.device), work_counter(q.device)
-        grid, args, constants = _launch(q, k, v, block, score, state, sink, outputs, finalize, sms, counter, arrivals)
-        dispatch(_forward_kernel, grid, *args, **constants)
+        tensors = [q, k, v, *(outputs[:2] if finalize else outputs), counter]
+        tensors += [] if sink is None else [sink]
+        tensors += state if state is not None and finalize else []  # else it is where the outputs go
+        epoch = 0
+        if arrivals is not None:
+            tensors += [arrivals.flags, arrivals.gave_up]
+            epoch = int32(arrivals.epoch)
+        if not launches.again(key, tensors, epoch):
+            grid, args, constants = _launch(
+                q, k, v, block, score, state, sink, outputs, finalize, sms, counter, arrivals
+            )
+            launched = dispatch(_forward_kernel, grid, *args, **constants)
+            config = CONFIGS[q.shape[3], v.shape[3]]
+            fixed = _tile_table(block, config.block_m, config.block_n)
+            number_at = None if arrivals is None else _forward_kernel.arg_names.index("epoch")
+            launches.remember(key, tensors, launched, fixed, number_at)
     return (outputs[0], outputs[1]) if finalize else State(outputs[1], outputs[2], outputs[0])
 
 

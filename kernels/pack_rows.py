@@ -5,14 +5,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from .dispatch import dispatch
+from .dispatch import Launches, dispatch, on_device
 
 _TOKENS = 32
+
+_launches = Launches()
 
 
 def pack_rows(k: Tensor, v: Tensor, whole: Tensor, own: Tensor, runs: Sequence[tuple[int, int, int]]) -> None:
@@ -28,14 +29,19 @@ def pack_rows(k: Tensor, v: Tensor, whole: Tensor, own: Tensor, runs: Sequence[t
     batch, tokens, heads, dim = k.shape
     if not k.numel():
         return
-    (o0, n0, f0), (o1, n1, f1) = [*runs, (0, 0, 0), (0, 0, 0)][:2]
-    with torch.cuda.device_of(k):
-        dispatch(
+    key = (k.device, k.dtype, v.dtype, k.shape, k.stride(), v.shape, v.stride(), own.shape, *runs)
+    tensors = (k, v, whole, own)
+    with on_device(k):
+        if _launches.again(key, tensors):
+            return
+        (o0, n0, f0), (o1, n1, f1) = [*runs, (0, 0, 0), (0, 0, 0)][:2]
+        launched = dispatch(
             _pack_rows, (heads * triton.cdiv(tokens, _TOKENS) * batch,), k, *k.stride()[:3], v, *v.stride()[:3],
             whole, own, tokens, heads, own.shape[2], dim, v.shape[3],
             o0, n0, f0, o1, n1, f1,
             DIM=triton.next_power_of_2(dim), DIM_V=triton.next_power_of_2(v.shape[3]), TOKENS=_TOKENS,
         )  # fmt: skip
+        _launches.remember(key, tensors, launched)
 
 
 @triton.jit(do_not_specialize=["tokens", "heads", "keys", "o0", "n0", "f0", "o1", "n1", "f1"])

@@ -10,10 +10,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .dispatch import dispatch
+from .dispatch import Launches, dispatch, on_device
 from .primitives import bound
 
 _TOKENS = 16
+
+_launches = Launches()
 
 
 class Piece(NamedTuple):
@@ -41,12 +43,17 @@ def sum_runs(table: Tensor, own: Tensor, landed: Tensor, dk: Tensor, dv: Tensor)
     batch, tokens, heads, dim = dk.shape
     if not dk.numel():
         return
-    with torch.cuda.device_of(dk):
-        dispatch(
+    key = (dk.device, own.dtype, landed.dtype, dk.dtype, dk.shape, dk.stride(), dv.shape, dv.stride(), table.shape[0])
+    tensors = (table, own, landed, dk, dv)
+    with on_device(dk):
+        if _launches.again(key, tensors):
+            return
+        launched = dispatch(
             _sum_runs, (triton.cdiv(tokens, _TOKENS) * batch * heads,), table, table.shape[0], own, landed,
             dk, *dk.stride()[:3], dv, *dv.stride()[:3], tokens, heads, dim,
             dv.shape[3], WIDTH=triton.next_power_of_2(dim + dv.shape[3]), TOKENS=_TOKENS,
         )  # fmt: skip
+        _launches.remember(key, tensors, launched)
 
 
 @triton.jit(do_not_specialize=["n_pieces", "tokens", "heads"])

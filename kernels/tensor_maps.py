@@ -6,6 +6,7 @@ again.
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -24,9 +25,14 @@ _known: dict[tuple, dict[str, Any]] = {}
 def readable(x: Tensor) -> bool:
     """Is ``x`` in steps of 16 bytes, and without gaps in its last dimension? The stride of a dimension of size 1 may be
     anything, because :func:`view` gives it another."""
-    step = 16 // x.element_size()
-    strides = [stride for stride, size in zip(x.stride()[:-1], x.shape[:-1], strict=True) if size > 1]
-    return x.stride(-1) == 1 and x.data_ptr() % 16 == 0 and all(s > 0 and s % step == 0 for s in strides)
+    return x.data_ptr() % 16 == 0 and _in_steps(x.shape, x.stride(), x.dtype)
+
+
+@functools.lru_cache(_KEPT)
+def _in_steps(shape: torch.Size, strides: tuple[int, ...], dtype: torch.dtype) -> bool:
+    step = 16 // dtype.itemsize
+    outer = [stride for stride, size in zip(strides[:-1], shape[:-1], strict=True) if size > 1]
+    return strides[-1] == 1 and all(s > 0 and s % step == 0 for s in outer)
 
 
 def view(x: Tensor, box: tuple[int, ...]) -> TensorDescriptor:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,7 +14,7 @@ pytest.importorskip("triton")
 from triton.compiler import CompiledKernel
 
 from ringattn.kernels import dispatch as dispatching
-from ringattn.kernels.dispatch import dispatch
+from ringattn.kernels.dispatch import Launches, dispatch
 
 
 class Compiled(CompiledKernel):
@@ -104,3 +106,95 @@ def test_kernels_do_not_share(monkeypatch: pytest.MonkeyPatch) -> None:
         dispatch(kernel, (2,), torch.zeros(1), 2, 1.0, None, BLOCK=1, FLAG=False)
     assert len(dispatching._compiled) == 2
     assert [len(k.compiled) for k in (first, second)] == [1, 1]
+
+
+# --- launches that come again
+
+
+class View:
+    """As a TMA view."""
+
+    def __init__(self, base: torch.Tensor, block_shape: list[int]) -> None:
+        self.base, self.block_shape = base, block_shape
+
+
+def launched(
+    kernel: Kernel, launches: Launches, key: object, x: torch.Tensor, y: torch.Tensor, number: int = 5, **more: Any
+) -> bool:
+    """x itself, y below a view. Was it known?"""
+    if launches.again(key, (x, y), number):
+        return True
+    args = (x, number, 0.5, View(y, [1, 64]))
+    launches.remember(key, (x, y), dispatch(kernel, (3,), *args, BLOCK=64, FLAG=True), number_at=1, **more)
+    return False
+
+
+def test_a_launch_that_comes_again_gets_the_new_tensors_and_number() -> None:
+    kernel, launches = Kernel(), Launches()
+    for i in range(5):
+        x, y = torch.zeros(64), torch.ones(64)
+        number = 5 + 2 * i  # of one kind
+        assert launched(kernel, launches, "a", x, y, number) == (i > 1)  # the first compiles, the second is remembered
+        if i:
+            grid, (first, second, scale, view, *values) = kernel.compiled[0].launches[-1]
+            assert grid == (3, 1, 1)
+            assert first is x
+            assert view.base is y
+            assert (type(view), view.block_shape) == (View, [1, 64])
+            assert (second, scale, values) == (number, 0.5, [64, True])
+    assert len(kernel.compiled) == 1
+    assert len(kernel.compiled[0].launches) == 4
+    assert not launched(kernel, launches, "b", x, y), "another key is another launch"
+
+
+def test_an_address_that_makes_another_kernel_is_no_launch_that_comes_again() -> None:
+    kernel, launches = Kernel(), Launches()
+    x, y = torch.zeros(65), torch.zeros(64)
+    for tensor, known, compiled in ((x, False, 1), (x, False, 1), (x[1:], False, 2), (x[1:], False, 2), (x, True, 2)):
+        assert launched(kernel, launches, "a", tensor, y) == known
+        assert len(kernel.compiled) == compiled
+
+
+def test_one_tensor_that_stands_for_two_is_not_remembered() -> None:
+    kernel, launches = Kernel(), Launches()
+    x, y = torch.zeros(64), torch.zeros(64)
+    for _ in range(3):
+        assert not launched(kernel, launches, "a", x, x)
+    for known in (False, True):
+        assert launched(kernel, launches, "a", x, y) == known
+    assert launched(kernel, launches, "a", x, x)
+    assert kernel.compiled[0].launches[-1][1][3].base is x
+
+
+def test_tensors_are_fixed_or_change() -> None:
+    kernel, launches = Kernel(), Launches()
+    x, table = torch.zeros(64), torch.zeros(64)
+    dispatch(kernel, (1,), x, 1, 0.5, table, BLOCK=64, FLAG=True)
+    made = dispatch(kernel, (1,), x, 1, 0.5, table, BLOCK=64, FLAG=True)
+    with pytest.raises(AssertionError, match="argument 3 is a tensor"):
+        launches.remember("a", (x,), made)
+    launches.remember("a", (x,), made, fixed=(table,))
+    assert launches.again("a", (x,))
+    assert kernel.compiled[0].launches[-1][1][3] is table
+
+
+def test_no_tensor_that_changes_is_kept_and_no_more_launches_than_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dispatching, "_KEPT", 3)
+    monkeypatch.setattr(dispatching, "_compiled", {})
+    kernel, launches = Kernel(), Launches()
+    for key in range(9):
+        x, y = torch.zeros(64), torch.zeros(64)
+        for _ in range(3):
+            launched(kernel, launches, key, x, y)
+        assert 0 < len(launches.known) <= 3
+    alive = weakref.ref(x), weakref.ref(y)
+    kernel.compiled[0].launches.clear()
+    del x, y
+    gc.collect()
+    assert [ref() for ref in alive] == [None, None]
+
+
+def test_the_interpreter_is_not_remembered() -> None:
+    kernel, launches = Kernel(interpreted=True), Launches()
+    for _ in range(3):
+        assert not launched(kernel, launches, "a", torch.zeros(64), torch.zeros(64))
