@@ -57,8 +57,7 @@ class Score:
     alibi_slopes: Tensor | None = None
 
 
-@dataclass(frozen=True)
-class Arrivals:
+class Arrivals(NamedTuple):
     """Keys and values that copy engines still write while a kernel attends to them.
 
     Row ``b * kv_heads + h`` of keys and values is complete when ``int32(flags[row, 0] - epoch) >= 0``, a comparison

@@ -19,8 +19,6 @@ import torch
 from torch import Tensor
 from triton.compiler import CompiledKernel
 
-from .block import Block
-
 _KEPT = 1024  # launches that one Launches remembers; lengths may differ from batch to batch
 _HERE = nullcontext()  # can be entered again and again
 
@@ -128,11 +126,11 @@ def _aligned(tensors: Sequence[Tensor]) -> bool:
     return all([x.data_ptr() % 16 == 0 for x in tensors])  # a list is quicker than a generator, and always short
 
 
-def launches_of(block: Block, name: str) -> Launches:
-    """Those of a kernel whose fixed arguments are tables of this block."""
-    found = block.known.get(name)
+def launches_of(known: dict[Any, Any], name: str) -> Launches:
+    """Those of a kernel whose fixed arguments are tables of one block, in ``block.known``."""
+    found = known.get(name)
     if found is None:
-        found = block.known[name] = Launches()
+        found = known[name] = Launches()
     return found
 
 

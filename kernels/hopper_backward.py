@@ -528,7 +528,7 @@ def launch(
     fold = q.dtype == torch.bfloat16
     rows, negated = torch.empty(2, batch * q_heads * q_tiles, BM.value, dtype=torch.float32, device=q.device).unbind()
     lse, delta = lse.contiguous(), delta.contiguous()
-    launches = launches_of(block, "hopper_backward")
+    launches = launches_of(block.known, "hopper_backward")
     key: tuple = ("statistics", q.shape, fold, scale)
     tensors = [lse, delta, rows, negated]
     if run is not dispatch or not launches.again(key, tensors):

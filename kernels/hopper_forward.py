@@ -801,7 +801,7 @@ def forward(
         q.dtype, q.shape, q.stride(), k.shape, k.stride(), v.shape, v.stride(), score.softmax_scale, state is None,
         sink is None, finalize, arrivals is None,
     )  # fmt: skip
-    launches = launches_of(block, "hopper_forward")
+    launches = launches_of(block.known, "hopper_forward")
     with on_device(q):
         sms, counter = multiprocessors(q.device), work_counter(q.device)
         tensors = [q, k, v, *(outputs[:2] if finalize else outputs), counter]

@@ -19,7 +19,8 @@ the kernel is still at work if it counts what is complete, and are summed there 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -36,19 +37,18 @@ from .kernels.block import (
     waits,
 )
 from .plan import Plan
-from .pulls import Link, Pull, Push
+from .pulls import Landings, Link, Places, Pull, Push
 from .ring import saw_nothing
 from .schedule import head_groups, waves
 from .trace import named
 from .transport import Pending
 
 
-@dataclass(frozen=True)
-class _Part:
+class _Part(NamedTuple):
     """Key heads that one kernel takes. ``k, v``: (batch, keys, heads, head_dim), here or arriving."""
 
     wave: int
-    inside: slice  # of the wave
+    inside: slice | None  # of the wave; None: all of it
     heads: slice  # of all key heads
     k: Tensor
     v: Tensor
@@ -56,8 +56,13 @@ class _Part:
     first: bool  # of its wave
     last: bool
 
-    def queries(self, per_kv: int) -> slice:
-        return slice(self.heads.start * per_kv, self.heads.stop * per_kv)
+    def queries(self, x: Tensor, kv_heads: int, dim: int) -> Tensor:
+        """Of x, which has all query heads along ``dim``, those that read these key heads."""
+        count = self.heads.stop - self.heads.start
+        if count == kv_heads:
+            return x
+        per_kv = x.shape[dim] // kv_heads
+        return x.narrow(dim, self.heads.start * per_kv, count * per_kv)
 
 
 def forward(
@@ -65,29 +70,28 @@ def forward(
 ) -> tuple[Tensor, Tensor]:
     """``(out, lse)`` of this rank's queries. Shapes: kernels/block.py."""
     block = plan.gathered_block(q.device)
-    per_kv = q.shape[2] // k.shape[2]
+    heads = k.shape[2]
 
     def waiting(k_w: Tensor, v_w: Tensor, heads: slice) -> bool:
         return block.seq_k > 0 and q.numel() > 0 and waits(q, k_w, v_w, score, kernel)
 
     whole: tuple[Tensor, Tensor] | None = None
-    for part in _fetched(q, k, v, plan, waiting, backward=False):
-        q_heads = part.queries(per_kv)
-        own_sink = None if sink is None else sink[q_heads]
+    for part in _fetched(q, k, v, plan, _link(q, plan), waiting, backward=False):
+        own_q, own_sink = part.queries(q, heads, 2), None if sink is None else part.queries(sink, heads, 0)
         if block.seq_k == 0:
-            out, lse = saw_nothing(q[:, :, q_heads], part.v, own_sink)
+            out, lse = saw_nothing(own_q, part.v, own_sink)
         else:
             with named("wave", part.wave, "forward"):
                 out, lse = block_forward(  # type: ignore[misc]
-                    q[:, :, q_heads], part.k, part.v, block, _of_heads(score, q_heads), sink=own_sink, finalize=True,
+                    own_q, part.k, part.v, block, _of_heads(score, part, heads), sink=own_sink, finalize=True,
                     kernel=kernel, arrivals=part.arrivals,
                 )  # fmt: skip
-        if part.heads == slice(0, k.shape[2]):
+        if own_q is q:
             whole = out, lse
             continue
         if whole is None:
             whole = q.new_empty((*q.shape[:3], v.shape[3])), lse.new_empty((q.shape[0], q.shape[2], q.shape[1]))
-        whole[0][:, :, q_heads], whole[1][:, q_heads] = out, lse
+        part.queries(whole[0], heads, 2)[:], part.queries(whole[1], heads, 1)[:] = out, lse
         del out, lse  # before the next part's are made
     assert whole is not None
     return whole
@@ -109,33 +113,36 @@ def backward(
     delta = block_delta(out, dout, dlse)
     dq = torch.zeros_like(q, dtype=accumulation_dtype(q), memory_format=torch.contiguous_format)
     block = plan.gathered_block(q.device)
-    per_kv = q.shape[2] // k.shape[2]
+    kv_heads = k.shape[2]
+    per_kv = q.shape[2] // kv_heads
 
     def counted(k_w: Tensor, v_w: Tensor, heads: slice) -> Departures | None:
         if block.seq_k == 0 or q.numel() == 0:
             return None
-        q_w = q[:, :, heads.start * per_kv : heads.stop * per_kv]
+        whole = k_w.shape[2] == kv_heads
+        q_w = q if whole else q[:, :, heads.start * per_kv : heads.stop * per_kv]
         return departures(q_w, k_w, v_w, block, score, deterministic=plan.deterministic, kernel=kernel)
 
     def waiting(k_w: Tensor, v_w: Tensor, heads: slice) -> bool:
         return counted(k_w, v_w, heads) is not None
 
-    home = _home(q, k, v, plan)
+    link = _link(q, plan)
+    home = _home(q, k, v, plan, link)
     leaving: int | None = None
-    for part in _fetched(q, k, v, plan, waiting, backward=True):
+    for part in _fetched(q, k, v, plan, link, waiting, backward=True):
         if part.first:
             dk_w, dv_w = home.room(part.wave)
-        q_heads = part.queries(per_kv)
+        into = (dk_w, dv_w) if part.inside is None else (dk_w[:, :, part.inside], dv_w[:, :, part.inside])
         counts = counters = None
         if part.arrivals is not None and (counts := counted(part.k, part.v, part.heads)) is not None:
             assert isinstance(home, Push)  # what arrives is pulled
             counters = home.counters(part.wave, counts).raised
         with named("wave", part.wave, "backward"):
             block_backward(
-                q[:, :, q_heads], part.k, part.v, dout[:, :, q_heads], lse[:, q_heads], delta[:, q_heads], block,
-                _of_heads(score, q_heads), dq=dq[:, :, q_heads], deterministic=plan.deterministic, kernel=kernel,
-                into=(dk_w[:, :, part.inside], dv_w[:, :, part.inside]), arrivals=part.arrivals,
-                counters=counters,
+                part.queries(q, kv_heads, 2), part.k, part.v, part.queries(dout, kv_heads, 2),
+                part.queries(lse, kv_heads, 1), part.queries(delta, kv_heads, 1), block,
+                _of_heads(score, part, kv_heads), dq=part.queries(dq, kv_heads, 2), deterministic=plan.deterministic,
+                kernel=kernel, into=into, arrivals=part.arrivals, counters=counters,
             )  # fmt: skip
         if part.last:
             if leaving is not None:
@@ -150,22 +157,31 @@ def backward(
 
 
 def _fetched(
-    q: Tensor, k: Tensor, v: Tensor, plan: Plan, waiting: Callable[[Tensor, Tensor, slice], bool], backward: bool
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    plan: Plan,
+    link: Link | None,
+    waiting: Callable[[Tensor, Tensor, slice], bool],
+    backward: bool,
 ) -> Iterator[_Part]:
     """The parts in the order in which they come. ``waiting(k, v, heads)``: may the kernel get keys that are still
     arriving?"""
-    link = _link(q, plan)
     if link is None:
         yield from _messages(q, k, v, plan, backward)
         return
-    ahead = waves(k.shape[2], plan.head_bytes(k, v, backward), plan.buffer_bytes)
-    pull = Pull(link, k, v, plan.fetches, plan.local_lengths_k, ahead)
+
+    def places() -> Places:
+        return Places(link, k, v, plan.fetches, plan.local_lengths_k, _waves(k, v, plan, backward))
+
+    its = link.prepare(("places", plan.handle, backward, k.shape, v.shape, k.dtype), places)
+    pull, ahead = Pull(link, its, k, v), its.waves
     per_kv = q.shape[2] // k.shape[2]
 
     def start(wave: int) -> tuple[Tensor, Tensor, bool, list[slice]]:
         heads = ahead[wave]
         count = heads.stop - heads.start
-        k_w, v_w = pull.allocate(wave)
+        k_w, v_w = its.kv[wave]
         whole = waiting(k_w, v_w, heads)
         groups = [slice(0, count)] if whole else head_groups(count, count * per_kv, q.device.type, backward)
         with named("wave", wave, "pull"):
@@ -177,12 +193,13 @@ def _fetched(
         k_w, v_w, whole, groups = started
         if wave + 1 < len(ahead):
             started = start(wave + 1)
-        for i, g in enumerate(groups):
-            if not whole:
-                pull.wait(wave, g)
+        if whole:
+            yield _Part(wave, None, heads, k_w, v_w, pull.arrivals(wave), True, True)
+        for i, g in enumerate(() if whole else groups):
+            pull.wait(wave, g)
             yield _Part(
-                wave, g, slice(heads.start + g.start, heads.start + g.stop), k_w[:, :, g], v_w[:, :, g],
-                pull.arrivals(wave) if whole else None, i == 0, i == len(groups) - 1,
+                wave, g, slice(heads.start + g.start, heads.start + g.stop), k_w[:, :, g], v_w[:, :, g], None, i == 0,
+                i == len(groups) - 1,
             )  # fmt: skip
         pull.release(wave)
 
@@ -199,17 +216,24 @@ def _messages(q: Tensor, k: Tensor, v: Tensor, plan: Plan, backward: bool) -> It
     fetch = plan.transport.fetch(packed, plan.fetches)
     for i, heads in enumerate(groups):
         kv = fetch.wait(i).transpose(0, 1)
-        inside = slice(0, heads.stop - heads.start)
-        yield _Part(i, inside, heads, kv[..., : k.shape[3]], kv[..., k.shape[3] :], None, True, True)
+        yield _Part(i, None, heads, kv[..., : k.shape[3]], kv[..., k.shape[3] :], None, True, True)
 
 
-def _home(q: Tensor, k: Tensor, v: Tensor, plan: Plan) -> Push | _Sent:
+def _waves(k: Tensor, v: Tensor, plan: Plan, backward: bool) -> list[slice]:
+    return waves(k.shape[2], plan.head_bytes(k, v, backward), plan.buffer_bytes)
+
+
+def _home(q: Tensor, k: Tensor, v: Tensor, plan: Plan, link: Link | None) -> Push | _Sent:
     """The way of the partial gradients to their owners, in the waves of :func:`_fetched`."""
-    link, dtype = _link(q, plan), accumulation_dtype(q)
+    dtype = accumulation_dtype(q)
     if link is None:
         return _Sent(k, v, plan, dtype, head_groups(k.shape[2], q.shape[2], q.device.type, backward=True))
-    ahead = waves(k.shape[2], plan.head_bytes(k, v, backward=True), plan.buffer_bytes)
-    return Push(link, (k, v), dtype, plan.fetches, plan.local_lengths_k, ahead)
+
+    def landings() -> Landings:
+        ahead = _waves(k, v, plan, backward=True)
+        return Landings(link, (k, v), dtype, plan.fetches, plan.local_lengths_k, ahead)
+
+    return Push(link, link.prepare(("landings", plan.handle, k.shape, v.shape, k.dtype), landings), (k, v))
 
 
 class _Sent:
@@ -259,6 +283,6 @@ class _Sent:
         dv.copy_(whole[..., self.head_dim :])
 
 
-def _of_heads(score: Score, heads: slice) -> Score:
+def _of_heads(score: Score, part: _Part, kv_heads: int) -> Score:
     slopes = score.alibi_slopes
-    return score if slopes is None else replace(score, alibi_slopes=slopes[..., heads])
+    return score if slopes is None else replace(score, alibi_slopes=part.queries(slopes, kv_heads, -1))

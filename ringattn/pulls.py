@@ -23,7 +23,6 @@ Memory is laid out row by row, a row being one key head of one batch element: (r
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import math
 import os
@@ -31,9 +30,9 @@ import sys
 import threading
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -102,11 +101,18 @@ class Link:
         self.epochs = [0, 0]  # of pulls, of pushes
         self.flags = torch.zeros(0, 8, dtype=torch.int32, device=device)
         self.fetched = torch.zeros(0, dtype=torch.uint8, device=device)
+        # What is the same in every call of one shape; it holds addresses.
+        self.prepared: OrderedDict[object, Any] = OrderedDict()
         self.recordings: OrderedDict[object, stream_memory.Recording] = OrderedDict()
+        self.same: OrderedDict[object, object] = OrderedDict()  # what stands for all that a recording depends on
         self.counters: dict[tuple[int, int], Counters] = {}
         self.tables: OrderedDict[object, Tensor] = OrderedDict()
         self.gave_up = torch.zeros(1, dtype=torch.int32).pin_memory()
-        self.used: torch.cuda.Event | None = None  # the last use of the buffer, maybe on another stream
+        # Each is recorded anew by every call, once everybody who waits for its last record has queued that wait.
+        self.used = torch.cuda.Event()  # the last use of the buffer, maybe on another stream
+        self.free, self.may_pull, self.pushed = (torch.cuda.Event() for _ in range(3))
+        self.pulled = [torch.cuda.Event() for _ in self.lanes]
+        self.spare: deque[torch.cuda.Event] = deque()  # that nobody looks at any more
         kinds = range(EPOCH)
         self.heard = [stream_memory.Words([self.word(rank, kind, p) for p in self.peers]) for kind in kinds]
         self.told = [stream_memory.Words([self.word(p, kind, rank) for p in self.peers]) for kind in kinds]
@@ -129,24 +135,35 @@ class Link:
         """Queue on a lane what ``operations`` queues there, which is the same for the same key."""
         _remember(self.recordings, key, lambda: stream_memory.Recording(lane, operations)).play(lane)
 
+    def prepare(self, key: object, make: Callable[[], T]) -> T:
+        """What ``make`` makes, once for a key as long as the addresses in it hold."""
+        return _remember(self.prepared, key, make)
+
     def reserve(self, which: int, size: int) -> Region:
         """At least ``size`` bytes on every rank; all ask for the same in the same call."""
         region = self.regions[which]
         if region is None or size > len(region.memory):
             region = self.regions[which] = Region(*self.share(max(1, -(-size // (1 << 21))) << 21))
-            self.recordings.clear()  # they hold the old addresses
+            self._forget()
         return region
 
     def buffer(self, size: int) -> Tensor:
         """``size`` bytes, the same memory in every call: recordings hold its address."""
         if size > len(self.fetched):
+            self._forget()
             self.fetched = torch.empty(size, dtype=torch.uint8, device=self.device)
         return self.fetched
 
     def arrivals(self, rows: int) -> Tensor:
         if len(self.flags) < rows:
-            self.flags = torch.full((rows, 8), int32(self.epochs[_KEYS] - 1), dtype=torch.int32, device=self.device)
+            self._forget()
+            self.flags = torch.full((rows, 8), int32(self.epochs[_KEYS]), dtype=torch.int32, device=self.device)
         return self.flags
+
+    def _forget(self) -> None:
+        """What holds addresses of memory that is replaced."""
+        self.prepared.clear()
+        self.recordings.clear()
 
     @property
     def shared_bytes(self) -> int:
@@ -159,11 +176,12 @@ class Link:
         return sum(len(region.memory) for region in used if region is not None) + len(self.fetched)
 
 
-class Pull:
-    """Keys and values of all ranks, wave by wave of heads.
+class Places:
+    """Where pulls of one shape have their rows: the same in every call, until the link's memory is replaced. A link
+    keeps them (:meth:`Link.prepare`), they do not keep the link.
 
     Args:
-        k, v: this rank's, (batch, tokens, kv_heads, head_dim or head_dim_v).
+        k, v: this rank's, (batch, tokens, kv_heads, head_dim or head_dim_v); not kept.
         fetches: the runs that every rank takes.
         lengths: tokens of every rank.
         waves: key heads that are in memory together, see :func:`.schedule.waves`.
@@ -178,132 +196,172 @@ class Pull:
         lengths: Sequence[int],
         waves: Sequence[slice],
     ) -> None:
-        self.link, self.runs, self.lengths, self.waves = link, fetches[link.rank], lengths, waves
-        self.k, self.v = k, v
-        self.batch, self.tokens, self.heads, self.dim = k.shape
-        self.width = k.shape[3] + v.shape[3]
-        self.row_bytes = self.width * k.element_size()
+        self.runs, self.lengths, self.waves = fetches[link.rank], lengths, waves
+        self.batch, tokens, self.heads, dim = k.shape
+        width = dim + v.shape[3]
+        self.row_bytes = width * k.element_size()
         self.keys = sum(run.length for run in self.runs)
-        self.region = link.reserve(_KEYS, 2 * self.batch * self.heads * max(lengths) * self.row_bytes)
-        link.epochs[_KEYS] += 1
-        self.epoch = link.epochs[_KEYS]
-        self.slot = self.epoch % 2 * (len(self.region.memory) // 2)  # the same halves for all shapes
         self.rows = self.batch * max(w.stop - w.start for w in waves)
-        self.flags = link.arrivals(len(waves) * self.rows)
+        region = link.reserve(_KEYS, 2 * self.batch * self.heads * max(lengths) * self.row_bytes)
+        flags = link.arrivals(len(waves) * self.rows)
         wave_bytes = self.rows * self.keys * self.row_bytes
-        self.memory = [
-            link.buffer(min(2, len(waves)) * wave_bytes)[i * wave_bytes :] for i in range(min(2, len(waves)))
-        ]
-        self.buffers: dict[int, Tensor] = {}
+        fetched = link.buffer(min(2, len(waves)) * wave_bytes)
+        half = len(region.memory) // 2  # the same halves for all shapes
+        self.slots = [[address + slot * half for address in region.addresses] for slot in range(2)]
+        shape: tuple[int, ...] = (self.batch, self.heads, tokens, width)
+        size = math.prod(shape) * k.element_size()
+        self.mine = [region.memory[slot * half : slot * half + size].view(k.dtype).view(shape) for slot in range(2)]
+        own = [(run.offset, run.length, run.first) for run in self.runs if run.owner == link.rank]
+        self.own = own if len(waves) == 1 else []  # what packing puts to its place
+        self.flag = flags.data_ptr()
+        self.flags = [flags[wave * self.rows : (wave + 1) * self.rows] for wave in range(len(waves))]
+        self.buffers = []
+        for wave, heads in enumerate(waves):
+            shape = (self.batch, heads.stop - heads.start, self.keys, width)
+            begin = wave % 2 * wave_bytes
+            memory = fetched[begin : begin + math.prod(shape) * k.element_size()]
+            self.buffers.append(memory.view(k.dtype).view(shape))
+        both = [buffer.transpose(1, 2) for buffer in self.buffers]
+        self.kv = [(kv[..., :dim], kv[..., dim:]) for kv in both]
+        self._turns: dict[object, list[_Turn]] = {}
+        self._words: dict[tuple[int, int, int], stream_memory.Words] = {}
 
-    def allocate(self, wave: int) -> tuple[Tensor, Tensor]:
-        """Memory for the heads of a wave: (batch, keys, heads, head_dim) and the same for values."""
-        heads = self.waves[wave]
-        shape = (self.batch, heads.stop - heads.start, self.keys, self.width)
-        memory = self.memory[wave % 2][: math.prod(shape) * self.k.element_size()]
-        self.buffers[wave] = memory.view(self.k.dtype).view(shape)
-        kv = self.buffers[wave].transpose(1, 2)
-        return kv[..., : self.dim], kv[..., self.dim :]
+    def turns(self, link: Link, wave: int, groups: Sequence[slice]) -> list[_Turn]:
+        """What each lane copies of a wave, in the order in which it is attended: groups (of heads inside the wave),
+        batch elements, heads."""
+        key = (wave, *[(g.start, g.stop) for g in groups])
+        found = self._turns.get(key)
+        if found is None:
+            found = self._turns[key] = self._make_turns(link, wave, groups)
+        return found
 
-    def begin(self, wave: int, groups: Sequence[slice]) -> None:
-        """Start to pull a wave, in the order in which it is attended: groups (of heads inside the wave), batch
-        elements, heads."""
-        link, heads, buffer = self.link, self.waves[wave], self.buffers[wave]
-        main, first = torch.cuda.current_stream(), link.lanes[0]
-        if wave == 0 and link.used is not None:
-            main.wait_event(link.used)
-        free = main.record_event()  # nothing uses the memory of the buffer any more
-        if wave == 0:
-            self._offer(main)
-        if len(self.waves) > 1:
-            for run in self.runs:
-                if run.owner == link.rank:
-                    mine = self.mine[:, heads, run.offset : run.offset + run.length]
-                    buffer[:, :, run.first : run.first + run.length].copy_(mine)
-        first.wait_event(free)
-        if wave == 0:
-            link.hear(first, READY, self.epoch)
-        may_pull = first.record_event()
+    def _make_turns(self, link: Link, wave: int, groups: Sequence[slice]) -> list[_Turn]:
+        heads, buffer = self.waves[wave], self.buffers[wave]
         count = heads.stop - heads.start
         rows = [b * count + h for g in groups for b in range(self.batch) for h in range(g.start, g.stop)]
+        # Plans of the same runs, as packed documents may have them, share recordings.
         key = (
-            self.slot, buffer.data_ptr(), self._flag(wave, 0), self.batch, self.heads, heads.start, heads.stop,
-            self.row_bytes, self.lengths, self.runs, tuple((g.start, g.stop) for g in groups),
+            buffer.data_ptr(), self._flag(wave, 0), self.batch, self.heads, heads.start, heads.stop, self.row_bytes,
+            tuple(self.lengths), tuple(self.runs), tuple((g.start, g.stop) for g in groups),
         )  # fmt: skip
+        same = _remember(link.same, key, object)
         # A block of neighbouring rows for each lane: also where lanes share a copy engine, and one's recording runs
         # after the other's, rows come in the order in which they are attended.
         ends = [-(-len(rows) * i // len(link.lanes)) for i in range(len(link.lanes) + 1)]
-        for i, lane in enumerate(link.lanes):
-            if its := rows[ends[i] : ends[i + 1]]:
-                if i > 0:
-                    lane.wait_event(may_pull)
-                link.play(lane, (i, *key), functools.partial(self._copy, i, wave, its))
-        if wave == len(self.waves) - 1:
-            self.pulled = [lane.record_event() for lane in link.lanes]
-        if wave == 0:  # see above: a kernel that waits may wait for copies only
-            with watched(link, main, f"pull {self.epoch}", READY, self.epoch):
-                link.hear(main, READY, self.epoch)
+        parts = [rows[ends[i] : ends[i + 1]] for i in range(len(link.lanes))]
+        return [_Turn(i, part, [(same, i, slot) for slot in range(2)]) for i, part in enumerate(parts) if part]
 
-    def _copy(self, lane: int, wave: int, rows: Sequence[int]) -> None:
+    def copy(self, link: Link, lane: int, wave: int, rows: Sequence[int], slot: int) -> None:
         """Rows of a wave, one after the other, each with its flag. One chain of copies per recording: branches of a
         CUDA graph may be executed one after the other, in any order."""
-        link, heads, buffer, row_bytes = self.link, self.waves[wave], self.buffers[wave], self.row_bytes
-        count, stream = heads.stop - heads.start, link.lanes[lane]
+        heads, row_bytes = self.waves[wave], self.row_bytes
+        count, stream, buffer = heads.stop - heads.start, link.lanes[lane], self.buffers[wave].data_ptr()
         turn = lane % len(link.peers)
         peers = link.peers[turn:] + link.peers[:turn]  # lanes read from different ones at a time
         for row in rows:
             theirs_row = row // count * self.heads + heads.start + row % count
             for peer in peers:
-                theirs = self.region.addresses[peer] + self.slot + theirs_row * self.lengths[peer] * row_bytes
+                theirs = self.slots[slot][peer] + theirs_row * self.lengths[peer] * row_bytes
                 for run in self.runs:
                     if run.owner == peer:
-                        to = buffer.data_ptr() + (row * self.keys + run.first) * row_bytes
+                        to = buffer + (row * self.keys + run.first) * row_bytes
                         stream_memory.copy(stream, to, theirs + run.offset * row_bytes, run.length * row_bytes)
-            epoch = link.word(peers[0], EPOCH, self.epoch % 2)
-            stream_memory.copy(stream, self._flag(wave, row), epoch, 4)
+            stream_memory.copy(stream, self._flag(wave, row), link.word(peers[0], EPOCH, slot), 4)
 
-    def _offer(self, main: torch.cuda.Stream) -> None:
+    def arrived(self, wave: int, group: slice) -> stream_memory.Words:
+        """The flags of these heads of a wave."""
+        key = (wave, group.start, group.stop)
+        found = self._words.get(key)
+        if found is None:
+            count = self.buffers[wave].shape[1]
+            rows = [b * count + h for b in range(self.batch) for h in range(group.start, group.stop)]
+            found = self._words[key] = stream_memory.Words([self._flag(wave, row) for row in rows])
+        return found
+
+    def _flag(self, wave: int, row: int) -> int:
+        return self.flag + (wave * self.rows + row) * 32
+
+
+class _Turn(NamedTuple):
+    lane: int
+    rows: list[int]
+    keys: list[object]  # of the recordings, for each slot
+
+
+class Pull:
+    """Keys and values of all ranks, wave by wave of heads. ``k, v``: this rank's."""
+
+    def __init__(self, link: Link, places: Places, k: Tensor, v: Tensor) -> None:
+        self.link, self.places, self.k, self.v = link, places, k, v
+        self.last = len(places.waves) - 1
+        self.main = torch.cuda.current_stream()
+        link.epochs[_KEYS] += 1
+        self.epoch = link.epochs[_KEYS]
+        self.slot = self.epoch % 2
+
+    def begin(self, wave: int, groups: Sequence[slice]) -> None:
+        """Start to pull a wave, in the order in which it is attended: groups of heads inside the wave."""
+        link, places, main, first = self.link, self.places, self.main, self.link.lanes[0]
+        if wave == 0:
+            main.wait_event(link.used)
+        link.free.record(main)  # nothing uses the memory of the buffer any more
+        if wave == 0:
+            self._offer()
+        if self.last > 0:
+            heads, buffer = places.waves[wave], places.buffers[wave]
+            for run in places.runs:
+                if run.owner == link.rank:
+                    mine = places.mine[self.slot][:, heads, run.offset : run.offset + run.length]
+                    buffer[:, :, run.first : run.first + run.length].copy_(mine)
+        first.wait_event(link.free)
+        if wave == 0:
+            link.hear(first, READY, self.epoch)
+        link.may_pull.record(first)
+        for i, rows, keys in places.turns(link, wave, groups):
+            lane, key = link.lanes[i], keys[self.slot]
+            if i > 0:
+                lane.wait_event(link.may_pull)
+            link.play(lane, key, functools.partial(places.copy, link, i, wave, rows, self.slot))
+        if wave == self.last:
+            for pulled, lane in zip(link.pulled, link.lanes, strict=True):
+                pulled.record(lane)
+        if wave == 0:  # see above: a kernel that waits may wait for copies only
+            with watched(link, main, f"pull {self.epoch}", READY, self.epoch):
+                link.hear(main, READY, self.epoch)
+
+    def _offer(self) -> None:
         """This rank's keys and values to where the others pull them, and where one wave holds all to their place."""
         from .kernels.pack_rows import pack_rows  # needs Triton, as every GPU that pulls has it
 
-        link, shape = self.link, (self.batch, self.heads, self.tokens, self.width)
-        end = self.slot + math.prod(shape) * self.k.element_size()
-        self.mine = self.region.memory[self.slot : end].view(self.k.dtype).view(shape)
-        runs = [(run.offset, run.length, run.first) for run in self.runs if run.owner == link.rank]
+        places = self.places
         # The slot was last read two epochs ago, and who was READY for the last epoch has pulled all of the one before.
-        pack_rows(self.k, self.v, self.mine, self.buffers[0], runs if len(self.waves) == 1 else [])
-        link.offered[self.epoch % 2].write(main, self.epoch)
-
-    def _flag(self, wave: int, row: int) -> int:
-        return self.flags.data_ptr() + (wave * self.rows + row) * 32
+        pack_rows(self.k, self.v, places.mine[self.slot], places.buffers[0], places.own)
+        self.link.offered[self.slot].write(self.main, self.epoch)
 
     def arrivals(self, wave: int) -> Arrivals:
-        flags = self.flags[wave * self.rows : (wave + 1) * self.rows]
-        return Arrivals(flags, self.epoch, self.link.gave_up)
+        return Arrivals(self.places.flags[wave], self.epoch, self.link.gave_up)
 
     def wait(self, wave: int, group: slice) -> None:
         """What is queued after this sees the keys and values of these heads of the wave."""
-        count = self.buffers[wave].shape[1]
-        rows = [b * count + h for b in range(self.batch) for h in range(group.start, group.stop)]
-        stream_memory.Words([self._flag(wave, row) for row in rows]).wait(torch.cuda.current_stream(), self.epoch)
+        self.places.arrived(wave, group).wait(self.main, self.epoch)
 
     def release(self, wave: int) -> None:
         """Behind the last kernel of a wave. Its memory may be reused by work queued after this."""
-        if wave == len(self.waves) - 1:  # copies of rows that no kernel waited for, too
-            main = torch.cuda.current_stream()
-            for pulled in self.pulled:
-                main.wait_event(pulled)
-            self.link.used = main.record_event()
+        if wave == self.last:  # copies of rows that no kernel waited for, too
+            for pulled in self.link.pulled:
+                self.main.wait_event(pulled)
+            self.link.used.record(self.main)
         else:
-            count = self.buffers[wave].shape[1]
-            self.wait(wave, slice(0, count))
-        del self.buffers[wave]
+            self.wait(wave, slice(0, self.places.buffers[wave].shape[1]))
 
 
-class Push:
-    """Contributions to the gradients of keys and values, to the ranks that own them, wave by wave of heads.
+class Landings:
+    """Where contributions to gradients of one shape go: the same in every call, until the link's memory is replaced.
 
-    A wave's memory is summed by its owner before the next wave's is written into it.
+    Args:
+        like: keys and values; not kept.
+        dtype: of the gradients.
+        fetches, lengths, waves: as of :class:`Places`.
     """
 
     def __init__(
@@ -316,103 +374,151 @@ class Push:
         waves: Sequence[slice],
     ) -> None:
         k, v = like
-        self.link, self.fetches, self.lengths, self.waves, self.dtype = link, fetches, lengths, waves, dtype
-        self.batch, self.tokens, _, self.dim = k.shape
-        self.width = k.shape[3] + v.shape[3]
-        self.keys = sum(run.length for run in fetches[link.rank])
+        self.rank, self.lengths, self.waves, self.dtype = link.rank, lengths, waves, dtype
+        self.batch, tokens, _, self.dim = k.shape
+        self.dim_v = v.shape[3]
+        self.width = self.dim + self.dim_v
+        self.runs = fetches[link.rank]
+        self.keys = sum(run.length for run in self.runs)
         self.row_bytes = self.width * dtype.itemsize
-        self.rows = self.batch * max(w.stop - w.start for w in waves)
-        share = self.rows * max(lengths) * self.row_bytes  # of one visitor
-        self.region = link.reserve(_GRADIENTS, (link.world_size - 1) * share)
-        self.share = share
-        self.dk, self.dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (k, v))
-        self.partials: dict[int, Tensor] = {}
-        self.epoch = 0
+        rows = self.batch * max(w.stop - w.start for w in waves)
+        self.share = rows * max(lengths) * self.row_bytes  # of one visitor
+        region = link.reserve(_GRADIENTS, (link.world_size - 1) * self.share)
+        self.addresses, self.landed = region.addresses, region.memory.view(dtype)
+        self.table = self._table(link, fetches, tokens)
+        self._steps: dict[object, list[_Step]] = {}
 
-    def room(self, wave: int) -> tuple[Tensor, Tensor]:
-        """Where this rank's contributions of a wave go: (batch, keys, heads, head_dim), (..., head_dim_v)."""
-        heads = self.waves[wave]
-        partial = torch.empty(
-            self.batch, heads.stop - heads.start, self.keys, self.width, dtype=self.dtype, device=self.dk.device
-        )
-        self.partials[wave] = partial
-        rows = partial.transpose(1, 2)
-        return rows[..., : self.dim], rows[..., self.dim :]
+    def _table(self, link: Link, fetches: Sequence[Sequence[Fetch]], tokens: int) -> Tensor:
+        """What is summed, in the order of ranks."""
+        from .kernels.sum_runs import Piece, table_of
 
-    def counters(self, wave: int, departures: Departures) -> Counters:
-        """What the kernel of a wave counts in."""
-        heads = self.waves[wave]
-        chunks = self.batch * (heads.stop - heads.start) // departures.rows
-        key = (chunks, len(departures.counts))
-        if key not in self.link.counters:
-            made = torch.zeros(key, dtype=torch.int32, device=self.dk.device)
-            words = [stream_memory.Words([made.data_ptr() + 4 * i]) for i in range(made.numel())]
-            self.link.counters[key] = Counters(made, [0] * made.numel(), words)
-            self.link.pushing.wait_stream(torch.cuda.current_stream())  # until they are zero
-        return self.link.counters[key]
-
-    def begin(self, wave: int, departures: Departures | None) -> None:
-        """Behind the launch of the kernel that writes a wave: push what it makes, run by run, while it runs if it
-        counts what is complete, else when it is done."""
-        link, rank = self.link, self.link.rank
-        link.epochs[_GRADIENTS] += 1
-        self.epoch = link.epochs[_GRADIENTS]
-        partial, pushing = self.partials[wave], link.pushing
-        rows = partial.shape[0] * partial.shape[1]
-        at_once = rows if departures is None else departures.rows
-        if departures is None:
-            pushing.wait_stream(torch.cuda.current_stream())
-        else:
-            _, before, words = self.counters(wave, departures)
-        link.hear(pushing, FREE, self.epoch - 1)
-        runs = self.fetches[rank]
-        for chunk in range(rows // at_once):
-            for segment, run in enumerate(runs):
-                if departures is not None:
-                    i = chunk * len(runs) + segment
-                    before[i] = (before[i] + departures.counts[segment]) & 0xFFFFFFFF
-                    if run.owner != rank:
-                        words[i].wait(pushing, before[i])
-                if run.owner == rank:
-                    continue
-                for row in range(chunk * at_once, (chunk + 1) * at_once):
-                    source = partial.data_ptr() + (row * self.keys + run.first) * self.row_bytes
-                    stream_memory.copy(
-                        pushing, self._landing(run.owner, rank, row) + run.offset * self.row_bytes, source,
-                        run.length * self.row_bytes,
-                    )  # fmt: skip
-        link.tell(pushing, LANDED, self.epoch)
-        self.pushed = pushing.record_event()
-
-    def _landing(self, owner: int, visitor: int, row: int) -> int:
-        """Address of the tokens of a row that ``visitor`` contributes to, in the memory of ``owner``."""
-        return self.region.addresses[owner] + self._seat(owner, visitor) + row * self.lengths[owner] * self.row_bytes
-
-    def _seat(self, owner: int, visitor: int) -> int:
-        return (visitor - (visitor > owner)) * self.share
-
-    def land(self, wave: int) -> None:
-        """Wait for the contributions of a wave and sum them, in the order of ranks."""
-        from .kernels.sum_runs import Piece, sum_runs, table_of
-
-        link, rank, main = self.link, self.link.rank, torch.cuda.current_stream()
-        pieces = []
-        for visitor, runs in enumerate(self.fetches):
+        rank, pieces = link.rank, []
+        for visitor, runs in enumerate(fetches):
             own = visitor == rank
             for run in runs:
                 if run.owner == rank:
                     offset = run.first if own else run.offset
                     base = 0 if own else self._seat(rank, visitor)
-                    stride = (self.keys if own else self.tokens) * self.width
+                    stride = (self.keys if own else tokens) * self.width
                     end = run.offset + run.length
                     pieces.append(Piece(int(own), base + offset * self.row_bytes, stride, run.offset, end))
-        table = _remember(link.tables, tuple(pieces), lambda: table_of(pieces, link.device))
+        return _remember(link.tables, tuple(pieces), lambda: table_of(pieces, link.device))
+
+    def steps(self, rows: int, departures: Departures | None) -> list[_Step]:
+        """In which order the runs of ``rows`` rows are complete, and leave."""
+        key = rows, departures
+        found = self._steps.get(key)
+        if found is None:
+            found = self._steps[key] = self._make_steps(rows, departures)
+        return found
+
+    def _make_steps(self, rows: int, departures: Departures | None) -> list[_Step]:
+        rank, row_bytes = self.rank, self.row_bytes
+        at_once = rows if departures is None else departures.rows
+        made = []
+        for chunk in range(rows // at_once):
+            for segment, run in enumerate(self.runs):
+                copies = [
+                    (
+                        self._landing(run.owner, rank, row) + run.offset * row_bytes,
+                        (row * self.keys + run.first) * row_bytes,
+                        run.length * row_bytes,
+                    )
+                    for row in range(chunk * at_once, (chunk + 1) * at_once)
+                    if run.owner != rank
+                ]
+                grows = 0 if departures is None else departures.counts[segment]
+                made.append(_Step(chunk * len(self.runs) + segment, grows, copies))
+        return made
+
+    def _landing(self, owner: int, visitor: int, row: int) -> int:
+        """Address of the tokens of a row that ``visitor`` contributes to, in the memory of ``owner``."""
+        return self.addresses[owner] + self._seat(owner, visitor) + row * self.lengths[owner] * self.row_bytes
+
+    def _seat(self, owner: int, visitor: int) -> int:
+        return (visitor - (visitor > owner)) * self.share
+
+
+class _Step(NamedTuple):
+    """A run of some rows: which counter grows by how much when it is complete, and its copies to another rank (address
+    there, offset here, bytes)."""
+
+    counter: int
+    grows: int
+    copies: list[tuple[int, int, int]]
+
+
+class Push:
+    """Contributions to the gradients of keys and values, to the ranks that own them, wave by wave of heads.
+
+    A wave's memory is summed by its owner before the next wave's is written into it. ``like``: keys and values.
+    """
+
+    def __init__(self, link: Link, landings: Landings, like: tuple[Tensor, Tensor]) -> None:
+        self.link, self.landings = link, landings
+        self.main = torch.cuda.current_stream()
+        self.dk, self.dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in like)
+        self.partials: dict[int, Tensor] = {}
+        self.epoch = 0
+
+    def room(self, wave: int) -> tuple[Tensor, Tensor]:
+        """Where this rank's contributions of a wave go: (batch, keys, heads, head_dim), (..., head_dim_v)."""
+        its, heads = self.landings, self.landings.waves[wave]
+        count, keys, width = heads.stop - heads.start, its.keys, its.width
+        partial = torch.empty(its.batch, count, keys, width, dtype=its.dtype, device=self.dk.device)
+        self.partials[wave] = partial
+        strides = (count * keys * width, width, keys * width, 1)
+        dk = partial.as_strided((its.batch, keys, count, its.dim), strides)
+        return dk, partial.as_strided((its.batch, keys, count, its.dim_v), strides, its.dim)
+
+    def counters(self, wave: int, departures: Departures) -> Counters:
+        """What the kernel of a wave counts in."""
+        heads = self.landings.waves[wave]
+        chunks = self.landings.batch * (heads.stop - heads.start) // departures.rows
+        key = (chunks, len(departures.counts))
+        found = self.link.counters.get(key)
+        if found is None:
+            made = torch.zeros(key, dtype=torch.int32, device=self.dk.device)
+            words = [stream_memory.Words([made.data_ptr() + 4 * i]) for i in range(made.numel())]
+            self.link.counters[key] = Counters(made, [0] * made.numel(), words)
+            self.link.pushing.wait_stream(self.main)  # until they are zero
+            found = self.link.counters[key]
+        return found
+
+    def begin(self, wave: int, departures: Departures | None) -> None:
+        """Behind the launch of the kernel that writes a wave: push what it makes, run by run, while it runs if it
+        counts what is complete, else when it is done."""
+        link, partial, pushing = self.link, self.partials[wave], self.link.pushing
+        link.epochs[_GRADIENTS] += 1
+        self.epoch = link.epochs[_GRADIENTS]
+        if departures is None:
+            pushing.wait_stream(self.main)
+        else:
+            _, before, words = self.counters(wave, departures)
+        link.hear(pushing, FREE, self.epoch - 1)
+        here = partial.data_ptr()
+        for i, grows, copies in self.landings.steps(partial.shape[0] * partial.shape[1], departures):
+            if departures is not None:
+                before[i] = (before[i] + grows) & 0xFFFFFFFF
+                if copies:
+                    words[i].wait(pushing, before[i])
+            for there, offset, size in copies:
+                stream_memory.copy(pushing, there, here + offset, size)
+        link.tell(pushing, LANDED, self.epoch)
+        link.pushed.record(pushing)
+
+    def land(self, wave: int) -> None:
+        """Wait for the contributions of a wave and sum them, in the order of ranks."""
+        from .kernels.sum_runs import sum_runs
+
+        link, its, main, dk, dv = self.link, self.landings, self.main, self.dk, self.dv
         with watched(link, main, f"push {self.epoch}", LANDED, self.epoch):
             link.hear(main, LANDED, self.epoch)
-            main.wait_event(self.pushed)
-        heads = self.waves[wave]
-        landed = self.region.memory.view(self.dtype)
-        sum_runs(table, self.partials.pop(wave), landed, self.dk[:, :, heads], self.dv[:, :, heads])
+            main.wait_event(link.pushed)
+        if len(its.waves) > 1:
+            heads = its.waves[wave]
+            dk, dv = dk[:, :, heads], dv[:, :, heads]
+        sum_runs(its.table, self.partials.pop(wave), its.landed, dk, dv)
         link.tell(main, FREE, self.epoch)
 
 
@@ -443,17 +549,32 @@ _watched: deque[_Watched] = deque()
 _watching: threading.Thread | None = None
 
 
-@contextlib.contextmanager
-def watched(link: Link, stream: torch.cuda.Stream, what: str, kind: int, epoch: int) -> Iterator[None]:
+class watched:
     """End the process, with the names of the ranks that did not come, if what is queued on ``stream`` in this context
     takes too long: a stream that waits for a word waits for ever, and would give wrong results if it were let go."""
-    global _watching
-    reached = stream.record_event()
-    yield
-    _watched.append(_Watched(link, reached, stream.record_event(), what, kind, epoch))
-    if _watching is None:
-        _watching = threading.Thread(target=_keep_watch, name="ringattn watch", daemon=True)
-        _watching.start()
+
+    def __init__(self, link: Link, stream: torch.cuda.Stream, what: str, kind: int, epoch: int) -> None:
+        self.link, self.stream, self.what, self.kind, self.epoch = link, stream, what, kind, epoch
+
+    def __enter__(self) -> None:
+        self.reached = self._mark()
+
+    def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
+        global _watching
+        if error is not None:
+            return
+        _watched.append(_Watched(self.link, self.reached, self._mark(), self.what, self.kind, self.epoch))
+        if _watching is None:
+            _watching = threading.Thread(target=_keep_watch, name="ringattn watch", daemon=True)
+            _watching.start()
+
+    def _mark(self) -> torch.cuda.Event:
+        try:
+            event = self.link.spare.pop()
+        except IndexError:
+            event = torch.cuda.Event()
+        event.record(self.stream)
+        return event
 
 
 def _keep_watch() -> None:
@@ -466,7 +587,8 @@ def _keep_watch() -> None:
 def look(now: float) -> None:
     """Forget what has passed; end the process if the first that has not is late."""
     while _watched and _watched[0].passed.query():
-        _watched.popleft()
+        done = _watched.popleft()
+        done.link.spare += (done.reached, done.passed)
     if not _watched:
         return
     first = _watched[0]

@@ -50,18 +50,29 @@ class Operation:
         ready: Callable[[], bool] | None = None,
         *,
         multiprocessors: str = "",
-        event: Event | None = None,
+        event: Record | None = None,
     ) -> None:
         self.name, self.run, self.ready, self.multiprocessors, self.event = name, run, ready, multiprocessors, event
         self.number = 0  # among all that this GPU has been given
 
 
-class Event:
+class Record:
+    """Of an event. Who waits for an event waits for what was its last record then."""
+
     def __init__(self, role: str) -> None:
         self.role, self.done = role, False
 
     def finish(self) -> None:
         self.done = True
+
+
+class Event:
+    def __init__(self) -> None:
+        self.last: Record | None = None
+
+    def record(self, stream: Stream) -> None:
+        self.last = Record(stream.role)
+        stream.put(Operation("record", self.last.finish, event=self.last))
 
 
 class Stream:
@@ -81,13 +92,14 @@ class Stream:
         self.queue.append(operation)
 
     def record_event(self) -> Event:
-        event = Event(self.role)
-        self.put(Operation("record", event.finish, event=event))
+        event = Event()
+        event.record(self)
         return event
 
     def wait_event(self, event: Event) -> None:
-        if f"{self.role} waits for {event.role}" not in self.gpu.world.dropped:
-            self.put(Operation(f"wait for {event.role}", lambda: None, lambda: event.done))
+        last = event.last
+        if last is not None and f"{self.role} waits for {last.role}" not in self.gpu.world.dropped:
+            self.put(Operation(f"wait for {last.role}", lambda: None, lambda: last.done))
 
     def wait_stream(self, other: Stream) -> None:
         self.wait_event(other.record_event())

@@ -7,9 +7,12 @@ bit with those in the order of ranks.
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -218,6 +221,7 @@ class Group:
         self.world, self.case, self.ranks = world, case, ranks
         shared = Shared(world, ranks)
         self.links, self.mains = [], []
+        self.plans: dict[tuple[int, int, str], ringattn.Plan] = {}
         for place, rank in enumerate(ranks):
             mains = [Stream(world.gpus[rank], "main") for _ in range(case.streams)]
             with world.host(mains[0]):
@@ -246,6 +250,13 @@ class Group:
         link.counters = Counters()
 
     def plan(self, place: int, case: Case, kind: str) -> ringattn.Plan:
+        """The same in every call of one shape."""
+        key = place, case.seq_len, kind
+        if key not in self.plans:
+            self.plans[key] = self._plan(place, case, kind)
+        return self.plans[key]
+
+    def _plan(self, place: int, case: Case, kind: str) -> ringattn.Plan:
         buffer = 1 << 30
         if case.heads_in_memory < case.kv_heads:  # where a rank fetches all keys
             head_bytes = case.batch * case.keys * WIDTH * (4 if kind == "forward" else 8)
@@ -455,6 +466,87 @@ def test_a_kernel_that_starts_before_its_peers_are_ready_may_wait_in_a_circle(mo
         some_order()
 
 
+# --- what is prepared once for a shape
+
+
+def alone(monkeypatch: pytest.MonkeyPatch, case: Case, calls: Sequence[tuple[str, int]], seed: int = 0) -> Group:
+    """Calls (kind, length) of all ranks, each executed before the next one is queued."""
+    world = World(case.ranks, seed)
+    kernels = Kernels(world, case)
+    world.patched(monkeypatch)
+    kernels.patched(monkeypatch)
+    group = Group(world, case, range(case.ranks))
+    for number, (kind, length) in enumerate(calls):
+        call = Call(replace(case, seq_len=length), number, kind)
+        plans = [group.plan(place, call.case, kind) for place in range(case.ranks)]
+        kept = [group.queue(kernels, call, place, plan) for place, plan in enumerate(plans)]
+        world.run()
+        compare(call, plans)
+        del kept, kernels.call  # which a test may look for
+    return group
+
+
+def test_a_shape_is_prepared_once_and_again_where_memory_has_moved(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[tuple[str, int]] = []
+    for name in ("Places", "Landings"):
+        kind = getattr(pulls, name)
+
+        def noted(link: pulls.Link, *args: Any, kind: type = kind) -> Any:
+            if link.rank == 0:
+                made.append((kind.__name__, link.epochs[0]))
+            return kind(link, *args)
+
+        monkeypatch.setattr(gather, name, noted)
+    long = 100_000  # keys of more than the 2 MiB that a link takes at first
+    calls = [
+        ("forward", 12), ("backward", 12), ("forward", 12), ("backward", 12), ("forward", 9), ("forward", 12),
+        ("forward", 9), ("forward", long), ("forward", 12), ("forward", long), ("forward", 12), ("backward", 12),
+    ]  # fmt: skip
+    alone(monkeypatch, Case(ranks=2), calls)
+    assert made == [
+        ("Places", 0), ("Landings", 1), ("Places", 1), ("Places", 2),  # contributions are the first ones
+        ("Places", 4), ("Places", 7), ("Places", 8),  # all that was known is forgotten with the old memory
+        ("Landings", 11), ("Places", 11),
+    ]  # fmt: skip
+
+
+def test_no_more_is_prepared_than_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pulls, "_REMEMBERED", 3)
+    group = alone(monkeypatch, Case(ranks=2), [("forward", n) for n in (30, 8, 10, 12, 14, 16, 8, 10, 30)])
+    for link in group.links:
+        assert len(link.prepared) == len(link.same) == 3
+        assert len(link.recordings) <= 3
+
+
+def test_neither_a_call_s_tensors_nor_a_link_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[weakref.ref[Any]] = []
+
+    class Pull(pulls.Pull):
+        def __init__(self, *args: Any) -> None:
+            super().__init__(*args)
+            seen.extend(map(weakref.ref, (self.k, self.v)))
+
+    class Push(pulls.Push):
+        def __init__(self, *args: Any) -> None:
+            super().__init__(*args)
+            seen.extend(map(weakref.ref, (self.dk, self.dv)))
+
+    monkeypatch.setattr(gather, "Pull", Pull)
+    monkeypatch.setattr(gather, "Push", Push)
+    gc.collect()
+    gc.disable()  # memory that ranks share is given back at once
+    try:
+        group = alone(monkeypatch, Case(ranks=2), [("forward", 12), ("backward", 12)] * 2)
+        assert len(seen) == 2 * (4 * 2 + 2 * 2)
+        assert [ref() for ref in seen if ref() is not None] == []
+        links = [weakref.ref(link) for link in group.links]
+        group.plans.clear()
+        group.links.clear()
+        assert [link() for link in links] == [None, None]
+    finally:
+        gc.enable()
+
+
 class Seen:
     """An event that is done when a test says so."""
 
@@ -474,7 +566,9 @@ def test_a_wait_is_late_only_from_when_it_is_reached(
     monkeypatch.setattr(pulls, "TIMEOUT", 10.0)
     monkeypatch.setattr(pulls, "_verdict", lambda late: f"{late.what} is late")
     monkeypatch.setattr(pulls.os, "abort", lambda: ended.append(True))
-    waits: list[Any] = [pulls._Watched(None, Seen(), Seen(), f"pull {i}", pulls.READY, i) for i in (1, 2)]  # type: ignore[arg-type]
+    link: Any = SimpleNamespace(spare=deque())
+    waits: list[Any] = [pulls._Watched(link, Seen(), Seen(), f"pull {i}", pulls.READY, i) for i in (1, 2)]  # type: ignore[arg-type]
+    passed = [waits[0].reached, waits[0].passed]
     pulls._watched.extend(waits)
     pulls.look(1000.0)
     waits[0].reached.done = True
@@ -483,6 +577,7 @@ def test_a_wait_is_late_only_from_when_it_is_reached(
     waits[0].passed.done = True
     pulls.look(2011.0)
     assert list(pulls._watched) == waits[1:]
+    assert list(link.spare) == passed, "to be recorded again"
     assert not ended
     waits[1].reached.done = True
     pulls.look(2012.0)
