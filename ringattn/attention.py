@@ -9,8 +9,7 @@ same functions run as an autograd.Function: the layers around an operator take l
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 import torch.autograd.forward_ad as forward_ad
@@ -28,6 +27,7 @@ _DATAFLOWS = {"ring": ring, "gather": gather, "reduce": reduce}
 # What a first call makes and keeps (tables, counters, buffers) must not lie in the memory of a graph that inductor
 # records (mode="reduce-overhead").
 _TAGS = (torch.Tag.cudagraph_unsafe,)
+_PLAIN = frozenset((Tensor, torch.nn.Parameter, type(None)))
 
 
 def attention(
@@ -97,7 +97,7 @@ def _nobody_looks(*tensors: Tensor | None) -> bool:
         and not profiler._is_profiler_enabled
         and torch._C._len_torch_dispatch_stack() == 0
         and not torch._C._are_functorch_transforms_active()
-        and all(x is None or type(x) in (Tensor, torch.nn.Parameter) for x in tensors)
+        and _PLAIN.issuperset(map(type, tensors))
     )
 
 
@@ -210,22 +210,25 @@ def _forward(
         ),
         error,
     )
-    with no_autocast(q), _whole(found):  # the state is float32, whatever the caller's region says
+    with no_autocast(q), _Whole(found):  # the state is float32, whatever the caller's region says
         return _DATAFLOWS[found.dataflow].forward(q, k, v, sink, found, score, name)
 
 
-@contextmanager
-def _whole(plan: Plan) -> Iterator[None]:
+class _Whole:
     """What is given up in its middle ends the group's use: ranks that went on would pair each message with another
     call's. Ranks have agreed on what arguments can be blamed for, so that all of them raise for those."""
-    try:
-        yield
-    except (TypeError, ValueError, NotImplementedError):
-        raise
-    except BaseException as error:
-        if plan.world_size > 1:
-            plan.transport.given_up = f"{type(error).__name__}: {error}"
-        raise
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, where: object) -> None:
+        if error is None or isinstance(error, (TypeError, ValueError, NotImplementedError)):
+            return
+        if self.plan.world_size > 1:
+            self.plan.transport.given_up = f"{type(error).__name__}: {error}"
 
 
 def autocast_dtype(device: torch.device) -> torch.dtype | None:
@@ -280,7 +283,7 @@ def _backward(
     slopes = alibi_slopes if alibi_slopes is None else alibi_slopes.to(blocks.accumulation_dtype(q))
     score = Score(softmax_scale, softcap, slopes)
     q, k, v, dout = map(unit_stride, (q, k, v, dout))
-    with no_autocast(q), _whole(found):
+    with no_autocast(q), _Whole(found):
         dq, dk, dv, delta = _DATAFLOWS[found.dataflow].backward(dout, dlse, q, k, v, out, lse, found, score, kernel)
     if sink is None:
         dsink = q.new_empty(0)

@@ -115,16 +115,17 @@ def backward(
     block = plan.gathered_block(q.device)
     kv_heads = k.shape[2]
     per_kv = q.shape[2] // kv_heads
-
-    def counted(k_w: Tensor, v_w: Tensor, heads: slice) -> Departures | None:
-        if block.seq_k == 0 or q.numel() == 0:
-            return None
-        whole = k_w.shape[2] == kv_heads
-        q_w = q if whole else q[:, :, heads.start * per_kv : heads.stop * per_kv]
-        return departures(q_w, k_w, v_w, block, score, deterministic=plan.deterministic, kernel=kernel)
+    counted: dict[int, Departures] = {}  # by the first head of a wave
 
     def waiting(k_w: Tensor, v_w: Tensor, heads: slice) -> bool:
-        return counted(k_w, v_w, heads) is not None
+        if block.seq_k == 0 or q.numel() == 0:
+            return False
+        whole = k_w.shape[2] == kv_heads
+        q_w = q if whole else q[:, :, heads.start * per_kv : heads.stop * per_kv]
+        counts = departures(q_w, k_w, v_w, block, score, deterministic=plan.deterministic, kernel=kernel)
+        if counts is not None:
+            counted[heads.start] = counts
+        return counts is not None
 
     link = _link(q, plan)
     home = _home(q, k, v, plan, link)
@@ -134,8 +135,9 @@ def backward(
             dk_w, dv_w = home.room(part.wave)
         into = (dk_w, dv_w) if part.inside is None else (dk_w[:, :, part.inside], dv_w[:, :, part.inside])
         counts = counters = None
-        if part.arrivals is not None and (counts := counted(part.k, part.v, part.heads)) is not None:
+        if part.arrivals is not None:
             assert isinstance(home, Push)  # what arrives is pulled
+            counts = counted[part.heads.start]
             counters = home.counters(part.wave, counts).raised
         with named("wave", part.wave, "backward"):
             block_backward(

@@ -133,7 +133,10 @@ class Link:
 
     def play(self, lane: torch.cuda.Stream, key: object, operations: Callable[[], None]) -> None:
         """Queue on a lane what ``operations`` queues there, which is the same for the same key."""
-        _remember(self.recordings, key, lambda: stream_memory.Recording(lane, operations)).play(lane)
+        found = self.recordings.get(key)
+        if found is None:
+            found = _remember(self.recordings, key, lambda: stream_memory.Recording(lane, operations))
+        found.play(lane)
 
     def prepare(self, key: object, make: Callable[[], T]) -> T:
         """What ``make`` makes, once for a key as long as the addresses in it hold."""

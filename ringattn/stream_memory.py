@@ -14,7 +14,7 @@ from __future__ import annotations
 import ctypes
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -74,14 +74,23 @@ def available() -> bool:
         return False
 
 
+class _Batch(NamedTuple):
+    """Operations of one call: an array; each of them, as an object that is made once; their number."""
+
+    operations: Any
+    each: list[_Operation]
+    number: int
+
+
 class Words:
     """int32 words, by their addresses, that are written or waited for together."""
 
     def __init__(self, addresses: Sequence[int]) -> None:
         self.batches = [
             [
-                (_Operation * len(part))(*(_Operation(operation, address) for address in part))
+                _Batch(array, list(array), len(array))
                 for part in (addresses[i : i + _MOST] for i in range(0, len(addresses), _MOST))
+                for array in [(_Operation * len(part))(*(_Operation(operation, address) for address in part))]
             ]
             for operation in (_WAIT, _WRITE)
         ]
@@ -95,12 +104,13 @@ class Words:
         visible to all devices."""
         self._queue(stream, self.batches[1], value)
 
-    def _queue(self, stream: torch.cuda.Stream, batches: list[Any], value: int) -> None:
+    def _queue(self, stream: torch.cuda.Stream, batches: list[_Batch], value: int) -> None:
         value &= 0xFFFFFFFF
-        for batch in batches:
-            for operation in batch:
+        for operations, each, number in batches:
+            for operation in each:
                 operation.value = value
-            _check(_driver().memory_operations(stream.cuda_stream, len(batch), batch, 0), "queueing words")
+            if error := _driver().memory_operations(stream.cuda_stream, number, operations, 0):
+                _check(error, "queueing words")
 
 
 def copy(stream: torch.cuda.Stream, target: int, source: int, size: int) -> None:
@@ -132,7 +142,8 @@ class Recording:
             driver.destroy_graph(graph)
 
     def play(self, stream: torch.cuda.Stream) -> None:
-        _check(_driver().launch(self.executable, stream.cuda_stream), "playing a recording")
+        if error := _driver().launch(self.executable, stream.cuda_stream):
+            _check(error, "playing a recording")
 
     def __del__(self) -> None:
         if self.executable:
