@@ -22,6 +22,7 @@ class Compiled(CompiledKernel):
 
     def __init__(self) -> None:  # nothing is compiled
         self.launches: list[tuple[tuple[int, ...], tuple[Any, ...]]] = []
+        self.function, self.packed_metadata, self._run = "function", "metadata", None
 
     def __getitem__(self, grid: tuple[int, ...]) -> Any:
         x, y, z = grid[0], grid[1], grid[2]
@@ -198,3 +199,35 @@ def test_the_interpreter_is_not_remembered() -> None:
     kernel, launches = Kernel(interpreted=True), Launches()
     for _ in range(3):
         assert not launched(kernel, launches, "a", torch.zeros(64), torch.zeros(64))
+
+
+def test_a_launch_that_comes_again_goes_straight_to_the_launcher_unless_somebody_hooks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """With the arguments that Triton gives it (CompiledKernel.__getitem__), but for hooks that do nothing."""
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 7, raising=False)
+    kernel, launches, got = Kernel(), Launches(), []
+    x, y = torch.zeros(64), torch.zeros(64)
+    launched(kernel, launches, "a", x, y)
+    compiled = kernel.compiled[0]
+    compiled._run = lambda *args: got.append(args)
+    compiled.module, compiled.name, compiled.src = "loaded", "kernel", None  # as one that has been launched
+    launched(kernel, launches, "a", x, y)
+    assert len(compiled.launches) == 1
+    assert launched(kernel, launches, "a", x, y)
+    assert len(compiled.launches) == 2 - dispatching._RUNS
+    CompiledKernel.__getitem__(compiled, (3, 1, 1))(*got[0][9:] if got else (), stream=7)
+    *_, theirs = got
+    if dispatching._RUNS:
+        assert got[0][:6] == theirs[:6] == (3, 1, 1, 7, "function", "metadata")
+        assert got[0][6:9] == (None, None, None)
+        assert got[0][9] is x
+        assert got[0][9:] == theirs[9:]
+    hook = lambda metadata: None  # noqa: E731
+    dispatching.knobs.runtime.launch_enter_hook.add(hook)
+    try:
+        before = len(compiled.launches)
+        assert launched(kernel, launches, "a", x, y)
+        assert len(compiled.launches) == before + 1
+    finally:
+        dispatching.knobs.runtime.launch_enter_hook.remove(hook)
