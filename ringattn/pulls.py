@@ -503,10 +503,10 @@ class Push:
         for i, grows, copies in self.landings.steps(partial.shape[0] * partial.shape[1], departures):
             if departures is not None:
                 before[i] = (before[i] + grows) & 0xFFFFFFFF
-                if copies:
+            if copies:
+                if departures is not None:
                     words[i].wait(pushing, before[i])
-            for there, offset, size in copies:
-                stream_memory.copy(pushing, there, here + offset, size)
+                stream_memory.copy_all(pushing, copies, here)
         link.tell(pushing, LANDED, self.epoch)
         link.pushed.record(pushing)
 

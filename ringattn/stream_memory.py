@@ -119,6 +119,14 @@ def copy(stream: torch.cuda.Stream, target: int, source: int, size: int) -> None
         _check(error, f"copying {size} bytes")
 
 
+def copy_all(stream: torch.cuda.Stream, copies: Sequence[tuple[int, int, int]], base: int) -> None:
+    """One :func:`copy` after another: (target, source less ``base``, bytes) of each."""
+    queue, handle = _driver().copy, stream.cuda_stream
+    for target, offset, size in copies:
+        if error := queue(target, base + offset, size, handle):
+            _check(error, f"copying {size} bytes")
+
+
 class Recording:
     """Operations that can be queued again and again in one call: a CUDA graph.
 

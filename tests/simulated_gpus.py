@@ -250,8 +250,9 @@ class World:
         )
         monkeypatch.setattr(pulls, "torch", _Torch(cuda))
         driver = SimpleNamespace(
-            Words=functools.partial(Words, self), Recording=functools.partial(Recording, self), copy=self.copy
-        )
+            Words=functools.partial(Words, self), Recording=functools.partial(Recording, self), copy=self.copy,
+            copy_all=self.copy_all,
+        )  # fmt: skip
         monkeypatch.setattr(pulls, "stream_memory", driver)
         monkeypatch.setattr(pulls, "watched", lambda *_: contextlib.nullcontext())
 
@@ -268,6 +269,10 @@ class World:
             if count:
                 run = functools.partial(ctypes.memmove, target + begin, source + begin, count)
                 stream.put(Operation(f"copy {count}", run))
+
+    def copy_all(self, stream: Stream, copies: Sequence[tuple[int, int, int]], base: int) -> None:
+        for target, offset, size in copies:
+            self.copy(stream, target, base + offset, size)
 
     def kernel(self, name: str, parts: Sequence[tuple[Callable[[], bool] | None, Callable[[], None]]]) -> None:
         """One kernel: parts of (ready, run) one after another, with no other kernel of this GPU beside it."""

@@ -78,11 +78,17 @@ def test_numbers_wrap_around(driver: Driver, value: int, stored: int) -> None:
 def test_an_error_says_what_failed_and_the_driver_s_name_of_it(driver: Driver) -> None:
     stream_memory.copy(STREAM, 1, 2, 3)
     assert driver.copies == [(1, 2, 3)]
+    stream_memory.copy_all(STREAM, [(1, 2, 3), (4, 5, 6)], 100)
+    assert driver.copies[1:] == [(1, 102, 3), (4, 105, 6)]
     driver.error = 700
     with pytest.raises(RuntimeError, match=r"^queueing words: the CUDA driver says CUDA_ERROR_SAID \(700\)$"):
         Words([64]).write(STREAM, 1)
-    with pytest.raises(RuntimeError, match=r"^copying 3 bytes: the CUDA driver says CUDA_ERROR_SAID \(700\)$"):
-        stream_memory.copy(STREAM, 1, 2, 3)
+    for copying in (
+        lambda: stream_memory.copy(STREAM, 1, 2, 3),
+        lambda: stream_memory.copy_all(STREAM, [(1, 2, 3)], 0),
+    ):
+        with pytest.raises(RuntimeError, match=r"^copying 3 bytes: the CUDA driver says CUDA_ERROR_SAID \(700\)$"):
+            copying()
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
