@@ -36,6 +36,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from . import spans
+
 
 class State(NamedTuple):
     """Partial softmax state, unnormalized: shapes and units in the module docstring."""
@@ -275,6 +277,8 @@ def block_backward(
         dk, dv: like k and v, in the dtype of dq: this chunk's gradients from these queries.
     """
     backend = _backend(kernel, q, k, v, score, backward=True)
+    if spans.long(block, deterministic or not getattr(backend, "ADDS_DQ", False)):
+        return _backward_in_spans(q, k, v, dout, lse, delta, block, score, dq, deterministic, kernel, into)
     if arrivals is not None or counters is not None or (into is not None and getattr(backend, "STORES_INTO", False)):
         return backend.backward(
             q, k, v, dout, lse, delta, block, score, dq, deterministic, into=into, arrivals=arrivals, counters=counters
@@ -285,6 +289,24 @@ def block_backward(
     into[0].copy_(dk)
     into[1].copy_(dv)
     return into
+
+
+def _backward_in_spans(
+    q: Tensor, k: Tensor, v: Tensor, dout: Tensor, lse: Tensor, delta: Tensor, block: Block, score: Score, dq: Tensor,
+    deterministic: bool, kernel: str, into: tuple[Tensor, Tensor] | None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """block_backward, span by span."""
+    whole = into or tuple(torch.empty(x.shape, dtype=dq.dtype, device=x.device) for x in (k, v))
+    for x in whole:
+        x.zero_()  # of keys that nobody sees
+    for queries, keys, part, first in spans.spans(block):
+        given = block_backward(
+            q[:, queries], k[:, keys], v[:, keys], dout[:, queries], lse[..., queries], delta[..., queries], part,
+            score, dq=dq[:, queries], deterministic=deterministic, kernel=kernel,
+        )  # fmt: skip
+        for x, y in zip(whole, given, strict=True):
+            x[:, keys].copy_(y) if first else x[:, keys].add_(y)
+    return whole[0], whole[1]
 
 
 def waits(q: Tensor, k: Tensor, v: Tensor, score: Score, kernel: str = "auto") -> bool:
@@ -298,7 +320,7 @@ def departures(
     """What the backward that ``kernel`` chooses counts, and None if it can neither count nor wait for arrivals."""
     backend = _backend(kernel, q, k, v, score, backward=True)
     made = getattr(backend, "departures", None)
-    return None if made is None or deterministic else made(q, k, v, block)
+    return None if made is None or deterministic or spans.long(block, False) else made(q, k, v, block)
 
 
 def block_delta(out: Tensor, dout: Tensor, dlse: Tensor | None = None) -> Tensor:

@@ -683,8 +683,8 @@ def _consumer(
                 acc, m_aside = _set_aside(scale_rows(acc, alpha), m, aside_ptr, m_aside, C, N)
         else:
             g, acc, m, l, alpha, packed = _walk(
-                last, begin, full_begin, full_end, q, q_s, at, k_s, v_s, k_full, v_full, g, acc, m, l, alpha, packed, c2,
-                intervals, C, N, STAGES, EARLY,
+                last, begin, full_begin, full_end, q, q_s, at, k_s, v_s, k_full, v_full, g, acc, m, l, alpha, packed,
+                c2, intervals, C, N, STAGES, EARLY,
             )  # fmt: skip
         mbarrier.arrive(q_free.index(at), count=1)
 
