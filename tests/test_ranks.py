@@ -37,7 +37,7 @@ def test_more_ranks_than_gpus_are_told_so(monkeypatch: pytest.MonkeyPatch) -> No
     for name, value in dict(RANK=1, LOCAL_RANK=1, LOCAL_WORLD_SIZE=2, WORLD_SIZE=4).items():
         monkeypatch.setenv(name, str(value))
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    with pytest.raises(SystemExit, match="2 ranks on this host, and 1 GPUs.*CUDA_VISIBLE_DEVICES="):
+    with pytest.raises(SystemExit, match=r"2 ranks on this host, and 1 GPUs.*CUDA_VISIBLE_DEVICES="):
         ranks.join("cuda")
 
 
