@@ -119,7 +119,9 @@ def forward(
             BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n,
             SIMPLE=s.SIMPLE, SOFTCAP=s.SOFTCAP, FINALIZE=finalize, TMA=tma,
             PRECISION=primitives.dot_precision(q.dtype),
-            STAGES=tiles.num_stages, num_stages=tiles.num_stages,
+            STAGES=tiles.num_stages,
+            # A float32 product adds to its sum by itself, and rounds
+            PERIOD=0 if q.dtype == torch.float32 else block.period, num_stages=tiles.num_stages,
             num_warps=tiles.num_warps, maxnreg=tiles.max_registers,
         )  # fmt: skip
     return result
@@ -156,6 +158,51 @@ def _keys(
     return s_m, l, o
 
 
+@triton.jit
+def _full_keys(
+    m, l, o, query, k, v, first, past, b, h_kv, pos_q, positions_k, slope,
+    k_b, k_s, k_h, v_b, v_s, v_h, scale, cap, seq_k,
+    DIM: tl.constexpr, DIM_P2: tl.constexpr, DIM_V: tl.constexpr, DIM_V_P2: tl.constexpr, BLOCK_N: tl.constexpr,
+    SIMPLE: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
+    STAGES: tl.constexpr,
+):  # fmt: skip
+    """Keys ``[first, past)``, which every row sees, into (m, l, o)."""
+    for n in tl.range(first, bound(past), BLOCK_N, num_stages=STAGES):
+        m, l, o = _keys(
+            m, l, o, query, k, v, n, b, h_kv, None, None, pos_q, positions_k, slope,
+            k_b, k_s, k_h, v_b, v_s, v_h, scale, cap, seq_k,
+            DIM, DIM_P2, DIM_V, DIM_V_P2, BLOCK_N, SIMPLE, SOFTCAP, ALIBI, False, TMA, PRECISION,
+        )  # fmt: skip
+    return m, l, o
+
+
+@triton.jit
+def _cut_keys(
+    m, l, o, query, k, v, first, past, begin, full_begin, full_end, b, h_kv, start, end, pos_q, positions_k, slope,
+    k_b, k_s, k_h, v_b, v_s, v_h, scale, cap, seq_k,
+    DIM: tl.constexpr, DIM_P2: tl.constexpr, DIM_V: tl.constexpr, DIM_V_P2: tl.constexpr, BLOCK_N: tl.constexpr,
+    SIMPLE: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
+    STAGES: tl.constexpr,
+):  # fmt: skip
+    """Keys ``[first, past)`` of the two cut ranges laid end to end, of which each row sees those from ``start`` to
+    ``end``, into (m, l, o)."""
+    for i in tl.range(first, bound(past), BLOCK_N, num_stages=STAGES):
+        n = cut_tile(i, begin, full_begin, full_end)
+        m, l, o = _keys(
+            m, l, o, query, k, v, n, b, h_kv, start, end, pos_q, positions_k, slope,
+            k_b, k_s, k_h, v_b, v_s, v_h, scale, cap, seq_k,
+            DIM, DIM_P2, DIM_V, DIM_V_P2, BLOCK_N, SIMPLE, SOFTCAP, ALIBI, True, TMA, PRECISION,
+        )  # fmt: skip
+    return m, l, o
+
+
+@triton.jit
+def _set_aside(aside, m_aside, o, m):
+    """Add o, whose point of reference is m, to what was set aside when it was ``m_aside``; begin anew."""
+    kept = tl.exp2(m_aside - tl.where(m == float("-inf"), 0.0, m))
+    return aside * kept[:, None] + o, tl.zeros_like(o)
+
+
 # Strides of numbers per row, which depend on the length: whether they divide by 16 is worth no other kernel.
 _NUMBERS = (
     "seq_k", "n_tiles", "heads", "m_in_b", "m_in_h", "l_in_b", "l_in_h", "m_b", "m_h", "l_b", "l_h",
@@ -178,7 +225,7 @@ def _forward(
     DIM: tl.constexpr, DIM_P2: tl.constexpr, DIM_V: tl.constexpr, DIM_V_P2: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     SIMPLE: tl.constexpr, SOFTCAP: tl.constexpr, FINALIZE: tl.constexpr,
-    TMA: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
+    TMA: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr, PERIOD: tl.constexpr,
 ):  # fmt: skip
     ALIBI: tl.constexpr = slopes is not None
     CARRIED: tl.constexpr = m_in is not None
@@ -217,21 +264,42 @@ def _forward(
         l = l * kept + tl.sum(p, 1)
         o = o * kept[:, None]
 
-    for n in tl.range(bound(full_begin), bound(full_end), BLOCK_N, num_stages=STAGES):
-        m, l, o = _keys(
-            m, l, o, query, k, v, n, b, h_kv, None, None, pos_q, positions_k, slope,
+    aside = o
+    if PERIOD:  # see Block.period
+        o = tl.zeros_like(o)
+        for some in tl.range(bound(full_begin), bound(full_end), PERIOD):
+            m_aside = m
+            m, l, o = _full_keys(
+                m, l, o, query, k, v, some, tl.minimum(some + PERIOD, full_end), b, h_kv, pos_q, positions_k, slope,
+                k_b, k_s, k_h, v_b, v_s, v_h, scale, cap, seq_k,
+                DIM, DIM_P2, DIM_V, DIM_V_P2, BLOCK_N, SIMPLE, SOFTCAP, ALIBI, TMA, PRECISION, STAGES,
+            )  # fmt: skip
+            aside, o = _set_aside(aside, m_aside, o, m)
+    else:
+        m, l, o = _full_keys(
+            m, l, o, query, k, v, bound(full_begin), full_end, b, h_kv, pos_q, positions_k, slope,
             k_b, k_s, k_h, v_b, v_s, v_h, scale, cap, seq_k,
-            DIM, DIM_P2, DIM_V, DIM_V_P2, BLOCK_N, SIMPLE, SOFTCAP, ALIBI, False, TMA, PRECISION,
+            DIM, DIM_P2, DIM_V, DIM_V_P2, BLOCK_N, SIMPLE, SOFTCAP, ALIBI, TMA, PRECISION, STAGES,
         )  # fmt: skip
     # Only the cut tiles read the intervals; loaded here they hold no registers in the loop above.
     start = tl.load(starts + b64 * starts_b + offs * starts_s, mask=alive, other=0)
     end = tl.load(ends + b64 * ends_b + offs * ends_s, mask=alive, other=0)
-    for i in tl.range(0, bound(full_begin - begin + stop - full_end), BLOCK_N, num_stages=STAGES):
-        n = cut_tile(i, begin, full_begin, full_end)
-        m, l, o = _keys(
-            m, l, o, query, k, v, n, b, h_kv, start, end, pos_q, positions_k, slope,
-            k_b, k_s, k_h, v_b, v_s, v_h, scale, cap, seq_k,
-            DIM, DIM_P2, DIM_V, DIM_V_P2, BLOCK_N, SIMPLE, SOFTCAP, ALIBI, True, TMA, PRECISION,
+    cut = full_begin - begin + stop - full_end
+    if PERIOD:
+        for some in tl.range(0, bound(cut), PERIOD):
+            m_aside = m
+            m, l, o = _cut_keys(
+                m, l, o, query, k, v, some, tl.minimum(some + PERIOD, cut), begin, full_begin, full_end, b, h_kv,
+                start, end, pos_q, positions_k, slope, k_b, k_s, k_h, v_b, v_s, v_h, scale, cap, seq_k,
+                DIM, DIM_P2, DIM_V, DIM_V_P2, BLOCK_N, SIMPLE, SOFTCAP, ALIBI, TMA, PRECISION, STAGES,
+            )  # fmt: skip
+            aside, o = _set_aside(aside, m_aside, o, m)
+        o = aside
+    else:
+        m, l, o = _cut_keys(
+            m, l, o, query, k, v, 0, cut, begin, full_begin, full_end, b, h_kv,
+            start, end, pos_q, positions_k, slope, k_b, k_s, k_h, v_b, v_s, v_h, scale, cap, seq_k,
+            DIM, DIM_P2, DIM_V, DIM_V_P2, BLOCK_N, SIMPLE, SOFTCAP, ALIBI, TMA, PRECISION, STAGES,
         )  # fmt: skip
 
     m_ptr = m_out + b64 * m_b + h64 * m_h + offs * m_s

@@ -105,9 +105,10 @@ from .hopper_primitives import (
 )
 from .tensor_maps import readable, view
 
-__all__ = ["STORES_INTO", "backward", "departures", "unsupported"]
+__all__ = ["ADDS_DQ", "STORES_INTO", "backward", "departures", "unsupported"]
 
 STORES_INTO = True  # backward() takes into=
+ADDS_DQ = True  # a tile of keys at a time, in memory: it is no long sum on tensor cores
 
 LOG2E = 1.4426950408889634
 

@@ -25,6 +25,10 @@ with 64 query rows. The consumers of a CTA share the key and value tiles, two st
   rescaled. (The idea: Zadouri et al. 2026, FlashAttention-4, arXiv:2603.05451.) Multiplications that are left out are
   power left over, which at the power limit is speed. The first key tile of a call moves a carried m to any score that
   is above it: p is exactly 1 there, as with all keys in one call, so that few keys over several calls are as exact.
+* Tensor cores cut off what does not fit when they add to an accumulator, so that O loses with every product, always
+  towards zero: 0.7 % of itself after five million keys. Where a query may see that many (``Block.period``), O is set
+  aside every PERIOD key tiles, added to what lies there in float32, and begun anew. A carried O begins there. (The same
+  loss in FP8, and the same remedy: DeepSeek-V3, arXiv:2412.19437, section 3.3.2.)
 * Scores stay unscaled until the exponent, which is taken to the base 2: p = 2^(s c - m) with c = scale log2(e).
   m here is in that unit; the state outside is in natural logarithms, see ``_store``.
 
@@ -468,6 +472,34 @@ def _store(
 
 
 @gluon.jit
+def _scratch(ptr, C: gl.constexpr, N: gl.constexpr, W: gl.constexpr, layout: gl.constexpr):
+    """Where consumer C of this CTA sets sums aside: (CTAs, N, ROWS, W) float32. A thread reads what it wrote."""
+    row = (gl.program_id(0) * N + C) * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, layout))
+    return (ptr + row * W)[:, None] + gl.arange(0, W, gl.SliceLayout(0, layout))[None, :]
+
+
+@gluon.jit
+def _with_aside(acc, m, aside_ptr, m_aside, C: gl.constexpr, N: gl.constexpr):
+    """acc, whose point of reference is m, and what was set aside with m_aside as its own."""
+    L: gl.constexpr = acc.type.layout
+    ROW: gl.constexpr = gl.SliceLayout(1, L)
+    kept = gl.convert_layout(gl.exp2(m_aside - _finite(m)), ROW)[:, None]
+    any_aside = gl.convert_layout(m_aside, ROW)[:, None] != float("-inf")
+    W: gl.constexpr = acc.shape[1]
+    before = gl.load(_scratch(aside_ptr, C, N, W, L), mask=any_aside, other=0.0)
+    return before * kept + acc
+
+
+@gluon.jit
+def _set_aside(acc, m, aside_ptr, m_aside, C: gl.constexpr, N: gl.constexpr):
+    """Add acc, whose point of reference is m, to what was set aside, and begin anew."""
+    L: gl.constexpr = acc.type.layout
+    W: gl.constexpr = acc.shape[1]
+    gl.store(_scratch(aside_ptr, C, N, W, L), _with_aside(acc, m, aside_ptr, m_aside, C, N))
+    return gl.zeros([ROWS, W], gl.float32, L), m
+
+
+@gluon.jit
 def _softmax(s, m, l, rest, c2, slack: gl.constexpr):
     """Move m to the maximum if that is more than ``slack`` above it; alpha rescales what was summed before. ``rest``
     belongs to m, see _enter_rows."""
@@ -540,12 +572,45 @@ def _step(
 
 
 @gluon.jit
+def _walk(
+    last, begin, full_begin, full_end, q, q_s, at, k_s, v_s, k_full, v_full, g, acc, m, l, alpha, packed, c2, intervals,
+    C: gl.constexpr, N: gl.constexpr, STAGES: gl.constexpr, EARLY: gl.constexpr,
+):  # fmt: skip
+    """The key tiles below ``last`` down to ``begin``, each with the product of P and V of the tile before: cut, full,
+    cut."""
+    BN: gl.constexpr = k_s[0].shape[2]
+    if EARLY:
+        q = _q_anew(q_s, at, last)
+    for column in range(last - BN, full_end - BN, -BN):
+        acc, m, l, alpha, packed = _step(
+            q, k_s, v_s, k_full, v_full, g, acc, m, l, alpha, packed, c2, column, intervals, C, N, STAGES, True
+        )
+        g += 1
+    if EARLY:
+        q = _q_anew(q_s, at, full_end)
+    for column in range(gl.minimum(full_end, last) - BN, full_begin - BN, -BN):
+        acc, m, l, alpha, packed = _step(
+            q, k_s, v_s, k_full, v_full, g, acc, m, l, alpha, packed, c2, column, intervals, C, N, STAGES, False
+        )
+        g += 1
+    if EARLY:
+        q = _q_anew(q_s, at, begin)
+    for column in range(gl.minimum(full_begin, last) - BN, begin - BN, -BN):
+        acc, m, l, alpha, packed = _step(
+            q, k_s, v_s, k_full, v_full, g, acc, m, l, alpha, packed, c2, column, intervals, C, N, STAGES, True
+        )
+        g += 1
+    return g, acc, m, l, alpha, packed
+
+
+@gluon.jit
 def _consumer(
     args, C: gl.constexpr, N: gl.constexpr, STAGES: gl.constexpr, Q_BUFFERS: gl.constexpr, DV: gl.constexpr,
     HAS_STATE: gl.constexpr, HAS_SINK: gl.constexpr, FINALIZE: gl.constexpr, STAGED: gl.constexpr,
+    PERIOD: gl.constexpr,
 ):  # fmt: skip
     (
-        out_desc, out_ptr, lse_ptr, l_ptr, m_in_ptr, l_in_ptr, o_in_ptr, sink_ptr, start_ptr, end_ptr,
+        out_desc, out_ptr, lse_ptr, l_ptr, m_in_ptr, l_in_ptr, o_in_ptr, aside_ptr, sink_ptr, start_ptr, end_ptr,
         q_s, k_s, v_s, o_s, info_s, q_full, q_free, k_full, v_full, info_full,
         seq_q, q_heads, rows_batch_stride, c2,
     ) = args  # fmt: skip
@@ -596,33 +661,31 @@ def _consumer(
             m = gl.full([ROWS], float("-inf"), gl.float32, S_ROW)
             rest = gl.zeros([ROWS], gl.float32, S_ROW)
             acc = gl.zeros([ROWS, W], gl.float32, O_L)
+        if PERIOD:
+            m_aside = m
+            if HAS_STATE:
+                gl.store(_scratch(aside_ptr, C, N, W, O_L), _scaled(acc, gl.exp2(rest)))
+                acc = gl.zeros([ROWS, W], gl.float32, O_L)
         s = _hide(s, last, start, end)
         m, l, alpha, x = _softmax(s, m, l, rest, c2, 0.0)
         packed = _pack(x, DTYPE)
 
-        # The other key tiles, each with the product of P and V of the tile before: cut, full, cut.
         intervals = (slot, start_ptr, end_ptr, rows_batch_stride)
         if EARLY:
-            q = _q_anew(q_s, at, last)
-        for column in range(last - BN, full_end - BN, -BN):
-            acc, m, l, alpha, packed = _step(
-                q, k_s, v_s, k_full, v_full, g, acc, m, l, alpha, packed, c2, column, intervals, C, N, STAGES, True
-            )
-            g += 1
-        if EARLY:
-            q = _q_anew(q_s, at, full_end)
-        for column in range(gl.minimum(full_end, last) - BN, full_begin - BN, -BN):
-            acc, m, l, alpha, packed = _step(
-                q, k_s, v_s, k_full, v_full, g, acc, m, l, alpha, packed, c2, column, intervals, C, N, STAGES, False
-            )
-            g += 1
-        if EARLY:
-            q = _q_anew(q_s, at, begin)
-        for column in range(gl.minimum(full_begin, last) - BN, begin - BN, -BN):
-            acc, m, l, alpha, packed = _step(
-                q, k_s, v_s, k_full, v_full, g, acc, m, l, alpha, packed, c2, column, intervals, C, N, STAGES, True
-            )
-            g += 1
+            q = ()
+        if PERIOD:
+            for above in range(last, begin, -BN * PERIOD):
+                down = gl.maximum(above - BN * PERIOD, begin)
+                g, acc, m, l, alpha, packed = _walk(
+                    above, down, gl.maximum(full_begin, down), gl.maximum(full_end, down), q, q_s, at, k_s, v_s, k_full,
+                    v_full, g, acc, m, l, alpha, packed, c2, intervals, C, N, STAGES, EARLY,
+                )  # fmt: skip
+                acc, m_aside = _set_aside(scale_rows(acc, alpha), m, aside_ptr, m_aside, C, N)
+        else:
+            g, acc, m, l, alpha, packed = _walk(
+                last, begin, full_begin, full_end, q, q_s, at, k_s, v_s, k_full, v_full, g, acc, m, l, alpha, packed,
+                c2, intervals, C, N, STAGES, EARLY,
+            )  # fmt: skip
         mbarrier.arrive(q_free.index(at), count=1)
 
         # The last product with V, and where EARLY the first scores of the next query tile.
@@ -641,6 +704,8 @@ def _consumer(
         acc, p = warpgroup_mma_wait(0, deps=[acc, p])
         keep_alive(packed)
         barrier_arrive(V_FREE + vs, THREADS)
+        if PERIOD:
+            acc = _with_aside(acc, m, aside_ptr, m_aside, C, N)
         if EARLY:
             s = _first_scores(some, q_s, k_s, q_full, k_full, i, g, C, N, STAGES, Q_BUFFERS, S_L)
         _store(
@@ -675,7 +740,7 @@ _NUMBERS = (
 def _forward_kernel(
     q_desc, q_rest_desc, k_desc, k_rest_desc,  # the rest: None if the head dim is a power of two
     v_desc, out_desc, out_ptr, lse_ptr, l_ptr,  # out, lse, - or o, m, l
-    m_in_ptr, l_in_ptr, o_in_ptr, sink_ptr,
+    m_in_ptr, l_in_ptr, o_in_ptr, aside_ptr, sink_ptr,
     start_ptr, end_ptr, rows_batch_stride,
     table_ptr, table_batch_stride, counter_ptr,
     seq_q, q_heads, ratio, n_tiles, n_heads, group, early, c2,
@@ -683,6 +748,7 @@ def _forward_kernel(
     N: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, REGISTERS: gl.constexpr, Q_BUFFERS: gl.constexpr,
     STAGED: gl.constexpr, DV: gl.constexpr,
     HAS_STATE: gl.constexpr, HAS_SINK: gl.constexpr, FINALIZE: gl.constexpr, ARRIVALS: gl.constexpr,
+    PERIOD: gl.constexpr,
 ):  # fmt: skip
     WHOLE: gl.constexpr = q_rest_desc is None
     q_descs = (q_desc,) if WHOLE else (q_desc, q_rest_desc)
@@ -713,7 +779,7 @@ def _forward_kernel(
         n_tiles, n_heads, q_heads, ratio, group, early, table_batch_stride,
     )  # fmt: skip
     consumer = (
-        out_desc, out_ptr, lse_ptr, l_ptr, m_in_ptr, l_in_ptr, o_in_ptr, sink_ptr, start_ptr, end_ptr,
+        out_desc, out_ptr, lse_ptr, l_ptr, m_in_ptr, l_in_ptr, o_in_ptr, aside_ptr, sink_ptr, start_ptr, end_ptr,
         q_s, k_s, v_s, o_s, info_s, q_full, q_free, k_full, v_full, info_full,
         seq_q, q_heads, rows_batch_stride, c2,
     )  # fmt: skip
@@ -722,8 +788,8 @@ def _forward_kernel(
         gl.warp_specialize(
             [
                 (_producer, (producer, N, BN, STAGES, Q_BUFFERS, SKIP_EMPTY, ARRIVALS)),
-                (_consumer, (consumer, 0, N, STAGES, Q_BUFFERS, DV, HAS_STATE, HAS_SINK, FINALIZE, STAGED)),
-                (_consumer, (consumer, 1, N, STAGES, Q_BUFFERS, DV, HAS_STATE, HAS_SINK, FINALIZE, STAGED)),
+                (_consumer, (consumer, 0, N, STAGES, Q_BUFFERS, DV, HAS_STATE, HAS_SINK, FINALIZE, STAGED, PERIOD)),
+                (_consumer, (consumer, 1, N, STAGES, Q_BUFFERS, DV, HAS_STATE, HAS_SINK, FINALIZE, STAGED, PERIOD)),
             ],
             [4, 4],
             [REGISTERS, REGISTERS],
@@ -732,9 +798,9 @@ def _forward_kernel(
         gl.warp_specialize(
             [
                 (_producer, (producer, N, BN, STAGES, Q_BUFFERS, SKIP_EMPTY, ARRIVALS)),
-                (_consumer, (consumer, 0, N, STAGES, Q_BUFFERS, DV, HAS_STATE, HAS_SINK, FINALIZE, STAGED)),
-                (_consumer, (consumer, 1, N, STAGES, Q_BUFFERS, DV, HAS_STATE, HAS_SINK, FINALIZE, STAGED)),
-                (_consumer, (consumer, 2, N, STAGES, Q_BUFFERS, DV, HAS_STATE, HAS_SINK, FINALIZE, STAGED)),
+                (_consumer, (consumer, 0, N, STAGES, Q_BUFFERS, DV, HAS_STATE, HAS_SINK, FINALIZE, STAGED, PERIOD)),
+                (_consumer, (consumer, 1, N, STAGES, Q_BUFFERS, DV, HAS_STATE, HAS_SINK, FINALIZE, STAGED, PERIOD)),
+                (_consumer, (consumer, 2, N, STAGES, Q_BUFFERS, DV, HAS_STATE, HAS_SINK, FINALIZE, STAGED, PERIOD)),
             ],
             [4, 4, 4],
             [REGISTERS, REGISTERS, REGISTERS],
@@ -831,15 +897,17 @@ def _launch(q, k, v, block, score, state, sink, outputs, finalize, sms, counter,
     table, start, end = _tile_table(block, config.block_m, config.block_n)
     n_tiles, n_heads = table.shape[1], batch * q_heads
     workers = min(sms, n_tiles * n_heads)
-    out, lse, l = outputs
-    m_in, l_in, o_in = state or (lse, lse, lse)
-    staged = out if finalize else q  # the state leaves by plain stores, its descriptor is not used
     first = 2 ** (head_dim.bit_length() - 1)  # the columns of the first piece of q and k
     width = 2 ** (head_dim_v - 1).bit_length()  # TMA reads zeros past the head dim, and writes nothing there
+    out, lse, l = outputs
+    m_in, l_in, o_in = state or (lse, lse, lse)
+    period = block.period // config.block_n
+    aside = lse.new_empty(workers, config.block_m, width) if period else lse
+    staged = out if finalize else q  # the state leaves by plain stores, its descriptor is not used
     args = (
         *_pieces(q, ROWS.value, first), *_pieces(k, config.block_n, first),
         view(v, (1, config.block_n, 1, width)), view(staged, (1, ROWS.value, 1, width)), out, lse, l,
-        m_in, l_in, o_in, lse if sink is None else sink.contiguous(),
+        m_in, l_in, o_in, aside, lse if sink is None else sink.contiguous(),
         start, end, start.stride(0) if start.shape[0] > 1 else 0,
         table, table.stride(0) if table.shape[0] > 1 else 0, counter,
         seq_q, q_heads, q_heads // k.shape[2], n_tiles, n_heads,
@@ -850,7 +918,7 @@ def _launch(q, k, v, block, score, state, sink, outputs, finalize, sms, counter,
         N=config.consumers, BN=config.block_n, STAGES=config.stages, REGISTERS=config.registers,
         Q_BUFFERS=config.q_buffers, STAGED=config.staged, DV=head_dim_v,
         HAS_STATE=state is not None, HAS_SINK=sink is not None, FINALIZE=finalize,
-        ARRIVALS=arrivals is not None,
+        ARRIVALS=arrivals is not None, PERIOD=period,
     )  # fmt: skip
     return (workers, 1, 1), args, constants
 

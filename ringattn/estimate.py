@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from .kernels import spans
 from .schedule import head_groups, waves
 
 if TYPE_CHECKING:
@@ -60,6 +61,13 @@ def traffic_bytes(plan: Plan, shape: Shape, backward: bool, rank: int) -> int:
 def memory_bytes(plan: Plan, shape: Shape, backward: bool) -> int:
     """Peak bytes beside inputs and results on the plan's rank: shards held and arriving; contributions at home, made,
     arriving and leaving; what a rank keeps for itself in float32, and a few numbers per row."""
+    total = _dataflow_memory(plan, shape, backward)
+    if backward and plan.local_lengths[plan.rank] > spans.LONGEST:  # the gradients of a span, before they are added
+        total += shape.batch * spans.KEYS * shape.kv_elements * shape.fp
+    return total
+
+
+def _dataflow_memory(plan: Plan, shape: Shape, backward: bool) -> int:
     s, ring = shape, plan.dataflow == "ring"
     if plan.dataflow == "gather":
         return _gather_memory(plan, s, backward)

@@ -46,6 +46,12 @@ class Mask:
         """Aligned position of query 0: the ends of both sequences coincide."""
         return self.seq_len_k - self.seq_len
 
+    @property
+    def most(self) -> int:
+        """No query sees more keys."""
+        seen = torch.minimum(self.high - self.low, self.left + self.right + 1)
+        return int(seen.amax().clamp(0, self.seq_len_k))
+
     def __and__(self, other: Mask) -> Mask:
         """Keys visible under both masks."""
         if (self.seq_len, self.seq_len_k) != (other.seq_len, other.seq_len_k):

@@ -233,6 +233,7 @@ class Plan:
             tuple(map(len, queries)),
             segments_k,
             _pairs(self.mask, [queries], [keys])[0][0],
+            self.mask.most,
         )
 
     def agree_once(

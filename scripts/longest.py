@@ -41,6 +41,8 @@ from arguments import head_counts, positive
 from check import UNIT
 
 import ringattn
+from ringattn.kernels import spans
+from ringattn.kernels.block import LONGEST
 from ringattn.layout import Shard
 
 NAMES = ("q", "k", "v", "dout")
@@ -375,10 +377,15 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--block", type=positive, default=1 << 14, help="tokens that are made from one seed")
     parser.add_argument("--chunk", type=positive, default=1 << 14, help="tokens that the check takes at a time")
-    parser.add_argument("--warm-up", type=positive, default=4096, help="tokens per rank of the call that compiles")
+    parser.add_argument(
+        "--warm-up", type=positive, help="tokens per rank of the call that compiles; on GPUs as many as need long sums"
+    )
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda" if torch.cuda.is_available() else "cpu")
     args = parser.parse_args(argv)
     args.tokens = args.tokens or (1_048_576 if args.backward else 10_485_760)
+    # The kernels of long sums are others than those of few tokens, which is what --tokens may be, too
+    long = max(LONGEST, spans.LONGEST) + 4096
+    args.warm_up = args.warm_up or (4096 if args.device == "cpu" else min(long, args.tokens))
     return args
 
 

@@ -18,7 +18,7 @@ def join(device_type: str, without: str = "") -> torch.device:
     option with which the script needs no torchrun, if there is one.
 
     Raises:
-        SystemExit: torchrun did not start this process.
+        SystemExit: torchrun did not start this process, or it started more of them than this host has GPUs.
     """
     if "RANK" not in os.environ:
         alone = f", or alone: python {sys.argv[0]} {without}" if without else ""
@@ -29,6 +29,11 @@ def join(device_type: str, without: str = "") -> torch.device:
         dist.init_process_group("gloo")
         return torch.device(device_type)
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    if device.index >= torch.cuda.device_count():
+        raise SystemExit(
+            f"{os.environ['LOCAL_WORLD_SIZE']} ranks on this host, and {torch.cuda.device_count()} GPUs: every rank "
+            "needs one; start fewer, or set CUDA_VISIBLE_DEVICES= to run on CPUs"
+        )
     torch.cuda.set_device(device)
     dist.init_process_group("nccl", device_id=device)
     return device

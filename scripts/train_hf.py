@@ -119,6 +119,11 @@ def main() -> None:
     local_rank = int(os.environ.get("LOCAL_RANK", 0))
     device = torch.device(kind, local_rank) if kind == "cuda" else torch.device("cpu")
     if kind == "cuda":
+        if local_rank >= torch.cuda.device_count():
+            raise SystemExit(
+                f"local rank {local_rank}, and {torch.cuda.device_count()} GPUs: every rank needs one; start fewer, or "
+                "set CUDA_VISIBLE_DEVICES= to run on CPUs"
+            )
         torch.cuda.set_device(device)
     for name, value in (("RANK", "0"), ("WORLD_SIZE", "1"), ("MASTER_ADDR", "localhost"), ("MASTER_PORT", "29511")):
         os.environ.setdefault(name, value)  # one process alone

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed as dist
 from pool import on_ranks
 
@@ -30,6 +31,14 @@ def test_a_problem_is_one_line() -> None:
     assert ranks.one_line(KeyboardInterrupt()) == "KeyboardInterrupt: no text"
     assert ranks.one_line("no kernel\nand more") == "no kernel"
     assert len(ranks.one_line("x" * 1000)) == 300
+
+
+def test_more_ranks_than_gpus_are_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in dict(RANK=1, LOCAL_RANK=1, LOCAL_WORLD_SIZE=2, WORLD_SIZE=4).items():
+        monkeypatch.setenv(name, str(value))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    with pytest.raises(SystemExit, match=r"2 ranks on this host, and 1 GPUs.*CUDA_VISIBLE_DEVICES="):
+        ranks.join("cuda")
 
 
 @pytest.mark.parametrize("status", [0, 3])

@@ -1,0 +1,89 @@
+"""A backward cut into spans of queries and of keys, so that no sum of products is too long for tensor cores.
+
+Their additions cut off what does not fit instead of rounding it (see ``Block.period``). A key's gradient is a sum over
+all queries that see it, a query's one over all keys. Here each is made of sums over one span after the other, and these
+are added in float32, in a fixed order. A span is so long that the kernel's beginning and end do not count.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+if TYPE_CHECKING:
+    from .block import Block
+
+LONGEST = 1 << 17  # queries of a block that is not cut, and half of the keys: they meet the queries of several heads
+QUERIES, KEYS = 1 << 16, 1 << 16  # of a span
+
+
+class Span(NamedTuple):
+    """Some queries and some keys of a block, and what the ones see of the others; ``first`` of these keys."""
+
+    queries: slice
+    keys: slice
+    block: Block
+    first: bool
+
+
+def long(block: Block, sums_keys: bool) -> bool:
+    """Must its backward be cut? ``sums_keys``: by a kernel whose dq is one sum over all keys."""
+    return block.seq_q > LONGEST or (sums_keys and block.seq_k > 2 * LONGEST)
+
+
+_seen: weakref.WeakKeyDictionary[Block, list[tuple[int, int]]] = weakref.WeakKeyDictionary()
+
+
+def spans(block: Block) -> Iterator[Span]:
+    """All spans in which anything is visible, those of the same keys one after the other. Blocks are made when they are
+    asked for: together they would be larger than their inputs."""
+    ranges = _ranges(block)
+    for low in range(0, block.seq_k, KEYS):
+        keys = slice(low, min(low + KEYS, block.seq_k))
+        first = True
+        for i, (begin, stop) in enumerate(ranges):
+            if begin < keys.stop and keys.start < stop:
+                queries = slice(i * QUERIES, min((i + 1) * QUERIES, block.seq_q))
+                yield Span(queries, keys, part(block, queries, keys), first)
+                first = False
+
+
+def _ranges(block: Block) -> list[tuple[int, int]]:
+    """The keys that each span of queries sees: from the first to past the last. Read from the device once per block."""
+    if block not in _seen:
+        sees = block.end > block.start
+        start = torch.where(sees, block.start, block.seq_k).amin(0).split(QUERIES)
+        end = torch.where(sees, block.end, 0).amax(0).split(QUERIES)
+        both = torch.stack([torch.stack([a.amin(), b.amax()]) for a, b in zip(start, end, strict=True)])
+        _seen[block] = [(begin, stop) for begin, stop in both.tolist()]
+    return _seen[block]
+
+
+def part(block: Block, queries: slice, keys: slice) -> Block:
+    """Some queries and keys of a block, as a block of their own."""
+    count = keys.stop - keys.start
+    return replace(
+        block,
+        start=(block.start[:, queries] - keys.start).clamp(0, count),
+        end=(block.end[:, queries] - keys.start).clamp(0, count),
+        positions_q=block.positions_q[queries],
+        positions_k=block.positions_k[keys],
+        segments_q=_cut(block.segments_q, queries),
+        segments_k=_cut(block.segments_k, keys),
+        pairs=None,
+        _maps={},
+    )
+
+
+def _cut(lengths: tuple[int, ...], inside: slice) -> tuple[int, ...]:
+    """Of runs one after the other, what is left of each inside of a range."""
+    left, first = [], 0
+    for length in lengths:
+        n = min(first + length, inside.stop) - max(first, inside.start)
+        left += [n] if n > 0 else []
+        first += length
+    return tuple(left)
