@@ -136,7 +136,8 @@ class Block:
     pairs: float | None = None
     most: int | None = None
     _maps: dict[tuple[str, int, int], TileMap] = field(default_factory=dict, repr=False)
-    known: dict[Any, Any] = field(default_factory=dict, repr=False)  # what backends found out about it
+    # What backends found out about it, launches with its tables; a block that replace() makes begins with nothing.
+    known: dict[Any, Any] = field(default_factory=dict, repr=False, init=False)
 
     @property
     def seq_q(self) -> int:

@@ -882,10 +882,11 @@ def forward(
                 q, k, v, block, score, state, sink, outputs, finalize, sms, counter, arrivals
             )
             launched = dispatch(_forward_kernel, grid, *args, **constants)
-            config = CONFIGS[q.shape[3], v.shape[3]]
-            fixed = _tile_table(block, config.block_m, config.block_n)
-            number_at = None if arrivals is None else _forward_kernel.arg_names.index("epoch")
-            launches.remember(key, tensors, launched, fixed, number_at)
+            if not block.period:  # else each launch has memory of its own, and is long
+                config = CONFIGS[q.shape[3], v.shape[3]]
+                fixed = _tile_table(block, config.block_m, config.block_n)
+                number_at = None if arrivals is None else _forward_kernel.arg_names.index("epoch")
+                launches.remember(key, tensors, launched, fixed, number_at)
     return (outputs[0], outputs[1]) if finalize else State(outputs[1], outputs[2], outputs[0])
 
 

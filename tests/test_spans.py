@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -161,3 +163,11 @@ def test_sums_over_four_million_are_as_exact_as_few(many: str, kernel: str, monk
         monkeypatch.setattr(spans, "LONGEST", count)
         found = errors()
         assert all(found[i] > 1.5 * allowed[i] for i in summed), (found, allowed)
+
+
+def test_a_part_knows_nothing_of_launches_with_the_tables_of_the_whole() -> None:
+    position = torch.arange(64, dtype=torch.int32)
+    block = Block(torch.zeros_like(position)[None], position[None] + 1, position, position, (64,), (64,))
+    block.known["launches"] = "of the whole"
+    for other in (spans.part(block, slice(0, 32), slice(0, 32)), dataclasses.replace(block)):
+        assert other.known == {}
