@@ -61,13 +61,6 @@ def traffic_bytes(plan: Plan, shape: Shape, backward: bool, rank: int) -> int:
 def memory_bytes(plan: Plan, shape: Shape, backward: bool) -> int:
     """Peak bytes beside inputs and results on the plan's rank: shards held and arriving; contributions at home, made,
     arriving and leaving; what a rank keeps for itself in float32, and a few numbers per row."""
-    total = _dataflow_memory(plan, shape, backward)
-    if backward and plan.local_lengths[plan.rank] > spans.LONGEST:  # the gradients of a span, before they are added
-        total += shape.batch * spans.KEYS * shape.kv_elements * shape.fp
-    return total
-
-
-def _dataflow_memory(plan: Plan, shape: Shape, backward: bool) -> int:
     s, ring = shape, plan.dataflow == "ring"
     if plan.dataflow == "gather":
         return _gather_memory(plan, s, backward)
@@ -83,11 +76,13 @@ def _dataflow_memory(plan: Plan, shape: Shape, backward: bool) -> int:
     elif ring:
         travelling = shards * s.itemsize + parts * s.fp
         total = travelling * max(plan.local_lengths_k) * kv + q * queries * s.fp + 2 * rows
+        total += _span_elements(plan, s, s.kv_heads) * s.fp
     elif not backward:
         total = max(plan.local_lengths) * (shards * queries * s.itemsize + parts * s.state_elements * s.fp)
     else:
         shard = s.q_heads * ((s.head_dim + s.value_dim) * s.itemsize + 2 * s.fp)
         total = max(plan.local_lengths) * (shards * shard + parts * queries * s.fp) + 2 * k * kv * s.fp + 2 * rows
+        total += _span_elements(plan, s, s.kv_heads) * s.fp
     return s.batch * total
 
 
@@ -116,7 +111,10 @@ def _gather_memory(plan: Plan, s: Shape, backward: bool) -> int:
         if backward:
             total += (n - 1) * share * max(plan.local_lengths_k) * row * s.fp  # what others push
             # The largest of two: a wave's contributions when dq as a result is not made yet, and afterwards.
-            total += max(held * fetched * row * s.fp - s.batch * q * s.q_heads * s.head_dim * s.itemsize, 0)
+            groups = head_groups(share, share * (s.q_heads // s.kv_heads), "cuda", backward)
+            span = s.batch * _span_elements(plan, s, max(g.stop - g.start for g in groups))
+            made = (held * fetched * row + span) * s.fp
+            total += max(made - s.batch * q * s.q_heads * s.head_dim * s.itemsize, 0)
         elif count > 1:  # a wave's output, before it is put in its place
             total += s.batch * q * share * (s.q_heads // s.kv_heads) * (s.value_dim * s.itemsize + s.fp)
         return total
@@ -130,9 +128,16 @@ def _gather_memory(plan: Plan, s: Shape, backward: bool) -> int:
         bound += part * others * s.kv_elements * s.itemsize
     if backward:
         bound += (here + part * (4 * fetched + 2 * (here + to_me))) * s.kv_elements * s.fp
+        bound += _span_elements(plan, s, s.kv_heads) * s.fp
     elif len(groups) > 1:
         bound += part * q * s.q_heads * (s.value_dim * s.itemsize + s.fp)
     return round(s.batch * bound)
+
+
+def _span_elements(plan: Plan, s: Shape, heads: int) -> int:
+    """The gradients of a span of keys before they are added to those of the others, where a backward is cut."""
+    most = max(plan.local_lengths) if plan.dataflow == "reduce" else plan.local_lengths[plan.rank]
+    return spans.KEYS * heads * (s.head_dim + s.value_dim) if most > spans.LONGEST else 0
 
 
 def describe(plan: Plan, shape: Shape, tflops: float, gigabytes_per_second: float) -> str:

@@ -407,7 +407,7 @@ def test_copies_share_the_plan_and_pickling_is_refused() -> None:
 # What plans predict, and what people read.
 
 
-@pytest.mark.parametrize(("rank", "measured"), [(0, 39_911_790_592), (1, 38_804_305_408)])
+@pytest.mark.parametrize(("rank", "measured"), [(0, 40_018_427_392), (1, 38_804_096_512)])
 def test_memory_of_a_million_tokens_is_what_two_gpus_took(
     rank: int, measured: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
