@@ -101,6 +101,7 @@ class Link:
         self.epochs = [0, 0]  # of pulls, of pushes
         self.flags = torch.zeros(0, 8, dtype=torch.int32, device=device)
         self.fetched = torch.zeros(0, dtype=torch.uint8, device=device)
+        self.fetched_on = torch.cuda.current_stream()
         # What is the same in every call of one shape; it holds addresses.
         self.prepared: OrderedDict[object, Any] = OrderedDict()
         self.recordings: OrderedDict[object, stream_memory.Recording] = OrderedDict()
@@ -154,6 +155,9 @@ class Link:
         """``size`` bytes, the same memory in every call: recordings hold its address."""
         if size > len(self.fetched):
             self._forget()
+            # The memory goes back to work of the stream that it was made on; another one may have used it last.
+            self.fetched_on.wait_event(self.used)
+            self.fetched_on = torch.cuda.current_stream()
             self.fetched = torch.empty(size, dtype=torch.uint8, device=self.device)
         return self.fetched
 

@@ -649,8 +649,9 @@ def main(argv: list[str] | None = None) -> int:
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
         limit = datetime.timedelta(minutes=3)  # a peer that hangs ends the run; what was measured is on disk
-        # Without device_id: with it torch splits the communicator whenever a group is made, among the ranks outside of
-        # the new group also for gloo's, among those inside only for NCCL's, and both wait for each other.
+        # Without device_id: with it torch splits the communicator whenever a group is made, the ranks outside of the new
+        # group also if it is gloo's, those inside only if it is NCCL's, and they wait for each other for ever. As in
+        # https://github.com/pytorch/pytorch/issues/145376
         dist.init_process_group("nccl", timeout=limit)
     else:
         torch.set_num_threads(1)
