@@ -191,11 +191,13 @@ class Block:
 
 
 def _tile_rows(segments: tuple[int, ...], size: int, device: torch.device) -> Tensor:
-    rows, offset = [], 0
+    """Made on the device: numbers of the host would be waited for, and a graph could not be captured."""
+    rows, offset = [torch.empty(0, 2, dtype=torch.int32, device=device)], 0
     for length in segments:
-        rows += [(offset + i, offset + min(i + size, length)) for i in range(0, length, size)]
+        first = torch.arange(offset, offset + length, size, dtype=torch.int32, device=device)
         offset += length
-    return torch.tensor(rows, dtype=torch.int32, device=device).reshape(-1, 2)
+        rows.append(torch.stack([first, (first + size).clamp(max=offset)], -1))
+    return torch.cat(rows)
 
 
 def _span(begin: Tensor, full_begin: Tensor, full_end: Tensor, stop: Tensor, size: int) -> Tensor:
@@ -278,8 +280,9 @@ def block_backward(
         dk, dv: like k and v, in the dtype of dq: this chunk's gradients from these queries.
     """
     backend = _backend(kernel, q, k, v, score, backward=True)
-    if spans.long(block, deterministic or not getattr(backend, "ADDS_DQ", False)):
-        return _backward_in_spans(q, k, v, dout, lse, delta, block, score, dq, deterministic, kernel, into)
+    heads, sums_keys = _sums(backend, q, k, deterministic)
+    if spans.long(block, heads, sums_keys):
+        return _backward_in_spans(q, k, v, dout, lse, delta, block, heads, score, dq, deterministic, kernel, into)
     if arrivals is not None or counters is not None or (into is not None and getattr(backend, "STORES_INTO", False)):
         return backend.backward(
             q, k, v, dout, lse, delta, block, score, dq, deterministic, into=into, arrivals=arrivals, counters=counters
@@ -292,15 +295,21 @@ def block_backward(
     return into
 
 
+def _sums(backend: ModuleType, q: Tensor, k: Tensor, deterministic: bool) -> tuple[int, bool]:
+    """Query heads whose queries a backward kernel adds up to one key's gradient; does it add up all keys to dq?"""
+    heads_in_sum = None if deterministic else getattr(backend, "heads_in_sum", None)
+    return (q.shape[2] // k.shape[2], True) if heads_in_sum is None else (heads_in_sum(q, k), False)
+
+
 def _backward_in_spans(
-    q: Tensor, k: Tensor, v: Tensor, dout: Tensor, lse: Tensor, delta: Tensor, block: Block, score: Score, dq: Tensor,
-    deterministic: bool, kernel: str, into: tuple[Tensor, Tensor] | None,
+    q: Tensor, k: Tensor, v: Tensor, dout: Tensor, lse: Tensor, delta: Tensor, block: Block, heads: int, score: Score,
+    dq: Tensor, deterministic: bool, kernel: str, into: tuple[Tensor, Tensor] | None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """block_backward, span by span."""
     whole = into or tuple(torch.empty(x.shape, dtype=dq.dtype, device=x.device) for x in (k, v))
     for x in whole:
         x.zero_()  # of keys that nobody sees
-    for queries, keys, part, first in spans.spans(block):
+    for queries, keys, part, first in spans.spans(block, heads):
         given = block_backward(
             q[:, queries], k[:, keys], v[:, keys], dout[:, queries], lse[..., queries], delta[..., queries], part,
             score, dq=dq[:, queries], deterministic=deterministic, kernel=kernel,
@@ -321,7 +330,9 @@ def departures(
     """What the backward that ``kernel`` chooses counts, and None if it can neither count nor wait for arrivals."""
     backend = _backend(kernel, q, k, v, score, backward=True)
     made = getattr(backend, "departures", None)
-    return None if made is None or deterministic or spans.long(block, False) else made(q, k, v, block)
+    if made is None or deterministic or spans.long(block, *_sums(backend, q, k, deterministic)):
+        return None
+    return made(q, k, v, block)
 
 
 def block_delta(out: Tensor, dout: Tensor, dlse: Tensor | None = None) -> Tensor:

@@ -105,10 +105,9 @@ from .hopper_primitives import (
 )
 from .tensor_maps import readable, view
 
-__all__ = ["ADDS_DQ", "STORES_INTO", "backward", "departures", "unsupported"]
+__all__ = ["STORES_INTO", "backward", "departures", "heads_in_sum", "unsupported"]
 
 STORES_INTO = True  # backward() takes into=
-ADDS_DQ = True  # a tile of keys at a time, in memory: it is no long sum on tensor cores
 
 LOG2E = 1.4426950408889634
 
@@ -640,7 +639,7 @@ def _best_split(q: Tensor, k: Tensor, block: Block) -> Split:
     been through all heads of the group while others are at the first. But a CTA that walks little is all beginning and
     end."""
     group = q.shape[2] // k.shape[2]
-    divisors = [n for n in range(1, group + 1) if group % n == 0]
+    divisors = _divisors(group)
     ctas = k.shape[0] * k.shape[2] * sum(triton.cdiv(n, _keys(q)) for n in block.segments_k)
     enough = 1.5 * _processors(q)
     held = [p for p in divisors if ctas * p <= 8 * enough] or [1]  # each part has a dk and dv; 71 heads divide by 1, 71
@@ -649,6 +648,16 @@ def _best_split(q: Tensor, k: Tensor, block: Block) -> Split:
     steps = pairs / max(1, block.seq_k * BM.value)  # of a CTA, for each head
     heads = next((h for h in divisors if h >= LEAST_HEADS and h * steps >= LEAST_STEPS), group)
     return Split(occupying, apart=True) if occupying > max(1, group // heads) else Split(group // heads)
+
+
+def _divisors(group: int) -> list[int]:
+    return [n for n in range(1, group + 1) if group % n == 0]
+
+
+def heads_in_sum(q: Tensor, k: Tensor) -> int:
+    """Query heads of a CTA that walks many queries. (dq is added in memory, a tile of keys at a time: no long sum.)"""
+    group = q.shape[2] // k.shape[2]
+    return next((h for h in _divisors(group) if h >= LEAST_HEADS), group)
 
 
 def _processors(x: Tensor) -> int:
@@ -701,8 +710,10 @@ def _tables(block: Block, keys: int = BN.value) -> tuple[Tensor, Tensor]:
         index = torch.arange(tiles, device=span.device, dtype=torch.int32).expand(batches, -1)
         full = (full_end - full_begin).clamp(min=1)
         start = full_begin + torch.remainder(index * (keys // BM.value) - full_begin, full)
-        of_segment = [i for i, n in enumerate(block.segments_k) for _ in range(0, n, keys)]
-        segment = torch.tensor(of_segment, dtype=torch.int32, device=span.device).expand(batches, -1)
+        of_segment = [
+            torch.full((triton.cdiv(n, keys),), i, device=span.device) for i, n in enumerate(block.segments_k)
+        ]
+        segment = torch.cat(of_segment).to(torch.int32).expand(batches, -1)
         info = torch.stack([first, past, begin, end, full_begin, full_end, start, segment], -1)
         order = torch.argsort(begin - end, dim=1, stable=True)
         info = info.gather(1, order[..., None].expand_as(info)).to(torch.int32).contiguous()

@@ -17,8 +17,8 @@ import torch
 if TYPE_CHECKING:
     from .block import Block
 
-LONGEST = 1 << 17  # queries of a block that is not cut, and half of the keys: they meet the queries of several heads
-QUERIES, KEYS = 1 << 16, 1 << 16  # of a span
+LONGEST = 1 << 18  # products in a sum that is not cut
+SPAN, KEYS = 1 << 17, 1 << 16  # products of a sum over the queries of a span; keys of a span
 
 
 class Span(NamedTuple):
@@ -30,37 +30,47 @@ class Span(NamedTuple):
     first: bool
 
 
-def long(block: Block, sums_keys: bool) -> bool:
-    """Must its backward be cut? ``sums_keys``: by a kernel whose dq is one sum over all keys."""
-    return block.seq_q > LONGEST or (sums_keys and block.seq_k > 2 * LONGEST)
+def long(block: Block, heads: int, sums_keys: bool) -> bool:
+    """Must its backward be cut? ``heads``: query heads whose queries are in one sum of a key's gradient.
+    ``sums_keys``: is dq one sum over all keys?"""
+    return block.seq_q * heads > LONGEST or (sums_keys and block.seq_k > LONGEST)
 
 
-_seen: weakref.WeakKeyDictionary[Block, list[tuple[int, int]]] = weakref.WeakKeyDictionary()
+def queries_of(heads: int) -> int:
+    """Queries of a span: whole tiles."""
+    most = SPAN // heads
+    return max(1, most - most % 128 if most > 128 else most)
 
 
-def spans(block: Block) -> Iterator[Span]:
+_seen: weakref.WeakKeyDictionary[Block, dict[int, list[tuple[int, int]]]] = weakref.WeakKeyDictionary()
+
+
+def spans(block: Block, heads: int) -> Iterator[Span]:
     """All spans in which anything is visible, those of the same keys one after the other. Blocks are made when they are
     asked for: together they would be larger than their inputs."""
-    ranges = _ranges(block)
+    size = queries_of(heads)
+    ranges = _ranges(block, size)
     for low in range(0, block.seq_k, KEYS):
         keys = slice(low, min(low + KEYS, block.seq_k))
         first = True
         for i, (begin, stop) in enumerate(ranges):
             if begin < keys.stop and keys.start < stop:
-                queries = slice(i * QUERIES, min((i + 1) * QUERIES, block.seq_q))
+                queries = slice(i * size, min((i + 1) * size, block.seq_q))
                 yield Span(queries, keys, part(block, queries, keys), first)
                 first = False
 
 
-def _ranges(block: Block) -> list[tuple[int, int]]:
-    """The keys that each span of queries sees: from the first to past the last. Read from the device once per block."""
-    if block not in _seen:
+def _ranges(block: Block, size: int) -> list[tuple[int, int]]:
+    """The keys that ``size`` queries after the other see: from the first to past the last. Read from the device once
+    per block."""
+    found = _seen.setdefault(block, {})
+    if size not in found:
         sees = block.end > block.start
-        start = torch.where(sees, block.start, block.seq_k).amin(0).split(QUERIES)
-        end = torch.where(sees, block.end, 0).amax(0).split(QUERIES)
+        start = torch.where(sees, block.start, block.seq_k).amin(0).split(size)
+        end = torch.where(sees, block.end, 0).amax(0).split(size)
         both = torch.stack([torch.stack([a.amin(), b.amax()]) for a, b in zip(start, end, strict=True)])
-        _seen[block] = [(begin, stop) for begin, stop in both.tolist()]
-    return _seen[block]
+        found[size] = [(begin, stop) for begin, stop in both.tolist()]
+    return found[size]
 
 
 def part(block: Block, queries: slice, keys: slice) -> Block:

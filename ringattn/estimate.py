@@ -137,7 +137,8 @@ def _gather_memory(plan: Plan, s: Shape, backward: bool) -> int:
 def _span_elements(plan: Plan, s: Shape, heads: int) -> int:
     """The gradients of a span of keys before they are added to those of the others, where a backward is cut."""
     most = max(plan.local_lengths) if plan.dataflow == "reduce" else plan.local_lengths[plan.rank]
-    return spans.KEYS * heads * (s.head_dim + s.value_dim) if most > spans.LONGEST else 0
+    summed = min(2, s.q_heads // s.kv_heads)  # of the Hopper kernel; others cut shorter blocks, too
+    return spans.KEYS * heads * (s.head_dim + s.value_dim) if most * summed > spans.LONGEST else 0
 
 
 def describe(plan: Plan, shape: Shape, tflops: float, gigabytes_per_second: float) -> str:

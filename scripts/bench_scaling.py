@@ -649,9 +649,9 @@ def main(argv: list[str] | None = None) -> int:
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
         limit = datetime.timedelta(minutes=3)  # a peer that hangs ends the run; what was measured is on disk
-        # Without device_id: with it torch splits the communicator whenever a group is made, the ranks outside of the new
-        # group also if it is gloo's, those inside only if it is NCCL's, and they wait for each other for ever. As in
-        # https://github.com/pytorch/pytorch/issues/145376
+        # Without device_id: with it torch splits the communicator whenever a group is made, the ranks outside of the
+        # new group also if it is gloo's, those inside only if it is NCCL's, and they wait for each other for ever. As
+        # in https://github.com/pytorch/pytorch/issues/145376
         dist.init_process_group("nccl", timeout=limit)
     else:
         torch.set_num_threads(1)

@@ -289,7 +289,10 @@ def run(args: argparse.Namespace, device: torch.device) -> dict[str, Any]:
     world, cuda = dist.get_world_size(), device.type == "cuda"
     how = dict(causal=True, layout=args.layout, dataflow=args.dataflow)
     with torch.no_grad():
-        attend(inputs, ringattn.plan(args.warm_up * world, buffer_bytes=1, **how), args)  # compiles
+        # The kernels of long sums are others than those of few tokens; no more than there will be
+        most = 4096 if device.type == "cpu" else max(LONGEST, spans.LONGEST) + 4096
+        warm_up = args.warm_up or min(most, -(-args.tokens // world))
+        attend(inputs, ringattn.plan(warm_up * world, buffer_bytes=1, **how), args)  # compiles
         more = {} if args.buffer_bytes is None else dict(buffer_bytes=args.buffer_bytes)
         plan = ringattn.plan(args.tokens, **how, **more)
         (out, lse, *gradients), seconds, size = attend(inputs, plan, args)
@@ -383,9 +386,6 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda" if torch.cuda.is_available() else "cpu")
     args = parser.parse_args(argv)
     args.tokens = args.tokens or (1_048_576 if args.backward else 10_485_760)
-    # The kernels of long sums are others than those of few tokens, which is what --tokens may be, too
-    long = max(LONGEST, spans.LONGEST) + 4096
-    args.warm_up = args.warm_up or (4096 if args.device == "cpu" else min(long, args.tokens))
     return args
 
 

@@ -31,8 +31,8 @@ def join(device_type: str, without: str = "") -> torch.device:
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
     if device.index >= torch.cuda.device_count():
         raise SystemExit(
-            f"{os.environ['LOCAL_WORLD_SIZE']} ranks on this host, and {torch.cuda.device_count()} GPUs: every rank "
-            "needs one; start fewer, or set CUDA_VISIBLE_DEVICES= to run on CPUs"
+            f"local rank {device.index}, and {torch.cuda.device_count()} GPUs: every rank needs one; start fewer, or "
+            "set CUDA_VISIBLE_DEVICES= to run on CPUs"
         )
     torch.cuda.set_device(device)
     dist.init_process_group("nccl", device_id=device)

@@ -45,6 +45,14 @@ def sums_set_aside(monkeypatch):
     """Every other tile of keys, as of a sequence of more than LONGEST keys."""
     monkeypatch.setattr(kernel_blocks, "LONGEST", 0)
     monkeypatch.setattr(kernel_blocks, "PERIOD", 32)
+    dispatch, periods = flash_forward.dispatch, set()
+
+    def spied(kernel, grid, *args, **constants):
+        periods.add(constants["PERIOD"])
+        return dispatch(kernel, grid, *args, **constants)
+
+    monkeypatch.setattr(flash_forward, "dispatch", spied)
+    return periods
 
 
 # --- what to attend to -------------------------------------------------------------------------------------------
@@ -213,10 +221,11 @@ def test_matches_eager_in_16_bits(case, dtype):
 
 
 @runs_kernels
-@pytest.mark.usefixtures("small_tiles", "sums_set_aside")
+@pytest.mark.usefixtures("small_tiles")
 @pytest.mark.parametrize("case", CASES)
-def test_sums_set_aside_match_eager(case):
+def test_sums_set_aside_match_eager(case, sums_set_aside):
     run_case(torch.float16, **CASES[case])
+    assert sums_set_aside == {32}
 
 
 @runs_kernels

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from ringattn.kernels import block as blocks
 from ringattn.kernels import spans
 from ringattn.kernels.block import Block, Score, block_backward, block_delta, block_forward, departures
 
@@ -18,7 +19,7 @@ HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9,
 
 def shorten(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(spans, "LONGEST", 16)
-    patch.setattr(spans, "QUERIES", 8)
+    patch.setattr(spans, "SPAN", 8)
     patch.setattr(spans, "KEYS", 12)
 
 
@@ -49,17 +50,18 @@ def drawn_blocks(draw: st.DrawFn) -> Block:
 
 
 @pytest.mark.usefixtures("short")
-@given(drawn_blocks())
+@given(drawn_blocks(), st.integers(1, 9))
 @settings(max_examples=200)
-def test_spans_hold_every_visible_pair_once(block: Block) -> None:
+def test_spans_hold_every_visible_pair_once(block: Block, heads: int) -> None:
     keys = torch.arange(block.seq_k)
     seen = (block.start[..., None] <= keys) & (keys < block.end[..., None])
     found = torch.zeros_like(seen, dtype=torch.int64)
     begun: set[int] = set()
-    for span in spans.spans(block):
+    for span in spans.spans(block, heads):
         part = span.block
         inside = torch.arange(part.seq_k)
-        assert part.seq_q == sum(part.segments_q) == span.queries.stop - span.queries.start <= spans.QUERIES
+        assert part.seq_q == sum(part.segments_q) == span.queries.stop - span.queries.start
+        assert part.seq_q <= max(1, 8 // heads)
         assert part.seq_k == sum(part.segments_k) == span.keys.stop - span.keys.start <= spans.KEYS
         assert torch.equal(part.positions_k, block.positions_k[span.keys])
         assert torch.equal(part.positions_q, block.positions_q[span.queries])
@@ -95,29 +97,57 @@ def test_gradients_are_those_of_one_piece(block: Block, into: bool, deterministi
     whole = gradients(block, score, tensors, into, deterministic)
     with pytest.MonkeyPatch.context() as patch:
         shorten(patch)
-        assert spans.long(block, False)
-        assert departures(*tensors[:3], block, score) is None
+        assert spans.long(block, 2, False)
         cut = gradients(block, score, tensors, into, deterministic)
     for a, b in zip(cut, whole, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
 
 
+def test_spans_are_whole_tiles_and_the_shorter_the_more_heads_are_in_a_sum() -> None:
+    assert [spans.queries_of(heads) for heads in (1, 2, 8, 64)] == [1 << 17, 1 << 16, 1 << 14, 1 << 11]
+    for heads in (3, 5, 7, 71):
+        assert spans.queries_of(heads) % 128 == 0
+        assert spans.SPAN - 128 * heads < spans.queries_of(heads) * heads <= spans.SPAN
+
+
+@pytest.mark.parametrize(("heads", "in_sum"), [((4, 4), 1), ((32, 8), 2), ((64, 1), 2), ((28, 4), 7), ((71, 1), 71)])
+def test_a_long_backward_counts_nothing_on_its_way(
+    heads: tuple[int, int], in_sum: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is cut, and its gradients leave when all of it is done. How long is long depends on the heads in a sum."""
+    hopper = pytest.importorskip("ringattn.kernels.hopper_backward")
+    monkeypatch.setattr(blocks, "_backend", lambda *_, **__: hopper)
+    longest = spans.LONGEST // in_sum
+    tokens = 256 * 128  # so many key tiles that parts of a group are not apart
+    q, k = (torch.empty(1, n, h, 128, dtype=torch.bfloat16) for n, h in zip((1, tokens), heads, strict=True))
+    assert hopper.heads_in_sum(q, k) == in_sum
+    for seq_q in (longest, longest + 1):
+        block = block_of(torch.zeros(1, seq_q), torch.full((1, seq_q), tokens), tokens, (seq_q,), (tokens,))
+        given = q.expand(1, seq_q, -1, -1), k, k
+        assert (departures(*given, block, Score(0.1)) is None) == (seq_q > longest)
+        assert departures(*given, block, Score(0.1), deterministic=True) is None
+
+
 @pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")
 @pytest.mark.parametrize("kernel", ["hopper", "triton"])
-@pytest.mark.parametrize("many", ["queries", "keys"])
-def test_sums_over_four_million_are_as_exact_as_few(many: str, kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("many", "heads"), [("queries", 1), ("queries", 8), ("keys", 1)])
+def test_sums_over_four_million_are_as_exact_as_few(
+    many: str, heads: int, kernel: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """dk and dv over many queries, dq over many keys, beside float64 and beside the same sums of p and ds rounded to
     bfloat16. Without spans the matrix units cut off more than that: so this notices. (The Hopper kernel's dq is
     not cut: it adds a tile of keys at a time in memory.)"""
     few, count, at_once = 128, 1 << 22, 1 << 16
     generator = torch.Generator("cuda").manual_seed(2)
     seq_q, seq_k = (count, few) if many == "queries" else (few, count)
+    # Every query sees every key, so that those of several heads may as well be of one.
     q, k, v, dout = (
         torch.randn(1, n, 1, 128, generator=generator, device="cuda", dtype=torch.bfloat16)
         for n in (seq_q, seq_k, seq_k, seq_q)
     )
     score = Score(128**-0.5)
-    block = block_of(*(torch.full((1, seq_q), n, device="cuda") for n in (0, seq_k)), seq_k, (seq_q,), (seq_k,))
+    tokens = seq_q // heads
+    block = block_of(*(torch.full((1, tokens), n, device="cuda") for n in (0, seq_k)), seq_k, (tokens,), (seq_k,))
 
     wide_q, wide_k, wide_v, wide_dout = (x[0, :, 0].double() for x in (q, k, v, dout))
     sums = [torch.zeros(n, 128, device="cuda", dtype=torch.float64) for n in (seq_q, seq_k, seq_k)]
@@ -146,11 +176,11 @@ def test_sums_over_four_million_are_as_exact_as_few(many: str, kernel: str, monk
             found[2][keys] += x.T @ wide_dout[rows]
 
     def errors() -> list[float]:
-        dq = torch.zeros(q.shape, device="cuda")
-        dk, dv = block_backward(
-            q, k, v, dout, lse.float()[None, None], delta.float()[None, None], block, score, dq=dq, kernel=kernel
-        )
-        return [error(x[0, :, 0], y) for x, y in zip((dq, dk, dv), sums, strict=True)]
+        shape = (1, tokens, heads, 128)
+        dq = torch.zeros(shape, device="cuda")
+        numbers = (x.float().view(1, tokens, heads).transpose(1, 2) for x in (lse, delta))
+        dk, dv = block_backward(q.view(shape), k, v, dout.view(shape), *numbers, block, score, dq=dq, kernel=kernel)
+        return [error(x.view(-1, 128), y) for x, y in zip((dq, dk, dv), sums, strict=True)]
 
     def error(x: Tensor, reference: Tensor) -> float:
         return ((x.double() - reference).norm() / reference.norm()).item()

@@ -23,6 +23,8 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 import ringattn
 import ringattn.virtual
+from ringattn.kernels import block as blocks
+from ringattn.kernels import spans
 
 ROOT = Path(__file__).parents[1]
 VOCABULARY, DIM, HEADS, SEQ, ROWS = 29, 16, 4, 22, 2
@@ -406,8 +408,11 @@ def test_tensor_parallel_heads_in_three_dimensions(pools, world_size) -> None:  
 # --- CUDA graphs ---------------------------------------------------------------------------------------
 
 
-def _captured(rank: int, world_size: int, store: str, deterministic: bool) -> None:
-    """Forward and backward, captured once and replayed on other numbers, against the same without a graph."""
+def _captured(rank: int, world_size: int, store: str, deterministic: bool, long: bool) -> None:
+    """Forward and backward, captured once and replayed on other numbers, against the same without a graph. ``long``: as
+    a sequence whose sums are cut."""
+    if long:
+        blocks.LONGEST, blocks.PERIOD, spans.LONGEST, spans.SPAN, spans.KEYS = 300, 128, 300, 512, 256
     torch.cuda.set_device(rank)
     if world_size > 1:
         dist.init_process_group("nccl", init_method=f"file://{store}", rank=rank, world_size=world_size)
@@ -452,14 +457,15 @@ def _captured(rank: int, world_size: int, store: str, deterministic: bool) -> No
         dist.destroy_process_group()
 
 
+@pytest.mark.parametrize("long", [False, True])
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_a_captured_cuda_graph_is_replayed_on_other_numbers(
-    world_size: int, deterministic: bool, tmp_path: Any
+    world_size: int, deterministic: bool, long: bool, tmp_path: Any
 ) -> None:
     if torch.cuda.device_count() < world_size:
         pytest.skip(f"needs {world_size} GPUs")
-    arguments = (world_size, str(tmp_path / "store"), deterministic)
+    arguments = (world_size, str(tmp_path / "store"), deterministic, long)
     torch.multiprocessing.spawn(_captured, arguments, nprocs=world_size)  # a fresh process: capture is of one process
 
 
