@@ -137,8 +137,14 @@ def _gather_memory(plan: Plan, s: Shape, backward: bool) -> int:
 def _span_elements(plan: Plan, s: Shape, heads: int) -> int:
     """The gradients of a span of keys before they are added to those of the others, where a backward is cut."""
     most = max(plan.local_lengths) if plan.dataflow == "reduce" else plan.local_lengths[plan.rank]
-    summed = min(2, s.q_heads // s.kv_heads)  # of the Hopper kernel; others cut shorter blocks, too
-    return spans.KEYS * heads * (s.head_dim + s.value_dim) if most * summed > spans.LONGEST else 0
+    group = s.q_heads // s.kv_heads
+    if plan.dataflow == "gather":
+        keys = sum(run.length for run in plan.fetches[plan.rank])
+    else:
+        keys = max(plan.local_lengths_k)
+    # Those of the portable kernel, which deterministic plans use, or of the Hopper kernel
+    cut = max(most * group, keys) if plan.deterministic else most * min(2, group)
+    return spans.KEYS * heads * (s.head_dim + s.value_dim) if cut > spans.LONGEST else 0
 
 
 def describe(plan: Plan, shape: Shape, tflops: float, gigabytes_per_second: float) -> str:

@@ -134,10 +134,7 @@ class Link:
 
     def play(self, lane: torch.cuda.Stream, key: object, operations: Callable[[], None]) -> None:
         """Queue on a lane what ``operations`` queues there, which is the same for the same key."""
-        found = self.recordings.get(key)
-        if found is None:
-            found = _remember(self.recordings, key, lambda: stream_memory.Recording(lane, operations))
-        found.play(lane)
+        _remember(self.recordings, key, lambda: stream_memory.Recording(lane, operations)).play(lane)
 
     def prepare(self, key: object, make: Callable[[], T]) -> T:
         """What ``make`` makes, once for a key as long as the addresses in it hold."""
@@ -531,7 +528,9 @@ class Push:
 
 def _remember(cache: OrderedDict[object, T], key: object, make: Callable[[], T]) -> T:
     found = cache.get(key)
-    if found is None:
+    if found is not None:
+        cache.move_to_end(key)  # what is used stays, however many others come by
+    else:
         found = cache[key] = make()
         while len(cache) > _REMEMBERED:
             cache.popitem(last=False)

@@ -518,6 +518,16 @@ def test_no_more_is_prepared_than_a_limit(monkeypatch: pytest.MonkeyPatch) -> No
         assert len(link.recordings) <= 3
 
 
+def test_what_is_used_stays_prepared_while_others_come_and_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pulls, "_REMEMBERED", 3)
+    group = alone(monkeypatch, Case(ranks=2), [("forward", n) for n in (30, 8, 10, 8, 12, 8, 14)])
+    for place, link in enumerate(group.links):
+        handles = {key[1] for key in link.prepared}  # type: ignore[index]
+        stays, goes = (group.plans[place, n, "forward"].handle for n in (8, 10))
+        assert stays in handles
+        assert goes not in handles
+
+
 def test_neither_a_call_s_tensors_nor_a_link_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[weakref.ref[Any]] = []
 
