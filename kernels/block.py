@@ -38,6 +38,8 @@ from torch import Tensor
 
 from . import spans
 
+PERIOD = 1 << 16  # keys of a sum that is set aside, see Block.period
+
 
 class State(NamedTuple):
     """Partial softmax state, unnormalized: shapes and units in the module docstring."""
@@ -93,10 +95,6 @@ class Departures(NamedTuple):
     counts: tuple[int, ...]
 
 
-LONGEST = 1 << 18
-PERIOD = 1 << 16
-
-
 class TileMap(NamedTuple):
     """For each tile of one side, the range of the other side that it meets.
 
@@ -135,7 +133,7 @@ class Block:
     segments_k: tuple[int, ...]
     pairs: float | None = None
     most: int | None = None
-    _maps: dict[tuple[str, int, int], TileMap] = field(default_factory=dict, repr=False)
+    _maps: dict[tuple[str, int, int], TileMap] = field(default_factory=dict, repr=False, init=False)
     # What backends found out about it, launches with its tables; a block that replace() makes begins with nothing.
     known: dict[Any, Any] = field(default_factory=dict, repr=False, init=False)
 
@@ -152,10 +150,10 @@ class Block:
         """Keys after which a kernel that sums on tensor cores sets its sum aside and begins anew; 0: never.
 
         Their additions cut off, they do not round, so that a sum loses in proportion to its length: measured, 1.4e-9 of
-        itself for each key of a product of bf16 random numbers. A sum of LONGEST keys has lost 3.7e-4, beside errors of
-        2.3e-3 that the rounding of its result and of p makes.
+        itself for each key of a product of bf16 random numbers. A sum of ``spans.LONGEST`` keys has lost 3.7e-4, beside
+        errors of 2.3e-3 that the rounding of its result and of p makes.
         """
-        return PERIOD if (self.seq_k if self.most is None else self.most) > LONGEST else 0
+        return PERIOD if (self.seq_k if self.most is None else self.most) > spans.LONGEST else 0
 
     def query_tiles(self, block_m: int, block_n: int) -> TileMap:
         """Tiles of at most ``block_m`` queries and the keys each must visit. Made once, then cached."""

@@ -159,39 +159,23 @@ def _keys(
 
 
 @triton.jit
-def _full_keys(
-    m, l, o, query, k, v, first, past, b, h_kv, pos_q, positions_k, slope,
-    k_b, k_s, k_h, v_b, v_s, v_h, scale, cap, seq_k,
-    DIM: tl.constexpr, DIM_P2: tl.constexpr, DIM_V: tl.constexpr, DIM_V_P2: tl.constexpr, BLOCK_N: tl.constexpr,
-    SIMPLE: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
-    STAGES: tl.constexpr,
-):  # fmt: skip
-    """Keys ``[first, past)``, which every row sees, into (m, l, o)."""
-    for n in tl.range(first, bound(past), BLOCK_N, num_stages=STAGES):
-        m, l, o = _keys(
-            m, l, o, query, k, v, n, b, h_kv, None, None, pos_q, positions_k, slope,
-            k_b, k_s, k_h, v_b, v_s, v_h, scale, cap, seq_k,
-            DIM, DIM_P2, DIM_V, DIM_V_P2, BLOCK_N, SIMPLE, SOFTCAP, ALIBI, False, TMA, PRECISION,
-        )  # fmt: skip
-    return m, l, o
-
-
-@triton.jit
-def _cut_keys(
+def _range_of_keys(
     m, l, o, query, k, v, first, past, begin, full_begin, full_end, b, h_kv, start, end, pos_q, positions_k, slope,
     k_b, k_s, k_h, v_b, v_s, v_h, scale, cap, seq_k,
     DIM: tl.constexpr, DIM_P2: tl.constexpr, DIM_V: tl.constexpr, DIM_V_P2: tl.constexpr, BLOCK_N: tl.constexpr,
-    SIMPLE: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
-    STAGES: tl.constexpr,
+    SIMPLE: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, CUT: tl.constexpr,
+    TMA: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Keys ``[first, past)`` of the two cut ranges laid end to end, of which each row sees those from ``start`` to
-    ``end``, into (m, l, o)."""
+    """Keys ``[first, past)``, which every row sees, into (m, l, o). With CUT those of the two cut ranges laid end to
+    end, of which each row sees those from ``start`` to ``end``."""
     for i in tl.range(first, bound(past), BLOCK_N, num_stages=STAGES):
-        n = cut_tile(i, begin, full_begin, full_end)
+        n = i
+        if CUT:
+            n = cut_tile(i, begin, full_begin, full_end)
         m, l, o = _keys(
             m, l, o, query, k, v, n, b, h_kv, start, end, pos_q, positions_k, slope,
             k_b, k_s, k_h, v_b, v_s, v_h, scale, cap, seq_k,
-            DIM, DIM_P2, DIM_V, DIM_V_P2, BLOCK_N, SIMPLE, SOFTCAP, ALIBI, True, TMA, PRECISION,
+            DIM, DIM_P2, DIM_V, DIM_V_P2, BLOCK_N, SIMPLE, SOFTCAP, ALIBI, CUT, TMA, PRECISION,
         )  # fmt: skip
     return m, l, o
 
@@ -269,17 +253,17 @@ def _forward(
         o = tl.zeros_like(o)
         for some in tl.range(bound(full_begin), bound(full_end), PERIOD):
             m_aside = m
-            m, l, o = _full_keys(
-                m, l, o, query, k, v, some, tl.minimum(some + PERIOD, full_end), b, h_kv, pos_q, positions_k, slope,
-                k_b, k_s, k_h, v_b, v_s, v_h, scale, cap, seq_k,
-                DIM, DIM_P2, DIM_V, DIM_V_P2, BLOCK_N, SIMPLE, SOFTCAP, ALIBI, TMA, PRECISION, STAGES,
+            m, l, o = _range_of_keys(
+                m, l, o, query, k, v, some, tl.minimum(some + PERIOD, full_end), begin, full_begin, full_end, b, h_kv,
+                None, None, pos_q, positions_k, slope, k_b, k_s, k_h, v_b, v_s, v_h, scale, cap, seq_k,
+                DIM, DIM_P2, DIM_V, DIM_V_P2, BLOCK_N, SIMPLE, SOFTCAP, ALIBI, False, TMA, PRECISION, STAGES,
             )  # fmt: skip
             aside, o = _set_aside(aside, m_aside, o, m)
     else:
-        m, l, o = _full_keys(
-            m, l, o, query, k, v, bound(full_begin), full_end, b, h_kv, pos_q, positions_k, slope,
-            k_b, k_s, k_h, v_b, v_s, v_h, scale, cap, seq_k,
-            DIM, DIM_P2, DIM_V, DIM_V_P2, BLOCK_N, SIMPLE, SOFTCAP, ALIBI, TMA, PRECISION, STAGES,
+        m, l, o = _range_of_keys(
+            m, l, o, query, k, v, bound(full_begin), full_end, begin, full_begin, full_end, b, h_kv,
+            None, None, pos_q, positions_k, slope, k_b, k_s, k_h, v_b, v_s, v_h, scale, cap, seq_k,
+            DIM, DIM_P2, DIM_V, DIM_V_P2, BLOCK_N, SIMPLE, SOFTCAP, ALIBI, False, TMA, PRECISION, STAGES,
         )  # fmt: skip
     # Only the cut tiles read the intervals; loaded here they hold no registers in the loop above.
     start = tl.load(starts + b64 * starts_b + offs * starts_s, mask=alive, other=0)
@@ -288,18 +272,18 @@ def _forward(
     if PERIOD:
         for some in tl.range(0, bound(cut), PERIOD):
             m_aside = m
-            m, l, o = _cut_keys(
+            m, l, o = _range_of_keys(
                 m, l, o, query, k, v, some, tl.minimum(some + PERIOD, cut), begin, full_begin, full_end, b, h_kv,
                 start, end, pos_q, positions_k, slope, k_b, k_s, k_h, v_b, v_s, v_h, scale, cap, seq_k,
-                DIM, DIM_P2, DIM_V, DIM_V_P2, BLOCK_N, SIMPLE, SOFTCAP, ALIBI, TMA, PRECISION, STAGES,
+                DIM, DIM_P2, DIM_V, DIM_V_P2, BLOCK_N, SIMPLE, SOFTCAP, ALIBI, True, TMA, PRECISION, STAGES,
             )  # fmt: skip
             aside, o = _set_aside(aside, m_aside, o, m)
         o = aside
     else:
-        m, l, o = _cut_keys(
+        m, l, o = _range_of_keys(
             m, l, o, query, k, v, 0, cut, begin, full_begin, full_end, b, h_kv,
             start, end, pos_q, positions_k, slope, k_b, k_s, k_h, v_b, v_s, v_h, scale, cap, seq_k,
-            DIM, DIM_P2, DIM_V, DIM_V_P2, BLOCK_N, SIMPLE, SOFTCAP, ALIBI, TMA, PRECISION, STAGES,
+            DIM, DIM_P2, DIM_V, DIM_V_P2, BLOCK_N, SIMPLE, SOFTCAP, ALIBI, True, TMA, PRECISION, STAGES,
         )  # fmt: skip
 
     m_ptr = m_out + b64 * m_b + h64 * m_h + offs * m_s

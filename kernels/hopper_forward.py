@@ -908,7 +908,7 @@ def _launch(q, k, v, block, score, state, sink, outputs, finalize, sms, counter,
     args = (
         *_pieces(q, ROWS.value, first), *_pieces(k, config.block_n, first),
         view(v, (1, config.block_n, 1, width)), view(staged, (1, ROWS.value, 1, width)), out, lse, l,
-        m_in, l_in, o_in, aside, lse if sink is None else sink.contiguous(),
+        m_in, l_in, o_in, aside, lse if sink is None else sink,
         start, end, start.stride(0) if start.shape[0] > 1 else 0,
         table, table.stride(0) if table.shape[0] > 1 else 0, counter,
         seq_q, q_heads, q_heads // k.shape[2], n_tiles, n_heads,

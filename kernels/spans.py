@@ -7,7 +7,6 @@ are added in float32, in a fixed order. A span is so long that the kernel's begi
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
@@ -17,7 +16,7 @@ import torch
 if TYPE_CHECKING:
     from .block import Block
 
-LONGEST = 1 << 18  # products in a sum that is not cut
+LONGEST = 1 << 18  # products in a sum that is not cut, here and in the forward
 SPAN, KEYS = 1 << 17, 1 << 16  # products of a sum over the queries of a span; keys of a span
 
 
@@ -42,9 +41,6 @@ def queries_of(heads: int) -> int:
     return max(1, most - most % 128 if most > 128 else most)
 
 
-_seen: weakref.WeakKeyDictionary[Block, dict[int, list[tuple[int, int]]]] = weakref.WeakKeyDictionary()
-
-
 def spans(block: Block, heads: int) -> Iterator[Span]:
     """All spans in which anything is visible, those of the same keys one after the other. Blocks are made when they are
     asked for: together they would be larger than their inputs."""
@@ -60,17 +56,17 @@ def spans(block: Block, heads: int) -> Iterator[Span]:
                 first = False
 
 
-def _ranges(block: Block, size: int) -> list[tuple[int, int]]:
+def _ranges(block: Block, size: int) -> list[list[int]]:
     """The keys that ``size`` queries after the other see: from the first to past the last. Read from the device once
     per block."""
-    found = _seen.setdefault(block, {})
-    if size not in found:
+    key = ("spans", size)
+    if key not in block.known:
         sees = block.end > block.start
         start = torch.where(sees, block.start, block.seq_k).amin(0).split(size)
         end = torch.where(sees, block.end, 0).amax(0).split(size)
         both = torch.stack([torch.stack([a.amin(), b.amax()]) for a, b in zip(start, end, strict=True)])
-        found[size] = [(begin, stop) for begin, stop in both.tolist()]
-    return found[size]
+        block.known[key] = both.tolist()
+    return block.known[key]
 
 
 def part(block: Block, queries: slice, keys: slice) -> Block:
@@ -85,7 +81,6 @@ def part(block: Block, queries: slice, keys: slice) -> Block:
         segments_q=_cut(block.segments_q, queries),
         segments_k=_cut(block.segments_k, keys),
         pairs=None,
-        _maps={},
     )
 
 

@@ -42,7 +42,6 @@ from check import UNIT
 
 import ringattn
 from ringattn.kernels import spans
-from ringattn.kernels.block import LONGEST
 from ringattn.layout import Shard
 
 NAMES = ("q", "k", "v", "dout")
@@ -290,7 +289,7 @@ def run(args: argparse.Namespace, device: torch.device) -> dict[str, Any]:
     how = dict(causal=True, layout=args.layout, dataflow=args.dataflow)
     with torch.no_grad():
         # The kernels of long sums are others than those of few tokens; no more than there will be
-        most = 4096 if device.type == "cpu" else max(LONGEST, spans.LONGEST) + 4096
+        most = 4096 if device.type == "cpu" else spans.LONGEST + 4096
         warm_up = args.warm_up or min(most, -(-args.tokens // world))
         attend(inputs, ringattn.plan(warm_up * world, buffer_bytes=1, **how), args)  # compiles
         more = {} if args.buffer_bytes is None else dict(buffer_bytes=args.buffer_bytes)

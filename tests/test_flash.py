@@ -20,7 +20,7 @@ import torch
 pytest.importorskip("triton")
 
 from ringattn.kernels import block as kernel_blocks
-from ringattn.kernels import eager, flash_backward, flash_forward, primitives
+from ringattn.kernels import eager, flash_backward, flash_forward, primitives, spans
 from ringattn.kernels.block import Block, Score, State, block_delta
 
 GPU = torch.cuda.is_available()
@@ -43,7 +43,7 @@ def small_tiles(monkeypatch):
 @pytest.fixture
 def sums_set_aside(monkeypatch):
     """Every other tile of keys, as of a sequence of more than LONGEST keys."""
-    monkeypatch.setattr(kernel_blocks, "LONGEST", 0)
+    monkeypatch.setattr(spans, "LONGEST", 0)
     monkeypatch.setattr(kernel_blocks, "PERIOD", 32)
     dispatch, periods = flash_forward.dispatch, set()
 

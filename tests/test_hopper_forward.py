@@ -32,7 +32,7 @@ from test_flash import assert_close, causal, error, full, make_block, normalized
 
 from ringattn import stream_memory
 from ringattn.kernels import block as blocks
-from ringattn.kernels import eager, flash_forward, hopper_forward, hopper_primitives
+from ringattn.kernels import eager, flash_forward, hopper_forward, hopper_primitives, spans
 from ringattn.kernels.block import Arrivals, Block, Score, State
 from ringattn.kernels.work_counter import work_counter
 
@@ -261,7 +261,7 @@ def test_matches_eager(case, dim, dim_v):
 @pytest.fixture
 def sums_set_aside(monkeypatch):
     """Every 256 keys, as of a sequence of more than LONGEST keys."""
-    monkeypatch.setattr(blocks, "LONGEST", 0)
+    monkeypatch.setattr(spans, "LONGEST", 0)
     monkeypatch.setattr(blocks, "PERIOD", 256)
 
 
@@ -310,7 +310,7 @@ def test_four_million_keys_are_as_exact_as_few(kernel, hops, monkeypatch):
     allowed = 1.1 * error(rounded, exact)  # 16,384 numbers tell an rms within a percent
     assert error(out[0, :, 0], exact) <= allowed
     assert (lse[0, 0].double() - l[:, 0].log()).abs().max() <= 1e-4
-    monkeypatch.setattr(blocks, "LONGEST", keys)
+    monkeypatch.setattr(spans, "LONGEST", keys)
     assert error(attend()[0][0, :, 0], exact) > 1.5 * allowed
 
 

@@ -293,7 +293,7 @@ def test_verify_notices_wrong_shards_and_wrong_blocks() -> None:
     for field, shift in (("start", 1), ("end", -1)):
         wrong = altered(plan)
         block = wrong.block(2, 1, torch.device("cpu"))
-        bounds = {f.name: getattr(block, f.name) for f in dataclasses.fields(Block) if f.init and f.name != "_maps"}
+        bounds = {f.name: getattr(block, f.name) for f in dataclasses.fields(Block) if f.init}
         bounds[field] = (bounds[field] + shift).clamp(0, block.seq_k)
         wrong._cache["block", 2, 1, torch.device("cpu")] = Block(**bounds)
         with pytest.raises(AssertionError, match="not what its mask says"):
