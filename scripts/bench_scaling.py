@@ -16,10 +16,12 @@ beside
 * ``matmul``: a product of two 8192 x 8192 matrices in the same run.
 
 Weak scaling is ``--tokens`` per rank over several ``--ranks``; strong scaling is ``--total`` tokens. Documents have
-log-normal lengths (median 2,048, sigma 1.2, seed 0). All take turns, in segments that go forth and back through the
-list; a segment's time is that of the slowest rank, and the median over segments counts. FLOPs: ``4 * heads * head_dim``
-for each visible pair of a query and a key, over the ranks; forward+backward 3.5 times that, whatever a kernel really
-computes. Random data. A rate above the hardware's peak ends the run: then the timing is wrong.
+log-normal lengths (median 2,048, sigma 1.2, seed 0). All take turns in segments of ``--seconds``, each following each
+other one equally often (balanced_orders: who comes after one that draws little power runs faster); a segment begins
+behind a product of two matrices, so that the host is ahead as in a model; its time is that of the slowest rank, and
+the median over segments, ``--segments`` or a few more, counts. FLOPs: ``4 * heads * head_dim`` for each visible pair
+of a query and a key, over the ranks; forward+backward 3.5 times that, whatever a kernel really computes. Random data.
+A rate above the hardware's peak ends the run: then the timing is wrong.
 
 Also measured: the peak memory of each call beside what the plan predicts, and, for each group size, the error against
 float64 on a small problem beside the error of one rank. Every measurement is a line of JSON in ``--out``, written when
@@ -34,6 +36,7 @@ import datetime
 import functools
 import gc
 import importlib.util
+import itertools
 import json
 import math
 import os
@@ -57,6 +60,7 @@ import peers
 import plot_scaling
 import ranks
 from arguments import head_counts, positive
+from balanced_orders import balanced_orders
 from peers import CannotRun
 
 import ringattn
@@ -229,9 +233,10 @@ class Bench:
         return reason, group.largest([peak])[0]
 
     def measure(self, calls: dict[str, tuple[Callable, Around]], group: Group) -> dict[str, list[float]]:
-        """Milliseconds of one call in every segment, each of the slowest rank, in alternating segments."""
+        """Milliseconds of one call in every segment, each of the slowest rank."""
         args = self.args
         token = torch.zeros(1, device=self.device)
+        before = torch.randn(8192, 8192, device=self.device, dtype=self.dtype) if self.device.type == "cuda" else None
         repeats: dict[str, int] = {}
         times: dict[str, list[float]] = {name: [] for name in calls}
         for name, (call, around) in calls.items():
@@ -241,18 +246,24 @@ class Bench:
                 with self.clock() as each:
                     call()
             repeats[name] = max(1, round(args.seconds * 1e3 / max(group.largest(each)[0], 1e-3)))
-        for segment in range(args.segments):
-            order = list(calls.items())
-            for name, (call, around) in order if segment % 2 == 0 else reversed(order):
-                with around():
-                    dist.all_reduce(token, group=group.data)  # all start together
-                    self.synchronize()
-                    with self.clock() as took:
-                        for _ in range(repeats[name]):
-                            call()
-                times[name].append(took[0] / repeats[name])
-        flat = group.largest([t for name in calls for t in times[name]])
-        return {name: flat[i * args.segments : (i + 1) * args.segments] for i, name in enumerate(calls)}
+        names, orders = list(calls), balanced_orders(len(calls))
+        orders *= math.ceil(args.segments / len(orders))
+        lead = [orders[-1][-1]]  # not counted; the first order, too, comes after the last
+        for at in itertools.chain(lead, *orders):
+            name = names[at]
+            call, around = calls[name]
+            with around():
+                dist.all_reduce(token, group=group.data)  # all start together
+                self.synchronize()
+                if before is not None:
+                    before @ before  # while the host is at its first launch: in a model, too, it is ahead
+                with self.clock() as took:
+                    for _ in range(repeats[name]):
+                        call()
+            times[name].append(took[0] / repeats[name])
+        del times[names[lead[0]]][0]
+        flat = group.largest([t for name in names for t in times[name]])
+        return {name: flat[i * len(orders) : (i + 1) * len(orders)] for i, name in enumerate(names)}
 
     def matmul(self, group: Group) -> float:
         """TFLOP/s of a plain product."""
@@ -447,7 +458,7 @@ class Bench:
             spread = {n: (d[0], d[-1]) for n, d in deciles.items()}
             self.write(
                 "row", **setting.words(), what=what, head_dim=args.head_dim, pairs=pairs, milliseconds=ms,
-                spread=spread, tflops=rates, segments=args.segments, memory=memory,
+                spread=spread, tflops=rates, segments=len(next(iter(times.values()))), memory=memory,
                 documents=len(document_bounds(setting.seq_len)) - 1 if setting.mask == "documents" else None,
             )  # fmt: skip
             local = rates.get("local")
@@ -615,8 +626,8 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         "--peers", nargs="*", metavar="PEER", help=f"default: all for the device of {', '.join(peers.NAMES)}"
     )
     parser.add_argument("--wheels", type=Path, default=ROOT / ".whl", help="folder with the wheel of ring-flash-attn")
-    parser.add_argument("--segments", type=positive, default=20)
-    parser.add_argument("--seconds", type=float, default=0.04, help="length of a segment; at least one call")
+    parser.add_argument("--segments", type=positive, default=20, help="of each, at least")
+    parser.add_argument("--seconds", type=float, default=0.05, help="length of a segment; at least one call")
     parser.add_argument("--check-tokens", type=positive, help="per rank, when peers are compared with ours")
     parser.add_argument("--error-tokens", type=positive, help="of the problem that is compared with float64")
     parser.add_argument("--errors", action=argparse.BooleanOptionalAction, default=True)
