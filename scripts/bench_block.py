@@ -4,7 +4,8 @@
     python -m scripts.bench_block --heads 32 --kv-heads 8 --seq 16384
     python -m scripts.bench_block --head-dim 192 --head-dim-v 128     values narrower than keys, as in latent attention
     python -m scripts.bench_block --masks full window documents       masks that hide most, per tile that is computed
-    python -m scripts.bench_block --passes carry --masks full         the price of carrying a float32 state
+    python -m scripts.bench_block --passes carry strided strided-bwd  the price of a float32 state, and of strides
+    python -m scripts.bench_block --passes sums sums-bwd --heads 4 --seq 524288     ... of long sums that are exact
     python -m scripts.bench_block --no-flex                           skip FlexAttention, which compiles per shape
     python -m scripts.bench_block --without triton "torch flash"      fewer take less time
     python -m scripts.bench_block --graphs --seq 2048                 launches that the host has recorded
@@ -28,7 +29,9 @@ than the kernel, and the table compares hosts; with ``--graphs`` everybody's lau
 then played, as a captured model would, and who cannot be captured is left out.
 
 Backwards are whole ones: ours with delta and zeroed float32 dq, the others as autograd runs them, gradients in the
-input dtype. ``carry`` is our forward that reads and writes the float32 state (m, l, o), beside the one that finishes.
+input dtype. Some passes are ours alone: ``carry``, the forward that writes the float32 state (m, l, o), or reads and
+writes it, beside the one that finishes; ``strided`` and ``strided-bwd``, q, k and v as a common projection writes them
+beside contiguous ones; ``sums`` and ``sums-bwd``, beyond 2^18 keys, with one sum over all beside those that are cut.
 Outputs are compared with each other first. A rate above the peak of the matrix units (multiprocessors x clock limit x
 rate per clock) ends the run: then the timing is wrong.
 
@@ -40,16 +43,19 @@ last line is all of it as JSON.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import functools
 import importlib
 import itertools
 import json
 import math
 import statistics
+import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import NamedTuple, cast
 
 import torch
@@ -57,7 +63,11 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+sys.path.append(str(Path(__file__).resolve().parent))
+from balanced_orders import balanced_orders
+
 from ringattn import mask as masks
+from ringattn.kernels import spans
 from ringattn.kernels.block import (
     Block,
     Score,
@@ -68,11 +78,12 @@ from ringattn.kernels.block import (
     kernel_names,
     unsupported,
 )
-from scripts.balanced_orders import balanced_orders
 
 DEVICE = "cuda"  # of all tensors; tests take another
 MATMUL = 8192
 LAUNCHES = 20  # of each kernel, counted, at least
+TOGETHER = ("fwd", "bwd")  # passes that everybody makes
+ALONE = ("carry", "strided", "strided-bwd", "sums", "sums-bwd")  # ours, beside ours with something more to do
 SETTLE = 20.0  # ms at the beginning of a segment that do not count: the clock still moves
 SHORTEST = 40.0  # ms of a segment: SETTLE, and as much that counts
 FLOPS_PER_CLOCK = {(8, 0): 2048, (8, 6): 1024, (8, 9): 1024, (9, 0): 4096, (10, 0): 8192}  # 16-bit, per multiprocessor
@@ -155,7 +166,7 @@ class Shape:
 
     def flops_of_pairs(self, mode: str, pairs: float) -> float:
         forward = 2 * self.batch * self.heads * pairs * (self.dim + self.dim_v)
-        return forward * (2.5 if mode == "bwd" else 1)
+        return forward * (2.5 if mode.endswith("bwd") else 1)
 
 
 class Clock(threading.Thread):
@@ -242,7 +253,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     names = ["full", "causal", "window", "documents"]
     parser.add_argument("--masks", nargs="+", default=names[:2], choices=names)
     parser.add_argument("--size", type=int, default=4096, help="keys of a window, tokens of a document")
-    parser.add_argument("--passes", nargs="+", default=["fwd", "bwd"], choices=["fwd", "carry", "bwd"])
+    parser.add_argument("--passes", nargs="+", default=list(TOGETHER), choices=[*TOGETHER, *ALONE])
     parser.add_argument("--rounds", type=int, default=1, help="how often to go through the whole balanced order")
     parser.add_argument("--segment", type=float, default=50.0, help=f"ms of a segment, at least {SHORTEST:g}")
     parser.add_argument("--flex", action=argparse.BooleanOptionalAction, default=True)
@@ -357,11 +368,11 @@ def contestants(shape: Shape, mode: str, others: dict[str, Other], without: Sequ
     for name in kernel_names():
         if name in ("auto", "eager", *without):
             continue
-        if reason := unsupported(name, q, k, v, score, backward=mode == "bwd"):
+        if reason := unsupported(name, q, k, v, score, backward=mode.endswith("bwd")):
             print(f"{name}: left out, {reason}")
             continue
-        results.append(ours(runners, name, mode, q, k, v, dout, block, score))
-    for name, other in others.items() if mode != "carry" else ():
+        results += ours(runners, name, mode, q, k, v, dout, block, score)
+    for name, other in others.items() if mode in TOGETHER else ():
         if mode == "bwd" and not other.has_backward:
             continue  # it was said before
         try:
@@ -372,7 +383,7 @@ def contestants(shape: Shape, mode: str, others: dict[str, Other], without: Sequ
                 other.has_backward, what = False, "left out of every backward"
             reason = next(iter(str(problem).splitlines()), "")[:150]
             print(f"{name}: {what}, {type(problem).__name__}: {reason}")
-    for runner, result in zip(runners, results, strict=True) if mode != "carry" else ():
+    for runner, result in zip(runners, results, strict=True) if results else ():
         runner.error = max(difference(x, y) for x, y in zip(result, results[0], strict=True))
         if not runner.error < 0.02:
             raise SystemExit(
@@ -417,25 +428,62 @@ def plain_block(shape: Shape) -> Block:
     return Block(start, end, position, position, (shape.seq,), (shape.seq,), shape.pairs())
 
 
-def ours(runners: list, name: str, mode: str, q, k, v, dout, block: Block, score: Score) -> tuple[Tensor, ...]:
-    forward = functools.partial(block_forward, q, k, v, block, score, finalize=True, kernel=name)
-    out, lse = cast(tuple[Tensor, Tensor], forward())
-    if mode == "fwd":
-        runners.append(Runner(name, forward, ours=True))
-        return (out,)
+def ours(runners: list, name: str, mode: str, q, k, v, dout, block: Block, score: Score) -> list[tuple[Tensor, ...]]:
+    """Our kernel, and what a pass of ours alone sets beside it; their results, those of a state left out."""
+
+    def attend(q, k, v, block: Block, **how) -> Callable[[], tuple[Tensor, ...]]:
+        how = how or dict(finalize=True)
+        return functools.partial(block_forward, q, k, v, block, score, kernel=name, **how)  # type: ignore[return-value]
+
+    def made(q, k, v, block: Block) -> Callable[[], tuple[Tensor, ...]]:
+        forward = attend(q, k, v, block)
+        if not mode.endswith("bwd"):
+            return forward
+        out, lse = forward()
+
+        def backward() -> tuple[Tensor, ...]:
+            dq = torch.zeros(q.shape, dtype=torch.float32, device=q.device)
+            dk, dv = block_backward(q, k, v, dout, lse, block_delta(out, dout), block, score, dq=dq, kernel=name)
+            return dq, dk, dv
+
+        return backward
+
+    launches = {name: made(q, k, v, block)}
     if mode == "carry":
         state = cast(State, block_forward(q, k, v, block, score, kernel=name))
-        carry = functools.partial(block_forward, q, k, v, block, score, state=state, kernel=name)
-        runners += [Runner(name, forward, ours=True), Runner(f"{name}, state in and out", carry, ours=True)]
-        return ()
+        launches[f"{name}, state out"] = attend(q, k, v, block, finalize=False)
+        launches[f"{name}, state in and out"] = attend(q, k, v, block, state=state)
+    elif mode.startswith("strided"):
+        q_s, k_s, v_s = side_by_side(q, k, v)
+        launches[f"{name}, strided"] = made(q_s, k_s, v_s, block)
+    elif mode.startswith("sums"):
+        with one_sum():
+            launch = made(q, k, v, replace(block))  # a block remembers how it is launched
+        launches[f"{name}, one sum"] = one_sum()(launch)
+    results = []
+    for title, launch in launches.items():
+        runners.append(Runner(title, launch, ours=True))
+        if mode != "carry":
+            result = launch()
+            results.append(result if mode.endswith("bwd") else result[:1])
+    return results
 
-    def backward() -> tuple[Tensor, ...]:
-        dq = torch.zeros(q.shape, dtype=torch.float32, device=q.device)
-        dk, dv = block_backward(q, k, v, dout, lse, block_delta(out, dout), block, score, dq=dq, kernel=name)
-        return dq, dk, dv
 
-    runners.append(Runner(name, backward, ours=True))
-    return backward()
+def side_by_side(*tensors: Tensor) -> list[Tensor]:
+    """The same numbers where one projection would write them: the heads of all behind each other in each token."""
+    widths = [x.shape[2] * x.shape[3] for x in tensors]
+    together = torch.cat([x.flatten(2) for x in tensors], -1).split(widths, -1)
+    return [part.unflatten(-1, x.shape[2:]) for part, x in zip(together, tensors, strict=True)]
+
+
+@contextlib.contextmanager
+def one_sum() -> Iterator[None]:
+    """However long they are, sums are not cut (kernels/spans.py): less exact, and what that would save."""
+    longest, spans.LONGEST = spans.LONGEST, sys.maxsize
+    try:
+        yield
+    finally:
+        spans.LONGEST = longest
 
 
 def theirs(runners: list, name: str, attention, mode: str, q, k, v, dout, mask: Mask) -> tuple[Tensor, ...]:

@@ -7,6 +7,7 @@ import functools
 import itertools
 import json
 import statistics
+import sys
 import types
 from collections.abc import Callable, Iterator
 
@@ -15,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ringattn.kernels import spans
 from ringattn.kernels.block import block_backward, block_forward
 from scripts import bench_block
 from scripts.bench_block import Launch, Mask, Other, Runner, Shape
@@ -236,9 +238,48 @@ def test_somebody_may_be_left_out(on_cpu: None) -> None:
 
 def test_carrying_a_state_is_ours_alone(on_cpu: None) -> None:
     runners = bench_block.contestants(small(), "carry", {"torch": Other(torch_attention)})
-    assert [(runner.name, runner.ours) for runner in runners] == [("ours", True), ("ours, state in and out", True)]
+    names = ["ours", "ours, state out", "ours, state in and out"]
+    assert [(runner.name, runner.ours) for runner in runners] == [(name, True) for name in names]
+    plain, out, carried = (runner.launch() for runner in runners)
+    assert [len(x) for x in (plain, out, carried)] == [2, 3, 3]  # out, lse; m, l, o
+
+
+@pytest.mark.parametrize("mode", ["strided", "strided-bwd"])
+def test_strides_are_set_beside_none(on_cpu: None, monkeypatch: pytest.MonkeyPatch, mode: str) -> None:
+    seen = []
+    attend = bench_block.block_forward
+
+    def spy(*args, **kwargs) -> object:
+        seen.append(args[:3])
+        return attend(*args, **kwargs)
+
+    monkeypatch.setattr(bench_block, "block_forward", spy)
+    plain, strided = bench_block.contestants(small(), mode, {"torch": Other(torch_attention)})
+    assert (plain.name, strided.name) == ("ours", "ours, strided")
+    assert plain.error == strided.error == 0
+    token = 4 * 24 + 2 * 24 + 2 * 16
+    for x, y in zip(seen[0], next(x for x in seen if not x[0].is_contiguous()), strict=True):
+        assert torch.equal(x, y)
+        assert y.stride() == (16 * token, token, x.shape[3], 1)
+
+
+@pytest.mark.parametrize("mode", ["sums", "sums-bwd"])
+def test_one_sum_is_set_beside_those_that_are_cut(on_cpu: None, monkeypatch: pytest.MonkeyPatch, mode: str) -> None:
+    name = "block_backward" if mode == "sums-bwd" else "block_forward"
+    launch, longest = getattr(bench_block, name), []
+
+    def spy(*args, **kwargs) -> object:
+        longest.append(spans.LONGEST)
+        return launch(*args, **kwargs)
+
+    monkeypatch.setattr(bench_block, name, spy)
+    runners = bench_block.contestants(small(), mode, {"torch": Other(torch_attention)})
+    assert [runner.name for runner in runners] == ["ours", "ours, one sum"]
+    longest.clear()
     for runner in runners:
         runner.launch()
+    assert longest == [1 << 18, sys.maxsize]
+    assert spans.LONGEST == 1 << 18
 
 
 def test_who_computes_something_else_ends_the_run(on_cpu: None) -> None:
@@ -429,7 +470,7 @@ def test_a_whole_run(
     found = json.loads(said[-1])
     blocks = list(itertools.product((8, 16), ("full", "causal"), ("fwd", "carry", "bwd")))
     assert list(dict.fromkeys((r["seq"], r["mask"], r["mode"]) for r in found["rows"])) == blocks
-    assert len(found["rows"]) == 3 * len(blocks)
+    assert len(found["rows"]) == (3 + 4 + 3) * 4  # with matmul; carry is three of ours
     assert len(found["comparisons"]) == sum(line.startswith("best other: torch, ours is ") for line in said) == 8
     assert {r["head_dim_v"] for r in found["rows"]} == {4}
     assert statistics.mean(c["ratio"] for c in found["comparisons"]) == pytest.approx(1.0)
