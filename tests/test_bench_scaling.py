@@ -17,7 +17,8 @@ from scripts import bench_scaling
 
 peers, plot_scaling = bench_scaling.peers, bench_scaling.plot_scaling
 ROOT = Path(__file__).resolve().parents[1]
-TINY = "--device=cpu --heads=4/2 --head-dim=16 --tokens=32 --segments=2 --seconds=1e-3 --settle=0 --window=20".split()
+SHORT = ["--segments=2", "--seconds=1e-3", "--settle=0"]
+TINY = ["--device=cpu", "--heads=4/2", "--head-dim=16", "--tokens=32", "--window=20", *SHORT]
 WHEEL = bool(list((ROOT / ".whl").glob("ring_flash_attn-*.whl"))) or importlib.util.find_spec("ring_flash_attn")
 
 
