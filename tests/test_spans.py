@@ -135,8 +135,7 @@ def test_sums_over_four_million_are_as_exact_as_few(
     many: str, heads: int, kernel: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """dk and dv over many queries, dq over many keys, beside float64 and beside the same sums of p and ds rounded to
-    bfloat16. Without spans the matrix units cut off more than that: so this notices. (The Hopper kernel's dq is
-    not cut: it adds a tile of keys at a time in memory.)"""
+    bfloat16. Without spans the matrix units cut off more than that: so this notices."""
     few, count, at_once = 128, 1 << 22, 1 << 16
     generator = torch.Generator("cuda").manual_seed(2)
     seq_q, seq_k = (count, few) if many == "queries" else (few, count)
@@ -189,7 +188,8 @@ def test_sums_over_four_million_are_as_exact_as_few(
     summed = [1, 2] if many == "queries" else [0]
     found = errors()
     assert all(found[i] <= allowed[i] for i in summed), (found, allowed)
-    if many == "queries" or kernel == "triton":
+    # The Hopper kernel's dq is no long sum, and with so few keys each head's queries are a sum of their own.
+    if kernel == "triton" or (many == "queries" and heads == 1):
         monkeypatch.setattr(spans, "LONGEST", count)
         found = errors()
         assert all(found[i] > 1.5 * allowed[i] for i in summed), (found, allowed)
