@@ -362,19 +362,19 @@ def _pulled(p: Problem, costs: Costs, s: Shape, backward: bool, rank: int) -> _P
     everyone = range(len(p.keys))
     tokens, runs = (_busiest(p, rank, what, everyone) for what in (p.fetched, p.runs))
     size = s.batch * tokens * s.kv_elements
-    copies = s.batch * s.kv_heads * runs * costs.copy_ms
+    rows = s.batch * s.kv_heads
     cut = len(_waves(p, s)) if backward else 1
     own = s.batch * p.keys[rank] * s.kv_elements
     attention = _attention(sum(p.pairs[rank]), costs, s, backward) + cut * costs.kernel_ms
-    pull = size * s.itemsize / costs.pull_gbs / 1e6 + copies
-    rows = 4 * own * s.itemsize / costs.memory_gbs / 1e6  # into memory that others read, and into the buffer
+    pull = size * s.itemsize / costs.pull_gbs / 1e6 + rows * costs.copy_ms  # a row's copies are one
+    local = 4 * own * s.itemsize / costs.memory_gbs / 1e6  # into memory that others read, and into the buffer
     exposed, push = costs.handshake_ms + pull / s.kv_heads, 0.0
     if backward:
-        push = size * s.fp / costs.pull_gbs / 1e6 + copies
-        rows += (len(p.keys) + 1) * own * s.fp / costs.memory_gbs / 1e6  # the sum at home
+        push = size * s.fp / costs.pull_gbs / 1e6 + rows * runs * costs.copy_ms
+        local += (len(p.keys) + 1) * own * s.fp / costs.memory_gbs / 1e6  # the sum at home
         exposed += cut * costs.handshake_ms + push / s.kv_heads
     hidden = 1 - 1 / s.kv_heads
-    total = exposed + max(attention, pull * hidden, push * hidden) + rows
+    total = exposed + max(attention, pull * hidden, push * hidden) + local
     floor = costs.gather_backward_ms if backward else costs.gather_forward_ms
     return _Pass(max(total, floor), attention, pull + push, floor)
 

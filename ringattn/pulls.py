@@ -8,22 +8,21 @@ exchange (*epoch*), which only grows::
     READY[r]   at all ranks   the keys and values of rank r are in place, and it has pulled all of the last epoch
     LANDED[r]  at all ranks   rank r has pushed its contributions to the gradients
     FREE[r]    at all ranks   rank r has summed what was pushed to it
-    EPOCH[s]   at rank r      the epoch whose keys and values are in slot s of rank r
 
 A rank waits until every other rank is READY before it launches the attention. That kernel may then start while its keys
 are still being pulled, and poll for them (:class:`.kernels.block.Arrivals`): nothing but copies is outstanding, which
 progress beside any kernel, so that two attentions in flight on two groups cannot wait for each other in a circle.
 
-The copies of a call are the same in every call of one shape, so they are recorded once and played: a call of the driver
-for each of a few streams, instead of one for each copy, which would take longer than a short attention. A flag that
-says that a row has come is a copy too, of EPOCH from the other side of the link.
+Copies that are queued one by one run one by one, on however many streams: one copy engine serves them all, and rests
+for some microseconds between two. So rows are pulled in chunks, each by one call of the driver, which the engine takes
+without a rest (:class:`.stream_memory.Copies`): a small chunk first, which nothing hides. Behind a chunk the flags of
+its rows are written.
 
 Memory is laid out row by row, a row being one key head of one batch element: (rows, tokens, head_dim + head_dim_v).
 """
 
 from __future__ import annotations
 
-import functools
 import math
 import os
 import sys
@@ -42,14 +41,14 @@ from .kernels.block import Arrivals, Departures, int32
 from .schedule import Fetch
 
 T = TypeVar("T")
-READY, LANDED, FREE, EPOCH = range(4)
-_KINDS = 4
+READY, LANDED, FREE = range(3)
+_KINDS = 3
 _WORD = 32  # bytes between words: each in a sector of its own
 _RANKS = 64  # of one host, at most
 _PAD = _KINDS * _RANKS * _WORD  # bytes of all words
 _KEYS, _GRADIENTS = 0, 1  # the other regions: two slots of keys and values; contributions
-LANES = 3  # streams that pull: a copy engine alone has less than half of the link's rate
-_REMEMBERED = 256  # recordings, and tables of sums: packed documents change them with every batch
+_CHUNK = 4  # rows of a chunk, but for the first ones: more would not come faster, only later
+_REMEMBERED = 256  # shapes, and tables of sums: packed documents change them with every batch
 
 
 def _timeout(said: str) -> float:
@@ -94,31 +93,25 @@ class Link:
             raise ValueError(f"{world_size} ranks on one host; at most {_RANKS} can pull from each other")
         self.rank, self.world_size, self.device, self.share = rank, world_size, device, share
         self.peers = [(rank + turn) % world_size for turn in range(1, world_size)]  # each starts with another
-        self.lanes = [torch.cuda.Stream(device) for _ in range(LANES)]
-        self.pushing = torch.cuda.Stream(device)
+        self.pulling, self.pushing = (torch.cuda.Stream(device) for _ in range(2))
         self.pad = Region(*share(_PAD))
         self.regions: list[Region | None] = [None, None]
         self.epochs = [0, 0]  # of pulls, of pushes
         self.flags = torch.zeros(0, 8, dtype=torch.int32, device=device)
         self.fetched = torch.zeros(0, dtype=torch.uint8, device=device)
         self.fetched_on = torch.cuda.current_stream()
-        # What is the same in every call of one shape; it holds addresses.
+        # What is the same in every call of one shape; forgotten where memory is replaced whose addresses it holds.
         self.prepared: OrderedDict[object, Any] = OrderedDict()
-        self.recordings: OrderedDict[object, stream_memory.Recording] = OrderedDict()
-        self.same: OrderedDict[object, object] = OrderedDict()  # what stands for all that a recording depends on
         self.counters: dict[tuple[int, int], Counters] = {}
         self.tables: OrderedDict[object, Tensor] = OrderedDict()
         self.gave_up = torch.zeros(1, dtype=torch.int32).pin_memory()
         # Each is recorded anew by every call, once everybody who waits for its last record has queued that wait.
         self.used = torch.cuda.Event()  # the last use of the buffer, maybe on another stream
-        self.free, self.may_pull, self.pushed = (torch.cuda.Event() for _ in range(3))
-        self.pulled = [torch.cuda.Event() for _ in self.lanes]
+        self.free, self.pulled, self.pushed = (torch.cuda.Event() for _ in range(3))
         self.spare: deque[torch.cuda.Event] = deque()  # that nobody looks at any more
-        kinds = range(EPOCH)
+        kinds = range(_KINDS)
         self.heard = [stream_memory.Words([self.word(rank, kind, p) for p in self.peers]) for kind in kinds]
         self.told = [stream_memory.Words([self.word(p, kind, rank) for p in self.peers]) for kind in kinds]
-        ready = [self.word(p, READY, rank) for p in self.peers]
-        self.offered = [stream_memory.Words([self.word(rank, EPOCH, slot), *ready]) for slot in range(2)]
 
     def word(self, at: int, kind: int, of: int) -> int:
         """Address, mapped here, of a word in the memory of rank ``at``."""
@@ -132,10 +125,6 @@ class Link:
         """``stream`` waits until every other rank has told ``epoch``."""
         self.heard[kind].wait(stream, epoch)
 
-    def play(self, lane: torch.cuda.Stream, key: object, operations: Callable[[], None]) -> None:
-        """Queue on a lane what ``operations`` queues there, which is the same for the same key."""
-        _remember(self.recordings, key, lambda: stream_memory.Recording(lane, operations)).play(lane)
-
     def prepare(self, key: object, make: Callable[[], T]) -> T:
         """What ``make`` makes, once for a key as long as the addresses in it hold."""
         return _remember(self.prepared, key, make)
@@ -145,13 +134,13 @@ class Link:
         region = self.regions[which]
         if region is None or size > len(region.memory):
             region = self.regions[which] = Region(*self.share(max(1, -(-size // (1 << 21))) << 21))
-            self._forget()
+            self.prepared.clear()
         return region
 
     def buffer(self, size: int) -> Tensor:
-        """``size`` bytes, the same memory in every call: recordings hold its address."""
+        """``size`` bytes, the same memory in every call: what is prepared holds its address."""
         if size > len(self.fetched):
-            self._forget()
+            self.prepared.clear()
             # The memory goes back to work of the stream that it was made on; another one may have used it last.
             self.fetched_on.wait_event(self.used)
             self.fetched_on = torch.cuda.current_stream()
@@ -160,14 +149,9 @@ class Link:
 
     def arrivals(self, rows: int) -> Tensor:
         if len(self.flags) < rows:
-            self._forget()
+            self.prepared.clear()
             self.flags = torch.full((rows, 8), int32(self.epochs[_KEYS]), dtype=torch.int32, device=self.device)
         return self.flags
-
-    def _forget(self) -> None:
-        """What holds addresses of memory that is replaced."""
-        self.prepared.clear()
-        self.recordings.clear()
 
     @property
     def shared_bytes(self) -> int:
@@ -227,50 +211,46 @@ class Places:
             self.buffers.append(memory.view(k.dtype).view(shape))
         both = [buffer.transpose(1, 2) for buffer in self.buffers]
         self.kv = [(kv[..., :dim], kv[..., dim:]) for kv in both]
-        self._turns: dict[object, list[_Turn]] = {}
+        self._chunks: dict[object, list[_Chunk]] = {}
         self._words: dict[tuple[int, int, int], stream_memory.Words] = {}
 
-    def turns(self, link: Link, wave: int, groups: Sequence[slice]) -> list[_Turn]:
-        """What each lane copies of a wave, in the order in which it is attended: groups (of heads inside the wave),
-        batch elements, heads."""
+    def chunks(self, link: Link, wave: int, groups: Sequence[slice]) -> list[_Chunk]:
+        """What is copied of a wave, in the order in which it is attended: groups (of heads inside the wave), batch
+        elements, heads."""
         key = (wave, *[(g.start, g.stop) for g in groups])
-        found = self._turns.get(key)
+        found = self._chunks.get(key)
         if found is None:
-            found = self._turns[key] = self._make_turns(link, wave, groups)
+            found = self._chunks[key] = self._make_chunks(link, wave, groups)
         return found
 
-    def _make_turns(self, link: Link, wave: int, groups: Sequence[slice]) -> list[_Turn]:
-        heads, buffer = self.waves[wave], self.buffers[wave]
-        count = heads.stop - heads.start
-        rows = [b * count + h for g in groups for b in range(self.batch) for h in range(g.start, g.stop)]
-        # Plans of the same runs, as packed documents may have them, share recordings.
-        key = (
-            buffer.data_ptr(), self._flag(wave, 0), self.batch, self.heads, heads.start, heads.stop, self.row_bytes,
-            tuple(self.lengths), tuple(self.runs), tuple((g.start, g.stop) for g in groups),
-        )  # fmt: skip
-        same = _remember(link.same, key, object)
-        # A block of neighbouring rows for each lane: also where lanes share a copy engine, and one's recording runs
-        # after the other's, rows come in the order in which they are attended.
-        ends = [-(-len(rows) * i // len(link.lanes)) for i in range(len(link.lanes) + 1)]
-        parts = [rows[ends[i] : ends[i + 1]] for i in range(len(link.lanes))]
-        return [_Turn(i, part, [(same, i, slot) for slot in range(2)]) for i, part in enumerate(parts) if part]
+    def _make_chunks(self, link: Link, wave: int, groups: Sequence[slice]) -> list[_Chunk]:
+        count, size, made = self.buffers[wave].shape[1], 1, []
+        for g in groups:
+            rows = [b * count + h for b in range(self.batch) for h in range(g.start, g.stop)]
+            while rows:
+                n = size if len(rows) >= 2 * size else len(rows)
+                chunk, rows = rows[:n], rows[n:]
+                copies = [
+                    stream_memory.Copies([c for row in chunk for c in self._copies(link, wave, row, slot)])
+                    for slot in range(2)
+                ]
+                made.append(_Chunk(copies, stream_memory.Words([self._flag(wave, row) for row in chunk])))
+                size = min(2 * size, _CHUNK)
+        return made
 
-    def copy(self, link: Link, lane: int, wave: int, rows: Sequence[int], slot: int) -> None:
-        """Rows of a wave, one after the other, each with its flag. One chain of copies per recording: branches of a
-        CUDA graph may be executed one after the other, in any order."""
-        heads, row_bytes = self.waves[wave], self.row_bytes
-        count, stream, buffer = heads.stop - heads.start, link.lanes[lane], self.buffers[wave].data_ptr()
-        turn = lane % len(link.peers)
-        peers = link.peers[turn:] + link.peers[:turn]  # lanes read from different ones at a time
-        for row in rows:
-            theirs_row = row // count * self.heads + heads.start + row % count
-            for peer in peers:
-                theirs = self.slots[slot][peer] + theirs_row * self.lengths[peer] * row_bytes
-                for run in self.runs:
-                    if run.owner == peer:
-                        to = buffer + (row * self.keys + run.first) * row_bytes
-                        stream_memory.copy(stream, to, theirs + run.offset * row_bytes, run.length * row_bytes)
-            stream_memory.copy(stream, self._flag(wave, row), link.word(peers[0], EPOCH, slot), 4)
+    def _copies(self, link: Link, wave: int, row: int, slot: int) -> list[tuple[int, int, int]]:
+        """Target, source and bytes of what a row gets from others."""
+        heads, buffer, row_bytes = self.waves[wave], self.buffers[wave], self.row_bytes
+        count = heads.stop - heads.start
+        theirs_row = row // count * self.heads + heads.start + row % count
+        found = []
+        for peer in link.peers:
+            theirs = self.slots[slot][peer] + theirs_row * self.lengths[peer] * row_bytes
+            for run in self.runs:
+                if run.owner == peer:
+                    to = buffer.data_ptr() + (row * self.keys + run.first) * row_bytes
+                    found.append((to, theirs + run.offset * row_bytes, run.length * row_bytes))
+        return found
 
     def arrived(self, wave: int, group: slice) -> stream_memory.Words:
         """The flags of these heads of a wave."""
@@ -286,10 +266,11 @@ class Places:
         return self.flag + (wave * self.rows + row) * 32
 
 
-class _Turn(NamedTuple):
-    lane: int
-    rows: list[int]
-    keys: list[object]  # of the recordings, for each slot
+class _Chunk(NamedTuple):
+    """Rows that are pulled together."""
+
+    copies: list[stream_memory.Copies]  # from each slot
+    flags: stream_memory.Words
 
 
 class Pull:
@@ -305,7 +286,7 @@ class Pull:
 
     def begin(self, wave: int, groups: Sequence[slice]) -> None:
         """Start to pull a wave, in the order in which it is attended: groups of heads inside the wave."""
-        link, places, main, first = self.link, self.places, self.main, self.link.lanes[0]
+        link, places, main, pulling = self.link, self.places, self.main, self.link.pulling
         if wave == 0:
             main.wait_event(link.used)
         link.free.record(main)  # nothing uses the memory of the buffer any more
@@ -317,18 +298,14 @@ class Pull:
                 if run.owner == link.rank:
                     mine = places.mine[self.slot][:, heads, run.offset : run.offset + run.length]
                     buffer[:, :, run.first : run.first + run.length].copy_(mine)
-        first.wait_event(link.free)
+        pulling.wait_event(link.free)
         if wave == 0:
-            link.hear(first, READY, self.epoch)
-        link.may_pull.record(first)
-        for i, rows, keys in places.turns(link, wave, groups):
-            lane, key = link.lanes[i], keys[self.slot]
-            if i > 0:
-                lane.wait_event(link.may_pull)
-            link.play(lane, key, functools.partial(places.copy, link, i, wave, rows, self.slot))
+            link.hear(pulling, READY, self.epoch)
+        for copies, flags in places.chunks(link, wave, groups):
+            copies[self.slot].queue(pulling)
+            flags.write(pulling, self.epoch)
         if wave == self.last:
-            for pulled, lane in zip(link.pulled, link.lanes, strict=True):
-                pulled.record(lane)
+            link.pulled.record(pulling)
         if wave == 0:  # see above: a kernel that waits may wait for copies only
             with watched(link, main, f"pull {self.epoch}", READY, self.epoch):
                 link.hear(main, READY, self.epoch)
@@ -340,7 +317,7 @@ class Pull:
         places = self.places
         # The slot was last read two epochs ago, and who was READY for the last epoch has pulled all of the one before.
         pack_rows(self.k, self.v, places.mine[self.slot], places.buffers[0], places.own)
-        self.link.offered[self.slot].write(self.main, self.epoch)
+        self.link.tell(self.main, READY, self.epoch)
 
     def arrivals(self, wave: int) -> Arrivals:
         return Arrivals(self.places.flags[wave], self.epoch, self.link.gave_up)
@@ -352,8 +329,7 @@ class Pull:
     def release(self, wave: int) -> None:
         """Behind the last kernel of a wave. Its memory may be reused by work queued after this."""
         if wave == self.last:  # copies of rows that no kernel waited for, too
-            for pulled in self.link.pulled:
-                self.main.wait_event(pulled)
+            self.main.wait_event(self.link.pulled)
             self.link.used.record(self.main)
         else:
             self.wait(wave, slice(0, self.places.buffers[wave].shape[1]))

@@ -1,26 +1,26 @@
 """Words in GPU memory that streams write and wait for, and copies by the copy engines: the CUDA driver's stream memory
-operations, which torch has no names for.
+operations and batches of copies, which torch has no names for.
 
 None of these needs a multiprocessor, so all of them make progress beside a kernel that fills the GPU, as long as source
 and target of a copy are on different devices (a copy inside one device is a kernel). A comparison wraps around: a word
 is reached when ``int32(word - value) >= 0``.
 
-Reference: CUDA Driver API, "Stream Memory Operations" (cuStreamBatchMemOp), "Memory Management" (cuMemcpyAsync) and
-"Graph Management".
+Reference: CUDA Driver API, "Stream Memory Operations" (cuStreamBatchMemOp) and "Memory Management" (cuMemcpyAsync,
+cuMemcpyBatchAsync).
 """
 
 from __future__ import annotations
 
 import ctypes
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 
 _WAIT, _WRITE = 1, 2  # CUstreamBatchMemOpType
 _MOST = 255  # operations of one call: fewer than 256, says the driver's manual and means it
-_THREAD_LOCAL = 1  # CUstreamCaptureMode: calls of other threads do not disturb the capture
+_IN_STREAM_ORDER, _BESIDE_KERNELS = 1, 1  # CUmemcpySrcAccessOrder, CUmemcpyFlags
 
 
 class _Operation(ctypes.Structure):
@@ -33,6 +33,17 @@ class _Operation(ctypes.Structure):
         ("flags", ctypes.c_uint32),  # 0: wait until int32(word - value) >= 0; write with a memory barrier
         ("alias", ctypes.c_uint64),
         ("_pad", ctypes.c_uint64),
+    )
+
+
+class _Attributes(ctypes.Structure):
+    """CUmemcpyAttributes: when sources are read, hints of where memory is (none is needed for GPUs' own), flags."""
+
+    _fields_ = (
+        ("order", ctypes.c_int),
+        ("source", ctypes.c_int * 2),
+        ("target", ctypes.c_int * 2),
+        ("flags", ctypes.c_uint),
     )
 
 
@@ -51,12 +62,12 @@ class _Driver:
         self.memory_operations = function("cuStreamBatchMemOp_v2", pointer, number, pointer, number)
         self.copy = function("cuMemcpyAsync", size, size, ctypes.c_size_t, pointer)
         self.exchange_capture_mode = function("cuThreadExchangeStreamCaptureMode", pointer)
-        self.begin_capture = function("cuStreamBeginCapture_v2", pointer, number)
-        self.end_capture = function("cuStreamEndCapture", pointer, pointer)
-        self.instantiate = function("cuGraphInstantiateWithFlags", pointer, pointer, size)
-        self.launch = function("cuGraphLaunch", pointer, pointer)
-        self.destroy_graph = function("cuGraphDestroy", pointer)
-        self.destroy_executable = function("cuGraphExecDestroy", pointer)
+        try:  # from CUDA 12.8 on
+            self.copy_batch = function(
+                "cuMemcpyBatchAsync", pointer, pointer, pointer, size, pointer, pointer, size, pointer, pointer
+            )
+        except AttributeError:
+            self.copy_batch = None
         self.error_name = function("cuGetErrorName", number, pointer)
 
 
@@ -127,35 +138,45 @@ def copy_all(stream: torch.cuda.Stream, copies: Sequence[tuple[int, int, int]], 
             _check(error, f"copying {size} bytes")
 
 
-class Recording:
-    """Operations that can be queued again and again in one call: a CUDA graph.
+class _Arrays(NamedTuple):
+    """Arguments of one call for some copies."""
 
-    Args:
-        stream: where ``operations`` begin and end; other streams that take part wait for its events and it for theirs.
-        operations: queues them; nothing runs yet.
+    targets: Any
+    sources: Any
+    sizes: Any
+    number: int
+
+
+class Copies:
+    """Copies in no order that are queued together: (target, source, bytes) of each.
+
+    One call for up to _MOST of them, which the copy engine then takes without a rest in between; one call for each
+    where the driver is older than CUDA 12.8.
     """
 
-    def __init__(self, stream: torch.cuda.Stream, operations: Callable[[], None]) -> None:
-        driver, graph = _driver(), ctypes.c_void_p()
-        self.executable = ctypes.c_void_p()
-        _check(driver.begin_capture(stream.cuda_stream, _THREAD_LOCAL), "recording")
-        try:
-            operations()
-        finally:
-            error = driver.end_capture(stream.cuda_stream, ctypes.byref(graph))
-        _check(error, "recording")
-        try:
-            _check(driver.instantiate(ctypes.byref(self.executable), graph, 0), "making a graph of a recording")
-        finally:
-            driver.destroy_graph(graph)
+    def __init__(self, copies: Sequence[tuple[int, int, int]]) -> None:
+        self.copies = copies
+        self.arrays = []
+        for part in (copies[i : i + _MOST] for i in range(0, len(copies), _MOST)):
+            targets, sources, sizes = ((ctypes.c_uint64 * len(part))(*column) for column in zip(*part, strict=True))
+            self.arrays.append(_Arrays(targets, sources, sizes, len(part)))
+        self.attributes = _Attributes(order=_IN_STREAM_ORDER, flags=_BESIDE_KERNELS)
+        self.first = ctypes.c_size_t(0)  # the attributes are those of all copies from this one on
+        self.failed = ctypes.c_size_t(0)  # where the driver says which copy it refused
 
-    def play(self, stream: torch.cuda.Stream) -> None:
-        if error := _driver().launch(self.executable, stream.cuda_stream):
-            _check(error, "playing a recording")
-
-    def __del__(self) -> None:
-        if self.executable:
-            _driver().destroy_executable(self.executable)
+    def queue(self, stream: torch.cuda.Stream) -> None:
+        """What is queued behind them waits for all. Not on the default stream."""
+        together = _driver().copy_batch
+        if together is None:
+            copy_all(stream, self.copies, 0)
+            return
+        by = ctypes.byref
+        for targets, sources, sizes, number in self.arrays:
+            if error := together(
+                targets, sources, sizes, number, by(self.attributes), by(self.first), 1, by(self.failed),
+                stream.cuda_stream,
+            ):  # fmt: skip
+                _check(error, f"copying {number} pieces of memory")
 
 
 def ignore_captures() -> None:

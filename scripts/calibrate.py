@@ -20,13 +20,12 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import functools
 import json
 import os
 import statistics
 import sys
 import time
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -200,33 +199,30 @@ class Machine:
         assert link is not None
         size, few = 32 << 20, 32
         region = link.reserve(0, size)
-        here = self.zeros(len(link.lanes) * size * len(link.peers) // 4)
+        here = self.zeros(size * len(link.peers) // 4)
+        to = [here.data_ptr() + i * size for i in range(len(link.peers))]
 
-        def pull(times: int, size: int) -> Callable[[], None]:
-            """As a gather does: recorded once, a chain of copies on each lane."""
+        def pull(size: int) -> stream_memory.Copies:
+            """As a gather pulls a chunk."""
+            sources = (region.addresses[peer] for peer in link.peers)
+            return stream_memory.Copies([(target, source, size) for target, source in zip(to, sources, strict=True)])
 
-            def copy(lane: torch.cuda.Stream, turns: Sequence[int]) -> None:
-                for turn in turns:
-                    for i, peer in enumerate(link.peers):
-                        to = here.data_ptr() + (turn % len(link.lanes) * len(link.peers) + i) * size
-                        stream_memory.copy(lane, to, region.addresses[peer], size)
+        def queued(copies: Callable[[torch.cuda.Stream], None]) -> Callable[[], None]:
+            def body() -> None:
+                link.pulling.wait_event(torch.cuda.current_stream().record_event())
+                copies(link.pulling)
+                torch.cuda.current_stream().wait_event(link.pulling.record_event())
 
-            def play() -> None:
-                start = torch.cuda.current_stream().record_event()
-                for i, lane in enumerate(link.lanes):
-                    lane.wait_event(start)
-                    turns = range(i, times, len(link.lanes))
-                    link.play(lane, ("calibrate", i, times, size), functools.partial(copy, lane, turns))
-                for lane in link.lanes:
-                    torch.cuda.current_stream().wait_event(lane.record_event())
+            return body
 
-            return play
+        def one_by_one(stream: torch.cuda.Stream) -> None:
+            for turn in range(few * len(link.peers)):
+                peer = turn % len(link.peers)
+                stream_memory.copy(stream, to[peer], region.addresses[link.peers[peer]], 1024)
 
-        lanes = len(link.lanes)
-        one = self.time(pull(lanes * few, 1024)) / few / lanes / len(link.peers)
-        took = self.time(pull(lanes, size))
-        whole = lanes * size * len(link.peers)
-        return dict(copy_ms=one, pull_gbs=whole / max(took - lanes * one, took / 2) / 1e6)
+        one = self.time(queued(one_by_one)) / few / len(link.peers)
+        took = self.time(queued(pull(size).queue))
+        return dict(copy_ms=one, pull_gbs=size * len(link.peers) / max(took - one, took / 2) / 1e6)
 
     # Whole calls
 

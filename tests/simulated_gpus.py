@@ -33,7 +33,7 @@ from torch.overrides import TorchFunctionMode
 
 from ringattn import pulls
 
-_KINDS = ("READY", "LANDED", "FREE", "EPOCH")
+_KINDS = ("READY", "LANDED", "FREE")
 
 
 class Deadlock(AssertionError):
@@ -50,9 +50,8 @@ class Operation:
         ready: Callable[[], bool] | None = None,
         *,
         multiprocessors: str = "",
-        event: Record | None = None,
     ) -> None:
-        self.name, self.run, self.ready, self.multiprocessors, self.event = name, run, ready, multiprocessors, event
+        self.name, self.run, self.ready, self.multiprocessors = name, run, ready, multiprocessors
         self.number = 0  # among all that this GPU has been given
 
 
@@ -72,7 +71,7 @@ class Event:
 
     def record(self, stream: Stream) -> None:
         self.last = Record(stream.role)
-        stream.put(Operation("record", self.last.finish, event=self.last))
+        stream.put(Operation("record", self.last.finish))
 
 
 class Stream:
@@ -84,9 +83,6 @@ class Stream:
         gpu.streams.append(self)
 
     def put(self, operation: Operation) -> None:
-        if self.gpu.world.recording is not None:
-            self.gpu.world.recording.setdefault(self, []).append(operation)
-            return
         self.gpu.given += 1
         operation.number = self.gpu.given
         self.queue.append(operation)
@@ -152,29 +148,15 @@ class Words:
             stream.put(Operation(name, functools.partial(_store, address, value)))
 
 
-class Recording:
-    """As stream_memory.Recording: branches, one per stream that took part, which end before what is queued behind."""
+class Copies:
+    """As stream_memory.Copies: in any order."""
 
-    def __init__(self, world: World, stream: Stream, operations: Callable[[], None]) -> None:
-        world.recording = {}
-        operations()
-        self.recorded, world.recording = world.recording, None
-        self.branches = {s: Stream(s.gpu, s.role) for s in self.recorded}
-        for s, branch in self.branches.items():
-            branch.connection = s.connection
+    def __init__(self, world: World, copies: Sequence[tuple[int, int, int]]) -> None:
+        self.world, self.copies = world, list(copies)
 
-    def play(self, stream: Stream) -> None:
-        stream.put(Operation("graph starts", lambda: self._start(number)))
-        number = stream.gpu.given
-        stream.put(Operation("graph ends", lambda: None, lambda: not any(b.queue for b in self.branches.values())))
-
-    def _start(self, number: int) -> None:
-        for s, operations in self.recorded.items():
-            for operation in operations:
-                operation.number = number
-                if operation.event is not None:
-                    operation.event.done = False
-            self.branches[s].queue.extend(operations)
+    def queue(self, stream: Stream) -> None:
+        self.world.random.shuffle(self.copies)
+        self.world.copy_all(stream, self.copies, 0)
 
 
 def reached(address: int, value: int) -> bool:
@@ -204,8 +186,8 @@ def _poison(memory: numpy.ndarray) -> None:
 class World:
     """
     Args:
-        dropped: names of waits that are left out: "READY", "READY on main", ..., "flags", "counters", "lane waits for
-            main", ...
+        dropped: names of waits that are left out: "READY", "READY on main", ..., "flags", "counters", "pulling waits
+            for main", ...
         connections: of each GPU with its host; streams share them by turns, and what shares one is executed in the
             order in which it was queued (CUDA_DEVICE_MAX_CONNECTIONS).
         found: the byte that fresh memory is full of.
@@ -223,7 +205,6 @@ class World:
         self.dropped, self.connections, self.found = dropped, connections, found
         self.gpus = [Gpu(self, rank) for rank in range(ranks)]
         self.stream: Stream | None = None  # the current one
-        self.recording: dict[Stream, list[Operation]] | None = None
         self.pads: list[tuple[int, int]] = []  # address and size
         # Some orders are drawn step by step; others hold streams back for long, as a stalled rank does.
         self.patient = self.random.random() < 0.7
@@ -250,8 +231,7 @@ class World:
         )
         monkeypatch.setattr(pulls, "torch", _Torch(cuda))
         driver = SimpleNamespace(
-            Words=functools.partial(Words, self), Recording=functools.partial(Recording, self), copy=self.copy,
-            copy_all=self.copy_all,
+            Words=functools.partial(Words, self), Copies=functools.partial(Copies, self), copy_all=self.copy_all
         )  # fmt: skip
         monkeypatch.setattr(pulls, "stream_memory", driver)
         monkeypatch.setattr(pulls, "watched", lambda *_: contextlib.nullcontext())

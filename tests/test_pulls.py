@@ -226,9 +226,7 @@ class Group:
             mains = [Stream(world.gpus[rank], "main") for _ in range(case.streams)]
             with world.host(mains[0]):
                 link = pulls.Link(place, len(ranks), CPU, shared.of(rank))
-            for lane in link.lanes:
-                lane.role = "lane"
-            link.pushing.role = "pushing"
+            link.pulling.role, link.pushing.role = "pulling", "pushing"
             self._set_off(link)
             self.links.append(link)
             self.mains.append(mains)
@@ -426,9 +424,8 @@ NEEDED = {
     "flags": "waits by streams",
     "kernel": "one wave",
     "counters": "one wave",
-    "lane waits for main": "waves",
-    "lane waits for lane": "four ranks",
-    "main waits for lane": "rows that no kernel waits for",
+    "pulling waits for main": "waves",
+    "main waits for pulling": "rows that no kernel waits for",
     "main waits for pushing": "waves",
     "pushing waits for main": "waits by streams",
 }
@@ -514,8 +511,7 @@ def test_no_more_is_prepared_than_a_limit(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(pulls, "_REMEMBERED", 3)
     group = alone(monkeypatch, Case(ranks=2), [("forward", n) for n in (30, 8, 10, 12, 14, 16, 8, 10, 30)])
     for link in group.links:
-        assert len(link.prepared) == len(link.same) == 3
-        assert len(link.recordings) <= 3
+        assert len(link.prepared) == 3
 
 
 def test_what_is_used_stays_prepared_while_others_come_and_go(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import itertools
 import time
 from types import SimpleNamespace
 from typing import Any
@@ -11,7 +12,7 @@ import pytest
 import torch
 
 from ringattn import stream_memory
-from ringattn.stream_memory import Recording, Words
+from ringattn.stream_memory import Copies, Words
 
 needs_gpu = pytest.mark.skipif(not stream_memory.available(), reason="needs a GPU and a driver with these operations")
 
@@ -23,6 +24,7 @@ class Driver:
         self.error = error
         self.words: list[list[tuple[int, int, int, int]]] = []  # per call: operation, address, value, flags
         self.copies: list[tuple[int, int, int]] = []
+        self.together: list[list[tuple[int, int, int]]] = []  # per call
 
     def memory_operations(self, stream: int, count: int, operations: Any, flags: int) -> int:
         assert (stream, flags, len(operations)) == (7, 0, count)
@@ -31,6 +33,16 @@ class Driver:
 
     def copy(self, target: int, source: int, size: int, stream: int) -> int:
         self.copies.append((target, source, size))
+        return self.error
+
+    def copy_batch(
+        self, targets: Any, sources: Any, sizes: Any, count: int, attributes: Any, first: Any, kinds: int, failed: Any,
+        stream: int,
+    ) -> int:  # fmt: skip
+        assert (stream, kinds, first._obj.value) == (7, 1, 0)
+        assert (attributes._obj.order, attributes._obj.flags) == (1, 1)
+        assert len(targets) == len(sources) == len(sizes) == count
+        self.together.append(list(zip(targets, sources, sizes, strict=True)))
         return self.error
 
     def error_name(self, error: int, name: Any) -> int:
@@ -53,6 +65,27 @@ def test_an_operation_is_laid_out_as_in_cuda_h() -> None:
     assert ctypes.sizeof(stream_memory._Operation) == 48
     offsets = {name: getattr(stream_memory._Operation, name).offset for name, _ in stream_memory._Operation._fields_}
     assert offsets == dict(operation=0, address=8, value=16, flags=24, alias=32, _pad=40)
+
+
+def test_attributes_are_laid_out_as_in_cuda_h() -> None:
+    """CUmemcpyAttributes: an enum, two CUmemLocation of two ints each, unsigned flags."""
+    assert ctypes.sizeof(stream_memory._Attributes) == 24
+    offsets = {name: getattr(stream_memory._Attributes, name).offset for name, _ in stream_memory._Attributes._fields_}
+    assert offsets == dict(order=0, source=4, target=12, flags=20)
+
+
+@pytest.mark.parametrize("count", [0, 1, 255, 256, 600])
+def test_many_copies_are_queued_in_few_calls_and_one_by_one_by_an_older_driver(driver: Driver, count: int) -> None:
+    copies = [(1 << 40 | i, 2 << 40 | i, 3 << 32 | i) for i in range(count)]
+    made = Copies(copies)
+    made.queue(STREAM)
+    made.queue(STREAM)
+    assert [c for call in driver.together for c in call] == 2 * copies
+    assert len(driver.together) == 2 * -(-count // 255)
+    assert driver.copies == []
+    driver.copy_batch = None  # type: ignore[assignment]
+    made.queue(STREAM)
+    assert driver.copies == copies
 
 
 @pytest.mark.parametrize("count", [0, 1, 255, 256, 600])
@@ -89,6 +122,8 @@ def test_an_error_says_what_failed_and_the_driver_s_name_of_it(driver: Driver) -
     ):
         with pytest.raises(RuntimeError, match=r"^copying 3 bytes: the CUDA driver says CUDA_ERROR_SAID \(700\)$"):
             copying()
+    with pytest.raises(RuntimeError, match=r"^copying 2 pieces of memory: the CUDA driver says CUDA_ERROR_SAID"):
+        Copies([(1, 2, 3), (4, 5, 6)]).queue(STREAM)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
@@ -148,25 +183,29 @@ def test_a_word_is_written_behind_what_was_queued_before_it() -> None:
 
 
 @needs_gpu
-def test_copies_and_words_progress_beside_a_kernel_and_recordings_play_again() -> None:
+@pytest.mark.parametrize("together", [True, False])
+def test_copies_and_words_progress_beside_a_kernel(monkeypatch: pytest.MonkeyPatch, together: bool) -> None:
     """Between pinned memory of the host and the GPU, which a copy engine moves."""
+    if not together:
+        monkeypatch.setattr(stream_memory._driver(), "copy_batch", None)
     here = torch.arange(1 << 20, dtype=torch.int32).pin_memory()
     there = torch.zeros_like(here, device="cuda")
     word = torch.zeros(1, dtype=torch.int32, device="cuda")
-    main, lane = torch.cuda.Stream(), torch.cuda.Stream()
+    main, side = torch.cuda.Stream(), torch.cuda.Stream()
     torch.cuda.synchronize()
-    size = here.numel() * 4
-    played = Recording(lane, lambda: stream_memory.copy(lane, there.data_ptr(), here.data_ptr(), size))
+    cuts = [0, 1, 1000, 4096, 300_000, here.numel()]
+    pieces = itertools.pairwise(cuts)
+    copies = Copies([(address(there, a), address(here, a), 4 * (b - a)) for a, b in pieces])
     for epoch in (1, 2):
         there.zero_()
         torch.cuda.synchronize()
         with torch.cuda.stream(main):
             torch.cuda._sleep(2_000_000_000)
         spinning = main.record_event()
-        played.play(lane)
-        Words([address(word)]).write(lane, epoch)
-        Words([address(word)]).wait(lane, epoch)
-        lane.synchronize()
-        assert not spinning.query(), "the copy waited for the kernel"
+        copies.queue(side)
+        Words([address(word)]).write(side, epoch)
+        Words([address(word)]).wait(side, epoch)
+        side.synchronize()
+        assert not spinning.query(), "the copies waited for the kernel"
         torch.cuda.synchronize()
         assert torch.equal(there.cpu(), here)
