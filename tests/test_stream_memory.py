@@ -170,6 +170,9 @@ def test_a_word_is_written_behind_what_was_queued_before_it() -> None:
     word = torch.zeros(1, dtype=torch.int32, device="cuda")
     torch.cuda.synchronize()
     first, second = torch.cuda.Stream(), torch.cuda.Stream()
+    torch.cuda._sleep(1)  # a kernel that is loaded while a stream waits may wait for that stream
+    y.copy_(x.fill_(0.0))
+    torch.cuda.synchronize()
     for epoch in range(1, 30):
         Words([address(word)]).wait(second, epoch)
         with torch.cuda.stream(second):
