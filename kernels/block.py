@@ -70,7 +70,7 @@ class Arrivals(NamedTuple):
 
     Args:
         flags: (batch * kv_heads, 8) int32, on the device; only column 0 counts, each row has a sector of its own.
-        epoch: the number that this call's copies write.
+        epoch: the number that is written behind this call's copies.
         gave_up: (1,) int32, in pinned host memory: a kernel that waited too long stores ``row + 1`` and traps.
     """
 

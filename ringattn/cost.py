@@ -70,7 +70,7 @@ class Costs:
 _H200 = Costs(
     forward_tflops=640, backward_tflops=540, memory_gbs=3000, kernel_ms=0.04,
     message_gbs=250, local_gbs=250, message_ms=0.03, contention=0.5, ring_forward_ms=0.3, ring_backward_ms=1.0,
-    pull_gbs=300, copy_ms=0.004, handshake_ms=0.05, gather_forward_ms=0.4, gather_backward_ms=1.8,
+    pull_gbs=300, copy_ms=0.004, handshake_ms=0.05, gather_forward_ms=0.3, gather_backward_ms=1.3,
 )  # fmt: skip
 
 # Four H200s of one host; the same with a 400 Gbit/s network card each, whose messages need few multiprocessors; the

@@ -10,8 +10,9 @@ exchange (*epoch*), which only grows::
     FREE[r]    at all ranks   rank r has summed what was pushed to it
 
 A rank waits until every other rank is READY before it launches the attention. That kernel may then start while its keys
-are still being pulled, and poll for them (:class:`.kernels.block.Arrivals`): nothing but copies is outstanding, which
-progress beside any kernel, so that two attentions in flight on two groups cannot wait for each other in a circle.
+are still being pulled, and poll for them (:class:`.kernels.block.Arrivals`): nothing but copies and the flags behind
+them is outstanding, which progress beside any kernel, so that two attentions in flight on two groups cannot wait for
+each other in a circle.
 
 Copies that are queued one by one run one by one, on however many streams: one copy engine serves them all, and rests
 for some microseconds between two. So rows are pulled in chunks, each by one call of the driver, which the engine takes
@@ -47,7 +48,8 @@ _WORD = 32  # bytes between words: each in a sector of its own
 _RANKS = 64  # of one host, at most
 _PAD = _KINDS * _RANKS * _WORD  # bytes of all words
 _KEYS, _GRADIENTS = 0, 1  # the other regions: two slots of keys and values; contributions
-_CHUNK = 4  # rows of a chunk, but for the first ones: more would not come faster, only later
+_CHUNK = 4  # rows of a chunk behind the first ones: more would hardly come faster, only later
+_CHUNKS = 32  # of a wave, about, however many rows: a stream holds some hundred operations before its host must wait
 _REMEMBERED = 256  # shapes, and tables of sums: packed documents change them with every batch
 
 
@@ -225,17 +227,18 @@ class Places:
 
     def _make_chunks(self, link: Link, wave: int, groups: Sequence[slice]) -> list[_Chunk]:
         count, size, made = self.buffers[wave].shape[1], 1, []
+        most = max(_CHUNK, self.batch * count // _CHUNKS)
         for g in groups:
             rows = [b * count + h for b in range(self.batch) for h in range(g.start, g.stop)]
             while rows:
-                n = size if len(rows) >= 2 * size else len(rows)
+                n = size if len(rows) >= 2 * size else len(rows)  # a last one that is too short joins the one before
                 chunk, rows = rows[:n], rows[n:]
                 copies = [
                     stream_memory.Copies([c for row in chunk for c in self._copies(link, wave, row, slot)])
                     for slot in range(2)
                 ]
                 made.append(_Chunk(copies, stream_memory.Words([self._flag(wave, row) for row in chunk])))
-                size = min(2 * size, _CHUNK)
+                size = min(2 * size, most)
         return made
 
     def _copies(self, link: Link, wave: int, row: int, slot: int) -> list[tuple[int, int, int]]:
@@ -301,14 +304,14 @@ class Pull:
         pulling.wait_event(link.free)
         if wave == 0:
             link.hear(pulling, READY, self.epoch)
+            # In front of the copies: where they fill the stream, the host waits for the other ranks, too.
+            with watched(link, main, f"pull {self.epoch}", READY, self.epoch):
+                link.hear(main, READY, self.epoch)  # see above: a kernel that waits may wait for copies only
         for copies, flags in places.chunks(link, wave, groups):
             copies[self.slot].queue(pulling)
             flags.write(pulling, self.epoch)
         if wave == self.last:
             link.pulled.record(pulling)
-        if wave == 0:  # see above: a kernel that waits may wait for copies only
-            with watched(link, main, f"pull {self.epoch}", READY, self.epoch):
-                link.hear(main, READY, self.epoch)
 
     def _offer(self) -> None:
         """This rank's keys and values to where the others pull them, and where one wave holds all to their place."""

@@ -1,9 +1,9 @@
 """Words in GPU memory that streams write and wait for, and copies by the copy engines: the CUDA driver's stream memory
 operations and batches of copies, which torch has no names for.
 
-None of these needs a multiprocessor, so all of them make progress beside a kernel that fills the GPU, as long as source
-and target of a copy are on different devices (a copy inside one device is a kernel). A comparison wraps around: a word
-is reached when ``int32(word - value) >= 0``.
+None of these needs a multiprocessor, so all of them make progress beside a kernel that fills the GPU (measured on H200s
+over NVLink), as long as source and target of a copy are on different devices: a copy inside one device is a kernel. A
+comparison wraps around: a word is reached when ``int32(word - value) >= 0``.
 
 Reference: CUDA Driver API, "Stream Memory Operations" (cuStreamBatchMemOp) and "Memory Management" (cuMemcpyAsync,
 cuMemcpyBatchAsync).
@@ -162,7 +162,6 @@ class Copies:
             self.arrays.append(_Arrays(targets, sources, sizes, len(part)))
         self.attributes = _Attributes(order=_IN_STREAM_ORDER, flags=_BESIDE_KERNELS)
         self.first = ctypes.c_size_t(0)  # the attributes are those of all copies from this one on
-        self.failed = ctypes.c_size_t(0)  # where the driver says which copy it refused
 
     def queue(self, stream: torch.cuda.Stream) -> None:
         """What is queued behind them waits for all. Not on the default stream."""
@@ -170,10 +169,10 @@ class Copies:
         if together is None:
             copy_all(stream, self.copies, 0)
             return
-        by = ctypes.byref
+        by, failed = ctypes.byref, ctypes.c_size_t(0)
         for targets, sources, sizes, number in self.arrays:
             if error := together(
-                targets, sources, sizes, number, by(self.attributes), by(self.first), 1, by(self.failed),
+                targets, sources, sizes, number, by(self.attributes), by(self.first), 1, by(failed),
                 stream.cuda_stream,
             ):  # fmt: skip
                 _check(error, f"copying {number} pieces of memory")

@@ -557,13 +557,13 @@ def measure(runners: list[Runner], rounds: int, segment_ms: float, clock: Clock)
     orders = balanced_orders(len(runners)) * rounds
     wanted = math.ceil(LAUNCHES / len(orders))
     run_segment(runners[orders[-1][-1]], segment_ms, wanted)  # not counted; the first order, too, comes after the last
-    spans = []
+    counting = []
     for runner in (runners[i] for i in itertools.chain.from_iterable(orders)):
         began = time.time()
         launches = counted(run_segment(runner, segment_ms, wanted))
         runner.times += [launch.ms for launch in launches]
-        spans.append((runner, began + launches[0].begin / 1e3, time.time()))
-    for runner, begin, end in spans:  # only now: the chip would rest while samples are looked through
+        counting.append((runner, began + launches[0].begin / 1e3, time.time()))
+    for runner, begin, end in counting:  # only now: the chip would rest while samples are looked through
         runner.clocks += clock.between(begin, end)
     assert all(len(runner.times) >= LAUNCHES for runner in runners)
 

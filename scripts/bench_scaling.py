@@ -16,13 +16,15 @@ beside
 * ``matmul``: a product of two 8192 x 8192 matrices in the same run.
 
 Weak scaling is ``--tokens`` per rank over several ``--ranks``; strong scaling is ``--total`` tokens. Documents have
-log-normal lengths (median 2,048, sigma 1.2, seed 0). All take turns in segments of ``--seconds``. Who comes after one
-that draws little power runs faster for a while, so each follows each other one equally often (balanced_orders), and the
-first ``--settle`` seconds do not count, nor does a product of two matrices before them, behind which the host is ahead
-as in a model. A segment's time is that of the slowest rank, and the median over segments, ``--segments`` or a few more,
-counts. FLOPs: ``4 * heads * head_dim`` for each visible pair of a query and a key, over the ranks; forward+backward
-3.5 times that, whatever a kernel really computes. Random data. A rate above the hardware's peak ends the run: then the
-timing is wrong.
+log-normal lengths (median 2,048, sigma 1.2, seed 0). FLOPs: ``4 * heads * head_dim`` for each visible pair of a query
+and a key, over the ranks; forward+backward 3.5 times that, whatever a kernel really computes. Random data. A rate above
+the hardware's peak ends the run: then the timing is wrong.
+
+All take turns in segments of ``--seconds``. Who comes after one that draws little power runs faster for a while, so
+each follows each other one equally often (balanced_orders), and what a segment begins with does not count: a product of
+two matrices, behind which the host is ahead as in a model, and calls for ``--settle`` seconds, at least one. A
+segment's time is that of the slowest rank, and the median over segments counts: ``--segments``, or up to twice as many
+where the balance needs them.
 
 Also measured: the peak memory of each call beside what the plan predicts, and, for each group size, the error against
 float64 on a small problem beside the error of one rank. Every measurement is a line of JSON in ``--out``, written when
@@ -249,7 +251,7 @@ class Bench:
                     call()
             ms = max(group.largest(each)[0], 1e-3)
             repeats[name] = max(1, round(args.seconds * 1e3 / ms))
-            settle[name] = round(args.settle * 1e3 / ms)
+            settle[name] = math.ceil(args.settle * 1e3 / ms)
         names, orders = list(calls), balanced_orders(len(calls))
         orders *= math.ceil(args.segments / len(orders))
         lead = [orders[-1][-1]]  # not counted; the first order, too, comes after the last
@@ -634,7 +636,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--wheels", type=Path, default=ROOT / ".whl", help="folder with the wheel of ring-flash-attn")
     parser.add_argument("--segments", type=positive, default=20, help="of each, at least")
     parser.add_argument("--seconds", type=float, default=0.05, help="length of a segment; at least one call")
-    parser.add_argument("--settle", type=float, default=0.1, help="seconds of a segment that do not count before it")
+    parser.add_argument("--settle", type=float, default=0.06, help="seconds before a segment that do not count")
     parser.add_argument("--check-tokens", type=positive, help="per rank, when peers are compared with ours")
     parser.add_argument("--error-tokens", type=positive, help="of the problem that is compared with float64")
     parser.add_argument("--errors", action=argparse.BooleanOptionalAction, default=True)

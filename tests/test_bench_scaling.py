@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import importlib.util
 import itertools
 import json
 import sys
+from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -90,6 +95,46 @@ def test_a_spent_budget_ends_the_run_with_a_report(pools, world_size: int, tmp_p
     (stopped,) = found["stopped"]
     assert [s["tokens"] for s in stopped["left"]] == [32]
     assert "1 settings left" in (tmp_path / "scaling.md").read_text()
+
+
+def test_everybody_settles_and_follows_everybody_else_equally_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of three contestants of 1, 30 and 200 ms, on the slower one of two ranks that takes 10 % longer."""
+    bench = object.__new__(bench_scaling.Bench)
+    bench.args = bench_scaling.parse(["--device=cpu", "--segments=7", "--seconds=0.05", "--settle=0.06"])
+    bench.device = torch.device("cpu")
+    group = SimpleNamespace(data=None, largest=lambda values: [1.1 * v for v in values])
+    monkeypatch.setattr(bench_scaling.dist, "all_reduce", lambda token, group: segments.append([]))
+    now, segments, lengths = 0.0, [[]], dict(short=1.0, middle=30.0, long=200.0)
+
+    def call(name: str) -> None:
+        nonlocal now
+        now += lengths[name]
+        segments[-1].append(name)
+
+    @contextlib.contextmanager
+    def clock() -> Iterator[list[float]]:
+        times: list[float] = []
+        began, at = now, len(segments[-1])
+        yield times
+        times.append(now - began)
+        segments[-1][at:] = [(name, "counts") for name in segments[-1][at:]]
+
+    monkeypatch.setattr(bench, "clock", clock)
+    calls = {name: (functools.partial(call, name), contextlib.nullcontext) for name in lengths}
+    found = bench.measure(calls, group)  # type: ignore[arg-type]
+
+    assert {name: len(times) for name, times in found.items()} == dict.fromkeys(lengths, 12)  # 6 orders, twice
+    for name, times in found.items():
+        assert times == pytest.approx([1.1 * lengths[name]] * 12)
+    order = [segment[0] for segment in segments[1:]]  # the first one is of trying out
+    assert len(order) == 1 + 36
+    assert order[0] == order[-1], "the lead is who came before the first in another round"
+    follows = Counter(itertools.pairwise(order))
+    assert max(follows.values()) - min(follows.values()) <= 2, "but for where orders meet"
+    settled, counted = dict(short=55, middle=2, long=1), dict(short=45, middle=2, long=1)  # of 1.1, 33 and 220 ms
+    for segment in segments[1:]:
+        name = segment[0]
+        assert segment == [name] * settled[name] + [(name, "counts")] * counted[name]
 
 
 def broken(where: str, rank: int) -> peers.Peer:

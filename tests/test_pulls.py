@@ -553,6 +553,34 @@ def test_neither_a_call_s_tensors_nor_a_link_are_kept(monkeypatch: pytest.Monkey
         gc.enable()
 
 
+@pytest.mark.parametrize(
+    ("batch", "groups", "sizes"),
+    [
+        (1, [(0, 1)], [1]),
+        (1, [(0, 2)], [1, 1]),
+        (1, [(0, 8)], [1, 2, 5]),
+        (2, [(0, 8)], [1, 2, 4, 4, 5]),
+        (2, [(0, 1), (1, 8)], [1, 1, 4, 4, 6]),  # none across groups, which are waited for apart
+        (64, [(0, 8)], [1, 2, 4, 8, *[16] * 30, 17]),
+    ],
+)
+def test_rows_are_pulled_in_chunks_that_grow(batch: int, groups: list[tuple[int, int]], sizes: list[int]) -> None:
+    places = object.__new__(pulls.Places)
+    places.batch, places.buffers = batch, [torch.empty(batch, groups[-1][1], 0)]
+    places._copies = lambda link, wave, row, slot: [(row, slot, 1)]  # type: ignore[method-assign]
+    places._flag = lambda wave, row: row  # type: ignore[method-assign]
+    driver = SimpleNamespace(Copies=list, Words=list)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pulls, "stream_memory", driver)
+        chunks = places._make_chunks(None, 0, [slice(*g) for g in groups])  # type: ignore[arg-type]
+    assert [len(chunk.flags) for chunk in chunks] == sizes
+    count = places.buffers[0].shape[1]
+    order = [b * count + h for g in groups for b in range(batch) for h in range(*g)]
+    assert [row for chunk in chunks for row in chunk.flags] == order  # type: ignore[attr-defined]
+    for slot in range(2):
+        assert [c for chunk in chunks for c in chunk.copies[slot]] == [(row, slot, 1) for row in order]  # type: ignore[attr-defined]
+
+
 class Seen:
     """An event that is done when a test says so."""
 

@@ -194,21 +194,25 @@ def test_copies_and_words_progress_beside_a_kernel(monkeypatch: pytest.MonkeyPat
     here = torch.arange(1 << 20, dtype=torch.int32).pin_memory()
     there = torch.zeros_like(here, device="cuda")
     word = torch.zeros(1, dtype=torch.int32, device="cuda")
-    main, side = torch.cuda.Stream(), torch.cuda.Stream()
+    back = torch.zeros_like(here).pin_memory()
+    main, side, reading = (torch.cuda.Stream() for _ in range(3))
     torch.cuda.synchronize()
     cuts = [0, 1, 1000, 4096, 300_000, here.numel()]
     pieces = itertools.pairwise(cuts)
     copies = Copies([(address(there, a), address(here, a), 4 * (b - a)) for a, b in pieces])
     for epoch in (1, 2):
         there.zero_()
+        back.zero_()
         torch.cuda.synchronize()
         with torch.cuda.stream(main):
             torch.cuda._sleep(2_000_000_000)
         spinning = main.record_event()
         copies.queue(side)
         Words([address(word)]).write(side, epoch)
-        Words([address(word)]).wait(side, epoch)
-        side.synchronize()
+        Words([address(word)]).wait(reading, epoch)
+        with torch.cuda.stream(reading):
+            back.copy_(there, non_blocking=True)
+        reading.synchronize()
         assert not spinning.query(), "the copies waited for the kernel"
+        assert torch.equal(back, here), "the word was written before all copies were done"
         torch.cuda.synchronize()
-        assert torch.equal(there.cpu(), here)
