@@ -160,31 +160,38 @@ def _keys(
 
 @triton.jit
 def _range_of_keys(
-    m, l, o, query, k, v, first, past, begin, full_begin, full_end, b, h_kv, start, end, pos_q, positions_k, slope,
-    k_b, k_s, k_h, v_b, v_s, v_h, scale, cap, seq_k,
+    m, l, o, aside, query, k, v, first, past, begin, full_begin, full_end, b, h_kv, start, end, pos_q, positions_k,
+    slope, k_b, k_s, k_h, v_b, v_s, v_h, scale, cap, seq_k,
     DIM: tl.constexpr, DIM_P2: tl.constexpr, DIM_V: tl.constexpr, DIM_V_P2: tl.constexpr, BLOCK_N: tl.constexpr,
     SIMPLE: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, CUT: tl.constexpr,
-    TMA: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
+    TMA: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr, PERIOD: tl.constexpr,
 ):  # fmt: skip
     """Keys ``[first, past)``, which every row sees, into (m, l, o). With CUT those of the two cut ranges laid end to
-    end, of which each row sees those from ``start`` to ``end``."""
-    for i in tl.range(first, bound(past), BLOCK_N, num_stages=STAGES):
-        n = i
-        if CUT:
-            n = cut_tile(i, begin, full_begin, full_end)
-        m, l, o = _keys(
-            m, l, o, query, k, v, n, b, h_kv, start, end, pos_q, positions_k, slope,
-            k_b, k_s, k_h, v_b, v_s, v_h, scale, cap, seq_k,
-            DIM, DIM_P2, DIM_V, DIM_V_P2, BLOCK_N, SIMPLE, SOFTCAP, ALIBI, CUT, TMA, PRECISION,
-        )  # fmt: skip
-    return m, l, o
-
-
-@triton.jit
-def _set_aside(aside, m_aside, o, m):
-    """Add o, whose point of reference is m, to what was set aside when it was ``m_aside``; begin anew."""
-    kept = tl.exp2(m_aside - tl.where(m == float("-inf"), 0.0, m))
-    return aside * kept[:, None] + o, tl.zeros_like(o)
+    end, of which each row sees those from ``start`` to ``end``. With PERIOD, behind so many keys each, o goes into
+    ``aside`` and begins anew, see Block.period."""
+    if PERIOD:
+        for some in tl.range(first, bound(past), PERIOD):
+            m_aside = m
+            m, l, o, _ = _range_of_keys(
+                m, l, o, aside, query, k, v, some, tl.minimum(some + PERIOD, past), begin, full_begin, full_end, b,
+                h_kv, start, end, pos_q, positions_k, slope, k_b, k_s, k_h, v_b, v_s, v_h, scale, cap, seq_k,
+                DIM, DIM_P2, DIM_V, DIM_V_P2, BLOCK_N, SIMPLE, SOFTCAP, ALIBI, CUT, TMA, PRECISION, STAGES, 0,
+            )  # fmt: skip
+            # What is there has the m of then as its point of reference, o the m of now.
+            kept = tl.exp2(m_aside - tl.where(m == float("-inf"), 0.0, m))
+            aside = aside * kept[:, None] + o
+            o = tl.zeros_like(o)
+    else:
+        for i in tl.range(first, bound(past), BLOCK_N, num_stages=STAGES):
+            n = i
+            if CUT:
+                n = cut_tile(i, begin, full_begin, full_end)
+            m, l, o = _keys(
+                m, l, o, query, k, v, n, b, h_kv, start, end, pos_q, positions_k, slope,
+                k_b, k_s, k_h, v_b, v_s, v_h, scale, cap, seq_k,
+                DIM, DIM_P2, DIM_V, DIM_V_P2, BLOCK_N, SIMPLE, SOFTCAP, ALIBI, CUT, TMA, PRECISION,
+            )  # fmt: skip
+    return m, l, o, aside
 
 
 # Strides of numbers per row, which depend on the length: whether they divide by 16 is worth no other kernel.
@@ -249,42 +256,23 @@ def _forward(
         o = o * kept[:, None]
 
     aside = o
-    if PERIOD:  # see Block.period
+    if PERIOD:
         o = tl.zeros_like(o)
-        for some in tl.range(bound(full_begin), bound(full_end), PERIOD):
-            m_aside = m
-            m, l, o = _range_of_keys(
-                m, l, o, query, k, v, some, tl.minimum(some + PERIOD, full_end), begin, full_begin, full_end, b, h_kv,
-                None, None, pos_q, positions_k, slope, k_b, k_s, k_h, v_b, v_s, v_h, scale, cap, seq_k,
-                DIM, DIM_P2, DIM_V, DIM_V_P2, BLOCK_N, SIMPLE, SOFTCAP, ALIBI, False, TMA, PRECISION, STAGES,
-            )  # fmt: skip
-            aside, o = _set_aside(aside, m_aside, o, m)
-    else:
-        m, l, o = _range_of_keys(
-            m, l, o, query, k, v, bound(full_begin), full_end, begin, full_begin, full_end, b, h_kv,
-            None, None, pos_q, positions_k, slope, k_b, k_s, k_h, v_b, v_s, v_h, scale, cap, seq_k,
-            DIM, DIM_P2, DIM_V, DIM_V_P2, BLOCK_N, SIMPLE, SOFTCAP, ALIBI, False, TMA, PRECISION, STAGES,
-        )  # fmt: skip
+    m, l, o, aside = _range_of_keys(
+        m, l, o, aside, query, k, v, bound(full_begin), full_end, begin, full_begin, full_end, b, h_kv,
+        None, None, pos_q, positions_k, slope, k_b, k_s, k_h, v_b, v_s, v_h, scale, cap, seq_k,
+        DIM, DIM_P2, DIM_V, DIM_V_P2, BLOCK_N, SIMPLE, SOFTCAP, ALIBI, False, TMA, PRECISION, STAGES, PERIOD,
+    )  # fmt: skip
     # Only the cut tiles read the intervals; loaded here they hold no registers in the loop above.
     start = tl.load(starts + b64 * starts_b + offs * starts_s, mask=alive, other=0)
     end = tl.load(ends + b64 * ends_b + offs * ends_s, mask=alive, other=0)
-    cut = full_begin - begin + stop - full_end
+    m, l, o, aside = _range_of_keys(
+        m, l, o, aside, query, k, v, 0, full_begin - begin + stop - full_end, begin, full_begin, full_end, b, h_kv,
+        start, end, pos_q, positions_k, slope, k_b, k_s, k_h, v_b, v_s, v_h, scale, cap, seq_k,
+        DIM, DIM_P2, DIM_V, DIM_V_P2, BLOCK_N, SIMPLE, SOFTCAP, ALIBI, True, TMA, PRECISION, STAGES, PERIOD,
+    )  # fmt: skip
     if PERIOD:
-        for some in tl.range(0, bound(cut), PERIOD):
-            m_aside = m
-            m, l, o = _range_of_keys(
-                m, l, o, query, k, v, some, tl.minimum(some + PERIOD, cut), begin, full_begin, full_end, b, h_kv,
-                start, end, pos_q, positions_k, slope, k_b, k_s, k_h, v_b, v_s, v_h, scale, cap, seq_k,
-                DIM, DIM_P2, DIM_V, DIM_V_P2, BLOCK_N, SIMPLE, SOFTCAP, ALIBI, True, TMA, PRECISION, STAGES,
-            )  # fmt: skip
-            aside, o = _set_aside(aside, m_aside, o, m)
         o = aside
-    else:
-        m, l, o = _range_of_keys(
-            m, l, o, query, k, v, 0, cut, begin, full_begin, full_end, b, h_kv,
-            start, end, pos_q, positions_k, slope, k_b, k_s, k_h, v_b, v_s, v_h, scale, cap, seq_k,
-            DIM, DIM_P2, DIM_V, DIM_V_P2, BLOCK_N, SIMPLE, SOFTCAP, ALIBI, True, TMA, PRECISION, STAGES,
-        )  # fmt: skip
 
     m_ptr = m_out + b64 * m_b + h64 * m_h + offs * m_s
     if FINALIZE:

@@ -66,7 +66,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from . import flash_backward
+from . import flash_backward, spans
 from . import hopper_backward_wide as wide
 from .block import Arrivals, Block, Departures, Score, int32
 from .dispatch import dispatch, launches_of, multiprocessors, on_device
@@ -113,7 +113,6 @@ LOG2E = 1.4426950408889634
 
 DS_STAGES = gl.constexpr(4)  # 3 are needed
 LEAST_STEPS = 128  # of a CTA, if its group has as many: beginning and end cost three
-LEAST_HEADS = 2  # query heads of a CTA, if its group has as many
 HEAD_DIMS = ((64, 64), (96, 96), (128, 128), (192, 128), (256, 256))  # of q, k and of v
 
 DS_READY, Q_FREE, DO_FREE, DQ_STAGED, DQ_SENT = (gl.constexpr(i) for i in (4, 8, 10, 12, 14))
@@ -639,25 +638,20 @@ def _best_split(q: Tensor, k: Tensor, block: Block) -> Split:
     been through all heads of the group while others are at the first. But a CTA that walks little is all beginning and
     end."""
     group = q.shape[2] // k.shape[2]
-    divisors = _divisors(group)
+    divisors = [n for n in range(1, group + 1) if group % n == 0]
     ctas = k.shape[0] * k.shape[2] * sum(triton.cdiv(n, _keys(q)) for n in block.segments_k)
     enough = 1.5 * _processors(q)
     held = [p for p in divisors if ctas * p <= 8 * enough] or [1]  # each part has a dk and dv; 71 heads divide by 1, 71
     occupying = next((p for p in held if ctas * p >= enough), held[-1])
     pairs = block.seq_q * block.seq_k if block.pairs is None else block.pairs
     steps = pairs / max(1, block.seq_k * BM.value)  # of a CTA, for each head
-    heads = next((h for h in divisors if h >= LEAST_HEADS and h * steps >= LEAST_STEPS), group)
+    heads = next((h for h in divisors if h >= spans.LEAST_HEADS and h * steps >= LEAST_STEPS), group)
     return Split(occupying, apart=True) if occupying > max(1, group // heads) else Split(group // heads)
-
-
-def _divisors(group: int) -> list[int]:
-    return [n for n in range(1, group + 1) if group % n == 0]
 
 
 def heads_in_sum(q: Tensor, k: Tensor) -> int:
     """Query heads of a CTA that walks many queries. (dq is added in memory, a tile of keys at a time: no long sum.)"""
-    group = q.shape[2] // k.shape[2]
-    return next((h for h in _divisors(group) if h >= LEAST_HEADS), group)
+    return spans.heads_together(q.shape[2] // k.shape[2])
 
 
 def _processors(x: Tensor) -> int:

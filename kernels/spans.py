@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 LONGEST = 1 << 18  # products in a sum that is not cut, here and in the forward
 SPAN, KEYS = 1 << 17, 1 << 16  # products of a sum over the queries of a span; keys of a span
+LEAST_HEADS = 2  # query heads of a group that the Hopper kernel adds up, if the group has as many
 
 
 class Span(NamedTuple):
@@ -33,6 +34,11 @@ def long(block: Block, heads: int, sums_keys: bool) -> bool:
     """Must its backward be cut? ``heads``: query heads whose queries are in one sum of a key's gradient.
     ``sums_keys``: is dq one sum over all keys?"""
     return block.seq_q * heads > LONGEST or (sums_keys and block.seq_k > LONGEST)
+
+
+def heads_together(group: int) -> int:
+    """Of the ``group`` query heads of a key head those whose queries the Hopper kernel adds up: a divisor."""
+    return next((n for n in range(LEAST_HEADS, group) if group % n == 0), group)
 
 
 def queries_of(heads: int) -> int:

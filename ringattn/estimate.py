@@ -143,7 +143,7 @@ def _span_elements(plan: Plan, s: Shape, heads: int) -> int:
     else:
         keys = max(plan.local_lengths_k)
     # Those of the portable kernel, which deterministic plans use, or of the Hopper kernel
-    cut = max(most * group, keys) if plan.deterministic else most * min(2, group)
+    cut = max(most * group, keys) if plan.deterministic else most * spans.heads_together(group)
     return spans.KEYS * heads * (s.head_dim + s.value_dim) if cut > spans.LONGEST else 0
 
 

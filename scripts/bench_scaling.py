@@ -666,8 +666,7 @@ def main(argv: list[str] | None = None) -> int:
         raise SystemExit("start it with torchrun --standalone --nproc-per-node N scripts/bench_scaling.py")
     device = torch.device(args.device)
     if device.type == "cuda":
-        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-        torch.cuda.set_device(device)
+        device = ranks.own_gpu()
         limit = datetime.timedelta(minutes=3)  # a peer that hangs ends the run; what was measured is on disk
         # Without device_id: with it torch splits the communicator whenever a group is made, the ranks outside of the
         # new group also if it is gloo's, those inside only if it is NCCL's, and they wait for each other for ever. As

@@ -28,14 +28,24 @@ def join(device_type: str, without: str = "") -> torch.device:
     if device_type != "cuda":
         dist.init_process_group("gloo")
         return torch.device(device_type)
-    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    device = own_gpu()
+    dist.init_process_group("nccl", device_id=device)
+    return device
+
+
+def own_gpu() -> torch.device:
+    """The GPU of this local rank, 0 without torchrun, which becomes the current one.
+
+    Raises:
+        SystemExit: torchrun started more ranks than this host has GPUs.
+    """
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
     if device.index >= torch.cuda.device_count():
         raise SystemExit(
             f"local rank {device.index}, and {torch.cuda.device_count()} GPUs: every rank needs one; start fewer, or "
             "set CUDA_VISIBLE_DEVICES= to run on CPUs"
         )
     torch.cuda.set_device(device)
-    dist.init_process_group("nccl", device_id=device)
     return device
 
 

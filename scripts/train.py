@@ -575,9 +575,7 @@ def checked_text(args: argparse.Namespace) -> Tensor:
 def connect() -> torch.device:
     """Join the group that torchrun launched, or make one of this process alone."""
     gpu = torch.cuda.is_available()
-    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if gpu else torch.device("cpu")
-    if gpu:
-        torch.cuda.set_device(device)
+    device = ranks.own_gpu() if gpu else torch.device("cpu")
     alone: dict[str, Any] = {} if "RANK" in os.environ else dict(store=dist.HashStore(), rank=0, world_size=1)
     # Gloo beside NCCL: ranks compare their plans without waiting for the GPU.
     dist.init_process_group("cpu:gloo,cuda:nccl" if gpu else "gloo", timeout=datetime.timedelta(minutes=10), **alone)

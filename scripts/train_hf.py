@@ -32,6 +32,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from transformers import AutoModelForCausalLM, Gemma2Config, LlamaConfig
 
+sys.path.append(str(Path(__file__).resolve().parent))
+from ranks import own_gpu
+
 import ringattn.hf  # changed: registers "ringattn"
 
 
@@ -116,15 +119,7 @@ def memory(device: torch.device) -> float:
 def main() -> None:
     options = arguments()
     kind = "cuda" if torch.cuda.is_available() else "cpu"
-    local_rank = int(os.environ.get("LOCAL_RANK", 0))
-    device = torch.device(kind, local_rank) if kind == "cuda" else torch.device("cpu")
-    if kind == "cuda":
-        if local_rank >= torch.cuda.device_count():
-            raise SystemExit(
-                f"local rank {local_rank}, and {torch.cuda.device_count()} GPUs: every rank needs one; start fewer, or "
-                "set CUDA_VISIBLE_DEVICES= to run on CPUs"
-            )
-        torch.cuda.set_device(device)
+    device = own_gpu() if kind == "cuda" else torch.device("cpu")
     for name, value in (("RANK", "0"), ("WORLD_SIZE", "1"), ("MASTER_ADDR", "localhost"), ("MASTER_PORT", "29511")):
         os.environ.setdefault(name, value)  # one process alone
     dist.init_process_group("cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo")

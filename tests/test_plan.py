@@ -24,6 +24,7 @@ import ringattn
 from ringattn import layout as layouts
 from ringattn import plan as plan_function
 from ringattn import transport as transports
+from ringattn.kernels import spans
 from ringattn.kernels.block import Block
 from ringattn.schedule import Schedule, Step
 from ringattn.virtual import VirtualRank
@@ -405,6 +406,19 @@ def test_copies_share_the_plan_and_pickling_is_refused() -> None:
 
 
 # What plans predict, and what people read.
+
+
+@pytest.mark.parametrize(("q_heads", "cut"), [(4, False), (8, False), (16, False), (12, True), (28, True)])
+@pytest.mark.parametrize("dataflow", ["ring", "gather", "reduce"])
+def test_a_backward_that_is_cut_takes_the_gradients_of_a_span(
+    q_heads: int, cut: bool, dataflow: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """40 queries, of which a sum has those of all heads of a group, or of two where two divide it."""
+    made = plan_function(80, VirtualRank(0, 2), causal=True, dataflow=dataflow)
+    shape = dict(q_heads=q_heads, kv_heads=4, head_dim=8, itemsize=2, backward=True)
+    whole = made.memory_bytes(**shape)  # type: ignore[arg-type]
+    monkeypatch.setattr(spans, "LONGEST", 100)
+    assert (made.memory_bytes(**shape) > whole) == cut  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(("rank", "measured"), [(0, 40_018_427_392), (1, 38_804_096_512)])

@@ -120,7 +120,7 @@ def test_a_long_backward_counts_nothing_on_its_way(
     longest = spans.LONGEST // in_sum
     tokens = 256 * 128  # so many key tiles that parts of a group are not apart
     q, k = (torch.empty(1, n, h, 128, dtype=torch.bfloat16) for n, h in zip((1, tokens), heads, strict=True))
-    assert hopper.heads_in_sum(q, k) == in_sum
+    assert hopper.heads_in_sum(q, k) == spans.heads_together(heads[0] // heads[1]) == in_sum
     for seq_q in (longest, longest + 1):
         block = block_of(torch.zeros(1, seq_q), torch.full((1, seq_q), tokens), tokens, (seq_q,), (tokens,))
         given = q.expand(1, seq_q, -1, -1), k, k
