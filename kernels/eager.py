@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from .block import Block, Score, State, accumulation_dtype
+from .contract import Block, Score, State, accumulation_dtype
 
 _BLOCK = 512  # queries and keys per tile
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from .kernels import spans
+from .kernels import long_sums as spans
 from .schedule import head_groups, waves
 
 if TYPE_CHECKING:
-    from .plan import Plan
+    from .plans import Plan
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ A mask is a list of pieces per row of the batch. For a query at position i in pi
 
 so a full mask is one piece without bounds, causal is ``right = 0``, a packed document is a piece with
 ``low`` and ``high``, and intersecting two masks is a maximum of starts and a minimum of ends. ``start`` and
-``end`` never fall as i grows: block kernels rely on it (kernels/block.py).
+``end`` never fall as i grows: block kernels rely on it (kernels/contract.py).
 """
 
 from __future__ import annotations

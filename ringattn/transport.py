@@ -28,11 +28,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from . import stream_memory
+from .peer import driver as stream_memory
 from .schedule import Fetch
 
 if TYPE_CHECKING:
-    from .pulls import Link
+    from .peer.pulls import Link
 
 Message = tuple[Tensor, int]  # a contiguous tensor and the peer's rank in the group
 
@@ -320,7 +320,7 @@ class GroupTransport(Transport):
         everyones = self.gather_words(words)
         if not (everyones == words).all() or not words[1]:
             return None
-        from .pulls import Link
+        from .peer.pulls import Link
 
         problem = ""
         try:

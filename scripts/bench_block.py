@@ -67,8 +67,8 @@ sys.path.append(str(Path(__file__).resolve().parent))
 from balanced_orders import balanced_orders
 
 from ringattn import mask as masks
-from ringattn.kernels import spans
-from ringattn.kernels.block import (
+from ringattn.kernels import long_sums as spans
+from ringattn.kernels.contract import (
     Block,
     Score,
     State,
@@ -478,7 +478,7 @@ def side_by_side(*tensors: Tensor) -> list[Tensor]:
 
 @contextlib.contextmanager
 def one_sum() -> Iterator[None]:
-    """However long they are, sums are not cut (kernels/spans.py): less exact, and what that would save."""
+    """However long they are, sums are not cut (kernels/long_sums.py): less exact, and what that would save."""
     longest, spans.LONGEST = spans.LONGEST, sys.maxsize
     try:
         yield

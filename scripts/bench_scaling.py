@@ -68,7 +68,7 @@ from peers import CannotRun
 
 import ringattn
 from ringattn import layout, mask, reference, virtual
-from ringattn.kernels.block import Score, accumulation_dtype, block_backward, block_delta, block_forward
+from ringattn.kernels.contract import Score, accumulation_dtype, block_backward, block_delta, block_forward
 
 ROOT = Path(__file__).resolve().parent.parent
 PEAK = 989.5  # TFLOP/s, dense bf16 of an H100 or H200; nothing real is above it

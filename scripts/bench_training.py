@@ -80,7 +80,7 @@ from peers import CannotRun
 import ringattn
 import ringattn.hf
 from ringattn import transport
-from ringattn.kernels.block import Score, choose
+from ringattn.kernels.contract import Score, choose
 
 ROOT = Path(__file__).resolve().parent.parent
 NAME = "training"  # of files in --out

@@ -40,10 +40,11 @@ import ranks
 from arguments import positive
 
 import ringattn
-from ringattn import cost, stream_memory
+from ringattn import cost
 from ringattn import transport as transports
 from ringattn.estimate import Shape
-from ringattn.kernels.block import Score, accumulation_dtype, block_backward, block_delta, block_forward
+from ringattn.kernels.contract import Score, accumulation_dtype, block_backward, block_delta, block_forward
+from ringattn.peer import driver as stream_memory
 from ringattn.transport import Pending
 from ringattn.virtual import VirtualRank
 

@@ -41,7 +41,7 @@ from arguments import head_counts, positive
 from check import UNIT
 
 import ringattn
-from ringattn.kernels import spans
+from ringattn.kernels import long_sums as spans
 from ringattn.layout import Shard
 
 NAMES = ("q", "k", "v", "dout")

@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from ringattn import pulls
+from ringattn.peer import pulls
 
 _KINDS = ("READY", "LANDED", "FREE")
 

@@ -319,7 +319,7 @@ def test_shard_and_unshard_are_inverse_and_differentiable(layout: str) -> None:
 
 
 def test_one_rank_is_the_local_kernel_bit_for_bit() -> None:
-    from ringattn.kernels.block import Score, block_forward
+    from ringattn.kernels.contract import Score, block_forward
 
     q, k, v = (x.detach() for x in inputs(torch.float32))
     plan = ringattn.plan(SEQ, causal=True)

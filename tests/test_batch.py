@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 import ringattn
-from ringattn import batch as batches
 from ringattn import virtual
+from ringattn.training import batch as batches
 
 IGNORE = -100
 ROWS = 2

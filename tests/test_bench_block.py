@@ -16,8 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ringattn.kernels import spans
-from ringattn.kernels.block import block_backward, block_forward
+from ringattn.kernels import long_sums as spans
+from ringattn.kernels.contract import block_backward, block_forward
 from scripts import bench_block
 from scripts.bench_block import Launch, Mask, Other, Runner, Shape
 

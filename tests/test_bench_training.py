@@ -197,7 +197,7 @@ def test_ring_flash_attn_trains_as_ringattn(pools, world_size: int, tmp_path: Pa
 
 def count_attentions(arguments: list[str]) -> int:
     """Of ringattn's forward, in all steps."""
-    known = importlib.import_module("ringattn.attention")._DATAFLOWS
+    known = importlib.import_module("ringattn.functional")._DATAFLOWS
     called: list[int] = []
     flows = dict(known)
 

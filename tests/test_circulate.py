@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from ringattn import circulate as walk
 from ringattn import virtual
-from ringattn.circulate import Part, circulate
-from ringattn.ring import add_gradients
+from ringattn.dataflow import circulation as walk
+from ringattn.dataflow.circulation import Part, circulate
+from ringattn.dataflow.ring import add_gradients
 from ringattn.schedule import Schedule
 
 TOKENS = 64

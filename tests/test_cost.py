@@ -25,7 +25,7 @@ from ringattn import cost, virtual
 from ringattn import plan as plan_function
 from ringattn.virtual import VirtualRank
 
-plans = importlib.import_module("ringattn.plan")  # the module; ringattn.plan is the function
+plans = importlib.import_module("ringattn.plans")  # the module; ringattn.plan is the function
 
 
 class Pulling(VirtualRank):

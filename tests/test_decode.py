@@ -9,7 +9,7 @@ import torch
 
 import ringattn
 from ringattn import reference, virtual
-from ringattn.kernels import block
+from ringattn.kernels import contract as block
 
 
 @pytest.mark.parametrize("world_size", [1, 3, 4])

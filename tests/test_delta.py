@@ -6,9 +6,9 @@ import pytest
 import torch
 
 pytest.importorskip("triton")
-from ringattn.kernels.block import block_delta
-from ringattn.kernels.delta import row_dot
-from ringattn.kernels.primitives import INTERPRETED
+from ringattn.kernels.contract import block_delta
+from ringattn.kernels.triton.delta import row_dot
+from ringattn.kernels.triton.primitives import INTERPRETED
 
 device = "cuda" if torch.cuda.is_available() else "cpu"
 

@@ -13,8 +13,8 @@ import torch
 pytest.importorskip("triton")
 from triton.compiler import CompiledKernel
 
-from ringattn.kernels import dispatch as dispatching
-from ringattn.kernels.dispatch import Launches, dispatch
+from ringattn.kernels import launch as dispatching
+from ringattn.kernels.launch import Launches, dispatch
 
 
 class Compiled(CompiledKernel):

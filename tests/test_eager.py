@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ringattn.kernels import block as blocks
+from ringattn.kernels import contract as blocks
 from ringattn.kernels import eager
-from ringattn.kernels.block import Block, Score, State, block_backward, block_delta, block_forward
+from ringattn.kernels.contract import Block, Score, State, block_backward, block_delta, block_forward
 
 INF = float("inf")
 

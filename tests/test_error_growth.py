@@ -16,8 +16,8 @@ import pytest
 import torch
 from cases import Case
 
-from ringattn import reduce, ring
-from ringattn.kernels.block import State
+from ringattn.dataflow import reduce, ring
+from ringattn.kernels.contract import State
 
 NAMES = ("out", "dq", "dk", "dv")
 LIMIT = 1.1

@@ -14,7 +14,7 @@ import torch
 from pool import Pool, on_ranks
 
 import ringattn
-from ringattn.kernels import block as blocks
+from ringattn.kernels import contract as blocks
 from ringattn.transport import GroupTransport
 from ringattn.virtual import VirtualRank
 

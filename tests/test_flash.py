@@ -19,9 +19,13 @@ import torch
 
 pytest.importorskip("triton")
 
-from ringattn.kernels import block as kernel_blocks
-from ringattn.kernels import eager, flash_backward, flash_forward, primitives, spans
-from ringattn.kernels.block import Block, Score, State, block_delta
+from ringattn.kernels import contract as kernel_blocks
+from ringattn.kernels import eager
+from ringattn.kernels import long_sums as spans
+from ringattn.kernels.contract import Block, Score, State, block_delta
+from ringattn.kernels.triton import backward as flash_backward
+from ringattn.kernels.triton import forward as flash_forward
+from ringattn.kernels.triton import primitives
 
 GPU = torch.cuda.is_available()
 DEVICE = "cuda" if GPU else "cpu"

@@ -26,10 +26,12 @@ pytest.importorskip("triton")
 import sass
 from test_flash import causal, documents, error, full, make_block, padding, per_batch, window
 
-from ringattn.kernels import eager, hopper_backward, hopper_primitives
-from ringattn.kernels import hopper_backward_pieces as pieces
-from ringattn.kernels.block import Arrivals, Block, Score, block_backward, block_delta
-from ringattn.kernels.tensor_maps import readable
+from ringattn.kernels import eager
+from ringattn.kernels.contract import Arrivals, Block, Score, block_backward, block_delta
+from ringattn.kernels.hopper import backward as hopper_backward
+from ringattn.kernels.hopper import backward_pieces as pieces
+from ringattn.kernels.hopper import primitives as hopper_primitives
+from ringattn.kernels.hopper.tensor_maps import readable
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

@@ -30,11 +30,15 @@ pytest.importorskip("triton")
 import sass
 from test_flash import assert_close, causal, error, full, make_block, normalized, padding, simple, window
 
-from ringattn import stream_memory
-from ringattn.kernels import block as blocks
-from ringattn.kernels import eager, flash_forward, hopper_forward, hopper_primitives, spans
-from ringattn.kernels.block import Arrivals, Block, Score, State
-from ringattn.kernels.work_counter import work_counter
+from ringattn.kernels import contract as blocks
+from ringattn.kernels import eager
+from ringattn.kernels import long_sums as spans
+from ringattn.kernels.contract import Arrivals, Block, Score, State
+from ringattn.kernels.hopper import forward as hopper_forward
+from ringattn.kernels.hopper import primitives as hopper_primitives
+from ringattn.kernels.hopper.work_counter import work_counter
+from ringattn.kernels.triton import forward as flash_forward
+from ringattn.peer import driver as stream_memory
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 needs_hopper = pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")

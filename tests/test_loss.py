@@ -10,7 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import ringattn
-from ringattn import loss, virtual
+from ringattn import virtual
+from ringattn.training import loss
 
 VOCABULARY, DIM, SEQ = 11, 6, 17
 

@@ -12,8 +12,9 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves
 
 import ringattn
-from ringattn import gather, reduce, ring, virtual
-from ringattn.kernels.block import Score, State
+from ringattn import virtual
+from ringattn.dataflow import gather, reduce, ring
+from ringattn.kernels.contract import Score, State
 
 DATAFLOWS = {"ring": ring, "gather": gather, "reduce": reduce}
 DIM, TOKENS = 16, 4096

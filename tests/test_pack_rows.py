@@ -6,8 +6,8 @@ import pytest
 import torch
 
 pytest.importorskip("triton")
-from ringattn.kernels.pack_rows import pack_rows
-from ringattn.kernels.primitives import INTERPRETED
+from ringattn.kernels.triton.primitives import INTERPRETED
+from ringattn.peer.pack_rows import pack_rows
 
 device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 pytestmark = pytest.mark.skipif(

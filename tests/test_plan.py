@@ -24,12 +24,12 @@ import ringattn
 from ringattn import layout as layouts
 from ringattn import plan as plan_function
 from ringattn import transport as transports
-from ringattn.kernels import spans
-from ringattn.kernels.block import Block
+from ringattn.kernels import long_sums as spans
+from ringattn.kernels.contract import Block
 from ringattn.schedule import Schedule, Step
 from ringattn.virtual import VirtualRank
 
-plans = importlib.import_module("ringattn.plan")  # the module; ringattn.plan is the function
+plans = importlib.import_module("ringattn.plans")  # the module; ringattn.plan is the function
 
 # Agreement: every rank passes arguments of its own, and reports what it was told.
 

@@ -23,10 +23,11 @@ pytest.importorskip("triton")
 from simulated_gpus import Deadlock, Shared, Stream, World, alias, reached
 
 import ringattn
-from ringattn import gather, pulls
-from ringattn.kernels import pack_rows as packing
-from ringattn.kernels import sum_runs as summing
-from ringattn.kernels.block import Departures, Score
+from ringattn.dataflow import gather
+from ringattn.kernels.contract import Departures, Score
+from ringattn.peer import pack_rows as packing
+from ringattn.peer import pulls
+from ringattn.peer import sum_runs as summing
 from ringattn.virtual import VirtualRank
 
 DIM, WIDTH = 2, 3  # head_dim; head_dim + head_dim_v

@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from ringattn.kernels import block as blocks
-from ringattn.kernels import spans
-from ringattn.kernels.block import Block, Score, block_backward, block_delta, block_forward, departures
+from ringattn.kernels import contract as blocks
+from ringattn.kernels import long_sums as spans
+from ringattn.kernels.contract import Block, Score, block_backward, block_delta, block_forward, departures
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 
@@ -115,7 +115,7 @@ def test_a_long_backward_counts_nothing_on_its_way(
     heads: tuple[int, int], in_sum: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It is cut, and its gradients leave when all of it is done. How long is long depends on the heads in a sum."""
-    hopper = pytest.importorskip("ringattn.kernels.hopper_backward")
+    hopper = pytest.importorskip("ringattn.kernels.hopper.backward")
     monkeypatch.setattr(blocks, "_backend", lambda *_, **__: hopper)
     longest = spans.LONGEST // in_sum
     tokens = 256 * 128  # so many key tiles that parts of a group are not apart

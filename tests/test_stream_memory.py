@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from ringattn import stream_memory
-from ringattn.stream_memory import Copies, Words
+from ringattn.peer import driver as stream_memory
+from ringattn.peer.driver import Copies, Words
 
 needs_gpu = pytest.mark.skipif(not stream_memory.available(), reason="needs a GPU and a driver with these operations")
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 pytest.importorskip("triton")
-from ringattn.kernels.primitives import INTERPRETED
-from ringattn.kernels.sum_runs import Piece, sum_runs, table_of
+from ringattn.kernels.triton.primitives import INTERPRETED
+from ringattn.peer.sum_runs import Piece, sum_runs, table_of
 
 device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 pytestmark = pytest.mark.skipif(

@@ -12,8 +12,8 @@ import torch
 pytest.importorskip("triton")
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from ringattn.kernels import tensor_maps
-from ringattn.kernels.tensor_maps import readable, view
+from ringattn.kernels.hopper import tensor_maps
+from ringattn.kernels.hopper.tensor_maps import readable, view
 
 BF16 = torch.bfloat16
 

@@ -23,8 +23,8 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 import ringattn
 import ringattn.virtual
-from ringattn.kernels import block as blocks
-from ringattn.kernels import spans
+from ringattn.kernels import contract as blocks
+from ringattn.kernels import long_sums as spans
 
 ROOT = Path(__file__).parents[1]
 VOCABULARY, DIM, HEADS, SEQ, ROWS = 29, 16, 4, 22, 2

@@ -25,7 +25,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .kernels.block import (
+from ..kernels.contract import (
     Arrivals,
     Departures,
     Score,
@@ -36,12 +36,12 @@ from .kernels.block import (
     departures,
     waits,
 )
-from .plan import Plan
-from .pulls import Landings, Link, Places, Pull, Push
+from ..peer.pulls import Landings, Link, Places, Pull, Push
+from ..plans import Plan
+from ..schedule import head_groups, waves
+from ..trace import named
+from ..transport import Pending
 from .ring import saw_nothing
-from .schedule import head_groups, waves
-from .trace import named
-from .transport import Pending
 
 
 class _Part(NamedTuple):
@@ -68,7 +68,7 @@ class _Part(NamedTuple):
 def forward(
     q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, plan: Plan, score: Score, kernel: str
 ) -> tuple[Tensor, Tensor]:
-    """``(out, lse)`` of this rank's queries. Shapes: kernels/block.py."""
+    """``(out, lse)`` of this rank's queries. Shapes: kernels/contract.py."""
     block = plan.gathered_block(q.device)
     heads = k.shape[2]
 

@@ -14,12 +14,13 @@ import functools
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
+
 import triton
 import triton.language as tl
-from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from .block import Score
+from ..contract import Score
 
 # Fixed when the kernels are decorated, so read once.
 INTERPRETED: tl.constexpr = tl.constexpr(bool(triton.knobs.runtime.interpret))

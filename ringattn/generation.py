@@ -14,11 +14,11 @@ from torch import Tensor
 
 from . import mask as masks
 from . import transport as transports
-from .attention import as_autocast, autocast_dtype, check_score, no_autocast, unit_stride
-from .kernels.block import Block, Score, accumulation_dtype, block_forward
+from .dataflow.reduce import all_reduce, join_sink
+from .functional import as_autocast, autocast_dtype, check_score, no_autocast, unit_stride
+from .kernels.contract import Block, Score, accumulation_dtype, block_forward
 from .partial import Partial
-from .plan import Plan
-from .reduce import all_reduce, join_sink
+from .plans import Plan
 
 
 class KVCache:

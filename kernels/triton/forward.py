@@ -18,13 +18,14 @@ Shapes and contract: block.py. Method: Dao 2023 (arXiv:2307.08691); Triton's fus
 from __future__ import annotations
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
+import triton
+import triton.language as tl
+
+from ..contract import Block, Score, State
+from ..launch import dispatch
 from . import primitives
-from .block import Block, Score, State
-from .dispatch import dispatch
 from .primitives import (
     LN2,
     LOG2E,

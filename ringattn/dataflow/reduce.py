@@ -10,18 +10,18 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .circulate import Part, Tensors, circulate
-from .kernels.block import Score, accumulation_dtype, block_backward, block_delta, block_forward
-from .partial import Partial
-from .plan import Plan
+from ..kernels.contract import Score, accumulation_dtype, block_backward, block_delta, block_forward
+from ..partial import Partial
+from ..plans import Plan
+from ..transport import Transport
+from .circulation import Part, Tensors, circulate
 from .ring import add_gradients, saw_nothing
-from .transport import Transport
 
 
 def forward(
     q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, plan: Plan, score: Score, kernel: str
 ) -> tuple[Tensor, Tensor]:
-    """``(out, lse)`` of this rank's queries. Shapes: kernels/block.py."""
+    """``(out, lse)`` of this rank's queries. Shapes: kernels/contract.py."""
 
     def visit(owner: int, shard: Tensors) -> Tensors:
         (queries,) = shard

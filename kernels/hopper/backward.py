@@ -66,11 +66,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from . import flash_backward, spans
-from . import hopper_backward_wide as wide
-from .block import Arrivals, Block, Departures, Score, int32
-from .dispatch import dispatch, launches_of, multiprocessors, on_device
-from .hopper_backward_pieces import (
+from .. import long_sums as spans
+from ..contract import Arrivals, Block, Departures, Score, int32
+from ..launch import dispatch, launches_of, multiprocessors, on_device
+from ..triton import backward as flash_backward
+from . import backward_wide as wide
+from .backward_pieces import (
     BM,
     BN,
     LOADERS,
@@ -95,7 +96,7 @@ from .hopper_backward_pieces import (
     _tiles,
     _tour,
 )
-from .hopper_primitives import (
+from .primitives import (
     async_load,
     barrier_arrive,
     barrier_sync,

@@ -25,10 +25,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from .transport import Transport
+from ..transport import Transport
 
 if TYPE_CHECKING:
-    from .plan import Plan
+    from ..plans import Plan
 
 IGNORE = -100  # a token without a target, as in torch.nn.functional.cross_entropy
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
-from .dispatch import Launches, dispatch, on_device
+import triton
+import triton.language as tl
+
+from ..launch import Launches, dispatch, on_device
 
 _ROWS = 32
 

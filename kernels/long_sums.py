@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 if TYPE_CHECKING:
-    from .block import Block
+    from .contract import Block
 
 LONGEST = 1 << 18  # products in a sum that is not cut, here and in the forward
 SPAN, KEYS = 1 << 17, 1 << 16  # products of a sum over the queries of a span; keys of a span

@@ -10,8 +10,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .dispatch import Launches, dispatch, on_device
-from .primitives import bound
+from ..kernels.launch import Launches, dispatch, on_device
+from ..kernels.triton.primitives import bound
 
 _TOKENS = 16
 

@@ -16,12 +16,12 @@ import torch.autograd.forward_ad as forward_ad
 import torch.autograd.profiler as profiler
 from torch import Tensor
 
-from . import gather, reduce, ring
-from . import plan as plans
-from .kernels import block as blocks
-from .kernels.block import Score
+from . import plans as plans
+from .dataflow import gather, reduce, ring
+from .kernels import contract as blocks
+from .kernels.contract import Score
 from .layout import length, put, take
-from .plan import Plan
+from .plans import Plan
 
 _DATAFLOWS = {"ring": ring, "gather": gather, "reduce": reduce}
 # What a first call makes and keeps (tables, counters, buffers) must not lie in the memory of a graph that inductor

@@ -7,7 +7,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warpgroup_mma_wait
 
-from .hopper_primitives import (
+from .primitives import (
     async_load,
     barrier_arrive,
     barrier_sync,

@@ -36,7 +36,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from .hopper_backward_pieces import (
+from .backward_pieces import (
     BM,
     LOADERS,
     PAIR,
@@ -60,7 +60,7 @@ from .hopper_backward_pieces import (
     _tiles,
     _tour,
 )
-from .hopper_primitives import (
+from .primitives import (
     async_load,
     barrier_arrive,
     barrier_sync,

@@ -55,9 +55,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from .block import Arrivals, Block, Score, State, int32
-from .dispatch import dispatch, launches_of, multiprocessors, on_device
-from .hopper_primitives import (
+from ..contract import Arrivals, Block, Score, State, int32
+from ..launch import dispatch, launches_of, multiprocessors, on_device
+from .primitives import (
     FREE_BARRIERS,
     async_load,
     async_store,

@@ -10,17 +10,17 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .circulate import Part, Tensors, circulate
-from .kernels.block import Score, State, block_backward, block_delta, block_forward
-from .kernels.block import accumulation_dtype as accumulation
-from .partial import Partial
-from .plan import Plan
+from ..kernels.contract import Score, State, block_backward, block_delta, block_forward
+from ..kernels.contract import accumulation_dtype as accumulation
+from ..partial import Partial
+from ..plans import Plan
+from .circulation import Part, Tensors, circulate
 
 
 def forward(
     q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, plan: Plan, score: Score, kernel: str
 ) -> tuple[Tensor, Tensor]:
-    """``(out, lse)`` of this rank's queries. Shapes: kernels/block.py."""
+    """``(out, lse)`` of this rank's queries. Shapes: kernels/contract.py."""
     remaining = sum(step.compute for step in plan.steps)
     state: State | None = None
     result: tuple[Tensor, Tensor] | None = None

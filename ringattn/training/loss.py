@@ -26,7 +26,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from . import transport as transports
+from .. import transport as transports
 from .batch import IGNORE
 
 _WRAPPERS = ("averages", "sums")

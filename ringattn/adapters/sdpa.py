@@ -34,8 +34,8 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
-from .attention import attention
-from .plan import Plan
+from ..functional import attention
+from ..plans import Plan
 
 Source = Plan | Callable[[], Plan]
 M = TypeVar("M", bound=nn.Module)

@@ -37,9 +37,9 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from . import stream_memory
-from .kernels.block import Arrivals, Departures, int32
-from .schedule import Fetch
+from ..kernels.contract import Arrivals, Departures, int32
+from ..schedule import Fetch
+from . import driver as stream_memory
 
 T = TypeVar("T")
 READY, LANDED, FREE = range(3)
@@ -315,7 +315,7 @@ class Pull:
 
     def _offer(self) -> None:
         """This rank's keys and values to where the others pull them, and where one wave holds all to their place."""
-        from .kernels.pack_rows import pack_rows  # needs Triton, as every GPU that pulls has it
+        from .pack_rows import pack_rows  # needs Triton, as every GPU that pulls has it
 
         places = self.places
         # The slot was last read two epochs ago, and who was READY for the last epoch has pulled all of the one before.
@@ -373,7 +373,7 @@ class Landings:
 
     def _table(self, link: Link, fetches: Sequence[Sequence[Fetch]], tokens: int) -> Tensor:
         """What is summed, in the order of ranks."""
-        from .kernels.sum_runs import Piece, table_of
+        from .sum_runs import Piece, table_of
 
         rank, pieces = link.rank, []
         for visitor, runs in enumerate(fetches):
@@ -492,7 +492,7 @@ class Push:
 
     def land(self, wave: int) -> None:
         """Wait for the contributions of a wave and sum them, in the order of ranks."""
-        from .kernels.sum_runs import sum_runs
+        from .sum_runs import sum_runs
 
         link, its, main, dk, dv = self.link, self.landings, self.main, self.dk, self.dv
         with watched(link, main, f"push {self.epoch}", LANDED, self.epoch):

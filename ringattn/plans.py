@@ -17,12 +17,12 @@ from . import cost, estimate
 from . import layout as layouts
 from . import mask as masks
 from . import transport as transports
-from .batch import shard_batch
-from .kernels.block import Block
+from .kernels.contract import Block
 from .layout import Shard
 from .mask import Mask, count_below
 from .schedule import Fetch, Schedule, Step
 from .schedule import check as check_schedule
+from .training.batch import shard_batch
 from .transport import Transport
 
 VERSION = 3  # of the exchange between ranks

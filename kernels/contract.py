@@ -36,7 +36,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from . import spans
+from . import long_sums as spans
 
 PERIOD = 1 << 16  # keys of a sum that is set aside, see Block.period
 
@@ -341,7 +341,7 @@ def block_delta(out: Tensor, dout: Tensor, dlse: Tensor | None = None) -> Tensor
     """
     dtype = accumulation_dtype(out)
     if out.is_cuda and dtype == torch.float32 and importlib.util.find_spec("triton") is not None:
-        from .delta import row_dot  # one pass over memory; the products below would be written out in float32
+        from .triton.delta import row_dot  # one pass over memory; the products below would be written out in float32
 
         delta = row_dot(out, dout)
     else:
@@ -357,8 +357,8 @@ def accumulation_dtype(x: Tensor) -> torch.dtype:
 # Backends: the modules of the forward and of the backward. A forward module has forward(), a backward module
 # backward(), both unsupported(q, k, v, score) -> None or the reason.
 _BACKENDS = {
-    "hopper": (".hopper_forward", ".hopper_backward"),
-    "triton": (".flash_forward", ".flash_backward"),
+    "hopper": (".hopper.forward", ".hopper.backward"),
+    "triton": (".triton.forward", ".triton.backward"),
     "eager": (".eager", ".eager"),
 }
 _NEED_TRITON = {"hopper", "triton"}

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .dispatch import Launches, dispatch, on_device
+from ..kernels.launch import Launches, dispatch, on_device
 
 _TOKENS = 32
 

@@ -22,13 +22,14 @@ Shapes and contract: block.py. Method: Dao 2023 (arXiv:2307.08691).
 from __future__ import annotations
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
+import triton
+import triton.language as tl
+
+from ..contract import Block, Score
+from ..launch import dispatch
 from . import primitives
-from .block import Block, Score
-from .dispatch import dispatch
 from .primitives import (
     LOG2E,
     ScoreArguments,

@@ -15,9 +15,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .schedule import Step
-from .trace import named
-from .transport import Message, Transport
+from ..schedule import Step
+from ..trace import named
+from ..transport import Message, Transport
 
 Tensors = tuple[Tensor, ...]
 

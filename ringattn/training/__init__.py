@@ -1,0 +1,1 @@
+"""Batches and losses of sequences that are split over ranks."""
