@@ -36,17 +36,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..partial import Partial as Partial
 from . import long_sums as spans
 
 PERIOD = 1 << 16  # keys of a sum that is set aside, see Block.period
-
-
-class State(NamedTuple):
-    """Partial softmax state, unnormalized: shapes and units in the module docstring."""
-
-    m: Tensor
-    l: Tensor
-    o: Tensor
 
 
 @dataclass(frozen=True)
@@ -61,7 +54,7 @@ class Score:
     alibi_slopes: Tensor | None = None
 
 
-class Arrivals(NamedTuple):
+class ReadyFlags(NamedTuple):
     """Keys and values that copy engines still write while a kernel attends to them.
 
     Row ``b * kv_heads + h`` of keys and values is complete when ``int32(flags[row, 0] - epoch) >= 0``, a comparison
@@ -71,12 +64,12 @@ class Arrivals(NamedTuple):
     Args:
         flags: (batch * kv_heads, 8) int32, on the device; only column 0 counts, each row has a sector of its own.
         epoch: the number that is written behind this call's copies.
-        gave_up: (1,) int32, in pinned host memory: a kernel that waited too long stores ``row + 1`` and traps.
+        timed_out: (1,) int32, in pinned host memory: a kernel that waited too long stores ``row + 1`` and traps.
     """
 
     flags: Tensor
     epoch: int
-    gave_up: Tensor
+    timed_out: Tensor
 
 
 def int32(x: int) -> int:
@@ -84,7 +77,7 @@ def int32(x: int) -> int:
     return (x + 2**31) % 2**32 - 2**31
 
 
-class Departures(NamedTuple):
+class CompletionCounts(NamedTuple):
     """What a backward kernel counts while it runs, so that gradients may leave before it ends.
 
     ``counters[row // rows, segment]`` grows by ``counts[segment]`` in one call; then dk and dv of these rows
@@ -215,12 +208,12 @@ def block_forward(
     block: Block,
     score: Score,
     *,
-    state: State | None = None,
+    state: Partial | None = None,
     sink: Tensor | None = None,
     finalize: bool = False,
     kernel: str = "auto",
-    arrivals: Arrivals | None = None,
-) -> State | tuple[Tensor, Tensor]:
+    ready: ReadyFlags | None = None,
+) -> Partial | tuple[Tensor, Tensor]:
     """Attend to one chunk of keys.
 
     Args:
@@ -231,18 +224,18 @@ def block_forward(
             one chunk: it counts once for each call that gets it.
         finalize: divide, and return ``(out, lse)`` instead of the state.
         kernel: ``"auto"`` or a name of :func:`kernel_names`.
-        arrivals: k and v are still being written, see :class:`Arrivals`. Only if :func:`waits` says so.
+        ready: k and v are still being written, see :class:`ReadyFlags`. Only if :func:`waits` says so.
 
     Returns:
-        ``State`` or ``(out, lse)``. A query that sees nothing has m = lse = -inf, l = 0, o = out = 0;
+        ``Partial`` or ``(out, lse)``. A query that sees nothing has m = lse = -inf, l = 0, o = out = 0;
         one that sees only its sink has out = 0, lse = sink.
 
     Raises:
         ValueError: unknown kernel, or one that cannot do this; the message names one that can.
     """
     backend = _backend(kernel, q, k, v, score, backward=False)
-    if arrivals is not None:
-        return backend.forward(q, k, v, block, score, state, sink, finalize, arrivals=arrivals)
+    if ready is not None:
+        return backend.forward(q, k, v, block, score, state, sink, finalize, ready=ready)
     return backend.forward(q, k, v, block, score, state, sink, finalize)
 
 
@@ -260,7 +253,7 @@ def block_backward(
     deterministic: bool = False,
     kernel: str = "auto",
     into: tuple[Tensor, Tensor] | None = None,
-    arrivals: Arrivals | None = None,
+    ready: ReadyFlags | None = None,
     counters: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Gradients through one chunk of keys.
@@ -271,8 +264,8 @@ def block_backward(
         dq: like q, float32 (float64 for float64 inputs); the chunk's contribution is **added** to it.
         deterministic: the same bits on every run.
         into: where dk and dv go; the last dimension contiguous, other strides free. New tensors if absent.
-        arrivals: k and v are still being written, see :class:`Arrivals`. Only if :func:`departures` is not None.
-        counters: (chunks of rows, segments of keys) int32 on the device, see :class:`Departures`.
+        ready: k and v are still being written, see :class:`ReadyFlags`. Only if :func:`completion_counts` is not None.
+        counters: (chunks of rows, segments of keys) int32 on the device, see :class:`CompletionCounts`.
 
     Returns:
         dk, dv: like k and v, in the dtype of dq: this chunk's gradients from these queries.
@@ -281,9 +274,9 @@ def block_backward(
     heads, sums_keys = _sums(backend, q, k, deterministic)
     if spans.long(block, heads, sums_keys):
         return _backward_in_spans(q, k, v, dout, lse, delta, block, heads, score, dq, deterministic, kernel, into)
-    if arrivals is not None or counters is not None or (into is not None and getattr(backend, "STORES_INTO", False)):
+    if ready is not None or counters is not None or (into is not None and getattr(backend, "STORES_INTO", False)):
         return backend.backward(
-            q, k, v, dout, lse, delta, block, score, dq, deterministic, into=into, arrivals=arrivals, counters=counters
+            q, k, v, dout, lse, delta, block, score, dq, deterministic, into=into, ready=ready, counters=counters
         )
     dk, dv = backend.backward(q, k, v, dout, lse, delta, block, score, dq, deterministic)
     if into is None:
@@ -318,16 +311,16 @@ def _backward_in_spans(
 
 
 def waits(q: Tensor, k: Tensor, v: Tensor, score: Score, kernel: str = "auto") -> bool:
-    """Can the forward that ``kernel`` chooses attend to keys that are still arriving (:class:`Arrivals`)?"""
+    """Can the forward that ``kernel`` chooses attend to keys that are still arriving (:class:`ReadyFlags`)?"""
     return getattr(_backend(kernel, q, k, v, score, backward=False), "WAITS", False)
 
 
-def departures(
+def completion_counts(
     q: Tensor, k: Tensor, v: Tensor, block: Block, score: Score, *, deterministic: bool = False, kernel: str = "auto"
-) -> Departures | None:
-    """What the backward that ``kernel`` chooses counts, and None if it can neither count nor wait for arrivals."""
+) -> CompletionCounts | None:
+    """What the backward that ``kernel`` chooses counts, and None if it can neither count nor wait for ready."""
     backend = _backend(kernel, q, k, v, score, backward=True)
-    made = getattr(backend, "departures", None)
+    made = getattr(backend, "completion_counts", None)
     if made is None or deterministic or spans.long(block, *_sums(backend, q, k, deterministic)):
         return None
     return made(q, k, v, block)

@@ -10,7 +10,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from .contract import Block, Score, State, accumulation_dtype
+from ..partial import Partial
+from .contract import Block, Score, accumulation_dtype
 
 _BLOCK = 512  # queries and keys per tile
 
@@ -25,10 +26,10 @@ def forward(
     v: Tensor,
     block: Block,
     score: Score,
-    state: State | None,
+    state: Partial | None,
     sink: Tensor | None,
     finalize: bool,
-) -> State | tuple[Tensor, Tensor]:
+) -> Partial | tuple[Tensor, Tensor]:
     batch, seq_q, q_heads, _ = q.shape
     dtype = accumulation_dtype(q)
     if state is None:
@@ -55,7 +56,7 @@ def forward(
         o[:, rows] = o[:, rows] * _per_row(alpha) + _grouped(p, v[:, cols].to(dtype)).transpose(1, 2)
 
     if not finalize:
-        return State(m, l, o)
+        return Partial(m, l, o)
     seen = l != 0
     out = o / _per_row(torch.where(seen, l, 1.0))
     return out.to(q.dtype), torch.where(seen, m + torch.log(l), float("-inf"))

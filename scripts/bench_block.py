@@ -70,8 +70,8 @@ from ringattn import mask as masks
 from ringattn.kernels import long_sums as spans
 from ringattn.kernels.contract import (
     Block,
+    Partial,
     Score,
-    State,
     block_backward,
     block_delta,
     block_forward,
@@ -450,7 +450,7 @@ def ours(runners: list, name: str, mode: str, q, k, v, dout, block: Block, score
 
     launches = {name: made(q, k, v, block)}
     if mode == "carry":
-        state = cast(State, block_forward(q, k, v, block, score, kernel=name))
+        state = cast(Partial, block_forward(q, k, v, block, score, kernel=name))
         launches[f"{name}, state out"] = attend(q, k, v, block, finalize=False)
         launches[f"{name}, state in and out"] = attend(q, k, v, block, state=state)
     elif mode.startswith("strided"):

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ringattn.kernels import contract as blocks
 from ringattn.kernels import eager
-from ringattn.kernels.contract import Block, Score, State, block_backward, block_delta, block_forward
+from ringattn.kernels.contract import Block, Partial, Score, block_backward, block_delta, block_forward
 
 INF = float("inf")
 
@@ -129,7 +129,7 @@ def test_chunks_of_keys_carry_the_state(cuts: list[int], score: str, sink: bool)
     logits = torch.tensor([0.3, -2.0, 5.0, 0.0], dtype=torch.float64) if sink else None
     want, want_lse = dense(q, k, v, whole, how, logits)
     edges = [0, *cuts, 17]
-    state: State | None = None
+    state: Partial | None = None
     for a, b in itertools.pairwise(edges):
         part = Block(
             (whole.start - a).clamp(0, b - a), (whole.end - a).clamp(0, b - a), whole.positions_q,
@@ -140,7 +140,7 @@ def test_chunks_of_keys_carry_the_state(cuts: list[int], score: str, sink: bool)
             q, k[:, a:b], v[:, a:b], part, how, state=state, sink=logits if state is None else None,
             finalize=last, kernel="eager",
         )  # fmt: skip
-        state = reached if isinstance(reached, State) else None
+        state = reached if isinstance(reached, Partial) else None
     torch.testing.assert_close(reached[0], want, rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(reached[1], want_lse, rtol=1e-12, atol=1e-12)
 
@@ -167,7 +167,7 @@ def test_low_precision_is_rounded_once_at_the_end(dtype: torch.dtype) -> None:
     q, k, v, dout = tensors(40, 60, dtype=dtype)
     want, want_lse = dense(q, k, v, block, how)
     state = block_forward(q, k, v, block, how, kernel="eager")
-    assert isinstance(state, State)
+    assert isinstance(state, Partial)
     assert {x.dtype for x in state} == {torch.float32}
     exact = state.o / state.l.transpose(1, 2)[..., None]
     # 60 terms summed, each from a product of 8: a few hundred roundings at most, of random sign
@@ -254,7 +254,7 @@ def test_visits_only_tiles_that_somebody_sees(monkeypatch: pytest.MonkeyPatch) -
 def test_inputs_are_left_alone_and_strides_are_free() -> None:
     block, how = causal(11, 14), SCORES["all"]
     q, k, v, dout = tensors(11, 14)
-    state = State(*block_forward(q, k, v, block, how, kernel="eager"))
+    state = Partial(*block_forward(q, k, v, block, how, kernel="eager"))
     want = block_forward(q, k, v, block, how, finalize=True, kernel="eager")
     inputs = [q, k, v, dout]
     copies, versions = [x.clone() for x in inputs], [x._version for x in inputs]

@@ -17,7 +17,7 @@ import torch
 from cases import Case
 
 from ringattn.dataflow import reduce, ring
-from ringattn.kernels.contract import State
+from ringattn.kernels.contract import Partial
 
 NAMES = ("out", "dq", "dk", "dv")
 LIMIT = 1.1
@@ -72,9 +72,9 @@ def rounding(dtype: torch.dtype, real: Callable) -> Callable:
 
     def forward(*args, **kwargs):  # type: ignore[no-untyped-def]
         reached = real(*args, **kwargs)
-        if not isinstance(reached, State):
+        if not isinstance(reached, Partial):
             return reached
-        return State(reached.m, *(x.to(dtype).to(x.dtype) for x in reached[1:]))
+        return Partial(reached.m, *(x.to(dtype).to(x.dtype) for x in reached[1:]))
 
     return forward
 

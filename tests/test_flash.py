@@ -22,7 +22,7 @@ pytest.importorskip("triton")
 from ringattn.kernels import contract as kernel_blocks
 from ringattn.kernels import eager
 from ringattn.kernels import long_sums as spans
-from ringattn.kernels.contract import Block, Score, State, block_delta
+from ringattn.kernels.contract import Block, Partial, Score, block_delta
 from ringattn.kernels.triton import backward as flash_backward
 from ringattn.kernels.triton import forward as flash_forward
 from ringattn.kernels.triton import primitives
@@ -165,7 +165,7 @@ def check_forward(q, k, v, block, score, sink=None) -> None:
             assert (out.o.transpose(1, 2)[hidden] == 0).all()
 
 
-def normalized(state: State):
+def normalized(state: Partial):
     l = torch.where(state.l == 0, 1.0, state.l).transpose(1, 2)[..., None]
     return state.o / l, torch.where(state.l == 0, float("-inf"), state.m + state.l.log())
 
@@ -321,7 +321,7 @@ def test_state_does_not_drift():
     q = q * 300
     block = make_block(*full(16, 16), 16)
     first = flash_forward.forward(q, k, v, block, simple(16), None, None, False)
-    state = State(*(x.clone() for x in first))
+    state = Partial(*(x.clone() for x in first))
     nothing = make_block(torch.full((1, 16), 16), torch.full((1, 16), 16), 16)
     none_seen = torch.full_like(k, 1e-3)
     for hop in range(20):

@@ -27,7 +27,7 @@ import sass
 from test_flash import causal, documents, error, full, make_block, padding, per_batch, window
 
 from ringattn.kernels import eager
-from ringattn.kernels.contract import Arrivals, Block, Score, block_backward, block_delta
+from ringattn.kernels.contract import Block, ReadyFlags, Score, block_backward, block_delta
 from ringattn.kernels.hopper import backward as hopper_backward
 from ringattn.kernels.hopper import backward_pieces as pieces
 from ringattn.kernels.hopper import primitives as hopper_primitives
@@ -50,8 +50,8 @@ def compile_report(dim: int, dim_v: int, dtype: str, copies: bool, parts: int) -
     block = Block(torch.zeros_like(position)[None], position[None] + 1, position, position, (512,), (512,))
     more = {}
     if copies:
-        flags, gave_up = torch.zeros(2, 8, dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
-        more = {"into": beside_each_other(1, 512, 2, dim, dim_v)[1], "arrivals": Arrivals(flags, 7, gave_up),
+        flags, timed_out = torch.zeros(2, 8, dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
+        more = {"into": beside_each_other(1, 512, 2, dim, dim_v)[1], "ready": ReadyFlags(flags, 7, timed_out),
                 "counters": torch.zeros(2, 1, dtype=torch.int32)}  # fmt: skip
     compiled = []
     hopper_backward.launch(
@@ -222,7 +222,7 @@ def test_a_tour_visits_the_cut_tiles_and_then_the_full_ones(monkeypatch, mask, s
     (1, 4, 5, 1, 2), (2, 3, 7, 4, 1), (2, 3, 7, 4, 2), (1, 4, 5, 2, 2), (2, 4, 5, 2, 8), (1, 1, 3, 6, 3),
 ])  # fmt: skip
 def test_parts_of_a_tile_start_one_behind_the_other(monkeypatch, batches, kv_heads, tiles, parts, sweep):
-    """Else one that waits for its turn might wait for ever. Rows of keys count together as ``departures`` says."""
+    """Else one that waits for its turn might wait for ever. Rows of keys count together as ``completion_counts`` says."""
     raised = []
     monkeypatch.setattr(pieces.gl, "maximum", max)
     monkeypatch.setattr(pieces.gl, "load", lambda _: 1)  # the segment of every key tile
@@ -532,10 +532,10 @@ def test_flags_that_are_up(epoch, flag, dims):
     args = problem(causal, 2, 700, 4, 2, dims)
     want = gradients(args)
     flags = torch.full((4, 8), flag, dtype=torch.int32, device=DEVICE)
-    gave_up = torch.zeros(1, dtype=torch.int32).pin_memory()
-    got = gradients(args, arrivals=Arrivals(flags, epoch, gave_up))
+    timed_out = torch.zeros(1, dtype=torch.int32).pin_memory()
+    got = gradients(args, ready=ReadyFlags(flags, epoch, timed_out))
     assert all(x.equal(y) for x, y in zip(want, got, strict=True))
-    assert gave_up.item() == 0
+    assert timed_out.item() == 0
 
 
 @needs_hopper
@@ -548,17 +548,17 @@ def test_keys_that_arrive_while_it_runs(dims):
     sent = torch.empty(far.shape, dtype=far.dtype).pin_memory()
     late = (args[0], *parts_of(far, batch, dims[0]), *args[3:])
     flags = torch.zeros(batch * kv_heads, 8, dtype=torch.int32, device=DEVICE)
-    gave_up = torch.zeros(1, dtype=torch.int32).pin_memory()
+    timed_out = torch.zeros(1, dtype=torch.int32).pin_memory()
     side, done = torch.cuda.Stream(), torch.cuda.Event()
     far.normal_()
-    gradients(late, arrivals=Arrivals(flags, 0, gave_up))  # loads every kernel, which would wait for one that waits
+    gradients(late, ready=ReadyFlags(flags, 0, timed_out))  # loads every kernel, which would wait for one that waits
     for epoch in (1, 2, 3, 2**31 - 1, 2**31, 2**31 + 1, 2**32 - 1, 0, 1):
         sent.copy_(torch.randn(sent.shape, generator=torch.Generator().manual_seed(epoch)))
         far.copy_(sent)
         want = gradients(late)
         far.fill_(float("nan"))
         torch.cuda.synchronize()
-        got = gradients(late, arrivals=Arrivals(flags, epoch, gave_up))
+        got = gradients(late, ready=ReadyFlags(flags, epoch, timed_out))
         done.record()
         time.sleep(0.005)
         assert not done.query()
@@ -568,7 +568,7 @@ def test_keys_that_arrive_while_it_runs(dims):
                 stream_memory("Write", side, flags[row].data_ptr(), epoch)
         torch.cuda.synchronize()
         assert all(x.equal(y) for x, y in zip(want, got, strict=True)), epoch
-    assert gave_up.item() == 0
+    assert timed_out.item() == 0
 
 
 def wait_in_vain() -> None:
@@ -579,12 +579,12 @@ def wait_in_vain() -> None:
     args = problem(causal, 1, 512, 4, 4, (64, 64))
     flags = torch.ones(4, 8, dtype=torch.int32, device=DEVICE)
     flags[2] = 0
-    gave_up = torch.zeros(1, dtype=torch.int32).pin_memory()
-    gradients(args, arrivals=Arrivals(flags, 1, gave_up))
+    timed_out = torch.zeros(1, dtype=torch.int32).pin_memory()
+    gradients(args, ready=ReadyFlags(flags, 1, timed_out))
     try:
         torch.cuda.synchronize()
     except RuntimeError:
-        print(gave_up.item(), flush=True)
+        print(timed_out.item(), flush=True)
     os._exit(0)  # the context is lost: nothing left to clean up
 
 
@@ -603,7 +603,7 @@ def test_counts_what_it_stored(mask, dims, parts, sweep, monkeypatch):
         monkeypatch.setattr(hopper_backward, "_sweep", lambda *_: sweep)
     args = problem(mask, 2, 400, 4, 2, dims, (130, 1, 0, 269))
     q, k, v, *_, block, _ = args
-    expected = hopper_backward.departures(q, k, v, block)
+    expected = hopper_backward.completion_counts(q, k, v, block)
     assert sweep is None or expected.rows == max(1, sweep // parts)
     assert expected.counts == tuple(2 * expected.rows * n for n in ((2, 1, 0, 3) if dims[0] <= 128 else (3, 1, 0, 5)))
     want = gradients(args)
@@ -623,7 +623,7 @@ def test_gradients_leave_while_it_runs(sweep, dims, monkeypatch):
         monkeypatch.setattr(hopper_backward, "_sweep", lambda *_: sweep)
     seq, heads, lengths = 16384, 8, (2048,) * 8
     args = problem(causal, 1, seq, heads, heads, dims, lengths)
-    rows, counts = hopper_backward.departures(*args[:3], args[6])
+    rows, counts = hopper_backward.completion_counts(*args[:3], args[6])
     counters = torch.zeros(heads // rows, len(lengths), dtype=torch.int32, device=DEVICE)
     buffer, into = beside_each_other(1, seq, heads, *dims)
     home = torch.empty(buffer.shape).pin_memory()

@@ -33,7 +33,7 @@ from test_flash import assert_close, causal, error, full, make_block, normalized
 from ringattn.kernels import contract as blocks
 from ringattn.kernels import eager
 from ringattn.kernels import long_sums as spans
-from ringattn.kernels.contract import Arrivals, Block, Score, State
+from ringattn.kernels.contract import Block, Partial, ReadyFlags, Score
 from ringattn.kernels.hopper import forward as hopper_forward
 from ringattn.kernels.hopper import primitives as hopper_primitives
 from ringattn.kernels.hopper.work_counter import work_counter
@@ -74,12 +74,12 @@ KINDS = {
     "state": dict(finalize=False),
     "state-in": dict(finalize=False, state=True),
     "float16-state-in-sink-out": dict(dtype=torch.float16, state=True, sink=True),
-    "arrivals-out": dict(arrivals=True),
-    "arrivals-state": dict(finalize=False, arrivals=True),
+    "ready-out": dict(ready=True),
+    "ready-state": dict(finalize=False, ready=True),
     "long-out": dict(most=1 << 20),
     "long-state-in": dict(finalize=False, state=True, most=1 << 20),
 }
-TELLING = ("float16-state-in-sink-out", "arrivals-out")  # between them every branch but the state's way out
+TELLING = ("float16-state-in-sink-out", "ready-out")  # between them every branch but the state's way out
 DIMS = sorted(hopper_forward.CONFIGS)
 
 
@@ -88,16 +88,16 @@ def kinds_of(dims: tuple[int, int]) -> list[str]:
 
 
 def compiled(
-    dims, dtype=torch.bfloat16, state=False, sink=False, finalize=True, arrivals=False, most=None
+    dims, dtype=torch.bfloat16, state=False, sink=False, finalize=True, ready=False, most=None
 ) -> sass.Compiled:
     dim, dim_v = dims
     q, k, v = make_inputs(seq_q=256, seq_k=256, dim=dim, dim_v=dim_v, dtype=dtype, heads=4)
     block = dataclasses.replace(make_block(*causal(256, 256), 256), most=most)
     rows, values = torch.zeros(1, 4, 256, device=q.device), torch.zeros(1, 256, 4, dim_v, device=q.device)
-    carried = State(rows, rows, values) if state else None
+    carried = Partial(rows, rows, values) if state else None
     outputs = (values.to(dtype), rows, rows) if finalize else (values, rows, rows)
     counter = torch.zeros(1, dtype=torch.int32, device=q.device)
-    flags = Arrivals(torch.zeros(4, 8, dtype=torch.int32, device=q.device), 1, counter) if arrivals else None
+    flags = ReadyFlags(torch.zeros(4, 8, dtype=torch.int32, device=q.device), 1, counter) if ready else None
     launch = hopper_forward._launch(
         q, k, v, block, simple(dim), carried, rows[0, :, 0] if sink else None, outputs, finalize, 132, counter, flags
     )
@@ -172,7 +172,7 @@ def test_compiled_code(dims, kind):
     assert not found["undefined"], "a uniform register is read that a path to there has not written"
     assert found["planted_undefined"], "the check above sees a write that is missing"
     assert found["shared"] <= 227 * 1024
-    assert (found["acquires"] > 0) == (found["fences"] > 0) == ("arrivals" in kind)
+    assert (found["acquires"] > 0) == (found["fences"] > 0) == ("ready" in kind)
     if not sass.OUR_COMPILER:
         pytest.skip(sass.OTHER)
     assert found["spills_in_steps"] == 0
@@ -188,9 +188,9 @@ def test_compiled_code(dims, kind):
 def test_consumers_do_not_pay_for_arrivals(dims, kind):
     found = facts_of(dims)
     assert found[kind]["steps"]
-    assert found[f"arrivals-{kind}"]["lengths"] == found[kind]["lengths"]
+    assert found[f"ready-{kind}"]["lengths"] == found[kind]["lengths"]
     if dims not in ((64, 64), (256, 256)):  # there ptxas names some registers otherwise
-        assert found[f"arrivals-{kind}"]["steps"] == found[kind]["steps"]
+        assert found[f"ready-{kind}"]["steps"] == found[kind]["steps"]
 
 
 @pytest.mark.skipif(not sass.OUR_COMPILER, reason=sass.OTHER)
@@ -228,12 +228,12 @@ CASES = {
 def run_three(q, k, v, block, score, state=None, sink=None, finalize=True):
     """This kernel, eager in the same dtype, eager in float64."""
     wide = [x.double() for x in (q, k, v)]
-    own = None if state is None else State(*(x.clone() for x in state))
+    own = None if state is None else Partial(*(x.clone() for x in state))
     return (
         hopper_forward.forward(q, k, v, block, score, own, sink, finalize),
         eager.forward(q, k, v, block, score, state, sink, finalize),
         eager.forward(
-            *wide, block, score, None if state is None else State(*(x.double() for x in state)), sink, finalize
+            *wide, block, score, None if state is None else Partial(*(x.double() for x in state)), sink, finalize
         ),
     )
 
@@ -400,7 +400,7 @@ def test_state_does_not_drift():
     q, k, v = make_inputs(seq_q=200, seq_k=200)
     q = q * 100
     first = hopper_forward.forward(q, k, v, make_block(*full(200, 200), 200), simple(128), None, None, False)
-    state = State(*(x.clone() for x in first))
+    state = Partial(*(x.clone() for x in first))
     nothing = make_block(torch.full((1, 200), 200), torch.full((1, 200), 200), 200)
     weightless = torch.full((2,), -1e5, device=DEVICE)
     for hop in range(40):
@@ -563,12 +563,12 @@ class Landing:
         self.buffer = torch.empty(self.source.shape, dtype=torch.bfloat16, device=DEVICE)
         before = (epoch - 1 + 2**31) % 2**32 - 2**31
         self.flags = torch.full((batch * kv_heads, 8), before, dtype=torch.int32, device=DEVICE)
-        self.gave_up = torch.zeros(1, dtype=torch.int32).pin_memory()
+        self.timed_out = torch.zeros(1, dtype=torch.int32).pin_memory()
         torch.cuda.synchronize()  # the flags are used from other streams
 
     @property
-    def arrivals(self) -> Arrivals:
-        return Arrivals(self.flags, self.epoch, self.gave_up)
+    def ready(self) -> ReadyFlags:
+        return ReadyFlags(self.flags, self.epoch, self.timed_out)
 
     def views(self, buffer):
         k, v = buffer.view(self.shape).unbind(3)
@@ -599,12 +599,14 @@ def test_arrived_keys(dim, finalize):
     expected = hopper_forward.forward(q, k, v, block, simple(dim), None, None, finalize)
     for later in (0, 3, 2**31 - 1):
         landing.flags.fill_((5 + later + 2**31) % 2**32 - 2**31)
-        got = hopper_forward.forward(q, k, v, block, simple(dim), None, None, finalize, arrivals=landing.arrivals)
+        got = hopper_forward.forward(q, k, v, block, simple(dim), None, None, finalize, ready=landing.ready)
         assert same_bits(got, expected)
     state = hopper_forward.forward(q, k, v, block, simple(dim), None, None, False)
     twice = [
-        hopper_forward.forward(q, k, v, block, simple(dim), State(*(x.clone() for x in state)), None, finalize, **given)
-        for given in ({}, dict(arrivals=landing.arrivals))
+        hopper_forward.forward(
+            q, k, v, block, simple(dim), Partial(*(x.clone() for x in state)), None, finalize, **given
+        )
+        for given in ({}, dict(ready=landing.ready))
     ]
     assert same_bits(*twice)
 
@@ -626,21 +628,21 @@ def test_keys_that_arrive_late(batch, seq, heads, kv_heads, first):
     # Whatever a first use loads, or a first call allocates, must not come beside a kernel that waits.
     landing.fly(copying)
     torch.cuda.synchronize()
-    attend(*landing.views(landing.buffer), arrivals=landing.arrivals)
+    attend(*landing.views(landing.buffer), ready=landing.ready)
     for epoch in range(first + 1, first + 6):
         landing.epoch = epoch
         landing.source.normal_(generator=torch.Generator().manual_seed(epoch % 1000))
         expected = attend(*landing.views(landing.source.to(DEVICE)))
         landing.buffer.fill_(float("nan"))
         torch.cuda.synchronize()
-        got = attend(*landing.views(landing.buffer), arrivals=landing.arrivals)
+        got = attend(*landing.views(landing.buffer), ready=landing.ready)
         done = computing.record_event()
         time.sleep(0.005)
         assert not done.query(), "it waits"
         landing.fly(copying)
         torch.cuda.synchronize()
         assert same_bits(got, expected)
-    assert landing.gave_up.item() == 0
+    assert landing.timed_out.item() == 0
 
 
 @needs_hopper
@@ -662,13 +664,11 @@ def wait_in_vain() -> None:
     landing = Landing(1, 256, 2, 128, epoch=7)
     landing.flags[0] = 7
     block = make_block(*full(256, 256), 256)
-    hopper_forward.forward(
-        q, *landing.views(landing.buffer), block, simple(128), None, None, True, arrivals=landing.arrivals
-    )
+    hopper_forward.forward(q, *landing.views(landing.buffer), block, simple(128), None, None, True, ready=landing.ready)
     try:
         torch.cuda.synchronize()
     except RuntimeError:
-        assert landing.gave_up.item() == 2
+        assert landing.timed_out.item() == 2
         os._exit(0)  # nothing of the context can be cleaned up
     raise AssertionError("it neither trapped nor waited")
 

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 import ringattn
 from ringattn import virtual
 from ringattn.dataflow import gather, reduce, ring
-from ringattn.kernels.contract import Score, State
+from ringattn.kernels.contract import Partial, Score
 
 DATAFLOWS = {"ring": ring, "gather": gather, "reduce": reduce}
 DIM, TOKENS = 16, 4096
@@ -50,7 +50,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, block: Any, score: Any, *, state: A
     shape = *q.shape[:3], v.shape[3]
     if how.get("finalize"):
         return q.new_empty(shape), rows()
-    return state or State(rows(), rows(), q.new_empty(shape, dtype=torch.float32))
+    return state or Partial(rows(), rows(), q.new_empty(shape, dtype=torch.float32))
 
 
 def backward(q: Tensor, k: Tensor, v: Tensor, *_: Any, into: Any = None, **how: Any) -> tuple[Tensor, Tensor]:

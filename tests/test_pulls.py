@@ -24,7 +24,7 @@ from simulated_gpus import Deadlock, Shared, Stream, World, alias, reached
 
 import ringattn
 from ringattn.dataflow import gather
-from ringattn.kernels.contract import Departures, Score
+from ringattn.kernels.contract import CompletionCounts, Score
 from ringattn.peer import pack_rows as packing
 from ringattn.peer import pulls
 from ringattn.peer import sum_runs as summing
@@ -120,25 +120,25 @@ class Kernels:
             rows = [row for row in rows if self.world.random.random() < 0.5]
         return call, rank, first, rows
 
-    def _ready(self, arrivals: Any, row: int):  # type: ignore[no-untyped-def]
-        if arrivals is None or "kernel" in self.world.dropped:
+    def _ready(self, ready: Any, row: int):  # type: ignore[no-untyped-def]
+        if ready is None or "kernel" in self.world.dropped:
             return None
-        address, epoch = arrivals.flags[row].data_ptr(), arrivals.epoch
+        address, epoch = ready.flags[row].data_ptr(), ready.epoch
         return lambda: reached(address, epoch)
 
-    def forward(self, q, k, v, block, score, *, sink, finalize, kernel, arrivals):  # type: ignore[no-untyped-def]
+    def forward(self, q, k, v, block, score, *, sink, finalize, kernel, ready):  # type: ignore[no-untyped-def]
         call, rank, first, rows = self._rows(k)
         k, v, positions, heads = alias(k), alias(v), block.positions_k.long(), k.shape[2]
 
         def look(b: int, h: int) -> None:
             same(torch.cat([k[b, :, h], v[b, :, h]], -1), call.kv[b, positions, first + h], f"rank {rank}, {b} {h}")
 
-        parts = [(self._ready(arrivals, b * heads + h), lambda b=b, h=h: look(b, h)) for b, h in rows]
+        parts = [(self._ready(ready, b * heads + h), lambda b=b, h=h: look(b, h)) for b, h in rows]
         self.world.kernel("forward", [*parts, (None, lambda: self._done(call))])
         return q.new_empty((*q.shape[:3], v.shape[3])), q.new_empty((q.shape[0], q.shape[2], q.shape[1]))
 
     def backward(  # type: ignore[no-untyped-def]
-        self, q, k, v, dout, lse, delta, block, score, *, dq, deterministic, kernel, into, arrivals, counters
+        self, q, k, v, dout, lse, delta, block, score, *, dq, deterministic, kernel, into, ready, counters
     ):
         call, rank, first, rows = self._rows(k)
         k, v, dk, dv = alias(k), alias(v), alias(into[0]), alias(into[1])
@@ -160,17 +160,17 @@ class Kernels:
 
         order = [(b, h, segment) for b, h in rows for segment in range(len(block.segments_k))]
         self.world.random.shuffle(order)
-        parts = [(self._ready(arrivals, b * heads + h), lambda b=b, h=h, s=s: work(b, h, s)) for b, h, s in order]
+        parts = [(self._ready(ready, b * heads + h), lambda b=b, h=h, s=s: work(b, h, s)) for b, h, s in order]
         self.world.kernel("backward", [*parts, (None, lambda: self._done(call))])
 
     def _done(self, call: Call) -> None:
         call.kernels_done += 1
 
-    def departures(self, q, k, v, block, score, *, deterministic, kernel):  # type: ignore[no-untyped-def]
+    def completion_counts(self, q, k, v, block, score, *, deterministic, kernel):  # type: ignore[no-untyped-def]
         rows = self.case.counts
         if not rows or not self.case.waits or k.shape[0] * k.shape[2] % rows:
             return None
-        return Departures(rows, (rows,) * len(block.segments_k))
+        return CompletionCounts(rows, (rows,) * len(block.segments_k))
 
     def pack_rows(self, k: Tensor, v: Tensor, whole: Tensor, own: Tensor, runs: Sequence[tuple[int, int, int]]) -> None:
         k, v, whole, own = map(alias, (k, v, whole, own))
@@ -208,7 +208,7 @@ class Kernels:
         monkeypatch.setattr(gather, "block_backward", self.backward)
         monkeypatch.setattr(gather, "block_delta", lambda out, dout, dlse: dout[..., 0].transpose(1, 2))
         monkeypatch.setattr(gather, "waits", lambda *_: self.case.waits)
-        monkeypatch.setattr(gather, "departures", self.departures)
+        monkeypatch.setattr(gather, "completion_counts", self.completion_counts)
         cut = gather.head_groups
         monkeypatch.setattr(gather, "head_groups", lambda k, q, device, backward: cut(k, q, "cuda", backward))
         monkeypatch.setattr(packing, "pack_rows", self.pack_rows)
@@ -486,7 +486,7 @@ def alone(monkeypatch: pytest.MonkeyPatch, case: Case, calls: Sequence[tuple[str
 
 def test_a_shape_is_prepared_once_and_again_where_memory_has_moved(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[tuple[str, int]] = []
-    for name in ("Places", "Landings"):
+    for name in ("FetchBuffers", "GradientBuffers"):
         kind = getattr(pulls, name)
 
         def noted(link: pulls.Link, *args: Any, kind: type = kind) -> Any:
@@ -502,9 +502,9 @@ def test_a_shape_is_prepared_once_and_again_where_memory_has_moved(monkeypatch: 
     ]  # fmt: skip
     alone(monkeypatch, Case(ranks=2), calls)
     assert made == [
-        ("Places", 0), ("Landings", 1), ("Places", 1), ("Places", 2),  # contributions are the first ones
-        ("Places", 4), ("Places", 7), ("Places", 8),  # all that was known is forgotten with the old memory
-        ("Landings", 11), ("Places", 11),
+        ("FetchBuffers", 0), ("GradientBuffers", 1), ("FetchBuffers", 1), ("FetchBuffers", 2),  # contributions are the first ones
+        ("FetchBuffers", 4), ("FetchBuffers", 7), ("FetchBuffers", 8),  # all that was known is forgotten with the old memory
+        ("GradientBuffers", 11), ("FetchBuffers", 11),
     ]  # fmt: skip
 
 
@@ -566,7 +566,7 @@ def test_neither_a_call_s_tensors_nor_a_link_are_kept(monkeypatch: pytest.Monkey
     ],
 )
 def test_rows_are_pulled_in_chunks_that_grow(batch: int, groups: list[tuple[int, int]], sizes: list[int]) -> None:
-    places = object.__new__(pulls.Places)
+    places = object.__new__(pulls.FetchBuffers)
     places.batch, places.buffers = batch, [torch.empty(batch, groups[-1][1], 0)]
     places._copies = lambda link, wave, row, slot: [(row, slot, 1)]  # type: ignore[method-assign]
     places._flag = lambda wave, row: row  # type: ignore[method-assign]

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ringattn.kernels import contract as blocks
 from ringattn.kernels import long_sums as spans
-from ringattn.kernels.contract import Block, Score, block_backward, block_delta, block_forward, departures
+from ringattn.kernels.contract import Block, Score, block_backward, block_delta, block_forward, completion_counts
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 
@@ -124,8 +124,8 @@ def test_a_long_backward_counts_nothing_on_its_way(
     for seq_q in (longest, longest + 1):
         block = block_of(torch.zeros(1, seq_q), torch.full((1, seq_q), tokens), tokens, (seq_q,), (tokens,))
         given = q.expand(1, seq_q, -1, -1), k, k
-        assert (departures(*given, block, Score(0.1)) is None) == (seq_q > longest)
-        assert departures(*given, block, Score(0.1), deterministic=True) is None
+        assert (completion_counts(*given, block, Score(0.1)) is None) == (seq_q > longest)
+        assert completion_counts(*given, block, Score(0.1), deterministic=True) is None
 
 
 @pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")

@@ -26,7 +26,7 @@ tiles of 64 queries that see it, for every query head of the group; dk and dv st
 * The order of the CTAs is the order in which gradients are done: ``_sweep`` parts at a time, and within them the tiles
   with most queries first, all parts of a tile together. Under a causal mask those are the earliest positions, so that
   whole segments (the runs of one owner) complete one after the other for all heads of the sweep, each about when the
-  next one begins; :func:`departures` counts them. A dense mask takes the tiles as they lie.
+  next one begins; :func:`completion_counts` counts them. A dense mask takes the tiles as they lie.
 * A key tile meets the query tiles that a mask cuts first, for all heads, and then the full ones: two loops without a
   branch, one with a mask.
 * dP's sum starts at -delta, so that dS is P times it.
@@ -67,7 +67,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from .. import long_sums as spans
-from ..contract import Arrivals, Block, Departures, Score, int32
+from ..contract import Block, CompletionCounts, ReadyFlags, Score, int32
 from ..launch import dispatch, launches_of, multiprocessors, on_device
 from ..triton import backward as flash_backward
 from . import backward_wide as wide
@@ -106,7 +106,7 @@ from .primitives import (
 )
 from .tensor_maps import readable, view
 
-__all__ = ["STORES_INTO", "backward", "departures", "heads_in_sum", "unsupported"]
+__all__ = ["STORES_INTO", "backward", "completion_counts", "heads_in_sum", "unsupported"]
 
 STORES_INTO = True  # backward() takes into=
 
@@ -465,22 +465,24 @@ def backward(
     dq: Tensor,
     deterministic: bool,
     into: tuple[Tensor, Tensor] | None = None,
-    arrivals: Arrivals | None = None,
+    ready: ReadyFlags | None = None,
     counters: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     if deterministic:
-        if arrivals is not None or counters is not None:
-            raise ValueError("deterministic=True neither waits for arrivals nor counts: departures() is None")
+        if ready is not None or counters is not None:
+            raise ValueError("deterministic=True neither waits for ready nor counts: completion_counts() is None")
         dk, dv = flash_backward.backward(q, k, v, dout, lse, delta, block, score, dq, deterministic)
         return (dk, dv) if into is None else (into[0].copy_(dk), into[1].copy_(dv))
     split = _split(q, k, block)
     straight = into if into is not None and not split.apart and _stores_into(*into) else None
     if counters is not None and (split.apart or straight is not into):
-        raise ValueError("it counts what it stores itself: only where departures() is not None, float32, equal strides")
+        raise ValueError(
+            "it counts what it stores itself: only where completion_counts() is not None, float32, equal strides"
+        )
     target = dq if readable(dq) else torch.zeros_like(dq, memory_format=torch.contiguous_format)
     with on_device(q):
         dk, dv = launch(
-            q, k, v, dout, lse, delta, block, score, target, split, into=straight, arrivals=arrivals, counters=counters
+            q, k, v, dout, lse, delta, block, score, target, split, into=straight, ready=ready, counters=counters
         )
     if target is not dq:
         dq += target
@@ -490,30 +492,30 @@ def backward(
     return (dk, dv) if into is None else (into[0].copy_(dk), into[1].copy_(dv))
 
 
-def departures(q: Tensor, k: Tensor, v: Tensor, block: Block) -> Departures | None:
+def completion_counts(q: Tensor, k: Tensor, v: Tensor, block: Block) -> CompletionCounts | None:
     """None where parts of a group have a dk and dv each, which are summed after the kernel, and where k or v must be
     copied before the kernel reads it."""
     split = _split(q, k, block)
     if split.apart or not (readable(k) and readable(v)):
         return None
-    key = ("departures", split, q.shape, k.shape)
+    key = ("completion_counts", split, q.shape, k.shape)
     found = block.known.get(key)
     if found is None:
         tiles = [triton.cdiv(n, _keys(q)) for n in block.segments_k]
         rows = max(1, _sweep(k.shape[0] * k.shape[2], sum(tiles), _processors(q), split.parts) // split.parts)
         # Both consumers of the last part's CTAs count.
-        found = block.known[key] = Departures(rows, tuple(2 * rows * n for n in tiles))
+        found = block.known[key] = CompletionCounts(rows, tuple(2 * rows * n for n in tiles))
     return found
 
 
 def launch(
     q: Tensor, k: Tensor, v: Tensor, dout: Tensor, lse: Tensor, delta: Tensor, block: Block, score: Score, dq: Tensor,
     split: Split, run=dispatch,
-    into: tuple[Tensor, Tensor] | None = None, arrivals: Arrivals | None = None, counters: Tensor | None = None,
+    into: tuple[Tensor, Tensor] | None = None, ready: ReadyFlags | None = None, counters: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """dk and dv of each part of a group that has its own, or one: (parts or 1, batch, seq_k, kv_heads, head_dim); or
     ``into``, as it is."""
-    if arrivals is not None and not (readable(k) and readable(v)):
+    if ready is not None and not (readable(k) and readable(v)):
         raise ValueError("keys and values that are still arriving cannot be copied first: 16-byte strides are needed")
     # Not contiguous(), which leaves a tensor that begins at an odd address as it is.
     q, k, v, dout = (x if readable(x) else x.clone(memory_format=torch.contiguous_format) for x in (q, k, v, dout))
@@ -559,22 +561,22 @@ def launch(
     turns = None
     if parts > 1 and not split.apart:
         turns = torch.zeros(batch * kv_heads, tiles, dtype=torch.int32, device=q.device)
-    flags, epoch, gave_up = None, 0, None
-    if arrivals is not None:
-        flags, gave_up = arrivals.flags, arrivals.gave_up
-        epoch = int32(arrivals.epoch)  # so always the same kernel
+    flags, epoch, timed_out = None, 0, None
+    if ready is not None:
+        flags, timed_out = ready.flags, ready.timed_out
+        epoch = int32(ready.epoch)  # so always the same kernel
     key = (
         split, scale, q.dtype, q.shape, q.stride(), k.shape, k.stride(), v.shape, v.stride(), dout.dtype,
         dout.stride(), dq.stride(), dk.stride(), flags is None, None if counters is None else counters.shape[1],
     )  # fmt: skip
     tensors = [q, k, v, dout, rows, negated, dq, dk, dv]
-    tensors += [x for x in (flags, gave_up, turns, counters) if x is not None]
+    tensors += [x for x in (flags, timed_out, turns, counters) if x is not None]
     if run is dispatch and launches.again(key, tensors, epoch):
         return dk, dv
     numbers = (
         dk, dv, info, q_heads // kv_heads // parts, tiles, kv_heads, parts, batch, *dk.stride()[-4:-1], q_tiles,
         scale * LOG2E, scale, 1 / scale if fold else 1.0,
-        flags, epoch, gave_up, turns, counters, counters.shape[1] if counters is not None else 0,
+        flags, epoch, timed_out, turns, counters, counters.shape[1] if counters is not None else 0,
     )  # fmt: skip
     constants = dict(
         SWEEP=_sweep(batch * kv_heads, tiles, _processors(q), parts), BATCHED=info.shape[0] > 1, FOLD=fold,

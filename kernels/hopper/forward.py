@@ -16,7 +16,7 @@ with 64 query rows. The consumers of a CTA share the key and value tiles, two st
   while it waits for room for the last keys of this one.
 * Query tiles are handed out by an atomic counter (work_counter.py), heaviest first within a few heads at a time:
   balanced whatever the mask, few heads' keys in L2 at once, and robust against SMs that other work slows down.
-* With ``arrivals`` the producer waits for the flag of a head's keys and values in front of their first tile. The heads
+* With ``ready`` the producer waits for the flag of a head's keys and values in front of their first tile. The heads
   are swept in the order in which they arrive; the consumers know nothing of it.
 * Tiles have powers of two of columns. Head dims 96 and 192 of q and k are two tiles side by side, 64 + 32 and 128 + 64;
   a value of 96 is read as 128, the last 32 zeros that TMA fills in.
@@ -55,7 +55,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from ..contract import Arrivals, Block, Score, State, int32
+from ...partial import Partial
+from ..contract import Block, ReadyFlags, Score, int32
 from ..launch import dispatch, launches_of, multiprocessors, on_device
 from .primitives import (
     FREE_BARRIERS,
@@ -809,7 +810,7 @@ def _forward_kernel(
 
 # ---------------------------------------------------------------- host
 
-WAITS = True  # forward() takes arrivals
+WAITS = True  # forward() takes ready
 
 
 def unsupported(q: Tensor, k: Tensor, v: Tensor, score: Score) -> str | None:
@@ -844,16 +845,16 @@ def forward(
     v: Tensor,
     block: Block,
     score: Score,
-    state: State | None,
+    state: Partial | None,
     sink: Tensor | None,
     finalize: bool,
-    arrivals: Arrivals | None = None,
-) -> State | tuple[Tensor, Tensor]:
+    ready: ReadyFlags | None = None,
+) -> Partial | tuple[Tensor, Tensor]:
     """See block.block_forward. A carried state is updated in place."""
     batch, seq_q, q_heads, _ = q.shape
     shape = (batch, seq_q, q_heads, v.shape[-1])
     if state is not None:
-        state = State(*(x.contiguous() for x in state))
+        state = Partial(*(x.contiguous() for x in state))
     if finalize:
         out, lse = q.new_empty(shape), q.new_empty(batch, q_heads, seq_q, dtype=torch.float32)
         outputs = (out, lse, lse)
@@ -865,7 +866,7 @@ def forward(
     sink = None if sink is None else sink.contiguous()
     key = (
         q.dtype, q.shape, q.stride(), k.shape, k.stride(), v.shape, v.stride(), score.softmax_scale, state is None,
-        sink is None, finalize, arrivals is None,
+        sink is None, finalize, ready is None,
     )  # fmt: skip
     launches = launches_of(block.known, "hopper_forward")
     with on_device(q):
@@ -874,23 +875,21 @@ def forward(
         tensors += [] if sink is None else [sink]
         tensors += state if state is not None and finalize else []  # else it is where the outputs go
         epoch = 0
-        if arrivals is not None:
-            tensors += [arrivals.flags, arrivals.gave_up]
-            epoch = int32(arrivals.epoch)
+        if ready is not None:
+            tensors += [ready.flags, ready.timed_out]
+            epoch = int32(ready.epoch)
         if not launches.again(key, tensors, epoch):
-            grid, args, constants = _launch(
-                q, k, v, block, score, state, sink, outputs, finalize, sms, counter, arrivals
-            )
+            grid, args, constants = _launch(q, k, v, block, score, state, sink, outputs, finalize, sms, counter, ready)
             launched = dispatch(_forward_kernel, grid, *args, **constants)
             if not block.period:  # else each launch has memory of its own, and is long
                 config = CONFIGS[q.shape[3], v.shape[3]]
                 fixed = _tile_table(block, config.block_m, config.block_n)
-                number_at = None if arrivals is None else _forward_kernel.arg_names.index("epoch")
+                number_at = None if ready is None else _forward_kernel.arg_names.index("epoch")
                 launches.remember(key, tensors, launched, fixed, number_at)
-    return (outputs[0], outputs[1]) if finalize else State(outputs[1], outputs[2], outputs[0])
+    return (outputs[0], outputs[1]) if finalize else Partial(outputs[1], outputs[2], outputs[0])
 
 
-def _launch(q, k, v, block, score, state, sink, outputs, finalize, sms, counter, arrivals=None):
+def _launch(q, k, v, block, score, state, sink, outputs, finalize, sms, counter, ready=None):
     """Grid, arguments and constants of the kernel."""
     batch, seq_q, q_heads, head_dim = q.shape
     head_dim_v = v.shape[-1]
@@ -913,13 +912,13 @@ def _launch(q, k, v, block, score, state, sink, outputs, finalize, sms, counter,
         table, table.stride(0) if table.shape[0] > 1 else 0, counter,
         seq_q, q_heads, q_heads // k.shape[2], n_tiles, n_heads,
         *_sweeps(n_tiles, n_heads, workers), score.softmax_scale * LOG2E,
-        *((None, None, None) if arrivals is None else (arrivals.flags, int32(arrivals.epoch), arrivals.gave_up)),
+        *((None, None, None) if ready is None else (ready.flags, int32(ready.epoch), ready.timed_out)),
     )  # fmt: skip
     constants = dict(
         N=config.consumers, BN=config.block_n, STAGES=config.stages, REGISTERS=config.registers,
         Q_BUFFERS=config.q_buffers, STAGED=config.staged, DV=head_dim_v,
         HAS_STATE=state is not None, HAS_SINK=sink is not None, FINALIZE=finalize,
-        ARRIVALS=arrivals is not None, PERIOD=period,
+        ARRIVALS=ready is not None, PERIOD=period,
     )  # fmt: skip
     return (workers, 1, 1), args, constants
 

@@ -192,7 +192,7 @@ def wait_row(flags_ptr, row, epoch, gave_up_ptr, warps: gl.constexpr):
     written before that flag may be read, by TMA too. After ``WAIT_SECONDS`` store ``row + 1`` to ``gave_up_ptr``, trap.
 
     Args:
-        flags_ptr: (rows, 8) int32, see ``block.Arrivals``.
+        flags_ptr: (rows, 8) int32, see ``block.ReadyFlags``.
         gave_up_ptr: int32 in pinned host memory, which outlives the trap.
     """
     lanes = gl.zeros([32 * warps], gl.int32, gl.BlockedLayout([1], [32], [warps], [0]))

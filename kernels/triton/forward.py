@@ -23,7 +23,8 @@ from torch import Tensor
 import triton
 import triton.language as tl
 
-from ..contract import Block, Score, State
+from ...partial import Partial
+from ..contract import Block, Score
 from ..launch import dispatch
 from . import primitives
 from .primitives import (
@@ -70,10 +71,10 @@ def forward(
     v: Tensor,
     block: Block,
     score: Score,
-    state: State | None,
+    state: Partial | None,
     sink: Tensor | None,
     finalize: bool,
-) -> State | tuple[Tensor, Tensor]:
+) -> Partial | tuple[Tensor, Tensor]:
     """See block.block_forward. A carried state is updated in place."""
     q, k, v = (primitives.last_contiguous(x) for x in (q, k, v))
     batch, seq_q, heads, dim = q.shape
@@ -84,8 +85,8 @@ def forward(
 
     carried: tuple[Tensor | None, ...] = (None, None, None)
     if state is not None:
-        carried = state = State(state.m, state.l, primitives.last_contiguous(state.o))
-    result: State | tuple[Tensor, Tensor]
+        carried = state = Partial(state.m, state.l, primitives.last_contiguous(state.o))
+    result: Partial | tuple[Tensor, Tensor]
     if finalize:
         lse = q.new_empty(batch, heads, seq_q, dtype=torch.float32)
         out = q.new_empty(batch, seq_q, heads, dim_v)
@@ -96,7 +97,7 @@ def forward(
     else:
         m = q.new_empty(batch, heads, seq_q, dtype=torch.float32)
         o = q.new_empty(batch, seq_q, heads, dim_v, dtype=torch.float32)
-        result = outputs = State(m, torch.empty_like(m), o)
+        result = outputs = Partial(m, torch.empty_like(m), o)
 
     s = ScoreArguments.of(score)
     group = tiles.group if heads % tiles.group == 0 else 1

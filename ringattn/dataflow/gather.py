@@ -26,17 +26,17 @@ import torch
 from torch import Tensor
 
 from ..kernels.contract import (
-    Arrivals,
-    Departures,
+    CompletionCounts,
+    ReadyFlags,
     Score,
     accumulation_dtype,
     block_backward,
     block_delta,
     block_forward,
-    departures,
+    completion_counts,
     waits,
 )
-from ..peer.pulls import Landings, Link, Places, Pull, Push
+from ..peer.pulls import FetchBuffers, GradientBuffers, Link, Pull, Push
 from ..plans import Plan
 from ..schedule import head_groups, waves
 from ..trace import named
@@ -52,7 +52,7 @@ class _Part(NamedTuple):
     heads: slice  # of all key heads
     k: Tensor
     v: Tensor
-    arrivals: Arrivals | None
+    ready: ReadyFlags | None
     first: bool  # of its wave
     last: bool
 
@@ -84,7 +84,7 @@ def forward(
             with named("wave", part.wave, "forward"):
                 out, lse = block_forward(  # type: ignore[misc]
                     own_q, part.k, part.v, block, _of_heads(score, part, heads), sink=own_sink, finalize=True,
-                    kernel=kernel, arrivals=part.arrivals,
+                    kernel=kernel, ready=part.ready,
                 )  # fmt: skip
         if own_q is q:
             whole = out, lse
@@ -115,14 +115,14 @@ def backward(
     block = plan.gathered_block(q.device)
     kv_heads = k.shape[2]
     per_kv = q.shape[2] // kv_heads
-    counted: dict[int, Departures] = {}  # by the first head of a wave
+    counted: dict[int, CompletionCounts] = {}  # by the first head of a wave
 
     def waiting(k_w: Tensor, v_w: Tensor, heads: slice) -> bool:
         if block.seq_k == 0 or q.numel() == 0:
             return False
         whole = k_w.shape[2] == kv_heads
         q_w = q if whole else q[:, :, heads.start * per_kv : heads.stop * per_kv]
-        counts = departures(q_w, k_w, v_w, block, score, deterministic=plan.deterministic, kernel=kernel)
+        counts = completion_counts(q_w, k_w, v_w, block, score, deterministic=plan.deterministic, kernel=kernel)
         if counts is not None:
             counted[heads.start] = counts
         return counts is not None
@@ -135,7 +135,7 @@ def backward(
             dk_w, dv_w = home.room(part.wave)
         into = (dk_w, dv_w) if part.inside is None else (dk_w[:, :, part.inside], dv_w[:, :, part.inside])
         counts = counters = None
-        if part.arrivals is not None:
+        if part.ready is not None:
             assert isinstance(home, Push)  # what arrives is pulled
             counts = counted[part.heads.start]
             counters = home.counters(part.wave, counts).raised
@@ -144,7 +144,7 @@ def backward(
                 part.queries(q, kv_heads, 2), part.k, part.v, part.queries(dout, kv_heads, 2),
                 part.queries(lse, kv_heads, 1), part.queries(delta, kv_heads, 1), block,
                 _of_heads(score, part, kv_heads), dq=part.queries(dq, kv_heads, 2), deterministic=plan.deterministic,
-                kernel=kernel, into=into, arrivals=part.arrivals, counters=counters,
+                kernel=kernel, into=into, ready=part.ready, counters=counters,
             )  # fmt: skip
         if part.last:
             if leaving is not None:
@@ -173,8 +173,8 @@ def _fetched(
         yield from _messages(q, k, v, plan, backward)
         return
 
-    def places() -> Places:
-        return Places(link, k, v, plan.fetches, plan.local_lengths_k, _waves(k, v, plan, backward))
+    def places() -> FetchBuffers:
+        return FetchBuffers(link, k, v, plan.fetches, plan.local_lengths_k, _waves(k, v, plan, backward))
 
     its = link.prepare(("places", plan.handle, backward, k.shape, v.shape, k.dtype), places)
     pull, ahead = Pull(link, its, k, v), its.waves
@@ -196,7 +196,7 @@ def _fetched(
         if wave + 1 < len(ahead):
             started = start(wave + 1)
         if whole:
-            yield _Part(wave, None, heads, k_w, v_w, pull.arrivals(wave), True, True)
+            yield _Part(wave, None, heads, k_w, v_w, pull.ready(wave), True, True)
         for i, g in enumerate(() if whole else groups):
             pull.wait(wave, g)
             yield _Part(
@@ -231,9 +231,9 @@ def _home(q: Tensor, k: Tensor, v: Tensor, plan: Plan, link: Link | None) -> Pus
     if link is None:
         return _Sent(k, v, plan, dtype, head_groups(k.shape[2], q.shape[2], q.device.type, backward=True))
 
-    def landings() -> Landings:
+    def landings() -> GradientBuffers:
         ahead = _waves(k, v, plan, backward=True)
-        return Landings(link, (k, v), dtype, plan.fetches, plan.local_lengths_k, ahead)
+        return GradientBuffers(link, (k, v), dtype, plan.fetches, plan.local_lengths_k, ahead)
 
     return Push(link, link.prepare(("landings", plan.handle, k.shape, v.shape, k.dtype), landings), (k, v))
 
@@ -256,7 +256,7 @@ class _Sent:
         rows = self.partials[wave].transpose(0, 1)
         return rows[..., : self.head_dim], rows[..., self.head_dim :]
 
-    def begin(self, wave: int, counts: Departures | None) -> None:
+    def begin(self, wave: int, counts: CompletionCounts | None) -> None:
         plan, partial = self.plan, self.partials.pop(wave)
         self.arriving: list[tuple[int, Tensor]] = []  # (offset here, gradients), in the order of ranks on every run
         sends, receives = [], []

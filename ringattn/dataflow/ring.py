@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..kernels.contract import Score, State, block_backward, block_delta, block_forward
+from ..kernels.contract import Score, block_backward, block_delta, block_forward
 from ..kernels.contract import accumulation_dtype as accumulation
 from ..partial import Partial
 from ..plans import Plan
@@ -22,7 +22,7 @@ def forward(
 ) -> tuple[Tensor, Tensor]:
     """``(out, lse)`` of this rank's queries. Shapes: kernels/contract.py."""
     remaining = sum(step.compute for step in plan.steps)
-    state: State | None = None
+    state: Partial | None = None
     result: tuple[Tensor, Tensor] | None = None
 
     def visit(owner: int, shard: Tensors) -> None:
@@ -40,7 +40,7 @@ def forward(
             finalize=remaining == 0,
             kernel=kernel,
         )
-        if isinstance(reached, State):
+        if isinstance(reached, Partial):
             state = reached
         else:
             result = reached

@@ -10,7 +10,7 @@ exchange (*epoch*), which only grows::
     FREE[r]    at all ranks   rank r has summed what was pushed to it
 
 A rank waits until every other rank is READY before it launches the attention. That kernel may then start while its keys
-are still being pulled, and poll for them (:class:`.kernels.block.Arrivals`): nothing but copies and the flags behind
+are still being pulled, and poll for them (:class:`.kernels.block.ReadyFlags`): nothing but copies and the flags behind
 them is outstanding, which progress beside any kernel, so that two attentions in flight on two groups cannot wait for
 each other in a circle.
 
@@ -37,7 +37,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from ..kernels.contract import Arrivals, Departures, int32
+from ..kernels.contract import CompletionCounts, ReadyFlags, int32
 from ..schedule import Fetch
 from . import driver as stream_memory
 
@@ -106,7 +106,7 @@ class Link:
         self.prepared: OrderedDict[object, Any] = OrderedDict()
         self.counters: dict[tuple[int, int], Counters] = {}
         self.tables: OrderedDict[object, Tensor] = OrderedDict()
-        self.gave_up = torch.zeros(1, dtype=torch.int32).pin_memory()
+        self.timed_out = torch.zeros(1, dtype=torch.int32).pin_memory()
         # Each is recorded anew by every call, once everybody who waits for its last record has queued that wait.
         self.used = torch.cuda.Event()  # the last use of the buffer, maybe on another stream
         self.free, self.pulled, self.pushed = (torch.cuda.Event() for _ in range(3))
@@ -149,7 +149,7 @@ class Link:
             self.fetched = torch.empty(size, dtype=torch.uint8, device=self.device)
         return self.fetched
 
-    def arrivals(self, rows: int) -> Tensor:
+    def ready(self, rows: int) -> Tensor:
         if len(self.flags) < rows:
             self.prepared.clear()
             self.flags = torch.full((rows, 8), int32(self.epochs[_KEYS]), dtype=torch.int32, device=self.device)
@@ -166,7 +166,7 @@ class Link:
         return sum(len(region.memory) for region in used if region is not None) + len(self.fetched)
 
 
-class Places:
+class FetchBuffers:
     """Where pulls of one shape have their rows: the same in every call, until the link's memory is replaced. A link
     keeps them (:meth:`Link.prepare`), they do not keep the link.
 
@@ -193,7 +193,7 @@ class Places:
         self.keys = sum(run.length for run in self.runs)
         self.rows = self.batch * max(w.stop - w.start for w in waves)
         region = link.reserve(_KEYS, 2 * self.batch * self.heads * max(lengths) * self.row_bytes)
-        flags = link.arrivals(len(waves) * self.rows)
+        flags = link.ready(len(waves) * self.rows)
         wave_bytes = self.rows * self.keys * self.row_bytes
         fetched = link.buffer(min(2, len(waves)) * wave_bytes)
         half = len(region.memory) // 2  # the same halves for all shapes
@@ -279,7 +279,7 @@ class _Chunk(NamedTuple):
 class Pull:
     """Keys and values of all ranks, wave by wave of heads. ``k, v``: this rank's."""
 
-    def __init__(self, link: Link, places: Places, k: Tensor, v: Tensor) -> None:
+    def __init__(self, link: Link, places: FetchBuffers, k: Tensor, v: Tensor) -> None:
         self.link, self.places, self.k, self.v = link, places, k, v
         self.last = len(places.waves) - 1
         self.main = torch.cuda.current_stream()
@@ -322,8 +322,8 @@ class Pull:
         pack_rows(self.k, self.v, places.mine[self.slot], places.buffers[0], places.own)
         self.link.tell(self.main, READY, self.epoch)
 
-    def arrivals(self, wave: int) -> Arrivals:
-        return Arrivals(self.places.flags[wave], self.epoch, self.link.gave_up)
+    def ready(self, wave: int) -> ReadyFlags:
+        return ReadyFlags(self.places.flags[wave], self.epoch, self.link.timed_out)
 
     def wait(self, wave: int, group: slice) -> None:
         """What is queued after this sees the keys and values of these heads of the wave."""
@@ -338,13 +338,13 @@ class Pull:
             self.wait(wave, slice(0, self.places.buffers[wave].shape[1]))
 
 
-class Landings:
+class GradientBuffers:
     """Where contributions to gradients of one shape go: the same in every call, until the link's memory is replaced.
 
     Args:
         like: keys and values; not kept.
         dtype: of the gradients.
-        fetches, lengths, waves: as of :class:`Places`.
+        fetches, lengths, waves: as of :class:`FetchBuffers`.
     """
 
     def __init__(
@@ -387,17 +387,17 @@ class Landings:
                     pieces.append(Piece(int(own), base + offset * self.row_bytes, stride, run.offset, end))
         return _remember(link.tables, tuple(pieces), lambda: table_of(pieces, link.device))
 
-    def steps(self, rows: int, departures: Departures | None) -> list[_Step]:
+    def steps(self, rows: int, completion_counts: CompletionCounts | None) -> list[_Step]:
         """In which order the runs of ``rows`` rows are complete, and leave."""
-        key = rows, departures
+        key = rows, completion_counts
         found = self._steps.get(key)
         if found is None:
-            found = self._steps[key] = self._make_steps(rows, departures)
+            found = self._steps[key] = self._make_steps(rows, completion_counts)
         return found
 
-    def _make_steps(self, rows: int, departures: Departures | None) -> list[_Step]:
+    def _make_steps(self, rows: int, completion_counts: CompletionCounts | None) -> list[_Step]:
         rank, row_bytes = self.rank, self.row_bytes
-        at_once = rows if departures is None else departures.rows
+        at_once = rows if completion_counts is None else completion_counts.rows
         made = []
         for chunk in range(rows // at_once):
             for segment, run in enumerate(self.runs):
@@ -410,7 +410,7 @@ class Landings:
                     for row in range(chunk * at_once, (chunk + 1) * at_once)
                     if run.owner != rank
                 ]
-                grows = 0 if departures is None else departures.counts[segment]
+                grows = 0 if completion_counts is None else completion_counts.counts[segment]
                 made.append(_Step(chunk * len(self.runs) + segment, grows, copies))
         return made
 
@@ -437,7 +437,7 @@ class Push:
     A wave's memory is summed by its owner before the next wave's is written into it. ``like``: keys and values.
     """
 
-    def __init__(self, link: Link, landings: Landings, like: tuple[Tensor, Tensor]) -> None:
+    def __init__(self, link: Link, landings: GradientBuffers, like: tuple[Tensor, Tensor]) -> None:
         self.link, self.landings = link, landings
         self.main = torch.cuda.current_stream()
         self.dk, self.dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in like)
@@ -454,11 +454,11 @@ class Push:
         dk = partial.as_strided((its.batch, keys, count, its.dim), strides)
         return dk, partial.as_strided((its.batch, keys, count, its.dim_v), strides, its.dim)
 
-    def counters(self, wave: int, departures: Departures) -> Counters:
+    def counters(self, wave: int, completion_counts: CompletionCounts) -> Counters:
         """What the kernel of a wave counts in."""
         heads = self.landings.waves[wave]
-        chunks = self.landings.batch * (heads.stop - heads.start) // departures.rows
-        key = (chunks, len(departures.counts))
+        chunks = self.landings.batch * (heads.stop - heads.start) // completion_counts.rows
+        key = (chunks, len(completion_counts.counts))
         found = self.link.counters.get(key)
         if found is None:
             made = torch.zeros(key, dtype=torch.int32, device=self.dk.device)
@@ -468,23 +468,23 @@ class Push:
             found = self.link.counters[key]
         return found
 
-    def begin(self, wave: int, departures: Departures | None) -> None:
+    def begin(self, wave: int, completion_counts: CompletionCounts | None) -> None:
         """Behind the launch of the kernel that writes a wave: push what it makes, run by run, while it runs if it
         counts what is complete, else when it is done."""
         link, partial, pushing = self.link, self.partials[wave], self.link.pushing
         link.epochs[_GRADIENTS] += 1
         self.epoch = link.epochs[_GRADIENTS]
-        if departures is None:
+        if completion_counts is None:
             pushing.wait_stream(self.main)
         else:
-            _, before, words = self.counters(wave, departures)
+            _, before, words = self.counters(wave, completion_counts)
         link.hear(pushing, FREE, self.epoch - 1)
         here = partial.data_ptr()
-        for i, grows, copies in self.landings.steps(partial.shape[0] * partial.shape[1], departures):
-            if departures is not None:
+        for i, grows, copies in self.landings.steps(partial.shape[0] * partial.shape[1], completion_counts):
+            if completion_counts is not None:
                 before[i] = (before[i] + grows) & 0xFFFFFFFF
             if copies:
-                if departures is not None:
+                if completion_counts is not None:
                     words[i].wait(pushing, before[i])
                 stream_memory.copy_all(pushing, copies, here)
         link.tell(pushing, LANDED, self.epoch)
@@ -597,7 +597,7 @@ def _verdict(late: _Watched) -> str:
         for kind, name in enumerate(names)
         if kind == late.kind and int32((said := int(words[(kind * _RANKS + p) * _WORD // 4])) - late.epoch) < 0
     ]
-    row = int(link.gave_up.item())
+    row = int(link.timed_out.item())
     rest = f"; the kernel gave up waiting for row {row - 1} of keys (batch * kv_heads + head)" if row else ""
     return (
         f"ringattn: rank {link.rank}: {late.what} is not done after {TIMEOUT:g} s (RINGATTN_TIMEOUT). "

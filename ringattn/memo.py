@@ -1,0 +1,53 @@
+"""Memo: results that are kept under a key, the least recently used one dropped first."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Hashable
+from contextlib import suppress
+from typing import Generic, TypeVar
+
+T = TypeVar("T")
+
+
+class Memo(Generic[T]):
+    """Keep the results of at most ``limit`` keys.
+
+    Threads may share one: two that ask for the same new key at the same time may both make it, and one result stays.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self._kept: OrderedDict[Hashable, T] = OrderedDict()
+
+    def get(self, key: Hashable) -> T | None:
+        """Return the result kept under ``key``, or None."""
+        result = self._kept.get(key)
+        if result is not None:
+            self._touch(key)
+        return result
+
+    def put(self, key: Hashable, result: T) -> T:
+        """Keep ``result`` under ``key`` and return it."""
+        self._kept[key] = result
+        self._touch(key)
+        while len(self._kept) > self.limit:
+            with suppress(KeyError):
+                self._kept.popitem(last=False)
+        return result
+
+    def once(self, key: Hashable, make: Callable[[], T]) -> T:
+        """Return the result kept under ``key``, or else that of ``make``, which is then kept."""
+        result = self.get(key)
+        return self.put(key, make()) if result is None else result
+
+    def clear(self) -> None:
+        """Forget everything."""
+        self._kept.clear()
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    def _touch(self, key: Hashable) -> None:
+        with suppress(KeyError):  # another thread may have dropped it
+            self._kept.move_to_end(key)
