@@ -17,6 +17,7 @@ from . import cost, estimate
 from . import layout as layouts
 from . import mask as masks
 from . import transport as transports
+from .agreement import Disagreement, hash_of
 from .kernels.contract import Block
 from .layout import Shard
 from .mask import Mask, count_below
@@ -25,7 +26,7 @@ from .schedule import check as check_schedule
 from .training.batch import shard_batch
 from .transport import Transport
 
-VERSION = 3  # of the exchange between ranks
+VERSION = 4  # of the exchange between ranks
 DATAFLOWS = ("ring", "gather", "reduce")
 BUFFER_BYTES = 8 << 30
 _CACHED_PLANS = 64
@@ -472,13 +473,13 @@ def plan(
         )  # fmt: skip
         if settings.dataflow == "auto" and transport.world_size > 1:
             costs, source = _costs(transport)
-            settings = replace(settings, calibration=transports.hash_of(repr(costs)))
+            settings = replace(settings, calibration=hash_of(repr(costs)))
     except Exception as bad:  # whatever it is, the other ranks must hear of it
         error = bad
     try:
         transport.agree("plan()", {f.name: getattr(settings, f.name) for f in fields(settings)}, error)
-    except ValueError as differs:
-        if "differs across ranks: calibration is" not in str(differs):
+    except Disagreement as differs:
+        if differs.field != "calibration":
             raise
         raise ValueError(
             f"{differs}. The numbers stand for what scripts/calibrate.py measured, from RINGATTN_CALIBRATION or "
@@ -675,5 +676,5 @@ def _make(settings: _Settings, extra: list[Mask], transport: Transport, costs: c
         schedule=reduce if dataflow == "reduce" else ring,
         transport=transport,
         choice=choice,
-        digest=transports.hash_of(repr(replace(settings, call=0))),
+        digest=hash_of(repr(replace(settings, call=0))),
     )

@@ -7,7 +7,7 @@ of this rank sees are not fetched; with a zigzag layout and a causal mask that i
 Heads are independent, so the work is cut by heads:
 
 * into *waves*, as many heads at a time as ``plan.buffer_bytes`` holds; the next wave is fetched beside this one;
-* on the GPUs of one host the copy engines fetch (:mod:`.pulls`). One kernel takes a whole wave and waits for each head
+* on the GPUs of one host the copy engines fetch (:mod:`..peer.pull`). One kernel takes a whole wave and waits for each head
   by itself; kernels that cannot wait take a wave in groups of heads, the first of them small, because nothing hides its
   fetch;
 * elsewhere messages fetch, and every group is a wave of its own.
@@ -36,7 +36,9 @@ from ..kernels.contract import (
     completion_counts,
     waits,
 )
-from ..peer.pulls import FetchBuffers, GradientBuffers, Link, Pull, Push
+from ..peer.memory import Link
+from ..peer.pull import FetchBuffers, Pull
+from ..peer.push import GradientBuffers, Push
 from ..plans import Plan
 from ..schedule import head_groups, waves
 from ..trace import named
@@ -132,7 +134,7 @@ def backward(
     leaving: int | None = None
     for part in _fetched(q, k, v, plan, link, waiting, backward=True):
         if part.first:
-            dk_w, dv_w = home.room(part.wave)
+            dk_w, dv_w = home.buffers(part.wave)
         into = (dk_w, dv_w) if part.inside is None else (dk_w[:, :, part.inside], dv_w[:, :, part.inside])
         counts = counters = None
         if part.ready is not None:
@@ -148,13 +150,13 @@ def backward(
             )  # fmt: skip
         if part.last:
             if leaving is not None:
-                home.land(leaving)
+                home.finish(leaving)
             with named("wave", part.wave, "push"):
-                home.begin(part.wave, counts)
+                home.start(part.wave, counts)
             leaving = part.wave
     assert leaving is not None
     with named("wave", leaving, "land"):
-        home.land(leaving)
+        home.finish(leaving)
     return dq, home.dk, home.dv, delta
 
 
@@ -187,7 +189,7 @@ def _fetched(
         whole = waiting(k_w, v_w, heads)
         groups = [slice(0, count)] if whole else head_groups(count, count * per_kv, q.device.type, backward)
         with named("wave", wave, "pull"):
-            pull.begin(wave, groups)
+            pull.start(wave, groups)
         return k_w, v_w, whole, groups
 
     started = start(0)
@@ -239,7 +241,7 @@ def _home(q: Tensor, k: Tensor, v: Tensor, plan: Plan, link: Link | None) -> Pus
 
 
 class _Sent:
-    """What :class:`.pulls.Push` does, by messages. A wave is a group of heads: (keys in the buffer, batch, heads, both
+    """What :class:`..peer.push.Push` does, by messages. A wave is a group of heads: (keys in the buffer, batch, heads, both
     head dims)."""
 
     def __init__(self, k: Tensor, v: Tensor, plan: Plan, dtype: torch.dtype, waves: Sequence[slice]) -> None:
@@ -250,13 +252,13 @@ class _Sent:
         self.keys = sum(run.length for run in plan.fetches[plan.rank])
         self.partials: dict[int, Tensor] = {}
 
-    def room(self, wave: int) -> tuple[Tensor, Tensor]:
+    def buffers(self, wave: int) -> tuple[Tensor, Tensor]:
         heads = self.waves[wave]
         self.partials[wave] = self.dk.new_empty(self.keys, self.dk.shape[0], heads.stop - heads.start, self.width)
         rows = self.partials[wave].transpose(0, 1)
         return rows[..., : self.head_dim], rows[..., self.head_dim :]
 
-    def begin(self, wave: int, counts: CompletionCounts | None) -> None:
+    def start(self, wave: int, counts: CompletionCounts | None) -> None:
         plan, partial = self.plan, self.partials.pop(wave)
         self.arriving: list[tuple[int, Tensor]] = []  # (offset here, gradients), in the order of ranks on every run
         sends, receives = [], []
@@ -272,7 +274,7 @@ class _Sent:
                         receives.append((piece, visitor))
         self.moving: Pending = plan.transport.start(sends, receives)
 
-    def land(self, wave: int) -> None:
+    def finish(self, wave: int) -> None:
         """Wait, and sum."""
         heads = self.waves[wave]
         dk, dv = self.dk[:, :, heads], self.dv[:, :, heads]
