@@ -285,12 +285,8 @@ class GroupTransport(Transport):
         try:
             from .peer.symmetric import SymmetricMemory  # needs a torch with symmetric memory
 
-            link = Link(
-                self.rank,
-                self.world_size,
-                self.device,
-                SymmetricMemory(functools.partial(_alive, self._group), self.device),
-            )
+            share = SymmetricMemory(functools.partial(_alive, self._group), self.device)
+            link = Link(self.rank, self.world_size, self.device, share)
         except (RuntimeError, ImportError, AttributeError, ValueError) as error:  # no peer access; another torch
             problem = str(error) or type(error).__name__
         status = self.gather_words(torch.tensor([bool(problem)], device="cpu")).flatten()

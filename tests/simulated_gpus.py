@@ -31,9 +31,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from ringattn.peer import pulls
-
-_KINDS = ("READY", "LANDED", "FREE")
+from ringattn.peer import driver, memory, pull, push
 
 
 class Deadlock(AssertionError):
@@ -130,7 +128,7 @@ class Gpu:
 
 
 class Words:
-    """As stream_memory.Words."""
+    """As driver.Words."""
 
     def __init__(self, world: World, addresses: Sequence[int]) -> None:
         self.world, self.addresses = world, addresses
@@ -149,7 +147,7 @@ class Words:
 
 
 class Copies:
-    """As stream_memory.Copies: in any order."""
+    """As driver.Copies: in any order."""
 
     def __init__(self, world: World, copies: Sequence[tuple[int, int, int]]) -> None:
         self.world, self.copies = world, list(copies)
@@ -223,24 +221,25 @@ class World:
         return self.stream
 
     def patched(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """ringattn.pulls gets these streams, words and copies."""
+        """Give ringattn.peer these streams, words and copies."""
         cuda = SimpleNamespace(
             Stream=lambda device=None: Stream(self.current().gpu, "side"),
             current_stream=lambda device=None: self.current(),
             Event=Event,
         )
-        monkeypatch.setattr(pulls, "torch", _Torch(cuda))
-        driver = SimpleNamespace(
-            Words=functools.partial(Words, self), Copies=functools.partial(Copies, self), copy_all=self.copy_all
-        )  # fmt: skip
-        monkeypatch.setattr(pulls, "stream_memory", driver)
-        monkeypatch.setattr(pulls, "watched", lambda *_: contextlib.nullcontext())
+        for module in (memory, pull, push):
+            monkeypatch.setattr(module, "torch", _Torch(cuda))
+        for module in (pull, push):
+            monkeypatch.setattr(module, "watched", lambda *_: contextlib.nullcontext())
+        monkeypatch.setattr(driver, "Words", functools.partial(Words, self))
+        monkeypatch.setattr(driver, "Copies", functools.partial(Copies, self))
+        monkeypatch.setattr(driver, "copy_all", self.copy_all)
 
     def name_of(self, stream: Stream, address: int) -> str:
         """Of a word: READY, LANDED, FREE, or whose it is by the stream that waits for it."""
         for begin, size in self.pads:
             if begin <= address < begin + size:
-                return _KINDS[(address - begin) // pulls._WORD // pulls._RANKS]
+                return memory.KIND_NAMES[(address - begin) // memory.WORD_BYTES // memory.MAX_RANKS]
         return "counters" if stream.role == "pushing" else "flags"
 
     def copy(self, stream: Stream, target: int, source: int, size: int) -> None:
@@ -305,7 +304,7 @@ class World:
 
 
 class Shared:
-    """Memory of one size on every rank of a group, as transport._Shared: the first call of each rank's makes it."""
+    """Memory of one size on every rank of a group, as peer.symmetric.SymmetricMemory: the first call of each rank's makes it."""
 
     def __init__(self, world: World, ranks: Sequence[int]) -> None:
         self.world, self.ranks = world, ranks

@@ -7,6 +7,8 @@ bit with those in the order of ranks.
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import gc
 import weakref
 from collections import deque
@@ -23,10 +25,11 @@ pytest.importorskip("triton")
 from simulated_gpus import Deadlock, Shared, Stream, World, alias, reached
 
 import ringattn
+from ringattn import layout
 from ringattn.dataflow import gather
 from ringattn.kernels.contract import CompletionCounts, Score
+from ringattn.peer import driver, memory, pull, push, watchdog
 from ringattn.peer import pack_rows as packing
-from ringattn.peer import pulls
 from ringattn.peer import sum_runs as summing
 from ringattn.virtual import VirtualRank
 
@@ -34,6 +37,17 @@ DIM, WIDTH = 2, 3  # head_dim; head_dim + head_dim_v
 CPU = torch.device("cpu")
 SCORE = Score(1.0)
 SEEDS = 6  # orders of execution of each case
+
+
+def block_cyclic(seq_len: int, world_size: int) -> tuple[layout.Shard, ...]:
+    """A layout with many runs per rank: blocks of 16 tokens in turns."""
+    blocks = [range(begin, min(begin + 16, seq_len)) for begin in range(0, seq_len, 16)]
+    return tuple(tuple(blocks[rank::world_size]) for rank in range(world_size))
+
+
+@pytest.fixture(autouse=True)
+def _layouts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(layout.LAYOUTS, "block-cyclic", block_cyclic)
 
 
 @dataclass(frozen=True)
@@ -172,8 +186,9 @@ class Kernels:
             return None
         return CompletionCounts(rows, (rows,) * len(block.segments_k))
 
-    def pack_rows(self, k: Tensor, v: Tensor, whole: Tensor, own: Tensor, runs: Sequence[tuple[int, int, int]]) -> None:
+    def pack_rows(self, k: Tensor, v: Tensor, whole: Tensor, own: Tensor, table: Tensor) -> None:
         k, v, whole, own = map(alias, (k, v, whole, own))
+        runs = table.tolist()
 
         def run(b: int) -> None:
             rows = torch.cat([k[b], v[b]], -1).transpose(0, 1)
@@ -213,6 +228,19 @@ class Kernels:
         monkeypatch.setattr(gather, "head_groups", lambda k, q, device, backward: cut(k, q, "cuda", backward))
         monkeypatch.setattr(packing, "pack_rows", self.pack_rows)
         monkeypatch.setattr(summing, "sum_runs", self.sum_runs)
+        monkeypatch.setattr(push, "new_counters", self.new_counters(push.new_counters))
+
+    def new_counters(self, real: Any) -> Any:
+        """Counters that stand where ``case.epoch`` calls have left them."""
+        epoch = self.case.epoch
+
+        def counters(shape: tuple[int, int], device: torch.device) -> push.Counters:
+            zeros = real(shape, device)
+            raised = alias(zeros.raised)
+            self.world.write_tensor("set off", lambda: raised.fill_((epoch + 2**31) % 2**32 - 2**31))
+            return zeros._replace(before=[epoch & 0xFFFFFFFF] * len(zeros.before))
+
+        return counters
 
 
 class Group:
@@ -226,27 +254,17 @@ class Group:
         for place, rank in enumerate(ranks):
             mains = [Stream(world.gpus[rank], "main") for _ in range(case.streams)]
             with world.host(mains[0]):
-                link = pulls.Link(place, len(ranks), CPU, shared.of(rank))
+                link = memory.Link(place, len(ranks), CPU, shared.of(rank))
             link.pulling.role, link.pushing.role = "pulling", "pushing"
             self._set_off(link)
             self.links.append(link)
             self.mains.append(mains)
 
-    def _set_off(self, link: pulls.Link) -> None:
+    def _set_off(self, link: memory.Link) -> None:
         """Start where ``case.epoch`` calls have been made."""
-        epoch = self.case.epoch
+        epoch = (self.case.epoch + 2**31) % 2**32 - 2**31  # as int32
         link.epochs = [epoch, epoch]
-        words = torch.frombuffer(bytearray((epoch & 0xFFFFFFFF).to_bytes(4, "little")), dtype=torch.int32)
-        link.pad.memory.view(torch.int32).fill_(int(words))
-        world = self.world
-
-        class Counters(dict):  # type: ignore[type-arg]
-            def __setitem__(self, key: object, made: pulls.Counters) -> None:
-                where = alias(made.raised)
-                world.write_tensor("set off", lambda: where.fill_(int(words)))
-                super().__setitem__(key, made._replace(before=[epoch & 0xFFFFFFFF] * len(made.before)))
-
-        link.counters = Counters()
+        link.pad.memory.view(torch.int32).fill_(epoch)
 
     def plan(self, place: int, case: Case, kind: str) -> ringattn.Plan:
         """The same in every call of one shape."""
@@ -385,6 +403,13 @@ CASES = {
     "window": Case(ranks=4, mask=dict(window_size=(4, 2)), seq_len=33),
     "full": Case(mask={}, seq_len=10),
     "contiguous": Case(ranks=4, layout="contiguous", seq_len=19),
+    "many runs": Case(ranks=3, layout="block-cyclic", seq_len=231),
+    "many runs, waves": Case(
+        ranks=2, layout="block-cyclic", seq_len=150, kv_heads=3, heads_in_memory=1, calls=("backward", "forward") * 2
+    ),
+    "many runs, counted in pairs": Case(
+        ranks=2, layout="block-cyclic", seq_len=150, batch=2, counts=2, mask=dict(window_size=(40, 0))
+    ),
     "empty shards": Case(ranks=5, seq_len=3),
     "one token": Case(ranks=3, seq_len=1),
     "more keys": Case(seq_len=7, seq_len_k=20),
@@ -484,56 +509,55 @@ def alone(monkeypatch: pytest.MonkeyPatch, case: Case, calls: Sequence[tuple[str
     return group
 
 
-def test_a_shape_is_prepared_once_and_again_where_memory_has_moved(monkeypatch: pytest.MonkeyPatch) -> None:
+def prepared(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
+    """Return a list that grows by (class, epoch of pulls) when rank 0 prepares the buffers of a shape."""
     made: list[tuple[str, int]] = []
     for name in ("FetchBuffers", "GradientBuffers"):
-        kind = getattr(pulls, name)
+        kind = getattr(gather, name)
 
-        def noted(link: pulls.Link, *args: Any, kind: type = kind) -> Any:
+        def noted(link: memory.Link, *args: Any, kind: type = kind) -> Any:
             if link.rank == 0:
                 made.append((kind.__name__, link.epochs[0]))
             return kind(link, *args)
 
         monkeypatch.setattr(gather, name, noted)
-    long = 100_000  # keys of more than the 2 MiB that a link takes at first
+    return made
+
+
+def test_a_shape_is_prepared_once_and_again_after_memory_has_been_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = prepared(monkeypatch)
+    long = 100_000  # keys of more than the 2 MiB that a link reserves at first
     calls = [
         ("forward", 12), ("backward", 12), ("forward", 12), ("backward", 12), ("forward", 9), ("forward", 12),
         ("forward", 9), ("forward", long), ("forward", 12), ("forward", long), ("forward", 12), ("backward", 12),
     ]  # fmt: skip
     alone(monkeypatch, Case(ranks=2), calls)
     assert made == [
-        ("FetchBuffers", 0), ("GradientBuffers", 1), ("FetchBuffers", 1), ("FetchBuffers", 2),  # contributions are the first ones
-        ("FetchBuffers", 4), ("FetchBuffers", 7), ("FetchBuffers", 8),  # all that was known is forgotten with the old memory
+        ("FetchBuffers", 0), ("GradientBuffers", 1), ("FetchBuffers", 1), ("FetchBuffers", 2),  # 1: gradients' first memory
+        ("FetchBuffers", 4), ("FetchBuffers", 7), ("FetchBuffers", 8),  # 7: all are dropped with the old memory
         ("GradientBuffers", 11), ("FetchBuffers", 11),
     ]  # fmt: skip
 
 
-def test_no_more_is_prepared_than_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pulls, "_REMEMBERED", 3)
-    group = alone(monkeypatch, Case(ranks=2), [("forward", n) for n in (30, 8, 10, 12, 14, 16, 8, 10, 30)])
+def test_the_least_recently_used_shape_is_dropped_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "_MAX_PREPARED", 3)
+    made = prepared(monkeypatch)
+    lengths = (30, 8, 10, 8, 12, 8, 14, 8, 10)
+    group = alone(monkeypatch, Case(ranks=2), [("forward", n) for n in lengths])
     for link in group.links:
         assert len(link.prepared) == 3
-
-
-def test_what_is_used_stays_prepared_while_others_come_and_go(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pulls, "_REMEMBERED", 3)
-    group = alone(monkeypatch, Case(ranks=2), [("forward", n) for n in (30, 8, 10, 8, 12, 8, 14)])
-    for place, link in enumerate(group.links):
-        handles = {key[1] for key in link.prepared}  # type: ignore[index]
-        stays, goes = (group.plans[place, n, "forward"].handle for n in (8, 10))
-        assert stays in handles
-        assert goes not in handles
+    assert [lengths[call] for _, call in made] == [30, 8, 10, 12, 14, 10]  # 8 stays
 
 
 def test_neither_a_call_s_tensors_nor_a_link_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[weakref.ref[Any]] = []
 
-    class Pull(pulls.Pull):
+    class Pull(pull.Pull):
         def __init__(self, *args: Any) -> None:
             super().__init__(*args)
             seen.extend(map(weakref.ref, (self.k, self.v)))
 
-    class Push(pulls.Push):
+    class Push(push.Push):
         def __init__(self, *args: Any) -> None:
             super().__init__(*args)
             seen.extend(map(weakref.ref, (self.dk, self.dv)))
@@ -565,24 +589,31 @@ def test_neither_a_call_s_tensors_nor_a_link_are_kept(monkeypatch: pytest.Monkey
         (64, [(0, 8)], [1, 2, 4, 8, *[16] * 30, 17]),
     ],
 )
-def test_rows_are_pulled_in_chunks_that_grow(batch: int, groups: list[tuple[int, int]], sizes: list[int]) -> None:
-    places = object.__new__(pulls.FetchBuffers)
-    places.batch, places.buffers = batch, [torch.empty(batch, groups[-1][1], 0)]
-    places._copies = lambda link, wave, row, slot: [(row, slot, 1)]  # type: ignore[method-assign]
-    places._flag = lambda wave, row: row  # type: ignore[method-assign]
-    driver = SimpleNamespace(Copies=list, Words=list)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(pulls, "stream_memory", driver)
-        chunks = places._make_chunks(None, 0, [slice(*g) for g in groups])  # type: ignore[arg-type]
-    assert [len(chunk.flags) for chunk in chunks] == sizes
-    count = places.buffers[0].shape[1]
-    order = [b * count + h for g in groups for b in range(batch) for h in range(*g)]
-    assert [row for chunk in chunks for row in chunk.flags] == order  # type: ignore[attr-defined]
+def test_rows_are_pulled_in_chunks_that_grow(
+    monkeypatch: pytest.MonkeyPatch, batch: int, groups: list[tuple[int, int]], sizes: list[int]
+) -> None:
+    world, heads = World(2, 0), groups[-1][1]
+    world.patched(monkeypatch)
+    plan = ringattn.plan(2, VirtualRank(0, 2), layout="contiguous", dataflow="gather")
+    k = torch.zeros(batch, 1, heads, WIDTH)
+    with world.host(Stream(world.gpus[0], "main")):
+        link = memory.Link(0, 2, CPU, Shared(world, (0, 1)).of(0))
+        buffers = pull.FetchBuffers(link, k, k, plan.fetches, plan.local_lengths_k, [slice(0, heads)])
+    chunks: Any = buffers.chunks(link, 0, [slice(*g) for g in groups])
+    assert [len(chunk.flags.addresses) for chunk in chunks] == sizes
+    order = [b * heads + h for g in groups for b in range(batch) for h in range(*g)]
+    first = buffers.flags[0].data_ptr()
+    assert [word for chunk in chunks for word in chunk.flags.addresses] == [first + 32 * row for row in order]
+    # Of two keys in the buffer, the second is the other rank's.
+    token = 2 * WIDTH * 4
+    targets = [buffers.buffers[0].data_ptr() + (2 * row + 1) * token for row in order]
     for slot in range(2):
-        assert [c for chunk in chunks for c in chunk.copies[slot]] == [(row, slot, 1) for row in order]  # type: ignore[attr-defined]
+        sources = [buffers.slots[slot][1] + row * token for row in order]
+        copies = [copy for chunk in chunks for copy in chunk.copies[slot].copies]
+        assert copies == [(to, source, token) for to, source in zip(targets, sources, strict=True)]
 
 
-class Seen:
+class Event:
     """An event that is done when a test says so."""
 
     def __init__(self) -> None:
@@ -592,32 +623,60 @@ class Seen:
         return self.done
 
 
-def test_a_wait_is_late_only_from_when_it_is_reached(
+def test_the_time_limit_of_a_wait_counts_from_when_a_stream_reaches_it(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Work that is queued in front of it may take as long as it likes."""
-    ended: list[bool] = []
-    monkeypatch.setattr(pulls, "_watched", deque())
-    monkeypatch.setattr(pulls, "TIMEOUT", 10.0)
-    monkeypatch.setattr(pulls, "_verdict", lambda late: f"{late.what} is late")
-    monkeypatch.setattr(pulls.os, "abort", lambda: ended.append(True))
-    link: Any = SimpleNamespace(spare=deque())
-    waits: list[Any] = [pulls._Watched(link, Seen(), Seen(), f"pull {i}", pulls.READY, i) for i in (1, 2)]  # type: ignore[arg-type]
+    """Work that is queued before it may take any time."""
+    aborted: list[bool] = []
+    monkeypatch.setattr(watchdog, "_waits", deque())
+    monkeypatch.setattr(watchdog, "TIMEOUT", 10.0)
+    monkeypatch.setattr(watchdog.os, "abort", lambda: aborted.append(True))
+    link: Any = SimpleNamespace(
+        rank=0, spare_events=deque(), received=lambda kind: {1: 2, 2: 1, 3: 5}, timed_out=torch.tensor([7])
+    )
+    waits: list[Any] = [
+        watchdog._Wait(link, f"pull {epoch}", memory.READY, epoch, Event(), Event())  # type: ignore[arg-type]
+        for epoch in (1, 2)
+    ]
     passed = [waits[0].reached, waits[0].passed]
-    pulls._watched.extend(waits)
-    pulls.look(1000.0)
+    watchdog._waits.extend(waits)
+    watchdog.check(1000.0)
     waits[0].reached.done = True
-    pulls.look(2000.0)  # from now on
-    pulls.look(2009.0)
+    watchdog.check(2000.0)  # from now on
+    watchdog.check(2009.0)
     waits[0].passed.done = True
-    pulls.look(2011.0)
-    assert list(pulls._watched) == waits[1:]
-    assert list(link.spare) == passed, "to be recorded again"
-    assert not ended
+    watchdog.check(2011.0)
+    assert list(watchdog._waits) == waits[1:]
+    assert list(link.spare_events) == passed, "to be recorded again"
     waits[1].reached.done = True
-    pulls.look(2012.0)
-    pulls.look(2021.0)
-    assert not ended
-    pulls.look(2023.0)
-    assert ended
-    assert "pull 2 is late" in capsys.readouterr().err
+    watchdog.check(2012.0)
+    watchdog.check(2021.0)
+    assert not aborted
+    watchdog.check(2023.0)
+    assert aborted
+    assert capsys.readouterr().err == (
+        "ringattn: rank 0: pull 2 is not done after 10 s (RINGATTN_TIMEOUT). Needed 2, but rank 2 is READY for 1; "
+        "the kernel gave up waiting for row 6 of keys (batch * kv_heads + head)\n"
+    )
+
+
+def test_the_words_of_every_rank_are_read_for_the_message(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A signal arrives in the memory of all other ranks, and nowhere else."""
+    world = World(3, 0)
+    world.patched(monkeypatch)
+    shared, links = Shared(world, range(3)), []
+    stream = Stream(world.gpus[0], "main")
+    with world.host(stream):
+        for rank in range(3):
+            links.append(memory.Link(rank, 3, CPU, shared.of(rank)))
+        links[1].signal(stream, memory.LANDED, 5)
+        links[2].signal(stream, memory.LANDED, -3)
+        links[2].signal(stream, memory.FREE, 9)
+    world.run()
+    monkeypatch.setattr(driver, "copy", lambda stream, target, source, size: ctypes.memmove(target, source, size))
+    monkeypatch.setattr(memory.torch.cuda, "device", lambda device: contextlib.nullcontext(), raising=False)
+    monkeypatch.setattr(memory.torch.cuda, "Stream", lambda: SimpleNamespace(synchronize=lambda: None))
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda x: x)
+    assert links[0].received(memory.LANDED) == {1: 5, 2: -3}
+    assert links[1].received(memory.LANDED) == {2: -3, 0: 0}
+    assert links[0].received(memory.FREE) == {1: 0, 2: 9}

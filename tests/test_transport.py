@@ -246,11 +246,11 @@ def gloo_beside_a_destroyed_group() -> tuple[bool, bool]:
     group = dist.new_group([0, 1], backend="cuda:gloo")
     plan = ringattn.plan(32, group)
     assert isinstance(plan.transport, GroupTransport)
-    there = plan.transport.words is not None
+    there = plan.transport.gloo is not None
     dist.destroy_process_group(group)
     del group
     gc.collect()
-    return there, plan.transport.words is None
+    return there, plan.transport.gloo is None
 
 
 @pytest.mark.parametrize("world_size", on_ranks(2))
@@ -334,7 +334,7 @@ def words_in_a_group_of_two() -> list[list[int]] | None:
     pair = dist.new_group([0, 1])
     if dist.get_rank() > 1:
         return None
-    beside = transports.gloo_beside(pair)
+    beside = transports.gloo_group_of(pair)
     words = torch.tensor([dist.get_rank(), 7])
     rows = [torch.empty_like(words) for _ in range(2)]
     beside.allgather([rows], [words]).wait()
@@ -357,7 +357,7 @@ def exchanges_of_symmetric_memory() -> dict[str, list[list[str]]]:
     for name, ranks in (("low", [0, 1]), ("high", [1, 2]), ("all", [0, 1, 2])):
         group = dist.new_group(ranks)
         if rank in ranks:
-            stores[name] = ranks, transports._OwnNumbers(dist.PrefixStore("memory", group.get_group_store()))
+            stores[name] = ranks, NumberedStore(dist.PrefixStore("memory", group.get_group_store()))
     found: dict[str, list[list[str]]] = {name: [] for name in stores}
 
     def exchange(name: str) -> None:

@@ -7,8 +7,8 @@ of this rank sees are not fetched; with a zigzag layout and a causal mask that i
 Heads are independent, so the work is cut by heads:
 
 * into *waves*, as many heads at a time as ``plan.buffer_bytes`` holds; the next wave is fetched beside this one;
-* on the GPUs of one host the copy engines fetch (:mod:`..peer.pull`). One kernel takes a whole wave and waits for each head
-  by itself; kernels that cannot wait take a wave in groups of heads, the first of them small, because nothing hides its
+* on the GPUs of one host the copy engines fetch (:mod:`..peer.pull`). One kernel takes a whole wave and waits for each
+  head by itself; kernels that cannot wait take a wave in groups of heads, the first of them small, because nothing hides its
   fetch;
 * elsewhere messages fetch, and every group is a wave of its own.
 
@@ -241,8 +241,8 @@ def _home(q: Tensor, k: Tensor, v: Tensor, plan: Plan, link: Link | None) -> Pus
 
 
 class _Sent:
-    """What :class:`..peer.push.Push` does, by messages. A wave is a group of heads: (keys in the buffer, batch, heads, both
-    head dims)."""
+    """What :class:`..peer.push.Push` does, by messages. A wave is a group of heads: (keys in the buffer, batch, heads,
+    both head dims)."""
 
     def __init__(self, k: Tensor, v: Tensor, plan: Plan, dtype: torch.dtype, waves: Sequence[slice]) -> None:
         self.plan, self.waves, self.head_dim = plan, waves, k.shape[3]
