@@ -204,7 +204,7 @@ def what_differs(which: str) -> str:
     [
         ("plans", "attention() differs across ranks: plan is "),
         ("shapes", "unshard() differs across ranks: size 0 is 2 on ranks [0], 3 on ranks [1]"),
-        ("calls", "() differs across ranks: call is 'unshard(' on ranks [0], 'attentio' on ranks [1]"),
+        ("calls", "() differs across ranks: call is 'attention()' on ranks [1], 'unshard()' on ranks [0]"),
     ],
 )
 def test_what_ranks_compare(pools: Callable[[int], Pool], world_size: int, which: str, says: str) -> None:

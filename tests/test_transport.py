@@ -1,4 +1,4 @@
-"""Movements over gloo: what arrives, in which order, what is counted, who agrees, and which groups are taken."""
+"""Messages over gloo: their contents, order and counts, and the groups that are accepted."""
 
 from __future__ import annotations
 
@@ -13,17 +13,16 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given
-from hypothesis import strategies as st
 from pool import Pool, on_ranks
 from torch.distributed.device_mesh import init_device_mesh
 
 import ringattn
 from ringattn import transport as transports
+from ringattn.peer.symmetric import NumberedStore
 from ringattn.transport import AloneTransport, GroupTransport, Transport
 
 
-def everyone_to_everyone() -> dict[str, Any]:
+def all_to_all() -> dict[str, Any]:
     """Two tensors of different sizes to every other rank, and an empty one; messages of a pair match in order."""
     here = transports.of(None)
     before = here.sent_bytes, here.sent_messages
@@ -46,7 +45,7 @@ def everyone_to_everyone() -> dict[str, Any]:
 
 @pytest.mark.parametrize("world_size", on_ranks(1, 2, 3, 5))
 def test_messages_arrive_in_order_and_are_counted(pools: Callable[[int], Pool], world_size: int) -> None:
-    for rank, result in enumerate(pools(world_size).run(everyone_to_everyone)):
+    for rank, result in enumerate(pools(world_size).run(all_to_all)):
         assert result["rank"] == rank
         for r, got in result["got"].items():
             assert got == [[10.0 * r + rank] * 3, [], [[-1.0 * r] * 2] * 2]
@@ -65,72 +64,6 @@ def test_all_reduce(pools: Callable[[int], Pool], world_size: int) -> None:
     last, total = world_size - 1, sum(range(world_size))
     for got in pools(world_size).run(reduced):
         assert got == [[last, 0.0, 1.0], [total, -total, world_size]]
-
-
-def agreed(rows: list[dict[str, Any]], errors: list[str | None]) -> str:
-    here = transports.of(None)
-    said = errors[here.rank]
-    try:
-        here.agree("a call", rows[here.rank], TypeError(said) if said else None)
-    except (ValueError, TypeError) as error:
-        return f"{type(error).__name__}: {error}"
-    return "agreed"
-
-
-FIELDS = dict(number=3, far=-(2**62), ratio=0.1, flag=True, name="zigzag")
-
-
-@pytest.mark.parametrize("world_size", on_ranks(3))
-@pytest.mark.parametrize(
-    ("field", "other", "said"),
-    [
-        ("number", 4, "number is 3 on ranks [0, 2], 4 on ranks [1]"),
-        ("far", 0, f"far is {-(2**62)} on ranks [0, 2], 0 on ranks [1]"),
-        ("ratio", 0.25, "ratio is 0.1 on ranks [0, 2], 0.25 on ranks [1]"),
-        ("flag", False, "flag is False on ranks [1], True on ranks [0, 2]"),
-        ("name", "striped", "name is 'striped' on ranks [1], 'zigzag' on ranks [0, 2]"),
-    ],
-)
-def test_agree_names_the_field_the_values_and_the_ranks(
-    pools: Callable[[int], Pool], world_size: int, field: str, other: object, said: str
-) -> None:
-    rows = [FIELDS, {**FIELDS, field: other}, FIELDS]
-    answers = pools(world_size).run(agreed, rows, [None] * 3)
-    assert len(set(answers)) == 1, "the same error everywhere"
-    kind, text = answers[0].split(": ", 1)
-    assert kind == "ValueError"
-    assert text.startswith("a call differs across ranks: ")
-    parts = said.removeprefix(f"{field} is ").split("], ")
-    assert all(part.rstrip("]") in text for part in parts), text
-    assert f" {field} is " in text
-    assert pools(world_size).run(agreed, [FIELDS] * 3, [None] * 3) == ["agreed"] * 3
-
-
-@pytest.mark.parametrize("world_size", on_ranks(3))
-def test_an_error_of_one_rank_reaches_all(pools: Callable[[int], Pool], world_size: int) -> None:
-    text = "cu_seqlens is wrong: ‚ü" + "x" * 600
-    answers = pools(world_size).run(agreed, [FIELDS] * 3, [None, None, text])
-    assert answers[2] == f"TypeError: {text}"
-    assert answers[0] == answers[1]
-    assert answers[0].startswith("ValueError: a call failed on rank 2: cu_seqlens is wrong: ‚ü" + "x" * 300)
-
-
-@given(
-    st.lists(
-        st.one_of(
-            st.integers(-(2**63), 2**63 - 1),
-            st.floats(allow_nan=False),
-            st.booleans(),
-            st.text(st.characters(min_codepoint=32, max_codepoint=126), max_size=8),
-        ),
-        max_size=30,
-    )
-)
-def test_values_survive_as_words(values: list[Any]) -> None:
-    row = transports._encode({str(i): v for i, v in enumerate(values)}, None)
-    assert row.shape == (transports._ROW,)
-    for value, word in zip(values, row[1:].tolist(), strict=False):
-        assert transports._show(word, value) == (repr(value) if isinstance(value, (float, str)) else str(value))
 
 
 def groups_taken() -> dict[str, Any]:
@@ -223,8 +156,8 @@ def test_a_destroyed_group_is_not_kept_alive(pools: Callable[[int], Pool], world
         assert not found["plan in the cache after the next"]
 
 
-def a_group_that_somebody_keeps() -> tuple[bool, str]:
-    """As a mesh, or FSDP, beyond destroy_process_group."""
+def a_group_that_is_kept_after_its_end() -> tuple[bool, str]:
+    """A mesh or FSDP keeps the object after destroy_process_group."""
     group = dist.new_group([0, 1])
     plan = ringattn.plan(32, group, dataflow="ring")
     q, k, v = (plan.shard(torch.randn(1, 32, 2, 4)) for _ in range(3))
@@ -236,13 +169,13 @@ def a_group_that_somebody_keeps() -> tuple[bool, str]:
 
 @pytest.mark.parametrize("world_size", on_ranks(2))
 def test_a_destroyed_group_that_is_kept_alive_is_refused(pools: Callable[[int], Pool], world_size: int) -> None:
-    for ended, said in pools(world_size).run(a_group_that_somebody_keeps):
+    for ended, said in pools(world_size).run(a_group_that_is_kept_after_its_end):
         assert ended
         assert "the process group of this plan was destroyed" in said
 
 
-def gloo_beside_a_destroyed_group() -> tuple[bool, bool]:
-    """A group without gloo on the CPU has one beside it, which must go with it."""
+def gloo_group_of_a_destroyed_group() -> tuple[bool, bool]:
+    """A group without gloo on the CPU has a gloo group of the same ranks, which must be dropped with it."""
     group = dist.new_group([0, 1], backend="cuda:gloo")
     plan = ringattn.plan(32, group)
     assert isinstance(plan.transport, GroupTransport)
@@ -254,19 +187,19 @@ def gloo_beside_a_destroyed_group() -> tuple[bool, bool]:
 
 
 @pytest.mark.parametrize("world_size", on_ranks(2))
-def test_gloo_beside_a_group_goes_with_it(pools: Callable[[int], Pool], world_size: int) -> None:
-    assert pools(world_size).run(gloo_beside_a_destroyed_group) == [(True, True)] * world_size
+def test_a_gloo_group_is_dropped_with_the_group_it_was_made_for(pools: Callable[[int], Pool], world_size: int) -> None:
+    assert pools(world_size).run(gloo_group_of_a_destroyed_group) == [(True, True)] * world_size
 
 
 def first_plans_in_any_order() -> list[int]:
-    """Two threads make the first plans of two groups, each rank the other way round."""
+    """Two threads make the first plans of two groups, in an order that differs between the ranks."""
     groups = [dist.new_group([0, 1]) for _ in range(2)]
     order = groups if dist.get_rank() == 0 else groups[::-1]
     begun, found = threading.Event(), {}
     new = GroupTransport.__init__
 
     def slow(self: GroupTransport, group: Any) -> None:
-        if group is order[0]:  # the other thread comes while this one is at it
+        if group is order[0]:  # the other thread starts in the meantime
             begun.set()
             time.sleep(0.2)
         new(self, group)
@@ -284,7 +217,7 @@ def first_plans_in_any_order() -> list[int]:
 
 
 @pytest.mark.parametrize("world_size", on_ranks(2))
-def test_threads_come_to_groups_in_any_order(pools: Callable[[int], Pool], world_size: int) -> None:
+def test_threads_may_make_transports_in_different_orders(pools: Callable[[int], Pool], world_size: int) -> None:
     assert pools(world_size).run(first_plans_in_any_order) == [[0, 0], [1, 1]]
 
 
@@ -297,8 +230,9 @@ def test_one_process_alone_needs_no_group() -> None:
     assert torch.equal(alone.all_reduce(x.clone(), "sum"), x)
     alone.start([], []).wait()
     assert (alone.sent_bytes, alone.sent_messages) == (0, 0)
+    alone.agree("a call", dict(number=3))
     with pytest.raises(ValueError, match="mine"):
-        alone.agree("a call", FIELDS, ValueError("mine"))
+        alone.agree("a call", dict(number=3), ValueError("mine"))
 
 
 def test_a_transport_is_taken_as_it_is() -> None:
@@ -342,7 +276,7 @@ def words_in_a_group_of_two() -> list[list[int]] | None:
 
 
 @pytest.mark.parametrize("world_size", on_ranks(3))
-def test_gloo_beside_a_group_whose_ranks_are_in_different_numbers_of_groups(
+def test_a_gloo_group_of_a_group_whose_ranks_are_in_different_numbers_of_groups(
     pools: Callable[[int], Pool], world_size: int
 ) -> None:
     """dist.new_group(use_local_synchronization=True) would hang here."""
