@@ -72,14 +72,16 @@ def _pack_rows(
     d_k, d_v = tl.arange(0, DIM)[None, :], tl.arange(0, DIM_V)[None, :]
     x_k = tl.load(k + b * k_b + t64 * k_s + h.to(tl.int64) * k_h + d_k, mask=inside & (d_k < dim), other=0.0)
     x_v = tl.load(v + b * v_b + t64 * v_s + h.to(tl.int64) * v_h + d_v, mask=inside & (d_v < dim_v), other=0.0)
-    place = tl.full([TOKENS], -1, tl.int32)  # in own; computed after the loads of k and v are issued, to overlap with them
+    # Places in own, computed here so that k and v are loaded at the same time.
+    t = t[:, None]
+    place = tl.full([TOKENS, 1], -1, tl.int32)
     for i in tl.range(0, bound(n_runs)):
         offset, length, first = tl.load(table + 3 * i), tl.load(table + 3 * i + 1), tl.load(table + 3 * i + 2)
         place = tl.where((t >= offset) & (t < offset + length), first + t - offset, place)
     to_whole = whole + (row * tokens + t64) * width
     tl.store(to_whole + d_k, x_k, mask=inside & (d_k < dim))
     tl.store(to_whole + dim + d_v, x_v, mask=inside & (d_v < dim_v))
-    mine = inside & (place >= 0)[:, None]
-    to_own = own + (row * keys + place.to(tl.int64)[:, None]) * width
+    mine = inside & (place >= 0)
+    to_own = own + (row * keys + place.to(tl.int64)) * width
     tl.store(to_own + d_k, x_k, mask=mine & (d_k < dim))
     tl.store(to_own + dim + d_v, x_v, mask=mine & (d_v < dim_v))
