@@ -29,13 +29,12 @@ class Disagreement(ValueError):
         values: ranks by the text of their value.
     """
 
-    def __init__(self, call: str, field: str, values: Mapping[str, Sequence[int]]) -> None:
-        super().__init__(call, field, values)  # so that the exception can be pickled
-        self.call, self.field, self.values = call, field, values
+    def __init__(self, message: str, call: str, field: str, values: Mapping[str, Sequence[int]]) -> None:
+        super().__init__(message, call, field, values)  # the arguments, so that it can be pickled
+        self.message, self.call, self.field, self.values = message, call, field, values
 
     def __str__(self) -> str:
-        values = ", ".join(f"{text} on ranks {list(ranks)}" for text, ranks in self.values.items())
-        return f"{self.call} differs across ranks: {self.field} is {values}; every rank must pass the same"
+        return self.message
 
 
 class RankFailed(ValueError):
@@ -44,15 +43,14 @@ class RankFailed(ValueError):
     Attributes:
         call: what the ranks were about to do, as ``"plan()"``.
         rank: the lowest rank with an error.
-        text: the message of its error, cut to some hundred bytes.
     """
 
-    def __init__(self, call: str, rank: int, text: str) -> None:
-        super().__init__(call, rank, text)
-        self.call, self.rank, self.text = call, rank, text
+    def __init__(self, message: str, call: str, rank: int) -> None:
+        super().__init__(message, call, rank)
+        self.message, self.call, self.rank = message, call, rank
 
     def __str__(self) -> str:
-        return f"{self.call} failed on rank {self.rank}: {self.text}"
+        return self.message
 
 
 def encode(fields: Mapping[str, Value], error: Exception | None) -> Tensor:
@@ -82,7 +80,8 @@ def compare(call: str, fields: Mapping[str, Value], rows: Tensor) -> None:
     table = rows.tolist()
     for rank, row in enumerate(table):
         if row[0]:
-            raise RankFailed(call, rank, _text(row).rstrip(b"\0").decode(errors="replace"))
+            text = _text(row).rstrip(b"\0").decode(errors="replace")
+            raise RankFailed(f"{call} failed on rank {rank}: {text}", call, rank)
     names = 0  # of the fields so far
     for i, (field, value) in enumerate(fields.items(), 1):
         ranks: dict[int, list[int]] = {}
@@ -96,7 +95,10 @@ def compare(call: str, fields: Mapping[str, Value], rows: Tensor) -> None:
                 numbers = {word: _number(word, value) for word in ranks}
                 shown = {word: repr(number) for word, number in numbers.items()}
                 order = sorted(ranks, key=lambda word: numbers[word])
-            raise Disagreement(call, field, {shown[word]: ranks[word] for word in order})
+            values = {shown[word]: ranks[word] for word in order}
+            listed = ", ".join(f"{text} on ranks {of}" for text, of in values.items())
+            message = f"{call} differs across ranks: {field} is {listed}; every rank must pass the same"
+            raise Disagreement(message, call, field, values)
         names += isinstance(value, str)
 
 

@@ -304,7 +304,7 @@ class World:
 
 
 class Shared:
-    """Memory of one size on every rank of a group, as peer.symmetric.SymmetricMemory: the first call of each rank's makes it."""
+    """As peer.symmetric.SymmetricMemory; the rank that comes first allocates the memory of all."""
 
     def __init__(self, world: World, ranks: Sequence[int]) -> None:
         self.world, self.ranks = world, ranks

@@ -78,7 +78,7 @@ def test_exceptions_carry_fields_and_are_value_errors() -> None:
         agreement.compare("a call", FIELDS, rows)
     failed = caught.value
     assert isinstance(failed, RankFailed)
-    assert (failed.call, failed.rank, failed.text) == ("a call", 1, "'lost'")
+    assert (failed.call, failed.rank, str(failed)) == ("a call", 1, "a call failed on rank 1: 'lost'")
     for error in (differs, failed):
         copy = pickle.loads(pickle.dumps(error))
         assert (type(copy), str(copy), vars(copy)) == (type(error), str(error), vars(error))

@@ -1,8 +1,8 @@
 """The protocol by which ranks pull keys and push gradients, on simulated GPUs that execute in any order.
 
-The dataflow itself queues (ringattn.gather); kernels are replaced: a forward kernel looks whether every key and value
-that it is to read is there, a backward kernel also writes contributions to gradients, whose sums are compared bit for
-bit with those in the order of ranks.
+The dataflow "gather" queues its real operations; only its kernels are replaced. A forward kernel checks that every key
+and value that it reads is there. A backward kernel also writes contributions to gradients, whose sums are compared bit
+for bit with sums in the order of ranks.
 """
 
 from __future__ import annotations
@@ -26,11 +26,16 @@ from simulated_gpus import Deadlock, Shared, Stream, World, alias, reached
 
 import ringattn
 from ringattn import layout
-from ringattn.dataflow import gather
-from ringattn.kernels.contract import CompletionCounts, Score
+from ringattn.dataflow import fetching
+from ringattn.dataflow.contract import Call as Attention
+from ringattn.dataflow.fetching import gathered_block
+from ringattn.dataflow.gather import Gather
+from ringattn.kernels.backends import Backend
+from ringattn.kernels.contract import CompletionCounts, Queries, Result, Score
 from ringattn.peer import driver, memory, pull, push, watchdog
 from ringattn.peer import pack_rows as packing
 from ringattn.peer import sum_runs as summing
+from ringattn.schedule import Fetch
 from ringattn.virtual import VirtualRank
 
 DIM, WIDTH = 2, 3  # head_dim; head_dim + head_dim_v
@@ -110,16 +115,16 @@ class Call:
         """Sums of the contributions to a rank's keys, in the order of ranks."""
         total = torch.zeros_like(self.kv)
         for visitor in range(plan.world_size):
-            positions = plan.gathered_block(CPU, visitor).positions_k.long()
+            positions = gathered_block(plan, CPU, visitor).positions_k.long()
             total[:, positions] += self.given[visitor][:, positions]
         return plan.shard_k(total)
 
 
-class Kernels:
-    """What a rank's dataflow calls in place of kernels, for the call that is being queued."""
+class Kernels(Backend):
+    """The backend of all ranks; it queues simulated kernels for the call that is being queued."""
 
     def __init__(self, world: World, case: Case) -> None:
-        self.world, self.case = world, case
+        self.world, self.case, self.waits_for_keys = world, case, case.waits
         self.call: Call
         self.rank = 0  # in its group
 
@@ -140,7 +145,8 @@ class Kernels:
         address, epoch = ready.flags[row].data_ptr(), ready.epoch
         return lambda: reached(address, epoch)
 
-    def forward(self, q, k, v, block, score, *, sink, finalize, kernel, ready):  # type: ignore[no-untyped-def]
+    def output(self, q, keys, score, state=None):  # type: ignore[no-untyped-def]
+        k, v, block, ready = keys
         call, rank, first, rows = self._rows(k)
         k, v, positions, heads = alias(k), alias(v), block.positions_k.long(), k.shape[2]
 
@@ -149,11 +155,10 @@ class Kernels:
 
         parts = [(self._ready(ready, b * heads + h), lambda b=b, h=h: look(b, h)) for b, h in rows]
         self.world.kernel("forward", [*parts, (None, lambda: self._done(call))])
-        return q.new_empty((*q.shape[:3], v.shape[3])), q.new_empty((q.shape[0], q.shape[2], q.shape[1]))
+        return Result(q.new_empty((*q.shape[:3], v.shape[3])), q.new_empty((q.shape[0], q.shape[2], q.shape[1])))
 
-    def backward(  # type: ignore[no-untyped-def]
-        self, q, k, v, dout, lse, delta, block, score, *, dq, deterministic, kernel, into, ready, counters
-    ):
+    def backward(self, queries, keys, score, dq, *, deterministic, into, counters):  # type: ignore[no-untyped-def]
+        k, v, block, ready = keys
         call, rank, first, rows = self._rows(k)
         k, v, dk, dv = alias(k), alias(v), alias(into[0]), alias(into[1])
         positions, heads = block.positions_k.long(), k.shape[2]
@@ -180,7 +185,8 @@ class Kernels:
     def _done(self, call: Call) -> None:
         call.kernels_done += 1
 
-    def completion_counts(self, q, k, v, block, score, *, deterministic, kernel):  # type: ignore[no-untyped-def]
+    def completion_counts(self, q, keys, score, *, deterministic=False):  # type: ignore[no-untyped-def]
+        k, _, block, _ = keys
         rows = self.case.counts
         if not rows or not self.case.waits or k.shape[0] * k.shape[2] % rows:
             return None
@@ -219,13 +225,8 @@ class Kernels:
         self.world.kernel("sum", [*((None, lambda p=p: add(*p)) for p in table.tolist()), (None, store)])
 
     def patched(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(gather, "block_forward", self.forward)
-        monkeypatch.setattr(gather, "block_backward", self.backward)
-        monkeypatch.setattr(gather, "block_delta", lambda out, dout, dlse: dout[..., 0].transpose(1, 2))
-        monkeypatch.setattr(gather, "waits", lambda *_: self.case.waits)
-        monkeypatch.setattr(gather, "completion_counts", self.completion_counts)
-        cut = gather.head_groups
-        monkeypatch.setattr(gather, "head_groups", lambda k, q, device, backward: cut(k, q, "cuda", backward))
+        cut = fetching.head_groups
+        monkeypatch.setattr(fetching, "head_groups", lambda k, q, device, backward: cut(k, q, "cuda", backward))
         monkeypatch.setattr(packing, "pack_rows", self.pack_rows)
         monkeypatch.setattr(summing, "sum_runs", self.sum_runs)
         monkeypatch.setattr(push, "new_counters", self.new_counters(push.new_counters))
@@ -283,7 +284,7 @@ class Group:
             case.seq_len, rank, seq_len_k=case.seq_len_k, layout=case.layout, dataflow="gather", **case.mask,
             buffer_bytes=buffer,
         )  # fmt: skip
-        plan.gathered_block(CPU)  # made at once, not by the simulated GPU
+        gathered_block(plan, CPU)  # made at once, not by the simulated GPU
         rank.link = lambda x: self.links[place]  # type: ignore[method-assign]
         return plan
 
@@ -299,12 +300,13 @@ class Group:
         kept: list[object] = [k, v, q, dout, lse]
         with self.world.host(self.mains[place][call.number % case.streams]):
             if call.kind == "forward":
-                gather.forward(q, k, v, None, plan, SCORE, "eager")
-                size = case.batch * case.kv_heads * plan.gathered_block(CPU).seq_k * WIDTH
+                Gather().forward(Attention(q, k, v, plan, SCORE, kernels))
+                size = case.batch * case.kv_heads * gathered_block(plan, CPU).seq_k * WIDTH
                 call.later.append(torch.full((size,), 7.0))  # memory of the keys, if the allocator has it again
             else:
-                _, dk, dv, _ = gather.backward(dout, None, q, k, v, dout, lse, plan, SCORE, "eager")
-                call.gradients.append((dk, dv))
+                queries = Queries(q, dout, lse, lse)
+                gradients = Gather().backward(Attention(q, k, v, plan, SCORE, kernels), queries)
+                call.gradients.append((gradients.dk, gradients.dv))
         return kept
 
 
@@ -379,7 +381,7 @@ def play_two_groups(
 def compare(call: Call, plans: Sequence[ringattn.Plan]) -> None:
     """After the run: were all heads attended, and are the gradients those that were given?"""
     for place, plan in enumerate(plans):
-        if plan.gathered_block(CPU).seq_k:
+        if gathered_block(plan, CPU).seq_k:
             assert call.heads_seen[place] == call.case.kv_heads
     for plan, (dk, dv) in zip(plans, call.gradients, strict=False):
         same(torch.cat([dk, dv], -1), call.expected(plan), f"gradients of rank {plan.rank}")
@@ -513,14 +515,14 @@ def prepared(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
     """Return a list that grows by (class, epoch of pulls) when rank 0 prepares the buffers of a shape."""
     made: list[tuple[str, int]] = []
     for name in ("FetchBuffers", "GradientBuffers"):
-        kind = getattr(gather, name)
+        kind = getattr(fetching, name)
 
         def noted(link: memory.Link, *args: Any, kind: type = kind) -> Any:
             if link.rank == 0:
                 made.append((kind.__name__, link.epochs[0]))
             return kind(link, *args)
 
-        monkeypatch.setattr(gather, name, noted)
+        monkeypatch.setattr(fetching, name, noted)
     return made
 
 
@@ -533,7 +535,7 @@ def test_a_shape_is_prepared_once_and_again_after_memory_has_been_replaced(monke
     ]  # fmt: skip
     alone(monkeypatch, Case(ranks=2), calls)
     assert made == [
-        ("FetchBuffers", 0), ("GradientBuffers", 1), ("FetchBuffers", 1), ("FetchBuffers", 2),  # 1: gradients' first memory
+        ("FetchBuffers", 0), ("GradientBuffers", 1), ("FetchBuffers", 1), ("FetchBuffers", 2),  # 1: first push
         ("FetchBuffers", 4), ("FetchBuffers", 7), ("FetchBuffers", 8),  # 7: all are dropped with the old memory
         ("GradientBuffers", 11), ("FetchBuffers", 11),
     ]  # fmt: skip
@@ -562,8 +564,8 @@ def test_neither_a_call_s_tensors_nor_a_link_are_kept(monkeypatch: pytest.Monkey
             super().__init__(*args)
             seen.extend(map(weakref.ref, (self.dk, self.dv)))
 
-    monkeypatch.setattr(gather, "Pull", Pull)
-    monkeypatch.setattr(gather, "Push", Push)
+    monkeypatch.setattr(fetching, "Pull", Pull)
+    monkeypatch.setattr(fetching, "Push", Push)
     gc.collect()
     gc.disable()  # memory that ranks share is given back at once
     try:
@@ -594,11 +596,11 @@ def test_rows_are_pulled_in_chunks_that_grow(
 ) -> None:
     world, heads = World(2, 0), groups[-1][1]
     world.patched(monkeypatch)
-    plan = ringattn.plan(2, VirtualRank(0, 2), layout="contiguous", dataflow="gather")
+    fetches = [[Fetch(0, 0, 1, 0), Fetch(1, 0, 1, 1)]] * 2
     k = torch.zeros(batch, 1, heads, WIDTH)
     with world.host(Stream(world.gpus[0], "main")):
         link = memory.Link(0, 2, CPU, Shared(world, (0, 1)).of(0))
-        buffers = pull.FetchBuffers(link, k, k, plan.fetches, plan.local_lengths_k, [slice(0, heads)])
+        buffers = pull.FetchBuffers(link, k, k, fetches, [1, 1], [slice(0, heads)])
     chunks: Any = buffers.chunks(link, 0, [slice(*g) for g in groups])
     assert [len(chunk.flags.addresses) for chunk in chunks] == sizes
     order = [b * heads + h for g in groups for b in range(batch) for h in range(*g)]
