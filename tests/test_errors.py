@@ -14,7 +14,7 @@ import torch
 from pool import Pool, on_ranks
 
 import ringattn
-from ringattn.kernels import contract as blocks
+from ringattn.kernels import backends
 from ringattn.transport import GroupTransport
 from ringattn.virtual import VirtualRank
 
@@ -60,7 +60,7 @@ def zeros(*shape: int, **how: Any) -> torch.Tensor:
         (dict(sink=zeros(2)), ValueError, ["sink has shape (2,)", "(q_heads,) = (4,)"]),
         (dict(alibi_slopes=zeros(3, 4)), ValueError, ["(3, 4)", "(q_heads,) = (4,)", "(batch, q_heads) = (2, 4)"]),
         (dict(alibi_slopes=zeros(4, requires_grad=True)), ValueError, ["requires grad", "alibi_slopes.detach()"]),
-        (dict(kernel="fast"), ValueError, ["kernel='fast' is unknown", *map(repr, blocks.kernel_names())]),
+        (dict(kernel="fast"), ValueError, ["kernel='fast' is unknown", *map(repr, backends.kernel_names())]),
     ],
 )  # fmt: skip
 def test_attention(changes: dict[str, Any], kind: type[Exception], words: list[str]) -> None:
