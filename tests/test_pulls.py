@@ -59,8 +59,8 @@ def _layouts(monkeypatch: pytest.MonkeyPatch) -> None:
 class Case:
     """Calls over some ranks, one after another with nothing between them that waits.
 
-    ``waits``: kernels wait for arriving rows by themselves. ``counts``: rows of keys that a backward kernel counts
-    together; 0: it does not count, and its keys must be there before.
+    ``waits``: kernels poll the ready flags of rows. ``counts``: rows of keys that a backward kernel counts together; 0:
+    it does not count, and its keys must be complete before it starts.
     """
 
     ranks: int = 3
@@ -74,8 +74,8 @@ class Case:
     waits: bool = True
     counts: int = 1
     calls: tuple[str, ...] = ("forward", "backward", "forward", "forward")
-    lengths: tuple[int, ...] = ()  # of calls by turns, instead of seq_len
-    streams: int = 1  # of every rank, on which calls are queued by turns
+    lengths: tuple[int, ...] = ()  # of the calls in turn, instead of seq_len
+    streams: int = 1  # of every rank, on which calls are queued in turn
     epoch: int = 0  # the first one
     skips: bool = False  # forward kernels leave out some rows of keys, and do not wait for them
 
@@ -97,7 +97,7 @@ def same(got: Tensor, want: Tensor, where: str) -> None:
 
 
 class Call:
-    """One attention of all ranks of a group: what its keys are, and what its gradients must be."""
+    """One attention of all ranks of a group: its keys, and the gradients that it must have."""
 
     def __init__(self, case: Case, number: int, kind: str) -> None:
         self.case, self.number, self.kind = case, number, kind
@@ -105,14 +105,14 @@ class Call:
         numbers = torch.arange(case.batch * case.keys * case.kv_heads * WIDTH)
         self.kv = (numbers.view(shape) + number * numbers.numel()).float()  # all different
         generator = torch.Generator().manual_seed(number)
-        self.given = torch.randn(case.ranks, *shape, generator=generator)  # by every visitor
+        self.given = torch.randn(case.ranks, *shape, generator=generator)  # contributions of every rank
         self.heads_seen = [0] * case.ranks  # key heads whose kernels have been queued
         self.kernels_done = 0
         self.gradients: list[tuple[Tensor, Tensor]] = []
-        self.later: list[Tensor] = []  # what the caller has made behind it
+        self.later: list[Tensor] = []  # tensors that the caller makes afterwards
 
     def expected(self, plan: ringattn.Plan) -> Tensor:
-        """Sums of the contributions to a rank's keys, in the order of ranks."""
+        """Return the sums of the contributions to a rank's keys, in the order of ranks."""
         total = torch.zeros_like(self.kv)
         for visitor in range(plan.world_size):
             positions = gathered_block(plan, CPU, visitor).positions_k.long()
@@ -129,7 +129,7 @@ class Kernels(Backend):
         self.rank = 0  # in its group
 
     def _rows(self, k: Tensor) -> tuple[Call, int, int, list[tuple[int, int]]]:
-        """The call, the rank, the first of these heads among all, and (batch element, head) of every row."""
+        """Return the call, the rank, the number of the first of these heads, and (batch element, head) of every row."""
         call, rank = self.call, self.rank
         first = call.heads_seen[rank]
         call.heads_seen[rank] += k.shape[2]
@@ -172,8 +172,8 @@ class Kernels(Backend):
             same(
                 torch.cat([k[b, at, h], v[b, at, h]], -1), call.kv[b, positions[at], first + h], f"rank {rank}, {b} {h}"
             )
-            made = call.given[rank][b, positions[at], first + h]
-            dk[b, at, h], dv[b, at, h] = made[:, :DIM], made[:, DIM:]
+            given = call.given[rank][b, positions[at], first + h]
+            dk[b, at, h], dv[b, at, h] = given[:, :DIM], given[:, DIM:]
             if count is not None:
                 count[(b * heads + h) // self.case.counts, segment] += 1
 
@@ -232,7 +232,7 @@ class Kernels(Backend):
         monkeypatch.setattr(push, "new_counters", self.new_counters(push.new_counters))
 
     def new_counters(self, real: Any) -> Any:
-        """Counters that stand where ``case.epoch`` calls have left them."""
+        """Return a function that makes counters with the values after ``case.epoch`` calls."""
         epoch = self.case.epoch
 
         def counters(shape: tuple[int, int], device: torch.device) -> push.Counters:
@@ -245,7 +245,7 @@ class Kernels(Backend):
 
 
 class Group:
-    """Some ranks of a world, and their links."""
+    """Some ranks of a world, with their links."""
 
     def __init__(self, world: World, case: Case, ranks: Sequence[int]) -> None:
         self.world, self.case, self.ranks = world, case, ranks
@@ -262,13 +262,13 @@ class Group:
             self.mains.append(mains)
 
     def _set_off(self, link: memory.Link) -> None:
-        """Start where ``case.epoch`` calls have been made."""
+        """Set epochs and words to their values after ``case.epoch`` calls."""
         epoch = (self.case.epoch + 2**31) % 2**32 - 2**31  # as int32
         link.epochs = [epoch, epoch]
         link.pad.memory.view(torch.int32).fill_(epoch)
 
     def plan(self, place: int, case: Case, kind: str) -> ringattn.Plan:
-        """The same in every call of one shape."""
+        """Return the plan of a rank, the same in every call of one shape."""
         key = place, case.seq_len, kind
         if key not in self.plans:
             self.plans[key] = self._plan(place, case, kind)
@@ -289,7 +289,7 @@ class Group:
         return plan
 
     def queue(self, kernels: Kernels, call: Call, place: int, plan: ringattn.Plan) -> Any:
-        """What the host of one rank does in one call."""
+        """Queue what the host of one rank queues in one call; return the tensors to keep alive."""
         case = call.case
         kernels.call, kernels.rank = call, place
         kv = plan.shard_k(call.kv)
@@ -302,7 +302,7 @@ class Group:
             if call.kind == "forward":
                 Gather().forward(Attention(q, k, v, plan, SCORE, kernels))
                 size = case.batch * case.kv_heads * gathered_block(plan, CPU).seq_k * WIDTH
-                call.later.append(torch.full((size,), 7.0))  # memory of the keys, if the allocator has it again
+                call.later.append(torch.full((size,), 7.0))  # in memory of the keys, if the allocator reuses it
             else:
                 queries = Queries(q, dout, lse, lse)
                 gradients = Gather().backward(Attention(q, k, v, plan, SCORE, kernels), queries)
@@ -316,14 +316,14 @@ def play(
     seed: int,
     dropped: frozenset[str] = frozenset(),
     connections: int = 1 << 30,
-    found: int = 0xFF,
+    fresh: int = 0xFF,
 ) -> None:
-    """All hosts queue all calls, then everything is executed in the order of the seed, and compared.
+    """Queue all calls of all hosts, execute everything in an order drawn from the seed, and compare.
 
     Raises:
         Wrong, Deadlock
     """
-    world = World(case.ranks, seed, dropped, connections, found)
+    world = World(case.ranks, seed, dropped, connections, fresh)
     kernels = Kernels(world, case)
     done = []
     with monkeypatch.context() as patch:
@@ -347,7 +347,7 @@ def play_two_groups(
     connections: int = 1 << 30,
     members: tuple[tuple[int, ...], ...] = ((0, 1), (2, 3), (0, 2), (1, 3)),
 ) -> None:
-    """Every rank is in two groups, and queues calls of both on a stream each, in an order of its own."""
+    """Play with ranks in two groups each, which queue calls of both, on a stream each, in an order of their own."""
     world = World(4, seed, dropped, connections)
     cases = [Case(ranks=len(ranks), counts=0 if seed % 2 else 1) for ranks in members]
     kernels = Kernels(world, cases[0])
@@ -379,7 +379,7 @@ def play_two_groups(
 
 
 def compare(call: Call, plans: Sequence[ringattn.Plan]) -> None:
-    """After the run: were all heads attended, and are the gradients those that were given?"""
+    """Compare after the run: all heads were attended to, and gradients are the sums of what was given."""
     for place, plan in enumerate(plans):
         if gathered_block(plan, CPU).seq_k:
             assert call.heads_seen[place] == call.case.kv_heads
@@ -426,25 +426,26 @@ CASES = {
 }
 
 
-# To be taken away with what they name.
 @pytest.mark.parametrize("name", CASES)
-def test_every_key_is_there_when_it_is_read_and_every_gradient_when_it_is_summed(
+def test_keys_are_complete_when_they_are_read_and_gradients_when_they_are_summed(
     monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     for seed in range(SEEDS):
         play(monkeypatch, CASES[name], seed)
 
 
-@pytest.mark.parametrize("found", [0x3F, 0x80])
+@pytest.mark.parametrize("fresh", [0x3F, 0x80])
 @pytest.mark.parametrize("name", ["one wave", "waves"])
-def test_nobody_reads_memory_that_is_still_to_be_set(monkeypatch: pytest.MonkeyPatch, name: str, found: int) -> None:
-    """Flags and counters are set by the stream that attends, behind all that is queued there."""
+def test_flags_and_counters_are_not_read_before_they_are_set(
+    monkeypatch: pytest.MonkeyPatch, name: str, fresh: int
+) -> None:
+    """The stream of the attention sets them, after all work that is queued there."""
     for seed in range(3):
-        play(monkeypatch, CASES[name], seed, found=found)
+        play(monkeypatch, CASES[name], seed, fresh=fresh)
 
 
-# What each wait is for: a case that goes wrong without it, in some order. READY stands for two things: the keys of this
-# exchange are there, and a rank says it behind its own pulls of the last one, whose slot may then be written again.
+# For each wait a case that fails without it, in some order of execution. READY has two meanings: the keys of this epoch
+# are in place, and the rank's pulls of the last epoch are complete, so that their slot may be overwritten.
 NEEDED = {
     "READY": "one wave",
     "LANDED": "one wave",
@@ -460,7 +461,7 @@ NEEDED = {
 
 
 @pytest.mark.parametrize("wait", NEEDED)
-def test_no_wait_can_be_left_out(monkeypatch: pytest.MonkeyPatch, wait: str) -> None:
+def test_no_wait_is_superfluous(monkeypatch: pytest.MonkeyPatch, wait: str) -> None:
     def some_order() -> None:
         for seed in range(100):
             play(monkeypatch, CASES[NEEDED[wait]], seed, frozenset([wait]))
@@ -472,17 +473,17 @@ def test_no_wait_can_be_left_out(monkeypatch: pytest.MonkeyPatch, wait: str) -> 
 @pytest.mark.parametrize("name", ["one wave", "waves", "waits by streams, waves", "five ranks"])
 @pytest.mark.parametrize("connections", [1, 2, 3])
 def test_one_group_needs_one_connection(monkeypatch: pytest.MonkeyPatch, name: str, connections: int) -> None:
-    """CUDA_DEVICE_MAX_CONNECTIONS=1, which Megatron sets: streams hold each other up, but never for ever."""
+    """With CUDA_DEVICE_MAX_CONNECTIONS=1, which Megatron sets, streams delay each other, but never deadlock."""
     for seed in range(4):
         play(monkeypatch, CASES[name], seed, connections=connections)
 
 
-def test_two_groups_in_flight_never_wait_in_a_circle(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_groups_in_flight_never_deadlock(monkeypatch: pytest.MonkeyPatch) -> None:
     for seed in range(8):
         play_two_groups(monkeypatch, seed)
 
 
-def test_a_kernel_that_starts_before_its_peers_are_ready_may_wait_in_a_circle(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_kernel_that_starts_before_its_peers_are_ready_may_deadlock(monkeypatch: pytest.MonkeyPatch) -> None:
     def some_order() -> None:
         for seed in range(40):
             play_two_groups(monkeypatch, seed, frozenset(["READY on main"]))
@@ -491,11 +492,11 @@ def test_a_kernel_that_starts_before_its_peers_are_ready_may_wait_in_a_circle(mo
         some_order()
 
 
-# --- what is prepared once for a shape
+# Addresses that are prepared once for a shape
 
 
 def alone(monkeypatch: pytest.MonkeyPatch, case: Case, calls: Sequence[tuple[str, int]], seed: int = 0) -> Group:
-    """Calls (kind, length) of all ranks, each executed before the next one is queued."""
+    """Play calls (kind, length) of all ranks, each executed before the next one is queued."""
     world = World(case.ranks, seed)
     kernels = Kernels(world, case)
     world.patched(monkeypatch)
@@ -507,7 +508,7 @@ def alone(monkeypatch: pytest.MonkeyPatch, case: Case, calls: Sequence[tuple[str
         kept = [group.queue(kernels, call, place, plan) for place, plan in enumerate(plans)]
         world.run()
         compare(call, plans)
-        del kept, kernels.call  # which a test may look for
+        del kept, kernels.call  # a test may check that nothing keeps them
     return group
 
 
@@ -551,7 +552,7 @@ def test_the_least_recently_used_shape_is_dropped_first(monkeypatch: pytest.Monk
     assert [lengths[call] for _, call in made] == [30, 8, 10, 12, 14, 10]  # 8 stays
 
 
-def test_neither_a_call_s_tensors_nor_a_link_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_neither_the_tensors_of_a_call_nor_a_link_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[weakref.ref[Any]] = []
 
     class Pull(pull.Pull):
@@ -567,7 +568,7 @@ def test_neither_a_call_s_tensors_nor_a_link_are_kept(monkeypatch: pytest.Monkey
     monkeypatch.setattr(fetching, "Pull", Pull)
     monkeypatch.setattr(fetching, "Push", Push)
     gc.collect()
-    gc.disable()  # memory that ranks share is given back at once
+    gc.disable()  # references alone must free the memory that ranks share
     try:
         group = alone(monkeypatch, Case(ranks=2), [("forward", 12), ("backward", 12)] * 2)
         assert len(seen) == 2 * (4 * 2 + 2 * 2)
@@ -587,7 +588,7 @@ def test_neither_a_call_s_tensors_nor_a_link_are_kept(monkeypatch: pytest.Monkey
         (1, [(0, 2)], [1, 1]),
         (1, [(0, 8)], [1, 2, 5]),
         (2, [(0, 8)], [1, 2, 4, 4, 5]),
-        (2, [(0, 1), (1, 8)], [1, 1, 4, 4, 6]),  # none across groups, which are waited for apart
+        (2, [(0, 1), (1, 8)], [1, 1, 4, 4, 6]),  # no chunk crosses groups, which are waited for separately
         (64, [(0, 8)], [1, 2, 4, 8, *[16] * 30, 17]),
     ],
 )

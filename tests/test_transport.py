@@ -24,22 +24,22 @@ from ringattn.transport import AloneTransport, GroupTransport, Transport
 
 def all_to_all() -> dict[str, Any]:
     """Two tensors of different sizes to every other rank, and an empty one; messages of a pair match in order."""
-    here = transports.of(None)
-    before = here.sent_bytes, here.sent_messages
-    others = [r for r in range(here.world_size) if r != here.rank]
+    transport = transports.of(None)
+    before = transport.sent_bytes, transport.sent_messages
+    others = [r for r in range(transport.world_size) if r != transport.rank]
     sends, receives = [], []
     for r in others:
         sends += [
-            (torch.full((3,), 10.0 * here.rank + r), r),
+            (torch.full((3,), 10.0 * transport.rank + r), r),
             (torch.empty(0), r),
-            (torch.full((2, 2), -1.0 * here.rank), r),
+            (torch.full((2, 2), -1.0 * transport.rank), r),
         ]
         receives += [(torch.empty(3), r), (torch.empty(0), r), (torch.empty(2, 2), r)]
-    here.start(sends, receives).wait()
+    transport.start(sends, receives).wait()
     return dict(
-        rank=here.rank,
+        rank=transport.rank,
         got={r: [x.tolist() for x, peer in receives if peer == r] for r in others},
-        sent=(here.sent_bytes - before[0], here.sent_messages - before[1]),
+        sent=(transport.sent_bytes - before[0], transport.sent_messages - before[1]),
     )
 
 
@@ -54,9 +54,9 @@ def test_messages_arrive_in_order_and_are_counted(pools: Callable[[int], Pool], 
 
 
 def reduced() -> list[list[float]]:
-    here = transports.of(None)
-    x = torch.tensor([float(here.rank), -float(here.rank), 1.0])
-    return [here.all_reduce(x.clone(), "max").tolist(), here.all_reduce(x.clone(), "sum").tolist()]
+    transport = transports.of(None)
+    x = torch.tensor([float(transport.rank), -float(transport.rank), 1.0])
+    return [transport.all_reduce(x.clone(), op).tolist() for op in ("max", "sum")]
 
 
 @pytest.mark.parametrize("world_size", on_ranks(1, 3))
@@ -66,44 +66,44 @@ def test_all_reduce(pools: Callable[[int], Pool], world_size: int) -> None:
         assert got == [[last, 0.0, 1.0], [total, -total, world_size]]
 
 
-def groups_taken() -> dict[str, Any]:
-    """Every kind of group that plan() takes on 4 ranks, and what refused ones say."""
-    found: dict[str, Any] = {}
+def groups_accepted() -> dict[str, Any]:
+    """Return what plan() makes of every kind of group on 4 ranks, and the errors of those that it refuses."""
+    result: dict[str, Any] = {}
     world = transports.of(None)
-    found["the same for the same group"] = transports.of(dist.group.WORLD) is world
+    result["the same for the same group"] = transports.of(dist.group.WORLD) is world
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
     sub = transports.of(mesh["cp"])
-    found["mesh"] = (sub.rank, sub.world_size)
+    result["mesh"] = (sub.rank, sub.world_size)
     pair = dist.new_group([3, 1])
     try:
         plan = ringattn.plan(16, pair)
-        found["pair"] = (plan.rank, plan.world_size)
+        result["pair"] = (plan.rank, plan.world_size)
     except ValueError as error:
-        found["pair"] = str(error)
+        result["pair"] = str(error)
     refused: list[object] = [mesh, 4, "world"]
     for group in refused:
         try:
             ringattn.plan(16, group)
         except (ValueError, TypeError) as error:
-            found[type(group).__name__] = f"{type(error).__name__}: {error}"
-    return found
+            result[type(group).__name__] = f"{type(error).__name__}: {error}"
+    return result
 
 
 @pytest.mark.parametrize("world_size", on_ranks(4))
-def test_which_groups_are_taken(pools: Callable[[int], Pool], world_size: int) -> None:
-    for rank, found in enumerate(pools(world_size).run(groups_taken)):
-        assert found["the same for the same group"]
-        assert found["mesh"] == (rank % 2, 2)
+def test_the_groups_that_plan_accepts(pools: Callable[[int], Pool], world_size: int) -> None:
+    for rank, result in enumerate(pools(world_size).run(groups_accepted)):
+        assert result["the same for the same group"]
+        assert result["mesh"] == (rank % 2, 2)
         if rank in (1, 3):
-            assert sorted([found["pair"], (1 - found["pair"][0], 2)]) == [(0, 2), (1, 2)]
+            assert sorted([result["pair"], (1 - result["pair"][0], 2)]) == [(0, 2), (1, 2)]
         else:
-            assert found["pair"] == "this rank is not in the group; only ranks of the group may call plan()"
-        assert found["DeviceMesh"].startswith("ValueError: the DeviceMesh has 2 dimensions ('dp', 'cp')")
-        assert found["int"] == "TypeError: group is a int; pass a ProcessGroup, a one-dimensional DeviceMesh or None"
-        assert found["str"].startswith("TypeError: group is a str")
+            assert result["pair"] == "this rank is not in the group; only ranks of the group may call plan()"
+        assert result["DeviceMesh"].startswith("ValueError: the DeviceMesh has 2 dimensions ('dp', 'cp')")
+        assert result["int"] == "TypeError: group is a int; pass a ProcessGroup, a one-dimensional DeviceMesh or None"
+        assert result["str"].startswith("TypeError: group is a str")
 
 
-def attend_in_a_mesh() -> float:
+def attention_in_a_mesh() -> float:
     """Two groups of two attend to different sequences at the same time."""
     import cases
 
@@ -118,8 +118,8 @@ def attend_in_a_mesh() -> float:
 
 
 @pytest.mark.parametrize("world_size", on_ranks(4))
-def test_subgroups_attend_apart(pools: Callable[[int], Pool], world_size: int) -> None:
-    assert max(pools(world_size).run(attend_in_a_mesh)) < 1e-10
+def test_subgroups_run_attention_independently(pools: Callable[[int], Pool], world_size: int) -> None:
+    assert max(pools(world_size).run(attention_in_a_mesh)) < 1e-10
 
 
 def use_of_a_destroyed_group() -> dict[str, Any]:
@@ -132,28 +132,28 @@ def use_of_a_destroyed_group() -> dict[str, Any]:
     dist.destroy_process_group(group)
     del group
     gc.collect()
-    found: dict[str, Any] = {"kept alive": ref() is not None, "ended": plan.transport.ended}
+    result: dict[str, Any] = {"kept alive": ref() is not None, "ended": plan.transport.ended}
     try:
         ringattn.attention(q, k, v, plan)
     except RuntimeError as error:
-        found["used"] = str(error)
+        result["used"] = str(error)
     plan_ref = weakref.ref(plan)
     del plan
     gc.collect()
-    found["plan in the cache"] = plan_ref() is not None
+    result["plan in the cache"] = plan_ref() is not None
     ringattn.plan(32)
-    found["plan in the cache after the next"] = plan_ref() is not None
-    return found
+    result["plan in the cache after the next"] = plan_ref() is not None
+    return result
 
 
 @pytest.mark.parametrize("world_size", on_ranks(2))
 def test_a_destroyed_group_is_not_kept_alive(pools: Callable[[int], Pool], world_size: int) -> None:
-    for found in pools(world_size).run(use_of_a_destroyed_group):
-        assert not found["kept alive"]
-        assert found["ended"]
-        assert "the process group of this plan was destroyed" in found["used"]
-        assert found["plan in the cache"]
-        assert not found["plan in the cache after the next"]
+    for result in pools(world_size).run(use_of_a_destroyed_group):
+        assert not result["kept alive"]
+        assert result["ended"]
+        assert "the process group of this plan was destroyed" in result["used"]
+        assert result["plan in the cache"]
+        assert not result["plan in the cache after the next"]
 
 
 def a_group_that_is_kept_after_its_end() -> tuple[bool, str]:
@@ -169,9 +169,9 @@ def a_group_that_is_kept_after_its_end() -> tuple[bool, str]:
 
 @pytest.mark.parametrize("world_size", on_ranks(2))
 def test_a_destroyed_group_that_is_kept_alive_is_refused(pools: Callable[[int], Pool], world_size: int) -> None:
-    for ended, said in pools(world_size).run(a_group_that_is_kept_after_its_end):
+    for ended, text in pools(world_size).run(a_group_that_is_kept_after_its_end):
         assert ended
-        assert "the process group of this plan was destroyed" in said
+        assert "the process group of this plan was destroyed" in text
 
 
 def gloo_group_of_a_destroyed_group() -> tuple[bool, bool]:
@@ -179,11 +179,11 @@ def gloo_group_of_a_destroyed_group() -> tuple[bool, bool]:
     group = dist.new_group([0, 1], backend="cuda:gloo")
     plan = ringattn.plan(32, group)
     assert isinstance(plan.transport, GroupTransport)
-    there = plan.transport.gloo is not None
+    before = plan.transport.gloo is not None
     dist.destroy_process_group(group)
     del group
     gc.collect()
-    return there, plan.transport.gloo is None
+    return before, plan.transport.gloo is None
 
 
 @pytest.mark.parametrize("world_size", on_ranks(2))
@@ -195,7 +195,7 @@ def first_plans_in_any_order() -> list[int]:
     """Two threads make the first plans of two groups, in an order that differs between the ranks."""
     groups = [dist.new_group([0, 1]) for _ in range(2)]
     order = groups if dist.get_rank() == 0 else groups[::-1]
-    begun, found = threading.Event(), {}
+    begun, result = threading.Event(), {}
     new = GroupTransport.__init__
 
     def slow(self: GroupTransport, group: Any) -> None:
@@ -206,14 +206,14 @@ def first_plans_in_any_order() -> list[int]:
 
     GroupTransport.__init__ = slow  # type: ignore[method-assign]
     try:
-        first = threading.Thread(target=lambda: found.setdefault(0, ringattn.plan(16, order[0])))
+        first = threading.Thread(target=lambda: result.setdefault(0, ringattn.plan(16, order[0])))
         first.start()
         begun.wait()
-        found[1] = ringattn.plan(16, order[1])
+        result[1] = ringattn.plan(16, order[1])
         first.join()
     finally:
         GroupTransport.__init__ = new  # type: ignore[method-assign]
-    return sorted(plan.rank for plan in found.values())
+    return sorted(plan.rank for plan in result.values())
 
 
 @pytest.mark.parametrize("world_size", on_ranks(2))
@@ -235,11 +235,11 @@ def test_one_process_alone_needs_no_group() -> None:
         alone.agree("a call", dict(number=3), ValueError("mine"))
 
 
-def test_a_transport_is_taken_as_it_is() -> None:
-    here = Transport(1, 4, torch.device("cpu"))
-    assert transports.of(here) is here
+def test_a_transport_is_returned_as_it_is() -> None:
+    transport = Transport(1, 4, torch.device("cpu"))
+    assert transports.of(transport) is transport
     with pytest.raises(NotImplementedError, match="describes 4 ranks"):
-        here.start([(torch.ones(1), 0)], [])
+        transport.start([(torch.ones(1), 0)], [])
 
 
 @pytest.mark.parametrize(
@@ -249,11 +249,13 @@ def test_a_transport_is_taken_as_it_is() -> None:
         ({"cpu": "gloo", "cuda": "gloo"}, torch.zeros(1, device="meta"), ["q is on meta", "['cpu']"]),
     ],
 )
-def test_tensors_that_a_group_cannot_move(backends: dict[str, str], x: torch.Tensor, words: list[str]) -> None:
-    here = GroupTransport.__new__(GroupTransport)  # as for a group with these backends, which need no GPU to be refused
-    here.backends, here.device = backends, torch.device("cpu")
+def test_tensors_that_a_group_cannot_send(backends: dict[str, str], x: torch.Tensor, words: list[str]) -> None:
+    transport = GroupTransport.__new__(
+        GroupTransport
+    )  # as for a group with these backends, which need no GPU to be refused
+    transport.backends, transport.device = backends, torch.device("cpu")
     with pytest.raises(ValueError) as caught:
-        here.check_device("q", x)
+        transport.check_device("q", x)
     assert [w for w in words if w not in str(caught.value)] == []
 
 
@@ -263,15 +265,15 @@ def test_serials_tell_transports_apart() -> None:
 
 
 def words_in_a_group_of_two() -> list[list[int]] | None:
-    """Rank 0 is in one group more than the others, as when an earlier group was made of it alone."""
+    """Rank 0 is in one group more than the others: an earlier one of it alone."""
     dist.new_group([0])
     pair = dist.new_group([0, 1])
     if dist.get_rank() > 1:
         return None
-    beside = transports.gloo_group_of(pair)
+    gloo = transports.gloo_group_of(pair)
     words = torch.tensor([dist.get_rank(), 7])
     rows = [torch.empty_like(words) for _ in range(2)]
-    beside.allgather([rows], [words]).wait()
+    gloo.allgather([rows], [words]).wait()
     return [row.tolist() for row in rows]
 
 
@@ -284,7 +286,7 @@ def test_a_gloo_group_of_a_group_whose_ranks_are_in_different_numbers_of_groups(
 
 
 def exchanges_of_symmetric_memory() -> dict[str, list[list[str]]]:
-    """As torch's CUDASymmetricMemory does it (StoreExchange::all_gather): a key is ``prefix/number/rank``, the number
+    """Exchange like torch's CUDASymmetricMemory (StoreExchange::all_gather): a key is ``prefix/number/rank``, the number
     counted per process over all groups; each rank sets its own, then waits for the others' and gets them."""
     rank, numbers = dist.get_rank(), itertools.count()
     stores = {}
@@ -292,31 +294,31 @@ def exchanges_of_symmetric_memory() -> dict[str, list[list[str]]]:
         group = dist.new_group(ranks)
         if rank in ranks:
             stores[name] = ranks, NumberedStore(dist.PrefixStore("memory", group.get_group_store()))
-    found: dict[str, list[list[str]]] = {name: [] for name in stores}
+    result: dict[str, list[list[str]]] = {name: [] for name in stores}
 
     def exchange(name: str) -> None:
         ranks, store = stores[name]
-        number, me, turn = next(numbers), ranks.index(rank), len(found[name])
+        number, me, turn = next(numbers), ranks.index(rank), len(result[name])
         keys = [f"CUDASymmetricMemory/{number}/{r}" for r in range(len(ranks))]
         store.set(keys[me], f"{name} {turn} of {rank}".encode())
         others = [keys[r] for r in range(len(ranks)) if r != me]
         store.wait(others)
         got = {r: store.get(keys[r]).decode() for r in range(len(ranks)) if r != me}
-        found[name].append([got.get(r, "mine") for r in range(len(ranks))])
+        result[name].append([got.get(r, "mine") for r in range(len(ranks))])
 
-    # Rank 1 has exchanged twice when it meets rank 2 for the first time, and so on: no two ranks count alike.
+    # Rank 1 has exchanged twice before its first exchange with rank 2, and so on: all ranks count differently.
     for name in ("low", "low", "high", "all", "low", "all", "high"):
         if name in stores:
             exchange(name)
-    return found
+    return result
 
 
 @pytest.mark.parametrize("world_size", on_ranks(3))
 def test_ranks_with_other_histories_exchange_symmetric_memory(pools: Callable[[int], Pool], world_size: int) -> None:
     """pytorch/pytorch#196082: without numbers of its own, a group of ranks that have counted differently hangs."""
     results = pools(world_size).run(exchanges_of_symmetric_memory)
-    for rank, found in enumerate(results):
+    for rank, result in enumerate(results):
         for name, ranks in (("low", [0, 1]), ("high", [1, 2]), ("all", [0, 1, 2])):
             turns = dict(low=3, high=2, all=2)[name] if rank in ranks else 0
             want = [["mine" if r == rank else f"{name} {turn} of {r}" for r in ranks] for turn in range(turns)]
-            assert found.get(name, []) == want
+            assert result.get(name, []) == want
