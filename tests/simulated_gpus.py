@@ -8,8 +8,8 @@
 
 Memory is real: addresses are those of CPU tensors, which words and copies access. Tensors that a host allocates come
 from an allocator that works like torch's for GPUs: memory of a dead tensor is reused at once, by work queued later on
-the same stream, which first fills it with NaN. Writes of tensors (``copy_``, ``x[...] = y``, fills) and kernels need the
-multiprocessors, which a kernel keeps from its first operation to its last: meanwhile only words, events and copies
+the same stream, which first fills it with NaN. Writes of tensors (``copy_``, ``x[...] = y``, fills) and kernels need
+the multiprocessors, which a kernel keeps from its first operation to its last: meanwhile only words, events and copies
 between devices make progress.
 """
 
@@ -255,7 +255,7 @@ class World:
             self.copy(stream, target, base + offset, size)
 
     def kernel(self, name: str, parts: Sequence[tuple[Callable[[], bool] | None, Callable[[], None]]]) -> None:
-        """Queue one kernel: parts of (ready, run) one after another, at the same time as no other kernel of this GPU."""
+        """Queue one kernel: parts of (ready, run) one after another, while no other kernel of this GPU runs."""
         stream = self.current()
         stream.put(Operation(f"{name} starts", lambda: None, multiprocessors="take"))
         for ready, run in parts:
