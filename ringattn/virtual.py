@@ -105,14 +105,14 @@ class _Mail:
         world = self.to.world
         assert world is not None
         for x, peer in self.receives:
-            waited = 0.0
+            seconds = 0.0
             while True:
                 try:
                     message = world.box(peer, self.to.rank).get(timeout=0.5)
                     break
                 except queue.Empty:
-                    waited += 0.5
-                    if world.barrier.broken or waited > _TIMEOUT:
+                    seconds += 0.5
+                    if world.barrier.broken or seconds > _TIMEOUT:
                         raise _NoMessage(f"rank {self.to.rank} got nothing from rank {peer}") from None
             if message.shape != x.shape or message.dtype != x.dtype:
                 raise AssertionError(

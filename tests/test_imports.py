@@ -13,95 +13,113 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-MODULES = {p.stem: p for p in sorted((ROOT / "ringattn").glob("*.py"))}
-KERNELS = {f"kernels.{p.stem}": p for p in sorted((ROOT / "kernels").glob("*.py"))}
 
 
-def imported(path: Path) -> set[str]:
-    """Absolute names of all that a file imports, wherever in it, save for type checkers: ``torch.nn``,
-    ``ringattn.mask``, ``ringattn.kernels.block``."""
-    package = "ringattn.kernels" if path.parent.name == "kernels" else "ringattn"
-    found: set[str] = set()
-
-    def visit(node: ast.AST) -> None:
-        if isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING":
-            return
-        if isinstance(node, ast.Import):
-            found.update(alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            above = package.split(".")[: len(package.split(".")) - node.level + 1] if node.level else []
-            base = ".".join([*above, *([node.module] if node.module else [])])
-            found.add(base)
-            found.update(f"{base}.{alias.name}" for alias in node.names)
-        for child in ast.iter_child_nodes(node):
-            visit(child)
-
-    visit(ast.parse(path.read_text()))
+def _modules(folder: str, prefix: str) -> dict[str, Path]:
+    """Return the files of a folder and its subfolders by their names inside of ringattn: ``peer.memory``."""
+    found = {}
+    for path in sorted((ROOT / folder).rglob("*.py")):
+        names = [prefix, *path.relative_to(ROOT / folder).with_suffix("").parts]
+        found[".".join(name for name in names if name and name != "__init__") or "__init__"] = path
     return found
 
 
+KERNELS = _modules("kernels", "kernels")
+MODULES = {n: p for n, p in _modules("ringattn", "").items() if n.split(".")[0] != "kernels"}
+
+
+def package_of(path: Path) -> str:
+    folders = path.parent.parts
+    inside = folders[max(i for i, name in enumerate(folders) if name in ("ringattn", "kernels")) :]
+    return ".".join(inside if inside[0] == "ringattn" else ("ringattn", *inside))
+
+
+def imported(path: Path) -> set[str]:
+    """Return the absolute names of everything that a file imports, anywhere in it, also for type checkers only:
+    ``torch.nn``, ``ringattn.mask``, ``ringattn.kernels.contract``."""
+    package = package_of(path)
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            above = package.split(".")[: len(package.split(".")) - node.level + 1] if node.level else []
+            base = ".".join([*above, *([node.module] if node.module else [])])
+            names.add(base)
+            names.update(f"{base}.{alias.name}" for alias in node.names)
+    return names - {package}
+
+
 def uses(path: Path) -> set[str]:
-    """The modules of ringattn that a file imports: ``mask``, ``kernels.block``."""
+    """Return the modules of ringattn that a file imports: ``mask``, ``kernels.contract``."""
     ours = {n.removeprefix("ringattn.") for n in imported(path) if n.startswith("ringattn.")}
     return {n for n in ours if n in MODULES or n in KERNELS}
 
 
 def outside(path: Path) -> set[str]:
-    """Top-level names of other packages that a file imports."""
+    """Return the top-level names of other packages that a file imports."""
     return {n.split(".")[0] for n in imported(path)} - {"ringattn", "__future__"}
 
 
+KERNELS_OF_PEER = {"peer.pack_rows", "peer.sum_runs"}  # imported where they are launched
 GRAPH = {name: uses(path) for name, path in (MODULES | KERNELS).items()}
 
 
 def test_the_reader_of_imports_reads(tmp_path: Path) -> None:
-    file = tmp_path / "ringattn" / "some.py"
-    file.parent.mkdir()
+    file = tmp_path / "ringattn" / "peer" / "some.py"
+    file.parent.mkdir(parents=True)
     file.write_text(
-        "import torch.nn as nn\nfrom . import mask as m, plan\nfrom .kernels.block import Block\n"
+        "import torch.nn as nn\nfrom .. import mask as m, plans\nfrom ..kernels.contract import Block\n"
+        "from . import driver\n"
         "def f():\n    from torch import distributed\n    import os\n"
-        "if TYPE_CHECKING:\n    from .attention import attention\n"
+        "if TYPE_CHECKING:\n    from ..functional import attention\n"
     )
-    assert uses(file) == {"mask", "plan", "kernels.block"}
+    assert uses(file) == {"mask", "plans", "kernels.contract", "peer.driver", "functional"}
     assert outside(file) == {"torch", "os"}
     assert "torch.distributed" in imported(file)
-    assert {"plan", "mask", "ring", "partial"} <= set(MODULES)
-    assert {"kernels.block", "kernels.eager"} <= set(KERNELS)
-    assert {"schedule", "mask", "layout"} <= GRAPH["plan"]
+    assert {"plans", "mask", "dataflow.ring", "partial"} <= set(MODULES)
+    assert {"kernels.contract", "kernels.eager", "kernels.hopper.forward"} <= set(KERNELS)
+    assert {"schedule", "mask", "layout"} <= GRAPH["plans"]
 
 
 def test_no_arrow_points_up() -> None:
-    """attention -> dataflows -> plan -> mask, layout, schedule, transport, kernels: no cycles, and nothing below
-    knows what is above it."""
+    """No circles, also not for type checkers, and a module does not know those that are built on it."""
     list(TopologicalSorter(GRAPH).static_order())  # raises CycleError
-    dataflows = {"ring", "reduce", "gather", "circulate"} & GRAPH.keys()
-    for name in ("partial", "mask", "layout", "schedule", "streaming"):
-        assert GRAPH[name] == set(), f"{name} stands on nothing of ringattn"
-    assert GRAPH["transport"] <= {"schedule", "pulls", "stream_memory"}
-    assert GRAPH["pulls"] <= {"schedule", "stream_memory", "kernels.block", "kernels.pack_rows", "kernels.sum_runs"}
+    for name in ("layout", "schedule", "streaming", "memo", "trace"):
+        assert GRAPH[name] == set(), f"{name} needs nothing of ringattn"
     assert GRAPH["reference"] <= {"mask"}
-    assert not GRAPH["plan"] & (dataflows | {"attention", "partial"})
-    for name in dataflows:
-        assert not GRAPH[name] & {"attention", "decode", "mask", "layout", "virtual"}, name
-    assert dataflows - {"circulate"} <= GRAPH["attention"]
+    for name in (n for n in GRAPH if n.startswith("dataflow.")):
+        assert not GRAPH[name] & {"functional", "operators", "generation", "mask", "virtual"}, name
 
 
-def test_only_the_plan_reads_schedule_mask_and_layout_together() -> None:
-    assert [n for n, used in GRAPH.items() if {"schedule", "mask", "layout"} <= used] == ["plan"]
+def test_the_transport_knows_no_attention_and_peer_no_transport() -> None:
+    rooms = {n: {m for m in used if m != "peer"} for n, used in GRAPH.items()}
+    assert rooms["agreement"] == rooms["peer.driver"] == rooms["peer.symmetric"] == set()
+    assert rooms["peer.memory"] <= {"memo", "peer.driver"}
+    assert rooms["peer.watchdog"] <= {"peer.driver", "peer.memory"}
+    assert rooms["transport"] <= {"agreement", "peer.driver", "peer.memory", "peer.symmetric"}
+    assert rooms["virtual"] <= {"transport"}
+    shared = {"memo", "schedule", "kernels.contract", "peer.driver", "peer.memory", "peer.watchdog"}
+    assert rooms["peer.pull"] <= shared | {"peer.pack_rows"}
+    assert rooms["peer.push"] <= shared | {"peer.sum_runs"}
 
 
-def test_only_the_transport_imports_torch_distributed() -> None:
+def test_only_plans_and_their_making_read_schedule_mask_and_layout_together() -> None:
+    assert [n for n, used in GRAPH.items() if {"schedule", "mask", "layout"} <= used] == ["planning", "plans"]
+
+
+def test_only_the_transport_and_its_memory_import_torch_distributed() -> None:
     def touches(path: Path) -> bool:
         return any(n == "torch.distributed" or n.startswith("torch.distributed.") for n in imported(path))
 
-    assert [n for n, path in (MODULES | KERNELS).items() if touches(path)] == ["transport"]
+    assert [n for n, path in (MODULES | KERNELS).items() if touches(path)] == ["peer.symmetric", "transport"]
 
 
-def test_kernels_know_torch_and_triton_and_each_other_only() -> None:
+def test_kernels_know_torch_and_triton_and_partial_states_only() -> None:
     allowed = set(sys.stdlib_module_names) | {"torch", "triton"}
     for name, path in KERNELS.items():
         assert outside(path) <= allowed, name
-        assert GRAPH[name] <= KERNELS.keys(), name
+        assert GRAPH[name] <= KERNELS.keys() | {"memo", "partial"}, name
 
 
 def test_the_schedule_needs_the_standard_library_only() -> None:
@@ -122,7 +140,8 @@ def test_dependencies_are_those_of_the_package() -> None:
             for n in ([a.name for a in node.names] if isinstance(node, ast.Import) else [])
             + ([node.module or ""] if isinstance(node, ast.ImportFrom) and not node.level else [])
         }
-        assert top <= set(sys.stdlib_module_names) | {"torch", "numpy"}, name
+        allowed = {"torch", "numpy"} | ({"triton"} if name in KERNELS_OF_PEER else set())
+        assert top <= set(sys.stdlib_module_names) | allowed, name
 
 
 # The folder `kernels`: importable as ringattn.kernels and not as kernels.
@@ -159,11 +178,11 @@ def test_another_package_named_kernels_wins_over_the_folder(tmp_path: Path) -> N
     (tmp_path / "kernels").mkdir()
     (tmp_path / "kernels" / "__init__.py").write_text("whose = 'somebody else'\n")
     said = run(
-        "import kernels, ringattn.kernels.block as b, os\n"
+        "import kernels, ringattn.kernels.contract as b, os\n"
         "print(kernels.whose, os.path.realpath(b.__file__))",
         PYTHONPATH=str(tmp_path),
     )  # fmt: skip
-    assert said.split() == ["somebody", "else", str((ROOT / "kernels" / "block.py").resolve())]
+    assert said.split() == ["somebody", "else", str((ROOT / "kernels" / "contract.py").resolve())]
 
 
 def installed(name: str) -> bool:
@@ -197,7 +216,7 @@ def test_transformers_works_from_the_root() -> None:
 
 # What an import needs and does.
 
-INTEGRATIONS = {"hf"}  # they import a package that users of the integration have
+INTEGRATIONS = {"hf", "adapters.hf"}  # they import a package that users of the integration have
 HIDE = """
 import sys
 class Hidden:  # a finder that does not find some packages
@@ -230,7 +249,7 @@ def test_the_eager_path_needs_no_triton_and_no_gpu() -> None:
 
 
 def test_every_module_can_be_imported_without_triton() -> None:
-    names = [n for n in MODULES if n not in ("__init__", *INTEGRATIONS)]
+    names = [n for n in MODULES if n not in ("__init__", *INTEGRATIONS, *KERNELS_OF_PEER)]
     said = run(
         HIDE
         + "import importlib\n"

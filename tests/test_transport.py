@@ -250,9 +250,7 @@ def test_a_transport_is_returned_as_it_is() -> None:
     ],
 )
 def test_tensors_that_a_group_cannot_send(backends: dict[str, str], x: torch.Tensor, words: list[str]) -> None:
-    transport = GroupTransport.__new__(
-        GroupTransport
-    )  # as for a group with these backends, which need no GPU to be refused
+    transport = GroupTransport.__new__(GroupTransport)  # without a group, and without the GPUs of these backends
     transport.backends, transport.device = backends, torch.device("cpu")
     with pytest.raises(ValueError) as caught:
         transport.check_device("q", x)
@@ -286,8 +284,8 @@ def test_a_gloo_group_of_a_group_whose_ranks_are_in_different_numbers_of_groups(
 
 
 def exchanges_of_symmetric_memory() -> dict[str, list[list[str]]]:
-    """Exchange like torch's CUDASymmetricMemory (StoreExchange::all_gather): a key is ``prefix/number/rank``, the number
-    counted per process over all groups; each rank sets its own, then waits for the others' and gets them."""
+    """Exchange like torch's CUDASymmetricMemory (StoreExchange::all_gather): a key is ``prefix/number/rank``, with
+    numbers counted per process over all groups; each rank sets its key, then waits for the others' and gets them."""
     rank, numbers = dist.get_rank(), itertools.count()
     stores = {}
     for name, ranks in (("low", [0, 1]), ("high", [1, 2]), ("all", [0, 1, 2])):

@@ -113,6 +113,6 @@ def _message(wait: _Wait) -> str:
     kernel = f"; the kernel gave up waiting for row {row - 1} of keys (batch * kv_heads + head)" if row else ""
     return (
         f"ringattn: rank {link.rank}: {wait.what} is not done after {TIMEOUT:g} s (RINGATTN_TIMEOUT). "
-        + (f"Needed {wait.epoch}, but {', '.join(late)}" if late else "Every rank came; a copy or kernel hangs")
+        + (f"Needed {wait.epoch}, but {', '.join(late)}" if late else "All ranks have signalled; a copy or kernel hangs")
         + kernel
     )
