@@ -195,9 +195,8 @@ class GroupTransport(Transport):
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
-        backends = dict(
-            part.split(":") for part in str(dist.get_backend_config(group)).split(",")
-        )  # device type -> backend
+        # device type -> backend
+        backends = dict(entry.split(":") for entry in str(dist.get_backend_config(group)).split(","))
         cuda = backends.get("cuda", "gloo") != "gloo" and torch.cuda.is_available()
         device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
         super().__init__(dist.get_rank(group), dist.get_world_size(group), device)
@@ -327,7 +326,7 @@ class AloneTransport(Transport):
 
 _alone: AloneTransport | None = None
 _of_group: weakref.WeakKeyDictionary[Any, GroupTransport] = weakref.WeakKeyDictionary()
-_making: weakref.WeakKeyDictionary[Any, threading.Lock] = weakref.WeakKeyDictionary()
+_group_locks: weakref.WeakKeyDictionary[Any, threading.Lock] = weakref.WeakKeyDictionary()
 _lock = threading.Lock()
 
 
@@ -362,10 +361,10 @@ def of(group: Any) -> Transport:
     if dist.get_rank(group) < 0:
         raise ValueError("this rank is not in the group; only ranks of the group may call plan()")
     with _lock:
-        making = _making.setdefault(group, threading.Lock())
+        group_lock = _group_locks.setdefault(group, threading.Lock())
     # One lock per group: a transport is made by messages, and threads of two ranks may make those of two groups in
     # different orders.
-    with making:
+    with group_lock:
         transport = _of_group.get(group)
         if transport is None:
             transport = _of_group[group] = GroupTransport(group)

@@ -28,7 +28,7 @@ class SymmetricMemory:
         own = dist.ProcessGroup(store, dist.get_rank(given), dist.get_world_size(given))
         own._set_group_name(name)
         c10d._register_process_group(name, own)
-        _alive.append((store, own))
+        _references.append((store, own))
         self._group, self._device, self._name = group, device, name
 
     def __call__(self, size: int) -> tuple[Tensor, list[int], object]:
@@ -45,7 +45,7 @@ class SymmetricMemory:
         return memory, list(handle.buffer_ptrs), handle
 
 
-_alive: list[object] = []  # torch keeps no reference to the Python half of a store
+_references: list[object] = []  # torch keeps no reference to the Python half of a store
 
 
 class NumberedStore(dist.Store):
