@@ -226,8 +226,6 @@ def test_transformers_works_from_the_root() -> None:
 
 # Modules that import a package which users of the integration have.
 INTEGRATIONS = {"hf"} | {name for name in MODULES if name.startswith("adapters.hf")}
-    name for name in MODULES if name.startswith("adapters.hf")
-}  # they import a package that users of the integration have
 TRITON = {"peer.pack_rows", "peer.sum_runs"}  # kernels, imported when GPUs pull
 HIDE = """
 import sys
