@@ -109,9 +109,9 @@ def _message(wait: _Wait) -> str:
         for rank, epoch in link.received(wait.kind).items()
         if (epoch - wait.epoch) % 2**32 >= 2**31  # epochs wrap around
     ]
-    cause = (
-        f"Needed {wait.epoch}, but {', '.join(late)}" if late else "All ranks have signalled; a copy or kernel hangs"
-    )
+    cause = f"Needed {wait.epoch}, but {', '.join(late)}"
+    if not late:
+        cause = "All ranks have signalled; a copy or kernel hangs"
     if row := int(link.timed_out.item()):
         cause += f"; the kernel gave up waiting for row {row - 1} of keys (batch * kv_heads + head)"
     return f"ringattn: rank {link.rank}: {wait.what} is not done after {TIMEOUT:g} s (RINGATTN_TIMEOUT). {cause}"
