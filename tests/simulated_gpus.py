@@ -106,8 +106,8 @@ class Stream:
         if head.multiprocessors and self.gpu.owner not in (None, self):
             return False
         if self.gpu.world.connections < len(self.gpu.streams):
-            beside = (s for s in self.gpu.streams if s.connection == self.connection and s.queue)
-            if any(s.queue[0].number < head.number and self.gpu.owner is not s for s in beside):
+            others = (s for s in self.gpu.streams if s.connection == self.connection and s.queue)
+            if any(s.queue[0].number < head.number and self.gpu.owner is not s for s in others):
                 return False  # an operation waits there; a running kernel does not block its connection
         return head.ready is None or head.ready()
 

@@ -7,7 +7,7 @@ import torch
 
 pytest.importorskip("triton")
 from ringattn.kernels.triton.primitives import INTERPRETED
-from ringattn.peer.sum_runs import Piece, sum_runs, piece_table
+from ringattn.peer.sum_runs import Piece, piece_table, sum_runs
 
 device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 pytestmark = pytest.mark.skipif(
