@@ -13,7 +13,7 @@ A plan knows tokens, ranks and masks, but not heads, dtype or batch, so ``datafl
 
 Every number that enters is the same on every rank: tokens, masks and ``buffer_bytes`` are agreed upon, and so are the
 constants (:func:`.plan.plan` compares a hash of them). They come from a file of this machine, written by
-``scripts/calibrate.py``, or are :data:`DEFAULTS`.
+``benchmarks/calibrate.py``, or are :data:`DEFAULTS`.
 """
 
 from __future__ import annotations
@@ -139,14 +139,14 @@ def read(file: Path, link: str) -> Costs | None:
         if os.environ.get("RINGATTN_CALIBRATION") == str(file):
             warnings.warn(
                 f"RINGATTN_CALIBRATION names {file}, which is not there; dataflow='auto' takes default costs. "
-                "Run scripts/calibrate.py, or unset it",
+                "Run benchmarks/calibrate.py, or unset it",
                 stacklevel=4,
             )
         return None
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         warnings.warn(
             f"{file} cannot be used ({type(error).__name__}: {error}); dataflow='auto' is decided with default costs. "
-            "Delete it, or run scripts/calibrate.py again",
+            "Delete it, or run benchmarks/calibrate.py again",
             stacklevel=4,
         )
         return None

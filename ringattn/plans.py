@@ -444,7 +444,7 @@ def plan(
         dataflow: "ring": keys and values travel; "gather": every rank fetches all the keys and values that it
             needs; "reduce": queries travel and their partial states come home; "auto": the fastest by a model
             of one layer's forward and backward (:mod:`.cost`), for 32/8 heads of 128 in 2 bytes and one row, with the
-            costs that ``scripts/calibrate.py`` measured on this machine, or usual ones. ``describe()`` says why.
+            costs that ``benchmarks/calibrate.py`` measured on this machine, or usual ones. ``describe()`` says why.
         deterministic: the same bits on every run.
         local_size: ranks per node, to make a ring a double ring; divides the group's size.
         buffer_bytes: with the dataflow "gather", memory for fetched keys and values and their gradients. Where they
@@ -481,7 +481,7 @@ def plan(
         if "differs across ranks: calibration is" not in str(differs):
             raise
         raise ValueError(
-            f"{differs}. The numbers stand for what scripts/calibrate.py measured, from RINGATTN_CALIBRATION or "
+            f"{differs}. The numbers stand for what benchmarks/calibrate.py measured, from RINGATTN_CALIBRATION or "
             "~/.cache/ringattn, on each machine: copy one machine's file to the others, under their names, or delete "
             "it on all; or name a dataflow"
         ) from None

@@ -1,8 +1,8 @@
 """Is attention over ranks right on this machine? The whole matrix against float64, with real kernels and links.
 
-    torchrun --standalone --nproc-per-node 4 scripts/check.py            # NCCL if there are GPUs, else gloo
-    torchrun --standalone --nproc-per-node 2 scripts/check.py --quick    # a few cases of each kind
-    python scripts/check.py --virtual 5 8                                # ranks that are threads of one process
+    torchrun --standalone --nproc-per-node 4 -m scripts.check            # NCCL if there are GPUs, else gloo
+    torchrun --standalone --nproc-per-node 2 -m scripts.check --quick    # a few cases of each kind
+    python -m scripts.check --virtual 5 8                                # ranks that are threads of one process
 
 For every group of the first n ranks (n = 1, 2, ..., all), dataflow, layout, mask and score option, out, lse, dq, dk, dv
 and the sink's gradient are compared with dense attention in float64 (ringattn.reference). A case passes when
@@ -29,20 +29,16 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-sys.path.append(str(Path(__file__).resolve().parent))
-import ranks
-from arguments import positive
-
 import ringattn
 from ringattn import reference, transport, virtual
+from scripts import ranks
+from scripts.arguments import positive
 
 NAMES = ("out", "lse", "dq", "dk", "dv", "dsink")
 DTYPES = ["float32", "bfloat16", "float16"]

@@ -1,8 +1,8 @@
 """How long a context can ranks attend to exactly, and is it still exact? One causal attention, checked in float64.
 
-    torchrun --standalone --nproc-per-node 4 scripts/longest.py                      # forward, 10,485,760 tokens
-    torchrun --standalone --nproc-per-node 4 scripts/longest.py --dataflow ring
-    torchrun --standalone --nproc-per-node 4 scripts/longest.py --backward           # and backward, 1,048,576 tokens
+    torchrun --standalone --nproc-per-node 4 -m scripts.longest                      # forward, 10,485,760 tokens
+    torchrun --standalone --nproc-per-node 4 -m scripts.longest --dataflow ring
+    torchrun --standalone --nproc-per-node 4 -m scripts.longest --backward           # and backward, 1,048,576 tokens
 
 Inputs are random numbers, made block by block of tokens from the seed and the number of the block, so that every rank
 can make any of them again. Sampled queries (``--rows``, all heads) are compared with float64: each rank sums over its
@@ -24,25 +24,20 @@ import argparse
 import hashlib
 import json
 import random
-import sys
 import time
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-sys.path.append(str(Path(__file__).resolve().parent))
-import ranks
-from arguments import head_counts, positive
-from check import UNIT
-
 import ringattn
 from ringattn.kernels import long_sums as spans
 from ringattn.layout import Shard
+from scripts import ranks
+from scripts.arguments import head_counts, positive
+from scripts.check import UNIT
 
 NAMES = ("q", "k", "v", "dout")
 

@@ -1,7 +1,7 @@
 """Train a small transformer on real text, its context split over ranks, and show that the split changes nothing.
 
     ./scripts/demo                          set up, then run this on all GPUs, or on 4 processes of the CPU
-    python -m torch.distributed.run --nproc-per-node 4 --module scripts.train --context 4096
+    python -m torch.distributed.run --nproc-per-node 4 -m scripts.train --context 4096
     python -m scripts.train                 one process
 
 What a context-parallel training loop needs beyond an ordinary one is little, and all of it is here:
@@ -44,11 +44,9 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-sys.path.append(str(Path(__file__).resolve().parent))
-import ranks
-
 import ringattn
 from ringattn import reference, virtual
+from scripts import ranks
 
 BYTES = 256  # the vocabulary
 TOLERANCE = {"float32": 1e-5, "bfloat16": 5e-2}  # largest relative difference from one process
@@ -540,6 +538,7 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, dict[str, Any] | None]:
     add(
         "--resume", nargs="?", const="", metavar="PATH", help="go on from a checkpoint; without PATH, OUT/checkpoint.pt"
     )
+    add("--directory", type=Path, help="where relative paths start; None: the current directory")
     add("--count-ranks", action="store_true", help="check the arguments, print how many ranks to launch, and exit")
     args, saved = parser.parse_args(argv), None
     if args.resume is not None:

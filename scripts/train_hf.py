@@ -1,8 +1,8 @@
 """Train a Hugging Face model with its context split over ranks: three lines of an ordinary FSDP2 loop change.
 
-    torchrun --nproc-per-node 4 --module scripts.train_hf                    # Llama-shaped
-    torchrun --nproc-per-node 4 --module scripts.train_hf --model gemma2     # alternating windows, soft-cap
-    torchrun --nproc-per-node 4 --module scripts.train_hf --cp 2 --resume    # 2 rows of 2 ranks each
+    torchrun --nproc-per-node 4 -m scripts.train_hf                    # Llama-shaped
+    torchrun --nproc-per-node 4 -m scripts.train_hf --model gemma2     # alternating windows, soft-cap
+    torchrun --nproc-per-node 4 -m scripts.train_hf --cp 2 --resume    # 2 rows of 2 ranks each
 
 Real text (bytes of Python's standard library, or --text) packed into rows of --context tokens; a document is a file, or
 what fits of it. All GPUs, or processes on the CPU. Each step prints loss, tokens/s, MFU and memory; the last line is
@@ -32,10 +32,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from transformers import AutoModelForCausalLM, Gemma2Config, LlamaConfig
 
-sys.path.append(str(Path(__file__).resolve().parent))
-from ranks import own_gpu
-
 import ringattn.hf  # changed: registers "ringattn"
+from scripts.ranks import own_gpu
 
 
 def arguments() -> argparse.Namespace:

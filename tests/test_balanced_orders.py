@@ -1,4 +1,4 @@
-"""scripts/balanced_orders.py: who comes after whom, and how often."""
+"""benchmarks/balanced_orders.py: who comes after whom, and how often."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections import Counter
 
 import pytest
 
-from scripts.balanced_orders import balanced_orders
+from benchmarks.balanced_orders import balanced_orders
 
 
 @pytest.mark.parametrize("n", range(1, 10))

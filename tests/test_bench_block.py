@@ -1,4 +1,4 @@
-"""scripts/bench_block.py without a GPU: its order, what it counts, who takes part and what it reports."""
+"""benchmarks/bench_block.py without a GPU: its order, what it counts, who takes part and what it reports."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from benchmarks import bench_block
+from benchmarks.bench_block import Launch, Mask, Other, Runner, Shape
 from ringattn.kernels import long_sums as spans
 from ringattn.kernels.contract import block_backward, block_forward
-from scripts import bench_block
-from scripts.bench_block import Launch, Mask, Other, Runner, Shape
 
 # --- a GPU whose clock only its kernels move ---------------------------------------------------------------------
 

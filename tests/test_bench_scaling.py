@@ -1,4 +1,4 @@
-"""scripts/bench_scaling.py, its peers and its report: on two gloo ranks, and from made-up lines."""
+"""benchmarks/bench_scaling.py, its peers and its report: on two gloo ranks, and from made-up lines."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ import pytest
 import torch
 from pool import on_ranks
 
+from benchmarks import bench_scaling
 from ringattn import mask
-from scripts import bench_scaling
 
 peers, plot_scaling = bench_scaling.peers, bench_scaling.plot_scaling
 ROOT = Path(__file__).resolve().parents[1]
@@ -236,7 +236,7 @@ def test_a_report_is_made_from_the_lines_alone_and_later_rows_win(tmp_path: Path
 
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *a: None if name == "matplotlib" else find(name, *a))
-    assert "no matplotlib: later python scripts/plot_scaling.py" in plot_scaling.report(tmp_path)
+    assert "no matplotlib: later python -m benchmarks.plot_scaling" in plot_scaling.report(tmp_path)
     assert "No plots: matplotlib is missing" in (tmp_path / "scaling.md").read_text()
 
 
@@ -290,4 +290,4 @@ def test_a_report_of_nothing_is_one_line(capsys: pytest.CaptureFixture[str], tmp
     folder = str(tmp_path / "nosuch")
     assert plot_scaling.main([folder]) == bench_scaling.main(["--report", folder]) == 1
     said = capsys.readouterr().err.splitlines()
-    assert said == [f"error: no lines of scripts/bench_scaling.py in {folder}/scaling-*.jsonl"] * 2
+    assert said == [f"error: no lines of benchmarks/bench_scaling.py in {folder}/scaling-*.jsonl"] * 2

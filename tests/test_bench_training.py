@@ -1,4 +1,4 @@
-"""scripts/bench_training.py: contestants on gloo ranks against one process, and the report from made-up lines."""
+"""benchmarks/bench_training.py: contestants on gloo ranks against one process, and the report from made-up lines."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from torch import Tensor
 pytest.importorskip("transformers", reason="pip install 'transformers>=5.17' accelerate")
 
 import ringattn.hf
+from benchmarks import bench_training
 from ringattn import virtual
-from scripts import bench_training
 
 json_lines = bench_training.json_lines
 ROOT = Path(__file__).resolve().parents[1]

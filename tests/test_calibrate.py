@@ -1,4 +1,4 @@
-"""scripts/calibrate.py: two gloo ranks, from end to end."""
+"""benchmarks/calibrate.py: two gloo ranks, from end to end."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ import torch
 from pool import Pool, on_ranks
 
 import ringattn
+from benchmarks import calibrate
 from ringattn import cost, virtual
-from scripts import calibrate
 
 
 def calibrated(file: str) -> tuple[dict[str, Any], str]:

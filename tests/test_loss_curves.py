@@ -1,4 +1,4 @@
-"""scripts/loss_curves.py: curves of gloo ranks with and without an error, the verdict, and the report from made-up
+"""benchmarks/loss_curves.py: curves of gloo ranks with and without an error, the verdict, and the report from made-up
 lines."""
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 pytest.importorskip("transformers", reason="pip install 'transformers>=5.17' accelerate")
 
 import ringattn.hf
-from scripts import loss_curves
+from benchmarks import loss_curves
 
 json_lines = loss_curves.json_lines
 TINY = ["--device=cpu", "--hidden=32", "--layers=2", "--heads=4", "--kv-heads=2", "--head-dim=8", "--context=32"]

@@ -1,4 +1,4 @@
-"""scripts/trace.py: the arithmetic of intervals, what counts as what, and a trace of two gloo ranks."""
+"""benchmarks/trace.py: the arithmetic of intervals, what counts as what, and a trace of two gloo ranks."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import pytest
 import torch
 from pool import on_ranks
 
+from benchmarks import trace
 from ringattn.trace import named
-from scripts import trace
 
 
 def cells(intervals: list[trace.Interval]) -> set[int]:

@@ -24,7 +24,7 @@ def launch(*arguments: str) -> str:
     """Standard output of a run on two gloo ranks."""
     env = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "CUDA_VISIBLE_DEVICES": ""}
     env["PYTHONPATH"] = str(ROOT)
-    command = f"-m torch.distributed.run --standalone --nproc-per-node 2 --module scripts.train {' '.join(arguments)}"
+    command = f"-m torch.distributed.run --standalone --nproc-per-node 2 -m scripts.train {' '.join(arguments)}"
     done = subprocess.run(
         [sys.executable, *command.split()], cwd=ROOT, env=env, capture_output=True, text=True, timeout=200
     )

@@ -1,7 +1,7 @@
 """Does a split row train as a whole one? Loss curves of one rank and of several, beside what rounding does to them.
 
-    torchrun --standalone --nproc-per-node 4 scripts/loss_curves.py --steps 100
-    python scripts/loss_curves.py --report results          the tables again, from the lines in results/
+    torchrun --standalone --nproc-per-node 4 -m benchmarks.loss_curves --steps 100
+    python -m benchmarks.loss_curves --report results          the tables again, from the lines in results/
 
 A small model, float32 weights and bf16 autocast, on packed documents. cp 1 trains ``--repeats`` times, each rank by
 itself; cp N is all ranks together, under FSDP2. Every optimizer step of every run sees the same rows, with the same
@@ -22,7 +22,6 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import itertools
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -33,17 +32,13 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from transformers import LlamaConfig, LlamaForCausalLM
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-sys.path.append(str(Path(__file__).resolve().parent))
-import json_lines
-import ranks
-import train_hf
-from arguments import positive
-from gradient_norm import gradient_norm
-
 import ringattn
 import ringattn.hf
+from benchmarks import json_lines
+from benchmarks.gradient_norm import gradient_norm
 from ringattn import virtual
+from scripts import ranks, train_hf
+from scripts.arguments import positive
 
 ROOT = Path(__file__).resolve().parent.parent
 NAME = "loss_curves"  # of files in --out

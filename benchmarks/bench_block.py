@@ -1,14 +1,14 @@
 """How fast is the attention of one GPU, ours and the others', in the same run?
 
-    python -m scripts.bench_block                                     16 heads of 128, 8k, 16k, 32k tokens, bf16
-    python -m scripts.bench_block --heads 32 --kv-heads 8 --seq 16384
-    python -m scripts.bench_block --head-dim 192 --head-dim-v 128     values narrower than keys, as in latent attention
-    python -m scripts.bench_block --masks full window documents       masks that hide most, per tile that is computed
-    python -m scripts.bench_block --passes carry strided strided-bwd  the price of a float32 state, and of strides
-    python -m scripts.bench_block --passes sums sums-bwd --heads 4 --seq 524288     ... of long sums that are exact
-    python -m scripts.bench_block --no-flex                           skip FlexAttention, which compiles per shape
-    python -m scripts.bench_block --without triton "torch flash"      fewer take less time
-    python -m scripts.bench_block --graphs --seq 2048                 launches that the host has recorded
+    python -m benchmarks.bench_block                                     16 heads of 128, 8k, 16k, 32k tokens, bf16
+    python -m benchmarks.bench_block --heads 32 --kv-heads 8 --seq 16384
+    python -m benchmarks.bench_block --head-dim 192 --head-dim-v 128     values narrower than keys, as in latent attention
+    python -m benchmarks.bench_block --masks full window documents       masks that hide most, per tile that is computed
+    python -m benchmarks.bench_block --passes carry strided strided-bwd  the price of a float32 state, and of strides
+    python -m benchmarks.bench_block --passes sums sums-bwd --heads 4 --seq 524288     ... of long sums that are exact
+    python -m benchmarks.bench_block --no-flex                           skip FlexAttention, which compiles per shape
+    python -m benchmarks.bench_block --without triton "torch flash"      fewer take less time
+    python -m benchmarks.bench_block --graphs --seq 2048                 launches that the host has recorded
 
 How to read the table. Each row is one kernel on one shape. The first number is the speed relative to the first
 row of its block; it comes first because it is what survives: a chip at its power limit changes its clock by several
@@ -55,7 +55,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import NamedTuple, cast
 
 import torch
@@ -63,9 +62,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-sys.path.append(str(Path(__file__).resolve().parent))
-from balanced_orders import balanced_orders
-
+from benchmarks.balanced_orders import balanced_orders
 from ringattn import mask as masks
 from ringattn.kernels import long_sums as spans
 from ringattn.kernels.contract import (

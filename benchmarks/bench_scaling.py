@@ -1,16 +1,16 @@
 """How much of N GPUs' speed is left when a sequence is split over them, and what do others keep of it?
 
-    torchrun --standalone --nproc-per-node 4 scripts/bench_scaling.py
-    torchrun --standalone --nproc-per-node 4 scripts/bench_scaling.py --ranks 1 2 4 --masks causal full window documents
-    torchrun --standalone --nproc-per-node 4 scripts/bench_scaling.py --tokens --total 65536 131072 --ranks 1 2 4
-    python scripts/bench_scaling.py --report results       the tables and plots again, from the lines in results/
+    torchrun --standalone --nproc-per-node 4 -m benchmarks.bench_scaling
+    torchrun --standalone --nproc-per-node 4 -m benchmarks.bench_scaling --ranks 1 2 4 --masks causal full window documents
+    torchrun --standalone --nproc-per-node 4 -m benchmarks.bench_scaling --tokens --total 65536 131072 --ranks 1 2 4
+    python -m benchmarks.bench_scaling --report results       the tables and plots again, from the lines in results/
 
 For every group size, number of tokens, mask and number of heads: forward, and forward+backward, by each dataflow,
 beside
 
 * ``local``: the same kernel on one rank's share of the work with all keys resident, on all GPUs of the group at once.
   The ratio to it is what communication costs;
-* peers (scripts/peers.py): PyTorch's context_parallel and ring-flash-attn. A peer first computes a small problem, on
+* peers (benchmarks/peers.py): PyTorch's context_parallel and ring-flash-attn. A peer first computes a small problem, on
   each rank alone and then together, and is compared with ours; one that fails, or computes something else, is
   reported as missing, with the reason;
 * ``matmul``: a product of two 8192 x 8192 matrices in the same run.
@@ -28,7 +28,7 @@ where the balance needs them.
 
 Also measured: the peak memory of each call beside what the plan predicts, and, for each group size, the error against
 float64 on a small problem beside the error of one rank. Every measurement is a line of JSON in ``--out``, written when
-it is there; a Markdown report and plots are made from these lines (scripts/plot_scaling.py).
+it is there; a Markdown report and plots are made from these lines (benchmarks/plot_scaling.py).
 """
 
 from __future__ import annotations
@@ -56,19 +56,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-sys.path.append(str(Path(__file__).resolve().parent))
-import json_lines
-import peers
-import plot_scaling
-import ranks
-from arguments import head_counts, positive
-from balanced_orders import balanced_orders
-from peers import CannotRun
-
 import ringattn
+from benchmarks import json_lines, peers, plot_scaling
+from benchmarks.balanced_orders import balanced_orders
+from benchmarks.peers import CannotRun
 from ringattn import layout, mask, reference, virtual
 from ringattn.kernels.contract import Score, accumulation_dtype, block_backward, block_delta, block_forward
+from scripts import ranks
+from scripts.arguments import head_counts, positive
 
 ROOT = Path(__file__).resolve().parent.parent
 PEAK = 989.5  # TFLOP/s, dense bf16 of an H100 or H200; nothing real is above it
@@ -663,7 +658,7 @@ def main(argv: list[str] | None = None) -> int:
         return json_lines.print_report(plot_scaling.report, args.report)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # one host
     if "RANK" not in os.environ:
-        raise SystemExit("start it with torchrun --standalone --nproc-per-node N scripts/bench_scaling.py")
+        raise SystemExit("start it with torchrun --standalone --nproc-per-node N -m benchmarks.bench_scaling")
     device = torch.device(args.device)
     if device.type == "cuda":
         device = ranks.own_gpu()

@@ -1,6 +1,6 @@
 """What does each rank do during one step? A trace to look at, and where its time went.
 
-    torchrun --standalone --nproc-per-node 4 scripts/trace.py --tokens 8192 --dataflows ring gather --out traces
+    torchrun --standalone --nproc-per-node 4 -m benchmarks.trace --tokens 8192 --dataflows ring gather --out traces
 
 Traces one forward and backward of one attention on every rank, after a warm-up, and writes
 ``trace_<dataflow>_rank<n>.json`` (``trace_rank<n>.json`` if there is one dataflow): open them in ui.perfetto.dev or in
@@ -24,7 +24,6 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import sys
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
@@ -36,12 +35,9 @@ import torch
 import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile, record_function
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-sys.path.append(str(Path(__file__).resolve().parent))
-import ranks
-from arguments import head_counts, positive
-
 import ringattn
+from scripts import ranks
+from scripts.arguments import head_counts, positive
 
 STEP = "ringattn/step"
 IN_A_ROW, ROUNDS = 3, 15

@@ -1,8 +1,8 @@
 """What do kernels, links and launches take on this machine? The answer decides ``dataflow="auto"``.
 
-    torchrun --standalone --nproc-per-node 4 scripts/calibrate.py
-    torchrun --nnodes 2 ... --nproc-per-node 8 scripts/calibrate.py            the links between these hosts
-    torchrun --standalone --nproc-per-node 2 scripts/calibrate.py --device cpu --tokens 64
+    torchrun --standalone --nproc-per-node 4 -m benchmarks.calibrate
+    torchrun --nnodes 2 ... --nproc-per-node 8 -m benchmarks.calibrate            the links between these hosts
+    torchrun --standalone --nproc-per-node 2 -m benchmarks.calibrate --device cpu --tokens 64
 
 Measures the constants of :class:`ringattn.cost.Costs`, each on all ranks at once and by the slowest of them: the rates
 of the attention kernels, of memory and of messages, what a launch, a message and a copy take beside their bytes, the
@@ -34,11 +34,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-sys.path.append(str(Path(__file__).resolve().parent))
-import ranks
-from arguments import positive
-
 import ringattn
 from ringattn import cost
 from ringattn import transport as transports
@@ -47,6 +42,8 @@ from ringattn.kernels.contract import Score, accumulation_dtype, block_backward,
 from ringattn.peer import driver as stream_memory
 from ringattn.transport import Pending
 from ringattn.virtual import VirtualRank
+from scripts import ranks
+from scripts.arguments import positive
 
 FEW = 16  # tokens per rank, where only launches and latencies count
 WORDS = {

@@ -1,4 +1,4 @@
-"""Other people's attention over ranks, behind one interface, for scripts/bench_scaling.py.
+"""Other people's attention over ranks, behind one interface, for benchmarks/bench_scaling.py.
 
 * ``torch-cp/allgather/...``, ``torch-cp/alltoall/...``: PyTorch's context_parallel around scaled_dot_product_attention,
   with either way of rotating keys and values. It is a context in which forward *and* backward must run.

@@ -1,6 +1,6 @@
-"""The report of scripts/bench_scaling.py, from the lines of JSON that it wrote.
+"""The report of benchmarks/bench_scaling.py, from the lines of JSON that it wrote.
 
-    python scripts/plot_scaling.py results
+    python -m benchmarks.plot_scaling results
 
 Reads ``results/scaling-*.jsonl``, writes ``results/scaling.md`` and the plots beside it. A later run replaces rows of
 an earlier one with the same device, world, problem and pass. Without matplotlib there are no plots, and the report
@@ -18,8 +18,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-sys.path.append(str(Path(__file__).resolve().parent))
-import json_lines
+from benchmarks import json_lines
 
 Line = dict[str, Any]
 COLOURS = {"ring": "tab:blue", "gather": "tab:orange", "reduce": "tab:green", "local": "black"}
@@ -61,12 +60,12 @@ def report(folder: Path) -> str:
     """
     runs = read(folder)
     if not runs:
-        raise FileNotFoundError(f"no lines of scripts/bench_scaling.py in {folder}/scaling-*.jsonl")
+        raise FileNotFoundError(f"no lines of benchmarks/bench_scaling.py in {folder}/scaling-*.jsonl")
     rows = latest(runs, "row", "ranks", "tokens", "mask", "heads", "head_dim", "what")
     plotting = importlib.util.find_spec("matplotlib") is not None
     drawn = plots(folder, runs, rows) if plotting else []
     text = "\n".join([*_head(runs), *_tables(rows), *_rest(runs, rows)])
-    how = f"python scripts/plot_scaling.py {folder}"
+    how = f"python -m benchmarks.plot_scaling {folder}"
     if plotting:
         text += "\n## Plots\n\n" + "".join(f"![{name.stem}]({name.name})\n\n" for name in drawn)
     else:

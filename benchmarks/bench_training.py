@@ -1,8 +1,8 @@
 """What does training on long rows cost, beside other people's attention?
 
-    torchrun --standalone --nproc-per-node 4 scripts/bench_training.py --tokens 524288 --layers 8
-    torchrun --standalone --nproc-per-node 4 scripts/bench_training.py --layers 8 --how torch-cp
-    python scripts/bench_training.py --report results       the tables again, from the lines in results/
+    torchrun --standalone --nproc-per-node 4 -m benchmarks.bench_training --tokens 524288 --layers 8
+    torchrun --standalone --nproc-per-node 4 -m benchmarks.bench_training --layers 8 --how torch-cp
+    python -m benchmarks.bench_training --report results       the tables again, from the lines in results/
 
 A Llama-3.1-8B-shaped model of ``--layers`` layers, random weights, trains on one row of ``--tokens`` tokens of real
 text (bytes of Python's standard library), dense causal, split over all ranks. Parameters, gradients and AdamW's moments
@@ -10,7 +10,7 @@ are bf16, sharded over the same ranks by FSDP2; gradients are reduced in float32
 
 * ``ringattn``: ``attn_implementation="ringattn"``;
 * ``torch-cp``: scaled_dot_product_attention under torch's ``context_parallel``, forward and backward;
-* ``ring-flash-attn``: its zigzag function, over torch's kernels (scripts/peers.py), or flash-attn's on request.
+* ``ring-flash-attn``: its zigzag function, over torch's kernels (benchmarks/peers.py), or flash-attn's on request.
 
 A layer is computed again in the backward, except its attention, whose results are kept: ringattn's operator by its
 name, torch's own ones for ``torch-cp``; ring-flash-attn has none, so its forward and its backward are made one here.
@@ -45,7 +45,6 @@ import gc
 import importlib
 import json
 import resource
-import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -66,21 +65,15 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 from transformers import AttentionInterface, LlamaConfig, LlamaForCausalLM
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-sys.path.append(str(Path(__file__).resolve().parent))
-import bench_scaling
-import json_lines
-import peers
-import ranks
-import train_hf
-from arguments import positive
-from gradient_norm import gradient_norm
-from peers import CannotRun
-
 import ringattn
 import ringattn.hf
+from benchmarks import bench_scaling, json_lines, peers
+from benchmarks.gradient_norm import gradient_norm
+from benchmarks.peers import CannotRun
 from ringattn import transport
 from ringattn.kernels.contract import Score, choose
+from scripts import ranks, train_hf
+from scripts.arguments import positive
 
 ROOT = Path(__file__).resolve().parent.parent
 NAME = "training"  # of files in --out
@@ -368,7 +361,7 @@ MAKERS: dict[str, Callable[[argparse.Namespace, DeviceMesh, torch.device], Conte
 
 
 def label(args: argparse.Namespace, how: str) -> str:
-    """A contestant and its options, as scripts/peers.py writes them."""
+    """A contestant and its options, as benchmarks/peers.py writes them."""
     mine = [x for x in (args.dataflow, args.kernel) if x != "auto"]
     theirs = {"ringattn": mine, "torch-cp": [args.rotate, args.peer_kernel], "ring-flash-attn": [args.peer_kernel]}
     return "/".join([how, *theirs[how], *(["repeated keys"] if how == "torch-cp" and args.repeat_keys else [])])

@@ -1,0 +1,1 @@
+"""Measurements: speed beside other kernels and libraries, scaling, training, traces, loss curves."""
