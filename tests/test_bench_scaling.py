@@ -236,8 +236,8 @@ def test_a_report_is_made_from_the_lines_alone_and_later_rows_win(tmp_path: Path
 
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *a: None if name == "matplotlib" else find(name, *a))
-    assert "no matplotlib: later python -m benchmarks.plot_scaling" in plot_scaling.report(tmp_path)
-    assert "No plots: matplotlib is missing" in (tmp_path / "scaling.md").read_text()
+    assert "no plots without matplotlib, later: python -m benchmarks.plot_scaling" in plot_scaling.report(tmp_path)
+    assert "No plots, because matplotlib is missing" in (tmp_path / "scaling.md").read_text()
 
 
 def test_a_report_of_nothing_says_so(tmp_path: Path) -> None:
@@ -290,4 +290,4 @@ def test_a_report_of_nothing_is_one_line(capsys: pytest.CaptureFixture[str], tmp
     folder = str(tmp_path / "nosuch")
     assert plot_scaling.main([folder]) == bench_scaling.main(["--report", folder]) == 1
     said = capsys.readouterr().err.splitlines()
-    assert said == [f"error: no lines of benchmarks/bench_scaling.py in {folder}/scaling-*.jsonl"] * 2
+    assert said == [f"error: no lines of benchmarks.bench_scaling in {folder}/scaling-*.jsonl"] * 2
