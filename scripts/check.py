@@ -193,8 +193,8 @@ def errors(results: list[Tensor], exact: list[Tensor]) -> list[float]:
 
 
 def amplification(x: dict[str, Tensor], exact: list[Tensor]) -> float:
-    """Return how much larger the relative error of the sink's gradient is than that of its terms, ``-p * delta`` of each
-    row, if these are independent: the root of the sum of their squares, divided by their sum."""
+    """Return how much larger the relative error of the sink's gradient is than that of its terms, ``-p * delta``
+    of each row, if these are independent: the root of the sum of their squares, divided by their sum."""
     out, lse = exact[:2]
     delta = (out * x["dout"].double()).sum(-1).transpose(1, 2) - x["dlse"].double()
     terms = torch.exp(x["sink"].double()[:, None] - lse) * delta
@@ -243,7 +243,7 @@ def memory(group: Any, device: torch.device, dataflow: str, tokens: int = 8192) 
 
 @dataclass
 class Outcome:
-    """The outcome of all cases: the number of cases, what failed, and the largest errors by dtype and number of ranks."""
+    """The outcome of all cases: their number, failures, and the largest errors by dtype and number of ranks."""
 
     cases: int = 0
     failures: list[str] = field(default_factory=list)
