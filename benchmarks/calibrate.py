@@ -37,9 +37,10 @@ from torch import Tensor
 import ringattn
 from ringattn import cost
 from ringattn import transport as transports
-from ringattn.estimate import Shape
-from ringattn.kernels.contract import Score, accumulation_dtype, block_backward, block_delta, block_forward
+from ringattn.kernels.backends import choose
+from ringattn.kernels.contract import Keys, Queries, Score, accumulation_dtype, row_delta
 from ringattn.peer import driver as stream_memory
+from ringattn.shape import Shape
 from ringattn.transport import Pending
 from ringattn.virtual import VirtualRank
 from scripts import ranks
@@ -119,16 +120,18 @@ class Machine:
         """Forward and backward of one rank alone: every query sees every key."""
         q, k, v, dout = self.tensors(tokens)
         block = ringattn.plan(tokens, VirtualRank(0, 1, self.device)).block(0, 0, self.device)
-        score = Score(self.shape.head_dim**-0.5)
+        score, keys = Score(self.shape.head_dim**-0.5), Keys(k, v, block)
+        backends = [choose(self.kernel, q, k, v, score, backward=backward) for backward in (False, True)]
 
         def forward() -> Any:
-            return block_forward(q, k, v, block, score, finalize=True, kernel=self.kernel)
+            return backends[0].output(q, keys, score)
 
         out, lse = forward()
-        delta, dq = block_delta(out, dout, None), torch.zeros_like(q, dtype=accumulation_dtype(q))
+        queries = Queries(q, dout, lse, row_delta(out, dout))
+        dq = torch.zeros_like(q, dtype=accumulation_dtype(q))
 
         def backward() -> Any:
-            return block_backward(q, k, v, dout, lse, delta, block, score, dq=dq, kernel=self.kernel)
+            return backends[1].backward(queries, keys, score, dq)
 
         return forward, backward
 

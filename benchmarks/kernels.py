@@ -8,7 +8,6 @@ import importlib
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import cast
 
 import torch
 import torch.nn.functional as F
@@ -17,20 +16,13 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks.segments import Runner
 from benchmarks.shapes import Mask, Shape
-from ringattn.kernels import long_sums
-from ringattn.kernels.contract import (
-    Block,
-    Partial,
-    Score,
-    block_backward,
-    block_delta,
-    block_forward,
-    kernel_names,
-    unsupported,
-)
+from ringattn.kernels import contract, long_sums
+from ringattn.kernels.backends import BACKENDS
+from ringattn.kernels.contract import Block, Keys, Queries, Score, row_delta
+from ringattn.partial import Partial
 from scripts.ranks import one_line
 
-OURS = tuple(name for name in kernel_names() if name not in ("auto", "eager"))
+OURS = tuple(name for name in BACKENDS if name != "eager")
 OTHERS = ("torch cuDNN", "torch flash", "FlexAttention", "FA3", "FA4")
 TOGETHER = ("fwd", "bwd")  # passes of all kernels
 ALONE = ("carry", "strided", "strided-bwd", "sums", "sums-bwd")  # passes of ours, each with a variant that does more
@@ -128,6 +120,8 @@ def other_launch(
 
 # --- ours ---------------------------------------------------------------------------------------------------------
 
+Pass = Callable[[], "tuple[Tensor, ...] | Partial"]
+
 
 @dataclass(frozen=True)
 class Ours:
@@ -137,39 +131,39 @@ class Ours:
     block: Block
     score: Score
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, **options) -> Callable[[], tuple[Tensor, ...]]:
-        """Return the forward. ``options``: other arguments of block_forward than ``finalize=True``."""
-        options = options or dict(finalize=True)
-        call = functools.partial(block_forward, q, k, v, self.block, self.score, kernel=self.kernel, **options)
-        return cast(Callable[[], tuple[Tensor, ...]], call)
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Pass:
+        return functools.partial(BACKENDS[self.kernel].output, q, Keys(k, v, self.block), self.score)
 
-    def backward(self, q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> Callable[[], tuple[Tensor, ...]]:
+    def carried(self, q: Tensor, k: Tensor, v: Tensor, state: Partial | None = None) -> Pass:
+        """Return the forward that returns a partial state and may carry one in."""
+        return functools.partial(BACKENDS[self.kernel].forward, q, Keys(k, v, self.block), self.score, state)
+
+    def backward(self, q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> Pass:
         """Return the whole backward: delta, a zeroed float32 dq, and the kernel."""
-        out, lse = self.forward(q, k, v)()
+        backend, keys = BACKENDS[self.kernel], Keys(k, v, self.block)
+        out, lse = backend.output(q, keys, self.score)
 
         def backward() -> tuple[Tensor, ...]:
             dq = torch.zeros(q.shape, dtype=torch.float32, device=q.device)
-            delta = block_delta(out, dout)
-            dk, dv = block_backward(
-                q, k, v, dout, lse, delta, self.block, self.score, dq=dq, kernel=self.kernel
-            )  # fmt: skip
-            return dq, dk, dv
+            queries = Queries(q, dout, lse, row_delta(out, dout))
+            return dq, *backend.backward(queries, keys, self.score, dq)
 
         return backward
 
-    def launches(self, mode: str, tensors: Sequence[Tensor]) -> dict[str, Callable[[], tuple[Tensor, ...]]]:
+    def launches(self, mode: str, tensors: Sequence[Tensor]) -> dict[str, Pass]:
         """Return the launches of a pass by the name of their row, including the variants of a pass in ALONE."""
         q, k, v, dout = tensors
         backward = mode.endswith("bwd")
 
-        def launch(ours: Ours, q: Tensor, k: Tensor, v: Tensor) -> Callable[[], tuple[Tensor, ...]]:
+        def launch(ours: Ours, q: Tensor, k: Tensor, v: Tensor) -> Pass:
             return ours.backward(q, k, v, dout) if backward else ours.forward(q, k, v)
 
         launches = {self.kernel: launch(self, q, k, v)}
         if mode == "carry":
-            state = cast(Partial, self.forward(q, k, v, finalize=False)())
-            launches[f"{self.kernel}, state out"] = self.forward(q, k, v, finalize=False)
-            launches[f"{self.kernel}, state in and out"] = self.forward(q, k, v, state=state)
+            state = self.carried(q, k, v)()
+            assert isinstance(state, Partial)
+            launches[f"{self.kernel}, state out"] = self.carried(q, k, v)
+            launches[f"{self.kernel}, state in and out"] = self.carried(q, k, v, state)
         elif mode.startswith("strided"):
             launches[f"{self.kernel}, strided"] = launch(self, *one_projection(q, k, v))
         elif mode.startswith("sums"):
@@ -197,11 +191,12 @@ def one_projection(*tensors: Tensor) -> list[Tensor]:
 @contextlib.contextmanager
 def uncut_sums() -> Iterator[None]:
     """Do not cut long sums (kernels/long_sums.py): faster by the cost of cutting, and less exact."""
-    longest, long_sums.LONGEST = long_sums.LONGEST, sys.maxsize
+    longest = contract.LONGEST_SUM
+    contract.LONGEST_SUM = long_sums.LONGEST_SUM = sys.maxsize  # type: ignore[misc]
     try:
         yield
     finally:
-        long_sums.LONGEST = longest
+        contract.LONGEST_SUM = long_sums.LONGEST_SUM = longest  # type: ignore[misc]
 
 
 # --- all of a table -----------------------------------------------------------------------------------------------
@@ -219,9 +214,10 @@ def runners_of(shape: Shape, mode: str, others: dict[str, Other], kernels: Seque
     runners: list[Runner] = []
     first: tuple[Tensor, ...] | None = None
 
-    def add(name: str, launch: Callable[[], tuple[Tensor, ...]], ours: bool, compared: bool = True) -> None:
+    def add(name: str, launch: Pass, ours: bool, compared: bool = True) -> None:
         nonlocal first
         result = launch() if compared else ()
+        assert isinstance(result, tuple)
         result = result if mode.endswith("bwd") else result[:1]  # without the lse
         first = first or result
         error = max((difference(x, y) for x, y in zip(result, first, strict=True)), default=0.0) if compared else None
@@ -230,7 +226,7 @@ def runners_of(shape: Shape, mode: str, others: dict[str, Other], kernels: Seque
             raise SystemExit(f"{name} differs from {runners[0].name} by {error:.3f}: not the same attention")
 
     for name in kernels:
-        if reason := unsupported(name, q, k, v, score, backward=mode.endswith("bwd")):
+        if reason := BACKENDS[name].unsupported(q, k, v, score, backward=mode.endswith("bwd")):
             print(f"{name}: skipped, {reason}")
             continue
         for title, launch in Ours(name, block, score).launches(mode, tensors).items():

@@ -19,7 +19,9 @@ from benchmarks.peers import CannotRun
 from benchmarks.scaling_problems import Setting, mask_arguments
 from benchmarks.scaling_timing import Contestant, Group, Timing
 from ringattn import layout
-from ringattn.kernels.contract import Score, accumulation_dtype, block_backward, block_delta, block_forward
+from ringattn.dataflow.fetching import gathered_block
+from ringattn.kernels.backends import choose
+from ringattn.kernels.contract import Keys, Queries, Score, accumulation_dtype, row_delta
 
 TOLERANCE = {torch.bfloat16: 0.05, torch.float16: 0.02, torch.float32: 0.01}
 
@@ -64,18 +66,19 @@ class Contestants:
         """Return the kernel on one rank's queries with all keys that they need already local."""
         q, _, _, dout = x
         q = q.detach()
-        block = plan.gathered_block(self.device)
+        block = gathered_block(plan, self.device)
         shape = (1, block.seq_k, setting.heads[1], self.args.head_dim)
         k, v = (torch.randn(shape, device=self.device, dtype=self.timing.dtype) for _ in range(2))
-        score, kernel = Score(self.args.head_dim**-0.5), self.args.kernel
+        score, keys = Score(self.args.head_dim**-0.5), Keys(k, v, block)
+        backends = [choose(self.args.kernel, q, k, v, score, backward=backward) for backward in (False, True)]
 
         def forward() -> Any:
-            return block_forward(q, k, v, block, score, finalize=True, kernel=kernel)
+            return backends[0].output(q, keys, score)
 
         def both() -> Any:
             out, lse = forward()
             dq = torch.zeros_like(q, dtype=accumulation_dtype(q))
-            dk, dv = block_backward(q, k, v, dout, lse, block_delta(out, dout), block, score, dq=dq, kernel=kernel)
+            dk, dv = backends[1].backward(Queries(q, dout, lse, row_delta(out, dout)), keys, score, dq)
             return dq.to(q.dtype), dk.to(q.dtype), dv.to(q.dtype)
 
         return Contestant(forward, both)

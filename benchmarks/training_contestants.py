@@ -21,7 +21,8 @@ import ringattn
 import ringattn.hf
 from benchmarks import peers
 from benchmarks.peers import CannotRun
-from ringattn.kernels.contract import Score, choose
+from ringattn.kernels.backends import BACKENDS, choose
+from ringattn.kernels.contract import Score
 
 Words = dict[str, Any]
 
@@ -46,12 +47,16 @@ def ours(args: argparse.Namespace, mesh: DeviceMesh, device: torch.device) -> Co
     q, k = (torch.empty(1, 256, n, args.head_dim, device=device, dtype=dtype) for n in (args.heads, args.kv_heads))
     score = Score(args.head_dim**-0.5)
     try:
-        chosen = dict.fromkeys(choose(args.kernel, q, k, k, score, backward=b) for b in (False, True))
+        backends = [choose(args.kernel, q, k, k, score, backward=backward) for backward in (False, True)]
     except ValueError as error:
         raise CannotRun(str(error)) from error
     # The warm-up must use the dataflow of the full length, or it would compile other kernels
     dataflow = ringattn.plan(args.tokens, mesh, causal=True, dataflow=args.dataflow).dataflow
-    words: Words = dict(kernel=" and ".join(chosen), dataflow=dataflow, checkpoint="attention kept")
+    words: Words = dict(
+        kernel=" and ".join(name for name, backend in BACKENDS.items() if backend in backends),
+        dataflow=dataflow,
+        checkpoint="attention kept",
+    )
 
     @contextlib.contextmanager
     def enter(model: Any, row: Words) -> Iterator[Words]:

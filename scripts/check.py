@@ -223,7 +223,7 @@ def memory(group: Any, device: torch.device, dataflow: str, tokens: int = 8192) 
     q, k, v = (torch.randn(1, tokens, h, 128, device=device, dtype=torch.bfloat16) for h in (32, 8, 8))
     dout = torch.randn_like(q)
     op, peaks = torch.ops.ringattn, []
-    settings = (None, None, 128**-0.5, 0.0, "auto", plan.handle)
+    settings = (None, None, 128**-0.5, 0.0, "auto", plan.handle, 0)
     op.attention(q, k, v, *settings)  # compiles, and caches the plan's intervals
     for name in ("forward", "backward"):
         torch.cuda.reset_peak_memory_stats(device)

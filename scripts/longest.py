@@ -33,7 +33,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 import ringattn
-from ringattn.kernels import long_sums as spans
+from ringattn.dataflow.fetching import gathered_block
+from ringattn.kernels.contract import LONGEST_SUM
 from ringattn.layout import Shard
 from scripts import ranks
 from scripts.arguments import head_counts, positive
@@ -249,9 +250,10 @@ def attend(
 ) -> tuple[list[Tensor], float, dict[str, float]]:
     """(out, lse[, dq, dk, dv]), seconds of the slowest rank, and bytes: peak, of which inputs and results."""
     op, cuda, device = torch.ops.ringattn, inputs.device.type == "cuda", inputs.device
-    settings = (None, None, inputs.dim**-0.5, 0.0, args.kernel, plan.handle)
+    settings = (None, None, inputs.dim**-0.5, 0.0, args.kernel, plan.handle, 0)
     q, *others = (inputs.shard(name, plan.shards[plan.rank]) for name in NAMES[: 4 if args.backward else 3])
-    plan.gathered_block(device) if plan.dataflow == "gather" else None  # made once per plan: no part of an attention
+    if plan.dataflow == "gather":
+        gathered_block(plan, device)  # made once per plan, so not part of an attention
 
     def together() -> float:
         if cuda:
@@ -284,7 +286,7 @@ def run(args: argparse.Namespace, device: torch.device) -> dict[str, Any]:
     how = dict(causal=True, layout=args.layout, dataflow=args.dataflow)
     with torch.no_grad():
         # The kernels of long sums are others than those of few tokens; no more than there will be
-        most = 4096 if device.type == "cpu" else spans.LONGEST + 4096
+        most = 4096 if device.type == "cpu" else LONGEST_SUM + 4096
         warm_up = args.warm_up or min(most, -(-args.tokens // world))
         attend(inputs, ringattn.plan(warm_up * world, buffer_bytes=1, **how), args)  # compiles
         more = {} if args.buffer_bytes is None else dict(buffer_bytes=args.buffer_bytes)

@@ -18,7 +18,7 @@ from benchmarks.bench_block import Setup, Table
 from benchmarks.kernels import Other, runners_of
 from benchmarks.segments import Launch, Runner
 from benchmarks.shapes import Mask, Shape
-from ringattn.kernels.contract import Partial
+from ringattn.partial import Partial
 
 NO_CLOCK = types.SimpleNamespace(between=lambda begin, end: [])
 
