@@ -319,7 +319,7 @@ def documents(ids: Tensor, seq_len: int) -> Mask:
         rows.append((past - lengths, past, runs >= 0))
     pieces = max((len(r[0]) for r in rows), default=0)
     if not pieces:
-        return full(seq_len)
+        return _band(seq_len, seq_len, first=torch.zeros(max(1, len(ids)), 1, dtype=torch.int64, device="cpu"))
     shape = (len(rows), pieces)
     first = torch.full(shape, seq_len, device="cpu")  # unused pieces begin where no query is
     low, high = torch.zeros(shape, dtype=torch.int64, device="cpu"), torch.zeros(shape, dtype=torch.int64, device="cpu")
