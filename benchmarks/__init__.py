@@ -1,1 +1,1 @@
-"""Measurements: speed beside other kernels and libraries, scaling, training, traces, loss curves."""
+"""Measurements: speed compared with other kernels and libraries, scaling, training, traces, loss curves."""

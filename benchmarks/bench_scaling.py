@@ -104,22 +104,23 @@ class Bench:
         Raises:
             RuntimeError: a rate is above the peak of the hardware.
         """
-        ms = {who: statistics.median(t) for who, t in times.items()}
+        ms = {entry: statistics.median(t) for entry, t in times.items()}
         flops = 4 * setting.heads[0] * self.args.head_dim * pairs / setting.ranks * PRODUCTS[name]
-        rates = {who: flops / t / 1e9 for who, t in ms.items()}
-        if wrong := {who: rate for who, rate in rates.items() if rate > PEAK}:
+        rates = {entry: flops / t / 1e9 for entry, t in ms.items()}
+        if wrong := {entry: rate for entry, rate in rates.items() if rate > PEAK}:
             raise RuntimeError(f"rates above the hardware's peak of {PEAK} TFLOP/s: {wrong}; the timing is wrong")
         deciles = {
-            who: statistics.quantiles(t, n=10, method="inclusive") if len(t) > 1 else [t[0]] for who, t in times.items()
+            entry: statistics.quantiles(t, n=10, method="inclusive") if len(t) > 1 else [t[0]]
+            for entry, t in times.items()
         }
         self.write(
             "row", **setting.words(), what=name, head_dim=self.args.head_dim, pairs=pairs, milliseconds=ms,
-            spread={who: (d[0], d[-1]) for who, d in deciles.items()}, tflops=rates,
+            spread={entry: (d[0], d[-1]) for entry, d in deciles.items()}, tflops=rates,
             segments=len(next(iter(times.values()))), memory=memory,
             documents=len(setting.documents) - 1 if setting.documents else None,
         )  # fmt: skip
         local = rates.get("local")
-        text = "  ".join(f"{who} {r:.3g}" + (f" ({r / local:.1%})" if local else "") for who, r in rates.items())
+        text = "  ".join(f"{entry} {r:.3g}" + (f" ({r / local:.1%})" if local else "") for entry, r in rates.items())
         where = f"{setting.ranks} ranks x {setting.tokens:6} {setting.mask:9} {setting.heads[0]}/{setting.heads[1]}"
         self.progress.say(f"{where} {name:16} {text}")
 
@@ -149,15 +150,15 @@ class Bench:
                 return False
             calls: dict[str, tuple[Any, Around]] = {}
             memory: Words = {}
-            for who, contestant in list(entries.items()):
+            for entry, contestant in list(entries.items()):
                 reason, peak = self.timing.first_call(contestant, name, group)
                 if reason is not None:
-                    self.report_missing(who, setting, reason, what=name)
-                    del entries[who]
+                    self.report_missing(entry, setting, reason, what=name)
+                    del entries[entry]
                     continue
-                calls[who] = contestant.call(name), contestant.around
-                if self.device.type == "cuda" and who != "local":
-                    memory[who] = self.memory(setting, contestant.plan, x, peak, name)
+                calls[entry] = contestant.call(name), contestant.around
+                if self.device.type == "cuda" and entry != "local":
+                    memory[entry] = self.memory(setting, contestant.plan, x, peak, name)
             if calls:
                 self.report_row(setting, name, pairs, self.timing.measure(calls, group), memory)
         return True

@@ -93,8 +93,8 @@ class Plots:
         figure, axes = self.panels(problem.passes())
         for axis, name in zip(axes, problem.passes(), strict=True):
             rows = problem.of(name)
-            for who in contestants(rows):
-                self.line(axis, {r["tokens"]: r["tflops"][who] for r in rows if who in r["tflops"]}, who)
+            for entry in contestants(rows):
+                self.line(axis, {r["tokens"]: r["tflops"][entry] for r in rows if entry in r["tflops"]}, entry)
             self.tokens_axis(axis, "tokens per rank", (row["tokens"] for row in rows))
             axis.set(ylabel="TFLOP/s per GPU", ylim=(0, None))
             axis.legend(fontsize=8)
@@ -104,19 +104,21 @@ class Plots:
         figure, axes = self.panels(problem.passes())
         for axis, name in zip(axes, problem.passes(), strict=True):
             rows = [row for row in problem.of(name) if "local" in row["tflops"]]
-            for who in contestants(rows):
-                if who != "local":
+            for entry in contestants(rows):
+                if entry != "local":
                     shares = {
-                        r["tokens"]: 100 * r["tflops"][who] / r["tflops"]["local"] for r in rows if who in r["tflops"]
+                        r["tokens"]: 100 * r["tflops"][entry] / r["tflops"]["local"]
+                        for r in rows
+                        if entry in r["tflops"]
                     }
-                    self.line(axis, shares, who)
+                    self.line(axis, shares, entry)
             axis.axhline(100, color="black", linestyle=":", label="ideal: all keys already local")
             self.tokens_axis(axis, "tokens per rank", (row["tokens"] for row in rows))
             axis.set(ylabel="% of local", ylim=(0, 110))
             axis.legend(fontsize=8)
         self.save(figure, f"Efficiency on {problem.ranks} ranks: {problem.title}", file)
 
-    def scaling(self, problem: Problem, kind: str, same: str, label: str, file: str) -> None:
+    def scaling(self, problem: Problem, kind: str, same: str, unit: str, file: str) -> None:
         """Draw the speed of all ranks together over the number of ranks, one series for each value of ``same`` that was
         measured on more than one number of ranks."""
         series = [
@@ -129,9 +131,9 @@ class Plots:
         figure, axes = self.panels(problem.passes())
         for axis, name in zip(axes, problem.passes(), strict=True):
             for i, (size, _, rows) in enumerate(s for s in series if s[1] == name):
-                for who in (n for n in contestants(rows) if n in OURS):
-                    points = {r["ranks"]: r["ranks"] * r["tflops"][who] for r in rows if who in r["tflops"]}
-                    self.line(axis, points, who, label=f"{who}, {size:,} {label}", alpha=1 / (1 + 0.5 * i))
+                for entry in (n for n in contestants(rows) if n in OURS):
+                    points = {r["ranks"]: r["ranks"] * r["tflops"][entry] for r in rows if entry in r["tflops"]}
+                    self.line(axis, points, entry, label=f"{entry}, {size:,} {unit}", alpha=1 / (1 + 0.5 * i))
                 ideal = {r["ranks"]: r["ranks"] * r["tflops"]["local"] for r in rows if "local" in r["tflops"]}
                 self.line(axis, ideal, "local", marker="", linestyle=":", label=None if i else "ideal: local")
             axis.set(xlabel="ranks", ylabel="TFLOP/s of all ranks", ylim=(0, None))
@@ -144,13 +146,13 @@ class Plots:
         for axis, name in zip(axes, problem.passes(), strict=True):
             rows = sorted((r for r in problem.of(name) if "local" in r["milliseconds"]), key=lambda r: r["tokens"])
             ours = [n for n in contestants(rows) if n in OURS]
-            for n, who in enumerate(ours):
+            for n, entry in enumerate(ours):
                 for i, row in enumerate(rows):
-                    if who not in row["milliseconds"]:
+                    if entry not in row["milliseconds"]:
                         continue
-                    ms, local = row["milliseconds"][who], row["milliseconds"]["local"]
+                    ms, local = row["milliseconds"][entry], row["milliseconds"]["local"]
                     x, share = i + 0.8 * (n + 0.5) / len(ours) - 0.4, 100 * (ms - local) / ms
-                    axis.bar(x, share, 0.8 / len(ours), color=self.colours[who], label=None if i else who)
+                    axis.bar(x, share, 0.8 / len(ours), color=self.colours[entry], label=None if i else entry)
                     place = dict(ha="center", va="bottom", fontsize=7, rotation=90)
                     axis.annotate(f"{ms - local:.2f} ms", (x, max(share, 0)), **place)
             axis.axhline(0, color="black", linewidth=0.8)
@@ -167,16 +169,16 @@ class Plots:
         for axis, name in zip(axes, problem.passes(), strict=True):
             rows = [row for row in problem.of(name, largest=False) if row["memory"]]
             for (ranks,), some in group_by(rows, "ranks"):
-                for who in contestants(some):
-                    cells = {r["total"]: r["memory"][who] for r in some if who in r["memory"]}
+                for entry in contestants(some):
+                    cells = {r["total"]: r["memory"][entry] for r in some if entry in r["memory"]}
                     style = dict(alpha=0.35 + 0.65 * ranks / problem.ranks)
                     peaks = {t: c["peak"] / GIB for t, c in cells.items()}
                     predicted = {t: c["predicted"] / GIB for t, c in cells.items() if "predicted" in c}
                     if peaks:
-                        self.line(axis, peaks, who, label=f"{who}, {ranks}", **style)
+                        self.line(axis, peaks, entry, label=f"{entry}, {ranks}", **style)
                     if predicted:
-                        style |= dict(label=f"{who}, {ranks}, predicted", linestyle=":", marker="x")
-                        self.line(axis, predicted, who, **style)
+                        style |= dict(label=f"{entry}, {ranks}, predicted", linestyle=":", marker="x")
+                        self.line(axis, predicted, entry, **style)
             if rows and (limit := rows[0]["about"]["memory_limit"]):
                 axis.axhline(limit / GIB, color="black", label="all of a GPU's memory")
             self.tokens_axis(axis, "context (tokens of all ranks)", (row["total"] for row in rows))

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from measured_lines import by_kind
 from pool import on_ranks
 
 from benchmarks import bench_scaling, peers, plot_scaling, scaling_problems, scaling_timing
@@ -30,26 +31,16 @@ def run(arguments: list[str]) -> None:
     bench_scaling.bench(bench_scaling.parse(arguments), torch.device("cpu"))
 
 
-def lines(folder: Path) -> dict[str, list[dict]]:
-    """By kind."""
-    (path,) = folder.glob("*.jsonl")
-    found: dict[str, list[dict]] = {}
-    for text in path.read_text().splitlines():
-        line = json.loads(text)
-        found.setdefault(line["kind"], []).append(line)
-    return found
-
-
 @pytest.mark.parametrize("world_size", on_ranks(2))
 def test_every_mask_and_group_size_is_measured_and_reported(pools, world_size: int, tmp_path: Path) -> None:
     chosen = "--ranks 1 2 --masks causal full window documents --peers torch-cp/allgather/cudnn ring-flash-attn/cpu"
     pools(world_size).run(run, [*TINY, *chosen.split(), f"--out={tmp_path}"])
-    found = lines(tmp_path)
+    kinds = by_kind(tmp_path)
 
-    (about,) = found["run"]
+    (about,) = kinds["run"]
     assert about["world"] == 2
     assert about["versions"]["torch"] == torch.__version__
-    rows = {(r["ranks"], r["mask"], r["what"]): r for r in found["row"]}
+    rows = {(r["ranks"], r["mask"], r["what"]): r for r in kinds["row"]}
     masks = ("causal", "full", "window", "documents")
     assert set(rows) == {(n, m, w) for n in (1, 2) for m in masks for w in ("forward", "forward+backward")}
     for (ranks, name, what), row in rows.items():
@@ -62,16 +53,16 @@ def test_every_mask_and_group_size_is_measured_and_reported(pools, world_size: i
             assert row["tflops"][who] == pytest.approx(flops / ms / 1e9)
             low, high = row["spread"][who]
             assert 0 < low <= ms <= high
-    assert {(e["ranks"], e["dataflow"]) for e in found["error"]} == {(n, d) for n in (1, 2) for d in ("ring", "gather")}
-    for error in found["error"]:
+    assert {(e["ranks"], e["dataflow"]) for e in kinds["error"]} == {(n, d) for n in (1, 2) for d in ("ring", "gather")}
+    for error in kinds["error"]:
         assert all(error["rms"][n] <= 1.1 * error["one_rank"][n] for n in ("out", "dq", "dk", "dv"))
 
-    missing = {(m["contestant"], m["mask"]): m["reason"] for m in found["missing"]}
+    missing = {(m["contestant"], m["mask"]): m["reason"] for m in kinds["missing"]}
     assert missing["torch-cp/allgather/cudnn", "causal"] == "no cudnn kernel on cpu"
     if INSTALLED:
         assert "ring-flash-attn/cpu" in rows[2, "causal", "forward+backward"]["tflops"]
         assert "ring-flash-attn/cpu" in rows[2, "full", "forward+backward"]["tflops"]
-        assert all(check["error"] < 0.05 for check in found["check"])
+        assert all(check["error"] < 0.05 for check in kinds["check"])
         assert "a different mask" in missing["ring-flash-attn/cpu", "window"]
         assert "packed documents" in missing["ring-flash-attn/cpu", "documents"]
     else:
@@ -89,9 +80,9 @@ def test_every_mask_and_group_size_is_measured_and_reported(pools, world_size: i
 @pytest.mark.parametrize("world_size", on_ranks(2))
 def test_a_spent_budget_ends_the_run_with_a_report(pools, world_size: int, tmp_path: Path) -> None:
     pools(world_size).run(run, [*TINY, "--budget=1e-6", "--no-errors", "--peers", f"--out={tmp_path}"])
-    found = lines(tmp_path)
-    assert "row" not in found
-    (stopped,) = found["stopped"]
+    kinds = by_kind(tmp_path)
+    assert "row" not in kinds
+    (stopped,) = kinds["stopped"]
     assert [s["tokens"] for s in stopped["left"]] == [32]
     assert "1 settings left" in (tmp_path / "scaling.md").read_text()
 
@@ -156,12 +147,12 @@ def broken(where: str, rank: int) -> peers.Peer:
 
 
 def run_broken(where: str, arguments: list[str]) -> None:
-    made = peers.make
+    make = peers.make
     peers.make = lambda *_: broken(where, rank=1)
     try:
         run(arguments)
     finally:
-        peers.make = made
+        peers.make = make
 
 
 @pytest.mark.parametrize("world_size", on_ranks(2))
@@ -170,10 +161,10 @@ def run_broken(where: str, arguments: list[str]) -> None:
 )
 def test_a_broken_peer_is_missing_on_every_rank(pools, world_size, where, reason, tmp_path) -> None:
     pools(world_size).run(run_broken, where, [*TINY, "--peers=ring-flash-attn/cpu", "--no-errors", f"--out={tmp_path}"])
-    found = lines(tmp_path)
-    assert reason in found["missing"][0]["reason"]
-    assert len(found["row"]) == 2
-    assert all("ring-flash-attn/cpu" not in row["tflops"] for row in found["row"])
+    kinds = by_kind(tmp_path)
+    assert reason in kinds["missing"][0]["reason"]
+    assert len(kinds["row"]) == 2
+    assert all("ring-flash-attn/cpu" not in row["tflops"] for row in kinds["row"])
 
 
 def test_documents_have_a_long_tail_and_do_not_change() -> None:
@@ -189,15 +180,15 @@ def test_documents_have_a_long_tail_and_do_not_change() -> None:
 @pytest.mark.parametrize("name", scaling_problems.MASKS)
 def test_pairs_are_those_of_the_dense_mask(name: str) -> None:
     arguments = scaling_problems.mask_arguments(name, 100, 30)
-    found = mask.full(100)
+    visible = mask.full(100)
     if arguments.get("causal"):
-        found = found & mask.causal(100)
+        visible = visible & mask.causal(100)
     if "window_size" in arguments:
-        found = found & mask.window(100, *arguments["window_size"])
-        assert int(found.dense().sum(-1).max()) == 30
+        visible = visible & mask.window(100, *arguments["window_size"])
+        assert int(visible.dense().sum(-1).max()) == 30
     if "cu_seqlens" in arguments:
-        found = found & mask.packed(arguments["cu_seqlens"], 100)
-    assert scaling_problems.visible_pairs(found) == int(found.dense().sum())
+        visible = visible & mask.packed(arguments["cu_seqlens"], 100)
+    assert scaling_problems.visible_pairs(visible) == int(visible.dense().sum())
 
 
 def test_a_problem_of_weak_and_strong_scaling_is_measured_once() -> None:

@@ -9,18 +9,21 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.nn.functional as F
+from measured_lines import by_kind
 from pool import on_ranks
 from torch import Tensor
 
 pytest.importorskip("transformers", reason="pip install 'transformers>=5.17' accelerate")
 
 import ringattn.hf
-from benchmarks import bench_training, json_lines, training_contestants, training_model
+from benchmarks import bench_training, training_contestants, training_model
 from ringattn import virtual
+from ringattn.dataflow import DATAFLOWS
 
 INSTALLED = importlib.util.find_spec("ring_flash_attn")
 TINY = ["--device=cpu", "--hidden=32", "--layers=2", "--heads=4", "--kv-heads=2", "--head-dim=8"]
@@ -29,14 +32,6 @@ TINY += ["--tokens=128", "--vocabulary=260", "--chunk=20", "--lr=1e-2"]
 
 def run(arguments: list[str]) -> int:
     return bench_training.speed(bench_training.parse(arguments), torch.device("cpu"))
-
-
-def lines(folder: Path) -> dict[str, list[dict]]:
-    """By kind."""
-    found: dict[str, list[dict]] = {}
-    for line in json_lines.read(folder, bench_training.NAME):
-        found.setdefault(line["kind"], []).append(line)
-    return found
 
 
 # --- speed --------------------------------------------------------------------------------------------------------
@@ -48,7 +43,7 @@ def test_two_ranks_train_as_one_and_report_it(pools, world_size: int, tmp_path: 
     for ranks in (1, world_size):
         folder = tmp_path / str(ranks)
         assert pools(ranks).run(run, [*arguments, f"--out={folder}"]) == [0] * ranks
-    (one,), (two,) = (lines(tmp_path / str(ranks))["row"] for ranks in (1, world_size))
+    (one,), (two,) = (by_kind(tmp_path / str(ranks))["row"] for ranks in (1, world_size))
     assert two["losses"] == pytest.approx(one["losses"], rel=1e-5)  # the second one after a step of the optimizer
     assert two["norms"] == pytest.approx(one["norms"], rel=1e-5)
     assert abs(two["losses"][1] - two["losses"][0]) > 1e-2
@@ -63,7 +58,7 @@ def test_two_ranks_train_as_one_and_report_it(pools, world_size: int, tmp_path: 
     assert two["mfu"]["causal"] == pytest.approx(flops * rate / 989.5e12)
     assert two["memory"]["peak"] > 0
 
-    missing = {m["how"]: m["reason"] for m in lines(tmp_path / str(world_size))["missing"]}
+    missing = {m["how"]: m["reason"] for m in by_kind(tmp_path / str(world_size))["missing"]}
     assert missing["torch-cp/allgather/cpu"] == "rank 0: context_parallel has no cpu kernel on cpu"
     assert "wrong in float32" in missing["ring-flash-attn/cpu"]
     text = (tmp_path / str(world_size) / "training.md").read_text()
@@ -101,9 +96,9 @@ def test_flops_are_those_of_the_products() -> None:
     layers, heads, kv_heads, dim, hidden, wide, words, tokens = 2, 4, 2, 8, 32, 112, 260, 1024
     weights = layers * (hidden * dim * (2 * heads + 2 * kv_heads) + 3 * hidden * wide) + words * hidden
     dense = layers * heads * 2 * (2 * tokens * tokens * dim)  # scores, and their product with the values
-    found = training_model.flops_per_token(weights, layers, heads, dim, tokens)
-    assert found[1] == 3 * (2 * weights + dense // tokens)
-    assert found[0] == 3 * (2 * weights + dense // tokens // 2)
+    causal, full = training_model.flops_per_token(weights, layers, heads, dim, tokens)
+    assert full == 3 * (2 * weights + dense // tokens)
+    assert causal == 3 * (2 * weights + dense // tokens // 2)
 
 
 @pytest.mark.parametrize("chunk", [1, 7, 100])
@@ -180,7 +175,7 @@ def test_torch_cp_trains_as_ringattn_and_attends_once(pools, world_size: int, ro
     for status, calls in pools(world_size).run(run_with_torch_cp, [*TINY, *how, f"--out={tmp_path}"]):
         assert status == 0
         assert calls == 3 * 2 * world_size  # steps, layers, blocks: none in the backward
-    ours, theirs = lines(tmp_path)["row"]
+    ours, theirs = by_kind(tmp_path)["row"]
     assert theirs["how"] == f"torch-cp/{rotate}/cudnn"
     assert theirs["losses"] == pytest.approx(ours["losses"], rel=1e-5)
     assert theirs["norms"] == pytest.approx(ours["norms"], rel=1e-5)
@@ -192,7 +187,7 @@ def test_torch_cp_trains_as_ringattn_and_attends_once(pools, world_size: int, ro
 def test_ring_flash_attn_trains_as_ringattn(pools, world_size: int, tmp_path: Path) -> None:
     arguments = [*TINY, "--how", "ringattn", "ring-flash-attn", f"--out={tmp_path}"]
     assert pools(world_size).run(run, arguments) == [0] * world_size
-    ours, theirs = lines(tmp_path)["row"]
+    ours, theirs = by_kind(tmp_path)["row"]
     assert theirs["losses"][0] == pytest.approx(ours["losses"][0], rel=bench_training.NEAR["bfloat16"][0])
     assert theirs["losses"][1] == pytest.approx(ours["losses"][1], rel=3e-3)
     assert theirs["norms"] == pytest.approx(ours["norms"], rel=bench_training.NEAR["bfloat16"][1])
@@ -200,28 +195,15 @@ def test_ring_flash_attn_trains_as_ringattn(pools, world_size: int, tmp_path: Pa
 
 def count_attentions(arguments: list[str]) -> int:
     """Count the calls of ringattn's forward in all steps."""
-    dataflows = importlib.import_module("ringattn.functional")._DATAFLOWS
-    called: list[int] = []
-    originals = dict(dataflows)
-
-    class Counting:
-        def __init__(self, flow: Any) -> None:
-            self.flow, self.backward = flow, flow.backward
-
-        def forward(self, *arguments: Any) -> Any:
-            called.append(1)
-            return self.flow.forward(*arguments)
-
-    dataflows.update({name: Counting(flow) for name, flow in originals.items()})
-    try:
+    with contextlib.ExitStack() as stack:
+        flows = [mock.patch.object(flow, "forward", wraps=flow.forward) for flow in DATAFLOWS.values()]
+        forwards = [stack.enter_context(flow) for flow in flows]
         assert run(arguments) == 0
-    finally:
-        dataflows.update(originals)
-    return len(called)
+        return sum(forward.call_count for forward in forwards)
 
 
 @pytest.mark.parametrize("world_size", on_ranks(2))
-def test_attention_is_computed_again_only_on_request(pools, world_size: int, tmp_path: Path) -> None:
+def test_attention_is_recomputed_only_on_request(pools, world_size: int, tmp_path: Path) -> None:
     arguments = [*TINY, f"--out={tmp_path}", "--steps=1"]
     assert pools(world_size).run(count_attentions, arguments) == [2 * 2] * world_size
     assert pools(world_size).run(count_attentions, [*arguments, "--checkpoint=full"]) == [2 * 2 * 2] * world_size
@@ -244,10 +226,10 @@ def run_broken(arguments: list[str]) -> int:
 def test_every_rank_names_a_failed_contestant_and_the_launch_ends(pools, world_size: int, tmp_path: Path) -> None:
     arguments = [*TINY, "--how", "ringattn", "torch-cp", f"--out={tmp_path}"]
     assert pools(world_size).run(run_broken, arguments) == [1] * world_size
-    found = lines(tmp_path)
-    assert "row" not in found
-    assert {m["how"] for m in found["missing"]} == {"ringattn"}
-    assert {m["reason"] for m in found["missing"]} == {
+    kinds = by_kind(tmp_path)
+    assert "row" not in kinds
+    assert {m["how"] for m in kinds["missing"]} == {"ringattn"}
+    assert {m["reason"] for m in kinds["missing"]} == {
         f"rank {rank}: OutOfMemoryError: out of memory {rank}" for rank in range(world_size)
     }
     text = bench_training.report(tmp_path)

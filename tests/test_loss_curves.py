@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from measured_lines import by_kind
 from pool import on_ranks
 from torch import Tensor
 
@@ -17,7 +18,7 @@ pytest.importorskip("transformers", reason="pip install 'transformers>=5.17' acc
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import ringattn.hf
-from benchmarks import json_lines, loss_curves
+from benchmarks import loss_curves
 
 TINY = ["--device=cpu", "--hidden=32", "--layers=2", "--heads=4", "--kv-heads=2", "--head-dim=8", "--context=32"]
 TINY += ["--rows=4", "--steps=3", "--repeats=3", "--dtype=float32"]
@@ -25,14 +26,6 @@ TINY += ["--rows=4", "--steps=3", "--repeats=3", "--dtype=float32"]
 
 def run(arguments: list[str]) -> int:
     return loss_curves.curves(loss_curves.parse(arguments), torch.device("cpu"))
-
-
-def lines(folder: Path) -> dict[str, list[dict]]:
-    """By kind."""
-    found: dict[str, list[dict]] = {}
-    for line in json_lines.read(folder, loss_curves.NAME):
-        found.setdefault(line["kind"], []).append(line)
-    return found
 
 
 def run_with_error(arguments: list[str]) -> int:
@@ -54,39 +47,39 @@ def run_with_error(arguments: list[str]) -> int:
 def test_curves_agree_unless_a_rank_is_wrong(pools, world_size: int, tmp_path: Path) -> None:
     good, bad = tmp_path / "good", tmp_path / "bad"
     assert pools(world_size).run(run, [*TINY, f"--out={good}"]) == [0] * world_size
-    (found,) = lines(good)["curves"]
-    loss = found["curves"]["loss"]
+    (line,) = by_kind(good)["curves"]
+    loss = line["curves"]["loss"]
     assert len(loss["alone"]) == 3
     assert all(len(run) == 3 for run in [*loss["alone"], loss["split"]])
     assert len(set(loss["split"])) == 3  # it trains
-    for name in found["curves"]:
-        assert found["curves"][name]["split"] == pytest.approx(found["curves"][name]["alone"][0], rel=1e-5)
+    for name in line["curves"]:
+        assert line["curves"][name]["split"] == pytest.approx(line["curves"][name]["alone"][0], rel=1e-5)
     if importlib.util.find_spec("matplotlib"):
         (picture,) = good.glob("*.png")
         assert picture.read_bytes().startswith(b"\x89PNG")
 
     assert pools(world_size).run(run_with_error, [*TINY, f"--out={bad}"]) == [1] * world_size
-    (found,) = lines(bad)["curves"]
-    assert not found["holds"]
+    (line,) = by_kind(bad)["curves"]
+    assert not line["holds"]
     assert "| NO |" in (bad / "loss_curves.md").read_text()
 
 
 @pytest.mark.parametrize("variant", range(6))
 def test_all_variants_of_a_step_have_the_same_rows(variant: int) -> None:
-    found = loss_curves.micro_batches(12, variant)
-    assert sorted(i for piece in found for i in piece) == list(range(12))
-    assert {len(piece) for piece in found} == {[1, 2, 3, 4, 6, 12][variant]}
+    pieces = loss_curves.micro_batches(12, variant)
+    assert sorted(i for piece in pieces for i in piece) == list(range(12))
+    assert {len(piece) for piece in pieces} == {[1, 2, 3, 4, 6, 12][variant]}
 
 
 def test_the_verdict_compares_with_the_noise_of_one_rank() -> None:
     torch.manual_seed(0)
     walks = 1e-3 * torch.randn(9, 100).cumsum(1) + torch.linspace(5, 2, 100)
     *alone, split = walks.tolist()
-    found = loss_curves.verdict(alone, split)
-    assert found["holds"]
+    verdict = loss_curves.verdict(alone, split)
+    assert verdict["holds"]
     runs = walks[:8].double()
-    assert found["noise"]["max"] == pytest.approx((runs[:, None] - runs).abs().max().item())
-    assert found["difference"]["max"] == pytest.approx((walks[8] - runs.mean(0)).abs().max().item())
+    assert verdict["noise"]["max"] == pytest.approx((runs[:, None] - runs).abs().max().item())
+    assert verdict["difference"]["max"] == pytest.approx((walks[8] - runs.mean(0)).abs().max().item())
     shifted = [x + 0.06 for x in split]
     assert not loss_curves.verdict(alone, shifted)["holds"]
     spike = [*split[:50], split[50] + 0.1, *split[51:]]  # one step, which the rms hides
@@ -109,11 +102,11 @@ def test_a_report_is_made_from_the_lines_alone(tmp_path: Path) -> None:
         kind="run", at=2, time="2026-01-01 00:00:02 UTC", command="loss_curves.py --steps 2", world=4,
         device="NVIDIA H200", commit="a" * 40, changed=True, versions=dict(torch="2"),
     )  # fmt: skip
-    found = dict(
+    curves = dict(
         kind="curves", at=3, ranks=4, setting=setting, curves=dict(loss=dict(alone=alone, split=split)),
         verdict=dict(loss=judgement), holds=judgement["holds"],
     )  # fmt: skip
-    lines = "\n".join(map(json.dumps, [about, found])) + '\n{"kind": "curves", "at"'  # killed while it wrote
+    lines = "\n".join(map(json.dumps, [about, curves])) + '\n{"kind": "curves", "at"'  # killed while it wrote
     (tmp_path / "loss_curves-1-rank0.jsonl").write_text(lines)
     (tmp_path / "training-1-rank0.jsonl").write_text(json.dumps(dict(about, command="bench_training.py")))
     assert loss_curves.main(["--report", str(tmp_path)]) == 0

@@ -96,10 +96,10 @@ def test_losses_and_gradients_of_ranks_sum_to_those_of_one_process(layout):
         return [loss.detach(), *torch.autograd.grad(loss, list(model.parameters()))]
 
     (whole,) = virtual.run(1, part)
-    parts = virtual.run(3, part)
+    shares = virtual.run(3, part)
     names = ["loss", *(name for name, _ in model.named_parameters())]
-    for name, expected, *found in zip(names, whole, *parts, strict=True):
-        assert train.relative_difference(sum(found), expected) < 1e-5, name
+    for name, expected, *parts in zip(names, whole, *shares, strict=True):
+        assert train.relative_difference(sum(parts), expected) < 1e-5, name
 
 
 def test_batches_depend_on_seed_and_step_only(alone):
