@@ -75,7 +75,7 @@ def test_no_arrow_points_up() -> None:
     knows what is above it."""
     list(TopologicalSorter(GRAPH).static_order())  # raises CycleError
     dataflows = {"ring", "reduce", "gather", "circulate"} & GRAPH.keys()
-    for name in ("partial", "mask", "layout", "schedule", "streaming"):
+    for name in ("partial", "mask", "layout", "schedule"):
         assert GRAPH[name] == set(), f"{name} stands on nothing of ringattn"
     assert GRAPH["transport"] <= {"schedule", "pulls", "stream_memory"}
     assert GRAPH["pulls"] <= {"schedule", "stream_memory", "kernels.block", "kernels.pack_rows", "kernels.sum_runs"}
