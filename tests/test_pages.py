@@ -120,6 +120,12 @@ def test_commands_start_something_that_exists(page: Path) -> None:
     assert missing == []
 
 
+def test_files_that_readme_names_exist() -> None:
+    paths = re.findall(r"`((?:ringattn|kernels|tests|docs)/[\w/.]*)`", README)
+    assert len(paths) >= 4
+    assert [path for path in paths if not (ROOT / path).exists()] == []
+
+
 def test_commands_are_found() -> None:
     assert {"scripts.show", "benchmarks.bench_scaling", "scripts/demo", "scripts/test"} <= commands(README)
 
