@@ -6,17 +6,20 @@ out  = ringattn.attention(q, k, v, plan)
 full = plan.unshard(out, dim=1)
 """
 
+from . import mask as mask
 from .adapters.sdpa import wrap as wrap
 from .functional import attention as attention
 from .generation import KVCache as KVCache
 from .generation import decode as decode
 from .partial import Partial as Partial
 from .partial import merge as merge
+from .planning import dataflows as dataflows
+from .planning import plan as plan
 from .plans import Plan as Plan
-from .plans import dataflows as dataflows
-from .plans import plan as plan
 from .training import batch as batch
 from .training import loss as loss
 
 __version__ = "0.1.0"
-__all__ = ["KVCache", "Partial", "Plan", "attention", "batch", "dataflows", "decode", "loss", "merge", "plan", "wrap"]
+__all__ = [
+    "KVCache", "Partial", "Plan", "attention", "batch", "dataflows", "decode", "loss", "mask", "merge", "plan", "wrap",
+]  # fmt: skip

@@ -47,8 +47,8 @@ class Mask:
         return self.seq_len_k - self.seq_len
 
     @property
-    def most(self) -> int:
-        """No query sees more keys."""
+    def max_keys_per_query(self) -> int:
+        """The largest number of keys that any query sees, or a bound on it."""
         seen = torch.minimum(self.high - self.low, self.left + self.right + 1)
         return int(seen.amax().clamp(0, self.seq_len_k))
 
@@ -144,6 +144,42 @@ class Mask:
         for x in (self.first, self.low, self.high, self.left, self.right):
             h.update(x.contiguous().numpy().tobytes())
         return int.from_bytes(h.digest(), "little") >> 1
+
+
+def estimate_pairs(
+    mask: Mask, shards: Sequence[Sequence[range]], shards_k: Sequence[Sequence[range]]
+) -> list[list[float]]:
+    """Return about how many (query, key) pairs of any two ranks are visible, from a sample of each rank's queries, on
+    average over the mask's rows: ``pairs[q_rank][k_rank]``."""
+    n = len(shards)
+    sample = max(8, 512 // n)
+    positions, owners, weights = [], [], []
+    for rank, shard in enumerate(shards):
+        length = sum(map(len, shard))
+        count = min(length, sample)
+        queries = [_position(shard, (2 * i + 1) * length // (2 * count)) for i in range(count)]
+        positions += queries
+        owners += [rank] * len(queries)
+        weights += [length / max(count, 1) / mask.rows] * count
+    runs = [(owner, run) for owner, shard in enumerate(shards_k) for run in shard]
+    if not positions or not runs:
+        return [[0.0] * n for _ in range(n)]
+    with torch.device("cpu"):
+        bounds = mask.intervals(torch.tensor(positions))
+        first, step, size = (torch.tensor(x) for x in zip(*((r.start, r.step, len(r)) for _, r in runs), strict=True))
+        below = [((b[..., None] - first + step - 1) // step).clamp(min=0).minimum(size) for b in bounds]
+        seen = (below[1] - below[0]).sum(0) * torch.tensor(weights, dtype=torch.float64)[:, None]  # (queries, runs)
+        pairs = torch.zeros(n, len(runs), dtype=torch.float64).index_add_(0, torch.tensor(owners), seen)
+        whole = torch.zeros(n, n, dtype=torch.float64)
+        return whole.index_add_(1, torch.tensor([o for o, _ in runs]), pairs).tolist()
+
+
+def _position(shard: Sequence[range], index: int) -> int:
+    for run in shard:
+        if index < len(run):
+            return run[index]
+        index -= len(run)
+    raise IndexError(index)
 
 
 def count_below(run: range, bound: Tensor) -> Tensor:

@@ -60,15 +60,6 @@ class Partial:
         batch, seq, heads, _ = q.shape
         return cls.empty(batch, seq, heads, v.shape[-1], dtype=dtype, device=q.device)
 
-    @classmethod
-    def from_output(cls, out: Tensor, lse: Tensor) -> Partial:
-        """The state of a finished attention: out (batch, seq, heads, head_dim), lse (batch, heads, seq) in
-        natural logarithm, -inf for rows that saw nothing."""
-        seen = lse != float("-inf")
-        dtype = torch.float64 if out.dtype == torch.float64 else torch.float32
-        o = torch.where(_per_row(seen), out.to(dtype), 0.0)
-        return cls(lse.to(dtype), seen.to(dtype), o)
-
     def __iter__(self) -> Iterator[Tensor]:
         return iter((self.m, self.l, self.o))
 
@@ -77,7 +68,7 @@ class Partial:
         return merge((self, other))
 
     def add_(self, other: Partial) -> Partial:
-        """``self + other`` in the memory of both, for states that nobody else needs. Not differentiable."""
+        """Return ``self + other`` in the memory of both, for states that have no other use. Not differentiable."""
         m = torch.maximum(self.m, other.m)
         reference = torch.where(m == float("-inf"), 0.0, m)
         kept, added = torch.exp(self.m - reference), torch.exp(other.m - reference)
@@ -93,6 +84,11 @@ class Partial:
         m = m.detach()  # a reference point: no output depends on it, so no gradient goes to it
         factor = torch.exp(self.m - torch.where(m == float("-inf"), 0.0, m))  # -inf - -inf must not happen
         return Partial(m, self.l * factor, self.o * _per_row(factor))
+
+    def add_sink(self, sink: Tensor) -> Partial:
+        """Return the state with one more key per head: its score is the logit ``sink``, (heads,), its value zero."""
+        m = sink.to(self.m.dtype)[:, None].expand_as(self.m)
+        return self + Partial(m, torch.ones_like(self.l), torch.zeros_like(self.o))
 
     def finalize(self) -> tuple[Tensor, Tensor]:
         """``(out, lse)``; out is 0 and lse -inf in rows that saw nothing. Differentiable."""

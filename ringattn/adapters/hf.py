@@ -43,7 +43,7 @@ from .. import layout as layouts
 from .. import transport as transports
 from ..functional import attention
 from ..plans import Plan
-from ..plans import plan as make_plan
+from ..planning import plan as make_plan
 from ..training import batch as batches
 from ..training import loss as losses
 from ..virtual import VirtualRank
