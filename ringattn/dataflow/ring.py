@@ -54,9 +54,9 @@ class Ring(Dataflow):
         for visit in Circulation((call.k, call.v), plan, plan.local_lengths_k):
             block = call.block(plan.rank, visit.owner)
             if visit.last:
-                result = attend.output(call.q, Keys(*visit.shard, block), call.score, state)
+                result = attend.output(call.q, Keys(*visit.shard, block=block), call.score, state)
             else:
-                state = attend.forward(call.q, Keys(*visit.shard, block), call.score, state)
+                state = attend.forward(call.q, Keys(*visit.shard, block=block), call.score, state)
         return call.no_keys() if result is None else result
 
     def backward(self, call: Call, queries: Queries) -> Gradients:
@@ -68,7 +68,7 @@ class Ring(Dataflow):
             block = call.block(plan.rank, visit.owner)
             visit.give(
                 call.backend.backward(
-                    queries, Keys(*visit.shard, block), call.score, dq, deterministic=plan.deterministic
+                    queries, Keys(*visit.shard, block=block), call.score, dq, deterministic=plan.deterministic
                 )
             )
         dk, dv = circulation.home or (torch.zeros_like(x, dtype=dtype) for x in (call.k, call.v))
