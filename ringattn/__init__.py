@@ -6,6 +6,9 @@ out  = ringattn.attention(q, k, v, plan)
 full = plan.unshard(out, dim=1)
 """
 
+from . import batch as batch
+from . import loss as loss
+from .adapters.flash import use as use
 from .adapters.sdpa import wrap as wrap
 from .functional import attention as attention
 from .generation import KVCache as KVCache
@@ -15,8 +18,8 @@ from .partial import merge as merge
 from .plans import Plan as Plan
 from .plans import dataflows as dataflows
 from .plans import plan as plan
-from .training import batch as batch
-from .training import loss as loss
 
 __version__ = "0.1.0"
-__all__ = ["KVCache", "Partial", "Plan", "attention", "batch", "dataflows", "decode", "loss", "merge", "plan", "wrap"]
+__all__ = [
+    "KVCache", "Partial", "Plan", "attention", "batch", "dataflows", "decode", "loss", "merge", "plan", "use", "wrap",
+]  # fmt: skip
