@@ -176,21 +176,14 @@ def test_layers_compiled_in_place(order: str) -> None:
 
 
 @pytest.mark.parametrize("fullgraph", [False, True])
-def test_a_layer_compiled_from_outside_runs_eagerly_or_raises(fullgraph: bool) -> None:
+def test_a_layer_compiled_from_outside_raises(fullgraph: bool) -> None:
     """torch.compile(layer) runs no Python before its graph in which the plan could be looked up."""
     torch._dynamo.reset()
-    torch.manual_seed(0)
     steps = Steps("sdpa", virtual.VirtualRank(0, 1))
     model = steps.model(Model("sdpa", "not reentrant").double())
-    want = steps.results(model, model, "together")
-    model.zero_grad()
     model.layers[1] = torch.compile(model.layers[1], backend="aot_eager", fullgraph=fullgraph)
-    if fullgraph:
-        with pytest.raises((RuntimeError, torch._dynamo.exc.Unsupported), match=r"compile it in place"):
-            steps.results(model, model, "together")
-        return
-    for a, b in zip(steps.results(model, model, "together"), want, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-11, atol=1e-12)
+    with pytest.raises(Exception, match=r"compile it in place"):
+        steps.results(model, model, "together")
 
 
 # --- Where the plan is not known -----------------------------------------------------------------------

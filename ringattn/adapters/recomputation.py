@@ -102,24 +102,24 @@ class Spans(Generic[T]):
             span.end = torch._C._autograd._get_sequence_nr()
 
     def _open(self) -> Span:
-        start = torch._C._autograd._get_sequence_nr()
-        nested: Span | None = self._local.__dict__.pop("nested", None)
+        nested, end = self._local.__dict__.pop("nested", (None, 0))
         if nested is not None:
-            nested.end = start
-        self._spans.append(span := Span(_thread(), start))
+            nested.end = end
+        self._spans.append(span := Span(_thread(), torch._C._autograd._get_sequence_nr()))
         return span
 
     def _note_nested(self, node: Any, value: T) -> None:
-        """In a reentrant checkpoint's recomputation: note the value for the checkpoints inside of it, which create nodes
-        that belong to no forward. That span is closed when the next one of this thread is opened."""
+        """In a reentrant checkpoint's recomputation: note the value for the checkpoints inside of it, whose nodes
+        belong to no forward. That span stays open until this thread opens another one, and then ends at the latest
+        recomputation."""
+        nested, _ = self._local.__dict__.get("nested", (None, 0))
         hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)  # those of a checkpoint, or of offloading
-        if node is None or node.name() != _REENTRANT or (torch.is_grad_enabled() and hooks is None):
-            return
-        nested: Span | None = self._local.__dict__.get("nested")
-        if nested is None or nested.value is None or nested.value() is not value:
+        inside = node.name() == _REENTRANT and (not torch.is_grad_enabled() or hooks is not None)
+        if inside and (nested is None or nested.value is None or nested.value() is not value):
             nested = self._open()
             self.note(nested, value)
-            self._local.nested = nested
+        if nested is not None and nested.value is not None and nested.value() is value:
+            self._local.nested = (nested, torch._C._autograd._get_sequence_nr())
 
     def note(self, span: Span, value: T) -> None:
         """Record that ``value`` is active in a span."""
@@ -155,7 +155,8 @@ class Spans(Generic[T]):
                 f"attention is computed again in a backward, but the {self.what} of its forward no longer exists; keep "
                 "a reference to it until the backward has run"
             )
-        self._note_nested(node, value)
+        if node is not None:
+            self._note_nested(node, value)
         return value
 
 

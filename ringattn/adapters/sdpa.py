@@ -130,7 +130,7 @@ def wrap(module: M, plan_source: Plan | Callable[[], Plan]) -> M:
         raise TypeError(f"module is a {type(module).__name__}; pass a torch.nn.Module")
     if not isinstance(plan_source, Plan) and not callable(plan_source):
         raise TypeError(f"plan_source is a {type(plan_source).__name__}; pass a Plan or a function that returns one")
-    for function in (_counts, _count, _attended, window_of, graph_task):  # here, because it imports the compiler
+    for function in (_counts, _count, _attended, _refuse_backward, window_of):  # here, because it imports the compiler
         torch.compiler.assume_constant_result(function)
     source = _Source(plan_source)
     for inner in [m for m in module.modules() if m is module or _may_attend(m)]:
@@ -246,12 +246,8 @@ def _running(module: nn.Module) -> Iterator[None]:
 def _outermost(source: _Source) -> Iterator[None]:
     """Run the forward of a module that is not inside another one of the same source."""
     compiling, fixed = torch.compiler.is_compiling(), isinstance(source.source, Plan)
-    if compiling and not fixed and graph_task() != -1:
-        raise RuntimeError(
-            "a compiled module is computed again in a backward, where the plan of its forward is not known; compile it "
-            "in place with module.compile(), compile what contains the checkpoint, or give wrap() a plan in the place "
-            "of a function"
-        )
+    if compiling and not fixed:
+        _refuse_backward()
     if compiling or fixed or graph_task() != -1:
         with _entered(source, _Mode(source)):
             yield
@@ -263,6 +259,15 @@ def _outermost(source: _Source) -> Iterator[None]:
 
 
 # torch.compile calls these during tracing and takes their results as constants; so for window_of and graph_task.
+
+
+def _refuse_backward() -> None:
+    if graph_task() != -1:  # raised in here, it is no graph break
+        raise RuntimeError(
+            "a compiled module is computed again in a backward, where the plan of its forward is not known; compile it "
+            "in place with module.compile(), compile what contains the checkpoint, or give wrap() a plan in the place "
+            "of a function"
+        )
 
 
 def _counts() -> tuple[int, int]:

@@ -149,7 +149,7 @@ def begins(plan: Plan) -> tuple[Tensor, Tensor]:
     return low.clamp(min=0), left + right >= 0
 
 
-def said_begins(batch: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
+def begins_of(batch: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
     """As :func:`begins`, (batch, seq_len), by what the batch says of itself: see :func:`documents`."""
     rows, seq_len = shape(batch)
     ids = documents(batch)
@@ -312,7 +312,7 @@ def _check_boundaries(batch: Mapping[str, Any], rows: int, seq_len: int, begin: 
         said = "padding" if real[row % len(real), at] else "a token"
         raise ValueError(f"attention_mask says that token {at} of row {row} is {said}, and the plan does not; {fix}")
     if any(batch.get(name) is not None for name in ("cu_seqlens", "cu_seq_lens_q", "seq_idx", "documents")):
-        said_begin, said_real = said_begins({k: v for k, v in batch.items() if k != "position_ids"})
+        said_begin, said_real = begins_of({k: v for k, v in batch.items() if k != "position_ids"})
         differ = (said_real != real) | (real & (said_begin != begin))
         if bool(differ.any()):
             row, at = (int(i) for i in differ.nonzero()[0])
