@@ -1,6 +1,6 @@
-"""The block kernel in plain torch: any device, any dtype up to float64. The executable specification.
+"""The kernel in plain torch: any device, any dtype up to float64. The executable specification.
 
-Blocked over queries and keys, so that no seq_q x seq_k matrix is ever held. Shapes and contract: block.py.
+Blocked over queries and keys, so that no seq_q x seq_k matrix is ever held. Shapes and contract: :mod:`.contract`.
 """
 
 from __future__ import annotations
@@ -11,25 +11,14 @@ import torch
 from torch import Tensor
 
 from ..partial import Partial
-from .contract import Block, Score, accumulation_dtype
+from .contract import Block, Keys, Queries, Result, Score, accumulation_dtype
 
 _BLOCK = 512  # queries and keys per tile
 
 
-def unsupported(q: Tensor, k: Tensor, v: Tensor, score: Score) -> str | None:
-    return None if q.is_floating_point() else f"dtype {q.dtype} is not a floating dtype"
-
-
-def forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    block: Block,
-    score: Score,
-    state: Partial | None,
-    sink: Tensor | None,
-    finalize: bool,
-) -> Partial | tuple[Tensor, Tensor]:
+def forward(q: Tensor, keys: Keys, score: Score, state: Partial | None, finalize: bool) -> Partial | Result:
+    """Attend to one chunk of keys, see :meth:`.backends.Backend.forward`. The carried state is not overwritten."""
+    v, block = keys.v, keys.block
     batch, seq_q, q_heads, _ = q.shape
     dtype = accumulation_dtype(q)
     if state is None:
@@ -37,15 +26,15 @@ def forward(
         l, o = torch.zeros_like(m), q.new_zeros(batch, seq_q, q_heads, v.shape[-1], dtype=dtype)
     else:
         m, l, o = (x.clone() for x in state)
-    if sink is not None:  # a key with this score and a value of zero
-        logit = sink.to(dtype)[:, None]
+    if score.sink is not None and state is None:  # a key with this score and a value of zero
+        logit = score.sink.to(dtype)[:, None]
         m_old, m = m, torch.maximum(m, logit)
         reference = torch.where(m == float("-inf"), 0.0, m)
         kept = torch.exp(m_old - reference)
         l, o = l * kept + torch.exp(logit - reference), o * _per_row(kept)
 
     for rows, cols, hidden in _tiles(block):
-        s, _ = _scores(q, k, block, score, rows, cols, hidden, dtype)
+        s, _ = _scores(q, keys, score, rows, cols, hidden, dtype)
         m_old = m[:, :, rows]
         m_new = torch.maximum(m_old, s.amax(-1))
         reference = torch.where(m_new == float("-inf"), 0.0, m_new)  # empty + empty stays empty
@@ -59,27 +48,19 @@ def forward(
         return Partial(m, l, o)
     seen = l != 0
     out = o / _per_row(torch.where(seen, l, 1.0))
-    return out.to(q.dtype), torch.where(seen, m + torch.log(l), float("-inf"))
+    return Result(out.to(q.dtype), torch.where(seen, m + torch.log(l), float("-inf")))
 
 
-def backward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    dout: Tensor,
-    lse: Tensor,
-    delta: Tensor,
-    block: Block,
-    score: Score,
-    dq: Tensor,
-    deterministic: bool,
-) -> tuple[Tensor, Tensor]:
+def backward(queries: Queries, keys: Keys, score: Score, dq: Tensor) -> tuple[Tensor, Tensor]:
+    """Return dk and dv of one chunk of keys and add to dq. The same bits on every run."""
+    q, dout, lse, delta = queries
+    k, v, block, _ = keys
     dtype = dq.dtype
     kv_heads = k.shape[2]
     dk, dv = torch.zeros_like(k, dtype=dtype), torch.zeros_like(v, dtype=dtype)
     lse = torch.where(lse == float("-inf"), float("inf"), lse)  # rows that see nothing get p = 0
     for rows, cols, hidden in _tiles(block):
-        s, slope = _scores(q, k, block, score, rows, cols, hidden, dtype)
+        s, slope = _scores(q, keys, score, rows, cols, hidden, dtype)
         p = torch.exp(s - lse[:, :, rows, None])
         dout_rows = dout[:, rows].to(dtype).transpose(1, 2)
         dp = _grouped(dout_rows, v[:, cols].to(dtype), transpose=True)
@@ -112,16 +93,10 @@ def _tiles(block: Block) -> Iterator[tuple[slice, slice, Tensor | None]]:
 
 
 def _scores(
-    q: Tensor,
-    k: Tensor,
-    block: Block,
-    score: Score,
-    rows: slice,
-    cols: slice,
-    hidden: Tensor | None,
-    dtype: torch.dtype,
+    q: Tensor, keys: Keys, score: Score, rows: slice, cols: slice, hidden: Tensor | None, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor | float]:
     """Scores (batch, q_heads, m, n), -inf where hidden, and their derivative by the scaled product."""
+    k, _, block, _ = keys
     q_rows = q[:, rows].to(dtype).transpose(1, 2)
     s = _grouped(q_rows, k[:, cols].to(dtype), transpose=True) * score.softmax_scale
     slope: Tensor | float = 1.0
@@ -131,6 +106,9 @@ def _scores(
     if score.alibi_slopes is not None:
         distance = (block.positions_q[rows, None] - block.positions_k[None, cols]).abs().to(dtype)
         s = s - score.alibi_slopes.to(dtype).reshape(-1, q.shape[2], 1, 1) * distance
+    if score.mod is not None:
+        s, factor = score.mod.apply(s, block.positions_q[rows], block.positions_k[cols])
+        slope = slope * factor
     return (s if hidden is None else s.masked_fill(hidden, float("-inf"))), slope
 
 

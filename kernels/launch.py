@@ -140,14 +140,6 @@ def _aligned(tensors: Sequence[Tensor]) -> bool:
     return all([x.data_ptr() % 16 == 0 for x in tensors])  # a list is quicker than a generator, and always short
 
 
-def launches_of(known: dict[Any, Any], name: str) -> Launches:
-    """Those of a kernel whose fixed arguments are tables of one block, in ``block.known``."""
-    found = known.get(name)
-    if found is None:
-        found = known[name] = Launches()
-    return found
-
-
 def on_device(x: Tensor) -> AbstractContextManager:
     """``torch.cuda.device_of(x)``, free where that GPU is the current one."""
     here = not x.is_cuda or torch.cuda.current_device() == x.get_device()

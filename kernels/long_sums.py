@@ -1,28 +1,28 @@
-"""A backward cut into spans of queries and of keys, so that no sum of products is too long for tensor cores.
+"""A backward in pieces, so that no sum of products is too long for tensor cores.
 
-Their additions cut off what does not fit instead of rounding it (see ``Block.period``). A key's gradient is a sum over
-all queries that see it, a query's one over all keys. Here each is made of sums over one span after the other, and these
-are added in float32, in a fixed order. A span is so long that the kernel's beginning and end do not count.
+Tensor cores truncate when they accumulate, so a sum over more than 2^18 products drifts towards zero (see
+``Block.period``). The gradient of a key is a sum over all queries that see it, that of a query a sum over all its keys.
+A long backward is split into pieces of queries and keys; each is accumulated on tensor cores, and the pieces are added
+in float32 in a fixed order. Pieces are long enough that launch overhead is negligible.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 
-if TYPE_CHECKING:
-    from .contract import Block
+from .contract import LONGEST_SUM, Block
 
-LONGEST = 1 << 18  # products in a sum that is not cut, here and in the forward
-SPAN, KEYS = 1 << 17, 1 << 16  # products of a sum over the queries of a span; keys of a span
+QUERY_PRODUCTS = 1 << 17  # products of one sum over the queries of a piece
+KEYS = 1 << 16  # keys of a piece
 LEAST_HEADS = 2  # query heads of a group that the Hopper kernel adds up, if the group has as many
 
 
-class Span(NamedTuple):
-    """Some queries and some keys of a block, and what the ones see of the others; ``first`` of these keys."""
+class Piece(NamedTuple):
+    """Some queries and some keys of a block, and the block between them; ``first``: the first piece of these keys."""
 
     queries: slice
     keys: slice
@@ -30,53 +30,59 @@ class Span(NamedTuple):
     first: bool
 
 
-def long(block: Block, heads: int, sums_keys: bool) -> bool:
-    """Must its backward be cut? ``heads``: query heads whose queries are in one sum of a key's gradient.
-    ``sums_keys``: is dq one sum over all keys?"""
-    return block.seq_q * heads > LONGEST or (sums_keys and block.seq_k > LONGEST)
+def must_split(block: Block, heads: int, sums_keys: bool) -> bool:
+    """Return whether a backward has a sum that is too long.
+
+    Args:
+        heads: number of query heads whose queries are in one sum of a key's gradient.
+        sums_keys: True if dq is one sum over all keys.
+    """
+    return block.seq_q * heads > LONGEST_SUM or (sums_keys and block.seq_k > LONGEST_SUM)
 
 
 def heads_together(group: int) -> int:
-    """Of the ``group`` query heads of a key head those whose queries the Hopper kernel adds up: a divisor."""
+    """Return how many of the ``group`` query heads of a key head the Hopper kernel adds up in one sum: a divisor."""
     return next((n for n in range(LEAST_HEADS, group) if group % n == 0), group)
 
 
-def queries_of(heads: int) -> int:
-    """Queries of a span: whole tiles."""
-    most = SPAN // heads
-    return max(1, most - most % 128 if most > 128 else most)
+def queries_per_piece(heads: int) -> int:
+    """Return the number of queries of a piece: whole tiles."""
+    count = QUERY_PRODUCTS // heads
+    return max(1, count - count % 128 if count > 128 else count)
 
 
-def spans(block: Block, heads: int) -> Iterator[Span]:
-    """All spans in which anything is visible, those of the same keys one after the other. Blocks are made when they are
-    asked for: together they would be larger than their inputs."""
-    size = queries_of(heads)
-    ranges = _ranges(block, size)
+def split(block: Block, heads: int) -> Iterator[Piece]:
+    """Yield all pieces in which anything is visible, those of the same keys one after another.
+
+    Blocks are made one at a time: together they would be larger than their inputs.
+    """
+    size = queries_per_piece(heads)
+    ranges = _key_ranges(block, size)
     for low in range(0, block.seq_k, KEYS):
         keys = slice(low, min(low + KEYS, block.seq_k))
         first = True
         for i, (begin, stop) in enumerate(ranges):
             if begin < keys.stop and keys.start < stop:
                 queries = slice(i * size, min((i + 1) * size, block.seq_q))
-                yield Span(queries, keys, part(block, queries, keys), first)
+                yield Piece(queries, keys, sub_block(block, queries, keys), first)
                 first = False
 
 
-def _ranges(block: Block, size: int) -> list[list[int]]:
-    """The keys that ``size`` queries after the other see: from the first to past the last. Read from the device once
-    per block."""
-    key = ("spans", size)
-    if key not in block.known:
+def _key_ranges(block: Block, size: int) -> list[list[int]]:
+    """Return [first, past the last] of the keys that each run of ``size`` queries sees. Read from the device once."""
+
+    def read() -> list[list[int]]:
         sees = block.end > block.start
         start = torch.where(sees, block.start, block.seq_k).amin(0).split(size)
         end = torch.where(sees, block.end, 0).amax(0).split(size)
         both = torch.stack([torch.stack([a.amin(), b.amax()]) for a, b in zip(start, end, strict=True)])
-        block.known[key] = both.tolist()
-    return block.known[key]
+        return both.tolist()
+
+    return block.memo.once(("key ranges", size), read)
 
 
-def part(block: Block, queries: slice, keys: slice) -> Block:
-    """Some queries and keys of a block, as a block of their own."""
+def sub_block(block: Block, queries: slice, keys: slice) -> Block:
+    """Return the block between some queries and some keys."""
     count = keys.stop - keys.start
     return replace(
         block,
@@ -91,7 +97,7 @@ def part(block: Block, queries: slice, keys: slice) -> Block:
 
 
 def _cut(lengths: tuple[int, ...], inside: slice) -> tuple[int, ...]:
-    """Of runs one after the other, what is left of each inside of a range."""
+    """Return the lengths of consecutive runs, restricted to a range; runs outside of it vanish."""
     left, first = [], 0
     for length in lengths:
         n = min(first + length, inside.stop) - max(first, inside.start)

@@ -8,6 +8,7 @@ full = plan.unshard(out, dim=1)
 
 from . import batch as batch
 from . import loss as loss
+from . import mask as mask
 from .adapters.flash import use as use
 from .adapters.sdpa import wrap as wrap
 from .functional import attention as attention
@@ -15,11 +16,12 @@ from .generation import KVCache as KVCache
 from .generation import decode as decode
 from .partial import Partial as Partial
 from .partial import merge as merge
+from .planning import dataflows as dataflows
+from .planning import plan as plan
 from .plans import Plan as Plan
-from .plans import dataflows as dataflows
-from .plans import plan as plan
 
 __version__ = "0.1.0"
 __all__ = [
-    "KVCache", "Partial", "Plan", "attention", "batch", "dataflows", "decode", "loss", "merge", "plan", "use", "wrap",
+    "KVCache", "Partial", "Plan", "attention", "batch", "dataflows", "decode", "loss", "mask", "merge", "plan", "use",
+    "wrap",
 ]  # fmt: skip

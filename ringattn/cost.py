@@ -1,7 +1,7 @@
 """Which dataflow is fastest? A model of one layer's forward and backward, with constants that can be measured.
 
 A plan knows tokens, ranks and masks, but not heads, dtype or batch, so ``dataflow="auto"`` is decided for the
-:class:`.estimate.Shape` of its defaults: 32 query heads, 8 key heads, head dim 128, 2 bytes, one row. The model:
+:class:`.shape.Shape` of its defaults: 32 query heads, 8 key heads, head dim 128, 2 bytes, one row. The model:
 
 * the attention of a step takes ``floating-point operations / rate``, and each kernel ``kernel_ms`` more;
 * a ring or a reduce goes in lockstep: a slot takes as long as the slowest rank's attention or as a hop, whichever is
@@ -12,8 +12,8 @@ A plan knows tokens, ranks and masks, but not heads, dtype or batch, so ``datafl
 * no pass is faster than the host can launch it.
 
 Every number that enters is the same on every rank: tokens, masks and ``buffer_bytes`` are agreed upon, and so are the
-constants (:func:`.plan.plan` compares a hash of them). They come from a file of this machine, written by
-``scripts/calibrate.py``, or are :data:`DEFAULTS`.
+constants (:func:`.planning.plan` compares a hash of them). They come from a file of this machine, written by
+``benchmarks/calibrate.py``, or are :data:`DEFAULTS`.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from .estimate import Shape
 from .schedule import Schedule, head_groups, waves
+from .shape import Shape
 
 VERSION = 1  # of the file
 LINKS = ("copy engines", "messages")
@@ -139,14 +139,14 @@ def read(file: Path, link: str) -> Costs | None:
         if os.environ.get("RINGATTN_CALIBRATION") == str(file):
             warnings.warn(
                 f"RINGATTN_CALIBRATION names {file}, which is not there; dataflow='auto' takes default costs. "
-                "Run scripts/calibrate.py, or unset it",
+                "Run python -m benchmarks.calibrate, or unset it",
                 stacklevel=4,
             )
         return None
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         warnings.warn(
             f"{file} cannot be used ({type(error).__name__}: {error}); dataflow='auto' is decided with default costs. "
-            "Delete it, or run scripts/calibrate.py again",
+            "Delete it, or run python -m benchmarks.calibrate again",
             stacklevel=4,
         )
         return None
@@ -276,15 +276,15 @@ def _walk(p: Problem, costs: Costs, s: Shape, dataflow: str, backward: bool) -> 
     shifts, n = schedule.displacements, schedule.world_size
     one_group = schedule.local_size == n
     tokens = s.batch * max(p.keys if ring else p.queries)
-    state = s.batch * max(p.queries) * s.state_elements * s.fp
-    kv = s.batch * max(p.keys) * s.kv_elements * s.fp
+    state = s.batch * max(p.queries) * s.state_elements * s.state_itemsize
+    kv = s.batch * max(p.keys) * s.kv_elements * s.state_itemsize
     if ring:
         shard, shards = tokens * s.kv_elements * s.itemsize, 2
         part, parts = (kv, 2) if backward else (0, 0)
         each, later = 0, 0 if backward else 2 * state  # carried to the next step
     elif backward:
-        shard, shards = tokens * s.q_heads * ((s.head_dim + s.value_dim) * s.itemsize + 2 * s.fp), 4
-        part, parts = tokens * s.q_heads * s.head_dim * s.fp, 1
+        shard, shards = tokens * s.q_heads * ((s.head_dim + s.value_dim) * s.itemsize + 2 * s.state_itemsize), 4
+        part, parts = tokens * s.q_heads * s.head_dim * s.state_itemsize, 1
         each, later = part, 3 * kv  # dq from zero; dk, dv summed
     else:
         shard, shards = tokens * s.q_heads * s.head_dim * s.itemsize, 1
@@ -328,18 +328,18 @@ def _totals(p: Problem) -> list[int]:
 
 def _waves(p: Problem, s: Shape) -> list[slice]:
     """Of a backward, which needs more."""
-    head = s.batch * max(_totals(p)) * (s.head_dim + s.value_dim) * (s.itemsize + s.fp)
+    head = s.batch * max(_totals(p)) * (s.head_dim + s.value_dim) * (s.itemsize + s.state_itemsize)
     return waves(s.kv_heads, max(head, 1), p.buffer_bytes)
 
 
 def _gather(p: Problem, costs: Costs, s: Shape) -> Candidate:
     token = s.batch * s.kv_elements
     if p.pulls:  # one head at a time, if it must be
-        need = max(_totals(p)) * token // s.kv_heads * (s.itemsize + s.fp)
+        need = max(_totals(p)) * token // s.kv_heads * (s.itemsize + s.state_itemsize)
     else:  # all heads, and the gradients of a group
         groups = head_groups(s.kv_heads, s.q_heads, p.device_type, True)
         share = max(g.stop - g.start for g in groups) / s.kv_heads
-        need = round(max(_totals(p)) * token * (s.itemsize + 4 * share * s.fp))
+        need = round(max(_totals(p)) * token * (s.itemsize + 4 * share * s.state_itemsize))
     if need > p.buffer_bytes:
         why = f"gather needs {need / 2**30:.2f} GiB of buffer{' for one head' * p.pulls}"
         return Candidate("gather", math.inf, math.inf, why)
@@ -370,8 +370,8 @@ def _pulled(p: Problem, costs: Costs, s: Shape, backward: bool, rank: int) -> _P
     local = 4 * own * s.itemsize / costs.memory_gbs / 1e6  # into memory that others read, and into the buffer
     exposed, push = costs.handshake_ms + pull / s.kv_heads, 0.0
     if backward:
-        push = size * s.fp / costs.pull_gbs / 1e6 + rows * runs * costs.copy_ms
-        local += (len(p.keys) + 1) * own * s.fp / costs.memory_gbs / 1e6  # the sum at home
+        push = size * s.state_itemsize / costs.pull_gbs / 1e6 + rows * runs * costs.copy_ms
+        local += (len(p.keys) + 1) * own * s.state_itemsize / costs.memory_gbs / 1e6  # the sum at home
         exposed += cut * costs.handshake_ms + push / s.kv_heads
     hidden = 1 - 1 / s.kv_heads
     total = exposed + max(attention, pull * hidden, push * hidden) + local
@@ -395,7 +395,7 @@ def _messaged(p: Problem, costs: Costs, s: Shape, backward: bool, rank: int) -> 
         return time
 
     fetch = [links(s.itemsize, g) for g in groups]
-    home = [links(s.fp, g) * backward for g in groups]
+    home = [links(s.state_itemsize, g) * backward for g in groups]
     pairs = sum(p.pairs[rank])
     attention = 0.0
     total = fetch[0] + home[-1]
@@ -405,7 +405,9 @@ def _messaged(p: Problem, costs: Costs, s: Shape, backward: bool, rank: int) -> 
         attention += work
         total += _beside(work, beside, costs)
     own = s.batch * p.keys[rank] * s.kv_elements
-    touched = 4 * own * s.itemsize + backward * (3 * s.fp * (own + s.batch * s.kv_elements * sum(p.fetched[rank])))
+    touched = 4 * own * s.itemsize + backward * (
+        3 * s.state_itemsize * (own + s.batch * s.kv_elements * sum(p.fetched[rank]))
+    )
     total += touched / costs.memory_gbs / 1e6
     floor = (costs.ring_backward_ms if backward else costs.ring_forward_ms) * (len(groups) + backward)
     if not any(fetch):  # nothing moves

@@ -14,11 +14,13 @@ from torch import Tensor
 
 from . import mask as masks
 from . import transport as transports
-from .dataflow.reduce import all_reduce, join_sink
-from .functional import as_autocast, autocast_dtype, check_score, no_autocast, unit_stride
-from .kernels.contract import Block, Score, accumulation_dtype, block_forward
+from .functional import check_score
+from .kernels.backends import choose
+from .kernels.contract import Block, Keys, Score, ScoreMod, accumulation_dtype
+from .operators import as_autocast, autocast_dtype, no_autocast, unit_stride
 from .partial import Partial
 from .plans import Plan
+from .transport import Transport
 
 
 class KVCache:
@@ -50,26 +52,27 @@ class KVCache:
         self.max_seq_len = max_seq_len
         self.seq_len = 0
         device = self.transport.device if device is None else torch.device(device)
-        room = -(-max_seq_len // self.transport.world_size) + 2  # zigzag shards differ by at most two tokens
-        self._k = torch.empty(batch, room, kv_heads, head_dim, dtype=dtype, device=device)
-        self._v = torch.empty(batch, room, kv_heads, head_dim_v or head_dim, dtype=dtype, device=device)
-        self._positions = torch.empty(room, dtype=torch.int32, device=device)  # growing
-        self._held = 0
+        # An even share; a prompt whose layout gives this rank more tokens makes the buffers grow once.
+        capacity = -(-max_seq_len // self.transport.world_size)
+        self._k = torch.empty(batch, capacity, kv_heads, head_dim, dtype=dtype, device=device)
+        self._v = torch.empty(batch, capacity, kv_heads, head_dim_v or head_dim, dtype=dtype, device=device)
+        self._positions = torch.empty(capacity, dtype=torch.int32, device=device)  # growing
+        self._length = 0
 
     @property
     def k(self) -> Tensor:
         """This rank's keys: (batch, tokens here, kv_heads, head_dim)."""
-        return self._k[:, : self._held]
+        return self._k[:, : self._length]
 
     @property
     def v(self) -> Tensor:
         """This rank's values: (batch, tokens here, kv_heads, head_dim_v)."""
-        return self._v[:, : self._held]
+        return self._v[:, : self._length]
 
     @property
     def positions(self) -> Tensor:
         """Global positions of this rank's tokens, growing: (tokens here,) int32."""
-        return self._positions[: self._held]
+        return self._positions[: self._length]
 
     def prefill(self, k: Tensor, v: Tensor, plan: Plan) -> None:
         """Start from this rank's shards of a prompt, as attention() got them under ``plan``.
@@ -89,13 +92,13 @@ class KVCache:
             )
         if self.seq_len:
             raise ValueError(f"the cache holds {self.seq_len} tokens already; prefill a new one")
-        here = plan.local_lengths_k[plan.rank]
+        count = plan.local_lengths_k[plan.rank]
         k, v = self._checked(k, v)
-        if k.shape[1] != here:
-            raise ValueError(f"k has {k.shape[1]} tokens, but rank {plan.rank} holds {here} of the plan's keys")
+        if k.shape[1] != count:
+            raise ValueError(f"k has {k.shape[1]} tokens, but rank {plan.rank} holds {count} of the plan's keys")
         self._reserve(plan.seq_len_k)
-        self._put(k, v, plan.positions_k)
         self.seq_len = plan.seq_len_k
+        self._put(k, v, plan.positions_k)
 
     def append(self, k: Tensor, v: Tensor) -> None:
         """Add the next tokens, (batch, new, kv_heads, head_dim) and the same on every rank; the token at position p
@@ -111,8 +114,8 @@ class KVCache:
         rank, size = self.transport.rank, self.transport.world_size
         skip = (rank - self.seq_len) % size
         positions = torch.arange(self.seq_len, self.seq_len + new, device=self._k.device)[skip::size]
-        self._put(k[:, skip::size], v[:, skip::size], positions)
         self.seq_len += new
+        self._put(k[:, skip::size], v[:, skip::size], positions)
 
     def _reserve(self, tokens: int) -> None:
         if tokens > self.max_seq_len:
@@ -139,9 +142,21 @@ class KVCache:
 
     @torch.no_grad()  # or every token would keep the graphs of all before it
     def _put(self, k: Tensor, v: Tensor, positions: Tensor) -> None:
-        new = slice(self._held, self._held + k.shape[1])
+        new = slice(self._length, self._length + k.shape[1])
+        if new.stop > self._k.shape[1]:
+            # The tokens that are still to come are shared out evenly, at most one more here than elsewhere.
+            world_size = self.transport.world_size
+            capacity = new.stop + -(-(self.max_seq_len - self.seq_len) // world_size)
+            self._k, self._v = (_grown(x, 1, capacity) for x in (self._k, self._v))
+            self._positions = _grown(self._positions, 0, capacity)
         self._k[:, new], self._v[:, new], self._positions[new] = k, v, positions
-        self._held = new.stop
+        self._length = new.stop
+
+
+def _grown(x: Tensor, dim: int, size: int) -> Tensor:
+    larger = x.new_empty((*x.shape[:dim], size, *x.shape[dim + 1 :]))
+    larger.narrow(dim, 0, x.shape[dim]).copy_(x)
+    return larger
 
 
 @torch.no_grad()
@@ -155,13 +170,14 @@ def decode(
     alibi_slopes: Tensor | None = None,
     sink: Tensor | None = None,
     kernel: str = "auto",
+    score_mod: ScoreMod | None = None,
 ) -> Tensor:
     """Attention of the newest tokens to everything in the cache, themselves included: append them first.
 
     Args:
         q: (batch, new, q_heads, head_dim), the same on every rank; its last token stands at ``cache.seq_len - 1``.
         window_size: as in :func:`ringattn.plan`; the default is causal.
-        softmax_scale, softcap, kernel: as in :func:`ringattn.attention`.
+        softmax_scale, softcap, kernel, score_mod: as in :func:`ringattn.attention`.
         alibi_slopes: (q_heads,) or (batch, q_heads), as in attention().
         sink: (q_heads,), one logit per head that joins the denominator once.
 
@@ -195,11 +211,21 @@ def decode(
     if cache.transport.world_size > 1:
         cache.transport.check_device("q", q)
     with no_autocast(q):  # the state is float32, whatever the caller's region says
-        score = Score(scale, float(softcap), slopes)
-        state = block_forward(unit_stride(q), k, v, block, score, kernel=kernel)
-        total = all_reduce(Partial(*state), cache.transport)  # type: ignore[misc]
-        out, _ = (total if sink is None else join_sink(total, sink.to(accumulation_dtype(q)))).finalize()
+        score = Score(scale, float(softcap), slopes, mod=score_mod)
+        q = unit_stride(q)
+        state = choose(kernel, q, k, v, score).forward(q, Keys(k, v, block), score)
+        total = all_reduce(state, cache.transport)
+        out, _ = (total if sink is None else total.add_sink(sink.to(accumulation_dtype(q)))).finalize()
     return out.to(q.dtype)
+
+
+def all_reduce(state: Partial, transport: Transport) -> Partial:
+    """Return the sum of the states that the ranks have for the same queries, on every rank: two all-reduces."""
+    m = transport.all_reduce(state.m.clone(), "max")
+    scaled = state.rescale(m)
+    packed = torch.cat([scaled.l.transpose(1, 2)[..., None], scaled.o], -1)
+    total = transport.all_reduce(packed.contiguous(), "sum")
+    return Partial(m, total[..., 0].transpose(1, 2).contiguous(), total[..., 1:])
 
 
 def _check(

@@ -41,6 +41,11 @@ class Memo(Generic[T]):
         result = self.get(key)
         return self.put(key, make()) if result is None else result
 
+    def drop(self, condition: Callable[[T], bool]) -> None:
+        """Forget the results that fulfil a condition."""
+        for key in [key for key, result in list(self._kept.items()) if condition(result)]:
+            self._kept.pop(key, None)
+
     def clear(self) -> None:
         """Forget everything."""
         self._kept.clear()

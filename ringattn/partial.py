@@ -62,8 +62,12 @@ class Partial:
 
     @classmethod
     def from_output(cls, out: Tensor, lse: Tensor) -> Partial:
-        """The state of a finished attention: out (batch, seq, heads, head_dim), lse (batch, heads, seq) in
-        natural logarithm, -inf for rows that saw nothing."""
+        """Return the state of a finished attention, for example of another library.
+
+        Args:
+            out: (batch, seq, heads, head_dim).
+            lse: (batch, heads, seq), natural logarithm, -inf for rows that saw nothing.
+        """
         seen = lse != float("-inf")
         dtype = torch.float64 if out.dtype == torch.float64 else torch.float32
         o = torch.where(_per_row(seen), out.to(dtype), 0.0)
@@ -77,7 +81,7 @@ class Partial:
         return merge((self, other))
 
     def add_(self, other: Partial) -> Partial:
-        """``self + other`` in the memory of both, for states that nobody else needs. Not differentiable."""
+        """Return ``self + other`` in the memory of both, for states that have no other use. Not differentiable."""
         m = torch.maximum(self.m, other.m)
         reference = torch.where(m == float("-inf"), 0.0, m)
         kept, added = torch.exp(self.m - reference), torch.exp(other.m - reference)
@@ -93,6 +97,11 @@ class Partial:
         m = m.detach()  # a reference point: no output depends on it, so no gradient goes to it
         factor = torch.exp(self.m - torch.where(m == float("-inf"), 0.0, m))  # -inf - -inf must not happen
         return Partial(m, self.l * factor, self.o * _per_row(factor))
+
+    def add_sink(self, sink: Tensor) -> Partial:
+        """Return the state with one more key per head: its score is the logit ``sink``, (heads,), its value zero."""
+        m = sink.to(self.m.dtype)[:, None].expand_as(self.m)
+        return self + Partial(m, torch.ones_like(self.l), torch.zeros_like(self.o))
 
     def finalize(self) -> tuple[Tensor, Tensor]:
         """``(out, lse)``; out is 0 and lse -inf in rows that saw nothing. Differentiable."""

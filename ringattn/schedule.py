@@ -1,12 +1,11 @@
 """Schedules: who holds whose shard at which step, and what moves. Plain data, standard library only.
 
-Every dataflow that moves shards is the same walk. Each rank owns one shard. At step t, rank r holds the
-shard of ``owner(r, t)``; the shards move in lockstep, so a step is one *displacement* of all of them. A
-shard goes on until the last rank that needs it has met it. What a visited rank contributes to the shard
-(the gradients of keys and values, or the partial state of queries) travels one step behind it, is added
-to on the way, and the last hop takes it home:
+Every dataflow that moves shards is the same walk. Each rank owns one shard. At step t, rank r holds the shard of
+``owner(r, t)``; the shards move in lockstep, so a step is one *displacement* of all of them. A shard goes on until the
+last rank that needs it has met it. What a visited rank contributes to the shard (the gradients of keys and values, or
+the partial state of queries) follows one step later, is added to on the way, and the last hop takes it home:
 
-    slot        0          1              2                    3
+    step        0          1              2                    3
     shard o     at o       at o+1         at o+2
     contribution           made at o+1    o+1 -> o+2, added    o+2 -> o, added at home
 
@@ -20,22 +19,19 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
-
-Needs = Sequence[Sequence[bool]]  # needs[r][o]: rank r must meet the shard of rank o
 
 
 @dataclass(frozen=True)
 class Step:
-    """One slot of one rank. Peers are ranks of the group; None means nothing moves.
+    """One step of one rank. Peers are ranks of the group; None means nothing moves.
 
-    A slot starts its movements, computes while they run, then waits. Messages between two ranks in one
-    slot go in the order of the fields below, at both ends.
+    A step starts its messages, computes while they travel, then waits. Messages between two ranks in one step go in the
+    order of the fields below, at both ends.
     """
 
-    owner: int | None = None  # whose shard this rank holds; None: nobody's
+    owner: int | None = None  # whose shard this rank holds; None: no shard
     compute: bool = False  # this rank meets it
     shard_to: int | None = None  # the shard goes on
     shard_from: int | None = None  # the shard of the next step comes
@@ -47,21 +43,20 @@ class Step:
 
 @dataclass(frozen=True)
 class Fetch:
-    """A run of tokens that one rank takes from another in the dataflow "gather".
+    """A run of neighbouring tokens that one rank takes from another in the dataflow "gather".
 
-    It is ``length`` tokens from ``offset`` of the shard of ``owner``, and every ``stride``-th row from ``first`` of the
-    buffer in which the fetching rank keeps tokens in the order of their positions.
+    It is ``length`` tokens from ``offset`` of the shard of ``owner``, and as many rows from ``first`` of the buffer of
+    the rank that fetches.
     """
 
     owner: int
     offset: int
     length: int
     first: int
-    stride: int
 
     def rows(self, buffer: Any) -> Any:
-        """The view of the rows of ``buffer``, whose first dimension is tokens."""
-        return buffer[self.first : self.first + (self.length - 1) * self.stride + 1 : self.stride]
+        """Return the view of these rows of ``buffer``, whose first dimension is tokens."""
+        return buffer[self.first : self.first + self.length]
 
 
 @dataclass(frozen=True)
@@ -88,13 +83,13 @@ class Schedule:
         return tuple(kept)
 
     def move(self, rank: int, shift: tuple[int, int]) -> int:
-        """Where the shard of ``rank`` is after a displacement."""
+        """Return the rank that has the shard of ``rank`` after a displacement."""
         groups = self.world_size // self.local_size
         group, local = divmod(rank, self.local_size)
         return (group + shift[0]) % groups * self.local_size + (local + shift[1]) % self.local_size
 
     def steps(self, rank: int) -> tuple[Step, ...]:
-        """The slots of one rank: one per step, and a last one in which contributions come home."""
+        """Return the steps of one rank: one per displacement, and a last one in which contributions come home."""
         shifts = self.displacements
         count = len(shifts)
         holder = [[self.move(o, s) for s in shifts] for o in range(self.world_size)]  # holder[o][t]
@@ -130,8 +125,8 @@ class Schedule:
 
 
 def waves(kv_heads: int, head_bytes: int, buffer_bytes: int) -> list[slice]:
-    """Key heads that the dataflow "gather" holds at the same time: all, or where those need more than ``buffer_bytes``
-    as many as fit twice, because the next wave arrives beside the one that is attended; one at least."""
+    """Return the key heads that the dataflow "gather" has in memory at the same time: all of them, or where they need
+    more than ``buffer_bytes`` as many as fit twice (the next wave arrives while one is attended), at least one."""
     if kv_heads * head_bytes <= buffer_bytes:
         return [slice(0, kv_heads)]
     count = max(1, buffer_bytes // 2 // head_bytes)
@@ -139,11 +134,11 @@ def waves(kv_heads: int, head_bytes: int, buffer_bytes: int) -> list[slice]:
 
 
 def head_groups(kv_heads: int, q_heads: int, device_type: str, backward: bool = False) -> list[slice]:
-    """How key heads are cut into groups that are fetched and attended one after another in the dataflow "gather"."""
+    """Return the groups of key heads that the dataflow "gather" fetches and attends one after another."""
     if device_type == "cpu":
-        return [slice(0, kv_heads)]  # nothing runs beside anything
+        return [slice(0, kv_heads)]  # nothing overlaps
     # Forward: a fetch takes a fraction of the time of its attention, the smaller the more query heads share it.
-    # Backward: the last group's gradients go home with nothing beside them, so no group is large.
+    # Backward: nothing hides the return of the last group's gradients, so no group is large.
     shares = [1, 1, 1, 1] if backward else [1, 7] if q_heads > kv_heads else [1, 3, 12]
     cuts, total = [0], 0
     for share in shares:
@@ -153,8 +148,8 @@ def head_groups(kv_heads: int, q_heads: int, device_type: str, backward: bool = 
 
 
 def _walk(groups: int, local: int) -> list[tuple[int, int]]:
-    """All displacements, each one neighbour hop from the last: a turn inside the groups, one hop between
-    groups, a turn again from where the shards are."""
+    """Return all displacements, each one neighbour hop from the one before: once round inside the groups, one hop
+    between groups, and round again from where the shards are."""
     walk, inside = [], 0
     for group in range(groups):
         for turn in range(local):
@@ -162,57 +157,3 @@ def _walk(groups: int, local: int) -> list[tuple[int, int]]:
                 inside = (inside + 1) % local
             walk.append((group, inside))
     return walk
-
-
-def check(schedule: Schedule) -> None:
-    """Prove, by running all ranks in lockstep with sets instead of tensors, that every needed meeting happens
-    exactly once and no other, that every send has its receive in the same order, and that every
-    contribution comes home exactly once.
-
-    Raises:
-        AssertionError: naming the rank, the slot and what is wrong.
-    """
-    n = schedule.world_size
-    steps = [schedule.steps(r) for r in range(n)]
-    slots = len(steps[0])
-    holds: list[int | None] = list(range(n))
-    met: list[set[int]] = [set() for _ in range(n)]
-    home: list[list[int]] = [[] for _ in range(n)]  # ranks whose contributions are home
-    part: list[list[int] | None] = [None] * n  # contribution that each rank made or extended last slot
-    for t in range(slots):
-        now = [steps[r][t] for r in range(n)]
-        for a in range(n):
-            for b in range(n):
-                kinds = ("shard", "part", "home")
-                sent = [kind for kind in kinds if getattr(now[a], f"{kind}_to") == b]
-                received = [kind for kind in kinds if getattr(now[b], f"{kind}_from") == a]
-                assert sent == received, f"slot {t}: rank {a} sends {sent} to rank {b}, which expects {received}"
-        following = [holds[s.shard_from] if s.shard_from is not None else None for s in now]
-        carried = list(part)
-        for r, s in enumerate(now):
-            assert s.owner is None or holds[r] == s.owner, f"slot {t}: rank {r} holds {holds[r]}, not {s.owner}"
-            assert s.shard_to is None or s.owner is not None, f"slot {t}: rank {r} sends a shard it does not hold"
-            made: list[int] | None = None
-            if s.compute:
-                assert s.owner is not None, f"slot {t}: rank {r} computes with nobody's shard"
-                assert s.owner not in met[r], f"slot {t}: rank {r} meets {s.owner} twice"
-                met[r].add(s.owner)
-                made = [r]
-            if s.owner == r:
-                home[r] += made or []
-                part[r] = None
-            else:
-                arrived = carried[s.part_from] if s.part_from is not None else None
-                assert (s.part_from is None) == (arrived is None), f"slot {t}: rank {r} expects no contribution"
-                part[r] = (arrived or []) + (made or []) if arrived or made else None
-            if s.home_from is not None:
-                home[r] += carried[s.home_from] or []
-        for r, s in enumerate(now):
-            gone = s.part_to is not None or s.home_to is not None
-            assert gone == (carried[r] is not None), f"slot {t}: rank {r} drops or invents a contribution"
-        holds = following
-    for r in range(n):
-        needed = {o for o in range(n) if schedule.needs[r][o]}
-        assert met[r] == needed, f"rank {r} met {sorted(met[r])}, needs {sorted(needed)}"
-        visitors = sorted(s for s in range(n) if schedule.needs[s][r])
-        assert sorted(home[r]) == visitors, f"rank {r}: contributions of {sorted(home[r])}, not {visitors}"

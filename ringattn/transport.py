@@ -29,7 +29,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .peer import driver as stream_memory
-from .schedule import Fetch
 
 if TYPE_CHECKING:
     from .peer.pulls import Link
@@ -69,6 +68,7 @@ class Transport:
     serial: int = field(default_factory=itertools.count().__next__)
     sent_bytes: int = 0
     sent_messages: int = 0
+    plans_made: int = 0  # calls of plan()
     given_up: str = ""  # why a call on this group ended in its middle
 
     def check_whole(self) -> None:
@@ -91,15 +91,6 @@ class Transport:
         self.sent_bytes += sum(x.numel() * x.element_size() for x, _ in sends)
         self.sent_messages += len(sends)
         return self._start(sends, receives) if sends or receives else Arrived()
-
-    def fetch(self, packed: Sequence[Tensor], fetches: Sequence[Sequence[Fetch]]) -> Fetching:
-        """Start fetching keys and values, group of heads by group of heads.
-
-        Args:
-            packed: this rank's tokens, one contiguous tensor (tokens, ...) for each group.
-            fetches: the runs that every rank fetches.
-        """
-        return _Messages(self, packed, fetches)
 
     @property
     def ended(self) -> bool:
@@ -146,53 +137,6 @@ class Transport:
             raise error
         if self.world_size > 1:
             _compare(what, fields, rows)
-
-
-class Fetching(Protocol):
-    """Groups of heads on their way."""
-
-    def wait(self, group: int) -> Tensor:
-        """The fetched tokens of one group, in the order of their positions. Groups are asked for in order."""
-
-
-class _Messages:
-    """Fetching by messages: the next group travels while this one is worked on."""
-
-    def __init__(self, transport: Transport, packed: Sequence[Tensor], fetches: Sequence[Sequence[Fetch]]) -> None:
-        self.transport, self.packed, self.fetches = transport, packed, fetches
-        self.next = self._begin(0)
-
-    def _begin(self, group: int) -> tuple[Pending, Tensor, list[tuple[Fetch, Tensor]]]:
-        rank, mine = self.transport.rank, self.packed[group]
-        runs = self.fetches[rank]
-        buffer = mine.new_empty((sum(run.length for run in runs), *mine.shape[1:]))
-        sends = [
-            (mine[run.offset : run.offset + run.length], visitor)
-            for visitor, theirs in enumerate(self.fetches)
-            for run in theirs
-            if run.owner == rank != visitor
-        ]
-        receives, strided = [], []
-        for run in runs:
-            rows = run.rows(buffer)
-            if run.owner == rank:
-                rows.copy_(mine[run.offset : run.offset + run.length])
-                continue
-            if run.stride > 1:  # messages are contiguous
-                rows = torch.empty_like(rows, memory_format=torch.contiguous_format)
-                strided.append((run, rows))
-            receives.append((rows, run.owner))
-        return self.transport.start(sends, receives), buffer, strided
-
-    def wait(self, group: int) -> Tensor:
-        moving, buffer, strided = self.next
-        moving.wait()
-        while strided:
-            run, rows = strided.pop()
-            run.rows(buffer).copy_(rows)
-        if group + 1 < len(self.packed):
-            self.next = self._begin(group + 1)
-        return buffer
 
 
 def _word(value: int | float | str | bool) -> int:

@@ -227,7 +227,8 @@ def test_a_checkpointed_function_that_changes_the_plan_raises() -> None:
     model = steps.model(Model("sdpa").double())
 
     def both(x: Tensor) -> Tensor:
-        for steps.plan in steps.plans:
+        for plan in steps.plans:
+            steps.plan = plan
             x = model(x)
         return x
 

@@ -48,8 +48,7 @@ from __future__ import annotations
 import functools
 import heapq
 import math
-import weakref
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -66,10 +65,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from .. import long_sums as spans
-from ..contract import Block, CompletionCounts, ReadyFlags, Score, int32
-from ..launch import dispatch, launches_of, multiprocessors, on_device
-from ..triton import backward as flash_backward
+from ..contract import Block, CompletionCounts, Keys, Queries, Score, int32
+from ..launch import Launches, dispatch, multiprocessors, on_device
+from ..long_sums import LEAST_HEADS
 from . import backward_wide as wide
 from .backward_pieces import (
     BM,
@@ -106,9 +104,7 @@ from .primitives import (
 )
 from .tensor_maps import readable, view
 
-__all__ = ["STORES_INTO", "backward", "completion_counts", "heads_in_sum", "unsupported"]
-
-STORES_INTO = True  # backward() takes into=
+__all__ = ["HEAD_DIMS", "backward", "completion_counts", "unsupported"]
 
 LOG2E = 1.4426950408889634
 
@@ -454,25 +450,11 @@ def unsupported(q: Tensor, k: Tensor, v: Tensor, score: Score) -> str | None:
 
 
 def backward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    dout: Tensor,
-    lse: Tensor,
-    delta: Tensor,
-    block: Block,
-    score: Score,
-    dq: Tensor,
-    deterministic: bool,
-    into: tuple[Tensor, Tensor] | None = None,
-    ready: ReadyFlags | None = None,
-    counters: Tensor | None = None,
+    queries: Queries, keys: Keys, score: Score, dq: Tensor, into: tuple[Tensor, Tensor] | None, counters: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    if deterministic:
-        if ready is not None or counters is not None:
-            raise ValueError("deterministic=True neither waits for ready nor counts: completion_counts() is None")
-        dk, dv = flash_backward.backward(q, k, v, dout, lse, delta, block, score, dq, deterministic)
-        return (dk, dv) if into is None else (into[0].copy_(dk), into[1].copy_(dv))
+    """Return dk and dv of one chunk of keys and add to dq, see :meth:`..backends.Backend.backward`. The order in which
+    dq is added differs from run to run."""
+    q, k, block = queries.q, keys.k, keys.block
     split = _split(q, k, block)
     straight = into if into is not None and not split.apart and _stores_into(*into) else None
     if counters is not None and (split.apart or straight is not into):
@@ -481,9 +463,7 @@ def backward(
         )
     target = dq if readable(dq) else torch.zeros_like(dq, memory_format=torch.contiguous_format)
     with on_device(q):
-        dk, dv = launch(
-            q, k, v, dout, lse, delta, block, score, target, split, into=straight, ready=ready, counters=counters
-        )
+        dk, dv = launch(queries, keys, score, target, split, into=straight, counters=counters)
     if target is not dq:
         dq += target
     if straight is not None:
@@ -492,29 +472,32 @@ def backward(
     return (dk, dv) if into is None else (into[0].copy_(dk), into[1].copy_(dv))
 
 
-def completion_counts(q: Tensor, k: Tensor, v: Tensor, block: Block) -> CompletionCounts | None:
-    """None where parts of a group have a dk and dv each, which are summed after the kernel, and where k or v must be
-    copied before the kernel reads it."""
+def completion_counts(q: Tensor, keys: Keys) -> CompletionCounts | None:
+    """Return what the kernel counts; None where parts of a group have a dk and dv each, which are summed after the
+    kernel, and where k or v must be copied before the kernel reads it."""
+    k, v, block, _ = keys
     split = _split(q, k, block)
     if split.apart or not (readable(k) and readable(v)):
         return None
-    key = ("completion_counts", split, q.shape, k.shape)
-    found = block.known.get(key)
-    if found is None:
+
+    def count() -> CompletionCounts:
         tiles = [triton.cdiv(n, _keys(q)) for n in block.segments_k]
         rows = max(1, _sweep(k.shape[0] * k.shape[2], sum(tiles), _processors(q), split.parts) // split.parts)
         # Both consumers of the last part's CTAs count.
-        found = block.known[key] = CompletionCounts(rows, tuple(2 * rows * n for n in tiles))
-    return found
+        return CompletionCounts(rows, tuple(2 * rows * n for n in tiles))
+
+    return block.memo.once(("completion counts", split, q.shape, k.shape), count)
 
 
 def launch(
-    q: Tensor, k: Tensor, v: Tensor, dout: Tensor, lse: Tensor, delta: Tensor, block: Block, score: Score, dq: Tensor,
-    split: Split, run=dispatch,
-    into: tuple[Tensor, Tensor] | None = None, ready: ReadyFlags | None = None, counters: Tensor | None = None,
+    queries: Queries, keys: Keys, score: Score, dq: Tensor, split: Split, run: Any = dispatch,
+    into: tuple[Tensor, Tensor] | None = None, counters: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """dk and dv of each part of a group that has its own, or one: (parts or 1, batch, seq_k, kv_heads, head_dim); or
-    ``into``, as it is."""
+    """Launch the kernels and return dk and dv of each part of a group that has its own, or of all of it: (parts or 1,
+    batch, seq_k, kv_heads, head_dim); or ``into``, as it is. ``run``: :func:`..launch.dispatch`, or what tests put in
+    its place."""
+    q, dout, lse, delta = queries
+    k, v, block, ready = keys
     if ready is not None and not (readable(k) and readable(v)):
         raise ValueError("keys and values that are still arriving cannot be copied first: 16-byte strides are needed")
     # Not contiguous(), which leaves a tensor that begins at an odd address as it is.
@@ -523,14 +506,13 @@ def launch(
     _, seq_k, kv_heads, dim_v = v.shape
     first = 2 ** (dim.bit_length() - 1)  # columns of the first piece of a tile, a power of two
     rest = dim - first  # of the second piece, a power of two or nothing
-    keys = _keys(q)
-    info, bounds = _tables(block, keys)
+    info, bounds = _tables(block, _keys(q))
     tiles, q_tiles = info.shape[1], -(-seq_q // BM.value)
     scale = score.softmax_scale
     fold = q.dtype == torch.bfloat16
     rows, negated = torch.empty(2, batch * q_heads * q_tiles, BM.value, dtype=torch.float32, device=q.device).unbind()
     lse, delta = lse.contiguous(), delta.contiguous()
-    launches = launches_of(block.known, "hopper_backward")
+    launches = block.memo.once("hopper backward", Launches)
     key: tuple = ("statistics", q.shape, fold, scale)
     tensors = [lse, delta, rows, negated]
     if run is not dispatch or not launches.again(key, tensors):
@@ -628,11 +610,7 @@ class Split(NamedTuple):
 
 
 def _split(q: Tensor, k: Tensor, block: Block) -> Split:
-    key = ("split", q.shape, k.shape)
-    found = block.known.get(key)
-    if found is None:
-        found = block.known[key] = _best_split(q, k, block)
-    return found
+    return block.memo.once(("split", q.shape, k.shape), lambda: _best_split(q, k, block))
 
 
 def _best_split(q: Tensor, k: Tensor, block: Block) -> Split:
@@ -648,13 +626,8 @@ def _best_split(q: Tensor, k: Tensor, block: Block) -> Split:
     occupying = next((p for p in held if ctas * p >= enough), held[-1])
     pairs = block.seq_q * block.seq_k if block.pairs is None else block.pairs
     steps = pairs / max(1, block.seq_k * BM.value)  # of a CTA, for each head
-    heads = next((h for h in divisors if h >= spans.LEAST_HEADS and h * steps >= LEAST_STEPS), group)
+    heads = next((h for h in divisors if h >= LEAST_HEADS and h * steps >= LEAST_STEPS), group)
     return Split(occupying, apart=True) if occupying > max(1, group // heads) else Split(group // heads)
-
-
-def heads_in_sum(q: Tensor, k: Tensor) -> int:
-    """Query heads of a CTA that walks many queries. (dq is added in memory, a tile of keys at a time: no long sum.)"""
-    return spans.heads_together(q.shape[2] // k.shape[2])
 
 
 def _processors(x: Tensor) -> int:
@@ -682,41 +655,37 @@ def _sweep(rows: int, tiles: int, processors: int, parts: int) -> int:
     return next(s for s in spans if spans[s] <= 1.01 * min(spans.values()))
 
 
-_tables_of: weakref.WeakKeyDictionary[Block, dict[int, tuple[Tensor, Tensor]]] = weakref.WeakKeyDictionary()
-
-
 def _tables(block: Block, keys: int = BN.value) -> tuple[Tensor, Tensor]:
-    """Descriptions of the tiles of ``keys`` keys, most work first, and the intervals per query tile. Made on the
-    device, once per block.
+    """Return descriptions of the tiles of ``keys`` keys, most work first, and the intervals per query tile. Made on
+    the device, once per block.
 
     Description: first and past-the-last key, then in query tiles ``begin, end`` (one at least), ``full_begin,
     full_end`` (empty where the tile has fewer keys: the others must be masked), the full tile to start at and the
     segment of the keys. (batch or 1, tiles, 8) int32. Intervals: (batch or 1 times query tiles, 2 x BM) int32, empty
     for the rows of padding.
     """
-    tables = _tables_of.setdefault(block, {})
-    if keys not in tables:
-        key_tiles = block.key_tiles(BM.value, keys)
-        span = key_tiles.span // BM.value
-        batches, tiles = span.shape[:2]
-        first, past = (key_tiles.rows[:, i].expand(batches, -1) for i in (0, 1))
-        begin, full_begin, full_end, end = span.unbind(-1)
-        end = torch.maximum(end, begin + 1)
-        whole = (past - first == keys) & (full_end > full_begin)
-        full_begin, full_end = torch.where(whole, full_begin, begin), torch.where(whole, full_end, begin)
-        index = torch.arange(tiles, device=span.device, dtype=torch.int32).expand(batches, -1)
-        full = (full_end - full_begin).clamp(min=1)
-        start = full_begin + torch.remainder(index * (keys // BM.value) - full_begin, full)
-        of_segment = [
-            torch.full((triton.cdiv(n, keys),), i, device=span.device) for i, n in enumerate(block.segments_k)
-        ]
-        segment = torch.cat(of_segment).to(torch.int32).expand(batches, -1)
-        info = torch.stack([first, past, begin, end, full_begin, full_end, start, segment], -1)
-        order = torch.argsort(begin - end, dim=1, stable=True)
-        info = info.gather(1, order[..., None].expand_as(info)).to(torch.int32).contiguous()
-        q_tiles = triton.cdiv(block.seq_q, BM.value)
-        bounds = info.new_zeros(batches, 2, q_tiles * BM.value)
-        bounds[:, 0, : block.seq_q], bounds[:, 1, : block.seq_q] = block.start, block.end
-        bounds = bounds.view(batches, 2, q_tiles, BM.value).transpose(1, 2).reshape(batches * q_tiles, 2 * BM.value)
-        tables[keys] = info, bounds.contiguous()
-    return tables[keys]
+    return block.memo.once(("hopper backward tiles", keys), lambda: _make_tables(block, keys))
+
+
+def _make_tables(block: Block, keys: int) -> tuple[Tensor, Tensor]:
+    key_tiles = block.key_tiles(BM.value, keys)
+    span = key_tiles.span // BM.value
+    batches, tiles = span.shape[:2]
+    first, past = (key_tiles.rows[:, i].expand(batches, -1) for i in (0, 1))
+    begin, full_begin, full_end, end = span.unbind(-1)
+    end = torch.maximum(end, begin + 1)
+    whole = (past - first == keys) & (full_end > full_begin)
+    full_begin, full_end = torch.where(whole, full_begin, begin), torch.where(whole, full_end, begin)
+    index = torch.arange(tiles, device=span.device, dtype=torch.int32).expand(batches, -1)
+    full = (full_end - full_begin).clamp(min=1)
+    start = full_begin + torch.remainder(index * (keys // BM.value) - full_begin, full)
+    of_segment = [torch.full((triton.cdiv(n, keys),), i, device=span.device) for i, n in enumerate(block.segments_k)]
+    segment = torch.cat(of_segment).to(torch.int32).expand(batches, -1)
+    info = torch.stack([first, past, begin, end, full_begin, full_end, start, segment], -1)
+    order = torch.argsort(begin - end, dim=1, stable=True)
+    info = info.gather(1, order[..., None].expand_as(info)).to(torch.int32).contiguous()
+    q_tiles = triton.cdiv(block.seq_q, BM.value)
+    bounds = info.new_zeros(batches, 2, q_tiles * BM.value)
+    bounds[:, 0, : block.seq_q], bounds[:, 1, : block.seq_q] = block.start, block.end
+    bounds = bounds.view(batches, 2, q_tiles, BM.value).transpose(1, 2).reshape(batches * q_tiles, 2 * BM.value)
+    return info, bounds.contiguous()

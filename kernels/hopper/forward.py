@@ -39,8 +39,7 @@ from __future__ import annotations
 
 import functools
 import math
-import weakref
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -56,8 +55,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ...partial import Partial
-from ..contract import Block, ReadyFlags, Score, int32
-from ..launch import dispatch, launches_of, multiprocessors, on_device
+from ..contract import Block, Keys, Result, Score, int32
+from ..launch import Launches, dispatch, multiprocessors, on_device
 from .primitives import (
     FREE_BARRIERS,
     async_load,
@@ -810,8 +809,6 @@ def _forward_kernel(
 
 # ---------------------------------------------------------------- host
 
-WAITS = True  # forward() takes ready
-
 
 def unsupported(q: Tensor, k: Tensor, v: Tensor, score: Score) -> str | None:
     if q.dtype not in (torch.bfloat16, torch.float16):
@@ -839,18 +836,10 @@ def _is_hopper(device: torch.device) -> bool:
     return torch.cuda.get_device_capability(device) == (9, 0)
 
 
-def forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    block: Block,
-    score: Score,
-    state: Partial | None,
-    sink: Tensor | None,
-    finalize: bool,
-    ready: ReadyFlags | None = None,
-) -> Partial | tuple[Tensor, Tensor]:
-    """See block.block_forward. A carried state is updated in place."""
+def forward(q: Tensor, keys: Keys, score: Score, state: Partial | None, finalize: bool) -> Partial | Result:
+    """Attend to one chunk of keys, see :meth:`..backends.Backend.forward`. A carried state is updated in place."""
+    k, v, block, ready = keys
+    sink = None if score.sink is None or state is not None else score.sink.contiguous()
     batch, seq_q, q_heads, _ = q.shape
     shape = (batch, seq_q, q_heads, v.shape[-1])
     if state is not None:
@@ -863,14 +852,13 @@ def forward(
     else:
         rows = q.new_empty(2, batch, q_heads, seq_q, dtype=torch.float32)
         outputs = (q.new_empty(shape, dtype=torch.float32), rows[0], rows[1])
-    sink = None if sink is None else sink.contiguous()
     key = (
         q.dtype, q.shape, q.stride(), k.shape, k.stride(), v.shape, v.stride(), score.softmax_scale, state is None,
         sink is None, finalize, ready is None,
     )  # fmt: skip
-    launches = launches_of(block.known, "hopper_forward")
+    launches = block.memo.once("hopper forward", Launches)
     with on_device(q):
-        sms, counter = multiprocessors(q.device), work_counter(q.device)
+        counter = work_counter(q.device)
         tensors = [q, k, v, *(outputs[:2] if finalize else outputs), counter]
         tensors += [] if sink is None else [sink]
         tensors += state if state is not None and finalize else []  # else it is where the outputs go
@@ -879,24 +867,28 @@ def forward(
             tensors += [ready.flags, ready.timed_out]
             epoch = int32(ready.epoch)
         if not launches.again(key, tensors, epoch):
-            grid, args, constants = _launch(q, k, v, block, score, state, sink, outputs, finalize, sms, counter, ready)
+            grid, args, constants = _launch(q, keys, score, sink, state, outputs, finalize, counter)
             launched = dispatch(_forward_kernel, grid, *args, **constants)
             if not block.period:  # else each launch has memory of its own, and is long
                 config = CONFIGS[q.shape[3], v.shape[3]]
                 fixed = _tile_table(block, config.block_m, config.block_n)
                 number_at = None if ready is None else _forward_kernel.arg_names.index("epoch")
                 launches.remember(key, tensors, launched, fixed, number_at)
-    return (outputs[0], outputs[1]) if finalize else Partial(outputs[1], outputs[2], outputs[0])
+    return Result(outputs[0], outputs[1]) if finalize else Partial(outputs[1], outputs[2], outputs[0])
 
 
-def _launch(q, k, v, block, score, state, sink, outputs, finalize, sms, counter, ready=None):
-    """Grid, arguments and constants of the kernel."""
+def _launch(
+    q: Tensor, keys: Keys, score: Score, sink: Tensor | None, state: Partial | None, outputs: tuple[Tensor, ...],
+    finalize: bool, counter: Tensor,
+) -> tuple[tuple[int, int, int], tuple, dict[str, Any]]:  # fmt: skip
+    """Return grid, arguments and constants of the kernel."""
+    k, v, block, ready = keys
     batch, seq_q, q_heads, head_dim = q.shape
     head_dim_v = v.shape[-1]
     config = CONFIGS[head_dim, head_dim_v]
     table, start, end = _tile_table(block, config.block_m, config.block_n)
     n_tiles, n_heads = table.shape[1], batch * q_heads
-    workers = min(sms, n_tiles * n_heads)
+    workers = min(multiprocessors(q.device), n_tiles * n_heads)
     first = 2 ** (head_dim.bit_length() - 1)  # the columns of the first piece of q and k
     width = 2 ** (head_dim_v - 1).bit_length()  # TMA reads zeros past the head dim, and writes nothing there
     out, lse, l = outputs
@@ -929,21 +921,22 @@ def _pieces(x: Tensor, rows: int, first: int) -> tuple[TensorDescriptor, TensorD
     return view(x, (1, rows, 1, first)), view(x, (1, rows, 1, rest)) if rest else None
 
 
-_tables: weakref.WeakKeyDictionary[Block, dict] = weakref.WeakKeyDictionary()
-
-
 def _tile_table(block: Block, block_m: int, block_n: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Descriptions of the query tiles, heaviest first, and the intervals, contiguous. Made on the device, once per
-    block. A description, (batch or 1, tiles, 8) int32: first row, past the last row, the span, and two numbers that
-    the kernel fills in."""
-    tables = _tables.setdefault(block, {})
-    if (block_m, block_n) not in tables:
+    """Return descriptions of the query tiles, heaviest first, and the intervals, contiguous. Made on the device, once
+    per block.
+
+    A description, (batch or 1, tiles, 8) int32: first row, past-the-last row, the span, and two numbers that the kernel
+    fills in.
+    """
+
+    def make() -> tuple[Tensor, Tensor, Tensor]:
         rows, span = block.query_tiles(block_m, block_n)
         order = torch.argsort(span[..., 0] - span[..., 3], dim=-1, stable=True)[..., None]
         table = torch.cat([rows.expand(span.shape[0], -1, -1), span, torch.zeros_like(span[..., :2])], -1)
         table = table.gather(1, order.expand(-1, -1, table.shape[-1])).contiguous()
-        tables[block_m, block_n] = table, block.start.contiguous(), block.end.contiguous()
-    return tables[block_m, block_n]
+        return table, block.start.contiguous(), block.end.contiguous()
+
+    return block.memo.once(("hopper forward tiles", block_m, block_n), make)
 
 
 def _sweeps(n_tiles: int, n_heads: int, workers: int) -> tuple[int, int]:

@@ -27,7 +27,7 @@ from torch import Tensor
 import triton
 import triton.language as tl
 
-from ..contract import Block, Score
+from ..contract import Keys, Queries, Score
 from ..launch import dispatch
 from . import primitives
 from .primitives import (
@@ -77,19 +77,10 @@ def choose_tiles_dq(q: Tensor, v: Tensor) -> Tiles:
     return Tiles(64, 32, 4, 2) if v.shape[-1] <= 128 else Tiles(128, 32, 8, 2)
 
 
-def backward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    dout: Tensor,
-    lse: Tensor,
-    delta: Tensor,
-    block: Block,
-    score: Score,
-    dq: Tensor,
-    deterministic: bool,
-) -> tuple[Tensor, Tensor]:
-    """See block.block_backward."""
+def backward(queries: Queries, keys: Keys, score: Score, dq: Tensor) -> tuple[Tensor, Tensor]:
+    """Return dk and dv of one chunk of keys and add to dq, see :meth:`..backends.Backend.backward`."""
+    q, dout, lse, delta = queries
+    k, v, block, _ = keys
     q, k, v, dout = (primitives.last_contiguous(x) for x in (q, k, v, dout.to(q.dtype)))
     batch, seq_q, heads, dim = q.shape
     seq_k, kv_heads, dim_v = k.shape[1], k.shape[2], v.shape[-1]

@@ -24,7 +24,7 @@ import triton
 import triton.language as tl
 
 from ...partial import Partial
-from ..contract import Block, Score
+from ..contract import Keys, Result, Score
 from ..launch import dispatch
 from . import primitives
 from .primitives import (
@@ -65,18 +65,10 @@ def choose_tiles(q: Tensor, v: Tensor) -> Tiles:
     return Tiles(128, 64, 4, 2, group=2) if dim <= 128 else Tiles(128, 64, 8, 2, group=2)
 
 
-def forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    block: Block,
-    score: Score,
-    state: Partial | None,
-    sink: Tensor | None,
-    finalize: bool,
-) -> Partial | tuple[Tensor, Tensor]:
-    """See block.block_forward. A carried state is updated in place."""
-    q, k, v = (primitives.last_contiguous(x) for x in (q, k, v))
+def forward(q: Tensor, keys: Keys, score: Score, state: Partial | None, finalize: bool) -> Partial | Result:
+    """Attend to one chunk of keys, see :meth:`..backends.Backend.forward`. A carried state is updated in place."""
+    block, sink = keys.block, score.sink if state is None else None
+    q, k, v = (primitives.last_contiguous(x) for x in (q, keys.k, keys.v))
     batch, seq_q, heads, dim = q.shape
     dim_v = v.shape[-1]
     tiles = choose_tiles(q, v)
@@ -85,19 +77,19 @@ def forward(
 
     carried: tuple[Tensor | None, ...] = (None, None, None)
     if state is not None:
-        carried = state = Partial(state.m, state.l, primitives.last_contiguous(state.o))
-    result: Partial | tuple[Tensor, Tensor]
+        state = Partial(state.m, state.l, primitives.last_contiguous(state.o))
+        carried = tuple(state)
+    result: Partial | Result
     if finalize:
         lse = q.new_empty(batch, heads, seq_q, dtype=torch.float32)
-        out = q.new_empty(batch, seq_q, heads, dim_v)
-        result = out, lse
-        outputs: tuple[Tensor | None, ...] = (lse, None, out)
-    elif state is not None:
-        result = outputs = state
+        result = Result(q.new_empty(batch, seq_q, heads, dim_v), lse)
+        outputs: tuple[Tensor | None, ...] = (lse, None, result.out)
     else:
-        m = q.new_empty(batch, heads, seq_q, dtype=torch.float32)
-        o = q.new_empty(batch, seq_q, heads, dim_v, dtype=torch.float32)
-        result = outputs = Partial(m, torch.empty_like(m), o)
+        if state is None:
+            m = q.new_empty(batch, heads, seq_q, dtype=torch.float32)
+            o = q.new_empty(batch, seq_q, heads, dim_v, dtype=torch.float32)
+            state = Partial(m, torch.empty_like(m), o)
+        result, outputs = state, tuple(state)
 
     s = ScoreArguments.of(score)
     group = tiles.group if heads % tiles.group == 0 else 1

@@ -1,128 +1,140 @@
-"""One walk for every dataflow that moves shards (see schedule.py).
+"""Circulation: every rank's shard goes from rank to rank, and what is computed with it comes home.
 
-Each rank's shard goes from rank to rank; ``visit`` computes with it where it is needed; what a visit contributes
-follows one step behind, is added to on the way, and comes home. Transfers of a step run beside its computation.
+    circulation = Circulation((k, v), plan)
+    for visit in circulation:         # the shards that this rank needs, its own first
+        ...                           # compute with visit.shard while the next shard arrives
+        visit.give(contribution)      # travels one step after the shard, is added to on the way, and ends at its owner
+    circulation.home                  # the sum of all contributions to this rank's own shard
 
-Memory beside the rank's own shard: the shard held and the one arriving, and three contributions (the one made
-now, the one so far arriving, the last one leaving).
+:mod:`ringattn.schedule` decides who holds whose shard at which step; nothing here branches on ranks.
+
+Memory in addition to the rank's own shard: the shard held and the one arriving, and three contributions (the one just
+made, the sum so far that arrives, the last one that leaves).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from ..plans import Plan
 from ..schedule import Step
 from ..trace import named
-from ..transport import Message, Transport
+from ..transport import Message
 
 Tensors = tuple[Tensor, ...]
 
 
 @dataclass(frozen=True)
-class Part:
-    """How contributions look and add up.
+class Contribution:
+    """What a visited rank returns to the owner of a shard.
 
     Args:
         shapes: of the tensors of a contribution to this rank's own shard.
         dtype: of all of them.
-        seq_dims: the dimension of each that holds the shard's tokens.
-        add: the sum of two contributions.
+        add: the sum of two contributions; it may overwrite both.
     """
 
     shapes: tuple[torch.Size, ...]
     dtype: torch.dtype
-    seq_dims: tuple[int, ...]
     add: Callable[[Tensors, Tensors], Tensors]
 
-    def sum(self, a: Tensors | None, b: Tensors | None) -> Tensors | None:
-        if a is None or b is None:
-            return b if a is None else a
-        return self.add(a, b)
 
-
-def circulate(
-    shard: Tensors,
-    seq_dims: tuple[int, ...],
-    lengths: Sequence[int],
-    steps: Sequence[Step],
-    transport: Transport,
-    visit: Callable[[int, Tensors], Tensors | None],
-    part: Part | None = None,
-) -> Tensors | None:
-    """Take this rank's shard round and meet the others'.
+@dataclass
+class Circulation:
+    """The journey of all shards, seen from one rank. Iterate over it once, to the end: shards still travel through
+    this rank after its own last visit.
 
     Args:
-        shard: this rank's tensors; they are read only.
-        seq_dims: the dimension of each that holds its tokens.
-        lengths: tokens of every rank's shard.
-        steps: this rank's slots.
-        visit: ``(owner, shard of owner) -> contribution``, called once for each shard that this rank needs;
-            returns None if ``part`` is None.
-        part: how contributions travel; None: there are none, ranks keep what they compute.
-
-    Returns:
-        The sum of all contributions to this rank's own shard, or None if nobody made one.
+        shard: this rank's tensors, read only. Tokens are in dimension 1 of four-dimensional tensors (q, k, v, o) and
+            in dimension 2 of three-dimensional ones (m, l, lse, delta).
+        plan: its schedule and its transport.
+        lengths: number of tokens of every rank's shard.
+        contribution: what visits give; None if ranks keep what they compute.
     """
-    rank, device = transport.rank, shard[0].device
-    if transport.world_size > 1:
-        shard = tuple(x.contiguous() for x in shard)
 
-    def new_shard(owner: int | None) -> Tensors:
+    shard: Tensors
+    plan: Plan
+    lengths: tuple[int, ...]
+    contribution: Contribution | None = None
+    home: Tensors | None = None  # the sum of all contributions to this rank's shard; None if there were none
+    _held: Tensors = field(default=(), init=False)
+    _given: Tensors | None = field(default=None, init=False)
+
+    def __iter__(self) -> Iterator[Visit]:
+        transport, steps = self.plan.transport, self.plan.steps
+        remaining = sum(step.compute for step in steps)
+        self._held = self.shard if transport.world_size == 1 else tuple(x.contiguous() for x in self.shard)
+        leaving: Tensors | None = None  # the contribution to the shard of the step before
+        for t, (step, following) in enumerate(zip(steps, [*steps[1:], Step()], strict=True)):
+            arriving = self._new_shard(following.owner) if step.shard_from is not None else None
+            so_far = self._new_contribution(step.owner) if step.part_from is not None else None
+            coming_home = self._new_contribution(transport.rank) if step.home_from is not None else None
+            sends = _to(step.shard_to, self._held) + _to(step.part_to, leaving) + _to(step.home_to, leaving)
+            receives = _to(step.shard_from, arriving) + _to(step.part_from, so_far) + _to(step.home_from, coming_home)
+
+            with named("hop", t, "move"):
+                moving = transport.start(sends, receives)
+            if step.compute and step.owner is not None:
+                remaining -= 1
+                with named("hop", t, "compute"):
+                    yield Visit(self, step.owner, remaining == 0)
+            with named("hop", t, "wait"):
+                moving.wait()
+            del sends, receives, moving  # they would keep a third shard when the next one arrives
+
+            with named("hop", t, "add"):
+                leaving, self._given = self._sum(so_far, self._given), None
+                if step.owner == transport.rank:
+                    self.home, leaving = leaving, None
+                self.home = self._sum(self.home, coming_home)
+            del so_far, coming_home  # added up; the next step makes others
+            if arriving is not None:
+                self._held = arriving
+        self._held = ()
+
+    def _sum(self, a: Tensors | None, b: Tensors | None) -> Tensors | None:
+        if a is None or b is None:
+            return b if a is None else a
+        assert self.contribution is not None
+        return self.contribution.add(a, b)
+
+    def _new_shard(self, owner: int | None) -> Tensors:
+        return tuple(self._empty(x.shape, x.dtype, owner) for x in self.shard)
+
+    def _new_contribution(self, owner: int | None) -> Tensors | None:
+        if self.contribution is None:
+            return None
+        return tuple(self._empty(shape, self.contribution.dtype, owner) for shape in self.contribution.shapes)
+
+    def _empty(self, shape: torch.Size, dtype: torch.dtype, owner: int | None) -> Tensor:
         assert owner is not None
-        return tuple(
-            torch.empty(_resized(x.shape, dim, lengths[owner]), dtype=x.dtype, device=device)
-            for x, dim in zip(shard, seq_dims, strict=True)
-        )
-
-    def new_part(owner: int | None) -> Tensors:
-        assert owner is not None
-        assert part is not None
-        return tuple(
-            torch.empty(_resized(shape, dim, lengths[owner]), dtype=part.dtype, device=device)
-            for shape, dim in zip(part.shapes, part.seq_dims, strict=True)
-        )
-
-    held = shard
-    mine: Tensors | None = None
-    leaving: Tensors | None = None  # the contribution to the shard held in the last step
-    for slot, (step, following) in enumerate(zip(steps, [*steps[1:], Step()], strict=True)):
-        arriving = new_shard(following.owner) if step.shard_from is not None else None
-        sends = _messages(held, step.shard_to)
-        receives = _messages(arriving, step.shard_from)
-        so_far = home = None
-        if part is not None:
-            so_far = new_part(step.owner) if step.part_from is not None else None
-            home = new_part(rank) if step.home_from is not None else None
-            sends += _messages(leaving, step.part_to) + _messages(leaving, step.home_to)
-            receives += _messages(so_far, step.part_from) + _messages(home, step.home_from)
-
-        with named("hop", slot, "move"):
-            moving = transport.start(sends, receives)
-        with named("hop", slot, "compute"):
-            made = visit(step.owner, held) if step.compute and step.owner is not None else None
-        with named("hop", slot, "wait"):
-            moving.wait()
-        del sends, receives, moving  # they would hold a third shard when the next one arrives
-
-        if part is not None:
-            with named("hop", slot, "add"):
-                leaving = part.sum(so_far, made)
-                if step.owner == rank:
-                    mine, leaving = leaving, None
-                mine = part.sum(mine, home)
-        del made, so_far, home  # added up; the next slot makes others
-        if arriving is not None:
-            held = arriving
-    return mine
+        dim = 1 if len(shape) == 4 else 2
+        size = (*shape[:dim], self.lengths[owner], *shape[dim + 1 :])
+        return torch.empty(size, dtype=dtype, device=self.shard[0].device)
 
 
-def _messages(tensors: Tensors | None, peer: int | None) -> list[Message]:
+@dataclass(frozen=True)
+class Visit:
+    """The shard of ``owner`` is on this rank. ``last``: this rank needs no other shard after it."""
+
+    circulation: Circulation
+    owner: int
+    last: bool
+
+    @property
+    def shard(self) -> Any:
+        """The owner's tensors, as a tuple. Do not keep them: their memory is needed when the shard has moved on."""
+        return self.circulation._held
+
+    def give(self, contribution: Tensors) -> None:
+        """Send a contribution to the owner, on the way of the shard."""
+        self.circulation._given = contribution
+
+
+def _to(peer: int | None, tensors: Tensors | None) -> list[Message]:
     return [] if tensors is None or peer is None else [(x.contiguous(), peer) for x in tensors]
-
-
-def _resized(shape: torch.Size, dim: int, length: int) -> torch.Size:
-    return torch.Size((*shape[:dim], length, *shape[dim + 1 :]))

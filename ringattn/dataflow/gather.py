@@ -1,290 +1,185 @@
 """Dataflow "gather": every rank fetches the keys and values it needs, and one walk over them attends.
 
-The keys lie in one buffer in the order of their positions, so that the mask is still one interval per query, and a
-query's state never leaves the kernel: there is nothing to carry and nothing to merge. Runs of positions that no query
-of this rank sees are not fetched; with a zigzag layout and a causal mask that is a quarter of all keys.
+    rank 2 of 4, causal, zigzag      its queries: chunks 2 and 5 of 8
+    its buffer, in order of positions:   [0][1][2][3][4][5]     chunks 6 and 7 are hidden and never fetched
+                                          r0 r1 r2 r3 r3 r2     their owners
+
+Because the keys lie in the order of their positions, the mask is still one interval per query, and a query's state
+never leaves the kernel: there is nothing to carry and nothing to merge. Runs of positions that no query of this rank
+sees are not fetched; with a zigzag layout and a causal mask that is a quarter of all keys.
 
 Heads are independent, so the work is cut by heads:
 
-* into *waves*, as many heads at a time as ``plan.buffer_bytes`` holds; the next wave is fetched beside this one;
-* on the GPUs of one host the copy engines fetch (:mod:`.pulls`). One kernel takes a whole wave and waits for each head
-  by itself; kernels that cannot wait take a wave in groups of heads, the first of them small, because nothing hides its
-  fetch;
-* elsewhere messages fetch, and every group is a wave of its own.
+* into *waves*, as many heads at a time as ``plan.buffer_bytes`` holds; the next wave is fetched while this one is
+  attended;
+* on the GPUs of one host the copy engines fetch (:mod:`ringattn.peer`). One kernel takes a whole wave and waits for
+  each head by itself; kernels that cannot wait take a wave in groups of heads, the first of them small, because nothing
+  hides its fetch;
+* elsewhere messages fetch, and every group of heads is a wave of its own.
 
 Backward: keys and values are fetched again. The float32 partial gradients go to their owners, run by run of keys while
 the kernel is still at work if it counts what is complete, and are summed there in the order of ranks.
+How keys arrive and gradients leave: :mod:`.fetching`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
-from typing import NamedTuple
+from collections.abc import Iterator
 
 import torch
-from torch import Tensor
 
-from ..kernels.contract import (
-    CompletionCounts,
-    ReadyFlags,
-    Score,
-    accumulation_dtype,
-    block_backward,
-    block_delta,
-    block_forward,
-    completion_counts,
-    waits,
-)
-from ..peer.pulls import FetchBuffers, GradientBuffers, Link, Pull, Push
+from ..kernels.contract import Block, CompletionCounts, Keys, Queries, Result
 from ..plans import Plan
 from ..schedule import head_groups, waves
+from ..shape import Shape
 from ..trace import named
-from ..transport import Pending
-from .ring import saw_nothing
+from .contract import Call, Dataflow, Gradients, piece_elements
+from .fetching import fetch_keys, fetches, gathered_block, interleaved, return_gradients
 
 
-class _Part(NamedTuple):
-    """Key heads that one kernel takes. ``k, v``: (batch, keys, heads, head_dim), here or arriving."""
+class Gather(Dataflow):
+    """Keys and values are fetched by whom they are needed, all of a layer's or in waves of heads."""
 
-    wave: int
-    inside: slice | None  # of the wave; None: all of it
-    heads: slice  # of all key heads
-    k: Tensor
-    v: Tensor
-    ready: ReadyFlags | None
-    first: bool  # of its wave
-    last: bool
+    summary = "keys and values are fetched"
 
-    def queries(self, x: Tensor, kv_heads: int, dim: int) -> Tensor:
-        """Of x, which has all query heads along ``dim``, those that read these key heads."""
-        count = self.heads.stop - self.heads.start
-        if count == kv_heads:
-            return x
-        per_kv = x.shape[dim] // kv_heads
-        return x.narrow(dim, self.heads.start * per_kv, count * per_kv)
-
-
-def forward(
-    q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, plan: Plan, score: Score, kernel: str
-) -> tuple[Tensor, Tensor]:
-    """``(out, lse)`` of this rank's queries. Shapes: kernels/contract.py."""
-    block = plan.gathered_block(q.device)
-    heads = k.shape[2]
-
-    def waiting(k_w: Tensor, v_w: Tensor, heads: slice) -> bool:
-        return block.seq_k > 0 and q.numel() > 0 and waits(q, k_w, v_w, score, kernel)
-
-    whole: tuple[Tensor, Tensor] | None = None
-    for part in _fetched(q, k, v, plan, _link(q, plan), waiting, backward=False):
-        own_q, own_sink = part.queries(q, heads, 2), None if sink is None else part.queries(sink, heads, 0)
-        if block.seq_k == 0:
-            out, lse = saw_nothing(own_q, part.v, own_sink)
-        else:
+    def forward(self, call: Call) -> Result:
+        q, plan = call.q, call.plan
+        block = gathered_block(plan, q.device)
+        waits = call.backend.waits_for_keys and block.seq_k > 0 and q.numel() > 0
+        result: Result | None = None
+        for part in fetch_keys(call, block, lambda keys, heads: waits, backward=False):
+            if block.seq_k == 0:
+                continue  # other ranks fetch from this one all the same
+            score = call.score if part.whole else call.score.heads(part.q_heads)
             with named("wave", part.wave, "forward"):
-                out, lse = block_forward(  # type: ignore[misc]
-                    own_q, part.k, part.v, block, _of_heads(score, part, heads), sink=own_sink, finalize=True,
-                    kernel=kernel, ready=part.ready,
-                )  # fmt: skip
-        if own_q is q:
-            whole = out, lse
-            continue
-        if whole is None:
-            whole = q.new_empty((*q.shape[:3], v.shape[3])), lse.new_empty((q.shape[0], q.shape[2], q.shape[1]))
-        part.queries(whole[0], heads, 2)[:], part.queries(whole[1], heads, 1)[:] = out, lse
-        del out, lse  # before the next part's are made
-    assert whole is not None
-    return whole
+                done = call.backend.output(part.queries(q, 2), part.keys, score)
+            if part.whole:
+                result = done
+                continue
+            if result is None:
+                out = q.new_empty((*q.shape[:3], call.v.shape[3]))
+                result = Result(out, done.lse.new_empty((q.shape[0], q.shape[2], q.shape[1])))
+            part.queries(result.out, 2)[:], part.queries(result.lse, 1)[:] = done
+            del done  # before the next part's are made
+        return call.no_keys() if result is None else result
+
+    def backward(self, call: Call, queries: Queries) -> Gradients:
+        q, plan = call.q, call.plan
+        dq = torch.zeros_like(q, dtype=call.accumulation_dtype, memory_format=torch.contiguous_format)
+        block = gathered_block(plan, q.device)
+        counts: dict[int, CompletionCounts] = {}  # by the first head of a wave
+
+        def waits(keys: Keys, heads: slice) -> bool:
+            if block.seq_k == 0 or q.numel() == 0:
+                return False
+            q_wave = q[:, :, heads]
+            score = call.score.heads(heads)
+            count = call.backend.completion_counts(q_wave, keys, score, deterministic=plan.deterministic)
+            if count is not None:
+                counts[heads.start] = count
+            return count is not None
+
+        home = return_gradients(call)
+        leaving: int | None = None
+        for part in fetch_keys(call, block, waits, backward=True):
+            if part.first:
+                dk, dv = home.buffers(part.wave)
+            into = (dk, dv) if part.inside is None else (dk[:, :, part.inside], dv[:, :, part.inside])
+            count = counts[part.q_heads.start] if part.keys.ready is not None else None
+            with named("wave", part.wave, "backward"):
+                call.backend.backward(
+                    Queries(*(part.queries(x, dim) for x, dim in zip(queries, (2, 2, 1, 1), strict=True))),
+                    part.keys,
+                    call.score if part.whole else call.score.heads(part.q_heads),
+                    part.queries(dq, 2),
+                    deterministic=plan.deterministic,
+                    into=into,
+                    counters=None if count is None else home.counters(part.wave, count).raised,
+                )
+            if part.last:
+                if leaving is not None:
+                    home.finish(leaving)
+                with named("wave", part.wave, "push"):
+                    home.start(part.wave, count)
+                leaving = part.wave
+        assert leaving is not None
+        with named("wave", leaving, "land"):
+            home.finish(leaving)
+        return Gradients(dq, home.dk, home.dv)
+
+    def traffic(self, plan: Plan, rank: int) -> tuple[int, int]:
+        runs = fetches(plan)
+        sent = sum(run.length for r, theirs in enumerate(runs) for run in theirs if run.owner == rank != r)
+        return sent, sum(run.length for run in runs[rank] if run.owner != rank)
+
+    def blocks(self, plan: Plan) -> Iterator[tuple[int, Block]]:
+        for rank in range(plan.world_size):
+            yield rank, gathered_block(plan, torch.device("cpu"), rank)
+
+    def meetings(self, plan: Plan) -> list[str]:
+        lines = []
+        for rank, runs in enumerate(fetches(plan)):
+            tokens = " ".join(f"{run.owner}[{run.offset}:{run.offset + run.length}]" for run in runs)
+            lines.append(f"rank {rank} attends to owner[tokens]: {tokens or 'nothing'}")
+        return lines
+
+    def memory_bytes(self, plan: Plan, shape: Shape, backward: bool) -> int:
+        """Return an upper bound on the CPU and over messages. Where the GPUs of one host pull, what is allocated if the
+        kernel waits for keys itself; other kernels take the output of a group of heads more."""
+        if plan.transport.pulls and not interleaved(plan):
+            return _pulled_bytes(plan, shape, backward)
+        return _message_bytes(plan, shape, backward)
 
 
-def backward(
-    dout: Tensor,
-    dlse: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    plan: Plan,
-    score: Score,
-    kernel: str,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """``(dq, dk, dv, delta)`` of this rank's shards, dq and delta in the accumulation dtype."""
-    delta = block_delta(out, dout, dlse)
-    dq = torch.zeros_like(q, dtype=accumulation_dtype(q), memory_format=torch.contiguous_format)
-    block = plan.gathered_block(q.device)
-    kv_heads = k.shape[2]
-    per_kv = q.shape[2] // kv_heads
-    counted: dict[int, CompletionCounts] = {}  # by the first head of a wave
-
-    def waiting(k_w: Tensor, v_w: Tensor, heads: slice) -> bool:
-        if block.seq_k == 0 or q.numel() == 0:
-            return False
-        whole = k_w.shape[2] == kv_heads
-        q_w = q if whole else q[:, :, heads.start * per_kv : heads.stop * per_kv]
-        counts = completion_counts(q_w, k_w, v_w, block, score, deterministic=plan.deterministic, kernel=kernel)
-        if counts is not None:
-            counted[heads.start] = counts
-        return counts is not None
-
-    link = _link(q, plan)
-    home = _home(q, k, v, plan, link)
-    leaving: int | None = None
-    for part in _fetched(q, k, v, plan, link, waiting, backward=True):
-        if part.first:
-            dk_w, dv_w = home.room(part.wave)
-        into = (dk_w, dv_w) if part.inside is None else (dk_w[:, :, part.inside], dv_w[:, :, part.inside])
-        counts = counters = None
-        if part.ready is not None:
-            assert isinstance(home, Push)  # what arrives is pulled
-            counts = counted[part.heads.start]
-            counters = home.counters(part.wave, counts).raised
-        with named("wave", part.wave, "backward"):
-            block_backward(
-                part.queries(q, kv_heads, 2), part.k, part.v, part.queries(dout, kv_heads, 2),
-                part.queries(lse, kv_heads, 1), part.queries(delta, kv_heads, 1), block,
-                _of_heads(score, part, kv_heads), dq=part.queries(dq, kv_heads, 2), deterministic=plan.deterministic,
-                kernel=kernel, into=into, ready=part.ready, counters=counters,
-            )  # fmt: skip
-        if part.last:
-            if leaving is not None:
-                home.land(leaving)
-            with named("wave", part.wave, "push"):
-                home.begin(part.wave, counts)
-            leaving = part.wave
-    assert leaving is not None
-    with named("wave", leaving, "land"):
-        home.land(leaving)
-    return dq, home.dk, home.dv, delta
+def _message_bytes(plan: Plan, s: Shape, backward: bool) -> int:
+    rank, runs = plan.rank, fetches(plan)
+    queries, local = plan.local_lengths[rank], plan.local_lengths_k[rank]
+    fetched = sum(run.length for run in runs[rank])
+    to_this_rank = sum(run.length for theirs in runs for run in theirs if run.owner == rank)
+    groups = head_groups(s.kv_heads, s.q_heads, plan.transport.device.type, backward)
+    part = max(g.stop - g.start for g in groups) / s.kv_heads
+    bound = float(_row_bytes(queries, s, backward) + (local + fetched) * s.kv_elements * s.itemsize)
+    if interleaved(plan):  # arriving runs, before they are put in the order of positions
+        bound += part * fetched * s.kv_elements * (s.itemsize + s.state_itemsize * backward)
+    if backward:
+        gradients = local + part * (4 * fetched + 2 * (local + to_this_rank))
+        bound += gradients * s.kv_elements * s.state_itemsize
+        bound += piece_elements(plan, s, queries, fetched, s.kv_heads) * s.state_itemsize
+    elif len(groups) > 1:
+        bound += part * queries * s.q_heads * (s.value_dim * s.itemsize + s.state_itemsize)
+    return round(s.batch * bound)
 
 
-def _fetched(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    plan: Plan,
-    link: Link | None,
-    waiting: Callable[[Tensor, Tensor, slice], bool],
-    backward: bool,
-) -> Iterator[_Part]:
-    """The parts in the order in which they come. ``waiting(k, v, heads)``: may the kernel get keys that are still
-    arriving?"""
-    if link is None:
-        yield from _messages(q, k, v, plan, backward)
-        return
+def _pulled_bytes(plan: Plan, s: Shape, backward: bool) -> int:
+    runs = fetches(plan)
+    fetched = sum(run.length for run in runs[plan.rank])
+    largest = max(sum(run.length for run in theirs) for theirs in runs)
+    queries, longest = plan.local_lengths[plan.rank], max(plan.local_lengths_k)
+    token = s.batch * (s.head_dim + s.value_dim)  # elements of one key head
 
-    def places() -> FetchBuffers:
-        return FetchBuffers(link, k, v, plan.fetches, plan.local_lengths_k, _waves(k, v, plan, backward))
+    def in_waves(gradients: bool) -> tuple[int, int, int]:
+        """Return the number of waves, the heads of a wave, and the heads that are in memory at the same time."""
+        cut = waves(s.kv_heads, token * largest * (s.itemsize + s.state_itemsize * gradients), plan.buffer_bytes)
+        heads = max(wave.stop - wave.start for wave in cut)
+        return len(cut), heads, min(2, len(cut)) * heads
 
-    its = link.prepare(("places", plan.handle, backward, k.shape, v.shape, k.dtype), places)
-    pull, ahead = Pull(link, its, k, v), its.waves
-    per_kv = q.shape[2] // k.shape[2]
-
-    def start(wave: int) -> tuple[Tensor, Tensor, bool, list[slice]]:
-        heads = ahead[wave]
-        count = heads.stop - heads.start
-        k_w, v_w = its.kv[wave]
-        whole = waiting(k_w, v_w, heads)
-        groups = [slice(0, count)] if whole else head_groups(count, count * per_kv, q.device.type, backward)
-        with named("wave", wave, "pull"):
-            pull.begin(wave, groups)
-        return k_w, v_w, whole, groups
-
-    started = start(0)
-    for wave, heads in enumerate(ahead):
-        k_w, v_w, whole, groups = started
-        if wave + 1 < len(ahead):
-            started = start(wave + 1)
-        if whole:
-            yield _Part(wave, None, heads, k_w, v_w, pull.ready(wave), True, True)
-        for i, g in enumerate(() if whole else groups):
-            pull.wait(wave, g)
-            yield _Part(
-                wave, g, slice(heads.start + g.start, heads.start + g.stop), k_w[:, :, g], v_w[:, :, g], None, i == 0,
-                i == len(groups) - 1,
-            )  # fmt: skip
-        pull.release(wave)
+    count, heads, resident = in_waves(backward)
+    total = s.batch * _row_bytes(queries, s, backward)
+    total += 2 * s.kv_heads * longest * token * s.itemsize  # two slots that others read
+    # The buffer stays as large as the forward made it, which holds more heads because it has no gradients.
+    total += max(resident, in_waves(False)[2]) * fetched * token * s.itemsize
+    if backward:
+        total += (plan.world_size - 1) * heads * longest * token * s.state_itemsize  # what others push
+        # The larger of two: a wave's contributions before dq is made as a result, and after.
+        groups = head_groups(heads, heads * (s.q_heads // s.kv_heads), "cuda", backward)
+        piece = s.batch * piece_elements(plan, s, queries, fetched, max(g.stop - g.start for g in groups))
+        contributions = (resident * fetched * token + piece) * s.state_itemsize
+        total += max(contributions - s.batch * queries * s.q_heads * s.head_dim * s.itemsize, 0)
+    elif count > 1:  # a wave's output, before it is put in its place
+        total += s.batch * queries * heads * (s.q_heads // s.kv_heads) * (s.value_dim * s.itemsize + s.state_itemsize)
+    return total
 
 
-def _link(x: Tensor, plan: Plan) -> Link | None:
-    """None also where tokens of several ranks interleave: a copy moves neighbouring tokens."""
-    return None if plan.interleaved or plan.seq_len_k == 0 else plan.transport.link(x)
-
-
-def _messages(q: Tensor, k: Tensor, v: Tensor, plan: Plan, backward: bool) -> Iterator[_Part]:
-    """Fetching by messages: one per run of positions and group of heads, (tokens, batch, heads, both head dims)."""
-    groups = head_groups(k.shape[2], q.shape[2], q.device.type, backward)
-    packed = [torch.cat([k[:, :, g], v[:, :, g]], -1).transpose(0, 1).contiguous() for g in groups]
-    fetch = plan.transport.fetch(packed, plan.fetches)
-    for i, heads in enumerate(groups):
-        kv = fetch.wait(i).transpose(0, 1)
-        yield _Part(i, None, heads, kv[..., : k.shape[3]], kv[..., k.shape[3] :], None, True, True)
-
-
-def _waves(k: Tensor, v: Tensor, plan: Plan, backward: bool) -> list[slice]:
-    return waves(k.shape[2], plan.head_bytes(k, v, backward), plan.buffer_bytes)
-
-
-def _home(q: Tensor, k: Tensor, v: Tensor, plan: Plan, link: Link | None) -> Push | _Sent:
-    """The way of the partial gradients to their owners, in the waves of :func:`_fetched`."""
-    dtype = accumulation_dtype(q)
-    if link is None:
-        return _Sent(k, v, plan, dtype, head_groups(k.shape[2], q.shape[2], q.device.type, backward=True))
-
-    def landings() -> GradientBuffers:
-        ahead = _waves(k, v, plan, backward=True)
-        return GradientBuffers(link, (k, v), dtype, plan.fetches, plan.local_lengths_k, ahead)
-
-    return Push(link, link.prepare(("landings", plan.handle, k.shape, v.shape, k.dtype), landings), (k, v))
-
-
-class _Sent:
-    """What :class:`.pulls.Push` does, by messages. A wave is a group of heads: (keys in the buffer, batch, heads, both
-    head dims)."""
-
-    def __init__(self, k: Tensor, v: Tensor, plan: Plan, dtype: torch.dtype, waves: Sequence[slice]) -> None:
-        self.plan, self.waves, self.head_dim = plan, waves, k.shape[3]
-        self.dk = torch.empty(k.shape, dtype=dtype, device=k.device)
-        self.dv = torch.empty(v.shape, dtype=dtype, device=v.device)
-        self.width = k.shape[3] + v.shape[3]
-        self.keys = sum(run.length for run in plan.fetches[plan.rank])
-        self.partials: dict[int, Tensor] = {}
-
-    def room(self, wave: int) -> tuple[Tensor, Tensor]:
-        heads = self.waves[wave]
-        self.partials[wave] = self.dk.new_empty(self.keys, self.dk.shape[0], heads.stop - heads.start, self.width)
-        rows = self.partials[wave].transpose(0, 1)
-        return rows[..., : self.head_dim], rows[..., self.head_dim :]
-
-    def begin(self, wave: int, counts: CompletionCounts | None) -> None:
-        plan, partial = self.plan, self.partials.pop(wave)
-        self.arriving: list[tuple[int, Tensor]] = []  # (offset here, gradients), in the order of ranks on every run
-        sends, receives = [], []
-        for visitor, runs in enumerate(plan.fetches):
-            for run in runs:
-                if visitor == plan.rank and run.owner != plan.rank:
-                    sends.append((run.rows(partial).contiguous(), run.owner))
-                elif run.owner == plan.rank:
-                    there = visitor == plan.rank
-                    piece = run.rows(partial) if there else partial.new_empty((run.length, *partial.shape[1:]))
-                    self.arriving.append((run.offset, piece))
-                    if not there:
-                        receives.append((piece, visitor))
-        self.moving: Pending = plan.transport.start(sends, receives)
-
-    def land(self, wave: int) -> None:
-        """Wait, and sum."""
-        heads = self.waves[wave]
-        dk, dv = self.dk[:, :, heads], self.dv[:, :, heads]
-        whole = dk.new_zeros(dk.shape[1], dk.shape[0], dk.shape[2], self.width)
-        self.moving.wait()
-        for offset, piece in self.arriving:
-            whole[offset : offset + len(piece)] += piece
-        whole = whole.transpose(0, 1)
-        dk.copy_(whole[..., : self.head_dim])
-        dv.copy_(whole[..., self.head_dim :])
-
-
-def _of_heads(score: Score, part: _Part, kv_heads: int) -> Score:
-    slopes = score.alibi_slopes
-    return score if slopes is None else replace(score, alibi_slopes=part.queries(slopes, kv_heads, -1))
+def _row_bytes(queries: int, s: Shape, backward: bool) -> int:
+    """Return the bytes of dq and delta of one batch element."""
+    return queries * s.q_heads * (s.head_dim + 2) * s.state_itemsize * backward

@@ -1,95 +1,85 @@
 """Dataflow "reduce": keys and values stay, queries travel and their partial states are summed at their owners.
 
 The dual of the ring. It moves queries and float32 states instead of keys and values, so it wins where queries are few:
-long caches, cross attention to a long source. With queries replicated on every rank (:mod:`ringattn.decode`) the sum is
-an all-reduce of the maximum, then one of ``(l, o)`` packed together (Shyam et al. 2024, arXiv:2408.04093).
+long caches, cross attention to a long source. Decoding is its limit, with the same queries on every rank and one sum
+(:mod:`ringattn.generation`; Shyam et al. 2024, arXiv:2408.04093).
 """
 
 from __future__ import annotations
 
 import torch
-from torch import Tensor
 
-from ..kernels.contract import Score, accumulation_dtype, block_backward, block_delta, block_forward
+from ..kernels.contract import Keys, Queries, Result
 from ..partial import Partial
 from ..plans import Plan
-from ..transport import Transport
-from .circulation import Part, Tensors, circulate
-from .ring import add_gradients, saw_nothing
+from ..shape import Shape
+from .circulation import Circulation, Contribution, Tensors
+from .contract import Call, Dataflow, Gradients, piece_elements
+from .ring import add_gradients
 
 
-def forward(
-    q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, plan: Plan, score: Score, kernel: str
-) -> tuple[Tensor, Tensor]:
-    """``(out, lse)`` of this rank's queries. Shapes: kernels/contract.py."""
+class Reduce(Dataflow):
+    """Queries travel, and partial states ``(m, l, o)`` or dq come home."""
 
-    def visit(owner: int, shard: Tensors) -> Tensors:
-        (queries,) = shard
-        state = block_forward(queries, k, v, plan.block(owner, plan.rank, q.device), score, kernel=kernel)
-        return tuple(state)
+    moves_queries = True
+    summary = "queries travel"
 
-    def add(a: Tensors, b: Tensors) -> Tensors:
-        return tuple(Partial(*a).add_(Partial(*b)))
+    def forward(self, call: Call) -> Result:
+        plan, score = call.plan, call.score.without_sink()  # the sink joins once, at home
+        batch, seq, heads, _ = call.q.shape
+        row, o = torch.Size((batch, heads, seq)), torch.Size((batch, seq, heads, call.v.shape[-1]))
+        states = Contribution((row, row, o), call.accumulation_dtype, _add_states)
+        circulation = Circulation((call.q,), plan, plan.local_lengths, states)
+        for visit in circulation:
+            keys = Keys(call.k, call.v, call.block(visit.owner, plan.rank))
+            visit.give(tuple(call.backend.forward(*visit.shard, keys, score)))
+        if circulation.home is None:
+            return call.no_keys()
+        total = Partial(*circulation.home)
+        out, lse = (total if call.score.sink is None else total.add_sink(call.score.sink)).finalize()
+        return Result(out.to(call.q.dtype), lse)
 
-    batch, seq, heads, _ = q.shape
-    row, o = torch.Size((batch, heads, seq)), torch.Size((batch, seq, heads, v.shape[-1]))
-    part = Part((row, row, o), accumulation_dtype(q), (2, 2, 1), add)
-    home = circulate((q,), (1,), plan.local_lengths, plan.steps, plan.transport, visit, part)
-    if home is None:
-        return saw_nothing(q, v, sink)
-    total = Partial(*home)
-    out, lse = (total if sink is None else join_sink(total, sink)).finalize()
-    return out.to(q.dtype), lse
+    def backward(self, call: Call, queries: Queries) -> Gradients:
+        plan, dtype = call.plan, call.accumulation_dtype
+        dkdv: Tensors | None = None
+        circulation = Circulation(
+            tuple(queries), plan, plan.local_lengths, Contribution((call.q.shape,), dtype, add_gradients)
+        )
+        for visit in circulation:
+            dq = torch.zeros_like(visit.shard[0], dtype=dtype, memory_format=torch.contiguous_format)
+            new = call.backend.backward(
+                Queries(*visit.shard), Keys(call.k, call.v, call.block(visit.owner, plan.rank)), call.score, dq,
+                deterministic=plan.deterministic,
+            )  # fmt: skip
+            dkdv = new if dkdv is None else add_gradients(dkdv, new)
+            visit.give((dq,))
+            del dq, new  # they would keep a contribution more
+        (dq,) = circulation.home or (torch.zeros_like(call.q, dtype=dtype),)
+        dk, dv = dkdv or (torch.zeros_like(x, dtype=dtype) for x in (call.k, call.v))
+        return Gradients(dq, dk, dv)
 
+    def token_bytes(self, shape: Shape, backward: bool) -> tuple[int, int]:
+        s = shape
+        if backward:  # q, dout, lse, delta travel; dq comes home
+            shard = s.q_heads * ((s.head_dim + s.value_dim) * s.itemsize + 2 * s.state_itemsize)
+            return shard, s.q_heads * s.head_dim * s.state_itemsize
+        return s.q_heads * s.head_dim * s.itemsize, s.state_elements * s.state_itemsize
 
-def backward(
-    dout: Tensor,
-    dlse: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    plan: Plan,
-    score: Score,
-    kernel: str,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """``(dq, dk, dv, delta)`` of this rank's shards, in the accumulation dtype."""
-    delta = block_delta(out, dout, dlse)
-    dtype = accumulation_dtype(q)
-    dk = dv = None
-
-    def visit(owner: int, shard: Tensors) -> Tensors:
-        nonlocal dk, dv
-        queries, dout_, lse_, delta_ = shard
-        dq = torch.zeros_like(queries, dtype=dtype, memory_format=torch.contiguous_format)
-        block = plan.block(owner, plan.rank, q.device)
-        new = block_backward(
-            queries, k, v, dout_, lse_, delta_, block, score,
-            dq=dq, deterministic=plan.deterministic, kernel=kernel,
-        )  # fmt: skip
-        dk, dv = new if dk is None else add_gradients((dk, dv), new)
-        return (dq,)
-
-    part = Part((q.shape,), dtype, (1,), add_gradients)
-    shard = (q, dout, lse, delta)
-    home = circulate(shard, (1, 1, 2, 2), plan.local_lengths, plan.steps, plan.transport, visit, part)
-    dq = home[0] if home is not None else torch.zeros_like(q, dtype=dtype)
-    if dk is None or dv is None:
-        dk, dv = torch.zeros_like(k, dtype=dtype), torch.zeros_like(v, dtype=dtype)
-    return dq, dk, dv, delta
-
-
-def join_sink(total: Partial, sink: Tensor) -> Partial:
-    """Add one logit per head, (heads,), with a value of zero."""
-    m = sink.to(total.m.dtype)[:, None].expand_as(total.m)
-    return total + Partial(m, torch.ones_like(total.l), torch.zeros_like(total.o))
+    def memory_bytes(self, plan: Plan, shape: Shape, backward: bool) -> int:
+        """Return the peak in addition to inputs and results: shards held and arriving; contributions at home, made,
+        arriving and leaving; in the backward dk and dv twice, and two numbers per row."""
+        s, steps = shape, len(plan.steps) - 1
+        queries, keys = max(plan.local_lengths), plan.local_lengths_k[plan.rank]
+        shards, contributions = (2, min(steps + 1, 4)) if steps > 1 else (0, 1)
+        shard, contribution = self.token_bytes(s, backward)
+        total = queries * (shards * shard + contributions * contribution)
+        if backward:
+            total += 2 * keys * s.kv_elements * s.state_itemsize
+            total += 2 * plan.local_lengths[plan.rank] * s.q_heads * s.state_itemsize
+            longest = max(plan.local_lengths_k)
+            total += piece_elements(plan, s, queries, longest, s.kv_heads) * s.state_itemsize
+        return s.batch * total
 
 
-def all_reduce(state: Partial, transport: Transport) -> Partial:
-    """The sum of the states that the ranks hold for the same queries, on every rank: two all-reduces."""
-    m = transport.all_reduce(state.m.clone(), "max")
-    scaled = state.rescale(m)
-    packed = torch.cat([scaled.l.transpose(1, 2)[..., None], scaled.o], -1)
-    total = transport.all_reduce(packed.contiguous(), "sum")
-    return Partial(m, total[..., 0].transpose(1, 2).contiguous(), total[..., 1:])
+def _add_states(a: Tensors, b: Tensors) -> Tensors:
+    return tuple(Partial(*a).add_(Partial(*b)))

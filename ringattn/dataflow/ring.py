@@ -1,89 +1,98 @@
-"""Dataflow "ring": queries stay, keys and values travel (Liu et al. 2023, arXiv:2310.01889).
+"""Ring attention: queries stay, keys and values travel (Liu et al. 2023, arXiv:2310.01889).
 
-Forward: the partial state of this rank's queries is carried in float32 from block to block; nothing is merged.
-Backward: keys and values travel again; lse and delta are global, so contributions to dk and dv add up as they are, and
-follow their shard home in float32.
+Each of four ranks holds a quarter of the queries Q and of the keys and values KV. In every step each rank attends to
+the KV that it holds, while it sends them to its right neighbour and receives the next ones from its left neighbour:
+
+    step     rank 0         rank 1         rank 2         rank 3
+      0      Q0 x KV0       Q1 x KV1       Q2 x KV2       Q3 x KV3
+      1      Q0 x KV3       Q1 x KV0       Q2 x KV1       Q3 x KV2        after 4 steps
+      2      Q0 x KV2       Q1 x KV3       Q2 x KV0       Q3 x KV1        every Q has met every KV,
+      3      Q0 x KV1       Q1 x KV2       Q2 x KV3       Q3 x KV0        and no rank held more than two KV
+
+**Why the parts may be added up.** Attention to a set J of keys is a triple, for one query with scores s_j:
+
+    m >= s_j        l = sum_J exp(s_j - m)        o = sum_J exp(s_j - m) v_j        out = o / l,    lse = m + ln l
+
+For two disjoint sets, bring both triples to the same m (multiply l and o by exp(m_old - m)) and add. So a rank may meet
+the KV in any order, one shard at a time, and divides once, at the end: the result is the softmax over all keys, exactly
+(partial.py). The state (m, l, o) stays in float32 from the first shard to the last.
+
+**Backward.** lse and delta = rowsum(dout * out) are of the whole sequence, so p_ij = exp(s_ij - lse_i) is the final
+probability whichever rank computes it, and gradients are plain sums. dq stays with its queries. KV travel once more;
+what a rank adds to dk and dv follows its shard one step later, in float32, and the last hop takes the sum home:
+
+    step     rank 0            rank 1            rank 2            rank 3
+      1      dKV3 from Q0      dKV0 from Q1      dKV1 from Q2      dKV2 from Q3
+      2      dKV2 + Q0's       dKV3 + Q1's       dKV0 + Q2's       dKV1 + Q3's
+      3      dKV1 + Q0's       dKV2 + Q1's       dKV3 + Q2's       dKV0 + Q3's     then dKV0 goes home to rank 0, ...
+
+What the mask hides costs nothing: a rank that needs no key of a shard does not compute, and a shard goes no further
+than to the last rank that needs it. ``call.block(rank, owner)`` says which keys of the owner the queries of this rank
+see, for any mask and any layout; who holds whose shard at which step is decided in schedule.py; the sends and receives
+are in circulation.py.
 """
 
 from __future__ import annotations
 
 import torch
-from torch import Tensor
 
-from ..kernels.contract import Score, block_backward, block_delta, block_forward
-from ..kernels.contract import accumulation_dtype as accumulation
+from ..kernels.contract import Keys, Queries, Result
 from ..partial import Partial
 from ..plans import Plan
-from .circulation import Part, Tensors, circulate
+from ..shape import Shape
+from .circulation import Circulation, Contribution, Tensors
+from .contract import Call, Dataflow, Gradients, piece_elements
 
 
-def forward(
-    q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, plan: Plan, score: Score, kernel: str
-) -> tuple[Tensor, Tensor]:
-    """``(out, lse)`` of this rank's queries. Shapes: kernels/contract.py."""
-    remaining = sum(step.compute for step in plan.steps)
-    state: Partial | None = None
-    result: tuple[Tensor, Tensor] | None = None
+class Ring(Dataflow):
+    """Keys and values travel, queries stay. Memory per rank is O(sequence / ranks)."""
 
-    def visit(owner: int, shard: Tensors) -> None:
-        k, v = shard
-        nonlocal remaining, state, result
-        remaining -= 1
-        reached = block_forward(
-            q,
-            k,
-            v,
-            plan.block(plan.rank, owner, q.device),
-            score,
-            state=state,
-            sink=sink if state is None else None,  # it joins the denominator once
-            finalize=remaining == 0,
-            kernel=kernel,
-        )
-        if isinstance(reached, Partial):
-            state = reached
-        else:
-            result = reached
+    def forward(self, call: Call) -> Result:
+        plan, attend = call.plan, call.backend
+        state: Partial | None = None  # (m, l, o) of this rank's queries and all keys that they have met
+        result: Result | None = None
+        for visit in Circulation((call.k, call.v), plan, plan.local_lengths_k):
+            block = call.block(plan.rank, visit.owner)
+            if visit.last:
+                result = attend.output(call.q, Keys(*visit.shard, block), call.score, state)
+            else:
+                state = attend.forward(call.q, Keys(*visit.shard, block), call.score, state)
+        return call.no_keys() if result is None else result
 
-    circulate((k, v), (1, 1), plan.local_lengths_k, plan.steps, plan.transport, visit)
-    return result if result is not None else saw_nothing(q, v, sink)
+    def backward(self, call: Call, queries: Queries) -> Gradients:
+        plan, dtype = call.plan, call.accumulation_dtype
+        dq = torch.zeros_like(call.q, dtype=dtype, memory_format=torch.contiguous_format)
+        dkdv = Contribution((call.k.shape, call.v.shape), dtype, add_gradients)
+        circulation = Circulation((call.k, call.v), plan, plan.local_lengths_k, dkdv)
+        for visit in circulation:
+            block = call.block(plan.rank, visit.owner)
+            visit.give(
+                call.backend.backward(
+                    queries, Keys(*visit.shard, block), call.score, dq, deterministic=plan.deterministic
+                )
+            )
+        dk, dv = circulation.home or (torch.zeros_like(x, dtype=dtype) for x in (call.k, call.v))
+        return Gradients(dq, dk, dv)
 
-
-def backward(
-    dout: Tensor,
-    dlse: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    plan: Plan,
-    score: Score,
-    kernel: str,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """``(dq, dk, dv, delta)`` of this rank's shards, in the accumulation dtype."""
-    delta = block_delta(out, dout, dlse)
-    dq = torch.zeros_like(q, dtype=accumulation(q), memory_format=torch.contiguous_format)
-
-    def visit(owner: int, shard: Tensors) -> Tensors:
-        k, v = shard
-        block = plan.block(plan.rank, owner, q.device)
-        return block_backward(
-            q, k, v, dout, lse, delta, block, score, dq=dq, deterministic=plan.deterministic, kernel=kernel
-        )
-
-    part = Part((k.shape, v.shape), dq.dtype, (1, 1), add_gradients)
-    home = circulate((k, v), (1, 1), plan.local_lengths_k, plan.steps, plan.transport, visit, part)
-    dk, dv = home if home is not None else (torch.zeros_like(k, dtype=dq.dtype), torch.zeros_like(v, dtype=dq.dtype))
-    return dq, dk, dv, delta
+    def memory_bytes(self, plan: Plan, shape: Shape, backward: bool) -> int:
+        """Return the peak in addition to inputs and results: shards held and arriving; in the forward the state; in the
+        backward contributions at home, made, arriving and leaving, dq, and two numbers per row."""
+        s, steps = shape, len(plan.steps) - 1
+        queries, keys = plan.local_lengths[plan.rank], max(plan.local_lengths_k)
+        shards = 2 if steps > 1 else 0
+        if not backward:
+            shard = keys * s.kv_elements * s.itemsize
+            state = (steps > 1) * queries * s.state_elements * s.state_itemsize
+            # The results are made in the last step, when no shard arrives.
+            results = queries * s.q_heads * (s.value_dim * s.itemsize + s.state_itemsize)
+            return s.batch * max(shards * shard + state - results, (shards > 0) * shard + state)
+        contributions = min(steps + 1, 4) if steps > 1 else 1
+        travelling = keys * s.kv_elements * (shards * s.itemsize + contributions * s.state_itemsize)
+        local = queries * s.q_heads * (s.head_dim + 2) * s.state_itemsize
+        piece = piece_elements(plan, s, queries, keys, s.kv_heads) * s.state_itemsize
+        return s.batch * (travelling + local + piece)
 
 
 def add_gradients(a: Tensors, b: Tensors) -> Tensors:
-    """Sum of two contributions, in place of the first."""
+    """Return the sum of two contributions, in the memory of the first."""
     return tuple(x.add_(y) for x, y in zip(a, b, strict=True))
-
-
-def saw_nothing(q: Tensor, v: Tensor, sink: Tensor | None) -> tuple[Tensor, Tensor]:
-    """``(out, lse)`` of queries that meet no key: zeros, and -inf or the sink."""
-    out, lse = Partial.empty_like(q, v).finalize()
-    return out.to(q.dtype), lse if sink is None else torch.zeros_like(lse) + sink.to(lse.dtype)[:, None]

@@ -287,7 +287,7 @@ class Pull:
         self.epoch = link.epochs[_KEYS]
         self.slot = self.epoch % 2
 
-    def begin(self, wave: int, groups: Sequence[slice]) -> None:
+    def start(self, wave: int, groups: Sequence[slice]) -> None:
         """Start to pull a wave, in the order in which it is attended: groups of heads inside the wave."""
         link, places, main, pulling = self.link, self.places, self.main, self.link.pulling
         if wave == 0:
@@ -444,7 +444,7 @@ class Push:
         self.partials: dict[int, Tensor] = {}
         self.epoch = 0
 
-    def room(self, wave: int) -> tuple[Tensor, Tensor]:
+    def buffers(self, wave: int) -> tuple[Tensor, Tensor]:
         """Where this rank's contributions of a wave go: (batch, keys, heads, head_dim), (..., head_dim_v)."""
         its, heads = self.landings, self.landings.waves[wave]
         count, keys, width = heads.stop - heads.start, its.keys, its.width
@@ -468,7 +468,7 @@ class Push:
             found = self.link.counters[key]
         return found
 
-    def begin(self, wave: int, completion_counts: CompletionCounts | None) -> None:
+    def start(self, wave: int, completion_counts: CompletionCounts | None) -> None:
         """Behind the launch of the kernel that writes a wave: push what it makes, run by run, while it runs if it
         counts what is complete, else when it is done."""
         link, partial, pushing = self.link, self.partials[wave], self.link.pushing
@@ -490,7 +490,7 @@ class Push:
         link.tell(pushing, LANDED, self.epoch)
         link.pushed.record(pushing)
 
-    def land(self, wave: int) -> None:
+    def finish(self, wave: int) -> None:
         """Wait for the contributions of a wave and sum them, in the order of ranks."""
         from .sum_runs import sum_runs
 

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from ... import transport as transports
+from ...planning import plan as make_plan
 from ...plans import Plan
-from ...plans import plan as make_plan
 from ...training import batch as batches
 from ..recomputation import Scope
 from . import checks

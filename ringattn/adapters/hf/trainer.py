@@ -55,9 +55,9 @@ def check_hooks(trainer: type, accelerator: type, sft: type | None = None) -> No
 
 
 def _refuse_versions(reliance: str, difference: str) -> None:
-    packages = [name for name in ("transformers", "accelerate", "trl") if name in sys.modules]
+    packages = [f"{name} {version(name)}" for name in ("transformers", "accelerate", "trl") if name in sys.modules]
     raise RuntimeError(
-        f"ringattn.hf {reliance}, but {' with '.join(f'{name} {version(name)}' for name in packages)} has {difference}; use "
+        f"ringattn.hf {reliance}, but {' with '.join(packages)} has {difference}; use "
         "transformers 5.17 to 5.23 with accelerate 1.15 (and trl 1.16), or ringattn.hf.sequence() in a loop of your own"
     )
 

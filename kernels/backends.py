@@ -1,0 +1,236 @@
+"""Kernel backends: their interface, the registry, and the choice of one.
+
+A backend is one class with two methods, registered by one line in :data:`BACKENDS`. Shapes: :mod:`.contract`.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from ..partial import Partial
+from . import eager, long_sums
+from .contract import CompletionCounts, Keys, Queries, Result, Score, has_triton
+
+
+class Backend:
+    """Attention of queries to one chunk of keys. Subclasses define ``_forward`` and ``_backward``.
+
+    The public methods take care of empty tensors and of sums that are too long for tensor cores.
+    """
+
+    waits_for_keys = False  # the forward may start while copy engines still write the keys (ReadyFlags)
+
+    def unsupported(self, q: Tensor, k: Tensor, v: Tensor, score: Score, *, backward: bool = False) -> str | None:
+        """Return None if this backend can attend with these tensors, otherwise the reason, in a few words."""
+        return None
+
+    def forward(self, q: Tensor, keys: Keys, score: Score, state: Partial | None = None) -> Partial:
+        """Attend to one chunk of keys and return the partial state.
+
+        Args:
+            state: state to carry in; its tensors may be overwritten and returned. Without one, the sink joins.
+        """
+        partial = self._or_eager(q, keys)._forward(q, keys, score, state, finalize=False)
+        assert isinstance(partial, Partial)
+        return partial
+
+    def output(self, q: Tensor, keys: Keys, score: Score, state: Partial | None = None) -> Result:
+        """Attend to the last chunk of keys and return the finished ``(out, lse)``. Arguments: :meth:`forward`."""
+        result = self._or_eager(q, keys)._forward(q, keys, score, state, finalize=True)
+        assert isinstance(result, Result)
+        return result
+
+    def backward(
+        self,
+        queries: Queries,
+        keys: Keys,
+        score: Score,
+        dq: Tensor,
+        *,
+        deterministic: bool = False,
+        into: tuple[Tensor, Tensor] | None = None,
+        counters: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Return dk and dv of one chunk of keys from these queries, in the dtype of dq, and add to dq.
+
+        Args:
+            dq: like q, float32 (float64 for float64 inputs); the chunk's contribution is **added** to it.
+            deterministic: the same bits on every run.
+            into: where dk and dv are written and returned; the last dimension contiguous, other strides free. New
+                tensors if absent.
+            counters: (groups of rows, segments of keys) int32 on the device, see :class:`.contract.CompletionCounts`.
+        """
+        backend = self._or_eager(queries.q, keys)
+        heads, sums_keys = backend.sums(queries.q, keys.k, deterministic)
+        if long_sums.must_split(keys.block, heads, sums_keys):
+            return backend._in_pieces(queries, keys, score, dq, heads, deterministic, into)
+        return backend._backward(queries, keys, score, dq, deterministic, into, counters)
+
+    def completion_counts(
+        self, q: Tensor, keys: Keys, score: Score, *, deterministic: bool = False
+    ) -> CompletionCounts | None:
+        """Return what the backward counts, or None if it can neither count nor wait for keys."""
+        if deterministic or long_sums.must_split(keys.block, *self.sums(q, keys.k, deterministic)):
+            return None
+        return self._completion_counts(q, keys)
+
+    def sums(self, q: Tensor, k: Tensor, deterministic: bool) -> tuple[int, bool]:
+        """Return how many query heads a backward adds up in one sum of a key's gradient, and whether dq is one sum over
+        all keys."""
+        return q.shape[2] // k.shape[2], True
+
+    def _forward(self, q: Tensor, keys: Keys, score: Score, state: Partial | None, finalize: bool) -> Partial | Result:
+        raise NotImplementedError
+
+    def _backward(
+        self,
+        queries: Queries,
+        keys: Keys,
+        score: Score,
+        dq: Tensor,
+        deterministic: bool,
+        into: tuple[Tensor, Tensor] | None,
+        counters: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:
+        raise NotImplementedError
+
+    def _completion_counts(self, q: Tensor, keys: Keys) -> CompletionCounts | None:
+        return None
+
+    def _or_eager(self, q: Tensor, keys: Keys) -> Backend:
+        """Return the eager backend for empty tensors, which it handles on any device: there is nothing to launch."""
+        return BACKENDS["eager"] if 0 in q.shape or 0 in keys.k.shape else self
+
+    def _in_pieces(
+        self,
+        queries: Queries,
+        keys: Keys,
+        score: Score,
+        dq: Tensor,
+        heads: int,
+        deterministic: bool,
+        into: tuple[Tensor, Tensor] | None,
+    ) -> tuple[Tensor, Tensor]:
+        """Run the backward piece by piece, see :mod:`.long_sums`."""
+        k, v, block, _ = keys
+        dk, dv = into or (torch.empty(k.shape, dtype=dq.dtype, device=k.device) for k in (k, v))
+        dk.zero_(), dv.zero_()  # keys that no query sees
+        for rows, columns, part, first in long_sums.split(block, heads):
+            some = Queries(queries.q[:, rows], queries.dout[:, rows], queries.lse[..., rows], queries.delta[..., rows])
+            of_piece = self.backward(
+                some, Keys(k[:, columns], v[:, columns], part), score, dq[:, rows], deterministic=deterministic
+            )
+            for total, x in zip((dk, dv), of_piece, strict=True):
+                total[:, columns].copy_(x) if first else total[:, columns].add_(x)
+        return dk, dv
+
+
+class Eager(Backend):
+    """Plain torch: any device, any dtype up to float64. The executable specification."""
+
+    def unsupported(self, q: Tensor, k: Tensor, v: Tensor, score: Score, *, backward: bool = False) -> str | None:
+        return None if q.is_floating_point() else f"dtype {q.dtype} is not a floating dtype"
+
+    def _forward(self, q, keys, score, state, finalize):  # type: ignore[no-untyped-def]
+        return eager.forward(q, keys, score, state, finalize)
+
+    def _backward(self, queries, keys, score, dq, deterministic, into, counters):  # type: ignore[no-untyped-def]
+        return _store(eager.backward(queries, keys, score, dq), into)
+
+
+class _Compiled(Backend):
+    """A backend whose modules need Triton, and are imported when it is first asked for."""
+
+    package = ""
+
+    def unsupported(self, q: Tensor, k: Tensor, v: Tensor, score: Score, *, backward: bool = False) -> str | None:
+        if not has_triton():
+            return "Triton is not installed"
+        if score.mod is not None:
+            return f"it has no score modifications ({score.mod.name}); kernel 'eager' has"
+        try:
+            module = self._module("backward" if backward else "forward")
+        except (ImportError, AttributeError) as error:  # Gluon's interface changes with Triton's version
+            return f"it does not load with this Triton ({error})"
+        return module.unsupported(q, k, v, score)
+
+    def _module(self, name: str) -> ModuleType:
+        return _load(f".{self.package}.{name}")
+
+    def _forward(self, q, keys, score, state, finalize):  # type: ignore[no-untyped-def]
+        return self._module("forward").forward(q, keys, score, state, finalize)
+
+
+class Triton(_Compiled):
+    """Portable Triton: any GPU, and Triton's interpreter on the CPU. Its backward is deterministic as it is."""
+
+    package = "triton"
+
+    def _backward(self, queries, keys, score, dq, deterministic, into, counters):  # type: ignore[no-untyped-def]
+        return _store(self._module("backward").backward(queries, keys, score, dq), into)
+
+
+class Hopper(_Compiled):
+    """Gluon kernels for sm_90. A deterministic backward runs on the portable kernel."""
+
+    package = "hopper"
+    waits_for_keys = True
+
+    def sums(self, q: Tensor, k: Tensor, deterministic: bool) -> tuple[int, bool]:
+        # dq is added in memory, one tile of keys at a time: no long sum.
+        group = q.shape[2] // k.shape[2]
+        return (group, True) if deterministic else (long_sums.heads_together(group), False)
+
+    def _backward(self, queries, keys, score, dq, deterministic, into, counters):  # type: ignore[no-untyped-def]
+        if deterministic:
+            return BACKENDS["triton"]._backward(queries, keys, score, dq, deterministic, into, counters)
+        return self._module("backward").backward(queries, keys, score, dq, into, counters)
+
+    def _completion_counts(self, q: Tensor, keys: Keys) -> CompletionCounts | None:
+        return self._module("backward").completion_counts(q, keys)
+
+
+BACKENDS: dict[str, Backend] = {"hopper": Hopper(), "triton": Triton(), "eager": Eager()}
+AUTO = ("hopper", "triton", "eager")  # what "auto" tries on a GPU, in this order
+
+
+def kernel_names() -> tuple[str, ...]:
+    """Return every name that ``kernel=`` takes."""
+    return ("auto", *BACKENDS)
+
+
+def choose(kernel: str, q: Tensor, k: Tensor, v: Tensor, score: Score, *, backward: bool = False) -> Backend:
+    """Return the backend that runs: the one named, or for ``"auto"`` the fastest that can.
+
+    "auto" is "eager" on the CPU, where the Triton backends run in the interpreter only when asked by name.
+
+    Raises:
+        ValueError: an unknown name, or a backend that cannot do this; the message names one that can.
+    """
+
+    def reason(name: str) -> str | None:
+        return BACKENDS[name].unsupported(q, k, v, score, backward=backward)
+
+    if kernel == "auto":
+        return BACKENDS[next(name for name in AUTO if not reason(name)) if q.is_cuda else "eager"]
+    if kernel not in BACKENDS:
+        raise ValueError(f"kernel={kernel!r} is unknown; use one of {', '.join(map(repr, kernel_names()))}")
+    if why := reason(kernel):
+        able = [name for name in BACKENDS if not reason(name)]
+        way = "backward" if backward else "forward"
+        raise ValueError(f"kernel={kernel!r} cannot run this {way}: {why}; kernels that can: {able}")
+    return BACKENDS[kernel]
+
+
+@functools.cache
+def _load(name: str) -> ModuleType:
+    return importlib.import_module(name, __package__)
+
+
+def _store(gradients: tuple[Tensor, Tensor], into: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor]:
+    return gradients if into is None else (into[0].copy_(gradients[0]), into[1].copy_(gradients[1]))

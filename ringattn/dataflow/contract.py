@@ -1,0 +1,184 @@
+"""The interface of a dataflow: how it runs, and what it says of a plan before it runs.
+
+A dataflow is one class in one file, registered by one line in :data:`ringattn.dataflow.DATAFLOWS`. It moves tensors
+with ``plan.transport`` and computes with ``call.backend``; it never looks at positions or masks, because ``plan.block``
+says which keys of one rank the queries of another see. :class:`Dataflow` has what all that move shards step by step
+share; a subclass defines :meth:`~Dataflow.forward` and :meth:`~Dataflow.backward` and corrects the rest where it
+differs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .. import verify
+from ..kernels import long_sums
+from ..kernels.backends import Backend
+from ..kernels.contract import Block, Queries, Result, Score, accumulation_dtype
+from ..partial import Partial
+from ..plans import Plan
+from ..schedule import Schedule
+from ..shape import Shape
+
+
+@dataclass(frozen=True)
+class Call:
+    """One attention call on this rank. Shapes: :mod:`ringattn.kernels.contract`.
+
+    Args:
+        q, k, v: this rank's shards.
+        plan: who holds what, and who needs what.
+        score: how scores are made; its sink joins the softmax once.
+        backend: the kernels that compute.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    plan: Plan
+    score: Score
+    backend: Backend
+
+    @property
+    def accumulation_dtype(self) -> torch.dtype:
+        """The dtype of partial states and gradients."""
+        return accumulation_dtype(self.q)
+
+    def block(self, q_rank: int, k_rank: int) -> Block:
+        """Return which keys of ``k_rank`` the queries of ``q_rank`` see, on this call's device."""
+        return self.plan.block(q_rank, k_rank, self.q.device)
+
+    def no_keys(self) -> Result:
+        """Return the result of queries that meet no key: zeros, and -inf or the sink."""
+        state = Partial.empty_like(self.q, self.v)
+        out, lse = (state if self.score.sink is None else state.add_sink(self.score.sink)).finalize()
+        return Result(out.to(self.q.dtype), lse)
+
+
+class Gradients(NamedTuple):
+    """Gradients of this rank's shards, complete, in the accumulation dtype."""
+
+    dq: Tensor
+    dk: Tensor
+    dv: Tensor
+
+
+class Dataflow:
+    """How the shards of a plan meet. By default keys and values travel; with ``moves_queries`` queries do."""
+
+    moves_queries = False
+    summary = "keys and values travel"
+
+    def forward(self, call: Call) -> Result:
+        """Return ``(out, lse)`` of this rank's queries."""
+        raise NotImplementedError
+
+    def backward(self, call: Call, queries: Queries) -> Gradients:
+        """Return the gradients of this rank's shards. ``queries``: this rank's q, dout, lse, delta."""
+        raise NotImplementedError
+
+    # Predictions and proof
+
+    def schedule(self, needs: tuple[tuple[bool, ...], ...], local_size: int) -> Schedule:
+        """Return the walk of the shards that travel. ``needs[r][o]``: queries of rank r see keys of rank o."""
+        return Schedule(len(needs), tuple(zip(*needs, strict=True)) if self.moves_queries else needs, local_size)
+
+    def lengths(self, plan: Plan) -> tuple[int, ...]:
+        """Return the number of tokens of every rank's shard that travels."""
+        return plan.local_lengths if self.moves_queries else plan.local_lengths_k
+
+    def traffic(self, plan: Plan, rank: int) -> tuple[int, int]:
+        """Return the tokens that a rank sends in one traversal: (of shards that travel, of contributions to them)."""
+        lengths, steps = self.lengths(plan), plan.schedule.steps(rank)
+        previous = [None, *(s.owner for s in steps)]
+        shards = sum(lengths[s.owner] for s in steps if s.shard_to is not None and s.owner is not None)
+        contributions = sum(
+            lengths[owner]
+            for s, owner in zip(steps, previous, strict=False)
+            if owner is not None and (s.part_to is not None or s.home_to is not None)
+        )
+        return shards, contributions
+
+    def token_bytes(self, shape: Shape, backward: bool) -> tuple[int, int]:
+        """Return the bytes of one token of (a shard that travels, a contribution to it)."""
+        return shape.kv_elements * shape.itemsize, shape.kv_elements * shape.state_itemsize * backward
+
+    def traffic_bytes(self, plan: Plan, shape: Shape, backward: bool, rank: int) -> int:
+        """Return the bytes that ``rank`` sends in one forward or backward."""
+        tokens = zip(self.traffic(plan, rank), self.token_bytes(shape, backward), strict=True)
+        return shape.batch * sum(count * size for count, size in tokens)
+
+    def memory_bytes(self, plan: Plan, shape: Shape, backward: bool) -> int:
+        """Return the predicted peak of bytes on the plan's rank in addition to inputs and results."""
+        raise NotImplementedError
+
+    def blocks(self, plan: Plan) -> Iterator[tuple[int, Block]]:
+        """Yield everything that is computed: the rank whose queries they are, and the block, on the CPU."""
+        for visitor, needs in enumerate(plan.schedule.needs):
+            for owner, needed in enumerate(needs):
+                q_rank, k_rank = (owner, visitor) if self.moves_queries else (visitor, owner)
+                block = plan.block(q_rank, k_rank, torch.device("cpu"))
+                if needed:
+                    yield q_rank, block
+                else:
+                    pairs = int((block.end - block.start).sum())
+                    assert not pairs, f"rank {visitor} never meets the shard of rank {owner}, but sees {pairs} pairs"
+
+    def meetings(self, plan: Plan) -> list[str]:
+        """Return lines that say which ranks' shards meet when."""
+        lengths = self.lengths(plan)
+        ranks = [plan.schedule.steps(rank) for rank in range(plan.world_size)]
+        lines = []
+        for t in range(len(ranks[0]) - 1):
+            pairs = " ".join(f"{r}:{steps[t].owner if steps[t].compute else '-'}" for r, steps in enumerate(ranks))
+            moving = [steps[t].owner for steps in ranks if steps[t].shard_to is not None]
+            tokens = sum(lengths[owner] for owner in moving if owner is not None)
+            lines.append(f"step {t}: rank:shard {pairs}   {tokens} tokens move on")
+        return lines
+
+    def describe(self, plan: Plan, shape: Shape, tflops: float, gigabytes_per_second: float) -> str:
+        """Return the text of :meth:`ringattn.plans.Plan.describe`."""
+        n = plan.world_size
+        work = [0] * n
+        for rank in range(n):
+            for other in range(n):
+                work[rank] += plan.visible(*((other, rank) if self.moves_queries else (rank, other)))
+        flops = 2 * shape.q_heads * (shape.head_dim + shape.value_dim) * shape.batch / plan.mask.rows
+        lines = [
+            f"{plan.dataflow} over {n} rank{'s' * (n > 1)}, {plan.layout} layout: {self.summary}",
+            f"  queries {plan.seq_len}, keys {plan.seq_len_k}; "
+            f"tokens per rank {min(plan.local_lengths)} to {max(plan.local_lengths)}",
+            *(f"  {line}" for line in self.meetings(plan)),
+        ]
+        for name, backward, products in (("forward", False, 1.0), ("backward", True, 2.5)):
+            sent = max(self.traffic_bytes(plan, shape, backward, rank) for rank in range(n))
+            lines.append(
+                f"  {name}: {sent / 2**20:.1f} MiB sent by the busiest rank "
+                f"({sent / gigabytes_per_second / 1e6:.3f} ms at {gigabytes_per_second:g} GB/s), "
+                f"compute {max(work) * flops * products / tflops / 1e9:.3f} ms at {tflops:g} TFLOP/s"
+            )
+        balance = f"{sum(work) / n / max(work):.1%}" if max(work) else "nothing to do"
+        memory = (self.memory_bytes(plan, shape, backward) / 2**20 for backward in (False, True))
+        lines.append(f"  balance (mean work / largest): {balance}")
+        lines.append("  memory in addition to q, k, v, out: {:.1f} MiB forward, {:.1f} MiB backward".format(*memory))
+        return "\n".join(lines if plan.choice is None else [*lines, str(plan.choice)])
+
+    def verify(self, plan: Plan) -> None:
+        """Prove the plan, see :mod:`ringattn.verify`. Raises AssertionError with what is wrong and where."""
+        verify.check_schedule(plan.schedule)
+        verify.check_coverage(plan, self.blocks(plan))
+
+
+def piece_elements(plan: Plan, shape: Shape, queries: int, keys: int, kv_heads: int) -> int:
+    """Return the elements of the gradients of one piece of keys where a backward over ``queries`` and ``keys`` is
+    split (:mod:`ringattn.kernels.long_sums`), 0 where it is not."""
+    group = shape.q_heads // shape.kv_heads
+    # The portable kernel, which deterministic plans use, sums more than the Hopper kernel does.
+    longest = max(queries * group, keys) if plan.deterministic else queries * long_sums.heads_together(group)
+    too_long = longest > long_sums.LONGEST_SUM
+    return long_sums.KEYS * kv_heads * (shape.head_dim + shape.value_dim) if too_long else 0

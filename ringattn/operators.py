@@ -1,0 +1,319 @@
+"""The operators of torch.library behind attention() and Plan.unshard(), and their autograd.
+
+The operators are opaque to torch.compile (fake kernels give shapes, autograd is registered), so that there is no graph
+break, and a selective activation-checkpoint policy can save ``torch.ops.ringattn.attention``, whose recomputation would
+communicate again. Only here are arguments flat: torch.library takes tensors, numbers and strings, so a plan and a score
+modification go through as handles (ints).
+
+In a plain eager call (no compiler, profiler, dispatch mode or tensor subclass) :func:`attend` calls an
+autograd.Function directly: the torch.library dispatch would take longer than a short attention.
+"""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+
+import torch
+import torch.autograd.profiler as profiler
+from torch import Tensor
+
+from . import plans
+from .dataflow import DATAFLOWS
+from .dataflow.contract import Call
+from .kernels.backends import choose
+from .kernels.contract import Queries, Score, ScoreMod, accumulation_dtype, row_delta
+from .layout import length, put, take
+from .plans import Plan
+
+# Tables, counters and buffers that a first call makes and keeps must not lie in the memory of a graph that inductor
+# records (mode="reduce-overhead").
+_TAGS = (torch.Tag.cudagraph_unsafe,)
+_PLAIN = frozenset((Tensor, torch.nn.Parameter, type(None)))
+
+_mods: weakref.WeakValueDictionary[int, ScoreMod] = weakref.WeakValueDictionary()
+_handles: weakref.WeakKeyDictionary[ScoreMod, int] = weakref.WeakKeyDictionary()
+_numbers = itertools.count(1)
+
+
+def handle_of(mod: ScoreMod) -> int:
+    """Return the number that stands for a score modification in the operators."""
+    if mod not in _handles:
+        _handles[mod] = next(_numbers)
+        _mods[_handles[mod]] = mod
+    return _handles[mod]
+
+
+def attend(*inputs):  # type: ignore[no-untyped-def]
+    """Return ``(out, lse)``; ``inputs`` are those of ``torch.ops.ringattn.attention``."""
+    return (_Attend.apply if _is_plain_eager(*inputs[:5]) else torch.ops.ringattn.attention)(*inputs)
+
+
+def _is_plain_eager(*tensors: Tensor | None) -> bool:
+    """Return whether nothing observes operators: no compiler, no profiler, no dispatch mode (selective checkpointing,
+    fake tensors), no functorch transform, no tensor subclass."""
+    return (
+        not torch.compiler.is_compiling()
+        and not profiler._is_profiler_enabled
+        and torch._C._len_torch_dispatch_stack() == 0
+        and not torch._C._are_functorch_transforms_active()
+        and _PLAIN.issuperset(map(type, tensors))
+    )
+
+
+def _score(
+    q: Tensor, alibi_slopes: Tensor | None, sink: Tensor | None, softmax_scale: float, softcap: float, mod: int
+) -> Score:
+    dtype = accumulation_dtype(q)  # kernels read slopes and sinks in this dtype
+    slopes, sink = (x if x is None else x.to(dtype) for x in (alibi_slopes, sink))
+    return Score(softmax_scale, softcap, slopes, sink, _mods[mod] if mod else None)
+
+
+def _forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    alibi_slopes: Tensor | None,
+    sink: Tensor | None,
+    softmax_scale: float,
+    softcap: float,
+    kernel: str,
+    plan_handle: int,
+    score_mod: int,
+) -> tuple[Tensor, Tensor]:
+    plan = plans.by_handle(plan_handle)
+    plan.transport.check_whole()
+    score = _score(q, alibi_slopes, sink, softmax_scale, softcap, score_mod)
+    q, k, v = map(unit_stride, (q, k, v))
+    error: Exception | None = None
+    try:
+        if plan.world_size > 1:
+            plan.transport.check_device("q", q)
+        backend = choose(kernel, q, k, v, score)
+    except ValueError as bad:
+        error = bad
+    plan.agree_once(
+        "attention()",
+        dict(
+            plan=plan.digest,
+            batch=q.shape[0],
+            q_heads=q.shape[2],
+            kv_heads=k.shape[2],
+            head_dim=q.shape[3],
+            head_dim_v=v.shape[3],
+            dtype=_name(q.dtype),
+            softmax_scale=softmax_scale,
+            softcap=softcap,
+            alibi=alibi_slopes is not None,
+            sink=sink is not None,
+            score_mod="" if score.mod is None else score.mod.name,
+        ),
+        error,
+    )
+    with no_autocast(q), poison_group_on_failure(plan):  # the state is float32, whatever the caller's region says
+        return tuple(DATAFLOWS[plan.dataflow].forward(Call(q, k, v, plan, score, backend)))  # type: ignore[return-value]
+
+
+@contextmanager
+def poison_group_on_failure(plan: Plan) -> Iterator[None]:
+    """Mark the group unusable if a call fails after communication has started: other ranks may be at a different
+    message. Argument errors are raised on all ranks before anything is sent, so they do not count."""
+    try:
+        yield
+    except (TypeError, ValueError, NotImplementedError):
+        raise
+    except BaseException as error:
+        if plan.world_size > 1:
+            plan.transport.given_up = f"{type(error).__name__}: {error}"
+        raise
+
+
+def autocast_dtype(device: torch.device) -> torch.dtype | None:
+    """Return the dtype that autocast casts to on this device, None where it is off."""
+    return torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
+
+
+def as_autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """Return tensors cast as torch's own attention casts them under autocast on the device of the first one."""
+    dtype = autocast_dtype(tensors[0].device)
+    if dtype is None:
+        return tensors
+    return tuple(x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x for x in tensors)
+
+
+def no_autocast(x: Tensor) -> AbstractContextManager:
+    """Return a context in which autocast is off on the device of x."""
+    on = torch.is_autocast_enabled(x.device.type)
+    return torch.autocast(x.device.type, enabled=False) if on else nullcontext()
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+_attention = torch.library.custom_op("ringattn::attention", _forward, mutates_args=(), tags=_TAGS)
+
+
+@_attention.register_fake
+def _attention_fake(q, k, v, alibi_slopes, sink, softmax_scale, softcap, kernel, plan_handle, score_mod):  # type: ignore[no-untyped-def]
+    batch, seq, heads, _ = q.shape
+    lse = q.new_empty((batch, heads, seq), dtype=accumulation_dtype(q))
+    return q.new_empty((batch, seq, heads, v.shape[3])), lse
+
+
+def _backward(
+    dout: Tensor,
+    dlse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    alibi_slopes: Tensor | None,
+    sink: Tensor | None,
+    softmax_scale: float,
+    softcap: float,
+    kernel: str,
+    plan_handle: int,
+    score_mod: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    plan = plans.by_handle(plan_handle)
+    plan.transport.check_whole()
+    score = _score(q, alibi_slopes, None, softmax_scale, softcap, score_mod)
+    q, k, v, dout = map(unit_stride, (q, k, v, dout))
+    with no_autocast(q), poison_group_on_failure(plan):
+        backend = choose(kernel, q, k, v, score, backward=True)
+        delta = row_delta(out, dout, dlse)
+        call, queries = Call(q, k, v, plan, score, backend), Queries(q, dout, lse, delta)
+        dq, dk, dv = DATAFLOWS[plan.dataflow].backward(call, queries)
+    if sink is None:
+        dsink = q.new_empty(0)
+    else:  # the sink is a key with a value of zero: ds = p (0 - delta)
+        p = torch.where(lse == float("-inf"), 0.0, torch.exp(sink.to(lse.dtype)[:, None] - lse))
+        dsink = -(p * delta).sum((0, 2)).to(sink.dtype)
+    # Contiguous as the fake kernel says: zeros of a rank that sees nothing are laid out as its inputs.
+    return dq.to(q.dtype).contiguous(), dk.to(k.dtype).contiguous(), dv.to(v.dtype).contiguous(), dsink
+
+
+_attention_backward = torch.library.custom_op("ringattn::attention_backward", _backward, mutates_args=(), tags=_TAGS)
+
+
+@_attention_backward.register_fake
+def _attention_backward_fake(  # type: ignore[no-untyped-def]
+    dout, dlse, q, k, v, out, lse, alibi_slopes, sink, softmax_scale, softcap, kernel, plan_handle, score_mod
+):
+    def like(x: Tensor) -> Tensor:
+        return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+    return like(q), like(k), like(v), q.new_empty(0) if sink is None else torch.empty_like(sink)
+
+
+def _save(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
+    q, k, v, alibi_slopes, sink, *ctx.numbers = inputs
+    ctx.score_mod = _mods.get(ctx.numbers[-1])  # alive until the backward has run
+    ctx.save_for_backward(q, k, v, *output, alibi_slopes, sink)
+    ctx.set_materialize_grads(False)
+
+
+def _gradients(ctx, dout, dlse):  # type: ignore[no-untyped-def]
+    q, k, v, out, lse, alibi_slopes, sink = ctx.saved_tensors
+    if dout is None:
+        dout = torch.zeros_like(out)
+    tensors = (dout, dlse, q, k, v, out, lse, alibi_slopes, sink)
+    # With create_graph the operator, which refuses to be differentiated; a plain function would drop the graph.
+    plain = _is_plain_eager(*tensors) and not torch.is_grad_enabled()
+    backward = _backward if plain else torch.ops.ringattn.attention_backward
+    dq, dk, dv, dsink = backward(*tensors, *ctx.numbers)
+    return dq, dk, dv, None, None if sink is None else dsink, None, None, None, None, None
+
+
+class _Attend(torch.autograd.Function):
+    """The operator and its autograd without the dispatch of torch.library."""
+
+    @staticmethod
+    def forward(ctx, *inputs):  # type: ignore[no-untyped-def]
+        output = _forward(*inputs)
+        _save(ctx, inputs, output)
+        return output
+
+    @staticmethod
+    def backward(ctx, dout, dlse):  # type: ignore[no-untyped-def]
+        return _gradients(ctx, dout, dlse)
+
+
+_attention.register_autograd(_gradients, setup_context=_save)
+
+
+def unit_stride(x: Tensor) -> Tensor:
+    """Return x with a contiguous last dimension; kernels take any other strides."""
+    return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
+
+
+@torch.library.custom_op("ringattn::unshard", mutates_args=(), tags=_TAGS)
+def _unshard(x: Tensor, dim: int, of_keys: bool, whole: int, plan_handle: int) -> Tensor:
+    plan = plans.by_handle(plan_handle)
+    shards = plan.shards_k if of_keys else plan.shards
+    lengths = tuple(map(length, shards))
+    error: Exception | None = None
+    if x.ndim == 0 or x.shape[dim] != lengths[plan.rank]:
+        error = ValueError(
+            f"unshard() got shape {tuple(x.shape)} and dim {dim}, "
+            f"but rank {plan.rank} holds {lengths[plan.rank]} tokens"
+        )
+    elif plan.world_size > 1:
+        try:
+            plan.transport.check_device("x", x)
+        except ValueError as bad:
+            error = bad
+    sizes = {f"size {i}": 0 if i == dim else n for i, n in enumerate((*x.shape, *[1] * 8)[:8])}
+    fields = dict(plan=plan.digest, dim=dim, dims=x.ndim, elements=x.shape[:dim].numel() * x.shape[dim + 1 :].numel())
+    plan.agree_once("unshard()", dict(**fields, **sizes, dtype=_name(x.dtype)), error)
+    x = x.contiguous()
+    pieces = [x if r == plan.rank else _sized(x, dim, n) for r, n in enumerate(lengths)]
+    others = [r for r in range(plan.world_size) if r != plan.rank]
+    plan.transport.start([(x, r) for r in others], [(pieces[r], r) for r in others]).wait()
+    return put(pieces, shards, dim)
+
+
+@_unshard.register_fake
+def _unshard_fake(x, dim, of_keys, whole, plan):  # type: ignore[no-untyped-def]
+    return _sized(x, dim, whole)
+
+
+@torch.library.custom_op("ringattn::unshard_backward", mutates_args=(), tags=_TAGS)
+def _unshard_backward(dwhole: Tensor, dim: int, of_keys: bool, local: int, plan_handle: int) -> Tensor:
+    plan = plans.by_handle(plan_handle)
+    shards = plan.shards_k if of_keys else plan.shards
+    pieces = [take(dwhole, s, dim).contiguous() for s in shards]
+    others = [r for r in range(plan.world_size) if r != plan.rank]
+    arriving = {r: torch.empty_like(pieces[plan.rank]) for r in others}
+    plan.transport.start([(pieces[r], r) for r in others], [(arriving[r], r) for r in others]).wait()
+    mine = pieces[plan.rank]
+    total = torch.zeros_like(mine, dtype=torch.promote_types(mine.dtype, torch.float32))
+    for r in range(plan.world_size):  # the same order on every rank and run
+        total += mine if r == plan.rank else arriving[r]
+    return total.to(mine.dtype)
+
+
+@_unshard_backward.register_fake
+def _unshard_backward_fake(dwhole, dim, of_keys, local, plan):  # type: ignore[no-untyped-def]
+    return _sized(dwhole, dim, local)
+
+
+def _sized(x: Tensor, dim: int, size: int) -> Tensor:
+    return x.new_empty((*x.shape[:dim], size, *x.shape[dim + 1 :]))
+
+
+def _unshard_save(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
+    x, ctx.dim, ctx.of_keys, _, ctx.plan = inputs
+    ctx.local = x.shape[ctx.dim]
+
+
+def _unshard_gradients(ctx, dwhole):  # type: ignore[no-untyped-def]
+    dx = torch.ops.ringattn.unshard_backward(dwhole, ctx.dim, ctx.of_keys, ctx.local, ctx.plan)
+    return dx, None, None, None, None
+
+
+_unshard.register_autograd(_unshard_gradients, setup_context=_unshard_save)

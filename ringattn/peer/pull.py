@@ -1,0 +1,1 @@
+from .pulls import FetchBuffers, Pull

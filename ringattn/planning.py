@@ -1,0 +1,314 @@
+"""plan(): check the request, agree on it with all ranks, choose a dataflow, and make the Plan."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import cost
+from . import layout as layouts
+from . import mask as masks
+from . import transport as transports
+from .agreement import Disagreement, hash_of
+from .dataflow import DATAFLOWS
+from .layout import Shard
+from .mask import Mask
+from .memo import Memo
+from .plans import Plan
+from .schedule import Schedule
+from .transport import Transport
+
+VERSION = 4  # of the exchange between ranks
+BUFFER_BYTES = 8 << 30
+
+
+def plan(
+    seq_len: int,
+    group: Any = None,
+    *,
+    seq_len_k: int | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    cu_seqlens: Sequence[int] | Tensor | None = None,
+    documents: Tensor | None = None,
+    prefix: int = 0,
+    mask: Mask | None = None,
+    layout: str = "zigzag",
+    dataflow: str = "auto",
+    deterministic: bool = False,
+    local_size: int | None = None,
+    buffer_bytes: int = BUFFER_BYTES,
+) -> Plan:
+    """Plan the attention of one sequence shape. Every rank of the group calls this with the same arguments.
+
+    Args:
+        seq_len: global number of queries, >= 0. Shards may be uneven or empty; nothing is padded.
+        group: ProcessGroup, one-dimensional DeviceMesh, or None: the default group, or one process alone. A
+            :class:`ringattn.virtual.VirtualRank` gives the plan of any rank without processes.
+        seq_len_k: global number of keys, if different; positions are then aligned at the end: query i
+            stands at ``i + seq_len_k - seq_len``.
+        causal: key j is visible to query i only if ``j <= i``. Other masks (a window, documents) hide more.
+        window_size: ``(left, right)`` as in flash-attn: ``i - left <= j <= i + right``; -1 is unbounded.
+        cu_seqlens: global boundaries of packed documents, ``[0, ..., seq_len]``.
+        documents: (batch, seq_len) integer ids of packed documents, -1 for padding, when rows differ.
+        prefix: with ``causal``, the first ``prefix`` keys are visible to earlier queries too (prefix-LM).
+        mask: any mask of :mod:`ringattn.mask`, or one of your own (:class:`ringattn.mask.Mask`) for these lengths; what
+            the other arguments hide is hidden, too.
+        layout: "contiguous", "zigzag" or "striped" (:data:`ringattn.layout.LAYOUTS`).
+        dataflow: "ring": keys and values travel; "gather": every rank fetches all the keys and values that it
+            needs; "reduce": queries travel and their partial states come home; "auto": the fastest by a model
+            of one layer's forward and backward (:mod:`.cost`), for 32/8 heads of 128 in 2 bytes and one row, with the
+            costs that ``benchmarks/calibrate.py`` measured on this machine, or default ones. ``describe()`` says why.
+        deterministic: the same bits on every run.
+        local_size: ranks per node, to make a ring a double ring; divides the group's size.
+        buffer_bytes: with the dataflow "gather", memory for fetched keys and values and their gradients. Where they
+            need more and copy engines fetch them, they come in waves of heads that fit; messages bring all heads.
+            "auto" chooses no gather that does not fit.
+
+    Returns:
+        A plan. It may be kept while the shape and the documents stay the same.
+
+    Raises:
+        ValueError, TypeError: bad arguments, before anything is sent; arguments that differ between ranks
+            (:class:`ringattn.agreement.Disagreement`): the same error on every rank, naming the ranks and the field.
+        RuntimeError: a rank did not come.
+    """
+    transport = transports.of(group)
+    transport.plans_made += 1
+    error: Exception | None = None
+    words: dict[str, int | str | bool] = {}
+    try:
+        request = Request.checked(
+            transport.world_size, seq_len, seq_len_k, mask, (causal, window_size, cu_seqlens, documents, prefix),
+            (layout, dataflow, deterministic, local_size, buffer_bytes),
+        )  # fmt: skip
+        words = request.words()
+        costs, source = cost.default("cpu", ""), ""
+        if request.dataflow == "auto" and transport.world_size > 1:
+            costs, source = _costs(transport)
+            words["calibration"] = hash_of(repr(costs))
+    except Exception as bad:  # whatever it is, the other ranks must hear of it
+        error = bad
+    try:
+        transport.agree("plan()", {"plans": transport.plans_made, **words}, error)
+    except Disagreement as differs:
+        if differs.field != "calibration":
+            raise
+        raise Disagreement(
+            f"{differs}. The numbers stand for what benchmarks/calibrate.py measured, from RINGATTN_CALIBRATION or "
+            "~/.cache/ringattn, on each machine: copy one machine's file to the others, under their names, or delete "
+            "it on all; or name a dataflow",
+            differs.call, differs.field, differs.values,
+        ) from None  # fmt: skip
+
+    key = (transport.serial, *words.values())
+    with _lock:
+        _plans.drop(lambda old: old.transport.ended)  # and with it the memory that its group fetched into
+    made = _plans.once(key, lambda: _make(request, transport, costs, source, hash_of(repr(words))))
+    made.agree_again()
+    return made
+
+
+def dataflows() -> tuple[str, ...]:
+    """Return every name that ``dataflow=`` takes, except "auto"."""
+    return tuple(DATAFLOWS)
+
+
+_plans: Memo[Plan] = Memo(64)
+_lock = threading.Lock()
+
+
+@dataclass(frozen=True)
+class Request:
+    """The checked arguments of :func:`plan`; what they hide is in one mask.
+
+    ``parts``: what ranks compare of the mask, by the name of the argument it comes from.
+    """
+
+    mask: Mask
+    parts: dict[str, int | bool]
+    layout: str
+    dataflow: str
+    deterministic: bool
+    local_size: int
+    buffer_bytes: int
+    world_size: int
+
+    @classmethod
+    def checked(
+        cls, world_size: int, seq_len: int, seq_len_k: int | None, mask: Mask | None, masking: tuple, choices: tuple
+    ) -> Request:
+        """Check the arguments of :func:`plan`.
+
+        Args:
+            masking: causal, window_size, cu_seqlens, documents, prefix.
+            choices: layout, dataflow, deterministic, local_size, buffer_bytes.
+
+        Raises:
+            ValueError, TypeError: the value, what was expected and the fix.
+        """
+        layout, dataflow, deterministic, local_size, buffer_bytes = choices
+        for name, text, names in (
+            ("layout", layout, layouts.LAYOUTS), ("dataflow", dataflow, (*DATAFLOWS, "auto")),
+        ):  # fmt: skip
+            if not isinstance(text, str):
+                raise TypeError(f"{name} is {text!r}; pass a str")
+            if text not in names:
+                raise ValueError(f"{name}={text!r} is unknown; use one of {', '.join(map(repr, names))}")
+        if mask is not None and not isinstance(mask, Mask):
+            raise TypeError(f"mask is a {type(mask).__name__}; pass a ringattn.mask.Mask")
+        keys = seq_len_k if seq_len_k is not None else seq_len if mask is None else mask.seq_len_k
+        whole, parts = _combine(seq_len, keys, mask, *masking)
+        size = world_size if local_size is None else local_size
+        if type(size) is not int:
+            raise TypeError(f"local_size is {local_size!r}; pass an int that divides the group's {world_size} ranks")
+        if size < 1 or world_size % size:
+            raise ValueError(f"local_size is {local_size}; it must divide the group's {world_size} ranks")
+        if type(buffer_bytes) is not int or not 0 < buffer_bytes < 2**63:
+            raise ValueError(f"buffer_bytes is {buffer_bytes!r}; pass a positive number of bytes, e.g. 8 * 2**30")
+        return cls(whole, parts, layout, dataflow, bool(deterministic), size, buffer_bytes, world_size)
+
+    def words(self) -> dict[str, int | str | bool]:
+        """Return what ranks compare, by name."""
+        return dict(
+            version=VERSION,
+            world_size=self.world_size,
+            seq_len=self.mask.seq_len,
+            seq_len_k=self.mask.seq_len_k,
+            **self.parts,
+            layout=self.layout,
+            dataflow=self.dataflow,
+            deterministic=self.deterministic,
+            local_size=self.local_size,
+            buffer_bytes=self.buffer_bytes,
+            calibration=0,  # a hash of the costs that decide dataflow "auto"
+        )
+
+
+def _combine(
+    seq_len: int, keys: int, mask: Mask | None, causal: bool, window_size: tuple[int, int],
+    cu_seqlens: Sequence[int] | Tensor | None, documents: Tensor | None, prefix: int,
+) -> tuple[Mask, dict[str, int | bool]]:  # fmt: skip
+    """Return the intersection of all masks, and what ranks compare of it."""
+    for name, value in (("seq_len", seq_len), ("seq_len_k", keys), ("prefix", prefix)):
+        if not isinstance(value, int) or isinstance(value, bool):
+            raise TypeError(f"{name} is {value!r}; pass an int")
+        if not 0 <= value < 2**31:
+            raise ValueError(f"{name} is {value}; it must be between 0 and 2**31 - 1")
+    if not isinstance(window_size, (tuple, list)) or [type(w) for w in window_size] != [int, int]:
+        raise TypeError(f"window_size is {window_size!r}; pass two ints (left, right), -1 for unbounded")
+    left, right = (min(w, 2**31) for w in window_size)  # further than any position
+    whole = masks.window(seq_len, left, right, keys)
+    if prefix and not causal:
+        raise ValueError(f"prefix={prefix} needs causal=True: without it every key is visible anyway")
+    if prefix > keys:
+        raise ValueError(f"prefix is {prefix}; there are only {keys} keys")
+    if (cu_seqlens is not None or documents is not None) and keys != seq_len:
+        raise ValueError(f"packed documents need seq_len_k == seq_len, got {keys} and {seq_len}; leave seq_len_k out")
+    if mask is not None and (mask.seq_len, mask.seq_len_k) != (seq_len, keys):
+        raise ValueError(
+            f"mask is for {mask.seq_len} queries and {mask.seq_len_k} keys, but the plan for {seq_len} and {keys}; "
+            "make both for the same lengths"
+        )
+    if mask is not None:
+        mask.check()
+    if prefix:
+        whole = whole & masks.prefix(seq_len, prefix, keys)
+    elif causal:
+        whole = whole & masks.causal(seq_len, keys)
+    packed = None if cu_seqlens is None else masks.packed(cu_seqlens, seq_len)
+    rows = None if documents is None else masks.documents(documents, seq_len)
+    for part in (packed, rows, mask):
+        whole = whole if part is None else whole & part
+    parts: dict[str, int | bool] = dict(
+        causal=bool(causal),
+        window_left=left,
+        window_right=right,
+        prefix=prefix,
+        cu_seqlens=packed.digest() if packed else 0,
+        documents=rows.digest() if rows else 0,
+        documents_batch=rows.rows if rows else 0,
+        mask=mask.digest() if mask else 0,
+    )
+    return whole, parts
+
+
+def _costs(transport: Transport) -> tuple[cost.Costs, str]:
+    """Return the costs that decide "auto" on this transport, and where they come from."""
+    kind, link = transport.device.type, cost.LINKS[0 if transport.pulls else 1]
+    if isinstance(transport, transports.GroupTransport):
+        name = torch.cuda.get_device_name(transport.device) if kind == "cuda" else kind
+        file = cost.path(name, transport.world_size)
+        costs = cost.read(file, link)
+        if costs is not None:
+            return costs, f"measured, {file}"
+    return cost.default(kind, link), "defaults"
+
+
+def _make(request: Request, transport: Transport, costs: cost.Costs, source: str, digest: int) -> Plan:
+    mask, n = request.mask, transport.world_size
+    shards = layouts.LAYOUTS[request.layout](mask.seq_len, n)
+    shards_k = layouts.LAYOUTS[request.layout](mask.seq_len_k, n)
+    seen = _runs_seen(mask, shards, shards_k)
+    needs = tuple(tuple(any(runs) for runs in row) for row in seen)
+    dataflow, choice = request.dataflow, None
+    if dataflow == "auto" and n == 1:
+        dataflow = "ring"  # nothing moves, and nothing is merged
+    elif dataflow == "auto":
+        choice = _choose(request, transport, (shards, shards_k), seen, (costs, source))
+        dataflow = choice.dataflow
+    return Plan(
+        mask=mask,
+        layout=request.layout,
+        dataflow=dataflow,
+        deterministic=request.deterministic,
+        buffer_bytes=request.buffer_bytes,
+        shards=shards,
+        shards_k=shards_k,
+        needs=needs,
+        schedule=DATAFLOWS[dataflow].schedule(needs, request.local_size),
+        flow=DATAFLOWS[dataflow],
+        transport=transport,
+        choice=choice,
+        digest=digest,
+    )
+
+
+def _runs_seen(mask: Mask, shards: tuple[Shard, ...], shards_k: tuple[Shard, ...]) -> list[list[list[bool]]]:
+    """Return ``[q_rank][k_rank][run]``: does some query of one rank see some key of this run of the other?"""
+    runs = [(run,) for shard in shards_k for run in shard]
+    result = []
+    for queries in shards:
+        hits = iter(mask.sees(queries, runs))
+        result.append([[next(hits) for _ in shard] for shard in shards_k])
+    return result
+
+
+def _choose(
+    request: Request, transport: Transport, shards: tuple[tuple[Shard, ...], tuple[Shard, ...]],
+    seen: list[list[list[bool]]], costs: tuple[cost.Costs, str],
+) -> cost.Choice:  # fmt: skip
+    """Ask the cost model."""
+    queries, keys = shards
+    needs = tuple(tuple(any(runs) for runs in row) for row in seen)
+    problem = cost.Problem(
+        device_type=transport.device.type,
+        pulls=transport.pulls and all(run.step == 1 for shard in keys for run in shard),  # copies move neighbours
+        buffer_bytes=request.buffer_bytes,
+        queries=[layouts.length(shard) for shard in queries],
+        keys=[layouts.length(shard) for shard in keys],
+        pairs=masks.estimate_pairs(request.mask, queries, keys),
+        fetched=[
+            [sum(len(run) for run, hit in zip(*pair, strict=True) if hit) for pair in zip(keys, row, strict=True)]
+            for row in seen
+        ],
+        runs=[[sum(hits) for hits in row] for row in seen],
+        ring=Schedule(len(needs), needs, request.local_size),
+        reduce=Schedule(len(needs), tuple(zip(*needs, strict=True)), request.local_size),
+    )  # fmt: skip
+    return cost.choose(problem, *costs)

@@ -1,0 +1,36 @@
+"""Shape: the sizes of one attention call that a plan does not know. Predictions are made for one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Sizes of one call. ``itemsize``: bytes per element of q, k, v; ``head_dim_v`` 0 means ``head_dim``."""
+
+    batch: int = 1
+    q_heads: int = 32
+    kv_heads: int = 8
+    head_dim: int = 128
+    head_dim_v: int = 0
+    itemsize: int = 2
+
+    @property
+    def value_dim(self) -> int:
+        return self.head_dim_v or self.head_dim
+
+    @property
+    def state_itemsize(self) -> int:
+        """Bytes per element of states and travelling gradients: float32, or float64 for float64 inputs."""
+        return max(self.itemsize, 4)
+
+    @property
+    def kv_elements(self) -> int:
+        """Elements of one token's keys and values."""
+        return self.kv_heads * (self.head_dim + self.value_dim)
+
+    @property
+    def state_elements(self) -> int:
+        """Elements of one query's (m, l, o)."""
+        return self.q_heads * (self.value_dim + 2)

@@ -1,0 +1,93 @@
+"""Proofs of a plan: every token is held once, every visible pair is computed once, every send has its receive.
+
+They run on sets and index tensors instead of data, for all ranks in one process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from . import layout as layouts
+from .kernels.contract import Block
+from .plans import Plan
+from .schedule import Schedule
+
+
+def check_coverage(plan: Plan, blocks: Iterator[tuple[int, Block]]) -> None:
+    """Prove that every token is held by one rank, and that every query meets each key that its mask shows exactly once.
+
+    Time O(world_size * (seq_len + seq_len_k)).
+
+    Args:
+        blocks: everything that is computed, as (rank of the queries, block).
+
+    Raises:
+        AssertionError: with what is wrong and where.
+    """
+    for shards, total, name in ((plan.shards, plan.seq_len, "query"), (plan.shards_k, plan.seq_len_k, "key")):
+        positions = torch.cat([layouts.positions(shard) for shard in shards])
+        assert torch.equal(positions.sort().values, torch.arange(total, device="cpu")), (
+            f"a {name} is held by no rank, or by two"
+        )
+    start, end = plan.mask.intervals(torch.arange(plan.seq_len, device="cpu"))
+    computed = torch.zeros_like(start)
+    for rank, block in blocks:
+        assert (block.positions_k.diff() > 0).all(), f"rank {rank} meets a key twice or out of order"
+        computed[:, layouts.positions(plan.shards[rank])] += block.end - block.start
+    assert torch.equal(computed, end - start), "some query meets a number of keys that is not what its mask says"
+
+
+def check_schedule(schedule: Schedule) -> None:
+    """Prove, by running all ranks in lockstep with sets instead of tensors, that every needed meeting happens exactly
+    once and no other, that every send has its receive in the same order, and that every contribution comes home exactly
+    once.
+
+    Raises:
+        AssertionError: naming the rank, the step and what is wrong.
+    """
+    n = schedule.world_size
+    steps = [schedule.steps(r) for r in range(n)]
+    count = len(steps[0])
+    holds: list[int | None] = list(range(n))
+    met: list[set[int]] = [set() for _ in range(n)]
+    home: list[list[int]] = [[] for _ in range(n)]  # ranks whose contributions are home
+    part: list[list[int] | None] = [None] * n  # contribution that each rank made or extended in the step before
+    for t in range(count):
+        now = [steps[r][t] for r in range(n)]
+        for a in range(n):
+            for b in range(n):
+                kinds = ("shard", "part", "home")
+                sent = [kind for kind in kinds if getattr(now[a], f"{kind}_to") == b]
+                received = [kind for kind in kinds if getattr(now[b], f"{kind}_from") == a]
+                assert sent == received, f"step {t}: rank {a} sends {sent} to rank {b}, which expects {received}"
+        following = [holds[s.shard_from] if s.shard_from is not None else None for s in now]
+        carried = list(part)
+        for r, s in enumerate(now):
+            assert s.owner is None or holds[r] == s.owner, f"step {t}: rank {r} holds {holds[r]}, not {s.owner}"
+            assert s.shard_to is None or s.owner is not None, f"step {t}: rank {r} sends a shard it does not hold"
+            made: list[int] | None = None
+            if s.compute:
+                assert s.owner is not None, f"step {t}: rank {r} computes without a shard"
+                assert s.owner not in met[r], f"step {t}: rank {r} meets {s.owner} twice"
+                met[r].add(s.owner)
+                made = [r]
+            if s.owner == r:
+                home[r] += made or []
+                part[r] = None
+            else:
+                arrived = carried[s.part_from] if s.part_from is not None else None
+                assert (s.part_from is None) == (arrived is None), f"step {t}: rank {r} expects no contribution"
+                part[r] = (arrived or []) + (made or []) if arrived or made else None
+            if s.home_from is not None:
+                home[r] += carried[s.home_from] or []
+        for r, s in enumerate(now):
+            gone = s.part_to is not None or s.home_to is not None
+            assert gone == (carried[r] is not None), f"step {t}: rank {r} drops or invents a contribution"
+        holds = following
+    for r in range(n):
+        needed = {o for o in range(n) if schedule.needs[r][o]}
+        assert met[r] == needed, f"rank {r} met {sorted(met[r])}, needs {sorted(needed)}"
+        visitors = sorted(s for s in range(n) if schedule.needs[s][r])
+        assert sorted(home[r]) == visitors, f"rank {r}: contributions of {sorted(home[r])}, not {visitors}"
