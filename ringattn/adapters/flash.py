@@ -38,13 +38,16 @@ def use(plan: Plan) -> AbstractContextManager[None]:
 
 
 @dataclass(frozen=True)
-class _Request:
-    """What a call says besides its tensors and its score."""
+class _Call:
+    """The arguments of a call besides its tensors, in flash-attn's order."""
 
     name: str
     dropout_p: float
+    softmax_scale: float | None
     causal: bool
     window_size: tuple[int, int]
+    softcap: float
+    alibi_slopes: Tensor | None
     deterministic: bool
     return_attn_probs: bool
 
@@ -67,13 +70,27 @@ class _Request:
             raise ValueError(f"{self.name} got deterministic=True; make the plan with deterministic=True")
         return plan
 
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Return the attention of (batch, local tokens, heads, head_dim)."""
+        return self._attend(q, k, v, self.plan())
 
-def _attend(
-    q: Tensor, k: Tensor, v: Tensor, plan: Plan, scale: float | None, cap: float, alibi: Tensor | None
-) -> Tensor:
-    out = attention(q, k, v, plan, softmax_scale=scale, softcap=cap, alibi_slopes=alibi)
-    assert isinstance(out, Tensor)
-    return out
+    def attend_packed(self, q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -> Tensor:
+        """Return the attention of (local tokens, heads, head_dim), whose documents must be the plan's."""
+        if torch.compiler.is_compiling():
+            raise NotImplementedError(
+                f"{self.name} compares the values of cu_seqlens with the plan, which a compiled graph cannot; call "
+                "flash_attn_func, for which documents are the plan's"
+            )
+        plan = self.plan()
+        check_documents(self.name, plan, cu_seqlens_q, cu_seqlens_k)
+        return self._attend(q.unsqueeze(0), k.unsqueeze(0), v.unsqueeze(0), plan).squeeze(0)
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, plan: Plan) -> Tensor:
+        out = attention(
+            q, k, v, plan, softmax_scale=self.softmax_scale, softcap=self.softcap, alibi_slopes=self.alibi_slopes
+        )
+        assert isinstance(out, Tensor)
+        return out
 
 
 def flash_attn_func(
@@ -101,8 +118,18 @@ def flash_attn_func(
         ValueError: another causality or window than the plan's, or deterministic with a plan that is not.
         NotImplementedError: ``dropout_p`` or ``return_attn_probs``.
     """
-    request = _Request("flash_attn_func", dropout_p, causal, window_size, deterministic, return_attn_probs)
-    return _attend(q, k, v, request.plan(), softmax_scale, softcap, alibi_slopes)
+    call = _Call(
+        "flash_attn_func",
+        dropout_p,
+        softmax_scale,
+        causal,
+        window_size,
+        softcap,
+        alibi_slopes,
+        deterministic,
+        return_attn_probs,
+    )
+    return call.attend(q, k, v)
 
 
 def flash_attn_qkvpacked_func(
@@ -117,8 +144,19 @@ def flash_attn_qkvpacked_func(
     return_attn_probs: bool = False,
 ) -> Tensor:
     """Return :func:`flash_attn_func` of ``qkv``, (batch, local tokens, 3, heads, head_dim)."""
-    request = _Request("flash_attn_qkvpacked_func", dropout_p, causal, window_size, deterministic, return_attn_probs)
-    return _attend(*qkv.unbind(2), request.plan(), softmax_scale, softcap, alibi_slopes)
+    call = _Call(
+        "flash_attn_qkvpacked_func",
+        dropout_p,
+        softmax_scale,
+        causal,
+        window_size,
+        softcap,
+        alibi_slopes,
+        deterministic,
+        return_attn_probs,
+    )
+    q, k, v = qkv.unbind(2)
+    return call.attend(q, k, v)
 
 
 def flash_attn_kvpacked_func(
@@ -134,8 +172,19 @@ def flash_attn_kvpacked_func(
     return_attn_probs: bool = False,
 ) -> Tensor:
     """Return :func:`flash_attn_func` of ``q`` and ``kv``, (batch, local tokens, 2, heads, head_dim)."""
-    request = _Request("flash_attn_kvpacked_func", dropout_p, causal, window_size, deterministic, return_attn_probs)
-    return _attend(q, *kv.unbind(2), request.plan(), softmax_scale, softcap, alibi_slopes)
+    call = _Call(
+        "flash_attn_kvpacked_func",
+        dropout_p,
+        softmax_scale,
+        causal,
+        window_size,
+        softcap,
+        alibi_slopes,
+        deterministic,
+        return_attn_probs,
+    )
+    k, v = kv.unbind(2)
+    return call.attend(q, k, v)
 
 
 def flash_attn_varlen_func(
@@ -168,18 +217,20 @@ def flash_attn_varlen_func(
         ValueError: also for boundaries that are not the plan's.
         NotImplementedError: also for ``block_table``, and inside of ``torch.compile``.
     """
-    name = "flash_attn_varlen_func"
     if block_table is not None:
-        raise NotImplementedError(f"{name} got block_table; for a cache of keys use ringattn.KVCache")
-    if torch.compiler.is_compiling():
-        raise NotImplementedError(
-            f"{name} compares the values of cu_seqlens_q with the plan, which a compiled graph cannot; call "
-            "flash_attn_func, for which documents are the plan's"
-        )
-    plan = _Request(name, dropout_p, causal, window_size, deterministic, return_attn_probs).plan()
-    check_documents(name, plan, cu_seqlens_q, cu_seqlens_k)
-    q, k, v = (x.unsqueeze(0) for x in (q, k, v))
-    return _attend(q, k, v, plan, softmax_scale, softcap, alibi_slopes).squeeze(0)
+        raise NotImplementedError("flash_attn_varlen_func got block_table; for a cache of keys use ringattn.KVCache")
+    call = _Call(
+        "flash_attn_varlen_func",
+        dropout_p,
+        softmax_scale,
+        causal,
+        window_size,
+        softcap,
+        alibi_slopes,
+        deterministic,
+        return_attn_probs,
+    )
+    return call.attend_packed(q, k, v, cu_seqlens_q, cu_seqlens_k)
 
 
 def flash_attn_varlen_qkvpacked_func(
@@ -196,10 +247,19 @@ def flash_attn_varlen_qkvpacked_func(
     return_attn_probs: bool = False,
 ) -> Tensor:
     """Return :func:`flash_attn_varlen_func` of ``qkv``, (local tokens, 3, heads, head_dim)."""
+    call = _Call(
+        "flash_attn_varlen_qkvpacked_func",
+        dropout_p,
+        softmax_scale,
+        causal,
+        window_size,
+        softcap,
+        alibi_slopes,
+        deterministic,
+        return_attn_probs,
+    )
     q, k, v = qkv.unbind(1)
-    lengths = (cu_seqlens, cu_seqlens, max_seqlen, max_seqlen)
-    options = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs)
-    return flash_attn_varlen_func(q, k, v, *lengths, *options)
+    return call.attend_packed(q, k, v, cu_seqlens, cu_seqlens)
 
 
 def flash_attn_varlen_kvpacked_func(
@@ -219,7 +279,16 @@ def flash_attn_varlen_kvpacked_func(
     return_attn_probs: bool = False,
 ) -> Tensor:
     """Return :func:`flash_attn_varlen_func` of ``q`` and ``kv``, (local tokens, 2, heads, head_dim)."""
+    call = _Call(
+        "flash_attn_varlen_kvpacked_func",
+        dropout_p,
+        softmax_scale,
+        causal,
+        window_size,
+        softcap,
+        alibi_slopes,
+        deterministic,
+        return_attn_probs,
+    )
     k, v = kv.unbind(1)
-    lengths = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-    options = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs)
-    return flash_attn_varlen_func(q, k, v, *lengths, *options)
+    return call.attend_packed(q, k, v, cu_seqlens_q, cu_seqlens_k)

@@ -86,7 +86,7 @@ class _Source:
             return None
         plan, now, node = self.spans.recall(), self.plan(), torch._C._current_autograd_node()
         # Usually the source is at another batch by now. If it changes, though, the recomputed function changes it.
-        before, self._asked = self._asked, (graph_task(), node and node._sequence_nr(), id(now))
+        before, self._asked = self._asked, (graph_task(), -1 if node is None else node._sequence_nr(), id(now))
         if before[:2] == self._asked[:2] and before[2] != self._asked[2]:
             raise RuntimeError(f"a checkpointed function changes what plan_source returns. {_ADVICE}")
         return plan
@@ -135,7 +135,8 @@ def wrap(module: M, plan_source: Plan | Callable[[], Plan]) -> M:
     source = _Source(plan_source)
     for inner in [m for m in module.modules() if m is module or _may_attend(m)]:
         if not isinstance(inner, _Ring):
-            inner.__class__ = _subclass(type(inner))
+            base: Any = type(inner)
+            inner.__class__ = _subclass(base)
         key = next(_keys) if inner is module else None
         inner.__dict__.update(_ringattn_source=source, _ringattn_outermost=key)
         if "forward" in vars(inner):

@@ -117,22 +117,23 @@ def counts_rows(model: nn.Module) -> bool:
 
 def check_rows(model: nn.Module, seq_len: int, batch: Mapping[str, Any]) -> None:
     """Raise NotImplementedError for modules that would count along a shard in place of the row."""
-    ids = batch.get("input_ids")
-    for module in model.modules():
-        name = type(module).__name__
+    ids: Any = batch.get("input_ids")
+    part: Any
+    for part in model.modules():
+        name = type(part).__name__
         # Llama4 counts tokens from the start of its input, which is a shard.
-        tunes = getattr(module, "attn_temperature_tuning", False) and not getattr(module, "use_rope", True)
-        if tunes and seq_len >= module.floor_scale:
+        tunes = getattr(part, "attn_temperature_tuning", False) and not getattr(part, "use_rope", True)
+        if tunes and seq_len >= part.floor_scale:
             raise NotImplementedError(
                 f"{name} has attn_temperature_tuning without rotary embeddings: it would scale queries by their "
-                f"place in this rank's shard. Rows shorter than floor_scale={module.floor_scale} are exact, these "
+                f"place in this rank's shard. Rows shorter than floor_scale={part.floor_scale} are exact, these "
                 f"have {seq_len} tokens; or load the model with attn_temperature_tuning=False"
             )
-        drops = getattr(module, "token_dropout", False) is True and ids is not None
-        if drops and bool((ids == module.mask_token_id).any()):
+        drops = getattr(part, "token_dropout", False) is True and ids is not None
+        if drops and bool((ids == part.mask_token_id).any()):
             raise NotImplementedError(
                 f"{name} has token_dropout=True: it scales by the part of a row that is masked "
-                f"(mask_token_id={module.mask_token_id}), of which this rank holds a shard; load the model with "
+                f"(mask_token_id={part.mask_token_id}), of which this rank holds a shard; load the model with "
                 "token_dropout=False"
             )
 
