@@ -371,10 +371,10 @@ def documents(ids: Tensor, seq_len: int) -> Mask:
             )
         past = lengths.cumsum(0)
         rows.append((past - lengths, past, runs >= 0))
-    pieces = max((len(r[0]) for r in rows), default=0)
-    if not pieces:
+    count = max((len(r[0]) for r in rows), default=0)
+    if not count:
         return pieces(seq_len, seq_len, first=torch.zeros(max(1, len(ids)), 1, dtype=torch.int64, device="cpu"))
-    shape = (len(rows), pieces)
+    shape = (len(rows), count)
     first = torch.full(shape, seq_len, device="cpu")  # unused pieces begin where no query is
     low, high = torch.zeros(shape, dtype=torch.int64, device="cpu"), torch.zeros(shape, dtype=torch.int64, device="cpu")
     left, right = torch.full(shape, _FAR, device="cpu"), torch.full(shape, _FAR, device="cpu")

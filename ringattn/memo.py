@@ -24,15 +24,18 @@ class Memo(Generic[T]):
         """Return the result kept under ``key``, or None."""
         result = self._kept.get(key)
         if result is not None:
-            self._touch(key)
+            try:  # noqa: SIM105 (contextlib.suppress takes longer than all of this)
+                self._kept.move_to_end(key)
+            except KeyError:  # another thread has just dropped it
+                pass
         return result
 
     def put(self, key: Hashable, result: T) -> T:
-        """Keep ``result`` under ``key`` and return it."""
+        """Keep ``result`` under ``key`` as the latest and return it."""
+        self._kept.pop(key, None)
         self._kept[key] = result
-        self._touch(key)
         while len(self._kept) > self.limit:
-            with suppress(KeyError):
+            with suppress(KeyError):  # another thread emptied it
                 self._kept.popitem(last=False)
         return result
 
@@ -52,7 +55,3 @@ class Memo(Generic[T]):
 
     def __len__(self) -> int:
         return len(self._kept)
-
-    def _touch(self, key: Hashable) -> None:
-        with suppress(KeyError):  # another thread may have dropped it
-            self._kept.move_to_end(key)

@@ -255,6 +255,16 @@ def test_score_modifications(dataflow: str, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.usefixtures("extended")
+@pytest.mark.parametrize("name", ["zigzag", "block-cyclic"])
+@pytest.mark.parametrize("seed", [0, 1])
+def test_copy_engines(name: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gather over simulated GPUs, whose copies and kernels run in a random order: pulled keys and pushed gradients."""
+    test_pulls = pytest.importorskip("test_pulls")  # needs Triton
+    case = test_pulls.Case(ranks=4, seq_len=101, layout=name, mask=dict(mask=chunked(101, 40)))
+    test_pulls.play(monkeypatch, case, seed)
+
+
+@pytest.mark.usefixtures("extended")
 @pytest.mark.parametrize("layout", ["zigzag", *LAYOUTS])
 @pytest.mark.parametrize("world_size", [1, 3, 4])
 def test_the_cache(layout: str, world_size: int) -> None:

@@ -94,6 +94,12 @@ def test_no_arrow_points_up() -> None:
     }  # fmt: skip
 
 
+def test_the_transport_knows_no_attention() -> None:
+    assert GRAPH["agreement"] == GRAPH["peer.driver"] == GRAPH["peer.symmetric"] == set()
+    assert GRAPH["peer.memory"] - {"peer"} == {"memo", "peer.driver"}
+    assert GRAPH["transport"] - {"peer"} == {"agreement", "peer.driver", "peer.memory", "peer.symmetric"}
+
+
 def test_no_public_function_shares_the_name_of_its_module() -> None:
     import ringattn
 

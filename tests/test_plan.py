@@ -71,7 +71,7 @@ def test_differing_arguments_raise_the_same_error_on_every_rank(
     usual, odd = ({"seq_len": 24, **d} for d in DIFFERENCES[what])
     answers = pools(world_size).run(try_plan, [usual, odd, usual, usual])
     (answer,) = set(answers)
-    assert answer.startswith(f"ValueError: plan() differs across ranks: {what.split()[0]} is "), answer
+    assert answer.startswith(f"Disagreement: plan() differs across ranks: {what.split()[0]} is "), answer
     assert "on ranks [0, 2, 3]" in answer
     assert "on ranks [1]" in answer
     assert pools(world_size).run(try_plan, [usual] * 4) == ["a plan"] * 4  # and nothing is left behind
@@ -97,7 +97,7 @@ def test_a_bad_argument_of_one_rank_raises_on_all(
     answers = pools(world_size).run(try_plan, [good, good, {**good, **bad}, good], timeout=30)
     assert answers[2].startswith(f"{kind}: {text}"), answers[2]
     assert len({answers[r] for r in (0, 1, 3)}) == 1
-    assert answers[0].startswith(f"ValueError: plan() failed on rank 2: {text}"), answers[0]
+    assert answers[0].startswith(f"RankFailed: plan() failed on rank 2: {text}"), answers[0]
 
 
 def try_attention(fields: list[dict[str, Any]]) -> str:
@@ -143,7 +143,7 @@ def test_calls_that_differ_raise_the_same_error_on_every_rank(
 ) -> None:
     answers = pools(world_size).run(try_attention, [{}, odd, {}])
     (answer,) = set(answers)
-    assert answer.startswith(f"ValueError: attention() differs across ranks: {said}"), answer
+    assert answer.startswith(f"Disagreement: attention() differs across ranks: {said}"), answer
     assert "ranks [1]" in answer
     assert pools(world_size).run(try_attention, [{}] * 3) == ["attended"] * 3
 
@@ -153,7 +153,7 @@ def test_a_kernel_that_one_rank_cannot_run_raises_on_all(pools: Callable[[int], 
     answers = pools(world_size).run(try_attention, [{}, {}, dict(kernel="warp")], timeout=30)
     assert answers[2].startswith("ValueError: kernel='warp' is unknown; use one of 'auto'")
     assert answers[0] == answers[1]
-    assert answers[0].startswith("ValueError: attention() failed on rank 2: kernel='warp' is unknown")
+    assert answers[0].startswith("RankFailed: attention() failed on rank 2: kernel='warp' is unknown")
 
 
 # What moves.

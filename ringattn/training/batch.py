@@ -24,6 +24,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from ..agreement import Disagreement
 from ..mask import Mask
 from ..memo import Memo
 from ..transport import Transport
@@ -373,9 +374,7 @@ def _agree(transport: Transport, batch: Mapping[str, Any], error: Exception | No
     words["other tensors"] = _hash(rest, key)
     try:
         transport.agree("shard_batch()", words, error)
-    except ValueError as bad:
-        if error is not None or "failed on rank" in str(bad):
-            raise
+    except Disagreement as bad:
         raise ValueError(
             f"{bad} (the numbers are keyed hashes). Ranks of one context-parallel group must read the same rows: give "
             "the sampler the data-parallel rank and size, and seed the loader's workers by the data-parallel rank"
