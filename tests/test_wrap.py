@@ -302,7 +302,7 @@ class Sdpa(nn.Module):
         return attend(x)
 
 
-class Beside(nn.Module):
+class NextToAnother(nn.Module):
     """A module next to another one whose attention is replaced: its own must not pass unnoticed."""
 
     def __init__(self, inner: nn.Module) -> None:
@@ -347,14 +347,14 @@ REACHED = {
 }
 
 
-@pytest.mark.parametrize("beside", [False, True])
+@pytest.mark.parametrize("next_to_another", [False, True])
 @pytest.mark.parametrize("kind", REACHED)
-def test_attention_is_replaced_wherever_it_is_called(kind: str, beside: bool) -> None:
+def test_attention_is_replaced_wherever_it_is_called(kind: str, next_to_another: bool) -> None:
     x = torch.randn(1, SEQ, 2, 8, dtype=torch.float64)
 
     def make() -> nn.Module:
         inner = REACHED[kind]()
-        return Beside(inner) if beside else inner
+        return NextToAnother(inner) if next_to_another else inner
 
     def body(rank: virtual.VirtualRank) -> Tensor:
         plan = ringattn.plan(SEQ, rank, causal=True)
@@ -495,7 +495,7 @@ def test_compiled_where_it_is_called_in_other_ways(kind: str) -> None:
     inner = REACHED.get(kind, Static)()
     if kind == "compiled":  # a frequent substitute for layer.compile()
         inner.forward = torch.compile(inner.forward, **options)
-    model = ringattn.wrap(Beside(inner), plan)
+    model = ringattn.wrap(NextToAnother(inner), plan)
     x = torch.randn(1, SEQ, 2, 8)
     want = 2 * ringattn.wrap(Sdpa(), plan)(x)
     torch.testing.assert_close(model(x), want)

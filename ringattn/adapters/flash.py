@@ -39,7 +39,7 @@ def use(plan: Plan) -> AbstractContextManager[None]:
 
 @dataclass(frozen=True)
 class _Call:
-    """The arguments of a call besides its tensors, in flash-attn's order."""
+    """The arguments of a call except its tensors, in flash-attn's order."""
 
     name: str
     dropout_p: float
