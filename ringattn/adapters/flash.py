@@ -112,8 +112,8 @@ def flash_attn_func(
         NotImplementedError: ``dropout_p`` or ``return_attn_probs``.
     """
     call = _Call(
-        "flash_attn_func", dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
-        return_attn_probs,
+        "flash_attn_func", dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes,
+        deterministic, return_attn_probs,
     )  # fmt: skip
     return call.attend(q, k, v)
 
@@ -126,8 +126,8 @@ def flash_attn_qkvpacked_func(
 ) -> Tensor:  # fmt: skip
     """Return :func:`flash_attn_func` of ``qkv``, (batch, local tokens, 3, heads, head_dim)."""
     call = _Call(
-        "flash_attn_qkvpacked_func", dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
-        return_attn_probs,
+        "flash_attn_qkvpacked_func", dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes,
+        deterministic, return_attn_probs,
     )  # fmt: skip
     q, k, v = qkv.unbind(2)
     return call.attend(q, k, v)
@@ -141,8 +141,8 @@ def flash_attn_kvpacked_func(
 ) -> Tensor:  # fmt: skip
     """Return :func:`flash_attn_func` of ``q`` and ``kv``, (batch, local tokens, 2, heads, head_dim)."""
     call = _Call(
-        "flash_attn_kvpacked_func", dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
-        return_attn_probs,
+        "flash_attn_kvpacked_func", dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes,
+        deterministic, return_attn_probs,
     )  # fmt: skip
     k, v = kv.unbind(2)
     return call.attend(q, k, v)
@@ -171,8 +171,8 @@ def flash_attn_varlen_func(
     if block_table is not None:
         raise NotImplementedError("flash_attn_varlen_func got block_table; for a cache of keys use ringattn.KVCache")
     call = _Call(
-        "flash_attn_varlen_func", dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
-        return_attn_probs,
+        "flash_attn_varlen_func", dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes,
+        deterministic, return_attn_probs,
     )  # fmt: skip
     return call.attend_packed(q, k, v, cu_seqlens_q, cu_seqlens_k)
 
@@ -185,8 +185,8 @@ def flash_attn_varlen_qkvpacked_func(
 ) -> Tensor:  # fmt: skip
     """Return :func:`flash_attn_varlen_func` of ``qkv``, (local tokens, 3, heads, head_dim)."""
     call = _Call(
-        "flash_attn_varlen_qkvpacked_func", dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
-        return_attn_probs,
+        "flash_attn_varlen_qkvpacked_func", dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes,
+        deterministic, return_attn_probs,
     )  # fmt: skip
     q, k, v = qkv.unbind(1)
     return call.attend_packed(q, k, v, cu_seqlens, cu_seqlens)
@@ -201,8 +201,8 @@ def flash_attn_varlen_kvpacked_func(
 ) -> Tensor:  # fmt: skip
     """Return :func:`flash_attn_varlen_func` of ``q`` and ``kv``, (local tokens, 2, heads, head_dim)."""
     call = _Call(
-        "flash_attn_varlen_kvpacked_func", dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
-        return_attn_probs,
+        "flash_attn_varlen_kvpacked_func", dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes,
+        deterministic, return_attn_probs,
     )  # fmt: skip
     k, v = kv.unbind(1)
     return call.attend_packed(q, k, v, cu_seqlens_q, cu_seqlens_k)
