@@ -19,6 +19,7 @@ from benchmarks.peers import CannotRun
 from benchmarks.scaling_problems import Setting, mask_arguments
 from benchmarks.scaling_timing import Contestant, Group, Timing
 from ringattn import layout
+from ringattn import mask as masks
 from ringattn.dataflow.fetching import gathered_block
 from ringattn.kernels.backends import choose
 from ringattn.kernels.contract import Keys, Queries, Score, accumulation_dtype, row_delta
@@ -149,7 +150,7 @@ class Contestants:
 
         expected = run(plan.shard, lambda q, k, v: ringattn.attention(q, k, v, plan, kernel=self.args.kernel))
         expected = [plan.unshard(t) for t in expected]
-        shards = layout.LAYOUTS[peer.layout](setting.seq_len, group.size)
+        shards = layout.LAYOUTS[peer.layout](masks.full(setting.seq_len), group.size)
         rank = dist.get_rank()
         try:
             with peer.around():

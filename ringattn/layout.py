@@ -1,14 +1,17 @@
 """Layouts: which global positions each rank holds.
 
-A layout is a function ``(seq_len, world_size) -> shards`` where ``shards[r]`` is a tuple of Python ranges,
-growing and disjoint, and all shards together are ``range(seq_len)``. Any seq_len works: shards may be uneven or empty,
-and nothing is padded. A new layout is such a function and a line in :data:`LAYOUTS`.
+A layout is a function ``(mask, world_size) -> shards`` where ``shards[r]`` is a tuple of Python ranges,
+growing and disjoint, and all shards together are ``range(mask.seq_len)``. Any seq_len works: shards may be uneven or
+empty, and nothing is padded. The keys of other lengths than the queries are laid out under a full mask. A new layout is
+such a function and a line in :data:`LAYOUTS`.
 
 * ``contiguous``: rank r holds one run. Causal work is unbalanced: the last rank does the most.
 * ``zigzag``: 2N chunks, rank r holds r and 2N-1-r, so that an early and a late chunk add up to the same
   causal work everywhere. The order of PyTorch's context parallelism, Transformer Engine and Megatron
   (Brandon et al. 2023, arXiv:2311.09431, motivates the balance; the pairing is Llama 3's, arXiv:2407.21783).
 * ``striped``: rank r holds r, r+N, r+2N, ... (Striped Attention, arXiv:2311.09431).
+* ``balanced``: equal tokens and equal work for any mask, for packed documents above all; see :mod:`.balance`. The only
+  one whose shards depend on more of the mask than its length.
 """
 
 from __future__ import annotations
@@ -19,28 +22,37 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from . import balance
+from .mask import Mask
+
 Shard = tuple[range, ...]
 
 
-def contiguous(seq_len: int, world_size: int) -> tuple[Shard, ...]:
-    cuts = _cuts(seq_len, world_size)
+def contiguous(mask: Mask, world_size: int) -> tuple[Shard, ...]:
+    cuts = _cuts(mask.seq_len, world_size)
     return tuple(_runs(range(a, b)) for a, b in itertools.pairwise(cuts))
 
 
-def zigzag(seq_len: int, world_size: int) -> tuple[Shard, ...]:
-    cuts = _cuts(seq_len, 2 * world_size)
+def zigzag(mask: Mask, world_size: int) -> tuple[Shard, ...]:
+    cuts = _cuts(mask.seq_len, 2 * world_size)
     chunks = [range(a, b) for a, b in itertools.pairwise(cuts)]
     return tuple(_runs(chunks[r], chunks[-1 - r]) for r in range(world_size))
 
 
-def striped(seq_len: int, world_size: int) -> tuple[Shard, ...]:
-    return tuple(_runs(range(r, seq_len, world_size)) for r in range(world_size))
+def striped(mask: Mask, world_size: int) -> tuple[Shard, ...]:
+    return tuple(_runs(range(r, mask.seq_len, world_size)) for r in range(world_size))
 
 
-LAYOUTS: dict[str, Callable[[int, int], tuple[Shard, ...]]] = {
+def balanced(mask: Mask, world_size: int) -> tuple[Shard, ...]:
+    shards = balance.peel(mask, world_size)
+    return tuple(_runs(*sorted(pieces, key=lambda piece: piece.start)) for pieces in shards)
+
+
+LAYOUTS: dict[str, Callable[[Mask, int], tuple[Shard, ...]]] = {
     "contiguous": contiguous,
     "zigzag": zigzag,
     "striped": striped,
+    "balanced": balanced,
 }
 
 

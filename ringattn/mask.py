@@ -142,45 +142,61 @@ class Mask:
         keys = torch.arange(self.seq_len_k, device="cpu")
         return (start[..., None] <= keys) & (keys < end[..., None])
 
-    def sees(self, queries: Sequence[range], key_shards: Sequence[Sequence[range]]) -> list[bool]:
-        """Return for each shard of keys whether any of the queries sees any of its keys, in any row. Exact.
+    def seen(self, shards: Sequence[Sequence[range]]) -> list[list[range]]:
+        """Return for each shard of queries the runs of keys that any of them sees in any row, growing, as long and as
+        few as possible. Exact.
 
-        Runs of neighbouring positions are decided piece by piece, in time O(pieces); strided ones
-        position by position.
+        Runs of neighbouring positions take time O(runs + pieces), strided ones O(positions).
         """
-        seen = [False] * len(key_shards)
-        runs = [(o, r) for o, shard in enumerate(key_shards) for r in shard]
-        if not runs or not any(queries):
-            return seen
-        if all(r.step == 1 for r in queries) and all(r.step == 1 for _, r in runs):
-            hits = self._runs_meet(queries, [r for _, r in runs])
-        else:
-            hits = self._strided_meet(queries, [r for _, r in runs])
-        for (o, _), hit in zip(runs, hits, strict=True):
-            seen[o] = seen[o] or hit
-        return seen
+        runs = [(owner, r) for owner, shard in enumerate(shards) for r in shard if r]
+        if not runs:
+            return [[] for _ in shards]
+        with torch.device("cpu"):
+            if all(r.step == 1 for _, r in runs):
+                owner, start, end = self._seen_by_runs(runs)
+            else:
+                at = torch.cat([torch.arange(r.start, r.stop, r.step) for _, r in runs])
+                start, end = (x.long() for x in self.intervals(at))
+                owner = torch.cat([torch.full((len(r),), o) for o, r in runs]).expand(self.rows, -1)
+            some = end > start
+            owner, start, end = owner[some], start[some], end[some]
+            # Shards one after another on one line, with a gap between them, so that they are merged together.
+            line = owner * (self.seq_len_k + 1)
+            order = (line + start).argsort()
+            owner, line, start, end = owner[order], line[order], start[order], end[order]
+            if not len(owner):
+                return [[] for _ in shards]
+            reach = (line + end).cummax(0).values
+            opens = torch.cat([reach.new_ones(1, dtype=torch.bool), (line + start)[1:] > reach[:-1]])
+            closes = torch.cat([opens[1:], opens.new_ones(1)])
+            merged: list[list[range]] = [[] for _ in shards]
+            table = torch.stack([owner[opens], start[opens], (reach - line)[closes]], 1)
+        for index, first, past in table.tolist():
+            merged[index].append(range(first, past))
+        return merged
 
-    def _runs_meet(self, queries: Sequence[range], keys: Sequence[range]) -> list[bool]:
-        key_first = torch.tensor([r.start for r in keys], device="cpu")[:, None]
-        key_past = torch.tensor([r.stop for r in keys], device="cpu")[:, None]
-        past = torch.cat([self.first[:, 1:], torch.full((self.rows, 1), self.seq_len, device="cpu")], 1)
-        hits = torch.zeros(len(keys), dtype=torch.bool, device="cpu")
-        for run in queries:
-            i0, i1 = self.first.clamp(min=run.start), past.clamp(max=run.stop)
-            inside = i1 > i0
-            i0, i1, low, high, left, right = (x[inside] for x in (i0, i1, self.low, self.high, self.left, self.right))
-            j0, j1 = torch.maximum(low, key_first), torch.minimum(high, key_past)  # (runs, pieces)
-            # Key j is seen by aligned positions j - right <= a <= j + left, and these ranges of neighbouring
-            # keys join up, because left + right >= 0 unless the piece is empty.
-            meets = (torch.maximum(i0, j0 - right - self.offset) < torch.minimum(i1, j1 + left - self.offset)) & (
-                left + right >= 0
-            )
-            hits |= (meets & (j1 > j0)).any(1)
-        return hits.tolist()
+    def _seen_by_runs(self, runs: Sequence[tuple[int, range]]) -> tuple[Tensor, Tensor, Tensor]:
+        """Return (owner, start, end), each (rows, n), of the keys that runs of neighbouring queries see, one for every
+        part of a run that is in one piece. Inside a piece the intervals of neighbouring queries join up.
 
-    def _strided_meet(self, queries: Sequence[range], keys: Sequence[range]) -> list[bool]:
-        start, end = self.intervals(torch.cat([torch.arange(r.start, r.stop, r.step, device="cpu") for r in queries]))
-        return [bool((count_below(r, end) > count_below(r, start)).any()) for r in keys]
+        Args:
+            runs: (owner, run), in any order.
+        """
+        runs = sorted(runs, key=lambda x: x[1].start)
+        owners = torch.tensor([o for o, _ in runs])
+        begins, stops = torch.tensor([r.start for _, r in runs]), torch.tensor([r.stop for _, r in runs])
+        points = torch.cat([self.first, begins.expand(self.rows, -1)], 1).sort(1).values
+        run = torch.searchsorted(begins, points, right=True) - 1
+        past = torch.cat([points[:, 1:], torch.full_like(points[:, :1], self.seq_len)], 1)
+        past = torch.minimum(past, stops[run.clamp(min=0)])
+        low, high, left, right = self._fields(points)
+        low, high = low.clamp(min=0), high.clamp(max=self.seq_len_k)
+        # The first and the last query here that see anything.
+        first = torch.maximum(points + self.offset, low - right)
+        last = torch.minimum(past + self.offset, high + left) - 1
+        start, end = torch.maximum(low, first - left), torch.minimum(high, last + right + 1)
+        none = (run < 0) | (past <= points) | (last < first) | (low >= high) | (left + right < 0)
+        return owners[run.clamp(min=0)], start, torch.where(none, start, end)
 
     def digest(self) -> int:
         """Return a 63-bit hash of the mask's value, the same in every process."""

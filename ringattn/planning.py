@@ -13,6 +13,7 @@ from torch import Tensor
 from . import cost
 from . import layout as layouts
 from . import mask as masks
+from . import needs as needs_of_ranks
 from . import transport as transports
 from .agreement import Disagreement, hash_of
 from .dataflow import DATAFLOWS
@@ -20,7 +21,7 @@ from .layout import Shard
 from .mask import Mask
 from .memo import Memo
 from .plans import Plan
-from .schedule import Schedule
+from .schedule import Fetch, Schedule
 from .transport import Transport
 
 VERSION = 4  # of the exchange between ranks
@@ -59,7 +60,7 @@ def plan(
         prefix: with ``causal``, the first ``prefix`` keys are visible to earlier queries too (prefix-LM).
         mask: any mask of :mod:`ringattn.mask`, or one of your own (:class:`ringattn.mask.Mask`) for these lengths; what
             the other arguments hide is hidden, too.
-        layout: "contiguous", "zigzag" or "striped" (:data:`ringattn.layout.LAYOUTS`).
+        layout: "contiguous", "zigzag", "striped" or "balanced" (:data:`ringattn.layout.LAYOUTS`).
         dataflow: "ring": keys and values travel; "gather": every rank fetches all the keys and values that it
             needs; "reduce": queries travel and their partial states come home; "auto": the fastest by a model
             of one layer's forward and backward (:mod:`.cost`), for 32/8 heads of 128 in 2 bytes and one row, with the
@@ -252,15 +253,16 @@ def _costs(transport: Transport) -> tuple[cost.Costs, str]:
 
 def _make(request: Request, transport: Transport, costs: cost.Costs, source: str, digest: int) -> Plan:
     mask, n = request.mask, transport.world_size
-    shards = layouts.LAYOUTS[request.layout](mask.seq_len, n)
-    shards_k = layouts.LAYOUTS[request.layout](mask.seq_len_k, n)
-    seen = _runs_seen(mask, shards, shards_k)
-    needs = tuple(tuple(any(runs) for runs in row) for row in seen)
+    place = layouts.LAYOUTS[request.layout]
+    shards = place(mask, n)
+    shards_k = shards if mask.seq_len == mask.seq_len_k else place(masks.full(mask.seq_len_k), n)
+    fetches = needs_of_ranks.fetches(mask, shards, shards_k)
+    needs = tuple(tuple(owner in {run.owner for run in runs} for owner in range(n)) for runs in fetches)
     dataflow, choice = request.dataflow, None
     if dataflow == "auto" and n == 1:
         dataflow = "ring"  # nothing moves, and nothing is merged
     elif dataflow == "auto":
-        choice = _choose(request, transport, (shards, shards_k), seen, (costs, source))
+        choice = _choose(request, transport, (shards, shards_k), fetches, (costs, source))
         dataflow = choice.dataflow
     return Plan(
         mask=mask,
@@ -270,6 +272,7 @@ def _make(request: Request, transport: Transport, costs: cost.Costs, source: str
         buffer_bytes=request.buffer_bytes,
         shards=shards,
         shards_k=shards_k,
+        fetches=fetches,
         needs=needs,
         schedule=DATAFLOWS[dataflow].schedule(needs, request.local_size),
         flow=DATAFLOWS[dataflow],
@@ -279,23 +282,19 @@ def _make(request: Request, transport: Transport, costs: cost.Costs, source: str
     )
 
 
-def _runs_seen(mask: Mask, shards: tuple[Shard, ...], shards_k: tuple[Shard, ...]) -> list[list[list[bool]]]:
-    """Return ``[q_rank][k_rank][run]``: does some query of one rank see some key of this run of the other?"""
-    runs = [(run,) for shard in shards_k for run in shard]
-    result = []
-    for queries in shards:
-        hits = iter(mask.sees(queries, runs))
-        result.append([[next(hits) for _ in shard] for shard in shards_k])
-    return result
-
-
 def _choose(
     request: Request, transport: Transport, shards: tuple[tuple[Shard, ...], tuple[Shard, ...]],
-    seen: list[list[list[bool]]], costs: tuple[cost.Costs, str],
+    fetches: tuple[tuple[Fetch, ...], ...], costs: tuple[cost.Costs, str],
 ) -> cost.Choice:  # fmt: skip
     """Ask the cost model."""
     queries, keys = shards
-    needs = tuple(tuple(any(runs) for runs in row) for row in seen)
+    n = transport.world_size
+    tokens, runs = ([[0] * n for _ in range(n)] for _ in range(2))
+    for visitor, fetched in enumerate(fetches):
+        for run in fetched:
+            tokens[visitor][run.owner] += run.length
+            runs[visitor][run.owner] += 1
+    needs = tuple(tuple(map(bool, row)) for row in runs)
     problem = cost.Problem(
         device_type=transport.device.type,
         pulls=transport.pulls and all(run.step == 1 for shard in keys for run in shard),  # copies move neighbours
@@ -303,12 +302,9 @@ def _choose(
         queries=[layouts.length(shard) for shard in queries],
         keys=[layouts.length(shard) for shard in keys],
         pairs=masks.estimate_pairs(request.mask, queries, keys),
-        fetched=[
-            [sum(len(run) for run, hit in zip(*pair, strict=True) if hit) for pair in zip(keys, row, strict=True)]
-            for row in seen
-        ],
-        runs=[[sum(hits) for hits in row] for row in seen],
+        fetched=tokens,
+        runs=runs,
         ring=Schedule(len(needs), needs, request.local_size),
         reduce=Schedule(len(needs), tuple(zip(*needs, strict=True)), request.local_size),
-    )  # fmt: skip
+    )
     return cost.choose(problem, *costs)

@@ -20,7 +20,7 @@ from .kernels.contract import Block
 from .layout import Shard
 from .mask import Mask, count_below, estimate_pairs
 from .memo import Memo
-from .schedule import Schedule, Step
+from .schedule import Fetch, Schedule, Step
 from .shape import Shape
 from .training.batch import shard_batch
 from .transport import Transport
@@ -54,6 +54,7 @@ class Plan:
         layout, dataflow, deterministic, buffer_bytes: as chosen; ``dataflow`` is never "auto".
         mask: intervals per query, in global positions.
         shards, shards_k: for every rank, the ranges of positions of queries and keys it holds.
+        fetches: for every rank the runs of keys that its queries see, its own included, sorted by position.
         needs: ``needs[q_rank][k_rank]``: some query of one rank sees some key of the other.
         schedule: the walk of the shards that travel: keys and values in a ring, queries in a reduce.
         flow: the dataflow, which predicts and proves.
@@ -74,6 +75,7 @@ class Plan:
         buffer_bytes: int,
         shards: tuple[Shard, ...],
         shards_k: tuple[Shard, ...],
+        fetches: tuple[tuple[Fetch, ...], ...],
         needs: tuple[tuple[bool, ...], ...],
         schedule: Schedule,
         flow: Predictions,
@@ -85,7 +87,7 @@ class Plan:
         self.rank, self.world_size = transport.rank, transport.world_size
         self.layout, self.dataflow, self.deterministic = layout, dataflow, deterministic
         self.buffer_bytes = buffer_bytes
-        self.shards, self.shards_k, self.needs = shards, shards_k, needs
+        self.shards, self.shards_k, self.fetches, self.needs = shards, shards_k, fetches, needs
         self.schedule, self.flow, self.transport, self.choice = schedule, flow, transport, choice
         self.handle, self.digest = next(_handles), digest
         self.memo: Memo[Any] = Memo(1 << 14)

@@ -84,7 +84,7 @@ def cases(quick: bool) -> list[Case]:
 
 
 def settings(size: int, quick: bool) -> Iterator[dict[str, Any]]:
-    for layout in ("zigzag",) if quick else ("zigzag", "contiguous", "striped"):
+    for layout in ("zigzag",) if quick else ("zigzag", "balanced", "contiguous", "striped"):
         for dataflow in ringattn.dataflows():
             yield dict(layout=layout, dataflow=dataflow)
     if size % 2 == 0 and size > 2:

@@ -536,7 +536,7 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, dict[str, Any] | None]:
     add("--heads", type=int, default=6 if gpu else 2, help="query heads")
     add("--kv-heads", type=int, default=2 if gpu else 1, help="key and value heads")
     add("--lr", type=float, default=6e-4 if gpu else 3e-3, help="learning rate of AdamW")
-    add("--layout", default="zigzag", help="contiguous, zigzag or striped")
+    add("--layout", default="zigzag", help="contiguous, zigzag, striped or balanced")
     add("--dataflow", default="auto", help="ring, reduce, ..., or auto")
     add("--kernel", default="auto", help="eager, triton, ..., or auto")
     add("--compile", action="store_true", help="torch.compile the model")

@@ -31,15 +31,15 @@ from ringattn.shape import Shape
 # ---------------------------------------------------------------- the extensions
 
 
-def block_cyclic(seq_len: int, world_size: int) -> tuple[layout.Shard, ...]:
+def block_cyclic(mask: Mask, world_size: int) -> tuple[layout.Shard, ...]:
     """Blocks of 8 positions, dealt out one after another: many runs per rank."""
-    blocks = [range(i, min(i + 8, seq_len)) for i in range(0, seq_len, 8)]
+    blocks = [range(i, min(i + 8, mask.seq_len)) for i in range(0, mask.seq_len, 8)]
     return tuple(tuple(blocks[rank::world_size]) for rank in range(world_size))
 
 
-def strided_halves(seq_len: int, world_size: int) -> tuple[layout.Shard, ...]:
+def strided_halves(mask: Mask, world_size: int) -> tuple[layout.Shard, ...]:
     """Every world_size-th position, in the second half in the opposite order of ranks: runs that interleave."""
-    half, n = seq_len // 2, world_size
+    seq_len, half, n = mask.seq_len, mask.seq_len // 2, world_size
     return tuple(
         tuple(run for run in (range(r, half, n), range(half + n - 1 - r, seq_len, n)) if run) for r in range(n)
     )

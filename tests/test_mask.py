@@ -76,12 +76,13 @@ def test_most_keys_that_a_query_sees() -> None:
 
 @given(mask_and_meaning(), st.sampled_from(sorted(layouts.LAYOUTS)), st.integers(1, 6))
 @settings(max_examples=300)
-def test_sees_is_exact(drawn: tuple[Mask, Tensor], layout: str, ranks: int) -> None:
+def test_seen_keys_are_exact(drawn: tuple[Mask, Tensor], layout: str, ranks: int) -> None:
     mask, visible = drawn
-    shards, shards_k = (layouts.LAYOUTS[layout](n, ranks) for n in (mask.seq_len, mask.seq_len_k))
-    for shard in shards:
+    shards = layouts.LAYOUTS[layout](mask, ranks)
+    for shard, seen in zip(shards, mask.seen(shards), strict=True):
         rows = visible[:, layouts.positions(shard)]
-        assert mask.sees(shard, shards_k) == [bool(rows[:, :, layouts.positions(s)].any()) for s in shards_k]
+        assert layouts.positions(tuple(seen)).tolist() == rows.any(1).any(0).nonzero().flatten().tolist()
+        assert all(a.stop < b.start for a, b in itertools.pairwise(seen))
 
 
 def test_intervals_of_some_positions_are_those_rows_of_all() -> None:

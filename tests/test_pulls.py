@@ -32,6 +32,7 @@ from ringattn.dataflow.fetching import gathered_block
 from ringattn.dataflow.gather import Gather
 from ringattn.kernels.backends import Backend
 from ringattn.kernels.contract import CompletionCounts, Queries, Result, Score
+from ringattn.mask import Mask
 from ringattn.peer import driver, memory, pull, push, watchdog
 from ringattn.peer import pack_rows as packing
 from ringattn.peer import sum_runs as summing
@@ -44,9 +45,9 @@ SCORE = Score(1.0)
 SEEDS = 6  # orders of execution of each case
 
 
-def block_cyclic(seq_len: int, world_size: int) -> tuple[layout.Shard, ...]:
+def block_cyclic(mask: Mask, world_size: int) -> tuple[layout.Shard, ...]:
     """A layout with many runs per rank: blocks of 16 tokens in turns."""
-    blocks = [range(begin, min(begin + 16, seq_len)) for begin in range(0, seq_len, 16)]
+    blocks = [range(begin, min(begin + 16, mask.seq_len)) for begin in range(0, mask.seq_len, 16)]
     return tuple(tuple(blocks[rank::world_size]) for rank in range(world_size))
 
 

@@ -20,7 +20,7 @@ from ..peer.memory import Link
 from ..peer.pull import FetchBuffers, Pull
 from ..peer.push import GradientBuffers, Push
 from ..plans import Plan
-from ..schedule import Fetch, head_groups, waves
+from ..schedule import head_groups, waves
 from ..trace import named
 from ..transport import Pending
 from .contract import Call
@@ -54,26 +54,6 @@ class Part(NamedTuple):
 # What a plan fetches
 
 
-def fetches(plan: Plan) -> tuple[tuple[Fetch, ...], ...]:
-    """Return the runs that every rank fetches, its own included, sorted by their first position."""
-    return plan.once("fetches", lambda: tuple(_fetches(plan, rank) for rank in range(plan.world_size)))
-
-
-def _fetches(plan: Plan, rank: int) -> tuple[Fetch, ...]:
-    runs = []  # (owner, offset in its shard, run)
-    for owner, shard in enumerate(plan.shards_k):
-        offset = 0
-        for run in shard:
-            runs.append((owner, offset, run))
-            offset += len(run)
-    seen = plan.mask.sees(plan.shards[rank], [(run,) for *_, run in runs])
-    result, first = [], 0
-    for owner, offset, run in sorted((r for r, s in zip(runs, seen, strict=True) if s), key=lambda r: r[2].start):
-        result.append(Fetch(owner, offset, len(run), first))
-        first += len(run)
-    return tuple(result)
-
-
 def interleaved(plan: Plan) -> bool:
     """Return whether runs of some rank alternate in the order of positions, as in a striped layout."""
     cpu = torch.device("cpu")
@@ -84,7 +64,7 @@ def _positions(plan: Plan, rank: int, device: torch.device) -> Tensor:
     """Return the positions of the keys in the order in which they arrive."""
     pieces = [
         layouts.positions(plan.shards_k[run.owner], device)[run.offset : run.offset + run.length]
-        for run in fetches(plan)[rank]
+        for run in plan.fetches[rank]
     ]
     return torch.cat([torch.empty(0, dtype=torch.int64, device=device), *pieces])
 
@@ -106,7 +86,7 @@ def gathered_block(plan: Plan, device: torch.device, rank: int | None = None) ->
     def make() -> Block:
         positions, order = _positions(plan, rank, device), _order(plan, rank, device)
         # A segment per run, so that a tile of keys has one owner; interleaved runs are one segment.
-        segments = tuple(run.length for run in fetches(plan)[rank]) if order is None else (len(positions),)
+        segments = tuple(run.length for run in plan.fetches[rank]) if order is None else (len(positions),)
         keys = tuple(run for shard in plan.shards_k for run in shard)
         return plan.make_block(rank, keys, positions if order is None else positions[order], segments)
 
@@ -117,7 +97,7 @@ def head_waves(call: Call, backward: bool) -> list[slice]:
     """Return the key heads that are in memory together, for the rank with the largest buffer: keys and values, in the
     backward also their gradients."""
     plan, k, v = call.plan, call.k, call.v
-    keys = plan.once("most keys", lambda: max(sum(run.length for run in runs) for runs in fetches(plan)))
+    keys = plan.once("most keys", lambda: max(sum(run.length for run in runs) for runs in plan.fetches))
     itemsize = k.element_size() + (max(4, k.element_size()) if backward else 0)
     head_bytes = k.shape[0] * keys * (k.shape[3] + v.shape[3]) * itemsize
     return waves(k.shape[2], head_bytes, plan.buffer_bytes)
@@ -140,7 +120,7 @@ def fetch_keys(call: Call, block: Block, waits: Callable[[Keys, slice], bool], *
     k, v, plan = call.k, call.v, call.plan
     cut = head_waves(call, backward)
     key = ("fetch buffers", plan.handle, backward, k.shape, v.shape, k.dtype)
-    buffers = link.prepare(key, lambda: FetchBuffers(link, k, v, fetches(plan), plan.local_lengths_k, cut))
+    buffers = link.prepare(key, lambda: FetchBuffers(link, k, v, plan.fetches, plan.local_lengths_k, cut))
     pull = Pull(link, buffers, k, v)
     per_kv = call.q.shape[2] // k.shape[2]
 
@@ -198,7 +178,7 @@ def _exchange_group(call: Call, heads: slice) -> tuple[Pending, Tensor]:
     """Start to fetch some key heads; return the exchange and the buffer that it fills."""
     plan, rank = call.plan, call.plan.rank
     local = torch.cat([call.k[:, :, heads], call.v[:, :, heads]], -1).transpose(0, 1).contiguous()
-    runs = fetches(plan)
+    runs = plan.fetches
     buffer = local.new_empty((sum(run.length for run in runs[rank]), *local.shape[1:]))
     sends, receives = [], []
     for visitor, theirs in enumerate(runs):
@@ -244,7 +224,7 @@ def return_gradients(call: Call) -> GradientReturn:
 
     def make() -> GradientBuffers:
         cut = head_waves(call, backward=True)
-        return GradientBuffers(link, (k, v), call.accumulation_dtype, fetches(plan), plan.local_lengths_k, cut)
+        return GradientBuffers(link, (k, v), call.accumulation_dtype, plan.fetches, plan.local_lengths_k, cut)
 
     return Push(link, link.prepare(("gradient buffers", plan.handle, k.shape, v.shape, k.dtype), make), (k, v))
 
@@ -258,7 +238,7 @@ class _SentGradients:
         self.dk = torch.empty(k.shape, dtype=dtype, device=k.device)
         self.dv = torch.empty(v.shape, dtype=dtype, device=v.device)
         self.width = k.shape[3] + v.shape[3]
-        self.runs = fetches(self.plan)
+        self.runs = self.plan.fetches
         self.keys = sum(run.length for run in self.runs[self.plan.rank])
         order = _order(self.plan, self.plan.rank, k.device)
         self.arrival_order = None if order is None else order.argsort()

@@ -34,7 +34,7 @@ from ..schedule import head_groups, waves
 from ..shape import Shape
 from ..trace import named
 from .contract import Call, Dataflow, Gradients, piece_elements
-from .fetching import fetch_keys, fetches, gathered_block, interleaved, return_gradients
+from .fetching import fetch_keys, gathered_block, interleaved, return_gradients
 
 
 class Gather(Dataflow):
@@ -108,7 +108,7 @@ class Gather(Dataflow):
         return Gradients(dq, home.dk, home.dv)
 
     def traffic(self, plan: Plan, rank: int) -> tuple[int, int]:
-        runs = fetches(plan)
+        runs = plan.fetches
         sent = sum(run.length for r, theirs in enumerate(runs) for run in theirs if run.owner == rank != r)
         return sent, sum(run.length for run in runs[rank] if run.owner != rank)
 
@@ -118,7 +118,7 @@ class Gather(Dataflow):
 
     def meetings(self, plan: Plan) -> list[str]:
         lines = []
-        for rank, runs in enumerate(fetches(plan)):
+        for rank, runs in enumerate(plan.fetches):
             tokens = " ".join(f"{run.owner}[{run.offset}:{run.offset + run.length}]" for run in runs)
             lines.append(f"rank {rank} attends to owner[tokens]: {tokens or 'nothing'}")
         return lines
@@ -132,7 +132,7 @@ class Gather(Dataflow):
 
 
 def _message_bytes(plan: Plan, s: Shape, backward: bool) -> int:
-    rank, runs = plan.rank, fetches(plan)
+    rank, runs = plan.rank, plan.fetches
     queries, local = plan.local_lengths[rank], plan.local_lengths_k[rank]
     fetched = sum(run.length for run in runs[rank])
     to_this_rank = sum(run.length for theirs in runs for run in theirs if run.owner == rank)
@@ -151,7 +151,7 @@ def _message_bytes(plan: Plan, s: Shape, backward: bool) -> int:
 
 
 def _pulled_bytes(plan: Plan, s: Shape, backward: bool) -> int:
-    runs = fetches(plan)
+    runs = plan.fetches
     fetched = sum(run.length for run in runs[plan.rank])
     largest = max(sum(run.length for run in theirs) for theirs in runs)
     queries, longest = plan.local_lengths[plan.rank], max(plan.local_lengths_k)

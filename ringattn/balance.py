@@ -1,0 +1,184 @@
+"""The layout "balanced": equal tokens and equal work on every rank for any mask, and few keys to fetch.
+
+Method: peel the row from two ends. Parts of the row that see nothing of each other (documents) are sorted by work per
+token. Rank after rank takes the tail of the heaviest part that is left and fills up with the lightest parts, whole, in
+the proportion that makes both its tokens and its work one Nth:
+
+    lightest [doc][doc][document] ... [document][a long document][the longest document] heaviest
+             |<- n - t tokens ->|                                           |<- t ->|
+
+A causal document has its most expensive queries at its end, so that tails cut it into as few pieces as balance allows,
+and each piece fetches only what is before it. There is always such a t: with t = 0 a rank would have too little work,
+with t = n too much, and what is left keeps the mean. One causal document becomes a zigzag, a full mask or a window
+contiguous runs.
+
+Kernels compute tiles of queries, from the beginning of each run. Where a tail is cut inside a document, a last tile
+that is not full would cost all the keys of a long document. So a tail is shortened to whole tiles, and heavier parts
+than the lightest ones make up for it.
+
+All arithmetic is in integers, so that every rank finds the same shards without a message.
+"""
+
+from __future__ import annotations
+
+import itertools
+from bisect import bisect_left, insort
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from .mask import Mask
+from .work import Work
+
+TILE = 128  # queries in a tile of the kernels
+GROUP = 512  # neighbouring documents are kept together up to so many tokens, for few runs per rank
+FLAT = 1000  # work that differs from the mean by less than a part in so many is equal
+SLACK = 250  # the same for work that whole tiles of queries cannot match exactly
+
+
+def peel(mask: Mask, world_size: int) -> list[list[range]]:
+    """Return the pieces of every rank, in any order: as many tokens as on any other, within one, and as many visible
+    pairs, nearly."""
+    work = Work(mask)
+    group = max(1, min(GROUP, mask.seq_len // (16 * world_size)))
+    row = _Row(work, _grouped(work.cuts, group), group)
+    cuts = [mask.seq_len * i // world_size for i in range(world_size + 1)]
+    shards = [row.peel(b - a, world_size - rank) for rank, (a, b) in enumerate(itertools.pairwise(cuts))]
+    return shards[::-1]  # the first pieces come from the end of a row that is one document
+
+
+def _grouped(cuts: list[int], size: int) -> list[range]:
+    """Return the parts between cuts, those of less than ``size`` tokens together with their neighbours."""
+    parts, begin = [], 0
+    for a, b in itertools.pairwise(cuts):
+        if b - begin > size and begin < a:
+            parts.append(range(begin, a))
+            begin = a
+        if b - begin >= size:
+            parts.append(range(begin, b))
+            begin = b
+    return [*parts, range(begin, cuts[-1])] if begin < cuts[-1] else parts
+
+
+class _Part(NamedTuple):
+    """A run of neighbouring positions; parts are sorted by the first field, ``density``: pairs per 1024 tokens."""
+
+    density: int
+    start: int
+    stop: int
+
+
+class _End:
+    """The parts at one end of a row, and sums of their tokens and pairs: ``tokens[i]`` in the first i of them."""
+
+    def __init__(self, work: Work, parts: Iterable[_Part], limit: int, tail: bool) -> None:
+        self.work, self.tail = work, tail
+        self.parts: list[_Part] = []
+        self.tokens, self.pairs = [0], [0]
+        for part in parts:
+            if self.tokens[-1] >= limit:
+                break
+            self.parts.append(part)
+            self.tokens.append(self.tokens[-1] + part.stop - part.start)
+            self.pairs.append(self.pairs[-1] + work.of(range(part.start, part.stop)))
+
+    def count(self, tokens: int) -> int:
+        """Return how many parts the first ``tokens`` tokens touch."""
+        return bisect_left(self.tokens, tokens)
+
+    def piece(self, index: int, tokens: int) -> range:
+        """Return the first ``tokens`` tokens of a part, seen from this end."""
+        _, start, stop = self.parts[index]
+        return range(max(start, stop - tokens), stop) if self.tail else range(start, min(stop, start + tokens))
+
+    def work_of(self, tokens: int, skip: int = 0) -> int:
+        """Return the pairs of ``tokens`` tokens after the first ``skip`` parts."""
+        past = self.tokens[skip] + tokens
+        last = self.count(past) - 1
+        if last < skip:
+            return 0
+        return self.pairs[last] - self.pairs[skip] + self.work.of(self.piece(last, past - self.tokens[last]))
+
+    def take(self, tokens: int, skip: int = 0) -> list[tuple[_Part, range]]:
+        """Return the pieces that make up ``tokens`` tokens after the first ``skip`` parts, and their parts."""
+        past = self.tokens[skip] + tokens
+        return [(self.parts[i], self.piece(i, past - self.tokens[i])) for i in range(skip, self.count(past))]
+
+
+class _Row:
+    """What is left of a row, sorted by work per token."""
+
+    def __init__(self, work: Work, parts: list[range], block: int) -> None:
+        self.work, self.block, self.blocks = work, block, False
+        self.parts = sorted(map(self._part, parts))
+        self.pairs = work.total
+
+    def _part(self, run: range) -> _Part:
+        return _Part(self.work.of(run) * 1024 // len(run), run.start, run.stop)
+
+    def peel(self, tokens: int, ranks: int) -> list[range]:
+        """Remove and return the pieces of the next of ``ranks`` ranks that are left."""
+        target = self.pairs // ranks
+        heavy = _End(self.work, reversed(self.parts), tokens, True)
+        light = _End(self.work, self.parts, 6 * tokens, False)
+        flat = target // FLAT
+        if not self.blocks and not light.work_of(tokens) - flat <= target <= heavy.work_of(tokens) + flat:
+            # The work inside the parts rises and falls, as in rows of a batch that differ: take it block by block.
+            self.blocks = True
+            blocks = [
+                range(i, min(i + self.block, p.stop)) for p in self.parts for i in range(p.start, p.stop, self.block)
+            ]
+            self.parts = sorted(map(self._part, blocks))
+            return self.peel(tokens, ranks)
+        pieces = _choose(heavy, light, tokens, target, len(self.parts))
+        self._remove(pieces)
+        return [piece for _, piece in pieces]
+
+    def _remove(self, pieces: list[tuple[_Part, range]]) -> None:
+        left: dict[_Part, range] = {}
+        for part, piece in pieces:
+            self.pairs -= self.work.of(piece)
+            rest = left.get(part, range(part.start, part.stop))
+            tail = piece.stop == rest.stop
+            left[part] = range(rest.start, piece.start) if tail else range(piece.stop, rest.stop)
+        for part, rest in left.items():
+            del self.parts[bisect_left(self.parts, part)]
+            if rest:
+                insort(self.parts, self._part(rest))
+
+
+def _choose(heavy: _End, light: _End, tokens: int, target: int, parts: int) -> list[tuple[_Part, range]]:
+    """Return pieces of ``tokens`` tokens from both ends, whose pairs are about ``target``."""
+    if abs(heavy.work_of(tokens) - target) <= target // FLAT:
+        return heavy.take(tokens)
+    low, high = 0, tokens
+    while low < high:
+        t = (low + high) // 2
+        if heavy.work_of(t) + light.work_of(tokens - t) < target:
+            low = t + 1
+        else:
+            high = t
+    cut = heavy.count(low) - 1
+    if cut >= 0 and low < heavy.tokens[cut + 1]:
+        inside = (low - heavy.tokens[cut]) // TILE * TILE
+        for t in range(heavy.tokens[cut] + inside, heavy.tokens[cut] - 1, -TILE)[:4]:
+            skip = _window(light, tokens - t, target - heavy.work_of(t), parts - cut - 1)
+            if skip is not None and abs(heavy.work_of(t) + light.work_of(tokens - t, skip) - target) <= target // SLACK:
+                return [*heavy.take(t), *light.take(tokens - t, skip)]
+    return [*heavy.take(low), *light.take(tokens - low)]
+
+
+def _window(light: _End, tokens: int, target: int, limit: int) -> int | None:
+    """Return how many of the lightest parts to skip so that ``tokens`` tokens after them have about ``target`` pairs;
+    None if there are not so many tokens in the first ``limit`` parts."""
+    limit = min(limit, len(light.parts))
+    most = bisect_left(light.tokens, light.tokens[limit] - tokens + 1) - 1  # parts that can be skipped
+    if most < 0:
+        return None
+    low, high = 0, most
+    while low < high:
+        skip = (low + high) // 2
+        if light.work_of(tokens, skip) < target:
+            low = skip + 1
+        else:
+            high = skip
+    return min(range(max(0, low - 1), low + 1), key=lambda skip: abs(light.work_of(tokens, skip) - target))

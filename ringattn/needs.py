@@ -1,0 +1,70 @@
+"""What each rank needs: the runs of keys that its queries see, and where they are."""
+
+from __future__ import annotations
+
+import itertools
+from bisect import bisect_right
+from collections.abc import Sequence
+
+from .layout import Shard
+from .mask import Mask
+from .schedule import Fetch
+
+
+def fetches(mask: Mask, shards: Sequence[Shard], shards_k: Sequence[Shard]) -> tuple[tuple[Fetch, ...], ...]:
+    """Return for every rank the runs of keys that its queries see, its own included, sorted by their first position.
+
+    Of a run of neighbouring keys each part that is seen is a run of its own, of a strided one all between the first and
+    the last key that is seen.
+    """
+    runs = []
+    for owner, shard in enumerate(shards_k):
+        offset = 0
+        for run in shard:
+            runs.append((run, owner, offset))
+            offset += len(run)
+    runs.sort(key=lambda x: x[0].start)
+    apart = all(a.stop <= b.start for (a, *_), (b, *_) in itertools.pairwise(runs))
+    find = _of_neighbours if apart else _of_strides
+    return tuple(_numbered(find(seen, runs)) for seen in mask.seen(shards))
+
+
+Located = tuple[range, int, int]  # a run of keys, its owner, its offset in the owner's shard
+
+
+def _of_neighbours(seen: list[range], runs: Sequence[Located]) -> list[Located]:
+    """Return the parts of runs, none of which begins before the one before it ends, that are seen."""
+    starts = [run.start for run, *_ in runs]
+    parts = []
+    for keys in seen:
+        index = max(0, bisect_right(starts, keys.start) - 1)
+        while index < len(runs) and runs[index][0].start < keys.stop:
+            parts += _part(keys, runs[index])
+            index += 1
+    return parts
+
+
+def _of_strides(seen: list[range], runs: Sequence[Located]) -> list[Located]:
+    """Return of each run all from the first to the last key that is seen."""
+    hulls = []
+    for located in runs:
+        parts = [part for keys in seen for part, *_ in _part(keys, located)]
+        if parts:
+            hulls += _part(range(parts[0].start, parts[-1][-1] + 1), located)
+    return sorted(hulls, key=lambda x: x[0].start)
+
+
+def _part(keys: range, located: Located) -> list[Located]:
+    """Return the part of a run that is among these neighbouring keys, if any."""
+    run, owner, offset = located
+    first, past = (min(max(-(-(bound - run.start) // run.step), 0), len(run)) for bound in (keys.start, keys.stop))
+    return [(run[first:past], owner, offset + first)] if first < past else []
+
+
+def _numbered(parts: list[Located]) -> tuple[Fetch, ...]:
+    """Return the parts as they lie in a buffer, one after another."""
+    result, first = [], 0
+    for run, owner, offset in parts:
+        result.append(Fetch(owner, offset, len(run), first))
+        first += len(run)
+    return tuple(result)
