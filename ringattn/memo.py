@@ -24,13 +24,16 @@ class Memo(Generic[T]):
         """Return the result kept under ``key``, or None."""
         result = self._kept.get(key)
         if result is not None:
-            self._touch(key)
+            try:  # noqa: SIM105  suppress() would take longer than the rest, and repeated launches ask here
+                self._kept.move_to_end(key)
+            except KeyError:  # another thread dropped it
+                pass
         return result
 
     def put(self, key: Hashable, result: T) -> T:
         """Keep ``result`` under ``key`` and return it."""
+        self._kept.pop(key, None)
         self._kept[key] = result
-        self._touch(key)
         while len(self._kept) > self.limit:
             with suppress(KeyError):
                 self._kept.popitem(last=False)
@@ -52,7 +55,3 @@ class Memo(Generic[T]):
 
     def __len__(self) -> int:
         return len(self._kept)
-
-    def _touch(self, key: Hashable) -> None:
-        with suppress(KeyError):  # another thread may have dropped it
-            self._kept.move_to_end(key)

@@ -45,8 +45,6 @@ What was tried: NOTES.md.
 
 from __future__ import annotations
 
-import functools
-import heapq
 import math
 from typing import Any, NamedTuple
 
@@ -66,9 +64,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ..contract import Block, CompletionCounts, Keys, Queries, Score, int32
-from ..launch import Launches, dispatch, multiprocessors, on_device
-from ..long_sums import LEAST_HEADS
+from ..launch import Launches, dispatch, on_device
 from . import backward_wide as wide
+from . import work
 from .backward_pieces import (
     BM,
     BN,
@@ -80,12 +78,12 @@ from .backward_pieces import (
     _along,
     _at,
     _buffer,
-    _load_pieces,
     _matrices,
     _matrix,
     _next,
     _none,
     _place,
+    _producer,
     _sent,
     _stage,
     _staged,
@@ -95,73 +93,25 @@ from .backward_pieces import (
     _tour,
 )
 from .primitives import (
-    async_load,
     barrier_arrive,
     barrier_sync,
     reinterpret,
     tma_reduce_add,
-    wait_row,
 )
 from .tensor_maps import readable, view
+from .work import Split
 
 __all__ = ["HEAD_DIMS", "backward", "completion_counts", "unsupported"]
 
 LOG2E = 1.4426950408889634
 
 DS_STAGES = gl.constexpr(4)  # 3 are needed
-LEAST_STEPS = 128  # of a CTA, if its group has as many: beginning and end cost three
 HEAD_DIMS = ((64, 64), (96, 96), (128, 128), (192, 128), (256, 256))  # of q, k and of v
 
 DS_READY, Q_FREE, DO_FREE, DQ_STAGED, DQ_SENT = (gl.constexpr(i) for i in (4, 8, 10, 12, 14))
 
 
 # ---------------------------------------------------------------- device
-
-
-@gluon.jit
-def _producer(
-    q_desc, dout_desc, k_desc, v_desc, lse_desc, delta_desc, bounds_desc, info_ptr,
-    k_s, v_s, q_s, dout_s, lse_s, delta_s, bounds_s, kv_full, q_full, dout_full,
-    heads, tiles, kv_heads, parts, q_tiles, flags_ptr, epoch, gave_up_ptr, SWEEP: gl.constexpr, BATCHED: gl.constexpr,
-):  # fmt: skip
-    WHOLE: gl.constexpr = len(q_desc) == 1
-    COLUMNS: gl.constexpr = q_s[0].shape[4] if WHOLE else q_s[0].shape[4] + q_s[1].shape[4]
-    TILE: gl.constexpr = BM * COLUMNS * 2  # bytes of 64 rows of queries or keys
-    batch, kv_head, part, info = _place(info_ptr, heads, tiles, kv_heads, parts, SWEEP, BATCHED)
-    first = gl.load(info)
-    steps, cut_steps, j, stops = _tour(info, heads)
-    if flags_ptr is not None:
-        wait_row(flags_ptr, batch * kv_heads + kv_head, epoch, gave_up_ptr, 1)
-    for c in gl.static_range(2):
-        mbarrier.expect(kv_full.index(c), 2 * TILE)
-        _load_pieces(k_desc, [batch, first + c * (BN // 2), kv_head], kv_full.index(c), k_s, c)
-        _load_pieces(v_desc, [batch, first + c * (BN // 2), kv_head], kv_full.index(c), v_s, c)
-    head = (kv_head * parts + part) * heads
-    q_heads = kv_heads * parts * heads
-    bounds_row = 0
-    if BATCHED:
-        bounds_row = batch * q_tiles
-    for i in range(0, steps):
-        stage = i % 2
-        row = (batch * q_heads + head) * q_tiles + j
-        if i >= 2:
-            barrier_sync(Q_FREE + stage, LOADERS, warps=1)
-        if i < cut_steps:
-            mbarrier.expect(
-                q_full.index(stage),
-                TILE + lse_desc.block_type.nbytes + bounds_desc.block_type.nbytes,
-            )
-            async_load(bounds_desc, [bounds_row + j, 0], q_full.index(stage), bounds_s.index(stage))
-        else:
-            mbarrier.expect(q_full.index(stage), TILE + lse_desc.block_type.nbytes)
-        _load_pieces(q_desc, [batch, j * BM, head], q_full.index(stage), q_s, stage)
-        async_load(lse_desc, [row, 0], q_full.index(stage), lse_s.index(stage))
-        if i >= 2:
-            barrier_sync(DO_FREE + stage, LOADERS, warps=1)
-        mbarrier.expect(dout_full.index(stage), TILE + delta_desc.block_type.nbytes)
-        _load_pieces(dout_desc, [batch, j * BM, head], dout_full.index(stage), dout_s, stage)
-        async_load(delta_desc, [row, 0], dout_full.index(stage), delta_s.index(stage))
-        j, head = _next(i, j, head, cut_steps, heads, stops)
 
 
 @gluon.jit
@@ -406,7 +356,7 @@ def _kernel(
             (_producer, (q_descs, dout_descs, k_descs, v_descs, lse_desc, delta_desc, bounds_desc, info_ptr, k_t, v_t,
             q_t, dout_t, lse_t,
                          delta_t, bounds_t, kv_full, q_full, dout_full, heads, tiles, kv_heads, parts, q_tiles,
-                         flags_ptr, epoch, gave_up_ptr, SWEEP, BATCHED)),
+                         flags_ptr, epoch, gave_up_ptr, Q_FREE, DO_FREE, SWEEP, BATCHED)),
             (_writer, (0, dq_descs[0], W, info_ptr, dq_t[0], heads, tiles, kv_heads, parts, turns_ptr, counters_ptr,
                         segments, SWEEP, BATCHED)),
             (_writer, (1, dq_descs[1], W, info_ptr, dq_t[1], heads, tiles, kv_heads, parts, turns_ptr, counters_ptr,
@@ -436,6 +386,7 @@ def _row_statistics(lse_ptr, delta_ptr, lse_out, delta_out, seq_q, q_tiles, shif
 
 
 def unsupported(q: Tensor, k: Tensor, v: Tensor, score: Score) -> str | None:
+    """Return None if this kernel can run, otherwise the reason."""
     if not q.is_cuda or torch.cuda.get_device_capability(q.device)[0] != 9:
         return "it needs a Hopper GPU (sm_90); use 'triton'"
     if q.dtype not in (torch.bfloat16, torch.float16) or not q.dtype == k.dtype == v.dtype:
@@ -454,238 +405,166 @@ def backward(
 ) -> tuple[Tensor, Tensor]:
     """Return dk and dv of one chunk of keys and add to dq, see :meth:`..backends.Backend.backward`. The order in which
     dq is added differs from run to run."""
-    q, k, block = queries.q, keys.k, keys.block
-    split = _split(q, k, block)
-    straight = into if into is not None and not split.apart and _stores_into(*into) else None
-    if counters is not None and (split.apart or straight is not into):
+    q = queries.q
+    split = work.split_groups(q, keys.k, keys.block)
+    direct = into if into is not None and not split.apart and _can_store_into(*into) else None
+    if counters is not None and (split.apart or direct is not into):
         raise ValueError(
             "it counts what it stores itself: only where completion_counts() is not None, float32, equal strides"
         )
     target = dq if readable(dq) else torch.zeros_like(dq, memory_format=torch.contiguous_format)
     with on_device(q):
-        dk, dv = launch(queries, keys, score, target, split, into=straight, counters=counters)
+        dk, dv = launch(queries, keys, score, target, split, into=direct, counters=counters)
     if target is not dq:
         dq += target
-    if straight is not None:
-        return straight
+    if direct is not None:
+        return direct
     dk, dv = (dk.sum(0), dv.sum(0)) if split.apart else (dk[0], dv[0])
     return (dk, dv) if into is None else (into[0].copy_(dk), into[1].copy_(dv))
 
 
 def completion_counts(q: Tensor, keys: Keys) -> CompletionCounts | None:
-    """Return what the kernel counts; None where parts of a group have a dk and dv each, which are summed after the
-    kernel, and where k or v must be copied before the kernel reads it."""
+    """Return what the kernel counts; None if the parts of a group have a dk and dv each, which are summed after the
+    kernel, or if k or v must be copied before the kernel reads it."""
     k, v, block, _ = keys
-    split = _split(q, k, block)
+    split = work.split_groups(q, k, block)
     if split.apart or not (readable(k) and readable(v)):
         return None
 
     def count() -> CompletionCounts:
-        tiles = [triton.cdiv(n, _keys(q)) for n in block.segments_k]
-        rows = max(1, _sweep(k.shape[0] * k.shape[2], sum(tiles), _processors(q), split.parts) // split.parts)
+        tiles = [-(-n // work.keys_per_cta(q)) for n in block.segments_k]
+        swept = work.sweep(k.shape[0] * k.shape[2], sum(tiles), work.processors(q), split.parts)
+        rows = max(1, swept // split.parts)
         # Both consumers of the last part's CTAs count.
         return CompletionCounts(rows, tuple(2 * rows * n for n in tiles))
 
     return block.memo.once(("completion counts", split, q.shape, k.shape), count)
 
 
+class _Operands(NamedTuple):
+    """The tensors of a launch that change from call to call. The first four are readable by TMA."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    dout: Tensor
+    lse: Tensor  # in base 2, padded to whole tiles of queries, as is minus_delta
+    minus_delta: Tensor
+    dq: Tensor
+    dk: Tensor
+    dv: Tensor
+    flags: Tensor | None
+    timed_out: Tensor | None
+    turns: Tensor | None
+    counters: Tensor | None
+
+
 def launch(
-    queries: Queries, keys: Keys, score: Score, dq: Tensor, split: Split, run: Any = dispatch,
+    queries: Queries, keys: Keys, score: Score, dq: Tensor, split: Split,
     into: tuple[Tensor, Tensor] | None = None, counters: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Launch the kernels and return dk and dv of each part of a group that has its own, or of all of it: (parts or 1,
-    batch, seq_k, kv_heads, head_dim); or ``into``, as it is. ``run``: :func:`..launch.dispatch`, or what tests put in
-    its place."""
-    q, dout, lse, delta = queries
+    """Launch the kernels and return dk and dv, (parts or 1, batch, seq_k, kv_heads, head_dim): of each part of a group
+    if they are apart; or ``into``, as it is."""
     k, v, block, ready = keys
     if ready is not None and not (readable(k) and readable(v)):
         raise ValueError("keys and values that are still arriving cannot be copied first: 16-byte strides are needed")
-    # Not contiguous(), which leaves a tensor that begins at an odd address as it is.
-    q, k, v, dout = (x if readable(x) else x.clone(memory_format=torch.contiguous_format) for x in (q, k, v, dout))
-    batch, seq_q, q_heads, dim = q.shape
-    _, seq_k, kv_heads, dim_v = v.shape
-    first = 2 ** (dim.bit_length() - 1)  # columns of the first piece of a tile, a power of two
-    rest = dim - first  # of the second piece, a power of two or nothing
-    info, bounds = _tables(block, _keys(q))
-    tiles, q_tiles = info.shape[1], -(-seq_q // BM.value)
-    scale = score.softmax_scale
-    fold = q.dtype == torch.bfloat16
-    rows, negated = torch.empty(2, batch * q_heads * q_tiles, BM.value, dtype=torch.float32, device=q.device).unbind()
-    lse, delta = lse.contiguous(), delta.contiguous()
-    launches = block.memo.once("hopper backward", Launches)
-    key: tuple = ("statistics", q.shape, fold, scale)
-    tensors = [lse, delta, rows, negated]
-    if run is not dispatch or not launches.again(key, tensors):
-        launched = run(
-            _row_statistics,
-            (batch * q_heads * q_tiles,),
-            lse,
-            delta,
-            rows,
-            negated,
-            seq_q,
-            q_tiles,
-            math.log2(scale) if fold else 0.0,
-            ROWS=BM.value,
-            num_warps=2,
-        )
-        if run is dispatch:
-            launches.remember(key, tensors, launched)
-    parts = split.parts
-    if into is not None:
-        dk, dv = into
-    else:
-        shape = (parts if split.apart else 1, batch, seq_k, kv_heads)
-        if dim == dim_v:
-            dk, dv = torch.empty(2, *shape, dim, dtype=torch.float32, device=q.device)
-        else:  # side by side: the kernel knows one set of strides
-            dk, dv = torch.empty(*shape, dim + dim_v, dtype=torch.float32, device=q.device).split((dim, dim_v), -1)
+    # Not contiguous(), which returns a tensor that begins at an unaligned address as it is.
+    inputs = (queries.q, k, v, queries.dout)
+    q, k, v, dout = (x if readable(x) else x.clone(memory_format=torch.contiguous_format) for x in inputs)
+    dk, dv = into or _empty_gradients(k, v, split)
+    flags, timed_out, epoch = (None, None, 0) if ready is None else (ready.flags, ready.timed_out, int32(ready.epoch))
     turns = None
-    if parts > 1 and not split.apart:
-        turns = torch.zeros(batch * kv_heads, tiles, dtype=torch.int32, device=q.device)
-    flags, epoch, timed_out = None, 0, None
-    if ready is not None:
-        flags, timed_out = ready.flags, ready.timed_out
-        epoch = int32(ready.epoch)  # so always the same kernel
+    if split.parts > 1 and not split.apart:
+        tiles = work.key_tile_table(block, work.keys_per_cta(q))[0].shape[1]
+        turns = torch.zeros(q.shape[0] * k.shape[2], tiles, dtype=torch.int32, device=q.device)
+    launches = block.memo.once("hopper backward", Launches)
+    statistics = _padded_statistics(queries, score, launches)
+    operands = _Operands(q, k, v, dout, *statistics, dq, dk, dv, flags, timed_out, turns, counters)
     key = (
-        split, scale, q.dtype, q.shape, q.stride(), k.shape, k.stride(), v.shape, v.stride(), dout.dtype,
+        split, score.softmax_scale, q.dtype, q.shape, q.stride(), k.shape, k.stride(), v.shape, v.stride(), dout.dtype,
         dout.stride(), dq.stride(), dk.stride(), flags is None, None if counters is None else counters.shape[1],
     )  # fmt: skip
-    tensors = [q, k, v, dout, rows, negated, dq, dk, dv]
-    tensors += [x for x in (flags, timed_out, turns, counters) if x is not None]
-    if run is dispatch and launches.again(key, tensors, epoch):
-        return dk, dv
-    numbers = (
-        dk, dv, info, q_heads // kv_heads // parts, tiles, kv_heads, parts, batch, *dk.stride()[-4:-1], q_tiles,
-        scale * LOG2E, scale, 1 / scale if fold else 1.0,
-        flags, epoch, timed_out, turns, counters, counters.shape[1] if counters is not None else 0,
-    )  # fmt: skip
-    constants = dict(
-        SWEEP=_sweep(batch * kv_heads, tiles, _processors(q), parts), BATCHED=info.shape[0] > 1, FOLD=fold,
-        REGISTERS=240, num_warps=4,
-    )  # fmt: skip
-    statistics = (
-        view(rows, (1, BM.value)), view(negated, (1, BM.value)), view(bounds, (1, 2 * BM.value)),
-    )  # fmt: skip
-
-    def box(x: Tensor, columns: int) -> TensorDescriptor | None:
-        return view(x, (1, BM.value, 1, columns)) if columns else None
-
-    grid = (batch * kv_heads * parts * tiles,)
-    if dim <= 128:
-        launched = run(
-            _kernel, grid, *(box(x, first) for x in (q, dout, k, v)), *statistics,
-            box(dq, first if rest else dim // 2), *(box(x, rest) for x in (q, dout, k, v)),
-            box(dq, rest), *numbers, **constants,
-        )  # fmt: skip
-    else:
-        launched = run(
-            wide.kernel, grid, *(box(x, 128) for x in (q, dout, k, v)), *statistics,
-            box(dq, wide.UNIT.value), box(q, dim - 128), box(k, dim - 128), box(dout, dim_v - 128),
-            box(v, dim_v - 128), *numbers,
-            DO_STAGES=2 if dim + dim_v <= 320 else 1, **constants,
-        )  # fmt: skip
-    if run is dispatch:
-        names = (_kernel if dim <= 128 else wide.kernel).arg_names
-        launches.remember(key, tensors, launched, (info, bounds), None if flags is None else names.index("epoch"))
+    tensors = [x for x in operands if x is not None]
+    if not launches.again(key, tensors, epoch):
+        kernel, grid, args, constants = _arguments(operands, block, score, split, epoch)
+        launched = dispatch(kernel, grid, *args, **constants)
+        fixed = work.key_tile_table(block, work.keys_per_cta(q))
+        launches.remember(key, tensors, launched, fixed, None if flags is None else kernel.arg_names.index("epoch"))
     return dk, dv
 
 
-def _stores_into(dk: Tensor, dv: Tensor) -> bool:
-    """Can the kernel store there itself? It knows one set of strides."""
+def _padded_statistics(queries: Queries, score: Score, launches: Launches) -> tuple[Tensor, Tensor]:
+    """Return lse in base 2 and -delta, (batch * q_heads * query tiles, BM) float32, see :func:`_row_statistics`."""
+    q, lse, delta = queries.q, queries.lse.contiguous(), queries.delta.contiguous()
+    batch, seq_q, q_heads, _ = q.shape
+    q_tiles = -(-seq_q // BM.value)
+    shift = math.log2(score.softmax_scale) if _folds_scale(q) else 0.0
+    rows = batch * q_heads * q_tiles
+    padded, negated = torch.empty(2, rows, BM.value, dtype=torch.float32, device=q.device).unbind()
+    key, tensors = ("statistics", q.shape, shift), [lse, delta, padded, negated]
+    if not launches.again(key, tensors):
+        launched = dispatch(_row_statistics, (rows,), *tensors, seq_q, q_tiles, shift, ROWS=BM.value, num_warps=2)
+        launches.remember(key, tensors, launched)
+    return padded, negated
+
+
+def _empty_gradients(k: Tensor, v: Tensor, split: Split) -> tuple[Tensor, Tensor]:
+    """Return uninitialized dk and dv of equal strides, (parts or 1, batch, seq_k, kv_heads, head_dim or head_dim_v)."""
+    shape = (split.parts if split.apart else 1, *k.shape[:3])
+    dim, dim_v = k.shape[-1], v.shape[-1]
+    if dim == dim_v:
+        dk, dv = torch.empty(2, *shape, dim, dtype=torch.float32, device=k.device)
+        return dk, dv
+    dk, dv = torch.empty(*shape, dim + dim_v, dtype=torch.float32, device=k.device).split((dim, dim_v), -1)
+    return dk, dv
+
+
+def _arguments(
+    x: _Operands, block: Block, score: Score, split: Split, epoch: int
+) -> tuple[Any, tuple[int, ...], tuple[Any, ...], dict[str, Any]]:
+    """Return the kernel, its grid, arguments and constants."""
+    q, k, v, dout, dq, dk = x.q, x.k, x.v, x.dout, x.dq, x.dk
+    batch, seq_q, q_heads, dim = q.shape
+    kv_heads, dim_v = v.shape[2:]
+    info, bounds = work.key_tile_table(block, work.keys_per_cta(q))
+    tiles, parts, scale, fold = info.shape[1], split.parts, score.softmax_scale, _folds_scale(q)
+    numbers = (
+        dk, x.dv, info, q_heads // kv_heads // parts, tiles, kv_heads, parts, batch, *dk.stride()[-4:-1],
+        -(-seq_q // BM.value), scale * LOG2E, scale, 1 / scale if fold else 1.0,
+        x.flags, epoch, x.timed_out, x.turns, x.counters, 0 if x.counters is None else x.counters.shape[1],
+    )  # fmt: skip
+    constants = dict(
+        SWEEP=work.sweep(batch * kv_heads, tiles, work.processors(q), parts), BATCHED=info.shape[0] > 1, FOLD=fold,
+        REGISTERS=240, num_warps=4,
+    )  # fmt: skip
+    statistics = (
+        view(x.lse, (1, BM.value)), view(x.minus_delta, (1, BM.value)), view(bounds, (1, 2 * BM.value))
+    )  # fmt: skip
+
+    def box(tensor: Tensor, columns: int) -> TensorDescriptor | None:
+        return view(tensor, (1, BM.value, 1, columns)) if columns else None
+
+    grid = (batch * kv_heads * parts * tiles,)
+    if dim > 128:
+        boxes = (
+            *(box(t, 128) for t in (q, dout, k, v)), *statistics, box(dq, wide.UNIT.value),
+            box(q, dim - 128), box(k, dim - 128), box(dout, dim_v - 128), box(v, dim_v - 128),
+        )  # fmt: skip
+        return wide.kernel, grid, (*boxes, *numbers), dict(DO_STAGES=2 if dim + dim_v <= 320 else 1, **constants)
+    first = 2 ** (dim.bit_length() - 1)  # columns of the first piece of a tile, a power of two
+    rest = dim - first  # of the second piece: a power of two, or 0
+    boxes = (
+        *(box(t, first) for t in (q, dout, k, v)), *statistics, box(dq, first if rest else dim // 2),
+        *(box(t, rest) for t in (q, dout, k, v)), box(dq, rest),
+    )  # fmt: skip
+    return _kernel, grid, (*boxes, *numbers), constants
+
+
+def _folds_scale(q: Tensor) -> bool:
+    """Return whether P carries the factor ``softmax_scale``: the exponent of bfloat16 has room for it."""
+    return q.dtype == torch.bfloat16
+
+
+def _can_store_into(dk: Tensor, dv: Tensor) -> bool:
+    """Return whether the kernel can store into these tensors: it has one set of strides for both."""
     return dk.stride() == dv.stride() and dk.stride(-1) == 1 and dk.dtype == dv.dtype == torch.float32
-
-
-def _keys(q: Tensor) -> int:
-    """Keys of a CTA."""
-    return BN.value if q.shape[-1] <= 128 else BN.value // 2
-
-
-class Split(NamedTuple):
-    """How many CTAs share the query heads of a group, and whether each has its own dk and dv, to be summed after the
-    kernel. Otherwise they add to the same, one behind the other."""
-
-    parts: int
-    apart: bool = False
-
-
-def _split(q: Tensor, k: Tensor, block: Block) -> Split:
-    return block.memo.once(("split", q.shape, k.shape), lambda: _best_split(q, k, block))
-
-
-def _best_split(q: Tensor, k: Tensor, block: Block) -> Split:
-    """Few key tiles: as many parts as occupy all processors. They end at the same time and could not wait for each
-    other. Else so many that queries are in L2 for all CTAs that run at the same time: under a causal mask some have
-    been through all heads of the group while others are at the first. But a CTA that walks little is all beginning and
-    end."""
-    group = q.shape[2] // k.shape[2]
-    divisors = [n for n in range(1, group + 1) if group % n == 0]
-    ctas = k.shape[0] * k.shape[2] * sum(triton.cdiv(n, _keys(q)) for n in block.segments_k)
-    enough = 1.5 * _processors(q)
-    held = [p for p in divisors if ctas * p <= 8 * enough] or [1]  # each part has a dk and dv; 71 heads divide by 1, 71
-    occupying = next((p for p in held if ctas * p >= enough), held[-1])
-    pairs = block.seq_q * block.seq_k if block.pairs is None else block.pairs
-    steps = pairs / max(1, block.seq_k * BM.value)  # of a CTA, for each head
-    heads = next((h for h in divisors if h >= LEAST_HEADS and h * steps >= LEAST_STEPS), group)
-    return Split(occupying, apart=True) if occupying > max(1, group // heads) else Split(group // heads)
-
-
-def _processors(x: Tensor) -> int:
-    return multiprocessors(x.device) if x.is_cuda else 132
-
-
-@functools.cache
-def _sweep(rows: int, tiles: int, processors: int, parts: int) -> int:
-    """Parts of groups walked at the same time. Few, so that their queries stay in L2, but enough that the heavy tiles
-    of the last ones do not come last: within 1 % of the best balance, judged by a causal mask. Whole groups, of which
-    there are ``rows``, or some parts of one, so that groups complete together or one behind the other."""
-    heads = rows * parts
-    if heads * tiles > 20 * processors:
-        return 1
-
-    def span(sweep: int) -> int:
-        """When the last CTA ends, if CTAs start in order wherever a processor is free."""
-        ends = [0] * processors
-        for program in range(heads * tiles):
-            inside = program % (sweep * tiles)
-            heapq.heapreplace(ends, ends[0] + tiles - inside // sweep)
-        return max(ends)
-
-    spans = {s: span(s) for s in range(1, heads + 1) if heads % s == 0 and (s % parts == 0 or parts % s == 0)}
-    return next(s for s in spans if spans[s] <= 1.01 * min(spans.values()))
-
-
-def _tables(block: Block, keys: int = BN.value) -> tuple[Tensor, Tensor]:
-    """Return descriptions of the tiles of ``keys`` keys, most work first, and the intervals per query tile. Made on
-    the device, once per block.
-
-    Description: first and past-the-last key, then in query tiles ``begin, end`` (one at least), ``full_begin,
-    full_end`` (empty where the tile has fewer keys: the others must be masked), the full tile to start at and the
-    segment of the keys. (batch or 1, tiles, 8) int32. Intervals: (batch or 1 times query tiles, 2 x BM) int32, empty
-    for the rows of padding.
-    """
-    return block.memo.once(("hopper backward tiles", keys), lambda: _make_tables(block, keys))
-
-
-def _make_tables(block: Block, keys: int) -> tuple[Tensor, Tensor]:
-    key_tiles = block.key_tiles(BM.value, keys)
-    span = key_tiles.span // BM.value
-    batches, tiles = span.shape[:2]
-    first, past = (key_tiles.rows[:, i].expand(batches, -1) for i in (0, 1))
-    begin, full_begin, full_end, end = span.unbind(-1)
-    end = torch.maximum(end, begin + 1)
-    whole = (past - first == keys) & (full_end > full_begin)
-    full_begin, full_end = torch.where(whole, full_begin, begin), torch.where(whole, full_end, begin)
-    index = torch.arange(tiles, device=span.device, dtype=torch.int32).expand(batches, -1)
-    full = (full_end - full_begin).clamp(min=1)
-    start = full_begin + torch.remainder(index * (keys // BM.value) - full_begin, full)
-    of_segment = [torch.full((triton.cdiv(n, keys),), i, device=span.device) for i, n in enumerate(block.segments_k)]
-    segment = torch.cat(of_segment).to(torch.int32).expand(batches, -1)
-    info = torch.stack([first, past, begin, end, full_begin, full_end, start, segment], -1)
-    order = torch.argsort(begin - end, dim=1, stable=True)
-    info = info.gather(1, order[..., None].expand_as(info)).to(torch.int32).contiguous()
-    q_tiles = triton.cdiv(block.seq_q, BM.value)
-    bounds = info.new_zeros(batches, 2, q_tiles * BM.value)
-    bounds[:, 0, : block.seq_q], bounds[:, 1, : block.seq_q] = block.start, block.end
-    bounds = bounds.view(batches, 2, q_tiles, BM.value).transpose(1, 2).reshape(batches * q_tiles, 2 * BM.value)
-    return info, bounds.contiguous()

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 
 from .primitives import (
     async_load,
@@ -15,6 +15,7 @@ from .primitives import (
     raise_counter,
     reinterpret,
     wait_count,
+    wait_row,
 )
 
 BM = gl.constexpr(64)  # queries of a step
@@ -33,6 +34,12 @@ def _load_pieces(desc, row, full, tiles, i):
     if len(desc) == 2:
         FIRST: gl.constexpr = desc[0].block_type.shape[3]
         async_load(desc[1], [row[0], row[1], row[2], FIRST], full, tiles[1].index(i))
+
+
+@gluon.constexpr_function
+def _bytes(desc):
+    """Bytes of one tile: of all pieces of its columns."""
+    return sum(piece.block_type.nbytes for piece in desc)
 
 
 @gluon.jit
@@ -141,6 +148,54 @@ def _next(i, j, head, cut_steps, heads, stops):
         if j == start:
             head += 1
     return j, head
+
+
+@gluon.jit
+def _producer(
+    q_desc, dout_desc, k_desc, v_desc, lse_desc, delta_desc, bounds_desc, info_ptr,
+    k_s, v_s, q_s, dout_s, lse_s, delta_s, bounds_s, kv_full, q_full, dout_full,
+    heads, tiles, kv_heads, parts, q_tiles, flags_ptr, epoch, gave_up_ptr,
+    q_free: gl.constexpr, dout_free: gl.constexpr, SWEEP: gl.constexpr, BATCHED: gl.constexpr,
+):  # fmt: skip
+    """Load K and V, in as many tiles of 64 keys as ``kv_full`` has barriers, then Q, lse (and the intervals of cut
+    tiles), dO and delta of every step."""
+    Q_BYTES: gl.constexpr = _bytes(q_desc)
+    DO_BYTES: gl.constexpr = _bytes(dout_desc)
+    DO_STAGES: gl.constexpr = dout_s[0].shape[0]
+    KEY_TILES: gl.constexpr = kv_full.shape[0]
+    batch, kv_head, part, info = _place(info_ptr, heads, tiles, kv_heads, parts, SWEEP, BATCHED)
+    first = gl.load(info)
+    steps, cut_steps, j, stops = _tour(info, heads)
+    if flags_ptr is not None:
+        wait_row(flags_ptr, batch * kv_heads + kv_head, epoch, gave_up_ptr, 1)
+    for c in gl.static_range(KEY_TILES):
+        mbarrier.expect(kv_full.index(c), Q_BYTES + DO_BYTES)  # tiles of keys have as many rows as tiles of queries
+        _load_pieces(k_desc, [batch, first + c * (BN // 2), kv_head], kv_full.index(c), k_s, c)
+        _load_pieces(v_desc, [batch, first + c * (BN // 2), kv_head], kv_full.index(c), v_s, c)
+    head = (kv_head * parts + part) * heads
+    q_heads = kv_heads * parts * heads
+    bounds_row = 0
+    if BATCHED:
+        bounds_row = batch * q_tiles
+    for i in range(0, steps):
+        stage = i % 2
+        do_stage = i % DO_STAGES
+        row = (batch * q_heads + head) * q_tiles + j
+        if i >= 2:
+            barrier_sync(q_free + stage, LOADERS, warps=1)
+        if i < cut_steps:
+            mbarrier.expect(q_full.index(stage), Q_BYTES + lse_desc.block_type.nbytes + bounds_desc.block_type.nbytes)
+            async_load(bounds_desc, [bounds_row + j, 0], q_full.index(stage), bounds_s.index(stage))
+        else:
+            mbarrier.expect(q_full.index(stage), Q_BYTES + lse_desc.block_type.nbytes)
+        _load_pieces(q_desc, [batch, j * BM, head], q_full.index(stage), q_s, stage)
+        async_load(lse_desc, [row, 0], q_full.index(stage), lse_s.index(stage))
+        if i >= DO_STAGES:
+            barrier_sync(dout_free + do_stage, LOADERS, warps=1)
+        mbarrier.expect(dout_full.index(do_stage), DO_BYTES + delta_desc.block_type.nbytes)
+        _load_pieces(dout_desc, [batch, j * BM, head], dout_full.index(do_stage), dout_s, do_stage)
+        async_load(delta_desc, [row, 0], dout_full.index(do_stage), delta_s.index(do_stage))
+        j, head = _next(i, j, head, cut_steps, heads, stops)
 
 
 @gluon.jit

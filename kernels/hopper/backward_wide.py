@@ -46,12 +46,12 @@ from .backward_pieces import (
     _along,
     _at,
     _buffer,
-    _load_pieces,
     _matrices,
     _matrix,
     _next,
     _none,
     _place,
+    _producer,
     _sent,
     _stage,
     _staged,
@@ -61,12 +61,10 @@ from .backward_pieces import (
     _tour,
 )
 from .primitives import (
-    async_load,
     barrier_arrive,
     barrier_sync,
     reinterpret,
     tma_reduce_add,
-    wait_row,
 )
 
 KEYS = gl.constexpr(64)  # of a CTA
@@ -74,48 +72,6 @@ UNIT = gl.constexpr(64)  # columns of dQ that are made and sent at once
 UNITS_0 = gl.constexpr(1)  # of consumer 0; consumer 1 has the others
 
 P_READY, DS_READY, Q_FREE, DO_FREE, DQ_STAGED, DQ_SENT = (gl.constexpr(i) for i in (4, 5, 6, 8, 10, 12))
-
-
-@gluon.jit
-def _producer(
-    q_desc, dout_desc, k_desc, v_desc, lse_desc, delta_desc, bounds_desc, info_ptr,
-    k_s, v_s, q_s, dout_s, lse_s, delta_s, bounds_s, kv_full, q_full, dout_full,
-    heads, tiles, kv_heads, parts, q_tiles, flags_ptr, epoch, gave_up_ptr,
-    Q_BYTES: gl.constexpr, DO_BYTES: gl.constexpr, SWEEP: gl.constexpr, BATCHED: gl.constexpr,
-):  # fmt: skip
-    DO_STAGES: gl.constexpr = dout_s[0].shape[0]
-    batch, kv_head, part, info = _place(info_ptr, heads, tiles, kv_heads, parts, SWEEP, BATCHED)
-    first = gl.load(info)
-    steps, cut_steps, j, stops = _tour(info, heads)
-    if flags_ptr is not None:
-        wait_row(flags_ptr, batch * kv_heads + kv_head, epoch, gave_up_ptr, 1)
-    mbarrier.expect(kv_full.index(0), Q_BYTES + DO_BYTES)  # tiles of keys have as many rows as tiles of queries
-    _load_pieces(k_desc, [batch, first, kv_head], kv_full.index(0), k_s, 0)
-    _load_pieces(v_desc, [batch, first, kv_head], kv_full.index(0), v_s, 0)
-    head = (kv_head * parts + part) * heads
-    q_heads = kv_heads * parts * heads
-    bounds_row = 0
-    if BATCHED:
-        bounds_row = batch * q_tiles
-    for i in range(0, steps):
-        stage = i % 2
-        do_stage = i % DO_STAGES
-        row = (batch * q_heads + head) * q_tiles + j
-        if i >= 2:
-            barrier_sync(Q_FREE + stage, LOADERS, warps=1)
-        if i < cut_steps:
-            mbarrier.expect(q_full.index(stage), Q_BYTES + lse_desc.block_type.nbytes + bounds_desc.block_type.nbytes)
-            async_load(bounds_desc, [bounds_row + j, 0], q_full.index(stage), bounds_s.index(stage))
-        else:
-            mbarrier.expect(q_full.index(stage), Q_BYTES + lse_desc.block_type.nbytes)
-        _load_pieces(q_desc, [batch, j * BM, head], q_full.index(stage), q_s, stage)
-        async_load(lse_desc, [row, 0], q_full.index(stage), lse_s.index(stage))
-        if i >= DO_STAGES:
-            barrier_sync(DO_FREE + do_stage, LOADERS, warps=1)
-        mbarrier.expect(dout_full.index(do_stage), DO_BYTES + delta_desc.block_type.nbytes)
-        _load_pieces(dout_desc, [batch, j * BM, head], dout_full.index(do_stage), dout_s, do_stage)
-        async_load(delta_desc, [row, 0], dout_full.index(do_stage), delta_s.index(do_stage))
-        j, head = _next(i, j, head, cut_steps, heads, stops)
 
 
 @gluon.jit
@@ -299,8 +255,6 @@ def kernel(
     DS_L: gl.constexpr = gl.NVMMASharedLayout.get_default_for([KEYS, BM], dtype)
     ROW_L: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     WHOLE_V: gl.constexpr = v_rest_desc is None
-    FIRST_BYTES: gl.constexpr = dout_desc.block_type.nbytes
-    DO_BYTES: gl.constexpr = FIRST_BYTES if WHOLE_V else FIRST_BYTES + dout_rest_desc.block_type.nbytes
     Q_BYTES: gl.constexpr = q_desc.block_type.nbytes + q_rest_desc.block_type.nbytes
     DIM: gl.constexpr = Q_BYTES // (2 * BM)
     UNITS_1: gl.constexpr = DIM // UNIT - UNITS_0
@@ -344,7 +298,7 @@ def kernel(
             (_producer, ((q_desc, q_rest_desc), dout_descs, (k_desc, k_rest_desc), v_descs, lse_desc, delta_desc,
                          bounds_desc, info_ptr, k_t, v_t, q_t, dout_t, lse_t, delta_t, bounds_t, kv_full, q_full,
                          dout_full, heads, tiles, kv_heads, parts, q_tiles, flags_ptr, epoch, gave_up_ptr,
-                         Q_BYTES, DO_BYTES, SWEEP, BATCHED)),
+                         Q_FREE, DO_FREE, SWEEP, BATCHED)),
             (_writer, (0, UNITS_0, dq_desc, info_ptr, dq_t[0], heads, tiles, kv_heads, parts, turns_ptr, counters_ptr,
                        segments, SWEEP, BATCHED)),
             (_writer, (1, UNITS_1, dq_desc, info_ptr, dq_t[1], heads, tiles, kv_heads, parts, turns_ptr, counters_ptr,

@@ -38,7 +38,6 @@ Schedule: Shah et al. 2024 (FlashAttention-3, arXiv:2407.08608). What was tried:
 from __future__ import annotations
 
 import functools
-import math
 from typing import Any, NamedTuple
 
 import torch
@@ -55,8 +54,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ...partial import Partial
-from ..contract import Block, Keys, Result, Score, int32
-from ..launch import Launches, dispatch, multiprocessors, on_device
+from ..contract import Keys, Result, Score, int32
+from ..launch import Launches, dispatch, on_device
 from .primitives import (
     FREE_BARRIERS,
     async_load,
@@ -69,6 +68,7 @@ from .primitives import (
     wait_row,
 )
 from .tensor_maps import readable, view
+from .work import head_sweeps, processors, query_tile_table
 from .work_counter import take_number, work_counter
 
 LOG2E = 1.4426950408889634
@@ -871,7 +871,7 @@ def forward(q: Tensor, keys: Keys, score: Score, state: Partial | None, finalize
             launched = dispatch(_forward_kernel, grid, *args, **constants)
             if not block.period:  # else each launch has memory of its own, and is long
                 config = CONFIGS[q.shape[3], v.shape[3]]
-                fixed = _tile_table(block, config.block_m, config.block_n)
+                fixed = query_tile_table(block, config.block_m, config.block_n)
                 number_at = None if ready is None else _forward_kernel.arg_names.index("epoch")
                 launches.remember(key, tensors, launched, fixed, number_at)
     return Result(outputs[0], outputs[1]) if finalize else Partial(outputs[1], outputs[2], outputs[0])
@@ -886,9 +886,9 @@ def _launch(
     batch, seq_q, q_heads, head_dim = q.shape
     head_dim_v = v.shape[-1]
     config = CONFIGS[head_dim, head_dim_v]
-    table, start, end = _tile_table(block, config.block_m, config.block_n)
+    table, start, end = query_tile_table(block, config.block_m, config.block_n)
     n_tiles, n_heads = table.shape[1], batch * q_heads
-    workers = min(multiprocessors(q.device), n_tiles * n_heads)
+    workers = min(processors(q), n_tiles * n_heads)
     first = 2 ** (head_dim.bit_length() - 1)  # the columns of the first piece of q and k
     width = 2 ** (head_dim_v - 1).bit_length()  # TMA reads zeros past the head dim, and writes nothing there
     out, lse, l = outputs
@@ -903,7 +903,7 @@ def _launch(
         start, end, start.stride(0) if start.shape[0] > 1 else 0,
         table, table.stride(0) if table.shape[0] > 1 else 0, counter,
         seq_q, q_heads, q_heads // k.shape[2], n_tiles, n_heads,
-        *_sweeps(n_tiles, n_heads, workers), score.softmax_scale * LOG2E,
+        *head_sweeps(n_tiles, n_heads, workers), score.softmax_scale * LOG2E,
         *((None, None, None) if ready is None else (ready.flags, int32(ready.epoch), ready.timed_out)),
     )  # fmt: skip
     constants = dict(
@@ -919,31 +919,3 @@ def _pieces(x: Tensor, rows: int, first: int) -> tuple[TensorDescriptor, TensorD
     """Boxes for the first columns, a power of two, and for the rest of them, another one, if any."""
     rest = x.shape[-1] - first
     return view(x, (1, rows, 1, first)), view(x, (1, rows, 1, rest)) if rest else None
-
-
-def _tile_table(block: Block, block_m: int, block_n: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return descriptions of the query tiles, heaviest first, and the intervals, contiguous. Made on the device, once
-    per block.
-
-    A description, (batch or 1, tiles, 8) int32: first row, past-the-last row, the span, and two numbers that the kernel
-    fills in.
-    """
-
-    def make() -> tuple[Tensor, Tensor, Tensor]:
-        rows, span = block.query_tiles(block_m, block_n)
-        order = torch.argsort(span[..., 0] - span[..., 3], dim=-1, stable=True)[..., None]
-        table = torch.cat([rows.expand(span.shape[0], -1, -1), span, torch.zeros_like(span[..., :2])], -1)
-        table = table.gather(1, order.expand(-1, -1, table.shape[-1])).contiguous()
-        return table, block.start.contiguous(), block.end.contiguous()
-
-    return block.memo.once(("hopper forward tiles", block_m, block_n), make)
-
-
-def _sweeps(n_tiles: int, n_heads: int, workers: int) -> tuple[int, int]:
-    """How many heads are swept together, and how many are swept before the last sweep.
-
-    Few together keep their keys in L2; together they have a tile for nearly every worker. The last sweep takes two
-    groups, so that their light tiles fill the gaps that the heavy ones leave.
-    """
-    group = 2 ** max(0, math.ceil(math.log2(0.95 * workers / n_tiles)))
-    return group, max(0, n_heads // group - 2) * group
