@@ -22,12 +22,12 @@ class Memo(Generic[T]):
 
     def get(self, key: Hashable) -> T | None:
         """Return the result kept under ``key``, or None."""
-        result = self._kept.get(key)
-        if result is not None:
-            try:  # noqa: SIM105  suppress() would take longer than the rest, and repeated launches ask here
-                self._kept.move_to_end(key)
-            except KeyError:  # another thread dropped it
-                pass
+        kept = self._kept
+        result = kept.get(key)
+        # Order matters only near the limit; moving hashes the key a second time, which costs more than the look-up.
+        if result is not None and 2 * len(kept) > self.limit:
+            with suppress(KeyError):  # another thread may have dropped it
+                kept.move_to_end(key)
         return result
 
     def put(self, key: Hashable, result: T) -> T:
