@@ -1,13 +1,29 @@
 """Masks: for every query an interval of visible keys, ``start <= key < end``, in global positions.
 
+Functions make masks, ``&`` intersects them, ``print(mask.draw())`` shows one (queries down, keys to the right):
+
+>>> n = 8
+>>> masks = causal(n), causal(n) & window(n, 2, -1), causal(n) & packed([0, 3, 8], n)
+>>> for rows in zip(*(m.draw().splitlines() for m in masks)):
+...     print("   ".join(rows))
+# . . . . . . .   # . . . . . . .   # . . . . . . .
+# # . . . . . .   # # . . . . . .   # # . . . . . .
+# # # . . . . .   # # # . . . . .   # # # . . . . .
+# # # # . . . .   . # # # . . . .   . . . # . . . .
+# # # # # . . .   . . # # # . . .   . . . # # . . .
+# # # # # # . .   . . . # # # . .   . . . # # # . .
+# # # # # # # .   . . . . # # # .   . . . # # # # .
+# # # # # # # #   . . . . . # # #   . . . # # # # #
+
 A mask is a list of pieces per row of the batch. For a query at position i in piece p, with
 ``a = i + seq_len_k - seq_len`` (sequences of different lengths are aligned at their ends, as in flash-attn),
 
     start = max(low[p],  a - left[p])           end = min(high[p], a + right[p] + 1)
 
-so a full mask is one piece without bounds, causal is ``right = 0``, a packed document is a piece with
-``low`` and ``high``, and intersecting two masks is a maximum of starts and a minimum of ends. ``start`` and
-``end`` never fall as i grows: block kernels rely on it (kernels/contract.py).
+so a full mask is one piece without bounds, causal is ``right = 0``, a packed document is a piece with ``low`` and
+``high``, and intersecting two masks is a maximum of starts and a minimum of ends. ``start`` and ``end`` never fall as i
+grows: kernels rely on it (kernels/contract.py). :func:`pieces` makes a mask that has no function here; pass it as
+``ringattn.plan(seq_len, mask=...)``.
 """
 
 from __future__ import annotations
@@ -52,8 +68,35 @@ class Mask:
         seen = torch.minimum(self.high - self.low, self.left + self.right + 1)
         return int(seen.amax().clamp(0, self.seq_len_k))
 
+    def check(self) -> None:
+        """Check what kernels rely on.
+
+        Raises:
+            ValueError: pieces that do not begin at query 0 in growing order, or an end of the interval of keys that
+                falls from one query to the next.
+        """
+        if self.first.numel() and (bool((self.first[:, 0] != 0).any()) or bool((self.first.diff(dim=1) < 0).any())):
+            raise ValueError("pieces of a mask must begin at query 0 and grow; sort `first`")
+        # Inside a piece neither end falls, so it is enough to look before and at the first query of each piece.
+        edges = torch.cat([self.first.flatten() - 1, self.first.flatten()]).unique()
+        edges = edges[(edges >= 0) & (edges < self.seq_len)]
+        for name, bound in zip(("start", "end"), self.intervals(edges), strict=True):
+            falls = (bound.diff(dim=1) < 0).nonzero()
+            if len(falls):
+                row, column = falls[0].tolist()
+                before, after, query = int(bound[row, column]), int(bound[row, column + 1]), int(edges[column + 1])
+                raise ValueError(
+                    f"the {name} of the visible keys falls from {before} to {after} at query {query} of row {row}; a "
+                    "mask is one interval of keys per query, whose ends never fall"
+                )
+
+    def draw(self, row: int = 0) -> str:
+        """Return a picture of a small mask: a line per query, # where a key is visible."""
+        visible = self.dense()[row if self.rows > 1 else 0]
+        return "\n".join(" ".join("#" if seen else "." for seen in line) for line in visible.tolist())
+
     def __and__(self, other: Mask) -> Mask:
-        """Keys visible under both masks."""
+        """Return the mask of the keys that are visible under both."""
         if (self.seq_len, self.seq_len_k) != (other.seq_len, other.seq_len_k):
             raise ValueError(
                 f"masks are for different lengths: ({self.seq_len}, {self.seq_len_k}) and "
@@ -187,7 +230,7 @@ def count_below(run: range, bound: Tensor) -> Tensor:
     return ((bound - run.start + run.step - 1) // run.step).clamp(0, len(run))
 
 
-def _band(
+def pieces(
     seq_len: int,
     seq_len_k: int,
     *,
@@ -197,7 +240,18 @@ def _band(
     left: int | Tensor = _FAR,
     right: int | Tensor = _FAR,
 ) -> Mask:
-    first = torch.zeros(1, 1, dtype=torch.int64, device="cpu") if first is None else first
+    """Return a mask of pieces, the way to write one of your own.
+
+    For a query at position i in piece p, with ``a = i + seq_len_k - seq_len``, keys j are visible with ``low[p] <= j <
+    high[p]`` and ``a - left[p] <= j <= a + right[p]``. Neither end of that interval may fall as i grows.
+
+    Args:
+        first: (rows, pieces) integers, the first query of each piece, growing from 0; one piece if absent. ``rows`` is
+        1
+            or the batch size.
+        low, high, left, right: numbers, or tensors like ``first``; absent ones hide nothing.
+    """
+    first = torch.zeros(1, 1, dtype=torch.int64, device="cpu") if first is None else first.to("cpu", torch.int64)
     fields = (
         torch.as_tensor(x, dtype=torch.int64, device="cpu").expand_as(first).contiguous()
         for x in (low, high, left, right)
@@ -207,12 +261,12 @@ def _band(
 
 def full(seq_len: int, seq_len_k: int | None = None) -> Mask:
     """Every query sees every key."""
-    return _band(seq_len, seq_len if seq_len_k is None else seq_len_k)
+    return pieces(seq_len, seq_len if seq_len_k is None else seq_len_k)
 
 
 def causal(seq_len: int, seq_len_k: int | None = None) -> Mask:
     """Key j is visible to aligned position a iff j <= a."""
-    return _band(seq_len, seq_len if seq_len_k is None else seq_len_k, right=0)
+    return pieces(seq_len, seq_len if seq_len_k is None else seq_len_k, right=0)
 
 
 def window(seq_len: int, left: int, right: int, seq_len_k: int | None = None) -> Mask:
@@ -224,7 +278,7 @@ def window(seq_len: int, left: int, right: int, seq_len_k: int | None = None) ->
     for name, bound in (("left", left), ("right", right)):
         if bound < -1:
             raise ValueError(f"window_size {name} is {bound}; use -1 for unbounded or a number of keys >= 0")
-    return _band(
+    return pieces(
         seq_len,
         seq_len if seq_len_k is None else seq_len_k,
         left=_FAR if left == -1 else min(left, _FAR),
@@ -244,7 +298,7 @@ def prefix(seq_len: int, length: int, seq_len_k: int | None = None) -> Mask:
     # Queries before the end of the prefix see up to it, the others up to themselves.
     inside = min(max(length - (seq_len_k - seq_len), 0), seq_len)
     first = torch.tensor([[0, inside]], device="cpu")
-    return _band(
+    return pieces(
         seq_len,
         seq_len_k,
         first=first,
@@ -283,7 +337,7 @@ def packed(cu_seqlens: Sequence[int] | Tensor, seq_len: int) -> Mask:
     bounds = bounds.unique()  # sorted; empty documents vanish
     if seq_len == 0:
         return full(0)
-    return _band(seq_len, seq_len, first=bounds[None, :-1], low=bounds[None, :-1], high=bounds[None, 1:])
+    return pieces(seq_len, seq_len, first=bounds[None, :-1], low=bounds[None, :-1], high=bounds[None, 1:])
 
 
 def documents(ids: Tensor, seq_len: int) -> Mask:
@@ -317,10 +371,10 @@ def documents(ids: Tensor, seq_len: int) -> Mask:
             )
         past = lengths.cumsum(0)
         rows.append((past - lengths, past, runs >= 0))
-    pieces = max((len(r[0]) for r in rows), default=0)
-    if not pieces:
-        return full(seq_len)
-    shape = (len(rows), pieces)
+    count = max((len(r[0]) for r in rows), default=0)
+    if not count:
+        return pieces(seq_len, seq_len, first=torch.zeros(max(1, len(ids)), 1, dtype=torch.int64, device="cpu"))
+    shape = (len(rows), count)
     first = torch.full(shape, seq_len, device="cpu")  # unused pieces begin where no query is
     low, high = torch.zeros(shape, dtype=torch.int64, device="cpu"), torch.zeros(shape, dtype=torch.int64, device="cpu")
     left, right = torch.full(shape, _FAR, device="cpu"), torch.full(shape, _FAR, device="cpu")

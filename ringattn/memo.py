@@ -24,18 +24,18 @@ class Memo(Generic[T]):
         """Return the result kept under ``key``, or None."""
         kept = self._kept
         result = kept.get(key)
-        # Order matters only near the limit; moving hashes the key a second time, which costs more than the look-up.
+        # Order matters only near the limit; moving hashes the key a second time, which costs as much as the look-up.
         if result is not None and 2 * len(kept) > self.limit:
-            with suppress(KeyError):  # another thread may have dropped it
+            with suppress(KeyError):  # another thread has just dropped it
                 kept.move_to_end(key)
         return result
 
     def put(self, key: Hashable, result: T) -> T:
-        """Keep ``result`` under ``key`` and return it."""
+        """Keep ``result`` under ``key`` as the latest and return it."""
         self._kept.pop(key, None)
         self._kept[key] = result
         while len(self._kept) > self.limit:
-            with suppress(KeyError):
+            with suppress(KeyError):  # another thread emptied it
                 self._kept.popitem(last=False)
         return result
 

@@ -60,6 +60,19 @@ class Partial:
         batch, seq, heads, _ = q.shape
         return cls.empty(batch, seq, heads, v.shape[-1], dtype=dtype, device=q.device)
 
+    @classmethod
+    def from_output(cls, out: Tensor, lse: Tensor) -> Partial:
+        """Return the state of a finished attention, for example of another library.
+
+        Args:
+            out: (batch, seq, heads, head_dim).
+            lse: (batch, heads, seq), natural logarithm, -inf for rows that saw nothing.
+        """
+        seen = lse != float("-inf")
+        dtype = torch.float64 if out.dtype == torch.float64 else torch.float32
+        o = torch.where(_per_row(seen), out.to(dtype), 0.0)
+        return cls(lse.to(dtype), seen.to(dtype), o)
+
     def __iter__(self) -> Iterator[Tensor]:
         return iter((self.m, self.l, self.o))
 

@@ -215,6 +215,8 @@ def _combine(
             f"mask is for {mask.seq_len} queries and {mask.seq_len_k} keys, but the plan for {seq_len} and {keys}; "
             "make both for the same lengths"
         )
+    if mask is not None:
+        mask.check()
     if prefix:
         whole = whole & masks.prefix(seq_len, prefix, keys)
     elif causal:

@@ -1,7 +1,7 @@
 """Plan: mask, layout and schedule for one sequence shape, agreed by all ranks and used by every layer.
 
-A plan is data: it holds what was decided and derives blocks from it. :mod:`.planning` makes plans, :mod:`.dataflow` runs
-them and predicts what they cost, :mod:`.verify` proves them.
+A plan is data: it holds what was decided and derives blocks from it. :mod:`.planning` makes plans, :mod:`.dataflow`
+runs them and predicts what they cost, :mod:`.verify` proves them.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Names for what happens, in the traces of torch.profiler. They cost an attribute and a branch when nobody profiles."""
+"""Named ranges in the traces of torch.profiler. Without a profiler a range costs an attribute and a branch."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _OFF = nullcontext()  # can be entered again and again
 
 
 def named(what: str, at: int, action: str) -> AbstractContextManager:
-    """A range of the name ``ringattn/hop 3/pull``: what is being done, which one of them, and its part."""
+    """Return a context whose work is named in a trace: ``named("hop", 3, "pull")`` is ``ringattn/hop 3/pull``."""
     if not profiler._is_profiler_enabled:
         return _OFF
     return profiler.record_function(f"ringattn/{what} {at}/{action}")

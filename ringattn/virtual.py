@@ -1,7 +1,7 @@
-"""Ranks that are threads of one process: any number of them on one CPU or one GPU, without launching anything.
+"""Virtual ranks: threads of one process in place of processes, any number of them on one CPU or one GPU.
 
 The dataflows run unchanged over mailboxes instead of a network, so that 64 ranks can be compared with one, and a plan
-can be described and checked where there is no process group.
+can be described and verified without a process group.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from torch import Tensor
 from .transport import Message, Pending, Transport
 
 T = TypeVar("T")
-_TIMEOUT = 120.0  # seconds that a message may be late before its receiver gives up
+_TIMEOUT = 120.0  # seconds that a rank waits for a message or for the other ranks
 
 
 class VirtualRank(Transport):
-    """Rank ``rank`` of ``world_size`` ranks that need not exist: pass it as ``group`` to look at a plan.
+    """One of ``world_size`` ranks, which need not exist: pass it as ``group`` to inspect a plan.
 
-    Ranks made by :func:`run` share mailboxes and can also attend.
+    Ranks made by :func:`run` share mailboxes and can also run attention.
     """
 
     def __init__(
@@ -55,18 +55,20 @@ class VirtualRank(Transport):
     def all_reduce(self, x: Tensor, op: str) -> Tensor:
         if self.world is None:
             return super().all_reduce(x, op)
-        rows = self.world.everyones(self.rank, x.clone())
+        rows = self.world.gather(self.rank, x.clone())
         stack = torch.stack([r.to(x.device) for r in rows])
         return x.copy_(stack.amax(0) if op == "max" else stack.sum(0))
 
     def gather_words(self, words: Tensor) -> Tensor:
-        return (
-            super().gather_words(words) if self.world is None else torch.stack(self.world.everyones(self.rank, words))
-        )
+        if self.world is None:
+            return super().gather_words(words)
+        return torch.stack(self.world.gather(self.rank, words))
 
 
 @dataclass
 class _World:
+    """The mailboxes that the ranks of one :func:`run` share."""
+
     size: int
     boxes: dict[tuple[int, int], queue.SimpleQueue[Tensor]] = field(default_factory=dict)
     slots: list[Any] = field(default_factory=list)
@@ -76,10 +78,11 @@ class _World:
         self.barrier = threading.Barrier(self.size, timeout=_TIMEOUT)
 
     def box(self, sender: int, receiver: int) -> queue.SimpleQueue[Tensor]:
-        # setdefault is atomic: both ends get the same box, whoever comes first
+        # setdefault is atomic: both ends get the same mailbox
         return self.boxes.setdefault((sender, receiver), queue.SimpleQueue())
 
-    def everyones(self, rank: int, x: Tensor) -> list[Tensor]:
+    def gather(self, rank: int, x: Tensor) -> list[Tensor]:
+        """Return the tensors of all ranks, all of which must call this."""
         self.slots[rank] = x
         self.barrier.wait()
         rows = list(self.slots)
@@ -87,12 +90,14 @@ class _World:
         return rows
 
 
-class _GotNothing(RuntimeError):
-    """A message did not come: as a broken barrier, a consequence of another rank's error where there is one."""
+class _NoMessage(RuntimeError):
+    """A message that did not come; like a broken barrier, usually a consequence of another rank's error."""
 
 
 @dataclass
 class _Mail:
+    """Messages that a rank has not received yet."""
+
     to: VirtualRank
     receives: Sequence[Message]
 
@@ -100,27 +105,27 @@ class _Mail:
         world = self.to.world
         assert world is not None
         for x, peer in self.receives:
-            waited = 0.0
+            seconds = 0.0
             while True:
                 try:
-                    got = world.box(peer, self.to.rank).get(timeout=0.5)
+                    message = world.box(peer, self.to.rank).get(timeout=0.5)
                     break
                 except queue.Empty:
-                    waited += 0.5
-                    if world.barrier.broken or waited > _TIMEOUT:
-                        raise _GotNothing(f"rank {self.to.rank} got nothing from rank {peer}") from None
-            if got.shape != x.shape or got.dtype != x.dtype:
+                    seconds += 0.5
+                    if world.barrier.broken or seconds > _TIMEOUT:
+                        raise _NoMessage(f"rank {self.to.rank} got nothing from rank {peer}") from None
+            if message.shape != x.shape or message.dtype != x.dtype:
                 raise AssertionError(
-                    f"rank {peer} sent {got.dtype}{list(got.shape)}, expected {x.dtype}{list(x.shape)}"
+                    f"rank {peer} sent {message.dtype}{list(message.shape)}, expected {x.dtype}{list(x.shape)}"
                 )
-            x.copy_(got)
+            x.copy_(message)
 
 
 def run(world_size: int, body: Callable[[VirtualRank], T], device: torch.device | str = "cpu") -> list[T]:
     """Call ``body(rank)`` for every rank, each in its own thread, and return the results in rank order.
 
     Raises:
-        The error of the lowest rank that failed by itself; the others are stopped.
+        BaseException: the error of the lowest rank that failed by itself; the other ranks are stopped.
     """
     world = _World(world_size)
     results: list[Any] = [None] * world_size
@@ -128,8 +133,8 @@ def run(world_size: int, body: Callable[[VirtualRank], T], device: torch.device 
 
     def work(rank: int) -> None:
         try:
-            # Backward in this thread: autograd has one thread for all that happens on a GPU, where a rank would wait
-            # for another one whose turn never comes.
+            # Run the backward in this thread: autograd has one thread per GPU, in which a rank would wait for another
+            # rank whose backward cannot start.
             with torch.autograd.set_multithreading_enabled(False):
                 results[rank] = body(VirtualRank(rank, world_size, device, world))
         except BaseException as error:
@@ -141,6 +146,6 @@ def run(world_size: int, body: Callable[[VirtualRank], T], device: torch.device 
         thread.start()
     for thread in threads:
         thread.join()
-    for rank in sorted(errors, key=lambda r: (isinstance(errors[r], (threading.BrokenBarrierError, _GotNothing)), r)):
+    for rank in sorted(errors, key=lambda r: (isinstance(errors[r], (threading.BrokenBarrierError, _NoMessage)), r)):
         raise errors[rank]
     return results

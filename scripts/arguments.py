@@ -1,4 +1,4 @@
-"""Types of arguments that several scripts take: argparse says which option it is, these say what is wrong with it."""
+"""Types for argparse that several commands share. They explain what is wrong; argparse adds the name of the option."""
 
 from __future__ import annotations
 
@@ -6,25 +6,25 @@ import argparse
 
 
 def positive(text: str) -> int:
-    """A number of tokens, ranks, repeats, ..."""
+    """Parse a whole number of at least 1."""
     try:
-        found = int(text)
+        number = int(text)
     except ValueError:
-        found = 0
-    if found < 1:
+        number = 0
+    if number < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
-    return found
+    return number
 
 
 def head_counts(text: str) -> tuple[int, int]:
-    """ "32/8": query heads and key heads; "32": as many of both."""
-    q, _, k = text.partition("/")
+    """Parse "32/8", query heads and key heads, or "32", the same number of both."""
+    query, _, key = text.partition("/")
     try:
-        found = int(q), int(k or q)
+        heads = int(query), int(key or query)
     except ValueError:
-        found = 0, 0
-    if min(found) < 1:
+        heads = 0, 0
+    if min(heads) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not QUERY_HEADS/KEY_HEADS, each at least 1, as in 32/8")
-    if found[0] % found[1]:
+    if heads[0] % heads[1]:
         raise argparse.ArgumentTypeError(f"{text!r}: key heads must divide query heads")
-    return found
+    return heads

@@ -1,22 +1,23 @@
-"""Is attention over ranks right on this machine? The whole matrix against float64, with real kernels and links.
+"""Check attention over ranks on this machine against float64, with real kernels and links.
 
-    torchrun --standalone --nproc-per-node 4 scripts/check.py            # NCCL if there are GPUs, else gloo
-    torchrun --standalone --nproc-per-node 2 scripts/check.py --quick    # a few cases of each kind
-    python scripts/check.py --virtual 5 8                                # ranks that are threads of one process
+    torchrun --standalone --nproc-per-node 4 -m scripts.check            # NCCL if there are GPUs, else gloo
+    torchrun --standalone --nproc-per-node 2 -m scripts.check --quick    # a few cases of each kind
+    python -m scripts.check --virtual 5 8                                # ranks are threads of one process
 
 For every group of the first n ranks (n = 1, 2, ..., all), dataflow, layout, mask and score option, out, lse, dq, dk, dv
-and the sink's gradient are compared with dense attention in float64 (ringattn.reference). A case passes when
+and the gradient of the sink are compared with dense attention in float64 (ringattn.reference). A case passes if
 
 * the rms error is at most 2x (gradients 3x) that of dense attention computed by torch in the same dtype on one rank,
-  plus one unit of rounding of the dtype (the sink's gradient is a sum over all rows, one number per head: so few of
-  them may be right by luck, so that for them the error that dense attention's rows would add up to counts too), and
-* the rms error over n ranks is at most 1.1x that of one rank (for float32: plus one unit of rounding, because its own
-  errors are that small; not for the sink's gradient: the rms of a handful of numbers is no statistic).
+  plus one unit of rounding of the dtype. The sink's gradient is a sum over all rows, one number per head; so few
+  numbers may be right by luck, so for them the error that the errors of dense attention's rows would add up to is
+  allowed, too;
+* the rms error over n ranks is at most 1.1x that of one rank. In float32, whose errors are that small, one unit of
+  rounding is added; the sink's gradient is exempt, because the rms of a handful of numbers is no statistic.
 
-Then forward+backward is repeated with random sleeps before every hop and freed memory filled with NaN: in deterministic
-mode all runs must be equal bit for bit. On GPUs the peak memory of one attention, beside its inputs and results, must
-be at most what the plan predicts plus 5 %. (With ``--virtual`` only the matrix runs: threads share their memory and
-their streams.) The last line is JSON; the exit status is 0 only if everything holds.
+Then forward+backward is repeated with random sleeps before every hop and with freed memory filled with NaN: in
+deterministic mode all runs must be equal bit for bit. On GPUs the peak memory of one attention, without its inputs and
+results, must be at most what the plan predicts plus 5 %. With ``--virtual`` only the cases above run, because threads
+share their memory and streams. The last line is JSON; the exit status is 0 only if everything holds.
 """
 
 from __future__ import annotations
@@ -29,20 +30,16 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-sys.path.append(str(Path(__file__).resolve().parent))
-import ranks
-from arguments import positive
-
 import ringattn
 from ringattn import reference, transport, virtual
+from scripts import ranks
+from scripts.arguments import positive
 
 NAMES = ("out", "lse", "dq", "dk", "dv", "dsink")
 DTYPES = ["float32", "bfloat16", "float16"]
@@ -51,7 +48,7 @@ UNIT = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-9, torch.float16: 2.0**-1
 
 @dataclass(frozen=True)
 class Case:
-    """One attention problem: its plan's arguments and its tensors' sizes."""
+    """One attention problem: the arguments of its plan and the sizes of its tensors."""
 
     name: str
     seq_len: int = 1111
@@ -69,7 +66,7 @@ def cases(quick: bool) -> list[Case]:
     ids = torch.full((2, n), -1)
     ids[0, :300], ids[0, 300:1000] = 0, 1
     ids[1, 40:700], ids[1, 700:] = 0, 1
-    found = [
+    all_cases = [
         Case("full", mask={}),
         Case("causal", mask=dict(causal=True)),
         Case("window", mask=dict(window_size=(200, 0))),
@@ -83,7 +80,7 @@ def cases(quick: bool) -> list[Case]:
         Case("MLA heads", mask=dict(causal=True), heads=(4, 4), dims=(192, 128)),
         Case("MQA", mask=dict(), heads=(6, 1), dims=(64, 64)),
     ]
-    return [c for c in found if c.name in ("causal", "padded rows", "scores")] if quick else found
+    return [c for c in all_cases if c.name in ("causal", "padded rows", "scores")] if quick else all_cases
 
 
 def settings(size: int, quick: bool) -> Iterator[dict[str, Any]]:
@@ -95,28 +92,30 @@ def settings(size: int, quick: bool) -> Iterator[dict[str, Any]]:
 
 
 def tensors(case: Case, dtype: torch.dtype, device: torch.device) -> dict[str, Tensor]:
-    """The same on every rank: made on the CPU from the case's name."""
+    """Return random tensors, generated on the CPU from the name of the case so that they are the same on every rank."""
     g = torch.Generator().manual_seed(sum(map(ord, case.name)))
 
     def make(*shape: int) -> Tensor:
         return torch.randn(shape, generator=g).to(device, dtype)
 
     (hq, hk), (d, dv), keys = case.heads, case.dims, case.seq_len_k or case.seq_len
-    made = dict(q=make(2, case.seq_len, hq, d), k=make(2, keys, hk, d), v=make(2, keys, hk, dv))
-    made |= dict(dout=make(2, case.seq_len, hq, dv), dlse=make(2, hq, case.seq_len).float())
-    made |= dict(sink=make(hq).float(), slopes=torch.rand(hq, generator=g).to(device) / 8)
-    return made
+    tensors = dict(q=make(2, case.seq_len, hq, d), k=make(2, keys, hk, d), v=make(2, keys, hk, dv))
+    tensors |= dict(dout=make(2, case.seq_len, hq, dv), dlse=make(2, hq, case.seq_len).float())
+    tensors |= dict(sink=make(hq).float(), slopes=torch.rand(hq, generator=g).to(device) / 8)
+    return tensors
 
 
 def gradients(out: Tensor, lse: Tensor, x: dict[str, Tensor], leaves: list[Tensor]) -> list[Tensor]:
     dlse = torch.where(lse == float("-inf"), 0.0, x["dlse"].to(lse.dtype))
-    got = torch.autograd.grad([out, lse], leaves, [x["dout"].to(out.dtype), dlse], allow_unused=True)
-    return [torch.zeros_like(a) if g is None else g for g, a in zip(got, leaves, strict=True)]
+    grads = torch.autograd.grad([out, lse], leaves, [x["dout"].to(out.dtype), dlse], allow_unused=True)
+    return [torch.zeros_like(a) if g is None else g for g, a in zip(grads, leaves, strict=True)]
 
 
 def dense(case: Case, x: dict[str, Tensor], exact: bool) -> list[Tensor]:
-    """Reference results: in float64, or as plain torch would compute them in the inputs' dtype."""
-    leaves = [x[n].double() if exact else x[n].clone() for n in ("q", "k", "v", "sink")]  # gradients in the same dtype
+    """Return the results in float64, or as plain torch computes them in the dtype of the inputs."""
+    leaves = [
+        x[n].double() if exact else x[n].clone() for n in ("q", "k", "v", "sink")
+    ]  # so that gradients have the same dtype
     leaves = [leaf.requires_grad_() for leaf in leaves]
     mask = ringattn.plan(case.seq_len, virtual.VirtualRank(0, 1), seq_len_k=case.seq_len_k, **case.mask).mask
     options: dict[str, Any] = dict(
@@ -131,7 +130,7 @@ def dense(case: Case, x: dict[str, Tensor], exact: bool) -> list[Tensor]:
 
 
 def in_own_dtype(q, k, v, mask, *, softcap, alibi_slopes, sink):  # type: ignore[no-untyped-def]
-    """Dense attention with products in the inputs' dtype and the softmax in float32."""
+    """Return dense attention with products in the dtype of the inputs and the softmax in float32."""
     group = q.shape[2] // k.shape[2]
     k, v = k.repeat_interleave(group, 2), v.repeat_interleave(group, 2)
     s = torch.einsum("bihd,bjhd->bhij", q, k).float() * q.shape[-1] ** -0.5
@@ -153,7 +152,7 @@ def in_own_dtype(q, k, v, mask, *, softcap, alibi_slopes, sink):  # type: ignore
 def over_ranks(
     case: Case, x: dict[str, Tensor], how: dict[str, Any], *, group: Any, kernel: str, deterministic: bool
 ) -> list[Tensor]:
-    """The same through ringattn, whole on every rank."""
+    """Return the results of ringattn over the ranks of ``group``, each whole on every rank."""
     plan = ringattn.plan(case.seq_len, group, seq_len_k=case.seq_len_k, deterministic=deterministic, **case.mask, **how)
     leaves = [plan.shard(x["q"]), plan.shard_k(x["k"]), plan.shard_k(x["v"]), x["sink"].clone()]
     leaves = [leaf.requires_grad_() for leaf in leaves]
@@ -177,25 +176,25 @@ def over_ranks(
     return [*whole, plan.unshard_k(dk), plan.unshard_k(dv), dsink]
 
 
-def errors(got: list[Tensor], exact: list[Tensor]) -> list[float]:
-    """Relative rms error of each result; inf where one is -inf, NaN or missing and the other is not."""
-    found = []
-    for a, b in zip(got, exact, strict=True):
+def errors(results: list[Tensor], exact: list[Tensor]) -> list[float]:
+    """Return the relative rms error of each result; inf if one is finite where the other is not."""
+    relative = []
+    for a, b in zip(results, exact, strict=True):
         a = a.double()
         same = torch.isfinite(a) == torch.isfinite(b)
         if not same.all():
-            found.append(float("inf"))
+            relative.append(float("inf"))
             continue
         a, b = a[torch.isfinite(a)], b[torch.isfinite(b)]
         scale = b.square().mean().sqrt().item() if b.numel() else 0.0
         rms = (a - b).square().mean().sqrt().item() if b.numel() else 0.0
-        found.append(rms / scale if scale else rms)
-    return found
+        relative.append(rms / scale if scale else rms)
+    return relative
 
 
 def amplification(x: dict[str, Tensor], exact: list[Tensor]) -> float:
-    """The sink's gradient is a sum over rows of ``-p * delta``. How much larger is its relative error than that of its
-    terms, if these are independent: the root of the sum of their squares over their sum."""
+    """Return how much larger the relative error of the sink's gradient is than that of its terms, ``-p * delta``
+    of each row, if these are independent: the root of the sum of their squares, divided by their sum."""
     out, lse = exact[:2]
     delta = (out * x["dout"].double()).sum(-1).transpose(1, 2) - x["dlse"].double()
     terms = torch.exp(x["sink"].double()[:, None] - lse) * delta
@@ -203,7 +202,7 @@ def amplification(x: dict[str, Tensor], exact: list[Tensor]) -> float:
 
 
 def sleepy(link: transport.Transport, rng: random.Random) -> None:
-    """Sleep before every hop, and fill memory that the allocator hands out again with NaN."""
+    """Make a transport sleep before every hop and fill freed memory with NaN."""
     start = link.start
 
     def late(sends: Any, receives: Any) -> Any:
@@ -218,13 +217,14 @@ def sleepy(link: transport.Transport, rng: random.Random) -> None:
 
 
 def memory(group: Any, device: torch.device, dataflow: str, tokens: int = 8192) -> list[tuple[str, float, float]]:
-    """(pass, MiB measured, MiB predicted) of one causal attention with 32/8 heads and ``tokens`` per rank, bf16."""
+    """Measure one causal attention with 32/8 heads and ``tokens`` per rank in bf16. Returns (pass, MiB measured, MiB
+    predicted) for forward and backward."""
     plan = ringattn.plan(tokens * dist.get_world_size(group), group, causal=True, dataflow=dataflow)
     q, k, v = (torch.randn(1, tokens, h, 128, device=device, dtype=torch.bfloat16) for h in (32, 8, 8))
     dout = torch.randn_like(q)
-    op, found = torch.ops.ringattn, []
-    settings = (None, None, 128**-0.5, 0.0, "auto", plan.handle)
-    op.attention(q, k, v, *settings)  # makes the plan's intervals and compiles
+    op, peaks = torch.ops.ringattn, []
+    settings = (None, None, 128**-0.5, 0.0, "auto", plan.handle, 0)
+    op.attention(q, k, v, *settings)  # compiles, and caches the plan's intervals
     for name in ("forward", "backward"):
         torch.cuda.reset_peak_memory_stats(device)
         before = torch.cuda.memory_allocated(device)
@@ -237,13 +237,13 @@ def memory(group: Any, device: torch.device, dataflow: str, tokens: int = 8192) 
         measured = torch.cuda.max_memory_allocated(device) - before - kept
         if dataflow == "gather" and (link := plan.transport.link(q)) is not None:
             measured += link.held_bytes(backward=name == "backward")
-        found.append((f"{dataflow} {name}", measured / 2**20, plan.memory_bytes(backward=name == "backward") / 2**20))
-    return found
+        peaks.append((f"{dataflow} {name}", measured / 2**20, plan.memory_bytes(backward=name == "backward") / 2**20))
+    return peaks
 
 
 @dataclass
-class Found:
-    """What the matrix of cases gave: the largest errors by dtype and number of ranks, and what is out of bounds."""
+class Outcome:
+    """The outcome of all cases: their number, failures, and the largest errors by dtype and number of ranks."""
 
     cases: int = 0
     failures: list[str] = field(default_factory=list)
@@ -255,20 +255,20 @@ class Found:
         for (name, n), row in self.worst.items():
             print(f"{name:10} {n:5}  " + "  ".join(f"{row[r]:8.1e}" for r in NAMES))
 
-    def say(self, failures: list[str], device: torch.device, seconds: float) -> None:
+    def summary(self, failures: list[str], device: torch.device, seconds: float) -> None:
         for line in failures[:40]:
             print("FAILED", line)
-        print(f"{'all right' if not failures else f'{len(failures)} failures'} in {seconds:.0f} s")
+        print(f"{'no failures' if not failures else f'{len(failures)} failures'} in {seconds:.0f} s")
         worst = {f"{name}/{n}": row for (name, n), row in self.worst.items()}
         summary = dict(ok=not failures, cases=self.cases, worst=worst, torch=torch.__version__)
         print(json.dumps(summary | dict(device=torch.cuda.get_device_name() if device.type == "cuda" else "cpu")))
 
 
 def matrix(
-    args: argparse.Namespace, device: torch.device, over: dict[int, Callable[..., list[Tensor]]], say: bool
-) -> Found:
-    """Every case. ``over``: for each number of ranks that this one takes part in, :func:`over_ranks` of its group."""
-    began, found = time.time(), Found()
+    args: argparse.Namespace, device: torch.device, over: dict[int, Callable[..., list[Tensor]]], verbose: bool
+) -> Outcome:
+    """Check every case. ``over``: :func:`over_ranks` for each group that this rank is a member of, by its size."""
+    began, outcome = time.time(), Outcome()
     for name in args.dtypes:
         dtype = getattr(torch, name)
         for case in cases(args.quick):
@@ -284,27 +284,29 @@ def matrix(
             bounds = [(3.0 if r.startswith("d") else 2.0) * e + UNIT[dtype] for r, e in zip(NAMES, plain, strict=True)]
             for n, attend in over.items():
                 for how in settings(n, args.quick):
-                    got = errors(attend(case, x, how), exact)
+                    errs = errors(attend(case, x, how), exact)
                     limits = [1.1 * one + (UNIT[dtype] if dtype == torch.float32 else 0.0) for one in alone]
                     limits = [max(a, UNIT[torch.float32]) for a in limits[:5]] + [float("inf")]
-                    found.cases += 1
+                    outcome.cases += 1
                     where = f"{name} {case.name} n={n} {how}"
-                    for result, error, bound, limit in zip(NAMES, got, bounds, limits, strict=True):
-                        row = found.worst.setdefault((name, n), dict.fromkeys(NAMES, 0.0))
+                    for result, error, bound, limit in zip(NAMES, errs, bounds, limits, strict=True):
+                        row = outcome.worst.setdefault((name, n), dict.fromkeys(NAMES, 0.0))
                         row[result] = max(row[result], error)
                         if not (error <= bound and error <= limit):
                             line = f"{where}: {result} {error:.2e}, dense {bound:.2e}, one rank {limit:.2e}"
-                            found.failures.append(line)
+                            outcome.failures.append(line)
                             print("FAILED", line, flush=True)
-            if say:
-                print(f"{time.time() - began:6.1f} s  {name} {case.name}: {found.cases} cases so far", file=sys.stderr)
-    if over and not found.cases:
-        found.failures.append("no case was computed, so nothing is known to be right")
-    return found
+            if verbose:
+                print(
+                    f"{time.time() - began:6.1f} s  {name} {case.name}: {outcome.cases} cases so far", file=sys.stderr
+                )
+    if over and not outcome.cases:
+        outcome.failures.append("no case was computed")
+    return outcome
 
 
 def over_threads(case: Case, x: dict[str, Tensor], how: dict[str, Any], *, n: int, **settings: Any) -> list[Tensor]:
-    """:func:`over_ranks` of ranks that are threads; what the first of them has in the end."""
+    """Return the results of :func:`over_ranks` on ranks that are threads."""
     device = x["q"].device
 
     def body(rank: virtual.VirtualRank) -> list[Tensor]:
@@ -315,23 +317,37 @@ def over_threads(case: Case, x: dict[str, Tensor], how: dict[str, Any], *, n: in
     return virtual.run(n, body, device)[0]
 
 
+def determinism(args: argparse.Namespace, group: Any, device: torch.device) -> int:
+    """Repeat one case with random sleeps in deterministic mode. Returns how many repeats differ from the first run."""
+    changed = 0
+    case = Case("determinism", 2048, mask=dict(causal=True, window_size=(1500, -1)))
+    x = tensors(case, torch.bfloat16 if device.type == "cuda" else torch.float32, device)
+    sleepy(transport.of(group), random.Random(dist.get_rank()))
+    for how in settings(1, quick=True):
+        repeat = functools.partial(over_ranks, case, x, how, group=group, kernel=args.kernel, deterministic=True)
+        first = repeat()
+        for _ in range(args.repeats):
+            changed += not all(torch.equal(a, b) for a, b in zip(first, repeat(), strict=True))
+    return changed
+
+
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="three cases, one layout")
-    parser.add_argument("--cases", nargs="+", metavar="NAME", help="names of cases; default all")
+    parser.add_argument("--quick", action="store_true", help="only three cases and one layout")
+    parser.add_argument("--cases", nargs="+", metavar="NAME", help="names of cases; default: all")
     parser.add_argument("--kernel", default="auto")
     parser.add_argument("--dtypes", nargs="+", default=DTYPES, choices=DTYPES)
-    parser.add_argument("--groups", nargs="+", type=positive, help="group sizes; default 1 to all ranks")
+    parser.add_argument("--groups", nargs="+", type=positive, help="group sizes; default: 1 to all ranks")
     parser.add_argument("--repeats", type=positive, default=250, help="runs of the determinism check")
     parser.add_argument(
-        "--virtual", nargs="+", type=positive, metavar="N", help="ranks that are threads, without torchrun"
+        "--virtual", nargs="+", type=positive, metavar="N", help="numbers of ranks that are threads, without torchrun"
     )
     args = parser.parse_args(argv)
-    known = [case.name for case in cases(args.quick)]
-    if unknown := [name for name in args.cases or () if name not in known]:
+    names = [case.name for case in cases(args.quick)]
+    if unknown := [name for name in args.cases or () if name not in names]:
         quick = " with --quick" if args.quick else ""
         parser.error(
-            f"--cases: no case{quick} is named {', '.join(map(repr, unknown))}; use {', '.join(map(repr, known))}"
+            f"--cases: no case{quick} is named {', '.join(map(repr, unknown))}; use {', '.join(map(repr, names))}"
         )
     return args
 
@@ -346,11 +362,11 @@ def main() -> int:
         threads: dict[int, Callable[..., list[Tensor]]] = {
             n: functools.partial(over_threads, n=n, kernel=args.kernel, deterministic=False) for n in args.virtual
         }
-        found = matrix(args, device, threads, True)
-        found.table(args.kernel, device)
-        found.say(found.failures, device, time.time() - began)
-        return 1 if found.failures else 0
-    device = ranks.join("cuda" if cuda else "cpu", without="--virtual N")
+        outcome = matrix(args, device, threads, True)
+        outcome.table(args.kernel, device)
+        outcome.summary(outcome.failures, device, time.time() - began)
+        return 1 if outcome.failures else 0
+    device = ranks.join("cuda" if cuda else "cpu", alternative="--virtual N")
     rank, world = dist.get_rank(), dist.get_world_size()
     sizes = args.groups or range(1, world + 1)
     if max(sizes) > world:
@@ -361,22 +377,12 @@ def main() -> int:
         n: functools.partial(over_ranks, group=g, kernel=args.kernel, deterministic=False) for n, g in groups.items()
     }
     began = time.time()
-    found = matrix(args, device, {n: attend for n, attend in over.items() if rank < n}, rank == 0)
-    failures, total = found.failures, found.cases
+    outcome = matrix(args, device, {n: attend for n, attend in over.items() if rank < n}, rank == 0)
+    failures = outcome.failures
     dist.barrier()
 
-    rng, changed = random.Random(rank), 0
-    case = Case("determinism", 2048, mask=dict(causal=True, window_size=(1500, -1)))
-    x = tensors(case, torch.bfloat16 if cuda else torch.float32, device)
     group = groups[max(groups)]
-    if rank < max(groups):
-        sleepy(transport.of(group), rng)
-        for how in settings(1, quick=True):
-            repeat = functools.partial(over_ranks, case, x, how, group=group, kernel=args.kernel, deterministic=True)
-            first = repeat()
-            for _ in range(args.repeats):
-                again = repeat()
-                changed += not all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+    changed = determinism(args, group, device) if rank < max(groups) else 0
     if rank == 0:
         print(f"{time.time() - began:6.1f} s  {args.repeats} repeats, {changed} differ", file=sys.stderr)
     if changed:
@@ -389,18 +395,18 @@ def main() -> int:
     for name, measured, predicted in peaks:
         if measured > 1.05 * predicted + 1:
             failures.append(
-                f"rank {rank}: {name} took {measured:.1f} MiB beside inputs and results, not {predicted:.1f}"
+                f"rank {rank}: {name} needed {measured:.1f} MiB without inputs and results, predicted {predicted:.1f}"
             )
 
-    said: list[Any] = [None] * world
-    dist.all_gather_object(said, (failures, total))
-    failures = sorted({line for lines, _ in said for line in lines})
+    gathered: list[Any] = [None] * world
+    dist.all_gather_object(gathered, failures)
+    failures = sorted({line for lines in gathered for line in lines})
     if rank == 0:
-        found.table(args.kernel, device)
+        outcome.table(args.kernel, device)
         print(f"determinism: {args.repeats} repeats with random sleeps on {max(groups)} ranks, {changed} differ")
         for name, measured, predicted in peaks:
-            print(f"memory: {name} {measured:.1f} MiB beside inputs and results, predicted {predicted:.1f}")
-        found.say(failures, device, time.time() - began)
+            print(f"memory: {name} {measured:.1f} MiB without inputs and results, predicted {predicted:.1f}")
+        outcome.summary(failures, device, time.time() - began)
     dist.destroy_process_group()
     return 1 if failures else 0
 

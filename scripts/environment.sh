@@ -1,9 +1,9 @@
-# Sourced by demo and test: goes to the repository's root and sets `python` to an interpreter that can run ringattn.
+# Sourced by demo, test and measure: changes to the repository's root and sets `python` to an interpreter that can run
+# ringattn. The first of these that applies:
 #
-#   1. .venv, if it was made from the pins of today;
-#   2. python3, if torch >= 2.11 and Triton >= 3.6 are importable there: then nothing is installed, so that an offline
-#      node works as it is;
-#   3. else .venv is made, or brought up to date, from scripts/requirements.txt.
+#   1. .venv, if it was made from the current pins;
+#   2. python3, if it can import torch >= 2.11 and Triton >= 3.6. Nothing is installed then, so that offline machines work;
+#   3. .venv, after making or updating it from scripts/requirements.txt.
 
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -13,12 +13,12 @@ pins=scripts/requirements.txt
 say() { printf '%s\n' "$*"; }
 die() { printf 'error: %s\n' "$*" >&2; exit 1; }
 
-# "3.11".."3.14" of an interpreter that starts and suits the pinned torch, else fails. Nothing is imported.
+# Does this interpreter start, with a version that suits the pinned torch? Nothing is imported.
 suits() {
     "$1" -c 'import sys; v = sys.version_info[:2]; sys.exit(not (3, 11) <= v <= (3, 14))' >/dev/null 2>&1
 }
 
-# Are torch and Triton there, new enough? Asks for versions without importing them: an import of torch takes seconds.
+# Are torch and Triton installed and new enough? Reads their versions without an import, which takes seconds for torch.
 has_torch() {
     "$1" - >/dev/null 2>&1 <<'PYTHON'
 import sys
@@ -30,12 +30,12 @@ def version(*names):
         except metadata.PackageNotFoundError:
             pass
     return (0, 0)
-found = all(util.find_spec(name) for name in ("torch", "triton", "numpy"))
-sys.exit(not (found and version("torch") >= (2, 11) and version("triton", "pytorch-triton") >= (3, 6)))
+installed = all(util.find_spec(name) for name in ("torch", "triton", "numpy"))
+sys.exit(not (installed and version("torch") >= (2, 11) and version("triton", "pytorch-triton") >= (3, 6)))
 PYTHON
 }
 
-# What .venv must have been made from.
+# Identifies what .venv is made from.
 fingerprint() { { cat "$pins" pyproject.toml; say "$root"; } | cksum; }
 
 find_python() {
@@ -50,20 +50,20 @@ make_venv() {
     local base
     base=$(find_python)
     say "Setting up .venv with $("$base" --version) (once; downloads torch)"
-    # With pip of its own, or served by the pip of `base` (Debian's python3 without python3-venv).
+    # With its own pip, or with that of `base` (Debian's python3 without python3-venv).
     local pip=(.venv/bin/python -m pip)
     if ! suits .venv/bin/python || ! "${pip[@]}" --version >/dev/null 2>&1; then
         rm -rf .venv
         if ! "$base" -m venv .venv >/dev/null 2>&1; then
             rm -rf .venv
             "$base" -m pip --version >/dev/null 2>&1 ||
-                die "$base can make no virtual environment: install its venv module (Debian, Ubuntu: apt install python3-venv)"
+                die "$base cannot make a virtual environment: install its venv module (Debian, Ubuntu: apt install python3-venv)"
             "$base" -m venv --without-pip .venv
             pip=("$base" -m pip --python .venv/bin/python)
         fi
     fi
     local options=(--disable-pip-version-check)
-    [[ -t 1 ]] || options+=(-qq) # a terminal gets pip's progress bars, a log only errors
+    [[ -t 1 ]] || options+=(-qq) # progress bars in a terminal, only errors in a log
     "${pip[@]}" install "${options[@]}" -r "$pins" ||
         die "pip could not install $pins; offline, use a python3 that has torch >= 2.11, Triton >= 3.6 and numpy"
     if [[ $(uname) == Linux ]] && ! .venv/bin/python -c 'import triton' 2>/dev/null; then
@@ -78,11 +78,11 @@ if [[ -x .venv/bin/python && $(cat .venv/made-from 2>/dev/null) == "$(fingerprin
 elif suits python3 && has_torch python3; then
     python=$(command -v python3)
     export PYTHONPATH=$root${PYTHONPATH:+:$PYTHONPATH}
-    say "Using $python: it has torch and Triton, nothing is installed"
+    say "Using $python, which has torch and Triton; nothing is installed"
 else
     make_venv
     python=.venv/bin/python
 fi
 
-# Can this module be imported? Asked for extras, which are pinned in .venv but may be missing elsewhere.
+# Can this module be imported? For extras, which are pinned in .venv but may be missing elsewhere.
 has() { "$python" -c "import importlib.util, sys; sys.exit(importlib.util.find_spec('$1') is None)"; }

@@ -1,21 +1,20 @@
-"""How long a context can ranks attend to exactly, and is it still exact? One causal attention, checked in float64.
+"""Compute one causal attention over a very long context, and check it in float64.
 
-    torchrun --standalone --nproc-per-node 4 scripts/longest.py                      # forward, 10,485,760 tokens
-    torchrun --standalone --nproc-per-node 4 scripts/longest.py --dataflow ring
-    torchrun --standalone --nproc-per-node 4 scripts/longest.py --backward           # and backward, 1,048,576 tokens
+    torchrun --standalone --nproc-per-node 4 -m scripts.longest                      # forward, 10,485,760 tokens
+    torchrun --standalone --nproc-per-node 4 -m scripts.longest --dataflow ring
+    torchrun --standalone --nproc-per-node 4 -m scripts.longest --backward           # and backward, 1,048,576 tokens
 
-Inputs are random numbers, made block by block of tokens from the seed and the number of the block, so that every rank
-can make any of them again. Sampled queries (``--rows``, all heads) are compared with float64: each rank sums over its
-own keys, made again, and the sums are added; no row of scores is ever whole in memory. With ``--backward`` dq of these
-queries is compared with float64 in the same way, and dk, dv of sampled keys with float64 sums over all queries, from
-the lse and the output that the forward returned.
+Inputs are random numbers, generated in blocks of tokens from the seed and the number of the block, so that every rank
+can generate any part again. Sampled queries (``--rows``, all heads) are compared with float64: each rank sums over its
+own keys, generated again, and the sums are added, so no row of scores is ever complete in memory. With ``--backward``,
+dq of these queries is compared in the same way, and dk and dv of sampled keys are compared with float64 sums over all
+queries, from the lse and the output that the forward returned.
 
-An error is relative to the rms of its row and head. It passes if its rms is at most twice (gradients three times) that
+An error is relative to the rms of its row and head. It passes if its rms is at most twice (gradients: three times) that
 of the same sums with the softmax in float64 and p, ds and the result rounded to the dtype, plus one unit of rounding.
-In float32 the scores and sums of a kernel err as much as its results are rounded: there the same sums are all in
-float32, ``--chunk`` tokens at a time.
-On GPUs the peak memory must be what the plan predicts, within 5 %: inputs, results, and ``plan.memory_bytes``. The last
-line is JSON; the exit status is 0 only if both hold.
+In float32, where scores and sums in a kernel have errors as large as the rounding of its results, the same sums are
+computed in float32, ``--chunk`` tokens at a time. On GPUs the peak memory must be within 5 % of what the plan predicts:
+inputs, results, and ``plan.memory_bytes``. The last line is JSON; the exit status is 0 only if everything holds.
 """
 
 from __future__ import annotations
@@ -24,31 +23,27 @@ import argparse
 import hashlib
 import json
 import random
-import sys
 import time
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-sys.path.append(str(Path(__file__).resolve().parent))
-import ranks
-from arguments import head_counts, positive
-from check import UNIT
-
 import ringattn
-from ringattn.kernels import long_sums as spans
+from ringattn.dataflow.fetching import gathered_block
+from ringattn.kernels.contract import LONGEST_SUM
 from ringattn.layout import Shard
+from scripts import ranks
+from scripts.arguments import head_counts, positive
+from scripts.check import UNIT
 
 NAMES = ("q", "k", "v", "dout")
 
 
 class Inputs:
-    """Random tensors of any length, of which any part can be made anywhere."""
+    """Random tensors of any length. Any part of them can be generated on any rank."""
 
     def __init__(self, args: argparse.Namespace, device: torch.device) -> None:
         hq, hk = args.heads
@@ -58,30 +53,30 @@ class Inputs:
         self.generator = torch.Generator(device)
 
     def fill(self, name: str, begin: int, out: Tensor) -> Tensor:
-        """Tokens from ``begin`` on into ``out`` (tokens, heads, head_dim)."""
+        """Write the tokens from ``begin`` on into ``out`` (tokens, heads, head_dim) and return it."""
         end = begin + len(out)
         for block in range(begin // self.block, -(-end // self.block)):
             first = block * self.block
-            mixed = hashlib.blake2b(f"{self.seed} {name} {block}".encode(), digest_size=4).digest()
-            self.generator.manual_seed(int.from_bytes(mixed, "little"))  # on the CPU, 32 bits count
+            seed = hashlib.blake2b(f"{self.seed} {name} {block}".encode(), digest_size=4).digest()
+            self.generator.manual_seed(int.from_bytes(seed, "little"))  # the CPU generator uses 32 bits
             size = (self.block, self.heads[name], self.dim)
-            made = torch.randn(size, generator=self.generator, device=self.device, dtype=self.dtype)
+            tokens = torch.randn(size, generator=self.generator, device=self.device, dtype=self.dtype)
             low, high = max(begin, first), min(end, first + self.block)
-            out[low - begin : high - begin] = made[low - first : high - first]
+            out[low - begin : high - begin] = tokens[low - first : high - first]
         return out
 
     def make(self, name: str, begin: int, end: int) -> Tensor:
         return self.fill(name, begin, self._empty(name, end - begin))
 
     def shard(self, name: str, shard: Shard) -> Tensor:
-        """(1, tokens, heads, head_dim) of a rank."""
+        """Return the tokens of a rank, (1, tokens, heads, head_dim)."""
         whole = self._empty(name, sum(map(len, shard)))
-        for begin, end, here in pieces(shard, 1 << 62):
-            self.fill(name, begin, whole[here : here + end - begin])
+        for begin, end, first in pieces(shard, 1 << 62):
+            self.fill(name, begin, whole[first : first + end - begin])
         return whole[None]
 
     def rows(self, name: str, positions: Sequence[int]) -> Tensor:
-        """Some tokens in float64."""
+        """Return some tokens in float64."""
         return torch.cat([self.make(name, p, p + 1) for p in positions]).double()
 
     def _empty(self, name: str, tokens: int) -> Tensor:
@@ -89,30 +84,30 @@ class Inputs:
 
 
 def pieces(shard: Shard, size: int) -> Iterator[tuple[int, int, int]]:
-    """Runs of neighbouring positions, cut to at most ``size``: (begin, end, index of the first on its rank)."""
-    here = 0
+    """Yield runs of neighbouring positions, cut to at most ``size``, as (begin, end, local index of the first)."""
+    first = 0
     for run in shard:
         if run.step != 1:
-            raise ValueError("tokens of a rank must be neighbours: use the zigzag or the contiguous layout")
+            raise ValueError("the layout must keep neighbouring tokens together; use zigzag or contiguous")
         for begin in range(run.start, run.stop, size):
             end = min(begin + size, run.stop)
-            yield begin, end, here
-            here += end - begin
+            yield begin, end, first
+            first += end - begin
 
 
 def sampled(x: Tensor, shard: Shard, positions: Sequence[int]) -> Tensor:
-    """Tokens at some global positions of a tensor (local tokens, ...), on every rank, in float64."""
-    found = torch.zeros(len(positions), *x.shape[1:], dtype=torch.float64, device=x.device)
-    for begin, end, here in pieces(shard, 1 << 62):
+    """Return the tokens at some global positions of a tensor (local tokens, ...) in float64, on every rank."""
+    tokens = torch.zeros(len(positions), *x.shape[1:], dtype=torch.float64, device=x.device)
+    for begin, end, first in pieces(shard, 1 << 62):
         for i, p in enumerate(positions):
             if begin <= p < end:
-                found[i] = x[here + p - begin].double()
-    return added(found)
+                tokens[i] = x[first + p - begin].double()
+    return added(tokens)
 
 
 def added(x: Tensor) -> Tensor:
-    """Over ranks."""
-    x = x.contiguous()  # NCCL takes nothing else
+    """Return the sum over ranks."""
+    x = x.contiguous()  # NCCL accepts no other tensors
     dist.all_reduce(x)
     return x
 
@@ -121,10 +116,10 @@ def added(x: Tensor) -> Tensor:
 
 
 class Exact:
-    """Sums over all keys, or all queries, in float64; beside each the same with roundings to the inputs' dtype.
+    """Sums over all keys, or over all queries, in float64, each with a copy that rounds to the dtype of the inputs.
 
-    ``low``: what the latter are computed in. float64 holds all of a 16-bit kernel's float32 arithmetic but what is far
-    below its roundings to 16 bits; a float32 kernel has no other errors than those of that arithmetic.
+    ``low``: the dtype in which the copies are computed. For 16-bit inputs it is float64, because the float32 arithmetic
+    of a kernel adds errors far below its roundings to 16 bits; a float32 kernel has only the errors of that arithmetic.
     """
 
     def __init__(self, inputs: Inputs, plan: ringattn.Plan, chunk: int) -> None:
@@ -133,44 +128,44 @@ class Exact:
         self.low = torch.float32 if inputs.dtype == torch.float32 else torch.float64
 
     def grouped(self, x: Tensor) -> Tensor:
-        """(tokens, q_heads, ...) as (kv_heads, tokens, group, ...)."""
+        """Reshape (tokens, q_heads, ...) to (kv_heads, tokens, group, ...)."""
         return x.unflatten(1, (-1, self.group)).transpose(0, 1)
 
     def flat(self, x: Tensor) -> Tensor:
-        """The other way."""
+        """Undo :meth:`grouped`."""
         return x.transpose(0, 1).flatten(1, 2)
 
     def rounded(self, x: Tensor) -> Tensor:
         return x.to(self.inputs.dtype).to(self.low)
 
     def keys(self) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        """This rank's keys and values (kv_heads, keys, head_dim) and their positions, made again."""
+        """Generate this rank's keys and values (kv_heads, keys, head_dim) again, with their positions."""
         for begin, end, _ in pieces(self.plan.shards_k[self.plan.rank], self.chunk):
             k, v = (self.inputs.make(name, begin, end).double().transpose(0, 1) for name in ("k", "v"))
             yield k, v, torch.arange(begin, end, device=k.device)
 
     def scores(self, q: Tensor, k: Tensor, sees: Tensor) -> Tensor:
-        """(kv_heads, queries, group, keys); ``sees``: (queries, keys)."""
+        """Return the scores, (kv_heads, queries, group, keys). ``sees``: (queries, keys)."""
         s = torch.einsum("hrgd,hcd->hrgc", q, k) * self.scale
         return s.masked_fill_(~sees[:, None], float("-inf"))
 
     def weights(self, q: Tensor, k: Tensor, sees: Tensor, lse: Tensor) -> Tensor:
-        """p, as :meth:`scores` are laid out."""
+        """Return p in the layout of :meth:`scores`."""
         return self.scores(q, k, sees).sub_(lse[..., None].to(q.dtype)).exp_()
 
     def queries(self, positions: Sequence[int], backward: bool) -> dict[str, tuple[Tensor, Tensor]]:
-        """lse, out and dq of some queries: (exact, rounded)."""
+        """Return lse, out and dq of some queries, each as (exact, rounded)."""
         at = torch.tensor(positions, device=self.inputs.device)
         q = self.grouped(self.inputs.rows("q", positions))
         l, o, seen = q.new_zeros(q.shape[:3]), torch.zeros_like(q), torch.zeros_like(at)
         for k, v, where in self.keys():
             sees = where <= at[:, None]
-            p = self.scores(q, k, sees).exp_()  # float64 holds exp(s) of these scores as it is
+            p = self.scores(q, k, sees).exp_()  # no maximum subtracted: exp of these scores does not overflow float64
             l += p.sum(-1)
             o += torch.einsum("hrgc,hcd->hrgd", p, v)
             seen += sees.sum(1)
         l, o, seen = added(l), added(o), added(seen)
-        assert torch.equal(seen, at + 1), "ranks do not hold every key once"
+        assert torch.equal(seen, at + 1), "the ranks do not have every key exactly once"
         lse, out = l.log(), o / l[..., None]
 
         low_q = q.to(self.low)
@@ -196,22 +191,24 @@ class Exact:
                 plain_dq += torch.einsum("hrgc,hcd->hrgd", ds, low_k)
         plain = added(plain)
         if self.low != q.dtype:
-            plain /= added(plain_l)[..., None]  # the rounding of lse, which no forward has in its output, cancels
-        found = dict(lse=(lse, lse.float().double()), out=(out, self.rounded(plain)))
+            plain /= added(plain_l)[
+                ..., None
+            ]  # cancels the rounding of lse, which does not affect the output of a forward
+        results = dict(lse=(lse, lse.float().double()), out=(out, self.rounded(plain)))
         if backward:
-            found["dq"] = self.scale * added(dq), self.rounded(self.scale * added(plain_dq))
-        return {name: (self.flat(exact), self.flat(plain)) for name, (exact, plain) in found.items()}
+            results["dq"] = self.scale * added(dq), self.rounded(self.scale * added(plain_dq))
+        return {name: (self.flat(exact), self.flat(plain)) for name, (exact, plain) in results.items()}
 
     def gradients(self, positions: Sequence[int], out: Tensor, lse: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
-        """dk and dv of some keys: (exact, rounded), from this rank's out (tokens, q_heads, head_dim) and lse (q_heads,
-        tokens)."""
+        """Return dk and dv of some keys, each as (exact, rounded), from this rank's out (tokens, q_heads, head_dim) and
+        lse (q_heads, tokens)."""
         at = torch.tensor(positions, device=self.inputs.device)
         k, v = (self.inputs.rows(name, positions).transpose(0, 1) for name in ("k", "v"))
         low_k, low_v = k.to(self.low), v.to(self.low)
         dk, dv, plain_dk, plain_dv = (torch.zeros_like(x) for x in (k, v, low_k, low_v))
-        for begin, end, here in pieces(self.plan.shards[self.plan.rank], self.chunk):
+        for begin, end, first in pieces(self.plan.shards[self.plan.rank], self.chunk):
             q, dout = (self.grouped(self.inputs.make(name, begin, end).double()) for name in ("q", "dout"))
-            local = slice(here, here + end - begin)
+            local = slice(first, first + end - begin)
             rows = self.grouped(lse[:, local].double().t())
             delta = (dout * self.grouped(out[local].double())).sum(-1)
             sees = at <= torch.arange(begin, end, device=at.device)[:, None]
@@ -226,21 +223,22 @@ class Exact:
                 plain_ds = plain_p * (dp - (dout * self.grouped(out[local])).sum(-1, keepdim=True))
             plain_dv += torch.einsum("hrgc,hrgd->hcd", self.rounded(plain_p), dout)
             plain_dk += torch.einsum("hrgc,hrgd->hcd", self.rounded(plain_ds), q)
-        found = dict(
+        results = dict(
             dk=(self.scale * added(dk), self.rounded(self.scale * added(plain_dk))),
             dv=(added(dv), self.rounded(added(plain_dv))),
         )
-        return {name: (exact.transpose(0, 1), plain.transpose(0, 1)) for name, (exact, plain) in found.items()}
+        return {name: (exact.transpose(0, 1), plain.transpose(0, 1)) for name, (exact, plain) in results.items()}
 
 
-def error(got: Tensor, exact: Tensor) -> tuple[float, float]:
-    """(rms, largest), relative to the rms of the row and head."""
-    relative = (got - exact) / exact.square().mean(-1, keepdim=True).sqrt()
+def error(x: Tensor, exact: Tensor) -> tuple[float, float]:
+    """Return the rms and the largest error, relative to the rms of the row and head."""
+    relative = (x - exact) / exact.square().mean(-1, keepdim=True).sqrt()
     return relative.square().mean().sqrt().item(), relative.abs().max().item()
 
 
 def stratified(rng: random.Random, tokens: int, count: int) -> list[int]:
-    """Positions, one from each of ``count`` equal parts but the first ones of all; the last token is among them."""
+    """Return one random position from each of ``count`` equal parts, without the very first tokens, and always the last
+    token."""
     count = min(count, tokens // 2)
     return [rng.randrange(tokens * i // count + (i == 0) * tokens // (2 * count), tokens * (i + 1) // count)
             for i in range(count - 1)] + [tokens - 1]  # fmt: skip
@@ -252,11 +250,13 @@ def stratified(rng: random.Random, tokens: int, count: int) -> list[int]:
 def attend(
     inputs: Inputs, plan: ringattn.Plan, args: argparse.Namespace
 ) -> tuple[list[Tensor], float, dict[str, float]]:
-    """(out, lse[, dq, dk, dv]), seconds of the slowest rank, and bytes: peak, of which inputs and results."""
+    """Compute the attention. Returns (out, lse[, dq, dk, dv]), the seconds, and the bytes of inputs and results
+    ("tensors") and at the peak ("peak", on GPUs)."""
     op, cuda, device = torch.ops.ringattn, inputs.device.type == "cuda", inputs.device
-    settings = (None, None, inputs.dim**-0.5, 0.0, args.kernel, plan.handle)
+    settings = (None, None, inputs.dim**-0.5, 0.0, args.kernel, plan.handle, 0)
     q, *others = (inputs.shard(name, plan.shards[plan.rank]) for name in NAMES[: 4 if args.backward else 3])
-    plan.gathered_block(device) if plan.dataflow == "gather" else None  # made once per plan: no part of an attention
+    if plan.dataflow == "gather":
+        gathered_block(plan, device)  # made once per plan, so not part of an attention
 
     def together() -> float:
         if cuda:
@@ -283,40 +283,43 @@ def attend(
 
 
 def run(args: argparse.Namespace, device: torch.device) -> dict[str, Any]:
-    """Every rank of the default group. The summary, with what failed."""
+    """Compute and check. Returns the summary with its failures. Every rank of the default group must call this."""
     inputs = Inputs(args, device)
     world, cuda = dist.get_world_size(), device.type == "cuda"
-    how = dict(causal=True, layout=args.layout, dataflow=args.dataflow)
+    options: dict[str, Any] = dict(causal=True, layout=args.layout, dataflow=args.dataflow)
     with torch.no_grad():
-        # The kernels of long sums are others than those of few tokens; no more than there will be
-        most = 4096 if device.type == "cpu" else spans.LONGEST + 4096
-        warm_up = args.warm_up or min(most, -(-args.tokens // world))
-        attend(inputs, ringattn.plan(warm_up * world, buffer_bytes=1, **how), args)  # compiles
-        more = {} if args.buffer_bytes is None else dict(buffer_bytes=args.buffer_bytes)
-        plan = ringattn.plan(args.tokens, **how, **more)
+        # Long sums use other kernels than short ones, so the call that compiles must be long enough, too.
+        enough = 4096 if device.type == "cpu" else LONGEST_SUM + 4096
+        warm_up = args.warm_up or min(enough, -(-args.tokens // world))
+        attend(inputs, ringattn.plan(warm_up * world, buffer_bytes=1, **options), args)  # compiles
+        if args.buffer_bytes is not None:
+            options["buffer_bytes"] = args.buffer_bytes
+        plan = ringattn.plan(args.tokens, **options)
         (out, lse, *gradients), seconds, size = attend(inputs, plan, args)
         torch.cuda.empty_cache() if cuda else None
 
         rng = random.Random(args.seed)
         queries, keys = (stratified(rng, args.tokens, args.rows) for _ in range(2))
         mine = plan.shards[plan.rank]
-        got = dict(lse=sampled(lse[0].t(), mine, queries), out=sampled(out[0], mine, queries))
+        results = dict(lse=sampled(lse[0].t(), mine, queries), out=sampled(out[0], mine, queries))
         exact = Exact(inputs, plan, args.chunk)
         if gradients:
             where = (queries, keys, keys)
-            got |= {n: sampled(x[0], mine, at) for n, x, at in zip(("dq", "dk", "dv"), gradients, where, strict=True)}
-        want = exact.queries(queries, args.backward)
+            results |= {
+                n: sampled(x[0], mine, at) for n, x, at in zip(("dq", "dk", "dv"), gradients, where, strict=True)
+            }
+        expected = exact.queries(queries, args.backward)
         if gradients:
-            want |= exact.gradients(keys, out[0], lse[0])
+            expected |= exact.gradients(keys, out[0], lse[0])
 
     failures, errors = [], {}
-    for name, x in got.items():
-        if name == "lse":  # float32; absolute, as an error of lse is a factor of p
-            worst = (x - want[name][0]).abs().max().item()
+    for name, x in results.items():
+        if name == "lse":  # float32; absolute, because an error of lse is a factor of p
+            worst = (x - expected[name][0]).abs().max().item()
             errors[name], bound = dict(largest=worst), 1e-4
         else:
-            rms, largest = error(x, want[name][0])
-            plain, _ = error(want[name][1], want[name][0])
+            rms, largest = error(x, expected[name][0])
+            plain, _ = error(expected[name][1], expected[name][0])
             worst, bound = rms, (3.0 if name.startswith("d") else 2.0) * plain + UNIT[inputs.dtype]
             errors[name] = dict(rms=rms, largest=largest, rounded=plain)
         errors[name]["bound"] = bound
@@ -328,59 +331,63 @@ def run(args: argparse.Namespace, device: torch.device) -> dict[str, Any]:
     flops = 4 * hq * args.head_dim * pairs * (3.5 if args.backward else 1.0)
     shape = dict(q_heads=hq, kv_heads=hk, head_dim=args.head_dim, itemsize=inputs.dtype.itemsize)
     predicted = size["tensors"] + plan.memory_bytes(backward=args.backward, **shape)
-    everyone: list[Any] = [None] * world
-    dist.all_gather_object(everyone, (seconds, size.get("peak"), predicted))
-    seconds = max(s for s, _, _ in everyone)
+    gathered: list[Any] = [None] * world
+    dist.all_gather_object(gathered, (seconds, size.get("peak"), predicted))
+    seconds = max(s for s, _, _ in gathered)
     if cuda:
-        for rank, (_, peak, said) in enumerate(everyone):
-            if not 0.95 <= peak / said <= 1.05:
-                failures.append(f"rank {rank}: peak memory {peak / 2**30:.2f} GiB, predicted {said / 2**30:.2f}")
+        for rank, (_, peak, estimate) in enumerate(gathered):
+            if not 0.95 <= peak / estimate <= 1.05:
+                failures.append(f"rank {rank}: peak memory {peak / 2**30:.2f} GiB, predicted {estimate / 2**30:.2f}")
     return dict(
         tokens=args.tokens, ranks=world, dataflow=plan.dataflow, layout=args.layout, heads=list(args.heads),
         head_dim=args.head_dim, dtype=args.dtype, passes="forward+backward" if args.backward else "forward",
         device=torch.cuda.get_device_name(device) if cuda else "cpu", torch=torch.__version__, seconds=seconds,
         tflops_per_rank=flops / world / seconds / 1e12, pairs=pairs, errors=errors,
-        memory=[dict(peak=peak, predicted=said, ratio=peak and peak / said) for _, peak, said in everyone],
+        memory=[dict(peak=peak, predicted=estimate, ratio=peak and peak / estimate) for _, peak, estimate in gathered],
         failures=failures,
     )  # fmt: skip
 
 
-def report(found: dict[str, Any]) -> None:
+def report(summary: dict[str, Any]) -> None:
     print(
-        f"{found['tokens']:,} tokens over {found['ranks']} ranks, {found['passes']}, {found['dataflow']}: "
-        f"{found['seconds']:.3f} s, {found['tflops_per_rank']:.1f} TFLOP/s per rank"
+        f"{summary['tokens']:,} tokens over {summary['ranks']} ranks, {summary['passes']}, {summary['dataflow']}: "
+        f"{summary['seconds']:.3f} s, {summary['tflops_per_rank']:.1f} TFLOP/s per rank"
     )
-    for name, e in found["errors"].items():
+    for name, e in summary["errors"].items():
         rest = f"rms {e['rms']:.3e} (rounding alone {e['rounded']:.3e}), " if "rms" in e else ""
         print(f"  {name:4} error: {rest}largest {e['largest']:.3e}; allowed {e['bound']:.3e}")
-    for rank, m in enumerate(found["memory"]):
+    for rank, m in enumerate(summary["memory"]):
         if m["peak"] is not None:
             print(
                 f"  rank {rank}: peak memory {m['peak'] / 2**30:.2f} GiB, predicted {m['predicted'] / 2**30:.2f} GiB, "
                 f"ratio {m['ratio']:.3f}"
             )
-    for failure in found["failures"]:
+    for failure in summary["failures"]:
         print("FAILED", failure)
-    print(json.dumps(found), flush=True)
+    print(json.dumps(summary), flush=True)
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tokens", type=positive, help="of all ranks; default 10_485_760, with --backward 1_048_576")
-    parser.add_argument("--backward", action="store_true", help="forward and backward")
+    parser.add_argument(
+        "--tokens", type=positive, help="tokens of all ranks; default: 10_485_760, with --backward 1_048_576"
+    )
+    parser.add_argument("--backward", action="store_true", help="compute and check the backward, too")
     parser.add_argument("--dataflow", default="gather", choices=["gather", "ring", "reduce"])
     parser.add_argument("--layout", default="zigzag", choices=["zigzag", "contiguous"])
-    parser.add_argument("--heads", type=head_counts, default=(32, 8), help="as 32/8")
+    parser.add_argument("--heads", type=head_counts, default=(32, 8), help="QUERY_HEADS/KEY_HEADS, as in 32/8")
     parser.add_argument("--head-dim", type=positive, default=128)
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16", "float32"])
     parser.add_argument("--kernel", default="auto")
-    parser.add_argument("--buffer-bytes", type=int, help="of the plan")
-    parser.add_argument("--rows", type=positive, default=64, help="queries, and keys, that are checked")
+    parser.add_argument("--buffer-bytes", type=int, help="buffer_bytes of the plan")
+    parser.add_argument("--rows", type=positive, default=64, help="number of queries, and of keys, to check")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--block", type=positive, default=1 << 14, help="tokens that are made from one seed")
-    parser.add_argument("--chunk", type=positive, default=1 << 14, help="tokens that the check takes at a time")
+    parser.add_argument("--block", type=positive, default=1 << 14, help="tokens generated from one seed")
+    parser.add_argument("--chunk", type=positive, default=1 << 14, help="tokens that the check processes at a time")
     parser.add_argument(
-        "--warm-up", type=positive, help="tokens per rank of the call that compiles; on GPUs as many as need long sums"
+        "--warm-up",
+        type=positive,
+        help="tokens per rank of the call that compiles; default on GPUs: enough for long sums",
     )
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda" if torch.cuda.is_available() else "cpu")
     args = parser.parse_args(argv)
@@ -391,11 +398,11 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
 def main(argv: list[str] | None = None) -> int:
     args = parse(argv)
     device = ranks.join(args.device)
-    found = run(args, device)
+    summary = run(args, device)
     if dist.get_rank() == 0:
-        report(found)
+        report(summary)
     dist.destroy_process_group()
-    return int(bool(found["failures"]))
+    return int(bool(summary["failures"]))
 
 
 if __name__ == "__main__":

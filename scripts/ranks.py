@@ -1,4 +1,4 @@
-"""How the scripts that torchrun starts join their process group, agree on a failure, and leave."""
+"""How commands that torchrun starts join their process group, agree on a failure, and exit."""
 
 from __future__ import annotations
 
@@ -13,18 +13,35 @@ import torch
 import torch.distributed as dist
 
 
-def join(device_type: str, without: str = "") -> torch.device:
-    """Join the group of all ranks, NCCL for "cuda" and gloo for "cpu", and return this rank's device. ``without``: the
-    option with which the script needs no torchrun, if there is one.
+def command() -> str:
+    """Return the arguments of Python or torchrun that start this program, such as "-m benchmarks.trace"."""
+    spec = sys.modules["__main__"].__spec__
+    return sys.argv[0] if spec is None else f"-m {spec.name.removesuffix('.__main__')}"
+
+
+def require_torchrun(alternative: str = "") -> None:
+    """Check that torchrun started this process.
+
+    Args:
+        alternative: the option with which the command runs without torchrun, if there is one.
 
     Raises:
-        SystemExit: torchrun did not start this process, or it started more of them than this host has GPUs.
+        SystemExit: it did not. The text says how to start the command.
     """
     if "RANK" not in os.environ:
-        alone = f", or alone: python {sys.argv[0]} {without}" if without else ""
-        raise SystemExit(f"start it with torchrun --standalone --nproc-per-node N {sys.argv[0]}{alone}")
+        alone = f", or in one process: python {command()} {alternative}" if alternative else ""
+        raise SystemExit(f"start it with torchrun --standalone --nproc-per-node N {command()}{alone}")
     if os.environ.get("LOCAL_WORLD_SIZE") == os.environ.get("WORLD_SIZE"):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # one host
+
+
+def join(device_type: str, alternative: str = "") -> torch.device:
+    """Join the group of all ranks, NCCL for "cuda" and gloo for "cpu". Returns this rank's device.
+
+    Raises:
+        SystemExit: torchrun did not start this process, or it started more ranks than this host has GPUs.
+    """
+    require_torchrun(alternative)
     if device_type != "cuda":
         dist.init_process_group("gloo")
         return torch.device(device_type)
@@ -34,7 +51,7 @@ def join(device_type: str, without: str = "") -> torch.device:
 
 
 def own_gpu() -> torch.device:
-    """The GPU of this local rank, 0 without torchrun, which becomes the current one.
+    """Make the GPU of this local rank the current one (0 without torchrun) and return it.
 
     Raises:
         SystemExit: torchrun started more ranks than this host has GPUs.
@@ -42,46 +59,46 @@ def own_gpu() -> torch.device:
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
     if device.index >= torch.cuda.device_count():
         raise SystemExit(
-            f"local rank {device.index}, and {torch.cuda.device_count()} GPUs: every rank needs one; start fewer, or "
-            "set CUDA_VISIBLE_DEVICES= to run on CPUs"
+            f"local rank {device.index} has no GPU: this host has {torch.cuda.device_count()} GPUs and every rank "
+            "needs one; start fewer ranks, or set CUDA_VISIBLE_DEVICES= to run on CPUs"
         )
     torch.cuda.set_device(device)
     return device
 
 
 def one_line(problem: BaseException | str) -> str:
-    """For a table: the first line of its text, after the type of an exception."""
+    """Return the first line of a text, or the type of an exception and the first line of its text."""
     text = (str(problem).strip() or "no text").splitlines()[0][:300]
     return text if isinstance(problem, str) else f"{type(problem).__name__}: {text}"
 
 
 def agree(problem: str | None, group: Any = None) -> str | None:
-    """By every rank of ``group``, and the same on each: None, or what the first rank in trouble says."""
-    said: list[str | None] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(said, problem, group=group)
-    return next((f"rank {rank}: {text}" for rank, text in enumerate(said) if text is not None), None)
+    """Gather the problems of all ranks. Returns the first one with its rank, the same on every rank, or None."""
+    problems: list[str | None] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(problems, problem, group=group)
+    return next((f"rank {rank}: {text}" for rank, text in enumerate(problems) if text is not None), None)
 
 
 def leave(status: int) -> NoReturn:
-    """End this process at once, what it printed written out. The interpreter's own end is left out: FSDP and meshes
-    keep gloo's threads beyond ``destroy_process_group``, and one that drops a tensor during that end aborts the
-    process (https://github.com/pytorch/pytorch/issues/190489)."""
+    """Flush the output and end this process without the interpreter's own shutdown: FSDP and meshes keep gloo's threads
+    after ``destroy_process_group``, and a thread that frees a tensor during the shutdown aborts the process
+    (https://github.com/pytorch/pytorch/issues/190489)."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)
 
 
 def end(main: Callable[[], int]) -> NoReturn:
-    """Run ``main`` and :func:`leave` with the status that it returns, or the one of what it raises. torchrun ends all
-    ranks when the first one fails: one that fails inside a group lets rank 0 say why first."""
+    """Run ``main`` and leave with the status that it returns or raises. torchrun stops all ranks when the first one
+    fails, so ranks other than 0 wait after a failure until rank 0 has printed its own error."""
     try:
         status = main()
     except KeyboardInterrupt:
         status = 130
-    except SystemExit as wanted:
-        status = wanted.code if isinstance(wanted.code, int) else int(wanted.code is not None)
-        if isinstance(wanted.code, str):
-            print(wanted.code, file=sys.stderr)
+    except SystemExit as error:
+        status = error.code if isinstance(error.code, int) else int(error.code is not None)
+        if isinstance(error.code, str):
+            print(error.code, file=sys.stderr)
     except BaseException:
         traceback.print_exc()
         status = 1
@@ -91,8 +108,8 @@ def end(main: Callable[[], int]) -> NoReturn:
 
 
 def run(device_type: str, work: Callable[[torch.device], int]) -> int:
-    """Join, and return the exit status that ``work(device)`` returns. Without taking leave of the group if that is not
-    0: others may wait in it."""
+    """Join, and return the exit status of ``work(device)``. The group is destroyed only if that is 0, because after a
+    failure other ranks may still wait in it."""
     status = work(join(device_type))
     if status == 0:
         dist.destroy_process_group()

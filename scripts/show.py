@@ -1,16 +1,15 @@
-"""Who attends to whom at which step, and who waits: mask x layout x schedule, in the terminal and as PNG.
+"""Draws which rank computes what at which step, and how long ranks wait: mask x layout x schedule, as text and PNG.
 
     python -m scripts.show                                        causal, all layouts side by side
-    python -m scripts.show --mask window --window 1024            a sliding window: hops that nobody needs vanish
-    python -m scripts.show --mask documents --documents 3,1,2,2   packed documents, lengths in these proportions
+    python -m scripts.show --mask window --window 1024            a sliding window: unneeded hops vanish
+    python -m scripts.show --mask documents --documents 3,1,2,2   packed documents, of these relative lengths
     python -m scripts.show --ranks 8 --local-size 4 --layout zigzag   rings of 4 ranks inside a ring of 2 groups
     python -m scripts.show --png docs/show.png                    the same as a picture
 
-How to read the squares: rows are queries and columns are keys, both in the order in which ranks hold them. A digit
-(and its colour) is the step at which that cell is computed; a dot is a cell that the mask hides. How to
-read the bars: one line per rank, time to the right. Where shards travel, a step ends when its slowest rank has
-finished, because the next shard comes from a neighbour; ░ is waiting. Work is counted in visible (query, key) pairs,
-which is exact; the squares show a sample of the positions.
+Squares: rows are queries and columns are keys, both in the order in which ranks hold them. A digit (and its colour) is
+the step at which the cell is computed; a dot is a cell that the mask hides. The squares show a sample of the positions.
+Bars: one line per rank, time to the right; ░ is waiting. In a ring a step ends when its slowest rank has finished,
+because the next shard comes from a neighbour. Work is counted in visible (query, key) pairs, all of them.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ class Walk:
     """A plan's work, rank by rank and step by step."""
 
     plan: ringattn.Plan
-    met: list[list[int | None]]  # met[rank][step]: whose shard the rank computes with, if it does
+    owners: list[list[int | None]]  # owners[rank][step]: owner of the shard computed with; None: the rank idles
     work: list[list[int]]  # work[rank][step]: visible (query, key) pairs
 
     @property
@@ -57,14 +56,14 @@ class Walk:
 
     @property
     def lengths(self) -> list[int]:
-        """How long each step lasts: the work of its slowest rank."""
+        """Duration of each step: the work of its slowest rank."""
         return [max(step) for step in zip(*self.work, strict=True)]
 
     def segments(self, rank: int) -> list[tuple[int, int, int]]:
-        """(begin, pairs computed, end) of each step of a rank, in time. In between it waits.
+        """Return (begin, pairs computed, end) of each step of a rank; from begin + pairs to end it waits.
 
-        Where shards travel, a step begins when the slowest rank has finished the last one. In a gather nobody waits
-        for another rank before the end.
+        In a ring or a reduce a step begins when the slowest rank has finished the previous one. In a gather ranks
+        wait for each other only at the end.
         """
         if self.plan.dataflow == "gather":
             ends = list(itertools.accumulate(self.work[rank]))
@@ -80,52 +79,53 @@ class Walk:
 
     @property
     def idle(self) -> float:
-        """The part of all ranks' time that is waiting."""
+        """Fraction of all ranks' time that is spent waiting."""
         return 1 - sum(map(sum, self.work)) / (self.ranks * self.time) if self.time else 0.0
 
     @property
     def hops(self) -> int:
-        """Steps after which shards move on."""
+        """Number of steps after which shards move to another rank."""
         steps = zip(*(self.plan.schedule.steps(r) for r in range(self.ranks)), strict=True)
         return sum(any(s.shard_to is not None for s in step) for step in steps)
 
     def pair(self, rank: int, owner: int) -> tuple[int, int]:
-        """(rank of the queries, rank of the keys) when ``rank`` meets the shard of ``owner``."""
+        """Return (rank of the queries, rank of the keys) when ``rank`` computes with the shard of ``owner``."""
         return (owner, rank) if self.plan.dataflow == "reduce" else (rank, owner)
 
 
 def walk(plan: ringattn.Plan) -> Walk:
-    steps = [plan.schedule.steps(r)[:-1] for r in range(plan.world_size)]  # in the last slot gradients come home
-    met = [[s.owner if s.compute else None for s in mine] for mine in steps]
-    found = Walk(plan, met, [])
-    for rank, owners in enumerate(met):
-        found.work.append([0 if o is None else plan.visible(*found.pair(rank, o)) for o in owners])
-    return found
+    """Count the work of every rank and step of a plan."""
+    steps = [plan.schedule.steps(r)[:-1] for r in range(plan.world_size)]  # the last only returns gradients
+    owners = [[s.owner if s.compute else None for s in of_rank] for of_rank in steps]
+    result = Walk(plan, owners, [])
+    for rank, of_rank in enumerate(owners):
+        result.work.append([0 if o is None else plan.visible(*result.pair(rank, o)) for o in of_rank])
+    return result
 
 
-def cells(found: Walk, per_rank: int) -> tuple[Tensor, list[int]]:
-    """The step at which each cell is computed, HIDDEN where the mask hides it, and the cells of each rank.
+def cells(walk: Walk, per_rank: int) -> tuple[Tensor, list[int]]:
+    """Return the step at which each cell is computed, HIDDEN where the mask hides it, and the cells of each rank.
 
-    Queries and keys are in the order of ranks; of each rank's tokens ``per_rank``, evenly spread, stand for all.
+    Queries and keys are in the order of ranks; ``per_rank`` evenly spaced tokens represent each rank.
     """
-    plan = found.plan
+    plan = walk.plan
 
     def sample(rank: int) -> Tensor:
-        held = positions(plan.shards[rank])
-        count = min(per_rank, len(held))
-        return held[(torch.arange(count) * 2 + 1) * len(held) // (2 * max(count, 1))]
+        all_positions = positions(plan.shards[rank])
+        count = min(per_rank, len(all_positions))
+        return all_positions[(torch.arange(count) * 2 + 1) * len(all_positions) // (2 * max(count, 1))]
 
-    samples = [sample(r) for r in range(found.ranks)]
+    samples = [sample(r) for r in range(walk.ranks)]
     sizes = [len(s) for s in samples]
-    step_of = torch.full((found.ranks, found.ranks), HIDDEN)
-    for rank, owners in enumerate(found.met):
+    step_of = torch.full((walk.ranks, walk.ranks), HIDDEN)
+    for rank, owners in enumerate(walk.owners):
         for step, owner in enumerate(owners):
             if owner is not None:
-                step_of[found.pair(rank, owner)] = step
-    tokens, holder = torch.cat(samples), torch.repeat_interleave(torch.arange(found.ranks), torch.tensor(sizes))
+                step_of[walk.pair(rank, owner)] = step
+    tokens, ranks = torch.cat(samples), torch.repeat_interleave(torch.arange(walk.ranks), torch.tensor(sizes))
     start, end = plan.mask.intervals(tokens)
     visible = (start[0, :, None] <= tokens) & (tokens < end[0, :, None])
-    return torch.where(visible, step_of[holder[:, None], holder], HIDDEN), sizes
+    return torch.where(visible, step_of[ranks[:, None], ranks], HIDDEN), sizes
 
 
 def colours(steps: int) -> list[str]:
@@ -136,17 +136,17 @@ def colours(steps: int) -> list[str]:
     return ["#" + "".join(f"{round(255 * c):02x}" for c in x) for x in rgb]
 
 
-def title(found: Walk) -> str:
-    return f"{found.layout}: {found.idle:.0%} idle"
+def title(walk: Walk) -> str:
+    return f"{walk.layout}: {walk.idle:.0%} idle"
 
 
 # --- Terminal ------------------------------------------------------------------------------------------
 
 
-def square(found: Walk, per_rank: int, palette: list[str]) -> Text:
+def square(walk: Walk, per_rank: int, palette: list[str]) -> Text:
     from rich.text import Text
 
-    grid, sizes = cells(found, per_rank)
+    grid, sizes = cells(walk, per_rank)
     text = Text(no_wrap=True)
     text.append("   " + " ".join(f"{f'k{r}':<{n}}"[:n] for r, n in enumerate(sizes)) + "\n", "dim")
     bounds = list(itertools.accumulate(sizes, initial=0))
@@ -158,25 +158,25 @@ def square(found: Walk, per_rank: int, palette: list[str]) -> Text:
                     text.append("·", "dim") if step == HIDDEN else text.append(
                         DIGITS[step % 36], f"black on {palette[step]}"
                     )
-                text.append("│" if other < found.ranks - 1 else "\n", "dim")
-        if rank < found.ranks - 1:
+                text.append("│" if other < walk.ranks - 1 else "\n", "dim")
+        if rank < walk.ranks - 1:
             text.append("   " + "┼".join("─" * n for n in sizes) + "\n", "dim")
     return text
 
 
-def bars(found: Walk, width: int, longest: int, palette: list[str]) -> Text:
-    """One line per rank; ``width`` characters are ``longest`` pairs."""
+def bars(walk: Walk, width: int, longest: int, palette: list[str]) -> Text:
+    """Draw one line per rank; ``width`` characters stand for ``longest`` pairs."""
     from rich.text import Text
 
-    def at(pairs: int) -> int:
-        return round(pairs * width / max(longest, 1))
+    def column(time: int) -> int:
+        return round(time * width / max(longest, 1))
 
     text = Text(no_wrap=True)
-    for rank in range(found.ranks):
+    for rank in range(walk.ranks):
         text.append(f"  rank {rank:<3} ")
-        for step, (begin, own, end) in enumerate(found.segments(rank)):
-            text.append(DIGITS[step % 36] * (at(begin + own) - at(begin)), f"black on {palette[step]}")
-            text.append("░" * (at(end) - at(begin + own)), "dim")
+        for step, (begin, pairs, end) in enumerate(walk.segments(rank)):
+            text.append(DIGITS[step % 36] * (column(begin + pairs) - column(begin)), f"black on {palette[step]}")
+            text.append("░" * (column(end) - column(begin + pairs)), "dim")
         text.append("\n")
     return text
 
@@ -209,7 +209,7 @@ def show_steps(console: Console, walks: list[Walk], palette: list[str]) -> None:
         table.add_column(name, justify="left" if name == "layout" else "right", no_wrap=True)
     for w in walks:
         for rank, work in enumerate(w.work):
-            marked = [f"{n:,}{'*' if n == most else ' '}" for n, most in zip(work, w.lengths, strict=True)]
+            marked = [f"{n:,}{'*' if n == largest else ' '}" for n, largest in zip(work, w.lengths, strict=True)]
             marked += [""] * (steps - len(marked))
             table.add_row(w.layout if rank == 0 else "", str(rank), *marked, f"{sum(work):,}")
     if console.measure(table, options=console.options.update(max_width=1 << 20)).maximum <= width:
@@ -231,7 +231,7 @@ def show(walks: list[Walk], question: str, shape: dict[str, int]) -> None:
     else:
         console.print(f"(squares, bars and steps of {ranks} ranks are wider than {width} columns; --png draws them)")
 
-    table = Table(title="\nIn all", title_justify="left", box=None)
+    table = Table(title="\nTotal", title_justify="left", box=None)
     for name in ("layout", "dataflow", "time", "idle", "hops", "sent, forward", "sent, backward"):
         table.add_column(name, justify="left" if name in ("layout", "dataflow") else "right")
     for w in walks:
@@ -249,7 +249,7 @@ def show(walks: list[Walk], question: str, shape: dict[str, int]) -> None:
     if worst.time and share != "100%":
         console.print(
             f"\n{best.layout} takes {share} of the time of {worst.layout}: "
-            f"its ranks wait {best.idle:.0%} of it, not {worst.idle:.0%}.",
+            f"its ranks wait {best.idle:.0%} of the time instead of {worst.idle:.0%}.",
             style="bold",
         )
 
@@ -294,16 +294,16 @@ def draw(path: Path, walks: list[Walk], question: str) -> None:
         bottom = axes[1][column]
         waiting = dict(color="#f4f4f4", hatch="////", edgecolor="#bbbbbb", linewidth=0)
         for rank in range(ranks):
-            for step, (begin, own, end) in enumerate(w.segments(rank)):
+            for step, (begin, pairs, end) in enumerate(w.segments(rank)):
                 bottom.barh(rank, end - begin, left=begin, **waiting)
-                bottom.barh(rank, own, left=begin, color=palette[step], edgecolor="white", linewidth=0.5)
-                if w.plan.dataflow != "gather":  # all ranks meet here
+                bottom.barh(rank, pairs, left=begin, color=palette[step], edgecolor="white", linewidth=0.5)
+                if w.plan.dataflow != "gather":  # all ranks wait for each other here
                     bottom.axvline(end, color="#555555", linewidth=0.7, linestyle=(0, (3, 2)))
         bottom.set(xlim=(0, longest * 1.02), xticks=[], ylim=(ranks - 0.4, -0.6))
         bottom.set_yticks(range(ranks), (names if ranks <= 8 else range(ranks)) if column == 0 else [""] * ranks)
         bottom.tick_params(length=0)
         bottom.spines[["top", "right", "left"]].set_visible(False)
-        bottom.set_xlabel(f"time →     waiting {w.idle:.0%} of it, done after {w.time / longest:.0%}")
+        bottom.set_xlabel(f"time →     waiting {w.idle:.0%} of the time, done after {w.time / longest:.0%}")
     patches = [Patch(color=c, label=f"step {t}") for t, c in enumerate(palette)]
     patches.append(Patch(facecolor="#f4f4f4", edgecolor="#bbbbbb", hatch="////", linewidth=0, label="waiting"))
     figure.legend(handles=patches, loc="outside upper right", ncols=min(len(patches), 9), frameon=False)
@@ -317,18 +317,18 @@ def draw(path: Path, walks: list[Walk], question: str) -> None:
 
 
 def plans(args: argparse.Namespace) -> tuple[list[ringattn.Plan], str]:
-    """One plan per layout, and what is shown, in words.
+    """Return one plan per layout and the title.
 
     Raises:
-        ValueError: arguments that make no plan.
+        ValueError: invalid arguments.
     """
     if args.ranks < 1:
         raise ValueError(f"--ranks {args.ranks}: pass at least 1")
     n = args.seq_len
     options: dict[str, object] = {}
-    given = [name for name in ("window", "documents", "prefix") if getattr(args, name) is not None]
-    words = mask = args.mask or (given[0] if given else "causal")
-    if other := [name for name in given if name != mask]:
+    options_of_masks = [name for name in ("window", "documents", "prefix") if getattr(args, name) is not None]
+    words = mask = args.mask or (options_of_masks[0] if options_of_masks else "causal")
+    if other := [name for name in options_of_masks if name != mask]:
         raise ValueError(f"--{other[0]} goes with --mask {other[0]}, not with {mask}; leave one of them out")
     if mask == "causal":
         options.update(causal=True)
@@ -343,14 +343,14 @@ def plans(args: argparse.Namespace) -> tuple[list[ringattn.Plan], str]:
         parts = [float(x) for x in (args.documents or "3,1,2,2").split(",")]
         if not all(p >= 0 for p in parts) or not sum(parts) > 0:
             raise ValueError(f"--documents {args.documents}: pass positive lengths or proportions, e.g. 3,1,2,2")
-        ends = [round(n * done / sum(parts)) for done in itertools.accumulate(parts, initial=0.0)]
+        ends = [round(n * end / sum(parts)) for end in itertools.accumulate(parts, initial=0.0)]
         options.update(causal=True, cu_seqlens=ends)
         words = f"causal in {len(parts)} packed documents"
     elif mask == "prefix":
         length = n // 4 if args.prefix is None else args.prefix
         options.update(causal=True, prefix=length)
         words = f"causal with a prefix of {length:,}"
-    found = [
+    several = [
         ringattn.plan(
             n,
             VirtualRank(0, args.ranks),
@@ -362,7 +362,7 @@ def plans(args: argparse.Namespace) -> tuple[list[ringattn.Plan], str]:
         for layout in ([args.layout] if args.layout else LAYOUTS)
     ]
     rings = f" in rings of {args.local_size}" if args.local_size else ""
-    return found, f"{words[0].upper()}{words[1:]}, {n:,} tokens over {args.ranks} ranks{rings}"
+    return several, f"{words[0].upper()}{words[1:]}, {n:,} tokens over {args.ranks} ranks{rings}"
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -374,9 +374,9 @@ def main(argv: list[str] | None = None) -> int:
     add = parser.add_argument
     add("--ranks", type=int, default=4)
     add("--seq-len", type=int, default=4096)
-    add("--mask", choices=MASKS, help="default: causal, or that of an option below")
+    add("--mask", choices=MASKS, help="default: causal, or the mask of an option below")
     add("--window", metavar="LEFT[,RIGHT]", help="keys visible before and after each query; default: one shard, 0")
-    add("--documents", metavar="A,B,...", help="lengths of packed documents, or their proportions; default: 3,1,2,2")
+    add("--documents", metavar="A,B,...", help="lengths of packed documents, absolute or relative; default: 3,1,2,2")
     add("--prefix", type=int, help="keys that all queries see; default: a quarter")
     add("--layout", choices=list(LAYOUTS), help="default: all, side by side")
     add("--dataflow", default="ring", help="ring (default), reduce, ..., or auto")
@@ -388,17 +388,17 @@ def main(argv: list[str] | None = None) -> int:
     add("--png", type=Path, metavar="PATH", help="also draw to this file")
     args = parser.parse_args(argv)
     try:
-        found, question = plans(args)
+        several, question = plans(args)
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    walks = [walk(plan) for plan in found]
+    walks = [walk(plan) for plan in several]
     try:
         show(walks, question, {name: getattr(args, name) for name in ("q_heads", "kv_heads", "head_dim", "itemsize")})
         if args.png:
             try:
                 draw(args.png, walks, question)
-            except (OSError, ValueError) as error:  # no such place, or no such kind of picture
+            except (OSError, ValueError) as error:  # no such folder, or no such format
                 print(f"error: --png {args.png}: {error}", file=sys.stderr)
                 return 1
             print(f"\nPicture: {args.png}")

@@ -1,20 +1,20 @@
 """Train a small transformer on real text, its context split over ranks, and show that the split changes nothing.
 
     ./scripts/demo                          set up, then run this on all GPUs, or on 4 processes of the CPU
-    python -m torch.distributed.run --nproc-per-node 4 --module scripts.train --context 4096
+    python -m torch.distributed.run --nproc-per-node 4 -m scripts.train --context 4096
     python -m scripts.train                 one process
 
-What a context-parallel training loop needs beyond an ordinary one is little, and all of it is here:
+A context-parallel training loop needs little beyond an ordinary one, and all of it is here:
 
 * every rank gets the same sequence and keeps its shard of it: ``plan.shard``. Labels are shifted over the **whole**
   sequence first, so that no target is lost at a shard's edge;
-* rotary embeddings are made from ``plan.positions``;
+* rotary embeddings use ``plan.positions``;
 * the loss is the sum over a rank's own targets, divided by the number of targets of **all** ranks;
-* a rank's gradients are then its part of the true ones: they are **summed** over ranks, not averaged.
+* the gradients of a rank are then its contribution to the true ones: they are **summed** over ranks, not averaged.
 
 Before training, loss and gradients of every parameter are compared with those of one process on the same batch: in
-float32 they must agree to 1e-5 of each parameter's largest gradient, or the script fails. After it, it
-writes OUT/train.png (loss; memory per rank against ranks; error against ranks) and OUT/checkpoint.pt.
+float32 they must agree to 1e-5 of each parameter's largest gradient, or the command fails. After training it writes
+OUT/train.png (loss; memory per rank against ranks; error against ranks) and OUT/checkpoint.pt.
 """
 
 from __future__ import annotations
@@ -37,26 +37,24 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # the profiler, which counts memory on the CPU, is silent
+os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # silences the profiler, which counts memory on the CPU
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-sys.path.append(str(Path(__file__).resolve().parent))
-import ranks
-
 import ringattn
 from ringattn import reference, virtual
+from scripts import ranks
 
 BYTES = 256  # the vocabulary
 TOLERANCE = {"float32": 1e-5, "bfloat16": 5e-2}  # largest relative difference from one process
 WARMUP = 10  # steps until the learning rate is reached
 SKIPPED = {"site-packages", "dist-packages", "__pycache__"}  # folders of text
-SKIPPED_OF_PYTHON = SKIPPED | {"test", "tests", "idle_test", "encodings"}  # the last: tables of numbers
+SKIPPED_OF_PYTHON = SKIPPED | {"test", "tests", "idle_test", "encodings"}  # encodings: tables of numbers
 TEXT_LIMIT = 32 * 2**20  # bytes read from a folder
-COMPARED = 16384  # tokens that one GPU compares alone, at most
+COMPARED = 16384  # most tokens that one GPU processes alone for the comparison
 
 
 # --- The model -----------------------------------------------------------------------------------------
@@ -103,7 +101,7 @@ class Block(nn.Module):
 
 
 class Decoder(nn.Module):
-    """Bytes in, logits of the next byte out: (batch, local seq) -> (batch, local seq, 256)."""
+    """A byte-level decoder: bytes (batch, local seq) -> logits of the next byte (batch, local seq, 256)."""
 
     def __init__(self, layers: int, dim: int, heads: int, kv_heads: int) -> None:
         super().__init__()
@@ -125,13 +123,13 @@ class Decoder(nn.Module):
 
 
 def rotary_angles(positions: Tensor, head_dim: int, base: float = 10000.0) -> Tensor:
-    """Angles (local seq, 1, head_dim / 2) of global positions, in float32."""
+    """Return the angles of global positions, (local seq, 1, head_dim / 2) float32."""
     frequencies = base ** -(torch.arange(0, head_dim, 2, device=positions.device) / head_dim)
     return (positions[:, None].float() * frequencies)[:, None]
 
 
 def rotate(x: Tensor, angles: Tensor) -> Tensor:
-    """Rotary position embedding of x (batch, local seq, heads, head_dim)."""
+    """Apply the rotary position embedding to x (batch, local seq, heads, head_dim)."""
     a, b = x.float().chunk(2, -1)
     cos, sin = angles.cos(), angles.sin()
     return torch.cat([a * cos - b * sin, a * sin + b * cos], -1).to(x.dtype)
@@ -141,7 +139,7 @@ def rotate(x: Tensor, angles: Tensor) -> Tensor:
 
 
 def read_text(path: str | None) -> Tensor:
-    """The bytes of a file, of a folder's text files, or of the sources of Python's standard library: (n,) uint8."""
+    """Return the bytes of a file, of the text files of a folder, or of Python's standard library: (n,) uint8."""
     root = Path(path or sysconfig.get_paths()["stdlib"])
     if root.is_file():
         return torch.frombuffer(bytearray(root.read_bytes() or b"\n"), dtype=torch.uint8)
@@ -154,7 +152,7 @@ def read_text(path: str | None) -> Tensor:
             continue
         if file.is_file():
             content = file.read_bytes()
-            data += content + b"\n" if b"\0" not in content[:1024] else b""  # not of a binary file
+            data += content + b"\n" if b"\0" not in content[:1024] else b""  # skips binary files
         if len(data) > TEXT_LIMIT:
             break
     if not data:
@@ -163,9 +161,9 @@ def read_text(path: str | None) -> Tensor:
 
 
 def next_batch(text: Tensor | None, context: int, seed: int, step: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Tokens and labels (1, context) of one step: the same whole sequence on every rank.
+    """Return the tokens and labels of one step, each (1, context), the same whole sequence on every rank.
 
-    Rank 0 alone needs the text. Labels are shifted here, before anything is sharded, so that all ``context``
+    Only rank 0 needs the text. Labels are shifted here, before anything is sharded, so that all ``context``
     targets exist.
     """
     window = torch.empty(context + 1, dtype=torch.uint8, device=device)
@@ -182,7 +180,8 @@ def next_batch(text: Tensor | None, context: int, seed: int, step: int, device: 
 
 
 def local_loss(model: nn.Module, tokens: Tensor, labels: Tensor, plan: ringattn.Plan, kernel: str) -> Tensor:
-    """This rank's part of the mean loss: the sum over its own targets, divided by the number of all."""
+    """Return this rank's contribution to the mean loss: the sum over its own targets, divided by the number of all
+    targets."""
     logits = model(plan.shard(tokens), plan, kernel)
     total = F.cross_entropy(logits.float().flatten(0, 1), plan.shard(labels).flatten(), reduction="sum")
     return total / labels.numel()
@@ -191,14 +190,15 @@ def local_loss(model: nn.Module, tokens: Tensor, labels: Tensor, plan: ringattn.
 def loss_and_gradients(
     model: nn.Module, tokens: Tensor, labels: Tensor, plan: ringattn.Plan, group: Any = None, kernel: str = "auto"
 ) -> Tensor:
-    """The loss of the whole sequence. Leaves its gradient in every parameter's ``grad``, the same on all ranks."""
+    """Return the loss of the whole sequence, and leave its gradient in the ``grad`` of every parameter, the same on all
+    ranks."""
     model.zero_grad()
     loss = local_loss(model, tokens, labels, plan, kernel)
     loss.backward()
     grads = [p.grad for p in model.parameters() if p.grad is not None]
     flat = torch.cat([loss.detach()[None], *(g.flatten() for g in grads)])
     if plan.world_size > 1:
-        dist.all_reduce(flat, group=group)  # a sum: each rank has its tokens' part
+        dist.all_reduce(flat, group=group)  # a sum, because each rank has the contribution of its own tokens
     sums = flat[1:].split([g.numel() for g in grads])
     for grad, total in zip(grads, sums, strict=True):
         grad.copy_(total.view_as(grad))
@@ -210,7 +210,7 @@ def loss_and_gradients(
 
 @dataclass(frozen=True)
 class Comparison:
-    """One step on ``ranks`` ranks beside the same step on one."""
+    """One step on ``ranks`` ranks, compared with the same step on one."""
 
     ranks: int
     precision: str
@@ -222,24 +222,25 @@ class Comparison:
 
     @property
     def largest(self) -> float:
-        return float(torch.tensor([self.loss_difference, self.gradient_difference]).max())  # NaN if one is
+        return float(torch.tensor([self.loss_difference, self.gradient_difference]).max())  # NaN if either is
 
 
 def compare(model: Decoder, tokens: Tensor, labels: Tensor, args: argparse.Namespace) -> list[Comparison]:
-    """Loss, gradients and memory of the same batch on 1, 2, 4, ... ranks. Complete on rank 0, which is in all."""
+    """Compare loss, gradients and memory of the same batch on 1, 2, 4, ... ranks. The result is complete on rank 0,
+    which is a member of all groups."""
     world, device = dist.get_world_size(), tokens.device
     sizes = [n for n in (2**i for i in range(world.bit_length())) if n < world] + [world]
     precisions = ["float32", "bfloat16"] if device.type == "cuda" else ["float32"]
     alone: dict[str, tuple[float, dict[str, Tensor]]] = {}
-    found = []
+    comparisons = []
     for n in sizes:
         group = dist.new_group(list(range(n)))
         if dist.get_rank() < n:
-            # One process needs no group. A VirtualRank is any rank of any number of ranks, here the only one.
+            # One process needs no group: VirtualRank(0, 1) is the only rank of one.
             members = virtual.VirtualRank(0, 1, device) if n == 1 else group
             plan = make_plan(tokens.shape[1], members, args)
             for precision in precisions:
-                model.zero_grad()  # what an earlier step left does not count
+                model.zero_grad()  # frees the gradients of an earlier step
                 with autocast(device, precision), peak_memory(device) as peak:
                     loss = loss_and_gradients(model, tokens, labels, plan, group, args.kernel).item()
                 bytes_ = torch.tensor(float(peak()), device=device)
@@ -250,23 +251,23 @@ def compare(model: Decoder, tokens: Tensor, labels: Tensor, args: argparse.Names
                     errors = torch.tensor([relative_difference(g, grads1[name]) for name, g in grads.items()])
                     worst = int(errors.argmax())  # NaN is larger than any number
                     differ = abs(loss - loss1) / abs(loss1)
-                    found.append(
+                    comparisons.append(
                         Comparison(n, precision, loss, differ, float(errors[worst]), list(grads)[worst], int(bytes_))
                     )
         dist.barrier()
     model.zero_grad()
-    return found
+    return comparisons
 
 
 def relative_difference(x: Tensor, y: Tensor) -> float:
-    """The largest difference, as a part of y's largest element."""
+    """Return the largest difference relative to the largest element of y."""
     return float((x - y).abs().max() / y.abs().max())
 
 
 @contextlib.contextmanager
 def peak_memory(device: torch.device) -> Iterator[Callable[[], int]]:
-    """Yields a function that returns, afterwards, the bytes of tensors allocated at the worst moment of the block,
-    beyond those that were there before. CUDA counts them itself; on the CPU the profiler sees each allocation."""
+    """Yield a function that returns, after the block, the peak of the bytes that its tensors allocated. On a GPU torch
+    counts them; on the CPU the profiler records each allocation."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
@@ -284,7 +285,7 @@ def peak_memory(device: torch.device) -> Iterator[Callable[[], int]]:
         peak = max(peak, now)
 
 
-def report_comparison(found: list[Comparison], tokens: int) -> Comparison:
+def report_comparison(comparisons: list[Comparison], tokens: int) -> Comparison:
     """Print the table. Returns the worst case in float32.
 
     Raises:
@@ -292,16 +293,16 @@ def report_comparison(found: list[Comparison], tokens: int) -> Comparison:
     """
     print(f"\nThe same {tokens:,} bytes on one process and on several: loss, and the gradient of every parameter")
     print("  ranks  precision  loss       loss differs  gradients differ  peak memory of a rank")
-    for c in found:
+    for c in comparisons:
         differ = f"{c.loss_difference:<12.1e}  {c.gradient_difference:<16.1e}" if c.ranks > 1 else f"{'-':12}  {'-':16}"
         print(f"  {c.ranks:<5}  {c.precision:9}  {c.loss:<9.6f}  {differ}  {c.peak_bytes / 2**20:,.1f} MiB")
-    for c in found:
-        if not c.largest <= TOLERANCE[c.precision]:  # NaN is not
+    for c in comparisons:
+        if not c.largest <= TOLERANCE[c.precision]:  # also for NaN
             raise ArithmeticError(
                 f"{c.ranks} ranks differ from one process by {c.largest:.1e} in {c.precision} "
                 f"(parameter {c.worst}); the limit is {TOLERANCE[c.precision]:g}"
             )
-    worst = max((c for c in found if c.precision == "float32"), key=lambda c: c.largest)
+    worst = max((c for c in comparisons if c.precision == "float32"), key=lambda c: c.largest)
     if worst.ranks > 1:
         print(f"Largest relative difference, float32: {worst.largest:.1e} (limit {TOLERANCE['float32']:g}): the same")
     return worst
@@ -321,7 +322,7 @@ def autocast(device: torch.device, precision: str) -> torch.autocast:
 def train(
     model: Decoder, optimizer: torch.optim.Optimizer, text: Tensor | None, losses: list[float], args: argparse.Namespace
 ) -> None:
-    """``args.steps`` more steps; appends to ``losses``."""
+    """Train for ``args.steps`` more steps and append to ``losses``."""
     device = next(model.parameters()).device
     plan = make_plan(args.context, None, args)
     step_model: nn.Module = torch.compile(model) if args.compile else model  # type: ignore[assignment]
@@ -332,7 +333,7 @@ def train(
             tokens, labels = next_batch(text, args.context, args.seed, step, device)
             with autocast(device, "bfloat16" if device.type == "cuda" else "float32"):
                 loss = loss_and_gradients(step_model, tokens, labels, plan, None, args.kernel)
-            nn.utils.clip_grad_norm_(model.parameters(), 1.0)  # the same on every rank, as the gradients are
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)  # the same on every rank, like the gradients
             for parameters in optimizer.param_groups:
                 parameters["lr"] = args.lr * min(1.0, (step + 1) / WARMUP)
             optimizer.step()
@@ -341,8 +342,8 @@ def train(
 
 
 class MemoryPerRank:
-    """Bytes at the worst moment since this was made, on the rank that needs the most: of GPU memory in use, or of RAM
-    beyond what the process had before (without Python and torch themselves)."""
+    """The peak memory since its creation, on the rank that needs the most: GPU memory in use, or RAM without what the
+    process used before (Python and torch themselves)."""
 
     def __init__(self, device: torch.device) -> None:
         self.device, self.before = device, 0
@@ -350,8 +351,8 @@ class MemoryPerRank:
             torch.cuda.reset_peak_memory_stats()
         elif sys.platform == "linux":
             with contextlib.suppress(OSError, AttributeError):
-                ctypes.CDLL(None).malloc_trim(0)  # glibc keeps what was freed
-                Path("/proc/self/clear_refs").write_text("5")  # and Linux the peak
+                ctypes.CDLL(None).malloc_trim(0)  # return freed memory to Linux
+                Path("/proc/self/clear_refs").write_text("5")  # and reset its peak
             self.before = self._peak()
 
     def _peak(self) -> int:
@@ -367,7 +368,8 @@ class MemoryPerRank:
 
 @contextlib.contextmanager
 def progress(steps: int) -> Iterator[Callable[[int, float, float, float], None]]:
-    """Yields ``show(step, loss, tokens per second, bytes)``: a bar in a terminal, else about ten lines. Rank 0 only."""
+    """Yield ``show(step, loss, tokens per second, bytes)``, which on rank 0 updates a bar in a terminal, or else prints
+    about ten lines in all."""
     shown = 0
 
     def describe(loss: float, rate: float, memory: float) -> str:
@@ -405,8 +407,8 @@ SAVED = ("context", "layers", "dim", "heads", "kv_heads", "layout", "dataflow", 
 def save_checkpoint(
     path: Path, model: Decoder, optimizer: torch.optim.Optimizer, losses: list[float], args: argparse.Namespace
 ) -> None:
-    """Everything that the next step depends on. It does not depend on the number of ranks."""
-    part = path.with_suffix(".part")
+    """Save everything that the next step depends on. It can be resumed on any number of ranks."""
+    partial = path.with_suffix(".part")
     torch.save(
         {
             "model": model.state_dict(),
@@ -414,9 +416,9 @@ def save_checkpoint(
             "losses": losses,
             "settings": {name: getattr(args, name) for name in SAVED},
         },
-        part,
+        partial,
     )
-    part.replace(path)  # an interrupted save leaves the last checkpoint whole
+    partial.replace(path)  # an interrupted save does not damage the last checkpoint
 
 
 def load_checkpoint(path: Path) -> dict[str, Any]:
@@ -429,7 +431,7 @@ def load_checkpoint(path: Path) -> dict[str, Any]:
 
 
 def error_by_ranks(dtype: torch.dtype, device: torch.device, args: argparse.Namespace) -> dict[str, dict[int, float]]:
-    """rms error of out, dq, dk, dv against dense attention in float64, relative to their rms, by number of ranks.
+    """Return the relative rms error of out, dq, dk and dv against dense attention in float64, by number of ranks.
 
     The ranks are threads of this process (:mod:`ringattn.virtual`).
     """
@@ -449,7 +451,7 @@ def error_by_ranks(dtype: torch.dtype, device: torch.device, args: argparse.Name
     def body(rank: virtual.VirtualRank) -> tuple[Tensor, ...]:
         plan = make_plan(seq, rank, args)
         q_, k_, v_ = (plan.shard(x).requires_grad_() for x in (q, k, v))
-        with torch.autograd.set_multithreading_enabled(False):  # each rank's backward in its own thread
+        with torch.autograd.set_multithreading_enabled(False):  # run each rank's backward in its own thread
             out = ringattn.attention(q_, k_, v_, plan, kernel=args.kernel)
             assert isinstance(out, Tensor)
             grads = torch.autograd.grad(out, (q_, k_, v_), plan.shard(dout))
@@ -457,8 +459,8 @@ def error_by_ranks(dtype: torch.dtype, device: torch.device, args: argparse.Name
 
     errors: dict[str, dict[int, float]] = {name: {} for name in names}
     for n in (1, 2, 4, 8):
-        got = virtual.run(n, body, device)[0]
-        for name, x, y in zip(names, got, exact, strict=True):
+        results = virtual.run(n, body, device)[0]
+        for name, x, y in zip(names, results, exact, strict=True):
             errors[name][n] = float((x.double() - y).norm() / y.norm())
     return errors
 
@@ -466,12 +468,12 @@ def error_by_ranks(dtype: torch.dtype, device: torch.device, args: argparse.Name
 def draw(
     path: Path,
     losses: list[float],
-    found: list[Comparison],
+    comparisons: list[Comparison],
     tokens: int,
     device: torch.device,
     args: argparse.Namespace,
 ) -> None:
-    """Three panels: loss; peak memory of a rank against ranks; error against ranks."""
+    """Draw the loss, the peak memory of a rank by number of ranks, and the error by number of ranks."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -485,8 +487,8 @@ def draw(
     left.set(title=f"Loss, {args.context:,} bytes of context on {dist.get_world_size()} ranks", xlabel="step")
     left.set_ylabel("nats per byte")
 
-    precision = found[-1].precision
-    used = {c.ranks: c.peak_bytes / 2**20 for c in found if c.precision == precision}
+    precision = comparisons[-1].precision
+    used = {c.ranks: c.peak_bytes / 2**20 for c in comparisons if c.precision == precision}
     middle.plot(used.keys(), used.values(), "o-", color="C1", label="measured")
     middle.plot(used.keys(), [used[1] / n for n in used], "--", color="gray", label="one process / ranks")
     for n, mebibytes in used.items():
@@ -515,7 +517,10 @@ def draw(
 
 
 def parse(argv: list[str]) -> tuple[argparse.Namespace, dict[str, Any] | None]:
-    """Arguments, and the checkpoint to go on from. A checkpoint's settings are the defaults."""
+    """Return the arguments, and the checkpoint to resume from, whose settings are the defaults.
+
+    Relative paths in the arguments start at ``--directory``, which becomes the current directory.
+    """
     gpu = torch.cuda.is_available()
     parser = argparse.ArgumentParser(
         prog="./scripts/demo",
@@ -525,9 +530,9 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, dict[str, Any] | None]:
     add = parser.add_argument
     add("--context", type=int, default=131072 if gpu else 8192, help="bytes of text in one sequence, over all ranks")
     add("--steps", type=int, default=60 if gpu else 24, help="training steps of this run")
-    add("--text", help="file or folder to learn; None: the sources of Python's standard library")
-    add("--layers", type=int, default=6 if gpu else 2)
-    add("--dim", type=int, default=768 if gpu else 128)
+    add("--text", help="file or folder to train on; None: the sources of Python's standard library")
+    add("--layers", type=int, default=6 if gpu else 2, help="layers of the model")
+    add("--dim", type=int, default=768 if gpu else 128, help="width of the model")
     add("--heads", type=int, default=6 if gpu else 2, help="query heads")
     add("--kv-heads", type=int, default=2 if gpu else 1, help="key and value heads")
     add("--lr", type=float, default=6e-4 if gpu else 3e-3, help="learning rate of AdamW")
@@ -535,13 +540,20 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, dict[str, Any] | None]:
     add("--dataflow", default="auto", help="ring, reduce, ..., or auto")
     add("--kernel", default="auto", help="eager, triton, ..., or auto")
     add("--compile", action="store_true", help="torch.compile the model")
-    add("--seed", type=int, default=0)
+    add("--seed", type=int, default=0, help="seed of the weights and of the order of the text")
     add("--out", type=Path, default=Path("out"), help="folder of the picture and the checkpoint")
     add(
-        "--resume", nargs="?", const="", metavar="PATH", help="go on from a checkpoint; without PATH, OUT/checkpoint.pt"
+        "--resume",
+        nargs="?",
+        const="",
+        metavar="PATH",
+        help="continue from a checkpoint; no PATH: OUT/checkpoint.pt",
     )
+    add("--directory", type=Path, help="folder at which relative paths start; None: the current one")
     add("--count-ranks", action="store_true", help="check the arguments, print how many ranks to launch, and exit")
     args, saved = parser.parse_args(argv), None
+    if args.directory is not None:
+        os.chdir(args.directory)
     if args.resume is not None:
         saved = load_checkpoint(Path(args.resume or args.out / "checkpoint.pt"))
         parser.set_defaults(**saved["settings"])
@@ -550,7 +562,7 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, dict[str, Any] | None]:
             was, now = saved["settings"][name], getattr(args, name)
             if was != now:
                 raise ValueError(
-                    f"--{name.replace('_', '-')} is {now}, but the checkpoint's model has {was}; leave it out"
+                    f"--{name.replace('_', '-')} is {now}, but the model of the checkpoint has {was}; omit the option"
                 )
     for name in ("context", "steps", "layers", "dim", "heads", "kv_heads"):
         if getattr(args, name) < 1:
@@ -559,7 +571,7 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, dict[str, Any] | None]:
         raise ValueError(f"--dim {args.dim} over --heads {args.heads}: the head dim must be a whole, even number")
     if args.heads % args.kv_heads:
         raise ValueError(f"--heads {args.heads} must be a multiple of --kv-heads {args.kv_heads}")
-    make_plan(1, virtual.VirtualRank(0, 1), args)  # knows the layouts and dataflows
+    make_plan(1, virtual.VirtualRank(0, 1), args)  # raises for an unknown layout or dataflow
     return args, saved
 
 
@@ -573,11 +585,11 @@ def checked_text(args: argparse.Namespace) -> Tensor:
 
 
 def connect() -> torch.device:
-    """Join the group that torchrun launched, or make one of this process alone."""
+    """Join the group that torchrun launched, or make a group of this process alone. Returns the device."""
     gpu = torch.cuda.is_available()
     device = ranks.own_gpu() if gpu else torch.device("cpu")
     alone: dict[str, Any] = {} if "RANK" in os.environ else dict(store=dist.HashStore(), rank=0, world_size=1)
-    # Gloo beside NCCL: ranks compare their plans without waiting for the GPU.
+    # Gloo next to NCCL, so that ranks compare their plans without waiting for the GPU.
     dist.init_process_group("cpu:gloo,cuda:nccl" if gpu else "gloo", timeout=datetime.timedelta(minutes=10), **alone)
     return device
 
@@ -587,7 +599,7 @@ def run(args: argparse.Namespace, saved: dict[str, Any] | None) -> None:
     first, world = dist.get_rank() == 0, dist.get_world_size()
     text = checked_text(args) if first else None
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(line_buffering=True)  # a log shows how far it got
+        sys.stdout.reconfigure(line_buffering=True)  # so that a log shows the progress
 
     torch.manual_seed(args.seed)  # the same weights on every rank
     model = Decoder(args.layers, args.dim, args.heads, args.kv_heads).to(device)
@@ -597,7 +609,7 @@ def run(args: argparse.Namespace, saved: dict[str, Any] | None) -> None:
         model.load_state_dict(saved["model"])
         optimizer.load_state_dict(saved["optimizer"])
         losses = saved["losses"]
-    dataflow = make_plan(args.context, None, args).dataflow  # every rank asks
+    dataflow = make_plan(args.context, None, args).dataflow  # every rank must call this
     if text is not None:
         kind = ("GPU", "GPUs") if device.type == "cuda" else ("CPU process", "CPU processes")
         count = sum(p.numel() for p in model.parameters())
@@ -609,12 +621,12 @@ def run(args: argparse.Namespace, saved: dict[str, Any] | None) -> None:
         )
         print(f"  split  {args.layout} layout, {dataflow} dataflow")
         if losses:
-            print(f"  goes on after step {len(losses)}, loss {losses[-1]:.4f}")
+            print(f"  resumes after step {len(losses)}, loss {losses[-1]:.4f}")
 
     length = min(args.context, COMPARED) if device.type == "cuda" else args.context
     tokens, labels = next_batch(text, length, args.seed, len(losses), device)
-    found = compare(model, tokens, labels, args)
-    worst = report_comparison(found, length) if first else None
+    comparisons = compare(model, tokens, labels, args)
+    worst = report_comparison(comparisons, length) if first else None
 
     train(model, optimizer, text, losses, args)
 
@@ -623,14 +635,14 @@ def run(args: argparse.Namespace, saved: dict[str, Any] | None) -> None:
         save_checkpoint(args.out / "checkpoint.pt", model, optimizer, losses, args)
         picture = str(args.out / "train.png")
         try:
-            draw(Path(picture), losses, found, length, device, args)
+            draw(Path(picture), losses, comparisons, length, device, args)
         except ImportError as missing:
             picture = f"none ({missing}; pip install matplotlib)"
         same = f"{world} ranks and one process differ by at most {worst.largest:.1e} of the loss and of any gradient"
         print("\nResult: " + (same if world > 1 else "one process, nothing to compare"))
         print(f"  loss        {losses[-1]:.4f} after step {len(losses)} (first step: {losses[0]:.4f})")
         print(f"  picture     {picture}")
-        print(f"  checkpoint  {args.out / 'checkpoint.pt'} (go on with --resume)")
+        print(f"  checkpoint  {args.out / 'checkpoint.pt'} (continue with --resume)")
     dist.barrier()
     dist.destroy_process_group()
 

@@ -1,14 +1,14 @@
-"""Train a Hugging Face model with its context split over ranks: three lines of an ordinary FSDP2 loop change.
+"""Train a Hugging Face model with its context split over ranks: three changed lines in an ordinary FSDP2 loop.
 
-    torchrun --nproc-per-node 4 --module scripts.train_hf                    # Llama-shaped
-    torchrun --nproc-per-node 4 --module scripts.train_hf --model gemma2     # alternating windows, soft-cap
-    torchrun --nproc-per-node 4 --module scripts.train_hf --cp 2 --resume    # 2 rows of 2 ranks each
+    torchrun --nproc-per-node 4 -m scripts.train_hf                    # Llama-shaped
+    torchrun --nproc-per-node 4 -m scripts.train_hf --model gemma2     # alternating windows, soft-cap
+    torchrun --nproc-per-node 4 -m scripts.train_hf --cp 2 --resume    # 2 rows of 2 ranks each
 
-Real text (bytes of Python's standard library, or --text) packed into rows of --context tokens; a document is a file, or
-what fits of it. All GPUs, or processes on the CPU. Each step prints loss, tokens/s, MFU and memory; the last line is
-JSON. MFU is (6 * parameters + 6 * layers * heads * head_dim * context) FLOPs per token, causal masks not credited,
-over --peak-tflops per rank; it is left out without that. --out (out/train_hf) gets a checkpoint; --resume goes on from
-the one that is there, at any number of ranks.
+It trains on real text (bytes of Python's standard library, or --text), packed into rows of --context tokens; a document
+is a file, or the part of it that fits. It runs on all GPUs, or in processes on the CPU. Each step prints loss,
+tokens/s, MFU and memory; the last line is JSON. MFU counts (6 * parameters + 6 * layers * heads * head_dim * context)
+FLOP per token, as half of the pairs of tokens are hidden, relative to --peak-tflops per rank, without which it is
+omitted. A checkpoint is written to --out (out/train_hf); --resume continues from it on any number of ranks.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ import argparse
 import json
 import os
 import resource
-import sys
 import sysconfig
 import time
 from pathlib import Path
@@ -32,10 +31,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from transformers import AutoModelForCausalLM, Gemma2Config, LlamaConfig
 
-sys.path.append(str(Path(__file__).resolve().parent))
-from ranks import own_gpu
-
 import ringattn.hf  # changed: registers "ringattn"
+from scripts.ranks import leave, own_gpu
 
 
 def arguments() -> argparse.Namespace:
@@ -43,15 +40,15 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--model", choices=["llama", "gemma2"], default="llama")
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--dim", type=int, default=64)
-    parser.add_argument("--context", type=int, default=1024, help="tokens of a row, over all ranks of a group")
-    parser.add_argument("--window", type=int, default=256, help="of gemma2's sliding layers")
+    parser.add_argument("--context", type=int, default=1024, help="tokens of a row, over the ranks that share it")
+    parser.add_argument("--window", type=int, default=256, help="window of the sliding layers of gemma2")
     parser.add_argument("--cp", type=int, help="ranks that share a row; default: all")
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--lr", type=float, default=1e-3)
     parser.add_argument("--text", help="a file or a folder; default: Python's standard library")
     parser.add_argument("--out", default="out/train_hf", help="folder of the checkpoint")
     parser.add_argument("--resume", action="store_true")
-    parser.add_argument("--peak-tflops", type=float, help="of one rank, for MFU")
+    parser.add_argument("--peak-tflops", type=float, help="peak TFLOP/s of one rank, for MFU")
     options = parser.parse_args()
     if options.dim % 32:
         parser.error(f"--dim is {options.dim}; it must be a multiple of 32")
@@ -86,31 +83,31 @@ def config_of(options: argparse.Namespace) -> Any:
 def documents(text: str | None) -> list[bytes]:
     root = Path(text or sysconfig.get_paths()["stdlib"])
     files = [root] if root.is_file() else sorted(root.glob("*.py" if text is None else "**/*"))
-    found = [data for file in files if file.is_file() and (data := file.read_bytes())]
-    if not found:
+    texts = [data for file in files if file.is_file() and (data := file.read_bytes())]
+    if not texts:
         raise SystemExit(f"--text {root} has no readable text")
-    return found
+    return texts
 
 
 def row(texts: list[bytes], context: int, index: int) -> dict[str, Tensor]:
-    """One row of packed documents: a pure function of its index, so that ranks and restarts agree. ``position_ids``
-    restart in every document."""
+    """Return one row of packed documents. It depends on its index only, so that ranks and restarts agree.
+    ``position_ids`` restart in every document."""
     tokens: list[int] = []
     positions: list[int] = []
-    at = 7 * index
+    file = 7 * index
     while len(tokens) < context:
-        data = texts[at % len(texts)]
+        data = texts[file % len(texts)]
         offset = 997 * index % len(data)
         piece = [256, *data[offset : offset + context // 2]][: context - len(tokens)]
         tokens += piece
         positions += range(len(piece))
-        at += 1
+        file += 1
     ids = torch.tensor([tokens])
     return {"input_ids": ids, "labels": ids.clone(), "position_ids": torch.tensor([positions])}
 
 
 def memory(device: torch.device) -> float:
-    """Peak of this rank, MiB: of the GPU, or of the process."""
+    """Return the peak memory of this rank in MiB: of the GPU, or of the process."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated() / 2**20
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
@@ -121,7 +118,7 @@ def main() -> None:
     kind = "cuda" if torch.cuda.is_available() else "cpu"
     device = own_gpu() if kind == "cuda" else torch.device("cpu")
     for name, value in (("RANK", "0"), ("WORLD_SIZE", "1"), ("MASTER_ADDR", "localhost"), ("MASTER_PORT", "29511")):
-        os.environ.setdefault(name, value)  # one process alone
+        os.environ.setdefault(name, value)  # without torchrun: one process
     dist.init_process_group("cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo")
     ranks = dist.get_world_size()
     cp = options.cp or ranks
@@ -173,8 +170,8 @@ def main() -> None:
             print("  ".join(f"{k} {v}" for k, v in log.items()), flush=True)
 
     weights, state = get_state_dict(model, optimizer)
-    done = torch.tensor(first + options.steps)
-    dcp.save({"model": weights, "optimizer": state, "step": done}, checkpoint_id=options.out)
+    steps = torch.tensor(first + options.steps)
+    dcp.save({"model": weights, "optimizer": state, "step": steps}, checkpoint_id=options.out)
     if dist.get_rank() == 0:
         print(json.dumps({**log, "model": options.model, "ranks": ranks, "cp": cp, "parameters": parameters}))
     dist.destroy_process_group()
@@ -182,7 +179,4 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
-    # Not by the interpreter's own end, in which a thread of gloo's may abort: the model still keeps the group.
-    # https://github.com/pytorch/pytorch/issues/190489
-    sys.stdout.flush()
-    os._exit(0)
+    leave(0)  # not through the interpreter's shutdown, in which a thread of gloo may abort

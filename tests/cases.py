@@ -18,6 +18,7 @@ from torch import Tensor
 
 import ringattn
 from ringattn import reference, virtual
+from ringattn.dataflow.fetching import fetches
 
 Results = dict[str, Tensor]
 
@@ -244,8 +245,8 @@ def _messages_of_walk(plan: ringattn.Plan, rank: int) -> tuple[int, int]:
 def _messages_of_gather(plan: ringattn.Plan, rank: int) -> tuple[int, int]:
     """k and v together, a message for each run that another rank fetches; in the backward again, and the
     gradients of each run that this rank fetched."""
-    given = sum(run.owner == rank for r, runs in enumerate(plan.fetches) for run in runs if r != rank)
-    taken = sum(run.owner != rank for run in plan.fetches[rank])
+    given = sum(run.owner == rank for r, runs in enumerate(fetches(plan)) for run in runs if r != rank)
+    taken = sum(run.owner != rank for run in fetches(plan)[rank])
     return given, given + taken
 
 

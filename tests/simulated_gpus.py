@@ -2,15 +2,15 @@
 
     world = World(ranks, seed)
     with world.patched(monkeypatch):
-        with world.host(rank, stream):      # what the host of a rank queues; it is never executed here
+        with world.host(stream):            # the host of a rank queues operations, which are not executed yet
             ...
     world.run()                             # executes everything, raises Deadlock if operations are left
 
-Memory is real: addresses are those of CPU tensors, words and copies go through them. Tensors that a host allocates come
-from an allocator that works as torch's for GPUs: memory of a dead tensor is handed out again at once, to work queued
-later on the same stream, and its new owner fills it with NaN. Writes of tensors (``copy_``, ``x[...] = y``, fills) and
-kernels need the multiprocessors, which a kernel keeps from its first operation to its last: nothing but words, events
-and copies between devices progresses beside it.
+Memory is real: addresses are those of CPU tensors, which words and copies access. Tensors that a host allocates come
+from an allocator that works like torch's for GPUs: memory of a dead tensor is reused at once, by work queued later on
+the same stream, which first fills it with NaN. Writes of tensors (``copy_``, ``x[...] = y``, fills) and kernels need
+the multiprocessors, which a kernel keeps from its first operation to its last: meanwhile only words, events and copies
+between devices make progress.
 """
 
 from __future__ import annotations
@@ -31,9 +31,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from ringattn.peer import pulls
-
-_KINDS = ("READY", "LANDED", "FREE")
+from ringattn.peer import driver, memory, pull, push
 
 
 class Deadlock(AssertionError):
@@ -41,7 +39,8 @@ class Deadlock(AssertionError):
 
 
 class Operation:
-    """``ready``: may it run now? A kernel's first operation takes the multiprocessors, its last gives them back."""
+    """An operation that may run when ``ready()``. The first one of a kernel takes the multiprocessors, the last one
+    releases them."""
 
     def __init__(
         self,
@@ -52,11 +51,11 @@ class Operation:
         multiprocessors: str = "",
     ) -> None:
         self.name, self.run, self.ready, self.multiprocessors = name, run, ready, multiprocessors
-        self.number = 0  # among all that this GPU has been given
+        self.number = 0  # in the order in which the host of this GPU queued all operations
 
 
 class Record:
-    """Of an event. Who waits for an event waits for what was its last record then."""
+    """One record of an event. A wait for an event waits for the last record at that time."""
 
     def __init__(self, role: str) -> None:
         self.role, self.done = role, False
@@ -107,9 +106,9 @@ class Stream:
         if head.multiprocessors and self.gpu.owner not in (None, self):
             return False
         if self.gpu.world.connections < len(self.gpu.streams):
-            beside = (s for s in self.gpu.streams if s.connection == self.connection and s.queue)
-            if any(s.queue[0].number < head.number and self.gpu.owner is not s for s in beside):
-                return False  # something waits there; a kernel that runs does not hold up its connection
+            others = (s for s in self.gpu.streams if s.connection == self.connection and s.queue)
+            if any(s.queue[0].number < head.number and self.gpu.owner is not s for s in others):
+                return False  # an operation waits there; a running kernel does not block its connection
         return head.ready is None or head.ready()
 
     def step(self) -> None:
@@ -130,7 +129,7 @@ class Gpu:
 
 
 class Words:
-    """As stream_memory.Words."""
+    """As driver.Words."""
 
     def __init__(self, world: World, addresses: Sequence[int]) -> None:
         self.world, self.addresses = world, addresses
@@ -149,7 +148,7 @@ class Words:
 
 
 class Copies:
-    """As stream_memory.Copies: in any order."""
+    """As driver.Copies: in any order."""
 
     def __init__(self, world: World, copies: Sequence[tuple[int, int, int]]) -> None:
         self.world, self.copies = world, list(copies)
@@ -169,7 +168,7 @@ def _store(address: int, value: int) -> None:
 
 
 def alias(x: Tensor) -> Tensor:
-    """The same memory, which the alias does not keep alive: what a queued operation knows of a tensor."""
+    """Return a tensor of the same memory that does not keep it alive, for queued operations."""
     if not x.numel():
         return x
     with torch._C.DisableTorchFunction():
@@ -188,9 +187,9 @@ class World:
     Args:
         dropped: names of waits that are left out: "READY", "READY on main", ..., "flags", "counters", "pulling waits
             for main", ...
-        connections: of each GPU with its host; streams share them by turns, and what shares one is executed in the
-            order in which it was queued (CUDA_DEVICE_MAX_CONNECTIONS).
-        found: the byte that fresh memory is full of.
+        connections: of each GPU with its host, shared by the streams in turn; operations of one connection are executed
+            in the order in which they were queued (CUDA_DEVICE_MAX_CONNECTIONS).
+        fresh: the byte that fills newly allocated memory.
     """
 
     def __init__(
@@ -199,17 +198,17 @@ class World:
         seed: int,
         dropped: frozenset[str] = frozenset(),
         connections: int = 1 << 30,
-        found: int = 0xFF,
+        fresh: int = 0xFF,
     ) -> None:
         self.random = random.Random(seed)
-        self.dropped, self.connections, self.found = dropped, connections, found
+        self.dropped, self.connections, self.fresh = dropped, connections, fresh
         self.gpus = [Gpu(self, rank) for rank in range(ranks)]
         self.stream: Stream | None = None  # the current one
         self.pads: list[tuple[int, int]] = []  # address and size
-        # Some orders are drawn step by step; others hold streams back for long, as a stalled rank does.
+        # Some orders are drawn step by step; others delay streams for long, like a stalled rank.
         self.patient = self.random.random() < 0.7
 
-    # ------------------------------------------------------------ what is queued
+    # ------------------------------------------------------------ queueing
 
     @contextlib.contextmanager
     def host(self, stream: Stream) -> Iterator[None]:
@@ -223,28 +222,29 @@ class World:
         return self.stream
 
     def patched(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """ringattn.pulls gets these streams, words and copies."""
+        """Give ringattn.peer these streams, words and copies."""
         cuda = SimpleNamespace(
             Stream=lambda device=None: Stream(self.current().gpu, "side"),
             current_stream=lambda device=None: self.current(),
             Event=Event,
         )
-        monkeypatch.setattr(pulls, "torch", _Torch(cuda))
-        driver = SimpleNamespace(
-            Words=functools.partial(Words, self), Copies=functools.partial(Copies, self), copy_all=self.copy_all
-        )  # fmt: skip
-        monkeypatch.setattr(pulls, "stream_memory", driver)
-        monkeypatch.setattr(pulls, "watched", lambda *_: contextlib.nullcontext())
+        for module in (memory, pull, push):
+            monkeypatch.setattr(module, "torch", _Torch(cuda))
+        for module in (pull, push):
+            monkeypatch.setattr(module, "watched", lambda *_: contextlib.nullcontext())
+        monkeypatch.setattr(driver, "Words", functools.partial(Words, self))
+        monkeypatch.setattr(driver, "Copies", functools.partial(Copies, self))
+        monkeypatch.setattr(driver, "copy_all", self.copy_all)
 
     def name_of(self, stream: Stream, address: int) -> str:
-        """Of a word: READY, LANDED, FREE, or whose it is by the stream that waits for it."""
+        """Return the name of a word: READY, LANDED or FREE, or "counters" or "flags" by the stream that uses it."""
         for begin, size in self.pads:
             if begin <= address < begin + size:
-                return _KINDS[(address - begin) // pulls._WORD // pulls._RANKS]
+                return memory.KIND_NAMES[(address - begin) // memory.WORD_BYTES // memory.MAX_RANKS]
         return "counters" if stream.role == "pushing" else "flags"
 
     def copy(self, stream: Stream, target: int, source: int, size: int) -> None:
-        half = size // 2 if size > 4 else 0  # a word is copied at once
+        half = size // 2 if size > 4 else 0  # a word is copied atomically
         for begin, count in ((0, half), (half, size - half)):
             if count:
                 run = functools.partial(ctypes.memmove, target + begin, source + begin, count)
@@ -255,7 +255,7 @@ class World:
             self.copy(stream, target, base + offset, size)
 
     def kernel(self, name: str, parts: Sequence[tuple[Callable[[], bool] | None, Callable[[], None]]]) -> None:
-        """One kernel: parts of (ready, run) one after another, with no other kernel of this GPU beside it."""
+        """Queue one kernel: parts of (ready, run) one after another, while no other kernel of this GPU runs."""
         stream = self.current()
         stream.put(Operation(f"{name} starts", lambda: None, multiprocessors="take"))
         for ready, run in parts:
@@ -266,21 +266,21 @@ class World:
         self.current().put(Operation(name, run, multiprocessors="short"))
 
     def allocate(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Memory that nobody owns at this place of the current stream, filled with NaN by its new owner."""
+        """Return free memory of the current stream, which is filled with NaN when the stream gets there."""
         stream = self.current()
         size = max(1, int(numpy.prod(shape)) * dtype.itemsize)
         free = stream.free.setdefault(size, [])
-        block = free.pop(self.random.randrange(len(free))) if free else numpy.full(size, self.found, dtype=numpy.uint8)
+        block = free.pop(self.random.randrange(len(free))) if free else numpy.full(size, self.fresh, dtype=numpy.uint8)
         self.write_tensor("fill with NaN", lambda: _poison(block))
-        lent = block[:]
-        weakref.finalize(lent, free.append, block)
+        view = block[:]  # the block is free again when the view is dead
+        weakref.finalize(view, free.append, block)
         with torch._C.DisableTorchFunction():
-            return torch.from_numpy(lent)[: int(numpy.prod(shape)) * dtype.itemsize].view(dtype).view(*shape)
+            return torch.from_numpy(view)[: int(numpy.prod(shape)) * dtype.itemsize].view(dtype).view(*shape)
 
-    # ------------------------------------------------------------ what is executed
+    # ------------------------------------------------------------ execution
 
     def run(self, until_nothing_is_ready: bool = False) -> None:
-        """Execute what is queued, one operation of one stream at a time."""
+        """Execute the queued operations, one at a time."""
         rank_of = {s: self.random.random() for gpu in self.gpus for s in gpu.streams}
         while True:
             streams = [s for s in rank_of if s.queue]
@@ -305,11 +305,11 @@ class World:
 
 
 class Shared:
-    """Memory of one size on every rank of a group, as transport._Shared: the first call of each rank's makes it."""
+    """As peer.symmetric.SymmetricMemory; the rank that comes first allocates the memory of all."""
 
     def __init__(self, world: World, ranks: Sequence[int]) -> None:
         self.world, self.ranks = world, ranks
-        self.made: list[list[Tensor]] = []
+        self.regions: list[list[Tensor]] = []
         self.calls = dict.fromkeys(ranks, 0)
 
     def of(self, rank: int) -> Callable[[int], tuple[Tensor, list[int], object]]:
@@ -317,15 +317,15 @@ class Shared:
             call = self.calls[rank]
             self.calls[rank] += 1
             with torch._C.DisableTorchFunction():
-                if call == len(self.made):
-                    self.world.run(until_nothing_is_ready=True)  # nobody uses what this replaces
-                    self.made.append([torch.zeros(size, dtype=torch.uint8) for _ in self.ranks])
-                    for x in self.made[-1]:
+                if call == len(self.regions):
+                    self.world.run(until_nothing_is_ready=True)  # no queued work uses the memory that this replaces
+                    self.regions.append([torch.zeros(size, dtype=torch.uint8) for _ in self.ranks])
+                    for x in self.regions[-1]:
                         if call == 0:
                             self.world.pads.append((x.data_ptr(), size))
                         else:
                             x.fill_(0xFF)
-                regions = self.made[call]
+                regions = self.regions[call]
                 assert len(regions[0]) == size, "ranks ask for different sizes"
                 return regions[self.ranks.index(rank)], [x.data_ptr() for x in regions], None
 
@@ -347,7 +347,7 @@ _ZEROS = {torch.zeros, Tensor.new_zeros, torch.zeros_like}
 
 
 class _Deferred(TorchFunctionMode):
-    """What a host does to tensors is queued on the current stream."""
+    """A mode in which operations on tensors are queued on the current stream."""
 
     def __init__(self, world: World) -> None:
         super().__init__()

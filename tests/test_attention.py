@@ -10,6 +10,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 import ringattn
 from ringattn import reference, virtual
+from ringattn.dataflow import ring
 from ringattn.layout import put
 
 SEQ, HEADS, KV_HEADS, DIM = 37, 4, 2, 8
@@ -29,7 +30,7 @@ def test_operators_pass_torch_library_checks() -> None:
     q, k, v = inputs(seq=9)
     plan = ringattn.plan(9, causal=True)
     sink = torch.randn(HEADS, dtype=torch.float64, requires_grad=True)
-    args = (q, k, v, torch.rand(HEADS, dtype=torch.float64), sink, 0.3, 2.0, "eager", plan.handle)
+    args = (q, k, v, torch.rand(HEADS, dtype=torch.float64), sink, 0.3, 2.0, "eager", plan.handle, 0)
     torch.library.opcheck(torch.ops.ringattn.attention.default, args)
     torch.library.opcheck(torch.ops.ringattn.unshard.default, (q, 1, False, 9, plan.handle))
 
@@ -69,13 +70,13 @@ def test_another_length_is_compiled_once_more() -> None:
 
 def count_calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     calls: list[str] = []
-    real = ringattn.ring.forward
+    real = ring.Ring.forward
 
     def counted(*args, **kwargs):  # type: ignore[no-untyped-def]
         calls.append("forward")
         return real(*args, **kwargs)
 
-    monkeypatch.setattr(ringattn.ring, "forward", counted)
+    monkeypatch.setattr(ring.Ring, "forward", counted)
     return calls
 
 
@@ -319,13 +320,14 @@ def test_shard_and_unshard_are_inverse_and_differentiable(layout: str) -> None:
 
 
 def test_one_rank_is_the_local_kernel_bit_for_bit() -> None:
-    from ringattn.kernels.contract import Score, block_forward
+    from ringattn.kernels.backends import BACKENDS
+    from ringattn.kernels.contract import Keys, Score
 
     q, k, v = (x.detach() for x in inputs(torch.float32))
     plan = ringattn.plan(SEQ, causal=True)
     out, lse = ringattn.attention(q, k, v, plan, return_lse=True)
     block = plan.block(0, 0, q.device)
-    expected = block_forward(q, k, v, block, Score(DIM**-0.5), finalize=True)
+    expected = BACKENDS["eager"].output(q, Keys(k, v, block), Score(DIM**-0.5))
     assert torch.equal(out, expected[0])
     assert torch.equal(lse, expected[1])
 

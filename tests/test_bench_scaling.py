@@ -1,4 +1,4 @@
-"""scripts/bench_scaling.py, its peers and its report: on two gloo ranks, and from made-up lines."""
+"""benchmarks/bench_scaling.py, its peers and its report: on two gloo ranks, and from lines written by hand."""
 
 from __future__ import annotations
 
@@ -7,50 +7,40 @@ import functools
 import importlib.util
 import itertools
 import json
+import math
 import sys
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
+from measured_lines import by_kind
 from pool import on_ranks
 
+from benchmarks import bench_scaling, peers, plot_scaling, scaling_problems, scaling_timing
 from ringattn import mask
-from scripts import bench_scaling
 
-peers, plot_scaling = bench_scaling.peers, bench_scaling.plot_scaling
 ROOT = Path(__file__).resolve().parents[1]
 SHORT = ["--segments=2", "--seconds=1e-3", "--settle=0"]
 TINY = ["--device=cpu", "--heads=4/2", "--head-dim=16", "--tokens=32", "--window=20", *SHORT]
-WHEEL = bool(list((ROOT / ".whl").glob("ring_flash_attn-*.whl"))) or importlib.util.find_spec("ring_flash_attn")
+INSTALLED = importlib.util.find_spec("ring_flash_attn")
 
 
 def run(arguments: list[str]) -> None:
     bench_scaling.bench(bench_scaling.parse(arguments), torch.device("cpu"))
 
 
-def lines(folder: Path) -> dict[str, list[dict]]:
-    """By kind."""
-    (path,) = folder.glob("*.jsonl")
-    found: dict[str, list[dict]] = {}
-    for text in path.read_text().splitlines():
-        line = json.loads(text)
-        found.setdefault(line["kind"], []).append(line)
-    return found
-
-
 @pytest.mark.parametrize("world_size", on_ranks(2))
 def test_every_mask_and_group_size_is_measured_and_reported(pools, world_size: int, tmp_path: Path) -> None:
     chosen = "--ranks 1 2 --masks causal full window documents --peers torch-cp/allgather/cudnn ring-flash-attn/cpu"
     pools(world_size).run(run, [*TINY, *chosen.split(), f"--out={tmp_path}"])
-    found = lines(tmp_path)
+    kinds = by_kind(tmp_path)
 
-    (about,) = found["run"]
+    (about,) = kinds["run"]
     assert about["world"] == 2
     assert about["versions"]["torch"] == torch.__version__
-    rows = {(r["ranks"], r["mask"], r["what"]): r for r in found["row"]}
+    rows = {(r["ranks"], r["mask"], r["what"]): r for r in kinds["row"]}
     masks = ("causal", "full", "window", "documents")
     assert set(rows) == {(n, m, w) for n in (1, 2) for m in masks for w in ("forward", "forward+backward")}
     for (ranks, name, what), row in rows.items():
@@ -63,17 +53,17 @@ def test_every_mask_and_group_size_is_measured_and_reported(pools, world_size: i
             assert row["tflops"][who] == pytest.approx(flops / ms / 1e9)
             low, high = row["spread"][who]
             assert 0 < low <= ms <= high
-    assert {(e["ranks"], e["dataflow"]) for e in found["error"]} == {(n, d) for n in (1, 2) for d in ("ring", "gather")}
-    for error in found["error"]:
+    assert {(e["ranks"], e["dataflow"]) for e in kinds["error"]} == {(n, d) for n in (1, 2) for d in ("ring", "gather")}
+    for error in kinds["error"]:
         assert all(error["rms"][n] <= 1.1 * error["one_rank"][n] for n in ("out", "dq", "dk", "dv"))
 
-    missing = {(m["contestant"], m["mask"]): m["reason"] for m in found["missing"]}
+    missing = {(m["contestant"], m["mask"]): m["reason"] for m in kinds["missing"]}
     assert missing["torch-cp/allgather/cudnn", "causal"] == "no cudnn kernel on cpu"
-    if WHEEL:
+    if INSTALLED:
         assert "ring-flash-attn/cpu" in rows[2, "causal", "forward+backward"]["tflops"]
         assert "ring-flash-attn/cpu" in rows[2, "full", "forward+backward"]["tflops"]
-        assert all(check["error"] < 0.05 for check in found["check"])
-        assert "another mask" in missing["ring-flash-attn/cpu", "window"]
+        assert all(check["error"] < 0.05 for check in kinds["check"])
+        assert "a different mask" in missing["ring-flash-attn/cpu", "window"]
         assert "packed documents" in missing["ring-flash-attn/cpu", "documents"]
     else:
         assert "not installed" in missing["ring-flash-attn/cpu", "causal"]
@@ -90,51 +80,56 @@ def test_every_mask_and_group_size_is_measured_and_reported(pools, world_size: i
 @pytest.mark.parametrize("world_size", on_ranks(2))
 def test_a_spent_budget_ends_the_run_with_a_report(pools, world_size: int, tmp_path: Path) -> None:
     pools(world_size).run(run, [*TINY, "--budget=1e-6", "--no-errors", "--peers", f"--out={tmp_path}"])
-    found = lines(tmp_path)
-    assert "row" not in found
-    (stopped,) = found["stopped"]
+    kinds = by_kind(tmp_path)
+    assert "row" not in kinds
+    (stopped,) = kinds["stopped"]
     assert [s["tokens"] for s in stopped["left"]] == [32]
     assert "1 settings left" in (tmp_path / "scaling.md").read_text()
 
 
-def test_everybody_settles_and_follows_everybody_else_equally_often(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of three contestants of 1, 30 and 200 ms, on the slower one of two ranks that takes 10 % longer."""
-    bench = object.__new__(bench_scaling.Bench)
-    bench.args = bench_scaling.parse(["--device=cpu", "--segments=7", "--seconds=0.05", "--settle=0.06"])
-    bench.device = torch.device("cpu")
-    group = SimpleNamespace(data=None, largest=lambda values: [1.1 * v for v in values])
-    monkeypatch.setattr(bench_scaling.dist, "all_reduce", lambda token, group: segments.append([]))
-    now, segments, lengths = 0.0, [[]], dict(short=1.0, middle=30.0, long=200.0)
+@pytest.mark.parametrize("world_size", on_ranks(2))
+def test_segments_settle_and_are_balanced(pools, world_size: int) -> None:
+    for times, order in pools(world_size).run(measured):
+        assert {name: len(t) for name, t in times.items()} == dict.fromkeys(("a", "b", "c"), 12)  # 6 orders, twice
+        assert times == pools(world_size).run(measured)[0][0], "the slowest rank's, on every rank"
+        assert times["c"] == pytest.approx([200.0 + world_size - 1] * 12)
+        assert order[0] == order[-1], "the uncounted lead is what the last order ends with"
+        follows = Counter(itertools.pairwise(order))
+        assert max(follows.values()) - min(follows.values()) <= 2, "except where orders meet"
+
+
+def measured() -> tuple[dict[str, list[float]], list[str]]:
+    """Three calls of 1, 30 and 200 ms, and one more for each rank, on a clock that only they move. Returns the times
+    and the order of the segments."""
+    now, calls, order = 0.0, [], []
+    lengths = dict(a=1.0, b=30.0, c=200.0)
 
     def call(name: str) -> None:
         nonlocal now
-        now += lengths[name]
-        segments[-1].append(name)
+        now += lengths[name] + torch.distributed.get_rank()
+        calls.append(name)
 
-    @contextlib.contextmanager
-    def clock() -> Iterator[list[float]]:
-        times: list[float] = []
-        began, at = now, len(segments[-1])
-        yield times
-        times.append(now - began)
-        segments[-1][at:] = [(name, "counts") for name in segments[-1][at:]]
+    class Simulated(scaling_timing.Timing):
+        @contextlib.contextmanager
+        def clock(self) -> Iterator[list[float]]:
+            times: list[float] = []
+            began, first = now, len(calls)
+            yield times
+            times.append(now - began)
+            order.append(calls[first])
+            settled, counted = first - sum(map(len, segments)), len(calls) - first
+            segments.append(calls[sum(map(len, segments)) :])
+            if len(order) > len(lengths):  # the first ones are trials
+                name, slowest = calls[first], lengths[calls[first]] + torch.distributed.get_world_size() - 1
+                assert (settled, counted) == (math.ceil(60 / slowest), max(1, round(50 / slowest))), name
+                assert set(segments[-1]) == {name}
 
-    monkeypatch.setattr(bench, "clock", clock)
-    calls = {name: (functools.partial(call, name), contextlib.nullcontext) for name in lengths}
-    found = bench.measure(calls, group)  # type: ignore[arg-type]
-
-    assert {name: len(times) for name, times in found.items()} == dict.fromkeys(lengths, 12)  # 6 orders, twice
-    for name, times in found.items():
-        assert times == pytest.approx([1.1 * lengths[name]] * 12)
-    order = [segment[0] for segment in segments[1:]]  # the first one is of trying out
-    assert len(order) == 1 + 36
-    assert order[0] == order[-1], "the lead is who came before the first in another round"
-    follows = Counter(itertools.pairwise(order))
-    assert max(follows.values()) - min(follows.values()) <= 2, "but for where orders meet"
-    settled, counted = dict(short=55, middle=2, long=1), dict(short=45, middle=2, long=1)  # of 1.1, 33 and 220 ms
-    for segment in segments[1:]:
-        name = segment[0]
-        assert segment == [name] * settled[name] + [(name, "counts")] * counted[name]
+    segments: list[list[str]] = []
+    world = torch.distributed.group.WORLD
+    group = scaling_timing.Group(torch.distributed.get_world_size(), world, None, world)
+    timing = Simulated(torch.device("cpu"), torch.float32, seconds=0.05, segments=7, settle=0.06)
+    names = {name: (functools.partial(call, name), contextlib.nullcontext) for name in lengths}
+    return timing.measure(names, group), order[len(lengths) :]
 
 
 def broken(where: str, rank: int) -> peers.Peer:
@@ -152,12 +147,12 @@ def broken(where: str, rank: int) -> peers.Peer:
 
 
 def run_broken(where: str, arguments: list[str]) -> None:
-    made = peers.make
+    make = peers.make
     peers.make = lambda *_: broken(where, rank=1)
     try:
         run(arguments)
     finally:
-        peers.make = made
+        peers.make = make
 
 
 @pytest.mark.parametrize("world_size", on_ranks(2))
@@ -166,15 +161,15 @@ def run_broken(where: str, arguments: list[str]) -> None:
 )
 def test_a_broken_peer_is_missing_on_every_rank(pools, world_size, where, reason, tmp_path) -> None:
     pools(world_size).run(run_broken, where, [*TINY, "--peers=ring-flash-attn/cpu", "--no-errors", f"--out={tmp_path}"])
-    found = lines(tmp_path)
-    assert reason in found["missing"][0]["reason"]
-    assert len(found["row"]) == 2
-    assert all("ring-flash-attn/cpu" not in row["tflops"] for row in found["row"])
+    kinds = by_kind(tmp_path)
+    assert reason in kinds["missing"][0]["reason"]
+    assert len(kinds["row"]) == 2
+    assert all("ring-flash-attn/cpu" not in row["tflops"] for row in kinds["row"])
 
 
 def test_documents_have_a_long_tail_and_do_not_change() -> None:
-    bounds = bench_scaling.document_bounds(1 << 17)
-    assert bounds == bench_scaling.document_bounds(1 << 17)
+    bounds = scaling_problems.document_bounds(1 << 17)
+    assert bounds == scaling_problems.document_bounds(1 << 17)
     lengths = [b - a for a, b in itertools.pairwise(bounds)]
     assert bounds[0] == 0
     assert bounds[-1] == 1 << 17
@@ -182,46 +177,46 @@ def test_documents_have_a_long_tail_and_do_not_change() -> None:
     assert max(lengths) > 5 * sorted(lengths)[len(lengths) // 2]
 
 
-@pytest.mark.parametrize("name", bench_scaling.MASKS)
+@pytest.mark.parametrize("name", scaling_problems.MASKS)
 def test_pairs_are_those_of_the_dense_mask(name: str) -> None:
-    arguments = bench_scaling.mask_arguments(name, 100, 30)
-    found = mask.full(100)
+    arguments = scaling_problems.mask_arguments(name, 100, 30)
+    visible = mask.full(100)
     if arguments.get("causal"):
-        found = found & mask.causal(100)
+        visible = visible & mask.causal(100)
     if "window_size" in arguments:
-        found = found & mask.window(100, *arguments["window_size"])
-        assert int(found.dense().sum(-1).max()) == 30
+        visible = visible & mask.window(100, *arguments["window_size"])
+        assert int(visible.dense().sum(-1).max()) == 30
     if "cu_seqlens" in arguments:
-        found = found & mask.packed(arguments["cu_seqlens"], 100)
-    assert bench_scaling.visible_pairs(found) == int(found.dense().sum())
+        visible = visible & mask.packed(arguments["cu_seqlens"], 100)
+    assert scaling_problems.visible_pairs(visible) == int(visible.dense().sum())
 
 
 def test_a_problem_of_weak_and_strong_scaling_is_measured_once() -> None:
     args = bench_scaling.parse(["--tokens=8", "--total", "16", "32", "--masks=full", "--heads=4/2"])
     args.ranks = [1, 2]
-    assert [(s.ranks, s.tokens) for s in bench_scaling.settings(args)] == [(2, 8), (2, 16), (1, 8), (1, 16), (1, 32)]
+    assert [(s.ranks, s.tokens) for s in scaling_problems.settings(args)] == [(2, 8), (2, 16), (1, 8), (1, 16), (1, 32)]
 
 
-def made_up(folder: Path, seconds: int, rate: float) -> None:
+def write_lines(folder: Path, seconds: int, rate: float) -> None:
     about = dict(
         kind="run", time=f"2026-01-01 00:00:0{seconds} UTC", command="bench", world=4, device="NVIDIA H200",
         memory_limit=140 << 30, driver="580, 700 W\n580, 700 W", topology="GPU0 NV18", commit="a" * 40, changed=False,
         versions=dict(torch="2", triton=None), settings={},
     )  # fmt: skip
-    written = [about, dict(kind="matmul", ranks=4, tflops=700.0)]
+    lines = [about, dict(kind="matmul", ranks=4, tflops=700.0)]
     for ranks in (2, 4):
         for tokens in (4096, 8192):
             cell = dict(inputs=1 << 30, peak=(2 << 30) * tokens / 4096, predicted=3 << 30, kept=1 << 28)
             words = dict(ranks=ranks, tokens=tokens, total=ranks * tokens, mask="causal", heads=[32, 8], head_dim=128)
             what = dict(what="forward", milliseconds=dict(ring=2.0, local=1.5), tflops=dict(ring=rate, local=600.0))
-            written.append(dict(kind="row", **words, **what, memory=dict(ring=cell)))
-    text = "\n".join(map(json.dumps, written)) + '\n{"kind": "row", "ranks"'  # killed while it wrote
+            lines.append(dict(kind="row", **words, **what, memory=dict(ring=cell)))
+    text = "\n".join(map(json.dumps, lines)) + '\n{"kind": "row", "ranks"'  # killed while it wrote
     (folder / f"scaling-{seconds}.jsonl").write_text(text)
 
 
 def test_a_report_is_made_from_the_lines_alone_and_later_rows_win(tmp_path: Path, monkeypatch) -> None:
-    made_up(tmp_path, 1, 450.0)
-    made_up(tmp_path, 2, 480.0)
+    write_lines(tmp_path, 1, 450.0)
+    write_lines(tmp_path, 2, 480.0)
     other = dict(kind="run", time="2026-01-02"), dict(kind="row", tokens=1)  # of another script, in the same folder
     (tmp_path / "training-1.jsonl").write_text("\n".join(map(json.dumps, other)))
     assert bench_scaling.main(["--report", str(tmp_path)]) == 0
@@ -236,24 +231,24 @@ def test_a_report_is_made_from_the_lines_alone_and_later_rows_win(tmp_path: Path
 
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *a: None if name == "matplotlib" else find(name, *a))
-    assert "no matplotlib: later python scripts/plot_scaling.py" in plot_scaling.report(tmp_path)
-    assert "No plots: matplotlib is missing" in (tmp_path / "scaling.md").read_text()
+    assert "no plots without matplotlib, later: python -m benchmarks.plot_scaling" in plot_scaling.report(tmp_path)
+    assert "No plots, because matplotlib is missing" in (tmp_path / "scaling.md").read_text()
 
 
-def test_a_report_of_nothing_says_so(tmp_path: Path) -> None:
+def test_a_report_without_lines_fails(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="no lines"):
         plot_scaling.report(tmp_path)
 
 
-@pytest.mark.skipif(not WHEEL, reason="needs ring-flash-attn")
-def test_the_stand_in_for_flash_attn_is_not_left_behind() -> None:
-    peers.load_ring_flash_attn(ROOT / ".whl")
+@pytest.mark.skipif(not INSTALLED, reason="needs ring-flash-attn")
+def test_the_substitute_for_flash_attn_is_removed_after_the_import() -> None:
+    peers.load_ring_flash_attn()
     assert "flash_attn" not in sys.modules or peers._real_flash_attn is not None
 
 
-@pytest.mark.skipif(not WHEEL, reason="needs ring-flash-attn")
+@pytest.mark.skipif(not INSTALLED, reason="needs ring-flash-attn")
 @pytest.mark.parametrize("causal", [False, True])
-def test_the_stand_in_computes_attention_and_its_gradients(causal: bool) -> None:
+def test_the_substitute_computes_attention_and_its_gradients(causal: bool) -> None:
     q, k, v, dout = (torch.randn(1, 16, h, 8) for h in (4, 2, 2, 4))
     leaves = [x.clone().requires_grad_() for x in (q, k, v)]
     heads_first = [x.transpose(1, 2).repeat_interleave(4 // x.shape[2], 1) for x in leaves]
@@ -268,7 +263,7 @@ def test_the_stand_in_computes_attention_and_its_gradients(causal: bool) -> None
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "error"),
     [
         ("--peers nosuch", "--peers: unknown: nosuch; use some of torch-cp/allgather/cudnn, "),
         ("--heads 8/0", "--heads: '8/0' is not QUERY_HEADS/KEY_HEADS"),
@@ -279,15 +274,15 @@ def test_the_stand_in_computes_attention_and_its_gradients(causal: bool) -> None
     ],
 )
 def test_arguments_that_measure_nothing_are_refused(
-    capsys: pytest.CaptureFixture[str], arguments: str, said: str
+    capsys: pytest.CaptureFixture[str], arguments: str, error: str
 ) -> None:
     with pytest.raises(SystemExit, match="2"):
         bench_scaling.parse(arguments.split())
-    assert said in capsys.readouterr().err
+    assert error in capsys.readouterr().err
 
 
-def test_a_report_of_nothing_is_one_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_a_report_without_lines_is_one_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     folder = str(tmp_path / "nosuch")
     assert plot_scaling.main([folder]) == bench_scaling.main(["--report", folder]) == 1
-    said = capsys.readouterr().err.splitlines()
-    assert said == [f"error: no lines of scripts/bench_scaling.py in {folder}/scaling-*.jsonl"] * 2
+    errors = capsys.readouterr().err.splitlines()
+    assert errors == [f"error: no lines of benchmarks.bench_scaling in {folder}/scaling-*.jsonl"] * 2

@@ -1,4 +1,4 @@
-"""scripts/bench_training.py: contestants on gloo ranks against one process, and the report from made-up lines."""
+"""benchmarks/bench_training.py: contestants on gloo ranks against one process, and the report."""
 
 from __future__ import annotations
 
@@ -9,22 +9,23 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.nn.functional as F
+from measured_lines import by_kind
 from pool import on_ranks
 from torch import Tensor
 
 pytest.importorskip("transformers", reason="pip install 'transformers>=5.17' accelerate")
 
 import ringattn.hf
+from benchmarks import bench_training, training_contestants, training_model
 from ringattn import virtual
-from scripts import bench_training
+from ringattn.dataflow import DATAFLOWS
 
-json_lines = bench_training.json_lines
-ROOT = Path(__file__).resolve().parents[1]
-WHEEL = bool(list((ROOT / ".whl").glob("ring_flash_attn-*.whl"))) or importlib.util.find_spec("ring_flash_attn")
+INSTALLED = importlib.util.find_spec("ring_flash_attn")
 TINY = ["--device=cpu", "--hidden=32", "--layers=2", "--heads=4", "--kv-heads=2", "--head-dim=8"]
 TINY += ["--tokens=128", "--vocabulary=260", "--chunk=20", "--lr=1e-2"]
 
@@ -33,24 +34,16 @@ def run(arguments: list[str]) -> int:
     return bench_training.speed(bench_training.parse(arguments), torch.device("cpu"))
 
 
-def lines(folder: Path) -> dict[str, list[dict]]:
-    """By kind."""
-    found: dict[str, list[dict]] = {}
-    for line in json_lines.read(folder, bench_training.NAME):
-        found.setdefault(line["kind"], []).append(line)
-    return found
-
-
 # --- speed --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("world_size", on_ranks(2))
-def test_two_ranks_train_as_one_and_say_what_it_took(pools, world_size: int, tmp_path: Path) -> None:
+def test_two_ranks_train_as_one_and_report_it(pools, world_size: int, tmp_path: Path) -> None:
     arguments = [*TINY, "--dtype=float32", "--how", "torch-cp", "ring-flash-attn", "ringattn"]
     for ranks in (1, world_size):
         folder = tmp_path / str(ranks)
         assert pools(ranks).run(run, [*arguments, f"--out={folder}"]) == [0] * ranks
-    (one,), (two,) = (lines(tmp_path / str(ranks))["row"] for ranks in (1, world_size))
+    (one,), (two,) = (by_kind(tmp_path / str(ranks))["row"] for ranks in (1, world_size))
     assert two["losses"] == pytest.approx(one["losses"], rel=1e-5)  # the second one after a step of the optimizer
     assert two["norms"] == pytest.approx(one["norms"], rel=1e-5)
     assert abs(two["losses"][1] - two["losses"][0]) > 1e-2
@@ -65,11 +58,11 @@ def test_two_ranks_train_as_one_and_say_what_it_took(pools, world_size: int, tmp
     assert two["mfu"]["causal"] == pytest.approx(flops * rate / 989.5e12)
     assert two["memory"]["peak"] > 0
 
-    missing = {m["how"]: m["reason"] for m in lines(tmp_path / str(world_size))["missing"]}
+    missing = {m["how"]: m["reason"] for m in by_kind(tmp_path / str(world_size))["missing"]}
     assert missing["torch-cp/allgather/cpu"] == "rank 0: context_parallel has no cpu kernel on cpu"
-    assert "in float32" in missing["ring-flash-attn/cpu"]
+    assert "wrong in float32" in missing["ring-flash-attn/cpu"]
     text = (tmp_path / str(world_size) / "training.md").read_text()
-    assert "Missing: ring-flash-attn/cpu: rank 0: in float32" in text
+    assert "Missing: ring-flash-attn/cpu: rank 0: its backward is wrong in float32" in text
     assert f"| ringattn | {two['dataflow']}, eager; attention kept | " in text
 
 
@@ -80,16 +73,21 @@ def test_nothing_measured_is_a_failure(pools, world_size: int, tmp_path: Path) -
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
-    [("--tokens -128", "--tokens: '-128' is not a whole"), ("--vocabulary 256", "--vocabulary 256: the text's tokens")],
+    ("arguments", "error"),
+    [
+        ("--tokens -128", "--tokens: '-128' is not a whole"),
+        ("--vocabulary 256", "--vocabulary 256: must be at least 257"),
+    ],
 )
-def test_arguments_that_cannot_train_are_refused(capsys: pytest.CaptureFixture[str], arguments: str, said: str) -> None:
+def test_arguments_that_cannot_train_are_refused(
+    capsys: pytest.CaptureFixture[str], arguments: str, error: str
+) -> None:
     with pytest.raises(SystemExit, match="2"):
         bench_training.parse(arguments.split())
-    assert said in capsys.readouterr().err
+    assert error in capsys.readouterr().err
 
 
-def test_a_report_of_nothing_is_one_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_a_report_without_lines_is_one_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert bench_training.main(["--report", str(tmp_path / "nosuch")]) == 1
     assert capsys.readouterr().err == f"error: no lines of training-*.jsonl in {tmp_path}/nosuch\n"
 
@@ -98,9 +96,9 @@ def test_flops_are_those_of_the_products() -> None:
     layers, heads, kv_heads, dim, hidden, wide, words, tokens = 2, 4, 2, 8, 32, 112, 260, 1024
     weights = layers * (hidden * dim * (2 * heads + 2 * kv_heads) + 3 * hidden * wide) + words * hidden
     dense = layers * heads * 2 * (2 * tokens * tokens * dim)  # scores, and their product with the values
-    found = bench_training.flops_per_token(weights, layers, heads, dim, tokens)
-    assert found[1] == 3 * (2 * weights + dense // tokens)
-    assert found[0] == 3 * (2 * weights + dense // tokens // 2)
+    causal, full = training_model.flops_per_token(weights, layers, heads, dim, tokens)
+    assert full == 3 * (2 * weights + dense // tokens)
+    assert causal == 3 * (2 * weights + dense // tokens // 2)
 
 
 @pytest.mark.parametrize("chunk", [1, 7, 100])
@@ -113,7 +111,7 @@ def test_the_loss_in_chunks_and_its_gradients_are_those_of_all_logits(chunk: int
     group, total = virtual.VirtualRank(1, 2), torch.tensor(50)
 
     want = ringattn.loss.cross_entropy(head(hidden), targets, group, wrapper="averages", total=total)
-    got = bench_training.chunked_loss(hidden, head, targets, total, group, chunk)
+    got = training_model.chunked_loss(hidden, head, targets, total, group, chunk)
     torch.testing.assert_close(got, want)
     places = (hidden, head.weight)
     for a, b in zip(torch.autograd.grad(got, places), torch.autograd.grad(want, places), strict=True):
@@ -122,7 +120,7 @@ def test_the_loss_in_chunks_and_its_gradients_are_those_of_all_logits(chunk: int
 
 @contextlib.contextmanager
 def cudnn_on_the_cpu() -> Iterator[list[int]]:
-    """torch's context_parallel knows GPUs' operators only: here one of them, on the CPU. Yields its calls."""
+    """torch's context_parallel supports GPU operators only: implement one of them on the CPU. Yields its calls."""
     aten, calls = torch.ops.aten, []
 
     def shared(q: Tensor, x: Tensor) -> Tensor:
@@ -155,13 +153,13 @@ def cudnn_on_the_cpu() -> Iterator[list[int]]:
 
 
 class LikeCuda:
-    """What torch_cp() asks of a device."""
+    """A device that torch_cp() takes for a GPU."""
 
     type = "cuda"
 
 
 def run_with_torch_cp(arguments: list[str]) -> tuple[int, int]:
-    make = bench_training.torch_cp
+    make = training_contestants.torch_cp
     bench_training.MAKERS["torch-cp"] = lambda args, mesh, device: make(args, mesh, LikeCuda())  # type: ignore[arg-type]
     try:
         with cudnn_on_the_cpu() as calls:
@@ -177,48 +175,35 @@ def test_torch_cp_trains_as_ringattn_and_attends_once(pools, world_size: int, ro
     for status, calls in pools(world_size).run(run_with_torch_cp, [*TINY, *how, f"--out={tmp_path}"]):
         assert status == 0
         assert calls == 3 * 2 * world_size  # steps, layers, blocks: none in the backward
-    ours, theirs = lines(tmp_path)["row"]
+    ours, theirs = by_kind(tmp_path)["row"]
     assert theirs["how"] == f"torch-cp/{rotate}/cudnn"
     assert theirs["losses"] == pytest.approx(ours["losses"], rel=1e-5)
     assert theirs["norms"] == pytest.approx(ours["norms"], rel=1e-5)
     assert "| yes: " in (tmp_path / "training.md").read_text()
 
 
-@pytest.mark.skipif(not WHEEL, reason="needs ring-flash-attn")
+@pytest.mark.skipif(not INSTALLED, reason="needs ring-flash-attn")
 @pytest.mark.parametrize("world_size", on_ranks(2))
 def test_ring_flash_attn_trains_as_ringattn(pools, world_size: int, tmp_path: Path) -> None:
     arguments = [*TINY, "--how", "ringattn", "ring-flash-attn", f"--out={tmp_path}"]
     assert pools(world_size).run(run, arguments) == [0] * world_size
-    ours, theirs = lines(tmp_path)["row"]
+    ours, theirs = by_kind(tmp_path)["row"]
     assert theirs["losses"][0] == pytest.approx(ours["losses"][0], rel=bench_training.NEAR["bfloat16"][0])
     assert theirs["losses"][1] == pytest.approx(ours["losses"][1], rel=3e-3)
     assert theirs["norms"] == pytest.approx(ours["norms"], rel=bench_training.NEAR["bfloat16"][1])
 
 
 def count_attentions(arguments: list[str]) -> int:
-    """Of ringattn's forward, in all steps."""
-    known = importlib.import_module("ringattn.functional")._DATAFLOWS
-    called: list[int] = []
-    flows = dict(known)
-
-    class Counting:
-        def __init__(self, flow: Any) -> None:
-            self.flow, self.backward = flow, flow.backward
-
-        def forward(self, *arguments: Any) -> Any:
-            called.append(1)
-            return self.flow.forward(*arguments)
-
-    known.update({name: Counting(flow) for name, flow in flows.items()})
-    try:
+    """Count the calls of ringattn's forward in all steps."""
+    with contextlib.ExitStack() as stack:
+        flows = [mock.patch.object(flow, "forward", wraps=flow.forward) for flow in DATAFLOWS.values()]
+        forwards = [stack.enter_context(flow) for flow in flows]
         assert run(arguments) == 0
-    finally:
-        known.update(flows)
-    return len(called)
+        return sum(forward.call_count for forward in forwards)
 
 
 @pytest.mark.parametrize("world_size", on_ranks(2))
-def test_attention_is_computed_again_only_on_request(pools, world_size: int, tmp_path: Path) -> None:
+def test_attention_is_recomputed_only_on_request(pools, world_size: int, tmp_path: Path) -> None:
     arguments = [*TINY, f"--out={tmp_path}", "--steps=1"]
     assert pools(world_size).run(count_attentions, arguments) == [2 * 2] * world_size
     assert pools(world_size).run(count_attentions, [*arguments, "--checkpoint=full"]) == [2 * 2 * 2] * world_size
@@ -238,13 +223,13 @@ def run_broken(arguments: list[str]) -> int:
 
 
 @pytest.mark.parametrize("world_size", on_ranks(2))
-def test_one_that_fails_is_named_by_every_rank_and_ends_the_launch(pools, world_size: int, tmp_path: Path) -> None:
+def test_every_rank_names_a_failed_contestant_and_the_launch_ends(pools, world_size: int, tmp_path: Path) -> None:
     arguments = [*TINY, "--how", "ringattn", "torch-cp", f"--out={tmp_path}"]
     assert pools(world_size).run(run_broken, arguments) == [1] * world_size
-    found = lines(tmp_path)
-    assert "row" not in found
-    assert {m["how"] for m in found["missing"]} == {"ringattn"}
-    assert {m["reason"] for m in found["missing"]} == {
+    kinds = by_kind(tmp_path)
+    assert "row" not in kinds
+    assert {m["how"] for m in kinds["missing"]} == {"ringattn"}
+    assert {m["reason"] for m in kinds["missing"]} == {
         f"rank {rank}: OutOfMemoryError: out of memory {rank}" for rank in range(world_size)
     }
     text = bench_training.report(tmp_path)
@@ -273,17 +258,17 @@ def test_a_report_is_made_from_the_lines_alone_and_later_ones_win(tmp_path: Path
         row(4, "ringattn", 4321.0, 12.0),
         row(5, "torch-cp/alltoall/cudnn", 3600.0, 12.1),
     ]
-    text = "\n".join(map(json.dumps, written)) + '\n{"kind": "row", "at"'  # killed while it wrote
-    (tmp_path / "training-1-rank0.jsonl").write_text(text)
+    lines = "\n".join(map(json.dumps, written)) + '\n{"kind": "row", "at"'  # killed while it wrote
+    (tmp_path / "training-1-rank0.jsonl").write_text(lines)
     assert bench_training.main(["--report", str(tmp_path)]) == 0
-    said = (tmp_path / "training.md").read_text()
-    assert "## 524,288 tokens, 8 layers, 4 x cpu" in said
+    text = (tmp_path / "training.md").read_text()
+    assert "## 524,288 tokens, 8 layers, 4 x cpu" in text
     where = "gather, hopper; attention kept"
-    assert f"| ringattn | {where} | 4,321 | 50.0% | 90.0% | 30.00, 31.50 | 80.0 (90.0) | 12.00000, 9.00000 |" in said
-    assert "4,000" not in said
-    assert said.count("| yes: 8e-05, 0e+00 |") == 1
-    assert said.count("| NO: 8e-03, 0e+00 |") == 1
-    assert "Missing: ring-flash-attn/cudnn: rank 0: no" in said
+    assert f"| ringattn | {where} | 4,321 | 50.0% | 90.0% | 30.00, 31.50 | 80.0 (90.0) | 12.00000, 9.00000 |" in text
+    assert "4,000" not in text
+    assert text.count("| yes: 8e-05, 0e+00 |") == 1
+    assert text.count("| NO: 8e-03, 0e+00 |") == 1
+    assert "Missing: ring-flash-attn/cudnn: rank 0: no" in text
 
     later = dict(kind="missing", at=200, how="ringattn", setting=setting, reason="rank 2: gone")
     (tmp_path / "training-2-rank2.jsonl").write_text(json.dumps(later))
@@ -291,6 +276,6 @@ def test_a_report_is_made_from_the_lines_alone_and_later_ones_win(tmp_path: Path
     assert "4,321" not in bench_training.report(tmp_path)
 
 
-def test_a_report_of_nothing_says_so(tmp_path: Path) -> None:
+def test_a_report_without_lines_fails(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="no lines"):
         bench_training.report(tmp_path)

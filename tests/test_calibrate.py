@@ -1,4 +1,4 @@
-"""scripts/calibrate.py: two gloo ranks, from end to end."""
+"""benchmarks/calibrate.py on two gloo ranks, end to end."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ import torch
 from pool import Pool, on_ranks
 
 import ringattn
+from benchmarks import calibrate
 from ringattn import cost, virtual
-from scripts import calibrate
 
 
 def calibrated(file: str) -> tuple[dict[str, Any], str]:
-    """What a rank finds in the file afterwards, and what its plans say."""
+    """Calibrate. Returns the constants that a rank reads from the file, and the text of a plan's choice."""
     os.environ["RINGATTN_CALIBRATION"] = file
     try:
         args = calibrate.parse(["--device", "cpu", "--tokens", "32", "--seconds", "0.002"])
         assert calibrate.run(args, torch.device("cpu")) == Path(file)
-        found = cost.read(Path(file), "messages")
-        assert found is not None
-        return asdict(found), str(ringattn.plan(64, causal=True).choice)
+        costs = cost.read(Path(file), "messages")
+        assert costs is not None
+        return asdict(costs), str(ringattn.plan(64, causal=True).choice)
     finally:
         del os.environ["RINGATTN_CALIBRATION"]
 
@@ -37,31 +37,31 @@ def test_two_ranks_measure_write_and_decide(pools: Callable[[int], Pool], world_
     file = tmp_path / "machine.json"
     answers = pools(world_size).run(calibrated, str(file))
     assert answers[0] == answers[1]
-    costs, said = answers[0]
+    costs, text = answers[0]
     assert json.loads(file.read_text()) == {"version": cost.VERSION, "links": {"messages": costs}}
-    copied = {"pull_gbs", "copy_ms", "handshake_ms", "gather_forward_ms", "gather_backward_ms"}  # not without a GPU
+    copied = {"pull_gbs", "copy_ms", "handshake_ms", "gather_forward_ms", "gather_backward_ms"}  # need a GPU
     assert {name: costs[name] for name in copied} == {n: getattr(cost.default("cpu", "messages"), n) for n in copied}
     measured = costs.keys() - copied - {"contention"}
-    # What is left of a time without its bytes may be nothing on a busy machine; a rate is never that.
+    # A fixed time is a difference and may be zero on a busy machine; a rate is never zero.
     assert all(costs[name] > 0 if name.endswith(("tflops", "gbs")) else costs[name] >= 0 for name in measured)
     assert 0 <= costs["contention"] <= 1
-    assert f"costs: measured, {file}" in said
+    assert f"costs: measured, {file}" in text
     assert ringattn.plan(64, virtual.VirtualRank(0, 2), causal=True).choice.source == "defaults"
 
 
-def test_every_constant_has_words_and_a_line() -> None:
-    assert list(calibrate.WORDS) == [f.name for f in fields(cost.Costs)]
-    usual = cost.default("cuda", "copy engines")
+def test_every_constant_has_a_label_and_a_line() -> None:
+    assert list(calibrate.LABELS) == [f.name for f in fields(cost.Costs)]
+    defaults = cost.default("cuda", "copy engines")
     row = dict(dataflow="ring", tokens=8, forward_ms=1, backward_ms=2, modelled_forward_ms=3, modelled_backward_ms=4)
-    text = calibrate.table(usual, usual, set(calibrate.WORDS) - {"pull_gbs"}, [row])
-    (pulls,) = (line for line in text.splitlines() if line.startswith(calibrate.WORDS["pull_gbs"]))
-    assert pulls.split()[-2:] == ["-", f"{usual.pull_gbs:.4g}"]  # not measured
+    text = calibrate.table(defaults, defaults, set(calibrate.LABELS) - {"pull_gbs"}, [row])
+    (pulls,) = (line for line in text.splitlines() if line.startswith(calibrate.LABELS["pull_gbs"]))
+    assert pulls.split()[-2:] == ["-", f"{defaults.pull_gbs:.4g}"]  # not measured
     assert text.count(" - ") == 1
-    assert all(words in text for words in calibrate.WORDS.values())
+    assert all(label in text for label in calibrate.LABELS.values())
     assert text.splitlines()[-1].split() == ["ring,", "8", "tokens", "per", "rank", "1.000", "3.000", "2.000", "4.000"]
 
 
-def test_without_torchrun_it_says_how(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_torchrun_the_error_is_how_to_start(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RANK", raising=False)
     with pytest.raises(SystemExit, match="torchrun --standalone --nproc-per-node N"):
         calibrate.main([])
@@ -74,7 +74,7 @@ class FakeStream:
 
 
 def test_copies_of_all_peers_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without a GPU: what is asked of the copy engine, and what becomes of the times."""
+    """Check the requested copies and the arithmetic of their times, without a GPU."""
     copied: list[tuple[Any, int, int, int]] = []
     peers, pulling = [2, 3, 0], FakeStream()
     region = SimpleNamespace(addresses=[1000, 0, 3000, 4000])
@@ -93,9 +93,9 @@ def test_copies_of_all_peers_are_counted(monkeypatch: pytest.MonkeyPatch) -> Non
         return next(times)
 
     monkeypatch.setattr(machine, "time", timed)
-    found = machine.copies()
-    assert found["copy_ms"] == pytest.approx(0.001)
-    assert found["pull_gbs"] == pytest.approx(3 * (32 << 20) / 0.5 / 1e6)
+    costs = machine.copies()
+    assert costs["copy_ms"] == pytest.approx(0.001)
+    assert costs["pull_gbs"] == pytest.approx(3 * (32 << 20) / 0.5 / 1e6)
     assert all(c[0] is pulling for c in copied)
     assert [c[2:] for c in copied] == [(a, 1024) for a in (3000, 4000, 1000)] * 32 + [
         (a, 32 << 20) for a in (3000, 4000, 1000)
@@ -104,7 +104,7 @@ def test_copies_of_all_peers_are_counted(monkeypatch: pytest.MonkeyPatch) -> Non
     assert sorted(large) == [i * (32 << 20) for i in range(3)], "no two copies write the same memory"
 
 
-def test_arguments_that_make_no_problem_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+def test_bad_arguments_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
         calibrate.parse(["--tokens", "-1"])
     assert "--tokens: '-1' is not a whole" in capsys.readouterr().err

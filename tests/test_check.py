@@ -1,4 +1,4 @@
-"""scripts/check.py: passes what is right, names what is not."""
+"""scripts/check.py: passes correct results and names wrong ones."""
 
 from __future__ import annotations
 
@@ -18,23 +18,24 @@ ARGUMENTS = ["check.py", "--virtual", "2", "--quick", "--cases", "causal", "scor
 def test_ranks_that_are_threads_pass(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(sys, "argv", ARGUMENTS)
     assert check.main() == 0
-    said = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert said["ok"]
-    assert said["cases"] == 2 * len(list(check.settings(2, quick=True)))
-    assert 1e-8 < said["worst"]["float32/2"]["dq"] < 1e-5
+    summary = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert summary["ok"]
+    assert summary["cases"] == 2 * len(list(check.settings(2, quick=True)))
+    assert 1e-8 < summary["worst"]["float32/2"]["dq"] < 1e-5
 
 
 @pytest.mark.parametrize("result", range(len(check.NAMES)))
-def test_an_error_of_a_thousandth_is_found(
+def test_an_error_of_a_thousandth_fails(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], result: int
 ) -> None:
-    """In any one result of what the ranks compute together."""
+    """In any one of the results."""
     over_threads = check.over_threads
 
     def wrong(*args: Any, **settings: Any) -> list[Tensor]:
-        found = over_threads(*args, **settings)
-        found[result] = torch.where(torch.isfinite(found[result]), found[result] * 1.001, found[result])
-        return found
+        results = over_threads(*args, **settings)
+        x = results[result]
+        results[result] = torch.where(torch.isfinite(x), x * 1.001, x)
+        return results
 
     monkeypatch.setattr(check, "over_threads", wrong)
     monkeypatch.setattr(sys, "argv", [*ARGUMENTS[:5], "scores", *ARGUMENTS[7:]])
@@ -45,7 +46,7 @@ def test_an_error_of_a_thousandth_is_found(
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "error"),
     [
         ("--cases causal nosuch", "no case is named 'nosuch'; use 'full', 'causal'"),
         ("--quick --cases full", "no case with --quick is named 'full'; use 'causal'"),
@@ -56,21 +57,21 @@ def test_an_error_of_a_thousandth_is_found(
     ],
 )
 def test_arguments_that_check_nothing_are_refused(
-    capsys: pytest.CaptureFixture[str], arguments: str, said: str
+    capsys: pytest.CaptureFixture[str], arguments: str, error: str
 ) -> None:
     with pytest.raises(SystemExit, match="2"):
         check.parse(arguments.split())
-    assert said in capsys.readouterr().err
+    assert error in capsys.readouterr().err
 
 
-def test_no_case_is_not_all_right() -> None:
+def test_no_case_at_all_is_a_failure() -> None:
     args = check.parse(["--dtypes", "float32"])
     args.cases = ["nosuch"]
     assert check.matrix(args, torch.device("cpu"), {2: check.over_threads}, False).failures
 
 
-def test_without_torchrun_it_says_how_to_start(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_torchrun_the_error_is_how_to_start(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RANK", raising=False)
     monkeypatch.setattr(sys, "argv", ["check.py"])
-    with pytest.raises(SystemExit, match=r"start it with torchrun .* check.py, or alone: python check.py --virtual N"):
+    with pytest.raises(SystemExit, match=r"start it with torchrun .*, or in one process: python .* --virtual N"):
         check.main()

@@ -9,7 +9,8 @@ import torch
 
 import ringattn
 from ringattn import reference, virtual
-from ringattn.kernels import contract as block
+from ringattn.kernels.backends import BACKENDS
+from ringattn.kernels.contract import Score
 
 
 @pytest.mark.parametrize("world_size", [1, 3, 4])
@@ -157,7 +158,7 @@ def test_under_autocast_it_is_attention_under_autocast(dtype: torch.dtype) -> No
 
 
 def _skip_unless_it_runs(kernel: str, q: torch.Tensor) -> None:
-    if reason := block.unsupported(kernel, q, q, q, block.Score(1.0)):
+    if reason := BACKENDS[kernel].unsupported(q, q, q, Score(1.0)):
         pytest.skip(reason)
 
 

@@ -114,6 +114,25 @@ def test_pytorch(pools) -> None:  # type: ignore[no-untyped-def]
         close(got, parameters(model), 1e-10)
 
 
+def _losses() -> tuple[list[Tensor], float]:
+    with double():
+        names = run("losses", Decoder=Decoder, loader=batches())
+        return parameters(names["model"]), names["mean"].item()
+
+
+def test_losses(pools) -> None:  # type: ignore[no-untyped-def]
+    with double():
+        model = Decoder()
+        optimizer = torch.optim.AdamW(model.parameters())
+        for batch in batches():
+            loss = mean_loss(model, [batch])
+            loss.backward()
+            optimizer.step(), optimizer.zero_grad()
+    for got, mean in pools(2).run(_losses):
+        close(got, parameters(model), 1e-10)
+        assert mean == pytest.approx(loss.item(), rel=1e-12)
+
+
 def _from_context_parallel() -> tuple[float, list[Tensor]]:
     from torch.distributed.device_mesh import init_device_mesh
 

@@ -1,6 +1,6 @@
-"""Bad input: the offending value, what was expected and the fix, before anything is sent.
+"""Invalid input is refused before anything is sent, with the offending value, the expected one and a fix.
 
-The plans here are those of rank 1 of 3 ranks that do not exist: whatever tries to send fails otherwise, and counts.
+The plans are those of rank 1 of 3 virtual ranks, which fail with another error when something is sent, and count it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 from pool import Pool, on_ranks
 
 import ringattn
-from ringattn.kernels import contract as blocks
+from ringattn.kernels import backends
 from ringattn.transport import GroupTransport
 from ringattn.virtual import VirtualRank
 
@@ -60,7 +60,7 @@ def zeros(*shape: int, **how: Any) -> torch.Tensor:
         (dict(sink=zeros(2)), ValueError, ["sink has shape (2,)", "(q_heads,) = (4,)"]),
         (dict(alibi_slopes=zeros(3, 4)), ValueError, ["(3, 4)", "(q_heads,) = (4,)", "(batch, q_heads) = (2, 4)"]),
         (dict(alibi_slopes=zeros(4, requires_grad=True)), ValueError, ["requires grad", "alibi_slopes.detach()"]),
-        (dict(kernel="fast"), ValueError, ["kernel='fast' is unknown", *map(repr, blocks.kernel_names())]),
+        (dict(kernel="fast"), ValueError, ["kernel='fast' is unknown", *map(repr, backends.kernel_names())]),
     ],
 )  # fmt: skip
 def test_attention(changes: dict[str, Any], kind: type[Exception], words: list[str]) -> None:
@@ -71,7 +71,7 @@ def test_attention(changes: dict[str, Any], kind: type[Exception], words: list[s
     assert (plan.transport.sent_bytes, plan.transport.sent_messages) == (0, 0)
 
 
-def test_the_good_call_gets_as_far_as_sending() -> None:
+def test_a_valid_call_starts_to_send() -> None:
     plan = ringattn.plan(SEQ, VirtualRank(1, 3), dataflow="ring")
     with pytest.raises(NotImplementedError, match="moves nothing"):
         ringattn.attention(**good(), plan=plan)
@@ -85,7 +85,7 @@ def test_the_good_call_gets_as_far_as_sending() -> None:
         (dict(q=zeros(2, 6, 4, 513), k=zeros(2, 6, 2, 513), v=zeros(2, 6, 2, 513)), ["head", "'eager'"]),
     ],
 )
-def test_a_kernel_that_cannot_names_one_that_can(changes: dict[str, Any], words: list[str]) -> None:
+def test_the_error_of_a_kernel_names_those_that_can(changes: dict[str, Any], words: list[str]) -> None:
     pytest.importorskip("triton")
     x = good(**changes)
     x = x | {n: x[n].to(x["q"].dtype) for n in ("k", "v")}
@@ -96,10 +96,10 @@ def test_a_kernel_that_cannot_names_one_that_can(changes: dict[str, Any], words:
     assert plan.transport.sent_messages == 0
 
 
-def test_a_tensor_that_stands_for_shards() -> None:
+def test_a_tensor_subclass_of_shards() -> None:
     class Sharded(torch.Tensor):  # as DTensor
         def to_local(self) -> torch.Tensor:
-            raise AssertionError("nobody asked for it")
+            raise AssertionError("it must not be converted silently")
 
     plan = ringattn.plan(SEQ, VirtualRank(1, 3))
     with pytest.raises(TypeError, match=r"k is a DTensor; pass k.to_local\(\)"):
@@ -174,14 +174,14 @@ def test_unshard_of_another_length() -> None:
     assert plan.transport.sent_messages == 0
 
 
-def test_unshard_of_a_dim_that_is_not_there() -> None:
+def test_unshard_of_a_missing_dim() -> None:
     plan = ringattn.plan(SEQ, VirtualRank(1, 3))
     with pytest.raises(IndexError, match=r"unshard\(\) got dim 2 for shape \(2, 6\)"):
         plan.unshard(torch.zeros(2, 6), dim=2)
     assert plan.transport.sent_messages == 0
 
 
-def what_differs(which: str) -> str:
+def differing_calls(which: str) -> str:
     rank = torch.distributed.get_rank()
     causal, full = ringattn.plan(24, causal=True), ringattn.plan(24)
     q, k, v = (torch.randn(1, 12, 2, 8) for _ in range(3))
@@ -204,12 +204,14 @@ def what_differs(which: str) -> str:
     [
         ("plans", "attention() differs across ranks: plan is "),
         ("shapes", "unshard() differs across ranks: size 0 is 2 on ranks [0], 3 on ranks [1]"),
-        ("calls", "() differs across ranks: call is 'unshard(' on ranks [0], 'attentio' on ranks [1]"),
+        ("calls", "() differs across ranks: call is 'attention()' on ranks [1], 'unshard()' on ranks [0]"),
     ],
 )
-def test_what_ranks_compare(pools: Callable[[int], Pool], world_size: int, which: str, says: str) -> None:
-    for said in pools(world_size).run(what_differs, which):
-        assert says in said
+def test_ranks_compare_plans_shapes_and_calls(
+    pools: Callable[[int], Pool], world_size: int, which: str, says: str
+) -> None:
+    for text in pools(world_size).run(differing_calls, which):
+        assert says in text
 
 
 @pytest.mark.parametrize(
@@ -240,6 +242,6 @@ def shape_wrong_on_one_rank() -> str:
 @pytest.mark.parametrize("world_size", on_ranks(3))
 def test_tensors_that_one_rank_refuses_are_refused_by_all(pools: Callable[[int], Pool], world_size: int) -> None:
     """In the first call after plan(), in which the ranks compare."""
-    here, wrong, there = pools(world_size).run(shape_wrong_on_one_rank)
+    first, wrong, last = pools(world_size).run(shape_wrong_on_one_rank)
     assert "seq and heads must be equal" in wrong
-    assert here == there == f"attention() failed on rank 1: {wrong}"
+    assert first == last == f"attention() failed on rank 1: {wrong}"

@@ -1,7 +1,7 @@
-"""Ranks that die, raise, are late or go their own way: the others raise in time, and nobody has a result.
+"""Ranks that die, raise, are late or make another call: the others raise in time, and no rank returns a result.
 
-Every fault has processes of its own, with a time limit of seconds on what a rank waits for. A rank is made faulty by
-replacing the start of a hop of its transport.
+Every fault has processes of its own, in which a rank waits for another for some seconds at most. A rank is made faulty
+by replacing its transport's start of a step.
 """
 
 from __future__ import annotations
@@ -40,44 +40,44 @@ def ranks() -> Iterator[Pool]:
 
 
 def impatient() -> dist.ProcessGroup:
-    """All ranks, who wait for each other for ``LIMIT`` seconds; made when all of them are there."""
-    dist.barrier()
+    """Return a group of all ranks that wait for each other for ``LIMIT`` seconds at most."""
+    dist.barrier()  # the time limit starts when all ranks are here
     return dist.new_group(list(range(WORLD)), timeout=datetime.timedelta(seconds=LIMIT))
 
 
 def disturbed(case: Case, hop: int, fault: str) -> cases.Part:
-    """An attention in which the faulty rank fails when it starts a hop; hops are counted through both directions."""
+    """Run attention; the faulty rank fails when it starts a step. Steps are counted through forward and backward."""
     plan = case.plan(impatient())
-    here = plan.transport
-    real, count = here.start, 0
+    transport = plan.transport
+    real, count = transport.start, 0
 
     def start(sends, receives):  # type: ignore[no-untyped-def]
         nonlocal count
-        if here.rank == FAULTY and count == hop:
+        if transport.rank == FAULTY and count == hop:
             if fault == "dies":
                 os._exit(17)
             raise MemoryError(f"no room for hop {hop}")
         count += 1
         return real(sends, receives)
 
-    here.start = start
+    transport.start = start
     return cases.attend(case, plan=plan)
 
 
 def reports(pool: Pool, job: Callable[..., Any], *args: object) -> list[str]:
-    """What every rank said, all of which failed within the limit."""
+    """Return the reports of all ranks, which must have failed within the limit."""
     begin = time.monotonic()
     with pytest.raises(RankFailed) as caught:
         pool.run(job, *args, timeout=60, grace=3 * LIMIT)
     assert time.monotonic() - begin < 50
-    said = caught.value.reports
-    assert None not in said, f"ranks {[r for r, text in enumerate(said) if text is None]} returned a result"
-    assert "no answer" not in said, f"ranks {[r for r, text in enumerate(said) if text == 'no answer']} hang"
-    return said
+    texts = caught.value.reports
+    assert None not in texts, f"ranks {[r for r, text in enumerate(texts) if text is None]} returned a result"
+    assert "no answer" not in texts, f"ranks {[r for r, text in enumerate(texts) if text == 'no answer']} hang"
+    return texts
 
 
 def stopped(report: str) -> bool:
-    """A rank's own error, or the end of its process; not a failed assertion of the test."""
+    """Return whether a rank raised an error or its process ended, rather than an assertion of the test."""
     return "RuntimeError: rank" in report or report.startswith("died with exit code -")
 
 
@@ -85,39 +85,39 @@ def stopped(report: str) -> bool:
 @faulty
 @pytest.mark.parametrize(("dataflow", "hop"), [("ring", 0), ("ring", 2), ("ring", 5), ("reduce", 3), ("gather", 1)])
 def test_a_rank_that_dies_stops_all(ranks: Pool, dataflow: str, hop: int) -> None:
-    said = reports(ranks, disturbed, dataclasses.replace(CASE, dataflow=dataflow), hop, "dies")
-    assert said[FAULTY] == "died with exit code 17"
+    texts = reports(ranks, disturbed, dataclasses.replace(CASE, dataflow=dataflow), hop, "dies")
+    assert texts[FAULTY] == "died with exit code 17"
     for rank in set(range(WORLD)) - {FAULTY}:
-        assert stopped(said[rank]), said[rank]
+        assert stopped(texts[rank]), texts[rank]
 
 
 @faulty
 @pytest.mark.parametrize("hop", [1, 6])
 def test_a_rank_that_raises_keeps_its_error_and_stops_all(ranks: Pool, hop: int) -> None:
-    said = reports(ranks, disturbed, CASE, hop, "raises")
-    assert f"MemoryError: no room for hop {hop}" in said[FAULTY]
+    texts = reports(ranks, disturbed, CASE, hop, "raises")
+    assert f"MemoryError: no room for hop {hop}" in texts[FAULTY]
     for rank in set(range(WORLD)) - {FAULTY}:
-        assert stopped(said[rank]), said[rank]
+        assert stopped(texts[rank]), texts[rank]
 
 
 def missing(case: Case) -> cases.Part | None:
-    """One rank leaves out the attention that the others come to."""
+    """One rank skips the attention that the others run."""
     plan = case.plan(impatient())
     if plan.rank == FAULTY:
         time.sleep(2 * LIMIT)
-        raise SystemExit("left it out")
+        raise SystemExit("skipped it")
     return cases.attend(case, plan=plan)
 
 
 @faulty
-def test_a_rank_that_does_not_come_is_noticed(ranks: Pool) -> None:
-    said = reports(ranks, missing, CASE)
+def test_a_rank_that_skips_a_call_is_noticed(ranks: Pool) -> None:
+    texts = reports(ranks, missing, CASE)
     for rank in set(range(WORLD)) - {FAULTY}:
-        assert f"rank {rank}: not every rank of the group came to the same call within the time limit" in said[rank]
+        assert f"rank {rank}: not every rank of the group came to the same call within the time limit" in texts[rank]
 
 
 def differing_later(case: Case) -> torch.Tensor:
-    """The second call of a plan is another on one rank, when nobody compares any more."""
+    """The second call of a plan differs on one rank, when arguments are no longer compared."""
     plan = case.plan(impatient())
     cases.attend(case, plan=plan)
     heads = 4 if plan.rank == FAULTY else 2
@@ -127,26 +127,26 @@ def differing_later(case: Case) -> torch.Tensor:
 
 @faulty
 def test_a_later_call_that_differs_has_no_result(ranks: Pool) -> None:
-    said = reports(ranks, differing_later, CASE)
-    for text in said:
+    texts = reports(ranks, differing_later, CASE)
+    for text in texts:
         assert stopped(text), text
 
 
 def jittered(case: Case, seed: int, slowest: float, repeats: int) -> list[dict[str, torch.Tensor]]:
-    """Attend, with sleeps before the hops of this rank."""
-    here = transports.of(None)
-    real, rng = here.start, random.Random(seed * WORLD + here.rank)
+    """Run attention with sleeps before the steps of this rank."""
+    transport = transports.of(None)
+    real, rng = transport.start, random.Random(seed * WORLD + transport.rank)
 
     def start(sends, receives):  # type: ignore[no-untyped-def]
-        time.sleep(rng.choice([0.0, slowest]) if here.rank % 2 else rng.uniform(0, slowest / 10))
+        time.sleep(rng.choice([0.0, slowest]) if transport.rank % 2 else rng.uniform(0, slowest / 10))
         return real(sends, receives)
 
     plan = case.plan()
-    here.start = start
+    transport.start = start
     try:
         return [cases.attend(case, plan=plan).results for _ in range(repeats)]
     finally:
-        here.start = real
+        transport.start = real
 
 
 @pytest.mark.parametrize("world_size", on_ranks(4))
@@ -160,8 +160,8 @@ def test_slow_ranks_change_no_bit(
     )  # fmt: skip
     want = pools(world_size).run(jittered, case, 0, 0.0, 1)
     slow = pools(world_size).run(jittered, case, 1, 0.2, 1)
-    hurried = pools(world_size).run(jittered, case, 2, 0.01, 6)
+    jittery = pools(world_size).run(jittered, case, 2, 0.01, 6)
     for rank in range(world_size):
-        for got in slow[rank] + hurried[rank]:
+        for got in slow[rank] + jittery[rank]:
             for name, x in want[rank][0].items():
                 assert torch.equal(got[name], x), f"{name} of rank {rank}"

@@ -62,15 +62,15 @@ def test_intervals_mean_what_the_definition_says(drawn: tuple[Mask, Tensor]) -> 
     for bounds in (start, end):  # kernels rely on the order
         assert (bounds.diff(dim=1) >= 0).all()
     assert ((start >= 0) & (start <= end) & (end <= mask.seq_len_k)).all()
-    assert max((end - start).flatten().tolist(), default=0) <= mask.most <= mask.seq_len_k
+    assert max((end - start).flatten().tolist(), default=0) <= mask.max_keys_per_query <= mask.seq_len_k
 
 
 def test_most_keys_that_a_query_sees() -> None:
     n = 1000
-    assert masks.causal(n).most == masks.full(n).most == n
-    assert (masks.window(n, 99, 0) & masks.causal(n)).most == 100
-    assert masks.window(n, -1, 0).most == n
-    assert (masks.packed([0, 300, 1000], n) & masks.causal(n)).most == 700
+    assert masks.causal(n).max_keys_per_query == masks.full(n).max_keys_per_query == n
+    assert (masks.window(n, 99, 0) & masks.causal(n)).max_keys_per_query == 100
+    assert masks.window(n, -1, 0).max_keys_per_query == n
+    assert (masks.packed([0, 300, 1000], n) & masks.causal(n)).max_keys_per_query == 700
 
 
 @given(mask_and_meaning(), st.sampled_from(sorted(layouts.LAYOUTS)), st.integers(1, 6))

@@ -12,11 +12,13 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves
 
 import ringattn
-from ringattn import virtual
-from ringattn.dataflow import gather, reduce, ring
-from ringattn.kernels.contract import Partial, Score
+from ringattn import Partial, virtual
+from ringattn.dataflow import DATAFLOWS
+from ringattn.dataflow.contract import Call
+from ringattn.dataflow.fetching import gathered_block
+from ringattn.kernels.backends import Backend
+from ringattn.kernels.contract import Keys, Queries, Result, Score
 
-DATAFLOWS = {"ring": ring, "gather": gather, "reduce": reduce}
 DIM, TOKENS = 16, 4096
 
 
@@ -43,30 +45,25 @@ class Counting(TorchDispatchMode):
         self.live -= size
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, block: Any, score: Any, *, state: Any = None, **how: Any) -> Any:
-    def rows() -> Tensor:
-        return q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=torch.float32)
+class Allocating(Backend):
+    """Makes results and computes nothing."""
 
-    shape = *q.shape[:3], v.shape[3]
-    if how.get("finalize"):
-        return q.new_empty(shape), rows()
-    return state or Partial(rows(), rows(), q.new_empty(shape, dtype=torch.float32))
+    def _forward(self, q: Tensor, keys: Keys, score: Score, state: Partial | None, finalize: bool) -> Partial | Result:
+        def rows() -> Tensor:
+            return q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=torch.float32)
 
+        shape = *q.shape[:3], keys.v.shape[3]
+        if finalize:
+            return Result(q.new_empty(shape), rows())
+        return state or Partial(rows(), rows(), q.new_empty(shape, dtype=torch.float32))
 
-def backward(q: Tensor, k: Tensor, v: Tensor, *_: Any, into: Any = None, **how: Any) -> tuple[Tensor, Tensor]:
-    return into or (torch.empty(k.shape, dtype=torch.float32), torch.empty(v.shape, dtype=torch.float32))
-
-
-def delta(out: Tensor, *_: Any) -> Tensor:
-    return out.new_empty((out.shape[0], out.shape[2], out.shape[1]), dtype=torch.float32)
+    def _backward(self, queries: Queries, keys: Keys, *others: Any) -> tuple[Tensor, Tensor]:
+        into = others[3]
+        return into or (torch.empty(keys.k.shape), torch.empty(keys.v.shape))
 
 
 @pytest.fixture(autouse=True)
-def _kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in DATAFLOWS.values():
-        monkeypatch.setattr(module, "block_forward", forward)
-        monkeypatch.setattr(module, "block_backward", backward)
-        monkeypatch.setattr(module, "block_delta", delta)
+def _messages(monkeypatch: pytest.MonkeyPatch) -> None:
     start = virtual.VirtualRank._start
 
     def unseen(*args: Any) -> Any:  # copies of what travels are counted where they arrive
@@ -94,24 +91,24 @@ def _kernels(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_no_more_than_predicted(
     ranks: int, dataflow: str, layout: str, heads: tuple[int, int], mask: dict[str, Any]
 ) -> None:
-    module = DATAFLOWS[dataflow]
-
     def body(rank: virtual.VirtualRank) -> list[tuple[int, int]]:
         plan = ringattn.plan(TOKENS, rank, layout=layout, dataflow=dataflow, **mask)
         for other in range(ranks):  # tables, which plans keep
             plan.block(rank.rank, other, torch.device("cpu"))
         if dataflow == "gather":
-            plan.gathered_block(torch.device("cpu"))
+            gathered_block(plan, torch.device("cpu"))
         n = plan.local_lengths[rank.rank]
         q, k, v = (torch.empty(1, n, h, DIM, dtype=torch.bfloat16) for h in (heads[0], heads[1], heads[1]))
         shape = dict(q_heads=heads[0], kv_heads=heads[1], head_dim=DIM, itemsize=2)
+        call = Call(q, k, v, plan, Score(1.0), Allocating())
         with Counting(q, k, v) as counted:
-            out, lse = module.forward(q, k, v, None, plan, Score(1.0), "eager")
+            out, lse = DATAFLOWS[dataflow].forward(call)
         results = out.untyped_storage().nbytes() + lse.untyped_storage().nbytes()
         found = [(counted.peak - results, plan.memory_bytes(**shape))]
         dout = torch.empty_like(out)
         with Counting(q, k, v, out, lse, dout) as counted:
-            module.backward(dout, None, q, k, v, out, lse, plan, Score(1.0), "eager")
+            delta = torch.empty_like(lse)
+            DATAFLOWS[dataflow].backward(call, Queries(q, dout, lse, delta))
         return [*found, (counted.peak, plan.memory_bytes(backward=True, **shape))]
 
     for found in virtual.run(ranks, body):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import dataclasses
 import gc
-import importlib
 import inspect
 import pickle
 import re
@@ -23,13 +22,13 @@ from pool import Pool, on_ranks
 import ringattn
 from ringattn import layout as layouts
 from ringattn import plan as plan_function
+from ringattn import planning, plans
 from ringattn import transport as transports
-from ringattn.kernels import long_sums as spans
+from ringattn.dataflow.fetching import gathered_block
+from ringattn.kernels import long_sums
 from ringattn.kernels.contract import Block
 from ringattn.schedule import Schedule, Step
 from ringattn.virtual import VirtualRank
-
-plans = importlib.import_module("ringattn.plans")  # the module; ringattn.plan is the function
 
 # Agreement: every rank passes arguments of its own, and reports what it was told.
 
@@ -72,7 +71,7 @@ def test_differing_arguments_raise_the_same_error_on_every_rank(
     usual, odd = ({"seq_len": 24, **d} for d in DIFFERENCES[what])
     answers = pools(world_size).run(try_plan, [usual, odd, usual, usual])
     (answer,) = set(answers)
-    assert answer.startswith(f"ValueError: plan() differs across ranks: {what.split()[0]} is "), answer
+    assert answer.startswith(f"Disagreement: plan() differs across ranks: {what.split()[0]} is "), answer
     assert "on ranks [0, 2, 3]" in answer
     assert "on ranks [1]" in answer
     assert pools(world_size).run(try_plan, [usual] * 4) == ["a plan"] * 4  # and nothing is left behind
@@ -98,7 +97,7 @@ def test_a_bad_argument_of_one_rank_raises_on_all(
     answers = pools(world_size).run(try_plan, [good, good, {**good, **bad}, good], timeout=30)
     assert answers[2].startswith(f"{kind}: {text}"), answers[2]
     assert len({answers[r] for r in (0, 1, 3)}) == 1
-    assert answers[0].startswith(f"ValueError: plan() failed on rank 2: {text}"), answers[0]
+    assert answers[0].startswith(f"RankFailed: plan() failed on rank 2: {text}"), answers[0]
 
 
 def try_attention(fields: list[dict[str, Any]]) -> str:
@@ -144,7 +143,7 @@ def test_calls_that_differ_raise_the_same_error_on_every_rank(
 ) -> None:
     answers = pools(world_size).run(try_attention, [{}, odd, {}])
     (answer,) = set(answers)
-    assert answer.startswith(f"ValueError: attention() differs across ranks: {said}"), answer
+    assert answer.startswith(f"Disagreement: attention() differs across ranks: {said}"), answer
     assert "ranks [1]" in answer
     assert pools(world_size).run(try_attention, [{}] * 3) == ["attended"] * 3
 
@@ -154,7 +153,7 @@ def test_a_kernel_that_one_rank_cannot_run_raises_on_all(pools: Callable[[int], 
     answers = pools(world_size).run(try_attention, [{}, {}, dict(kernel="warp")], timeout=30)
     assert answers[2].startswith("ValueError: kernel='warp' is unknown; use one of 'auto'")
     assert answers[0] == answers[1]
-    assert answers[0].startswith("ValueError: attention() failed on rank 2: kernel='warp' is unknown")
+    assert answers[0].startswith("RankFailed: attention() failed on rank 2: kernel='warp' is unknown")
 
 
 # What moves.
@@ -211,7 +210,7 @@ def test_verify_passes_and_counts_are_those_of_the_mask(drawn: tuple[int, Case])
             part = visible[:, plan.positions][:, :, made[k].positions_k]
             assert pairs[q][k] == int(part.sum()) * rows // len(part)
             assert plan.block(q, k, torch.device("cpu")).pairs == pytest.approx(pairs[q][k] / rows)
-        assert plan.gathered_block(torch.device("cpu")).pairs == pytest.approx(sum(pairs[q]) / rows)
+        assert gathered_block(plan, torch.device("cpu")).pairs == pytest.approx(sum(pairs[q]) / rows)
     for positions, n in (([p.positions for p in made], case.seq_len), ([p.positions_k for p in made], case.keys)):
         assert torch.equal(torch.cat(positions).sort().values, torch.arange(n))
 
@@ -296,7 +295,7 @@ def test_verify_notices_wrong_shards_and_wrong_blocks() -> None:
         block = wrong.block(2, 1, torch.device("cpu"))
         bounds = {f.name: getattr(block, f.name) for f in dataclasses.fields(Block) if f.init}
         bounds[field] = (bounds[field] + shift).clamp(0, block.seq_k)
-        wrong._cache["block", 2, 1, torch.device("cpu")] = Block(**bounds)
+        wrong.memo.put(("block", 2, 1, torch.device("cpu")), Block(**bounds))
         with pytest.raises(AssertionError, match="not what its mask says"):
             wrong.verify()
 
@@ -379,9 +378,9 @@ def test_a_plan_seen_before_is_quick() -> None:
 def test_the_cache_is_bounded_and_keeps_the_latest() -> None:
     first = plan_function(1000, VirtualRank(0, 1))
     group = first.transport
-    for n in range(2 * plans._CACHED_PLANS):
+    for n in range(200):
         plan_function(n, group)
-    assert len(plans._cache) == plans._CACHED_PLANS
+    assert plan_function(199, group) is plan_function(199, group)
     assert plan_function(1000, group) is not first
 
 
@@ -389,7 +388,7 @@ def test_handles_stand_for_living_plans() -> None:
     plan = plan_function(16, VirtualRank(1, 2))
     assert plans.by_handle(plan.handle) is plan
     handle = plan.handle
-    plans._cache.clear()
+    planning._plans.clear()
     del plan
     gc.collect()
     with pytest.raises(RuntimeError, match=f"plan {handle} is gone: keep a reference"):
@@ -410,14 +409,14 @@ def test_copies_share_the_plan_and_pickling_is_refused() -> None:
 
 @pytest.mark.parametrize(("q_heads", "cut"), [(4, False), (8, False), (16, False), (12, True), (28, True)])
 @pytest.mark.parametrize("dataflow", ["ring", "gather", "reduce"])
-def test_a_backward_that_is_cut_takes_the_gradients_of_a_span(
+def test_a_backward_in_pieces_takes_the_gradients_of_a_piece(
     q_heads: int, cut: bool, dataflow: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """40 queries, of which a sum has those of all heads of a group, or of two where two divide it."""
     made = plan_function(80, VirtualRank(0, 2), causal=True, dataflow=dataflow)
     shape = dict(q_heads=q_heads, kv_heads=4, head_dim=8, itemsize=2, backward=True)
     whole = made.memory_bytes(**shape)  # type: ignore[arg-type]
-    monkeypatch.setattr(spans, "LONGEST", 100)
+    monkeypatch.setattr(long_sums, "LONGEST_SUM", 100)
     assert (made.memory_bytes(**shape) > whole) == cut  # type: ignore[arg-type]
 
 

@@ -1,12 +1,14 @@
 """The protocol by which ranks pull keys and push gradients, on simulated GPUs that execute in any order.
 
-The dataflow itself queues (ringattn.gather); kernels are replaced: a forward kernel looks whether every key and value
-that it is to read is there, a backward kernel also writes contributions to gradients, whose sums are compared bit for
-bit with those in the order of ranks.
+The dataflow "gather" queues its real operations; only its kernels are replaced. A forward kernel checks that every key
+and value that it reads is there. A backward kernel also writes contributions to gradients, whose sums are compared bit
+for bit with sums in the order of ranks.
 """
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import gc
 import weakref
 from collections import deque
@@ -23,11 +25,17 @@ pytest.importorskip("triton")
 from simulated_gpus import Deadlock, Shared, Stream, World, alias, reached
 
 import ringattn
-from ringattn.dataflow import gather
-from ringattn.kernels.contract import CompletionCounts, Score
+from ringattn import layout
+from ringattn.dataflow import fetching
+from ringattn.dataflow.contract import Call as Attention
+from ringattn.dataflow.fetching import gathered_block
+from ringattn.dataflow.gather import Gather
+from ringattn.kernels.backends import Backend
+from ringattn.kernels.contract import CompletionCounts, Queries, Result, Score
+from ringattn.peer import driver, memory, pull, push, watchdog
 from ringattn.peer import pack_rows as packing
-from ringattn.peer import pulls
 from ringattn.peer import sum_runs as summing
+from ringattn.schedule import Fetch
 from ringattn.virtual import VirtualRank
 
 DIM, WIDTH = 2, 3  # head_dim; head_dim + head_dim_v
@@ -36,12 +44,23 @@ SCORE = Score(1.0)
 SEEDS = 6  # orders of execution of each case
 
 
+def block_cyclic(seq_len: int, world_size: int) -> tuple[layout.Shard, ...]:
+    """A layout with many runs per rank: blocks of 16 tokens in turns."""
+    blocks = [range(begin, min(begin + 16, seq_len)) for begin in range(0, seq_len, 16)]
+    return tuple(tuple(blocks[rank::world_size]) for rank in range(world_size))
+
+
+@pytest.fixture(autouse=True)
+def _layouts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(layout.LAYOUTS, "block-cyclic", block_cyclic)
+
+
 @dataclass(frozen=True)
 class Case:
     """Calls over some ranks, one after another with nothing between them that waits.
 
-    ``waits``: kernels wait for arriving rows by themselves. ``counts``: rows of keys that a backward kernel counts
-    together; 0: it does not count, and its keys must be there before.
+    ``waits``: kernels poll the ready flags of rows. ``counts``: rows of keys that a backward kernel counts together; 0:
+    it does not count, and its keys must be complete before it starts.
     """
 
     ranks: int = 3
@@ -55,8 +74,8 @@ class Case:
     waits: bool = True
     counts: int = 1
     calls: tuple[str, ...] = ("forward", "backward", "forward", "forward")
-    lengths: tuple[int, ...] = ()  # of calls by turns, instead of seq_len
-    streams: int = 1  # of every rank, on which calls are queued by turns
+    lengths: tuple[int, ...] = ()  # of the calls in turn, instead of seq_len
+    streams: int = 1  # of every rank, on which calls are queued in turn
     epoch: int = 0  # the first one
     skips: bool = False  # forward kernels leave out some rows of keys, and do not wait for them
 
@@ -78,7 +97,7 @@ def same(got: Tensor, want: Tensor, where: str) -> None:
 
 
 class Call:
-    """One attention of all ranks of a group: what its keys are, and what its gradients must be."""
+    """One attention of all ranks of a group: its keys, and the gradients that it must have."""
 
     def __init__(self, case: Case, number: int, kind: str) -> None:
         self.case, self.number, self.kind = case, number, kind
@@ -86,31 +105,31 @@ class Call:
         numbers = torch.arange(case.batch * case.keys * case.kv_heads * WIDTH)
         self.kv = (numbers.view(shape) + number * numbers.numel()).float()  # all different
         generator = torch.Generator().manual_seed(number)
-        self.given = torch.randn(case.ranks, *shape, generator=generator)  # by every visitor
+        self.given = torch.randn(case.ranks, *shape, generator=generator)  # contributions of every rank
         self.heads_seen = [0] * case.ranks  # key heads whose kernels have been queued
         self.kernels_done = 0
         self.gradients: list[tuple[Tensor, Tensor]] = []
-        self.later: list[Tensor] = []  # what the caller has made behind it
+        self.later: list[Tensor] = []  # tensors that the caller makes afterwards
 
     def expected(self, plan: ringattn.Plan) -> Tensor:
-        """Sums of the contributions to a rank's keys, in the order of ranks."""
+        """Return the sums of the contributions to a rank's keys, in the order of ranks."""
         total = torch.zeros_like(self.kv)
         for visitor in range(plan.world_size):
-            positions = plan.gathered_block(CPU, visitor).positions_k.long()
+            positions = gathered_block(plan, CPU, visitor).positions_k.long()
             total[:, positions] += self.given[visitor][:, positions]
         return plan.shard_k(total)
 
 
-class Kernels:
-    """What a rank's dataflow calls in place of kernels, for the call that is being queued."""
+class Kernels(Backend):
+    """The backend of all ranks; it queues simulated kernels for the call that is being queued."""
 
     def __init__(self, world: World, case: Case) -> None:
-        self.world, self.case = world, case
+        self.world, self.case, self.waits_for_keys = world, case, case.waits
         self.call: Call
         self.rank = 0  # in its group
 
     def _rows(self, k: Tensor) -> tuple[Call, int, int, list[tuple[int, int]]]:
-        """The call, the rank, the first of these heads among all, and (batch element, head) of every row."""
+        """Return the call, the rank, the number of the first of these heads, and (batch element, head) of every row."""
         call, rank = self.call, self.rank
         first = call.heads_seen[rank]
         call.heads_seen[rank] += k.shape[2]
@@ -126,7 +145,8 @@ class Kernels:
         address, epoch = ready.flags[row].data_ptr(), ready.epoch
         return lambda: reached(address, epoch)
 
-    def forward(self, q, k, v, block, score, *, sink, finalize, kernel, ready):  # type: ignore[no-untyped-def]
+    def output(self, q, keys, score, state=None):  # type: ignore[no-untyped-def]
+        k, v, block, ready = keys
         call, rank, first, rows = self._rows(k)
         k, v, positions, heads = alias(k), alias(v), block.positions_k.long(), k.shape[2]
 
@@ -135,11 +155,10 @@ class Kernels:
 
         parts = [(self._ready(ready, b * heads + h), lambda b=b, h=h: look(b, h)) for b, h in rows]
         self.world.kernel("forward", [*parts, (None, lambda: self._done(call))])
-        return q.new_empty((*q.shape[:3], v.shape[3])), q.new_empty((q.shape[0], q.shape[2], q.shape[1]))
+        return Result(q.new_empty((*q.shape[:3], v.shape[3])), q.new_empty((q.shape[0], q.shape[2], q.shape[1])))
 
-    def backward(  # type: ignore[no-untyped-def]
-        self, q, k, v, dout, lse, delta, block, score, *, dq, deterministic, kernel, into, ready, counters
-    ):
+    def backward(self, queries, keys, score, dq, *, deterministic, into, counters):  # type: ignore[no-untyped-def]
+        k, v, block, ready = keys
         call, rank, first, rows = self._rows(k)
         k, v, dk, dv = alias(k), alias(v), alias(into[0]), alias(into[1])
         positions, heads = block.positions_k.long(), k.shape[2]
@@ -153,8 +172,8 @@ class Kernels:
             same(
                 torch.cat([k[b, at, h], v[b, at, h]], -1), call.kv[b, positions[at], first + h], f"rank {rank}, {b} {h}"
             )
-            made = call.given[rank][b, positions[at], first + h]
-            dk[b, at, h], dv[b, at, h] = made[:, :DIM], made[:, DIM:]
+            given = call.given[rank][b, positions[at], first + h]
+            dk[b, at, h], dv[b, at, h] = given[:, :DIM], given[:, DIM:]
             if count is not None:
                 count[(b * heads + h) // self.case.counts, segment] += 1
 
@@ -166,14 +185,16 @@ class Kernels:
     def _done(self, call: Call) -> None:
         call.kernels_done += 1
 
-    def completion_counts(self, q, k, v, block, score, *, deterministic, kernel):  # type: ignore[no-untyped-def]
+    def completion_counts(self, q, keys, score, *, deterministic=False):  # type: ignore[no-untyped-def]
+        k, _, block, _ = keys
         rows = self.case.counts
         if not rows or not self.case.waits or k.shape[0] * k.shape[2] % rows:
             return None
         return CompletionCounts(rows, (rows,) * len(block.segments_k))
 
-    def pack_rows(self, k: Tensor, v: Tensor, whole: Tensor, own: Tensor, runs: Sequence[tuple[int, int, int]]) -> None:
+    def pack_rows(self, k: Tensor, v: Tensor, whole: Tensor, own: Tensor, table: Tensor) -> None:
         k, v, whole, own = map(alias, (k, v, whole, own))
+        runs = table.tolist()
 
         def run(b: int) -> None:
             rows = torch.cat([k[b], v[b]], -1).transpose(0, 1)
@@ -204,19 +225,27 @@ class Kernels:
         self.world.kernel("sum", [*((None, lambda p=p: add(*p)) for p in table.tolist()), (None, store)])
 
     def patched(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(gather, "block_forward", self.forward)
-        monkeypatch.setattr(gather, "block_backward", self.backward)
-        monkeypatch.setattr(gather, "block_delta", lambda out, dout, dlse: dout[..., 0].transpose(1, 2))
-        monkeypatch.setattr(gather, "waits", lambda *_: self.case.waits)
-        monkeypatch.setattr(gather, "completion_counts", self.completion_counts)
-        cut = gather.head_groups
-        monkeypatch.setattr(gather, "head_groups", lambda k, q, device, backward: cut(k, q, "cuda", backward))
+        cut = fetching.head_groups
+        monkeypatch.setattr(fetching, "head_groups", lambda k, q, device, backward: cut(k, q, "cuda", backward))
         monkeypatch.setattr(packing, "pack_rows", self.pack_rows)
         monkeypatch.setattr(summing, "sum_runs", self.sum_runs)
+        monkeypatch.setattr(push, "new_counters", self.new_counters(push.new_counters))
+
+    def new_counters(self, real: Any) -> Any:
+        """Return a function that makes counters with the values after ``case.epoch`` calls."""
+        epoch = self.case.epoch
+
+        def counters(shape: tuple[int, int], device: torch.device) -> push.Counters:
+            zeros = real(shape, device)
+            raised = alias(zeros.raised)
+            self.world.write_tensor("set off", lambda: raised.fill_((epoch + 2**31) % 2**32 - 2**31))
+            return zeros._replace(before=[epoch & 0xFFFFFFFF] * len(zeros.before))
+
+        return counters
 
 
 class Group:
-    """Some ranks of a world, and their links."""
+    """Some ranks of a world, with their links."""
 
     def __init__(self, world: World, case: Case, ranks: Sequence[int]) -> None:
         self.world, self.case, self.ranks = world, case, ranks
@@ -226,30 +255,20 @@ class Group:
         for place, rank in enumerate(ranks):
             mains = [Stream(world.gpus[rank], "main") for _ in range(case.streams)]
             with world.host(mains[0]):
-                link = pulls.Link(place, len(ranks), CPU, shared.of(rank))
+                link = memory.Link(place, len(ranks), CPU, shared.of(rank))
             link.pulling.role, link.pushing.role = "pulling", "pushing"
             self._set_off(link)
             self.links.append(link)
             self.mains.append(mains)
 
-    def _set_off(self, link: pulls.Link) -> None:
-        """Start where ``case.epoch`` calls have been made."""
-        epoch = self.case.epoch
+    def _set_off(self, link: memory.Link) -> None:
+        """Set epochs and words to their values after ``case.epoch`` calls."""
+        epoch = (self.case.epoch + 2**31) % 2**32 - 2**31  # as int32
         link.epochs = [epoch, epoch]
-        words = torch.frombuffer(bytearray((epoch & 0xFFFFFFFF).to_bytes(4, "little")), dtype=torch.int32)
-        link.pad.memory.view(torch.int32).fill_(int(words))
-        world = self.world
-
-        class Counters(dict):  # type: ignore[type-arg]
-            def __setitem__(self, key: object, made: pulls.Counters) -> None:
-                where = alias(made.raised)
-                world.write_tensor("set off", lambda: where.fill_(int(words)))
-                super().__setitem__(key, made._replace(before=[epoch & 0xFFFFFFFF] * len(made.before)))
-
-        link.counters = Counters()
+        link.pad.memory.view(torch.int32).fill_(epoch)
 
     def plan(self, place: int, case: Case, kind: str) -> ringattn.Plan:
-        """The same in every call of one shape."""
+        """Return the plan of a rank, the same in every call of one shape."""
         key = place, case.seq_len, kind
         if key not in self.plans:
             self.plans[key] = self._plan(place, case, kind)
@@ -265,12 +284,12 @@ class Group:
             case.seq_len, rank, seq_len_k=case.seq_len_k, layout=case.layout, dataflow="gather", **case.mask,
             buffer_bytes=buffer,
         )  # fmt: skip
-        plan.gathered_block(CPU)  # made at once, not by the simulated GPU
+        gathered_block(plan, CPU)  # made at once, not by the simulated GPU
         rank.link = lambda x: self.links[place]  # type: ignore[method-assign]
         return plan
 
     def queue(self, kernels: Kernels, call: Call, place: int, plan: ringattn.Plan) -> Any:
-        """What the host of one rank does in one call."""
+        """Queue what the host of one rank queues in one call; return the tensors to keep alive."""
         case = call.case
         kernels.call, kernels.rank = call, place
         kv = plan.shard_k(call.kv)
@@ -281,12 +300,13 @@ class Group:
         kept: list[object] = [k, v, q, dout, lse]
         with self.world.host(self.mains[place][call.number % case.streams]):
             if call.kind == "forward":
-                gather.forward(q, k, v, None, plan, SCORE, "eager")
-                size = case.batch * case.kv_heads * plan.gathered_block(CPU).seq_k * WIDTH
-                call.later.append(torch.full((size,), 7.0))  # memory of the keys, if the allocator has it again
+                Gather().forward(Attention(q, k, v, plan, SCORE, kernels))
+                size = case.batch * case.kv_heads * gathered_block(plan, CPU).seq_k * WIDTH
+                call.later.append(torch.full((size,), 7.0))  # in memory of the keys, if the allocator reuses it
             else:
-                _, dk, dv, _ = gather.backward(dout, None, q, k, v, dout, lse, plan, SCORE, "eager")
-                call.gradients.append((dk, dv))
+                queries = Queries(q, dout, lse, lse)
+                gradients = Gather().backward(Attention(q, k, v, plan, SCORE, kernels), queries)
+                call.gradients.append((gradients.dk, gradients.dv))
         return kept
 
 
@@ -296,14 +316,14 @@ def play(
     seed: int,
     dropped: frozenset[str] = frozenset(),
     connections: int = 1 << 30,
-    found: int = 0xFF,
+    fresh: int = 0xFF,
 ) -> None:
-    """All hosts queue all calls, then everything is executed in the order of the seed, and compared.
+    """Queue all calls of all hosts, execute everything in an order drawn from the seed, and compare.
 
     Raises:
         Wrong, Deadlock
     """
-    world = World(case.ranks, seed, dropped, connections, found)
+    world = World(case.ranks, seed, dropped, connections, fresh)
     kernels = Kernels(world, case)
     done = []
     with monkeypatch.context() as patch:
@@ -327,7 +347,7 @@ def play_two_groups(
     connections: int = 1 << 30,
     members: tuple[tuple[int, ...], ...] = ((0, 1), (2, 3), (0, 2), (1, 3)),
 ) -> None:
-    """Every rank is in two groups, and queues calls of both on a stream each, in an order of its own."""
+    """Play with ranks in two groups each, which queue calls of both, on a stream each, in an order of their own."""
     world = World(4, seed, dropped, connections)
     cases = [Case(ranks=len(ranks), counts=0 if seed % 2 else 1) for ranks in members]
     kernels = Kernels(world, cases[0])
@@ -359,9 +379,9 @@ def play_two_groups(
 
 
 def compare(call: Call, plans: Sequence[ringattn.Plan]) -> None:
-    """After the run: were all heads attended, and are the gradients those that were given?"""
+    """Compare after the run: all heads were attended to, and gradients are the sums of what was given."""
     for place, plan in enumerate(plans):
-        if plan.gathered_block(CPU).seq_k:
+        if gathered_block(plan, CPU).seq_k:
             assert call.heads_seen[place] == call.case.kv_heads
     for plan, (dk, dv) in zip(plans, call.gradients, strict=False):
         same(torch.cat([dk, dv], -1), call.expected(plan), f"gradients of rank {plan.rank}")
@@ -385,6 +405,13 @@ CASES = {
     "window": Case(ranks=4, mask=dict(window_size=(4, 2)), seq_len=33),
     "full": Case(mask={}, seq_len=10),
     "contiguous": Case(ranks=4, layout="contiguous", seq_len=19),
+    "many runs": Case(ranks=3, layout="block-cyclic", seq_len=231),
+    "many runs, waves": Case(
+        ranks=2, layout="block-cyclic", seq_len=150, kv_heads=3, heads_in_memory=1, calls=("backward", "forward") * 2
+    ),
+    "many runs, counted in pairs": Case(
+        ranks=2, layout="block-cyclic", seq_len=150, batch=2, counts=2, mask=dict(window_size=(40, 0))
+    ),
     "empty shards": Case(ranks=5, seq_len=3),
     "one token": Case(ranks=3, seq_len=1),
     "more keys": Case(seq_len=7, seq_len_k=20),
@@ -399,25 +426,26 @@ CASES = {
 }
 
 
-# To be taken away with what they name.
 @pytest.mark.parametrize("name", CASES)
-def test_every_key_is_there_when_it_is_read_and_every_gradient_when_it_is_summed(
+def test_keys_are_complete_when_they_are_read_and_gradients_when_they_are_summed(
     monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     for seed in range(SEEDS):
         play(monkeypatch, CASES[name], seed)
 
 
-@pytest.mark.parametrize("found", [0x3F, 0x80])
+@pytest.mark.parametrize("fresh", [0x3F, 0x80])
 @pytest.mark.parametrize("name", ["one wave", "waves"])
-def test_nobody_reads_memory_that_is_still_to_be_set(monkeypatch: pytest.MonkeyPatch, name: str, found: int) -> None:
-    """Flags and counters are set by the stream that attends, behind all that is queued there."""
+def test_flags_and_counters_are_not_read_before_they_are_set(
+    monkeypatch: pytest.MonkeyPatch, name: str, fresh: int
+) -> None:
+    """The stream of the attention sets them, after all work that is queued there."""
     for seed in range(3):
-        play(monkeypatch, CASES[name], seed, found=found)
+        play(monkeypatch, CASES[name], seed, fresh=fresh)
 
 
-# What each wait is for: a case that goes wrong without it, in some order. READY stands for two things: the keys of this
-# exchange are there, and a rank says it behind its own pulls of the last one, whose slot may then be written again.
+# For each wait a case that fails without it, in some order of execution. READY has two meanings: the keys of this epoch
+# are in place, and the rank's pulls of the last epoch are complete, so that their slot may be overwritten.
 NEEDED = {
     "READY": "one wave",
     "LANDED": "one wave",
@@ -433,7 +461,7 @@ NEEDED = {
 
 
 @pytest.mark.parametrize("wait", NEEDED)
-def test_no_wait_can_be_left_out(monkeypatch: pytest.MonkeyPatch, wait: str) -> None:
+def test_no_wait_is_superfluous(monkeypatch: pytest.MonkeyPatch, wait: str) -> None:
     def some_order() -> None:
         for seed in range(100):
             play(monkeypatch, CASES[NEEDED[wait]], seed, frozenset([wait]))
@@ -445,17 +473,17 @@ def test_no_wait_can_be_left_out(monkeypatch: pytest.MonkeyPatch, wait: str) -> 
 @pytest.mark.parametrize("name", ["one wave", "waves", "waits by streams, waves", "five ranks"])
 @pytest.mark.parametrize("connections", [1, 2, 3])
 def test_one_group_needs_one_connection(monkeypatch: pytest.MonkeyPatch, name: str, connections: int) -> None:
-    """CUDA_DEVICE_MAX_CONNECTIONS=1, which Megatron sets: streams hold each other up, but never for ever."""
+    """With CUDA_DEVICE_MAX_CONNECTIONS=1, which Megatron sets, streams delay each other, but never deadlock."""
     for seed in range(4):
         play(monkeypatch, CASES[name], seed, connections=connections)
 
 
-def test_two_groups_in_flight_never_wait_in_a_circle(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_groups_in_flight_never_deadlock(monkeypatch: pytest.MonkeyPatch) -> None:
     for seed in range(8):
         play_two_groups(monkeypatch, seed)
 
 
-def test_a_kernel_that_starts_before_its_peers_are_ready_may_wait_in_a_circle(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_kernel_that_starts_before_its_peers_are_ready_may_deadlock(monkeypatch: pytest.MonkeyPatch) -> None:
     def some_order() -> None:
         for seed in range(40):
             play_two_groups(monkeypatch, seed, frozenset(["READY on main"]))
@@ -464,11 +492,11 @@ def test_a_kernel_that_starts_before_its_peers_are_ready_may_wait_in_a_circle(mo
         some_order()
 
 
-# --- what is prepared once for a shape
+# Addresses that are prepared once for a shape
 
 
 def alone(monkeypatch: pytest.MonkeyPatch, case: Case, calls: Sequence[tuple[str, int]], seed: int = 0) -> Group:
-    """Calls (kind, length) of all ranks, each executed before the next one is queued."""
+    """Play calls (kind, length) of all ranks, each executed before the next one is queued."""
     world = World(case.ranks, seed)
     kernels = Kernels(world, case)
     world.patched(monkeypatch)
@@ -480,68 +508,67 @@ def alone(monkeypatch: pytest.MonkeyPatch, case: Case, calls: Sequence[tuple[str
         kept = [group.queue(kernels, call, place, plan) for place, plan in enumerate(plans)]
         world.run()
         compare(call, plans)
-        del kept, kernels.call  # which a test may look for
+        del kept, kernels.call  # a test may check that nothing keeps them
     return group
 
 
-def test_a_shape_is_prepared_once_and_again_where_memory_has_moved(monkeypatch: pytest.MonkeyPatch) -> None:
+def prepared(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
+    """Return a list that grows by (class, epoch of pulls) when rank 0 prepares the buffers of a shape."""
     made: list[tuple[str, int]] = []
     for name in ("FetchBuffers", "GradientBuffers"):
-        kind = getattr(pulls, name)
+        kind = getattr(fetching, name)
 
-        def noted(link: pulls.Link, *args: Any, kind: type = kind) -> Any:
+        def noted(link: memory.Link, *args: Any, kind: type = kind) -> Any:
             if link.rank == 0:
                 made.append((kind.__name__, link.epochs[0]))
             return kind(link, *args)
 
-        monkeypatch.setattr(gather, name, noted)
-    long = 100_000  # keys of more than the 2 MiB that a link takes at first
+        monkeypatch.setattr(fetching, name, noted)
+    return made
+
+
+def test_a_shape_is_prepared_once_and_again_after_memory_has_been_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = prepared(monkeypatch)
+    long = 100_000  # keys of more than the 2 MiB that a link reserves at first
     calls = [
         ("forward", 12), ("backward", 12), ("forward", 12), ("backward", 12), ("forward", 9), ("forward", 12),
         ("forward", 9), ("forward", long), ("forward", 12), ("forward", long), ("forward", 12), ("backward", 12),
     ]  # fmt: skip
     alone(monkeypatch, Case(ranks=2), calls)
     assert made == [
-        ("FetchBuffers", 0), ("GradientBuffers", 1), ("FetchBuffers", 1), ("FetchBuffers", 2),  # contributions are the first ones
-        ("FetchBuffers", 4), ("FetchBuffers", 7), ("FetchBuffers", 8),  # all that was known is forgotten with the old memory
+        ("FetchBuffers", 0), ("GradientBuffers", 1), ("FetchBuffers", 1), ("FetchBuffers", 2),  # 1: first push
+        ("FetchBuffers", 4), ("FetchBuffers", 7), ("FetchBuffers", 8),  # 7: all are dropped with the old memory
         ("GradientBuffers", 11), ("FetchBuffers", 11),
     ]  # fmt: skip
 
 
-def test_no_more_is_prepared_than_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pulls, "_REMEMBERED", 3)
-    group = alone(monkeypatch, Case(ranks=2), [("forward", n) for n in (30, 8, 10, 12, 14, 16, 8, 10, 30)])
+def test_the_least_recently_used_shape_is_dropped_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "_MAX_PREPARED", 3)
+    made = prepared(monkeypatch)
+    lengths = (30, 8, 10, 8, 12, 8, 14, 8, 10)
+    group = alone(monkeypatch, Case(ranks=2), [("forward", n) for n in lengths])
     for link in group.links:
         assert len(link.prepared) == 3
+    assert [lengths[call] for _, call in made] == [30, 8, 10, 12, 14, 10]  # 8 stays
 
 
-def test_what_is_used_stays_prepared_while_others_come_and_go(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pulls, "_REMEMBERED", 3)
-    group = alone(monkeypatch, Case(ranks=2), [("forward", n) for n in (30, 8, 10, 8, 12, 8, 14)])
-    for place, link in enumerate(group.links):
-        handles = {key[1] for key in link.prepared}  # type: ignore[index]
-        stays, goes = (group.plans[place, n, "forward"].handle for n in (8, 10))
-        assert stays in handles
-        assert goes not in handles
-
-
-def test_neither_a_call_s_tensors_nor_a_link_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_neither_the_tensors_of_a_call_nor_a_link_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[weakref.ref[Any]] = []
 
-    class Pull(pulls.Pull):
+    class Pull(pull.Pull):
         def __init__(self, *args: Any) -> None:
             super().__init__(*args)
             seen.extend(map(weakref.ref, (self.k, self.v)))
 
-    class Push(pulls.Push):
+    class Push(push.Push):
         def __init__(self, *args: Any) -> None:
             super().__init__(*args)
             seen.extend(map(weakref.ref, (self.dk, self.dv)))
 
-    monkeypatch.setattr(gather, "Pull", Pull)
-    monkeypatch.setattr(gather, "Push", Push)
+    monkeypatch.setattr(fetching, "Pull", Pull)
+    monkeypatch.setattr(fetching, "Push", Push)
     gc.collect()
-    gc.disable()  # memory that ranks share is given back at once
+    gc.disable()  # references alone must free the memory that ranks share
     try:
         group = alone(monkeypatch, Case(ranks=2), [("forward", 12), ("backward", 12)] * 2)
         assert len(seen) == 2 * (4 * 2 + 2 * 2)
@@ -561,28 +588,35 @@ def test_neither_a_call_s_tensors_nor_a_link_are_kept(monkeypatch: pytest.Monkey
         (1, [(0, 2)], [1, 1]),
         (1, [(0, 8)], [1, 2, 5]),
         (2, [(0, 8)], [1, 2, 4, 4, 5]),
-        (2, [(0, 1), (1, 8)], [1, 1, 4, 4, 6]),  # none across groups, which are waited for apart
+        (2, [(0, 1), (1, 8)], [1, 1, 4, 4, 6]),  # no chunk crosses groups, which are waited for separately
         (64, [(0, 8)], [1, 2, 4, 8, *[16] * 30, 17]),
     ],
 )
-def test_rows_are_pulled_in_chunks_that_grow(batch: int, groups: list[tuple[int, int]], sizes: list[int]) -> None:
-    places = object.__new__(pulls.FetchBuffers)
-    places.batch, places.buffers = batch, [torch.empty(batch, groups[-1][1], 0)]
-    places._copies = lambda link, wave, row, slot: [(row, slot, 1)]  # type: ignore[method-assign]
-    places._flag = lambda wave, row: row  # type: ignore[method-assign]
-    driver = SimpleNamespace(Copies=list, Words=list)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(pulls, "stream_memory", driver)
-        chunks = places._make_chunks(None, 0, [slice(*g) for g in groups])  # type: ignore[arg-type]
-    assert [len(chunk.flags) for chunk in chunks] == sizes
-    count = places.buffers[0].shape[1]
-    order = [b * count + h for g in groups for b in range(batch) for h in range(*g)]
-    assert [row for chunk in chunks for row in chunk.flags] == order  # type: ignore[attr-defined]
+def test_rows_are_pulled_in_chunks_that_grow(
+    monkeypatch: pytest.MonkeyPatch, batch: int, groups: list[tuple[int, int]], sizes: list[int]
+) -> None:
+    world, heads = World(2, 0), groups[-1][1]
+    world.patched(monkeypatch)
+    fetches = [[Fetch(0, 0, 1, 0), Fetch(1, 0, 1, 1)]] * 2
+    k = torch.zeros(batch, 1, heads, WIDTH)
+    with world.host(Stream(world.gpus[0], "main")):
+        link = memory.Link(0, 2, CPU, Shared(world, (0, 1)).of(0))
+        buffers = pull.FetchBuffers(link, k, k, fetches, [1, 1], [slice(0, heads)])
+    chunks: Any = buffers.chunks(link, 0, [slice(*g) for g in groups])
+    assert [len(chunk.flags.addresses) for chunk in chunks] == sizes
+    order = [b * heads + h for g in groups for b in range(batch) for h in range(*g)]
+    first = buffers.flags[0].data_ptr()
+    assert [word for chunk in chunks for word in chunk.flags.addresses] == [first + 32 * row for row in order]
+    # Of two keys in the buffer, the second is the other rank's.
+    token = 2 * WIDTH * 4
+    targets = [buffers.buffers[0].data_ptr() + (2 * row + 1) * token for row in order]
     for slot in range(2):
-        assert [c for chunk in chunks for c in chunk.copies[slot]] == [(row, slot, 1) for row in order]  # type: ignore[attr-defined]
+        sources = [buffers.slots[slot][1] + row * token for row in order]
+        copies = [copy for chunk in chunks for copy in chunk.copies[slot].copies]
+        assert copies == [(to, source, token) for to, source in zip(targets, sources, strict=True)]
 
 
-class Seen:
+class Event:
     """An event that is done when a test says so."""
 
     def __init__(self) -> None:
@@ -592,32 +626,60 @@ class Seen:
         return self.done
 
 
-def test_a_wait_is_late_only_from_when_it_is_reached(
+def test_the_time_limit_of_a_wait_counts_from_when_a_stream_reaches_it(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Work that is queued in front of it may take as long as it likes."""
-    ended: list[bool] = []
-    monkeypatch.setattr(pulls, "_watched", deque())
-    monkeypatch.setattr(pulls, "TIMEOUT", 10.0)
-    monkeypatch.setattr(pulls, "_verdict", lambda late: f"{late.what} is late")
-    monkeypatch.setattr(pulls.os, "abort", lambda: ended.append(True))
-    link: Any = SimpleNamespace(spare=deque())
-    waits: list[Any] = [pulls._Watched(link, Seen(), Seen(), f"pull {i}", pulls.READY, i) for i in (1, 2)]  # type: ignore[arg-type]
+    """Work that is queued before it may take any time."""
+    aborted: list[bool] = []
+    monkeypatch.setattr(watchdog, "_waits", deque())
+    monkeypatch.setattr(watchdog, "TIMEOUT", 10.0)
+    monkeypatch.setattr(watchdog.os, "abort", lambda: aborted.append(True))
+    link: Any = SimpleNamespace(
+        rank=0, spare_events=deque(), received=lambda kind: {1: 2, 2: 1, 3: 5}, timed_out=torch.tensor([7])
+    )
+    waits: list[Any] = [
+        watchdog._Wait(link, f"pull {epoch}", memory.READY, epoch, Event(), Event())  # type: ignore[arg-type]
+        for epoch in (1, 2)
+    ]
     passed = [waits[0].reached, waits[0].passed]
-    pulls._watched.extend(waits)
-    pulls.look(1000.0)
+    watchdog._waits.extend(waits)
+    watchdog.check(1000.0)
     waits[0].reached.done = True
-    pulls.look(2000.0)  # from now on
-    pulls.look(2009.0)
+    watchdog.check(2000.0)  # from now on
+    watchdog.check(2009.0)
     waits[0].passed.done = True
-    pulls.look(2011.0)
-    assert list(pulls._watched) == waits[1:]
-    assert list(link.spare) == passed, "to be recorded again"
-    assert not ended
+    watchdog.check(2011.0)
+    assert list(watchdog._waits) == waits[1:]
+    assert list(link.spare_events) == passed, "to be recorded again"
     waits[1].reached.done = True
-    pulls.look(2012.0)
-    pulls.look(2021.0)
-    assert not ended
-    pulls.look(2023.0)
-    assert ended
-    assert "pull 2 is late" in capsys.readouterr().err
+    watchdog.check(2012.0)
+    watchdog.check(2021.0)
+    assert not aborted
+    watchdog.check(2023.0)
+    assert aborted
+    assert capsys.readouterr().err == (
+        "ringattn: rank 0: pull 2 is not done after 10 s (RINGATTN_TIMEOUT). Needed 2, but rank 2 is READY for 1; "
+        "the kernel gave up waiting for row 6 of keys (batch * kv_heads + head)\n"
+    )
+
+
+def test_the_words_of_every_rank_are_read_for_the_message(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A signal arrives in the memory of all other ranks, and nowhere else."""
+    world = World(3, 0)
+    world.patched(monkeypatch)
+    shared, links = Shared(world, range(3)), []
+    stream = Stream(world.gpus[0], "main")
+    with world.host(stream):
+        for rank in range(3):
+            links.append(memory.Link(rank, 3, CPU, shared.of(rank)))
+        links[1].signal(stream, memory.LANDED, 5)
+        links[2].signal(stream, memory.LANDED, -3)
+        links[2].signal(stream, memory.FREE, 9)
+    world.run()
+    monkeypatch.setattr(driver, "copy", lambda stream, target, source, size: ctypes.memmove(target, source, size))
+    monkeypatch.setattr(memory.torch.cuda, "device", lambda device: contextlib.nullcontext(), raising=False)
+    monkeypatch.setattr(memory.torch.cuda, "Stream", lambda: SimpleNamespace(synchronize=lambda: None))
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda x: x)
+    assert links[0].received(memory.LANDED) == {1: 5, 2: -3}
+    assert links[1].received(memory.LANDED) == {2: -3, 0: 0}
+    assert links[0].received(memory.FREE) == {1: 0, 2: 9}

@@ -1,4 +1,4 @@
-"""scripts/ranks.py: what ranks agree on when some of them are in trouble, and how they leave."""
+"""scripts/ranks.py: ranks agree on the first failure, and exit without the interpreter's shutdown."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def agreed(problems: list[str | None]) -> str | None:
 
 
 @pytest.mark.parametrize("world_size", on_ranks(3))
-def test_every_rank_hears_the_first_one_in_trouble(pools, world_size: int) -> None:
+def test_every_rank_gets_the_first_problem(pools, world_size: int) -> None:
     assert pools(world_size).run(agreed, [None] * world_size) == [None] * world_size
     assert pools(world_size).run(agreed, [None, "out of memory", "late"]) == ["rank 1: out of memory"] * world_size
 
@@ -33,29 +33,29 @@ def test_a_problem_is_one_line() -> None:
     assert len(ranks.one_line("x" * 1000)) == 300
 
 
-def test_more_ranks_than_gpus_are_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_more_ranks_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in dict(RANK=1, LOCAL_RANK=1, WORLD_SIZE=2).items():
         monkeypatch.setenv(name, str(value))
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    with pytest.raises(SystemExit, match=r"local rank 1, and 1 GPUs.*CUDA_VISIBLE_DEVICES="):
+    with pytest.raises(SystemExit, match=r"local rank 1 has no GPU.*CUDA_VISIBLE_DEVICES="):
         ranks.join("cuda")
 
 
 @pytest.mark.parametrize("status", [0, 3])
-def test_leaving_says_all_and_skips_the_end_of_the_interpreter(status: int) -> None:
+def test_leave_flushes_and_skips_the_shutdown(status: int) -> None:
     code = f"""
 import atexit
 from scripts import ranks
-atexit.register(print, "the interpreter's own end")
-print("said", end="")
+atexit.register(print, "the interpreter's shutdown")
+print("text", end="")
 ranks.leave({status})
 """
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=100)
-    assert (done.returncode, done.stdout) == (status, "said"), done.stderr
+    assert (done.returncode, done.stdout) == (status, "text"), done.stderr
 
 
 @pytest.mark.parametrize(
-    ("body", "status", "said"),
+    ("body", "status", "error"),
     [
         ("return 3", 3, ""),
         ("raise ValueError('no such thing')", 1, "ValueError: no such thing"),
@@ -65,16 +65,16 @@ ranks.leave({status})
         ("raise KeyboardInterrupt", 130, ""),
     ],
 )
-def test_however_main_ends_the_end_of_the_interpreter_is_skipped(body: str, status: int, said: str) -> None:
+def test_end_skips_the_shutdown_however_main_ends(body: str, status: int, error: str) -> None:
     code = f"""
 import atexit
 from scripts import ranks
-atexit.register(print, "the interpreter's own end")
+atexit.register(print, "the interpreter's shutdown")
 def main():
     {body}
 ranks.end(main)
 """
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=100)
     assert (done.returncode, done.stdout) == (status, ""), done.stderr
-    assert said in done.stderr
+    assert error in done.stderr
     assert ("Traceback" in done.stderr) == ("ValueError" in body)

@@ -13,7 +13,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ringattn.schedule import Schedule, Step, check
+from ringattn.schedule import Schedule, Step
+from ringattn.verify import check_schedule
 
 MESSAGES = ("shard_to", "shard_from", "part_to", "part_from", "home_to", "home_from")
 
@@ -45,7 +46,7 @@ def schedules(draw: st.DrawFn, largest: int = 12) -> Schedule:
 @given(schedules())
 @settings(max_examples=300)
 def test_every_meeting_once_every_message_received_everything_home(schedule: Schedule) -> None:
-    check(schedule)
+    check_schedule(schedule)
 
 
 @given(schedules(), st.data())
@@ -96,13 +97,13 @@ def planted(schedule: Schedule) -> list[tuple[str, Schedule]]:
 )
 def test_the_checker_notices_every_planted_bug(n: int, local: int, needs: tuple[tuple[bool, ...], ...]) -> None:
     schedule = Schedule(n, needs, local)
-    check(schedule)
+    check_schedule(schedule)
     bugs = planted(schedule)
     assert len(bugs) > 50 * n
     missed = []
     for what, bug in bugs:
         try:
-            check(bug)
+            check_schedule(bug)
         except AssertionError:
             continue
         missed.append(what)
@@ -125,7 +126,7 @@ def test_the_checker_notices_wrong_needs() -> None:
     full, causal = (Schedule(4, needs_where(4, test), 4) for test in (lambda r, o: True, lambda r, o: o <= r))
     for made, asked in ((full, causal), (causal, full)):
         with pytest.raises(AssertionError, match="needs"):
-            check(MadeFor(4, asked.needs, 4, made))
+            check_schedule(MadeFor(4, asked.needs, 4, made))
 
 
 def hops(schedule: Schedule) -> list[int]:
@@ -158,7 +159,7 @@ def test_displacements_that_nobody_needs_are_jumped_over() -> None:
 def test_one_hop_in_local_size_crosses_groups(groups: int, local: int) -> None:
     n = groups * local
     schedule = Schedule(n, needs_where(n, lambda r, o: True), local)
-    check(schedule)
+    check_schedule(schedule)
     for r in range(n):
         sent = [s.shard_to for s in schedule.steps(r) if s.shard_to is not None]
         assert len(sent) == n - 1

@@ -1,4 +1,4 @@
-"""scripts/show.py: what it draws is what the plan does."""
+"""scripts/show.py: its pictures agree with the plan."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def walk(layout: str, seq_len: int = 16, ranks: int = 4, **options) -> show.Walk
     return show.walk(ringattn.plan(seq_len, VirtualRank(0, ranks), layout=layout, **options))
 
 
-def test_causal_work_per_step_is_the_known_one():
+def test_causal_work_per_step():
     # Four tokens per rank: a rank's own shard is a triangle of 10 cells, a whole shard 16, half of one 8.
     triangle, whole, half, n = 10, 16, 8, 0
     contiguous, zigzag = walk("contiguous", causal=True), walk("zigzag", causal=True)
@@ -44,9 +44,9 @@ def test_a_gather_waits_at_the_end_only():
 
 
 def test_a_window_of_one_shard_needs_one_hop():
-    found = walk("contiguous", 64, 8, window_size=(8, 0))
-    assert found.hops == 1
-    assert [len(w) for w in found.work] == [2] * 8
+    result = walk("contiguous", 64, 8, window_size=(8, 0))
+    assert result.hops == 1
+    assert [len(w) for w in result.work] == [2] * 8
 
 
 @pytest.mark.parametrize("layout", list(LAYOUTS))
@@ -64,23 +64,23 @@ def test_a_window_of_one_shard_needs_one_hop():
     ids=lambda o: "-".join(o) or "full",
 )
 def test_every_visible_cell_is_drawn_at_its_step(layout, dataflow, options):
-    found = walk(layout, 26, 4, dataflow=dataflow, **options)
-    grid, sizes = show.cells(found, 26)  # all tokens
-    order = torch.cat([positions(s) for s in found.plan.shards])
-    assert sizes == list(found.plan.local_lengths)
-    assert torch.equal(grid != show.HIDDEN, found.plan.mask.dense()[0][order][:, order])
-    for step, works in enumerate(zip(*found.work, strict=True)):
+    result = walk(layout, 26, 4, dataflow=dataflow, **options)
+    grid, sizes = show.cells(result, 26)  # all tokens
+    order = torch.cat([positions(s) for s in result.plan.shards])
+    assert sizes == list(result.plan.local_lengths)
+    assert torch.equal(grid != show.HIDDEN, result.plan.mask.dense()[0][order][:, order])
+    for step, works in enumerate(zip(*result.work, strict=True)):
         assert int((grid == step).sum()) == sum(works)
     holder = torch.repeat_interleave(torch.arange(4), torch.tensor(sizes))
-    moving = holder[None, :] if dataflow != "reduce" else holder[:, None]  # step 0: everyone's own
+    moving = holder[None, :] if dataflow != "reduce" else holder[:, None]  # step 0: each rank's own shard
     staying = holder[:, None] if dataflow != "reduce" else holder[None, :]
     assert (moving == staying)[grid == 0].all()
     assert (grid == 0).any()
 
 
 def test_a_sample_keeps_the_proportions():
-    found = walk("zigzag", 4096, causal=True)
-    grid, sizes = show.cells(found, 32)
+    result = walk("zigzag", 4096, causal=True)
+    grid, sizes = show.cells(result, 32)
     assert sizes == [32] * 4
     assert (grid != show.HIDDEN).double().mean().item() == pytest.approx(0.5, abs=0.01)
 
@@ -93,27 +93,27 @@ def output(capsys, monkeypatch, *arguments: str, columns: int = 100) -> str:
 
 
 def test_the_terminal_shows_why_zigzag_is_balanced(capsys, monkeypatch):
-    said = output(capsys, monkeypatch, "--seq-len", "16")
-    lines = said.splitlines()
-    assert "contiguous: 41% idle" in said
-    assert "zigzag: 0% idle" in said
+    text = output(capsys, monkeypatch, "--seq-len", "16")
+    lines = text.splitlines()
+    assert "contiguous: 41% idle" in text
+    assert "zigzag: 0% idle" in text
     assert any("3333│2222│1111│0···" in line and "33··│22··│11··│0···" in line for line in lines)  # rank 3
     assert any("contiguous" in line and line.split()[1:] == ["0", "10*", "0", "0", "0", "10"] for line in lines)
     assert any(line.split() == ["3", "10*", "16*", "16*", "16*", "58"] for line in lines)
-    assert "zigzag takes 59% of the time of contiguous" in said
-    assert "\x1b" not in said  # no control characters when piped
+    assert "zigzag takes 59% of the time of contiguous" in text
+    assert "\x1b" not in text  # no control characters when piped
 
 
 def test_bars_are_as_long_as_the_work(capsys, monkeypatch):
-    said = output(capsys, monkeypatch, "--layout", "contiguous", "--seq-len", "16", columns=72)  # 58 characters wide
-    bars = [line.split()[2] for line in said.splitlines() if line.startswith("  rank ")]
+    text = output(capsys, monkeypatch, "--layout", "contiguous", "--seq-len", "16", columns=72)  # 58 characters wide
+    bars = [line.split()[2] for line in text.splitlines() if line.startswith("  rank ")]
     assert bars[0] == "0" * 10 + "░" * 48
     assert bars[2] == "0" * 10 + "1" * 16 + "2" * 16 + "░" * 16
     assert bars[3] == "0" * 10 + "1" * 16 + "2" * 16 + "3" * 16
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "text"),
     [
         ("--mask full", "Full, 4,096"),
         ("--mask window --window 512", "Window of 512 keys before each query"),
@@ -128,8 +128,8 @@ def test_bars_are_as_long_as_the_work(capsys, monkeypatch):
         ("--ranks 40", "(squares, bars and steps of 40 ranks are wider"),
     ],
 )
-def test_arguments(arguments, said, capsys, monkeypatch):
-    assert said in output(capsys, monkeypatch, *arguments.split())
+def test_arguments(arguments, text, capsys, monkeypatch):
+    assert text in output(capsys, monkeypatch, *arguments.split())
 
 
 def test_documents_are_proportions_of_the_sequence():
@@ -156,7 +156,7 @@ def test_nothing_is_cut_off_and_no_difference_is_none(capsys, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "text"),
     [
         ("--local-size 3", "divide"),
         ("--dataflow magic", "magic"),
@@ -167,9 +167,9 @@ def test_nothing_is_cut_off_and_no_difference_is_none(capsys, monkeypatch):
         ("--png /dev/null/show.png", "error: --png /dev/null/show.png: "),
     ],
 )
-def test_mistakes(arguments, said, capsys):
+def test_mistakes(arguments, text, capsys):
     assert show.main(arguments.split()) == 1
-    assert said in capsys.readouterr().err
+    assert text in capsys.readouterr().err
 
 
 def test_the_picture_has_the_colour_of_every_step(tmp_path):

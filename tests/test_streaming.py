@@ -1,7 +1,7 @@
-"""The claims of ringattn/streaming.py, as properties.
+"""The claims of docs/idea/streaming.py, as properties.
 
 Tolerances are the rounding bound of the module docstring, in `sum_bound`; a test that asks for more (bitwise
-equality, a fixed 1e-14) says why it may.
+equality, a fixed 1e-14) gives the reason.
 """
 
 import doctest
@@ -18,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from ringattn import streaming as S
+from docs.idea import streaming as S
 
 FLOATS = [np.float16, np.float32, np.float64]
 
@@ -49,7 +49,7 @@ def lost_to_underflow(s):
 
 
 def exact_softmax(s):
-    """fp64 softmax of the given numbers: exact beside fp16 and fp32, and the dense answer for fp64."""
+    """fp64 softmax of the given numbers: exact compared with fp16 and fp32, and the dense answer for fp64."""
     return S.stable_softmax(s.astype(np.float64))
 
 
@@ -255,23 +255,6 @@ def test_normalized_running_output_is_the_attention_over_the_keys_so_far():
         assert_same_attention(S.online_attention_normalized(q, *prefix, 8), S.attention(q, *prefix), q, *prefix)
 
 
-@pytest.mark.parametrize("chunk", [1, 7, 16, 40, 64])
-def test_torch_batches_equal_torch_own_attention(chunk):
-    torch.manual_seed(0)
-    q, k, v = (torch.randn(2, n, 3, d, dtype=torch.float64) for n, d in ((9, 16), (40, 16), (40, 8)))
-    expected = torch.nn.functional.scaled_dot_product_attention(
-        q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-    ).transpose(1, 2)
-    for out, lse in (S.online_attention_torch(q, k, v, chunk), S.attention_torch(q, k, v)):
-        assert out.shape == (2, 9, 3, 8)
-        assert lse.shape == (2, 3, 9)
-        for b in range(2):
-            for h in range(3):
-                head = q[b, :, h].numpy(), k[b, :, h].numpy(), v[b, :, h].numpy()
-                reference = expected[b, :, h].numpy(), S.attention(*head)[1]
-                assert_same_attention((out[b, :, h].numpy(), lse[b, h].numpy()), reference, *head)
-
-
 # --- 6. Tiles: FlashAttention ---
 
 BIASES = {
@@ -292,7 +275,7 @@ def test_flash_forward_equals_dense(name, tile):
     assert_same_attention(S.flash_forward(q, k, v, tile, BIASES[name]), dense, q, k, v)
 
 
-def test_dense_masks_mean_what_they_say():
+def test_dense_masks():
     i, j = np.arange(6)[:, None], np.arange(6)[None, :]
     np.testing.assert_array_equal(np.isfinite(S.causal(i, j)), np.tri(6, dtype=bool))
     np.testing.assert_array_equal(
@@ -410,7 +393,7 @@ def test_the_empty_state_is_neutral_bitwise(seed, width):
 
 @given(seeds, st.integers(0, 5))
 def test_everything_masked_is_the_neutral_element(seed, keys):
-    """Keys that are hidden, or that do not exist (keys = 0), leave the state as it was, bit for bit."""
+    """Hidden keys, or none at all (keys = 0), leave the state unchanged, bit for bit."""
     rng = np.random.default_rng(seed)
     masked, v = np.full((4, keys), -np.inf), rng.standard_normal((keys, 3))
     empty = S.State.empty(4, 3)
@@ -468,8 +451,8 @@ def test_a_missing_worker_is_noticed(workers):
 
 
 def peak_bytes(compute):
-    """Largest number of bytes that `compute` holds at one time, beside what existed before."""
-    compute()  # what is allocated once per process is not counted
+    """Largest number of bytes that `compute` allocates at one time."""
+    compute()  # allocations made once per process are not counted
     tracemalloc.start()
     try:
         compute()
@@ -489,7 +472,7 @@ def test_streaming_memory_is_independent_of_length():
         return peaks
 
     short, long = measure(lambda q, k, v: S.online_attention(q, k, v, 256))
-    assert long == pytest.approx(short, rel=0.02)  # 2 kB, for what the interpreter holds
+    assert long == pytest.approx(short, rel=0.02)  # 2 kB, for objects of the interpreter
     short, long = measure(S.attention)
     assert long / short == pytest.approx(16, rel=0.05)
 
@@ -501,7 +484,7 @@ def test_flash_memory_beyond_its_outputs_is_independent_of_length():
         q, k, v = random_qkv(n, n, dtype=np.float32)
         outputs = v.nbytes + n * 4
         beyond.append(peak_bytes(lambda q=q, k=k, v=v: S.flash_forward(q, k, v, 64)) - outputs)
-    assert beyond[1] == pytest.approx(beyond[0], abs=2048)  # what the interpreter holds
+    assert beyond[1] == pytest.approx(beyond[0], abs=2048)  # objects of the interpreter
     q, k, v = random_qkv(1024, 1024, dtype=np.float32)
     assert peak_bytes(lambda: S.attention(q, k, v)) > 4 * 1024 * 1024
 

@@ -1,4 +1,4 @@
-"""Sums of runs against torch, bit for bit: the order of the pieces is the order of the sum."""
+"""Sums of runs compared with torch, bit for bit: they are made in the order of the pieces."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import torch
 
 pytest.importorskip("triton")
 from ringattn.kernels.triton.primitives import INTERPRETED
-from ringattn.peer.sum_runs import Piece, sum_runs, table_of
+from ringattn.peer.sum_runs import Piece, piece_table, sum_runs
 
 device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 pytestmark = pytest.mark.skipif(
@@ -40,15 +40,15 @@ def test_sum_is_that_of_torch_in_the_same_order(
         want[:, :, begin:end] += memory[own].as_strided(size, strides, offset)
     # Heads of a wave are a part of all heads, so that strides are not those of a whole tensor.
     dk, dv = (torch.full((batch, tokens, heads + 2, n), 9.0, dtype=result, device=device) for n in dims)
-    sum_runs(table_of(pieces, device), memory[1], memory[0], dk[:, :, 1:-1], dv[:, :, 1:-1])
+    sum_runs(piece_table(pieces, device), memory[1], memory[0], dk[:, :, 1:-1], dv[:, :, 1:-1])
     got = torch.cat([dk, dv], -1).transpose(1, 2)
     if result == dtype or device.type == "cuda":
         assert torch.equal(got[:, 1:-1], want.to(result))
     else:  # the interpreter truncates to bfloat16
         assert ((got[:, 1:-1] - want).abs() <= 2.0**-7 * want.abs()).all()
-    assert (got[:, [0, -1]] == 9.0).all(), "wrote beside its heads"
+    assert (got[:, [0, -1]] == 9.0).all(), "wrote to other heads"
 
 
 def test_no_tokens() -> None:
     empty = torch.empty(1, 0, 2, 8, device=device)
-    sum_runs(table_of([], device), empty, empty, empty, empty)
+    sum_runs(piece_table([], device), empty, empty, empty, empty)

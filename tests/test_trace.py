@@ -1,4 +1,4 @@
-"""scripts/trace.py: the arithmetic of intervals, what counts as what, and a trace of two gloo ranks."""
+"""benchmarks/trace.py: the arithmetic of intervals, the kinds of events, and a trace of two gloo ranks."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ import pytest
 import torch
 from pool import on_ranks
 
+from benchmarks import trace
 from ringattn.trace import named
-from scripts import trace
 
 
 def cells(intervals: list[trace.Interval]) -> set[int]:
-    """The same on a grid."""
+    """Return the grid cells that the intervals cover."""
     return {i for a, b in intervals for i in range(int(a), int(b))}
 
 
@@ -32,9 +32,9 @@ def test_intervals_are_those_of_a_grid() -> None:
         joined, rest = trace.union(a), trace.without(a, b)
         assert cells(joined) == cells(a)
         assert cells(rest) == cells(a) - cells(b)
-        for found in (joined, rest):
-            assert all(x < y for x, y in found)
-            assert all(p[1] <= q[0] for p, q in itertools.pairwise(found))
+        for result in (joined, rest):
+            assert all(x < y for x, y in result)
+            assert all(p[1] <= q[0] for p, q in itertools.pairwise(result))
         assert all(p[1] < q[0] for p, q in itertools.pairwise(joined))
         assert trace.length(a) == len(cells(a))
 
@@ -53,7 +53,7 @@ def event(cat: str, name: str, ts: float, dur: float, stream: int = 7) -> dict:
     return dict(ph="X", cat=cat, name=name, ts=ts, dur=dur, args=dict(stream=stream))
 
 
-def test_copies_beside_the_kernels_and_nccl_are_communication() -> None:
+def test_nccl_and_copies_on_other_streams_are_communication() -> None:
     events = [
         event("kernel", "of the step before", 0, 50),
         event("user_annotation", trace.STEP, 100, 20),  # the host is done before the GPU
@@ -66,11 +66,11 @@ def test_copies_beside_the_kernels_and_nccl_are_communication() -> None:
         event("kernel", "_backward", 230, 70),
         dict(ph="M", name="process_name", cat="kernel"),
     ]
-    got = trace.account(events)
-    assert got == trace.Spent(
+    time_spent = trace.account(events)
+    assert time_spent == trace.Spent(
         step=200, compute=40 + 10 + 5 + 70, communication=50 + 10 + 5, exposed=20 + 10 + 5, idle=40
     )
-    assert "exposed communication 0.035 ms (17.5%) of 0.065 ms" in str(got)
+    assert "exposed communication 0.035 ms (17.5%) of 0.065 ms" in str(time_spent)
 
 
 def test_a_trace_without_the_step_is_refused() -> None:
@@ -78,7 +78,7 @@ def test_a_trace_without_the_step_is_refused() -> None:
         trace.account([event("kernel", "_forward", 0, 1)])
 
 
-def test_names_are_free_when_nobody_profiles_and_there_when_somebody_does() -> None:
+def test_names_cost_nothing_without_a_profiler_and_show_up_in_one() -> None:
     assert named("hop", 1, "move") is named("hop", 2, "compute")
     profile = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU])
     with profile as profiler, named("hop", 3, "move"), named("wave", 0, "forward"):
@@ -88,8 +88,8 @@ def test_names_are_free_when_nobody_profiles_and_there_when_somebody_does() -> N
 
 
 def test_the_pace_of_steps_in_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A host that queues a step in 2 ms, beside a device that needs 5."""
-    now, free, said = [0.0], [0.0], []
+    """Measure a host that queues a step in 2 ms, for a device that needs 5 ms."""
+    now, free, rounds = [0.0], [0.0], []
     monkeypatch.setattr(trace.time, "perf_counter", lambda: now[0])
 
     def step() -> None:
@@ -99,11 +99,11 @@ def test_the_pace_of_steps_in_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
     def finish() -> None:
         now[0] = max(now[0], free[0])
 
-    found = trace.pace(step, lambda: said.append(now[0]), finish)
-    assert len(said) == trace.ROUNDS
-    assert found.queue == pytest.approx(2e3)
-    assert found.steady == pytest.approx((2 + 5 * trace.IN_A_ROW) / trace.IN_A_ROW * 1e3)
-    assert str(found) == "steps in a row: 5.667 ms each, queued by the host in 2.000 ms"
+    pace = trace.pace(step, lambda: rounds.append(now[0]), finish)
+    assert len(rounds) == trace.ROUNDS
+    assert pace.queue == pytest.approx(2e3)
+    assert pace.steady == pytest.approx((2 + 5 * trace.IN_A_ROW) / trace.IN_A_ROW * 1e3)
+    assert str(pace) == "steps in a row: 5.667 ms each, queued by the host in 2.000 ms"
 
 
 def run(folder: Path) -> None:
@@ -112,7 +112,7 @@ def run(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("world_size", on_ranks(2))
-def test_a_trace_per_rank_and_where_the_time_went(pools, world_size: int, tmp_path: Path) -> None:
+def test_every_rank_writes_a_trace_and_accounts_for_its_time(pools, world_size: int, tmp_path: Path) -> None:
     pools(world_size).run(run, tmp_path)
     summary = json.loads((tmp_path / "trace_summary.json").read_text())
     assert [(s["dataflow"], s["rank"]) for s in summary] == [(d, r) for d in ("ring", "reduce") for r in (0, 1)]
@@ -126,7 +126,7 @@ def test_a_trace_per_rank_and_where_the_time_went(pools, world_size: int, tmp_pa
         assert {trace.STEP, "ringattn/attention forward", "ringattn::attention"} <= {e.get("name") for e in events}
 
 
-def test_arguments_that_make_no_problem_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+def test_bad_arguments_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
         trace.parse(["--tokens", "-4"])
     assert "--tokens: '-4' is not a whole" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""scripts/train.py: the split changes neither loss nor gradients, no target is lost, and a run can go on."""
+"""scripts/train.py: the split changes neither loss nor gradients, no target is lost, and a run can be resumed."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ TINY = ["--context=97", "--layers=1", "--dim=16", "--heads=2", "--kv-heads=1", "
 
 
 def launch(*arguments: str) -> str:
-    """Standard output of a run on two gloo ranks."""
+    """Return the standard output of a run on two gloo ranks, started in the root with paths relative to the caller."""
     env = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "CUDA_VISIBLE_DEVICES": ""}
     env["PYTHONPATH"] = str(ROOT)
-    command = f"-m torch.distributed.run --standalone --nproc-per-node 2 --module scripts.train {' '.join(arguments)}"
+    command = f"-m torch.distributed.run --standalone --nproc-per-node 2 -m scripts.train {' '.join(arguments)}"
     done = subprocess.run(
         [sys.executable, *command.split()], cwd=ROOT, env=env, capture_output=True, text=True, timeout=200
     )
@@ -34,7 +34,7 @@ def launch(*arguments: str) -> str:
 
 @pytest.fixture(autouse=True)
 def cpu(monkeypatch):
-    """The same small float32 runs on machines with GPUs."""
+    """Run the same small float32 problems on machines with GPUs."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
 
 
@@ -47,7 +47,7 @@ def alone():
 
 
 def test_two_ranks_match_one_process_and_a_resumed_run_continues_exactly(tmp_path, monkeypatch):
-    text = f"--text={ROOT / 'ringattn' / 'plan.py'}"
+    text = f"--text={ROOT / 'ringattn' / 'mask.py'}"
     with monkeypatch.context() as patch:
         patch.setattr(train, "draw", lambda *_: None)
         patch.delenv("RANK", raising=False)
@@ -55,7 +55,7 @@ def test_two_ranks_match_one_process_and_a_resumed_run_continues_exactly(tmp_pat
             assert train.main([*TINY, text, f"--steps={steps}", f"--out={tmp_path / name}"]) == 0
         half = tmp_path / "half" / "checkpoint.pt"  # settings come from there
         assert train.main([f"--resume={half}", "--steps=2", f"--out={tmp_path / 'alone'}"]) == 0
-    said = launch(f"--resume={half}", "--steps=2", f"--out={tmp_path / 'ranks'}")
+    output = launch(f"--directory={tmp_path}", "--resume=half/checkpoint.pt", "--steps=2", "--out=ranks")
 
     whole, alone, ranks = (train.load_checkpoint(tmp_path / x / "checkpoint.pt") for x in ("whole", "alone", "ranks"))
     assert len(set(whole["losses"])) == 4  # it trains
@@ -65,8 +65,8 @@ def test_two_ranks_match_one_process_and_a_resumed_run_continues_exactly(tmp_pat
         assert train.relative_difference(ranks["model"][name], parameter) < 1e-4
     assert ranks["losses"] == pytest.approx(whole["losses"], rel=1e-5)
 
-    differ = re.search(r"2 ranks and one process differ by at most (\S+)", said)
-    assert differ is not None, said
+    differ = re.search(r"2 ranks and one process differ by at most (\S+)", output)
+    assert differ is not None, output
     assert float(differ[1]) < 1e-5
     pytest.importorskip("matplotlib")
     assert (tmp_path / "ranks" / "train.png").read_bytes().startswith(b"\x89PNG")
@@ -96,10 +96,10 @@ def test_losses_and_gradients_of_ranks_sum_to_those_of_one_process(layout):
         return [loss.detach(), *torch.autograd.grad(loss, list(model.parameters()))]
 
     (whole,) = virtual.run(1, part)
-    parts = virtual.run(3, part)
+    shares = virtual.run(3, part)
     names = ["loss", *(name for name, _ in model.named_parameters())]
-    for name, expected, *found in zip(names, whole, *parts, strict=True):
-        assert train.relative_difference(sum(found), expected) < 1e-5, name
+    for name, expected, *parts in zip(names, whole, *shares, strict=True):
+        assert train.relative_difference(sum(parts), expected) < 1e-5, name
 
 
 def test_batches_depend_on_seed_and_step_only(alone):
@@ -121,7 +121,7 @@ def test_a_difference_above_the_tolerance_fails(bad, capsys):
         train.report_comparison([same, train.Comparison(2, "float32", 5.0, 0.0, bad, "norm.weight", 1)], 64)
 
 
-def test_peak_memory_counts_what_was_held_at_once():
+def test_peak_memory_counts_tensors_that_are_alive_together():
     size = 4 * 2**20  # bytes of a million floats
     with train.peak_memory(torch.device("cpu")) as peak:
         for _ in range(3):
@@ -132,7 +132,7 @@ def test_peak_memory_counts_what_was_held_at_once():
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "error"),
     [
         ("--heads 3", "head dim"),
         ("--heads 4 --kv-heads 3", "multiple of --kv-heads 3"),
@@ -143,9 +143,9 @@ def test_peak_memory_counts_what_was_held_at_once():
         ("--resume /nonexistent", "no checkpoint"),
     ],
 )
-def test_mistakes_are_told_before_any_rank_starts(arguments, said, capsys):
+def test_mistakes_are_reported_before_any_rank_starts(arguments, error, capsys):
     assert train.main(["--count-ranks", "--dim", "128", *arguments.split()]) == 1
-    assert said in capsys.readouterr().err
+    assert error in capsys.readouterr().err
 
 
 def test_text_too_short(tmp_path, capsys):

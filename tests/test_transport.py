@@ -1,4 +1,4 @@
-"""Movements over gloo: what arrives, in which order, what is counted, who agrees, and which groups are taken."""
+"""Messages over gloo: their contents, order and counts, and the groups that are accepted."""
 
 from __future__ import annotations
 
@@ -13,40 +13,39 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given
-from hypothesis import strategies as st
 from pool import Pool, on_ranks
 from torch.distributed.device_mesh import init_device_mesh
 
 import ringattn
 from ringattn import transport as transports
+from ringattn.peer.symmetric import NumberedStore
 from ringattn.transport import AloneTransport, GroupTransport, Transport
 
 
-def everyone_to_everyone() -> dict[str, Any]:
+def all_to_all() -> dict[str, Any]:
     """Two tensors of different sizes to every other rank, and an empty one; messages of a pair match in order."""
-    here = transports.of(None)
-    before = here.sent_bytes, here.sent_messages
-    others = [r for r in range(here.world_size) if r != here.rank]
+    transport = transports.of(None)
+    before = transport.sent_bytes, transport.sent_messages
+    others = [r for r in range(transport.world_size) if r != transport.rank]
     sends, receives = [], []
     for r in others:
         sends += [
-            (torch.full((3,), 10.0 * here.rank + r), r),
+            (torch.full((3,), 10.0 * transport.rank + r), r),
             (torch.empty(0), r),
-            (torch.full((2, 2), -1.0 * here.rank), r),
+            (torch.full((2, 2), -1.0 * transport.rank), r),
         ]
         receives += [(torch.empty(3), r), (torch.empty(0), r), (torch.empty(2, 2), r)]
-    here.start(sends, receives).wait()
+    transport.start(sends, receives).wait()
     return dict(
-        rank=here.rank,
+        rank=transport.rank,
         got={r: [x.tolist() for x, peer in receives if peer == r] for r in others},
-        sent=(here.sent_bytes - before[0], here.sent_messages - before[1]),
+        sent=(transport.sent_bytes - before[0], transport.sent_messages - before[1]),
     )
 
 
 @pytest.mark.parametrize("world_size", on_ranks(1, 2, 3, 5))
 def test_messages_arrive_in_order_and_are_counted(pools: Callable[[int], Pool], world_size: int) -> None:
-    for rank, result in enumerate(pools(world_size).run(everyone_to_everyone)):
+    for rank, result in enumerate(pools(world_size).run(all_to_all)):
         assert result["rank"] == rank
         for r, got in result["got"].items():
             assert got == [[10.0 * r + rank] * 3, [], [[-1.0 * r] * 2] * 2]
@@ -55,9 +54,9 @@ def test_messages_arrive_in_order_and_are_counted(pools: Callable[[int], Pool], 
 
 
 def reduced() -> list[list[float]]:
-    here = transports.of(None)
-    x = torch.tensor([float(here.rank), -float(here.rank), 1.0])
-    return [here.all_reduce(x.clone(), "max").tolist(), here.all_reduce(x.clone(), "sum").tolist()]
+    transport = transports.of(None)
+    x = torch.tensor([float(transport.rank), -float(transport.rank), 1.0])
+    return [transport.all_reduce(x.clone(), op).tolist() for op in ("max", "sum")]
 
 
 @pytest.mark.parametrize("world_size", on_ranks(1, 3))
@@ -67,110 +66,44 @@ def test_all_reduce(pools: Callable[[int], Pool], world_size: int) -> None:
         assert got == [[last, 0.0, 1.0], [total, -total, world_size]]
 
 
-def agreed(rows: list[dict[str, Any]], errors: list[str | None]) -> str:
-    here = transports.of(None)
-    said = errors[here.rank]
-    try:
-        here.agree("a call", rows[here.rank], TypeError(said) if said else None)
-    except (ValueError, TypeError) as error:
-        return f"{type(error).__name__}: {error}"
-    return "agreed"
-
-
-FIELDS = dict(number=3, far=-(2**62), ratio=0.1, flag=True, name="zigzag")
-
-
-@pytest.mark.parametrize("world_size", on_ranks(3))
-@pytest.mark.parametrize(
-    ("field", "other", "said"),
-    [
-        ("number", 4, "number is 3 on ranks [0, 2], 4 on ranks [1]"),
-        ("far", 0, f"far is {-(2**62)} on ranks [0, 2], 0 on ranks [1]"),
-        ("ratio", 0.25, "ratio is 0.1 on ranks [0, 2], 0.25 on ranks [1]"),
-        ("flag", False, "flag is False on ranks [1], True on ranks [0, 2]"),
-        ("name", "striped", "name is 'striped' on ranks [1], 'zigzag' on ranks [0, 2]"),
-    ],
-)
-def test_agree_names_the_field_the_values_and_the_ranks(
-    pools: Callable[[int], Pool], world_size: int, field: str, other: object, said: str
-) -> None:
-    rows = [FIELDS, {**FIELDS, field: other}, FIELDS]
-    answers = pools(world_size).run(agreed, rows, [None] * 3)
-    assert len(set(answers)) == 1, "the same error everywhere"
-    kind, text = answers[0].split(": ", 1)
-    assert kind == "ValueError"
-    assert text.startswith("a call differs across ranks: ")
-    parts = said.removeprefix(f"{field} is ").split("], ")
-    assert all(part.rstrip("]") in text for part in parts), text
-    assert f" {field} is " in text
-    assert pools(world_size).run(agreed, [FIELDS] * 3, [None] * 3) == ["agreed"] * 3
-
-
-@pytest.mark.parametrize("world_size", on_ranks(3))
-def test_an_error_of_one_rank_reaches_all(pools: Callable[[int], Pool], world_size: int) -> None:
-    text = "cu_seqlens is wrong: ‚ü" + "x" * 600
-    answers = pools(world_size).run(agreed, [FIELDS] * 3, [None, None, text])
-    assert answers[2] == f"TypeError: {text}"
-    assert answers[0] == answers[1]
-    assert answers[0].startswith("ValueError: a call failed on rank 2: cu_seqlens is wrong: ‚ü" + "x" * 300)
-
-
-@given(
-    st.lists(
-        st.one_of(
-            st.integers(-(2**63), 2**63 - 1),
-            st.floats(allow_nan=False),
-            st.booleans(),
-            st.text(st.characters(min_codepoint=32, max_codepoint=126), max_size=8),
-        ),
-        max_size=30,
-    )
-)
-def test_values_survive_as_words(values: list[Any]) -> None:
-    row = transports._encode({str(i): v for i, v in enumerate(values)}, None)
-    assert row.shape == (transports._ROW,)
-    for value, word in zip(values, row[1:].tolist(), strict=False):
-        assert transports._show(word, value) == (repr(value) if isinstance(value, (float, str)) else str(value))
-
-
-def groups_taken() -> dict[str, Any]:
-    """Every kind of group that plan() takes on 4 ranks, and what refused ones say."""
-    found: dict[str, Any] = {}
+def groups_accepted() -> dict[str, Any]:
+    """Return what plan() makes of every kind of group on 4 ranks, and the errors of those that it refuses."""
+    result: dict[str, Any] = {}
     world = transports.of(None)
-    found["the same for the same group"] = transports.of(dist.group.WORLD) is world
+    result["the same for the same group"] = transports.of(dist.group.WORLD) is world
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
     sub = transports.of(mesh["cp"])
-    found["mesh"] = (sub.rank, sub.world_size)
+    result["mesh"] = (sub.rank, sub.world_size)
     pair = dist.new_group([3, 1])
     try:
         plan = ringattn.plan(16, pair)
-        found["pair"] = (plan.rank, plan.world_size)
+        result["pair"] = (plan.rank, plan.world_size)
     except ValueError as error:
-        found["pair"] = str(error)
+        result["pair"] = str(error)
     refused: list[object] = [mesh, 4, "world"]
     for group in refused:
         try:
             ringattn.plan(16, group)
         except (ValueError, TypeError) as error:
-            found[type(group).__name__] = f"{type(error).__name__}: {error}"
-    return found
+            result[type(group).__name__] = f"{type(error).__name__}: {error}"
+    return result
 
 
 @pytest.mark.parametrize("world_size", on_ranks(4))
-def test_which_groups_are_taken(pools: Callable[[int], Pool], world_size: int) -> None:
-    for rank, found in enumerate(pools(world_size).run(groups_taken)):
-        assert found["the same for the same group"]
-        assert found["mesh"] == (rank % 2, 2)
+def test_the_groups_that_plan_accepts(pools: Callable[[int], Pool], world_size: int) -> None:
+    for rank, result in enumerate(pools(world_size).run(groups_accepted)):
+        assert result["the same for the same group"]
+        assert result["mesh"] == (rank % 2, 2)
         if rank in (1, 3):
-            assert sorted([found["pair"], (1 - found["pair"][0], 2)]) == [(0, 2), (1, 2)]
+            assert sorted([result["pair"], (1 - result["pair"][0], 2)]) == [(0, 2), (1, 2)]
         else:
-            assert found["pair"] == "this rank is not in the group; only ranks of the group may call plan()"
-        assert found["DeviceMesh"].startswith("ValueError: the DeviceMesh has 2 dimensions ('dp', 'cp')")
-        assert found["int"] == "TypeError: group is a int; pass a ProcessGroup, a one-dimensional DeviceMesh or None"
-        assert found["str"].startswith("TypeError: group is a str")
+            assert result["pair"] == "this rank is not in the group; only ranks of the group may call plan()"
+        assert result["DeviceMesh"].startswith("ValueError: the DeviceMesh has 2 dimensions ('dp', 'cp')")
+        assert result["int"] == "TypeError: group is a int; pass a ProcessGroup, a one-dimensional DeviceMesh or None"
+        assert result["str"].startswith("TypeError: group is a str")
 
 
-def attend_in_a_mesh() -> float:
+def attention_in_a_mesh() -> float:
     """Two groups of two attend to different sequences at the same time."""
     import cases
 
@@ -185,8 +118,8 @@ def attend_in_a_mesh() -> float:
 
 
 @pytest.mark.parametrize("world_size", on_ranks(4))
-def test_subgroups_attend_apart(pools: Callable[[int], Pool], world_size: int) -> None:
-    assert max(pools(world_size).run(attend_in_a_mesh)) < 1e-10
+def test_subgroups_run_attention_independently(pools: Callable[[int], Pool], world_size: int) -> None:
+    assert max(pools(world_size).run(attention_in_a_mesh)) < 1e-10
 
 
 def use_of_a_destroyed_group() -> dict[str, Any]:
@@ -199,32 +132,32 @@ def use_of_a_destroyed_group() -> dict[str, Any]:
     dist.destroy_process_group(group)
     del group
     gc.collect()
-    found: dict[str, Any] = {"kept alive": ref() is not None, "ended": plan.transport.ended}
+    result: dict[str, Any] = {"kept alive": ref() is not None, "ended": plan.transport.ended}
     try:
         ringattn.attention(q, k, v, plan)
     except RuntimeError as error:
-        found["used"] = str(error)
+        result["used"] = str(error)
     plan_ref = weakref.ref(plan)
     del plan
     gc.collect()
-    found["plan in the cache"] = plan_ref() is not None
+    result["plan in the cache"] = plan_ref() is not None
     ringattn.plan(32)
-    found["plan in the cache after the next"] = plan_ref() is not None
-    return found
+    result["plan in the cache after the next"] = plan_ref() is not None
+    return result
 
 
 @pytest.mark.parametrize("world_size", on_ranks(2))
 def test_a_destroyed_group_is_not_kept_alive(pools: Callable[[int], Pool], world_size: int) -> None:
-    for found in pools(world_size).run(use_of_a_destroyed_group):
-        assert not found["kept alive"]
-        assert found["ended"]
-        assert "the process group of this plan was destroyed" in found["used"]
-        assert found["plan in the cache"]
-        assert not found["plan in the cache after the next"]
+    for result in pools(world_size).run(use_of_a_destroyed_group):
+        assert not result["kept alive"]
+        assert result["ended"]
+        assert "the process group of this plan was destroyed" in result["used"]
+        assert result["plan in the cache"]
+        assert not result["plan in the cache after the next"]
 
 
-def a_group_that_somebody_keeps() -> tuple[bool, str]:
-    """As a mesh, or FSDP, beyond destroy_process_group."""
+def a_group_that_is_kept_after_its_end() -> tuple[bool, str]:
+    """A mesh or FSDP keeps the object after destroy_process_group."""
     group = dist.new_group([0, 1])
     plan = ringattn.plan(32, group, dataflow="ring")
     q, k, v = (plan.shard(torch.randn(1, 32, 2, 4)) for _ in range(3))
@@ -236,55 +169,55 @@ def a_group_that_somebody_keeps() -> tuple[bool, str]:
 
 @pytest.mark.parametrize("world_size", on_ranks(2))
 def test_a_destroyed_group_that_is_kept_alive_is_refused(pools: Callable[[int], Pool], world_size: int) -> None:
-    for ended, said in pools(world_size).run(a_group_that_somebody_keeps):
+    for ended, text in pools(world_size).run(a_group_that_is_kept_after_its_end):
         assert ended
-        assert "the process group of this plan was destroyed" in said
+        assert "the process group of this plan was destroyed" in text
 
 
-def gloo_beside_a_destroyed_group() -> tuple[bool, bool]:
-    """A group without gloo on the CPU has one beside it, which must go with it."""
+def gloo_group_of_a_destroyed_group() -> tuple[bool, bool]:
+    """A group without gloo on the CPU has a gloo group of the same ranks, which must be dropped with it."""
     group = dist.new_group([0, 1], backend="cuda:gloo")
     plan = ringattn.plan(32, group)
     assert isinstance(plan.transport, GroupTransport)
-    there = plan.transport.words is not None
+    before = plan.transport.gloo is not None
     dist.destroy_process_group(group)
     del group
     gc.collect()
-    return there, plan.transport.words is None
+    return before, plan.transport.gloo is None
 
 
 @pytest.mark.parametrize("world_size", on_ranks(2))
-def test_gloo_beside_a_group_goes_with_it(pools: Callable[[int], Pool], world_size: int) -> None:
-    assert pools(world_size).run(gloo_beside_a_destroyed_group) == [(True, True)] * world_size
+def test_a_gloo_group_is_dropped_with_the_group_it_was_made_for(pools: Callable[[int], Pool], world_size: int) -> None:
+    assert pools(world_size).run(gloo_group_of_a_destroyed_group) == [(True, True)] * world_size
 
 
 def first_plans_in_any_order() -> list[int]:
-    """Two threads make the first plans of two groups, each rank the other way round."""
+    """Two threads make the first plans of two groups, in an order that differs between the ranks."""
     groups = [dist.new_group([0, 1]) for _ in range(2)]
     order = groups if dist.get_rank() == 0 else groups[::-1]
-    begun, found = threading.Event(), {}
+    begun, result = threading.Event(), {}
     new = GroupTransport.__init__
 
     def slow(self: GroupTransport, group: Any) -> None:
-        if group is order[0]:  # the other thread comes while this one is at it
+        if group is order[0]:  # the other thread starts in the meantime
             begun.set()
             time.sleep(0.2)
         new(self, group)
 
     GroupTransport.__init__ = slow  # type: ignore[method-assign]
     try:
-        first = threading.Thread(target=lambda: found.setdefault(0, ringattn.plan(16, order[0])))
+        first = threading.Thread(target=lambda: result.setdefault(0, ringattn.plan(16, order[0])))
         first.start()
         begun.wait()
-        found[1] = ringattn.plan(16, order[1])
+        result[1] = ringattn.plan(16, order[1])
         first.join()
     finally:
         GroupTransport.__init__ = new  # type: ignore[method-assign]
-    return sorted(plan.rank for plan in found.values())
+    return sorted(plan.rank for plan in result.values())
 
 
 @pytest.mark.parametrize("world_size", on_ranks(2))
-def test_threads_come_to_groups_in_any_order(pools: Callable[[int], Pool], world_size: int) -> None:
+def test_threads_may_make_transports_in_different_orders(pools: Callable[[int], Pool], world_size: int) -> None:
     assert pools(world_size).run(first_plans_in_any_order) == [[0, 0], [1, 1]]
 
 
@@ -297,15 +230,16 @@ def test_one_process_alone_needs_no_group() -> None:
     assert torch.equal(alone.all_reduce(x.clone(), "sum"), x)
     alone.start([], []).wait()
     assert (alone.sent_bytes, alone.sent_messages) == (0, 0)
+    alone.agree("a call", dict(number=3))
     with pytest.raises(ValueError, match="mine"):
-        alone.agree("a call", FIELDS, ValueError("mine"))
+        alone.agree("a call", dict(number=3), ValueError("mine"))
 
 
-def test_a_transport_is_taken_as_it_is() -> None:
-    here = Transport(1, 4, torch.device("cpu"))
-    assert transports.of(here) is here
+def test_a_transport_is_returned_as_it_is() -> None:
+    transport = Transport(1, 4, torch.device("cpu"))
+    assert transports.of(transport) is transport
     with pytest.raises(NotImplementedError, match="describes 4 ranks"):
-        here.start([(torch.ones(1), 0)], [])
+        transport.start([(torch.ones(1), 0)], [])
 
 
 @pytest.mark.parametrize(
@@ -315,11 +249,11 @@ def test_a_transport_is_taken_as_it_is() -> None:
         ({"cpu": "gloo", "cuda": "gloo"}, torch.zeros(1, device="meta"), ["q is on meta", "['cpu']"]),
     ],
 )
-def test_tensors_that_a_group_cannot_move(backends: dict[str, str], x: torch.Tensor, words: list[str]) -> None:
-    here = GroupTransport.__new__(GroupTransport)  # as for a group with these backends, which need no GPU to be refused
-    here.backends, here.device = backends, torch.device("cpu")
+def test_tensors_that_a_group_cannot_send(backends: dict[str, str], x: torch.Tensor, words: list[str]) -> None:
+    transport = GroupTransport.__new__(GroupTransport)  # without a group, and without the GPUs of these backends
+    transport.backends, transport.device = backends, torch.device("cpu")
     with pytest.raises(ValueError) as caught:
-        here.check_device("q", x)
+        transport.check_device("q", x)
     assert [w for w in words if w not in str(caught.value)] == []
 
 
@@ -329,20 +263,20 @@ def test_serials_tell_transports_apart() -> None:
 
 
 def words_in_a_group_of_two() -> list[list[int]] | None:
-    """Rank 0 is in one group more than the others, as when an earlier group was made of it alone."""
+    """Rank 0 is in one group more than the others: an earlier one of it alone."""
     dist.new_group([0])
     pair = dist.new_group([0, 1])
     if dist.get_rank() > 1:
         return None
-    beside = transports.gloo_beside(pair)
+    gloo = transports.gloo_group_of(pair)
     words = torch.tensor([dist.get_rank(), 7])
     rows = [torch.empty_like(words) for _ in range(2)]
-    beside.allgather([rows], [words]).wait()
+    gloo.allgather([rows], [words]).wait()
     return [row.tolist() for row in rows]
 
 
 @pytest.mark.parametrize("world_size", on_ranks(3))
-def test_gloo_beside_a_group_whose_ranks_are_in_different_numbers_of_groups(
+def test_a_gloo_group_of_a_group_whose_ranks_are_in_different_numbers_of_groups(
     pools: Callable[[int], Pool], world_size: int
 ) -> None:
     """dist.new_group(use_local_synchronization=True) would hang here."""
@@ -350,39 +284,39 @@ def test_gloo_beside_a_group_whose_ranks_are_in_different_numbers_of_groups(
 
 
 def exchanges_of_symmetric_memory() -> dict[str, list[list[str]]]:
-    """As torch's CUDASymmetricMemory does it (StoreExchange::all_gather): a key is ``prefix/number/rank``, the number
-    counted per process over all groups; each rank sets its own, then waits for the others' and gets them."""
+    """Exchange like torch's CUDASymmetricMemory (StoreExchange::all_gather): a key is ``prefix/number/rank``, with
+    numbers counted per process over all groups; each rank sets its key, then waits for the others' and gets them."""
     rank, numbers = dist.get_rank(), itertools.count()
     stores = {}
     for name, ranks in (("low", [0, 1]), ("high", [1, 2]), ("all", [0, 1, 2])):
         group = dist.new_group(ranks)
         if rank in ranks:
-            stores[name] = ranks, transports._OwnNumbers(dist.PrefixStore("memory", group.get_group_store()))
-    found: dict[str, list[list[str]]] = {name: [] for name in stores}
+            stores[name] = ranks, NumberedStore(dist.PrefixStore("memory", group.get_group_store()))
+    result: dict[str, list[list[str]]] = {name: [] for name in stores}
 
     def exchange(name: str) -> None:
         ranks, store = stores[name]
-        number, me, turn = next(numbers), ranks.index(rank), len(found[name])
+        number, me, turn = next(numbers), ranks.index(rank), len(result[name])
         keys = [f"CUDASymmetricMemory/{number}/{r}" for r in range(len(ranks))]
         store.set(keys[me], f"{name} {turn} of {rank}".encode())
         others = [keys[r] for r in range(len(ranks)) if r != me]
         store.wait(others)
         got = {r: store.get(keys[r]).decode() for r in range(len(ranks)) if r != me}
-        found[name].append([got.get(r, "mine") for r in range(len(ranks))])
+        result[name].append([got.get(r, "mine") for r in range(len(ranks))])
 
-    # Rank 1 has exchanged twice when it meets rank 2 for the first time, and so on: no two ranks count alike.
+    # Rank 1 has exchanged twice before its first exchange with rank 2, and so on: all ranks count differently.
     for name in ("low", "low", "high", "all", "low", "all", "high"):
         if name in stores:
             exchange(name)
-    return found
+    return result
 
 
 @pytest.mark.parametrize("world_size", on_ranks(3))
 def test_ranks_with_other_histories_exchange_symmetric_memory(pools: Callable[[int], Pool], world_size: int) -> None:
     """pytorch/pytorch#196082: without numbers of its own, a group of ranks that have counted differently hangs."""
     results = pools(world_size).run(exchanges_of_symmetric_memory)
-    for rank, found in enumerate(results):
+    for rank, result in enumerate(results):
         for name, ranks in (("low", [0, 1]), ("high", [1, 2]), ("all", [0, 1, 2])):
             turns = dict(low=3, high=2, all=2)[name] if rank in ranks else 0
             want = [["mine" if r == rank else f"{name} {turn} of {r}" for r in ranks] for turn in range(turns)]
-            assert found.get(name, []) == want
+            assert result.get(name, []) == want

@@ -1,4 +1,4 @@
-"""Ranks as threads: mailboxes, errors, large worlds, and plans of ranks that do not exist."""
+"""Virtual ranks: mailboxes, errors, large worlds, and plans of ranks that do not exist."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_messages_between_two_ranks_match_in_order_and_are_copies() -> None:
         moving = rank.start(
             [(mine, right), (torch.empty(0), right), (torch.full((2,), 9.0), right)], [(x, left) for x in got]
         )
-        mine.fill_(-1)  # what was sent is what was there
+        mine.fill_(-1)  # after it was sent
         moving.wait()
         return torch.cat(got).tolist(), (rank.sent_bytes, rank.sent_messages)
 
@@ -49,7 +49,7 @@ def test_all_reduce() -> None:
     assert virtual.run(4, body) == [[[3.0, 0.0], [6.0, -6.0]]] * 4
 
 
-def test_a_message_of_another_shape_is_noticed() -> None:
+def test_a_message_of_another_shape_is_refused() -> None:
     def body(rank: VirtualRank) -> None:
         if rank.rank == 0:
             rank.start([(torch.ones(4), 1)], []).wait()
@@ -60,7 +60,7 @@ def test_a_message_of_another_shape_is_noticed() -> None:
         virtual.run(2, body)
 
 
-def test_the_first_error_is_raised_and_nobody_waits_for_the_others() -> None:
+def test_the_first_error_is_raised_and_the_other_ranks_are_stopped() -> None:
     def body(rank: VirtualRank) -> None:
         if rank.rank == 2:
             raise KeyError("mine")
@@ -72,7 +72,7 @@ def test_the_first_error_is_raised_and_nobody_waits_for_the_others() -> None:
 
 @pytest.mark.parametrize("error", [RuntimeError("boom"), NotImplementedError("boom")])
 @pytest.mark.parametrize("by", ["message", "barrier"])
-def test_an_error_of_the_kind_that_waiting_ranks_raise_is_not_taken_for_theirs(error: RuntimeError, by: str) -> None:
+def test_an_error_is_raised_although_stopped_ranks_raise_the_same_type(error: RuntimeError, by: str) -> None:
     def body(rank: VirtualRank) -> None:
         if rank.rank == 2:
             raise error
@@ -113,12 +113,12 @@ def test_many_ranks_and_many_plans_at_once() -> None:
     def body(rank: VirtualRank) -> list[int]:
         return [int(ringattn.plan(n, rank, causal=True).positions.sum()) for n in (90, 100, 110, 90)]
 
-    found = virtual.run(70, body)
-    assert [sum(column) for column in zip(*found, strict=True)] == [n * (n - 1) // 2 for n in (90, 100, 110, 90)]
+    sums = virtual.run(70, body)
+    assert [sum(column) for column in zip(*sums, strict=True)] == [n * (n - 1) // 2 for n in (90, 100, 110, 90)]
 
 
 @pytest.mark.parametrize(("world_size", "dataflow", "local_size"), [(32, "ring", 8), (24, "reduce", 24)])
 def test_large_worlds_equal_dense_attention(world_size: int, dataflow: str, local_size: int) -> None:
     case = Case(seq_len=150, causal=True, dataflow=dataflow, local_size=local_size, batch=1, q_heads=2, kv_heads=1)
-    found = cases.errors(cases.joined(cases.virtually(world_size, case)), cases.expected(case))
-    assert max(found.values()) < 1e-10, found
+    errors = cases.errors(cases.joined(cases.virtually(world_size, case)), cases.expected(case))
+    assert max(errors.values()) < 1e-10, errors

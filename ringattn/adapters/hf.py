@@ -42,8 +42,8 @@ from torch import Tensor, nn
 from .. import layout as layouts
 from .. import transport as transports
 from ..functional import attention
-from ..plans import Plan
 from ..planning import plan as make_plan
+from ..plans import Plan
 from ..training import batch as batches
 from ..training import loss as losses
 from ..virtual import VirtualRank

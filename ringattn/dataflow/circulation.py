@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Generic, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -27,6 +27,7 @@ from ..trace import named
 from ..transport import Message
 
 Tensors = tuple[Tensor, ...]
+S = TypeVar("S", bound=Tensors)
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,7 @@ class Contribution:
 
 
 @dataclass
-class Circulation:
+class Circulation(Generic[S]):
     """The journey of all shards, seen from one rank. Iterate over it once, to the end: shards still travel through
     this rank after its own last visit.
 
@@ -57,18 +58,19 @@ class Circulation:
         contribution: what visits give; None if ranks keep what they compute.
     """
 
-    shard: Tensors
+    shard: S
     plan: Plan
     lengths: tuple[int, ...]
     contribution: Contribution | None = None
     home: Tensors | None = None  # the sum of all contributions to this rank's shard; None if there were none
-    _held: Tensors = field(default=(), init=False)
+    _held: S = field(init=False)
     _given: Tensors | None = field(default=None, init=False)
 
-    def __iter__(self) -> Iterator[Visit]:
+    def __iter__(self) -> Iterator[Visit[S]]:
         transport, steps = self.plan.transport, self.plan.steps
         remaining = sum(step.compute for step in steps)
-        self._held = self.shard if transport.world_size == 1 else tuple(x.contiguous() for x in self.shard)
+        alone = transport.world_size == 1
+        self._held = self.shard if alone else cast(S, tuple(x.contiguous() for x in self.shard))
         leaving: Tensors | None = None  # the contribution to the shard of the step before
         for t, (step, following) in enumerate(zip(steps, [*steps[1:], Step()], strict=True)):
             arriving = self._new_shard(following.owner) if step.shard_from is not None else None
@@ -95,7 +97,7 @@ class Circulation:
             del so_far, coming_home  # added up; the next step makes others
             if arriving is not None:
                 self._held = arriving
-        self._held = ()
+        del self._held
 
     def _sum(self, a: Tensors | None, b: Tensors | None) -> Tensors | None:
         if a is None or b is None:
@@ -103,8 +105,8 @@ class Circulation:
         assert self.contribution is not None
         return self.contribution.add(a, b)
 
-    def _new_shard(self, owner: int | None) -> Tensors:
-        return tuple(self._empty(x.shape, x.dtype, owner) for x in self.shard)
+    def _new_shard(self, owner: int | None) -> S:
+        return cast(S, tuple(self._empty(x.shape, x.dtype, owner) for x in self.shard))
 
     def _new_contribution(self, owner: int | None) -> Tensors | None:
         if self.contribution is None:
@@ -119,15 +121,15 @@ class Circulation:
 
 
 @dataclass(frozen=True)
-class Visit:
+class Visit(Generic[S]):
     """The shard of ``owner`` is on this rank. ``last``: this rank needs no other shard after it."""
 
-    circulation: Circulation
+    circulation: Circulation[S]
     owner: int
     last: bool
 
     @property
-    def shard(self) -> Any:
+    def shard(self) -> S:
         """The owner's tensors, as a tuple. Do not keep them: their memory is needed when the shard has moved on."""
         return self.circulation._held
 

@@ -119,10 +119,15 @@ class Dataflow:
 
     def blocks(self, plan: Plan) -> Iterator[tuple[int, Block]]:
         """Yield everything that is computed: the rank whose queries they are, and the block, on the CPU."""
-        for q_rank in range(plan.world_size):
-            for k_rank in range(plan.world_size):
-                if plan.needs[q_rank][k_rank]:
-                    yield q_rank, plan.block(q_rank, k_rank, torch.device("cpu"))
+        for visitor, needs in enumerate(plan.schedule.needs):
+            for owner, needed in enumerate(needs):
+                q_rank, k_rank = (owner, visitor) if self.moves_queries else (visitor, owner)
+                block = plan.block(q_rank, k_rank, torch.device("cpu"))
+                if needed:
+                    yield q_rank, block
+                else:
+                    pairs = int((block.end - block.start).sum())
+                    assert not pairs, f"rank {visitor} never meets the shard of rank {owner}, but sees {pairs} pairs"
 
     def meetings(self, plan: Plan) -> list[str]:
         """Return lines that say which ranks' shards meet when."""

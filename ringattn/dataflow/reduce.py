@@ -32,7 +32,7 @@ class Reduce(Dataflow):
         circulation = Circulation((call.q,), plan, plan.local_lengths, states)
         for visit in circulation:
             keys = Keys(call.k, call.v, call.block(visit.owner, plan.rank))
-            visit.give(tuple(call.backend.forward(*visit.shard, keys, score)))
+            visit.give(tuple(call.backend.forward(visit.shard[0], keys, score)))
         if circulation.home is None:
             return call.no_keys()
         total = Partial(*circulation.home)

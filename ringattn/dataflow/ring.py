@@ -48,29 +48,30 @@ class Ring(Dataflow):
     """Keys and values travel, queries stay. Memory per rank is O(sequence / ranks)."""
 
     def forward(self, call: Call) -> Result:
-        plan, attend = call.plan, call.backend
-        state: Partial | None = None  # (m, l, o) of this rank's queries and all keys that they have met
+        """Return ``(out, lse)`` of this rank's queries."""
+        plan, kernel = call.plan, call.backend
+        state: Partial | None = None  # (m, l, o) of this rank's queries and of all keys that they have met so far
         result: Result | None = None
         for visit in Circulation((call.k, call.v), plan, plan.local_lengths_k):
+            # visit.shard is the k and v of visit.owner. While the kernel runs, they travel on and the next ones arrive.
             block = call.block(plan.rank, visit.owner)
-            if visit.last:
-                result = attend.output(call.q, Keys(*visit.shard, block), call.score, state)
+            if visit.last:  # divides by l; the loop goes on, because other ranks' shards still travel through this one
+                result = kernel.output(call.q, Keys(*visit.shard, block), call.score, state)
             else:
-                state = attend.forward(call.q, Keys(*visit.shard, block), call.score, state)
+                state = kernel.forward(call.q, Keys(*visit.shard, block), call.score, state)
         return call.no_keys() if result is None else result
 
     def backward(self, call: Call, queries: Queries) -> Gradients:
-        plan, dtype = call.plan, call.accumulation_dtype
+        """Return dq, dk and dv of this rank's shards. ``queries``: its q, dout, lse and delta."""
+        plan, kernel, dtype = call.plan, call.backend, call.accumulation_dtype
         dq = torch.zeros_like(call.q, dtype=dtype, memory_format=torch.contiguous_format)
         dkdv = Contribution((call.k.shape, call.v.shape), dtype, add_gradients)
         circulation = Circulation((call.k, call.v), plan, plan.local_lengths_k, dkdv)
         for visit in circulation:
-            block = call.block(plan.rank, visit.owner)
-            visit.give(
-                call.backend.backward(
-                    queries, Keys(*visit.shard, block), call.score, dq, deterministic=plan.deterministic
-                )
-            )
+            keys = Keys(*visit.shard, call.block(plan.rank, visit.owner))
+            dk_dv = kernel.backward(queries, keys, call.score, dq, deterministic=plan.deterministic)  # adds to dq
+            visit.give(dk_dv)  # to the owner of these keys
+            del keys, dk_dv  # the shard moves on: do not keep its memory
         dk, dv = circulation.home or (torch.zeros_like(x, dtype=dtype) for x in (call.k, call.v))
         return Gradients(dq, dk, dv)
 

@@ -1,1 +1,1 @@
-"""Copies between the GPUs of one host: shared memory, copy engines, flags that streams write and wait for."""
+"""Exchange between the GPUs of one host by copy engines: shared memory, pulls, pushes."""

@@ -1,12 +1,15 @@
-"""Words in GPU memory that streams write and wait for, and copies by the copy engines: the CUDA driver's stream memory
-operations and batches of copies, which torch has no names for.
+"""Stream memory operations and batched copies of the CUDA driver, by ctypes: torch has no names for them.
 
-None of these needs a multiprocessor, so all of them make progress beside a kernel that fills the GPU (measured on H200s
-over NVLink), as long as source and target of a copy are on different devices: a copy inside one device is a kernel. A
-comparison wraps around: a word is reached when ``int32(word - value) >= 0``.
+* :class:`Words`: 32-bit words that streams write and wait for (cuStreamWriteValue32 and cuStreamWaitValue32, queued
+  in batches by cuStreamBatchMemOp);
+* :class:`Copies`: copies that are queued together (cuMemcpyBatchAsync);
+* :func:`copy`: one copy (cuMemcpyAsync).
 
-Reference: CUDA Driver API, "Stream Memory Operations" (cuStreamBatchMemOp) and "Memory Management" (cuMemcpyAsync,
-cuMemcpyBatchAsync).
+None of them needs a multiprocessor, so they make progress while a kernel fills the GPU (measured on H200s over
+NVLink), if the source and target of a copy are on different devices: a copy inside one device is a kernel. A wait
+compares signed and wraps around: it ends when ``int32(word - value) >= 0``.
+
+Reference: CUDA Driver API, "Stream Memory Operations" and "Memory Management".
 """
 
 from __future__ import annotations
@@ -18,26 +21,27 @@ from typing import Any, NamedTuple
 
 import torch
 
-_WAIT, _WRITE = 1, 2  # CUstreamBatchMemOpType
-_MOST = 255  # operations of one call: fewer than 256, says the driver's manual and means it
-_IN_STREAM_ORDER, _BESIDE_KERNELS = 1, 1  # CUmemcpySrcAccessOrder, CUmemcpyFlags
+_WAIT, _WRITE = 1, 2  # CU_STREAM_MEM_OP_WAIT_VALUE_32, CU_STREAM_MEM_OP_WRITE_VALUE_32
+_MAX_OPERATIONS = 255  # of one call: cuStreamBatchMemOp takes fewer than 256
+_SRC_ACCESS_ORDER_STREAM = 1  # CUmemcpySrcAccessOrder
+_PREFER_OVERLAP_WITH_COMPUTE = 1  # CUmemcpyFlags
 
 
 class _Operation(ctypes.Structure):
-    """CUstreamBatchMemOpParams; waitValue and writeValue are laid out alike."""
+    """CUstreamBatchMemOpParams; the parameters of waits and writes have the same layout."""
 
     _fields_ = (
         ("operation", ctypes.c_uint32),
         ("address", ctypes.c_uint64),
         ("value", ctypes.c_uint64),
-        ("flags", ctypes.c_uint32),  # 0: wait until int32(word - value) >= 0; write with a memory barrier
+        ("flags", ctypes.c_uint32),  # 0: wait until int32(word - value) >= 0; write after a memory barrier
         ("alias", ctypes.c_uint64),
         ("_pad", ctypes.c_uint64),
     )
 
 
 class _Attributes(ctypes.Structure):
-    """CUmemcpyAttributes: when sources are read, hints of where memory is (none is needed for GPUs' own), flags."""
+    """CUmemcpyAttributes; the location hints stay zero, which is right for memory of GPUs."""
 
     _fields_ = (
         ("order", ctypes.c_int),
@@ -48,21 +52,21 @@ class _Attributes(ctypes.Structure):
 
 
 class _Driver:
-    """The functions used here, with the types of their arguments: a call takes about a microsecond."""
+    """The driver's functions with their argument types, so that a call takes about a microsecond."""
 
     def __init__(self) -> None:
         library = ctypes.CDLL("libcuda.so.1")
         pointer, number, size = ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint64
 
         def function(name: str, *types: Any) -> Any:
-            found = getattr(library, name)
-            found.argtypes, found.restype = types, ctypes.c_int
-            return found
+            result = getattr(library, name)
+            result.argtypes, result.restype = types, ctypes.c_int
+            return result
 
         self.memory_operations = function("cuStreamBatchMemOp_v2", pointer, number, pointer, number)
         self.copy = function("cuMemcpyAsync", size, size, ctypes.c_size_t, pointer)
         self.exchange_capture_mode = function("cuThreadExchangeStreamCaptureMode", pointer)
-        try:  # from CUDA 12.8 on
+        try:  # since CUDA 12.8
             self.copy_batch = function(
                 "cuMemcpyBatchAsync", pointer, pointer, pointer, size, pointer, pointer, size, pointer, pointer
             )
@@ -78,7 +82,7 @@ def _driver() -> _Driver:
 
 @functools.cache
 def available() -> bool:
-    """Has this machine's driver these operations?"""
+    """Return whether this machine has a GPU and a driver with these operations."""
     try:
         return torch.cuda.is_available() and bool(_driver())
     except (OSError, AttributeError):
@@ -86,52 +90,62 @@ def available() -> bool:
 
 
 class _Batch(NamedTuple):
-    """Operations of one call: an array; each of them, as an object that is made once; their number."""
+    """The operations of one call: the array, its elements (each access to the array would create another object), and
+    their number."""
 
-    operations: Any
-    each: list[_Operation]
+    array: Any
+    operations: list[_Operation]
     number: int
 
 
 class Words:
-    """int32 words, by their addresses, that are written or waited for together."""
+    """32-bit words in GPU memory that are written or waited for together.
+
+    Args:
+        addresses: of the words, in the order in which they are written.
+    """
 
     def __init__(self, addresses: Sequence[int]) -> None:
-        self.batches = [
+        self._waits, self._writes = (
             [
                 _Batch(array, list(array), len(array))
-                for part in (addresses[i : i + _MOST] for i in range(0, len(addresses), _MOST))
+                for part in (addresses[i : i + _MAX_OPERATIONS] for i in range(0, len(addresses), _MAX_OPERATIONS))
                 for array in [(_Operation * len(part))(*(_Operation(operation, address) for address in part))]
             ]
             for operation in (_WAIT, _WRITE)
-        ]
+        )
 
     def wait(self, stream: torch.cuda.Stream, value: int) -> None:
-        """What is queued on ``stream`` after this waits until every word has reached ``value``."""
-        self._queue(stream, self.batches[0], value)
+        """Make work queued on ``stream`` from now on wait until every word has reached ``value``."""
+        self._queue(stream, self._waits, value)
 
     def write(self, stream: torch.cuda.Stream, value: int) -> None:
-        """Store ``value``, word by word in their order, once everything queued on ``stream`` so far is done and
-        visible to all devices."""
-        self._queue(stream, self.batches[1], value)
+        """Write ``value`` to the words, in their order, after all work queued on ``stream`` so far is done and visible
+        to all devices."""
+        self._queue(stream, self._writes, value)
 
     def _queue(self, stream: torch.cuda.Stream, batches: list[_Batch], value: int) -> None:
         value &= 0xFFFFFFFF
-        for operations, each, number in batches:
-            for operation in each:
+        for array, operations, number in batches:
+            for operation in operations:
                 operation.value = value
-            if error := _driver().memory_operations(stream.cuda_stream, number, operations, 0):
+            if error := _driver().memory_operations(stream.cuda_stream, number, array, 0):
                 _check(error, "queueing words")
 
 
 def copy(stream: torch.cuda.Stream, target: int, source: int, size: int) -> None:
-    """Copy ``size`` bytes between addresses, which may be another device's."""
+    """Copy ``size`` bytes between two addresses, which may be on different devices."""
     if error := _driver().copy(target, source, size, stream.cuda_stream):
         _check(error, f"copying {size} bytes")
 
 
 def copy_all(stream: torch.cuda.Stream, copies: Sequence[tuple[int, int, int]], base: int) -> None:
-    """One :func:`copy` after another: (target, source less ``base``, bytes) of each."""
+    """Queue one :func:`copy` after another.
+
+    Args:
+        copies: (target, source - base, bytes) of each.
+        base: added to all sources.
+    """
     queue, handle = _driver().copy, stream.cuda_stream
     for target, offset, size in copies:
         if error := queue(target, base + offset, size, handle):
@@ -139,7 +153,7 @@ def copy_all(stream: torch.cuda.Stream, copies: Sequence[tuple[int, int, int]], 
 
 
 class _Arrays(NamedTuple):
-    """Arguments of one call for some copies."""
+    """The arguments of one cuMemcpyBatchAsync."""
 
     targets: Any
     sources: Any
@@ -148,39 +162,43 @@ class _Arrays(NamedTuple):
 
 
 class Copies:
-    """Copies in no order that are queued together: (target, source, bytes) of each.
+    """Copies that are queued together and run in any order.
 
-    One call for up to _MOST of them, which the copy engine then takes without a rest in between; one call for each
-    where the driver is older than CUDA 12.8.
+    One cuMemcpyBatchAsync queues up to 255 of them, and the copy engine then runs them without idling in between. Where
+    the driver is older than CUDA 12.8, each is queued by a call of its own.
+
+    Args:
+        copies: (target, source, bytes) of each.
     """
 
     def __init__(self, copies: Sequence[tuple[int, int, int]]) -> None:
-        self.copies = copies
-        self.arrays = []
-        for part in (copies[i : i + _MOST] for i in range(0, len(copies), _MOST)):
+        self._copies = copies
+        self._arrays = []
+        for part in (copies[i : i + _MAX_OPERATIONS] for i in range(0, len(copies), _MAX_OPERATIONS)):
             targets, sources, sizes = ((ctypes.c_uint64 * len(part))(*column) for column in zip(*part, strict=True))
-            self.arrays.append(_Arrays(targets, sources, sizes, len(part)))
-        self.attributes = _Attributes(order=_IN_STREAM_ORDER, flags=_BESIDE_KERNELS)
-        self.first = ctypes.c_size_t(0)  # the attributes are those of all copies from this one on
+            self._arrays.append(_Arrays(targets, sources, sizes, len(part)))
+        self._attributes = _Attributes(order=_SRC_ACCESS_ORDER_STREAM, flags=_PREFER_OVERLAP_WITH_COMPUTE)
+        self._first = ctypes.c_size_t(0)  # the attributes apply to all copies from this one on
 
     def queue(self, stream: torch.cuda.Stream) -> None:
-        """What is queued behind them waits for all. Not on the default stream."""
-        together = _driver().copy_batch
-        if together is None:
-            copy_all(stream, self.copies, 0)
+        """Queue the copies; work queued on ``stream`` later waits for all. It must not be the default stream."""
+        copy_batch = _driver().copy_batch
+        if copy_batch is None:
+            copy_all(stream, self._copies, 0)
             return
         by, failed = ctypes.byref, ctypes.c_size_t(0)
-        for targets, sources, sizes, number in self.arrays:
-            if error := together(
-                targets, sources, sizes, number, by(self.attributes), by(self.first), 1, by(failed),
+        for targets, sources, sizes, number in self._arrays:
+            if error := copy_batch(
+                targets, sources, sizes, number, by(self._attributes), by(self._first), 1, by(failed),
                 stream.cuda_stream,
             ):  # fmt: skip
                 _check(error, f"copying {number} pieces of memory")
 
 
 def ignore_captures() -> None:
-    """Calls of this thread do not disturb a graph capture of another one."""
-    _check(_driver().exchange_capture_mode(ctypes.byref(ctypes.c_int(2))), "leaving captures alone")
+    """Allow this thread calls that would otherwise invalidate a graph capture of another thread."""
+    relaxed = ctypes.c_int(2)  # CU_STREAM_CAPTURE_MODE_RELAXED
+    _check(_driver().exchange_capture_mode(ctypes.byref(relaxed)), "setting the capture mode")
 
 
 def _check(error: int, what: str) -> None:

@@ -1,1 +1,157 @@
-from .pulls import Link
+"""Memory of one GPU that all ranks of its host can read and write, and how their streams wait for each other.
+
+A rank tells the others that it has come to a point of an exchange by writing a 32-bit word into the memory of each of
+them; their streams wait for it (:mod:`.driver`). A word holds the number of the last exchange, its *epoch*, which
+only grows. There are three kinds of words, and one of each kind from every rank in the memory of every other rank::
+
+    READY    the keys and values of this epoch are in place, and all pulls of the last epoch are complete
+    LANDED   all contributions to gradients are in the memory of the ranks that own them
+    FREE     the contributions that this rank has received are summed, so their memory may be overwritten
+
+Signals and waits are stream operations that need no multiprocessor, so they make progress next to any kernel.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor
+
+from ..memo import Memo
+from . import driver
+
+T = TypeVar("T")
+READY, LANDED, FREE = range(3)
+KIND_NAMES = ("READY", "LANDED", "FREE")
+KEYS, GRADIENTS = range(2)  # regions and epochs: of keys and values, of contributions to their gradients
+FLAG_WORDS = 8  # int32 numbers from one ready flag to the next: each is in a 32-byte sector of its own
+MAX_RANKS = 64  # on one host
+WORD_BYTES = 32  # from one word to the next: each is in a sector of its own
+_PAD_BYTES = len(KIND_NAMES) * MAX_RANKS * WORD_BYTES
+_MAX_PREPARED = 256  # shapes; packed documents bring another with every batch
+
+
+class Region(NamedTuple):
+    """Memory of the same size on every rank.
+
+    Attributes:
+        memory: that of this rank, (bytes,) uint8.
+        addresses: that of every rank, mapped into this process.
+        keep: the object that keeps the mapping alive.
+    """
+
+    memory: Tensor
+    addresses: list[int]
+    keep: object
+
+
+class Link:
+    """Memory, words, streams and buffers of one rank in a group on one host.
+
+    All ranks make the same calls in the same order.
+
+    Args:
+        share: allocates a zeroed :class:`Region` of some number of bytes. All ranks call it together. It returns when
+            all of them have it and no work that was queued before, on any of them, is still running.
+    """
+
+    def __init__(
+        self, rank: int, world_size: int, device: torch.device, share: Callable[[int], tuple[Tensor, list[int], object]]
+    ) -> None:
+        if world_size > MAX_RANKS:
+            raise ValueError(f"{world_size} ranks on one host; at most {MAX_RANKS} can access each other's memory")
+        self.rank, self.world_size, self.device, self.share = rank, world_size, device, share
+        self.peers = [(rank + i) % world_size for i in range(1, world_size)]  # no two ranks start with the same peer
+        self.epochs = [0, 0]
+        self.pad = Region(*share(_PAD_BYTES))  # of the words
+        kinds = range(len(KIND_NAMES))
+        self._incoming = [driver.Words([self._word(rank, kind, peer) for peer in self.peers]) for kind in kinds]
+        self._outgoing = [driver.Words([self._word(peer, kind, rank) for peer in self.peers]) for kind in kinds]
+        self._regions: list[Region | None] = [None, None]
+        self._receive = torch.zeros(0, dtype=torch.uint8, device=device)
+        self._receive_stream = torch.cuda.current_stream()  # on which it was allocated
+        self._flags = torch.zeros(0, FLAG_WORDS, dtype=torch.int32, device=device)
+        # Objects that hold addresses of the memory above; all are dropped when some of it is replaced.
+        self.prepared: Memo[object] = Memo(_MAX_PREPARED)
+        self.counters: Memo[Any] = Memo(_MAX_PREPARED)  # of pushes, by shape; their memory is never replaced
+        self.timed_out = torch.zeros(1, dtype=torch.int32).pin_memory()  # see ReadyFlags
+        self.pulling, self.pushing = (torch.cuda.Stream(device) for _ in range(2))
+        # A call records an event again only after every wait for its previous record has been queued.
+        self.released = torch.cuda.Event()  # the last use of the receive buffer, maybe on another stream
+        self.writable, self.pulled, self.pushed = (torch.cuda.Event() for _ in range(3))
+        self.spare_events: deque[torch.cuda.Event] = deque()  # for the watchdog
+
+    # ---------------------------------------------------------------- words
+
+    def next_epoch(self, which: int) -> int:
+        """Count one more exchange of ``KEYS`` or ``GRADIENTS`` and return its number, an int32 that wraps around."""
+        epoch = (self.epochs[which] + 1 + 2**31) % 2**32 - 2**31
+        self.epochs[which] = epoch
+        return epoch
+
+    def signal(self, stream: torch.cuda.Stream, kind: int, epoch: int) -> None:
+        """Write ``epoch`` into the memory of every other rank after the work queued on ``stream`` so far."""
+        self._outgoing[kind].write(stream, epoch)
+
+    def wait_for(self, stream: torch.cuda.Stream, kind: int, epoch: int) -> None:
+        """Make ``stream`` wait until every other rank has signalled ``epoch``."""
+        self._incoming[kind].wait(stream, epoch)
+
+    def received(self, kind: int) -> dict[int, int]:
+        """Return the last epoch that each other rank has signalled. Waits for nothing but the copy of the words."""
+        words = torch.empty(_PAD_BYTES // 4, dtype=torch.int32).pin_memory()
+        with torch.cuda.device(self.device):
+            stream = torch.cuda.Stream()
+            driver.copy(stream, words.data_ptr(), self.pad.addresses[self.rank], _PAD_BYTES)
+            stream.synchronize()
+        own = self.pad.addresses[self.rank]
+        return {peer: int(words[(self._word(self.rank, kind, peer) - own) // 4]) for peer in self.peers}
+
+    def _word(self, owner: int, kind: int, sender: int) -> int:
+        """Return the address, mapped into this process, of a word of ``sender`` in the memory of ``owner``."""
+        return self.pad.addresses[owner] + (kind * MAX_RANKS + sender) * WORD_BYTES
+
+    # ---------------------------------------------------------------- memory
+
+    def prepare(self, key: object, make: Callable[[], T]) -> T:
+        """Return the result of ``make`` for this key, made again only after memory has been replaced."""
+        return self.prepared.once(key, make)  # type: ignore[arg-type, return-value]
+
+    def reserve(self, which: int, size: int) -> Region:
+        """Return the region of ``KEYS`` or ``GRADIENTS``, with at least ``size`` bytes on every rank."""
+        region = self._regions[which]
+        if region is None or size > len(region.memory):
+            region = self._regions[which] = Region(*self.share(max(1, -(-size // (1 << 21))) << 21))
+            self.prepared.clear()
+        return region
+
+    def receive_buffer(self, size: int) -> Tensor:
+        """Return memory of this rank for pulled keys and values, (at least ``size``,) uint8, the same in every call."""
+        if size > len(self._receive):
+            self.prepared.clear()
+            # The allocator gives the old buffer to work of the stream on which it was allocated; its last use may have
+            # been on another stream.
+            self._receive_stream.wait_event(self.released)
+            self._receive_stream = torch.cuda.current_stream()
+            self._receive = torch.empty(size, dtype=torch.uint8, device=self.device)
+        return self._receive
+
+    def ready_flags(self, rows: int) -> Tensor:
+        """Return ready flags of at least ``rows`` rows, (rows, FLAG_WORDS) int32, the same memory in every call."""
+        if len(self._flags) < rows:
+            self.prepared.clear()
+            self._flags = torch.full((rows, FLAG_WORDS), self.epochs[KEYS], dtype=torch.int32, device=self.device)
+        return self._flags
+
+    @property
+    def shared_bytes(self) -> int:
+        """Memory of this rank that the others can access, which torch's allocator does not count."""
+        return sum(len(region.memory) for region in (self.pad, *self._regions) if region is not None)
+
+    def held_bytes(self, backward: bool) -> int:
+        """Return the memory that a forward or backward pass uses and that is kept between calls, in bytes."""
+        used = [self.pad, self._regions[KEYS], *([self._regions[GRADIENTS]] if backward else [])]
+        return sum(len(region.memory) for region in used if region is not None) + len(self._receive)

@@ -1,1 +1,230 @@
-from .pulls import FetchBuffers, Pull
+"""Pulls: keys and values of the other GPUs of a host, read by this GPU's copy engines.
+
+Each rank packs its keys and values into memory that every rank can read, signals READY, and then copies the runs of
+tokens that it needs from the others into its receive buffer. The copies use no multiprocessor, so the attention that
+runs at the same time is not slowed down.
+
+A rank waits until every other rank is READY before it launches the attention. The kernel may start while its keys are
+still being pulled, and poll the ready flag of each row (:class:`ringattn.kernels.contract.ReadyFlags`). A kernel may
+only wait for copies: copies and flags need no multiprocessor, so they always make progress, and two attentions in
+flight on two groups cannot deadlock.
+
+Rows are pulled in chunks, each queued by one call of the driver, because one copy engine serves all streams and idles
+for some microseconds between copies that are queued one by one. The first chunks are small, because no computation
+hides them. The ready flags of a chunk's rows are written after its copies.
+
+Memory is laid out by rows. A row is one key head of one batch element: (rows, tokens, head_dim + head_dim_v).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..kernels.contract import ReadyFlags
+from ..memo import Memo
+from ..schedule import Fetch
+from . import driver
+from .memory import FLAG_WORDS, KEYS, READY, Link
+from .watchdog import watched
+
+_CHUNK_ROWS = 4  # of a chunk after the first ones: larger ones are hardly faster, and only become ready later
+_CHUNKS = 32  # per wave, about, with any number of rows: a stream that holds some hundred operations blocks its host
+
+
+class _Chunk(NamedTuple):
+    """Rows that are pulled together: their copies from each slot of the shared memory, and their ready flags."""
+
+    copies: list[driver.Copies]
+    flags: driver.Words
+
+
+class FetchBuffers:
+    """Addresses of the rows that are pulled for one shape, the same in every call until the link's memory is replaced.
+
+    Keys and values take turns in two slots of the shared memory: a rank may pack those of the next call while others
+    still pull those of this one. They are kept by :meth:`Link.prepare`, and do not keep the link alive.
+
+    Args:
+        k, v: those of this rank, (batch, tokens, kv_heads, head_dim or head_dim_v); not kept.
+        fetches: the runs of tokens that every rank fetches.
+        lengths: number of tokens of every rank.
+        waves: the key heads that are in memory at the same time, see :func:`ringattn.schedule.waves`.
+
+    Attributes:
+        kv: per wave, views of its fetched keys and values, (batch, keys, heads, head_dim or head_dim_v).
+        flags: per wave, the ready flags of its rows.
+    """
+
+    def __init__(
+        self,
+        link: Link,
+        k: Tensor,
+        v: Tensor,
+        fetches: Sequence[Sequence[Fetch]],
+        lengths: Sequence[int],
+        waves: Sequence[slice],
+    ) -> None:
+        from .pack_rows import run_table  # needs Triton, which every host with GPUs has
+
+        self.runs, self.lengths, self.waves = fetches[link.rank], lengths, waves
+        self.batch, tokens, self.heads, dim = k.shape
+        width = dim + v.shape[3]
+        self.row_bytes = width * k.element_size()
+        self.keys = sum(run.length for run in self.runs)
+        self.rows = self.batch * max(heads.stop - heads.start for heads in waves)
+        region = link.reserve(KEYS, 2 * self.batch * self.heads * max(lengths) * self.row_bytes)
+        flags = link.ready_flags(len(waves) * self.rows)
+        wave_bytes = self.rows * self.keys * self.row_bytes
+        memory = link.receive_buffer(min(2, len(waves)) * wave_bytes)
+
+        half = len(region.memory) // 2  # the same halves for all shapes
+        self.slots = [[address + slot * half for address in region.addresses] for slot in range(2)]
+        self.shared = [
+            _view(region.memory[slot * half :], k.dtype, (self.batch, self.heads, tokens, width)) for slot in range(2)
+        ]
+        self.flags = [flags[wave * self.rows : (wave + 1) * self.rows] for wave in range(len(waves))]
+        self.buffers = [
+            _view(memory[wave % 2 * wave_bytes :], k.dtype, (self.batch, heads.stop - heads.start, self.keys, width))
+            for wave, heads in enumerate(waves)
+        ]
+        both = [buffer.transpose(1, 2) for buffer in self.buffers]
+        self.kv = [(kv[..., :dim], kv[..., dim:]) for kv in both]
+        # With one wave, packing also copies this rank's own runs into the receive buffer.
+        own = [(run.offset, run.length, run.first) for run in self.runs if run.owner == link.rank]
+        self.own_runs = run_table(own if len(waves) == 1 else [], k.device)
+        self._chunks: Memo[list[_Chunk]] = Memo(4 * len(waves))
+        self._group_flags: Memo[driver.Words] = Memo(16 * len(waves))
+
+    def chunks(self, link: Link, wave: int, groups: Sequence[slice]) -> list[_Chunk]:
+        """Return the chunks of a wave in the order of the attention: groups of heads inside the wave, batch elements,
+        heads."""
+        key = (wave, *[(heads.start, heads.stop) for heads in groups])
+        return self._chunks.once(key, lambda: self._make_chunks(link, wave, groups))
+
+    def _make_chunks(self, link: Link, wave: int, groups: Sequence[slice]) -> list[_Chunk]:
+        chunks, size = [], 1
+        limit = max(_CHUNK_ROWS, self.batch * self.buffers[wave].shape[1] // _CHUNKS)
+        for heads in groups:
+            rows = self._rows(wave, heads)
+            while rows:
+                count = size if len(rows) >= 2 * size else len(rows)  # too short a rest joins the last chunk
+                chunk, rows = rows[:count], rows[count:]
+                copies = [
+                    driver.Copies([copy for row in chunk for copy in self._copies(link, wave, row, slot)])
+                    for slot in range(2)
+                ]
+                chunks.append(_Chunk(copies, self._flag_words(wave, chunk)))
+                size = min(2 * size, limit)
+        return chunks
+
+    def _copies(self, link: Link, wave: int, row: int, slot: int) -> list[tuple[int, int, int]]:
+        """Return the copies of a row from the other ranks: (target address, source address, bytes) of each."""
+        heads, row_bytes = self.waves[wave], self.row_bytes
+        batch, head = divmod(row, heads.stop - heads.start)
+        shared_row = batch * self.heads + heads.start + head
+        target = self.buffers[wave].data_ptr() + row * self.keys * row_bytes
+        copies = []
+        for peer in link.peers:
+            source = self.slots[slot][peer] + shared_row * self.lengths[peer] * row_bytes
+            copies += [
+                (target + run.first * row_bytes, source + run.offset * row_bytes, run.length * row_bytes)
+                for run in self.runs
+                if run.owner == peer
+            ]
+        return copies
+
+    def group_flags(self, wave: int, heads: slice) -> driver.Words:
+        """Return the ready flags of some heads of a wave."""
+        key = (wave, heads.start, heads.stop)
+        return self._group_flags.once(key, lambda: self._flag_words(wave, self._rows(wave, heads)))
+
+    def _rows(self, wave: int, heads: slice) -> list[int]:
+        count = self.buffers[wave].shape[1]
+        return [batch * count + head for batch in range(self.batch) for head in range(heads.start, heads.stop)]
+
+    def _flag_words(self, wave: int, rows: Sequence[int]) -> driver.Words:
+        first = self.flags[wave].data_ptr()
+        return driver.Words([first + row * FLAG_WORDS * 4 for row in rows])
+
+
+def _view(memory: Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
+    """Return the first bytes of ``memory``, uint8, as a contiguous tensor."""
+    return memory[: math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
+
+
+class Pull:
+    """One exchange of keys and values, pulled wave by wave of heads.
+
+    Args:
+        k, v: those of this rank.
+    """
+
+    def __init__(self, link: Link, buffers: FetchBuffers, k: Tensor, v: Tensor) -> None:
+        self.link, self.buffers, self.k, self.v = link, buffers, k, v
+        self.last = len(buffers.waves) - 1
+        self.main = torch.cuda.current_stream()
+        self.epoch = link.next_epoch(KEYS)
+        self.slot = self.epoch % 2
+
+    def start(self, wave: int, groups: Sequence[slice]) -> None:
+        """Start to pull a wave, in the order of the attention: groups of heads inside the wave."""
+        link, buffers, main, pulling = self.link, self.buffers, self.main, self.link.pulling
+        if wave == 0:
+            main.wait_event(link.released)
+        link.writable.record(main)  # all work that used this part of the receive buffer has been queued
+        if wave == 0:
+            self._publish()
+        if self.last > 0:
+            self._copy_own_runs(wave)
+        pulling.wait_event(link.writable)
+        if wave == 0:
+            link.wait_for(pulling, READY, self.epoch)
+            # Queued before the copies: if these fill the stream, the host waits here for the other ranks, too, and the
+            # watchdog must know of it.
+            with watched(link, main, f"pull {self.epoch}", READY, self.epoch):
+                link.wait_for(main, READY, self.epoch)  # the kernel that follows may wait for copies only
+        for copies, flags in buffers.chunks(link, wave, groups):
+            copies[self.slot].queue(pulling)
+            flags.write(pulling, self.epoch)
+        if wave == self.last:
+            link.pulled.record(pulling)
+
+    def _publish(self) -> None:
+        """Pack this rank's keys and values into shared memory; with one wave also copy its own runs into the receive
+        buffer."""
+        from .pack_rows import pack_rows  # needs Triton
+
+        # This slot was last read two epochs ago, and a rank that was READY for the last epoch had completed the pulls
+        # of the one before.
+        buffers = self.buffers
+        pack_rows(self.k, self.v, buffers.shared[self.slot], buffers.buffers[0], buffers.own_runs)
+        self.link.signal(self.main, READY, self.epoch)
+
+    def _copy_own_runs(self, wave: int) -> None:
+        heads, buffer = self.buffers.waves[wave], self.buffers.buffers[wave]
+        shared = self.buffers.shared[self.slot]
+        for run in self.buffers.runs:
+            if run.owner == self.link.rank:
+                own = shared[:, heads, run.offset : run.offset + run.length]
+                buffer[:, :, run.first : run.first + run.length].copy_(own)
+
+    def ready(self, wave: int) -> ReadyFlags:
+        """Return the ready flags of a wave, for a kernel that polls them."""
+        return ReadyFlags(self.buffers.flags[wave], self.epoch, self.link.timed_out)
+
+    def wait(self, wave: int, heads: slice) -> None:
+        """Make work that is queued from now on wait for the keys and values of these heads of the wave."""
+        self.buffers.group_flags(wave, heads).wait(self.main, self.epoch)
+
+    def release(self, wave: int) -> None:
+        """Allow work that is queued from now on to reuse the memory of a wave. Call it after the wave's last kernel."""
+        if wave == self.last:  # wait for the copies of rows that no kernel waited for, too
+            self.main.wait_event(self.link.pulled)
+            self.link.released.record(self.main)
+        else:
+            self.wait(wave, slice(0, self.buffers.buffers[wave].shape[1]))

@@ -1,4 +1,4 @@
-"""Sums of contributions to gradients, each of which covers a run of this rank's tokens, in a fixed order. In Triton."""
+"""Summation of contributions to gradients, each for a run of this rank's tokens, in a fixed order, in Triton."""
 
 from __future__ import annotations
 
@@ -12,15 +12,21 @@ from torch import Tensor
 
 from ..kernels.launch import Launches, dispatch, on_device
 from ..kernels.triton.primitives import bound
+from ..memo import Memo
 
 _TOKENS = 16
 
 _launches = Launches()
+_tables: Memo[Tensor] = Memo(256)
 
 
 class Piece(NamedTuple):
-    """Contributions to tokens ``begin`` to ``end``: rows of head_dim + head_dim_v numbers from ``offset`` (bytes) on,
-    ``stride`` numbers from one row (batch element and head) to the next; in ``own`` if that is 1, else in ``landed``.
+    """Contributions to the tokens from ``begin`` to ``end``.
+
+    Attributes:
+        own: 1 if they are in the memory ``own``, 0 if they are in ``landed``.
+        offset: where they begin there, in bytes; each has head_dim + head_dim_v numbers.
+        stride: numbers from one row (batch element and head) to the next.
     """
 
     own: int
@@ -30,13 +36,18 @@ class Piece(NamedTuple):
     end: int
 
 
-def table_of(pieces: Sequence[Piece], device: torch.device) -> Tensor:
-    """For :func:`sum_runs`; the sum is made in the order of the pieces. Make it once: it waits for the device."""
-    return torch.tensor(pieces, dtype=torch.int64).reshape(-1, len(Piece._fields)).to(device)
+def piece_table(pieces: Sequence[Piece], device: torch.device) -> Tensor:
+    """Return the pieces as a table for :func:`sum_runs`, which sums in their order.
+
+    Call it outside of CUDA-graph capture: a new table is copied from the host. Equal tables are kept and shared.
+    """
+    key = (device, *pieces)
+    columns = len(Piece._fields)
+    return _tables.once(key, lambda: torch.tensor(pieces, dtype=torch.int64).reshape(-1, columns).to(device))
 
 
 def sum_runs(table: Tensor, own: Tensor, landed: Tensor, dk: Tensor, dv: Tensor) -> None:
-    """Write the sums of all pieces into dk and dv (batch, tokens, heads, head_dim or head_dim_v).
+    """Write the sums of all pieces into dk and dv, (batch, tokens, heads, head_dim or head_dim_v).
 
     The sum is made in the dtype of ``own`` and ``landed`` and rounded once.
     """
@@ -73,8 +84,8 @@ def _sum_runs(
         begin = tl.load(table + 5 * i + 3)
         end = tl.load(table + 5 * i + 4)
         if (begin < first + TOKENS) & (end > first):
-            where = tl.where(tl.load(table + 5 * i) != 0, own.to(tl.int64), landed.to(tl.int64))
-            base = (where + tl.load(table + 5 * i + 1)).to(tl.pointer_type(DTYPE))
+            memory = tl.where(tl.load(table + 5 * i) != 0, own.to(tl.int64), landed.to(tl.int64))
+            base = (memory + tl.load(table + 5 * i + 1)).to(tl.pointer_type(DTYPE))
             stride = tl.load(table + 5 * i + 2)
             at = (t - begin) * (dim + dim_v)
             inside = ((t >= begin) & (t < end))[:, None] & (c < dim + dim_v)[None, :]

@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from ..agreement import Disagreement
 from ..transport import Transport
 
 if TYPE_CHECKING:
@@ -359,9 +360,7 @@ def _agree(transport: Transport, batch: Mapping[str, Any], error: Exception | No
     words["other tensors"] = _hash(rest, key)
     try:
         transport.agree("shard_batch()", words, error)
-    except ValueError as bad:
-        if error is not None or "failed on rank" in str(bad):
-            raise
+    except Disagreement as bad:
         raise ValueError(
             f"{bad} (the numbers are keyed hashes). Ranks of one context-parallel group must read the same rows: give "
             "the sampler the data-parallel rank and size, and seed the loader's workers by the data-parallel rank"

@@ -1,5 +1,5 @@
-"""Measurements as lines of JSON: written by each rank to a file of its own when they are there, and read again for a
-report. The first line of a run, of kind "run", says what its numbers mean nothing without."""
+"""Measurements as lines of JSON. Each rank appends to a file of its own as soon as it has a number, and a report reads
+all files of a folder. The first line of a run, of kind "run", describes the machine, the versions and the command."""
 
 from __future__ import annotations
 
@@ -21,22 +21,22 @@ if TYPE_CHECKING:
     import torch
 
 ROOT = Path(__file__).resolve().parent.parent
-Words = dict[str, Any]
+Words = dict[str, Any]  # one line
 
 
 def about(args: argparse.Namespace, device: torch.device, world: int) -> Words:
-    """What a number means nothing without: the line of kind "run"."""
-    import torch  # reports do without
+    """Return the line of kind "run": the machine, the versions, the command and its settings."""
+    import torch  # not at the top: reports do not need it
 
-    sys.path.insert(0, str(ROOT))
     import ringattn
+    from scripts import ranks
 
-    def said(*command: str) -> str | None:
+    def output(*command: str) -> str | None:
         try:
-            done = subprocess.run(command, capture_output=True, text=True, timeout=20, cwd=ROOT)
+            process = subprocess.run(command, capture_output=True, text=True, timeout=20, cwd=ROOT)
         except (OSError, subprocess.TimeoutExpired):
             return None
-        return done.stdout.rstrip() if done.returncode == 0 else None
+        return process.stdout.rstrip() if process.returncode == 0 else None
 
     cuda = device.type == "cuda"
     versions = dict(torch=torch.__version__, cuda=torch.version.cuda, python=sys.version.split()[0])
@@ -47,14 +47,16 @@ def about(args: argparse.Namespace, device: torch.device, world: int) -> Words:
         versions |= dict(cudnn=torch.backends.cudnn.version(), nccl=".".join(map(str, torch.cuda.nccl.version())))
     return dict(
         time=time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime()),
-        command=" ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+        command=" ".join([ranks.command(), *sys.argv[1:]]),
         world=world,
         device=torch.cuda.get_device_name() if cuda else "cpu",
         memory_limit=torch.cuda.get_device_properties(device).total_memory if cuda else None,
-        driver=said("nvidia-smi", "--query-gpu=driver_version,power.limit", "--format=csv,noheader") if cuda else None,
-        topology=re.sub(r"\x1b\[[0-9;]*m", "", said("nvidia-smi", "topo", "-m") or "") or None if cuda else None,
-        commit=said("git", "rev-parse", "HEAD"),
-        changed=bool(said("git", "status", "--porcelain", "--untracked-files=no")),
+        driver=output("nvidia-smi", "--query-gpu=driver_version,power.limit", "--format=csv,noheader")
+        if cuda
+        else None,
+        topology=re.sub(r"\x1b\[[0-9;]*m", "", output("nvidia-smi", "topo", "-m") or "") or None if cuda else None,
+        commit=output("git", "rev-parse", "HEAD"),
+        changed=bool(output("git", "status", "--porcelain", "--untracked-files=no")),
         versions=versions,
         settings={
             name: value if isinstance(value, int | float | bool | list) else str(value)
@@ -64,7 +66,7 @@ def about(args: argparse.Namespace, device: torch.device, world: int) -> Words:
 
 
 class Lines:
-    """This rank's file. ``name``: of the measurement, and the beginning of the file's name."""
+    """The file of one rank. Its name starts with ``name``, the measurement."""
 
     def __init__(self, folder: Path, name: str, rank: int) -> None:
         stamp = time.strftime("%Y%m%d-%H%M%S", time.gmtime())
@@ -82,24 +84,24 @@ class Lines:
 
 
 def of_file(path: Path) -> list[Words]:
-    """Its lines; one that was cut off when its writer was killed is left out."""
-    found = []
+    """Return the lines of a file, without one that was cut off when its writer was killed."""
+    lines = []
     for text in path.read_text().splitlines():
         with contextlib.suppress(json.JSONDecodeError):
-            found.append(json.loads(text))
-    return found
+            lines.append(json.loads(text))
+    return lines
 
 
 def read(folder: Path, name: str) -> list[Words]:
-    """All lines of a measurement, the oldest first.
+    """Return all lines of a measurement, oldest first.
 
     Raises:
         FileNotFoundError: there are none.
     """
-    found = [line for path in folder.glob(f"{name}-*.jsonl") for line in of_file(path)]
-    if not found:
+    lines = [line for path in folder.glob(f"{name}-*.jsonl") for line in of_file(path)]
+    if not lines:
         raise FileNotFoundError(f"no lines of {name}-*.jsonl in {folder}")
-    return sorted(found, key=lambda line: line["at"])
+    return sorted(lines, key=lambda line: line["at"])
 
 
 def print_report(report: Callable[[Path], str], folder: Path) -> int:
@@ -113,17 +115,17 @@ def print_report(report: Callable[[Path], str], folder: Path) -> int:
 
 
 def runs(lines: Sequence[Words]) -> list[str]:
-    """When, where and by which command lines were written, in Markdown."""
+    """Return a Markdown list of the runs: time, machine, commit, versions and command."""
     text = []
     for line in lines:
         if line["kind"] == "run":
             versions = ", ".join(f"{name} {version}" for name, version in line["versions"].items())
-            commit = f"{str(line['commit'])[:12]}{' and changes' if line['changed'] else ''}"
+            commit = f"{str(line['commit'])[:12]}{' with changes' if line['changed'] else ''}"
             text.append(f"* {line['time']}: {line['world']} x {line['device']}; commit {commit}; {versions}")
             text.append(f"  * `{line['command']}`")
     return text
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    """In Markdown."""
+    """Return the lines of a Markdown table."""
     return [f"| {' | '.join(row)} |" for row in (head, ["---"] * len(head), *rows)]

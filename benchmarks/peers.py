@@ -1,16 +1,17 @@
-"""Other people's attention over ranks, behind one interface, for scripts/bench_scaling.py.
+"""Attention over ranks of other libraries, with one interface, for bench_scaling and bench_training.
 
 * ``torch-cp/allgather/...``, ``torch-cp/alltoall/...``: PyTorch's context_parallel around scaled_dot_product_attention,
   with either way of rotating keys and values. It is a context in which forward *and* backward must run.
 * ``ring-flash-attn/...``: github.com/zhuzilin/ring-flash-attention. Causal: zigzag; full: its plain ring; packed
-  documents: its llama3 variant, which gathers keys head by head.
+  documents: its llama3 variant, which gathers keys head by head. Install it without flash-attn:
+  ``pip install --no-deps ring-flash-attn``.
 
-The last part of a name is the local kernel: ``flash-attn`` (the package), ``fa2`` (FlashAttention-2 as it is inside
-torch), ``cudnn`` (cuDNN through torch, the strongest of the three on Hopper), ``cpu`` (torch's, for tests).
+The last part of a name is the local kernel: ``flash-attn`` (the package), ``fa2`` (FlashAttention-2 inside torch),
+``cudnn`` (cuDNN through torch, the fastest of the three on Hopper), ``cpu`` (torch's, for tests).
 
-ring-flash-attn calls the package flash-attn. Where that is not installed, :func:`load_ring_flash_attn` stands functions
-of the same names over torch's kernels in its place. They allocate gradients that the package writes in place, so each
-backward call copies three buffers more: under one percent of a step at 8k tokens.
+ring-flash-attn calls the package flash-attn. :func:`load_ring_flash_attn` gives it functions with the same names that
+call the chosen kernel. They allocate gradients that the package writes in place, so each backward copies three more
+buffers: less than one percent of a step at 8k tokens.
 """
 
 from __future__ import annotations
@@ -23,7 +24,6 @@ import types
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -44,13 +44,16 @@ NAMES = (
 
 
 class CannotRun(Exception):
-    """With the reason."""
+    """A peer does not support a problem. The text is the reason."""
 
 
 @dataclass
 class Problem:
-    """One attention over a group. ``cu_seqlens``: for the mask "documents". ``repeat``: call a peer that wants as many
-    key heads as query heads with repeated ones."""
+    """One attention over a group of ranks.
+
+    ``cu_seqlens``: for the mask "documents". ``repeat``: repeat the key heads, for a peer that needs as many key heads
+    as query heads.
+    """
 
     mask: str
     seq_len: int
@@ -63,8 +66,11 @@ class Problem:
 
 @dataclass
 class Peer:
-    """How to call a peer: ``attend(q, k, v)`` with (batch, local tokens, heads, head_dim), tokens in ``layout`` order,
-    forward and backward inside ``around()``. ``probe`` runs its kernels on this rank alone."""
+    """How to call a peer.
+
+    ``attend(q, k, v)`` takes (batch, local tokens, heads, head_dim), tokens in the order of ``layout``. Its forward and
+    backward must run inside ``around()``. ``probe`` runs the kernels on this rank without communication.
+    """
 
     layout: str
     attend: Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -72,11 +78,11 @@ class Peer:
     around: Callable[[], AbstractContextManager] = field(default=nullcontext)
 
 
-def make(name: str, problem: Problem, wheels: Path | None = None) -> Peer:
-    """Collective: every rank of the group calls it. ``name``: one of NAMES.
+def make(name: str, problem: Problem) -> Peer:
+    """Return the peer ``name``, one of NAMES. Every rank of the group must call this.
 
     Raises:
-        CannotRun: the peer lacks the mask, the package or the device.
+        CannotRun: the mask or the device is not supported, or the package is missing.
     """
     package, *_, kernel = name.split("/")
     cuda = problem.device.type == "cuda"
@@ -86,11 +92,11 @@ def make(name: str, problem: Problem, wheels: Path | None = None) -> Peer:
         raise CannotRun(
             "scaled_dot_product_attention takes no window under context_parallel"
             if package == "torch-cp"
-            else "it passes window_size to every block without the block's offset, which is another mask"
+            else "it passes window_size to every block without the block's offset, which is a different mask"
         )
     if package == "torch-cp":
         return _torch_cp(problem, name.split("/")[1], kernel)
-    return _ring_flash_attn(problem, kernel, wheels)
+    return _ring_flash_attn(problem, kernel)
 
 
 # --- PyTorch ------------------------------------------------------------------------------------------------------
@@ -121,9 +127,9 @@ def _torch_cp(problem: Problem, rotate: str, kernel: str) -> Peer:
     def around() -> Iterator[None]:
         options = experimental._cp_options
         before = options.enable_load_balance, options.rotate_method
-        options.enable_load_balance = causal  # it refuses full attention in balanced order
+        options.enable_load_balance = causal  # it rejects full attention in balanced order
         experimental.set_rotate_method(rotate)
-        buffer = torch.zeros(1, problem.seq_len, device=problem.device)  # it wants one, to learn the length
+        buffer = torch.zeros(1, problem.seq_len, device=problem.device)  # it takes the length from a buffer
         try:
             with sdpa_kernel(backend), context_parallel(mesh, buffers=[buffer], buffer_seq_dims=[1]):
                 yield
@@ -144,8 +150,8 @@ def _torch_cp(problem: Problem, rotate: str, kernel: str) -> Peer:
 # --- ring-flash-attn ----------------------------------------------------------------------------------------------
 
 
-def _ring_flash_attn(problem: Problem, kernel: str, wheels: Path | None) -> Peer:
-    package = load_ring_flash_attn(wheels)
+def _ring_flash_attn(problem: Problem, kernel: str) -> Peer:
+    package = load_ring_flash_attn()
     if kernel == "flash-attn" and _real_flash_attn is None:
         raise CannotRun("the package flash-attn is not installed")
     if problem.mask == "documents" and kernel in ("cudnn", "cpu"):
@@ -175,12 +181,12 @@ def _ring_flash_attn(problem: Problem, kernel: str, wheels: Path | None) -> Peer
         prepare = package.llama3_flash_attn_prepare_cu_seqlens
         arguments = prepare(bounds, True, dist.get_rank(problem.group), size)
 
-        def of_documents(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        def attend_documents(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             function = package.llama3_flash_attn_varlen_func
-            where = dict(heads_k_stride=1, local_k_slice=arguments[4])  # one head of keys ahead, as its README does
-            return function(q[0], k[0], v[0], *arguments[:4], **where, causal=True, group=problem.group)[None]
+            options = dict(heads_k_stride=1, local_k_slice=arguments[4])  # fetch one key head ahead, as its README does
+            return function(q[0], k[0], v[0], *arguments[:4], **options, causal=True, group=problem.group)[None]
 
-        return Peer("contiguous", of_documents, probe, around)
+        return Peer("contiguous", attend_documents, probe, around)
     causal = problem.mask == "causal"
     function = package.zigzag_ring_flash_attn_func if causal else package.ring_flash_attn_func
 
@@ -196,7 +202,7 @@ _kernel = "fa2"
 
 @contextlib.contextmanager
 def use_kernel(name: str) -> Iterator[None]:
-    """What the functions that stand in for flash-attn call."""
+    """Select the kernel that the substitutes for flash-attn call."""
     global _kernel
     before, _kernel = _kernel, name
     try:
@@ -205,35 +211,32 @@ def use_kernel(name: str) -> Iterator[None]:
         _kernel = before
 
 
-def load_ring_flash_attn(wheels: Path | None = None) -> Any:
-    """The package, installed or as a wheel in the folder ``wheels``, with our functions as its flash-attn.
+def load_ring_flash_attn() -> Any:
+    """Import the package with our functions in place of flash-attn.
 
     Raises:
-        CannotRun: it is not there.
+        CannotRun: it is not installed, or its import fails.
     """
     global _real_flash_attn
     name = "ring_flash_attn"
     if name in sys.modules:
         return sys.modules[name]
     if importlib.util.find_spec(name) is None:
-        found = sorted(wheels.glob("ring_flash_attn-*.whl")) if wheels is not None else []
-        if not found:
-            raise CannotRun(f"ring-flash-attn is not installed; pip download --no-deps -d {wheels} ring-flash-attn")
-        sys.path.append(str(found[-1]))  # a wheel of pure Python can be imported as it is
+        raise CannotRun("ring-flash-attn is not installed; pip install --no-deps ring-flash-attn")
     with contextlib.suppress(ImportError):
         _real_flash_attn = importlib.import_module("flash_attn.flash_attn_interface")
-    stand_in: Any = types.ModuleType("flash_attn.flash_attn_interface")
+    substitute: Any = types.ModuleType("flash_attn.flash_attn_interface")
     for function in (
         _flash_attn_forward,
         _flash_attn_backward,
         _flash_attn_varlen_forward,
         _flash_attn_varlen_backward,
     ):
-        setattr(stand_in, function.__name__, function)
-    adapters: Any = types.ModuleType(f"{name}.adapters")  # imports transformers, for patching models
+        setattr(substitute, function.__name__, function)
+    adapters: Any = types.ModuleType(f"{name}.adapters")  # the real one imports transformers to patch models
     adapters.substitute_hf_flash_attn = adapters.update_ring_flash_attn_params = None
-    over = {"flash_attn": types.ModuleType("flash_attn"), stand_in.__name__: stand_in}
-    kept = {key: sys.modules.get(key) for key in over}
+    over = {"flash_attn": types.ModuleType("flash_attn"), substitute.__name__: substitute}
+    originals = {key: sys.modules.get(key) for key in over}
     sys.modules.update(over)
     sys.modules[adapters.__name__] = adapters
     try:
@@ -241,29 +244,21 @@ def load_ring_flash_attn(wheels: Path | None = None) -> Any:
     except ImportError as problem:
         raise CannotRun(f"ring-flash-attn cannot be imported: {problem}") from problem
     finally:
-        for key, module in kept.items():
+        for key, module in originals.items():
             if module is None:
                 del sys.modules[key]
             else:
                 sys.modules[key] = module
 
 
-# Functions of flash_attn.flash_attn_interface: (batch, seq, heads, head_dim), lse (batch, heads, seq).
+# Functions of flash_attn.flash_attn_interface: (batch, seq, heads, head_dim), lse (batch, heads, seq). ring-flash-attn
+# inspects their signatures, so these must have the package's parameter names and order.
 
 
 def _flash_attn_forward(
-    q,
-    k,
-    v,
-    dropout_p,
-    softmax_scale,
-    causal,
-    window_size_left=-1,
-    window_size_right=-1,
-    softcap=0.0,
-    alibi_slopes=None,
-    return_softmax=False,
-):  # type: ignore[no-untyped-def]
+    q, k, v, dropout_p, softmax_scale, causal, window_size_left=-1, window_size_right=-1, softcap=0.0,
+    alibi_slopes=None, return_softmax=False,
+):  # type: ignore[no-untyped-def]  # fmt: skip
     if _kernel == "flash-attn":
         windows = (window_size_left, window_size_right)
         return _real_flash_attn._flash_attn_forward(
@@ -288,38 +283,22 @@ def _flash_attn_forward(
 
 
 def _flash_attn_backward(
-    dout,
-    q,
-    k,
-    v,
-    out,
-    softmax_lse,
-    dq,
-    dk,
-    dv,
-    dropout_p,
-    softmax_scale,
-    causal,
-    window_size_left=-1,
-    window_size_right=-1,
-    softcap=0.0,
-    alibi_slopes=None,
-    deterministic=False,
-    rng_state=None,
-):  # type: ignore[no-untyped-def]
+    dout, q, k, v, out, softmax_lse, dq, dk, dv, dropout_p, softmax_scale, causal, window_size_left=-1,
+    window_size_right=-1, softcap=0.0, alibi_slopes=None, deterministic=False, rng_state=None,
+):  # type: ignore[no-untyped-def]  # fmt: skip
     if _kernel == "flash-attn":
         windows = (window_size_left, window_size_right)
         settings = (dropout_p, softmax_scale, causal, *windows, softcap, alibi_slopes, deterministic, rng_state)
         return _real_flash_attn._flash_attn_backward(dout, q, k, v, out, softmax_lse, dq, dk, dv, *settings)
     aten = torch.ops.aten
-    random = torch.zeros(2, dtype=torch.int64, device=q.device)  # of a dropout that is off
+    random = torch.zeros(2, dtype=torch.int64, device=q.device)  # the state of a dropout that is off
     if _kernel == "fa2":
         sizes = None, None, q.shape[1], k.shape[1]
         new = aten._flash_attention_backward(
             dout, q, k, v, out, softmax_lse.contiguous(), *sizes, 0.0, causal, random, random[:0], scale=softmax_scale
         )
-        for place, x in zip((dq, dk, dv), new, strict=True):
-            place.copy_(x)
+        for target, x in zip((dq, dk, dv), new, strict=True):
+            target.copy_(x)
         return None
     heads, kv_heads = q.shape[2], k.shape[2]
     dout, q, k, v, out = (x.transpose(1, 2) for x in (dout, q, k, v, out))
@@ -335,28 +314,15 @@ def _flash_attn_backward(
             dout, q, k, v, out, softmax_lse, 0.0, causal, scale=softmax_scale
         )
         new = new[0], *(x.unflatten(1, (kv_heads, -1)).sum(2) for x in new[1:])
-    for place, x in zip((dq, dk, dv), new, strict=True):
-        place.copy_(x.transpose(1, 2))
+    for target, x in zip((dq, dk, dv), new, strict=True):
+        target.copy_(x.transpose(1, 2))
     return None
 
 
 def _flash_attn_varlen_forward(
-    q,
-    k,
-    v,
-    cu_seqlens_q,
-    cu_seqlens_k,
-    max_seqlen_q,
-    max_seqlen_k,
-    dropout_p,
-    softmax_scale,
-    causal,
-    window_size_left=-1,
-    window_size_right=-1,
-    softcap=0.0,
-    alibi_slopes=None,
-    return_softmax=False,
-):  # type: ignore[no-untyped-def]
+    q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p, softmax_scale, causal,
+    window_size_left=-1, window_size_right=-1, softcap=0.0, alibi_slopes=None, return_softmax=False,
+):  # type: ignore[no-untyped-def]  # fmt: skip
     sizes = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
     if _kernel == "flash-attn":
         windows = dict(window_size_left=window_size_left, window_size_right=window_size_right)
@@ -368,29 +334,10 @@ def _flash_attn_varlen_forward(
 
 
 def _flash_attn_varlen_backward(
-    dout,
-    q,
-    k,
-    v,
-    out,
-    softmax_lse,
-    dq,
-    dk,
-    dv,
-    cu_seqlens_q,
-    cu_seqlens_k,
-    max_seqlen_q,
-    max_seqlen_k,
-    dropout_p,
-    softmax_scale,
-    causal,
-    window_size_left=-1,
-    window_size_right=-1,
-    softcap=0.0,
-    alibi_slopes=None,
-    deterministic=False,
-    rng_state=None,
-):  # type: ignore[no-untyped-def]
+    dout, q, k, v, out, softmax_lse, dq, dk, dv, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p,
+    softmax_scale, causal, window_size_left=-1, window_size_right=-1, softcap=0.0, alibi_slopes=None,
+    deterministic=False, rng_state=None,
+):  # type: ignore[no-untyped-def]  # fmt: skip
     sizes = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
     if _kernel == "flash-attn":
         windows = (window_size_left, window_size_right)
@@ -402,6 +349,6 @@ def _flash_attn_varlen_backward(
     new = torch.ops.aten._flash_attention_backward(
         dout, q, k, v, out, softmax_lse.contiguous(), *sizes, 0.0, causal, random, random[:0], scale=softmax_scale
     )
-    for place, x in zip((dq, dk, dv), new, strict=True):
-        place.copy_(x)
+    for target, x in zip((dq, dk, dv), new, strict=True):
+        target.copy_(x)
     return None

@@ -1,19 +1,20 @@
-"""Does a split row train as a whole one? Loss curves of one rank and of several, beside what rounding does to them.
+"""Compare the loss curves of one rank and of several, relative to the differences that rounding causes.
 
-    torchrun --standalone --nproc-per-node 4 scripts/loss_curves.py --steps 100
-    python scripts/loss_curves.py --report results          the tables again, from the lines in results/
+    torchrun --standalone --nproc-per-node 4 -m benchmarks.loss_curves --steps 100
+    python -m benchmarks.loss_curves --report results          make the tables again from the lines in results/
 
-A small model, float32 weights and bf16 autocast, on packed documents. cp 1 trains ``--repeats`` times, each rank by
-itself; cp N is all ranks together, under FSDP2. Every optimizer step of every run sees the same rows, with the same
-weights in the beginning. The repeats of cp 1 differ in what no result may depend on: the order in which a step's rows
-are accumulated, and how many of them are in a micro-batch, which changes the shapes of products and what is rounded to
-bf16. So they are as far apart as rounding drives runs, and cp N must not be further away: its largest and its rms
-difference (over steps) from the mean of cp 1 must be within 1.5 times those between the two repeats that differ most
-(differences below 1e-6 of the value, a few roundings of float32, are none). If cp N is one more run like them and runs
-drift apart as random walks do, 8 repeats exceed that in less than 0.5 % of all cases, 4 in 2 to 4 %. The same is asked
-of the norm of the gradient, because AdamW forgets the scale of a gradient. The exit status says whether it holds.
+A small model with float32 weights and bf16 autocast trains on packed documents. cp 1 trains ``--repeats`` times, each
+time on one rank alone; cp N trains once on all ranks together, under FSDP2. Every optimizer step of every run sees the
+same rows, and all runs start from the same weights. The repeats of cp 1 differ in ways that should not matter: the
+order in which the rows of a step are accumulated, and the number of rows in a micro-batch, which changes the shapes of
+products and where bf16 rounds. So their differences are those that rounding causes, and cp N must not differ more: its
+largest and its rms difference (over steps) from the mean of cp 1 must be at most 1.5 times the difference of the two
+repeats that differ most (differences below 1e-6 of the value, a few float32 roundings, count as zero). If cp N is one
+more such run and runs drift apart as random walks do, this fails for 8 repeats in less than 0.5 % of all cases, for 4
+repeats in 2 to 4 %. The same holds for the gradient norm, because AdamW ignores the scale of a gradient. The exit
+status says whether all of it holds.
 
-Every measurement is a line of JSON in ``--out``, with a plot of the losses beside it if matplotlib is installed;
+Every measurement is a line of JSON in ``--out``, with a plot of the losses if matplotlib is installed;
 ``loss_curves.md`` there is made from all lines.
 """
 
@@ -22,7 +23,6 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import itertools
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -33,22 +33,18 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from transformers import LlamaConfig, LlamaForCausalLM
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-sys.path.append(str(Path(__file__).resolve().parent))
-import json_lines
-import ranks
-import train_hf
-from arguments import positive
-from gradient_norm import gradient_norm
-
 import ringattn
 import ringattn.hf
+from benchmarks import json_lines
+from benchmarks.gradient_norm import gradient_norm
+from benchmarks.json_lines import ROOT
 from ringattn import virtual
+from scripts import ranks, train_hf
+from scripts.arguments import positive
 
-ROOT = Path(__file__).resolve().parent.parent
-NAME = "loss_curves"  # of files in --out
-FACTOR = 1.5  # of the largest differences among runs of cp 1
-RESOLUTION = 1e-6  # of the value: what float32 does not tell apart after some sums
+NAME = "loss_curves"  # start of the names of files in --out
+FACTOR = 1.5  # allowed difference of cp N, in largest differences between runs of cp 1
+RESOLUTION = 1e-6  # relative difference that a few float32 roundings can cause
 SETTING = ("steps", "rows", "context", "layers", "hidden", "heads", "kv_heads", "head_dim", "dtype", "lr")
 Words = dict[str, Any]
 
@@ -77,7 +73,7 @@ def small_model(args: argparse.Namespace, device: torch.device) -> Any:
 
 
 def micro_batches(rows: int, variant: int) -> list[list[int]]:
-    """The rows of a step, in the order of a variant and by as many as it takes at once. They hold the same rows."""
+    """Split the rows of a step into micro-batches. A variant has its own order and size; all contain the same rows."""
     sizes = [n for n in range(1, rows + 1) if rows % n == 0]
     size = sizes[variant % len(sizes)]
     order = torch.randperm(rows, generator=torch.Generator().manual_seed(variant)).tolist()
@@ -85,7 +81,8 @@ def micro_batches(rows: int, variant: int) -> list[list[int]]:
 
 
 def curve(args: argparse.Namespace, device: torch.device, mesh: DeviceMesh | None, variant: int) -> list[list[float]]:
-    """Loss and norm of the gradient of every step: of this rank by itself, or of all ranks of ``mesh`` together."""
+    """Train on this rank alone, or on all ranks of ``mesh`` together. Returns the losses and the gradient norms of all
+    steps."""
     group: Any = mesh if mesh is not None else virtual.VirtualRank(0, 1, device)
     size = mesh.size() if mesh is not None else 1
     model = small_model(args, device)
@@ -102,8 +99,8 @@ def curve(args: argparse.Namespace, device: torch.device, mesh: DeviceMesh | Non
             options["lr"] = args.lr * min(1.0, (step + 1) / 10)
         rows = [train_hf.row(texts, args.context, step * args.rows + i) for i in range(args.rows)]
         pieces = []
-        for chosen in micro_batches(args.rows, variant):
-            batch = {name: torch.cat([rows[i][name] for i in chosen]).to(device) for name in rows[0]}
+        for indices in micro_batches(args.rows, variant):
+            batch = {name: torch.cat([rows[i][name] for i in indices]).to(device) for name in rows[0]}
             pieces.append(ringattn.hf.Sequence(model, batch, group, dataflow=args.dataflow, kernel=args.kernel))
         total = ringattn.loss.count_targets([piece.local["shift_labels"] for piece in pieces], group)
         summed = torch.zeros((), device=device)
@@ -122,25 +119,28 @@ def curve(args: argparse.Namespace, device: torch.device, mesh: DeviceMesh | Non
 
 
 def verdict(alone: Sequence[Sequence[float]], split: Sequence[float], factor: float = FACTOR) -> Words:
-    """Is ``split`` no further from the mean of the runs ``alone`` than rounding drives these apart?
+    """Compare the difference of ``split`` from the mean of the runs ``alone`` with the largest difference among these.
 
     Raises:
-        ValueError: there is one run only.
+        ValueError: there is only one run.
     """
     runs = torch.tensor(alone, dtype=torch.float64)
     off = torch.tensor(split, dtype=torch.float64) - runs.mean(0)
     pairs = [a - b for a, b in itertools.combinations(runs, 2)]
     if not pairs:
-        raise ValueError("one run of cp 1 says nothing about rounding; take --repeats 2 or more")
+        raise ValueError("one run of cp 1 says nothing about rounding; use --repeats 2 or more")
     size = RESOLUTION * runs.abs().mean().item()
     noise = {"max": max(size, *(d.abs().max().item() for d in pairs))}
     noise["rms"] = max(size, *(d.square().mean().sqrt().item() for d in pairs))
-    found = {"max": off.abs().max().item(), "rms": off.square().mean().sqrt().item()}
-    return dict(difference=found, noise=noise, factor=factor, holds=all(found[n] <= factor * noise[n] for n in found))
+    difference = {"max": off.abs().max().item(), "rms": off.square().mean().sqrt().item()}
+    return dict(
+        difference=difference, noise=noise, factor=factor,
+        holds=all(difference[n] <= factor * noise[n] for n in noise),
+    )  # fmt: skip
 
 
 def curves(args: argparse.Namespace, device: torch.device) -> int:
-    """By every rank of the default group. Returns the exit status."""
+    """Train all runs and report; every rank of the default group must call this. Returns the exit status."""
     rank, world = dist.get_rank(), dist.get_world_size()
     lines = json_lines.Lines(args.out, NAME, rank)
     mesh = init_device_mesh(device.type, (world,), mesh_dim_names=("cp",))
@@ -156,43 +156,43 @@ def curves(args: argparse.Namespace, device: torch.device) -> int:
     split = curve(args, device, mesh, args.repeats)  # one more variant, over the ranks
     lines.say(f"cp {world}: loss {split[0][0]:.5f} to {split[0][-1]:.5f}")
 
-    names = ("loss", "norm of the gradient")
-    judged = {name: verdict([run[i] for run in alone], split[i]) for i, name in enumerate(names)}
-    holds = all(found["holds"] for found in judged.values())
+    names = ("loss", "gradient norm")
+    verdicts = {name: verdict([run[i] for run in alone], split[i]) for i, name in enumerate(names)}
+    holds = all(v["holds"] for v in verdicts.values())
     if rank == 0:
         lines.write("run", **json_lines.about(args, device, world))
         whole = {name: dict(alone=[run[i] for run in alone], split=split[i]) for i, name in enumerate(names)}
         setting = {n: getattr(args, n) for n in SETTING}
-        lines.write("curves", ranks=world, setting=setting, curves=whole, verdict=judged, holds=holds)
+        lines.write("curves", ranks=world, setting=setting, curves=whole, verdict=verdicts, holds=holds)
         if importlib.util.find_spec("matplotlib") is not None:
-            draw(whole["loss"], judged["loss"], world, lines.path.with_suffix(".png"))
+            draw(whole["loss"], verdicts["loss"], world, lines.path.with_suffix(".png"))
         print(report(args.out))
-    dist.barrier()  # torchrun ends all when the first one fails
+    dist.barrier()  # torchrun stops all ranks when the first one exits with an error
     return 0 if holds else 1
 
 
-def draw(found: Words, judged: Words, world: int, path: Path) -> None:
+def draw(curves: Words, judgement: Words, world: int, path: Path) -> None:
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    figure, (above, below) = plt.subplots(2, 1, sharex=True, figsize=(8, 6), layout="constrained")
-    runs = torch.tensor(found["alone"], dtype=torch.float64)
-    split, mean = torch.tensor(found["split"], dtype=torch.float64), runs.mean(0)
+    figure, (upper, lower) = plt.subplots(2, 1, sharex=True, figsize=(8, 6), layout="constrained")
+    runs = torch.tensor(curves["alone"], dtype=torch.float64)
+    split, mean = torch.tensor(curves["split"], dtype=torch.float64), runs.mean(0)
     for i, run in enumerate(runs):
         label = f"cp 1, {len(runs)} repeats" if i == 0 else None
-        above.plot(run, color="0.6", linewidth=1, label=label)
-        below.plot(run - mean, color="0.6", linewidth=1, label=label)
-    above.plot(split, color="C0", linewidth=1, linestyle="--", label=f"cp {world}")
-    below.plot(split - mean, color="C0", linewidth=1, label=f"cp {world}")
-    limit = judged["factor"] * judged["noise"]["max"]
-    below.axhspan(-limit, limit, color="C2", alpha=0.1, label="allowed")
-    above.set_ylabel("loss")
-    below.set_ylabel("loss, from the mean of cp 1")
-    below.set_xlabel("step")
-    above.legend()
-    below.legend()
+        upper.plot(run, color="0.6", linewidth=1, label=label)
+        lower.plot(run - mean, color="0.6", linewidth=1, label=label)
+    upper.plot(split, color="C0", linewidth=1, linestyle="--", label=f"cp {world}")
+    lower.plot(split - mean, color="C0", linewidth=1, label=f"cp {world}")
+    limit = judgement["factor"] * judgement["noise"]["max"]
+    lower.axhspan(-limit, limit, color="C2", alpha=0.1, label="allowed")
+    upper.set_ylabel("loss")
+    lower.set_ylabel("loss - mean of cp 1")
+    lower.set_xlabel("step")
+    upper.legend()
+    lower.legend()
     figure.savefig(path, dpi=120)
     plt.close(figure)
 
@@ -201,7 +201,7 @@ def draw(found: Words, judged: Words, world: int, path: Path) -> None:
 
 
 def report(folder: Path) -> str:
-    """``loss_curves.md`` from all lines in a folder.
+    """Write ``loss_curves.md`` from all lines in a folder and return its text.
 
     Raises:
         FileNotFoundError: there are none.
@@ -220,9 +220,9 @@ def curves_table(line: Words) -> list[str]:
     setting = ", ".join(f"{name} {value}" for name, value in line["setting"].items())
     repeats = len(line["curves"]["loss"]["alone"])
     cells = []
-    for name, found in line["verdict"].items():
-        numbers = [f"{found[which][kind]:.2e}" for kind in ("max", "rms") for which in ("difference", "noise")]
-        cells.append([name, *numbers, "yes" if found["holds"] else "NO"])
+    for name, judgement in line["verdict"].items():
+        numbers = [f"{judgement[which][kind]:.2e}" for kind in ("max", "rms") for which in ("difference", "noise")]
+        cells.append([name, *numbers, "yes" if judgement["holds"] else "NO"])
     factor = next(iter(line["verdict"].values()))["factor"]
     last = line["curves"]["loss"]
     mean = sum(run[-1] for run in last["alone"]) / repeats
@@ -230,8 +230,8 @@ def curves_table(line: Words) -> list[str]:
         f"## Loss curves of cp 1 and cp {line['ranks']}",
         "",
         f"{setting}. Last loss: cp 1 {mean:.4f} (mean of {repeats}), cp {line['ranks']} {last['split'][-1]:.4f}. "
-        f"Differences over steps: of cp {line['ranks']} from the mean of cp 1; noise: of the two runs of cp 1 that "
-        f"differ most. Within: at most {factor} times that.",
+        f"Differences over steps: cp {line['ranks']} from the mean of cp 1. Noise: between the two runs of cp 1 that "
+        f"differ most. Within: at most {factor} times the noise.",
         "",
         *json_lines.table(["", "largest", "noise", "rms", "noise", "within"], cells),
     ]
@@ -244,25 +244,25 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=positive, default=100)
     parser.add_argument("--repeats", type=positive, default=8, help="runs of cp 1")
-    parser.add_argument("--rows", type=positive, default=8, help="of one step")
-    parser.add_argument("--context", type=positive, default=4096)
+    parser.add_argument("--rows", type=positive, default=8, help="rows of one step")
+    parser.add_argument("--context", type=positive, default=4096, help="tokens of a row")
     parser.add_argument("--layers", type=positive, default=4)
     parser.add_argument("--hidden", type=positive, default=512)
     parser.add_argument("--heads", type=positive, default=8)
     parser.add_argument("--kv-heads", type=positive, default=4)
     parser.add_argument("--head-dim", type=positive, default=64)
-    parser.add_argument("--lr", type=float, default=1e-3, help="reached in 10 steps")
+    parser.add_argument("--lr", type=float, default=1e-3, help="learning rate, reached in 10 steps")
     parser.add_argument("--text", help="a file or a folder; default: Python's standard library")
-    parser.add_argument("--dataflow", default="auto", help="of ringattn")
-    parser.add_argument("--kernel", default="auto", help="of ringattn")
-    parser.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16", help="of autocast")
+    parser.add_argument("--dataflow", default="auto", help="dataflow of ringattn")
+    parser.add_argument("--kernel", default="auto", help="kernel of ringattn")
+    parser.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16", help="dtype of autocast")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--out", type=Path, default=ROOT / "results")
+    parser.add_argument("--out", type=Path, default=ROOT / "results", help="folder of the measurements and the report")
     parser.add_argument("--report", type=Path, metavar="DIR", help="only make the report from DIR/loss_curves-*.jsonl")
     args = parser.parse_args(argv)
     if args.repeats < 2:
-        parser.error("--repeats 1: one run of cp 1 says nothing about rounding; take 2 or more")
+        parser.error("--repeats 1: one run of cp 1 says nothing about rounding; use 2 or more")
     return args
 
 

@@ -2,7 +2,7 @@
 
 Attention is a weighted mean of values, with weights softmax(scores). The softmax seems to need the whole
 row of scores before its first weight is known. It does not, and this file shows why in eight steps, each
-with the dense computation beside the streaming one.
+with the dense computation next to the streaming one.
 
 The idea, once. A positive number can be written as
 
@@ -14,12 +14,12 @@ and two such numbers are added like any two floats: bring both to the larger exp
 
 The factor exp(m1 - m) is the *correction*. It is at most 1, so nothing overflows. What is added is still
 the plain real number L, so the order and the grouping do not matter, and zero (m = -inf, l = 0) changes
-nothing: a commutative monoid. Softmax needs the sum L = sum_j exp(s_j); attention needs, beside it, the
-vector O = sum_j exp(s_j) v_j, which is kept in the same units, O = o * exp(m). Their ratio o / l is
+nothing: a commutative monoid. Softmax needs the sum L = sum_j exp(s_j); attention also needs the vector
+O = sum_j exp(s_j) v_j, which is kept in the same units, O = o * exp(m). Their ratio o / l is
 attention, and exp(m) cancels. So attention over any set of keys can be computed from any split of the set:
-by element, by chunk, by tile, by page, by GPU. That is all there is to it; the rest is who holds what.
+by element, by chunk, by tile, by page, by GPU. The rest is bookkeeping: which keys are where.
 
-Names and shapes, everywhere in this file (and in the rest of the package)
+Names and shapes, in this file and in ringattn
 
     s    (n,) or (rows, n)   scores (logits): q k^T / sqrt(d) + bias
     q    (rows, d)           queries
@@ -51,12 +51,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from operator import add
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
-
-if TYPE_CHECKING:
-    import torch
 
 Array = Any  # a numpy array, or a numpy scalar where the shape is ()
 
@@ -204,7 +201,7 @@ def softmax_dot(s: Array, v: Array) -> Array:
 
 
 class Step(NamedTuple):
-    """What streaming knows after one chunk, with the numbers that led there."""
+    """The state after one chunk, with the terms that led to it."""
 
     s: Array  # (chunk,) the scores that arrived
     v: Array  # (chunk,) or (chunk, dv) their values
@@ -218,8 +215,8 @@ class Step(NamedTuple):
 def softmax_dot_steps(s: Array, v: Array, chunk: int) -> Iterator[Step]:
     """Yield the state after each chunk. s: (n,), v: (n,) or (n, dv).
 
-    No probability is ever needed by itself, only their dot product with v, so the second pass of step 3
-    disappears: o = sum_j exp(s_j - m) v_j is in the same units as l and takes the same correction.
+    The probabilities themselves are never needed, only their dot product with v, so the second pass of
+    step 3 disappears: o = sum_j exp(s_j - m) v_j is in the same units as l and takes the same correction.
     """
     m: Array = s.dtype.type(-np.inf)
     l: Array = s.dtype.type(0)
@@ -254,7 +251,7 @@ def scores(q: Array, k: Array) -> Array:
 
 @dataclass(frozen=True, eq=False)
 class State:
-    """The partial state of a set of keys, one row per query: everything the rest ever needs to know.
+    """The partial state of a set of keys, one row per query: all that the remaining keys need to know.
 
     m (rows,), l (rows,), o (rows, dv) stand for the real numbers L = l exp(m) and O = o exp(m). Its size
     does not depend on the number of keys. `ringattn.Partial` is this class on tensors.
@@ -366,42 +363,10 @@ def online_attention_normalized(q: Array, k: Array, v: Array, chunk: int) -> tup
     return out, m + np.log(l)
 
 
-def attention_torch(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Dense attention for batches. q, k: (batch, seq, heads, d), v: (batch, seq, heads, dv).
-
-    -> out (batch, seq_q, heads, dv), lse (batch, heads, seq_q).
-    """
-    import torch
-
-    s = torch.einsum("bihd,bjhd->bhij", q, k) * q.shape[-1] ** -0.5
-    return torch.einsum("bhij,bjhd->bihd", s.softmax(dim=-1), v), s.logsumexp(dim=-1)
-
-
-def online_attention_torch(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, chunk: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """`online_attention` for batches: batch and heads are more rows. Shapes as in `attention_torch`."""
-    import torch
-
-    batch, seq_q, heads, _ = q.shape
-    m = q.new_full((batch, heads, seq_q), -torch.inf)
-    l = q.new_zeros((batch, heads, seq_q))
-    o = q.new_zeros((batch, heads, seq_q, v.shape[-1]))
-    for k_chunk, v_chunk in zip(k.split(chunk, dim=1), v.split(chunk, dim=1), strict=True):
-        s = torch.einsum("bihd,bjhd->bhij", q, k_chunk) * q.shape[-1] ** -0.5
-        m_new = torch.maximum(m, s.amax(dim=-1))
-        correction = torch.exp(m - m_new)
-        p = torch.exp(s - m_new[..., None])
-        l = correction * l + p.sum(dim=-1)
-        o = correction[..., None] * o + torch.einsum("bhij,bjhd->bhid", p, v_chunk)
-        m = m_new
-    return (o / l[..., None]).transpose(1, 2), m + l.log()
-
-
 # --- 6. Tiles: FlashAttention --------------------------------------------------------------------------
 #
-# Who sees whom is a bias added to the scores: -inf for "not visible", a number for a preference. It is a
-# function of positions, so a tile needs to know nothing but the positions of its own rows and columns.
+# Visibility is a bias added to the scores: -inf for "not visible", a number for a preference. It is a
+# function of positions, so a tile needs only the positions of its own rows and columns.
 
 Bias = Callable[[Array, Array], Array]  # positions i (rows, 1), j (1, cols) -> (rows, cols)
 
@@ -505,7 +470,7 @@ def flash_backward(
 
     Two facts make the tiles independent of each other. First, lse is all that a row needs to rebuild its
     probabilities anywhere: P_ij = exp(S_ij - m_i) / l_i = exp(S_ij - lse_i). Second, the row sum in dS,
-    which runs over all keys, is a dot product of two rows that are already there:
+    which runs over all keys, is a dot product of two rows that are known before the loop:
 
         sum_k P_ik dP_ik = sum_k P_ik (dout_i . v_k) = dout_i . sum_k P_ik v_k = dout_i . out_i = delta_i
 
@@ -530,7 +495,7 @@ def flash_backward(
 
 
 def gather_pages(pages: Array, page_table: Array, seq_len: int) -> Array:
-    """The contiguous sequence behind a page table: the copy that paged attention avoids.
+    """The contiguous sequence that a page table describes: the copy that paged attention avoids.
 
     pages: (num_pages, page_size, d), page_table: (pages of the sequence,) -> (seq_len, d).
     """
@@ -541,9 +506,9 @@ def paged_attention(q: Array, k_pages: Array, v_pages: Array, page_table: Array,
     """Attention over keys and values scattered in a shared pool (Kwon et al. 2023). -> (out, lse).
 
     q: (rows, d), k_pages: (num_pages, page_size, d), v_pages: (num_pages, page_size, dv). Token t of the
-    sequence is at page_table[t // page_size], slot t % page_size. A sum does not ask where its terms lie,
-    so a page is a chunk like any other: fetched through the table, absorbed where it lies. Of the last
-    page only the slots below seq_len are read. Sequences that share a prefix share its pages.
+    sequence is at page_table[t // page_size], slot t % page_size. A sum does not depend on where its
+    terms are stored, so a page is a chunk like any other: found through the table, absorbed in place. Of
+    the last page only the slots below seq_len are read. Sequences that share a prefix share its pages.
     """
     page_size = k_pages.shape[1]
     state = State.empty(len(q), v_pages.shape[-1], q.dtype)
@@ -556,9 +521,9 @@ def paged_attention(q: Array, k_pages: Array, v_pages: Array, page_table: Array,
 # --- 8. Many workers -----------------------------------------------------------------------------------
 #
 # P workers hold 1/P of the keys each and compute a State each. What is left is a sum of P elements of a
-# commutative monoid (the operator of Milakov and Gimelshein, section 3.1, with o beside l), so every way to
-# add P things is a way to do attention on P GPUs. A state is 2 + dv numbers per query, whatever the number
-# of keys behind it. Who ends up with the result, and after how many rounds of messages:
+# commutative monoid (the operator of Milakov and Gimelshein, section 3.1, extended by o), so every way to
+# add P things is a way to compute attention on P GPUs. A state is 2 + dv numbers per query, however many
+# keys it stands for. Which worker ends up with the result, and after how many rounds of messages:
 #
 #     chain        the last worker      P - 1 rounds, one message each
 #     tree         worker 0             ceil(log2 P) rounds
@@ -584,24 +549,24 @@ def merge_chain(states: Sequence[State]) -> State:
 
 
 def merge_tree(states: Sequence[State]) -> State:
-    """Neighbours merge in pairs, then pairs of pairs; an odd one out waits for the next round."""
+    """Neighbours merge in pairs, then pairs of pairs; with an odd number the last state waits one round."""
     while len(states) > 1:
         states = [reduce(add, states[r : r + 2]) for r in range(0, len(states), 2)]
     return states[0]
 
 
 def merge_ring(states: Sequence[State]) -> list[State]:
-    """What rank r holds in the end: s_r + s_{r-1} + ... + s_{r+1}, indices modulo P. One result per rank.
+    """Rank r computes s_r + s_{r-1} + ... + s_{r+1}, indices modulo P. One result per rank.
 
-    In every round each rank receives from rank r - 1 what that one received in the round before, so after
-    t rounds rank r adds the term of rank r - t. No two ranks add in the same order.
+    In every round each rank forwards to rank r + 1 the state it received in the previous round, so in
+    round t rank r adds the state of rank r - t. No two ranks add in the same order.
     """
     P = len(states)
     return [reduce(add, [states[(r - t) % P] for t in range(P)]) for r in range(P)]
 
 
 def merge_all_reduce(states: Sequence[State]) -> State:
-    """No order at all: agree on the maximum, then every worker rescales to it and the rest is a plain sum.
+    """No order at all: find the global maximum, then every worker rescales to it and the rest is a plain sum.
 
     all_reduce(max) over m; all_reduce(sum) over l and o, which may travel packed in one message.
     """

@@ -1,22 +1,22 @@
-"""What does each rank do during one step? A trace to look at, and where its time went.
+"""Trace one step on each rank, and account for its time.
 
-    torchrun --standalone --nproc-per-node 4 scripts/trace.py --tokens 8192 --dataflows ring gather --out traces
+    torchrun --standalone --nproc-per-node 4 -m benchmarks.trace --tokens 8192 --dataflows ring gather --out traces
 
-Traces one forward and backward of one attention on every rank, after a warm-up, and writes
-``trace_<dataflow>_rank<n>.json`` (``trace_rank<n>.json`` if there is one dataflow): open them in ui.perfetto.dev or in
+After a warm-up it traces one forward and backward of one attention on every rank, and writes
+``trace_<dataflow>_rank<n>.json`` (``trace_rank<n>.json`` for one dataflow), to open in ui.perfetto.dev or
 chrome://tracing. Ranges named ``ringattn/...`` are the parts of the dataflow (ringattn/trace.py). One line per rank
-says how long
+reports how long
 
 * ``compute`` kernels ran;
-* ``communication`` ran: NCCL's kernels, copies between GPUs, and copies and barriers on other streams than that of the
-  kernels; and how much of it was ``exposed``, not beside a compute kernel;
-* the GPU was ``idle``: neither. The step begins on the host, so that the time to launch the first kernel is in here.
+* ``communication`` ran: NCCL's kernels, copies between GPUs, and copies and barriers on streams other than that of the
+  kernels; and the ``exposed`` part of it, during which no compute kernel ran;
+* the GPU was ``idle``: neither. The step begins on the host, so this includes the launch of the first kernel.
 
-Times of a kind are those of the union of its intervals. A kernel that waits inside for keys to arrive counts as
-compute. On the CPU, operators of torch count as compute, and messages of gloo, from start to arrival, as communication.
+Each is the length of the union of its intervals. A kernel that waits for keys counts as compute. On the CPU, torch's
+operators count as compute, and gloo's messages, from start to arrival, as communication.
 
-And, without the profiler, which slows the host down: how long a step takes when a few are queued one behind the other,
-and how long the host takes to queue it. Where the two are alike, the GPU waits for the host.
+Without the profiler, which slows the host down, it also measures how long a step takes when a few are queued one after
+another, and how long the host takes to queue it. If the two are equal, the GPU waits for the host.
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import sys
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
@@ -36,47 +35,44 @@ import torch
 import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile, record_function
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-sys.path.append(str(Path(__file__).resolve().parent))
-import ranks
-from arguments import head_counts, positive
-
 import ringattn
+from scripts import ranks
+from scripts.arguments import head_counts, positive
 
 STEP = "ringattn/step"
 IN_A_ROW, ROUNDS = 3, 15
 Interval = tuple[float, float]
 
 
-# --- where the time went ------------------------------------------------------------------------------------------
+# --- accounting for the time ------------------------------------------------------------------------------------------
 
 
 def union(intervals: Iterable[Interval]) -> list[Interval]:
-    """Disjoint intervals, growing, that cover the same; touching ones are joined and empty ones vanish."""
-    found: list[Interval] = []
+    """Return sorted disjoint intervals that cover the same points. Touching ones are joined, empty ones are dropped."""
+    joined: list[Interval] = []
     for begin, end in sorted(intervals):
         if end <= begin:
             continue
-        if found and begin <= found[-1][1]:
-            found[-1] = found[-1][0], max(found[-1][1], end)
+        if joined and begin <= joined[-1][1]:
+            joined[-1] = joined[-1][0], max(joined[-1][1], end)
         else:
-            found.append((begin, end))
-    return found
+            joined.append((begin, end))
+    return joined
 
 
 def without(intervals: Iterable[Interval], others: Iterable[Interval]) -> list[Interval]:
-    """What is in the first and not in the second."""
-    found, holes = [], union(others)
+    """Return the parts of ``intervals`` that are not in ``others``."""
+    rest, holes = [], union(others)
     for begin, end in union(intervals):
         for first, past in holes:
             if past <= begin or end <= first:
                 continue
             if begin < first:
-                found.append((begin, first))
+                rest.append((begin, first))
             begin = max(begin, past)
         if begin < end:
-            found.append((begin, end))
-    return found
+            rest.append((begin, end))
+    return rest
 
 
 def length(intervals: Iterable[Interval]) -> float:
@@ -104,22 +100,22 @@ class Spent:
 
 
 def spent(step: Interval, compute: Iterable[Interval], communication: Iterable[Interval]) -> Spent:
-    """Account for a step; what lies outside of it does not count."""
+    """Account for a step. Parts of intervals outside of it do not count."""
     begin, end = step
 
     def inside(intervals: Iterable[Interval]) -> list[Interval]:
         return union((max(a, begin), min(b, end)) for a, b in intervals)
 
-    works, moves = inside(compute), inside(communication)
-    idle = without([step], [*works, *moves])
-    return Spent(end - begin, length(works), length(moves), length(without(moves, works)), length(idle))
+    busy, moving = inside(compute), inside(communication)
+    idle = without([step], [*busy, *moving])
+    return Spent(end - begin, length(busy), length(moving), length(without(moving, busy)), length(idle))
 
 
 def account(events: Sequence[dict[str, Any]]) -> Spent:
-    """Of the events of a Chrome trace that torch.profiler wrote.
+    """Account for the step in the events of a Chrome trace from torch.profiler.
 
     Raises:
-        ValueError: the step is not in it.
+        ValueError: the trace has no step.
     """
     timed = [e for e in events if e.get("ph") == "X" and "dur" in e]
     steps = [_interval(e) for e in timed if e["name"] == STEP and e.get("cat") == "user_annotation"]
@@ -153,7 +149,7 @@ def _stream(event: dict[str, Any]) -> Any:
 
 
 def _moves(event: dict[str, Any]) -> bool:
-    """Is it communication whatever stream it is on?"""
+    """Is this event communication on any stream?"""
     name = event["name"].lower()
     if event["cat"] == "kernel":
         return "nccl" in name or ("barrier" in name and "symm" in name) or "signal" in name
@@ -162,7 +158,7 @@ def _moves(event: dict[str, Any]) -> bool:
 
 @dataclass(frozen=True)
 class Pace:
-    """Microseconds of a step among others: ``queue`` until the host has queued it, ``steady`` until it is done."""
+    """Microseconds per step of several in a row: ``queue`` until the host has queued it, ``steady`` until it ends."""
 
     queue: float
     steady: float
@@ -172,8 +168,8 @@ class Pace:
 
 
 def pace(step: Callable[[], None], together: Callable[[], None], finish: Callable[[], None]) -> Pace:
-    """Medians of ROUNDS. The steps of a round are few, so that no queue is full: then the host would wait for the
-    GPU."""
+    """Return medians over ROUNDS. A round has few steps, so that the launch queue never fills up and the host does
+    not wait for the GPU."""
     queues, steadies = [], []
     for _ in range(ROUNDS):
         together()
@@ -191,7 +187,7 @@ def pace(step: Callable[[], None], together: Callable[[], None], finish: Callabl
 
 
 def trace(path: Path, tokens: int, dataflow: str, args: argparse.Namespace, device: torch.device) -> tuple[Spent, Pace]:
-    """Trace one step into a file. Every rank calls it."""
+    """Trace one step into a file. Every rank must call this."""
     cuda = device.type == "cuda"
     window = (args.window - 1, -1) if args.window else (-1, -1)
     total = tokens * dist.get_world_size()
@@ -219,52 +215,52 @@ def trace(path: Path, tokens: int, dataflow: str, args: argparse.Namespace, devi
     activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * cuda
     for _ in range(args.warm_up):
         step()
-    among_others = pace(step, together, finish)
+    steps = pace(step, together, finish)
     with profile(activities=activities):  # the first profile of a process is slow
         step()
         together()
     with profile(activities=activities) as profiler:
-        together()  # starting a profiler takes some ranks longer
+        together()  # ranks need different times to start a profiler
         with record_function(STEP):
             step()
             finish()
     profiler.export_chrome_trace(str(path))
     together()
-    return account(json.loads(path.read_text())["traceEvents"]), among_others
+    return account(json.loads(path.read_text())["traceEvents"]), steps
 
 
 def trace_all(args: argparse.Namespace, device: torch.device) -> None:
-    """Every dataflow, by every rank of the default group; rank 0 says where the time went."""
+    """Trace every dataflow; rank 0 prints the summary. Every rank of the default group must call this."""
     rank, world = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(rank)
     args.out.mkdir(parents=True, exist_ok=True)
     summary = []
     for dataflow in args.dataflows:
         tag = f"_{dataflow}" if len(args.dataflows) > 1 else ""
-        found = trace(args.out / f"trace{tag}_rank{rank}.json", args.tokens, dataflow, args, device)
-        everyone: list[Any] = [None] * world
-        dist.all_gather_object(everyone, found)
-        for r, (one, among_others) in enumerate(everyone):
-            summary.append(dict(dataflow=dataflow, rank=r, tokens=args.tokens, **asdict(one), **asdict(among_others)))
+        measured = trace(args.out / f"trace{tag}_rank{rank}.json", args.tokens, dataflow, args, device)
+        gathered: list[Any] = [None] * world
+        dist.all_gather_object(gathered, measured)
+        for r, (time_spent, steps) in enumerate(gathered):
+            summary.append(dict(dataflow=dataflow, rank=r, tokens=args.tokens, **asdict(time_spent), **asdict(steps)))
             if rank == 0:
-                print(f"{dataflow}, rank {r}: {one}; {among_others}", flush=True)
+                print(f"{dataflow}, rank {r}: {time_spent}; {steps}", flush=True)
     if rank == 0:
         (args.out / "trace_summary.json").write_text(json.dumps(summary, indent=1))
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tokens", type=positive, default=8192, help="per rank")
+    parser.add_argument("--tokens", type=positive, default=8192, help="tokens per rank")
     parser.add_argument("--dataflows", nargs="+", default=["ring"])
-    parser.add_argument("--heads", type=head_counts, default=(32, 8), help="as 32/8")
+    parser.add_argument("--heads", type=head_counts, default=(32, 8), help="QUERY_HEADS/KEY_HEADS, as in 32/8")
     parser.add_argument("--head-dim", type=positive, default=128)
-    parser.add_argument("--full", action="store_true", help="not causal")
-    parser.add_argument("--window", type=positive, help="keys that a query sees at most")
+    parser.add_argument("--full", action="store_true", help="full attention instead of causal")
+    parser.add_argument("--window", type=positive, help="sliding window: the most keys that a query sees")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--kernel", default="auto")
-    parser.add_argument("--warm-up", type=int, default=5, help="steps")
+    parser.add_argument("--warm-up", type=int, default=5, help="steps before the trace")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--out", type=Path, default=Path("traces"))
+    parser.add_argument("--out", type=Path, default=Path("traces"), help="folder of the traces")
     return parser.parse_args(argv)
 
 

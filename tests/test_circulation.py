@@ -1,9 +1,10 @@
-"""The walk by itself: who meets whom, what comes home, and how many buffers are alive while a rank computes."""
+"""Circulation by itself: who meets whom, what comes home, and how many buffers are alive while a rank computes."""
 
 from __future__ import annotations
 
 import threading
 import weakref
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from torch import Tensor
 
 from ringattn import virtual
 from ringattn.dataflow import circulation as walk
-from ringattn.dataflow.circulation import Part, circulate
+from ringattn.dataflow.circulation import Circulation, Contribution
 from ringattn.dataflow.ring import add_gradients
 from ringattn.schedule import Schedule
 
@@ -21,7 +22,7 @@ TOKENS = 64
 
 @pytest.fixture
 def alive(monkeypatch: pytest.MonkeyPatch) -> dict[int, list[weakref.ref]]:
-    """Buffers that the walk has allocated, per thread. Each allocation finds no more than the bound of the module's
+    """Buffers that a circulation has allocated, per thread. Each allocation keeps to the bound of the module's
     docstring: two shards and three contributions."""
     made: dict[int, list[weakref.ref]] = {}
 
@@ -45,7 +46,7 @@ def alive(monkeypatch: pytest.MonkeyPatch) -> dict[int, list[weakref.ref]]:
 
 @pytest.mark.parametrize(("world_size", "local_size"), [(1, 1), (2, 2), (5, 5), (6, 3)])
 @pytest.mark.parametrize("contributes", [False, True])
-def test_everybody_is_met_and_memory_does_not_grow_with_ranks(
+def test_every_shard_is_met_and_memory_does_not_grow_with_ranks(
     world_size: int, local_size: int, contributes: bool, alive: dict[int, list[weakref.ref]]
 ) -> None:
     needs = tuple((True,) * world_size for _ in range(world_size))
@@ -53,25 +54,26 @@ def test_everybody_is_met_and_memory_does_not_grow_with_ranks(
 
     def body(rank: virtual.VirtualRank) -> tuple[dict[int, float], Tensor | None, int]:
         met: dict[int, float] = {}
+        last: list[int] = []
         peak = 0
-
-        def visit(owner: int, shard: tuple[Tensor, ...]) -> tuple[Tensor] | None:
-            nonlocal peak
-            met[owner] = shard[0].mean().item()
+        plan: Any = SimpleNamespace(transport=rank, steps=schedule.steps(rank.rank))
+        shard = torch.full((1, 1, TOKENS), float(rank.rank), dtype=torch.float64)
+        contribution = Contribution((shard.shape,), torch.float32, add_gradients) if contributes else None
+        circulation = Circulation((shard,), plan, (TOKENS,) * world_size, contribution)
+        for visit in circulation:
+            met[visit.owner] = visit.shard[0].mean().item()
+            last += [visit.owner] if visit.last else []
             peak = max(peak, sum(ref() is not None for ref in alive.get(threading.get_ident(), [])))
-            return (torch.full((TOKENS,), 10.0**rank.rank),) if contributes else None
-
-        mine = torch.full((TOKENS,), float(rank.rank), dtype=torch.float64)
-        part = Part((mine.shape,), torch.float32, (0,), add_gradients) if contributes else None
-        steps = schedule.steps(rank.rank)
-        home = circulate((mine,), (0,), (TOKENS,) * world_size, steps, rank, visit, part)
-        return met, None if home is None else home[0], peak
+            if contributes:
+                visit.give((torch.full((1, 1, TOKENS), 10.0**rank.rank),))
+        assert last == [*met][-1:]
+        return met, None if circulation.home is None else circulation.home[0], peak
 
     for met, home, peak in virtual.run(world_size, body):
         assert met == {owner: float(owner) for owner in range(world_size)}
         if contributes:
             assert home is not None
-            assert torch.equal(home, torch.full((TOKENS,), float("1" * world_size)))
+            assert torch.equal(home, torch.full((1, 1, TOKENS), float("1" * world_size)))
         else:
             assert home is None
         # The shard held and the one arriving; the contribution leaving and the one arriving.

@@ -1,4 +1,4 @@
-"""Words that streams write and wait for: what the driver is given, and on a GPU what it does."""
+"""Stream memory operations and batched copies: the arguments that the driver gets, and on a GPU their effect."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from typing import Any
 import pytest
 import torch
 
-from ringattn.peer import driver as stream_memory
+from ringattn.peer import driver as driver_module
 from ringattn.peer.driver import Copies, Words
 
-needs_gpu = pytest.mark.skipif(not stream_memory.available(), reason="needs a GPU and a driver with these operations")
+needs_gpu = pytest.mark.skipif(not driver_module.available(), reason="needs a GPU and a driver with these operations")
 
 
 class Driver:
-    """Remembers the calls; every one returns ``error``."""
+    """A driver that records its calls; every one returns ``error``."""
 
     def __init__(self, error: int = 0) -> None:
         self.error = error
@@ -46,7 +46,7 @@ class Driver:
         return self.error
 
     def error_name(self, error: int, name: Any) -> int:
-        name._obj.value = b"CUDA_ERROR_SAID" if error == self.error else None
+        name._obj.value = b"CUDA_ERROR_NAME" if error == self.error else None
         return 0
 
 
@@ -55,36 +55,36 @@ STREAM: Any = SimpleNamespace(cuda_stream=7)
 
 @pytest.fixture
 def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
-    found = Driver()
-    monkeypatch.setattr(stream_memory, "_driver", lambda: found)
-    return found
+    recorder = Driver()
+    monkeypatch.setattr(driver_module, "_driver", lambda: recorder)
+    return recorder
 
 
 def test_an_operation_is_laid_out_as_in_cuda_h() -> None:
-    """CUstreamBatchMemOpParams: a union of 6 words of 64 bits; value behind the address, flags behind the value."""
-    assert ctypes.sizeof(stream_memory._Operation) == 48
-    offsets = {name: getattr(stream_memory._Operation, name).offset for name, _ in stream_memory._Operation._fields_}
+    """CUstreamBatchMemOpParams: 6 words of 64 bits; the value after the address, the flags after the value."""
+    assert ctypes.sizeof(driver_module._Operation) == 48
+    offsets = {name: getattr(driver_module._Operation, name).offset for name, _ in driver_module._Operation._fields_}
     assert offsets == dict(operation=0, address=8, value=16, flags=24, alias=32, _pad=40)
 
 
 def test_attributes_are_laid_out_as_in_cuda_h() -> None:
     """CUmemcpyAttributes: an enum, two CUmemLocation of two ints each, unsigned flags."""
-    assert ctypes.sizeof(stream_memory._Attributes) == 24
-    offsets = {name: getattr(stream_memory._Attributes, name).offset for name, _ in stream_memory._Attributes._fields_}
+    assert ctypes.sizeof(driver_module._Attributes) == 24
+    offsets = {name: getattr(driver_module._Attributes, name).offset for name, _ in driver_module._Attributes._fields_}
     assert offsets == dict(order=0, source=4, target=12, flags=20)
 
 
 @pytest.mark.parametrize("count", [0, 1, 255, 256, 600])
 def test_many_copies_are_queued_in_few_calls_and_one_by_one_by_an_older_driver(driver: Driver, count: int) -> None:
     copies = [(1 << 40 | i, 2 << 40 | i, 3 << 32 | i) for i in range(count)]
-    made = Copies(copies)
-    made.queue(STREAM)
-    made.queue(STREAM)
+    batch = Copies(copies)
+    batch.queue(STREAM)
+    batch.queue(STREAM)
     assert [c for call in driver.together for c in call] == 2 * copies
     assert len(driver.together) == 2 * -(-count // 255)
     assert driver.copies == []
     driver.copy_batch = None  # type: ignore[assignment]
-    made.queue(STREAM)
+    batch.queue(STREAM)
     assert driver.copies == copies
 
 
@@ -108,27 +108,27 @@ def test_numbers_wrap_around(driver: Driver, value: int, stored: int) -> None:
     assert driver.words == [[(1, 64, stored, 0)], [(2, 64, stored, 0)]]
 
 
-def test_an_error_says_what_failed_and_the_driver_s_name_of_it(driver: Driver) -> None:
-    stream_memory.copy(STREAM, 1, 2, 3)
+def test_an_error_names_the_operation_and_the_driver_s_error(driver: Driver) -> None:
+    driver_module.copy(STREAM, 1, 2, 3)
     assert driver.copies == [(1, 2, 3)]
-    stream_memory.copy_all(STREAM, [(1, 2, 3), (4, 5, 6)], 100)
+    driver_module.copy_all(STREAM, [(1, 2, 3), (4, 5, 6)], 100)
     assert driver.copies[1:] == [(1, 102, 3), (4, 105, 6)]
     driver.error = 700
-    with pytest.raises(RuntimeError, match=r"^queueing words: the CUDA driver says CUDA_ERROR_SAID \(700\)$"):
+    with pytest.raises(RuntimeError, match=r"^queueing words: the CUDA driver says CUDA_ERROR_NAME \(700\)$"):
         Words([64]).write(STREAM, 1)
     for copying in (
-        lambda: stream_memory.copy(STREAM, 1, 2, 3),
-        lambda: stream_memory.copy_all(STREAM, [(1, 2, 3)], 0),
+        lambda: driver_module.copy(STREAM, 1, 2, 3),
+        lambda: driver_module.copy_all(STREAM, [(1, 2, 3)], 0),
     ):
-        with pytest.raises(RuntimeError, match=r"^copying 3 bytes: the CUDA driver says CUDA_ERROR_SAID \(700\)$"):
+        with pytest.raises(RuntimeError, match=r"^copying 3 bytes: the CUDA driver says CUDA_ERROR_NAME \(700\)$"):
             copying()
-    with pytest.raises(RuntimeError, match=r"^copying 2 pieces of memory: the CUDA driver says CUDA_ERROR_SAID"):
+    with pytest.raises(RuntimeError, match=r"^copying 2 pieces of memory: the CUDA driver says CUDA_ERROR_NAME"):
         Copies([(1, 2, 3), (4, 5, 6)]).queue(STREAM)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_not_available_without_a_gpu() -> None:
-    assert not stream_memory.available()
+    assert not driver_module.available()
 
 
 # --- on a GPU ----------------------------------------------------------------------------------------------------
@@ -140,8 +140,8 @@ def address(x: torch.Tensor, i: int = 0) -> int:
 
 @needs_gpu
 @pytest.mark.parametrize("value", [1, 2**31 - 1, 2**31, 2**32 - 1])
-def test_a_stream_waits_for_another_one_s_words(value: int) -> None:
-    """The waiting stream goes on at the value and past it, not one before it, also where int32 wraps around."""
+def test_a_stream_waits_for_words_of_another_stream(value: int) -> None:
+    """The wait ends at the value and past it, not one before it, also where int32 wraps around."""
     words = torch.zeros(300, dtype=torch.int32, device="cuda")
     before = (value - 1) & 0xFFFFFFFF
     words.fill_(before - 2**32 if before >= 2**31 else before)
@@ -165,7 +165,7 @@ def test_a_stream_waits_for_another_one_s_words(value: int) -> None:
 
 
 @needs_gpu
-def test_a_word_is_written_behind_what_was_queued_before_it() -> None:
+def test_a_word_is_written_after_work_that_was_queued_before_it() -> None:
     x, y = (torch.zeros(1 << 20, device="cuda") for _ in range(2))
     word = torch.zeros(1, dtype=torch.int32, device="cuda")
     torch.cuda.synchronize()
@@ -187,10 +187,10 @@ def test_a_word_is_written_behind_what_was_queued_before_it() -> None:
 
 @needs_gpu
 @pytest.mark.parametrize("together", [True, False])
-def test_copies_and_words_progress_beside_a_kernel(monkeypatch: pytest.MonkeyPatch, together: bool) -> None:
-    """Between pinned memory of the host and the GPU, which a copy engine moves."""
+def test_copies_and_words_make_progress_while_a_kernel_runs(monkeypatch: pytest.MonkeyPatch, together: bool) -> None:
+    """Copies from pinned memory of the host to the GPU run on a copy engine."""
     if not together:
-        monkeypatch.setattr(stream_memory._driver(), "copy_batch", None)
+        monkeypatch.setattr(driver_module._driver(), "copy_batch", None)
     here = torch.arange(1 << 20, dtype=torch.int32).pin_memory()
     there = torch.zeros_like(here, device="cuda")
     word = torch.zeros(1, dtype=torch.int32, device="cuda")

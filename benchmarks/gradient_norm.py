@@ -1,4 +1,4 @@
-"""The norm of a gradient whose shards are on several ranks, summed in float32 whatever its dtype."""
+"""The norm of gradients that are sharded over ranks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from torch.distributed.tensor import DTensor
 
 
 def gradient_norm(model: nn.Module, group: Any = None) -> float:
-    """Of all parameters; each rank holds a shard of them, or all if ``group`` is None."""
+    """Return the norm over all parameters, summed in float32 for every dtype. Each rank of ``group`` has a shard of
+    each gradient; without a group, this process has all of it."""
     square = torch.zeros((), device=next(model.parameters()).device)
     for p in model.parameters():
         assert p.grad is not None

@@ -1,19 +1,19 @@
-"""What do kernels, links and launches take on this machine? The answer decides ``dataflow="auto"``.
+"""Measure the speed of kernels, links and launches on this machine, for the choice of ``dataflow="auto"``.
 
-    torchrun --standalone --nproc-per-node 4 scripts/calibrate.py
-    torchrun --nnodes 2 ... --nproc-per-node 8 scripts/calibrate.py            the links between these hosts
-    torchrun --standalone --nproc-per-node 2 scripts/calibrate.py --device cpu --tokens 64
+    torchrun --standalone --nproc-per-node 4 -m benchmarks.calibrate
+    torchrun --nnodes 2 ... --nproc-per-node 8 -m benchmarks.calibrate            the links between these hosts
+    torchrun --standalone --nproc-per-node 2 -m benchmarks.calibrate --device cpu --tokens 64
 
-Measures the constants of :class:`ringattn.cost.Costs`, each on all ranks at once and by the slowest of them: the rates
-of the attention kernels, of memory and of messages, what a launch, a message and a copy take beside their bytes, the
-least time of a ring's slot and of a gather (of a few tokens), what attention beside messages loses, and what a gather's
-handshakes leave exposed. Then it measures ring and gather as a whole, beside what the model says with these constants:
-the last columns should be near each other.
+It measures the constants of :class:`ringattn.cost.Costs`, each on all ranks at once, and takes the slowest rank: the
+rates of the attention kernels, of memory and of messages; the fixed time of a launch, a message and a copy; the least
+time of one step of a ring and of a gather (with few tokens); the slowdown of attention during messages; and the exposed
+handshakes of a gather. Then it measures whole ring and gather calls, next to the model's times with these constants;
+the two should be close.
 
-The constants are written for groups of as many ranks, by one rank of each host, to
-``~/.cache/ringattn/<hostname>-<gpu>-<ranks>.json`` (in XDG_CACHE_HOME if set, or the file RINGATTN_CALIBRATION). The
-copy engines of one host and messages have their own constants in the file. A process reads it once, at its first plan.
-The last line is the same as JSON.
+The constants apply to groups of the same number of ranks. One rank of each host writes them to
+``~/.cache/ringattn/<hostname>-<gpu>-<ranks>.json`` (in XDG_CACHE_HOME if set, or to the file RINGATTN_CALIBRATION). The
+file has separate constants for copy engines within a host and for messages. A process reads it once, at its first plan.
+The last line contains the same numbers as JSON.
 """
 
 from __future__ import annotations
@@ -34,34 +34,32 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-sys.path.append(str(Path(__file__).resolve().parent))
-import ranks
-from arguments import positive
-
 import ringattn
 from ringattn import cost
 from ringattn import transport as transports
-from ringattn.estimate import Shape
-from ringattn.kernels.contract import Score, accumulation_dtype, block_backward, block_delta, block_forward
+from ringattn.kernels.backends import choose
+from ringattn.kernels.contract import Keys, Queries, Score, accumulation_dtype, row_delta
 from ringattn.peer import driver as stream_memory
+from ringattn.shape import Shape
 from ringattn.transport import Pending
 from ringattn.virtual import VirtualRank
+from scripts import ranks
+from scripts.arguments import positive
 
-FEW = 16  # tokens per rank, where only launches and latencies count
-WORDS = {
+FEW = 16  # tokens per rank, so few that only launches and latencies matter
+LABELS = {
     "forward_tflops": "attention kernel, forward, TFLOP/s",
     "backward_tflops": "attention kernel, backward, TFLOP/s",
     "memory_gbs": "a pass over memory, GB/s",
     "kernel_ms": "launch of a kernel, ms",
     "message_gbs": "messages, GB/s in one direction",
     "local_gbs": "messages inside a host, GB/s",
-    "message_ms": "a message beside its bytes, ms",
-    "contention": "of the shorter, attention beside messages loses",
-    "ring_forward_ms": "least time of a ring's slot, forward, ms",
-    "ring_backward_ms": "least time of a ring's slot, backward, ms",
-    "pull_gbs": "copy engines, all peers together, GB/s",
-    "copy_ms": "a copy beside its bytes, ms",
+    "message_ms": "fixed time of a message, ms",
+    "contention": "slowdown of attention and messages together",
+    "ring_forward_ms": "least time of a ring step, forward, ms",
+    "ring_backward_ms": "least time of a ring step, backward, ms",
+    "pull_gbs": "copy engines, from all peers together, GB/s",
+    "copy_ms": "fixed time of a copy, ms",
     "handshake_ms": "exposed handshake of a gather, ms",
     "gather_forward_ms": "least time of a gather, forward, ms",
     "gather_backward_ms": "least time of a gather, backward, ms",
@@ -69,7 +67,7 @@ WORDS = {
 
 
 class Machine:
-    """All ranks make the same calls, and get the same numbers."""
+    """Measures on all ranks of the default group. All ranks make the same calls and get the same numbers."""
 
     def __init__(self, device: torch.device, tokens: int, seconds: float, kernel: str) -> None:
         self.device, self.tokens, self.seconds, self.kernel = device, tokens, seconds, kernel
@@ -81,11 +79,11 @@ class Machine:
         self.link = cost.LINKS[0 if self.transport.pulls else 1]
 
     def time(self, body: Callable[[], object], at_least: int = 3) -> float:
-        """Milliseconds of one call among many, on the slowest rank: the median of three segments."""
+        """Return the milliseconds of one call among many, on the slowest rank: the median of three segments."""
         body()
         self.segment(body, 1)  # the first calls are slow
-        once = max(self.segment(body, 2), 1e-3)
-        count = max(at_least, min(50, int(self.seconds / 3 * 1000 / once)))
+        estimate = max(self.segment(body, 2), 1e-3)
+        count = max(at_least, min(50, int(self.seconds / 3 * 1000 / estimate)))
         return statistics.median(self.segment(body, count) for _ in range(3))
 
     def segment(self, body: Callable[[], object], count: int) -> float:
@@ -95,9 +93,9 @@ class Machine:
         for _ in range(count):
             body()
         self.synchronize()
-        took = torch.tensor([(time.perf_counter() - start) * 1000 / count], device=self.device)
-        dist.all_reduce(took, op=dist.ReduceOp.MAX)
-        return took.item()
+        ms = torch.tensor([(time.perf_counter() - start) * 1000 / count], device=self.device)
+        dist.all_reduce(ms, op=dist.ReduceOp.MAX)
+        return ms.item()
 
     def synchronize(self) -> None:
         if self.cuda:
@@ -107,7 +105,7 @@ class Machine:
         return torch.zeros(elements, dtype=dtype, device=self.device)
 
     def tensors(self, tokens: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """q, k, v, dout of one rank."""
+        """Return q, k, v and dout of one rank."""
         s = self.shape
         make = torch.Generator(self.device).manual_seed(self.rank)
         q, k, v, dout = (
@@ -119,19 +117,21 @@ class Machine:
     # Kernels
 
     def attention(self, tokens: int) -> tuple[Callable[[], object], Callable[[], object]]:
-        """Forward and backward of one rank alone: every query sees every key."""
+        """Return the forward and the backward of one rank alone, in which every query sees every key."""
         q, k, v, dout = self.tensors(tokens)
         block = ringattn.plan(tokens, VirtualRank(0, 1, self.device)).block(0, 0, self.device)
-        score = Score(self.shape.head_dim**-0.5)
+        score, keys = Score(self.shape.head_dim**-0.5), Keys(k, v, block)
+        backends = [choose(self.kernel, q, k, v, score, backward=backward) for backward in (False, True)]
 
         def forward() -> Any:
-            return block_forward(q, k, v, block, score, finalize=True, kernel=self.kernel)
+            return backends[0].output(q, keys, score)
 
         out, lse = forward()
-        delta, dq = block_delta(out, dout, None), torch.zeros_like(q, dtype=accumulation_dtype(q))
+        queries = Queries(q, dout, lse, row_delta(out, dout))
+        dq = torch.zeros_like(q, dtype=accumulation_dtype(q))
 
         def backward() -> Any:
-            return block_backward(q, k, v, dout, lse, delta, block, score, dq=dq, kernel=self.kernel)
+            return backends[1].backward(queries, keys, score, dq)
 
         return forward, backward
 
@@ -140,8 +140,8 @@ class Machine:
         rates = []
         flops = 4 * self.shape.q_heads * self.shape.head_dim * self.tokens**2
         for body, products in zip(self.attention(self.tokens), (1.0, 2.5), strict=True):
-            took = self.time(body)
-            rates.append(products * flops / max(took - launch, took / 2) / 1e9)
+            ms = self.time(body)
+            rates.append(products * flops / max(ms - launch, ms / 2) / 1e9)
         a, b = (self.zeros((16 if self.cuda else 1) << 20) for _ in range(2))
         memory = 3 * a.nbytes / self.time(lambda: a.add_(b)) / 1e6
         return dict(kernel_ms=launch, forward_tflops=rates[0], backward_tflops=rates[1], memory_gbs=memory)
@@ -150,18 +150,18 @@ class Machine:
 
     @property
     def local(self) -> int:
-        """Ranks per host."""
-        said = int(os.environ.get("LOCAL_WORLD_SIZE", self.world))
-        return said if self.world % said == 0 else self.world
+        """The number of ranks per host."""
+        local = int(os.environ.get("LOCAL_WORLD_SIZE", self.world))
+        return local if self.world % local == 0 else self.world
 
     @property
     def across(self) -> int:
-        """From a rank to one of another host, or to the next one where there is one host."""
+        """The distance to a rank of another host, or to the next rank if there is only one host."""
         return self.local if self.local < self.world else 1
 
     def exchange(self, stride: int, size: int, count: int = 1) -> Callable[[], Pending]:
-        """Every rank starts to send ``count`` messages of about ``size`` bytes to the rank ``stride`` further, inside
-        its host if that is less than there are."""
+        """Return a function that starts to send ``count`` messages of about ``size`` bytes from every rank to the one
+        ``stride`` further, within its host if ``stride`` is less than the ranks per host."""
         base, ranks = (self.rank // self.local * self.local, self.local) if stride < self.local else (0, self.world)
         to, source = (base + (self.rank - base + turn) % ranks for turn in (stride, -stride))
         mine, theirs = ([self.zeros(size // 4 + 1) for _ in range(count)] for _ in range(2))
@@ -174,37 +174,38 @@ class Machine:
         rates = {}
         for stride in sorted({self.across, 1}):
             many = self.exchange(stride, size)
-            took = self.time(lambda many=many: many().wait())  # type: ignore[misc]
-            rates[stride] = size / max(took - latency, took / 2) / 1e6
+            ms = self.time(lambda many=many: many().wait())  # type: ignore[misc]
+            rates[stride] = size / max(ms - latency, ms / 2) / 1e6
         return dict(message_ms=latency, message_gbs=rates[self.across], local_gbs=rates[1])
 
     def contention(self, message_gbs: float) -> float:
-        """Attention, and messages that take about as long, alone and beside each other."""
+        """Measure attention and messages of about the same duration, alone and together. Returns the extra time as a
+        share of the shorter one."""
         work = self.attention(self.tokens)[0]
         alone = self.time(work)
         start = self.exchange(self.across, int(min(alone * message_gbs * 1e6, 256 << 20)))
 
-        def beside() -> None:
+        def together() -> None:
             moving = start()
             work()
             moving.wait()
 
-        moving, both = self.time(lambda: start().wait()), self.time(beside)
+        moving, both = self.time(lambda: start().wait()), self.time(together)
         return min(max((both - max(alone, moving)) / min(alone, moving), 0.0), 1.0)
 
     # Copy engines
 
     def copies(self) -> dict[str, float]:
-        """Every rank pulls from all others."""
+        """Measure the copy engines while every rank pulls from all others."""
         link = self.transport.link(self.zeros(1))
         assert link is not None
         size, few = 32 << 20, 32
         region = link.reserve(0, size)
-        here = self.zeros(size * len(link.peers) // 4)
-        to = [here.data_ptr() + i * size for i in range(len(link.peers))]
+        buffer = self.zeros(size * len(link.peers) // 4)
+        to = [buffer.data_ptr() + i * size for i in range(len(link.peers))]
 
         def pull(size: int) -> stream_memory.Copies:
-            """As a gather pulls a chunk."""
+            """Return the copies with which a gather pulls a chunk."""
             sources = (region.addresses[peer] for peer in link.peers)
             return stream_memory.Copies([(target, source, size) for target, source in zip(to, sources, strict=True)])
 
@@ -217,18 +218,18 @@ class Machine:
             return body
 
         def one_by_one(stream: torch.cuda.Stream) -> None:
-            for turn in range(few * len(link.peers)):
-                peer = turn % len(link.peers)
+            for i in range(few * len(link.peers)):
+                peer = i % len(link.peers)
                 stream_memory.copy(stream, to[peer], region.addresses[link.peers[peer]], 1024)
 
         one = self.time(queued(one_by_one)) / few / len(link.peers)
-        took = self.time(queued(pull(size).queue))
-        return dict(copy_ms=one, pull_gbs=size * len(link.peers) / max(took - one, took / 2) / 1e6)
+        ms = self.time(queued(pull(size).queue))
+        return dict(copy_ms=one, pull_gbs=size * len(link.peers) / max(ms - one, ms / 2) / 1e6)
 
     # Whole calls
 
     def call(self, tokens: int, dataflow: str) -> tuple[float, float]:
-        """Forward and backward of a causal attention."""
+        """Return the milliseconds of the forward and of the backward of a causal attention."""
         plan = ringattn.plan(tokens * self.world, causal=True, dataflow=dataflow)
         q, k, v, dout = self.tensors(tokens)
         leaves = [x.requires_grad_() for x in (q, k, v)]
@@ -240,19 +241,19 @@ class Machine:
             torch.autograd.grad(forward(), leaves, dout)
 
         with torch.no_grad():
-            first = self.time(forward)
-        return first, max(self.time(both) - first, 0.0)
+            ms = self.time(forward)
+        return ms, max(self.time(both) - ms, 0.0)
 
     def floors(self) -> dict[str, float]:
         forward, backward = self.call(FEW, "ring")
-        found = dict(ring_forward_ms=forward / self.world, ring_backward_ms=backward / (self.world + 1))
+        floors = dict(ring_forward_ms=forward / self.world, ring_backward_ms=backward / (self.world + 1))
         if self.transport.pulls:
             forward, backward = self.call(FEW, "gather")
-            found |= dict(gather_forward_ms=forward, gather_backward_ms=backward)
-        return found
+            floors |= dict(gather_forward_ms=forward, gather_backward_ms=backward)
+        return floors
 
     def problem(self) -> cost.Problem:
-        """Of the causal attention of :meth:`call`."""
+        """Return the problem of :meth:`call` as the cost model sees it."""
         with no_file():
             choice = ringattn.plan(self.tokens * self.world, causal=True).choice
         assert choice is not None
@@ -262,35 +263,35 @@ class Machine:
         return cost.choose(self.problem(), costs, "", self.shape).of(dataflow)
 
     def calibrate(self) -> tuple[cost.Costs, set[str], list[dict[str, Any]]]:
-        """The constants, which of them were measured here (others are the usual ones), and what the model makes of them
-        beside what was measured."""
-        usual = cost.default(self.device.type, self.link)
+        """Return the constants, the names of those that were measured (the others are defaults), and the model's times
+        next to measured ones."""
+        defaults = cost.default(self.device.type, self.link)
         say = self.say
         say("kernels")
-        found = self.kernels()
+        measured = self.kernels()
         say("messages")
-        found |= self.messages()
-        found["contention"] = self.contention(found["message_gbs"])
+        measured |= self.messages()
+        measured["contention"] = self.contention(measured["message_gbs"])
         if self.transport.pulls:
             say("copy engines")
-            found |= self.copies()
+            measured |= self.copies()
         say("calls")
-        found |= self.floors()
-        costs = replace(usual, **found)
-        took = {name: self.call(self.tokens, name) for name in ("ring", "gather")}
-        if self.transport.pulls:  # what the model does not explain otherwise
+        measured |= self.floors()
+        costs = replace(defaults, **measured)
+        times = {name: self.call(self.tokens, name) for name in ("ring", "gather")}
+        if self.transport.pulls:  # the part that the model does not explain otherwise
             rest = self.modelled(replace(costs, handshake_ms=0.0), "gather")
-            one, two = (a - b for a, b in zip(took["gather"], (rest.forward, rest.backward), strict=True))
-            found["handshake_ms"] = max(0.0, (one + two) / 3)  # one in the forward, two in the backward
-            costs = replace(costs, **found)
+            one, two = (a - b for a, b in zip(times["gather"], (rest.forward, rest.backward), strict=True))
+            measured["handshake_ms"] = max(0.0, (one + two) / 3)  # one in the forward, two in the backward
+            costs = replace(costs, **measured)
         checked = []
-        for name, (forward, backward) in took.items():
+        for name, (forward, backward) in times.items():
             model = self.modelled(costs, name)
             checked.append(
                 dict(dataflow=name, tokens=self.tokens, forward_ms=forward, backward_ms=backward,
                      modelled_forward_ms=model.forward, modelled_backward_ms=model.backward)
             )  # fmt: skip
-        return costs, set(found), checked
+        return costs, set(measured), checked
 
     def say(self, what: str) -> None:
         if self.rank == 0:
@@ -299,7 +300,7 @@ class Machine:
 
 @contextlib.contextmanager
 def no_file() -> Iterator[None]:
-    """Plans are made with default costs."""
+    """Make plans with default costs, without a calibration file."""
     before = os.environ.get("RINGATTN_CALIBRATION")
     os.environ["RINGATTN_CALIBRATION"] = f"/nonexistent/{os.getpid()}"
     try:
@@ -310,11 +311,11 @@ def no_file() -> Iterator[None]:
             os.environ["RINGATTN_CALIBRATION"] = before
 
 
-def table(costs: cost.Costs, usual: cost.Costs, measured: Container[str], checked: list[dict[str, Any]]) -> str:
+def table(costs: cost.Costs, defaults: cost.Costs, measured: Container[str], checked: list[dict[str, Any]]) -> str:
     lines = [f"{'':<52}{'measured':>12}{'default':>12}"]
     for name, value in asdict(costs).items():
-        here = f"{value:.4g}" if name in measured else "-"
-        lines.append(f"{WORDS[name]:<52}{here:>12}{getattr(usual, name):>12.4g}")
+        text = f"{value:.4g}" if name in measured else "-"
+        lines.append(f"{LABELS[name]:<52}{text:>12}{getattr(defaults, name):>12.4g}")
     lines.append(f"\n{'causal, ms':<28}{'forward':>12}{'modelled':>12}{'backward':>12}{'modelled':>12}")
     for row in checked:
         what = f"{row['dataflow']}, {row['tokens']} tokens per rank"
@@ -326,18 +327,18 @@ def table(costs: cost.Costs, usual: cost.Costs, measured: Container[str], checke
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--tokens", type=positive, help="per rank; 8192 on a GPU, 128 on a CPU")
-    parser.add_argument("--seconds", type=float, default=0.3, help="for each measurement")
+    parser.add_argument("--tokens", type=positive, help="tokens per rank; default: 8192 on a GPU, 128 on a CPU")
+    parser.add_argument("--seconds", type=float, default=0.3, help="length of each measurement")
     parser.add_argument("--kernel", default="auto")
     return parser.parse_args(argv)
 
 
 def run(args: argparse.Namespace, device: torch.device) -> Path:
-    """Measure with the default group and write the file. Every rank calls this."""
+    """Measure with the default group, write the file and return its path. Every rank must call this."""
     tokens = args.tokens or (8192 if device.type == "cuda" else 128)
     machine = Machine(device, tokens, args.seconds, args.kernel)
     if machine.world == 1:
-        raise SystemExit("one rank has no choice; start it with torchrun --nproc-per-node 2 or more")
+        raise SystemExit("one rank needs no dataflow; use torchrun --nproc-per-node 2 or more")
     costs, measured, checked = machine.calibrate()
     gpu = torch.cuda.get_device_name(device) if machine.cuda else "cpu"
     file = cost.path(gpu, machine.world)
@@ -348,8 +349,8 @@ def run(args: argparse.Namespace, device: torch.device) -> Path:
     if machine.rank == 0:
         print(f"{gpu}, {machine.world} ranks, {machine.link}: {file}")
         print(table(costs, cost.default(device.type, machine.link), measured, checked))
-        said = dict(file=str(file), gpu=gpu, ranks=machine.world, link=machine.link, costs=asdict(costs), check=checked)
-        print(json.dumps(said), flush=True)
+        line = dict(file=str(file), gpu=gpu, ranks=machine.world, link=machine.link, costs=asdict(costs), check=checked)
+        print(json.dumps(line), flush=True)
     return file
 
 

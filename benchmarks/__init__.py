@@ -1,0 +1,1 @@
+"""Measurements: speed compared with other kernels and libraries, scaling, training, traces, loss curves."""

@@ -1,0 +1,279 @@
+"""The attention kernels that bench_block compares: ours, those inside torch, FlexAttention, FlashAttention-3 and -4."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from benchmarks.segments import Runner
+from benchmarks.shapes import Mask, Shape
+from ringattn.kernels import contract, long_sums
+from ringattn.kernels.backends import BACKENDS
+from ringattn.kernels.contract import Block, Keys, Queries, Score, row_delta
+from ringattn.partial import Partial
+from scripts.ranks import one_line
+
+OURS = tuple(name for name in BACKENDS if name != "eager")
+OTHERS = ("torch cuDNN", "torch flash", "FlexAttention", "FA3", "FA4")
+TOGETHER = ("fwd", "bwd")  # passes of all kernels
+ALONE = ("carry", "strided", "strided-bwd", "sums", "sums-bwd")  # passes of ours, each with a variant that does more
+
+
+@dataclass
+class Other:
+    """Another library's ``attention(q, k, v, mask)`` on (batch, seq, heads, head_dim). It raises for masks that it
+    does not support."""
+
+    attention: Callable[..., Tensor]
+    has_backward: bool = True  # set to False by its first "does not support backward"
+
+
+# --- other libraries ----------------------------------------------------------------------------------------------
+
+
+def find_others(flex: bool) -> dict[str, Other]:
+    """Return the other kernels that can be imported, by name, and print which cannot."""
+    attentions: dict[str, Callable] = {
+        "torch cuDNN": sdpa(SDPBackend.CUDNN_ATTENTION),
+        "torch flash": sdpa(SDPBackend.FLASH_ATTENTION),
+    }
+    if flex:
+        attentions["FlexAttention"] = flex_attention()
+    for name, modules in (("FA3", ("flash_attn_interface", "fa3_fwd_interface")), ("FA4", ("flash_attn.cute",))):
+        for module in modules:
+            try:
+                function = importlib.import_module(module).flash_attn_func
+            except (ImportError, AttributeError) as problem:
+                print(f"{name}: cannot import {module} ({problem})")
+                continue
+            attentions[name] = functools.partial(flash_attention, function)
+            break
+    return {name: Other(attention) for name, attention in attentions.items()}
+
+
+def flash_attention(function: Callable, q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tensor:
+    """Call ``function`` with the arguments of FlashAttention's own interface."""
+    how: dict = dict(causal=True, window_size=(mask.size - 1, 0)) if mask.name == "window" else dict(causal=mask.causal)
+    out = function(q, k, v, **how)
+    return out[0] if isinstance(out, tuple) else out
+
+
+def sdpa(backend: SDPBackend) -> Callable:
+    def attention(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tensor:
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        with sdpa_kernel(backend):
+            out = F.scaled_dot_product_attention(q, k, v, is_causal=mask.causal, enable_gqa=q.shape[1] != k.shape[1])
+        return out.transpose(1, 2)
+
+    return attention
+
+
+def flex_attention() -> Callable:
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    # fullgraph makes Dynamo raise where it would fall back to the unfused implementation, which stores all scores.
+    compiled = torch.compile(flex_attention, dynamic=False, fullgraph=True)
+    masks = {}
+    latest: tuple | None = None
+
+    def attention(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tensor:
+        nonlocal latest
+        causal = mask.causal
+        # Dynamo keeps at most torch._dynamo.config.recompile_limit (8) versions of a function. They belong to its code
+        # object, so one torch.compile per shape would share them. Every sequence length, mask and pass needs its own
+        # version and none is used again after its table: drop old versions, instead of raising the limit to a number
+        # that a longer list of shapes would exceed.
+        key = q.shape, k.shape, v.shape, q.dtype, causal, q.requires_grad
+        if key != latest:
+            torch.compiler.reset()
+            latest = key
+        seq = q.shape[1]
+        if causal and seq not in masks:
+            masks[seq] = create_block_mask(lambda b, h, i, j: i >= j, None, None, seq, seq, device=q.device)
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        block_mask = masks[seq] if causal else None
+        return compiled(q, k, v, block_mask=block_mask, enable_gqa=q.shape[1] != k.shape[1]).transpose(1, 2)
+
+    return attention
+
+
+def other_launch(
+    attention: Callable[..., Tensor], mode: str, tensors: Sequence[Tensor], mask: Mask
+) -> Callable[[], tuple[Tensor, ...]]:
+    """Return one pass of another library. A backward runs as autograd does, after its forward outside of the timing."""
+    q, k, v, dout = tensors
+    if mode == "fwd":
+        return lambda: (attention(q, k, v, mask),)
+    leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+    out = attention(*leaves, mask)
+    return functools.partial(torch.autograd.grad, out, leaves, dout, retain_graph=True)
+
+
+# --- ours ---------------------------------------------------------------------------------------------------------
+
+Pass = Callable[[], "tuple[Tensor, ...] | Partial"]
+
+
+@dataclass(frozen=True)
+class Ours:
+    """One of our kernels on one block."""
+
+    kernel: str
+    block: Block
+    score: Score
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Pass:
+        return functools.partial(BACKENDS[self.kernel].output, q, Keys(k, v, self.block), self.score)
+
+    def carried(self, q: Tensor, k: Tensor, v: Tensor, state: Partial | None = None) -> Pass:
+        """Return the forward that returns a partial state and may carry one in."""
+        return functools.partial(BACKENDS[self.kernel].forward, q, Keys(k, v, self.block), self.score, state)
+
+    def backward(self, q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> Pass:
+        """Return the whole backward: delta, a zeroed float32 dq, and the kernel."""
+        backend, keys = BACKENDS[self.kernel], Keys(k, v, self.block)
+        out, lse = backend.output(q, keys, self.score)
+
+        def backward() -> tuple[Tensor, ...]:
+            dq = torch.zeros(q.shape, dtype=torch.float32, device=q.device)
+            queries = Queries(q, dout, lse, row_delta(out, dout))
+            return dq, *backend.backward(queries, keys, self.score, dq)
+
+        return backward
+
+    def launches(self, mode: str, tensors: Sequence[Tensor]) -> dict[str, Pass]:
+        """Return the launches of a pass by the name of their row, including the variants of a pass in ALONE."""
+        q, k, v, dout = tensors
+        backward = mode.endswith("bwd")
+
+        def launch(ours: Ours, q: Tensor, k: Tensor, v: Tensor) -> Pass:
+            return ours.backward(q, k, v, dout) if backward else ours.forward(q, k, v)
+
+        launches = {self.kernel: launch(self, q, k, v)}
+        if mode == "carry":
+            state = self.carried(q, k, v)()
+            assert isinstance(state, Partial)
+            launches[f"{self.kernel}, state out"] = self.carried(q, k, v)
+            launches[f"{self.kernel}, state in and out"] = self.carried(q, k, v, state)
+        elif mode.startswith("strided"):
+            launches[f"{self.kernel}, strided"] = launch(self, *one_projection(q, k, v))
+        elif mode.startswith("sums"):
+            with uncut_sums():  # on a new Block, because a block keeps how it is launched
+                uncut = launch(replace(self, block=replace(self.block)), q, k, v)
+            launches[f"{self.kernel}, one sum"] = uncut_sums()(uncut)
+        return launches
+
+
+def plain_block(shape: Shape) -> Block:
+    """Return the block of a whole sequence on one device."""
+    position = torch.arange(shape.seq, dtype=torch.int32, device=shape.device)
+    start, end = (x[None].to(shape.device) for x in shape.mask.intervals(shape.seq))
+    return Block(start, end, position, position, (shape.seq,), (shape.seq,), shape.pairs())
+
+
+def one_projection(*tensors: Tensor) -> list[Tensor]:
+    """Return the same numbers with the strides of one projection's output: each token holds the heads of all tensors
+    one after another."""
+    widths = [x.shape[2] * x.shape[3] for x in tensors]
+    pieces = torch.cat([x.flatten(2) for x in tensors], -1).split(widths, -1)
+    return [piece.unflatten(-1, x.shape[2:]) for piece, x in zip(pieces, tensors, strict=True)]
+
+
+@contextlib.contextmanager
+def uncut_sums() -> Iterator[None]:
+    """Do not cut long sums (kernels/long_sums.py): faster by the cost of cutting, and less exact."""
+    longest = contract.LONGEST_SUM
+    contract.LONGEST_SUM = long_sums.LONGEST_SUM = sys.maxsize  # type: ignore[misc]
+    try:
+        yield
+    finally:
+        contract.LONGEST_SUM = long_sums.LONGEST_SUM = longest  # type: ignore[misc]
+
+
+# --- all of a table -----------------------------------------------------------------------------------------------
+
+
+def runners_of(shape: Shape, mode: str, others: dict[str, Other], kernels: Sequence[str] = OURS) -> list[Runner]:
+    """Return all kernels that support this shape and pass, after comparing their results with the first one's.
+
+    Raises:
+        SystemExit: two kernels compute different results.
+    """
+    tensors = shape.random()
+    q, k, v, _ = tensors
+    score, block = Score(shape.dim**-0.5), plain_block(shape)
+    runners: list[Runner] = []
+    first: tuple[Tensor, ...] | None = None
+
+    def add(name: str, launch: Pass, ours: bool, compared: bool = True) -> None:
+        nonlocal first
+        result = launch() if compared else ()
+        assert isinstance(result, tuple)
+        result = result if mode.endswith("bwd") else result[:1]  # without the lse
+        first = first or result
+        error = max((difference(x, y) for x, y in zip(result, first, strict=True)), default=0.0) if compared else None
+        runners.append(Runner(name, launch, ours=ours, error=error))
+        if error is not None and not error < 0.02:
+            raise SystemExit(f"{name} differs from {runners[0].name} by {error:.3f}: not the same attention")
+
+    for name in kernels:
+        if reason := BACKENDS[name].unsupported(q, k, v, score, backward=mode.endswith("bwd")):
+            print(f"{name}: skipped, {reason}")
+            continue
+        for title, launch in Ours(name, block, score).launches(mode, tensors).items():
+            add(title, launch, ours=True, compared=mode != "carry")
+    for name, other in others.items() if mode in TOGETHER else ():
+        if mode == "bwd" and not other.has_backward:
+            continue  # already reported
+        try:
+            add(name, other_launch(other.attention, mode, tensors, shape.mask), ours=False)
+        except Exception as problem:
+            skipped = "skipped"
+            if mode == "bwd" and "does not support backward" in str(problem):  # the wheel fa3-fwd
+                other.has_backward, skipped = False, "skipped in every backward"
+            print(f"{name}: {skipped}, {one_line(problem)}")
+    return runners
+
+
+def captured(shape: Shape, mode: str, others: dict[str, Other], kernels: Sequence[str] = OURS) -> list[Runner]:
+    """Return the same kernels, each launched by replaying a CUDA graph."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):  # autograd runs a backward on the stream of its forward, which must be captured
+        runners = runners_of(shape, mode, others, kernels)
+        for _ in range(3):
+            for runner in runners:
+                runner.launch()  # compile and allocate before the capture
+    torch.cuda.synchronize()
+    recorded = []
+    for runner in runners:
+        graph = torch.cuda.CUDAGraph()
+        try:
+            with torch.cuda.graph(graph, stream=stream):
+                runner.launch()
+        except Exception as problem:
+            print(f"{runner.name}: skipped, it cannot be captured, {one_line(problem)}")
+            continue
+        recorded.append(replace(runner, launch=functools.partial(replay, graph, runner.launch)))
+    return recorded
+
+
+def replay(graph: torch.cuda.CUDAGraph, launch: Callable[[], object]) -> None:
+    """Replay the graph. ``launch`` is an argument only to keep alive the tensors whose addresses the graph uses."""
+    graph.replay()
+
+
+def difference(x: Tensor, y: Tensor) -> float:
+    """Return the relative rms difference over the first and the last head."""
+    heads = [0, x.shape[2] - 1]
+    x, y = x[:, :, heads].float(), y[:, :, heads].float()
+    return ((x - y).norm() / y.norm()).item()

@@ -1,0 +1,59 @@
+"""Read the lines of JSON that bench_scaling writes."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from benchmarks import json_lines
+
+Line = dict[str, Any]
+OURS = ("ring", "gather", "reduce")
+GIB = 2**30
+
+
+def read(folder: Path) -> list[list[Line]]:
+    """Return the lines of every run, oldest first. The first line of each run has kind "run".
+
+    Raises:
+        FileNotFoundError: there are none.
+    """
+    runs = []
+    for path in sorted(folder.glob("scaling-*.jsonl")):
+        lines = json_lines.of_file(path)
+        if lines and lines[0].get("kind") == "run":
+            runs.append(lines)
+    if not runs:
+        raise FileNotFoundError(f"no lines of benchmarks.bench_scaling in {folder}/scaling-*.jsonl")
+    return sorted(runs, key=lambda lines: lines[0]["time"])
+
+
+def latest(runs: list[list[Line]], kind: str, *names: str) -> list[Line]:
+    """Return the last line of one kind for each device and each combination of the values of ``names``. Each gets its
+    run's first line as ``about``."""
+    lines: dict[tuple, Line] = {}
+    for about, *rest in runs:
+        for line in rest:
+            if line["kind"] == kind:
+                key = (about["device"], *(str(line.get(name)) for name in names))
+                lines.pop(key, None)  # move to the end
+                lines[key] = dict(line, about=about)
+    return list(lines.values())
+
+
+def group_by(rows: Iterable[Line], *names: str) -> list[tuple[tuple, list[Line]]]:
+    """Group rows by the values of ``names``, in order of appearance."""
+    groups: dict[tuple, list[Line]] = defaultdict(list)
+    for row in rows:
+        key = tuple(tuple(row[n]) if isinstance(row[n], list) else row[n] for n in names)
+        groups[key].append(row)
+    return list(groups.items())
+
+
+def contestants(rows: Iterable[Line]) -> list[str]:
+    """Return the names in the rows: our dataflows, ``local``, then peers."""
+    names = dict.fromkeys(name for row in rows for name in row["tflops"])
+    first = (*OURS, "local")
+    return sorted(names, key=lambda n: first.index(n) if n in first else len(first))

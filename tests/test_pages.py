@@ -1,0 +1,148 @@
+"""README.md and docs/*.md: code runs, links lead somewhere, commands exist, and the map has every file."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import ringattn
+from ringattn import reference
+
+ROOT = Path(__file__).resolve().parents[1]
+README = (ROOT / "README.md").read_text()
+PAGES = [ROOT / "README.md", ROOT / "kernels" / "NOTES.md", *sorted((ROOT / "docs").rglob("*.md"))]
+HEADS, HEAD_DIM, VOCABULARY, SEQ = 2, 8, 31, 13
+
+
+def test_readme_has_at_most_a_thousand_words() -> None:
+    assert len(README.split()) <= 1000
+
+
+def test_readme_has_no_commit_hashes() -> None:
+    words = re.findall(r"\b[0-9a-f]{7,40}\b", README)
+    assert [word for word in words if not word.isdecimal()] == []
+
+
+# --- The code of README --------------------------------------------------------------------------------
+
+
+class Layer(nn.Module):
+    """A layer in which each token's output depends on all that attention returned."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.project = nn.Linear(HEADS * HEAD_DIM, 3 * HEADS * HEAD_DIM)
+
+    def qkv(self, x: Tensor) -> tuple[Tensor, ...]:
+        return self.project(x).unflatten(-1, (3, HEADS, HEAD_DIM)).unbind(2)
+
+    def rest(self, x: Tensor, attention: Tensor) -> Tensor:
+        return x + attention.flatten(2)
+
+
+def model() -> tuple[Tensor, nn.Module, nn.Module, list[Layer]]:
+    torch.manual_seed(0)
+    tokens = torch.randint(VOCABULARY, (2, SEQ))
+    modules = nn.Embedding(VOCABULARY, HEADS * HEAD_DIM), nn.Embedding(SEQ, HEADS * HEAD_DIM), Layer(), Layer()
+    token, position, *layers = (m.double() for m in modules)
+    return tokens, token, position, layers  # type: ignore[return-value]
+
+
+def run_readme() -> Tensor:
+    (code,) = re.findall(r"```python\n(.*?)```", README, re.S)
+    assert len([line for line in code.splitlines() if line.strip()]) <= 10
+    tokens, token, position, layers = model()
+    names = {"tokens": tokens, "layers": layers, "embed": lambda ids, at: token(ids) + position(at)}
+    start, dist.init_process_group = dist.init_process_group, lambda: None  # the pool has one
+    try:
+        exec(compile(code, "README.md", "exec"), names)
+    finally:
+        dist.init_process_group = start
+    return names["whole"].detach()  # type: ignore[attr-defined]
+
+
+def test_the_code_of_readme_gives_the_output_of_one_process(pools) -> None:  # type: ignore[no-untyped-def]
+    tokens, token, position, layers = model()
+    mask = ringattn.plan(SEQ, causal=True).mask
+    x = token(tokens) + position(torch.arange(SEQ))
+    for layer in layers:
+        x = layer.rest(x, reference.attention(*layer.qkv(x), mask)[0])
+    for whole in pools(3).run(run_readme):
+        torch.testing.assert_close(whole, x.detach(), rtol=1e-12, atol=1e-12)
+
+
+# --- Links and commands of every page ------------------------------------------------------------------
+
+
+def without_code(text: str) -> str:
+    return re.sub(r"```.*?```|`[^`\n]*`", "", text, flags=re.S)
+
+
+def anchors(page: Path) -> set[str]:
+    """The anchors that GitHub gives to the headings of a page."""
+    count: Counter[str] = Counter()
+    names = set()
+    for heading in re.findall(r"^#+ (.*)$", re.sub(r"```.*?```", "", page.read_text(), flags=re.S), re.M):
+        name = re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
+        names.add(f"{name}-{count[name]}" if count[name] else name)
+        count[name] += 1
+    return names
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_lead_somewhere(page: Path) -> None:
+    broken = []
+    for link in re.findall(r"\]\(([^)\s]+)\)", without_code(page.read_text())):
+        if not link.startswith("http"):
+            path, _, anchor = link.partition("#")
+            target = (page.parent / path).resolve() if path else page
+            if not target.exists() or (anchor and anchor not in anchors(target)):
+                broken.append(link)
+    assert broken == []
+
+
+def commands(text: str) -> set[str]:
+    """The modules and scripts of this repository that the commands on a page start."""
+    modules = {m for m in re.findall(r"-m ([\w.]+)", text) if m.split(".")[0] in ("scripts", "benchmarks", "docs")}
+    return modules | set(re.findall(r"(?:\./|\b)((?:scripts|benchmarks)/[\w/.]+\w)", text))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_commands_start_something_that_exists(page: Path) -> None:
+    names = commands(page.read_text())
+    missing = [n for n in names if not (ROOT / n).exists() and not (ROOT / f"{n.replace('.', '/')}.py").exists()]
+    assert missing == []
+
+
+def test_files_that_readme_names_exist() -> None:
+    paths = re.findall(r"`((?:ringattn|kernels|tests|docs)/[\w/.]*)`", README)
+    assert len(paths) >= 4
+    assert [path for path in paths if not (ROOT / path).exists()] == []
+
+
+def test_extensions_that_readme_names_exist() -> None:
+    source = (ROOT / "tests" / "test_extend.py").read_text()
+    names = re.findall(r"\| `(\w+)` \|$", README.partition("## Extend")[2], re.M)
+    assert len(names) == 5
+    assert [name for name in names if not re.search(rf"^(def|class) {name}\b", source, re.M)] == []
+
+
+def test_commands_are_found() -> None:
+    assert {"scripts.show", "benchmarks.bench_scaling", "scripts/demo", "scripts/test"} <= commands(README)
+
+
+# --- The map of the files ------------------------------------------------------------------------------
+
+
+def test_every_file_of_the_library_is_on_the_map() -> None:
+    page = ROOT / "docs" / "map.md"
+    links = {(page.parent / link).resolve() for link in re.findall(r"\]\(([^)]+)\)", page.read_text())}
+    files = [p for folder in ("ringattn", "kernels") for p in (ROOT / folder).rglob("*.py") if p.name != "__init__.py"]
+    assert len(files) > 40
+    assert sorted(str(p.relative_to(ROOT)) for p in files if p.resolve() not in links) == []
