@@ -2,7 +2,7 @@
 
 Tolerances: kernel_contract.py. Products and sums are float32, p is rounded once to the inputs' dtype.
 
-Compiling takes ten seconds per kernel: most ``KINDS`` at the head dims 64 and 128, the two of ``TELLING`` at the others.
+Compiling takes ten seconds per kernel: most ``KINDS`` at head dims 64 and 128, the two of ``TELLING`` at the others.
 After a change of the kernel set ``RINGATTN_COMPILE_ALL=1`` to compile all of them at all head dims.
 """
 

@@ -1,41 +1,41 @@
-"""The backward of the block kernel for Hopper (sm_90), in Gluon. Contract and shapes: block.py.
+"""The backward kernel for Hopper (sm_90), in Gluon. Contract and shapes: contract.py.
 
 ``lse`` and ``delta`` are global, so chunks need no merging. A CTA owns a tile of 128 keys of one key head and walks the
-tiles of 64 queries that see it, for every query head of the group; dk and dv stay in registers and are stored once::
+tiles of 64 queries that see it, for every query head of the group. dk and dv stay in registers and are stored once::
 
     consumers 0, 1  64 keys each, scores transposed (keys are rows), one query tile a step:
-                    dP^T = V dO^T - delta  under  P = exp2(S^T c - lse) ; dV += P dO ; dS = P dP^T, to shared memory
+                    dP^T = V dO^T - delta  during  P = exp2(S^T c - lse) ; dV += P dO ; dS = P dP^T, to shared memory
                     dQ of the step before (its dS is complete) ; S^T of the step after ; dK += dS Q ; then dQ
                     to shared memory
     producer        one warp: K, V, then Q, lse (and start, end of cut tiles), dO, delta of every step by TMA
     writers 0, 1    one warp each: add the staged half of dQ to global memory, float32, by TMA
 
-* P and dS feed dV and dK from registers. dQ = dS K needs all 128 keys: a consumer makes half of its columns and reads
-  the other consumer's dS, which it only waits for a whole step later, so that the two may drift half a step apart.
-* The last fence of a step serves the dS of the step and the dQ of the step before, which a writer then sends off.
-* P carries the factor ``softmax_scale`` (bfloat16: the exponent has room), taken into ``lse``: dS, dQ and dK then need
-  no factor, and dV is divided once. float16 multiplies dQ and dK instead.
+* P and dS feed dV and dK from registers. dQ = dS K needs all 128 keys: a consumer computes half of its columns and
+  reads the other consumer's dS, for which it waits only a whole step later: the two may drift half a step apart.
+* The last fence of a step serves the dS of the step and the dQ of the step before, which a writer then sends.
+* P carries the factor ``softmax_scale`` (bfloat16: the exponent has room), folded into ``lse``: dS, dQ and dK then
+  need no factor, and dV is divided once. float16 multiplies dQ and dK instead.
 * Tiles have powers of two of columns. Head dim 96 is two tiles side by side, 64 + 32, as are dk and dv; consumer 0
-  makes the first 64 columns of dQ and consumer 1 the last 32 (the two share the tensor cores).
-* Head dims above 128 have a kernel of their own, hopper_backward_wide.py; the host's part is here.
+  computes the first 64 columns of dQ and consumer 1 the last 32 (the two share the tensor cores).
+* Head dims above 128 have a kernel of their own, backward_wide.py; both are launched from here.
 * At head dim 64, where shared memory bounds the speed most, the left operands K and V of S and dP stay in registers.
 * CTAs walk the full tiles from staggered starts: they do not add to the same tile of dQ at the same time.
-* The query heads of a group are divided between CTAs (``_split``). They add to the same dk and dv, each behind the part
-  before it, which counts in ``turns`` that it has stored. Nobody waits in vain: CTAs start in the order of their
-  numbers, as stream-K products rely on too (Osama et al. 2023, arXiv:2301.03598).
-* The order of the CTAs is the order in which gradients are done: ``_sweep`` parts at a time, and within them the tiles
-  with most queries first, all parts of a tile together. Under a causal mask those are the earliest positions, so that
-  whole segments (the runs of one owner) complete one after the other for all heads of the sweep, each about when the
-  next one begins; :func:`completion_counts` counts them. A dense mask takes the tiles as they lie.
+* The query heads of a group are divided between CTAs (``work.split_groups``). They add to the same dk and dv, each
+  after the part before it, which counts in ``turns`` that it has stored. This cannot deadlock: CTAs start in the order
+  of their numbers, as stream-K products rely on too (Osama et al. 2023, arXiv:2301.03598).
+* The order of the CTAs is the order in which gradients complete: ``work.sweep`` parts at a time, and within them the
+  tiles with most queries first, all parts of a tile together. Under a causal mask those are the earliest positions, so
+  that whole segments (the runs of one owner) complete one after the other for all heads of the sweep, each about when
+  the next one starts; :func:`completion_counts` counts them. Under a dense mask tiles are in the order of the keys.
 * A key tile meets the query tiles that a mask cuts first, for all heads, and then the full ones: two loops without a
   branch, one with a mask.
 * dP's sum starts at -delta, so that dS is P times it.
-* What stays in shared memory for the whole loop is addressed anew in each step (``_at``), or the second consumer would
-  reload descriptors from the stack.
+* The addresses of tiles that stay in shared memory for the whole loop are computed again in each step (``_at``);
+  otherwise the second consumer would reload descriptors from the stack.
 * dQ is staged without bank conflicts: odd rows exchange columns 16 apart (``_stage``).
 
-The order of the additions to dQ is not fixed: dk and dv are the same bits on every run, dq is so up to rounding.
-``deterministic=True`` is therefore the portable kernel's (flash_backward.py), which adds nothing in memory.
+The order of the additions to dQ is not fixed: dk and dv have the same bits on every run, dq differs by rounding.
+``deterministic=True`` therefore runs the portable kernel (triton/backward.py), which adds nothing in memory.
 
 Named barriers: 4 to 7 half of dS written (two per consumer, even and odd steps), 8, 9 Q read, 10, 11 dO read,
 12, 13 dQ staged (once more when dk and dv are stored and to be counted), 14, 15 dQ sent.
@@ -119,7 +119,7 @@ def _writer(
     C: gl.constexpr, dq_desc, dq_first: gl.constexpr, info_ptr, dq_s, heads, tiles, kv_heads, parts, turns_ptr,
     counters_ptr, segments, SWEEP: gl.constexpr, BATCHED: gl.constexpr,
 ):  # fmt: skip
-    """Two steps behind consumer C. The first two times there is nothing to send yet."""
+    """Send the dQ of consumer C, two steps late: the first two times there is nothing to send yet."""
     batch, kv_head, part, info = _place(info_ptr, heads, tiles, kv_heads, parts, SWEEP, BATCHED)
     steps, cut_steps, j, stops = _tour(info, heads)
     head = (kv_head * parts + part) * heads
@@ -137,15 +137,15 @@ def _writer(
 
 @gluon.jit
 def _scores(i, k, q_s, q_full, S_L: gl.constexpr):
-    """S^T of step i, unscaled: (64 keys, 64 queries), asynchronous."""
+    """Issue S^T of step i, unscaled: (64 keys, 64 queries), asynchronous."""
     mbarrier.wait(q_full.index(i % 2), (i // 2) & 1)
     return _along(k, q_s, i % 2, S_L)
 
 
 @gluon.jit
 def _dq(C: gl.constexpr, i, k_s, ds_s):
-    """Consumer C's columns of dQ of step i: both halves of dS times K, asynchronous, two products. Half of the columns,
-    or piece C of them."""
+    """Issue consumer C's columns of dQ of step i, half of them or piece C: both halves of dS times K, two asynchronous
+    products."""
     stage = i % DS_STAGES * 2
     WHOLE: gl.constexpr = len(k_s) == 1
     W: gl.constexpr = k_s[0].shape[2] // 2 if WHOLE else k_s[C].shape[2]
@@ -163,7 +163,7 @@ def _dq(C: gl.constexpr, i, k_s, ds_s):
 
 @gluon.jit
 def _operands(a, tiles, C: gl.constexpr, i):
-    """This consumer's keys or values as left operands in step i, in registers if they are there."""
+    """Return this consumer's keys or values as left operands in step i: from registers if they are kept there."""
     return _at(tiles, C, i) if a is None else a
 
 
@@ -172,8 +172,8 @@ def _step(
     C: gl.constexpr, CUT: gl.constexpr, i, last, s, dk, dv, k_a, v_a, k_s, v_s, q_s, dout_s, lse_v, delta_v, bounds_v,
     ds_s, dq_s, q_full, dout_full, scale_log2, dq_scale, key, past, FOLD: gl.constexpr,
 ):  # fmt: skip
-    """One query tile. ``k_a, v_a``: this consumer's K and V as left operands, if they are in registers.
-    ``s`` comes in complete and goes out complete for the next one; no wgmma crosses a step."""
+    """Process one query tile. ``k_a, v_a``: this consumer's K and V as left operands, if they are kept in registers.
+    ``s`` is complete on entry, and on return that of the next tile is; no wgmma crosses a step."""
     PIECES: gl.constexpr = len(k_s)  # of the columns; a product over them, or into them, is one product for each
     S_L: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BM, 16])
     A_L: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=dk[0].type.layout, k_width=2)
@@ -269,7 +269,7 @@ def _consumer(
         C, False, cut_steps, steps, steps - 1, s, dk, dv, k_a, v_a, k_s, v_s, q_s, dout_s, lse_v, delta_v, bounds_v,
         ds_s, dq_s, q_full, dout_full, scale_log2, dk_scale, key, past, FOLD,
     )  # fmt: skip
-    # dQ of the last step, behind that of the step before
+    # dQ of the last step, after that of the step before
     fence_async_shared()
     barrier_arrive(DQ_STAGED + C, STAGING)
     barrier_sync(DS_READY + 2 - 2 * C + ((steps - 1) & 1), PAIR)
@@ -295,7 +295,7 @@ def _kernel(
     q_rest_desc, dout_rest_desc, k_rest_desc, v_rest_desc, dq_rest_desc,  # None if the head dim is a power of two
     dk_ptr, dv_ptr, info_ptr, heads, tiles, kv_heads, parts, batches, stride_b, stride_s, stride_h,
     q_tiles, scale_log2, dk_scale, dv_scale,
-    flags_ptr, epoch, gave_up_ptr, turns_ptr, counters_ptr, segments,
+    flags_ptr, epoch, timed_out_ptr, turns_ptr, counters_ptr, segments,
     SWEEP: gl.constexpr, BATCHED: gl.constexpr, FOLD: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """``heads``: query heads of a CTA; ``parts``: CTAs that share a group. ``turns_ptr``: (batch * kv_heads, tiles)
@@ -356,7 +356,7 @@ def _kernel(
             (_producer, (q_descs, dout_descs, k_descs, v_descs, lse_desc, delta_desc, bounds_desc, info_ptr, k_t, v_t,
             q_t, dout_t, lse_t,
                          delta_t, bounds_t, kv_full, q_full, dout_full, heads, tiles, kv_heads, parts, q_tiles,
-                         flags_ptr, epoch, gave_up_ptr, Q_FREE, DO_FREE, SWEEP, BATCHED)),
+                         flags_ptr, epoch, timed_out_ptr, Q_FREE, DO_FREE, SWEEP, BATCHED)),
             (_writer, (0, dq_descs[0], W, info_ptr, dq_t[0], heads, tiles, kv_heads, parts, turns_ptr, counters_ptr,
                         segments, SWEEP, BATCHED)),
             (_writer, (1, dq_descs[1], W, info_ptr, dq_t[1], heads, tiles, kv_heads, parts, turns_ptr, counters_ptr,
@@ -369,8 +369,8 @@ def _kernel(
 
 @triton.jit
 def _row_statistics(lse_ptr, delta_ptr, lse_out, delta_out, seq_q, q_tiles, shift, ROWS: tl.constexpr):
-    """lse in base 2 less ``shift`` and -delta, padded to whole tiles. A row that sees nothing, or is padding, gets
-    lse = +inf, which makes its p 0."""
+    """Store lse in base 2 minus ``shift``, and -delta, padded to whole tiles. A row that sees nothing, or is padding,
+    gets lse = +inf, so that its p is 0."""
     tile = tl.program_id(0)
     head = (tile // q_tiles).to(tl.int64)
     row = tile % q_tiles * ROWS + tl.arange(0, ROWS)

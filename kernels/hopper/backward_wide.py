@@ -1,8 +1,9 @@
-"""The backward of the block kernel for Hopper (sm_90) at head dims 192 (128 of v) and 256, in Gluon. Launched by
-hopper_backward.py, whose tables, order of the CTAs and order of their query tiles it has.
+"""The backward kernel for Hopper (sm_90) at head dims 192 (128 of v) and 256, in Gluon.
 
-dk and dv of 64 keys are 256 registers a thread at head dim 256, more than there are. So a CTA owns 64 keys, not 128,
-and its two consumers divide the work by what they sum, not by keys. One query tile a step::
+Launched by backward.py, with the same tables, order of the CTAs and order of their query tiles.
+
+dk and dv of 64 keys need 256 registers per thread at head dim 256, more than there are. So a CTA owns 64 keys, not
+128, and its two consumers divide the work by gradient, not by keys. One query tile per step::
 
     consumer 0      P = exp2(S^T c - lse), 16 bit, to shared memory ; dV += P dO ; S^T of the step after
     consumer 1      dS = P dP^T, to shared memory ; dK += dS Q ; dP^T = V dO^T - delta of the step after
@@ -10,13 +11,13 @@ and its two consumers divide the work by what they sum, not by keys. One query t
     producer        one warp: K, V, then Q, lse (and start, end of cut tiles), dO, delta of every step by TMA
     writers 0, 1    one warp each: add the staged columns of dQ to global memory, float32, by TMA
 
-* P and dS feed dV and dK from registers, as in hopper_backward.py. dS is made of the rounded P, which only adds a
+* P and dS feed dV and dK from registers, as in backward.py. dS is computed from the rounded P, which only adds a
   rounding of the same size as its own.
 * P(i), dS(i), P(i + 1), ... are handed over in turn, so one buffer and one barrier of each are enough: consumer 1 has
-  read P(i) when it says that dS(i) is there; consumer 0 has read dS(i) when it says that P(i + 1) is there.
-* While consumer 0 makes P, consumer 1 multiplies, and while consumer 1 makes dS, consumer 0 does. Consumer 0 has less
-  to multiply, so that it is at P(i + 1) when the other one still multiplies.
-* Tiles of 256 columns are two of 128: as one, ptxas finds no registers for the sums.
+  read P(i) when it signals dS(i); consumer 0 has read dS(i) when it signals P(i + 1).
+* While consumer 0 computes P, consumer 1 multiplies, and while consumer 1 computes dS, consumer 0 multiplies. Consumer
+  0 has less to multiply, so that it is at P(i + 1) when the other one still multiplies.
+* Tiles of 256 columns are two of 128: with one, ptxas runs out of registers for the sums.
 * At 256 shared memory has room for one tile of dO. It is read last by dV(i), in the first part of a step, and needed
   next by dP(i + 1), in the last.
 
@@ -68,8 +69,8 @@ from .primitives import (
 )
 
 KEYS = gl.constexpr(64)  # of a CTA
-UNIT = gl.constexpr(64)  # columns of dQ that are made and sent at once
-UNITS_0 = gl.constexpr(1)  # of consumer 0; consumer 1 has the others
+UNIT = gl.constexpr(64)  # columns of dQ that are computed and sent at a time
+UNITS_0 = gl.constexpr(1)  # units of consumer 0; consumer 1 has the others
 
 P_READY, DS_READY, Q_FREE, DO_FREE, DQ_STAGED, DQ_SENT = (gl.constexpr(i) for i in (4, 5, 6, 8, 10, 12))
 
@@ -97,7 +98,7 @@ def _writer(
 
 @gluon.jit
 def _dq(UNIT_AT: gl.constexpr, k_s, ds_s):
-    """The columns of dQ that this unit has, asynchronous."""
+    """Issue the product for one unit of columns of dQ, asynchronous."""
     L: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, UNIT, 16])
     FIRST: gl.constexpr = k_s[0].shape[2]
     if UNIT_AT * UNIT < FIRST:
@@ -123,7 +124,7 @@ def _walk_values(
     CUT: gl.constexpr, first, past_step, last, s, dv, k_s, q_s, dout_s, lse_v, bounds_v, p_s, ds_s,
     dq_s, q_full, dout_full, scale_log2, dq_scale, key, past, FOLD: gl.constexpr,
 ):  # fmt: skip
-    """Consumer 0. ``s`` comes in complete and goes out complete for the next step."""
+    """Walk the query tiles as consumer 0. ``s`` is complete on entry, and on return that of the next step is."""
     S_L: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BM, 16])
     A_L: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=dv[0].type.layout, k_width=2)
     PIECES: gl.constexpr = len(k_s)
@@ -247,10 +248,10 @@ def kernel(
     q_rest_desc, k_rest_desc, dout_rest_desc, v_rest_desc,  # columns from 128 on; None for v if there are none
     dk_ptr, dv_ptr, info_ptr, heads, tiles, kv_heads, parts, batches, stride_b, stride_s, stride_h,
     q_tiles, scale_log2, dk_scale, dv_scale,
-    flags_ptr, epoch, gave_up_ptr, turns_ptr, counters_ptr, segments,
+    flags_ptr, epoch, timed_out_ptr, turns_ptr, counters_ptr, segments,
     DO_STAGES: gl.constexpr, SWEEP: gl.constexpr, BATCHED: gl.constexpr, FOLD: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """See ``hopper_backward._kernel``."""
+    """Arguments: as of ``backward._kernel``."""
     dtype: gl.constexpr = q_desc.dtype
     DS_L: gl.constexpr = gl.NVMMASharedLayout.get_default_for([KEYS, BM], dtype)
     ROW_L: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
@@ -297,7 +298,7 @@ def kernel(
                      counters_ptr is not None)),
             (_producer, ((q_desc, q_rest_desc), dout_descs, (k_desc, k_rest_desc), v_descs, lse_desc, delta_desc,
                          bounds_desc, info_ptr, k_t, v_t, q_t, dout_t, lse_t, delta_t, bounds_t, kv_full, q_full,
-                         dout_full, heads, tiles, kv_heads, parts, q_tiles, flags_ptr, epoch, gave_up_ptr,
+                         dout_full, heads, tiles, kv_heads, parts, q_tiles, flags_ptr, epoch, timed_out_ptr,
                          Q_FREE, DO_FREE, SWEEP, BATCHED)),
             (_writer, (0, UNITS_0, dq_desc, info_ptr, dq_t[0], heads, tiles, kv_heads, parts, turns_ptr, counters_ptr,
                        segments, SWEEP, BATCHED)),

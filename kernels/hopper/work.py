@@ -56,7 +56,6 @@ def head_sweeps(n_tiles: int, n_heads: int, workers: int) -> tuple[int, int]:
     return group, max(0, n_heads // group - 2) * group
 
 
-
 # --- backward ----------------------------------------------------------------------------------------------------
 
 
