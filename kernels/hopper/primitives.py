@@ -240,7 +240,7 @@ mov.b32 $0, 0;
 def wait_count(counter_ptr, count):
     """``LDG.STRONG.GPU`` by every thread of one warp until the counter is at least ``count``. Then everything stored
     before it was raised (:func:`raise_counter`) may be read; by other warps after a barrier with this one. Only for
-    work     of CTAs with smaller numbers, which have started earlier and do not wait for this one."""
+    work of CTAs with smaller numbers, which have started earlier and do not wait for this one."""
     lanes = gl.zeros([32], gl.int32, gl.BlockedLayout([1], [32], [1], [0]))
     args = [counter_ptr + lanes, lanes + count]
     constraints: gl.constexpr = "=r,l,r"

@@ -50,7 +50,7 @@ __all__ = ["backward", "unsupported"]
 
 
 def choose_tiles_dkdv(q: Tensor, v: Tensor) -> Tiles:
-    """Return tile sizes by dtype, GPU and head dim: measured on Hopper; elsewhere they fit into 99 KB of shared memory."""
+    """Return tile sizes by dtype, GPU and head dim: measured on Hopper, elsewhere made for 99 KB of shared memory."""
     dim = padded(max(q.shape[-1], v.shape[-1]))
     if primitives.capability(q.device)[0] < 9:
         if q.dtype == torch.float32:
