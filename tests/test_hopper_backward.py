@@ -538,9 +538,7 @@ def test_keys_that_arrive_during_the_kernel(dims):
     timed_out = torch.zeros(1, dtype=torch.int32).pin_memory()
     side, done = torch.cuda.Stream(), torch.cuda.Event()
     far.normal_()
-    gradients(
-        arriving(late, ReadyFlags(flags, 0, timed_out))
-    )  # loads every kernel first
+    gradients(arriving(late, ReadyFlags(flags, 0, timed_out)))  # loads every kernel first
     for epoch in (1, 2, 3, 2**31 - 1, 2**31, 2**31 + 1, 2**32 - 1, 0, 1):
         sent.copy_(torch.randn(sent.shape, generator=torch.Generator().manual_seed(epoch)))
         far.copy_(sent)
