@@ -78,7 +78,7 @@ LOG2E_HI = gl.constexpr(1.44269502162933349609375)  # float32(log2 e), and its r
 LOG2E_LO = gl.constexpr(LOG2E - 1.44269502162933349609375)
 
 ROWS = gl.constexpr(64)  # query rows of a consumer: the M of one wgmma
-INFO = gl.constexpr(8)  # int32 numbers that describe a query tile, see _tile_table
+INFO = gl.constexpr(8)  # int32 numbers that describe a query tile, see work.query_tile_table
 SLOTS = gl.constexpr(4)  # descriptions in shared memory: one is read until two tiles later
 INFO_LAYOUT = gl.constexpr(gl.BlockedLayout([8], [32], [4], [0]))  # every thread holds all of them
 
