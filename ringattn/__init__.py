@@ -6,7 +6,10 @@ out  = ringattn.attention(q, k, v, plan)
 full = plan.unshard(out, dim=1)
 """
 
+from . import batch as batch
+from . import loss as loss
 from . import mask as mask
+from .adapters.flash import use as use
 from .adapters.sdpa import wrap as wrap
 from .functional import attention as attention
 from .generation import KVCache as KVCache
@@ -16,10 +19,9 @@ from .partial import merge as merge
 from .planning import dataflows as dataflows
 from .planning import plan as plan
 from .plans import Plan as Plan
-from .training import batch as batch
-from .training import loss as loss
 
 __version__ = "0.1.0"
 __all__ = [
-    "KVCache", "Partial", "Plan", "attention", "batch", "dataflows", "decode", "loss", "mask", "merge", "plan", "wrap",
+    "KVCache", "Partial", "Plan", "attention", "batch", "dataflows", "decode", "loss", "mask", "merge", "plan", "use",
+    "wrap",
 ]  # fmt: skip

@@ -1,14 +1,14 @@
-"""Which dataflow is fastest? A model of one layer's forward and backward, with constants that can be measured.
+"""Model of which dataflow is fastest for one layer's forward and backward, with constants that can be measured.
 
 A plan knows tokens, ranks and masks, but not heads, dtype or batch, so ``dataflow="auto"`` is decided for the
 :class:`.shape.Shape` of its defaults: 32 query heads, 8 key heads, head dim 128, 2 bytes, one row. The model:
 
-* the attention of a step takes ``floating-point operations / rate``, and each kernel ``kernel_ms`` more;
-* a ring or a reduce goes in lockstep: a slot takes as long as the slowest rank's attention or as a hop, whichever is
-  longer, and ``contention`` of the shorter one more, because messages take multiprocessors, or the only thread, from
+* the attention of a step takes ``floating-point operations / rate``, plus ``kernel_ms`` per kernel;
+* a ring or a reduce goes in lockstep: a step takes as long as the slowest rank's attention or as a hop, whichever is
+  longer, plus ``contention`` times the shorter one, because messages take multiprocessors, or the only thread, from
   the attention. States that are carried and contributions that are summed are passes over memory;
-* a gather exposes its handshakes, the fetch of the first head (or group of heads) and the way home of the last one; the
-  rest is beside the attention;
+* a gather exposes its handshakes, the fetch of the first head (or group of heads) and the return of the last one's
+  gradients; the rest overlaps with the attention;
 * no pass is faster than the host can launch it.
 
 Every number that enters is the same on every rank: tokens, masks and ``buffer_bytes`` are agreed upon, and so are the
@@ -39,7 +39,7 @@ LINKS = ("copy engines", "messages")
 
 @dataclass(frozen=True)
 class Costs:
-    """What things take on a machine: TFLOP/s, GB/s in one direction, and milliseconds."""
+    """Rates and delays of a machine: TFLOP/s, GB/s in one direction, and milliseconds."""
 
     forward_tflops: float  # of the attention kernels, counting visible pairs only
     backward_tflops: float
@@ -47,12 +47,12 @@ class Costs:
     kernel_ms: float  # of a launch and the tail of a kernel
     message_gbs: float  # of one rank's messages; in a double ring of those between its groups
     local_gbs: float  # of messages inside a group of a double ring
-    message_ms: float  # of a message, beside its bytes
-    contention: float  # what the attention beside messages loses, 0 to 1 times the time of the shorter one
+    message_ms: float  # of a message, in addition to its bytes
+    contention: float  # loss of attention that overlaps with messages: 0 to 1 times the shorter of both
     ring_forward_ms: float  # least time of a slot of a ring or reduce
     ring_backward_ms: float
     pull_gbs: float  # by copy engines, from all peers together
-    copy_ms: float  # of a copy, beside its bytes
+    copy_ms: float  # of a copy, in addition to its bytes
     handshake_ms: float  # until all ranks are ready, and what comes with it
     gather_forward_ms: float  # least time of a gather by copy engines
     gather_backward_ms: float
@@ -94,23 +94,23 @@ def default(device_type: str, link: str) -> Costs:
 
 
 def path(gpu: str, world_size: int) -> Path:
-    """Where this machine's measurements are: ``<hostname>-<gpu>-<ranks>.json`` in the user's cache, or what
-    RINGATTN_CALIBRATION says. ``gpu``: the device's name, or "cpu"."""
-    if said := os.environ.get("RINGATTN_CALIBRATION"):
-        return Path(said)
-    cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")  # "~" where there is no home
+    """Return the file of this machine's measurements: ``<hostname>-<gpu>-<ranks>.json`` in the user's cache, or the
+    value
+    of RINGATTN_CALIBRATION. ``gpu``: the device's name, or "cpu"."""
+    if file := os.environ.get("RINGATTN_CALIBRATION"):
+        return Path(file)
+    cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")  # stays "~" if there is no home
     name = "-".join(re.sub(r"[^A-Za-z0-9.]+", "_", part) for part in (socket.gethostname(), gpu))
     return Path(cache) / "ringattn" / f"{name}-{world_size}.json"
 
 
 def write(file: Path, link: str, costs: Costs) -> None:
-    """Add one link's constants to a file, in place of what it says about this link, or of a file that cannot be
-    read."""
+    """Add one link's constants to a file. They replace those of the same link, or a file that cannot be read."""
     links: dict[str, Any] = {}
     try:
-        found = json.loads(file.read_text())
-        if found["version"] == VERSION:
-            links = dict(found["links"])
+        stored = json.loads(file.read_text())
+        if stored["version"] == VERSION:
+            links = dict(stored["links"])
     except (OSError, ValueError, TypeError, KeyError):
         pass
     links[link] = asdict(costs)
@@ -123,22 +123,23 @@ def write(file: Path, link: str, costs: Costs) -> None:
 
 @functools.cache
 def read(file: Path, link: str) -> Costs | None:
-    """What a file says about a link; None if it says nothing or, with a warning, if it cannot be used. A process reads
+    """Return a file's constants of a link; None if it has none or, with a warning, if it cannot be used. A process
+    reads
     a file once."""
     try:
-        found = json.loads(file.read_text())
-        if found["version"] != VERSION:
-            raise ValueError(f"it has version {found['version']!r}, not {VERSION}")
-        said = found["links"].get(link)
-        if said is None:
+        stored = json.loads(file.read_text())
+        if stored["version"] != VERSION:
+            raise ValueError(f"it has version {stored['version']!r}, not {VERSION}")
+        constants = stored["links"].get(link)
+        if constants is None:
             return None
-        if said.keys() != {f.name for f in fields(Costs)}:
-            raise ValueError(f"it has the constants {sorted(said)}")
-        return Costs(**said)
+        if constants.keys() != {f.name for f in fields(Costs)}:
+            raise ValueError(f"it has the constants {sorted(constants)}")
+        return Costs(**constants)
     except (FileNotFoundError, NotADirectoryError):
         if os.environ.get("RINGATTN_CALIBRATION") == str(file):
             warnings.warn(
-                f"RINGATTN_CALIBRATION names {file}, which is not there; dataflow='auto' takes default costs. "
+                f"RINGATTN_CALIBRATION names {file}, which does not exist; dataflow='auto' takes default costs. "
                 "Run python -m benchmarks.calibrate, or unset it",
                 stacklevel=4,
             )
@@ -157,7 +158,7 @@ def read(file: Path, link: str) -> Costs | None:
 
 @dataclass(frozen=True)
 class Problem:
-    """What the model sees of a plan: plain numbers, the same on every rank.
+    """The numbers of a plan that the model uses, the same on every rank.
 
     Attributes:
         device_type, pulls: how the group moves keys: messages, or the copy engines of one host.
@@ -185,7 +186,7 @@ class Problem:
 
 @dataclass(frozen=True)
 class Candidate:
-    """A dataflow's modelled time in ms, forward and backward, and what it is made of; ``math.inf``: not possible."""
+    """A dataflow's modelled time in ms, forward and backward (``math.inf``: not possible), and its composition."""
 
     dataflow: str
     forward: float
@@ -199,7 +200,7 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Choice:
-    """``candidates``: the best first. ``source``: where the constants come from."""
+    """The outcome. ``candidates``: the best first; ``source``: where the constants come from."""
 
     problem: Problem
     candidates: tuple[Candidate, ...]
@@ -227,7 +228,7 @@ class Choice:
 
 
 def choose(problem: Problem, costs: Costs, source: str, shape: Shape | None = None) -> Choice:
-    """The dataflow that the model finds fastest, the first of ring, gather, reduce if they are equal."""
+    """Return the dataflow that the model finds fastest, the first of ring, gather, reduce if they are equal."""
     s = shape or Shape()
     candidates = [
         _candidate("ring", *(_walk(problem, costs, s, "ring", backward) for backward in (False, True))),
@@ -243,7 +244,7 @@ def choose(problem: Problem, costs: Costs, source: str, shape: Shape | None = No
 
 @dataclass(frozen=True)
 class _Pass:
-    """One pass: all of it, the attention alone, what moves, and the least that the host allows, in ms."""
+    """Milliseconds of one pass: in all, of the attention, of transfers, and the least that the host allows."""
 
     ms: float
     attention: float
@@ -265,12 +266,12 @@ def _attention(pairs: float, costs: Costs, s: Shape, backward: bool) -> float:
     return flops / (costs.backward_tflops if backward else costs.forward_tflops) / 1e9
 
 
-def _beside(a: float, b: float, costs: Costs) -> float:
+def _overlap(a: float, b: float, costs: Costs) -> float:
     return max(a, b) + costs.contention * min(a, b)
 
 
 def _walk(p: Problem, costs: Costs, s: Shape, dataflow: str, backward: bool) -> _Pass:
-    """A ring or a reduce: see schedule.py for what moves when."""
+    """Return the time of a ring or a reduce; schedule.py says what moves when."""
     ring = dataflow == "ring"
     schedule = p.ring if ring else p.reduce
     shifts, n = schedule.displacements, schedule.world_size
@@ -316,18 +317,18 @@ def _walk(p: Problem, costs: Costs, s: Shape, dataflow: str, backward: bool) -> 
             rows += 3 * part / costs.memory_gbs / 1e6
         attention += work
         moving += links
-        total += _beside(work, links, costs) + rows
+        total += _overlap(work, links, costs) + rows
     floor = (costs.ring_backward_ms if backward else costs.ring_forward_ms) * slots if count > 1 else 0.0
     return _Pass(max(total, floor), attention, moving, floor)
 
 
 def _totals(p: Problem) -> list[int]:
-    """Keys in the buffer of every rank, its own included."""
+    """Return the number of keys in the buffer of every rank, its own included."""
     return [sum(row) for row in p.fetched]
 
 
 def _waves(p: Problem, s: Shape) -> list[slice]:
-    """Of a backward, which needs more."""
+    """Return the waves of a backward, which needs more memory than a forward."""
     head = s.batch * max(_totals(p)) * (s.head_dim + s.value_dim) * (s.itemsize + s.state_itemsize)
     return waves(s.kv_heads, max(head, 1), p.buffer_bytes)
 
@@ -353,7 +354,7 @@ def _gather(p: Problem, costs: Costs, s: Shape) -> Candidate:
 
 
 def _busiest(p: Problem, rank: int, what: Sequence[Sequence[int]], among: Sequence[int]) -> int:
-    """Tokens or runs in or out of a rank, whichever is more, from or to some others."""
+    """Return the tokens or runs that enter or leave a rank, whichever is more, from or to some others."""
     others = [r for r in among if r != rank]
     return max(sum(what[rank][o] for o in others), sum(what[v][rank] for v in others))
 
@@ -401,9 +402,9 @@ def _messaged(p: Problem, costs: Costs, s: Shape, backward: bool, rank: int) -> 
     total = fetch[0] + home[-1]
     for i, g in enumerate(groups):
         work = costs.kernel_ms + _attention(pairs, costs, s, backward) * (g.stop - g.start) / s.kv_heads
-        beside = (fetch[i + 1] if i + 1 < len(groups) else 0.0) + (home[i - 1] if i else 0.0)
+        transfers = (fetch[i + 1] if i + 1 < len(groups) else 0.0) + (home[i - 1] if i else 0.0)
         attention += work
-        total += _beside(work, beside, costs)
+        total += _overlap(work, transfers, costs)
     own = s.batch * p.keys[rank] * s.kv_elements
     touched = 4 * own * s.itemsize + backward * (
         3 * s.state_itemsize * (own + s.batch * s.kv_elements * sum(p.fetched[rank]))

@@ -33,7 +33,7 @@ class KVCache:
         dtype, device: of the tokens; the device defaults to the group's.
 
     Attributes:
-        seq_len: tokens held by all ranks together.
+        seq_len: number of tokens that all ranks keep together.
     """
 
     def __init__(
@@ -61,17 +61,17 @@ class KVCache:
 
     @property
     def k(self) -> Tensor:
-        """This rank's keys: (batch, tokens here, kv_heads, head_dim)."""
+        """This rank's keys: (batch, local tokens, kv_heads, head_dim)."""
         return self._k[:, : self._length]
 
     @property
     def v(self) -> Tensor:
-        """This rank's values: (batch, tokens here, kv_heads, head_dim_v)."""
+        """This rank's values: (batch, local tokens, kv_heads, head_dim_v)."""
         return self._v[:, : self._length]
 
     @property
     def positions(self) -> Tensor:
-        """Global positions of this rank's tokens, growing: (tokens here,) int32."""
+        """Global positions of this rank's tokens, growing: (local tokens,) int32."""
         return self._positions[: self._length]
 
     def prefill(self, k: Tensor, v: Tensor, plan: Plan) -> None:
@@ -122,7 +122,7 @@ class KVCache:
             raise ValueError(f"the cache is made for {self.max_seq_len} tokens, {tokens} are needed")
 
     def _checked(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Tokens as the cache holds them: nothing is broadcast, and nothing cast but what autocast casts."""
+        """Return tokens as the cache keeps them: nothing is broadcast, and only autocast casts."""
         dtype = self._k.dtype
         if autocast_dtype(self._k.device) == dtype:
             k, v = as_autocast(k, v)
@@ -144,7 +144,7 @@ class KVCache:
     def _put(self, k: Tensor, v: Tensor, positions: Tensor) -> None:
         new = slice(self._length, self._length + k.shape[1])
         if new.stop > self._k.shape[1]:
-            # The tokens that are still to come are shared out evenly, at most one more here than elsewhere.
+            # The tokens that are still to come are shared out evenly, at most one more on this rank than on others.
             world_size = self.transport.world_size
             capacity = new.stop + -(-(self.max_seq_len - self.seq_len) // world_size)
             self._k, self._v = (_grown(x, 1, capacity) for x in (self._k, self._v))
@@ -237,7 +237,7 @@ def _check(
     alibi_slopes: Tensor | None,
     sink: Tensor | None,
 ) -> None:
-    """What attention() checks, of q and a cache: the kernels believe the shapes that they are told."""
+    """Check q against a cache as attention() checks its arguments: kernels trust shapes."""
     if hasattr(q, "to_local"):
         raise TypeError("q is a DTensor; pass q.to_local(), all of the new tokens and this rank's heads")
     if q.ndim != 4:

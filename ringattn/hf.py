@@ -1,10 +1,12 @@
 """Hugging Face models over ranks: the public names of :mod:`ringattn.adapters.hf`."""
 
-from .adapters.hf import NAME as NAME
-from .adapters.hf import RingTrainerMixin as RingTrainerMixin
-from .adapters.hf import Sequence as Sequence
-from .adapters.hf import Visible as Visible
-from .adapters.hf import check_hooks as check_hooks
-from .adapters.hf import check_model as check_model
-from .adapters.hf import prepare as prepare
-from .adapters.hf import sequence as sequence
+from .adapters.hf.checks import NAME as NAME
+from .adapters.hf.checks import check_model as check_model
+from .adapters.hf.interface import attend as attend
+from .adapters.hf.interface import visible_to_layers as visible_to_layers
+from .adapters.hf.sequence import Sequence as Sequence
+from .adapters.hf.sequence import Visible as Visible
+from .adapters.hf.sequence import sequence as sequence
+from .adapters.hf.trainer import RingTrainerMixin as RingTrainerMixin
+from .adapters.hf.trainer import check_hooks as check_hooks
+from .adapters.hf.trainer import prepare as prepare

@@ -1,8 +1,8 @@
 """Layouts: which global positions each rank holds.
 
 A layout is a function ``(seq_len, world_size) -> shards`` where ``shards[r]`` is a tuple of Python ranges,
-growing and disjoint, and all shards together are ``range(seq_len)``. Any seq_len works: shards may be
-uneven or empty, and nothing is padded.
+growing and disjoint, and all shards together are ``range(seq_len)``. Any seq_len works: shards may be uneven or empty,
+and nothing is padded. A new layout is such a function and a line in :data:`LAYOUTS`.
 
 * ``contiguous``: rank r holds one run. Causal work is unbalanced: the last rank does the most.
 * ``zigzag``: 2N chunks, rank r holds r and 2N-1-r, so that an early and a late chunk add up to the same
@@ -64,13 +64,13 @@ def length(shard: Shard) -> int:
 
 
 def positions(shard: Shard, device: torch.device | str = "cpu") -> Tensor:
-    """The global positions of a shard in its local order: (length,) int64, growing."""
+    """Return the global positions of a shard in its local order: (length,) int64, growing."""
     parts = [torch.arange(r.start, r.stop, r.step, device=device) for r in shard]
     return torch.cat(parts) if parts else torch.empty(0, dtype=torch.int64, device=device)
 
 
 def take(x: Tensor, shard: Shard, dim: int) -> Tensor:
-    """The slices of x that a shard holds, as a new tensor. Differentiable."""
+    """Return the slices of x that a shard holds, as a new tensor. Differentiable."""
     parts = [x.narrow(dim, r.start, r.stop - r.start) for r in shard]
     parts = [p if r.step == 1 else _every(p, r.step, dim) for p, r in zip(parts, shard, strict=True)]
     return torch.cat(parts, dim) if parts else x.narrow(dim, 0, 0).clone()
@@ -83,7 +83,7 @@ def _every(x: Tensor, step: int, dim: int) -> Tensor:
 
 
 def put(pieces: Sequence[Tensor], shards: Sequence[Shard], dim: int) -> Tensor:
-    """The inverse of :func:`take` over all shards: the whole tensor, rows where they belong."""
+    """Return the whole tensor from the pieces of all shards: the inverse of :func:`take`."""
     shape = list(pieces[0].shape)
     shape[dim] = sum(map(length, shards))
     whole = pieces[0].new_empty(shape)

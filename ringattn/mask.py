@@ -116,7 +116,7 @@ class Mask:
         )
 
     def _fields(self, positions: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """low, high, left, right of the pieces at positions (rows, n)."""
+        """Return low, high, left and right of the pieces at positions (rows, n)."""
         rows = positions.shape[0]
         first = self.first.to(positions.device).expand(rows, -1).contiguous()
         piece = torch.searchsorted(first, positions.contiguous(), right=True) - 1
@@ -127,7 +127,8 @@ class Mask:
         return low, high, left, right
 
     def intervals(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Visible keys of queries at positions (n,): start and end, each (rows, n) int32, on the positions' device,
+        """Return the visible keys of queries at positions (n,): start and end, each (rows, n) int32, on the positions'
+        device,
         with ``0 <= start <= end <= seq_len_k``; start == end sees nothing."""
         low, high, left, right = self._fields(positions.expand(self.rows, -1))
         aligned = positions + self.offset
@@ -142,7 +143,7 @@ class Mask:
         return (start[..., None] <= keys) & (keys < end[..., None])
 
     def sees(self, queries: Sequence[range], key_shards: Sequence[Sequence[range]]) -> list[bool]:
-        """For each shard of keys: does any of the queries see any of its keys, in any row? Exact.
+        """Return for each shard of keys whether any of the queries sees any of its keys, in any row. Exact.
 
         Runs of neighbouring positions are decided piece by piece, in time O(pieces); strided ones
         position by position.
@@ -182,7 +183,7 @@ class Mask:
         return [bool((count_below(r, end) > count_below(r, start)).any()) for r in keys]
 
     def digest(self) -> int:
-        """A 63-bit hash of the mask's value, the same in every process."""
+        """Return a 63-bit hash of the mask's value, the same in every process."""
         h = hashlib.blake2b(f"{self.seq_len} {self.seq_len_k} {tuple(self.first.shape)}".encode(), digest_size=8)
         for x in (self.first, self.low, self.high, self.left, self.right):
             h.update(x.contiguous().numpy().tobytes())
@@ -226,7 +227,7 @@ def _position(shard: Sequence[range], index: int) -> int:
 
 
 def count_below(run: range, bound: Tensor) -> Tensor:
-    """How many members of ``run`` are smaller than each bound."""
+    """Return how many members of ``run`` are smaller than each bound."""
     return ((bound - run.start + run.step - 1) // run.step).clamp(0, len(run))
 
 
@@ -260,17 +261,17 @@ def pieces(
 
 
 def full(seq_len: int, seq_len_k: int | None = None) -> Mask:
-    """Every query sees every key."""
+    """Return the mask in which every query sees every key."""
     return pieces(seq_len, seq_len if seq_len_k is None else seq_len_k)
 
 
 def causal(seq_len: int, seq_len_k: int | None = None) -> Mask:
-    """Key j is visible to aligned position a iff j <= a."""
+    """Return the causal mask: key j is visible to aligned position a iff j <= a."""
     return pieces(seq_len, seq_len if seq_len_k is None else seq_len_k, right=0)
 
 
 def window(seq_len: int, left: int, right: int, seq_len_k: int | None = None) -> Mask:
-    """Sliding window: ``a - left <= j <= a + right``; -1 means unbounded, as in flash-attn.
+    """Return a sliding window: ``a - left <= j <= a + right``; -1 means unbounded, as in flash-attn.
 
     Raises:
         ValueError: a bound below -1.
@@ -287,7 +288,7 @@ def window(seq_len: int, left: int, right: int, seq_len_k: int | None = None) ->
 
 
 def prefix(seq_len: int, length: int, seq_len_k: int | None = None) -> Mask:
-    """Prefix-LM: the first ``length`` keys are visible to every query, the others causally.
+    """Return the mask of a prefix-LM: the first ``length`` keys are visible to every query, the others causally.
 
     Raises:
         ValueError: length outside 0..seq_len_k.
@@ -308,7 +309,8 @@ def prefix(seq_len: int, length: int, seq_len_k: int | None = None) -> Mask:
 
 
 def packed(cu_seqlens: Sequence[int] | Tensor, seq_len: int) -> Mask:
-    """Packed documents: queries see keys of their own document. ``cu_seqlens`` are the global boundaries
+    """Return the mask of packed documents: queries see keys of their own document. ``cu_seqlens`` are the global
+    boundaries
     ``[0, end of document 0, ..., seq_len]``; empty documents are allowed.
 
     Raises:
@@ -341,9 +343,9 @@ def packed(cu_seqlens: Sequence[int] | Tensor, seq_len: int) -> Mask:
 
 
 def documents(ids: Tensor, seq_len: int) -> Mask:
-    """Packed documents that differ by row: ``ids`` (batch, seq_len) integers, -1 for padding.
+    """Return the mask of packed documents that differ by row: ``ids`` (batch, seq_len) integers, -1 for padding.
 
-    Neighbouring positions with the same id are one document; padding sees nothing and is seen by nobody.
+    Neighbouring positions with the same id are one document; padding sees nothing and is not seen.
 
     Raises:
         TypeError: not integers.

@@ -92,7 +92,7 @@ class Partial:
         """The same state about the reference point m (batch, heads, seq), with ``m >= self.m``.
 
         Gaps of any size are safe: the factor ``exp(self.m - m)`` is at most 1 and underflows to 0. What underflows is
-        gone: finalized alone, such rows saw nothing.
+        lost: finalized alone, such rows saw nothing.
         """
         m = m.detach()  # a reference point: no output depends on it, so no gradient goes to it
         factor = torch.exp(self.m - torch.where(m == float("-inf"), 0.0, m))  # -inf - -inf must not happen

@@ -102,12 +102,12 @@ class Schedule:
 
         result = []
         for t in range(count + 1):
-            here = owner[t] if t < count and t < visits[owner[t]] else None
+            current = owner[t] if t < count and t < visits[owner[t]] else None
             nxt = owner[t + 1] if t + 1 < count else None
             last = owner[t - 1] if t > 0 else None
             part_to = part_from = home_to = home_from = shard_to = shard_from = None
-            if here is not None and t + 1 < visits[here]:
-                shard_to = holder[here][t + 1]
+            if current is not None and t + 1 < visits[current]:
+                shard_to = holder[current][t + 1]
             if nxt is not None and t + 1 < visits[nxt]:
                 shard_from = holder[nxt][t]
             if last is not None and first[last] <= t - 1 < visits[last]:
@@ -115,12 +115,12 @@ class Schedule:
                     part_to = holder[last][t]
                 else:
                     home_to = last
-            if here is not None and first[here] <= t - 1:
-                part_from = holder[here][t - 1]
+            if current is not None and first[current] <= t - 1:
+                part_from = holder[current][t - 1]
             if t == visits[rank] and t > 1:
                 home_from = holder[rank][t - 1]
-            compute = here is not None and self.needs[rank][here]
-            result.append(Step(here, compute, shard_to, shard_from, part_to, part_from, home_to, home_from))
+            compute = current is not None and self.needs[rank][current]
+            result.append(Step(current, compute, shard_to, shard_from, part_to, part_from, home_to, home_from))
         return tuple(result)
 
 

@@ -36,7 +36,13 @@ def check_coverage(plan: Plan, blocks: Iterator[tuple[int, Block]]) -> None:
     for rank, block in blocks:
         assert (block.positions_k.diff() > 0).all(), f"rank {rank} meets a key twice or out of order"
         computed[:, layouts.positions(plan.shards[rank])] += block.end - block.start
-    assert torch.equal(computed, end - start), "some query meets a number of keys that is not what its mask says"
+    wrong = (computed != end - start).nonzero()
+    if len(wrong):
+        row, query = wrong[0].tolist()
+        raise AssertionError(
+            f"query {query} of row {row} meets {int(computed[row, query])} keys, which is not what its mask says: "
+            f"{int((end - start)[row, query])}"
+        )
 
 
 def check_schedule(schedule: Schedule) -> None:
@@ -67,19 +73,19 @@ def check_schedule(schedule: Schedule) -> None:
         for r, s in enumerate(now):
             assert s.owner is None or holds[r] == s.owner, f"step {t}: rank {r} holds {holds[r]}, not {s.owner}"
             assert s.shard_to is None or s.owner is not None, f"step {t}: rank {r} sends a shard it does not hold"
-            made: list[int] | None = None
+            new: list[int] | None = None
             if s.compute:
                 assert s.owner is not None, f"step {t}: rank {r} computes without a shard"
                 assert s.owner not in met[r], f"step {t}: rank {r} meets {s.owner} twice"
                 met[r].add(s.owner)
-                made = [r]
+                new = [r]
             if s.owner == r:
-                home[r] += made or []
+                home[r] += new or []
                 part[r] = None
             else:
                 arrived = carried[s.part_from] if s.part_from is not None else None
                 assert (s.part_from is None) == (arrived is None), f"step {t}: rank {r} expects no contribution"
-                part[r] = (arrived or []) + (made or []) if arrived or made else None
+                part[r] = (arrived or []) + (new or []) if arrived or new else None
             if s.home_from is not None:
                 home[r] += carried[s.home_from] or []
         for r, s in enumerate(now):

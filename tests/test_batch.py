@@ -1,4 +1,4 @@
-"""Whole rows to shards: every field against its definition, token by token; disagreements on every rank."""
+"""From whole rows to shards: every field against its definition, token by token; errors are raised on every rank."""
 
 from __future__ import annotations
 
@@ -141,7 +141,7 @@ def test_documents_of_each_source() -> None:
     assert ids_of(position_ids=torch.tensor([[0, 1, 2, 0, 1, 0, 1, 2]])) == cut
     assert ids_of(position_ids=torch.arange(8)[None]) is None
     assert ids_of(position_ids=torch.arange(24).reshape(3, 1, 8)) is None
-    four = torch.tensor([0, 1, 2, 0, 1, 0, 1, 2]).expand(4, 1, 8)  # M-RoPE behind the positions in the text
+    four = torch.tensor([0, 1, 2, 0, 1, 0, 1, 2]).expand(4, 1, 8)  # M-RoPE after the positions in the text
     assert ids_of(position_ids=four) == cut
     mask = torch.tensor([[0, 0, 1, 1, 1, 1, 1, 0]])
     assert ids_of(attention_mask=mask) == [[-1, -1, 1, 1, 1, 1, 1, -1]]
@@ -152,7 +152,7 @@ def test_documents_of_each_source() -> None:
 
 
 def test_documents_have_the_number_of_their_run() -> None:
-    """The exact numbers do not matter, but neighbours with different ids differ and padding is -1."""
+    """Neighbouring documents have different numbers, and padding is -1."""
     found = batches.documents({"input_ids": torch.zeros(1, 6), "documents": torch.tensor([[7, 7, -1, 7, 2, 2]])})
     assert found is not None
     assert found.tolist() == [[0, 0, -1, 2, 3, 3]]
@@ -166,7 +166,7 @@ def test_holes_of_a_mask_are_padding_between_documents_that_are_given() -> None:
 
 
 def test_counted_positions() -> None:
-    """Of two documents, behind left padding; the first counts no token that is not counted."""
+    """Of two documents after left padding, some of whose tokens do not count."""
     begin, real = torch.tensor([[0, 1, 1, 1, 1, 5, 5, 7]]), torch.tensor([[0, 1, 1, 1, 1, 1, 1, 0]]).bool()
     counted = torch.tensor([[0, 1, 0, 1, 1, 1, 1, 0]]).bool()
     assert batches.counted_positions(begin, real, counted).tolist() == [[0, 1, 0, 2, 3, 1, 2, 0]]
@@ -188,12 +188,12 @@ def test_counted_positions() -> None:
         ({"attention_mask": torch.tensor([[1, 0, 0, 0, 0, 0, 0, 1]])}, "begin at token 7"),
     ],
 )
-def test_documents_refuses_what_is_not_clear(extra: dict[str, Tensor], says: str) -> None:
+def test_documents_refuses_contradictions(extra: dict[str, Tensor], says: str) -> None:
     with pytest.raises(ValueError, match=says):
         batches.documents({"input_ids": torch.zeros(1, 8), **extra})
 
 
-# --- What shard_batch refuses --------------------------------------------------------------------------
+# --- Refusals of shard_batch ---------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -211,7 +211,7 @@ def test_documents_refuses_what_is_not_clear(extra: dict[str, Tensor], says: str
 )
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_refuses_on_every_rank(change: dict[str, Tensor], says: str, world_size: int) -> None:
-    """One rank has a bad batch: it raises its error, and the others carry its text."""
+    """One rank has a bad batch: it raises its error, and the others raise one with its text."""
 
     def body(rank: virtual.VirtualRank) -> str:
         plan = ringattn.plan(12, rank, causal=True)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import copy
 import re
+import sys
+import types
 from pathlib import Path
 from typing import Any
 
@@ -21,17 +23,36 @@ PAGES = Path(__file__).parents[1] / "docs" / "use"
 VOCABULARY, DIM, HEADS, SEQ = 31, 16, 2, 14
 
 
-def code_of(page: str) -> str:
-    blocks = re.findall(r"```python\n(.*?)```", (PAGES / f"{page}.md").read_text(), re.S)
-    assert len(blocks) == 1, "a page has one piece of code"
-    return blocks[0]
+# The blocks of code of each page and the tests that run them. test_trl.py runs the second one of trainer.md with trl.
+TESTS = {
+    "fsdp2": ["test_fsdp2"],
+    "from_context_parallel": ["test_from_context_parallel"],
+    "from_ring_flash_attn": ["test_from_ring_flash_attn", "test_flash_attn_functions"],
+    "pytorch": ["test_pytorch"],
+    "trainer": ["test_trainer", "test_sft_trainer"],
+}
+
+
+def blocks_of(page: str) -> list[str]:
+    """Return all code of a page, fenced in either way."""
+    return [
+        code for _, code in re.findall(r"^(```|~~~)python\n(.*?)^\1", (PAGES / f"{page}.md").read_text(), re.S | re.M)
+    ]
+
+
+def code_of(page: str, block: int = 0) -> str:
+    return blocks_of(page)[block]
 
 
 @pytest.mark.parametrize("page", sorted(p.stem for p in PAGES.glob("*.md")))
-def test_a_page_is_at_most_fifteen_lines_of_code_and_is_run_below(page: str) -> None:
-    lines = [line for line in code_of(page).splitlines() if line.strip()]
-    assert len(lines) <= 15
-    assert f'"{page}"' in Path(__file__).read_text().split("# --- Pages")[-1]
+def test_every_block_of_a_page_has_a_test_and_at_most_fifteen_lines(page: str) -> None:
+    blocks = blocks_of(page)
+    text = (PAGES / f"{page}.md").read_text()
+    assert len(re.findall(r"^\s*(```|~~~)", text, re.M)) == 2 * len(blocks), "all code is Python, and is run"
+    assert len(TESTS[page]) == len(blocks)
+    assert all(callable(globals()[name]) for name in TESTS[page])
+    for code in blocks:
+        assert sum(bool(line.strip()) for line in code.splitlines()) <= 15
 
 
 class Decoder(nn.Module):
@@ -74,9 +95,10 @@ def close(got: list[Tensor], want: list[Tensor], tolerance: float) -> None:
         torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance)
 
 
-def run(page: str, **names: Any) -> dict[str, Any]:
+def run(page: str, block: int = 0, **names: Any) -> dict[str, Any]:
+    """Execute a block with ``names`` defined, and return what is defined afterwards."""
     names = {"torch": torch, **names}
-    exec(compile(code_of(page), f"{page}.md", "exec"), names)
+    exec(compile(code_of(page, block), f"{page}.md", "exec"), names)
     return names
 
 
@@ -174,6 +196,33 @@ def test_from_ring_flash_attn(pools) -> None:  # type: ignore[no-untyped-def]
         torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
 
 
+def _flash_attn_functions() -> tuple[Tensor, Tensor]:
+    tokens = torch.randn(1, SEQ, 3 * HEADS * 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    plan = ringattn.plan(SEQ, causal=True, cu_seqlens=[0, 5, SEQ])
+    x = plan.shard(tokens).requires_grad_()
+    names: dict[str, Any] = dict(ringattn=ringattn, plan=plan, x=x)
+
+    def model(x: Tensor, positions: Tensor) -> Tensor:
+        assert x.shape[1] == len(positions)
+        return names["flash_attn_func"](*x.unflatten(-1, (3, HEADS, 8)).unbind(2), causal=True)
+
+    names["model"] = model
+    exec(compile(code_of("from_ring_flash_attn", 1), "from_ring_flash_attn.md", "exec"), names)
+    assert x.grad is not None
+    return plan.unshard(names["out"].detach()), plan.unshard(x.grad)
+
+
+def test_flash_attn_functions(pools) -> None:  # type: ignore[no-untyped-def]
+    tokens = torch.randn(1, SEQ, 3 * HEADS * 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    tokens.requires_grad_()
+    mask = ringattn.plan(SEQ, causal=True, cu_seqlens=[0, 5, SEQ]).mask
+    want, _ = reference.attention(*tokens.unflatten(-1, (3, HEADS, 8)).unbind(2), mask)
+    want.sum().backward()
+    for out, gradient in pools(2).run(_flash_attn_functions):
+        torch.testing.assert_close(out, want.detach(), rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(gradient, tokens.grad, rtol=1e-12, atol=1e-12)
+
+
 def gemma(attn: str) -> nn.Module:
     transformers = pytest.importorskip("transformers", reason="pip install 'transformers>=5.17' accelerate")
     import ringattn.hf  # noqa: F401
@@ -205,25 +254,32 @@ def test_fsdp2(pools) -> None:  # type: ignore[no-untyped-def]
         close(got, parameters(model), 1e-5)
 
 
-# Plain SGD: AdamW divides by the size of a gradient, so that one that is zero but for roundings moves its weight as far
-# as any other, in a direction that the roundings choose.
+# Plain SGD: AdamW divides by the size of a gradient, so that a gradient of rounding errors moves its weight as far as
+# any other one.
 TRAINING = dict(
     use_cpu=True, max_steps=2, report_to=[], save_strategy="no", seed=1, optim="sgd", learning_rate=0.5
 )  # fmt: skip
 
 
-def _trainer(folder: str) -> list[Tensor]:
+def _trainer(folder: str, block: int) -> list[Tensor]:
     import accelerate
+    import transformers
     from test_hf import OnCpu, forget_accelerate
 
     forget_accelerate()
     real, accelerate.ParallelismConfig = accelerate.ParallelismConfig, OnCpu
-    try:
-        options = dict(output_dir=folder, **TRAINING)
-        names = dict(name=folder, options=options, ranks=2, data=rows(), collate=torch.utils.data.default_collate)
-        return parameters(run("trainer", **names)["model"])
-    finally:
-        accelerate.ParallelismConfig = real
+    # In the place of trl: its trainer is transformers', with more of its own that rows of tensors do not need.
+    trl: Any = types.ModuleType("trl")
+    trl.SFTTrainer, trl.SFTConfig = transformers.Trainer, lambda packing, **o: transformers.TrainingArguments(**o)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(sys.modules, "trl", trl)
+        try:
+            options = dict(output_dir=folder, **TRAINING)
+            names: dict[str, Any] = dict(name=folder, options=options, ranks=2, data=rows(), tokenizer=None)
+            names["collate"] = torch.utils.data.default_collate
+            return parameters(run("trainer", block, **names)["model"])
+        finally:
+            accelerate.ParallelismConfig = real
 
 
 def rows() -> list[dict[str, Tensor]]:
@@ -231,12 +287,20 @@ def rows() -> list[dict[str, Tensor]]:
 
 
 def test_trainer(pools, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    compare_trainer(pools, tmp_path, 0)
+
+
+def test_sft_trainer(pools, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    compare_trainer(pools, tmp_path, 1)
+
+
+def compare_trainer(pools: Any, tmp_path: Path, block: int) -> None:
     transformers = pytest.importorskip("transformers", reason="pip install 'transformers>=5.17' accelerate")
     pytest.importorskip("accelerate", reason="pip install accelerate")
     from test_hf import forget_accelerate
 
     gemma("eager").float().save_pretrained(tmp_path)
-    got = pools(2).run(_trainer, str(tmp_path))
+    got = pools(2).run(_trainer, str(tmp_path), block)
     forget_accelerate()
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager")
     before = copy.deepcopy(parameters(model))

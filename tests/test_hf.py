@@ -176,7 +176,7 @@ expected = functools.lru_cache(maxsize=None)(one_process)
 
 
 def on_a_rank(model: nn.Module, name: str, kind: str, group: Any, **options: Any) -> tuple[float, dict[str, Tensor]]:
-    """What a user writes; for the encoder, whose own loss is a mean over its tokens, the loss is computed here."""
+    """A user's step; for the encoder, whose own loss is a mean over its tokens, the loss is computed here."""
     with ringattn.hf.sequence(model, batch_of(kind, name in CAUSAL), group, **options) as local:
         if name == "bert":
             targets, total = local.pop("labels"), local.pop("num_items_in_batch")
@@ -235,7 +235,7 @@ def test_any_layout_and_dataflow(options: dict[str, str]) -> None:
 
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_layers_computed_again_in_the_backward_see_the_same_sequence(reentrant: bool) -> None:
-    """The backward is outside of the sequence: a layer's plan comes with it, in the place of its mask."""
+    """The backward runs outside of the sequence: a layer keeps its plan, which it gets in place of a mask."""
     want = expected("gemma2", "packed", torch.float64)
 
     models = [build("gemma2", "ringattn") for _ in range(2)]  # threads share the generator of random numbers
@@ -252,6 +252,32 @@ def test_layers_computed_again_in_the_backward_see_the_same_sequence(reentrant: 
     compare(virtual.run(2, body), want)
 
 
+@pytest.mark.parametrize("how", ["layers", "layers, reentrant", "the model"])
+def test_two_sequences_go_forward_before_the_backward(how: str) -> None:
+    """Layers, or all of the model, that are computed again find the sequence of their forward."""
+    kinds = ("packed", "right padding")
+    want = [expected("llama", kind, torch.float64) for kind in kinds]
+    models = [build("llama", "ringattn") for _ in range(2)]
+
+    def body(rank: virtual.VirtualRank) -> tuple[float, dict[str, Tensor]]:
+        model: Any = models[rank.rank].train()
+        if how != "the model":
+            model.gradient_checkpointing_enable({"use_reentrant": "reentrant" in how})
+            model.enable_input_require_grads()
+        sequences = [ringattn.hf.Sequence(model, batch_of(kind, True), rank) for kind in kinds]
+        losses = []
+        for one in sequences:
+            with one.active() as local:
+                call = functools.partial(model, **local, use_cache=False)
+                checkpointed = functools.partial(torch.utils.checkpoint.checkpoint, call, use_reentrant=False)
+                losses.append((checkpointed if how == "the model" else call)().loss)
+        sum(losses).backward()
+        return sum(losses).item(), gradients(model)
+
+    summed = {name: want[0][1][name] + want[1][1][name] for name in want[0][1]}
+    compare(virtual.run(2, body), (want[0][0] + want[1][0], summed))
+
+
 def test_compiled_without_graph_break(recwarn: pytest.WarningsRecorder) -> None:
     want = expected("mistral", "packed", torch.float64)
 
@@ -266,7 +292,7 @@ def test_compiled_without_graph_break(recwarn: pytest.WarningsRecorder) -> None:
     compare([body(virtual.VirtualRank(0, 1))], want)
 
 
-# --- What models make of positions ----------------------------------------------------------------------
+# --- Positions that models count ----------------------------------------------------------------------
 
 ENCODER = {k: v for k, v in SMALL.items() if k not in ("num_key_value_heads", "attention_dropout")} | dict(
     hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0
@@ -335,7 +361,7 @@ def test_models_that_count_positions_by_themselves(name: str, kind: str) -> None
 
 
 def test_rotary_embeddings_that_depend_on_the_length() -> None:
-    """Rows that are short enough, or so long that all ranks know it, are exact; the others are refused."""
+    """Rows that are short enough, or long enough on every rank, are exact; the others are refused."""
     t = transformers
     long = dict(rope_type="longrope", rope_theta=1e4, short_factor=[1.0] * 4, long_factor=[1.0, 2.0, 4.0, 8.0])
     for limit, layout, exact in (
@@ -438,7 +464,7 @@ def test_a_mask_of_four_dimensions_is_refused() -> None:
 
 
 def test_positions_of_a_shard_are_not_taken_for_documents() -> None:
-    """Without attention_mask, transformers reads documents out of zigzag positions: that is noticed."""
+    """Without attention_mask transformers would read documents out of zigzag positions, which raises."""
     model = build("llama", "ringattn")
 
     def body(rank: virtual.VirtualRank) -> None:
@@ -519,7 +545,7 @@ def test_models_that_compute_attention_by_themselves_are_refused_by_name() -> No
             ringattn.hf.check_model(model)
 
 
-def test_models_that_transformers_does_not_vouch_for_and_windows_that_no_layer_uses() -> None:
+def test_models_not_declared_as_compatible_and_windows_that_no_layer_uses() -> None:
     t = transformers
     moe = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16, shared_expert_intermediate_size=16)
     for config in (
@@ -652,15 +678,16 @@ def test_heads_that_pick_tokens_of_a_row_are_refused() -> None:
         (t.AutoModelForSequenceClassification, sorts, r"logits of shape \(2, 2\)"),
         (t.AutoModel, bert, r"pooler_output of shape \(2, 32\)"),
     ):
-        models = [tiny(auto, config, "ringattn") for _ in range(2)]
-        models[0].config.pad_token_id = models[1].config.pad_token_id = 0
+        models = [tiny(auto, config, "ringattn") for _ in range(3)]
+        for model in models:
+            model.config.pad_token_id = 0
 
         def body(rank: virtual.VirtualRank) -> None:
             with ringattn.hf.sequence(models[rank.rank], {"input_ids": batch["input_ids"]}, rank) as local:  # noqa: B023
                 models[rank.rank](**local)  # noqa: B023
 
         virtual.run(1, body)  # the row is whole
-        ringattn.hf._records.clear()
+        models[0] = models[2]  # one that has not run
 
         def refuses(rank: virtual.VirtualRank) -> None:
             with pytest.raises((NotImplementedError, ValueError), match=says):  # noqa: B023
@@ -747,7 +774,7 @@ def collate(rows: list[dict[str, Tensor]]) -> dict[str, Tensor]:
 
 
 def forget_accelerate() -> None:
-    """Its state outlives a Trainer; and it finds the ranks in the environment."""
+    """Reset accelerate's state, which outlives a Trainer, and put the ranks into the environment for it."""
     from accelerate.state import AcceleratorState, GradientState, PartialState
 
     for state in (AcceleratorState, PartialState, GradientState):
@@ -758,7 +785,7 @@ def forget_accelerate() -> None:
 
 
 def OnCpu(**sizes: int) -> Any:
-    """accelerate's ParallelismConfig, which wants GPUs for a mesh and needs none."""
+    """Return accelerate's ParallelismConfig without its check for GPUs, which a mesh does not need."""
     from accelerate.parallelism_config import ParallelismConfig
 
     class OnCpu(ParallelismConfig):

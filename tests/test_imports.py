@@ -155,6 +155,8 @@ def test_dependencies_are_those_of_the_package() -> None:
             + ([node.module or ""] if isinstance(node, ast.ImportFrom) and not node.level else [])
         }
         allowed = set(sys.stdlib_module_names) | {"torch", "numpy"} | ({"triton"} if name in TRITON else set())
+        if name.startswith("adapters.hf."):
+            allowed |= {"transformers"}  # ringattn.adapters.hf says what to install before it imports them
         assert top <= allowed, name
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import doctest
 import itertools
 
 import pytest
@@ -187,3 +188,9 @@ def test_bad_input_is_told_what_is_wrong(make, kind: type[Exception], words: lis
     with pytest.raises(kind) as caught:
         make()
     assert [w for w in words if w not in str(caught.value)] == []
+
+
+def test_the_pictures_of_the_module_are_right() -> None:
+    results = doctest.testmod(masks)
+    assert results.failed == 0
+    assert results.attempted > 0

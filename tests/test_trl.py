@@ -22,6 +22,7 @@ trl = pytest.importorskip("trl", reason="pip install trl==1.16.0")
 import transformers  # noqa: E402
 from accelerate import Accelerator  # noqa: E402
 from datasets import Dataset  # noqa: E402
+from test_docs import code_of  # noqa: E402
 from test_hf import OnCpu, build, forget_accelerate  # noqa: E402
 
 import ringattn.hf  # noqa: E402
@@ -89,7 +90,7 @@ def trainer_of(attn: str, folder: str, base: Any = None, **options: Any) -> Any:
 
 
 def train(attn: str, folder: str, case: str) -> tuple[list[dict[str, float]], list[dict[str, Tensor]], Any]:
-    """What is logged (losses, metrics), every gradient of every step, and whether it believes to pack."""
+    """Return the log (losses, metrics), every gradient of every step, and the packing options afterwards."""
     trainer = trainer_of(attn, folder, **CASES[case])
     gradients: list[dict[str, Tensor]] = []
     watch = transformers.TrainerCallback()
@@ -136,11 +137,8 @@ def test_losses_gradients_and_metrics_are_those_of_one_process(case, world_size,
 
 
 def section() -> str:
-    """The code of the Trainer page's part on trl, which the pages' own tests do not run."""
-    page = (Path(__file__).parents[1] / "docs" / "use" / "trainer.md").read_text().split("## trl")[1]
-    (code,) = re.findall(r"~~~python\n(.*?)~~~", page, re.S)
-    assert sum(bool(line.strip()) for line in code.splitlines()) <= 15
-    return code
+    """Return the code of the Trainer page's section on trl."""
+    return code_of("trainer", 1)
 
 
 def run_section(folder: str, attn: str = "ringattn") -> list[Tensor]:
@@ -231,7 +229,7 @@ def test_versions_without_the_methods_are_refused_by_name() -> None:
 
     with pytest.raises(RuntimeError, match=r"compute_loss\(model, inputs.*trl 1\.\d+.* has \(model, batch\)"):
         ringattn.hf.check_hooks(transformers.Trainer, Accelerator, Other)
-    other = types.ModuleType("trl_of_long_ago")
+    other = types.ModuleType("old_trl")
     other.SFTTrainer = type("SFTTrainer", (trl.SFTTrainer,), {"__module__": other.__name__})  # type: ignore[attr-defined]
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(sys.modules, other.__name__, other)

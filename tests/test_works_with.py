@@ -1,4 +1,4 @@
-"""ringattn beside what trains with it: DDP, FSDP2, meshes, mixed precision, checkpointing, compile, saved checkpoints.
+"""ringattn together with DDP, FSDP2, meshes, mixed precision, checkpointing, compile and saved checkpoints.
 
 Each against one process without ranks; the collectives of a step are counted.
 """
@@ -47,7 +47,7 @@ def save_attention(context: Any, op: Any, *args: Any, **kwargs: Any) -> Checkpoi
 
 
 class Decoder(nn.Module):
-    """``mode``: "" or what is computed again in the backward: "full", "selective"."""
+    """``mode``: how layers are checkpointed: "" (not at all), "full" or "selective"."""
 
     def __init__(self, mode: str = "") -> None:
         super().__init__()
@@ -324,7 +324,7 @@ def test_train_hf_says_what_is_wrong(
     assert said in capsys.readouterr().err
 
 
-# --- Tensor parallelism beside it ----------------------------------------------------------------------
+# --- With tensor parallelism ---------------------------------------------------------------------------
 
 HEAD_DIM, KV_HEADS = 4, 2
 
@@ -471,7 +471,7 @@ def test_a_captured_cuda_graph_is_replayed_on_other_numbers(
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_compiled_with_inductors_graphs() -> None:
-    """What the first call keeps must not lie in a graph's memory: inductor leaves the operators out of its graphs."""
+    """Inductor leaves the operators out of its graphs, so that buffers of the first call do not lie in their memory."""
     plan = ringattn.plan(256, causal=True)
 
     def layer(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

@@ -1,25 +1,25 @@
-"""Modules that call torch's or flash-attn's attention, run over ranks without edits.
+"""wrap(): modules that call ``F.scaled_dot_product_attention``, run over ranks without edits.
 
-    run = ringattn.wrap(model, plan)                # or wrap(model, lambda: the plan of now)
+    run = ringattn.wrap(model, plan)                # or wrap(model, lambda: plan), called in every forward
     loss = run(tokens, positions)                   # every attention call inside attends to the whole sequence
 
-``wrap`` gives the module, and those inside it that may call attention, a subclass of their class whose ``forward`` runs
-under a ``torch.overrides.TorchFunctionMode``. Nothing global changes: other modules, threads and processes see the
-functions they know; parameters, state_dict, hooks and FSDP's or DDP's wrapping are as before. Modules inside have it
-too, because activation checkpointing calls them again in the backward, when the outermost forward is over. A function
-that is checkpointed, instead of a module, is not covered, and raises.
+``wrap`` gives the module, and the modules inside that may call attention, a subclass of their class whose ``forward``
+runs under a ``torch.overrides.TorchFunctionMode``. Nothing global changes: other modules, threads and processes see the
+functions they know; parameters, state_dict, hooks and the wrappers of FSDP and DDP stay as they are. Inner modules get
+the mode too, because activation checkpointing calls them again in the backward, after the outermost forward. They then
+get the plan of their forward (:mod:`.recomputation`). A checkpointed function that is no module raises.
 
-``torch.compile`` traces the mode: the module, or layers inside it, may be compiled, ``fullgraph=True`` included, before
-or after they are wrapped. What raises does so while it traces.
+``torch.compile`` traces the mode: the module, or layers inside it, may be compiled, with ``fullgraph=True``, before or
+after they are wrapped. Errors are raised during tracing.
 
-What is not exactly the plan's attention raises. A module that multiplies and normalizes by itself, with ``matmul`` and
-``softmax``, cannot be seen: the outermost forward raises if no attention was called in it at all.
+A call that differs from the plan's attention raises. Attention written with ``matmul`` and ``softmax`` is not seen, nor
+are flash-attn's functions, which do not dispatch to modes (:mod:`ringattn.flash` replaces them): the outermost forward
+raises if it has called no attention at all.
 """
 
 from __future__ import annotations
 
 import contextlib
-import dis
 import functools
 import inspect
 import itertools
@@ -36,8 +36,9 @@ from torch.utils.checkpoint import checkpoint
 
 from ..functional import attention
 from ..plans import Plan
+from .recomputation import Span, Spans, graph_task
+from .same_mask import check_causal, check_dropout, window_of
 
-Source = Plan | Callable[[], Plan]
 M = TypeVar("M", bound=nn.Module)
 
 _REFUSED = {
@@ -45,7 +46,7 @@ _REFUSED = {
     torch._native_multi_head_attention: "torch.nn.MultiheadAttention mixes the heads' projections with its attention",
     torch._transformer_encoder_layer_fwd: "torch.nn.TransformerEncoderLayer is one operator in evaluation",
 }
-# In the names of other ways to torch's attention: the operators of aten, flex_attention, operators that flash-attn adds
+# Parts of the names of other attention functions: aten's operators, flex_attention, the operators of flash-attn
 _DIRECT = (
     "scaled_dot_product",
     "flash_attn",
@@ -54,63 +55,99 @@ _DIRECT = (
     "cudnn_attention",
     "flex_attention",
 )
-# .sources: of the forwards that are running, outermost first, one for neighbours of the same; .grad: had they
-# gradients; .calls: of attention so far; .traced: of these, while torch.compile traced them
-_local = threading.local()
+_ADVICE = (
+    "Checkpoint modules inside of the one that was given to ringattn.wrap(), or that module itself; or give wrap() a "
+    "plan in the place of a function; or call ringattn.attention(q, k, v, plan) with the plan among the arguments of "
+    "the checkpointed function."
+)
+
+
+class _Source:
+    """The plan, or the function that returns it, of one wrap()."""
+
+    def __init__(self, source: Plan | Callable[[], Plan]) -> None:
+        self.source = source
+        self.spans: Spans[Plan] = Spans("plan", _ADVICE)
+        self._asked = (-1, 0, 0)  # in the latest recomputation: backward, node, id of what the source returned
+
+    def __deepcopy__(self, memo: dict[int, object]) -> _Source:
+        return self  # copies of a module share it
+
+    def plan(self) -> Plan:
+        """Return the plan of the forward that runs now."""
+        plan = self.source if isinstance(self.source, Plan) else self.source()
+        if not isinstance(plan, Plan):
+            raise TypeError(f"plan_source returned a {type(plan).__name__}; it must return a ringattn.Plan")
+        return plan
+
+    def recalled(self) -> Plan | None:
+        """Return the plan of the forward that a backward computes again; None where :meth:`plan` gives it."""
+        if isinstance(self.source, Plan) or graph_task() == -1 or self.spans.empty:
+            return None
+        plan, now, node = self.spans.recall(), self.plan(), torch._C._current_autograd_node()
+        # Usually the source is at another batch by now. If it changes, though, the recomputed function changes it.
+        before, self._asked = self._asked, (graph_task(), -1 if node is None else node._sequence_nr(), id(now))
+        if before[:2] == self._asked[:2] and before[2] != self._asked[2]:
+            raise RuntimeError(f"a checkpointed function changes what plan_source returns. {_ADVICE}")
+        return plan
+
+
+class _Local(threading.local):
+    """What a thread knows about the wrapped forwards that it is running."""
+
+    def __init__(self) -> None:
+        # (source, graph task) of each forward, outermost first, except where they are those of the one around it
+        self.running: list[tuple[_Source, int]] = []
+        self.grad = False  # whether gradients were enabled when the innermost began
+        self.calls = 0  # of attention so far
+        self.traced = 0  # those of them that were traced by torch.compile
+
+
+_local = _Local()
 _keys = itertools.count()
-_traced: set[int] = (
-    set()
-)  # keys of wrapped modules in which torch.compile has traced attention, which then runs uncounted
+_traced: set[int] = set()  # outermost modules in which torch.compile has traced attention: their calls are not counted
 
 
-def wrap(module: M, plan_source: Source) -> M:
-    """Let every attention call inside ``module`` attend over ranks. Returns the same module.
+def wrap(module: M, plan_source: Plan | Callable[[], Plan]) -> M:
+    """Make every attention call inside ``module`` attend over ranks. Return the same module.
 
-    Replaced are calls of ``F.scaled_dot_product_attention``, with tensors (batch, heads, local tokens, head_dim), and
-    of flash-attn's ``flash_attn_func``, ``flash_attn_qkvpacked_func`` and ``flash_attn_kvpacked_func``, (batch, local
-    tokens, heads, head_dim), by the names under which the file of a module's class knows them, in methods, static and
-    decorated ones too, and where a module keeps them as attributes. Not seen are those in lists and dictionaries.
+    Calls of ``F.scaled_dot_product_attention`` are replaced, with tensors (batch, heads, local tokens, head_dim). For
+    flash-attn's functions import those of :mod:`ringattn.flash` instead.
 
     Args:
         module: gets this rank's shards (:meth:`ringattn.Plan.shard`) and their ``plan.positions``.
-        plan_source: a plan, or a function that returns the plan of the sequence at hand. Documents, padding and windows
+        plan_source: a plan, or a function that returns the plan of the current sequence. Documents, padding and windows
             are the plan's. Wrapping again replaces it.
 
     Raises:
         TypeError: not a module, or not a plan.
-        NotImplementedError: a method calls flash-attn in a way that is not replaced; nothing is changed then.
-        NotImplementedError, ValueError: from a forward, if a call inside asks for what the plan does not do: a mask,
-            dropout, another causality or window, torch.nn.MultiheadAttention.
+        NotImplementedError, ValueError: from a forward, if a call inside differs from the plan: a mask, dropout,
+            another causality, torch.nn.MultiheadAttention.
+        RuntimeError: from a forward that calls no attention, or from a backward that computes a layer again whose plan
+            is not known.
     """
     if not isinstance(module, nn.Module):
         raise TypeError(f"module is a {type(module).__name__}; pass a torch.nn.Module")
     if not isinstance(plan_source, Plan) and not callable(plan_source):
         raise TypeError(f"plan_source is a {type(plan_source).__name__}; pass a Plan or a function that returns one")
-    for function in (_counts, _count, _attended, _window_of):  # not when they are defined: it imports the compiler
+    for function in (_counts, _count, _attended, _refuse_backward, window_of):  # here, because it imports the compiler
         torch.compiler.assume_constant_result(function)
-    chosen = [m for m in module.modules() if m is module or _may_attend(m)]
-    # both raise before any is changed
-    classes = [type(m) if isinstance(m, _Ring) else _subclass(_class(m)) for m in chosen]
-    own = [(m, _swapped_attributes(m)) for m in module.modules()]
-    for inner, made in zip(chosen, classes, strict=True):
-        inner.__class__ = made
+    source = _Source(plan_source)
+    for inner in [m for m in module.modules() if m is module or _may_attend(m)]:
+        if not isinstance(inner, _Ring):
+            base: Any = type(inner)
+            inner.__class__ = _subclass(base)
         key = next(_keys) if inner is module else None
-        inner.__dict__.update(_ringattn_source=plan_source, _ringattn_outermost=key)
-    for inner, attributes in own:
-        inner.__dict__.update(attributes)
-        if isinstance(inner, _Ring) and "forward" in vars(inner):
+        inner.__dict__.update(_ringattn_source=source, _ringattn_outermost=key)
+        if "forward" in vars(inner):
             _run_own_forward(inner)
     return module
 
 
 def _may_attend(module: nn.Module) -> bool:
-    """torch's own layers do not call attention, and what has no forward is not called."""
-    torchs = type(module).__module__.startswith("torch.") or type(module).__module__ == "torch"
-    return not torchs and (type(module).forward is not nn.Module.forward or "forward" in vars(module))
-
-
-def _class(module: nn.Module) -> Any:
-    return type(module)
+    """Return whether a forward of the module is known to Python and is not torch's own, which calls no attention."""
+    of_torch = type(module).__module__.startswith("torch.") or type(module).__module__ == "torch"
+    return not of_torch and (type(module).forward is not nn.Module.forward or "forward" in vars(module))
 
 
 class _Ring:
@@ -121,18 +158,25 @@ class _Ring:
 def _subclass(base: Any) -> Any:
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         with _running(self):
-            return super(made, self).forward(*args, **kwargs)
+            return super(subclass, self).forward(*args, **kwargs)
+
+    def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        # Code that is compiled in place runs no Python of ours that could find the plan of a recomputation.
+        if self._compiled_call_impl is None or torch.compiler.is_compiling():
+            return super(subclass, self).__call__(*args, **kwargs)
+        with _recomputing(self):
+            return super(subclass, self).__call__(*args, **kwargs)
 
     forward.__signature__ = inspect.signature(base.forward)  # type: ignore[attr-defined]
-    names: dict[str, Any] = {"forward": forward, "__module__": base.__module__}
-    made: Any = type(base.__name__, (_Ring, _with_flash_attention(base)), names)
-    return made
+    names: dict[str, Any] = {"forward": forward, "__call__": call, "__module__": base.__module__}
+    subclass: Any = type(base.__name__, (_Ring, base), names)
+    return subclass
 
 
 def _run_own_forward(module: nn.Module) -> None:
-    """A forward set on the instance, as by accelerator.prepare(), hides the class's: it gets the same around it.
+    """Put the mode around a forward that is set on the instance, as by accelerator.prepare(), and hides the class's.
 
-    Bound, and the old one an attribute, so that a copy of the module runs with its own parameters."""
+    The new forward is a bound method and the old one an attribute, so that a copy of the module runs its own."""
     old = vars(module)["forward"]
     if getattr(getattr(old, "__func__", None), "_ringattn_runs_own", False):  # or what functools.wraps put around it
         return
@@ -142,51 +186,98 @@ def _run_own_forward(module: nn.Module) -> None:
             return self.__dict__["_ringattn_forward"](*args, **kwargs)
 
     forward._ringattn_runs_own = True  # type: ignore[attr-defined]
-    with contextlib.suppress(TypeError, ValueError):  # not every callable has one
-        given = inspect.signature(old)
+    with contextlib.suppress(TypeError, ValueError):  # not every callable has a signature
+        signature = inspect.signature(old)
         first = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
-        forward.__signature__ = given.replace(parameters=[first, *given.parameters.values()])  # type: ignore[attr-defined]
+        parameters = [first, *signature.parameters.values()]
+        forward.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
     module.__dict__.update(_ringattn_forward=old, forward=types.MethodType(forward, module))
 
 
 @contextlib.contextmanager
-def _running(module: nn.Module) -> Iterator[None]:
-    # What is as it should be is not written again: a checkpoint that is compiled must not write what is outside of it.
-    source, key = module.__dict__["_ringattn_source"], module.__dict__["_ringattn_outermost"]
-    sources = _local.__dict__.setdefault("sources", [])
-    before = (0, 0) if key is None else _counts()
-    inside = bool(sources) and sources[-1] is source  # then its mode is there already
-    had_grad, grad = _local.__dict__.get("grad", False), torch.is_grad_enabled()
-    if grad != had_grad:
-        _local.grad = grad
-    if not inside:
-        sources.append(source)
+def _recomputing(module: nn.Module) -> Iterator[None]:
+    source: _Source = module.__dict__["_ringattn_source"]
+    plan = None if _inside(source) else source.recalled()
+    with contextlib.nullcontext() if plan is None else _entered(source, _Mode(source, plan)):
+        yield
+
+
+@contextlib.contextmanager
+def _entered(source: _Source, mode: TorchFunctionMode) -> Iterator[None]:
+    _local.running.append((source, -1 if torch.compiler.is_compiling() else graph_task()))
     try:
-        with contextlib.nullcontext() if inside else _Mode(source):
+        with mode:
             yield
     finally:
-        if not inside:
-            sources.pop()
+        _local.running.pop()
+
+
+def _inside(source: _Source) -> bool:
+    """Return whether the innermost running forward has this source, so that its mode is active."""
+    if not _local.running:
+        return False
+    compiling = torch.compiler.is_compiling()  # the number of the backward must not become a part of the graph
+    return _local.running[-1][0] is source and (compiling or _local.running[-1][1] == graph_task())
+
+
+@contextlib.contextmanager
+def _running(module: nn.Module) -> Iterator[None]:
+    # Values that are right already are not written again: in a checkpoint torch.compile allows no writes outside of it.
+    source, key = module.__dict__["_ringattn_source"], module.__dict__["_ringattn_outermost"]
+    before = (0, 0) if key is None else _counts()
+    had_grad, grad = _local.grad, torch.is_grad_enabled()
+    if grad != had_grad:
+        _local.grad = grad
+    try:
+        with contextlib.nullcontext() if _inside(source) else _outermost(source):
+            yield
+    finally:
         if grad != had_grad:
             _local.grad = had_grad
     if key is not None and not _attended(key, before):
         raise RuntimeError(
-            f"{type(module).__name__} has run without calling attention that ringattn.wrap() can see "
-            "(F.scaled_dot_product_attention, flash_attn_func): its tokens have not met those of other ranks; call "
+            f"{type(module).__name__} has run without calling F.scaled_dot_product_attention, the function that "
+            "ringattn.wrap() replaces: its tokens have not met those of other ranks. If it calls flash-attn, import "
+            "flash_attn_func from ringattn.flash and run it inside `with ringattn.use(plan)`; otherwise call "
             "ringattn.attention(q, k, v, plan) in it"
         )
 
 
-# torch.compile calls these while it traces, and takes what they return for a constant; so for _window_of.
+@contextlib.contextmanager
+def _outermost(source: _Source) -> Iterator[None]:
+    """Run the forward of a module that is not inside another one of the same source."""
+    compiling, fixed = torch.compiler.is_compiling(), isinstance(source.source, Plan)
+    if compiling and not fixed:
+        _refuse_backward()
+    if compiling or fixed or graph_task() != -1:
+        with _entered(source, _Mode(source)):
+            yield
+        return
+    with source.spans.span() as span, _entered(source, _Mode(source, span=span)):
+        yield
+        if span.value is None:  # the attention was in compiled layers
+            source.spans.note(span, source.plan())
+
+
+# torch.compile calls these during tracing and takes their results as constants; so for window_of and graph_task.
+
+
+def _refuse_backward() -> None:
+    if graph_task() != -1:  # raised in here, it is no graph break
+        raise RuntimeError(
+            "a compiled module is computed again in a backward, where the plan of its forward is not known; compile it "
+            "in place with module.compile(), compile what contains the checkpoint, or give wrap() a plan in the place "
+            "of a function"
+        )
 
 
 def _counts() -> tuple[int, int]:
-    return getattr(_local, "calls", 0), getattr(_local, "traced", 0)
+    return _local.calls, _local.traced
 
 
 def _count(tracing: bool) -> None:
-    _local.calls = getattr(_local, "calls", 0) + 1
-    _local.traced = getattr(_local, "traced", 0) + tracing
+    _local.calls += 1
+    _local.traced += tracing
 
 
 def _attended(key: int, before: tuple[int, int]) -> bool:
@@ -197,44 +288,51 @@ def _attended(key: int, before: tuple[int, int]) -> bool:
 
 
 class _Mode(TorchFunctionMode):
-    def __init__(self, source: Source) -> None:
+    """Replaces scaled_dot_product_attention, and refuses other attention.
+
+    ``plan``: that of a recomputation, where it is known; ``span``: notes the plans of the calls."""
+
+    def __init__(self, source: _Source, plan: Plan | None = None, span: Span | None = None) -> None:
         super().__init__()
-        self.source = source
+        self.source, self.plan, self.span = source, plan, span
+
+    def _planned(self) -> Plan:
+        plan = self.plan if torch.compiler.is_compiling() else self.plan or self.source.recalled()
+        if plan is None:
+            plan = self.source.plan()
+            if self.span is not None and not torch.compiler.is_compiling():
+                self.source.spans.note(self.span, plan)
+        return plan
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is F.scaled_dot_product_attention:
-            return _scaled_dot_product_attention(_plan(self.source), *args, **(kwargs or {}))
+            plan = self._planned()
+            return _scaled_dot_product_attention(plan, *args, **(kwargs or {}))
         if func in _REFUSED:
             raise NotImplementedError(
                 f"{_REFUSED[func]}, which ringattn.wrap() cannot take apart; use a layer that calls "
                 "F.scaled_dot_product_attention"
             )
-        if func is checkpoint:  # by torch.compile only, for which it is a function of torch, and we are off inside it
-            return func(_under(self.source, args[0]), *args[1:], **(kwargs or {}))
-        if func is Tensor.unflatten:  # a method that torch.compile cannot trace once a mode has unbound it
+        if func is checkpoint:  # in torch.compile only: it is a function of torch there, and runs without modes
+            return func(_under(_Mode(self.source, self.plan), args[0]), *args[1:], **(kwargs or {}))
+        if func is Tensor.unflatten:  # torch.compile cannot trace this method after a mode has unbound it
             return torch.unflatten(*args, **(kwargs or {}))
         name = str(func)
         if any(kind in name for kind in _DIRECT):
             raise NotImplementedError(
-                f"{name} is called directly; ringattn.wrap() replaces F.scaled_dot_product_attention, and "
-                "flash_attn_func where a module's class calls it by that name. Call ringattn.attention(q, k, v, plan)"
+                f"{name} is called directly, but ringattn.wrap() replaces F.scaled_dot_product_attention only. For "
+                "flash-attn import flash_attn_func from ringattn.flash; otherwise call ringattn.attention(q, k, v, "
+                "plan)"
             )
         return func(*args, **(kwargs or {}))
 
 
-def _under(source: Source, function: Callable[..., Any]) -> Callable[..., Any]:
+def _under(mode: TorchFunctionMode, function: Callable[..., Any]) -> Callable[..., Any]:
     def run(*args: Any, **kwargs: Any) -> Any:
-        with _Mode(source):
+        with mode:
             return function(*args, **kwargs)
 
     return run
-
-
-def _plan(source: Source) -> Plan:
-    plan = source if isinstance(source, Plan) else source()
-    if not isinstance(plan, Plan):
-        raise TypeError(f"plan_source returned a {type(plan).__name__}; it must return a ringattn.Plan")
-    return plan
 
 
 def _scaled_dot_product_attention(
@@ -248,333 +346,33 @@ def _scaled_dot_product_attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
+    name = "scaled_dot_product_attention"
     if attn_mask is not None:
         raise NotImplementedError(
-            f"scaled_dot_product_attention got attn_mask of shape {tuple(attn_mask.shape)}, a mask of this rank's "
-            "tokens only; pass None, and say what is visible with causal, window_size and documents of ringattn.plan()"
+            f"{name} got attn_mask of shape {tuple(attn_mask.shape)}, a mask of this rank's tokens only; pass None, "
+            "and describe the mask with causal, window_size and documents of ringattn.plan()"
         )
-    _check("scaled_dot_product_attention", plan, dropout_p, is_causal, None)
+    check_dropout(name, dropout_p)
+    check_causal(name, plan, is_causal, "is_causal")
     if is_causal and plan.seq_len != plan.seq_len_k:
         raise NotImplementedError(
-            f"scaled_dot_product_attention got is_causal=True for {plan.seq_len} queries and {plan.seq_len_k} keys "
-            "of the plan: torch lets the first query see the first key, the plan the last query the last key; call "
-            "ringattn.attention(q, k, v, plan) if the plan is what you want"
+            f"{name} got is_causal=True for {plan.seq_len} queries and {plan.seq_len_k} keys of the plan: torch aligns "
+            "the first query with the first key, the plan the last query with the last key; call "
+            "ringattn.attention(q, k, v, plan) for the plan's mask"
         )
     heads, kv_heads = query.shape[-3], key.shape[-3]
     if heads != kv_heads and not enable_gqa:
         raise ValueError(f"query has {heads} heads and key {kv_heads}; pass enable_gqa=True")
     if query.ndim != 4:
         raise ValueError(f"query has shape {tuple(query.shape)}; it must be (batch, heads, local tokens, head_dim)")
-    out = _attend(query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), plan, softmax_scale=scale)
-    return out.transpose(1, 2)
-
-
-def _check(name: str, plan: Plan, dropout: float, causal: bool, window: tuple[int, int] | None) -> None:
-    """A call must ask for the plan's mask: its causality and, for flash-attn, its window."""
-    if dropout:
-        raise NotImplementedError(f"{name} got dropout_p={dropout}, which ringattn does not have; set it to 0.0")
-    left, right = _window_of(plan)
-    if bool(causal) != (right == 0):
-        raise ValueError(
-            f"{name} got {'is_' if window is None else ''}causal={bool(causal)}, but the plan is "
-            f"{'causal' if right == 0 else 'not'}; make the plan with what the layer wants"
-        )
-    if window is not None:
-        asked = _bounds(plan, window[0], 0 if causal else window[1])
-        if asked != (left, right):
-            raise ValueError(
-                f"{name} got window_size={tuple(window)}, but the plan has {(left, right)}; make the plan with "
-                "what the layer wants, or wrap layers of different windows each with a plan of its own"
-            )
-
-
-def _window_of(plan: Plan) -> tuple[int, int]:
-    """``(left, right)`` of the plan's mask, -1 where unbounded; causal is ``right = 0``."""
-    _ = plan.local_lengths, plan.local_lengths_k  # made here once: torch.compile must not make them in a checkpoint
-
-    def bound(x: Tensor) -> int:
-        real = x[plan.mask.left + plan.mask.right >= 0]  # without padding, which sees nothing
-        return int(real.min()) if real.numel() else 0
-
-    return _bounds(plan, bound(plan.mask.left), bound(plan.mask.right))
-
-
-def _bounds(plan: Plan, left: int, right: int) -> tuple[int, int]:
-    """A window as one says it who knows the length: -1 where it reaches past the first or the last key from everywhere.
-    One token's 0 stays, which is how causality is told."""
-    far_left, far_right = left >= plan.seq_len_k - 1, right >= max(plan.seq_len - 1, 1)
-    return -1 if left < 0 or far_left else left, -1 if right < 0 or far_right else right
-
-
-def _attend(q: Tensor, k: Tensor, v: Tensor, plan: Plan, **options: Any) -> Tensor:
     _count(torch.compiler.is_compiling())
-    if _local.__dict__.get("grad", False) and not torch.is_grad_enabled():  # set by the first forward with gradients
+    if _local.grad and not torch.is_grad_enabled():  # .grad is that of the innermost wrapped forward
         raise NotImplementedError(
             "attention is called without gradients in a forward that has them, as by a reentrant checkpoint of a "
-            "function: it would be computed again outside of the module, from this rank's tokens only; checkpoint a "
-            "module"
+            "function: the backward would compute it again outside of the module, from this rank's tokens only; "
+            "checkpoint a module"
         )
-    out = attention(q, k, v, plan, **options)
+    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+    out = attention(q, k, v, plan, softmax_scale=scale)
     assert isinstance(out, Tensor)
-    return out
-
-
-# --- flash-attn ----------------------------------------------------------------------------------------
-#
-# Its functions are torch.autograd.Functions, which no mode sees. A class's methods look them up by name among the
-# globals of their file: the subclass has copies of the methods whose globals have ours there. Of a decorated method the
-# decorator's function is copied too, with the copy in its closure.
-
-
-def _flash_attn_func(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    dropout_p: float = 0.0,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    window_size: tuple[int, int] = (-1, -1),
-    softcap: float = 0.0,
-    alibi_slopes: Tensor | None = None,
-    deterministic: bool = False,
-    return_attn_probs: bool = False,
-) -> Tensor:
-    plan = _innermost("flash_attn_func")
-    _check("flash_attn_func", plan, dropout_p, causal, window_size)
-    if return_attn_probs:
-        raise NotImplementedError("flash_attn_func got return_attn_probs=True; use ringattn.attention(return_lse=True)")
-    if deterministic and not plan.deterministic:
-        raise ValueError("flash_attn_func got deterministic=True; make the plan with deterministic=True")
-    return _attend(q, k, v, plan, softmax_scale=softmax_scale, softcap=softcap, alibi_slopes=alibi_slopes)
-
-
-def _flash_attn_qkvpacked_func(qkv: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    q, k, v = qkv.unbind(2)
-    return _flash_attn_func(q, k, v, *args, **kwargs)
-
-
-def _flash_attn_kvpacked_func(q: Tensor, kv: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    k, v = kv.unbind(2)
-    return _flash_attn_func(q, k, v, *args, **kwargs)
-
-
-def _refused(name: str) -> Callable[..., Any]:
-    def refuse(*args: Any, **kwargs: Any) -> Any:
-        raise NotImplementedError(
-            f"{name} takes boundaries, or a cache, of this rank's tokens; documents are the plan's (cu_seqlens, "
-            "documents of ringattn.plan()) and caches ringattn.KVCache's: call flash_attn_func"
-        )
-
-    return refuse
-
-
-_FLASH: dict[str, Callable[..., Any]] = {
-    "flash_attn_func": _flash_attn_func,
-    "flash_attn_qkvpacked_func": _flash_attn_qkvpacked_func,
-    "flash_attn_kvpacked_func": _flash_attn_kvpacked_func,
-    **{
-        name: _refused(name)
-        for name in (
-            "flash_attn_varlen_func",
-            "flash_attn_varlen_qkvpacked_func",
-            "flash_attn_varlen_kvpacked_func",
-            "flash_attn_with_kvcache",
-        )
-    },
-}
-
-
-def _innermost(name: str) -> Plan:
-    sources = getattr(_local, "sources", None)
-    if not sources:
-        raise RuntimeError(f"{name} of a wrapped module was called outside of its forward; call the module")
-    return _plan(sources[-1])
-
-
-def _with_flash_attention(base: type[nn.Module]) -> type[nn.Module]:
-    """``base``, or a subclass of it whose methods find our functions under flash-attn's names.
-
-    Raises:
-        NotImplementedError: they are called in a way that this does not reach.
-    """
-    copies: dict[str, Any] = {}
-    owners = [c for c in reversed(base.__mro__) if c.__module__.split(".")[0] not in ("torch", "builtins")]
-    calling: set[str] = set()
-    for owner in owners:
-        for name, method in vars(owner).items():
-            copies.pop(name, None)  # overridden
-            # what __init__ has set is among the instance's attributes
-            swapped = method if name == "__init__" else _swapped(method, f"{owner.__qualname__}.{name}")
-            if swapped is not method:
-                copies[name] = swapped
-                calling.add(name)
-    classes = {c.__name__ for c in owners}
-    for owner, name, method in [(c, n, x) for c in owners if calling for n, x in vars(c).items()]:
-        above = {up for f in _walk(method) for up in _called_up(f.__code__, classes)} & calling
-        if above:  # which finds the class's own, not its copy
-            raise NotImplementedError(
-                f"{owner.__qualname__}.{name} calls {min(above)}() by super() or the name of its class, and it calls "
-                f"flash-attn; call self.{min(above)}(), or ringattn.attention(q, k, v, plan)"
-            )
-    return type(base.__name__, (base,), {**copies, "__module__": base.__module__}) if copies else base
-
-
-def _swapped_attributes(module: nn.Module) -> dict[str, Any]:
-    """Functions set on the instance that call flash-attn, now ours."""
-    found = {name: _swapped(x, f"{type(module).__qualname__}().{name}") for name, x in vars(module).items()}
-    return {name: x for name, x in found.items() if x is not vars(module)[name]}
-
-
-def _swapped(x: Any, where: str) -> Any:
-    """``x`` with ours in the place of flash-attn's functions, through decorators; itself if it reaches none of them."""
-    _check_reached(x, where)
-    return _swap(x, where, {})
-
-
-def _names(code: types.CodeType) -> set[str]:
-    """Global and attribute names that a function uses, and the functions inside it."""
-    inner = [c for c in code.co_consts if isinstance(c, types.CodeType)]
-    return set(code.co_names).union(*map(_names, inner))
-
-
-def _called_up(code: types.CodeType, classes: set[str]) -> set[str]:
-    """Attributes that a function takes of ``super()`` and of classes by their names."""
-    found, of_class = set(), False
-    for step in dis.get_instructions(code):
-        if step.opname.startswith(("LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER_")):
-            found |= {str(step.argval)} if of_class else set()
-            of_class = False
-        elif step.opname in ("LOAD_GLOBAL", "LOAD_DEREF", "LOAD_CLASSDEREF"):
-            of_class = of_class or step.argval in ("super", "__class__", *classes)
-        elif not step.opname.startswith(("LOAD_FAST", "CALL", "PRECALL", "PUSH_NULL", "CACHE")):
-            of_class = False
-    inner = [c for c in code.co_consts if isinstance(c, types.CodeType)]
-    return found.union(*(_called_up(c, classes) for c in inner))
-
-
-def _is_flash(x: Any) -> bool:
-    return isinstance(x, types.FunctionType) and x.__name__ in _FLASH and x.__qualname__ == x.__name__  # no method
-
-
-def _flash_names(function: types.FunctionType) -> dict[str, str]:
-    """The names by which a function's code calls functions of flash-attn, and what flash-attn calls them."""
-    known = {name: function.__globals__.get(name) for name in _names(function.__code__)}
-    return {n: n if n in _FLASH else str(x and x.__name__) for n, x in known.items() if n in _FLASH or _is_flash(x)}
-
-
-def _content(cell: types.CellType) -> Any:
-    try:
-        return cell.cell_contents
-    except ValueError:  # not yet filled
-        return None
-
-
-def _parts(x: Any) -> list[Any] | None:
-    """What a function may call besides globals; None for what is no function and holds none."""
-    if isinstance(x, types.FunctionType):
-        cells = map(_content, x.__closure__ or ())
-        return [*cells, *(x.__defaults__ or ()), *(x.__kwdefaults__ or {}).values(), *vars(x).values()]
-    if isinstance(x, (staticmethod, classmethod, types.MethodType)):
-        return [x.__func__]
-    if isinstance(x, property):
-        return [x.fget, x.fset, x.fdel]
-    if isinstance(x, functools.partial):
-        return [x.func, *x.args, *x.keywords.values()]
-    if isinstance(x, (functools.partialmethod, functools.cached_property)):
-        return [x.func]
-    held = None if isinstance(x, (type, nn.Module)) else getattr(x, "__dict__", None)
-    return [held["__wrapped__"]] if isinstance(held, dict) and "__wrapped__" in held else None
-
-
-def _walk(x: Any, seen: set[int] | None = None) -> Iterator[types.FunctionType]:
-    """The functions of which x is made, through decorators; not into flash-attn's own."""
-    seen = set() if seen is None else seen
-    if id(x) in seen:
-        return
-    seen.add(id(x))
-    if isinstance(x, types.FunctionType):
-        yield x
-    for part in () if _is_flash(x) else _parts(x) or ():
-        yield from _walk(part, seen)
-
-
-def _reaches(x: Any) -> bool:
-    return any(_is_flash(f) or _flash_names(f) for f in _walk(x))
-
-
-def _check_reached(x: Any, where: str) -> None:
-    """Functions of a file are not replaced, and so must not call flash-attn; nor may it be called by attributes."""
-    for function in _walk(x):
-        if _is_flash(function) or (function.__module__ or "").split(".")[0] == "torch":
-            continue
-        flash = _flash_names(function)
-        for called in _names(function.__code__):
-            helper = function.__globals__.get(called)
-            if called in flash and called not in function.__globals__:
-                raise NotImplementedError(
-                    f"{where} reaches {called} by an attribute or an import of its own; import it by name at the top "
-                    "of the file"
-                )
-            if called in flash or not isinstance(helper, (types.FunctionType, functools.partial)):
-                continue
-            if not (getattr(helper, "__module__", None) or "").startswith("flash_attn") and _reaches(helper):
-                raise NotImplementedError(
-                    f"{where} calls {called}(), which calls {_name_in(helper)}; call {_name_in(helper)} in a method, "
-                    "or ringattn.attention(q, k, v, plan)"
-                )
-
-
-def _name_in(x: Any) -> str:
-    """One name of flash-attn's among those that x reaches."""
-    return next(n for f in _walk(x) for n in ([f.__name__] if _is_flash(f) else _flash_names(f).values()))
-
-
-def _swap(x: Any, where: str, done: dict[int, Any]) -> Any:
-    if id(x) in done:
-        return done[id(x)]
-    if not _reaches(x):
-        return x
-    if _is_flash(x):
-        return _FLASH[x.__name__]
-    if isinstance(x, types.FunctionType):
-        return _rebuilt(x, where, done)
-    if isinstance(x, (staticmethod, classmethod)):
-        return type(x)(_swap(x.__func__, where, done))
-    if isinstance(x, types.MethodType):
-        return types.MethodType(_swap(x.__func__, where, done), x.__self__)
-    if isinstance(x, property):
-        fget, fset, fdel = (_swap(f, where, done) for f in (x.fget, x.fset, x.fdel))
-        return property(fget, fset, fdel, x.__doc__)
-    if isinstance(x, functools.partial):
-        keywords = {n: _swap(y, where, done) for n, y in x.keywords.items()}
-        return functools.partial(_swap(x.func, where, done), *(_swap(y, where, done) for y in x.args), **keywords)
-    raise NotImplementedError(_HIDDEN.format(where=where, name=_name_in(x), by=f"a {type(x).__name__}"))
-
-
-_HIDDEN = (
-    "{where} calls {name} through {by}, which ringattn.wrap() cannot look into; call {name} in a method without it, or "
-    "ringattn.attention(q, k, v, plan)"
-)
-
-
-def _rebuilt(function: types.FunctionType, where: str, done: dict[int, Any]) -> types.FunctionType:
-    ours = {name: _FLASH[theirs] for name, theirs in _flash_names(function).items()}
-    # Without their __name__, by which torch.compile would look for the globals in the file, where ours are not.
-    names = {name: value for name, value in function.__globals__.items() if name != "__name__"}
-    closure, defaults = function.__closure__ or (), function.__defaults__ or ()
-    cells = tuple(types.CellType() if _reaches(_content(cell)) else cell for cell in closure)
-    copy = types.FunctionType(
-        function.__code__, {**names, **ours} if ours else function.__globals__, function.__name__, None, cells
-    )
-    done[id(function)] = copy  # before its cells are filled: a function may be in its own closure
-    for cell, old in zip(cells, closure, strict=True):
-        if cell is not old:
-            cell.cell_contents = _swap(old.cell_contents, where, done)
-    copy.__defaults__ = tuple(_swap(x, where, done) for x in defaults) or None
-    copy.__kwdefaults__ = {n: _swap(x, where, done) for n, x in (function.__kwdefaults__ or {}).items()} or None
-    copy.__dict__.update({n: _swap(x, where, done) for n, x in vars(function).items()})
-    copy.__module__, copy.__qualname__ = function.__module__, function.__qualname__
-    called = [*map(_content, closure), *defaults, *(function.__kwdefaults__ or {}).values()]
-    if not ours and not any(map(_reaches, called)) and _reaches(vars(function).get("__wrapped__")):
-        raise NotImplementedError(_HIDDEN.format(where=where, name=_name_in(function), by="a decorator"))
-    return copy
+    return out.transpose(1, 2)

@@ -38,7 +38,7 @@ from .fetching import fetch_keys, fetches, gathered_block, interleaved, return_g
 
 
 class Gather(Dataflow):
-    """Keys and values are fetched by whom they are needed, all of a layer's or in waves of heads."""
+    """Every rank fetches the keys and values that it needs, all at once or in waves of heads."""
 
     summary = "keys and values are fetched"
 

@@ -1,16 +1,16 @@
-"""A batch of whole rows, as a data loader gives it, to this rank's shard of it.
+"""From a batch of whole rows, as a data loader returns it, to this rank's shard.
 
-    documents(batch)             whole rows -> who is whose document, and what is padding: for plan(documents=...)
-    plan.shard_batch(batch)      whole rows -> this rank's tokens, targets and positions
+    documents(batch)             ids of documents and padding of whole rows, for plan(documents=...)
+    plan.shard_batch(batch)      this rank's tokens, targets and positions
 
-Three things are done on the whole rows because no shard can do them:
+Three things need the whole rows:
 
-* **targets**: the target of a token is the label of its successor, which another rank may hold. Labels are shifted
+* **targets**: the target of a token is the label of the next token, which another rank may hold. Labels are shifted
   first and sharded then; the last token of a document and padding have no target (-100). (transformers, which shifts
-  whole rows, has one there unless the next document's first label is -100, as its collators make it.)
-* **documents**: position ids restart in every document, for the rotary embedding, so a shard of them does not say which
-  document a token is in. Documents and padding live in the plan's mask, and nowhere else.
-* **agreement**: ranks of a group must cut the same rows. They compare keyed hashes of what they got.
+  whole rows, has a target there unless the first label of the next document is -100, as its collators make it.)
+* **documents**: position ids restart in every document, for the rotary embedding, so a shard of them does not tell
+  documents apart. Documents and padding are part of the plan's mask only.
+* **agreement**: ranks of a group must shard the same rows. They compare keyed hashes of them.
 """
 
 from __future__ import annotations
@@ -18,30 +18,49 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import secrets
-import threading
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from ..agreement import Disagreement
+from ..mask import Mask
+from ..memo import Memo
 from ..transport import Transport
-
-if TYPE_CHECKING:
-    from ..plans import Plan
 
 IGNORE = -100  # a token without a target, as in torch.nn.functional.cross_entropy
 
 _TOKENS = ("input_ids", "inputs_embeds")
-# Say which document a token is in, and become part of the plan; they mean nothing for a shard.
+# They describe documents of whole rows and become part of the plan; a shard has no use for them.
 BOUNDARIES = ("cu_seqlens", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx", "documents")
-_MOST_NAMES = 30  # tensors that agree() can name; the others share one hash
+_MAX_NAMES = 30  # tensors that agree() can name; the others share one hash
+_keys: Memo[bytes] = Memo(64)  # of hashes, by transport
+
+
+class Cut(Protocol):
+    """The part of a plan that shards a batch."""
+
+    seq_len: int
+    seq_len_k: int
+    world_size: int
+    mask: Mask
+    transport: Transport
+
+    def shard(self, x: Tensor, dim: int = 1) -> Tensor: ...
+
+
+class Begins(NamedTuple):
+    """Where the document of each token begins, (1 or batch, seq_len) int64, and whether it is a token: False is
+    padding. On the CPU."""
+
+    begin: Tensor
+    real: Tensor
 
 
 def documents(batch: Mapping[str, Any]) -> Tensor | None:
-    """Ids of packed documents of whole rows, for ``ringattn.plan(documents=...)``: (batch, seq_len) int64, -1 for
-    padding; None if every row is one document without padding.
+    """Return ids of packed documents of whole rows, for ``ringattn.plan(documents=...)``: (batch, seq_len) int64, -1
+    for padding; None if every row is one document without padding.
 
     Read from the first of these that the batch has:
 
@@ -51,10 +70,10 @@ def documents(batch: Mapping[str, Any]) -> Tensor | None:
       (``use_cache=False``, or training: with a cache it separates nothing). Of four rows of M-RoPE the first counts.
 
     Zeros of a two-dimensional ``attention_mask`` are padding in each case. Where nothing else separates documents, the
-    ones of a row are one run: behind a hole transformers goes on with the same document, which is no interval of keys.
+    ones of a row must be one run: transformers continues the same document after a hole, which is no interval of keys.
 
     Raises:
-        ValueError: the batch says two things, or a mask is not one of zeros and ones, or has holes.
+        ValueError: the batch contradicts itself, or a mask has other values than 0 and 1, or holes.
     """
     rows, seq_len = shape(batch)
     real = _attention_mask(batch, rows, seq_len)
@@ -78,9 +97,9 @@ def documents(batch: Mapping[str, Any]) -> Tensor | None:
 
 
 def shard_batch(
-    plan: Plan, batch: Mapping[str, Any], *, seq_dims: Mapping[str, int | None] | None = None
+    plan: Cut, batch: Mapping[str, Any], *, seq_dims: Mapping[str, int | None] | None = None
 ) -> dict[str, Any]:
-    """See :meth:`ringattn.Plan.shard_batch`."""
+    """Return this rank's shard of a batch: see :meth:`ringattn.Plan.shard_batch`."""
     seq_dims = dict(seq_dims or {})
     error: Exception | None = None
     local: dict[str, Any] = {}
@@ -95,7 +114,7 @@ def shard_batch(
     return local
 
 
-def _shard(plan: Plan, batch: Mapping[str, Any], seq_dims: dict[str, int | None]) -> dict[str, Any]:
+def _shard(plan: Cut, batch: Mapping[str, Any], seq_dims: dict[str, int | None]) -> dict[str, Any]:
     rows, seq_len = shape(batch)
     if seq_len != plan.seq_len or plan.seq_len != plan.seq_len_k:
         raise ValueError(
@@ -104,8 +123,8 @@ def _shard(plan: Plan, batch: Mapping[str, Any], seq_dims: dict[str, int | None]
         )
     if plan.mask.rows not in (1, rows):
         raise ValueError(f"the plan's documents have {plan.mask.rows} rows, but the batch has {rows}")
-    begin, real = begins(plan)
-    _check_boundaries(batch, rows, seq_len, begin, real)
+    boundaries = begins(plan)
+    _check_boundaries(batch, rows, seq_len, boundaries)
     for name in seq_dims:
         if name not in batch:
             raise ValueError(f"seq_dims names {name!r}, but the batch has {', '.join(map(repr, batch))}")
@@ -128,42 +147,42 @@ def _shard(plan: Plan, batch: Mapping[str, Any], seq_dims: dict[str, int | None]
         else:
             raise ValueError(
                 f"{name} has shape {tuple(x.shape)}, which is not (batch, seq_len, ...) = ({rows}, {seq_len}, ...); "
-                f"say with seq_dims={{{name!r}: dim}} which dim holds tokens, or None to keep it whole on every rank"
+                f"name the dim of its tokens with seq_dims={{{name!r}: dim}}, or None to keep it whole on every rank"
             )
     tokens = next(batch[name] for name in _TOKENS if batch.get(name) is not None)
     if batch.get("position_ids") is None:
-        local["position_ids"] = plan.shard(default_positions(begin, real, rows).to(tokens.device), 1)
+        local["position_ids"] = plan.shard(default_positions(*boundaries, rows).to(tokens.device), 1)
     if batch.get("labels") is not None and batch.get("shift_labels") is None:
-        local["shift_labels"] = plan.shard(shift_labels(batch["labels"], begin, real), 1)
+        local["shift_labels"] = plan.shard(shift_labels(batch["labels"], *boundaries), 1)
     return local
 
 
-def begins(plan: Plan) -> tuple[Tensor, Tensor]:
-    """Where the document of each token begins, (1 or batch, seq_len) int64, and whether it is a token at all: False is
-    padding. On the CPU."""
+def begins(plan: Cut) -> Begins:
+    """Return the documents of a plan."""
     mask = plan.mask
     positions = torch.arange(plan.seq_len).expand(mask.rows, -1).contiguous()
     if plan.seq_len == 0:
-        return positions, positions.bool()
+        return Begins(positions, positions.bool())
     piece = torch.searchsorted(mask.first.contiguous(), positions, right=True) - 1
     low, left, right = (x.gather(1, piece) for x in (mask.low, mask.left, mask.right))
-    return low.clamp(min=0), left + right >= 0
+    return Begins(low.clamp(min=0), left + right >= 0)
 
 
-def said_begins(batch: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
-    """As :func:`begins`, (batch, seq_len), by what the batch says of itself: see :func:`documents`."""
+def begins_of(batch: Mapping[str, Any]) -> Begins:
+    """Return the documents of a batch, from its own tensors: see :func:`documents`."""
     rows, seq_len = shape(batch)
     ids = documents(batch)
     if ids is None:
-        return torch.zeros(rows, seq_len, dtype=torch.int64), torch.ones(rows, seq_len, dtype=torch.bool)
+        return Begins(torch.zeros(rows, seq_len, dtype=torch.int64), torch.ones(rows, seq_len, dtype=torch.bool))
     starts = torch.ones_like(ids, dtype=torch.bool)
     starts[:, 1:] = ids[:, 1:] != ids[:, :-1]
-    return torch.where(starts, torch.arange(seq_len), 0).cummax(1).values if seq_len else ids, ids >= 0
+    begin = torch.where(starts, torch.arange(seq_len), 0).cummax(1).values if seq_len else ids
+    return Begins(begin, ids >= 0)
 
 
 def shift_labels(labels: Tensor, begin: Tensor | None = None, real: Tensor | None = None) -> Tensor:
-    """The target of each token of whole rows: the label of the next one, -100 where the row or the document ends, and
-    at padding. ``begin`` and ``real`` from :func:`begins`; without them each row is one document."""
+    """Return the target of each token of whole rows: the label of the next one, -100 where the row or the document
+    ends, and at padding. ``begin`` and ``real`` are those of :func:`begins`; without them each row is one document."""
     if labels.ndim < 2:
         raise ValueError(_not_of_tokens("labels", labels, "(batch, seq_len)"))
     targets = torch.full_like(labels, IGNORE)
@@ -176,15 +195,15 @@ def shift_labels(labels: Tensor, begin: Tensor | None = None, real: Tensor | Non
 
 
 def default_positions(begin: Tensor, real: Tensor, rows: int) -> Tensor:
-    """Position ids when the batch has none: they count from the start of the row, padding included, as most models in
-    one process count (:mod:`ringattn.hf` knows others), and again from 0 at each document after the row's first, as if
-    that were a row of its own. ``begin`` and ``real`` from :func:`begins`."""
+    """Return position ids for a batch without any: they count from the start of the row, padding included, as most
+    models do in one process (:mod:`ringattn.hf` knows exceptions), and again from 0 at each document after the first of
+    the row. ``begin`` and ``real`` are those of :func:`begins`."""
     return (torch.arange(begin.shape[1]) - _restarts(begin, real)).expand(rows, -1)
 
 
 def counted_positions(begin: Tensor, real: Tensor, counted: Tensor) -> Tensor:
-    """As :func:`default_positions`, for models that count some tokens only: how many of them there are up to each token
-    in its document, itself included, and 0 at the others."""
+    """Return position ids for models that count some tokens only: how many of them there are up to each token in its
+    document, itself included, and 0 at the others."""
     count = counted.to(torch.int64).cumsum(1)
     restart = _restarts(begin, real).expand_as(count)
     before = torch.where(restart > 0, count.gather(1, (restart - 1).clamp(min=0)), 0)
@@ -193,8 +212,8 @@ def counted_positions(begin: Tensor, real: Tensor, counted: Tensor) -> Tensor:
 
 def _not_of_tokens(name: str, x: Tensor, shape: str) -> str:
     return (
-        f"{name} has shape {tuple(x.shape)}; it must be {shape}, one for each token: a loss per row, as of a "
-        "classifier of whole rows, is of no rank's tokens"
+        f"{name} has shape {tuple(x.shape)}; it must be {shape}, one for each token: a loss per row, as that of a "
+        "classifier of whole rows, cannot be split over ranks"
     )
 
 
@@ -203,7 +222,7 @@ def _restarts(begin: Tensor, real: Tensor) -> Tensor:
         return begin
     first = torch.where(real, begin, begin.shape[1]).amin(1, keepdim=True)  # where the row's first document begins
     restart = torch.where(real & (begin > first), begin, 0)
-    # Padding after a document goes on counting, so that no position is beyond what the model knows.
+    # Padding continues the count of the document before it, so that no position exceeds those of the model.
     return restart.cummax(1).values
 
 
@@ -211,7 +230,7 @@ def _restarts(begin: Tensor, real: Tensor) -> Tensor:
 
 
 def shape(batch: Mapping[str, Any]) -> tuple[int, int]:
-    """(rows, seq_len) of its tokens."""
+    """Return (rows, seq_len) of the tokens of a batch."""
     if not isinstance(batch, Mapping):
         raise TypeError(f"the batch is a {type(batch).__name__}; pass a dict of tensors")
     for name in (*_TOKENS, "labels", "shift_labels"):
@@ -225,7 +244,7 @@ def shape(batch: Mapping[str, Any]) -> tuple[int, int]:
 
 
 def _attention_mask(batch: Mapping[str, Any], rows: int, seq_len: int) -> Tensor | None:
-    """True where there is a token, on the CPU."""
+    """Return (rows, seq_len), True where there is a token, on the CPU; None without a mask."""
     mask = batch.get("attention_mask")
     if mask is None:
         return None
@@ -233,7 +252,7 @@ def _attention_mask(batch: Mapping[str, Any], rows: int, seq_len: int) -> Tensor
         shape = tuple(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
         raise ValueError(
             f"attention_mask is {shape}; only (batch, seq_len) = {(rows, seq_len)} of zeros and ones can be split "
-            "over ranks: say what is visible with causal, window_size and documents of ringattn.plan()"
+            "over ranks: describe the mask with causal, window_size and documents of ringattn.plan()"
         )
     mask = mask.detach().cpu()
     if not bool(((mask == 0) | (mask == 1)).all()):
@@ -252,9 +271,9 @@ def _check_one_run(real: Tensor) -> None:
         row = int(holes.nonzero()[0])
         at = int((~real[row, :-1] & real[row, 1:]).nonzero()[-1]) + 1
         raise ValueError(
-            f"attention_mask of row {row} has zeros between ones (the last ones begin at token {at}): with those "
-            "tokens hidden from one document, what a token sees is no interval. Move padding to an end of the row; or, "
-            "if it separates documents, pass batch['documents'] with -1 for padding"
+            f"attention_mask of row {row} has zeros between ones (the last ones begin at token {at}): with a hole in "
+            "its document, a token sees no interval of keys. Move padding to an end of the row; or, if it separates "
+            "documents, pass batch['documents'] with -1 for padding"
         )
 
 
@@ -272,10 +291,10 @@ def _from_bounds(bounds: Tensor, rows: int, seq_len: int) -> Tensor:
 
 
 def _from_position_ids(positions: Tensor, rows: int, seq_len: int, real: Tensor | None) -> Tensor | None:
-    if positions.ndim > 2:  # M-RoPE: three coordinates of an image's patch restart all the time
+    if positions.ndim > 2:  # M-RoPE: the three coordinates of an image's patches restart often
         if positions.shape[0] != 4:
             return None
-        positions = positions[0]  # before them the positions in the text, which transformers reads documents from
+        positions = positions[0]  # those in the text, from which transformers reads documents
     if positions.shape[-1] != seq_len:
         raise ValueError(
             f"position_ids has shape {tuple(positions.shape)}; it must be (batch, seq_len) = {(rows, seq_len)}"
@@ -298,27 +317,28 @@ def _from_position_ids(positions: Tensor, rows: int, seq_len: int, real: Tensor 
 
 
 def _numbered(ids: Tensor) -> Tensor:
-    """Each run of one id gets a number of its own; padding stays -1."""
+    """Return ids with a number for each run of one id; padding stays -1."""
     starts = torch.ones_like(ids, dtype=torch.bool)
     starts[:, 1:] = ids[:, 1:] != ids[:, :-1]
     return torch.where(ids >= 0, starts.cumsum(1) - 1, -1)
 
 
-def _check_boundaries(batch: Mapping[str, Any], rows: int, seq_len: int, begin: Tensor, real: Tensor) -> None:
-    """What the batch says of padding and documents must be what the plan does."""
+def _check_boundaries(batch: Mapping[str, Any], rows: int, seq_len: int, plan: Begins) -> None:
+    """Raise ValueError if padding or documents of the batch are not those of the plan."""
+    begin, real = plan
     fix = "make the plan with documents=ringattn.batch.documents(batch)"
     mask = _attention_mask(batch, rows, seq_len)
     if mask is not None and not torch.equal(mask, real.expand(rows, -1)):
         row, at = (int(i) for i in (mask != real).nonzero()[0])
-        said = "padding" if real[row % len(real), at] else "a token"
-        raise ValueError(f"attention_mask says that token {at} of row {row} is {said}, and the plan does not; {fix}")
+        kind = "padding" if real[row % len(real), at] else "a token"
+        raise ValueError(f"attention_mask says that token {at} of row {row} is {kind}, and the plan does not; {fix}")
     if any(batch.get(name) is not None for name in ("cu_seqlens", "cu_seq_lens_q", "seq_idx", "documents")):
-        said_begin, said_real = said_begins({k: v for k, v in batch.items() if k != "position_ids"})
-        differ = (said_real != real) | (real & (said_begin != begin))
+        own = begins_of({k: v for k, v in batch.items() if k != "position_ids"})
+        differ = (own.real != real) | (real & (own.begin != begin))
         if bool(differ.any()):
             row, at = (int(i) for i in differ.nonzero()[0])
             raise ValueError(
-                f"the batch says that the document of token {at} of row {row} begins at {int(said_begin[row, at])}, "
+                f"the batch says that the document of token {at} of row {row} begins at {int(own.begin[row, at])}, "
                 f"and the plan says {int(begin[row % len(begin), at])}; {fix}"
             )
 
@@ -329,22 +349,16 @@ def _short(x: Tensor) -> str:
 
 # --- Agreement -----------------------------------------------------------------------------------------
 
-_keys: dict[int, bytes] = {}
-_lock = threading.Lock()
-
 
 def _key(transport: Transport) -> bytes:
-    """A key that this run's ranks share and nobody else knows, so that hashes in messages say nothing of the data."""
-    with _lock:
-        found = _keys.get(transport.serial)
-    if found is None:
+    """Return a random key that the ranks of this run share, so that hashes in messages do not reveal the data."""
+    key = _keys.get(transport.serial)
+    if key is None:
         drawn = torch.tensor([secrets.randbits(62) for _ in range(2)])
-        with contextlib.suppress(NotImplementedError):  # a rank without a world has nobody to share it with
+        with contextlib.suppress(NotImplementedError):  # a rank without a world shares it with no other
             drawn = transport.gather_words(drawn)
-        found = hashlib.blake2b(drawn.numpy().tobytes(), digest_size=32).digest()
-        with _lock:
-            _keys[transport.serial] = found
-    return found
+        key = _keys.put(transport.serial, hashlib.blake2b(drawn.numpy().tobytes(), digest_size=32).digest())
+    return key
 
 
 def _agree(transport: Transport, batch: Mapping[str, Any], error: Exception | None) -> None:
@@ -354,9 +368,9 @@ def _agree(transport: Transport, batch: Mapping[str, Any], error: Exception | No
     about = "; ".join(f"{name} {tuple(tensors[name].shape)} {tensors[name].dtype}" for name in names)
     words: dict[str, int | float | str | bool] = {"names, shapes and dtypes": _hash(about.encode(), key)}
     whole = [n for n in names if not tensors[n].is_floating_point() and not tensors[n].is_complex()]
-    for name in whole[:_MOST_NAMES]:
+    for name in whole[:_MAX_NAMES]:
         words[name] = _hash(tensors[name].detach().cpu().contiguous().numpy().tobytes(), key)
-    rest = b"".join(tensors[n].detach().cpu().contiguous().numpy().tobytes() for n in whole[_MOST_NAMES:])
+    rest = b"".join(tensors[n].detach().cpu().contiguous().numpy().tobytes() for n in whole[_MAX_NAMES:])
     words["other tensors"] = _hash(rest, key)
     try:
         transport.agree("shard_batch()", words, error)

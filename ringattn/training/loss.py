@@ -1,17 +1,16 @@
 """The mean loss over all ranks' targets, computed from this rank's logits.
 
-The contract of gradients and losses under context parallelism ("cp", inside data parallelism "dp"):
+Gradients and losses over the ranks that share a sequence ("cp"), inside data parallelism ("dp"):
 
-* dK, dV, dQ returned by ringattn are **complete** for the local tokens. ringattn never rescales gradients.
+* dQ, dK and dV of :func:`ringattn.attention` are **complete** for the local tokens, and never rescaled.
 * Parameter gradients on a rank are *partial sums* over its tokens. The true gradient is the **sum over cp**.
 * A wrapper that **averages** over dp x cp (DDP, FSDP by default) needs the local loss
-  ``sum_local_CE / T_global * (dp*cp)``; a wrapper that **sums** (torchtitan disables FSDP's division) needs
-  ``sum_local_CE / T_global``. Mean-of-means is right only if every shard has the same number of valid targets, which
-  zigzag does not give with prompts masked or padding.
-* A shard with zero valid targets must contribute 0, not NaN.
-* Never use a non-autograd ``all_gather`` in the graph, and do not let an all-reduce be its own adjoint by accident.
-* Logging: all-reduce ``(loss_sum, n_valid)``, never per-rank means. Evaluation uses the same path; ``generate`` and
-  ``predict`` must either un-shard or refuse.
+  ``sum_local_CE / T_global * (dp * cp)``; a wrapper that **sums** (torchtitan disables FSDP's division) needs
+  ``sum_local_CE / T_global``. The mean of the ranks' means is right only if all shards have equally many targets, which
+  zigzag does not give with masked prompts or padding.
+* A shard without targets contributes 0, not NaN.
+* An ``all_gather`` in the graph must be differentiable, with a sum as its backward.
+* For logging, all-reduce the sum of losses and the number of targets, never means of ranks: :func:`reduced`.
 
 ``T_global`` is the number of targets of all ranks over which the wrapper reduces, and of all batches that one optimizer
 step accumulates.
@@ -33,7 +32,7 @@ _WRAPPERS = ("averages", "sums")
 
 
 def count_targets(targets: Tensor | Iterable[Tensor], group: Any = None, *, ignore_index: int = IGNORE) -> Tensor:
-    """``T_global``: how many targets the ranks of ``group`` have in all. A scalar int64 on the targets' device.
+    """Return ``T_global``, the number of targets of all ranks of ``group``: a scalar int64 on the targets' device.
 
     Every rank of the group must call this. For gradient accumulation pass the targets of all batches of a step.
 
@@ -58,18 +57,19 @@ def cross_entropy(
     total: Tensor | int | None = None,
     ignore_index: int = IGNORE,
 ) -> Tensor:
-    """This rank's part of the mean cross-entropy over all ranks' targets.
+    """Return this rank's part of the mean cross-entropy over all ranks' targets.
 
-    The gradient of the mean over all targets comes out of the wrapper, whatever the number of targets per rank, none
-    included.
+    The wrapper reduces the gradients of these parts to that of the mean over all targets, for any numbers of targets
+    per rank, including none.
 
     Args:
         logits: (batch, local tokens, vocabulary).
-        targets: (batch, local tokens): ``shift_labels`` of :meth:`ringattn.Plan.shard_batch`; ``ignore_index`` is none.
+        targets: (batch, local tokens): ``shift_labels`` of :meth:`ringattn.Plan.shard_batch`; ``ignore_index`` marks
+            tokens without a target.
         group: the ranks over which gradients are reduced, see :func:`count_targets`.
-        wrapper: what reduces the gradients: "averages" (DDP, FSDP by default) or "sums" (FSDP without division, or an
+        wrapper: how gradients are reduced: "averages" (DDP, FSDP by default) or "sums" (FSDP without division, or an
             all-reduce of your own).
-        total: ``T_global`` if it is known, as under gradient accumulation; else it is counted, in one all-reduce.
+        total: ``T_global`` if it is known, as under gradient accumulation; by default it is counted in one all-reduce.
 
     Returns:
         A scalar, float32 (float64 for float64 logits). Its value is this rank's part: log :func:`reduced` of it.
@@ -85,28 +85,9 @@ def cross_entropy(
     return _part(losses, count_targets(targets, group, ignore_index=ignore_index) if total is None else total, ranks)
 
 
-def token_mean(
-    losses: Tensor,
-    targets: Tensor,
-    group: Any = None,
-    *,
-    wrapper: str,
-    total: Tensor | int | None = None,
-    ignore_index: int = IGNORE,
-) -> Tensor:
-    """As :func:`cross_entropy`, for any loss per token: ``losses`` has the shape of ``targets``. Losses of tokens
-    without a target do not count, be they NaN."""
-    ranks = _ranks(wrapper, group)
-    if losses.shape != targets.shape:
-        raise ValueError(
-            f"losses have shape {tuple(losses.shape)} and targets {tuple(targets.shape)}; they must be equal"
-        )
-    summed = torch.where(targets != ignore_index, losses, 0.0).sum()
-    return _part(summed, count_targets(targets, group, ignore_index=ignore_index) if total is None else total, ranks)
-
-
 def reduced(loss: Tensor, group: Any = None, *, wrapper: str) -> Tensor:
-    """The mean over all ranks' targets, from each rank's part: what one process would have got. For logging: detached.
+    """Return the mean over all ranks' targets from each rank's part, detached: the loss of one process, for logging.
+
     Every rank of the group must call this. Parts of accumulated batches may be added first."""
     ranks = _ranks(wrapper, group)
     return _summed(loss.detach().clone(), group) / ranks
@@ -118,10 +99,10 @@ def _summed(x: Tensor, group: Any) -> Tensor:
 
 
 def _ranks(wrapper: str, group: Any) -> int:
-    """What a part is multiplied by, so that the wrapper's division is undone."""
+    """Return the factor of a part that undoes the division of the wrapper."""
     if wrapper not in _WRAPPERS:
         raise ValueError(
-            f"wrapper is {wrapper!r}; say what reduces the gradients: 'averages' (DDP, FSDP by default) or 'sums'"
+            f"wrapper is {wrapper!r}; pass how gradients are reduced: 'averages' (DDP, FSDP by default) or 'sums'"
         )
     return transports.of(group).world_size if wrapper == "averages" else 1
 

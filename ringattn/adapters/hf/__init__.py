@@ -1,0 +1,32 @@
+"""Hugging Face models over ranks: ``attn_implementation="ringattn"``.
+
+    import ringattn.hf                                              # registers the attention and the mask function
+    model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="ringattn")
+    with ringattn.hf.sequence(model, batch, mesh["cp"]) as local:   # whole rows in, this rank's shards out
+        loss = model(**local).loss                                  # this rank's part: parts and gradients add up
+
+or, with the Trainer, ``class MyTrainer(ringattn.hf.RingTrainerMixin, Trainer)``; the same with trl's ``SFTTrainer``.
+
+* :mod:`.sequence` owns the plans of one batch, one per kind of mask. They know documents, padding and global positions,
+  which a model that sees a shard cannot know.
+* :mod:`.interface` holds the two functions that transformers calls. The mask function makes no mask: it hands the
+  plan to the layers in place of a mask, so that a layer that is computed again in the backward finds the same plan.
+  The attention function runs the plan. :mod:`.probe` compares the model's own mask with the plan's.
+* :mod:`.checks` refuses by name what cannot be exact: dropout, masks that are no intervals, caches, layers that carry
+  a state along the sequence or count the tokens of a shard, heads that pick tokens, losses that are no sum over tokens.
+* :mod:`.trainer` holds the overrides of the Trainer, accelerate and trl.
+
+One difference from one process remains: the first token of a document is no target, even where transformers predicts it
+from left padding or, packed by ``position_ids``, from the document before.
+"""
+
+_OLDEST = (5, 17)
+
+try:
+    import transformers
+except ImportError as error:
+    raise ImportError(f"ringattn.hf needs transformers >= 5.17: pip install 'transformers>=5.17' ({error})") from error
+if tuple(int(part) for part in transformers.__version__.split(".")[:2]) < _OLDEST:
+    raise ImportError(
+        f"transformers is {transformers.__version__}, but ringattn.hf needs >= 5.17: pip install -U transformers"
+    )

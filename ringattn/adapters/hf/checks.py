@@ -1,0 +1,225 @@
+"""Refusals by name: models, batches and losses that would not be exact over ranks."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import re
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor, nn
+
+from ... import layout as layouts
+from ...plans import Plan
+from ...training import batch as batches
+from ...training import loss as losses
+from ...virtual import VirtualRank
+from .models import shifts, unwrapped
+
+NAME = "ringattn"
+_LAYER_TYPES = ("full_attention", "sliding_attention")
+_NOT_TEXT = ("pixel_values", "pixel_values_videos", "input_features")
+# Layers that carry a state from token to token: a shard would start with an empty one.
+_RECURRENT = re.compile(
+    r"Mamba|SSM|Rwkv|RWKV|Delta_?Net|LinearAttention|LightningAttention|Recurrent|RgLru|Rglru|ShortConv|Retention"
+    r"|[ms]LSTM|BambaMixer|FalconH1Mixer"
+)
+
+
+# --- Models --------------------------------------------------------------------------------------------
+
+
+def check_model(model: nn.Module) -> None:
+    """Refuse a model that cannot be exact when its tokens are spread over ranks.
+
+    Raises:
+        ValueError, NotImplementedError: names the layers or settings, and a fix.
+        TypeError: not a transformers model.
+    """
+    model = unwrapped(model)
+    name = type(model).__name__
+    config: Any = getattr(model, "config", None)
+    if config is None or not hasattr(config, "get_text_config"):
+        raise TypeError(f"{name} has no transformers config; for a module of your own use ringattn.wrap()")
+    text = config.get_text_config()
+    crosses = [type(m).__name__ for m in model.modules() if isinstance(getattr(m, "encoder_attn", None), nn.Module)]
+    if getattr(config, "is_encoder_decoder", False) or crosses:
+        raise NotImplementedError(
+            f"{name} is an encoder-decoder"
+            + (f", or the decoder of one (its {crosses[0]} has encoder_attn)" if crosses else "")
+            + "; cross-attention over ranks is not supported"
+        )
+    odd = sorted({str(t) for t in getattr(text, "layer_types", None) or () if t not in _LAYER_TYPES})
+    recurrent = sorted({type(m).__name__ for m in model.modules() if _RECURRENT.search(type(m).__name__)})
+    if odd or recurrent:
+        raise NotImplementedError(
+            f"{name} has layers of type {', '.join(odd + recurrent)}; ringattn exchanges the keys and values of "
+            f"{' and '.join(_LAYER_TYPES)} only, and such layers would see nothing of the other ranks' tokens"
+        )
+    if not _goes_through_interface(model):
+        raise NotImplementedError(
+            f"{name} computes its attention by itself, not through transformers' AttentionInterface, so "
+            "attn_implementation='ringattn' does not reach its layers; use a model whose layers do, such as Llama's, "
+            "or ringattn.wrap() on your own"
+        )
+    check_implementation(model)
+    if getattr(text, "output_router_logits", False):
+        raise NotImplementedError(
+            f"{name} has output_router_logits=True: the load-balancing loss is no sum over tokens, so the sum of the "
+            "ranks' losses is not that of one process; set config.output_router_logits = False"
+        )
+
+
+def _goes_through_interface(model: nn.Module) -> bool:
+    """Return whether the model's layers use AttentionInterface: as transformers declares for its models, or else as
+    their file imports it. True for models of other packages, which the first forward checks."""
+    parts = [type(m) for m in model.modules() if isinstance(m, transformers.PreTrainedModel)]
+    return not parts or any(
+        not c.__module__.startswith("transformers.")
+        or c.is_backend_compatible()
+        or hasattr(sys.modules[c.__module__], "ALL_ATTENTION_FUNCTIONS")
+        for c in parts
+    )
+
+
+def check_implementation(model: Any) -> None:
+    """Raise ValueError unless the model's ``attn_implementation`` is "ringattn"."""
+    implementation = getattr(model.config.get_text_config(), "_attn_implementation", None)
+    if implementation != NAME:
+        raise ValueError(
+            f"{type(model).__name__} has attn_implementation={implementation!r}; load it with "
+            "attn_implementation='ringattn', or call model.set_attn_implementation('ringattn')"
+        )
+
+
+# --- Batches -------------------------------------------------------------------------------------------
+
+
+def check_batch(model: Any, plan: Plan, batch: Mapping[str, Any]) -> None:
+    """Raise NotImplementedError for a batch whose shards the model cannot compute exactly."""
+    for name in _NOT_TEXT:
+        if batch.get(name) is not None:
+            raise NotImplementedError(
+                f"the batch has {name}: images, videos and sound are not supported over ranks, as their "
+                "features take the place of tokens that several ranks hold. Compute the embeddings of whole "
+                "rows first, and pass them as inputs_embeds"
+            )
+    _check_rope(model, plan, batch)
+
+
+def counts_rows(model: nn.Module) -> bool:
+    """Return whether :func:`check_rows` has anything to check."""
+    return any(hasattr(m, "attn_temperature_tuning") or hasattr(m, "token_dropout") for m in model.modules())
+
+
+def check_rows(model: nn.Module, seq_len: int, batch: Mapping[str, Any]) -> None:
+    """Raise NotImplementedError for modules that would count along a shard in place of the row."""
+    ids: Any = batch.get("input_ids")
+    part: Any
+    for part in model.modules():
+        name = type(part).__name__
+        # Llama4 counts tokens from the start of its input, which is a shard.
+        tunes = getattr(part, "attn_temperature_tuning", False) and not getattr(part, "use_rope", True)
+        if tunes and seq_len >= part.floor_scale:
+            raise NotImplementedError(
+                f"{name} has attn_temperature_tuning without rotary embeddings: it would scale queries by their "
+                f"place in this rank's shard. Rows shorter than floor_scale={part.floor_scale} are exact, these "
+                f"have {seq_len} tokens; or load the model with attn_temperature_tuning=False"
+            )
+        drops = getattr(part, "token_dropout", False) is True and ids is not None
+        if drops and bool((ids == part.mask_token_id).any()):
+            raise NotImplementedError(
+                f"{name} has token_dropout=True: it scales by the part of a row that is masked "
+                f"(mask_token_id={part.mask_token_id}), of which this rank holds a shard; load the model with "
+                "token_dropout=False"
+            )
+
+
+def _check_rope(model: Any, plan: Plan, batch: Mapping[str, Any]) -> None:
+    """Refuse rotary embeddings that depend on the length of the row where ranks would take different lengths: each
+    takes that of its own positions."""
+    config = model.config.get_text_config()
+    every = getattr(config, "rope_parameters", None) or {}
+    for rope in every.values() if all(isinstance(v, Mapping) for v in every.values()) else [every]:
+        kind = rope.get("rope_type", "default")
+        if kind != "longrope" and kind != "dynamic":
+            continue
+        positions = batch.get("position_ids")
+        if positions is None:
+            positions = batches.default_positions(*batches.begins(plan), 1)
+        highest = positions.detach().cpu().reshape(-1, plan.seq_len).amax(0)
+        ends = [int(highest[layouts.positions(shard)].max()) + 1 for shard in plan.shards]
+        limit = rope["original_max_position_embeddings"] if kind == "longrope" else config.max_position_embeddings
+        differ = min(ends) <= limit if kind == "longrope" else min(ends) != max(ends)
+        if max(ends) > limit and differ:
+            raise NotImplementedError(
+                f"{type(model).__name__} has rope_type={kind!r}, whose frequencies depend on the length of "
+                f"the row: its {max(ends)} positions are beyond {limit}, and a rank that ends at {min(ends)} would "
+                f"take others. Use rows of at most {limit} positions"
+                + (", or layout='striped', which ends all ranks together" if kind == "longrope" else "")
+            )
+
+
+# --- The first forward ---------------------------------------------------------------------------------
+
+
+def check_heads(
+    model: nn.Module, local: Mapping[str, Any], kwargs: Mapping[str, Any], outputs: Mapping[str, Any]
+) -> None:
+    """Raise NotImplementedError for outputs of a head that picks tokens of a row, of which other ranks hold some."""
+    tokens = next(local[x] for x in ("input_ids", "inputs_embeds") if local.get(x) is not None)
+    for key, x in outputs.items():
+        asked = kwargs.get("logits_to_keep") is not None or outputs.get("log_probs") is not None
+        picks = key == "pooler_output" or (key.endswith("logits") and not asked)
+        if picks and isinstance(x, Tensor) and (key == "pooler_output" or x.shape[:2] != tokens.shape[:2]):
+            raise NotImplementedError(
+                f"{type(model).__name__} returns {key} of shape {tuple(x.shape)}, not one for each of the "
+                f"{tuple(tokens.shape[:2])} tokens of this rank: it picks tokens of a row, of which other ranks "
+                "hold some. Use the model without this head (a pooler: add_pooling_layer=False) and pick from the "
+                "outputs of all ranks"
+            )
+
+
+def check_loss(model: nn.Module, rank: int, kwargs: Mapping[str, Any], outputs: Mapping[str, Any]) -> None:
+    """Compute the loss again from the logits, and raise NotImplementedError unless it is the sum over this rank's
+    targets divided by the number of all targets."""
+    name = type(model).__name__
+    value: Tensor = outputs["loss"]
+    logits, total = outputs.get("logits"), kwargs.get("num_items_in_batch")
+    targets = kwargs.get("shift_labels" if shifts(model) else "labels")
+    if outputs.get("log_probs") is not None:  # trl's head: SFTTrainer adds up one log-probability per target
+        scored = outputs.get("label_mask")
+        if targets is None or scored is None or not torch.equal(scored, targets != batches.IGNORE):
+            raise NotImplementedError(
+                f"trl {version('trl')} has scored other targets than shift_labels, those of this rank's tokens; "
+                "use trl 1.16, or ringattn.hf.sequence() and ringattn.loss in a loop of your own"
+            )
+        return
+    advice = (
+        "drop 'labels' from what you pass to the model and compute the loss from its logits with "
+        "ringattn.loss.cross_entropy"
+    )
+    if targets is None or total is None or (logits is not None and logits.shape[:-1] != targets.shape):
+        raise NotImplementedError(
+            f"the loss of {name} is not one over this rank's tokens (logits "
+            f"{None if logits is None else tuple(logits.shape)}, targets "
+            f"{None if targets is None else tuple(targets.shape)}); {advice}"
+        )
+    if logits is None:  # a fused loss
+        return
+    with torch.no_grad():
+        expected = losses.cross_entropy(logits.detach(), targets, VirtualRank(0, 1), wrapper="sums", total=total)
+    if not torch.allclose(value.detach().to(expected), expected, rtol=1e-3, atol=1e-4):
+        raise NotImplementedError(
+            f"the loss of {name} is {value.item():.6g} on rank {rank}, but the sum of its targets' "
+            f"losses by their number in the whole batch is {expected.item():.6g}: it ignores shift_labels or "
+            f"num_items_in_batch, or adds a term that is no sum over tokens; {advice}"
+        )
+
+
+def version(package: str) -> str:
+    """Return the installed version of a package."""
+    return importlib.metadata.version(package)

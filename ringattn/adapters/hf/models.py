@@ -1,0 +1,109 @@
+"""Reading a transformers model: where its forward begins, which windows it uses, how it counts positions."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+
+def unwrapped(model: nn.Module) -> Any:
+    """Return the transformers model inside DDP, torch.compile, or both."""
+    while not hasattr(model, "config"):
+        inner = getattr(model, "_orig_mod", None) or getattr(model, "module", None)
+        if inner is None:
+            break
+        model = inner
+    return getattr(model, "_orig_mod", model)
+
+
+def entry(model: nn.Module) -> Any:
+    """Return the module whose call begins a forward: what torch.compile has made, or the transformers model. Hooks of a
+    module inside a compiled one would become part of its graph."""
+    inner = unwrapped(model)
+    while model is not inner and not hasattr(model, "_orig_mod") and model._compiled_call_impl is None:
+        model = model.module  # type: ignore[assignment]
+    return model
+
+
+@contextlib.contextmanager
+def watched(
+    entry: Any, before: Callable[..., None] | None = None, after: Callable[..., None] | None = None
+) -> Iterator[None]:
+    """Call ``before(kwargs)`` and ``after(kwargs, outputs)`` around each forward inside the block, outside of compiled
+    graphs."""
+    inner = entry._compiled_call_impl
+    if inner is not None:  # module.compile() compiles hooks with the rest
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if before:
+                before(kwargs)
+            outputs = inner(*args, **kwargs)
+            if after:
+                after(kwargs, outputs)
+            return outputs
+
+        entry._compiled_call_impl = call
+        try:
+            yield
+        finally:
+            entry._compiled_call_impl = inner
+        return
+    hooks = []
+    if before:
+        hooks.append(entry.register_forward_pre_hook(lambda m, args, kwargs: before(kwargs), with_kwargs=True))
+    if after:
+        hooks.append(entry.register_forward_hook(lambda m, args, kwargs, out: after(kwargs, out), with_kwargs=True))
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def named_outputs(kwargs: Mapping[str, Any], outputs: Any) -> Mapping[str, Any]:
+    """Return a model's outputs by name; with ``return_dict=False`` only the loss and the logits, which come first."""
+    if isinstance(outputs, Mapping):
+        return outputs
+    has_targets = any(kwargs.get(name) is not None for name in ("labels", "shift_labels"))
+    if isinstance(outputs, tuple) and has_targets and isinstance(outputs[0], Tensor) and outputs[0].ndim == 0:
+        return dict(zip(("loss", "logits"), outputs, strict=False))
+    return {}
+
+
+def is_causal(model: Any) -> bool:
+    """Return whether the model's masks are causal: not by its config, and not if no module of it attends causally."""
+    flags = [m.is_causal for m in model.modules() if isinstance(getattr(m, "is_causal", None), bool)]
+    is_encoder = bool(flags) and not any(flags)
+    return bool(getattr(model.config.get_text_config(), "is_causal", True)) and not is_encoder
+
+
+def counts_from(model: Any) -> int | None:
+    """Return the padding_idx of RoBERTa and its descendants, whose positions count from the next number and skip
+    padding; None for other models."""
+    for module in model.modules():
+        if (
+            hasattr(module, "create_position_ids_from_inputs_embeds")
+            and hasattr(module, "position_embeddings")  # absolute ones
+            and getattr(module, "word_embeddings", None) is model.get_input_embeddings()
+        ):
+            return None if module.padding_idx is None else int(module.padding_idx)
+    return None
+
+
+def shifts(model: nn.Module) -> bool:
+    """Return whether the model's loss is that of next tokens."""
+    return getattr(getattr(model, "loss_function", None), "__name__", "") == "ForCausalLMLoss"
+
+
+def windows(config: Any) -> list[int | None]:
+    """Return the windows of a model's layers, None for full attention: their plans are made before a compiled forward,
+    other plans at first use."""
+    window = getattr(config, "sliding_window", None)
+    types = getattr(config, "layer_types", None)
+    if window is None or types is None:
+        return [None] if window is None else [window]
+    kinds: list[int | None] = [None] if any(t != "sliding_attention" for t in types) else []
+    return kinds + ([window] if "sliding_attention" in types else [])

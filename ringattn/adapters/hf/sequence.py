@@ -1,0 +1,303 @@
+"""One batch of whole rows over the ranks of a group: its plans, this rank's shard, and which batch is active."""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ... import transport as transports
+from ...planning import plan as make_plan
+from ...plans import Plan
+from ...training import batch as batches
+from ..recomputation import Scope
+from . import checks
+from .models import counts_from, entry, is_causal, named_outputs, shifts, unwrapped, watched, windows
+
+
+class Visible:
+    """The plan of one kind of mask, which a layer gets in place of a mask.
+
+    Neither a tensor nor a dataclass, so that wrappers of layers hand it on unchanged.
+
+    Attributes:
+        window: as transformers counts it.
+        kernel: for :func:`ringattn.attention`.
+        refusal: why this is not the model's mask. It is raised by the layer that uses it: models also make masks that
+            no layer uses.
+    """
+
+    __slots__ = ("causal", "kernel", "plan", "refusal", "window")
+
+    def __init__(self, plan: Plan, causal: bool, window: int | None, kernel: str, refusal: str | None = None) -> None:
+        self.plan = plan
+        self.causal = causal
+        self.window = window
+        self.kernel = kernel
+        self.refusal = refusal
+
+
+class _Record:
+    """What has been learnt about a model that is in use, so that it is checked once.
+
+    ``attends`` and ``adds_up`` are two results, because a first forward may have no loss."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.attends = False
+        self.adds_up = False
+        self.padding_idx = counts_from(model)
+        self.counts_rows = checks.counts_rows(model)
+
+
+_records: weakref.WeakKeyDictionary[nn.Module, _Record] = weakref.WeakKeyDictionary()
+
+
+class Sequence:
+    """One batch of whole rows over the ranks of a group. Made by :func:`sequence`.
+
+    Attributes:
+        local: this rank's shard, the arguments of the model.
+        plan: the plan that cut it.
+        calls: of the attention function so far.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        batch: Mapping[str, Any],
+        group: Any = None,
+        *,
+        layout: str = "zigzag",
+        dataflow: str = "auto",
+        deterministic: bool = False,
+        local_size: int | None = None,
+        kernel: str = "auto",
+        seq_dims: Mapping[str, int | None] | None = None,
+    ) -> None:
+        self.model: Any = unwrapped(model)
+        self.entry = entry(model)
+        record = _records.get(self.model)
+        if record is None:
+            checks.check_model(self.model)
+            record = _records[self.model] = _Record(self.model)
+        else:  # it may have been switched since, as for generating
+            checks.check_implementation(self.model)
+        self.record = record
+        self.group = group
+        self.kernel = kernel
+        self.options = dict(layout=layout, dataflow=dataflow, deterministic=deterministic, local_size=local_size)
+        self.seq_len, self.documents = _agreed(batch, group)
+        self.calls = 0
+        self.outers: list[Sequence] = []  # entered before this one, and not left yet
+        self._plans: dict[tuple[bool, int | None], Visible] = {}
+        causal = is_causal(self.model)
+        visible = [self.visible(causal, window) for window in windows(self.model.config.get_text_config())]
+        self.plan = visible[0].plan
+        if 0 in self.plan.local_lengths:  # transformers' modules reshape with -1, which is undefined for no tokens
+            raise ValueError(
+                f"rows of {self.seq_len} tokens over {self.plan.world_size} ranks leave some without any, which "
+                f"transformers' modules cannot compute; pad the rows to {2 * self.plan.world_size} tokens or more, "
+                "with an attention_mask"
+            )
+        self.local = self._shard(batch, seq_dims)
+
+    def visible(self, causal: bool, window: int | None) -> Visible:
+        """Return the plan of one kind of mask, made at first use.
+
+        ``window`` is counted as in transformers: causal masks have ``i - j < window``, others ``|i - j| <= window``.
+        """
+        visible = self._plans.get((causal, window))
+        if visible is None:
+            visible = self._plans[causal, window] = Visible(self._plan(causal, window), causal, window, self.kernel)
+        return visible
+
+    def _plan(self, causal: bool, window: int | None) -> Plan:
+        if window is not None and window < 1:
+            raise ValueError(f"sliding_window is {window}; it must be at least 1")
+        left = -1 if window is None else window - 1 if causal else window
+        if left >= self.seq_len:  # it hides nothing
+            left = -1
+        if left == -1 and window is not None:
+            return self.visible(causal, None).plan
+        size = (left, -1 if causal else left)
+        return make_plan(
+            self.seq_len,
+            self.group,
+            causal=causal,
+            window_size=size,
+            documents=self.documents,
+            **self.options,  # type: ignore[arg-type]
+        )
+
+    def _shard(self, batch: Mapping[str, Any], seq_dims: Mapping[str, int | None] | None) -> dict[str, Any]:
+        if batch.get("position_ids") is None:
+            positions = self._counted_positions(batch)
+            batch = batch if positions is None else {**batch, "position_ids": positions}
+        if self.plan.world_size > 1:
+            checks.check_batch(self.model, self.plan, batch)
+            if self.record.counts_rows:
+                checks.check_rows(self.model, self.seq_len, batch)
+        local = self.plan.shard_batch(batch, seq_dims=seq_dims)
+        tokens = next(local[name] for name in ("input_ids", "inputs_embeds") if local.get(name) is not None)
+        if local.get("attention_mask") is None:
+            # Without a mask transformers would read documents out of this rank's position ids.
+            _, real = batches.begins(self.plan)
+            whole = real.expand(tokens.shape[0], -1).to(tokens.device, torch.int64)
+            local["attention_mask"] = self.plan.shard(whole, 1)
+        if not shifts(self.model):
+            local.pop("shift_labels", None)
+        if batch.get("labels") is not None:
+            targets = batch["labels"]
+            if shifts(self.model):
+                targets = batch.get("shift_labels")
+                if targets is None:
+                    targets = batches.shift_labels(batch["labels"], *batches.begins(self.plan))
+            local["num_items_in_batch"] = (targets != batches.IGNORE).sum().clamp(min=1)
+        return local
+
+    def _counted_positions(self, batch: Mapping[str, Any]) -> Tensor | None:
+        """Return position ids of whole rows for models that count some tokens only, which a shard does not allow; None
+        for other models."""
+        ids = batch.get("input_ids")
+        rows, seq_len = batches.shape(batch)
+        device = (batch["inputs_embeds"] if ids is None else ids).device
+        pad = self.record.padding_idx
+        if pad is not None:
+            counted = torch.ones(rows, seq_len, dtype=torch.bool) if ids is None else (ids != pad).cpu()
+            return batches.counted_positions(*batches.begins(self.plan), counted).to(device) + pad
+        if self.model.config.get_text_config().model_type == "opt":  # counts by its mask, -1 at padding
+            begin, real = batches.begins(self.plan)
+            return batches.counted_positions(begin, real, real.expand(rows, -1)).to(device) - 1
+        return None
+
+    @contextlib.contextmanager
+    def active(self) -> Iterator[dict[str, Any]]:
+        """Let the model's layers attend to this sequence inside of the block."""
+        outer = _sequences.innermost()
+        with contextlib.ExitStack() as stack:
+            stack.callback(setattr, self, "outers", self.outers)
+            self.outers = [] if outer is None else [outer, *outer.outers]
+            stack.enter_context(_sequences.active(self))
+            if not (self.record.attends and self.record.adds_up):
+                stack.enter_context(watched(self.entry, after=self._check_first_forward))
+            for other in {self.entry, *(other.entry for other in self.outers)} if outer else ():
+                stack.enter_context(watched(other, before=self._check_inputs))
+            yield self.local
+
+    def _check_inputs(self, kwargs: Mapping[str, Any]) -> None:
+        """Raise ValueError for inputs of an outer sequence: layers attend to the innermost."""
+        for name, x in kwargs.items():
+            if _equal(x, self.local.get(name)):
+                continue
+            if any(_equal(x, other.local.get(name)) for other in self.outers):
+                raise ValueError(
+                    f"the model got {name} of a sequence that is not the innermost of those entered; the layers attend "
+                    "to the innermost. Leave one ringattn.hf.sequence() before entering the next"
+                )
+
+    def _check_first_forward(self, kwargs: Mapping[str, Any], outputs: Any) -> None:
+        """After a model's first forward, check that its layers have called ringattn; after the first one with a loss,
+        that this is a sum over tokens. Every rank comes here, and all raise if one does."""
+        outputs = named_outputs(kwargs, outputs)
+        has_loss = outputs.get("loss") is not None
+        if _sequences.innermost() is not self:  # the forward is that of an inner sequence
+            return
+        if self.record.attends and (self.record.adds_up or not has_loss):
+            return
+        name = type(self.model).__name__
+        error: Exception | None = None
+        try:
+            if not self.calls:
+                raise RuntimeError(
+                    f"{name} has run without calling ringattn: its attention layers ignore attn_implementation; "
+                    "use a model whose layers go through transformers' AttentionInterface"
+                )
+            if self.plan.world_size > 1:
+                checks.check_heads(self.model, self.local, kwargs, outputs)
+            if has_loss:
+                checks.check_loss(self.model, self.plan.rank, kwargs, outputs)
+        except (ValueError, RuntimeError, NotImplementedError) as bad:
+            error = bad
+        self.plan.transport.agree(f"the first forward of {name}", {}, error)
+        self.record.attends = True
+        self.record.adds_up |= has_loss
+
+
+_sequences: Scope[Sequence] = Scope(
+    "sequence",
+    "Checkpoint the model's layers (model.gradient_checkpointing_enable()), not the model; or run forward and backward "
+    "of one batch before the next.",
+)
+
+
+def count_call() -> None:
+    """Count a call of the attention function for the innermost active sequence, if there is one."""
+    innermost = _sequences.innermost()
+    if innermost is not None:
+        innermost.calls += 1
+
+
+def required() -> Sequence:
+    """Return the active sequence, or in a recomputation that of the forward.
+
+    Raises:
+        RuntimeError: there is none, or it is not known.
+    """
+    active = _sequences.current()
+    if active is None:
+        raise RuntimeError(
+            "attn_implementation='ringattn' attends to a sequence that is split over ranks, and none is active: run "
+            "the forward, and the backward, inside `with ringattn.hf.sequence(model, batch, group) as local:`. To "
+            "generate, or to run in one process, call model.set_attn_implementation('sdpa') first"
+        )
+    return active
+
+
+def _agreed(batch: Mapping[str, Any], group: Any) -> tuple[int, Tensor | None]:
+    """Return length and documents of the batch's rows; an error of one rank is raised on all."""
+    error: Exception | None = None
+    seq_len, documents = 0, None
+    try:
+        seq_len = batches.shape(batch)[1]
+        documents = batches.documents(batch)
+    except (ValueError, TypeError) as bad:
+        error = bad
+    transports.of(group).agree("ringattn.hf.sequence()", {"seq_len": seq_len}, error)
+    return seq_len, documents
+
+
+def _equal(a: Any, b: Any) -> bool:
+    if not (isinstance(a, Tensor) and isinstance(b, Tensor)):
+        return False
+    return a is b or (a.shape == b.shape and a.device == b.device and bool((a == b).all()))
+
+
+@contextlib.contextmanager
+def sequence(model: nn.Module, batch: Mapping[str, Any], group: Any = None, **options: Any) -> Iterator[dict[str, Any]]:
+    """Run ``model`` on whole rows of which each rank of ``group`` holds a shard.
+
+    Args:
+        model: with ``attn_implementation="ringattn"``; wrapped (DDP, FSDP2, compiled) or not.
+        batch: whole rows, the same on every rank of the group: ``input_ids`` or ``inputs_embeds``, and optionally
+            ``labels``, ``attention_mask`` (0: padding), ``position_ids`` (restarting: packed documents, as for
+            transformers without a cache), ``documents``, ``cu_seq_lens_q``, ... See :func:`ringattn.batch.documents`.
+            Without ``position_ids`` they are those that the model would make of each document.
+        group: ProcessGroup, one-dimensional DeviceMesh, or None: the default group, or one process alone.
+        options: ``layout``, ``dataflow``, ``deterministic``, ``local_size`` as for :func:`ringattn.plan`, ``kernel`` as
+            for :func:`ringattn.attention`, ``seq_dims`` as for :meth:`ringattn.Plan.shard_batch`.
+
+    Yields:
+        The arguments for the model: this rank's shards, ``shift_labels`` and ``num_items_in_batch``, the number of
+        targets of the whole batch. So ``model(**local).loss`` is this rank's part: the loss, and the gradients, are the
+        **sum** over the group. Under a wrapper that averages over ranks, multiply it by their number; under data
+        parallelism pass the count of all as ``num_items_in_batch`` (:func:`ringattn.loss.count_targets`).
+
+    Raises:
+        ValueError, NotImplementedError: see :mod:`.checks`.
+    """
+    with Sequence(model, batch, group, **options).active() as local:
+        yield local

@@ -1,0 +1,273 @@
+"""Overrides of transformers' Trainer, accelerate's Accelerator and trl's SFTTrainer."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ... import transport as transports
+from ...training import batch as batches
+from ...training import loss as losses
+from ...virtual import VirtualRank
+from .checks import version
+from .models import shifts, unwrapped
+from .sequence import Sequence
+
+# Methods that the mixin overrides, and the parameters that it relies on.
+_TRAINER_HOOKS = {
+    "create_accelerator_and_postprocess": (),
+    "_set_signature_columns_if_needed": (),
+    "get_batch_samples": ("epoch_iterator", "num_batches", "device"),
+    "prediction_step": ("model", "inputs", "prediction_loss_only", "ignore_keys"),
+    "_prepare_context_parallel_inputs": ("model", "inputs"),
+}
+_ACCELERATOR_HOOKS: dict[str, tuple[str, ...]] = {"_prepare_cp": ("args",)}
+_SFT_HOOKS = {
+    "compute_loss": ("model", "inputs", "return_outputs", "num_items_in_batch"),
+    "prediction_step": ("model", "inputs", "prediction_loss_only", "ignore_keys"),
+}
+
+
+def check_hooks(trainer: type, accelerator: type, sft: type | None = None) -> None:
+    """Check that the methods that :class:`RingTrainerMixin` and :func:`prepare` override exist, with their parameters.
+
+    Raises:
+        RuntimeError: naming the method and the installed versions.
+    """
+    expected: list[tuple[type, Mapping[str, tuple[str, ...]]]]
+    expected = [(trainer, _TRAINER_HOOKS), (accelerator, _ACCELERATOR_HOOKS), *([(sft, _SFT_HOOKS)] if sft else [])]
+    for owner, hooks in expected:
+        for method, parameters in hooks.items():
+            function = inspect.getattr_static(owner, method, None)
+            names = tuple(inspect.signature(function).parameters)[1:] if callable(function) else None
+            if names is None or names[: len(parameters)] != parameters:
+                _refuse_versions(
+                    f"overrides {owner.__name__}.{method}({', '.join(parameters)})",
+                    "no such method" if names is None else f"({', '.join(names)})",
+                )
+    if sft and not hasattr(sys.modules[sft.__module__], "add_fused_lm_head"):
+        _refuse_versions("relies on SFTTrainer adding up one log-probability per target", "a loss of another kind")
+
+
+def _refuse_versions(reliance: str, difference: str) -> None:
+    packages = [f"{name} {version(name)}" for name in ("transformers", "accelerate", "trl") if name in sys.modules]
+    raise RuntimeError(
+        f"ringattn.hf {reliance}, but {' with '.join(packages)} has {difference}; use "
+        "transformers 5.17 to 5.23 with accelerate 1.15 (and trl 1.16), or ringattn.hf.sequence() in a loop of your own"
+    )
+
+
+def _sft_trainer(trainer: type) -> Any:
+    """Return trl's SFTTrainer, if the class extends it, or None.
+
+    Raises:
+        NotImplementedError: it extends another trainer of trl.
+    """
+    of_trl = [c for c in trainer.__mro__ if c.__module__.split(".")[0] == "trl"]
+    if of_trl and of_trl[0].__name__ != "SFTTrainer":
+        raise NotImplementedError(
+            f"the loss of trl's {of_trl[0].__name__} compares whole rows, and is no sum over tokens that ranks share; "
+            "of trl's trainers ringattn supports SFTTrainer"
+        )
+    return of_trl[0] if of_trl else None
+
+
+def prepare(accelerator: Any) -> Any:
+    """Let an ``accelerate.Accelerator`` with ``cp_size > 1`` make the mesh, place the data and shard the parameters,
+    but leave attention to ringattn: its own context parallelism erases masks and refuses windows.
+
+    Returns the same object, with a subclass as its class."""
+    base = type(accelerator)
+    if not issubclass(base, _LeavesAttention):
+        check_hooks(_trainer(), base)
+        accelerator.__class__ = type(base.__name__, (_LeavesAttention, base), {})
+    return accelerator
+
+
+def _trainer() -> type:
+    from transformers import Trainer
+
+    return Trainer
+
+
+class _LeavesAttention:
+    """An Accelerator whose context parallelism is ringattn's."""
+
+    ring_adds_up = False  # whether numbers given to gather_for_metrics are sums over this rank's tokens
+
+    def _prepare_cp(self, *args: Any) -> tuple[Any, ...]:
+        return args
+
+    def gather_for_metrics(self: Any, input_data: Any, use_gather_object: bool = False) -> Any:
+        """Gather metrics once per batch: ranks that share a sequence have the same ones, which would count ``cp_size``
+        times."""
+        parallel = self.parallelism_config
+        if parallel is None or not parallel.cp_enabled:
+            return super().gather_for_metrics(input_data, use_gather_object)  # type: ignore[misc]
+        if self.ring_adds_up and isinstance(input_data, Tensor) and input_data.ndim == 0:
+            return self.gather(input_data).unflatten(0, (-1, parallel.non_data_parallel_size)).sum(1)
+        if not isinstance(input_data, Tensor) or input_data.ndim == 0:
+            raise NotImplementedError(
+                f"gather_for_metrics() got a {type(input_data).__name__}; under cp_size > 1 it takes a tensor of rows, "
+                "the same on all ranks that share a sequence"
+            )
+        rows = self.gather(input_data).unflatten(0, (self.num_processes, -1))
+        rows = rows[:: parallel.non_data_parallel_size].flatten(0, 1)
+        state = self.gradient_state
+        return rows[: state.remainder] if state.end_of_dataloader and state.remainder > 0 else rows
+
+
+class RingTrainerMixin:
+    """``class MyTrainer(RingTrainerMixin, Trainer)``: the model has ``attn_implementation="ringattn"``, and
+    accelerate's ``cp_size`` says how many ranks share a sequence (1 or no mesh: each rank has its own).
+
+    Training loss and gradients, and ``evaluate()``'s loss, are those of one process (of a decoder: one whose labels at
+    the first token of each document are -100). ``predict()``, and ``evaluate()`` with ``compute_metrics``, need whole
+    logits and are refused. (With ``even_batches``, accelerate fills up a short last batch with rows that it repeats,
+    with any attention: pass ``accelerator_config={"even_batches": False}``.)
+
+    The same holds for trl's ``SFTTrainer``, with its metrics (entropy, accuracy, number of tokens), packing,
+    padding-free batches and completion-only losses. Other trainers of trl are refused.
+
+    ``ring_options``: options of :func:`sequence`.
+    """
+
+    ring_options: Mapping[str, Any] = {}
+    accelerator: Any
+    args: Any
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self._ring_withheld: dict[str, Any] = {}
+        try:
+            super().__init__(*args, **kwargs)
+        finally:
+            for name, value in self._ring_withheld.items():
+                setattr(self.args, name, value)
+
+    def create_accelerator_and_postprocess(self) -> None:
+        from accelerate import Accelerator
+
+        sft = _sft_trainer(type(self))
+        check_hooks(_trainer(), Accelerator, sft)
+        super().create_accelerator_and_postprocess()  # type: ignore[misc]
+        prepare(self.accelerator)
+        self.gather_function = self.accelerator.gather_for_metrics  # bound to its new class
+        self._ring_sft = sft is not None
+        if self._ring_sft:
+            # Its __init__ has packed by now. Next it would refuse packing, with which accelerate's own context
+            # parallelism lets documents see each other.
+            for name in ("packing", "eval_packing"):
+                self._ring_withheld[name] = getattr(self.args, name)
+                setattr(self.args, name, False)
+
+    def get_batch_samples(self, epoch_iterator: Iterator[Any], num_batches: int, device: Any) -> Any:
+        """Shift the targets of whole rows before the Trainer counts them."""
+        return super().get_batch_samples(map(self._with_targets, epoch_iterator), num_batches, device)  # type: ignore[misc]
+
+    def _with_targets(self: Any, batch: Any) -> Any:
+        if not (self._ring_sft or shifts(unwrapped(self.model))):  # an encoder's targets are its labels
+            return batch
+        if not isinstance(batch, Mapping) or batch.get("labels") is None or batch.get("shift_labels") is not None:
+            return batch
+        return {**batch, "shift_labels": batches.shift_labels(batch["labels"], *batches.begins_of(batch))}
+
+    def _set_signature_columns_if_needed(self: Any) -> None:
+        """Keep the columns with boundaries of documents, which the model does not know."""
+        super()._set_signature_columns_if_needed()  # type: ignore[misc]
+        columns = (*batches.BOUNDARIES, "shift_labels")
+        self._signature_columns += [name for name in columns if name not in self._signature_columns]
+
+    def prediction_step(
+        self, model: nn.Module, inputs: dict[str, Any], prediction_loss_only: bool, ignore_keys: Any = None
+    ) -> Any:
+        if not prediction_loss_only:
+            raise NotImplementedError(
+                "predict(), and evaluate() with compute_metrics, would get the logits of this rank's tokens only; set "
+                "prediction_loss_only=True, or reload the model with attn_implementation='sdpa' in one process"
+            )
+        if inputs.get("labels") is None:
+            raise ValueError(
+                f"the batch has {', '.join(inputs)} and no labels; evaluation over ranks gives the loss only"
+            )
+        inputs = self._with_targets(inputs)
+        if self._ring_sft:
+            return self._sft_loss(model, inputs), None, None
+        loss, *rest = super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)  # type: ignore[misc]
+        # The loss of the whole sequence, on every rank that shares it. The parts have been multiplied by their number.
+        return losses.reduced(loss, _group(self.accelerator), wrapper="averages"), *rest
+
+    def _sft_loss(self: Any, model: nn.Module, inputs: dict[str, Any]) -> Tensor:
+        """Return the mean over the targets of this batch, as in one process. SFTTrainer's own evaluation step does not
+        call :meth:`_prepare_context_parallel_inputs`."""
+        total = (inputs["shift_labels"] != batches.IGNORE).sum().to(self.accelerator.device)
+        active, local = self._prepare_context_parallel_inputs(model, inputs)
+        with torch.no_grad(), self.compute_loss_context_manager(), active():
+            loss = self.compute_loss(model, local, num_items_in_batch=total)
+        scale = self.accelerator.num_processes // self.get_tp_size()  # by which compute_loss multiplies
+        return losses.reduced(loss / scale, _group(self.accelerator), wrapper="sums")
+
+    def compute_loss(
+        self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        if self._ring_sft and num_items_in_batch is None:
+            raise ValueError(f"the batch has {', '.join(inputs)} and no labels to count; SFTTrainer needs them")
+        self.accelerator.ring_adds_up = self._ring_sft  # inside, SFTTrainer gathers sums over tokens
+        try:
+            return super().compute_loss(  # type: ignore[misc]
+                model, inputs, return_outputs=return_outputs, num_items_in_batch=num_items_in_batch
+            )
+        finally:
+            self.accelerator.ring_adds_up = False
+
+    def _prepare_context_parallel_inputs(self, model: nn.Module, inputs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        if not getattr(self, "_ring_checked", False):
+            _check_trainer(self)
+            self._ring_checked = True
+        inputs = self._prepare_inputs(inputs)  # type: ignore[attr-defined]
+        sequence = Sequence(model, inputs, _group(self.accelerator), **self.ring_options)
+        sequence.local.pop("num_items_in_batch", None)  # the Trainer's own covers accumulated batches and all ranks
+        return sequence.active, sequence.local
+
+
+def _group(accelerator: Any) -> Any:
+    parallel = getattr(accelerator, "parallelism_config", None)
+    if parallel is not None and parallel.cp_enabled:
+        return accelerator.torch_device_mesh["cp"]
+    return VirtualRank(0, 1, accelerator.device)
+
+
+def _check_trainer(trainer: Any) -> None:
+    """Raise NotImplementedError for settings under which the loss would not be the mean over all targets."""
+    for refused, setting, fix in (
+        (not trainer.args.average_tokens_across_devices, "average_tokens_across_devices=False", "set it to True"),
+        (trainer.label_smoother is not None, "label_smoothing_factor", "set it to 0"),
+        (trainer.compute_loss_func is not None, "compute_loss_func", "leave the loss to the model"),
+        (
+            not trainer.model_accepts_loss_kwargs,
+            "a model whose forward takes no loss arguments",
+            "use ringattn.hf.sequence() and ringattn.loss in a loop of your own",
+        ),
+        (
+            trainer._ring_sft and trainer.args.use_liger_kernel,
+            "use_liger_kernel=True on trl's SFTTrainer",
+            "set it to False: SFTTrainer avoids whole logits by itself",
+        ),
+        (getattr(trainer, "aux_loss_enabled", False), "a router loss (router_aux_loss_coef)", "set it to 0.0"),
+        (
+            trainer.neftune_noise_alpha is not None and transports.of(_group(trainer.accelerator)).world_size > 1,
+            f"neftune_noise_alpha={trainer.neftune_noise_alpha}, which scales noise by the length of a rank's shard",
+            "leave it out",
+        ),
+        (
+            trainer.args.n_gpu > 1,
+            f"{trainer.args.n_gpu} GPUs in one process",
+            "start one process per GPU with torchrun",
+        ),
+    ):
+        if refused:
+            raise NotImplementedError(f"the Trainer has {setting}, with which ranks' losses do not add up; {fix}")

@@ -1,0 +1,5 @@
+"""The mean loss over all ranks' targets: the public names of :mod:`ringattn.training.loss`."""
+
+from .training.loss import count_targets as count_targets
+from .training.loss import cross_entropy as cross_entropy
+from .training.loss import reduced as reduced
