@@ -147,8 +147,10 @@ class Compiled:
 
     @property
     def _successors(self) -> list[list[int]]:
-        """Return the indices of the instructions that may follow each. The table of an indirect branch (of warps to their
-        partitions) is not in the SASS: its targets are the instructions that no other one leads to."""
+        """Return the indices of the instructions that may follow each.
+
+        The table of an indirect branch (of warps to their partitions) is not in the SASS: its targets are the
+        instructions that no other one leads to."""
         code = self._instructions
         place = {address: i for i, (address, _) in enumerate(code)}
         after: list[list[int]] = []
