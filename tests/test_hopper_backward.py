@@ -222,11 +222,11 @@ def test_tiles_are_visited_cut_first_then_full(monkeypatch, mask, seq, heads):
     monkeypatch.setattr(pieces.gl, "load", numbers.__getitem__)
     for at in range(0, len(numbers), pieces.INFO.value):
         _, _, begin, end, full_begin, full_end, start, _ = numbers[at : at + pieces.INFO.value]
-        steps, cut_steps, j, stops = pieces._tour.fn(at, heads)
+        steps, cut_steps, j, stops = pieces.visit_order.fn(at, heads)
         head, order = 0, []
         for i in range(steps):
             order.append((head, j))
-            j, head = pieces._next.fn(i, j, head, cut_steps, heads, stops)
+            j, head = pieces.next_tile.fn(i, j, head, cut_steps, heads, stops)
         cut = [j for j in range(begin, end) if not full_begin <= j < full_end]
         whole = [*range(start, full_end), *range(full_begin, start)]
         assert order == [(h, j) for h in range(heads) for j in cut] + [(h, j) for h in range(heads) for j in whole]
@@ -249,12 +249,12 @@ def test_parts_of_a_tile_start_in_order(monkeypatch, batches, kv_heads, tiles, p
     for program in range(batches * kv_heads * parts * tiles):
         raised.clear()
         monkeypatch.setattr(pieces.gl, "program_id", lambda _, number=program: number)
-        batch, kv_head, part, info = pieces._place.fn(0, 1, tiles, kv_heads, parts, sweep, False)
+        batch, kv_head, part, info = pieces.place.fn(0, 1, tiles, kv_heads, parts, sweep, False)
         row, tile = batch * kv_heads + kv_head, info // pieces.INFO.value
         assert part == 0 or (row, tile, part - 1) in started
         assert (row, tile, part) not in started
         started.add((row, tile, part))
-        pieces._stored.fn(0, 0, 0, info, tiles, part, parts, segments, sweep)
+        pieces.finish_writer.fn(0, 0, 0, info, tiles, part, parts, segments, sweep)
         counted = [("sys", row // together * segments + 1)] if part == parts - 1 else []
         assert raised == [("gpu", row * tiles + tile), *counted]
 

@@ -30,9 +30,9 @@ tiles of 64 queries that see it, for every query head of the group. dk and dv st
 * A key tile meets the query tiles that a mask cuts first, for all heads, and then the full ones: two loops without a
   branch, one with a mask.
 * dP's sum starts at -delta, so that dS is P times it.
-* The addresses of tiles that stay in shared memory for the whole loop are computed again in each step (``_at``);
-  otherwise the second consumer would reload descriptors from the stack.
-* dQ is staged without bank conflicts: odd rows exchange columns 16 apart (``_stage``).
+* The addresses of tiles that stay in shared memory for the whole loop are computed again in each step
+  (``pieces.tile_at``); otherwise the second consumer would reload descriptors from the stack.
+* dQ is staged without bank conflicts: odd rows exchange columns 16 apart (``pieces.stage_dq``).
 
 The order of the additions to dQ is not fixed: dk and dv have the same bits on every run, dq differs by rounding.
 ``deterministic=True`` therefore runs the portable kernel (triton/backward.py), which adds nothing in memory.
@@ -65,33 +65,10 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ..contract import Block, CompletionCounts, Keys, Queries, Score, int32
 from ..launch import Launches, dispatch, on_device
+from . import backward_pieces as pieces
 from . import backward_wide as wide
 from . import work
-from .backward_pieces import (
-    BM,
-    BN,
-    LOADERS,
-    PAIR,
-    STAGING,
-    _add,
-    _added,
-    _along,
-    _at,
-    _buffer,
-    _matrices,
-    _matrix,
-    _next,
-    _none,
-    _place,
-    _producer,
-    _sent,
-    _stage,
-    _staged,
-    _store,
-    _stored,
-    _tiles,
-    _tour,
-)
+from .backward_pieces import BM, BN, LOADERS, PAIR, STAGING
 from .primitives import (
     barrier_arrive,
     barrier_sync,
@@ -120,8 +97,8 @@ def _writer(
     counters_ptr, segments, SWEEP: gl.constexpr, BATCHED: gl.constexpr,
 ):  # fmt: skip
     """Send the dQ of consumer C, two steps late: the first two times there is nothing to send yet."""
-    batch, kv_head, part, info = _place(info_ptr, heads, tiles, kv_heads, parts, SWEEP, BATCHED)
-    steps, cut_steps, j, stops = _tour(info, heads)
+    batch, kv_head, part, info = pieces.place(info_ptr, heads, tiles, kv_heads, parts, SWEEP, BATCHED)
+    steps, cut_steps, j, stops = pieces.visit_order(info, heads)
     head = (kv_head * parts + part) * heads
     for _ in range(0, 2):
         barrier_sync(DQ_STAGED + C, STAGING, warps=1)
@@ -130,16 +107,16 @@ def _writer(
         barrier_sync(DQ_STAGED + C, STAGING, warps=1)
         tma_reduce_add(dq_desc, [batch, j * BM, head, C * dq_first], dq_s)
         tma.store_wait(0)
-        _sent(DQ_SENT + C, i == steps - 1, turns_ptr, tiles, part, parts, SWEEP)
-        j, head = _next(i, j, head, cut_steps, heads, stops)
-    _stored(DQ_STAGED + C, turns_ptr, counters_ptr, info, tiles, part, parts, segments, SWEEP)
+        pieces.signal_sent(DQ_SENT + C, i == steps - 1, turns_ptr, tiles, part, parts, SWEEP)
+        j, head = pieces.next_tile(i, j, head, cut_steps, heads, stops)
+    pieces.finish_writer(DQ_STAGED + C, turns_ptr, counters_ptr, info, tiles, part, parts, segments, SWEEP)
 
 
 @gluon.jit
 def _scores(i, k, q_s, q_full, S_L: gl.constexpr):
     """Issue S^T of step i, unscaled: (64 keys, 64 queries), asynchronous."""
     mbarrier.wait(q_full.index(i % 2), (i // 2) & 1)
-    return _along(k, q_s, i % 2, S_L)
+    return pieces.keys_times_queries(k, q_s, i % 2, S_L)
 
 
 @gluon.jit
@@ -164,7 +141,7 @@ def _dq(C: gl.constexpr, i, k_s, ds_s):
 @gluon.jit
 def _operands(a, tiles, C: gl.constexpr, i):
     """Return this consumer's keys or values as left operands in step i: from registers if they are kept there."""
-    return _at(tiles, C, i) if a is None else a
+    return pieces.tile_at(tiles, C, i) if a is None else a
 
 
 @gluon.jit
@@ -187,10 +164,10 @@ def _step(
         s = gl.where(seen, s, float("-inf"))
     mbarrier.wait(dout_full.index(stage), (i // 2) & 1)
     minus_delta = delta_v.index(stage).load(gl.SliceLayout(0, S_L))
-    dp = _along(_operands(v_a, v_s, C, i), dout_s, stage, S_L, minus_delta)
+    dp = pieces.keys_times_queries(_operands(v_a, v_s, C, i), dout_s, stage, S_L, minus_delta)
     p = gl.exp2(s * scale_log2 - lse_v.index(stage).load(gl.SliceLayout(0, S_L))[None, :])
     p16 = gl.convert_layout(p.to(dtype), A_L)
-    dv = _add(p16, dout_s, stage, dv)
+    dv = pieces.accumulate(p16, dout_s, stage, dv)
     dp = warpgroup_mma_wait(PIECES, deps=[dp])
     ds = (p * dp).to(dtype)
     barrier_sync(DS_READY + 2 - 2 * C + ((i + 1) & 1), PAIR)  # the other half of the previous dS
@@ -200,15 +177,15 @@ def _step(
     barrier_arrive(DS_READY + 2 * C + (i & 1), PAIR)
     barrier_arrive(DQ_STAGED + C, STAGING)
     dq = _dq(C, i + DS_STAGES - 1, k_s, ds_s)
-    dv, p16 = _added(2, dv, p16)
+    dv, p16 = pieces.wait_sums(2, dv, p16)
     barrier_arrive(DO_FREE + stage, LOADERS)
     s = _scores(gl.minimum(i + 1, last), _operands(k_a, k_s, C, i), q_s, q_full, S_L)
-    dk = _add(ds16, q_s, stage, dk)
+    dk = pieces.accumulate(ds16, q_s, stage, dk)
     dq = warpgroup_mma_wait(2 * PIECES, deps=[dq])
     if not FOLD:
         dq = dq * dq_scale
     barrier_sync(DQ_SENT + C, STAGING)
-    _stage(dq_s, dq)
+    pieces.stage_dq(dq_s, dq)
     if PIECES == 1:
         first, ds16, s = warpgroup_mma_wait(0, deps=[dk[0], ds16, s])
         dk = (first,)
@@ -241,13 +218,13 @@ def _consumer(
 ):  # fmt: skip
     D: gl.constexpr = k_s[0].shape[2]
     S_L: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BM, 16])
-    batch, kv_head, part, info = _place(info_ptr, heads, tiles, kv_heads, parts, SWEEP, BATCHED)
+    batch, kv_head, part, info = pieces.place(info_ptr, heads, tiles, kv_heads, parts, SWEEP, BATCHED)
     first = gl.load(info)
     past = gl.load(info + 1)
-    steps, cut_steps, _, _ = _tour(info, heads)
+    steps, cut_steps, _, _ = pieces.visit_order(info, heads)
     key = first + C * (BN // 2)
-    dk = _none(k_s)
-    dv = _none(v_s)
+    dk = pieces.zero_sums(k_s)
+    dv = pieces.zero_sums(v_s)
     ds_s.index(2 * (DS_STAGES - 1) + C).store(gl.zeros([BN // 2, BM], k_s[0].dtype, S_L))  # "dS of step -1"
     fence_async_shared()
     barrier_arrive(DS_READY + 1 + 2 * C, PAIR)
@@ -277,14 +254,14 @@ def _consumer(
     if not FOLD:
         dq = dq * dk_scale
     barrier_sync(DQ_SENT + C, STAGING)
-    _stage(dq_s, dq)
+    pieces.stage_dq(dq_s, dq)
     fence_async_shared()
     barrier_arrive(DQ_STAGED + C, STAGING)
     if IN_TURNS or COUNTED:
         barrier_sync(DQ_SENT + C, STAGING)  # and if the group has several parts, it is this one's turn
-    head = _buffer(batch, part, batches, IN_TURNS).to(gl.int64) * stride_b + kv_head.to(gl.int64) * stride_h
-    _store(dv_ptr, dv, head, stride_s, key, past, part, dv_scale, True, IN_TURNS)
-    _store(dk_ptr, dk, head, stride_s, key, past, part, dk_scale, not FOLD, IN_TURNS)
+    head = pieces.buffer_of(batch, part, batches, IN_TURNS).to(gl.int64) * stride_b + kv_head.to(gl.int64) * stride_h
+    pieces.store_sums(dv_ptr, dv, head, stride_s, key, past, part, dv_scale, True, IN_TURNS)
+    pieces.store_sums(dk_ptr, dk, head, stride_s, key, past, part, dk_scale, not FOLD, IN_TURNS)
     if IN_TURNS or COUNTED:
         barrier_sync(DQ_STAGED + C, STAGING)  # not arrive: sync alone is documented to order the stores for the writer
 
@@ -309,10 +286,10 @@ def _kernel(
     dout_descs = (dout_desc,) if WHOLE else (dout_desc, dout_rest_desc)
     k_descs = (k_desc,) if WHOLE else (k_desc, k_rest_desc)
     v_descs = (v_desc,) if WHOLE else (v_desc, v_rest_desc)
-    k_t = (_tiles(k_desc),) if WHOLE else (_tiles(k_desc), _tiles(k_rest_desc))
-    v_t = (_tiles(v_desc),) if WHOLE else (_tiles(v_desc), _tiles(v_rest_desc))
-    q_t = (_tiles(q_desc),) if WHOLE else (_tiles(q_desc), _tiles(q_rest_desc))
-    dout_t = (_tiles(dout_desc),) if WHOLE else (_tiles(dout_desc), _tiles(dout_rest_desc))
+    k_t = (pieces.boxes(k_desc),) if WHOLE else (pieces.boxes(k_desc), pieces.boxes(k_rest_desc))
+    v_t = (pieces.boxes(v_desc),) if WHOLE else (pieces.boxes(v_desc), pieces.boxes(v_rest_desc))
+    q_t = (pieces.boxes(q_desc),) if WHOLE else (pieces.boxes(q_desc), pieces.boxes(q_rest_desc))
+    dout_t = (pieces.boxes(dout_desc),) if WHOLE else (pieces.boxes(dout_desc), pieces.boxes(dout_rest_desc))
     ds_s = gl.allocate_shared_memory(dtype, [2 * DS_STAGES, BN // 2, BM], DS_L)
     # Consumer 0 and its writer have the first half or the first piece of dQ's columns.
     W: gl.constexpr = dq_desc.block_type.shape[3]
@@ -322,18 +299,18 @@ def _kernel(
         dq_t = (dq_t.index(0), dq_t.index(1))
     else:
         dq_descs = (dq_desc, dq_rest_desc)
-        dq_t = (_staged(dq_desc), _staged(dq_rest_desc))
-    dq_s = (_matrix(dq_t[0]), _matrix(dq_t[1]))
+        dq_t = (pieces.allocate_staging(dq_desc), pieces.allocate_staging(dq_rest_desc))
+    dq_s = (pieces.staging_matrix(dq_t[0]), pieces.staging_matrix(dq_t[1]))
     lse_t = gl.allocate_shared_memory(gl.float32, [2, 1, BM], lse_desc.layout)
     delta_t = gl.allocate_shared_memory(gl.float32, [2, 1, BM], delta_desc.layout)
     bounds_t = gl.allocate_shared_memory(gl.int32, [2, 1, 2 * BM], bounds_desc.layout)
     kv_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     q_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     dout_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    k_s = _matrices(k_t)
-    v_s = _matrices(v_t)
-    q_s = _matrices(q_t)
-    dout_s = _matrices(dout_t)
+    k_s = pieces.matrices(k_t)
+    v_s = pieces.matrices(v_t)
+    q_s = pieces.matrices(q_t)
+    dout_s = pieces.matrices(dout_t)
     lse_v = reinterpret(lse_t, gl.float32, [2, BM], ROW_L)
     delta_v = reinterpret(delta_t, gl.float32, [2, BM], ROW_L)
     bounds_v = reinterpret(bounds_t, gl.int32, [4, BM], ROW_L)
@@ -353,9 +330,9 @@ def _kernel(
                          dout_full, heads, tiles, kv_heads, parts, batches, stride_b, stride_s, stride_h, scale_log2,
                          dk_scale, dv_scale, SWEEP, BATCHED, FOLD, turns_ptr is not None,
                          counters_ptr is not None)),
-            (_producer, (q_descs, dout_descs, k_descs, v_descs, lse_desc, delta_desc, bounds_desc, info_ptr, k_t, v_t,
-            q_t, dout_t, lse_t,
-                         delta_t, bounds_t, kv_full, q_full, dout_full, heads, tiles, kv_heads, parts, q_tiles,
+            (pieces.producer, (q_descs, dout_descs, k_descs, v_descs, lse_desc, delta_desc, bounds_desc, info_ptr,
+                         k_t, v_t, q_t, dout_t, lse_t, delta_t, bounds_t, kv_full, q_full, dout_full, heads, tiles,
+                         kv_heads, parts, q_tiles,
                          flags_ptr, epoch, timed_out_ptr, Q_FREE, DO_FREE, SWEEP, BATCHED)),
             (_writer, (0, dq_descs[0], W, info_ptr, dq_t[0], heads, tiles, kv_heads, parts, turns_ptr, counters_ptr,
                         segments, SWEEP, BATCHED)),

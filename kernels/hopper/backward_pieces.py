@@ -55,7 +55,7 @@ def _order(tiles, SWEEP: gl.constexpr):
 
 
 @gluon.jit
-def _place(info_ptr, heads, tiles, kv_heads, parts, SWEEP: gl.constexpr, BATCHED: gl.constexpr):
+def place(info_ptr, heads, tiles, kv_heads, parts, SWEEP: gl.constexpr, BATCHED: gl.constexpr):
     """Return batch, key head, part of the group's query heads and address of the key tile's description."""
     head, tile = _order(tiles, SWEEP)
     batch = head // (parts * kv_heads)
@@ -65,7 +65,7 @@ def _place(info_ptr, heads, tiles, kv_heads, parts, SWEEP: gl.constexpr, BATCHED
 
 
 @gluon.jit
-def _buffer(batch, part, batches, IN_TURNS: gl.constexpr):
+def buffer_of(batch, part, batches, IN_TURNS: gl.constexpr):
     """Return the index of the dk and dv that a part of a group adds to: those of the batch element, or its own."""
     if not IN_TURNS:
         batch = part * batches + batch
@@ -80,7 +80,7 @@ def _turns_of(turns_ptr, tiles, parts, SWEEP: gl.constexpr):
 
 
 @gluon.jit
-def _sent(sent: gl.constexpr, last, turns_ptr, tiles, part, parts, SWEEP: gl.constexpr):
+def signal_sent(sent: gl.constexpr, last, turns_ptr, tiles, part, parts, SWEEP: gl.constexpr):
     """Signal to a writer's consumer, at barrier ``sent``, that the staged tile has been read. Before the ``last``
     signal wait until both consumers of the previous part have stored: parts add to the same dk and dv in order, so that
     these have the same bits on every run. The previous part has a smaller program number and has started earlier."""
@@ -92,7 +92,7 @@ def _sent(sent: gl.constexpr, last, turns_ptr, tiles, part, parts, SWEEP: gl.con
 
 
 @gluon.jit
-def _stored(
+def finish_writer(
     staged: gl.constexpr, turns_ptr, counters_ptr, info, tiles, part, parts, segments, SWEEP: gl.constexpr,
 ):  # fmt: skip
     """End a writer, after barrier ``staged`` with its consumer, which has stored: signal to the next part, or after the
@@ -108,11 +108,11 @@ def _stored(
 
 
 @gluon.jit
-def _tour(info, heads):
+def visit_order(info, heads):
     """Return the order of the query tiles that a key tile visits: the cut ones for every head, then the full ones for
     every head, starting at ``start``. So the consumers have one loop for each, without a branch.
 
-    Returns: steps of all heads, those of them with cut tiles, the first tile, and arguments of :func:`_next`.
+    Returns: steps of all heads, those of them with cut tiles, the first tile, and arguments of :func:`next_tile`.
     """
     begin = gl.load(info + 2)
     end = gl.load(info + 3)
@@ -131,7 +131,7 @@ def _tour(info, heads):
 
 
 @gluon.jit
-def _next(i, j, head, cut_steps, heads, stops):
+def next_tile(i, j, head, cut_steps, heads, stops):
     """Return the tile and the head that follow those of step i."""
     full_begin, full_end, end, start, first_cut = stops
     j += 1
@@ -153,7 +153,7 @@ def _next(i, j, head, cut_steps, heads, stops):
 
 
 @gluon.jit
-def _producer(
+def producer(
     q_desc, dout_desc, k_desc, v_desc, lse_desc, delta_desc, bounds_desc, info_ptr,
     k_s, v_s, q_s, dout_s, lse_s, delta_s, bounds_s, kv_full, q_full, dout_full,
     heads, tiles, kv_heads, parts, q_tiles, flags_ptr, epoch, timed_out_ptr,
@@ -165,9 +165,9 @@ def _producer(
     DO_BYTES: gl.constexpr = _bytes(dout_desc)
     DO_STAGES: gl.constexpr = dout_s[0].shape[0]
     KEY_TILES: gl.constexpr = kv_full.shape[0]
-    batch, kv_head, part, info = _place(info_ptr, heads, tiles, kv_heads, parts, SWEEP, BATCHED)
+    batch, kv_head, part, info = place(info_ptr, heads, tiles, kv_heads, parts, SWEEP, BATCHED)
     first = gl.load(info)
-    steps, cut_steps, j, stops = _tour(info, heads)
+    steps, cut_steps, j, stops = visit_order(info, heads)
     if flags_ptr is not None:
         wait_row(flags_ptr, batch * kv_heads + kv_head, epoch, timed_out_ptr, 1)
     for c in gl.static_range(KEY_TILES):
@@ -197,11 +197,11 @@ def _producer(
         mbarrier.expect(dout_full.index(do_stage), DO_BYTES + delta_desc.block_type.nbytes)
         _load_pieces(dout_desc, [batch, j * BM, head], dout_full.index(do_stage), dout_s, do_stage)
         async_load(delta_desc, [row, 0], dout_full.index(do_stage), delta_s.index(do_stage))
-        j, head = _next(i, j, head, cut_steps, heads, stops)
+        j, head = next_tile(i, j, head, cut_steps, heads, stops)
 
 
 @gluon.jit
-def _at(tiles, which, i):
+def tile_at(tiles, which, i):
     """Return tile ``which`` of each piece, its address computed again in step i. ``i >> 30`` is 0, but ptxas does not
     know: it would move descriptors of tiles that stay in shared memory out of the loop, and run out of registers."""
     late = which + (i >> 30)
@@ -209,7 +209,7 @@ def _at(tiles, which, i):
 
 
 @gluon.jit
-def _along(a, b, stage, S_L: gl.constexpr, minus=None):
+def keys_times_queries(a, b, stage, S_L: gl.constexpr, minus=None):
     """Issue the products of the keys (left operands, piece by piece of the columns) and the queries' tile in ``stage``,
     asynchronous, added to ``minus``, a number for each query."""
     ADDS: gl.constexpr = minus is not None
@@ -223,7 +223,7 @@ def _along(a, b, stage, S_L: gl.constexpr, minus=None):
 
 
 @gluon.jit
-def _add(x, tiles, stage, sums):
+def accumulate(x, tiles, stage, sums):
     """Issue sums += x times the tile in ``stage``, asynchronous: one product per piece of its columns."""
     A_0: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=sums[0].type.layout, k_width=2)
     first = warpgroup_mma(gl.convert_layout(x, A_0), tiles[0].index(stage), sums[0], is_async=True)
@@ -236,7 +236,7 @@ def _add(x, tiles, stage, sums):
 
 
 @gluon.jit
-def _added(pending: gl.constexpr, sums, x):
+def wait_sums(pending: gl.constexpr, sums, x):
     """Wait until at most ``pending`` products are in flight; return the sums and their left operand."""
     if len(sums) == 1:
         first, x = warpgroup_mma_wait(pending, deps=[sums[0], x])
@@ -254,7 +254,7 @@ def _sums(D: gl.constexpr):
 
 
 @gluon.jit
-def _none(tiles):
+def zero_sums(tiles):
     """Return sums of zero with the columns of these tiles."""
     return (_sums(tiles[0].shape[2]),) if len(tiles) == 1 else (_sums(tiles[0].shape[2]), _sums(tiles[1].shape[2]))
 
@@ -273,7 +273,7 @@ def _store_piece(ptr, x, head, stride_s, key, past, part, scale, SCALED: gl.cons
 
 
 @gluon.jit
-def _store(ptr, sums, head, stride_s, key, past, part, scale, SCALED: gl.constexpr, ADDS: gl.constexpr):
+def store_sums(ptr, sums, head, stride_s, key, past, part, scale, SCALED: gl.constexpr, ADDS: gl.constexpr):
     """Store sums. ``ADDS``: all parts but the first add to memory."""
     _store_piece(ptr, sums[0], head, stride_s, key, past, part, scale, SCALED, ADDS)
     if len(sums) == 2:
@@ -281,7 +281,7 @@ def _store(ptr, sums, head, stride_s, key, past, part, scale, SCALED: gl.constex
 
 
 @gluon.jit
-def _tiles(desc, COUNT: gl.constexpr = 2):
+def boxes(desc, COUNT: gl.constexpr = 2):
     """Allocate shared memory for ``COUNT`` boxes of a descriptor."""
     SHAPE: gl.constexpr = [COUNT, 1, desc.block_type.shape[1], 1, desc.block_type.shape[3]]
     return gl.allocate_shared_memory(desc.dtype, SHAPE, desc.layout)
@@ -295,12 +295,12 @@ def _without_ones(tiles):
 
 
 @gluon.jit
-def _matrices(tiles):
+def matrices(tiles):
     return (_without_ones(tiles[0]),) if len(tiles) == 1 else (_without_ones(tiles[0]), _without_ones(tiles[1]))
 
 
 @gluon.jit
-def _staged(desc):
+def allocate_staging(desc):
     return gl.allocate_shared_memory(gl.float32, [1, BM, 1, desc.block_type.shape[3]], desc.layout)
 
 
@@ -318,13 +318,13 @@ def _exchanged_layout(rows, columns):
 
 
 @gluon.jit
-def _matrix(tile):
+def staging_matrix(tile):
     L: gl.constexpr = _exchanged_layout(tile.shape[1], tile.shape[3])
     return reinterpret(tile, gl.float32, [tile.shape[1], tile.shape[3]], L)
 
 
 @gluon.jit
-def _stage(dq_s, dq):
+def stage_dq(dq_s, dq):
     """Store a tile of dQ for TMA without bank conflicts. Half a warp stores 32 bytes of each of four rows at a time;
     with TMA's swizzle alone two neighbouring rows would use the same banks."""
     dq_s.store(exchange_blocks(dq))

@@ -37,30 +37,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from .backward_pieces import (
-    BM,
-    LOADERS,
-    PAIR,
-    STAGING,
-    _add,
-    _added,
-    _along,
-    _at,
-    _buffer,
-    _matrices,
-    _matrix,
-    _next,
-    _none,
-    _place,
-    _producer,
-    _sent,
-    _stage,
-    _staged,
-    _store,
-    _stored,
-    _tiles,
-    _tour,
-)
+from . import backward_pieces as pieces
+from .backward_pieces import BM, LOADERS, PAIR, STAGING
 from .primitives import (
     barrier_arrive,
     barrier_sync,
@@ -80,8 +58,8 @@ def _writer(
     C: gl.constexpr, UNITS: gl.constexpr, dq_desc, info_ptr, dq_s, heads, tiles, kv_heads, parts, turns_ptr,
     counters_ptr, segments, SWEEP: gl.constexpr, BATCHED: gl.constexpr,
 ):  # fmt: skip
-    batch, kv_head, part, info = _place(info_ptr, heads, tiles, kv_heads, parts, SWEEP, BATCHED)
-    steps, cut_steps, j, stops = _tour(info, heads)
+    batch, kv_head, part, info = pieces.place(info_ptr, heads, tiles, kv_heads, parts, SWEEP, BATCHED)
+    steps, cut_steps, j, stops = pieces.visit_order(info, heads)
     head = (kv_head * parts + part) * heads
     barrier_arrive(DQ_SENT + C, STAGING, warps=1)
     for i in range(0, steps):
@@ -89,11 +67,11 @@ def _writer(
             barrier_sync(DQ_STAGED + C, STAGING, warps=1)
             tma_reduce_add(dq_desc, [batch, j * BM, head, (C * UNITS_0 + unit) * UNIT], dq_s)
             tma.store_wait(0)
-            _sent(
+            pieces.signal_sent(
                 DQ_SENT + C, (i == steps - 1) & (unit == UNITS - 1), turns_ptr, tiles, part, parts, SWEEP
             )  # fmt: skip
-        j, head = _next(i, j, head, cut_steps, heads, stops)
-    _stored(DQ_STAGED + C, turns_ptr, counters_ptr, info, tiles, part, parts, segments, SWEEP)
+        j, head = pieces.next_tile(i, j, head, cut_steps, heads, stops)
+    pieces.finish_writer(DQ_STAGED + C, turns_ptr, counters_ptr, info, tiles, part, parts, segments, SWEEP)
 
 
 @gluon.jit
@@ -114,7 +92,7 @@ def _send(C: gl.constexpr, dq, dq_s, dq_scale, FOLD: gl.constexpr):
     if not FOLD:
         dq = dq * dq_scale
     barrier_sync(DQ_SENT + C, STAGING)
-    _stage(dq_s, dq)
+    pieces.stage_dq(dq_s, dq)
     fence_async_shared()
     barrier_arrive(DQ_STAGED + C, STAGING)
 
@@ -144,11 +122,11 @@ def _walk_values(
         barrier_arrive(Q_FREE + stage, LOADERS)
         p16 = gl.convert_layout(p, A_L)
         mbarrier.wait(dout_full.index(do_stage), (i // DO_STAGES) & 1)
-        dv = _add(p16, dout_s, do_stage, dv)
+        dv = pieces.accumulate(p16, dout_s, do_stage, dv)
         after = gl.minimum(i + 1, last)
         mbarrier.wait(q_full.index(after % 2), (after // 2) & 1)
-        s = _along(_at(k_s, 0, i), q_s, after % 2, S_L)
-        dv, p16 = _added(PIECES, dv, p16)
+        s = pieces.keys_times_queries(pieces.tile_at(k_s, 0, i), q_s, after % 2, S_L)
+        dv, p16 = pieces.wait_sums(PIECES, dv, p16)
         barrier_arrive(DO_FREE + do_stage, LOADERS)
         barrier_sync(DS_READY, PAIR)
         dq = _dq(0, k_s, ds_s)
@@ -165,14 +143,14 @@ def _values(
 ):  # fmt: skip
     """Consumer 0: S, P, dV and the first columns of dQ."""
     S_L: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BM, 16])
-    batch, kv_head, part, info = _place(info_ptr, heads, tiles, kv_heads, parts, SWEEP, BATCHED)
+    batch, kv_head, part, info = pieces.place(info_ptr, heads, tiles, kv_heads, parts, SWEEP, BATCHED)
     key = gl.load(info)
     past = gl.load(info + 1)
-    steps, cut_steps, _, _ = _tour(info, heads)
-    dv = _none(dout_s)
+    steps, cut_steps, _, _ = pieces.visit_order(info, heads)
+    dv = pieces.zero_sums(dout_s)
     mbarrier.wait(kv_full.index(0), 0)
     mbarrier.wait(q_full.index(0), 0)
-    s = warpgroup_mma_wait(0, deps=[_along(_at(k_s, 0, 0), q_s, 0, S_L)])
+    s = warpgroup_mma_wait(0, deps=[pieces.keys_times_queries(pieces.tile_at(k_s, 0, 0), q_s, 0, S_L)])
     s, dv = _walk_values(
         True, 0, cut_steps, steps - 1, s, dv, k_s, q_s, dout_s, lse_v, bounds_v, p_s, ds_s, dq_s, q_full, dout_full,
         scale_log2, dq_scale, key, past, FOLD,
@@ -182,8 +160,8 @@ def _values(
         dout_full, scale_log2, dq_scale, key, past, FOLD,
     )  # fmt: skip
     barrier_sync(DQ_SENT, STAGING)  # and if the group has several parts, it is this one's turn
-    head = _buffer(batch, part, batches, IN_TURNS).to(gl.int64) * stride_b + kv_head.to(gl.int64) * stride_h
-    _store(dv_ptr, dv, head, stride_s, key, past, part, dv_scale, True, IN_TURNS)
+    head = pieces.buffer_of(batch, part, batches, IN_TURNS).to(gl.int64) * stride_b + kv_head.to(gl.int64) * stride_h
+    pieces.store_sums(dv_ptr, dv, head, stride_s, key, past, part, dv_scale, True, IN_TURNS)
     if IN_TURNS or COUNTED:
         barrier_sync(DQ_STAGED, STAGING)  # not arrive: sync alone is documented to order the stores for the writer
 
@@ -199,16 +177,16 @@ def _keys(
     S_L: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BM, 16])
     PIECES: gl.constexpr = len(v_s)
     DO_STAGES: gl.constexpr = dout_s[0].shape[0]
-    batch, kv_head, part, info = _place(info_ptr, heads, tiles, kv_heads, parts, SWEEP, BATCHED)
+    batch, kv_head, part, info = pieces.place(info_ptr, heads, tiles, kv_heads, parts, SWEEP, BATCHED)
     key = gl.load(info)
     past = gl.load(info + 1)
     steps = (gl.load(info + 3) - gl.load(info + 2)) * heads
-    dk = _none(q_s)
+    dk = pieces.zero_sums(q_s)
     A_L: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=dk[0].type.layout, k_width=2)
     mbarrier.wait(kv_full.index(0), 0)
     mbarrier.wait(dout_full.index(0), 0)
     minus_delta = delta_v.index(0).load(gl.SliceLayout(0, S_L))
-    dp = warpgroup_mma_wait(0, deps=[_along(_at(v_s, 0, 0), dout_s, 0, S_L, minus_delta)])
+    dp = warpgroup_mma_wait(0, deps=[pieces.keys_times_queries(pieces.tile_at(v_s, 0, 0), dout_s, 0, S_L, minus_delta)])
     for i in range(0, steps):
         stage = i % 2
         do_stage = i % DO_STAGES
@@ -220,9 +198,9 @@ def _keys(
         barrier_arrive(DS_READY, PAIR)
         barrier_arrive(DO_FREE + do_stage, LOADERS)
         mbarrier.wait(q_full.index(stage), (i // 2) & 1)
-        dk = _add(ds16, q_s, stage, dk)
+        dk = pieces.accumulate(ds16, q_s, stage, dk)
         dq = _dq(UNITS_0, k_s, ds_s)
-        dk, ds16 = _added(1, dk, ds16)
+        dk, ds16 = pieces.wait_sums(1, dk, ds16)
         barrier_arrive(Q_FREE + stage, LOADERS)
         for unit in gl.static_range(1, UNITS):
             dq = warpgroup_mma_wait(0, deps=[dq])
@@ -231,13 +209,13 @@ def _keys(
         after = gl.minimum(i + 1, steps - 1)
         mbarrier.wait(dout_full.index(after % DO_STAGES), (after // DO_STAGES) & 1)
         minus_delta = delta_v.index(after % DO_STAGES).load(gl.SliceLayout(0, S_L))
-        dp = _along(_at(v_s, 0, i), dout_s, after % DO_STAGES, S_L, minus_delta)
+        dp = pieces.keys_times_queries(pieces.tile_at(v_s, 0, i), dout_s, after % DO_STAGES, S_L, minus_delta)
         dq = warpgroup_mma_wait(PIECES, deps=[dq])
         _send(1, dq, dq_s, dk_scale, FOLD)
         dp = warpgroup_mma_wait(0, deps=[dp])
     barrier_sync(DQ_SENT + 1, STAGING)  # and if the group has several parts, it is this one's turn
-    head = _buffer(batch, part, batches, IN_TURNS).to(gl.int64) * stride_b + kv_head.to(gl.int64) * stride_h
-    _store(dk_ptr, dk, head, stride_s, key, past, part, dk_scale, not FOLD, IN_TURNS)
+    head = pieces.buffer_of(batch, part, batches, IN_TURNS).to(gl.int64) * stride_b + kv_head.to(gl.int64) * stride_h
+    pieces.store_sums(dk_ptr, dk, head, stride_s, key, past, part, dk_scale, not FOLD, IN_TURNS)
     if IN_TURNS or COUNTED:
         barrier_sync(DQ_STAGED + 1, STAGING)  # not arrive: sync alone is documented to order the stores for the writer
 
@@ -261,24 +239,24 @@ def kernel(
     UNITS_1: gl.constexpr = DIM // UNIT - UNITS_0
     dout_descs = (dout_desc,) if WHOLE_V else (dout_desc, dout_rest_desc)
     v_descs = (v_desc,) if WHOLE_V else (v_desc, v_rest_desc)
-    k_t = (_tiles(k_desc, 1), _tiles(k_rest_desc, 1))
-    v_t = (_tiles(v_desc, 1),) if WHOLE_V else (_tiles(v_desc, 1), _tiles(v_rest_desc, 1))
-    q_t = (_tiles(q_desc, 2), _tiles(q_rest_desc, 2))
+    k_t = (pieces.boxes(k_desc, 1), pieces.boxes(k_rest_desc, 1))
+    v_t = (pieces.boxes(v_desc, 1),) if WHOLE_V else (pieces.boxes(v_desc, 1), pieces.boxes(v_rest_desc, 1))
+    q_t = (pieces.boxes(q_desc, 2), pieces.boxes(q_rest_desc, 2))
     N: gl.constexpr = DO_STAGES
-    dout_t = (_tiles(dout_desc, N),) if WHOLE_V else (_tiles(dout_desc, N), _tiles(dout_rest_desc, N))
+    dout_t = (pieces.boxes(dout_desc, N),) if WHOLE_V else (pieces.boxes(dout_desc, N), pieces.boxes(dout_rest_desc, N))
     p_s = gl.allocate_shared_memory(dtype, [KEYS, BM], DS_L)
     ds_s = gl.allocate_shared_memory(dtype, [KEYS, BM], DS_L)
-    dq_t = (_staged(dq_desc), _staged(dq_desc))
+    dq_t = (pieces.allocate_staging(dq_desc), pieces.allocate_staging(dq_desc))
     lse_t = gl.allocate_shared_memory(gl.float32, [2, 1, BM], lse_desc.layout)
     delta_t = gl.allocate_shared_memory(gl.float32, [2, 1, BM], delta_desc.layout)
     bounds_t = gl.allocate_shared_memory(gl.int32, [2, 1, 2 * BM], bounds_desc.layout)
     kv_full = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
     q_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     dout_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    k_s = _matrices(k_t)
-    v_s = _matrices(v_t)
-    q_s = _matrices(q_t)
-    dout_s = _matrices(dout_t)
+    k_s = pieces.matrices(k_t)
+    v_s = pieces.matrices(v_t)
+    q_s = pieces.matrices(q_t)
+    dout_s = pieces.matrices(dout_t)
     lse_v = reinterpret(lse_t, gl.float32, [2, BM], ROW_L)
     delta_v = reinterpret(delta_t, gl.float32, [2, BM], ROW_L)
     bounds_v = reinterpret(bounds_t, gl.int32, [4, BM], ROW_L)
@@ -288,15 +266,15 @@ def kernel(
         mbarrier.init(dout_full.index(i), count=1)
     gl.warp_specialize(
         [
-            (_values, (dv_ptr, info_ptr, k_s, q_s, dout_s, lse_v, bounds_v, p_s, ds_s, _matrix(dq_t[0]),
+            (_values, (dv_ptr, info_ptr, k_s, q_s, dout_s, lse_v, bounds_v, p_s, ds_s, pieces.staging_matrix(dq_t[0]),
                        kv_full, q_full, dout_full, heads, tiles, kv_heads, parts, batches, stride_b, stride_s,
                        stride_h, scale_log2, dk_scale, dv_scale, SWEEP, BATCHED, FOLD, turns_ptr is not None,
                        counters_ptr is not None)),
-            (_keys, (dk_ptr, info_ptr, k_s, v_s, q_s, dout_s, delta_v, p_s, ds_s, _matrix(dq_t[1]),
+            (_keys, (dk_ptr, info_ptr, k_s, v_s, q_s, dout_s, delta_v, p_s, ds_s, pieces.staging_matrix(dq_t[1]),
                      kv_full, q_full, dout_full, heads, tiles, kv_heads, parts, batches, stride_b, stride_s,
                      stride_h, dk_scale, UNITS_1, SWEEP, BATCHED, FOLD, turns_ptr is not None,
                      counters_ptr is not None)),
-            (_producer, ((q_desc, q_rest_desc), dout_descs, (k_desc, k_rest_desc), v_descs, lse_desc, delta_desc,
+            (pieces.producer, ((q_desc, q_rest_desc), dout_descs, (k_desc, k_rest_desc), v_descs, lse_desc, delta_desc,
                          bounds_desc, info_ptr, k_t, v_t, q_t, dout_t, lse_t, delta_t, bounds_t, kv_full, q_full,
                          dout_full, heads, tiles, kv_heads, parts, q_tiles, flags_ptr, epoch, timed_out_ptr,
                          Q_FREE, DO_FREE, SWEEP, BATCHED)),
