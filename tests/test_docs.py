@@ -28,6 +28,7 @@ TESTS = {
     "fsdp2": ["test_fsdp2"],
     "from_context_parallel": ["test_from_context_parallel"],
     "from_ring_flash_attn": ["test_from_ring_flash_attn", "test_flash_attn_functions"],
+    "losses": ["test_losses"],
     "pytorch": ["test_pytorch"],
     "trainer": ["test_trainer", "test_sft_trainer"],
 }

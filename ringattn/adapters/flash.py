@@ -94,18 +94,11 @@ class _Call:
 
 
 def flash_attn_func(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    dropout_p: float = 0.0,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    window_size: tuple[int, int] = (-1, -1),
-    softcap: float = 0.0,
-    alibi_slopes: Tensor | None = None,
-    deterministic: bool = False,
-    return_attn_probs: bool = False,
-) -> Tensor:
+    q: Tensor, k: Tensor, v: Tensor,
+    dropout_p: float = 0.0, softmax_scale: float | None = None, causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1), softcap: float = 0.0, alibi_slopes: Tensor | None = None,
+    deterministic: bool = False, return_attn_probs: bool = False,
+) -> Tensor:  # fmt: skip
     """Return attention over the whole sequence, (batch, local tokens, heads, head_dim), as flash-attn's function does
     over the tokens of one process.
 
@@ -119,92 +112,50 @@ def flash_attn_func(
         NotImplementedError: ``dropout_p`` or ``return_attn_probs``.
     """
     call = _Call(
-        "flash_attn_func",
-        dropout_p,
-        softmax_scale,
-        causal,
-        window_size,
-        softcap,
-        alibi_slopes,
-        deterministic,
-        return_attn_probs,
-    )
+        "flash_attn_func", dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes,
+        deterministic, return_attn_probs,
+    )  # fmt: skip
     return call.attend(q, k, v)
 
 
 def flash_attn_qkvpacked_func(
     qkv: Tensor,
-    dropout_p: float = 0.0,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    window_size: tuple[int, int] = (-1, -1),
-    softcap: float = 0.0,
-    alibi_slopes: Tensor | None = None,
-    deterministic: bool = False,
-    return_attn_probs: bool = False,
-) -> Tensor:
+    dropout_p: float = 0.0, softmax_scale: float | None = None, causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1), softcap: float = 0.0, alibi_slopes: Tensor | None = None,
+    deterministic: bool = False, return_attn_probs: bool = False,
+) -> Tensor:  # fmt: skip
     """Return :func:`flash_attn_func` of ``qkv``, (batch, local tokens, 3, heads, head_dim)."""
     call = _Call(
-        "flash_attn_qkvpacked_func",
-        dropout_p,
-        softmax_scale,
-        causal,
-        window_size,
-        softcap,
-        alibi_slopes,
-        deterministic,
-        return_attn_probs,
-    )
+        "flash_attn_qkvpacked_func", dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes,
+        deterministic, return_attn_probs,
+    )  # fmt: skip
     q, k, v = qkv.unbind(2)
     return call.attend(q, k, v)
 
 
 def flash_attn_kvpacked_func(
-    q: Tensor,
-    kv: Tensor,
-    dropout_p: float = 0.0,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    window_size: tuple[int, int] = (-1, -1),
-    softcap: float = 0.0,
-    alibi_slopes: Tensor | None = None,
-    deterministic: bool = False,
-    return_attn_probs: bool = False,
-) -> Tensor:
+    q: Tensor, kv: Tensor,
+    dropout_p: float = 0.0, softmax_scale: float | None = None, causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1), softcap: float = 0.0, alibi_slopes: Tensor | None = None,
+    deterministic: bool = False, return_attn_probs: bool = False,
+) -> Tensor:  # fmt: skip
     """Return :func:`flash_attn_func` of ``q`` and ``kv``, (batch, local tokens, 2, heads, head_dim)."""
     call = _Call(
-        "flash_attn_kvpacked_func",
-        dropout_p,
-        softmax_scale,
-        causal,
-        window_size,
-        softcap,
-        alibi_slopes,
-        deterministic,
-        return_attn_probs,
-    )
+        "flash_attn_kvpacked_func", dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes,
+        deterministic, return_attn_probs,
+    )  # fmt: skip
     k, v = kv.unbind(2)
     return call.attend(q, k, v)
 
 
 def flash_attn_varlen_func(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    dropout_p: float = 0.0,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    window_size: tuple[int, int] = (-1, -1),
-    softcap: float = 0.0,
-    alibi_slopes: Tensor | None = None,
-    deterministic: bool = False,
-    return_attn_probs: bool = False,
+    q: Tensor, k: Tensor, v: Tensor,
+    cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int, max_seqlen_k: int,
+    dropout_p: float = 0.0, softmax_scale: float | None = None, causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1), softcap: float = 0.0, alibi_slopes: Tensor | None = None,
+    deterministic: bool = False, return_attn_probs: bool = False,
     block_table: Tensor | None = None,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """Return attention over packed documents, (local tokens, heads, head_dim).
 
     Args:
@@ -220,75 +171,38 @@ def flash_attn_varlen_func(
     if block_table is not None:
         raise NotImplementedError("flash_attn_varlen_func got block_table; for a cache of keys use ringattn.KVCache")
     call = _Call(
-        "flash_attn_varlen_func",
-        dropout_p,
-        softmax_scale,
-        causal,
-        window_size,
-        softcap,
-        alibi_slopes,
-        deterministic,
-        return_attn_probs,
-    )
+        "flash_attn_varlen_func", dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes,
+        deterministic, return_attn_probs,
+    )  # fmt: skip
     return call.attend_packed(q, k, v, cu_seqlens_q, cu_seqlens_k)
 
 
 def flash_attn_varlen_qkvpacked_func(
-    qkv: Tensor,
-    cu_seqlens: Tensor,
-    max_seqlen: int,
-    dropout_p: float = 0.0,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    window_size: tuple[int, int] = (-1, -1),
-    softcap: float = 0.0,
-    alibi_slopes: Tensor | None = None,
-    deterministic: bool = False,
-    return_attn_probs: bool = False,
-) -> Tensor:
+    qkv: Tensor, cu_seqlens: Tensor, max_seqlen: int,
+    dropout_p: float = 0.0, softmax_scale: float | None = None, causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1), softcap: float = 0.0, alibi_slopes: Tensor | None = None,
+    deterministic: bool = False, return_attn_probs: bool = False,
+) -> Tensor:  # fmt: skip
     """Return :func:`flash_attn_varlen_func` of ``qkv``, (local tokens, 3, heads, head_dim)."""
     call = _Call(
-        "flash_attn_varlen_qkvpacked_func",
-        dropout_p,
-        softmax_scale,
-        causal,
-        window_size,
-        softcap,
-        alibi_slopes,
-        deterministic,
-        return_attn_probs,
-    )
+        "flash_attn_varlen_qkvpacked_func", dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes,
+        deterministic, return_attn_probs,
+    )  # fmt: skip
     q, k, v = qkv.unbind(1)
     return call.attend_packed(q, k, v, cu_seqlens, cu_seqlens)
 
 
 def flash_attn_varlen_kvpacked_func(
-    q: Tensor,
-    kv: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    dropout_p: float = 0.0,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    window_size: tuple[int, int] = (-1, -1),
-    softcap: float = 0.0,
-    alibi_slopes: Tensor | None = None,
-    deterministic: bool = False,
-    return_attn_probs: bool = False,
-) -> Tensor:
+    q: Tensor, kv: Tensor,
+    cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int, max_seqlen_k: int,
+    dropout_p: float = 0.0, softmax_scale: float | None = None, causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1), softcap: float = 0.0, alibi_slopes: Tensor | None = None,
+    deterministic: bool = False, return_attn_probs: bool = False,
+) -> Tensor:  # fmt: skip
     """Return :func:`flash_attn_varlen_func` of ``q`` and ``kv``, (local tokens, 2, heads, head_dim)."""
     call = _Call(
-        "flash_attn_varlen_kvpacked_func",
-        dropout_p,
-        softmax_scale,
-        causal,
-        window_size,
-        softcap,
-        alibi_slopes,
-        deterministic,
-        return_attn_probs,
-    )
+        "flash_attn_varlen_kvpacked_func", dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes,
+        deterministic, return_attn_probs,
+    )  # fmt: skip
     k, v = kv.unbind(1)
     return call.attend_packed(q, k, v, cu_seqlens_q, cu_seqlens_k)
