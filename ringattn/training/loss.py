@@ -1,16 +1,8 @@
 """The mean loss over all ranks' targets, computed from this rank's logits.
 
-Gradients and losses over the ranks that share a sequence ("cp"), inside data parallelism ("dp"):
-
-* dQ, dK and dV of :func:`ringattn.attention` are **complete** for the local tokens, and never rescaled.
-* Parameter gradients on a rank are *partial sums* over its tokens. The true gradient is the **sum over cp**.
-* A wrapper that **averages** over dp x cp (DDP, FSDP by default) needs the local loss
-  ``sum_local_CE / T_global * (dp * cp)``; a wrapper that **sums** (torchtitan disables FSDP's division) needs
-  ``sum_local_CE / T_global``. The mean of the ranks' means is right only if all shards have equally many targets, which
-  zigzag does not give with masked prompts or padding.
-* A shard without targets contributes 0, not NaN.
-* An ``all_gather`` in the graph must be differentiable, with a sum as its backward.
-* For logging, all-reduce the sum of losses and the number of targets, never means of ranks: :func:`reduced`.
+Parameter gradients on a rank are sums over its tokens, and the true gradient is their sum over ranks. A wrapper that
+**sums** gradients therefore needs the local loss ``sum_local_CE / T_global``, a wrapper that **averages** them the same
+times the number of ranks over which it averages. docs/use/losses.md says why, and what else to watch.
 
 ``T_global`` is the number of targets of all ranks over which the wrapper reduces, and of all batches that one optimizer
 step accumulates.
