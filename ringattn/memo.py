@@ -42,7 +42,7 @@ class Memo(Generic[T]):
     def once(self, key: Hashable, make: Callable[[], T]) -> T:
         """Return the result kept under ``key``, or else that of ``make``, which is then kept."""
         result = self.get(key)
-        return self.put(key, make()) if result is None else result
+        return result if result is not None else self.put(key, make())
 
     def drop(self, condition: Callable[[T], bool]) -> None:
         """Forget the results that fulfil a condition."""
