@@ -99,7 +99,7 @@ def compile_report(dim: int, dim_v: int, dtype: str, copies: bool, parts: int) -
 
 
 # Bytes of stack, spill stores and loads; outside the loops.
-STACKS = {(64, 64): 0, (96, 96): 0, (128, 128): 24, (192, 128): 0, (256, 256): 16}
+STACKS = {(64, 64): 0, (96, 96): 0, (128, 128): 24, (192, 128): 96, (256, 256): 16}
 
 
 @pytest.mark.parametrize(
@@ -110,8 +110,8 @@ STACKS = {(64, 64): 0, (96, 96): 0, (128, 128): 24, (192, 128): 0, (256, 256): 1
 def test_compiles_without_serialized_products(dims, dtype, copies, parts):
     if (dtype, copies) == ("bfloat16", False) and dims not in ((64, 64), (128, 128)):
         pytest.skip("the other two tell as much, and compiling takes long")
-    if parts > 1 and dims in ((96, 96), (192, 128)):
-        pytest.skip("the neighbours tell as much")
+    if parts > 1 and dims == (96, 96):
+        pytest.skip("128 tells as much")
     dim, stack = dims[0], STACKS[dims]
     run = in_a_process("compile", *map(str, dims), dtype, str(int(copies)), str(parts))
     report = json.loads(run.stdout.splitlines()[-1])
@@ -119,7 +119,7 @@ def test_compiles_without_serialized_products(dims, dtype, copies, parts):
     assert report["overwritten"] == []
     assert report["undefined"] == []
     assert report["shared"] <= 227 * 1024
-    boxes = 4 * dim // 128  # of two writers
+    boxes = 4 if dim == 64 else 4 * dim // 128  # of two writers; at 64 each has all columns of half of the queries
     assert report["reduces"] in ([boxes] if parts == 1 else [boxes, 2 * boxes])  # the last step may have its own code
     turns = collections.Counter("RED" in x for x in report["turns"])
     assert turns == ({} if parts == 1 else {False: 4, True: 2})  # of each writer: a look, a loop of looks, its word
@@ -155,11 +155,10 @@ def in_a_process(*args: str) -> subprocess.CompletedProcess:
     (lambda m, n: documents(m, n, lengths=(100, 33, 300)), 400, 400, None),
     (per_batch, 120, 120, None), (padding, 300, 300, (100, 200)),
 ])  # fmt: skip
-@pytest.mark.parametrize("bn", [64, 128])
-def test_tables_name_every_visible_pair_once(mask, seq_q, seq_k, segments_k, bn):
+@pytest.mark.parametrize(("bn", "bm"), [(64, 64), (128, 64), (128, 128)])
+def test_tables_name_every_visible_pair_once(mask, seq_q, seq_k, segments_k, bn, bm):
     block = make_block(*mask(seq_q, seq_k), seq_k, segments_k=segments_k)
-    info, bounds = work.key_tile_table(block, bn)
-    bm = pieces.BM.value
+    info, bounds = work.key_tile_table(block, bn, bm)
     n = torch.arange(seq_k, device=info.device)
     for batch in range(info.shape[0]):
         visible = (block.start[batch, :, None] <= n) & (n < block.end[batch, :, None])
@@ -217,7 +216,7 @@ def test_unreadable_tensors_are_copied_first(monkeypatch):
                                            (lambda m, n: documents(m, n, lengths=(100, 33, 567)), 700)])  # fmt: skip
 def test_tiles_are_visited_cut_first_then_full(monkeypatch, mask, seq, heads):
     """Producer and writers follow this order, and consumers rely on where the full tiles begin."""
-    info, _ = work.key_tile_table(make_block(*mask(seq, seq), seq), pieces.BN.value)
+    info, _ = work.key_tile_table(make_block(*mask(seq, seq), seq), pieces.BN.value, pieces.BM.value)
     numbers = info[0].flatten().tolist()
     monkeypatch.setattr(pieces.gl, "load", numbers.__getitem__)
     for at in range(0, len(numbers), pieces.INFO.value):
@@ -591,7 +590,7 @@ def test_counts_completed_gradients(mask, dims, parts, sweep, monkeypatch):
     args = problem(mask, 2, 400, 4, 2, dims, (130, 1, 0, 269))
     expected = BACKEND.completion_counts(args[0].q, *args[1:])
     assert sweep is None or expected.rows == max(1, sweep // parts)
-    assert expected.counts == tuple(2 * expected.rows * n for n in ((2, 1, 0, 3) if dims[0] <= 128 else (3, 1, 0, 5)))
+    assert expected.counts == tuple(2 * expected.rows * n for n in ((2, 1, 0, 3) if dims[0] <= 192 else (3, 1, 0, 5)))
     want = gradients(args)
     counters = torch.zeros(4 // expected.rows, 4, dtype=torch.int32, device=DEVICE)
     for call in (1, 2):

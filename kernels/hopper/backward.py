@@ -17,8 +17,8 @@ tiles of 64 queries that see it, for every query head of the group. dk and dv st
   need no factor, and dV is divided once. float16 multiplies dQ and dK instead.
 * Tiles have powers of two of columns. Head dim 96 is two tiles side by side, 64 + 32, as are dk and dv; consumer 0
   computes the first 64 columns of dQ and consumer 1 the last 32 (the two share the tensor cores).
-* Head dims above 128 have a kernel of their own, backward_wide.py; both are launched from here.
-* At head dim 64, where shared memory bounds the speed most, the left operands K and V of S and dP stay in registers.
+* Head dims 64, 192 (128 of v) and 256 have kernels of their own, backward_tall.py, backward_lean.py and
+  backward_wide.py; all are launched from here.
 * CTAs walk the full tiles from staggered starts: they do not add to the same tile of dQ at the same time.
 * The query heads of a group are divided between CTAs (``work.split_groups``). They add to the same dk and dv, each
   after the part before it, which counts in ``turns`` that it has stored. This cannot deadlock: CTAs start in the order
@@ -65,7 +65,9 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ..contract import Block, CompletionCounts, Keys, Queries, Score, int32
 from ..launch import Launches, dispatch, on_device
+from . import backward_lean as lean
 from . import backward_pieces as pieces
+from . import backward_tall as tall
 from . import backward_wide as wide
 from . import work
 from .backward_pieces import BM, BN, LOADERS, PAIR, STAGING
@@ -139,18 +141,12 @@ def _dq(C: gl.constexpr, i, k_s, ds_s):
 
 
 @gluon.jit
-def _operands(a, tiles, C: gl.constexpr, i):
-    """Return this consumer's keys or values as left operands in step i: from registers if they are kept there."""
-    return pieces.tile_at(tiles, C, i) if a is None else a
-
-
-@gluon.jit
 def _step(
-    C: gl.constexpr, CUT: gl.constexpr, i, last, s, dk, dv, k_a, v_a, k_s, v_s, q_s, dout_s, lse_v, delta_v, bounds_v,
+    C: gl.constexpr, CUT: gl.constexpr, i, last, s, dk, dv, k_s, v_s, q_s, dout_s, lse_v, delta_v, bounds_v,
     ds_s, dq_s, q_full, dout_full, scale_log2, dq_scale, key, past, FOLD: gl.constexpr,
 ):  # fmt: skip
-    """Process one query tile. ``k_a, v_a``: this consumer's K and V as left operands, if they are kept in registers.
-    ``s`` is complete on entry, and on return that of the next tile is; no wgmma crosses a step."""
+    """Process one query tile. ``s`` is complete on entry, and on return that of the next tile is; no wgmma crosses a
+    step."""
     PIECES: gl.constexpr = len(k_s)  # of the columns; a product over them, or into them, is one product for each
     S_L: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BM, 16])
     A_L: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=dk[0].type.layout, k_width=2)
@@ -164,7 +160,7 @@ def _step(
         s = gl.where(seen, s, float("-inf"))
     mbarrier.wait(dout_full.index(stage), (i // 2) & 1)
     minus_delta = delta_v.index(stage).load(gl.SliceLayout(0, S_L))
-    dp = pieces.keys_times_queries(_operands(v_a, v_s, C, i), dout_s, stage, S_L, minus_delta)
+    dp = pieces.keys_times_queries(pieces.tile_at(v_s, C, i), dout_s, stage, S_L, minus_delta)
     p = gl.exp2(s * scale_log2 - lse_v.index(stage).load(gl.SliceLayout(0, S_L))[None, :])
     p16 = gl.convert_layout(p.to(dtype), A_L)
     dv = pieces.accumulate(p16, dout_s, stage, dv)
@@ -179,7 +175,7 @@ def _step(
     dq = _dq(C, i + DS_STAGES - 1, k_s, ds_s)
     dv, p16 = pieces.wait_sums(2, dv, p16)
     barrier_arrive(DO_FREE + stage, LOADERS)
-    s = _scores(gl.minimum(i + 1, last), _operands(k_a, k_s, C, i), q_s, q_full, S_L)
+    s = _scores(gl.minimum(i + 1, last), pieces.tile_at(k_s, C, i), q_s, q_full, S_L)
     dk = pieces.accumulate(ds16, q_s, stage, dk)
     dq = warpgroup_mma_wait(2 * PIECES, deps=[dq])
     if not FOLD:
@@ -198,12 +194,12 @@ def _step(
 
 @gluon.jit
 def _walk(
-    C: gl.constexpr, CUT: gl.constexpr, first, past_step, last, s, dk, dv, k_a, v_a, k_s, v_s, q_s, dout_s, lse_v,
+    C: gl.constexpr, CUT: gl.constexpr, first, past_step, last, s, dk, dv, k_s, v_s, q_s, dout_s, lse_v,
     delta_v, bounds_v, ds_s, dq_s, q_full, dout_full, scale_log2, dq_scale, key, past, FOLD: gl.constexpr,
 ):  # fmt: skip
     for i in range(first, past_step):
         s, dk, dv = _step(
-            C, CUT, i, last, s, dk, dv, k_a, v_a, k_s, v_s, q_s, dout_s, lse_v, delta_v, bounds_v, ds_s, dq_s,
+            C, CUT, i, last, s, dk, dv, k_s, v_s, q_s, dout_s, lse_v, delta_v, bounds_v, ds_s, dq_s,
             q_full, dout_full, scale_log2, dq_scale, key, past, FOLD,
         )  # fmt: skip
     return s, dk, dv
@@ -216,7 +212,6 @@ def _consumer(
     dv_scale, SWEEP: gl.constexpr, BATCHED: gl.constexpr, FOLD: gl.constexpr, IN_TURNS: gl.constexpr,
     COUNTED: gl.constexpr,
 ):  # fmt: skip
-    D: gl.constexpr = k_s[0].shape[2]
     S_L: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BM, 16])
     batch, kv_head, part, info = pieces.place(info_ptr, heads, tiles, kv_heads, parts, SWEEP, BATCHED)
     first = gl.load(info)
@@ -230,20 +225,14 @@ def _consumer(
     barrier_arrive(DS_READY + 1 + 2 * C, PAIR)
     mbarrier.wait(kv_full.index(C), 0)
     mbarrier.wait(kv_full.index(1 - C), 0)
-    if (D == 64) & (len(k_s) == 1):
-        k_a = (k_s[0].index(C).load(gl.DotOperandLayout(operand_index=0, parent=S_L, k_width=2)),)
-        v_a = (v_s[0].index(C).load(gl.DotOperandLayout(operand_index=0, parent=S_L, k_width=2)),)
-    else:
-        k_a = None
-        v_a = None
-    s = _scores(0, _operands(k_a, k_s, C, 0), q_s, q_full, S_L)
+    s = _scores(0, pieces.tile_at(k_s, C, 0), q_s, q_full, S_L)
     s = warpgroup_mma_wait(0, deps=[s])
     s, dk, dv = _walk(
-        C, True, 0, cut_steps, steps - 1, s, dk, dv, k_a, v_a, k_s, v_s, q_s, dout_s, lse_v, delta_v, bounds_v,
+        C, True, 0, cut_steps, steps - 1, s, dk, dv, k_s, v_s, q_s, dout_s, lse_v, delta_v, bounds_v,
         ds_s, dq_s, q_full, dout_full, scale_log2, dk_scale, key, past, FOLD,
     )  # fmt: skip
     s, dk, dv = _walk(
-        C, False, cut_steps, steps, steps - 1, s, dk, dv, k_a, v_a, k_s, v_s, q_s, dout_s, lse_v, delta_v, bounds_v,
+        C, False, cut_steps, steps, steps - 1, s, dk, dv, k_s, v_s, q_s, dout_s, lse_v, delta_v, bounds_v,
         ds_s, dq_s, q_full, dout_full, scale_log2, dk_scale, key, past, FOLD,
     )  # fmt: skip
     # dQ of the last step, after that of the step before
@@ -452,7 +441,7 @@ def launch(
     flags, timed_out, epoch = (None, None, 0) if ready is None else (ready.flags, ready.timed_out, int32(ready.epoch))
     turns = None
     if split.parts > 1 and not split.apart:
-        tiles = work.key_tile_table(block, work.keys_per_cta(q))[0].shape[1]
+        tiles = _tables(q, block)[0].shape[1]
         turns = torch.zeros(q.shape[0] * k.shape[2], tiles, dtype=torch.int32, device=q.device)
     launches = block.memo.once("hopper backward", Launches)
     statistics = _padded_statistics(queries, score, launches)
@@ -465,22 +454,23 @@ def launch(
     if not launches.again(key, tensors, epoch):
         kernel, grid, args, constants = _arguments(operands, block, score, split, epoch)
         launched = dispatch(kernel, grid, *args, **constants)
-        fixed = work.key_tile_table(block, work.keys_per_cta(q))
+        fixed = _tables(q, block)
         launches.remember(key, tensors, launched, fixed, None if flags is None else kernel.arg_names.index("epoch"))
     return dk, dv
 
 
 def _padded_statistics(queries: Queries, score: Score, launches: Launches) -> tuple[Tensor, Tensor]:
-    """Return lse in base 2 and -delta, (batch * q_heads * query tiles, BM) float32, see :func:`_row_statistics`."""
+    """Return lse in base 2 and -delta, (batch * q_heads * tiles, queries) float32, see :func:`_row_statistics`."""
     q, lse, delta = queries.q, queries.lse.contiguous(), queries.delta.contiguous()
     batch, seq_q, q_heads, _ = q.shape
-    q_tiles = -(-seq_q // BM.value)
+    height = work.queries_per_step(q)
+    q_tiles = -(-seq_q // height)
     shift = math.log2(score.softmax_scale) if _folds_scale(q) else 0.0
     rows = batch * q_heads * q_tiles
-    padded, negated = torch.empty(2, rows, BM.value, dtype=torch.float32, device=q.device).unbind()
+    padded, negated = torch.empty(2, rows, height, dtype=torch.float32, device=q.device).unbind()
     key, tensors = ("statistics", q.shape, shift), [lse, delta, padded, negated]
     if not launches.again(key, tensors):
-        launched = dispatch(_row_statistics, (rows,), *tensors, seq_q, q_tiles, shift, ROWS=BM.value, num_warps=2)
+        launched = dispatch(_row_statistics, (rows,), *tensors, seq_q, q_tiles, shift, ROWS=height, num_warps=2)
         launches.remember(key, tensors, launched)
     return padded, negated
 
@@ -503,25 +493,32 @@ def _arguments(
     q, k, v, dout, dq, dk = x.q, x.k, x.v, x.dout, x.dq, x.dk
     batch, seq_q, q_heads, dim = q.shape
     kv_heads, dim_v = v.shape[2:]
-    info, bounds = work.key_tile_table(block, work.keys_per_cta(q))
+    info, bounds = _tables(q, block)
+    rows = work.queries_per_step(q)
     tiles, parts, scale, fold = info.shape[1], split.parts, score.softmax_scale, _folds_scale(q)
     numbers = (
         dk, x.dv, info, q_heads // kv_heads // parts, tiles, kv_heads, parts, batch, *dk.stride()[-4:-1],
-        -(-seq_q // BM.value), scale * LOG2E, scale, 1 / scale if fold else 1.0,
+        -(-seq_q // rows), scale * LOG2E, scale, 1 / scale if fold else 1.0,
         x.flags, epoch, x.timed_out, x.turns, x.counters, 0 if x.counters is None else x.counters.shape[1],
     )  # fmt: skip
     constants = dict(
         SWEEP=work.sweep(batch * kv_heads, tiles, work.processors(q), parts), BATCHED=info.shape[0] > 1, FOLD=fold,
         REGISTERS=240, num_warps=4,
     )  # fmt: skip
-    statistics = (
-        view(x.lse, (1, BM.value)), view(x.minus_delta, (1, BM.value)), view(bounds, (1, 2 * BM.value))
-    )  # fmt: skip
+    statistics = view(x.lse, (1, rows)), view(x.minus_delta, (1, rows)), view(bounds, (1, 2 * rows))
 
-    def box(tensor: Tensor, columns: int) -> TensorDescriptor | None:
-        return view(tensor, (1, BM.value, 1, columns)) if columns else None
+    def box(tensor: Tensor, columns: int, height: int = BM.value) -> TensorDescriptor | None:
+        return view(tensor, (1, height, 1, columns)) if columns else None
 
     grid = (batch * kv_heads * parts * tiles,)
+    if dim == 64:
+        boxes = (box(q, dim, rows), box(dout, dim, rows), box(k, dim), box(v, dim), *statistics, box(dq, dim))
+        return tall.kernel, grid, (*boxes, *numbers), constants
+    if dim == 192:
+        boxes = (
+            *(box(t, 128) for t in (q, dout, k, v)), *statistics, box(dq, 64), box(q, 64), box(k, 64), box(dq, 32)
+        )  # fmt: skip
+        return lean.kernel, grid, (*boxes, *numbers), constants
     if dim > 128:
         boxes = (
             *(box(t, 128) for t in (q, dout, k, v)), *statistics, box(dq, wide.UNIT.value),
@@ -535,6 +532,10 @@ def _arguments(
         *(box(t, rest) for t in (q, dout, k, v)), box(dq, rest),
     )  # fmt: skip
     return _kernel, grid, (*boxes, *numbers), constants
+
+
+def _tables(q: Tensor, block: Block) -> tuple[Tensor, Tensor]:
+    return work.key_tile_table(block, work.keys_per_cta(q), work.queries_per_step(q))
 
 
 def _folds_scale(q: Tensor) -> bool:

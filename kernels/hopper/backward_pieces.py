@@ -1,4 +1,4 @@
-"""Device functions that the two backward kernels for Hopper share.
+"""Device functions that the backward kernels for Hopper share.
 
 Tiles, in one piece or in two pieces side by side if the number of columns is no power of two, products and sums over
 them, the producer, and the order in which programs visit tiles.
@@ -21,8 +21,8 @@ from .primitives import (
     wait_row,
 )
 
-BM = gl.constexpr(64)  # queries of a step
-BN = gl.constexpr(128)  # keys of a CTA of backward.py; tiles in registers have 64 keys in both kernels
+BM = gl.constexpr(64)  # queries of a step; backward_tall.py has more
+BN = gl.constexpr(128)  # keys of a CTA, but of backward_wide.py; tiles in registers have 64 keys in all kernels
 INFO = gl.constexpr(8)  # int32 numbers that describe a key tile, see work.key_tile_table
 
 LOADERS = gl.constexpr(288)  # threads at a barrier of both consumers and the producer
@@ -161,6 +161,8 @@ def producer(
 ):  # fmt: skip
     """Load K and V, in as many tiles of 64 keys as ``kv_full`` has barriers, then Q, lse (and the intervals of cut
     tiles), dO and delta of every step."""
+    ROWS: gl.constexpr = lse_desc.block_type.shape[1]
+    KV_BYTES: gl.constexpr = _bytes(k_desc) + _bytes(v_desc)
     Q_BYTES: gl.constexpr = _bytes(q_desc)
     DO_BYTES: gl.constexpr = _bytes(dout_desc)
     DO_STAGES: gl.constexpr = dout_s[0].shape[0]
@@ -171,7 +173,7 @@ def producer(
     if flags_ptr is not None:
         wait_row(flags_ptr, batch * kv_heads + kv_head, epoch, timed_out_ptr, 1)
     for c in gl.static_range(KEY_TILES):
-        mbarrier.expect(kv_full.index(c), Q_BYTES + DO_BYTES)  # tiles of keys have as many rows as tiles of queries
+        mbarrier.expect(kv_full.index(c), KV_BYTES)
         _load_pieces(k_desc, [batch, first + c * (BN // 2), kv_head], kv_full.index(c), k_s, c)
         _load_pieces(v_desc, [batch, first + c * (BN // 2), kv_head], kv_full.index(c), v_s, c)
     head = (kv_head * parts + part) * heads
@@ -190,12 +192,12 @@ def producer(
             async_load(bounds_desc, [bounds_row + j, 0], q_full.index(stage), bounds_s.index(stage))
         else:
             mbarrier.expect(q_full.index(stage), Q_BYTES + lse_desc.block_type.nbytes)
-        _load_pieces(q_desc, [batch, j * BM, head], q_full.index(stage), q_s, stage)
+        _load_pieces(q_desc, [batch, j * ROWS, head], q_full.index(stage), q_s, stage)
         async_load(lse_desc, [row, 0], q_full.index(stage), lse_s.index(stage))
         if i >= DO_STAGES:
             barrier_sync(dout_free + do_stage, LOADERS, warps=1)
         mbarrier.expect(dout_full.index(do_stage), DO_BYTES + delta_desc.block_type.nbytes)
-        _load_pieces(dout_desc, [batch, j * BM, head], dout_full.index(do_stage), dout_s, do_stage)
+        _load_pieces(dout_desc, [batch, j * ROWS, head], dout_full.index(do_stage), dout_s, do_stage)
         async_load(delta_desc, [row, 0], dout_full.index(do_stage), delta_s.index(do_stage))
         j, head = next_tile(i, j, head, cut_steps, heads, stops)
 

@@ -1,8 +1,8 @@
-"""The backward kernel for Hopper (sm_90) at head dims 192 (128 of v) and 256, in Gluon.
+"""The backward kernel for Hopper (sm_90) at head dim 256, in Gluon.
 
 Launched by backward.py, with the same tables, order of the CTAs and order of their query tiles.
 
-dk and dv of 64 keys need 256 registers per thread at head dim 256, more than there are. So a CTA owns 64 keys, not
+dk and dv of 64 keys need 256 registers per thread, more than there are. So a CTA owns 64 keys, not
 128, and its two consumers divide the work by gradient, not by keys. One query tile per step::
 
     consumer 0      P = exp2(S^T c - lse), 16 bit, to shared memory ; dV += P dO ; S^T of the step after
@@ -18,7 +18,7 @@ dk and dv of 64 keys need 256 registers per thread at head dim 256, more than th
 * While consumer 0 computes P, consumer 1 multiplies, and while consumer 1 computes dS, consumer 0 multiplies. Consumer
   0 has less to multiply, so that it is at P(i + 1) when the other one still multiplies.
 * Tiles of 256 columns are two of 128: with one, ptxas runs out of registers for the sums.
-* At 256 shared memory has room for one tile of dO. It is read last by dV(i), in the first part of a step, and needed
+* Shared memory has room for one tile of dO. It is read last by dV(i), in the first part of a step, and needed
   next by dP(i + 1), in the last.
 
 Named barriers: 4 P written, 5 dS written, 6, 7 Q read, 8, 9 dO read, 10, 11 dQ staged (once more when dk and dv are

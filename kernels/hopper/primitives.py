@@ -139,6 +139,46 @@ async_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 async_store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
 
 
+@gluon.constexpr_function
+def _round_asm(dtype):
+    return f"cvt.rn.{'bf16x2' if dtype == gl.bfloat16 else 'f16x2'}.f32 $0, $2, $1;"
+
+
+@gluon.constexpr_function
+def _multiply_asm(dtype):
+    if dtype == gl.bfloat16:
+        unpack, kind = "shl.b32 a, $1, 16; and.b32 b, $1, 0xffff0000;", "bf16x2"
+    else:
+        unpack, kind = ".reg .b16 l, h; mov.b32 {l, h}, $1; cvt.f32.f16 a, l; cvt.f32.f16 b, h;", "f16x2"
+    return f"{{ .reg .f32 a, b; {unpack} mul.f32 a, a, $2; mul.f32 b, b, $3; cvt.rn.{kind}.f32 $0, b, a; }}"
+
+
+@gluon.jit
+def _in_pairs(ASM: gl.constexpr, CONSTRAINTS: gl.constexpr, args, dtype: gl.constexpr):
+    if dtype == gl.bfloat16:
+        out = gl.inline_asm_elementwise(ASM, CONSTRAINTS, args, dtype=gl.bfloat16, is_pure=True, pack=2)
+    else:
+        out = gl.inline_asm_elementwise(ASM, CONSTRAINTS, args, dtype=gl.float16, is_pure=True, pack=2)
+    return out
+
+
+@gluon.jit
+def round_pairs(x, dtype: gl.constexpr):
+    """``F2FP.PACK_AB``: float32 to 16 bits, two to a register. Where ``x.to(dtype)`` is also used in arithmetic, LLVM
+    keeps one to a register (``F2F``)."""
+    ASM: gl.constexpr = _round_asm(dtype)
+    CONSTRAINTS: gl.constexpr = "=r,r,r"
+    return _in_pairs(ASM, CONSTRAINTS, [x], dtype)
+
+
+@gluon.jit
+def multiply_pairs(x, y, dtype: gl.constexpr):
+    """``IMAD.U32, LOP3, FMUL, F2FP.PACK_AB``: x of 16 bits, two to a register, times float32 y, rounded to 16 bits."""
+    ASM: gl.constexpr = _multiply_asm(dtype)
+    CONSTRAINTS: gl.constexpr = "=r,r,r,r"
+    return _in_pairs(ASM, CONSTRAINTS, [x, y], dtype)
+
+
 @gl._core.builtin
 def reinterpret(tile, dtype, shape, layout, _semantic=None):
     """No instruction: the same shared memory as a tile of another dtype, shape or layout. Public since Triton 3.9."""

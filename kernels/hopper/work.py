@@ -73,7 +73,12 @@ class Split(NamedTuple):
 
 def keys_per_cta(q: Tensor) -> int:
     """Return the number of keys of a tile of the backward kernel for this head dim."""
-    return BN.value if q.shape[-1] <= 128 else BN.value // 2
+    return BN.value if q.shape[-1] <= 192 else BN.value // 2
+
+
+def queries_per_step(q: Tensor) -> int:
+    """Return the number of queries of a tile of the backward kernel for this head dim."""
+    return 2 * BM.value if q.shape[-1] == 64 else BM.value
 
 
 def split_groups(q: Tensor, k: Tensor, block: Block) -> Split:
@@ -130,19 +135,20 @@ def sweep(rows: int, tiles: int, workers: int, parts: int) -> int:
     return next(size for size in sizes if makespans[size] <= 1.01 * min(makespans.values()))
 
 
-def key_tile_table(block: Block, keys: int) -> tuple[Tensor, Tensor]:
-    """Return descriptions of the tiles of ``keys`` keys, most work first, and the intervals of each query tile.
+def key_tile_table(block: Block, keys: int, queries: int) -> tuple[Tensor, Tensor]:
+    """Return descriptions of the tiles of ``keys`` keys, most work first, and the intervals of each tile of queries.
 
     A description, (batch or 1, tiles, 8) int32: first and past-the-last key, then in query tiles ``begin, end`` (at
     least one), ``full_begin, full_end`` (empty if the tile has fewer keys: all must be masked), the full tile to start
-    with, and the segment of the keys. Intervals: (batch or 1 times query tiles, 2 x BM) int32, empty for padding rows.
+    with, and the segment of the keys. Intervals: (batch or 1 times query tiles, 2 x queries) int32, empty for padding
+    rows.
     """
-    return block.memo.once(("hopper key tiles", keys), lambda: _key_tile_table(block, keys))
+    return block.memo.once(("hopper key tiles", keys, queries), lambda: _key_tile_table(block, keys, queries))
 
 
-def _key_tile_table(block: Block, keys: int) -> tuple[Tensor, Tensor]:
-    key_tiles = block.key_tiles(BM.value, keys)
-    span = key_tiles.span // BM.value
+def _key_tile_table(block: Block, keys: int, queries: int) -> tuple[Tensor, Tensor]:
+    key_tiles = block.key_tiles(queries, keys)
+    span = key_tiles.span // queries
     batches, tiles = span.shape[:2]
     first, past = (key_tiles.rows[:, i].expand(batches, -1) for i in (0, 1))
     begin, full_begin, full_end, end = span.unbind(-1)
@@ -151,14 +157,14 @@ def _key_tile_table(block: Block, keys: int) -> tuple[Tensor, Tensor]:
     full_begin, full_end = torch.where(whole, full_begin, begin), torch.where(whole, full_end, begin)
     index = torch.arange(tiles, device=span.device, dtype=torch.int32).expand(batches, -1)
     full = (full_end - full_begin).clamp(min=1)
-    start = full_begin + torch.remainder(index * (keys // BM.value) - full_begin, full)
+    start = full_begin + torch.remainder(index * (keys // queries) - full_begin, full)
     of_segment = [torch.full((-(-n // keys),), i, device=span.device) for i, n in enumerate(block.segments_k)]
     segment = torch.cat(of_segment).to(torch.int32).expand(batches, -1)
     info = torch.stack([first, past, begin, end, full_begin, full_end, start, segment], -1)
     order = torch.argsort(begin - end, dim=1, stable=True)
     info = info.gather(1, order[..., None].expand_as(info)).to(torch.int32).contiguous()
-    q_tiles = -(-block.seq_q // BM.value)
-    bounds = info.new_zeros(batches, 2, q_tiles * BM.value)
+    q_tiles = -(-block.seq_q // queries)
+    bounds = info.new_zeros(batches, 2, q_tiles * queries)
     bounds[:, 0, : block.seq_q], bounds[:, 1, : block.seq_q] = block.start, block.end
-    bounds = bounds.view(batches, 2, q_tiles, BM.value).transpose(1, 2).reshape(batches * q_tiles, 2 * BM.value)
+    bounds = bounds.view(batches, 2, q_tiles, queries).transpose(1, 2).reshape(batches * q_tiles, 2 * queries)
     return info, bounds.contiguous()
