@@ -64,9 +64,10 @@ class ScoreMod:
         return self
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)  # frozen ones take three times as long to make
 class Score:
-    """How a score is made from a product: scale, softcap, ALiBi, modification; and the sink of the softmax.
+    """How a score is made from a product: scale, softcap, ALiBi, modification; and the sink of the softmax. A value:
+    :func:`dataclasses.replace` changes a copy.
 
     Args:
         softmax_scale: factor of the product of a query and a key.

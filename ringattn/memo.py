@@ -22,12 +22,12 @@ class Memo(Generic[T]):
 
     def get(self, key: Hashable) -> T | None:
         """Return the result kept under ``key``, or None."""
-        result = self._kept.get(key)
-        if result is not None:
-            try:  # noqa: SIM105 (contextlib.suppress takes longer than all of this)
-                self._kept.move_to_end(key)
-            except KeyError:  # another thread has just dropped it
-                pass
+        kept = self._kept
+        result = kept.get(key)
+        # Order matters only near the limit; moving hashes the key a second time, which costs as much as the look-up.
+        if result is not None and 2 * len(kept) > self.limit:
+            with suppress(KeyError):  # another thread has just dropped it
+                kept.move_to_end(key)
         return result
 
     def put(self, key: Hashable, result: T) -> T:
@@ -42,7 +42,7 @@ class Memo(Generic[T]):
     def once(self, key: Hashable, make: Callable[[], T]) -> T:
         """Return the result kept under ``key``, or else that of ``make``, which is then kept."""
         result = self.get(key)
-        return self.put(key, make()) if result is None else result
+        return result if result is not None else self.put(key, make())
 
     def drop(self, condition: Callable[[T], bool]) -> None:
         """Forget the results that fulfil a condition."""

@@ -13,8 +13,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 import torch.autograd.profiler as profiler
@@ -112,22 +111,20 @@ def _forward(
         ),
         error,
     )
-    with no_autocast(q), poison_group_on_failure(plan):  # the state is float32, whatever the caller's region says
-        return tuple(DATAFLOWS[plan.dataflow].forward(Call(q, k, v, plan, score, backend)))  # type: ignore[return-value]
-
-
-@contextmanager
-def poison_group_on_failure(plan: Plan) -> Iterator[None]:
-    """Mark the group unusable if a call fails after communication has started: other ranks may be at a different
-    message. Argument errors are raised on all ranks before anything is sent, so they do not count."""
     try:
-        yield
-    except (TypeError, ValueError, NotImplementedError):
-        raise
+        with no_autocast(q):  # the state is float32, whatever the caller's region says
+            out, lse = DATAFLOWS[plan.dataflow].forward(Call(q, k, v, plan, score, backend))
     except BaseException as error:
-        if plan.world_size > 1:
-            plan.transport.given_up = f"{type(error).__name__}: {error}"
+        poison_group(plan, error)
         raise
+    return out, lse
+
+
+def poison_group(plan: Plan, error: BaseException) -> None:
+    """Mark the group unusable after a call that failed once communication may have started: other ranks may be at a
+    different message. Argument errors are raised on all ranks before anything is sent, so they do not count."""
+    if plan.world_size > 1 and not isinstance(error, (TypeError, ValueError, NotImplementedError)):
+        plan.transport.given_up = f"{type(error).__name__}: {error}"
 
 
 def autocast_dtype(device: torch.device) -> torch.dtype | None:
@@ -183,11 +180,15 @@ def _backward(
     plan.transport.check_whole()
     score = _score(q, alibi_slopes, None, softmax_scale, softcap, score_mod)
     q, k, v, dout = map(unit_stride, (q, k, v, dout))
-    with no_autocast(q), poison_group_on_failure(plan):
-        backend = choose(kernel, q, k, v, score, backward=True)
-        delta = row_delta(out, dout, dlse)
-        call, queries = Call(q, k, v, plan, score, backend), Queries(q, dout, lse, delta)
-        dq, dk, dv = DATAFLOWS[plan.dataflow].backward(call, queries)
+    try:
+        with no_autocast(q):
+            backend = choose(kernel, q, k, v, score, backward=True)
+            delta = row_delta(out, dout, dlse)
+            call, queries = Call(q, k, v, plan, score, backend), Queries(q, dout, lse, delta)
+            dq, dk, dv = DATAFLOWS[plan.dataflow].backward(call, queries)
+    except BaseException as error:
+        poison_group(plan, error)
+        raise
     if sink is None:
         dsink = q.new_empty(0)
     else:  # the sink is a key with a value of zero: ds = p (0 - delta)

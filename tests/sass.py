@@ -1,7 +1,7 @@
-"""What the compiler made of a Triton or Gluon kernel for sm_90, readable with no GPU present.
+"""The code that the compiler makes of a Triton or Gluon kernel for sm_90, read without a GPU.
 
-``compile_for_hopper`` compiles a launch without launching it. ``Compiled`` then tells what costs speed or
-correctness in silence: spills, wgmma that ptxas serialized, writes to a register that a wgmma in flight still reads
+``compile_for_hopper`` compiles a launch without launching it. ``Compiled`` then reports what silently costs speed or
+correctness: spills, wgmma that ptxas serialized, writes to a register that a wgmma in flight still reads
 (ptxas before 13.3 may produce them, triton-lang/triton#11781), and reads of a uniform register that was never written.
 """
 
@@ -19,9 +19,9 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import get_ptxas
 
-# Registers, spills and the order of instructions are one compiler's; a race is wrong whoever made it.
+# Registers, spills and the order of instructions depend on the compiler; a race is an error of any compiler.
 OUR_COMPILER = triton.__version__.startswith("3.6.")
-OTHER = f"Triton {triton.__version__} makes other code than 3.6, which was looked at and timed"
+OTHER = f"Triton {triton.__version__} compiles to other code than 3.6, which was checked and timed"
 
 _TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 
@@ -33,7 +33,7 @@ class Compiled:
 
     @functools.cached_property
     def _build(self) -> tuple[str, str]:
-        """The log of ptxas and the SASS."""
+        """Return the log of ptxas and the SASS."""
         with tempfile.TemporaryDirectory() as folder:
             ptx, cubin = Path(folder) / "kernel.ptx", Path(folder) / "kernel.cubin"
             ptx.write_text(self.ptx)
@@ -56,40 +56,40 @@ class Compiled:
 
     @property
     def stack_bytes(self) -> int:
-        """Bytes of stack frame, spill stores and spill loads together."""
-        found = re.findall(r"(\d+) bytes (?:stack frame|spill stores|spill loads)", self.log)
-        assert found, self.log
-        return sum(map(int, found))
+        """Return the bytes of stack frame, spill stores and spill loads together."""
+        sizes = re.findall(r"(\d+) bytes (?:stack frame|spill stores|spill loads)", self.log)
+        assert sizes, self.log
+        return sum(map(int, sizes))
 
     @property
     def warnings(self) -> list[str]:
-        """ptxas on wgmma: C7510 to C7515 say that it waits after each one (serialized)."""
+        """Return the warnings of ptxas about wgmma: C7510 to C7515 mean that it waits after each one (serialized)."""
         return re.findall(r".*(?:C75\d\d|[Ss]erializ).*", self.log)
 
     def loops_with(self, op: str) -> list[Loop]:
-        """The innermost loops with ``op`` in them. The second tries of waits stand behind the last EXIT and jump back
-        into the code: what lies between is no loop."""
+        """Return the innermost loops with ``op`` in them. Retries of waits are placed after the last EXIT and jump back
+        into the code: what is between is no loop."""
         code = self._instructions
         place = {address: i for i, (address, _) in enumerate(code)}
-        found: list[Loop] = []
+        loops: list[Loop] = []
         for i, (_, text) in enumerate(code):
             target = _branch_target(text)
             if target in place and place[target] <= i:
                 body = code[place[target] : i + 1]
                 if any(op in text for _, text in body) and not any("EXIT" in text for _, text in body):
-                    found.append(Loop(body))
-        spans = [(loop.body[0][0], loop.body[-1][0]) for loop in found]
+                    loops.append(Loop(body))
+        spans = [(loop.body[0][0], loop.body[-1][0]) for loop in loops]
         inner = [all(o == s or not (s[0] <= o[0] and o[1] <= s[1]) for o in spans) for s in spans]
-        return [loop for loop, keep in zip(found, inner, strict=True) if keep]
+        return [loop for loop, keep in zip(loops, inner, strict=True) if keep]
 
     @property
     def _instructions(self) -> list[tuple[int, str]]:
         return [(int(a, 16), t.strip()) for a, t in re.findall(r"/\*([0-9a-f]{4,5})\*/\s+(.*?);", self.sass)]
 
     def overwritten_operands(self) -> list[str]:
-        """Writes to an A operand of a wgmma before the wait that retires it, along the straight line of the code.
+        """Return writes to an A operand of a wgmma before the wait that retires it, in the order of the code.
 
-        A group is what one commit (``gsb0``) closes; a wait for n groups retires all but the n youngest.
+        One commit (``gsb0``) closes a group; a wait for n groups retires all but the n latest.
         """
         groups: list[set[int]] = []
         current: set[int] = set()
@@ -116,9 +116,10 @@ class Compiled:
         return bad
 
     def undefined_uniforms(self) -> list[str]:
-        """Reads of a uniform register on some path from the entry that has not written it. ptxas 12.8 can make such
-        code: loops that share a value, which is written in front of one that is jumped over. A move is no read: it
-        leaves its target as undefined as its source, which may be a value that nobody needs."""
+        """Return reads of a uniform register on some path from the entry that has not written it.
+
+        ptxas 12.8 can make such code: loops share a value that is written only before one of them, which may be
+        skipped. A move is no read: its target becomes as undefined as its source, which may be an unused value."""
         code = self._instructions
         effects = [uniforms(text) for _, text in code]
         moves = [re.match(r"UMOV ", text) for _, text in code]
@@ -132,9 +133,9 @@ class Compiled:
             reads, writes = effects[i]
             now = before | writes if reads <= before or not moves[i] else before - writes
             for j in after[i]:
-                known = written[j]
-                both = now if known is None else known & now
-                if both != known:
+                earlier = written[j]
+                both = now if earlier is None else earlier & now
+                if both != earlier:
                     written[j] = both
                     work.append(j)
         assert all(written[i] is not None for i, (_, text) in enumerate(code) if "HGMMA" in text), "not all was reached"
@@ -146,8 +147,10 @@ class Compiled:
 
     @property
     def _successors(self) -> list[list[int]]:
-        """The places of the instructions that may follow each. The table of an indirect branch (of warps to their
-        partitions) is not in the SASS: it goes to whatever nothing else leads to."""
+        """Return the indices of the instructions that may follow each.
+
+        The table of an indirect branch (of warps to their partitions) is not in the SASS: its targets are the
+        instructions that no other one leads to."""
         code = self._instructions
         place = {address: i for i, (address, _) in enumerate(code)}
         after: list[list[int]] = []
@@ -175,9 +178,9 @@ class Loop:
 
     @property
     def path(self) -> str:
-        """The instructions of the shortest way around: forward branches are taken where they skip something."""
+        """Return the instructions of the shortest way around: forward branches are taken if they skip something."""
         place = {address: i for i, (address, _) in enumerate(self.body)}
-        # Backwards: the fewest instructions from each place to the end, and where they go on.
+        # Backwards: the fewest instructions from each index to the end, and the next index on that way.
         length = [0] * (len(self.body) + 1)
         after = [0] * len(self.body)
         for i in reversed(range(len(self.body))):
@@ -201,8 +204,8 @@ def _branch_target(text: str) -> int:
 
 
 def uniforms(text: str) -> tuple[set[int], set[int]]:
-    """The uniform registers that an instruction reads and writes; pairs where it takes 64 bits, four where it takes the
-    descriptors of both operands of a wgmma, of which it leaves the first alone if that operand is in registers."""
+    """Return the uniform registers that an instruction reads and writes: pairs for 64 bits, four for the descriptors of
+    both operands of a wgmma, of which the first is unused if that operand is in registers."""
     op, _, rest = re.sub(r"^@!?U?P\w+\s+", "", text).partition(" ")
     operands = [x.strip() for x in rest.split(",")]
     writes: set[int] = set()
@@ -232,7 +235,7 @@ def _registers(operand: str, count: int) -> set[int]:
 
 
 class _Hopper:
-    """As much of a driver as compiling needs: one device of compute capability 9.0."""
+    """The part of a driver that compiling needs: one device of compute capability 9.0."""
 
     def get_current_target(self) -> GPUTarget:
         return GPUTarget("cuda", 90, 32)

@@ -1,13 +1,11 @@
-"""The eager kernel, the specification of every other one: blocks, states, scores, dtypes, memory.
-
-Everything is compared with a dense softmax in float64 written here. Chunks are made so small by patching the tile
-size that every case has full, cut and skipped tiles.
-"""
+"""The eager backend, the specification of every other one, besides the contract: states, dtypes, memory, tiles."""
 
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
+import kernel_contract
 import pytest
 import torch
 from hypothesis import given
@@ -15,11 +13,14 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ringattn.kernels import contract as blocks
+import ringattn
 from ringattn.kernels import eager
-from ringattn.kernels.contract import Block, Partial, Score, block_backward, block_delta, block_forward
+from ringattn.kernels.backends import BACKENDS, Backend, choose
+from ringattn.kernels.contract import Block, Keys, Queries, Score, row_delta
+from ringattn.partial import Partial
 
 INF = float("inf")
+EAGER = BACKENDS["eager"]
 
 
 def make_block(start: list[list[int]], end: list[list[int]], seq_k: int, offset: int = 0) -> Block:
@@ -47,28 +48,12 @@ def tensors(
     return [torch.randn(s, generator=make, dtype=torch.float64).to(dtype) for s in shapes]
 
 
-def dense(
-    q: Tensor, k: Tensor, v: Tensor, block: Block, score: Score, sink: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
-    group = q.shape[2] // k.shape[2]
-    k, v = k.double().repeat_interleave(group, 2), v.double().repeat_interleave(group, 2)
-    s = torch.einsum("bihd,bjhd->bhij", q.double(), k) * score.softmax_scale
-    if score.softcap:
-        s = score.softcap * torch.tanh(s / score.softcap)
-    if score.alibi_slopes is not None:
-        distance = (block.positions_q[:, None] - block.positions_k).abs()
-        s = s - score.alibi_slopes.double().reshape(-1, q.shape[2], 1, 1) * distance
-    n = torch.arange(block.seq_k)
-    visible = (block.start[:, :, None] <= n) & (n < block.end[:, :, None])
-    s = s.masked_fill(~visible[:, None], -INF)
-    if sink is not None:
-        s = torch.cat([s, sink.double()[None, :, None, None].expand(*s.shape[:3], 1)], -1)
-    top = s.amax(-1, keepdim=True).clamp_min(-1e300) if s.shape[-1] else s.new_zeros(*s.shape[:3], 1)
-    p = torch.exp(s - top)
-    l = p.sum(-1, keepdim=True)
-    p = torch.where(l > 0, p / torch.where(l > 0, l, 1), 0.0)
-    lse = torch.where(l > 0, top + torch.log(torch.where(l > 0, l, 1)), -INF)[..., 0]
-    return torch.einsum("bhij,bjhd->bihd", p[..., : block.seq_k], v), lse
+def dense(q: Tensor, k: Tensor, v: Tensor, block: Block, score: Score) -> tuple[Tensor, Tensor]:
+    """Return out and lse of the dense softmax in float64."""
+    whole = [(slice(0, block.seq_k), block)]
+    rows = torch.zeros(q.shape[0], q.shape[2], q.shape[1], dtype=torch.float64)
+    dout = rows.new_zeros(*q.shape[:3], v.shape[3])
+    return kernel_contract.dense(kernel_contract.Problem(q, k, v, dout, rows, score, whole, block))[:2]
 
 
 @pytest.fixture
@@ -82,41 +67,6 @@ SCORES = {
     "alibi": Score(0.4, 0.0, torch.tensor([0.1, 0.5, 0.0, 2.0])),
     "all": Score(0.7, 3.0, torch.tensor([[0.1, 0.5, 0.0, 2.0], [0.3, 0.2, 0.1, 0.7]])),
 }
-BLOCKS = {
-    "full": lambda: make_block([[0] * 11], [[14] * 11], 14),
-    "causal": lambda: causal(11, 14),
-    "causal with empty rows": lambda: causal(14, 9),
-    "window": lambda: make_block([[max(0, i - 3) for i in range(12)]], [[min(13, i + 2) for i in range(12)]], 13),
-    "nothing": lambda: make_block([[3] * 6], [[3] * 6], 7),
-    "rows differ": lambda: make_block(
-        [[0] * 5 + [6] * 6, [0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 9]], [[6] * 5 + [9] * 6, [9] * 11], 9
-    ),
-}
-
-
-@pytest.mark.usefixtures("small_tiles")
-@pytest.mark.parametrize("with_sink", [False, True])
-@pytest.mark.parametrize("score", SCORES)
-@pytest.mark.parametrize("shape", BLOCKS)
-def test_forward_and_backward(shape: str, score: str, with_sink: bool) -> None:
-    block, how = BLOCKS[shape](), SCORES[score]
-    q, k, v, dout = tensors(block.seq_q, block.seq_k)
-    sink = torch.tensor([0.3, -2.0, 5.0, 0.0], dtype=torch.float64) if with_sink else None
-    dlse = torch.randn(2, 4, block.seq_q, dtype=torch.float64)
-    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
-    want, want_lse = dense(*leaves, block, how, sink)
-    out, lse = block_forward(q, k, v, block, how, sink=sink, finalize=True, kernel="eager")
-    torch.testing.assert_close(out, want.detach(), rtol=1e-12, atol=1e-12)
-    torch.testing.assert_close(lse, want_lse.detach(), rtol=1e-12, atol=1e-12)
-
-    seen = ~want_lse.isinf()
-    dlse = torch.where(seen, dlse, 0.0)
-    grads = torch.autograd.grad((want * dout).sum() + (want_lse[seen] * dlse[seen]).sum(), leaves)
-    start = torch.randn_like(q)
-    dq = start.clone()
-    dk, dv = block_backward(q, k, v, dout, lse, block_delta(out, dout, dlse), block, how, dq=dq, kernel="eager")
-    for got, expected in zip((dq - start, dk, dv), grads, strict=True):  # the contribution is added to dq
-        torch.testing.assert_close(got, expected, rtol=1e-11, atol=1e-11)
 
 
 @pytest.mark.usefixtures("small_tiles")
@@ -127,7 +77,8 @@ def test_chunks_of_keys_carry_the_state(cuts: list[int], score: str, sink: bool)
     whole, how = causal(13, 17), SCORES[score]
     q, k, v, _ = tensors(13, 17)
     logits = torch.tensor([0.3, -2.0, 5.0, 0.0], dtype=torch.float64) if sink else None
-    want, want_lse = dense(q, k, v, whole, how, logits)
+    how = replace(how, sink=logits)
+    want, want_lse = dense(q, k, v, whole, how)
     edges = [0, *cuts, 17]
     state: Partial | None = None
     for a, b in itertools.pairwise(edges):
@@ -135,26 +86,24 @@ def test_chunks_of_keys_carry_the_state(cuts: list[int], score: str, sink: bool)
             (whole.start - a).clamp(0, b - a), (whole.end - a).clamp(0, b - a), whole.positions_q,
             whole.positions_k[a:b], (13,), (b - a,) if b > a else (),
         )  # fmt: skip
-        last = b == 17 and a == edges[-2]
-        reached = block_forward(
-            q, k[:, a:b], v[:, a:b], part, how, state=state, sink=logits if state is None else None,
-            finalize=last, kernel="eager",
-        )  # fmt: skip
-        state = reached if isinstance(reached, Partial) else None
-    torch.testing.assert_close(reached[0], want, rtol=1e-12, atol=1e-12)
-    torch.testing.assert_close(reached[1], want_lse, rtol=1e-12, atol=1e-12)
+        keys = Keys(k[:, a:b], v[:, a:b], part)
+        result = EAGER.output(q, keys, how, state)
+        state = EAGER.forward(q, keys, how, state)
+    torch.testing.assert_close(result.out, want, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(result.lse, want_lse, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize(("seq_q", "seq_k"), [(0, 5), (5, 0), (0, 0)])
 def test_empty_tensors(seq_q: int, seq_k: int) -> None:
     block = make_block([[0] * seq_q], [[0] * seq_q], seq_k)
     q, k, v, dout = tensors(seq_q, seq_k)
-    for kernel in ("auto", "eager"):
-        out, lse = block_forward(q, k, v, block, Score(1.0), finalize=True, kernel=kernel)
+    keys = Keys(k, v, block)
+    for backend in BACKENDS.values():
+        out, lse = backend.output(q, keys, Score(1.0))
         assert torch.equal(out, torch.zeros(2, seq_q, 4, 5, dtype=torch.float64))
         assert torch.equal(lse, torch.full((2, 4, seq_q), -INF, dtype=torch.float64))
         dq = torch.ones_like(q)
-        dk, dv = block_backward(q, k, v, dout, lse, block_delta(out, dout), block, Score(1.0), dq=dq, kernel=kernel)
+        dk, dv = backend.backward(Queries(q, dout, lse, row_delta(out, dout)), keys, Score(1.0), dq)
         assert torch.equal(dq, torch.ones_like(q))
         assert torch.equal(dk, torch.zeros_like(k))
         assert torch.equal(dv, torch.zeros_like(v))
@@ -166,30 +115,30 @@ def test_low_precision_is_rounded_once_at_the_end(dtype: torch.dtype) -> None:
     block, how = causal(40, 60), Score(0.4)
     q, k, v, dout = tensors(40, 60, dtype=dtype)
     want, want_lse = dense(q, k, v, block, how)
-    state = block_forward(q, k, v, block, how, kernel="eager")
-    assert isinstance(state, Partial)
+    keys = Keys(k, v, block)
+    state = EAGER.forward(q, keys, how)
     assert {x.dtype for x in state} == {torch.float32}
     exact = state.o / state.l.transpose(1, 2)[..., None]
     # 60 terms summed, each from a product of 8: a few hundred roundings at most, of random sign
     assert (exact - want).abs().max() < 100 * torch.finfo(torch.float32).eps * v.abs().max()
-    out, lse = block_forward(q, k, v, block, how, finalize=True, kernel="eager")
+    out, lse = EAGER.output(q, keys, how)
     assert out.dtype == dtype
     assert lse.dtype == torch.float32
     assert torch.equal(out, exact.to(dtype))
     assert (lse - want_lse).abs().max() < 100 * torch.finfo(torch.float32).eps * want_lse.abs().max()
-    dq = torch.zeros(q.shape)
-    dk, dv = block_backward(q, k, v, dout, lse, block_delta(out, dout), block, how, dq=dq, kernel="eager")
+    dk, dv = EAGER.backward(Queries(q, dout, lse, row_delta(out, dout)), keys, how, torch.zeros(q.shape))
     assert dk.dtype == dv.dtype == torch.float32
 
 
 @pytest.mark.usefixtures("small_tiles")
 def test_nan_and_infinity_go_where_dense_attention_has_them() -> None:
     block, how = causal(9, 9), Score(0.4)
-    clean = block_forward(*tensors(9, 9)[:3], block, how, finalize=True, kernel="eager")
+    q, k, v, _ = tensors(9, 9)
+    clean = EAGER.output(q, Keys(k, v, block), how)
     for bad in (float("nan"), INF):
         q, k, v, _ = tensors(9, 9)
         q[1, 4, 2, 0] = bad
-        out, lse = block_forward(q, k, v, block, how, finalize=True, kernel="eager")
+        out, lse = EAGER.output(q, Keys(k, v, block), how)
         hit = torch.zeros_like(out, dtype=torch.bool)
         hit[1, 4, 2] = True
         assert not out[hit].isfinite().any()
@@ -197,7 +146,7 @@ def test_nan_and_infinity_go_where_dense_attention_has_them() -> None:
         assert torch.equal(out[~hit], clean[0][~hit])
     q, k, v, _ = tensors(9, 9)
     k[0, 5, 1, 3] = float("nan")  # seen by rows 5.. of the heads 2 and 3, hidden from the rows before
-    out, _ = block_forward(q, k, v, block, how, finalize=True, kernel="eager")
+    out, _ = EAGER.output(q, Keys(k, v, block), how)
     hit = torch.zeros_like(out, dtype=torch.bool)
     hit[0, 5:, 2:] = True
     assert out[hit].isnan().all()
@@ -208,17 +157,18 @@ def test_huge_scores_do_not_overflow() -> None:
     block = causal(6, 6)
     q, k, v, dout = tensors(6, 6)
     how = Score(1e4)
-    out, lse = block_forward(q, k, v, block, how, finalize=True, kernel="eager")
+    keys = Keys(k, v, block)
+    out, lse = EAGER.output(q, keys, how)
     want, want_lse = dense(q, k, v, block, how)
     torch.testing.assert_close(out, want, rtol=1e-9, atol=1e-9)  # scores of 1e5 are known to 1e-11
     torch.testing.assert_close(lse, want_lse, rtol=1e-13, atol=0)
     dq = torch.zeros_like(q)
-    dk, dv = block_backward(q, k, v, dout, lse, block_delta(out, dout), block, how, dq=dq, kernel="eager")
+    dk, dv = EAGER.backward(Queries(q, dout, lse, row_delta(out, dout)), keys, how, dq)
     assert all(x.isfinite().all() for x in (dq, dk, dv))
 
 
 class Largest(TorchDispatchMode):
-    """The most elements that any operation returned in one tensor."""
+    """Records the largest number of elements of a tensor that any operation returned."""
 
     seen = 0
 
@@ -234,47 +184,69 @@ def test_never_holds_a_matrix_of_queries_times_keys() -> None:
     block = causal(1300, 1300)
     q, k, v, dout = (x[:1, :, :1] for x in tensors(1300, 1300, 1, 1, torch.float32))
     with Largest() as largest:
-        out, lse = block_forward(q, k, v, block, Score(1.0), finalize=True, kernel="eager")
-        dq = torch.zeros_like(q)
-        block_backward(q, k, v, dout, lse, block_delta(out, dout), block, Score(1.0), dq=dq, kernel="eager")
+        out, lse = EAGER.output(q, Keys(k, v, block), Score(1.0))
+        queries = Queries(q, dout, lse, row_delta(out, dout))
+        EAGER.backward(queries, Keys(k, v, block), Score(1.0), torch.zeros_like(q))
     assert 512 * 512 <= largest.seen < 1300 * 1300 // 4
 
 
-def test_visits_only_tiles_that_somebody_sees(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_visits_only_visible_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(eager, "_BLOCK", 8)
     window = make_block([[max(0, i - 7) for i in range(64)]], [[i + 1 for i in range(64)]], 64)
     assert len(list(eager._tiles(window))) == 8 + 7  # the diagonal and the tile before
     tiles = list(eager._tiles(causal(64, 64)))
     assert len(tiles) == 36
     assert sum(hidden is None for _, _, hidden in tiles) == 28  # all but the diagonal need no mask
-    assert list(eager._tiles(BLOCKS["nothing"]())) == []
+    assert list(eager._tiles(make_block([[3] * 6], [[3] * 6], 7))) == []
 
 
 @pytest.mark.usefixtures("small_tiles")
 def test_inputs_are_left_alone_and_strides_are_free() -> None:
     block, how = causal(11, 14), SCORES["all"]
     q, k, v, dout = tensors(11, 14)
-    state = Partial(*block_forward(q, k, v, block, how, kernel="eager"))
-    want = block_forward(q, k, v, block, how, finalize=True, kernel="eager")
-    inputs = [q, k, v, dout]
+    keys = Keys(k, v, block)
+    state = EAGER.forward(q, keys, how)
+    want = EAGER.output(q, keys, how)
+    inputs = [q, k, v, dout, *state]
     copies, versions = [x.clone() for x in inputs], [x._version for x in inputs]
     strided = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v)]
-    for a, b in zip(block_forward(*strided, block, how, finalize=True, kernel="eager"), want, strict=True):
+    for a, b in zip(EAGER.output(strided[0], Keys(*strided[1:], block), how), want, strict=True):
         assert torch.equal(a, b)
-    block_forward(q, k, v, block, how, state=state, kernel="eager")
-    block_backward(
-        q, k, v, dout, want[1], block_delta(want[0], dout), block, how, dq=torch.zeros_like(q), kernel="eager"
-    )
+    EAGER.forward(q, keys, how, state)
+    EAGER.backward(Queries(q, dout, want.lse, row_delta(want.out, dout)), keys, how, torch.zeros_like(q))
     assert [x._version for x in inputs] == versions
     assert all(torch.equal(a, b) for a, b in zip(inputs, copies, strict=True))
 
 
 def test_choice_of_kernel() -> None:
     q, k, v, _ = tensors(4, 4)
-    assert blocks.choose("auto", q, k, v, Score(1.0)) == "eager"
-    assert blocks.choose("eager", q, k, v, Score(1.0)) == "eager"
+    assert choose("auto", q, k, v, Score(1.0)) is EAGER
+    assert choose("eager", q, k, v, Score(1.0)) is EAGER
     with pytest.raises(ValueError, match=r"'flash' is unknown; use one of 'auto', .*'eager'"):
-        blocks.choose("flash", q, k, v, Score(1.0))
+        choose("flash", q, k, v, Score(1.0))
     with pytest.raises(ValueError, match=r"'triton' cannot run this forward: .*kernels that can: \['eager'\]"):
-        blocks.choose("triton", q, k, v, Score(1.0))  # float64
-    assert "not a floating dtype" in str(blocks.unsupported("eager", q.int(), k.int(), v.int(), Score(1.0)))
+        choose("triton", q, k, v, Score(1.0))  # float64
+    assert "not a floating dtype" in str(EAGER.unsupported(q.int(), k.int(), v.int(), Score(1.0)))
+
+
+def test_a_backend_is_one_class_and_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Doubled(Backend):
+        """The eager backend with a scale of its own."""
+
+        def _forward(self, q, keys, score, state, finalize):  # type: ignore[no-untyped-def]
+            return eager.forward(2 * q, keys, score, state, finalize)
+
+        def _backward(self, queries, keys, score, dq, deterministic, into, counters):  # type: ignore[no-untyped-def]
+            half = torch.zeros_like(dq)
+            gradients = eager.backward(queries._replace(q=2 * queries.q), keys, score, half)
+            dq += 2 * half
+            return gradients
+
+    monkeypatch.setitem(BACKENDS, "doubled", Doubled())
+    q, k, v = (x.requires_grad_() for x in tensors(9, 9)[:3])
+    plan = ringattn.plan(9, causal=True)
+    out = ringattn.attention(q, k, v, plan, kernel="doubled")
+    want = ringattn.attention(2 * q, k, v, plan, kernel="eager")
+    assert torch.equal(out, want)
+    for a, b in zip(*(torch.autograd.grad(x.sin().sum(), (q, k, v)) for x in (out, want)), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)

@@ -1,41 +1,41 @@
-"""The backward of the block kernel for Hopper (sm_90), in Gluon. Contract and shapes: block.py.
+"""The backward kernel for Hopper (sm_90), in Gluon. Contract and shapes: contract.py.
 
 ``lse`` and ``delta`` are global, so chunks need no merging. A CTA owns a tile of 128 keys of one key head and walks the
-tiles of 64 queries that see it, for every query head of the group; dk and dv stay in registers and are stored once::
+tiles of 64 queries that see it, for every query head of the group. dk and dv stay in registers and are stored once::
 
     consumers 0, 1  64 keys each, scores transposed (keys are rows), one query tile a step:
-                    dP^T = V dO^T - delta  under  P = exp2(S^T c - lse) ; dV += P dO ; dS = P dP^T, to shared memory
+                    dP^T = V dO^T - delta  during  P = exp2(S^T c - lse) ; dV += P dO ; dS = P dP^T, to shared memory
                     dQ of the step before (its dS is complete) ; S^T of the step after ; dK += dS Q ; then dQ
                     to shared memory
     producer        one warp: K, V, then Q, lse (and start, end of cut tiles), dO, delta of every step by TMA
     writers 0, 1    one warp each: add the staged half of dQ to global memory, float32, by TMA
 
-* P and dS feed dV and dK from registers. dQ = dS K needs all 128 keys: a consumer makes half of its columns and reads
-  the other consumer's dS, which it only waits for a whole step later, so that the two may drift half a step apart.
-* The last fence of a step serves the dS of the step and the dQ of the step before, which a writer then sends off.
-* P carries the factor ``softmax_scale`` (bfloat16: the exponent has room), taken into ``lse``: dS, dQ and dK then need
-  no factor, and dV is divided once. float16 multiplies dQ and dK instead.
+* P and dS feed dV and dK from registers. dQ = dS K needs all 128 keys: a consumer computes half of its columns and
+  reads the other consumer's dS, for which it waits only a whole step later: the two may drift half a step apart.
+* The last fence of a step serves the dS of the step and the dQ of the step before, which a writer then sends.
+* P carries the factor ``softmax_scale`` (bfloat16: the exponent has room), folded into ``lse``: dS, dQ and dK then
+  need no factor, and dV is divided once. float16 multiplies dQ and dK instead.
 * Tiles have powers of two of columns. Head dim 96 is two tiles side by side, 64 + 32, as are dk and dv; consumer 0
-  makes the first 64 columns of dQ and consumer 1 the last 32 (the two share the tensor cores).
-* Head dims above 128 have a kernel of their own, hopper_backward_wide.py; the host's part is here.
-* At head dim 64, where shared memory bounds the speed most, the left operands K and V of S and dP stay in registers.
+  computes the first 64 columns of dQ and consumer 1 the last 32 (the two share the tensor cores).
+* Head dims 64, 192 (128 of v) and 256 have kernels of their own, backward_tall.py, backward_lean.py and
+  backward_wide.py; all are launched from here.
 * CTAs walk the full tiles from staggered starts: they do not add to the same tile of dQ at the same time.
-* The query heads of a group are divided between CTAs (``_split``). They add to the same dk and dv, each behind the part
-  before it, which counts in ``turns`` that it has stored. Nobody waits in vain: CTAs start in the order of their
-  numbers, as stream-K products rely on too (Osama et al. 2023, arXiv:2301.03598).
-* The order of the CTAs is the order in which gradients are done: ``_sweep`` parts at a time, and within them the tiles
-  with most queries first, all parts of a tile together. Under a causal mask those are the earliest positions, so that
-  whole segments (the runs of one owner) complete one after the other for all heads of the sweep, each about when the
-  next one begins; :func:`completion_counts` counts them. A dense mask takes the tiles as they lie.
+* The query heads of a group are divided between CTAs (``work.split_groups``). They add to the same dk and dv, each
+  after the part before it, which counts in ``turns`` that it has stored. This cannot deadlock: CTAs start in the order
+  of their numbers, as stream-K products rely on too (Osama et al. 2023, arXiv:2301.03598).
+* The order of the CTAs is the order in which gradients complete: ``work.sweep`` parts at a time, and within them the
+  tiles with most queries first, all parts of a tile together. Under a causal mask those are the earliest positions, so
+  that whole segments (the runs of one owner) complete one after the other for all heads of the sweep, each about when
+  the next one starts; :func:`completion_counts` counts them. Under a dense mask tiles are in the order of the keys.
 * A key tile meets the query tiles that a mask cuts first, for all heads, and then the full ones: two loops without a
   branch, one with a mask.
 * dP's sum starts at -delta, so that dS is P times it.
-* What stays in shared memory for the whole loop is addressed anew in each step (``_at``), or the second consumer would
-  reload descriptors from the stack.
-* dQ is staged without bank conflicts: odd rows exchange columns 16 apart (``_stage``).
+* The addresses of tiles that stay in shared memory for the whole loop are computed again in each step
+  (``pieces.tile_at``); otherwise the second consumer would reload descriptors from the stack.
+* dQ is staged without bank conflicts: odd rows exchange columns 16 apart (``pieces.stage_dq``).
 
-The order of the additions to dQ is not fixed: dk and dv are the same bits on every run, dq is so up to rounding.
-``deterministic=True`` is therefore the portable kernel's (flash_backward.py), which adds nothing in memory.
+The order of the additions to dQ is not fixed: dk and dv have the same bits on every run, dq differs by rounding.
+``deterministic=True`` therefore runs the portable kernel (triton/backward.py), which adds nothing in memory.
 
 Named barriers: 4 to 7 half of dS written (two per consumer, even and odd steps), 8, 9 Q read, 10, 11 dO read,
 12, 13 dQ staged (once more when dk and dv are stored and to be counted), 14, 15 dQ sent.
@@ -45,8 +45,6 @@ What was tried: NOTES.md.
 
 from __future__ import annotations
 
-import functools
-import heapq
 import math
 from typing import Any, NamedTuple
 
@@ -66,50 +64,27 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ..contract import Block, CompletionCounts, Keys, Queries, Score, int32
-from ..launch import Launches, dispatch, multiprocessors, on_device
-from ..long_sums import LEAST_HEADS
+from ..launch import Launches, dispatch, on_device
+from . import backward_lean as lean
+from . import backward_pieces as pieces
+from . import backward_tall as tall
 from . import backward_wide as wide
-from .backward_pieces import (
-    BM,
-    BN,
-    LOADERS,
-    PAIR,
-    STAGING,
-    _add,
-    _added,
-    _along,
-    _at,
-    _buffer,
-    _load_pieces,
-    _matrices,
-    _matrix,
-    _next,
-    _none,
-    _place,
-    _sent,
-    _stage,
-    _staged,
-    _store,
-    _stored,
-    _tiles,
-    _tour,
-)
+from . import work
+from .backward_pieces import BM, BN, LOADERS, PAIR, STAGING
 from .primitives import (
-    async_load,
     barrier_arrive,
     barrier_sync,
     reinterpret,
     tma_reduce_add,
-    wait_row,
 )
 from .tensor_maps import readable, view
+from .work import Split
 
 __all__ = ["HEAD_DIMS", "backward", "completion_counts", "unsupported"]
 
 LOG2E = 1.4426950408889634
 
 DS_STAGES = gl.constexpr(4)  # 3 are needed
-LEAST_STEPS = 128  # of a CTA, if its group has as many: beginning and end cost three
 HEAD_DIMS = ((64, 64), (96, 96), (128, 128), (192, 128), (256, 256))  # of q, k and of v
 
 DS_READY, Q_FREE, DO_FREE, DQ_STAGED, DQ_SENT = (gl.constexpr(i) for i in (4, 8, 10, 12, 14))
@@ -119,59 +94,13 @@ DS_READY, Q_FREE, DO_FREE, DQ_STAGED, DQ_SENT = (gl.constexpr(i) for i in (4, 8,
 
 
 @gluon.jit
-def _producer(
-    q_desc, dout_desc, k_desc, v_desc, lse_desc, delta_desc, bounds_desc, info_ptr,
-    k_s, v_s, q_s, dout_s, lse_s, delta_s, bounds_s, kv_full, q_full, dout_full,
-    heads, tiles, kv_heads, parts, q_tiles, flags_ptr, epoch, gave_up_ptr, SWEEP: gl.constexpr, BATCHED: gl.constexpr,
-):  # fmt: skip
-    WHOLE: gl.constexpr = len(q_desc) == 1
-    COLUMNS: gl.constexpr = q_s[0].shape[4] if WHOLE else q_s[0].shape[4] + q_s[1].shape[4]
-    TILE: gl.constexpr = BM * COLUMNS * 2  # bytes of 64 rows of queries or keys
-    batch, kv_head, part, info = _place(info_ptr, heads, tiles, kv_heads, parts, SWEEP, BATCHED)
-    first = gl.load(info)
-    steps, cut_steps, j, stops = _tour(info, heads)
-    if flags_ptr is not None:
-        wait_row(flags_ptr, batch * kv_heads + kv_head, epoch, gave_up_ptr, 1)
-    for c in gl.static_range(2):
-        mbarrier.expect(kv_full.index(c), 2 * TILE)
-        _load_pieces(k_desc, [batch, first + c * (BN // 2), kv_head], kv_full.index(c), k_s, c)
-        _load_pieces(v_desc, [batch, first + c * (BN // 2), kv_head], kv_full.index(c), v_s, c)
-    head = (kv_head * parts + part) * heads
-    q_heads = kv_heads * parts * heads
-    bounds_row = 0
-    if BATCHED:
-        bounds_row = batch * q_tiles
-    for i in range(0, steps):
-        stage = i % 2
-        row = (batch * q_heads + head) * q_tiles + j
-        if i >= 2:
-            barrier_sync(Q_FREE + stage, LOADERS, warps=1)
-        if i < cut_steps:
-            mbarrier.expect(
-                q_full.index(stage),
-                TILE + lse_desc.block_type.nbytes + bounds_desc.block_type.nbytes,
-            )
-            async_load(bounds_desc, [bounds_row + j, 0], q_full.index(stage), bounds_s.index(stage))
-        else:
-            mbarrier.expect(q_full.index(stage), TILE + lse_desc.block_type.nbytes)
-        _load_pieces(q_desc, [batch, j * BM, head], q_full.index(stage), q_s, stage)
-        async_load(lse_desc, [row, 0], q_full.index(stage), lse_s.index(stage))
-        if i >= 2:
-            barrier_sync(DO_FREE + stage, LOADERS, warps=1)
-        mbarrier.expect(dout_full.index(stage), TILE + delta_desc.block_type.nbytes)
-        _load_pieces(dout_desc, [batch, j * BM, head], dout_full.index(stage), dout_s, stage)
-        async_load(delta_desc, [row, 0], dout_full.index(stage), delta_s.index(stage))
-        j, head = _next(i, j, head, cut_steps, heads, stops)
-
-
-@gluon.jit
 def _writer(
     C: gl.constexpr, dq_desc, dq_first: gl.constexpr, info_ptr, dq_s, heads, tiles, kv_heads, parts, turns_ptr,
     counters_ptr, segments, SWEEP: gl.constexpr, BATCHED: gl.constexpr,
 ):  # fmt: skip
-    """Two steps behind consumer C. The first two times there is nothing to send yet."""
-    batch, kv_head, part, info = _place(info_ptr, heads, tiles, kv_heads, parts, SWEEP, BATCHED)
-    steps, cut_steps, j, stops = _tour(info, heads)
+    """Send the dQ of consumer C, two steps late: the first two times there is nothing to send yet."""
+    batch, kv_head, part, info = pieces.place(info_ptr, heads, tiles, kv_heads, parts, SWEEP, BATCHED)
+    steps, cut_steps, j, stops = pieces.visit_order(info, heads)
     head = (kv_head * parts + part) * heads
     for _ in range(0, 2):
         barrier_sync(DQ_STAGED + C, STAGING, warps=1)
@@ -180,22 +109,22 @@ def _writer(
         barrier_sync(DQ_STAGED + C, STAGING, warps=1)
         tma_reduce_add(dq_desc, [batch, j * BM, head, C * dq_first], dq_s)
         tma.store_wait(0)
-        _sent(DQ_SENT + C, i == steps - 1, turns_ptr, tiles, part, parts, SWEEP)
-        j, head = _next(i, j, head, cut_steps, heads, stops)
-    _stored(DQ_STAGED + C, turns_ptr, counters_ptr, info, tiles, part, parts, segments, SWEEP)
+        pieces.signal_sent(DQ_SENT + C, i == steps - 1, turns_ptr, tiles, part, parts, SWEEP)
+        j, head = pieces.next_tile(i, j, head, cut_steps, heads, stops)
+    pieces.finish_writer(DQ_STAGED + C, turns_ptr, counters_ptr, info, tiles, part, parts, segments, SWEEP)
 
 
 @gluon.jit
 def _scores(i, k, q_s, q_full, S_L: gl.constexpr):
-    """S^T of step i, unscaled: (64 keys, 64 queries), asynchronous."""
+    """Issue S^T of step i, unscaled: (64 keys, 64 queries), asynchronous."""
     mbarrier.wait(q_full.index(i % 2), (i // 2) & 1)
-    return _along(k, q_s, i % 2, S_L)
+    return pieces.keys_times_queries(k, q_s, i % 2, S_L)
 
 
 @gluon.jit
 def _dq(C: gl.constexpr, i, k_s, ds_s):
-    """Consumer C's columns of dQ of step i: both halves of dS times K, asynchronous, two products. Half of the columns,
-    or piece C of them."""
+    """Issue consumer C's columns of dQ of step i, half of them or piece C: both halves of dS times K, two asynchronous
+    products."""
     stage = i % DS_STAGES * 2
     WHOLE: gl.constexpr = len(k_s) == 1
     W: gl.constexpr = k_s[0].shape[2] // 2 if WHOLE else k_s[C].shape[2]
@@ -212,18 +141,12 @@ def _dq(C: gl.constexpr, i, k_s, ds_s):
 
 
 @gluon.jit
-def _operands(a, tiles, C: gl.constexpr, i):
-    """This consumer's keys or values as left operands in step i, in registers if they are there."""
-    return _at(tiles, C, i) if a is None else a
-
-
-@gluon.jit
 def _step(
-    C: gl.constexpr, CUT: gl.constexpr, i, last, s, dk, dv, k_a, v_a, k_s, v_s, q_s, dout_s, lse_v, delta_v, bounds_v,
+    C: gl.constexpr, CUT: gl.constexpr, i, last, s, dk, dv, k_s, v_s, q_s, dout_s, lse_v, delta_v, bounds_v,
     ds_s, dq_s, q_full, dout_full, scale_log2, dq_scale, key, past, FOLD: gl.constexpr,
 ):  # fmt: skip
-    """One query tile. ``k_a, v_a``: this consumer's K and V as left operands, if they are in registers.
-    ``s`` comes in complete and goes out complete for the next one; no wgmma crosses a step."""
+    """Process one query tile. ``s`` is complete on entry, and on return that of the next tile is; no wgmma crosses a
+    step."""
     PIECES: gl.constexpr = len(k_s)  # of the columns; a product over them, or into them, is one product for each
     S_L: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BM, 16])
     A_L: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=dk[0].type.layout, k_width=2)
@@ -237,10 +160,10 @@ def _step(
         s = gl.where(seen, s, float("-inf"))
     mbarrier.wait(dout_full.index(stage), (i // 2) & 1)
     minus_delta = delta_v.index(stage).load(gl.SliceLayout(0, S_L))
-    dp = _along(_operands(v_a, v_s, C, i), dout_s, stage, S_L, minus_delta)
+    dp = pieces.keys_times_queries(pieces.tile_at(v_s, C, i), dout_s, stage, S_L, minus_delta)
     p = gl.exp2(s * scale_log2 - lse_v.index(stage).load(gl.SliceLayout(0, S_L))[None, :])
     p16 = gl.convert_layout(p.to(dtype), A_L)
-    dv = _add(p16, dout_s, stage, dv)
+    dv = pieces.accumulate(p16, dout_s, stage, dv)
     dp = warpgroup_mma_wait(PIECES, deps=[dp])
     ds = (p * dp).to(dtype)
     barrier_sync(DS_READY + 2 - 2 * C + ((i + 1) & 1), PAIR)  # the other half of the previous dS
@@ -250,15 +173,15 @@ def _step(
     barrier_arrive(DS_READY + 2 * C + (i & 1), PAIR)
     barrier_arrive(DQ_STAGED + C, STAGING)
     dq = _dq(C, i + DS_STAGES - 1, k_s, ds_s)
-    dv, p16 = _added(2, dv, p16)
+    dv, p16 = pieces.wait_sums(2, dv, p16)
     barrier_arrive(DO_FREE + stage, LOADERS)
-    s = _scores(gl.minimum(i + 1, last), _operands(k_a, k_s, C, i), q_s, q_full, S_L)
-    dk = _add(ds16, q_s, stage, dk)
+    s = _scores(gl.minimum(i + 1, last), pieces.tile_at(k_s, C, i), q_s, q_full, S_L)
+    dk = pieces.accumulate(ds16, q_s, stage, dk)
     dq = warpgroup_mma_wait(2 * PIECES, deps=[dq])
     if not FOLD:
         dq = dq * dq_scale
     barrier_sync(DQ_SENT + C, STAGING)
-    _stage(dq_s, dq)
+    pieces.stage_dq(dq_s, dq)
     if PIECES == 1:
         first, ds16, s = warpgroup_mma_wait(0, deps=[dk[0], ds16, s])
         dk = (first,)
@@ -271,12 +194,12 @@ def _step(
 
 @gluon.jit
 def _walk(
-    C: gl.constexpr, CUT: gl.constexpr, first, past_step, last, s, dk, dv, k_a, v_a, k_s, v_s, q_s, dout_s, lse_v,
+    C: gl.constexpr, CUT: gl.constexpr, first, past_step, last, s, dk, dv, k_s, v_s, q_s, dout_s, lse_v,
     delta_v, bounds_v, ds_s, dq_s, q_full, dout_full, scale_log2, dq_scale, key, past, FOLD: gl.constexpr,
 ):  # fmt: skip
     for i in range(first, past_step):
         s, dk, dv = _step(
-            C, CUT, i, last, s, dk, dv, k_a, v_a, k_s, v_s, q_s, dout_s, lse_v, delta_v, bounds_v, ds_s, dq_s,
+            C, CUT, i, last, s, dk, dv, k_s, v_s, q_s, dout_s, lse_v, delta_v, bounds_v, ds_s, dq_s,
             q_full, dout_full, scale_log2, dq_scale, key, past, FOLD,
         )  # fmt: skip
     return s, dk, dv
@@ -289,37 +212,30 @@ def _consumer(
     dv_scale, SWEEP: gl.constexpr, BATCHED: gl.constexpr, FOLD: gl.constexpr, IN_TURNS: gl.constexpr,
     COUNTED: gl.constexpr,
 ):  # fmt: skip
-    D: gl.constexpr = k_s[0].shape[2]
     S_L: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BM, 16])
-    batch, kv_head, part, info = _place(info_ptr, heads, tiles, kv_heads, parts, SWEEP, BATCHED)
+    batch, kv_head, part, info = pieces.place(info_ptr, heads, tiles, kv_heads, parts, SWEEP, BATCHED)
     first = gl.load(info)
     past = gl.load(info + 1)
-    steps, cut_steps, _, _ = _tour(info, heads)
+    steps, cut_steps, _, _ = pieces.visit_order(info, heads)
     key = first + C * (BN // 2)
-    dk = _none(k_s)
-    dv = _none(v_s)
+    dk = pieces.zero_sums(k_s)
+    dv = pieces.zero_sums(v_s)
     ds_s.index(2 * (DS_STAGES - 1) + C).store(gl.zeros([BN // 2, BM], k_s[0].dtype, S_L))  # "dS of step -1"
     fence_async_shared()
     barrier_arrive(DS_READY + 1 + 2 * C, PAIR)
     mbarrier.wait(kv_full.index(C), 0)
     mbarrier.wait(kv_full.index(1 - C), 0)
-    if (D == 64) & (len(k_s) == 1):
-        k_a = (k_s[0].index(C).load(gl.DotOperandLayout(operand_index=0, parent=S_L, k_width=2)),)
-        v_a = (v_s[0].index(C).load(gl.DotOperandLayout(operand_index=0, parent=S_L, k_width=2)),)
-    else:
-        k_a = None
-        v_a = None
-    s = _scores(0, _operands(k_a, k_s, C, 0), q_s, q_full, S_L)
+    s = _scores(0, pieces.tile_at(k_s, C, 0), q_s, q_full, S_L)
     s = warpgroup_mma_wait(0, deps=[s])
     s, dk, dv = _walk(
-        C, True, 0, cut_steps, steps - 1, s, dk, dv, k_a, v_a, k_s, v_s, q_s, dout_s, lse_v, delta_v, bounds_v,
+        C, True, 0, cut_steps, steps - 1, s, dk, dv, k_s, v_s, q_s, dout_s, lse_v, delta_v, bounds_v,
         ds_s, dq_s, q_full, dout_full, scale_log2, dk_scale, key, past, FOLD,
     )  # fmt: skip
     s, dk, dv = _walk(
-        C, False, cut_steps, steps, steps - 1, s, dk, dv, k_a, v_a, k_s, v_s, q_s, dout_s, lse_v, delta_v, bounds_v,
+        C, False, cut_steps, steps, steps - 1, s, dk, dv, k_s, v_s, q_s, dout_s, lse_v, delta_v, bounds_v,
         ds_s, dq_s, q_full, dout_full, scale_log2, dk_scale, key, past, FOLD,
     )  # fmt: skip
-    # dQ of the last step, behind that of the step before
+    # dQ of the last step, after that of the step before
     fence_async_shared()
     barrier_arrive(DQ_STAGED + C, STAGING)
     barrier_sync(DS_READY + 2 - 2 * C + ((steps - 1) & 1), PAIR)
@@ -327,14 +243,14 @@ def _consumer(
     if not FOLD:
         dq = dq * dk_scale
     barrier_sync(DQ_SENT + C, STAGING)
-    _stage(dq_s, dq)
+    pieces.stage_dq(dq_s, dq)
     fence_async_shared()
     barrier_arrive(DQ_STAGED + C, STAGING)
     if IN_TURNS or COUNTED:
         barrier_sync(DQ_SENT + C, STAGING)  # and if the group has several parts, it is this one's turn
-    head = _buffer(batch, part, batches, IN_TURNS).to(gl.int64) * stride_b + kv_head.to(gl.int64) * stride_h
-    _store(dv_ptr, dv, head, stride_s, key, past, part, dv_scale, True, IN_TURNS)
-    _store(dk_ptr, dk, head, stride_s, key, past, part, dk_scale, not FOLD, IN_TURNS)
+    head = pieces.buffer_of(batch, part, batches, IN_TURNS).to(gl.int64) * stride_b + kv_head.to(gl.int64) * stride_h
+    pieces.store_sums(dv_ptr, dv, head, stride_s, key, past, part, dv_scale, True, IN_TURNS)
+    pieces.store_sums(dk_ptr, dk, head, stride_s, key, past, part, dk_scale, not FOLD, IN_TURNS)
     if IN_TURNS or COUNTED:
         barrier_sync(DQ_STAGED + C, STAGING)  # not arrive: sync alone is documented to order the stores for the writer
 
@@ -345,7 +261,7 @@ def _kernel(
     q_rest_desc, dout_rest_desc, k_rest_desc, v_rest_desc, dq_rest_desc,  # None if the head dim is a power of two
     dk_ptr, dv_ptr, info_ptr, heads, tiles, kv_heads, parts, batches, stride_b, stride_s, stride_h,
     q_tiles, scale_log2, dk_scale, dv_scale,
-    flags_ptr, epoch, gave_up_ptr, turns_ptr, counters_ptr, segments,
+    flags_ptr, epoch, timed_out_ptr, turns_ptr, counters_ptr, segments,
     SWEEP: gl.constexpr, BATCHED: gl.constexpr, FOLD: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """``heads``: query heads of a CTA; ``parts``: CTAs that share a group. ``turns_ptr``: (batch * kv_heads, tiles)
@@ -359,10 +275,10 @@ def _kernel(
     dout_descs = (dout_desc,) if WHOLE else (dout_desc, dout_rest_desc)
     k_descs = (k_desc,) if WHOLE else (k_desc, k_rest_desc)
     v_descs = (v_desc,) if WHOLE else (v_desc, v_rest_desc)
-    k_t = (_tiles(k_desc),) if WHOLE else (_tiles(k_desc), _tiles(k_rest_desc))
-    v_t = (_tiles(v_desc),) if WHOLE else (_tiles(v_desc), _tiles(v_rest_desc))
-    q_t = (_tiles(q_desc),) if WHOLE else (_tiles(q_desc), _tiles(q_rest_desc))
-    dout_t = (_tiles(dout_desc),) if WHOLE else (_tiles(dout_desc), _tiles(dout_rest_desc))
+    k_t = (pieces.boxes(k_desc),) if WHOLE else (pieces.boxes(k_desc), pieces.boxes(k_rest_desc))
+    v_t = (pieces.boxes(v_desc),) if WHOLE else (pieces.boxes(v_desc), pieces.boxes(v_rest_desc))
+    q_t = (pieces.boxes(q_desc),) if WHOLE else (pieces.boxes(q_desc), pieces.boxes(q_rest_desc))
+    dout_t = (pieces.boxes(dout_desc),) if WHOLE else (pieces.boxes(dout_desc), pieces.boxes(dout_rest_desc))
     ds_s = gl.allocate_shared_memory(dtype, [2 * DS_STAGES, BN // 2, BM], DS_L)
     # Consumer 0 and its writer have the first half or the first piece of dQ's columns.
     W: gl.constexpr = dq_desc.block_type.shape[3]
@@ -372,18 +288,18 @@ def _kernel(
         dq_t = (dq_t.index(0), dq_t.index(1))
     else:
         dq_descs = (dq_desc, dq_rest_desc)
-        dq_t = (_staged(dq_desc), _staged(dq_rest_desc))
-    dq_s = (_matrix(dq_t[0]), _matrix(dq_t[1]))
+        dq_t = (pieces.allocate_staging(dq_desc), pieces.allocate_staging(dq_rest_desc))
+    dq_s = (pieces.staging_matrix(dq_t[0]), pieces.staging_matrix(dq_t[1]))
     lse_t = gl.allocate_shared_memory(gl.float32, [2, 1, BM], lse_desc.layout)
     delta_t = gl.allocate_shared_memory(gl.float32, [2, 1, BM], delta_desc.layout)
     bounds_t = gl.allocate_shared_memory(gl.int32, [2, 1, 2 * BM], bounds_desc.layout)
     kv_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     q_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     dout_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    k_s = _matrices(k_t)
-    v_s = _matrices(v_t)
-    q_s = _matrices(q_t)
-    dout_s = _matrices(dout_t)
+    k_s = pieces.matrices(k_t)
+    v_s = pieces.matrices(v_t)
+    q_s = pieces.matrices(q_t)
+    dout_s = pieces.matrices(dout_t)
     lse_v = reinterpret(lse_t, gl.float32, [2, BM], ROW_L)
     delta_v = reinterpret(delta_t, gl.float32, [2, BM], ROW_L)
     bounds_v = reinterpret(bounds_t, gl.int32, [4, BM], ROW_L)
@@ -403,10 +319,10 @@ def _kernel(
                          dout_full, heads, tiles, kv_heads, parts, batches, stride_b, stride_s, stride_h, scale_log2,
                          dk_scale, dv_scale, SWEEP, BATCHED, FOLD, turns_ptr is not None,
                          counters_ptr is not None)),
-            (_producer, (q_descs, dout_descs, k_descs, v_descs, lse_desc, delta_desc, bounds_desc, info_ptr, k_t, v_t,
-            q_t, dout_t, lse_t,
-                         delta_t, bounds_t, kv_full, q_full, dout_full, heads, tiles, kv_heads, parts, q_tiles,
-                         flags_ptr, epoch, gave_up_ptr, SWEEP, BATCHED)),
+            (pieces.producer, (q_descs, dout_descs, k_descs, v_descs, lse_desc, delta_desc, bounds_desc, info_ptr,
+                         k_t, v_t, q_t, dout_t, lse_t, delta_t, bounds_t, kv_full, q_full, dout_full, heads, tiles,
+                         kv_heads, parts, q_tiles,
+                         flags_ptr, epoch, timed_out_ptr, Q_FREE, DO_FREE, SWEEP, BATCHED)),
             (_writer, (0, dq_descs[0], W, info_ptr, dq_t[0], heads, tiles, kv_heads, parts, turns_ptr, counters_ptr,
                         segments, SWEEP, BATCHED)),
             (_writer, (1, dq_descs[1], W, info_ptr, dq_t[1], heads, tiles, kv_heads, parts, turns_ptr, counters_ptr,
@@ -419,8 +335,8 @@ def _kernel(
 
 @triton.jit
 def _row_statistics(lse_ptr, delta_ptr, lse_out, delta_out, seq_q, q_tiles, shift, ROWS: tl.constexpr):
-    """lse in base 2 less ``shift`` and -delta, padded to whole tiles. A row that sees nothing, or is padding, gets
-    lse = +inf, which makes its p 0."""
+    """Store lse in base 2 minus ``shift``, and -delta, padded to whole tiles. A row that sees nothing, or is padding,
+    gets lse = +inf, so that its p is 0."""
     tile = tl.program_id(0)
     head = (tile // q_tiles).to(tl.int64)
     row = tile % q_tiles * ROWS + tl.arange(0, ROWS)
@@ -436,6 +352,7 @@ def _row_statistics(lse_ptr, delta_ptr, lse_out, delta_out, seq_q, q_tiles, shif
 
 
 def unsupported(q: Tensor, k: Tensor, v: Tensor, score: Score) -> str | None:
+    """Return None if this kernel can run, otherwise the reason."""
     if not q.is_cuda or torch.cuda.get_device_capability(q.device)[0] != 9:
         return "it needs a Hopper GPU (sm_90); use 'triton'"
     if q.dtype not in (torch.bfloat16, torch.float16) or not q.dtype == k.dtype == v.dtype:
@@ -454,238 +371,178 @@ def backward(
 ) -> tuple[Tensor, Tensor]:
     """Return dk and dv of one chunk of keys and add to dq, see :meth:`..backends.Backend.backward`. The order in which
     dq is added differs from run to run."""
-    q, k, block = queries.q, keys.k, keys.block
-    split = _split(q, k, block)
-    straight = into if into is not None and not split.apart and _stores_into(*into) else None
-    if counters is not None and (split.apart or straight is not into):
+    q = queries.q
+    split = work.split_groups(q, keys.k, keys.block)
+    direct = into if into is not None and not split.apart and _can_store_into(*into) else None
+    if counters is not None and (split.apart or direct is not into):
         raise ValueError(
             "it counts what it stores itself: only where completion_counts() is not None, float32, equal strides"
         )
     target = dq if readable(dq) else torch.zeros_like(dq, memory_format=torch.contiguous_format)
     with on_device(q):
-        dk, dv = launch(queries, keys, score, target, split, into=straight, counters=counters)
+        dk, dv = launch(queries, keys, score, target, split, into=direct, counters=counters)
     if target is not dq:
         dq += target
-    if straight is not None:
-        return straight
+    if direct is not None:
+        return direct
     dk, dv = (dk.sum(0), dv.sum(0)) if split.apart else (dk[0], dv[0])
     return (dk, dv) if into is None else (into[0].copy_(dk), into[1].copy_(dv))
 
 
 def completion_counts(q: Tensor, keys: Keys) -> CompletionCounts | None:
-    """Return what the kernel counts; None where parts of a group have a dk and dv each, which are summed after the
-    kernel, and where k or v must be copied before the kernel reads it."""
+    """Return what the kernel counts; None if the parts of a group have a dk and dv each, which are summed after the
+    kernel, or if k or v must be copied before the kernel reads it."""
     k, v, block, _ = keys
-    split = _split(q, k, block)
+    split = work.split_groups(q, k, block)
     if split.apart or not (readable(k) and readable(v)):
         return None
 
     def count() -> CompletionCounts:
-        tiles = [triton.cdiv(n, _keys(q)) for n in block.segments_k]
-        rows = max(1, _sweep(k.shape[0] * k.shape[2], sum(tiles), _processors(q), split.parts) // split.parts)
+        tiles = [-(-n // work.keys_per_cta(q)) for n in block.segments_k]
+        swept = work.sweep(k.shape[0] * k.shape[2], sum(tiles), work.processors(q), split.parts)
+        rows = max(1, swept // split.parts)
         # Both consumers of the last part's CTAs count.
         return CompletionCounts(rows, tuple(2 * rows * n for n in tiles))
 
     return block.memo.once(("completion counts", split, q.shape, k.shape), count)
 
 
+class _Operands(NamedTuple):
+    """The tensors of a launch that change from call to call. The first four are readable by TMA."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    dout: Tensor
+    lse: Tensor  # in base 2, padded to whole tiles of queries, as is minus_delta
+    minus_delta: Tensor
+    dq: Tensor
+    dk: Tensor
+    dv: Tensor
+    flags: Tensor | None
+    timed_out: Tensor | None
+    turns: Tensor | None
+    counters: Tensor | None
+
+
 def launch(
-    queries: Queries, keys: Keys, score: Score, dq: Tensor, split: Split, run: Any = dispatch,
+    queries: Queries, keys: Keys, score: Score, dq: Tensor, split: Split,
     into: tuple[Tensor, Tensor] | None = None, counters: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Launch the kernels and return dk and dv of each part of a group that has its own, or of all of it: (parts or 1,
-    batch, seq_k, kv_heads, head_dim); or ``into``, as it is. ``run``: :func:`..launch.dispatch`, or what tests put in
-    its place."""
-    q, dout, lse, delta = queries
+    """Launch the kernels and return dk and dv, (parts or 1, batch, seq_k, kv_heads, head_dim): of each part of a group
+    if they are apart; or ``into``, as it is."""
     k, v, block, ready = keys
     if ready is not None and not (readable(k) and readable(v)):
         raise ValueError("keys and values that are still arriving cannot be copied first: 16-byte strides are needed")
-    # Not contiguous(), which leaves a tensor that begins at an odd address as it is.
-    q, k, v, dout = (x if readable(x) else x.clone(memory_format=torch.contiguous_format) for x in (q, k, v, dout))
-    batch, seq_q, q_heads, dim = q.shape
-    _, seq_k, kv_heads, dim_v = v.shape
-    first = 2 ** (dim.bit_length() - 1)  # columns of the first piece of a tile, a power of two
-    rest = dim - first  # of the second piece, a power of two or nothing
-    info, bounds = _tables(block, _keys(q))
-    tiles, q_tiles = info.shape[1], -(-seq_q // BM.value)
-    scale = score.softmax_scale
-    fold = q.dtype == torch.bfloat16
-    rows, negated = torch.empty(2, batch * q_heads * q_tiles, BM.value, dtype=torch.float32, device=q.device).unbind()
-    lse, delta = lse.contiguous(), delta.contiguous()
-    launches = block.memo.once("hopper backward", Launches)
-    key: tuple = ("statistics", q.shape, fold, scale)
-    tensors = [lse, delta, rows, negated]
-    if run is not dispatch or not launches.again(key, tensors):
-        launched = run(
-            _row_statistics,
-            (batch * q_heads * q_tiles,),
-            lse,
-            delta,
-            rows,
-            negated,
-            seq_q,
-            q_tiles,
-            math.log2(scale) if fold else 0.0,
-            ROWS=BM.value,
-            num_warps=2,
-        )
-        if run is dispatch:
-            launches.remember(key, tensors, launched)
-    parts = split.parts
-    if into is not None:
-        dk, dv = into
-    else:
-        shape = (parts if split.apart else 1, batch, seq_k, kv_heads)
-        if dim == dim_v:
-            dk, dv = torch.empty(2, *shape, dim, dtype=torch.float32, device=q.device)
-        else:  # side by side: the kernel knows one set of strides
-            dk, dv = torch.empty(*shape, dim + dim_v, dtype=torch.float32, device=q.device).split((dim, dim_v), -1)
+    # Not contiguous(), which returns a tensor that begins at an unaligned address as it is.
+    inputs = (queries.q, k, v, queries.dout)
+    q, k, v, dout = (x if readable(x) else x.clone(memory_format=torch.contiguous_format) for x in inputs)
+    dk, dv = into or _empty_gradients(k, v, split)
+    flags, timed_out, epoch = (None, None, 0) if ready is None else (ready.flags, ready.timed_out, int32(ready.epoch))
     turns = None
-    if parts > 1 and not split.apart:
-        turns = torch.zeros(batch * kv_heads, tiles, dtype=torch.int32, device=q.device)
-    flags, epoch, timed_out = None, 0, None
-    if ready is not None:
-        flags, timed_out = ready.flags, ready.timed_out
-        epoch = int32(ready.epoch)  # so always the same kernel
+    if split.parts > 1 and not split.apart:
+        tiles = _tables(q, block)[0].shape[1]
+        turns = torch.zeros(q.shape[0] * k.shape[2], tiles, dtype=torch.int32, device=q.device)
+    launches = block.memo.once("hopper backward", Launches)
+    statistics = _padded_statistics(queries, score, launches)
+    operands = _Operands(q, k, v, dout, *statistics, dq, dk, dv, flags, timed_out, turns, counters)
     key = (
-        split, scale, q.dtype, q.shape, q.stride(), k.shape, k.stride(), v.shape, v.stride(), dout.dtype,
+        split, score.softmax_scale, q.dtype, q.shape, q.stride(), k.shape, k.stride(), v.shape, v.stride(), dout.dtype,
         dout.stride(), dq.stride(), dk.stride(), flags is None, None if counters is None else counters.shape[1],
     )  # fmt: skip
-    tensors = [q, k, v, dout, rows, negated, dq, dk, dv]
-    tensors += [x for x in (flags, timed_out, turns, counters) if x is not None]
-    if run is dispatch and launches.again(key, tensors, epoch):
-        return dk, dv
-    numbers = (
-        dk, dv, info, q_heads // kv_heads // parts, tiles, kv_heads, parts, batch, *dk.stride()[-4:-1], q_tiles,
-        scale * LOG2E, scale, 1 / scale if fold else 1.0,
-        flags, epoch, timed_out, turns, counters, counters.shape[1] if counters is not None else 0,
-    )  # fmt: skip
-    constants = dict(
-        SWEEP=_sweep(batch * kv_heads, tiles, _processors(q), parts), BATCHED=info.shape[0] > 1, FOLD=fold,
-        REGISTERS=240, num_warps=4,
-    )  # fmt: skip
-    statistics = (
-        view(rows, (1, BM.value)), view(negated, (1, BM.value)), view(bounds, (1, 2 * BM.value)),
-    )  # fmt: skip
-
-    def box(x: Tensor, columns: int) -> TensorDescriptor | None:
-        return view(x, (1, BM.value, 1, columns)) if columns else None
-
-    grid = (batch * kv_heads * parts * tiles,)
-    if dim <= 128:
-        launched = run(
-            _kernel, grid, *(box(x, first) for x in (q, dout, k, v)), *statistics,
-            box(dq, first if rest else dim // 2), *(box(x, rest) for x in (q, dout, k, v)),
-            box(dq, rest), *numbers, **constants,
-        )  # fmt: skip
-    else:
-        launched = run(
-            wide.kernel, grid, *(box(x, 128) for x in (q, dout, k, v)), *statistics,
-            box(dq, wide.UNIT.value), box(q, dim - 128), box(k, dim - 128), box(dout, dim_v - 128),
-            box(v, dim_v - 128), *numbers,
-            DO_STAGES=2 if dim + dim_v <= 320 else 1, **constants,
-        )  # fmt: skip
-    if run is dispatch:
-        names = (_kernel if dim <= 128 else wide.kernel).arg_names
-        launches.remember(key, tensors, launched, (info, bounds), None if flags is None else names.index("epoch"))
+    tensors = [x for x in operands if x is not None]
+    if not launches.again(key, tensors, epoch):
+        kernel, grid, args, constants = _arguments(operands, block, score, split, epoch)
+        launched = dispatch(kernel, grid, *args, **constants)
+        fixed = _tables(q, block)
+        launches.remember(key, tensors, launched, fixed, None if flags is None else kernel.arg_names.index("epoch"))
     return dk, dv
 
 
-def _stores_into(dk: Tensor, dv: Tensor) -> bool:
-    """Can the kernel store there itself? It knows one set of strides."""
+def _padded_statistics(queries: Queries, score: Score, launches: Launches) -> tuple[Tensor, Tensor]:
+    """Return lse in base 2 and -delta, (batch * q_heads * tiles, queries) float32, see :func:`_row_statistics`."""
+    q, lse, delta = queries.q, queries.lse.contiguous(), queries.delta.contiguous()
+    batch, seq_q, q_heads, _ = q.shape
+    height = work.queries_per_step(q)
+    q_tiles = -(-seq_q // height)
+    shift = math.log2(score.softmax_scale) if _folds_scale(q) else 0.0
+    rows = batch * q_heads * q_tiles
+    padded, negated = torch.empty(2, rows, height, dtype=torch.float32, device=q.device).unbind()
+    key, tensors = ("statistics", q.shape, shift), [lse, delta, padded, negated]
+    if not launches.again(key, tensors):
+        launched = dispatch(_row_statistics, (rows,), *tensors, seq_q, q_tiles, shift, ROWS=height, num_warps=2)
+        launches.remember(key, tensors, launched)
+    return padded, negated
+
+
+def _empty_gradients(k: Tensor, v: Tensor, split: Split) -> tuple[Tensor, Tensor]:
+    """Return uninitialized dk and dv of equal strides, (parts or 1, batch, seq_k, kv_heads, head_dim or head_dim_v)."""
+    shape = (split.parts if split.apart else 1, *k.shape[:3])
+    dim, dim_v = k.shape[-1], v.shape[-1]
+    if dim == dim_v:
+        dk, dv = torch.empty(2, *shape, dim, dtype=torch.float32, device=k.device)
+        return dk, dv
+    dk, dv = torch.empty(*shape, dim + dim_v, dtype=torch.float32, device=k.device).split((dim, dim_v), -1)
+    return dk, dv
+
+
+def _arguments(
+    x: _Operands, block: Block, score: Score, split: Split, epoch: int
+) -> tuple[Any, tuple[int, ...], tuple[Any, ...], dict[str, Any]]:
+    """Return the kernel, its grid, arguments and constants."""
+    q, k, v, dout, dq, dk = x.q, x.k, x.v, x.dout, x.dq, x.dk
+    batch, seq_q, q_heads, dim = q.shape
+    kv_heads, dim_v = v.shape[2:]
+    info, bounds = _tables(q, block)
+    rows = work.queries_per_step(q)
+    tiles, parts, scale, fold = info.shape[1], split.parts, score.softmax_scale, _folds_scale(q)
+    numbers = (
+        dk, x.dv, info, q_heads // kv_heads // parts, tiles, kv_heads, parts, batch, *dk.stride()[-4:-1],
+        -(-seq_q // rows), scale * LOG2E, scale, 1 / scale if fold else 1.0,
+        x.flags, epoch, x.timed_out, x.turns, x.counters, 0 if x.counters is None else x.counters.shape[1],
+    )  # fmt: skip
+    constants = dict(
+        SWEEP=work.sweep(batch * kv_heads, tiles, work.processors(q), parts), BATCHED=info.shape[0] > 1, FOLD=fold,
+        REGISTERS=240, num_warps=4,
+    )  # fmt: skip
+    statistics = view(x.lse, (1, rows)), view(x.minus_delta, (1, rows)), view(bounds, (1, 2 * rows))
+
+    def box(tensor: Tensor, columns: int, height: int = BM.value) -> TensorDescriptor | None:
+        return view(tensor, (1, height, 1, columns)) if columns else None
+
+    grid = (batch * kv_heads * parts * tiles,)
+    if dim == 64:
+        boxes = (box(q, dim, rows), box(dout, dim, rows), box(k, dim), box(v, dim), *statistics, box(dq, dim))
+        return tall.kernel, grid, (*boxes, *numbers), constants
+    if dim == 192:
+        boxes = (
+            *(box(t, 128) for t in (q, dout, k, v)), *statistics, box(dq, 64), box(q, 64), box(k, 64), box(dq, 32)
+        )  # fmt: skip
+        return lean.kernel, grid, (*boxes, *numbers), constants
+    if dim > 128:
+        boxes = (
+            *(box(t, 128) for t in (q, dout, k, v)), *statistics, box(dq, wide.UNIT.value),
+            box(q, dim - 128), box(k, dim - 128), box(dout, dim_v - 128), box(v, dim_v - 128),
+        )  # fmt: skip
+        return wide.kernel, grid, (*boxes, *numbers), dict(DO_STAGES=2 if dim + dim_v <= 320 else 1, **constants)
+    first = 2 ** (dim.bit_length() - 1)  # columns of the first piece of a tile, a power of two
+    rest = dim - first  # of the second piece: a power of two, or 0
+    boxes = (
+        *(box(t, first) for t in (q, dout, k, v)), *statistics, box(dq, first if rest else dim // 2),
+        *(box(t, rest) for t in (q, dout, k, v)), box(dq, rest),
+    )  # fmt: skip
+    return _kernel, grid, (*boxes, *numbers), constants
+
+
+def _tables(q: Tensor, block: Block) -> tuple[Tensor, Tensor]:
+    return work.key_tile_table(block, work.keys_per_cta(q), work.queries_per_step(q))
+
+
+def _folds_scale(q: Tensor) -> bool:
+    """Return whether P carries the factor ``softmax_scale``: the exponent of bfloat16 has room for it."""
+    return q.dtype == torch.bfloat16
+
+
+def _can_store_into(dk: Tensor, dv: Tensor) -> bool:
+    """Return whether the kernel can store into these tensors: it has one set of strides for both."""
     return dk.stride() == dv.stride() and dk.stride(-1) == 1 and dk.dtype == dv.dtype == torch.float32
-
-
-def _keys(q: Tensor) -> int:
-    """Keys of a CTA."""
-    return BN.value if q.shape[-1] <= 128 else BN.value // 2
-
-
-class Split(NamedTuple):
-    """How many CTAs share the query heads of a group, and whether each has its own dk and dv, to be summed after the
-    kernel. Otherwise they add to the same, one behind the other."""
-
-    parts: int
-    apart: bool = False
-
-
-def _split(q: Tensor, k: Tensor, block: Block) -> Split:
-    return block.memo.once(("split", q.shape, k.shape), lambda: _best_split(q, k, block))
-
-
-def _best_split(q: Tensor, k: Tensor, block: Block) -> Split:
-    """Few key tiles: as many parts as occupy all processors. They end at the same time and could not wait for each
-    other. Else so many that queries are in L2 for all CTAs that run at the same time: under a causal mask some have
-    been through all heads of the group while others are at the first. But a CTA that walks little is all beginning and
-    end."""
-    group = q.shape[2] // k.shape[2]
-    divisors = [n for n in range(1, group + 1) if group % n == 0]
-    ctas = k.shape[0] * k.shape[2] * sum(triton.cdiv(n, _keys(q)) for n in block.segments_k)
-    enough = 1.5 * _processors(q)
-    held = [p for p in divisors if ctas * p <= 8 * enough] or [1]  # each part has a dk and dv; 71 heads divide by 1, 71
-    occupying = next((p for p in held if ctas * p >= enough), held[-1])
-    pairs = block.seq_q * block.seq_k if block.pairs is None else block.pairs
-    steps = pairs / max(1, block.seq_k * BM.value)  # of a CTA, for each head
-    heads = next((h for h in divisors if h >= LEAST_HEADS and h * steps >= LEAST_STEPS), group)
-    return Split(occupying, apart=True) if occupying > max(1, group // heads) else Split(group // heads)
-
-
-def _processors(x: Tensor) -> int:
-    return multiprocessors(x.device) if x.is_cuda else 132
-
-
-@functools.cache
-def _sweep(rows: int, tiles: int, processors: int, parts: int) -> int:
-    """Parts of groups walked at the same time. Few, so that their queries stay in L2, but enough that the heavy tiles
-    of the last ones do not come last: within 1 % of the best balance, judged by a causal mask. Whole groups, of which
-    there are ``rows``, or some parts of one, so that groups complete together or one behind the other."""
-    heads = rows * parts
-    if heads * tiles > 20 * processors:
-        return 1
-
-    def span(sweep: int) -> int:
-        """When the last CTA ends, if CTAs start in order wherever a processor is free."""
-        ends = [0] * processors
-        for program in range(heads * tiles):
-            inside = program % (sweep * tiles)
-            heapq.heapreplace(ends, ends[0] + tiles - inside // sweep)
-        return max(ends)
-
-    spans = {s: span(s) for s in range(1, heads + 1) if heads % s == 0 and (s % parts == 0 or parts % s == 0)}
-    return next(s for s in spans if spans[s] <= 1.01 * min(spans.values()))
-
-
-def _tables(block: Block, keys: int = BN.value) -> tuple[Tensor, Tensor]:
-    """Return descriptions of the tiles of ``keys`` keys, most work first, and the intervals per query tile. Made on
-    the device, once per block.
-
-    Description: first and past-the-last key, then in query tiles ``begin, end`` (one at least), ``full_begin,
-    full_end`` (empty where the tile has fewer keys: the others must be masked), the full tile to start at and the
-    segment of the keys. (batch or 1, tiles, 8) int32. Intervals: (batch or 1 times query tiles, 2 x BM) int32, empty
-    for the rows of padding.
-    """
-    return block.memo.once(("hopper backward tiles", keys), lambda: _make_tables(block, keys))
-
-
-def _make_tables(block: Block, keys: int) -> tuple[Tensor, Tensor]:
-    key_tiles = block.key_tiles(BM.value, keys)
-    span = key_tiles.span // BM.value
-    batches, tiles = span.shape[:2]
-    first, past = (key_tiles.rows[:, i].expand(batches, -1) for i in (0, 1))
-    begin, full_begin, full_end, end = span.unbind(-1)
-    end = torch.maximum(end, begin + 1)
-    whole = (past - first == keys) & (full_end > full_begin)
-    full_begin, full_end = torch.where(whole, full_begin, begin), torch.where(whole, full_end, begin)
-    index = torch.arange(tiles, device=span.device, dtype=torch.int32).expand(batches, -1)
-    full = (full_end - full_begin).clamp(min=1)
-    start = full_begin + torch.remainder(index * (keys // BM.value) - full_begin, full)
-    of_segment = [torch.full((triton.cdiv(n, keys),), i, device=span.device) for i, n in enumerate(block.segments_k)]
-    segment = torch.cat(of_segment).to(torch.int32).expand(batches, -1)
-    info = torch.stack([first, past, begin, end, full_begin, full_end, start, segment], -1)
-    order = torch.argsort(begin - end, dim=1, stable=True)
-    info = info.gather(1, order[..., None].expand_as(info)).to(torch.int32).contiguous()
-    q_tiles = triton.cdiv(block.seq_q, BM.value)
-    bounds = info.new_zeros(batches, 2, q_tiles * BM.value)
-    bounds[:, 0, : block.seq_q], bounds[:, 1, : block.seq_q] = block.start, block.end
-    bounds = bounds.view(batches, 2, q_tiles, BM.value).transpose(1, 2).reshape(batches * q_tiles, 2 * BM.value)
-    return info, bounds.contiguous()

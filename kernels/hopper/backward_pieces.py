@@ -1,11 +1,14 @@
-"""What the two backward kernels for Hopper share on the device: their tiles, in one piece or in two pieces side by side
-where the columns are no power of two, products over them and sums in them, what a program works on, in which order."""
+"""Device functions that the backward kernels for Hopper share.
+
+Tiles, in one piece or in two pieces side by side if the number of columns is no power of two, products and sums over
+them, the producer, and the order in which programs visit tiles.
+"""
 
 from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 
 from .primitives import (
     async_load,
@@ -15,11 +18,12 @@ from .primitives import (
     raise_counter,
     reinterpret,
     wait_count,
+    wait_row,
 )
 
-BM = gl.constexpr(64)  # queries of a step
-BN = gl.constexpr(128)  # keys of a CTA of hopper_backward.py; a consumer has 64, in both
-INFO = gl.constexpr(8)  # int32 numbers that describe a key tile, see hopper_backward._tables
+BM = gl.constexpr(64)  # queries of a step; backward_tall.py has more
+BN = gl.constexpr(128)  # keys of a CTA, but of backward_wide.py; tiles in registers have 64 keys in all kernels
+INFO = gl.constexpr(8)  # int32 numbers that describe a key tile, see work.key_tile_table
 
 LOADERS = gl.constexpr(288)  # threads at a barrier of both consumers and the producer
 PAIR = gl.constexpr(256)  # both consumers
@@ -28,25 +32,31 @@ STAGING = gl.constexpr(160)  # one consumer and its writer
 
 @gluon.jit
 def _load_pieces(desc, row, full, tiles, i):
-    """Rows of one head to tile i of each piece of the columns."""
+    """Load rows of one head into tile i of each piece of the columns."""
     async_load(desc[0], [row[0], row[1], row[2], 0], full, tiles[0].index(i))
     if len(desc) == 2:
         FIRST: gl.constexpr = desc[0].block_type.shape[3]
         async_load(desc[1], [row[0], row[1], row[2], FIRST], full, tiles[1].index(i))
 
 
+@gluon.constexpr_function
+def _bytes(desc):
+    """Bytes of one tile: of all pieces of its columns."""
+    return sum(piece.block_type.nbytes for piece in desc)
+
+
 @gluon.jit
 def _order(tiles, SWEEP: gl.constexpr):
-    """Program -> part of a group, numbered over all batch elements and key heads, and key tile. ``SWEEP`` parts are
-    walked at the same time, tile by tile."""
+    """Return the part of a group, numbered over all batch elements and key heads, and the key tile of this program.
+    ``SWEEP`` parts are walked at the same time, tile by tile."""
     program = gl.program_id(0)
     inside = program % (SWEEP * tiles)
     return program // (SWEEP * tiles) * SWEEP + inside % SWEEP, inside // SWEEP
 
 
 @gluon.jit
-def _place(info_ptr, heads, tiles, kv_heads, parts, SWEEP: gl.constexpr, BATCHED: gl.constexpr):
-    """Program -> batch, key head, part of the group's query heads, address of the key tile's description."""
+def place(info_ptr, heads, tiles, kv_heads, parts, SWEEP: gl.constexpr, BATCHED: gl.constexpr):
+    """Return batch, key head, part of the group's query heads and address of the key tile's description."""
     head, tile = _order(tiles, SWEEP)
     batch = head // (parts * kv_heads)
     if BATCHED:
@@ -55,8 +65,8 @@ def _place(info_ptr, heads, tiles, kv_heads, parts, SWEEP: gl.constexpr, BATCHED
 
 
 @gluon.jit
-def _buffer(batch, part, batches, IN_TURNS: gl.constexpr):
-    """Which dk and dv a part of a group adds to: those of the batch element, or its own."""
+def buffer_of(batch, part, batches, IN_TURNS: gl.constexpr):
+    """Return the index of the dk and dv that a part of a group adds to: those of the batch element, or its own."""
     if not IN_TURNS:
         batch = part * batches + batch
     return batch
@@ -64,16 +74,16 @@ def _buffer(batch, part, batches, IN_TURNS: gl.constexpr):
 
 @gluon.jit
 def _turns_of(turns_ptr, tiles, parts, SWEEP: gl.constexpr):
-    """Where the parts of this program's group count who has stored: one number per key tile of a key head."""
+    """Return the address of the counter of stored parts of this program's group, one per key tile of a key head."""
     head, tile = _order(tiles, SWEEP)
     return turns_ptr + (head // parts * tiles + tile)
 
 
 @gluon.jit
-def _sent(sent: gl.constexpr, last, turns_ptr, tiles, part, parts, SWEEP: gl.constexpr):
-    """A writer tells its consumer, at barrier ``sent``, that the staged tile has been read. In front of the ``last``
-    time it waits until both consumers of the part before have stored: parts add to the same dk and dv in order, so that
-    these are the same bits on every run. The part before has a smaller program number, so it has started earlier."""
+def signal_sent(sent: gl.constexpr, last, turns_ptr, tiles, part, parts, SWEEP: gl.constexpr):
+    """Signal to a writer's consumer, at barrier ``sent``, that the staged tile has been read. Before the ``last``
+    signal wait until both consumers of the previous part have stored: parts add to the same dk and dv in order, so that
+    these have the same bits on every run. The previous part has a smaller program number and has started earlier."""
     if (turns_ptr is not None) and last:
         wait_count(_turns_of(turns_ptr, tiles, parts, SWEEP), 2 * part)
         barrier_sync(sent, STAGING, warps=1)  # not arrive: sync alone is documented to order memory
@@ -82,12 +92,11 @@ def _sent(sent: gl.constexpr, last, turns_ptr, tiles, part, parts, SWEEP: gl.con
 
 
 @gluon.jit
-def _stored(
+def finish_writer(
     staged: gl.constexpr, turns_ptr, counters_ptr, info, tiles, part, parts, segments, SWEEP: gl.constexpr,
 ):  # fmt: skip
-    """A writer's end, behind barrier ``staged`` with its consumer, which has stored: tell the part behind, and if there
-    is none, those who wait for dk and dv. In the writer and not in the consumer, whose loop would pay for it with
-    registers."""
+    """End a writer, after barrier ``staged`` with its consumer, which has stored: signal to the next part, or after the
+    last part raise the completion counter of dk and dv. In the writer, because it would cost the consumer registers."""
     if (turns_ptr is not None) or (counters_ptr is not None):
         barrier_sync(staged, STAGING, warps=1)
     if turns_ptr is not None:
@@ -99,11 +108,11 @@ def _stored(
 
 
 @gluon.jit
-def _tour(info, heads):
-    """The order of the query tiles that a key tile visits: the cut ones for every head, then the full ones for every
-    head, from ``start`` on. So the consumers have a loop for each, one after the other, without a branch.
+def visit_order(info, heads):
+    """Return the order of the query tiles that a key tile visits: the cut ones for every head, then the full ones for
+    every head, starting at ``start``. So the consumers have one loop for each, without a branch.
 
-    Returns: steps of all heads, those of them with cut tiles, the first tile, and what :func:`_next` needs to go on.
+    Returns: steps of all heads, those of them with cut tiles, the first tile, and arguments of :func:`next_tile`.
     """
     begin = gl.load(info + 2)
     end = gl.load(info + 3)
@@ -122,8 +131,8 @@ def _tour(info, heads):
 
 
 @gluon.jit
-def _next(i, j, head, cut_steps, heads, stops):
-    """The tile and the head behind those of step i."""
+def next_tile(i, j, head, cut_steps, heads, stops):
+    """Return the tile and the head that follow those of step i."""
     full_begin, full_end, end, start, first_cut = stops
     j += 1
     if i < cut_steps:
@@ -144,17 +153,67 @@ def _next(i, j, head, cut_steps, heads, stops):
 
 
 @gluon.jit
-def _at(tiles, which, i):
-    """Tile ``which`` of each piece, its address worked out anew in step i. ``i >> 30`` is 0, which ptxas cannot know:
-    it would make the descriptors of what stays in shared memory in front of the loop, and run out of registers."""
+def producer(
+    q_desc, dout_desc, k_desc, v_desc, lse_desc, delta_desc, bounds_desc, info_ptr,
+    k_s, v_s, q_s, dout_s, lse_s, delta_s, bounds_s, kv_full, q_full, dout_full,
+    heads, tiles, kv_heads, parts, q_tiles, flags_ptr, epoch, timed_out_ptr,
+    q_free: gl.constexpr, dout_free: gl.constexpr, SWEEP: gl.constexpr, BATCHED: gl.constexpr,
+):  # fmt: skip
+    """Load K and V, in as many tiles of 64 keys as ``kv_full`` has barriers, then Q, lse (and the intervals of cut
+    tiles), dO and delta of every step."""
+    ROWS: gl.constexpr = lse_desc.block_type.shape[1]
+    KV_BYTES: gl.constexpr = _bytes(k_desc) + _bytes(v_desc)
+    Q_BYTES: gl.constexpr = _bytes(q_desc)
+    DO_BYTES: gl.constexpr = _bytes(dout_desc)
+    DO_STAGES: gl.constexpr = dout_s[0].shape[0]
+    KEY_TILES: gl.constexpr = kv_full.shape[0]
+    batch, kv_head, part, info = place(info_ptr, heads, tiles, kv_heads, parts, SWEEP, BATCHED)
+    first = gl.load(info)
+    steps, cut_steps, j, stops = visit_order(info, heads)
+    if flags_ptr is not None:
+        wait_row(flags_ptr, batch * kv_heads + kv_head, epoch, timed_out_ptr, 1)
+    for c in gl.static_range(KEY_TILES):
+        mbarrier.expect(kv_full.index(c), KV_BYTES)
+        _load_pieces(k_desc, [batch, first + c * (BN // 2), kv_head], kv_full.index(c), k_s, c)
+        _load_pieces(v_desc, [batch, first + c * (BN // 2), kv_head], kv_full.index(c), v_s, c)
+    head = (kv_head * parts + part) * heads
+    q_heads = kv_heads * parts * heads
+    bounds_row = 0
+    if BATCHED:
+        bounds_row = batch * q_tiles
+    for i in range(0, steps):
+        stage = i % 2
+        do_stage = i % DO_STAGES
+        row = (batch * q_heads + head) * q_tiles + j
+        if i >= 2:
+            barrier_sync(q_free + stage, LOADERS, warps=1)
+        if i < cut_steps:
+            mbarrier.expect(q_full.index(stage), Q_BYTES + lse_desc.block_type.nbytes + bounds_desc.block_type.nbytes)
+            async_load(bounds_desc, [bounds_row + j, 0], q_full.index(stage), bounds_s.index(stage))
+        else:
+            mbarrier.expect(q_full.index(stage), Q_BYTES + lse_desc.block_type.nbytes)
+        _load_pieces(q_desc, [batch, j * ROWS, head], q_full.index(stage), q_s, stage)
+        async_load(lse_desc, [row, 0], q_full.index(stage), lse_s.index(stage))
+        if i >= DO_STAGES:
+            barrier_sync(dout_free + do_stage, LOADERS, warps=1)
+        mbarrier.expect(dout_full.index(do_stage), DO_BYTES + delta_desc.block_type.nbytes)
+        _load_pieces(dout_desc, [batch, j * ROWS, head], dout_full.index(do_stage), dout_s, do_stage)
+        async_load(delta_desc, [row, 0], dout_full.index(do_stage), delta_s.index(do_stage))
+        j, head = next_tile(i, j, head, cut_steps, heads, stops)
+
+
+@gluon.jit
+def tile_at(tiles, which, i):
+    """Return tile ``which`` of each piece, its address computed again in step i. ``i >> 30`` is 0, but ptxas does not
+    know: it would move descriptors of tiles that stay in shared memory out of the loop, and run out of registers."""
     late = which + (i >> 30)
     return (tiles[0].index(late),) if len(tiles) == 1 else (tiles[0].index(late), tiles[1].index(late))
 
 
 @gluon.jit
-def _along(a, b, stage, S_L: gl.constexpr, minus=None):
-    """The keys (left operands, piece by piece of the columns) times the queries' tile in ``stage``, asynchronous. To
-    them it adds ``minus``, a number for each query."""
+def keys_times_queries(a, b, stage, S_L: gl.constexpr, minus=None):
+    """Issue the products of the keys (left operands, piece by piece of the columns) and the queries' tile in ``stage``,
+    asynchronous, added to ``minus``, a number for each query."""
     ADDS: gl.constexpr = minus is not None
     x = gl.zeros([BN // 2, BM], gl.float32, S_L)
     if ADDS:
@@ -166,8 +225,8 @@ def _along(a, b, stage, S_L: gl.constexpr, minus=None):
 
 
 @gluon.jit
-def _add(x, tiles, stage, sums):
-    """sums += x times the tile in ``stage``, piece by piece of its columns, asynchronous. Waits count the pieces."""
+def accumulate(x, tiles, stage, sums):
+    """Issue sums += x times the tile in ``stage``, asynchronous: one product per piece of its columns."""
     A_0: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=sums[0].type.layout, k_width=2)
     first = warpgroup_mma(gl.convert_layout(x, A_0), tiles[0].index(stage), sums[0], is_async=True)
     if len(sums) == 1:
@@ -179,8 +238,8 @@ def _add(x, tiles, stage, sums):
 
 
 @gluon.jit
-def _added(pending: gl.constexpr, sums, x):
-    """Behind the wait until at most ``pending`` products are in flight: the sums, and their left operand."""
+def wait_sums(pending: gl.constexpr, sums, x):
+    """Wait until at most ``pending`` products are in flight; return the sums and their left operand."""
     if len(sums) == 1:
         first, x = warpgroup_mma_wait(pending, deps=[sums[0], x])
         sums = (first,)
@@ -197,8 +256,8 @@ def _sums(D: gl.constexpr):
 
 
 @gluon.jit
-def _none(tiles):
-    """Sums for what has the columns of these tiles."""
+def zero_sums(tiles):
+    """Return sums of zero with the columns of these tiles."""
     return (_sums(tiles[0].shape[2]),) if len(tiles) == 1 else (_sums(tiles[0].shape[2]), _sums(tiles[1].shape[2]))
 
 
@@ -216,41 +275,41 @@ def _store_piece(ptr, x, head, stride_s, key, past, part, scale, SCALED: gl.cons
 
 
 @gluon.jit
-def _store(ptr, sums, head, stride_s, key, past, part, scale, SCALED: gl.constexpr, ADDS: gl.constexpr):
-    """``ADDS``: all parts but the first add to what is there."""
+def store_sums(ptr, sums, head, stride_s, key, past, part, scale, SCALED: gl.constexpr, ADDS: gl.constexpr):
+    """Store sums. ``ADDS``: all parts but the first add to memory."""
     _store_piece(ptr, sums[0], head, stride_s, key, past, part, scale, SCALED, ADDS)
     if len(sums) == 2:
         _store_piece(ptr + sums[0].shape[1], sums[1], head, stride_s, key, past, part, scale, SCALED, ADDS)
 
 
 @gluon.jit
-def _tiles(desc, COUNT: gl.constexpr = 2):
-    """Shared memory for this many boxes of a descriptor."""
+def boxes(desc, COUNT: gl.constexpr = 2):
+    """Allocate shared memory for ``COUNT`` boxes of a descriptor."""
     SHAPE: gl.constexpr = [COUNT, 1, desc.block_type.shape[1], 1, desc.block_type.shape[3]]
     return gl.allocate_shared_memory(desc.dtype, SHAPE, desc.layout)
 
 
 @gluon.jit
 def _without_ones(tiles):
-    """The same memory without the dimensions of length one that TMA sees."""
+    """Return the same memory without the dimensions of length one that TMA needs."""
     L: gl.constexpr = gl.NVMMASharedLayout.get_default_for([tiles.shape[2], tiles.shape[4]], tiles.dtype)
     return reinterpret(tiles, tiles.dtype, [tiles.shape[0], tiles.shape[2], tiles.shape[4]], L)
 
 
 @gluon.jit
-def _matrices(tiles):
+def matrices(tiles):
     return (_without_ones(tiles[0]),) if len(tiles) == 1 else (_without_ones(tiles[0]), _without_ones(tiles[1]))
 
 
 @gluon.jit
-def _staged(desc):
+def allocate_staging(desc):
     return gl.allocate_shared_memory(gl.float32, [1, BM, 1, desc.block_type.shape[3]], desc.layout)
 
 
 @gluon.constexpr_function
 def _exchanged_layout(rows, columns):
-    """Of a staged tile as TMA reads it (boxes of 32 columns, swizzled by 128 bytes), in which odd rows have
-    exchanged columns c and c ^ 16."""
+    """Return the layout of a staged tile as TMA reads it (boxes of 32 columns, swizzled by 128 bytes), in which odd
+    rows have exchanged columns c and c ^ 16."""
 
     def place(word):
         box, word = divmod(word, rows * 32)
@@ -261,13 +320,13 @@ def _exchanged_layout(rows, columns):
 
 
 @gluon.jit
-def _matrix(tile):
+def staging_matrix(tile):
     L: gl.constexpr = _exchanged_layout(tile.shape[1], tile.shape[3])
     return reinterpret(tile, gl.float32, [tile.shape[1], tile.shape[3]], L)
 
 
 @gluon.jit
-def _stage(dq_s, dq):
-    """Store a tile of dQ for TMA, free of bank conflicts. Half a warp stores 32 bytes of each of four rows at a time;
-    with TMA's swizzle alone two neighbouring rows would meet in the same banks."""
+def stage_dq(dq_s, dq):
+    """Store a tile of dQ for TMA without bank conflicts. Half a warp stores 32 bytes of each of four rows at a time;
+    with TMA's swizzle alone two neighbouring rows would use the same banks."""
     dq_s.store(exchange_blocks(dq))

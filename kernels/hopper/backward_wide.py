@@ -1,8 +1,9 @@
-"""The backward of the block kernel for Hopper (sm_90) at head dims 192 (128 of v) and 256, in Gluon. Launched by
-hopper_backward.py, whose tables, order of the CTAs and order of their query tiles it has.
+"""The backward kernel for Hopper (sm_90) at head dim 256, in Gluon.
 
-dk and dv of 64 keys are 256 registers a thread at head dim 256, more than there are. So a CTA owns 64 keys, not 128,
-and its two consumers divide the work by what they sum, not by keys. One query tile a step::
+Launched by backward.py, with the same tables, order of the CTAs and order of their query tiles.
+
+dk and dv of 64 keys need 256 registers per thread, more than there are. So a CTA owns 64 keys, not
+128, and its two consumers divide the work by gradient, not by keys. One query tile per step::
 
     consumer 0      P = exp2(S^T c - lse), 16 bit, to shared memory ; dV += P dO ; S^T of the step after
     consumer 1      dS = P dP^T, to shared memory ; dK += dS Q ; dP^T = V dO^T - delta of the step after
@@ -10,14 +11,14 @@ and its two consumers divide the work by what they sum, not by keys. One query t
     producer        one warp: K, V, then Q, lse (and start, end of cut tiles), dO, delta of every step by TMA
     writers 0, 1    one warp each: add the staged columns of dQ to global memory, float32, by TMA
 
-* P and dS feed dV and dK from registers, as in hopper_backward.py. dS is made of the rounded P, which only adds a
+* P and dS feed dV and dK from registers, as in backward.py. dS is computed from the rounded P, which only adds a
   rounding of the same size as its own.
 * P(i), dS(i), P(i + 1), ... are handed over in turn, so one buffer and one barrier of each are enough: consumer 1 has
-  read P(i) when it says that dS(i) is there; consumer 0 has read dS(i) when it says that P(i + 1) is there.
-* While consumer 0 makes P, consumer 1 multiplies, and while consumer 1 makes dS, consumer 0 does. Consumer 0 has less
-  to multiply, so that it is at P(i + 1) when the other one still multiplies.
-* Tiles of 256 columns are two of 128: as one, ptxas finds no registers for the sums.
-* At 256 shared memory has room for one tile of dO. It is read last by dV(i), in the first part of a step, and needed
+  read P(i) when it signals dS(i); consumer 0 has read dS(i) when it signals P(i + 1).
+* While consumer 0 computes P, consumer 1 multiplies, and while consumer 1 computes dS, consumer 0 multiplies. Consumer
+  0 has less to multiply, so that it is at P(i + 1) when the other one still multiplies.
+* Tiles of 256 columns are two of 128: with one, ptxas runs out of registers for the sums.
+* Shared memory has room for one tile of dO. It is read last by dV(i), in the first part of a step, and needed
   next by dP(i + 1), in the last.
 
 Named barriers: 4 P written, 5 dS written, 6, 7 Q read, 8, 9 dO read, 10, 11 dQ staged (once more when dk and dv are
@@ -36,86 +37,20 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from .backward_pieces import (
-    BM,
-    LOADERS,
-    PAIR,
-    STAGING,
-    _add,
-    _added,
-    _along,
-    _at,
-    _buffer,
-    _load_pieces,
-    _matrices,
-    _matrix,
-    _next,
-    _none,
-    _place,
-    _sent,
-    _stage,
-    _staged,
-    _store,
-    _stored,
-    _tiles,
-    _tour,
-)
+from . import backward_pieces as pieces
+from .backward_pieces import BM, LOADERS, PAIR, STAGING
 from .primitives import (
-    async_load,
     barrier_arrive,
     barrier_sync,
     reinterpret,
     tma_reduce_add,
-    wait_row,
 )
 
 KEYS = gl.constexpr(64)  # of a CTA
-UNIT = gl.constexpr(64)  # columns of dQ that are made and sent at once
-UNITS_0 = gl.constexpr(1)  # of consumer 0; consumer 1 has the others
+UNIT = gl.constexpr(64)  # columns of dQ that are computed and sent at a time
+UNITS_0 = gl.constexpr(1)  # units of consumer 0; consumer 1 has the others
 
 P_READY, DS_READY, Q_FREE, DO_FREE, DQ_STAGED, DQ_SENT = (gl.constexpr(i) for i in (4, 5, 6, 8, 10, 12))
-
-
-@gluon.jit
-def _producer(
-    q_desc, dout_desc, k_desc, v_desc, lse_desc, delta_desc, bounds_desc, info_ptr,
-    k_s, v_s, q_s, dout_s, lse_s, delta_s, bounds_s, kv_full, q_full, dout_full,
-    heads, tiles, kv_heads, parts, q_tiles, flags_ptr, epoch, gave_up_ptr,
-    Q_BYTES: gl.constexpr, DO_BYTES: gl.constexpr, SWEEP: gl.constexpr, BATCHED: gl.constexpr,
-):  # fmt: skip
-    DO_STAGES: gl.constexpr = dout_s[0].shape[0]
-    batch, kv_head, part, info = _place(info_ptr, heads, tiles, kv_heads, parts, SWEEP, BATCHED)
-    first = gl.load(info)
-    steps, cut_steps, j, stops = _tour(info, heads)
-    if flags_ptr is not None:
-        wait_row(flags_ptr, batch * kv_heads + kv_head, epoch, gave_up_ptr, 1)
-    mbarrier.expect(kv_full.index(0), Q_BYTES + DO_BYTES)  # tiles of keys have as many rows as tiles of queries
-    _load_pieces(k_desc, [batch, first, kv_head], kv_full.index(0), k_s, 0)
-    _load_pieces(v_desc, [batch, first, kv_head], kv_full.index(0), v_s, 0)
-    head = (kv_head * parts + part) * heads
-    q_heads = kv_heads * parts * heads
-    bounds_row = 0
-    if BATCHED:
-        bounds_row = batch * q_tiles
-    for i in range(0, steps):
-        stage = i % 2
-        do_stage = i % DO_STAGES
-        row = (batch * q_heads + head) * q_tiles + j
-        if i >= 2:
-            barrier_sync(Q_FREE + stage, LOADERS, warps=1)
-        if i < cut_steps:
-            mbarrier.expect(q_full.index(stage), Q_BYTES + lse_desc.block_type.nbytes + bounds_desc.block_type.nbytes)
-            async_load(bounds_desc, [bounds_row + j, 0], q_full.index(stage), bounds_s.index(stage))
-        else:
-            mbarrier.expect(q_full.index(stage), Q_BYTES + lse_desc.block_type.nbytes)
-        _load_pieces(q_desc, [batch, j * BM, head], q_full.index(stage), q_s, stage)
-        async_load(lse_desc, [row, 0], q_full.index(stage), lse_s.index(stage))
-        if i >= DO_STAGES:
-            barrier_sync(DO_FREE + do_stage, LOADERS, warps=1)
-        mbarrier.expect(dout_full.index(do_stage), DO_BYTES + delta_desc.block_type.nbytes)
-        _load_pieces(dout_desc, [batch, j * BM, head], dout_full.index(do_stage), dout_s, do_stage)
-        async_load(delta_desc, [row, 0], dout_full.index(do_stage), delta_s.index(do_stage))
-        j, head = _next(i, j, head, cut_steps, heads, stops)
 
 
 @gluon.jit
@@ -123,8 +58,8 @@ def _writer(
     C: gl.constexpr, UNITS: gl.constexpr, dq_desc, info_ptr, dq_s, heads, tiles, kv_heads, parts, turns_ptr,
     counters_ptr, segments, SWEEP: gl.constexpr, BATCHED: gl.constexpr,
 ):  # fmt: skip
-    batch, kv_head, part, info = _place(info_ptr, heads, tiles, kv_heads, parts, SWEEP, BATCHED)
-    steps, cut_steps, j, stops = _tour(info, heads)
+    batch, kv_head, part, info = pieces.place(info_ptr, heads, tiles, kv_heads, parts, SWEEP, BATCHED)
+    steps, cut_steps, j, stops = pieces.visit_order(info, heads)
     head = (kv_head * parts + part) * heads
     barrier_arrive(DQ_SENT + C, STAGING, warps=1)
     for i in range(0, steps):
@@ -132,16 +67,16 @@ def _writer(
             barrier_sync(DQ_STAGED + C, STAGING, warps=1)
             tma_reduce_add(dq_desc, [batch, j * BM, head, (C * UNITS_0 + unit) * UNIT], dq_s)
             tma.store_wait(0)
-            _sent(
+            pieces.signal_sent(
                 DQ_SENT + C, (i == steps - 1) & (unit == UNITS - 1), turns_ptr, tiles, part, parts, SWEEP
             )  # fmt: skip
-        j, head = _next(i, j, head, cut_steps, heads, stops)
-    _stored(DQ_STAGED + C, turns_ptr, counters_ptr, info, tiles, part, parts, segments, SWEEP)
+        j, head = pieces.next_tile(i, j, head, cut_steps, heads, stops)
+    pieces.finish_writer(DQ_STAGED + C, turns_ptr, counters_ptr, info, tiles, part, parts, segments, SWEEP)
 
 
 @gluon.jit
 def _dq(UNIT_AT: gl.constexpr, k_s, ds_s):
-    """The columns of dQ that this unit has, asynchronous."""
+    """Issue the product for one unit of columns of dQ, asynchronous."""
     L: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, UNIT, 16])
     FIRST: gl.constexpr = k_s[0].shape[2]
     if UNIT_AT * UNIT < FIRST:
@@ -157,7 +92,7 @@ def _send(C: gl.constexpr, dq, dq_s, dq_scale, FOLD: gl.constexpr):
     if not FOLD:
         dq = dq * dq_scale
     barrier_sync(DQ_SENT + C, STAGING)
-    _stage(dq_s, dq)
+    pieces.stage_dq(dq_s, dq)
     fence_async_shared()
     barrier_arrive(DQ_STAGED + C, STAGING)
 
@@ -167,7 +102,7 @@ def _walk_values(
     CUT: gl.constexpr, first, past_step, last, s, dv, k_s, q_s, dout_s, lse_v, bounds_v, p_s, ds_s,
     dq_s, q_full, dout_full, scale_log2, dq_scale, key, past, FOLD: gl.constexpr,
 ):  # fmt: skip
-    """Consumer 0. ``s`` comes in complete and goes out complete for the next step."""
+    """Walk the query tiles as consumer 0. ``s`` is complete on entry, and on return that of the next step is."""
     S_L: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BM, 16])
     A_L: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=dv[0].type.layout, k_width=2)
     PIECES: gl.constexpr = len(k_s)
@@ -187,11 +122,11 @@ def _walk_values(
         barrier_arrive(Q_FREE + stage, LOADERS)
         p16 = gl.convert_layout(p, A_L)
         mbarrier.wait(dout_full.index(do_stage), (i // DO_STAGES) & 1)
-        dv = _add(p16, dout_s, do_stage, dv)
+        dv = pieces.accumulate(p16, dout_s, do_stage, dv)
         after = gl.minimum(i + 1, last)
         mbarrier.wait(q_full.index(after % 2), (after // 2) & 1)
-        s = _along(_at(k_s, 0, i), q_s, after % 2, S_L)
-        dv, p16 = _added(PIECES, dv, p16)
+        s = pieces.keys_times_queries(pieces.tile_at(k_s, 0, i), q_s, after % 2, S_L)
+        dv, p16 = pieces.wait_sums(PIECES, dv, p16)
         barrier_arrive(DO_FREE + do_stage, LOADERS)
         barrier_sync(DS_READY, PAIR)
         dq = _dq(0, k_s, ds_s)
@@ -208,14 +143,14 @@ def _values(
 ):  # fmt: skip
     """Consumer 0: S, P, dV and the first columns of dQ."""
     S_L: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BM, 16])
-    batch, kv_head, part, info = _place(info_ptr, heads, tiles, kv_heads, parts, SWEEP, BATCHED)
+    batch, kv_head, part, info = pieces.place(info_ptr, heads, tiles, kv_heads, parts, SWEEP, BATCHED)
     key = gl.load(info)
     past = gl.load(info + 1)
-    steps, cut_steps, _, _ = _tour(info, heads)
-    dv = _none(dout_s)
+    steps, cut_steps, _, _ = pieces.visit_order(info, heads)
+    dv = pieces.zero_sums(dout_s)
     mbarrier.wait(kv_full.index(0), 0)
     mbarrier.wait(q_full.index(0), 0)
-    s = warpgroup_mma_wait(0, deps=[_along(_at(k_s, 0, 0), q_s, 0, S_L)])
+    s = warpgroup_mma_wait(0, deps=[pieces.keys_times_queries(pieces.tile_at(k_s, 0, 0), q_s, 0, S_L)])
     s, dv = _walk_values(
         True, 0, cut_steps, steps - 1, s, dv, k_s, q_s, dout_s, lse_v, bounds_v, p_s, ds_s, dq_s, q_full, dout_full,
         scale_log2, dq_scale, key, past, FOLD,
@@ -225,8 +160,8 @@ def _values(
         dout_full, scale_log2, dq_scale, key, past, FOLD,
     )  # fmt: skip
     barrier_sync(DQ_SENT, STAGING)  # and if the group has several parts, it is this one's turn
-    head = _buffer(batch, part, batches, IN_TURNS).to(gl.int64) * stride_b + kv_head.to(gl.int64) * stride_h
-    _store(dv_ptr, dv, head, stride_s, key, past, part, dv_scale, True, IN_TURNS)
+    head = pieces.buffer_of(batch, part, batches, IN_TURNS).to(gl.int64) * stride_b + kv_head.to(gl.int64) * stride_h
+    pieces.store_sums(dv_ptr, dv, head, stride_s, key, past, part, dv_scale, True, IN_TURNS)
     if IN_TURNS or COUNTED:
         barrier_sync(DQ_STAGED, STAGING)  # not arrive: sync alone is documented to order the stores for the writer
 
@@ -242,16 +177,16 @@ def _keys(
     S_L: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BM, 16])
     PIECES: gl.constexpr = len(v_s)
     DO_STAGES: gl.constexpr = dout_s[0].shape[0]
-    batch, kv_head, part, info = _place(info_ptr, heads, tiles, kv_heads, parts, SWEEP, BATCHED)
+    batch, kv_head, part, info = pieces.place(info_ptr, heads, tiles, kv_heads, parts, SWEEP, BATCHED)
     key = gl.load(info)
     past = gl.load(info + 1)
     steps = (gl.load(info + 3) - gl.load(info + 2)) * heads
-    dk = _none(q_s)
+    dk = pieces.zero_sums(q_s)
     A_L: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=dk[0].type.layout, k_width=2)
     mbarrier.wait(kv_full.index(0), 0)
     mbarrier.wait(dout_full.index(0), 0)
     minus_delta = delta_v.index(0).load(gl.SliceLayout(0, S_L))
-    dp = warpgroup_mma_wait(0, deps=[_along(_at(v_s, 0, 0), dout_s, 0, S_L, minus_delta)])
+    dp = warpgroup_mma_wait(0, deps=[pieces.keys_times_queries(pieces.tile_at(v_s, 0, 0), dout_s, 0, S_L, minus_delta)])
     for i in range(0, steps):
         stage = i % 2
         do_stage = i % DO_STAGES
@@ -263,9 +198,9 @@ def _keys(
         barrier_arrive(DS_READY, PAIR)
         barrier_arrive(DO_FREE + do_stage, LOADERS)
         mbarrier.wait(q_full.index(stage), (i // 2) & 1)
-        dk = _add(ds16, q_s, stage, dk)
+        dk = pieces.accumulate(ds16, q_s, stage, dk)
         dq = _dq(UNITS_0, k_s, ds_s)
-        dk, ds16 = _added(1, dk, ds16)
+        dk, ds16 = pieces.wait_sums(1, dk, ds16)
         barrier_arrive(Q_FREE + stage, LOADERS)
         for unit in gl.static_range(1, UNITS):
             dq = warpgroup_mma_wait(0, deps=[dq])
@@ -274,13 +209,13 @@ def _keys(
         after = gl.minimum(i + 1, steps - 1)
         mbarrier.wait(dout_full.index(after % DO_STAGES), (after // DO_STAGES) & 1)
         minus_delta = delta_v.index(after % DO_STAGES).load(gl.SliceLayout(0, S_L))
-        dp = _along(_at(v_s, 0, i), dout_s, after % DO_STAGES, S_L, minus_delta)
+        dp = pieces.keys_times_queries(pieces.tile_at(v_s, 0, i), dout_s, after % DO_STAGES, S_L, minus_delta)
         dq = warpgroup_mma_wait(PIECES, deps=[dq])
         _send(1, dq, dq_s, dk_scale, FOLD)
         dp = warpgroup_mma_wait(0, deps=[dp])
     barrier_sync(DQ_SENT + 1, STAGING)  # and if the group has several parts, it is this one's turn
-    head = _buffer(batch, part, batches, IN_TURNS).to(gl.int64) * stride_b + kv_head.to(gl.int64) * stride_h
-    _store(dk_ptr, dk, head, stride_s, key, past, part, dk_scale, not FOLD, IN_TURNS)
+    head = pieces.buffer_of(batch, part, batches, IN_TURNS).to(gl.int64) * stride_b + kv_head.to(gl.int64) * stride_h
+    pieces.store_sums(dk_ptr, dk, head, stride_s, key, past, part, dk_scale, not FOLD, IN_TURNS)
     if IN_TURNS or COUNTED:
         barrier_sync(DQ_STAGED + 1, STAGING)  # not arrive: sync alone is documented to order the stores for the writer
 
@@ -291,39 +226,37 @@ def kernel(
     q_rest_desc, k_rest_desc, dout_rest_desc, v_rest_desc,  # columns from 128 on; None for v if there are none
     dk_ptr, dv_ptr, info_ptr, heads, tiles, kv_heads, parts, batches, stride_b, stride_s, stride_h,
     q_tiles, scale_log2, dk_scale, dv_scale,
-    flags_ptr, epoch, gave_up_ptr, turns_ptr, counters_ptr, segments,
+    flags_ptr, epoch, timed_out_ptr, turns_ptr, counters_ptr, segments,
     DO_STAGES: gl.constexpr, SWEEP: gl.constexpr, BATCHED: gl.constexpr, FOLD: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """See ``hopper_backward._kernel``."""
+    """Arguments: as of ``backward._kernel``."""
     dtype: gl.constexpr = q_desc.dtype
     DS_L: gl.constexpr = gl.NVMMASharedLayout.get_default_for([KEYS, BM], dtype)
     ROW_L: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     WHOLE_V: gl.constexpr = v_rest_desc is None
-    FIRST_BYTES: gl.constexpr = dout_desc.block_type.nbytes
-    DO_BYTES: gl.constexpr = FIRST_BYTES if WHOLE_V else FIRST_BYTES + dout_rest_desc.block_type.nbytes
     Q_BYTES: gl.constexpr = q_desc.block_type.nbytes + q_rest_desc.block_type.nbytes
     DIM: gl.constexpr = Q_BYTES // (2 * BM)
     UNITS_1: gl.constexpr = DIM // UNIT - UNITS_0
     dout_descs = (dout_desc,) if WHOLE_V else (dout_desc, dout_rest_desc)
     v_descs = (v_desc,) if WHOLE_V else (v_desc, v_rest_desc)
-    k_t = (_tiles(k_desc, 1), _tiles(k_rest_desc, 1))
-    v_t = (_tiles(v_desc, 1),) if WHOLE_V else (_tiles(v_desc, 1), _tiles(v_rest_desc, 1))
-    q_t = (_tiles(q_desc, 2), _tiles(q_rest_desc, 2))
+    k_t = (pieces.boxes(k_desc, 1), pieces.boxes(k_rest_desc, 1))
+    v_t = (pieces.boxes(v_desc, 1),) if WHOLE_V else (pieces.boxes(v_desc, 1), pieces.boxes(v_rest_desc, 1))
+    q_t = (pieces.boxes(q_desc, 2), pieces.boxes(q_rest_desc, 2))
     N: gl.constexpr = DO_STAGES
-    dout_t = (_tiles(dout_desc, N),) if WHOLE_V else (_tiles(dout_desc, N), _tiles(dout_rest_desc, N))
+    dout_t = (pieces.boxes(dout_desc, N),) if WHOLE_V else (pieces.boxes(dout_desc, N), pieces.boxes(dout_rest_desc, N))
     p_s = gl.allocate_shared_memory(dtype, [KEYS, BM], DS_L)
     ds_s = gl.allocate_shared_memory(dtype, [KEYS, BM], DS_L)
-    dq_t = (_staged(dq_desc), _staged(dq_desc))
+    dq_t = (pieces.allocate_staging(dq_desc), pieces.allocate_staging(dq_desc))
     lse_t = gl.allocate_shared_memory(gl.float32, [2, 1, BM], lse_desc.layout)
     delta_t = gl.allocate_shared_memory(gl.float32, [2, 1, BM], delta_desc.layout)
     bounds_t = gl.allocate_shared_memory(gl.int32, [2, 1, 2 * BM], bounds_desc.layout)
     kv_full = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
     q_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     dout_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    k_s = _matrices(k_t)
-    v_s = _matrices(v_t)
-    q_s = _matrices(q_t)
-    dout_s = _matrices(dout_t)
+    k_s = pieces.matrices(k_t)
+    v_s = pieces.matrices(v_t)
+    q_s = pieces.matrices(q_t)
+    dout_s = pieces.matrices(dout_t)
     lse_v = reinterpret(lse_t, gl.float32, [2, BM], ROW_L)
     delta_v = reinterpret(delta_t, gl.float32, [2, BM], ROW_L)
     bounds_v = reinterpret(bounds_t, gl.int32, [4, BM], ROW_L)
@@ -333,18 +266,18 @@ def kernel(
         mbarrier.init(dout_full.index(i), count=1)
     gl.warp_specialize(
         [
-            (_values, (dv_ptr, info_ptr, k_s, q_s, dout_s, lse_v, bounds_v, p_s, ds_s, _matrix(dq_t[0]),
+            (_values, (dv_ptr, info_ptr, k_s, q_s, dout_s, lse_v, bounds_v, p_s, ds_s, pieces.staging_matrix(dq_t[0]),
                        kv_full, q_full, dout_full, heads, tiles, kv_heads, parts, batches, stride_b, stride_s,
                        stride_h, scale_log2, dk_scale, dv_scale, SWEEP, BATCHED, FOLD, turns_ptr is not None,
                        counters_ptr is not None)),
-            (_keys, (dk_ptr, info_ptr, k_s, v_s, q_s, dout_s, delta_v, p_s, ds_s, _matrix(dq_t[1]),
+            (_keys, (dk_ptr, info_ptr, k_s, v_s, q_s, dout_s, delta_v, p_s, ds_s, pieces.staging_matrix(dq_t[1]),
                      kv_full, q_full, dout_full, heads, tiles, kv_heads, parts, batches, stride_b, stride_s,
                      stride_h, dk_scale, UNITS_1, SWEEP, BATCHED, FOLD, turns_ptr is not None,
                      counters_ptr is not None)),
-            (_producer, ((q_desc, q_rest_desc), dout_descs, (k_desc, k_rest_desc), v_descs, lse_desc, delta_desc,
+            (pieces.producer, ((q_desc, q_rest_desc), dout_descs, (k_desc, k_rest_desc), v_descs, lse_desc, delta_desc,
                          bounds_desc, info_ptr, k_t, v_t, q_t, dout_t, lse_t, delta_t, bounds_t, kv_full, q_full,
-                         dout_full, heads, tiles, kv_heads, parts, q_tiles, flags_ptr, epoch, gave_up_ptr,
-                         Q_BYTES, DO_BYTES, SWEEP, BATCHED)),
+                         dout_full, heads, tiles, kv_heads, parts, q_tiles, flags_ptr, epoch, timed_out_ptr,
+                         Q_FREE, DO_FREE, SWEEP, BATCHED)),
             (_writer, (0, UNITS_0, dq_desc, info_ptr, dq_t[0], heads, tiles, kv_heads, parts, turns_ptr, counters_ptr,
                        segments, SWEEP, BATCHED)),
             (_writer, (1, UNITS_1, dq_desc, info_ptr, dq_t[1], heads, tiles, kv_heads, parts, turns_ptr, counters_ptr,

@@ -1,36 +1,36 @@
-"""The forward of the block kernel for Hopper (sm_90), in Gluon. Contract and shapes: block.py.
+"""The forward kernel for Hopper (sm_90), in Gluon. Contract and shapes: contract.py.
 
 One CTA per SM: a producer warpgroup that moves tiles by TMA, and two or three consumer warpgroups, each
 with 64 query rows. The consumers of a CTA share the key and value tiles, two stages deep::
 
     producer        Q(i) K V K V K V ... | next tile: Q(i+1) K V K V ...
     consumer, step  wait K[j] ; take the turn ; S = Q K[j]^T ; O *= alpha ; wait V[j-1] ; O += P V[j-1] ; give the turn
-                    S is there: free K[j] ; row max, exp2, row sums ; O is there: free V[j-1] ; P to 16 bit
-    consumer, end   O += P V[0] ; O is there: free V[0] ; first S of the next query tile ; under it O and lse to memory
+                    S done: free K[j] ; row max, exp2, row sums ; O done: free V[j-1] ; P to 16 bit
+    consumer, end   O += P V[0] ; O done: free V[0] ; first S of the next query tile ; meanwhile store O and lse
 
-* Both products of a step are asynchronous: the softmax of tile j runs under the product with V of tile j-1,
-  and the turn, passed from consumer to consumer, keeps one consumer's products under another one's softmax.
+* Both products of a step are asynchronous: the softmax of tile j overlaps the product with V of tile j-1,
+  and the turn, passed from consumer to consumer, makes one consumer's products overlap another one's softmax.
 * The keys of a query tile are walked from the last to the first. Of its span (see ``TileMap``) only the cut parts
   and the very first key tile apply the intervals; the loop over full key tiles is straight-line code without a mask.
-* The producer runs ahead into the next query tile: Q has two buffers, and what the next tile is comes from memory
-  while it waits for room for the last keys of this one.
+* The producer runs ahead into the next query tile: Q has two buffers, and the description of the next tile is loaded
+  while the producer waits for free stages for the last keys of this one.
 * Query tiles are handed out by an atomic counter (work_counter.py), heaviest first within a few heads at a time:
-  balanced whatever the mask, few heads' keys in L2 at once, and robust against SMs that other work slows down.
-* With ``ready`` the producer waits for the flag of a head's keys and values in front of their first tile. The heads
-  are swept in the order in which they arrive; the consumers know nothing of it.
+  balanced for any mask, few heads' keys in L2 at once, and robust if other work slows some SMs down.
+* With ``ready`` the producer waits for the flag of a head's keys and values before their first tile. The heads are
+  swept in the order in which they arrive; the consumers are the same with and without flags.
 * Tiles have powers of two of columns. Head dims 96 and 192 of q and k are two tiles side by side, 64 + 32 and 128 + 64;
   a value of 96 is read as 128, the last 32 zeros that TMA fills in.
 * m is a point of reference near the maximum, not the maximum: it moves when a score is more than ``SLACK`` above it.
   So p is at most 2^8, with the same relative error, and where m stays, as it does after a few key tiles, O is not
-  rescaled. (The idea: Zadouri et al. 2026, FlashAttention-4, arXiv:2603.05451.) Multiplications that are left out are
-  power left over, which at the power limit is speed. The first key tile of a call moves a carried m to any score that
-  is above it: p is exactly 1 there, as with all keys in one call, so that few keys over several calls are as exact.
-* Tensor cores cut off what does not fit when they add to an accumulator, so that O loses with every product, always
-  towards zero: 0.7 % of itself after five million keys. Where a query may see that many (``Block.period``), O is set
-  aside every PERIOD key tiles, added to what lies there in float32, and begun anew. A carried O begins there. (The same
+  rescaled. (The idea: Zadouri et al. 2026, FlashAttention-4, arXiv:2603.05451.) Fewer multiplications draw less power,
+  and at the power limit that is speed. The first key tile of a call moves a carried m to any score above it: its p is
+  exactly 1, as with all keys in one call, so that few keys over several calls are as exact.
+* Tensor cores truncate when they add to an accumulator, so O loses a little with every product, always towards zero:
+  0.7 % of itself after five million keys. If a query may see that many (``Block.period``), O is flushed every PERIOD
+  key tiles: added in float32 to a sum in memory, and started again at zero. A carried O starts in that sum. (The same
   loss in FP8, and the same remedy: DeepSeek-V3, arXiv:2412.19437, section 3.3.2.)
 * Scores stay unscaled until the exponent, which is taken to the base 2: p = 2^(s c - m) with c = scale log2(e).
-  m here is in that unit; the state outside is in natural logarithms, see ``_store``.
+  m is in that unit here; the state in memory is in natural logarithms, see ``_store``.
 
 Schedule: Shah et al. 2024 (FlashAttention-3, arXiv:2407.08608). What was tried: NOTES.md.
 """
@@ -38,7 +38,6 @@ Schedule: Shah et al. 2024 (FlashAttention-3, arXiv:2407.08608). What was tried:
 from __future__ import annotations
 
 import functools
-import math
 from typing import Any, NamedTuple
 
 import torch
@@ -55,8 +54,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ...partial import Partial
-from ..contract import Block, Keys, Result, Score, int32
-from ..launch import Launches, dispatch, multiprocessors, on_device
+from ..contract import Keys, Result, Score, int32
+from ..launch import Launches, dispatch, on_device
 from .primitives import (
     FREE_BARRIERS,
     async_load,
@@ -69,23 +68,28 @@ from .primitives import (
     wait_row,
 )
 from .tensor_maps import readable, view
+from .work import head_sweeps, processors, query_tile_table
 from .work_counter import take_number, work_counter
 
 LOG2E = 1.4426950408889634
-SLACK = gl.constexpr(8.0)  # how far scores may be above their point of reference, to the base 2
+SLACK = gl.constexpr(8.0)  # the most that a score may exceed its point of reference, to the base 2
 LN2 = gl.constexpr(0.6931471805599453)
-LOG2E_HI = gl.constexpr(1.44269502162933349609375)  # float32(log2 e), and the rest of it
+LOG2E_HI = gl.constexpr(1.44269502162933349609375)  # float32(log2 e), and its rounding error
 LOG2E_LO = gl.constexpr(LOG2E - 1.44269502162933349609375)
 
 ROWS = gl.constexpr(64)  # query rows of a consumer: the M of one wgmma
-INFO = gl.constexpr(8)  # int32 numbers that describe a query tile, see _tile_table
+INFO = gl.constexpr(8)  # int32 numbers that describe a query tile, see work.query_tile_table
 SLOTS = gl.constexpr(4)  # descriptions in shared memory: one is read until two tiles later
 INFO_LAYOUT = gl.constexpr(gl.BlockedLayout([8], [32], [4], [0]))  # every thread holds all of them
 
 
 class Config(NamedTuple):
-    """Tile sizes and buffers for one pair of head dims. ``registers``: per consumer thread, the producer gets the rest.
-    What shared memory has no room for: two buffers of queries, and tiles of ``out`` on their way to TMA."""
+    """Tile sizes and buffers for one pair of head dims.
+
+    Args:
+        registers: per consumer thread; the producer gets the rest.
+        q_buffers, staged: two buffers of queries, and tiles of ``out`` staged for TMA, if shared memory has room.
+    """
 
     consumers: int
     block_n: int
@@ -113,19 +117,19 @@ CONFIGS = {  # by the head dims of q, k and of v
 
 @gluon.jit
 def _number(info, i: gl.constexpr):
-    """Element i of a query tile's description, as a scalar."""
+    """Return element i of a query tile's description, as a scalar."""
     return gl.sum(gl.where(gl.arange(0, INFO, INFO_LAYOUT) == i, info, 0), axis=0)
 
 
 @gluon.jit
 def _rows(tiles, i):
-    """Tile i of (tiles, 1, rows, 1, D) in shared memory as a matrix (rows, D)."""
+    """Return tile i of (tiles, 1, rows, 1, D) in shared memory as a matrix (rows, D)."""
     return tiles.index(i).reshape([tiles.shape[2], tiles.shape[4]])
 
 
 @gluon.jit
 def _q_buffer(i, BUFFERS: gl.constexpr):
-    """The buffer of query tile i of this CTA, and its phase there. One or two buffers."""
+    """Return the buffer of query tile i of this CTA, and its phase there. One or two buffers."""
     return i & (BUFFERS - 1), (i >> (BUFFERS - 1)) & 1
 
 
@@ -136,7 +140,7 @@ def _keys(tiles, i):
 
 @gluon.jit
 def _scaled(x, factor):
-    """x times a factor for each row, in the layout of the scores."""
+    """Return x times a factor for each row, which is in the layout of the scores."""
     return x * gl.convert_layout(factor, gl.SliceLayout(1, x.type.layout))[:, None]
 
 
@@ -147,10 +151,12 @@ def _q_pieces(q_s, i):
 
 
 @gluon.jit
-def _q_anew(q_s, i, late):
-    """The queries for one of the loops over keys. ``late >> 30`` is 0, which ptxas cannot know. Where three loops share
-    descriptors that nothing in front of them has needed, ptxas 12.8 makes one loop read uniform registers that only
-    another one, which may have been jumped over, has written. tests/sass.py looks for that."""
+def _q_again(q_s, i, late):
+    """Return the queries for one of the loops over keys, with their addresses computed again.
+
+    ptxas 12.8 bug: if three loops share descriptors, one may read a uniform register that is only written inside
+    another loop, which may not have run (tests/sass.py checks for it). ``late >> 30`` is 0, but ptxas cannot know that,
+    so that each loop computes descriptors of its own."""
     return _q_pieces(q_s, i + (late >> 30))
 
 
@@ -168,15 +174,15 @@ def _scores(q, k_s, stage, layout: gl.constexpr):
 
 @gluon.jit
 def _lane_sum(p):
-    """(R, N) in wgmma layout -> (R, 4): the sum of what each lane of a quad holds. No shuffle; the quad is summed
+    """Return the sums of each lane of a quad: (R, N) in wgmma layout -> (R, 4). Without a shuffle: the quad is summed
     once per query tile."""
     return gl.sum(gl.sum(gl.reshape(p, [p.shape[0], p.shape[1] // 8, 4, 2]), axis=3), axis=1)
 
 
 @gluon.jit
 def _pack(p, dtype: gl.constexpr):
-    """(R, N) float32 -> (R, N / 2) int32 of neighbouring 16-bit pairs. As 16-bit elements a loop would carry
-    halves of registers and pay a PRMT for each pair in front of the wgmma."""
+    """Return (R, N) float32 as (R, N / 2) int32 of neighbouring 16-bit pairs. A loop that carries 16-bit elements holds
+    halves of registers and needs a PRMT for each pair before the wgmma."""
     low, high = gl.split(gl.reshape(p, [p.shape[0], p.shape[1] // 2, 2]))
     if dtype == gl.bfloat16:
         x = gl.inline_asm_elementwise(
@@ -204,13 +210,13 @@ def _unpack(x, dtype: gl.constexpr, layout: gl.constexpr):
 
 @gluon.jit
 def _finite(m):
-    """m as a point of reference: 0 where nothing was seen, so that -inf - m stays -inf."""
+    """Return m as a point of reference: 0 where nothing was seen, so that -inf - m stays -inf."""
     return gl.where(m == float("-inf"), 0.0, m)
 
 
 @gluon.jit
 def _hide(s, column, start, end):
-    """-inf where the row does not see the key. ``column``: the tile's first key."""
+    """Return s with -inf where the row does not see the key. ``column``: the tile's first key."""
     return hide_columns(hide_columns(s, start - column, True), end - column, False)
 
 
@@ -219,7 +225,7 @@ def _hide(s, column, start, end):
 
 @gluon.jit
 def _tile_info(table_ptr, w, n_tiles, n_heads, q_heads, group, early, table_batch_stride):
-    """Number of a query tile in the order of work -> its description, with the batch and the head filled in.
+    """Return the description of query tile ``w`` in the order of work, with the batch and the head filled in.
 
     The first ``early`` heads are swept ``group`` at a time, the others all together; the heaviest tiles come first.
     """
@@ -239,7 +245,7 @@ def _numbered_tile(
     taken, counter_ptr, table_ptr, n_tiles, n_heads, q_heads, group, early, table_batch_stride,
     SKIP_EMPTY: gl.constexpr,
 ):  # fmt: skip
-    """The query tile of a number that was taken, or of the first one after it that is not empty."""
+    """Return number and description of the query tile that was taken, or of the next one that is not empty."""
     total = n_tiles * n_heads
     w = total
     info = gl.full([INFO], -1, gl.int32, INFO_LAYOUT)
@@ -258,7 +264,7 @@ def _numbered_tile(
 
 @gluon.jit
 def _load_pieces(desc, tiles, full, batch, row, head, i):
-    """Rows of one head to tile i of each piece."""
+    """Load rows of one head into tile i of each piece."""
     PIECES: gl.constexpr = len(desc)
     if PIECES == 1:
         mbarrier.expect(full.index(i), desc[0].block_type.nbytes)
@@ -274,7 +280,7 @@ def _load_pieces(desc, tiles, full, batch, row, head, i):
 def _load_keys(
     k_desc, v_desc, k_s, v_s, k_full, v_full, batch, column, kv_head, g, N: gl.constexpr, STAGES: gl.constexpr
 ):
-    """Key tile number g of this CTA, as soon as the consumers gave its stage free."""
+    """Load key tile number g of this CTA, as soon as the consumers have released its stage."""
     K_FREE: gl.constexpr = FREE_BARRIERS + N
     V_FREE: gl.constexpr = K_FREE + STAGES
     stage = g % STAGES
@@ -290,10 +296,10 @@ def _load_keys(
 @gluon.jit
 def _producer(
     args, N: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, Q_BUFFERS: gl.constexpr,
-    SKIP_EMPTY: gl.constexpr, ARRIVALS: gl.constexpr,
+    SKIP_EMPTY: gl.constexpr, READY: gl.constexpr,
 ):  # fmt: skip
     (
-        q_desc, k_desc, v_desc, table_ptr, counter_ptr, flags_ptr, epoch, gave_up_ptr,
+        q_desc, k_desc, v_desc, table_ptr, counter_ptr, flags_ptr, epoch, timed_out_ptr,
         q_s, k_s, v_s, info_s, q_full, q_free, k_full, v_full, info_full,
         n_tiles, n_heads, q_heads, ratio, group, early, table_batch_stride,
     ) = args  # fmt: skip
@@ -308,7 +314,7 @@ def _producer(
             )  # fmt: skip
     g = 0  # key tiles moved so far
     i = 0  # query tiles moved so far
-    arrived = -1  # the row of keys and values that was waited for last
+    arrived = -1  # the latest row of keys and values whose flag was waited for
     while w < total:
         slot, phase = _q_buffer(i, Q_BUFFERS)
         for c in gl.static_range(N):
@@ -323,16 +329,16 @@ def _producer(
         kv_head = head // ratio
         for c in gl.static_range(N):
             _load_pieces(q_desc, q_s, q_full, batch, first + c * ROWS, head, slot * N + c)
-        if ARRIVALS:
+        if READY:
             row = (batch * q_heads + head) // ratio
             if row != arrived:
-                wait_row(flags_ptr, row, epoch, gave_up_ptr, 4)
+                wait_row(flags_ptr, row, epoch, timed_out_ptr, 4)
                 arrived = row
         for column in range(end - BN, begin + BN, -BN):
             _load_keys(k_desc, v_desc, k_s, v_s, k_full, v_full, batch, column, kv_head, g, N, STAGES)
             g += 1
-        # The next tile's number and then its description are on their way while the last two key tiles are waited for:
-        # an answer from memory takes about as long as there is until the consumers want a key tile.
+        # Request the next tile's number, then its description, while waiting to load the last two key tiles: memory
+        # latency is about the time until the consumers need a key tile.
         number = take_number(counter_ptr, total)
         for column in range(gl.minimum(begin, end - 2 * BN) + BN, begin, -BN):
             _load_keys(k_desc, v_desc, k_s, v_s, k_full, v_full, batch, column, kv_head, g, N, STAGES)
@@ -356,7 +362,7 @@ def _producer(
 
 @gluon.jit
 def _span(slot, BN: gl.constexpr):
-    """Is there a query tile; its last key tile and its span."""
+    """Return whether there is a query tile, its last key tile and its span."""
     info = slot.load(INFO_LAYOUT)
     begin = _number(info, 2)
     end = gl.maximum(_number(info, 5), begin + BN)
@@ -365,7 +371,7 @@ def _span(slot, BN: gl.constexpr):
 
 @gluon.jit
 def _intervals(slot, C: gl.constexpr, start_ptr, end_ptr, rows_batch_stride, layout: gl.constexpr):
-    """The keys that each row of consumer C sees."""
+    """Return the first and past-the-last key that each row of consumer C sees."""
     info = slot.load(INFO_LAYOUT)
     row = _number(info, 0) + C * ROWS + gl.arange(0, ROWS, layout)
     inside = row < _number(info, 1)
@@ -376,7 +382,7 @@ def _intervals(slot, C: gl.constexpr, start_ptr, end_ptr, rows_batch_stride, lay
 
 @gluon.jit
 def _enter_rows(slot, C: gl.constexpr, m_ptr, l_ptr, seq_q, q_heads, layout: gl.constexpr):
-    """m of the carried state to the base 2, what its rounding left out, and a quarter of l for each lane of a quad."""
+    """Return m of the carried state to the base 2, its rounding error, and a quarter of l for each lane of a quad."""
     rows, inside = _row_offsets(slot.load(INFO_LAYOUT), C, seq_q, q_heads, layout)
     m_nat = gl.load(m_ptr + rows, mask=inside, other=float("-inf"))
     l = gl.load(l_ptr + rows, mask=inside, other=0.0)
@@ -390,7 +396,7 @@ def _enter(
     slot, C: gl.constexpr, m_ptr, l_ptr, o_ptr, seq_q, q_heads, D: gl.constexpr, W: gl.constexpr,
     rows_layout: gl.constexpr, layout: gl.constexpr,
 ):  # fmt: skip
-    """The carried state of a query tile; see _enter_rows."""
+    """Return the carried state of a query tile; see _enter_rows."""
     m, rest, l = _enter_rows(slot, C, m_ptr, l_ptr, seq_q, q_heads, rows_layout)
     values, inside = _values(o_ptr, slot.load(INFO_LAYOUT), C, seq_q, q_heads, D, W, layout)
     return m, rest, l, gl.load(values, mask=inside, other=0.0)
@@ -398,7 +404,7 @@ def _enter(
 
 @gluon.jit
 def _row_offsets(info, C: gl.constexpr, seq_q, q_heads, layout: gl.constexpr):
-    """Where the rows of consumer C are in (batch, q_heads, seq_q), and which of them belong to the tile."""
+    """Return the offsets of the rows of consumer C in (batch, q_heads, seq_q), and which of them belong to the tile."""
     row = _number(info, 0) + C * ROWS
     rows = gl.arange(0, ROWS, layout)
     first = (_number(info, 6).to(gl.int64) * q_heads + _number(info, 7)) * seq_q + row
@@ -407,8 +413,8 @@ def _row_offsets(info, C: gl.constexpr, seq_q, q_heads, layout: gl.constexpr):
 
 @gluon.jit
 def _values(ptr, info, C: gl.constexpr, seq_q, q_heads, D: gl.constexpr, W: gl.constexpr, layout: gl.constexpr):
-    """Pointers to the values of consumer C in (batch, seq_q, q_heads, D) in a tile W wide, and which belong to the
-    query tile."""
+    """Return pointers to the values of consumer C in (batch, seq_q, q_heads, D), a tile W wide, and which of them
+    belong to the query tile."""
     row = _number(info, 0) + C * ROWS
     rows = gl.arange(0, ROWS, gl.SliceLayout(1, layout))
     ptr += ((_number(info, 6).to(gl.int64) * seq_q + row) * q_heads + _number(info, 7)) * D
@@ -432,8 +438,8 @@ def _store(
     C: gl.constexpr, DTYPE: gl.constexpr, D: gl.constexpr, HAS_SINK: gl.constexpr, FINALIZE: gl.constexpr,
     STAGED: gl.constexpr, S_ROW: gl.constexpr,
 ):  # fmt: skip
-    """A query tile to memory: divided as out and lse, or as it is as the state."""
-    info = slot.load(INFO_LAYOUT)  # read again: held in registers across the steps it would cost the steps
+    """Store a query tile: as out, divided by l, and lse, or as the state."""
+    info = slot.load(INFO_LAYOUT)  # loaded again: in registers it would slow the steps down
     rows, inside = _row_offsets(info, C, seq_q, q_heads, S_ROW)
     l = gl.convert_layout(gl.sum(l, axis=1), S_ROW)
     factor = gl.full([ROWS], 1.0, gl.float32, S_ROW)
@@ -462,7 +468,7 @@ def _store(
         else:
             _store_values(out_ptr, acc, info, C, seq_q, q_heads, DTYPE, D)
     else:
-        # Stored as a natural logarithm m is rounded: l and o follow to the point of reference that it became.
+        # As a natural logarithm m is rounded: adapt l and o to the rounded point of reference.
         m_nat = m * LN2
         exact = gl.exp2(gl.fma(m_nat, -LOG2E_LO, gl.fma(m_nat, -LOG2E_HI, m)))
         exact = gl.where(m == float("-inf"), 1.0, exact)
@@ -473,14 +479,14 @@ def _store(
 
 @gluon.jit
 def _scratch(ptr, C: gl.constexpr, N: gl.constexpr, W: gl.constexpr, layout: gl.constexpr):
-    """Where consumer C of this CTA sets sums aside: (CTAs, N, ROWS, W) float32. A thread reads what it wrote."""
+    """Return pointers to the flushed sums of consumer C: (CTAs, N, ROWS, W) float32, private to each thread."""
     row = (gl.program_id(0) * N + C) * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, layout))
     return (ptr + row * W)[:, None] + gl.arange(0, W, gl.SliceLayout(0, layout))[None, :]
 
 
 @gluon.jit
-def _with_aside(acc, m, aside_ptr, m_aside, C: gl.constexpr, N: gl.constexpr):
-    """acc, whose point of reference is m, and what was set aside with m_aside as its own."""
+def _with_flushed(acc, m, aside_ptr, m_aside, C: gl.constexpr, N: gl.constexpr):
+    """Return acc, whose point of reference is m, plus the flushed sum, whose point of reference is m_aside."""
     L: gl.constexpr = acc.type.layout
     ROW: gl.constexpr = gl.SliceLayout(1, L)
     kept = gl.convert_layout(gl.exp2(m_aside - _finite(m)), ROW)[:, None]
@@ -491,18 +497,18 @@ def _with_aside(acc, m, aside_ptr, m_aside, C: gl.constexpr, N: gl.constexpr):
 
 
 @gluon.jit
-def _set_aside(acc, m, aside_ptr, m_aside, C: gl.constexpr, N: gl.constexpr):
-    """Add acc, whose point of reference is m, to what was set aside, and begin anew."""
+def _flush(acc, m, aside_ptr, m_aside, C: gl.constexpr, N: gl.constexpr):
+    """Flush acc, whose point of reference is m: add it to the sum in memory. Return zeros and the sum's new m_aside."""
     L: gl.constexpr = acc.type.layout
     W: gl.constexpr = acc.shape[1]
-    gl.store(_scratch(aside_ptr, C, N, W, L), _with_aside(acc, m, aside_ptr, m_aside, C, N))
+    gl.store(_scratch(aside_ptr, C, N, W, L), _with_flushed(acc, m, aside_ptr, m_aside, C, N))
     return gl.zeros([ROWS, W], gl.float32, L), m
 
 
 @gluon.jit
 def _softmax(s, m, l, rest, c2, slack: gl.constexpr):
-    """Move m to the maximum if that is more than ``slack`` above it; alpha rescales what was summed before. ``rest``
-    belongs to m, see _enter_rows."""
+    """Move m to the maximum if that is more than ``slack`` above it; alpha rescales earlier sums. ``rest``: the
+    rounding error of m, see _enter_rows."""
     L_L: gl.constexpr = l.type.layout
     top = gl.max(s, axis=1) * c2
     m_new = gl.where(top - m > slack, top, m)
@@ -518,8 +524,8 @@ def _first_scores(
     some, q_s, k_s, q_full, k_full, i, g, C: gl.constexpr, N: gl.constexpr, STAGES: gl.constexpr,
     Q_BUFFERS: gl.constexpr, layout: gl.constexpr,
 ):  # fmt: skip
-    """Issue the product of query tile i and key tile g of this CTA, without a product with V. If there is no such tile
-    it takes its turn all the same, with what lies there, and nobody reads the scores."""
+    """Issue the product of query tile i and key tile g of this CTA, without a product with V. If there is no such tile,
+    take the turn all the same: the operands are stale and the scores are not used."""
     TURN: gl.constexpr = FREE_BARRIERS
     buffer, phase = _q_buffer(i, Q_BUFFERS)
     ks = g % STAGES
@@ -537,7 +543,7 @@ def _step(
     q, k_s, v_s, k_full, v_full, g, acc, m, l, alpha, packed, c2, column, intervals,
     C: gl.constexpr, N: gl.constexpr, STAGES: gl.constexpr, MASK: gl.constexpr,
 ):  # fmt: skip
-    """Scores and softmax of key tile g + 1, and the product of P and V of key tile g."""
+    """Compute scores and softmax of key tile g + 1, and the product of P and V of key tile g."""
     BN: gl.constexpr = k_s[0].shape[2]
     DTYPE: gl.constexpr = v_s.dtype
     S_L: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BN, 16])
@@ -553,7 +559,7 @@ def _step(
     mbarrier.wait(k_full.index(ks), (g // STAGES) & 1)
     barrier_sync(TURN + C, 256)
     s = _scores(q, k_s, ks, S_L)
-    acc = scale_rows(acc, alpha)  # under the product with K
+    acc = scale_rows(acc, alpha)  # overlaps the product with K
     mbarrier.wait(v_full.index(vs), v_phase)
     p = _unpack(packed, DTYPE, P_L)
     acc = warpgroup_mma(p, _rows(v_s, vs), acc, is_async=True)
@@ -576,25 +582,25 @@ def _walk(
     last, begin, full_begin, full_end, q, q_s, at, k_s, v_s, k_full, v_full, g, acc, m, l, alpha, packed, c2, intervals,
     C: gl.constexpr, N: gl.constexpr, STAGES: gl.constexpr, EARLY: gl.constexpr,
 ):  # fmt: skip
-    """The key tiles below ``last`` down to ``begin``, each with the product of P and V of the tile before: cut, full,
-    cut."""
+    """Walk the key tiles below ``last`` down to ``begin``, each with the product of P and V of the tile before: cut,
+    full, cut."""
     BN: gl.constexpr = k_s[0].shape[2]
     if EARLY:
-        q = _q_anew(q_s, at, last)
+        q = _q_again(q_s, at, last)
     for column in range(last - BN, full_end - BN, -BN):
         acc, m, l, alpha, packed = _step(
             q, k_s, v_s, k_full, v_full, g, acc, m, l, alpha, packed, c2, column, intervals, C, N, STAGES, True
         )
         g += 1
     if EARLY:
-        q = _q_anew(q_s, at, full_end)
+        q = _q_again(q_s, at, full_end)
     for column in range(gl.minimum(full_end, last) - BN, full_begin - BN, -BN):
         acc, m, l, alpha, packed = _step(
             q, k_s, v_s, k_full, v_full, g, acc, m, l, alpha, packed, c2, column, intervals, C, N, STAGES, False
         )
         g += 1
     if EARLY:
-        q = _q_anew(q_s, at, begin)
+        q = _q_again(q_s, at, begin)
     for column in range(gl.minimum(full_begin, last) - BN, begin - BN, -BN):
         acc, m, l, alpha, packed = _step(
             q, k_s, v_s, k_full, v_full, g, acc, m, l, alpha, packed, c2, column, intervals, C, N, STAGES, True
@@ -625,12 +631,12 @@ def _consumer(
     TURN: gl.constexpr = FREE_BARRIERS
     K_FREE: gl.constexpr = FREE_BARRIERS + N
     V_FREE: gl.constexpr = K_FREE + STAGES
-    EARLY: gl.constexpr = Q_BUFFERS > 1  # the next queries can be there before this query tile is stored
+    EARLY: gl.constexpr = Q_BUFFERS > 1  # the next queries can be loaded before this query tile is stored
     if C == N - 1:
         barrier_arrive(TURN, 256)  # consumer 0 goes first
 
-    g = 0  # key tiles before the one at hand
-    i = 0  # query tiles before the one at hand
+    g = 0  # number of key tiles before the current one
+    i = 0  # number of query tiles before the current one
     mbarrier.wait(info_full.index(0), 0)
     slot = info_s.index(0)
     some, last, begin, full_begin, full_end = _span(slot, BN)
@@ -680,7 +686,7 @@ def _consumer(
                     above, down, gl.maximum(full_begin, down), gl.maximum(full_end, down), q, q_s, at, k_s, v_s, k_full,
                     v_full, g, acc, m, l, alpha, packed, c2, intervals, C, N, STAGES, EARLY,
                 )  # fmt: skip
-                acc, m_aside = _set_aside(scale_rows(acc, alpha), m, aside_ptr, m_aside, C, N)
+                acc, m_aside = _flush(scale_rows(acc, alpha), m, aside_ptr, m_aside, C, N)
         else:
             g, acc, m, l, alpha, packed = _walk(
                 last, begin, full_begin, full_end, q, q_s, at, k_s, v_s, k_full, v_full, g, acc, m, l, alpha, packed,
@@ -705,7 +711,7 @@ def _consumer(
         keep_alive(packed)
         barrier_arrive(V_FREE + vs, THREADS)
         if PERIOD:
-            acc = _with_aside(acc, m, aside_ptr, m_aside, C, N)
+            acc = _with_flushed(acc, m, aside_ptr, m_aside, C, N)
         if EARLY:
             s = _first_scores(some, q_s, k_s, q_full, k_full, i, g, C, N, STAGES, Q_BUFFERS, S_L)
         _store(
@@ -725,7 +731,7 @@ def _consumer(
 
 @gluon.jit
 def _tiles(desc, count: gl.constexpr):
-    """Shared memory for this many boxes of a descriptor."""
+    """Allocate shared memory for ``count`` boxes of a descriptor."""
     SHAPE: gl.constexpr = [count, 1, desc.block_type.shape[1], 1, desc.block_type.shape[3]]
     return gl.allocate_shared_memory(desc.dtype, SHAPE, desc.layout)
 
@@ -744,10 +750,10 @@ def _forward_kernel(
     start_ptr, end_ptr, rows_batch_stride,
     table_ptr, table_batch_stride, counter_ptr,
     seq_q, q_heads, ratio, n_tiles, n_heads, group, early, c2,
-    flags_ptr, epoch, gave_up_ptr,  # None if all keys are there
+    flags_ptr, epoch, timed_out_ptr,  # None if all keys have arrived
     N: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, REGISTERS: gl.constexpr, Q_BUFFERS: gl.constexpr,
     STAGED: gl.constexpr, DV: gl.constexpr,
-    HAS_STATE: gl.constexpr, HAS_SINK: gl.constexpr, FINALIZE: gl.constexpr, ARRIVALS: gl.constexpr,
+    HAS_STATE: gl.constexpr, HAS_SINK: gl.constexpr, FINALIZE: gl.constexpr, READY: gl.constexpr,
     PERIOD: gl.constexpr,
 ):  # fmt: skip
     WHOLE: gl.constexpr = q_rest_desc is None
@@ -774,7 +780,7 @@ def _forward_kernel(
         mbarrier.init(info_full.index(slot), count=1)
     # The producer is the default partition: it keeps the registers that the consumers leave.
     producer = (
-        q_descs, k_descs, v_desc, table_ptr, counter_ptr, flags_ptr, epoch, gave_up_ptr,
+        q_descs, k_descs, v_desc, table_ptr, counter_ptr, flags_ptr, epoch, timed_out_ptr,
         q_s, k_s, v_s, info_s, q_full, q_free, k_full, v_full, info_full,
         n_tiles, n_heads, q_heads, ratio, group, early, table_batch_stride,
     )  # fmt: skip
@@ -787,7 +793,7 @@ def _forward_kernel(
     if N == 2:
         gl.warp_specialize(
             [
-                (_producer, (producer, N, BN, STAGES, Q_BUFFERS, SKIP_EMPTY, ARRIVALS)),
+                (_producer, (producer, N, BN, STAGES, Q_BUFFERS, SKIP_EMPTY, READY)),
                 (_consumer, (consumer, 0, N, STAGES, Q_BUFFERS, DV, HAS_STATE, HAS_SINK, FINALIZE, STAGED, PERIOD)),
                 (_consumer, (consumer, 1, N, STAGES, Q_BUFFERS, DV, HAS_STATE, HAS_SINK, FINALIZE, STAGED, PERIOD)),
             ],
@@ -797,7 +803,7 @@ def _forward_kernel(
     else:
         gl.warp_specialize(
             [
-                (_producer, (producer, N, BN, STAGES, Q_BUFFERS, SKIP_EMPTY, ARRIVALS)),
+                (_producer, (producer, N, BN, STAGES, Q_BUFFERS, SKIP_EMPTY, READY)),
                 (_consumer, (consumer, 0, N, STAGES, Q_BUFFERS, DV, HAS_STATE, HAS_SINK, FINALIZE, STAGED, PERIOD)),
                 (_consumer, (consumer, 1, N, STAGES, Q_BUFFERS, DV, HAS_STATE, HAS_SINK, FINALIZE, STAGED, PERIOD)),
                 (_consumer, (consumer, 2, N, STAGES, Q_BUFFERS, DV, HAS_STATE, HAS_SINK, FINALIZE, STAGED, PERIOD)),
@@ -811,6 +817,7 @@ def _forward_kernel(
 
 
 def unsupported(q: Tensor, k: Tensor, v: Tensor, score: Score) -> str | None:
+    """Return None if this kernel can run, otherwise the reason."""
     if q.dtype not in (torch.bfloat16, torch.float16):
         return f"dtype {q.dtype} is neither bfloat16 nor float16"
     if not q.dtype == k.dtype == v.dtype:
@@ -848,7 +855,7 @@ def forward(q: Tensor, keys: Keys, score: Score, state: Partial | None, finalize
         out, lse = q.new_empty(shape), q.new_empty(batch, q_heads, seq_q, dtype=torch.float32)
         outputs = (out, lse, lse)
     elif state is not None:
-        outputs = (state.o, state.m, state.l)  # each tile reads its part of the state before it writes it
+        outputs = (state.o, state.m, state.l)  # each tile reads its rows of the state before it writes them
     else:
         rows = q.new_empty(2, batch, q_heads, seq_q, dtype=torch.float32)
         outputs = (q.new_empty(shape, dtype=torch.float32), rows[0], rows[1])
@@ -861,7 +868,7 @@ def forward(q: Tensor, keys: Keys, score: Score, state: Partial | None, finalize
         counter = work_counter(q.device)
         tensors = [q, k, v, *(outputs[:2] if finalize else outputs), counter]
         tensors += [] if sink is None else [sink]
-        tensors += state if state is not None and finalize else []  # else it is where the outputs go
+        tensors += state if state is not None and finalize else []  # otherwise they are the outputs
         epoch = 0
         if ready is not None:
             tensors += [ready.flags, ready.timed_out]
@@ -869,9 +876,9 @@ def forward(q: Tensor, keys: Keys, score: Score, state: Partial | None, finalize
         if not launches.again(key, tensors, epoch):
             grid, args, constants = _launch(q, keys, score, sink, state, outputs, finalize, counter)
             launched = dispatch(_forward_kernel, grid, *args, **constants)
-            if not block.period:  # else each launch has memory of its own, and is long
+            if not block.period:  # otherwise each launch allocates memory of its own, and takes long
                 config = CONFIGS[q.shape[3], v.shape[3]]
-                fixed = _tile_table(block, config.block_m, config.block_n)
+                fixed = query_tile_table(block, config.block_m, config.block_n)
                 number_at = None if ready is None else _forward_kernel.arg_names.index("epoch")
                 launches.remember(key, tensors, launched, fixed, number_at)
     return Result(outputs[0], outputs[1]) if finalize else Partial(outputs[1], outputs[2], outputs[0])
@@ -886,16 +893,16 @@ def _launch(
     batch, seq_q, q_heads, head_dim = q.shape
     head_dim_v = v.shape[-1]
     config = CONFIGS[head_dim, head_dim_v]
-    table, start, end = _tile_table(block, config.block_m, config.block_n)
+    table, start, end = query_tile_table(block, config.block_m, config.block_n)
     n_tiles, n_heads = table.shape[1], batch * q_heads
-    workers = min(multiprocessors(q.device), n_tiles * n_heads)
+    workers = min(processors(q), n_tiles * n_heads)
     first = 2 ** (head_dim.bit_length() - 1)  # the columns of the first piece of q and k
     width = 2 ** (head_dim_v - 1).bit_length()  # TMA reads zeros past the head dim, and writes nothing there
     out, lse, l = outputs
     m_in, l_in, o_in = state or (lse, lse, lse)
     period = block.period // config.block_n
     aside = lse.new_empty(workers, config.block_m, width) if period else lse
-    staged = out if finalize else q  # the state leaves by plain stores, its descriptor is not used
+    staged = out if finalize else q  # a state is stored without TMA, and this descriptor is not used
     args = (
         *_pieces(q, ROWS.value, first), *_pieces(k, config.block_n, first),
         view(v, (1, config.block_n, 1, width)), view(staged, (1, ROWS.value, 1, width)), out, lse, l,
@@ -903,47 +910,19 @@ def _launch(
         start, end, start.stride(0) if start.shape[0] > 1 else 0,
         table, table.stride(0) if table.shape[0] > 1 else 0, counter,
         seq_q, q_heads, q_heads // k.shape[2], n_tiles, n_heads,
-        *_sweeps(n_tiles, n_heads, workers), score.softmax_scale * LOG2E,
+        *head_sweeps(n_tiles, n_heads, workers), score.softmax_scale * LOG2E,
         *((None, None, None) if ready is None else (ready.flags, int32(ready.epoch), ready.timed_out)),
     )  # fmt: skip
     constants = dict(
         N=config.consumers, BN=config.block_n, STAGES=config.stages, REGISTERS=config.registers,
         Q_BUFFERS=config.q_buffers, STAGED=config.staged, DV=head_dim_v,
         HAS_STATE=state is not None, HAS_SINK=sink is not None, FINALIZE=finalize,
-        ARRIVALS=ready is not None, PERIOD=period,
+        READY=ready is not None, PERIOD=period,
     )  # fmt: skip
     return (workers, 1, 1), args, constants
 
 
 def _pieces(x: Tensor, rows: int, first: int) -> tuple[TensorDescriptor, TensorDescriptor | None]:
-    """Boxes for the first columns, a power of two, and for the rest of them, another one, if any."""
+    """Return boxes for the first columns, a power of two, and for the remaining ones, if any."""
     rest = x.shape[-1] - first
     return view(x, (1, rows, 1, first)), view(x, (1, rows, 1, rest)) if rest else None
-
-
-def _tile_table(block: Block, block_m: int, block_n: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return descriptions of the query tiles, heaviest first, and the intervals, contiguous. Made on the device, once
-    per block.
-
-    A description, (batch or 1, tiles, 8) int32: first row, past-the-last row, the span, and two numbers that the kernel
-    fills in.
-    """
-
-    def make() -> tuple[Tensor, Tensor, Tensor]:
-        rows, span = block.query_tiles(block_m, block_n)
-        order = torch.argsort(span[..., 0] - span[..., 3], dim=-1, stable=True)[..., None]
-        table = torch.cat([rows.expand(span.shape[0], -1, -1), span, torch.zeros_like(span[..., :2])], -1)
-        table = table.gather(1, order.expand(-1, -1, table.shape[-1])).contiguous()
-        return table, block.start.contiguous(), block.end.contiguous()
-
-    return block.memo.once(("hopper forward tiles", block_m, block_n), make)
-
-
-def _sweeps(n_tiles: int, n_heads: int, workers: int) -> tuple[int, int]:
-    """How many heads are swept together, and how many are swept before the last sweep.
-
-    Few together keep their keys in L2; together they have a tile for nearly every worker. The last sweep takes two
-    groups, so that their light tiles fill the gaps that the heavy ones leave.
-    """
-    group = 2 ** max(0, math.ceil(math.log2(0.95 * workers / n_tiles)))
-    return group, max(0, n_heads // group - 2) * group

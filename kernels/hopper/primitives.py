@@ -2,8 +2,8 @@
 
 Named barriers. A CTA has 16 hardware barriers; Triton takes the low ids for its own warpgroup syncs, so the
 kernels here use ids from ``FREE_BARRIERS`` on. ``bar.sync`` blocks until the given number of threads has
-come by; ``bar.arrive`` counts its threads in and goes on. A stage released by ``bar.arrive`` costs one
-instruction; ``mbarrier.arrive`` would first sync the warpgroup so that one thread may arrive for all.
+arrived; ``bar.arrive`` counts its threads and continues. A stage released by ``bar.arrive`` costs one
+instruction; ``mbarrier.arrive`` would first sync the warpgroup so that one thread arrives for all.
 """
 
 from triton._C.libtriton import ir
@@ -29,7 +29,7 @@ def barrier_sync(bar, threads: gl.constexpr, warps: gl.constexpr = 4):
 
 @gluon.jit
 def barrier_arrive(bar, threads: gl.constexpr, warps: gl.constexpr = 4):
-    """``BAR.ARV bar, threads``: count these ``warps`` in at barrier ``bar`` without waiting."""
+    """``BAR.ARV bar, threads``: count these ``warps`` at barrier ``bar`` without waiting."""
     ASM: gl.constexpr = _barrier_asm("bar.arrive", threads)
     ids = gl.zeros([32 * warps], gl.int32, gl.BlockedLayout([1], [32], [warps], [0])) + bar
     gl.inline_asm_elementwise(ASM, "=r,r", [ids], dtype=gl.int32, is_pure=False, pack=1)
@@ -37,14 +37,14 @@ def barrier_arrive(bar, threads: gl.constexpr, warps: gl.constexpr = 4):
 
 @gluon.jit
 def keep_alive(x):
-    """No instruction: a use of ``x`` (32-bit elements) that the compiler can neither drop nor move, so that
-    its registers hold until here. For operands of an asynchronous wgmma, placed behind the wait for it."""
+    """No instruction: a use of ``x`` (32-bit elements) that the compiler can neither drop nor move, so that its
+    registers are not reused before. For operands of an asynchronous wgmma, placed after the wait for it."""
     gl.inline_asm_elementwise("// keep $1 $0", "=r,0", [x], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.constexpr_function
 def _scale_asm(count):
-    """In turns of two registers a thread holds the first and the second of its rows."""
+    """Alternate between the two rows of a thread: two registers of the first, two of the second."""
     first, second = 2 * count, 2 * count + 2
     products = "".join(f"mul.f32 ${i}, ${i}, ${first if i % 4 < 2 else second}; " for i in range(count))
     return (
@@ -61,8 +61,8 @@ def _scale_constraints(count):
 
 @gluon.jit
 def scale_rows(x, factor):
-    """``VOTE.ANY; BRA`` over the ``FMUL``: the accumulator of a wgmma times a factor of each of its rows, which a warp
-    leaves out where all of its rows have a factor of 1."""
+    """``VOTE.ANY; BRA`` over the ``FMUL``: multiply the accumulator of a wgmma by a factor per row; a warp whose
+    factors are all 1 skips it."""
     COUNT: gl.constexpr = min(x.shape[1] // 2, 64)  # registers of a thread that one branch skips
     ASM: gl.constexpr = _scale_asm(COUNT)
     CONSTRAINTS: gl.constexpr = _scale_constraints(COUNT)
@@ -73,8 +73,8 @@ def scale_rows(x, factor):
 
 @gluon.constexpr_function
 def _hide_asm(count, before):
-    """A thread holds columns 2 (lane % 4) + {0, 1} of each eight. ``first`` and ``second``: the limit of its two rows,
-    counted from its own first column."""
+    """A thread holds columns 2 (lane % 4) + {0, 1} of each eight. ``first`` and ``second``: the limits of its two rows,
+    relative to its own first column."""
     columns = [i // 4 * 8 + i % 2 for i in range(count)]
     limits = ["first" if i % 4 < 2 else "second" for i in range(count)]
     hidden = "gt" if before else "le"  # limit > column, limit <= column
@@ -99,9 +99,9 @@ def _hide_constraints(count):
 
 @gluon.jit
 def hide_columns(x, limit, BEFORE: gl.constexpr):
-    """``VOTE.ANY; BRA`` over an ``ISETP`` and a ``SEL`` per element: the accumulator of a wgmma, with -inf in the
-    columns before the limit of each row (int32, from the tile's first column), or from the limit on. A warp that has
-    nothing to hide jumps; comparisons of tensors cost five instructions per element."""
+    """``VOTE.ANY; BRA`` over an ``ISETP`` and a ``SEL`` per element: set the accumulator of a wgmma to -inf in the
+    columns before the limit of each row (int32, relative to the tile's first column), or from the limit on. A warp with
+    nothing to hide skips it; comparisons of tensors cost five instructions per element."""
     COUNT: gl.constexpr = x.shape[1] // 2
     ASM: gl.constexpr = _hide_asm(COUNT, BEFORE)
     CONSTRAINTS: gl.constexpr = _hide_constraints(COUNT)
@@ -126,7 +126,7 @@ def _exchange_constraints(count):
 
 @gluon.jit
 def exchange_blocks(x):
-    """``SEL``: the accumulator of a wgmma, with columns c and c ^ 16 of every odd row exchanged. Both are in the same
+    """``SEL``: exchange columns c and c ^ 16 of every odd row of the accumulator of a wgmma. Both are in the same
     thread: it has four registers for each eight columns, of two rows that are both odd or both even."""
     COUNT: gl.constexpr = x.shape[1] // 2
     ASM: gl.constexpr = _exchange_asm(COUNT)
@@ -134,9 +134,49 @@ def exchange_blocks(x):
     return gl.inline_asm_elementwise(ASM, CONSTRAINTS, [x], dtype=gl.float32, is_pure=True, pack=COUNT)
 
 
-# Triton 3.8 has other names for these.
+# Triton 3.8 renamed these.
 async_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 async_store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
+
+
+@gluon.constexpr_function
+def _round_asm(dtype):
+    return f"cvt.rn.{'bf16x2' if dtype == gl.bfloat16 else 'f16x2'}.f32 $0, $2, $1;"
+
+
+@gluon.constexpr_function
+def _multiply_asm(dtype):
+    if dtype == gl.bfloat16:
+        unpack, kind = "shl.b32 a, $1, 16; and.b32 b, $1, 0xffff0000;", "bf16x2"
+    else:
+        unpack, kind = ".reg .b16 l, h; mov.b32 {l, h}, $1; cvt.f32.f16 a, l; cvt.f32.f16 b, h;", "f16x2"
+    return f"{{ .reg .f32 a, b; {unpack} mul.f32 a, a, $2; mul.f32 b, b, $3; cvt.rn.{kind}.f32 $0, b, a; }}"
+
+
+@gluon.jit
+def _in_pairs(ASM: gl.constexpr, CONSTRAINTS: gl.constexpr, args, dtype: gl.constexpr):
+    if dtype == gl.bfloat16:
+        out = gl.inline_asm_elementwise(ASM, CONSTRAINTS, args, dtype=gl.bfloat16, is_pure=True, pack=2)
+    else:
+        out = gl.inline_asm_elementwise(ASM, CONSTRAINTS, args, dtype=gl.float16, is_pure=True, pack=2)
+    return out
+
+
+@gluon.jit
+def round_pairs(x, dtype: gl.constexpr):
+    """``F2FP.PACK_AB``: float32 to 16 bits, two to a register. Where ``x.to(dtype)`` is also used in arithmetic, LLVM
+    keeps one to a register (``F2F``)."""
+    ASM: gl.constexpr = _round_asm(dtype)
+    CONSTRAINTS: gl.constexpr = "=r,r,r"
+    return _in_pairs(ASM, CONSTRAINTS, [x], dtype)
+
+
+@gluon.jit
+def multiply_pairs(x, y, dtype: gl.constexpr):
+    """``IMAD.U32, LOP3, FMUL, F2FP.PACK_AB``: x of 16 bits, two to a register, times float32 y, rounded to 16 bits."""
+    ASM: gl.constexpr = _multiply_asm(dtype)
+    CONSTRAINTS: gl.constexpr = "=r,r,r,r"
+    return _in_pairs(ASM, CONSTRAINTS, [x, y], dtype)
 
 
 @gl._core.builtin
@@ -155,10 +195,10 @@ def tma_reduce_add(descriptor, coordinates, tile, _semantic=None):
     _semantic.builder.create_async_tma_reduce(kind, descriptor.handle, coordinates, tile.handle)
 
 
-WAIT_SECONDS = 60  # what a kernel waits for keys: longer than any copy takes, short enough to leave the GPU to others
+WAIT_SECONDS = 60  # a kernel traps after waiting this long for keys: longer than any copy takes
 
-# Flags that are up cost one load. Behind the acquire, the fence orders what TMA (the asynchronous proxy) reads. The
-# number reaches the host before the trap, which ends the context, does.
+# A flag that is set costs one load. After the acquire, the fence orders reads by TMA (the asynchronous proxy). The
+# number reaches the host before the trap ends the context.
 _WAIT_ASM = gl.constexpr(f"""{{
 .reg .pred up, early; .reg .b32 flag, late; .reg .b64 began, now;
 ld.acquire.sys.global.b32 flag, [$1];
@@ -187,17 +227,17 @@ mov.b32 $0, 0;
 
 
 @gluon.jit
-def wait_row(flags_ptr, row, epoch, gave_up_ptr, warps: gl.constexpr):
-    """Every thread of ``warps`` warps, by itself: wait until ``int32(flags[row, 0] - epoch) >= 0``; then what was
-    written before that flag may be read, by TMA too. After ``WAIT_SECONDS`` store ``row + 1`` to ``gave_up_ptr``, trap.
+def wait_row(flags_ptr, row, epoch, timed_out_ptr, warps: gl.constexpr):
+    """Wait, in every thread of ``warps`` warps, until ``int32(flags[row, 0] - epoch) >= 0``; then everything written
+    before that flag may be read, by TMA too. After ``WAIT_SECONDS`` store ``row + 1`` to ``timed_out_ptr`` and trap.
 
     Args:
-        flags_ptr: (rows, 8) int32, see ``block.ReadyFlags``.
-        gave_up_ptr: int32 in pinned host memory, which outlives the trap.
+        flags_ptr: (rows, 8) int32, see ``contract.ReadyFlags``.
+        timed_out_ptr: int32 in pinned host memory, which outlives the trap.
     """
     lanes = gl.zeros([32 * warps], gl.int32, gl.BlockedLayout([1], [32], [warps], [0]))
     constraints: gl.constexpr = "=r,l,r,l,r"
-    args = [flags_ptr + (lanes + row) * 8, lanes + epoch, gave_up_ptr + lanes, lanes + row + 1]
+    args = [flags_ptr + (lanes + row) * 8, lanes + epoch, timed_out_ptr + lanes, lanes + row + 1]
     gl.inline_asm_elementwise(_WAIT_ASM, constraints, args, dtype=gl.int32, is_pure=False, pack=1)
 
 
@@ -211,9 +251,9 @@ def _raise_asm(scope):
 
 @gluon.jit
 def raise_counter(counter_ptr, SCOPE: gl.constexpr):
-    """``MEMBAR; RED`` by the first lane of a warp, for a partition of one warp. Whoever in ``SCOPE`` (``"sys"``: a copy
-    engine too; ``"gpu"``) sees the counter raised by 1 sees all stores of the threads that this warp has met at a
-    barrier: a release covers what its thread knows of."""
+    """``MEMBAR; RED`` by the first lane of a warp, for a partition of one warp: raise the counter by 1. A reader in
+    ``SCOPE`` (``"sys"``: copy engines too; ``"gpu"``) that sees the new count sees all stores of the threads that this
+    warp has met at a barrier, because a release is cumulative."""
     ASM: gl.constexpr = _raise_asm(SCOPE)
     lanes = gl.zeros([32], gl.int32, gl.BlockedLayout([1], [32], [1], [0]))
     constraints: gl.constexpr = "=r,l"
@@ -238,9 +278,9 @@ mov.b32 $0, 0;
 
 @gluon.jit
 def wait_count(counter_ptr, count):
-    """``LDG.STRONG.GPU`` by every thread of one warp until the counter is at least ``count``. What was stored before
-    it was raised (:func:`raise_counter`) may be read then, behind a barrier with this warp by others too. Only for
-    what CTAs with smaller numbers do, which have started before and need nothing from this one."""
+    """``LDG.STRONG.GPU`` by every thread of one warp until the counter is at least ``count``. Then everything stored
+    before it was raised (:func:`raise_counter`) may be read; by other warps after a barrier with this one. Only for
+    work of CTAs with smaller numbers, which have started earlier and do not wait for this one."""
     lanes = gl.zeros([32], gl.int32, gl.BlockedLayout([1], [32], [1], [0]))
     args = [counter_ptr + lanes, lanes + count]
     constraints: gl.constexpr = "=r,l,r"

@@ -1,4 +1,4 @@
-"""Numbers of pieces of work, handed out to the programs of a persistent kernel as they ask for the next one."""
+"""A counter that hands out pieces of work, by number, to the CTAs of a persistent kernel."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-# atom.inc and not atom.add: for that ptxas lets a warp elect who adds, and waits for the answer to share it at once.
+from ...memo import Memo
+
+# Use atom.inc: for atom.add ptxas elects one lane per warp and stalls the warp until the result returns.
 _TAKE_ASM = gl.constexpr("""{
 .reg .pred first;
 setp.eq.s32 first, $2, 0;
@@ -18,25 +20,27 @@ mov.b32 $0, 0;
 
 @gluon.jit
 def take_number(counter_ptr, count):
-    """``ATOMG.INC`` by the first thread of four warps: the next of the numbers 0 to ``count - 1``, over and over, as
-    (128,) int32 whose sum is the number. Until somebody takes that sum nobody waits for memory, as everybody would in
-    ``gl.atomic_add``."""
+    """Issue ``ATOMG.INC`` by the first thread of four warps: take the next of the numbers 0 to ``count - 1``, cyclic.
+
+    Returns (128,) int32 whose sum is the number. No thread waits for memory until that sum is computed, whereas
+    ``gl.atomic_add`` would stall all of them."""
     thread = gl.arange(0, 128, gl.BlockedLayout([1], [32], [4], [0]))
     constraints: gl.constexpr = "=&r,l,r,r"
     args = [counter_ptr + thread * 0, thread, thread * 0 + (count - 1)]
     return gl.inline_asm_elementwise(_TAKE_ASM, constraints, args, dtype=gl.int32, is_pure=False, pack=1)
 
 
-_counters: dict[tuple[torch.device, int], Tensor] = {}
+# Dropping a counter is safe: its memory belongs to its stream, where later allocations come after the kernel.
+_counters: Memo[Tensor] = Memo(256)
 
 
 def work_counter(device: torch.device) -> Tensor:
-    """What hands out numbers: (1,) int32, a zero that each launch leaves a zero. One per stream: launches on a stream
-    do not overlap. A captured graph may overlap with anything, so it gets its own, zeroed in the graph."""
+    """Return the counter of the current stream: (1,) int32, zero before and after each launch.
+
+    There is one per stream, because launches on a stream do not overlap. A captured graph may overlap with anything:
+    it gets a counter of its own, zeroed in the graph."""
     if torch.cuda.is_current_stream_capturing():
         return torch.zeros(1, dtype=torch.int32, device=device)
     key = (device, torch._C._cuda_getCurrentRawStream(device.index))  # torch.cuda.current_stream() makes an object
-    found = _counters.get(key)
-    if found is None:
-        found = _counters[key] = torch.zeros(1, dtype=torch.int32, device=device)
-    return found
+    counter = _counters.get(key)
+    return _counters.put(key, torch.zeros(1, dtype=torch.int32, device=device)) if counter is None else counter

@@ -1,4 +1,4 @@
-"""Backward block kernels in Triton: any GPU that Triton knows, and Triton's interpreter on the CPU.
+"""The backward kernels in portable Triton: any GPU that Triton supports, and Triton's interpreter on the CPU.
 
 ``lse`` and ``delta`` are global, so chunks need no merging: with ``p = exp(s - lse)`` every chunk adds ::
 
@@ -9,14 +9,14 @@ where s' is the derivative of softcap (1 without). Two passes, each with its sum
     _dkdv   a program owns a tile of keys and walks the queries that see it, over all query heads of its group
     _dq     a program owns a tile of queries and walks the keys it sees
 
-Nothing is added by two programs, so there are no atomics, and every run gives the same bits whether asked to or not.
-The price is that ``s`` and ``dout v^T`` are made twice: 7 products instead of 5. On Hopper that is faster than one pass
-that adds tiles of dq to memory, for want of registers (measured, 16k tokens, head dim 128: 12.9 ms against 14.9 ms).
+Each sum belongs to one program, so there are no atomics, and every run gives the same bits. The price is that ``s``
+and ``dout v^T`` are computed twice: 7 products instead of 5. On Hopper that is faster than one pass that adds tiles of
+dq to memory, which runs out of registers (measured, 16k tokens, head dim 128: 12.9 ms compared with 14.9 ms).
 
-Scores are transposed in ``_dkdv`` (keys are rows), so that p^T and ds^T come out of one product as the left operand
-of the next without passing through shared memory.
+Scores are transposed in ``_dkdv`` (keys are rows), so that p^T and ds^T, results of one product, are left operands of
+the next without passing through shared memory.
 
-Shapes and contract: block.py. Method: Dao 2023 (arXiv:2307.08691).
+Shapes and contract: contract.py. Method: Dao 2023 (arXiv:2307.08691).
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ __all__ = ["backward", "unsupported"]
 
 
 def choose_tiles_dkdv(q: Tensor, v: Tensor) -> Tiles:
-    """Tile sizes by dtype, GPU and head dim. On Hopper measured; elsewhere what fits 99 KB of shared memory."""
+    """Return tile sizes by dtype, GPU and head dim: measured on Hopper, elsewhere made for 99 KB of shared memory."""
     dim = padded(max(q.shape[-1], v.shape[-1]))
     if primitives.capability(q.device)[0] < 9:
         if q.dtype == torch.float32:
@@ -64,7 +64,7 @@ def choose_tiles_dkdv(q: Tensor, v: Tensor) -> Tiles:
 
 
 def choose_tiles_dq(q: Tensor, v: Tensor) -> Tiles:
-    """As choose_tiles_dkdv."""
+    """Return tile sizes as choose_tiles_dkdv does."""
     dim = padded(max(q.shape[-1], v.shape[-1]))
     if primitives.capability(q.device)[0] < 9:
         if q.dtype == torch.float32:
@@ -148,7 +148,7 @@ def backward(queries: Queries, keys: Keys, score: Score, dq: Tensor) -> tuple[Te
 
 @triton.jit
 def _base2(lse, lse2, size, BLOCK: tl.constexpr):
-    """lse in base 2; +inf for rows that see nothing, so that their p is exp2(s - inf) = 0."""
+    """Store lse in base 2; +inf for rows that see nothing, so that their p is exp2(s - inf) = 0."""
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     x = tl.load(lse + i, mask=i < size)
     tl.store(lse2 + i, tl.where(x == float("-inf"), float("inf"), x * LOG2E), mask=i < size)
@@ -165,7 +165,7 @@ def _queries(
     SIMPLE: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, CUT: tl.constexpr,
     TMA: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One tile of queries into dk and dv."""
+    """Add one tile of queries to dk and dv."""
     query = load_tile(q, b, h, m, seq_q, q_b, q_s, q_h, BLOCK_M, DIM, DIM_P2, CUT, TMA)
     s = dot(key, tl.trans(query), None, PRECISION)  # transposed: keys are rows
     queries = m + tl.arange(0, BLOCK_M)
@@ -264,7 +264,7 @@ def _keys(
     SIMPLE: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, CUT: tl.constexpr,
     TMA: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One tile of keys into dq."""
+    """Add one tile of keys to dq."""
     key = load_tile(k, b, h_kv, n, seq_k, k_b, k_s, k_h, BLOCK_N, DIM, DIM_P2, CUT, TMA)
     s = dot(query, tl.trans(key), None, PRECISION)
     value = load_tile(v, b, h_kv, n, seq_k, v_b, v_s, v_h, BLOCK_N, DIM_V, DIM_V_P2, CUT, TMA)
@@ -329,7 +329,7 @@ def _dq(
             k_b, k_s, k_h, v_b, v_s, v_h, scale, cap,
             DIM, DIM_P2, DIM_V, DIM_V_P2, BLOCK_N, SIMPLE, SOFTCAP, ALIBI, False, TMA, PRECISION,
         )  # fmt: skip
-    # Only the cut tiles read the intervals; loaded here they hold no registers in the loop above.
+    # Only the cut tiles read the intervals; loaded here, they take no registers in the loop above.
     start = tl.load(starts + b64 * starts_b + offs * starts_s, mask=alive, other=0)
     end = tl.load(ends + b64 * ends_b + offs * ends_s, mask=alive, other=0)
     for i in tl.range(0, bound(full_begin - begin + stop - full_end), BLOCK_N, num_stages=STAGES):

@@ -1,4 +1,4 @@
-"""rowsum(dout * out) in one pass over memory, in Triton: what every backward needs before it starts."""
+"""rowsum(dout * out) in one pass over memory, in Triton; every backward starts with it."""
 
 from __future__ import annotations
 
@@ -16,8 +16,10 @@ _launches = Launches()
 
 
 def row_dot(out: Tensor, dout: Tensor) -> Tensor:
-    """Sums over the last dimension of ``out * dout``, both (batch, seq, heads, dim) with any strides:
-    (batch, heads, seq) float32."""
+    """Return the sums over the last dimension of ``out * dout``, (batch, heads, seq) float32.
+
+    Both are (batch, seq, heads, dim) with any strides.
+    """
     batch, seq, heads, dim = out.shape
     delta = torch.empty(batch, heads, seq, dtype=torch.float32, device=out.device)
     if delta.numel():

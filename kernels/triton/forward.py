@@ -1,4 +1,4 @@
-"""Forward block kernel in Triton: any GPU that Triton knows, and Triton's interpreter on the CPU.
+"""The forward kernel in portable Triton: any GPU that Triton supports, and Triton's interpreter on the CPU.
 
 One program owns a tile of queries of one head and walks the keys that the tile sees::
 
@@ -7,12 +7,12 @@ One program owns a tile of queries of one head and walks the keys that the tile 
 
 with ``(m, l, o)`` in registers from the first key to the last: read from the carried state (or empty, or holding the
 sink), and written back as the state, or divided and rounded to ``out`` and ``lse``. Neither needs a second pass.
-Causal, windows, documents and padding are all in the ranges and the intervals; the kernel knows none of them.
+Causal, windows, documents and padding are all expressed by the ranges and the intervals.
 
 Tiles with the latest queries start first: under a causal mask these are the long ones. The tiles of one head run next
 to each other, and the heads of one group after each other, because they read the same keys.
 
-Shapes and contract: block.py. Method: Dao 2023 (arXiv:2307.08691); Triton's fused attention tutorial.
+Shapes and contract: contract.py. Method: Dao 2023 (arXiv:2307.08691); Triton's fused attention tutorial.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ __all__ = ["forward", "unsupported"]
 
 
 def choose_tiles(q: Tensor, v: Tensor) -> Tiles:
-    """Tile sizes by dtype, GPU and head dim. On Hopper measured; elsewhere what fits 99 KB of shared memory."""
+    """Return tile sizes by dtype, GPU and head dim: measured on Hopper, elsewhere made for 99 KB of shared memory."""
     dim = padded(max(q.shape[-1], v.shape[-1]))
     if primitives.capability(q.device)[0] < 9:
         if q.dtype == torch.float32:
@@ -61,7 +61,7 @@ def choose_tiles(q: Tensor, v: Tensor) -> Tiles:
         return Tiles(64, 32, 4, 2)
     if dim <= 64:
         return Tiles(64, 128, 4, 3, group=2)
-    # Two programs of 4 warps on a multiprocessor: one makes exponentials while the other multiplies.
+    # Two programs of 4 warps per multiprocessor: one computes exponentials while the other multiplies.
     return Tiles(128, 64, 4, 2, group=2) if dim <= 128 else Tiles(128, 64, 8, 2, group=2)
 
 
@@ -114,7 +114,7 @@ def forward(q: Tensor, keys: Keys, score: Score, state: Partial | None, finalize
             SIMPLE=s.SIMPLE, SOFTCAP=s.SOFTCAP, FINALIZE=finalize, TMA=tma,
             PRECISION=primitives.dot_precision(q.dtype),
             STAGES=tiles.num_stages,
-            # A float32 product adds to its sum by itself, and rounds
+            # float32 products are accumulated outside of the tensor cores, with rounding
             PERIOD=0 if q.dtype == torch.float32 else block.period, num_stages=tiles.num_stages,
             num_warps=tiles.num_warps, maxnreg=tiles.max_registers,
         )  # fmt: skip
@@ -134,7 +134,7 @@ def _keys(
     SIMPLE: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, CUT: tl.constexpr,
     TMA: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One tile of keys into (m, l, o)."""
+    """Update (m, l, o) with one tile of keys."""
     key = load_tile(k, b, h_kv, n, seq_k, k_b, k_s, k_h, BLOCK_N, DIM, DIM_P2, CUT, TMA)
     s = dot(q, tl.trans(key), None, PRECISION)
     nth = tl.arange(0, BLOCK_N)
@@ -148,32 +148,32 @@ def _keys(
     o = o * kept[:, None]
     value = load_tile(v, b, h_kv, n, seq_k, v_b, v_s, v_h, BLOCK_N, DIM_V, DIM_V_P2, CUT, TMA)
     o = dot(p.to(value.dtype), value, o, PRECISION)
-    l = l * kept + tl.sum(p, 1)  # beside the product, which runs on its own
+    l = l * kept + tl.sum(p, 1)  # overlaps the product, which is asynchronous
     return s_m, l, o
 
 
 @triton.jit
 def _range_of_keys(
-    m, l, o, aside, query, k, v, first, past, begin, full_begin, full_end, b, h_kv, start, end, pos_q, positions_k,
+    m, l, o, flushed, query, k, v, first, past, begin, full_begin, full_end, b, h_kv, start, end, pos_q, positions_k,
     slope, k_b, k_s, k_h, v_b, v_s, v_h, scale, cap, seq_k,
     DIM: tl.constexpr, DIM_P2: tl.constexpr, DIM_V: tl.constexpr, DIM_V_P2: tl.constexpr, BLOCK_N: tl.constexpr,
     SIMPLE: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, CUT: tl.constexpr,
     TMA: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr, PERIOD: tl.constexpr,
 ):  # fmt: skip
-    """Keys ``[first, past)``, which every row sees, into (m, l, o). With CUT those of the two cut ranges laid end to
-    end, of which each row sees those from ``start`` to ``end``. With PERIOD, behind so many keys each, o goes into
-    ``aside`` and begins anew, see Block.period."""
+    """Update (m, l, o) with keys ``[first, past)``, which every row sees; with CUT, with those of the two cut ranges
+    laid end to end, of which each row sees those from ``start`` to ``end``. After each PERIOD keys, if not 0, o is
+    flushed into ``flushed``, see Block.period."""
     if PERIOD:
         for some in tl.range(first, bound(past), PERIOD):
-            m_aside = m
+            m_flushed = m
             m, l, o, _ = _range_of_keys(
-                m, l, o, aside, query, k, v, some, tl.minimum(some + PERIOD, past), begin, full_begin, full_end, b,
+                m, l, o, flushed, query, k, v, some, tl.minimum(some + PERIOD, past), begin, full_begin, full_end, b,
                 h_kv, start, end, pos_q, positions_k, slope, k_b, k_s, k_h, v_b, v_s, v_h, scale, cap, seq_k,
                 DIM, DIM_P2, DIM_V, DIM_V_P2, BLOCK_N, SIMPLE, SOFTCAP, ALIBI, CUT, TMA, PRECISION, STAGES, 0,
             )  # fmt: skip
-            # What is there has the m of then as its point of reference, o the m of now.
-            kept = tl.exp2(m_aside - tl.where(m == float("-inf"), 0.0, m))
-            aside = aside * kept[:, None] + o
+            # The point of reference of the flushed sum is the earlier m, that of o the current one.
+            kept = tl.exp2(m_flushed - tl.where(m == float("-inf"), 0.0, m))
+            flushed = flushed * kept[:, None] + o
             o = tl.zeros_like(o)
     else:
         for i in tl.range(first, bound(past), BLOCK_N, num_stages=STAGES):
@@ -185,10 +185,10 @@ def _range_of_keys(
                 k_b, k_s, k_h, v_b, v_s, v_h, scale, cap, seq_k,
                 DIM, DIM_P2, DIM_V, DIM_V_P2, BLOCK_N, SIMPLE, SOFTCAP, ALIBI, CUT, TMA, PRECISION,
             )  # fmt: skip
-    return m, l, o, aside
+    return m, l, o, flushed
 
 
-# Strides of numbers per row, which depend on the length: whether they divide by 16 is worth no other kernel.
+# These vary with the sequence length. Do not compile a second kernel when one happens to be divisible by 16.
 _NUMBERS = (
     "seq_k", "n_tiles", "heads", "m_in_b", "m_in_h", "l_in_b", "l_in_h", "m_b", "m_h", "l_b", "l_h",
     "span_b", "starts_b", "ends_b", "slopes_b",
@@ -249,24 +249,24 @@ def _forward(
         l = l * kept + tl.sum(p, 1)
         o = o * kept[:, None]
 
-    aside = o
+    flushed = o
     if PERIOD:
         o = tl.zeros_like(o)
-    m, l, o, aside = _range_of_keys(
-        m, l, o, aside, query, k, v, bound(full_begin), full_end, begin, full_begin, full_end, b, h_kv,
+    m, l, o, flushed = _range_of_keys(
+        m, l, o, flushed, query, k, v, bound(full_begin), full_end, begin, full_begin, full_end, b, h_kv,
         None, None, pos_q, positions_k, slope, k_b, k_s, k_h, v_b, v_s, v_h, scale, cap, seq_k,
         DIM, DIM_P2, DIM_V, DIM_V_P2, BLOCK_N, SIMPLE, SOFTCAP, ALIBI, False, TMA, PRECISION, STAGES, PERIOD,
     )  # fmt: skip
-    # Only the cut tiles read the intervals; loaded here they hold no registers in the loop above.
+    # Only the cut tiles read the intervals; loaded here, they take no registers in the loop above.
     start = tl.load(starts + b64 * starts_b + offs * starts_s, mask=alive, other=0)
     end = tl.load(ends + b64 * ends_b + offs * ends_s, mask=alive, other=0)
-    m, l, o, aside = _range_of_keys(
-        m, l, o, aside, query, k, v, 0, full_begin - begin + stop - full_end, begin, full_begin, full_end, b, h_kv,
+    m, l, o, flushed = _range_of_keys(
+        m, l, o, flushed, query, k, v, 0, full_begin - begin + stop - full_end, begin, full_begin, full_end, b, h_kv,
         start, end, pos_q, positions_k, slope, k_b, k_s, k_h, v_b, v_s, v_h, scale, cap, seq_k,
         DIM, DIM_P2, DIM_V, DIM_V_P2, BLOCK_N, SIMPLE, SOFTCAP, ALIBI, True, TMA, PRECISION, STAGES, PERIOD,
     )  # fmt: skip
     if PERIOD:
-        o = aside
+        o = flushed
 
     m_ptr = m_out + b64 * m_b + h64 * m_h + offs * m_s
     if FINALIZE:

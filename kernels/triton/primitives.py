@@ -1,4 +1,4 @@
-"""What the Triton kernels share: tiles in and out of memory, scores, masks, the softmax step, the units.
+"""Shared by the Triton kernels: loads and stores of tiles, scores, masks, the softmax step, the units.
 
 Inside a kernel scores are in base 2: ``exp(s - m) = exp2(s * log2(e) - m * log2(e))``, so that the scale, the change
 of base and the subtraction are one fused multiply-add and the exponential one instruction. States, ``lse`` and
@@ -22,22 +22,22 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ..contract import Score
 
-# Fixed when the kernels are decorated, so read once.
+# Read once, because it is fixed when the kernels are decorated.
 INTERPRETED: tl.constexpr = tl.constexpr(bool(triton.knobs.runtime.interpret))
 
 LOG2E: tl.constexpr = tl.constexpr(1.4426950216293335)  # log2(e) in float32 ...
-LOG2E_REST: tl.constexpr = tl.constexpr(1.925963033500e-08)  # ... and what float32 leaves off
+LOG2E_REST: tl.constexpr = tl.constexpr(1.925963033500e-08)  # ... and its rounding error
 LN2: tl.constexpr = tl.constexpr(0.6931471805599453)
 
 
 class Tiles(NamedTuple):
-    """How a kernel is cut: ``block_m`` queries, ``block_n`` keys, and what the compiler is told."""
+    """Tile sizes of a kernel, ``block_m`` queries and ``block_n`` keys, and options of the compiler."""
 
     block_m: int
     block_n: int
     num_warps: int
     num_stages: int
-    group: int = 1  # query heads that walk their tiles side by side, to share keys in the L2 cache
+    group: int = 1  # query heads that walk their tiles at the same time, to share keys in the L2 cache
     max_registers: int | None = None
 
 
@@ -45,7 +45,7 @@ class Tiles(NamedTuple):
 
 
 def unsupported(q: Tensor, k: Tensor, v: Tensor, score: Score) -> str | None:
-    """None, or why the Triton kernels cannot run this."""
+    """Return None if the Triton kernels can run, otherwise the reason."""
     if q.dtype not in (torch.float16, torch.bfloat16, torch.float32):
         return f"dtype {q.dtype} is not float16, bfloat16 or float32"
     if k.dtype != q.dtype or v.dtype != q.dtype:
@@ -57,20 +57,21 @@ def unsupported(q: Tensor, k: Tensor, v: Tensor, score: Score) -> str | None:
     return None
 
 
-@functools.cache
+@functools.lru_cache(64)
 def capability(device: torch.device) -> tuple[int, int]:
-    """Compute capability; (0, 0) where there is none: the interpreter and GPUs that are not NVIDIA's."""
+    """Return the compute capability; (0, 0) for the interpreter and for GPUs that are not NVIDIA's."""
     if device.type != "cuda" or torch.version.hip is not None:
         return (0, 0)
     return torch.cuda.get_device_capability(device)
 
 
 def has_tma(x: Tensor) -> bool:
-    """Whether TMA can read tiles of x: Hopper or later, everything aligned to 16 bytes, nothing broadcast."""
+    """Return whether TMA can read tiles of x: Hopper or later, everything aligned to 16 bytes, nothing broadcast."""
     return capability(x.device)[0] >= 9 and tma_can_address(x)
 
 
 def tma_can_address(x: Tensor) -> bool:
+    """Return whether address and strides of x suit TMA, on any device."""
     strides = (s for n, s in zip(x.shape[:-1], x.stride()[:-1], strict=True) if n > 1)
     return (
         x.data_ptr() % 16 == 0
@@ -80,31 +81,32 @@ def tma_can_address(x: Tensor) -> bool:
 
 
 def padded(dim: int) -> int:
-    """The power of two, at least 16, that a tile of ``dim`` columns is held in."""
+    """Return the number of columns of a tile for ``dim``: the next power of two, at least 16."""
     return 1 << (max(dim, 16) - 1).bit_length()
 
 
 def tile_source(x: Tensor, rows: int, tma: bool) -> Tensor | TensorDescriptor:
-    """What :func:`load_tile` reads tiles of ``rows`` rows of x from."""
+    """Return the argument from which :func:`load_tile` reads tiles of ``rows`` rows of x: a descriptor, or x itself."""
     if not tma:
         return x
     batch, seq, heads, dim = x.shape
-    by_16_bytes = 16 // x.element_size()  # stands for the stride of a dimension of one, which may be anything
+    by_16_bytes = 16 // x.element_size()  # in place of the stride of a dimension of one, which may be anything
     stride_b, stride_s, stride_h = (s if n > 1 else by_16_bytes for n, s in zip(x.shape, x.stride()[:3], strict=False))
     return TensorDescriptor(x, [batch, heads, seq, dim], [stride_b, stride_h, stride_s, 1], [1, 1, rows, padded(dim)])
 
 
 def last_contiguous(x: Tensor) -> Tensor:
+    """Return x, copied if its last dimension is not contiguous."""
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def interval_strides(x: Tensor) -> tuple[int, int]:
-    """Strides of (batch or 1, n, ...) data by batch and by n."""
+    """Return the strides by batch and by n of (batch or 1, n, ...) data."""
     return (x.stride(0) if x.shape[0] > 1 else 0), x.stride(1)
 
 
 class ScoreArguments(NamedTuple):
-    """A :class:`Score` as kernel arguments; :func:`scores` says what they do."""
+    """A :class:`Score` as arguments of :func:`scores`."""
 
     scale: float
     cap: float
@@ -131,8 +133,8 @@ LOG2E_FLOAT = 1.4426950408889634
 
 
 def dot_precision(dtype: torch.dtype) -> str:
-    """How a float32 product is made: six bfloat16 products keep float32 accuracy on the matrix units. They are
-    closer to float64 than three tf32 products and than scalar arithmetic, and faster than both (measured on Hopper)."""
+    """Return the precision of a product. Six bfloat16 products keep float32 accuracy on the matrix units: closer to
+    float64 than three tf32 products and than scalar arithmetic, and faster than both (measured on Hopper)."""
     return "bf16x6" if dtype == torch.float32 else "tf32"
 
 
@@ -141,7 +143,7 @@ def dot_precision(dtype: torch.dtype) -> str:
 
 @triton.jit
 def dot(a, b, c, PRECISION: tl.constexpr):
-    """a @ b + c in float32. The interpreter multiplies bfloat16 as if it were integers, so there it is widened."""
+    """Return a @ b + c in float32. The interpreter multiplies bfloat16 as integers, so it is widened there."""
     if INTERPRETED:
         return tl.dot(a.to(tl.float32), b.to(tl.float32), c)
     else:
@@ -150,7 +152,7 @@ def dot(a, b, c, PRECISION: tl.constexpr):
 
 @triton.jit
 def row_pointers(x, b, h, first, stride_b, stride_s, stride_h, ROWS: tl.constexpr, COLS: tl.constexpr):
-    """Pointers to ``ROWS`` rows of head h, every offset in 64 bits."""
+    """Return pointers to ``ROWS`` rows of head h, every offset in 64 bits."""
     rows = (first + tl.arange(0, ROWS)).to(tl.int64)
     x += b.to(tl.int64) * stride_b + h.to(tl.int64) * stride_h
     return x + rows[:, None] * stride_s + tl.arange(0, COLS)[None, :]
@@ -161,8 +163,8 @@ def load_tile(
     x, b, h, first, past, stride_b, stride_s, stride_h,
     ROWS: tl.constexpr, DIM: tl.constexpr, PADDED: tl.constexpr, CHECK: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
-    """Rows ``[first, first + ROWS)`` of head h, (ROWS, PADDED); zeros from column DIM on. With CHECK also zeros
-    from row ``past`` on; TMA needs no check, it puts zeros where the tensor ends."""
+    """Load rows ``[first, first + ROWS)`` of head h, (ROWS, PADDED); zeros from column DIM on. With CHECK also zeros
+    from row ``past`` on; TMA needs no check, it fills in zeros past the end of the tensor."""
     if TMA:
         return tl.reshape(x.load([b, h, first, 0]), [ROWS, PADDED])
     else:
@@ -179,7 +181,7 @@ def store_tile(
     x, value, b, h, first, past, stride_b, stride_s, stride_h,
     ROWS: tl.constexpr, DIM: tl.constexpr, PADDED: tl.constexpr,
 ):  # fmt: skip
-    """Write the rows before ``past`` and the columns before DIM."""
+    """Store the rows before ``past`` and the columns before DIM."""
     pointers = row_pointers(x, b, h, first, stride_b, stride_s, stride_h, ROWS, PADDED)
     rows, cols = first + tl.arange(0, ROWS), tl.arange(0, PADDED)
     tl.store(pointers, value.to(x.dtype.element_ty), mask=(rows < past)[:, None] & (cols < DIM)[None, :])
@@ -187,7 +189,7 @@ def store_tile(
 
 @triton.jit
 def load_span(rows, span, tile, b, span_stride_b):
-    """The numbers of one tile of a TileMap: first, past, begin, full_begin, full_end, end."""
+    """Load the numbers of one tile of a TileMap: first, past, begin, full_begin, full_end, end."""
     span += b.to(tl.int64) * span_stride_b + tile * 4
     rows += tile * 2
     return (tl.load(rows), tl.load(rows + 1), tl.load(span), tl.load(span + 1), tl.load(span + 2), tl.load(span + 3))
@@ -195,7 +197,7 @@ def load_span(rows, span, tile, b, span_stride_b):
 
 @triton.jit
 def bound(x):
-    """x as the bound of a loop: the interpreter keeps scalars in arrays of one, with which NumPy 2.4 cannot count."""
+    """Return x as the bound of a loop. The interpreter has scalars in arrays of one, which NumPy 2.4 refuses."""
     if INTERPRETED:
         return x.handle.data.item()
     else:
@@ -204,7 +206,7 @@ def bound(x):
 
 @triton.jit
 def cut_tile(i, begin, full_begin, full_end):
-    """Position i of the two cut ranges ``[begin, full_begin)`` and ``[full_end, end)`` laid end to end."""
+    """Return position i of the two cut ranges ``[begin, full_begin)`` and ``[full_end, end)`` laid end to end."""
     return tl.where(begin + i < full_begin, begin + i, full_end + (begin + i - full_begin))
 
 
@@ -213,7 +215,7 @@ def cut_tile(i, begin, full_begin, full_end):
 
 @triton.jit
 def to_base2(m):
-    """A natural reference point as one of base 2, and the factor that makes l and o refer to the rounded one."""
+    """Return a natural point of reference in base 2, and the factor that adapts l and o to its rounding."""
     m2 = m * LOG2E
     rest = tl.fma(m, LOG2E, -m2) + m * LOG2E_REST
     return m2, tl.where(m == float("-inf"), 1.0, tl.exp2(rest))
@@ -221,7 +223,7 @@ def to_base2(m):
 
 @triton.jit
 def to_natural(m2):
-    """The other way: the natural reference point and the factor for l and o."""
+    """Return the natural point of reference, and the factor that adapts l and o to its rounding."""
     m = m2 * LN2
     rest = tl.fma(m, -LOG2E, m2) - m * LOG2E_REST
     return m, tl.where(m2 == float("-inf"), 1.0, tl.exp2(rest))
@@ -229,7 +231,7 @@ def to_natural(m2):
 
 @triton.jit
 def tanh(x):
-    """To float32 accuracy: near zero 1 - exp(-2|x|) would cancel, so a polynomial (to x^11) stands in."""
+    """Return tanh(x) in float32 accuracy: near zero, where 1 - exp(-2|x|) would cancel, by a polynomial (to x^11)."""
     y = x * x
     near = x * (1 + y * (-1 / 3 + y * (2 / 15 + y * (-17 / 315 + y * (62 / 2835 - y * (1382 / 155925))))))
     e = tl.exp2(tl.abs(x) * (-2 * LOG2E))
@@ -239,7 +241,7 @@ def tanh(x):
 
 @triton.jit
 def scores(product, distance, scale, cap, slope, SIMPLE: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr):
-    """Base-2 scores of a tile of products, and their derivative by ``scale * product`` in natural units.
+    """Return base-2 scores of a tile of products, and their derivative by ``scale * product`` in natural units.
 
     SIMPLE leaves the products alone: the scale goes into the exponential, see :func:`softmax_step`.
     """
@@ -259,9 +261,9 @@ def scores(product, distance, scale, cap, slope, SIMPLE: tl.constexpr, SOFTCAP: 
 
 @triton.jit
 def softmax_step(s, m, scale):
-    """One step of the running softmax over rows: p = exp2(scale * s - m_new), the factor for what was, m_new.
+    """Do one step of the running softmax: return p = exp2(scale * s - m_new), the factor of earlier sums, m_new.
 
-    A row that has seen nothing has m = -inf; it is compared with 0 instead, so that its p and factor are 0.
+    For a row that has seen nothing m is -inf; 0 takes its place, so that p and the factor are 0.
     """
     m_new = tl.maximum(m, tl.max(s, 1) * scale)
     reference = tl.where(m_new == float("-inf"), 0.0, m_new)

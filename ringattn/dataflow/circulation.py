@@ -22,7 +22,6 @@ import torch
 from torch import Tensor
 
 from ..plans import Plan
-from ..schedule import Step
 from ..trace import named
 from ..transport import Message
 
@@ -30,7 +29,7 @@ Tensors = tuple[Tensor, ...]
 S = TypeVar("S", bound=Tensors)
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Contribution:
     """What a visited rank returns to the owner of a shard.
 
@@ -67,17 +66,23 @@ class Circulation(Generic[S]):
     _given: Tensors | None = field(default=None, init=False)
 
     def __iter__(self) -> Iterator[Visit[S]]:
-        transport, steps = self.plan.transport, self.plan.steps
+        transport, steps, contributes = self.plan.transport, self.plan.steps, self.contribution is not None
+        if not contributes:
+            steps = steps[:-1]  # in the last one contributions come home
         remaining = sum(step.compute for step in steps)
         alone = transport.world_size == 1
         self._held = self.shard if alone else cast(S, tuple(x.contiguous() for x in self.shard))
         leaving: Tensors | None = None  # the contribution to the shard of the step before
-        for t, (step, following) in enumerate(zip(steps, [*steps[1:], Step()], strict=True)):
-            arriving = self._new_shard(following.owner) if step.shard_from is not None else None
-            so_far = self._new_contribution(step.owner) if step.part_from is not None else None
-            coming_home = self._new_contribution(transport.rank) if step.home_from is not None else None
-            sends = _to(step.shard_to, self._held) + _to(step.part_to, leaving) + _to(step.home_to, leaving)
-            receives = _to(step.shard_from, arriving) + _to(step.part_from, so_far) + _to(step.home_from, coming_home)
+        for t, step in enumerate(steps):
+            arriving = so_far = coming_home = None
+            if step.shard_from is not None:
+                arriving = self._new_shard(steps[t + 1].owner)
+            sends, receives = _to(step.shard_to, self._held), _to(step.shard_from, arriving)
+            if contributes:
+                so_far = self._new_contribution(step.owner) if step.part_from is not None else None
+                coming_home = self._new_contribution(transport.rank) if step.home_from is not None else None
+                sends += _to(step.part_to, leaving) + _to(step.home_to, leaving)
+                receives += _to(step.part_from, so_far) + _to(step.home_from, coming_home)
 
             with named("hop", t, "move"):
                 moving = transport.start(sends, receives)
@@ -89,12 +94,13 @@ class Circulation(Generic[S]):
                 moving.wait()
             del sends, receives, moving  # they would keep a third shard when the next one arrives
 
-            with named("hop", t, "add"):
-                leaving, self._given = self._sum(so_far, self._given), None
-                if step.owner == transport.rank:
-                    self.home, leaving = leaving, None
-                self.home = self._sum(self.home, coming_home)
-            del so_far, coming_home  # added up; the next step makes others
+            if contributes:
+                with named("hop", t, "add"):
+                    leaving, self._given = self._sum(so_far, self._given), None
+                    if step.owner == transport.rank:
+                        self.home, leaving = leaving, None
+                    self.home = self._sum(self.home, coming_home)
+                del so_far, coming_home  # added up; the next step makes others
             if arriving is not None:
                 self._held = arriving
         del self._held
@@ -108,9 +114,8 @@ class Circulation(Generic[S]):
     def _new_shard(self, owner: int | None) -> S:
         return cast(S, tuple(self._empty(x.shape, x.dtype, owner) for x in self.shard))
 
-    def _new_contribution(self, owner: int | None) -> Tensors | None:
-        if self.contribution is None:
-            return None
+    def _new_contribution(self, owner: int | None) -> Tensors:
+        assert self.contribution is not None
         return tuple(self._empty(shape, self.contribution.dtype, owner) for shape in self.contribution.shapes)
 
     def _empty(self, shape: torch.Size, dtype: torch.dtype, owner: int | None) -> Tensor:
@@ -120,7 +125,7 @@ class Circulation(Generic[S]):
         return torch.empty(size, dtype=dtype, device=self.shard[0].device)
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Visit(Generic[S]):
     """The shard of ``owner`` is on this rank. ``last``: this rank needs no other shard after it."""
 

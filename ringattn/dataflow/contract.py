@@ -26,7 +26,7 @@ from ..schedule import Schedule
 from ..shape import Shape
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True, eq=False)
 class Call:
     """One attention call on this rank. Shapes: :mod:`ringattn.kernels.contract`.
 

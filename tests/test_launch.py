@@ -1,4 +1,4 @@
-"""Launches that do not ask what to compile: the same compiled kernel only where Triton would choose the same."""
+"""Repeated launches reuse a compiled kernel only where Triton would choose the same one."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ import torch
 pytest.importorskip("triton")
 from triton.compiler import CompiledKernel
 
-from ringattn.kernels import launch as dispatching
+from ringattn.kernels import launch
 from ringattn.kernels.launch import Launches, dispatch
 
 
 class Compiled(CompiledKernel):
-    """What a compilation gives; notes its launches, and needs three numbers of a grid as the real one does."""
+    """A compiled kernel that records its launches; like the real one it needs a grid of three numbers."""
 
     def __init__(self) -> None:  # nothing is compiled
         self.launches: list[tuple[tuple[int, ...], tuple[Any, ...]]] = []
@@ -40,15 +40,15 @@ class Kernel:
         self.compiled: list[Compiled] = []
 
     def __getitem__(self, grid: tuple[int, ...]) -> Any:
-        def launch(*args: Any, **constants: Any) -> Compiled | None:
+        def compile_and_launch(*args: Any, **constants: Any) -> Compiled | None:
             assert len(grid) == 3
             self.compiled.append(Compiled())
             return None if self.interpreted else self.compiled[-1]
 
-        return launch
+        return compile_and_launch
 
 
-def test_a_second_launch_asks_nobody() -> None:
+def test_a_second_launch_does_not_compile() -> None:
     kernel = Kernel()
     x = torch.zeros(64)
     for n in (32, 48, 64):  # all divide by 16
@@ -66,7 +66,7 @@ OTHER = {
     "an integer that does not divide": dict(n=33),
     "one": dict(n=1),
     "64 bits": dict(n=2**31),
-    "an argument that is there": dict(sink=torch.zeros(16)),
+    "an argument that is not None": dict(sink=torch.zeros(16)),
     "a constant": dict(BLOCK=128),
     "a flag": dict(FLAG=False),
     "an option": dict(num_warps=8),
@@ -75,7 +75,7 @@ OTHER = {
 
 
 @pytest.mark.parametrize("name", OTHER)
-def test_what_the_choice_depends_on(name: str) -> None:
+def test_everything_that_triton_specializes_on_counts(name: str) -> None:
     kernel = Kernel()
     for change in ({}, OTHER[name], {}, OTHER[name]):
         call = {**BASE, **change}
@@ -93,27 +93,25 @@ def test_layouts_of_descriptors_count() -> None:
     assert len(kernel.compiled) == 2
 
 
-def test_the_interpreter_is_asked_each_time() -> None:
+def test_the_interpreter_runs_each_launch() -> None:
     kernel = Kernel(interpreted=True)
     for _ in range(3):
         dispatch(kernel, (2,), torch.zeros(1), 2, 1.0, None, BLOCK=1, FLAG=False)
     assert len(kernel.compiled) == 3
 
 
-def test_kernels_do_not_share(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dispatching, "_compiled", {})
+def test_kernels_do_not_share() -> None:
     first, second = Kernel(), Kernel()
     for kernel in (first, second, first, second):
         dispatch(kernel, (2,), torch.zeros(1), 2, 1.0, None, BLOCK=1, FLAG=False)
-    assert len(dispatching._compiled) == 2
     assert [len(k.compiled) for k in (first, second)] == [1, 1]
 
 
-# --- launches that come again
+# --- repeated launches
 
 
 class View:
-    """As a TMA view."""
+    """Like a TMA view."""
 
     def __init__(self, base: torch.Tensor, block_shape: list[int]) -> None:
         self.base, self.block_shape = base, block_shape
@@ -122,7 +120,7 @@ class View:
 def launched(
     kernel: Kernel, launches: Launches, key: object, x: torch.Tensor, y: torch.Tensor, number: int = 5, **more: Any
 ) -> bool:
-    """x itself, y below a view. Was it known?"""
+    """Launch with x itself and y as the base of a view; return whether that was a repetition."""
     if launches.again(key, (x, y), number):
         return True
     args = (x, number, 0.5, View(y, [1, 64]))
@@ -130,7 +128,7 @@ def launched(
     return False
 
 
-def test_a_launch_that_comes_again_gets_the_new_tensors_and_number() -> None:
+def test_a_repeated_launch_gets_the_new_tensors_and_number() -> None:
     kernel, launches = Kernel(), Launches()
     for i in range(5):
         x, y = torch.zeros(64), torch.ones(64)
@@ -148,11 +146,17 @@ def test_a_launch_that_comes_again_gets_the_new_tensors_and_number() -> None:
     assert not launched(kernel, launches, "b", x, y), "another key is another launch"
 
 
-def test_an_address_that_makes_another_kernel_is_no_launch_that_comes_again() -> None:
+def test_an_address_that_needs_another_kernel_is_not_repeated() -> None:
     kernel, launches = Kernel(), Launches()
     x, y = torch.zeros(65), torch.zeros(64)
-    for tensor, known, compiled in ((x, False, 1), (x, False, 1), (x[1:], False, 2), (x[1:], False, 2), (x, True, 2)):
-        assert launched(kernel, launches, "a", tensor, y) == known
+    for tensor, repeated, compiled in (
+        (x, False, 1),
+        (x, False, 1),
+        (x[1:], False, 2),
+        (x[1:], False, 2),
+        (x, True, 2),
+    ):
+        assert launched(kernel, launches, "a", tensor, y) == repeated
         assert len(kernel.compiled) == compiled
 
 
@@ -161,33 +165,32 @@ def test_one_tensor_that_stands_for_two_is_not_remembered() -> None:
     x, y = torch.zeros(64), torch.zeros(64)
     for _ in range(3):
         assert not launched(kernel, launches, "a", x, x)
-    for known in (False, True):
-        assert launched(kernel, launches, "a", x, y) == known
+    for repeated in (False, True):
+        assert launched(kernel, launches, "a", x, y) == repeated
     assert launched(kernel, launches, "a", x, x)
     assert kernel.compiled[0].launches[-1][1][3].base is x
 
 
-def test_tensors_are_fixed_or_change() -> None:
+def test_every_tensor_is_declared_fixed_or_changing() -> None:
     kernel, launches = Kernel(), Launches()
     x, table = torch.zeros(64), torch.zeros(64)
     dispatch(kernel, (1,), x, 1, 0.5, table, BLOCK=64, FLAG=True)
-    made = dispatch(kernel, (1,), x, 1, 0.5, table, BLOCK=64, FLAG=True)
+    second = dispatch(kernel, (1,), x, 1, 0.5, table, BLOCK=64, FLAG=True)
     with pytest.raises(AssertionError, match="argument 3 is a tensor"):
-        launches.remember("a", (x,), made)
-    launches.remember("a", (x,), made, fixed=(table,))
+        launches.remember("a", (x,), second)
+    launches.remember("a", (x,), second, fixed=(table,))
     assert launches.again("a", (x,))
     assert kernel.compiled[0].launches[-1][1][3] is table
 
 
-def test_no_tensor_that_changes_is_kept_and_no_more_launches_than_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dispatching, "_KEPT", 3)
-    monkeypatch.setattr(dispatching, "_compiled", {})
+def test_launches_are_bounded_and_keep_no_changing_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "LAUNCHES", 3)
     kernel, launches = Kernel(), Launches()
     for key in range(9):
         x, y = torch.zeros(64), torch.zeros(64)
         for _ in range(3):
             launched(kernel, launches, key, x, y)
-        assert 0 < len(launches.known) <= 3
+        assert 0 < len(launches) <= 3
     alive = weakref.ref(x), weakref.ref(y)
     kernel.compiled[0].launches.clear()
     del x, y
@@ -201,10 +204,10 @@ def test_the_interpreter_is_not_remembered() -> None:
         assert not launched(kernel, launches, "a", torch.zeros(64), torch.zeros(64))
 
 
-def test_a_launch_that_comes_again_goes_straight_to_the_launcher_unless_somebody_hooks(
+def test_a_repeated_launch_skips_hooks_unless_one_is_installed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """With the arguments that Triton gives it (CompiledKernel.__getitem__), but for hooks that do nothing."""
+    """The launcher gets the arguments that CompiledKernel.__getitem__ passes, without hooks."""
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 7, raising=False)
     kernel, launches, got = Kernel(), Launches(), []
     x, y = torch.zeros(64), torch.zeros(64)
@@ -215,19 +218,19 @@ def test_a_launch_that_comes_again_goes_straight_to_the_launcher_unless_somebody
     launched(kernel, launches, "a", x, y)
     assert len(compiled.launches) == 1
     assert launched(kernel, launches, "a", x, y)
-    assert len(compiled.launches) == 2 - dispatching._RUNS
+    assert len(compiled.launches) == 2 - launch._CAN_RUN_DIRECTLY
     CompiledKernel.__getitem__(compiled, (3, 1, 1))(*got[0][9:] if got else (), stream=7)
     *_, theirs = got
-    if dispatching._RUNS:
+    if launch._CAN_RUN_DIRECTLY:
         assert got[0][:6] == theirs[:6] == (3, 1, 1, 7, "function", "metadata")
         assert got[0][6:9] == (None, None, None)
         assert got[0][9] is x
         assert got[0][9:] == theirs[9:]
     hook = lambda metadata: None  # noqa: E731
-    dispatching.knobs.runtime.launch_enter_hook.add(hook)
+    launch.knobs.runtime.launch_enter_hook.add(hook)
     try:
         before = len(compiled.launches)
         assert launched(kernel, launches, "a", x, y)
         assert len(compiled.launches) == before + 1
     finally:
-        dispatching.knobs.runtime.launch_enter_hook.remove(hook)
+        launch.knobs.runtime.launch_enter_hook.remove(hook)

@@ -1,4 +1,4 @@
-"""Backwards in spans: every visible pair once, and the gradients of one piece."""
+"""Backwards in pieces: every visible pair once, and the gradients of one piece."""
 
 from __future__ import annotations
 
@@ -10,17 +10,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from ringattn.kernels import contract as blocks
-from ringattn.kernels import long_sums as spans
-from ringattn.kernels.contract import Block, Score, block_backward, block_delta, block_forward, completion_counts
+from ringattn.kernels import long_sums
+from ringattn.kernels.backends import BACKENDS
+from ringattn.kernels.contract import LONGEST_SUM, Block, Keys, Queries, Score, row_delta
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 
 
+EAGER = BACKENDS["eager"]
+
+
 def shorten(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(spans, "LONGEST", 16)
-    patch.setattr(spans, "SPAN", 8)
-    patch.setattr(spans, "KEYS", 12)
+    patch.setattr(long_sums, "LONGEST_SUM", 16)
+    patch.setattr(long_sums, "QUERY_PRODUCTS", 8)
+    patch.setattr(long_sums, "KEYS", 12)
 
 
 @pytest.fixture
@@ -52,35 +55,36 @@ def drawn_blocks(draw: st.DrawFn) -> Block:
 @pytest.mark.usefixtures("short")
 @given(drawn_blocks(), st.integers(1, 9))
 @settings(max_examples=200)
-def test_spans_hold_every_visible_pair_once(block: Block, heads: int) -> None:
+def test_pieces_hold_every_visible_pair_once(block: Block, heads: int) -> None:
     keys = torch.arange(block.seq_k)
     seen = (block.start[..., None] <= keys) & (keys < block.end[..., None])
-    found = torch.zeros_like(seen, dtype=torch.int64)
+    covered = torch.zeros_like(seen, dtype=torch.int64)
     begun: set[int] = set()
-    for span in spans.spans(block, heads):
-        part = span.block
+    for piece in long_sums.split(block, heads):
+        part = piece.block
         inside = torch.arange(part.seq_k)
-        assert part.seq_q == sum(part.segments_q) == span.queries.stop - span.queries.start
+        assert part.seq_q == sum(part.segments_q) == piece.queries.stop - piece.queries.start
         assert part.seq_q <= max(1, 8 // heads)
-        assert part.seq_k == sum(part.segments_k) == span.keys.stop - span.keys.start <= spans.KEYS
-        assert torch.equal(part.positions_k, block.positions_k[span.keys])
-        assert torch.equal(part.positions_q, block.positions_q[span.queries])
+        assert part.seq_k == sum(part.segments_k) == piece.keys.stop - piece.keys.start <= long_sums.KEYS
+        assert torch.equal(part.positions_k, block.positions_k[piece.keys])
+        assert torch.equal(part.positions_q, block.positions_q[piece.queries])
         assert ((part.start.diff() >= 0) & (part.end.diff() >= 0)).all()
         pairs = (part.start[..., None] <= inside) & (inside < part.end[..., None])
-        assert pairs.any(), "a span with nothing to do"
-        found[:, span.queries, span.keys] += pairs
-        assert span.first == (span.keys.start not in begun)
-        begun.add(span.keys.start)
-    assert torch.equal(found, seen.long())
+        assert pairs.any(), "a piece with nothing to do"
+        covered[:, piece.queries, piece.keys] += pairs
+        assert piece.first == (piece.keys.start not in begun)
+        begun.add(piece.keys.start)
+    assert torch.equal(covered, seen.long())
 
 
 def gradients(block: Block, score: Score, tensors: list[Tensor], into: bool, deterministic: bool) -> list[Tensor]:
     q, k, v, dout = tensors
-    out, lse = block_forward(q, k, v, block, score, finalize=True)
+    keys = Keys(k, v, block)
+    out, lse = EAGER.output(q, keys, score)
     dq = torch.ones_like(q)  # adds to what is there
     given = (torch.full_like(k, 7.0), torch.full_like(v, 7.0)) if into else None
-    delta = block_delta(out, dout)
-    dk, dv = block_backward(q, k, v, dout, lse, delta, block, score, dq=dq, into=given, deterministic=deterministic)
+    queries = Queries(q, dout, lse, row_delta(out, dout))
+    dk, dv = EAGER.backward(queries, keys, score, dq, into=given, deterministic=deterministic)
     assert given is None or (dk is given[0] and dv is given[1])
     return [dq, dk, dv]
 
@@ -97,35 +101,34 @@ def test_gradients_are_those_of_one_piece(block: Block, into: bool, deterministi
     whole = gradients(block, score, tensors, into, deterministic)
     with pytest.MonkeyPatch.context() as patch:
         shorten(patch)
-        assert spans.long(block, 2, False)
-        cut = gradients(block, score, tensors, into, deterministic)
-    for a, b in zip(cut, whole, strict=True):
+        assert long_sums.must_split(block, 2, False)
+        pieces = gradients(block, score, tensors, into, deterministic)
+    for a, b in zip(pieces, whole, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
 
 
-def test_spans_are_whole_tiles_and_the_shorter_the_more_heads_are_in_a_sum() -> None:
-    assert [spans.queries_of(heads) for heads in (1, 2, 8, 64)] == [1 << 17, 1 << 16, 1 << 14, 1 << 11]
+def test_pieces_are_whole_tiles_and_shorter_with_more_heads_in_a_sum() -> None:
+    assert [long_sums.queries_per_piece(heads) for heads in (1, 2, 8, 64)] == [1 << 17, 1 << 16, 1 << 14, 1 << 11]
     for heads in (3, 5, 7, 71):
-        assert spans.queries_of(heads) % 128 == 0
-        assert spans.SPAN - 128 * heads < spans.queries_of(heads) * heads <= spans.SPAN
+        products = long_sums.queries_per_piece(heads) * heads
+        assert long_sums.queries_per_piece(heads) % 128 == 0
+        assert long_sums.QUERY_PRODUCTS - 128 * heads < products <= long_sums.QUERY_PRODUCTS
 
 
 @pytest.mark.parametrize(("heads", "in_sum"), [((4, 4), 1), ((32, 8), 2), ((64, 1), 2), ((28, 4), 7), ((71, 1), 71)])
-def test_a_long_backward_counts_nothing_on_its_way(
-    heads: tuple[int, int], in_sum: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It is cut, and its gradients leave when all of it is done. How long is long depends on the heads in a sum."""
-    hopper = pytest.importorskip("ringattn.kernels.hopper.backward")
-    monkeypatch.setattr(blocks, "_backend", lambda *_, **__: hopper)
-    longest = spans.LONGEST // in_sum
+def test_a_backward_in_pieces_counts_no_completions(heads: tuple[int, int], in_sum: int) -> None:
+    """Its gradients are sent when all of it is done. How many queries are too many depends on the heads in a sum."""
+    pytest.importorskip("triton")
+    hopper = BACKENDS["hopper"]
+    limit = LONGEST_SUM // in_sum
     tokens = 256 * 128  # so many key tiles that parts of a group are not apart
     q, k = (torch.empty(1, n, h, 128, dtype=torch.bfloat16) for n, h in zip((1, tokens), heads, strict=True))
-    assert hopper.heads_in_sum(q, k) == spans.heads_together(heads[0] // heads[1]) == in_sum
-    for seq_q in (longest, longest + 1):
+    assert hopper.sums(q, k, False) == (long_sums.heads_together(heads[0] // heads[1]), False) == (in_sum, False)
+    for seq_q in (limit, limit + 1):
         block = block_of(torch.zeros(1, seq_q), torch.full((1, seq_q), tokens), tokens, (seq_q,), (tokens,))
-        given = q.expand(1, seq_q, -1, -1), k, k
-        assert (completion_counts(*given, block, Score(0.1)) is None) == (seq_q > longest)
-        assert completion_counts(*given, block, Score(0.1), deterministic=True) is None
+        call = q.expand(1, seq_q, -1, -1), Keys(k, k, block), Score(0.1)
+        assert (hopper.completion_counts(*call) is None) == (seq_q > limit)
+        assert hopper.completion_counts(*call, deterministic=True) is None
 
 
 @pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")
@@ -134,8 +137,8 @@ def test_a_long_backward_counts_nothing_on_its_way(
 def test_sums_over_four_million_are_as_exact_as_few(
     many: str, heads: int, kernel: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """dk and dv over many queries, dq over many keys, beside float64 and beside the same sums of p and ds rounded to
-    bfloat16. Without spans the matrix units cut off more than that: so this notices."""
+    """dk and dv over many queries, dq over many keys, compared with float64 and with the same sums of p and ds rounded
+    to bfloat16. In one piece the truncation of the matrix units is larger than that, as the second part shows."""
     few, count, at_once = 128, 1 << 22, 1 << 16
     generator = torch.Generator("cuda").manual_seed(2)
     seq_q, seq_k = (count, few) if many == "queries" else (few, count)
@@ -169,16 +172,17 @@ def test_sums_over_four_million_are_as_exact_as_few(
     for rows, keys in pieces():
         p = (wide_q[rows] @ wide_k[keys].T * score.softmax_scale - lse[rows, None]).exp()
         ds = p * (wide_dout[rows] @ wide_v[keys].T - delta[rows, None]) * score.softmax_scale
-        for found, x, y in ((sums, p, ds), (rounded, p.bfloat16().double(), ds.bfloat16().double())):
-            found[0][rows] += y @ wide_k[keys]
-            found[1][keys] += y.T @ wide_q[rows]
-            found[2][keys] += x.T @ wide_dout[rows]
+        for total, x, y in ((sums, p, ds), (rounded, p.bfloat16().double(), ds.bfloat16().double())):
+            total[0][rows] += y @ wide_k[keys]
+            total[1][keys] += y.T @ wide_q[rows]
+            total[2][keys] += x.T @ wide_dout[rows]
 
     def errors() -> list[float]:
         shape = (1, tokens, heads, 128)
         dq = torch.zeros(shape, device="cuda")
         numbers = (x.float().view(1, tokens, heads).transpose(1, 2) for x in (lse, delta))
-        dk, dv = block_backward(q.view(shape), k, v, dout.view(shape), *numbers, block, score, dq=dq, kernel=kernel)
+        queries = Queries(q.view(shape), dout.view(shape), *numbers)
+        dk, dv = BACKENDS[kernel].backward(queries, Keys(k, v, block), score, dq)
         return [error(x.view(-1, 128), y) for x, y in zip((dq, dk, dv), sums, strict=True)]
 
     def error(x: Tensor, reference: Tensor) -> float:
@@ -186,18 +190,18 @@ def test_sums_over_four_million_are_as_exact_as_few(
 
     allowed = [1.1 * error(x, y) for x, y in zip(rounded, sums, strict=True)]
     summed = [1, 2] if many == "queries" else [0]
-    found = errors()
-    assert all(found[i] <= allowed[i] for i in summed), (found, allowed)
+    measured = errors()
+    assert all(measured[i] <= allowed[i] for i in summed), (measured, allowed)
     # The Hopper kernel's dq is no long sum, and with so few keys each head's queries are a sum of their own.
     if kernel == "triton" or (many == "queries" and heads == 1):
-        monkeypatch.setattr(spans, "LONGEST", count)
-        found = errors()
-        assert all(found[i] > 1.5 * allowed[i] for i in summed), (found, allowed)
+        monkeypatch.setattr(long_sums, "LONGEST_SUM", count)
+        measured = errors()
+        assert all(measured[i] > 1.5 * allowed[i] for i in summed), (measured, allowed)
 
 
-def test_a_part_knows_nothing_of_launches_with_the_tables_of_the_whole() -> None:
+def test_a_sub_block_does_not_share_the_memo_of_the_whole() -> None:
     position = torch.arange(64, dtype=torch.int32)
     block = Block(torch.zeros_like(position)[None], position[None] + 1, position, position, (64,), (64,))
-    block.known["launches"] = "of the whole"
-    for other in (spans.part(block, slice(0, 32), slice(0, 32)), dataclasses.replace(block)):
-        assert other.known == {}
+    block.memo.put("launches", "of the whole")
+    for other in (long_sums.sub_block(block, slice(0, 32), slice(0, 32)), dataclasses.replace(block)):
+        assert other.memo.get("launches") is None

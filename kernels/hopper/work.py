@@ -1,0 +1,170 @@
+"""How the Hopper kernels divide their work, planned on the host: tables of tiles, order of the CTAs, shares of a group.
+
+Tables are made on the device and kept in the block's memo: one per tile size.
+"""
+
+from __future__ import annotations
+
+import functools
+import heapq
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..contract import Block
+from ..launch import multiprocessors
+from ..long_sums import LEAST_HEADS
+from .backward_pieces import BM, BN
+
+LEAST_STEPS = 128  # of a CTA of the backward, if its group has as many: the prologue and epilogue cost three steps
+
+
+def processors(x: Tensor) -> int:
+    """Return the number of multiprocessors of a tensor's device; those of an H100 for the CPU."""
+    return multiprocessors(x.device) if x.is_cuda else 132
+
+
+# --- forward -----------------------------------------------------------------------------------------------------
+
+
+def query_tile_table(block: Block, block_m: int, block_n: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return descriptions of the query tiles, heaviest first, and the intervals ``start`` and ``end``, contiguous.
+
+    A description, (batch or 1, tiles, 8) int32: first row, past-the-last row, the span (see ``TileMap``), and two
+    numbers that the kernel fills in (batch and head).
+    """
+
+    def make() -> tuple[Tensor, Tensor, Tensor]:
+        rows, span = block.query_tiles(block_m, block_n)
+        order = torch.argsort(span[..., 0] - span[..., 3], dim=-1, stable=True)[..., None]
+        table = torch.cat([rows.expand(span.shape[0], -1, -1), span, torch.zeros_like(span[..., :2])], -1)
+        table = table.gather(1, order.expand(-1, -1, table.shape[-1])).contiguous()
+        return table, block.start.contiguous(), block.end.contiguous()
+
+    return block.memo.once(("hopper query tiles", block_m, block_n), make)
+
+
+def head_sweeps(n_tiles: int, n_heads: int, workers: int) -> tuple[int, int]:
+    """Return how many heads the forward sweeps together, and how many heads come before its last sweep.
+
+    Few heads at a time keep their keys in L2; a sweep has about one tile per worker. The last sweep takes two groups,
+    so that their light tiles fill the gaps that the heavy ones leave.
+    """
+    group = 2 ** max(0, math.ceil(math.log2(0.95 * workers / n_tiles)))
+    return group, max(0, n_heads // group - 2) * group
+
+
+# --- backward ----------------------------------------------------------------------------------------------------
+
+
+class Split(NamedTuple):
+    """How a group of query heads is divided between CTAs.
+
+    Args:
+        parts: number of CTAs that share the query heads of a group.
+        apart: each part has its own dk and dv, summed after the kernel; otherwise they add to the same, in order.
+    """
+
+    parts: int
+    apart: bool = False
+
+
+def keys_per_cta(q: Tensor) -> int:
+    """Return the number of keys of a tile of the backward kernel for this head dim."""
+    return BN.value if q.shape[-1] <= 192 else BN.value // 2
+
+
+def queries_per_step(q: Tensor) -> int:
+    """Return the number of queries of a tile of the backward kernel for this head dim."""
+    return 2 * BM.value if q.shape[-1] == 64 else BM.value
+
+
+def split_groups(q: Tensor, k: Tensor, block: Block) -> Split:
+    """Return how the backward divides the query heads of a group between CTAs.
+
+    With few key tiles: as many parts as occupy all processors. They end at the same time and could not wait for each
+    other. Otherwise as many as keep the queries in L2 for all CTAs that run at the same time: under a causal mask some
+    have finished all heads of the group while others are at the first. A CTA with few steps is not worth its prologue
+    and epilogue.
+    """
+    return block.memo.once(("split", q.shape, k.shape), lambda: _best_split(q, k, block))
+
+
+def _best_split(q: Tensor, k: Tensor, block: Block) -> Split:
+    group = q.shape[2] // k.shape[2]
+    divisors = [n for n in range(1, group + 1) if group % n == 0]
+    ctas = k.shape[0] * k.shape[2] * sum(-(-n // keys_per_cta(q)) for n in block.segments_k)
+    enough = 1.5 * processors(q)
+    # Bounded, because each part has a dk and dv of its own: 71 heads are divisible by 1 and 71 only.
+    affordable = [p for p in divisors if ctas * p <= 8 * enough] or [1]
+    occupying = next((p for p in affordable if ctas * p >= enough), affordable[-1])
+    pairs = block.seq_q * block.seq_k if block.pairs is None else block.pairs
+    steps = pairs / max(1, block.seq_k * BM.value)  # of a CTA, for each head
+    heads = next((h for h in divisors if h >= LEAST_HEADS and h * steps >= LEAST_STEPS), group)
+    return Split(occupying, apart=True) if occupying > max(1, group // heads) else Split(group // heads)
+
+
+@functools.lru_cache(1024)
+def sweep(rows: int, tiles: int, workers: int, parts: int) -> int:
+    """Return how many parts of groups the backward walks at the same time.
+
+    Few, so that their queries stay in L2, but enough that the heavy tiles of the last parts do not come last: the
+    makespan under a causal mask is within 1 % of the best. The number is a multiple of ``parts`` or divides it, so that
+    groups complete together or one after the other.
+
+    Args:
+        rows: number of groups: batch size times key heads.
+        tiles: key tiles of a group.
+    """
+    heads = rows * parts
+    if heads * tiles > 20 * workers:
+        return 1
+
+    def makespan(size: int) -> int:
+        """Return when the last CTA ends, if CTAs start in order as soon as a processor is free."""
+        ends = [0] * workers
+        for program in range(heads * tiles):
+            inside = program % (size * tiles)
+            heapq.heapreplace(ends, ends[0] + tiles - inside // size)
+        return max(ends)
+
+    sizes = [n for n in range(1, heads + 1) if heads % n == 0 and (n % parts == 0 or parts % n == 0)]
+    makespans = {size: makespan(size) for size in sizes}
+    return next(size for size in sizes if makespans[size] <= 1.01 * min(makespans.values()))
+
+
+def key_tile_table(block: Block, keys: int, queries: int) -> tuple[Tensor, Tensor]:
+    """Return descriptions of the tiles of ``keys`` keys, most work first, and the intervals of each tile of queries.
+
+    A description, (batch or 1, tiles, 8) int32: first and past-the-last key, then in query tiles ``begin, end`` (at
+    least one), ``full_begin, full_end`` (empty if the tile has fewer keys: all must be masked), the full tile to start
+    with, and the segment of the keys. Intervals: (batch or 1 times query tiles, 2 x queries) int32, empty for padding
+    rows.
+    """
+    return block.memo.once(("hopper key tiles", keys, queries), lambda: _key_tile_table(block, keys, queries))
+
+
+def _key_tile_table(block: Block, keys: int, queries: int) -> tuple[Tensor, Tensor]:
+    key_tiles = block.key_tiles(queries, keys)
+    span = key_tiles.span // queries
+    batches, tiles = span.shape[:2]
+    first, past = (key_tiles.rows[:, i].expand(batches, -1) for i in (0, 1))
+    begin, full_begin, full_end, end = span.unbind(-1)
+    end = torch.maximum(end, begin + 1)
+    whole = (past - first == keys) & (full_end > full_begin)
+    full_begin, full_end = torch.where(whole, full_begin, begin), torch.where(whole, full_end, begin)
+    index = torch.arange(tiles, device=span.device, dtype=torch.int32).expand(batches, -1)
+    full = (full_end - full_begin).clamp(min=1)
+    start = full_begin + torch.remainder(index * (keys // queries) - full_begin, full)
+    of_segment = [torch.full((-(-n // keys),), i, device=span.device) for i, n in enumerate(block.segments_k)]
+    segment = torch.cat(of_segment).to(torch.int32).expand(batches, -1)
+    info = torch.stack([first, past, begin, end, full_begin, full_end, start, segment], -1)
+    order = torch.argsort(begin - end, dim=1, stable=True)
+    info = info.gather(1, order[..., None].expand_as(info)).to(torch.int32).contiguous()
+    q_tiles = -(-block.seq_q // queries)
+    bounds = info.new_zeros(batches, 2, q_tiles * queries)
+    bounds[:, 0, : block.seq_q], bounds[:, 1, : block.seq_q] = block.start, block.end
+    bounds = bounds.view(batches, 2, q_tiles, queries).transpose(1, 2).reshape(batches * q_tiles, 2 * queries)
+    return info, bounds.contiguous()

@@ -1,0 +1,60 @@
+"""Every backend of ``BACKENDS`` through every case of kernel_contract.py.
+
+Eager in float64 and float32 anywhere, Triton compiled on a GPU or else in its interpreter, Hopper on a Hopper GPU.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from kernel_contract import CASES, check_backward, check_eager, check_forward, make_problem, refusals, use_small_tiles
+
+from ringattn.kernels.backends import BACKENDS
+
+HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+UNITS = {"hopper": 12}  # its tiles have 128 queries or keys
+DIMS = {"eager": [(8, 5)], "triton": [(16, 16)], "hopper": [(64, 64), (96, 96), (128, 128), (192, 128), (256, 256)]}
+
+
+@pytest.fixture(autouse=True)
+def _small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    use_small_tiles(monkeypatch)
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    ("backend", "dims"), [(name, dims) for name in BACKENDS for dims in DIMS.get(name, [(16, 16)])], ids=str
+)
+def test_contract(backend: str, dims: tuple[int, int], case: str) -> None:
+    if backend == "hopper" and not HOPPER:
+        pytest.skip("needs a Hopper GPU")
+    what = CASES[case]
+    if backend == "eager":
+        check_eager(make_problem(what, torch.float64, dims=dims), what.deterministic)
+        return
+    if len(DIMS.get(backend, [])) > 1 and what.dims not in (None, dims):
+        pytest.skip("the case has head dims of its own")
+    dtype = torch.float32 if backend == "triton" else torch.bfloat16
+    problem = make_problem(what, dtype, UNITS.get(backend, 1), dims)
+    for reason in refusals(BACKENDS[backend], problem):
+        pytest.skip(reason)
+    check_forward(BACKENDS[backend], problem)
+    check_backward(BACKENDS[backend], problem, what.deterministic)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("case", ["window", "gqa", "alibi-per-batch-softcap"])
+def test_contract_in_16_bits(case: str, dtype: torch.dtype) -> None:
+    problem = make_problem(CASES[case], dtype)
+    for reason in refusals(BACKENDS["triton"], problem):
+        pytest.skip(reason)
+    check_forward(BACKENDS["triton"], problem)
+    check_backward(BACKENDS["triton"], problem)
+
+
+@pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")
+@pytest.mark.parametrize("case", ["causal", "per-batch", "gqa", "chunks-window"])
+def test_contract_of_hopper_in_float16(case: str) -> None:
+    problem = make_problem(CASES[case], torch.float16, UNITS["hopper"], (128, 128))
+    check_forward(BACKENDS["hopper"], problem)
+    check_backward(BACKENDS["hopper"], problem)

@@ -1,0 +1,299 @@
+"""What the portable Triton kernels promise besides the contract, and what the compiler makes of them for Hopper.
+
+In Triton's interpreter without a GPU, compiled with one. Tolerances: kernel_contract.py.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from kernel_contract import (
+    CASES,
+    DEVICE,
+    Case,
+    causal,
+    check_backward,
+    check_forward,
+    error,
+    full,
+    make_block,
+    make_problem,
+    normalized,
+    use_small_tiles,
+    window,
+)
+
+from ringattn.kernels import contract
+from ringattn.kernels.backends import BACKENDS
+from ringattn.kernels.contract import Keys, Queries, Score
+from ringattn.kernels.triton import forward as triton_forward
+from ringattn.kernels.triton import primitives
+from ringattn.partial import Partial
+
+GPU = torch.cuda.is_available()
+TRITON, EAGER = BACKENDS["triton"], BACKENDS["eager"]
+SCORE = Score(16**-0.5)
+needs_gpu = pytest.mark.skipif(not GPU, reason="needs a GPU")
+runs_kernels = pytest.mark.skipif(
+    not GPU and not primitives.INTERPRETED.value, reason="needs a GPU, or TRITON_INTERPRET=1 before the first import"
+)
+
+
+@pytest.fixture
+def small_tiles(monkeypatch):
+    use_small_tiles(monkeypatch)
+
+
+@pytest.fixture
+def flushes(monkeypatch):
+    """Flush the accumulator every other tile of keys, as in a sequence of more than LONGEST_SUM keys. Return the
+    periods of all launches."""
+    monkeypatch.setattr(contract, "LONGEST_SUM", 0)
+    monkeypatch.setattr(contract, "PERIOD", 32)
+    dispatch, periods = triton_forward.dispatch, set()
+
+    def spied(kernel, grid, *args, **constants):
+        periods.add(constants["PERIOD"])
+        return dispatch(kernel, grid, *args, **constants)
+
+    monkeypatch.setattr(triton_forward, "dispatch", spied)
+    return periods
+
+
+def make_inputs(batch=1, seq_q=40, seq_k=72, heads=2, kv_heads=2, dim=16, dim_v=16, dtype=torch.float32):
+    generator = torch.Generator().manual_seed(seq_q * dim + heads)
+    shapes = (batch, seq_q, heads, dim), (batch, seq_k, kv_heads, dim), (batch, seq_k, kv_heads, dim_v)
+    return [torch.randn(s, generator=generator).to(dtype).to(DEVICE) for s in (*shapes, (batch, seq_q, heads, dim_v))]
+
+
+# --- the contract, on other paths through the kernels ------------------------------------------------------------
+
+
+@runs_kernels
+@pytest.mark.usefixtures("small_tiles")
+@pytest.mark.parametrize("case", [name for name, case in CASES.items() if case.dims in (None, (40, 80))])
+def test_flushed_accumulators_keep_the_contract(case, flushes):
+    problem = make_problem(CASES[case], torch.float16)
+    check_forward(TRITON, problem)
+    assert flushes == {32}
+
+
+@runs_kernels
+@pytest.mark.usefixtures("small_tiles")
+@pytest.mark.parametrize("case", ["per-batch", "gqa", "dims-40-80", "segments"])
+def test_tma_path_keeps_the_contract(case, monkeypatch):
+    """The descriptor path; on a GPU test_kernel_contract.py takes it, so here the interpreter must."""
+    monkeypatch.setattr(primitives, "has_tma", primitives.tma_can_address)
+    problem = make_problem(CASES[case], torch.float32)
+    check_forward(TRITON, problem)
+    check_backward(TRITON, problem)
+
+
+# --- the carried state -------------------------------------------------------------------------------------------
+
+
+@runs_kernels
+@pytest.mark.usefixtures("small_tiles")
+def test_state_does_not_drift():
+    """Scores in the thousands and 20 calls: the reference point is rounded at each, and l and o with it."""
+    q, k, v, _ = make_inputs(batch=1, seq_q=16, seq_k=16, heads=1, kv_heads=1)
+    q = q * 300
+    q[..., 0] = 300.0
+    first = TRITON.forward(q, Keys(k, v, make_block(*full(16, 16), 16)), SCORE)
+    state = Partial(*(x.clone() for x in first))
+    hidden = make_block(torch.full((1, 16), 16), torch.full((1, 16), 16), 16)
+    far_below = torch.zeros_like(k)
+    far_below[..., 0] = -1000.0  # scores of -75,000, whose weight is 0
+    for call in range(20):
+        if call % 2:  # the state is not even read
+            state = TRITON.forward(q, Keys(k, v, hidden), SCORE, state)
+        else:  # read, and written again
+            state = TRITON.forward(q, Keys(far_below, v, make_block(*full(16, 16), 16)), SCORE, state)
+    torch.testing.assert_close(state.m, first.m, rtol=1e-6, atol=0)
+    for x, y in zip(normalized(state), normalized(first), strict=True):
+        # Each of the 10 calls multiplies l and o twice; each product may be off by eps / 2.
+        assert error(x, y.double()) < 10 * 4 * torch.finfo(torch.float32).eps / 2
+
+
+@runs_kernels
+@pytest.mark.usefixtures("small_tiles")
+def test_state_is_updated_in_place():
+    q, k, v, _ = make_inputs()
+    keys = Keys(k, v, make_block(*causal(40, 72), 72))
+    state = TRITON.forward(q, keys, SCORE)
+    pointers = [x.data_ptr() for x in state]
+    again = TRITON.forward(q, keys, SCORE, state)
+    assert [x.data_ptr() for x in again] == pointers
+    assert all(x.equal(y) for x, y in zip((q, k, v), make_inputs(), strict=False))
+
+
+# --- inputs of all kinds -----------------------------------------------------------------------------------------
+
+
+@runs_kernels
+@pytest.mark.usefixtures("small_tiles")
+def test_strides():
+    """Any strides: heads before the sequence, slices of packed tensors, a last dimension that is not contiguous."""
+    q, k, v, dout = make_inputs(heads=4, kv_heads=2)
+    block = make_block(*causal(40, 72), 72)
+    awkward = (
+        q.transpose(1, 2).contiguous().transpose(1, 2),
+        torch.stack([k, k], 2)[:, :, 1],
+        v.transpose(1, 3).contiguous().transpose(1, 3),
+        torch.cat([dout, dout], -1)[..., 3:19].copy_(dout),
+    )
+    assert not any(x.is_contiguous() for x in awkward)
+    lse = TRITON.output(q, Keys(k, v, block), SCORE).lse
+    dq = torch.zeros(q.shape, device=DEVICE)
+    runs = []
+    for q2, k2, v2, dout2, dq2 in ((q, k, v, dout, dq), (*awkward, torch.zeros_like(dq.mT).mT)):
+        keys = Keys(k2, v2, block)
+        state = TRITON.forward(q2, keys, SCORE)
+        runs.append((*state, *TRITON.backward(Queries(q2, dout2, lse, torch.zeros_like(lse)), keys, SCORE, dq2), dq2))
+    for x, y in zip(*runs, strict=True):
+        torch.testing.assert_close(x, y, rtol=1e-6, atol=1e-6)
+
+
+@runs_kernels
+@pytest.mark.usefixtures("small_tiles")
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_nan_and_inf_reach_exactly_the_rows_that_see_them(bad):
+    q, k, v, _ = make_inputs(batch=1)
+    start, end = window(40, 72)
+    block = make_block(start, end, 72)
+    clean, clean_lse = TRITON.output(q, Keys(k, v, block), SCORE)
+    k = k.clone()
+    k[0, 50, 0] = bad
+    out, lse = TRITON.output(q, Keys(k, v, block), SCORE)
+    sees = ((start <= 50) & (end > 50))[0].to(DEVICE)
+    reference = EAGER.output(q, Keys(k, v, block), SCORE).out
+    broken = torch.isnan(out[0, :, 0]).any(-1)
+    assert broken.equal(torch.isnan(reference[0, :, 0]).any(-1))
+    if bad != bad:
+        assert broken.equal(sees)
+    assert torch.isnan(lse[0, 0]).equal(broken)
+    assert out[0, ~sees].equal(clean[0, ~sees])
+    assert lse[0, :, ~sees].equal(clean_lse[0, :, ~sees])
+    assert torch.isfinite(out[0, :, 1]).all()  # the other head
+
+
+def test_unsupported_says_why():
+    q, k, v, _ = make_inputs(dim=16)
+    assert "float64" in TRITON.unsupported(q.double(), k.double(), v.double(), SCORE)
+    assert "different dtypes" in TRITON.unsupported(q, k.half(), v.half(), SCORE)
+    wide = torch.empty(1, 1, 1, 264, device=DEVICE)
+    assert "264" in TRITON.unsupported(wide, wide, wide, SCORE)
+
+
+# --- real sizes, on a GPU ----------------------------------------------------------------------------------------
+
+
+@needs_gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (192, 128), (96, 96), (256, 256), (40, 80)], ids=str)
+@pytest.mark.parametrize("mask", [full, causal, window])
+def test_real_sizes(dtype, dims, mask):
+    case = Case(mask, 2, 125, 175, 4, 2, dims, segments_q=(58, 67), segments_k=(88, 87))
+    problem = make_problem(case, dtype, unit=12)
+    check_forward(TRITON, problem)
+    check_backward(TRITON, problem)
+
+
+@needs_gpu
+@pytest.mark.parametrize("deterministic", [True, False])
+def test_backward_gives_the_same_bits(deterministic):
+    q, k, v, dout = make_inputs(1, 4096, 4096, 8, 2, 128, 128, torch.bfloat16)
+    keys, score = Keys(k, v, make_block(*causal(4096, 4096), 4096)), Score(128**-0.5)
+    lse = TRITON.output(q, keys, score).lse
+    queries = Queries(q, dout, lse, torch.zeros_like(lse))
+    runs = []
+    for _ in range(10):
+        dq = torch.zeros(q.shape, device=DEVICE)
+        runs.append((dq, *TRITON.backward(queries, keys, score, dq, deterministic=deterministic)))
+    assert all(x.equal(y) for run in runs[1:] for x, y in zip(run, runs[0], strict=True))
+
+
+@needs_gpu
+def test_offsets_beyond_two_billion():
+    """One head of a (1, 262145, 64, 128) tensor: its last row starts past element 2**31."""
+    seq, heads, score = 262145, 64, Score(128**-0.5)
+    wide = torch.empty(1, seq, heads, 128, dtype=torch.bfloat16, device=DEVICE)
+    x = wide[:, :, -1:]
+    x.normal_()
+    start = torch.arange(seq)[None] - 100
+    out, lse = TRITON.output(x, Keys(x, x, make_block(start, start + 101, seq)), score)
+    tail = x[:, -300:].contiguous()
+    tail_block = make_block(start[:, -300:], start[:, -300:] + 101, 300, seq - 300)
+    expected, expected_lse = EAGER.output(tail, Keys(tail, tail, tail_block), score)
+    torch.testing.assert_close(out[:, -150:], expected[:, -150:], rtol=2e-2, atol=2e-2)
+    torch.testing.assert_close(lse[..., -150:], expected_lse[..., -150:], rtol=1e-5, atol=1e-5)
+
+
+# --- what the compiler makes of them -----------------------------------------------------------------------------
+
+
+def test_compiled_for_hopper():
+    """No GPU needed: the launches of the main configurations, compiled for sm_90 in a process of their own."""
+    import sass
+
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    environment["PYTHONPATH"] = str(Path(__file__).parent.parent)
+    done = subprocess.run([sys.executable, __file__], env=environment, capture_output=True, text=True, timeout=290)
+    assert done.returncode == 0, done.stderr[-3000:]
+    kernels = [json.loads(line) for line in done.stdout.splitlines()]
+    assert len(kernels) == 10
+    for kernel in kernels:
+        assert kernel["products"] > 0, f"no warpgroup matrix instruction: {kernel}"
+        if sass.OUR_COMPILER:
+            assert kernel["spills_in_loop"] == 0, f"spills in the loop over full tiles: {kernel}"
+        assert not kernel["warnings"], f"ptxas serializes the matrix instructions: {kernel}"
+        assert not kernel["overwritten"], f"registers of a matrix instruction in flight are written: {kernel}"
+
+
+def compile_for_hopper() -> None:
+    """Print, as one line of JSON each, what the compiler made of every kernel of the main launches."""
+    from sass import Compiled, _hopper_driver
+    from triton.runtime import jit
+
+    compiled = []
+    run = jit.JITFunction.run
+
+    def only_compile(self, *args, grid, warmup, **options):
+        kernel = run(self, *args, grid=grid, warmup=True, **options)
+        compiled.append((self.fn.__name__, Compiled(kernel.asm["ptx"], kernel.metadata.shared)))
+
+    jit.JITFunction.run = only_compile
+    primitives.capability = lambda device: (9, 0)
+    with _hopper_driver():
+        for dim in (64, 128):
+            q, k, v, dout = make_inputs(1, 512, 512, 2, 1, dim, dim, torch.bfloat16)
+            block, score = make_block(*causal(512, 512), 512), Score(dim**-0.5)  # a mask is data: one binary for all
+            keys = Keys(k, v, block)
+            lse = TRITON.output(q, keys, score).lse
+            TRITON.forward(q, keys, score, TRITON.forward(q, keys, score))
+            TRITON.backward(Queries(q, dout, lse, lse), keys, score, torch.zeros(q.shape))
+            for name, kernel in compiled:
+                if name == "_base2":
+                    continue
+                loop = kernel.loops_with("HGMMA")[0]
+                facts = dict(
+                    name=name, dim=dim,
+                    products=sum("HGMMA" in text for _, text in loop.body),
+                    spills_in_loop=sum("LDL" in text or "STL" in text for _, text in loop.body),
+                    warnings=kernel.warnings, overwritten=kernel.overwritten_operands(),
+                )  # fmt: skip
+                print(json.dumps(facts))
+            compiled.clear()
+
+
+if __name__ == "__main__":
+    compile_for_hopper()
