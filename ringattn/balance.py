@@ -60,11 +60,12 @@ def _grouped(cuts: list[int], size: int) -> list[range]:
 
 
 class _Part(NamedTuple):
-    """A run of neighbouring positions; parts are sorted by the first field, ``density``: pairs per 1024 tokens."""
+    """A run of neighbouring positions and its pairs; sorted by the first field, ``density``: pairs per 1024 tokens."""
 
     density: int
     start: int
     stop: int
+    pairs: int
 
 
 class _End:
@@ -79,7 +80,7 @@ class _End:
                 break
             self.parts.append(part)
             self.tokens.append(self.tokens[-1] + part.stop - part.start)
-            self.pairs.append(self.pairs[-1] + work.of(range(part.start, part.stop)))
+            self.pairs.append(self.pairs[-1] + part.pairs)
 
     def count(self, tokens: int) -> int:
         """Return how many parts the first ``tokens`` tokens touch."""
@@ -87,7 +88,7 @@ class _End:
 
     def piece(self, index: int, tokens: int) -> range:
         """Return the first ``tokens`` tokens of a part, seen from this end."""
-        _, start, stop = self.parts[index]
+        _, start, stop, _ = self.parts[index]
         return range(max(start, stop - tokens), stop) if self.tail else range(start, min(stop, start + tokens))
 
     def work_of(self, tokens: int, skip: int = 0) -> int:
@@ -113,7 +114,8 @@ class _Row:
         self.pairs = work.total
 
     def _part(self, run: range) -> _Part:
-        return _Part(self.work.of(run) * 1024 // len(run), run.start, run.stop)
+        pairs = self.work.of(run)
+        return _Part(pairs * 1024 // len(run), run.start, run.stop, pairs)
 
     def peel(self, tokens: int, ranks: int) -> list[range]:
         """Remove and return the pieces of the next of ``ranks`` ranks that are left."""

@@ -227,7 +227,10 @@ def estimate_pairs(
     with torch.device("cpu"):
         bounds = mask.intervals(torch.tensor(positions))
         first, step, size = (torch.tensor(x) for x in zip(*((r.start, r.step, len(r)) for _, r in runs), strict=True))
-        below = [((b[..., None] - first + step - 1) // step).clamp(min=0).minimum(size) for b in bounds]
+        below = [b[..., None] - first for b in bounds]
+        if bool((step > 1).any()):  # a division takes longer than all the rest
+            below = [(b + step - 1) // step for b in below]
+        below = [b.clamp(min=0).minimum(size) for b in below]
         seen = (below[1] - below[0]).sum(0) * torch.tensor(weights, dtype=torch.float64)[:, None]  # (queries, runs)
         pairs = torch.zeros(n, len(runs), dtype=torch.float64).index_add_(0, torch.tensor(owners), seen)
         whole = torch.zeros(n, n, dtype=torch.float64)

@@ -24,17 +24,18 @@ def fetches(mask: Mask, shards: Sequence[Shard], shards_k: Sequence[Shard]) -> t
             runs.append((run, owner, offset))
             offset += len(run)
     runs.sort(key=lambda x: x[0].start)
+    starts = [run.start for run, *_ in runs]
     apart = all(a.stop <= b.start for (a, *_), (b, *_) in itertools.pairwise(runs))
-    find = _of_neighbours if apart else _of_strides
-    return tuple(_numbered(find(seen, runs)) for seen in mask.seen(shards))
+    return tuple(
+        _numbered(_of_neighbours(seen, runs, starts) if apart else _of_strides(seen, runs)) for seen in mask.seen(shards)
+    )
 
 
 Located = tuple[range, int, int]  # a run of keys, its owner, its offset in the owner's shard
 
 
-def _of_neighbours(seen: list[range], runs: Sequence[Located]) -> list[Located]:
+def _of_neighbours(seen: list[range], runs: Sequence[Located], starts: Sequence[int]) -> list[Located]:
     """Return the parts of runs, none of which begins before the one before it ends, that are seen."""
-    starts = [run.start for run, *_ in runs]
     parts = []
     for keys in seen:
         index = max(0, bisect_right(starts, keys.start) - 1)

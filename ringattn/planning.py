@@ -257,7 +257,8 @@ def _make(request: Request, transport: Transport, costs: cost.Costs, source: str
     shards = place(mask, n)
     shards_k = shards if mask.seq_len == mask.seq_len_k else place(masks.full(mask.seq_len_k), n)
     fetches = needs_of_ranks.fetches(mask, shards, shards_k)
-    needs = tuple(tuple(owner in {run.owner for run in runs} for owner in range(n)) for runs in fetches)
+    owners = [{run.owner for run in runs} for runs in fetches]
+    needs = tuple(tuple(owner in some for owner in range(n)) for some in owners)
     dataflow, choice = request.dataflow, None
     if dataflow == "auto" and n == 1:
         dataflow = "ring"  # nothing moves, and nothing is merged

@@ -20,6 +20,7 @@ from .. import verify
 from ..kernels import long_sums
 from ..kernels.backends import Backend
 from ..kernels.contract import Block, Queries, Result, Score, accumulation_dtype
+from ..loads import Loads
 from ..partial import Partial
 from ..plans import Plan
 from ..schedule import Schedule
@@ -165,6 +166,8 @@ class Dataflow:
         balance = f"{sum(work) / n / max(work):.1%}" if max(work) else "nothing to do"
         memory = (self.memory_bytes(plan, shape, backward) / 2**20 for backward in (False, True))
         lines.append(f"  balance (mean work / largest): {balance}")
+        if not self.moves_queries:  # else ranks compute for queries that they do not hold
+            lines.append(f"  {Loads.of(plan.mask, plan.shards, plan.shards_k, plan.fetches)}")
         lines.append("  memory in addition to q, k, v, out: {:.1f} MiB forward, {:.1f} MiB backward".format(*memory))
         return "\n".join(lines if plan.choice is None else [*lines, str(plan.choice)])
 

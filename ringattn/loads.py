@@ -1,0 +1,110 @@
+"""Loads: what a layout gives every rank to compute and to fetch, and how little it could fetch."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from .layout import Shard, positions
+from .mask import Mask
+from .schedule import Fetch
+from .work import Work
+
+TILE = 128
+
+
+@dataclass(frozen=True)
+class Loads:
+    """Numbers of every rank.
+
+    Attributes:
+        pairs: visible (query, key) pairs of its queries, summed over the rows of the mask.
+        tiles: tiles of 128 queries and 128 keys that a kernel computes for them, if the keys that they see lie together.
+        tokens: keys that it holds.
+        fetched: keys that its queries see and other ranks hold.
+        least_fetched: keys that all ranks together have to fetch, about, where every rank has the same work.
+    """
+
+    pairs: tuple[int, ...]
+    tiles: tuple[int, ...]
+    tokens: tuple[int, ...]
+    fetched: tuple[int, ...]
+    least_fetched: int
+
+    @classmethod
+    def of(
+        cls, mask: Mask, shards: Sequence[Shard], shards_k: Sequence[Shard], fetches: Sequence[Sequence[Fetch]]
+    ) -> Loads:
+        """Count what a layout gives every rank; time O(seq_len / 128) for shards of neighbouring tokens."""
+        work = Work(mask)
+        return cls(
+            tuple(sum(_pairs(mask, work, run) for run in shard) for shard in shards),
+            tuple(_tiles(mask, shard, seen) for shard, seen in zip(shards, mask.seen(shards), strict=True)),
+            tuple(sum(map(len, shard)) for shard in shards_k),
+            tuple(sum(run.length for run in runs if run.owner != rank) for rank, runs in enumerate(fetches)),
+            _least_fetched(mask, work, len(shards)),
+        )
+
+    def __str__(self) -> str:
+        mean = sum(self.tokens) / len(self.tokens)
+        fetched = [count / mean if mean else 0.0 for count in (*self.fetched, self.least_fetched / len(self.tokens))]
+        *each, least = fetched
+        return (
+            f"busiest rank over mean: {_busiest(self.pairs):.3f} in visible pairs, {_busiest(self.tiles):.3f} in tiles "
+            f"of {TILE} x {TILE}; keys seen of other ranks, over a rank's own: mean {sum(each) / len(each):.2f}, "
+            f"most {max(each):.2f}, least possible mean about {least:.2f}"
+        )
+
+
+def _busiest(numbers: Sequence[int]) -> float:
+    return max(numbers) * len(numbers) / sum(numbers) if any(numbers) else 1.0
+
+
+def _pairs(mask: Mask, work: Work, run: range) -> int:
+    if run.step == 1:
+        return work.of(run)
+    start, end = mask.intervals(positions((run,)))
+    return int((end.long() - start.long()).sum())
+
+
+def _tiles(mask: Mask, shard: Shard, seen: Sequence[range]) -> int:
+    """Count the tiles of a rank; tiles of queries begin where runs begin, and tiles of keys where the buffer begins."""
+    tiles = [run[i : i + TILE] for run in shard for i in range(0, len(run), TILE)]
+    if not tiles or not seen:
+        return 0
+    with torch.device("cpu"):
+        start, _ = mask.intervals(torch.tensor([tile[0] for tile in tiles]))
+        _, end = mask.intervals(torch.tensor([tile[-1] for tile in tiles]))
+        begins = torch.tensor([run.start for run in seen])
+        lengths = torch.tensor([len(run) for run in seen])
+        before = lengths.cumsum(0) - lengths
+
+        def in_buffer(key: torch.Tensor) -> torch.Tensor:
+            """Return how many of the keys that are seen come before a position."""
+            index = (torch.searchsorted(begins, key, right=True) - 1).clamp(min=0)
+            return before[index] + torch.minimum((key - begins[index]).clamp(min=0), lengths[index])
+
+        first, past = in_buffer(start.long()), in_buffer(end.long())
+        return int(((past + TILE - 1) // TILE - first // TILE)[past > first].sum())
+
+
+def _least_fetched(mask: Mask, work: Work, world_size: int) -> int:
+    """Return the keys to fetch where every part of the row that sees nothing of the others is cut only as far as it is
+    more than one rank's work, from its end, into pieces of that work."""
+    share = max(1, -(-work.total // world_size))
+    fetched = 0
+    for first, past in itertools.pairwise(work.cuts):
+        while work.of(range(first, past)) > share:
+            low, high = first, past
+            while low < high:  # the longest tail of no more than this work
+                middle = (low + high) // 2
+                low, high = (middle + 1, high) if work.of(range(middle, past)) > share else (low, middle)
+            low = min(low, past - 1)
+            (seen,) = mask.seen([(range(low, past),)])
+            own = sum(len(range(max(run.start, low), min(run.stop, past))) for run in seen)
+            fetched += sum(map(len, seen)) - own
+            past = low
+    return fetched
