@@ -32,6 +32,7 @@ from .work import Work
 TILE = 128  # queries in a tile of the kernels
 GROUP = 512  # neighbouring documents are kept together up to so many tokens, for few runs per rank
 FLAT = 1000  # work that differs from the mean by less than a part in so many is equal
+UNEVEN = 100  # the same for parts that need not be taken block by block
 SLACK = 250  # the same for work that whole tiles of queries cannot match exactly
 
 
@@ -122,8 +123,8 @@ class _Row:
         target = self.pairs // ranks
         heavy = _End(self.work, reversed(self.parts), tokens, True)
         light = _End(self.work, self.parts, 6 * tokens, False)
-        flat = target // FLAT
-        if not self.blocks and not light.work_of(tokens) - flat <= target <= heavy.work_of(tokens) + flat:
+        near = target // UNEVEN
+        if not self.blocks and not light.work_of(tokens) - near <= target <= heavy.work_of(tokens) + near:
             # The work inside the parts rises and falls, as in rows of a batch that differ: take it block by block.
             self.blocks = True
             blocks = [

@@ -22,7 +22,7 @@ class Loads:
 
     Attributes:
         pairs: visible (query, key) pairs of its queries, summed over the rows of the mask.
-        tiles: tiles of 128 queries and 128 keys that a kernel computes for them, if the keys that they see lie together.
+        tiles: tiles of 128 queries and 128 keys that a kernel computes for them, if their keys lie together.
         tokens: keys that it holds.
         fetched: keys that its queries see and other ranks hold.
         least_fetched: keys that all ranks together have to fetch, about, where every rank has the same work.

@@ -27,7 +27,8 @@ def fetches(mask: Mask, shards: Sequence[Shard], shards_k: Sequence[Shard]) -> t
     starts = [run.start for run, *_ in runs]
     apart = all(a.stop <= b.start for (a, *_), (b, *_) in itertools.pairwise(runs))
     return tuple(
-        _numbered(_of_neighbours(seen, runs, starts) if apart else _of_strides(seen, runs)) for seen in mask.seen(shards)
+        _numbered(_of_neighbours(seen, runs, starts) if apart else _of_strides(seen, runs))
+        for seen in mask.seen(shards)
     )
 
 

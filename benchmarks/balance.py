@@ -1,0 +1,100 @@
+"""How well the layout "balanced" distributes packed documents: work, fetched keys, and the time to plan. No GPU.
+
+python -m benchmarks.balance                                  the table of docs/numbers.md
+python -m benchmarks.balance --lengths uniform --ranks 8 --layouts zigzag balanced contiguous
+python -m benchmarks.balance --plan-time                      plan() for 1,048,576 tokens, 64 ranks, 2,000 documents
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import statistics
+import time
+
+from benchmarks.documents import LENGTHS, bounds
+from ringattn import mask as masks
+from ringattn import needs
+from ringattn.layout import LAYOUTS
+from ringattn.loads import Loads
+from ringattn.mask import Mask
+from ringattn.planning import plan
+from ringattn.virtual import VirtualRank
+
+HEAD = "| lengths | tokens per rank | ranks | layout | pairs | tiles | all tiles | fetched (bound) | runs |"
+
+
+def document_mask(cu_seqlens: list[int]) -> Mask:
+    """Return the mask of causal packed documents."""
+    total = cu_seqlens[-1]
+    return masks.causal(total) & masks.packed(cu_seqlens, total)
+
+
+def loads(mask: Mask, layout: str, ranks: int) -> tuple[Loads, float]:
+    """Return what a layout gives every rank, and its mean number of runs."""
+    shards = LAYOUTS[layout](mask, ranks)
+    return Loads.of(mask, shards, shards, needs.fetches(mask, shards, shards)), sum(map(len, shards)) / ranks
+
+
+def busiest(numbers: tuple[int, ...]) -> float:
+    return max(numbers) * len(numbers) / sum(numbers)
+
+
+def line(lengths: str, tokens: int, ranks: int, layout: str, rows: int) -> str:
+    """Return a line of the table: medians over some rows, and the worst where two numbers stand."""
+    pairs, tiles, surplus, fetched, least, runs = [], [], [], [], [], []
+    for seed in range(rows):
+        mask = document_mask(bounds(lengths, tokens * ranks, seed))
+        load, count = loads(mask, layout, ranks)
+        alone, _ = loads(mask, "contiguous", 1)
+        pairs.append(busiest(load.pairs))
+        tiles.append(busiest(load.tiles))
+        surplus.append(sum(load.tiles) / alone.tiles[0])
+        fetched.append(sum(load.fetched) / mask.seq_len)
+        least.append(load.least_fetched / mask.seq_len)
+        runs.append(count)
+    middle = statistics.median
+    return (
+        f"| {lengths} | {tokens:,} | {ranks} | {layout} | {middle(pairs):.4f}, {max(pairs):.4f} | "
+        f"{middle(tiles):.3f}, {max(tiles):.3f} | {middle(surplus):.3f} | {statistics.mean(fetched):.2f} "
+        f"({statistics.mean(least):.2f}) | {middle(runs):.0f} |"
+    )
+
+
+def plan_milliseconds(layout: str, total: int = 1 << 20, ranks: int = 64, documents: int = 2000) -> float:
+    """Return the median time of plan() for log-normal documents, each time other ones."""
+    times = []
+    for seed in range(5):
+        draw = random.Random(seed)
+        ends = sorted(draw.sample(range(1, total), documents - 1))
+        cu_seqlens = [0, *ends, total]
+        start = time.perf_counter()
+        plan(total, VirtualRank(0, ranks), causal=True, cu_seqlens=cu_seqlens, layout=layout, dataflow="gather")
+        times.append(1e3 * (time.perf_counter() - start))
+    return statistics.median(times)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--lengths", nargs="+", choices=list(LENGTHS), default=list(LENGTHS))
+    add("--tokens", nargs="+", type=int, default=[8192, 32768], help="per rank")
+    add("--ranks", nargs="+", type=int, default=[2, 4, 8, 16, 32, 64])
+    add("--layouts", nargs="+", choices=list(LAYOUTS), default=["balanced"])
+    add("--rows", type=int, default=20, help="rows of documents for each line")
+    add("--plan-time", action="store_true", help="only the time of plan()")
+    args = parser.parse_args()
+    if args.plan_time:
+        for layout in args.layouts:
+            print(f"plan(), {layout}: {plan_milliseconds(layout):.0f} ms")
+        return
+    print(HEAD, "|---" * 9 + "|", sep="\n")
+    for lengths in args.lengths:
+        for tokens in args.tokens:
+            for ranks in args.ranks:
+                for layout in args.layouts:
+                    print(line(lengths, tokens, ranks, layout, args.rows), flush=True)
+
+
+if __name__ == "__main__":
+    main()
