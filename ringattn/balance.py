@@ -14,7 +14,8 @@ contiguous runs.
 
 Kernels compute tiles of queries, from the beginning of each run. Where a tail is cut inside a document, a last tile
 that is not full would cost all the keys of a long document. So a tail is shortened to whole tiles, and heavier parts
-than the lightest ones make up for it.
+than the lightest ones make up for it. A few such choices have nearly the same pairs; the one whose number of tiles is
+nearest to the mean is taken.
 
 All arithmetic is in integers, so that every rank finds the same shards without a message.
 """
@@ -22,7 +23,7 @@ All arithmetic is in integers, so that every rank finds the same shards without 
 from __future__ import annotations
 
 import itertools
-from bisect import bisect_left, insort
+from bisect import bisect_left, bisect_right, insort
 from collections.abc import Iterable
 from typing import NamedTuple
 
@@ -33,6 +34,8 @@ TILE = 128  # queries in a tile of the kernels
 GROUP = 512  # neighbouring documents are kept together up to so many tokens, for few runs per rank
 FLAT = 1000  # work that differs from the mean by less than a part in so many is equal
 UNEVEN = 100  # the same for parts that need not be taken block by block
+TAILS = 4  # lengths of a tail to choose from
+SURPLUS = 1  # percent of tiles that cuts make
 SLACK = 250  # the same for work that whole tiles of queries cannot match exactly
 
 
@@ -41,7 +44,7 @@ def peel(mask: Mask, world_size: int) -> list[list[range]]:
     pairs, nearly."""
     work = Work(mask)
     group = max(1, min(GROUP, mask.seq_len // (16 * world_size)))
-    row = _Row(work, _grouped(work.cuts, group), group)
+    row = _Row(work, _grouped(work.cuts, group), group, world_size)
     cuts = [mask.seq_len * i // world_size for i in range(world_size + 1)]
     shards = [row.peel(b - a, world_size - rank) for rank, (a, b) in enumerate(itertools.pairwise(cuts))]
     return shards[::-1]  # the first pieces come from the end of a row that is one document
@@ -109,10 +112,11 @@ class _End:
 class _Row:
     """What is left of a row, sorted by work per token."""
 
-    def __init__(self, work: Work, parts: list[range], block: int) -> None:
+    def __init__(self, work: Work, parts: list[range], block: int, ranks: int) -> None:
         self.work, self.block, self.blocks = work, block, False
         self.parts = sorted(map(self._part, parts))
         self.pairs = work.total
+        self.tiles = _tiles(work.cuts, parts) * (100 + SURPLUS) // (100 * ranks)
 
     def _part(self, run: range) -> _Part:
         pairs = self.work.of(run)
@@ -132,7 +136,7 @@ class _Row:
             ]
             self.parts = sorted(map(self._part, blocks))
             return self.peel(tokens, ranks)
-        pieces = _choose(heavy, light, tokens, target, len(self.parts))
+        pieces = _choose(heavy, light, tokens, target, self.tiles, len(self.parts))
         self._remove(pieces)
         return [piece for _, piece in pieces]
 
@@ -149,8 +153,13 @@ class _Row:
                 insort(self.parts, self._part(rest))
 
 
-def _choose(heavy: _End, light: _End, tokens: int, target: int, parts: int) -> list[tuple[_Part, range]]:
-    """Return pieces of ``tokens`` tokens from both ends, whose pairs are about ``target``."""
+def _choose(heavy: _End, light: _End, tokens: int, target: int, tiles: int, parts: int) -> list[tuple[_Part, range]]:
+    """Return pieces of ``tokens`` tokens from both ends, whose pairs are about ``target`` and, as far as there is a
+    choice, whose tiles are about ``tiles``.
+
+    Args:
+        parts: the number of parts in the row.
+    """
     if abs(heavy.work_of(tokens) - target) <= target // FLAT:
         return heavy.take(tokens)
     low, high = 0, tokens
@@ -160,23 +169,25 @@ def _choose(heavy: _End, light: _End, tokens: int, target: int, parts: int) -> l
             low = t + 1
         else:
             high = t
+    choices = [[*heavy.take(low), *light.take(tokens - low)]]
     cut = heavy.count(low) - 1
     if cut >= 0 and low < heavy.tokens[cut + 1]:
         inside = (low - heavy.tokens[cut]) // TILE * TILE
-        for t in range(heavy.tokens[cut] + inside, heavy.tokens[cut] - 1, -TILE)[:4]:
-            skip = _window(light, tokens - t, target - heavy.work_of(t), parts - cut - 1)
-            if skip is not None and abs(heavy.work_of(t) + light.work_of(tokens - t, skip) - target) <= target // SLACK:
-                return [*heavy.take(t), *light.take(tokens - t, skip)]
-    return [*heavy.take(low), *light.take(tokens - low)]
+        for t in range(heavy.tokens[cut] + inside, heavy.tokens[cut] - 1, -TILE)[:TAILS]:
+            for skip in _windows(light, tokens - t, target - heavy.work_of(t), parts - cut - 1):
+                if abs(heavy.work_of(t) + light.work_of(tokens - t, skip) - target) <= target // SLACK:
+                    choices.append([*heavy.take(t), *light.take(tokens - t, skip)])
+    cuts = light.work.cuts
+    return min(choices, key=lambda pieces: abs(_tiles(cuts, [piece for _, piece in pieces]) - tiles))
 
 
-def _window(light: _End, tokens: int, target: int, limit: int) -> int | None:
-    """Return how many of the lightest parts to skip so that ``tokens`` tokens after them have about ``target`` pairs;
-    None if there are not so many tokens in the first ``limit`` parts."""
+def _windows(light: _End, tokens: int, target: int, limit: int) -> list[int]:
+    """Return how many of the lightest parts to skip so that ``tokens`` tokens after them, in the first ``limit`` parts,
+    have about ``target`` pairs: the two nearest numbers, as far as there are any."""
     limit = min(limit, len(light.parts))
     most = bisect_left(light.tokens, light.tokens[limit] - tokens + 1) - 1  # parts that can be skipped
     if most < 0:
-        return None
+        return []
     low, high = 0, most
     while low < high:
         skip = (low + high) // 2
@@ -184,4 +195,23 @@ def _window(light: _End, tokens: int, target: int, limit: int) -> int | None:
             low = skip + 1
         else:
             high = skip
-    return min(range(max(0, low - 1), low + 1), key=lambda skip: abs(light.work_of(tokens, skip) - target))
+    return [*range(max(0, low - 1), low + 1)]
+
+
+def _tiles(cuts: list[int], pieces: list[range]) -> int:
+    """Return about how many tiles of queries and keys a rank computes: as if queries saw their document up to
+    themselves, and in pieces with several documents two tiles of keys each."""
+    tiles = keys = past = 0
+    for piece in sorted(pieces, key=lambda r: r.start):
+        document = bisect_right(cuts, piece.start) - 1
+        first = cuts[document]
+        at = keys - max(0, past - first)  # of the first key in the buffer
+        keys, past = at + piece.stop - first, piece.stop
+        if piece.stop > cuts[document + 1]:
+            tiles += 2 * -(-len(piece) // TILE)
+            continue
+        full = len(piece) // TILE
+        offset = at % TILE + piece.start - first
+        tiles += full * -(-offset // TILE) + full * (full + 1) // 2
+        tiles += -(-(offset + len(piece)) // TILE) if len(piece) % TILE else 0
+    return tiles

@@ -120,7 +120,7 @@ def test_one_causal_document_is_a_zigzag(ranks: int) -> None:
 def test_flat_masks_are_divided_into_few_runs() -> None:
     mask = masks.full(4000)
     assert layout.balanced(mask, 4) == layout.contiguous(mask, 4)
-    assert sum(map(len, layout.balanced(masks.window(4000, 50, 50), 4))) <= 5
+    assert all(len(shard) <= 2 for shard in layout.balanced(masks.window(4000, 50, 50), 4))
 
 
 def rows_that_differ(total: int, rows: int) -> Tensor:
