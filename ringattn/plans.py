@@ -29,7 +29,7 @@ T = TypeVar("T")
 
 
 class Predictions(Protocol):
-    """What a plan asks its dataflow (:class:`.dataflow.contract.Dataflow`)."""
+    """The predictions that a plan asks its dataflow for (:class:`.dataflow.contract.Dataflow`)."""
 
     def traffic(self, plan: Plan, rank: int) -> tuple[int, int]: ...
 
@@ -43,7 +43,8 @@ class Predictions(Protocol):
 
 
 class Plan:
-    """Who attends to whom, and what moves, for one sequence shape. Made by :func:`ringattn.plan`; immutable.
+    """Which rank attends to which keys, and what moves, for one sequence shape. Made by :func:`ringattn.plan`;
+    immutable.
 
     Not a dataclass: wrappers that cast or move a module's arguments (FSDP's mixed precision) take dataclasses apart and
     rebuild them from copies, and a plan must stay the one that all ranks agreed on.
@@ -154,6 +155,8 @@ class Plan:
         return dim % max(x.ndim, 1)
 
     def _shard(self, x: Tensor, dim: int, shards: tuple[Shard, ...], name: str) -> Tensor:
+        if not -x.ndim <= dim < x.ndim:
+            raise IndexError(f"shard() got dim {dim} for shape {tuple(x.shape)}; pass the sequence dim")
         if x.shape[dim] != getattr(self, name):
             raise ValueError(
                 f"shard() got {x.shape[dim]} tokens along dim {dim} (shape {tuple(x.shape)}), "
@@ -270,7 +273,8 @@ class Plan:
         return self.flow.memory_bytes(self, Shape(**shape), backward)
 
     def describe(self, *, tflops: float = 500.0, gigabytes_per_second: float = 300.0, **shape: int) -> str:
-        """Return as text who meets whom at which step, the bytes that move, predicted time and memory, and why "auto"
+        """Return as text which shards meet at which step, the bytes that move, predicted time and memory, and why
+        "auto"
         chose this dataflow.
 
         Predictions are for ``shape`` (:class:`.shape.Shape`), a kernel at ``tflops`` TFLOP/s and links at
