@@ -139,7 +139,7 @@ class Mask:
         return start.to(torch.int32), torch.maximum(start, end).to(torch.int32)
 
     def dense(self) -> Tensor:
-        """The meaning of the mask: (rows, seq_len, seq_len_k) bool, True where visible. For tests and pictures."""
+        """Return the whole mask, (rows, seq_len, seq_len_k) bool, True where visible. For tests and pictures."""
         start, end = self.intervals(torch.arange(self.seq_len, device="cpu"))
         keys = torch.arange(self.seq_len_k, device="cpu")
         return (start[..., None] <= keys) & (keys < end[..., None])

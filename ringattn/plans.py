@@ -128,7 +128,7 @@ class Plan:
         return self._shard(x, dim, self.shards, "seq_len")
 
     def shard_k(self, x: Tensor, dim: int = 1) -> Tensor:
-        """As :meth:`shard`, for keys' tokens."""
+        """Return this rank's part of a whole tensor of keys' tokens, as :meth:`shard` does for queries'."""
         return self._shard(x, dim, self.shards_k, "seq_len_k")
 
     def unshard(self, x: Tensor, dim: int = 1) -> Tensor:
@@ -141,7 +141,7 @@ class Plan:
         return torch.ops.ringattn.unshard(x, self._dim(x, dim), False, self.seq_len, self.handle)
 
     def unshard_k(self, x: Tensor, dim: int = 1) -> Tensor:
-        """As :meth:`unshard`, for keys' tokens."""
+        """Return the whole tensor of keys' tokens on every rank, as :meth:`unshard` does for queries'."""
         return torch.ops.ringattn.unshard(x, self._dim(x, dim), True, self.seq_len_k, self.handle)
 
     def _dim(self, x: Tensor, dim: int) -> int:
