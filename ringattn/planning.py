@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from . import cost
 from . import layout as layouts
 from . import mask as masks
 from . import transport as transports
@@ -21,6 +20,9 @@ from .memo import Memo
 from .plans import Plan
 from .schedule import Schedule
 from .transport import Transport
+
+if TYPE_CHECKING:
+    from .cost import Costs, Problem
 
 VERSION = 4  # of the exchange between ranks
 BUFFER_BYTES = 8 << 30
@@ -88,10 +90,10 @@ def plan(
             Choices(layout, dataflow, deterministic, local_size, buffer_bytes),
         )  # fmt: skip
         words = request.words()
-        costs, source = cost.default("cpu", ""), ""
+        costs = None
         if request.dataflow == "auto" and transport.world_size > 1:
-            costs, source = _costs(transport)
-            words["calibration"] = hash_of(repr(costs))
+            costs = _costs(transport)
+            words["calibration"] = hash_of(repr(costs[0]))
     except Exception as bad:  # whatever it is, the other ranks must hear of it
         error = bad
     try:
@@ -108,7 +110,7 @@ def plan(
 
     key = (transport.serial, *words.values())
     _plans.drop(lambda old: old.transport.ended)  # and with it the memory that its group fetched into
-    result = _plans.once(key, lambda: _make(request, transport, (costs, source), hash_of(repr(words))))
+    result = _plans.once(key, lambda: _make(request, transport, costs, hash_of(repr(words))))
     result.agree_again()
     return result
 
@@ -256,8 +258,10 @@ def _summary(mask: Mask | None) -> str:
     return "none" if mask is None else f"{mask.rows} x {mask.first.shape[1]} pieces, hash {mask.digest():x}"
 
 
-def _costs(transport: Transport) -> tuple[cost.Costs, str]:
+def _costs(transport: Transport) -> tuple[Costs, str]:
     """Return the costs that decide "auto" on this transport, and where they come from."""
+    from . import cost  # only here and below: it imports what most programs do not need
+
     kind, link = transport.device.type, cost.LINKS[0 if transport.pulls else 1]
     if isinstance(transport, transports.GroupTransport):
         name = torch.cuda.get_device_name(transport.device) if kind == "cuda" else kind
@@ -268,17 +272,19 @@ def _costs(transport: Transport) -> tuple[cost.Costs, str]:
     return cost.default(kind, link), "defaults"
 
 
-def _make(request: Request, transport: Transport, costs: tuple[cost.Costs, str], digest: int) -> Plan:
+def _make(request: Request, transport: Transport, costs: tuple[Costs, str] | None, digest: int) -> Plan:
     mask, n = request.mask, transport.world_size
     shards = layouts.LAYOUTS[request.layout](mask.seq_len, n)
     shards_k = layouts.LAYOUTS[request.layout](mask.seq_len_k, n)
     seen = _runs_seen(mask, shards, shards_k)
     needs = tuple(tuple(any(runs) for runs in row) for row in seen)
     dataflow, choice = request.dataflow, None
-    if dataflow == "auto" and n == 1:
-        dataflow = "ring"  # nothing moves, and nothing is merged
-    elif dataflow == "auto":
-        choice = cost.choose(_problem(request, transport, shards, shards_k, seen, needs), *costs)
+    if dataflow == "auto" and costs is None:
+        dataflow = "ring"  # one rank: nothing moves, and nothing is merged
+    elif dataflow == "auto" and costs is not None:
+        from .cost import choose
+
+        choice = choose(_problem(request, transport, shards, shards_k, seen, needs), *costs)
         dataflow = choice.dataflow
     return Plan(
         mask=mask,
@@ -310,9 +316,11 @@ def _runs_seen(mask: Mask, shards: tuple[Shard, ...], shards_k: tuple[Shard, ...
 def _problem(
     request: Request, transport: Transport, queries: tuple[Shard, ...], keys: tuple[Shard, ...],
     seen: list[list[list[bool]]], needs: tuple[tuple[bool, ...], ...],
-) -> cost.Problem:  # fmt: skip
+) -> Problem:  # fmt: skip
     """Return what the cost model needs to know."""
-    return cost.Problem(
+    from .cost import Problem
+
+    return Problem(
         device_type=transport.device.type,
         pulls=transport.pulls and all(run.step == 1 for shard in keys for run in shard),  # copies move neighbours
         buffer_bytes=request.buffer_bytes,

@@ -14,7 +14,6 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from . import cost
 from . import layout as layouts
 from .kernels.contract import Block
 from .layout import Shard
@@ -79,7 +78,7 @@ class Plan:
         schedule: Schedule,
         flow: Predictions,
         transport: Transport,
-        choice: cost.Choice | None = None,
+        choice: Any = None,
         digest: int = 0,
     ) -> None:
         self.mask, self.seq_len, self.seq_len_k = mask, mask.seq_len, mask.seq_len_k
