@@ -164,11 +164,12 @@ def test_the_order_of_intersection_does_not_matter() -> None:
 @pytest.mark.parametrize("ranks", [2, 4, 8, 16])
 @pytest.mark.parametrize("name", LENGTHS)
 def test_rows_of_all_lengths_are_balanced(name: str, ranks: int) -> None:
-    """Busiest over mean: <= 1.01 in the median and 1.02 at worst in pairs."""
+    """Busiest over mean: in pairs <= 1.01 in the median and 1.02 at worst, in tiles 1.05 at worst."""
     results = [loads(document_mask(bounds(name, 8192 * ranks, seed)), "balanced", ranks)[0] for seed in range(5)]
     pairs = [worst(load.pairs) for load in results]
     assert statistics.median(pairs) <= 1.01
     assert max(pairs) <= 1.02
+    assert max(worst(load.tiles) for load in results) <= 1.05
 
 
 def test_few_keys_are_fetched() -> None:
