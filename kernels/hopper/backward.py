@@ -378,7 +378,7 @@ def backward(
     direct = into if into is not None and not split.apart and _can_store_into(*into) else None
     if counters is not None and (split.apart or direct is not into):
         raise ValueError(
-            "it counts only gradients that it stores itself: completion_counts() is not None, float32, equal strides"
+            "counters need gradients that the kernel stores itself: completion_counts(), float32, equal strides"
         )
     target = dq if readable(dq) else torch.zeros_like(dq, memory_format=torch.contiguous_format)
     with on_device(q):

@@ -53,7 +53,7 @@ def view(x: Tensor, box: tuple[int, ...]) -> TensorDescriptor:
     """
     if x.data_ptr() % 16:
         raise ValueError(
-            f"TMA reads from multiples of 16 bytes, but the address of this tensor of shape {tuple(x.shape)} is not"
+            f"TMA needs addresses that are multiples of 16 bytes; that of this tensor of shape {tuple(x.shape)} is not"
         )
     key = (x.shape, x.stride(), x.dtype, box)
     fields = _fields_of_views.get(key)
