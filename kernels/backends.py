@@ -118,8 +118,9 @@ class Backend:
     ) -> tuple[Tensor, Tensor]:
         """Run the backward piece by piece, see :mod:`.long_sums`."""
         k, v, block, _ = keys
-        dk, dv = into or (torch.empty(k.shape, dtype=dq.dtype, device=k.device) for k in (k, v))
-        dk.zero_(), dv.zero_()  # keys that no query sees
+        dk, dv = into or (torch.empty(x.shape, dtype=dq.dtype, device=x.device) for x in (k, v))
+        for gradient in (dk, dv):
+            gradient.zero_()  # keys that no query sees
         for rows, columns, part, first in long_sums.split(block, heads):
             some = Queries(queries.q[:, rows], queries.dout[:, rows], queries.lse[..., rows], queries.delta[..., rows])
             of_piece = self.backward(

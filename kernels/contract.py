@@ -26,8 +26,10 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import itertools
+import weakref
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -42,8 +44,30 @@ class ScoreMod:
     """A change of scores, element by element, that :class:`Score` has no field for: subclass it and define ``apply``.
 
     The eager backend applies it; a backend that cannot says so by name. Instances are values: do not change one after
-    its first use. Ranks compare ``name``.
+    its first use. Ranks compare ``name``. ``handle`` stands for the instance in the operators of torch.library.
     """
+
+    handle: int
+    _by_handle: ClassVar[weakref.WeakValueDictionary[int, ScoreMod]] = weakref.WeakValueDictionary()
+    _numbers: ClassVar[itertools.count[int]] = itertools.count(1)
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> ScoreMod:
+        self = super().__new__(cls)
+        object.__setattr__(self, "handle", next(cls._numbers))  # also if a subclass is a frozen dataclass
+        cls._by_handle[self.handle] = self
+        return self
+
+    @classmethod
+    def by_handle(cls, handle: int) -> ScoreMod:
+        """Return the instance that a handle stands for.
+
+        Raises:
+            RuntimeError: it was garbage-collected.
+        """
+        mod = cls._by_handle.get(handle)
+        if mod is None:
+            raise RuntimeError(f"score_mod {handle} is gone: keep a reference to it until the backward has run")
+        return mod
 
     @property
     def name(self) -> str:
@@ -54,13 +78,15 @@ class ScoreMod:
         """Return the new scores and their derivative by ``s``, element by element.
 
         Args:
-            s: (batch, q_heads, m, n), scaled scores.
+            s: (batch, q_heads, m, n), scaled scores. q_heads: those of the call, or of a group of its heads, in which
+                case :meth:`heads` has made this instance.
             positions_q, positions_k: (m,), (n,) int32, global positions; queries are aligned with the keys' end.
         """
         raise NotImplementedError
 
     def heads(self, heads: slice) -> ScoreMod:
-        """Return the modification for these query heads only; itself where heads do not differ."""
+        """Return the modification for these query heads only. Define it if heads differ: gather takes heads in
+        groups."""
         return self
 
 

@@ -165,6 +165,12 @@ def on_device(x: Tensor) -> AbstractContextManager:
 
 
 @functools.lru_cache(64)
+def capability(device: torch.device) -> tuple[int, int]:
+    """Return the compute capability of a GPU. The driver is asked once."""
+    return torch.cuda.get_device_capability(device)
+
+
+@functools.lru_cache(64)
 def multiprocessors(device: torch.device) -> int:
     """Return the number of multiprocessors of a GPU. The driver is asked once."""
     return torch.cuda.get_device_properties(device).multi_processor_count

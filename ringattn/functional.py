@@ -27,7 +27,8 @@ def attention(
     return_lse: bool = False,
     score_mod: ScoreMod | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Exact attention of the whole sequence, from this rank's shards. Every rank of the plan's group calls it.
+    """Return the exact attention of the whole sequence for this rank's queries. Every rank of the plan's group calls
+    it.
 
     Args:
         q: (batch, local queries, q_heads, head_dim), this rank's shard (``plan.shard``), rotary embeddings applied.
@@ -62,17 +63,19 @@ def attention(
     """
     if not torch.compiler.is_compiling() and getattr(forward_ad, "_current_level", -1) >= 0:
         raise NotImplementedError("ringattn has no forward-mode derivative (jvp, linearize); use backward or vjp")
-    q, k, v = operators.as_autocast(q, k, v)
+    if not isinstance(plan, Plan):
+        raise TypeError(f"plan is a {type(plan).__name__}; pass what ringattn.plan() returns")
     try:
+        q, k, v = operators.as_autocast(q, k, v)
         _check(q, k, v, plan)
         _check_scale(softmax_scale, alibi_slopes)
-        check_score(q, softcap, alibi_slopes, sink)
-    except (ValueError, TypeError) as error:
+        check_score(q, softcap, alibi_slopes, sink, score_mod)
+    except Exception as error:  # whatever it is, the other ranks must hear of it
         if not torch.compiler.is_compiling():
             plan.refuse("attention()", error)
         raise
     scale = q.shape[-1] ** -0.5 if softmax_scale is None else float(softmax_scale)
-    mod = 0 if score_mod is None else operators.handle_of(score_mod)
+    mod = 0 if score_mod is None else score_mod.handle
     out, lse = operators.attend(q, k, v, alibi_slopes, sink, scale, float(softcap), kernel, plan.handle, mod)
     return (out, lse) if return_lse else out
 
@@ -103,11 +106,11 @@ def _check(q: Tensor, k: Tensor, v: Tensor, plan: Plan) -> None:
     for name, got, lengths in (("q", seq_q, plan.local_lengths), ("k and v", seq_k, plan.local_lengths_k)):
         if got != lengths[rank]:
             raise ValueError(
-                f"{name} have {got} tokens, but rank {rank} of {plan.world_size} holds {lengths[rank]} of this plan's "
+                f"{name}: {got} tokens, but rank {rank} of {plan.world_size} holds {lengths[rank]} of this plan's "
                 f"{sum(lengths)}; shard them with plan.shard(), or make a plan for this length"
             )
     if plan.mask.rows not in (1, batch):
-        raise ValueError(f"the plan's documents have {plan.mask.rows} rows, but the batch size is {batch}")
+        raise ValueError(f"the plan's mask has {plan.mask.rows} rows, but the batch size is {batch}")
 
 
 def _check_scale(softmax_scale: float | Tensor | None, alibi_slopes: Tensor | None) -> None:
@@ -117,12 +120,20 @@ def _check_scale(softmax_scale: float | Tensor | None, alibi_slopes: Tensor | No
         raise ValueError("alibi_slopes requires grad, but it has no gradient here; pass alibi_slopes.detach()")
 
 
-def check_score(q: Tensor, softcap: float, alibi_slopes: Tensor | None, sink: Tensor | None) -> None:
+def check_score(
+    q: Tensor,
+    softcap: float,
+    alibi_slopes: Tensor | None,
+    sink: Tensor | None,
+    score_mod: ScoreMod | None = None,
+) -> None:
     """Check that these arguments fit queries (batch, seq, q_heads, head_dim).
 
     Raises:
-        ValueError: the value, what was expected and the fix.
+        ValueError, TypeError: the value, what was expected and the fix.
     """
+    if score_mod is not None and not isinstance(score_mod, ScoreMod):
+        raise TypeError(f"score_mod is a {type(score_mod).__name__}; pass a ringattn.kernels.contract.ScoreMod")
     batch, _, q_heads, _ = q.shape
     if not 0 <= softcap < math.inf:
         raise ValueError(f"softcap is {softcap}; it must be positive, or 0 for none")

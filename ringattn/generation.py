@@ -172,7 +172,7 @@ def decode(
     kernel: str = "auto",
     score_mod: ScoreMod | None = None,
 ) -> Tensor:
-    """Attention of the newest tokens to everything in the cache, themselves included: append them first.
+    """Return the attention of the newest tokens to everything in the cache, themselves included: append them first.
 
     Args:
         q: (batch, new, q_heads, head_dim), the same on every rank; its last token stands at ``cache.seq_len - 1``.
@@ -190,8 +190,10 @@ def decode(
     Raises:
         TypeError, ValueError: the value, what was expected and the fix, before anything is sent.
     """
+    cache.transport.check_whole()
     k, v, q = as_autocast(cache.k, cache.v, q)
-    _check(q, k, cache.seq_len, window_size, softcap, alibi_slopes, sink)
+    _check(q, k, cache.seq_len, window_size)
+    check_score(q, softcap, alibi_slopes, sink, score_mod)
     new, head_dim = q.shape[1], q.shape[3]
     mask = masks.window(new, *window_size, cache.seq_len)
     queries = torch.arange(new, device=q.device)
@@ -210,11 +212,15 @@ def decode(
     slopes = None if alibi_slopes is None else alibi_slopes.to(accumulation_dtype(q)).contiguous()
     if cache.transport.world_size > 1:
         cache.transport.check_device("q", q)
+    score = Score(scale, float(softcap), slopes, mod=score_mod)
+    q = unit_stride(q)
+    backend = choose(kernel, q, k, v, score)
     with no_autocast(q):  # the state is float32, whatever the caller's region says
-        score = Score(scale, float(softcap), slopes, mod=score_mod)
-        q = unit_stride(q)
-        state = choose(kernel, q, k, v, score).forward(q, Keys(k, v, block), score)
-        total = all_reduce(state, cache.transport)
+        try:
+            total = all_reduce(backend.forward(q, Keys(k, v, block), score), cache.transport)
+        except BaseException as error:
+            cache.transport.note_failure(error)
+            raise
         out, _ = (total if sink is None else total.add_sink(sink.to(accumulation_dtype(q)))).finalize()
     return out.to(q.dtype)
 
@@ -228,15 +234,7 @@ def all_reduce(state: Partial, transport: Transport) -> Partial:
     return Partial(m, total[..., 0].transpose(1, 2).contiguous(), total[..., 1:])
 
 
-def _check(
-    q: Tensor,
-    k: Tensor,
-    seq_len: int,
-    window_size: tuple[int, int],
-    softcap: float,
-    alibi_slopes: Tensor | None,
-    sink: Tensor | None,
-) -> None:
+def _check(q: Tensor, k: Tensor, seq_len: int, window_size: tuple[int, int]) -> None:
     """Check q against a cache as attention() checks its arguments: kernels trust shapes."""
     if hasattr(q, "to_local"):
         raise TypeError("q is a DTensor; pass q.to_local(), all of the new tokens and this rank's heads")
@@ -257,4 +255,3 @@ def _check(
         raise TypeError(f"window_size is {window_size!r}; pass two ints (left, right), -1 for unbounded")
     if k.device != q.device:
         raise ValueError(f"q is on {q.device} but the cache is on {k.device}; move them to one device")
-    check_score(q, softcap, alibi_slopes, sink)

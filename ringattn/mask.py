@@ -103,6 +103,8 @@ class Mask:
                 f"({other.seq_len}, {other.seq_len_k})"
             )
         rows = max(self.rows, other.rows)
+        if {self.rows, other.rows} - {1, rows}:
+            raise ValueError(f"masks have {self.rows} and {other.rows} rows; use 1 or the batch size")
         first = torch.cat([self.first.expand(rows, -1), other.first.expand(rows, -1)], 1).sort(1).values
         a, b = self._fields(first), other._fields(first)
         return Mask(
@@ -137,7 +139,7 @@ class Mask:
         return start.to(torch.int32), torch.maximum(start, end).to(torch.int32)
 
     def dense(self) -> Tensor:
-        """The meaning of the mask: (rows, seq_len, seq_len_k) bool, True where visible. For tests and pictures."""
+        """Return the whole mask, (rows, seq_len, seq_len_k) bool, True where visible. For tests and pictures."""
         start, end = self.intervals(torch.arange(self.seq_len, device="cpu"))
         keys = torch.arange(self.seq_len_k, device="cpu")
         return (start[..., None] <= keys) & (keys < end[..., None])
@@ -251,13 +253,23 @@ def pieces(
         1
             or the batch size.
         low, high, left, right: numbers, or tensors like ``first``; absent ones hide nothing.
+
+    Raises:
+        TypeError: not integers.
+        ValueError: a shape that is not (rows, pieces).
     """
-    first = torch.zeros(1, 1, dtype=torch.int64, device="cpu") if first is None else first.to("cpu", torch.int64)
-    fields = (
-        torch.as_tensor(x, dtype=torch.int64, device="cpu").expand_as(first).contiguous()
-        for x in (low, high, left, right)
-    )
-    return Mask(seq_len, seq_len_k, first, *fields)
+    first = torch.as_tensor([[0]] if first is None else first, device="cpu")
+    fields = []
+    for name, bound in (("first", first), ("low", low), ("high", high), ("left", left), ("right", right)):
+        x = torch.as_tensor(bound, device="cpu").detach()
+        if x.is_floating_point() or x.is_complex() or x.dtype == torch.bool:
+            raise TypeError(f"{name} has dtype {x.dtype}; pass integers")
+        if (name == "first" and (x.ndim != 2 or 0 in x.shape)) or (x.ndim and x.shape != first.shape):
+            raise ValueError(
+                f"{name} has shape {tuple(x.shape)}; it must be (rows, pieces), at least (1, 1) and that of `first`"
+            )
+        fields.append(x.to(torch.int64).expand_as(first).contiguous())
+    return Mask(seq_len, seq_len_k, *fields)
 
 
 def full(seq_len: int, seq_len_k: int | None = None) -> Mask:

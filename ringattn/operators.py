@@ -1,4 +1,4 @@
-"""The operators of torch.library behind attention() and Plan.unshard(), and their autograd.
+"""The operators of torch.library that attention() and Plan.unshard() call, and their autograd.
 
 The operators are opaque to torch.compile (fake kernels give shapes, autograd is registered), so that there is no graph
 break, and a selective activation-checkpoint policy can save ``torch.ops.ringattn.attention``, whose recomputation would
@@ -11,8 +11,6 @@ autograd.Function directly: the torch.library dispatch would take longer than a 
 
 from __future__ import annotations
 
-import itertools
-import weakref
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -26,23 +24,12 @@ from .kernels.backends import choose
 from .kernels.contract import Queries, Score, ScoreMod, accumulation_dtype, row_delta
 from .layout import length, put, take
 from .plans import Plan
+from .transport import Message
 
 # Tables, counters and buffers that a first call makes and keeps must not lie in the memory of a graph that inductor
 # records (mode="reduce-overhead").
 _TAGS = (torch.Tag.cudagraph_unsafe,)
 _PLAIN = frozenset((Tensor, torch.nn.Parameter, type(None)))
-
-_mods: weakref.WeakValueDictionary[int, ScoreMod] = weakref.WeakValueDictionary()
-_handles: weakref.WeakKeyDictionary[ScoreMod, int] = weakref.WeakKeyDictionary()
-_numbers = itertools.count(1)
-
-
-def handle_of(mod: ScoreMod) -> int:
-    """Return the number that stands for a score modification in the operators."""
-    if mod not in _handles:
-        _handles[mod] = next(_numbers)
-        _mods[_handles[mod]] = mod
-    return _handles[mod]
 
 
 def attend(*inputs):  # type: ignore[no-untyped-def]
@@ -67,7 +54,7 @@ def _score(
 ) -> Score:
     dtype = accumulation_dtype(q)  # kernels read slopes and sinks in this dtype
     slopes, sink = (x if x is None else x.to(dtype) for x in (alibi_slopes, sink))
-    return Score(softmax_scale, softcap, slopes, sink, _mods[mod] if mod else None)
+    return Score(softmax_scale, softcap, slopes, sink, ScoreMod.by_handle(mod) if mod else None)
 
 
 def _forward(
@@ -91,7 +78,7 @@ def _forward(
         if plan.world_size > 1:
             plan.transport.check_device("q", q)
         backend = choose(kernel, q, k, v, score)
-    except ValueError as bad:
+    except Exception as bad:  # whatever it is, the other ranks must hear of it
         error = bad
     plan.agree_once(
         "attention()",
@@ -115,16 +102,9 @@ def _forward(
         with no_autocast(q):  # the state is float32, whatever the caller's region says
             out, lse = DATAFLOWS[plan.dataflow].forward(Call(q, k, v, plan, score, backend))
     except BaseException as error:
-        poison_group(plan, error)
+        plan.transport.note_failure(error)
         raise
     return out, lse
-
-
-def poison_group(plan: Plan, error: BaseException) -> None:
-    """Mark the group unusable after a call that failed once communication may have started: other ranks may be at a
-    different message. Argument errors are raised on all ranks before anything is sent, so they do not count."""
-    if plan.world_size > 1 and not isinstance(error, (TypeError, ValueError, NotImplementedError)):
-        plan.transport.given_up = f"{type(error).__name__}: {error}"
 
 
 def autocast_dtype(device: torch.device) -> torch.dtype | None:
@@ -180,14 +160,14 @@ def _backward(
     plan.transport.check_whole()
     score = _score(q, alibi_slopes, None, softmax_scale, softcap, score_mod)
     q, k, v, dout = map(unit_stride, (q, k, v, dout))
+    backend = choose(kernel, q, k, v, score, backward=True)
     try:
         with no_autocast(q):
-            backend = choose(kernel, q, k, v, score, backward=True)
             delta = row_delta(out, dout, dlse)
             call, queries = Call(q, k, v, plan, score, backend), Queries(q, dout, lse, delta)
             dq, dk, dv = DATAFLOWS[plan.dataflow].backward(call, queries)
     except BaseException as error:
-        poison_group(plan, error)
+        plan.transport.note_failure(error)
         raise
     if sink is None:
         dsink = q.new_empty(0)
@@ -213,7 +193,7 @@ def _attention_backward_fake(  # type: ignore[no-untyped-def]
 
 def _save(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
     q, k, v, alibi_slopes, sink, *ctx.numbers = inputs
-    ctx.score_mod = _mods.get(ctx.numbers[-1])  # alive until the backward has run
+    ctx.score_mod = ScoreMod.by_handle(ctx.numbers[-1]) if ctx.numbers[-1] else None  # alive until the backward has run
     ctx.save_for_backward(q, k, v, *output, alibi_slopes, sink)
     ctx.set_materialize_grads(False)
 
@@ -255,6 +235,7 @@ def unit_stride(x: Tensor) -> Tensor:
 @torch.library.custom_op("ringattn::unshard", mutates_args=(), tags=_TAGS)
 def _unshard(x: Tensor, dim: int, of_keys: bool, whole: int, plan_handle: int) -> Tensor:
     plan = plans.by_handle(plan_handle)
+    plan.transport.check_whole()
     shards = plan.shards_k if of_keys else plan.shards
     lengths = tuple(map(length, shards))
     error: Exception | None = None
@@ -274,7 +255,7 @@ def _unshard(x: Tensor, dim: int, of_keys: bool, whole: int, plan_handle: int) -
     x = x.contiguous()
     pieces = [x if r == plan.rank else _sized(x, dim, n) for r, n in enumerate(lengths)]
     others = [r for r in range(plan.world_size) if r != plan.rank]
-    plan.transport.start([(x, r) for r in others], [(pieces[r], r) for r in others]).wait()
+    _exchange(plan, [(x, r) for r in others], [(pieces[r], r) for r in others])
     return put(pieces, shards, dim)
 
 
@@ -286,21 +267,30 @@ def _unshard_fake(x, dim, of_keys, whole, plan):  # type: ignore[no-untyped-def]
 @torch.library.custom_op("ringattn::unshard_backward", mutates_args=(), tags=_TAGS)
 def _unshard_backward(dwhole: Tensor, dim: int, of_keys: bool, local: int, plan_handle: int) -> Tensor:
     plan = plans.by_handle(plan_handle)
+    plan.transport.check_whole()
     shards = plan.shards_k if of_keys else plan.shards
     pieces = [take(dwhole, s, dim).contiguous() for s in shards]
     others = [r for r in range(plan.world_size) if r != plan.rank]
     arriving = {r: torch.empty_like(pieces[plan.rank]) for r in others}
-    plan.transport.start([(pieces[r], r) for r in others], [(arriving[r], r) for r in others]).wait()
-    mine = pieces[plan.rank]
-    total = torch.zeros_like(mine, dtype=torch.promote_types(mine.dtype, torch.float32))
+    _exchange(plan, [(pieces[r], r) for r in others], [(arriving[r], r) for r in others])
+    own = pieces[plan.rank]
+    total = torch.zeros_like(own, dtype=torch.promote_types(own.dtype, torch.float32))
     for r in range(plan.world_size):  # the same order on every rank and run
-        total += mine if r == plan.rank else arriving[r]
-    return total.to(mine.dtype)
+        total += own if r == plan.rank else arriving[r]
+    return total.to(own.dtype)
 
 
 @_unshard_backward.register_fake
 def _unshard_backward_fake(dwhole, dim, of_keys, local, plan):  # type: ignore[no-untyped-def]
     return _sized(dwhole, dim, local)
+
+
+def _exchange(plan: Plan, sends: list[Message], receives: list[Message]) -> None:
+    try:
+        plan.transport.start(sends, receives).wait()
+    except BaseException as error:
+        plan.transport.note_failure(error)
+        raise
 
 
 def _sized(x: Tensor, dim: int, size: int) -> Tensor:

@@ -47,14 +47,14 @@ class Partial:
         dtype: torch.dtype = torch.float32,
         device: torch.device | str | None = None,
     ) -> Partial:
-        """The neutral element: attention to no keys."""
+        """Return the neutral element: attention to no keys."""
         m = torch.full((batch, heads, seq), float("-inf"), dtype=dtype, device=device)
         o = torch.zeros(batch, seq, heads, head_dim, dtype=dtype, device=device)
         return cls(m, torch.zeros_like(m), o)
 
     @classmethod
     def empty_like(cls, q: Tensor, v: Tensor) -> Partial:
-        """The neutral element for queries q (batch, seq, heads, head_dim) and values v (..., head_dim_v),
+        """Return the neutral element for queries q (batch, seq, heads, head_dim) and values v (..., head_dim_v),
         in float32, or float64 for float64 inputs."""
         dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
         batch, seq, heads, _ = q.shape
@@ -77,19 +77,20 @@ class Partial:
         return iter((self.m, self.l, self.o))
 
     def __add__(self, other: Partial) -> Partial:
-        """The state over the keys of both, which must be disjoint. Associative and commutative up to rounding."""
+        """Return the state over the keys of both, which must be disjoint. Associative and commutative up to
+        rounding."""
         return merge((self, other))
 
     def add_(self, other: Partial) -> Partial:
         """Return ``self + other`` in the memory of both, for states that have no other use. Not differentiable."""
         m = torch.maximum(self.m, other.m)
         reference = torch.where(m == float("-inf"), 0.0, m)
-        kept, added = torch.exp(self.m - reference), torch.exp(other.m - reference)
-        o = self.o.mul_(_per_row(kept)).add_(other.o.mul_(_per_row(added)))
-        return Partial(m, self.l.mul_(kept).add_(other.l.mul_(added)), o)
+        scale, other_scale = torch.exp(self.m - reference), torch.exp(other.m - reference)
+        o = self.o.mul_(_per_row(scale)).add_(other.o.mul_(_per_row(other_scale)))
+        return Partial(m, self.l.mul_(scale).add_(other.l.mul_(other_scale)), o)
 
     def rescale(self, m: Tensor) -> Partial:
-        """The same state about the reference point m (batch, heads, seq), with ``m >= self.m``.
+        """Return the same state about the reference point m (batch, heads, seq), with ``m >= self.m``.
 
         Gaps of any size are safe: the factor ``exp(self.m - m)`` is at most 1 and underflows to 0. What underflows is
         lost: finalized alone, such rows saw nothing.
@@ -104,7 +105,7 @@ class Partial:
         return self + Partial(m, torch.ones_like(self.l), torch.zeros_like(self.o))
 
     def finalize(self) -> tuple[Tensor, Tensor]:
-        """``(out, lse)``; out is 0 and lse -inf in rows that saw nothing. Differentiable."""
+        """Return ``(out, lse)``; out is 0 and lse -inf in rows that saw nothing. Differentiable."""
         seen = self.l != 0
         l = torch.where(seen, self.l, 1.0)
         lse = torch.where(seen, self.m + torch.log(l), float("-inf"))
@@ -112,7 +113,7 @@ class Partial:
 
 
 def merge(partials: Iterable[Partial]) -> Partial:
-    """The sum of any number of states, over disjoint keys, added in the order given.
+    """Return the sum of any number of states, over disjoint keys, added in the order given.
 
     Raises:
         ValueError: no states: the shape of the neutral element would be unknown.

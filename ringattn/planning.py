@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from . import cost
 from . import layout as layouts
 from . import mask as masks
 from . import transport as transports
@@ -22,6 +20,9 @@ from .memo import Memo
 from .plans import Plan
 from .schedule import Schedule
 from .transport import Transport
+
+if TYPE_CHECKING:
+    from .cost import Costs, Problem
 
 VERSION = 4  # of the exchange between ranks
 BUFFER_BYTES = 8 << 30
@@ -84,14 +85,15 @@ def plan(
     words: dict[str, int | str | bool] = {}
     try:
         request = Request.checked(
-            transport.world_size, seq_len, seq_len_k, mask, (causal, window_size, cu_seqlens, documents, prefix),
-            (layout, dataflow, deterministic, local_size, buffer_bytes),
+            transport.world_size, seq_len, seq_len_k,
+            Masking(mask, causal, window_size, cu_seqlens, documents, prefix),
+            Choices(layout, dataflow, deterministic, local_size, buffer_bytes),
         )  # fmt: skip
         words = request.words()
-        costs, source = cost.default("cpu", ""), ""
+        costs = None
         if request.dataflow == "auto" and transport.world_size > 1:
-            costs, source = _costs(transport)
-            words["calibration"] = hash_of(repr(costs))
+            costs = _costs(transport)
+            words["calibration"] = hash_of(repr(costs[0]))
     except Exception as bad:  # whatever it is, the other ranks must hear of it
         error = bad
     try:
@@ -107,11 +109,10 @@ def plan(
         ) from None  # fmt: skip
 
     key = (transport.serial, *words.values())
-    with _lock:
-        _plans.drop(lambda old: old.transport.ended)  # and with it the memory that its group fetched into
-    made = _plans.once(key, lambda: _make(request, transport, costs, source, hash_of(repr(words))))
-    made.agree_again()
-    return made
+    _plans.drop(lambda old: old.transport.ended)  # and with it the memory that its group fetched into
+    result = _plans.once(key, lambda: _make(request, transport, costs, hash_of(repr(words))))
+    result.agree_again()
+    return result
 
 
 def dataflows() -> tuple[str, ...]:
@@ -120,7 +121,27 @@ def dataflows() -> tuple[str, ...]:
 
 
 _plans: Memo[Plan] = Memo(64)
-_lock = threading.Lock()
+
+
+class Masking(NamedTuple):
+    """The arguments of :func:`plan` that hide keys."""
+
+    mask: Mask | None
+    causal: bool
+    window_size: tuple[int, int]
+    cu_seqlens: Sequence[int] | Tensor | None
+    documents: Tensor | None
+    prefix: int
+
+
+class Choices(NamedTuple):
+    """The arguments of :func:`plan` that choose how to compute."""
+
+    layout: str
+    dataflow: str
+    deterministic: bool
+    local_size: int | None
+    buffer_bytes: int
 
 
 @dataclass(frozen=True)
@@ -131,7 +152,7 @@ class Request:
     """
 
     mask: Mask
-    parts: dict[str, int | bool]
+    parts: dict[str, int | bool | str]
     layout: str
     dataflow: str
     deterministic: bool
@@ -141,13 +162,9 @@ class Request:
 
     @classmethod
     def checked(
-        cls, world_size: int, seq_len: int, seq_len_k: int | None, mask: Mask | None, masking: tuple, choices: tuple
+        cls, world_size: int, seq_len: int, seq_len_k: int | None, masking: Masking, choices: Choices
     ) -> Request:
-        """Check the arguments of :func:`plan`.
-
-        Args:
-            masking: causal, window_size, cu_seqlens, documents, prefix.
-            choices: layout, dataflow, deterministic, local_size, buffer_bytes.
+        """Return the checked arguments of :func:`plan`.
 
         Raises:
             ValueError, TypeError: the value, what was expected and the fix.
@@ -160,10 +177,11 @@ class Request:
                 raise TypeError(f"{name} is {text!r}; pass a str")
             if text not in names:
                 raise ValueError(f"{name}={text!r} is unknown; use one of {', '.join(map(repr, names))}")
+        mask = masking.mask
         if mask is not None and not isinstance(mask, Mask):
             raise TypeError(f"mask is a {type(mask).__name__}; pass a ringattn.mask.Mask")
         keys = seq_len_k if seq_len_k is not None else seq_len if mask is None else mask.seq_len_k
-        whole, parts = _combine(seq_len, keys, mask, *masking)
+        whole, parts = _combine(seq_len, keys, masking)
         size = world_size if local_size is None else local_size
         if type(size) is not int:
             raise TypeError(f"local_size is {local_size!r}; pass an int that divides the group's {world_size} ranks")
@@ -190,11 +208,9 @@ class Request:
         )
 
 
-def _combine(
-    seq_len: int, keys: int, mask: Mask | None, causal: bool, window_size: tuple[int, int],
-    cu_seqlens: Sequence[int] | Tensor | None, documents: Tensor | None, prefix: int,
-) -> tuple[Mask, dict[str, int | bool]]:  # fmt: skip
+def _combine(seq_len: int, keys: int, masking: Masking) -> tuple[Mask, dict[str, int | bool | str]]:
     """Return the intersection of all masks, and what ranks compare of it."""
+    mask, causal, window_size, cu_seqlens, documents, prefix = masking
     for name, value in (("seq_len", seq_len), ("seq_len_k", keys), ("prefix", prefix)):
         if not isinstance(value, int) or isinstance(value, bool):
             raise TypeError(f"{name} is {value!r}; pass an int")
@@ -225,21 +241,27 @@ def _combine(
     rows = None if documents is None else masks.documents(documents, seq_len)
     for part in (packed, rows, mask):
         whole = whole if part is None else whole & part
-    parts: dict[str, int | bool] = dict(
+    parts: dict[str, int | bool | str] = dict(
         causal=bool(causal),
         window_left=left,
         window_right=right,
         prefix=prefix,
-        cu_seqlens=packed.digest() if packed else 0,
-        documents=rows.digest() if rows else 0,
-        documents_batch=rows.rows if rows else 0,
-        mask=mask.digest() if mask else 0,
+        cu_seqlens=_summary(packed),
+        documents=_summary(rows),
+        mask=_summary(mask),
     )
     return whole, parts
 
 
-def _costs(transport: Transport) -> tuple[cost.Costs, str]:
+def _summary(mask: Mask | None) -> str:
+    """Return a text that is equal for equal masks."""
+    return "none" if mask is None else f"{mask.rows} x {mask.first.shape[1]} pieces, hash {mask.digest():x}"
+
+
+def _costs(transport: Transport) -> tuple[Costs, str]:
     """Return the costs that decide "auto" on this transport, and where they come from."""
+    from . import cost  # only here and below: it imports what most programs do not need
+
     kind, link = transport.device.type, cost.LINKS[0 if transport.pulls else 1]
     if isinstance(transport, transports.GroupTransport):
         name = torch.cuda.get_device_name(transport.device) if kind == "cuda" else kind
@@ -250,17 +272,19 @@ def _costs(transport: Transport) -> tuple[cost.Costs, str]:
     return cost.default(kind, link), "defaults"
 
 
-def _make(request: Request, transport: Transport, costs: cost.Costs, source: str, digest: int) -> Plan:
+def _make(request: Request, transport: Transport, costs: tuple[Costs, str] | None, digest: int) -> Plan:
     mask, n = request.mask, transport.world_size
     shards = layouts.LAYOUTS[request.layout](mask.seq_len, n)
     shards_k = layouts.LAYOUTS[request.layout](mask.seq_len_k, n)
     seen = _runs_seen(mask, shards, shards_k)
     needs = tuple(tuple(any(runs) for runs in row) for row in seen)
     dataflow, choice = request.dataflow, None
-    if dataflow == "auto" and n == 1:
-        dataflow = "ring"  # nothing moves, and nothing is merged
-    elif dataflow == "auto":
-        choice = _choose(request, transport, (shards, shards_k), seen, (costs, source))
+    if dataflow == "auto" and costs is None:
+        dataflow = "ring"  # one rank: nothing moves, and nothing is merged
+    elif dataflow == "auto" and costs is not None:
+        from .cost import choose
+
+        choice = choose(_problem(request, transport, shards, shards_k, seen, needs), *costs)
         dataflow = choice.dataflow
     return Plan(
         mask=mask,
@@ -289,14 +313,14 @@ def _runs_seen(mask: Mask, shards: tuple[Shard, ...], shards_k: tuple[Shard, ...
     return result
 
 
-def _choose(
-    request: Request, transport: Transport, shards: tuple[tuple[Shard, ...], tuple[Shard, ...]],
-    seen: list[list[list[bool]]], costs: tuple[cost.Costs, str],
-) -> cost.Choice:  # fmt: skip
-    """Ask the cost model."""
-    queries, keys = shards
-    needs = tuple(tuple(any(runs) for runs in row) for row in seen)
-    problem = cost.Problem(
+def _problem(
+    request: Request, transport: Transport, queries: tuple[Shard, ...], keys: tuple[Shard, ...],
+    seen: list[list[list[bool]]], needs: tuple[tuple[bool, ...], ...],
+) -> Problem:  # fmt: skip
+    """Return what the cost model needs to know."""
+    from .cost import Problem
+
+    return Problem(
         device_type=transport.device.type,
         pulls=transport.pulls and all(run.step == 1 for shard in keys for run in shard),  # copies move neighbours
         buffer_bytes=request.buffer_bytes,
@@ -310,5 +334,4 @@ def _choose(
         runs=[[sum(hits) for hits in row] for row in seen],
         ring=Schedule(len(needs), needs, request.local_size),
         reduce=Schedule(len(needs), tuple(zip(*needs, strict=True)), request.local_size),
-    )  # fmt: skip
-    return cost.choose(problem, *costs)
+    )

@@ -14,7 +14,6 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from . import cost
 from . import layout as layouts
 from .kernels.contract import Block
 from .layout import Shard
@@ -29,7 +28,7 @@ T = TypeVar("T")
 
 
 class Predictions(Protocol):
-    """What a plan asks its dataflow (:class:`.dataflow.contract.Dataflow`)."""
+    """The predictions that a plan asks its dataflow for (:class:`.dataflow.contract.Dataflow`)."""
 
     def traffic(self, plan: Plan, rank: int) -> tuple[int, int]: ...
 
@@ -43,7 +42,8 @@ class Predictions(Protocol):
 
 
 class Plan:
-    """Who attends to whom, and what moves, for one sequence shape. Made by :func:`ringattn.plan`; immutable.
+    """Which rank attends to which keys, and what moves, for one sequence shape. Made by :func:`ringattn.plan`;
+    immutable.
 
     Not a dataclass: wrappers that cast or move a module's arguments (FSDP's mixed precision) take dataclasses apart and
     rebuild them from copies, and a plan must stay the one that all ranks agreed on.
@@ -78,7 +78,7 @@ class Plan:
         schedule: Schedule,
         flow: Predictions,
         transport: Transport,
-        choice: cost.Choice | None = None,
+        choice: Any = None,
         digest: int = 0,
     ) -> None:
         self.mask, self.seq_len, self.seq_len_k = mask, mask.seq_len, mask.seq_len_k
@@ -127,7 +127,7 @@ class Plan:
         return self._shard(x, dim, self.shards, "seq_len")
 
     def shard_k(self, x: Tensor, dim: int = 1) -> Tensor:
-        """As :meth:`shard`, for keys' tokens."""
+        """Return this rank's part of a whole tensor of keys' tokens, as :meth:`shard` does for queries'."""
         return self._shard(x, dim, self.shards_k, "seq_len_k")
 
     def unshard(self, x: Tensor, dim: int = 1) -> Tensor:
@@ -140,7 +140,7 @@ class Plan:
         return torch.ops.ringattn.unshard(x, self._dim(x, dim), False, self.seq_len, self.handle)
 
     def unshard_k(self, x: Tensor, dim: int = 1) -> Tensor:
-        """As :meth:`unshard`, for keys' tokens."""
+        """Return the whole tensor of keys' tokens on every rank, as :meth:`unshard` does for queries'."""
         return torch.ops.ringattn.unshard(x, self._dim(x, dim), True, self.seq_len_k, self.handle)
 
     def _dim(self, x: Tensor, dim: int) -> int:
@@ -154,6 +154,8 @@ class Plan:
         return dim % max(x.ndim, 1)
 
     def _shard(self, x: Tensor, dim: int, shards: tuple[Shard, ...], name: str) -> Tensor:
+        if not -x.ndim <= dim < x.ndim:
+            raise IndexError(f"shard() got dim {dim} for shape {tuple(x.shape)}; pass the sequence dim")
         if x.shape[dim] != getattr(self, name):
             raise ValueError(
                 f"shard() got {x.shape[dim]} tokens along dim {dim} (shape {tuple(x.shape)}), "
@@ -270,7 +272,8 @@ class Plan:
         return self.flow.memory_bytes(self, Shape(**shape), backward)
 
     def describe(self, *, tflops: float = 500.0, gigabytes_per_second: float = 300.0, **shape: int) -> str:
-        """Return as text who meets whom at which step, the bytes that move, predicted time and memory, and why "auto"
+        """Return as text which shards meet at which step, the bytes that move, predicted time and memory, and why
+        "auto"
         chose this dataflow.
 
         Predictions are for ``shape`` (:class:`.shape.Shape`), a kernel at ``tflops`` TFLOP/s and links at

@@ -23,7 +23,7 @@ def attention(
     alibi_slopes: Tensor | None = None,
     sink: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """``(out, lse)`` in float64, differentiable.
+    """Return ``(out, lse)`` in float64, differentiable.
 
     Args:
         q: (batch, seq_len, q_heads, head_dim).

@@ -1,4 +1,4 @@
-"""Schedules: who holds whose shard at which step, and what moves. Plain data, standard library only.
+"""Schedules: which rank has which shard at which step, and what moves. Plain data, standard library only.
 
 Every dataflow that moves shards is the same walk. Each rank owns one shard. At step t, rank r holds the shard of
 ``owner(r, t)``; the shards move in lockstep, so a step is one *displacement* of all of them. A shard goes on until the

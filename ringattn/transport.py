@@ -72,6 +72,12 @@ class Transport:
     plans_made: int = 0
     given_up: str = ""
 
+    def note_failure(self, error: BaseException) -> None:
+        """Mark the group unusable after a call that failed once communication may have started: other ranks may be at a
+        different message. Errors of arguments are raised on all ranks before anything is sent, and are not noted."""
+        if self.world_size > 1:
+            self.given_up = f"{type(error).__name__}: {error}"
+
     def check_whole(self) -> None:
         """Raise RuntimeError if an earlier call on this group failed after its first message."""
         if self.given_up:

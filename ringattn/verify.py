@@ -15,8 +15,17 @@ from .plans import Plan
 from .schedule import Schedule
 
 
+def require(condition: object, message: str) -> None:
+    """Raise AssertionError with ``message`` unless ``condition`` holds; unlike ``assert`` also under ``python -O``."""
+    if not condition:
+        raise AssertionError(message)
+
+
 def check_coverage(plan: Plan, blocks: Iterator[tuple[int, Block]]) -> None:
     """Prove that every token is held by one rank, and that every query meets each key that its mask shows exactly once.
+
+    A rank meets each key in one block at most, the keys of a block that a query sees are inside of the interval of its
+    mask, and they are as many: so they are the same.
 
     Time O(world_size * (seq_len + seq_len_k)).
 
@@ -28,14 +37,23 @@ def check_coverage(plan: Plan, blocks: Iterator[tuple[int, Block]]) -> None:
     """
     for shards, total, name in ((plan.shards, plan.seq_len, "query"), (plan.shards_k, plan.seq_len_k, "key")):
         positions = torch.cat([layouts.positions(shard) for shard in shards])
-        assert torch.equal(positions.sort().values, torch.arange(total, device="cpu")), (
-            f"a {name} is held by no rank, or by two"
-        )
+        held_once = torch.equal(positions.sort().values, torch.arange(total, device="cpu"))
+        require(held_once, f"a {name} is held by no rank, or by two")
     start, end = plan.mask.intervals(torch.arange(plan.seq_len, device="cpu"))
     computed = torch.zeros_like(start)
+    met = torch.zeros(plan.world_size, plan.seq_len_k, dtype=torch.bool, device="cpu")
     for rank, block in blocks:
-        assert (block.positions_k.diff() > 0).all(), f"rank {rank} meets a key twice or out of order"
-        computed[:, layouts.positions(plan.shards[rank])] += block.end - block.start
+        queries, keys = layouts.positions(plan.shards[rank]), block.positions_k.long()
+        require((keys.diff() > 0).all(), f"rank {rank} meets keys out of order")
+        require(not met[rank, keys].any(), f"rank {rank} meets a key twice")
+        met[rank, keys] = True
+        sees = block.end > block.start
+        if sees.any():
+            first = keys[torch.where(sees, block.start, 0).long()]
+            last = keys[torch.where(sees, block.end - 1, 0).long()]
+            inside = (first >= start[:, queries]) & (last < end[:, queries])
+            require((inside | ~sees).all(), f"a query of rank {rank} meets a key that its mask hides")
+        computed[:, queries] += block.end - block.start
     wrong = (computed != end - start).nonzero()
     if len(wrong):
         row, query = wrong[0].tolist()
@@ -67,16 +85,17 @@ def check_schedule(schedule: Schedule) -> None:
                 kinds = ("shard", "part", "home")
                 sent = [kind for kind in kinds if getattr(now[a], f"{kind}_to") == b]
                 received = [kind for kind in kinds if getattr(now[b], f"{kind}_from") == a]
-                assert sent == received, f"step {t}: rank {a} sends {sent} to rank {b}, which expects {received}"
+                require(sent == received, f"step {t}: rank {a} sends {sent} to rank {b}, which expects {received}")
         following = [holds[s.shard_from] if s.shard_from is not None else None for s in now]
         carried = list(part)
         for r, s in enumerate(now):
-            assert s.owner is None or holds[r] == s.owner, f"step {t}: rank {r} holds {holds[r]}, not {s.owner}"
-            assert s.shard_to is None or s.owner is not None, f"step {t}: rank {r} sends a shard it does not hold"
+            require(s.owner is None or holds[r] == s.owner, f"step {t}: rank {r} holds {holds[r]}, not {s.owner}")
+            require(s.shard_to is None or s.owner is not None, f"step {t}: rank {r} sends a shard it does not hold")
             new: list[int] | None = None
             if s.compute:
-                assert s.owner is not None, f"step {t}: rank {r} computes without a shard"
-                assert s.owner not in met[r], f"step {t}: rank {r} meets {s.owner} twice"
+                if s.owner is None:
+                    raise AssertionError(f"step {t}: rank {r} computes without a shard")
+                require(s.owner not in met[r], f"step {t}: rank {r} meets {s.owner} twice")
                 met[r].add(s.owner)
                 new = [r]
             if s.owner == r:
@@ -84,16 +103,16 @@ def check_schedule(schedule: Schedule) -> None:
                 part[r] = None
             else:
                 arrived = carried[s.part_from] if s.part_from is not None else None
-                assert (s.part_from is None) == (arrived is None), f"step {t}: rank {r} expects no contribution"
+                require((s.part_from is None) == (arrived is None), f"step {t}: rank {r} expects no contribution")
                 part[r] = (arrived or []) + (new or []) if arrived or new else None
             if s.home_from is not None:
                 home[r] += carried[s.home_from] or []
         for r, s in enumerate(now):
             gone = s.part_to is not None or s.home_to is not None
-            assert gone == (carried[r] is not None), f"step {t}: rank {r} drops or invents a contribution"
+            require(gone == (carried[r] is not None), f"step {t}: rank {r} drops or invents a contribution")
         holds = following
     for r in range(n):
         needed = {o for o in range(n) if schedule.needs[r][o]}
-        assert met[r] == needed, f"rank {r} met {sorted(met[r])}, needs {sorted(needed)}"
+        require(met[r] == needed, f"rank {r} met {sorted(met[r])}, needs {sorted(needed)}")
         visitors = sorted(s for s in range(n) if schedule.needs[s][r])
-        assert sorted(home[r]) == visitors, f"rank {r}: contributions of {sorted(home[r])}, not {visitors}"
+        require(sorted(home[r]) == visitors, f"rank {r}: contributions of {sorted(home[r])}, not {visitors}")

@@ -50,8 +50,8 @@ def zeros(*shape: int, **how: Any) -> torch.Tensor:
         (dict(v=zeros(6, 2, 8)), ValueError, ["v has shape (6, 2, 8)", "(batch, seq, heads, head_dim)"]),
         (dict(k=zeros(3, 6, 2, 8)), ValueError, ["batch", "2", "3"]),
         (dict(k=zeros(2, 6, 2, 4)), ValueError, ["head_dim 8", "k 4", "must be equal"]),
-        (dict(q=zeros(2, 18, 4, 8)), ValueError, ["q have 18 tokens", "rank 1 of 3 holds 6", "18", "plan.shard()"]),
-        (dict(k=zeros(2, 5, 2, 8), v=zeros(2, 5, 2, 8)), ValueError, ["k and v have 5 tokens", "holds 6"]),
+        (dict(q=zeros(2, 18, 4, 8)), ValueError, ["q: 18 tokens", "rank 1 of 3 holds 6", "18", "plan.shard()"]),
+        (dict(k=zeros(2, 5, 2, 8), v=zeros(2, 5, 2, 8)), ValueError, ["k and v: 5 tokens", "holds 6"]),
         (dict(v=zeros(2, 5, 2, 8)), ValueError, ["(2, 6, 2, 8)", "(2, 5, 2, 8)"]),
         (dict(softcap=-1.0), ValueError, ["softcap is -1.0", "positive, or 0"]),
         (dict(softcap=float("nan")), ValueError, ["softcap is nan", "positive, or 0"]),
@@ -109,7 +109,7 @@ def test_a_tensor_subclass_of_shards() -> None:
 
 def test_documents_of_another_batch_size() -> None:
     plan = ringattn.plan(SEQ, VirtualRank(1, 3), documents=torch.zeros(3, SEQ, dtype=torch.int64))
-    with pytest.raises(ValueError, match="documents have 3 rows, but the batch size is 2"):
+    with pytest.raises(ValueError, match="mask has 3 rows, but the batch size is 2"):
         ringattn.attention(**good(), plan=plan)
 
 

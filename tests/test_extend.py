@@ -7,6 +7,7 @@ Expected results come from dense attention in float64.
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 from collections.abc import Callable
 from typing import Any
@@ -303,6 +304,80 @@ def test_what_an_extension_cannot_do_is_refused_by_name() -> None:
         ringattn.plan(9, seq_len_k=9, mask=full(8))
     with pytest.raises(TypeError, match=r"mask is a Tensor; pass a ringattn\.mask\.Mask"):
         ringattn.plan(8, mask=torch.ones(8, 8, dtype=torch.bool))  # type: ignore[arg-type]
+
+
+@pytest.mark.usefixtures("extended")
+def test_a_mask_or_modification_of_one_rank_is_refused_on_all() -> None:
+    """Before anything is sent, with the same words."""
+
+    def masked(rank: virtual.VirtualRank) -> str:
+        with pytest.raises(
+            ValueError, match=r"plan\(\) differs across ranks: mask is .*'none' on ranks \[1\]"
+        ) as error:
+            ringattn.plan(8, rank, mask=chunked(8, 4) if rank.rank == 0 else None)
+        return str(error.value)
+
+    def modified(rank: virtual.VirtualRank) -> tuple[str, int]:
+        plan = ringattn.plan(8, rank)
+        q = torch.zeros(1, 4, 2, 8)
+        options: dict[str, Any] = dict(score_mod=(lambda s: s) if rank.rank == 0 else None)
+        with pytest.raises((TypeError, ValueError), match="score_mod is a function; pass a ringattn") as error:
+            ringattn.attention(q, q, q, plan, **options)
+        return type(error.value).__name__, rank.sent_messages
+
+    assert len(set(virtual.run(2, masked))) == 1
+    assert virtual.run(2, modified) == [("TypeError", 0), ("RankFailed", 0)]
+
+
+class Fails(ScoreMod):
+    """Raises once."""
+
+    failed = False
+
+    def apply(self, s: Tensor, positions_q: Tensor, positions_k: Tensor) -> tuple[Tensor, float]:
+        if not self.failed:
+            self.failed = True
+            raise ValueError("the modification failed")
+        return s, 1.0
+
+
+def test_a_call_that_fails_after_messages_were_sent_ends_the_use_of_its_group() -> None:
+    """Whatever it raises: later calls would pair their messages with those of another call."""
+
+    def body(rank: virtual.VirtualRank) -> list[str]:
+        plan = ringattn.plan(8, rank, dataflow="ring")
+        q = torch.zeros(1, 4, 2, 8)
+        with pytest.raises(ValueError, match="the modification failed"):
+            ringattn.attention(q, q, q, plan, score_mod=Fails())
+        cache = ringattn.KVCache(1, 8, 2, 8, rank, dtype=torch.float32)
+        messages = []
+        for call in (
+            lambda: ringattn.attention(q, q, q, plan), lambda: plan.unshard(q), lambda: ringattn.decode(q[:, :0], cache)
+        ):  # fmt: skip
+            with pytest.raises(RuntimeError, match="an earlier attention on this group raised ValueError") as error:
+                call()
+            messages.append(str(error.value))
+        return messages
+
+    assert len(virtual.run(2, body)) == 2
+
+
+@dataclasses.dataclass(frozen=True)
+class Shift(ScoreMod):
+    """A frozen dataclass, without a hash of its own tensors."""
+
+    amount: Tensor
+
+    def apply(self, s: Tensor, positions_q: Tensor, positions_k: Tensor) -> tuple[Tensor, float]:
+        return s + self.amount * (positions_k > 3), 1.0
+
+
+def test_modifications_can_be_compiled() -> None:
+    plan, mod = ringattn.plan(8), Shift(torch.tensor(2.0))
+    q = torch.randn(1, 8, 2, 8)
+    want = ringattn.attention(q, q, q, plan, score_mod=Shift(torch.tensor(2.0)))
+    layer = torch.compile(lambda q: ringattn.attention(q, q, q, plan, score_mod=mod), fullgraph=True, backend="eager")
+    torch.testing.assert_close(layer(q), want)
 
 
 @pytest.mark.parametrize(

@@ -194,3 +194,23 @@ def test_the_pictures_of_the_module_are_right() -> None:
     results = doctest.testmod(masks)
     assert results.failed == 0
     assert results.attempted > 0
+
+
+@pytest.mark.parametrize(
+    ("fields", "error", "words"),
+    [
+        (dict(first=torch.tensor([0, 4])), ValueError, r"first has shape \(2,\); it must be \(rows, pieces\)"),
+        (dict(first=torch.zeros(1, 0, dtype=torch.int64)), ValueError, r"first has shape \(1, 0\)"),
+        (dict(low=torch.tensor([[0, 1]])), ValueError, r"low has shape \(1, 2\)"),
+        (dict(low=0.5), TypeError, "low has dtype torch.float32; pass integers"),
+    ],
+)
+def test_pieces_of_other_shapes_and_types_are_refused(fields: dict, error: type[Exception], words: str) -> None:
+    with pytest.raises(error, match=words):
+        masks.pieces(8, 8, **fields)
+
+
+def test_masks_of_other_batches_are_not_intersected() -> None:
+    two, three = (masks.documents(torch.zeros(rows, 8, dtype=torch.int64), 8) for rows in (2, 3))
+    with pytest.raises(ValueError, match="masks have 2 and 3 rows; use 1 or the batch size"):
+        _ = two & three

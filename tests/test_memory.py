@@ -81,6 +81,8 @@ def _messages(monkeypatch: pytest.MonkeyPatch) -> None:
         (4, "ring", "zigzag", (64, 8), dict(causal=True)),
         (4, "ring", "zigzag", (5, 1), dict(causal=True)),
         (4, "ring", "contiguous", (8, 8), dict(causal=True, window_size=(300, 0))),
+        (4, "ring", "zigzag", (8, 8), dict(causal=True, cu_seqlens=[0, 2048, 3072, 4096])),
+        (4, "ring", "zigzag", (8, 1), dict(causal=True, cu_seqlens=[0, 2048, 3072, 4096])),
         (4, "reduce", "zigzag", (8, 2), dict(causal=True)),
         (3, "reduce", "zigzag", (8, 8), {}),
         (4, "gather", "zigzag", (8, 8), dict(causal=True)),

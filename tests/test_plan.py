@@ -28,6 +28,7 @@ from ringattn.dataflow.fetching import gathered_block
 from ringattn.kernels import long_sums
 from ringattn.kernels.contract import Block
 from ringattn.schedule import Schedule, Step
+from ringattn.verify import check_coverage
 from ringattn.virtual import VirtualRank
 
 # Agreement: every rank passes arguments of its own, and reports what it was told.
@@ -298,6 +299,23 @@ def test_verify_notices_wrong_shards_and_wrong_blocks() -> None:
         wrong.memo.put(("block", 2, 1, torch.device("cpu")), Block(**bounds))
         with pytest.raises(AssertionError, match="not what its mask says"):
             wrong.verify()
+
+
+def test_verify_tells_keys_apart() -> None:
+    """As many keys as the mask shows, but some twice and others never; or other ones."""
+    plan = plan_function(16, VirtualRank(0, 1))
+    block = plan.block(0, 0, torch.device("cpu"))
+    half = dataclasses.replace(
+        block, start=block.start.clamp(max=8), end=block.end.clamp(max=8), positions_k=block.positions_k[8:],
+        segments_k=(8,),
+    )  # fmt: skip
+    with pytest.raises(AssertionError, match="rank 0 meets a key twice"):
+        check_coverage(plan, iter([(0, half), (0, half)]))
+    window = plan_function(16, VirtualRank(0, 1), window_size=(3, 0))
+    shifted = window.block(0, 0, torch.device("cpu"))
+    shifted = dataclasses.replace(shifted, start=(shifted.start - 1).clamp(min=0), end=shifted.end - 1)
+    with pytest.raises(AssertionError, match="a query of rank 0 meets a key that its mask hides"):
+        check_coverage(window, iter([(0, shifted)]))
 
 
 # There and back.

@@ -64,7 +64,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ..contract import Block, CompletionCounts, Keys, Queries, Score, int32
-from ..launch import Launches, dispatch, on_device
+from ..launch import Launches, capability, dispatch, on_device
 from . import backward_lean as lean
 from . import backward_pieces as pieces
 from . import backward_tall as tall
@@ -355,7 +355,7 @@ def _row_statistics(lse_ptr, delta_ptr, lse_out, delta_out, seq_q, q_tiles, shif
 
 def unsupported(q: Tensor, k: Tensor, v: Tensor, score: Score) -> str | None:
     """Return None if this kernel can run, otherwise the reason."""
-    if not q.is_cuda or torch.cuda.get_device_capability(q.device)[0] != 9:
+    if not q.is_cuda or capability(q.device)[0] != 9:
         return "it needs a Hopper GPU (sm_90); use 'triton'"
     if q.dtype not in (torch.bfloat16, torch.float16) or not q.dtype == k.dtype == v.dtype:
         return f"dtype {q.dtype} is not bfloat16 or float16; use 'triton'"

@@ -37,7 +37,6 @@ Schedule: Shah et al. 2024 (FlashAttention-3, arXiv:2407.08608). What was tried:
 
 from __future__ import annotations
 
-import functools
 from typing import Any, NamedTuple
 
 import torch
@@ -55,7 +54,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ...partial import Partial
 from ..contract import Keys, Result, Score, int32
-from ..launch import Launches, dispatch, on_device
+from ..launch import Launches, capability, dispatch, on_device
 from .primitives import (
     FREE_BARRIERS,
     async_load,
@@ -833,14 +832,9 @@ def unsupported(q: Tensor, k: Tensor, v: Tensor, score: Score) -> str | None:
             return f"{name} with strides {tuple(x.stride())} is not laid out in steps of 16 bytes, as TMA needs"
     if not q.is_cuda:
         return f"device {q.device} is not a CUDA device"
-    if not _is_hopper(q.device):
+    if capability(q.device) != (9, 0):
         return f"it needs compute capability 9.0; {torch.cuda.get_device_name(q.device)} is another"
     return None
-
-
-@functools.cache
-def _is_hopper(device: torch.device) -> bool:
-    return torch.cuda.get_device_capability(device) == (9, 0)
 
 
 def forward(q: Tensor, keys: Keys, score: Score, state: Partial | None, finalize: bool) -> Partial | Result:

@@ -1,15 +1,15 @@
 """Circulation: every rank's shard goes from rank to rank, and what is computed with it comes home.
 
-    circulation = Circulation((k, v), plan)
+    circulation = Circulation((k, v), plan, plan.local_lengths_k, contribution)
     for visit in circulation:         # the shards that this rank needs, its own first
         ...                           # compute with visit.shard while the next shard arrives
         visit.give(contribution)      # travels one step after the shard, is added to on the way, and ends at its owner
     circulation.home                  # the sum of all contributions to this rank's own shard
 
-:mod:`ringattn.schedule` decides who holds whose shard at which step; nothing here branches on ranks.
+Which shard is on which rank at which step is decided in :mod:`ringattn.schedule`; nothing here branches on ranks.
 
-Memory in addition to the rank's own shard: the shard held and the one arriving, and three contributions (the one just
-made, the sum so far that arrives, the last one that leaves).
+Memory in addition to the rank's own shard: the shard on this rank and the one arriving, and contributions: the one just
+made, the sum so far that arrives, the last one that leaves, and those that have come home.
 """
 
 from __future__ import annotations
@@ -61,9 +61,9 @@ class Circulation(Generic[S]):
     plan: Plan
     lengths: tuple[int, ...]
     contribution: Contribution | None = None
-    home: Tensors | None = None  # the sum of all contributions to this rank's shard; None if there were none
-    _held: S = field(init=False)
-    _given: Tensors | None = field(default=None, init=False)
+    home: Tensors | None = field(default=None, init=False)  # the sum of all contributions to this rank's shard, if any
+    _current: S = field(init=False)
+    _new: Tensors | None = field(default=None, init=False)
 
     def __iter__(self) -> Iterator[Visit[S]]:
         transport, steps, contributes = self.plan.transport, self.plan.steps, self.contribution is not None
@@ -71,13 +71,13 @@ class Circulation(Generic[S]):
             steps = steps[:-1]  # in the last one contributions come home
         remaining = sum(step.compute for step in steps)
         alone = transport.world_size == 1
-        self._held = self.shard if alone else cast(S, tuple(x.contiguous() for x in self.shard))
+        self._current = self.shard if alone else cast(S, tuple(x.contiguous() for x in self.shard))
         leaving: Tensors | None = None  # the contribution to the shard of the step before
         for t, step in enumerate(steps):
             arriving = so_far = coming_home = None
             if step.shard_from is not None:
                 arriving = self._new_shard(steps[t + 1].owner)
-            sends, receives = _to(step.shard_to, self._held), _to(step.shard_from, arriving)
+            sends, receives = _to(step.shard_to, self._current), _to(step.shard_from, arriving)
             if contributes:
                 so_far = self._new_contribution(step.owner) if step.part_from is not None else None
                 coming_home = self._new_contribution(transport.rank) if step.home_from is not None else None
@@ -96,14 +96,14 @@ class Circulation(Generic[S]):
 
             if contributes:
                 with named("hop", t, "add"):
-                    leaving, self._given = self._sum(so_far, self._given), None
+                    leaving, self._new = self._sum(so_far, self._new), None
                     if step.owner == transport.rank:
                         self.home, leaving = leaving, None
                     self.home = self._sum(self.home, coming_home)
                 del so_far, coming_home  # added up; the next step makes others
             if arriving is not None:
-                self._held = arriving
-        del self._held
+                self._current = arriving
+        del self._current
 
     def _sum(self, a: Tensors | None, b: Tensors | None) -> Tensors | None:
         if a is None or b is None:
@@ -135,13 +135,18 @@ class Visit(Generic[S]):
 
     @property
     def shard(self) -> S:
-        """The owner's tensors, as a tuple. Do not keep them: their memory is needed when the shard has moved on."""
-        return self.circulation._held
+        """The owner's tensors, until the loop goes on. Do not keep them: their memory is needed afterwards."""
+        return self.circulation._current
 
     def give(self, contribution: Tensors) -> None:
         """Send a contribution to the owner, on the way of the shard."""
-        self.circulation._given = contribution
+        self.circulation._new = contribution
 
 
 def _to(peer: int | None, tensors: Tensors | None) -> list[Message]:
     return [] if tensors is None or peer is None else [(x.contiguous(), peer) for x in tensors]
+
+
+def add_gradients(a: Tensors, b: Tensors) -> Tensors:
+    """Return the sum of two contributions, in the memory of the first."""
+    return tuple(x.add_(y) for x, y in zip(a, b, strict=True))

@@ -32,7 +32,7 @@ class Call:
 
     Args:
         q, k, v: this rank's shards.
-        plan: who holds what, and who needs what.
+        plan: which rank holds and needs what.
         score: how scores are made; its sink joins the softmax once.
         backend: the kernels that compute.
     """
@@ -127,7 +127,8 @@ class Dataflow:
                     yield q_rank, block
                 else:
                     pairs = int((block.end - block.start).sum())
-                    assert not pairs, f"rank {visitor} never meets the shard of rank {owner}, but sees {pairs} pairs"
+                    message = f"rank {visitor} never meets the shard of rank {owner}, but sees {pairs} pairs"
+                    verify.require(not pairs, message)
 
     def meetings(self, plan: Plan) -> list[str]:
         """Return lines that say which ranks' shards meet when."""
@@ -169,9 +170,25 @@ class Dataflow:
         return "\n".join(lines if plan.choice is None else [*lines, str(plan.choice)])
 
     def verify(self, plan: Plan) -> None:
-        """Prove the plan, see :mod:`ringattn.verify`. Raises AssertionError with what is wrong and where."""
+        """Prove the plan, see :mod:`ringattn.verify`: the schedule of the shards that travel, and what is computed.
+
+        Raises:
+            AssertionError: with what is wrong and where.
+        """
         verify.check_schedule(plan.schedule)
         verify.check_coverage(plan, self.blocks(plan))
+
+
+def contributions_at_once(plan: Plan) -> int:
+    """Return the largest number of contributions to shards that are in memory at the same time in one traversal: those
+    at home, leaving, arriving to be added to, coming home, and just made."""
+    most, home, leaving = 0, False, False
+    for step in plan.steps:
+        arriving, coming_home = step.part_from is not None, step.home_from is not None
+        most = max(most, home + leaving + arriving + coming_home + step.compute)
+        at_home, new = step.owner == plan.rank, arriving or step.compute
+        leaving, home = new and not at_home, home or coming_home or (new and at_home)
+    return most
 
 
 def piece_elements(plan: Plan, shape: Shape, queries: int, keys: int, kv_heads: int) -> int:

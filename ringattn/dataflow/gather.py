@@ -28,6 +28,7 @@ from collections.abc import Iterator
 
 import torch
 
+from .. import verify
 from ..kernels.contract import Block, CompletionCounts, Keys, Queries, Result
 from ..plans import Plan
 from ..schedule import head_groups, waves
@@ -115,6 +116,18 @@ class Gather(Dataflow):
     def blocks(self, plan: Plan) -> Iterator[tuple[int, Block]]:
         for rank in range(plan.world_size):
             yield rank, gathered_block(plan, torch.device("cpu"), rank)
+
+    def verify(self, plan: Plan) -> None:
+        """Prove that every fetch is a part of its owner's shard and has rows of its own in the buffer, and what is
+        computed. Senders and receivers read the same list, so that every send has its receive."""
+        for rank, runs in enumerate(fetches(plan)):
+            first = 0
+            for run in runs:
+                inside = run.offset >= 0 and run.offset + run.length <= plan.local_lengths_k[run.owner]
+                verify.require(inside, f"rank {rank} fetches {run}, which is not in the shard of rank {run.owner}")
+                verify.require(run.first == first, f"rank {rank} fetches {run} to rows of another run")
+                first += run.length
+        verify.check_coverage(plan, self.blocks(plan))
 
     def meetings(self, plan: Plan) -> list[str]:
         lines = []

@@ -13,9 +13,8 @@ from ..kernels.contract import Keys, Queries, Result
 from ..partial import Partial
 from ..plans import Plan
 from ..shape import Shape
-from .circulation import Circulation, Contribution, Tensors
-from .contract import Call, Dataflow, Gradients, piece_elements
-from .ring import add_gradients
+from .circulation import Circulation, Contribution, Tensors, add_gradients
+from .contract import Call, Dataflow, Gradients, contributions_at_once, piece_elements
 
 
 class Reduce(Dataflow):
@@ -66,13 +65,12 @@ class Reduce(Dataflow):
         return s.q_heads * s.head_dim * s.itemsize, s.state_elements * s.state_itemsize
 
     def memory_bytes(self, plan: Plan, shape: Shape, backward: bool) -> int:
-        """Return the peak in addition to inputs and results: shards held and arriving; contributions at home, made,
-        arriving and leaving; in the backward dk and dv twice, and two numbers per row."""
+        """Return the peak in addition to inputs and results: shards held and arriving; contributions; in the backward
+        dk and dv twice, and two numbers per row."""
         s, steps = shape, len(plan.steps) - 1
         queries, keys = max(plan.local_lengths), plan.local_lengths_k[plan.rank]
-        shards, contributions = (2, min(steps + 1, 4)) if steps > 1 else (0, 1)
         shard, contribution = self.token_bytes(s, backward)
-        total = queries * (shards * shard + contributions * contribution)
+        total = queries * (2 * (steps > 1) * shard + contributions_at_once(plan) * contribution)
         if backward:
             total += 2 * keys * s.kv_elements * s.state_itemsize
             total += 2 * plan.local_lengths[plan.rank] * s.q_heads * s.state_itemsize
