@@ -43,6 +43,9 @@ once. The last line contains all numbers as JSON.
 
 from __future__ import annotations
 
+if not __package__:
+    raise SystemExit("start this as a module, in the repository's root: python -m benchmarks.bench_block")
+
 import argparse
 import json
 import statistics

@@ -33,6 +33,9 @@ soon as it is there; a Markdown report and plots are made from these lines (benc
 
 from __future__ import annotations
 
+if not __package__:
+    raise SystemExit("start this as a module, in the repository's root: python -m benchmarks.bench_scaling")
+
 import argparse
 import contextlib
 import datetime

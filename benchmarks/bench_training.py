@@ -38,6 +38,9 @@ Every measurement is a line of JSON in ``--out``; ``training.md`` there is made 
 
 from __future__ import annotations
 
+if not __package__:
+    raise SystemExit("start this as a module, in the repository's root: python -m benchmarks.bench_training")
+
 import argparse
 import gc
 import json

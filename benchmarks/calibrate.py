@@ -18,6 +18,9 @@ The last line contains the same numbers as JSON.
 
 from __future__ import annotations
 
+if not __package__:
+    raise SystemExit("start this as a module, in the repository's root: python -m benchmarks.calibrate")
+
 import argparse
 import contextlib
 import json

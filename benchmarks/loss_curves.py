@@ -20,6 +20,9 @@ Every measurement is a line of JSON in ``--out``, with a plot of the losses if m
 
 from __future__ import annotations
 
+if not __package__:
+    raise SystemExit("start this as a module, in the repository's root: python -m benchmarks.loss_curves")
+
 import argparse
 import importlib.util
 import itertools

@@ -9,6 +9,9 @@ make them.
 
 from __future__ import annotations
 
+if not __package__:
+    raise SystemExit("start this as a module, in the repository's root: python -m benchmarks.plot_scaling")
+
 import argparse
 import importlib.util
 import re

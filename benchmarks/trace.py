@@ -21,6 +21,9 @@ another, and how long the host takes to queue it. If the two are equal, the GPU 
 
 from __future__ import annotations
 
+if not __package__:
+    raise SystemExit("start this as a module, in the repository's root: python -m benchmarks.trace")
+
 import argparse
 import json
 import statistics

@@ -85,7 +85,7 @@ class Backend:
         return q.shape[2] // k.shape[2], True
 
     def _forward(self, q: Tensor, keys: Keys, score: Score, state: Partial | None, finalize: bool) -> Partial | Result:
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} must define _forward()")
 
     def _backward(
         self,
@@ -97,7 +97,7 @@ class Backend:
         into: tuple[Tensor, Tensor] | None,
         counters: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} must define _backward()")
 
     def _completion_counts(self, q: Tensor, keys: Keys) -> CompletionCounts | None:
         return None

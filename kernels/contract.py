@@ -82,7 +82,7 @@ class ScoreMod:
                 case :meth:`heads` has made this instance.
             positions_q, positions_k: (m,), (n,) int32, global positions; queries are aligned with the keys' end.
         """
-        raise NotImplementedError
+        raise NotImplementedError(f"{self.name} must define apply()")
 
     def heads(self, heads: slice) -> ScoreMod:
         """Return the modification for these query heads only. Define it if heads differ: gather takes heads in

@@ -1,6 +1,6 @@
 """The kernel in plain torch: any device, any dtype up to float64. The executable specification.
 
-Blocked over queries and keys, so that no seq_q x seq_k matrix is ever held. Shapes and contract: :mod:`.contract`.
+Blocked over queries and keys, so that no seq_q x seq_k matrix ever exists. Shapes and contract: :mod:`.contract`.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ def forward(q: Tensor, keys: Keys, score: Score, state: Partial | None, finalize
         logit = score.sink.to(dtype)[:, None]
         m_old, m = m, torch.maximum(m, logit)
         reference = torch.where(m == float("-inf"), 0.0, m)
-        kept = torch.exp(m_old - reference)
-        l, o = l * kept + torch.exp(logit - reference), o * _per_row(kept)
+        alpha = torch.exp(m_old - reference)
+        l, o = l * alpha + torch.exp(logit - reference), o * _per_row(alpha)
 
     for rows, cols, hidden in _tiles(block):
         s, _ = _scores(q, keys, score, rows, cols, hidden, dtype)
@@ -46,13 +46,13 @@ def forward(q: Tensor, keys: Keys, score: Score, state: Partial | None, finalize
 
     if not finalize:
         return Partial(m, l, o)
-    seen = l != 0
-    out = o / _per_row(torch.where(seen, l, 1.0))
-    return Result(out.to(q.dtype), torch.where(seen, m + torch.log(l), float("-inf")))
+    nonempty = l != 0
+    out = o / _per_row(torch.where(nonempty, l, 1.0))
+    return Result(out.to(q.dtype), torch.where(nonempty, m + torch.log(l), float("-inf")))
 
 
 def backward(queries: Queries, keys: Keys, score: Score, dq: Tensor) -> tuple[Tensor, Tensor]:
-    """Return dk and dv of one chunk of keys and add to dq. The same bits on every run."""
+    """Return dk and dv of one chunk of keys and add to dq, with the same bits on every run."""
     q, dout, lse, delta = queries
     k, v, block, _ = keys
     dtype = dq.dtype
@@ -72,7 +72,10 @@ def backward(queries: Queries, keys: Keys, score: Score, dq: Tensor) -> tuple[Te
 
 
 def _tiles(block: Block) -> Iterator[tuple[slice, slice, Tensor | None]]:
-    """Pairs of (queries, keys) that some query of the batch sees, with the hidden entries: (batch or 1, 1, m, n)."""
+    """Yield the tiles (queries, keys) in which any pair of the batch is visible, each with its hidden pairs.
+
+    The hidden pairs are a mask (batch or 1, 1, m, n), or None if all are visible.
+    """
     tiles = block.query_tiles(_BLOCK, _BLOCK)
     spans = tiles.span.cpu()
     begin, end = spans[..., 0], spans[..., 3]
@@ -95,7 +98,7 @@ def _tiles(block: Block) -> Iterator[tuple[slice, slice, Tensor | None]]:
 def _scores(
     q: Tensor, keys: Keys, score: Score, rows: slice, cols: slice, hidden: Tensor | None, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor | float]:
-    """Scores (batch, q_heads, m, n), -inf where hidden, and their derivative by the scaled product."""
+    """Return scores (batch, q_heads, m, n), -inf where hidden, and their derivative by the scaled product."""
     k, _, block, _ = keys
     q_rows = q[:, rows].to(dtype).transpose(1, 2)
     s = _grouped(q_rows, k[:, cols].to(dtype), transpose=True) * score.softmax_scale
@@ -113,8 +116,11 @@ def _scores(
 
 
 def _grouped(x: Tensor, y: Tensor, transpose: bool = False) -> Tensor:
-    """x (batch, q_heads, m, a) times y (batch, n, kv_heads, b) without repeating y over the group:
-    a = n gives (batch, q_heads, m, b); with ``transpose`` a = b gives (batch, q_heads, m, n)."""
+    """Multiply x (batch, q_heads, m, a) by y (batch, n, kv_heads, b) without repeating y over the group.
+
+    Returns:
+        (batch, q_heads, m, b), where a = n; with ``transpose`` (batch, q_heads, m, n), where a = b.
+    """
     batch, q_heads, m, a = x.shape
     y = y.transpose(1, 2)  # (batch, kv_heads, n, b)
     kv_heads = y.shape[1]
@@ -124,8 +130,10 @@ def _grouped(x: Tensor, y: Tensor, transpose: bool = False) -> Tensor:
 
 
 def _over_group(x: Tensor, y: Tensor, kv_heads: int) -> Tensor:
-    """Sum over the rows and the query heads of a group: x (batch, q_heads, m, n), y (batch, q_heads, m, b)
-    -> (batch, n, kv_heads, b)."""
+    """Return the sum of ``x^T y`` over the query heads of each group, (batch, n, kv_heads, b).
+
+    x: (batch, q_heads, m, n), y: (batch, q_heads, m, b).
+    """
     batch, q_heads, m, _ = x.shape
     rows = q_heads // kv_heads * m
     x = x.reshape(batch, kv_heads, rows, x.shape[-1])
@@ -134,5 +142,5 @@ def _over_group(x: Tensor, y: Tensor, kv_heads: int) -> Tensor:
 
 
 def _per_row(x: Tensor) -> Tensor:
-    """(batch, heads, seq) -> (batch, seq, heads, 1), to scale o."""
+    """Return x (batch, heads, seq) as (batch, seq, heads, 1), to scale o."""
     return x.transpose(1, 2)[..., None]

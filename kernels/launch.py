@@ -1,8 +1,9 @@
-"""Launching a Triton or Gluon kernel again without choosing what to compile again.
+"""Launches of Triton and Gluon kernels that skip Triton's dispatch from the second time on.
 
 Triton's dispatch inspects every argument in every launch, which takes longer than a short kernel runs. :func:`dispatch`
-keeps the compiled kernel under what the choice depends on: the constants, and of each argument its dtype, whether an
-address or an integer is divisible by 16, and whether an integer is 1 or needs 64 bits; of a TMA view its box.
+caches the compiled kernel. The key has the constants and, of each argument, the properties that Triton specializes for:
+its dtype, whether an address or an integer is divisible by 16, whether an integer is 1 or needs 64 bits; of a TMA view
+its box.
 
 Even that is slow for a launch that repeats with tensors of the same shapes: :class:`Launches` keeps all arguments of a
 launch except the tensors.
@@ -92,7 +93,7 @@ class Launches:
 
         Args:
             tensors: the arguments that change, themselves or as the base of a TMA view.
-            launched: what :func:`dispatch` returned; None is not remembered.
+            launched: the result of :func:`dispatch`; None is not remembered.
             fixed: tensors among the arguments that never change.
             number_at: index of the argument that is replaced by ``number``.
 
@@ -108,7 +109,7 @@ class Launches:
 
 
 class _Repeat:
-    """One launch with the places of its tensors left open."""
+    """One launch whose tensors are filled in when it is repeated."""
 
     def __init__(
         self, launched: Launched, tensors: Sequence[Tensor], fixed: Sequence[Tensor], number_at: int | None
@@ -119,7 +120,7 @@ class _Repeat:
         index_of = {id(x): n for n, x in enumerate(tensors)}
         args: list[Any] = list(launched.args)
         self.plain: list[tuple[int, int]] = []  # (index of the argument, index in tensors)
-        self.views: list[tuple[int, int, type, dict[str, Any]]] = []  # and the fields of a view besides its tensor
+        self.views: list[tuple[int, int, type, dict[str, Any]]] = []  # and the fields of a view except its tensor
         for i, x in enumerate(args):
             if (n := index_of.get(id(x))) is not None:
                 self.plain.append((i, n))
@@ -132,7 +133,7 @@ class _Repeat:
         self.args = args
 
     def launch(self, tensors: Sequence[Tensor], number: int) -> bool:
-        """Return False without launching if a tensor's address needs another kernel."""
+        """Launch with these tensors and return True; False, without a launch, if an address needs another kernel."""
         if not _aligned(tensors):
             return False
         args = self.args.copy()
@@ -153,6 +154,7 @@ class _Repeat:
 
 
 def _aligned(tensors: Sequence[Tensor]) -> bool:
+    """Return whether all addresses are multiples of 16 bytes."""
     return all([x.data_ptr() % 16 == 0 for x in tensors])  # a list is faster than a generator, and always short
 
 
@@ -175,7 +177,7 @@ def multiprocessors(device: torch.device) -> int:
 
 
 def _kind(x: Any) -> Any:
-    """Return what the choice of a compiled kernel depends on for one argument."""
+    """Return the properties of one argument that select a compiled kernel."""
     kind = type(x)
     if kind is int:
         return -1 if x == 1 else (x % 16 == 0) + 2 * (not -(2**31) <= x < 2**31)

@@ -22,6 +22,9 @@ share their memory and streams. The last line is JSON; the exit status is 0 only
 
 from __future__ import annotations
 
+if not __package__:
+    raise SystemExit("start this as a module, in the repository's root: python -m scripts.check")
+
 import argparse
 import functools
 import json
@@ -332,7 +335,9 @@ def determinism(args: argparse.Namespace, group: Any, device: torch.device) -> i
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="python -m scripts.check", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--quick", action="store_true", help="only three cases and one layout")
     parser.add_argument("--cases", nargs="+", metavar="NAME", help="names of cases; default: all")
     parser.add_argument("--kernel", default="auto")

@@ -19,6 +19,9 @@ inputs, results, and ``plan.memory_bytes``. The last line is JSON; the exit stat
 
 from __future__ import annotations
 
+if not __package__:
+    raise SystemExit("start this as a module, in the repository's root: python -m scripts.longest")
+
 import argparse
 import hashlib
 import json
@@ -368,7 +371,9 @@ def report(summary: dict[str, Any]) -> None:
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="python -m scripts.longest", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument(
         "--tokens", type=positive, help="tokens of all ranks; default: 10_485_760, with --backward 1_048_576"
     )

@@ -14,6 +14,9 @@ because the next shard comes from a neighbour. Work is counted in visible (query
 
 from __future__ import annotations
 
+if not __package__:
+    raise SystemExit("start this as a module, in the repository's root: python -m scripts.show")
+
 import argparse
 import colorsys
 import itertools

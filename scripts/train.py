@@ -19,6 +19,9 @@ OUT/train.png (loss; memory per rank against ranks; error against ranks) and OUT
 
 from __future__ import annotations
 
+if not __package__:
+    raise SystemExit("start this as a module, in the repository's root: python -m scripts.train")
+
 import argparse
 import contextlib
 import ctypes

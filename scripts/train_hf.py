@@ -13,6 +13,9 @@ omitted. A checkpoint is written to --out (out/train_hf); --resume continues fro
 
 from __future__ import annotations
 
+if not __package__:
+    raise SystemExit("start this as a module, in the repository's root: python -m scripts.train_hf")
+
 import argparse
 import json
 import os
@@ -36,7 +39,9 @@ from scripts.ranks import leave, own_gpu
 
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="python -m scripts.train_hf", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--model", choices=["llama", "gemma2"], default="llama")
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--dim", type=int, default=64)

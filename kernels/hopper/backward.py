@@ -98,7 +98,7 @@ def _writer(
     C: gl.constexpr, dq_desc, dq_first: gl.constexpr, info_ptr, dq_s, heads, tiles, kv_heads, parts, turns_ptr,
     counters_ptr, segments, SWEEP: gl.constexpr, BATCHED: gl.constexpr,
 ):  # fmt: skip
-    """Send the dQ of consumer C, two steps late: the first two times there is nothing to send yet."""
+    """Send the dQ of each step two steps later, for consumer C: the first two times there is nothing to send yet."""
     batch, kv_head, part, info = pieces.place(info_ptr, heads, tiles, kv_heads, parts, SWEEP, BATCHED)
     steps, cut_steps, j, stops = pieces.visit_order(info, heads)
     head = (kv_head * parts + part) * heads
@@ -264,8 +264,10 @@ def _kernel(
     flags_ptr, epoch, timed_out_ptr, turns_ptr, counters_ptr, segments,
     SWEEP: gl.constexpr, BATCHED: gl.constexpr, FOLD: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """``heads``: query heads of a CTA; ``parts``: CTAs that share a group. ``turns_ptr``: (batch * kv_heads, tiles)
-    int32, zeros, where parts that add to the same dk, dv count whose turn it is; None if each has its own.
+    """Compute dk, dv and dq.
+
+    ``heads``: query heads of a CTA; ``parts``: CTAs that share a group. ``turns_ptr``: (batch * kv_heads, tiles)
+    int32, zeros, where parts that add to the same dk, dv count whose turn it is; None if each part has its own.
     ``stride_*`` are those of dk and dv. ``flags_ptr`` or ``counters_ptr`` None: nothing to wait for or to count."""
     dtype: gl.constexpr = q_desc.dtype
     DS_L: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BN // 2, BM], dtype)
@@ -376,7 +378,7 @@ def backward(
     direct = into if into is not None and not split.apart and _can_store_into(*into) else None
     if counters is not None and (split.apart or direct is not into):
         raise ValueError(
-            "it counts what it stores itself: only where completion_counts() is not None, float32, equal strides"
+            "counters need gradients that the kernel stores itself: completion_counts(), float32, equal strides"
         )
     target = dq if readable(dq) else torch.zeros_like(dq, memory_format=torch.contiguous_format)
     with on_device(q):
@@ -390,8 +392,10 @@ def backward(
 
 
 def completion_counts(q: Tensor, keys: Keys) -> CompletionCounts | None:
-    """Return what the kernel counts; None if the parts of a group have a dk and dv each, which are summed after the
-    kernel, or if k or v must be copied before the kernel reads it."""
+    """Return the counts of finished rows that the kernel signals.
+
+    None if each part of a group has its own dk and dv, which are summed after the kernel, or if k or v must be copied
+    before the kernel reads it."""
     k, v, block, _ = keys
     split = work.split_groups(q, k, block)
     if split.apart or not (readable(k) and readable(v)):
@@ -429,8 +433,8 @@ def launch(
     queries: Queries, keys: Keys, score: Score, dq: Tensor, split: Split,
     into: tuple[Tensor, Tensor] | None = None, counters: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Launch the kernels and return dk and dv, (parts or 1, batch, seq_k, kv_heads, head_dim): of each part of a group
-    if they are apart; or ``into``, as it is."""
+    """Launch the kernels and return dk and dv, (parts or 1, batch, seq_k, kv_heads, head_dim): one of each per part of
+    a group if the parts are apart; or ``into``, unchanged in shape."""
     k, v, block, ready = keys
     if ready is not None and not (readable(k) and readable(v)):
         raise ValueError("keys and values that are still arriving cannot be copied first: 16-byte strides are needed")

@@ -1,26 +1,26 @@
 """The backward of the block kernel for Hopper (sm_90) at head dims 192 of q and k and 128 of v, in Gluon. Launched by
-backward.py, whose tables, order of the CTAs and order of their query tiles it has.
+backward.py, with the same tables, order of the CTAs and order of their query tiles.
 
-dk and dv of 64 keys are 160 registers a thread, and a consumer has some 48 beside them. A step here never needs more,
-at the price of waiting more often; meanwhile the other consumer multiplies. 128 keys a CTA, not 64, halve the dQ that
-is sent, and the Q and dO that are read, for each product::
+dk and dv of 64 keys are 160 registers a thread, which leaves a consumer some 48. A step never needs more, at the price
+of waiting more often; meanwhile the other consumer multiplies. 128 keys a CTA, not 64, halve the dQ that is sent, and
+the Q and dO that are read, for each product::
 
     consumers 0, 1  64 keys each, scores transposed (keys are rows), one query tile a step; registers in flight:
                     P = exp2(S^T c - lse), in 16 bits                                              32 -> 16
                     dP^T = V dO^T - delta ; dV += P dO ; dS = P dP^T, to shared memory             48 -> 16
                     dK += dS Q                                                                     16
                     64 columns of dQ of the step before, to shared memory                          32
-                    32 columns of it, the same way, beside S^T of the step after                   48
+                    32 columns of it, the same way, together with S^T of the step after            48
     producer        one warp: K, V, then Q, lse (and start, end of cut tiles), dO, delta of every step by TMA
     writers 0, 1    one warp each: add the staged columns of dQ to global memory, float32, by TMA
 
 * P stays in 16 bits, two to a register, and dS is made of it, with one more rounding than at head dim 128.
 * dQ = dS K needs all 128 keys. A consumer makes half of the columns of each piece, 64 + 32, one after the other in the
   same staging memory, from both halves of dS of the step before.
-* There are two buffers of dS. So a consumer says that its half is there when it has also read the dS before, which the
-  other one writes over next. The two may be half a step apart, and are.
+* There are two buffers of dS. So a consumer signals that its half is written only after it has also read the dS of the
+  step before, which the other one overwrites next. The two may be half a step apart, and are.
 * Shared memory is full: K and V 80 KiB, two tiles of Q and dO 80, dS 32, dQ 32, row statistics 2, of 227.
-* ``i & 1``, not ``i % 2``: of the latter LLVM makes addresses that grow from step to step, a register each.
+* ``i & 1``, not ``i % 2``: from the latter LLVM makes addresses that grow from step to step, a register each.
 
 Named barriers: 4 to 7 half of dS written and the dS before read (two per consumer, even and odd steps), 8, 9 Q read,
 10, 11 dO read, 12, 13 dQ staged (once more when dk and dv are stored and to be counted), 14, 15 dQ sent.
@@ -57,7 +57,7 @@ def _writer(
     C: gl.constexpr, dq_descs, dq_t, info_ptr, heads, tiles, kv_heads, parts, turns_ptr,
     counters_ptr, segments, SWEEP: gl.constexpr, BATCHED: gl.constexpr,
 ):  # fmt: skip
-    """One step behind consumer C, whose first dQ is none."""
+    """Send the dQ of each step one step later, for consumer C: in the first step there is nothing to send yet."""
     FIRST: gl.constexpr = 2 * dq_descs[0].block_type.shape[3]
     batch, kv_head, part, info = pieces.place(info_ptr, heads, tiles, kv_heads, parts, SWEEP, BATCHED)
     steps, cut_steps, j, stops = pieces.visit_order(info, heads)
@@ -79,15 +79,15 @@ def _writer(
 
 @gluon.jit
 def _scores(i, k, q_s, q_full, S_L: gl.constexpr):
-    """S^T of step i, unscaled: (64 keys, 64 queries), asynchronous."""
+    """Issue S^T of step i, unscaled: (64 keys, 64 queries), asynchronous."""
     mbarrier.wait(q_full.index(i & 1), (i >> 1) & 1)
     return pieces.keys_times_queries(k, q_s, i & 1, S_L)
 
 
 @gluon.jit
 def _dq(C: gl.constexpr, UNIT: gl.constexpr, step, i, k_s, ds_s):
-    """Half C of the columns of piece UNIT of dQ of ``step``, asynchronous, a product for each half of the keys. In step
-    ``i``, see ``pieces.tile_at``."""
+    """Issue half C of the columns of piece UNIT of dQ of ``step``: an asynchronous product for each half of the keys.
+    ``i`` is the current step, see ``pieces.tile_at``."""
     stage = (step & 1) * 2
     W: gl.constexpr = k_s[UNIT].shape[2] // 2
     late = i >> 30
@@ -115,7 +115,8 @@ def _walk(
     C: gl.constexpr, CUT: gl.constexpr, first, past_step, last, s, dk, dv, k_s, v_s, q_s, dout_s, lse_v,
     delta_v, bounds_v, ds_s, dq_s, q_full, dout_full, scale_log2, dq_scale, key, past, FOLD: gl.constexpr,
 ):  # fmt: skip
-    """``s`` comes in complete and goes out complete for the next step; no wgmma crosses a step."""
+    """Walk the query tiles. ``s`` is complete on entry, and on return that of the next step is; no wgmma crosses a
+    step."""
     S_L: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BM, 16])
     A_L: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=dk[0].type.layout, k_width=2)
     dtype: gl.constexpr = k_s[0].dtype
@@ -207,7 +208,7 @@ def kernel(
     flags_ptr, epoch, timed_out_ptr, turns_ptr, counters_ptr, segments,
     SWEEP: gl.constexpr, BATCHED: gl.constexpr, FOLD: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """See ``backward._kernel``."""
+    """Compute dk, dv and dq. Arguments: as of ``backward._kernel``."""
     dtype: gl.constexpr = q_desc.dtype
     DS_L: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BN // 2, BM], dtype)
     ROW_L: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])

@@ -41,7 +41,7 @@ def _load_pieces(desc, row, full, tiles, i):
 
 @gluon.constexpr_function
 def _bytes(desc):
-    """Bytes of one tile: of all pieces of its columns."""
+    """Return the bytes of one tile: of all pieces of its columns."""
     return sum(piece.block_type.nbytes for piece in desc)
 
 

@@ -1,8 +1,8 @@
-"""The backward of the block kernel for Hopper (sm_90) at head dim 64, in Gluon. Launched by backward.py, whose order of
-the CTAs and of their query tiles it has, with tables for its taller tiles.
+"""The backward of the block kernel for Hopper (sm_90) at head dim 64, in Gluon. Launched by backward.py, in the
+same order of the CTAs and of their query tiles, with tables for its taller tiles.
 
-As backward.py does it, 64 keys a consumer, but 128 queries a step: half as many fences, barriers and waits for each
-product, which is what a head dim of 64 mostly waits for. One query tile a step::
+A consumer has 64 keys, as in backward.py, but a step has 128 queries: half as many fences, barriers and waits per
+product, which limit the speed at a head dim of 64. One query tile a step::
 
     consumers 0, 1  dP^T = V dO^T  under  P = exp2(S^T c - lse), in 16 bits ; dV += P dO ; dS = P (dP^T - delta), to
                     shared memory ; dQ of the step before ; dK += dS Q ; S^T of the step after ; then dQ to shared
@@ -14,8 +14,8 @@ product, which is what a head dim of 64 mostly waits for. One query tile a step:
   registers for them.
 * P stays in 16 bits, two to a register, and dS is made of it, with one more rounding than at head dim 128.
 * Consumer 0 makes dQ of the first 64 queries and consumer 1 of the others, both from all 128 keys.
-* There are two buffers of dS. So a consumer says that its half is there when it has also read the dS before, which the
-  other one writes over next.
+* There are two buffers of dS. So a consumer signals that its half is written only after it has also read the dS of the
+  step before, which the other one overwrites next.
 
 Named barriers: 4 to 7 half of dS written and the dS before read (two per consumer, even and odd steps), 8, 9 Q read,
 10, 11 dO read, 12, 13 dQ staged (once more when dk and dv are stored and to be counted), 14, 15 dQ sent.
@@ -54,7 +54,7 @@ def _writer(
     C: gl.constexpr, dq_desc, info_ptr, dq_s, heads, tiles, kv_heads, parts, turns_ptr, counters_ptr, segments,
     SWEEP: gl.constexpr, BATCHED: gl.constexpr,
 ):  # fmt: skip
-    """Two steps behind consumer C. The first two times there is nothing to send yet."""
+    """Send the dQ of each step two steps later, for consumer C: the first two times there is nothing to send yet."""
     batch, kv_head, part, info = pieces.place(info_ptr, heads, tiles, kv_heads, parts, SWEEP, BATCHED)
     steps, cut_steps, j, stops = pieces.visit_order(info, heads)
     head = (kv_head * parts + part) * heads
@@ -72,7 +72,7 @@ def _writer(
 
 @gluon.jit
 def _scores(i, k, q_s, q_full, S_L: gl.constexpr):
-    """S^T of step i, unscaled: (64 keys, 128 queries), asynchronous."""
+    """Issue S^T of step i, unscaled: (64 keys, 128 queries), asynchronous."""
     mbarrier.wait(q_full.index(i & 1), (i >> 1) & 1)
     s = gl.zeros([HALF, ROWS], gl.float32, S_L)
     return warpgroup_mma(k[0], q_s[0].index(i & 1).permute((1, 0)), s, use_acc=False, is_async=True)
@@ -80,8 +80,8 @@ def _scores(i, k, q_s, q_full, S_L: gl.constexpr):
 
 @gluon.jit
 def _dq(C: gl.constexpr, step, i, k_s, ds_s):
-    """Half C of the queries of dQ of ``step``, asynchronous, a product for each half of the keys. In step ``i``, see
-    ``pieces.tile_at``."""
+    """Issue half C of the queries of dQ of ``step``: an asynchronous product for each half of the keys. ``i`` is the
+    current step, see ``pieces.tile_at``."""
     stage = (step & 1) * 2
     late = i >> 30
     L: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 64, 16])
@@ -97,7 +97,8 @@ def _walk(
     C: gl.constexpr, CUT: gl.constexpr, first, past_step, last, s, dk, dv, k_s, v_s, q_s, dout_s, lse_v,
     delta_v, bounds_v, ds_s, dq_s, q_full, dout_full, scale_log2, dq_scale, key, past, FOLD: gl.constexpr,
 ):  # fmt: skip
-    """``s`` comes in complete and goes out complete for the next step; no wgmma crosses a step."""
+    """Walk the query tiles. ``s`` is complete on entry, and on return that of the next step is; no wgmma crosses a
+    step."""
     S_L: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, ROWS, 16])
     A_L: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=dk[0].type.layout, k_width=2)
     dtype: gl.constexpr = k_s[0].dtype
@@ -171,7 +172,7 @@ def _consumer(
         C, False, cut_steps, steps, steps - 1, s, dk, dv, k_s, v_s, q_s, dout_s, lse_v, delta_v, bounds_v,
         ds_s, dq_s, q_full, dout_full, scale_log2, dk_scale, key, past, FOLD,
     )  # fmt: skip
-    # dQ of the last step, behind that of the step before
+    # dQ of the last step, sent after that of the step before
     fence_async_shared()
     barrier_arrive(DQ_STAGED + C, STAGING)
     barrier_sync(DS_READY + 2 - 2 * C + ((steps - 1) & 1), PAIR)
@@ -199,7 +200,7 @@ def kernel(
     flags_ptr, epoch, timed_out_ptr, turns_ptr, counters_ptr, segments,
     SWEEP: gl.constexpr, BATCHED: gl.constexpr, FOLD: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """See ``backward._kernel``."""
+    """Compute dk, dv and dq. Arguments: as of ``backward._kernel``."""
     dtype: gl.constexpr = q_desc.dtype
     DS_L: gl.constexpr = gl.NVMMASharedLayout.get_default_for([HALF, ROWS], dtype)
     ROW_L: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])

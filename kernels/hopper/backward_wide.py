@@ -141,7 +141,7 @@ def _values(
     heads, tiles, kv_heads, parts, batches, stride_b, stride_s, stride_h, scale_log2, dq_scale, dv_scale,
     SWEEP: gl.constexpr, BATCHED: gl.constexpr, FOLD: gl.constexpr, IN_TURNS: gl.constexpr, COUNTED: gl.constexpr,
 ):  # fmt: skip
-    """Consumer 0: S, P, dV and the first columns of dQ."""
+    """Run consumer 0: S, P, dV and the first columns of dQ."""
     S_L: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BM, 16])
     batch, kv_head, part, info = pieces.place(info_ptr, heads, tiles, kv_heads, parts, SWEEP, BATCHED)
     key = gl.load(info)
@@ -173,7 +173,7 @@ def _keys(
     UNITS: gl.constexpr, SWEEP: gl.constexpr, BATCHED: gl.constexpr, FOLD: gl.constexpr, IN_TURNS: gl.constexpr,
     COUNTED: gl.constexpr,
 ):  # fmt: skip
-    """Consumer 1: dP, dS, dK and the last columns of dQ, one unit of them or two."""
+    """Run consumer 1: dP, dS, dK and the last columns of dQ, one unit of them or two."""
     S_L: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BM, 16])
     PIECES: gl.constexpr = len(v_s)
     DO_STAGES: gl.constexpr = dout_s[0].shape[0]
@@ -229,7 +229,7 @@ def kernel(
     flags_ptr, epoch, timed_out_ptr, turns_ptr, counters_ptr, segments,
     DO_STAGES: gl.constexpr, SWEEP: gl.constexpr, BATCHED: gl.constexpr, FOLD: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """Arguments: as of ``backward._kernel``."""
+    """Compute dk, dv and dq. Arguments: as of ``backward._kernel``."""
     dtype: gl.constexpr = q_desc.dtype
     DS_L: gl.constexpr = gl.NVMMASharedLayout.get_default_for([KEYS, BM], dtype)
     ROW_L: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])

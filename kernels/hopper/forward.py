@@ -17,7 +17,7 @@ with 64 query rows. The consumers of a CTA share the key and value tiles, two st
 * Query tiles are handed out by an atomic counter (work_counter.py), heaviest first within a few heads at a time:
   balanced for any mask, few heads' keys in L2 at once, and robust if other work slows some SMs down.
 * With ``ready`` the producer waits for the flag of a head's keys and values before their first tile. The heads are
-  swept in the order in which they arrive; the consumers are the same with and without flags.
+  swept in the order of arrival; the consumers are the same with and without flags.
 * Tiles have powers of two of columns. Head dims 96 and 192 of q and k are two tiles side by side, 64 + 32 and 128 + 64;
   a value of 96 is read as 128, the last 32 zeros that TMA fills in.
 * m is a point of reference near the maximum, not the maximum: it moves when a score is more than ``SLACK`` above it.

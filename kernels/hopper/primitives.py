@@ -1,4 +1,4 @@
-"""Device helpers that Gluon (Triton 3.6) lacks on Hopper, each with what it compiles to.
+"""Device helpers that Gluon (Triton 3.6) lacks on Hopper, each with the instructions that it compiles to.
 
 Named barriers. A CTA has 16 hardware barriers; Triton takes the low ids for its own warpgroup syncs, so the
 kernels here use ids from ``FREE_BARRIERS`` on. ``bar.sync`` blocks until the given number of threads has
@@ -37,14 +37,15 @@ def barrier_arrive(bar, threads: gl.constexpr, warps: gl.constexpr = 4):
 
 @gluon.jit
 def keep_alive(x):
-    """No instruction: a use of ``x`` (32-bit elements) that the compiler can neither drop nor move, so that its
-    registers are not reused before. For operands of an asynchronous wgmma, placed after the wait for it."""
+    """Use ``x`` (32-bit elements) without an instruction. The compiler can neither drop nor move this use, so it does
+    not reuse the registers of x before. For operands of an asynchronous wgmma, placed after the wait for it."""
     gl.inline_asm_elementwise("// keep $1 $0", "=r,0", [x], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.constexpr_function
 def _scale_asm(count):
-    """Alternate between the two rows of a thread: two registers of the first, two of the second."""
+    """Return the PTX of :func:`scale_rows`. Registers alternate between the two rows of a thread: two of the first, two
+    of the second."""
     first, second = 2 * count, 2 * count + 2
     products = "".join(f"mul.f32 ${i}, ${i}, ${first if i % 4 < 2 else second}; " for i in range(count))
     return (
@@ -73,8 +74,8 @@ def scale_rows(x, factor):
 
 @gluon.constexpr_function
 def _hide_asm(count, before):
-    """A thread holds columns 2 (lane % 4) + {0, 1} of each eight. ``first`` and ``second``: the limits of its two rows,
-    relative to its own first column."""
+    """Return the PTX of :func:`hide_columns`. A thread has columns 2 (lane % 4) + {0, 1} of each eight. ``first`` and
+    ``second``: the limits of its two rows, relative to its own first column."""
     columns = [i // 4 * 8 + i % 2 for i in range(count)]
     limits = ["first" if i % 4 < 2 else "second" for i in range(count)]
     hidden = "gt" if before else "le"  # limit > column, limit <= column
@@ -181,7 +182,7 @@ def multiply_pairs(x, y, dtype: gl.constexpr):
 
 @gl._core.builtin
 def reinterpret(tile, dtype, shape, layout, _semantic=None):
-    """No instruction: the same shared memory as a tile of another dtype, shape or layout. Public since Triton 3.9."""
+    """Return the same shared memory as a tile of another dtype, shape or layout. Public since Triton 3.9."""
     method = getattr(tile, "reinterpret", None) or tile._reinterpret
     return method(dtype, shape, layout, _semantic=_semantic)
 

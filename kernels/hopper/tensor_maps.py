@@ -1,4 +1,4 @@
-"""TMA views of tensors, made quickly: what Triton checks of a view is checked once per shape, strides and box.
+"""TMA views of tensors, made quickly: Triton checks each combination of shape, strides and box only once.
 
 A launch needs four views (forward) or eight (backward). Checking each one again would take longer than a short kernel.
 """
@@ -45,7 +45,7 @@ def view(x: Tensor, box: tuple[int, ...]) -> TensorDescriptor:
 
     Returns:
         Triton's descriptor with one more attribute, ``kind``: a text of the dtype, the box and its layout in shared
-        memory, which are what a kernel is compiled for.
+        memory; a kernel is compiled for these.
 
     Raises:
         ValueError: the address of x is not a multiple of 16 bytes.
@@ -53,7 +53,7 @@ def view(x: Tensor, box: tuple[int, ...]) -> TensorDescriptor:
     """
     if x.data_ptr() % 16:
         raise ValueError(
-            f"TMA reads from multiples of 16 bytes, and the address of this tensor of shape {tuple(x.shape)} is none"
+            f"TMA needs addresses that are multiples of 16 bytes; that of this tensor of shape {tuple(x.shape)} is not"
         )
     key = (x.shape, x.stride(), x.dtype, box)
     fields = _fields_of_views.get(key)

@@ -77,11 +77,11 @@ class Dataflow:
 
     def forward(self, call: Call) -> Result:
         """Return ``(out, lse)`` of this rank's queries."""
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} must define forward()")
 
     def backward(self, call: Call, queries: Queries) -> Gradients:
         """Return the gradients of this rank's shards. ``queries``: this rank's q, dout, lse, delta."""
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} must define backward()")
 
     # Predictions and proof
 
@@ -116,7 +116,7 @@ class Dataflow:
 
     def memory_bytes(self, plan: Plan, shape: Shape, backward: bool) -> int:
         """Return the predicted peak of bytes on the plan's rank in addition to inputs and results."""
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} must define memory_bytes()")
 
     def blocks(self, plan: Plan) -> Iterator[tuple[int, Block]]:
         """Yield everything that is computed: the rank whose queries they are, and the block, on the CPU."""
