@@ -8,12 +8,11 @@ from dataclasses import dataclass
 
 import torch
 
+from .balance import TILE
 from .layout import Shard, positions
 from .mask import Mask
 from .schedule import Fetch
 from .work import Work
-
-TILE = 128
 
 
 @dataclass(frozen=True)

@@ -64,5 +64,5 @@ def _edges(mask: Mask) -> Tensor:
     starts = (low + left, left, mask.seq_len_k + left, high + left)
     ends = (high - right - 1, -right - 1, mask.seq_len_k - right - 1, low - right - 1)
     inside = [x - mask.offset for x in (*starts, *ends)]
-    kept = [x[(x > first) & (x < past)] for x in inside]
-    return torch.cat([first.new_zeros(1), first[first < mask.seq_len], *kept]).unique()
+    bends = [x[(x > first) & (x < past)] for x in inside]
+    return torch.cat([first.new_zeros(1), first[first < mask.seq_len], *bends]).unique()

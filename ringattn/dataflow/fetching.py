@@ -8,6 +8,7 @@ need runs that do not interleave, and messages.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, Protocol
 
@@ -55,9 +56,13 @@ class Part(NamedTuple):
 
 
 def interleaved(plan: Plan) -> bool:
-    """Return whether runs of some rank alternate in the order of positions, as in a striped layout."""
-    cpu = torch.device("cpu")
-    return plan.once("interleaved", lambda: any(_order(plan, r, cpu) is not None for r in range(plan.world_size)))
+    """Return whether runs of keys alternate in the order of positions, as in a striped layout."""
+
+    def look() -> bool:
+        runs = sorted((run for shard in plan.shards_k for run in shard), key=lambda run: run.start)
+        return any(a[-1] > b.start for a, b in itertools.pairwise(runs))
+
+    return plan.once("interleaved", look)
 
 
 def _positions(plan: Plan, rank: int, device: torch.device) -> Tensor:
@@ -70,13 +75,10 @@ def _positions(plan: Plan, rank: int, device: torch.device) -> Tensor:
 
 
 def _order(plan: Plan, rank: int, device: torch.device) -> Tensor | None:
-    """Return the index that sorts what arrives by position; None if it is sorted already."""
-
-    def make() -> tuple[Tensor | None]:
-        positions = _positions(plan, rank, device)
-        return (None if bool((positions.diff() > 0).all()) else positions.argsort(),)
-
-    return plan.once(("order of keys", rank, device), make)[0]
+    """Return the index that sorts what arrives by position; None where it is sorted already."""
+    if not interleaved(plan):
+        return None
+    return plan.once(("order of keys", rank, device), lambda: _positions(plan, rank, device).argsort())
 
 
 def gathered_block(plan: Plan, device: torch.device, rank: int | None = None) -> Block:
