@@ -6,13 +6,14 @@ import contextlib
 import itertools
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 import ringattn
 from benchmarks.balanced_orders import balanced_orders
@@ -47,12 +48,17 @@ class Group:
 
 @dataclass
 class Contestant:
-    """One way to compute a problem: forward, or forward and backward, each inside ``around()``."""
+    """One way to compute a problem: forward, or forward and backward, each inside ``around()``.
+
+    ``plan``: of our dataflows. ``layout``, ``inputs``: of our dataflows and peers, q, k, v and dout of this rank.
+    """
 
     attend: Callable[[], Any]
     both: Callable[[], Any]
     around: Around = field(default=nullcontext)
     plan: ringattn.Plan | None = None
+    layout: str = ""
+    inputs: Sequence[Tensor] = ()
 
     def call(self, name: str) -> Callable[[], Any]:
         """Return the pass "forward" or "forward+backward"."""
