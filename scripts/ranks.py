@@ -50,6 +50,19 @@ def prepare() -> None:
             ctypes.CDLL(None).prctl(1, int(signal.SIGKILL), 0, 0, 0)
 
 
+def fresh_store() -> dict[str, Any]:
+    """Return arguments of ``init_process_group`` with which ranks that torchrun started again (``--max-restarts``) do not
+    read the addresses that their dead predecessors left in torchrun's store, which torch 2.13 keeps
+    (https://github.com/pytorch/pytorch/issues/135712). For one host, on which all ranks have the same number of restarts;
+    for several, start torchrun with TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1."""
+    env = os.environ
+    if env.get("TORCHELASTIC_USE_AGENT_STORE") != "True" or env["LOCAL_WORLD_SIZE"] != env["WORLD_SIZE"]:
+        return {}
+    store = dist.TCPStore(env["MASTER_ADDR"], int(env["MASTER_PORT"]), is_master=False)
+    own = dist.PrefixStore(f"restart {env['TORCHELASTIC_RESTART_COUNT']}", store)
+    return dict(store=own, rank=int(env["RANK"]), world_size=int(env["WORLD_SIZE"]))
+
+
 def join(device_type: str, alternative: str = "") -> torch.device:
     """Join the group of all ranks, NCCL for "cuda" and gloo for "cpu". Returns this rank's device.
 
@@ -58,10 +71,10 @@ def join(device_type: str, alternative: str = "") -> torch.device:
     """
     require_torchrun(alternative)
     if device_type != "cuda":
-        dist.init_process_group("gloo")
+        dist.init_process_group("gloo", **fresh_store())
         return torch.device(device_type)
     device = own_gpu()
-    dist.init_process_group("nccl", device_id=device)
+    dist.init_process_group("nccl", device_id=device, **fresh_store())
     return device
 
 

@@ -693,9 +693,9 @@ def connect() -> torch.device:
     gpu = torch.cuda.is_available()
     device = ranks.own_gpu() if gpu else torch.device("cpu")
     ranks.prepare()
-    alone: dict[str, Any] = {} if "RANK" in os.environ else dict(store=dist.HashStore(), rank=0, world_size=1)
+    own = ranks.fresh_store() if "RANK" in os.environ else dict(store=dist.HashStore(), rank=0, world_size=1)
     # Gloo next to NCCL, so that ranks compare their plans without waiting for the GPU.
-    dist.init_process_group("cpu:gloo,cuda:nccl" if gpu else "gloo", timeout=datetime.timedelta(minutes=10), **alone)
+    dist.init_process_group("cpu:gloo,cuda:nccl" if gpu else "gloo", timeout=datetime.timedelta(minutes=10), **own)
     return device
 
 
