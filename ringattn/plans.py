@@ -53,6 +53,7 @@ class Plan:
         rank, world_size: of the group.
         layout, dataflow, deterministic, buffer_bytes: as chosen; ``dataflow`` is never "auto".
         mask: intervals per query, in global positions.
+        documents: the part of it that documents and padding hide.
         shards, shards_k: for every rank, the ranges of positions of queries and keys it holds.
         fetches: for every rank the runs of keys that its queries see, its own included, sorted by position.
         needs: ``needs[q_rank][k_rank]``: some query of one rank sees some key of the other.
@@ -69,6 +70,7 @@ class Plan:
         self,
         *,
         mask: Mask,
+        documents: Mask,
         layout: str,
         dataflow: str,
         deterministic: bool,
@@ -84,6 +86,7 @@ class Plan:
         digest: int = 0,
     ) -> None:
         self.mask, self.seq_len, self.seq_len_k = mask, mask.seq_len, mask.seq_len_k
+        self.documents = documents
         self.rank, self.world_size = transport.rank, transport.world_size
         self.layout, self.dataflow, self.deterministic = layout, dataflow, deterministic
         self.buffer_bytes = buffer_bytes

@@ -82,8 +82,9 @@ def test_no_circles() -> None:
 
 
 def test_no_arrow_points_up() -> None:
-    for name in ("partial", "mask", "schedule", "memo", "shape"):
+    for name in ("partial", "intervals", "schedule", "memo", "shape"):
         assert GRAPH[name] == set(), f"{name} stands on nothing of ringattn"
+    assert GRAPH["mask"] == {"intervals"}
     assert GRAPH["reference"] <= {"mask"}
     assert GRAPH["work"] == {"mask"}
     assert GRAPH["balance"] == {"mask", "work"}
