@@ -15,6 +15,7 @@ from . import needs as needs_of_ranks
 from . import transport as transports
 from .agreement import Disagreement, hash_of
 from .dataflow import DATAFLOWS
+from .dataflow import choose as choose_dataflow
 from .layout import Shard
 from .mask import Mask
 from .memo import Memo
@@ -71,7 +72,8 @@ def plan(
             needs; "reduce": queries travel and their partial states come home; "auto": the fastest by a model
             of one layer's forward and backward (:mod:`.cost`), for 32/8 heads of 128 in 2 bytes and one row, with the
             costs that ``benchmarks/calibrate.py`` measured on this machine, or default ones. ``describe()`` says why.
-        deterministic: the same bits on every run.
+        deterministic: the same bits of every result on every run, for any number of ranks, any layout and dataflow, by
+            a dataflow of its own (:mod:`.dataflow.same_bits`) that takes more time and memory.
         local_size: ranks per node, to make a ring a double ring; divides the group's size.
         buffer_bytes: with the dataflow "gather", memory for fetched keys and values and their gradients. Where they
             need more and copy engines fetch them, they come in waves of heads that fit; messages bring all heads.
@@ -97,7 +99,7 @@ def plan(
         )  # fmt: skip
         words = request.words()
         costs = None
-        if request.dataflow == "auto" and transport.world_size > 1:
+        if request.dataflow == "auto" and transport.world_size > 1 and not request.deterministic:
             costs = _costs(transport)
             words["calibration"] = hash_of(repr(costs[0]))
     except Exception as bad:  # whatever it is, the other ranks must hear of it
@@ -307,12 +309,13 @@ def _make(request: Request, transport: Transport, costs: tuple[Costs, str] | Non
     needs = tuple(tuple(owner in some for owner in range(n)) for some in owners)
     dataflow, choice = request.dataflow, None
     if dataflow == "auto" and costs is None:
-        dataflow = "ring"  # one rank: nothing moves, and nothing is merged
+        dataflow = "ring"  # one rank: nothing moves, and nothing is merged; or a deterministic plan, which runs none
     elif dataflow == "auto" and costs is not None:
         from .cost import choose
 
         choice = choose(_problem(request, transport, shards, shards_k, fetches, needs), *costs)
         dataflow = choice.dataflow
+    flow = choose_dataflow(dataflow, request.deterministic)
     return Plan(
         mask=mask,
         documents=request.documents,
@@ -324,8 +327,8 @@ def _make(request: Request, transport: Transport, costs: tuple[Costs, str] | Non
         shards_k=shards_k,
         fetches=fetches,
         needs=needs,
-        schedule=DATAFLOWS[dataflow].schedule(needs, request.local_size),
-        flow=DATAFLOWS[dataflow],
+        schedule=flow.schedule(needs, request.local_size),
+        flow=flow,
         transport=transport,
         choice=choice,
         digest=digest,
