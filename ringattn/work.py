@@ -43,6 +43,7 @@ class Work:
         self._slope: list[int] = ((at_last - at_first) // steps).tolist()
         self._sums = [0, *itertools.accumulate(sums.tolist())]
         self.total = self._sums[-1]
+        self.rows = mask.rows
         self.cuts = cuts if mask.seq_len else [0]
 
     def before(self, position: int) -> int:
@@ -50,6 +51,10 @@ class Work:
         k = bisect_right(self._edges, position) - 1
         n = position - self._edges[k]
         return self._sums[k] + n * self._first[k] + self._slope[k] * (n * (n - 1) // 2)
+
+    def at(self, position: int) -> int:
+        """Return the visible pairs of a query."""
+        return self.before(position + 1) - self.before(position)
 
     def of(self, run: range) -> int:
         """Return the visible pairs of a run of neighbouring queries."""
