@@ -25,6 +25,7 @@ from __future__ import annotations
 import itertools
 from bisect import bisect_left, bisect_right, insort
 from collections.abc import Iterable, Iterator, Sequence
+from operator import itemgetter
 from typing import NamedTuple
 
 from .mask import Mask
@@ -36,7 +37,7 @@ GROUP = 512  # neighbouring documents are kept together up to so many tokens, fo
 FLAT = 1000  # work that differs from the mean by less than a part in so many is equal
 UNEVEN = 100  # the same for parts that need not be taken block by block
 NEAR = 160  # the same for work that whole tiles of queries cannot match exactly
-FAR = 80  # the same where nothing is near
+FAR = 60  # the same where nothing is near
 REACH = 4  # light parts to choose from: so many times the tokens of a rank
 DEEP = 16  # heavy parts to choose from
 
@@ -76,8 +77,8 @@ def _parts(cuts: Sequence[int], size: int) -> list[range]:
 class _Part(NamedTuple):
     """A run of neighbouring positions; sorted by the first field, ``density``: pairs per 1024 tokens.
 
-    ``pairs``, ``tiles``: of all its queries, see :meth:`_Row.tiles`; ``first``, ``last``: pairs of its first and its
-    last query.
+    ``pairs``, ``tiles``: of all its queries, about how many 128ths of tiles a kernel computes; ``first``, ``last``: pairs of its first and its
+    most expensive query.
     """
 
     density: int
@@ -123,21 +124,18 @@ class _End:
             return 0
         return self.pairs[last] - self.pairs[skip] + self.row.work.of(self.piece(last, past - self.tokens[last]))
 
-    def amount(self, tokens: int, skip: int = 0) -> tuple[int, int, int]:
-        """Return the pairs and tiles of ``tokens`` tokens after the first ``skip`` parts, and the keys that are fetched
-        because the last part is cut."""
+    def amount(self, tokens: int, skip: int = 0) -> tuple[int, int]:
+        """Return the tiles of ``tokens`` tokens after the first ``skip`` parts, and the keys that are fetched because
+        the last part is cut."""
+        if not tokens:
+            return 0, 0
         past = self.tokens[skip] + tokens
         last = self.count(past) - 1
-        if last < skip:
-            return 0, 0, 0
-        cut = past < self.tokens[last + 1]
-        end = last + (not cut)
-        pairs, tiles = self.pairs[end] - self.pairs[skip], self.tiles[end] - self.tiles[skip]
-        if not cut:
-            return pairs, tiles, 0
-        piece = self.piece(last, past - self.tokens[last])
-        fetched = self.row.work.at(piece.start) if self.tail else len(piece)
-        return pairs + self.row.work.of(piece), tiles + self.row.tiles(piece), fetched
+        if past == self.tokens[last + 1]:
+            return self.tiles[last + 1] - self.tiles[skip], 0
+        piece = self.row._part(self.piece(last, past - self.tokens[last]))
+        fetched = piece.first if self.tail else piece.stop - piece.start
+        return self.tiles[last] - self.tiles[skip] + piece.tiles, fetched
 
     def take(self, tokens: int, skip: int = 0) -> list[tuple[_Part, range]]:
         """Return the pieces that make up ``tokens`` tokens after the first ``skip`` parts, and their parts."""
@@ -155,24 +153,18 @@ class _Row:
         self.tiles_left = sum(part.tiles for part in self.parts)
 
     def _part(self, run: range) -> _Part:
-        pairs, first, last = self.work.of(run), self.work.at(run.start), self.work.at(run.stop - 1)
-        return _Part(pairs * 1024 // len(run), run.start, run.stop, pairs, self.tiles(run), first, last)
-
-    def tiles(self, run: range) -> int:
-        """Return about how many 128ths of tiles a kernel computes for a run of queries."""
-        work, begin, stop = self.work, run.start, run.stop
-        document = bisect_right(work.cuts, begin)
-        past = work.cuts[document]
-        full = len(run) // TILE
-        if past < stop - TILE and full and past - begin < LONG:  # several short documents
-            return work.of(run) // TILE + (3 * TILE) * work.rows * -(-len(run) // TILE)
-        middle = begin + full * TILE
-        tiles = TILE * work.rows * full
-        if full:
-            tiles += work.of(range(begin, middle)) // TILE + (work.at(middle - 1) - work.at(begin)) // 2
-        if middle < stop:
-            tiles += TILE * work.rows + max(work.at(stop - 1), work.at(past - 1) if middle < past <= stop else 0)
-        return tiles
+        work, start, stop, size = self.work, run.start, run.stop, len(run)
+        pairs, first, last = work.of(run), work.at(start), work.at(stop - 1)
+        past = work.cuts[bisect_right(work.cuts, start)]
+        count, waste = -(-size // TILE), 0
+        if past >= stop:
+            waste = last * (count * TILE - size) // TILE  # the last tile is not full
+        elif past - start >= LONG:
+            last = max(last, work.at(past - 1))
+        else:
+            waste = TILE * count * work.rows  # a tile begins in one document and ends in another
+        tiles = TILE * count * work.rows + pairs // TILE + (last - first) // 2 + waste
+        return _Part(pairs * 1024 // size, start, stop, pairs, tiles, first, last)
 
     def divide(self, shares: Sequence[int]) -> list[list[range]]:
         """Return pieces of as many tokens as each share has, and of equal work."""
@@ -245,15 +237,19 @@ class _Search:
                 low = t + 1
             else:
                 high = t
-        costs = {choice: self._cost(choice) for choice in self._choices(low)}
+        choices = sorted(((abs(away), choice) for away, choice in self._choices(low)), key=itemgetter(0))[:FEW]
         for near in (NEAR, FAR):
-            within = [x for x, (away, _) in costs.items() if away * near <= target]
+            within = [choice for away, choice in choices if away * near <= target]
             if within:
-                return self._take(min(within, key=lambda x: costs[x][1]))
+                return self._take(min(within, key=self._cost))
         return self._take(_Choice(low, tokens - low))
 
-    def _choices(self, low: int) -> Iterator[_Choice]:
-        """Yield choices, given the number of heavy tokens that matches exactly."""
+    def _choices(self, low: int) -> Iterator[tuple[int, _Choice]]:
+        """Yield choices and by how many pairs they differ from the mean.
+
+        Args:
+            low: the number of heavy tokens that matches exactly.
+        """
         heavy, tokens = self.heavy, self.tokens
         cut = heavy.count(low) - 1
         if cut < 0:
@@ -279,30 +275,31 @@ class _Search:
                 if 0 <= inside <= whole and t <= tokens:
                     yield from self._splits(t, cut, inside // tile)
 
-    def _fills(self, t: int) -> Iterator[_Choice]:
+    def _fills(self, t: int) -> Iterator[tuple[int, _Choice]]:
         """Yield choices of t heavy tokens, with lighter parts of about the right work, whole."""
         light, want = self.light, self.tokens - t
-        if not want:
-            return
-        yield _Choice(t, want)
+        target = self.pairs - self.heavy.pairs_of(t)
+        yield light.pairs_of(want) - target, _Choice(t, want)
         limit = min(len(light.parts), len(self.row.parts) - self.heavy.count(t))
         most = bisect_left(light.tokens, light.tokens[limit] - want + 1) - 1  # parts that can be skipped
-        target = self.pairs - self.heavy.pairs_of(t)
-        low, high = 0, max(0, most)
+        if not want or most <= 0:
+            return
+        low, high = 0, most
         while low < high:
             skip = (low + high) // 2
             if light.pairs_of(want, skip) < target:
                 low = skip + 1
             else:
                 high = skip
-        for skip in range(max(0, low - 2), min(most, low + 2) + 1):
-            yield _Choice(t, 0, skip, want)
-            past = light.tokens[skip] + want
-            window = light.tokens[bisect_right(light.tokens, past) - 1] - light.tokens[skip]
-            if 0 < want - window <= light.tokens[skip]:
-                yield _Choice(t, want - window, skip, window)
+        for skip in range(max(1, low - 1), min(most, low + 2) + 1):
+            yield light.pairs_of(want, skip) - target, _Choice(t, 0, skip, want)
+            last = bisect_right(light.tokens, light.tokens[skip] + want) - 1
+            window = light.tokens[last] - light.tokens[skip]
+            if 0 < want - window <= light.tokens[skip]:  # the lightest parts, too, instead of a piece of a heavier one
+                away = light.pairs[last] - light.pairs[skip] + light.pairs_of(want - window) - target
+                yield away, _Choice(t, want - window, skip, window)
 
-    def _splits(self, t: int, cut: int, tiles: int) -> Iterator[_Choice]:
+    def _splits(self, t: int, cut: int, tiles: int) -> Iterator[tuple[int, _Choice]]:
         """Yield choices of t heavy tokens, some whole tiles of which are further down."""
         heavy, work, parts = self.heavy, self.row.work, self.row.parts
         light = self.tokens - t
@@ -312,10 +309,12 @@ class _Search:
         for count in {max(1, tiles // 2), 1}:
             below = count * TILE
             need = rest - heavy.pairs_of(t - below)
+            found = 0
             for index in range(last, first - 1, -1):
                 part = parts[index]
-                if not part.first * below <= need <= part.last * below:
+                if not part.first * below <= need <= part.last * below or found == 2:
                     continue
+                found += 1
                 top = ((part.stop - part.start) // TILE - (tiles if index == last else count)) * TILE + part.start
                 low, high = 0, (top - part.start) // TILE
                 if high < 0:
@@ -328,24 +327,24 @@ class _Search:
                     else:
                         high = down
                 begin = top - low * TILE
-                yield _Choice(t - below, light, 0, 0, range(begin, begin + below), part)
+                lower = range(begin, begin + below)
+                yield work.of(lower) - need, _Choice(t - below, light, 0, 0, lower, part)
 
-    def _cost(self, choice: _Choice) -> tuple[int, int]:
-        """Return by how many pairs a choice differs from the mean, and what is to be kept small."""
+    def _cost(self, choice: _Choice) -> int:
+        """Return what is to be small: tiles that differ from the mean, squared, and keys to fetch."""
         t, light, skip, window, lower, part = choice
         amounts = [self.heavy.amount(t), self.light.amount(light), self.light.amount(window, skip)]
-        pairs, tiles, fetched = map(sum, zip(*amounts, strict=True))
-        if lower and part:
-            pairs += self.row.work.of(lower)
-            tiles += self.row.tiles(lower)
+        tiles, fetched = map(sum, zip(*amounts, strict=True))
+        if part:
+            piece = self.row._part(lower)
+            tiles += piece.tiles
             cut = self.heavy.count(t + 1) - 1
             if cut < len(self.heavy.parts) and self.heavy.parts[cut] == part:
-                fetched = max(fetched, self.row.work.at(lower.start))
+                fetched = max(fetched, piece.first)
             else:
-                fetched += self.row.work.at(lower.start) + part.last
+                fetched += piece.first + part.last
         uneven = 1000 * (tiles - self.tiles) // max(1, self.tiles)
-        away = abs(pairs - self.pairs)
-        return away, WT * uneven * uneven + WF * (1000 * fetched // (self.row.work.rows * self.tokens))
+        return WT * uneven * uneven + WF * (1000 * fetched // (self.row.work.rows * self.tokens))
 
     def _take(self, choice: _Choice) -> list[tuple[_Part, range]]:
         t, light, skip, window, lower, part = choice
@@ -353,4 +352,5 @@ class _Search:
         return [*pieces, (part, lower)] if part else pieces
 
 
-WT, WF = 1, 2
+FEW = 16
+WT, WF = 1, 4
