@@ -148,6 +148,8 @@ class _Row:
 
     def __init__(self, work: Work, parts: list[range]) -> None:
         self.work, self.blocks = work, False
+        lengths = [b - a for a, b in itertools.pairwise(work.cuts)]
+        self.causal = work.total == sum(n * (n + 1) // 2 for n in lengths)
         self.parts = sorted(map(self._part, parts))
         self.pairs_left = sum(part.pairs for part in self.parts)
         self.tiles_left = sum(part.tiles for part in self.parts)
@@ -155,16 +157,23 @@ class _Row:
     def _part(self, run: range) -> _Part:
         work, start, stop, size = self.work, run.start, run.stop, len(run)
         pairs, first, last = work.of(run), work.at(start), work.at(stop - 1)
-        past = work.cuts[bisect_right(work.cuts, start)]
+        document = bisect_right(work.cuts, start)
+        past = work.cuts[document]
         count, waste = -(-size // TILE), 0
         if past >= stop:
             waste = last * (count * TILE - size) // TILE  # the last tile is not full
-        elif past - start >= LONG:
+        elif past - work.cuts[document - 1] >= LONG:
             last = max(last, work.at(past - 1))
+            middle = start + size // TILE * TILE
+            waste = last * (TILE - past + middle) // TILE if middle < past else 0
         else:
             waste = TILE * count * work.rows  # a tile begins in one document and ends in another
         tiles = TILE * count * work.rows + pairs // TILE + (last - first) // 2 + waste
         return _Part(pairs * 1024 // size, start, stop, pairs, tiles, first, last)
+
+    def end(self, start: int) -> int:
+        """Return where the document of a position ends."""
+        return self.work.cuts[bisect_right(self.work.cuts, start)]
 
     def divide(self, shares: Sequence[int]) -> list[list[range]]:
         """Return pieces of as many tokens as each share has, and of equal work."""
@@ -241,7 +250,8 @@ class _Search:
         for near in (NEAR, FAR):
             within = [choice for away, choice in choices if away * near <= target]
             if within:
-                return self._take(min(within, key=self._cost))
+                costs = sorted(map(self._cost, within), key=itemgetter(0))[:FINE]
+                return self._take(min(costs, key=self._fine)[1])
         return self._take(_Choice(low, tokens - low))
 
     def _choices(self, low: int) -> Iterator[tuple[int, _Choice]]:
@@ -256,9 +266,9 @@ class _Search:
             yield from self._fills(0)
             return
         part, before = heavy.parts[cut], heavy.tokens[cut]
-        tile = TILE if part.stop - part.start >= LONG or part.first > LONG else 1
-        whole = (part.stop - part.start) // tile * tile  # tiles are counted from the beginning of the part
-        end = part.start + whole
+        end = min(part.stop, self.row.end(part.start))
+        tile = TILE if end - part.start >= TILE and part.last >= LONG else 1
+        whole = (end - part.start) // tile * tile  # tiles are counted from the end of the document
         up = (end - (part.stop - (low - before))) // tile * tile  # nearest numbers of whole tiles
         lengths = {before}
         for inside in (up, up + tile):
@@ -315,7 +325,7 @@ class _Search:
                 if not part.first * below <= need <= part.last * below or found == 2:
                     continue
                 found += 1
-                top = ((part.stop - part.start) // TILE - (tiles if index == last else count)) * TILE + part.start
+                top = min(part.stop, self.row.end(part.start)) - (tiles if index == last else count) * TILE
                 low, high = 0, (top - part.start) // TILE
                 if high < 0:
                     continue
@@ -330,8 +340,9 @@ class _Search:
                 lower = range(begin, begin + below)
                 yield work.of(lower) - need, _Choice(t - below, light, 0, 0, lower, part)
 
-    def _cost(self, choice: _Choice) -> int:
-        """Return what is to be small: tiles that differ from the mean, squared, and keys to fetch."""
+    def _cost(self, choice: _Choice) -> tuple[int, _Choice, int]:
+        """Return what is to be small, tiles that differ from the mean, squared, and keys to fetch; the choice; and the
+        second summand alone."""
         t, light, skip, window, lower, part = choice
         amounts = [self.heavy.amount(t), self.light.amount(light), self.light.amount(window, skip)]
         tiles, fetched = map(sum, zip(*amounts, strict=True))
@@ -343,8 +354,16 @@ class _Search:
                 fetched = max(fetched, piece.first)
             else:
                 fetched += piece.first + part.last
-        uneven = 1000 * (tiles - self.tiles) // max(1, self.tiles)
-        return WT * uneven * uneven + WF * (1000 * fetched // (self.row.work.rows * self.tokens))
+        fetching = WF * (1000 * fetched // (self.row.work.rows * self.tokens))
+        return self._uneven(tiles) + fetching, choice, fetching
+
+    def _uneven(self, tiles: int) -> int:
+        return (1000 * (tiles - self.tiles) // max(1, self.tiles)) ** 2
+
+    def _fine(self, cost) -> int:
+        if not self.row.causal:
+            return cost[0]
+        return self._uneven(TILE * _tiles(self.row.work.cuts, [piece for _, piece in self._take(cost[1])])) + cost[2]
 
     def _take(self, choice: _Choice) -> list[tuple[_Part, range]]:
         t, light, skip, window, lower, part = choice
@@ -352,5 +371,25 @@ class _Search:
         return [*pieces, (part, lower)] if part else pieces
 
 
-FEW = 16
+FEW, FINE = 16, 4
 WT, WF = 1, 4
+
+
+def _tiles(cuts: Sequence[int], pieces: list[range]) -> int:
+    """Return the tiles of a rank whose queries see their document up to themselves, as keys lie in its buffer."""
+    tiles = keys = past = more = 0
+    for start, stop in sorted((piece.start, piece.stop) for piece in pieces):
+        document = bisect_right(cuts, start)
+        first, end = cuts[document - 1], cuts[document]
+        at = keys - max(0, past - first)  # of the document's first key in the buffer
+        lead = -more % TILE if past == start else 0  # queries in the last tile of the run before
+        keys, past = at + stop - first, stop
+        full, more = divmod(stop - start - lead, TILE)
+        if end < stop and end - first < LONG:
+            tiles += 3 * (full + (more > 0))
+            continue
+        offset = at % TILE + start + lead - first
+        tiles += full * -(-offset // TILE) + full * (full + 1) // 2 + (lead > 0)
+        if more:
+            tiles += -(-(offset + stop - start - lead) // TILE) if stop - more < end else 2
+    return tiles
