@@ -26,7 +26,7 @@ from .transport import Transport
 if TYPE_CHECKING:
     from .cost import Costs, Problem
 
-VERSION = 4  # of the exchange between ranks
+VERSION = 5  # of the exchange between ranks
 BUFFER_BYTES = 8 << 30
 
 
@@ -47,6 +47,7 @@ def plan(
     deterministic: bool = False,
     local_size: int | None = None,
     buffer_bytes: int = BUFFER_BYTES,
+    timeout: float | None = None,
 ) -> Plan:
     """Plan the attention of one sequence shape. Every rank of the group calls this with the same arguments.
 
@@ -78,25 +79,31 @@ def plan(
         buffer_bytes: with the dataflow "gather", memory for fetched keys and values and their gradients. Where they
             need more and copy engines fetch them, they come in waves of heads that fit; messages bring all heads.
             "auto" chooses no gather that does not fit.
+        timeout: seconds that a rank waits for another one that is stopped or does not come, in this call and in
+            attention with this plan; None: RINGATTN_TIMEOUT, or else the time limit of the group. A rank that has died
+            is noticed at once.
 
     Returns:
         A plan. It may be kept while the shape and the documents stay the same.
 
     Raises:
         ValueError, TypeError: bad arguments, before anything is sent; arguments that differ between ranks
-            (:class:`ringattn.agreement.Disagreement`): the same error on every rank, naming the ranks and the field.
-        RuntimeError: a rank did not come.
+            (:class:`ringattn.errors.Disagreement`): the same error on every rank, naming the ranks and the field.
+        RuntimeError: a rank died (:class:`ringattn.errors.LostPeer`) or did not come (:class:`~.errors.TimedOut`), or
+            an earlier call on the group failed (:class:`~.errors.GroupBroken`).
     """
     transport = transports.of(group)
+    transport.begin("plan()")
     transport.plans_made += 1
     error: Exception | None = None
-    words: dict[str, int | str | bool] = {}
+    words: dict[str, int | float | str | bool] = {}
     try:
         request = Request.checked(
             transport.world_size, seq_len, seq_len_k,
             Masking(mask, causal, window_size, cu_seqlens, cu_seqlens_k, documents, prefix),
-            Choices(layout, dataflow, deterministic, local_size, buffer_bytes),
+            Choices(layout, dataflow, deterministic, local_size, buffer_bytes, timeout),
         )  # fmt: skip
+        transport.timeout = request.timeout or transport.limit
         words = request.words()
         costs = None
         if request.dataflow == "auto" and transport.world_size > 1 and not request.deterministic:
@@ -151,6 +158,7 @@ class Choices(NamedTuple):
     deterministic: bool
     local_size: int | None
     buffer_bytes: int
+    timeout: float | None
 
 
 @dataclass(frozen=True)
@@ -169,6 +177,7 @@ class Request:
     deterministic: bool
     local_size: int
     buffer_bytes: int
+    timeout: float | None
     world_size: int
 
     @classmethod
@@ -180,7 +189,7 @@ class Request:
         Raises:
             ValueError, TypeError: the value, what was expected and the fix.
         """
-        layout, dataflow, deterministic, local_size, buffer_bytes = choices
+        layout, dataflow, deterministic, local_size, buffer_bytes, timeout = choices
         for name, text, names in (
             ("layout", layout, layouts.LAYOUTS), ("dataflow", dataflow, (*DATAFLOWS, "auto")),
         ):  # fmt: skip
@@ -202,9 +211,12 @@ class Request:
             raise ValueError(f"local_size is {local_size}; it must divide the group's {world_size} ranks")
         if type(buffer_bytes) is not int or not 0 < buffer_bytes < 2**63:
             raise ValueError(f"buffer_bytes is {buffer_bytes!r}; pass a positive number of bytes, e.g. 8 * 2**30")
-        return cls(whole, packed, parts, layout, dataflow, bool(deterministic), size, buffer_bytes, world_size)
+        timeout = None if timeout is None else transports.seconds("timeout", timeout)
+        return cls(
+            whole, packed, parts, layout, dataflow, bool(deterministic), size, buffer_bytes, timeout, world_size
+        )
 
-    def words(self) -> dict[str, int | str | bool]:
+    def words(self) -> dict[str, int | float | str | bool]:
         """Return what ranks compare, by name."""
         return dict(
             version=VERSION,
@@ -217,6 +229,7 @@ class Request:
             deterministic=self.deterministic,
             local_size=self.local_size,
             buffer_bytes=self.buffer_bytes,
+            timeout=self.timeout or 0.0,  # 0: the group's
             calibration=0,  # a hash of the costs that decide dataflow "auto"
         )
 
@@ -332,6 +345,7 @@ def _make(request: Request, transport: Transport, costs: tuple[Costs, str] | Non
         transport=transport,
         choice=choice,
         digest=digest,
+        timeout=request.timeout,
     )
 
 

@@ -63,6 +63,7 @@ class Plan:
         choice: why "auto" chose this dataflow; None where it was given.
         handle: a number that stands for this plan in the operators of torch.library.
         digest: a hash of the arguments of :func:`ringattn.plan`, the same on all ranks.
+        timeout: seconds that a rank waits for another in a call; None: the group's.
         local_lengths, local_lengths_k: queries and keys that each rank holds.
     """
 
@@ -84,6 +85,7 @@ class Plan:
         transport: Transport,
         choice: Any = None,
         digest: int = 0,
+        timeout: float | None = None,
     ) -> None:
         self.mask, self.seq_len, self.seq_len_k = mask, mask.seq_len, mask.seq_len_k
         self.documents = documents
@@ -92,7 +94,7 @@ class Plan:
         self.buffer_bytes = buffer_bytes
         self.shards, self.shards_k, self.fetches, self.needs = shards, shards_k, fetches, needs
         self.schedule, self.flow, self.transport, self.choice = schedule, flow, transport, choice
-        self.handle, self.digest = next(_handles), digest
+        self.handle, self.digest, self.timeout = next(_handles), digest, timeout
         self.memo: Memo[Any] = Memo(1 << 14)
         self._agreed: set[tuple[object, ...]] = set()
         # Not when first asked for, which may be inside torch.compile: it cannot trace lengths of ranges.

@@ -100,9 +100,17 @@ def test_no_arrow_points_up() -> None:
 
 
 def test_the_transport_knows_no_attention() -> None:
-    assert GRAPH["agreement"] == GRAPH["peer.driver"] == GRAPH["peer.symmetric"] == set()
-    assert GRAPH["peer.memory"] - {"peer"} == {"memo", "peer.driver"}
-    assert GRAPH["transport"] - {"peer"} == {"agreement", "peer.driver", "peer.memory", "peer.symmetric"}
+    assert GRAPH["errors"] == GRAPH["peer.driver"] == GRAPH["peer.symmetric"] == GRAPH["peer.watchdog"] == set()
+    assert GRAPH["agreement"] == {"errors"}
+    assert GRAPH["peer.memory"] - {"peer"} == {"memo", "peer.driver", "peer.watchdog"}
+    assert GRAPH["health"] - {"peer"} == {"errors", "peer.driver", "peer.watchdog"}
+    assert GRAPH["transport"] - {"peer"} == {
+        "agreement", "errors", "health", "peer.driver", "peer.memory", "peer.symmetric",
+    }  # fmt: skip
+
+
+def test_the_watchdog_needs_the_standard_library_only() -> None:
+    assert outside(MODULES["peer.watchdog"], "peer.watchdog") <= set(sys.stdlib_module_names)
 
 
 def test_no_public_function_shares_the_name_of_its_module() -> None:
