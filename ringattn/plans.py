@@ -8,16 +8,17 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
+from . import blocks
 from . import layout as layouts
 from .kernels.contract import Block
 from .layout import Shard
-from .mask import Mask, count_below, estimate_pairs
+from .mask import Mask, count_below
 from .memo import Memo
 from .schedule import Fetch, Schedule, Step
 from .shape import Shape
@@ -189,36 +190,18 @@ class Plan:
         """This rank's steps of the schedule."""
         return self.once("steps", lambda: self.schedule.steps(self.rank))
 
-    def block(self, q_rank: int, k_rank: int, device: torch.device) -> Block:
-        """Return which keys of ``k_rank`` the queries of ``q_rank`` see, in local indices. Made once per device."""
+    def block(self, q_rank: int, k_rank: int) -> Block:
+        """Return which keys of ``k_rank`` the queries of ``q_rank`` see, in local indices, on the CPU. Made once."""
+        return self.once(("block", q_rank, k_rank), lambda: self.make_block(q_rank, self.shards_k[k_rank]))
 
-        def make() -> Block:
-            shard = self.shards_k[k_rank]
-            return self.make_block(q_rank, shard, layouts.positions(shard, device), tuple(map(len, shard)))
+    def make_block(self, q_rank: int, keys: Sequence[range], segments_k: tuple[int, ...] | None = None) -> Block:
+        """Return which keys of a buffer the queries of a rank see; ``keys`` and ``segments_k`` as of
+        :func:`.blocks.make`."""
+        return blocks.make(self.mask, self.shards[q_rank], self._seen(q_rank), keys, segments_k)
 
-        return self.once(("block", q_rank, k_rank, device), make)
-
-    def make_block(self, q_rank: int, keys: Shard, positions_k: Tensor, segments_k: tuple[int, ...]) -> Block:
-        """Return which of the keys at ``positions_k`` (growing) the queries of a rank see.
-
-        Args:
-            keys: their positions as ranges, possibly with more that these queries do not see; for an estimate of work.
-            segments_k: lengths of the runs of neighbouring keys.
-        """
-        queries = self.shards[q_rank]
-        positions_q = layouts.positions(queries, positions_k.device)
-        positions_k = positions_k.to(torch.int32)
-        start, end = self.mask.intervals(positions_q)
-        return Block(
-            torch.searchsorted(positions_k, start, out_int32=True),
-            torch.searchsorted(positions_k, end, out_int32=True),
-            (positions_q + self.mask.offset).to(torch.int32),
-            positions_k,
-            tuple(map(len, queries)),
-            segments_k,
-            estimate_pairs(self.mask, [queries], [keys])[0][0],
-            self.mask.max_keys_per_query,
-        )
+    def _seen(self, q_rank: int) -> tuple[Tensor, Tensor]:
+        """Return the visible keys of the queries of a rank, in global positions."""
+        return self.once(("intervals", q_rank), lambda: blocks.intervals(self.mask, self.shards[q_rank]))
 
     def once(self, key: object, make: Callable[[], T]) -> T:
         """Return what ``make`` derives from this plan, made once under ``key``."""
@@ -253,9 +236,7 @@ class Plan:
         ``4 * heads * head_dim`` floating-point operations each in the forward."""
 
         def count() -> int:
-            start, end = self.once(
-                ("intervals", q_rank), lambda: self.mask.intervals(layouts.positions(self.shards[q_rank]))
-            )
+            start, end = self._seen(q_rank)
             return sum(int((count_below(r, end) - count_below(r, start)).sum()) for r in self.shards_k[k_rank])
 
         return self.once(("visible", q_rank, k_rank), count)

@@ -116,7 +116,7 @@ class Call:
         """Return the sums of the contributions to a rank's keys, in the order of ranks."""
         total = torch.zeros_like(self.kv)
         for visitor in range(plan.world_size):
-            positions = gathered_block(plan, CPU, visitor).positions_k.long()
+            positions = gathered_block(plan, visitor).positions_k.long()
             total[:, positions] += self.given[visitor][:, positions]
         return plan.shard_k(total)
 
@@ -285,7 +285,7 @@ class Group:
             case.seq_len, rank, seq_len_k=case.seq_len_k, layout=case.layout, dataflow="gather", **case.mask,
             buffer_bytes=buffer,
         )  # fmt: skip
-        gathered_block(plan, CPU)  # made at once, not by the simulated GPU
+        gathered_block(plan)  # made at once, not by the simulated GPU
         rank.link = lambda x: self.links[place]  # type: ignore[method-assign]
         return plan
 
@@ -302,7 +302,7 @@ class Group:
         with self.world.host(self.mains[place][call.number % case.streams]):
             if call.kind == "forward":
                 Gather().forward(Attention(q, k, v, plan, SCORE, kernels))
-                size = case.batch * case.kv_heads * gathered_block(plan, CPU).seq_k * WIDTH
+                size = case.batch * case.kv_heads * gathered_block(plan).seq_k * WIDTH
                 call.later.append(torch.full((size,), 7.0))  # in memory of the keys, if the allocator reuses it
             else:
                 queries = Queries(q, dout, lse, lse)
@@ -382,7 +382,7 @@ def play_two_groups(
 def compare(call: Call, plans: Sequence[ringattn.Plan]) -> None:
     """Compare after the run: all heads were attended to, and gradients are the sums of what was given."""
     for place, plan in enumerate(plans):
-        if gathered_block(plan, CPU).seq_k:
+        if gathered_block(plan).seq_k:
             assert call.heads_seen[place] == call.case.kv_heads
     for plan, (dk, dv) in zip(plans, call.gradients, strict=False):
         same(torch.cat([dk, dv], -1), call.expected(plan), f"gradients of rank {plan.rank}")

@@ -402,11 +402,11 @@ def completion_counts(q: Tensor, keys: Keys) -> CompletionCounts | None:
         return None
 
     def count() -> CompletionCounts:
-        tiles = [-(-n // work.keys_per_cta(q)) for n in block.segments_k]
+        tiles = work.tiles_of_groups(block, work.keys_per_cta(q))
         swept = work.sweep(k.shape[0] * k.shape[2], sum(tiles), work.processors(q), split.parts)
         rows = max(1, swept // split.parts)
         # Both consumers of the last part's CTAs count.
-        return CompletionCounts(rows, tuple(2 * rows * n for n in tiles))
+        return CompletionCounts(rows, tuple(2 * rows * n for n in tiles), block.groups_k)
 
     return block.memo.once(("completion counts", split, q.shape, k.shape), count)
 
@@ -539,7 +539,7 @@ def _arguments(
 
 
 def _tables(q: Tensor, block: Block) -> tuple[Tensor, Tensor]:
-    return work.key_tile_table(block, work.keys_per_cta(q), work.queries_per_step(q))
+    return work.key_tile_table(block, work.keys_per_cta(q), work.queries_per_step(q), q.device)
 
 
 def _folds_scale(q: Tensor) -> bool:

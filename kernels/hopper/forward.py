@@ -872,7 +872,7 @@ def forward(q: Tensor, keys: Keys, score: Score, state: Partial | None, finalize
             launched = dispatch(_forward_kernel, grid, *args, **constants)
             if not block.period:  # otherwise each launch allocates memory of its own, and takes long
                 config = CONFIGS[q.shape[3], v.shape[3]]
-                fixed = query_tile_table(block, config.block_m, config.block_n)
+                fixed = query_tile_table(block, config.block_m, config.block_n, q.device)
                 number_at = None if ready is None else _forward_kernel.arg_names.index("epoch")
                 launches.remember(key, tensors, launched, fixed, number_at)
     return Result(outputs[0], outputs[1]) if finalize else Partial(outputs[1], outputs[2], outputs[0])
@@ -887,7 +887,7 @@ def _launch(
     batch, seq_q, q_heads, head_dim = q.shape
     head_dim_v = v.shape[-1]
     config = CONFIGS[head_dim, head_dim_v]
-    table, start, end = query_tile_table(block, config.block_m, config.block_n)
+    table, start, end = query_tile_table(block, config.block_m, config.block_n, q.device)
     n_tiles, n_heads = table.shape[1], batch * q_heads
     workers = min(processors(q), n_tiles * n_heads)
     first = 2 ** (head_dim.bit_length() - 1)  # the columns of the first piece of q and k

@@ -37,11 +37,13 @@ from .primitives import (
     bound,
     cut_tile,
     dot,
+    interval_strides,
     load_span,
     load_tile,
     padded,
     scores,
     store_tile,
+    tables,
     tile_source,
     unsupported,
 )
@@ -94,11 +96,13 @@ def backward(queries: Queries, keys: Keys, score: Score, dq: Tensor) -> tuple[Te
 
     s = ScoreArguments.of(score)
     tma = all(primitives.has_tma(x) for x in (q, k, v, dout))
+    tiles = choose_tiles_dkdv(q, v)
+    rows, span, start, end = tables(block, "key", tiles, q.device)
+    positions_q, positions_k = (None, None) if score.alibi_slopes is None else block.positions(q.device)
     common = (
         lse2, delta, heads * seq_q, seq_q,
-        block.start, *primitives.interval_strides(block.start),
-        block.end, *primitives.interval_strides(block.end),
-        block.positions_q, block.positions_k,
+        start, *interval_strides(start), end, *interval_strides(end),
+        positions_q, positions_k,
         s.scale, s.cap, s.slopes, s.slopes_stride, score.softmax_scale,
     )  # fmt: skip
     sizes = dict(
@@ -116,27 +120,25 @@ def backward(queries: Queries, keys: Keys, score: Score, dq: Tensor) -> tuple[Te
             for argument in (tile_source(x, n, tma), *x.stride()[:3])
         )
 
-    tiles = choose_tiles_dkdv(q, v)
-    tile_map = block.key_tiles(tiles.block_m, tiles.block_n)
-    n_tiles = tile_map.rows.shape[0]
+    n_tiles = rows.shape[0]
     with torch.cuda.device_of(q):
         dispatch(
             _dkdv, (n_tiles * kv_heads * batch,), *sources(tiles), *common,
             dk, *dk.stride()[:3], dv, *dv.stride()[:3],
-            tile_map.rows, tile_map.span, tile_map.span.stride(0) if tile_map.span.shape[0] > 1 else 0,
+            rows, span, *interval_strides(span)[:1],
             seq_q, n_tiles, kv_heads,
             BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n, STAGES=tiles.num_stages, **sizes,
             num_warps=tiles.num_warps, num_stages=tiles.num_stages, maxnreg=tiles.max_registers,
         )  # fmt: skip
 
     tiles = choose_tiles_dq(q, v)
-    tile_map = block.query_tiles(tiles.block_m, tiles.block_n)
-    n_tiles = tile_map.rows.shape[0]
+    rows, span, _, _ = tables(block, "query", tiles, q.device)
+    n_tiles = rows.shape[0]
     with torch.cuda.device_of(q):
         dispatch(
             _dq, (n_tiles * heads * batch,), *sources(tiles), *common,
             dq, *dq.stride()[:3],
-            tile_map.rows, tile_map.span, tile_map.span.stride(0) if tile_map.span.shape[0] > 1 else 0,
+            rows, span, *interval_strides(span)[:1],
             seq_k, n_tiles, heads,
             BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n, STAGES=tiles.num_stages, **sizes,
             num_warps=tiles.num_warps, num_stages=tiles.num_stages, maxnreg=tiles.max_registers,

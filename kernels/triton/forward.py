@@ -35,12 +35,14 @@ from .primitives import (
     bound,
     cut_tile,
     dot,
+    interval_strides,
     load_span,
     load_tile,
     padded,
     scores,
     softmax_step,
     store_tile,
+    tables,
     tile_source,
     to_base2,
     to_natural,
@@ -72,7 +74,8 @@ def forward(q: Tensor, keys: Keys, score: Score, state: Partial | None, finalize
     batch, seq_q, heads, dim = q.shape
     dim_v = v.shape[-1]
     tiles = choose_tiles(q, v)
-    tile_map = block.query_tiles(tiles.block_m, tiles.block_n)
+    rows, span, start, end = tables(block, "query", tiles, q.device)
+    positions_q, positions_k = (None, None) if score.alibi_slopes is None else block.positions(q.device)
     tma = all(primitives.has_tma(x) for x in (q, k, v))
 
     carried: tuple[Tensor | None, ...] = (None, None, None)
@@ -93,7 +96,7 @@ def forward(q: Tensor, keys: Keys, score: Score, state: Partial | None, finalize
 
     s = ScoreArguments.of(score)
     group = tiles.group if heads % tiles.group == 0 else 1
-    n_tiles = tile_map.rows.shape[0]
+    n_tiles = rows.shape[0]
     with torch.cuda.device_of(q):
         dispatch(
             _forward, (n_tiles * heads * batch,), tile_source(q, tiles.block_m, tma), *q.stride()[:3],
@@ -101,10 +104,8 @@ def forward(q: Tensor, keys: Keys, score: Score, state: Partial | None, finalize
             tile_source(v, tiles.block_n, tma), *v.stride()[:3],
             *(argument for x in (*carried, *outputs) for argument in (x, *_strides(x))),
             sink if sink is None else sink.contiguous(),
-            tile_map.rows, tile_map.span, tile_map.span.stride(0) if tile_map.span.shape[0] > 1 else 0,
-            block.start, *primitives.interval_strides(block.start),
-            block.end, *primitives.interval_strides(block.end),
-            block.positions_q, block.positions_k,
+            rows, span, *interval_strides(span)[:1], start, *interval_strides(start), end, *interval_strides(end),
+            positions_q, positions_k,
             s.scale, s.cap, s.slopes, s.slopes_stride,
             k.shape[1], n_tiles, heads,
             GROUP=group, HEADS_PER_KV=heads // k.shape[2],
