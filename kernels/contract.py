@@ -250,6 +250,9 @@ class Block:
             speed depends on it.
         max_keys_per_query: the largest number of keys that a query sees over all calls that carry one state; None for
             ``seq_k``.
+        chunked: these queries may see other chunks of keys, too, so that states are carried.
+        long: with other documents a query may see more than ``LONGEST_SUM`` keys. Kernels that differ in these two are
+            compiled together with the first one.
 
     The tensors are on the CPU, or on the device of the kernels. What is derived from them is made where they are, and
     sent to the device of the kernels in one copy per kernel that nothing waits for (:meth:`on`): a block on the CPU
@@ -264,6 +267,8 @@ class Block:
     segments_k: tuple[int, ...]
     pairs: float | None = None
     max_keys_per_query: int | None = None
+    chunked: bool = False
+    long: bool = False
     memo: Memo[Any] = field(default_factory=lambda: Memo(256), repr=False, init=False)
 
     @property

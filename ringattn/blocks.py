@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .kernels.contract import Block
+from .kernels.contract import LONGEST_SUM, Block
 from .mask import Mask
 
 
@@ -40,7 +40,7 @@ def make(
     keys: Sequence[range],
     segments_k: tuple[int, ...] | None = None,
 ) -> Block:
-    """Return which keys of a buffer some queries see.
+    """Return which keys of a buffer some queries see; a part of all keys if ``segments_k`` is absent.
 
     Args:
         queries: their positions.
@@ -62,6 +62,8 @@ def make(
         tuple(map(len, keys)) if segments_k is None else segments_k,
         float((end - start).sum()) / mask.rows,
         mask.max_keys_per_query,
+        chunked=segments_k is None,
+        long=mask.seq_len_k > LONGEST_SUM,
     )
 
 

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from . import blocks
 from . import layout as layouts
+from .agreement import Agreement
 from .kernels.contract import Block
 from .layout import Shard
 from .mask import Mask, count_below
@@ -93,6 +94,8 @@ class Plan:
         self.handle, self.digest = next(_handles), digest
         self.memo: Memo[Any] = Memo(1 << 14)
         self._agreed: set[tuple[object, ...]] = set()
+        self._unchecked: list[Agreement] = []  # on the arguments of plan()
+        self._trusts = False  # that a call is the same on all ranks if they have compared one like it
         # Not when first asked for, which may be inside torch.compile: it cannot trace lengths of ranges.
         self.local_lengths = tuple(map(layouts.length, shards))
         self.local_lengths_k = tuple(map(layouts.length, shards_k))
@@ -181,6 +184,7 @@ class Plan:
             ValueError, TypeError: a tensor that cannot be split; padding or documents that are not the plan's; rows
                 that differ between ranks, the same error on every rank.
         """
+        self.check_agreement()
         return shard_batch(self, batch, seq_dims=seq_dims)
 
     # What dataflows read
@@ -211,22 +215,51 @@ class Plan:
         self, what: str, fields: dict[str, int | float | str | bool], error: Exception | None = None
     ) -> None:
         """Compare a call's shapes and settings across ranks, the first time after :func:`ringattn.plan` that this rank
-        uses them. Ranks run the same program, so all of them compare in the same call."""
-        signature = (what, *fields.values())
-        if self.world_size > 1 and signature not in self._agreed:
+        uses them; with a plan that was made without waiting, the first time on this group. Ranks run the same program,
+        so all of them compare in the same call."""
+        self.check_agreement()
+        signature, call = (what, *fields.values()), (what, *(x for name, x in fields.items() if name != "plan"))
+        calls = self.transport.calls_agreed
+        if self.world_size == 1 or signature in self._agreed or (error is not None and self._trusted(what)):
+            if error is not None:
+                raise error
+            return
+        if not (self._trusts and call in calls):
             self.transport.agree(what, fields, error)
-            self._agreed.add(signature)
-        elif error is not None:
-            raise error
+            calls.add(call)
+        self._agreed.add(signature)
 
-    def agree_again(self) -> None:
-        """Forget what was compared: every rank has just called :func:`ringattn.plan` and got this plan."""
+    def _trusted(self, what: str) -> bool:
+        """Return whether the other ranks may go on without comparing."""
+        return self._trusts and any(call[0] == what for call in self.transport.calls_agreed)
+
+    def agree_again(self, agreement: Agreement | None) -> None:
+        """Forget what was compared: every rank has just called :func:`ringattn.plan` and got this plan.
+
+        Args:
+            agreement: on the arguments, if it has not been checked.
+        """
         self._agreed.clear()
+        self._trusts = agreement is not None
+        self._unchecked = [earlier for earlier in self._unchecked if earlier.failed is None]
+        if agreement is not None:
+            self._unchecked.append(agreement)
+
+    def check_agreement(self) -> None:
+        """Check that all ranks have made this plan, if that is not known yet.
+
+        Raises:
+            Disagreement, RankFailed: of :func:`ringattn.plan`; the same error on every rank, and again in later calls.
+        """
+        while self._unchecked:
+            self._unchecked[0].check()
+            del self._unchecked[0]
 
     def refuse(self, what: str, error: Exception) -> None:
         """Report ``error`` to the other ranks if they are about to compare arguments, so that they do not wait for this
         one."""
-        if self.world_size > 1 and not any(signature[0] == what for signature in self._agreed):
+        self.check_agreement()
+        if self.world_size > 1 and not self._trusted(what) and not any(s[0] == what for s in self._agreed):
             self.transport.agree(what, {}, error)
 
     # What users read

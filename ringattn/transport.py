@@ -19,7 +19,7 @@ import socket
 import threading
 import warnings
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -60,6 +60,7 @@ class Transport:
         serial: a number that differs between the transports of one process.
         sent_bytes, sent_messages: sums over all calls of :meth:`start`.
         plans_made: number of calls of :func:`ringattn.plan`.
+        calls_agreed: the calls, with their shapes and settings, that all ranks have compared.
         given_up: the error that ended a call after its first message, or "".
     """
 
@@ -70,6 +71,7 @@ class Transport:
     sent_bytes: int = 0
     sent_messages: int = 0
     plans_made: int = 0
+    calls_agreed: set[tuple[object, ...]] = field(default_factory=set)
     given_up: str = ""
 
     def note_failure(self, error: BaseException) -> None:
@@ -120,9 +122,14 @@ class Transport:
         """Replace x by its elementwise ``"max"`` or ``"sum"`` over all ranks, and return it."""
         raise self._no_ranks()
 
+    def start_words(self, words: Tensor) -> Callable[[], Tensor]:
+        """Start to exchange (n,) int64 CPU tensors; return a function that waits for those of all ranks and returns
+        them, (world_size, n). Exchanges are started in the same order on all ranks, and waited for in any."""
+        raise self._no_ranks()
+
     def gather_words(self, words: Tensor) -> Tensor:
         """Return the (n,) int64 CPU tensors of all ranks as (world_size, n)."""
-        raise self._no_ranks()
+        return self.start_words(words)()
 
     def check_device(self, name: str, x: Tensor) -> None:
         """Raise ValueError if this group cannot send x."""
@@ -141,13 +148,31 @@ class Transport:
             RankFailed: another rank passed an error.
             Exception: ``error``, on the rank that passed it.
         """
+        self.start_agreement(what, fields, error).check()
+
+    def start_agreement(
+        self,
+        what: str,
+        fields: dict[str, agreement.Value],
+        error: Exception | None = None,
+        advice: Mapping[str, str] | None = None,
+    ) -> agreement.Agreement:
+        """Start to compare ``fields`` as :meth:`agree` does, and return at once. The ranks may do other things, among
+        them other exchanges, before each of them checks the result.
+
+        Args:
+            advice: see :class:`.agreement.Agreement`.
+
+        Raises:
+            Exception: ``error``, on the rank that passed it.
+        """
         fields = {"call": what, **fields}  # ranks may be at different calls
-        if self.world_size > 1:
-            rows = self.gather_words(agreement.encode(fields, error))
+        rows = None if self.world_size == 1 else self.start_words(agreement.encode(fields, error))
         if error is not None:
+            if rows is not None:
+                rows()
             raise error
-        if self.world_size > 1:
-            agreement.compare(what, fields, rows)
+        return agreement.Agreement(what, fields, rows, advice)
 
 
 def gloo_group_of(group: dist.ProcessGroup) -> dist.ProcessGroupGloo:
@@ -288,19 +313,31 @@ class GroupTransport(Transport):
             dist.all_reduce(x, {"max": dist.ReduceOp.MAX, "sum": dist.ReduceOp.SUM}[op], group=self.group)
         return x
 
-    def gather_words(self, words: Tensor) -> Tensor:
+    def start_words(self, words: Tensor) -> Callable[[], Tensor]:
         rows = [torch.empty_like(words) for _ in range(self.world_size)]
-        try:
-            if self.gloo is None:
-                dist.all_gather(rows, words, group=self.group)
-            else:
-                self.gloo.allgather([rows], [words]).wait()
-        except RuntimeError as error:
-            raise RuntimeError(
+
+        def late(error: RuntimeError) -> RuntimeError:
+            return RuntimeError(
                 f"rank {self.rank}: not every rank of the group came to the same call within the time limit, "
                 f"or one of them died ({error})"
-            ) from error
-        return torch.stack(rows)
+            )
+
+        try:
+            if self.gloo is None:
+                work = dist.all_gather(rows, words, group=self.group, async_op=True)
+            else:
+                work = self.gloo.allgather([rows], [words])
+        except RuntimeError as error:
+            raise late(error) from error
+
+        def wait() -> Tensor:
+            try:
+                work.wait()
+            except RuntimeError as error:
+                raise late(error) from error
+            return torch.stack(rows)
+
+        return wait
 
 
 @dataclass

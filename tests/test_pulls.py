@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import gc
+import itertools
 import weakref
 from collections import deque
 from collections.abc import Sequence
@@ -164,9 +165,8 @@ class Kernels(Backend):
         k, v, dk, dv = alias(k), alias(v), alias(into[0]), alias(into[1])
         positions, heads = block.positions_k.long(), k.shape[2]
         count = None if counters is None else alias(counters)
-        cuts = [0]
-        for length in block.segments_k:
-            cuts.append(cuts[-1] + length)
+        cuts = [0, *itertools.accumulate(block.segments_k)]
+        group_of = [group for group, count in enumerate(block.groups_k) for _ in range(count)]
 
         def work(b: int, h: int, segment: int) -> None:
             at = slice(cuts[segment], cuts[segment + 1])
@@ -176,7 +176,7 @@ class Kernels(Backend):
             given = call.given[rank][b, positions[at], first + h]
             dk[b, at, h], dv[b, at, h] = given[:, :DIM], given[:, DIM:]
             if count is not None:
-                count[(b * heads + h) // self.case.counts, segment] += 1
+                count[(b * heads + h) // self.case.counts, group_of[segment]] += 1
 
         order = [(b, h, segment) for b, h in rows for segment in range(len(block.segments_k))]
         self.world.random.shuffle(order)
@@ -191,21 +191,25 @@ class Kernels(Backend):
         rows = self.case.counts
         if not rows or not self.case.waits or k.shape[0] * k.shape[2] % rows:
             return None
-        return CompletionCounts(rows, (rows,) * len(block.segments_k))
+        return CompletionCounts(rows, tuple(rows * count for count in block.groups_k), block.groups_k)
 
-    def pack_rows(self, k: Tensor, v: Tensor, whole: Tensor, own: Tensor, table: Tensor) -> None:
-        k, v, whole, own = map(alias, (k, v, whole, own))
-        runs = table.tolist()
+    def pack_rows(
+        self, k: Tensor, v: Tensor, whole: Tensor | None, own: Tensor | None, table: packing.RunTable
+    ) -> None:
+        k, v = map(alias, (k, v))
+        whole, own = (x if x is None else alias(x) for x in (whole, own))
+        runs = table.runs.tolist()
 
         def run(b: int) -> None:
             rows = torch.cat([k[b], v[b]], -1).transpose(0, 1)
-            whole[b] = rows
-            for offset, length, first in runs:
+            if whole is not None:
+                whole[b] = rows
+            for offset, length, first in runs if own is not None else ():
                 own[b, :, first : first + length] = rows[:, offset : offset + length]
 
         self.world.kernel("pack", [(None, lambda b=b: run(b)) for b in range(k.shape[0])])
 
-    def sum_runs(self, table: Tensor, own: Tensor, landed: Tensor, dk: Tensor, dv: Tensor) -> None:
+    def sum_runs(self, table: summing.SumTable, own: Tensor, landed: Tensor, dk: Tensor, dv: Tensor) -> None:
         own, landed, dk, dv = map(alias, (own, landed, dk, dv))
         batch, tokens, heads, _ = dk.shape
         if not dk.numel():
@@ -213,17 +217,20 @@ class Kernels(Backend):
         with torch._C.DisableTorchFunction():
             total = torch.zeros(batch * heads, tokens, WIDTH)
 
-        def add(mine: int, offset: int, stride: int, begin: int, end: int) -> None:
+        def add(tile: int, mine: int, offset: int, stride: int, begin: int, end: int) -> None:
             memory = (own if mine else landed).reshape(-1)
-            size = (batch * heads, end - begin, WIDTH)
-            total[:, begin:end] += memory.as_strided(size, (stride, WIDTH, 1), memory.storage_offset() + offset // 4)
+            first, past = max(begin, tile * summing.TOKENS), min(end, (tile + 1) * summing.TOKENS)
+            at = memory.storage_offset() + offset // 4 + (first - begin) * WIDTH
+            total[:, first:past] += memory.as_strided((batch * heads, past - first, WIDTH), (stride, WIDTH, 1), at)
 
         def store() -> None:
             rows = total.view(batch, heads, tokens, WIDTH).transpose(1, 2)
             dk.copy_(rows[..., :DIM])
             dv.copy_(rows[..., DIM:])
 
-        self.world.kernel("sum", [*((None, lambda p=p: add(*p)) for p in table.tolist()), (None, store)])
+        edges, pieces = (x.tolist() for x in table)
+        tiles = [(t, *p) for t, (a, b) in enumerate(itertools.pairwise(edges)) for p in pieces[a:b]]
+        self.world.kernel("sum", [*((None, lambda p=p: add(*p)) for p in tiles), (None, store)])
 
     def patched(self, monkeypatch: pytest.MonkeyPatch) -> None:
         cut = fetching.head_groups
@@ -236,11 +243,12 @@ class Kernels(Backend):
         """Return a function that makes counters with the values after ``case.epoch`` calls."""
         epoch = self.case.epoch
 
-        def counters(shape: tuple[int, int], device: torch.device) -> push.Counters:
-            zeros = real(shape, device)
+        def counters(count: int, device: torch.device) -> push.Counters:
+            zeros = real(count, device)
             raised = alias(zeros.raised)
             self.world.write_tensor("set off", lambda: raised.fill_((epoch + 2**31) % 2**32 - 2**31))
-            return zeros._replace(before=[epoch & 0xFFFFFFFF] * len(zeros.before))
+            zeros.before = [epoch & 0xFFFFFFFF] * count
+            return zeros
 
         return counters
 
@@ -603,7 +611,7 @@ def test_rows_are_pulled_in_chunks_that_grow(
     with world.host(Stream(world.gpus[0], "main")):
         link = memory.Link(0, 2, CPU, Shared(world, (0, 1)).of(0))
         buffers = pull.FetchBuffers(link, k, k, fetches, [1, 1], [slice(0, heads)])
-    chunks: Any = buffers.chunks(link, 0, [slice(*g) for g in groups])
+    chunks: Any = buffers.chunks(0, [slice(*g) for g in groups])
     assert [len(chunk.flags.addresses) for chunk in chunks] == sizes
     order = [b * heads + h for g in groups for b in range(batch) for h in range(*g)]
     first = buffers.flags[0].data_ptr()

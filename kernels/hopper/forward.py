@@ -53,7 +53,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ...partial import Partial
-from ..contract import Keys, Result, Score, int32
+from ..contract import PERIOD, Block, Keys, Result, Score, int32
 from ..launch import Launches, capability, dispatch, on_device
 from .primitives import (
     FREE_BARRIERS,
@@ -869,7 +869,10 @@ def forward(q: Tensor, keys: Keys, score: Score, state: Partial | None, finalize
             epoch = int32(ready.epoch)
         if not launches.again(key, tensors, epoch):
             grid, args, constants = _launch(q, keys, score, sink, state, outputs, finalize, counter)
-            launched = dispatch(_forward_kernel, grid, *args, **constants)
+            launched = dispatch(
+                _forward_kernel, grid, *args,
+                variants=lambda: _variants(q, block, score, outputs[1], constants["BN"]), **constants,
+            )  # fmt: skip
             if not block.period:  # otherwise each launch allocates memory of its own, and takes long
                 config = CONFIGS[q.shape[3], v.shape[3]]
                 fixed = query_tile_table(block, config.block_m, config.block_n, q.device)
@@ -914,6 +917,21 @@ def _launch(
         READY=ready is not None, PERIOD=period,
     )  # fmt: skip
     return (workers, 1, 1), args, constants
+
+
+def _variants(q: Tensor, block: Block, score: Score, row: Tensor, block_n: int) -> list[dict[str, Any]]:
+    """Return how a launch may differ with other documents: with and without a state, complete or not, a longer sum.
+
+    Args:
+        row: any float32 tensor.
+    """
+    periods = [dict(PERIOD=period // block_n) for period in ((0, PERIOD) if block.long else ())]
+    if not block.chunked:
+        return periods
+    sink = score.sink is not None
+    states = [dict(HAS_STATE=state, HAS_SINK=sink and not state) for state in (False, True)]
+    outputs = [dict(FINALIZE=True, out_ptr=q), dict(FINALIZE=False, out_ptr=row)]
+    return [{**a, **b, **c} for a in states for b in outputs for c in periods or [{}]]
 
 
 def _pieces(x: Tensor, rows: int, first: int) -> tuple[TensorDescriptor, TensorDescriptor | None]:

@@ -37,12 +37,15 @@ from .primitives import (
     bound,
     cut_tile,
     dot,
+    elements,
     interval_strides,
     load_span,
     load_tile,
     padded,
     scores,
     store_tile,
+    stride_unit,
+    strides_in,
     tables,
     tile_source,
     unsupported,
@@ -94,7 +97,7 @@ def backward(queries: Queries, keys: Keys, score: Score, dq: Tensor) -> tuple[Te
     with torch.cuda.device_of(q):
         _base2[(triton.cdiv(lse.numel(), 1024),)](lse, lse2, lse.numel(), BLOCK=1024)
 
-    s = ScoreArguments.of(score)
+    s, unit = ScoreArguments.of(score), stride_unit(q, k, v, dout, dk, dv, dq)
     tma = all(primitives.has_tma(x) for x in (q, k, v, dout))
     tiles = choose_tiles_dkdv(q, v)
     rows, span, start, end = tables(block, "key", tiles, q.device)
@@ -109,7 +112,7 @@ def backward(queries: Queries, keys: Keys, score: Score, dq: Tensor) -> tuple[Te
         HEADS_PER_KV=heads // kv_heads,
         DIM=dim, DIM_P2=padded(dim),
         DIM_V=dim_v, DIM_V_P2=padded(dim_v),
-        SIMPLE=s.SIMPLE, SOFTCAP=s.SOFTCAP, TMA=tma, PRECISION=primitives.dot_precision(q.dtype),
+        SIMPLE=s.SIMPLE, SOFTCAP=s.SOFTCAP, TMA=tma, PRECISION=primitives.dot_precision(q.dtype), UNIT=unit,
     )  # fmt: skip
 
     def sources(tiles: Tiles) -> tuple:
@@ -117,14 +120,14 @@ def backward(queries: Queries, keys: Keys, score: Score, dq: Tensor) -> tuple[Te
         return tuple(
             argument
             for x, n in zip((q, k, v, dout), rows, strict=True)
-            for argument in (tile_source(x, n, tma), *x.stride()[:3])
+            for argument in (tile_source(x, n, tma), *strides_in(unit, x))
         )
 
     n_tiles = rows.shape[0]
     with torch.cuda.device_of(q):
         dispatch(
             _dkdv, (n_tiles * kv_heads * batch,), *sources(tiles), *common,
-            dk, *dk.stride()[:3], dv, *dv.stride()[:3],
+            dk, *strides_in(unit, dk), dv, *strides_in(unit, dv),
             rows, span, *interval_strides(span)[:1],
             seq_q, n_tiles, kv_heads,
             BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n, STAGES=tiles.num_stages, **sizes,
@@ -137,7 +140,7 @@ def backward(queries: Queries, keys: Keys, score: Score, dq: Tensor) -> tuple[Te
     with torch.cuda.device_of(q):
         dispatch(
             _dq, (n_tiles * heads * batch,), *sources(tiles), *common,
-            dq, *dq.stride()[:3],
+            dq, *strides_in(unit, dq),
             rows, span, *interval_strides(span)[:1],
             seq_k, n_tiles, heads,
             BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n, STAGES=tiles.num_stages, **sizes,
@@ -148,7 +151,7 @@ def backward(queries: Queries, keys: Keys, score: Score, dq: Tensor) -> tuple[Te
     return dk, dv
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["size"])
 def _base2(lse, lse2, size, BLOCK: tl.constexpr):
     """Store lse in base 2; +inf for rows that see nothing, so that their p is exp2(s - inf) = 0."""
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
@@ -197,7 +200,15 @@ def _queries(
     return dk, dv
 
 
-@triton.jit(do_not_specialize=["seq_q", "n_tiles", "kv_heads", "span_b", "starts_b", "ends_b", "slopes_b"])
+# These vary with lengths and documents: one compiled kernel for all of them.
+_NUMBERS = (
+    "n_tiles", "span_b", "starts_b", "ends_b", "slopes_b", "rows_b", "rows_h",
+    *(f"{x}_{dim}" for x in ("q", "k", "v", "do") for dim in "bsh"),
+)  # fmt: skip
+_SUMS = [f"{x}_{dim}" for x in ("dk", "dv") for dim in "bsh"]
+
+
+@triton.jit(do_not_specialize=[*_NUMBERS, *_SUMS, "seq_q", "kv_heads"])
 def _dkdv(
     q, q_b, q_s, q_h, k, k_b, k_s, k_h, v, v_b, v_s, v_h, dout, do_b, do_s, do_h,
     lse, delta, rows_b, rows_h,
@@ -211,9 +222,13 @@ def _dkdv(
     DIM: tl.constexpr, DIM_P2: tl.constexpr, DIM_V: tl.constexpr, DIM_V_P2: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     SIMPLE: tl.constexpr, SOFTCAP: tl.constexpr,
-    TMA: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
+    TMA: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr, UNIT: tl.constexpr,
 ):  # fmt: skip
     ALIBI: tl.constexpr = slopes is not None
+    q_b, q_s, q_h = elements(q_b, UNIT), elements(q_s, UNIT), elements(q_h, UNIT)
+    k_b, k_s, k_h = elements(k_b, UNIT), elements(k_s, UNIT), elements(k_h, UNIT)
+    v_b, v_s, v_h = elements(v_b, UNIT), elements(v_s, UNIT), elements(v_h, UNIT)
+    do_b, do_s, do_h = elements(do_b, UNIT), elements(do_s, UNIT), elements(do_h, UNIT)
     pid = tl.program_id(0)
     tile = pid % n_tiles  # the earliest keys, which most queries see, start first
     h_kv = pid // n_tiles
@@ -253,6 +268,8 @@ def _dkdv(
                 DIM, DIM_P2, DIM_V, DIM_V_P2, BLOCK_M, BLOCK_N,
                 SIMPLE, SOFTCAP, ALIBI, True, TMA, PRECISION,
             )  # fmt: skip
+    dk_b, dk_s, dk_h = elements(dk_b, UNIT), elements(dk_s, UNIT), elements(dk_h, UNIT)
+    dv_b, dv_s, dv_h = elements(dv_b, UNIT), elements(dv_s, UNIT), elements(dv_h, UNIT)
     store_tile(dk_out, dk * softmax_scale, b, h_kv, n, past, dk_b, dk_s, dk_h, BLOCK_N, DIM, DIM_P2)
     store_tile(dv_out, dv, b, h_kv, n, past, dv_b, dv_s, dv_h, BLOCK_N, DIM_V, DIM_V_P2)
 
@@ -285,7 +302,7 @@ def _keys(
     return dot(ds.to(key.dtype), key, dq, PRECISION)
 
 
-@triton.jit(do_not_specialize=["seq_k", "n_tiles", "heads", "span_b", "starts_b", "ends_b", "slopes_b"])
+@triton.jit(do_not_specialize=[*_NUMBERS, "dq_b", "dq_s", "dq_h", "seq_k", "heads"])
 def _dq(
     q, q_b, q_s, q_h, k, k_b, k_s, k_h, v, v_b, v_s, v_h, dout, do_b, do_s, do_h,
     lse, delta, rows_b, rows_h,
@@ -299,9 +316,13 @@ def _dq(
     DIM: tl.constexpr, DIM_P2: tl.constexpr, DIM_V: tl.constexpr, DIM_V_P2: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     SIMPLE: tl.constexpr, SOFTCAP: tl.constexpr,
-    TMA: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
+    TMA: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr, UNIT: tl.constexpr,
 ):  # fmt: skip
     ALIBI: tl.constexpr = slopes is not None
+    q_b, q_s, q_h = elements(q_b, UNIT), elements(q_s, UNIT), elements(q_h, UNIT)
+    k_b, k_s, k_h = elements(k_b, UNIT), elements(k_s, UNIT), elements(k_h, UNIT)
+    v_b, v_s, v_h = elements(v_b, UNIT), elements(v_s, UNIT), elements(v_h, UNIT)
+    do_b, do_s, do_h = elements(do_b, UNIT), elements(do_s, UNIT), elements(do_h, UNIT)
     pid = tl.program_id(0)
     tile = n_tiles - 1 - pid % n_tiles  # the latest queries, which see most keys, start first
     h = pid // n_tiles
@@ -341,5 +362,6 @@ def _dq(
             k_b, k_s, k_h, v_b, v_s, v_h, scale, cap,
             DIM, DIM_P2, DIM_V, DIM_V_P2, BLOCK_N, SIMPLE, SOFTCAP, ALIBI, True, TMA, PRECISION,
         )  # fmt: skip
+    dq_b, dq_s, dq_h = elements(dq_b, UNIT), elements(dq_s, UNIT), elements(dq_h, UNIT)
     earlier = load_tile(dq_out, b, h, row, past, dq_b, dq_s, dq_h, BLOCK_M, DIM, DIM_P2, True, False)
     store_tile(dq_out, earlier + dq * softmax_scale, b, h, row, past, dq_b, dq_s, dq_h, BLOCK_M, DIM, DIM_P2)

@@ -122,7 +122,7 @@ def fetch_keys(call: Call, block: Block, waits: Callable[[Keys, slice], bool], *
 
     k, v, plan = call.k, call.v, call.plan
     cut = head_waves(call, backward)
-    key = ("fetch buffers", plan.handle, backward, k.shape, v.shape, k.dtype)
+    key = ("fetch buffers", plan.handle, *(wave.stop for wave in cut), k.shape, v.shape, k.dtype)
     buffers = link.prepare(key, lambda: FetchBuffers(link, k, v, plan.fetches, plan.local_lengths_k, cut))
     pull = Pull(link, buffers, k, v)
     per_kv = call.q.shape[2] // k.shape[2]
@@ -209,7 +209,7 @@ class GradientReturn(Protocol):
     def buffers(self, wave: int) -> tuple[Tensor, Tensor]:
         """Return where this rank's contributions of a wave are to be written: (batch, keys, heads, head_dim)."""
 
-    def counters(self, wave: int, counts: CompletionCounts) -> Any:
+    def counters(self, wave: int, counts: CompletionCounts) -> Tensor:
         """Return the counters that the kernel of a wave raises."""
 
     def start(self, wave: int, counts: CompletionCounts | None) -> None:
@@ -253,7 +253,7 @@ class _SentGradients:
         rows = self.partials[wave].transpose(0, 1)
         return rows[..., : self.head_dim], rows[..., self.head_dim :]
 
-    def counters(self, wave: int, counts: CompletionCounts) -> Any:
+    def counters(self, wave: int, counts: CompletionCounts) -> Tensor:
         raise AssertionError("keys that come as messages are complete: nothing is counted")
 
     def start(self, wave: int, counts: CompletionCounts | None) -> None:

@@ -95,7 +95,7 @@ class Gather(Dataflow):
                     part.queries(dq, 2),
                     deterministic=plan.deterministic,
                     into=into,
-                    counters=None if count is None else home.counters(part.wave, count).raised,
+                    counters=None if count is None else home.counters(part.wave, count),
                 )
             if part.last:
                 if leaving is not None:
