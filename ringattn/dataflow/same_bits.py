@@ -44,7 +44,7 @@ class SameBits(Dataflow):
 
     def forward(self, call: Call) -> Result:
         q, v, plan = call.q, call.v, call.plan
-        block = tiles.keys_block(plan, q.device)
+        block = tiles.keys_block(plan)
         cut = _head_waves(plan, _shape(call), backward=False)
         out = lse = None
         for heads, q_heads in cut:
@@ -57,7 +57,8 @@ class SameBits(Dataflow):
                 lse = done.lse.new_empty((q.shape[0], q.shape[2], q.shape[1]))
             out[:, :, q_heads], lse[:, q_heads] = done
             del k_wave, v_wave, done  # before the next wave's are made
-        assert out is not None and lse is not None
+        assert out is not None
+        assert lse is not None
         return Result(out, lse)
 
     def backward(self, call: Call, queries: Queries) -> Gradients:
@@ -70,13 +71,14 @@ class SameBits(Dataflow):
             local = Queries(q[:, :, q_heads], dout[:, :, q_heads], lse[:, q_heads], delta[:, q_heads])
             k, v = call.k[:, :, heads], call.v[:, :, heads]
 
-            gathered = Keys(*tiles.gather(plan, (k, v), tiles.of_keys(plan)), tiles.keys_block(plan, q.device))
+            k_wave, v_wave = tiles.gather(plan, (k, v), tiles.of_keys(plan))
+            gathered = Keys(k_wave, v_wave, tiles.keys_block(plan))
             for rows in _pieces_of_keys(plan):
                 call.backend.query_gradients(local, _some_keys(gathered, rows), score, dq[:, :, q_heads])
-            del gathered
+            del gathered, k_wave, v_wave
 
             theirs = Queries(*tiles.gather(plan, local, tiles.of_queries(plan)))
-            block = tiles.queries_block(plan, q.device)
+            block = tiles.queries_block(plan)
             for rows in _pieces_of_queries(plan, q.shape[2] // call.k.shape[2]):
                 some, part = _some_queries(theirs, block, rows)
                 piece = call.backend.key_gradients(some, Keys(k, v, part), score)
@@ -123,7 +125,7 @@ class SameBits(Dataflow):
     def blocks(self, plan: Plan) -> Iterator[tuple[int, Block]]:
         for rank, theirs in enumerate(tiles.of_keys(plan)):
             positions = layouts.positions(theirs.spans)
-            block = tiles.keys_block(plan, torch.device("cpu"), rank)
+            block = tiles.keys_block(plan, rank)
             yield rank, replace(block, positions_k=positions[positions < plan.seq_len_k])
 
     def verify(self, plan: Plan) -> None:
@@ -133,12 +135,12 @@ class SameBits(Dataflow):
         pairs = 0
         for rank in range(plan.world_size):
             arrived = _check_runs(tiles.of_keys(plan)[rank], plan.shards_k, f"keys for rank {rank}")
-            block = tiles.keys_block(plan, torch.device("cpu"), rank)
+            block = tiles.keys_block(plan, rank)
             missing = torch.cat([torch.zeros(1, dtype=torch.int64), (~arrived).cumsum(0)])
             complete = missing[block.start.long()] == missing[block.end.long()]
             verify.require(complete.all(), f"a query of rank {rank} sees a key that does not arrive")
             arrived = _check_runs(tiles.of_queries(plan)[rank], plan.shards, f"queries for rank {rank}")
-            block = tiles.queries_block(plan, torch.device("cpu"), rank)
+            block = tiles.queries_block(plan, rank)
             seen = (block.end - block.start).sum(0)
             verify.require(not seen[~arrived].any(), f"a query that sees keys of rank {rank} does not arrive")
             pairs += int(seen.sum())
