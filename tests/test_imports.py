@@ -82,8 +82,9 @@ def test_no_circles() -> None:
 
 
 def test_no_arrow_points_up() -> None:
-    for name in ("partial", "mask", "schedule", "memo", "shape"):
+    for name in ("partial", "intervals", "schedule", "memo", "shape"):
         assert GRAPH[name] == set(), f"{name} stands on nothing of ringattn"
+    assert GRAPH["mask"] == {"intervals"}
     assert GRAPH["reference"] <= {"mask"}
     assert GRAPH["work"] == {"mask"}
     assert GRAPH["balance"] == {"mask", "work"}
@@ -99,9 +100,17 @@ def test_no_arrow_points_up() -> None:
 
 
 def test_the_transport_knows_no_attention() -> None:
-    assert GRAPH["agreement"] == GRAPH["peer.driver"] == GRAPH["peer.symmetric"] == set()
-    assert GRAPH["peer.memory"] - {"peer"} == {"memo", "peer.driver"}
-    assert GRAPH["transport"] - {"peer"} == {"agreement", "peer.driver", "peer.memory", "peer.symmetric"}
+    assert GRAPH["errors"] == GRAPH["peer.driver"] == GRAPH["peer.symmetric"] == GRAPH["peer.watchdog"] == set()
+    assert GRAPH["agreement"] == {"errors"}
+    assert GRAPH["peer.memory"] - {"peer"} == {"memo", "peer.driver", "peer.watchdog"}
+    assert GRAPH["health"] - {"peer"} == {"errors", "peer.driver", "peer.watchdog"}
+    assert GRAPH["transport"] - {"peer"} == {
+        "agreement", "errors", "health", "peer.driver", "peer.memory", "peer.symmetric",
+    }  # fmt: skip
+
+
+def test_the_watchdog_needs_the_standard_library_only() -> None:
+    assert outside(MODULES["peer.watchdog"], "peer.watchdog") <= set(sys.stdlib_module_names)
 
 
 def test_no_public_function_shares_the_name_of_its_module() -> None:
