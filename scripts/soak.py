@@ -33,8 +33,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "16")  # of 1024 compiled products, one per shape
-
 import torch
 import torch.distributed as dist
 
@@ -95,8 +93,10 @@ def growth(name: str, samples: Sequence[float]) -> Growth:
 
 
 def steady_heap() -> None:
-    """Let the C library return each block above 1 MiB when it is freed. By default it raises this threshold as it runs,
-    so that the scores of the comparisons with float64 fragment the heap, which grows for thousands of steps."""
+    """Avoid two kinds of growth that come with new shapes on a CPU. oneDNN keeps compiled code for each shape of the
+    comparison's 16-bit products. And the C library raises, as it runs, the size from which it returns freed blocks at
+    once, so that the scores of the comparison fragment the heap; it is set to 1 MiB."""
+    torch.backends.mkldnn.enabled = False  # type: ignore[assignment]
     if sys.platform == "linux":
         mmap_threshold = -3  # M_MMAP_THRESHOLD
         ctypes.CDLL(None).mallopt(mmap_threshold, 2**20)
