@@ -13,8 +13,9 @@ from . import layout as layouts
 from . import mask as masks
 from . import needs as needs_of_ranks
 from . import transport as transports
-from .agreement import Disagreement, hash_of
+from .agreement import hash_of
 from .dataflow import DATAFLOWS
+from .dataflow import choose as choose_dataflow
 from .layout import Shard
 from .mask import Mask
 from .memo import Memo
@@ -25,8 +26,13 @@ from .transport import Transport
 if TYPE_CHECKING:
     from .cost import Costs, Problem
 
-VERSION = 4  # of the exchange between ranks
+VERSION = 5  # of the exchange between ranks
 BUFFER_BYTES = 8 << 30
+_ADVICE = {
+    "calibration": "The numbers stand for what benchmarks/calibrate.py measured, from RINGATTN_CALIBRATION or "
+    "~/.cache/ringattn, on each machine: copy one machine's file to the others, under their names, or delete it on all;"
+    " or name a dataflow"
+}
 
 
 def plan(
@@ -46,6 +52,8 @@ def plan(
     deterministic: bool = False,
     local_size: int | None = None,
     buffer_bytes: int = BUFFER_BYTES,
+    timeout: float | None = None,
+    wait: bool = True,
 ) -> Plan:
     """Plan the attention of one sequence shape. Every rank of the group calls this with the same arguments.
 
@@ -71,53 +79,55 @@ def plan(
             needs; "reduce": queries travel and their partial states come home; "auto": the fastest by a model
             of one layer's forward and backward (:mod:`.cost`), for 32/8 heads of 128 in 2 bytes and one row, with the
             costs that ``benchmarks/calibrate.py`` measured on this machine, or default ones. ``describe()`` says why.
-        deterministic: the same bits on every run.
+        deterministic: the same bits of every result on every run, for any number of ranks, any layout and dataflow, by
+            a dataflow of its own (:mod:`.dataflow.same_bits`) that takes more time and memory.
         local_size: ranks per node, to make a ring a double ring; divides the group's size.
         buffer_bytes: with the dataflow "gather", memory for fetched keys and values and their gradients. Where they
             need more and copy engines fetch them, they come in waves of heads that fit; messages bring all heads.
             "auto" chooses no gather that does not fit.
+        timeout: seconds that a rank waits for another one that is stopped or does not come, in this call and in
+            attention with this plan; None: RINGATTN_TIMEOUT, or else the time limit of the group. A rank that has died
+            is noticed at once.
+        wait: False to make the plan of the next batch while the GPU works on this one: the ranks' arguments are
+            compared in the background, and an error about them is raised on every rank in the first attention with the
+            plan. That attention compares its own arguments only if no earlier one on this group had the same.
 
     Returns:
-        A plan. It may be kept while the shape and the documents stay the same.
+        A plan. It may be kept while the shape and the documents stay the same. Making one never waits for a GPU.
 
     Raises:
         ValueError, TypeError: bad arguments, before anything is sent; arguments that differ between ranks
-            (:class:`ringattn.agreement.Disagreement`): the same error on every rank, naming the ranks and the field.
-        RuntimeError: a rank did not come.
+            (:class:`ringattn.errors.Disagreement`): the same error on every rank, naming the ranks and the field.
+        RuntimeError: a rank died (:class:`ringattn.errors.LostPeer`) or did not come (:class:`~.errors.TimedOut`), or
+            an earlier call on the group failed (:class:`~.errors.GroupBroken`).
     """
     transport = transports.of(group)
+    transport.begin("plan()")
     transport.plans_made += 1
     error: Exception | None = None
-    words: dict[str, int | str | bool] = {}
+    words: dict[str, int | float | str | bool] = {}
     try:
         request = Request.checked(
             transport.world_size, seq_len, seq_len_k,
             Masking(mask, causal, window_size, cu_seqlens, cu_seqlens_k, documents, prefix),
-            Choices(layout, dataflow, deterministic, local_size, buffer_bytes),
+            Choices(layout, dataflow, deterministic, local_size, buffer_bytes, timeout),
         )  # fmt: skip
+        transport.timeout = request.timeout or transport.limit
         words = request.words()
         costs = None
-        if request.dataflow == "auto" and transport.world_size > 1:
+        if request.dataflow == "auto" and transport.world_size > 1 and not request.deterministic:
             costs = _costs(transport)
             words["calibration"] = hash_of(repr(costs[0]))
     except Exception as bad:  # whatever it is, the other ranks must hear of it
         error = bad
-    try:
-        transport.agree("plan()", {"plans": transport.plans_made, **words}, error)
-    except Disagreement as differs:
-        if differs.field != "calibration":
-            raise
-        raise Disagreement(
-            f"{differs}. The numbers stand for what benchmarks/calibrate.py measured, from RINGATTN_CALIBRATION or "
-            "~/.cache/ringattn, on each machine: copy one machine's file to the others, under their names, or delete "
-            "it on all; or name a dataflow",
-            differs.call, differs.field, differs.values,
-        ) from None  # fmt: skip
+    agreement = transport.start_agreement("plan()", {"plans": transport.plans_made, **words}, error, _ADVICE)
+    if wait:
+        agreement.check()
 
     key = (transport.serial, *words.values())
     _plans.drop(lambda old: old.transport.ended)  # and with it the memory that its group fetched into
     result = _plans.once(key, lambda: _make(request, transport, costs, hash_of(repr(words))))
-    result.agree_again()
+    result.agree_again(None if wait else agreement)
     return result
 
 
@@ -149,6 +159,7 @@ class Choices(NamedTuple):
     deterministic: bool
     local_size: int | None
     buffer_bytes: int
+    timeout: float | None
 
 
 @dataclass(frozen=True)
@@ -167,6 +178,7 @@ class Request:
     deterministic: bool
     local_size: int
     buffer_bytes: int
+    timeout: float | None
     world_size: int
 
     @classmethod
@@ -178,7 +190,7 @@ class Request:
         Raises:
             ValueError, TypeError: the value, what was expected and the fix.
         """
-        layout, dataflow, deterministic, local_size, buffer_bytes = choices
+        layout, dataflow, deterministic, local_size, buffer_bytes, timeout = choices
         for name, text, names in (
             ("layout", layout, layouts.LAYOUTS), ("dataflow", dataflow, (*DATAFLOWS, "auto")),
         ):  # fmt: skip
@@ -200,9 +212,12 @@ class Request:
             raise ValueError(f"local_size is {local_size}; it must divide the group's {world_size} ranks")
         if type(buffer_bytes) is not int or not 0 < buffer_bytes < 2**63:
             raise ValueError(f"buffer_bytes is {buffer_bytes!r}; pass a positive number of bytes, e.g. 8 * 2**30")
-        return cls(whole, packed, parts, layout, dataflow, bool(deterministic), size, buffer_bytes, world_size)
+        timeout = None if timeout is None else transports.seconds("timeout", timeout)
+        return cls(
+            whole, packed, parts, layout, dataflow, bool(deterministic), size, buffer_bytes, timeout, world_size
+        )
 
-    def words(self) -> dict[str, int | str | bool]:
+    def words(self) -> dict[str, int | float | str | bool]:
         """Return what ranks compare, by name."""
         return dict(
             version=VERSION,
@@ -215,6 +230,7 @@ class Request:
             deterministic=self.deterministic,
             local_size=self.local_size,
             buffer_bytes=self.buffer_bytes,
+            timeout=self.timeout or 0.0,  # 0: the group's
             calibration=0,  # a hash of the costs that decide dataflow "auto"
         )
 
@@ -307,12 +323,13 @@ def _make(request: Request, transport: Transport, costs: tuple[Costs, str] | Non
     needs = tuple(tuple(owner in some for owner in range(n)) for some in owners)
     dataflow, choice = request.dataflow, None
     if dataflow == "auto" and costs is None:
-        dataflow = "ring"  # one rank: nothing moves, and nothing is merged
+        dataflow = "ring"  # one rank: nothing moves, and nothing is merged; or a deterministic plan, which runs none
     elif dataflow == "auto" and costs is not None:
         from .cost import choose
 
         choice = choose(_problem(request, transport, shards, shards_k, fetches, needs), *costs)
         dataflow = choice.dataflow
+    flow = choose_dataflow(dataflow, request.deterministic)
     return Plan(
         mask=mask,
         documents=request.documents,
@@ -324,11 +341,12 @@ def _make(request: Request, transport: Transport, costs: tuple[Costs, str] | Non
         shards_k=shards_k,
         fetches=fetches,
         needs=needs,
-        schedule=DATAFLOWS[dataflow].schedule(needs, request.local_size),
-        flow=DATAFLOWS[dataflow],
+        schedule=flow.schedule(needs, request.local_size),
+        flow=flow,
         transport=transport,
         choice=choice,
         digest=digest,
+        timeout=request.timeout,
     )
 
 
