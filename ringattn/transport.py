@@ -368,8 +368,11 @@ class GroupTransport(Transport):
     def all_reduce(self, x: Tensor, op: str) -> Tensor:
         if self.world_size > 1:
             self.step += 1
-            reduce = {"max": dist.ReduceOp.MAX, "sum": dist.ReduceOp.SUM}[op]
-            work = dist.all_reduce(x, reduce, group=self.group, async_op=True)
+            reduce, began = {"max": dist.ReduceOp.MAX, "sum": dist.ReduceOp.SUM}[op], time.monotonic()
+            try:
+                work = dist.all_reduce(x, reduce, group=self.group, async_op=True)
+            except RuntimeError as error:
+                raise self.health.failure(error, self._place(), began, self.timeout) from error
             _Works(self, [work], self._place(), x.is_cuda, x).wait()
         return x
 
@@ -414,6 +417,8 @@ class _Works:
     def _wait_on_stream(self, marks: Marks | None) -> None:
         """Make the current stream wait, not the host."""
         stream = torch.cuda.current_stream(self.transport.device)
+        if marks is not None and not marks.in_graphs and torch.cuda.is_current_stream_capturing():
+            marks = None
         if marks is not None:
             marks.moving.write(stream, self.place.step + 1)
         for work in self.works:
