@@ -18,7 +18,7 @@ import torch.autograd.profiler as profiler
 from torch import Tensor
 
 from . import plans
-from .dataflow import DATAFLOWS
+from .dataflow import choose as choose_dataflow
 from .dataflow.contract import Call
 from .kernels.backends import choose
 from .kernels.contract import Queries, Score, ScoreMod, accumulation_dtype, row_delta
@@ -100,7 +100,7 @@ def _forward(
     )
     try:
         with no_autocast(q):  # the state is float32, whatever the caller's region says
-            out, lse = DATAFLOWS[plan.dataflow].forward(Call(q, k, v, plan, score, backend))
+            out, lse = choose_dataflow(plan.dataflow, plan.deterministic).forward(Call(q, k, v, plan, score, backend))
     except BaseException as error:
         plan.transport.note_failure(error)
         raise
@@ -165,7 +165,7 @@ def _backward(
         with no_autocast(q):
             delta = row_delta(out, dout, dlse)
             call, queries = Call(q, k, v, plan, score, backend), Queries(q, dout, lse, delta)
-            dq, dk, dv = DATAFLOWS[plan.dataflow].backward(call, queries)
+            dq, dk, dv = choose_dataflow(plan.dataflow, plan.deterministic).backward(call, queries)
     except BaseException as error:
         plan.transport.note_failure(error)
         raise

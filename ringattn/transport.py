@@ -23,7 +23,7 @@ import threading
 import time
 import warnings
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -70,6 +70,7 @@ class Transport:
         serial: a number that differs between the transports of one process.
         sent_bytes, sent_messages: sums over all calls of :meth:`start`.
         plans_made: number of calls of :func:`ringattn.plan`.
+        calls_agreed: the calls, with their shapes and settings, that all ranks have compared.
         given_up: the error that ended a call after its first message, or "".
         limit: seconds that a rank waits for another.
         timeout: the time limit of this call.
@@ -83,6 +84,7 @@ class Transport:
     sent_bytes: int = 0
     sent_messages: int = 0
     plans_made: int = 0
+    calls_agreed: set[tuple[object, ...]] = field(default_factory=set)
     given_up: str = ""
     limit: float = _TIMEOUT
     timeout: float = _TIMEOUT
@@ -149,9 +151,14 @@ class Transport:
         """Replace x by its elementwise ``"max"`` or ``"sum"`` over all ranks, and return it."""
         raise self._no_ranks()
 
+    def start_words(self, words: Tensor) -> Callable[[], Tensor]:
+        """Start to exchange (n,) int64 CPU tensors; return a function that waits for those of all ranks and returns
+        them, (world_size, n). Exchanges are started in the same order on all ranks, and waited for in any."""
+        raise self._no_ranks()
+
     def gather_words(self, words: Tensor) -> Tensor:
         """Return the (n,) int64 CPU tensors of all ranks as (world_size, n)."""
-        raise self._no_ranks()
+        return self.start_words(words)()
 
     def check_device(self, name: str, x: Tensor) -> None:
         """Raise ValueError if this group cannot send x."""
@@ -171,15 +178,35 @@ class Transport:
             LostPeer, TimedOut: another rank died, or did not come.
             Exception: ``error``, on the rank that passed it.
         """
+        self.start_agreement(what, fields, error).check()
+
+    def start_agreement(
+        self,
+        what: str,
+        fields: dict[str, agreement.Value],
+        error: Exception | None = None,
+        advice: Mapping[str, str] | None = None,
+    ) -> agreement.Agreement:
+        """Start to compare ``fields`` as :meth:`agree` does, and return at once. The ranks may do other things, among
+        them other exchanges, before each of them checks the result.
+
+        Args:
+            advice: see :class:`.agreement.Agreement`.
+
+        Raises:
+            Exception: ``error``, on the rank that passed it.
+        """
         fields = {"call": what, **fields}  # ranks may be at different calls
+        rows = None
         if self.world_size > 1:
             before, self.call, self.dataflow = (self.call, self.dataflow), what, ""
-            rows = self.gather_words(agreement.encode(fields, error))
+            rows = self.start_words(agreement.encode(fields, error))
             self.call, self.dataflow = before
         if error is not None:
+            if rows is not None:
+                rows()
             raise error
-        if self.world_size > 1:
-            agreement.compare(what, fields, rows)
+        return agreement.Agreement(what, fields, rows, advice)
 
 
 def gloo_group_of(group: dist.ProcessGroup) -> dist.ProcessGroupGloo:
@@ -376,20 +403,32 @@ class GroupTransport(Transport):
             _Works(self, [work], self._place(), x.is_cuda, x).wait()
         return x
 
-    def gather_words(self, words: Tensor) -> Tensor:
+    def start_words(self, words: Tensor) -> Callable[[], Tensor]:
         rows = [torch.empty_like(words) for _ in range(self.world_size)]
-        began = time.monotonic()
+        place = self._place()
+
+        def failed(error: RuntimeError, began: float) -> Exception:
+            failure = self.health.failure(error, place, began, self.timeout)
+            self.note_failure(failure)
+            return failure
+
         try:
             if self.gloo is None:
                 work = dist.all_gather(rows, words, group=self.group, async_op=True)
             else:
                 work = self.gloo.allgather([rows], [words])
-            work.wait(datetime.timedelta(seconds=self.timeout))
         except RuntimeError as error:
-            failed = self.health.failure(error, self._place(), began, self.timeout)
-            self.note_failure(failed)
-            raise failed from error
-        return torch.stack(rows)
+            raise failed(error, time.monotonic()) from error
+
+        def wait() -> Tensor:
+            began = time.monotonic()
+            try:
+                work.wait(datetime.timedelta(seconds=self.timeout))
+            except RuntimeError as error:
+                raise failed(error, began) from error
+            return torch.stack(rows)
+
+        return wait
 
 
 @dataclass
