@@ -173,5 +173,12 @@ class Health:
         if not cause and self.board is not None and late:
             peer, cause = self.board.delay(others)
         words = str(error).partition("\n")[0].removesuffix(".") or type(error).__name__
-        kind = TimedOut if late else LostPeer
+        # A rank that is dead or has failed will not come, however long this one has waited.
+        kind = TimedOut if late and not self._is_lost(peer) else LostPeer
         return kind(place, peer, elapsed, f"{cause} (backend: {words})" if cause else f"the backend says: {words}")
+
+    def _is_lost(self, rank: int | None) -> bool:
+        board = self.board
+        if rank is None or board is None:
+            return False
+        return board.status(rank) == watchdog.FAILED or board.process(rank).state() == "is dead"

@@ -110,7 +110,7 @@ class Transport:
         self.call, self.dataflow, self.step = call, dataflow, -1
         self.timeout = self.limit if timeout is None else timeout
 
-    def note_failure(self, error: BaseException) -> None:
+    def note_failure(self, error: BaseException, where: str = "") -> None:
         """Mark the group unusable after a call that failed once communication may have started: other ranks may be at a
         different message. Errors of arguments are raised on all ranks before anything is sent, and are not noted."""
         if self.world_size > 1:
@@ -355,14 +355,15 @@ class GroupTransport(Transport):
     def _place(self) -> Place:
         return Place(self.rank, self.call, self.dataflow, self.step)
 
-    def note_failure(self, error: BaseException) -> None:
+    def note_failure(self, error: BaseException, where: str = "") -> None:
+        """Also tell the other ranks, with the place or ``where``, and close the connections to them."""
         super().note_failure(error)
         if self.world_size == 1 or self._closed:
             return
         self._closed = True
         row = 0 if self._link is None else int(self._link.timed_out[0])
         kernel = f"; a kernel gave up waiting for row {row - 1} of keys (batch * kv_heads + head)" if row else ""
-        self.health.fail(error, f" in {self._place()}{kernel}")
+        self.health.fail(error, where or f" in {self._place()}{kernel}")
         # In a thread with a limit: whatever is wrong with the connections, the error must be raised.
         closing = threading.Thread(target=self._close_all, daemon=True)
         closing.start()
@@ -482,7 +483,7 @@ def _leave_all() -> None:
     error = getattr(sys, "last_value", None)
     for transport in list(_of_group.values()):
         if error is not None:
-            transport.health.fail(error, ", which ended its program")
+            transport.note_failure(error, ", which ended its program")
         transport.health.leave()
 
 
