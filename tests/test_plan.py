@@ -61,6 +61,7 @@ DIFFERENCES = {
     "dataflow": (dict(dataflow="ring"), dict(dataflow="reduce")),
     "deterministic": (dict(deterministic=False), dict(deterministic=True)),
     "local_size": (dict(local_size=2), dict(local_size=4)),
+    "timeout": (dict(timeout=20.5), dict(timeout=21)),
 }
 
 
@@ -88,6 +89,7 @@ def test_differing_arguments_raise_the_same_error_on_every_rank(
         (dict(documents={}), "RuntimeError", "Could not infer dtype of dict"),  # what torch says
         (dict(window_size=5), "TypeError", "window_size is 5; pass two ints"),
         (dict(local_size=3), "ValueError", "local_size is 3; it must divide the group's 4 ranks"),
+        (dict(timeout=0), "ValueError", "timeout is 0; it must be a positive number of seconds, as 600"),
         (
             dict(layout="zig"),
             "ValueError",
