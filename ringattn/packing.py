@@ -270,7 +270,7 @@ def _all_steps(pieces: Sequence[_Piece], rows: int, seq_len: int) -> list[list[_
 
 
 def _full_steps(pieces: Sequence[_Piece], rows: int, seq_len: int, urgent: int) -> list[list[_Bin]]:
-    """Return steps that are as full as possible, with the first piece and many others.
+    """Return steps that are as full as possible, with the first pieces and as many others as fit.
 
     Args:
         urgent: pieces before this number are not kept back, nor replaced by later ones.
@@ -283,7 +283,6 @@ def _full_steps(pieces: Sequence[_Piece], rows: int, seq_len: int, urgent: int) 
             chosen.append(piece)
             room -= piece.length
     bins = [_Bin() for _ in range(count)]
-    bins[0].add(chosen.pop(0))
     for piece in _spread(sorted(chosen, key=_longest_first), bins, seq_len):
         if piece.number < urgent:
             _replace(piece, bins, seq_len, urgent)
