@@ -70,8 +70,7 @@ class Work:
 
 def _edges(mask: Mask) -> Tensor:
     """Return the positions, growing from 0, between which both ends of every row's interval are linear."""
-    first, low, high, left, right = mask.first, mask.low, mask.high, mask.left, mask.right
-    past = torch.cat([first[:, 1:], torch.full_like(first[:, :1], mask.seq_len)], 1)
+    first, past, low, high, left, right = mask.first, mask.past, mask.low, mask.high, mask.left, mask.right
     # Aligned positions at which one of the bounds overtakes another, or an end of the sequence of keys.
     starts = (low + left, left, mask.seq_len_k + left, high + left)
     ends = (high - right - 1, -right - 1, mask.seq_len_k - right - 1, low - right - 1)
