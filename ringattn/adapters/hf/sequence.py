@@ -71,7 +71,7 @@ class Sequence:
         batch: Mapping[str, Any],
         group: Any = None,
         *,
-        layout: str = "zigzag",
+        layout: str = "auto",
         dataflow: str = "auto",
         deterministic: bool = False,
         local_size: int | None = None,
@@ -124,13 +124,15 @@ class Sequence:
         if left == -1 and window is not None:
             return self.visible(causal, None).plan
         size = (left, -1 if causal else left)
+        # Windows must not change which tokens a rank holds.
+        layout = next((visible.plan for visible in self._plans.values()), self.options["layout"])
         return make_plan(
             self.seq_len,
             self.group,
             causal=causal,
             window_size=size,
             documents=self.documents,
-            **self.options,  # type: ignore[arg-type]
+            **self.options | dict(layout=layout),  # type: ignore[arg-type]
         )
 
     def _shard(self, batch: Mapping[str, Any], seq_dims: Mapping[str, int | None] | None) -> dict[str, Any]:
