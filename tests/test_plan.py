@@ -468,7 +468,7 @@ def test_describe_says_who_meets_whom_and_what_moves(layout: str, dataflow: str)
     for way, backward in (("forward", False), ("backward", True)):
         sent = [plan.traffic_bytes(rank=r, backward=backward, q_heads=8, kv_heads=2, head_dim=64) for r in range(4)]
         assert f"{way}: {max(sent) / 2**20:.1f} MiB sent by the busiest rank" in text
-    side = layouts.LAYOUTS[layout](plan.mask, 4)
+    side = layouts.LAYOUTS[layout](plan.mask, 4, 4)
     # Work of a rank: in a ring that of its queries, in a reduce that of its keys.
     work = [sum((p + 1) if dataflow == "ring" else 4096 - p for run in s for p in run) for s in side]
     assert f"balance (mean work / largest): {sum(work) / 4 / max(work):.1%}" in text

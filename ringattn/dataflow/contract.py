@@ -170,6 +170,7 @@ class Dataflow:
         if not self.moves_queries:  # else ranks compute for queries that they do not hold
             lines.append(f"  {Loads.of(plan.mask, plan.shards, plan.shards_k, plan.fetches)}")
         lines.append("  memory in addition to q, k, v, out: {:.1f} MiB forward, {:.1f} MiB backward".format(*memory))
+        lines += [plan.why] * bool(plan.why)
         return "\n".join(lines if plan.choice is None else [*lines, str(plan.choice)])
 
     def verify(self, plan: Plan) -> None:
