@@ -60,11 +60,11 @@ class Tiles(NamedTuple):
         return layouts.length(self.spans)
 
     def pieces(self, size: int) -> list[slice]:
-        """Return the rows of the buffer, cut at multiples of ``size`` positions; 0: in one piece."""
+        """Return the rows of the buffer, cut at multiples of ``size`` positions and between spans; 0: in one piece."""
         cuts, row = {0}, 0
         for span in self.spans:
             if size:
-                cuts |= {row + p - span.start for p in range(-(-span.start // size) * size, span.stop, size)}
+                cuts |= {row, *(row + p - span.start for p in range(-(-span.start // size) * size, span.stop, size))}
             row += len(span)
         return [slice(a, b) for a, b in itertools.pairwise(sorted(cuts | {row}))]
 
