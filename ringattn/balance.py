@@ -203,9 +203,7 @@ class _Row:
         left: dict[_Part, list[range]] = {}
         for part, piece in pieces:
             rests = left.get(part, [range(part.start, part.stop)])
-            halves = [
-                (range(r.start, min(r.stop, piece.start)), range(max(r.start, piece.stop), r.stop)) for r in rests
-            ]
+            halves = [(range(r.start, min(r.stop, piece.start)), range(max(r.start, piece.stop), r.stop)) for r in rests]
             left[part] = [rest for rest in itertools.chain(*halves) if rest]
         for part, rests in left.items():
             del self.parts[bisect_left(self.parts, part)]

@@ -212,7 +212,9 @@ class Request:
         if type(buffer_bytes) is not int or not 0 < buffer_bytes < 2**63:
             raise ValueError(f"buffer_bytes is {buffer_bytes!r}; pass a positive number of bytes, e.g. 8 * 2**30")
         timeout = None if timeout is None else transports.seconds("timeout", timeout)
-        return cls(whole, packed, parts, layout, dataflow, bool(deterministic), size, buffer_bytes, timeout, world_size)
+        return cls(
+            whole, packed, parts, layout, dataflow, bool(deterministic), size, buffer_bytes, timeout, world_size
+        )
 
     def words(self) -> dict[str, int | float | str | bool]:
         """Return what ranks compare, by name."""

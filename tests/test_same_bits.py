@@ -127,7 +127,7 @@ def short_sums(monkeypatch: pytest.MonkeyPatch) -> None:
     """Sums of more than 200 products are too long."""
     for module in (contract, long_sums):
         monkeypatch.setattr(module, "LONGEST_SUM", 200)
-    monkeypatch.setattr(contract, "PERIOD", 128)
+    monkeypatch.setattr(contract, "PERIOD", 256)
     monkeypatch.setattr(long_sums, "QUERY_PRODUCTS", 512)
 
 
@@ -184,10 +184,26 @@ def test_triton_kernels() -> None:
 
 
 @pytest.mark.usefixtures("triton", "short_sums")
-@pytest.mark.filterwarnings("ignore:divide by zero:RuntimeWarning")
-def test_triton_kernels_flush_at_the_same_positions() -> None:
-    case = replace(SMALL, seq_len=400, window_size=(210, -1), alibi="heads", q_heads=1)
-    assert differences([(1, case), (2, case)]) == []
+def test_triton_flushes_at_the_same_positions() -> None:
+    """Only bfloat16 is flushed, and differences hide when the output is rounded; so compare states."""
+    x = replace(SMALL, seq_len=620, dtype=torch.bfloat16, q_heads=1).inputs()
+
+    def state(rank: int, ranks: int) -> tuple[ringattn.Plan, Tensor]:
+        plan = ringattn.plan(
+            620, virtual.VirtualRank(rank, ranks), causal=True, window_size=(210, -1), layout="contiguous",
+            deterministic=True,
+        )  # fmt: skip
+        block = tiles.keys_block(plan, torch.device("cpu"))
+        assert block.period == 256
+        positions = torch.cat([torch.arange(span.start, span.stop) for span in tiles.of_keys(plan)[rank].spans])
+        k, v = (torch.nn.functional.pad(y, (0, 0, 0, 0, 0, 20))[:, positions] for y in (x["k"], x["v"]))
+        keys = contract.Keys(k, v, block)
+        return plan, BACKENDS["triton"].forward(plan.shard(x["q"]), keys, contract.Score(1.0)).o
+
+    _, want = state(0, 1)
+    for rank in range(3):
+        plan, got = state(rank, 3)
+        assert torch.equal(got, plan.shard(want))
 
 
 # What moves, and the proof of a plan
@@ -209,13 +225,13 @@ def test_buffers_are_whole_tiles_in_order() -> None:
 
 
 @pytest.mark.parametrize("layout", cases.LAYOUTS)
-@pytest.mark.parametrize("mask", ["causal", "documents-causal-window", "prefix-window"])
+@pytest.mark.parametrize("mask", ["causal", "packed-window", "prefix-window"])
 def test_verify(layout: str, mask: str) -> None:
     plan = Case(SEQ, layout=layout, deterministic=True, **cases.MASKS[mask](SEQ, 2)).plan(virtual.VirtualRank(1, 3))
     plan.verify()
     for side in (tiles.of_keys, tiles.of_queries):
         right = side(plan)
-        *others, run = sorted(right[1].runs, key=lambda run: run.length)
+        *others, run = sorted(right[1].runs, key=lambda run: (run.owner == 1, run.length))
         wrong = {
             "what its rows stand for": [run._replace(offset=run.offset - 1)],
             "rows of another run": [run, run],
