@@ -83,6 +83,10 @@ class Dataflow:
         """Return the gradients of this rank's shards. ``queries``: this rank's q, dout, lse, delta."""
         raise NotImplementedError(f"{type(self).__name__} must define backward()")
 
+    def sum_rows(self, plan: Plan, x: Tensor) -> Tensor:
+        """Return sums over the rows of x, (batch, heads, queries of this rank) -> (heads,), that ranks' callers add."""
+        return x.sum((0, 2))
+
     # Predictions and proof
 
     def schedule(self, needs: tuple[tuple[bool, ...], ...], local_size: int) -> Schedule:
