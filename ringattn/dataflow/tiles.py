@@ -22,6 +22,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from .. import blocks
 from .. import layout as layouts
 from ..kernels.contract import GRID, Block, flush_period
 from ..layout import Shard
@@ -173,27 +174,26 @@ def every_query(plan: Plan) -> tuple[Tiles, ...]:
 # What kernels get
 
 
-def keys_block(plan: Plan, device: torch.device, rank: int | None = None) -> Block:
+def keys_block(plan: Plan, rank: int | None = None) -> Block:
     """Return which of the keys that a rank gathers its queries see."""
     rank = plan.rank if rank is None else rank
 
     def make() -> Block:
-        spans = of_keys(plan)[rank].spans
-        positions = layouts.positions(spans, device)
-        block = plan.make_block(rank, spans, positions, (len(positions),))
+        gathered = of_keys(plan)[rank]
+        block = plan.make_block(rank, gathered.spans, (gathered.rows,))
         return replace(block, positions_k=block.positions_k.clamp(max=max(plan.seq_len_k - 1, 0)), ordered=True)
 
-    return plan.once(("tiles of keys", rank, device), make)
+    return plan.once(("tiles of keys", rank), make)
 
 
-def queries_block(plan: Plan, device: torch.device, rank: int | None = None) -> Block:
+def queries_block(plan: Plan, rank: int | None = None) -> Block:
     """Return which of a rank's keys the queries that it gathers see."""
     rank = plan.rank if rank is None else rank
 
     def make() -> Block:
         mask, keys = plan.mask, plan.shards_k[rank]
-        positions_k = layouts.positions(keys, device).to(torch.int32)
-        positions = layouts.positions(of_queries(plan)[rank].spans, device)
+        positions_k = blocks.positions(keys)
+        positions = blocks.positions(of_queries(plan)[rank].spans).long()
         inside = positions.clamp(max=max(plan.seq_len - 1, 0))
         start, end = (
             torch.searchsorted(positions_k, torch.where(positions < plan.seq_len, x, plan.seq_len_k), out_int32=True)
@@ -202,7 +202,7 @@ def queries_block(plan: Plan, device: torch.device, rank: int | None = None) -> 
         positions_q, lengths = (inside + mask.offset).to(torch.int32), tuple(map(len, keys))
         return Block(start, end, positions_q, positions_k, (len(positions),), lengths, ordered=True)
 
-    return plan.once(("tiles of queries", rank, device), make)
+    return plan.once(("tiles of queries", rank), make)
 
 
 def gather(plan: Plan, tensors: Sequence[Tensor], tiles: Sequence[Tiles]) -> list[Tensor]:
