@@ -15,6 +15,8 @@ from .mask import Mask
 from .schedule import Fetch
 from .work import Work
 
+LISTED = 16  # ranks whose numbers are shown one by one
+
 
 @dataclass(frozen=True)
 class Loads:

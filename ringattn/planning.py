@@ -210,7 +210,7 @@ class Request:
             if sizes[0] != sizes[1] or layout.world_size != world_size:
                 raise ValueError(
                     f"layout is a plan for {sizes[0]} queries and keys on {layout.world_size} ranks, but this one is "
-                    f"for {sizes[1]} on {world_size}; pass a plan for the same lengths and group, or the name of a layout"
+                    f"for {sizes[1]} on {world_size}; pass one for the same lengths and group, or the name of a layout"
                 )
         size = world_size if local_size is None else local_size
         if type(size) is not int:
