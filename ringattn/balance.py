@@ -43,14 +43,14 @@ FETCH = 8  # weight of keys to fetch, per mille of a rank's tokens, next to the 
 REACH = 4  # light parts to choose from: so many times the tokens of a rank
 DEEP = 16  # heavy parts to choose from
 WIDE = 4  # how far to look where tiles are uneven ...
-MANY = 16  # ... and a rank has fewer parts than these, whose tiles even out
-FEW, FINE = 16, 4  # choices with the nearest numbers of pairs, and those of them whose tiles are counted
+MANY = 10  # ... and a rank has fewer parts than these, whose tiles even out
+FEW, FINE = 12, 3  # choices with the nearest numbers of pairs, and those of them whose tiles are counted
 
 
 def peel(mask: Mask, world_size: int, local_size: int) -> list[list[range]]:
     """Return the pieces of every rank, in any order: as many tokens as on any other, within one, and as many visible
     pairs, nearly."""
-    work = Work(mask)
+    work = Work.of_mask(mask)
     group = max(1, min(GROUP, mask.seq_len // (16 * world_size)))
     cuts = [mask.seq_len * i // world_size for i in range(world_size + 1)]
     ranks = [b - a for a, b in itertools.pairwise(cuts)]
@@ -287,10 +287,12 @@ class _Search:
             choices = sorted(((abs(away), choice) for away, choice in self._choices(low, wide)), key=itemgetter(0))
             near = NEAR * self.row.ranks
             limit = target // near if choices and choices[0][0] * near <= target else target // FAR
-            costs = [self._cost(choice) for away, choice in choices[: wide * FEW] if away <= limit]
-            costs = sorted(costs, key=itemgetter(0))[: wide * FINE]
-            best = min(map(self._fine, costs), key=itemgetter(0), default=best)
-            if best and (best.uneven <= EVEN or light.count(tokens - low) > MANY):
+            costs = sorted((self._cost(x) for away, x in choices[: wide * FEW] if away <= limit), key=itemgetter(0))
+            if light.count(tokens - low) > MANY:
+                best = costs[0] if costs else None
+                break
+            best = min(map(self._fine, costs[: wide * FINE]), key=itemgetter(0), default=best)
+            if best and best.uneven <= EVEN:
                 break
         return self._take(best.choice if best else _Choice(low, tokens - low))
 
