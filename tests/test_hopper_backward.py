@@ -158,7 +158,7 @@ def in_a_process(*args: str) -> subprocess.CompletedProcess:
 @pytest.mark.parametrize(("bn", "bm"), [(64, 64), (128, 64), (128, 128)])
 def test_tables_name_every_visible_pair_once(mask, seq_q, seq_k, segments_k, bn, bm):
     block = make_block(*mask(seq_q, seq_k), seq_k, segments_k=segments_k)
-    info, bounds = work.key_tile_table(block, bn, bm)
+    info, bounds = work.key_tile_table(block, bn, bm, block.start.device)
     n = torch.arange(seq_k, device=info.device)
     for batch in range(info.shape[0]):
         visible = (block.start[batch, :, None] <= n) & (n < block.end[batch, :, None])
@@ -216,7 +216,8 @@ def test_unreadable_tensors_are_copied_first(monkeypatch):
                                            (lambda m, n: documents(m, n, lengths=(100, 33, 567)), 700)])  # fmt: skip
 def test_tiles_are_visited_cut_first_then_full(monkeypatch, mask, seq, heads):
     """Producer and writers follow this order, and consumers rely on where the full tiles begin."""
-    info, _ = work.key_tile_table(make_block(*mask(seq, seq), seq), pieces.BN.value, pieces.BM.value)
+    block = make_block(*mask(seq, seq), seq)
+    info, _ = work.key_tile_table(block, pieces.BN.value, pieces.BM.value, block.start.device)
     numbers = info[0].flatten().tolist()
     monkeypatch.setattr(pieces.gl, "load", numbers.__getitem__)
     for at in range(0, len(numbers), pieces.INFO.value):
@@ -290,7 +291,6 @@ def test_staging_is_free_of_bank_conflicts(columns, exchanged):
 
 @pytest.mark.parametrize(("change", "word"), [
     (dict(dtype=torch.float32), "dtype"), (dict(dim=80), "head dims"), (dict(dim_v=64), "head dims"),
-    (dict(softcap=30.0), "softcap"), (dict(scale=0.0), "softmax_scale"),
 ])  # fmt: skip
 def test_refusals_name_a_kernel_that_can(monkeypatch, change, word):
     monkeypatch.setattr(hopper_backward, "capability", lambda device: (9, 0))
@@ -298,7 +298,7 @@ def test_refusals_name_a_kernel_that_can(monkeypatch, change, word):
     dim, dtype = change.get("dim", 128), change.get("dtype", torch.bfloat16)
     q, k = torch.zeros(2, 1, 8, 1, dim, dtype=dtype)
     v = torch.zeros(1, 8, 1, change.get("dim_v", dim), dtype=dtype)
-    reason = hopper_backward.unsupported(q, k, v, Score(change.get("scale", 1.0), change.get("softcap", 0.0)))
+    reason = hopper_backward.unsupported(q, k, v, Score(1.0))
     assert word in reason
     assert "'triton'" in reason
 

@@ -51,8 +51,8 @@ class Call:
         return accumulation_dtype(self.q)
 
     def block(self, q_rank: int, k_rank: int) -> Block:
-        """Return which keys of ``k_rank`` the queries of ``q_rank`` see, on this call's device."""
-        return self.plan.block(q_rank, k_rank, self.q.device)
+        """Return which keys of ``k_rank`` the queries of ``q_rank`` see."""
+        return self.plan.block(q_rank, k_rank)
 
     def no_keys(self) -> Result:
         """Return the result of queries that meet no key: zeros, and -inf or the sink."""
@@ -119,11 +119,11 @@ class Dataflow:
         raise NotImplementedError(f"{type(self).__name__} must define memory_bytes()")
 
     def blocks(self, plan: Plan) -> Iterator[tuple[int, Block]]:
-        """Yield everything that is computed: the rank whose queries they are, and the block, on the CPU."""
+        """Yield everything that is computed: the rank whose queries they are, and the block."""
         for visitor, needs in enumerate(plan.schedule.needs):
             for owner, needed in enumerate(needs):
                 q_rank, k_rank = (owner, visitor) if self.moves_queries else (visitor, owner)
-                block = plan.block(q_rank, k_rank, torch.device("cpu"))
+                block = plan.block(q_rank, k_rank)
                 if needed:
                     yield q_rank, block
                 else:
