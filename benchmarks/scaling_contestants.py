@@ -165,7 +165,7 @@ class Contestants:
 
         expected = run(plan.shard, lambda q, k, v: ringattn.attention(q, k, v, plan, kernel=self.args.kernel))
         expected = [plan.unshard(t) for t in expected]
-        shards = layout.LAYOUTS[peer.layout](masks.full(setting.seq_len), group.size)
+        shards = layout.LAYOUTS[peer.layout](masks.full(setting.seq_len), group.size, group.size)
         rank = dist.get_rank()
         try:
             with peer.around():

@@ -221,6 +221,11 @@ def completion_groups(segments: Sequence[int]) -> tuple[int, ...]:
     return tuple([*groups, count] if count else groups)
 
 
+def flush_period(keys: int) -> int:
+    """Return :attr:`Block.period` for queries that see ``keys`` keys at most."""
+    return PERIOD if keys > LONGEST_SUM else 0
+
+
 class TileMap(NamedTuple):
     """For each tile of one side, the range of the other side that it meets.
 
@@ -297,12 +302,9 @@ class Block:
         measured, 1.4e-9 of itself for each key of a product of bf16 random numbers. A sum of ``LONGEST_SUM`` keys has
         lost 3.7e-4, compared with errors of 2.3e-3 from rounding its result and p.
         """
-        keys = self.seq_k if self.max_keys_per_query is None else self.max_keys_per_query
-        return PERIOD if keys > LONGEST_SUM else 0
+        return flush_period(self.seq_k if self.max_keys_per_query is None else self.max_keys_per_query)
 
-    def on(
-        self, device: torch.device, what: Hashable, make: Callable[[], tuple[Tensor, ...]]
-    ) -> tuple[Tensor, ...]:
+    def on(self, device: torch.device, what: Hashable, make: Callable[[], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
         """Return the tensors that ``make`` derives from this block, on ``device``; made once under ``what``."""
         return self.memo.once((what, device), lambda: upload(make(), device))
 
