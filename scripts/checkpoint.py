@@ -18,6 +18,7 @@ import os
 import pickle
 import re
 import shutil
+import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -31,6 +32,7 @@ from scripts import ranks
 
 FORMAT = 1
 MANIFEST = "manifest.json"
+NEWEST = "newest"  # what --resume without a path means
 PART = ".part"  # folder of a checkpoint that is being written
 NAME = re.compile(r"(\d{6,})-step-(\d+)")
 
@@ -189,6 +191,54 @@ def load(path: Path, name: str, keys: set[str]) -> dict[str, Any]:
     if not isinstance(data, dict) or data.keys() != keys:
         raise CheckpointError(path, f"{name} has other contents than {sorted(keys)}: another version wrote it")
     return data
+
+
+def to_resume(resume: str | None, root: Path, program: str) -> Path | None:
+    """Return the checkpoint from which to continue, or None to start from nothing. Every rank must call this.
+
+    Args:
+        resume: the option of this name: None, a folder, :data:`NEWEST`, or "auto", which is the newest if there is one.
+
+    Raises:
+        ValueError: there is none.
+    """
+    if resume is None:
+        return None
+    if resume not in (NEWEST, "auto"):
+        return Path(resume)
+    path = newest(root, program)
+    if path is None and resume == NEWEST:
+        raise ValueError(
+            f"--resume: there is no whole checkpoint in {root}; run once without --resume, or pass --resume PATH"
+        )
+    return path
+
+
+# --- The signal to end ---------------------------------------------------------------------------------
+
+
+class Termination:
+    """SIGTERM, which schedulers send before they end a job, and torchrun to all ranks when one has failed: noted during
+    a step, acted on by all ranks together after it. A second one ends the process at once."""
+
+    def __init__(self) -> None:
+        self.received = False
+        self.before = signal.signal(signal.SIGTERM, self._note)
+
+    def __enter__(self) -> Termination:
+        return self
+
+    def _note(self, number: int, frame: object) -> None:
+        self.received = True
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+    def on_any_rank(self, device: torch.device) -> bool:
+        received = torch.tensor(float(self.received), device=device)
+        dist.all_reduce(received, dist.ReduceOp.MAX)
+        return bool(received.item())
+
+    def __exit__(self, *_: object) -> None:
+        signal.signal(signal.SIGTERM, self.before)
 
 
 # --- Ranks ---------------------------------------------------------------------------------------------
