@@ -122,7 +122,7 @@ class Machine:
     def attention(self, tokens: int) -> tuple[Callable[[], object], Callable[[], object]]:
         """Return the forward and the backward of one rank alone, in which every query sees every key."""
         q, k, v, dout = self.tensors(tokens)
-        block = ringattn.plan(tokens, VirtualRank(0, 1, self.device)).block(0, 0, self.device)
+        block = ringattn.plan(tokens, VirtualRank(0, 1, self.device)).block(0, 0)
         score, keys = Score(self.shape.head_dim**-0.5), Keys(k, v, block)
         backends = [choose(self.kernel, q, k, v, score, backward=backward) for backward in (False, True)]
 

@@ -78,7 +78,7 @@ class Contestants:
         """Return the kernel on this rank's queries with all keys that they need already local."""
         q, _, _, dout = x
         q = q.detach()
-        block = gathered_block(plan, self.device)
+        block = gathered_block(plan)
         shape = (1, block.seq_k, setting.heads[1], self.args.head_dim)
         k, v = (torch.randn(shape, device=self.device, dtype=self.timing.dtype) for _ in range(2))
         score, keys = Score(self.args.head_dim**-0.5), Keys(k, v, block)
@@ -165,7 +165,7 @@ class Contestants:
 
         expected = run(plan.shard, lambda q, k, v: ringattn.attention(q, k, v, plan, kernel=self.args.kernel))
         expected = [plan.unshard(t) for t in expected]
-        shards = layout.LAYOUTS[peer.layout](masks.full(setting.seq_len), group.size)
+        shards = layout.LAYOUTS[peer.layout](masks.full(setting.seq_len), group.size, group.size)
         rank = dist.get_rank()
         try:
             with peer.around():

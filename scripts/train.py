@@ -55,7 +55,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import ringattn
-from ringattn import reference, virtual
+from ringattn import errors, reference, virtual
 from scripts import checkpoint, ranks
 
 BYTES = 256  # the vocabulary
@@ -728,8 +728,8 @@ def main(argv: list[str] | None = None) -> int:
     except torch.OutOfMemoryError as error:
         print(f"error: the GPU's memory is full; use more GPUs or a smaller --context ({error})", file=sys.stderr)
         return 1
-    except dist.DistError as error:
-        print(f"error: another rank failed ({ranks.one_line(error)}); continue with --resume auto", file=sys.stderr)
+    except (errors.LostPeer, errors.TimedOut, errors.GroupBroken, dist.DistError) as error:
+        print(f"error: {ranks.one_line(error)}; continue with --resume auto", file=sys.stderr)
         return 1
     return 0
 

@@ -261,7 +261,9 @@ def _hopper_driver():
 
 
 def compile_for_hopper(kernel, grid, args, options) -> Compiled:
-    """Compile ``kernel[grid](*args, **options)``; the tensors among the arguments may be on any device."""
+    """Compile ``kernel[grid](*args, **options)``; the tensors among the arguments may be on any device. ``options`` may
+    have the ``variants`` of a launch, which are not compiled."""
+    options = {name: value for name, value in options.items() if name != "variants"}
     with _hopper_driver():
         compiled = kernel.warmup(*args, grid=grid, **options)
     return Compiled(compiled.asm["ptx"], compiled.metadata.shared)

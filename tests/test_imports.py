@@ -105,7 +105,7 @@ def test_the_transport_knows_no_attention() -> None:
     assert GRAPH["peer.memory"] - {"peer"} == {"memo", "peer.driver", "peer.watchdog"}
     assert GRAPH["health"] - {"peer"} == {"errors", "peer.driver", "peer.watchdog"}
     assert GRAPH["transport"] - {"peer"} == {
-        "agreement", "errors", "health", "peer.driver", "peer.memory", "peer.symmetric",
+        "agreement", "errors", "health", "peer.connect", "peer.memory",
     }  # fmt: skip
 
 

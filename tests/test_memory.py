@@ -96,9 +96,9 @@ def test_no_more_than_predicted(
     def body(rank: virtual.VirtualRank) -> list[tuple[int, int]]:
         plan = ringattn.plan(TOKENS, rank, layout=layout, dataflow=dataflow, **mask)
         for other in range(ranks):  # tables, which plans keep
-            plan.block(rank.rank, other, torch.device("cpu"))
+            plan.block(rank.rank, other)
         if dataflow == "gather":
-            gathered_block(plan, torch.device("cpu"))
+            gathered_block(plan)
         n = plan.local_lengths[rank.rank]
         q, k, v = (torch.empty(1, n, h, DIM, dtype=torch.bfloat16) for h in (heads[0], heads[1], heads[1]))
         shape = dict(q_heads=heads[0], kv_heads=heads[1], head_dim=DIM, itemsize=2)

@@ -20,6 +20,7 @@ RUNS = {  # (offset, length, first place)
     "two, not in order": [(40, 30, 0), (3, 8, 100)],
     "five, one empty": [(60, 9, 0), (2, 1, 60), (10, 0, 40), (30, 10, 70), (41, 16, 20)],
     "forty": [(1 + i + i // 2, 1, 129 - 3 * i) for i in range(40)],
+    "hundreds": [(7 * (i % 10) + i // 10, 1, i) for i in range(70)],
 }
 
 
@@ -46,22 +47,34 @@ def expected(k: torch.Tensor, v: torch.Tensor, own: torch.Tensor, runs: str) -> 
 def test_rows_and_places_are_those_of_torch(runs: str, dims: tuple[int, int], dtype: torch.dtype) -> None:
     k, v, whole, own = tensors(dims, dtype)
     rows, places = expected(k, v, own, runs)
-    pack_rows(k, v, whole, own, run_table(RUNS[runs], device))
+    pack_rows(k, v, whole, own, run_table(RUNS[runs], 70, device))
     assert torch.equal(whole, rows)
     assert torch.equal(own, places), "a run is not in its place, or other places were written"
 
 
-def test_a_table_is_made_once_and_tables_of_other_runs_differ() -> None:
-    assert run_table(RUNS["two"], device) is run_table(list(RUNS["two"]), device)
-    assert run_table([(0, 1, 2)], device).tolist() == [[0, 1, 2]]
-    assert run_table([], device).shape == (0, 3)
+@pytest.mark.parametrize("absent", ["whole", "own"])
+def test_either_target_may_be_absent(absent: str) -> None:
+    k, v, whole, own = tensors((16, 16), torch.float32)
+    rows, places = expected(k, v, own, "five, one empty")
+    table = run_table(RUNS["five, one empty"], 70, device)
+    pack_rows(k, v, None if absent == "whole" else whole, None if absent == "own" else own, table)
+    assert torch.equal(whole, torch.full_like(whole, 9.0) if absent == "whole" else rows)
+    assert torch.equal(own, torch.full_like(own, 9.0) if absent == "own" else places)
+
+
+def test_a_table_grows_with_runs_and_tiles_and_not_with_their_product() -> None:
+    edges, runs = run_table([(40 * i, 40, 40 * i) for i in range(1000)], 40_000, device)
+    assert len(edges) == 40_000 // 32 + 1
+    assert edges[-1] == len(runs)
+    assert len(runs) <= 1000 + len(edges)
+    assert run_table([], 70, device).edges.tolist() == [0] * 4
 
 
 @pytest.mark.skipif(device.type == "cpu", reason="needs a GPU")
 def test_packing_can_be_captured_in_a_graph() -> None:
     """After one launch outside of it, which compiles; with tables of any number of runs."""
     k, v, whole, own = tensors((16, 16), torch.bfloat16)
-    tables = {runs: run_table(RUNS[runs], device) for runs in ("one", "two", "forty")}
+    tables = {runs: run_table(RUNS[runs], 70, device) for runs in ("one", "two", "forty")}
     pack_rows(k, v, whole, own, tables["one"])
     for runs, table in tables.items():
         graph, places = torch.cuda.CUDAGraph(), torch.full_like(own, 9.0)

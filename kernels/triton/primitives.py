@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from ..contract import Score
+from ..contract import Block, Score
 
 # Read once, because it is fixed when the kernels are decorated.
 INTERPRETED: tl.constexpr = tl.constexpr(bool(triton.knobs.runtime.interpret))
@@ -105,6 +105,33 @@ def interval_strides(x: Tensor) -> tuple[int, int]:
     return (x.stride(0) if x.shape[0] > 1 else 0), x.stride(1)
 
 
+def tables(block: Block, side: str, tiles: Tiles, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return the rows and spans of the tiles of "query" or "key" rows, and the intervals ``start`` and ``end``, on
+    ``device``."""
+
+    def make() -> tuple[Tensor, ...]:
+        tile_map = (block.query_tiles if side == "query" else block.key_tiles)(tiles.block_m, tiles.block_n)
+        return (*tile_map, block.start.contiguous(), block.end.contiguous())
+
+    rows, span, start, end = block.on(device, (side, tiles.block_m, tiles.block_n), make)
+    return rows, span, start, end
+
+
+def stride_unit(*tensors: Tensor | None) -> int:
+    """Return the unit in which a kernel gets the first three strides of these tensors: 16, or 1 where one of them is no
+    multiple of it.
+
+    Strides vary with lengths. Triton would compile a kernel for every combination of those that are divisible by 16,
+    which it needs to know for wide loads; so they are not specialized, and the kernel multiplies by the unit.
+    """
+    return 16 if all(stride % 16 == 0 for x in tensors if x is not None for stride in x.stride()[:3]) else 1
+
+
+def strides_in(unit: int, x: Tensor | None) -> tuple[int, ...]:
+    """Return the first three strides of a tensor in units, zeros for None."""
+    return (0, 0, 0) if x is None else tuple(stride // unit for stride in x.stride()[:3])
+
+
 class ScoreArguments(NamedTuple):
     """A :class:`Score` as arguments of :func:`scores`."""
 
@@ -185,6 +212,12 @@ def store_tile(
     pointers = row_pointers(x, b, h, first, stride_b, stride_s, stride_h, ROWS, PADDED)
     rows, cols = first + tl.arange(0, ROWS), tl.arange(0, PADDED)
     tl.store(pointers, value.to(x.dtype.element_ty), mask=(rows < past)[:, None] & (cols < DIM)[None, :])
+
+
+@triton.jit
+def elements(stride, UNIT: tl.constexpr):
+    """Return a stride that is given in units, in elements."""
+    return stride.to(tl.int64) * UNIT
 
 
 @triton.jit

@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from .. import layout as layouts
+from .. import blocks
 from ..kernels.contract import Block, CompletionCounts, Keys
+from ..kernels.upload import upload
 from ..peer.memory import Link
 from ..peer.pull import FetchBuffers, Pull
 from ..peer.push import GradientBuffers, Push
@@ -65,34 +66,34 @@ def interleaved(plan: Plan) -> bool:
     return plan.once("interleaved", look)
 
 
-def _positions(plan: Plan, rank: int, device: torch.device) -> Tensor:
-    """Return the positions of the keys in the order in which they arrive."""
-    pieces = [
-        layouts.positions(plan.shards_k[run.owner], device)[run.offset : run.offset + run.length]
-        for run in plan.fetches[rank]
+def _keys(plan: Plan, rank: int) -> list[range]:
+    """Return the positions of the keys that a rank fetches, in the order in which they arrive."""
+    return [
+        keys for run in plan.fetches[rank] for keys in blocks.part(plan.shards_k[run.owner], run.offset, run.length)
     ]
-    return torch.cat([torch.empty(0, dtype=torch.int64, device=device), *pieces])
 
 
-def _order(plan: Plan, rank: int, device: torch.device) -> Tensor | None:
-    """Return the index that sorts what arrives by position; None where it is sorted already."""
+def _order(plan: Plan, device: torch.device) -> Tensor | None:
+    """Return the index that sorts what arrives at this rank by position; None where it is sorted already."""
     if not interleaved(plan):
         return None
-    return plan.once(("order of keys", rank, device), lambda: _positions(plan, rank, device).argsort())
+
+    def sort() -> Tensor:
+        return upload((blocks.positions(_keys(plan, plan.rank)).argsort(),), device)[0]
+
+    return plan.once(("order of keys", device), sort)
 
 
-def gathered_block(plan: Plan, device: torch.device, rank: int | None = None) -> Block:
+def gathered_block(plan: Plan, rank: int | None = None) -> Block:
     """Return which of the keys that a rank fetches its queries see, in the order of positions."""
     rank = plan.rank if rank is None else rank
 
     def make() -> Block:
-        positions, order = _positions(plan, rank, device), _order(plan, rank, device)
         # A segment per run, so that a tile of keys has one owner; interleaved runs are one segment.
-        segments = tuple(run.length for run in plan.fetches[rank]) if order is None else (len(positions),)
-        keys = tuple(run for shard in plan.shards_k for run in shard)
-        return plan.make_block(rank, keys, positions if order is None else positions[order], segments)
+        lengths = tuple(run.length for run in plan.fetches[rank])
+        return plan.make_block(rank, _keys(plan, rank), (sum(lengths),) if interleaved(plan) else lengths)
 
-    return plan.once(("gathered", rank, device), make)
+    return plan.once(("gathered", rank), make)
 
 
 def head_waves(call: Call, backward: bool) -> list[slice]:
@@ -121,7 +122,7 @@ def fetch_keys(call: Call, block: Block, waits: Callable[[Keys, slice], bool], *
 
     k, v, plan = call.k, call.v, call.plan
     cut = head_waves(call, backward)
-    key = ("fetch buffers", plan.handle, backward, k.shape, v.shape, k.dtype)
+    key = ("fetch buffers", plan.handle, *(wave.stop for wave in cut), k.shape, v.shape, k.dtype)
     buffers = link.prepare(key, lambda: FetchBuffers(link, k, v, plan.fetches, plan.local_lengths_k, cut))
     pull = Pull(link, buffers, k, v)
     per_kv = call.q.shape[2] // k.shape[2]
@@ -163,7 +164,7 @@ def _by_messages(call: Call, block: Block, backward: bool) -> Iterator[Part]:
     """Yield one part per group of heads; a message is one run of (tokens, batch, heads, both head dims)."""
     k, q, plan = call.k, call.q, call.plan
     groups = head_groups(k.shape[2], q.shape[2], q.device.type, backward)
-    order = _order(plan, plan.rank, k.device)
+    order = _order(plan, k.device)
     per_kv = q.shape[2] // k.shape[2]
     pending = _exchange_group(call, groups[0])
     for i, heads in enumerate(groups):
@@ -208,7 +209,7 @@ class GradientReturn(Protocol):
     def buffers(self, wave: int) -> tuple[Tensor, Tensor]:
         """Return where this rank's contributions of a wave are to be written: (batch, keys, heads, head_dim)."""
 
-    def counters(self, wave: int, counts: CompletionCounts) -> Any:
+    def counters(self, wave: int, counts: CompletionCounts) -> Tensor:
         """Return the counters that the kernel of a wave raises."""
 
     def start(self, wave: int, counts: CompletionCounts | None) -> None:
@@ -242,7 +243,7 @@ class _SentGradients:
         self.width = k.shape[3] + v.shape[3]
         self.runs = self.plan.fetches
         self.keys = sum(run.length for run in self.runs[self.plan.rank])
-        order = _order(self.plan, self.plan.rank, k.device)
+        order = _order(self.plan, k.device)
         self.arrival_order = None if order is None else order.argsort()
         self.partials: dict[int, Tensor] = {}
 
@@ -252,7 +253,7 @@ class _SentGradients:
         rows = self.partials[wave].transpose(0, 1)
         return rows[..., : self.head_dim], rows[..., self.head_dim :]
 
-    def counters(self, wave: int, counts: CompletionCounts) -> Any:
+    def counters(self, wave: int, counts: CompletionCounts) -> Tensor:
         raise AssertionError("keys that come as messages are complete: nothing is counted")
 
     def start(self, wave: int, counts: CompletionCounts | None) -> None:

@@ -45,7 +45,7 @@ class Gather(Dataflow):
 
     def forward(self, call: Call) -> Result:
         q, plan = call.q, call.plan
-        block = gathered_block(plan, q.device)
+        block = gathered_block(plan)
         waits = call.backend.waits_for_keys and block.seq_k > 0 and q.numel() > 0
         result: Result | None = None
         for part in fetch_keys(call, block, lambda keys, heads: waits, backward=False):
@@ -67,7 +67,7 @@ class Gather(Dataflow):
     def backward(self, call: Call, queries: Queries) -> Gradients:
         q, plan = call.q, call.plan
         dq = torch.zeros_like(q, dtype=call.accumulation_dtype, memory_format=torch.contiguous_format)
-        block = gathered_block(plan, q.device)
+        block = gathered_block(plan)
         counts: dict[int, CompletionCounts] = {}  # by the first head of a wave
 
         def waits(keys: Keys, heads: slice) -> bool:
@@ -95,7 +95,7 @@ class Gather(Dataflow):
                     part.queries(dq, 2),
                     deterministic=plan.deterministic,
                     into=into,
-                    counters=None if count is None else home.counters(part.wave, count).raised,
+                    counters=None if count is None else home.counters(part.wave, count),
                 )
             if part.last:
                 if leaving is not None:
@@ -115,7 +115,7 @@ class Gather(Dataflow):
 
     def blocks(self, plan: Plan) -> Iterator[tuple[int, Block]]:
         for rank in range(plan.world_size):
-            yield rank, gathered_block(plan, torch.device("cpu"), rank)
+            yield rank, gathered_block(plan, rank)
 
     def verify(self, plan: Plan) -> None:
         """Prove that every fetch is a part of its owner's shard and has rows of its own in the buffer, and what is
