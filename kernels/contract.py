@@ -304,9 +304,7 @@ class Block:
         """
         return flush_period(self.seq_k if self.max_keys_per_query is None else self.max_keys_per_query)
 
-    def on(
-        self, device: torch.device, what: Hashable, make: Callable[[], tuple[Tensor, ...]]
-    ) -> tuple[Tensor, ...]:
+    def on(self, device: torch.device, what: Hashable, make: Callable[[], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
         """Return the tensors that ``make`` derives from this block, on ``device``; made once under ``what``."""
         return self.memo.once((what, device), lambda: upload(make(), device))
 

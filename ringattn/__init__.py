@@ -25,6 +25,6 @@ from .plans import Plan as Plan
 
 __version__ = "0.1.0"
 __all__ = [
-    "KVCache", "Partial", "Plan", "attention", "batch", "dataflows", "decode", "errors", "loss", "mask", "merge", "pack",
-    "pack_stream", "plan", "use", "wrap",
+    "KVCache", "Partial", "Plan", "attention", "batch", "dataflows", "decode", "errors", "loss", "mask", "merge",
+    "pack", "pack_stream", "plan", "use", "wrap",
 ]  # fmt: skip

@@ -142,7 +142,6 @@ class Sequence:
         if left >= self.seq_len:  # it hides nothing
             left = -1
         if left == -1 and window is not None:
-<<<<<<< HEAD
             return self.visible(kind._replace(window=None)).plan
         mask = None
         if chunk is not None:
@@ -153,24 +152,16 @@ class Sequence:
             mask = masks.rows([masks.spans(masks.spans_of(row), self.seq_len, left=widened) for row in self.spans])
             causal, left = False, left if spanned == "cut" else -1
         size = (left, -1 if kind.causal else left)
-=======
-            return self.visible(causal, None).plan
-        size = (left, -1 if causal else left)
         # Windows must not change which tokens a rank holds.
         layout = next((visible.plan for visible in self._plans.values()), self.options["layout"])
->>>>>>> 2d28f305e55db5c91fbc279c13169b57f065371c
         return make_plan(
             self.seq_len,
             self.group,
             causal=causal,
             window_size=size,
             documents=self.documents,
-<<<<<<< HEAD
             mask=mask,
-            **self.options,  # type: ignore[arg-type]
-=======
             **self.options | dict(layout=layout),  # type: ignore[arg-type]
->>>>>>> 2d28f305e55db5c91fbc279c13169b57f065371c
         )
 
     def _shard(self, batch: Mapping[str, Any], seq_dims: Mapping[str, int | None] | None) -> dict[str, Any]:
