@@ -33,6 +33,7 @@ from scripts import ranks
 FORMAT = 1
 MANIFEST = "manifest.json"
 NEWEST = "newest"  # what --resume without a path means
+ADVICE = "; make room there, or write to another folder (--out). Earlier checkpoints are whole"
 PART = ".part"  # folder of a checkpoint that is being written
 NAME = re.compile(r"(\d{6,})-step-(\d+)")
 
@@ -69,10 +70,10 @@ def save(root: Path, step: int, program: str, write: Callable[[Path], None], kee
     """
     serial = _from_first(lambda: 1 + max((number for number, _ in _all(root)), default=0))
     path, part = root / f"{serial:06d}-step-{step}", root / PART
-    _agree(path, _on_first(lambda: _make_empty(part)))
+    _agree(path, _on_first(lambda: _make_empty(part)), ADVICE)
     try:
-        _agree(path, _problem(lambda: write(part)))
-        _agree(path, _on_first(lambda: _finish(part, path, step, program)))
+        _agree(path, _problem(lambda: write(part)), ADVICE)
+        _agree(path, _on_first(lambda: _finish(part, path, step, program)), ADVICE)
     except CheckpointError:
         _on_first(lambda: shutil.rmtree(part))  # frees the disk
         raise
@@ -83,7 +84,7 @@ def save(root: Path, step: int, program: str, write: Callable[[Path], None], kee
 
 def check_writable(root: Path) -> None:
     """Raise CheckpointError on every rank if no checkpoint can be written into ``root``. Every rank must call this."""
-    _agree(root, _on_first(lambda: _make_empty(root / PART)))
+    _agree(root, _on_first(lambda: _make_empty(root / PART)), ADVICE)
 
 
 def _make_empty(folder: Path) -> None:
@@ -276,9 +277,9 @@ def _from_first(value: Callable[[], Any]) -> Any:
     return ranks.gather(result)[0] if world > 1 else result
 
 
-def _agree(path: Path, problem: str | None) -> None:
+def _agree(path: Path, problem: str | None, advice: str = "") -> None:
     """Raise CheckpointError on every rank if one of them passes a problem."""
     if _place()[1] > 1:
         problem = ranks.agree(problem)
     if problem is not None:
-        raise CheckpointError(path, problem)
+        raise CheckpointError(path, problem + advice)
