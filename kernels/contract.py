@@ -175,7 +175,7 @@ class Queries(NamedTuple):
         q: as in the forward.
         dout: gradient of ``out``.
         lse: the **global** log-sum-exp of each row, over all chunks and the sink.
-        delta: ``rowsum(dout * out) - dlse``, see :func:`row_delta`.
+        delta: ``rowsum(dout * out) - dlse``, see :func:`.delta.row_delta`.
     """
 
     q: Tensor
@@ -388,22 +388,6 @@ def _span(begin: Tensor, full_begin: Tensor, full_end: Tensor, stop: Tensor, siz
     full_begin = torch.minimum((full_begin + size - 1) // size * size, stop).maximum(begin)
     full_end = torch.minimum(full_end // size * size, stop).maximum(full_begin)
     return torch.stack([begin, full_begin, full_end, stop], -1).to(torch.int32)
-
-
-def row_delta(out: Tensor, dout: Tensor, dlse: Tensor | None = None) -> Tensor:
-    """Return ``rowsum(dout * out) - dlse``, (batch, q_heads, seq_q), in the accumulation dtype.
-
-    The gradient of ``lse`` enters here and nowhere else: d lse / d s_j = p_j, so that
-    ``ds_j = p_j (dp_j - rowsum(dout * out) + dlse)``.
-    """
-    dtype = accumulation_dtype(out)
-    if out.is_cuda and dtype == torch.float32 and has_triton():
-        from .triton.delta import row_dot  # one pass over memory; the products below would be written out in float32
-
-        delta = row_dot(out, dout)
-    else:
-        delta = (out.to(dtype) * dout.to(dtype)).sum(-1).transpose(1, 2)
-    return (delta if dlse is None else delta - dlse.to(dtype)).contiguous()
 
 
 def accumulation_dtype(x: Tensor) -> torch.dtype:

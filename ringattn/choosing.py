@@ -10,9 +10,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple
 
 from . import needs as needs_of_ranks
+from .intervals import Mask
 from .layout import LAYOUTS, Shard, length
 from .mask import full
-from .intervals import Mask
 from .schedule import Fetch, Schedule
 from .work import Work
 

@@ -21,7 +21,8 @@ from . import plans
 from .dataflow import choose as choose_dataflow
 from .dataflow.contract import Call
 from .kernels.backends import choose
-from .kernels.contract import Queries, Score, ScoreMod, accumulation_dtype, row_delta
+from .kernels.contract import Queries, Score, ScoreMod, accumulation_dtype
+from .kernels.delta import row_delta
 from .layout import length, put, take
 from .plans import Plan
 from .transport import Message
