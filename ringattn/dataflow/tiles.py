@@ -26,7 +26,7 @@ from .. import blocks
 from .. import layout as layouts
 from ..kernels.contract import GRID, Block, flush_period
 from ..layout import Shard
-from ..mask import Mask
+from ..intervals import Mask
 from ..plans import Plan
 from ..transport import Message
 
