@@ -139,7 +139,8 @@ class _Mail:
         world = self.to.world
         assert world is not None
         for x, peer in self.receives:
-            box, messages = world.box(peer, self.to.rank), []
+            box = world.box(peer, self.to.rank)
+            messages: list[Tensor] = []
 
             def receive(seconds: float, box: Any = box, messages: list[Tensor] = messages) -> bool:
                 with contextlib.suppress(queue.Empty):

@@ -26,7 +26,7 @@ BN = gl.constexpr(128)  # keys of a CTA, but of backward_wide.py; tiles in regis
 INFO = gl.constexpr(8)  # int32 numbers that describe a key tile, see work.key_tile_table
 
 # Numbers that vary with lengths and documents: one compiled kernel for all of them.
-NUMBERS = ("heads", "tiles", "kv_heads", "parts", "batches", "q_tiles", "epoch", "segments", "sweep")
+NUMBERS = ("heads", "tiles", "parts", "q_tiles", "epoch", "segments", "sweep")
 
 LOADERS = gl.constexpr(288)  # threads at a barrier of both consumers and the producer
 PAIR = gl.constexpr(256)  # both consumers

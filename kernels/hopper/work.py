@@ -12,7 +12,6 @@ import itertools
 import math
 from typing import NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -33,9 +32,7 @@ def processors(x: Tensor) -> int:
 # --- forward -----------------------------------------------------------------------------------------------------
 
 
-def query_tile_table(
-    block: Block, block_m: int, block_n: int, device: torch.device
-) -> tuple[Tensor, Tensor, Tensor]:
+def query_tile_table(block: Block, block_m: int, block_n: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
     """Return descriptions of the query tiles, heaviest first, and the intervals ``start`` and ``end``, contiguous.
 
     A description, (batch or 1, tiles, 8) int32: first row, past-the-last row, the span (see ``TileMap``), and two
@@ -172,8 +169,9 @@ def _key_tile_table(block: Block, keys: int, queries: int) -> tuple[Tensor, Tens
     index = torch.arange(tiles, device=span.device, dtype=torch.int32).expand(batches, -1)
     full = (full_end - full_begin).clamp(min=1)
     start = full_begin + torch.remainder(index * (keys // queries) - full_begin, full)
-    of_tile = np.repeat(np.arange(len(block.groups_k)), tiles_of_groups(block, keys)).astype(np.int32)
-    group = upload((torch.from_numpy(of_tile),), span.device)[0].expand(batches, -1)
+    tiles_of = torch.tensor(tiles_of_groups(block, keys), device="cpu")
+    of_tile = torch.arange(len(tiles_of), device="cpu").repeat_interleave(tiles_of)
+    group = upload((of_tile,), span.device)[0].expand(batches, -1)
     info = torch.stack([first, past, begin, end, full_begin, full_end, start, group], -1)
     order = torch.argsort(begin - end, dim=1, stable=True)
     info = info.gather(1, order[..., None].expand_as(info)).to(torch.int32).contiguous()

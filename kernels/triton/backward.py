@@ -21,6 +21,8 @@ Shapes and contract: contract.py. Method: Dao 2023 (arXiv:2307.08691).
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -37,19 +39,17 @@ from .primitives import (
     bound,
     cut_tile,
     dot,
-    elements,
     interval_strides,
     load_span,
     load_tile,
     padded,
     scores,
     store_tile,
-    stride_unit,
-    strides_in,
     tables,
     tile_source,
     unsupported,
 )
+from .strides import elements, stride_unit, strides_in
 
 __all__ = ["backward", "unsupported"]
 
@@ -108,7 +108,7 @@ def backward(queries: Queries, keys: Keys, score: Score, dq: Tensor) -> tuple[Te
         positions_q, positions_k,
         s.scale, s.cap, s.slopes, s.slopes_stride, score.softmax_scale,
     )  # fmt: skip
-    sizes = dict(
+    sizes: dict[str, Any] = dict(
         HEADS_PER_KV=heads // kv_heads,
         DIM=dim, DIM_P2=padded(dim),
         DIM_V=dim_v, DIM_V_P2=padded(dim_v),
