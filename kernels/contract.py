@@ -39,7 +39,7 @@ from ..memo import Memo
 from .upload import upload
 
 LONGEST_SUM = 1 << 18  # products that a tensor core may add up before its truncation counts, see Block.period
-_GROUPS = 32  # of segments whose completion is counted, at most
+_GROUPS = 16  # of segments whose completion is counted, at most
 PERIOD = 1 << 16  # keys after which a longer forward flushes its accumulator
 
 

@@ -21,6 +21,7 @@ from ..long_sums import LEAST_HEADS
 from ..upload import upload
 from .backward_pieces import BM, BN
 
+ENOUGH = 1.5  # CTAs of the backward for each processor
 LEAST_STEPS = 128  # of a CTA of the backward, if its group has as many: the prologue and epilogue cost three steps
 
 
@@ -100,7 +101,7 @@ def _best_split(q: Tensor, k: Tensor, block: Block) -> Split:
     group = q.shape[2] // k.shape[2]
     divisors = [n for n in range(1, group + 1) if group % n == 0]
     ctas = k.shape[0] * k.shape[2] * sum(-(-n // keys_per_cta(q)) for n in block.segments_k)
-    enough = 1.5 * processors(q)
+    enough = ENOUGH * processors(q)
     # Bounded, because each part has a dk and dv of its own: 71 heads are divisible by 1 and 71 only.
     affordable = [p for p in divisors if ctas * p <= 8 * enough] or [1]
     occupying = next((p for p in affordable if ctas * p >= enough), affordable[-1])
@@ -108,6 +109,11 @@ def _best_split(q: Tensor, k: Tensor, block: Block) -> Split:
     steps = pairs / max(1, block.seq_k * BM.value)  # of a CTA, for each head
     heads = next((h for h in divisors if h >= LEAST_HEADS and h * steps >= LEAST_STEPS), group)
     return Split(occupying, apart=True) if occupying > max(1, group // heads) else Split(group // heads)
+
+
+def few_tiles(q: Tensor, k: Tensor, keys: int) -> bool:
+    """Return whether the CTAs of so many keys, each with all query heads of a group, do not occupy all processors."""
+    return k.shape[0] * k.shape[2] * (keys // keys_per_cta(q)) < ENOUGH * processors(q)
 
 
 @functools.lru_cache(1024)

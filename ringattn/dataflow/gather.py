@@ -129,6 +129,9 @@ class Gather(Dataflow):
                 first += run.length
         verify.check_coverage(plan, self.blocks(plan))
 
+    def prepare(self, plan: Plan) -> None:
+        gathered_block(plan)
+
     def meetings(self, plan: Plan) -> list[str]:
         lines = []
         for rank, runs in enumerate(plan.fetches):
