@@ -128,6 +128,8 @@ def plan(
     _plans.drop(lambda old: old.transport.ended)  # and with it the memory that its group fetched into
     result = _plans.once(key, lambda: _make(request, transport, costs, hash_of(repr(words))))
     result.agree_again(None if wait else agreement)
+    if not wait:
+        result.flow.prepare(result)
     return result
 
 

@@ -39,19 +39,17 @@ from .primitives import (
     bound,
     cut_tile,
     dot,
-    elements,
     interval_strides,
     load_span,
     load_tile,
     padded,
     scores,
     store_tile,
-    stride_unit,
-    strides_in,
     tables,
     tile_source,
     unsupported,
 )
+from .strides import elements, stride_unit, strides_in
 
 __all__ = ["backward", "unsupported"]
 

@@ -37,7 +37,6 @@ from .primitives import (
     bound,
     cut_tile,
     dot,
-    elements,
     interval_strides,
     load_span,
     load_tile,
@@ -45,14 +44,13 @@ from .primitives import (
     scores,
     softmax_step,
     store_tile,
-    stride_unit,
-    strides_in,
     tables,
     tile_source,
     to_base2,
     to_natural,
     unsupported,
 )
+from .strides import elements, stride_unit, strides_in
 
 __all__ = ["forward", "unsupported"]
 
@@ -142,7 +140,7 @@ def _variants(q: Tensor, block: Block, score: Score) -> list[dict[str, Any]]:
     row = torch.empty(4, dtype=torch.float32, device=q.device)
     out = torch.empty(4, dtype=q.dtype, device=q.device)
     carried: dict[str, Any] = dict(m_in=row, l_in=row, o_in=row, sink=None)
-    first: dict[str, Any] = dict(m_in=None, l_in=None, o_in=None, sink=score.sink)
+    first: dict[str, Any] = dict(m_in=None, l_in=None, o_in=None, sink=None if score.sink is None else score.sink.contiguous())
     complete = dict(m_out=row, l_out=None, o_out=out, FINALIZE=True)
     partial = dict(m_out=row, l_out=row, o_out=row, FINALIZE=False)
     return [{**a, **b, **c} for a in (first, carried) for b in (partial, complete) for c in periods or [{}]]

@@ -117,21 +117,6 @@ def tables(block: Block, side: str, tiles: Tiles, device: torch.device) -> tuple
     return rows, span, start, end
 
 
-def stride_unit(*tensors: Tensor | None) -> int:
-    """Return the unit in which a kernel gets the first three strides of these tensors: 16, or 1 where one of them is no
-    multiple of it.
-
-    Strides vary with lengths. Triton would compile a kernel for every combination of those that are divisible by 16,
-    which it needs to know for wide loads; so they are not specialized, and the kernel multiplies by the unit.
-    """
-    return 16 if all(stride % 16 == 0 for x in tensors if x is not None for stride in x.stride()[:3]) else 1
-
-
-def strides_in(unit: int, x: Tensor | None) -> tuple[int, ...]:
-    """Return the first three strides of a tensor in units, zeros for None."""
-    return (0, 0, 0) if x is None else tuple(stride // unit for stride in x.stride()[:3])
-
-
 class ScoreArguments(NamedTuple):
     """A :class:`Score` as arguments of :func:`scores`."""
 
@@ -212,12 +197,6 @@ def store_tile(
     pointers = row_pointers(x, b, h, first, stride_b, stride_s, stride_h, ROWS, PADDED)
     rows, cols = first + tl.arange(0, ROWS), tl.arange(0, PADDED)
     tl.store(pointers, value.to(x.dtype.element_ty), mask=(rows < past)[:, None] & (cols < DIM)[None, :])
-
-
-@triton.jit
-def elements(stride, UNIT: tl.constexpr):
-    """Return a stride that is given in units, in elements."""
-    return stride.to(tl.int64) * UNIT
 
 
 @triton.jit

@@ -13,7 +13,8 @@ import triton.language as tl
 from torch import Tensor
 
 from ..kernels.launch import Launches, dispatch, on_device
-from ..kernels.triton.primitives import bound, elements, stride_unit, strides_in
+from ..kernels.triton.primitives import bound
+from ..kernels.triton.strides import elements, stride_unit, strides_in
 from ..kernels.upload import upload
 from .tile_lists import tile_lists
 
