@@ -70,7 +70,12 @@ def disturbed(case: Case, hop: int, fault: str) -> cases.Part:
         return cases.attend(case, plan=plan)
     except ringattn.errors.ExchangeFailed as error:
         check_fields(error, transport.rank, case.dataflow, time.monotonic() - begin)
+        check_time(error, fault)
         raise
+
+
+def check_time(error: ringattn.errors.ExchangeFailed, fault: str) -> None:
+    assert fault == "stops" or error.elapsed < LIMIT, "it waited for the time limit"
 
 
 def check_fields(error: ringattn.errors.ExchangeFailed, rank: int, dataflow: str, seconds: float) -> None:

@@ -1,0 +1,99 @@
+"""What an error of a backend means: the kind of error, its fields, and the words where nothing is known of the peer."""
+
+from __future__ import annotations
+
+import pickle
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ringattn import errors, health
+from ringattn.errors import Desynchronized, Disagreement, GroupBroken, LostPeer, Place, RankFailed, TimedOut
+from ringattn.health import Health
+from ringattn.peer.watchdog import Board
+
+PLACE = Place(0, "attention() forward", "ring", 2)
+
+
+@pytest.fixture(autouse=True)
+def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(health, "_PATIENCE", 0.05)
+
+
+def with_board(folder: Path) -> tuple[Health, list[Board]]:
+    boards = [Board.create(str(folder / "board"), 0, 3), *(Board.open(str(folder / "board"), r, 3) for r in (1, 2))]
+    for board in boards:
+        board.enter(10.0)
+    result = Health(0, 3)
+    result.board = boards[0]
+    return result, boards
+
+
+@pytest.mark.parametrize(("waited", "kind"), [(0.1, LostPeer), (9.9, TimedOut)])
+def test_a_rank_of_another_host_is_known_by_what_the_backend_says(waited: float, kind: type) -> None:
+    error = Health(0, 3).failure(RuntimeError("Connection closed.\nmore"), PLACE, time.monotonic() - waited, 10.0)
+    assert type(error) is kind
+    assert error.peer is None
+    assert str(error).startswith(
+        f"rank 0: attention() forward (ring, step 2) failed after {waited:.1f} s: the backend "
+    )
+    assert "backend says: Connection closed. Read the output" in str(error)
+
+
+@pytest.mark.parametrize("waited", [0.1, 9.9])
+def test_the_origin_is_named(tmp_path: Path, waited: float) -> None:
+    """However long it took to hear of it."""
+    here, boards = with_board(tmp_path)
+    second, third = Health(1, 3), Health(2, 3)
+    second.board, third.board = boards[1:]
+    third.fail(MemoryError("no room\nat all"), " in rank 2")
+    second.fail(LostPeer(PLACE, 2, 0.1, "rank 2 failed"), "")
+    error = here.failure(RuntimeError("closed"), PLACE, time.monotonic() - waited, 10.0)
+    assert type(error) is LostPeer
+    assert (error.rank, error.peer, error.step, error.dataflow) == (0, 2, 2, "ring")
+    assert "failed with MemoryError: no room in rank 2 (backend: closed)" in error.cause
+
+
+def test_a_rank_that_has_not_come_is_named_only_after_the_time_limit(tmp_path: Path) -> None:
+    here, boards = with_board(tmp_path)
+    boards[1].begin(10.0)
+    early = here.failure(RuntimeError("closed"), PLACE, time.monotonic(), 10.0)
+    assert (type(early), early.peer) == (LostPeer, None)
+    late = here.failure(RuntimeError("timed out"), PLACE, time.monotonic() - 10, 10.0)
+    assert (type(late), late.peer) == (TimedOut, 2)
+    assert "it has begun 0 calls and this rank 0" in late.cause
+
+
+@pytest.mark.parametrize("bad", [0, -1, "soon", None, float("nan"), True])
+def test_time_limits_that_are_none(bad: Any) -> None:
+    with pytest.raises(ValueError, match=r"^timeout is .*; it must be a positive number of seconds, as 600$"):
+        health.seconds("timeout", bad)
+
+
+def test_time_limits() -> None:
+    assert health.seconds("timeout", "2.5") == 2.5
+    assert health.seconds("timeout", float("inf")) == 1e8
+
+
+@pytest.mark.parametrize(
+    ("error", "base"),
+    [
+        (Disagreement("words", "plan()", "causal", {"True": [0]}), ValueError),
+        (Desynchronized("words", "plan()", "call", {"plan()": [0]}), Disagreement),
+        (RankFailed("words", "plan()", 1), ValueError),
+        (LostPeer(PLACE, 1, 0.5, "words"), RuntimeError),
+        (TimedOut(PLACE, None, 0.5, "words"), RuntimeError),
+        (GroupBroken("words"), RuntimeError),
+    ],
+)
+def test_errors_are_those_of_before_and_can_be_pickled(error: Exception, base: type) -> None:
+    assert isinstance(error, base)
+    copy = pickle.loads(pickle.dumps(error))
+    assert (type(copy), str(copy), vars(copy)) == (type(error), str(error), vars(error))
+
+
+def test_every_error_is_in_the_table() -> None:
+    ours = [name for name, value in vars(errors).items() if isinstance(value, type) and issubclass(value, Exception)]
+    assert [name for name in ours if f"`{name}`" not in (errors.__doc__ or "")] == ["ExchangeFailed"]
