@@ -73,12 +73,14 @@ class Health:
 
     Attributes:
         board: shared with the ranks of this host; None without shared memory.
+        seen: the other ranks whose processes can be seen, see :meth:`.Board.peers`.
         marks: for streams that wait for messages; None where no watchdog runs.
     """
 
     def __init__(self, rank: int, world_size: int) -> None:
         self.rank, self.world_size = rank, world_size
         self.board: Board | None = None
+        self.seen: list[int] = []
         self.marks: Marks | None = None
         self._watchdog: subprocess.Popen[bytes] | None = None
 
@@ -110,6 +112,7 @@ class Health:
             if self.rank == first and board is not None:
                 os.unlink(path)
         self.board = board
+        self.seen = [] if board is None else board.peers()
 
     def watch(self) -> str:
         """Start the watchdog of this process. Returns what is wrong, or ""."""
@@ -121,7 +124,7 @@ class Health:
             self.board.device_address = driver.pin(self.board.address, self.board.size)
             _pinned.append(self.board.memory)
             self.marks = Marks(self.board)
-            self._watchdog = watchdog.start(self.board)
+            self._watchdog = watchdog.start(self.board, self.seen)
         except (RuntimeError, OSError) as error:
             self.marks = None
             return f"the watchdog cannot be started: {error}"
@@ -165,13 +168,12 @@ class Health:
         """
         elapsed = time.monotonic() - began
         late = elapsed > 0.9 * timeout
-        others = [rank for rank in range(self.world_size) if rank != self.rank]
         peer, cause, until = None, "", time.monotonic() + _PATIENCE
         while self.board is not None and not cause and time.monotonic() < until:
             time.sleep(0.02)  # a process that has closed its connections dies a little later
-            peer, cause = self.board.cause(others, stopped=True)
+            peer, cause = self.board.cause(self.seen, stopped=True)
         if not cause and self.board is not None and late:
-            peer, cause = self.board.delay(others)
+            peer, cause = self.board.delay(self.seen)
         words = str(error).partition("\n")[0].removesuffix(".") or type(error).__name__
         # A rank that is dead or has failed will not come, however long this one has waited.
         kind = TimedOut if late and not self._is_lost(peer) else LostPeer

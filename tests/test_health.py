@@ -27,7 +27,7 @@ def with_board(folder: Path) -> tuple[Health, list[Board]]:
     for board in boards:
         board.enter(10.0)
     result = Health(0, 3)
-    result.board = boards[0]
+    result.board, result.seen = boards[0], boards[0].peers()
     return result, boards
 
 
@@ -64,6 +64,13 @@ def test_a_rank_that_has_not_come_is_named_only_after_the_time_limit(tmp_path: P
     late = here.failure(RuntimeError("timed out"), PLACE, time.monotonic() - 10, 10.0)
     assert (type(late), late.peer) == (TimedOut, 2)
     assert "it has begun 0 calls and this rank 0" in late.cause
+
+
+def test_a_rank_whose_process_cannot_be_seen_is_not_blamed(tmp_path: Path) -> None:
+    here, boards = with_board(tmp_path)
+    here.seen = []
+    boards[1].fail("something")
+    assert here.failure(RuntimeError("closed"), PLACE, time.monotonic(), 10.0).peer is None
 
 
 @pytest.mark.parametrize("bad", [0, -1, "soon", None, float("nan"), True])

@@ -127,6 +127,12 @@ def test_the_origin_goes_before_its_victims(monkeypatch: pytest.MonkeyPatch, boa
     assert boards[0].status(1) != LEFT, "a failure stays one"
 
 
+def test_a_process_that_cannot_be_seen_is_not_called_dead(boards: list[Board]) -> None:
+    """It runs in another container, where numbers of processes mean others."""
+    watchdog._HEAD.pack_into(boards[1].memory, boards[1]._row(1), os.getpid(), 1, 1, LIMIT, 0)
+    assert boards[0].peers() == [2]
+
+
 def test_a_rank_that_has_left_has_sent_its_messages(monkeypatch: pytest.MonkeyPatch, boards: list[Board]) -> None:
     boards[2].leave()
     real = Process.state
@@ -151,7 +157,7 @@ board.enter(1.0)
 print("here", flush=True)
 sys.stdin.readline()  # all have entered
 if rank == 0:
-    child = watchdog.start(board)
+    child = watchdog.start(board, board.peers())
     print(child.pid, flush=True)
 if what == "waits":
     board.set_word(0, watchdog.READY, 1)

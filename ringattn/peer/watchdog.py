@@ -332,14 +332,17 @@ def end(board: Board, parent: Process, peer: int, problem: str) -> None:
 _ADVICE = "Read the output of that rank first, then restart all ranks, from the last checkpoint if there is one"
 
 
-def start(board: Board) -> subprocess.Popen[bytes]:
+def start(board: Board, peers: Sequence[int]) -> subprocess.Popen[bytes]:
     """Start the watchdog of this process for one board.
+
+    Args:
+        peers: the ranks that can be seen.
 
     Raises:
         OSError: it cannot be started.
     """
     own = Process.own()
-    words = [board.file, board.rank, board.world_size, *own, *board.peers()]
+    words = [board.file, board.rank, board.world_size, *own, *peers]
     return subprocess.Popen(
         [sys.executable, "-I", "-S", __file__, *map(str, words)],
         stdin=subprocess.DEVNULL,
