@@ -31,13 +31,11 @@ from .primitives import (
     LN2,
     LOG2E,
     ScoreArguments,
-    Tiles,
     bound,
     cut_tile,
     dot,
     load_span,
     load_tile,
-    padded,
     scores,
     softmax_step,
     store_tile,
@@ -46,23 +44,14 @@ from .primitives import (
     to_natural,
     unsupported,
 )
+from .tiles import Tiles, padded, row_of
 
 __all__ = ["forward", "unsupported"]
 
 
 def choose_tiles(q: Tensor, v: Tensor) -> Tiles:
-    """Return tile sizes by dtype, GPU and head dim: measured on Hopper, elsewhere made for 99 KB of shared memory."""
-    dim = padded(max(q.shape[-1], v.shape[-1]))
-    if primitives.capability(q.device)[0] < 9:
-        if q.dtype == torch.float32:
-            return Tiles(64, 32, 4, 2) if dim <= 128 else Tiles(32, 32, 4, 1)
-        return Tiles(128, 64, 4, 2) if dim <= 64 else Tiles(128, 32, 8, 2) if dim <= 128 else Tiles(64, 32, 8, 1)
-    if q.dtype == torch.float32:
-        return Tiles(64, 32, 4, 2)
-    if dim <= 64:
-        return Tiles(64, 128, 4, 3, group=2)
-    # Two programs of 4 warps per multiprocessor: one computes exponentials while the other multiplies.
-    return Tiles(128, 64, 4, 2, group=2) if dim <= 128 else Tiles(128, 64, 8, 2, group=2)
+    """Return the launch parameters for these tensors."""
+    return row_of(q, v, primitives.capability(q.device)).forward
 
 
 def forward(q: Tensor, keys: Keys, score: Score, state: Partial | None, finalize: bool) -> Partial | Result:
@@ -116,7 +105,7 @@ def forward(q: Tensor, keys: Keys, score: Score, state: Partial | None, finalize
             STAGES=tiles.num_stages,
             # float32 products are accumulated outside of the tensor cores, with rounding
             PERIOD=0 if q.dtype == torch.float32 else block.period, num_stages=tiles.num_stages,
-            num_warps=tiles.num_warps, maxnreg=tiles.max_registers,
+            num_warps=tiles.num_warps,
         )  # fmt: skip
     return result
 
