@@ -21,7 +21,7 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ..contract import Block, Score
-from .tiles import padded
+from .tiles import Tiles, padded
 
 # Read once, because it is fixed when the kernels are decorated.
 INTERPRETED: tl.constexpr = tl.constexpr(bool(triton.knobs.runtime.interpret))
