@@ -360,7 +360,7 @@ def _tile_rows(segments: tuple[int, ...], size: int, device: torch.device) -> Te
     """Return first and past-the-last row of each tile, (tiles, 2) int32. Those of a block on a GPU are made there: a
     copy from the host could not be captured in a graph."""
     if device.type == "cpu":  # in time that hardly depends on the number of segments
-        lengths = torch.tensor(segments, device=device)
+        lengths = torch.tensor(segments, dtype=torch.int64, device=device)
         past, tiles = lengths.cumsum(0), (lengths + size - 1) // size
         number = torch.arange(int(tiles.sum()), device=device) - (tiles.cumsum(0) - tiles).repeat_interleave(tiles)
         first = (past - lengths).repeat_interleave(tiles) + number * size

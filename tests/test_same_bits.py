@@ -193,7 +193,7 @@ def test_triton_flushes_at_the_same_positions() -> None:
             620, virtual.VirtualRank(rank, ranks), causal=True, window_size=(210, -1), layout="contiguous",
             deterministic=True,
         )  # fmt: skip
-        block = tiles.keys_block(plan, torch.device("cpu"))
+        block = tiles.keys_block(plan)
         assert block.period == 256
         positions = torch.cat([torch.arange(span.start, span.stop) for span in tiles.of_keys(plan)[rank].spans])
         k, v = (torch.nn.functional.pad(y, (0, 0, 0, 0, 0, 20))[:, positions] for y in (x["k"], x["v"]))

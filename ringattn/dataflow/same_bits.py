@@ -142,7 +142,7 @@ class SameBits(Dataflow):
         for rank in range(plan.world_size):
             arrived = _check_runs(of_keys(plan)[rank], plan.shards_k, f"keys for rank {rank}")
             block = keys_block(plan, rank)
-            missing = torch.cat([torch.zeros(1, dtype=torch.int64), (~arrived).cumsum(0)])
+            missing = torch.cat([torch.zeros(1, dtype=torch.int64, device="cpu"), (~arrived).cumsum(0)])
             complete = missing[block.start.long()] == missing[block.end.long()]
             verify.require(complete.all(), f"a query of rank {rank} sees a key that does not arrive")
             arrived = _check_runs(of_queries(plan)[rank], plan.shards, f"queries for rank {rank}")
@@ -158,7 +158,7 @@ class SameBits(Dataflow):
 def _check_runs(gathered: Tiles, shards: tuple[layouts.Shard, ...], what: str) -> Tensor:
     """Return which rows of a buffer arrive."""
     positions = layouts.positions(gathered.spans)
-    arrived = torch.zeros(len(positions), dtype=torch.bool)
+    arrived = torch.zeros(len(positions), dtype=torch.bool, device="cpu")
     for run in gathered.runs:
         local = layouts.positions(shards[run.owner])[run.offset : run.offset + run.length]
         right = torch.equal(run.rows(positions), local)
