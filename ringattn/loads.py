@@ -15,6 +15,8 @@ from .mask import Mask
 from .schedule import Fetch
 from .work import Work
 
+LISTED = 16  # ranks whose numbers are shown one by one
+
 
 @dataclass(frozen=True)
 class Loads:
@@ -39,7 +41,7 @@ class Loads:
         cls, mask: Mask, shards: Sequence[Shard], shards_k: Sequence[Shard], fetches: Sequence[Sequence[Fetch]]
     ) -> Loads:
         """Count what a layout gives every rank; time O(seq_len / 128) for shards of neighbouring tokens."""
-        work = Work(mask)
+        work = Work.of_mask(mask)
         return cls(
             tuple(sum(_pairs(mask, work, run) for run in shard) for shard in shards),
             tuple(_tiles(mask, shard, seen) for shard, seen in zip(shards, mask.seen(shards), strict=True)),
