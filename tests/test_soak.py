@@ -59,7 +59,7 @@ def soaked(error: float) -> dict[str, Any]:
 
     check.over_ranks = wrong
     try:
-        args = argparse.Namespace(seed=0, seconds=60.0, steps=15, check_every=2, sample_every=1)
+        args = argparse.Namespace(seed=0, seconds=60.0, steps=12, check_every=2, sample_every=1)
         return soak.soak(args, torch.device("cpu"))
     finally:
         check.over_ranks = attend
@@ -69,7 +69,7 @@ def soaked(error: float) -> dict[str, Any]:
 def test_a_short_run(pools: Any, world_size: int) -> None:
     right = pools(world_size).run(soaked, 0.0)
     assert [line for line in right[0]["failures"] if "grew" not in line] == []  # too short for a warm-up
-    assert right[0]["steps"] == 15
+    assert right[0]["steps"] == 12
     assert {row[0] for row in right[0]["rows"][1]} >= {"seconds", "objects"}
     wrong = pools(world_size).run(soaked, 0.1)
     assert "has error" in wrong[0]["failures"][0]
