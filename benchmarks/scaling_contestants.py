@@ -23,7 +23,8 @@ from ringattn import layout, virtual
 from ringattn import mask as masks
 from ringattn.dataflow.fetching import gathered_block
 from ringattn.kernels.backends import choose
-from ringattn.kernels.contract import Keys, Queries, Score, accumulation_dtype, row_delta
+from ringattn.kernels.contract import Keys, Queries, Score, accumulation_dtype
+from ringattn.kernels.delta import row_delta
 
 TOLERANCE = {torch.bfloat16: 0.05, torch.float16: 0.02, torch.float32: 0.01}
 
@@ -65,20 +66,21 @@ class Contestants:
         options = mask_arguments(setting.mask, setting.seq_len, self.args.window, length)
         return ringattn.plan(length, virtual.VirtualRank(0, 1, self.device), **options)
 
-    def ours(self, plan: ringattn.Plan, x: list[Tensor]) -> Contestant:
+    def ours(self, plan: ringattn.Plan, layout: str, x: list[Tensor]) -> Contestant:
+        """Return one of our dataflows. ``layout``: as it was asked for; "auto" becomes another one in the plan."""
         q, k, v, dout = x
         attend = functools.partial(ringattn.attention, q, k, v, plan, kernel=self.args.kernel)
 
         def both() -> Any:
             return torch.autograd.grad(attend(), (q, k, v), dout)
 
-        return Contestant(attend, both, plan=plan, layout=plan.layout, inputs=x)
+        return Contestant(attend, both, plan=plan, layout=layout, inputs=x)
 
     def kernel(self, setting: Setting, plan: ringattn.Plan, x: list[Tensor]) -> Contestant:
         """Return the kernel on this rank's queries with all keys that they need already local."""
         q, _, _, dout = x
         q = q.detach()
-        block = gathered_block(plan, self.device)
+        block = gathered_block(plan)
         shape = (1, block.seq_k, setting.heads[1], self.args.head_dim)
         k, v = (torch.randn(shape, device=self.device, dtype=self.timing.dtype) for _ in range(2))
         score, keys = Score(self.args.head_dim**-0.5), Keys(k, v, block)

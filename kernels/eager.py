@@ -42,7 +42,7 @@ def forward(q: Tensor, keys: Keys, score: Score, state: Partial | None, finalize
         alpha = torch.exp(m_old - reference)
         l, o = l * alpha + torch.exp(logit - reference), o * _per_row(alpha)
 
-    for rows, cols, hidden in _tiles(block):
+    for rows, cols, hidden in _tiles(block, q.device):
         s, _ = _scores(q, keys, score, rows, cols, hidden, dtype)
         m_old = m[:, :, rows]
         m_new = torch.maximum(m_old, s.amax(-1))
@@ -96,7 +96,7 @@ def _add_gradients(
     k, v, block, _ = keys
     dtype = accumulation_dtype(q)
     lse = torch.where(lse == float("-inf"), float("inf"), lse)  # rows that see nothing get p = 0
-    for rows, cols, hidden in _tiles(block):
+    for rows, cols, hidden in _tiles(block, q.device):
         s, slope = _scores(q, keys, score, rows, cols, hidden, dtype)
         p = torch.exp(s - lse[:, :, rows, None])
         dout_rows = dout[:, rows].to(dtype).transpose(1, 2)
@@ -122,7 +122,7 @@ def _whole_tiles_of_queries(block: Block) -> Block:
     )  # fmt: skip
 
 
-def _tiles(block: Block) -> Iterator[tuple[slice, slice, Tensor | None]]:
+def _tiles(block: Block, device: torch.device) -> Iterator[tuple[slice, slice, Tensor | None]]:
     """Yield the tiles (queries, keys) in which any pair of the batch is visible, each with its hidden pairs.
 
     The hidden pairs are a mask (batch or 1, 1, m, n), or None if all are visible.
@@ -132,6 +132,7 @@ def _tiles(block: Block) -> Iterator[tuple[slice, slice, Tensor | None]]:
     spans = tiles.span.cpu()
     begin, end = spans[..., 0], spans[..., 3]
     nonempty = end > begin
+    start, stop = block.intervals(device)
     first = torch.where(nonempty, begin, block.seq_k).amin(0).tolist()
     last = end.amax(0).tolist()
     full_begin, full_end = spans[..., 1].amax(0).tolist(), spans[..., 2].amin(0).tolist()
@@ -142,8 +143,8 @@ def _tiles(block: Block) -> Iterator[tuple[slice, slice, Tensor | None]]:
             if full_begin[tile] <= col and col + size <= full_end[tile]:
                 yield rows, cols, None
                 continue
-            n = torch.arange(cols.start, cols.stop, device=block.start.device)
-            visible = (block.start[:, rows, None] <= n) & (n < block.end[:, rows, None])
+            n = torch.arange(cols.start, cols.stop, device=device)
+            visible = (start[:, rows, None] <= n) & (n < stop[:, rows, None])
             yield rows, cols, ~visible[:, None]
 
 
@@ -159,10 +160,12 @@ def _scores(
         t = torch.tanh(s / score.softcap)
         s, slope = score.softcap * t, 1 - t * t
     if score.alibi_slopes is not None:
-        distance = (block.positions_q[rows, None] - block.positions_k[None, cols]).abs().to(dtype)
+        positions_q, positions_k = block.positions(q.device)
+        distance = (positions_q[rows, None] - positions_k[None, cols]).abs().to(dtype)
         s = s - score.alibi_slopes.to(dtype).reshape(-1, q.shape[2], 1, 1) * distance
     if score.mod is not None:
-        s, factor = score.mod.apply(s, block.positions_q[rows], block.positions_k[cols])
+        positions_q, positions_k = block.positions(q.device)
+        s, factor = score.mod.apply(s, positions_q[rows], positions_k[cols])
         slope = slope * factor
     return (s if hidden is None else s.masked_fill(hidden, float("-inf"))), slope
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -20,6 +20,52 @@ Value = int | float | str | bool
 _WORDS = 96  # of a row
 _TEXT_WORDS = 56  # of which for the text
 _TEXT_BYTES = 8 * _TEXT_WORDS
+
+
+class Agreement:
+    """A comparison of all ranks that has been started.
+
+    Args:
+        call, fields: as of :func:`compare`.
+        rows: waits for the rows of all ranks and returns them, (world_size, words); None for one rank.
+        advice: what to add to the error where a field differs, by its name.
+
+    Attributes:
+        failed: the error that :meth:`check` has raised.
+    """
+
+    def __init__(
+        self,
+        call: str,
+        fields: Mapping[str, Value],
+        rows: Callable[[], Tensor] | None,
+        advice: Mapping[str, str] | None = None,
+    ) -> None:
+        self._call, self._fields, self._rows, self._advice = call, fields, rows, advice or {}
+        self.failed: ValueError | None = None
+
+    def check(self) -> None:
+        """Wait for all ranks and compare, once; an error is raised again in every later call.
+
+        Raises:
+            Disagreement: a field differs; the same error on every rank.
+            RankFailed: a rank encoded an error.
+        """
+        if self.failed is not None:
+            raise self.failed
+        if self._rows is None:
+            return
+        rows, self._rows = self._rows(), None
+        try:
+            compare(self._call, self._fields, rows)
+        except Disagreement as differs:
+            advice = self._advice.get(differs.field)
+            text = str(differs) if advice is None else f"{differs}. {advice}"
+            self.failed = type(differs)(text, differs.call, differs.field, differs.values)
+        except RankFailed as other:
+            self.failed = other
+        if self.failed is not None:
+            raise self.failed
 
 
 def encode(fields: Mapping[str, Value], error: Exception | None) -> Tensor:

@@ -12,7 +12,7 @@ from torch import Tensor
 from . import layout as layouts
 from . import mask as masks
 from . import transport as transports
-from .agreement import Disagreement, hash_of
+from .agreement import hash_of
 from .choosing import Setting
 from .dataflow import DATAFLOWS
 from .dataflow import choose as choose_dataflow
@@ -26,6 +26,11 @@ if TYPE_CHECKING:
 
 VERSION = 5  # of the exchange between ranks
 BUFFER_BYTES = 8 << 30
+_ADVICE = {
+    "calibration": "The numbers stand for what benchmarks/calibrate.py measured, from RINGATTN_CALIBRATION or "
+    "~/.cache/ringattn, on each machine: copy one machine's file to the others, under their names, or delete it on all;"
+    " or name a dataflow"
+}
 
 
 def plan(
@@ -46,6 +51,7 @@ def plan(
     local_size: int | None = None,
     buffer_bytes: int = BUFFER_BYTES,
     timeout: float | None = None,
+    wait: bool = True,
 ) -> Plan:
     """Plan the attention of one sequence shape. Every rank of the group calls this with the same arguments.
 
@@ -82,9 +88,12 @@ def plan(
         timeout: seconds that a rank waits for another one that is stopped or does not come, in this call and in
             attention with this plan; None: RINGATTN_TIMEOUT, or else the time limit of the group. A rank that has died
             is noticed at once.
+        wait: False to make the plan of the next batch while the GPU works on this one: the ranks' arguments are
+            compared in the background, and an error about them is raised on every rank in the first attention with the
+            plan. That attention compares its own arguments only if no earlier one on this group had the same.
 
     Returns:
-        A plan. It may be kept while the shape and the documents stay the same.
+        A plan. It may be kept while the shape and the documents stay the same. Making one never waits for a GPU.
 
     Raises:
         ValueError, TypeError: bad arguments, before anything is sent; arguments that differ between ranks
@@ -111,22 +120,16 @@ def plan(
             words["calibration"] = hash_of(repr(costs[0]))
     except Exception as bad:  # whatever it is, the other ranks must hear of it
         error = bad
-    try:
-        transport.agree("plan()", {"plans": transport.plans_made, **words}, error)
-    except Disagreement as differs:
-        if differs.field != "calibration":
-            raise
-        raise Disagreement(
-            f"{differs}. The numbers stand for what benchmarks/calibrate.py measured, from RINGATTN_CALIBRATION or "
-            "~/.cache/ringattn, on each machine: copy one machine's file to the others, under their names, or delete "
-            "it on all; or name a dataflow",
-            differs.call, differs.field, differs.values,
-        ) from None  # fmt: skip
+    agreement = transport.start_agreement("plan()", {"plans": transport.plans_made, **words}, error, _ADVICE)
+    if wait:
+        agreement.check()
 
     key = (transport.serial, *words.values())
     _plans.drop(lambda old: old.transport.ended)  # and with it the memory that its group fetched into
     result = _plans.once(key, lambda: _make(request, transport, costs, hash_of(repr(words))))
-    result.agree_again()
+    result.agree_again(None if wait else agreement)
+    if not wait:
+        result.flow.prepare(result)
     return result
 
 

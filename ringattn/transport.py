@@ -17,15 +17,12 @@ import datetime
 import functools
 import itertools
 import os
-import socket
 import sys
 import threading
 import time
-import warnings
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -35,7 +32,7 @@ from torch import Tensor
 from . import agreement
 from .errors import GroupBroken, Place
 from .health import Health, Marks, close_gloo, seconds
-from .peer import driver
+from .peer.connect import connect, host
 from .peer.memory import Link
 
 Message = tuple[Tensor, int]  # a contiguous tensor and the peer's rank in the group
@@ -70,6 +67,7 @@ class Transport:
         serial: a number that differs between the transports of one process.
         sent_bytes, sent_messages: sums over all calls of :meth:`start`.
         plans_made: number of calls of :func:`ringattn.plan`.
+        calls_agreed: the calls, with their shapes and settings, that all ranks have compared.
         given_up: the error that ended a call after its first message, or "".
         limit: seconds that a rank waits for another.
         timeout: the time limit of this call.
@@ -83,6 +81,7 @@ class Transport:
     sent_bytes: int = 0
     sent_messages: int = 0
     plans_made: int = 0
+    calls_agreed: set[tuple[object, ...]] = field(default_factory=set)
     given_up: str = ""
     limit: float = _TIMEOUT
     timeout: float = _TIMEOUT
@@ -108,7 +107,7 @@ class Transport:
         self.call, self.dataflow, self.step = call, dataflow, -1
         self.timeout = self.limit if timeout is None else timeout
 
-    def note_failure(self, error: BaseException) -> None:
+    def note_failure(self, error: BaseException, where: str = "") -> None:
         """Mark the group unusable after a call that failed once communication may have started: other ranks may be at a
         different message. Errors of arguments are raised on all ranks before anything is sent, and are not noted."""
         if self.world_size > 1:
@@ -149,9 +148,14 @@ class Transport:
         """Replace x by its elementwise ``"max"`` or ``"sum"`` over all ranks, and return it."""
         raise self._no_ranks()
 
+    def start_words(self, words: Tensor) -> Callable[[], Tensor]:
+        """Start to exchange (n,) int64 CPU tensors; return a function that waits for those of all ranks and returns
+        them, (world_size, n). Exchanges are started in the same order on all ranks, and waited for in any."""
+        raise self._no_ranks()
+
     def gather_words(self, words: Tensor) -> Tensor:
         """Return the (n,) int64 CPU tensors of all ranks as (world_size, n)."""
-        raise self._no_ranks()
+        return self.start_words(words)()
 
     def check_device(self, name: str, x: Tensor) -> None:
         """Raise ValueError if this group cannot send x."""
@@ -171,15 +175,35 @@ class Transport:
             LostPeer, TimedOut: another rank died, or did not come.
             Exception: ``error``, on the rank that passed it.
         """
+        self.start_agreement(what, fields, error).check()
+
+    def start_agreement(
+        self,
+        what: str,
+        fields: dict[str, agreement.Value],
+        error: Exception | None = None,
+        advice: Mapping[str, str] | None = None,
+    ) -> agreement.Agreement:
+        """Start to compare ``fields`` as :meth:`agree` does, and return at once. The ranks may do other things, among
+        them other exchanges, before each of them checks the result.
+
+        Args:
+            advice: see :class:`.agreement.Agreement`.
+
+        Raises:
+            Exception: ``error``, on the rank that passed it.
+        """
         fields = {"call": what, **fields}  # ranks may be at different calls
+        rows = None
         if self.world_size > 1:
             before, self.call, self.dataflow = (self.call, self.dataflow), what, ""
-            rows = self.gather_words(agreement.encode(fields, error))
+            rows = self.start_words(agreement.encode(fields, error))
             self.call, self.dataflow = before
         if error is not None:
+            if rows is not None:
+                rows()
             raise error
-        if self.world_size > 1:
-            agreement.compare(what, fields, rows)
+        return agreement.Agreement(what, fields, rows, advice)
 
 
 def gloo_group_of(group: dist.ProcessGroup) -> dist.ProcessGroupGloo:
@@ -199,15 +223,6 @@ def _timeout_of(group: dist.ProcessGroup, device: torch.device) -> float:
         return float(group._get_backend(device).options._timeout.total_seconds())
     except (AttributeError, RuntimeError):
         return _TIMEOUT
-
-
-def _host() -> str:
-    """Return a text that is the same for processes with the same running kernel and host name."""
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text()
-    except OSError:
-        boot = ""
-    return f"{socket.gethostname()} {boot}"
 
 
 def _exists(group: dist.ProcessGroup | None) -> bool:
@@ -259,11 +274,15 @@ class GroupTransport(Transport):
         # Drop the gloo group when the process group is gone: it owns threads, and a store that a later group may need.
         weakref.finalize(group, _let_go, weakref.ref(self)).atexit = False
         if self.world_size > 1:
-            self.health.make_board(agreement.hash_of(_host()), self.limit, self.gather_words)
+            self.health.make_board(host(), self.limit, self.gather_words)
         if cuda:  # set the communicator up on all ranks; the first point-to-point messages may be among a few of them
             dist.all_reduce(torch.zeros(1, device=device), group=group)
         if cuda and self.world_size > 1:
-            self._link = self._connect(self.health.watch())
+            problem = self.health.watch()
+            group_of = functools.partial(_alive, self._group)
+            self._link = connect(
+                self.rank, self.world_size, device, group_of, self.gather_words, self.health.board, problem
+            )
 
     @property
     def group(self) -> dist.ProcessGroup:
@@ -272,34 +291,6 @@ class GroupTransport(Transport):
     @property
     def ended(self) -> bool:
         return not _exists(self._group())
-
-    def _connect(self, problem: str) -> Link | None:
-        """Return the link of this rank, or None on every rank if one of them cannot access the others' memory, is on
-        another host, has a problem already, or has RINGATTN_PULLS=0 in its environment."""
-        wanted = os.environ.get("RINGATTN_PULLS", "1") != "0"
-        words = torch.tensor([agreement.hash_of(_host()), wanted and driver.available(), bool(problem)], device="cpu")
-        rows = self.gather_words(words)
-        if not (rows[:, :2] == words[:2]).all() or not words[1]:
-            return None
-        link, status = None, rows[:, 2]
-        if not status.any():  # all ranks make a link, or none
-            try:
-                from .peer.symmetric import SymmetricMemory  # needs a torch with symmetric memory
-
-                share = SymmetricMemory(functools.partial(_alive, self._group), self.device)
-                link = Link(self.rank, self.world_size, self.device, share, self.health.board)
-            except (RuntimeError, ImportError, AttributeError, ValueError) as error:  # no peer access; another torch
-                problem = str(error) or type(error).__name__
-            status = self.gather_words(torch.tensor([bool(problem)], device="cpu")).flatten()
-        failed = status.nonzero().flatten().tolist()
-        if failed:
-            warnings.warn(
-                f"GPUs of this host cannot access each other's memory (rank {failed[0]} of ranks {failed}: "
-                f"{problem or 'see its warning'}); keys and values are sent as messages",
-                stacklevel=2,
-            )
-            return None
-        return link
 
     def check_device(self, name: str, x: Tensor) -> None:
         backend = self.backends.get(x.device.type)
@@ -328,14 +319,15 @@ class GroupTransport(Transport):
     def _place(self) -> Place:
         return Place(self.rank, self.call, self.dataflow, self.step)
 
-    def note_failure(self, error: BaseException) -> None:
+    def note_failure(self, error: BaseException, where: str = "") -> None:
+        """Also tell the other ranks, with the place or ``where``, and close the connections to them."""
         super().note_failure(error)
         if self.world_size == 1 or self._closed:
             return
         self._closed = True
         row = 0 if self._link is None else int(self._link.timed_out[0])
         kernel = f"; a kernel gave up waiting for row {row - 1} of keys (batch * kv_heads + head)" if row else ""
-        self.health.fail(error, f" in {self._place()}{kernel}")
+        self.health.fail(error, where or f" in {self._place()}{kernel}")
         # In a thread with a limit: whatever is wrong with the connections, the error must be raised.
         closing = threading.Thread(target=self._close_all, daemon=True)
         closing.start()
@@ -368,25 +360,40 @@ class GroupTransport(Transport):
     def all_reduce(self, x: Tensor, op: str) -> Tensor:
         if self.world_size > 1:
             self.step += 1
-            reduce = {"max": dist.ReduceOp.MAX, "sum": dist.ReduceOp.SUM}[op]
-            work = dist.all_reduce(x, reduce, group=self.group, async_op=True)
+            reduce, began = {"max": dist.ReduceOp.MAX, "sum": dist.ReduceOp.SUM}[op], time.monotonic()
+            try:
+                work = dist.all_reduce(x, reduce, group=self.group, async_op=True)
+            except RuntimeError as error:
+                raise self.health.failure(error, self._place(), began, self.timeout) from error
             _Works(self, [work], self._place(), x.is_cuda, x).wait()
         return x
 
-    def gather_words(self, words: Tensor) -> Tensor:
+    def start_words(self, words: Tensor) -> Callable[[], Tensor]:
         rows = [torch.empty_like(words) for _ in range(self.world_size)]
-        began = time.monotonic()
+        place = self._place()
+
+        def failed(error: RuntimeError, began: float) -> Exception:
+            failure = self.health.failure(error, place, began, self.timeout)
+            self.note_failure(failure)
+            return failure
+
         try:
             if self.gloo is None:
                 work = dist.all_gather(rows, words, group=self.group, async_op=True)
             else:
                 work = self.gloo.allgather([rows], [words])
-            work.wait(datetime.timedelta(seconds=self.timeout))
         except RuntimeError as error:
-            failed = self.health.failure(error, self._place(), began, self.timeout)
-            self.note_failure(failed)
-            raise failed from error
-        return torch.stack(rows)
+            raise failed(error, time.monotonic()) from error
+
+        def wait() -> Tensor:
+            began = time.monotonic()
+            try:
+                work.wait(datetime.timedelta(seconds=self.timeout))
+            except RuntimeError as error:
+                raise failed(error, began) from error
+            return torch.stack(rows)
+
+        return wait
 
 
 @dataclass
@@ -414,6 +421,8 @@ class _Works:
     def _wait_on_stream(self, marks: Marks | None) -> None:
         """Make the current stream wait, not the host."""
         stream = torch.cuda.current_stream(self.transport.device)
+        if marks is not None and not marks.in_graphs and torch.cuda.is_current_stream_capturing():
+            marks = None
         if marks is not None:
             marks.moving.write(stream, self.place.step + 1)
         for work in self.works:
@@ -438,7 +447,7 @@ def _leave_all() -> None:
     error = getattr(sys, "last_value", None)
     for transport in list(_of_group.values()):
         if error is not None:
-            transport.health.fail(error, ", which ended its program")
+            transport.note_failure(error, ", which ended its program")
         transport.health.leave()
 
 

@@ -259,7 +259,7 @@ def attend(
     settings = (None, None, inputs.dim**-0.5, 0.0, args.kernel, plan.handle, 0)
     q, *others = (inputs.shard(name, plan.shards[plan.rank]) for name in NAMES[: 4 if args.backward else 3])
     if plan.dataflow == "gather":
-        gathered_block(plan, device)  # made once per plan, so not part of an attention
+        gathered_block(plan)  # made once per plan, so not part of an attention
 
     def together() -> float:
         if cuda:

@@ -8,6 +8,7 @@ for bit with sums in the order of ranks.
 from __future__ import annotations
 
 import gc
+import itertools
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -43,7 +44,7 @@ SCORE = Score(1.0)
 SEEDS = 6  # orders of execution of each case
 
 
-def block_cyclic(mask: Mask, world_size: int) -> tuple[layout.Shard, ...]:
+def block_cyclic(mask: Mask, world_size: int, local_size: int) -> tuple[layout.Shard, ...]:
     """A layout with many runs per rank: blocks of 16 tokens in turns."""
     blocks = [range(begin, min(begin + 16, mask.seq_len)) for begin in range(0, mask.seq_len, 16)]
     return tuple(tuple(blocks[rank::world_size]) for rank in range(world_size))
@@ -114,7 +115,7 @@ class Call:
         """Return the sums of the contributions to a rank's keys, in the order of ranks."""
         total = torch.zeros_like(self.kv)
         for visitor in range(plan.world_size):
-            positions = gathered_block(plan, CPU, visitor).positions_k.long()
+            positions = gathered_block(plan, visitor).positions_k.long()
             total[:, positions] += self.given[visitor][:, positions]
         return plan.shard_k(total)
 
@@ -162,9 +163,8 @@ class Kernels(Backend):
         k, v, dk, dv = alias(k), alias(v), alias(into[0]), alias(into[1])
         positions, heads = block.positions_k.long(), k.shape[2]
         count = None if counters is None else alias(counters)
-        cuts = [0]
-        for length in block.segments_k:
-            cuts.append(cuts[-1] + length)
+        cuts = [0, *itertools.accumulate(block.segments_k)]
+        group_of = [group for group, count in enumerate(block.groups_k) for _ in range(count)]
 
         def work(b: int, h: int, segment: int) -> None:
             at = slice(cuts[segment], cuts[segment + 1])
@@ -174,7 +174,7 @@ class Kernels(Backend):
             given = call.given[rank][b, positions[at], first + h]
             dk[b, at, h], dv[b, at, h] = given[:, :DIM], given[:, DIM:]
             if count is not None:
-                count[(b * heads + h) // self.case.counts, segment] += 1
+                count[(b * heads + h) // self.case.counts, group_of[segment]] += 1
 
         order = [(b, h, segment) for b, h in rows for segment in range(len(block.segments_k))]
         self.world.random.shuffle(order)
@@ -189,21 +189,20 @@ class Kernels(Backend):
         rows = self.case.counts
         if not rows or not self.case.waits or k.shape[0] * k.shape[2] % rows:
             return None
-        return CompletionCounts(rows, (rows,) * len(block.segments_k))
+        return CompletionCounts(rows, tuple(rows * count for count in block.groups_k), block.groups_k)
 
-    def pack_rows(self, k: Tensor, v: Tensor, whole: Tensor, own: Tensor, table: Tensor) -> None:
-        k, v, whole, own = map(alias, (k, v, whole, own))
-        runs = table.tolist()
+    def pack_rows(self, k: Tensor, v: Tensor, into: Tensor, table: packing.RunTable) -> None:
+        k, v, into = map(alias, (k, v, into))
+        runs = table.runs.tolist()
 
         def run(b: int) -> None:
             rows = torch.cat([k[b], v[b]], -1).transpose(0, 1)
-            whole[b] = rows
             for offset, length, first in runs:
-                own[b, :, first : first + length] = rows[:, offset : offset + length]
+                into[b, :, first : first + length] = rows[:, offset : offset + length]
 
         self.world.kernel("pack", [(None, lambda b=b: run(b)) for b in range(k.shape[0])])
 
-    def sum_runs(self, table: Tensor, own: Tensor, landed: Tensor, dk: Tensor, dv: Tensor) -> None:
+    def sum_runs(self, table: summing.SumTable, own: Tensor, landed: Tensor, dk: Tensor, dv: Tensor) -> None:
         own, landed, dk, dv = map(alias, (own, landed, dk, dv))
         batch, tokens, heads, _ = dk.shape
         if not dk.numel():
@@ -211,17 +210,20 @@ class Kernels(Backend):
         with torch._C.DisableTorchFunction():
             total = torch.zeros(batch * heads, tokens, WIDTH)
 
-        def add(mine: int, offset: int, stride: int, begin: int, end: int) -> None:
+        def add(tile: int, mine: int, offset: int, stride: int, begin: int, end: int) -> None:
             memory = (own if mine else landed).reshape(-1)
-            size = (batch * heads, end - begin, WIDTH)
-            total[:, begin:end] += memory.as_strided(size, (stride, WIDTH, 1), memory.storage_offset() + offset // 4)
+            first, past = max(begin, tile * summing.TOKENS), min(end, (tile + 1) * summing.TOKENS)
+            at = memory.storage_offset() + offset // 4 + (first - begin) * WIDTH
+            total[:, first:past] += memory.as_strided((batch * heads, past - first, WIDTH), (stride, WIDTH, 1), at)
 
         def store() -> None:
             rows = total.view(batch, heads, tokens, WIDTH).transpose(1, 2)
             dk.copy_(rows[..., :DIM])
             dv.copy_(rows[..., DIM:])
 
-        self.world.kernel("sum", [*((None, lambda p=p: add(*p)) for p in table.tolist()), (None, store)])
+        edges, pieces = (x.tolist() for x in table)
+        tiles = [(t, *p) for t, (a, b) in enumerate(itertools.pairwise(edges)) for p in pieces[a:b]]
+        self.world.kernel("sum", [*((None, lambda p=p: add(*p)) for p in tiles), (None, store)])
 
     def patched(self, monkeypatch: pytest.MonkeyPatch) -> None:
         cut = fetching.head_groups
@@ -234,11 +236,12 @@ class Kernels(Backend):
         """Return a function that makes counters with the values after ``case.epoch`` calls."""
         epoch = self.case.epoch
 
-        def counters(shape: tuple[int, int], device: torch.device) -> push.Counters:
-            zeros = real(shape, device)
+        def counters(count: int, device: torch.device) -> push.Counters:
+            zeros = real(count, device)
             raised = alias(zeros.raised)
             self.world.write_tensor("set off", lambda: raised.fill_((epoch + 2**31) % 2**32 - 2**31))
-            return zeros._replace(before=[epoch & 0xFFFFFFFF] * len(zeros.before))
+            zeros.before = [epoch & 0xFFFFFFFF] * count
+            return zeros
 
         return counters
 
@@ -283,7 +286,7 @@ class Group:
             case.seq_len, rank, seq_len_k=case.seq_len_k, layout=case.layout, dataflow="gather", **case.mask,
             buffer_bytes=buffer,
         )  # fmt: skip
-        gathered_block(plan, CPU)  # made at once, not by the simulated GPU
+        gathered_block(plan)  # made at once, not by the simulated GPU
         rank.link = lambda x: self.links[place]  # type: ignore[method-assign]
         return plan
 
@@ -300,7 +303,7 @@ class Group:
         with self.world.host(self.mains[place][call.number % case.streams]):
             if call.kind == "forward":
                 Gather().forward(Attention(q, k, v, plan, SCORE, kernels))
-                size = case.batch * case.kv_heads * gathered_block(plan, CPU).seq_k * WIDTH
+                size = case.batch * case.kv_heads * gathered_block(plan).seq_k * WIDTH
                 call.later.append(torch.full((size,), 7.0))  # in memory of the keys, if the allocator reuses it
             else:
                 queries = Queries(q, dout, lse, lse)
@@ -380,7 +383,7 @@ def play_two_groups(
 def compare(call: Call, plans: Sequence[ringattn.Plan]) -> None:
     """Compare after the run: all heads were attended to, and gradients are the sums of what was given."""
     for place, plan in enumerate(plans):
-        if gathered_block(plan, CPU).seq_k:
+        if gathered_block(plan).seq_k:
             assert call.heads_seen[place] == call.case.kv_heads
     for plan, (dk, dv) in zip(plans, call.gradients, strict=False):
         same(torch.cat([dk, dv], -1), call.expected(plan), f"gradients of rank {plan.rank}")
@@ -601,7 +604,7 @@ def test_rows_are_pulled_in_chunks_that_grow(
     with world.host(Stream(world.gpus[0], "main")):
         link = memory.Link(0, 2, CPU, Shared(world, (0, 1)).of(0))
         buffers = pull.FetchBuffers(link, k, k, fetches, [1, 1], [slice(0, heads)])
-    chunks: Any = buffers.chunks(link, 0, [slice(*g) for g in groups])
+    chunks: Any = buffers.chunks(0, [slice(*g) for g in groups])
     assert [len(chunk.flags.addresses) for chunk in chunks] == sizes
     order = [b * heads + h for g in groups for b in range(batch) for h in range(*g)]
     first = buffers.flags[0].data_ptr()

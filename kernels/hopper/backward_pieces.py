@@ -18,6 +18,7 @@ from .primitives import (
     exchange_blocks,
     raise_counter,
     reinterpret,
+    round_pairs,
     wait_count,
     wait_row,
 )
@@ -25,6 +26,10 @@ from .primitives import (
 BM = gl.constexpr(64)  # queries of a step; backward_tall.py has more
 BN = gl.constexpr(128)  # keys of a CTA, but of backward_wide.py; tiles in registers have 64 keys in all kernels
 INFO = gl.constexpr(8)  # int32 numbers that describe a key tile, see work.key_tile_table
+
+# Numbers that vary with lengths and documents: one compiled kernel for all of them. (So do ``heads`` and ``parts``, but
+# they cost registers; there are few of them, which are compiled together.)
+NUMBERS = ("tiles", "q_tiles", "epoch", "segments", "sweep", "slopes_stride")
 
 LOADERS = gl.constexpr(288)  # threads at a barrier of both consumers and the producer
 PAIR = gl.constexpr(256)  # both consumers
@@ -47,18 +52,18 @@ def _bytes(desc):
 
 
 @gluon.jit
-def _order(tiles, SWEEP: gl.constexpr):
+def _order(tiles, sweep):
     """Return the part of a group, numbered over all batch elements and key heads, and the key tile of this program.
-    ``SWEEP`` parts are walked at the same time, tile by tile."""
+    ``sweep`` parts are walked at the same time, tile by tile."""
     program = gl.program_id(0)
-    inside = program % (SWEEP * tiles)
-    return program // (SWEEP * tiles) * SWEEP + inside % SWEEP, inside // SWEEP
+    inside = program % (sweep * tiles)
+    return program // (sweep * tiles) * sweep + inside % sweep, inside // sweep
 
 
 @gluon.jit
-def place(info_ptr, heads, tiles, kv_heads, parts, SWEEP: gl.constexpr, BATCHED: gl.constexpr):
+def place(info_ptr, heads, tiles, kv_heads, parts, sweep, BATCHED: gl.constexpr):
     """Return batch, key head, part of the group's query heads and address of the key tile's description."""
-    head, tile = _order(tiles, SWEEP)
+    head, tile = _order(tiles, sweep)
     batch = head // (parts * kv_heads)
     if BATCHED:
         tile += batch * tiles
@@ -74,19 +79,19 @@ def buffer_of(batch, part, batches, IN_TURNS: gl.constexpr):
 
 
 @gluon.jit
-def _turns_of(turns_ptr, tiles, parts, SWEEP: gl.constexpr):
+def _turns_of(turns_ptr, tiles, parts, sweep):
     """Return the address of the counter of stored parts of this program's group, one per key tile of a key head."""
-    head, tile = _order(tiles, SWEEP)
+    head, tile = _order(tiles, sweep)
     return turns_ptr + (head // parts * tiles + tile)
 
 
 @gluon.jit
-def signal_sent(sent: gl.constexpr, last, turns_ptr, tiles, part, parts, SWEEP: gl.constexpr):
+def signal_sent(sent: gl.constexpr, last, turns_ptr, tiles, part, parts, sweep):
     """Signal to a writer's consumer, at barrier ``sent``, that the staged tile has been read. Before the ``last``
     signal wait until both consumers of the previous part have stored: parts add to the same dk and dv in order, so that
     these have the same bits on every run. The previous part has a smaller program number and has started earlier."""
     if (turns_ptr is not None) and last:
-        wait_count(_turns_of(turns_ptr, tiles, parts, SWEEP), 2 * part)
+        wait_count(_turns_of(turns_ptr, tiles, parts, sweep), 2 * part)
         barrier_sync(sent, STAGING, warps=1)  # not arrive: sync alone is documented to order memory
     else:
         barrier_arrive(sent, STAGING, warps=1)
@@ -94,17 +99,17 @@ def signal_sent(sent: gl.constexpr, last, turns_ptr, tiles, part, parts, SWEEP: 
 
 @gluon.jit
 def finish_writer(
-    staged: gl.constexpr, turns_ptr, counters_ptr, info, tiles, part, parts, segments, SWEEP: gl.constexpr,
+    staged: gl.constexpr, turns_ptr, counters_ptr, info, tiles, part, parts, segments, sweep,
 ):  # fmt: skip
     """End a writer, after barrier ``staged`` with its consumer, which has stored: signal to the next part, or after the
     last part raise the completion counter of dk and dv. In the writer, because it would cost the consumer registers."""
     if (turns_ptr is not None) or (counters_ptr is not None):
         barrier_sync(staged, STAGING, warps=1)
     if turns_ptr is not None:
-        raise_counter(_turns_of(turns_ptr, tiles, parts, SWEEP), "gpu")
+        raise_counter(_turns_of(turns_ptr, tiles, parts, sweep), "gpu")
     if (counters_ptr is not None) and (part == parts - 1):
-        head, _ = _order(tiles, SWEEP)
-        chunk = head // gl.maximum(parts, SWEEP)  # rows of keys that complete together
+        head, _ = _order(tiles, sweep)
+        chunk = head // gl.maximum(parts, sweep)  # rows of keys that complete together
         raise_counter(counters_ptr + (chunk * segments + gl.load(info + 7)), "sys")
 
 
@@ -158,7 +163,7 @@ def producer(
     q_desc, dout_desc, k_desc, v_desc, lse_desc, delta_desc, bounds_desc, positions_desc, info_ptr,
     k_s, v_s, q_s, dout_s, lse_s, delta_s, bounds_s, positions_s, kv_full, q_full, dout_full,
     heads, tiles, kv_heads, parts, q_tiles, flags_ptr, epoch, timed_out_ptr,
-    q_free: gl.constexpr, dout_free: gl.constexpr, SWEEP: gl.constexpr, BATCHED: gl.constexpr,
+    q_free: gl.constexpr, dout_free: gl.constexpr, sweep, BATCHED: gl.constexpr,
 ):  # fmt: skip
     """Load K and V, in as many tiles of 64 keys as ``kv_full`` has barriers, then Q, lse (with ALiBi the positions, and
     the intervals of cut tiles), dO and delta of every step."""
@@ -168,7 +173,7 @@ def producer(
     DO_BYTES: gl.constexpr = _bytes(dout_desc)
     DO_STAGES: gl.constexpr = dout_s[0].shape[0]
     KEY_TILES: gl.constexpr = kv_full.shape[0]
-    batch, kv_head, part, info = place(info_ptr, heads, tiles, kv_heads, parts, SWEEP, BATCHED)
+    batch, kv_head, part, info = place(info_ptr, heads, tiles, kv_heads, parts, sweep, BATCHED)
     first = gl.load(info)
     steps, cut_steps, j, stops = visit_order(info, heads)
     if flags_ptr is not None:
@@ -235,16 +240,28 @@ def scores_to_base_2(
 @gluon.jit
 def capped_probabilities(
     s, lse_v, scale, inner, alibi, head, bounds_v, stage, key, past, S_L: gl.constexpr, CUT: gl.constexpr,
-    dtype: gl.constexpr,
+    dtype: gl.constexpr, FUSED: gl.constexpr = True,
 ):  # fmt: skip
-    """Return P of scores with softcap, and P times the derivative of the softcap, both in 16 bits."""
+    """Return P of scores with softcap, and P times the derivative of the softcap, both in 16 bits. ``FUSED``: fewer
+    registers, except at head dim 64, where tiles are twice as wide."""
     t = scores.capped(s, inner)
-    offset, _ = gl.broadcast(lse_v.index(stage).load(gl.SliceLayout(0, S_L))[None, :], t)
-    if len(alibi) > 0:
-        offset = offset + scores.distances_of_step(alibi, head, stage, S_L)
-    if CUT:
-        offset = hide(offset, bounds_v, stage, key, past, S_L, float("inf"))
-    return scores.probabilities(t, scale, offset, dtype)
+    if FUSED:
+        offset, _ = gl.broadcast(lse_v.index(stage).load(gl.SliceLayout(0, S_L))[None, :], t)
+        if len(alibi) > 0:
+            offset = offset + scores.distances_of_step(alibi, head, stage, S_L)
+        if CUT:
+            offset = hide(offset, bounds_v, stage, key, past, S_L, float("inf"))
+        p, slope = scores.probabilities(t, scale, offset, dtype)
+    else:
+        s = t * scale
+        if len(alibi) > 0:
+            s = s - scores.distances_of_step(alibi, head, stage, S_L)
+        if CUT:
+            s = hide(s, bounds_v, stage, key, past, S_L)
+        p32 = gl.exp2(s - lse_v.index(stage).load(gl.SliceLayout(0, S_L))[None, :])
+        p = round_pairs(p32, dtype)
+        slope = round_pairs(p32 * gl.fma(-t, t, 1.0), dtype)
+    return p, slope
 
 
 @gluon.jit

@@ -22,10 +22,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from .. import blocks
 from .. import layout as layouts
-from ..kernels.contract import GRID, LONGEST_SUM, PERIOD, Block
+from ..intervals import Mask
+from ..kernels.contract import GRID, Block, flush_period
 from ..layout import Shard
-from ..mask import Mask
 from ..plans import Plan
 from ..transport import Message
 
@@ -60,10 +61,11 @@ class Tiles(NamedTuple):
         return layouts.length(self.spans)
 
     def pieces(self, size: int) -> list[slice]:
-        """Return the rows of the buffer, cut at multiples of ``size`` positions."""
+        """Return the rows of the buffer, cut at multiples of ``size`` positions and between spans; 0: in one piece."""
         cuts, row = {0}, 0
         for span in self.spans:
-            cuts |= {row + p - span.start for p in range(-(-span.start // size) * size, span.stop, size)}
+            if size:
+                cuts |= {row, *(row + p - span.start for p in range(-(-span.start // size) * size, span.stop, size))}
             row += len(span)
         return [slice(a, b) for a, b in itertools.pairwise(sorted(cuts | {row}))]
 
@@ -73,7 +75,7 @@ def of_keys(plan: Plan) -> tuple[Tiles, ...]:
 
     def make() -> tuple[Tiles, ...]:
         # A forward that flushes its accumulator counts rows, see Block.period: rows are then positions, up to periods.
-        unit = PERIOD if plan.mask.max_keys_per_query > LONGEST_SUM else GRID
+        unit = flush_period(plan.mask.max_keys_per_query) or GRID
         return _tiles(plan.mask.seen(plan.shards), plan.shards_k, unit)
 
     return plan.once("tiles of keys", make)
@@ -81,9 +83,7 @@ def of_keys(plan: Plan) -> tuple[Tiles, ...]:
 
 def of_queries(plan: Plan) -> tuple[Tiles, ...]:
     """Return for each rank the tiles of queries that see any of its keys."""
-    return plan.once(
-        "tiles of queries", lambda: _tiles(_seeing(plan.mask, plan.shards_k), plan.shards, GRID)
-    )
+    return plan.once("tiles of queries", lambda: _tiles(_seeing(plan.mask, plan.shards_k), plan.shards, GRID))
 
 
 def _seeing(mask: Mask, shards_k: Sequence[Shard]) -> list[list[range]]:
@@ -144,7 +144,8 @@ def _tiles(needed: list[list[range]], shards: Sequence[Shard], unit: int) -> tup
             spans.append(range(tiles.start - padding, tiles.stop))
             begin = max(bisect_right(starts, tiles.start) - 1, 0) if disjoint else 0
             for run, owner, offset in located[begin : bisect_left(starts, tiles.stop)]:
-                first, past = (min(max(-(-(p - run.start) // run.step), 0), len(run)) for p in (tiles.start, tiles.stop))
+                ends = (tiles.start, tiles.stop)
+                first, past = (min(max(-(-(p - run.start) // run.step), 0), len(run)) for p in ends)
                 if first < past:
                     runs.append(Run(owner, offset + first, past - first, row + run[first] - tiles.start, run.step))
             row += len(tiles)
@@ -164,30 +165,35 @@ def _whole_tiles(needed: Sequence[range]) -> list[range]:
     return result
 
 
+def every_query(plan: Plan) -> tuple[Tiles, ...]:
+    """Return the tiles of all queries for rank 0, and none for the others."""
+    needed = [[range(plan.seq_len)] if rank == 0 else [] for rank in range(plan.world_size)]
+    return plan.once("tiles of all queries", lambda: _tiles(needed, plan.shards, GRID))
+
+
 # What kernels get
 
 
-def keys_block(plan: Plan, device: torch.device, rank: int | None = None) -> Block:
+def keys_block(plan: Plan, rank: int | None = None) -> Block:
     """Return which of the keys that a rank gathers its queries see."""
     rank = plan.rank if rank is None else rank
 
     def make() -> Block:
-        spans = of_keys(plan)[rank].spans
-        positions = layouts.positions(spans, device)
-        block = plan.make_block(rank, spans, positions, (len(positions),))
+        gathered = of_keys(plan)[rank]
+        block = plan.make_block(rank, gathered.spans, (gathered.rows,))
         return replace(block, positions_k=block.positions_k.clamp(max=max(plan.seq_len_k - 1, 0)), ordered=True)
 
-    return plan.once(("tiles of keys", rank, device), make)
+    return plan.once(("tiles of keys", rank), make)
 
 
-def queries_block(plan: Plan, device: torch.device, rank: int | None = None) -> Block:
+def queries_block(plan: Plan, rank: int | None = None) -> Block:
     """Return which of a rank's keys the queries that it gathers see."""
     rank = plan.rank if rank is None else rank
 
     def make() -> Block:
         mask, keys = plan.mask, plan.shards_k[rank]
-        positions_k = layouts.positions(keys, device).to(torch.int32)
-        positions = layouts.positions(of_queries(plan)[rank].spans, device)
+        positions_k = blocks.positions(keys)
+        positions = blocks.positions(of_queries(plan)[rank].spans).long()
         inside = positions.clamp(max=max(plan.seq_len - 1, 0))
         start, end = (
             torch.searchsorted(positions_k, torch.where(positions < plan.seq_len, x, plan.seq_len_k), out_int32=True)
@@ -196,7 +202,7 @@ def queries_block(plan: Plan, device: torch.device, rank: int | None = None) -> 
         positions_q, lengths = (inside + mask.offset).to(torch.int32), tuple(map(len, keys))
         return Block(start, end, positions_q, positions_k, (len(positions),), lengths, ordered=True)
 
-    return plan.once(("tiles of queries", rank, device), make)
+    return plan.once(("tiles of queries", rank), make)
 
 
 def gather(plan: Plan, tensors: Sequence[Tensor], tiles: Sequence[Tiles]) -> list[Tensor]:
