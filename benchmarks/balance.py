@@ -71,7 +71,7 @@ def plan_milliseconds(layout: str, total: int = 1 << 20, ranks: int = 64, docume
         ends = sorted(draw.sample(range(1, total), documents - 1))
         cu_seqlens = [0, *ends, total]
         start = time.process_time()
-        plan(total, VirtualRank(0, ranks), causal=True, cu_seqlens=cu_seqlens, layout=layout, dataflow="gather")
+        plan(total, VirtualRank(0, ranks), causal=True, cu_seqlens=cu_seqlens, layout=layout)
         times.append(1e3 * (time.process_time() - start))
     return statistics.median(times)
 
@@ -82,7 +82,7 @@ def main() -> None:
     add("--lengths", nargs="+", choices=list(LENGTHS), default=list(LENGTHS))
     add("--tokens", nargs="+", type=int, default=[8192, 32768], help="per rank")
     add("--ranks", nargs="+", type=int, default=[2, 4, 8, 16, 32, 64])
-    add("--layouts", nargs="+", choices=list(LAYOUTS), default=["balanced"])
+    add("--layouts", nargs="+", choices=[*LAYOUTS, "auto"], default=["balanced"], help='"auto" for --plan-time only')
     add("--rows", type=int, default=20, help="rows of documents for each line")
     add("--plan-time", action="store_true", help="only the time of plan()")
     args = parser.parse_args()

@@ -37,7 +37,7 @@ GROUP = 512  # neighbouring documents are kept together up to so many tokens, fo
 FLAT = 1000  # work that differs from the mean by less than a part in so many is equal
 UNEVEN = 100  # the same for parts that need not be taken block by block
 NEAR = 160  # the same for work that whole tiles of queries cannot match exactly
-FAR = 60  # the same where nothing is near
+FAR = 130  # no rank has more than the mean by more than a part in so many
 EVEN = 12  # the same for tiles, per mille
 FETCH = 8  # weight of keys to fetch, per mille of a rank's tokens, next to the square of uneven tiles, per mille
 REACH = 4  # light parts to choose from: so many times the tokens of a rank
@@ -198,6 +198,7 @@ class _Row:
 
     def divide(self, shares: Sequence[int]) -> list[list[range]]:
         """Return pieces of as many tokens as each share has, and of equal work."""
+        self.most = self.pairs_left * (FAR * self.ranks + 1) // (FAR * self.ranks * max(1, len(shares)))
         return [self.peel(tokens, len(shares) - index) for index, tokens in enumerate(shares)]
 
     def peel(self, tokens: int, ranks: int) -> list[range]:
@@ -267,7 +268,7 @@ class _Search:
     """The choice of one rank's pieces."""
 
     def __init__(self, row: _Row, heavy: _End, light: _End, tokens: int, ranks: int) -> None:
-        self.row, self.heavy, self.light, self.tokens = row, heavy, light, tokens
+        self.row, self.heavy, self.light, self.tokens, self.ranks = row, heavy, light, tokens, ranks
         self.pairs, self.tiles = row.pairs_left // ranks, row.tiles_left // ranks
 
     def best(self) -> list[tuple[_Part, range]]:
@@ -283,10 +284,13 @@ class _Search:
             else:
                 high = t
         best: _Cost | None = None
+        most = self.row.most - target  # so that neither this rank nor those to come have more
+        least = (self.ranks - 1) * (target - self.row.most)
         for wide in (1, WIDE):
-            choices = sorted(((abs(away), choice) for away, choice in self._choices(low, wide)), key=itemgetter(0))
+            choices = [(abs(away), x) for away, x in self._choices(low, wide) if least <= away <= most]
+            choices.sort(key=itemgetter(0))
             near = NEAR * self.row.ranks
-            limit = target // near if choices and choices[0][0] * near <= target else target // FAR
+            limit = target // near if choices and choices[0][0] * near <= target else target
             costs = sorted((self._cost(x) for away, x in choices[: wide * FEW] if away <= limit), key=itemgetter(0))
             if light.count(tokens - low) > MANY:
                 best = costs[0] if costs else None
@@ -310,7 +314,7 @@ class _Search:
             return
         part, before = heavy.parts[cut], heavy.tokens[cut]
         end = min(part.stop, self.row.end(part.start))
-        tile = TILE if end - part.start >= TILE and part.last >= LONG else 1
+        tile = TILE if end - part.start >= TILE and part.last >= LONG and tokens >= 16 * TILE else 1
         whole = (end - part.start) // tile * tile  # tiles are counted from the end of the document
         up = (end - (part.stop - (low - before))) // tile * tile  # nearest numbers of whole tiles
         lengths = {before}

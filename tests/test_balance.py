@@ -66,8 +66,8 @@ def test_loads_count_pairs_and_fetched_keys(drawn: tuple[Mask, Tensor], name: st
         assert load.fetched[rank] >= len(seen - set(own))
         if name != "striped":  # of a stride also what is between keys that are seen
             assert load.fetched[rank] == len(seen - set(own))
-        working = [run for run in shards[rank] if visible[:, list(run)].any()]
-        assert load.tiles[rank] == len(working)  # each run is shorter than a tile
+        # Each run is shorter than a tile, and counts in every row that sees something.
+        assert load.tiles[rank] == sum(int(visible[:, list(run)].any(2).any(1).sum()) for run in shards[rank])
 
 
 @pytest.mark.parametrize("name", ["zigzag", "balanced", "contiguous"])
@@ -251,7 +251,8 @@ def test_documents_that_fit_into_a_host_stay_there(name: str, ranks: int, local_
     assert worst(pairs) <= 1.02
     several, fetched = crossing(mask, shards, local_size)
     assert several <= 2 * (hosts - 1)
-    assert fetched < crossing(mask, layout.balanced(mask, ranks, ranks), local_size)[1]
+    if name == "uniform":  # no document is longer than one host's share
+        assert fetched < crossing(mask, layout.balanced(mask, ranks, ranks), local_size)[1] / 2
 
 
 # ---------------------------------------------------------------- layout="auto"
@@ -309,7 +310,9 @@ def test_plans_for_other_windows_hold_the_same_tokens() -> None:
     assert other.shards == plan.shards != make(total, layout="balanced", window_size=(100, 0), **how).shards
     assert other.layout == "balanced"
     other.verify()
-    with pytest.raises(ValueError, match=r"layout is a plan for \(8192, 8192\) queries and keys on 4 ranks, .* 8 on 4"):
+    with pytest.raises(
+        ValueError, match=r"layout is a plan for \(8192, 8192\) queries and keys on 4 ranks, .*8\) on 4"
+    ):
         make(8, layout=plan)
     with pytest.raises(ValueError, match="pass one for the same lengths and group, or the name of a layout"):
         make(total, ranks=2, layout=plan, **how)
