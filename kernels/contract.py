@@ -41,6 +41,7 @@ from .upload import upload
 LONGEST_SUM = 1 << 18  # products that a tensor core may add up before its truncation counts, see Block.period
 _GROUPS = 16  # of segments whose completion is counted, at most
 PERIOD = 1 << 16  # keys after which a longer forward flushes its accumulator
+GRID = 128  # rows of a tile of an ordered block, see Block.ordered; a multiple of every kernel's tile, divides PERIOD
 
 
 class ScoreMod:
@@ -173,7 +174,7 @@ class Queries(NamedTuple):
         q: as in the forward.
         dout: gradient of ``out``.
         lse: the **global** log-sum-exp of each row, over all chunks and the sink.
-        delta: ``rowsum(dout * out) - dlse``, see :func:`row_delta`.
+        delta: ``rowsum(dout * out) - dlse``, see :func:`.delta.row_delta`.
     """
 
     q: Tensor
@@ -219,6 +220,11 @@ def completion_groups(segments: Sequence[int]) -> tuple[int, ...]:
     return tuple([*groups, count] if count else groups)
 
 
+def flush_period(keys: int) -> int:
+    """Return :attr:`Block.period` for queries that see ``keys`` keys at most."""
+    return PERIOD if keys > LONGEST_SUM else 0
+
+
 class TileMap(NamedTuple):
     """For each tile of one side, the range of the other side that it meets.
 
@@ -249,6 +255,9 @@ class Block:
             speed depends on it.
         max_keys_per_query: the largest number of keys that a query sees over all calls that carry one state; None for
             ``seq_k``.
+        ordered: every sum is taken in tiles that begin at multiples of the tile size, in growing order, through the
+            same instructions whether the mask cuts a tile or not. So the bits of a row depend on what it sees and on
+            its place in these tiles, but not on the other rows of the block.
         chunked: these queries may see other chunks of keys, too, so that states are carried.
         long: with other documents a query may see more than ``LONGEST_SUM`` keys. Kernels that differ in these two are
             compiled together with the first one.
@@ -266,6 +275,7 @@ class Block:
     segments_k: tuple[int, ...]
     pairs: float | None = None
     max_keys_per_query: int | None = None
+    ordered: bool = False
     chunked: bool = False
     long: bool = False
     memo: Memo[Any] = field(default_factory=lambda: Memo(256), repr=False, init=False)
@@ -291,8 +301,7 @@ class Block:
         measured, 1.4e-9 of itself for each key of a product of bf16 random numbers. A sum of ``LONGEST_SUM`` keys has
         lost 3.7e-4, compared with errors of 2.3e-3 from rounding its result and p.
         """
-        keys = self.seq_k if self.max_keys_per_query is None else self.max_keys_per_query
-        return PERIOD if keys > LONGEST_SUM else 0
+        return flush_period(self.seq_k if self.max_keys_per_query is None else self.max_keys_per_query)
 
     def on(self, device: torch.device, what: Hashable, make: Callable[[], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
         """Return the tensors that ``make`` derives from this block, on ``device``; made once under ``what``."""
@@ -326,6 +335,10 @@ class Block:
         begin = torch.where(sees, start, self.seq_k).amin(-1)
         stop = torch.where(sees, end, 0).amax(-1)
         full_begin, full_end = start.amax(-1), torch.where(sees, end, 0).amin(-1)
+        if self.ordered:
+            full_end = torch.zeros_like(full_end)  # no full tiles: they would be walked before the cut ones
+            if self.period:  # flushes at multiples of the period; rows see nothing of the tiles before begin
+                begin = begin // self.period * self.period
         return TileMap(rows, _span(begin, full_begin, full_end, stop, block_n))
 
     def _key_tiles(self, block_m: int, block_n: int) -> TileMap:
@@ -338,6 +351,8 @@ class Block:
         stop = torch.searchsorted(start, past, right=False)
         full_begin = torch.searchsorted(end, past, right=False)
         full_end = torch.searchsorted(start, first, right=True)
+        if self.ordered:
+            full_end = torch.zeros_like(full_end)
         return TileMap(rows, _span(begin, full_begin, full_end, stop, block_m))
 
 
@@ -366,22 +381,6 @@ def _span(begin: Tensor, full_begin: Tensor, full_end: Tensor, stop: Tensor, siz
     full_begin = torch.minimum((full_begin + size - 1) // size * size, stop).maximum(begin)
     full_end = torch.minimum(full_end // size * size, stop).maximum(full_begin)
     return torch.stack([begin, full_begin, full_end, stop], -1).to(torch.int32)
-
-
-def row_delta(out: Tensor, dout: Tensor, dlse: Tensor | None = None) -> Tensor:
-    """Return ``rowsum(dout * out) - dlse``, (batch, q_heads, seq_q), in the accumulation dtype.
-
-    The gradient of ``lse`` enters here and nowhere else: d lse / d s_j = p_j, so that
-    ``ds_j = p_j (dp_j - rowsum(dout * out) + dlse)``.
-    """
-    dtype = accumulation_dtype(out)
-    if out.is_cuda and dtype == torch.float32 and has_triton():
-        from .triton.delta import row_dot  # one pass over memory; the products below would be written out in float32
-
-        delta = row_dot(out, dout)
-    else:
-        delta = (out.to(dtype) * dout.to(dtype)).sum(-1).transpose(1, 2)
-    return (delta if dlse is None else delta - dlse.to(dtype)).contiguous()
 
 
 def accumulation_dtype(x: Tensor) -> torch.dtype:

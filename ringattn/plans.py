@@ -55,8 +55,9 @@ class Plan:
     Attributes:
         seq_len, seq_len_k: global numbers of queries and keys.
         rank, world_size: of the group.
-        layout, dataflow, deterministic, buffer_bytes: as chosen; ``dataflow`` is never "auto".
+        layout, dataflow, deterministic, buffer_bytes: as chosen; neither layout nor dataflow is "auto".
         mask: intervals per query, in global positions.
+        documents: the part of it that documents and padding hide.
         shards, shards_k: for every rank, the ranges of positions of queries and keys it holds.
         fetches: for every rank the runs of keys that its queries see, its own included, sorted by position.
         needs: ``needs[q_rank][k_rank]``: some query of one rank sees some key of the other.
@@ -64,8 +65,10 @@ class Plan:
         flow: the dataflow, which predicts and proves.
         transport: moves tensors between the ranks.
         choice: why "auto" chose this dataflow; None where it was given.
+        why: why "auto" chose this layout; empty where it was given.
         handle: a number that stands for this plan in the operators of torch.library.
         digest: a hash of the arguments of :func:`ringattn.plan`, the same on all ranks.
+        timeout: seconds that a rank waits for another in a call; None: the group's.
         local_lengths, local_lengths_k: queries and keys that each rank holds.
     """
 
@@ -73,6 +76,7 @@ class Plan:
         self,
         *,
         mask: Mask,
+        documents: Mask,
         layout: str,
         dataflow: str,
         deterministic: bool,
@@ -85,15 +89,19 @@ class Plan:
         flow: Predictions,
         transport: Transport,
         choice: Any = None,
+        why: str = "",
         digest: int = 0,
+        timeout: float | None = None,
     ) -> None:
         self.mask, self.seq_len, self.seq_len_k = mask, mask.seq_len, mask.seq_len_k
+        self.documents = documents
         self.rank, self.world_size = transport.rank, transport.world_size
         self.layout, self.dataflow, self.deterministic = layout, dataflow, deterministic
         self.buffer_bytes = buffer_bytes
         self.shards, self.shards_k, self.fetches, self.needs = shards, shards_k, fetches, needs
-        self.schedule, self.flow, self.transport, self.choice = schedule, flow, transport, choice
-        self.handle, self.digest = next(_handles), digest
+        self.schedule, self.flow, self.transport = schedule, flow, transport
+        self.choice, self.why = choice, why
+        self.handle, self.digest, self.timeout = next(_handles), digest, timeout
         self.memo: Memo[Any] = Memo(1 << 14)
         self._agreed: set[tuple[object, ...]] = set()
         self._unchecked: Agreement | None = None  # on the arguments of plan()

@@ -21,7 +21,7 @@ Shapes and contract: contract.py. Method: Dao 2023 (arXiv:2307.08691).
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,7 +29,7 @@ from torch import Tensor
 import triton
 import triton.language as tl
 
-from ..contract import Keys, Queries, Score
+from ..contract import Block, Keys, Queries, Score
 from ..launch import dispatch
 from . import primitives
 from .primitives import (
@@ -84,71 +84,116 @@ def choose_tiles_dq(q: Tensor, v: Tensor) -> Tiles:
 
 def backward(queries: Queries, keys: Keys, score: Score, dq: Tensor) -> tuple[Tensor, Tensor]:
     """Return dk and dv of one chunk of keys and add to dq, see :meth:`..backends.Backend.backward`."""
-    q, dout, lse, delta = queries
-    k, v, block, _ = keys
-    q, k, v, dout = (primitives.last_contiguous(x) for x in (q, k, v, dout.to(q.dtype)))
-    batch, seq_q, heads, dim = q.shape
-    seq_k, kv_heads, dim_v = k.shape[1], k.shape[2], v.shape[-1]
-    dk = torch.empty(k.shape, dtype=torch.float32, device=k.device)
-    dv = torch.empty(v.shape, dtype=torch.float32, device=v.device)
-    lse2 = torch.empty_like(lse, memory_format=torch.contiguous_format)
-    lse, delta = lse.contiguous(), delta.contiguous()
-    dq_strided, dq = dq, primitives.last_contiguous(dq)
-    with torch.cuda.device_of(q):
-        _base2[(triton.cdiv(lse.numel(), 1024),)](lse, lse2, lse.numel(), BLOCK=1024)
+    problem = _Problem.of(queries, keys, score)
+    gradients = problem.key_gradients()
+    problem.query_gradients(dq)
+    return gradients
 
-    s, unit = ScoreArguments.of(score), stride_unit(q, k, v, dout, dk, dv, dq)
-    tma = all(primitives.has_tma(x) for x in (q, k, v, dout))
-    tiles = choose_tiles_dkdv(q, v)
-    rows, span, start, end = tables(block, "key", tiles, q.device)
-    positions_q, positions_k = (None, None) if score.alibi_slopes is None else block.positions(q.device)
-    common = (
-        lse2, delta, heads * seq_q, seq_q,
-        start, *interval_strides(start), end, *interval_strides(end),
-        positions_q, positions_k,
-        s.scale, s.cap, s.slopes, s.slopes_stride, score.softmax_scale,
-    )  # fmt: skip
-    sizes: dict[str, Any] = dict(
-        HEADS_PER_KV=heads // kv_heads,
-        DIM=dim, DIM_P2=padded(dim),
-        DIM_V=dim_v, DIM_V_P2=padded(dim_v),
-        SIMPLE=s.SIMPLE, SOFTCAP=s.SOFTCAP, TMA=tma, PRECISION=primitives.dot_precision(q.dtype), UNIT=unit,
-    )  # fmt: skip
 
-    def sources(tiles: Tiles) -> tuple:
-        rows = (tiles.block_m, tiles.block_n, tiles.block_n, tiles.block_m)
-        return tuple(
-            argument
-            for x, n in zip((q, k, v, dout), rows, strict=True)
-            for argument in (tile_source(x, n, tma), *strides_in(unit, x))
-        )
+def query_gradients(queries: Queries, keys: Keys, score: Score, dq: Tensor) -> None:
+    """Add to dq, see :meth:`..backends.Backend.query_gradients`."""
+    _Problem.of(queries, keys, score).query_gradients(dq)
 
-    n_tiles = rows.shape[0]
-    with torch.cuda.device_of(q):
-        dispatch(
-            _dkdv, (n_tiles * kv_heads * batch,), *sources(tiles), *common,
-            dk, *strides_in(unit, dk), dv, *strides_in(unit, dv),
-            rows, span, *interval_strides(span)[:1],
-            seq_q, n_tiles, kv_heads,
-            BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n, STAGES=tiles.num_stages, **sizes,
-            num_warps=tiles.num_warps, num_stages=tiles.num_stages, maxnreg=tiles.max_registers,
+
+def key_gradients(queries: Queries, keys: Keys, score: Score) -> tuple[Tensor, Tensor]:
+    """Return dk and dv, see :meth:`..backends.Backend.key_gradients`."""
+    return _Problem.of(queries, keys, score).key_gradients()
+
+
+class _Problem(NamedTuple):
+    """Queries and keys as both passes read them. ``lse2``: lse to the base 2."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    dout: Tensor
+    lse2: Tensor
+    delta: Tensor
+    block: Block
+    score: Score
+
+    @classmethod
+    def of(cls, queries: Queries, keys: Keys, score: Score) -> _Problem:
+        q, dout, lse, delta = queries
+        k, v, block, _ = keys
+        q, k, v, dout = (primitives.last_contiguous(x) for x in (q, k, v, dout.to(q.dtype)))
+        lse2 = torch.empty_like(lse, memory_format=torch.contiguous_format)
+        lse, delta = lse.contiguous(), delta.contiguous()
+        with torch.cuda.device_of(q):
+            _base2[(triton.cdiv(lse.numel(), 1024),)](lse, lse2, lse.numel(), BLOCK=1024)
+        return cls(q, k, v, dout, lse2, delta, block, score)
+
+    def key_gradients(self) -> tuple[Tensor, Tensor]:
+        q, k, v = self.q, self.k, self.v
+        dk, dv = (torch.empty(x.shape, dtype=torch.float32, device=x.device) for x in (k, v))
+        tiles = choose_tiles_dkdv(q, v)
+        rows, span, start, end = tables(self.block, "key", tiles, q.device)
+        unit = stride_unit(q, k, v, self.dout, dk, dv)
+        n_tiles, kv_heads = rows.shape[0], k.shape[2]
+        with torch.cuda.device_of(q):
+            dispatch(
+                _dkdv, (n_tiles * kv_heads * q.shape[0],), *self._inputs(tiles, unit, start, end),
+                dk, *strides_in(unit, dk), dv, *strides_in(unit, dv),
+                rows, span, *interval_strides(span)[:1],
+                q.shape[1], n_tiles, kv_heads,
+                BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n, STAGES=tiles.num_stages, **self._constants(unit),
+                num_warps=tiles.num_warps, num_stages=tiles.num_stages, maxnreg=tiles.max_registers,
+            )  # fmt: skip
+        return dk, dv
+
+    def query_gradients(self, dq: Tensor) -> None:
+        q, k, v = self.q, self.k, self.v
+        dq_strided, dq = dq, primitives.last_contiguous(dq)
+        tiles = choose_tiles_dq(q, v)
+        rows, span, start, end = tables(self.block, "query", tiles, q.device)
+        unit = stride_unit(q, k, v, self.dout, dq)
+        n_tiles, heads = rows.shape[0], q.shape[2]
+        with torch.cuda.device_of(q):
+            dispatch(
+                _dq, (n_tiles * heads * q.shape[0],), *self._inputs(tiles, unit, start, end),
+                dq, *strides_in(unit, dq),
+                rows, span, *interval_strides(span)[:1],
+                k.shape[1], n_tiles, heads,
+                BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n, STAGES=tiles.num_stages, **self._constants(unit),
+                num_warps=tiles.num_warps, num_stages=tiles.num_stages, maxnreg=tiles.max_registers,
+            )  # fmt: skip
+        if dq is not dq_strided:
+            dq_strided.copy_(dq)
+
+    def _inputs(self, tiles: Tiles, unit: int, start: Tensor, end: Tensor) -> tuple[Any, ...]:
+        """Return the arguments of both kernels before their outputs."""
+        seq_q, heads = self.q.shape[1:3]
+        tma = self._tma
+        tensors = (self.q, self.k, self.v, self.dout)
+        counts = (tiles.block_m, tiles.block_n, tiles.block_n, tiles.block_m)
+        s = ScoreArguments.of(self.score)
+        alibi = self.score.alibi_slopes is not None
+        positions = self.block.positions(self.q.device) if alibi else (None, None)
+        return (
+            *(
+                argument
+                for x, n in zip(tensors, counts, strict=True)
+                for argument in (tile_source(x, n, tma), *strides_in(unit, x))
+            ),
+            self.lse2, self.delta, heads * seq_q, seq_q,
+            start, *interval_strides(start), end, *interval_strides(end),
+            *positions,
+            s.scale, s.cap, s.slopes, s.slopes_stride, self.score.softmax_scale,
         )  # fmt: skip
 
-    tiles = choose_tiles_dq(q, v)
-    rows, span, _, _ = tables(block, "query", tiles, q.device)
-    n_tiles = rows.shape[0]
-    with torch.cuda.device_of(q):
-        dispatch(
-            _dq, (n_tiles * heads * batch,), *sources(tiles), *common,
-            dq, *strides_in(unit, dq),
-            rows, span, *interval_strides(span)[:1],
-            seq_k, n_tiles, heads,
-            BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n, STAGES=tiles.num_stages, **sizes,
-            num_warps=tiles.num_warps, num_stages=tiles.num_stages, maxnreg=tiles.max_registers,
+    def _constants(self, unit: int) -> dict[str, Any]:
+        s, dim, dim_v = ScoreArguments.of(self.score), self.q.shape[-1], self.v.shape[-1]
+        return dict(
+            HEADS_PER_KV=self.q.shape[2] // self.k.shape[2],
+            DIM=dim, DIM_P2=padded(dim),
+            DIM_V=dim_v, DIM_V_P2=padded(dim_v),
+            SIMPLE=s.SIMPLE, SOFTCAP=s.SOFTCAP, TMA=self._tma,
+            PRECISION=primitives.dot_precision(self.q.dtype), UNIT=unit,
         )  # fmt: skip
-    if dq is not dq_strided:
-        dq_strided.copy_(dq)
-    return dk, dv
+
+    @property
+    def _tma(self) -> bool:
+        return all(primitives.has_tma(x) for x in (self.q, self.k, self.v, self.dout))
 
 
 @triton.jit(do_not_specialize=["size"])
