@@ -24,9 +24,9 @@ from torch import Tensor
 
 from .. import blocks
 from .. import layout as layouts
+from ..intervals import Mask
 from ..kernels.contract import GRID, Block, flush_period
 from ..layout import Shard
-from ..intervals import Mask
 from ..plans import Plan
 from ..transport import Message
 
