@@ -340,7 +340,7 @@ def test_hundreds_of_runs_per_rank_are_exact(dataflow: str, monkeypatch: pytest.
     monkeypatch.setitem(
         ringattn.layout.LAYOUTS,
         "pairs",
-        lambda mask, n: tuple(tuple(range(a, a + 2) for a in range(2 * r, mask.seq_len, 2 * n)) for r in range(n)),
+        lambda mask, n, *_: tuple(tuple(range(a, a + 2) for a in range(2 * r, mask.seq_len, 2 * n)) for r in range(n)),
     )
     total, world_size = 1200, 4
     bounds = random_bounds(total, 12, 1)
