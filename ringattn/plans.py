@@ -104,7 +104,7 @@ class Plan:
         self.handle, self.digest, self.timeout = next(_handles), digest, timeout
         self.memo: Memo[Any] = Memo(1 << 14)
         self._agreed: set[tuple[object, ...]] = set()
-        self._unchecked: list[Agreement] = []  # on the arguments of plan()
+        self._unchecked: Agreement | None = None  # on the arguments of plan()
         self._trusts = False  # that a call is the same on all ranks if they have compared one like it
         # Not when first asked for, which may be inside torch.compile: it cannot trace lengths of ranges.
         self.local_lengths = tuple(map(layouts.length, shards))
@@ -250,10 +250,7 @@ class Plan:
             agreement: on the arguments, if it has not been checked.
         """
         self._agreed.clear()
-        self._trusts = agreement is not None
-        self._unchecked = [earlier for earlier in self._unchecked if earlier.failed is None]
-        if agreement is not None:
-            self._unchecked.append(agreement)
+        self._trusts, self._unchecked = agreement is not None, agreement
 
     def check_agreement(self) -> None:
         """Check that all ranks have made this plan, if that is not known yet.
@@ -261,9 +258,14 @@ class Plan:
         Raises:
             Disagreement, RankFailed: of :func:`ringattn.plan`; the same error on every rank, and again in later calls.
         """
-        while self._unchecked:
-            self._unchecked[0].check()
-            del self._unchecked[0]
+        if self._unchecked is not None:
+            self._unchecked.check()
+            self._unchecked = None
+
+    @property
+    def is_agreed(self) -> bool:
+        """Whether all ranks are known to have made this plan."""
+        return self._unchecked is None
 
     def refuse(self, what: str, error: Exception) -> None:
         """Report ``error`` to the other ranks if they are about to compare arguments, so that they do not wait for this

@@ -274,8 +274,7 @@ def compiled_by_batches(batches: int = 40) -> dict[str, int]:
         local, gradients = (torch.zeros(1, n, 2, 64, dtype=x) for x in (torch.bfloat16, torch.float32))
         rows, own = (torch.zeros(1, 2, x, 128, dtype=torch.bfloat16) for x in (n, m))
         table = pack_rows.run_table([(0, n, 0)], n, cpu)
-        for whole, mine in ((rows, own),) if first else ((rows, own), (rows, None), (None, own)):
-            pack_rows.pack_rows(local, local.clone(), whole, mine, table)
+        pack_rows.pack_rows(local, local.clone(), own, table)
         sums = sum_runs.sum_table([sum_runs.Piece(1, 0, n * 128, 0, n)], n, cpu)
         sum_runs.sum_runs(sums, rows.float(), rows.float(), gradients, gradients.clone())
 
@@ -341,7 +340,7 @@ def test_hundreds_of_runs_per_rank_are_exact(dataflow: str, monkeypatch: pytest.
     monkeypatch.setitem(
         ringattn.layout.LAYOUTS,
         "pairs",
-        lambda mask, n: tuple(tuple(range(a, a + 2) for a in range(2 * r, mask.seq_len, 2 * n)) for r in range(n)),
+        lambda mask, n, *_: tuple(tuple(range(a, a + 2) for a in range(2 * r, mask.seq_len, 2 * n)) for r in range(n)),
     )
     total, world_size = 1200, 4
     bounds = random_bounds(total, 12, 1)
