@@ -65,8 +65,8 @@ def _busiest(numbers: Sequence[int]) -> float:
 def _pairs(mask: Mask, work: Work, run: range) -> int:
     if run.step == 1:
         return work.of(run)
-    start, end = mask.intervals(positions((run,)))
-    return int((end.long() - start.long()).sum())
+    seen = (member.intervals(positions((run,))) for member in mask.members)
+    return sum(int((end.long() - start.long()).sum()) for start, end in seen)
 
 
 def _tiles(mask: Mask, shard: Shard, seen: Sequence[range]) -> int:
@@ -75,8 +75,7 @@ def _tiles(mask: Mask, shard: Shard, seen: Sequence[range]) -> int:
     if not tiles or not seen:
         return 0
     with torch.device("cpu"):
-        start, _ = mask.intervals(torch.tensor([tile[0] for tile in tiles]))
-        _, end = mask.intervals(torch.tensor([tile[-1] for tile in tiles]))
+        firsts, lasts = (torch.tensor([tile[end] for tile in tiles]) for end in (0, -1))
         begins = torch.tensor([run.start for run in seen])
         lengths = torch.tensor([len(run) for run in seen])
         before = lengths.cumsum(0) - lengths
@@ -86,8 +85,11 @@ def _tiles(mask: Mask, shard: Shard, seen: Sequence[range]) -> int:
             index = (torch.searchsorted(begins, key, right=True) - 1).clamp(min=0)
             return before[index] + torch.minimum((key - begins[index]).clamp(min=0), lengths[index])
 
-        first, past = in_buffer(start.long()), in_buffer(end.long())
-        return int(((past + TILE - 1) // TILE - first // TILE)[past > first].sum())
+        count = 0
+        for member in mask.members:
+            first, past = in_buffer(member.intervals(firsts)[0].long()), in_buffer(member.intervals(lasts)[1].long())
+            count += int(((past + TILE - 1) // TILE - first // TILE)[past > first].sum())
+        return count
 
 
 def _least_fetched(mask: Mask, work: Work, world_size: int) -> int:

@@ -16,12 +16,14 @@ from . import transport as transports
 from .agreement import hash_of
 from .dataflow import DATAFLOWS
 from .dataflow import choose as choose_dataflow
+from .intervals import Intervals
 from .layout import Shard
 from .mask import Mask
 from .memo import Memo
 from .plans import Plan
 from .schedule import Fetch, Schedule
 from .transport import Transport
+from .work import estimate_pairs
 
 if TYPE_CHECKING:
     from .cost import Costs, Problem
@@ -171,7 +173,7 @@ class Request:
     """
 
     mask: Mask
-    documents: Mask
+    documents: Intervals
     parts: dict[str, int | bool | str]
     layout: str
     dataflow: str
@@ -205,6 +207,11 @@ class Request:
         if keys is None and mask is not None:
             keys = mask.seq_len_k
         whole, packed, parts = _combine(seq_len, keys, masking)
+        if choices.deterministic and len(whole.members) > 1:
+            raise NotImplementedError(
+                f"the mask is a union of {len(whole.members)} intervals per query, which deterministic=True does not "
+                "support yet; leave it out"
+            )
         size = world_size if local_size is None else local_size
         if type(size) is not int:
             raise TypeError(f"local_size is {local_size!r}; pass an int that divides the group's {world_size} ranks")
@@ -213,9 +220,7 @@ class Request:
         if type(buffer_bytes) is not int or not 0 < buffer_bytes < 2**63:
             raise ValueError(f"buffer_bytes is {buffer_bytes!r}; pass a positive number of bytes, e.g. 8 * 2**30")
         timeout = None if timeout is None else transports.seconds("timeout", timeout)
-        return cls(
-            whole, packed, parts, layout, dataflow, bool(deterministic), size, buffer_bytes, timeout, world_size
-        )
+        return cls(whole, packed, parts, layout, dataflow, bool(deterministic), size, buffer_bytes, timeout, world_size)
 
     def words(self) -> dict[str, int | float | str | bool]:
         """Return what ranks compare, by name."""
@@ -235,7 +240,7 @@ class Request:
         )
 
 
-def _combine(seq_len: int, keys: int | None, masking: Masking) -> tuple[Mask, Mask, dict[str, int | bool | str]]:
+def _combine(seq_len: int, keys: int | None, masking: Masking) -> tuple[Mask, Intervals, dict[str, int | bool | str]]:
     """Return the intersection of all masks, that of documents and padding, and what ranks compare of them."""
     mask, causal, window_size, cu_seqlens, cu_seqlens_k, documents, prefix = masking
     if keys is None:
@@ -272,8 +277,8 @@ def _combine(seq_len: int, keys: int | None, masking: Masking) -> tuple[Mask, Ma
     rows = None if documents is None else masks.documents(documents, seq_len)
     own = masks.full(seq_len, keys)
     for part in (packed, rows):
-        own = own if part is None else own & part
-    whole = masks.window(seq_len, left, right, keys) & own
+        own = own if part is None else (own & part).members[0]
+    whole: Mask = masks.window(seq_len, left, right, keys) & own
     if cu_seqlens is not None and cu_seqlens_k is not None:
         near = (left, right if not causal else 0)
         whole = masks.packed(cu_seqlens, seq_len, cu_seqlens_k, keys, window_size=near)
@@ -296,7 +301,11 @@ def _combine(seq_len: int, keys: int | None, masking: Masking) -> tuple[Mask, Ma
 
 def _summary(mask: Mask | None) -> str:
     """Return a text that is equal for equal masks."""
-    return "none" if mask is None else f"{mask.rows} x {mask.first.shape[1]} pieces, hash {mask.digest():x}"
+    return "none" if mask is None else f"{mask.rows} x {_pieces(mask)} pieces, hash {mask.digest():x}"
+
+
+def _pieces(mask: Mask) -> int:
+    return sum(member.first.shape[1] for member in mask.members)
 
 
 def _costs(transport: Transport) -> tuple[Costs, str]:
@@ -369,7 +378,7 @@ def _problem(
         buffer_bytes=request.buffer_bytes,
         queries=[layouts.length(shard) for shard in queries],
         keys=[layouts.length(shard) for shard in keys],
-        pairs=masks.estimate_pairs(request.mask, queries, keys),
+        pairs=estimate_pairs(request.mask, queries, keys),
         fetched=tokens,
         runs=runs,
         ring=Schedule(len(needs), needs, request.local_size),
