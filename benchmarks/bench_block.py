@@ -2,7 +2,8 @@
 
     python -m benchmarks.bench_block                                     16 heads of 128; 8k, 16k, 32k tokens; bf16
     python -m benchmarks.bench_block --heads 32 --kv-heads 8 --seq 16384
-    python -m benchmarks.bench_block --head-dim 192 --head-dim-v 128     values narrower than keys (latent attention)
+    python -m benchmarks.bench_block --head-dim 64 128 192/128 256       several head dims; 192/128: of q, k and of v
+    python -m benchmarks.bench_block --softcap 50                        scores with softcap, where others have it
     python -m benchmarks.bench_block --masks full window documents       sparse masks, with the rate over their tiles
     python -m benchmarks.bench_block --passes carry strided strided-bwd  the cost of a float32 state, and of strides
     python -m benchmarks.bench_block --passes sums sums-bwd --heads 4 --seq 524288     the cost of exact long sums
@@ -36,9 +37,10 @@ as one common projection writes them with contiguous ones; ``sums`` and ``sums-b
 one long sum with the sums that are cut for exactness. All kernels of a table must compute the same results. A rate
 above the peak of the matrix units (multiprocessors x clock limit x rate per clock) ends the run: the timing is wrong.
 
-FlashAttention-3 (``flash_attn_interface``, or the wheel ``fa3-fwd``) and -4 (``flash_attn.cute``) take part if they can
-be imported. A kernel that does not support a table is skipped, with the reason; one without any backward is reported
-once. The last line contains all numbers as JSON.
+FlashAttention-3 (``flash_attn_interface``, or the wheel ``fa3-fwd``), -4 (``flash_attn.cute``) and cuDNN's interval
+kernels (``cudnn.flex_attention`` of ``nvidia-cudnn-frontend``) take part if they can be imported. A kernel that does
+not support a table is skipped, with the reason; one without any backward is reported once. The last line contains all
+numbers as JSON.
 """
 
 from __future__ import annotations
@@ -47,6 +49,7 @@ if not __package__:
     raise SystemExit("start this as a module, in the repository's root: python -m benchmarks.bench_block")
 
 import argparse
+import itertools
 import json
 import statistics
 from collections.abc import Callable, Sequence
@@ -104,10 +107,10 @@ def run(args: argparse.Namespace, setup: Setup) -> dict[str, list[dict]]:
     x = torch.randn(setup.matmul, setup.matmul, device=setup.device, dtype=torch.bfloat16)
     take_part = captured if args.graphs else runners_of
     rows, comparisons = [], []
-    for seq in args.seq:
+    for dims, seq in itertools.product(args.head_dim, args.seq):
         for name in args.masks:
-            sizes = args.batch, args.heads, args.kv_heads, seq, args.head_dim, args.head_dim_v
-            shape = Shape(*sizes, getattr(torch, args.dtype), Mask(name, args.size), setup.device)
+            sizes = args.batch, args.heads, args.kv_heads, seq, *dims
+            shape = Shape(*sizes, getattr(torch, args.dtype), Mask(name, args.size), setup.device, args.softcap)
             for mode in args.passes:
                 matmul = Runner("matmul", lambda: x @ x)
                 kernels = take_part(shape, mode, setup.others, setup.kernels)
@@ -124,11 +127,13 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--heads", type=int, default=16, help="query heads")
     parser.add_argument("--kv-heads", type=int, help="key and value heads; default: as many as --heads")
-    parser.add_argument("--head-dim", type=int, default=128, help="of queries and keys")
-    parser.add_argument("--head-dim-v", type=int, help="of values; default: --head-dim")
+    parser.add_argument(
+        "--head-dim", type=head_dims, nargs="+", default=[(128, 128)], metavar="DIM", help="192/128: of q, k and of v"
+    )
     parser.add_argument("--seq", type=int, nargs="+", default=[8192, 16384, 32768], help="sequence lengths, in tokens")
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16", "float32"])
     parser.add_argument("--masks", nargs="+", default=["full", "causal"], choices=MASKS)
+    parser.add_argument("--softcap", type=float, default=0.0, help="softcap of the scores; 0 for none")
     parser.add_argument("--size", type=int, default=4096, help="keys in a window, or tokens in a document")
     parser.add_argument("--passes", nargs="+", default=list(TOGETHER), choices=[*TOGETHER, *ALONE])
     parser.add_argument("--rounds", type=int, default=1, help="repetitions of the whole balanced order")
@@ -141,7 +146,6 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     )
     args = parser.parse_args(argv)
     args.kv_heads = args.kv_heads or args.heads
-    args.head_dim_v = args.head_dim_v or args.head_dim
     if args.heads % args.kv_heads:
         parser.error(f"--kv-heads {args.kv_heads} does not divide --heads {args.heads}")
     names = [*OURS, *OTHERS]
@@ -152,6 +156,12 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     if args.segment < SHORTEST:
         parser.error(f"--segment {args.segment:g}: must be at least {SHORTEST:g} ms, or only the settling is measured")
     return args
+
+
+def head_dims(text: str) -> tuple[int, int]:
+    """Return the head dims of q, k and of v from ``"128"`` or ``"192/128"``."""
+    dim, _, dim_v = text.partition("/")
+    return int(dim), int(dim_v or dim)
 
 
 def peak_tflops(clock: Clock) -> float | None:
@@ -183,6 +193,7 @@ class Table:
         mask = f"{s.mask.name} of {s.mask.size}" if self.sparse else s.mask.name
         dims = f"{s.dim}" if s.dim == s.dim_v else f"{s.dim}/{s.dim_v}"
         dtype = str(s.dtype).removeprefix("torch.")
+        mask += f", softcap {s.softcap:g}" if s.softcap else ""
         sizes = f"{s.seq} tokens, batch {s.batch}, heads {s.heads}/{s.kv_heads}, head dim {dims}"
         return f"{self.mode} {mask}, {sizes}, {dtype}"
 
@@ -193,6 +204,7 @@ class Table:
             mode=self.mode, mask=s.mask.name, seq=s.seq, batch=s.batch, heads=s.heads, kv_heads=s.kv_heads,
             head_dim=s.dim, head_dim_v=s.dim_v,
         )  # fmt: skip
+        words |= dict(softcap=s.softcap) if s.softcap else {}
         return words | (dict(size=s.mask.size) if self.sparse else {})
 
     def rate(self, ms: float) -> float:

@@ -241,7 +241,7 @@ class Bench:
         mask = next(iter(bases.values())).mask
         loads = {}
         for layout in dict.fromkeys(layouts.values()):
-            shards = LAYOUTS[layout](mask, setting.ranks)
+            shards = LAYOUTS[layout](mask, setting.ranks, setting.ranks)
             load = Loads.of(mask, shards, shards, needs.fetches(mask, shards, shards))
             fetched = sum(load.fetched) / sum(load.tokens)
             loads[layout] = dict(pairs=busiest(load.pairs), tiles=busiest(load.tiles), fetched=fetched)

@@ -41,7 +41,8 @@ import ringattn
 from ringattn import cost
 from ringattn import transport as transports
 from ringattn.kernels.backends import choose
-from ringattn.kernels.contract import Keys, Queries, Score, accumulation_dtype, row_delta
+from ringattn.kernels.contract import Keys, Queries, Score, accumulation_dtype
+from ringattn.kernels.delta import row_delta
 from ringattn.peer import driver as stream_memory
 from ringattn.shape import Shape
 from ringattn.transport import Pending

@@ -1,4 +1,5 @@
-"""The attention kernels that bench_block compares: ours, those inside torch, FlexAttention, FlashAttention-3 and -4."""
+"""The attention kernels that bench_block compares: ours, those inside torch, FlexAttention, FlashAttention-3, -4, and
+cuDNN's interval kernels."""
 
 from __future__ import annotations
 
@@ -8,6 +9,7 @@ import importlib
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from types import ModuleType
 
 import torch
 import torch.nn.functional as F
@@ -18,20 +20,21 @@ from benchmarks.segments import Runner
 from benchmarks.shapes import Mask, Shape
 from ringattn.kernels import contract, long_sums
 from ringattn.kernels.backends import BACKENDS
-from ringattn.kernels.contract import Block, Keys, Queries, Score, row_delta
+from ringattn.kernels.contract import Block, Keys, Queries, Score
+from ringattn.kernels.delta import row_delta
 from ringattn.partial import Partial
 from scripts.ranks import one_line
 
 OURS = tuple(name for name in BACKENDS if name != "eager")
-OTHERS = ("torch cuDNN", "torch flash", "FlexAttention", "FA3", "FA4")
+OTHERS = ("torch cuDNN", "torch flash", "FlexAttention", "FA3", "FA4", "cuDNN flex")
 TOGETHER = ("fwd", "bwd")  # passes of all kernels
 ALONE = ("carry", "strided", "strided-bwd", "sums", "sums-bwd")  # passes of ours, each with a variant that does more
 
 
 @dataclass
 class Other:
-    """Another library's ``attention(q, k, v, mask)`` on (batch, seq, heads, head_dim). It raises for masks that it
-    does not support."""
+    """Another library's ``attention(q, k, v, mask)`` on (batch, seq, heads, head_dim), with ``softcap=`` if scores have
+    one. It raises for what it does not support."""
 
     attention: Callable[..., Tensor]
     has_backward: bool = True  # set to False by its first "does not support backward"
@@ -57,14 +60,43 @@ def find_others(flex: bool) -> dict[str, Other]:
                 continue
             attentions[name] = functools.partial(flash_attention, function)
             break
+    try:
+        attentions["cuDNN flex"] = cudnn_flex(importlib.import_module("cudnn.flex_attention"))
+    except (ImportError, AttributeError) as problem:
+        print(f"cuDNN flex: cannot import cudnn.flex_attention ({problem})")
     return {name: Other(attention) for name, attention in attentions.items()}
 
 
-def flash_attention(function: Callable, q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tensor:
+def flash_attention(
+    function: Callable, q: Tensor, k: Tensor, v: Tensor, mask: Mask, softcap: float = 0.0
+) -> Tensor:  # fmt: skip
     """Call ``function`` with the arguments of FlashAttention's own interface."""
     how: dict = dict(causal=True, window_size=(mask.size - 1, 0)) if mask.name == "window" else dict(causal=mask.causal)
+    how |= dict(softcap=softcap) if softcap else {}
     out = function(q, k, v, **how)
     return out[0] if isinstance(out, tuple) else out
+
+
+def cudnn_flex(module: ModuleType) -> Callable:
+    """Return ``flex_attn_func`` of ``cudnn.flex_attention`` with a plan for each mask and shape.
+
+    A query sees the keys ``[0, F0) + [F1, F2)``, so one call of ``create_mask_plan`` per mask is enough, with F0 = 0.
+    """
+    create_mask_plan, flex_attn_func = module.create_mask_plan, module.flex_attn_func
+    latest: tuple = ()
+    plan = None
+
+    def attention(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tensor:
+        nonlocal latest, plan
+        key = q.shape, k.shape, v.shape, q.dtype, mask, q.requires_grad
+        if key != latest:
+            start, end = mask.intervals(q.shape[1])
+            ends = torch.stack([torch.zeros_like(start), start, end])[None].to(q.device, torch.int32)
+            plan = create_mask_plan(ends.contiguous(), q, k, v, build_backward=q.requires_grad)
+            latest = key
+        return flex_attn_func(q, k, v, mask_plan=plan)
+
+    return attention
 
 
 def sdpa(backend: SDPBackend) -> Callable:
@@ -107,14 +139,15 @@ def flex_attention() -> Callable:
 
 
 def other_launch(
-    attention: Callable[..., Tensor], mode: str, tensors: Sequence[Tensor], mask: Mask
+    attention: Callable[..., Tensor], mode: str, tensors: Sequence[Tensor], shape: Shape
 ) -> Callable[[], tuple[Tensor, ...]]:
     """Return one pass of another library. A backward runs as autograd does, after its forward outside of the timing."""
     q, k, v, dout = tensors
+    how = dict(softcap=shape.softcap) if shape.softcap else {}
     if mode == "fwd":
-        return lambda: (attention(q, k, v, mask),)
+        return lambda: (attention(q, k, v, shape.mask, **how),)
     leaves = [x.detach().requires_grad_() for x in (q, k, v)]
-    out = attention(*leaves, mask)
+    out = attention(*leaves, shape.mask, **how)
     return functools.partial(torch.autograd.grad, out, leaves, dout, retain_graph=True)
 
 
@@ -210,7 +243,7 @@ def runners_of(shape: Shape, mode: str, others: dict[str, Other], kernels: Seque
     """
     tensors = shape.random()
     q, k, v, _ = tensors
-    score, block = Score(shape.dim**-0.5), plain_block(shape)
+    score, block = Score(shape.dim**-0.5, shape.softcap), plain_block(shape)
     runners: list[Runner] = []
     first: tuple[Tensor, ...] | None = None
 
@@ -235,7 +268,7 @@ def runners_of(shape: Shape, mode: str, others: dict[str, Other], kernels: Seque
         if mode == "bwd" and not other.has_backward:
             continue  # already reported
         try:
-            add(name, other_launch(other.attention, mode, tensors, shape.mask), ours=False)
+            add(name, other_launch(other.attention, mode, tensors, shape), ours=False)
         except Exception as problem:
             skipped = "skipped"
             if mode == "bwd" and "does not support backward" in str(problem):  # the wheel fa3-fwd

@@ -23,7 +23,8 @@ from ringattn import layout, virtual
 from ringattn import mask as masks
 from ringattn.dataflow.fetching import gathered_block
 from ringattn.kernels.backends import choose
-from ringattn.kernels.contract import Keys, Queries, Score, accumulation_dtype, row_delta
+from ringattn.kernels.contract import Keys, Queries, Score, accumulation_dtype
+from ringattn.kernels.delta import row_delta
 
 TOLERANCE = {torch.bfloat16: 0.05, torch.float16: 0.02, torch.float32: 0.01}
 
@@ -165,7 +166,7 @@ class Contestants:
 
         expected = run(plan.shard, lambda q, k, v: ringattn.attention(q, k, v, plan, kernel=self.args.kernel))
         expected = [plan.unshard(t) for t in expected]
-        shards = layout.LAYOUTS[peer.layout](masks.full(setting.seq_len), group.size)
+        shards = layout.LAYOUTS[peer.layout](masks.full(setting.seq_len), group.size, group.size)
         rank = dist.get_rank()
         try:
             with peer.around():

@@ -11,7 +11,7 @@ from ringattn.mask import Mask
 from ringattn.work import Work
 
 
-def zigzag_in_documents(mask: Mask, world_size: int) -> tuple[Shard, ...]:
+def zigzag_in_documents(mask: Mask, world_size: int, local_size: int) -> tuple[Shard, ...]:
     """Cut every document into 2N chunks; rank r holds chunks r and 2N-1-r of each.
 
     This is how Transformer Engine and Megatron shard packed rows (``thd_get_partitioned_indices``). They pad every

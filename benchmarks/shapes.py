@@ -60,6 +60,7 @@ class Shape:
     dtype: torch.dtype
     mask: Mask
     device: str = "cuda"
+    softcap: float = 0.0  # of the scores; 0 for none
 
     def random(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Return random q, k, v and dout, (batch, seq, heads, head_dim)."""

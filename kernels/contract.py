@@ -179,7 +179,7 @@ class Queries(NamedTuple):
         q: as in the forward.
         dout: gradient of ``out``.
         lse: the **global** log-sum-exp of each row, over all chunks and the sink.
-        delta: ``rowsum(dout * out) - dlse``, see :func:`row_delta`.
+        delta: ``rowsum(dout * out) - dlse``, see :func:`.delta.row_delta`.
     """
 
     q: Tensor
@@ -223,6 +223,11 @@ def completion_groups(segments: Sequence[int]) -> tuple[int, ...]:
             groups.append(count)
             count = keys = 0
     return tuple([*groups, count] if count else groups)
+
+
+def flush_period(keys: int) -> int:
+    """Return :attr:`Block.period` for queries that see ``keys`` keys at most."""
+    return PERIOD if keys > LONGEST_SUM else 0
 
 
 class TileMap(NamedTuple):
@@ -304,12 +309,9 @@ class Block:
         measured, 1.4e-9 of itself for each key of a product of bf16 random numbers. A sum of ``LONGEST_SUM`` keys has
         lost 3.7e-4, compared with errors of 2.3e-3 from rounding its result and p.
         """
-        keys = self.seq_k if self.max_keys_per_query is None else self.max_keys_per_query
-        return PERIOD if keys > LONGEST_SUM else 0
+        return flush_period(self.seq_k if self.max_keys_per_query is None else self.max_keys_per_query)
 
-    def on(
-        self, device: torch.device, what: Hashable, make: Callable[[], tuple[Tensor, ...]]
-    ) -> tuple[Tensor, ...]:
+    def on(self, device: torch.device, what: Hashable, make: Callable[[], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
         """Return the tensors that ``make`` derives from this block, on ``device``; made once under ``what``."""
         return self.memo.once((what, device), lambda: upload(make(), device))
 
@@ -393,22 +395,6 @@ def _span(begin: Tensor, full_begin: Tensor, full_end: Tensor, stop: Tensor, siz
     full_begin = torch.minimum((full_begin + size - 1) // size * size, stop).maximum(begin)
     full_end = torch.minimum(full_end // size * size, stop).maximum(full_begin)
     return torch.stack([begin, full_begin, full_end, stop], -1).to(torch.int32)
-
-
-def row_delta(out: Tensor, dout: Tensor, dlse: Tensor | None = None) -> Tensor:
-    """Return ``rowsum(dout * out) - dlse``, (batch, q_heads, seq_q), in the accumulation dtype.
-
-    The gradient of ``lse`` enters here and nowhere else: d lse / d s_j = p_j, so that
-    ``ds_j = p_j (dp_j - rowsum(dout * out) + dlse)``.
-    """
-    dtype = accumulation_dtype(out)
-    if out.is_cuda and dtype == torch.float32 and has_triton():
-        from .triton.delta import row_dot  # one pass over memory; the products below would be written out in float32
-
-        delta = row_dot(out, dout)
-    else:
-        delta = (out.to(dtype) * dout.to(dtype)).sum(-1).transpose(1, 2)
-    return (delta if dlse is None else delta - dlse.to(dtype)).contiguous()
 
 
 def accumulation_dtype(x: Tensor) -> torch.dtype:

@@ -15,6 +15,8 @@ from .adapters.sdpa import wrap as wrap
 from .functional import attention as attention
 from .generation import KVCache as KVCache
 from .generation import decode as decode
+from .packing import pack as pack
+from .packing import pack_stream as pack_stream
 from .partial import Partial as Partial
 from .partial import merge as merge
 from .planning import dataflows as dataflows
@@ -24,5 +26,5 @@ from .plans import Plan as Plan
 __version__ = "0.1.0"
 __all__ = [
     "KVCache", "Partial", "Plan", "attention", "batch", "dataflows", "decode", "errors", "loss", "mask", "merge",
-    "plan", "use", "wrap",
+    "pack", "pack_stream", "plan", "use", "wrap",
 ]  # fmt: skip

@@ -203,7 +203,9 @@ class _Row:
         left: dict[_Part, list[range]] = {}
         for part, piece in pieces:
             rests = left.get(part, [range(part.start, part.stop)])
-            halves = [(range(r.start, min(r.stop, piece.start)), range(max(r.start, piece.stop), r.stop)) for r in rests]
+            halves = [
+                (range(r.start, min(r.stop, piece.start)), range(max(r.start, piece.stop), r.stop)) for r in rests
+            ]
             left[part] = [rest for rest in itertools.chain(*halves) if rest]
         for part, rests in left.items():
             del self.parts[bisect_left(self.parts, part)]
@@ -227,6 +229,19 @@ class _Choice(NamedTuple):
     of: _Part | None = None
 
 
+class _Cost(NamedTuple):
+    """What a choice costs; sorted by the first field, the sum of the others.
+
+    ``uneven``: the difference of its tiles from the mean, per mille; ``fetched``: keys to fetch because of cuts, per
+    mille of the tokens.
+    """
+
+    total: int
+    uneven: int
+    fetched: int
+    choice: _Choice
+
+
 class _Search:
     """The choice of one rank's pieces."""
 
@@ -246,24 +261,28 @@ class _Search:
                 low = t + 1
             else:
                 high = t
-        choices = sorted(((abs(away), choice) for away, choice in self._choices(low)), key=itemgetter(0))[:FEW]
-        for near in (NEAR, FAR):
-            within = [choice for away, choice in choices if away * near <= target]
-            if within:
-                costs = sorted(map(self._cost, within), key=itemgetter(0))[:FINE]
-                return self._take(min(costs, key=self._fine)[1])
-        return self._take(_Choice(low, tokens - low))
+        best: _Cost | None = None
+        for wide in (1, WIDE):
+            choices = sorted(((abs(away), choice) for away, choice in self._choices(low, wide)), key=itemgetter(0))
+            limit = target // NEAR if choices and choices[0][0] * NEAR <= target else target // FAR
+            costs = [self._cost(choice) for away, choice in choices[: wide * FEW] if away <= limit]
+            costs = sorted(costs, key=itemgetter(0))[: wide * FINE]
+            best = min(map(self._fine, costs), key=itemgetter(0), default=best)
+            if best and (best.uneven <= EVEN or light.count(tokens - low) > MANY):
+                break
+        return self._take(best.choice if best else _Choice(low, tokens - low))
 
-    def _choices(self, low: int) -> Iterator[tuple[int, _Choice]]:
+    def _choices(self, low: int, wide: int) -> Iterator[tuple[int, _Choice]]:
         """Yield choices and by how many pairs they differ from the mean.
 
         Args:
             low: the number of heavy tokens that matches exactly.
+            wide: how far to look.
         """
         heavy, tokens = self.heavy, self.tokens
         cut = heavy.count(low) - 1
         if cut < 0:
-            yield from self._fills(0)
+            yield from self._fills(0, wide)
             return
         part, before = heavy.parts[cut], heavy.tokens[cut]
         end = min(part.stop, self.row.end(part.start))
@@ -271,21 +290,21 @@ class _Search:
         whole = (end - part.start) // tile * tile  # tiles are counted from the end of the document
         up = (end - (part.stop - (low - before))) // tile * tile  # nearest numbers of whole tiles
         lengths = {before}
-        for inside in (up, up + tile):
+        for inside in range(up - (wide - 1) * tile, up + tile + 1, tile):
             t = before + inside + part.stop - end
             if 0 <= inside <= whole and t <= tokens:
                 lengths.add(t)
         if heavy.tokens[cut + 1] <= tokens:
             lengths.add(heavy.tokens[cut + 1])
         for t in sorted(lengths):
-            yield from self._fills(t)
+            yield from self._fills(t, wide)
         if tile > 1:
-            for inside in (up + tile, up + 2 * tile):
+            for inside in range(up + tile, up + (wide + 1) * tile + 1, tile):
                 t = before + inside + part.stop - end
                 if 0 <= inside <= whole and t <= tokens:
                     yield from self._splits(t, cut, inside // tile)
 
-    def _fills(self, t: int) -> Iterator[tuple[int, _Choice]]:
+    def _fills(self, t: int, wide: int) -> Iterator[tuple[int, _Choice]]:
         """Yield choices of t heavy tokens, with lighter parts of about the right work, whole."""
         light, want = self.light, self.tokens - t
         target = self.pairs - self.heavy.pairs_of(t)
@@ -301,7 +320,7 @@ class _Search:
                 low = skip + 1
             else:
                 high = skip
-        for skip in range(max(1, low - 1), min(most, low + 2) + 1):
+        for skip in range(max(1, low - wide), min(most, low + 1 + wide) + 1):
             yield light.pairs_of(want, skip) - target, _Choice(t, 0, skip, want)
             last = bisect_right(light.tokens, light.tokens[skip] + want) - 1
             window = light.tokens[last] - light.tokens[skip]
@@ -316,7 +335,7 @@ class _Search:
         rest = self.pairs - self.light.pairs_of(light)
         last = len(parts) - 1 - cut
         first = max(self.light.count(light), last - DEEP)
-        for count in {max(1, tiles // 2), 1}:
+        for count in {max(1, tiles // 2), 1, max(1, tiles // 4)}:
             below = count * TILE
             need = rest - heavy.pairs_of(t - below)
             found = 0
@@ -340,9 +359,8 @@ class _Search:
                 lower = range(begin, begin + below)
                 yield work.of(lower) - need, _Choice(t - below, light, 0, 0, lower, part)
 
-    def _cost(self, choice: _Choice) -> tuple[int, _Choice, int]:
-        """Return what is to be small, tiles that differ from the mean, squared, and keys to fetch; the choice; and the
-        second summand alone."""
+    def _cost(self, choice: _Choice) -> _Cost:
+        """Return what is to be small, by sums of what whole parts cost."""
         t, light, skip, window, lower, part = choice
         amounts = [self.heavy.amount(t), self.light.amount(light), self.light.amount(window, skip)]
         tiles, fetched = map(sum, zip(*amounts, strict=True))
@@ -354,16 +372,18 @@ class _Search:
                 fetched = max(fetched, piece.first)
             else:
                 fetched += piece.first + part.last
-        fetching = WF * (1000 * fetched // (self.row.work.rows * self.tokens))
-        return self._uneven(tiles) + fetching, choice, fetching
+        return self._sum(tiles, 1000 * fetched // (self.row.work.rows * self.tokens), choice)
 
-    def _uneven(self, tiles: int) -> int:
-        return (1000 * (tiles - self.tiles) // max(1, self.tiles)) ** 2
-
-    def _fine(self, cost) -> int:
+    def _fine(self, cost: _Cost) -> _Cost:
+        """Return the same, by the tiles of its pieces as keys lie in the buffer."""
         if not self.row.causal:
-            return cost[0]
-        return self._uneven(TILE * _tiles(self.row.work.cuts, [piece for _, piece in self._take(cost[1])])) + cost[2]
+            return cost
+        tiles = _tiles(self.row.work.cuts, [piece for _, piece in self._take(cost.choice)])
+        return self._sum(TILE * tiles, cost.fetched, cost.choice)
+
+    def _sum(self, tiles: int, fetched: int, choice: _Choice) -> _Cost:
+        uneven = abs(1000 * (tiles - self.tiles) // max(1, self.tiles))
+        return _Cost(uneven * uneven + WF * fetched, uneven, fetched, choice)
 
     def _take(self, choice: _Choice) -> list[tuple[_Part, range]]:
         t, light, skip, window, lower, part = choice
@@ -372,7 +392,8 @@ class _Search:
 
 
 FEW, FINE = 16, 4
-WT, WF = 1, 4
+WIDE, EVEN, MANY = 4, 12, 16
+WF = 8
 
 
 def _tiles(cuts: Sequence[int], pieces: list[range]) -> int:

@@ -28,6 +28,7 @@ from .peer.watchdog import Board
 
 _PATIENCE = 1.0  # seconds in which the rank that is the cause of an error may become known
 _NEVER_SENT = 0x72696E67  # a tag that no message has
+_pinned: list[object] = []  # pages of boards, which stay pinned, and so must stay mapped, until the process ends
 
 
 def seconds(name: str, value: Any) -> float:
@@ -55,11 +56,16 @@ def close_gloo(gloo: Any) -> None:
 
 
 class Marks:
-    """Words by which the watchdog sees that a stream waits for messages."""
+    """Words by which the watchdog sees that a stream waits for messages.
+
+    Attributes:
+        in_graphs: whether a stream that is captured may write them.
+    """
 
     def __init__(self, board: Board) -> None:
         moving, moved = board.pinned(watchdog.MOVING), board.pinned(watchdog.MOVED)
         self.moving, self.moved = driver.Words([moving]), driver.Words([moving, moved])
+        self.in_graphs = driver.graphs_have_words(self.moved)
 
 
 class Health:
@@ -113,10 +119,12 @@ class Health:
             return "the CUDA driver lacks stream memory operations"
         try:
             self.board.device_address = driver.pin(self.board.address, self.board.size)
+            _pinned.append(self.board.memory)
+            self.marks = Marks(self.board)
             self._watchdog = watchdog.start(self.board)
         except (RuntimeError, OSError) as error:
+            self.marks = None
             return f"the watchdog cannot be started: {error}"
-        self.marks = Marks(self.board)
         return ""
 
     def begin(self, limit: float) -> None:
@@ -165,5 +173,12 @@ class Health:
         if not cause and self.board is not None and late:
             peer, cause = self.board.delay(others)
         words = str(error).partition("\n")[0].removesuffix(".") or type(error).__name__
-        kind = TimedOut if late else LostPeer
+        # A rank that is dead or has failed will not come, however long this one has waited.
+        kind = TimedOut if late and not self._is_lost(peer) else LostPeer
         return kind(place, peer, elapsed, f"{cause} (backend: {words})" if cause else f"the backend says: {words}")
+
+    def _is_lost(self, rank: int | None) -> bool:
+        board = self.board
+        if rank is None or board is None:
+            return False
+        return board.status(rank) == watchdog.FAILED or board.process(rank).state() == "is dead"

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import itertools
+import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
 from .balance import TILE
+from .intervals import Intervals
 from .layout import Shard, positions
 from .mask import Mask
 from .schedule import Fetch
 from .work import Work
+
+LISTED = 16  # ranks whose numbers are shown one by one
 
 
 @dataclass(frozen=True)
@@ -49,13 +53,23 @@ class Loads:
 
     def __str__(self) -> str:
         mean = sum(self.tokens) / len(self.tokens)
-        fetched = [count / mean if mean else 0.0 for count in (*self.fetched, self.least_fetched / len(self.tokens))]
-        *each, least = fetched
+        *each, least = [
+            count / mean if mean else 0.0 for count in (*self.fetched, self.least_fetched / len(self.tokens))
+        ]
+        work = [pairs * len(self.pairs) / max(1, sum(self.pairs)) for pairs in self.pairs]
         return (
             f"busiest rank over mean: {_busiest(self.pairs):.3f} in visible pairs, {_busiest(self.tiles):.3f} in tiles "
             f"of {TILE} x {TILE}; keys seen of other ranks, over a rank's own: mean {sum(each) / len(each):.2f}, "
-            f"most {max(each):.2f}, least possible mean about {least:.2f}"
+            f"most {max(each):.2f}, least possible mean about {least:.2f}\n"
+            f"  visible pairs of ranks, over the mean: {_listed(work)}; keys seen of others, over own: {_listed(each)}"
         )
+
+
+def _listed(numbers: Sequence[float]) -> str:
+    """Return the numbers of all ranks, or of many the least, the median and the most."""
+    if len(numbers) <= LISTED:
+        return " ".join(f"{number:.2f}" for number in numbers)
+    return f"{min(numbers):.2f} to {max(numbers):.2f}, median {statistics.median(numbers):.2f}"
 
 
 def _busiest(numbers: Sequence[int]) -> float:
@@ -75,7 +89,6 @@ def _tiles(mask: Mask, shard: Shard, seen: Sequence[range]) -> int:
     if not tiles or not seen:
         return 0
     with torch.device("cpu"):
-        firsts, lasts = (torch.tensor([tile[end] for tile in tiles]) for end in (0, -1))
         begins = torch.tensor([run.start for run in seen])
         lengths = torch.tensor([len(run) for run in seen])
         before = lengths.cumsum(0) - lengths
@@ -87,9 +100,23 @@ def _tiles(mask: Mask, shard: Shard, seen: Sequence[range]) -> int:
 
         count = 0
         for member in mask.members:
-            first, past = in_buffer(member.intervals(firsts)[0].long()), in_buffer(member.intervals(lasts)[1].long())
+            start, end = _seen_by_tiles(member, tiles)
+            first, past = in_buffer(start.long()), in_buffer(end.long())
             count += int(((past + TILE - 1) // TILE - first // TILE)[past > first].sum())
         return count
+
+
+def _seen_by_tiles(member: Intervals, tiles: Sequence[range]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the first key that each tile of queries sees in each row, and past the last one."""
+    start, past_first = member.intervals(torch.tensor([tile[0] for tile in tiles]))
+    start_last, end = member.intervals(torch.tensor([tile[-1] for tile in tiles]))
+    for i in ((past_first <= start) | (end <= start_last)).any(0).nonzero().flatten().tolist():
+        # Its first or last query sees nothing, perhaps all of them.
+        starts, ends = member.intervals(positions((tiles[i],)))
+        sees = ends > starts
+        start[:, i] = torch.where(sees, starts, member.seq_len_k).amin(1)
+        end[:, i] = torch.where(sees, ends, 0).amax(1)
+    return start, end
 
 
 def _least_fetched(mask: Mask, work: Work, world_size: int) -> int:

@@ -21,7 +21,8 @@ from . import plans
 from .dataflow import choose as choose_dataflow
 from .dataflow.contract import Call
 from .kernels.backends import choose
-from .kernels.contract import Queries, Score, ScoreMod, accumulation_dtype, row_delta
+from .kernels.contract import Queries, Score, ScoreMod, accumulation_dtype
+from .kernels.delta import row_delta
 from .layout import length, put, take
 from .plans import Plan
 from .transport import Message
@@ -161,19 +162,19 @@ def _backward(
     score = _score(q, alibi_slopes, None, softmax_scale, softcap, score_mod)
     q, k, v, dout = map(unit_stride, (q, k, v, dout))
     backend = choose(kernel, q, k, v, score, backward=True)
+    flow = choose_dataflow(plan.dataflow, plan.deterministic)
     try:
         with no_autocast(q):
             delta = row_delta(out, dout, dlse)
             call, queries = Call(q, k, v, plan, score, backend), Queries(q, dout, lse, delta)
-            dq, dk, dv = choose_dataflow(plan.dataflow, plan.deterministic).backward(call, queries)
+            dq, dk, dv = flow.backward(call, queries)
+            dsink = q.new_empty(0)
+            if sink is not None:  # a key with a value of zero: ds = p (0 - delta)
+                p = torch.where(lse == float("-inf"), 0.0, torch.exp(sink.to(lse.dtype)[:, None] - lse))
+                dsink = flow.sum_rows(plan, -(p * delta)).to(sink.dtype)
     except BaseException as error:
         plan.transport.note_failure(error)
         raise
-    if sink is None:
-        dsink = q.new_empty(0)
-    else:  # the sink is a key with a value of zero: ds = p (0 - delta)
-        p = torch.where(lse == float("-inf"), 0.0, torch.exp(sink.to(lse.dtype)[:, None] - lse))
-        dsink = -(p * delta).sum((0, 2)).to(sink.dtype)
     # Contiguous as the fake kernel says: zeros of a rank that sees nothing are laid out as its inputs.
     return dq.to(q.dtype).contiguous(), dk.to(k.dtype).contiguous(), dv.to(v.dtype).contiguous(), dsink
 

@@ -11,22 +11,19 @@ from torch import Tensor
 
 from . import layout as layouts
 from . import mask as masks
-from . import needs as needs_of_ranks
 from . import transport as transports
 from .agreement import hash_of
+from .choosing import Setting
 from .dataflow import DATAFLOWS
 from .dataflow import choose as choose_dataflow
 from .intervals import Intervals
-from .layout import Shard
 from .mask import Mask
 from .memo import Memo
 from .plans import Plan
-from .schedule import Fetch, Schedule
 from .transport import Transport
-from .work import estimate_pairs
 
 if TYPE_CHECKING:
-    from .cost import Costs, Problem
+    from .cost import Costs
 
 VERSION = 5  # of the exchange between ranks
 BUFFER_BYTES = 8 << 30
@@ -49,7 +46,7 @@ def plan(
     documents: Tensor | None = None,
     prefix: int = 0,
     mask: Mask | None = None,
-    layout: str = "zigzag",
+    layout: str | Plan = "auto",
     dataflow: str = "auto",
     deterministic: bool = False,
     local_size: int | None = None,
@@ -76,7 +73,9 @@ def plan(
         mask: any mask of :mod:`ringattn.mask`: chunks, spans, blocks, or one of your own; what the other arguments hide
             is hidden, too. Documents and padding belong in the arguments above, as :meth:`Plan.shard_batch` asks where
             documents begin.
-        layout: "contiguous", "zigzag", "striped" or "balanced" (:data:`ringattn.layout.LAYOUTS`).
+        layout: "contiguous", "zigzag", "striped" or "balanced" (:data:`ringattn.layout.LAYOUTS`); "auto": "zigzag" for
+            rows that are one document, for packed ones whichever the same model finds faster; or another plan for these
+            lengths, to hold the same tokens: layers with different windows need that.
         dataflow: "ring": keys and values travel; "gather": every rank fetches all the keys and values that it
             needs; "reduce": queries travel and their partial states come home; "auto": the fastest by a model
             of one layer's forward and backward (:mod:`.cost`), for 32/8 heads of 128 in 2 bytes and one row, with the
@@ -117,7 +116,7 @@ def plan(
         transport.timeout = request.timeout or transport.limit
         words = request.words()
         costs = None
-        if request.dataflow == "auto" and transport.world_size > 1 and not request.deterministic:
+        if transport.world_size > 1 and request.asks_for_costs:
             costs = _costs(transport)
             words["calibration"] = hash_of(repr(costs[0]))
     except Exception as bad:  # whatever it is, the other ranks must hear of it
@@ -156,7 +155,7 @@ class Masking(NamedTuple):
 class Choices(NamedTuple):
     """The arguments of :func:`plan` that choose how to compute."""
 
-    layout: str
+    layout: str | Plan
     dataflow: str
     deterministic: bool
     local_size: int | None
@@ -175,7 +174,7 @@ class Request:
     mask: Mask
     documents: Intervals
     parts: dict[str, int | bool | str]
-    layout: str
+    layout: str | Plan
     dataflow: str
     deterministic: bool
     local_size: int
@@ -193,11 +192,12 @@ class Request:
             ValueError, TypeError: the value, what was expected and the fix.
         """
         layout, dataflow, deterministic, local_size, buffer_bytes, timeout = choices
+        layout_name = layout.layout if isinstance(layout, Plan) else layout
         for name, text, names in (
-            ("layout", layout, layouts.LAYOUTS), ("dataflow", dataflow, (*DATAFLOWS, "auto")),
+            ("layout", layout_name, (*layouts.LAYOUTS, "auto")), ("dataflow", dataflow, (*DATAFLOWS, "auto")),
         ):  # fmt: skip
             if not isinstance(text, str):
-                raise TypeError(f"{name} is {text!r}; pass a str")
+                raise TypeError(f"{name} is {text!r}; pass a str{' or a plan' * (name == 'layout')}")
             if text not in names:
                 raise ValueError(f"{name}={text!r} is unknown; use one of {', '.join(map(repr, names))}")
         mask = masking.mask
@@ -212,6 +212,13 @@ class Request:
                 f"the mask is a union of {len(whole.members)} intervals per query, which deterministic=True does not "
                 "support yet; leave it out"
             )
+        if isinstance(layout, Plan):
+            sizes = [(x.seq_len, x.seq_len_k) for x in (layout, whole)]
+            if sizes[0] != sizes[1] or layout.world_size != world_size:
+                raise ValueError(
+                    f"layout is a plan for {sizes[0]} queries and keys on {layout.world_size} ranks, but this one is "
+                    f"for {sizes[1]} on {world_size}; pass a plan for the same lengths and group, or the name of a layout"
+                )
         size = world_size if local_size is None else local_size
         if type(size) is not int:
             raise TypeError(f"local_size is {local_size!r}; pass an int that divides the group's {world_size} ranks")
@@ -222,6 +229,12 @@ class Request:
         timeout = None if timeout is None else transports.seconds("timeout", timeout)
         return cls(whole, packed, parts, layout, dataflow, bool(deterministic), size, buffer_bytes, timeout, world_size)
 
+    @property
+    def asks_for_costs(self) -> bool:
+        """Whether something is to be chosen by predicted times, as far as that is known without looking at the mask."""
+        packed = any(self.parts[name] != "none" for name in ("cu_seqlens", "documents", "mask"))
+        return (self.layout == "auto" and packed) or (self.dataflow == "auto" and not self.deterministic)
+
     def words(self) -> dict[str, int | float | str | bool]:
         """Return what ranks compare, by name."""
         return dict(
@@ -230,7 +243,7 @@ class Request:
             seq_len=self.mask.seq_len,
             seq_len_k=self.mask.seq_len_k,
             **self.parts,
-            layout=self.layout,
+            layout=self.layout if isinstance(self.layout, str) else f"of plan {self.layout.digest:x}",
             dataflow=self.dataflow,
             deterministic=self.deterministic,
             local_size=self.local_size,
@@ -310,7 +323,7 @@ def _pieces(mask: Mask) -> int:
 
 def _costs(transport: Transport) -> tuple[Costs, str]:
     """Return the costs that decide "auto" on this transport, and where they come from."""
-    from . import cost  # only here and below: it imports what most programs do not need
+    from . import cost  # only here: it imports what most programs do not need
 
     kind, link = transport.device.type, cost.LINKS[0 if transport.pulls else 1]
     if isinstance(transport, transports.GroupTransport):
@@ -323,64 +336,38 @@ def _costs(transport: Transport) -> tuple[Costs, str]:
 
 
 def _make(request: Request, transport: Transport, costs: tuple[Costs, str] | None, digest: int) -> Plan:
-    mask, n = request.mask, transport.world_size
-    place = layouts.LAYOUTS[request.layout]
-    shards = place(mask, n)
-    shards_k = shards if mask.seq_len == mask.seq_len_k else place(masks.full(mask.seq_len_k), n)
-    fetches = needs_of_ranks.fetches(mask, shards, shards_k)
-    owners = [{run.owner for run in runs} for runs in fetches]
-    needs = tuple(tuple(owner in some for owner in range(n)) for some in owners)
-    dataflow, choice = request.dataflow, None
-    if dataflow == "auto" and costs is None:
+    setting = Setting(
+        request.mask, transport.world_size, request.local_size, request.dataflow, request.buffer_bytes,
+        transport.device.type, transport.pulls, costs,
+    )  # fmt: skip
+    layout = request.layout
+    if isinstance(layout, Plan):
+        placed = setting.like(layout.layout, layout.shards, layout.shards_k)
+    else:
+        placed = setting.place_best() if layout == "auto" else setting.place(layout)
+    dataflow, choice, needs = request.dataflow, None, placed.needs
+    if dataflow == "auto" and (costs is None or request.deterministic):
         dataflow = "ring"  # one rank: nothing moves, and nothing is merged; or a deterministic plan, which runs none
-    elif dataflow == "auto" and costs is not None:
-        from .cost import choose
-
-        choice = choose(_problem(request, transport, shards, shards_k, fetches, needs), *costs)
+    elif dataflow == "auto":
+        choice = setting.choose(placed)
         dataflow = choice.dataflow
     flow = choose_dataflow(dataflow, request.deterministic)
     return Plan(
-        mask=mask,
+        mask=request.mask,
         documents=request.documents,
-        layout=request.layout,
+        layout=placed.layout,
         dataflow=dataflow,
         deterministic=request.deterministic,
         buffer_bytes=request.buffer_bytes,
-        shards=shards,
-        shards_k=shards_k,
-        fetches=fetches,
+        shards=placed.shards,
+        shards_k=placed.shards_k,
+        fetches=placed.fetches,
         needs=needs,
         schedule=flow.schedule(needs, request.local_size),
         flow=flow,
         transport=transport,
         choice=choice,
+        why=placed.why,
         digest=digest,
         timeout=request.timeout,
-    )
-
-
-def _problem(
-    request: Request, transport: Transport, queries: tuple[Shard, ...], keys: tuple[Shard, ...],
-    fetches: tuple[tuple[Fetch, ...], ...], needs: tuple[tuple[bool, ...], ...],
-) -> Problem:  # fmt: skip
-    """Return what the cost model needs to know."""
-    from .cost import Problem
-
-    n = transport.world_size
-    tokens, runs = ([[0] * n for _ in range(n)] for _ in range(2))
-    for visitor, fetched in enumerate(fetches):
-        for run in fetched:
-            tokens[visitor][run.owner] += run.length
-            runs[visitor][run.owner] += 1
-    return Problem(
-        device_type=transport.device.type,
-        pulls=transport.pulls and all(run.step == 1 for shard in keys for run in shard),  # copies move neighbours
-        buffer_bytes=request.buffer_bytes,
-        queries=[layouts.length(shard) for shard in queries],
-        keys=[layouts.length(shard) for shard in keys],
-        pairs=estimate_pairs(request.mask, queries, keys),
-        fetched=tokens,
-        runs=runs,
-        ring=Schedule(len(needs), needs, request.local_size),
-        reduce=Schedule(len(needs), tuple(zip(*needs, strict=True)), request.local_size),
     )

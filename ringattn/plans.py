@@ -55,7 +55,7 @@ class Plan:
     Attributes:
         seq_len, seq_len_k: global numbers of queries and keys.
         rank, world_size: of the group.
-        layout, dataflow, deterministic, buffer_bytes: as chosen; ``dataflow`` is never "auto".
+        layout, dataflow, deterministic, buffer_bytes: as chosen; neither layout nor dataflow is "auto".
         mask: intervals per query, in global positions.
         documents: the part of it that documents and padding hide.
         shards, shards_k: for every rank, the ranges of positions of queries and keys it holds.
@@ -65,6 +65,7 @@ class Plan:
         flow: the dataflow, which predicts and proves.
         transport: moves tensors between the ranks.
         choice: why "auto" chose this dataflow; None where it was given.
+        why: why "auto" chose this layout; empty where it was given.
         handle: a number that stands for this plan in the operators of torch.library.
         digest: a hash of the arguments of :func:`ringattn.plan`, the same on all ranks.
         timeout: seconds that a rank waits for another in a call; None: the group's.
@@ -88,6 +89,7 @@ class Plan:
         flow: Predictions,
         transport: Transport,
         choice: Any = None,
+        why: str = "",
         digest: int = 0,
         timeout: float | None = None,
     ) -> None:
@@ -97,7 +99,8 @@ class Plan:
         self.layout, self.dataflow, self.deterministic = layout, dataflow, deterministic
         self.buffer_bytes = buffer_bytes
         self.shards, self.shards_k, self.fetches, self.needs = shards, shards_k, fetches, needs
-        self.schedule, self.flow, self.transport, self.choice = schedule, flow, transport, choice
+        self.schedule, self.flow, self.transport = schedule, flow, transport
+        self.choice, self.why = choice, why
         self.handle, self.digest, self.timeout = next(_handles), digest, timeout
         self.memo: Memo[Any] = Memo(1 << 14)
         self._agreed: set[tuple[object, ...]] = set()

@@ -17,15 +17,12 @@ import datetime
 import functools
 import itertools
 import os
-import socket
 import sys
 import threading
 import time
-import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -35,7 +32,7 @@ from torch import Tensor
 from . import agreement
 from .errors import GroupBroken, Place
 from .health import Health, Marks, close_gloo, seconds
-from .peer import driver
+from .peer.connect import connect, host
 from .peer.memory import Link
 
 Message = tuple[Tensor, int]  # a contiguous tensor and the peer's rank in the group
@@ -110,7 +107,7 @@ class Transport:
         self.call, self.dataflow, self.step = call, dataflow, -1
         self.timeout = self.limit if timeout is None else timeout
 
-    def note_failure(self, error: BaseException) -> None:
+    def note_failure(self, error: BaseException, where: str = "") -> None:
         """Mark the group unusable after a call that failed once communication may have started: other ranks may be at a
         different message. Errors of arguments are raised on all ranks before anything is sent, and are not noted."""
         if self.world_size > 1:
@@ -228,15 +225,6 @@ def _timeout_of(group: dist.ProcessGroup, device: torch.device) -> float:
         return _TIMEOUT
 
 
-def _host() -> str:
-    """Return a text that is the same for processes with the same running kernel and host name."""
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text()
-    except OSError:
-        boot = ""
-    return f"{socket.gethostname()} {boot}"
-
-
 def _exists(group: dist.ProcessGroup | None) -> bool:
     """Return whether torch knows the group. The object may outlive ``destroy_process_group``, for example in a mesh."""
     try:
@@ -286,11 +274,15 @@ class GroupTransport(Transport):
         # Drop the gloo group when the process group is gone: it owns threads, and a store that a later group may need.
         weakref.finalize(group, _let_go, weakref.ref(self)).atexit = False
         if self.world_size > 1:
-            self.health.make_board(agreement.hash_of(_host()), self.limit, self.gather_words)
+            self.health.make_board(host(), self.limit, self.gather_words)
         if cuda:  # set the communicator up on all ranks; the first point-to-point messages may be among a few of them
             dist.all_reduce(torch.zeros(1, device=device), group=group)
         if cuda and self.world_size > 1:
-            self._link = self._connect(self.health.watch())
+            problem = self.health.watch()
+            group_of = functools.partial(_alive, self._group)
+            self._link = connect(
+                self.rank, self.world_size, device, group_of, self.gather_words, self.health.board, problem
+            )
 
     @property
     def group(self) -> dist.ProcessGroup:
@@ -299,34 +291,6 @@ class GroupTransport(Transport):
     @property
     def ended(self) -> bool:
         return not _exists(self._group())
-
-    def _connect(self, problem: str) -> Link | None:
-        """Return the link of this rank, or None on every rank if one of them cannot access the others' memory, is on
-        another host, has a problem already, or has RINGATTN_PULLS=0 in its environment."""
-        wanted = os.environ.get("RINGATTN_PULLS", "1") != "0"
-        words = torch.tensor([agreement.hash_of(_host()), wanted and driver.available(), bool(problem)], device="cpu")
-        rows = self.gather_words(words)
-        if not (rows[:, :2] == words[:2]).all() or not words[1]:
-            return None
-        link, status = None, rows[:, 2]
-        if not status.any():  # all ranks make a link, or none
-            try:
-                from .peer.symmetric import SymmetricMemory  # needs a torch with symmetric memory
-
-                share = SymmetricMemory(functools.partial(_alive, self._group), self.device)
-                link = Link(self.rank, self.world_size, self.device, share, self.health.board)
-            except (RuntimeError, ImportError, AttributeError, ValueError) as error:  # no peer access; another torch
-                problem = str(error) or type(error).__name__
-            status = self.gather_words(torch.tensor([bool(problem)], device="cpu")).flatten()
-        failed = status.nonzero().flatten().tolist()
-        if failed:
-            warnings.warn(
-                f"GPUs of this host cannot access each other's memory (rank {failed[0]} of ranks {failed}: "
-                f"{problem or 'see its warning'}); keys and values are sent as messages",
-                stacklevel=2,
-            )
-            return None
-        return link
 
     def check_device(self, name: str, x: Tensor) -> None:
         backend = self.backends.get(x.device.type)
@@ -355,14 +319,15 @@ class GroupTransport(Transport):
     def _place(self) -> Place:
         return Place(self.rank, self.call, self.dataflow, self.step)
 
-    def note_failure(self, error: BaseException) -> None:
+    def note_failure(self, error: BaseException, where: str = "") -> None:
+        """Also tell the other ranks, with the place or ``where``, and close the connections to them."""
         super().note_failure(error)
         if self.world_size == 1 or self._closed:
             return
         self._closed = True
         row = 0 if self._link is None else int(self._link.timed_out[0])
         kernel = f"; a kernel gave up waiting for row {row - 1} of keys (batch * kv_heads + head)" if row else ""
-        self.health.fail(error, f" in {self._place()}{kernel}")
+        self.health.fail(error, where or f" in {self._place()}{kernel}")
         # In a thread with a limit: whatever is wrong with the connections, the error must be raised.
         closing = threading.Thread(target=self._close_all, daemon=True)
         closing.start()
@@ -395,8 +360,11 @@ class GroupTransport(Transport):
     def all_reduce(self, x: Tensor, op: str) -> Tensor:
         if self.world_size > 1:
             self.step += 1
-            reduce = {"max": dist.ReduceOp.MAX, "sum": dist.ReduceOp.SUM}[op]
-            work = dist.all_reduce(x, reduce, group=self.group, async_op=True)
+            reduce, began = {"max": dist.ReduceOp.MAX, "sum": dist.ReduceOp.SUM}[op], time.monotonic()
+            try:
+                work = dist.all_reduce(x, reduce, group=self.group, async_op=True)
+            except RuntimeError as error:
+                raise self.health.failure(error, self._place(), began, self.timeout) from error
             _Works(self, [work], self._place(), x.is_cuda, x).wait()
         return x
 
@@ -453,6 +421,8 @@ class _Works:
     def _wait_on_stream(self, marks: Marks | None) -> None:
         """Make the current stream wait, not the host."""
         stream = torch.cuda.current_stream(self.transport.device)
+        if marks is not None and not marks.in_graphs and torch.cuda.is_current_stream_capturing():
+            marks = None
         if marks is not None:
             marks.moving.write(stream, self.place.step + 1)
         for work in self.works:
@@ -477,7 +447,7 @@ def _leave_all() -> None:
     error = getattr(sys, "last_value", None)
     for transport in list(_of_group.values()):
         if error is not None:
-            transport.health.fail(error, ", which ended its program")
+            transport.note_failure(error, ", which ended its program")
         transport.health.leave()
 
 

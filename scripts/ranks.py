@@ -51,10 +51,13 @@ def prepare() -> None:
 
 
 def fresh_store() -> dict[str, Any]:
-    """Return arguments of ``init_process_group`` with which ranks that torchrun started again (``--max-restarts``) do not
-    read the addresses that their dead predecessors left in torchrun's store, which torch 2.13 keeps
-    (https://github.com/pytorch/pytorch/issues/135712). For one host, on which all ranks have the same number of restarts;
-    for several, start torchrun with TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1."""
+    """Return arguments of ``init_process_group`` for ranks that torchrun may start again (``--max-restarts``).
+
+    torch 2.13 keeps torchrun's store, so that restarted ranks can read the addresses that their dead predecessors left
+    there (https://github.com/pytorch/pytorch/issues/135712), and fail or hang. With these arguments each restart has
+    keys of its own, on one host, where all ranks count the same restarts. For several hosts, start torchrun with
+    TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1.
+    """
     env = os.environ
     if env.get("TORCHELASTIC_USE_AGENT_STORE") != "True" or env["LOCAL_WORLD_SIZE"] != env["WORLD_SIZE"]:
         return {}

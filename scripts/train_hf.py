@@ -3,12 +3,15 @@
     torchrun --nproc-per-node 4 -m scripts.train_hf                    # Llama-shaped
     torchrun --nproc-per-node 4 -m scripts.train_hf --model gemma2     # alternating windows, soft-cap
     torchrun --nproc-per-node 4 -m scripts.train_hf --cp 2 --resume    # 2 rows of 2 ranks each
+    torchrun --nproc-per-node 4 -m scripts.train_hf --cp 2 --packed    # 2 rows with the same work
 
 It trains on real text (bytes of Python's standard library, or --text), packed into rows of --context tokens; a document
-is a file, or the part of it that fits. It runs on all GPUs, or in processes on the CPU. Each step prints loss,
-tokens/s, MFU and memory; the last line is JSON. MFU counts (6 * parameters + 6 * layers * heads * head_dim * context)
-FLOP per token, as half of the pairs of tokens are hidden, relative to --peak-tflops per rank, without which it is
-omitted. A checkpoint is written to --out (out/train_hf); --resume continues from it on any number of ranks.
+is a file, or the part of it that fits. With --packed no document is cut off at the end of a row, and replicas have
+equal work (ringattn.pack_stream); each step prints the work of the busiest row over the mean. It runs on all GPUs, or
+in processes on the CPU. Each step prints loss, tokens/s, MFU and memory; the last line is JSON. MFU counts (6 *
+parameters + 6 * layers * heads * head_dim * context) FLOP per token, as half of the pairs of tokens are hidden,
+relative to --peak-tflops per rank, without which it is omitted. A checkpoint is written to --out (out/train_hf);
+--resume continues from it on any number of ranks.
 """
 
 from __future__ import annotations
@@ -17,11 +20,13 @@ if not __package__:
     raise SystemExit("start this as a module, in the repository's root: python -m scripts.train_hf")
 
 import argparse
+import itertools
 import json
 import os
 import resource
 import sysconfig
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +42,8 @@ from transformers import AutoModelForCausalLM, Gemma2Config, LlamaConfig
 import ringattn.hf  # changed: registers "ringattn"
 from scripts.ranks import leave, own_gpu
 
+Batch = dict[str, Tensor]
+
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
@@ -48,6 +55,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--context", type=int, default=1024, help="tokens of a row, over the ranks that share it")
     parser.add_argument("--window", type=int, default=256, help="window of the sliding layers of gemma2")
     parser.add_argument("--cp", type=int, help="ranks that share a row; default: all")
+    parser.add_argument("--packed", action="store_true", help="pack whole documents into rows of equal work")
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--lr", type=float, default=1e-3)
     parser.add_argument("--text", help="a file or a folder; default: Python's standard library")
@@ -94,7 +102,7 @@ def documents(text: str | None) -> list[bytes]:
     return texts
 
 
-def row(texts: list[bytes], context: int, index: int) -> dict[str, Tensor]:
+def row(texts: list[bytes], context: int, index: int) -> Batch:
     """Return one row of packed documents. It depends on its index only, so that ranks and restarts agree.
     ``position_ids`` restart in every document."""
     tokens: list[int] = []
@@ -109,6 +117,37 @@ def row(texts: list[bytes], context: int, index: int) -> dict[str, Tensor]:
         file += 1
     ids = torch.tensor([tokens])
     return {"input_ids": ids, "labels": ids.clone(), "position_ids": torch.tensor([positions])}
+
+
+Notes = dict[str, float]
+
+
+def rows_of(texts: list[bytes], options: argparse.Namespace, rows: int, replica: int) -> Iterator[tuple[Batch, Notes]]:
+    """Yield this replica's row of one step after another, without an end, and what to print about all rows."""
+    if not options.packed:
+        for step in itertools.count():
+            yield row(texts, options.context, step * rows + replica), {}
+    lengths = (len(document(texts, options.context, index)) for index in itertools.count())
+    for packing in ringattn.pack_stream(lengths, options.context, rows=rows):
+        mine = [document(texts, options.context, index) for index in packing.rows[replica].documents]
+        notes = {"busiest_row": round(packing.imbalance, 3), "fill": round(packing.fill, 3)}
+        yield packed(mine, options.context), notes
+
+
+def document(texts: list[bytes], context: int, index: int) -> list[int]:
+    """Return one of endlessly many documents: a part of a file, of at most half a row."""
+    turn, file = divmod(index, len(texts))
+    offset, size = 997 * turn % len(texts[file]), 7919 * index % (context // 2 + 1)
+    return [256, *texts[file][offset : offset + size]][:context]
+
+
+def packed(documents: list[list[int]], context: int) -> Batch:
+    """Return a row of documents. Its padding is a document of its own, without targets."""
+    tokens = list(itertools.chain(*documents))
+    pad = context - len(tokens)
+    positions = [i for piece in [*documents, range(pad)] for i in range(len(piece))]
+    rows = {"input_ids": [*tokens, *[257] * pad], "labels": [*tokens, *[-100] * pad], "position_ids": positions}
+    return {name: torch.tensor([values]) for name, values in rows.items()}
 
 
 def memory(device: torch.device) -> float:
@@ -154,10 +193,12 @@ def main() -> None:
     texts = documents(options.text)
     data_rank, data_ranks = mesh["dp"].get_local_rank(), ranks // cp
     attention_flops = 6 * config.num_hidden_layers * config.num_attention_heads * config.head_dim * options.context
+    rows = itertools.islice(rows_of(texts, options, data_ranks, data_rank), first, None)
     log: dict[str, Any] = {}
     for step in range(first, first + options.steps):
         start = time.perf_counter()
-        batch = {k: v.to(device) for k, v in row(texts, options.context, step * data_ranks + data_rank).items()}
+        whole, notes = next(rows)
+        batch = {k: v.to(device) for k, v in whole.items()}
         with ringattn.hf.sequence(model, batch, mesh["cp"]) as local:  # changed: whole rows in, shards out
             local["num_items_in_batch"] = ringattn.loss.count_targets(local["shift_labels"], everyone)
             loss = model(**local, use_cache=False).loss * everyone.size()  # FSDP averages over all ranks
@@ -168,6 +209,7 @@ def main() -> None:
         seconds = time.perf_counter() - start
         rate = options.context * data_ranks / seconds
         log = {"step": step, "loss": round(mean, 5), "tokens_per_s": round(rate), "memory_mib": round(memory(device))}
+        log |= notes
         if options.peak_tflops:
             flops = (6 * parameters + attention_flops) * rate / ranks
             log["mfu"] = round(flops / (options.peak_tflops * 1e12), 4)

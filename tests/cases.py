@@ -19,6 +19,7 @@ from torch import Tensor
 import ringattn
 from ringattn import mask as masks
 from ringattn import reference, virtual
+from ringattn.dataflow import tiles
 
 Results = dict[str, Tensor]
 
@@ -313,7 +314,15 @@ def traffic(plan: ringattn.Plan, case: Case, rank: int) -> tuple[tuple[int, int]
         batch=case.batch, q_heads=case.q_heads, kv_heads=case.kv_heads,
         head_dim=case.head_dim, head_dim_v=case.head_dim_v, itemsize=itemsize, rank=rank,
     )  # fmt: skip
-    messages = _messages_of_gather(plan, rank) if plan.dataflow == "gather" else _messages_of_walk(plan, rank)
+    if plan.deterministic:
+        messages = _messages_of_tiles(plan, rank)
+        if case.sink and rank > 0 and plan.local_lengths[rank]:  # one number per query and head goes to rank 0
+            sink = case.batch * case.q_heads * plan.local_lengths[rank] * max(4, itemsize)
+            return (plan.traffic_bytes(**shape), messages[0]), (
+                plan.traffic_bytes(backward=True, **shape) + sink, messages[1] + 1,
+            )  # fmt: skip
+    else:
+        messages = _messages_of_gather(plan, rank) if plan.dataflow == "gather" else _messages_of_walk(plan, rank)
     return tuple((plan.traffic_bytes(backward=backward, **shape), messages[backward]) for backward in (False, True))
 
 
@@ -336,6 +345,15 @@ def _messages_of_gather(plan: ringattn.Plan, rank: int) -> tuple[int, int]:
     given = sum(run.owner == rank for r, runs in enumerate(plan.fetches) for run in runs if r != rank)
     taken = sum(run.owner != rank for run in plan.fetches[rank])
     return given, given + taken
+
+
+def _messages_of_tiles(plan: ringattn.Plan, rank: int) -> tuple[int, int]:
+    """k and v to each rank that gathers some of this rank's; in the backward again, and q, dout, lse and delta."""
+    keys, queries = (
+        sum(any(run.owner == rank for run in theirs.runs) for r, theirs in enumerate(side) if r != rank)
+        for side in (tiles.of_keys(plan), tiles.of_queries(plan))
+    )
+    return 2 * keys, 2 * keys + 4 * queries
 
 
 def virtually(world_size: int, case: Case) -> list[Part]:

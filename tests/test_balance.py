@@ -53,8 +53,8 @@ def test_work_counts_visible_pairs(drawn: tuple[Mask, Tensor]) -> None:
 @settings(max_examples=100)
 def test_loads_count_pairs_and_fetched_keys(drawn: tuple[Mask, Tensor], name: str, ranks: int) -> None:
     mask, visible = drawn
-    shards = layout.LAYOUTS[name](mask, ranks)
-    shards_k = layout.LAYOUTS[name](masks.full(mask.seq_len_k), ranks)
+    shards = layout.LAYOUTS[name](mask, ranks, ranks)
+    shards_k = layout.LAYOUTS[name](masks.full(mask.seq_len_k), ranks, ranks)
     load = Loads.of(mask, shards, shards_k, needs.fetches(mask, shards, shards_k))
     visible = visible.expand(mask.rows, -1, -1)
     for rank, (queries, own) in enumerate(zip(held(shards), held(shards_k), strict=True)):
@@ -89,8 +89,8 @@ def test_tiles_are_those_of_the_kernels(name: str) -> None:
 @settings(max_examples=300)
 def test_any_mask_is_divided_into_equal_numbers_of_tokens(drawn: tuple[Mask, Tensor], ranks: int) -> None:
     mask, _ = drawn
-    shards = layout.balanced(mask, ranks)
-    assert shards == layout.balanced(mask, ranks)
+    shards = layout.balanced(mask, ranks, ranks)
+    assert shards == layout.balanced(mask, ranks, ranks)
     assert sorted(itertools.chain(*held(shards))) == list(range(mask.seq_len))
     counts = [layout.length(shard) for shard in shards]
     assert max(counts) - min(counts) <= 1
@@ -105,7 +105,7 @@ def test_causal_documents_are_divided_into_equal_work(lengths: list[int], ranks:
     cu_seqlens = [0, *itertools.accumulate(lengths)]
     mask = document_mask(cu_seqlens)
     work = Work(mask)
-    pairs = [sum(map(work.of, shard)) for shard in layout.balanced(mask, ranks)]
+    pairs = [sum(map(work.of, shard)) for shard in layout.balanced(mask, ranks, ranks)]
     # A token more or less on a rank may be that of a long document.
     assert max(pairs) <= 1.01 * work.total / ranks + 3 * max(lengths)
 
@@ -113,15 +113,15 @@ def test_causal_documents_are_divided_into_equal_work(lengths: list[int], ranks:
 @pytest.mark.parametrize("ranks", [2, 3, 4, 5, 7, 8])
 def test_one_causal_document_is_a_zigzag(ranks: int) -> None:
     mask = masks.causal(2048 * ranks)
-    assert {frozenset(x) for x in held(layout.balanced(mask, ranks))} == {
-        frozenset(x) for x in held(layout.zigzag(mask, ranks))
+    assert {frozenset(x) for x in held(layout.balanced(mask, ranks, ranks))} == {
+        frozenset(x) for x in held(layout.zigzag(mask, ranks, ranks))
     }
 
 
 def test_flat_masks_are_divided_into_few_runs() -> None:
     mask = masks.full(4000)
-    assert layout.balanced(mask, 4) == layout.contiguous(mask, 4)
-    assert all(len(shard) <= 2 for shard in layout.balanced(masks.window(4000, 50, 50), 4))
+    assert layout.balanced(mask, 4, 4) == layout.contiguous(mask, 4, 4)
+    assert all(len(shard) <= 2 for shard in layout.balanced(masks.window(4000, 50, 50), 4, 4))
 
 
 def rows_that_differ(total: int, rows: int) -> Tensor:
@@ -151,7 +151,7 @@ OTHERS = {
 def test_other_masks_are_balanced_too(name: str, ranks: int) -> None:
     mask = OTHERS[name]
     work = Work(mask)
-    pairs = tuple(sum(map(work.of, shard)) for shard in layout.balanced(mask, ranks))
+    pairs = tuple(sum(map(work.of, shard)) for shard in layout.balanced(mask, ranks, ranks))
     assert worst(pairs) <= 1.02
 
 
@@ -159,7 +159,7 @@ def test_the_order_of_intersection_does_not_matter() -> None:
     cu_seqlens = bounds("published", 30000, 0)
     one = masks.causal(30000) & masks.packed(cu_seqlens, 30000)
     other = masks.packed(cu_seqlens, 30000) & masks.causal(30000) & masks.full(30000)
-    assert layout.balanced(one, 5) == layout.balanced(other, 5)
+    assert layout.balanced(one, 5, 5) == layout.balanced(other, 5, 5)
 
 
 @pytest.mark.parametrize("ranks", [2, 4, 8, 16])
@@ -184,7 +184,7 @@ def test_few_keys_are_fetched() -> None:
 def test_only_parts_of_runs_that_are_seen_are_fetched() -> None:
     """Rank 0 holds 0 to 99, three documents; rank 1 goes on with the third and needs no other."""
     mask = document_mask([0, 30, 60, 200])
-    fetched = needs.fetches(mask, *[layout.contiguous(mask, 2)] * 2)
+    fetched = needs.fetches(mask, *[layout.contiguous(mask, 2, 2)] * 2)
     assert [(run.owner, run.offset, run.length) for run in fetched[1]] == [(0, 60, 40), (1, 0, 100)]
 
 

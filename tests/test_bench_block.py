@@ -261,7 +261,7 @@ def test_a_rate_above_the_peak_ends_the_run() -> None:
 
 
 def test_a_whole_run_on_the_cpu(capsys: pytest.CaptureFixture) -> None:
-    sizes = "--seq 8 --heads 4 --kv-heads 2 --head-dim 8 --head-dim-v 4 --dtype float32 --passes fwd carry bwd"
+    sizes = "--seq 8 --heads 4 --kv-heads 2 --head-dim 8/4 --dtype float32 --passes fwd carry bwd"
     setup = Setup(NO_CLOCK, ["eager"], {"torch": Other(torch_attention)}, None, "cpu", 16, Constant)
     results = bench_block.run(bench_block.parse(sizes.split()), setup)
     tables = list(itertools.product((8,), ("full", "causal"), ("fwd", "carry", "bwd")))

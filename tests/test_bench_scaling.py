@@ -121,7 +121,7 @@ def test_layouts_are_compared_with_their_own_kernel_and_with_one_rank_alone(pool
 def test_zigzag_in_documents_cuts_every_document_and_gives_ranks_equal_tokens(lengths: list[int], ranks: int) -> None:
     bounds = [0, *itertools.accumulate(lengths)]
     visible = mask.causal(bounds[-1]) & mask.packed(bounds, bounds[-1])
-    shards = scaling_layouts.zigzag_in_documents(visible, ranks)
+    shards = scaling_layouts.zigzag_in_documents(visible, ranks, ranks)
     assert sorted(p for shard in shards for run in shard for p in run) == list(range(bounds[-1]))
     assert all(a.stop < b.start for shard in shards for a, b in itertools.pairwise(shard))
     counts = [sum(map(len, shard)) for shard in shards]

@@ -16,7 +16,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import ringattn
 from ringattn.kernels import eager
 from ringattn.kernels.backends import BACKENDS, Backend, choose
-from ringattn.kernels.contract import Block, Keys, Queries, Score, row_delta
+from ringattn.kernels.contract import Block, Keys, Queries, Score
+from ringattn.kernels.delta import row_delta
 from ringattn.partial import Partial
 
 INF = float("inf")

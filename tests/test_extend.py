@@ -32,13 +32,13 @@ from ringattn.shape import Shape
 # ---------------------------------------------------------------- the extensions
 
 
-def block_cyclic(mask: Mask, world_size: int) -> tuple[layout.Shard, ...]:
+def block_cyclic(mask: Mask, world_size: int, local_size: int) -> tuple[layout.Shard, ...]:
     """Blocks of 8 positions, dealt out one after another: many runs per rank."""
     blocks = [range(i, min(i + 8, mask.seq_len)) for i in range(0, mask.seq_len, 8)]
     return tuple(tuple(blocks[rank::world_size]) for rank in range(world_size))
 
 
-def strided_halves(mask: Mask, world_size: int) -> tuple[layout.Shard, ...]:
+def strided_halves(mask: Mask, world_size: int, local_size: int) -> tuple[layout.Shard, ...]:
     """Every world_size-th position, in the second half in the opposite order of ranks: runs that interleave."""
     seq_len, half, n = mask.seq_len, mask.seq_len // 2, world_size
     return tuple(

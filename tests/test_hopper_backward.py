@@ -37,7 +37,8 @@ from kernel_contract import (
 )
 
 from ringattn.kernels.backends import BACKENDS
-from ringattn.kernels.contract import Block, Keys, Queries, ReadyFlags, Score, row_delta
+from ringattn.kernels.contract import Block, Keys, Queries, ReadyFlags, Score
+from ringattn.kernels.delta import row_delta
 from ringattn.kernels.hopper import backward as hopper_backward
 from ringattn.kernels.hopper import backward_pieces as pieces
 from ringattn.kernels.hopper import primitives as hopper_primitives

@@ -226,7 +226,7 @@ def test_most_keys_that_a_query_sees() -> None:
 @settings(max_examples=300)
 def test_seen_keys_are_exact(drawn: tuple[Mask, Tensor], layout: str, ranks: int) -> None:
     mask, visible = drawn
-    shards = layouts.LAYOUTS[layout](mask, ranks)
+    shards = layouts.LAYOUTS[layout](mask, ranks, ranks)
     for shard, seen in zip(shards, mask.seen(shards), strict=True):
         rows = visible[:, layouts.positions(shard)]
         assert layouts.positions(tuple(seen)).tolist() == rows.any(1).any(0).nonzero().flatten().tolist()

@@ -61,6 +61,7 @@ DIFFERENCES = {
     "dataflow": (dict(dataflow="ring"), dict(dataflow="reduce")),
     "deterministic": (dict(deterministic=False), dict(deterministic=True)),
     "local_size": (dict(local_size=2), dict(local_size=4)),
+    "timeout": (dict(timeout=20.5), dict(timeout=21)),
 }
 
 
@@ -88,6 +89,7 @@ def test_differing_arguments_raise_the_same_error_on_every_rank(
         (dict(documents={}), "RuntimeError", "Could not infer dtype of dict"),  # what torch says
         (dict(window_size=5), "TypeError", "window_size is 5; pass two ints"),
         (dict(local_size=3), "ValueError", "local_size is 3; it must divide the group's 4 ranks"),
+        (dict(timeout=0), "ValueError", "timeout is 0; it must be a positive number of seconds, as 600"),
         (
             dict(layout="zig"),
             "ValueError",
@@ -466,7 +468,7 @@ def test_describe_says_who_meets_whom_and_what_moves(layout: str, dataflow: str)
     for way, backward in (("forward", False), ("backward", True)):
         sent = [plan.traffic_bytes(rank=r, backward=backward, q_heads=8, kv_heads=2, head_dim=64) for r in range(4)]
         assert f"{way}: {max(sent) / 2**20:.1f} MiB sent by the busiest rank" in text
-    side = layouts.LAYOUTS[layout](plan.mask, 4)
+    side = layouts.LAYOUTS[layout](plan.mask, 4, 4)
     # Work of a rank: in a ring that of its queries, in a reduce that of its keys.
     work = [sum((p + 1) if dataflow == "ring" else 4096 - p for run in s for p in run) for s in side]
     assert f"balance (mean work / largest): {sum(work) / 4 / max(work):.1%}" in text

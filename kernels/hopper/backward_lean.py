@@ -135,7 +135,7 @@ def _walk(
                 s, lse_v, scale_log2, inner, alibi, head, bounds_v, stage, key, past, S_L, CUT, dtype
             )
             p16 = gl.convert_layout(p16, A_L)
-        do_stage = stage if DO_STAGES == 2 else 0
+        do_stage = stage if DO_STAGES == 2 else i >> 30
         mbarrier.wait(dout_full.index(do_stage), (i >> 1) & 1 if DO_STAGES == 2 else stage)
         if inner is None:
             minus_delta = delta_v.index(do_stage).load(gl.SliceLayout(0, S_L))

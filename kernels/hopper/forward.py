@@ -534,19 +534,18 @@ def _alibi(slot, C: gl.constexpr, alibi, layout: gl.constexpr):
 
 
 @gluon.jit
-def _key_positions(changes, column, layout: gl.constexpr):
+def _key_positions(changes, column, BN: gl.constexpr, layout: gl.constexpr):
     """Load the positions of a tile of keys, if there is ALiBi. With softcap, which takes registers, too, load nothing:
     :func:`_changed` loads them then."""
     inner, alibi = changes
     positions = ()
     if inner is None and len(alibi) > 0:
-        positions = (_positions_at(alibi, column, layout),)
+        positions = (_positions_at(alibi, column, BN, layout),)
     return positions
 
 
 @gluon.jit
-def _positions_at(alibi, column, layout: gl.constexpr):
-    BN: gl.constexpr = layout.instr_shape[1]
+def _positions_at(alibi, column, BN: gl.constexpr, layout: gl.constexpr):
     return gl.load(alibi[3] + column + gl.arange(0, BN, gl.SliceLayout(0, layout)))
 
 
@@ -557,7 +556,9 @@ def _changed(s, c2, changes, positions, column):
     s = capped(s, inner)
     if len(alibi) > 0:
         rows, slope, base, _ = alibi
-        columns = _positions_at(alibi, column, s.type.layout) if len(positions) == 0 else positions[0]
+        BN: gl.constexpr = s.shape[1]
+        L: gl.constexpr = s.type.layout
+        columns = _positions_at(alibi, column, BN, L) if len(positions) == 0 else positions[0]
         s = s * c2 - distances(rows, penalties(slope, columns, base))
         c2 = 1.0
     return s, c2
@@ -608,7 +609,7 @@ def _step(
     p = _unpack(packed, DTYPE, P_L)
     acc = warpgroup_mma(p, _rows(v_s, vs), acc, is_async=True)
     barrier_arrive(TURN + (C + 1) % N, 256)
-    positions = _key_positions(changes, column, S_L)
+    positions = _key_positions(changes, column, BN, S_L)
     s = warpgroup_mma_wait(1, deps=[s])
     barrier_arrive(K_FREE + ks, THREADS)
     s, unit = _changed(s, c2, changes, positions, column)

@@ -33,9 +33,7 @@ def processors(x: Tensor) -> int:
 # --- forward -----------------------------------------------------------------------------------------------------
 
 
-def query_tile_table(
-    block: Block, block_m: int, block_n: int, device: torch.device
-) -> tuple[Tensor, Tensor, Tensor]:
+def query_tile_table(block: Block, block_m: int, block_n: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
     """Return descriptions of the query tiles, heaviest first, and the intervals ``start`` and ``end``, contiguous.
 
     A description, (batch or 1, tiles, 8) int32: first row, past-the-last row, the span (see ``TileMap``), and two

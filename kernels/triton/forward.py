@@ -141,8 +141,8 @@ def _variants(q: Tensor, block: Block, score: Score) -> list[dict[str, Any]]:
         return periods
     row = torch.empty(4, dtype=torch.float32, device=q.device)
     out = torch.empty(4, dtype=q.dtype, device=q.device)
-    carried, first = dict(m_in=row, l_in=row, o_in=row, sink=None), dict(m_in=None, l_in=None, o_in=None)
-    first |= dict(sink=None if score.sink is None else score.sink)
+    carried: dict[str, Any] = dict(m_in=row, l_in=row, o_in=row, sink=None)
+    first: dict[str, Any] = dict(m_in=None, l_in=None, o_in=None, sink=score.sink)
     complete = dict(m_out=row, l_out=None, o_out=out, FINALIZE=True)
     partial = dict(m_out=row, l_out=row, o_out=row, FINALIZE=False)
     return [{**a, **b, **c} for a in (first, carried) for b in (partial, complete) for c in periods or [{}]]

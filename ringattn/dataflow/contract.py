@@ -83,6 +83,10 @@ class Dataflow:
         """Return the gradients of this rank's shards. ``queries``: this rank's q, dout, lse, delta."""
         raise NotImplementedError(f"{type(self).__name__} must define backward()")
 
+    def sum_rows(self, plan: Plan, x: Tensor) -> Tensor:
+        """Return sums over the rows of x, (batch, heads, queries of this rank) -> (heads,), that ranks' callers add."""
+        return x.sum((0, 2))
+
     # Predictions and proof
 
     def schedule(self, needs: tuple[tuple[bool, ...], ...], local_size: int) -> Schedule:
@@ -170,6 +174,7 @@ class Dataflow:
         if not self.moves_queries:  # else ranks compute for queries that they do not hold
             lines.append(f"  {Loads.of(plan.mask, plan.shards, plan.shards_k, plan.fetches)}")
         lines.append("  memory in addition to q, k, v, out: {:.1f} MiB forward, {:.1f} MiB backward".format(*memory))
+        lines += [plan.why] * bool(plan.why)
         return "\n".join(lines if plan.choice is None else [*lines, str(plan.choice)])
 
     def verify(self, plan: Plan) -> None:

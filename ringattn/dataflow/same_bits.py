@@ -25,16 +25,17 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 import torch
+from torch import Tensor
 
 from .. import layout as layouts
 from .. import verify
 from ..kernels import long_sums
-from ..kernels.contract import GRID, LONGEST_SUM, PERIOD, Block, Keys, Queries, Result
+from ..kernels.contract import Block, Keys, Queries, Result, flush_period
 from ..plans import Plan
 from ..schedule import waves
 from ..shape import Shape
-from . import tiles
 from .contract import Call, Dataflow, Gradients
+from .tiles import Tiles, every_query, gather, keys_block, of_keys, of_queries, queries_block
 
 
 class SameBits(Dataflow):
@@ -43,23 +44,22 @@ class SameBits(Dataflow):
     summary = "deterministic, so tiles of keys and of queries are gathered instead"
 
     def forward(self, call: Call) -> Result:
-        q, v, plan = call.q, call.v, call.plan
-        block = tiles.keys_block(plan)
+        q, plan = call.q, call.plan
+        block = keys_block(plan)
         cut = _head_waves(plan, _shape(call), backward=False)
-        out = lse = None
+        result: Result | None = None
         for heads, q_heads in cut:
-            k_wave, v_wave = tiles.gather(plan, (call.k[:, :, heads], v[:, :, heads]), tiles.of_keys(plan))
-            done = call.backend.output(q[:, :, q_heads], Keys(k_wave, v_wave, block), call.score.heads(q_heads))
+            k, v = gather(plan, (call.k[:, :, heads], call.v[:, :, heads]), of_keys(plan))
+            done = call.backend.output(q[:, :, q_heads], Keys(k, v, block), call.score.heads(q_heads))
             if len(cut) == 1:
                 return done
-            if out is None or lse is None:
+            if result is None:
                 out = q.new_empty((*q.shape[:3], v.shape[3]))
-                lse = done.lse.new_empty((q.shape[0], q.shape[2], q.shape[1]))
-            out[:, :, q_heads], lse[:, q_heads] = done
-            del k_wave, v_wave, done  # before the next wave's are made
-        assert out is not None
-        assert lse is not None
-        return Result(out, lse)
+                result = Result(out, done.lse.new_empty((q.shape[0], q.shape[2], q.shape[1])))
+            result.out[:, :, q_heads], result.lse[:, q_heads] = done
+            del k, v, done  # before the next wave's are made
+        assert result is not None
+        return result
 
     def backward(self, call: Call, queries: Queries) -> Gradients:
         plan, dtype = call.plan, call.accumulation_dtype
@@ -71,28 +71,34 @@ class SameBits(Dataflow):
             local = Queries(q[:, :, q_heads], dout[:, :, q_heads], lse[:, q_heads], delta[:, q_heads])
             k, v = call.k[:, :, heads], call.v[:, :, heads]
 
-            k_wave, v_wave = tiles.gather(plan, (k, v), tiles.of_keys(plan))
-            gathered = Keys(k_wave, v_wave, tiles.keys_block(plan))
-            for rows in _pieces_of_keys(plan):
-                call.backend.query_gradients(local, _some_keys(gathered, rows), score, dq[:, :, q_heads])
-            del gathered, k_wave, v_wave
+            their_k, their_v = gather(plan, (k, v), of_keys(plan))
+            their_keys = Keys(their_k, their_v, keys_block(plan))
+            for rows in of_keys(plan)[plan.rank].pieces(flush_period(plan.mask.max_keys_per_query)):
+                call.backend.query_gradients(local, _some_keys(their_keys, rows), score, dq[:, :, q_heads])
+            del their_k, their_v, their_keys
 
-            theirs = Queries(*tiles.gather(plan, local, tiles.of_queries(plan)))
-            block = tiles.queries_block(plan)
-            for rows in _pieces_of_queries(plan, q.shape[2] // call.k.shape[2]):
-                some, part = _some_queries(theirs, block, rows)
+            their_queries = Queries(*gather(plan, local, of_queries(plan)))
+            block = queries_block(plan)
+            size = long_sums.queries_per_ordered_piece(plan.seq_len, q.shape[2] // call.k.shape[2])
+            for rows in of_queries(plan)[plan.rank].pieces(size):
+                some, part = _some_queries(their_queries, block, rows)
                 piece = call.backend.key_gradients(some, Keys(k, v, part), score)
                 dk[:, :, heads] += piece[0]
                 dv[:, :, heads] += piece[1]
                 del some, piece
-            del theirs
+            del their_queries
         return Gradients(dq, dk, dv)
+
+    def sum_rows(self, plan: Plan, x: Tensor) -> Tensor:
+        """Return the sums over all ranks on rank 0, and zeros on the others."""
+        (rows,) = gather(plan, (x,), every_query(plan))
+        return rows.sum((0, 2), dtype=torch.float64)
 
     # Predictions and proof
 
     def traffic(self, plan: Plan, rank: int) -> tuple[int, int]:
         """Return how many keys, and how many queries, a rank sends to gather them once."""
-        keys, queries = (_sent(side, rank) for side in (tiles.of_keys(plan), tiles.of_queries(plan)))
+        keys, queries = (_sent(side, rank) for side in (of_keys(plan), of_queries(plan)))
         return keys, queries
 
     def token_bytes(self, shape: Shape, backward: bool) -> tuple[int, int]:
@@ -104,12 +110,12 @@ class SameBits(Dataflow):
         s, queries, keys = shape, plan.local_lengths[plan.rank], plan.local_lengths_k[plan.rank]
         cut = _head_waves(plan, s, backward)
         share = max(heads.stop - heads.start for heads, _ in cut) / s.kv_heads
-        peak = _moved(tiles.of_keys(plan), plan.rank) * s.kv_elements * s.itemsize * share
+        peak = _moved(of_keys(plan), plan.rank) * s.kv_elements * s.itemsize * share
         if not backward:
             output = queries * s.q_heads * (s.value_dim * s.itemsize + s.state_itemsize)
             return round(s.batch * (peak + (len(cut) > 1) * share * output))
         gradients = keys * s.kv_elements * s.state_itemsize
-        theirs = _moved(tiles.of_queries(plan), plan.rank) * _query_bytes(s) * share + gradients * share
+        theirs = _moved(of_queries(plan), plan.rank) * _query_bytes(s) * share + gradients * share
         rows = queries * s.q_heads * (s.head_dim + 2) * s.state_itemsize
         return round(s.batch * (max(peak, theirs) + rows + gradients))
 
@@ -119,13 +125,13 @@ class SameBits(Dataflow):
 
         return [
             f"rank {rank} gathers keys {text(keys.spans)} and queries {text(queries.spans)}"
-            for rank, (keys, queries) in enumerate(zip(tiles.of_keys(plan), tiles.of_queries(plan), strict=True))
+            for rank, (keys, queries) in enumerate(zip(of_keys(plan), of_queries(plan), strict=True))
         ]
 
     def blocks(self, plan: Plan) -> Iterator[tuple[int, Block]]:
-        for rank, theirs in enumerate(tiles.of_keys(plan)):
+        for rank, theirs in enumerate(of_keys(plan)):
             positions = layouts.positions(theirs.spans)
-            block = tiles.keys_block(plan, rank)
+            block = keys_block(plan, rank)
             yield rank, replace(block, positions_k=positions[positions < plan.seq_len_k])
 
     def verify(self, plan: Plan) -> None:
@@ -134,13 +140,13 @@ class SameBits(Dataflow):
         its receive."""
         pairs = 0
         for rank in range(plan.world_size):
-            arrived = _check_runs(tiles.of_keys(plan)[rank], plan.shards_k, f"keys for rank {rank}")
-            block = tiles.keys_block(plan, rank)
+            arrived = _check_runs(of_keys(plan)[rank], plan.shards_k, f"keys for rank {rank}")
+            block = keys_block(plan, rank)
             missing = torch.cat([torch.zeros(1, dtype=torch.int64), (~arrived).cumsum(0)])
             complete = missing[block.start.long()] == missing[block.end.long()]
             verify.require(complete.all(), f"a query of rank {rank} sees a key that does not arrive")
-            arrived = _check_runs(tiles.of_queries(plan)[rank], plan.shards, f"queries for rank {rank}")
-            block = tiles.queries_block(plan, rank)
+            arrived = _check_runs(of_queries(plan)[rank], plan.shards, f"queries for rank {rank}")
+            block = queries_block(plan, rank)
             seen = (block.end - block.start).sum(0)
             verify.require(not seen[~arrived].any(), f"a query that sees keys of rank {rank} does not arrive")
             pairs += int(seen.sum())
@@ -149,7 +155,7 @@ class SameBits(Dataflow):
         verify.require(pairs == visible, f"dk and dv are made from {pairs} pairs, but {visible} are visible")
 
 
-def _check_runs(gathered: tiles.Tiles, shards: tuple[layouts.Shard, ...], what: str) -> torch.Tensor:
+def _check_runs(gathered: Tiles, shards: tuple[layouts.Shard, ...], what: str) -> Tensor:
     """Return which rows of a buffer arrive."""
     positions = layouts.positions(gathered.spans)
     arrived = torch.zeros(len(positions), dtype=torch.bool)
@@ -180,21 +186,6 @@ def _head_waves(plan: Plan, s: Shape, backward: bool) -> list[tuple[slice, slice
     return [(heads, slice(heads.start * group, heads.stop * group)) for heads in cut]
 
 
-def _pieces_of_keys(plan: Plan) -> list[slice]:
-    """Return rows of gathered keys over which dq may be one sum, cut at the same positions for any number of ranks."""
-    too_long = plan.mask.max_keys_per_query > LONGEST_SUM
-    gathered = tiles.of_keys(plan)[plan.rank]
-    return gathered.pieces(PERIOD) if too_long else [slice(0, gathered.rows)]
-
-
-def _pieces_of_queries(plan: Plan, group: int) -> list[slice]:
-    """Return rows of gathered queries over which dk and dv may be one sum over ``group`` heads."""
-    gathered = tiles.of_queries(plan)[plan.rank]
-    if plan.seq_len * group <= LONGEST_SUM:
-        return [slice(0, gathered.rows)]
-    return gathered.pieces(max(GRID, long_sums.queries_per_piece(group)))
-
-
 def _some_keys(keys: Keys, rows: slice) -> Keys:
     if rows == slice(0, keys.block.seq_k):
         return keys
@@ -217,12 +208,12 @@ def _part(block: Block, queries: slice, keys: slice) -> Block:
 # What moves
 
 
-def _sent(gathered: tuple[tiles.Tiles, ...], rank: int) -> int:
+def _sent(gathered: tuple[Tiles, ...], rank: int) -> int:
     """Return how many tokens of a rank others gather."""
     return sum(run.length for r, theirs in enumerate(gathered) for run in theirs.runs if run.owner == rank != r)
 
 
-def _moved(gathered: tuple[tiles.Tiles, ...], rank: int) -> int:
+def _moved(gathered: tuple[Tiles, ...], rank: int) -> int:
     """Return the tokens in memory while a rank gathers: its buffer, what has arrived, and what it sends."""
     arriving = sum(run.length for run in gathered[rank].runs if run.owner != rank)
     return gathered[rank].rows + arriving + _sent(gathered, rank)

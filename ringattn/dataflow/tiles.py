@@ -24,9 +24,9 @@ from torch import Tensor
 
 from .. import blocks
 from .. import layout as layouts
-from ..kernels.contract import GRID, LONGEST_SUM, PERIOD, Block
+from ..intervals import Mask
+from ..kernels.contract import GRID, Block, flush_period
 from ..layout import Shard
-from ..mask import Mask
 from ..plans import Plan
 from ..transport import Message
 
@@ -61,10 +61,11 @@ class Tiles(NamedTuple):
         return layouts.length(self.spans)
 
     def pieces(self, size: int) -> list[slice]:
-        """Return the rows of the buffer, cut at multiples of ``size`` positions."""
+        """Return the rows of the buffer, cut at multiples of ``size`` positions and between spans; 0: in one piece."""
         cuts, row = {0}, 0
         for span in self.spans:
-            cuts |= {row + p - span.start for p in range(-(-span.start // size) * size, span.stop, size)}
+            if size:
+                cuts |= {row, *(row + p - span.start for p in range(-(-span.start // size) * size, span.stop, size))}
             row += len(span)
         return [slice(a, b) for a, b in itertools.pairwise(sorted(cuts | {row}))]
 
@@ -74,7 +75,7 @@ def of_keys(plan: Plan) -> tuple[Tiles, ...]:
 
     def make() -> tuple[Tiles, ...]:
         # A forward that flushes its accumulator counts rows, see Block.period: rows are then positions, up to periods.
-        unit = PERIOD if plan.mask.max_keys_per_query > LONGEST_SUM else GRID
+        unit = flush_period(plan.mask.max_keys_per_query) or GRID
         return _tiles(plan.mask.seen(plan.shards), plan.shards_k, unit)
 
     return plan.once("tiles of keys", make)
@@ -143,8 +144,8 @@ def _tiles(needed: list[list[range]], shards: Sequence[Shard], unit: int) -> tup
             spans.append(range(tiles.start - padding, tiles.stop))
             begin = max(bisect_right(starts, tiles.start) - 1, 0) if disjoint else 0
             for run, owner, offset in located[begin : bisect_left(starts, tiles.stop)]:
-                bounds = (tiles.start, tiles.stop)
-                first, past = (min(max(-(-(bound - run.start) // run.step), 0), len(run)) for bound in bounds)
+                ends = (tiles.start, tiles.stop)
+                first, past = (min(max(-(-(p - run.start) // run.step), 0), len(run)) for p in ends)
                 if first < past:
                     runs.append(Run(owner, offset + first, past - first, row + run[first] - tiles.start, run.step))
             row += len(tiles)
@@ -162,6 +163,12 @@ def _whole_tiles(needed: Sequence[range]) -> list[range]:
         else:
             result.append(range(start, stop))
     return result
+
+
+def every_query(plan: Plan) -> tuple[Tiles, ...]:
+    """Return the tiles of all queries for rank 0, and none for the others."""
+    needed = [[range(plan.seq_len)] if rank == 0 else [] for rank in range(plan.world_size)]
+    return plan.once("tiles of all queries", lambda: _tiles(needed, plan.shards, GRID))
 
 
 # What kernels get

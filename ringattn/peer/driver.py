@@ -69,6 +69,9 @@ class _Driver:
         self.copy = function("cuMemcpyAsync", size, size, ctypes.c_size_t, pointer)
         self.register = function("cuMemHostRegister_v2", size, ctypes.c_size_t, number)
         self.device_pointer = function("cuMemHostGetDevicePointer_v2", pointer, size, number)
+        self.begin_capture = function("cuStreamBeginCapture_v2", pointer, ctypes.c_int)
+        self.end_capture = function("cuStreamEndCapture", pointer, pointer)
+        self.destroy_graph = function("cuGraphDestroy", pointer)
         try:  # since CUDA 12.8
             self.copy_batch = function(
                 "cuMemcpyBatchAsync", pointer, pointer, pointer, size, pointer, pointer, size, pointer, pointer
@@ -202,6 +205,21 @@ def pin(address: int, size: int) -> int:
     result = ctypes.c_uint64()
     _check(_driver().device_pointer(ctypes.byref(result), address, 0), "mapping pinned memory")
     return result.value
+
+
+def graphs_have_words(words: Words) -> bool:
+    """Return whether a CUDA graph can contain writes of words, by capturing one, which is never launched."""
+    stream, graph = torch.cuda.Stream(), ctypes.c_void_p()
+    if _driver().begin_capture(stream.cuda_stream, 2):  # CU_STREAM_CAPTURE_MODE_RELAXED: other threads may do anything
+        return False
+    try:
+        words.write(stream, 0)
+    except RuntimeError:  # it has invalidated the capture, which must end all the same
+        _driver().end_capture(stream.cuda_stream, ctypes.byref(graph))
+        return False
+    if _driver().end_capture(stream.cuda_stream, ctypes.byref(graph)):
+        return False
+    return not _driver().destroy_graph(graph)
 
 
 def _check(error: int, what: str) -> None:

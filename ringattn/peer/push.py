@@ -148,7 +148,8 @@ class GradientBuffers:
         size = self.row_bytes
         copies = [(self._target(r.owner) + r.offset * size, r.first * size, r.length * size) for r in runs]
         strides = [(self.lengths[r.owner] * size, self.keys * size, 0) for r in runs]
-        return tuple(np.array(x, dtype=np.int64).reshape(-1, 3) for x in (copies, strides))
+        first, more = (np.array(x, dtype=np.int64).reshape(-1, 3) for x in (copies, strides))
+        return first, more
 
     def _target(self, owner: int) -> int:
         """Return the address, in the memory of ``owner``, of the contributions of this rank."""

@@ -106,5 +106,11 @@ def _sum_runs(
     inside = (t < tokens)[:, None]
     to_k = dk + b * elements(dk_b, UNIT) + h * elements(dk_h, UNIT) + t[:, None] * elements(dk_s, UNIT) + c[None, :]
     tl.store(to_k, total.to(dk.dtype.element_ty), mask=inside & (c < dim)[None, :])
-    to_v = dv + b * elements(dv_b, UNIT) + h * elements(dv_h, UNIT) + t[:, None] * elements(dv_s, UNIT) + (c - dim)[None, :]
+    to_v = (
+        dv
+        + b * elements(dv_b, UNIT)
+        + h * elements(dv_h, UNIT)
+        + t[:, None] * elements(dv_s, UNIT)
+        + (c - dim)[None, :]
+    )
     tl.store(to_v, total.to(dv.dtype.element_ty), mask=inside & ((c >= dim) & (c < dim + dim_v))[None, :])

@@ -26,6 +26,7 @@ import signal
 import struct
 import subprocess
 import sys
+import threading
 import time
 import weakref
 from collections.abc import Iterator, Sequence
@@ -317,14 +318,15 @@ def end(board: Board, parent: Process, peer: int, problem: str) -> None:
     """Say what the problem is and end the parent."""
     text = f"ringattn: rank {board.rank} (process {parent.number}): {problem}. This process is ended. {_ADVICE}\n"
     board.fail(problem, peer)
-    with open(2, "w", closefd=False) as stderr:
-        stderr.write(text)
+    # In a thread: who should read it may be stopped, too, or gone.
+    threading.Thread(target=os.write, args=(2, text.encode(errors="replace")), daemon=True).start()
+    time.sleep(0.1)
     for number in (signal.SIGABRT, signal.SIGKILL):  # a handler of the first may hang, too; the second has none
         os.kill(parent.number, number)
         give_up = time.monotonic() + 2.0
         while parent.state() != "is dead" and time.monotonic() < give_up:
             time.sleep(0.02)
-    sys.exit(0)
+    os._exit(0)
 
 
 _ADVICE = "Read the output of that rank first, then restart all ranks, from the last checkpoint if there is one"

@@ -79,7 +79,7 @@ class Sequence:
         batch: Mapping[str, Any],
         group: Any = None,
         *,
-        layout: str = "zigzag",
+        layout: str = "auto",
         dataflow: str = "auto",
         deterministic: bool = False,
         local_size: int | None = None,
@@ -152,6 +152,8 @@ class Sequence:
             mask = masks.rows([masks.spans(masks.spans_of(row), self.seq_len, left=widened) for row in self.spans])
             causal, left = False, left if spanned == "cut" else -1
         size = (left, -1 if kind.causal else left)
+        # Windows must not change which tokens a rank holds.
+        layout = next((visible.plan for visible in self._plans.values()), self.options["layout"])
         return make_plan(
             self.seq_len,
             self.group,
@@ -159,7 +161,7 @@ class Sequence:
             window_size=size,
             documents=self.documents,
             mask=mask,
-            **self.options,  # type: ignore[arg-type]
+            **self.options | dict(layout=layout),  # type: ignore[arg-type]
         )
 
     def _shard(self, batch: Mapping[str, Any], seq_dims: Mapping[str, int | None] | None) -> dict[str, Any]:
