@@ -14,6 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+import ringattn
+import ringattn.flash
 from ringattn import layout as layouts
 from ringattn import mask as masks
 from ringattn.mask import Mask
@@ -388,3 +390,27 @@ def test_masks_of_other_batches_are_not_intersected() -> None:
     two, three = (masks.documents(torch.zeros(rows, 8, dtype=torch.int64), 8) for rows in (2, 3))
     with pytest.raises(ValueError, match="masks have 2 and 3 rows; use 1 or the batch size"):
         _ = two & three
+
+
+def test_unions_are_refused_where_they_are_not_supported() -> None:
+    union = masks.sinks(8, 1, 2)
+    with pytest.raises(NotImplementedError, match="2 intervals per query, which deterministic=True does not support"):
+        ringattn.plan(8, mask=union, deterministic=True)
+    q = torch.zeros(1, 8, 1, 4)
+    with (
+        ringattn.use(ringattn.plan(8, mask=union)),
+        pytest.raises(NotImplementedError, match="union of several intervals"),
+    ):
+        ringattn.flash.flash_attn_func(q, q, q, causal=True)
+
+
+def test_boundaries_of_a_call_are_those_of_packed_cross_attention() -> None:
+    cu, cu_k = torch.tensor([0, 2, 2, 5]), torch.tensor([0, 1, 3, 7])
+    q, k = torch.randn(5, 1, 4), torch.randn(7, 1, 4)
+    plan = ringattn.plan(5, causal=True, cu_seqlens=cu, cu_seqlens_k=cu_k)
+    with ringattn.use(plan):
+        out = ringattn.flash.flash_attn_varlen_func(q, k, k, cu, cu_k, 3, 4, causal=True)
+        with pytest.raises(ValueError, match="cu_seqlens_k of 2 documents"):
+            ringattn.flash.flash_attn_varlen_func(q, k, k, cu, torch.tensor([0, 2, 3, 7]), 3, 4, causal=True)
+    want = ringattn.attention(q[None], k[None], k[None], plan)
+    assert torch.equal(out, want[0])
