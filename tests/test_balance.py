@@ -64,7 +64,7 @@ def test_loads_count_pairs_and_fetched_keys(drawn: tuple[Mask, Tensor], name: st
         assert load.fetched[rank] >= len(seen - set(own))
         if name != "striped":  # of a stride also what is between keys that are seen
             assert load.fetched[rank] == len(seen - set(own))
-        working = [run for run in shards[rank] if visible[:, list(run)].any()]
+        working = [run for run in shards[rank] for row in visible if row[list(run)].any()]
         assert load.tiles[rank] == len(working)  # each run is shorter than a tile
 
 
