@@ -208,7 +208,7 @@ class Bench:
         entries = {}
         for layout, dataflow in itertools.product(bases, self.args.dataflows):
             plan = make.plan(setting, group.data, dataflow, layout)
-            entries[named(dataflow, layout)] = make.ours(plan, inputs(plan.local_lengths[plan.rank]))
+            entries[named(dataflow, layout)] = make.ours(plan, layout, inputs(plan.local_lengths[plan.rank]))
         kernels = {named("local", layout): base for layout, base in bases.items()}
         if self.args.alone:
             kernels["alone"] = make.whole(setting)
@@ -241,7 +241,7 @@ class Bench:
         mask = next(iter(bases.values())).mask
         loads = {}
         for layout in dict.fromkeys(layouts.values()):
-            shards = LAYOUTS[layout](mask, setting.ranks, setting.ranks)
+            shards = bases[layout].shards if layout in bases else LAYOUTS[layout](mask, setting.ranks, setting.ranks)
             load = Loads.of(mask, shards, shards, needs.fetches(mask, shards, shards))
             fetched = sum(load.fetched) / sum(load.tokens)
             loads[layout] = dict(pairs=busiest(load.pairs), tiles=busiest(load.tiles), fetched=fetched)
@@ -346,7 +346,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add("--dtype", default="bfloat16", choices=["bfloat16", "float16", "float32"])
     add("--passes", nargs="+", default=list(PRODUCTS), choices=list(PRODUCTS))
     add("--dataflows", nargs="+", default=["ring", "gather"])
-    add("--layouts", nargs="+", default=["zigzag"], choices=[*LAYOUTS, *scaling_layouts.OTHERS])
+    add("--layouts", nargs="+", default=["zigzag"], choices=["auto", *LAYOUTS, *scaling_layouts.OTHERS])
     add("--alone", type=int, default=65536, help="tokens of a row on one GPU, at most; 0: do not measure it")
     add("--kernel", default="auto")
     names = ", ".join(peers.NAMES)

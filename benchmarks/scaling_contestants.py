@@ -66,14 +66,15 @@ class Contestants:
         options = mask_arguments(setting.mask, setting.seq_len, self.args.window, length)
         return ringattn.plan(length, virtual.VirtualRank(0, 1, self.device), **options)
 
-    def ours(self, plan: ringattn.Plan, x: list[Tensor]) -> Contestant:
+    def ours(self, plan: ringattn.Plan, layout: str, x: list[Tensor]) -> Contestant:
+        """Return one of our dataflows. ``layout``: as it was asked for; "auto" becomes another one in the plan."""
         q, k, v, dout = x
         attend = functools.partial(ringattn.attention, q, k, v, plan, kernel=self.args.kernel)
 
         def both() -> Any:
             return torch.autograd.grad(attend(), (q, k, v), dout)
 
-        return Contestant(attend, both, plan=plan, layout=plan.layout, inputs=x)
+        return Contestant(attend, both, plan=plan, layout=layout, inputs=x)
 
     def kernel(self, setting: Setting, plan: ringattn.Plan, x: list[Tensor]) -> Contestant:
         """Return the kernel on this rank's queries with all keys that they need already local."""

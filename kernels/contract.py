@@ -32,7 +32,6 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -40,7 +39,7 @@ from ..memo import Memo
 from .upload import upload
 
 LONGEST_SUM = 1 << 18  # products that a tensor core may add up before its truncation counts, see Block.period
-_GROUPS = 32  # of segments whose completion is counted, at most
+_GROUPS = 16  # of segments whose completion is counted, at most
 PERIOD = 1 << 16  # keys after which a longer forward flushes its accumulator
 GRID = 128  # rows of a tile of an ordered block, see Block.ordered; a multiple of every kernel's tile, divides PERIOD
 
@@ -367,24 +366,18 @@ class Block:
 def _tile_rows(segments: tuple[int, ...], size: int, device: torch.device) -> Tensor:
     """Return first and past-the-last row of each tile, (tiles, 2) int32. Those of a block on a GPU are made there: a
     copy from the host could not be captured in a graph."""
-    if device.type == "cpu":
-        return torch.from_numpy(tile_rows(segments, size))
+    if device.type == "cpu":  # in time that hardly depends on the number of segments
+        lengths = torch.tensor(segments, device=device)
+        past, tiles = lengths.cumsum(0), (lengths + size - 1) // size
+        number = torch.arange(int(tiles.sum()), device=device) - (tiles.cumsum(0) - tiles).repeat_interleave(tiles)
+        first = (past - lengths).repeat_interleave(tiles) + number * size
+        return torch.stack([first, (first + size).minimum(past.repeat_interleave(tiles))], -1).to(torch.int32)
     rows, offset = [torch.empty(0, 2, dtype=torch.int32, device=device)], 0
     for length in segments:
         first = torch.arange(offset, offset + length, size, dtype=torch.int32, device=device)
         offset += length
         rows.append(torch.stack([first, (first + size).clamp(max=offset)], -1))
     return torch.cat(rows)
-
-
-def tile_rows(segments: Sequence[int], size: int) -> np.ndarray:
-    """Return first and past-the-last row of each tile of at most ``size`` rows of one segment, (tiles, 2) int32."""
-    lengths = np.asarray(segments, dtype=np.int64)
-    past = lengths.cumsum()
-    tiles = -(-lengths // size)
-    number = np.arange(tiles.sum()) - np.repeat(tiles.cumsum() - tiles, tiles)  # of a tile inside its segment
-    first = np.repeat(past - lengths, tiles) + number * size
-    return np.stack([first, np.minimum(first + size, np.repeat(past, tiles))], -1).astype(np.int32)
 
 
 def _span(begin: Tensor, full_begin: Tensor, full_end: Tensor, stop: Tensor, size: int) -> Tensor:

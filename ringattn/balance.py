@@ -38,32 +38,36 @@ FLAT = 1000  # work that differs from the mean by less than a part in so many is
 UNEVEN = 100  # the same for parts that need not be taken block by block
 NEAR = 160  # the same for work that whole tiles of queries cannot match exactly
 FAR = 60  # the same where nothing is near
+EVEN = 12  # the same for tiles, per mille
+FETCH = 8  # weight of keys to fetch, per mille of a rank's tokens, next to the square of uneven tiles, per mille
 REACH = 4  # light parts to choose from: so many times the tokens of a rank
 DEEP = 16  # heavy parts to choose from
+WIDE = 4  # how far to look where tiles are uneven ...
+MANY = 10  # ... and a rank has fewer parts than these, whose tiles even out
+FEW, FINE = 12, 3  # choices with the nearest numbers of pairs, and those of them whose tiles are counted
 
 
 def peel(mask: Mask, world_size: int, local_size: int) -> list[list[range]]:
     """Return the pieces of every rank, in any order: as many tokens as on any other, within one, and as many visible
     pairs, nearly."""
-    work = Work(mask)
+    work = Work.of_mask(mask)
     group = max(1, min(GROUP, mask.seq_len // (16 * world_size)))
     cuts = [mask.seq_len * i // world_size for i in range(world_size + 1)]
     ranks = [b - a for a, b in itertools.pairwise(cuts)]
     hosts = [ranks[i : i + local_size] for i in range(0, world_size, local_size)]
-    shares = _Row(work, _parts(work.cuts, group)).divide(list(map(sum, hosts)))
-    if local_size > 1 and len(hosts) > 1:
-        divided = [_Row(work, share).divide(host) for share, host in zip(shares, hosts, strict=True)]
-        shares = list(itertools.chain(*divided))
-    elif local_size > 1:
-        shares = _Row(work, _parts(work.cuts, group)).divide(ranks)
-    return shares[::-1]  # the first pieces come from the end of a row that is one document
+    shares = [_parts(work.cuts, group, LONG)]
+    if len(hosts) > 1:
+        whole = _Row(work, _parts(work.cuts, group, mask.seq_len), local_size)
+        shares = [_cut(work.cuts, share, group) for share in whole.divide(list(map(sum, hosts)))]
+    shards = [shard for share, host in zip(shares, hosts, strict=True) for shard in _Row(work, share).divide(host)]
+    return shards[::-1]  # the first pieces come from the end of a row that is one document
 
 
-def _parts(cuts: Sequence[int], size: int) -> list[range]:
-    """Return the parts between cuts, those of less than ``size`` tokens together with their neighbours. Those of LONG
-    tokens begin whole tiles before their end."""
-    begins = [a + (b - a) % TILE * (b - a >= LONG and a > 0) for a, b in itertools.pairwise(cuts)]
-    parts, begin = [], 0
+def _parts(cuts: Sequence[int], size: int, long: int) -> list[range]:
+    """Return the parts between cuts, those of less than ``size`` tokens together with their neighbours. Those of
+    ``long`` tokens begin whole tiles before their end."""
+    begins = [a + (b - a) % TILE * (b - a >= long and a > cuts[0]) for a, b in itertools.pairwise(cuts)]
+    parts, begin = [], cuts[0]
     for a, b in itertools.pairwise([*begins, cuts[-1]]):
         if b - begin > size and begin < a:
             parts.append(range(begin, a))
@@ -74,11 +78,27 @@ def _parts(cuts: Sequence[int], size: int) -> list[range]:
     return [*parts, range(begin, cuts[-1])] if begin < cuts[-1] else parts
 
 
-class _Part(NamedTuple):
-    """A run of neighbouring positions; sorted by the first field, ``density``: pairs per 1024 tokens.
+def _cut(cuts: Sequence[int], pieces: list[range], size: int) -> list[range]:
+    """Return the parts of a host's pieces."""
+    joined: list[range] = []
+    for piece in sorted(pieces, key=lambda piece: piece.start):
+        if joined and joined[-1].stop == piece.start:
+            piece = range(joined.pop().start, piece.stop)
+        joined.append(piece)
+    parts = []
+    for run in joined:
+        inside = cuts[bisect_right(cuts, run.start) : bisect_left(cuts, run.stop)]
+        parts += _parts([run.start, *inside, run.stop], size, LONG)
+    return parts
 
-    ``pairs``, ``tiles``: of all its queries, about how many 128ths of tiles a kernel computes; ``first``, ``last``: pairs of its first and its
-    most expensive query.
+
+class _Part(NamedTuple):
+    """A run of neighbouring positions; sorted by the first field.
+
+    Attributes:
+        density: pairs per 1024 tokens.
+        pairs, tiles: visible pairs, and about how many 128ths of tiles a kernel computes.
+        first, last: pairs of its first and of its most expensive query.
     """
 
     density: int
@@ -146,8 +166,9 @@ class _End:
 class _Row:
     """What is left of a row, sorted by work per token."""
 
-    def __init__(self, work: Work, parts: list[range]) -> None:
-        self.work, self.blocks = work, False
+    def __init__(self, work: Work, parts: list[range], ranks: int = 1) -> None:
+        """``ranks``: that share what is peeled."""
+        self.work, self.ranks, self.blocks = work, ranks, False
         lengths = [b - a for a, b in itertools.pairwise(work.cuts)]
         self.causal = work.total == sum(n * (n + 1) // 2 for n in lengths)
         self.parts = sorted(map(self._part, parts))
@@ -264,11 +285,14 @@ class _Search:
         best: _Cost | None = None
         for wide in (1, WIDE):
             choices = sorted(((abs(away), choice) for away, choice in self._choices(low, wide)), key=itemgetter(0))
-            limit = target // NEAR if choices and choices[0][0] * NEAR <= target else target // FAR
-            costs = [self._cost(choice) for away, choice in choices[: wide * FEW] if away <= limit]
-            costs = sorted(costs, key=itemgetter(0))[: wide * FINE]
-            best = min(map(self._fine, costs), key=itemgetter(0), default=best)
-            if best and (best.uneven <= EVEN or light.count(tokens - low) > MANY):
+            near = NEAR * self.row.ranks
+            limit = target // near if choices and choices[0][0] * near <= target else target // FAR
+            costs = sorted((self._cost(x) for away, x in choices[: wide * FEW] if away <= limit), key=itemgetter(0))
+            if light.count(tokens - low) > MANY:
+                best = costs[0] if costs else None
+                break
+            best = min(map(self._fine, costs[: wide * FINE]), key=itemgetter(0), default=best)
+            if best and best.uneven <= EVEN:
                 break
         return self._take(best.choice if best else _Choice(low, tokens - low))
 
@@ -383,17 +407,12 @@ class _Search:
 
     def _sum(self, tiles: int, fetched: int, choice: _Choice) -> _Cost:
         uneven = abs(1000 * (tiles - self.tiles) // max(1, self.tiles))
-        return _Cost(uneven * uneven + WF * fetched, uneven, fetched, choice)
+        return _Cost(uneven * uneven + FETCH * self.row.ranks * fetched, uneven, fetched, choice)
 
     def _take(self, choice: _Choice) -> list[tuple[_Part, range]]:
         t, light, skip, window, lower, part = choice
         pieces = [*self.heavy.take(t), *self.light.take(light), *self.light.take(window, skip)]
         return [*pieces, (part, lower)] if part else pieces
-
-
-FEW, FINE = 16, 4
-WIDE, EVEN, MANY = 4, 12, 16
-WF = 8
 
 
 def _tiles(cuts: Sequence[int], pieces: list[range]) -> int:

@@ -72,32 +72,33 @@ class Setting(NamedTuple):
         """Return a placement of given shards."""
         return Placement(layout, shards, shards_k, needs_of_ranks.fetches(self.mask, shards, shards_k), why)
 
-    def place_best(self) -> Placement:
-        """Return the shards of the layout that "auto" chooses."""
-        mask, work = self.mask, Work(self.mask)
+    def place_best(self) -> tuple[Placement, Choice | None]:
+        """Return the shards of the layout that "auto" chooses, and the dataflows for it if they were compared."""
+        mask, work = self.mask, Work.of_mask(self.mask)
         if self.world_size == 1:
-            return self.place("zigzag", "layout: one rank holds everything")
+            return self.place("zigzag"), None
         if mask.seq_len != mask.seq_len_k:
-            return self.place("zigzag", "layout: auto chose zigzag, as queries and keys are not the same tokens")
+            return self.place("zigzag", "layout: auto chose zigzag, as queries and keys are not the same tokens"), None
         if mask.rows == 1 and len(work.cuts) <= 2:
-            return self.place("zigzag", "layout: auto chose zigzag, as the row is one document")
+            return self.place("zigzag", "layout: auto chose zigzag, as the row is one document"), None
         zigzag = self.place("zigzag")
         pairs = [sum(map(work.of, shard)) for shard in zigzag.shards]
         busiest = max(pairs) * len(pairs) / max(1, sum(pairs))
         if self.costs is None or busiest < 1 + WORTH:
             why = f"layout: auto chose zigzag, whose busiest rank has {busiest:.3f} of the mean work"
-            return zigzag._replace(why=why)
+            return zigzag._replace(why=why), None
         balanced = self.place("balanced")
-        slow, fast = self._milliseconds(zigzag), self._milliseconds(balanced)
+        choices = self.choose(zigzag), self.choose(balanced)
+        slow, fast = map(self._milliseconds, choices)
         words = (
             f"{fast:.2f} ms a layer by the model, zigzag {slow:.2f} ms, with {busiest:.2f} of the mean work on a rank"
         )
         if slow >= fast * (1 + WORTH):
-            return balanced._replace(why=f"layout: auto chose balanced: {words}")
-        return zigzag._replace(why=f"layout: auto chose zigzag, as balanced would gain too little: {words}")
+            return balanced._replace(why=f"layout: auto chose balanced: {words}"), choices[1]
+        why = f"layout: auto chose zigzag, as balanced would gain too little: {words}"
+        return zigzag._replace(why=why), choices[0]
 
-    def _milliseconds(self, placement: Placement) -> float:
-        choice = self.choose(placement)
+    def _milliseconds(self, choice: Choice) -> float:
         named = [candidate.ms for candidate in choice.candidates if candidate.dataflow == self.dataflow]
         return min(named or [candidate.ms for candidate in choice.candidates])
 

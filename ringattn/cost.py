@@ -390,13 +390,14 @@ def _messaged(p: Problem, costs: Costs, s: Shape, backward: bool, rank: int) -> 
     far = [r for r in range(n) if r not in near]
     groups = head_groups(s.kv_heads, s.q_heads, p.device_type, backward)
 
+    moves = [
+        (_busiest(p, rank, p.fetched, ranks) / rate / 1e6, _busiest(p, rank, p.runs, ranks) * costs.message_ms)
+        for ranks, rate in ((near, costs.local_gbs), (far, costs.message_gbs))
+    ]
+
     def links(itemsize: int, group: slice) -> float:
         share = (group.stop - group.start) / s.kv_heads * s.batch * s.kv_elements * itemsize
-        time = 0.0
-        for ranks, rate in ((near, costs.local_gbs), (far, costs.message_gbs)):
-            time += _busiest(p, rank, p.fetched, ranks) * share / rate / 1e6
-            time += _busiest(p, rank, p.runs, ranks) * costs.message_ms
-        return time
+        return sum(tokens * share + messages for tokens, messages in moves)
 
     fetch = [links(s.itemsize, g) for g in groups]
     home = [links(s.state_itemsize, g) * backward for g in groups]

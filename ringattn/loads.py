@@ -42,7 +42,7 @@ class Loads:
         cls, mask: Mask, shards: Sequence[Shard], shards_k: Sequence[Shard], fetches: Sequence[Sequence[Fetch]]
     ) -> Loads:
         """Count what a layout gives every rank; time O(seq_len / 128) for shards of neighbouring tokens."""
-        work = Work(mask)
+        work = Work.of_mask(mask)
         return cls(
             tuple(sum(_pairs(mask, work, run) for run in shard) for shard in shards),
             tuple(_tiles(mask, shard, seen) for shard, seen in zip(shards, mask.seen(shards), strict=True)),

@@ -85,7 +85,7 @@ def pairs(mask: Mask, shards: Sequence[Shard], shards_k: Sequence[Shard]) -> lis
     """
     if any(run.step > 1 for shard in (*shards, *shards_k) for run in shard):
         return estimate_pairs(mask, shards, shards_k)
-    work = Work(mask)
+    work = Work.of_mask(mask)
     n, size = len(shards), max(1, mask.seq_len // (4 * len(shards)))
     pieces = [
         (rank, run[i : i + size])

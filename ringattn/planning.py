@@ -129,6 +129,8 @@ def plan(
     _plans.drop(lambda old: old.transport.ended)  # and with it the memory that its group fetched into
     result = _plans.once(key, lambda: _make(request, transport, costs, hash_of(repr(words))))
     result.agree_again(None if wait else agreement)
+    if not wait:
+        result.flow.prepare(result)
     return result
 
 
@@ -217,7 +219,7 @@ class Request:
             if sizes[0] != sizes[1] or layout.world_size != world_size:
                 raise ValueError(
                     f"layout is a plan for {sizes[0]} queries and keys on {layout.world_size} ranks, but this one is "
-                    f"for {sizes[1]} on {world_size}; pass a plan for the same lengths and group, or the name of a layout"
+                    f"for {sizes[1]} on {world_size}; pass one for the same lengths and group, or the name of a layout"
                 )
         size = world_size if local_size is None else local_size
         if type(size) is not int:
@@ -340,16 +342,22 @@ def _make(request: Request, transport: Transport, costs: tuple[Costs, str] | Non
         request.mask, transport.world_size, request.local_size, request.dataflow, request.buffer_bytes,
         transport.device.type, transport.pulls, costs,
     )  # fmt: skip
-    layout = request.layout
+    layout, dataflow, choice = request.layout, request.dataflow, None
     if isinstance(layout, Plan):
         placed = setting.like(layout.layout, layout.shards, layout.shards_k)
+    elif layout == "auto":
+        placed, choice = setting.place_best()
     else:
-        placed = setting.place_best() if layout == "auto" else setting.place(layout)
-    dataflow, choice, needs = request.dataflow, None, placed.needs
-    if dataflow == "auto" and (costs is None or request.deterministic):
-        dataflow = "ring"  # one rank: nothing moves, and nothing is merged; or a deterministic plan, which runs none
-    elif dataflow == "auto":
-        choice = setting.choose(placed)
+        placed = setting.place(layout)
+    needs = placed.needs
+    if dataflow != "auto" or costs is None or request.deterministic:
+        choice = None
+        if (
+            dataflow == "auto"
+        ):  # one rank: nothing moves, and nothing is merged; or a deterministic plan, which runs none
+            dataflow = "ring"
+    else:
+        choice = choice or setting.choose(placed)
         dataflow = choice.dataflow
     flow = choose_dataflow(dataflow, request.deterministic)
     return Plan(

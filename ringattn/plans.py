@@ -44,6 +44,8 @@ class Predictions(Protocol):
 
     def verify(self, plan: Plan) -> None: ...
 
+    def prepare(self, plan: Plan) -> None: ...
+
 
 class Plan:
     """Which rank attends to which keys, and what moves, for one sequence shape. Made by :func:`ringattn.plan`;

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from .mask import Mask
+from .memo import Memo
 
 
 class Work:
@@ -26,6 +27,11 @@ class Work:
         cuts: positions, from 0 to seq_len, that divide the row into parts which see nothing of each other: documents.
             Where queries and keys are not the same positions, there is one part.
     """
+
+    @classmethod
+    def of_mask(cls, mask: Mask) -> Work:
+        """Return the work of a mask, made once for equal masks."""
+        return _works.once(mask.digest(), lambda: cls(mask))
 
     def __init__(self, mask: Mask) -> None:
         with torch.device("cpu"):
@@ -75,6 +81,9 @@ class Work:
             n, slope = stop - start, self._slope[k]
             return n * (self._first[k] + slope * (start - self._edges[k])) + slope * (n * (n - 1) // 2)
         return self.before(stop) - self.before(start)
+
+
+_works: Memo[Work] = Memo(8)
 
 
 def estimate_pairs(

@@ -18,6 +18,7 @@ import os
 import pickle
 import re
 import shutil
+import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -31,6 +32,8 @@ from scripts import ranks
 
 FORMAT = 1
 MANIFEST = "manifest.json"
+NEWEST = "newest"  # what --resume without a path means
+ADVICE = "; make room there, or write to another folder (--out). Earlier checkpoints are whole"
 PART = ".part"  # folder of a checkpoint that is being written
 NAME = re.compile(r"(\d{6,})-step-(\d+)")
 
@@ -67,10 +70,10 @@ def save(root: Path, step: int, program: str, write: Callable[[Path], None], kee
     """
     serial = _from_first(lambda: 1 + max((number for number, _ in _all(root)), default=0))
     path, part = root / f"{serial:06d}-step-{step}", root / PART
-    _agree(path, _on_first(lambda: _make_empty(part)))
+    _agree(path, _on_first(lambda: _make_empty(part)), ADVICE)
     try:
-        _agree(path, _problem(lambda: write(part)))
-        _agree(path, _on_first(lambda: _finish(part, path, step, program)))
+        _agree(path, _problem(lambda: write(part)), ADVICE)
+        _agree(path, _on_first(lambda: _finish(part, path, step, program)), ADVICE)
     except CheckpointError:
         _on_first(lambda: shutil.rmtree(part))  # frees the disk
         raise
@@ -81,7 +84,7 @@ def save(root: Path, step: int, program: str, write: Callable[[Path], None], kee
 
 def check_writable(root: Path) -> None:
     """Raise CheckpointError on every rank if no checkpoint can be written into ``root``. Every rank must call this."""
-    _agree(root, _on_first(lambda: _make_empty(root / PART)))
+    _agree(root, _on_first(lambda: _make_empty(root / PART)), ADVICE)
 
 
 def _make_empty(folder: Path) -> None:
@@ -191,6 +194,54 @@ def load(path: Path, name: str, keys: set[str]) -> dict[str, Any]:
     return data
 
 
+def to_resume(resume: str | None, root: Path, program: str) -> Path | None:
+    """Return the checkpoint from which to continue, or None to start from nothing. Every rank must call this.
+
+    Args:
+        resume: the option of this name: None, a folder, :data:`NEWEST`, or "auto", which is the newest if there is one.
+
+    Raises:
+        ValueError: there is none.
+    """
+    if resume is None:
+        return None
+    if resume not in (NEWEST, "auto"):
+        return Path(resume)
+    path = newest(root, program)
+    if path is None and resume == NEWEST:
+        raise ValueError(
+            f"--resume: there is no whole checkpoint in {root}; run once without --resume, or pass --resume PATH"
+        )
+    return path
+
+
+# --- The signal to end ---------------------------------------------------------------------------------
+
+
+class Termination:
+    """SIGTERM, which schedulers send before they end a job, and torchrun to all ranks when one has failed: noted during
+    a step, acted on by all ranks together after it. A second one ends the process at once."""
+
+    def __init__(self) -> None:
+        self.received = False
+        self.before = signal.signal(signal.SIGTERM, self._note)
+
+    def __enter__(self) -> Termination:
+        return self
+
+    def _note(self, number: int, frame: object) -> None:
+        self.received = True
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+    def on_any_rank(self, device: torch.device) -> bool:
+        received = torch.tensor(float(self.received), device=device)
+        dist.all_reduce(received, dist.ReduceOp.MAX)
+        return bool(received.item())
+
+    def __exit__(self, *_: object) -> None:
+        signal.signal(signal.SIGTERM, self.before)
+
+
 # --- Ranks ---------------------------------------------------------------------------------------------
 
 
@@ -226,9 +277,9 @@ def _from_first(value: Callable[[], Any]) -> Any:
     return ranks.gather(result)[0] if world > 1 else result
 
 
-def _agree(path: Path, problem: str | None) -> None:
+def _agree(path: Path, problem: str | None, advice: str = "") -> None:
     """Raise CheckpointError on every rank if one of them passes a problem."""
     if _place()[1] > 1:
         problem = ranks.agree(problem)
     if problem is not None:
-        raise CheckpointError(path, problem)
+        raise CheckpointError(path, problem + advice)

@@ -55,7 +55,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import ringattn
-from ringattn import reference, virtual
+from ringattn import errors, reference, virtual
 from scripts import checkpoint, ranks
 
 BYTES = 256  # the vocabulary
@@ -342,7 +342,7 @@ def train(
     plan = make_plan(args.context, None, args)
     step_model: nn.Module = torch.compile(model) if args.compile else model  # type: ignore[assignment]
     memory = MemoryPerRank(device)
-    with progress(args.last - len(losses)) as show, Termination() as termination:
+    with progress(args.last - len(losses)) as show, checkpoint.Termination() as termination:
         for step in range(len(losses), args.last):
             started = time.perf_counter()
             tokens, labels = next_batch(text, args.context, args.seed, step, device)
@@ -476,47 +476,6 @@ def restore(saved: dict[str, Any], model: Decoder, optimizer: torch.optim.Optimi
     return list(saved["losses"])
 
 
-def to_resume(args: argparse.Namespace) -> Path | None:
-    """Return the checkpoint that ``--resume`` names, or None to start from nothing. Every rank must call this.
-
-    Raises:
-        ValueError: there is none.
-    """
-    if args.resume is None:
-        return None
-    if args.resume not in ("", "auto"):
-        return Path(args.resume)
-    path = checkpoint.newest(args.out / "checkpoints", PROGRAM)
-    if path is None and args.resume == "":
-        raise ValueError(
-            f"--resume: there is no whole checkpoint in {args.out / 'checkpoints'}; run once without --resume, or pass "
-            "--resume PATH"
-        )
-    return path
-
-
-class Termination:
-    """SIGTERM, which schedulers send before they end a job, and torchrun to all ranks when one has failed: noted during
-    a step, acted on by all ranks together after it. A second one ends the process at once."""
-
-    def __enter__(self) -> Termination:
-        self.received = False
-        self.before = signal.signal(signal.SIGTERM, self._note)
-        return self
-
-    def _note(self, number: int, frame: object) -> None:
-        self.received = True
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-
-    def on_any_rank(self, device: torch.device) -> bool:
-        received = torch.tensor(float(self.received), device=device)
-        dist.all_reduce(received, dist.ReduceOp.MAX)
-        return bool(received.item())
-
-    def __exit__(self, *_: object) -> None:
-        signal.signal(signal.SIGTERM, self.before)
-
-
 class Terminated(Exception):
     """A training that ended early at SIGTERM, with its state in ``path``."""
 
@@ -645,7 +604,7 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, dict[str, Any] | None]:
     add(
         "--resume",
         nargs="?",
-        const="",
+        const=checkpoint.NEWEST,
         metavar="PATH",
         help="continue from this checkpoint, or without PATH from the newest whole one in OUT, for --steps more steps; "
         "auto: continue an interrupted run until --steps steps in all, from nothing if there is no checkpoint",
@@ -655,7 +614,7 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, dict[str, Any] | None]:
     args, saved = parser.parse_args(argv), None
     if args.directory is not None:
         os.chdir(args.directory)
-    path = to_resume(args)
+    path = checkpoint.to_resume(args.resume, args.out / "checkpoints", PROGRAM)
     if path is not None:
         saved = load_checkpoint(path)
         parser.set_defaults(**saved["settings"])
@@ -769,8 +728,8 @@ def main(argv: list[str] | None = None) -> int:
     except torch.OutOfMemoryError as error:
         print(f"error: the GPU's memory is full; use more GPUs or a smaller --context ({error})", file=sys.stderr)
         return 1
-    except dist.DistError as error:
-        print(f"error: another rank failed ({ranks.one_line(error)}); continue with --resume auto", file=sys.stderr)
+    except (errors.LostPeer, errors.TimedOut, errors.GroupBroken, dist.DistError) as error:
+        print(f"error: {ranks.one_line(error)}; continue with --resume auto", file=sys.stderr)
         return 1
     return 0
 

@@ -377,9 +377,10 @@ def use_small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make tiles so small that short sequences have full and cut tiles on both sides, and tiles that end early."""
     monkeypatch.setattr(eager, "_BLOCK", 16)
     if has_triton():
-        from ringattn.kernels.triton import backward, forward, primitives
+        from ringattn.kernels.triton import backward, forward
+        from ringattn.kernels.triton.tiles import Tiles
 
-        tiles = primitives.Tiles(16, 16, 4, 2)
+        tiles = Tiles(16, 16, 4, 2)
         monkeypatch.setattr(forward, "choose_tiles", lambda q, v: tiles)
         monkeypatch.setattr(backward, "choose_tiles_dkdv", lambda q, v: tiles)
         monkeypatch.setattr(backward, "choose_tiles_dq", lambda q, v: tiles)

@@ -18,12 +18,13 @@ from pathlib import Path
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import get_ptxas
+from triton.compiler import CompiledKernel
 
 # Registers, spills and the order of instructions depend on the compiler; a race is an error of any compiler.
 OUR_COMPILER = triton.__version__.startswith("3.6.")
 OTHER = f"Triton {triton.__version__} compiles to other code than 3.6, which was checked and timed"
 
-_TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 
 
 @dataclass(frozen=True)
@@ -42,7 +43,7 @@ class Compiled:
                 check=True, capture_output=True, text=True,
             ).stderr  # fmt: skip
             sass = subprocess.run(
-                [_TOOLS / "cuobjdump", "-sass", cubin], check=True, capture_output=True, text=True
+                [TOOLS / "cuobjdump", "-sass", cubin], check=True, capture_output=True, text=True
             ).stdout
         return log, sass
 
@@ -234,11 +235,14 @@ def _registers(operand: str, count: int) -> set[int]:
     return set(range(int(match[1]), int(match[1]) + count)) if match else set()
 
 
-class _Hopper:
-    """The part of a driver that compiling needs: one device of compute capability 9.0."""
+class _Driver:
+    """The part of a driver that compiling needs: one device of this target."""
+
+    def __init__(self, target: GPUTarget) -> None:
+        self.target = target
 
     def get_current_target(self) -> GPUTarget:
-        return GPUTarget("cuda", 90, 32)
+        return self.target
 
     def get_current_device(self) -> int:
         return 0
@@ -251,19 +255,24 @@ class _Hopper:
 
 
 @contextlib.contextmanager
-def _hopper_driver():
+def _driver_of(target: GPUTarget):
     active = triton.runtime.driver._active
-    triton.runtime.driver.set_active(_Hopper())
+    triton.runtime.driver.set_active(_Driver(target))
     try:
         yield
     finally:
         triton.runtime.driver._active = active
 
 
-def compile_for_hopper(kernel, grid, args, options) -> Compiled:
+def compile_for(target: GPUTarget, kernel, grid, args, options) -> CompiledKernel:
     """Compile ``kernel[grid](*args, **options)``; the tensors among the arguments may be on any device. ``options`` may
     have the ``variants`` of a launch, which are not compiled."""
     options = {name: value for name, value in options.items() if name != "variants"}
-    with _hopper_driver():
-        compiled = kernel.warmup(*args, grid=grid, **options)
+    with _driver_of(target):
+        return kernel.warmup(*args, grid=grid, **options)
+
+
+def compile_for_hopper(kernel, grid, args, options) -> Compiled:
+    """Compile a launch for sm_90, see :func:`compile_for`."""
+    compiled = compile_for(GPUTarget("cuda", 90, 32), kernel, grid, args, options)
     return Compiled(compiled.asm["ptx"], compiled.metadata.shared)

@@ -6,6 +6,7 @@ import functools
 import itertools
 import types
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -258,6 +259,47 @@ def test_a_rate_above_the_peak_ends_the_run() -> None:
     fast = measured("a", shape.flops("fwd") / 1e9 / 2000, ours=True)  # 2000 TFLOP/s
     with pytest.raises(SystemExit, match="a: 2000 TFLOP/s is above the peak of 1900"):
         bench_block.report(measured("matmul", 1.0), [fast], Table(shape, "fwd", 700.0), peak=1900)
+
+
+@pytest.mark.parametrize(("mask", "size"), [("full", 0), ("causal", 0), ("window", 5), ("documents", 6)])
+def test_cudnn_gets_the_intervals_of_a_mask(mask: str, size: int) -> None:
+    """One plan for all calls of a table; a query sees keys [0, F0) and [F1, F2)."""
+    plans = []
+
+    def create_mask_plan(ends: Tensor, q: Tensor, k: Tensor, v: Tensor, build_backward: bool) -> Tensor:
+        assert (ends.dtype, build_backward) == (torch.int32, q.requires_grad)
+        plans.append(ends)
+        return ends
+
+    def flex_attn_func(q: Tensor, k: Tensor, v: Tensor, *, mask_plan: Tensor) -> Tensor:
+        key = torch.arange(k.shape[1])
+        first, start, end = mask_plan[0][..., None]
+        sees = (key < first) | (key >= start) & (key < end)
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=sees, enable_gqa=True).transpose(1, 2)
+
+    module = types.SimpleNamespace(create_mask_plan=create_mask_plan, flex_attn_func=flex_attn_func)
+    others = {"cuDNN flex": Other(kernels.cudnn_flex(module))}
+    for mode in ("fwd", "bwd"):
+        plans.clear()
+        runners = runners_of(small(20, mask, size), mode, others, ["eager"])
+        assert [runner.name for runner in runners] == ["eager", "cuDNN flex"], "they agree"
+        runners[1].launch()
+        assert len(plans) == 1
+
+
+def test_a_softcap_reaches_kernels_that_have_one(capsys: pytest.CaptureFixture) -> None:
+    shape = replace(small(), softcap=0.5)
+
+    def capped(q: Tensor, k: Tensor, v: Tensor, causal: bool, softcap: float) -> Tensor:
+        k, v = (x.repeat_interleave(q.shape[2] // x.shape[2], 2) for x in (k, v))
+        s = softcap * torch.tanh(torch.einsum("bihd,bjhd->bhij", q, k) * q.shape[-1] ** -0.5 / softcap)
+        s = s.masked_fill(torch.ones(s.shape[-2:]).triu(1).bool(), float("-inf"))
+        return torch.einsum("bhij,bjhd->bihd", s.softmax(-1), v)
+
+    others = {"FA3": Other(functools.partial(kernels.flash_attention, capped)), "torch": Other(torch_attention)}
+    assert [runner.name for runner in runners_of(shape, "fwd", others, ["eager"])] == ["eager", "FA3"]
+    assert "torch: skipped" in capsys.readouterr().out
 
 
 def test_a_whole_run_on_the_cpu(capsys: pytest.CaptureFixture) -> None:

@@ -91,7 +91,7 @@ def test_every_mask_and_group_size_is_measured_and_reported(pools, world_size: i
 
 @pytest.mark.parametrize("world_size", on_ranks(2))
 def test_layouts_are_compared_with_their_own_kernel_and_with_one_rank_alone(pools, world_size, tmp_path) -> None:
-    layouts = ["zigzag", "balanced", "zigzag-in-documents", "contiguous"]
+    layouts = ["zigzag", "balanced", "zigzag-in-documents", "contiguous", "auto"]
     chosen = f"--masks published-1 --dataflows gather --peers --alone 50 --layouts {' '.join(layouts)}"
     pools(world_size).run(run, [*TINY, *chosen.split(), f"--out={tmp_path}"])
     kinds = by_kind(tmp_path)

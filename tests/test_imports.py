@@ -87,7 +87,7 @@ def test_no_arrow_points_up() -> None:
     assert GRAPH["common_masks"] == {"intervals"}
     assert GRAPH["mask"] == {"common_masks", "intervals"}
     assert GRAPH["reference"] <= {"mask"}
-    assert GRAPH["work"] == {"mask"}
+    assert GRAPH["work"] == {"mask", "memo"}
     assert GRAPH["balance"] == {"mask", "work"}
     assert GRAPH["layout"] == {"mask", "balance"}
     assert not GRAPH["plans"] & (DATAFLOWS | PEER | {"planning", "verify", "functional", "operators"})

@@ -25,41 +25,29 @@ RUNS = {  # (offset, length, first place)
 
 
 def tensors(dims: tuple[int, int], dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
-    """k, v, whole, own: 70 tokens here, 130 keys of all ranks."""
+    """k, v, and 130 places for runs of their 70 tokens."""
     torch.manual_seed(0)
     batch, tokens, heads, keys, width = 2, 70, 3, 130, sum(dims)
     k = torch.randn(batch, heads, tokens, dims[0], device=device).to(dtype).transpose(1, 2)
     v = torch.randn(batch, tokens, 2 * heads, dims[1], device=device).to(dtype)[:, :, ::2]
-    whole = torch.full((batch, heads, tokens, width), 9.0, dtype=dtype, device=device)
-    return k, v, whole, torch.full((batch, heads, keys, width), 9.0, dtype=dtype, device=device)
+    return k, v, torch.full((batch, heads, keys, width), 9.0, dtype=dtype, device=device)
 
 
-def expected(k: torch.Tensor, v: torch.Tensor, own: torch.Tensor, runs: str) -> tuple[torch.Tensor, torch.Tensor]:
-    rows, places = torch.cat([k, v], -1).transpose(1, 2), own.clone()
+def expected(k: torch.Tensor, v: torch.Tensor, into: torch.Tensor, runs: str) -> torch.Tensor:
+    rows, places = torch.cat([k, v], -1).transpose(1, 2), into.clone()
     for offset, length, first in RUNS[runs]:
         places[:, :, first : first + length] = rows[:, :, offset : offset + length]
-    return rows, places
+    return places
 
 
 @pytest.mark.parametrize("runs", RUNS)
 @pytest.mark.parametrize("dims", [(16, 16), (24, 8), (5, 3)])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_rows_and_places_are_those_of_torch(runs: str, dims: tuple[int, int], dtype: torch.dtype) -> None:
-    k, v, whole, own = tensors(dims, dtype)
-    rows, places = expected(k, v, own, runs)
-    pack_rows(k, v, whole, own, run_table(RUNS[runs], 70, device))
-    assert torch.equal(whole, rows)
-    assert torch.equal(own, places), "a run is not in its place, or other places were written"
-
-
-@pytest.mark.parametrize("absent", ["whole", "own"])
-def test_either_target_may_be_absent(absent: str) -> None:
-    k, v, whole, own = tensors((16, 16), torch.float32)
-    rows, places = expected(k, v, own, "five, one empty")
-    table = run_table(RUNS["five, one empty"], 70, device)
-    pack_rows(k, v, None if absent == "whole" else whole, None if absent == "own" else own, table)
-    assert torch.equal(whole, torch.full_like(whole, 9.0) if absent == "whole" else rows)
-    assert torch.equal(own, torch.full_like(own, 9.0) if absent == "own" else places)
+def test_places_are_those_of_torch(runs: str, dims: tuple[int, int], dtype: torch.dtype) -> None:
+    k, v, into = tensors(dims, dtype)
+    places = expected(k, v, into, runs)
+    pack_rows(k, v, into, run_table(RUNS[runs], 70, device))
+    assert torch.equal(into, places), "a run is not in its place, or other places were written"
 
 
 def test_a_table_grows_with_runs_and_tiles_and_not_with_their_product() -> None:
@@ -73,13 +61,13 @@ def test_a_table_grows_with_runs_and_tiles_and_not_with_their_product() -> None:
 @pytest.mark.skipif(device.type == "cpu", reason="needs a GPU")
 def test_packing_can_be_captured_in_a_graph() -> None:
     """After one launch outside of it, which compiles; with tables of any number of runs."""
-    k, v, whole, own = tensors((16, 16), torch.bfloat16)
+    k, v, into = tensors((16, 16), torch.bfloat16)
     tables = {runs: run_table(RUNS[runs], 70, device) for runs in ("one", "two", "forty")}
-    pack_rows(k, v, whole, own, tables["one"])
+    pack_rows(k, v, into, tables["one"])
     for runs, table in tables.items():
-        graph, places = torch.cuda.CUDAGraph(), torch.full_like(own, 9.0)
+        graph, places = torch.cuda.CUDAGraph(), torch.full_like(into, 9.0)
         with torch.cuda.graph(graph):
-            pack_rows(k, v, whole, places, table)
+            pack_rows(k, v, places, table)
         places.fill_(9.0)
         graph.replay()
-        assert torch.equal(places, expected(k, v, torch.full_like(own, 9.0), runs)[1])
+        assert torch.equal(places, expected(k, v, torch.full_like(into, 9.0), runs))

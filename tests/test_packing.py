@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import bisect
 import itertools
 import random
 import time
@@ -15,6 +14,7 @@ from hypothesis import strategies as st
 
 import ringattn
 from benchmarks.documents import LENGTHS
+from benchmarks.packing import best_fit
 from ringattn.packing import Packing, Row, causal_pairs
 
 
@@ -23,22 +23,9 @@ def drawn(name: str, count: int, seq_len: int) -> list[int]:
     return [min(seq_len, max(1, round(LENGTHS[name](draw, seq_len)))) for _ in range(count)]
 
 
-def best_fit_decreasing(lengths: list[int], seq_len: int) -> list[list[int]]:
-    """The baseline: documents by tokens alone, each in the fullest row that has room."""
-    rooms: list[tuple[int, int]] = []
-    rows: list[list[int]] = []
-    for length in sorted(lengths, reverse=True):
-        place = bisect.bisect_left(rooms, (length, -1))
-        room, row = rooms.pop(place) if place < len(rooms) else (seq_len, len(rows))
-        rows += [[]] * (row == len(rows))
-        rows[row] = [*rows[row], length]
-        bisect.insort(rooms, (room - length, row))
-    return rows
-
-
-def busiest(rows: list[list[int]], replicas: int) -> int:
+def busiest(rows: list[Row], replicas: int) -> int:
     """The work of the busiest rows of all steps, where steps are rows with similar work."""
-    work = sorted(sum(map(causal_pairs, row)) for row in rows)
+    work = sorted(row.work for row in rows)
     work = [0] * (-len(work) % replicas) + work
     return sum(work[replicas - 1 :: replicas])
 
@@ -71,7 +58,7 @@ def test_every_document_is_in_one_row_and_work_is_as_even_as_with_best_fit(lengt
     packing = ringattn.pack(lengths, seq_len, rows=replicas)
     assert check(packing.rows, lengths, seq_len) == list(range(len(lengths)))
     assert all(row.starts == [0] * len(row.documents) for row in packing.rows)
-    baseline = best_fit_decreasing(lengths, seq_len)
+    baseline = best_fit(lengths, seq_len, 1).rows
     assert len(packing.rows) % replicas == 0
     assert len(packing.rows) - len(baseline) < replicas
     total = sum(map(causal_pairs, lengths))
@@ -140,7 +127,7 @@ def test_a_stream_may_be_endless() -> None:
 def test_rows_have_nearly_the_same_work(name: str) -> None:
     lengths = drawn(name, 3000, 32768)
     packing = ringattn.pack(lengths, 32768, rows=8)
-    baseline = best_fit_decreasing(lengths, 32768)
+    baseline = best_fit(lengths, 32768, 1).rows
     assert len(packing.rows) - len(baseline) < 8
     total = sum(map(causal_pairs, lengths))
     assert packing.imbalance <= busiest(baseline, 8) * 8 / total
@@ -148,7 +135,7 @@ def test_rows_have_nearly_the_same_work(name: str) -> None:
     if max(map(causal_pairs, lengths)) < mean:
         assert packing.imbalance < 1.001
         assert max(row.work for row in packing.rows) < 1.01 * mean, "all rows, not only those of a step"
-        assert max(sum(map(causal_pairs, row)) for row in baseline) > 1.3 * mean
+        assert max(row.work for row in baseline) > 1.3 * mean
 
 
 def test_a_stream_is_full_and_even() -> None:

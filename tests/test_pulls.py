@@ -44,7 +44,7 @@ SCORE = Score(1.0)
 SEEDS = 6  # orders of execution of each case
 
 
-def block_cyclic(mask: Mask, world_size: int) -> tuple[layout.Shard, ...]:
+def block_cyclic(mask: Mask, world_size: int, local_size: int) -> tuple[layout.Shard, ...]:
     """A layout with many runs per rank: blocks of 16 tokens in turns."""
     blocks = [range(begin, min(begin + 16, mask.seq_len)) for begin in range(0, mask.seq_len, 16)]
     return tuple(tuple(blocks[rank::world_size]) for rank in range(world_size))
@@ -191,19 +191,14 @@ class Kernels(Backend):
             return None
         return CompletionCounts(rows, tuple(rows * count for count in block.groups_k), block.groups_k)
 
-    def pack_rows(
-        self, k: Tensor, v: Tensor, whole: Tensor | None, own: Tensor | None, table: packing.RunTable
-    ) -> None:
-        k, v = map(alias, (k, v))
-        whole, own = (x if x is None else alias(x) for x in (whole, own))
+    def pack_rows(self, k: Tensor, v: Tensor, into: Tensor, table: packing.RunTable) -> None:
+        k, v, into = map(alias, (k, v, into))
         runs = table.runs.tolist()
 
         def run(b: int) -> None:
             rows = torch.cat([k[b], v[b]], -1).transpose(0, 1)
-            if whole is not None:
-                whole[b] = rows
-            for offset, length, first in runs if own is not None else ():
-                own[b, :, first : first + length] = rows[:, offset : offset + length]
+            for offset, length, first in runs:
+                into[b, :, first : first + length] = rows[:, offset : offset + length]
 
         self.world.kernel("pack", [(None, lambda b=b: run(b)) for b in range(k.shape[0])])
 

@@ -65,6 +65,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ..contract import Block, CompletionCounts, Keys, Queries, Score, int32
 from ..launch import Launches, capability, dispatch, on_device
+from ..long_sums import LEAST_HEADS
 from . import backward_lean as lean
 from . import backward_pieces as pieces
 from . import backward_tall as tall
@@ -553,13 +554,21 @@ def _arguments(
 
 
 def _variants(x: _Operands) -> list[dict[str, Any]]:
-    """Return how a launch may differ with other documents, which decide how groups of query heads are divided: parts
-    that take turns, or that are apart and cannot be counted."""
-    if x.q.shape[2] == x.k.shape[2]:
-        return []
-    taking_turns = [dict(turns_ptr=turns) for turns in (None, x.q.new_empty(4, dtype=torch.int32))]
-    apart = dict(turns_ptr=None, flags_ptr=None, timed_out_ptr=None, counters_ptr=None)
-    return taking_turns if x.flags is None else [*taking_turns, apart]
+    """Return how a launch may differ with other documents, which decide how groups of query heads are divided: in parts
+    that take turns, or, where there are few key tiles, in parts that are apart and not counted."""
+    group = x.q.shape[2] // x.k.shape[2]
+    some = x.q.new_empty(4, dtype=torch.int32)
+    variants: list[dict[str, Any]] = []
+    for heads in (n for n in range(1, group + 1) if group % n == 0):
+        parts = dict(parts=group // heads, heads=heads)
+        if heads == group:
+            variants.append(dict(parts, turns_ptr=None))
+        elif heads >= LEAST_HEADS:
+            variants.append(dict(parts, turns_ptr=some))
+        # Queries see themselves, so there are at least as many keys.
+        if heads < group and work.few_tiles(x.q, x.k, x.q.shape[1]):
+            variants.append(dict(parts, turns_ptr=None, flags_ptr=None, timed_out_ptr=None, counters_ptr=None))
+    return variants
 
 
 def _tables(q: Tensor, block: Block) -> tuple[Tensor, Tensor]:

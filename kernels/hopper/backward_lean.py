@@ -186,6 +186,7 @@ def _consumer(
     past = gl.load(info + 1)
     steps, cut_steps, _, _ = pieces.visit_order(info, heads)
     key = first + C * (BN // 2)
+    head = pieces.buffer_of(batch, part, batches, IN_TURNS).to(gl.int64) * stride_b + kv_head.to(gl.int64) * stride_h
     dk = pieces.zero_sums(k_s)
     dv = pieces.zero_sums(v_s)
     alibi = scores.of_keys(alibi, batch, (kv_head * parts + part) * heads, first, key, S_L)
@@ -210,7 +211,6 @@ def _consumer(
         dq = warpgroup_mma_wait(0, deps=[_dq(C, unit, steps - 1, 0, k_s, ds_s)])
         _send(C, dq, dq_s[unit], dk_scale, FOLD)
     barrier_sync(DQ_SENT + C, STAGING)  # and if the group has several parts, it is this one's turn
-    head = pieces.buffer_of(batch, part, batches, IN_TURNS).to(gl.int64) * stride_b + kv_head.to(gl.int64) * stride_h
     pieces.store_sums(dv_ptr, dv, head, stride_s, key, past, part, dv_scale, True, IN_TURNS)
     pieces.store_sums(dk_ptr, dk, head, stride_s, key, past, part, dk_scale, not FOLD, IN_TURNS)
     if IN_TURNS or COUNTED:

@@ -27,10 +27,9 @@ BM = gl.constexpr(64)  # queries of a step; backward_tall.py has more
 BN = gl.constexpr(128)  # keys of a CTA, but of backward_wide.py; tiles in registers have 64 keys in all kernels
 INFO = gl.constexpr(8)  # int32 numbers that describe a key tile, see work.key_tile_table
 
-# Numbers that vary with lengths and documents: one compiled kernel for all of them.
-NUMBERS = (
-    "heads", "tiles", "kv_heads", "parts", "batches", "q_tiles", "epoch", "segments", "sweep", "slopes_stride",
-)  # fmt: skip
+# Numbers that vary with lengths and documents: one compiled kernel for all of them. (So do ``heads`` and ``parts``, but
+# they cost registers; there are few of them, which are compiled together.)
+NUMBERS = ("tiles", "q_tiles", "epoch", "segments", "sweep", "slopes_stride")
 
 LOADERS = gl.constexpr(288)  # threads at a barrier of both consumers and the producer
 PAIR = gl.constexpr(256)  # both consumers

@@ -12,7 +12,6 @@ import itertools
 import math
 from typing import NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -22,6 +21,7 @@ from ..long_sums import LEAST_HEADS
 from ..upload import upload
 from .backward_pieces import BM, BN
 
+ENOUGH = 1.5  # CTAs of the backward for each processor
 LEAST_STEPS = 128  # of a CTA of the backward, if its group has as many: the prologue and epilogue cost three steps
 
 
@@ -101,7 +101,7 @@ def _best_split(q: Tensor, k: Tensor, block: Block) -> Split:
     group = q.shape[2] // k.shape[2]
     divisors = [n for n in range(1, group + 1) if group % n == 0]
     ctas = k.shape[0] * k.shape[2] * sum(-(-n // keys_per_cta(q)) for n in block.segments_k)
-    enough = 1.5 * processors(q)
+    enough = ENOUGH * processors(q)
     # Bounded, because each part has a dk and dv of its own: 71 heads are divisible by 1 and 71 only.
     affordable = [p for p in divisors if ctas * p <= 8 * enough] or [1]
     occupying = next((p for p in affordable if ctas * p >= enough), affordable[-1])
@@ -109,6 +109,11 @@ def _best_split(q: Tensor, k: Tensor, block: Block) -> Split:
     steps = pairs / max(1, block.seq_k * BM.value)  # of a CTA, for each head
     heads = next((h for h in divisors if h >= LEAST_HEADS and h * steps >= LEAST_STEPS), group)
     return Split(occupying, apart=True) if occupying > max(1, group // heads) else Split(group // heads)
+
+
+def few_tiles(q: Tensor, k: Tensor, keys: int) -> bool:
+    """Return whether the CTAs of so many keys, each with all query heads of a group, do not occupy all processors."""
+    return k.shape[0] * k.shape[2] * (keys // keys_per_cta(q)) < ENOUGH * processors(q)
 
 
 @functools.lru_cache(1024)
@@ -170,8 +175,9 @@ def _key_tile_table(block: Block, keys: int, queries: int) -> tuple[Tensor, Tens
     index = torch.arange(tiles, device=span.device, dtype=torch.int32).expand(batches, -1)
     full = (full_end - full_begin).clamp(min=1)
     start = full_begin + torch.remainder(index * (keys // queries) - full_begin, full)
-    of_tile = np.repeat(np.arange(len(block.groups_k)), tiles_of_groups(block, keys)).astype(np.int32)
-    group = upload((torch.from_numpy(of_tile),), span.device)[0].expand(batches, -1)
+    tiles_of = torch.tensor(tiles_of_groups(block, keys), device="cpu")
+    of_tile = torch.arange(len(tiles_of), device="cpu").repeat_interleave(tiles_of)
+    group = upload((of_tile,), span.device)[0].expand(batches, -1)
     info = torch.stack([first, past, begin, end, full_begin, full_end, start, group], -1)
     order = torch.argsort(begin - end, dim=1, stable=True)
     info = info.gather(1, order[..., None].expand_as(info)).to(torch.int32).contiguous()

@@ -35,53 +35,32 @@ from . import primitives
 from .primitives import (
     LOG2E,
     ScoreArguments,
-    Tiles,
     bound,
     cut_tile,
     dot,
-    elements,
     interval_strides,
     load_span,
     load_tile,
-    padded,
     scores,
     store_tile,
-    stride_unit,
-    strides_in,
     tables,
     tile_source,
     unsupported,
 )
+from .strides import elements, stride_unit, strides_in
+from .tiles import Tiles, padded, row_of
 
 __all__ = ["backward", "unsupported"]
 
 
 def choose_tiles_dkdv(q: Tensor, v: Tensor) -> Tiles:
-    """Return tile sizes by dtype, GPU and head dim: measured on Hopper, elsewhere made for 99 KB of shared memory."""
-    dim = padded(max(q.shape[-1], v.shape[-1]))
-    if primitives.capability(q.device)[0] < 9:
-        if q.dtype == torch.float32:
-            return Tiles(32, 32, 4, 1) if dim <= 128 else Tiles(16, 32, 4, 1)
-        return Tiles(64, 64, 4, 2) if dim <= 64 else Tiles(32, 64, 4, 2) if dim <= 128 else Tiles(32, 32, 4, 1)
-    if q.dtype == torch.float32:
-        return Tiles(32, 64, 4, 1) if dim <= 64 else Tiles(64, 64, 4, 1) if dim <= 128 else Tiles(32, 64, 8, 1)
-    if dim <= 128:
-        return Tiles(128, 64, 4, 2) if dim <= 64 else Tiles(64, 64, 4, 2)
-    return Tiles(32, 64, 4, 2) if v.shape[-1] <= 128 else Tiles(64, 64, 8, 2)
+    """Return the launch parameters of the kernel for dk and dv."""
+    return row_of(q, v, primitives.capability(q.device)).dkdv
 
 
 def choose_tiles_dq(q: Tensor, v: Tensor) -> Tiles:
-    """Return tile sizes as choose_tiles_dkdv does."""
-    dim = padded(max(q.shape[-1], v.shape[-1]))
-    if primitives.capability(q.device)[0] < 9:
-        if q.dtype == torch.float32:
-            return Tiles(32, 32, 4, 1) if dim <= 128 else Tiles(32, 16, 4, 1)
-        return Tiles(64, 64, 4, 2) if dim <= 64 else Tiles(64, 32, 4, 2) if dim <= 128 else Tiles(32, 32, 4, 1)
-    if q.dtype == torch.float32:
-        return Tiles(64, 64, 4, 1) if dim <= 128 else Tiles(64, 16, 4, 1)
-    if dim <= 128:
-        return Tiles(64, 64, 4, 3) if dim <= 64 else Tiles(128, 64, 8, 3)
-    return Tiles(64, 32, 4, 2) if v.shape[-1] <= 128 else Tiles(128, 32, 8, 2)
+    """Return the launch parameters of the kernel for dq."""
+    return row_of(q, v, primitives.capability(q.device)).dq
 
 
 def backward(queries: Queries, keys: Keys, score: Score, dq: Tensor) -> tuple[Tensor, Tensor]:
@@ -139,7 +118,7 @@ class _Problem(NamedTuple):
                 rows, span, *interval_strides(span)[:1],
                 q.shape[1], n_tiles, kv_heads,
                 BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n, STAGES=tiles.num_stages, **self._constants(unit),
-                num_warps=tiles.num_warps, num_stages=tiles.num_stages, maxnreg=tiles.max_registers,
+                num_warps=tiles.num_warps, num_stages=tiles.num_stages,
             )  # fmt: skip
         return dk, dv
 
@@ -157,7 +136,7 @@ class _Problem(NamedTuple):
                 rows, span, *interval_strides(span)[:1],
                 k.shape[1], n_tiles, heads,
                 BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n, STAGES=tiles.num_stages, **self._constants(unit),
-                num_warps=tiles.num_warps, num_stages=tiles.num_stages, maxnreg=tiles.max_registers,
+                num_warps=tiles.num_warps, num_stages=tiles.num_stages,
             )  # fmt: skip
         if dq is not dq_strided:
             dq_strided.copy_(dq)

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from ..launch import Launches, dispatch, on_device
-from .primitives import elements, stride_unit, strides_in
+from .strides import elements, stride_unit, strides_in
 
 _ROWS = 32
 

@@ -33,43 +33,30 @@ from .primitives import (
     LN2,
     LOG2E,
     ScoreArguments,
-    Tiles,
     bound,
     cut_tile,
     dot,
-    elements,
     interval_strides,
     load_span,
     load_tile,
-    padded,
     scores,
     softmax_step,
     store_tile,
-    stride_unit,
-    strides_in,
     tables,
     tile_source,
     to_base2,
     to_natural,
     unsupported,
 )
+from .strides import elements, stride_unit, strides_in
+from .tiles import Tiles, padded, row_of
 
 __all__ = ["forward", "unsupported"]
 
 
 def choose_tiles(q: Tensor, v: Tensor) -> Tiles:
-    """Return tile sizes by dtype, GPU and head dim: measured on Hopper, elsewhere made for 99 KB of shared memory."""
-    dim = padded(max(q.shape[-1], v.shape[-1]))
-    if primitives.capability(q.device)[0] < 9:
-        if q.dtype == torch.float32:
-            return Tiles(64, 32, 4, 2) if dim <= 128 else Tiles(32, 32, 4, 1)
-        return Tiles(128, 64, 4, 2) if dim <= 64 else Tiles(128, 32, 8, 2) if dim <= 128 else Tiles(64, 32, 8, 1)
-    if q.dtype == torch.float32:
-        return Tiles(64, 32, 4, 2)
-    if dim <= 64:
-        return Tiles(64, 128, 4, 3, group=2)
-    # Two programs of 4 warps per multiprocessor: one computes exponentials while the other multiplies.
-    return Tiles(128, 64, 4, 2, group=2) if dim <= 128 else Tiles(128, 64, 8, 2, group=2)
+    """Return the launch parameters for these tensors."""
+    return row_of(q, v, primitives.capability(q.device)).forward
 
 
 def forward(q: Tensor, keys: Keys, score: Score, state: Partial | None, finalize: bool) -> Partial | Result:
@@ -123,7 +110,7 @@ def forward(q: Tensor, keys: Keys, score: Score, state: Partial | None, finalize
             SIMPLE=s.SIMPLE, SOFTCAP=s.SOFTCAP, FINALIZE=finalize, TMA=tma,
             PRECISION=primitives.dot_precision(q.dtype),
             STAGES=tiles.num_stages, PERIOD=period, UNIT=unit, num_stages=tiles.num_stages,
-            num_warps=tiles.num_warps, maxnreg=tiles.max_registers,
+            num_warps=tiles.num_warps,
             variants=lambda: _variants(q, block, score),
         )  # fmt: skip
     return result
@@ -142,7 +129,8 @@ def _variants(q: Tensor, block: Block, score: Score) -> list[dict[str, Any]]:
     row = torch.empty(4, dtype=torch.float32, device=q.device)
     out = torch.empty(4, dtype=q.dtype, device=q.device)
     carried: dict[str, Any] = dict(m_in=row, l_in=row, o_in=row, sink=None)
-    first: dict[str, Any] = dict(m_in=None, l_in=None, o_in=None, sink=score.sink)
+    sink = None if score.sink is None else score.sink.contiguous()
+    first: dict[str, Any] = dict(m_in=None, l_in=None, o_in=None, sink=sink)
     complete = dict(m_out=row, l_out=None, o_out=out, FINALIZE=True)
     partial = dict(m_out=row, l_out=row, o_out=row, FINALIZE=False)
     return [{**a, **b, **c} for a in (first, carried) for b in (partial, complete) for c in periods or [{}]]

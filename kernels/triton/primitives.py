@@ -21,6 +21,7 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ..contract import Block, Score
+from .tiles import Tiles, padded
 
 # Read once, because it is fixed when the kernels are decorated.
 INTERPRETED: tl.constexpr = tl.constexpr(bool(triton.knobs.runtime.interpret))
@@ -28,17 +29,6 @@ INTERPRETED: tl.constexpr = tl.constexpr(bool(triton.knobs.runtime.interpret))
 LOG2E: tl.constexpr = tl.constexpr(1.4426950216293335)  # log2(e) in float32 ...
 LOG2E_REST: tl.constexpr = tl.constexpr(1.925963033500e-08)  # ... and its rounding error
 LN2: tl.constexpr = tl.constexpr(0.6931471805599453)
-
-
-class Tiles(NamedTuple):
-    """Tile sizes of a kernel, ``block_m`` queries and ``block_n`` keys, and options of the compiler."""
-
-    block_m: int
-    block_n: int
-    num_warps: int
-    num_stages: int
-    group: int = 1  # query heads that walk their tiles at the same time, to share keys in the L2 cache
-    max_registers: int | None = None
 
 
 # --- on the host -------------------------------------------------------------------------------------------------
@@ -66,8 +56,9 @@ def capability(device: torch.device) -> tuple[int, int]:
 
 
 def has_tma(x: Tensor) -> bool:
-    """Return whether TMA can read tiles of x: Hopper or later, everything aligned to 16 bytes, nothing broadcast."""
-    return capability(x.device)[0] >= 9 and tma_can_address(x)
+    """Return whether tiles of x are read by TMA: all is aligned to 16 bytes, nothing broadcast, on Hopper and sm_100.
+    sm_120 could, but ptxas would spill 1.3 KB in each kernel of the backward, of which it otherwise spills 40 bytes."""
+    return capability(x.device)[0] in (9, 10) and tma_can_address(x)
 
 
 def tma_can_address(x: Tensor) -> bool:
@@ -78,11 +69,6 @@ def tma_can_address(x: Tensor) -> bool:
         and x.shape[-1] * x.element_size() >= 16
         and all(s > 0 and s * x.element_size() % 16 == 0 for s in strides)
     )
-
-
-def padded(dim: int) -> int:
-    """Return the number of columns of a tile for ``dim``: the next power of two, at least 16."""
-    return 1 << (max(dim, 16) - 1).bit_length()
 
 
 def tile_source(x: Tensor, rows: int, tma: bool) -> Tensor | TensorDescriptor:
@@ -115,21 +101,6 @@ def tables(block: Block, side: str, tiles: Tiles, device: torch.device) -> tuple
 
     rows, span, start, end = block.on(device, (side, tiles.block_m, tiles.block_n), make)
     return rows, span, start, end
-
-
-def stride_unit(*tensors: Tensor | None) -> int:
-    """Return the unit in which a kernel gets the first three strides of these tensors: 16, or 1 where one of them is no
-    multiple of it.
-
-    Strides vary with lengths. Triton would compile a kernel for every combination of those that are divisible by 16,
-    which it needs to know for wide loads; so they are not specialized, and the kernel multiplies by the unit.
-    """
-    return 16 if all(stride % 16 == 0 for x in tensors if x is not None for stride in x.stride()[:3]) else 1
-
-
-def strides_in(unit: int, x: Tensor | None) -> tuple[int, ...]:
-    """Return the first three strides of a tensor in units, zeros for None."""
-    return (0, 0, 0) if x is None else tuple(stride // unit for stride in x.stride()[:3])
 
 
 class ScoreArguments(NamedTuple):
@@ -212,12 +183,6 @@ def store_tile(
     pointers = row_pointers(x, b, h, first, stride_b, stride_s, stride_h, ROWS, PADDED)
     rows, cols = first + tl.arange(0, ROWS), tl.arange(0, PADDED)
     tl.store(pointers, value.to(x.dtype.element_ty), mask=(rows < past)[:, None] & (cols < DIM)[None, :])
-
-
-@triton.jit
-def elements(stride, UNIT: tl.constexpr):
-    """Return a stride that is given in units, in elements."""
-    return stride.to(tl.int64) * UNIT
 
 
 @triton.jit

@@ -135,6 +135,12 @@ class Dataflow:
                     message = f"rank {visitor} never meets the shard of rank {owner}, but sees {pairs} pairs"
                     verify.require(not pairs, message)
 
+    def prepare(self, plan: Plan) -> None:
+        """Make the blocks of the plan's rank, before they are needed."""
+        for step in plan.steps:
+            if step.compute and step.owner is not None:
+                plan.block(*((step.owner, plan.rank) if self.moves_queries else (plan.rank, step.owner)))
+
     def meetings(self, plan: Plan) -> list[str]:
         """Return lines that say which ranks' shards meet when."""
         lengths = self.lengths(plan)

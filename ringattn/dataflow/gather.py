@@ -35,7 +35,7 @@ from ..schedule import head_groups, waves
 from ..shape import Shape
 from ..trace import named
 from .contract import Call, Dataflow, Gradients, piece_elements
-from .fetching import fetch_keys, gathered_block, interleaved, return_gradients
+from .fetching import collected, fetch_keys, gathered_block, interleaved, return_gradients
 
 
 class Gather(Dataflow):
@@ -129,6 +129,9 @@ class Gather(Dataflow):
                 first += run.length
         verify.check_coverage(plan, self.blocks(plan))
 
+    def prepare(self, plan: Plan) -> None:
+        gathered_block(plan)
+
     def meetings(self, plan: Plan) -> list[str]:
         lines = []
         for rank, runs in enumerate(plan.fetches):
@@ -152,7 +155,8 @@ def _message_bytes(plan: Plan, s: Shape, backward: bool) -> int:
     groups = head_groups(s.kv_heads, s.q_heads, plan.transport.device.type, backward)
     part = max(g.stop - g.start for g in groups) / s.kv_heads
     bound = float(_row_bytes(queries, s, backward) + (local + fetched) * s.kv_elements * s.itemsize)
-    if interleaved(plan):  # arriving runs, before they are put in the order of positions
+    if collected(plan):  # what leaves, and what has arrived before it is put in the order of positions
+        bound += part * to_this_rank * s.kv_elements * s.itemsize
         bound += part * fetched * s.kv_elements * (s.itemsize + s.state_itemsize * backward)
     if backward:
         gradients = local + part * (4 * fetched + 2 * (local + to_this_rank))

@@ -1,6 +1,5 @@
-"""Packing of keys and values from (batch, tokens, heads, head_dim) into rows (batch, heads, tokens, head_dim +
-head_dim_v), in Triton. One pass writes two copies: all tokens, for other ranks to pull, and the runs that this rank
-needs itself, to their places among the keys of all ranks."""
+"""Packing of keys and values from (batch, tokens, heads, head_dim) into rows (batch, heads, places, head_dim +
+head_dim_v), in Triton: some runs of tokens, each to its place."""
 
 from __future__ import annotations
 
@@ -14,7 +13,8 @@ import triton.language as tl
 from torch import Tensor
 
 from ..kernels.launch import Launches, dispatch, on_device
-from ..kernels.triton.primitives import bound, elements, stride_unit, strides_in
+from ..kernels.triton.primitives import bound
+from ..kernels.triton.strides import elements, stride_unit, strides_in
 from ..kernels.upload import upload
 from .tile_lists import tile_lists
 
@@ -28,7 +28,7 @@ class RunTable(NamedTuple):
 
     Attributes:
         edges: (tiles + 1,) int32; the runs of tile t are ``runs[edges[t] : edges[t + 1]]``.
-        runs: (n, 3) int32: offset, length, first place in ``own``. A run is there once for each of its tiles.
+        runs: (n, 3) int32: offset, length, first place. A run is there once for each of its tiles.
     """
 
     edges: Tensor
@@ -36,7 +36,7 @@ class RunTable(NamedTuple):
 
 
 def run_table(runs: Sequence[tuple[int, int, int]], tokens: int, device: torch.device) -> RunTable:
-    """Return disjoint runs of ``tokens`` tokens, each (offset, length, first place in ``own``), for :func:`pack_rows`.
+    """Return disjoint runs of ``tokens`` tokens, each (offset, length, first place), for :func:`pack_rows`.
 
     Call it outside of CUDA-graph capture: a table is copied from the host.
     """
@@ -45,37 +45,34 @@ def run_table(runs: Sequence[tuple[int, int, int]], tokens: int, device: torch.d
     return RunTable(*upload((torch.from_numpy(edges), torch.from_numpy(numbers[index])), device))
 
 
-def pack_rows(k: Tensor, v: Tensor, whole: Tensor | None, own: Tensor | None, table: RunTable) -> None:
-    """Write k and v into ``whole``, and some runs of tokens into ``own``; either may be absent.
+def pack_rows(k: Tensor, v: Tensor, into: Tensor, table: RunTable) -> None:
+    """Write some runs of tokens of k and v to their places in ``into``.
 
     Args:
         k, v: (batch, tokens, heads, head_dim) and (..., head_dim_v), the last dimension contiguous.
-        whole: (batch, heads, tokens, head_dim + head_dim_v), contiguous.
-        own: (batch, heads, keys, head_dim + head_dim_v), contiguous.
+        into: (batch, heads, places, head_dim + head_dim_v), contiguous.
         table: see :func:`run_table`.
     """
     batch, tokens, heads, dim = k.shape
-    if not k.numel():
+    if not k.numel() or not into.numel():
         return
-    keys = 0 if own is None else own.shape[2]
-    key = (k.device, k.dtype, v.dtype, k.shape, k.stride(), v.shape, v.stride(), keys, whole is None, own is None)
-    tensors = [k, v, *(x for x in (whole, own) if x is not None), *table]
-    unit, some = stride_unit(k, v), own if whole is None else whole
+    places = into.shape[2]
+    key = (k.device, k.dtype, v.dtype, k.shape, k.stride(), v.shape, v.stride(), places)
+    tensors, unit = [k, v, into, *table], stride_unit(k, v)
     with on_device(k):
         if _launches.again(key, tensors):
             return
         launched = dispatch(
             _pack_rows, (heads * triton.cdiv(tokens, _TOKENS) * batch,), k, *strides_in(unit, k),
-            v, *strides_in(unit, v), whole, own, *table, tokens, heads, keys, dim, v.shape[3],
+            v, *strides_in(unit, v), into, *table, tokens, heads, places, dim, v.shape[3],
             DIM=triton.next_power_of_2(dim), DIM_V=triton.next_power_of_2(v.shape[3]), TOKENS=_TOKENS, UNIT=unit,
-            variants=lambda: [dict(whole=some, own=some), dict(whole=some, own=None), dict(whole=None, own=some)],
         )  # fmt: skip
         _launches.remember(key, tensors, launched)
 
 
-@triton.jit(do_not_specialize=["k_b", "k_s", "k_h", "v_b", "v_s", "v_h", "tokens", "heads", "keys"])
+@triton.jit(do_not_specialize=["k_b", "k_s", "k_h", "v_b", "v_s", "v_h", "tokens", "heads", "places"])
 def _pack_rows(
-    k, k_b, k_s, k_h, v, v_b, v_s, v_h, whole, own, edges, runs, tokens, heads, keys, dim, dim_v,
+    k, k_b, k_s, k_h, v, v_b, v_s, v_h, into, edges, runs, tokens, heads, places, dim, dim_v,
     DIM: tl.constexpr, DIM_V: tl.constexpr, TOKENS: tl.constexpr, UNIT: tl.constexpr,
 ):  # fmt: skip
     pid = tl.program_id(0)
@@ -83,10 +80,12 @@ def _pack_rows(
     h = pid % heads  # neighbouring programs read heads of the same tokens, which are neighbours in memory
     b = (pid // heads // tiles).to(tl.int64)
     tile = pid // heads % tiles
+    begin, end = tl.load(edges + tile), tl.load(edges + tile + 1)
+    if begin == end:
+        return
     t = tile * TOKENS + tl.arange(0, TOKENS)
     t64 = t.to(tl.int64)[:, None]
     inside = (t < tokens)[:, None]
-    row = b * heads + h
     width = dim + dim_v
     d_k, d_v = tl.arange(0, DIM)[None, :], tl.arange(0, DIM_V)[None, :]
     from_k = k + b * elements(k_b, UNIT) + t64 * elements(k_s, UNIT) + h.to(tl.int64) * elements(k_h, UNIT)
@@ -95,16 +94,10 @@ def _pack_rows(
     x_v = tl.load(from_v + d_v, mask=inside & (d_v < dim_v), other=0.0)
     t = t[:, None]
     place = tl.full([TOKENS, 1], -1, tl.int32)
-    if own is not None:  # places in own, computed here so that k and v are loaded at the same time
-        for i in tl.range(bound(tl.load(edges + tile)), bound(tl.load(edges + tile + 1))):
-            offset, length, first = tl.load(runs + 3 * i), tl.load(runs + 3 * i + 1), tl.load(runs + 3 * i + 2)
-            place = tl.where((t >= offset) & (t < offset + length), first + t - offset, place)
-    if whole is not None:
-        to_whole = whole + (row * tokens + t64) * width
-        tl.store(to_whole + d_k, x_k, mask=inside & (d_k < dim))
-        tl.store(to_whole + dim + d_v, x_v, mask=inside & (d_v < dim_v))
-    if own is not None:
-        mine = inside & (place >= 0)
-        to_own = own + (row * keys + place.to(tl.int64)) * width
-        tl.store(to_own + d_k, x_k, mask=mine & (d_k < dim))
-        tl.store(to_own + dim + d_v, x_v, mask=mine & (d_v < dim_v))
+    for i in tl.range(bound(begin), bound(end)):  # while k and v are loaded
+        offset, length, first = tl.load(runs + 3 * i), tl.load(runs + 3 * i + 1), tl.load(runs + 3 * i + 2)
+        place = tl.where((t >= offset) & (t < offset + length), first + t - offset, place)
+    packed = inside & (place >= 0)
+    to = into + ((b * heads + h) * places + place.to(tl.int64)) * width
+    tl.store(to + d_k, x_k, mask=packed & (d_k < dim))
+    tl.store(to + dim + d_v, x_v, mask=packed & (d_v < dim_v))

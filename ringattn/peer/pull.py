@@ -100,6 +100,7 @@ class FetchBuffers:
         self.kv = [(kv[..., :dim], kv[..., dim:]) for kv in both]
         own = [(run.offset, run.length, run.first) for run in self.runs if run.owner == link.rank]
         self.own_runs = run_table(own, tokens, k.device)
+        self.wanted_runs = run_table(_wanted(fetches, link.rank), tokens, k.device)
         pulled = [run for peer in link.peers for run in self.runs if run.owner == peer]
         numbers = np.array([(r.owner, r.offset, r.length, r.first) for r in pulled], dtype=np.int64)
         self.pulled = numbers.reshape(-1, 4).T
@@ -157,10 +158,24 @@ def _view(memory: Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
     return memory[: math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
 
 
-def _pack(k: Tensor, v: Tensor, whole: Tensor | None, own: Tensor | None, runs: RunTable) -> None:
+def _wanted(fetches: Sequence[Sequence[Fetch]], rank: int) -> list[tuple[int, int, int]]:
+    """Return the runs of a rank's tokens that others fetch, disjoint, as (offset, length, offset)."""
+    runs = sorted(
+        (r.offset, r.offset + r.length) for to, some in enumerate(fetches) for r in some if r.owner == rank != to
+    )
+    joined: list[tuple[int, int]] = []
+    for first, past in runs:
+        if joined and first <= joined[-1][1]:
+            joined[-1] = joined[-1][0], max(joined[-1][1], past)
+        else:
+            joined.append((first, past))
+    return [(first, past - first, first) for first, past in joined]
+
+
+def _pack(k: Tensor, v: Tensor, into: Tensor, runs: RunTable) -> None:
     from .pack_rows import pack_rows  # needs Triton
 
-    pack_rows(k, v, whole, own, runs)
+    pack_rows(k, v, into, runs)
 
 
 class Pull:
@@ -185,9 +200,9 @@ class Pull:
         link.writable.record(main)  # all work that used this part of the receive buffer has been queued
         if wave == 0:
             self._publish()
-        if self.last > 0:
-            heads = buffers.waves[wave]
-            _pack(self.k[:, :, heads], self.v[:, :, heads], None, buffers.buffers[wave], buffers.own_runs)
+        # After that, so that the other ranks' signals and the first copies take no time of their own.
+        heads = buffers.waves[wave]
+        _pack(self.k[:, :, heads], self.v[:, :, heads], buffers.buffers[wave], buffers.own_runs)
         pulling.wait_event(link.writable)
         if wave == 0:
             link.wait_for(pulling, READY, self.epoch)
@@ -199,13 +214,10 @@ class Pull:
             link.pulled.record(pulling)
 
     def _publish(self) -> None:
-        """Pack this rank's keys and values into shared memory; with one wave also copy its own runs into the receive
-        buffer."""
+        """Pack the keys and values that other ranks fetch from this one into shared memory."""
         # This slot was last read two epochs ago, and a rank that was READY for the last epoch had completed the pulls
         # of the one before.
-        buffers = self.buffers
-        own = None if self.last > 0 else buffers.buffers[0]
-        _pack(self.k, self.v, buffers.shared[self.slot], own, buffers.own_runs)
+        _pack(self.k, self.v, self.buffers.shared[self.slot], self.buffers.wanted_runs)
         self.link.signal(self.main, READY, self.epoch)
 
     def ready(self, wave: int) -> ReadyFlags:

@@ -1,7 +1,7 @@
 """Pushes: contributions to the gradients of keys and values, written by copy engines to the ranks that own the keys.
 
-A backward kernel writes the contributions of this rank, run by run of keys. Runs are pushed, a few neighbours at a time,
-as soon as they are complete, while the kernel still works on others: the kernel raises completion counters
+A backward kernel writes the contributions of this rank, run by run of keys. Runs are pushed in groups of neighbours, as
+soon as a group is complete, while the kernel still works on others: the kernel raises completion counters
 (:class:`ringattn.kernels.contract.CompletionCounts`), and the stream of the copies waits for them. When all ranks have
 signalled LANDED, each owner sums what it has received, in the order of ranks, so that the result has the same bits in
 every run, and signals FREE.
@@ -148,8 +148,8 @@ class GradientBuffers:
         size = self.row_bytes
         copies = [(self._target(r.owner) + r.offset * size, r.first * size, r.length * size) for r in runs]
         strides = [(self.lengths[r.owner] * size, self.keys * size, 0) for r in runs]
-        first, more = (np.array(x, dtype=np.int64).reshape(-1, 3) for x in (copies, strides))
-        return first, more
+        first, each = (np.array(x, dtype=np.int64).reshape(-1, 3) for x in (copies, strides))
+        return first, each
 
     def _target(self, owner: int) -> int:
         """Return the address, in the memory of ``owner``, of the contributions of this rank."""

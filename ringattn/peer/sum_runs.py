@@ -12,7 +12,8 @@ import triton.language as tl
 from torch import Tensor
 
 from ..kernels.launch import Launches, dispatch, on_device
-from ..kernels.triton.primitives import bound, elements, stride_unit, strides_in
+from ..kernels.triton.primitives import bound
+from ..kernels.triton.strides import elements, stride_unit, strides_in
 from ..kernels.upload import upload
 from .tile_lists import tile_lists
 
@@ -106,11 +107,6 @@ def _sum_runs(
     inside = (t < tokens)[:, None]
     to_k = dk + b * elements(dk_b, UNIT) + h * elements(dk_h, UNIT) + t[:, None] * elements(dk_s, UNIT) + c[None, :]
     tl.store(to_k, total.to(dk.dtype.element_ty), mask=inside & (c < dim)[None, :])
-    to_v = (
-        dv
-        + b * elements(dv_b, UNIT)
-        + h * elements(dv_h, UNIT)
-        + t[:, None] * elements(dv_s, UNIT)
-        + (c - dim)[None, :]
-    )
+    to_v = dv + b * elements(dv_b, UNIT) + h * elements(dv_h, UNIT) + t[:, None] * elements(dv_s, UNIT)
+    to_v += (c - dim)[None, :]
     tl.store(to_v, total.to(dv.dtype.element_ty), mask=inside & ((c >= dim) & (c < dim + dim_v))[None, :])

@@ -1,0 +1,75 @@
+"""Launch parameters of the Triton kernels, one table for each family of GPUs.
+
+Those of Hopper are measured (NOTES.md). The others are made to fit: tests/test_triton_targets.py compiles the kernels
+for GPUs of every family and compares shared memory with what they have.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Tiles(NamedTuple):
+    """Tile sizes of a kernel, ``block_m`` queries and ``block_n`` keys, and options of the compiler."""
+
+    block_m: int
+    block_n: int
+    num_warps: int
+    num_stages: int
+    group: int = 1  # query heads that walk their tiles at the same time, to share keys in the L2 cache
+
+
+class Row(NamedTuple):
+    """Tiles of the three kernels for inputs of so many bits and head dims up to these, padded to a power of two.
+
+    Args:
+        dim: the larger head dim, of q and k or of v.
+        dim_v: that of v.
+    """
+
+    bits: int
+    dim: int
+    dim_v: int
+    forward: Tiles
+    dkdv: Tiles
+    dq: Tiles
+
+
+# Two programs of 4 warps per multiprocessor: one computes exponentials while the other multiplies.
+_HOPPER = (
+    Row(16, 64, 64, Tiles(64, 128, 4, 3, 2), Tiles(128, 64, 4, 2), Tiles(64, 64, 4, 3)),
+    Row(16, 128, 128, Tiles(128, 64, 4, 2, 2), Tiles(64, 64, 4, 2), Tiles(128, 64, 8, 3)),
+    Row(16, 256, 128, Tiles(128, 64, 8, 2, 2), Tiles(32, 64, 4, 2), Tiles(64, 32, 4, 2)),
+    Row(16, 256, 256, Tiles(128, 64, 8, 2, 2), Tiles(64, 64, 8, 2), Tiles(128, 32, 8, 2)),
+    Row(32, 64, 64, Tiles(64, 32, 4, 2), Tiles(32, 64, 4, 1), Tiles(64, 64, 4, 1)),
+    Row(32, 128, 128, Tiles(64, 32, 4, 2), Tiles(64, 64, 4, 1), Tiles(64, 64, 4, 1)),
+    Row(32, 256, 256, Tiles(64, 32, 4, 2), Tiles(32, 64, 8, 1), Tiles(64, 16, 4, 1)),
+)
+_99_KB = (
+    Row(16, 64, 64, Tiles(128, 64, 4, 2), Tiles(64, 64, 4, 2), Tiles(64, 64, 4, 2)),
+    Row(16, 128, 128, Tiles(128, 32, 8, 2), Tiles(32, 64, 4, 2), Tiles(64, 32, 4, 2)),
+    Row(16, 256, 256, Tiles(64, 32, 8, 1), Tiles(32, 32, 4, 1), Tiles(32, 32, 4, 1)),
+    Row(32, 128, 128, Tiles(64, 32, 4, 2), Tiles(32, 32, 4, 1), Tiles(32, 32, 4, 1)),
+    Row(32, 256, 256, Tiles(32, 32, 4, 1), Tiles(16, 32, 4, 1), Tiles(32, 16, 4, 1)),
+)
+
+# By the first number of the compute capability; 0 for the interpreter and for GPUs that are not NVIDIA's.
+TABLES = {0: _99_KB, 8: _99_KB, 9: _HOPPER, 10: _HOPPER, 12: _99_KB}
+
+
+def row_of(q: Tensor, v: Tensor, capability: tuple[int, int]) -> Row:
+    """Return the first row that has room for the head dims of q and v, on a GPU of this compute capability: that of the
+    smallest GPUs if it is unknown."""
+    dim_v = padded(v.shape[-1])
+    dim = max(padded(q.shape[-1]), dim_v)
+    bits = 32 if q.dtype == torch.float32 else 16
+    rows = TABLES.get(capability[0], _99_KB)
+    return next(r for r in rows if r.bits == bits and dim <= r.dim and dim_v <= r.dim_v)
+
+
+def padded(dim: int) -> int:
+    """Return the number of columns of a tile for ``dim``: the next power of two, at least 16."""
+    return 1 << (max(dim, 16) - 1).bit_length()

@@ -1,0 +1,138 @@
+"""The Triton kernels compile for GPUs that nobody has run them on, with the shared memory that these have.
+
+Compiling takes seconds per kernel: bf16 at head dim 128 everywhere; ``RINGATTN_COMPILE_ALL=1`` adds float32 and the
+head dims 64, 192/128 and 256. ``python tests/test_triton_targets.py`` prints registers, spills and shared memory.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+import sass
+from kernel_contract import causal, make_block
+from triton.backends.compiler import GPUTarget
+
+from ringattn.kernels.contract import Keys, Queries, Score
+from ringattn.kernels.triton import backward, forward, primitives
+from ringattn.kernels.triton.tiles import Tiles, row_of
+
+KB = 1024
+# The target, its compute capability as `primitives.capability` returns it, bytes of shared memory of a program.
+TARGETS = {
+    "sm_80": (GPUTarget("cuda", 80, 32), (8, 0), 163 * KB),
+    "sm_89": (GPUTarget("cuda", 89, 32), (8, 9), 99 * KB),
+    "sm_90": (GPUTarget("cuda", 90, 32), (9, 0), 227 * KB),
+    "sm_100": (GPUTarget("cuda", 100, 32), (10, 0), 227 * KB),
+    "sm_120": (GPUTarget("cuda", 120, 32), (12, 0), 99 * KB),
+    "gfx942": (GPUTarget("hip", "gfx942", 64), (0, 0), 64 * KB),
+}
+CASES = [("bfloat16", 128, 128)]
+if os.environ.get("RINGATTN_COMPILE_ALL"):
+    DIMS = ((64, 64), (128, 128), (192, 128), (256, 256))
+    CASES = [(dtype, *dims) for dtype in ("bfloat16", "float32") for dims in DIMS]
+
+
+def report(name: str, dtype: str, dim: int, dim_v: int) -> dict[str, dict]:
+    """Compile the three kernels for a target. Returns for each registers, spills and bytes of shared memory."""
+    target, capability, _ = TARGETS[name]
+    shapes = ((4, dim), (2, dim), (2, dim_v), (4, dim_v))
+    q, k, v, dout = (torch.zeros(1, 512, *shape, dtype=getattr(torch, dtype)) for shape in shapes)
+    rows, block, score = torch.zeros(1, 4, 512), make_block(*causal(512, 512), 512), Score(dim**-0.5)
+    launches: dict[str, dict] = {}
+
+    def compile_it(kernel, grid, *args, **options) -> None:
+        if kernel.__name__ != "_base2":
+            compiled = sass.compile_for(target, kernel, grid, args, options)
+            launches[kernel.__name__] = resources(compiled)
+
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (forward, backward):
+            patch.setattr(module, "dispatch", compile_it)
+        patch.setattr(backward, "_base2", _Nothing())
+        patch.setattr(primitives, "capability", lambda device: capability)
+        forward.forward(q, Keys(k, v, block), score, None, True)
+        backward.backward(Queries(q, dout, rows, rows), Keys(k, v, block), score, torch.zeros(q.shape))
+    return launches
+
+
+class _Nothing:
+    """In place of a kernel that is launched without dispatch()."""
+
+    def __getitem__(self, grid):
+        return lambda *args, **options: None
+
+
+def resources(compiled) -> dict[str, int]:
+    """Return the registers of a thread, the bytes that it spills, and the shared memory of a program."""
+    if "amdgcn" in compiled.asm:
+        numbers = dict(re.findall(r"\.(\w+):\s+(\d+)", compiled.asm["amdgcn"]))
+        registers, spilled = int(numbers["vgpr_count"]), 4 * int(numbers["vgpr_spill_count"])
+    else:
+        with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+            file.write(compiled.asm["cubin"])
+            file.flush()
+            command = [sass.TOOLS / "cuobjdump", "--dump-resource-usage", file.name]
+            text = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+        registers, spilled = int(re.search(r"REG:(\d+)", text)[1]), int(re.search(r"STACK:(\d+)", text)[1])
+    return dict(registers=registers, spilled=spilled, shared=compiled.metadata.shared)
+
+
+@functools.cache
+def reports(name: str) -> dict:
+    """Compile in a process of its own, where Triton's interpreter is off."""
+    root = Path(__file__).parents[1]
+    environment = {**os.environ, "TRITON_INTERPRET": "0", "PYTHONPATH": str(root)}
+    run = subprocess.run([sys.executable, __file__, name], env=environment, capture_output=True, text=True, cwd=root)
+    assert run.returncode == 0, run.stderr[-2000:]
+    return json.loads(run.stdout.splitlines()[-1])
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_kernels_fit(name: str) -> None:
+    shared = TARGETS[name][2]
+    for case, kernels in reports(name).items():
+        assert set(kernels) == {"_forward", "_dkdv", "_dq"}
+        for kernel, used in kernels.items():
+            assert used["shared"] <= shared, f"{name}, {case}, {kernel}: {used}"
+            assert used["registers"] > 0
+
+
+@pytest.mark.parametrize("dims", [(16, 16), (40, 80), (64, 64), (128, 64), (192, 128), (256, 256)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("capability", [(0, 0), (7, 5), (8, 6), (9, 0), (10, 3), (12, 1)])
+def test_every_call_has_tiles(capability, dtype, dims) -> None:
+    q, v = (torch.zeros(1, 1, 1, dim, dtype=dtype) for dim in dims)
+    row = row_of(q, v, capability)
+    assert row.dim >= max(dims)
+    assert row.dim_v >= dims[1]
+    assert all(isinstance(tiles, Tiles) for tiles in row[3:])
+
+
+def main(names: list[str]) -> None:
+    """Print a line of JSON for one target, a table for several: Triton keeps kernels by device, whatever its target, so
+    each target has a process of its own."""
+    if len(names) == 1:
+        cases = {f"{dtype} {dim}/{dim_v}": report(names[0], dtype, dim, dim_v) for dtype, dim, dim_v in CASES}
+        print(json.dumps(cases))
+        return
+    for name in names or TARGETS:
+        for case, kernels in reports(name).items():
+            for kernel, used in kernels.items():
+                numbers = "  ".join(f"{what} {n}" for what, n in used.items())
+                print(f"{name:7s} {case:17s} {kernel:9s} {numbers}", flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
