@@ -148,9 +148,7 @@ class Backend:
         """Run the backward once for each interval per query, and add up dk and dv."""
         first, *others = keys.walks()
         block = first.block.memo.once("alone", lambda: replace(first.block, others=()))
-        dk, dv = self.backward(
-            queries, first._replace(block=block), score, dq, deterministic=deterministic, into=into
-        )
+        dk, dv = self.backward(queries, first._replace(block=block), score, dq, deterministic=deterministic, into=into)
         for walk in others:
             part = self.backward(queries, walk, score, dq, deterministic=deterministic)
             dk += part[0]

@@ -162,7 +162,7 @@ def test_seen_keys_of_unions_are_exact(drawn: Any, layout: str, ranks: int) -> N
     if bool((visible_a & visible_b).any()):
         b, visible_b = masks.nothing(a.seq_len, a.seq_len_k), torch.zeros_like(visible_b)
     union, visible = a | b, visible_a | visible_b
-    shards = layouts.LAYOUTS[layout](union, ranks)
+    shards = layouts.LAYOUTS[layout](union, ranks, ranks)
     assert sorted(p for shard in shards for run in shard for p in run) == list(range(a.seq_len))
     for shard, seen in zip(shards, union.seen(shards), strict=True):
         rows = visible[:, layouts.positions(shard)]
