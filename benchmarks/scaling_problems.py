@@ -11,6 +11,7 @@ import torch
 
 from benchmarks import documents
 from ringattn import mask
+from ringattn.work import Work
 
 MASKS = ("causal", "full", "window", "documents", "published")
 
@@ -80,8 +81,7 @@ def mask_arguments(name: str, seq_len: int, window: int, length: int | None = No
 
 def visible_pairs(visible: mask.Mask) -> int:
     """Count the pairs of a query and a key that a mask lets through, in one head."""
-    start, end = visible.intervals(torch.arange(visible.seq_len))
-    return int((end.long() - start.long()).sum())
+    return Work(visible).total
 
 
 def settings(args: argparse.Namespace) -> list[Setting]:

@@ -42,7 +42,7 @@ class Mask:
         elif self.name == "window":
             mask = masks.window(seq, self.size - 1, 0)
         else:
-            mask = masks.causal(seq) & masks.packed([*range(0, seq, self.size), seq], seq)
+            mask = masks.packed([*range(0, seq, self.size), seq], seq, window_size=(-1, 0))
         start, end = mask.intervals(torch.arange(seq))
         return start[0], end[0]
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+from dataclasses import replace
 from types import ModuleType
 
 import torch
@@ -35,13 +36,23 @@ class Backend:
         Args:
             state: state to carry in; its tensors may be overwritten and returned. Without one, the sink joins.
         """
-        partial = self._or_eager(q, keys)._forward(q, keys, score, state, finalize=False)
-        assert isinstance(partial, Partial)
-        return partial
+        backend = self._or_eager(q, keys)
+        for walk in keys.walks():
+            partial = backend._forward(q, walk, score, state, finalize=False)
+            assert isinstance(partial, Partial)
+            state = partial
+        assert state is not None
+        return state
 
     def output(self, q: Tensor, keys: Keys, score: Score, state: Partial | None = None) -> Result:
         """Attend to the last chunk of keys and return the finished ``(out, lse)``. Arguments: :meth:`forward`."""
-        result = self._or_eager(q, keys)._forward(q, keys, score, state, finalize=True)
+        backend = self._or_eager(q, keys)
+        *walks, last = keys.walks()
+        for walk in walks:
+            partial = backend._forward(q, walk, score, state, finalize=False)
+            assert isinstance(partial, Partial)
+            state = partial
+        result = backend._forward(q, last, score, state, finalize=True)
         assert isinstance(result, Result)
         return result
 
@@ -65,6 +76,8 @@ class Backend:
                 tensors if absent.
             counters: (groups of rows, segments of keys) int32 on the device, see :class:`.contract.CompletionCounts`.
         """
+        if keys.block.others:
+            return self._walks_back(queries, keys, score, dq, deterministic, into)
         backend = self._or_eager(queries.q, keys)
         heads, sums_keys = backend.sums(queries.q, keys.k, deterministic)
         if long_sums.must_split(keys.block, heads, sums_keys):
@@ -85,7 +98,7 @@ class Backend:
         self, q: Tensor, keys: Keys, score: Score, *, deterministic: bool = False
     ) -> CompletionCounts | None:
         """Return what the backward counts, or None if it can neither count nor wait for keys."""
-        if deterministic or long_sums.must_split(keys.block, *self.sums(q, keys.k, deterministic)):
+        if deterministic or keys.block.others or long_sums.must_split(keys.block, *self.sums(q, keys.k, deterministic)):
             return None
         return self._completion_counts(q, keys)
 
@@ -122,6 +135,25 @@ class Backend:
     def _or_eager(self, q: Tensor, keys: Keys) -> Backend:
         """Return the eager backend for empty tensors, which it handles on any device: there is nothing to launch."""
         return BACKENDS["eager"] if 0 in q.shape or 0 in keys.k.shape else self
+
+    def _walks_back(
+        self,
+        queries: Queries,
+        keys: Keys,
+        score: Score,
+        dq: Tensor,
+        deterministic: bool,
+        into: tuple[Tensor, Tensor] | None,
+    ) -> tuple[Tensor, Tensor]:
+        """Run the backward once for each interval per query, and add up dk and dv."""
+        first, *others = keys.walks()
+        block = first.block.memo.once("alone", lambda: replace(first.block, others=()))
+        dk, dv = self.backward(queries, first._replace(block=block), score, dq, deterministic=deterministic, into=into)
+        for walk in others:
+            part = self.backward(queries, walk, score, dq, deterministic=deterministic)
+            dk += part[0]
+            dv += part[1]
+        return dk, dv
 
     def _in_pieces(
         self,

@@ -166,6 +166,10 @@ class Keys(NamedTuple):
     block: Block
     ready: ReadyFlags | None = None
 
+    def walks(self) -> list[Keys]:
+        """Return the same keys once for each interval per query."""
+        return [self, *(self._replace(block=walk) for walk in self.block.others)]
+
 
 class Queries(NamedTuple):
     """What a backward needs of the queries.
@@ -261,6 +265,8 @@ class Block:
         chunked: these queries may see other chunks of keys, too, so that states are carried.
         long: with other documents a query may see more than ``LONGEST_SUM`` keys. Kernels that differ in these two are
             compiled together with the first one.
+        others: further intervals per query, of which no two share a key: blocks of the same queries and keys, each a
+            walk of its own that carries the state of the walk before (:class:`.backends.Backend`).
 
     The tensors are on the CPU, or on the device of the kernels. What is derived from them is made where they are, and
     sent to the device of the kernels in one copy per kernel that nothing waits for (:meth:`on`): a block on the CPU
@@ -278,6 +284,7 @@ class Block:
     ordered: bool = False
     chunked: bool = False
     long: bool = False
+    others: tuple[Block, ...] = ()
     memo: Memo[Any] = field(default_factory=lambda: Memo(256), repr=False, init=False)
 
     @property

@@ -104,6 +104,7 @@ def sub_block(block: Block, queries: slice, keys: slice) -> Block:
         segments_q=_cut(block.segments_q, queries),
         segments_k=_cut(block.segments_k, keys),
         pairs=None,
+        others=(),
     )
 
 

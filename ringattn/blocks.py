@@ -28,15 +28,17 @@ def positions(runs: Sequence[range]) -> Tensor:
     return torch.from_numpy((first + index * step).astype(np.int32))
 
 
-def intervals(mask: Mask, queries: Sequence[range]) -> tuple[Tensor, Tensor]:
-    """Return the visible keys of these queries, in global positions: start and end, (rows, n) int32 on the CPU."""
-    return mask.intervals(positions(queries).long())
+def intervals(mask: Mask, queries: Sequence[range]) -> list[tuple[Tensor, Tensor]]:
+    """Return the visible keys of these queries under each member of a mask, in global positions: start and end, (rows,
+    n) int32 on the CPU."""
+    at = positions(queries).long()
+    return [member.intervals(at) for member in mask.members]
 
 
 def make(
     mask: Mask,
     queries: Sequence[range],
-    seen: tuple[Tensor, Tensor],
+    seen: Sequence[tuple[Tensor, Tensor]],
     keys: Sequence[range],
     segments_k: tuple[int, ...] | None = None,
 ) -> Block:
@@ -52,19 +54,25 @@ def make(
     interleaved = any(a[-1] > b.start for a, b in itertools.pairwise(keys) if a)
     if interleaved:
         keys_at = keys_at.sort().values
-    start, end = (torch.searchsorted(keys_at, bound, out_int32=True) for bound in seen)
-    return Block(
-        start,
-        end,
-        positions(queries) + mask.offset,
-        keys_at,
-        tuple(map(len, queries)),
-        tuple(map(len, keys)) if segments_k is None else segments_k,
-        float((end - start).sum()) / mask.rows,
-        mask.max_keys_per_query,
-        chunked=segments_k is None,
-        long=mask.seq_len_k > LONGEST_SUM,
-    )
+    positions_q, lengths = positions(queries) + mask.offset, tuple(map(len, keys)) if segments_k is None else segments_k
+
+    def walk(bounds: tuple[Tensor, Tensor], others: tuple[Block, ...] = ()) -> Block:
+        start, end = (torch.searchsorted(keys_at, bound, out_int32=True) for bound in bounds)
+        return Block(
+            start,
+            end,
+            positions_q,
+            keys_at,
+            tuple(map(len, queries)),
+            lengths,
+            float((end - start).sum()) / mask.rows,
+            mask.max_keys_per_query,
+            chunked=segments_k is None or len(seen) > 1,
+            long=mask.seq_len_k > LONGEST_SUM,
+            others=others,
+        )
+
+    return walk(seen[0], tuple(walk(bounds) for bounds in seen[1:]))
 
 
 def part(runs: Sequence[range], offset: int, length: int) -> list[range]:

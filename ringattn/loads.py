@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from .balance import TILE
+from .intervals import Intervals
 from .layout import Shard, positions
 from .mask import Mask
 from .schedule import Fetch
@@ -78,8 +79,8 @@ def _busiest(numbers: Sequence[int]) -> float:
 def _pairs(mask: Mask, work: Work, run: range) -> int:
     if run.step == 1:
         return work.of(run)
-    start, end = mask.intervals(positions((run,)))
-    return int((end.long() - start.long()).sum())
+    seen = (member.intervals(positions((run,))) for member in mask.members)
+    return sum(int((end.long() - start.long()).sum()) for start, end in seen)
 
 
 def _tiles(mask: Mask, shard: Shard, seen: Sequence[range]) -> int:
@@ -88,14 +89,6 @@ def _tiles(mask: Mask, shard: Shard, seen: Sequence[range]) -> int:
     if not tiles or not seen:
         return 0
     with torch.device("cpu"):
-        start, past_first = mask.intervals(torch.tensor([tile[0] for tile in tiles]))
-        start_last, end = mask.intervals(torch.tensor([tile[-1] for tile in tiles]))
-        for i in ((past_first <= start) | (end <= start_last)).any(0).nonzero().flatten().tolist():
-            # Its first or last query sees nothing, perhaps all of them.
-            starts, ends = mask.intervals(positions((tiles[i],)))
-            sees = ends > starts
-            start[:, i] = torch.where(sees, starts, mask.seq_len_k).amin(1)
-            end[:, i] = torch.where(sees, ends, 0).amax(1)
         begins = torch.tensor([run.start for run in seen])
         lengths = torch.tensor([len(run) for run in seen])
         before = lengths.cumsum(0) - lengths
@@ -105,8 +98,25 @@ def _tiles(mask: Mask, shard: Shard, seen: Sequence[range]) -> int:
             index = (torch.searchsorted(begins, key, right=True) - 1).clamp(min=0)
             return before[index] + torch.minimum((key - begins[index]).clamp(min=0), lengths[index])
 
-        first, past = in_buffer(start.long()), in_buffer(end.long())
-        return int(((past + TILE - 1) // TILE - first // TILE)[past > first].sum())
+        count = 0
+        for member in mask.members:
+            start, end = _seen_by_tiles(member, tiles)
+            first, past = in_buffer(start.long()), in_buffer(end.long())
+            count += int(((past + TILE - 1) // TILE - first // TILE)[past > first].sum())
+        return count
+
+
+def _seen_by_tiles(member: Intervals, tiles: Sequence[range]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the first key that each tile of queries sees in each row, and past the last one."""
+    start, past_first = member.intervals(torch.tensor([tile[0] for tile in tiles]))
+    start_last, end = member.intervals(torch.tensor([tile[-1] for tile in tiles]))
+    for i in ((past_first <= start) | (end <= start_last)).any(0).nonzero().flatten().tolist():
+        # Its first or last query sees nothing, perhaps all of them.
+        starts, ends = member.intervals(positions((tiles[i],)))
+        sees = ends > starts
+        start[:, i] = torch.where(sees, starts, member.seq_len_k).amin(1)
+        end[:, i] = torch.where(sees, ends, 0).amax(1)
+    return start, end
 
 
 def _least_fetched(mask: Mask, work: Work, world_size: int) -> int:

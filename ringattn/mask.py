@@ -31,288 +31,23 @@ pass any as ``ringattn.plan(seq_len, mask=...)``.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from .intervals import FAR
+from .common_masks import boundaries, rows
+from .common_masks import causal as causal
+from .common_masks import documents as documents
+from .common_masks import full as full
+from .common_masks import nothing as nothing
+from .common_masks import packed as packed
+from .common_masks import pieces as pieces
+from .common_masks import prefix as prefix
+from .common_masks import window as window
+from .intervals import FAR, Intervals
 from .intervals import Mask as Mask
-
-
-def estimate_pairs(
-    mask: Mask, shards: Sequence[Sequence[range]], shards_k: Sequence[Sequence[range]]
-) -> list[list[float]]:
-    """Return about how many (query, key) pairs of any two ranks are visible, from a sample of each rank's queries, on
-    average over the mask's rows: ``pairs[q_rank][k_rank]``."""
-    n = len(shards)
-    sample = max(8, 512 // n)
-    positions, owners, weights = [], [], []
-    for rank, shard in enumerate(shards):
-        length = sum(map(len, shard))
-        count = min(length, sample)
-        queries = [_position(shard, (2 * i + 1) * length // (2 * count)) for i in range(count)]
-        positions += queries
-        owners += [rank] * len(queries)
-        weights += [length / max(count, 1) / mask.rows] * count
-    runs = [(owner, run) for owner, shard in enumerate(shards_k) for run in shard]
-    if not positions or not runs:
-        return [[0.0] * n for _ in range(n)]
-    with torch.device("cpu"):
-        bounds = mask.intervals(torch.tensor(positions))
-        first, step, size = (torch.tensor(x) for x in zip(*((r.start, r.step, len(r)) for _, r in runs), strict=True))
-        below = [b[..., None] - first for b in bounds]
-        if bool((step > 1).any()):  # a division takes longer than all the rest
-            below = [(b + step - 1) // step for b in below]
-        below = [b.clamp(min=0).minimum(size) for b in below]
-        seen = (below[1] - below[0]).sum(0) * torch.tensor(weights, dtype=torch.float64)[:, None]  # (queries, runs)
-        pairs = torch.zeros(n, len(runs), dtype=torch.float64).index_add_(0, torch.tensor(owners), seen)
-        whole = torch.zeros(n, n, dtype=torch.float64)
-        return whole.index_add_(1, torch.tensor([o for o, _ in runs]), pairs).tolist()
-
-
-def _position(shard: Sequence[range], index: int) -> int:
-    for run in shard:
-        if index < len(run):
-            return run[index]
-        index -= len(run)
-    raise IndexError(index)
-
-
-def count_below(run: range, bound: Tensor) -> Tensor:
-    """Return how many members of ``run`` are smaller than each bound."""
-    return ((bound - run.start + run.step - 1) // run.step).clamp(0, len(run))
-
-
-def pieces(
-    seq_len: int,
-    seq_len_k: int,
-    *,
-    first: Tensor | None = None,
-    low: int | Tensor = -FAR,
-    high: int | Tensor = FAR,
-    left: int | Tensor = FAR,
-    right: int | Tensor = FAR,
-) -> Mask:
-    """Return a mask of pieces, the way to write one of your own.
-
-    For a query at position i in piece p, with ``a = i + seq_len_k - seq_len``, keys j are visible with ``low[p] <= j <
-    high[p]`` and ``a - left[p] <= j <= a + right[p]``. Neither end of that interval may fall as i grows.
-
-    Args:
-        first: (rows, pieces) integers, the first query of each piece, growing from 0; one piece if absent. ``rows`` is
-        1
-            or the batch size.
-        low, high, left, right: numbers, or tensors like ``first``; absent ones hide nothing.
-
-    Raises:
-        TypeError: not integers.
-        ValueError: a shape that is not (rows, pieces).
-    """
-    first = torch.as_tensor([[0]] if first is None else first, device="cpu")
-    fields = []
-    for name, bound in (("first", first), ("low", low), ("high", high), ("left", left), ("right", right)):
-        x = torch.as_tensor(bound, device="cpu").detach()
-        if x.is_floating_point() or x.is_complex() or x.dtype == torch.bool:
-            raise TypeError(f"{name} has dtype {x.dtype}; pass integers")
-        if (name == "first" and (x.ndim != 2 or 0 in x.shape)) or (x.ndim and x.shape != first.shape):
-            raise ValueError(
-                f"{name} has shape {tuple(x.shape)}; it must be (rows, pieces), at least (1, 1) and that of `first`"
-            )
-        fields.append(x.to(torch.int64).expand_as(first).contiguous())
-    return Mask(seq_len, seq_len_k, *fields)
-
-
-def full(seq_len: int, seq_len_k: int | None = None) -> Mask:
-    """Return the mask in which every query sees every key."""
-    return pieces(seq_len, seq_len if seq_len_k is None else seq_len_k)
-
-
-def causal(seq_len: int, seq_len_k: int | None = None) -> Mask:
-    """Return the causal mask: key j is visible to aligned position a iff j <= a."""
-    return pieces(seq_len, seq_len if seq_len_k is None else seq_len_k, right=0)
-
-
-def window(seq_len: int, left: int, right: int, seq_len_k: int | None = None) -> Mask:
-    """Return a sliding window: ``a - left <= j <= a + right``; -1 means unbounded, as in flash-attn.
-
-    Raises:
-        ValueError: a bound below -1.
-    """
-    for name, bound in (("left", left), ("right", right)):
-        if bound < -1:
-            raise ValueError(f"window_size {name} is {bound}; use -1 for unbounded or a number of keys >= 0")
-    return pieces(
-        seq_len,
-        seq_len if seq_len_k is None else seq_len_k,
-        left=FAR if left == -1 else min(left, FAR),
-        right=FAR if right == -1 else min(right, FAR),
-    )
-
-
-def prefix(seq_len: int, length: int, seq_len_k: int | None = None) -> Mask:
-    """Return the mask of a prefix-LM: the first ``length`` keys are visible to every query, the others causally.
-
-    Raises:
-        ValueError: length outside 0..seq_len_k.
-    """
-    seq_len_k = seq_len if seq_len_k is None else seq_len_k
-    if not 0 <= length <= seq_len_k:
-        raise ValueError(f"prefix is {length}; it must be between 0 and the number of keys, {seq_len_k}")
-    # Queries before the end of the prefix see up to it, the others up to themselves.
-    inside = min(max(length - (seq_len_k - seq_len), 0), seq_len)
-    first = torch.tensor([[0, inside]], device="cpu")
-    return pieces(
-        seq_len,
-        seq_len_k,
-        first=first,
-        high=torch.tensor([[length, FAR]], device="cpu"),
-        right=torch.tensor([[FAR, 0]], device="cpu"),
-    )
-
-
-def packed(
-    cu_seqlens: Sequence[int] | Tensor,
-    seq_len: int,
-    cu_seqlens_k: Sequence[int] | Tensor | None = None,
-    seq_len_k: int | None = None,
-    *,
-    window_size: tuple[int, int] = (-1, -1),
-) -> Mask:
-    """Return the mask of packed documents: queries see keys of their own document.
-
-    Args:
-        cu_seqlens: global boundaries ``[0, end of document 0, ..., seq_len]``; empty documents are allowed.
-        cu_seqlens_k: those of the keys, as many, for cross attention: document d of the queries sees document d of the
-            keys.
-        window_size: ``(left, right)``, counted from positions that are aligned at the ends of each document, as in
-            flash-attn; ``(-1, 0)`` is causal. Without ``cu_seqlens_k`` it is ``& window(seq_len, left, right)``.
-
-    Raises:
-        TypeError: not integers.
-        ValueError: not one-dimensional, not starting at 0, falling, or not ending at the number of tokens; other
-            numbers of documents.
-    """
-    bounds = _boundaries("cu_seqlens", cu_seqlens, "seq_len", seq_len)
-    if cu_seqlens_k is None:
-        if seq_len_k not in (None, seq_len):
-            raise ValueError(f"cu_seqlens needs cu_seqlens_k where seq_len_k = {seq_len_k} is not seq_len = {seq_len}")
-        bounds = bounds.unique()  # sorted; empty documents vanish
-        bounds_k, keys = bounds, seq_len
-    else:
-        keys = _last(cu_seqlens_k) if seq_len_k is None else seq_len_k
-        bounds_k = _boundaries("cu_seqlens_k", cu_seqlens_k, "seq_len_k", keys)
-        if len(bounds) != len(bounds_k):
-            raise ValueError(
-                f"cu_seqlens has {len(bounds) - 1} documents and cu_seqlens_k {len(bounds_k) - 1}; document d of the "
-                "queries sees document d of the keys, so give both the same number, empty ones included"
-            )
-    some = bounds[1:] > bounds[:-1]  # documents with queries
-    if not bool(some.any()):
-        return full(0, keys)
-    first, past, low, high = (x[some][None] for x in (bounds[:-1], bounds[1:], bounds_k[:-1], bounds_k[1:]))
-    if window_size == (-1, -1):
-        return pieces(seq_len, keys, first=first, low=low, high=high)
-    near = window(seq_len, *window_size, keys)
-    shift = high - past - near.offset  # from positions aligned at the ends of the rows to those of the documents
-    return pieces(seq_len, keys, first=first, low=low, high=high, left=near.left - shift, right=near.right + shift)
-
-
-def _boundaries(name: str, bounds: Sequence[int] | Tensor, end: str, length: int) -> Tensor:
-    """Return boundaries of neighbouring runs as int64, checked."""
-    x = torch.as_tensor(bounds, device="cpu").detach()
-    if x.is_floating_point() or x.is_complex() or x.dtype == torch.bool:
-        raise TypeError(f"{name} has dtype {x.dtype}; pass integers")
-    if x.ndim != 1 or len(x) < 2:
-        raise ValueError(f"{name} has shape {tuple(x.shape)}; it must be (documents + 1,), at least [0, {length}]")
-    x = x.to(torch.int64)
-    if x[0] != 0:
-        raise ValueError(f"{name} starts with {x[0].item()}; it must start with 0")
-    falls = (x[1:] < x[:-1]).nonzero()
-    if len(falls):
-        at = int(falls[0])
-        raise ValueError(
-            f"{name} falls from {x[at].item()} to {x[at + 1].item()} at index {at + 1}; it must be sorted: boundaries "
-            "of the packed documents, not their lengths"
-        )
-    if x[-1] != length:
-        raise ValueError(f"{name} ends with {x[-1].item()}; it must end with {end} = {length}")
-    return x
-
-
-def _last(bounds: Sequence[int] | Tensor) -> int:
-    return int(bounds[-1]) if len(bounds) else 0
-
-
-def documents(ids: Tensor, seq_len: int) -> Mask:
-    """Return the mask of packed documents that differ by row: ``ids`` (batch, seq_len) integers, -1 for padding.
-
-    Neighbouring positions with the same id are one document; padding sees nothing and is not seen.
-
-    Raises:
-        TypeError: not integers.
-        ValueError: wrong shape, ids below -1, or a document that is interrupted and goes on later.
-    """
-    ids = torch.as_tensor(ids, device="cpu").detach()
-    if ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
-        raise TypeError(f"documents has dtype {ids.dtype}; pass integer ids, -1 for padding")
-    if ids.ndim != 2 or ids.shape[1] != seq_len:
-        raise ValueError(
-            f"documents has shape {tuple(ids.shape)}; it must be (batch, seq_len) with seq_len = {seq_len}"
-        )
-    if ids.numel() and int(ids.min()) < -1:
-        raise ValueError(f"documents has the id {int(ids.min())}; ids are >= 0, and -1 is padding")
-    rows = []
-    for b, row in enumerate(ids):
-        runs, lengths = torch.unique_consecutive(row, return_counts=True)
-        real = runs[runs >= 0]
-        values, counts = real.unique(return_counts=True)
-        if len(values) != len(real):
-            broken = int(values[counts > 1][0])
-            raise ValueError(
-                f"documents[{b}] has the id {broken} in {int(counts.max())} separate runs; "
-                "give each run of neighbouring tokens its own id"
-            )
-        past = lengths.cumsum(0)
-        rows.append((past - lengths, past, runs >= 0))
-    count = max((len(r[0]) for r in rows), default=0)
-    if not count:
-        return pieces(seq_len, seq_len, first=torch.zeros(max(1, len(ids)), 1, dtype=torch.int64, device="cpu"))
-    shape = (len(rows), count)
-    first = torch.full(shape, seq_len, device="cpu")  # unused pieces begin where no query is
-    low, high = torch.zeros(shape, dtype=torch.int64, device="cpu"), torch.zeros(shape, dtype=torch.int64, device="cpu")
-    left, right = torch.full(shape, FAR, device="cpu"), torch.full(shape, FAR, device="cpu")
-    for b, (begin, past, real) in enumerate(rows):
-        n = len(begin)
-        first[b, :n] = begin
-        # A padding token sees [i, i): empty, and in order with its neighbours' intervals.
-        low[b, :n], high[b, :n] = torch.where(real, begin, -FAR), torch.where(real, past, FAR)
-        left[b, :n], right[b, :n] = torch.where(real, FAR, 0), torch.where(real, FAR, -1)
-    return Mask(seq_len, seq_len, first, low, high, left, right)
-
-
-def rows(masks: Sequence[Mask]) -> Mask:
-    """Return the mask whose row b of the batch is ``masks[b]``, for batches whose rows differ.
-
-    Raises:
-        ValueError: no masks, masks of several rows, or of different lengths.
-    """
-    shapes = {(m.seq_len, m.seq_len_k) for m in masks}
-    if len(shapes) != 1 or any(m.rows != 1 for m in masks):
-        raise ValueError(
-            f"rows() got {len(masks)} masks of lengths {sorted(shapes)} with {[m.rows for m in masks]} rows; pass "
-            "masks of one row each and of the same lengths"
-        )
-    ((seq_len, seq_len_k),) = shapes
-    count = max(m.first.shape[1] for m in masks)
-    fields = []
-    # Unused pieces begin where no query is, and see nothing.
-    for name, fill in (("first", seq_len), ("low", 0), ("high", 0), ("left", FAR), ("right", FAR)):
-        x = torch.full((len(masks), count), fill, dtype=torch.int64, device="cpu")
-        for row, m in zip(x, masks, strict=True):
-            row[: m.first.shape[1]] = getattr(m, name)[0]
-        fields.append(x)
-    return Mask(seq_len, seq_len_k, *fields)
 
 
 def chunked(seq_len: int, size: int, documents: Mask | None = None) -> Mask:
@@ -345,15 +80,15 @@ def blocks(seq_len: int, size: int | Sequence[int] | Tensor, documents: Mask | N
     return ends if documents is None else ends & documents
 
 
-def _divided(seq_len: int, size: int | Sequence[int] | Tensor, documents: Mask | None) -> Mask:
+def _divided(seq_len: int, size: int | Sequence[int] | Tensor, documents: Mask | None) -> Intervals:
     """Return attention inside chunks of a size, counted in each document, or between boundaries."""
-    whole = full(seq_len) if documents is None else documents
+    whole = full(seq_len) if documents is None else documents.members[0]
     if (whole.seq_len, whole.seq_len_k) != (seq_len, seq_len):
         raise ValueError(
             f"documents are for {whole.seq_len} queries and {whole.seq_len_k} keys, but the mask for {seq_len} of both"
         )
     if not isinstance(size, int):
-        return packed(_boundaries("size", size, "seq_len", seq_len), seq_len)
+        return packed(boundaries("size", size, "seq_len", seq_len), seq_len)
     if size < 1:
         raise ValueError(f"size is {size}; pass a number of positions >= 1")
     several = []
@@ -362,7 +97,7 @@ def _divided(seq_len: int, size: int | Sequence[int] | Tensor, documents: Mask |
         piece = torch.repeat_interleave(count)
         begin = first[piece] + size * (torch.arange(len(piece), device="cpu") - (count.cumsum(0) - count)[piece])
         several.append(packed([0, *begin[1:].tolist(), seq_len], seq_len))
-    return rows(several)
+    return rows(several).members[0]
 
 
 def spans(runs: Sequence[tuple[int, int]] | Tensor, seq_len: int, *, left: int = -1) -> Mask:
@@ -417,3 +152,148 @@ def spans_of(ids: Tensor) -> Tensor:
     values, lengths = torch.unique_consecutive(torch.as_tensor(ids, device="cpu").detach(), return_counts=True)
     past = lengths.cumsum(0)
     return torch.stack([past - lengths, past], 1)[values >= 0]
+
+
+def sinks(seq_len: int, count: int, left: int, documents: Mask | None = None) -> Mask:
+    """Return a causal window of ``left`` keys before each query, with the first ``count`` keys of its document visible
+    from everywhere after them: attention sinks (Xiao et al. 2023, arXiv:2309.17453).
+
+    Args:
+        documents: as in :func:`chunked`; without them the row is one document.
+
+    Raises:
+        ValueError: a negative count or window, or documents of another length.
+    """
+    if count < 0 or left < 0:
+        raise ValueError(f"sinks got count {count} and left {left}; pass numbers of keys >= 0")
+    whole = full(seq_len) if documents is None else documents
+    one = whole.members[0]
+    first = one.low.clamp(min=0)
+    early = pieces(seq_len, seq_len, first=one.first, low=first, high=first + count, right=-left - 1)
+    return (window(seq_len, left, 0) & whole) | (early & whole)
+
+
+def tree(parents: Sequence[int], lengths: Sequence[int]) -> Mask:
+    """Return the mask of a tree of segments, such as a prompt and the answers to it: every token sees all tokens of the
+    segments above its own, and its own segment up to itself.
+
+    Segments lie one after another in depth-first order. ``tree([-1, 0, 0], [100, 20, 30])`` is a prompt of 100 tokens
+    with two answers.
+
+    Args:
+        parents: the number of the segment above each one, -1 for none: several trees may follow each other.
+        lengths: tokens of each segment.
+
+    Raises:
+        ValueError: not in depth-first order, or other numbers of parents and lengths.
+    """
+    if len(parents) != len(lengths) or not all(length >= 0 for length in lengths):
+        raise ValueError(
+            f"tree() got {len(parents)} parents and lengths {list(lengths)}; pass one length >= 0 for each"
+        )
+    ends = [0, *itertools.accumulate(lengths)]
+    paths: list[list[int]] = []  # of each segment: the segments above it, and itself
+    for segment, parent in enumerate(parents):
+        if parent != -1 and (not paths or parent not in paths[-1]):
+            raise ValueError(
+                f"segment {segment} has parent {parent}, but the segments above it in depth-first order can be "
+                f"{paths[-1] if paths else []} or -1 for a new tree; reorder the segments"
+            )
+        paths.append([*paths[parent][: paths[parent].index(parent) + 1], segment] if parent != -1 else [segment])
+    whole: Mask = nothing(ends[-1])
+    for depth in range(max(map(len, paths), default=1)):
+        first, low, high, right = [0], [0], [0], [FAR]
+        for segment, path in enumerate(paths):
+            if len(path) > depth:
+                above = path[depth]
+                bounds = ends[above], ends[above + 1], 0 if above == segment else FAR
+            else:
+                bounds = ends[segment], ends[segment], FAR  # sees nothing, in order with its neighbours
+            for field, x in zip((first, low, high, right), (ends[segment], *bounds), strict=True):
+                field.append(x)
+        fields = (torch.tensor([x], device="cpu") for x in (first, low, high, right))
+        whole |= pieces(ends[-1], ends[-1], **dict(zip(("first", "low", "high", "right"), fields, strict=True)))
+    return whole
+
+
+def block_diffusion(seq_len: int, size: int) -> Mask:
+    """Return the mask of rows ``[noisy | clean]``, of ``2 * seq_len`` tokens, for training block diffusion (Arriola et
+    al. 2025, arXiv:2503.09573): a noisy block sees itself and the clean blocks before it, a clean block the clean ones
+    up to itself.
+
+    Raises:
+        ValueError: not a size >= 1.
+    """
+    n = seq_len
+    block = _divided(n, size, None)
+    first, begin, end = (torch.cat([x, x + n], 1) for x in (block.first, block.low, block.high))
+    clean = first >= n
+    own = pieces(2 * n, 2 * n, first=first, low=torch.where(clean, n, begin), high=end)
+    before = pieces(
+        2 * n, 2 * n, first=first, low=torch.where(clean, 2 * n, n), high=torch.where(clean, 2 * n, begin + n)
+    )
+    return own | before
+
+
+def from_intervals(starts: Tensor, ends: Tensor, seq_len_k: int | None = None) -> Mask:
+    """Return the mask in which query i of row b sees keys ``starts[b, i, c] <= j < ends[b, i, c]`` for every c.
+
+    Args:
+        starts, ends: integers, (queries,), (rows, queries) or (rows, queries, intervals per query). Those of one c may
+            not fall from query to query; where a query has no interval c, give it an empty one in between.
+
+    Raises:
+        TypeError: not integers.
+        ValueError: shapes that differ, intervals that fall, or that share a key.
+    """
+    shape = tuple(starts.shape)
+    if starts.is_floating_point() or ends.is_floating_point():
+        raise TypeError(f"starts and ends have dtypes {starts.dtype} and {ends.dtype}; pass integers")
+    if shape != tuple(ends.shape) or not 1 <= len(shape) <= 3:
+        raise ValueError(
+            f"starts has shape {shape} and ends {tuple(ends.shape)}; both must be (queries,), (rows, queries) or "
+            "(rows, queries, intervals)"
+        )
+    starts, ends = (
+        x.detach().cpu().reshape((1,) * (len(shape) == 1) + shape + (1,) * (len(shape) < 3)) for x in (starts, ends)
+    )
+    queries = starts.shape[1]
+    whole: Mask | None = None
+    for start, end in zip(starts.unbind(2), ends.unbind(2), strict=True):
+        member = rows(
+            [
+                _linear_runs(a.long(), b.long(), queries if seq_len_k is None else seq_len_k)
+                for a, b in zip(start, end, strict=True)
+            ]
+        )
+        member.check()
+        whole = member if whole is None else whole | member
+    return nothing(queries, seq_len_k) if whole is None else whole
+
+
+def _linear_runs(start: Tensor, end: Tensor, seq_len_k: int) -> Intervals:
+    """Return the mask of one row from the ends of every interval, with a piece for each run in which both ends stay or
+    grow with the query."""
+    n = len(start)
+    if not n:
+        return nothing(0, seq_len_k)
+    steps = torch.stack([start.diff(), end.diff()])  # from each query to the next
+    smooth = ((steps == 0) | (steps == 1)).all(0)
+    breaks = torch.ones(n, dtype=torch.bool, device="cpu")
+    breaks[1:] = ~smooth
+    breaks[2:] |= smooth[1:] & smooth[:-1] & (steps[:, 1:] != steps[:, :-1]).any(0)
+    first = breaks.nonzero().flatten()
+    a = first + seq_len_k - n
+    grows = torch.zeros(2, len(first), dtype=torch.bool, device="cpu")
+    inside = first + 1 < n
+    inside[inside.clone()] &= ~breaks[first[inside] + 1]
+    grows[:, inside] = steps[:, first[inside]] == 1
+    return pieces(
+        n,
+        seq_len_k,
+        first=first[None],
+        low=torch.where(grows[0], -FAR, start[first])[None],
+        left=torch.where(grows[0], a - start[first], FAR)[None],
+        high=torch.where(grows[1], FAR, end[first])[None],
+        right=torch.where(grows[1], end[first] - a - 1, FAR)[None],
+    )

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from .layout import Shard
-from .mask import Mask, estimate_pairs
+from .mask import Mask
 from .schedule import Fetch
-from .work import Work
+from .work import Work, estimate_pairs
 
 
 def fetches(mask: Mask, shards: Sequence[Shard], shards_k: Sequence[Shard]) -> tuple[tuple[Fetch, ...], ...]:
@@ -109,8 +109,10 @@ def pairs(mask: Mask, shards: Sequence[Shard], shards_k: Sequence[Shard]) -> lis
             return held[index].scatter_add_(1, owners[index, None], inside.double()[:, None])
 
         seen = torch.zeros(len(pieces), n, dtype=torch.float64)
-        for start, end in zip(*mask.intervals(torch.tensor([run[len(run) // 2] for _, run in pieces])), strict=True):
-            seen += before(end.long()) - before(start.long())
+        middle = torch.tensor([run[len(run) // 2] for _, run in pieces])
+        for member in mask.members:
+            for start, end in zip(*member.intervals(middle), strict=True):
+                seen += before(end.long()) - before(start.long())
         exact = torch.tensor([work.of(run) / mask.rows for _, run in pieces], dtype=torch.float64)
         seen *= (exact / seen.sum(1).clamp(min=1))[:, None]
         table = torch.zeros(n, n, dtype=torch.float64)

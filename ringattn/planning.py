@@ -16,6 +16,7 @@ from .agreement import hash_of
 from .choosing import Setting
 from .dataflow import DATAFLOWS
 from .dataflow import choose as choose_dataflow
+from .intervals import Intervals
 from .mask import Mask
 from .memo import Memo
 from .plans import Plan
@@ -174,7 +175,7 @@ class Request:
     """
 
     mask: Mask
-    documents: Mask
+    documents: Intervals
     parts: dict[str, int | bool | str]
     layout: str | Plan
     dataflow: str
@@ -209,6 +210,11 @@ class Request:
         if keys is None and mask is not None:
             keys = mask.seq_len_k
         whole, packed, parts = _combine(seq_len, keys, masking)
+        if choices.deterministic and len(whole.members) > 1:
+            raise NotImplementedError(
+                f"the mask is a union of {len(whole.members)} intervals per query, which deterministic=True does not "
+                "support yet; leave it out"
+            )
         if isinstance(layout, Plan):
             sizes = [(x.seq_len, x.seq_len_k) for x in (layout, whole)]
             if sizes[0] != sizes[1] or layout.world_size != world_size:
@@ -250,7 +256,7 @@ class Request:
         )
 
 
-def _combine(seq_len: int, keys: int | None, masking: Masking) -> tuple[Mask, Mask, dict[str, int | bool | str]]:
+def _combine(seq_len: int, keys: int | None, masking: Masking) -> tuple[Mask, Intervals, dict[str, int | bool | str]]:
     """Return the intersection of all masks, that of documents and padding, and what ranks compare of them."""
     mask, causal, window_size, cu_seqlens, cu_seqlens_k, documents, prefix = masking
     if keys is None:
@@ -287,8 +293,8 @@ def _combine(seq_len: int, keys: int | None, masking: Masking) -> tuple[Mask, Ma
     rows = None if documents is None else masks.documents(documents, seq_len)
     own = masks.full(seq_len, keys)
     for part in (packed, rows):
-        own = own if part is None else own & part
-    whole = masks.window(seq_len, left, right, keys) & own
+        own = own if part is None else (own & part).members[0]
+    whole: Mask = masks.window(seq_len, left, right, keys) & own
     if cu_seqlens is not None and cu_seqlens_k is not None:
         near = (left, right if not causal else 0)
         whole = masks.packed(cu_seqlens, seq_len, cu_seqlens_k, keys, window_size=near)
@@ -311,7 +317,11 @@ def _combine(seq_len: int, keys: int | None, masking: Masking) -> tuple[Mask, Ma
 
 def _summary(mask: Mask | None) -> str:
     """Return a text that is equal for equal masks."""
-    return "none" if mask is None else f"{mask.rows} x {mask.first.shape[1]} pieces, hash {mask.digest():x}"
+    return "none" if mask is None else f"{mask.rows} x {_pieces(mask)} pieces, hash {mask.digest():x}"
+
+
+def _pieces(mask: Mask) -> int:
+    return sum(member.first.shape[1] for member in mask.members)
 
 
 def _costs(transport: Transport) -> tuple[Costs, str]:

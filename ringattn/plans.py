@@ -17,14 +17,16 @@ from torch import Tensor
 from . import blocks
 from . import layout as layouts
 from .agreement import Agreement
+from .intervals import Intervals
 from .kernels.contract import Block
 from .layout import Shard
-from .mask import Mask, count_below
+from .mask import Mask
 from .memo import Memo
 from .schedule import Fetch, Schedule, Step
 from .shape import Shape
 from .training.batch import shard_batch
 from .transport import Transport
+from .work import count_below
 
 T = TypeVar("T")
 
@@ -76,7 +78,7 @@ class Plan:
         self,
         *,
         mask: Mask,
-        documents: Mask,
+        documents: Intervals,
         layout: str,
         dataflow: str,
         deterministic: bool,
@@ -213,8 +215,8 @@ class Plan:
         :func:`.blocks.make`."""
         return blocks.make(self.mask, self.shards[q_rank], self._seen(q_rank), keys, segments_k)
 
-    def _seen(self, q_rank: int) -> tuple[Tensor, Tensor]:
-        """Return the visible keys of the queries of a rank, in global positions."""
+    def _seen(self, q_rank: int) -> list[tuple[Tensor, Tensor]]:
+        """Return the visible keys of the queries of a rank under each member of the mask, in global positions."""
         return self.once(("intervals", q_rank), lambda: blocks.intervals(self.mask, self.shards[q_rank]))
 
     def once(self, key: object, make: Callable[[], T]) -> T:
@@ -281,8 +283,11 @@ class Plan:
         ``4 * heads * head_dim`` floating-point operations each in the forward."""
 
         def count() -> int:
-            start, end = self._seen(q_rank)
-            return sum(int((count_below(r, end) - count_below(r, start)).sum()) for r in self.shards_k[k_rank])
+            return sum(
+                int((count_below(r, end) - count_below(r, start)).sum())
+                for start, end in self._seen(q_rank)
+                for r in self.shards_k[k_rank]
+            )
 
         return self.once(("visible", q_rank, k_rank), count)
 

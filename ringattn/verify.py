@@ -24,8 +24,8 @@ def require(condition: object, message: str) -> None:
 def check_coverage(plan: Plan, blocks: Iterator[tuple[int, Block]]) -> None:
     """Prove that every token is held by one rank, and that every query meets each key that its mask shows exactly once.
 
-    A rank meets each key in one block at most, the keys of a block that a query sees are inside of the interval of its
-    mask, and they are as many: so they are the same.
+    A rank meets each key in one block at most, the keys of a walk of a block that a query sees are inside of the
+    interval of that member of its mask, and they are as many: so they are the same. Members share no key.
 
     Time O(world_size * (seq_len + seq_len_k)).
 
@@ -39,28 +39,34 @@ def check_coverage(plan: Plan, blocks: Iterator[tuple[int, Block]]) -> None:
         positions = torch.cat([layouts.positions(shard) for shard in shards])
         held_once = torch.equal(positions.sort().values, torch.arange(total, device="cpu"))
         require(held_once, f"a {name} is held by no rank, or by two")
-    start, end = plan.mask.intervals(torch.arange(plan.seq_len, device="cpu"))
-    computed = torch.zeros_like(start)
+    everyone = torch.arange(plan.seq_len, device="cpu")
+    members = [member.intervals(everyone) for member in plan.mask.members]
+    expected = [end - start for start, end in members]
+    computed = [torch.zeros_like(count) for count in expected]
     met = torch.zeros(plan.world_size, plan.seq_len_k, dtype=torch.bool, device="cpu")
     for rank, block in blocks:
         queries, keys = layouts.positions(plan.shards[rank]), block.positions_k.long()
         require((keys.diff() > 0).all(), f"rank {rank} meets keys out of order")
         require(not met[rank, keys].any(), f"rank {rank} meets a key twice")
         met[rank, keys] = True
-        sees = block.end > block.start
-        if sees.any():
-            first = keys[torch.where(sees, block.start, 0).long()]
-            last = keys[torch.where(sees, block.end - 1, 0).long()]
-            inside = (first >= start[:, queries]) & (last < end[:, queries])
-            require((inside | ~sees).all(), f"a query of rank {rank} meets a key that its mask hides")
-        computed[:, queries] += block.end - block.start
-    wrong = (computed != end - start).nonzero()
-    if len(wrong):
-        row, query = wrong[0].tolist()
-        raise AssertionError(
-            f"query {query} of row {row} meets {int(computed[row, query])} keys, which is not what its mask says: "
-            f"{int((end - start)[row, query])}"
-        )
+        walks = (block, *block.others)
+        require(len(walks) == len(members), f"rank {rank} walks {len(walks)} times, for {len(members)} intervals")
+        for walk, (start, end), count in zip(walks, members, computed, strict=True):
+            sees = walk.end > walk.start
+            if sees.any():
+                first = keys[torch.where(sees, walk.start, 0).long()]
+                last = keys[torch.where(sees, walk.end - 1, 0).long()]
+                inside = (first >= start[:, queries]) & (last < end[:, queries])
+                require((inside | ~sees).all(), f"a query of rank {rank} meets a key that its mask hides")
+            count[:, queries] += walk.end - walk.start
+    for count, right in zip(computed, expected, strict=True):
+        wrong = (count != right).nonzero()
+        if len(wrong):
+            row, query = wrong[0].tolist()
+            raise AssertionError(
+                f"query {query} of row {row} meets {int(count[row, query])} keys, which is not what its mask says: "
+                f"{int(right[row, query])}"
+            )
 
 
 def check_schedule(schedule: Schedule) -> None:

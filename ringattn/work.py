@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 from bisect import bisect_right
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -34,17 +35,25 @@ class Work:
 
     def __init__(self, mask: Mask) -> None:
         with torch.device("cpu"):
-            edges = _edges(mask)
+            edges = mask.edges()
             past = torch.cat([edges[1:], edges.new_tensor([mask.seq_len])])
-            start, end = (x.long() for x in mask.intervals(edges))
-            last_start, last_end = (x.long() for x in mask.intervals((past - 1).clamp(min=0)))
-            at_first, at_last = (end - start).sum(0), (last_end - last_start).sum(0)
+            at_first, at_last = torch.zeros_like(edges), torch.zeros_like(edges)
+            # The first key that queries from each edge on see, and past the last that queries before each edge do.
+            lowest, highest = torch.full_like(edges, mask.seq_len), torch.zeros_like(edges)
+            for member in mask.members:
+                start, end = (x.long() for x in member.intervals(edges))
+                last_start, last_end = (x.long() for x in member.intervals((past - 1).clamp(min=0)))
+                at_first += (end - start).sum(0)
+                at_last += (last_end - last_start).sum(0)
+                some = (end > start) | (last_end > last_start)
+                lowest = torch.minimum(lowest, torch.where(some, start, mask.seq_len).amin(0))
+                highest = torch.maximum(highest, torch.where(some, last_end, 0).amax(0))
             steps = (past - edges - 1).clamp(min=1)
             sums = (past - edges) * (at_first + at_last) // 2
-            cuts = [0, mask.seq_len]
-            if mask.offset == 0 and len(edges) > 1:
-                apart = (start[:, 1:].amin(0) >= edges[1:]) & (last_end[:, :-1].amax(0) <= edges[1:])
-                cuts = [0, *edges[1:][apart].tolist(), mask.seq_len]
+            apart = (lowest.flip(0).cummin(0).values.flip(0)[1:] >= edges[1:]) & (
+                highest.cummax(0).values[:-1] <= edges[1:]
+            )
+            cuts = [0, *(edges[1:][apart].tolist() if mask.offset == 0 else []), mask.seq_len]
         self._edges: list[int] = [*edges.tolist(), mask.seq_len + 1]
         self._first: list[int] = at_first.tolist()
         self._slope: list[int] = ((at_last - at_first) // steps).tolist()
@@ -77,12 +86,47 @@ class Work:
 _works: Memo[Work] = Memo(8)
 
 
-def _edges(mask: Mask) -> Tensor:
-    """Return the positions, growing from 0, between which both ends of every row's interval are linear."""
-    first, past, low, high, left, right = mask.first, mask.past, mask.low, mask.high, mask.left, mask.right
-    # Aligned positions at which one of the bounds overtakes another, or an end of the sequence of keys.
-    starts = (low + left, left, mask.seq_len_k + left, high + left)
-    ends = (high - right - 1, -right - 1, mask.seq_len_k - right - 1, low - right - 1)
-    inside = [x - mask.offset for x in (*starts, *ends)]
-    bends = [x[(x > first) & (x < past)] for x in inside]
-    return torch.cat([first.new_zeros(1), first[first < mask.seq_len], *bends]).unique()
+def estimate_pairs(
+    mask: Mask, shards: Sequence[Sequence[range]], shards_k: Sequence[Sequence[range]]
+) -> list[list[float]]:
+    """Return about how many (query, key) pairs of any two ranks are visible, from a sample of each rank's queries, on
+    average over the mask's rows: ``pairs[q_rank][k_rank]``."""
+    n = len(shards)
+    sample = max(8, 512 // n)
+    positions, owners, weights = [], [], []
+    for rank, shard in enumerate(shards):
+        length = sum(map(len, shard))
+        count = min(length, sample)
+        queries = [_position(shard, (2 * i + 1) * length // (2 * count)) for i in range(count)]
+        positions += queries
+        owners += [rank] * len(queries)
+        weights += [length / max(count, 1) / mask.rows] * count
+    runs = [(owner, run) for owner, shard in enumerate(shards_k) for run in shard]
+    if not positions or not runs:
+        return [[0.0] * n for _ in range(n)]
+    with torch.device("cpu"):
+        first, step, size = (torch.tensor(x) for x in zip(*((r.start, r.step, len(r)) for _, r in runs), strict=True))
+        seen = torch.zeros(len(positions), len(runs), dtype=torch.float64)
+        for member in mask.members:
+            below = [b[..., None] - first for b in member.intervals(torch.tensor(positions))]
+            if bool((step > 1).any()):  # a division takes longer than all the rest
+                below = [(b + step - 1) // step for b in below]
+            below = [b.clamp(min=0).minimum(size) for b in below]
+            seen += (below[1] - below[0]).sum(0)
+        seen *= torch.tensor(weights, dtype=torch.float64)[:, None]
+        pairs = torch.zeros(n, len(runs), dtype=torch.float64).index_add_(0, torch.tensor(owners), seen)
+        whole = torch.zeros(n, n, dtype=torch.float64)
+        return whole.index_add_(1, torch.tensor([o for o, _ in runs]), pairs).tolist()
+
+
+def _position(shard: Sequence[range], index: int) -> int:
+    for run in shard:
+        if index < len(run):
+            return run[index]
+        index -= len(run)
+    raise IndexError(index)
+
+
+def count_below(run: range, bound: Tensor) -> Tensor:
+    """Return how many members of ``run`` are smaller than each bound."""
+    return ((bound - run.start + run.step - 1) // run.step).clamp(0, len(run))

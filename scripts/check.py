@@ -40,6 +40,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import ringattn
+from ringattn import mask as masks
 from ringattn import reference, transport, virtual
 from ringattn.layout import LAYOUTS
 from scripts import ranks
@@ -78,6 +79,12 @@ def cases(quick: bool) -> list[Case]:
         Case("many documents", 4111, mask=dict(causal=True, cu_seqlens=[0, *range(7, 4000, 19), 4111])),
         Case("padded rows", mask=dict(causal=True, documents=ids, window_size=(256, -1))),
         Case("prefix", mask=dict(causal=True, prefix=333)),
+        Case("images", mask=dict(mask=masks.spans([(20, 276), (500, 756)], n, left=300))),
+        Case("tree", mask=dict(mask=masks.tree([-1, 0, 1, 1, 0], [400, 200, 150, 161, 200]))),
+        Case("attention sinks", mask=dict(mask=masks.sinks(n, 4, 200)), sink=True),
+        Case(
+            "packed cross attention", n, 700, mask=dict(cu_seqlens=[0, 300, n], cu_seqlens_k=[0, 512, 700], causal=True)
+        ),
         Case("more keys", 333, n, mask=dict(causal=True)),
         Case("fewer keys", n, 333, mask=dict(causal=True)),
         Case("few tokens", 3, mask=dict(causal=True)),

@@ -126,8 +126,10 @@ def cells(walk: Walk, per_rank: int) -> tuple[Tensor, list[int]]:
             if owner is not None:
                 step_of[walk.pair(rank, owner)] = step
     tokens, ranks = torch.cat(samples), torch.repeat_interleave(torch.arange(walk.ranks), torch.tensor(sizes))
-    start, end = plan.mask.intervals(tokens)
-    visible = (start[0, :, None] <= tokens) & (tokens < end[0, :, None])
+    visible = torch.zeros(len(tokens), len(tokens), dtype=torch.bool)
+    for member in plan.mask.members:
+        start, end = member.intervals(tokens)
+        visible |= (start[0, :, None] <= tokens) & (tokens < end[0, :, None])
     return torch.where(visible, step_of[ranks[:, None], ranks], HIDDEN), sizes
 
 

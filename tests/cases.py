@@ -94,6 +94,13 @@ class Case:
             return masks.spans(runs, n, left=left)
         if name == "spans of rows":
             return masks.rows([masks.spans(runs, n) for runs in argument])
+        if name == "tree":
+            return masks.tree(*argument)
+        if name == "trees of rows":
+            return masks.rows([masks.tree(*tree) for tree in argument])
+        if name == "sinks":
+            count, left = argument
+            return masks.sinks(n, count, left, None if self.ids() is None else masks.documents(self.ids(), n))
         return None
 
     def _begins(self) -> Tensor:
@@ -107,6 +114,11 @@ class Case:
         """(1 or batch, seq_len, keys) bool: what the pattern shows, without the documents."""
         i, j = torch.arange(self.seq_len)[:, None], torch.arange(self.keys)
         name, argument = self.pattern or ("", None)
+        if name.startswith("tree"):
+            return torch.stack([_tree(*tree) for tree in ([argument] if name == "tree" else argument)])
+        if name == "sinks":
+            count, left = argument
+            return (j <= i) & ((j >= i - left) | (j < self._begins()[:, :, None] + count))
         if name in ("chunked", "blocks") and isinstance(argument, int):
             begin = self._begins()[:, :, None]
             chunk = (i - begin) // argument
@@ -183,6 +195,17 @@ class Case:
 
     def score(self) -> dict[str, Any]:
         return dict(softmax_scale=self.softmax_scale, softcap=self.softcap)
+
+
+def _tree(parents: tuple[int, ...], lengths: tuple[int, ...]) -> Tensor:
+    """(tokens, tokens) bool: each token sees the segments above its own, and its own up to itself."""
+    segment = [s for s, length in enumerate(lengths) for _ in range(length)]
+    above: list[set[int]] = []
+    for parent in parents:
+        above.append(set() if parent < 0 else {parent} | above[parent])
+    n = range(len(segment))
+    sees = [[segment[j] in above[segment[i]] or (segment[i] == segment[j] and j <= i) for j in n] for i in n]
+    return torch.tensor(sees, dtype=torch.bool).reshape(len(segment), len(segment))
 
 
 class Dense:
@@ -363,6 +386,16 @@ def _keys(seq_len: int) -> dict[str, Any]:
     return dict(cu_seqlens_k=cuts, seq_len_k=cuts[-1])
 
 
+def _segments(seq_len: int, shift: int = 0) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """A prompt with a chain, an empty branch and a branch that crosses shards' edges; and a second tree."""
+    cuts = [
+        0,
+        *sorted(min(c + shift, seq_len) for c in (4, 7, 9, 9, seq_len // 2, seq_len - 3 if seq_len > 3 else 0)),
+        seq_len,
+    ]
+    return (-1, 0, 1, 0, 0, -1, 5), tuple(b - a for a, b in itertools.pairwise(cuts))
+
+
 def _spans(seq_len: int) -> tuple[tuple[int, int], ...]:
     """Neighbours, an empty one, one that crosses shards' edges and boundaries of documents, one at the end."""
     points = sorted(min(max(p, 0), seq_len) for p in (1, 3, 3, 4, 6, 6, seq_len // 4 + 2, seq_len // 2 + 2))
@@ -394,6 +427,11 @@ MASKS = {
     "same-spans-of-rows": lambda n, b: dict(
         documents=_rows(n, b), pattern=("spans of rows", tuple(_spans(n)[b % 3 :] for b in range(b)))
     ),
+    "same-union-tree": lambda n, b: dict(pattern=("tree", _segments(n))),
+    "same-union-trees": lambda n, b: dict(
+        documents=_rows(n, b), pattern=("trees of rows", tuple(_segments(n, k) for k in range(b)))
+    ),
+    "same-union-sinks": lambda n, b: dict(documents=_rows(n, b), pattern=("sinks", (2, 3))),
     "same-blocks": lambda n, b: dict(documents=_rows(n, b), pattern=("blocks", 5)),
 }
 LENGTHS: dict[str, tuple[int, int | None]] = {
@@ -462,7 +500,9 @@ AXES: dict[str, tuple[Any, ...]] = {
 
 
 def possible(row: dict[str, Any]) -> bool:
-    """Packed documents have as many keys as queries."""
+    """Packed documents have as many keys as queries; unions are not deterministic."""
+    if row.get("deterministic") and "union" in row.get("mask", ""):
+        return False
     lengths, mask = row.get("lengths", "even"), row.get("mask", "full")
     return LENGTHS[lengths][1] is None or not mask.startswith(("packed", "documents", "same"))
 

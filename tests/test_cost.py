@@ -22,9 +22,9 @@ from pool import Pool, on_ranks
 
 import ringattn
 from ringattn import cost, json_file, virtual
-from ringattn import mask as masks
 from ringattn import plan as plan_function
 from ringattn.virtual import VirtualRank
+from ringattn.work import estimate_pairs
 
 
 class Pulling(VirtualRank):
@@ -150,7 +150,7 @@ def test_one_rank_and_nothing_to_move() -> None:
 @pytest.mark.parametrize("mask", [{}, {"causal": True}, {"window_size": (300, 0)}, {"cu_seqlens": [0, 900, 905, 4096]}])
 def test_pairs_are_near_the_visible_ones(layout: str, mask: dict[str, Any]) -> None:
     plan = plan_function(4096, VirtualRank(0, 4), layout=layout, **mask)
-    got = masks.estimate_pairs(plan.mask, plan.shards, plan.shards_k)
+    got = estimate_pairs(plan.mask, plan.shards, plan.shards_k)
     total = sum(plan.visible(q, k) for q in range(4) for k in range(4))
     for q, k in itertools.product(range(4), range(4)):
         assert got[q][k] == pytest.approx(plan.visible(q, k), rel=0.02, abs=total / 100)

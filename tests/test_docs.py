@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import itertools
 import re
 import sys
@@ -18,7 +19,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import ringattn
-from ringattn import reference
+from ringattn import mask as masks
+from ringattn import reference, virtual
+from ringattn.virtual import VirtualRank
 
 PAGES = Path(__file__).parents[1] / "docs" / "use"
 VOCABULARY, DIM, HEADS, SEQ = 31, 16, 2, 14
@@ -32,6 +35,7 @@ TESTS = {
     "losses": ["test_losses"],
     "masks": ["test_masks"],
     "pytorch": ["test_pytorch"],
+    "trees": ["test_trees"],
     "trainer": ["test_trainer", "test_sft_trainer", "test_rows_with_equal_work"],
 }
 
@@ -305,6 +309,31 @@ def test_masks() -> None:
     )
     for name, visible in wanted.items():
         assert torch.equal(names[name].mask.dense()[0], visible), name
+
+
+def test_trees() -> None:
+    """The page's row against rows that repeat the prompt, on two ranks: outputs and positions of every answer."""
+    lengths = [6, 3, 5, 4]
+    g = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, sum(lengths), HEADS, 8, generator=g, dtype=torch.float64) for _ in range(3))
+
+    def body(rank: VirtualRank) -> tuple[Tensor, Tensor, Tensor]:
+        on_rank = types.SimpleNamespace(**vars(ringattn))
+        on_rank.plan = functools.partial(ringattn.plan, group=rank)
+        mine = on_rank.plan(sum(lengths), mask=masks.tree([-1, 0, 0, 0], lengths), layout="balanced")
+        names: dict[str, Any] = dict(ringattn=on_rank, torch=torch, q=mine.shard(q), k=mine.shard(k), v=mine.shard(v))
+        exec(code_of("trees"), names)
+        return names["plan"].positions, names["out"], names["local"]["position_ids"]
+
+    out, position = torch.empty_like(q), torch.empty(sum(lengths), dtype=torch.int64)
+    for at, rows, positions in virtual.run(2, body):
+        out[:, at], position[at] = rows, positions
+    ends = [0, *itertools.accumulate(lengths)]
+    for begin, past in itertools.pairwise(ends[1:]):
+        row = [*range(lengths[0]), *range(begin, past)]
+        assert position[row].tolist() == list(range(len(row)))
+        alone, _ = reference.attention(q[:, row], k[:, row], v[:, row], masks.causal(len(row)))
+        assert torch.allclose(out[:, row], alone, atol=1e-12)
 
 
 def test_trainer(pools, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]

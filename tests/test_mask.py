@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import doctest
 import itertools
+import re
+from typing import Any
 
+import cases
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+import ringattn
+import ringattn.flash
 from ringattn import layout as layouts
 from ringattn import mask as masks
 from ringattn.mask import Mask
+from ringattn.work import Work, count_below
 
 
 def keys_and_queries(seq_len: int, seq_len_k: int) -> tuple[Tensor, Tensor]:
@@ -85,6 +91,99 @@ def patterns(draw: st.DrawFn, n: int, rows: int) -> tuple[Mask, Tensor]:
     inside = chunk == chunk[:, None] if kind == "chunked" else chunk <= chunk[:, None]
     together = ids == ids[:, None] if within else torch.ones(n, n, dtype=torch.bool)
     return getattr(masks, kind)(n, size, within), (inside & together)[None]
+
+
+@st.composite
+def trees(draw: st.DrawFn) -> tuple[list[int], list[int]]:
+    """Parents and lengths of segments in depth-first order."""
+    parents: list[int] = []
+    path: list[int] = []
+    for segment in range(draw(st.integers(0, 7))):
+        path = path[: draw(st.integers(0, len(path)))]
+        parents.append(path[-1] if path else -1)
+        path.append(segment)
+    return parents, draw(st.lists(st.integers(0, 5), min_size=len(parents), max_size=len(parents)))
+
+
+@given(trees())
+@settings(max_examples=200)
+def test_trees(drawn: tuple[list[int], list[int]]) -> None:
+    mask, visible = masks.tree(*drawn), cases._tree(*map(tuple, drawn))
+    assert torch.equal(mask.dense()[0], visible)
+    mask.check()
+    assert sum(int((end - start).sum()) for start, end in everywhere(mask)) == int(visible.sum()) == Work(mask).total
+    assert int(visible.sum(1).max() if len(visible) else 0) <= mask.max_keys_per_query <= mask.seq_len
+
+
+def everywhere(mask: Mask) -> list[tuple[Tensor, Tensor]]:
+    return [member.intervals(torch.arange(mask.seq_len)) for member in mask.members]
+
+
+@st.composite
+def two_masks(draw: st.DrawFn) -> tuple[tuple[Mask, Tensor], tuple[Mask, Tensor]]:
+    """Two masks of the same lengths, with one row or the same number of them; often apart."""
+    a = draw(mask_and_meaning())
+    n, keys = a[0].seq_len, a[0].seq_len_k
+    low, high = sorted((draw(st.integers(0, keys)), draw(st.integers(0, keys))))
+    shift = draw(st.integers(-8, 8))
+    part = draw(st.sampled_from([masks.pieces(n, keys, low=low, high=high), masks.pieces(n, keys, right=shift)]))
+    if draw(st.booleans()):
+        a = (a[0] & masks.pieces(n, keys, left=-shift - 1), a[1] & masks.pieces(n, keys, left=-shift - 1).dense())
+    return a, (part, part.dense())
+
+
+@given(two_masks())
+@settings(max_examples=400)
+def test_unions_mean_what_the_definition_says(drawn: tuple[tuple[Mask, Tensor], tuple[Mask, Tensor]]) -> None:
+    (a, visible_a), (b, visible_b) = drawn
+    rows = max(a.rows, b.rows)
+    visible_a, visible_b = (x.expand(rows, -1, -1) for x in (visible_a, visible_b))
+    both = (visible_a & visible_b).nonzero()
+    if len(both):
+        with pytest.raises(ValueError, match="masks of a union share no key") as caught:
+            _ = a | b
+        said = re.match(r"query (\d+) of row (\d+) sees", str(caught.value))
+        assert said is not None
+        assert (visible_a & visible_b)[int(said[2]), int(said[1])].any()
+        return
+    union = a | b
+    visible = visible_a | visible_b
+    assert torch.equal(union.dense().expand(rows, -1, -1), visible)
+    assert Work(union).total * rows // union.rows == int(visible.sum())
+    window = masks.window(a.seq_len, 3, 2, a.seq_len_k)  # & distributes
+    for cut in (union & window, window & union):
+        assert torch.equal(cut.dense().expand(rows, -1, -1), visible & window.dense())
+
+
+@given(two_masks(), st.sampled_from(sorted(layouts.LAYOUTS)), st.integers(1, 5))
+@settings(max_examples=150)
+def test_seen_keys_of_unions_are_exact(drawn: Any, layout: str, ranks: int) -> None:
+    (a, visible_a), (b, visible_b) = drawn
+    if bool((visible_a & visible_b).any()):
+        b, visible_b = masks.nothing(a.seq_len, a.seq_len_k), torch.zeros_like(visible_b)
+    union, visible = a | b, visible_a | visible_b
+    shards = layouts.LAYOUTS[layout](union, ranks, ranks)
+    assert sorted(p for shard in shards for run in shard for p in run) == list(range(a.seq_len))
+    for shard, seen in zip(shards, union.seen(shards), strict=True):
+        rows = visible[:, layouts.positions(shard)]
+        assert layouts.positions(tuple(seen)).tolist() == rows.any(1).any(0).nonzero().flatten().tolist()
+
+
+@given(trees(), st.integers(0, 5), st.integers(0, 4), st.integers(1, 4))
+@settings(max_examples=100)
+def test_sinks_diffusion_and_intervals(drawn: tuple[list[int], list[int]], count: int, left: int, size: int) -> None:
+    n = sum(drawn[1])
+    i, j = keys_and_queries(n, n)
+    assert torch.equal(masks.sinks(n, count, left).dense()[0], (j <= i) & ((j < count) | (j >= i - left)))
+    diffusion = masks.block_diffusion(n, size).dense()[0]
+    block = torch.arange(n) // size
+    earlier, same = block < block[:, None], block == block[:, None]
+    assert torch.equal(
+        diffusion, torch.cat([torch.cat([same, earlier], 1), torch.cat([same & False, same | earlier], 1)])
+    )
+    mask = masks.tree(*drawn)
+    starts, ends = (torch.stack(x, -1) for x in zip(*everywhere(mask), strict=True))
+    assert torch.equal(masks.from_intervals(starts, ends).dense(), mask.dense())
 
 
 @st.composite
@@ -193,7 +292,7 @@ def test_far_positions_do_not_overflow() -> None:
 @given(st.integers(0, 30), st.integers(1, 5), st.integers(0, 20), st.lists(st.integers(-5, 60), max_size=5))
 def test_count_below(first: int, step: int, count: int, bounds: list[int]) -> None:
     run = range(first, first + step * count, step)
-    got = masks.count_below(run, torch.tensor(bounds, dtype=torch.int64))
+    got = count_below(run, torch.tensor(bounds, dtype=torch.int64))
     assert got.tolist() == [sum(x < b for x in run) for b in bounds]
 
 
@@ -251,6 +350,12 @@ def test_digest_is_the_value_and_nothing_but_the_value() -> None:
         (lambda: masks.spans([(2, 1)], 4), ValueError, ["from 2 to 1"]),
         (lambda: masks.spans([0, 1], 4), ValueError, ["(2,)", "(spans, 2)"]),
         (lambda: masks.spans([(0.0, 1.0)], 4), TypeError, ["float32"]),
+        (lambda: masks.tree([-1, 0, 0, 1], [1, 1, 1, 1]), ValueError, ["segment 3 has parent 1", "[0, 2]"]),
+        (lambda: masks.tree([-1], [1, 2]), ValueError, ["1 parents", "[1, 2]"]),
+        (lambda: masks.sinks(4, -1, 2), ValueError, ["count -1"]),
+        (lambda: masks.from_intervals(torch.tensor([0, 0]), torch.tensor([2, 1])), ValueError, ["end", "from 2 to 1"]),
+        (lambda: masks.from_intervals(torch.zeros(2), torch.zeros(2)), TypeError, ["float32"]),
+        (lambda: masks.from_intervals(torch.tensor([0]), torch.tensor([0, 1])), ValueError, ["(1,)", "(2,)"]),
         (lambda: masks.rows([]), ValueError, ["0 masks"]),
         (lambda: masks.rows([masks.causal(4), masks.causal(5)]), ValueError, ["(4, 4), (5, 5)"]),
     ],
@@ -285,3 +390,27 @@ def test_masks_of_other_batches_are_not_intersected() -> None:
     two, three = (masks.documents(torch.zeros(rows, 8, dtype=torch.int64), 8) for rows in (2, 3))
     with pytest.raises(ValueError, match="masks have 2 and 3 rows; use 1 or the batch size"):
         _ = two & three
+
+
+def test_unions_are_refused_where_they_are_not_supported() -> None:
+    union = masks.sinks(8, 1, 2)
+    with pytest.raises(NotImplementedError, match="2 intervals per query, which deterministic=True does not support"):
+        ringattn.plan(8, mask=union, deterministic=True)
+    q = torch.zeros(1, 8, 1, 4)
+    with (
+        ringattn.use(ringattn.plan(8, mask=union)),
+        pytest.raises(NotImplementedError, match="union of several intervals"),
+    ):
+        ringattn.flash.flash_attn_func(q, q, q, causal=True)
+
+
+def test_boundaries_of_a_call_are_those_of_packed_cross_attention() -> None:
+    cu, cu_k = torch.tensor([0, 2, 2, 5]), torch.tensor([0, 1, 3, 7])
+    q, k = torch.randn(5, 1, 4), torch.randn(7, 1, 4)
+    plan = ringattn.plan(5, causal=True, cu_seqlens=cu, cu_seqlens_k=cu_k)
+    with ringattn.use(plan):
+        out = ringattn.flash.flash_attn_varlen_func(q, k, k, cu, cu_k, 3, 4, causal=True)
+        with pytest.raises(ValueError, match="cu_seqlens_k of 2 documents"):
+            ringattn.flash.flash_attn_varlen_func(q, k, k, cu, torch.tensor([0, 2, 3, 7]), 3, 4, causal=True)
+    want = ringattn.attention(q[None], k[None], k[None], plan)
+    assert torch.equal(out, want[0])

@@ -32,6 +32,8 @@ from kernel_contract import (
     window,
 )
 
+import ringattn
+from ringattn import mask as masks
 from ringattn.kernels import contract
 from ringattn.kernels.backends import BACKENDS
 from ringattn.kernels.contract import Keys, Queries, Score
@@ -297,3 +299,18 @@ def compile_for_hopper() -> None:
 
 if __name__ == "__main__":
     compile_for_hopper()
+
+
+def test_several_intervals_per_query() -> None:
+    """Walks that carry the state, and gradients that add up, with the sink in the first walk only."""
+    mask = masks.tree([-1, 0, 1, 1, 0], [20, 10, 9, 6, 12])
+    make = torch.Generator(DEVICE).manual_seed(0)
+    tensors = [torch.randn(1, mask.seq_len, heads, 16, generator=make, device=DEVICE) for heads in (2, 1, 1)]
+    sink, plan = torch.zeros(2, device=DEVICE), ringattn.plan(mask.seq_len, mask=mask)
+    results = {}
+    for kernel in ("eager", "triton"):
+        leaves = [x.clone().requires_grad_() for x in (*tensors, sink)]
+        out, lse = ringattn.attention(*leaves[:3], plan, sink=leaves[3], kernel=kernel, return_lse=True)
+        results[kernel] = [out, lse, *torch.autograd.grad(out.square().sum() + lse.sum(), leaves)]
+    for got, want in zip(results["triton"], results["eager"], strict=True):
+        assert torch.allclose(got, want, atol=1e-4 if DEVICE == "cpu" else 2e-2)

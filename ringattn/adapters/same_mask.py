@@ -47,7 +47,12 @@ def window_of(plan: Plan) -> tuple[int, int]:
     """Return ``(left, right)`` of the plan's mask, -1 where it is unbounded. Causal is ``right = 0``."""
     _ = plan.local_lengths, plan.local_lengths_k  # before torch.compile traces a checkpoint, which must not set them
 
-    mask, documents = plan.mask, plan.documents
+    if len(plan.mask.members) > 1:
+        raise NotImplementedError(
+            "the plan's mask is a union of several intervals of keys per query, which such a call cannot express; call "
+            "ringattn.attention(q, k, v, plan)"
+        )
+    mask, documents = plan.mask.members[0], plan.documents
     # Of keys other than the queries, positions are aligned at the ends of each document.
     aligned = torch.where(documents.high < FAR, documents.high - documents.past - mask.offset, 0)
     first = documents.first.expand(mask.rows, -1).contiguous()

@@ -111,7 +111,7 @@ def _first_query(mask: Mask, holds, count: int) -> Tensor:  # type: ignore[no-un
     high = torch.full_like(low, mask.seq_len)
     while bool((low < high).any()):
         middle = (low + high) // 2
-        true = holds(*mask.intervals(middle.clamp(max=max(mask.seq_len - 1, 0)))) | (low >= high)
+        true = holds(*mask.members[0].intervals(middle.clamp(max=max(mask.seq_len - 1, 0)))) | (low >= high)
         low, high = torch.where(true, low, middle + 1), torch.where(true, torch.minimum(middle, high), high)
     return low
 
@@ -197,7 +197,7 @@ def queries_block(plan: Plan, rank: int | None = None) -> Block:
         inside = positions.clamp(max=max(plan.seq_len - 1, 0))
         start, end = (
             torch.searchsorted(positions_k, torch.where(positions < plan.seq_len, x, plan.seq_len_k), out_int32=True)
-            for x in mask.intervals(inside)
+            for x in mask.members[0].intervals(inside)
         )
         positions_q, lengths = (inside + mask.offset).to(torch.int32), tuple(map(len, keys))
         return Block(start, end, positions_q, positions_k, (len(positions),), lengths, ordered=True)

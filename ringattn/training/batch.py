@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from ..agreement import Disagreement
-from ..mask import Mask
+from ..intervals import Intervals
 from ..memo import Memo
 from ..transport import Transport
 
@@ -44,7 +44,7 @@ class Cut(Protocol):
     seq_len: int
     seq_len_k: int
     world_size: int
-    documents: Mask
+    documents: Intervals
     transport: Transport
 
     def shard(self, x: Tensor, dim: int = 1) -> Tensor: ...

@@ -1,0 +1,254 @@
+"""Masks that most models use, and :func:`pieces` for others: one interval of keys per query. Public as
+:mod:`ringattn.mask`."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from .intervals import FAR, Intervals, Mask, Union
+
+
+def pieces(
+    seq_len: int,
+    seq_len_k: int,
+    *,
+    first: Tensor | None = None,
+    low: int | Tensor = -FAR,
+    high: int | Tensor = FAR,
+    left: int | Tensor = FAR,
+    right: int | Tensor = FAR,
+) -> Intervals:
+    """Return a mask of pieces, the way to write one of your own.
+
+    For a query at position i in piece p, with ``a = i + seq_len_k - seq_len``, keys j are visible with ``low[p] <= j <
+    high[p]`` and ``a - left[p] <= j <= a + right[p]``. Neither end of that interval may fall as i grows.
+
+    Args:
+        first: (rows, pieces) integers, the first query of each piece, growing from 0; one piece if absent. ``rows`` is
+        1
+            or the batch size.
+        low, high, left, right: numbers, or tensors like ``first``; absent ones hide nothing.
+
+    Raises:
+        TypeError: not integers.
+        ValueError: a shape that is not (rows, pieces).
+    """
+    first = torch.as_tensor([[0]] if first is None else first, device="cpu")
+    fields = []
+    for name, bound in (("first", first), ("low", low), ("high", high), ("left", left), ("right", right)):
+        x = torch.as_tensor(bound, device="cpu").detach()
+        if x.is_floating_point() or x.is_complex() or x.dtype == torch.bool:
+            raise TypeError(f"{name} has dtype {x.dtype}; pass integers")
+        if (name == "first" and (x.ndim != 2 or 0 in x.shape)) or (x.ndim and x.shape != first.shape):
+            raise ValueError(
+                f"{name} has shape {tuple(x.shape)}; it must be (rows, pieces), at least (1, 1) and that of `first`"
+            )
+        fields.append(x.to(torch.int64).expand_as(first).contiguous())
+    return Intervals(seq_len, seq_len_k, *fields)
+
+
+def full(seq_len: int, seq_len_k: int | None = None) -> Intervals:
+    """Return the mask in which every query sees every key."""
+    return pieces(seq_len, seq_len if seq_len_k is None else seq_len_k)
+
+
+def causal(seq_len: int, seq_len_k: int | None = None) -> Intervals:
+    """Return the causal mask: key j is visible to aligned position a iff j <= a."""
+    return pieces(seq_len, seq_len if seq_len_k is None else seq_len_k, right=0)
+
+
+def window(seq_len: int, left: int, right: int, seq_len_k: int | None = None) -> Intervals:
+    """Return a sliding window: ``a - left <= j <= a + right``; -1 means unbounded, as in flash-attn.
+
+    Raises:
+        ValueError: a bound below -1.
+    """
+    for name, bound in (("left", left), ("right", right)):
+        if bound < -1:
+            raise ValueError(f"window_size {name} is {bound}; use -1 for unbounded or a number of keys >= 0")
+    return pieces(
+        seq_len,
+        seq_len if seq_len_k is None else seq_len_k,
+        left=FAR if left == -1 else min(left, FAR),
+        right=FAR if right == -1 else min(right, FAR),
+    )
+
+
+def prefix(seq_len: int, length: int, seq_len_k: int | None = None) -> Intervals:
+    """Return the mask of a prefix-LM: the first ``length`` keys are visible to every query, the others causally.
+
+    Raises:
+        ValueError: length outside 0..seq_len_k.
+    """
+    seq_len_k = seq_len if seq_len_k is None else seq_len_k
+    if not 0 <= length <= seq_len_k:
+        raise ValueError(f"prefix is {length}; it must be between 0 and the number of keys, {seq_len_k}")
+    # Queries before the end of the prefix see up to it, the others up to themselves.
+    inside = min(max(length - (seq_len_k - seq_len), 0), seq_len)
+    first = torch.tensor([[0, inside]], device="cpu")
+    return pieces(
+        seq_len,
+        seq_len_k,
+        first=first,
+        high=torch.tensor([[length, FAR]], device="cpu"),
+        right=torch.tensor([[FAR, 0]], device="cpu"),
+    )
+
+
+def packed(
+    cu_seqlens: Sequence[int] | Tensor,
+    seq_len: int,
+    cu_seqlens_k: Sequence[int] | Tensor | None = None,
+    seq_len_k: int | None = None,
+    *,
+    window_size: tuple[int, int] = (-1, -1),
+) -> Intervals:
+    """Return the mask of packed documents: queries see keys of their own document.
+
+    Args:
+        cu_seqlens: global boundaries ``[0, end of document 0, ..., seq_len]``; empty documents are allowed.
+        cu_seqlens_k: those of the keys, as many, for cross attention: document d of the queries sees document d of the
+            keys.
+        window_size: ``(left, right)``, counted from positions that are aligned at the ends of each document, as in
+            flash-attn; ``(-1, 0)`` is causal. Without ``cu_seqlens_k`` it is ``& window(seq_len, left, right)``.
+
+    Raises:
+        TypeError: not integers.
+        ValueError: not one-dimensional, not starting at 0, falling, or not ending at the number of tokens; other
+            numbers of documents.
+    """
+    bounds = boundaries("cu_seqlens", cu_seqlens, "seq_len", seq_len)
+    if cu_seqlens_k is None:
+        if seq_len_k not in (None, seq_len):
+            raise ValueError(f"cu_seqlens needs cu_seqlens_k where seq_len_k = {seq_len_k} is not seq_len = {seq_len}")
+        bounds = bounds.unique()  # sorted; empty documents vanish
+        bounds_k, keys = bounds, seq_len
+    else:
+        keys = _last(cu_seqlens_k) if seq_len_k is None else seq_len_k
+        bounds_k = boundaries("cu_seqlens_k", cu_seqlens_k, "seq_len_k", keys)
+        if len(bounds) != len(bounds_k):
+            raise ValueError(
+                f"cu_seqlens has {len(bounds) - 1} documents and cu_seqlens_k {len(bounds_k) - 1}; document d of the "
+                "queries sees document d of the keys, so give both the same number, empty ones included"
+            )
+    some = bounds[1:] > bounds[:-1]  # documents with queries
+    if not bool(some.any()):
+        return full(0, keys)
+    first, past, low, high = (x[some][None] for x in (bounds[:-1], bounds[1:], bounds_k[:-1], bounds_k[1:]))
+    if window_size == (-1, -1):
+        return pieces(seq_len, keys, first=first, low=low, high=high)
+    near = window(seq_len, *window_size, keys)
+    shift = high - past - near.offset  # from positions aligned at the ends of the rows to those of the documents
+    return pieces(seq_len, keys, first=first, low=low, high=high, left=near.left - shift, right=near.right + shift)
+
+
+def boundaries(name: str, bounds: Sequence[int] | Tensor, end: str, length: int) -> Tensor:
+    """Return boundaries of neighbouring runs as int64, checked."""
+    x = torch.as_tensor(bounds, device="cpu").detach()
+    if x.is_floating_point() or x.is_complex() or x.dtype == torch.bool:
+        raise TypeError(f"{name} has dtype {x.dtype}; pass integers")
+    if x.ndim != 1 or len(x) < 2:
+        raise ValueError(f"{name} has shape {tuple(x.shape)}; it must be (documents + 1,), at least [0, {length}]")
+    x = x.to(torch.int64)
+    if x[0] != 0:
+        raise ValueError(f"{name} starts with {x[0].item()}; it must start with 0")
+    falls = (x[1:] < x[:-1]).nonzero()
+    if len(falls):
+        at = int(falls[0])
+        raise ValueError(
+            f"{name} falls from {x[at].item()} to {x[at + 1].item()} at index {at + 1}; it must be sorted: boundaries "
+            "of the packed documents, not their lengths"
+        )
+    if x[-1] != length:
+        raise ValueError(f"{name} ends with {x[-1].item()}; it must end with {end} = {length}")
+    return x
+
+
+def _last(bounds: Sequence[int] | Tensor) -> int:
+    return int(bounds[-1]) if len(bounds) else 0
+
+
+def documents(ids: Tensor, seq_len: int) -> Intervals:
+    """Return the mask of packed documents that differ by row: ``ids`` (batch, seq_len) integers, -1 for padding.
+
+    Neighbouring positions with the same id are one document; padding sees nothing and is not seen.
+
+    Raises:
+        TypeError: not integers.
+        ValueError: wrong shape, ids below -1, or a document that is interrupted and goes on later.
+    """
+    ids = torch.as_tensor(ids, device="cpu").detach()
+    if ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
+        raise TypeError(f"documents has dtype {ids.dtype}; pass integer ids, -1 for padding")
+    if ids.ndim != 2 or ids.shape[1] != seq_len:
+        raise ValueError(
+            f"documents has shape {tuple(ids.shape)}; it must be (batch, seq_len) with seq_len = {seq_len}"
+        )
+    if ids.numel() and int(ids.min()) < -1:
+        raise ValueError(f"documents has the id {int(ids.min())}; ids are >= 0, and -1 is padding")
+    rows = []
+    for b, row in enumerate(ids):
+        runs, lengths = torch.unique_consecutive(row, return_counts=True)
+        real = runs[runs >= 0]
+        values, counts = real.unique(return_counts=True)
+        if len(values) != len(real):
+            broken = int(values[counts > 1][0])
+            raise ValueError(
+                f"documents[{b}] has the id {broken} in {int(counts.max())} separate runs; "
+                "give each run of neighbouring tokens its own id"
+            )
+        past = lengths.cumsum(0)
+        rows.append((past - lengths, past, runs >= 0))
+    count = max((len(r[0]) for r in rows), default=0)
+    if not count:
+        return pieces(seq_len, seq_len, first=torch.zeros(max(1, len(ids)), 1, dtype=torch.int64, device="cpu"))
+    shape = (len(rows), count)
+    first = torch.full(shape, seq_len, device="cpu")  # unused pieces begin where no query is
+    low, high = torch.zeros(shape, dtype=torch.int64, device="cpu"), torch.zeros(shape, dtype=torch.int64, device="cpu")
+    left, right = torch.full(shape, FAR, device="cpu"), torch.full(shape, FAR, device="cpu")
+    for b, (begin, past, real) in enumerate(rows):
+        n = len(begin)
+        first[b, :n] = begin
+        # A padding token sees [i, i): empty, and in order with its neighbours' intervals.
+        low[b, :n], high[b, :n] = torch.where(real, begin, -FAR), torch.where(real, past, FAR)
+        left[b, :n], right[b, :n] = torch.where(real, FAR, 0), torch.where(real, FAR, -1)
+    return Intervals(seq_len, seq_len, first, low, high, left, right)
+
+
+def rows(masks: Sequence[Mask]) -> Mask:
+    """Return the mask whose row b of the batch is ``masks[b]``, for batches whose rows differ.
+
+    Raises:
+        ValueError: no masks, masks of several rows, or of different lengths.
+    """
+    shapes = {(m.seq_len, m.seq_len_k) for m in masks}
+    if len(shapes) != 1 or any(m.rows != 1 for m in masks):
+        raise ValueError(
+            f"rows() got {len(masks)} masks of lengths {sorted(shapes)} with {[m.rows for m in masks]} rows; pass "
+            "masks of one row each and of the same lengths"
+        )
+    ((seq_len, seq_len_k),) = shapes
+    layers = itertools.zip_longest(*(m.members for m in masks), fillvalue=nothing(seq_len, seq_len_k))
+    members = [_stacked(seq_len, seq_len_k, layer) for layer in layers]
+    return members[0] if len(members) == 1 else Union(members)
+
+
+def _stacked(seq_len: int, seq_len_k: int, members: Sequence[Intervals]) -> Intervals:
+    count = max(m.first.shape[1] for m in members)
+    fields = []
+    # Unused pieces begin where no query is, and see nothing.
+    for name, fill in (("first", seq_len), ("low", 0), ("high", 0), ("left", FAR), ("right", FAR)):
+        x = torch.full((len(members), count), fill, dtype=torch.int64, device="cpu")
+        for row, m in zip(x, members, strict=True):
+            row[: m.first.shape[1]] = getattr(m, name)[0]
+        fields.append(x)
+    return Intervals(seq_len, seq_len_k, *fields)
+
+
+def nothing(seq_len: int, seq_len_k: int | None = None) -> Intervals:
+    """Return the mask in which no query sees any key."""
+    return pieces(seq_len, seq_len if seq_len_k is None else seq_len_k, low=0, high=0)
