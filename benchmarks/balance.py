@@ -34,7 +34,7 @@ def document_mask(cu_seqlens: list[int]) -> Mask:
 
 def loads(mask: Mask, layout: str, ranks: int) -> tuple[Loads, float]:
     """Return what a layout gives every rank, and its mean number of runs."""
-    shards = LAYOUTS[layout](mask, ranks)
+    shards = LAYOUTS[layout](mask, ranks, ranks)
     return Loads.of(mask, shards, shards, needs.fetches(mask, shards, shards)), sum(map(len, shards)) / ranks
 
 

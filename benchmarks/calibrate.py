@@ -41,7 +41,8 @@ import ringattn
 from ringattn import cost
 from ringattn import transport as transports
 from ringattn.kernels.backends import choose
-from ringattn.kernels.contract import Keys, Queries, Score, accumulation_dtype, row_delta
+from ringattn.kernels.contract import Keys, Queries, Score, accumulation_dtype
+from ringattn.kernels.delta import row_delta
 from ringattn.peer import driver as stream_memory
 from ringattn.shape import Shape
 from ringattn.transport import Pending
@@ -122,7 +123,7 @@ class Machine:
     def attention(self, tokens: int) -> tuple[Callable[[], object], Callable[[], object]]:
         """Return the forward and the backward of one rank alone, in which every query sees every key."""
         q, k, v, dout = self.tensors(tokens)
-        block = ringattn.plan(tokens, VirtualRank(0, 1, self.device)).block(0, 0, self.device)
+        block = ringattn.plan(tokens, VirtualRank(0, 1, self.device)).block(0, 0)
         score, keys = Score(self.shape.head_dim**-0.5), Keys(k, v, block)
         backends = [choose(self.kernel, q, k, v, score, backward=backward) for backward in (False, True)]
 

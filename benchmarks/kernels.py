@@ -20,7 +20,8 @@ from benchmarks.segments import Runner
 from benchmarks.shapes import Mask, Shape
 from ringattn.kernels import contract, long_sums
 from ringattn.kernels.backends import BACKENDS
-from ringattn.kernels.contract import Block, Keys, Queries, Score, row_delta
+from ringattn.kernels.contract import Block, Keys, Queries, Score
+from ringattn.kernels.delta import row_delta
 from ringattn.partial import Partial
 from scripts.ranks import one_line
 

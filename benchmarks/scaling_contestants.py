@@ -1,4 +1,5 @@
-"""The contestants of bench_scaling: our dataflows, the local kernel, and peers after a check of their results."""
+"""The contestants of bench_scaling: our dataflows, kernels without communication, and peers after a check of their
+results."""
 
 from __future__ import annotations
 
@@ -18,11 +19,12 @@ from benchmarks import peers
 from benchmarks.peers import CannotRun
 from benchmarks.scaling_problems import Setting, mask_arguments
 from benchmarks.scaling_timing import Contestant, Group, Timing
-from ringattn import layout
+from ringattn import layout, virtual
 from ringattn import mask as masks
 from ringattn.dataflow.fetching import gathered_block
 from ringattn.kernels.backends import choose
-from ringattn.kernels.contract import Keys, Queries, Score, accumulation_dtype, row_delta
+from ringattn.kernels.contract import Keys, Queries, Score, accumulation_dtype
+from ringattn.kernels.delta import row_delta
 
 TOLERANCE = {torch.bfloat16: 0.05, torch.float16: 0.02, torch.float32: 0.01}
 
@@ -54,20 +56,31 @@ class Contestants:
             x.requires_grad_()
         return tensors
 
-    def plan(self, setting: Setting, group: Any, dataflow: str) -> ringattn.Plan:
+    def plan(self, setting: Setting, group: Any, dataflow: str, layout: str) -> ringattn.Plan:
         options = mask_arguments(setting.mask, setting.seq_len, self.args.window)
-        return ringattn.plan(setting.seq_len, group, dataflow=dataflow, layout=self.args.layout, **options)
+        return ringattn.plan(setting.seq_len, group, dataflow=dataflow, layout=layout, **options)
 
-    def ours(self, plan: ringattn.Plan, x: list[Tensor]) -> Contestant:
+    def whole(self, setting: Setting) -> ringattn.Plan:
+        """Return the plan of one GPU alone: the whole row, or the first ``--alone`` tokens of a longer one."""
+        length = min(setting.seq_len, self.args.alone)
+        options = mask_arguments(setting.mask, setting.seq_len, self.args.window, length)
+        return ringattn.plan(length, virtual.VirtualRank(0, 1, self.device), **options)
+
+    def ours(self, plan: ringattn.Plan, layout: str, x: list[Tensor]) -> Contestant:
+        """Return one of our dataflows. ``layout``: as it was asked for; "auto" becomes another one in the plan."""
         q, k, v, dout = x
         attend = functools.partial(ringattn.attention, q, k, v, plan, kernel=self.args.kernel)
-        return Contestant(attend, lambda: torch.autograd.grad(attend(), (q, k, v), dout), plan=plan)
 
-    def local(self, setting: Setting, plan: ringattn.Plan, x: list[Tensor]) -> Contestant:
-        """Return the kernel on one rank's queries with all keys that they need already local."""
+        def both() -> Any:
+            return torch.autograd.grad(attend(), (q, k, v), dout)
+
+        return Contestant(attend, both, plan=plan, layout=layout, inputs=x)
+
+    def kernel(self, setting: Setting, plan: ringattn.Plan, x: list[Tensor]) -> Contestant:
+        """Return the kernel on this rank's queries with all keys that they need already local."""
         q, _, _, dout = x
         q = q.detach()
-        block = gathered_block(plan, self.device)
+        block = gathered_block(plan)
         shape = (1, block.seq_k, setting.heads[1], self.args.head_dim)
         k, v = (torch.randn(shape, device=self.device, dtype=self.timing.dtype) for _ in range(2))
         score, keys = Score(self.args.head_dim**-0.5), Keys(k, v, block)
@@ -98,7 +111,11 @@ class Contestants:
         peer = self._make(name, setting, group, repeat)
         q, k, v, dout = x
         attend = functools.partial(peer.attend, q, k, v)
-        return Contestant(attend, lambda: torch.autograd.grad(attend(), (q, k, v), dout), peer.around)
+
+        def both() -> Any:
+            return torch.autograd.grad(attend(), (q, k, v), dout)
+
+        return Contestant(attend, both, peer.around, layout=peer.layout, inputs=x)
 
     def _check(self, name: str, small: Setting, group: Group, repeat: bool) -> str | None:
         """Return why a peer cannot run (not supported, its kernel fails, it fails over ranks, it computes another
@@ -140,7 +157,7 @@ class Contestants:
         """Return the largest difference of output and gradients from ours, relative to the largest value."""
         problem: Exception | None = None
         whole = self.tensors(setting, setting.seq_len, seed=0)
-        plan = self.plan(setting, group.data, "ring")
+        plan = self.plan(setting, group.data, "ring", "zigzag")
 
         def run(take: Callable[[Tensor], Tensor], attend: Callable[..., Any]) -> list[Tensor]:
             q, k, v, dout = (take(t.detach()).contiguous() for t in whole)
@@ -150,7 +167,7 @@ class Contestants:
 
         expected = run(plan.shard, lambda q, k, v: ringattn.attention(q, k, v, plan, kernel=self.args.kernel))
         expected = [plan.unshard(t) for t in expected]
-        shards = layout.LAYOUTS[peer.layout](masks.full(setting.seq_len), group.size)
+        shards = layout.LAYOUTS[peer.layout](masks.full(setting.seq_len), group.size, group.size)
         rank = dist.get_rank()
         try:
             with peer.around():

@@ -39,6 +39,8 @@ import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile, record_function
 
 import ringattn
+from benchmarks import documents
+from ringattn.layout import LAYOUTS
 from scripts import ranks
 from scripts.arguments import head_counts, positive
 
@@ -194,7 +196,16 @@ def trace(path: Path, tokens: int, dataflow: str, args: argparse.Namespace, devi
     cuda = device.type == "cuda"
     window = (args.window - 1, -1) if args.window else (-1, -1)
     total = tokens * dist.get_world_size()
-    plan = ringattn.plan(total, causal=not args.full, window_size=window, dataflow=dataflow)
+    cu_seqlens = documents.bounds(args.documents, total, seed=0) if args.documents else None
+    plan = ringattn.plan(
+        total,
+        causal=not args.full,
+        window_size=window,
+        cu_seqlens=cu_seqlens,
+        layout=args.layout,
+        dataflow=dataflow,
+    )
+    tokens = plan.local_lengths[plan.rank]
     dtype = getattr(torch, args.dtype)
     hq, hk = args.heads
     q, k, v, dout = (torch.randn(1, tokens, h, args.head_dim, device=device, dtype=dtype) for h in (hq, hk, hk, hq))
@@ -234,19 +245,17 @@ def trace(path: Path, tokens: int, dataflow: str, args: argparse.Namespace, devi
 
 def trace_all(args: argparse.Namespace, device: torch.device) -> None:
     """Trace every dataflow; rank 0 prints the summary. Every rank of the default group must call this."""
-    rank, world = dist.get_rank(), dist.get_world_size()
+    rank = dist.get_rank()
     torch.manual_seed(rank)
     args.out.mkdir(parents=True, exist_ok=True)
     summary = []
     for dataflow in args.dataflows:
         tag = f"_{dataflow}" if len(args.dataflows) > 1 else ""
         measured = trace(args.out / f"trace{tag}_rank{rank}.json", args.tokens, dataflow, args, device)
-        gathered: list[Any] = [None] * world
-        dist.all_gather_object(gathered, measured)
-        for r, (time_spent, steps) in enumerate(gathered):
-            summary.append(dict(dataflow=dataflow, rank=r, tokens=args.tokens, **asdict(time_spent), **asdict(steps)))
+        for r, (spent, steps) in enumerate(ranks.gather([asdict(part) for part in measured])):
+            summary.append(dict(dataflow=dataflow, rank=r, tokens=args.tokens, **spent, **steps))
             if rank == 0:
-                print(f"{dataflow}, rank {r}: {time_spent}; {steps}", flush=True)
+                print(f"{dataflow}, rank {r}: {Spent(**spent)}; {Pace(**steps)}", flush=True)
     if rank == 0:
         (args.out / "trace_summary.json").write_text(json.dumps(summary, indent=1))
 
@@ -259,6 +268,8 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--head-dim", type=positive, default=128)
     parser.add_argument("--full", action="store_true", help="full attention instead of causal")
     parser.add_argument("--window", type=positive, help="sliding window: the most keys that a query sees")
+    parser.add_argument("--documents", choices=list(documents.LENGTHS), help="pack documents of random lengths")
+    parser.add_argument("--layout", choices=list(LAYOUTS), default="zigzag")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--kernel", default="auto")
     parser.add_argument("--warm-up", type=int, default=5, help="steps before the trace")

@@ -28,6 +28,7 @@ import functools
 import importlib.util
 import itertools
 import weakref
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, NamedTuple
 
@@ -35,9 +36,12 @@ import torch
 from torch import Tensor
 
 from ..memo import Memo
+from .upload import upload
 
 LONGEST_SUM = 1 << 18  # products that a tensor core may add up before its truncation counts, see Block.period
+_GROUPS = 16  # of segments whose completion is counted, at most
 PERIOD = 1 << 16  # keys after which a longer forward flushes its accumulator
+GRID = 128  # rows of a tile of an ordered block, see Block.ordered; a multiple of every kernel's tile, divides PERIOD
 
 
 class ScoreMod:
@@ -170,7 +174,7 @@ class Queries(NamedTuple):
         q: as in the forward.
         dout: gradient of ``out``.
         lse: the **global** log-sum-exp of each row, over all chunks and the sink.
-        delta: ``rowsum(dout * out) - dlse``, see :func:`row_delta`.
+        delta: ``rowsum(dout * out) - dlse``, see :func:`.delta.row_delta`.
     """
 
     q: Tensor
@@ -194,12 +198,31 @@ def int32(x: int) -> int:
 class CompletionCounts(NamedTuple):
     """What a backward kernel counts while it runs, so that gradients may be sent before it ends.
 
-    ``counters[row // rows, segment]`` grows by ``counts[segment]`` in one call; then dk and dv of these rows
-    (``b * kv_heads + h``) and of this segment of keys (``Block.segments_k``) are in memory, for copy engines too.
+    ``counters[row // rows, group]`` grows by ``counts[group]`` in one call; then dk and dv of these rows
+    (``b * kv_heads + h``) and of this group of keys are in memory, for copy engines too. A group is ``segments[group]``
+    neighbouring segments of keys (``Block.segments_k``), see :func:`completion_groups`.
     """
 
     rows: int
     counts: tuple[int, ...]
+    segments: tuple[int, ...]
+
+
+def completion_groups(segments: Sequence[int]) -> tuple[int, ...]:
+    """Return the number of segments in each group of neighbours that is counted as a whole: few groups, however many
+    segments there are, of about equal size, and none larger than its last segment needs."""
+    least, groups, count, keys = sum(segments) // _GROUPS, [], 0, 0
+    for length in segments:
+        count, keys = count + 1, keys + length
+        if keys >= least:
+            groups.append(count)
+            count = keys = 0
+    return tuple([*groups, count] if count else groups)
+
+
+def flush_period(keys: int) -> int:
+    """Return :attr:`Block.period` for queries that see ``keys`` keys at most."""
+    return PERIOD if keys > LONGEST_SUM else 0
 
 
 class TileMap(NamedTuple):
@@ -232,8 +255,16 @@ class Block:
             speed depends on it.
         max_keys_per_query: the largest number of keys that a query sees over all calls that carry one state; None for
             ``seq_k``.
+        ordered: every sum is taken in tiles that begin at multiples of the tile size, in growing order, through the
+            same instructions whether the mask cuts a tile or not. So the bits of a row depend on what it sees and on
+            its place in these tiles, but not on the other rows of the block.
+        chunked: these queries may see other chunks of keys, too, so that states are carried.
+        long: with other documents a query may see more than ``LONGEST_SUM`` keys. Kernels that differ in these two are
+            compiled together with the first one.
 
-    ``memo`` keeps what backends derive from the block: tile maps, tables, launches.
+    The tensors are on the CPU, or on the device of the kernels. What is derived from them is made where they are, and
+    sent to the device of the kernels in one copy per kernel that nothing waits for (:meth:`on`): a block on the CPU
+    never makes the host wait for a GPU. ``memo`` keeps it: tile maps, tables, launches.
     """
 
     start: Tensor
@@ -244,7 +275,15 @@ class Block:
     segments_k: tuple[int, ...]
     pairs: float | None = None
     max_keys_per_query: int | None = None
+    ordered: bool = False
+    chunked: bool = False
+    long: bool = False
     memo: Memo[Any] = field(default_factory=lambda: Memo(256), repr=False, init=False)
+
+    @property
+    def groups_k(self) -> tuple[int, ...]:
+        """Number of segments of keys in each group that a backward completes as a whole."""
+        return completion_groups(self.segments_k)
 
     @property
     def seq_q(self) -> int:
@@ -262,15 +301,28 @@ class Block:
         measured, 1.4e-9 of itself for each key of a product of bf16 random numbers. A sum of ``LONGEST_SUM`` keys has
         lost 3.7e-4, compared with errors of 2.3e-3 from rounding its result and p.
         """
-        keys = self.seq_k if self.max_keys_per_query is None else self.max_keys_per_query
-        return PERIOD if keys > LONGEST_SUM else 0
+        return flush_period(self.seq_k if self.max_keys_per_query is None else self.max_keys_per_query)
+
+    def on(self, device: torch.device, what: Hashable, make: Callable[[], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
+        """Return the tensors that ``make`` derives from this block, on ``device``; made once under ``what``."""
+        return self.memo.once((what, device), lambda: upload(make(), device))
+
+    def intervals(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Return ``start`` and ``end``, contiguous, on ``device``."""
+        start, end = self.on(device, "intervals", lambda: (self.start.contiguous(), self.end.contiguous()))
+        return start, end
+
+    def positions(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Return ``positions_q`` and ``positions_k`` on ``device``."""
+        queries, keys = self.on(device, "positions", lambda: (self.positions_q, self.positions_k))
+        return queries, keys
 
     def query_tiles(self, block_m: int, block_n: int) -> TileMap:
-        """Return tiles of at most ``block_m`` queries and the keys that each must visit."""
+        """Return tiles of at most ``block_m`` queries and the keys that each must visit, on the block's device."""
         return self.memo.once(("query tiles", block_m, block_n), lambda: self._query_tiles(block_m, block_n))
 
     def key_tiles(self, block_m: int, block_n: int) -> TileMap:
-        """Return tiles of at most ``block_n`` keys and the queries that each must visit."""
+        """Return tiles of at most ``block_n`` keys and the queries that each must visit, on the block's device."""
         return self.memo.once(("key tiles", block_m, block_n), lambda: self._key_tiles(block_m, block_n))
 
     def _query_tiles(self, block_m: int, block_n: int) -> TileMap:
@@ -283,6 +335,10 @@ class Block:
         begin = torch.where(sees, start, self.seq_k).amin(-1)
         stop = torch.where(sees, end, 0).amax(-1)
         full_begin, full_end = start.amax(-1), torch.where(sees, end, 0).amin(-1)
+        if self.ordered:
+            full_end = torch.zeros_like(full_end)  # no full tiles: they would be walked before the cut ones
+            if self.period:  # flushes at multiples of the period; rows see nothing of the tiles before begin
+                begin = begin // self.period * self.period
         return TileMap(rows, _span(begin, full_begin, full_end, stop, block_n))
 
     def _key_tiles(self, block_m: int, block_n: int) -> TileMap:
@@ -295,12 +351,20 @@ class Block:
         stop = torch.searchsorted(start, past, right=False)
         full_begin = torch.searchsorted(end, past, right=False)
         full_end = torch.searchsorted(start, first, right=True)
+        if self.ordered:
+            full_end = torch.zeros_like(full_end)
         return TileMap(rows, _span(begin, full_begin, full_end, stop, block_m))
 
 
 def _tile_rows(segments: tuple[int, ...], size: int, device: torch.device) -> Tensor:
-    """Return first and past-the-last row of each tile, (tiles, 2). Made on the device: a copy from the host would block
-    it, and a graph could not be captured."""
+    """Return first and past-the-last row of each tile, (tiles, 2) int32. Those of a block on a GPU are made there: a
+    copy from the host could not be captured in a graph."""
+    if device.type == "cpu":  # in time that hardly depends on the number of segments
+        lengths = torch.tensor(segments, device=device)
+        past, tiles = lengths.cumsum(0), (lengths + size - 1) // size
+        number = torch.arange(int(tiles.sum()), device=device) - (tiles.cumsum(0) - tiles).repeat_interleave(tiles)
+        first = (past - lengths).repeat_interleave(tiles) + number * size
+        return torch.stack([first, (first + size).minimum(past.repeat_interleave(tiles))], -1).to(torch.int32)
     rows, offset = [torch.empty(0, 2, dtype=torch.int32, device=device)], 0
     for length in segments:
         first = torch.arange(offset, offset + length, size, dtype=torch.int32, device=device)
@@ -317,22 +381,6 @@ def _span(begin: Tensor, full_begin: Tensor, full_end: Tensor, stop: Tensor, siz
     full_begin = torch.minimum((full_begin + size - 1) // size * size, stop).maximum(begin)
     full_end = torch.minimum(full_end // size * size, stop).maximum(full_begin)
     return torch.stack([begin, full_begin, full_end, stop], -1).to(torch.int32)
-
-
-def row_delta(out: Tensor, dout: Tensor, dlse: Tensor | None = None) -> Tensor:
-    """Return ``rowsum(dout * out) - dlse``, (batch, q_heads, seq_q), in the accumulation dtype.
-
-    The gradient of ``lse`` enters here and nowhere else: d lse / d s_j = p_j, so that
-    ``ds_j = p_j (dp_j - rowsum(dout * out) + dlse)``.
-    """
-    dtype = accumulation_dtype(out)
-    if out.is_cuda and dtype == torch.float32 and has_triton():
-        from .triton.delta import row_dot  # one pass over memory; the products below would be written out in float32
-
-        delta = row_dot(out, dout)
-    else:
-        delta = (out.to(dtype) * dout.to(dtype)).sum(-1).transpose(1, 2)
-    return (delta if dlse is None else delta - dlse.to(dtype)).contiguous()
 
 
 def accumulation_dtype(x: Tensor) -> torch.dtype:

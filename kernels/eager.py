@@ -1,24 +1,33 @@
 """The kernel in plain torch: any device, any dtype up to float64. The executable specification.
 
 Blocked over queries and keys, so that no seq_q x seq_k matrix ever exists. Shapes and contract: :mod:`.contract`.
+
+The products of a BLAS round differently for other numbers of rows, but not for other contents of the other rows. So in
+ordered blocks every tile is whole: what is shorter is padded with rows that see nothing and are not returned.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from ..partial import Partial
-from .contract import Block, Keys, Queries, Result, Score, accumulation_dtype
+from .contract import GRID, Block, Keys, Queries, Result, Score, accumulation_dtype
 
 _BLOCK = 512  # queries and keys per tile
 
 
 def forward(q: Tensor, keys: Keys, score: Score, state: Partial | None, finalize: bool) -> Partial | Result:
     """Attend to one chunk of keys, see :meth:`.backends.Backend.forward`. The carried state is not overwritten."""
-    v, block = keys.v, keys.block
+    v, block, rows_of_q = keys.v, keys.block, q.shape[1]
+    if block.ordered:
+        assert state is None
+        q, keys = _whole(q, 1), keys._replace(block=_whole_tiles_of_queries(block))
+        block = keys.block
     batch, seq_q, q_heads, _ = q.shape
     dtype = accumulation_dtype(q)
     if state is None:
@@ -33,7 +42,7 @@ def forward(q: Tensor, keys: Keys, score: Score, state: Partial | None, finalize
         alpha = torch.exp(m_old - reference)
         l, o = l * alpha + torch.exp(logit - reference), o * _per_row(alpha)
 
-    for rows, cols, hidden in _tiles(block):
+    for rows, cols, hidden in _tiles(block, q.device):
         s, _ = _scores(q, keys, score, rows, cols, hidden, dtype)
         m_old = m[:, :, rows]
         m_new = torch.maximum(m_old, s.amax(-1))
@@ -48,50 +57,94 @@ def forward(q: Tensor, keys: Keys, score: Score, state: Partial | None, finalize
         return Partial(m, l, o)
     nonempty = l != 0
     out = o / _per_row(torch.where(nonempty, l, 1.0))
-    return Result(out.to(q.dtype), torch.where(nonempty, m + torch.log(l), float("-inf")))
+    lse = torch.where(nonempty, m + torch.log(l), float("-inf"))
+    return Result(out[:, :rows_of_q].to(q.dtype), lse[..., :rows_of_q])
 
 
 def backward(queries: Queries, keys: Keys, score: Score, dq: Tensor) -> tuple[Tensor, Tensor]:
     """Return dk and dv of one chunk of keys and add to dq, with the same bits on every run."""
+    dk, dv = (torch.zeros_like(x, dtype=dq.dtype) for x in (keys.k, keys.v))
+    _add_gradients(queries, keys, score, dq, (dk, dv))
+    return dk, dv
+
+
+def query_gradients(queries: Queries, keys: Keys, score: Score, dq: Tensor) -> None:
+    """Add to dq, see :meth:`.backends.Backend.query_gradients`."""
+    count = dq.shape[1]
+    queries = Queries(*(_whole(x, dim) for x, dim in zip(queries, (1, 1, 2, 2), strict=True)))
+    total = _whole(dq, 1)
+    _add_gradients(queries, keys._replace(block=_whole_tiles_of_queries(keys.block)), score, total, None)
+    dq.copy_(total[:, :count])
+
+
+def key_gradients(queries: Queries, keys: Keys, score: Score) -> tuple[Tensor, Tensor]:
+    """Return dk and dv, see :meth:`.backends.Backend.key_gradients`."""
+    block, count = keys.block, keys.k.shape[1]
+    k, v = (_whole(x, 1) for x in (keys.k, keys.v))
+    block = replace(block, positions_k=_whole(block.positions_k, 0), segments_k=(k.shape[1],))
+    dtype = accumulation_dtype(k)
+    dk, dv = (torch.zeros_like(x, dtype=dtype) for x in (k, v))
+    _add_gradients(queries, Keys(k, v, block), score, None, (dk, dv))
+    return dk[:, :count], dv[:, :count]
+
+
+def _add_gradients(
+    queries: Queries, keys: Keys, score: Score, dq: Tensor | None, dkdv: tuple[Tensor, Tensor] | None
+) -> None:
+    """Add the gradients of one chunk to those of dq, dk and dv that are asked for."""
     q, dout, lse, delta = queries
     k, v, block, _ = keys
-    dtype = dq.dtype
-    kv_heads = k.shape[2]
-    dk, dv = torch.zeros_like(k, dtype=dtype), torch.zeros_like(v, dtype=dtype)
+    dtype = accumulation_dtype(q)
     lse = torch.where(lse == float("-inf"), float("inf"), lse)  # rows that see nothing get p = 0
-    for rows, cols, hidden in _tiles(block):
+    for rows, cols, hidden in _tiles(block, q.device):
         s, slope = _scores(q, keys, score, rows, cols, hidden, dtype)
         p = torch.exp(s - lse[:, :, rows, None])
         dout_rows = dout[:, rows].to(dtype).transpose(1, 2)
         dp = _grouped(dout_rows, v[:, cols].to(dtype), transpose=True)
         ds = p * (dp - delta[:, :, rows, None]) * slope * score.softmax_scale
-        dq[:, rows] += _grouped(ds, k[:, cols].to(dtype)).transpose(1, 2)
-        dk[:, cols] += _over_group(ds, q[:, rows].to(dtype).transpose(1, 2), kv_heads)
-        dv[:, cols] += _over_group(p, dout_rows, kv_heads)
-    return dk, dv
+        if dq is not None:
+            dq[:, rows] += _grouped(ds, k[:, cols].to(dtype)).transpose(1, 2)
+        if dkdv is not None:
+            dk, dv = dkdv
+            dk[:, cols] += _over_group(ds, q[:, rows].to(dtype).transpose(1, 2), k.shape[2])
+            dv[:, cols] += _over_group(p, dout_rows, k.shape[2])
 
 
-def _tiles(block: Block) -> Iterator[tuple[slice, slice, Tensor | None]]:
+def _whole(x: Tensor, dim: int) -> Tensor:
+    """Return x, padded to whole tiles along ``dim``."""
+    return pad(x, (0, 0) * (x.ndim - dim - 1) + (0, -x.shape[dim] % GRID))
+
+
+def _whole_tiles_of_queries(block: Block) -> Block:
+    start, end = (_whole(x, 1) for x in (block.start, block.end))
+    return replace(
+        block, start=start, end=end, positions_q=_whole(block.positions_q, 0), segments_q=(start.shape[1],)
+    )  # fmt: skip
+
+
+def _tiles(block: Block, device: torch.device) -> Iterator[tuple[slice, slice, Tensor | None]]:
     """Yield the tiles (queries, keys) in which any pair of the batch is visible, each with its hidden pairs.
 
     The hidden pairs are a mask (batch or 1, 1, m, n), or None if all are visible.
     """
-    tiles = block.query_tiles(_BLOCK, _BLOCK)
+    size = GRID if block.ordered else _BLOCK
+    tiles = block.query_tiles(size, size)
     spans = tiles.span.cpu()
     begin, end = spans[..., 0], spans[..., 3]
     nonempty = end > begin
+    start, stop = block.intervals(device)
     first = torch.where(nonempty, begin, block.seq_k).amin(0).tolist()
     last = end.amax(0).tolist()
     full_begin, full_end = spans[..., 1].amax(0).tolist(), spans[..., 2].amin(0).tolist()
     for tile, (row, row_end) in enumerate(tiles.rows.tolist()):
         rows = slice(row, row_end)
-        for col in range(first[tile], last[tile], _BLOCK):
-            cols = slice(col, min(col + _BLOCK, block.seq_k))
-            if full_begin[tile] <= col and col + _BLOCK <= full_end[tile]:
+        for col in range(first[tile], last[tile], size):
+            cols = slice(col, min(col + size, block.seq_k))
+            if full_begin[tile] <= col and col + size <= full_end[tile]:
                 yield rows, cols, None
                 continue
-            n = torch.arange(cols.start, cols.stop, device=block.start.device)
-            visible = (block.start[:, rows, None] <= n) & (n < block.end[:, rows, None])
+            n = torch.arange(cols.start, cols.stop, device=device)
+            visible = (start[:, rows, None] <= n) & (n < stop[:, rows, None])
             yield rows, cols, ~visible[:, None]
 
 
@@ -107,10 +160,12 @@ def _scores(
         t = torch.tanh(s / score.softcap)
         s, slope = score.softcap * t, 1 - t * t
     if score.alibi_slopes is not None:
-        distance = (block.positions_q[rows, None] - block.positions_k[None, cols]).abs().to(dtype)
+        positions_q, positions_k = block.positions(q.device)
+        distance = (positions_q[rows, None] - positions_k[None, cols]).abs().to(dtype)
         s = s - score.alibi_slopes.to(dtype).reshape(-1, q.shape[2], 1, 1) * distance
     if score.mod is not None:
-        s, factor = score.mod.apply(s, block.positions_q[rows], block.positions_k[cols])
+        positions_q, positions_k = block.positions(q.device)
+        s, factor = score.mod.apply(s, positions_q[rows], positions_k[cols])
         slope = slope * factor
     return (s if hidden is None else s.masked_fill(hidden, float("-inf"))), slope
 

@@ -2,8 +2,12 @@
 
 Triton's dispatch inspects every argument in every launch, which takes longer than a short kernel runs. :func:`dispatch`
 caches the compiled kernel. The key has the constants and, of each argument, the properties that Triton specializes for:
-its dtype, whether an address or an integer is divisible by 16, whether an integer is 1 or needs 64 bits; of a TMA view
-its box.
+its dtype, whether an address or an integer is divisible by 16, whether an integer is 1 or needs 64 bits (of one that
+the kernel is not specialized for only the last), of a TMA view its box.
+
+Documents and lengths change from step to step, and nothing is compiled for it: kernels are not specialized for numbers
+that vary with them, and the variants that other documents need (without a carried state, say) are compiled together
+with the first one, as ``variants`` of its launch.
 
 Even that is slow for a launch that repeats with tensors of the same shapes: :class:`Launches` keeps all arguments of a
 launch except the tensors.
@@ -12,7 +16,7 @@ launch except the tensors.
 from __future__ import annotations
 
 import functools
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple, cast
 
@@ -30,6 +34,8 @@ COMPILED = 4096  # compiled kernels that dispatch() keeps
 _compiled: Memo[tuple[CompiledKernel, list[Any]]] = Memo(COMPILED)
 _NO_SWITCH = nullcontext()
 
+Variants = Callable[[], Sequence[Mapping[str, Any]]]
+
 # ``compiled[grid](...)`` ends in ``compiled.run(...)``. Calling that directly skips building profiler-hook arguments,
 # which are unused unless a hook is installed. The argument order is that of Triton 3.6.
 _CAN_RUN_DIRECTLY = triton.__version__.startswith("3.6.")
@@ -43,17 +49,23 @@ class Launched(NamedTuple):
     args: tuple[Any, ...]
 
 
-def dispatch(kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> Launched | None:
+def dispatch(
+    kernel: Any, grid: tuple[int, ...], *args: Any, variants: Variants | None = None, **constants: Any
+) -> Launched | None:
     """Launch ``kernel[grid](*args, **constants)`` on the current stream; ``constants`` are its constexprs and options.
 
     Products and sums are fused: a score is one instruction. Triton 3.10 fuses them only if told to.
+
+    Args:
+        variants: returns changes of arguments and constants, by name, for launches that other documents will need; they
+            are compiled when this launch is.
 
     Returns:
         The launch, for :meth:`Launches.remember`; None from the interpreter, and from a launch that had to compile.
     """
     grid = (*grid, 1, 1)[:3]
     device = next(x.device for x in args if isinstance(x, Tensor))
-    key = (kernel, device, *map(_kind, args), *constants.values())
+    key = _key(kernel, device, args, constants)
     cached = _compiled.get(key)
     if cached is not None:
         compiled, values = cached
@@ -62,7 +74,42 @@ def dispatch(kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -
     compiled = kernel[grid](*args, enable_fp_fusion=True, **constants)
     if isinstance(compiled, CompiledKernel):  # the interpreter compiles nothing
         _compiled.put(key, (compiled, [constants[name] for name in kernel.arg_names[len(args) :]]))
+        for changes in variants() if variants is not None else ():
+            _compile(kernel, device, grid, args, constants, changes)
     return None
+
+
+def _compile(
+    kernel: Any, device: torch.device, grid: tuple[int, ...], args: Sequence[Any], constants: Mapping[str, Any],
+    changes: Mapping[str, Any],
+) -> None:  # fmt: skip
+    """Compile and load a kernel for a launch with some arguments and constants changed."""
+    names = kernel.arg_names[: len(args)]
+    args = [changes.get(name, x) for name, x in zip(names, args, strict=True)]
+    constants = {name: changes.get(name, x) for name, x in constants.items()}
+    key = _key(kernel, device, args, constants)
+    if _compiled.get(key) is None:
+        compiled = kernel.warmup(*args, grid=grid, enable_fp_fusion=True, **constants)
+        getattr(compiled, "run", None)  # loads it now: that may wait for the GPU
+        _compiled.put(key, (compiled, [constants[name] for name in kernel.arg_names[len(args) :]]))
+
+
+def _key(kernel: Any, device: torch.device, args: Sequence[Any], constants: Mapping[str, Any]) -> Hashable:
+    """Return what selects a compiled kernel."""
+    plain = _not_specialized(kernel)
+    kinds = [_width(x) if i in plain and type(x) is int else _kind(x) for i, x in enumerate(args)]
+    return (kernel, device, *kinds, *constants.values())
+
+
+@functools.cache
+def _not_specialized(kernel: Any) -> frozenset[int]:
+    """Return the indices of the arguments whose values Triton ignores."""
+    return frozenset(i for i, p in enumerate(getattr(kernel, "params", ())) if p.do_not_specialize)
+
+
+def _width(x: int) -> int:
+    """Return the number of bits that Triton passes an integer in."""
+    return 32 if -(2**31) <= x < 2**31 else 64
 
 
 class Launches:

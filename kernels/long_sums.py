@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import torch
 
-from .contract import LONGEST_SUM, Block
+from .contract import GRID, LONGEST_SUM, Block
 
 QUERY_PRODUCTS = 1 << 17  # products of one sum over the queries of a piece
 KEYS = 1 << 16  # keys of a piece
@@ -49,6 +49,17 @@ def queries_per_piece(heads: int) -> int:
     """Return the number of queries of a piece: whole tiles."""
     count = QUERY_PRODUCTS // heads
     return max(1, count - count % 128 if count > 128 else count)
+
+
+def queries_per_ordered_piece(seq_len: int, heads: int) -> int:
+    """Return the number of positions after which a sum over queries of an ordered block begins again, whole tiles; 0
+    for never.
+
+    Args:
+        seq_len: global number of queries.
+        heads: as for :func:`must_split`.
+    """
+    return max(GRID, queries_per_piece(heads)) if seq_len * heads > LONGEST_SUM else 0
 
 
 def split(block: Block, heads: int) -> Iterator[Piece]:

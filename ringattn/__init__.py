@@ -7,6 +7,7 @@ full = plan.unshard(out, dim=1)
 """
 
 from . import batch as batch
+from . import errors as errors
 from . import loss as loss
 from . import mask as mask
 from .adapters.flash import use as use
@@ -14,6 +15,8 @@ from .adapters.sdpa import wrap as wrap
 from .functional import attention as attention
 from .generation import KVCache as KVCache
 from .generation import decode as decode
+from .packing import pack as pack
+from .packing import pack_stream as pack_stream
 from .partial import Partial as Partial
 from .partial import merge as merge
 from .planning import dataflows as dataflows
@@ -22,6 +25,6 @@ from .plans import Plan as Plan
 
 __version__ = "0.1.0"
 __all__ = [
-    "KVCache", "Partial", "Plan", "attention", "batch", "dataflows", "decode", "loss", "mask", "merge", "plan", "use",
-    "wrap",
+    "KVCache", "Partial", "Plan", "attention", "batch", "dataflows", "decode", "errors", "loss", "mask", "merge",
+    "pack", "pack_stream", "plan", "use", "wrap",
 ]  # fmt: skip

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import hashlib
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
+
+from .errors import Desynchronized, Disagreement, RankFailed
 
 Value = int | float | str | bool
 
@@ -20,37 +22,50 @@ _TEXT_WORDS = 56  # of which for the text
 _TEXT_BYTES = 8 * _TEXT_WORDS
 
 
-class Disagreement(ValueError):
-    """Values of a field that differ across ranks.
+class Agreement:
+    """A comparison of all ranks that has been started.
+
+    Args:
+        call, fields: as of :func:`compare`.
+        rows: waits for the rows of all ranks and returns them, (world_size, words); None for one rank.
+        advice: what to add to the error where a field differs, by its name.
 
     Attributes:
-        call: what the ranks were about to do, as ``"plan()"``.
-        field: name of the first field that differs.
-        values: ranks by the text of their value.
+        failed: the error that :meth:`check` has raised.
     """
 
-    def __init__(self, message: str, call: str, field: str, values: Mapping[str, Sequence[int]]) -> None:
-        super().__init__(message, call, field, values)  # the arguments, so that it can be pickled
-        self.message, self.call, self.field, self.values = message, call, field, values
+    def __init__(
+        self,
+        call: str,
+        fields: Mapping[str, Value],
+        rows: Callable[[], Tensor] | None,
+        advice: Mapping[str, str] | None = None,
+    ) -> None:
+        self._call, self._fields, self._rows, self._advice = call, fields, rows, advice or {}
+        self.failed: ValueError | None = None
 
-    def __str__(self) -> str:
-        return self.message
+    def check(self) -> None:
+        """Wait for all ranks and compare, once; an error is raised again in every later call.
 
-
-class RankFailed(ValueError):
-    """An error of another rank, which this rank raises too.
-
-    Attributes:
-        call: what the ranks were about to do, as ``"plan()"``.
-        rank: the lowest rank with an error.
-    """
-
-    def __init__(self, message: str, call: str, rank: int) -> None:
-        super().__init__(message, call, rank)
-        self.message, self.call, self.rank = message, call, rank
-
-    def __str__(self) -> str:
-        return self.message
+        Raises:
+            Disagreement: a field differs; the same error on every rank.
+            RankFailed: a rank encoded an error.
+        """
+        if self.failed is not None:
+            raise self.failed
+        if self._rows is None:
+            return
+        rows, self._rows = self._rows(), None
+        try:
+            compare(self._call, self._fields, rows)
+        except Disagreement as differs:
+            advice = self._advice.get(differs.field)
+            text = str(differs) if advice is None else f"{differs}. {advice}"
+            self.failed = type(differs)(text, differs.call, differs.field, differs.values)
+        except RankFailed as other:
+            self.failed = other
+        if self.failed is not None:
+            raise self.failed
 
 
 def encode(fields: Mapping[str, Value], error: Exception | None) -> Tensor:
@@ -75,7 +90,8 @@ def compare(call: str, fields: Mapping[str, Value], rows: Tensor) -> None:
 
     Raises:
         RankFailed: a rank encoded an error.
-        Disagreement: a field differs.
+        Desynchronized: ranks are in different calls.
+        Disagreement: another field differs.
     """
     table = rows.tolist()
     for rank, row in enumerate(table):
@@ -98,7 +114,8 @@ def compare(call: str, fields: Mapping[str, Value], rows: Tensor) -> None:
             values = {shown[word]: ranks[word] for word in order}
             listed = ", ".join(f"{text} on ranks {of}" for text, of in values.items())
             message = f"{call} differs across ranks: {field} is {listed}; every rank must pass the same"
-            raise Disagreement(message, call, field, values)
+            kind = Desynchronized if field in ("call", "plans") else Disagreement
+            raise kind(message, call, field, values)
         names += isinstance(value, str)
 
 

@@ -1,9 +1,10 @@
 """Layouts: which global positions each rank holds.
 
-A layout is a function ``(mask, world_size) -> shards`` where ``shards[r]`` is a tuple of Python ranges,
-growing and disjoint, and all shards together are ``range(mask.seq_len)``. Any seq_len works: shards may be uneven or
-empty, and nothing is padded. The keys of other lengths than the queries are laid out under a full mask. A new layout is
-such a function and a line in :data:`LAYOUTS`.
+A layout is a function ``(mask, world_size, local_size) -> shards`` where ``shards[r]`` is a tuple of Python ranges,
+growing and disjoint, and all shards together are ``range(mask.seq_len)``. Ranks ``i * local_size`` to ``(i + 1) *
+local_size - 1`` are on one host. Any seq_len works: shards may be uneven or empty, and nothing is padded. The keys of
+other lengths than the queries are laid out under a full mask. A new layout is such a function and a line in
+:data:`LAYOUTS`.
 
 * ``contiguous``: rank r holds one run. Causal work is unbalanced: the last rank does the most.
 * ``zigzag``: 2N chunks, rank r holds r and 2N-1-r, so that an early and a late chunk add up to the same
@@ -11,7 +12,7 @@ such a function and a line in :data:`LAYOUTS`.
   (Brandon et al. 2023, arXiv:2311.09431, motivates the balance; the pairing is Llama 3's, arXiv:2407.21783).
 * ``striped``: rank r holds r, r+N, r+2N, ... (Striped Attention, arXiv:2311.09431).
 * ``balanced``: equal tokens and equal work for any mask, for packed documents above all; see :mod:`.balance`. The only
-  one whose shards depend on more of the mask than its length.
+  one whose shards depend on more of the mask than its length, and on hosts.
 """
 
 from __future__ import annotations
@@ -28,27 +29,27 @@ from .mask import Mask
 Shard = tuple[range, ...]
 
 
-def contiguous(mask: Mask, world_size: int) -> tuple[Shard, ...]:
+def contiguous(mask: Mask, world_size: int, local_size: int) -> tuple[Shard, ...]:
     cuts = _cuts(mask.seq_len, world_size)
     return tuple(_runs(range(a, b)) for a, b in itertools.pairwise(cuts))
 
 
-def zigzag(mask: Mask, world_size: int) -> tuple[Shard, ...]:
+def zigzag(mask: Mask, world_size: int, local_size: int) -> tuple[Shard, ...]:
     cuts = _cuts(mask.seq_len, 2 * world_size)
     chunks = [range(a, b) for a, b in itertools.pairwise(cuts)]
     return tuple(_runs(chunks[r], chunks[-1 - r]) for r in range(world_size))
 
 
-def striped(mask: Mask, world_size: int) -> tuple[Shard, ...]:
+def striped(mask: Mask, world_size: int, local_size: int) -> tuple[Shard, ...]:
     return tuple(_runs(range(r, mask.seq_len, world_size)) for r in range(world_size))
 
 
-def balanced(mask: Mask, world_size: int) -> tuple[Shard, ...]:
-    shards = balance.peel(mask, world_size)
+def balanced(mask: Mask, world_size: int, local_size: int) -> tuple[Shard, ...]:
+    shards = balance.peel(mask, world_size, local_size)
     return tuple(_runs(*sorted(pieces, key=lambda piece: piece.start)) for pieces in shards)
 
 
-LAYOUTS: dict[str, Callable[[Mask, int], tuple[Shard, ...]]] = {
+LAYOUTS: dict[str, Callable[[Mask, int, int], tuple[Shard, ...]]] = {
     "contiguous": contiguous,
     "zigzag": zigzag,
     "striped": striped,

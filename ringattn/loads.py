@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -13,6 +14,8 @@ from .layout import Shard, positions
 from .mask import Mask
 from .schedule import Fetch
 from .work import Work
+
+LISTED = 16  # ranks whose numbers are shown one by one
 
 
 @dataclass(frozen=True)
@@ -38,7 +41,7 @@ class Loads:
         cls, mask: Mask, shards: Sequence[Shard], shards_k: Sequence[Shard], fetches: Sequence[Sequence[Fetch]]
     ) -> Loads:
         """Count what a layout gives every rank; time O(seq_len / 128) for shards of neighbouring tokens."""
-        work = Work(mask)
+        work = Work.of_mask(mask)
         return cls(
             tuple(sum(_pairs(mask, work, run) for run in shard) for shard in shards),
             tuple(_tiles(mask, shard, seen) for shard, seen in zip(shards, mask.seen(shards), strict=True)),
@@ -49,13 +52,23 @@ class Loads:
 
     def __str__(self) -> str:
         mean = sum(self.tokens) / len(self.tokens)
-        fetched = [count / mean if mean else 0.0 for count in (*self.fetched, self.least_fetched / len(self.tokens))]
-        *each, least = fetched
+        *each, least = [
+            count / mean if mean else 0.0 for count in (*self.fetched, self.least_fetched / len(self.tokens))
+        ]
+        work = [pairs * len(self.pairs) / max(1, sum(self.pairs)) for pairs in self.pairs]
         return (
             f"busiest rank over mean: {_busiest(self.pairs):.3f} in visible pairs, {_busiest(self.tiles):.3f} in tiles "
             f"of {TILE} x {TILE}; keys seen of other ranks, over a rank's own: mean {sum(each) / len(each):.2f}, "
-            f"most {max(each):.2f}, least possible mean about {least:.2f}"
+            f"most {max(each):.2f}, least possible mean about {least:.2f}\n"
+            f"  visible pairs of ranks, over the mean: {_listed(work)}; keys seen of others, over own: {_listed(each)}"
         )
+
+
+def _listed(numbers: Sequence[float]) -> str:
+    """Return the numbers of all ranks, or of many the least, the median and the most."""
+    if len(numbers) <= LISTED:
+        return " ".join(f"{number:.2f}" for number in numbers)
+    return f"{min(numbers):.2f} to {max(numbers):.2f}, median {statistics.median(numbers):.2f}"
 
 
 def _busiest(numbers: Sequence[int]) -> float:
@@ -75,8 +88,14 @@ def _tiles(mask: Mask, shard: Shard, seen: Sequence[range]) -> int:
     if not tiles or not seen:
         return 0
     with torch.device("cpu"):
-        start, _ = mask.intervals(torch.tensor([tile[0] for tile in tiles]))
-        _, end = mask.intervals(torch.tensor([tile[-1] for tile in tiles]))
+        start, past_first = mask.intervals(torch.tensor([tile[0] for tile in tiles]))
+        start_last, end = mask.intervals(torch.tensor([tile[-1] for tile in tiles]))
+        for i in ((past_first <= start) | (end <= start_last)).any(0).nonzero().flatten().tolist():
+            # Its first or last query sees nothing, perhaps all of them.
+            starts, ends = mask.intervals(positions((tiles[i],)))
+            sees = ends > starts
+            start[:, i] = torch.where(sees, starts, mask.seq_len_k).amin(1)
+            end[:, i] = torch.where(sees, ends, 0).amax(1)
         begins = torch.tensor([run.start for run in seen])
         lengths = torch.tensor([len(run) for run in seen])
         before = lengths.cumsum(0) - lengths

@@ -1,4 +1,4 @@
-"""What each rank needs: the runs of keys that its queries see, and where they are."""
+"""What each rank needs: the runs of keys that its queries see, where they are, and how much work they are."""
 
 from __future__ import annotations
 
@@ -6,9 +6,13 @@ import itertools
 from bisect import bisect_right
 from collections.abc import Sequence
 
+import torch
+from torch import Tensor
+
 from .layout import Shard
-from .mask import Mask
+from .mask import Mask, estimate_pairs
 from .schedule import Fetch
+from .work import Work
 
 
 def fetches(mask: Mask, shards: Sequence[Shard], shards_k: Sequence[Shard]) -> tuple[tuple[Fetch, ...], ...]:
@@ -70,3 +74,44 @@ def _numbered(parts: list[Located]) -> tuple[Fetch, ...]:
         result.append(Fetch(owner, offset, len(run), first))
         first += len(run)
     return tuple(result)
+
+
+def pairs(mask: Mask, shards: Sequence[Shard], shards_k: Sequence[Shard]) -> list[list[float]]:
+    """Return how many (query, key) pairs of any two ranks are visible, on average over the mask's rows:
+    ``pairs[q_rank][k_rank]``.
+
+    For runs of neighbouring positions sums over ``k_rank`` are exact; their parts are those of a query in the middle of
+    each piece of a run. For strided runs everything is estimated.
+    """
+    if any(run.step > 1 for shard in (*shards, *shards_k) for run in shard):
+        return estimate_pairs(mask, shards, shards_k)
+    work = Work.of_mask(mask)
+    n, size = len(shards), max(1, mask.seq_len // (4 * len(shards)))
+    pieces = [
+        (rank, run[i : i + size])
+        for rank, shard in enumerate(shards)
+        for run in shard
+        for i in range(0, len(run), size)
+    ]
+    runs = sorted(((run.start, len(run), rank) for rank, shard in enumerate(shards_k) for run in shard))
+    if not pieces or not runs:
+        return [[0.0] * n for _ in range(n)]
+    with torch.device("cpu"):
+        starts, lengths, owners = map(torch.tensor, zip(*runs, strict=True))
+        held = torch.zeros(len(runs) + 1, n, dtype=torch.float64)
+        held[torch.arange(1, len(runs) + 1), owners] = lengths.double()
+        held = held.cumsum(0)  # of each owner before each run
+
+        def before(keys: Tensor) -> Tensor:
+            """Return how many keys of each owner are before a position."""
+            index = (torch.searchsorted(starts, keys, right=True) - 1).clamp(min=0)
+            inside = torch.minimum((keys - starts[index]).clamp(min=0), lengths[index])
+            return held[index].scatter_add_(1, owners[index, None], inside.double()[:, None])
+
+        seen = torch.zeros(len(pieces), n, dtype=torch.float64)
+        for start, end in zip(*mask.intervals(torch.tensor([run[len(run) // 2] for _, run in pieces])), strict=True):
+            seen += before(end.long()) - before(start.long())
+        exact = torch.tensor([work.of(run) / mask.rows for _, run in pieces], dtype=torch.float64)
+        seen *= (exact / seen.sum(1).clamp(min=1))[:, None]
+        table = torch.zeros(n, n, dtype=torch.float64)
+        return table.index_add_(0, torch.tensor([rank for rank, _ in pieces]), seen).tolist()

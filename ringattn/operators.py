@@ -18,10 +18,11 @@ import torch.autograd.profiler as profiler
 from torch import Tensor
 
 from . import plans
-from .dataflow import DATAFLOWS
+from .dataflow import choose as choose_dataflow
 from .dataflow.contract import Call
 from .kernels.backends import choose
-from .kernels.contract import Queries, Score, ScoreMod, accumulation_dtype, row_delta
+from .kernels.contract import Queries, Score, ScoreMod, accumulation_dtype
+from .kernels.delta import row_delta
 from .layout import length, put, take
 from .plans import Plan
 from .transport import Message
@@ -70,7 +71,7 @@ def _forward(
     score_mod: int,
 ) -> tuple[Tensor, Tensor]:
     plan = plans.by_handle(plan_handle)
-    plan.transport.check_whole()
+    plan.transport.begin("attention() forward", plan.dataflow, plan.timeout)
     score = _score(q, alibi_slopes, sink, softmax_scale, softcap, score_mod)
     q, k, v = map(unit_stride, (q, k, v))
     error: Exception | None = None
@@ -100,7 +101,7 @@ def _forward(
     )
     try:
         with no_autocast(q):  # the state is float32, whatever the caller's region says
-            out, lse = DATAFLOWS[plan.dataflow].forward(Call(q, k, v, plan, score, backend))
+            out, lse = choose_dataflow(plan.dataflow, plan.deterministic).forward(Call(q, k, v, plan, score, backend))
     except BaseException as error:
         plan.transport.note_failure(error)
         raise
@@ -157,23 +158,23 @@ def _backward(
     score_mod: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     plan = plans.by_handle(plan_handle)
-    plan.transport.check_whole()
+    plan.transport.begin("attention() backward", plan.dataflow, plan.timeout)
     score = _score(q, alibi_slopes, None, softmax_scale, softcap, score_mod)
     q, k, v, dout = map(unit_stride, (q, k, v, dout))
     backend = choose(kernel, q, k, v, score, backward=True)
+    flow = choose_dataflow(plan.dataflow, plan.deterministic)
     try:
         with no_autocast(q):
             delta = row_delta(out, dout, dlse)
             call, queries = Call(q, k, v, plan, score, backend), Queries(q, dout, lse, delta)
-            dq, dk, dv = DATAFLOWS[plan.dataflow].backward(call, queries)
+            dq, dk, dv = flow.backward(call, queries)
+            dsink = q.new_empty(0)
+            if sink is not None:  # a key with a value of zero: ds = p (0 - delta)
+                p = torch.where(lse == float("-inf"), 0.0, torch.exp(sink.to(lse.dtype)[:, None] - lse))
+                dsink = flow.sum_rows(plan, -(p * delta)).to(sink.dtype)
     except BaseException as error:
         plan.transport.note_failure(error)
         raise
-    if sink is None:
-        dsink = q.new_empty(0)
-    else:  # the sink is a key with a value of zero: ds = p (0 - delta)
-        p = torch.where(lse == float("-inf"), 0.0, torch.exp(sink.to(lse.dtype)[:, None] - lse))
-        dsink = -(p * delta).sum((0, 2)).to(sink.dtype)
     # Contiguous as the fake kernel says: zeros of a rank that sees nothing are laid out as its inputs.
     return dq.to(q.dtype).contiguous(), dk.to(k.dtype).contiguous(), dv.to(v.dtype).contiguous(), dsink
 
@@ -235,7 +236,7 @@ def unit_stride(x: Tensor) -> Tensor:
 @torch.library.custom_op("ringattn::unshard", mutates_args=(), tags=_TAGS)
 def _unshard(x: Tensor, dim: int, of_keys: bool, whole: int, plan_handle: int) -> Tensor:
     plan = plans.by_handle(plan_handle)
-    plan.transport.check_whole()
+    plan.transport.begin("unshard()", timeout=plan.timeout)
     shards = plan.shards_k if of_keys else plan.shards
     lengths = tuple(map(length, shards))
     error: Exception | None = None
@@ -267,7 +268,7 @@ def _unshard_fake(x, dim, of_keys, whole, plan):  # type: ignore[no-untyped-def]
 @torch.library.custom_op("ringattn::unshard_backward", mutates_args=(), tags=_TAGS)
 def _unshard_backward(dwhole: Tensor, dim: int, of_keys: bool, local: int, plan_handle: int) -> Tensor:
     plan = plans.by_handle(plan_handle)
-    plan.transport.check_whole()
+    plan.transport.begin("unshard() backward", timeout=plan.timeout)
     shards = plan.shards_k if of_keys else plan.shards
     pieces = [take(dwhole, s, dim).contiguous() for s in shards]
     others = [r for r in range(plan.world_size) if r != plan.rank]

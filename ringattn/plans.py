@@ -8,16 +8,18 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
+from . import blocks
 from . import layout as layouts
+from .agreement import Agreement
 from .kernels.contract import Block
 from .layout import Shard
-from .mask import Mask, count_below, estimate_pairs
+from .mask import Mask, count_below
 from .memo import Memo
 from .schedule import Fetch, Schedule, Step
 from .shape import Shape
@@ -40,6 +42,8 @@ class Predictions(Protocol):
 
     def verify(self, plan: Plan) -> None: ...
 
+    def prepare(self, plan: Plan) -> None: ...
+
 
 class Plan:
     """Which rank attends to which keys, and what moves, for one sequence shape. Made by :func:`ringattn.plan`;
@@ -51,8 +55,9 @@ class Plan:
     Attributes:
         seq_len, seq_len_k: global numbers of queries and keys.
         rank, world_size: of the group.
-        layout, dataflow, deterministic, buffer_bytes: as chosen; ``dataflow`` is never "auto".
+        layout, dataflow, deterministic, buffer_bytes: as chosen; neither layout nor dataflow is "auto".
         mask: intervals per query, in global positions.
+        documents: the part of it that documents and padding hide.
         shards, shards_k: for every rank, the ranges of positions of queries and keys it holds.
         fetches: for every rank the runs of keys that its queries see, its own included, sorted by position.
         needs: ``needs[q_rank][k_rank]``: some query of one rank sees some key of the other.
@@ -60,8 +65,10 @@ class Plan:
         flow: the dataflow, which predicts and proves.
         transport: moves tensors between the ranks.
         choice: why "auto" chose this dataflow; None where it was given.
+        why: why "auto" chose this layout; empty where it was given.
         handle: a number that stands for this plan in the operators of torch.library.
         digest: a hash of the arguments of :func:`ringattn.plan`, the same on all ranks.
+        timeout: seconds that a rank waits for another in a call; None: the group's.
         local_lengths, local_lengths_k: queries and keys that each rank holds.
     """
 
@@ -69,6 +76,7 @@ class Plan:
         self,
         *,
         mask: Mask,
+        documents: Mask,
         layout: str,
         dataflow: str,
         deterministic: bool,
@@ -81,17 +89,23 @@ class Plan:
         flow: Predictions,
         transport: Transport,
         choice: Any = None,
+        why: str = "",
         digest: int = 0,
+        timeout: float | None = None,
     ) -> None:
         self.mask, self.seq_len, self.seq_len_k = mask, mask.seq_len, mask.seq_len_k
+        self.documents = documents
         self.rank, self.world_size = transport.rank, transport.world_size
         self.layout, self.dataflow, self.deterministic = layout, dataflow, deterministic
         self.buffer_bytes = buffer_bytes
         self.shards, self.shards_k, self.fetches, self.needs = shards, shards_k, fetches, needs
-        self.schedule, self.flow, self.transport, self.choice = schedule, flow, transport, choice
-        self.handle, self.digest = next(_handles), digest
+        self.schedule, self.flow, self.transport = schedule, flow, transport
+        self.choice, self.why = choice, why
+        self.handle, self.digest, self.timeout = next(_handles), digest, timeout
         self.memo: Memo[Any] = Memo(1 << 14)
         self._agreed: set[tuple[object, ...]] = set()
+        self._unchecked: list[Agreement] = []  # on the arguments of plan()
+        self._trusts = False  # that a call is the same on all ranks if they have compared one like it
         # Not when first asked for, which may be inside torch.compile: it cannot trace lengths of ranges.
         self.local_lengths = tuple(map(layouts.length, shards))
         self.local_lengths_k = tuple(map(layouts.length, shards_k))
@@ -180,6 +194,7 @@ class Plan:
             ValueError, TypeError: a tensor that cannot be split; padding or documents that are not the plan's; rows
                 that differ between ranks, the same error on every rank.
         """
+        self.check_agreement()
         return shard_batch(self, batch, seq_dims=seq_dims)
 
     # What dataflows read
@@ -189,36 +204,18 @@ class Plan:
         """This rank's steps of the schedule."""
         return self.once("steps", lambda: self.schedule.steps(self.rank))
 
-    def block(self, q_rank: int, k_rank: int, device: torch.device) -> Block:
-        """Return which keys of ``k_rank`` the queries of ``q_rank`` see, in local indices. Made once per device."""
+    def block(self, q_rank: int, k_rank: int) -> Block:
+        """Return which keys of ``k_rank`` the queries of ``q_rank`` see, in local indices, on the CPU. Made once."""
+        return self.once(("block", q_rank, k_rank), lambda: self.make_block(q_rank, self.shards_k[k_rank]))
 
-        def make() -> Block:
-            shard = self.shards_k[k_rank]
-            return self.make_block(q_rank, shard, layouts.positions(shard, device), tuple(map(len, shard)))
+    def make_block(self, q_rank: int, keys: Sequence[range], segments_k: tuple[int, ...] | None = None) -> Block:
+        """Return which keys of a buffer the queries of a rank see; ``keys`` and ``segments_k`` as of
+        :func:`.blocks.make`."""
+        return blocks.make(self.mask, self.shards[q_rank], self._seen(q_rank), keys, segments_k)
 
-        return self.once(("block", q_rank, k_rank, device), make)
-
-    def make_block(self, q_rank: int, keys: Shard, positions_k: Tensor, segments_k: tuple[int, ...]) -> Block:
-        """Return which of the keys at ``positions_k`` (growing) the queries of a rank see.
-
-        Args:
-            keys: their positions as ranges, possibly with more that these queries do not see; for an estimate of work.
-            segments_k: lengths of the runs of neighbouring keys.
-        """
-        queries = self.shards[q_rank]
-        positions_q = layouts.positions(queries, positions_k.device)
-        positions_k = positions_k.to(torch.int32)
-        start, end = self.mask.intervals(positions_q)
-        return Block(
-            torch.searchsorted(positions_k, start, out_int32=True),
-            torch.searchsorted(positions_k, end, out_int32=True),
-            (positions_q + self.mask.offset).to(torch.int32),
-            positions_k,
-            tuple(map(len, queries)),
-            segments_k,
-            estimate_pairs(self.mask, [queries], [keys])[0][0],
-            self.mask.max_keys_per_query,
-        )
+    def _seen(self, q_rank: int) -> tuple[Tensor, Tensor]:
+        """Return the visible keys of the queries of a rank, in global positions."""
+        return self.once(("intervals", q_rank), lambda: blocks.intervals(self.mask, self.shards[q_rank]))
 
     def once(self, key: object, make: Callable[[], T]) -> T:
         """Return what ``make`` derives from this plan, made once under ``key``."""
@@ -228,22 +225,51 @@ class Plan:
         self, what: str, fields: dict[str, int | float | str | bool], error: Exception | None = None
     ) -> None:
         """Compare a call's shapes and settings across ranks, the first time after :func:`ringattn.plan` that this rank
-        uses them. Ranks run the same program, so all of them compare in the same call."""
-        signature = (what, *fields.values())
-        if self.world_size > 1 and signature not in self._agreed:
+        uses them; with a plan that was made without waiting, the first time on this group. Ranks run the same program,
+        so all of them compare in the same call."""
+        self.check_agreement()
+        signature, call = (what, *fields.values()), (what, *(x for name, x in fields.items() if name != "plan"))
+        calls = self.transport.calls_agreed
+        if self.world_size == 1 or signature in self._agreed or (error is not None and self._trusted(what)):
+            if error is not None:
+                raise error
+            return
+        if not (self._trusts and call in calls):
             self.transport.agree(what, fields, error)
-            self._agreed.add(signature)
-        elif error is not None:
-            raise error
+            calls.add(call)
+        self._agreed.add(signature)
 
-    def agree_again(self) -> None:
-        """Forget what was compared: every rank has just called :func:`ringattn.plan` and got this plan."""
+    def _trusted(self, what: str) -> bool:
+        """Return whether the other ranks may go on without comparing."""
+        return self._trusts and any(call[0] == what for call in self.transport.calls_agreed)
+
+    def agree_again(self, agreement: Agreement | None) -> None:
+        """Forget what was compared: every rank has just called :func:`ringattn.plan` and got this plan.
+
+        Args:
+            agreement: on the arguments, if it has not been checked.
+        """
         self._agreed.clear()
+        self._trusts = agreement is not None
+        self._unchecked = [earlier for earlier in self._unchecked if earlier.failed is None]
+        if agreement is not None:
+            self._unchecked.append(agreement)
+
+    def check_agreement(self) -> None:
+        """Check that all ranks have made this plan, if that is not known yet.
+
+        Raises:
+            Disagreement, RankFailed: of :func:`ringattn.plan`; the same error on every rank, and again in later calls.
+        """
+        while self._unchecked:
+            self._unchecked[0].check()
+            del self._unchecked[0]
 
     def refuse(self, what: str, error: Exception) -> None:
         """Report ``error`` to the other ranks if they are about to compare arguments, so that they do not wait for this
         one."""
-        if self.world_size > 1 and not any(signature[0] == what for signature in self._agreed):
+        self.check_agreement()
+        if self.world_size > 1 and not self._trusted(what) and not any(s[0] == what for s in self._agreed):
             self.transport.agree(what, {}, error)
 
     # What users read
@@ -253,9 +279,7 @@ class Plan:
         ``4 * heads * head_dim`` floating-point operations each in the forward."""
 
         def count() -> int:
-            start, end = self.once(
-                ("intervals", q_rank), lambda: self.mask.intervals(layouts.positions(self.shards[q_rank]))
-            )
+            start, end = self._seen(q_rank)
             return sum(int((count_below(r, end) - count_below(r, start)).sum()) for r in self.shards_k[k_rank])
 
         return self.once(("visible", q_rank, k_rank), count)

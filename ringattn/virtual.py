@@ -6,15 +6,17 @@ can be described and verified without a process group.
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
+from .agreement import Agreement
 from .transport import Message, Pending, Transport
 
 T = TypeVar("T")
@@ -39,11 +41,18 @@ class VirtualRank(Transport):
         super().__init__(rank, world_size, torch.device(device))
         self.world = world
 
-    def agree(self, what: str, fields: dict[str, Any], error: Exception | None = None) -> None:
+    def start_agreement(
+        self,
+        what: str,
+        fields: dict[str, Any],
+        error: Exception | None = None,
+        advice: Mapping[str, str] | None = None,
+    ) -> Agreement:
         if self.world is not None:
-            return super().agree(what, fields, error)
+            return super().start_agreement(what, fields, error, advice)
         if error is not None:
             raise error
+        return Agreement(what, fields, None)
 
     def _start(self, sends: Sequence[Message], receives: Sequence[Message]) -> Pending:
         if self.world is None:
@@ -55,14 +64,15 @@ class VirtualRank(Transport):
     def all_reduce(self, x: Tensor, op: str) -> Tensor:
         if self.world is None:
             return super().all_reduce(x, op)
-        rows = self.world.gather(self.rank, x.clone())
+        rows = self.world.exchange(self.rank, x.clone())()
         stack = torch.stack([r.to(x.device) for r in rows])
         return x.copy_(stack.amax(0) if op == "max" else stack.sum(0))
 
-    def gather_words(self, words: Tensor) -> Tensor:
+    def start_words(self, words: Tensor) -> Callable[[], Tensor]:
         if self.world is None:
-            return super().gather_words(words)
-        return torch.stack(self.world.gather(self.rank, words))
+            return super().start_words(words)
+        rows = self.world.exchange(self.rank, words)
+        return lambda: torch.stack(rows())
 
 
 @dataclass
@@ -71,27 +81,51 @@ class _World:
 
     size: int
     boxes: dict[tuple[int, int], queue.SimpleQueue[Tensor]] = field(default_factory=dict)
-    slots: list[Any] = field(default_factory=list)
+    stopped: bool = False  # a rank has failed
 
     def __post_init__(self) -> None:
-        self.slots = [None] * self.size
-        self.barrier = threading.Barrier(self.size, timeout=_TIMEOUT)
+        self.started = [0] * self.size  # exchanges, by rank
+        self.exchanges: dict[int, _Exchange] = {}
 
     def box(self, sender: int, receiver: int) -> queue.SimpleQueue[Tensor]:
         # setdefault is atomic: both ends get the same mailbox
         return self.boxes.setdefault((sender, receiver), queue.SimpleQueue())
 
-    def gather(self, rank: int, x: Tensor) -> list[Tensor]:
-        """Return the tensors of all ranks, all of which must call this."""
-        self.slots[rank] = x
-        self.barrier.wait()
-        rows = list(self.slots)
-        self.barrier.wait()
-        return rows
+    def exchange(self, rank: int, x: Tensor) -> Callable[[], list[Tensor]]:
+        """Give a tensor to all ranks, all of which must call this; return a function that waits for theirs."""
+        number = self.started[rank]
+        self.started[rank] += 1
+        exchange = self.exchanges.setdefault(number, _Exchange())
+        exchange.rows[rank] = x
+        if len(exchange.rows) == self.size:
+            self.exchanges.pop(number, None)
+            exchange.complete.set()
+
+        def wait() -> list[Tensor]:
+            self.wait_for(exchange.complete.wait, f"rank {rank}: not all ranks came to the same call")
+            return [exchange.rows[r] for r in range(self.size)]
+
+        return wait
+
+    def wait_for(self, wait: Callable[[float], bool], problem: str) -> None:
+        """Call ``wait(seconds)`` until it returns True; raise _NoMessage after the time limit, or if a rank failed."""
+        seconds = 0.0
+        while not wait(0.5):
+            seconds += 0.5
+            if self.stopped or seconds > _TIMEOUT:
+                raise _NoMessage(problem)
+
+
+@dataclass
+class _Exchange:
+    """Tensors by rank; complete when all ranks have given theirs."""
+
+    rows: dict[int, Tensor] = field(default_factory=dict)
+    complete: threading.Event = field(default_factory=threading.Event)
 
 
 class _NoMessage(RuntimeError):
-    """A message that did not come; like a broken barrier, usually a consequence of another rank's error."""
+    """A message that did not come, usually a consequence of another rank's error."""
 
 
 @dataclass
@@ -105,15 +139,16 @@ class _Mail:
         world = self.to.world
         assert world is not None
         for x, peer in self.receives:
-            seconds = 0.0
-            while True:
-                try:
-                    message = world.box(peer, self.to.rank).get(timeout=0.5)
-                    break
-                except queue.Empty:
-                    seconds += 0.5
-                    if world.barrier.broken or seconds > _TIMEOUT:
-                        raise _NoMessage(f"rank {self.to.rank} got nothing from rank {peer}") from None
+            box = world.box(peer, self.to.rank)
+            messages: list[Tensor] = []
+
+            def receive(seconds: float, box: Any = box, messages: list[Tensor] = messages) -> bool:
+                with contextlib.suppress(queue.Empty):
+                    messages.append(box.get(timeout=seconds))
+                return bool(messages)
+
+            world.wait_for(receive, f"rank {self.to.rank} got nothing from rank {peer}")
+            (message,) = messages
             if message.shape != x.shape or message.dtype != x.dtype:
                 raise AssertionError(
                     f"rank {peer} sent {message.dtype}{list(message.shape)}, expected {x.dtype}{list(x.shape)}"
@@ -139,13 +174,13 @@ def run(world_size: int, body: Callable[[VirtualRank], T], device: torch.device 
                 results[rank] = body(VirtualRank(rank, world_size, device, world))
         except BaseException as error:
             errors[rank] = error
-            world.barrier.abort()
+            world.stopped = True
 
     threads = [threading.Thread(target=work, args=(r,), name=f"rank {r}") for r in range(world_size)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    for rank in sorted(errors, key=lambda r: (isinstance(errors[r], (threading.BrokenBarrierError, _NoMessage)), r)):
+    for rank in sorted(errors, key=lambda r: (isinstance(errors[r], _NoMessage), r)):
         raise errors[rank]
     return results

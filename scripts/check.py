@@ -31,7 +31,7 @@ import json
 import random
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -41,6 +41,7 @@ from torch import Tensor
 
 import ringattn
 from ringattn import reference, transport, virtual
+from ringattn.layout import LAYOUTS
 from scripts import ranks
 from scripts.arguments import positive
 
@@ -74,6 +75,7 @@ def cases(quick: bool) -> list[Case]:
         Case("causal", mask=dict(causal=True)),
         Case("window", mask=dict(window_size=(200, 0))),
         Case("documents", mask=dict(causal=True, cu_seqlens=[0, 1, 130, 131, 700, n])),
+        Case("many documents", 4111, mask=dict(causal=True, cu_seqlens=[0, *range(7, 4000, 19), 4111])),
         Case("padded rows", mask=dict(causal=True, documents=ids, window_size=(256, -1))),
         Case("prefix", mask=dict(causal=True, prefix=333)),
         Case("more keys", 333, n, mask=dict(causal=True)),
@@ -86,8 +88,8 @@ def cases(quick: bool) -> list[Case]:
     return [c for c in all_cases if c.name in ("causal", "padded rows", "scores")] if quick else all_cases
 
 
-def settings(size: int, quick: bool) -> Iterator[dict[str, Any]]:
-    for layout in ("zigzag",) if quick else ("zigzag", "balanced", "contiguous", "striped"):
+def settings(size: int, layouts: Sequence[str]) -> Iterator[dict[str, Any]]:
+    for layout in layouts:
         for dataflow in ringattn.dataflows():
             yield dict(layout=layout, dataflow=dataflow)
     if size % 2 == 0 and size > 2:
@@ -286,7 +288,7 @@ def matrix(
             alone = errors(over_ranks(case, x, {}, group=one, kernel=args.kernel, deterministic=False), exact)
             bounds = [(3.0 if r.startswith("d") else 2.0) * e + UNIT[dtype] for r, e in zip(NAMES, plain, strict=True)]
             for n, attend in over.items():
-                for how in settings(n, args.quick):
+                for how in settings(n, args.layouts):
                     errs = errors(attend(case, x, how), exact)
                     limits = [1.1 * one + (UNIT[dtype] if dtype == torch.float32 else 0.0) for one in alone]
                     limits = [max(a, UNIT[torch.float32]) for a in limits[:5]] + [float("inf")]
@@ -326,7 +328,7 @@ def determinism(args: argparse.Namespace, group: Any, device: torch.device) -> i
     case = Case("determinism", 2048, mask=dict(causal=True, window_size=(1500, -1)))
     x = tensors(case, torch.bfloat16 if device.type == "cuda" else torch.float32, device)
     sleepy(transport.of(group), random.Random(dist.get_rank()))
-    for how in settings(1, quick=True):
+    for how in settings(1, ["zigzag"]):
         repeat = functools.partial(over_ranks, case, x, how, group=group, kernel=args.kernel, deterministic=True)
         first = repeat()
         for _ in range(args.repeats):
@@ -340,6 +342,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--quick", action="store_true", help="only three cases and one layout")
     parser.add_argument("--cases", nargs="+", metavar="NAME", help="names of cases; default: all")
+    parser.add_argument("--layouts", nargs="+", choices=list(LAYOUTS), help="default: all; with --quick zigzag")
     parser.add_argument("--kernel", default="auto")
     parser.add_argument("--dtypes", nargs="+", default=DTYPES, choices=DTYPES)
     parser.add_argument("--groups", nargs="+", type=positive, help="group sizes; default: 1 to all ranks")
@@ -348,6 +351,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         "--virtual", nargs="+", type=positive, metavar="N", help="numbers of ranks that are threads, without torchrun"
     )
     args = parser.parse_args(argv)
+    args.layouts = args.layouts or (["zigzag"] if args.quick else list(LAYOUTS))
     names = [case.name for case in cases(args.quick)]
     if unknown := [name for name in args.cases or () if name not in names]:
         quick = " with --quick" if args.quick else ""
@@ -403,9 +407,7 @@ def main() -> int:
                 f"rank {rank}: {name} needed {measured:.1f} MiB without inputs and results, predicted {predicted:.1f}"
             )
 
-    gathered: list[Any] = [None] * world
-    dist.all_gather_object(gathered, failures)
-    failures = sorted({line for lines in gathered for line in lines})
+    failures = sorted({line for lines in ranks.gather(failures) for line in lines})
     if rank == 0:
         outcome.table(args.kernel, device)
         print(f"determinism: {args.repeats} repeats with random sleeps on {max(groups)} ranks, {changed} differ")

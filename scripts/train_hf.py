@@ -3,12 +3,18 @@
     torchrun --nproc-per-node 4 -m scripts.train_hf                    # Llama-shaped
     torchrun --nproc-per-node 4 -m scripts.train_hf --model gemma2     # alternating windows, soft-cap
     torchrun --nproc-per-node 4 -m scripts.train_hf --cp 2 --resume    # 2 rows of 2 ranks each
+    torchrun --nproc-per-node 4 -m scripts.train_hf --cp 2 --packed    # 2 rows with the same work
 
 It trains on real text (bytes of Python's standard library, or --text), packed into rows of --context tokens; a document
-is a file, or the part of it that fits. It runs on all GPUs, or in processes on the CPU. Each step prints loss,
-tokens/s, MFU and memory; the last line is JSON. MFU counts (6 * parameters + 6 * layers * heads * head_dim * context)
-FLOP per token, as half of the pairs of tokens are hidden, relative to --peak-tflops per rank, without which it is
-omitted. A checkpoint is written to --out (out/train_hf); --resume continues from it on any number of ranks.
+is a file, or the part of it that fits. With --packed no document is cut off at the end of a row, and replicas have
+equal work (ringattn.pack_stream); each step prints the work of the busiest row over the mean. It runs on all GPUs, or
+in processes on the CPU. Each step prints loss, tokens/s, MFU and memory; the last line is JSON. MFU counts (6 *
+parameters + 6 * layers * heads * head_dim * context) FLOP per token, as half of the pairs of tokens are hidden,
+relative to --peak-tflops per rank, without which it is omitted. A checkpoint is written to --out (out/train_hf);
+--resume continues from it on any number of ranks.
+
+There is one every --save-every steps, at the end and at SIGTERM, whole or absent (scripts/checkpoint.py), and --resume
+takes the newest one. "torchrun --max-restarts 3 ... --resume auto" continues after a crash until --steps in all.
 """
 
 from __future__ import annotations
@@ -17,11 +23,15 @@ if not __package__:
     raise SystemExit("start this as a module, in the repository's root: python -m scripts.train_hf")
 
 import argparse
+import itertools
 import json
 import os
 import resource
+import signal
+import sys
 import sysconfig
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +45,12 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from transformers import AutoModelForCausalLM, Gemma2Config, LlamaConfig
 
 import ringattn.hf  # changed: registers "ringattn"
-from scripts.ranks import leave, own_gpu
+from scripts import checkpoint, ranks
+from scripts.arguments import positive
+
+PROGRAM = "scripts.train_hf"
+
+Batch = dict[str, Tensor]
 
 
 def arguments() -> argparse.Namespace:
@@ -48,18 +63,25 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--context", type=int, default=1024, help="tokens of a row, over the ranks that share it")
     parser.add_argument("--window", type=int, default=256, help="window of the sliding layers of gemma2")
     parser.add_argument("--cp", type=int, help="ranks that share a row; default: all")
+    parser.add_argument("--packed", action="store_true", help="pack whole documents into rows of equal work")
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--lr", type=float, default=1e-3)
     parser.add_argument("--text", help="a file or a folder; default: Python's standard library")
     parser.add_argument("--out", default="out/train_hf", help="folder of the checkpoint")
-    parser.add_argument("--resume", action="store_true")
+    parser.add_argument("--save-every", type=positive, default=100, metavar="STEPS")
+    parser.add_argument(
+        "--resume", nargs="?", const=checkpoint.NEWEST, metavar="PATH",
+        help="continue from this checkpoint or, without PATH, from the newest whole one in --out, for --steps more "
+        "steps; auto: until --steps in all, from nothing if there is none",
+    )  # fmt: skip
     parser.add_argument("--peak-tflops", type=float, help="peak TFLOP/s of one rank, for MFU")
     options = parser.parse_args()
     if options.dim % 32:
         parser.error(f"--dim is {options.dim}; it must be a multiple of 32")
     if options.context < 1:
         parser.error(f"--context is {options.context}; it must be at least 1")
-    if options.resume and not (Path(options.out) / ".metadata").is_file():
+    options.checkpoints = Path(options.out) / "checkpoints"
+    if options.resume == checkpoint.NEWEST and not options.checkpoints.is_dir():
         parser.error(
             f"--resume: there is no checkpoint in {options.out}; run once without --resume, or pass its folder as --out"
         )
@@ -94,7 +116,7 @@ def documents(text: str | None) -> list[bytes]:
     return texts
 
 
-def row(texts: list[bytes], context: int, index: int) -> dict[str, Tensor]:
+def row(texts: list[bytes], context: int, index: int) -> Batch:
     """Return one row of packed documents. It depends on its index only, so that ranks and restarts agree.
     ``position_ids`` restart in every document."""
     tokens: list[int] = []
@@ -111,6 +133,37 @@ def row(texts: list[bytes], context: int, index: int) -> dict[str, Tensor]:
     return {"input_ids": ids, "labels": ids.clone(), "position_ids": torch.tensor([positions])}
 
 
+Notes = dict[str, float]
+
+
+def rows_of(texts: list[bytes], options: argparse.Namespace, rows: int, replica: int) -> Iterator[tuple[Batch, Notes]]:
+    """Yield this replica's row of one step after another, without an end, and what to print about all rows."""
+    if not options.packed:
+        for step in itertools.count():
+            yield row(texts, options.context, step * rows + replica), {}
+    lengths = (len(document(texts, options.context, index)) for index in itertools.count())
+    for packing in ringattn.pack_stream(lengths, options.context, rows=rows):
+        mine = [document(texts, options.context, index) for index in packing.rows[replica].documents]
+        notes = {"busiest_row": round(packing.imbalance, 3), "fill": round(packing.fill, 3)}
+        yield packed(mine, options.context), notes
+
+
+def document(texts: list[bytes], context: int, index: int) -> list[int]:
+    """Return one of endlessly many documents: a part of a file, of at most half a row."""
+    turn, file = divmod(index, len(texts))
+    offset, size = 997 * turn % len(texts[file]), 7919 * index % (context // 2 + 1)
+    return [256, *texts[file][offset : offset + size]][:context]
+
+
+def packed(documents: list[list[int]], context: int) -> Batch:
+    """Return a row of documents. Its padding is a document of its own, without targets."""
+    tokens = list(itertools.chain(*documents))
+    pad = context - len(tokens)
+    positions = [i for piece in [*documents, range(pad)] for i in range(len(piece))]
+    rows = {"input_ids": [*tokens, *[257] * pad], "labels": [*tokens, *[-100] * pad], "position_ids": positions}
+    return {name: torch.tensor([values]) for name, values in rows.items()}
+
+
 def memory(device: torch.device) -> float:
     """Return the peak memory of this rank in MiB: of the GPU, or of the process."""
     if device.type == "cuda":
@@ -118,18 +171,54 @@ def memory(device: torch.device) -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
 
-def main() -> None:
+def save(root: Path, step: int, model: Any, optimizer: torch.optim.Optimizer) -> None:
+    """Save a checkpoint, to which every rank writes its shard.
+
+    Raises:
+        checkpoint.CheckpointError: a rank could not; the same on every rank.
+    """
+    weights, state = get_state_dict(model, optimizer)
+
+    def write(folder: Path) -> None:
+        try:
+            dcp.save({"model": weights, "optimizer": state, "step": torch.tensor(step)}, checkpoint_id=folder)
+        except dcp.api.CheckpointException as error:  # of any rank, raised on all; not an Exception
+            raise OSError(ranks.one_line(next(iter(error.failures.values()))[0])) from None
+
+    checkpoint.save(root, step, PROGRAM, write)
+
+
+def restored(folder: Path, model: Any, optimizer: torch.optim.Optimizer) -> int:
+    """Set the state of a training from a checkpoint and return its step.
+
+    Raises:
+        checkpoint.CheckpointError: it is damaged, or not of this model.
+    """
+    step = checkpoint.check(folder, PROGRAM)  # before torch unpickles its .metadata
+    weights, state = get_state_dict(model, optimizer)
+    saved: dict[str, Any] = {"model": weights, "optimizer": state, "step": torch.zeros((), dtype=torch.int64)}
+    try:
+        dcp.load(saved, checkpoint_id=folder)
+    except dcp.api.CheckpointException as error:
+        reason = ranks.one_line(next(iter(error.failures.values()))[0])
+        raise checkpoint.CheckpointError(folder, f"is not of this model ({reason})") from None
+    set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=state)
+    return step
+
+
+def main() -> int:
     options = arguments()
     kind = "cuda" if torch.cuda.is_available() else "cpu"
-    device = own_gpu() if kind == "cuda" else torch.device("cpu")
+    device = ranks.own_gpu() if kind == "cuda" else torch.device("cpu")
     for name, value in (("RANK", "0"), ("WORLD_SIZE", "1"), ("MASTER_ADDR", "localhost"), ("MASTER_PORT", "29511")):
         os.environ.setdefault(name, value)  # without torchrun: one process
-    dist.init_process_group("cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo")
-    ranks = dist.get_world_size()
-    cp = options.cp or ranks
-    if ranks % cp:
-        raise SystemExit(f"--cp is {cp}; it must divide the number of ranks, {ranks}")
-    mesh = init_device_mesh(kind, (ranks // cp, cp), mesh_dim_names=("dp", "cp"))
+    ranks.prepare()
+    dist.init_process_group("cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo", **ranks.fresh_store())
+    world = dist.get_world_size()
+    cp = options.cp or world
+    if world % cp:
+        raise SystemExit(f"--cp is {cp}; it must divide the number of ranks, {world}")
+    mesh = init_device_mesh(kind, (world // cp, cp), mesh_dim_names=("dp", "cp"))
     everyone = mesh["dp", "cp"]._flatten("dp_cp")
 
     torch.manual_seed(0)
@@ -143,21 +232,21 @@ def main() -> None:
     fully_shard(model, **sharding)
     optimizer = torch.optim.AdamW(model.parameters(), lr=options.lr)
 
-    first = 0
-    if options.resume:
-        weights, state = get_state_dict(model, optimizer)
-        saved: dict[str, Any] = {"model": weights, "optimizer": state, "step": torch.zeros((), dtype=torch.int64)}
-        dcp.load(saved, checkpoint_id=options.out)
-        set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=state)
-        first = int(saved["step"])
+    checkpoint.check_writable(options.checkpoints)
+    folder = checkpoint.to_resume(options.resume, options.checkpoints, PROGRAM)
+    first = restored(folder, model, optimizer) if folder else 0
+    last = options.steps if options.resume == "auto" else first + options.steps
 
     texts = documents(options.text)
-    data_rank, data_ranks = mesh["dp"].get_local_rank(), ranks // cp
+    data_rank, data_ranks = mesh["dp"].get_local_rank(), world // cp
     attention_flops = 6 * config.num_hidden_layers * config.num_attention_heads * config.head_dim * options.context
+    rows = itertools.islice(rows_of(texts, options, data_ranks, data_rank), first, None)
     log: dict[str, Any] = {}
-    for step in range(first, first + options.steps):
+    termination, terminated = checkpoint.Termination(), False
+    for step in range(first, last):
         start = time.perf_counter()
-        batch = {k: v.to(device) for k, v in row(texts, options.context, step * data_ranks + data_rank).items()}
+        whole, notes = next(rows)
+        batch = {k: v.to(device) for k, v in whole.items()}
         with ringattn.hf.sequence(model, batch, mesh["cp"]) as local:  # changed: whole rows in, shards out
             local["num_items_in_batch"] = ringattn.loss.count_targets(local["shift_labels"], everyone)
             loss = model(**local, use_cache=False).loss * everyone.size()  # FSDP averages over all ranks
@@ -168,20 +257,32 @@ def main() -> None:
         seconds = time.perf_counter() - start
         rate = options.context * data_ranks / seconds
         log = {"step": step, "loss": round(mean, 5), "tokens_per_s": round(rate), "memory_mib": round(memory(device))}
+        log |= notes
         if options.peak_tflops:
-            flops = (6 * parameters + attention_flops) * rate / ranks
+            flops = (6 * parameters + attention_flops) * rate / world
             log["mfu"] = round(flops / (options.peak_tflops * 1e12), 4)
         if dist.get_rank() == 0:
             print("  ".join(f"{k} {v}" for k, v in log.items()), flush=True)
+        terminated = termination.on_any_rank(device)
+        if terminated or step + 1 == last or (step + 1) % options.save_every == 0:
+            save(options.checkpoints, step + 1, model, optimizer)
+        if terminated:
+            break
 
-    weights, state = get_state_dict(model, optimizer)
-    steps = torch.tensor(first + options.steps)
-    dcp.save({"model": weights, "optimizer": state, "step": steps}, checkpoint_id=options.out)
     if dist.get_rank() == 0:
-        print(json.dumps({**log, "model": options.model, "ranks": ranks, "cp": cp, "parameters": parameters}))
+        print(json.dumps({**log, "model": options.model, "ranks": world, "cp": cp, "parameters": parameters}))
     dist.destroy_process_group()
+    return 128 + signal.SIGTERM if terminated else 0
+
+
+def reporting() -> int:
+    """Run :func:`main` with errors of one line."""
+    try:
+        return main()
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
 
 
 if __name__ == "__main__":
-    main()
-    leave(0)  # not through the interpreter's shutdown, in which a thread of gloo may abort
+    ranks.end(reporting)

@@ -22,7 +22,8 @@ from torch import Tensor
 
 from ringattn.kernels import eager
 from ringattn.kernels.backends import BACKENDS, Backend
-from ringattn.kernels.contract import Block, Keys, Queries, Result, Score, has_triton, row_delta
+from ringattn.kernels.contract import Block, Keys, Queries, Result, Score, has_triton
+from ringattn.kernels.delta import row_delta
 from ringattn.partial import Partial
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

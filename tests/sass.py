@@ -265,7 +265,9 @@ def _driver_of(target: GPUTarget):
 
 
 def compile_for(target: GPUTarget, kernel, grid, args, options) -> CompiledKernel:
-    """Compile ``kernel[grid](*args, **options)``; the tensors among the arguments may be on any device."""
+    """Compile ``kernel[grid](*args, **options)``; the tensors among the arguments may be on any device. ``options`` may
+    have the ``variants`` of a launch, which are not compiled."""
+    options = {name: value for name, value in options.items() if name != "variants"}
     with _driver_of(target):
         return kernel.warmup(*args, grid=grid, **options)
 

@@ -131,10 +131,12 @@ class Gpu:
 class Words:
     """As driver.Words."""
 
-    def __init__(self, world: World, addresses: Sequence[int]) -> None:
-        self.world, self.addresses = world, addresses
+    def __init__(self, world: World, addresses: Sequence[int], announced: int | None = None) -> None:
+        self.world, self.addresses, self.announced = world, addresses, announced
 
     def wait(self, stream: Stream, value: int) -> None:
+        if self.announced is not None:
+            stream.put(Operation(f"announce {value}", functools.partial(_store, self.announced, value)))
         for address in self.addresses:
             name = self.world.name_of(stream, address)
             if not self.world.dropped & {name, f"{name} on {stream.role}"}:
@@ -150,12 +152,13 @@ class Words:
 class Copies:
     """As driver.Copies: in any order."""
 
-    def __init__(self, world: World, copies: Sequence[tuple[int, int, int]]) -> None:
-        self.world, self.copies = world, list(copies)
+    def __init__(self, world: World, copies: numpy.ndarray) -> None:
+        self.world, self.copies = world, [(*copy,) for copy in copies.tolist()]
 
-    def queue(self, stream: Stream) -> None:
+    def queue(self, stream: Stream, base: int = 0) -> None:
         self.world.random.shuffle(self.copies)
-        self.world.copy_all(stream, self.copies, 0)
+        for target, source, size in self.copies:
+            self.world.copy(stream, target, base + source, size)
 
 
 def reached(address: int, value: int) -> bool:
@@ -230,11 +233,8 @@ class World:
         )
         for module in (memory, pull, push):
             monkeypatch.setattr(module, "torch", _Torch(cuda))
-        for module in (pull, push):
-            monkeypatch.setattr(module, "watched", lambda *_: contextlib.nullcontext())
         monkeypatch.setattr(driver, "Words", functools.partial(Words, self))
         monkeypatch.setattr(driver, "Copies", functools.partial(Copies, self))
-        monkeypatch.setattr(driver, "copy_all", self.copy_all)
 
     def name_of(self, stream: Stream, address: int) -> str:
         """Return the name of a word: READY, LANDED or FREE, or "counters" or "flags" by the stream that uses it."""
@@ -249,10 +249,6 @@ class World:
             if count:
                 run = functools.partial(ctypes.memmove, target + begin, source + begin, count)
                 stream.put(Operation(f"copy {count}", run))
-
-    def copy_all(self, stream: Stream, copies: Sequence[tuple[int, int, int]], base: int) -> None:
-        for target, offset, size in copies:
-            self.copy(stream, target, base + offset, size)
 
     def kernel(self, name: str, parts: Sequence[tuple[Callable[[], bool] | None, Callable[[], None]]]) -> None:
         """Queue one kernel: parts of (ready, run) one after another, while no other kernel of this GPU runs."""

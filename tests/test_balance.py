@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import statistics
+from typing import Any
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from ringattn import layout, needs
 from ringattn import mask as masks
 from ringattn.loads import Loads
 from ringattn.mask import Mask
+from ringattn.plans import Plan
 from ringattn.virtual import VirtualRank
 from ringattn.work import Work
 
@@ -53,8 +55,8 @@ def test_work_counts_visible_pairs(drawn: tuple[Mask, Tensor]) -> None:
 @settings(max_examples=100)
 def test_loads_count_pairs_and_fetched_keys(drawn: tuple[Mask, Tensor], name: str, ranks: int) -> None:
     mask, visible = drawn
-    shards = layout.LAYOUTS[name](mask, ranks)
-    shards_k = layout.LAYOUTS[name](masks.full(mask.seq_len_k), ranks)
+    shards = layout.LAYOUTS[name](mask, ranks, ranks)
+    shards_k = layout.LAYOUTS[name](masks.full(mask.seq_len_k), ranks, ranks)
     load = Loads.of(mask, shards, shards_k, needs.fetches(mask, shards, shards_k))
     visible = visible.expand(mask.rows, -1, -1)
     for rank, (queries, own) in enumerate(zip(held(shards), held(shards_k), strict=True)):
@@ -64,7 +66,8 @@ def test_loads_count_pairs_and_fetched_keys(drawn: tuple[Mask, Tensor], name: st
         assert load.fetched[rank] >= len(seen - set(own))
         if name != "striped":  # of a stride also what is between keys that are seen
             assert load.fetched[rank] == len(seen - set(own))
-        assert load.tiles[rank] == bool(load.pairs[rank]) * len(shards[rank])  # each run is shorter than a tile
+        working = [run for run in shards[rank] if visible[:, list(run)].any()]
+        assert load.tiles[rank] == len(working)  # each run is shorter than a tile
 
 
 @pytest.mark.parametrize("name", ["zigzag", "balanced", "contiguous"])
@@ -88,8 +91,8 @@ def test_tiles_are_those_of_the_kernels(name: str) -> None:
 @settings(max_examples=300)
 def test_any_mask_is_divided_into_equal_numbers_of_tokens(drawn: tuple[Mask, Tensor], ranks: int) -> None:
     mask, _ = drawn
-    shards = layout.balanced(mask, ranks)
-    assert shards == layout.balanced(mask, ranks)
+    shards = layout.balanced(mask, ranks, ranks)
+    assert shards == layout.balanced(mask, ranks, ranks)
     assert sorted(itertools.chain(*held(shards))) == list(range(mask.seq_len))
     counts = [layout.length(shard) for shard in shards]
     assert max(counts) - min(counts) <= 1
@@ -104,7 +107,7 @@ def test_causal_documents_are_divided_into_equal_work(lengths: list[int], ranks:
     cu_seqlens = [0, *itertools.accumulate(lengths)]
     mask = document_mask(cu_seqlens)
     work = Work(mask)
-    pairs = [sum(map(work.of, shard)) for shard in layout.balanced(mask, ranks)]
+    pairs = [sum(map(work.of, shard)) for shard in layout.balanced(mask, ranks, ranks)]
     # A token more or less on a rank may be that of a long document.
     assert max(pairs) <= 1.01 * work.total / ranks + 3 * max(lengths)
 
@@ -112,15 +115,15 @@ def test_causal_documents_are_divided_into_equal_work(lengths: list[int], ranks:
 @pytest.mark.parametrize("ranks", [2, 3, 4, 5, 7, 8])
 def test_one_causal_document_is_a_zigzag(ranks: int) -> None:
     mask = masks.causal(2048 * ranks)
-    assert {frozenset(x) for x in held(layout.balanced(mask, ranks))} == {
-        frozenset(x) for x in held(layout.zigzag(mask, ranks))
+    assert {frozenset(x) for x in held(layout.balanced(mask, ranks, ranks))} == {
+        frozenset(x) for x in held(layout.zigzag(mask, ranks, ranks))
     }
 
 
 def test_flat_masks_are_divided_into_few_runs() -> None:
     mask = masks.full(4000)
-    assert layout.balanced(mask, 4) == layout.contiguous(mask, 4)
-    assert all(len(shard) <= 2 for shard in layout.balanced(masks.window(4000, 50, 50), 4))
+    assert layout.balanced(mask, 4, 4) == layout.contiguous(mask, 4, 4)
+    assert all(len(shard) <= 2 for shard in layout.balanced(masks.window(4000, 50, 50), 4, 4))
 
 
 def rows_that_differ(total: int, rows: int) -> Tensor:
@@ -150,7 +153,7 @@ OTHERS = {
 def test_other_masks_are_balanced_too(name: str, ranks: int) -> None:
     mask = OTHERS[name]
     work = Work(mask)
-    pairs = tuple(sum(map(work.of, shard)) for shard in layout.balanced(mask, ranks))
+    pairs = tuple(sum(map(work.of, shard)) for shard in layout.balanced(mask, ranks, ranks))
     assert worst(pairs) <= 1.02
 
 
@@ -158,7 +161,7 @@ def test_the_order_of_intersection_does_not_matter() -> None:
     cu_seqlens = bounds("published", 30000, 0)
     one = masks.causal(30000) & masks.packed(cu_seqlens, 30000)
     other = masks.packed(cu_seqlens, 30000) & masks.causal(30000) & masks.full(30000)
-    assert layout.balanced(one, 5) == layout.balanced(other, 5)
+    assert layout.balanced(one, 5, 5) == layout.balanced(other, 5, 5)
 
 
 @pytest.mark.parametrize("ranks", [2, 4, 8, 16])
@@ -183,7 +186,7 @@ def test_few_keys_are_fetched() -> None:
 def test_only_parts_of_runs_that_are_seen_are_fetched() -> None:
     """Rank 0 holds 0 to 99, three documents; rank 1 goes on with the third and needs no other."""
     mask = document_mask([0, 30, 60, 200])
-    fetched = needs.fetches(mask, *[layout.contiguous(mask, 2)] * 2)
+    fetched = needs.fetches(mask, *[layout.contiguous(mask, 2, 2)] * 2)
     assert [(run.owner, run.offset, run.length) for run in fetched[1]] == [(0, 60, 40), (1, 0, 100)]
 
 
@@ -198,3 +201,140 @@ def test_the_table(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Monke
     assert head.count("|") == row.count("|")
     assert row == line("uniform", 1024, 2, "balanced", 2)
     assert plan_milliseconds("balanced", 1 << 14, 4, 50) > 0
+
+
+# ---------------------------------------------------------------- hosts
+
+
+def crossing(mask: Mask, shards: tuple[layout.Shard, ...], local_size: int) -> tuple[int, int]:
+    """Return how many documents that fit into one host's share are on several hosts, and how many keys hosts fetch."""
+    work, hosts = Work(mask), len(shards) // local_size
+    several = 0
+    for begin, end in itertools.pairwise(work.cuts):
+        homes = {
+            rank // local_size
+            for rank, shard in enumerate(shards)
+            for run in shard
+            if max(run.start, begin) < min(run.stop, end)
+        }
+        fits = (end - begin) * hosts <= mask.seq_len and work.of(range(begin, end)) * hosts <= work.total
+        several += fits and len(homes) > 1
+    fetched = sum(
+        run.length
+        for rank, runs in enumerate(needs.fetches(mask, shards, shards))
+        for run in runs
+        if run.owner // local_size != rank // local_size
+    )
+    return several, fetched
+
+
+@given(mask_and_meaning(), st.integers(1, 4), st.integers(1, 4))
+@settings(max_examples=100)
+def test_hosts_divide_any_mask_into_equal_numbers_of_tokens(
+    drawn: tuple[Mask, Tensor], hosts: int, local_size: int
+) -> None:
+    mask, _ = drawn
+    shards = layout.balanced(mask, hosts * local_size, local_size)
+    assert sorted(itertools.chain(*held(shards))) == list(range(mask.seq_len))
+    counts = [layout.length(shard) for shard in shards]
+    assert max(counts) - min(counts) <= 1
+
+
+@pytest.mark.parametrize(("ranks", "local_size"), [(8, 4), (16, 8), (16, 4)])
+@pytest.mark.parametrize("name", ["published", "log-normal", "uniform"])
+def test_documents_that_fit_into_a_host_stay_there(name: str, ranks: int, local_size: int) -> None:
+    """But for two between any two hosts, which make their numbers of tokens and their work equal."""
+    hosts = ranks // local_size
+    mask = document_mask(bounds(name, 8192 * ranks, 0))
+    work, shards = Work(mask), layout.balanced(mask, ranks, local_size)
+    pairs = tuple(sum(map(work.of, shard)) for shard in shards)
+    assert worst(pairs) <= 1.02
+    several, fetched = crossing(mask, shards, local_size)
+    assert several <= 2 * (hosts - 1)
+    assert fetched < crossing(mask, layout.balanced(mask, ranks, ranks), local_size)[1]
+
+
+# ---------------------------------------------------------------- layout="auto"
+
+
+def make(total: int, ranks: int = 4, rank: int = 0, **how: Any) -> Plan:
+    return ringattn.plan(total, VirtualRank(rank, ranks), **how)
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        dict(causal=True), dict(), dict(causal=True, window_size=(700, 0)), dict(window_size=(64, 64)),
+        dict(causal=True, prefix=900), dict(causal=True, cu_seqlens=[0, 8192]), dict(causal=True, seq_len_k=9000),
+        dict(causal=True, cu_seqlens=list(range(0, 8193, 64))),
+    ],
+)  # fmt: skip
+def test_rows_of_one_document_and_rows_that_zigzag_balances_stay_as_they_are(how: dict[str, Any]) -> None:
+    plan, zigzag = make(8192, **how), make(8192, layout="zigzag", **how)
+    assert plan.layout == "zigzag"
+    assert (plan.shards, plan.shards_k) == (zigzag.shards, zigzag.shards_k)
+    assert plan.dataflow == zigzag.dataflow
+    assert "auto chose zigzag" in plan.describe()
+    assert "auto chose zigzag" not in zigzag.describe()
+    assert make(8192, ranks=1, **how).layout == "zigzag"
+
+
+@pytest.mark.parametrize("dataflow", ["auto", "gather", "ring"])
+def test_packed_documents_are_balanced_where_that_is_faster(dataflow: str) -> None:
+    total = 4 * 4096
+    ids = rows_that_differ(total, 2)
+    for how in (dict(cu_seqlens=bounds("published", total, 0)), dict(documents=ids)):
+        plans = [make(total, rank=rank, causal=True, dataflow=dataflow, **how) for rank in range(4)]
+        assert {plan.layout for plan in plans} == {plans[0].layout}
+        assert len({plan.shards for plan in plans}) == 1
+        chosen, zigzag, balanced = (
+            make(total, causal=True, dataflow=dataflow, layout=name, **how) for name in ("auto", "zigzag", "balanced")
+        )
+        pairs = [tuple(sum(map(Work(x.mask).of, shard)) for shard in x.shards) for x in (zigzag, balanced)]
+        if dataflow == "gather":
+            assert chosen.layout == "balanced"
+            assert worst(pairs[1]) < 1.01 < worst(pairs[0])
+            assert "layout: auto chose balanced: " in chosen.describe()
+        if dataflow == "auto":
+            assert chosen.choice.candidates[0].ms <= zigzag.choice.candidates[0].ms
+        assert chosen.shards == dict(zigzag=zigzag, balanced=balanced)[chosen.layout].shards
+        chosen.verify()
+
+
+def test_plans_for_other_windows_hold_the_same_tokens() -> None:
+    total = 4 * 2048
+    how: dict[str, Any] = dict(causal=True, cu_seqlens=bounds("log-normal", total, 0))
+    plan = make(total, layout="balanced", **how)
+    other = make(total, layout=plan, window_size=(100, 0), **how)
+    assert other.shards == plan.shards != make(total, layout="balanced", window_size=(100, 0), **how).shards
+    assert other.layout == "balanced"
+    other.verify()
+    with pytest.raises(ValueError, match=r"layout is a plan for \(8192, 8192\) queries and keys on 4 ranks, .* 8 on 4"):
+        make(8, layout=plan)
+    with pytest.raises(ValueError, match="pass one for the same lengths and group, or the name of a layout"):
+        make(total, ranks=2, layout=plan, **how)
+
+
+def test_describe_lists_the_work_and_the_fetches_of_ranks() -> None:
+    few, many = (make(64 * ranks, ranks=ranks, causal=True, layout="contiguous").describe() for ranks in (2, 32))
+    assert "visible pairs of ranks, over the mean: 0.50 1.50; keys seen of others, over own: 0.00 1.00" in few
+    assert "visible pairs of ranks, over the mean: 0.03 to 1.97, median 1.00; keys seen of others" in many
+
+
+@given(mask_and_meaning(), st.sampled_from(["zigzag", "contiguous", "balanced"]), st.integers(1, 4))
+@settings(max_examples=100)
+def test_pairs_of_ranks_add_up(drawn: tuple[Mask, Tensor], name: str, ranks: int) -> None:
+    mask, visible = drawn
+    shards = layout.LAYOUTS[name](mask, ranks, ranks)
+    shards_k = layout.LAYOUTS[name](masks.full(mask.seq_len_k), ranks, ranks)
+    table = needs.pairs(mask, shards, shards_k)
+    work = Work(mask)
+    sums = [sum(map(work.of, shard)) / mask.rows for shard in shards]
+    for row, exact in zip(table, sums, strict=True):
+        assert sum(row) <= exact + 1e-6
+    for shard, row in zip(shards, table, strict=True):
+        if all(len(run) == 1 for run in shard):  # then pieces are single queries, and nothing is estimated
+            for keys, count in zip(shards_k, row, strict=True):
+                queries, held_keys = (layout.positions(x) for x in (shard, keys))
+                want = visible[:, queries][:, :, held_keys].sum() * (mask.rows / visible.shape[0]) / mask.rows
+                assert count == pytest.approx(float(want))

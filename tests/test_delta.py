@@ -6,7 +6,7 @@ import pytest
 import torch
 
 pytest.importorskip("triton")
-from ringattn.kernels.contract import row_delta
+from ringattn.kernels.delta import row_delta
 from ringattn.kernels.triton.delta import row_dot
 from ringattn.kernels.triton.primitives import INTERPRETED
 

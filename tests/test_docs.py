@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import itertools
 import re
 import sys
 import types
@@ -29,8 +30,9 @@ TESTS = {
     "from_context_parallel": ["test_from_context_parallel"],
     "from_ring_flash_attn": ["test_from_ring_flash_attn", "test_flash_attn_functions"],
     "losses": ["test_losses"],
+    "masks": ["test_masks"],
     "pytorch": ["test_pytorch"],
-    "trainer": ["test_trainer", "test_sft_trainer"],
+    "trainer": ["test_trainer", "test_sft_trainer", "test_rows_with_equal_work"],
 }
 
 
@@ -287,12 +289,49 @@ def rows() -> list[dict[str, Tensor]]:
     return [{name: x[0] for name, x in b.items()} for rank in range(16) for b in batches(rank, rows=1)]
 
 
+def test_masks() -> None:
+    """The page's plans against its words, query by query."""
+    names: dict[str, Any] = dict(ringattn=ringattn)
+    exec(code_of("masks"), names)
+    i, j = torch.arange(64)[:, None], torch.arange(64)
+    documents = (i < 20) == (j < 20)
+    begin = torch.where(i < 20, 0, 20)
+    image = sum(((a <= i) & (i < b) & (a <= j) & (j < b)).int() for a, b in ((4, 12), (30, 46))).bool()
+    wanted = dict(
+        plan=documents & (j <= i) & ((i - begin) // 16 == (j - begin) // 16),
+        full=documents & ((j <= i) | image),
+        local=documents & ((j <= i) | image) & (j >= i - 9),
+        wide=((j <= i) & (j >= i - 9)) | image,
+    )
+    for name, visible in wanted.items():
+        assert torch.equal(names[name].mask.dense()[0], visible), name
+
+
 def test_trainer(pools, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
     compare_trainer(pools, tmp_path, 0)
 
 
 def test_sft_trainer(pools, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
     compare_trainer(pools, tmp_path, 1)
+
+
+def test_rows_with_equal_work(capsys: pytest.CaptureFixture[str]) -> None:
+    generator = torch.Generator().manual_seed(0)
+    lengths = torch.randint(1, 30, (50,), generator=generator).tolist()
+    documents = [torch.randint(1, VOCABULARY, (n,), generator=generator).tolist() for n in lengths]
+    names = run("trainer", 2, documents=documents, seq_len=60, replicas=2, pad_token=0)
+    data = names["data"]
+    assert len(data) % 2 == 0
+    assert f"50 documents in {len(data)} rows of 60 tokens, 2 in each step" in capsys.readouterr().out
+    found = []
+    for row in data:
+        assert len(row["input_ids"]) == len(row["labels"]) == len(row["position_ids"]) == 60
+        assert [a for a, b in zip(row["input_ids"], row["labels"], strict=True) if a != b] == [0] * row["labels"].count(
+            -100
+        )
+        begins = [i for i, position in enumerate(row["position_ids"]) if position == 0]
+        found += [row["input_ids"][a:b] for a, b in itertools.pairwise([*begins, 60])]
+    assert sorted(piece for piece in found if 0 not in piece) == sorted(documents)
 
 
 def compare_trainer(pools: Any, tmp_path: Path, block: int) -> None:

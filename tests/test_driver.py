@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import itertools
+import os
 import time
 from types import SimpleNamespace
 from typing import Any
@@ -13,6 +14,7 @@ import torch
 
 from ringattn.peer import driver as driver_module
 from ringattn.peer.driver import Copies, Words
+from ringattn.peer.watchdog import MOVED, MOVING, Board
 
 needs_gpu = pytest.mark.skipif(not driver_module.available(), reason="needs a GPU and a driver with these operations")
 
@@ -78,14 +80,16 @@ def test_attributes_are_laid_out_as_in_cuda_h() -> None:
 def test_many_copies_are_queued_in_few_calls_and_one_by_one_by_an_older_driver(driver: Driver, count: int) -> None:
     copies = [(1 << 40 | i, 2 << 40 | i, 3 << 32 | i) for i in range(count)]
     batch = Copies(copies)
-    batch.queue(STREAM)
-    batch.queue(STREAM)
-    assert [c for call in driver.together for c in call] == 2 * copies
-    assert len(driver.together) == 2 * -(-count // 255)
+    bases = (0, 500, 500, 7, 0)
+    for base in bases:
+        batch.queue(STREAM, base)
+    moved = [[(target, source + base, size) for target, source, size in copies] for base in bases]
+    assert [c for call in driver.together for c in call] == [c for call in moved for c in call]
+    assert len(driver.together) == len(bases) * -(-count // 255)
     assert driver.copies == []
     driver.copy_batch = None  # type: ignore[assignment]
-    batch.queue(STREAM)
-    assert driver.copies == copies
+    batch.queue(STREAM, 500)
+    assert driver.copies == moved[1]
 
 
 @pytest.mark.parametrize("count", [0, 1, 255, 256, 600])
@@ -97,6 +101,14 @@ def test_many_words_are_queued_in_calls_of_at_most_255_in_their_order(driver: Dr
     driver.words.clear()
     words.wait(STREAM, 6)
     assert [o for call in driver.words for o in call] == [(1, 1000 + i, 6, 0) for i in range(count)]
+
+
+def test_a_wait_is_announced_first(driver: Driver) -> None:
+    words = Words([64, 96], announced=8)
+    words.wait(STREAM, -5)
+    words.write(STREAM, 6)
+    value = 2**32 - 5
+    assert driver.words == [[(2, 8, value, 0), (1, 64, value, 0), (1, 96, value, 0)], [(2, 64, 6, 0), (2, 96, 6, 0)]]
 
 
 @pytest.mark.parametrize(
@@ -111,17 +123,11 @@ def test_numbers_wrap_around(driver: Driver, value: int, stored: int) -> None:
 def test_an_error_names_the_operation_and_the_driver_s_error(driver: Driver) -> None:
     driver_module.copy(STREAM, 1, 2, 3)
     assert driver.copies == [(1, 2, 3)]
-    driver_module.copy_all(STREAM, [(1, 2, 3), (4, 5, 6)], 100)
-    assert driver.copies[1:] == [(1, 102, 3), (4, 105, 6)]
     driver.error = 700
     with pytest.raises(RuntimeError, match=r"^queueing words: the CUDA driver says CUDA_ERROR_NAME \(700\)$"):
         Words([64]).write(STREAM, 1)
-    for copying in (
-        lambda: driver_module.copy(STREAM, 1, 2, 3),
-        lambda: driver_module.copy_all(STREAM, [(1, 2, 3)], 0),
-    ):
-        with pytest.raises(RuntimeError, match=r"^copying 3 bytes: the CUDA driver says CUDA_ERROR_NAME \(700\)$"):
-            copying()
+    with pytest.raises(RuntimeError, match=r"^copying 3 bytes: the CUDA driver says CUDA_ERROR_NAME \(700\)$"):
+        driver_module.copy(STREAM, 1, 2, 3)
     with pytest.raises(RuntimeError, match=r"^copying 2 pieces of memory: the CUDA driver says CUDA_ERROR_NAME"):
         Copies([(1, 2, 3), (4, 5, 6)]).queue(STREAM)
 
@@ -162,6 +168,34 @@ def test_a_stream_waits_for_words_of_another_stream(value: int) -> None:
     assert seen.item() == 1.0
     got = words.cpu().long() & 0xFFFFFFFF
     assert got.tolist() == [value] * 299 + [(value + 5) & 0xFFFFFFFF]
+
+
+@needs_gpu
+def test_streams_and_graphs_write_words_of_a_page_of_the_host() -> None:
+    """The page is shared memory, as of a board, and is read by nothing but the processor."""
+    board = Board.create(f"/dev/shm/ringattn-test-{os.getpid()}", 0, 2)
+    os.unlink(f"/dev/shm/ringattn-test-{os.getpid()}")
+    board.device_address = driver_module.pin(board.address, board.size)
+    moving, both = Words([board.pinned(MOVING)]), Words([board.pinned(MOVING), board.pinned(MOVED)])
+    stream = torch.cuda.Stream()
+    moving.write(stream, 7)
+    stream.synchronize()
+    assert (board.word(0, MOVING), board.word(0, MOVED), board.word(1, MOVING)) == (7, 0, 0)
+    assert driver_module.graphs_have_words(both)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        moving.write(stream, 3)
+    assert board.word(0, MOVING) == 7
+    for _ in range(3):
+        board.set_word(0, MOVING, 0)
+        graph.replay()
+        torch.cuda.synchronize()
+        assert board.word(0, MOVING) == 3
+    board.set_word(0, MOVED, 1)
+    both.write(stream, 0)
+    stream.synchronize()
+    assert (board.word(0, MOVING), board.word(0, MOVED)) == (0, 0)
+    del graph
 
 
 @needs_gpu

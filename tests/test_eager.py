@@ -16,7 +16,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import ringattn
 from ringattn.kernels import eager
 from ringattn.kernels.backends import BACKENDS, Backend, choose
-from ringattn.kernels.contract import Block, Keys, Queries, Score, row_delta
+from ringattn.kernels.contract import Block, Keys, Queries, Score
+from ringattn.kernels.delta import row_delta
 from ringattn.partial import Partial
 
 INF = float("inf")
@@ -193,11 +194,11 @@ def test_never_holds_a_matrix_of_queries_times_keys() -> None:
 def test_visits_only_visible_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(eager, "_BLOCK", 8)
     window = make_block([[max(0, i - 7) for i in range(64)]], [[i + 1 for i in range(64)]], 64)
-    assert len(list(eager._tiles(window))) == 8 + 7  # the diagonal and the tile before
-    tiles = list(eager._tiles(causal(64, 64)))
+    assert len(list(eager._tiles(window, torch.device("cpu")))) == 8 + 7  # the diagonal and the tile before
+    tiles = list(eager._tiles(causal(64, 64), torch.device("cpu")))
     assert len(tiles) == 36
     assert sum(hidden is None for _, _, hidden in tiles) == 28  # all but the diagonal need no mask
-    assert list(eager._tiles(make_block([[3] * 6], [[3] * 6], 7))) == []
+    assert list(eager._tiles(make_block([[3] * 6], [[3] * 6], 7), torch.device("cpu"))) == []
 
 
 @pytest.mark.usefixtures("small_tiles")

@@ -10,8 +10,10 @@ import dataclasses
 import datetime
 import os
 import random
+import re
+import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import cases
@@ -56,29 +58,49 @@ def disturbed(case: Case, hop: int, fault: str) -> cases.Part:
         if transport.rank == FAULTY and count == hop:
             if fault == "dies":
                 os._exit(17)
+            if fault == "stops":
+                os.kill(os.getpid(), signal.SIGSTOP)
             raise MemoryError(f"no room for hop {hop}")
         count += 1
         return real(sends, receives)
 
     transport.start = start
-    return cases.attend(case, plan=plan)
+    begin = time.monotonic()
+    try:
+        return cases.attend(case, plan=plan)
+    except ringattn.errors.ExchangeFailed as error:
+        check_fields(error, transport.rank, case.dataflow, time.monotonic() - begin)
+        raise
 
 
-def reports(pool: Pool, job: Callable[..., Any], *args: object) -> list[str]:
-    """Return the reports of all ranks, which must have failed within the limit."""
+def check_fields(error: ringattn.errors.ExchangeFailed, rank: int, dataflow: str, seconds: float) -> None:
+    assert (error.rank, error.peer, error.dataflow) == (rank, FAULTY, dataflow)
+    assert error.call.startswith("attention() "), error.call
+    assert 0 <= error.step <= 2 * WORLD
+    assert error.elapsed <= seconds < LIMIT + 2
+
+
+def reports(pool: Pool, job: Callable[..., Any], *args: object, hanging: Sequence[int] = ()) -> list[str]:
+    """Return the reports of all ranks, which must have failed within the limit, but for those that hang for ever."""
     begin = time.monotonic()
     with pytest.raises(RankFailed) as caught:
         pool.run(job, *args, timeout=60, grace=3 * LIMIT)
     assert time.monotonic() - begin < 50
     texts = caught.value.reports
     assert None not in texts, f"ranks {[r for r, text in enumerate(texts) if text is None]} returned a result"
-    assert "no answer" not in texts, f"ranks {[r for r, text in enumerate(texts) if text == 'no answer']} hang"
+    hang = [rank for rank, text in enumerate(texts) if text == "no answer"]
+    assert hang == list(hanging), f"ranks {hang} hang"
     return texts
 
 
-def stopped(report: str) -> bool:
-    """Return whether a rank raised an error or its process ended, rather than an assertion of the test."""
-    return "RuntimeError: rank" in report or report.startswith("died with exit code -")
+def check_survivors(texts: list[str], error: str, cause: str) -> None:
+    """All ranks without a fault say the same cause, and each where it was."""
+    for rank in set(range(WORLD)) - {FAULTY}:
+        last = texts[rank].strip().splitlines()[-1]
+        assert re.match(rf"ringattn\.errors\.({error}): rank {rank}: attention\(\) ", last), texts[rank]
+        assert f"rank {FAULTY} (process " in last
+        assert cause in last
+        assert "restart all ranks" in last
 
 
 # A ring of 4 starts 3 hops with messages forward (0..2) and 4 backward (4..8 with the empty ones).
@@ -87,17 +109,22 @@ def stopped(report: str) -> bool:
 def test_a_rank_that_dies_stops_all(ranks: Pool, dataflow: str, hop: int) -> None:
     texts = reports(ranks, disturbed, dataclasses.replace(CASE, dataflow=dataflow), hop, "dies")
     assert texts[FAULTY] == "died with exit code 17"
-    for rank in set(range(WORLD)) - {FAULTY}:
-        assert stopped(texts[rank]), texts[rank]
+    check_survivors(texts, "LostPeer", "has died")
 
 
 @faulty
-@pytest.mark.parametrize("hop", [1, 6])
-def test_a_rank_that_raises_keeps_its_error_and_stops_all(ranks: Pool, hop: int) -> None:
-    texts = reports(ranks, disturbed, CASE, hop, "raises")
+@pytest.mark.parametrize(("dataflow", "hop"), [("ring", 1), ("gather", 1)])
+def test_a_rank_that_is_stopped_is_named_when_time_is_up(ranks: Pool, dataflow: str, hop: int) -> None:
+    texts = reports(ranks, disturbed, dataclasses.replace(CASE, dataflow=dataflow), hop, "stops", hanging=[FAULTY])
+    check_survivors(texts, "TimedOut|LostPeer", "is stopped, by SIGSTOP or a debugger")
+
+
+@faulty
+@pytest.mark.parametrize(("dataflow", "hop"), [("ring", 1), ("ring", 6), ("reduce", 1)])
+def test_a_rank_that_raises_keeps_its_error_and_stops_all(ranks: Pool, dataflow: str, hop: int) -> None:
+    texts = reports(ranks, disturbed, dataclasses.replace(CASE, dataflow=dataflow), hop, "raises")
     assert f"MemoryError: no room for hop {hop}" in texts[FAULTY]
-    for rank in set(range(WORLD)) - {FAULTY}:
-        assert stopped(texts[rank]), texts[rank]
+    check_survivors(texts, "LostPeer", f"failed with MemoryError: no room for hop {hop} in rank {FAULTY}: attention() ")
 
 
 def missing(case: Case) -> cases.Part | None:
@@ -113,7 +140,9 @@ def missing(case: Case) -> cases.Part | None:
 def test_a_rank_that_skips_a_call_is_noticed(ranks: Pool) -> None:
     texts = reports(ranks, missing, CASE)
     for rank in set(range(WORLD)) - {FAULTY}:
-        assert f"rank {rank}: not every rank of the group came to the same call within the time limit" in texts[rank]
+        assert f"TimedOut: rank {rank}: attention() failed after" in texts[rank]
+        assert f"rank {FAULTY} (process " in texts[rank]
+        assert "runs, but has not come: it has begun 1 calls and this rank 2" in texts[rank]
 
 
 def differing_later(case: Case) -> torch.Tensor:
@@ -129,7 +158,7 @@ def differing_later(case: Case) -> torch.Tensor:
 def test_a_later_call_that_differs_has_no_result(ranks: Pool) -> None:
     texts = reports(ranks, differing_later, CASE)
     for text in texts:
-        assert stopped(text), text
+        assert "ringattn.errors." in text, text
 
 
 def jittered(case: Case, seed: int, slowest: float, repeats: int) -> list[dict[str, torch.Tensor]]:

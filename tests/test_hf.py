@@ -493,23 +493,16 @@ def test_whole_rows_in_the_place_of_shards_are_refused() -> None:
 def recurrent() -> list[Any]:
     t = transformers
     mamba = t.MambaConfig(vocab_size=VOCABULARY, hidden_size=16, state_size=4, num_hidden_layers=1)
-    chunked = t.Llama4TextConfig(
-        **{**SMALL, "num_hidden_layers": 4},
-        head_dim=8,
-        attention_chunk_size=8,
-        intermediate_size_mlp=48,
-        num_local_experts=1,
-    )
     hybrid = t.Qwen3NextConfig(
         **{**SMALL, "num_hidden_layers": 4}, head_dim=8, linear_num_value_heads=2, linear_num_key_heads=1,
         linear_key_head_dim=8, linear_value_head_dim=8, num_experts=2, num_experts_per_tok=1, moe_intermediate_size=8,
         shared_expert_intermediate_size=8,
     )  # fmt: skip
     lfm = t.Lfm2Config(**{**SMALL, "num_hidden_layers": 2}, full_attn_idxs=[1])
-    return [(mamba, "Mamba"), (chunked, "chunked_attention"), (hybrid, "linear_attention"), (lfm, "conv|ShortConv")]
+    return [(mamba, "Mamba"), (hybrid, "linear_attention"), (lfm, "conv|ShortConv")]
 
 
-def test_layers_with_a_state_and_chunked_ones_are_refused_by_name() -> None:
+def test_layers_with_a_state_are_refused_by_name() -> None:
     for config, says in recurrent():
         config._attn_implementation = "ringattn"
         with torch.device("meta"):
@@ -623,13 +616,12 @@ def test_the_loss_of_a_compiled_model_is_checked(in_place: bool) -> None:
         run(**local)
 
 
-@pytest.mark.parametrize("compiled", [False, True])
-def test_a_prefix_after_causal_batches_is_refused(compiled: bool) -> None:
+def test_a_prefix_after_causal_batches_is_refused_by_a_compiled_model() -> None:
     model: Any = transformers.AutoModelForCausalLM.from_config(
         transformers.HrmTextConfig(**{**SMALL, "num_hidden_layers": 1}, H_cycles=1, L_cycles=1),
         attn_implementation="ringattn",
     )
-    run = torch.compile(model, backend="eager") if compiled else model
+    run = torch.compile(model, backend="eager")
     batch = batch_of("dense", True)
     kinds = (torch.arange(24) < 10).long().expand(ROWS, -1).contiguous()
     alone = virtual.VirtualRank(0, 1)

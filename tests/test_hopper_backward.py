@@ -37,7 +37,8 @@ from kernel_contract import (
 )
 
 from ringattn.kernels.backends import BACKENDS
-from ringattn.kernels.contract import Block, Keys, Queries, ReadyFlags, Score, row_delta
+from ringattn.kernels.contract import Block, Keys, Queries, ReadyFlags, Score
+from ringattn.kernels.delta import row_delta
 from ringattn.kernels.hopper import backward as hopper_backward
 from ringattn.kernels.hopper import backward_pieces as pieces
 from ringattn.kernels.hopper import primitives as hopper_primitives
@@ -181,7 +182,7 @@ def in_a_process(*args: str) -> subprocess.CompletedProcess:
 @pytest.mark.parametrize(("bn", "bm"), [(64, 64), (128, 64), (128, 128)])
 def test_tables_name_every_visible_pair_once(mask, seq_q, seq_k, segments_k, bn, bm):
     block = make_block(*mask(seq_q, seq_k), seq_k, segments_k=segments_k)
-    info, bounds = work.key_tile_table(block, bn, bm)
+    info, bounds = work.key_tile_table(block, bn, bm, block.start.device)
     n = torch.arange(seq_k, device=info.device)
     for batch in range(info.shape[0]):
         visible = (block.start[batch, :, None] <= n) & (n < block.end[batch, :, None])
@@ -239,7 +240,8 @@ def test_unreadable_tensors_are_copied_first(monkeypatch):
                                            (lambda m, n: documents(m, n, lengths=(100, 33, 567)), 700)])  # fmt: skip
 def test_tiles_are_visited_cut_first_then_full(monkeypatch, mask, seq, heads):
     """Producer and writers follow this order, and consumers rely on where the full tiles begin."""
-    info, _ = work.key_tile_table(make_block(*mask(seq, seq), seq), pieces.BN.value, pieces.BM.value)
+    block = make_block(*mask(seq, seq), seq)
+    info, _ = work.key_tile_table(block, pieces.BN.value, pieces.BM.value, block.start.device)
     numbers = info[0].flatten().tolist()
     monkeypatch.setattr(pieces.gl, "load", numbers.__getitem__)
     for at in range(0, len(numbers), pieces.INFO.value):

@@ -606,8 +606,8 @@ def test_unsupported_strides():
 
 def test_table_is_made_once_and_heaviest_first():
     block = make_block(*causal(1000, 1000), 1000)
-    table, start, end = work.query_tile_table(block, 128, 128)
-    assert work.query_tile_table(block, 128, 128)[0] is table
+    table, start, end = work.query_tile_table(block, 128, 128, block.start.device)
+    assert work.query_tile_table(block, 128, 128, block.start.device)[0] is table
     assert (table[0, :, 5] - table[0, :, 2]).diff().le(0).all()
     assert start.is_contiguous()
     assert end.is_contiguous()

@@ -17,7 +17,7 @@ NAMES = sorted(layouts.LAYOUTS)
 
 @given(st.sampled_from(NAMES), st.integers(0, 200), st.integers(1, 17))
 def test_shards_are_a_partition_in_growing_order(name: str, seq_len: int, ranks: int) -> None:
-    shards = layouts.LAYOUTS[name](causal(seq_len), ranks)
+    shards = layouts.LAYOUTS[name](causal(seq_len), ranks, ranks)
     assert len(shards) == ranks
     held = [[p for run in shard for p in run] for shard in shards]
     assert sorted(p for h in held for p in h) == list(range(seq_len))
@@ -38,7 +38,7 @@ def test_the_orders_that_others_use(ranks: int, chunk: int) -> None:
     x = torch.arange(2 * ranks * chunk)
     chunks = x.chunk(2 * ranks)
     for r in range(ranks):
-        held = {n: layouts.positions(layouts.LAYOUTS[n](causal(len(x)), ranks)[r]).tolist() for n in NAMES}
+        held = {n: layouts.positions(layouts.LAYOUTS[n](causal(len(x)), ranks, ranks)[r]).tolist() for n in NAMES}
         assert held["zigzag"] == [*chunks[r].tolist(), *chunks[2 * ranks - 1 - r].tolist()]
         assert held["contiguous"] == x.chunk(ranks)[r].tolist()
         assert held["striped"] == x[r::ranks].tolist()
@@ -48,7 +48,9 @@ def test_the_orders_that_others_use(ranks: int, chunk: int) -> None:
 def test_causal_work_is_balanced_by_zigzag_and_striped_only(ranks: int) -> None:
     """Work of a rank: keys seen by its queries, summed. Zigzag is exact; striped is off by half a chunk's diagonal."""
     n = 32 * ranks
-    work = {m: [sum(p + 1 for run in s for p in run) for s in layouts.LAYOUTS[m](causal(n), ranks)] for m in NAMES}
+    work = {
+        m: [sum(p + 1 for run in s for p in run) for s in layouts.LAYOUTS[m](causal(n), ranks, ranks)] for m in NAMES
+    }
     total = n * (n + 1) // 2
     assert set(work["zigzag"]) == {total // ranks}
     assert max(work["striped"]) - min(work["striped"]) == 32 * (ranks - 1)
@@ -60,7 +62,7 @@ def test_put_is_the_inverse_of_take(name: str, seq_len: int, ranks: int, dim: in
     shape = [2, 3, 4]
     shape[dim] = seq_len
     x = torch.randn(shape)
-    shards = layouts.LAYOUTS[name](causal(seq_len), ranks)
+    shards = layouts.LAYOUTS[name](causal(seq_len), ranks, ranks)
     pieces = [layouts.take(x, s, dim) for s in shards]
     for piece, shard in zip(pieces, shards, strict=True):
         assert torch.equal(piece, x.index_select(dim, layouts.positions(shard)))
@@ -71,7 +73,7 @@ def test_put_is_the_inverse_of_take(name: str, seq_len: int, ranks: int, dim: in
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_take_is_a_copy_and_differentiable(name: str, ranks: int) -> None:
     x = torch.randn(2, 10, 3, dtype=torch.float64, requires_grad=True)
-    shards = layouts.LAYOUTS[name](causal(10), ranks)
+    shards = layouts.LAYOUTS[name](causal(10), ranks, ranks)
     weights = torch.randn(2, 10, 3, dtype=torch.float64)
     total = sum((layouts.take(x, s, 1) * layouts.take(weights, s, 1)).sum() for s in shards)
     (dx,) = torch.autograd.grad(total, x)

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from ringattn.kernels import long_sums
 from ringattn.kernels.backends import BACKENDS
-from ringattn.kernels.contract import LONGEST_SUM, Block, Keys, Queries, Score, row_delta
+from ringattn.kernels.contract import LONGEST_SUM, Block, Keys, Queries, Score
+from ringattn.kernels.delta import row_delta
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 

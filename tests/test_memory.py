@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 import ringattn
 from ringattn import Partial, virtual
-from ringattn.dataflow import DATAFLOWS
+from ringattn.dataflow import choose, tiles
 from ringattn.dataflow.contract import Call
 from ringattn.dataflow.fetching import gathered_block
 from ringattn.kernels.backends import Backend
@@ -61,6 +61,12 @@ class Allocating(Backend):
         into = others[3]
         return into or (torch.empty(keys.k.shape), torch.empty(keys.v.shape))
 
+    def _query_gradients(self, *arguments: Any) -> None:
+        pass
+
+    def _key_gradients(self, queries: Queries, keys: Keys, score: Score) -> tuple[Tensor, Tensor]:
+        return torch.empty(keys.k.shape), torch.empty(keys.v.shape)
+
 
 @pytest.fixture(autouse=True)
 def _messages(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -88,6 +94,10 @@ def _messages(monkeypatch: pytest.MonkeyPatch) -> None:
         (4, "gather", "zigzag", (8, 8), dict(causal=True)),
         (4, "gather", "striped", (8, 8), dict(causal=True)),
         (8, "gather", "striped", (32, 8), dict(causal=True)),
+        (1, "ring", "zigzag", (8, 8), dict(causal=True, deterministic=True)),
+        (4, "ring", "zigzag", (8, 2), dict(causal=True, deterministic=True)),
+        (4, "reduce", "striped", (8, 8), dict(causal=True, window_size=(300, 0), deterministic=True)),
+        (4, "gather", "contiguous", (8, 8), dict(causal=True, deterministic=True, buffer_bytes=1 << 20)),
     ],
 )
 def test_no_more_than_predicted(
@@ -96,21 +106,24 @@ def test_no_more_than_predicted(
     def body(rank: virtual.VirtualRank) -> list[tuple[int, int]]:
         plan = ringattn.plan(TOKENS, rank, layout=layout, dataflow=dataflow, **mask)
         for other in range(ranks):  # tables, which plans keep
-            plan.block(rank.rank, other, torch.device("cpu"))
+            plan.block(rank.rank, other)
         if dataflow == "gather":
-            gathered_block(plan, torch.device("cpu"))
-        n = plan.local_lengths[rank.rank]
+            gathered_block(plan)
+        if plan.deterministic:
+            tiles.keys_block(plan)
+            tiles.queries_block(plan)
+        flow, n = choose(dataflow, plan.deterministic), plan.local_lengths[rank.rank]
         q, k, v = (torch.empty(1, n, h, DIM, dtype=torch.bfloat16) for h in (heads[0], heads[1], heads[1]))
         shape = dict(q_heads=heads[0], kv_heads=heads[1], head_dim=DIM, itemsize=2)
         call = Call(q, k, v, plan, Score(1.0), Allocating())
         with Counting(q, k, v) as counted:
-            out, lse = DATAFLOWS[dataflow].forward(call)
+            out, lse = flow.forward(call)
         results = out.untyped_storage().nbytes() + lse.untyped_storage().nbytes()
         found = [(counted.peak - results, plan.memory_bytes(**shape))]
         dout = torch.empty_like(out)
         with Counting(q, k, v, out, lse, dout) as counted:
             delta = torch.empty_like(lse)
-            DATAFLOWS[dataflow].backward(call, Queries(q, dout, lse, delta))
+            flow.backward(call, Queries(q, dout, lse, delta))
         return [*found, (counted.peak, plan.memory_bytes(backward=True, **shape))]
 
     for found in virtual.run(ranks, body):

@@ -20,53 +20,54 @@ RUNS = {  # (offset, length, first place)
     "two, not in order": [(40, 30, 0), (3, 8, 100)],
     "five, one empty": [(60, 9, 0), (2, 1, 60), (10, 0, 40), (30, 10, 70), (41, 16, 20)],
     "forty": [(1 + i + i // 2, 1, 129 - 3 * i) for i in range(40)],
+    "hundreds": [(7 * (i % 10) + i // 10, 1, i) for i in range(70)],
 }
 
 
 def tensors(dims: tuple[int, int], dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
-    """k, v, whole, own: 70 tokens here, 130 keys of all ranks."""
+    """k, v, and 130 places for runs of their 70 tokens."""
     torch.manual_seed(0)
     batch, tokens, heads, keys, width = 2, 70, 3, 130, sum(dims)
     k = torch.randn(batch, heads, tokens, dims[0], device=device).to(dtype).transpose(1, 2)
     v = torch.randn(batch, tokens, 2 * heads, dims[1], device=device).to(dtype)[:, :, ::2]
-    whole = torch.full((batch, heads, tokens, width), 9.0, dtype=dtype, device=device)
-    return k, v, whole, torch.full((batch, heads, keys, width), 9.0, dtype=dtype, device=device)
+    return k, v, torch.full((batch, heads, keys, width), 9.0, dtype=dtype, device=device)
 
 
-def expected(k: torch.Tensor, v: torch.Tensor, own: torch.Tensor, runs: str) -> tuple[torch.Tensor, torch.Tensor]:
-    rows, places = torch.cat([k, v], -1).transpose(1, 2), own.clone()
+def expected(k: torch.Tensor, v: torch.Tensor, into: torch.Tensor, runs: str) -> torch.Tensor:
+    rows, places = torch.cat([k, v], -1).transpose(1, 2), into.clone()
     for offset, length, first in RUNS[runs]:
         places[:, :, first : first + length] = rows[:, :, offset : offset + length]
-    return rows, places
+    return places
 
 
 @pytest.mark.parametrize("runs", RUNS)
 @pytest.mark.parametrize("dims", [(16, 16), (24, 8), (5, 3)])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_rows_and_places_are_those_of_torch(runs: str, dims: tuple[int, int], dtype: torch.dtype) -> None:
-    k, v, whole, own = tensors(dims, dtype)
-    rows, places = expected(k, v, own, runs)
-    pack_rows(k, v, whole, own, run_table(RUNS[runs], device))
-    assert torch.equal(whole, rows)
-    assert torch.equal(own, places), "a run is not in its place, or other places were written"
+def test_places_are_those_of_torch(runs: str, dims: tuple[int, int], dtype: torch.dtype) -> None:
+    k, v, into = tensors(dims, dtype)
+    places = expected(k, v, into, runs)
+    pack_rows(k, v, into, run_table(RUNS[runs], 70, device))
+    assert torch.equal(into, places), "a run is not in its place, or other places were written"
 
 
-def test_a_table_is_made_once_and_tables_of_other_runs_differ() -> None:
-    assert run_table(RUNS["two"], device) is run_table(list(RUNS["two"]), device)
-    assert run_table([(0, 1, 2)], device).tolist() == [[0, 1, 2]]
-    assert run_table([], device).shape == (0, 3)
+def test_a_table_grows_with_runs_and_tiles_and_not_with_their_product() -> None:
+    edges, runs = run_table([(40 * i, 40, 40 * i) for i in range(1000)], 40_000, device)
+    assert len(edges) == 40_000 // 32 + 1
+    assert edges[-1] == len(runs)
+    assert len(runs) <= 1000 + len(edges)
+    assert run_table([], 70, device).edges.tolist() == [0] * 4
 
 
 @pytest.mark.skipif(device.type == "cpu", reason="needs a GPU")
 def test_packing_can_be_captured_in_a_graph() -> None:
     """After one launch outside of it, which compiles; with tables of any number of runs."""
-    k, v, whole, own = tensors((16, 16), torch.bfloat16)
-    tables = {runs: run_table(RUNS[runs], device) for runs in ("one", "two", "forty")}
-    pack_rows(k, v, whole, own, tables["one"])
+    k, v, into = tensors((16, 16), torch.bfloat16)
+    tables = {runs: run_table(RUNS[runs], 70, device) for runs in ("one", "two", "forty")}
+    pack_rows(k, v, into, tables["one"])
     for runs, table in tables.items():
-        graph, places = torch.cuda.CUDAGraph(), torch.full_like(own, 9.0)
+        graph, places = torch.cuda.CUDAGraph(), torch.full_like(into, 9.0)
         with torch.cuda.graph(graph):
-            pack_rows(k, v, whole, places, table)
+            pack_rows(k, v, places, table)
         places.fill_(9.0)
         graph.replay()
-        assert torch.equal(places, expected(k, v, torch.full_like(own, 9.0), runs)[1])
+        assert torch.equal(places, expected(k, v, torch.full_like(into, 9.0), runs))

@@ -61,6 +61,7 @@ DIFFERENCES = {
     "dataflow": (dict(dataflow="ring"), dict(dataflow="reduce")),
     "deterministic": (dict(deterministic=False), dict(deterministic=True)),
     "local_size": (dict(local_size=2), dict(local_size=4)),
+    "timeout": (dict(timeout=20.5), dict(timeout=21)),
 }
 
 
@@ -88,6 +89,7 @@ def test_differing_arguments_raise_the_same_error_on_every_rank(
         (dict(documents={}), "RuntimeError", "Could not infer dtype of dict"),  # what torch says
         (dict(window_size=5), "TypeError", "window_size is 5; pass two ints"),
         (dict(local_size=3), "ValueError", "local_size is 3; it must divide the group's 4 ranks"),
+        (dict(timeout=0), "ValueError", "timeout is 0; it must be a positive number of seconds, as 600"),
         (
             dict(layout="zig"),
             "ValueError",
@@ -214,8 +216,8 @@ def test_verify_passes_and_counts_are_those_of_the_mask(drawn: tuple[int, Case])
         for k in range(world_size):
             part = visible[:, plan.positions][:, :, made[k].positions_k]
             assert pairs[q][k] == int(part.sum()) * rows // len(part)
-            assert plan.block(q, k, torch.device("cpu")).pairs == pytest.approx(pairs[q][k] / rows)
-        assert gathered_block(plan, torch.device("cpu")).pairs == pytest.approx(sum(pairs[q]) / rows)
+            assert plan.block(q, k).pairs == pytest.approx(pairs[q][k] / rows)
+        assert gathered_block(plan).pairs == pytest.approx(sum(pairs[q]) / rows)
     for positions, n in (([p.positions for p in made], case.seq_len), ([p.positions_k for p in made], case.keys)):
         assert torch.equal(torch.cat(positions).sort().values, torch.arange(n))
 
@@ -297,10 +299,10 @@ def test_verify_notices_wrong_shards_and_wrong_blocks() -> None:
         altered(plan, shards_k=(shards[0][:1], *shards[1:])).verify()
     for field, shift in (("start", 1), ("end", -1)):
         wrong = altered(plan)
-        block = wrong.block(2, 1, torch.device("cpu"))
+        block = wrong.block(2, 1)
         bounds = {f.name: getattr(block, f.name) for f in dataclasses.fields(Block) if f.init}
         bounds[field] = (bounds[field] + shift).clamp(0, block.seq_k)
-        wrong.memo.put(("block", 2, 1, torch.device("cpu")), Block(**bounds))
+        wrong.memo.put(("block", 2, 1), Block(**bounds))
         with pytest.raises(AssertionError, match="not what its mask says"):
             wrong.verify()
 
@@ -308,7 +310,7 @@ def test_verify_notices_wrong_shards_and_wrong_blocks() -> None:
 def test_verify_tells_keys_apart() -> None:
     """As many keys as the mask shows, but some twice and others never; or other ones."""
     plan = plan_function(16, VirtualRank(0, 1))
-    block = plan.block(0, 0, torch.device("cpu"))
+    block = plan.block(0, 0)
     half = dataclasses.replace(
         block, start=block.start.clamp(max=8), end=block.end.clamp(max=8), positions_k=block.positions_k[8:],
         segments_k=(8,),
@@ -316,7 +318,7 @@ def test_verify_tells_keys_apart() -> None:
     with pytest.raises(AssertionError, match="rank 0 meets a key twice"):
         check_coverage(plan, iter([(0, half), (0, half)]))
     window = plan_function(16, VirtualRank(0, 1), window_size=(3, 0))
-    shifted = window.block(0, 0, torch.device("cpu"))
+    shifted = window.block(0, 0)
     shifted = dataclasses.replace(shifted, start=(shifted.start - 1).clamp(min=0), end=shifted.end - 1)
     with pytest.raises(AssertionError, match="a query of rank 0 meets a key that its mask hides"):
         check_coverage(window, iter([(0, shifted)]))
@@ -466,7 +468,7 @@ def test_describe_says_who_meets_whom_and_what_moves(layout: str, dataflow: str)
     for way, backward in (("forward", False), ("backward", True)):
         sent = [plan.traffic_bytes(rank=r, backward=backward, q_heads=8, kv_heads=2, head_dim=64) for r in range(4)]
         assert f"{way}: {max(sent) / 2**20:.1f} MiB sent by the busiest rank" in text
-    side = layouts.LAYOUTS[layout](plan.mask, 4)
+    side = layouts.LAYOUTS[layout](plan.mask, 4, 4)
     # Work of a rank: in a ring that of its queries, in a reduce that of its keys.
     work = [sum((p + 1) if dataflow == "ring" else 4096 - p for run in s for p in run) for s in side]
     assert f"balance (mean work / largest): {sum(work) / 4 / max(work):.1%}" in text

@@ -7,14 +7,12 @@ for bit with sums in the order of ranks.
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
 import gc
+import itertools
 import weakref
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from types import SimpleNamespace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -33,9 +31,10 @@ from ringattn.dataflow.gather import Gather
 from ringattn.kernels.backends import Backend
 from ringattn.kernels.contract import CompletionCounts, Queries, Result, Score
 from ringattn.mask import Mask
-from ringattn.peer import driver, memory, pull, push, watchdog
+from ringattn.peer import memory, pull, push
 from ringattn.peer import pack_rows as packing
 from ringattn.peer import sum_runs as summing
+from ringattn.peer.watchdog import FREE, LANDED, READY, Board, Watch
 from ringattn.schedule import Fetch
 from ringattn.virtual import VirtualRank
 
@@ -45,7 +44,7 @@ SCORE = Score(1.0)
 SEEDS = 6  # orders of execution of each case
 
 
-def block_cyclic(mask: Mask, world_size: int) -> tuple[layout.Shard, ...]:
+def block_cyclic(mask: Mask, world_size: int, local_size: int) -> tuple[layout.Shard, ...]:
     """A layout with many runs per rank: blocks of 16 tokens in turns."""
     blocks = [range(begin, min(begin + 16, mask.seq_len)) for begin in range(0, mask.seq_len, 16)]
     return tuple(tuple(blocks[rank::world_size]) for rank in range(world_size))
@@ -116,7 +115,7 @@ class Call:
         """Return the sums of the contributions to a rank's keys, in the order of ranks."""
         total = torch.zeros_like(self.kv)
         for visitor in range(plan.world_size):
-            positions = gathered_block(plan, CPU, visitor).positions_k.long()
+            positions = gathered_block(plan, visitor).positions_k.long()
             total[:, positions] += self.given[visitor][:, positions]
         return plan.shard_k(total)
 
@@ -164,9 +163,8 @@ class Kernels(Backend):
         k, v, dk, dv = alias(k), alias(v), alias(into[0]), alias(into[1])
         positions, heads = block.positions_k.long(), k.shape[2]
         count = None if counters is None else alias(counters)
-        cuts = [0]
-        for length in block.segments_k:
-            cuts.append(cuts[-1] + length)
+        cuts = [0, *itertools.accumulate(block.segments_k)]
+        group_of = [group for group, count in enumerate(block.groups_k) for _ in range(count)]
 
         def work(b: int, h: int, segment: int) -> None:
             at = slice(cuts[segment], cuts[segment + 1])
@@ -176,7 +174,7 @@ class Kernels(Backend):
             given = call.given[rank][b, positions[at], first + h]
             dk[b, at, h], dv[b, at, h] = given[:, :DIM], given[:, DIM:]
             if count is not None:
-                count[(b * heads + h) // self.case.counts, segment] += 1
+                count[(b * heads + h) // self.case.counts, group_of[segment]] += 1
 
         order = [(b, h, segment) for b, h in rows for segment in range(len(block.segments_k))]
         self.world.random.shuffle(order)
@@ -191,21 +189,20 @@ class Kernels(Backend):
         rows = self.case.counts
         if not rows or not self.case.waits or k.shape[0] * k.shape[2] % rows:
             return None
-        return CompletionCounts(rows, (rows,) * len(block.segments_k))
+        return CompletionCounts(rows, tuple(rows * count for count in block.groups_k), block.groups_k)
 
-    def pack_rows(self, k: Tensor, v: Tensor, whole: Tensor, own: Tensor, table: Tensor) -> None:
-        k, v, whole, own = map(alias, (k, v, whole, own))
-        runs = table.tolist()
+    def pack_rows(self, k: Tensor, v: Tensor, into: Tensor, table: packing.RunTable) -> None:
+        k, v, into = map(alias, (k, v, into))
+        runs = table.runs.tolist()
 
         def run(b: int) -> None:
             rows = torch.cat([k[b], v[b]], -1).transpose(0, 1)
-            whole[b] = rows
             for offset, length, first in runs:
-                own[b, :, first : first + length] = rows[:, offset : offset + length]
+                into[b, :, first : first + length] = rows[:, offset : offset + length]
 
         self.world.kernel("pack", [(None, lambda b=b: run(b)) for b in range(k.shape[0])])
 
-    def sum_runs(self, table: Tensor, own: Tensor, landed: Tensor, dk: Tensor, dv: Tensor) -> None:
+    def sum_runs(self, table: summing.SumTable, own: Tensor, landed: Tensor, dk: Tensor, dv: Tensor) -> None:
         own, landed, dk, dv = map(alias, (own, landed, dk, dv))
         batch, tokens, heads, _ = dk.shape
         if not dk.numel():
@@ -213,17 +210,20 @@ class Kernels(Backend):
         with torch._C.DisableTorchFunction():
             total = torch.zeros(batch * heads, tokens, WIDTH)
 
-        def add(mine: int, offset: int, stride: int, begin: int, end: int) -> None:
+        def add(tile: int, mine: int, offset: int, stride: int, begin: int, end: int) -> None:
             memory = (own if mine else landed).reshape(-1)
-            size = (batch * heads, end - begin, WIDTH)
-            total[:, begin:end] += memory.as_strided(size, (stride, WIDTH, 1), memory.storage_offset() + offset // 4)
+            first, past = max(begin, tile * summing.TOKENS), min(end, (tile + 1) * summing.TOKENS)
+            at = memory.storage_offset() + offset // 4 + (first - begin) * WIDTH
+            total[:, first:past] += memory.as_strided((batch * heads, past - first, WIDTH), (stride, WIDTH, 1), at)
 
         def store() -> None:
             rows = total.view(batch, heads, tokens, WIDTH).transpose(1, 2)
             dk.copy_(rows[..., :DIM])
             dv.copy_(rows[..., DIM:])
 
-        self.world.kernel("sum", [*((None, lambda p=p: add(*p)) for p in table.tolist()), (None, store)])
+        edges, pieces = (x.tolist() for x in table)
+        tiles = [(t, *p) for t, (a, b) in enumerate(itertools.pairwise(edges)) for p in pieces[a:b]]
+        self.world.kernel("sum", [*((None, lambda p=p: add(*p)) for p in tiles), (None, store)])
 
     def patched(self, monkeypatch: pytest.MonkeyPatch) -> None:
         cut = fetching.head_groups
@@ -236,11 +236,12 @@ class Kernels(Backend):
         """Return a function that makes counters with the values after ``case.epoch`` calls."""
         epoch = self.case.epoch
 
-        def counters(shape: tuple[int, int], device: torch.device) -> push.Counters:
-            zeros = real(shape, device)
+        def counters(count: int, device: torch.device) -> push.Counters:
+            zeros = real(count, device)
             raised = alias(zeros.raised)
             self.world.write_tensor("set off", lambda: raised.fill_((epoch + 2**31) % 2**32 - 2**31))
-            return zeros._replace(before=[epoch & 0xFFFFFFFF] * len(zeros.before))
+            zeros.before = [epoch & 0xFFFFFFFF] * count
+            return zeros
 
         return counters
 
@@ -285,7 +286,7 @@ class Group:
             case.seq_len, rank, seq_len_k=case.seq_len_k, layout=case.layout, dataflow="gather", **case.mask,
             buffer_bytes=buffer,
         )  # fmt: skip
-        gathered_block(plan, CPU)  # made at once, not by the simulated GPU
+        gathered_block(plan)  # made at once, not by the simulated GPU
         rank.link = lambda x: self.links[place]  # type: ignore[method-assign]
         return plan
 
@@ -302,7 +303,7 @@ class Group:
         with self.world.host(self.mains[place][call.number % case.streams]):
             if call.kind == "forward":
                 Gather().forward(Attention(q, k, v, plan, SCORE, kernels))
-                size = case.batch * case.kv_heads * gathered_block(plan, CPU).seq_k * WIDTH
+                size = case.batch * case.kv_heads * gathered_block(plan).seq_k * WIDTH
                 call.later.append(torch.full((size,), 7.0))  # in memory of the keys, if the allocator reuses it
             else:
                 queries = Queries(q, dout, lse, lse)
@@ -382,7 +383,7 @@ def play_two_groups(
 def compare(call: Call, plans: Sequence[ringattn.Plan]) -> None:
     """Compare after the run: all heads were attended to, and gradients are the sums of what was given."""
     for place, plan in enumerate(plans):
-        if gathered_block(plan, CPU).seq_k:
+        if gathered_block(plan).seq_k:
             assert call.heads_seen[place] == call.case.kv_heads
     for plan, (dk, dv) in zip(plans, call.gradients, strict=False):
         same(torch.cat([dk, dv], -1), call.expected(plan), f"gradients of rank {plan.rank}")
@@ -603,7 +604,7 @@ def test_rows_are_pulled_in_chunks_that_grow(
     with world.host(Stream(world.gpus[0], "main")):
         link = memory.Link(0, 2, CPU, Shared(world, (0, 1)).of(0))
         buffers = pull.FetchBuffers(link, k, k, fetches, [1, 1], [slice(0, heads)])
-    chunks: Any = buffers.chunks(link, 0, [slice(*g) for g in groups])
+    chunks: Any = buffers.chunks(0, [slice(*g) for g in groups])
     assert [len(chunk.flags.addresses) for chunk in chunks] == sizes
     order = [b * heads + h for g in groups for b in range(batch) for h in range(*g)]
     first = buffers.flags[0].data_ptr()
@@ -617,70 +618,41 @@ def test_rows_are_pulled_in_chunks_that_grow(
         assert copies == [(to, source, token) for to, source in zip(targets, sources, strict=True)]
 
 
-class Event:
-    """An event that is done when a test says so."""
-
-    def __init__(self) -> None:
-        self.done = False
-
-    def query(self) -> bool:
-        return self.done
-
-
-def test_the_time_limit_of_a_wait_counts_from_when_a_stream_reaches_it(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_the_board_says_what_every_rank_has_signalled_and_waits_for(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Work that is queued before it may take any time."""
-    aborted: list[bool] = []
-    monkeypatch.setattr(watchdog, "_waits", deque())
-    monkeypatch.setattr(watchdog, "TIMEOUT", 10.0)
-    monkeypatch.setattr(watchdog.os, "abort", lambda: aborted.append(True))
-    link: Any = SimpleNamespace(
-        rank=0, spare_events=deque(), received=lambda kind: {1: 2, 2: 1, 3: 5}, timed_out=torch.tensor([7])
-    )
-    waits: list[Any] = [
-        watchdog._Wait(link, f"pull {epoch}", memory.READY, epoch, Event(), Event())  # type: ignore[arg-type]
-        for epoch in (1, 2)
-    ]
-    passed = [waits[0].reached, waits[0].passed]
-    watchdog._waits.extend(waits)
-    watchdog.check(1000.0)
-    waits[0].reached.done = True
-    watchdog.check(2000.0)  # from now on
-    watchdog.check(2009.0)
-    waits[0].passed.done = True
-    watchdog.check(2011.0)
-    assert list(watchdog._waits) == waits[1:]
-    assert list(link.spare_events) == passed, "to be recorded again"
-    waits[1].reached.done = True
-    watchdog.check(2012.0)
-    watchdog.check(2021.0)
-    assert not aborted
-    watchdog.check(2023.0)
-    assert aborted
-    assert capsys.readouterr().err == (
-        "ringattn: rank 0: pull 2 is not done after 10 s (RINGATTN_TIMEOUT). Needed 2, but rank 2 is READY for 1; "
-        "the kernel gave up waiting for row 6 of keys (batch * kv_heads + head)\n"
-    )
-
-
-def test_the_words_of_every_rank_are_read_for_the_message(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A signal arrives in the memory of all other ranks, and nowhere else."""
-    world = World(3, 0)
+    """A link writes to its rank's row; what the watchdog reads there is right at every step of two exchanges."""
+    world = World(2, 0)
     world.patched(monkeypatch)
-    shared, links = Shared(world, range(3)), []
-    stream = Stream(world.gpus[0], "main")
-    with world.host(stream):
-        for rank in range(3):
-            links.append(memory.Link(rank, 3, CPU, shared.of(rank)))
-        links[1].signal(stream, memory.LANDED, 5)
-        links[2].signal(stream, memory.LANDED, -3)
-        links[2].signal(stream, memory.FREE, 9)
-    world.run()
-    monkeypatch.setattr(driver, "copy", lambda stream, target, source, size: ctypes.memmove(target, source, size))
-    monkeypatch.setattr(memory.torch.cuda, "device", lambda device: contextlib.nullcontext(), raising=False)
-    monkeypatch.setattr(memory.torch.cuda, "Stream", lambda: SimpleNamespace(synchronize=lambda: None))
-    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda x: x)
-    assert links[0].received(memory.LANDED) == {1: 5, 2: -3}
-    assert links[1].received(memory.LANDED) == {2: -3, 0: 0}
-    assert links[0].received(memory.FREE) == {1: 0, 2: 9}
+    path = str(tmp_path / "board")
+    boards = [Board.create(path, 0, 2), Board.open(path, 1, 2)]
+    shared, links, streams = Shared(world, range(2)), [], [Stream(gpu, "main") for gpu in world.gpus]
+    for rank, board in enumerate(boards):
+        board.enter(10.0)
+        board.device_address = board.address
+        with world.host(streams[rank]):
+            links.append(memory.Link(rank, 2, CPU, shared.of(rank), board))
+    watch = Watch(boards[0], [1])
+
+    def waits() -> list[str]:
+        return [wait.what for wait in watch._waits()]
+
+    def signal(rank: int, kind: int, epoch: int) -> None:
+        links[rank].signal(streams[rank], kind, epoch)
+        world.run(until_nothing_is_ready=True)
+
+    assert waits() == []
+    signal(0, READY, 1)
+    assert waits() == ["the keys and values of exchange 1"]
+    signal(1, READY, 1)
+    assert waits() == []
+    signal(1, LANDED, 1)
+    assert waits() == []
+    signal(0, LANDED, 1)
+    signal(0, FREE, 1)
+    assert waits() == [], "the memory is needed in the next exchange"
+    links[0].wait_for(streams[0], FREE, 1)
+    world.run(until_nothing_is_ready=True)
+    assert waits() == ["memory for the gradients after exchange 1"]
+    signal(1, FREE, 1)
+    assert waits() == []

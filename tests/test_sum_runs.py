@@ -7,7 +7,7 @@ import torch
 
 pytest.importorskip("triton")
 from ringattn.kernels.triton.primitives import INTERPRETED
-from ringattn.peer.sum_runs import Piece, piece_table, sum_runs
+from ringattn.peer.sum_runs import Piece, sum_runs, sum_table
 
 device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 pytestmark = pytest.mark.skipif(
@@ -17,6 +17,7 @@ RUNS = {  # (in own memory, first token, past the last)
     "none": [],
     "whole": [(1, 0, 37)],
     "many": [(0, 0, 20), (0, 20, 37), (1, 3, 19), (0, 16, 32), (0, 36, 37), (1, 0, 1), (0, 0, 37)],
+    "dozens": [(i % 2, 7 * i % 37, min(37, 7 * i % 37 + 1 + i % 5)) for i in range(48)],
     "holes": [(0, 5, 9), (1, 30, 31)],
 }
 
@@ -40,7 +41,7 @@ def test_sum_is_that_of_torch_in_the_same_order(
         want[:, :, begin:end] += memory[own].as_strided(size, strides, offset)
     # Heads of a wave are a part of all heads, so that strides are not those of a whole tensor.
     dk, dv = (torch.full((batch, tokens, heads + 2, n), 9.0, dtype=result, device=device) for n in dims)
-    sum_runs(piece_table(pieces, device), memory[1], memory[0], dk[:, :, 1:-1], dv[:, :, 1:-1])
+    sum_runs(sum_table(pieces, tokens, device), memory[1], memory[0], dk[:, :, 1:-1], dv[:, :, 1:-1])
     got = torch.cat([dk, dv], -1).transpose(1, 2)
     if result == dtype or device.type == "cuda":
         assert torch.equal(got[:, 1:-1], want.to(result))
@@ -51,4 +52,4 @@ def test_sum_is_that_of_torch_in_the_same_order(
 
 def test_no_tokens() -> None:
     empty = torch.empty(1, 0, 2, 8, device=device)
-    sum_runs(piece_table([], device), empty, empty, empty, empty)
+    sum_runs(sum_table([], 0, device), empty, empty, empty, empty)

@@ -5,11 +5,14 @@ Each against one process without ranks; the collectives of a step are counted.
 
 from __future__ import annotations
 
+import argparse
 import contextlib
+import itertools
 import json
 import os
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -306,6 +309,29 @@ def test_train_hf_resumes_at_another_number_of_ranks(tmp_path) -> None:  # type:
     folder = str(tmp_path / "two")
     got = losses(2, 2, "--out", folder) + losses(1, 1, "--out", folder, "--resume")
     assert got == pytest.approx(losses(1, 3, "--out", str(tmp_path / "one")), abs=2e-5)
+
+
+def test_train_hf_packs_whole_documents_into_rows_of_equal_work() -> None:
+    pytest.importorskip("transformers", reason="pip install 'transformers>=5.17' accelerate")
+    from scripts import train_hf
+
+    texts, options = [b"abcdefghij" * 9, b"xyz", b"0123456789" * 4], argparse.Namespace(context=64, packed=True)
+    replicas = [train_hf.rows_of(texts, options, 2, replica) for replica in (0, 1)]
+    packed: Counter[tuple[int, ...]] = Counter()
+    for _ in range(20):
+        rows, notes = zip(*(next(replica) for replica in replicas), strict=True)
+        assert notes[0] == notes[1]
+        assert notes[0]["busiest_row"] < 1.1
+        for row in rows:
+            ids, labels, positions = (row[name][0].tolist() for name in ("input_ids", "labels", "position_ids"))
+            assert len(ids) == len(positions) == 64
+            assert labels == [-100 if token == 257 else token for token in ids], "no targets in padding"
+            begins = [i for i, position in enumerate(positions) if position == 0]
+            pieces = [tuple(ids[a:b]) for a, b in itertools.pairwise([*begins, 64])]
+            packed.update(piece for piece in pieces if 257 not in piece)
+    read = Counter(tuple(train_hf.document(texts, 64, index)) for index in range(packed.total() + 1024))
+    assert packed.total() > 60
+    assert packed <= read, "whole documents, each once"
 
 
 @pytest.mark.parametrize(

@@ -65,6 +65,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ..contract import Block, CompletionCounts, Keys, Queries, Score, int32
 from ..launch import Launches, capability, dispatch, on_device
+from ..long_sums import LEAST_HEADS
 from . import backward_lean as lean
 from . import backward_pieces as pieces
 from . import backward_tall as tall
@@ -94,10 +95,10 @@ DS_READY, Q_FREE, DO_FREE, DQ_STAGED, DQ_SENT = (gl.constexpr(i) for i in (4, 8,
 @gluon.jit
 def _writer(
     C: gl.constexpr, dq_desc, dq_first: gl.constexpr, info_ptr, dq_s, heads, tiles, kv_heads, parts, turns_ptr,
-    counters_ptr, segments, SWEEP: gl.constexpr, BATCHED: gl.constexpr,
+    counters_ptr, segments, sweep, BATCHED: gl.constexpr,
 ):  # fmt: skip
     """Send the dQ of each step two steps later, for consumer C: the first two times there is nothing to send yet."""
-    batch, kv_head, part, info = pieces.place(info_ptr, heads, tiles, kv_heads, parts, SWEEP, BATCHED)
+    batch, kv_head, part, info = pieces.place(info_ptr, heads, tiles, kv_heads, parts, sweep, BATCHED)
     steps, cut_steps, j, stops = pieces.visit_order(info, heads)
     head = (kv_head * parts + part) * heads
     for _ in range(0, 2):
@@ -107,9 +108,9 @@ def _writer(
         barrier_sync(DQ_STAGED + C, STAGING, warps=1)
         tma_reduce_add(dq_desc, [batch, j * BM, head, C * dq_first], dq_s)
         tma.store_wait(0)
-        pieces.signal_sent(DQ_SENT + C, i == steps - 1, turns_ptr, tiles, part, parts, SWEEP)
+        pieces.signal_sent(DQ_SENT + C, i == steps - 1, turns_ptr, tiles, part, parts, sweep)
         j, head = pieces.next_tile(i, j, head, cut_steps, heads, stops)
-    pieces.finish_writer(DQ_STAGED + C, turns_ptr, counters_ptr, info, tiles, part, parts, segments, SWEEP)
+    pieces.finish_writer(DQ_STAGED + C, turns_ptr, counters_ptr, info, tiles, part, parts, segments, sweep)
 
 
 @gluon.jit
@@ -213,11 +214,11 @@ def _walk(
 def _consumer(
     C: gl.constexpr, dk_ptr, dv_ptr, info_ptr, k_s, v_s, q_s, dout_s, lse_v, delta_v, bounds_v, ds_s, dq_s, kv_full,
     q_full, dout_full, heads, tiles, kv_heads, parts, batches, stride_b, stride_s, stride_h, scale_log2, dk_scale,
-    dv_scale, inner, alibi, SWEEP: gl.constexpr, BATCHED: gl.constexpr, FOLD: gl.constexpr, IN_TURNS: gl.constexpr,
+    dv_scale, inner, alibi, sweep, BATCHED: gl.constexpr, FOLD: gl.constexpr, IN_TURNS: gl.constexpr,
     COUNTED: gl.constexpr,
 ):  # fmt: skip
     S_L: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BM, 16])
-    batch, kv_head, part, info = pieces.place(info_ptr, heads, tiles, kv_heads, parts, SWEEP, BATCHED)
+    batch, kv_head, part, info = pieces.place(info_ptr, heads, tiles, kv_heads, parts, sweep, BATCHED)
     first = gl.load(info)
     past = gl.load(info + 1)
     steps, cut_steps, _, _ = pieces.visit_order(info, heads)
@@ -261,15 +262,15 @@ def _consumer(
         barrier_sync(DQ_STAGED + C, STAGING)  # not arrive: sync alone is documented to order the stores for the writer
 
 
-@gluon.jit(do_not_specialize=["epoch", "segments", "slopes_stride"])
+@gluon.jit(do_not_specialize=pieces.NUMBERS)
 def _kernel(
     q_desc, dout_desc, k_desc, v_desc, lse_desc, delta_desc, bounds_desc, dq_desc,
     q_rest_desc, dout_rest_desc, k_rest_desc, v_rest_desc, dq_rest_desc,  # None if the head dim is a power of two
     dk_ptr, dv_ptr, info_ptr, heads, tiles, kv_heads, parts, batches, stride_b, stride_s, stride_h,
     q_tiles, scale_log2, dk_scale, dv_scale,
-    flags_ptr, epoch, timed_out_ptr, turns_ptr, counters_ptr, segments,
+    flags_ptr, epoch, timed_out_ptr, turns_ptr, counters_ptr, segments, sweep,
     inner, positions_desc, slopes_ptr, slopes_stride, positions_k_ptr,  # None without softcap; without ALiBi
-    SWEEP: gl.constexpr, BATCHED: gl.constexpr, FOLD: gl.constexpr, REGISTERS: gl.constexpr,
+    BATCHED: gl.constexpr, FOLD: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """Compute dk, dv and dq.
 
@@ -324,28 +325,28 @@ def _kernel(
             (_consumer, (0, dk_ptr, dv_ptr, info_ptr, k_s, v_s, q_s, dout_s, lse_v, delta_v, bounds_v, ds_s, dq_s[0],
             kv_full, q_full,
                          dout_full, heads, tiles, kv_heads, parts, batches, stride_b, stride_s, stride_h, scale_log2,
-                         dk_scale, dv_scale, inner, alibi, SWEEP, BATCHED, FOLD, turns_ptr is not None,
+                         dk_scale, dv_scale, inner, alibi, sweep, BATCHED, FOLD, turns_ptr is not None,
                          counters_ptr is not None)),
             (_consumer, (1, dk_ptr, dv_ptr, info_ptr, k_s, v_s, q_s, dout_s, lse_v, delta_v, bounds_v, ds_s, dq_s[1],
             kv_full, q_full,
                          dout_full, heads, tiles, kv_heads, parts, batches, stride_b, stride_s, stride_h, scale_log2,
-                         dk_scale, dv_scale, inner, alibi, SWEEP, BATCHED, FOLD, turns_ptr is not None,
+                         dk_scale, dv_scale, inner, alibi, sweep, BATCHED, FOLD, turns_ptr is not None,
                          counters_ptr is not None)),
             (pieces.producer, (q_descs, dout_descs, k_descs, v_descs, lse_desc, delta_desc, bounds_desc, positions_desc,
                          info_ptr, k_t, v_t, q_t, dout_t, lse_t, delta_t, bounds_t, positions_t, kv_full, q_full,
                          dout_full, heads, tiles, kv_heads, parts, q_tiles,
-                         flags_ptr, epoch, timed_out_ptr, Q_FREE, DO_FREE, SWEEP, BATCHED)),
+                         flags_ptr, epoch, timed_out_ptr, Q_FREE, DO_FREE, sweep, BATCHED)),
             (_writer, (0, dq_descs[0], W, info_ptr, dq_t[0], heads, tiles, kv_heads, parts, turns_ptr, counters_ptr,
-                        segments, SWEEP, BATCHED)),
+                        segments, sweep, BATCHED)),
             (_writer, (1, dq_descs[1], W, info_ptr, dq_t[1], heads, tiles, kv_heads, parts, turns_ptr, counters_ptr,
-                        segments, SWEEP, BATCHED)),
+                        segments, sweep, BATCHED)),
         ],
         [4, 1, 1, 1],
         [REGISTERS, 24, 24, 24],
     )  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["seq_q", "q_tiles"])
 def _row_statistics(lse_ptr, delta_ptr, lse_out, delta_out, seq_q, q_tiles, shift, ROWS: tl.constexpr):
     """Store lse in base 2 minus ``shift``, and -delta, padded to whole tiles. A row that sees nothing, or is padding,
     gets lse = +inf, so that its p is 0."""
@@ -408,11 +409,11 @@ def completion_counts(q: Tensor, keys: Keys) -> CompletionCounts | None:
         return None
 
     def count() -> CompletionCounts:
-        tiles = [-(-n // work.keys_per_cta(q)) for n in block.segments_k]
+        tiles = work.tiles_of_groups(block, work.keys_per_cta(q))
         swept = work.sweep(k.shape[0] * k.shape[2], sum(tiles), work.processors(q), split.parts)
         rows = max(1, swept // split.parts)
         # Both consumers of the last part's CTAs count.
-        return CompletionCounts(rows, tuple(2 * rows * n for n in tiles))
+        return CompletionCounts(rows, tuple(2 * rows * n for n in tiles), block.groups_k)
 
     return block.memo.once(("completion counts", split, q.shape, k.shape), count)
 
@@ -466,7 +467,7 @@ def launch(
     tensors = [x for x in operands if x is not None]
     if not launches.again(key, tensors, epoch):
         kernel, grid, args, constants = _arguments(operands, block, score, changes, split, epoch)
-        launched = dispatch(kernel, grid, *args, **constants)
+        launched = dispatch(kernel, grid, *args, variants=lambda: _variants(operands), **constants)
         fixed = _tables(q, block)
         if changes.slopes is not None:
             fixed += _positions(q, block)
@@ -519,12 +520,10 @@ def _arguments(
         dk, x.dv, info, q_heads // kv_heads // parts, tiles, kv_heads, parts, batch, *dk.stride()[-4:-1],
         -(-seq_q // rows), changes.scale, scale, 1 / scale if fold else 1.0,
         x.flags, epoch, x.timed_out, x.turns, x.counters, 0 if x.counters is None else x.counters.shape[1],
+        work.sweep(batch * kv_heads, tiles, work.processors(q), parts),
         changes.inner, *alibi,
     )  # fmt: skip
-    constants = dict(
-        SWEEP=work.sweep(batch * kv_heads, tiles, work.processors(q), parts), BATCHED=info.shape[0] > 1, FOLD=fold,
-        REGISTERS=240, num_warps=4,
-    )  # fmt: skip
+    constants = dict(BATCHED=info.shape[0] > 1, FOLD=fold, REGISTERS=240, num_warps=4)
     statistics = view(x.lse, (1, rows)), view(x.minus_delta, (1, rows)), view(bounds, (1, 2 * rows))
 
     def box(tensor: Tensor, columns: int, height: int = BM.value) -> TensorDescriptor | None:
@@ -554,14 +553,31 @@ def _arguments(
     return _kernel, grid, (*boxes, *numbers), constants
 
 
+def _variants(x: _Operands) -> list[dict[str, Any]]:
+    """Return how a launch may differ with other documents, which decide how groups of query heads are divided: in parts
+    that take turns, or, where there are few key tiles, in parts that are apart and not counted."""
+    group = x.q.shape[2] // x.k.shape[2]
+    some = x.q.new_empty(4, dtype=torch.int32)
+    variants: list[dict[str, Any]] = []
+    for heads in (n for n in range(1, group + 1) if group % n == 0):
+        parts = dict(parts=group // heads, heads=heads)
+        if heads == group:
+            variants.append(dict(parts, turns_ptr=None))
+        elif heads >= LEAST_HEADS:
+            variants.append(dict(parts, turns_ptr=some))
+        # Queries see themselves, so there are at least as many keys.
+        if heads < group and work.few_tiles(x.q, x.k, x.q.shape[1]):
+            variants.append(dict(parts, turns_ptr=None, flags_ptr=None, timed_out_ptr=None, counters_ptr=None))
+    return variants
+
+
 def _tables(q: Tensor, block: Block) -> tuple[Tensor, Tensor]:
-    return work.key_tile_table(block, work.keys_per_cta(q), work.queries_per_step(q))
+    return work.key_tile_table(block, work.keys_per_cta(q), work.queries_per_step(q), q.device)
 
 
 def _positions(q: Tensor, block: Block) -> tuple[Tensor, Tensor]:
     """Return the positions of queries and keys, padded to whole tiles and one more."""
-    queries, keys = work.queries_per_step(q), work.keys_per_cta(q)
-    return scores.padded_positions(block, queries, of_keys=False), scores.padded_positions(block, keys, of_keys=True)
+    return scores.padded_positions(block, work.queries_per_step(q), work.keys_per_cta(q), q.device)
 
 
 def _folds_scale(q: Tensor, score: Score) -> bool:

@@ -56,11 +56,11 @@ DS_READY, Q_FREE, DO_FREE, DQ_STAGED, DQ_SENT = (gl.constexpr(i) for i in (4, 8,
 @gluon.jit
 def _writer(
     C: gl.constexpr, dq_descs, dq_t, info_ptr, heads, tiles, kv_heads, parts, turns_ptr,
-    counters_ptr, segments, SWEEP: gl.constexpr, BATCHED: gl.constexpr,
+    counters_ptr, segments, sweep, BATCHED: gl.constexpr,
 ):  # fmt: skip
     """Send the dQ of each step one step later, for consumer C: in the first step there is nothing to send yet."""
     FIRST: gl.constexpr = 2 * dq_descs[0].block_type.shape[3]
-    batch, kv_head, part, info = pieces.place(info_ptr, heads, tiles, kv_heads, parts, SWEEP, BATCHED)
+    batch, kv_head, part, info = pieces.place(info_ptr, heads, tiles, kv_heads, parts, sweep, BATCHED)
     steps, cut_steps, j, stops = pieces.visit_order(info, heads)
     head = (kv_head * parts + part) * heads
     barrier_arrive(DQ_SENT + C, STAGING, warps=1)
@@ -73,9 +73,9 @@ def _writer(
             column = unit * FIRST + C * dq_descs[unit].block_type.shape[3]
             tma_reduce_add(dq_descs[unit], [batch, j * BM, head, column], dq_t[unit])
             tma.store_wait(0)
-            pieces.signal_sent(DQ_SENT + C, (i == steps - 1) & (unit == 1), turns_ptr, tiles, part, parts, SWEEP)
+            pieces.signal_sent(DQ_SENT + C, (i == steps - 1) & (unit == 1), turns_ptr, tiles, part, parts, sweep)
         j, head = pieces.next_tile(i, j, head, cut_steps, heads, stops)
-    pieces.finish_writer(DQ_STAGED + C, turns_ptr, counters_ptr, info, tiles, part, parts, segments, SWEEP)
+    pieces.finish_writer(DQ_STAGED + C, turns_ptr, counters_ptr, info, tiles, part, parts, segments, sweep)
 
 
 @gluon.jit
@@ -177,15 +177,16 @@ def _walk(
 def _consumer(
     C: gl.constexpr, dk_ptr, dv_ptr, info_ptr, k_s, v_s, q_s, dout_s, lse_v, delta_v, bounds_v, ds_s, dq_s, kv_full,
     q_full, dout_full, heads, tiles, kv_heads, parts, batches, stride_b, stride_s, stride_h, scale_log2, dk_scale,
-    dv_scale, inner, alibi, SWEEP: gl.constexpr, BATCHED: gl.constexpr, FOLD: gl.constexpr, IN_TURNS: gl.constexpr,
+    dv_scale, inner, alibi, sweep, BATCHED: gl.constexpr, FOLD: gl.constexpr, IN_TURNS: gl.constexpr,
     COUNTED: gl.constexpr,
 ):  # fmt: skip
     S_L: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BM, 16])
-    batch, kv_head, part, info = pieces.place(info_ptr, heads, tiles, kv_heads, parts, SWEEP, BATCHED)
+    batch, kv_head, part, info = pieces.place(info_ptr, heads, tiles, kv_heads, parts, sweep, BATCHED)
     first = gl.load(info)
     past = gl.load(info + 1)
     steps, cut_steps, _, _ = pieces.visit_order(info, heads)
     key = first + C * (BN // 2)
+    head = pieces.buffer_of(batch, part, batches, IN_TURNS).to(gl.int64) * stride_b + kv_head.to(gl.int64) * stride_h
     dk = pieces.zero_sums(k_s)
     dv = pieces.zero_sums(v_s)
     alibi = scores.of_keys(alibi, batch, (kv_head * parts + part) * heads, first, key, S_L)
@@ -210,22 +211,21 @@ def _consumer(
         dq = warpgroup_mma_wait(0, deps=[_dq(C, unit, steps - 1, 0, k_s, ds_s)])
         _send(C, dq, dq_s[unit], dk_scale, FOLD)
     barrier_sync(DQ_SENT + C, STAGING)  # and if the group has several parts, it is this one's turn
-    head = pieces.buffer_of(batch, part, batches, IN_TURNS).to(gl.int64) * stride_b + kv_head.to(gl.int64) * stride_h
     pieces.store_sums(dv_ptr, dv, head, stride_s, key, past, part, dv_scale, True, IN_TURNS)
     pieces.store_sums(dk_ptr, dk, head, stride_s, key, past, part, dk_scale, not FOLD, IN_TURNS)
     if IN_TURNS or COUNTED:
         barrier_sync(DQ_STAGED + C, STAGING)  # not arrive: sync alone is documented to order the stores for the writer
 
 
-@gluon.jit(do_not_specialize=["epoch", "segments", "slopes_stride"])
+@gluon.jit(do_not_specialize=pieces.NUMBERS)
 def kernel(
     q_desc, dout_desc, k_desc, v_desc, lse_desc, delta_desc, bounds_desc, dq_desc,
     q_rest_desc, k_rest_desc, dq_rest_desc,  # columns from 128 on
     dk_ptr, dv_ptr, info_ptr, heads, tiles, kv_heads, parts, batches, stride_b, stride_s, stride_h,
     q_tiles, scale_log2, dk_scale, dv_scale,
-    flags_ptr, epoch, timed_out_ptr, turns_ptr, counters_ptr, segments,
+    flags_ptr, epoch, timed_out_ptr, turns_ptr, counters_ptr, segments, sweep,
     inner, positions_desc, slopes_ptr, slopes_stride, positions_k_ptr,  # None without softcap; without ALiBi
-    SWEEP: gl.constexpr, BATCHED: gl.constexpr, FOLD: gl.constexpr, REGISTERS: gl.constexpr,
+    BATCHED: gl.constexpr, FOLD: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """Compute dk, dv and dq. Arguments: as of ``backward._kernel``."""
     dtype: gl.constexpr = q_desc.dtype
@@ -267,19 +267,19 @@ def kernel(
             (_consumer, (0, dk_ptr, dv_ptr, info_ptr, k_s, v_s, q_s, dout_s, lse_v, delta_v, bounds_v, ds_s,
                          dq_s_0, kv_full, q_full, dout_full, heads, tiles, kv_heads,
                          parts, batches, stride_b, stride_s, stride_h, scale_log2, dk_scale, dv_scale, inner,
-                         alibi, SWEEP, BATCHED, FOLD, turns_ptr is not None, counters_ptr is not None)),
+                         alibi, sweep, BATCHED, FOLD, turns_ptr is not None, counters_ptr is not None)),
             (_consumer, (1, dk_ptr, dv_ptr, info_ptr, k_s, v_s, q_s, dout_s, lse_v, delta_v, bounds_v, ds_s,
                          dq_s_1, kv_full, q_full, dout_full, heads, tiles, kv_heads,
                          parts, batches, stride_b, stride_s, stride_h, scale_log2, dk_scale, dv_scale, inner,
-                         alibi, SWEEP, BATCHED, FOLD, turns_ptr is not None, counters_ptr is not None)),
+                         alibi, sweep, BATCHED, FOLD, turns_ptr is not None, counters_ptr is not None)),
             (pieces.producer, ((q_desc, q_rest_desc), (dout_desc,), (k_desc, k_rest_desc), (v_desc,), lse_desc,
                          delta_desc, bounds_desc, positions_desc, info_ptr, k_t, v_t, q_t, dout_t, lse_t, delta_t,
                          bounds_t, positions_t, kv_full, q_full, dout_full, heads, tiles, kv_heads, parts, q_tiles,
-                         flags_ptr, epoch, timed_out_ptr, Q_FREE, DO_FREE, SWEEP, BATCHED)),
+                         flags_ptr, epoch, timed_out_ptr, Q_FREE, DO_FREE, sweep, BATCHED)),
             (_writer, (0, (dq_desc, dq_rest_desc), (dq_t_0, dq_r_0), info_ptr, heads, tiles, kv_heads, parts,
-                       turns_ptr, counters_ptr, segments, SWEEP, BATCHED)),
+                       turns_ptr, counters_ptr, segments, sweep, BATCHED)),
             (_writer, (1, (dq_desc, dq_rest_desc), (dq_t_1, dq_r_1), info_ptr, heads, tiles, kv_heads, parts,
-                       turns_ptr, counters_ptr, segments, SWEEP, BATCHED)),
+                       turns_ptr, counters_ptr, segments, sweep, BATCHED)),
         ],
         [4, 1, 1, 1],
         [REGISTERS, 24, 24, 24],

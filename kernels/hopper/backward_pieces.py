@@ -27,6 +27,10 @@ BM = gl.constexpr(64)  # queries of a step; backward_tall.py has more
 BN = gl.constexpr(128)  # keys of a CTA, but of backward_wide.py; tiles in registers have 64 keys in all kernels
 INFO = gl.constexpr(8)  # int32 numbers that describe a key tile, see work.key_tile_table
 
+# Numbers that vary with lengths and documents: one compiled kernel for all of them. (So do ``heads`` and ``parts``, but
+# they cost registers; there are few of them, which are compiled together.)
+NUMBERS = ("tiles", "q_tiles", "epoch", "segments", "sweep", "slopes_stride")
+
 LOADERS = gl.constexpr(288)  # threads at a barrier of both consumers and the producer
 PAIR = gl.constexpr(256)  # both consumers
 STAGING = gl.constexpr(160)  # one consumer and its writer
@@ -48,18 +52,18 @@ def _bytes(desc):
 
 
 @gluon.jit
-def _order(tiles, SWEEP: gl.constexpr):
+def _order(tiles, sweep):
     """Return the part of a group, numbered over all batch elements and key heads, and the key tile of this program.
-    ``SWEEP`` parts are walked at the same time, tile by tile."""
+    ``sweep`` parts are walked at the same time, tile by tile."""
     program = gl.program_id(0)
-    inside = program % (SWEEP * tiles)
-    return program // (SWEEP * tiles) * SWEEP + inside % SWEEP, inside // SWEEP
+    inside = program % (sweep * tiles)
+    return program // (sweep * tiles) * sweep + inside % sweep, inside // sweep
 
 
 @gluon.jit
-def place(info_ptr, heads, tiles, kv_heads, parts, SWEEP: gl.constexpr, BATCHED: gl.constexpr):
+def place(info_ptr, heads, tiles, kv_heads, parts, sweep, BATCHED: gl.constexpr):
     """Return batch, key head, part of the group's query heads and address of the key tile's description."""
-    head, tile = _order(tiles, SWEEP)
+    head, tile = _order(tiles, sweep)
     batch = head // (parts * kv_heads)
     if BATCHED:
         tile += batch * tiles
@@ -75,19 +79,19 @@ def buffer_of(batch, part, batches, IN_TURNS: gl.constexpr):
 
 
 @gluon.jit
-def _turns_of(turns_ptr, tiles, parts, SWEEP: gl.constexpr):
+def _turns_of(turns_ptr, tiles, parts, sweep):
     """Return the address of the counter of stored parts of this program's group, one per key tile of a key head."""
-    head, tile = _order(tiles, SWEEP)
+    head, tile = _order(tiles, sweep)
     return turns_ptr + (head // parts * tiles + tile)
 
 
 @gluon.jit
-def signal_sent(sent: gl.constexpr, last, turns_ptr, tiles, part, parts, SWEEP: gl.constexpr):
+def signal_sent(sent: gl.constexpr, last, turns_ptr, tiles, part, parts, sweep):
     """Signal to a writer's consumer, at barrier ``sent``, that the staged tile has been read. Before the ``last``
     signal wait until both consumers of the previous part have stored: parts add to the same dk and dv in order, so that
     these have the same bits on every run. The previous part has a smaller program number and has started earlier."""
     if (turns_ptr is not None) and last:
-        wait_count(_turns_of(turns_ptr, tiles, parts, SWEEP), 2 * part)
+        wait_count(_turns_of(turns_ptr, tiles, parts, sweep), 2 * part)
         barrier_sync(sent, STAGING, warps=1)  # not arrive: sync alone is documented to order memory
     else:
         barrier_arrive(sent, STAGING, warps=1)
@@ -95,17 +99,17 @@ def signal_sent(sent: gl.constexpr, last, turns_ptr, tiles, part, parts, SWEEP: 
 
 @gluon.jit
 def finish_writer(
-    staged: gl.constexpr, turns_ptr, counters_ptr, info, tiles, part, parts, segments, SWEEP: gl.constexpr,
+    staged: gl.constexpr, turns_ptr, counters_ptr, info, tiles, part, parts, segments, sweep,
 ):  # fmt: skip
     """End a writer, after barrier ``staged`` with its consumer, which has stored: signal to the next part, or after the
     last part raise the completion counter of dk and dv. In the writer, because it would cost the consumer registers."""
     if (turns_ptr is not None) or (counters_ptr is not None):
         barrier_sync(staged, STAGING, warps=1)
     if turns_ptr is not None:
-        raise_counter(_turns_of(turns_ptr, tiles, parts, SWEEP), "gpu")
+        raise_counter(_turns_of(turns_ptr, tiles, parts, sweep), "gpu")
     if (counters_ptr is not None) and (part == parts - 1):
-        head, _ = _order(tiles, SWEEP)
-        chunk = head // gl.maximum(parts, SWEEP)  # rows of keys that complete together
+        head, _ = _order(tiles, sweep)
+        chunk = head // gl.maximum(parts, sweep)  # rows of keys that complete together
         raise_counter(counters_ptr + (chunk * segments + gl.load(info + 7)), "sys")
 
 
@@ -159,7 +163,7 @@ def producer(
     q_desc, dout_desc, k_desc, v_desc, lse_desc, delta_desc, bounds_desc, positions_desc, info_ptr,
     k_s, v_s, q_s, dout_s, lse_s, delta_s, bounds_s, positions_s, kv_full, q_full, dout_full,
     heads, tiles, kv_heads, parts, q_tiles, flags_ptr, epoch, timed_out_ptr,
-    q_free: gl.constexpr, dout_free: gl.constexpr, SWEEP: gl.constexpr, BATCHED: gl.constexpr,
+    q_free: gl.constexpr, dout_free: gl.constexpr, sweep, BATCHED: gl.constexpr,
 ):  # fmt: skip
     """Load K and V, in as many tiles of 64 keys as ``kv_full`` has barriers, then Q, lse (with ALiBi the positions, and
     the intervals of cut tiles), dO and delta of every step."""
@@ -169,7 +173,7 @@ def producer(
     DO_BYTES: gl.constexpr = _bytes(dout_desc)
     DO_STAGES: gl.constexpr = dout_s[0].shape[0]
     KEY_TILES: gl.constexpr = kv_full.shape[0]
-    batch, kv_head, part, info = place(info_ptr, heads, tiles, kv_heads, parts, SWEEP, BATCHED)
+    batch, kv_head, part, info = place(info_ptr, heads, tiles, kv_heads, parts, sweep, BATCHED)
     first = gl.load(info)
     steps, cut_steps, j, stops = visit_order(info, heads)
     if flags_ptr is not None:

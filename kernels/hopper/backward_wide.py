@@ -57,9 +57,9 @@ P_READY, DS_READY, Q_FREE, DO_FREE, DQ_STAGED, DQ_SENT = (gl.constexpr(i) for i 
 @gluon.jit
 def _writer(
     C: gl.constexpr, UNITS: gl.constexpr, dq_desc, info_ptr, dq_s, heads, tiles, kv_heads, parts, turns_ptr,
-    counters_ptr, segments, SWEEP: gl.constexpr, BATCHED: gl.constexpr,
+    counters_ptr, segments, sweep, BATCHED: gl.constexpr,
 ):  # fmt: skip
-    batch, kv_head, part, info = pieces.place(info_ptr, heads, tiles, kv_heads, parts, SWEEP, BATCHED)
+    batch, kv_head, part, info = pieces.place(info_ptr, heads, tiles, kv_heads, parts, sweep, BATCHED)
     steps, cut_steps, j, stops = pieces.visit_order(info, heads)
     head = (kv_head * parts + part) * heads
     barrier_arrive(DQ_SENT + C, STAGING, warps=1)
@@ -69,10 +69,10 @@ def _writer(
             tma_reduce_add(dq_desc, [batch, j * BM, head, (C * UNITS_0 + unit) * UNIT], dq_s)
             tma.store_wait(0)
             pieces.signal_sent(
-                DQ_SENT + C, (i == steps - 1) & (unit == UNITS - 1), turns_ptr, tiles, part, parts, SWEEP
+                DQ_SENT + C, (i == steps - 1) & (unit == UNITS - 1), turns_ptr, tiles, part, parts, sweep
             )  # fmt: skip
         j, head = pieces.next_tile(i, j, head, cut_steps, heads, stops)
-    pieces.finish_writer(DQ_STAGED + C, turns_ptr, counters_ptr, info, tiles, part, parts, segments, SWEEP)
+    pieces.finish_writer(DQ_STAGED + C, turns_ptr, counters_ptr, info, tiles, part, parts, segments, sweep)
 
 
 @gluon.jit
@@ -144,12 +144,12 @@ def _walk_values(
 def _values(
     dv_ptr, info_ptr, k_s, q_s, dout_s, lse_v, bounds_v, p_s, ds_s, dq_s, kv_full, q_full, dout_full,
     heads, tiles, kv_heads, parts, batches, stride_b, stride_s, stride_h, scale_log2, dq_scale, dv_scale,
-    inner, alibi, SWEEP: gl.constexpr, BATCHED: gl.constexpr, FOLD: gl.constexpr, IN_TURNS: gl.constexpr,
+    inner, alibi, sweep, BATCHED: gl.constexpr, FOLD: gl.constexpr, IN_TURNS: gl.constexpr,
     COUNTED: gl.constexpr,
 ):  # fmt: skip
     """Run consumer 0: S, P, dV and the first columns of dQ."""
     S_L: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BM, 16])
-    batch, kv_head, part, info = pieces.place(info_ptr, heads, tiles, kv_heads, parts, SWEEP, BATCHED)
+    batch, kv_head, part, info = pieces.place(info_ptr, heads, tiles, kv_heads, parts, sweep, BATCHED)
     key = gl.load(info)
     past = gl.load(info + 1)
     steps, cut_steps, _, _ = pieces.visit_order(info, heads)
@@ -177,14 +177,14 @@ def _values(
 def _keys(
     dk_ptr, info_ptr, k_s, v_s, q_s, dout_s, delta_v, p_s, ds_s, dq_s, kv_full, q_full, dout_full,
     heads, tiles, kv_heads, parts, batches, stride_b, stride_s, stride_h, dk_scale,
-    UNITS: gl.constexpr, SWEEP: gl.constexpr, BATCHED: gl.constexpr, FOLD: gl.constexpr, IN_TURNS: gl.constexpr,
+    UNITS: gl.constexpr, sweep, BATCHED: gl.constexpr, FOLD: gl.constexpr, IN_TURNS: gl.constexpr,
     COUNTED: gl.constexpr,
 ):  # fmt: skip
     """Run consumer 1: dP, dS, dK and the last columns of dQ, one unit of them or two."""
     S_L: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BM, 16])
     PIECES: gl.constexpr = len(v_s)
     DO_STAGES: gl.constexpr = dout_s[0].shape[0]
-    batch, kv_head, part, info = pieces.place(info_ptr, heads, tiles, kv_heads, parts, SWEEP, BATCHED)
+    batch, kv_head, part, info = pieces.place(info_ptr, heads, tiles, kv_heads, parts, sweep, BATCHED)
     key = gl.load(info)
     past = gl.load(info + 1)
     steps = (gl.load(info + 3) - gl.load(info + 2)) * heads
@@ -227,15 +227,15 @@ def _keys(
         barrier_sync(DQ_STAGED + 1, STAGING)  # not arrive: sync alone is documented to order the stores for the writer
 
 
-@gluon.jit(do_not_specialize=["epoch", "segments", "slopes_stride"])
+@gluon.jit(do_not_specialize=pieces.NUMBERS)
 def kernel(
     q_desc, dout_desc, k_desc, v_desc, lse_desc, delta_desc, bounds_desc, dq_desc,
     q_rest_desc, k_rest_desc, dout_rest_desc, v_rest_desc,  # columns from 128 on; None for v if there are none
     dk_ptr, dv_ptr, info_ptr, heads, tiles, kv_heads, parts, batches, stride_b, stride_s, stride_h,
     q_tiles, scale_log2, dk_scale, dv_scale,
-    flags_ptr, epoch, timed_out_ptr, turns_ptr, counters_ptr, segments,
+    flags_ptr, epoch, timed_out_ptr, turns_ptr, counters_ptr, segments, sweep,
     inner, positions_desc, slopes_ptr, slopes_stride, positions_k_ptr,  # None without softcap; without ALiBi
-    DO_STAGES: gl.constexpr, SWEEP: gl.constexpr, BATCHED: gl.constexpr, FOLD: gl.constexpr, REGISTERS: gl.constexpr,
+    DO_STAGES: gl.constexpr, BATCHED: gl.constexpr, FOLD: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """Compute dk, dv and dq. Arguments: as of ``backward._kernel``."""
     dtype: gl.constexpr = q_desc.dtype
@@ -278,21 +278,21 @@ def kernel(
         [
             (_values, (dv_ptr, info_ptr, k_s, q_s, dout_s, lse_v, bounds_v, p_s, ds_s, pieces.staging_matrix(dq_t[0]),
                        kv_full, q_full, dout_full, heads, tiles, kv_heads, parts, batches, stride_b, stride_s,
-                       stride_h, scale_log2, dk_scale, dv_scale, inner, alibi, SWEEP, BATCHED, FOLD,
+                       stride_h, scale_log2, dk_scale, dv_scale, inner, alibi, sweep, BATCHED, FOLD,
                        turns_ptr is not None, counters_ptr is not None)),
             (_keys, (dk_ptr, info_ptr, k_s, v_s, q_s, dout_s, delta_v, p_s, ds_s, pieces.staging_matrix(dq_t[1]),
                      kv_full, q_full, dout_full, heads, tiles, kv_heads, parts, batches, stride_b, stride_s,
-                     stride_h, dk_scale, UNITS_1, SWEEP, BATCHED, FOLD, turns_ptr is not None,
+                     stride_h, dk_scale, UNITS_1, sweep, BATCHED, FOLD, turns_ptr is not None,
                      counters_ptr is not None)),
             (pieces.producer, ((q_desc, q_rest_desc), dout_descs, (k_desc, k_rest_desc), v_descs, lse_desc, delta_desc,
                          bounds_desc, positions_desc, info_ptr, k_t, v_t, q_t, dout_t, lse_t, delta_t, bounds_t,
                          positions_t, kv_full, q_full,
                          dout_full, heads, tiles, kv_heads, parts, q_tiles, flags_ptr, epoch, timed_out_ptr,
-                         Q_FREE, DO_FREE, SWEEP, BATCHED)),
+                         Q_FREE, DO_FREE, sweep, BATCHED)),
             (_writer, (0, UNITS_0, dq_desc, info_ptr, dq_t[0], heads, tiles, kv_heads, parts, turns_ptr, counters_ptr,
-                       segments, SWEEP, BATCHED)),
+                       segments, sweep, BATCHED)),
             (_writer, (1, UNITS_1, dq_desc, info_ptr, dq_t[1], heads, tiles, kv_heads, parts, turns_ptr, counters_ptr,
-                       segments, SWEEP, BATCHED)),
+                       segments, sweep, BATCHED)),
         ],
         [4, 1, 1, 1],
         [REGISTERS, 24, 24, 24],

@@ -53,7 +53,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ...partial import Partial
-from ..contract import Block, Keys, Result, Score, int32
+from ..contract import PERIOD, Block, Keys, Result, Score, int32
 from ..launch import Launches, capability, dispatch, on_device
 from .primitives import (
     FREE_BARRIERS,
@@ -921,12 +921,15 @@ def forward(q: Tensor, keys: Keys, score: Score, state: Partial | None, finalize
             epoch = int32(ready.epoch)
         if not launches.again(key, tensors, epoch):
             grid, args, constants = _launch(q, keys, changes, sink, state, outputs, finalize, counter)
-            launched = dispatch(_forward_kernel, grid, *args, **constants)
+            launched = dispatch(
+                _forward_kernel, grid, *args,
+                variants=lambda: _variants(q, block, score, outputs[1], constants["BN"]), **constants,
+            )  # fmt: skip
             if not block.period:  # otherwise each launch allocates memory of its own, and takes long
                 config = CONFIGS[q.shape[3], v.shape[3]]
-                fixed = query_tile_table(block, config.block_m, config.block_n)
+                fixed = query_tile_table(block, config.block_m, config.block_n, q.device)
                 if changes.slopes is not None:
-                    fixed += _positions(block, config)
+                    fixed += _positions(q, block, config)
                 number_at = None if ready is None else _forward_kernel.arg_names.index("epoch")
                 launches.remember(key, tensors, launched, fixed, number_at)
     return Result(outputs[0], outputs[1]) if finalize else Partial(outputs[1], outputs[2], outputs[0])
@@ -941,7 +944,7 @@ def _launch(
     batch, seq_q, q_heads, head_dim = q.shape
     head_dim_v = v.shape[-1]
     config = CONFIGS[head_dim, head_dim_v]
-    table, start, end = query_tile_table(block, config.block_m, config.block_n)
+    table, start, end = query_tile_table(block, config.block_m, config.block_n, q.device)
     n_tiles, n_heads = table.shape[1], batch * q_heads
     workers = min(processors(q), n_tiles * n_heads)
     first = 2 ** (head_dim.bit_length() - 1)  # the columns of the first piece of q and k
@@ -961,7 +964,7 @@ def _launch(
         *head_sweeps(n_tiles, n_heads, workers), changes.scale,
         *((None, None, None) if ready is None else (ready.flags, int32(ready.epoch), ready.timed_out)),
         changes.inner, changes.slopes, changes.slopes_stride,
-        *((None, None) if changes.slopes is None else _positions(block, config)),
+        *((None, None) if changes.slopes is None else _positions(q, block, config)),
     )  # fmt: skip
     constants = dict(
         N=config.consumers, BN=config.block_n, STAGES=config.stages, REGISTERS=config.registers,
@@ -972,10 +975,24 @@ def _launch(
     return (workers, 1, 1), args, constants
 
 
-def _positions(block: Block, config: Config) -> tuple[Tensor, Tensor]:
+def _positions(q: Tensor, block: Block, config: Config) -> tuple[Tensor, Tensor]:
     """Return the positions of queries and keys, padded so that a tile need not end where they do."""
-    rows = config.block_m
-    return padded_positions(block, rows, of_keys=False), padded_positions(block, config.block_n, of_keys=True)
+    return padded_positions(block, config.block_m, config.block_n, q.device)
+
+
+def _variants(q: Tensor, block: Block, score: Score, row: Tensor, block_n: int) -> list[dict[str, Any]]:
+    """Return how a launch may differ with other documents: with and without a state, complete or not, a longer sum.
+
+    Args:
+        row: any float32 tensor.
+    """
+    periods = [dict(PERIOD=period // block_n) for period in ((0, PERIOD) if block.long else ())]
+    if not block.chunked:
+        return periods
+    sink = score.sink is not None
+    states = [dict(HAS_STATE=state, HAS_SINK=sink and not state) for state in (False, True)]
+    outputs = [dict(FINALIZE=True, out_ptr=q), dict(FINALIZE=False, out_ptr=row)]
+    return [{**a, **b, **c} for a in states for b in outputs for c in periods or [{}]]
 
 
 def _pieces(x: Tensor, rows: int, first: int) -> tuple[TensorDescriptor, TensorDescriptor | None]:

@@ -55,17 +55,22 @@ class Changes(NamedTuple):
         return Changes(scale, inner, slopes, q.shape[2] if slopes.dim() == 2 and slopes.shape[0] > 1 else 0)
 
 
-def padded_positions(block: Block, rows: int, of_keys: bool) -> Tensor:
-    """Return the positions of queries or keys, (tiles, rows) int32, padded with zeros."""
+def padded_positions(block: Block, queries: int, keys: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return the positions of queries and of keys on ``device``, (tiles, queries) and (tiles, keys) int32, padded with
+    zeros."""
 
-    def make() -> Tensor:
-        positions = (block.positions_k if of_keys else block.positions_q).to(torch.int32)
+    def padded(positions: Tensor, rows: int) -> Tensor:
         tiles = 1 + -(-positions.shape[0] // rows)  # one more, for a tile that begins in the middle of the last one
-        padded = positions.new_zeros(tiles * rows)
-        padded[: positions.shape[0]] = positions
-        return padded.view(tiles, rows)
+        whole = positions.new_zeros(tiles * rows, dtype=torch.int32)
+        whole[: positions.shape[0]] = positions
+        return whole.view(tiles, rows)
 
-    return block.memo.once(("padded positions", rows, of_keys), make)
+    of_queries, of_keys = block.on(
+        device,
+        ("padded positions", queries, keys),
+        lambda: (padded(block.positions_q, queries), padded(block.positions_k, keys)),
+    )
+    return of_queries, of_keys
 
 
 # --- device: softcap ----------------------------------------------------------------------------------------------

@@ -1,12 +1,14 @@
 """How the Hopper kernels divide their work, planned on the host: tables of tiles, order of the CTAs, shares of a group.
 
-Tables are made on the device and kept in the block's memo: one per tile size.
+Tables are made where the block is, on the host for those of a plan, sent to the device in one copy, and kept in the
+block's memo: one per tile size.
 """
 
 from __future__ import annotations
 
 import functools
 import heapq
+import itertools
 import math
 from typing import NamedTuple
 
@@ -16,8 +18,10 @@ from torch import Tensor
 from ..contract import Block
 from ..launch import multiprocessors
 from ..long_sums import LEAST_HEADS
+from ..upload import upload
 from .backward_pieces import BM, BN
 
+ENOUGH = 1.5  # CTAs of the backward for each processor
 LEAST_STEPS = 128  # of a CTA of the backward, if its group has as many: the prologue and epilogue cost three steps
 
 
@@ -29,7 +33,7 @@ def processors(x: Tensor) -> int:
 # --- forward -----------------------------------------------------------------------------------------------------
 
 
-def query_tile_table(block: Block, block_m: int, block_n: int) -> tuple[Tensor, Tensor, Tensor]:
+def query_tile_table(block: Block, block_m: int, block_n: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
     """Return descriptions of the query tiles, heaviest first, and the intervals ``start`` and ``end``, contiguous.
 
     A description, (batch or 1, tiles, 8) int32: first row, past-the-last row, the span (see ``TileMap``), and two
@@ -43,7 +47,8 @@ def query_tile_table(block: Block, block_m: int, block_n: int) -> tuple[Tensor, 
         table = table.gather(1, order.expand(-1, -1, table.shape[-1])).contiguous()
         return table, block.start.contiguous(), block.end.contiguous()
 
-    return block.memo.once(("hopper query tiles", block_m, block_n), make)
+    table, start, end = block.on(device, ("hopper query tiles", block_m, block_n), make)
+    return table, start, end
 
 
 def head_sweeps(n_tiles: int, n_heads: int, workers: int) -> tuple[int, int]:
@@ -96,7 +101,7 @@ def _best_split(q: Tensor, k: Tensor, block: Block) -> Split:
     group = q.shape[2] // k.shape[2]
     divisors = [n for n in range(1, group + 1) if group % n == 0]
     ctas = k.shape[0] * k.shape[2] * sum(-(-n // keys_per_cta(q)) for n in block.segments_k)
-    enough = 1.5 * processors(q)
+    enough = ENOUGH * processors(q)
     # Bounded, because each part has a dk and dv of its own: 71 heads are divisible by 1 and 71 only.
     affordable = [p for p in divisors if ctas * p <= 8 * enough] or [1]
     occupying = next((p for p in affordable if ctas * p >= enough), affordable[-1])
@@ -104,6 +109,11 @@ def _best_split(q: Tensor, k: Tensor, block: Block) -> Split:
     steps = pairs / max(1, block.seq_k * BM.value)  # of a CTA, for each head
     heads = next((h for h in divisors if h >= LEAST_HEADS and h * steps >= LEAST_STEPS), group)
     return Split(occupying, apart=True) if occupying > max(1, group // heads) else Split(group // heads)
+
+
+def few_tiles(q: Tensor, k: Tensor, keys: int) -> bool:
+    """Return whether the CTAs of so many keys, each with all query heads of a group, do not occupy all processors."""
+    return k.shape[0] * k.shape[2] * (keys // keys_per_cta(q)) < ENOUGH * processors(q)
 
 
 @functools.lru_cache(1024)
@@ -135,15 +145,22 @@ def sweep(rows: int, tiles: int, workers: int, parts: int) -> int:
     return next(size for size in sizes if makespans[size] <= 1.01 * min(makespans.values()))
 
 
-def key_tile_table(block: Block, keys: int, queries: int) -> tuple[Tensor, Tensor]:
+def key_tile_table(block: Block, keys: int, queries: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """Return descriptions of the tiles of ``keys`` keys, most work first, and the intervals of each tile of queries.
 
     A description, (batch or 1, tiles, 8) int32: first and past-the-last key, then in query tiles ``begin, end`` (at
     least one), ``full_begin, full_end`` (empty if the tile has fewer keys: all must be masked), the full tile to start
-    with, and the segment of the keys. Intervals: (batch or 1 times query tiles, 2 x queries) int32, empty for padding
+    with, and the group of the keys. Intervals: (batch or 1 times query tiles, 2 x queries) int32, empty for padding
     rows.
     """
-    return block.memo.once(("hopper key tiles", keys, queries), lambda: _key_tile_table(block, keys, queries))
+    info, bounds = block.on(device, ("hopper key tiles", keys, queries), lambda: _key_tile_table(block, keys, queries))
+    return info, bounds
+
+
+def tiles_of_groups(block: Block, keys: int) -> list[int]:
+    """Return the number of tiles of ``keys`` keys in each of the groups that are counted as a whole."""
+    tiles = iter([-(-n // keys) for n in block.segments_k])
+    return [sum(itertools.islice(tiles, count)) for count in block.groups_k]
 
 
 def _key_tile_table(block: Block, keys: int, queries: int) -> tuple[Tensor, Tensor]:
@@ -158,9 +175,10 @@ def _key_tile_table(block: Block, keys: int, queries: int) -> tuple[Tensor, Tens
     index = torch.arange(tiles, device=span.device, dtype=torch.int32).expand(batches, -1)
     full = (full_end - full_begin).clamp(min=1)
     start = full_begin + torch.remainder(index * (keys // queries) - full_begin, full)
-    of_segment = [torch.full((-(-n // keys),), i, device=span.device) for i, n in enumerate(block.segments_k)]
-    segment = torch.cat(of_segment).to(torch.int32).expand(batches, -1)
-    info = torch.stack([first, past, begin, end, full_begin, full_end, start, segment], -1)
+    tiles_of = torch.tensor(tiles_of_groups(block, keys), device="cpu")
+    of_tile = torch.arange(len(tiles_of), device="cpu").repeat_interleave(tiles_of)
+    group = upload((of_tile,), span.device)[0].expand(batches, -1)
+    info = torch.stack([first, past, begin, end, full_begin, full_end, start, group], -1)
     order = torch.argsort(begin - end, dim=1, stable=True)
     info = info.gather(1, order[..., None].expand_as(info)).to(torch.int32).contiguous()
     q_tiles = -(-block.seq_q // queries)

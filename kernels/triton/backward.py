@@ -21,13 +21,15 @@ Shapes and contract: contract.py. Method: Dao 2023 (arXiv:2307.08691).
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import torch
 from torch import Tensor
 
 import triton
 import triton.language as tl
 
-from ..contract import Keys, Queries, Score
+from ..contract import Block, Keys, Queries, Score
 from ..launch import dispatch
 from . import primitives
 from .primitives import (
@@ -36,13 +38,16 @@ from .primitives import (
     bound,
     cut_tile,
     dot,
+    interval_strides,
     load_span,
     load_tile,
     scores,
     store_tile,
+    tables,
     tile_source,
     unsupported,
 )
+from .strides import elements, stride_unit, strides_in
 from .tiles import Tiles, padded, row_of
 
 __all__ = ["backward", "unsupported"]
@@ -60,74 +65,119 @@ def choose_tiles_dq(q: Tensor, v: Tensor) -> Tiles:
 
 def backward(queries: Queries, keys: Keys, score: Score, dq: Tensor) -> tuple[Tensor, Tensor]:
     """Return dk and dv of one chunk of keys and add to dq, see :meth:`..backends.Backend.backward`."""
-    q, dout, lse, delta = queries
-    k, v, block, _ = keys
-    q, k, v, dout = (primitives.last_contiguous(x) for x in (q, k, v, dout.to(q.dtype)))
-    batch, seq_q, heads, dim = q.shape
-    seq_k, kv_heads, dim_v = k.shape[1], k.shape[2], v.shape[-1]
-    dk = torch.empty(k.shape, dtype=torch.float32, device=k.device)
-    dv = torch.empty(v.shape, dtype=torch.float32, device=v.device)
-    lse2 = torch.empty_like(lse, memory_format=torch.contiguous_format)
-    lse, delta = lse.contiguous(), delta.contiguous()
-    dq_strided, dq = dq, primitives.last_contiguous(dq)
-    with torch.cuda.device_of(q):
-        _base2[(triton.cdiv(lse.numel(), 1024),)](lse, lse2, lse.numel(), BLOCK=1024)
+    problem = _Problem.of(queries, keys, score)
+    gradients = problem.key_gradients()
+    problem.query_gradients(dq)
+    return gradients
 
-    s = ScoreArguments.of(score)
-    tma = all(primitives.has_tma(x) for x in (q, k, v, dout))
-    common = (
-        lse2, delta, heads * seq_q, seq_q,
-        block.start, *primitives.interval_strides(block.start),
-        block.end, *primitives.interval_strides(block.end),
-        block.positions_q, block.positions_k,
-        s.scale, s.cap, s.slopes, s.slopes_stride, score.softmax_scale,
-    )  # fmt: skip
-    sizes = dict(
-        HEADS_PER_KV=heads // kv_heads,
-        DIM=dim, DIM_P2=padded(dim),
-        DIM_V=dim_v, DIM_V_P2=padded(dim_v),
-        SIMPLE=s.SIMPLE, SOFTCAP=s.SOFTCAP, TMA=tma, PRECISION=primitives.dot_precision(q.dtype),
-    )  # fmt: skip
 
-    def sources(tiles: Tiles) -> tuple:
-        rows = (tiles.block_m, tiles.block_n, tiles.block_n, tiles.block_m)
-        return tuple(
-            argument
-            for x, n in zip((q, k, v, dout), rows, strict=True)
-            for argument in (tile_source(x, n, tma), *x.stride()[:3])
-        )
+def query_gradients(queries: Queries, keys: Keys, score: Score, dq: Tensor) -> None:
+    """Add to dq, see :meth:`..backends.Backend.query_gradients`."""
+    _Problem.of(queries, keys, score).query_gradients(dq)
 
-    tiles = choose_tiles_dkdv(q, v)
-    tile_map = block.key_tiles(tiles.block_m, tiles.block_n)
-    n_tiles = tile_map.rows.shape[0]
-    with torch.cuda.device_of(q):
-        dispatch(
-            _dkdv, (n_tiles * kv_heads * batch,), *sources(tiles), *common,
-            dk, *dk.stride()[:3], dv, *dv.stride()[:3],
-            tile_map.rows, tile_map.span, tile_map.span.stride(0) if tile_map.span.shape[0] > 1 else 0,
-            seq_q, n_tiles, kv_heads,
-            BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n, STAGES=tiles.num_stages, **sizes,
-            num_warps=tiles.num_warps, num_stages=tiles.num_stages,
+
+def key_gradients(queries: Queries, keys: Keys, score: Score) -> tuple[Tensor, Tensor]:
+    """Return dk and dv, see :meth:`..backends.Backend.key_gradients`."""
+    return _Problem.of(queries, keys, score).key_gradients()
+
+
+class _Problem(NamedTuple):
+    """Queries and keys as both passes read them. ``lse2``: lse to the base 2."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    dout: Tensor
+    lse2: Tensor
+    delta: Tensor
+    block: Block
+    score: Score
+
+    @classmethod
+    def of(cls, queries: Queries, keys: Keys, score: Score) -> _Problem:
+        q, dout, lse, delta = queries
+        k, v, block, _ = keys
+        q, k, v, dout = (primitives.last_contiguous(x) for x in (q, k, v, dout.to(q.dtype)))
+        lse2 = torch.empty_like(lse, memory_format=torch.contiguous_format)
+        lse, delta = lse.contiguous(), delta.contiguous()
+        with torch.cuda.device_of(q):
+            _base2[(triton.cdiv(lse.numel(), 1024),)](lse, lse2, lse.numel(), BLOCK=1024)
+        return cls(q, k, v, dout, lse2, delta, block, score)
+
+    def key_gradients(self) -> tuple[Tensor, Tensor]:
+        q, k, v = self.q, self.k, self.v
+        dk, dv = (torch.empty(x.shape, dtype=torch.float32, device=x.device) for x in (k, v))
+        tiles = choose_tiles_dkdv(q, v)
+        rows, span, start, end = tables(self.block, "key", tiles, q.device)
+        unit = stride_unit(q, k, v, self.dout, dk, dv)
+        n_tiles, kv_heads = rows.shape[0], k.shape[2]
+        with torch.cuda.device_of(q):
+            dispatch(
+                _dkdv, (n_tiles * kv_heads * q.shape[0],), *self._inputs(tiles, unit, start, end),
+                dk, *strides_in(unit, dk), dv, *strides_in(unit, dv),
+                rows, span, *interval_strides(span)[:1],
+                q.shape[1], n_tiles, kv_heads,
+                BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n, STAGES=tiles.num_stages, **self._constants(unit),
+                num_warps=tiles.num_warps, num_stages=tiles.num_stages,
+            )  # fmt: skip
+        return dk, dv
+
+    def query_gradients(self, dq: Tensor) -> None:
+        q, k, v = self.q, self.k, self.v
+        dq_strided, dq = dq, primitives.last_contiguous(dq)
+        tiles = choose_tiles_dq(q, v)
+        rows, span, start, end = tables(self.block, "query", tiles, q.device)
+        unit = stride_unit(q, k, v, self.dout, dq)
+        n_tiles, heads = rows.shape[0], q.shape[2]
+        with torch.cuda.device_of(q):
+            dispatch(
+                _dq, (n_tiles * heads * q.shape[0],), *self._inputs(tiles, unit, start, end),
+                dq, *strides_in(unit, dq),
+                rows, span, *interval_strides(span)[:1],
+                k.shape[1], n_tiles, heads,
+                BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n, STAGES=tiles.num_stages, **self._constants(unit),
+                num_warps=tiles.num_warps, num_stages=tiles.num_stages,
+            )  # fmt: skip
+        if dq is not dq_strided:
+            dq_strided.copy_(dq)
+
+    def _inputs(self, tiles: Tiles, unit: int, start: Tensor, end: Tensor) -> tuple[Any, ...]:
+        """Return the arguments of both kernels before their outputs."""
+        seq_q, heads = self.q.shape[1:3]
+        tma = self._tma
+        tensors = (self.q, self.k, self.v, self.dout)
+        counts = (tiles.block_m, tiles.block_n, tiles.block_n, tiles.block_m)
+        s = ScoreArguments.of(self.score)
+        alibi = self.score.alibi_slopes is not None
+        positions = self.block.positions(self.q.device) if alibi else (None, None)
+        return (
+            *(
+                argument
+                for x, n in zip(tensors, counts, strict=True)
+                for argument in (tile_source(x, n, tma), *strides_in(unit, x))
+            ),
+            self.lse2, self.delta, heads * seq_q, seq_q,
+            start, *interval_strides(start), end, *interval_strides(end),
+            *positions,
+            s.scale, s.cap, s.slopes, s.slopes_stride, self.score.softmax_scale,
         )  # fmt: skip
 
-    tiles = choose_tiles_dq(q, v)
-    tile_map = block.query_tiles(tiles.block_m, tiles.block_n)
-    n_tiles = tile_map.rows.shape[0]
-    with torch.cuda.device_of(q):
-        dispatch(
-            _dq, (n_tiles * heads * batch,), *sources(tiles), *common,
-            dq, *dq.stride()[:3],
-            tile_map.rows, tile_map.span, tile_map.span.stride(0) if tile_map.span.shape[0] > 1 else 0,
-            seq_k, n_tiles, heads,
-            BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n, STAGES=tiles.num_stages, **sizes,
-            num_warps=tiles.num_warps, num_stages=tiles.num_stages,
+    def _constants(self, unit: int) -> dict[str, Any]:
+        s, dim, dim_v = ScoreArguments.of(self.score), self.q.shape[-1], self.v.shape[-1]
+        return dict(
+            HEADS_PER_KV=self.q.shape[2] // self.k.shape[2],
+            DIM=dim, DIM_P2=padded(dim),
+            DIM_V=dim_v, DIM_V_P2=padded(dim_v),
+            SIMPLE=s.SIMPLE, SOFTCAP=s.SOFTCAP, TMA=self._tma,
+            PRECISION=primitives.dot_precision(self.q.dtype), UNIT=unit,
         )  # fmt: skip
-    if dq is not dq_strided:
-        dq_strided.copy_(dq)
-    return dk, dv
+
+    @property
+    def _tma(self) -> bool:
+        return all(primitives.has_tma(x) for x in (self.q, self.k, self.v, self.dout))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["size"])
 def _base2(lse, lse2, size, BLOCK: tl.constexpr):
     """Store lse in base 2; +inf for rows that see nothing, so that their p is exp2(s - inf) = 0."""
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
@@ -176,7 +226,15 @@ def _queries(
     return dk, dv
 
 
-@triton.jit(do_not_specialize=["seq_q", "n_tiles", "kv_heads", "span_b", "starts_b", "ends_b", "slopes_b"])
+# These vary with lengths and documents: one compiled kernel for all of them.
+_NUMBERS = (
+    "n_tiles", "span_b", "starts_b", "ends_b", "slopes_b", "rows_b", "rows_h",
+    *(f"{x}_{dim}" for x in ("q", "k", "v", "do") for dim in "bsh"),
+)  # fmt: skip
+_SUMS = [f"{x}_{dim}" for x in ("dk", "dv") for dim in "bsh"]
+
+
+@triton.jit(do_not_specialize=[*_NUMBERS, *_SUMS, "seq_q", "kv_heads"])
 def _dkdv(
     q, q_b, q_s, q_h, k, k_b, k_s, k_h, v, v_b, v_s, v_h, dout, do_b, do_s, do_h,
     lse, delta, rows_b, rows_h,
@@ -190,9 +248,13 @@ def _dkdv(
     DIM: tl.constexpr, DIM_P2: tl.constexpr, DIM_V: tl.constexpr, DIM_V_P2: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     SIMPLE: tl.constexpr, SOFTCAP: tl.constexpr,
-    TMA: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
+    TMA: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr, UNIT: tl.constexpr,
 ):  # fmt: skip
     ALIBI: tl.constexpr = slopes is not None
+    q_b, q_s, q_h = elements(q_b, UNIT), elements(q_s, UNIT), elements(q_h, UNIT)
+    k_b, k_s, k_h = elements(k_b, UNIT), elements(k_s, UNIT), elements(k_h, UNIT)
+    v_b, v_s, v_h = elements(v_b, UNIT), elements(v_s, UNIT), elements(v_h, UNIT)
+    do_b, do_s, do_h = elements(do_b, UNIT), elements(do_s, UNIT), elements(do_h, UNIT)
     pid = tl.program_id(0)
     tile = pid % n_tiles  # the earliest keys, which most queries see, start first
     h_kv = pid // n_tiles
@@ -232,6 +294,8 @@ def _dkdv(
                 DIM, DIM_P2, DIM_V, DIM_V_P2, BLOCK_M, BLOCK_N,
                 SIMPLE, SOFTCAP, ALIBI, True, TMA, PRECISION,
             )  # fmt: skip
+    dk_b, dk_s, dk_h = elements(dk_b, UNIT), elements(dk_s, UNIT), elements(dk_h, UNIT)
+    dv_b, dv_s, dv_h = elements(dv_b, UNIT), elements(dv_s, UNIT), elements(dv_h, UNIT)
     store_tile(dk_out, dk * softmax_scale, b, h_kv, n, past, dk_b, dk_s, dk_h, BLOCK_N, DIM, DIM_P2)
     store_tile(dv_out, dv, b, h_kv, n, past, dv_b, dv_s, dv_h, BLOCK_N, DIM_V, DIM_V_P2)
 
@@ -264,7 +328,7 @@ def _keys(
     return dot(ds.to(key.dtype), key, dq, PRECISION)
 
 
-@triton.jit(do_not_specialize=["seq_k", "n_tiles", "heads", "span_b", "starts_b", "ends_b", "slopes_b"])
+@triton.jit(do_not_specialize=[*_NUMBERS, "dq_b", "dq_s", "dq_h", "seq_k", "heads"])
 def _dq(
     q, q_b, q_s, q_h, k, k_b, k_s, k_h, v, v_b, v_s, v_h, dout, do_b, do_s, do_h,
     lse, delta, rows_b, rows_h,
@@ -278,9 +342,13 @@ def _dq(
     DIM: tl.constexpr, DIM_P2: tl.constexpr, DIM_V: tl.constexpr, DIM_V_P2: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     SIMPLE: tl.constexpr, SOFTCAP: tl.constexpr,
-    TMA: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
+    TMA: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr, UNIT: tl.constexpr,
 ):  # fmt: skip
     ALIBI: tl.constexpr = slopes is not None
+    q_b, q_s, q_h = elements(q_b, UNIT), elements(q_s, UNIT), elements(q_h, UNIT)
+    k_b, k_s, k_h = elements(k_b, UNIT), elements(k_s, UNIT), elements(k_h, UNIT)
+    v_b, v_s, v_h = elements(v_b, UNIT), elements(v_s, UNIT), elements(v_h, UNIT)
+    do_b, do_s, do_h = elements(do_b, UNIT), elements(do_s, UNIT), elements(do_h, UNIT)
     pid = tl.program_id(0)
     tile = n_tiles - 1 - pid % n_tiles  # the latest queries, which see most keys, start first
     h = pid // n_tiles
@@ -320,5 +388,6 @@ def _dq(
             k_b, k_s, k_h, v_b, v_s, v_h, scale, cap,
             DIM, DIM_P2, DIM_V, DIM_V_P2, BLOCK_N, SIMPLE, SOFTCAP, ALIBI, True, TMA, PRECISION,
         )  # fmt: skip
+    dq_b, dq_s, dq_h = elements(dq_b, UNIT), elements(dq_s, UNIT), elements(dq_h, UNIT)
     earlier = load_tile(dq_out, b, h, row, past, dq_b, dq_s, dq_h, BLOCK_M, DIM, DIM_P2, True, False)
     store_tile(dq_out, earlier + dq * softmax_scale, b, h, row, past, dq_b, dq_s, dq_h, BLOCK_M, DIM, DIM_P2)

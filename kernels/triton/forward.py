@@ -17,6 +17,8 @@ Shapes and contract: contract.py. Method: Dao 2023 (arXiv:2307.08691); Triton's 
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -24,7 +26,7 @@ import triton
 import triton.language as tl
 
 from ...partial import Partial
-from ..contract import Keys, Result, Score
+from ..contract import PERIOD, Block, Keys, Result, Score
 from ..launch import dispatch
 from . import primitives
 from .primitives import (
@@ -34,16 +36,19 @@ from .primitives import (
     bound,
     cut_tile,
     dot,
+    interval_strides,
     load_span,
     load_tile,
     scores,
     softmax_step,
     store_tile,
+    tables,
     tile_source,
     to_base2,
     to_natural,
     unsupported,
 )
+from .strides import elements, stride_unit, strides_in
 from .tiles import Tiles, padded, row_of
 
 __all__ = ["forward", "unsupported"]
@@ -61,7 +66,8 @@ def forward(q: Tensor, keys: Keys, score: Score, state: Partial | None, finalize
     batch, seq_q, heads, dim = q.shape
     dim_v = v.shape[-1]
     tiles = choose_tiles(q, v)
-    tile_map = block.query_tiles(tiles.block_m, tiles.block_n)
+    rows, span, start, end = tables(block, "query", tiles, q.device)
+    positions_q, positions_k = (None, None) if score.alibi_slopes is None else block.positions(q.device)
     tma = all(primitives.has_tma(x) for x in (q, k, v))
 
     carried: tuple[Tensor | None, ...] = (None, None, None)
@@ -82,18 +88,19 @@ def forward(q: Tensor, keys: Keys, score: Score, state: Partial | None, finalize
 
     s = ScoreArguments.of(score)
     group = tiles.group if heads % tiles.group == 0 else 1
-    n_tiles = tile_map.rows.shape[0]
+    unit = stride_unit(q, k, v, carried[2], outputs[2])
+    # float32 products are accumulated outside of the tensor cores, with rounding
+    period = 0 if q.dtype == torch.float32 else block.period
+    n_tiles = rows.shape[0]
     with torch.cuda.device_of(q):
         dispatch(
-            _forward, (n_tiles * heads * batch,), tile_source(q, tiles.block_m, tma), *q.stride()[:3],
-            tile_source(k, tiles.block_n, tma), *k.stride()[:3],
-            tile_source(v, tiles.block_n, tma), *v.stride()[:3],
-            *(argument for x in (*carried, *outputs) for argument in (x, *_strides(x))),
+            _forward, (n_tiles * heads * batch,), tile_source(q, tiles.block_m, tma), *strides_in(unit, q),
+            tile_source(k, tiles.block_n, tma), *strides_in(unit, k),
+            tile_source(v, tiles.block_n, tma), *strides_in(unit, v),
+            *_with_strides(unit, *carried), *_with_strides(unit, *outputs),
             sink if sink is None else sink.contiguous(),
-            tile_map.rows, tile_map.span, tile_map.span.stride(0) if tile_map.span.shape[0] > 1 else 0,
-            block.start, *primitives.interval_strides(block.start),
-            block.end, *primitives.interval_strides(block.end),
-            block.positions_q, block.positions_k,
+            rows, span, *interval_strides(span)[:1], start, *interval_strides(start), end, *interval_strides(end),
+            positions_q, positions_k,
             s.scale, s.cap, s.slopes, s.slopes_stride,
             k.shape[1], n_tiles, heads,
             GROUP=group, HEADS_PER_KV=heads // k.shape[2],
@@ -102,16 +109,31 @@ def forward(q: Tensor, keys: Keys, score: Score, state: Partial | None, finalize
             BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n,
             SIMPLE=s.SIMPLE, SOFTCAP=s.SOFTCAP, FINALIZE=finalize, TMA=tma,
             PRECISION=primitives.dot_precision(q.dtype),
-            STAGES=tiles.num_stages,
-            # float32 products are accumulated outside of the tensor cores, with rounding
-            PERIOD=0 if q.dtype == torch.float32 else block.period, num_stages=tiles.num_stages,
+            STAGES=tiles.num_stages, PERIOD=period, UNIT=unit, num_stages=tiles.num_stages,
             num_warps=tiles.num_warps,
+            variants=lambda: _variants(q, block, score),
         )  # fmt: skip
     return result
 
 
-def _strides(x: Tensor | None) -> tuple[int, ...]:
-    return (0, 0, 0) if x is None else x.stride()[:3]
+def _with_strides(unit: int, m: Tensor | None, l: Tensor | None, o: Tensor | None) -> tuple[Any, ...]:
+    """Return the arguments for m, l and o: each with three strides."""
+    return m, *strides_in(1, m), l, *strides_in(1, l), o, *strides_in(unit, o)
+
+
+def _variants(q: Tensor, block: Block, score: Score) -> list[dict[str, Any]]:
+    """Return how a launch may differ with other documents: with and without a state, complete or not, a longer sum."""
+    periods = [dict(PERIOD=period) for period in ((0, PERIOD) if block.long and q.dtype != torch.float32 else ())]
+    if not block.chunked:
+        return periods
+    row = torch.empty(4, dtype=torch.float32, device=q.device)
+    out = torch.empty(4, dtype=q.dtype, device=q.device)
+    carried: dict[str, Any] = dict(m_in=row, l_in=row, o_in=row, sink=None)
+    sink = None if score.sink is None else score.sink.contiguous()
+    first: dict[str, Any] = dict(m_in=None, l_in=None, o_in=None, sink=sink)
+    complete = dict(m_out=row, l_out=None, o_out=out, FINALIZE=True)
+    partial = dict(m_out=row, l_out=row, o_out=row, FINALIZE=False)
+    return [{**a, **b, **c} for a in (first, carried) for b in (partial, complete) for c in periods or [{}]]
 
 
 @triton.jit
@@ -179,8 +201,8 @@ def _range_of_keys(
 
 # These vary with the sequence length. Do not compile a second kernel when one happens to be divisible by 16.
 _NUMBERS = (
-    "seq_k", "n_tiles", "heads", "m_in_b", "m_in_h", "l_in_b", "l_in_h", "m_b", "m_h", "l_b", "l_h",
-    "span_b", "starts_b", "ends_b", "slopes_b",
+    "seq_k", "n_tiles", "heads", "span_b", "starts_b", "ends_b", "slopes_b",
+    *(f"{x}_{dim}" for x in ("q", "k", "v", "m_in", "l_in", "o_in", "m", "l", "o") for dim in "bsh"),
 )  # fmt: skip
 
 
@@ -199,10 +221,15 @@ def _forward(
     DIM: tl.constexpr, DIM_P2: tl.constexpr, DIM_V: tl.constexpr, DIM_V_P2: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     SIMPLE: tl.constexpr, SOFTCAP: tl.constexpr, FINALIZE: tl.constexpr,
-    TMA: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr, PERIOD: tl.constexpr,
+    TMA: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr, PERIOD: tl.constexpr, UNIT: tl.constexpr,
 ):  # fmt: skip
     ALIBI: tl.constexpr = slopes is not None
     CARRIED: tl.constexpr = m_in is not None
+    q_b, q_s, q_h = elements(q_b, UNIT), elements(q_s, UNIT), elements(q_h, UNIT)
+    k_b, k_s, k_h = elements(k_b, UNIT), elements(k_s, UNIT), elements(k_h, UNIT)
+    v_b, v_s, v_h = elements(v_b, UNIT), elements(v_s, UNIT), elements(v_h, UNIT)
+    o_in_b, o_in_s, o_in_h = elements(o_in_b, UNIT), elements(o_in_s, UNIT), elements(o_in_h, UNIT)
+    o_b, o_s, o_h = elements(o_b, UNIT), elements(o_s, UNIT), elements(o_h, UNIT)
     pid = tl.program_id(0)
     tile = n_tiles - 1 - pid // GROUP % n_tiles
     h = pid // GROUP // n_tiles * GROUP + pid % GROUP

@@ -20,8 +20,8 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from ..contract import Score
-from .tiles import padded
+from ..contract import Block, Score
+from .tiles import Tiles, padded
 
 # Read once, because it is fixed when the kernels are decorated.
 INTERPRETED: tl.constexpr = tl.constexpr(bool(triton.knobs.runtime.interpret))
@@ -89,6 +89,18 @@ def last_contiguous(x: Tensor) -> Tensor:
 def interval_strides(x: Tensor) -> tuple[int, int]:
     """Return the strides by batch and by n of (batch or 1, n, ...) data."""
     return (x.stride(0) if x.shape[0] > 1 else 0), x.stride(1)
+
+
+def tables(block: Block, side: str, tiles: Tiles, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return the rows and spans of the tiles of "query" or "key" rows, and the intervals ``start`` and ``end``, on
+    ``device``."""
+
+    def make() -> tuple[Tensor, ...]:
+        tile_map = (block.query_tiles if side == "query" else block.key_tiles)(tiles.block_m, tiles.block_n)
+        return (*tile_map, block.start.contiguous(), block.end.contiguous())
+
+    rows, span, start, end = block.on(device, (side, tiles.block_m, tiles.block_n), make)
+    return rows, span, start, end
 
 
 class ScoreArguments(NamedTuple):

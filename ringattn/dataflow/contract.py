@@ -51,8 +51,8 @@ class Call:
         return accumulation_dtype(self.q)
 
     def block(self, q_rank: int, k_rank: int) -> Block:
-        """Return which keys of ``k_rank`` the queries of ``q_rank`` see, on this call's device."""
-        return self.plan.block(q_rank, k_rank, self.q.device)
+        """Return which keys of ``k_rank`` the queries of ``q_rank`` see."""
+        return self.plan.block(q_rank, k_rank)
 
     def no_keys(self) -> Result:
         """Return the result of queries that meet no key: zeros, and -inf or the sink."""
@@ -82,6 +82,10 @@ class Dataflow:
     def backward(self, call: Call, queries: Queries) -> Gradients:
         """Return the gradients of this rank's shards. ``queries``: this rank's q, dout, lse, delta."""
         raise NotImplementedError(f"{type(self).__name__} must define backward()")
+
+    def sum_rows(self, plan: Plan, x: Tensor) -> Tensor:
+        """Return sums over the rows of x, (batch, heads, queries of this rank) -> (heads,), that ranks' callers add."""
+        return x.sum((0, 2))
 
     # Predictions and proof
 
@@ -119,17 +123,23 @@ class Dataflow:
         raise NotImplementedError(f"{type(self).__name__} must define memory_bytes()")
 
     def blocks(self, plan: Plan) -> Iterator[tuple[int, Block]]:
-        """Yield everything that is computed: the rank whose queries they are, and the block, on the CPU."""
+        """Yield everything that is computed: the rank whose queries they are, and the block."""
         for visitor, needs in enumerate(plan.schedule.needs):
             for owner, needed in enumerate(needs):
                 q_rank, k_rank = (owner, visitor) if self.moves_queries else (visitor, owner)
-                block = plan.block(q_rank, k_rank, torch.device("cpu"))
+                block = plan.block(q_rank, k_rank)
                 if needed:
                     yield q_rank, block
                 else:
                     pairs = int((block.end - block.start).sum())
                     message = f"rank {visitor} never meets the shard of rank {owner}, but sees {pairs} pairs"
                     verify.require(not pairs, message)
+
+    def prepare(self, plan: Plan) -> None:
+        """Make the blocks of the plan's rank, before they are needed."""
+        for step in plan.steps:
+            if step.compute and step.owner is not None:
+                plan.block(*((step.owner, plan.rank) if self.moves_queries else (plan.rank, step.owner)))
 
     def meetings(self, plan: Plan) -> list[str]:
         """Return lines that say which ranks' shards meet when."""
@@ -170,6 +180,7 @@ class Dataflow:
         if not self.moves_queries:  # else ranks compute for queries that they do not hold
             lines.append(f"  {Loads.of(plan.mask, plan.shards, plan.shards_k, plan.fetches)}")
         lines.append("  memory in addition to q, k, v, out: {:.1f} MiB forward, {:.1f} MiB backward".format(*memory))
+        lines += [plan.why] * bool(plan.why)
         return "\n".join(lines if plan.choice is None else [*lines, str(plan.choice)])
 
     def verify(self, plan: Plan) -> None:

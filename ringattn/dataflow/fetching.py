@@ -1,22 +1,24 @@
 """How keys and values arrive in the dataflow "gather", and how their gradients leave.
 
 A rank's buffer is a list of :class:`~ringattn.schedule.Fetch`: runs of neighbouring tokens of one owner, sorted by
-position, one after another. Runs that interleave (a striped layout) arrive the same way and are then put in the order
-of positions by one index. Two ways lead there: copy engines between the GPUs of one host (:mod:`ringattn.peer`), which
-need runs that do not interleave, and messages.
+position, one after another. Two ways lead there: copy engines between the GPUs of one host (:mod:`ringattn.peer`), for
+runs that do not interleave (as those of a striped layout do), and messages. Where a message is many runs, they
+arrive rank by rank and are then put in the order of positions by one index.
 """
 
 from __future__ import annotations
 
+import collections
 import itertools
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from .. import layout as layouts
+from .. import blocks
 from ..kernels.contract import Block, CompletionCounts, Keys
+from ..kernels.upload import upload
 from ..peer.memory import Link
 from ..peer.pull import FetchBuffers, Pull
 from ..peer.push import GradientBuffers, Push
@@ -25,6 +27,8 @@ from ..schedule import head_groups, waves
 from ..trace import named
 from ..transport import Pending
 from .contract import Call
+
+_MESSAGES = 4  # runs from one rank to another that are messages of their own
 
 
 class Part(NamedTuple):
@@ -65,34 +69,23 @@ def interleaved(plan: Plan) -> bool:
     return plan.once("interleaved", look)
 
 
-def _positions(plan: Plan, rank: int, device: torch.device) -> Tensor:
-    """Return the positions of the keys in the order in which they arrive."""
-    pieces = [
-        layouts.positions(plan.shards_k[run.owner], device)[run.offset : run.offset + run.length]
-        for run in plan.fetches[rank]
+def _keys(plan: Plan, rank: int) -> list[range]:
+    """Return the positions of the keys that a rank fetches, in the order in which they arrive."""
+    return [
+        keys for run in plan.fetches[rank] for keys in blocks.part(plan.shards_k[run.owner], run.offset, run.length)
     ]
-    return torch.cat([torch.empty(0, dtype=torch.int64, device=device), *pieces])
 
 
-def _order(plan: Plan, rank: int, device: torch.device) -> Tensor | None:
-    """Return the index that sorts what arrives by position; None where it is sorted already."""
-    if not interleaved(plan):
-        return None
-    return plan.once(("order of keys", rank, device), lambda: _positions(plan, rank, device).argsort())
-
-
-def gathered_block(plan: Plan, device: torch.device, rank: int | None = None) -> Block:
+def gathered_block(plan: Plan, rank: int | None = None) -> Block:
     """Return which of the keys that a rank fetches its queries see, in the order of positions."""
     rank = plan.rank if rank is None else rank
 
     def make() -> Block:
-        positions, order = _positions(plan, rank, device), _order(plan, rank, device)
         # A segment per run, so that a tile of keys has one owner; interleaved runs are one segment.
-        segments = tuple(run.length for run in plan.fetches[rank]) if order is None else (len(positions),)
-        keys = tuple(run for shard in plan.shards_k for run in shard)
-        return plan.make_block(rank, keys, positions if order is None else positions[order], segments)
+        lengths = tuple(run.length for run in plan.fetches[rank])
+        return plan.make_block(rank, _keys(plan, rank), (sum(lengths),) if interleaved(plan) else lengths)
 
-    return plan.once(("gathered", rank, device), make)
+    return plan.once(("gathered", rank), make)
 
 
 def head_waves(call: Call, backward: bool) -> list[slice]:
@@ -121,7 +114,7 @@ def fetch_keys(call: Call, block: Block, waits: Callable[[Keys, slice], bool], *
 
     k, v, plan = call.k, call.v, call.plan
     cut = head_waves(call, backward)
-    key = ("fetch buffers", plan.handle, backward, k.shape, v.shape, k.dtype)
+    key = ("fetch buffers", plan.handle, *(wave.stop for wave in cut), k.shape, v.shape, k.dtype)
     buffers = link.prepare(key, lambda: FetchBuffers(link, k, v, plan.fetches, plan.local_lengths_k, cut))
     pull = Pull(link, buffers, k, v)
     per_kv = call.q.shape[2] // k.shape[2]
@@ -159,11 +152,77 @@ def _link(call: Call) -> Link | None:
     return None if interleaved(plan) or plan.seq_len_k == 0 else plan.transport.link(call.q)
 
 
+class Routes(NamedTuple):
+    """The messages by which keys come to a rank, and by which their gradients return; derived from a plan once.
+
+    Usually a run of keys is one message, from its place in the shard to its place in the buffer. Where a rank takes
+    many runs from another, or runs interleave, all runs from one rank are one message: they are collected before they
+    leave, and put in the order of positions when they have arrived.
+
+    Args:
+        leaving: index into this rank's shard that collects what leaves; None where it leaves from its place.
+        order: index that sorts what has arrived by position; None where it is sorted.
+        back: index that takes what is sorted to the order in which it arrived; None where that is the same.
+        out: rows of what leaves, with the rank that gets them, ranks in order; its own rows among them.
+        into: rows of what arrives, with the rank that they come from.
+    """
+
+    leaving: Tensor | None
+    order: Tensor | None
+    back: Tensor | None
+    out: list[tuple[int, slice]]
+    into: list[tuple[int, slice]]
+
+
+def collected(plan: Plan) -> bool:
+    """Return whether the runs from one rank to another are one message."""
+
+    def look() -> bool:
+        pairs = collections.Counter((rank, run.owner) for rank, runs in enumerate(plan.fetches) for run in runs)
+        return interleaved(plan) or max(pairs.values(), default=0) > _MESSAGES
+
+    return plan.once("collected", look)
+
+
+def _routes(plan: Plan, device: torch.device) -> Routes:
+    return plan.once(("routes", device), lambda: _make_routes(plan, device))
+
+
+def _make_routes(plan: Plan, device: torch.device) -> Routes:
+    rank, shards = plan.rank, plan.shards_k
+    out = [(visitor, run) for visitor, runs in enumerate(plan.fetches) for run in runs if run.owner == rank]
+    if not collected(plan):
+        sent = [(visitor, slice(run.offset, run.offset + run.length)) for visitor, run in out]
+        arrives = [(run.owner, slice(run.first, run.first + run.length)) for run in plan.fetches[rank]]
+        return Routes(None, None, None, sent, arrives)
+    runs = sorted(plan.fetches[rank], key=lambda run: run.owner)
+    keys = [keys for run in runs for keys in blocks.part(shards[run.owner], run.offset, run.length)]
+    index = blocks.positions([range(run.offset, run.offset + run.length) for _, run in out]).long()
+    order = blocks.positions(keys).argsort()
+    leaving, order, back = upload((index, order, order.argsort()), device)
+    return Routes(
+        leaving,
+        order,
+        back,
+        _joined([(visitor, run.length) for visitor, run in out]),
+        _joined([(run.owner, run.length) for run in runs]),
+    )
+
+
+def _joined(lengths: Iterable[tuple[int, int]]) -> list[tuple[int, slice]]:
+    """Return the rows of each rank from its (rank, number of rows) in growing order of ranks."""
+    total: dict[int, int] = {}
+    for rank, length in lengths:
+        total[rank] = total.get(rank, 0) + length
+    edges = itertools.pairwise(itertools.accumulate(total.values(), initial=0))
+    return [(rank, slice(a, b)) for rank, (a, b) in zip(total, edges, strict=True)]
+
+
 def _by_messages(call: Call, block: Block, backward: bool) -> Iterator[Part]:
-    """Yield one part per group of heads; a message is one run of (tokens, batch, heads, both head dims)."""
+    """Yield one part per group of heads; a message is rows of (tokens, batch, heads, both head dims)."""
     k, q, plan = call.k, call.q, call.plan
     groups = head_groups(k.shape[2], q.shape[2], q.device.type, backward)
-    order = _order(plan, plan.rank, k.device)
+    order = _routes(plan, k.device).order
     per_kv = q.shape[2] // k.shape[2]
     pending = _exchange_group(call, groups[0])
     for i, heads in enumerate(groups):
@@ -178,21 +237,16 @@ def _by_messages(call: Call, block: Block, backward: bool) -> Iterator[Part]:
 
 def _exchange_group(call: Call, heads: slice) -> tuple[Pending, Tensor]:
     """Start to fetch some key heads; return the exchange and the buffer that it fills."""
-    plan, rank = call.plan, call.plan.rank
-    local = torch.cat([call.k[:, :, heads], call.v[:, :, heads]], -1).transpose(0, 1).contiguous()
-    runs = plan.fetches
-    buffer = local.new_empty((sum(run.length for run in runs[rank]), *local.shape[1:]))
-    sends, receives = [], []
-    for visitor, theirs in enumerate(runs):
-        for run in theirs:
-            if run.owner == rank != visitor:
-                sends.append((local[run.offset : run.offset + run.length], visitor))
-    for run in runs[rank]:
-        if run.owner == rank:
-            run.rows(buffer).copy_(local[run.offset : run.offset + run.length])
-        else:
-            receives.append((run.rows(buffer), run.owner))
-    return plan.transport.start(sends, receives), buffer
+    rank, routes = call.plan.rank, _routes(call.plan, call.k.device)
+    local = torch.cat([call.k[:, :, heads], call.v[:, :, heads]], -1).transpose(0, 1)
+    local = local.contiguous() if routes.leaving is None else local[routes.leaving]
+    buffer = local.new_empty((sum(rows.stop - rows.start for _, rows in routes.into), *local.shape[1:]))
+    own = [local[rows] for visitor, rows in routes.out if visitor == rank]
+    for x, (_, rows) in zip(own, (route for route in routes.into if route[0] == rank), strict=True):
+        buffer[rows].copy_(x)
+    sends = [(local[rows], visitor) for visitor, rows in routes.out if visitor != rank]
+    receives = [(buffer[rows], owner) for owner, rows in routes.into if owner != rank]
+    return call.plan.transport.start(sends, receives), buffer
 
 
 # Gradients leave
@@ -208,7 +262,7 @@ class GradientReturn(Protocol):
     def buffers(self, wave: int) -> tuple[Tensor, Tensor]:
         """Return where this rank's contributions of a wave are to be written: (batch, keys, heads, head_dim)."""
 
-    def counters(self, wave: int, counts: CompletionCounts) -> Any:
+    def counters(self, wave: int, counts: CompletionCounts) -> Tensor:
         """Return the counters that the kernel of a wave raises."""
 
     def start(self, wave: int, counts: CompletionCounts | None) -> None:
@@ -240,10 +294,8 @@ class _SentGradients:
         self.dk = torch.empty(k.shape, dtype=dtype, device=k.device)
         self.dv = torch.empty(v.shape, dtype=dtype, device=v.device)
         self.width = k.shape[3] + v.shape[3]
-        self.runs = self.plan.fetches
-        self.keys = sum(run.length for run in self.runs[self.plan.rank])
-        order = _order(self.plan, self.plan.rank, k.device)
-        self.arrival_order = None if order is None else order.argsort()
+        self.routes = _routes(self.plan, k.device)
+        self.keys = sum(run.length for run in self.plan.fetches[self.plan.rank])
         self.partials: dict[int, Tensor] = {}
 
     def buffers(self, wave: int) -> tuple[Tensor, Tensor]:
@@ -252,25 +304,25 @@ class _SentGradients:
         rows = self.partials[wave].transpose(0, 1)
         return rows[..., : self.head_dim], rows[..., self.head_dim :]
 
-    def counters(self, wave: int, counts: CompletionCounts) -> Any:
+    def counters(self, wave: int, counts: CompletionCounts) -> Tensor:
         raise AssertionError("keys that come as messages are complete: nothing is counted")
 
     def start(self, wave: int, counts: CompletionCounts | None) -> None:
         rank, partial = self.plan.rank, self.partials.pop(wave)
-        if self.arrival_order is not None:
-            partial = partial[self.arrival_order]
-        self.arriving: list[tuple[int, Tensor]] = []  # (offset in this shard, gradients), ranks in order on every run
-        sends, receives = [], []
-        for visitor, runs in enumerate(self.runs):
-            for run in runs:
-                if visitor == rank and run.owner != rank:
-                    sends.append((run.rows(partial), run.owner))
-                elif run.owner == rank:
-                    local = visitor == rank
-                    piece = run.rows(partial) if local else partial.new_empty((run.length, *partial.shape[1:]))
-                    self.arriving.append((run.offset, piece))
-                    if not local:
-                        receives.append((piece, visitor))
+        if self.routes.back is not None:
+            partial = partial[self.routes.back]
+        sends = [(partial[rows], owner) for owner, rows in self.routes.into if owner != rank]
+        own = iter([partial[rows] for owner, rows in self.routes.into if owner == rank])
+        # (rows of what left, their gradients), ranks in order on every run
+        self.arriving = [
+            (rows, next(own) if visitor == rank else partial.new_empty((rows.stop - rows.start, *partial.shape[1:])))
+            for visitor, rows in self.routes.out
+        ]
+        receives = [
+            (piece, visitor)
+            for (visitor, _), (_, piece) in zip(self.routes.out, self.arriving, strict=True)
+            if visitor != rank
+        ]
         self.moving: Pending = self.plan.transport.start(sends, receives)
 
     def finish(self, wave: int) -> None:
@@ -278,8 +330,11 @@ class _SentGradients:
         dk, dv = self.dk[:, :, heads], self.dv[:, :, heads]
         total = dk.new_zeros(dk.shape[1], dk.shape[0], dk.shape[2], self.width)
         self.moving.wait()
-        for offset, piece in self.arriving:
-            total[offset : offset + len(piece)] += piece
+        for rows, piece in self.arriving:
+            if self.routes.leaving is None:
+                total[rows] += piece
+            else:  # no row is there twice in what left to one rank
+                total.index_add_(0, self.routes.leaving[rows], piece)
         total = total.transpose(0, 1)
         dk.copy_(total[..., : self.head_dim])
         dv.copy_(total[..., self.head_dim :])

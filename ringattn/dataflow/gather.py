@@ -35,7 +35,7 @@ from ..schedule import head_groups, waves
 from ..shape import Shape
 from ..trace import named
 from .contract import Call, Dataflow, Gradients, piece_elements
-from .fetching import fetch_keys, gathered_block, interleaved, return_gradients
+from .fetching import collected, fetch_keys, gathered_block, interleaved, return_gradients
 
 
 class Gather(Dataflow):
@@ -45,7 +45,7 @@ class Gather(Dataflow):
 
     def forward(self, call: Call) -> Result:
         q, plan = call.q, call.plan
-        block = gathered_block(plan, q.device)
+        block = gathered_block(plan)
         waits = call.backend.waits_for_keys and block.seq_k > 0 and q.numel() > 0
         result: Result | None = None
         for part in fetch_keys(call, block, lambda keys, heads: waits, backward=False):
@@ -67,7 +67,7 @@ class Gather(Dataflow):
     def backward(self, call: Call, queries: Queries) -> Gradients:
         q, plan = call.q, call.plan
         dq = torch.zeros_like(q, dtype=call.accumulation_dtype, memory_format=torch.contiguous_format)
-        block = gathered_block(plan, q.device)
+        block = gathered_block(plan)
         counts: dict[int, CompletionCounts] = {}  # by the first head of a wave
 
         def waits(keys: Keys, heads: slice) -> bool:
@@ -95,7 +95,7 @@ class Gather(Dataflow):
                     part.queries(dq, 2),
                     deterministic=plan.deterministic,
                     into=into,
-                    counters=None if count is None else home.counters(part.wave, count).raised,
+                    counters=None if count is None else home.counters(part.wave, count),
                 )
             if part.last:
                 if leaving is not None:
@@ -115,7 +115,7 @@ class Gather(Dataflow):
 
     def blocks(self, plan: Plan) -> Iterator[tuple[int, Block]]:
         for rank in range(plan.world_size):
-            yield rank, gathered_block(plan, torch.device("cpu"), rank)
+            yield rank, gathered_block(plan, rank)
 
     def verify(self, plan: Plan) -> None:
         """Prove that every fetch is a part of its owner's shard and has rows of its own in the buffer, and what is
@@ -128,6 +128,9 @@ class Gather(Dataflow):
                 verify.require(run.first == first, f"rank {rank} fetches {run} to rows of another run")
                 first += run.length
         verify.check_coverage(plan, self.blocks(plan))
+
+    def prepare(self, plan: Plan) -> None:
+        gathered_block(plan)
 
     def meetings(self, plan: Plan) -> list[str]:
         lines = []
@@ -152,7 +155,8 @@ def _message_bytes(plan: Plan, s: Shape, backward: bool) -> int:
     groups = head_groups(s.kv_heads, s.q_heads, plan.transport.device.type, backward)
     part = max(g.stop - g.start for g in groups) / s.kv_heads
     bound = float(_row_bytes(queries, s, backward) + (local + fetched) * s.kv_elements * s.itemsize)
-    if interleaved(plan):  # arriving runs, before they are put in the order of positions
+    if collected(plan):  # what leaves, and what has arrived before it is put in the order of positions
+        bound += part * to_this_rank * s.kv_elements * s.itemsize
         bound += part * fetched * s.kv_elements * (s.itemsize + s.state_itemsize * backward)
     if backward:
         gradients = local + part * (4 * fetched + 2 * (local + to_this_rank))

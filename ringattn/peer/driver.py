@@ -3,7 +3,8 @@
 * :class:`Words`: 32-bit words that streams write and wait for (cuStreamWriteValue32 and cuStreamWaitValue32, queued
   in batches by cuStreamBatchMemOp);
 * :class:`Copies`: copies that are queued together (cuMemcpyBatchAsync);
-* :func:`copy`: one copy (cuMemcpyAsync).
+* :func:`copy`: one copy (cuMemcpyAsync);
+* :func:`pin`: lets streams access memory of the host that this process has mapped (cuMemHostRegister).
 
 None of them needs a multiprocessor, so they make progress while a kernel fills the GPU (measured on H200s over
 NVLink), if the source and target of a copy are on different devices: a copy inside one device is a kernel. A wait
@@ -19,6 +20,7 @@ import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 _WAIT, _WRITE = 1, 2  # CU_STREAM_MEM_OP_WAIT_VALUE_32, CU_STREAM_MEM_OP_WRITE_VALUE_32
@@ -65,7 +67,11 @@ class _Driver:
 
         self.memory_operations = function("cuStreamBatchMemOp_v2", pointer, number, pointer, number)
         self.copy = function("cuMemcpyAsync", size, size, ctypes.c_size_t, pointer)
-        self.exchange_capture_mode = function("cuThreadExchangeStreamCaptureMode", pointer)
+        self.register = function("cuMemHostRegister_v2", size, ctypes.c_size_t, number)
+        self.device_pointer = function("cuMemHostGetDevicePointer_v2", pointer, size, number)
+        self.begin_capture = function("cuStreamBeginCapture_v2", pointer, ctypes.c_int)
+        self.end_capture = function("cuStreamEndCapture", pointer, pointer)
+        self.destroy_graph = function("cuGraphDestroy", pointer)
         try:  # since CUDA 12.8
             self.copy_batch = function(
                 "cuMemcpyBatchAsync", pointer, pointer, pointer, size, pointer, pointer, size, pointer, pointer
@@ -99,21 +105,17 @@ class _Batch(NamedTuple):
 
 
 class Words:
-    """32-bit words in GPU memory that are written or waited for together.
+    """32-bit words that are written or waited for together, in memory of GPUs or pinned memory.
 
     Args:
         addresses: of the words, in the order in which they are written.
+        announced: of a word that a stream writes before it waits, so that the host can see what it waits for.
     """
 
-    def __init__(self, addresses: Sequence[int]) -> None:
-        self._waits, self._writes = (
-            [
-                _Batch(array, list(array), len(array))
-                for part in (addresses[i : i + _MAX_OPERATIONS] for i in range(0, len(addresses), _MAX_OPERATIONS))
-                for array in [(_Operation * len(part))(*(_Operation(operation, address) for address in part))]
-            ]
-            for operation in (_WAIT, _WRITE)
-        )
+    def __init__(self, addresses: Sequence[int], announced: int | None = None) -> None:
+        first = [] if announced is None else [(_WRITE, announced)]
+        self._waits = _batches([*first, *((_WAIT, address) for address in addresses)])
+        self._writes = _batches([(_WRITE, address) for address in addresses])
 
     def wait(self, stream: torch.cuda.Stream, value: int) -> None:
         """Make work queued on ``stream`` from now on wait until every word has reached ``value``."""
@@ -133,32 +135,26 @@ class Words:
                 _check(error, "queueing words")
 
 
+def _batches(operations: Sequence[tuple[int, int]]) -> list[_Batch]:
+    parts = (operations[i : i + _MAX_OPERATIONS] for i in range(0, len(operations), _MAX_OPERATIONS))
+    arrays = [(_Operation * len(part))(*(_Operation(*words) for words in part)) for part in parts]
+    return [_Batch(array, list(array), len(array)) for array in arrays]
+
+
 def copy(stream: torch.cuda.Stream, target: int, source: int, size: int) -> None:
     """Copy ``size`` bytes between two addresses, which may be on different devices."""
     if error := _driver().copy(target, source, size, stream.cuda_stream):
         _check(error, f"copying {size} bytes")
 
 
-def copy_all(stream: torch.cuda.Stream, copies: Sequence[tuple[int, int, int]], base: int) -> None:
-    """Queue one :func:`copy` after another.
-
-    Args:
-        copies: (target, source - base, bytes) of each.
-        base: added to all sources.
-    """
-    queue, handle = _driver().copy, stream.cuda_stream
-    for target, offset, size in copies:
-        if error := queue(target, base + offset, size, handle):
-            _check(error, f"copying {size} bytes")
-
-
 class _Arrays(NamedTuple):
-    """The arguments of one cuMemcpyBatchAsync."""
+    """The arguments of one cuMemcpyBatchAsync, and the memory of its sources as numbers."""
 
     targets: Any
     sources: Any
     sizes: Any
     number: int
+    addresses: np.ndarray
 
 
 class Copies:
@@ -168,37 +164,62 @@ class Copies:
     the driver is older than CUDA 12.8, each is queued by a call of its own.
 
     Args:
-        copies: (target, source, bytes) of each.
+        copies: (n, 3) integers: target, source, bytes of each.
     """
 
-    def __init__(self, copies: Sequence[tuple[int, int, int]]) -> None:
-        self._copies = copies
+    def __init__(self, copies: np.ndarray | Sequence[tuple[int, int, int]]) -> None:
+        self._copies = np.asarray(copies, dtype=np.uint64).reshape(-1, 3)
+        self._base = 0  # that the sources in the arrays have
         self._arrays = []
-        for part in (copies[i : i + _MAX_OPERATIONS] for i in range(0, len(copies), _MAX_OPERATIONS)):
-            targets, sources, sizes = ((ctypes.c_uint64 * len(part))(*column) for column in zip(*part, strict=True))
-            self._arrays.append(_Arrays(targets, sources, sizes, len(part)))
+        for i in range(0, len(self._copies), _MAX_OPERATIONS):
+            columns = [column.copy() for column in self._copies[i : i + _MAX_OPERATIONS].T]
+            number = len(columns[0])
+            targets, sources, sizes = ((ctypes.c_uint64 * number).from_buffer(column) for column in columns)
+            self._arrays.append(_Arrays(targets, sources, sizes, number, columns[1]))
         self._attributes = _Attributes(order=_SRC_ACCESS_ORDER_STREAM, flags=_PREFER_OVERLAP_WITH_COMPUTE)
         self._first = ctypes.c_size_t(0)  # the attributes apply to all copies from this one on
 
-    def queue(self, stream: torch.cuda.Stream) -> None:
-        """Queue the copies; work queued on ``stream`` later waits for all. It must not be the default stream."""
+    def queue(self, stream: torch.cuda.Stream, base: int = 0) -> None:
+        """Queue the copies, with ``base`` added to all sources; work queued on ``stream`` later waits for all. It must
+        not be the default stream."""
         copy_batch = _driver().copy_batch
         if copy_batch is None:
-            copy_all(stream, self._copies, 0)
+            for target, source, size in self._copies.tolist():
+                copy(stream, target, base + source, size)
             return
         by, failed = ctypes.byref, ctypes.c_size_t(0)
-        for targets, sources, sizes, number in self._arrays:
+        for targets, sources, sizes, number, addresses in self._arrays:
+            addresses += np.uint64((base - self._base) % 2**64)  # wraps around
             if error := copy_batch(
                 targets, sources, sizes, number, by(self._attributes), by(self._first), 1, by(failed),
                 stream.cuda_stream,
             ):  # fmt: skip
                 _check(error, f"copying {number} pieces of memory")
+        self._base = base
 
 
-def ignore_captures() -> None:
-    """Allow this thread calls that would otherwise invalidate a graph capture of another thread."""
-    relaxed = ctypes.c_int(2)  # CU_STREAM_CAPTURE_MODE_RELAXED
-    _check(_driver().exchange_capture_mode(ctypes.byref(relaxed)), "setting the capture mode")
+def pin(address: int, size: int) -> int:
+    """Pin memory of the host that is mapped into this process, in whole pages, for as long as the process lives.
+    Returns its address for streams of all devices."""
+    _check(_driver().register(address, size, 1 | 2), "pinning memory")  # CU_MEMHOSTREGISTER_PORTABLE | _DEVICEMAP
+    result = ctypes.c_uint64()
+    _check(_driver().device_pointer(ctypes.byref(result), address, 0), "mapping pinned memory")
+    return result.value
+
+
+def graphs_have_words(words: Words) -> bool:
+    """Return whether a CUDA graph can contain writes of words, by capturing one, which is never launched."""
+    stream, graph = torch.cuda.Stream(), ctypes.c_void_p()
+    if _driver().begin_capture(stream.cuda_stream, 2):  # CU_STREAM_CAPTURE_MODE_RELAXED: other threads may do anything
+        return False
+    try:
+        words.write(stream, 0)
+    except RuntimeError:  # it has invalidated the capture, which must end all the same
+        _driver().end_capture(stream.cuda_stream, ctypes.byref(graph))
+        return False
+    if _driver().end_capture(stream.cuda_stream, ctypes.byref(graph)):
+        return False
+    return not _driver().destroy_graph(graph)
 
 
 def _check(error: int, what: str) -> None:

@@ -1,11 +1,12 @@
-"""Packing of keys and values from (batch, tokens, heads, head_dim) into rows (batch, heads, tokens, head_dim +
-head_dim_v), in Triton. One pass writes two copies: all tokens, for other ranks to pull, and the runs that this rank
-needs itself, to their places among the keys of all ranks."""
+"""Packing of keys and values from (batch, tokens, heads, head_dim) into rows (batch, heads, places, head_dim +
+head_dim_v), in Triton: some runs of tokens, each to its place."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
+import numpy as np
 import torch
 import triton
 import triton.language as tl
@@ -13,75 +14,90 @@ from torch import Tensor
 
 from ..kernels.launch import Launches, dispatch, on_device
 from ..kernels.triton.primitives import bound
-from ..memo import Memo
+from ..kernels.triton.strides import elements, stride_unit, strides_in
+from ..kernels.upload import upload
+from .tile_lists import tile_lists
 
 _TOKENS = 32
 
 _launches = Launches()
-_tables: Memo[Tensor] = Memo(256)
 
 
-def run_table(runs: Sequence[tuple[int, int, int]], device: torch.device) -> Tensor:
-    """Return runs of tokens, each (offset, length, first place in ``own``), as a table for :func:`pack_rows`.
+class RunTable(NamedTuple):
+    """Runs of tokens, by the tiles of the kernel that they meet.
 
-    Call it outside of CUDA-graph capture: a new table is copied from the host. Equal tables are kept and shared.
+    Attributes:
+        edges: (tiles + 1,) int32; the runs of tile t are ``runs[edges[t] : edges[t + 1]]``.
+        runs: (n, 3) int32: offset, length, first place. A run is there once for each of its tiles.
     """
-    key = (device, *runs)
-    return _tables.once(key, lambda: torch.tensor(runs, dtype=torch.int32).reshape(-1, 3).to(device))
+
+    edges: Tensor
+    runs: Tensor
 
 
-def pack_rows(k: Tensor, v: Tensor, whole: Tensor, own: Tensor, table: Tensor) -> None:
-    """Write k and v into ``whole``, and some runs of tokens into ``own``.
+def run_table(runs: Sequence[tuple[int, int, int]], tokens: int, device: torch.device) -> RunTable:
+    """Return disjoint runs of ``tokens`` tokens, each (offset, length, first place), for :func:`pack_rows`.
+
+    Call it outside of CUDA-graph capture: a table is copied from the host.
+    """
+    numbers = np.array(runs, dtype=np.int32).reshape(-1, 3)
+    edges, index = tile_lists([(offset, offset + length) for offset, length, _ in runs], tokens, _TOKENS)
+    return RunTable(*upload((torch.from_numpy(edges), torch.from_numpy(numbers[index])), device))
+
+
+def pack_rows(k: Tensor, v: Tensor, into: Tensor, table: RunTable) -> None:
+    """Write some runs of tokens of k and v to their places in ``into``.
 
     Args:
         k, v: (batch, tokens, heads, head_dim) and (..., head_dim_v), the last dimension contiguous.
-        whole: (batch, heads, tokens, head_dim + head_dim_v), contiguous.
-        own: (batch, heads, keys, head_dim + head_dim_v), contiguous.
-        table: any number of disjoint runs, see :func:`run_table`.
+        into: (batch, heads, places, head_dim + head_dim_v), contiguous.
+        table: see :func:`run_table`.
     """
     batch, tokens, heads, dim = k.shape
-    if not k.numel():
+    if not k.numel() or not into.numel():
         return
-    key = (k.device, k.dtype, v.dtype, k.shape, k.stride(), v.shape, v.stride(), own.shape, table.shape[0])
-    tensors = (k, v, whole, own, table)
+    places = into.shape[2]
+    key = (k.device, k.dtype, v.dtype, k.shape, k.stride(), v.shape, v.stride(), places)
+    tensors, unit = [k, v, into, *table], stride_unit(k, v)
     with on_device(k):
         if _launches.again(key, tensors):
             return
         launched = dispatch(
-            _pack_rows, (heads * triton.cdiv(tokens, _TOKENS) * batch,), k, *k.stride()[:3], v, *v.stride()[:3],
-            whole, own, table, table.shape[0], tokens, heads, own.shape[2], dim, v.shape[3],
-            DIM=triton.next_power_of_2(dim), DIM_V=triton.next_power_of_2(v.shape[3]), TOKENS=_TOKENS,
+            _pack_rows, (heads * triton.cdiv(tokens, _TOKENS) * batch,), k, *strides_in(unit, k),
+            v, *strides_in(unit, v), into, *table, tokens, heads, places, dim, v.shape[3],
+            DIM=triton.next_power_of_2(dim), DIM_V=triton.next_power_of_2(v.shape[3]), TOKENS=_TOKENS, UNIT=unit,
         )  # fmt: skip
         _launches.remember(key, tensors, launched)
 
 
-@triton.jit(do_not_specialize=["n_runs", "tokens", "heads", "keys"])
+@triton.jit(do_not_specialize=["k_b", "k_s", "k_h", "v_b", "v_s", "v_h", "tokens", "heads", "places"])
 def _pack_rows(
-    k, k_b, k_s, k_h, v, v_b, v_s, v_h, whole, own, table, n_runs, tokens, heads, keys, dim, dim_v,
-    DIM: tl.constexpr, DIM_V: tl.constexpr, TOKENS: tl.constexpr,
+    k, k_b, k_s, k_h, v, v_b, v_s, v_h, into, edges, runs, tokens, heads, places, dim, dim_v,
+    DIM: tl.constexpr, DIM_V: tl.constexpr, TOKENS: tl.constexpr, UNIT: tl.constexpr,
 ):  # fmt: skip
     pid = tl.program_id(0)
     tiles = tl.cdiv(tokens, TOKENS)
     h = pid % heads  # neighbouring programs read heads of the same tokens, which are neighbours in memory
     b = (pid // heads // tiles).to(tl.int64)
-    t = pid // heads % tiles * TOKENS + tl.arange(0, TOKENS)
+    tile = pid // heads % tiles
+    begin, end = tl.load(edges + tile), tl.load(edges + tile + 1)
+    if begin == end:
+        return
+    t = tile * TOKENS + tl.arange(0, TOKENS)
     t64 = t.to(tl.int64)[:, None]
     inside = (t < tokens)[:, None]
-    row = b * heads + h
     width = dim + dim_v
     d_k, d_v = tl.arange(0, DIM)[None, :], tl.arange(0, DIM_V)[None, :]
-    x_k = tl.load(k + b * k_b + t64 * k_s + h.to(tl.int64) * k_h + d_k, mask=inside & (d_k < dim), other=0.0)
-    x_v = tl.load(v + b * v_b + t64 * v_s + h.to(tl.int64) * v_h + d_v, mask=inside & (d_v < dim_v), other=0.0)
-    # Places in own, computed here so that k and v are loaded at the same time.
+    from_k = k + b * elements(k_b, UNIT) + t64 * elements(k_s, UNIT) + h.to(tl.int64) * elements(k_h, UNIT)
+    from_v = v + b * elements(v_b, UNIT) + t64 * elements(v_s, UNIT) + h.to(tl.int64) * elements(v_h, UNIT)
+    x_k = tl.load(from_k + d_k, mask=inside & (d_k < dim), other=0.0)
+    x_v = tl.load(from_v + d_v, mask=inside & (d_v < dim_v), other=0.0)
     t = t[:, None]
     place = tl.full([TOKENS, 1], -1, tl.int32)
-    for i in tl.range(0, bound(n_runs)):
-        offset, length, first = tl.load(table + 3 * i), tl.load(table + 3 * i + 1), tl.load(table + 3 * i + 2)
+    for i in tl.range(bound(begin), bound(end)):  # while k and v are loaded
+        offset, length, first = tl.load(runs + 3 * i), tl.load(runs + 3 * i + 1), tl.load(runs + 3 * i + 2)
         place = tl.where((t >= offset) & (t < offset + length), first + t - offset, place)
-    to_whole = whole + (row * tokens + t64) * width
-    tl.store(to_whole + d_k, x_k, mask=inside & (d_k < dim))
-    tl.store(to_whole + dim + d_v, x_v, mask=inside & (d_v < dim_v))
-    mine = inside & (place >= 0)
-    to_own = own + (row * keys + place.to(tl.int64)) * width
-    tl.store(to_own + d_k, x_k, mask=mine & (d_k < dim))
-    tl.store(to_own + dim + d_v, x_v, mask=mine & (d_v < dim_v))
+    packed = inside & (place >= 0)
+    to = into + ((b * heads + h) * places + place.to(tl.int64)) * width
+    tl.store(to + d_k, x_k, mask=packed & (d_k < dim))
+    tl.store(to + dim + d_v, x_v, mask=packed & (d_v < dim_v))

@@ -20,8 +20,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -29,8 +30,11 @@ from ..kernels.contract import ReadyFlags
 from ..memo import Memo
 from ..schedule import Fetch
 from . import driver
-from .memory import FLAG_WORDS, KEYS, READY, Link
-from .watchdog import watched
+from .memory import FLAG_WORDS, KEYS, Link
+from .watchdog import READY
+
+if TYPE_CHECKING:
+    from .pack_rows import RunTable
 
 _CHUNK_ROWS = 4  # of a chunk after the first ones: larger ones are hardly faster, and only become ready later
 _CHUNKS = 32  # per wave, about, with any number of rows: a stream that holds some hundred operations blocks its host
@@ -94,19 +98,22 @@ class FetchBuffers:
         ]
         both = [buffer.transpose(1, 2) for buffer in self.buffers]
         self.kv = [(kv[..., :dim], kv[..., dim:]) for kv in both]
-        # With one wave, packing also copies this rank's own runs into the receive buffer.
         own = [(run.offset, run.length, run.first) for run in self.runs if run.owner == link.rank]
-        self.own_runs = run_table(own if len(waves) == 1 else [], k.device)
+        self.own_runs = run_table(own, tokens, k.device)
+        self.wanted_runs = run_table(_wanted(fetches, link.rank), tokens, k.device)
+        pulled = [run for peer in link.peers for run in self.runs if run.owner == peer]
+        numbers = np.array([(r.owner, r.offset, r.length, r.first) for r in pulled], dtype=np.int64)
+        self.pulled = numbers.reshape(-1, 4).T
         self._chunks: Memo[list[_Chunk]] = Memo(4 * len(waves))
         self._group_flags: Memo[driver.Words] = Memo(16 * len(waves))
 
-    def chunks(self, link: Link, wave: int, groups: Sequence[slice]) -> list[_Chunk]:
+    def chunks(self, wave: int, groups: Sequence[slice]) -> list[_Chunk]:
         """Return the chunks of a wave in the order of the attention: groups of heads inside the wave, batch elements,
         heads."""
         key = (wave, *[(heads.start, heads.stop) for heads in groups])
-        return self._chunks.once(key, lambda: self._make_chunks(link, wave, groups))
+        return self._chunks.once(key, lambda: self._make_chunks(wave, groups))
 
-    def _make_chunks(self, link: Link, wave: int, groups: Sequence[slice]) -> list[_Chunk]:
+    def _make_chunks(self, wave: int, groups: Sequence[slice]) -> list[_Chunk]:
         chunks, size = [], 1
         limit = max(_CHUNK_ROWS, self.batch * self.buffers[wave].shape[1] // _CHUNKS)
         for heads in groups:
@@ -114,29 +121,23 @@ class FetchBuffers:
             while rows:
                 count = size if len(rows) >= 2 * size else len(rows)  # too short a rest joins the last chunk
                 chunk, rows = rows[:count], rows[count:]
-                copies = [
-                    driver.Copies([copy for row in chunk for copy in self._copies(link, wave, row, slot)])
-                    for slot in range(2)
-                ]
+                copies = [driver.Copies(self._copies(wave, chunk, slot)) for slot in range(2)]
                 chunks.append(_Chunk(copies, self._flag_words(wave, chunk)))
                 size = min(2 * size, limit)
         return chunks
 
-    def _copies(self, link: Link, wave: int, row: int, slot: int) -> list[tuple[int, int, int]]:
-        """Return the copies of a row from the other ranks: (target address, source address, bytes) of each."""
-        heads, row_bytes = self.waves[wave], self.row_bytes
-        batch, head = divmod(row, heads.stop - heads.start)
+    def _copies(self, wave: int, rows: Sequence[int], slot: int) -> np.ndarray:
+        """Return the copies of some rows from the other ranks, row by row, one peer after another: (rows * runs, 3)
+        int64, target, source and bytes of each."""
+        heads, size = self.waves[wave], self.row_bytes
+        owner, offset, length, first = self.pulled
+        row = np.array(rows, dtype=np.int64)[:, None]
+        batch, head = np.divmod(row, heads.stop - heads.start)
         shared_row = batch * self.heads + heads.start + head
-        target = self.buffers[wave].data_ptr() + row * self.keys * row_bytes
-        copies = []
-        for peer in link.peers:
-            source = self.slots[slot][peer] + shared_row * self.lengths[peer] * row_bytes
-            copies += [
-                (target + run.first * row_bytes, source + run.offset * row_bytes, run.length * row_bytes)
-                for run in self.runs
-                if run.owner == peer
-            ]
-        return copies
+        target = self.buffers[wave].data_ptr() + (row * self.keys + first) * size
+        lengths, slots = (np.array(x, dtype=np.int64)[owner] for x in (self.lengths, self.slots[slot]))
+        source = slots + (shared_row * lengths + offset) * size
+        return np.stack([target, source, np.broadcast_to(length * size, target.shape)], -1).reshape(-1, 3)
 
     def group_flags(self, wave: int, heads: slice) -> driver.Words:
         """Return the ready flags of some heads of a wave."""
@@ -155,6 +156,26 @@ class FetchBuffers:
 def _view(memory: Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
     """Return the first bytes of ``memory``, uint8, as a contiguous tensor."""
     return memory[: math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
+
+
+def _wanted(fetches: Sequence[Sequence[Fetch]], rank: int) -> list[tuple[int, int, int]]:
+    """Return the runs of a rank's tokens that others fetch, disjoint, as (offset, length, offset)."""
+    runs = sorted(
+        (r.offset, r.offset + r.length) for to, some in enumerate(fetches) for r in some if r.owner == rank != to
+    )
+    joined: list[tuple[int, int]] = []
+    for first, past in runs:
+        if joined and first <= joined[-1][1]:
+            joined[-1] = joined[-1][0], max(joined[-1][1], past)
+        else:
+            joined.append((first, past))
+    return [(first, past - first, first) for first, past in joined]
+
+
+def _pack(k: Tensor, v: Tensor, into: Tensor, runs: RunTable) -> None:
+    from .pack_rows import pack_rows  # needs Triton
+
+    pack_rows(k, v, into, runs)
 
 
 class Pull:
@@ -179,39 +200,25 @@ class Pull:
         link.writable.record(main)  # all work that used this part of the receive buffer has been queued
         if wave == 0:
             self._publish()
-        if self.last > 0:
-            self._copy_own_runs(wave)
+        # After that, so that the other ranks' signals and the first copies take no time of their own.
+        heads = buffers.waves[wave]
+        _pack(self.k[:, :, heads], self.v[:, :, heads], buffers.buffers[wave], buffers.own_runs)
         pulling.wait_event(link.writable)
         if wave == 0:
             link.wait_for(pulling, READY, self.epoch)
-            # Queued before the copies: if these fill the stream, the host waits here for the other ranks, too, and the
-            # watchdog must know of it.
-            with watched(link, main, f"pull {self.epoch}", READY, self.epoch):
-                link.wait_for(main, READY, self.epoch)  # the kernel that follows may wait for copies only
-        for copies, flags in buffers.chunks(link, wave, groups):
+            link.wait_for(main, READY, self.epoch)  # the kernel that follows may wait for copies only
+        for copies, flags in buffers.chunks(wave, groups):
             copies[self.slot].queue(pulling)
             flags.write(pulling, self.epoch)
         if wave == self.last:
             link.pulled.record(pulling)
 
     def _publish(self) -> None:
-        """Pack this rank's keys and values into shared memory; with one wave also copy its own runs into the receive
-        buffer."""
-        from .pack_rows import pack_rows  # needs Triton
-
+        """Pack the keys and values that other ranks fetch from this one into shared memory."""
         # This slot was last read two epochs ago, and a rank that was READY for the last epoch had completed the pulls
         # of the one before.
-        buffers = self.buffers
-        pack_rows(self.k, self.v, buffers.shared[self.slot], buffers.buffers[0], buffers.own_runs)
+        _pack(self.k, self.v, self.buffers.shared[self.slot], self.buffers.wanted_runs)
         self.link.signal(self.main, READY, self.epoch)
-
-    def _copy_own_runs(self, wave: int) -> None:
-        heads, buffer = self.buffers.waves[wave], self.buffers.buffers[wave]
-        shared = self.buffers.shared[self.slot]
-        for run in self.buffers.runs:
-            if run.owner == self.link.rank:
-                own = shared[:, heads, run.offset : run.offset + run.length]
-                buffer[:, :, run.first : run.first + run.length].copy_(own)
 
     def ready(self, wave: int) -> ReadyFlags:
         """Return the ready flags of a wave, for a kernel that polls them."""

@@ -1,7 +1,7 @@
 """Pushes: contributions to the gradients of keys and values, written by copy engines to the ranks that own the keys.
 
-A backward kernel writes the contributions of this rank, run by run of keys. A run is pushed as soon as it is complete,
-while the kernel still works on others: the kernel raises completion counters
+A backward kernel writes the contributions of this rank, run by run of keys. Runs are pushed in groups of neighbours, as
+soon as a group is complete, while the kernel still works on others: the kernel raises completion counters
 (:class:`ringattn.kernels.contract.CompletionCounts`), and the stream of the copies waits for them. When all ranks have
 signalled LANDED, each owner sums what it has received, in the order of ranks, so that the result has the same bits in
 every run, and signals FREE.
@@ -11,9 +11,13 @@ Memory is laid out by rows, as for pulls: (rows, tokens, head_dim + head_dim_v).
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from itertools import pairwise
+from typing import TYPE_CHECKING, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -21,36 +25,51 @@ from ..kernels.contract import CompletionCounts
 from ..memo import Memo
 from ..schedule import Fetch
 from . import driver
-from .memory import FREE, GRADIENTS, LANDED, Link
-from .watchdog import watched
+from .memory import GRADIENTS, Link
+from .watchdog import FREE, LANDED
+
+if TYPE_CHECKING:
+    from .sum_runs import SumTable
+
+_COUNTERS = 4096  # at least so many together: other documents have other numbers of runs
 
 
-class Counters(NamedTuple):
+class Counters:
     """Completion counters that backward kernels raise, and that are never reset.
 
     Attributes:
-        raised: the counters, (chunks of rows, segments) int32.
+        raised: the counters, (count,) int32.
         before: the value that each will have before the next launch.
-        words: each as a word that streams can wait for.
     """
 
-    raised: Tensor
-    before: list[int]
-    words: list[driver.Words]
+    def __init__(self, raised: Tensor, first: int = 0) -> None:
+        self.raised, self.before = raised, [first] * raised.numel()
+        self._words: dict[int, driver.Words] = {}
+
+    def expect(self, index: int, growth: int) -> None:
+        """Note that a launch raises a counter by ``growth``."""
+        self.before[index] = (self.before[index] + growth) & 0xFFFFFFFF
+
+    def wait(self, stream: torch.cuda.Stream, index: int) -> None:
+        """Make ``stream`` wait until a counter has all that is expected."""
+        words = self._words.get(index)
+        if words is None:
+            words = self._words[index] = driver.Words([self.raised.data_ptr() + 4 * index])
+        words.wait(stream, self.before[index])
 
 
 class _Step(NamedTuple):
-    """A run of some rows.
+    """A group of runs, of some rows.
 
     Attributes:
         counter: index of its completion counter.
-        growth: by how much the counter has grown when the run is complete.
-        copies: (target address, offset of the source in this rank's contributions, bytes); none for an own run.
+        growth: by how much the counter has grown when the group is complete.
+        copies: to the owners, from offsets in this rank's contributions; None if all runs are its own.
     """
 
     counter: int
     growth: int
-    copies: list[tuple[int, int, int]]
+    copies: driver.Copies | None
 
 
 class GradientBuffers:
@@ -87,9 +106,9 @@ class GradientBuffers:
         self.table = self._table(link, fetches, tokens)
         self._steps: Memo[list[_Step]] = Memo(16)
 
-    def _table(self, link: Link, fetches: Sequence[Sequence[Fetch]], tokens: int) -> Tensor:
+    def _table(self, link: Link, fetches: Sequence[Sequence[Fetch]], tokens: int) -> SumTable:
         """Return the pieces that this rank sums, in the order of ranks."""
-        from .sum_runs import Piece, piece_table  # needs Triton, which every host with GPUs has
+        from .sum_runs import Piece, sum_table  # needs Triton, which every host with GPUs has
 
         pieces = []
         for sender, runs in enumerate(fetches):
@@ -104,34 +123,37 @@ class GradientBuffers:
                 for run in runs
                 if run.owner == self.rank
             ]  # fmt: skip
-        return piece_table(pieces, link.device)
+        return sum_table(pieces, tokens, link.device)
 
     def steps(self, rows: int, counts: CompletionCounts | None) -> list[_Step]:
-        """Return the runs of ``rows`` rows in the order in which they become complete."""
+        """Return the groups of runs of ``rows`` rows in the order in which they become complete."""
         return self._steps.once((rows, counts), lambda: self._make_steps(rows, counts))
 
     def _make_steps(self, rows: int, counts: CompletionCounts | None) -> list[_Step]:
-        rank, row_bytes = self.rank, self.row_bytes
-        chunk_rows = rows if counts is None else counts.rows
+        together, growth, groups = counts or CompletionCounts(rows, (0,), (len(self.runs),))
+        edges = list(itertools.accumulate(groups, initial=0))
+        runs = [self._copies_of([run for run in self.runs[a:b] if run.owner != self.rank]) for a, b in pairwise(edges)]
         steps = []
-        for chunk in range(rows // chunk_rows):
-            for segment, run in enumerate(self.runs):
-                copies = [
-                    (
-                        self._target(run.owner, rank, row) + run.offset * row_bytes,
-                        (row * self.keys + run.first) * row_bytes,
-                        run.length * row_bytes,
-                    )
-                    for row in range(chunk * chunk_rows, (chunk + 1) * chunk_rows)
-                    if run.owner != rank
-                ]
-                growth = 0 if counts is None else counts.counts[segment]
-                steps.append(_Step(chunk * len(self.runs) + segment, growth, copies))
+        for chunk in range(rows // together):
+            some = np.arange(chunk * together, (chunk + 1) * together)[:, None, None]
+            for group, (copies, strides) in enumerate(runs):
+                each = (copies + some * strides).reshape(-1, 3)  # of every row
+                steps.append(
+                    _Step(chunk * len(groups) + group, growth[group], driver.Copies(each) if len(each) else None)
+                )
         return steps
 
-    def _target(self, owner: int, sender: int, row: int) -> int:
-        """Return the address, in the memory of ``owner``, of its tokens in a row of contributions of ``sender``."""
-        return self.addresses[owner] + self._offset(owner, sender) + row * self.lengths[owner] * self.row_bytes
+    def _copies_of(self, runs: Sequence[Fetch]) -> tuple[np.ndarray, np.ndarray]:
+        """Return the copies of runs of other ranks in row 0, and what is added to them per row, (runs, 3) int64."""
+        size = self.row_bytes
+        copies = [(self._target(r.owner) + r.offset * size, r.first * size, r.length * size) for r in runs]
+        strides = [(self.lengths[r.owner] * size, self.keys * size, 0) for r in runs]
+        first, each = (np.array(x, dtype=np.int64).reshape(-1, 3) for x in (copies, strides))
+        return first, each
+
+    def _target(self, owner: int) -> int:
+        """Return the address, in the memory of ``owner``, of the contributions of this rank."""
+        return self.addresses[owner] + self._offset(owner, self.rank)
 
     def _offset(self, owner: int, sender: int) -> int:
         """Return the offset of the contributions of ``sender`` in the memory of ``owner``, which receives none of its
@@ -168,35 +190,41 @@ class Push:
         dk = partial.as_strided((t.batch, keys, count, t.dim), strides)
         return dk, partial.as_strided((t.batch, keys, count, t.dim_v), strides, t.dim)
 
-    def counters(self, wave: int, counts: CompletionCounts) -> Counters:
-        """Return the completion counters for the kernel of a wave."""
-        heads = self.targets.waves[wave]
-        shape = (self.targets.batch * (heads.stop - heads.start) // counts.rows, len(counts.counts))
-        return self.link.counters.once(shape, lambda: self._new_counters(shape))
+    def counters(self, wave: int, counts: CompletionCounts) -> Tensor:
+        """Return the completion counters for the kernel of a wave, (chunks of rows, groups of runs) int32."""
+        chunks, groups = self._shape(wave, counts)
+        return self._counters(chunks * groups).raised[: chunks * groups].view(chunks, groups)
 
-    def _new_counters(self, shape: tuple[int, int]) -> Counters:
-        counters = new_counters(shape, self.dk.device)
+    def _shape(self, wave: int, counts: CompletionCounts) -> tuple[int, int]:
+        heads = self.targets.waves[wave]
+        return self.targets.batch * (heads.stop - heads.start) // counts.rows, len(counts.counts)
+
+    def _counters(self, count: int) -> Counters:
+        size = max(_COUNTERS, 1 << (count - 1).bit_length())  # the same for most shapes
+        return self.link.counters.once(size, lambda: self._new_counters(size))
+
+    def _new_counters(self, size: int) -> Counters:
+        counters = new_counters(size, self.dk.device)
         self.link.pushing.wait_stream(self.main)  # until they are zero
         return counters
 
     def start(self, wave: int, counts: CompletionCounts | None) -> None:
-        """Push the contributions of a wave, after the launch of its kernel: run by run while the kernel works if it
-        counts what is complete, else when it is done."""
+        """Push the contributions of a wave, after the launch of its kernel: group of runs by group of runs while the
+        kernel works if it counts what is complete, else when it is done."""
         link, partial, pushing = self.link, self.partials[wave], self.link.pushing
         self.epoch = link.next_epoch(GRADIENTS)
-        if counts is None:
+        counters = None if counts is None else self._counters(math.prod(self._shape(wave, counts)))
+        if counters is None:
             pushing.wait_stream(self.main)
-        else:
-            _, before, words = self.counters(wave, counts)
         link.wait_for(pushing, FREE, self.epoch - 1)
         source = partial.data_ptr()
         for i, growth, copies in self.targets.steps(partial.shape[0] * partial.shape[1], counts):
-            if counts is not None:
-                before[i] = (before[i] + growth) & 0xFFFFFFFF
-            if copies:
-                if counts is not None:
-                    words[i].wait(pushing, before[i])
-                driver.copy_all(pushing, copies, source)
+            if counters is not None:
+                counters.expect(i, growth)
+            if copies is not None:
+                if counters is not None:
+                    counters.wait(pushing, i)
+                copies.queue(pushing, source)
         link.signal(pushing, LANDED, self.epoch)
         link.pushed.record(pushing)
 
@@ -205,9 +233,8 @@ class Push:
         from .sum_runs import sum_runs  # needs Triton
 
         link, targets, main, dk, dv = self.link, self.targets, self.main, self.dk, self.dv
-        with watched(link, main, f"push {self.epoch}", LANDED, self.epoch):
-            link.wait_for(main, LANDED, self.epoch)
-            main.wait_event(link.pushed)
+        link.wait_for(main, LANDED, self.epoch)
+        main.wait_event(link.pushed)
         if len(targets.waves) > 1:
             heads = targets.waves[wave]
             dk, dv = dk[:, :, heads], dv[:, :, heads]
@@ -215,8 +242,6 @@ class Push:
         link.signal(main, FREE, self.epoch)
 
 
-def new_counters(shape: tuple[int, int], device: torch.device) -> Counters:
+def new_counters(count: int, device: torch.device) -> Counters:
     """Return completion counters that stand at zero."""
-    raised = torch.zeros(shape, dtype=torch.int32, device=device)
-    words = [driver.Words([raised.data_ptr() + 4 * i]) for i in range(raised.numel())]
-    return Counters(raised, [0] * raised.numel(), words)
+    return Counters(torch.zeros(count, dtype=torch.int32, device=device))

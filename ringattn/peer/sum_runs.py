@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import numpy as np
 import torch
 import triton
 import triton.language as tl
@@ -12,12 +13,13 @@ from torch import Tensor
 
 from ..kernels.launch import Launches, dispatch, on_device
 from ..kernels.triton.primitives import bound
-from ..memo import Memo
+from ..kernels.triton.strides import elements, stride_unit, strides_in
+from ..kernels.upload import upload
+from .tile_lists import tile_lists
 
-_TOKENS = 16
+TOKENS = 16  # of a tile
 
 _launches = Launches()
-_tables: Memo[Tensor] = Memo(256)
 
 
 class Piece(NamedTuple):
@@ -36,17 +38,29 @@ class Piece(NamedTuple):
     end: int
 
 
-def piece_table(pieces: Sequence[Piece], device: torch.device) -> Tensor:
-    """Return the pieces as a table for :func:`sum_runs`, which sums in their order.
+class SumTable(NamedTuple):
+    """Pieces, by the tiles of the kernel that they meet.
 
-    Call it outside of CUDA-graph capture: a new table is copied from the host. Equal tables are kept and shared.
+    Attributes:
+        edges: (tiles + 1,) int32; the pieces of tile t are ``pieces[edges[t] : edges[t + 1]]``.
+        pieces: (n, 5) int64, a :class:`Piece` in each row. A piece is there once for each of its tiles.
     """
-    key = (device, *pieces)
-    columns = len(Piece._fields)
-    return _tables.once(key, lambda: torch.tensor(pieces, dtype=torch.int64).reshape(-1, columns).to(device))
+
+    edges: Tensor
+    pieces: Tensor
 
 
-def sum_runs(table: Tensor, own: Tensor, landed: Tensor, dk: Tensor, dv: Tensor) -> None:
+def sum_table(pieces: Sequence[Piece], tokens: int, device: torch.device) -> SumTable:
+    """Return the pieces of the sums of ``tokens`` tokens for :func:`sum_runs`, which adds them up in their order.
+
+    Call it outside of CUDA-graph capture: a table is copied from the host.
+    """
+    numbers = np.array(pieces, dtype=np.int64).reshape(-1, len(Piece._fields))
+    edges, index = tile_lists([(piece.begin, piece.end) for piece in pieces], tokens, TOKENS)
+    return SumTable(*upload((torch.from_numpy(edges), torch.from_numpy(numbers[index])), device))
+
+
+def sum_runs(table: SumTable, own: Tensor, landed: Tensor, dk: Tensor, dv: Tensor) -> None:
     """Write the sums of all pieces into dk and dv, (batch, tokens, heads, head_dim or head_dim_v).
 
     The sum is made in the dtype of ``own`` and ``landed`` and rounded once.
@@ -54,45 +68,45 @@ def sum_runs(table: Tensor, own: Tensor, landed: Tensor, dk: Tensor, dv: Tensor)
     batch, tokens, heads, dim = dk.shape
     if not dk.numel():
         return
-    key = (dk.device, own.dtype, landed.dtype, dk.dtype, dk.shape, dk.stride(), dv.shape, dv.stride(), table.shape[0])
-    tensors = (table, own, landed, dk, dv)
+    key = (dk.device, own.dtype, landed.dtype, dk.dtype, dk.shape, dk.stride(), dv.shape, dv.stride())
+    tensors = (*table, own, landed, dk, dv)
+    unit = stride_unit(dk, dv)
     with on_device(dk):
         if _launches.again(key, tensors):
             return
         launched = dispatch(
-            _sum_runs, (triton.cdiv(tokens, _TOKENS) * batch * heads,), table, table.shape[0], own, landed,
-            dk, *dk.stride()[:3], dv, *dv.stride()[:3], tokens, heads, dim,
-            dv.shape[3], WIDTH=triton.next_power_of_2(dim + dv.shape[3]), TOKENS=_TOKENS,
+            _sum_runs, (triton.cdiv(tokens, TOKENS) * batch * heads,), *table, own, landed,
+            dk, *strides_in(unit, dk), dv, *strides_in(unit, dv), tokens, heads, dim,
+            dv.shape[3], WIDTH=triton.next_power_of_2(dim + dv.shape[3]), TOKENS=TOKENS, UNIT=unit,
         )  # fmt: skip
         _launches.remember(key, tensors, launched)
 
 
-@triton.jit(do_not_specialize=["n_pieces", "tokens", "heads"])
+@triton.jit(do_not_specialize=["dk_b", "dk_s", "dk_h", "dv_b", "dv_s", "dv_h", "tokens", "heads"])
 def _sum_runs(
-    table, n_pieces, own, landed, dk, dk_b, dk_s, dk_h, dv, dv_b, dv_s, dv_h, tokens, heads, dim, dim_v,
-    WIDTH: tl.constexpr, TOKENS: tl.constexpr,
+    edges, pieces, own, landed, dk, dk_b, dk_s, dk_h, dv, dv_b, dv_s, dv_h, tokens, heads, dim, dim_v,
+    WIDTH: tl.constexpr, TOKENS: tl.constexpr, UNIT: tl.constexpr,
 ):  # fmt: skip
     DTYPE: tl.constexpr = own.dtype.element_ty
     pid = tl.program_id(0)
     tiles = tl.cdiv(tokens, TOKENS)
     row = (pid // tiles).to(tl.int64)
-    first = pid % tiles * TOKENS
-    t = first + tl.arange(0, TOKENS)
+    tile = pid % tiles
+    t = tile * TOKENS + tl.arange(0, TOKENS)
     c = tl.arange(0, WIDTH)
     total = tl.zeros([TOKENS, WIDTH], DTYPE)
-    for i in tl.range(0, bound(n_pieces)):
-        begin = tl.load(table + 5 * i + 3)
-        end = tl.load(table + 5 * i + 4)
-        if (begin < first + TOKENS) & (end > first):
-            memory = tl.where(tl.load(table + 5 * i) != 0, own.to(tl.int64), landed.to(tl.int64))
-            base = (memory + tl.load(table + 5 * i + 1)).to(tl.pointer_type(DTYPE))
-            stride = tl.load(table + 5 * i + 2)
-            at = (t - begin) * (dim + dim_v)
-            inside = ((t >= begin) & (t < end))[:, None] & (c < dim + dim_v)[None, :]
-            total += tl.load(base + row * stride + at[:, None] + c[None, :], mask=inside, other=0.0)
+    for i in tl.range(bound(tl.load(edges + tile)), bound(tl.load(edges + tile + 1))):
+        piece = pieces + 5 * i
+        memory = tl.where(tl.load(piece) != 0, own.to(tl.int64), landed.to(tl.int64))
+        base = (memory + tl.load(piece + 1)).to(tl.pointer_type(DTYPE))
+        stride, begin, end = tl.load(piece + 2), tl.load(piece + 3), tl.load(piece + 4)
+        at = (t - begin) * (dim + dim_v)
+        inside = ((t >= begin) & (t < end))[:, None] & (c < dim + dim_v)[None, :]
+        total += tl.load(base + row * stride + at[:, None] + c[None, :], mask=inside, other=0.0)
     b, h, t = row // heads, row % heads, t.to(tl.int64)
     inside = (t < tokens)[:, None]
-    to_k = dk + b * dk_b + h * dk_h + t[:, None] * dk_s + c[None, :]
+    to_k = dk + b * elements(dk_b, UNIT) + h * elements(dk_h, UNIT) + t[:, None] * elements(dk_s, UNIT) + c[None, :]
     tl.store(to_k, total.to(dk.dtype.element_ty), mask=inside & (c < dim)[None, :])
-    to_v = dv + b * dv_b + h * dv_h + t[:, None] * dv_s + (c - dim)[None, :]
+    to_v = dv + b * elements(dv_b, UNIT) + h * elements(dv_h, UNIT) + t[:, None] * elements(dv_s, UNIT)
+    to_v += (c - dim)[None, :]
     tl.store(to_v, total.to(dv.dtype.element_ty), mask=inside & ((c >= dim) & (c < dim + dim_v))[None, :])

@@ -20,7 +20,7 @@ from ...virtual import VirtualRank
 from .models import shifts, unwrapped
 
 NAME = "ringattn"
-_LAYER_TYPES = ("full_attention", "sliding_attention")
+_LAYER_TYPES = ("full_attention", "sliding_attention", "chunked_attention")
 _NOT_TEXT = ("pixel_values", "pixel_values_videos", "input_features")
 # Layers that carry a state from token to token: a shard would start with an empty one.
 _RECURRENT = re.compile(
@@ -88,6 +88,12 @@ def _goes_through_interface(model: nn.Module) -> bool:
 def check_implementation(model: Any) -> None:
     """Raise ValueError unless the model's ``attn_implementation`` is "ringattn"."""
     implementation = getattr(model.config.get_text_config(), "_attn_implementation", None)
+    vision = getattr(getattr(model.config, "vision_config", None), "_attn_implementation", None)
+    if vision == NAME:
+        raise ValueError(
+            f"the vision tower of {type(model).__name__} has attn_implementation={NAME!r}, too, but its images are not "
+            f"split over ranks; pass attn_implementation={{'text_config': {NAME!r}, 'vision_config': 'sdpa'}}"
+        )
     if implementation != NAME:
         raise ValueError(
             f"{type(model).__name__} has attn_implementation={implementation!r}; load it with "
@@ -98,12 +104,12 @@ def check_implementation(model: Any) -> None:
 # --- Batches -------------------------------------------------------------------------------------------
 
 
-def check_batch(model: Any, plan: Plan, batch: Mapping[str, Any]) -> None:
+def check_batch(model: Any, plan: Plan, batch: Mapping[str, Any], takes_images: bool = False) -> None:
     """Raise NotImplementedError for a batch whose shards the model cannot compute exactly."""
     for name in _NOT_TEXT:
-        if batch.get(name) is not None:
+        if batch.get(name) is not None and not (takes_images and name == "pixel_values"):
             raise NotImplementedError(
-                f"the batch has {name}: images, videos and sound are not supported over ranks, as their "
+                f"the batch has {name}: images, videos and sound of this model are not supported over ranks, as their "
                 "features take the place of tokens that several ranks hold. Compute the embeddings of whole "
                 "rows first, and pass them as inputs_embeds"
             )

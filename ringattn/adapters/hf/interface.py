@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from ...functional import attention
 from .checks import NAME
-from .probe import MaskFunction, difference
+from .models import Kind
+from .probe import MaskFunction, difference, read
 from .sequence import Visible, count_call, required
 
 # Keywords that reach the attention function and do not change its result.
@@ -40,12 +42,14 @@ def visible_to_layers(
     q_offset: int | Tensor = 0,
     kv_offset: int = 0,
     mask_function: MaskFunction | None = None,
-    attention_mask: Tensor | None = None,
+    attention_mask: Tensor | Visible | None = None,
     local_size: int | None = None,
     use_vmap: bool = False,
     **kwargs: Any,
 ) -> Visible:
     """Return the plan of one kind of mask. Registered with transformers as the mask function "ringattn"."""
+    if isinstance(attention_mask, Visible):  # of an outer model
+        return attention_mask
     active = required()
     length = active.plan.local_lengths[active.plan.rank]
     if isinstance(q_offset, Tensor) or q_offset != 0 or kv_offset != 0:
@@ -64,18 +68,24 @@ def visible_to_layers(
             "pass it every tensor that ringattn.hf.sequence() yields, attention_mask among them (generate() does not "
             "run over ranks: call model.set_attn_implementation('sdpa') first)"
         )
+    causal = "allow_is_bidirectional_skip" not in kwargs
+    known = None if torch.compiler.is_compiling() else read(mask_function)  # a graph cannot read closures
+    if known is not None and not (local_size is not None and local_size < 1):
+        return active.visible(known[0], known[1])
     if use_vmap:
         raise NotImplementedError(
-            "the model combines its mask with a function of its own (or_mask_function, and_mask_function), which is no "
-            "interval of keys per query"
+            "the model combines its mask with a function of its own (or_mask_function, and_mask_function), which "
+            "ringattn does not know, or inside of torch.compile"
         )
-    causal = "allow_is_bidirectional_skip" not in kwargs
     if local_size is not None and local_size < 1:  # of Qwen2-MoE, whose layers use no window
         refusal = f"sliding_window is {local_size}, less than 1"
-        return Visible(active.plan, causal, local_size, active.kernel, refusal)
-    visible = active.visible(causal, local_size)
+        return Visible(active.plan, Kind(causal, local_size), active.kernel, refusal)
+    kind = Kind(causal, local_size)
+    if local_size is not None and "chunked_attention" in (getattr(kwargs.get("config"), "layer_types", None) or ()):
+        kind = Kind(causal, chunk=local_size)
+    visible = active.visible(kind)
     differs = difference(mask_function, active.seq_len, causal, local_size)
-    return visible if differs is None else Visible(visible.plan, causal, local_size, visible.kernel, differs)
+    return visible if differs is None else Visible(visible.plan, kind, visible.kernel, differs)
 
 
 def attend(
@@ -117,7 +127,7 @@ def attend(
     elif attention_mask is None:
         causal = bool(getattr(module, "is_causal", True)) if is_causal is None else bool(is_causal)
         window = sliding_window if causal or sliding_window is None else sliding_window - 1
-        visible = required().visible(causal, window)
+        visible = required().visible(Kind(causal, window))
     else:
         mask = (
             f"a mask of shape {tuple(attention_mask.shape)}" if isinstance(attention_mask, Tensor) else attention_mask
@@ -126,10 +136,11 @@ def attend(
             f"{name} got {mask} of its own making; ringattn takes documents and padding from ringattn.hf.sequence() "
             "and windows from the model, and no other mask"
         )
-    if is_causal and not visible.causal:
+    kind = visible.kind
+    if is_causal and not kind.causal:
         raise NotImplementedError(f"{name} says is_causal=True, but its model's mask is bidirectional")
     # Layers count the window of a bidirectional mask as flash-attn does.
-    window = visible.window if visible.causal or visible.window is None else visible.window + 1
+    window = kind.window if kind.causal or kind.window is None else kind.window + 1
     if sliding_window is not None and sliding_window != window:
         raise NotImplementedError(f"{name} has sliding_window={sliding_window}, but its model's mask has {window}")
     count_call()

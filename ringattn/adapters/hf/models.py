@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
@@ -98,12 +98,36 @@ def shifts(model: nn.Module) -> bool:
     return getattr(getattr(model, "loss_function", None), "__name__", "") == "ForCausalLMLoss"
 
 
-def windows(config: Any) -> list[int | None]:
-    """Return the windows of a model's layers, None for full attention: their plans are made before a compiled forward,
+class Kind(NamedTuple):
+    """What the layers of one kind see, in addition to documents.
+
+    Attributes:
+        window: as transformers counts it: causal masks have ``i - j < window``, others ``|i - j| <= window``.
+        chunk: size of chunks, which see nothing of each other.
+        spans: "cut" where tokens of a span (an image, a prefix) see each other both ways, as far as the window lets
+            them; "whole" where they do whatever the window; None where there are no spans.
+    """
+
+    causal: bool
+    window: int | None = None
+    chunk: int | None = None
+    spans: str | None = None
+
+    def __str__(self) -> str:
+        words = [f"a window of {self.window}"] if self.window else []
+        words += [f"chunks of {self.chunk}"] if self.chunk else []
+        words += ["spans"] if self.spans else []
+        return f"{'causal' if self.causal else 'bidirectional'}{' with ' if words else ''}{' and '.join(words)}"
+
+
+def kinds(config: Any, causal: bool) -> list[Kind]:
+    """Return the kinds of a model's layers as far as its config tells: their plans are made before a compiled forward,
     other plans at first use."""
     window = getattr(config, "sliding_window", None)
     types = getattr(config, "layer_types", None)
-    if window is None or types is None:
-        return [None] if window is None else [window]
-    kinds: list[int | None] = [None] if any(t != "sliding_attention" for t in types) else []
-    return kinds + ([window] if "sliding_attention" in types else [])
+    if types is None:
+        return [Kind(causal, window)]
+    chunk = getattr(config, "attention_chunk_size", None)
+    local = {"sliding_attention": Kind(causal, window), "chunked_attention": Kind(causal, chunk=chunk)}
+    several = [local[name] for name in local if name in types]
+    return [*([Kind(causal)] if any(t not in local for t in types) else []), *several]

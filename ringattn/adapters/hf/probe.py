@@ -1,4 +1,4 @@
-"""Comparing a model's own mask function with the mask of a plan, without making a mask."""
+"""Reading a model's own mask function, without making a mask: its kind, its spans, or how it differs from a plan's."""
 
 from __future__ import annotations
 
@@ -7,9 +7,58 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import masking_utils
 from transformers.masking_utils import bidirectional_mask_function, causal_mask_function
 
+from .models import Kind
+
 MaskFunction = Callable[..., Tensor]
+
+
+def read(mask_function: Any) -> tuple[Kind, Tensor | None] | None:
+    """Return the kind of a mask that transformers has put together from its own functions, and the ids that make its
+    spans, (batch, tokens), -1 outside; None for any other mask."""
+    spans: list[Tensor] = []
+
+    def parts(function: Any) -> Any:
+        if function in (causal_mask_function, bidirectional_mask_function):
+            return "causal" if function is causal_mask_function else "full"
+        name = getattr(function, "__qualname__", "").split(".")[0]
+        names = getattr(getattr(function, "__code__", None), "co_freevars", ())
+        cells = {
+            n: cell.cell_contents for n, cell in zip(names, getattr(function, "__closure__", None) or (), strict=True)
+        }
+        if getattr(function, "__module__", "") != masking_utils.__name__:
+            return None
+        if name in ("and_masks", "or_masks"):
+            return (name, *map(parts, cells["mask_functions"]))
+        if name == "blockwise_overlay":
+            spans.append(cells["block_sequence_ids"])
+            return "spans"
+        size = {"sliding_window_overlay": "sliding_window", "sliding_window_bidirectional_overlay": "sliding_window",
+                "chunked_overlay": "chunk_size"}.get(name)  # fmt: skip
+        return None if size is None else (name, cells[size])
+
+    match parts(mask_function):
+        case "causal":
+            kind = Kind(True)
+        case "full":
+            kind = Kind(False)
+        case ("and_masks", ("sliding_window_overlay", w), "causal"):
+            kind = Kind(True, w)
+        case ("and_masks", ("sliding_window_bidirectional_overlay", w), "full"):
+            kind = Kind(False, w)
+        case ("and_masks", ("chunked_overlay", size), "causal"):
+            kind = Kind(True, chunk=size)
+        case ("or_masks", "causal", "spans"):
+            kind = Kind(True, spans="whole")
+        case ("and_masks", ("or_masks", "causal", "spans"), ("sliding_window_overlay", w)):
+            kind = Kind(True, w, spans="cut")
+        case ("or_masks", ("and_masks", ("sliding_window_overlay", w), "causal"), "spans"):
+            kind = Kind(True, w, spans="whole")
+        case _:
+            return None
+    return kind, spans[0] if spans else None
 
 
 def difference(mask_function: MaskFunction | None, seq_len: int, causal: bool, window: int | None) -> str | None:
@@ -28,9 +77,9 @@ def difference(mask_function: MaskFunction | None, seq_len: int, causal: bool, w
         tensors = _holds_tensors(mask_function)
     if tensors:
         return (
-            "the model's mask depends on a tensor of the batch (a prefix or blocks of tokens that see each other, such "
-            "as token_type_ids make), which is no interval of keys per query; ringattn knows causal and bidirectional "
-            "masks, with or without a window: leave that tensor out of the batch"
+            "the model's mask depends on a tensor of the batch (such as token_type_ids) in a way that ringattn does "
+            "not know, or inside of torch.compile; it knows causal and bidirectional masks, with a window, chunks, or "
+            "spans of tokens that see each other: leave that tensor out of the batch, or do not compile the model"
         )
     if torch.compiler.is_compiling():
         return None
@@ -49,7 +98,7 @@ def difference(mask_function: MaskFunction | None, seq_len: int, causal: bool, w
         return (
             f"the model's mask is not the {'causal' if causal else 'bidirectional'} one"
             f"{f' with a window of {window}' if window else ''} that ringattn knows: query {int(q[row, column])} and "
-            f"key {int(k[row, column])} differ. Chunked and blockwise masks are not supported"
+            f"key {int(k[row, column])} differ"
         )
     return None
 

@@ -10,13 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ... import mask as masks
 from ... import transport as transports
 from ...planning import plan as make_plan
 from ...plans import Plan
 from ...training import batch as batches
 from ..recomputation import Scope
-from . import checks
-from .models import counts_from, entry, is_causal, named_outputs, shifts, unwrapped, watched, windows
+from . import checks, images, spans
+from .models import Kind, counts_from, entry, is_causal, kinds, named_outputs, shifts, unwrapped, watched
 
 
 class Visible:
@@ -25,20 +26,27 @@ class Visible:
     Neither a tensor nor a dataclass, so that wrappers of layers hand it on unchanged.
 
     Attributes:
-        window: as transformers counts it.
+        kind: what its layers see.
         kernel: for :func:`ringattn.attention`.
         refusal: why this is not the model's mask. It is raised by the layer that uses it: models also make masks that
             no layer uses.
     """
 
-    __slots__ = ("causal", "kernel", "plan", "refusal", "window")
+    __slots__ = ("kernel", "kind", "plan", "refusal")
 
-    def __init__(self, plan: Plan, causal: bool, window: int | None, kernel: str, refusal: str | None = None) -> None:
+    def __init__(self, plan: Plan, kind: Kind, kernel: str, refusal: str | None = None) -> None:
         self.plan = plan
-        self.causal = causal
-        self.window = window
+        self.kind = kind
         self.kernel = kernel
         self.refusal = refusal
+
+    # A model of images and text makes a mask and hands it to its language model, which makes one of it in turn.
+    ndim = 0
+
+    @property
+    def shape(self) -> tuple[int]:
+        """The tokens of this rank, as transformers asks a mask for them."""
+        return (self.plan.local_lengths[self.plan.rank],)
 
 
 class _Record:
@@ -71,7 +79,7 @@ class Sequence:
         batch: Mapping[str, Any],
         group: Any = None,
         *,
-        layout: str = "zigzag",
+        layout: str = "auto",
         dataflow: str = "auto",
         deterministic: bool = False,
         local_size: int | None = None,
@@ -93,9 +101,10 @@ class Sequence:
         self.seq_len, self.documents = _agreed(batch, group)
         self.calls = 0
         self.outers: list[Sequence] = []  # entered before this one, and not left yet
-        self._plans: dict[tuple[bool, int | None], Visible] = {}
-        causal = is_causal(self.model)
-        visible = [self.visible(causal, window) for window in windows(self.model.config.get_text_config())]
+        self._plans: dict[Kind, Visible] = {}
+        several, self.spans = spans.read_whole(self.model, batch, self.documents)
+        several = several or kinds(self.model.config.get_text_config(), is_causal(self.model))
+        visible = [self.visible(kind) for kind in several]
         self.plan = visible[0].plan
         if 0 in self.plan.local_lengths:  # transformers' modules reshape with -1, which is undefined for no tokens
             raise ValueError(
@@ -103,34 +112,56 @@ class Sequence:
                 f"transformers' modules cannot compute; pad the rows to {2 * self.plan.world_size} tokens or more, "
                 "with an attention_mask"
             )
+        self.images = images.of_tokens(self.model, self.plan, batch)
         self.local = self._shard(batch, seq_dims)
 
-    def visible(self, causal: bool, window: int | None) -> Visible:
+    def visible(self, kind: Kind, ids: Tensor | None = None) -> Visible:
         """Return the plan of one kind of mask, made at first use.
 
-        ``window`` is counted as in transformers: causal masks have ``i - j < window``, others ``|i - j| <= window``.
+        Args:
+            ids: of spans, for this rank's tokens, as the model has made them; None if it has none.
         """
-        visible = self._plans.get((causal, window))
+        visible = self._plans.get(kind)
         if visible is None:
-            visible = self._plans[causal, window] = Visible(self._plan(causal, window), causal, window, self.kernel)
+            visible = self._plans[kind] = Visible(self._plan(kind), kind, self.kernel)
+        if ids is not None and not spans.same(ids, self.spans, self.plan):
+            refusal = "the model's spans of tokens that see each other are not those of the whole rows"
+            return Visible(visible.plan, kind, self.kernel, refusal)
         return visible
 
-    def _plan(self, causal: bool, window: int | None) -> Plan:
+    def _plan(self, kind: Kind) -> Plan:
+        causal, window, chunk, spanned = kind
+        if spanned and self.spans is None:
+            raise NotImplementedError(
+                f"{type(self.model).__name__} makes spans of tokens that see each other, but the batch has none of "
+                f"{', '.join(spans.NAMES)} to read them from"
+            )
         if window is not None and window < 1:
             raise ValueError(f"sliding_window is {window}; it must be at least 1")
         left = -1 if window is None else window - 1 if causal else window
         if left >= self.seq_len:  # it hides nothing
             left = -1
         if left == -1 and window is not None:
-            return self.visible(causal, None).plan
-        size = (left, -1 if causal else left)
+            return self.visible(kind._replace(window=None)).plan
+        mask = None
+        if chunk is not None:
+            documents = None if self.documents is None else masks.documents(self.documents, self.seq_len)
+            mask = masks.chunked(self.seq_len, chunk, documents)
+        elif spanned and self.spans is not None:
+            widened = left if spanned == "whole" else -1
+            mask = masks.rows([masks.spans(masks.spans_of(row), self.seq_len, left=widened) for row in self.spans])
+            causal, left = False, left if spanned == "cut" else -1
+        size = (left, -1 if kind.causal else left)
+        # Windows must not change which tokens a rank holds.
+        layout = next((visible.plan for visible in self._plans.values()), self.options["layout"])
         return make_plan(
             self.seq_len,
             self.group,
             causal=causal,
             window_size=size,
             documents=self.documents,
-            **self.options,  # type: ignore[arg-type]
+            mask=mask,
+            **self.options | dict(layout=layout),  # type: ignore[arg-type]
         )
 
     def _shard(self, batch: Mapping[str, Any], seq_dims: Mapping[str, int | None] | None) -> dict[str, Any]:
@@ -138,9 +169,11 @@ class Sequence:
             positions = self._counted_positions(batch)
             batch = batch if positions is None else {**batch, "position_ids": positions}
         if self.plan.world_size > 1:
-            checks.check_batch(self.model, self.plan, batch)
+            checks.check_batch(self.model, self.plan, batch, self.images is not None)
             if self.record.counts_rows:
                 checks.check_rows(self.model, self.seq_len, batch)
+        if self.images is not None:
+            seq_dims = {"pixel_values": None, **(seq_dims or {})}  # every rank needs all of them
         local = self.plan.shard_batch(batch, seq_dims=seq_dims)
         tokens = next(local[name] for name in ("input_ids", "inputs_embeds") if local.get(name) is not None)
         if local.get("attention_mask") is None:
@@ -182,6 +215,7 @@ class Sequence:
             stack.callback(setattr, self, "outers", self.outers)
             self.outers = [] if outer is None else [outer, *outer.outers]
             stack.enter_context(_sequences.active(self))
+            stack.enter_context(images.taken(self.model, self.images))
             if not (self.record.attends and self.record.adds_up):
                 stack.enter_context(watched(self.entry, after=self._check_first_forward))
             for other in {self.entry, *(other.entry for other in self.outers)} if outer else ():

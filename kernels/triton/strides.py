@@ -1,0 +1,30 @@
+"""Strides as arguments of kernels that are compiled once for all lengths.
+
+Strides vary with lengths. Triton would compile a kernel for every combination of those that are divisible by 16, which
+it must know for wide loads. So kernels get them in units of 16, are not specialized for them, and multiply.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+import triton
+import triton.language as tl
+
+
+def stride_unit(*tensors: Tensor | None) -> int:
+    """Return the unit in which a kernel gets the first three strides of these tensors: 16, or 1 where one of them is no
+    multiple of it.
+    """
+    return 16 if all(stride % 16 == 0 for x in tensors if x is not None for stride in x.stride()[:3]) else 1
+
+
+def strides_in(unit: int, x: Tensor | None) -> tuple[int, ...]:
+    """Return the first three strides of a tensor in units, zeros for None."""
+    return (0, 0, 0) if x is None else tuple(stride // unit for stride in x.stride()[:3])
+
+
+@triton.jit
+def elements(stride, UNIT: tl.constexpr):
+    """Return a stride that is given in units, in elements."""
+    return stride.to(tl.int64) * UNIT

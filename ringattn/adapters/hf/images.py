@@ -1,0 +1,46 @@
+"""Images over ranks: each rank computes the features of all images and takes those of the tokens that it holds."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from torch import Tensor
+
+from ...plans import Plan
+
+_MODELS = ("gemma3", "paligemma")  # whose forward puts the features of images in the place of tokens, and no more
+
+
+def of_tokens(model: Any, plan: Plan, batch: Mapping[str, Any]) -> Tensor | None:
+    """Return which features of the batch's images, counted over whole rows, belong to this rank's tokens, in their
+    order; None for a batch without images, or where the model is not known to take them so."""
+    ids = batch.get("input_ids")
+    if batch.get("pixel_values") is None or ids is None or model.config.model_type not in _MODELS:
+        return None
+    image = ids == model.config.image_token_id
+    number = (image.flatten().cumsum(0) - 1).reshape(image.shape)
+    return plan.shard(number, 1)[plan.shard(image, 1)]
+
+
+@contextlib.contextmanager
+def taken(model: Any, features: Tensor | None) -> Iterator[None]:
+    """Let the model's forward inside the block put these features of all images in the place of tokens."""
+    if features is None:
+        yield
+        return
+    module = next(m for m in model.modules() if hasattr(m, "get_image_features") and hasattr(m, "get_placeholder_mask"))
+    of_all = module.get_image_features
+
+    def of_this_rank(*args: Any, **kwargs: Any) -> Any:
+        outputs = of_all(*args, **kwargs)
+        whole = outputs.pooler_output  # (images, tokens, hidden)
+        outputs.pooler_output = whole.flatten(0, 1)[features.to(whole.device)].unsqueeze(0)
+        return outputs
+
+    module.get_image_features = of_this_rank  # hides the method of the class
+    try:
+        yield
+    finally:
+        del module.get_image_features

@@ -1,0 +1,73 @@
+"""Spans of tokens that see each other both ways (images, prefixes), read from whole rows by the model's own code."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AttentionMaskInterface
+
+from ...plans import Plan
+from ...training import batch as batches
+from .models import Kind
+from .probe import read
+
+NAMES = ("token_type_ids", "mm_token_type_ids")  # tensors of a batch that tell images and prefixes from other tokens
+_READER = "ringattn's reader of masks"
+
+
+def read_whole(model: Any, batch: Mapping[str, Any], documents: Tensor | None) -> tuple[list[Kind], Tensor | None]:
+    """Return the kinds of masks that the model makes for this batch, and ids of the spans of whole rows, (batch,
+    seq_len) on the CPU, -1 outside; no kinds and no ids where the model makes no spans.
+
+    Raises:
+        NotImplementedError: a span that other tokens interrupt, which is no interval of keys.
+    """
+    given = {name: batch[name] for name in NAMES if batch.get(name) is not None}
+    make = getattr(model, "create_masks_for_generate", None)
+    if not given or make is None:
+        return [], None
+    rows, seq_len = batches.shape(batch)
+    config = copy.copy(model.config.get_text_config())
+    config._attn_implementation = _READER
+    embeddings = torch.empty(rows, seq_len, 1, device=next(iter(given.values())).device)
+    made = make(
+        config=config, inputs_embeds=embeddings, attention_mask=None, past_key_values=None, position_ids=None,
+        is_first_iteration=True, **given,
+    )  # fmt: skip
+    functions = list(made.values()) if isinstance(made, Mapping) else [made]
+    several = [known for known in map(read, functions) if known is not None]
+    ids = next((ids for _, ids in several if ids is not None), None)
+    if ids is None:
+        return [], None
+    ids = ids.detach().cpu().expand(rows, -1)
+    if documents is not None:
+        ids = torch.where(documents >= 0, ids, -1)
+    for row, line in enumerate(ids):
+        runs = torch.unique_consecutive(line)
+        counts = runs[runs >= 0].unique(return_counts=True)[1]
+        if bool((counts > 1).any()):
+            raise NotImplementedError(
+                f"{type(model).__name__} makes one span of {int(counts.max())} separate runs of tokens in row {row} "
+                f"(read from {', '.join(given)}); with other tokens between them, a token sees no interval of keys"
+            )
+    return sorted({kind for kind, _ in several}, key=str), ids
+
+
+def same(ids: Tensor, whole: Tensor | None, plan: Plan) -> bool:
+    """Return whether the spans that a model has made of this rank's tokens are inside of those of whole rows."""
+    if whole is None:
+        return False
+    # Ids are counted along the shard; padding is in no span of ours, and sees nothing.
+    local = plan.shard(whole, 1).to(ids.device)
+    return bool(((local < 0) | (ids >= 0)).all())
+
+
+def _function_itself(mask_function: Any = None, **kwargs: Any) -> Any:
+    return mask_function
+
+
+AttentionMaskInterface.register(_READER, _function_itself)

@@ -1,0 +1,80 @@
+"""Blocks of a plan: which keys of one buffer the queries of a rank see, in local indices.
+
+Made on the host from ranges of positions, in time linear in the queries and in the runs of keys; kernels send what they
+read to their device (:meth:`.kernels.contract.Block.on`). Nothing here waits for a GPU.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from .kernels.contract import LONGEST_SUM, Block
+from .mask import Mask
+
+
+def positions(runs: Sequence[range]) -> Tensor:
+    """Return the members of ranges of growing numbers, one range after another: (n,) int32 on the CPU."""
+    starts, steps, lengths = np.array([(r.start, r.step, len(r)) for r in runs], dtype=np.int64).reshape(-1, 3).T
+    before = lengths.cumsum() - lengths
+    index = np.arange(lengths.sum(), dtype=np.int32)
+    if (steps == 1).all():
+        return torch.from_numpy(index + np.repeat((starts - before).astype(np.int32), lengths))
+    first, step = (np.repeat(x, lengths) for x in (starts - before * steps, steps))
+    return torch.from_numpy((first + index * step).astype(np.int32))
+
+
+def intervals(mask: Mask, queries: Sequence[range]) -> tuple[Tensor, Tensor]:
+    """Return the visible keys of these queries, in global positions: start and end, (rows, n) int32 on the CPU."""
+    return mask.intervals(positions(queries).long())
+
+
+def make(
+    mask: Mask,
+    queries: Sequence[range],
+    seen: tuple[Tensor, Tensor],
+    keys: Sequence[range],
+    segments_k: tuple[int, ...] | None = None,
+) -> Block:
+    """Return which keys of a buffer some queries see; a part of all keys if ``segments_k`` is absent.
+
+    Args:
+        queries: their positions.
+        seen: their :func:`intervals`.
+        keys: positions of the keys in the order of the buffer; sorted first where ranges interleave.
+        segments_k: lengths of the runs of neighbouring keys; those of ``keys`` if absent.
+    """
+    keys_at = positions(keys)
+    interleaved = any(a[-1] > b.start for a, b in itertools.pairwise(keys) if a)
+    if interleaved:
+        keys_at = keys_at.sort().values
+    start, end = (torch.searchsorted(keys_at, bound, out_int32=True) for bound in seen)
+    return Block(
+        start,
+        end,
+        positions(queries) + mask.offset,
+        keys_at,
+        tuple(map(len, queries)),
+        tuple(map(len, keys)) if segments_k is None else segments_k,
+        float((end - start).sum()) / mask.rows,
+        mask.max_keys_per_query,
+        chunked=segments_k is None,
+        long=mask.seq_len_k > LONGEST_SUM,
+    )
+
+
+def part(runs: Sequence[range], offset: int, length: int) -> list[range]:
+    """Return ``length`` members from ``offset`` on of ranges that lie one after another, as ranges."""
+    parts = []
+    for run in runs:
+        piece = run[max(0, offset) : max(0, min(offset + length, len(run)))]
+        if piece:
+            parts.append(piece)
+        offset -= len(run)
+        if offset + length <= 0:
+            break
+    return parts

@@ -1,0 +1,224 @@
+"""Dataflow of deterministic plans: the same bits for any number of ranks, any layout and any named dataflow.
+
+Floating-point sums depend on their order, so that none may depend on where shards are cut. There are three kinds:
+
+    out, lse, dq    of one query   over the keys that it sees
+    dk, dv          of one key     over the queries that see it, of all heads of the group
+
+Each walks over tiles of a grid of global positions, in growing order. For that a rank gathers whole tiles
+(:mod:`.tiles`): of keys and values for its queries, and of q, dout, lse and delta for its keys, so that no sum crosses
+ranks. What a row does not see is an exact zero in its sum: ``exp(-inf) = 0``, ``x * exp(0) + 0 = x``. So it does not
+matter which other rows share its tile, and those are all that layouts and ranks change. Kernels promise the rest
+(``Block.ordered``): tiles in growing order, each through the same instructions, whether or not the mask cuts it.
+
+The price: keys are gathered in the backward again, and queries as well; no message overlaps with computation; every
+tile is masked, and the backward takes 7 products where others take 5. A rank holds all keys or queries that it gathers,
+for as many heads at a time as fit in ``plan.buffer_bytes``.
+
+Partial results of shards cannot be added instead: states of a ring or a reduce, and contributions to gradients, are
+sums over whatever a shard holds, and a sum of such sums rounds differently for every cut.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from .. import layout as layouts
+from .. import verify
+from ..kernels import long_sums
+from ..kernels.contract import Block, Keys, Queries, Result, flush_period
+from ..plans import Plan
+from ..schedule import waves
+from ..shape import Shape
+from .contract import Call, Dataflow, Gradients
+from .tiles import Tiles, every_query, gather, keys_block, of_keys, of_queries, queries_block
+
+
+class SameBits(Dataflow):
+    """Every rank gathers tiles of keys for its queries and, in the backward, tiles of queries for its keys."""
+
+    summary = "deterministic, so tiles of keys and of queries are gathered instead"
+
+    def forward(self, call: Call) -> Result:
+        q, plan = call.q, call.plan
+        block = keys_block(plan)
+        cut = _head_waves(plan, _shape(call), backward=False)
+        result: Result | None = None
+        for heads, q_heads in cut:
+            k, v = gather(plan, (call.k[:, :, heads], call.v[:, :, heads]), of_keys(plan))
+            done = call.backend.output(q[:, :, q_heads], Keys(k, v, block), call.score.heads(q_heads))
+            if len(cut) == 1:
+                return done
+            if result is None:
+                out = q.new_empty((*q.shape[:3], v.shape[3]))
+                result = Result(out, done.lse.new_empty((q.shape[0], q.shape[2], q.shape[1])))
+            result.out[:, :, q_heads], result.lse[:, q_heads] = done
+            del k, v, done  # before the next wave's are made
+        assert result is not None
+        return result
+
+    def backward(self, call: Call, queries: Queries) -> Gradients:
+        plan, dtype = call.plan, call.accumulation_dtype
+        dq = torch.zeros_like(call.q, dtype=dtype, memory_format=torch.contiguous_format)
+        dk, dv = (torch.zeros_like(x, dtype=dtype, memory_format=torch.contiguous_format) for x in (call.k, call.v))
+        for heads, q_heads in _head_waves(plan, _shape(call), backward=True):
+            score = call.score.heads(q_heads)
+            q, dout, lse, delta = queries
+            local = Queries(q[:, :, q_heads], dout[:, :, q_heads], lse[:, q_heads], delta[:, q_heads])
+            k, v = call.k[:, :, heads], call.v[:, :, heads]
+
+            their_k, their_v = gather(plan, (k, v), of_keys(plan))
+            their_keys = Keys(their_k, their_v, keys_block(plan))
+            for rows in of_keys(plan)[plan.rank].pieces(flush_period(plan.mask.max_keys_per_query)):
+                call.backend.query_gradients(local, _some_keys(their_keys, rows), score, dq[:, :, q_heads])
+            del their_k, their_v, their_keys
+
+            their_queries = Queries(*gather(plan, local, of_queries(plan)))
+            block = queries_block(plan)
+            size = long_sums.queries_per_ordered_piece(plan.seq_len, q.shape[2] // call.k.shape[2])
+            for rows in of_queries(plan)[plan.rank].pieces(size):
+                some, part = _some_queries(their_queries, block, rows)
+                piece = call.backend.key_gradients(some, Keys(k, v, part), score)
+                dk[:, :, heads] += piece[0]
+                dv[:, :, heads] += piece[1]
+                del some, piece
+            del their_queries
+        return Gradients(dq, dk, dv)
+
+    def sum_rows(self, plan: Plan, x: Tensor) -> Tensor:
+        """Return the sums over all ranks on rank 0, and zeros on the others."""
+        (rows,) = gather(plan, (x,), every_query(plan))
+        return rows.sum((0, 2), dtype=torch.float64)
+
+    # Predictions and proof
+
+    def traffic(self, plan: Plan, rank: int) -> tuple[int, int]:
+        """Return how many keys, and how many queries, a rank sends to gather them once."""
+        keys, queries = (_sent(side, rank) for side in (of_keys(plan), of_queries(plan)))
+        return keys, queries
+
+    def token_bytes(self, shape: Shape, backward: bool) -> tuple[int, int]:
+        return shape.kv_elements * shape.itemsize, _query_bytes(shape) * backward
+
+    def memory_bytes(self, plan: Plan, shape: Shape, backward: bool) -> int:
+        """Return an upper bound on the peak: one wave's tiles, next to what is sent and what has arrived; in the
+        backward dq, dk and dv, a piece of dk and dv, and two numbers per row."""
+        s, queries, keys = shape, plan.local_lengths[plan.rank], plan.local_lengths_k[plan.rank]
+        cut = _head_waves(plan, s, backward)
+        share = max(heads.stop - heads.start for heads, _ in cut) / s.kv_heads
+        peak = _moved(of_keys(plan), plan.rank) * s.kv_elements * s.itemsize * share
+        if not backward:
+            output = queries * s.q_heads * (s.value_dim * s.itemsize + s.state_itemsize)
+            return round(s.batch * (peak + (len(cut) > 1) * share * output))
+        gradients = keys * s.kv_elements * s.state_itemsize
+        theirs = _moved(of_queries(plan), plan.rank) * _query_bytes(s) * share + gradients * share
+        rows = queries * s.q_heads * (s.head_dim + 2) * s.state_itemsize
+        return round(s.batch * (max(peak, theirs) + rows + gradients))
+
+    def meetings(self, plan: Plan) -> list[str]:
+        def text(spans: tuple[range, ...]) -> str:
+            return " ".join(f"[{span.start}:{span.stop}]" for span in spans)
+
+        return [
+            f"rank {rank} gathers keys {text(keys.spans)} and queries {text(queries.spans)}"
+            for rank, (keys, queries) in enumerate(zip(of_keys(plan), of_queries(plan), strict=True))
+        ]
+
+    def blocks(self, plan: Plan) -> Iterator[tuple[int, Block]]:
+        for rank, theirs in enumerate(of_keys(plan)):
+            positions = layouts.positions(theirs.spans)
+            block = keys_block(plan, rank)
+            yield rank, replace(block, positions_k=positions[positions < plan.seq_len_k])
+
+    def verify(self, plan: Plan) -> None:
+        """Prove that every run is the part of its owner's shard that its rows stand for, that all that is seen arrives,
+        and what is computed, for queries and for keys. Senders and receivers read the same list, so that every send has
+        its receive."""
+        pairs = 0
+        for rank in range(plan.world_size):
+            arrived = _check_runs(of_keys(plan)[rank], plan.shards_k, f"keys for rank {rank}")
+            block = keys_block(plan, rank)
+            missing = torch.cat([torch.zeros(1, dtype=torch.int64), (~arrived).cumsum(0)])
+            complete = missing[block.start.long()] == missing[block.end.long()]
+            verify.require(complete.all(), f"a query of rank {rank} sees a key that does not arrive")
+            arrived = _check_runs(of_queries(plan)[rank], plan.shards, f"queries for rank {rank}")
+            block = queries_block(plan, rank)
+            seen = (block.end - block.start).sum(0)
+            verify.require(not seen[~arrived].any(), f"a query that sees keys of rank {rank} does not arrive")
+            pairs += int(seen.sum())
+        verify.check_coverage(plan, self.blocks(plan))
+        visible = sum(plan.visible(r, o) for r in range(plan.world_size) for o in range(plan.world_size))
+        verify.require(pairs == visible, f"dk and dv are made from {pairs} pairs, but {visible} are visible")
+
+
+def _check_runs(gathered: Tiles, shards: tuple[layouts.Shard, ...], what: str) -> Tensor:
+    """Return which rows of a buffer arrive."""
+    positions = layouts.positions(gathered.spans)
+    arrived = torch.zeros(len(positions), dtype=torch.bool)
+    for run in gathered.runs:
+        local = layouts.positions(shards[run.owner])[run.offset : run.offset + run.length]
+        right = torch.equal(run.rows(positions), local)
+        verify.require(right, f"{what}: {run} is not what its rows stand for")
+        verify.require(not run.rows(arrived).any(), f"{what}: {run} goes to rows of another run")
+        run.rows(arrived).fill_(True)
+    return arrived
+
+
+# Waves of heads, and pieces of long sums
+
+
+def _shape(call: Call) -> Shape:
+    q, k, v = call.q, call.k, call.v
+    return Shape(q.shape[0], q.shape[2], k.shape[2], q.shape[3], v.shape[3], q.element_size())
+
+
+def _head_waves(plan: Plan, s: Shape, backward: bool) -> list[tuple[slice, slice]]:
+    """Return the key heads that are in memory together, and the query heads that read them. From the lengths of the
+    whole sequence: they are the same for any number of ranks, and so is what a kernel gets at a time."""
+    group = s.q_heads // s.kv_heads
+    tokens = max(plan.seq_len_k, group * plan.seq_len * backward)
+    head_bytes = s.batch * tokens * (s.head_dim + s.value_dim) * s.itemsize
+    cut = waves(s.kv_heads, head_bytes, plan.buffer_bytes)
+    return [(heads, slice(heads.start * group, heads.stop * group)) for heads in cut]
+
+
+def _some_keys(keys: Keys, rows: slice) -> Keys:
+    if rows == slice(0, keys.block.seq_k):
+        return keys
+    block = keys.block.memo.once(("keys", rows.start), lambda: _part(keys.block, slice(0, keys.block.seq_q), rows))
+    return Keys(keys.k[:, rows], keys.v[:, rows], block)
+
+
+def _some_queries(queries: Queries, block: Block, rows: slice) -> tuple[Queries, Block]:
+    if rows == slice(0, block.seq_q):
+        return queries, block
+    q, dout, lse, delta = queries
+    part = block.memo.once(("queries", rows.start), lambda: _part(block, rows, slice(0, block.seq_k)))
+    return Queries(q[:, rows], dout[:, rows], lse[..., rows], delta[..., rows]), part
+
+
+def _part(block: Block, queries: slice, keys: slice) -> Block:
+    return replace(long_sums.sub_block(block, queries, keys), max_keys_per_query=None)
+
+
+# What moves
+
+
+def _sent(gathered: tuple[Tiles, ...], rank: int) -> int:
+    """Return how many tokens of a rank others gather."""
+    return sum(run.length for r, theirs in enumerate(gathered) for run in theirs.runs if run.owner == rank != r)
+
+
+def _moved(gathered: tuple[Tiles, ...], rank: int) -> int:
+    """Return the tokens in memory while a rank gathers: its buffer, what has arrived, and what it sends."""
+    arriving = sum(run.length for run in gathered[rank].runs if run.owner != rank)
+    return gathered[rank].rows + arriving + _sent(gathered, rank)
+
+
+def _query_bytes(s: Shape) -> int:
+    """Return the bytes of one token's q, dout, lse and delta."""
+    return s.q_heads * ((s.head_dim + s.value_dim) * s.itemsize + 2 * s.state_itemsize)
