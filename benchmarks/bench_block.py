@@ -107,9 +107,9 @@ def run(args: argparse.Namespace, setup: Setup) -> dict[str, list[dict]]:
     x = torch.randn(setup.matmul, setup.matmul, device=setup.device, dtype=torch.bfloat16)
     take_part = captured if args.graphs else runners_of
     rows, comparisons = [], []
-    for dims, seq in itertools.product(args.head_dim, args.seq):
+    for (dim, dim_v), seq in itertools.product(args.head_dim, args.seq):
         for name in args.masks:
-            sizes = args.batch, args.heads, args.kv_heads, seq, *dims
+            sizes = args.batch, args.heads, args.kv_heads, seq, dim, dim_v
             shape = Shape(*sizes, getattr(torch, args.dtype), Mask(name, args.size), setup.device, args.softcap)
             for mode in args.passes:
                 matmul = Runner("matmul", lambda: x @ x)

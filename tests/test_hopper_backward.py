@@ -54,8 +54,8 @@ needs_hopper = pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")
 # --- anywhere ----------------------------------------------------------------------------------------------------
 
 
-def compile_report(dim: int, dim_v: int, dtype: str, copies: bool, parts: int) -> dict:
-    """``copies``: for keys that arrive and gradients that are sent during the kernel."""
+def compile_report(dim: int, dim_v: int, dtype: str, copies: bool, parts: int, change: str = "") -> dict:
+    """``copies``: for keys that arrive and gradients that are sent during the kernel. ``change``: of the scores."""
     shapes = ((4, dim), (2, dim), (2, dim_v), (4, dim_v))
     q, k, v, dout = (torch.zeros(1, 512, *shape, dtype=getattr(torch, dtype)) for shape in shapes)
     rows = torch.zeros(1, 4, 512)
@@ -67,11 +67,13 @@ def compile_report(dim: int, dim_v: int, dtype: str, copies: bool, parts: int) -
         into, ready = adjacent(1, 512, 2, dim, dim_v)[1], ReadyFlags(flags, 7, timed_out)
         counters = torch.zeros(2, 1, dtype=torch.int32)
     compiled = []
+    slopes = torch.ones(4) if "alibi" in change else None
+    score = Score(dim**-0.5, 50.0 if "softcap" in change else 0.0, slopes)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(hopper_backward, "dispatch", lambda kernel, grid, *args, **options: compiled.append(
             sass.compile_for_hopper(kernel, grid, args, options)))  # fmt: skip
         hopper_backward.launch(
-            Queries(q, dout, rows, rows), Keys(k, v, block, ready), Score(dim**-0.5), torch.zeros(q.shape),
+            Queries(q, dout, rows, rows), Keys(k, v, block, ready), score, torch.zeros(q.shape),
             work.Split(parts), into, counters,
         )  # fmt: skip
     main = compiled[-1]
@@ -141,6 +143,27 @@ def test_compiles_without_serialized_products(dims, dtype, copies, parts):
     assert len(raises) == 2  # of two writers, one lane each
     assert all("MEMBAR.ALL.SYS" in x for x in stores + raises)
     assert report["fences"] == 1
+
+
+# Softcap and ALiBi: reloads in the loops, over cut tiles and over full ones; most are of the former.
+RELOADS = {
+    ((64, 64), "softcap"): 34, ((96, 96), "softcap"): 0, ((128, 128), "softcap"): 0, ((192, 128), "softcap"): 62,
+    ((256, 256), "softcap"): 0, **{(dims, "alibi"): 0 for dims in hopper_backward.HEAD_DIMS},
+}  # fmt: skip
+ALL = bool(os.environ.get("RINGATTN_COMPILE_ALL"))
+
+
+@pytest.mark.parametrize(
+    ("dims", "change"), list(RELOADS) if ALL else [((128, 128), "softcap"), ((192, 128), "alibi")], ids=str
+)
+def test_changed_scores_compile_without_serialized_products(dims, change):
+    run = in_a_process("compile", *map(str, dims), "bfloat16", "0", "1", change)
+    report = json.loads(run.stdout.splitlines()[-1])
+    assert [report[what] for what in ("warnings", "overwritten", "undefined")] == [[], [], []]
+    assert report["shared"] <= 227 * 1024
+    if not sass.OUR_COMPILER:
+        pytest.skip(sass.OTHER)
+    assert report["reloads"] <= RELOADS[dims, change]
 
 
 def in_a_process(*args: str) -> subprocess.CompletedProcess:
@@ -640,5 +663,5 @@ def test_gradients_are_sent_while_the_kernel_runs(sweep, dims, monkeypatch):
 if __name__ == "__main__":
     if sys.argv[1] == "wait":
         wait_for_ever()
-    dim, dim_v, dtype, copies, parts = sys.argv[2:]
-    print(json.dumps(compile_report(int(dim), int(dim_v), dtype, copies == "1", int(parts))))
+    dim, dim_v, dtype, copies, parts, *change = sys.argv[2:]
+    print(json.dumps(compile_report(int(dim), int(dim_v), dtype, copies == "1", int(parts), *change)))

@@ -53,10 +53,12 @@ def test_scores_as_arguments() -> None:
 def test_padded_positions() -> None:
     """A tile may begin in the middle of the last one, where a run of positions does."""
     block = make_problem(Case(causal), torch.float32).whole
-    padded = scores.padded_positions(block, 16, of_keys=True)
-    assert padded.shape == (6, 16)
-    assert padded.flatten()[:72].tolist() == list(range(72))
-    assert scores.padded_positions(block, 16, of_keys=True) is padded
+    of_queries, of_keys = padded = scores.padded_positions(block, 32, 16, torch.device("cpu"))
+    assert of_queries.shape == (3, 32)
+    assert of_keys.shape == (6, 16)
+    assert of_keys.flatten()[:72].tolist() == list(range(72))
+    again = scores.padded_positions(block, 32, 16, torch.device("cpu"))
+    assert all(x is y for x, y in zip(padded, again, strict=True))
 
 
 def moved(x: Problem, step: int, jump: int) -> Problem:

@@ -33,7 +33,6 @@ KB = 1024
 TARGETS = {
     "sm_80": (GPUTarget("cuda", 80, 32), (8, 0), 163 * KB),
     "sm_89": (GPUTarget("cuda", 89, 32), (8, 9), 99 * KB),
-    "sm_90": (GPUTarget("cuda", 90, 32), (9, 0), 227 * KB),
     "sm_100": (GPUTarget("cuda", 100, 32), (10, 0), 227 * KB),
     "sm_120": (GPUTarget("cuda", 120, 32), (12, 0), 99 * KB),
     "gfx942": (GPUTarget("hip", "gfx942", 64), (0, 0), 64 * KB),

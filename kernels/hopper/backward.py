@@ -468,7 +468,7 @@ def launch(
     if not launches.again(key, tensors, epoch):
         kernel, grid, args, constants = _arguments(operands, block, score, changes, split, epoch)
         launched = dispatch(kernel, grid, *args, variants=lambda: _variants(operands), **constants)
-        fixed = _tables(q, block)
+        fixed: tuple[Tensor, ...] = _tables(q, block)
         if changes.slopes is not None:
             fixed += _positions(q, block)
         launches.remember(key, tensors, launched, fixed, None if flags is None else kernel.arg_names.index("epoch"))

@@ -357,7 +357,7 @@ def positions_of(desc):
     if desc is None:
         tiles = ()
     else:
-        tiles = (gl.allocate_shared_memory(gl.int32, [2, 1, desc.block_type.shape[1]], desc.layout),)
+        tiles = (gl.allocate_shared_memory(gl.int32, [2, 1, desc.block_type.shape[1]], desc.layout),)  # type: ignore[assignment]
     return tiles
 
 
@@ -368,7 +368,7 @@ def alibi_of(slopes_ptr, slopes_stride, positions_k_ptr, positions_t):
     if slopes_ptr is not None:
         ROW_L: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
         positions_v = reinterpret(positions_t[0], gl.int32, [2, positions_t[0].shape[2]], ROW_L)
-        alibi = (slopes_ptr, slopes_stride, positions_k_ptr, positions_v)
+        alibi = (slopes_ptr, slopes_stride, positions_k_ptr, positions_v)  # type: ignore[assignment]
     return alibi
 
 

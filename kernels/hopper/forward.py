@@ -540,7 +540,7 @@ def _key_positions(changes, column, BN: gl.constexpr, layout: gl.constexpr):
     inner, alibi = changes
     positions = ()
     if inner is None and len(alibi) > 0:
-        positions = (_positions_at(alibi, column, BN, layout),)
+        positions = (_positions_at(alibi, column, BN, layout),)  # type: ignore[assignment]
     return positions
 
 
@@ -927,7 +927,7 @@ def forward(q: Tensor, keys: Keys, score: Score, state: Partial | None, finalize
             )  # fmt: skip
             if not block.period:  # otherwise each launch allocates memory of its own, and takes long
                 config = CONFIGS[q.shape[3], v.shape[3]]
-                fixed = query_tile_table(block, config.block_m, config.block_n, q.device)
+                fixed: tuple[Tensor, ...] = query_tile_table(block, config.block_m, config.block_n, q.device)
                 if changes.slopes is not None:
                     fixed += _positions(q, block, config)
                 number_at = None if ready is None else _forward_kernel.arg_names.index("epoch")
