@@ -6,19 +6,30 @@
     python -m benchmarks.bench_scaling --report results       make the tables and plots again from results/
 
 For every group size, number of tokens, mask and number of heads, it times the forward and the forward+backward of each
-dataflow and of
+dataflow with each layout (``gather balanced``; zigzag is not named) and of
 
-* ``local``: the same kernel on one rank's share of the work with all keys already local, on all GPUs of the group at
-  once. The ratio to it is the cost of communication;
+* ``local``, ``local balanced``, ...: the same kernel on one rank's share of the work with all keys already local, on
+  all GPUs of the group at once. The ratio to it is the cost of communication. Where a layout gives ranks unequal work,
+  its ``local`` has the same busiest rank, and the ratio says nothing about balance;
+* ``alone``: one GPU's kernel on the whole row, on every GPU of the group at once, as speed per visible pair. The ratio
+  to it is the cost of communication, unequal work and shorter runs together. Of a row of more than ``--alone`` tokens,
+  which may not fit on one GPU or take long, it computes the first ones, and the report says so;
 * peers (benchmarks/peers.py): PyTorch's context_parallel and ring-flash-attn. Each first computes a small problem, on
   each rank alone and then together, and is compared with ours. A peer that fails or computes another result is reported
   as missing, with the reason;
 * ``matmul``: a product of two 8192 x 8192 matrices in the same run.
 
-Weak scaling is ``--tokens`` per rank over several ``--ranks``; strong scaling is ``--total`` tokens. Documents have
-log-normal lengths (median 2,048, sigma 1.2, seed 0). FLOP: ``4 * heads * head_dim`` for each visible pair of a query
-and a key, divided by the ranks; 3.5 times that for forward+backward, whatever a kernel really computes. Inputs are
-random. A rate above the peak of the hardware ends the run: the timing is wrong.
+Weak scaling is ``--tokens`` per rank over several ``--ranks``; strong scaling is ``--total`` tokens. Packed documents:
+``documents`` have log-normal lengths (median 2,048, sigma 1.2), ``published`` those of MagiAttention's benchmark
+(benchmarks/documents.py); ``published-3`` draws with seed 3 instead of 0. FLOP: ``4 * heads * head_dim`` for each
+visible pair of a query and a key, divided by the ranks; 3.5 times that for forward+backward, whatever a kernel really
+computes. Inputs are random. A rate above the peak of the hardware ends the run: the timing is wrong.
+
+For packed documents on two GPUs (four minutes):
+
+    torchrun --standalone --nproc-per-node 2 -m benchmarks.bench_scaling --masks published --tokens 8192 16384 \
+        --layouts zigzag balanced zigzag-in-documents contiguous --dataflows gather --peers --no-errors \\
+        --segments 18 --budget 200
 
 All contestants take turns, in segments of ``--seconds``. A call runs faster for a while after one that draws little
 power, so each contestant follows each other one equally often (balanced_orders.py), and the start of a segment does not
@@ -39,7 +50,9 @@ if not __package__:
 import argparse
 import contextlib
 import datetime
+import functools
 import gc
+import itertools
 import json
 import statistics
 import time
@@ -51,14 +64,17 @@ import torch.distributed as dist
 from torch import Tensor
 
 import ringattn
-from benchmarks import json_lines, peers, plot_scaling
+from benchmarks import json_lines, peers, plot_scaling, scaling_layouts, scaling_lines
+from benchmarks.balance import busiest
 from benchmarks.json_lines import ROOT
 from benchmarks.peers import CannotRun
 from benchmarks.progress import Progress
 from benchmarks.scaling_contestants import Contestants
-from benchmarks.scaling_problems import MASKS, Setting, settings, visible_pairs
+from benchmarks.scaling_problems import MASKS, Setting, mask_name, settings, visible_pairs
 from benchmarks.scaling_timing import Around, Contestant, Group, Timing
-from ringattn import reference, virtual
+from ringattn import needs, reference, virtual
+from ringattn.layout import LAYOUTS
+from ringattn.loads import Loads
 from scripts import ranks
 from scripts.arguments import head_counts, positive
 
@@ -101,29 +117,45 @@ class Bench:
         where = ", ".join([name, setting.mask, *words.values()])
         self.progress.say(f"missing: {where}, {setting.ranks} ranks: {reason}")
 
-    def report_row(self, setting: Setting, name: str, pairs: int, times: dict[str, list[float]], memory: Words) -> None:
+    def report_row(
+        self, setting: Setting, name: str, work: Words, times: dict[str, list[float]], memory: Words
+    ) -> None:
         """Write and print the medians of one pass.
+
+        Args:
+            work: what :meth:`work` returns.
 
         Raises:
             RuntimeError: a rate is above the peak of the hardware.
         """
         ms = {entry: statistics.median(t) for entry, t in times.items()}
-        flops = 4 * setting.heads[0] * self.args.head_dim * pairs / setting.ranks * PRODUCTS[name]
-        rates = {entry: flops / t / 1e9 for entry, t in ms.items()}
+        flops = 4 * setting.heads[0] * self.args.head_dim * PRODUCTS[name]
+        pairs = dict.fromkeys(times, work["pairs"] / setting.ranks) | dict(alone=work["alone_pairs"])
+        rates = {entry: flops * pairs[entry] / t / 1e9 for entry, t in ms.items()}
         if wrong := {entry: rate for entry, rate in rates.items() if rate > PEAK}:
             raise RuntimeError(f"rates above the hardware's peak of {PEAK} TFLOP/s: {wrong}; the timing is wrong")
         deciles = {
             entry: statistics.quantiles(t, n=10, method="inclusive") if len(t) > 1 else [t[0]]
             for entry, t in times.items()
         }
-        self.write(
-            "row", **setting.words(), what=name, head_dim=self.args.head_dim, pairs=pairs, milliseconds=ms,
+        row = dict(
+            **setting.words(), what=name, head_dim=self.args.head_dim, **work, milliseconds=ms,
             spread={entry: (d[0], d[-1]) for entry, d in deciles.items()}, tflops=rates,
             segments=len(next(iter(times.values()))), memory=memory,
             documents=len(setting.documents) - 1 if setting.documents else None,
         )  # fmt: skip
-        local = rates.get("local")
-        text = "  ".join(f"{entry} {r:.3g}" + (f" ({r / local:.1%})" if local else "") for entry, r in rates.items())
+        self.write("row", **row)
+        of_local, of_alone = scaling_lines.share_of_local, scaling_lines.share_of_alone
+        text = "  ".join(
+            " ".join(
+                [
+                    f"{entry} {rate:.3g}",
+                    *(f"({share:.1%} of local)" for share in [of_local(row, entry)] if share and share != 1),
+                    *(f"({share:.1%} of alone)" for share in [of_alone(row, entry)] if share and share != 1),
+                ]
+            )
+            for entry, rate in rates.items()
+        )
         where = f"{setting.ranks} ranks x {setting.tokens:6} {setting.mask:9} {setting.heads[0]}/{setting.heads[1]}"
         self.progress.say(f"{where} {name:16} {text}")
 
@@ -143,11 +175,10 @@ class Bench:
 
     def row(self, setting: Setting) -> bool:
         """Measure all passes of one setting. Returns False if the time budget is spent before that."""
-        group = self.groups[setting.ranks]
-        x = self.contestants.tensors(setting, setting.tokens)
-        base = self.contestants.plan(setting, group.data, "gather")
-        pairs = visible_pairs(base.mask)
-        entries = self.entries(setting, group, base, x)
+        group, layouts = self.groups[setting.ranks], self.args.layouts[: None if setting.ranks > 1 else 1]
+        bases = {layout: self.contestants.plan(setting, group.data, "gather", layout) for layout in layouts}
+        entries = self.entries(setting, group, bases)
+        work = self.work(setting, bases, entries)
         for name in self.args.passes:
             if self.over(group):
                 return False
@@ -160,24 +191,37 @@ class Bench:
                     del entries[entry]
                     continue
                 calls[entry] = contestant.call(name), contestant.around
-                if self.device.type == "cuda" and entry != "local":
-                    memory[entry] = self.memory(setting, contestant.plan, x, peak, name)
+                if self.device.type == "cuda" and contestant.inputs:
+                    memory[entry] = self.memory(setting, contestant, peak, name)
             if calls:
-                self.report_row(setting, name, pairs, self.timing.measure(calls, group), memory)
+                self.report_row(setting, name, work, self.timing.measure(calls, group), memory)
         return True
 
-    def entries(self, setting: Setting, group: Group, base: ringattn.Plan, x: list[Tensor]) -> dict[str, Contestant]:
-        """Return the contestants that can run, by name. Report the others."""
-        make = self.contestants
-        entries = {name: make.ours(make.plan(setting, group.data, name), x) for name in self.args.dataflows}
-        problem: Exception | None = None
-        try:
-            entries["local"] = make.local(setting, base, x)
-        except torch.OutOfMemoryError as error:
-            problem = error
-        if reason := group.agree(problem):
-            entries.pop("local", None)
-            self.report_missing("local", setting, reason)
+    def entries(self, setting: Setting, group: Group, bases: dict[str, ringattn.Plan]) -> dict[str, Contestant]:
+        """Return the contestants that can run, by name. Report the others.
+
+        Args:
+            bases: a plan of each layout.
+        """
+        make, named = self.contestants, scaling_lines.contestant
+        inputs = functools.cache(functools.partial(make.tensors, setting))  # by the number of this rank's tokens
+        entries = {}
+        for layout, dataflow in itertools.product(bases, self.args.dataflows):
+            plan = make.plan(setting, group.data, dataflow, layout)
+            entries[named(dataflow, layout)] = make.ours(plan, inputs(plan.local_lengths[plan.rank]))
+        kernels = {named("local", layout): base for layout, base in bases.items()}
+        if self.args.alone:
+            kernels["alone"] = make.whole(setting)
+        for name, plan in kernels.items():
+            problem: Exception | None = None
+            try:
+                entries[name] = make.kernel(setting, plan, inputs(plan.local_lengths[plan.rank]))
+            except torch.OutOfMemoryError as error:
+                problem = error
+            if reason := group.agree(problem):
+                entries.pop(name, None)
+                self.report_missing(name, setting, reason)
+        x = inputs(setting.tokens)
         for name in self.args.peers if setting.ranks > 1 else ():
             try:
                 entries[name] = make.peer(name, setting, group, x)
@@ -188,15 +232,33 @@ class Bench:
                         entries[f"{name} (keys repeated)"] = make.peer(name, setting, group, x, repeat=True)
         return entries
 
-    def memory(self, setting: Setting, plan: ringattn.Plan | None, x: list[Tensor], peak: float, name: str) -> Words:
+    def work(self, setting: Setting, bases: dict[str, ringattn.Plan], entries: dict[str, Contestant]) -> Words:
+        """Return the visible pairs of the row and of ``alone``, which layout contestants have, and what each layout
+        gives the busiest rank, over the mean of all ranks."""
+        whole = self.contestants.whole(setting) if "alone" in entries else None
+        layouts = {name: entry.layout for name, entry in entries.items() if entry.layout}
+        layouts |= {scaling_lines.contestant("local", layout): layout for layout in bases}
+        mask = next(iter(bases.values())).mask
+        loads = {}
+        for layout in dict.fromkeys(layouts.values()):
+            shards = LAYOUTS[layout](mask, setting.ranks)
+            load = Loads.of(mask, shards, shards, needs.fetches(mask, shards, shards))
+            fetched = sum(load.fetched) / sum(load.tokens)
+            loads[layout] = dict(pairs=busiest(load.pairs), tiles=busiest(load.tiles), fetched=fetched)
+        return dict(
+            pairs=visible_pairs(mask), alone_pairs=whole and visible_pairs(whole.mask),
+            alone_tokens=whole and whole.seq_len, layouts=layouts, loads=loads,
+        )  # fmt: skip
+
+    def memory(self, setting: Setting, contestant: Contestant, peak: float, name: str) -> Words:
         """Return bytes per GPU: the inputs, the measured peak with inputs, and the plan's prediction of it."""
-        both = name != "forward"
+        both, x, plan = name != "forward", contestant.inputs, contestant.plan
         inputs = sum(t.numel() * t.element_size() for t in (x if both else x[:3]))
         words: Words = dict(inputs=inputs, peak=inputs + peak)
         if plan is not None:
             (hq, hk), q = setting.heads, x[0]
             shape = dict(q_heads=hq, kv_heads=hk, head_dim=self.args.head_dim, itemsize=q.element_size())
-            out = q.numel() * q.element_size() + setting.tokens * hq * 4  # and lse
+            out = q.numel() * q.element_size() + q.shape[1] * hq * 4  # and lse
             grads = sum(t.numel() * t.element_size() for t in x[:3])
             forward = out + plan.memory_bytes(**shape)
             backward = out + grads + plan.memory_bytes(backward=True, **shape)
@@ -211,7 +273,7 @@ class Bench:
         args, total = self.args, self.args.error_tokens
         setting = Setting(1, total, "causal", (4, 2))
         whole = self.contestants.tensors(setting, total, seed=1)
-        one = self.contestants.plan(setting, virtual.VirtualRank(0, 1, self.device), "ring")
+        one = self.contestants.plan(setting, virtual.VirtualRank(0, 1, self.device), "ring", "zigzag")
         q, k, v = leaves = [t.detach().double().requires_grad_() for t in whole[:3]]
         out, _ = reference.attention(q, k, v, one.mask)
         exact = [out.detach(), *torch.autograd.grad(out, leaves, whole[3].double())]
@@ -227,12 +289,12 @@ class Bench:
             return {n: ((a.double() - b).square().mean().sqrt() / b.square().mean().sqrt()).item() for n, a, b in pairs}
 
         alone = rms(one)
-        for dataflow in args.dataflows:
-            plan = ringattn.plan(total, group.data, causal=True, dataflow=dataflow, layout=args.layout)
-            error = rms(plan)
-            self.write("error", ranks=group.size, dataflow=dataflow, total=total, rms=error, one_rank=alone)
+        for layout, dataflow in itertools.product(args.layouts, args.dataflows):
+            plan = ringattn.plan(total, group.data, causal=True, dataflow=dataflow, layout=layout)
+            error, entry = rms(plan), scaling_lines.contestant(dataflow, layout)
+            self.write("error", ranks=group.size, dataflow=entry, total=total, rms=error, one_rank=alone)
             ratio = max(error[name] / alone[name] for name in alone)
-            self.progress.say(f"error, {group.size} ranks, {dataflow}: at most {ratio:.3f} x the error of one rank")
+            self.progress.say(f"error, {group.size} ranks, {entry}: at most {ratio:.3f} x the error of one rank")
 
     # The run
 
@@ -277,14 +339,15 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add("--tokens", type=positive, nargs="*", default=[4096, 8192, 16384, 32768], help="tokens per rank: weak scaling")
     add("--total", type=positive, nargs="*", default=[], help="tokens of all ranks: strong scaling")
     add("--ranks", type=positive, nargs="+", help="group sizes; default: all ranks")
-    add("--masks", nargs="+", default=["causal"], choices=MASKS)
+    add("--masks", nargs="+", default=["causal"], type=mask_name, help=f"{', '.join(MASKS)}, documents-SEED, ...")
     add("--window", type=positive, default=4096, help="keys that a query sees under the mask window")
     add("--heads", type=head_counts, nargs="+", default=[(32, 8)], help="QUERY_HEADS/KEY_HEADS, as in 32/8 32/32 64/8")
     add("--head-dim", type=positive, default=128)
     add("--dtype", default="bfloat16", choices=["bfloat16", "float16", "float32"])
     add("--passes", nargs="+", default=list(PRODUCTS), choices=list(PRODUCTS))
     add("--dataflows", nargs="+", default=["ring", "gather"])
-    add("--layout", default="zigzag")
+    add("--layouts", nargs="+", default=["zigzag"], choices=[*LAYOUTS, *scaling_layouts.OTHERS])
+    add("--alone", type=int, default=65536, help="tokens of a row on one GPU, at most; 0: do not measure it")
     add("--kernel", default="auto")
     names = ", ".join(peers.NAMES)
     add("--peers", nargs="*", metavar="PEER", help=f"other libraries; default: all that run on the device, of {names}")
@@ -337,7 +400,8 @@ def bench(args: argparse.Namespace, device: torch.device) -> None:
     if max(args.ranks) > world:
         raise SystemExit(f"--ranks {max(args.ranks)} is more than the {world} ranks that were launched")
     torch.manual_seed(dist.get_rank())
-    Bench(args, device, Group(world, dist.group.WORLD, None, dist.new_group(backend="gloo"))).run()
+    with scaling_layouts.registered():
+        Bench(args, device, Group(world, dist.group.WORLD, None, dist.new_group(backend="gloo"))).run()
 
 
 if __name__ == "__main__":

@@ -153,9 +153,7 @@ def curves(args: argparse.Namespace, device: torch.device) -> int:
             continue
         mine[variant] = curve(args, device, None, variant)
         lines.say(f"cp 1, repeat {variant}: loss {mine[variant][0][0]:.5f} to {mine[variant][0][-1]:.5f}")
-    gathered: list[Any] = [None] * world
-    dist.all_gather_object(gathered, mine)
-    alone = [run for _, run in sorted(pair for part in gathered for pair in part.items())]
+    alone = [run for _, run in sorted(pair for part in ranks.gather(list(mine.items())) for pair in part)]
     split = curve(args, device, mesh, args.repeats)  # one more variant, over the ranks
     lines.say(f"cp {world}: loss {split[0][0]:.5f} to {split[0][-1]:.5f}")
 

@@ -51,7 +51,7 @@ class CannotRun(Exception):
 class Problem:
     """One attention over a group of ranks.
 
-    ``cu_seqlens``: for the mask "documents". ``repeat``: repeat the key heads, for a peer that needs as many key heads
+    ``cu_seqlens``: for packed documents. ``repeat``: repeat the key heads, for a peer that needs as many key heads
     as query heads.
     """
 
@@ -103,7 +103,7 @@ def make(name: str, problem: Problem) -> Peer:
 
 
 def _torch_cp(problem: Problem, rotate: str, kernel: str) -> Peer:
-    if problem.mask == "documents":
+    if problem.cu_seqlens is not None:
         raise CannotRun("scaled_dot_product_attention takes no documents under context_parallel")
     try:
         from torch.distributed.device_mesh import DeviceMesh
@@ -154,7 +154,7 @@ def _ring_flash_attn(problem: Problem, kernel: str) -> Peer:
     package = load_ring_flash_attn()
     if kernel == "flash-attn" and _real_flash_attn is None:
         raise CannotRun("the package flash-attn is not installed")
-    if problem.mask == "documents" and kernel in ("cudnn", "cpu"):
+    if problem.cu_seqlens is not None and kernel in ("cudnn", "cpu"):
         raise CannotRun(f"torch has no {kernel} kernel for packed documents")
     size = dist.get_world_size(problem.group)
     if problem.seq_len % (2 * size):
@@ -175,8 +175,7 @@ def _ring_flash_attn(problem: Problem, kernel: str) -> Peer:
                 dq, dk, dv = (torch.empty_like(x) for x in (q_, k_, v_))
                 _flash_attn_backward(out, q_, k_, v_, out, lse, dq, dk, dv, 0.0, scale, causal)
 
-    if problem.mask == "documents":
-        assert problem.cu_seqlens is not None
+    if problem.cu_seqlens is not None:
         bounds = torch.tensor(problem.cu_seqlens, dtype=torch.int32, device=problem.device)
         prepare = package.llama3_flash_attn_prepare_cu_seqlens
         arguments = prepare(bounds, True, dist.get_rank(problem.group), size)

@@ -13,14 +13,16 @@ if not __package__:
     raise SystemExit("start this as a module, in the repository's root: python -m benchmarks.plot_scaling")
 
 import argparse
+import functools
 import importlib.util
 import re
 import sys
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from benchmarks import json_lines
+from benchmarks import json_lines, scaling_lines
 from benchmarks.json_lines import table
-from benchmarks.scaling_lines import GIB, OURS, Line, contestants, group_by, latest, read
+from benchmarks.scaling_lines import GIB, Line, contestants, group_by, latest, read
 
 
 def report(folder: Path) -> str:
@@ -73,7 +75,9 @@ def _head(runs: list[list[Line]]) -> list[str]:
         "",
         "FLOP: 4 x heads x head dim for each visible pair, divided by the ranks; 3.5 times that for forward+backward.",
         "Times are medians over segments, each of the slowest rank. In brackets: the share of `local`, the same kernel",
-        "with all keys already local. Missing: not requested in that run, or not able to run; reasons are at the end.",
+        "with all keys already local and the same layout (of a peer whose layout was not measured: the first one). A",
+        "dataflow or `local` without the name of a layout is zigzag. `alone`: one GPU's kernel on the whole row.",
+        "Missing: not requested in that run, or not able to run; reasons are at the end.",
         "",
     ]
 
@@ -83,31 +87,92 @@ def _speed(rows: list[Line]) -> list[str]:
     for (mask, heads, name), some in group_by(rows, "mask", "heads", "what"):
         some = sorted(some, key=lambda r: (r["ranks"], r["tokens"]))
         names = contestants(some)
-        ours = [n for n in names if n in OURS]
         text += [f"## {mask}, {heads[0]}/{heads[1]} heads, {name}", "", "TFLOP/s per GPU.", ""]
-        cells = [[str(r["ranks"]), f"{r['tokens']:,}", *(_rate(r["tflops"], n) for n in names)] for r in some]
-        text += [*table(["ranks", "tokens per rank", *names], cells), ""]
+        text += [*_table(some, names, _rate), ""]
+        if any("alone" in row["tflops"] for row in some):
+            text += [
+                "Share of `alone`, one GPU's kernel on the same mask, in visible pairs per second and GPU: what is",
+                "left after communication, unequal work and shorter runs.",
+                "",
+                *_table(some, [n for n in names if n != "alone"], _of_alone, {"alone, tokens": _alone_tokens}),
+                "",
+            ]
+        text += _balance(some)
         text += ["Exposed communication: milliseconds beyond `local`, and their share of the whole.", ""]
-        cells = []
-        for r in some:
-            local = r["milliseconds"].get("local")
-            exposed = (_exposed(r["milliseconds"].get(n), local) for n in ours)
-            cells.append(
-                [str(r["ranks"]), f"{r['tokens']:,}", "missing" if local is None else f"{local:.3f}", *exposed]
-            )
-        text += [*table(["ranks", "tokens per rank", "local, ms", *ours], cells), ""]
+        ours = [n for n in names if scaling_lines.is_ours(n)]
+        kernels = [n for n in names if scaling_lines.is_local(n)] or ["local"]
+        columns = {f"{n}, ms": functools.partial(_milliseconds, name=n) for n in kernels}
+        text += [*_table(some, ours, _exposed, columns), ""]
     return text
 
 
-def _rate(rates: dict[str, float], name: str) -> str:
-    rate, local = rates.get(name), rates.get("local")
-    if rate is None:
+Cell = Callable[..., str]
+
+
+def _table(rows: list[Line], names: Sequence[str], cell: Cell, columns: Mapping[str, Cell] | None = None) -> list[str]:
+    """Return a table with a line for each row: ``columns`` by their heads, then ``cell(row, name)`` of all names."""
+    columns = columns or {}
+    cells = [
+        [str(r["ranks"]), f"{r['tokens']:,}", *(make(r) for make in columns.values()), *(cell(r, n) for n in names)]
+        for r in rows
+    ]
+    return table(["ranks", "tokens per rank", *columns, *names], cells)
+
+
+def _number(rate: float) -> str:
+    return f"{rate:.0f}" if rate >= 10 else f"{rate:.3g}"
+
+
+def _rate(row: Line, name: str) -> str:
+    if name not in row["tflops"]:
         return "missing"
-    share = f" ({rate / local:.1%})" if local and name != "local" else ""
-    return (f"{rate:.0f}" if rate >= 10 else f"{rate:.3g}") + share
+    rate, share = _number(row["tflops"][name]), scaling_lines.share_of_local(row, name)
+    busiest = scaling_lines.unevenness(row, name)
+    if scaling_lines.is_local(name):
+        return f"{rate}, unbalanced: busiest {busiest:.2f} x mean" if busiest > scaling_lines.EVEN else rate
+    if share is None or name == "alone":
+        return rate
+    return f"{rate} ({share:.1%}{' of an unbalanced local' if busiest > scaling_lines.EVEN else ''})"
 
 
-def _exposed(ms: float | None, local: float | None) -> str:
+def _of_alone(row: Line, name: str) -> str:
+    share = scaling_lines.share_of_alone(row, name)
+    return "missing" if share is None else f"{share:.1%}"
+
+
+def _alone_tokens(row: Line) -> str:
+    tokens = row.get("alone_tokens")
+    if "alone" not in row["tflops"] or tokens is None:
+        return "missing"
+    return f"the first {tokens:,}" if tokens < row["total"] else f"all {tokens:,}"
+
+
+def _balance(rows: list[Line]) -> list[str]:
+    """Return a table of what each layout gives the busiest rank."""
+    layouts = dict.fromkeys(layout for row in rows for layout in row.get("loads", {}))
+    if not layouts:
+        return []
+
+    def cell(row: Line, layout: str) -> str:
+        load = row["loads"].get(layout) if "loads" in row else None
+        return "missing" if load is None else f"{load['pairs']:.3f}, {load['tiles']:.3f}; {load['fetched']:.2f}"
+
+    return [
+        "Balance of layouts: visible pairs of the busiest rank over the mean, the same for tiles of 128 x 128; keys",
+        "fetched over a rank's own, mean.",
+        "",
+        *_table(rows, list(layouts), cell),
+        "",
+    ]
+
+
+def _milliseconds(row: Line, name: str) -> str:
+    ms = row["milliseconds"].get(name)
+    return "missing" if ms is None else f"{ms:.3f}"
+
+
+def _exposed(row: Line, name: str) -> str:
+    ms, local = row["milliseconds"].get(name), row["milliseconds"].get(scaling_lines.local_of(row, name))
     return "missing" if ms is None or local is None else f"{ms - local:.3f} ({(ms - local) / ms:.1%})"
 
 

@@ -1,4 +1,5 @@
-"""The contestants of bench_scaling: our dataflows, the local kernel, and peers after a check of their results."""
+"""The contestants of bench_scaling: our dataflows, kernels without communication, and peers after a check of their
+results."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ from benchmarks import peers
 from benchmarks.peers import CannotRun
 from benchmarks.scaling_problems import Setting, mask_arguments
 from benchmarks.scaling_timing import Contestant, Group, Timing
-from ringattn import layout
+from ringattn import layout, virtual
 from ringattn import mask as masks
 from ringattn.dataflow.fetching import gathered_block
 from ringattn.kernels.backends import choose
@@ -54,17 +55,27 @@ class Contestants:
             x.requires_grad_()
         return tensors
 
-    def plan(self, setting: Setting, group: Any, dataflow: str) -> ringattn.Plan:
+    def plan(self, setting: Setting, group: Any, dataflow: str, layout: str) -> ringattn.Plan:
         options = mask_arguments(setting.mask, setting.seq_len, self.args.window)
-        return ringattn.plan(setting.seq_len, group, dataflow=dataflow, layout=self.args.layout, **options)
+        return ringattn.plan(setting.seq_len, group, dataflow=dataflow, layout=layout, **options)
+
+    def whole(self, setting: Setting) -> ringattn.Plan:
+        """Return the plan of one GPU alone: the whole row, or the first ``--alone`` tokens of a longer one."""
+        length = min(setting.seq_len, self.args.alone)
+        options = mask_arguments(setting.mask, setting.seq_len, self.args.window, length)
+        return ringattn.plan(length, virtual.VirtualRank(0, 1, self.device), **options)
 
     def ours(self, plan: ringattn.Plan, x: list[Tensor]) -> Contestant:
         q, k, v, dout = x
         attend = functools.partial(ringattn.attention, q, k, v, plan, kernel=self.args.kernel)
-        return Contestant(attend, lambda: torch.autograd.grad(attend(), (q, k, v), dout), plan=plan)
 
-    def local(self, setting: Setting, plan: ringattn.Plan, x: list[Tensor]) -> Contestant:
-        """Return the kernel on one rank's queries with all keys that they need already local."""
+        def both() -> Any:
+            return torch.autograd.grad(attend(), (q, k, v), dout)
+
+        return Contestant(attend, both, plan=plan, layout=plan.layout, inputs=x)
+
+    def kernel(self, setting: Setting, plan: ringattn.Plan, x: list[Tensor]) -> Contestant:
+        """Return the kernel on this rank's queries with all keys that they need already local."""
         q, _, _, dout = x
         q = q.detach()
         block = gathered_block(plan, self.device)
@@ -98,7 +109,11 @@ class Contestants:
         peer = self._make(name, setting, group, repeat)
         q, k, v, dout = x
         attend = functools.partial(peer.attend, q, k, v)
-        return Contestant(attend, lambda: torch.autograd.grad(attend(), (q, k, v), dout), peer.around)
+
+        def both() -> Any:
+            return torch.autograd.grad(attend(), (q, k, v), dout)
+
+        return Contestant(attend, both, peer.around, layout=peer.layout, inputs=x)
 
     def _check(self, name: str, small: Setting, group: Group, repeat: bool) -> str | None:
         """Return why a peer cannot run (not supported, its kernel fails, it fails over ranks, it computes another
@@ -140,7 +155,7 @@ class Contestants:
         """Return the largest difference of output and gradients from ours, relative to the largest value."""
         problem: Exception | None = None
         whole = self.tensors(setting, setting.seq_len, seed=0)
-        plan = self.plan(setting, group.data, "ring")
+        plan = self.plan(setting, group.data, "ring", "zigzag")
 
         def run(take: Callable[[Tensor], Tensor], attend: Callable[..., Any]) -> list[Tensor]:
             q, k, v, dout = (take(t.detach()).contiguous() for t in whole)

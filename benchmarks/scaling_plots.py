@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,9 +10,10 @@ from typing import Any
 import matplotlib
 import matplotlib.pyplot as plt
 
-from benchmarks.scaling_lines import GIB, OURS, Line, contestants, group_by
+from benchmarks import scaling_lines
+from benchmarks.scaling_lines import GIB, Line, contestants, group_by, is_ours
 
-COLOURS = {"ring": "tab:blue", "gather": "tab:orange", "reduce": "tab:green", "local": "black"}
+COLOURS = {"ring": "tab:blue", "gather": "tab:orange", "reduce": "tab:green", "local": "black", "alone": "dimgray"}
 OTHER_COLOURS = ("tab:red", "tab:purple", "tab:brown", "tab:pink", "tab:olive", "tab:cyan", "tab:gray")
 
 
@@ -68,7 +69,7 @@ class Plots:
 
     def line(self, axis: Any, points: dict[float, float], name: str, **style: Any) -> None:
         xs = sorted(points)
-        dashes = "-" if name in COLOURS else "--"
+        dashes = "-" if is_ours(name) or name in COLOURS else "--"
         style = dict(marker="o", color=self.colours.get(name), label=name, linestyle=dashes) | style
         axis.plot(xs, [points[x] for x in xs], **style)
 
@@ -83,7 +84,8 @@ class Plots:
         """Draw all figures of one problem."""
         tag = f"{problem.mask}_{problem.heads[0]}-{problem.heads[1]}"
         self.speed(problem, f"speed_{tag}")
-        self.efficiency(problem, f"efficiency_{tag}")
+        self.shares(problem, "local", scaling_lines.share_of_local, f"efficiency_{tag}")
+        self.shares(problem, "alone", scaling_lines.share_of_alone, f"alone_{tag}")
         self.scaling(problem, "weak", "tokens", "tokens per rank", f"weak_{tag}")
         self.scaling(problem, "strong", "total", "tokens in all", f"strong_{tag}")
         self.exposed(problem, f"exposed_{tag}")
@@ -100,23 +102,22 @@ class Plots:
             axis.legend(fontsize=8)
         self.save(figure, f"Speed on {problem.ranks} ranks: {problem.title}", file)
 
-    def efficiency(self, problem: Problem, file: str) -> None:
+    def shares(self, problem: Problem, of: str, share: Callable[[Line, str], float | None], file: str) -> None:
+        """Draw the speed of dataflows and peers over that of ``local``, or of ``alone``."""
+        ideal = dict(local="all keys already local", alone="one GPU's kernel on the whole row")[of]
+        if not any(share(row, entry) for row in problem.rows for entry in contestants([row])):
+            return
         figure, axes = self.panels(problem.passes())
         for axis, name in zip(axes, problem.passes(), strict=True):
-            rows = [row for row in problem.of(name) if "local" in row["tflops"]]
+            rows = problem.of(name)
             for entry in contestants(rows):
-                if entry != "local":
-                    shares = {
-                        r["tokens"]: 100 * r["tflops"][entry] / r["tflops"]["local"]
-                        for r in rows
-                        if entry in r["tflops"]
-                    }
-                    self.line(axis, shares, entry)
-            axis.axhline(100, color="black", linestyle=":", label="ideal: all keys already local")
+                if not scaling_lines.is_local(entry) and entry != "alone":
+                    self.line(axis, {r["tokens"]: 100 * s for r in rows if (s := share(r, entry))}, entry)
+            axis.axhline(100, color="black", linestyle=":", label=f"ideal: {ideal}")
             self.tokens_axis(axis, "tokens per rank", (row["tokens"] for row in rows))
-            axis.set(ylabel="% of local", ylim=(0, 110))
+            axis.set(ylabel=f"% of {of}", ylim=(0, 110))
             axis.legend(fontsize=8)
-        self.save(figure, f"Efficiency on {problem.ranks} ranks: {problem.title}", file)
+        self.save(figure, f"Efficiency on {problem.ranks} ranks, share of {of}: {problem.title}", file)
 
     def scaling(self, problem: Problem, kind: str, same: str, unit: str, file: str) -> None:
         """Draw the speed of all ranks together over the number of ranks, one series for each value of ``same`` that was
@@ -131,11 +132,12 @@ class Plots:
         figure, axes = self.panels(problem.passes())
         for axis, name in zip(axes, problem.passes(), strict=True):
             for i, (size, _, rows) in enumerate(s for s in series if s[1] == name):
-                for entry in (n for n in contestants(rows) if n in OURS):
+                for entry in filter(is_ours, contestants(rows)):
                     points = {r["ranks"]: r["ranks"] * r["tflops"][entry] for r in rows if entry in r["tflops"]}
                     self.line(axis, points, entry, label=f"{entry}, {size:,} {unit}", alpha=1 / (1 + 0.5 * i))
-                ideal = {r["ranks"]: r["ranks"] * r["tflops"]["local"] for r in rows if "local" in r["tflops"]}
-                self.line(axis, ideal, "local", marker="", linestyle=":", label=None if i else "ideal: local")
+                base = "alone" if any("alone" in r["tflops"] for r in rows) else "local"
+                ideal = {r["ranks"]: r["ranks"] * r["tflops"][base] for r in rows if base in r["tflops"]}
+                self.line(axis, ideal, base, marker="", linestyle=":", label=None if i else f"ideal: {base}")
             axis.set(xlabel="ranks", ylabel="TFLOP/s of all ranks", ylim=(0, None))
             axis.set_xticks(sorted({row["ranks"] for row in problem.rows}))
             axis.legend(fontsize=7)
@@ -144,13 +146,14 @@ class Plots:
     def exposed(self, problem: Problem, file: str) -> None:
         figure, axes = self.panels(problem.passes())
         for axis, name in zip(axes, problem.passes(), strict=True):
-            rows = sorted((r for r in problem.of(name) if "local" in r["milliseconds"]), key=lambda r: r["tokens"])
-            ours = [n for n in contestants(rows) if n in OURS]
+            rows = [r for r in problem.of(name) if any(map(scaling_lines.is_local, r["tflops"]))]
+            rows.sort(key=lambda row: row["tokens"])
+            ours = list(filter(is_ours, contestants(rows)))
             for n, entry in enumerate(ours):
                 for i, row in enumerate(rows):
                     if entry not in row["milliseconds"]:
                         continue
-                    ms, local = row["milliseconds"][entry], row["milliseconds"]["local"]
+                    ms, local = row["milliseconds"][entry], row["milliseconds"][scaling_lines.local_of(row, entry)]
                     x, share = i + 0.8 * (n + 0.5) / len(ours) - 0.4, 100 * (ms - local) / ms
                     axis.bar(x, share, 0.8 / len(ours), color=self.colours[entry], label=None if i else entry)
                     place = dict(ha="center", va="bottom", fontsize=7, rotation=90)

@@ -9,14 +9,15 @@ from typing import Any
 
 import torch
 
+from benchmarks import documents
 from ringattn import mask
 
-MASKS = ("causal", "full", "window", "documents")
+MASKS = ("causal", "full", "window", "documents", "published")
 
 
 @dataclass(frozen=True)
 class Setting:
-    """One problem. ``tokens``: per rank. ``heads``: of queries and of keys."""
+    """One problem. ``tokens``: per rank. ``mask``: see :func:`mask_name`. ``heads``: of queries and of keys."""
 
     ranks: int
     tokens: int
@@ -30,11 +31,31 @@ class Setting:
     @property
     def documents(self) -> list[int] | None:
         """The boundaries of the packed documents, if the mask has documents."""
-        return document_bounds(self.seq_len) if self.mask == "documents" else None
+        return packed_bounds(self.mask, self.seq_len)
 
     def words(self) -> dict[str, Any]:
         """Return the problem for a line of JSON."""
         return dict(ranks=self.ranks, tokens=self.tokens, total=self.seq_len, mask=self.mask, heads=list(self.heads))
+
+
+def mask_name(text: str) -> str:
+    """Check the name of a mask: one of MASKS; ``documents-3`` and ``published-3`` draw other lengths, with seed 3.
+
+    Raises:
+        argparse.ArgumentTypeError: it is unknown.
+    """
+    name, dash, seed = text.partition("-")
+    if name not in MASKS or (dash and not (name in ("documents", "published") and seed.isdecimal())):
+        raise argparse.ArgumentTypeError(f"{text!r} is not one of {', '.join(MASKS)}, documents-SEED, published-SEED")
+    return text
+
+
+def packed_bounds(name: str, total: int) -> list[int] | None:
+    """Return the boundaries of packed documents, or None for a mask without documents."""
+    kind, _, seed = name.partition("-")
+    if kind == "documents":
+        return document_bounds(total, int(seed or 0))
+    return documents.bounds(kind, total, int(seed or 0)) if kind == "published" else None
 
 
 def document_bounds(total: int, seed: int = 0) -> list[int]:
@@ -47,10 +68,11 @@ def document_bounds(total: int, seed: int = 0) -> list[int]:
     return bounds
 
 
-def mask_arguments(name: str, seq_len: int, window: int) -> dict[str, Any]:
-    """Return the arguments of ringattn.plan() for a mask."""
-    if name == "documents":
-        return dict(causal=True, cu_seqlens=document_bounds(seq_len))
+def mask_arguments(name: str, seq_len: int, window: int, length: int | None = None) -> dict[str, Any]:
+    """Return the arguments of ringattn.plan() for a mask, or for the first ``length`` tokens of the row."""
+    if bounds := packed_bounds(name, seq_len):
+        length = seq_len if length is None else length
+        return dict(causal=True, cu_seqlens=[*(bound for bound in bounds if bound < length), length])
     if name == "window":
         return dict(causal=True, window_size=(window - 1, 0))
     return dict(causal=name == "causal")

@@ -6,13 +6,14 @@ import contextlib
 import itertools
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 import ringattn
 from benchmarks.balanced_orders import balanced_orders
@@ -47,12 +48,17 @@ class Group:
 
 @dataclass
 class Contestant:
-    """One way to compute a problem: forward, or forward and backward, each inside ``around()``."""
+    """One way to compute a problem: forward, or forward and backward, each inside ``around()``.
+
+    ``plan``: of our dataflows. ``layout``, ``inputs``: of our dataflows and peers, q, k, v and dout of this rank.
+    """
 
     attend: Callable[[], Any]
     both: Callable[[], Any]
     around: Around = field(default=nullcontext)
     plan: ringattn.Plan | None = None
+    layout: str = ""
+    inputs: Sequence[Tensor] = ()
 
     def call(self, name: str) -> Callable[[], Any]:
         """Return the pass "forward" or "forward+backward"."""
@@ -117,7 +123,15 @@ class Timing:
         return reason, group.largest([peak])[0]
 
     def measure(self, calls: dict[str, tuple[Callable, Around]], group: Group) -> dict[str, list[float]]:
-        """Return the milliseconds per call in every segment, each of the slowest rank."""
+        """Return the milliseconds per call in every segment, each of the slowest rank.
+
+        The backward runs in this thread, as in a model, where one thread runs that of all layers. Otherwise each call
+        would pay for two switches of threads.
+        """
+        with torch.autograd.set_multithreading_enabled(False):
+            return self._measure(calls, group)
+
+    def _measure(self, calls: dict[str, tuple[Callable, Around]], group: Group) -> dict[str, list[float]]:
         token = torch.zeros(1, device=self.device)
         matrix = torch.randn(8192, 8192, device=self.device, dtype=self.dtype) if self.device.type == "cuda" else None
         repeats: dict[str, int] = {}

@@ -245,19 +245,17 @@ def trace(path: Path, tokens: int, dataflow: str, args: argparse.Namespace, devi
 
 def trace_all(args: argparse.Namespace, device: torch.device) -> None:
     """Trace every dataflow; rank 0 prints the summary. Every rank of the default group must call this."""
-    rank, world = dist.get_rank(), dist.get_world_size()
+    rank = dist.get_rank()
     torch.manual_seed(rank)
     args.out.mkdir(parents=True, exist_ok=True)
     summary = []
     for dataflow in args.dataflows:
         tag = f"_{dataflow}" if len(args.dataflows) > 1 else ""
         measured = trace(args.out / f"trace{tag}_rank{rank}.json", args.tokens, dataflow, args, device)
-        gathered: list[Any] = [None] * world
-        dist.all_gather_object(gathered, measured)
-        for r, (time_spent, steps) in enumerate(gathered):
-            summary.append(dict(dataflow=dataflow, rank=r, tokens=args.tokens, **asdict(time_spent), **asdict(steps)))
+        for r, (spent, steps) in enumerate(ranks.gather([asdict(part) for part in measured])):
+            summary.append(dict(dataflow=dataflow, rank=r, tokens=args.tokens, **spent, **steps))
             if rank == 0:
-                print(f"{dataflow}, rank {r}: {time_spent}; {steps}", flush=True)
+                print(f"{dataflow}, rank {r}: {Spent(**spent)}; {Pace(**steps)}", flush=True)
     if rank == 0:
         (args.out / "trace_summary.json").write_text(json.dumps(summary, indent=1))
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..partial import Partial
 from . import eager, long_sums
-from .contract import CompletionCounts, Keys, Queries, Result, Score, has_triton
+from .contract import CompletionCounts, Keys, Queries, Result, Score, accumulation_dtype, has_triton
 
 
 class Backend:
@@ -71,6 +71,16 @@ class Backend:
             return backend._in_pieces(queries, keys, score, dq, heads, deterministic, into)
         return backend._backward(queries, keys, score, dq, deterministic, into, counters)
 
+    def query_gradients(self, queries: Queries, keys: Keys, score: Score, dq: Tensor) -> None:
+        """Add to dq, float32 (float64 for float64 inputs), what these queries get from one chunk of keys, in whole
+        tiles of an ordered block: the same bits wherever the queries lie."""
+        self._or_eager(queries.q, keys)._query_gradients(queries, keys, score, dq)
+
+    def key_gradients(self, queries: Queries, keys: Keys, score: Score) -> tuple[Tensor, Tensor]:
+        """Return dk and dv, float32 (float64 for float64 inputs), of these keys from a chunk of queries, in whole tiles
+        of an ordered block: the same bits wherever the keys lie."""
+        return self._or_eager(queries.q, keys)._key_gradients(queries, keys, score)
+
     def completion_counts(
         self, q: Tensor, keys: Keys, score: Score, *, deterministic: bool = False
     ) -> CompletionCounts | None:
@@ -98,6 +108,13 @@ class Backend:
         counters: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
         raise NotImplementedError(f"{type(self).__name__} must define _backward()")
+
+    def _query_gradients(self, queries: Queries, keys: Keys, score: Score, dq: Tensor) -> None:
+        self._backward(queries, keys, score, dq, True, None, None)
+
+    def _key_gradients(self, queries: Queries, keys: Keys, score: Score) -> tuple[Tensor, Tensor]:
+        dq = torch.zeros_like(queries.q, dtype=accumulation_dtype(queries.q))
+        return self._backward(queries, keys, score, dq, True, None, None)
 
     def _completion_counts(self, q: Tensor, keys: Keys) -> CompletionCounts | None:
         return None
@@ -143,6 +160,12 @@ class Eager(Backend):
     def _backward(self, queries, keys, score, dq, deterministic, into, counters):  # type: ignore[no-untyped-def]
         return _store(eager.backward(queries, keys, score, dq), into)
 
+    def _query_gradients(self, queries, keys, score, dq):  # type: ignore[no-untyped-def]
+        eager.query_gradients(queries, keys, score, dq)
+
+    def _key_gradients(self, queries, keys, score):  # type: ignore[no-untyped-def]
+        return eager.key_gradients(queries, keys, score)
+
 
 class _Compiled(Backend):
     """A backend whose modules need Triton, and are imported when it is first asked for."""
@@ -175,9 +198,15 @@ class Triton(_Compiled):
     def _backward(self, queries, keys, score, dq, deterministic, into, counters):  # type: ignore[no-untyped-def]
         return _store(self._module("backward").backward(queries, keys, score, dq), into)
 
+    def _query_gradients(self, queries, keys, score, dq):  # type: ignore[no-untyped-def]
+        self._module("backward").query_gradients(queries, keys, score, dq)
+
+    def _key_gradients(self, queries, keys, score):  # type: ignore[no-untyped-def]
+        return self._module("backward").key_gradients(queries, keys, score)
+
 
 class Hopper(_Compiled):
-    """Gluon kernels for sm_90. A deterministic backward runs on the portable kernel."""
+    """Gluon kernels for sm_90. Ordered blocks and deterministic backwards run on the portable kernels."""
 
     package = "hopper"
     waits_for_keys = True
@@ -191,6 +220,17 @@ class Hopper(_Compiled):
         if deterministic:
             return BACKENDS["triton"]._backward(queries, keys, score, dq, deterministic, into, counters)
         return self._module("backward").backward(queries, keys, score, dq, into, counters)
+
+    def _forward(self, q, keys, score, state, finalize):  # type: ignore[no-untyped-def]
+        if keys.block.ordered:
+            return BACKENDS["triton"]._forward(q, keys, score, state, finalize)
+        return super()._forward(q, keys, score, state, finalize)
+
+    def _query_gradients(self, queries, keys, score, dq):  # type: ignore[no-untyped-def]
+        BACKENDS["triton"]._query_gradients(queries, keys, score, dq)
+
+    def _key_gradients(self, queries, keys, score):  # type: ignore[no-untyped-def]
+        return BACKENDS["triton"]._key_gradients(queries, keys, score)
 
     def _completion_counts(self, q: Tensor, keys: Keys) -> CompletionCounts | None:
         return self._module("backward").completion_counts(q, keys)

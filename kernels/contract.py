@@ -38,6 +38,7 @@ from ..memo import Memo
 
 LONGEST_SUM = 1 << 18  # products that a tensor core may add up before its truncation counts, see Block.period
 PERIOD = 1 << 16  # keys after which a longer forward flushes its accumulator
+GRID = 128  # rows of a tile of an ordered block, see Block.ordered; a multiple of every kernel's tile, divides PERIOD
 
 
 class ScoreMod:
@@ -232,6 +233,9 @@ class Block:
             speed depends on it.
         max_keys_per_query: the largest number of keys that a query sees over all calls that carry one state; None for
             ``seq_k``.
+        ordered: every sum is taken in tiles that begin at multiples of the tile size, in growing order, through the
+            same instructions whether the mask cuts a tile or not. So the bits of a row depend on what it sees and on
+            its place in these tiles, but not on the other rows of the block.
 
     ``memo`` keeps what backends derive from the block: tile maps, tables, launches.
     """
@@ -244,6 +248,7 @@ class Block:
     segments_k: tuple[int, ...]
     pairs: float | None = None
     max_keys_per_query: int | None = None
+    ordered: bool = False
     memo: Memo[Any] = field(default_factory=lambda: Memo(256), repr=False, init=False)
 
     @property
@@ -283,6 +288,10 @@ class Block:
         begin = torch.where(sees, start, self.seq_k).amin(-1)
         stop = torch.where(sees, end, 0).amax(-1)
         full_begin, full_end = start.amax(-1), torch.where(sees, end, 0).amin(-1)
+        if self.ordered:
+            full_end = torch.zeros_like(full_end)  # no full tiles: they would be walked before the cut ones
+            if self.period:  # flushes at multiples of the period; rows see nothing of the tiles before begin
+                begin = begin // self.period * self.period
         return TileMap(rows, _span(begin, full_begin, full_end, stop, block_n))
 
     def _key_tiles(self, block_m: int, block_n: int) -> TileMap:
@@ -295,6 +304,8 @@ class Block:
         stop = torch.searchsorted(start, past, right=False)
         full_begin = torch.searchsorted(end, past, right=False)
         full_end = torch.searchsorted(start, first, right=True)
+        if self.ordered:
+            full_end = torch.zeros_like(full_end)
         return TileMap(rows, _span(begin, full_begin, full_end, stop, block_m))
 
 

@@ -1,24 +1,33 @@
 """The kernel in plain torch: any device, any dtype up to float64. The executable specification.
 
 Blocked over queries and keys, so that no seq_q x seq_k matrix ever exists. Shapes and contract: :mod:`.contract`.
+
+The products of a BLAS round differently for other numbers of rows, but not for other contents of the other rows. So in
+ordered blocks every tile is whole: what is shorter is padded with rows that see nothing and are not returned.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from ..partial import Partial
-from .contract import Block, Keys, Queries, Result, Score, accumulation_dtype
+from .contract import GRID, Block, Keys, Queries, Result, Score, accumulation_dtype
 
 _BLOCK = 512  # queries and keys per tile
 
 
 def forward(q: Tensor, keys: Keys, score: Score, state: Partial | None, finalize: bool) -> Partial | Result:
     """Attend to one chunk of keys, see :meth:`.backends.Backend.forward`. The carried state is not overwritten."""
-    v, block = keys.v, keys.block
+    v, block, rows_of_q = keys.v, keys.block, q.shape[1]
+    if block.ordered:
+        assert state is None
+        q, keys = _whole(q, 1), keys._replace(block=_whole_tiles_of_queries(block))
+        block = keys.block
     batch, seq_q, q_heads, _ = q.shape
     dtype = accumulation_dtype(q)
     if state is None:
@@ -48,16 +57,44 @@ def forward(q: Tensor, keys: Keys, score: Score, state: Partial | None, finalize
         return Partial(m, l, o)
     nonempty = l != 0
     out = o / _per_row(torch.where(nonempty, l, 1.0))
-    return Result(out.to(q.dtype), torch.where(nonempty, m + torch.log(l), float("-inf")))
+    lse = torch.where(nonempty, m + torch.log(l), float("-inf"))
+    return Result(out[:, :rows_of_q].to(q.dtype), lse[..., :rows_of_q])
 
 
 def backward(queries: Queries, keys: Keys, score: Score, dq: Tensor) -> tuple[Tensor, Tensor]:
     """Return dk and dv of one chunk of keys and add to dq, with the same bits on every run."""
+    dk, dv = (torch.zeros_like(x, dtype=dq.dtype) for x in (keys.k, keys.v))
+    _add_gradients(queries, keys, score, dq, (dk, dv))
+    return dk, dv
+
+
+def query_gradients(queries: Queries, keys: Keys, score: Score, dq: Tensor) -> None:
+    """Add to dq, see :meth:`.backends.Backend.query_gradients`."""
+    count = dq.shape[1]
+    queries = Queries(*(_whole(x, dim) for x, dim in zip(queries, (1, 1, 2, 2), strict=True)))
+    total = _whole(dq, 1)
+    _add_gradients(queries, keys._replace(block=_whole_tiles_of_queries(keys.block)), score, total, None)
+    dq.copy_(total[:, :count])
+
+
+def key_gradients(queries: Queries, keys: Keys, score: Score) -> tuple[Tensor, Tensor]:
+    """Return dk and dv, see :meth:`.backends.Backend.key_gradients`."""
+    block, count = keys.block, keys.k.shape[1]
+    k, v = (_whole(x, 1) for x in (keys.k, keys.v))
+    block = replace(block, positions_k=_whole(block.positions_k, 0), segments_k=(k.shape[1],))
+    dtype = accumulation_dtype(k)
+    dk, dv = (torch.zeros_like(x, dtype=dtype) for x in (k, v))
+    _add_gradients(queries, Keys(k, v, block), score, None, (dk, dv))
+    return dk[:, :count], dv[:, :count]
+
+
+def _add_gradients(
+    queries: Queries, keys: Keys, score: Score, dq: Tensor | None, dkdv: tuple[Tensor, Tensor] | None
+) -> None:
+    """Add the gradients of one chunk to those of dq, dk and dv that are asked for."""
     q, dout, lse, delta = queries
     k, v, block, _ = keys
-    dtype = dq.dtype
-    kv_heads = k.shape[2]
-    dk, dv = torch.zeros_like(k, dtype=dtype), torch.zeros_like(v, dtype=dtype)
+    dtype = accumulation_dtype(q)
     lse = torch.where(lse == float("-inf"), float("inf"), lse)  # rows that see nothing get p = 0
     for rows, cols, hidden in _tiles(block):
         s, slope = _scores(q, keys, score, rows, cols, hidden, dtype)
@@ -65,10 +102,24 @@ def backward(queries: Queries, keys: Keys, score: Score, dq: Tensor) -> tuple[Te
         dout_rows = dout[:, rows].to(dtype).transpose(1, 2)
         dp = _grouped(dout_rows, v[:, cols].to(dtype), transpose=True)
         ds = p * (dp - delta[:, :, rows, None]) * slope * score.softmax_scale
-        dq[:, rows] += _grouped(ds, k[:, cols].to(dtype)).transpose(1, 2)
-        dk[:, cols] += _over_group(ds, q[:, rows].to(dtype).transpose(1, 2), kv_heads)
-        dv[:, cols] += _over_group(p, dout_rows, kv_heads)
-    return dk, dv
+        if dq is not None:
+            dq[:, rows] += _grouped(ds, k[:, cols].to(dtype)).transpose(1, 2)
+        if dkdv is not None:
+            dk, dv = dkdv
+            dk[:, cols] += _over_group(ds, q[:, rows].to(dtype).transpose(1, 2), k.shape[2])
+            dv[:, cols] += _over_group(p, dout_rows, k.shape[2])
+
+
+def _whole(x: Tensor, dim: int) -> Tensor:
+    """Return x, padded to whole tiles along ``dim``."""
+    return pad(x, (0, 0) * (x.ndim - dim - 1) + (0, -x.shape[dim] % GRID))
+
+
+def _whole_tiles_of_queries(block: Block) -> Block:
+    start, end = (_whole(x, 1) for x in (block.start, block.end))
+    return replace(
+        block, start=start, end=end, positions_q=_whole(block.positions_q, 0), segments_q=(start.shape[1],)
+    )  # fmt: skip
 
 
 def _tiles(block: Block) -> Iterator[tuple[slice, slice, Tensor | None]]:
@@ -76,7 +127,8 @@ def _tiles(block: Block) -> Iterator[tuple[slice, slice, Tensor | None]]:
 
     The hidden pairs are a mask (batch or 1, 1, m, n), or None if all are visible.
     """
-    tiles = block.query_tiles(_BLOCK, _BLOCK)
+    size = GRID if block.ordered else _BLOCK
+    tiles = block.query_tiles(size, size)
     spans = tiles.span.cpu()
     begin, end = spans[..., 0], spans[..., 3]
     nonempty = end > begin
@@ -85,9 +137,9 @@ def _tiles(block: Block) -> Iterator[tuple[slice, slice, Tensor | None]]:
     full_begin, full_end = spans[..., 1].amax(0).tolist(), spans[..., 2].amin(0).tolist()
     for tile, (row, row_end) in enumerate(tiles.rows.tolist()):
         rows = slice(row, row_end)
-        for col in range(first[tile], last[tile], _BLOCK):
-            cols = slice(col, min(col + _BLOCK, block.seq_k))
-            if full_begin[tile] <= col and col + _BLOCK <= full_end[tile]:
+        for col in range(first[tile], last[tile], size):
+            cols = slice(col, min(col + size, block.seq_k))
+            if full_begin[tile] <= col and col + size <= full_end[tile]:
                 yield rows, cols, None
                 continue
             n = torch.arange(cols.start, cols.stop, device=block.start.device)

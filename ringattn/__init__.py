@@ -7,6 +7,7 @@ full = plan.unshard(out, dim=1)
 """
 
 from . import batch as batch
+from . import errors as errors
 from . import loss as loss
 from . import mask as mask
 from .adapters.flash import use as use
@@ -22,6 +23,6 @@ from .plans import Plan as Plan
 
 __version__ = "0.1.0"
 __all__ = [
-    "KVCache", "Partial", "Plan", "attention", "batch", "dataflows", "decode", "loss", "mask", "merge", "plan", "use",
-    "wrap",
+    "KVCache", "Partial", "Plan", "attention", "batch", "dataflows", "decode", "errors", "loss", "mask", "merge",
+    "plan", "use", "wrap",
 ]  # fmt: skip

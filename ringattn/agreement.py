@@ -13,44 +13,13 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
+from .errors import Desynchronized, Disagreement, RankFailed
+
 Value = int | float | str | bool
 
 _WORDS = 96  # of a row
 _TEXT_WORDS = 56  # of which for the text
 _TEXT_BYTES = 8 * _TEXT_WORDS
-
-
-class Disagreement(ValueError):
-    """Values of a field that differ across ranks.
-
-    Attributes:
-        call: what the ranks were about to do, as ``"plan()"``.
-        field: name of the first field that differs.
-        values: ranks by the text of their value.
-    """
-
-    def __init__(self, message: str, call: str, field: str, values: Mapping[str, Sequence[int]]) -> None:
-        super().__init__(message, call, field, values)  # the arguments, so that it can be pickled
-        self.message, self.call, self.field, self.values = message, call, field, values
-
-    def __str__(self) -> str:
-        return self.message
-
-
-class RankFailed(ValueError):
-    """An error of another rank, which this rank raises too.
-
-    Attributes:
-        call: what the ranks were about to do, as ``"plan()"``.
-        rank: the lowest rank with an error.
-    """
-
-    def __init__(self, message: str, call: str, rank: int) -> None:
-        super().__init__(message, call, rank)
-        self.message, self.call, self.rank = message, call, rank
-
-    def __str__(self) -> str:
-        return self.message
 
 
 def encode(fields: Mapping[str, Value], error: Exception | None) -> Tensor:
@@ -75,7 +44,8 @@ def compare(call: str, fields: Mapping[str, Value], rows: Tensor) -> None:
 
     Raises:
         RankFailed: a rank encoded an error.
-        Disagreement: a field differs.
+        Desynchronized: ranks are in different calls.
+        Disagreement: another field differs.
     """
     table = rows.tolist()
     for rank, row in enumerate(table):
@@ -98,7 +68,8 @@ def compare(call: str, fields: Mapping[str, Value], rows: Tensor) -> None:
             values = {shown[word]: ranks[word] for word in order}
             listed = ", ".join(f"{text} on ranks {of}" for text, of in values.items())
             message = f"{call} differs across ranks: {field} is {listed}; every rank must pass the same"
-            raise Disagreement(message, call, field, values)
+            kind = Desynchronized if field in ("call", "plans") else Disagreement
+            raise kind(message, call, field, values)
         names += isinstance(value, str)
 
 

@@ -10,12 +10,12 @@ the proportion that makes both its tokens and its work one Nth:
 A causal document has its most expensive queries at its end, so that tails cut it into as few pieces as balance allows,
 and each piece fetches only what is before it. There is always such a t: with t = 0 a rank would have too little work,
 with t = n too much, and what is left keeps the mean. One causal document becomes a zigzag, a full mask or a window
-contiguous runs.
+contiguous runs. Hosts peel the row first, then the ranks of each host what it has got.
 
-Kernels compute tiles of queries, from the beginning of each run. Where a tail is cut inside a document, a last tile
-that is not full would cost all the keys of a long document. So a tail is shortened to whole tiles, and heavier parts
-than the lightest ones make up for it. A few such choices have nearly the same pairs; the one whose number of tiles is
-nearest to the mean is taken.
+Kernels compute tiles of queries, from the beginning of each run, and a last tile that is not full costs all the keys of
+its document. So long documents are cut at whole tiles, counted from their end; the tokens before the first whole one
+go with the document before. The pairs of whole tiles are equal only nearly. Of several choices (:class:`_Choice`) that
+are near enough the one is taken whose number of tiles is nearest to the mean, and which makes others fetch little.
 
 All arithmetic is in integers, so that every rank finds the same shards without a message.
 """
@@ -24,36 +24,47 @@ from __future__ import annotations
 
 import itertools
 from bisect import bisect_left, bisect_right, insort
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
+from operator import itemgetter
 from typing import NamedTuple
 
 from .mask import Mask
 from .work import Work
 
-TILE = 128  # queries in a tile of the kernels
+TILE = 128  # queries in a tile of the kernels, and keys
+LONG = 1024  # documents of so many tokens are cut at whole tiles
 GROUP = 512  # neighbouring documents are kept together up to so many tokens, for few runs per rank
 FLAT = 1000  # work that differs from the mean by less than a part in so many is equal
 UNEVEN = 100  # the same for parts that need not be taken block by block
-TAILS = 4  # lengths of a tail to choose from
-SURPLUS = 1  # percent of tiles that cuts make
-SLACK = 250  # the same for work that whole tiles of queries cannot match exactly
+NEAR = 160  # the same for work that whole tiles of queries cannot match exactly
+FAR = 60  # the same where nothing is near
+REACH = 4  # light parts to choose from: so many times the tokens of a rank
+DEEP = 16  # heavy parts to choose from
 
 
-def peel(mask: Mask, world_size: int) -> list[list[range]]:
+def peel(mask: Mask, world_size: int, local_size: int) -> list[list[range]]:
     """Return the pieces of every rank, in any order: as many tokens as on any other, within one, and as many visible
     pairs, nearly."""
     work = Work(mask)
     group = max(1, min(GROUP, mask.seq_len // (16 * world_size)))
-    row = _Row(work, _grouped(work.cuts, group), group, world_size)
     cuts = [mask.seq_len * i // world_size for i in range(world_size + 1)]
-    shards = [row.peel(b - a, world_size - rank) for rank, (a, b) in enumerate(itertools.pairwise(cuts))]
-    return shards[::-1]  # the first pieces come from the end of a row that is one document
+    ranks = [b - a for a, b in itertools.pairwise(cuts)]
+    hosts = [ranks[i : i + local_size] for i in range(0, world_size, local_size)]
+    shares = _Row(work, _parts(work.cuts, group)).divide(list(map(sum, hosts)))
+    if local_size > 1 and len(hosts) > 1:
+        divided = [_Row(work, share).divide(host) for share, host in zip(shares, hosts, strict=True)]
+        shares = list(itertools.chain(*divided))
+    elif local_size > 1:
+        shares = _Row(work, _parts(work.cuts, group)).divide(ranks)
+    return shares[::-1]  # the first pieces come from the end of a row that is one document
 
 
-def _grouped(cuts: list[int], size: int) -> list[range]:
-    """Return the parts between cuts, those of less than ``size`` tokens together with their neighbours."""
+def _parts(cuts: Sequence[int], size: int) -> list[range]:
+    """Return the parts between cuts, those of less than ``size`` tokens together with their neighbours. Those of LONG
+    tokens begin whole tiles before their end."""
+    begins = [a + (b - a) % TILE * (b - a >= LONG and a > 0) for a, b in itertools.pairwise(cuts)]
     parts, begin = [], 0
-    for a, b in itertools.pairwise(cuts):
+    for a, b in itertools.pairwise([*begins, cuts[-1]]):
         if b - begin > size and begin < a:
             parts.append(range(begin, a))
             begin = a
@@ -64,27 +75,37 @@ def _grouped(cuts: list[int], size: int) -> list[range]:
 
 
 class _Part(NamedTuple):
-    """A run of neighbouring positions and its pairs; sorted by the first field, ``density``: pairs per 1024 tokens."""
+    """A run of neighbouring positions; sorted by the first field, ``density``: pairs per 1024 tokens.
+
+    ``pairs``, ``tiles``: of all its queries, about how many 128ths of tiles a kernel computes; ``first``, ``last``: pairs of its first and its
+    most expensive query.
+    """
 
     density: int
     start: int
     stop: int
     pairs: int
+    tiles: int
+    first: int
+    last: int
 
 
 class _End:
-    """The parts at one end of a row, and sums of their tokens and pairs: ``tokens[i]`` in the first i of them."""
+    """The parts at one end of a row, and sums of what is in them: ``tokens[i]`` in the first i of them."""
 
-    def __init__(self, work: Work, parts: Iterable[_Part], limit: int, tail: bool) -> None:
-        self.work, self.tail = work, tail
+    def __init__(self, row: _Row, parts: Iterable[_Part], limit: int, tail: bool) -> None:
+        self.row, self.tail = row, tail
         self.parts: list[_Part] = []
-        self.tokens, self.pairs = [0], [0]
+        self.tokens = [0]
+        total = 0
         for part in parts:
-            if self.tokens[-1] >= limit:
+            if total >= limit:
                 break
             self.parts.append(part)
-            self.tokens.append(self.tokens[-1] + part.stop - part.start)
-            self.pairs.append(self.pairs[-1] + part.pairs)
+            total += part.stop - part.start
+            self.tokens.append(total)
+        self.pairs = [0, *itertools.accumulate(part.pairs for part in self.parts)]
+        self.tiles = [0, *itertools.accumulate(part.tiles for part in self.parts)]
 
     def count(self, tokens: int) -> int:
         """Return how many parts the first ``tokens`` tokens touch."""
@@ -92,16 +113,29 @@ class _End:
 
     def piece(self, index: int, tokens: int) -> range:
         """Return the first ``tokens`` tokens of a part, seen from this end."""
-        _, start, stop, _ = self.parts[index]
+        _, start, stop, *_ = self.parts[index]
         return range(max(start, stop - tokens), stop) if self.tail else range(start, min(stop, start + tokens))
 
-    def work_of(self, tokens: int, skip: int = 0) -> int:
+    def pairs_of(self, tokens: int, skip: int = 0) -> int:
         """Return the pairs of ``tokens`` tokens after the first ``skip`` parts."""
         past = self.tokens[skip] + tokens
         last = self.count(past) - 1
         if last < skip:
             return 0
-        return self.pairs[last] - self.pairs[skip] + self.work.of(self.piece(last, past - self.tokens[last]))
+        return self.pairs[last] - self.pairs[skip] + self.row.work.of(self.piece(last, past - self.tokens[last]))
+
+    def amount(self, tokens: int, skip: int = 0) -> tuple[int, int]:
+        """Return the tiles of ``tokens`` tokens after the first ``skip`` parts, and the keys that are fetched because
+        the last part is cut."""
+        if not tokens:
+            return 0, 0
+        past = self.tokens[skip] + tokens
+        last = self.count(past) - 1
+        if past == self.tokens[last + 1]:
+            return self.tiles[last + 1] - self.tiles[skip], 0
+        piece = self.row._part(self.piece(last, past - self.tokens[last]))
+        fetched = piece.first if self.tail else piece.stop - piece.start
+        return self.tiles[last] - self.tiles[skip] + piece.tiles, fetched
 
     def take(self, tokens: int, skip: int = 0) -> list[tuple[_Part, range]]:
         """Return the pieces that make up ``tokens`` tokens after the first ``skip`` parts, and their parts."""
@@ -112,106 +146,250 @@ class _End:
 class _Row:
     """What is left of a row, sorted by work per token."""
 
-    def __init__(self, work: Work, parts: list[range], block: int, ranks: int) -> None:
-        self.work, self.block, self.blocks = work, block, False
+    def __init__(self, work: Work, parts: list[range]) -> None:
+        self.work, self.blocks = work, False
+        lengths = [b - a for a, b in itertools.pairwise(work.cuts)]
+        self.causal = work.total == sum(n * (n + 1) // 2 for n in lengths)
         self.parts = sorted(map(self._part, parts))
-        self.pairs = work.total
-        self.tiles = _tiles(work.cuts, parts) * (100 + SURPLUS) // (100 * ranks)
+        self.pairs_left = sum(part.pairs for part in self.parts)
+        self.tiles_left = sum(part.tiles for part in self.parts)
 
     def _part(self, run: range) -> _Part:
-        pairs = self.work.of(run)
-        return _Part(pairs * 1024 // len(run), run.start, run.stop, pairs)
+        work, start, stop, size = self.work, run.start, run.stop, len(run)
+        pairs, first, last = work.of(run), work.at(start), work.at(stop - 1)
+        document = bisect_right(work.cuts, start)
+        past = work.cuts[document]
+        count, waste = -(-size // TILE), 0
+        if past >= stop:
+            waste = last * (count * TILE - size) // TILE  # the last tile is not full
+        elif past - work.cuts[document - 1] >= LONG:
+            last = max(last, work.at(past - 1))
+            middle = start + size // TILE * TILE
+            waste = last * (TILE - past + middle) // TILE if middle < past else 0
+        else:
+            waste = TILE * count * work.rows  # a tile begins in one document and ends in another
+        tiles = TILE * count * work.rows + pairs // TILE + (last - first) // 2 + waste
+        return _Part(pairs * 1024 // size, start, stop, pairs, tiles, first, last)
+
+    def end(self, start: int) -> int:
+        """Return where the document of a position ends."""
+        return self.work.cuts[bisect_right(self.work.cuts, start)]
+
+    def divide(self, shares: Sequence[int]) -> list[list[range]]:
+        """Return pieces of as many tokens as each share has, and of equal work."""
+        return [self.peel(tokens, len(shares) - index) for index, tokens in enumerate(shares)]
 
     def peel(self, tokens: int, ranks: int) -> list[range]:
         """Remove and return the pieces of the next of ``ranks`` ranks that are left."""
-        target = self.pairs // ranks
-        heavy = _End(self.work, reversed(self.parts), tokens, True)
-        light = _End(self.work, self.parts, 6 * tokens, False)
+        if ranks == 1:
+            return [range(part.start, part.stop) for part in self.parts]
+        target = self.pairs_left // ranks
+        heavy = _End(self, reversed(self.parts), tokens, True)
+        light = _End(self, self.parts, REACH * tokens, False)
         near = target // UNEVEN
-        if not self.blocks and not light.work_of(tokens) - near <= target <= heavy.work_of(tokens) + near:
+        if not self.blocks and not light.pairs_of(tokens) - near <= target <= heavy.pairs_of(tokens) + near:
             # The work inside the parts rises and falls, as in rows of a batch that differ: take it block by block.
             self.blocks = True
-            blocks = [
-                range(i, min(i + self.block, p.stop)) for p in self.parts for i in range(p.start, p.stop, self.block)
-            ]
+            size = max(1, min(GROUP, tokens // 16))
+            blocks = [range(i, min(i + size, p.stop)) for p in self.parts for i in range(p.start, p.stop, size)]
             self.parts = sorted(map(self._part, blocks))
+            self.tiles_left = sum(part.tiles for part in self.parts)
             return self.peel(tokens, ranks)
-        pieces = _choose(heavy, light, tokens, target, self.tiles, len(self.parts))
+        pieces = _Search(self, heavy, light, tokens, ranks).best()
         self._remove(pieces)
         return [piece for _, piece in pieces]
 
     def _remove(self, pieces: list[tuple[_Part, range]]) -> None:
-        left: dict[_Part, range] = {}
+        left: dict[_Part, list[range]] = {}
         for part, piece in pieces:
-            self.pairs -= self.work.of(piece)
-            rest = left.get(part, range(part.start, part.stop))
-            tail = piece.stop == rest.stop
-            left[part] = range(rest.start, piece.start) if tail else range(piece.stop, rest.stop)
-        for part, rest in left.items():
+            rests = left.get(part, [range(part.start, part.stop)])
+            halves = [(range(r.start, min(r.stop, piece.start)), range(max(r.start, piece.stop), r.stop)) for r in rests]
+            left[part] = [rest for rest in itertools.chain(*halves) if rest]
+        for part, rests in left.items():
             del self.parts[bisect_left(self.parts, part)]
-            if rest:
-                insort(self.parts, self._part(rest))
+            self.pairs_left -= part.pairs
+            self.tiles_left -= part.tiles
+            for rest in map(self._part, rests):
+                insort(self.parts, rest)
+                self.pairs_left += rest.pairs
+                self.tiles_left += rest.tiles
 
 
-def _choose(heavy: _End, light: _End, tokens: int, target: int, tiles: int, parts: int) -> list[tuple[_Part, range]]:
-    """Return pieces of ``tokens`` tokens from both ends, whose pairs are about ``target`` and, as far as there is a
-    choice, whose tiles are about ``tiles``.
+class _Choice(NamedTuple):
+    """Tokens of a rank: the first ``heavy`` ones of the heaviest parts and ``light`` ones of the lightest, ``window``
+    ones after the ``skip`` lightest parts, and a piece ``lower`` of some part ``of``."""
 
-    Args:
-        parts: the number of parts in the row.
-    """
-    if abs(heavy.work_of(tokens) - target) <= target // FLAT:
-        return heavy.take(tokens)
-    low, high = 0, tokens
-    while low < high:
-        t = (low + high) // 2
-        if heavy.work_of(t) + light.work_of(tokens - t) < target:
-            low = t + 1
-        else:
-            high = t
-    choices = [[*heavy.take(low), *light.take(tokens - low)]]
-    cut = heavy.count(low) - 1
-    if cut >= 0 and low < heavy.tokens[cut + 1]:
-        inside = (low - heavy.tokens[cut]) // TILE * TILE
-        for t in range(heavy.tokens[cut] + inside, heavy.tokens[cut] - 1, -TILE)[:TAILS]:
-            for skip in _windows(light, tokens - t, target - heavy.work_of(t), parts - cut - 1):
-                if abs(heavy.work_of(t) + light.work_of(tokens - t, skip) - target) <= target // SLACK:
-                    choices.append([*heavy.take(t), *light.take(tokens - t, skip)])
-    cuts = light.work.cuts
-    return min(choices, key=lambda pieces: abs(_tiles(cuts, [piece for _, piece in pieces]) - tiles))
+    heavy: int
+    light: int
+    skip: int = 0
+    window: int = 0
+    lower: range = range(0)
+    of: _Part | None = None
 
 
-def _windows(light: _End, tokens: int, target: int, limit: int) -> list[int]:
-    """Return how many of the lightest parts to skip so that ``tokens`` tokens after them, in the first ``limit`` parts,
-    have about ``target`` pairs: the two nearest numbers, as far as there are any."""
-    limit = min(limit, len(light.parts))
-    most = bisect_left(light.tokens, light.tokens[limit] - tokens + 1) - 1  # parts that can be skipped
-    if most < 0:
-        return []
-    low, high = 0, most
-    while low < high:
-        skip = (low + high) // 2
-        if light.work_of(tokens, skip) < target:
-            low = skip + 1
-        else:
-            high = skip
-    return [*range(max(0, low - 1), low + 1)]
+class _Search:
+    """The choice of one rank's pieces."""
+
+    def __init__(self, row: _Row, heavy: _End, light: _End, tokens: int, ranks: int) -> None:
+        self.row, self.heavy, self.light, self.tokens = row, heavy, light, tokens
+        self.pairs, self.tiles = row.pairs_left // ranks, row.tiles_left // ranks
+
+    def best(self) -> list[tuple[_Part, range]]:
+        """Return the pieces, and their parts."""
+        heavy, light, tokens, target = self.heavy, self.light, self.tokens, self.pairs
+        if abs(heavy.pairs_of(tokens) - target) <= target // FLAT:
+            return heavy.take(tokens)
+        low, high = 0, tokens
+        while low < high:
+            t = (low + high) // 2
+            if heavy.pairs_of(t) + light.pairs_of(tokens - t) < target:
+                low = t + 1
+            else:
+                high = t
+        choices = sorted(((abs(away), choice) for away, choice in self._choices(low)), key=itemgetter(0))[:FEW]
+        for near in (NEAR, FAR):
+            within = [choice for away, choice in choices if away * near <= target]
+            if within:
+                costs = sorted(map(self._cost, within), key=itemgetter(0))[:FINE]
+                return self._take(min(costs, key=self._fine)[1])
+        return self._take(_Choice(low, tokens - low))
+
+    def _choices(self, low: int) -> Iterator[tuple[int, _Choice]]:
+        """Yield choices and by how many pairs they differ from the mean.
+
+        Args:
+            low: the number of heavy tokens that matches exactly.
+        """
+        heavy, tokens = self.heavy, self.tokens
+        cut = heavy.count(low) - 1
+        if cut < 0:
+            yield from self._fills(0)
+            return
+        part, before = heavy.parts[cut], heavy.tokens[cut]
+        end = min(part.stop, self.row.end(part.start))
+        tile = TILE if end - part.start >= TILE and part.last >= LONG else 1
+        whole = (end - part.start) // tile * tile  # tiles are counted from the end of the document
+        up = (end - (part.stop - (low - before))) // tile * tile  # nearest numbers of whole tiles
+        lengths = {before}
+        for inside in (up, up + tile):
+            t = before + inside + part.stop - end
+            if 0 <= inside <= whole and t <= tokens:
+                lengths.add(t)
+        if heavy.tokens[cut + 1] <= tokens:
+            lengths.add(heavy.tokens[cut + 1])
+        for t in sorted(lengths):
+            yield from self._fills(t)
+        if tile > 1:
+            for inside in (up + tile, up + 2 * tile):
+                t = before + inside + part.stop - end
+                if 0 <= inside <= whole and t <= tokens:
+                    yield from self._splits(t, cut, inside // tile)
+
+    def _fills(self, t: int) -> Iterator[tuple[int, _Choice]]:
+        """Yield choices of t heavy tokens, with lighter parts of about the right work, whole."""
+        light, want = self.light, self.tokens - t
+        target = self.pairs - self.heavy.pairs_of(t)
+        yield light.pairs_of(want) - target, _Choice(t, want)
+        limit = min(len(light.parts), len(self.row.parts) - self.heavy.count(t))
+        most = bisect_left(light.tokens, light.tokens[limit] - want + 1) - 1  # parts that can be skipped
+        if not want or most <= 0:
+            return
+        low, high = 0, most
+        while low < high:
+            skip = (low + high) // 2
+            if light.pairs_of(want, skip) < target:
+                low = skip + 1
+            else:
+                high = skip
+        for skip in range(max(1, low - 1), min(most, low + 2) + 1):
+            yield light.pairs_of(want, skip) - target, _Choice(t, 0, skip, want)
+            last = bisect_right(light.tokens, light.tokens[skip] + want) - 1
+            window = light.tokens[last] - light.tokens[skip]
+            if 0 < want - window <= light.tokens[skip]:  # the lightest parts, too, instead of a piece of a heavier one
+                away = light.pairs[last] - light.pairs[skip] + light.pairs_of(want - window) - target
+                yield away, _Choice(t, want - window, skip, window)
+
+    def _splits(self, t: int, cut: int, tiles: int) -> Iterator[tuple[int, _Choice]]:
+        """Yield choices of t heavy tokens, some whole tiles of which are further down."""
+        heavy, work, parts = self.heavy, self.row.work, self.row.parts
+        light = self.tokens - t
+        rest = self.pairs - self.light.pairs_of(light)
+        last = len(parts) - 1 - cut
+        first = max(self.light.count(light), last - DEEP)
+        for count in {max(1, tiles // 2), 1}:
+            below = count * TILE
+            need = rest - heavy.pairs_of(t - below)
+            found = 0
+            for index in range(last, first - 1, -1):
+                part = parts[index]
+                if not part.first * below <= need <= part.last * below or found == 2:
+                    continue
+                found += 1
+                top = min(part.stop, self.row.end(part.start)) - (tiles if index == last else count) * TILE
+                low, high = 0, (top - part.start) // TILE
+                if high < 0:
+                    continue
+                while low < high:
+                    down = (low + high) // 2
+                    begin = top - down * TILE
+                    if work.of(range(begin, begin + below)) > need:
+                        low = down + 1
+                    else:
+                        high = down
+                begin = top - low * TILE
+                lower = range(begin, begin + below)
+                yield work.of(lower) - need, _Choice(t - below, light, 0, 0, lower, part)
+
+    def _cost(self, choice: _Choice) -> tuple[int, _Choice, int]:
+        """Return what is to be small, tiles that differ from the mean, squared, and keys to fetch; the choice; and the
+        second summand alone."""
+        t, light, skip, window, lower, part = choice
+        amounts = [self.heavy.amount(t), self.light.amount(light), self.light.amount(window, skip)]
+        tiles, fetched = map(sum, zip(*amounts, strict=True))
+        if part:
+            piece = self.row._part(lower)
+            tiles += piece.tiles
+            cut = self.heavy.count(t + 1) - 1
+            if cut < len(self.heavy.parts) and self.heavy.parts[cut] == part:
+                fetched = max(fetched, piece.first)
+            else:
+                fetched += piece.first + part.last
+        fetching = WF * (1000 * fetched // (self.row.work.rows * self.tokens))
+        return self._uneven(tiles) + fetching, choice, fetching
+
+    def _uneven(self, tiles: int) -> int:
+        return (1000 * (tiles - self.tiles) // max(1, self.tiles)) ** 2
+
+    def _fine(self, cost) -> int:
+        if not self.row.causal:
+            return cost[0]
+        return self._uneven(TILE * _tiles(self.row.work.cuts, [piece for _, piece in self._take(cost[1])])) + cost[2]
+
+    def _take(self, choice: _Choice) -> list[tuple[_Part, range]]:
+        t, light, skip, window, lower, part = choice
+        pieces = [*self.heavy.take(t), *self.light.take(light), *self.light.take(window, skip)]
+        return [*pieces, (part, lower)] if part else pieces
 
 
-def _tiles(cuts: list[int], pieces: list[range]) -> int:
-    """Return about how many tiles of queries and keys a rank computes: as if queries saw their document up to
-    themselves, and in pieces with several documents two tiles of keys each."""
-    tiles = keys = past = 0
-    for piece in sorted(pieces, key=lambda r: r.start):
-        document = bisect_right(cuts, piece.start) - 1
-        first = cuts[document]
-        at = keys - max(0, past - first)  # of the first key in the buffer
-        keys, past = at + piece.stop - first, piece.stop
-        if piece.stop > cuts[document + 1]:
-            tiles += 2 * -(-len(piece) // TILE)
+FEW, FINE = 16, 4
+WT, WF = 1, 4
+
+
+def _tiles(cuts: Sequence[int], pieces: list[range]) -> int:
+    """Return the tiles of a rank whose queries see their document up to themselves, as keys lie in its buffer."""
+    tiles = keys = past = more = 0
+    for start, stop in sorted((piece.start, piece.stop) for piece in pieces):
+        document = bisect_right(cuts, start)
+        first, end = cuts[document - 1], cuts[document]
+        at = keys - max(0, past - first)  # of the document's first key in the buffer
+        lead = -more % TILE if past == start else 0  # queries in the last tile of the run before
+        keys, past = at + stop - first, stop
+        full, more = divmod(stop - start - lead, TILE)
+        if end < stop and end - first < LONG:
+            tiles += 3 * (full + (more > 0))
             continue
-        full = len(piece) // TILE
-        offset = at % TILE + piece.start - first
-        tiles += full * -(-offset // TILE) + full * (full + 1) // 2
-        tiles += -(-(offset + len(piece)) // TILE) if len(piece) % TILE else 0
+        offset = at % TILE + start + lead - first
+        tiles += full * -(-offset // TILE) + full * (full + 1) // 2 + (lead > 0)
+        if more:
+            tiles += -(-(offset + stop - start - lead) // TILE) if stop - more < end else 2
     return tiles

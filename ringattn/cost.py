@@ -30,6 +30,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from . import json_file
 from .schedule import Schedule, head_groups, waves
 from .shape import Shape
 
@@ -108,15 +109,17 @@ def write(file: Path, link: str, costs: Costs) -> None:
     """Add one link's constants to a file. They replace those of the same link, or a file that cannot be read."""
     links: dict[str, Any] = {}
     try:
-        stored = json.loads(file.read_text())
+        stored = json_file.read(file)
         if stored["version"] == VERSION:
             links = dict(stored["links"])
     except (OSError, ValueError, TypeError, KeyError):
         pass
     links[link] = asdict(costs)
-    file.parent.mkdir(parents=True, exist_ok=True)
+    file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     fresh = file.with_name(f"{file.name}.{os.getpid()}")
-    fresh.write_text(json.dumps({"version": VERSION, "links": links}, indent=1) + "\n")
+    private = functools.partial(os.open, mode=0o600)  # other users must not choose the dataflows of this one
+    with open(fresh, "w", opener=private) as out:
+        out.write(json.dumps({"version": VERSION, "links": links}, indent=1) + "\n")
     fresh.replace(file)
     read.cache_clear()
 
@@ -127,7 +130,7 @@ def read(file: Path, link: str) -> Costs | None:
     reads
     a file once."""
     try:
-        stored = json.loads(file.read_text())
+        stored = json_file.read(file)
         if stored["version"] != VERSION:
             raise ValueError(f"it has version {stored['version']!r}, not {VERSION}")
         constants = stored["links"].get(link)

@@ -44,7 +44,7 @@ def striped(mask: Mask, world_size: int) -> tuple[Shard, ...]:
 
 
 def balanced(mask: Mask, world_size: int) -> tuple[Shard, ...]:
-    shards = balance.peel(mask, world_size)
+    shards = balance.peel(mask, world_size, world_size)
     return tuple(_runs(*sorted(pieces, key=lambda piece: piece.start)) for pieces in shards)
 
 

@@ -1,11 +1,12 @@
-"""Masks: for every query an interval of visible keys, ``start <= key < end``, in global positions.
+"""Masks: which keys each query sees. Functions make masks, ``&`` intersects them.
 
-Functions make masks, ``&`` intersects them, ``print(mask.draw())`` shows one (queries down, keys to the right):
+``print(mask.draw())`` shows one (queries down, keys to the right):
 
 >>> n = 8
->>> masks = causal(n), causal(n) & window(n, 2, -1), causal(n) & packed([0, 3, 8], n)
->>> for rows in zip(*(m.draw().splitlines() for m in masks)):
-...     print("   ".join(rows))
+>>> def show(*masks):
+...     for rows in zip(*(m.draw().splitlines() for m in masks)):
+...         print("   ".join(rows))
+>>> show(causal(n), causal(n) & window(n, 2, -1), causal(n) & packed([0, 3, 8], n))
 # . . . . . . .   # . . . . . . .   # . . . . . . .
 # # . . . . . .   # # . . . . . .   # # . . . . . .
 # # # . . . . .   # # # . . . . .   # # # . . . . .
@@ -14,198 +15,29 @@ Functions make masks, ``&`` intersects them, ``print(mask.draw())`` shows one (q
 # # # # # # . .   . . . # # # . .   . . . # # # . .
 # # # # # # # .   . . . . # # # .   . . . # # # # .
 # # # # # # # #   . . . . . # # #   . . . # # # # #
+>>> show(causal(n) & chunked(n, 3), blocks(n, 3), spans([(1, 3), (4, 7)], n))
+# . . . . . . .   # # # . . . . .   # . . . . . . .
+# # . . . . . .   # # # . . . . .   # # # . . . . .
+# # # . . . . .   # # # . . . . .   # # # . . . . .
+. . . # . . . .   # # # # # # . .   # # # # . . . .
+. . . # # . . .   # # # # # # . .   # # # # # # # .
+. . . # # # . .   # # # # # # . .   # # # # # # # .
+. . . . . . # .   # # # # # # # #   # # # # # # # .
+. . . . . . # #   # # # # # # # #   # # # # # # # #
 
-A mask is a list of pieces per row of the batch. For a query at position i in piece p, with
-``a = i + seq_len_k - seq_len`` (sequences of different lengths are aligned at their ends, as in flash-attn),
-
-    start = max(low[p],  a - left[p])           end = min(high[p], a + right[p] + 1)
-
-so a full mask is one piece without bounds, causal is ``right = 0``, a packed document is a piece with ``low`` and
-``high``, and intersecting two masks is a maximum of starts and a minimum of ends. ``start`` and ``end`` never fall as i
-grows: kernels rely on it (kernels/contract.py). :func:`pieces` makes a mask that has no function here; pass it as
-``ringattn.plan(seq_len, mask=...)``.
+A mask is an interval of keys for every query (:mod:`.intervals`). :func:`pieces` makes one that has no function here;
+pass any as ``ringattn.plan(seq_len, mask=...)``.
 """
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-_FAR = 1 << 40  # further than any position, and i + _FAR does not overflow
-
-
-@dataclass(frozen=True, eq=False)
-class Mask:
-    """Pieces of (queries x keys): fields are (rows, pieces) int64 CPU tensors, rows = 1 or the batch size.
-
-    Piece p of a row covers queries ``first[p] <= i < first[p + 1]`` (the last: up to ``seq_len``).
-    """
-
-    seq_len: int
-    seq_len_k: int
-    first: Tensor
-    low: Tensor
-    high: Tensor
-    left: Tensor
-    right: Tensor
-
-    @property
-    def rows(self) -> int:
-        return self.first.shape[0]
-
-    @property
-    def offset(self) -> int:
-        """Aligned position of query 0: the ends of both sequences coincide."""
-        return self.seq_len_k - self.seq_len
-
-    @property
-    def max_keys_per_query(self) -> int:
-        """The largest number of keys that any query sees, or a bound on it."""
-        seen = torch.minimum(self.high - self.low, self.left + self.right + 1)
-        return int(seen.amax().clamp(0, self.seq_len_k))
-
-    def check(self) -> None:
-        """Check what kernels rely on.
-
-        Raises:
-            ValueError: pieces that do not begin at query 0 in growing order, or an end of the interval of keys that
-                falls from one query to the next.
-        """
-        if self.first.numel() and (bool((self.first[:, 0] != 0).any()) or bool((self.first.diff(dim=1) < 0).any())):
-            raise ValueError("pieces of a mask must begin at query 0 and grow; sort `first`")
-        # Inside a piece neither end falls, so it is enough to look before and at the first query of each piece.
-        edges = torch.cat([self.first.flatten() - 1, self.first.flatten()]).unique()
-        edges = edges[(edges >= 0) & (edges < self.seq_len)]
-        for name, bound in zip(("start", "end"), self.intervals(edges), strict=True):
-            falls = (bound.diff(dim=1) < 0).nonzero()
-            if len(falls):
-                row, column = falls[0].tolist()
-                before, after, query = int(bound[row, column]), int(bound[row, column + 1]), int(edges[column + 1])
-                raise ValueError(
-                    f"the {name} of the visible keys falls from {before} to {after} at query {query} of row {row}; a "
-                    "mask is one interval of keys per query, whose ends never fall"
-                )
-
-    def draw(self, row: int = 0) -> str:
-        """Return a picture of a small mask: a line per query, # where a key is visible."""
-        visible = self.dense()[row if self.rows > 1 else 0]
-        return "\n".join(" ".join("#" if seen else "." for seen in line) for line in visible.tolist())
-
-    def __and__(self, other: Mask) -> Mask:
-        """Return the mask of the keys that are visible under both."""
-        if (self.seq_len, self.seq_len_k) != (other.seq_len, other.seq_len_k):
-            raise ValueError(
-                f"masks are for different lengths: ({self.seq_len}, {self.seq_len_k}) and "
-                f"({other.seq_len}, {other.seq_len_k})"
-            )
-        rows = max(self.rows, other.rows)
-        if {self.rows, other.rows} - {1, rows}:
-            raise ValueError(f"masks have {self.rows} and {other.rows} rows; use 1 or the batch size")
-        first = torch.cat([self.first.expand(rows, -1), other.first.expand(rows, -1)], 1).sort(1).values
-        a, b = self._fields(first), other._fields(first)
-        return Mask(
-            self.seq_len,
-            self.seq_len_k,
-            first,
-            torch.maximum(a[0], b[0]),
-            torch.minimum(a[1], b[1]),
-            torch.minimum(a[2], b[2]),
-            torch.minimum(a[3], b[3]),
-        )
-
-    def _fields(self, positions: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Return low, high, left and right of the pieces at positions (rows, n)."""
-        rows = positions.shape[0]
-        first = self.first.to(positions.device).expand(rows, -1).contiguous()
-        piece = torch.searchsorted(first, positions.contiguous(), right=True) - 1
-        low, high, left, right = (
-            x.to(positions.device).expand(rows, -1).gather(1, piece)
-            for x in (self.low, self.high, self.left, self.right)
-        )
-        return low, high, left, right
-
-    def intervals(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the visible keys of queries at positions (n,): start and end, each (rows, n) int32, on the positions'
-        device,
-        with ``0 <= start <= end <= seq_len_k``; start == end sees nothing."""
-        low, high, left, right = self._fields(positions.expand(self.rows, -1))
-        aligned = positions + self.offset
-        start = torch.maximum(low, aligned - left).clamp(0, self.seq_len_k)
-        end = torch.minimum(high, aligned + right + 1).clamp(0, self.seq_len_k)
-        return start.to(torch.int32), torch.maximum(start, end).to(torch.int32)
-
-    def dense(self) -> Tensor:
-        """Return the whole mask, (rows, seq_len, seq_len_k) bool, True where visible. For tests and pictures."""
-        start, end = self.intervals(torch.arange(self.seq_len, device="cpu"))
-        keys = torch.arange(self.seq_len_k, device="cpu")
-        return (start[..., None] <= keys) & (keys < end[..., None])
-
-    def seen(self, shards: Sequence[Sequence[range]]) -> list[list[range]]:
-        """Return for each shard of queries the runs of keys that any of them sees in any row, growing, as long and as
-        few as possible. Exact.
-
-        Runs of neighbouring positions take time O(runs + pieces), strided ones O(positions).
-        """
-        runs = [(owner, r) for owner, shard in enumerate(shards) for r in shard if r]
-        if not runs:
-            return [[] for _ in shards]
-        with torch.device("cpu"):
-            if all(r.step == 1 for _, r in runs):
-                owner, start, end = self._seen_by_runs(runs)
-            else:
-                at = torch.cat([torch.arange(r.start, r.stop, r.step) for _, r in runs])
-                start, end = (x.long() for x in self.intervals(at))
-                owner = torch.cat([torch.full((len(r),), o) for o, r in runs]).expand(self.rows, -1)
-            some = end > start
-            owner, start, end = owner[some], start[some], end[some]
-            # Shards one after another on one line, with a gap between them, so that they are merged together.
-            line = owner * (self.seq_len_k + 1)
-            order = (line + start).argsort()
-            owner, line, start, end = owner[order], line[order], start[order], end[order]
-            if not len(owner):
-                return [[] for _ in shards]
-            reach = (line + end).cummax(0).values
-            opens = torch.cat([reach.new_ones(1, dtype=torch.bool), (line + start)[1:] > reach[:-1]])
-            closes = torch.cat([opens[1:], opens.new_ones(1)])
-            merged: list[list[range]] = [[] for _ in shards]
-            table = torch.stack([owner[opens], start[opens], (reach - line)[closes]], 1)
-        for index, first, past in table.tolist():
-            merged[index].append(range(first, past))
-        return merged
-
-    def _seen_by_runs(self, runs: Sequence[tuple[int, range]]) -> tuple[Tensor, Tensor, Tensor]:
-        """Return (owner, start, end), each (rows, n), of the keys that runs of neighbouring queries see, one for every
-        part of a run that is in one piece. Inside a piece the intervals of neighbouring queries join up.
-
-        Args:
-            runs: (owner, run), in any order.
-        """
-        runs = sorted(runs, key=lambda x: x[1].start)
-        owners = torch.tensor([o for o, _ in runs])
-        begins, stops = torch.tensor([r.start for _, r in runs]), torch.tensor([r.stop for _, r in runs])
-        points = torch.cat([self.first, begins.expand(self.rows, -1)], 1).sort(1).values
-        run = torch.searchsorted(begins, points, right=True) - 1
-        past = torch.cat([points[:, 1:], torch.full_like(points[:, :1], self.seq_len)], 1)
-        past = torch.minimum(past, stops[run.clamp(min=0)])
-        low, high, left, right = self._fields(points)
-        low, high = low.clamp(min=0), high.clamp(max=self.seq_len_k)
-        # The first and the last query here that see anything.
-        first = torch.maximum(points + self.offset, low - right)
-        last = torch.minimum(past + self.offset, high + left) - 1
-        start, end = torch.maximum(low, first - left), torch.minimum(high, last + right + 1)
-        none = (run < 0) | (past <= points) | (last < first) | (low >= high) | (left + right < 0)
-        return owners[run.clamp(min=0)], start, torch.where(none, start, end)
-
-    def digest(self) -> int:
-        """Return a 63-bit hash of the mask's value, the same in every process."""
-        h = hashlib.blake2b(f"{self.seq_len} {self.seq_len_k} {tuple(self.first.shape)}".encode(), digest_size=8)
-        for x in (self.first, self.low, self.high, self.left, self.right):
-            h.update(x.contiguous().numpy().tobytes())
-        return int.from_bytes(h.digest(), "little") >> 1
+from .intervals import FAR
+from .intervals import Mask as Mask
 
 
 def estimate_pairs(
@@ -257,10 +89,10 @@ def pieces(
     seq_len_k: int,
     *,
     first: Tensor | None = None,
-    low: int | Tensor = -_FAR,
-    high: int | Tensor = _FAR,
-    left: int | Tensor = _FAR,
-    right: int | Tensor = _FAR,
+    low: int | Tensor = -FAR,
+    high: int | Tensor = FAR,
+    left: int | Tensor = FAR,
+    right: int | Tensor = FAR,
 ) -> Mask:
     """Return a mask of pieces, the way to write one of your own.
 
@@ -313,8 +145,8 @@ def window(seq_len: int, left: int, right: int, seq_len_k: int | None = None) ->
     return pieces(
         seq_len,
         seq_len if seq_len_k is None else seq_len_k,
-        left=_FAR if left == -1 else min(left, _FAR),
-        right=_FAR if right == -1 else min(right, _FAR),
+        left=FAR if left == -1 else min(left, FAR),
+        right=FAR if right == -1 else min(right, FAR),
     )
 
 
@@ -334,43 +166,82 @@ def prefix(seq_len: int, length: int, seq_len_k: int | None = None) -> Mask:
         seq_len,
         seq_len_k,
         first=first,
-        high=torch.tensor([[length, _FAR]], device="cpu"),
-        right=torch.tensor([[_FAR, 0]], device="cpu"),
+        high=torch.tensor([[length, FAR]], device="cpu"),
+        right=torch.tensor([[FAR, 0]], device="cpu"),
     )
 
 
-def packed(cu_seqlens: Sequence[int] | Tensor, seq_len: int) -> Mask:
-    """Return the mask of packed documents: queries see keys of their own document. ``cu_seqlens`` are the global
-    boundaries
-    ``[0, end of document 0, ..., seq_len]``; empty documents are allowed.
+def packed(
+    cu_seqlens: Sequence[int] | Tensor,
+    seq_len: int,
+    cu_seqlens_k: Sequence[int] | Tensor | None = None,
+    seq_len_k: int | None = None,
+    *,
+    window_size: tuple[int, int] = (-1, -1),
+) -> Mask:
+    """Return the mask of packed documents: queries see keys of their own document.
+
+    Args:
+        cu_seqlens: global boundaries ``[0, end of document 0, ..., seq_len]``; empty documents are allowed.
+        cu_seqlens_k: those of the keys, as many, for cross attention: document d of the queries sees document d of the
+            keys.
+        window_size: ``(left, right)``, counted from positions that are aligned at the ends of each document, as in
+            flash-attn; ``(-1, 0)`` is causal. Without ``cu_seqlens_k`` it is ``& window(seq_len, left, right)``.
 
     Raises:
         TypeError: not integers.
-        ValueError: not one-dimensional, not starting at 0, falling, or not ending at seq_len.
+        ValueError: not one-dimensional, not starting at 0, falling, or not ending at the number of tokens; other
+            numbers of documents.
     """
-    bounds = torch.as_tensor(cu_seqlens, device="cpu").detach()
-    if bounds.is_floating_point() or bounds.is_complex() or bounds.dtype == torch.bool:
-        raise TypeError(f"cu_seqlens has dtype {bounds.dtype}; pass integers")
-    if bounds.ndim != 1 or len(bounds) < 2:
-        raise ValueError(
-            f"cu_seqlens has shape {tuple(bounds.shape)}; it must be (documents + 1,), at least [0, {seq_len}]"
-        )
-    bounds = bounds.to(torch.int64)
-    if bounds[0] != 0:
-        raise ValueError(f"cu_seqlens starts with {bounds[0].item()}; it must start with 0")
-    falls = (bounds[1:] < bounds[:-1]).nonzero()
+    bounds = _boundaries("cu_seqlens", cu_seqlens, "seq_len", seq_len)
+    if cu_seqlens_k is None:
+        if seq_len_k not in (None, seq_len):
+            raise ValueError(f"cu_seqlens needs cu_seqlens_k where seq_len_k = {seq_len_k} is not seq_len = {seq_len}")
+        bounds = bounds.unique()  # sorted; empty documents vanish
+        bounds_k, keys = bounds, seq_len
+    else:
+        keys = _last(cu_seqlens_k) if seq_len_k is None else seq_len_k
+        bounds_k = _boundaries("cu_seqlens_k", cu_seqlens_k, "seq_len_k", keys)
+        if len(bounds) != len(bounds_k):
+            raise ValueError(
+                f"cu_seqlens has {len(bounds) - 1} documents and cu_seqlens_k {len(bounds_k) - 1}; document d of the "
+                "queries sees document d of the keys, so give both the same number, empty ones included"
+            )
+    some = bounds[1:] > bounds[:-1]  # documents with queries
+    if not bool(some.any()):
+        return full(0, keys)
+    first, past, low, high = (x[some][None] for x in (bounds[:-1], bounds[1:], bounds_k[:-1], bounds_k[1:]))
+    if window_size == (-1, -1):
+        return pieces(seq_len, keys, first=first, low=low, high=high)
+    near = window(seq_len, *window_size, keys)
+    shift = high - past - near.offset  # from positions aligned at the ends of the rows to those of the documents
+    return pieces(seq_len, keys, first=first, low=low, high=high, left=near.left - shift, right=near.right + shift)
+
+
+def _boundaries(name: str, bounds: Sequence[int] | Tensor, end: str, length: int) -> Tensor:
+    """Return boundaries of neighbouring runs as int64, checked."""
+    x = torch.as_tensor(bounds, device="cpu").detach()
+    if x.is_floating_point() or x.is_complex() or x.dtype == torch.bool:
+        raise TypeError(f"{name} has dtype {x.dtype}; pass integers")
+    if x.ndim != 1 or len(x) < 2:
+        raise ValueError(f"{name} has shape {tuple(x.shape)}; it must be (documents + 1,), at least [0, {length}]")
+    x = x.to(torch.int64)
+    if x[0] != 0:
+        raise ValueError(f"{name} starts with {x[0].item()}; it must start with 0")
+    falls = (x[1:] < x[:-1]).nonzero()
     if len(falls):
         at = int(falls[0])
         raise ValueError(
-            f"cu_seqlens falls from {bounds[at].item()} to {bounds[at + 1].item()} at index {at + 1}; "
-            "it must be sorted: boundaries of the packed documents, not their lengths"
+            f"{name} falls from {x[at].item()} to {x[at + 1].item()} at index {at + 1}; it must be sorted: boundaries "
+            "of the packed documents, not their lengths"
         )
-    if bounds[-1] != seq_len:
-        raise ValueError(f"cu_seqlens ends with {bounds[-1].item()}; it must end with seq_len = {seq_len}")
-    bounds = bounds.unique()  # sorted; empty documents vanish
-    if seq_len == 0:
-        return full(0)
-    return pieces(seq_len, seq_len, first=bounds[None, :-1], low=bounds[None, :-1], high=bounds[None, 1:])
+    if x[-1] != length:
+        raise ValueError(f"{name} ends with {x[-1].item()}; it must end with {end} = {length}")
+    return x
+
+
+def _last(bounds: Sequence[int] | Tensor) -> int:
+    return int(bounds[-1]) if len(bounds) else 0
 
 
 def documents(ids: Tensor, seq_len: int) -> Mask:
@@ -410,11 +281,139 @@ def documents(ids: Tensor, seq_len: int) -> Mask:
     shape = (len(rows), count)
     first = torch.full(shape, seq_len, device="cpu")  # unused pieces begin where no query is
     low, high = torch.zeros(shape, dtype=torch.int64, device="cpu"), torch.zeros(shape, dtype=torch.int64, device="cpu")
-    left, right = torch.full(shape, _FAR, device="cpu"), torch.full(shape, _FAR, device="cpu")
+    left, right = torch.full(shape, FAR, device="cpu"), torch.full(shape, FAR, device="cpu")
     for b, (begin, past, real) in enumerate(rows):
         n = len(begin)
         first[b, :n] = begin
         # A padding token sees [i, i): empty, and in order with its neighbours' intervals.
-        low[b, :n], high[b, :n] = torch.where(real, begin, -_FAR), torch.where(real, past, _FAR)
-        left[b, :n], right[b, :n] = torch.where(real, _FAR, 0), torch.where(real, _FAR, -1)
+        low[b, :n], high[b, :n] = torch.where(real, begin, -FAR), torch.where(real, past, FAR)
+        left[b, :n], right[b, :n] = torch.where(real, FAR, 0), torch.where(real, FAR, -1)
     return Mask(seq_len, seq_len, first, low, high, left, right)
+
+
+def rows(masks: Sequence[Mask]) -> Mask:
+    """Return the mask whose row b of the batch is ``masks[b]``, for batches whose rows differ.
+
+    Raises:
+        ValueError: no masks, masks of several rows, or of different lengths.
+    """
+    shapes = {(m.seq_len, m.seq_len_k) for m in masks}
+    if len(shapes) != 1 or any(m.rows != 1 for m in masks):
+        raise ValueError(
+            f"rows() got {len(masks)} masks of lengths {sorted(shapes)} with {[m.rows for m in masks]} rows; pass "
+            "masks of one row each and of the same lengths"
+        )
+    ((seq_len, seq_len_k),) = shapes
+    count = max(m.first.shape[1] for m in masks)
+    fields = []
+    # Unused pieces begin where no query is, and see nothing.
+    for name, fill in (("first", seq_len), ("low", 0), ("high", 0), ("left", FAR), ("right", FAR)):
+        x = torch.full((len(masks), count), fill, dtype=torch.int64, device="cpu")
+        for row, m in zip(x, masks, strict=True):
+            row[: m.first.shape[1]] = getattr(m, name)[0]
+        fields.append(x)
+    return Mask(seq_len, seq_len_k, *fields)
+
+
+def chunked(seq_len: int, size: int, documents: Mask | None = None) -> Mask:
+    """Return attention inside chunks of ``size`` positions, such as the local layers of Llama 4: ``& causal(seq_len)``.
+
+    Args:
+        documents: a mask of :func:`packed` or :func:`documents`; chunks are counted from the beginning of each of its
+            documents, which see nothing of each other.
+
+    Raises:
+        TypeError, ValueError: not a size >= 1, or documents of another length.
+    """
+    chunks = _divided(seq_len, size, documents)
+    return chunks if documents is None else chunks & documents
+
+
+def blocks(seq_len: int, size: int | Sequence[int] | Tensor, documents: Mask | None = None) -> Mask:
+    """Return block-causal attention: queries see everything up to the end of their own block, as in video models and
+    block diffusion.
+
+    Args:
+        size: of the blocks, or their boundaries ``[0, end of block 0, ..., seq_len]``.
+        documents: as in :func:`chunked`; blocks of a size are counted from the beginning of each document.
+
+    Raises:
+        TypeError, ValueError: not a size >= 1, bad boundaries, or documents of another length.
+    """
+    chunks = _divided(seq_len, size, documents)
+    ends = pieces(seq_len, seq_len, first=chunks.first, high=chunks.high)
+    return ends if documents is None else ends & documents
+
+
+def _divided(seq_len: int, size: int | Sequence[int] | Tensor, documents: Mask | None) -> Mask:
+    """Return attention inside chunks of a size, counted in each document, or between boundaries."""
+    whole = full(seq_len) if documents is None else documents
+    if (whole.seq_len, whole.seq_len_k) != (seq_len, seq_len):
+        raise ValueError(
+            f"documents are for {whole.seq_len} queries and {whole.seq_len_k} keys, but the mask for {seq_len} of both"
+        )
+    if not isinstance(size, int):
+        return packed(_boundaries("size", size, "seq_len", seq_len), seq_len)
+    if size < 1:
+        raise ValueError(f"size is {size}; pass a number of positions >= 1")
+    several = []
+    for first, past in zip(whole.first, whole.past, strict=True):
+        count = (past - first + size - 1) // size
+        piece = torch.repeat_interleave(count)
+        begin = first[piece] + size * (torch.arange(len(piece), device="cpu") - (count.cumsum(0) - count)[piece])
+        several.append(packed([0, *begin[1:].tolist(), seq_len], seq_len))
+    return rows(several)
+
+
+def spans(runs: Sequence[tuple[int, int]] | Tensor, seq_len: int, *, left: int = -1) -> Mask:
+    """Return the causal mask in which the tokens of each span see each other both ways, as the patches of an image do.
+
+        end = max(i + 1, past of its span)          start = min(i - left, first of its span)
+
+    Args:
+        runs: (first, past) of each span, growing; :func:`spans_of` reads them from ids.
+        left: a causal window, which spans widen; -1 is unbounded. A window that hides keys of a span, too, is
+            ``spans(runs, seq_len) & window(seq_len, left, -1)``.
+
+    Raises:
+        TypeError: not integers.
+        ValueError: a span outside of the row, that ends before it begins, or begins before the one before it ends.
+    """
+    x = torch.as_tensor(runs if len(runs) else torch.zeros(0, 2, dtype=torch.int64), device="cpu").detach()
+    if x.is_floating_point() or x.is_complex() or x.dtype == torch.bool:
+        raise TypeError(f"spans have dtype {x.dtype}; pass integers")
+    if x.ndim != 2 or x.shape[1] != 2:
+        raise ValueError(f"spans have shape {tuple(x.shape)}; it must be (spans, 2): where each begins and ends")
+    first, past = x.to(torch.int64).unbind(1)
+    before = torch.cat([past.new_zeros(1), past[:-1]])
+    bad = ((first < before) | (past < first) | (past > seq_len)).nonzero()
+    if len(bad):
+        at = int(bad[0])
+        raise ValueError(
+            f"span {at} goes from {int(first[at])} to {int(past[at])}, in a row of {seq_len} tokens and after one that "
+            f"ends at {int(before[at])}; spans must grow and not overlap, or a token sees no interval of keys"
+        )
+
+    def alternate(outside: int, inside: int | Tensor) -> Tensor:  # before, in and after spans
+        field = torch.full((1, 2 * len(first) + 1), outside, device="cpu")
+        field[0, 1::2] = inside
+        return field
+
+    def begin(inside: Tensor) -> Tensor:
+        field = alternate(0, inside)
+        field[0, 2::2] = past
+        return field
+
+    ends = pieces(seq_len, seq_len, first=begin(first), high=alternate(FAR, past), right=alternate(0, FAR))
+    if left == -1:
+        return ends
+    near = int(window(seq_len, left, 0).left)
+    wide = (first + near + 1).clamp(max=past)  # from here on the window begins after the span does
+    return ends & pieces(seq_len, seq_len, first=begin(wide), low=alternate(-FAR, first), left=alternate(near, FAR))
+
+
+def spans_of(ids: Tensor) -> Tensor:
+    """Return the spans of one row, (spans, 2): first and past of each run of neighbouring tokens of one id >= 0."""
+    values, lengths = torch.unique_consecutive(torch.as_tensor(ids, device="cpu").detach(), return_counts=True)
+    past = lengths.cumsum(0)
+    return torch.stack([past - lengths, past], 1)[values >= 0]

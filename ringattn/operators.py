@@ -18,7 +18,7 @@ import torch.autograd.profiler as profiler
 from torch import Tensor
 
 from . import plans
-from .dataflow import DATAFLOWS
+from .dataflow import choose as choose_dataflow
 from .dataflow.contract import Call
 from .kernels.backends import choose
 from .kernels.contract import Queries, Score, ScoreMod, accumulation_dtype, row_delta
@@ -70,7 +70,7 @@ def _forward(
     score_mod: int,
 ) -> tuple[Tensor, Tensor]:
     plan = plans.by_handle(plan_handle)
-    plan.transport.check_whole()
+    plan.transport.begin("attention() forward", plan.dataflow, plan.timeout)
     score = _score(q, alibi_slopes, sink, softmax_scale, softcap, score_mod)
     q, k, v = map(unit_stride, (q, k, v))
     error: Exception | None = None
@@ -100,7 +100,7 @@ def _forward(
     )
     try:
         with no_autocast(q):  # the state is float32, whatever the caller's region says
-            out, lse = DATAFLOWS[plan.dataflow].forward(Call(q, k, v, plan, score, backend))
+            out, lse = choose_dataflow(plan.dataflow, plan.deterministic).forward(Call(q, k, v, plan, score, backend))
     except BaseException as error:
         plan.transport.note_failure(error)
         raise
@@ -157,7 +157,7 @@ def _backward(
     score_mod: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     plan = plans.by_handle(plan_handle)
-    plan.transport.check_whole()
+    plan.transport.begin("attention() backward", plan.dataflow, plan.timeout)
     score = _score(q, alibi_slopes, None, softmax_scale, softcap, score_mod)
     q, k, v, dout = map(unit_stride, (q, k, v, dout))
     backend = choose(kernel, q, k, v, score, backward=True)
@@ -165,7 +165,7 @@ def _backward(
         with no_autocast(q):
             delta = row_delta(out, dout, dlse)
             call, queries = Call(q, k, v, plan, score, backend), Queries(q, dout, lse, delta)
-            dq, dk, dv = DATAFLOWS[plan.dataflow].backward(call, queries)
+            dq, dk, dv = choose_dataflow(plan.dataflow, plan.deterministic).backward(call, queries)
     except BaseException as error:
         plan.transport.note_failure(error)
         raise
@@ -235,7 +235,7 @@ def unit_stride(x: Tensor) -> Tensor:
 @torch.library.custom_op("ringattn::unshard", mutates_args=(), tags=_TAGS)
 def _unshard(x: Tensor, dim: int, of_keys: bool, whole: int, plan_handle: int) -> Tensor:
     plan = plans.by_handle(plan_handle)
-    plan.transport.check_whole()
+    plan.transport.begin("unshard()", timeout=plan.timeout)
     shards = plan.shards_k if of_keys else plan.shards
     lengths = tuple(map(length, shards))
     error: Exception | None = None
@@ -267,7 +267,7 @@ def _unshard_fake(x, dim, of_keys, whole, plan):  # type: ignore[no-untyped-def]
 @torch.library.custom_op("ringattn::unshard_backward", mutates_args=(), tags=_TAGS)
 def _unshard_backward(dwhole: Tensor, dim: int, of_keys: bool, local: int, plan_handle: int) -> Tensor:
     plan = plans.by_handle(plan_handle)
-    plan.transport.check_whole()
+    plan.transport.begin("unshard() backward", timeout=plan.timeout)
     shards = plan.shards_k if of_keys else plan.shards
     pieces = [take(dwhole, s, dim).contiguous() for s in shards]
     others = [r for r in range(plan.world_size) if r != plan.rank]

@@ -15,6 +15,7 @@ from . import needs as needs_of_ranks
 from . import transport as transports
 from .agreement import Disagreement, hash_of
 from .dataflow import DATAFLOWS
+from .dataflow import choose as choose_dataflow
 from .layout import Shard
 from .mask import Mask
 from .memo import Memo
@@ -25,7 +26,7 @@ from .transport import Transport
 if TYPE_CHECKING:
     from .cost import Costs, Problem
 
-VERSION = 4  # of the exchange between ranks
+VERSION = 5  # of the exchange between ranks
 BUFFER_BYTES = 8 << 30
 
 
@@ -37,6 +38,7 @@ def plan(
     causal: bool = False,
     window_size: tuple[int, int] = (-1, -1),
     cu_seqlens: Sequence[int] | Tensor | None = None,
+    cu_seqlens_k: Sequence[int] | Tensor | None = None,
     documents: Tensor | None = None,
     prefix: int = 0,
     mask: Mask | None = None,
@@ -45,6 +47,7 @@ def plan(
     deterministic: bool = False,
     local_size: int | None = None,
     buffer_bytes: int = BUFFER_BYTES,
+    timeout: float | None = None,
 ) -> Plan:
     """Plan the attention of one sequence shape. Every rank of the group calls this with the same arguments.
 
@@ -57,42 +60,53 @@ def plan(
         causal: key j is visible to query i only if ``j <= i``. Other masks (a window, documents) hide more.
         window_size: ``(left, right)`` as in flash-attn: ``i - left <= j <= i + right``; -1 is unbounded.
         cu_seqlens: global boundaries of packed documents, ``[0, ..., seq_len]``.
+        cu_seqlens_k: those of the keys, ``[0, ..., seq_len_k]``, for cross attention: queries of document d see keys of
+            document d. Then ``causal`` and ``window_size`` align positions at the ends of each document, as in
+            flash-attn.
         documents: (batch, seq_len) integer ids of packed documents, -1 for padding, when rows differ.
         prefix: with ``causal``, the first ``prefix`` keys are visible to earlier queries too (prefix-LM).
-        mask: any mask of :mod:`ringattn.mask`, or one of your own (:class:`ringattn.mask.Mask`) for these lengths; what
-            the other arguments hide is hidden, too.
+        mask: any mask of :mod:`ringattn.mask`: chunks, spans, blocks, or one of your own; what the other arguments hide
+            is hidden, too. Documents and padding belong in the arguments above, as :meth:`Plan.shard_batch` asks where
+            documents begin.
         layout: "contiguous", "zigzag", "striped" or "balanced" (:data:`ringattn.layout.LAYOUTS`).
         dataflow: "ring": keys and values travel; "gather": every rank fetches all the keys and values that it
             needs; "reduce": queries travel and their partial states come home; "auto": the fastest by a model
             of one layer's forward and backward (:mod:`.cost`), for 32/8 heads of 128 in 2 bytes and one row, with the
             costs that ``benchmarks/calibrate.py`` measured on this machine, or default ones. ``describe()`` says why.
-        deterministic: the same bits on every run.
+        deterministic: the same bits of every result on every run, for any number of ranks, any layout and dataflow, by
+            a dataflow of its own (:mod:`.dataflow.same_bits`) that takes more time and memory.
         local_size: ranks per node, to make a ring a double ring; divides the group's size.
         buffer_bytes: with the dataflow "gather", memory for fetched keys and values and their gradients. Where they
             need more and copy engines fetch them, they come in waves of heads that fit; messages bring all heads.
             "auto" chooses no gather that does not fit.
+        timeout: seconds that a rank waits for another one that is stopped or does not come, in this call and in
+            attention with this plan; None: RINGATTN_TIMEOUT, or else the time limit of the group. A rank that has died
+            is noticed at once.
 
     Returns:
         A plan. It may be kept while the shape and the documents stay the same.
 
     Raises:
         ValueError, TypeError: bad arguments, before anything is sent; arguments that differ between ranks
-            (:class:`ringattn.agreement.Disagreement`): the same error on every rank, naming the ranks and the field.
-        RuntimeError: a rank did not come.
+            (:class:`ringattn.errors.Disagreement`): the same error on every rank, naming the ranks and the field.
+        RuntimeError: a rank died (:class:`ringattn.errors.LostPeer`) or did not come (:class:`~.errors.TimedOut`), or
+            an earlier call on the group failed (:class:`~.errors.GroupBroken`).
     """
     transport = transports.of(group)
+    transport.begin("plan()")
     transport.plans_made += 1
     error: Exception | None = None
-    words: dict[str, int | str | bool] = {}
+    words: dict[str, int | float | str | bool] = {}
     try:
         request = Request.checked(
             transport.world_size, seq_len, seq_len_k,
-            Masking(mask, causal, window_size, cu_seqlens, documents, prefix),
-            Choices(layout, dataflow, deterministic, local_size, buffer_bytes),
+            Masking(mask, causal, window_size, cu_seqlens, cu_seqlens_k, documents, prefix),
+            Choices(layout, dataflow, deterministic, local_size, buffer_bytes, timeout),
         )  # fmt: skip
+        transport.timeout = request.timeout or transport.limit
         words = request.words()
         costs = None
-        if request.dataflow == "auto" and transport.world_size > 1:
+        if request.dataflow == "auto" and transport.world_size > 1 and not request.deterministic:
             costs = _costs(transport)
             words["calibration"] = hash_of(repr(costs[0]))
     except Exception as bad:  # whatever it is, the other ranks must hear of it
@@ -131,6 +145,7 @@ class Masking(NamedTuple):
     causal: bool
     window_size: tuple[int, int]
     cu_seqlens: Sequence[int] | Tensor | None
+    cu_seqlens_k: Sequence[int] | Tensor | None
     documents: Tensor | None
     prefix: int
 
@@ -143,22 +158,26 @@ class Choices(NamedTuple):
     deterministic: bool
     local_size: int | None
     buffer_bytes: int
+    timeout: float | None
 
 
 @dataclass(frozen=True)
 class Request:
     """The checked arguments of :func:`plan`; what they hide is in one mask.
 
+    ``documents``: the part of it that documents and padding hide.
     ``parts``: what ranks compare of the mask, by the name of the argument it comes from.
     """
 
     mask: Mask
+    documents: Mask
     parts: dict[str, int | bool | str]
     layout: str
     dataflow: str
     deterministic: bool
     local_size: int
     buffer_bytes: int
+    timeout: float | None
     world_size: int
 
     @classmethod
@@ -170,7 +189,7 @@ class Request:
         Raises:
             ValueError, TypeError: the value, what was expected and the fix.
         """
-        layout, dataflow, deterministic, local_size, buffer_bytes = choices
+        layout, dataflow, deterministic, local_size, buffer_bytes, timeout = choices
         for name, text, names in (
             ("layout", layout, layouts.LAYOUTS), ("dataflow", dataflow, (*DATAFLOWS, "auto")),
         ):  # fmt: skip
@@ -181,8 +200,10 @@ class Request:
         mask = masking.mask
         if mask is not None and not isinstance(mask, Mask):
             raise TypeError(f"mask is a {type(mask).__name__}; pass a ringattn.mask.Mask")
-        keys = seq_len_k if seq_len_k is not None else seq_len if mask is None else mask.seq_len_k
-        whole, parts = _combine(seq_len, keys, masking)
+        keys = seq_len_k
+        if keys is None and mask is not None:
+            keys = mask.seq_len_k
+        whole, packed, parts = _combine(seq_len, keys, masking)
         size = world_size if local_size is None else local_size
         if type(size) is not int:
             raise TypeError(f"local_size is {local_size!r}; pass an int that divides the group's {world_size} ranks")
@@ -190,9 +211,12 @@ class Request:
             raise ValueError(f"local_size is {local_size}; it must divide the group's {world_size} ranks")
         if type(buffer_bytes) is not int or not 0 < buffer_bytes < 2**63:
             raise ValueError(f"buffer_bytes is {buffer_bytes!r}; pass a positive number of bytes, e.g. 8 * 2**30")
-        return cls(whole, parts, layout, dataflow, bool(deterministic), size, buffer_bytes, world_size)
+        timeout = None if timeout is None else transports.seconds("timeout", timeout)
+        return cls(
+            whole, packed, parts, layout, dataflow, bool(deterministic), size, buffer_bytes, timeout, world_size
+        )
 
-    def words(self) -> dict[str, int | str | bool]:
+    def words(self) -> dict[str, int | float | str | bool]:
         """Return what ranks compare, by name."""
         return dict(
             version=VERSION,
@@ -205,13 +229,16 @@ class Request:
             deterministic=self.deterministic,
             local_size=self.local_size,
             buffer_bytes=self.buffer_bytes,
+            timeout=self.timeout or 0.0,  # 0: the group's
             calibration=0,  # a hash of the costs that decide dataflow "auto"
         )
 
 
-def _combine(seq_len: int, keys: int, masking: Masking) -> tuple[Mask, dict[str, int | bool | str]]:
-    """Return the intersection of all masks, and what ranks compare of it."""
-    mask, causal, window_size, cu_seqlens, documents, prefix = masking
+def _combine(seq_len: int, keys: int | None, masking: Masking) -> tuple[Mask, Mask, dict[str, int | bool | str]]:
+    """Return the intersection of all masks, that of documents and padding, and what ranks compare of them."""
+    mask, causal, window_size, cu_seqlens, cu_seqlens_k, documents, prefix = masking
+    if keys is None:
+        keys = seq_len if cu_seqlens_k is None or not len(cu_seqlens_k) else int(cu_seqlens_k[-1])
     for name, value in (("seq_len", seq_len), ("seq_len_k", keys), ("prefix", prefix)):
         if not isinstance(value, int) or isinstance(value, bool):
             raise TypeError(f"{name} is {value!r}; pass an int")
@@ -220,13 +247,19 @@ def _combine(seq_len: int, keys: int, masking: Masking) -> tuple[Mask, dict[str,
     if not isinstance(window_size, (tuple, list)) or [type(w) for w in window_size] != [int, int]:
         raise TypeError(f"window_size is {window_size!r}; pass two ints (left, right), -1 for unbounded")
     left, right = (min(w, 2**31) for w in window_size)  # further than any position
-    whole = masks.window(seq_len, left, right, keys)
+    if cu_seqlens_k is not None and (cu_seqlens is None or documents is not None or prefix):
+        raise ValueError(
+            "cu_seqlens_k needs cu_seqlens, the documents of the queries, and goes neither with documents nor prefix"
+        )
     if prefix and not causal:
         raise ValueError(f"prefix={prefix} needs causal=True: without it every key is visible anyway")
     if prefix > keys:
         raise ValueError(f"prefix is {prefix}; there are only {keys} keys")
-    if (cu_seqlens is not None or documents is not None) and keys != seq_len:
-        raise ValueError(f"packed documents need seq_len_k == seq_len, got {keys} and {seq_len}; leave seq_len_k out")
+    if (cu_seqlens is not None or documents is not None) and keys != seq_len and cu_seqlens_k is None:
+        raise ValueError(
+            f"packed documents need seq_len_k == seq_len, got {keys} and {seq_len}; leave seq_len_k out, or pass the "
+            "documents of the keys as cu_seqlens_k"
+        )
     if mask is not None and (mask.seq_len, mask.seq_len_k) != (seq_len, keys):
         raise ValueError(
             f"mask is for {mask.seq_len} queries and {mask.seq_len_k} keys, but the plan for {seq_len} and {keys}; "
@@ -234,14 +267,20 @@ def _combine(seq_len: int, keys: int, masking: Masking) -> tuple[Mask, dict[str,
         )
     if mask is not None:
         mask.check()
-    if prefix:
+    packed = None if cu_seqlens is None else masks.packed(cu_seqlens, seq_len, cu_seqlens_k, keys)
+    rows = None if documents is None else masks.documents(documents, seq_len)
+    own = masks.full(seq_len, keys)
+    for part in (packed, rows):
+        own = own if part is None else own & part
+    whole = masks.window(seq_len, left, right, keys) & own
+    if cu_seqlens is not None and cu_seqlens_k is not None:
+        near = (left, right if not causal else 0)
+        whole = masks.packed(cu_seqlens, seq_len, cu_seqlens_k, keys, window_size=near)
+    elif prefix:
         whole = whole & masks.prefix(seq_len, prefix, keys)
     elif causal:
         whole = whole & masks.causal(seq_len, keys)
-    packed = None if cu_seqlens is None else masks.packed(cu_seqlens, seq_len)
-    rows = None if documents is None else masks.documents(documents, seq_len)
-    for part in (packed, rows, mask):
-        whole = whole if part is None else whole & part
+    whole = whole if mask is None else whole & mask
     parts: dict[str, int | bool | str] = dict(
         causal=bool(causal),
         window_left=left,
@@ -251,7 +290,7 @@ def _combine(seq_len: int, keys: int, masking: Masking) -> tuple[Mask, dict[str,
         documents=_summary(rows),
         mask=_summary(mask),
     )
-    return whole, parts
+    return whole, own, parts
 
 
 def _summary(mask: Mask | None) -> str:
@@ -283,14 +322,16 @@ def _make(request: Request, transport: Transport, costs: tuple[Costs, str] | Non
     needs = tuple(tuple(owner in some for owner in range(n)) for some in owners)
     dataflow, choice = request.dataflow, None
     if dataflow == "auto" and costs is None:
-        dataflow = "ring"  # one rank: nothing moves, and nothing is merged
+        dataflow = "ring"  # one rank: nothing moves, and nothing is merged; or a deterministic plan, which runs none
     elif dataflow == "auto" and costs is not None:
         from .cost import choose
 
         choice = choose(_problem(request, transport, shards, shards_k, fetches, needs), *costs)
         dataflow = choice.dataflow
+    flow = choose_dataflow(dataflow, request.deterministic)
     return Plan(
         mask=mask,
+        documents=request.documents,
         layout=request.layout,
         dataflow=dataflow,
         deterministic=request.deterministic,
@@ -299,11 +340,12 @@ def _make(request: Request, transport: Transport, costs: tuple[Costs, str] | Non
         shards_k=shards_k,
         fetches=fetches,
         needs=needs,
-        schedule=DATAFLOWS[dataflow].schedule(needs, request.local_size),
-        flow=DATAFLOWS[dataflow],
+        schedule=flow.schedule(needs, request.local_size),
+        flow=flow,
         transport=transport,
         choice=choice,
         digest=digest,
+        timeout=request.timeout,
     )
 
 

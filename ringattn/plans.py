@@ -53,6 +53,7 @@ class Plan:
         rank, world_size: of the group.
         layout, dataflow, deterministic, buffer_bytes: as chosen; ``dataflow`` is never "auto".
         mask: intervals per query, in global positions.
+        documents: the part of it that documents and padding hide.
         shards, shards_k: for every rank, the ranges of positions of queries and keys it holds.
         fetches: for every rank the runs of keys that its queries see, its own included, sorted by position.
         needs: ``needs[q_rank][k_rank]``: some query of one rank sees some key of the other.
@@ -62,6 +63,7 @@ class Plan:
         choice: why "auto" chose this dataflow; None where it was given.
         handle: a number that stands for this plan in the operators of torch.library.
         digest: a hash of the arguments of :func:`ringattn.plan`, the same on all ranks.
+        timeout: seconds that a rank waits for another in a call; None: the group's.
         local_lengths, local_lengths_k: queries and keys that each rank holds.
     """
 
@@ -69,6 +71,7 @@ class Plan:
         self,
         *,
         mask: Mask,
+        documents: Mask,
         layout: str,
         dataflow: str,
         deterministic: bool,
@@ -82,14 +85,16 @@ class Plan:
         transport: Transport,
         choice: Any = None,
         digest: int = 0,
+        timeout: float | None = None,
     ) -> None:
         self.mask, self.seq_len, self.seq_len_k = mask, mask.seq_len, mask.seq_len_k
+        self.documents = documents
         self.rank, self.world_size = transport.rank, transport.world_size
         self.layout, self.dataflow, self.deterministic = layout, dataflow, deterministic
         self.buffer_bytes = buffer_bytes
         self.shards, self.shards_k, self.fetches, self.needs = shards, shards_k, fetches, needs
         self.schedule, self.flow, self.transport, self.choice = schedule, flow, transport, choice
-        self.handle, self.digest = next(_handles), digest
+        self.handle, self.digest, self.timeout = next(_handles), digest, timeout
         self.memo: Memo[Any] = Memo(1 << 14)
         self._agreed: set[tuple[object, ...]] = set()
         # Not when first asked for, which may be inside torch.compile: it cannot trace lengths of ranges.

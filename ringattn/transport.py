@@ -11,12 +11,16 @@ compare what they are about to do with :meth:`Transport.agree` before the first 
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import datetime
 import functools
 import itertools
 import os
 import socket
+import sys
 import threading
+import time
 import warnings
 import weakref
 from collections.abc import Sequence
@@ -29,12 +33,18 @@ import torch.distributed as dist
 from torch import Tensor
 
 from . import agreement
+from .errors import GroupBroken, Place
+from .health import Health, Marks, close_gloo, seconds
 from .peer import driver
 from .peer.memory import Link
 
 Message = tuple[Tensor, int]  # a contiguous tensor and the peer's rank in the group
 
-_AGREE_TIMEOUT = datetime.timedelta(minutes=10)
+_TIMEOUT = 600.0  # seconds, for groups that say nothing
+
+
+_ENVIRONMENT = os.environ.get("RINGATTN_TIMEOUT")
+_FROM_ENVIRONMENT = None if _ENVIRONMENT is None else seconds("RINGATTN_TIMEOUT", _ENVIRONMENT)
 
 
 class Pending(Protocol):
@@ -61,6 +71,9 @@ class Transport:
         sent_bytes, sent_messages: sums over all calls of :meth:`start`.
         plans_made: number of calls of :func:`ringattn.plan`.
         given_up: the error that ended a call after its first message, or "".
+        limit: seconds that a rank waits for another.
+        timeout: the time limit of this call.
+        call, dataflow, step: where this rank is, see :class:`ringattn.errors.Place`.
     """
 
     rank: int
@@ -71,20 +84,35 @@ class Transport:
     sent_messages: int = 0
     plans_made: int = 0
     given_up: str = ""
+    limit: float = _TIMEOUT
+    timeout: float = _TIMEOUT
+    call: str = ""
+    dataflow: str = ""
+    step: int = -1
+
+    def begin(self, call: str, dataflow: str = "", timeout: float | None = None) -> None:
+        """Note that this rank begins a call, for errors and the watchdog.
+
+        Args:
+            call: as ``"attention() forward"``.
+            timeout: of the plan, in seconds; None: the group's.
+
+        Raises:
+            GroupBroken: an earlier call on this group failed after its first message.
+        """
+        if self.given_up:
+            raise GroupBroken(
+                f"an earlier attention on this group raised {self.given_up}; its ranks may be at different messages: "
+                "restart them, or go on with plans of a new group (dist.new_group)"
+            )
+        self.call, self.dataflow, self.step = call, dataflow, -1
+        self.timeout = self.limit if timeout is None else timeout
 
     def note_failure(self, error: BaseException) -> None:
         """Mark the group unusable after a call that failed once communication may have started: other ranks may be at a
         different message. Errors of arguments are raised on all ranks before anything is sent, and are not noted."""
         if self.world_size > 1:
             self.given_up = f"{type(error).__name__}: {error}"
-
-    def check_whole(self) -> None:
-        """Raise RuntimeError if an earlier call on this group failed after its first message."""
-        if self.given_up:
-            raise RuntimeError(
-                f"an earlier attention on this group raised {self.given_up}; its ranks may be at different messages: "
-                "restart them, or go on with plans of a new group (dist.new_group)"
-            )
 
     def start(self, sends: Sequence[Message], receives: Sequence[Message]) -> Pending:
         """Start all messages of one step.
@@ -95,6 +123,7 @@ class Transport:
         """
         sends = [(x, peer) for x, peer in sends if x.numel()]
         receives = [(x, peer) for x, peer in receives if x.numel()]
+        self.step += 1
         self.sent_bytes += sum(x.numel() * x.element_size() for x, _ in sends)
         self.sent_messages += len(sends)
         return self._start(sends, receives) if sends or receives else Arrived()
@@ -137,13 +166,16 @@ class Transport:
         the others do not wait for it.
 
         Raises:
-            Disagreement: a field differs; the same error on every rank.
+            Desynchronized, Disagreement: a field differs; the same error on every rank.
             RankFailed: another rank passed an error.
+            LostPeer, TimedOut: another rank died, or did not come.
             Exception: ``error``, on the rank that passed it.
         """
         fields = {"call": what, **fields}  # ranks may be at different calls
         if self.world_size > 1:
+            before, self.call, self.dataflow = (self.call, self.dataflow), what, ""
             rows = self.gather_words(agreement.encode(fields, error))
+            self.call, self.dataflow = before
         if error is not None:
             raise error
         if self.world_size > 1:
@@ -157,7 +189,16 @@ def gloo_group_of(group: dist.ProcessGroup) -> dist.ProcessGroupGloo:
     number of groups that a rank is in and hangs where these numbers differ.
     """
     store = dist.PrefixStore("ringattn", group.get_group_store())
-    return dist.ProcessGroupGloo(store, dist.get_rank(group), dist.get_world_size(group), _AGREE_TIMEOUT)
+    timeout = datetime.timedelta(seconds=_TIMEOUT)
+    return dist.ProcessGroupGloo(store, dist.get_rank(group), dist.get_world_size(group), timeout)
+
+
+def _timeout_of(group: dist.ProcessGroup, device: torch.device) -> float:
+    """Return how long the backend of a group waits, in seconds."""
+    try:
+        return float(group._get_backend(device).options._timeout.total_seconds())
+    except (AttributeError, RuntimeError):
+        return _TIMEOUT
 
 
 def _host() -> str:
@@ -187,9 +228,10 @@ def _alive(group: weakref.ref[dist.ProcessGroup]) -> dist.ProcessGroup:
     return result
 
 
-def _drop_gloo(transport: weakref.ref[GroupTransport]) -> None:
+def _let_go(transport: weakref.ref[GroupTransport]) -> None:
     if (alive := transport()) is not None:
         alive.gloo = None
+        alive.health.end()
 
 
 class GroupTransport(Transport):
@@ -207,14 +249,21 @@ class GroupTransport(Transport):
         device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
         super().__init__(dist.get_rank(group), dist.get_world_size(group), device)
         self._group = weakref.ref(group)
-        self.backends = backends
+        self.backends, self._closed = backends, False
+        self._link: Link | None = None
+        self.health = Health(self.rank, self.world_size)
+        self.limit = self.timeout = _FROM_ENVIRONMENT or _timeout_of(group, device)
+        self.call = "making a group"
         # agree() must not wait for the GPU, so it runs over gloo.
         self.gloo: Any = None if backends.get("cpu") == "gloo" else gloo_group_of(group)
         # Drop the gloo group when the process group is gone: it owns threads, and a store that a later group may need.
-        weakref.finalize(group, _drop_gloo, weakref.ref(self)).atexit = False
+        weakref.finalize(group, _let_go, weakref.ref(self)).atexit = False
+        if self.world_size > 1:
+            self.health.make_board(agreement.hash_of(_host()), self.limit, self.gather_words)
         if cuda:  # set the communicator up on all ranks; the first point-to-point messages may be among a few of them
             dist.all_reduce(torch.zeros(1, device=device), group=group)
-        self._link = self._connect() if cuda and self.world_size > 1 else None
+        if cuda and self.world_size > 1:
+            self._link = self._connect(self.health.watch())
 
     @property
     def group(self) -> dist.ProcessGroup:
@@ -224,22 +273,24 @@ class GroupTransport(Transport):
     def ended(self) -> bool:
         return not _exists(self._group())
 
-    def _connect(self) -> Link | None:
+    def _connect(self, problem: str) -> Link | None:
         """Return the link of this rank, or None on every rank if one of them cannot access the others' memory, is on
-        another host, or has RINGATTN_PULLS=0 in its environment."""
+        another host, has a problem already, or has RINGATTN_PULLS=0 in its environment."""
         wanted = os.environ.get("RINGATTN_PULLS", "1") != "0"
-        words = torch.tensor([agreement.hash_of(_host()), wanted and driver.available()], device="cpu")
-        if not (self.gather_words(words) == words).all() or not words[1]:
+        words = torch.tensor([agreement.hash_of(_host()), wanted and driver.available(), bool(problem)], device="cpu")
+        rows = self.gather_words(words)
+        if not (rows[:, :2] == words[:2]).all() or not words[1]:
             return None
-        problem = ""
-        try:
-            from .peer.symmetric import SymmetricMemory  # needs a torch with symmetric memory
+        link, status = None, rows[:, 2]
+        if not status.any():  # all ranks make a link, or none
+            try:
+                from .peer.symmetric import SymmetricMemory  # needs a torch with symmetric memory
 
-            share = SymmetricMemory(functools.partial(_alive, self._group), self.device)
-            link = Link(self.rank, self.world_size, self.device, share)
-        except (RuntimeError, ImportError, AttributeError, ValueError) as error:  # no peer access; another torch
-            problem = str(error) or type(error).__name__
-        status = self.gather_words(torch.tensor([bool(problem)], device="cpu")).flatten()
+                share = SymmetricMemory(functools.partial(_alive, self._group), self.device)
+                link = Link(self.rank, self.world_size, self.device, share, self.health.board)
+            except (RuntimeError, ImportError, AttributeError, ValueError) as error:  # no peer access; another torch
+                problem = str(error) or type(error).__name__
+            status = self.gather_words(torch.tensor([bool(problem)], device="cpu")).flatten()
         failed = status.nonzero().flatten().tolist()
         if failed:
             warnings.warn(
@@ -267,12 +318,39 @@ class GroupTransport(Transport):
     def _start(self, sends: Sequence[Message], receives: Sequence[Message]) -> Pending:
         ops = [dist.P2POp(dist.isend, x, group=self.group, group_peer=peer) for x, peer in sends]
         ops += [dist.P2POp(dist.irecv, x, group=self.group, group_peer=peer) for x, peer in receives]
-        peers = sorted({peer for _, peer in sends} | {peer for _, peer in receives})
-        what = f"rank {self.rank} exchanging with ranks {peers}"
+        began = time.monotonic()
         try:
-            return _Works(dist.batch_isend_irecv(ops), what, ops)
+            works = dist.batch_isend_irecv(ops)
         except RuntimeError as error:  # torch knows that a peer is gone
-            raise RuntimeError(f"{what}: {error}") from error
+            raise self.health.failure(error, self._place(), began, self.timeout) from error
+        return _Works(self, works, self._place(), (sends or receives)[0][0].is_cuda, ops)
+
+    def _place(self) -> Place:
+        return Place(self.rank, self.call, self.dataflow, self.step)
+
+    def note_failure(self, error: BaseException) -> None:
+        super().note_failure(error)
+        if self.world_size == 1 or self._closed:
+            return
+        self._closed = True
+        row = 0 if self._link is None else int(self._link.timed_out[0])
+        kernel = f"; a kernel gave up waiting for row {row - 1} of keys (batch * kv_heads + head)" if row else ""
+        self.health.fail(error, f" in {self._place()}{kernel}")
+        # In a thread with a limit: whatever is wrong with the connections, the error must be raised.
+        closing = threading.Thread(target=self._close_all, daemon=True)
+        closing.start()
+        closing.join(5.0)
+
+    def _close_all(self) -> None:
+        """Close the connections of this rank, so that the others do not wait for it until their time limit."""
+        with contextlib.suppress(Exception):  # the group may be gone already
+            for device, backend in self.backends.items():
+                if backend == "gloo":
+                    close_gloo(self.group._get_backend(torch.device(device)))
+            if self.gloo is not None:
+                close_gloo(self.gloo)
+            if self.device.type == "cuda":
+                self.group._get_backend(self.device).abort()
 
     @property
     def pulls(self) -> bool:
@@ -283,23 +361,31 @@ class GroupTransport(Transport):
             return None  # a captured graph would repeat the epochs of its exchanges; messages have none
         return self._link
 
+    def begin(self, call: str, dataflow: str = "", timeout: float | None = None) -> None:
+        super().begin(call, dataflow, timeout)
+        self.health.begin(self.timeout)
+
     def all_reduce(self, x: Tensor, op: str) -> Tensor:
         if self.world_size > 1:
-            dist.all_reduce(x, {"max": dist.ReduceOp.MAX, "sum": dist.ReduceOp.SUM}[op], group=self.group)
+            self.step += 1
+            reduce = {"max": dist.ReduceOp.MAX, "sum": dist.ReduceOp.SUM}[op]
+            work = dist.all_reduce(x, reduce, group=self.group, async_op=True)
+            _Works(self, [work], self._place(), x.is_cuda, x).wait()
         return x
 
     def gather_words(self, words: Tensor) -> Tensor:
         rows = [torch.empty_like(words) for _ in range(self.world_size)]
+        began = time.monotonic()
         try:
             if self.gloo is None:
-                dist.all_gather(rows, words, group=self.group)
+                work = dist.all_gather(rows, words, group=self.group, async_op=True)
             else:
-                self.gloo.allgather([rows], [words]).wait()
+                work = self.gloo.allgather([rows], [words])
+            work.wait(datetime.timedelta(seconds=self.timeout))
         except RuntimeError as error:
-            raise RuntimeError(
-                f"rank {self.rank}: not every rank of the group came to the same call within the time limit, "
-                f"or one of them died ({error})"
-            ) from error
+            failed = self.health.failure(error, self._place(), began, self.timeout)
+            self.note_failure(failed)
+            raise failed from error
         return torch.stack(rows)
 
 
@@ -307,17 +393,33 @@ class GroupTransport(Transport):
 class _Works:
     """Messages that torch has started."""
 
+    transport: GroupTransport
     works: list[Any]
-    what: str
+    place: Place
+    on_gpu: bool
     tensors: object  # kept alive until wait()
 
     def wait(self) -> None:
+        transport, began = self.transport, time.monotonic()
         try:
-            for work in self.works:
-                work.wait()
+            if self.on_gpu:
+                self._wait_on_stream(transport.health.marks)
+            else:
+                for work in self.works:
+                    work.wait(datetime.timedelta(seconds=transport.timeout))
         except RuntimeError as error:
-            raise RuntimeError(f"{self.what}: {error}") from error
+            raise transport.health.failure(error, self.place, began, transport.timeout) from error
         self.tensors = None
+
+    def _wait_on_stream(self, marks: Marks | None) -> None:
+        """Make the current stream wait, not the host."""
+        stream = torch.cuda.current_stream(self.transport.device)
+        if marks is not None:
+            marks.moving.write(stream, self.place.step + 1)
+        for work in self.works:
+            work.wait()
+        if marks is not None:
+            marks.moved.write(stream, 0)
 
 
 class AloneTransport(Transport):
@@ -328,6 +430,16 @@ class AloneTransport(Transport):
 
     def all_reduce(self, x: Tensor, op: str) -> Tensor:
         return x
+
+
+@atexit.register
+def _leave_all() -> None:
+    """Say that this process ends, and whether an exception has ended it."""
+    error = getattr(sys, "last_value", None)
+    for transport in list(_of_group.values()):
+        if error is not None:
+            transport.health.fail(error, ", which ended its program")
+        transport.health.leave()
 
 
 _alone: AloneTransport | None = None

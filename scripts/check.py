@@ -407,9 +407,7 @@ def main() -> int:
                 f"rank {rank}: {name} needed {measured:.1f} MiB without inputs and results, predicted {predicted:.1f}"
             )
 
-    gathered: list[Any] = [None] * world
-    dist.all_gather_object(gathered, failures)
-    failures = sorted({line for lines in gathered for line in lines})
+    failures = sorted({line for lines in ranks.gather(failures) for line in lines})
     if rank == 0:
         outcome.table(args.kernel, device)
         print(f"determinism: {args.repeats} repeats with random sleeps on {max(groups)} ranks, {changed} differ")

@@ -334,8 +334,7 @@ def run(args: argparse.Namespace, device: torch.device) -> dict[str, Any]:
     flops = 4 * hq * args.head_dim * pairs * (3.5 if args.backward else 1.0)
     shape = dict(q_heads=hq, kv_heads=hk, head_dim=args.head_dim, itemsize=inputs.dtype.itemsize)
     predicted = size["tensors"] + plan.memory_bytes(backward=args.backward, **shape)
-    gathered: list[Any] = [None] * world
-    dist.all_gather_object(gathered, (seconds, size.get("peak"), predicted))
+    gathered = ranks.gather((seconds, size.get("peak"), predicted))
     seconds = max(s for s, _, _ in gathered)
     if cuda:
         for rank, (_, peak, estimate) in enumerate(gathered):

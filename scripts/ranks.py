@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
+import json
 import os
+import signal
 import sys
 import time
 import traceback
@@ -31,8 +35,32 @@ def require_torchrun(alternative: str = "") -> None:
     if "RANK" not in os.environ:
         alone = f", or in one process: python {command()} {alternative}" if alternative else ""
         raise SystemExit(f"start it with torchrun --standalone --nproc-per-node N {command()}{alone}")
-    if os.environ.get("LOCAL_WORLD_SIZE") == os.environ.get("WORLD_SIZE"):
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # one host
+    prepare()
+
+
+def prepare() -> None:
+    """Let this process end with torchrun, and exchange messages over the loopback interface where torchrun started all
+    ranks on one host. Without torchrun, do nothing."""
+    if os.environ.get("LOCAL_WORLD_SIZE") == os.environ.get("WORLD_SIZE", ""):
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    if "TORCHELASTIC_RUN_ID" in os.environ and sys.platform == "linux":
+        with contextlib.suppress(OSError, AttributeError):
+            # A launcher that is killed cannot stop its ranks, which would keep their GPUs. The kernel does it:
+            # prctl(PR_SET_PDEATHSIG, SIGKILL).
+            ctypes.CDLL(None).prctl(1, int(signal.SIGKILL), 0, 0, 0)
+
+
+def fresh_store() -> dict[str, Any]:
+    """Return arguments of ``init_process_group`` with which ranks that torchrun started again (``--max-restarts``) do not
+    read the addresses that their dead predecessors left in torchrun's store, which torch 2.13 keeps
+    (https://github.com/pytorch/pytorch/issues/135712). For one host, on which all ranks have the same number of restarts;
+    for several, start torchrun with TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1."""
+    env = os.environ
+    if env.get("TORCHELASTIC_USE_AGENT_STORE") != "True" or env["LOCAL_WORLD_SIZE"] != env["WORLD_SIZE"]:
+        return {}
+    store = dist.TCPStore(env["MASTER_ADDR"], int(env["MASTER_PORT"]), is_master=False)
+    own = dist.PrefixStore(f"restart {env['TORCHELASTIC_RESTART_COUNT']}", store)
+    return dict(store=own, rank=int(env["RANK"]), world_size=int(env["WORLD_SIZE"]))
 
 
 def join(device_type: str, alternative: str = "") -> torch.device:
@@ -43,10 +71,10 @@ def join(device_type: str, alternative: str = "") -> torch.device:
     """
     require_torchrun(alternative)
     if device_type != "cuda":
-        dist.init_process_group("gloo")
+        dist.init_process_group("gloo", **fresh_store())
         return torch.device(device_type)
     device = own_gpu()
-    dist.init_process_group("nccl", device_id=device)
+    dist.init_process_group("nccl", device_id=device, **fresh_store())
     return device
 
 
@@ -72,10 +100,27 @@ def one_line(problem: BaseException | str) -> str:
     return text if isinstance(problem, str) else f"{type(problem).__name__}: {text}"
 
 
+def gather(value: Any, group: Any = None) -> list[Any]:
+    """Return the values of all ranks as JSON decodes them: tuples become lists.
+
+    ``dist.all_gather_object`` would unpickle what other ranks send, and a pickle can run any code.
+    """
+    world, backend = dist.get_world_size(group), str(dist.get_backend_config(group))
+    device = torch.device("cpu") if "cpu:" in backend else torch.device("cuda", torch.cuda.current_device())
+    data = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8).to(device)
+    sizes = [torch.empty(1, dtype=torch.int64, device=device) for _ in range(world)]
+    dist.all_gather(sizes, torch.tensor([len(data)], device=device), group=group)
+    lengths = [int(size) for size in sizes]
+    rows = [data.new_zeros(max(lengths)) for _ in range(world)]
+    row = torch.zeros_like(rows[0])
+    row[: len(data)] = data
+    dist.all_gather(rows, row, group=group)
+    return [json.loads(bytes(r[:n].tolist())) for r, n in zip(rows, lengths, strict=True)]
+
+
 def agree(problem: str | None, group: Any = None) -> str | None:
     """Gather the problems of all ranks. Returns the first one with its rank, the same on every rank, or None."""
-    problems: list[str | None] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(problems, problem, group=group)
+    problems = gather(problem, group)
     return next((f"rank {rank}: {text}" for rank, text in enumerate(problems) if text is not None), None)
 
 

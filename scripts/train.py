@@ -14,7 +14,13 @@ A context-parallel training loop needs little beyond an ordinary one, and all of
 
 Before training, loss and gradients of every parameter are compared with those of one process on the same batch: in
 float32 they must agree to 1e-5 of each parameter's largest gradient, or the command fails. After training it writes
-OUT/train.png (loss; memory per rank against ranks; error against ranks) and OUT/checkpoint.pt.
+OUT/train.png (loss; memory per rank against ranks; error against ranks).
+
+Checkpoints (scripts/checkpoint.py) are written to OUT/checkpoints every ``--save-every`` steps, at the end, and when
+the process gets SIGTERM. They have the weights, the optimizer, the losses, the state of the random numbers and the
+settings; the text of a step depends on the seed and the step only. After a crash, torchrun continues by itself with
+
+    torchrun --standalone --max-restarts 3 --nproc-per-node 4 -m scripts.train --resume auto
 """
 
 from __future__ import annotations
@@ -31,6 +37,7 @@ import json
 import math
 import os
 import resource
+import signal
 import sys
 import sysconfig
 import tempfile
@@ -49,7 +56,7 @@ from torch import Tensor, nn
 
 import ringattn
 from ringattn import reference, virtual
-from scripts import ranks
+from scripts import checkpoint, ranks
 
 BYTES = 256  # the vocabulary
 TOLERANCE = {"float32": 1e-5, "bfloat16": 5e-2}  # largest relative difference from one process
@@ -325,13 +332,18 @@ def autocast(device: torch.device, precision: str) -> torch.autocast:
 def train(
     model: Decoder, optimizer: torch.optim.Optimizer, text: Tensor | None, losses: list[float], args: argparse.Namespace
 ) -> None:
-    """Train for ``args.steps`` more steps and append to ``losses``."""
+    """Train until ``losses`` has those of ``args.last`` steps, and save checkpoints.
+
+    Raises:
+        Terminated: a rank got SIGTERM.
+        CheckpointError: a checkpoint could not be written.
+    """
     device = next(model.parameters()).device
     plan = make_plan(args.context, None, args)
     step_model: nn.Module = torch.compile(model) if args.compile else model  # type: ignore[assignment]
     memory = MemoryPerRank(device)
-    with progress(args.steps) as show:
-        for step in range(len(losses), len(losses) + args.steps):
+    with progress(args.last - len(losses)) as show, Termination() as termination:
+        for step in range(len(losses), args.last):
             started = time.perf_counter()
             tokens, labels = next_batch(text, args.context, args.seed, step, device)
             with autocast(device, "bfloat16" if device.type == "cuda" else "float32"):
@@ -342,6 +354,11 @@ def train(
             optimizer.step()
             losses.append(loss.item())
             show(step + 1, losses[-1], args.context / (time.perf_counter() - started), memory.peak())
+            terminated = termination.on_any_rank(device)
+            if terminated or step + 1 == args.last or (step + 1) % args.save_every == 0:
+                path = save_checkpoint(model, optimizer, losses, args)
+            if terminated and step + 1 < args.last:
+                raise Terminated(path, step + 1)
 
 
 class MemoryPerRank:
@@ -404,30 +421,108 @@ def progress(steps: int) -> Iterator[Callable[[int, float, float, float], None]]
 
 # --- Checkpoints ---------------------------------------------------------------------------------------
 
+PROGRAM = "scripts.train"
+STATE = "state.pt"  # in a checkpoint's folder
 SAVED = ("context", "layers", "dim", "heads", "kv_heads", "layout", "dataflow", "seed", "lr", "text")
+KEYS = {"model", "optimizer", "losses", "random", "settings"}
 
 
 def save_checkpoint(
-    path: Path, model: Decoder, optimizer: torch.optim.Optimizer, losses: list[float], args: argparse.Namespace
-) -> None:
-    """Save everything that the next step depends on. It can be resumed on any number of ranks."""
-    partial = path.with_suffix(".part")
-    torch.save(
-        {
-            "model": model.state_dict(),
-            "optimizer": optimizer.state_dict(),
-            "losses": losses,
-            "settings": {name: getattr(args, name) for name in SAVED},
-        },
-        partial,
-    )
-    partial.replace(path)  # an interrupted save does not damage the last checkpoint
+    model: Decoder, optimizer: torch.optim.Optimizer, losses: list[float], args: argparse.Namespace
+) -> Path:
+    """Save everything that the next step depends on, and return the folder. Every rank must call this; rank 0 writes.
+    It can be resumed on any number of ranks."""
+    device = next(model.parameters()).device
+    random = {"cpu": torch.get_rng_state()} | ({"cuda": torch.cuda.get_rng_state()} if device.type == "cuda" else {})
+    state = {
+        "model": model.state_dict(),
+        "optimizer": optimizer.state_dict(),
+        "losses": losses,
+        "random": random,
+        "settings": {name: getattr(args, name) for name in SAVED},
+    }
+
+    def write(folder: Path) -> None:
+        if dist.get_rank() == 0:
+            with open(folder / STATE, "wb") as file:  # errors of torch's own writer hide the reason
+                torch.save(state, file)
+
+    return checkpoint.save(args.out / "checkpoints", len(losses), PROGRAM, write, args.keep)
 
 
 def load_checkpoint(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        raise ValueError(f"--resume: there is no checkpoint {path}; run once without --resume, or pass --resume PATH")
-    return torch.load(path, map_location="cpu", weights_only=True)
+    """Return the state of a checkpoint that is whole. Every rank must call this."""
+    checkpoint.check(path, PROGRAM)
+    state = checkpoint.load(path, STATE, KEYS)
+    if state["settings"].keys() != set(SAVED):
+        raise checkpoint.CheckpointError(path, f"has other settings than {list(SAVED)}: another version wrote it")
+    return state
+
+
+def restore(saved: dict[str, Any], model: Decoder, optimizer: torch.optim.Optimizer) -> list[float]:
+    """Set the state of a training from a checkpoint and return the losses so far.
+
+    Raises:
+        ValueError: it is of another model.
+    """
+    try:
+        model.load_state_dict(saved["model"])
+        optimizer.load_state_dict(saved["optimizer"])
+    except (RuntimeError, KeyError, TypeError) as error:
+        raise ValueError(f"--resume: the state is not of this model ({ranks.one_line(error)})") from None
+    torch.set_rng_state(saved["random"]["cpu"])
+    if torch.cuda.is_available() and "cuda" in saved["random"]:
+        torch.cuda.set_rng_state(saved["random"]["cuda"])
+    return list(saved["losses"])
+
+
+def to_resume(args: argparse.Namespace) -> Path | None:
+    """Return the checkpoint that ``--resume`` names, or None to start from nothing. Every rank must call this.
+
+    Raises:
+        ValueError: there is none.
+    """
+    if args.resume is None:
+        return None
+    if args.resume not in ("", "auto"):
+        return Path(args.resume)
+    path = checkpoint.newest(args.out / "checkpoints", PROGRAM)
+    if path is None and args.resume == "":
+        raise ValueError(
+            f"--resume: there is no whole checkpoint in {args.out / 'checkpoints'}; run once without --resume, or pass "
+            "--resume PATH"
+        )
+    return path
+
+
+class Termination:
+    """SIGTERM, which schedulers send before they end a job, and torchrun to all ranks when one has failed: noted during
+    a step, acted on by all ranks together after it. A second one ends the process at once."""
+
+    def __enter__(self) -> Termination:
+        self.received = False
+        self.before = signal.signal(signal.SIGTERM, self._note)
+        return self
+
+    def _note(self, number: int, frame: object) -> None:
+        self.received = True
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+    def on_any_rank(self, device: torch.device) -> bool:
+        received = torch.tensor(float(self.received), device=device)
+        dist.all_reduce(received, dist.ReduceOp.MAX)
+        return bool(received.item())
+
+    def __exit__(self, *_: object) -> None:
+        signal.signal(signal.SIGTERM, self.before)
+
+
+class Terminated(Exception):
+    """A training that ended early at SIGTERM, with its state in ``path``."""
+
+    def __init__(self, path: Path, step: int) -> None:
+        super().__init__(path, step)
+        self.path, self.step = path, step
 
 
 # --- The picture ---------------------------------------------------------------------------------------
@@ -520,7 +615,7 @@ def draw(
 
 
 def parse(argv: list[str]) -> tuple[argparse.Namespace, dict[str, Any] | None]:
-    """Return the arguments, and the checkpoint to resume from, whose settings are the defaults.
+    """Return the arguments, and the state to resume from, whose settings are the defaults. Every rank must call this.
 
     Relative paths in the arguments start at ``--directory``, which becomes the current directory.
     """
@@ -544,21 +639,25 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, dict[str, Any] | None]:
     add("--kernel", default="auto", help="eager, triton, ..., or auto")
     add("--compile", action="store_true", help="torch.compile the model")
     add("--seed", type=int, default=0, help="seed of the weights and of the order of the text")
-    add("--out", type=Path, default=Path("out"), help="folder of the picture and the checkpoint")
+    add("--out", type=Path, default=Path("out"), help="folder of the picture and the checkpoints")
+    add("--save-every", type=int, default=20, metavar="STEPS", help="steps between two checkpoints")
+    add("--keep", type=int, default=2, help="checkpoints to keep")
     add(
         "--resume",
         nargs="?",
         const="",
         metavar="PATH",
-        help="continue from a checkpoint; no PATH: OUT/checkpoint.pt",
+        help="continue from this checkpoint, or without PATH from the newest whole one in OUT, for --steps more steps; "
+        "auto: continue an interrupted run until --steps steps in all, from nothing if there is no checkpoint",
     )
     add("--directory", type=Path, help="folder at which relative paths start; None: the current one")
     add("--count-ranks", action="store_true", help="check the arguments, print how many ranks to launch, and exit")
     args, saved = parser.parse_args(argv), None
     if args.directory is not None:
         os.chdir(args.directory)
-    if args.resume is not None:
-        saved = load_checkpoint(Path(args.resume or args.out / "checkpoint.pt"))
+    path = to_resume(args)
+    if path is not None:
+        saved = load_checkpoint(path)
         parser.set_defaults(**saved["settings"])
         args = parser.parse_args(argv)
         for name in ("layers", "dim", "heads", "kv_heads"):
@@ -567,13 +666,15 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, dict[str, Any] | None]:
                 raise ValueError(
                     f"--{name.replace('_', '-')} is {now}, but the model of the checkpoint has {was}; omit the option"
                 )
-    for name in ("context", "steps", "layers", "dim", "heads", "kv_heads"):
+    for name in ("context", "steps", "save_every", "keep", "layers", "dim", "heads", "kv_heads"):
         if getattr(args, name) < 1:
             raise ValueError(f"--{name.replace('_', '-')} is {getattr(args, name)}; it must be at least 1")
     if args.dim % args.heads or args.dim // args.heads % 2:
         raise ValueError(f"--dim {args.dim} over --heads {args.heads}: the head dim must be a whole, even number")
     if args.heads % args.kv_heads:
         raise ValueError(f"--heads {args.heads} must be a multiple of --kv-heads {args.kv_heads}")
+    done = len(saved["losses"]) if saved is not None else 0
+    args.last = args.steps if args.resume == "auto" else done + args.steps  # steps of all runs together
     make_plan(1, virtual.VirtualRank(0, 1), args)  # raises for an unknown layout or dataflow
     return args, saved
 
@@ -591,14 +692,14 @@ def connect() -> torch.device:
     """Join the group that torchrun launched, or make a group of this process alone. Returns the device."""
     gpu = torch.cuda.is_available()
     device = ranks.own_gpu() if gpu else torch.device("cpu")
-    alone: dict[str, Any] = {} if "RANK" in os.environ else dict(store=dist.HashStore(), rank=0, world_size=1)
+    ranks.prepare()
+    own = ranks.fresh_store() if "RANK" in os.environ else dict(store=dist.HashStore(), rank=0, world_size=1)
     # Gloo next to NCCL, so that ranks compare their plans without waiting for the GPU.
-    dist.init_process_group("cpu:gloo,cuda:nccl" if gpu else "gloo", timeout=datetime.timedelta(minutes=10), **alone)
+    dist.init_process_group("cpu:gloo,cuda:nccl" if gpu else "gloo", timeout=datetime.timedelta(minutes=10), **own)
     return device
 
 
-def run(args: argparse.Namespace, saved: dict[str, Any] | None) -> None:
-    device = connect()
+def run(args: argparse.Namespace, saved: dict[str, Any] | None, device: torch.device) -> None:
     first, world = dist.get_rank() == 0, dist.get_world_size()
     text = checked_text(args) if first else None
     if isinstance(sys.stdout, io.TextIOWrapper):
@@ -609,9 +710,8 @@ def run(args: argparse.Namespace, saved: dict[str, Any] | None) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), args.lr, betas=(0.9, 0.95), weight_decay=0.1)
     losses: list[float] = []
     if saved is not None:
-        model.load_state_dict(saved["model"])
-        optimizer.load_state_dict(saved["optimizer"])
-        losses = saved["losses"]
+        losses = restore(saved, model, optimizer)
+    checkpoint.check_writable(args.out / "checkpoints")
     dataflow = make_plan(args.context, None, args).dataflow  # every rank must call this
     if text is not None:
         kind = ("GPU", "GPUs") if device.type == "cuda" else ("CPU process", "CPU processes")
@@ -634,8 +734,6 @@ def run(args: argparse.Namespace, saved: dict[str, Any] | None) -> None:
     train(model, optimizer, text, losses, args)
 
     if worst is not None:  # rank 0
-        args.out.mkdir(parents=True, exist_ok=True)
-        save_checkpoint(args.out / "checkpoint.pt", model, optimizer, losses, args)
         picture = str(args.out / "train.png")
         try:
             draw(Path(picture), losses, comparisons, length, device, args)
@@ -645,24 +743,34 @@ def run(args: argparse.Namespace, saved: dict[str, Any] | None) -> None:
         print("\nResult: " + (same if world > 1 else "one process, nothing to compare"))
         print(f"  loss        {losses[-1]:.4f} after step {len(losses)} (first step: {losses[0]:.4f})")
         print(f"  picture     {picture}")
-        print(f"  checkpoint  {args.out / 'checkpoint.pt'} (continue with --resume)")
+        print(f"  checkpoint  in {args.out / 'checkpoints'} (continue with --resume)")
     dist.barrier()
     dist.destroy_process_group()
 
 
 def main(argv: list[str] | None = None) -> int:
+    argv = sys.argv[1:] if argv is None else argv
     try:
-        args, saved = parse(sys.argv[1:] if argv is None else argv)
-        if args.count_ranks:
+        if "--count-ranks" in argv:
+            args, _ = parse(argv)
             checked_text(args)
             print(torch.cuda.device_count() or 4)
             return 0
-        run(args, saved)
+        device = connect()
+        args, saved = parse(argv)  # the group has been joined, so that ranks agree on the checkpoint
+        run(args, saved, device)
+    except Terminated as end:
+        if dist.get_rank() == 0:
+            print(f"SIGTERM: stopped after step {end.step}; {end.path} has it (continue with --resume auto)")
+        return 128 + signal.SIGTERM
     except (ValueError, ArithmeticError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     except torch.OutOfMemoryError as error:
         print(f"error: the GPU's memory is full; use more GPUs or a smaller --context ({error})", file=sys.stderr)
+        return 1
+    except dist.DistError as error:
+        print(f"error: another rank failed ({ranks.one_line(error)}); continue with --resume auto", file=sys.stderr)
         return 1
     return 0
 

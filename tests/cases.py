@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import ringattn
+from ringattn import mask as masks
 from ringattn import reference, virtual
 
 Results = dict[str, Tensor]
@@ -24,15 +25,18 @@ Results = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class Case:
-    """``documents`` are rows of ids; ``alibi``: None, "heads" or "batch"."""
+    """``documents`` are rows of ids; ``alibi``: None, "heads" or "batch"; ``pattern``: the name of a function of
+    :mod:`ringattn.mask` and its argument, for plan(mask=...)."""
 
     seq_len: int = 33
     seq_len_k: int | None = None
     causal: bool = False
     window_size: tuple[int, int] = (-1, -1)
     cu_seqlens: tuple[int, ...] | None = None
+    cu_seqlens_k: tuple[int, ...] | None = None
     documents: tuple[tuple[int, ...], ...] | None = None
     prefix: int = 0
+    pattern: tuple[str, Any] | None = None
     layout: str = "zigzag"
     dataflow: str = "ring"
     local_size: int | None = None
@@ -66,18 +70,68 @@ class Case:
             causal=self.causal,
             window_size=self.window_size,
             cu_seqlens=self.cu_seqlens,
+            cu_seqlens_k=self.cu_seqlens_k,
             documents=self.ids(),
             prefix=self.prefix,
+            mask=self.mask(),
             layout=self.layout,
             dataflow=self.dataflow,
             local_size=self.local_size,
             deterministic=self.deterministic,
         )
 
+    def mask(self) -> masks.Mask | None:
+        """The mask that no other argument of plan() makes."""
+        n, (name, argument) = self.seq_len, self.pattern or ("", None)
+        if name in ("chunked", "blocks"):
+            ids = self.ids()
+            packed = None if self.cu_seqlens is None else masks.packed(self.cu_seqlens, n)
+            within = packed if ids is None else masks.documents(ids, n)
+            return getattr(masks, name)(n, argument, within)
+        if name == "spans":
+            runs, left = argument
+            return masks.spans(runs, n, left=left)
+        if name == "spans of rows":
+            return masks.rows([masks.spans(runs, n) for runs in argument])
+        return None
+
+    def _begins(self) -> Tensor:
+        """(1 or batch, seq_len): where the document of each token begins."""
+        ids, n = self.ids(), range(self.seq_len)
+        rows = [[sum(p >= c for c in self.cu_seqlens or ()) for p in n]] if ids is None else ids.tolist()
+        begins = [[next(b for b in n if all(row[k] == row[p] for k in range(b, p + 1))) for p in n] for row in rows]
+        return torch.tensor(begins).reshape(len(rows), self.seq_len)
+
+    def _pattern(self) -> Tensor:
+        """(1 or batch, seq_len, keys) bool: what the pattern shows, without the documents."""
+        i, j = torch.arange(self.seq_len)[:, None], torch.arange(self.keys)
+        name, argument = self.pattern or ("", None)
+        if name in ("chunked", "blocks") and isinstance(argument, int):
+            begin = self._begins()[:, :, None]
+            chunk = (i - begin) // argument
+            other = (j - begin) // argument  # of a key of the same document
+            return other == chunk if name == "chunked" else other <= chunk
+        if name == "blocks":
+            block = torch.tensor([sum(p >= c for c in argument) for p in range(self.seq_len)])
+            return (block <= block[:, None])[None]
+        if name == "spans":
+            argument, left = (argument[0],), argument[1]
+        elif name == "spans of rows":
+            left = -1
+        else:
+            return torch.ones(1, self.seq_len, self.keys, dtype=torch.bool)
+        visible = ((j <= i) & ((left < 0) | (j >= i - left)))[None].repeat(len(argument), 1, 1)
+        for row, runs in zip(visible, argument, strict=True):
+            for first, past in runs:
+                row[first:past, first:past] = True
+        return visible
+
     def visible(self) -> Tensor:
         """(1 or batch, seq_len, keys) bool: who may see whom, word for word as the documentation of plan() says."""
         i = torch.arange(self.seq_len)[:, None] + self.keys - self.seq_len
         j = torch.arange(self.keys)
+        if self.cu_seqlens_k is not None:
+            return self._visible_across()
         left, right = self.window_size
         visible = torch.ones(1, self.seq_len, self.keys, dtype=torch.bool)
         if left >= 0:
@@ -91,6 +145,18 @@ class Case:
             visible = visible & (torch.tensor(ids)[:, None] == torch.tensor(ids))
         if (rows := self.ids()) is not None:
             visible = visible & (rows[:, :, None] == rows[:, None]) & (rows >= 0)[:, :, None]
+        return visible & self._pattern()
+
+    def _visible_across(self) -> Tensor:
+        """visible() of documents whose queries are not their keys: aligned at the ends of each."""
+        visible = torch.zeros(1, self.seq_len, self.keys, dtype=torch.bool)
+        queries, keys = (list(itertools.pairwise(bounds)) for bounds in (self.cu_seqlens, self.cu_seqlens_k))
+        left, right = self.window_size
+        right = 0 if self.causal else right
+        for (begin, past), (low, high) in zip(queries, keys, strict=True):
+            i, j = torch.arange(begin, past)[:, None] - past + high, torch.arange(low, high)
+            near = ((left < 0) | (j >= i - left)) & ((right < 0) | (j <= i + right))
+            visible[0, begin:past, low:high] = near
         return visible
 
     def inputs(self) -> dict[str, Tensor]:
@@ -273,6 +339,18 @@ def _rows(seq_len: int, batch: int) -> tuple[tuple[int, ...], ...]:
     return tuple(tuple(styles[b % 3](p) for p in ends) for b in range(batch))
 
 
+def _keys(seq_len: int) -> dict[str, Any]:
+    """As many documents of other lengths: one without keys, one whose queries are fewer."""
+    cuts = (0, 3, 3, 5, 5 + seq_len // 2, 9 + seq_len // 2)
+    return dict(cu_seqlens_k=cuts, seq_len_k=cuts[-1])
+
+
+def _spans(seq_len: int) -> tuple[tuple[int, int], ...]:
+    """Neighbours, an empty one, one that crosses shards' edges and boundaries of documents, one at the end."""
+    points = sorted(min(max(p, 0), seq_len) for p in (1, 3, 3, 4, 6, 6, seq_len // 4 + 2, seq_len // 2 + 2))
+    return (*zip(points[::2], points[1::2], strict=True), (max(points[-1], seq_len - 2), seq_len))
+
+
 MASKS = {
     "full": lambda n, b: {},
     "causal": lambda n, b: dict(causal=True),
@@ -290,6 +368,15 @@ MASKS = {
     "documents-packed": lambda n, b: dict(documents=_rows(n, b), cu_seqlens=_cuts(n)),
     "prefix": lambda n, b: dict(causal=True, prefix=min(6, n)),
     "prefix-window": lambda n, b: dict(causal=True, prefix=min(9, n), window_size=(12, 4)),
+    "packed-across-window": lambda n, b: dict(cu_seqlens=_cuts(n), **_keys(n), causal=True, window_size=(5, -1)),
+    "same-chunked": lambda n, b: dict(causal=True, pattern=("chunked", 7)),
+    "same-chunked-documents": lambda n, b: dict(documents=_rows(n, b), pattern=("chunked", 4)),
+    "same-spans-window": lambda n, b: dict(window_size=(6, -1), pattern=("spans", (_spans(n), -1))),
+    "same-spans-widened": lambda n, b: dict(pattern=("spans", (_spans(n), 3))),
+    "same-spans-of-rows": lambda n, b: dict(
+        documents=_rows(n, b), pattern=("spans of rows", tuple(_spans(n)[b % 3 :] for b in range(b)))
+    ),
+    "same-blocks": lambda n, b: dict(documents=_rows(n, b), pattern=("blocks", 5)),
 }
 LENGTHS: dict[str, tuple[int, int | None]] = {
     "even": (48, None),
@@ -316,13 +403,13 @@ def local_size(dataflow: str, world_size: int) -> int | None:
 def make(world_size: int, row: dict[str, Any]) -> Case:
     """A case from one value of each axis."""
     seq_len, seq_len_k = LENGTHS[row["lengths"]]
+    few = min(seq_len, seq_len if seq_len_k is None else seq_len_k)
+    mask = MASKS[row["mask"]](few if "prefix" in row["mask"] else seq_len, row["batch"])
     q_heads, kv_heads = row["heads"]
     batch = row["batch"]
-    few = min(seq_len, seq_len if seq_len_k is None else seq_len_k)
     return Case(
         seq_len=seq_len,
-        seq_len_k=seq_len_k,
-        **(MASKS[row["mask"]](few if "prefix" in row["mask"] else seq_len, batch)),
+        **{"seq_len_k": seq_len_k, **mask},
         layout=row["layout"],
         dataflow=row["dataflow"].removeprefix("double-"),
         local_size=local_size(row["dataflow"], world_size),
@@ -359,7 +446,7 @@ AXES: dict[str, tuple[Any, ...]] = {
 def possible(row: dict[str, Any]) -> bool:
     """Packed documents have as many keys as queries."""
     lengths, mask = row.get("lengths", "even"), row.get("mask", "full")
-    return LENGTHS[lengths][1] is None or not mask.startswith(("packed", "documents"))
+    return LENGTHS[lengths][1] is None or not mask.startswith(("packed", "documents", "same"))
 
 
 def pairwise(axes: dict[str, tuple[Any, ...]], seed: int) -> list[dict[str, Any]]:

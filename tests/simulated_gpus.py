@@ -131,10 +131,12 @@ class Gpu:
 class Words:
     """As driver.Words."""
 
-    def __init__(self, world: World, addresses: Sequence[int]) -> None:
-        self.world, self.addresses = world, addresses
+    def __init__(self, world: World, addresses: Sequence[int], announced: int | None = None) -> None:
+        self.world, self.addresses, self.announced = world, addresses, announced
 
     def wait(self, stream: Stream, value: int) -> None:
+        if self.announced is not None:
+            stream.put(Operation(f"announce {value}", functools.partial(_store, self.announced, value)))
         for address in self.addresses:
             name = self.world.name_of(stream, address)
             if not self.world.dropped & {name, f"{name} on {stream.role}"}:
@@ -230,8 +232,6 @@ class World:
         )
         for module in (memory, pull, push):
             monkeypatch.setattr(module, "torch", _Torch(cuda))
-        for module in (pull, push):
-            monkeypatch.setattr(module, "watched", lambda *_: contextlib.nullcontext())
         monkeypatch.setattr(driver, "Words", functools.partial(Words, self))
         monkeypatch.setattr(driver, "Copies", functools.partial(Copies, self))
         monkeypatch.setattr(driver, "copy_all", self.copy_all)

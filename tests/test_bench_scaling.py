@@ -15,11 +15,22 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from measured_lines import by_kind
 from pool import on_ranks
 
-from benchmarks import bench_scaling, peers, plot_scaling, scaling_problems, scaling_timing
+from benchmarks import (
+    bench_scaling,
+    documents,
+    peers,
+    plot_scaling,
+    scaling_layouts,
+    scaling_problems,
+    scaling_timing,
+)
 from ringattn import mask
+from ringattn.layout import LAYOUTS
 
 ROOT = Path(__file__).resolve().parents[1]
 SHORT = ["--segments=2", "--seconds=1e-3", "--settle=0"]
@@ -44,13 +55,14 @@ def test_every_mask_and_group_size_is_measured_and_reported(pools, world_size: i
     masks = ("causal", "full", "window", "documents")
     assert set(rows) == {(n, m, w) for n in (1, 2) for m in masks for w in ("forward", "forward+backward")}
     for (ranks, name, what), row in rows.items():
-        assert {"ring", "gather", "local"} <= row["tflops"].keys()
-        seq = 32 * ranks
+        assert {"ring", "gather", "local", "alone"} <= row["tflops"].keys()
+        assert row["alone_tokens"] == (seq := 32 * ranks)
+        assert row["alone_pairs"] == row["pairs"]
         if name == "causal":
             assert row["pairs"] == seq * (seq + 1) // 2
-        flops = 4 * 4 * 16 * row["pairs"] / ranks * (3.5 if what == "forward+backward" else 1)
+        flops = 4 * 4 * 16 * row["pairs"] * (3.5 if what == "forward+backward" else 1)
         for who, ms in row["milliseconds"].items():
-            assert row["tflops"][who] == pytest.approx(flops / ms / 1e9)
+            assert row["tflops"][who] == pytest.approx(flops / (1 if who == "alone" else ranks) / ms / 1e9)
             low, high = row["spread"][who]
             assert 0 < low <= ms <= high
     assert {(e["ranks"], e["dataflow"]) for e in kinds["error"]} == {(n, d) for n in (1, 2) for d in ("ring", "gather")}
@@ -75,6 +87,51 @@ def test_every_mask_and_group_size_is_measured_and_reported(pools, world_size: i
         for name in ("speed_causal_4-2", "efficiency_full_4-2", "weak_window_4-2", "exposed_documents_4-2", "error"):
             assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
             assert f"({name}.png)" in text
+
+
+@pytest.mark.parametrize("world_size", on_ranks(2))
+def test_layouts_are_compared_with_their_own_kernel_and_with_one_rank_alone(pools, world_size, tmp_path) -> None:
+    layouts = ["zigzag", "balanced", "zigzag-in-documents", "contiguous"]
+    chosen = f"--masks published-1 --dataflows gather --peers --alone 50 --layouts {' '.join(layouts)}"
+    pools(world_size).run(run, [*TINY, *chosen.split(), f"--out={tmp_path}"])
+    kinds = by_kind(tmp_path)
+    assert "missing" not in kinds
+    assert {error["dataflow"] for error in kinds["error"]} == {"gather", *(f"gather {name}" for name in layouts[1:])}
+    assert all(e["rms"][n] <= 1.1 * e["one_rank"][n] for e in kinds["error"] for n in ("out", "dq", "dk", "dv"))
+    bounds = documents.bounds("published", 64, 1)
+    for row in kinds["row"]:
+        assert row["tflops"].keys() == {
+            f"{a} {b}".removesuffix(" zigzag") for a in ("gather", "local") for b in layouts
+        } | {"alone"}
+        assert row["alone_tokens"] == 50
+        assert row["documents"] == len(bounds) - 1
+        inside = [min(b, 50) - a for a, b in itertools.pairwise(bounds) if a < 50]
+        assert row["alone_pairs"] == sum(n * (n + 1) // 2 for n in inside)
+        assert row["layouts"]["local contiguous"] == row["layouts"]["gather contiguous"] == "contiguous"
+        loads = row["loads"]
+        first = sum(n + 1 for a, b in itertools.pairwise(bounds) for n in range(b - a) if a + n < 32)
+        assert loads["contiguous"]["pairs"] == pytest.approx(2 * max(first, row["pairs"] - first) / row["pairs"])
+        assert 1 <= loads["balanced"]["pairs"] <= loads["contiguous"]["pairs"]
+    text = (tmp_path / "scaling.md").read_text()
+    assert "| 2 | 32 | the first 50 | " in text
+    assert "zigzag-in-documents" not in LAYOUTS, "registered during a run only"
+
+
+@given(st.lists(st.integers(1, 50), min_size=1, max_size=40), st.integers(1, 6))
+def test_zigzag_in_documents_cuts_every_document_and_gives_ranks_equal_tokens(lengths: list[int], ranks: int) -> None:
+    bounds = [0, *itertools.accumulate(lengths)]
+    visible = mask.causal(bounds[-1]) & mask.packed(bounds, bounds[-1])
+    shards = scaling_layouts.zigzag_in_documents(visible, ranks)
+    assert sorted(p for shard in shards for run in shard for p in run) == list(range(bounds[-1]))
+    assert all(a.stop < b.start for shard in shards for a, b in itertools.pairwise(shard))
+    counts = [sum(map(len, shard)) for shard in shards]
+    assert max(counts) - min(counts) <= 2
+    for begin, end in itertools.pairwise(bounds):
+        held = [[p for run in shard for p in run if begin <= p < end] for shard in shards]
+        assert max(map(len, held)) - min(map(len, held)) <= 2
+        order = [next(r for r in range(ranks) if p in held[r]) for p in range(begin, end)]
+        rise = order.index(max(order))
+        assert order == sorted(order[:rise]) + sorted(order[rise:], reverse=True), "forth and back"
 
 
 @pytest.mark.parametrize("world_size", on_ranks(2))
@@ -175,6 +232,12 @@ def test_documents_have_a_long_tail_and_do_not_change() -> None:
     assert bounds[-1] == 1 << 17
     assert min(lengths) > 0
     assert max(lengths) > 5 * sorted(lengths)[len(lengths) // 2]
+    rows = {tuple(scaling_problems.packed_bounds(name, 1 << 17) or ()) for name in PACKED}
+    assert len(rows) == len(PACKED), "other seeds, other rows"
+    assert tuple(bounds) in rows
+
+
+PACKED = ["documents", "documents-1", "published", "published-1"]
 
 
 @pytest.mark.parametrize("name", scaling_problems.MASKS)
@@ -235,6 +298,30 @@ def test_a_report_is_made_from_the_lines_alone_and_later_rows_win(tmp_path: Path
     assert "No plots, because matplotlib is missing" in (tmp_path / "scaling.md").read_text()
 
 
+def test_a_report_tells_balance_from_communication(tmp_path: Path) -> None:
+    """The same `local` rate and share, with work that is and is not balanced; the peer has zigzag's work."""
+    about = dict(kind="run", time="2026", command="bench", world=2, device="H200", driver=None, versions={})
+    names = {"gather": "zigzag", "gather balanced": "balanced", "peer/x": "zigzag", "local": "zigzag"}
+    names["local balanced"] = "balanced"
+    rates = {"gather": 396.0, "gather balanced": 594.0, "local": 400.0, "local balanced": 600.0, "peer/x": 300.0}
+    loads = dict(zigzag=dict(pairs=1.55, tiles=1.5, fetched=0.1), balanced=dict(pairs=1.001, tiles=1.02, fetched=0.2))
+    row = dict(
+        kind="row", ranks=2, tokens=8192, total=16384, mask="published", heads=[32, 8], head_dim=128, what="forward",
+        tflops=rates | dict(alone=620.0), milliseconds={n: 1000 / r for n, r in rates.items()}, memory={},
+        alone_tokens=16384, layouts=names, loads=loads,
+    )  # fmt: skip
+    (tmp_path / "scaling-1.jsonl").write_text("\n".join(map(json.dumps, (about, row))))
+    plot_scaling.report(tmp_path)
+    text = (tmp_path / "scaling.md").read_text()
+    assert (
+        "| 2 | 8,192 | 396 (99.0% of an unbalanced local) | 594 (99.0%) | 400, unbalanced: busiest 1.55 x mean | 600 | "
+        "620 | 300 (75.0% of an unbalanced local) |"
+    ) in text
+    assert "| 2 | 8,192 | all 16,384 | 63.9% | 95.8% | 64.5% | 96.8% | 48.4% |" in text
+    assert "| 2 | 8,192 | 1.550, 1.500; 0.10 | 1.001, 1.020; 0.20 |" in text
+    assert "| 2 | 8,192 | 2.500 | 1.667 | 0.025 (1.0%) | 0.017 (1.0%) |" in text
+
+
 def test_a_report_without_lines_fails(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="no lines"):
         plot_scaling.report(tmp_path)
@@ -271,6 +358,12 @@ def test_the_substitute_computes_attention_and_its_gradients(causal: bool) -> No
         ("--heads x", "--heads: 'x' is not"),
         ("--tokens -64", "--tokens: '-64' is not a whole number of at least 1"),
         ("--ranks 0", "--ranks: '0' is not"),
+        (
+            "--masks window-3",
+            "--masks: 'window-3' is not one of causal, full, window, documents, published, documents-",
+        ),
+        ("--masks published-x", "--masks: 'published-x' is not"),
+        ("--layouts zigzig", "--layouts: invalid choice: 'zigzig'"),
     ],
 )
 def test_arguments_that_measure_nothing_are_refused(

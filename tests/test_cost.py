@@ -8,6 +8,7 @@ import itertools
 import json
 import math
 import os
+import sys
 import time
 import warnings
 from collections.abc import Callable
@@ -20,7 +21,7 @@ import torch
 from pool import Pool, on_ranks
 
 import ringattn
-from ringattn import cost, virtual
+from ringattn import cost, json_file, virtual
 from ringattn import mask as masks
 from ringattn import plan as plan_function
 from ringattn.virtual import VirtualRank
@@ -232,6 +233,31 @@ def test_a_file_that_cannot_be_used_is_a_warning_that_names_it(tmp_path: Path, w
         assert cost.read(file, "messages") is None  # read once
     cost.write(file, "messages", SOME)  # in its place
     assert cost.read(file, "messages") == SOME
+
+
+@pytest.mark.parametrize("what", ["pipe", "device", "folder", "deep", "large", "binary"])
+def test_something_else_in_place_of_the_file_is_a_warning(tmp_path: Path, what: str) -> None:
+    file = tmp_path / "some.json"
+    contents = {"deep": b"[" * 100_000, "large": b" " * (json_file.LARGEST + 1), "binary": bytes(range(256))}
+    if what == "pipe":
+        os.mkfifo(file)
+    elif what == "device":
+        file.symlink_to("/dev/zero")
+    elif what == "folder":
+        file.mkdir()
+    else:
+        file.write_bytes(contents[what])
+    files = len(os.listdir("/proc/self/fd")) if sys.platform == "linux" else 0
+    with pytest.warns(UserWarning, match=r"some\.json cannot be used .* default costs\. Delete it, or run"):
+        assert cost.read(file, "messages") is None
+    if sys.platform == "linux":
+        assert len(os.listdir("/proc/self/fd")) == files
+
+
+def test_the_file_is_private(tmp_path: Path) -> None:
+    file = tmp_path / "ringattn" / "some.json"
+    cost.write(file, "messages", SOME)
+    assert (file.stat().st_mode & 0o777, file.parent.stat().st_mode & 0o777) == (0o600, 0o700)
 
 
 def test_where_the_file_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -29,6 +29,7 @@ TESTS = {
     "from_context_parallel": ["test_from_context_parallel"],
     "from_ring_flash_attn": ["test_from_ring_flash_attn", "test_flash_attn_functions"],
     "losses": ["test_losses"],
+    "masks": ["test_masks"],
     "pytorch": ["test_pytorch"],
     "trainer": ["test_trainer", "test_sft_trainer"],
 }
@@ -285,6 +286,24 @@ def _trainer(folder: str, block: int) -> list[Tensor]:
 
 def rows() -> list[dict[str, Tensor]]:
     return [{name: x[0] for name, x in b.items()} for rank in range(16) for b in batches(rank, rows=1)]
+
+
+def test_masks() -> None:
+    """The page's plans against its words, query by query."""
+    names: dict[str, Any] = dict(ringattn=ringattn)
+    exec(code_of("masks"), names)
+    i, j = torch.arange(64)[:, None], torch.arange(64)
+    documents = (i < 20) == (j < 20)
+    begin = torch.where(i < 20, 0, 20)
+    image = sum(((a <= i) & (i < b) & (a <= j) & (j < b)).int() for a, b in ((4, 12), (30, 46))).bool()
+    wanted = dict(
+        plan=documents & (j <= i) & ((i - begin) // 16 == (j - begin) // 16),
+        full=documents & ((j <= i) | image),
+        local=documents & ((j <= i) | image) & (j >= i - 9),
+        wide=((j <= i) & (j >= i - 9)) | image,
+    )
+    for name, visible in wanted.items():
+        assert torch.equal(names[name].mask.dense()[0], visible), name
 
 
 def test_trainer(pools, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]

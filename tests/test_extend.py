@@ -46,10 +46,10 @@ def strided_halves(mask: Mask, world_size: int) -> tuple[layout.Shard, ...]:
     )
 
 
-def chunked(seq_len: int, size: int) -> Mask:
-    """Attention inside chunks of ``size`` positions (the local layers of Llama 4)."""
+def two_chunks(seq_len: int, size: int) -> Mask:
+    """Attention to the chunk of ``size`` positions that a query is in, and to the one before."""
     first = torch.arange(0, seq_len, size)[None]
-    return pieces(seq_len, seq_len, first=first, low=first, high=first + size)
+    return pieces(seq_len, seq_len, first=first, low=first - size, high=first + size)
 
 
 class Broadcast(Dataflow):
@@ -231,12 +231,12 @@ def test_layouts(name: str, dataflow: str, world_size: int) -> None:
 @pytest.mark.parametrize("dataflow", FLOWS)
 @pytest.mark.parametrize("layout", ["zigzag", "strided-halves"])
 def test_masks(dataflow: str, layout: str) -> None:
-    hold(chunked(SEQ, 16), dataflow=dataflow, layout=layout)
-    hold(chunked(SEQ, 16) & causal(SEQ), dataflow=dataflow, layout=layout)
+    hold(two_chunks(SEQ, 16), dataflow=dataflow, layout=layout)
+    hold(two_chunks(SEQ, 16) & causal(SEQ), dataflow=dataflow, layout=layout)
 
 
 @pytest.mark.usefixtures("extended")
-@pytest.mark.parametrize("mask", [full(SEQ), MASK, chunked(SEQ, 7)])
+@pytest.mark.parametrize("mask", [full(SEQ), MASK, two_chunks(SEQ, 7)])
 def test_dataflows(mask: Mask) -> None:
     hold(mask, dataflow="broadcast", layout="contiguous", world_size=4)
 
@@ -261,7 +261,7 @@ def test_score_modifications(dataflow: str, monkeypatch: pytest.MonkeyPatch) -> 
 def test_copy_engines(name: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Gather over simulated GPUs, whose copies and kernels run in a random order: pulled keys and pushed gradients."""
     test_pulls = pytest.importorskip("test_pulls")  # needs Triton
-    case = test_pulls.Case(ranks=4, seq_len=101, layout=name, mask=dict(mask=chunked(101, 40)))
+    case = test_pulls.Case(ranks=4, seq_len=101, layout=name, mask=dict(mask=two_chunks(101, 40)))
     test_pulls.play(monkeypatch, case, seed)
 
 
@@ -314,7 +314,7 @@ def test_a_mask_or_modification_of_one_rank_is_refused_on_all() -> None:
         with pytest.raises(
             ValueError, match=r"plan\(\) differs across ranks: mask is .*'none' on ranks \[1\]"
         ) as error:
-            ringattn.plan(8, rank, mask=chunked(8, 4) if rank.rank == 0 else None)
+            ringattn.plan(8, rank, mask=two_chunks(8, 4) if rank.rank == 0 else None)
         return str(error.value)
 
     def modified(rank: virtual.VirtualRank) -> tuple[str, int]:
@@ -382,7 +382,7 @@ def test_modifications_can_be_compiled() -> None:
 
 @pytest.mark.parametrize(
     ("extension", "lines"),
-    [(block_cyclic, 8), (strided_halves, 8), (chunked, 10), (Broadcast, 60), (Dense, 40), (LogDistance, 20)],
+    [(block_cyclic, 8), (strided_halves, 8), (two_chunks, 10), (Broadcast, 60), (Dense, 40), (LogDistance, 20)],
 )
 def test_extensions_are_short(extension: Callable, lines: int) -> None:
     assert len(inspect.getsource(extension).strip().splitlines()) <= lines

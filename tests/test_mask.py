@@ -49,7 +49,58 @@ def mask_and_meaning(draw: st.DrawFn) -> tuple[Mask, Tensor]:
         ids = torch.tensor(rows, dtype=torch.int64).reshape(len(rows), n)
         built = built & masks.documents(ids, n)
         visible = visible & (ids[:, :, None] == ids[:, None]) & (ids >= 0)[:, :, None]
+    if draw(st.booleans()):
+        if n == keys:
+            pattern, meaning = draw(patterns(n, built.rows))
+        else:
+            pattern, meaning = draw(across(n, keys))
+        built, visible = built & pattern, visible & meaning
     return built, visible
+
+
+@st.composite
+def patterns(draw: st.DrawFn, n: int, rows: int) -> tuple[Mask, Tensor]:
+    """Chunks, blocks and spans, and the same by definition."""
+    i, j = keys_and_queries(n, n)
+    cuts = draw(st.lists(st.integers(0, n), max_size=7).map(sorted))
+    kind = draw(st.sampled_from(["chunked", "blocks", "boundaries", "spans"]))
+    if kind == "spans":
+        several = []
+        for _ in range(rows if rows > 1 else draw(st.integers(1, 2))):
+            bounds = draw(st.lists(st.integers(0, n), max_size=8).map(sorted))
+            several.append(list(zip(bounds[::2], bounds[1::2], strict=False)))
+        left = draw(st.integers(-1, 6))
+        meaning = ((j <= i) & ((left < 0) | (j >= i - left))).repeat(len(several), 1, 1)
+        for row, runs in zip(meaning, several, strict=True):
+            for first, past in runs:
+                row[first:past, first:past] = True
+        return masks.rows([masks.spans(runs, n, left=left) for runs in several]), meaning
+    ids = torch.tensor([sum(p >= c for c in cuts) for p in range(n)])
+    if kind == "boundaries":
+        return masks.blocks(n, [0, *cuts, n]), (ids <= ids[:, None])[None]
+    size = draw(st.integers(1, 9))
+    within = masks.packed([0, *cuts, n], n) if draw(st.booleans()) else None
+    begin = torch.tensor([max([0, *(c for c in cuts if c <= p)]) for p in range(n)]) if within else torch.zeros(n)
+    chunk = (torch.arange(n) - begin) // size
+    inside = chunk == chunk[:, None] if kind == "chunked" else chunk <= chunk[:, None]
+    together = ids == ids[:, None] if within else torch.ones(n, n, dtype=torch.bool)
+    return getattr(masks, kind)(n, size, within), (inside & together)[None]
+
+
+@st.composite
+def across(draw: st.DrawFn, n: int, keys: int) -> tuple[Mask, Tensor]:
+    """Documents whose queries are not their keys, and the same by definition."""
+    count = draw(st.integers(0, 4))
+    cuts, cuts_k = (
+        [0, *sorted(draw(st.lists(st.integers(0, length), min_size=count, max_size=count))), length]
+        for length in (n, keys)
+    )
+    left, right = draw(st.integers(-1, 5)), draw(st.integers(-1, 5))
+    meaning = torch.zeros(1, n, keys, dtype=torch.bool)
+    for begin, past, low, high in zip(cuts, cuts[1:], cuts_k, cuts_k[1:], strict=False):
+        i, j = torch.arange(begin, past)[:, None] - past + high, torch.arange(low, high)
+        meaning[0, begin:past, low:high] = ((left < 0) | (j >= i - left)) & ((right < 0) | (j <= i + right))
+    return masks.packed(cuts, n, cuts_k, keys, window_size=(left, right)), meaning
 
 
 @given(mask_and_meaning())
@@ -123,6 +174,11 @@ def test_first_and_last_query_by_hand(mask: Mask, first: tuple[int, int], last: 
     assert got[0] == first or first[0] == first[1] == got[0][1] - got[0][0]  # empty anywhere is empty
 
 
+def test_spans_of_ids() -> None:
+    assert masks.spans_of(torch.tensor([-1, 0, 0, 1, -1, 1, 1])).tolist() == [[1, 3], [3, 4], [5, 7]]
+    assert masks.spans_of(torch.tensor([-1, -1])).tolist() == []
+
+
 def test_far_positions_do_not_overflow() -> None:
     n = 2**31 - 1
     mask = masks.causal(n) & masks.window(n, 1024, -1)
@@ -183,6 +239,20 @@ def test_digest_is_the_value_and_nothing_but_the_value() -> None:
         (lambda: masks.documents(torch.tensor([[0, 1, 0, 2]]), 4), ValueError, ["documents[0]", "id 0", "2 separate"]),
         (lambda: masks.documents(torch.ones(1, 4), 4), TypeError, ["float32", "-1 for padding"]),
         (lambda: masks.causal(4) & masks.causal(5), ValueError, ["(4, 4)", "(5, 5)"]),
+        (lambda: masks.packed([0, 4], 4, [0, 2, 3]), ValueError, ["1 documents", "cu_seqlens_k 2", "same number"]),
+        (lambda: masks.packed([0, 4], 4, [0, 3], 4), ValueError, ["cu_seqlens_k ends with 3", "seq_len_k = 4"]),
+        (lambda: masks.packed([0, 4], 4, None, 5), ValueError, ["needs cu_seqlens_k", "5"]),
+        (lambda: masks.chunked(4, 0), ValueError, ["size is 0", ">= 1"]),
+        (lambda: masks.chunked(4, 2, masks.full(5)), ValueError, ["5 queries", "4 of both"]),
+        (lambda: masks.blocks(4, [0, 3]), ValueError, ["size ends with 3", "seq_len = 4"]),
+        (lambda: masks.spans([(0, 2), (1, 3)], 4), ValueError, ["span 1", "from 1 to 3", "ends at 2", "not overlap"]),
+        (lambda: masks.spans([(2, 3), (0, 1)], 4), ValueError, ["span 1", "must grow"]),
+        (lambda: masks.spans([(2, 5)], 4), ValueError, ["from 2 to 5", "4 tokens"]),
+        (lambda: masks.spans([(2, 1)], 4), ValueError, ["from 2 to 1"]),
+        (lambda: masks.spans([0, 1], 4), ValueError, ["(2,)", "(spans, 2)"]),
+        (lambda: masks.spans([(0.0, 1.0)], 4), TypeError, ["float32"]),
+        (lambda: masks.rows([]), ValueError, ["0 masks"]),
+        (lambda: masks.rows([masks.causal(4), masks.causal(5)]), ValueError, ["(4, 4), (5, 5)"]),
     ],
 )
 def test_bad_input_is_told_what_is_wrong(make, kind: type[Exception], words: list[str]) -> None:  # type: ignore[no-untyped-def]

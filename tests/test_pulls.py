@@ -7,14 +7,11 @@ for bit with sums in the order of ranks.
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
 import gc
 import weakref
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from types import SimpleNamespace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -33,9 +30,10 @@ from ringattn.dataflow.gather import Gather
 from ringattn.kernels.backends import Backend
 from ringattn.kernels.contract import CompletionCounts, Queries, Result, Score
 from ringattn.mask import Mask
-from ringattn.peer import driver, memory, pull, push, watchdog
+from ringattn.peer import memory, pull, push
 from ringattn.peer import pack_rows as packing
 from ringattn.peer import sum_runs as summing
+from ringattn.peer.watchdog import FREE, LANDED, READY, Board, Watch
 from ringattn.schedule import Fetch
 from ringattn.virtual import VirtualRank
 
@@ -617,70 +615,41 @@ def test_rows_are_pulled_in_chunks_that_grow(
         assert copies == [(to, source, token) for to, source in zip(targets, sources, strict=True)]
 
 
-class Event:
-    """An event that is done when a test says so."""
-
-    def __init__(self) -> None:
-        self.done = False
-
-    def query(self) -> bool:
-        return self.done
-
-
-def test_the_time_limit_of_a_wait_counts_from_when_a_stream_reaches_it(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_the_board_says_what_every_rank_has_signalled_and_waits_for(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Work that is queued before it may take any time."""
-    aborted: list[bool] = []
-    monkeypatch.setattr(watchdog, "_waits", deque())
-    monkeypatch.setattr(watchdog, "TIMEOUT", 10.0)
-    monkeypatch.setattr(watchdog.os, "abort", lambda: aborted.append(True))
-    link: Any = SimpleNamespace(
-        rank=0, spare_events=deque(), received=lambda kind: {1: 2, 2: 1, 3: 5}, timed_out=torch.tensor([7])
-    )
-    waits: list[Any] = [
-        watchdog._Wait(link, f"pull {epoch}", memory.READY, epoch, Event(), Event())  # type: ignore[arg-type]
-        for epoch in (1, 2)
-    ]
-    passed = [waits[0].reached, waits[0].passed]
-    watchdog._waits.extend(waits)
-    watchdog.check(1000.0)
-    waits[0].reached.done = True
-    watchdog.check(2000.0)  # from now on
-    watchdog.check(2009.0)
-    waits[0].passed.done = True
-    watchdog.check(2011.0)
-    assert list(watchdog._waits) == waits[1:]
-    assert list(link.spare_events) == passed, "to be recorded again"
-    waits[1].reached.done = True
-    watchdog.check(2012.0)
-    watchdog.check(2021.0)
-    assert not aborted
-    watchdog.check(2023.0)
-    assert aborted
-    assert capsys.readouterr().err == (
-        "ringattn: rank 0: pull 2 is not done after 10 s (RINGATTN_TIMEOUT). Needed 2, but rank 2 is READY for 1; "
-        "the kernel gave up waiting for row 6 of keys (batch * kv_heads + head)\n"
-    )
-
-
-def test_the_words_of_every_rank_are_read_for_the_message(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A signal arrives in the memory of all other ranks, and nowhere else."""
-    world = World(3, 0)
+    """A link writes to its rank's row; what the watchdog reads there is right at every step of two exchanges."""
+    world = World(2, 0)
     world.patched(monkeypatch)
-    shared, links = Shared(world, range(3)), []
-    stream = Stream(world.gpus[0], "main")
-    with world.host(stream):
-        for rank in range(3):
-            links.append(memory.Link(rank, 3, CPU, shared.of(rank)))
-        links[1].signal(stream, memory.LANDED, 5)
-        links[2].signal(stream, memory.LANDED, -3)
-        links[2].signal(stream, memory.FREE, 9)
-    world.run()
-    monkeypatch.setattr(driver, "copy", lambda stream, target, source, size: ctypes.memmove(target, source, size))
-    monkeypatch.setattr(memory.torch.cuda, "device", lambda device: contextlib.nullcontext(), raising=False)
-    monkeypatch.setattr(memory.torch.cuda, "Stream", lambda: SimpleNamespace(synchronize=lambda: None))
-    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda x: x)
-    assert links[0].received(memory.LANDED) == {1: 5, 2: -3}
-    assert links[1].received(memory.LANDED) == {2: -3, 0: 0}
-    assert links[0].received(memory.FREE) == {1: 0, 2: 9}
+    path = str(tmp_path / "board")
+    boards = [Board.create(path, 0, 2), Board.open(path, 1, 2)]
+    shared, links, streams = Shared(world, range(2)), [], [Stream(gpu, "main") for gpu in world.gpus]
+    for rank, board in enumerate(boards):
+        board.enter(10.0)
+        board.device_address = board.address
+        with world.host(streams[rank]):
+            links.append(memory.Link(rank, 2, CPU, shared.of(rank), board))
+    watch = Watch(boards[0], [1])
+
+    def waits() -> list[str]:
+        return [wait.what for wait in watch._waits()]
+
+    def signal(rank: int, kind: int, epoch: int) -> None:
+        links[rank].signal(streams[rank], kind, epoch)
+        world.run(until_nothing_is_ready=True)
+
+    assert waits() == []
+    signal(0, READY, 1)
+    assert waits() == ["the keys and values of exchange 1"]
+    signal(1, READY, 1)
+    assert waits() == []
+    signal(1, LANDED, 1)
+    assert waits() == []
+    signal(0, LANDED, 1)
+    signal(0, FREE, 1)
+    assert waits() == [], "the memory is needed in the next exchange"
+    links[0].wait_for(streams[0], FREE, 1)
+    world.run(until_nothing_is_ready=True)
+    assert waits() == ["memory for the gradients after exchange 1"]
+    signal(1, FREE, 1)
+    assert waits() == []

@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ import torch.distributed as dist
 
 import ringattn
 from ringattn import virtual
-from scripts import train
+from scripts import checkpoint, train
 
 ROOT = Path(__file__).resolve().parents[1]
 TINY = ["--context=97", "--layers=1", "--dim=16", "--heads=2", "--kv-heads=1", "--lr=0.01"]
@@ -46,6 +47,13 @@ def alone():
     dist.destroy_process_group()
 
 
+def state(folder: Path) -> dict[str, Any]:
+    """Return the state in the newest checkpoint of a run."""
+    path = checkpoint.newest(folder / "checkpoints", train.PROGRAM)
+    assert path is not None
+    return train.load_checkpoint(path)
+
+
 def test_two_ranks_match_one_process_and_a_resumed_run_continues_exactly(tmp_path, monkeypatch):
     text = f"--text={ROOT / 'ringattn' / 'mask.py'}"
     with monkeypatch.context() as patch:
@@ -53,11 +61,11 @@ def test_two_ranks_match_one_process_and_a_resumed_run_continues_exactly(tmp_pat
         patch.delenv("RANK", raising=False)
         for name, steps in (("whole", 4), ("half", 2)):
             assert train.main([*TINY, text, f"--steps={steps}", f"--out={tmp_path / name}"]) == 0
-        half = tmp_path / "half" / "checkpoint.pt"  # settings come from there
+        half = tmp_path / "half" / "checkpoints" / "000001-step-2"  # settings come from there
         assert train.main([f"--resume={half}", "--steps=2", f"--out={tmp_path / 'alone'}"]) == 0
-    output = launch(f"--directory={tmp_path}", "--resume=half/checkpoint.pt", "--steps=2", "--out=ranks")
+    output = launch(f"--directory={tmp_path}", f"--resume={half.relative_to(tmp_path)}", "--steps=2", "--out=ranks")
 
-    whole, alone, ranks = (train.load_checkpoint(tmp_path / x / "checkpoint.pt") for x in ("whole", "alone", "ranks"))
+    whole, alone, ranks = (state(tmp_path / name) for name in ("whole", "alone", "ranks"))
     assert len(set(whole["losses"])) == 4  # it trains
     assert alone["losses"] == whole["losses"]  # bit for bit
     for name, parameter in whole["model"].items():
@@ -140,11 +148,12 @@ def test_peak_memory_counts_tensors_that_are_alive_together():
         ("--dataflow magic", "ring"),
         ("--context 0", "at least 1"),
         ("--text /nonexistent", "no such file"),
-        ("--resume /nonexistent", "no checkpoint"),
+        ("--resume /nonexistent", "does not exist"),
+        ("--resume", "no whole checkpoint"),
     ],
 )
 def test_mistakes_are_reported_before_any_rank_starts(arguments, error, capsys):
-    assert train.main(["--count-ranks", "--dim", "128", *arguments.split()]) == 1
+    assert train.main(["--count-ranks", "--dim", "128", "--out=/nonexistent", *arguments.split()]) == 1
     assert error in capsys.readouterr().err
 
 

@@ -69,11 +69,12 @@ from . import backward_lean as lean
 from . import backward_pieces as pieces
 from . import backward_tall as tall
 from . import backward_wide as wide
-from . import work
+from . import scores, work
 from .backward_pieces import BM, BN, LOADERS, PAIR, STAGING
 from .primitives import (
     barrier_arrive,
     barrier_sync,
+    multiply_pairs,
     reinterpret,
     tma_reduce_add,
 )
@@ -82,9 +83,6 @@ from .work import Split
 
 __all__ = ["HEAD_DIMS", "backward", "completion_counts", "unsupported"]
 
-LOG2E = 1.4426950408889634
-
-DS_STAGES = gl.constexpr(4)  # 3 are needed
 HEAD_DIMS = ((64, 64), (96, 96), (128, 128), (192, 128), (256, 256))  # of q, k and of v
 
 DS_READY, Q_FREE, DO_FREE, DQ_STAGED, DQ_SENT = (gl.constexpr(i) for i in (4, 8, 10, 12, 14))
@@ -125,7 +123,7 @@ def _scores(i, k, q_s, q_full, S_L: gl.constexpr):
 def _dq(C: gl.constexpr, i, k_s, ds_s):
     """Issue consumer C's columns of dQ of step i, half of them or piece C: both halves of dS times K, two asynchronous
     products."""
-    stage = i % DS_STAGES * 2
+    stage = i % (ds_s.shape[0] // 2) * 2
     WHOLE: gl.constexpr = len(k_s) == 1
     W: gl.constexpr = k_s[0].shape[2] // 2 if WHOLE else k_s[C].shape[2]
     if WHOLE:
@@ -143,7 +141,8 @@ def _dq(C: gl.constexpr, i, k_s, ds_s):
 @gluon.jit
 def _step(
     C: gl.constexpr, CUT: gl.constexpr, i, last, s, dk, dv, k_s, v_s, q_s, dout_s, lse_v, delta_v, bounds_v,
-    ds_s, dq_s, q_full, dout_full, scale_log2, dq_scale, key, past, FOLD: gl.constexpr,
+    ds_s, dq_s, q_full, dout_full, scale_log2, dq_scale, key, past, inner, alibi, head,
+    FOLD: gl.constexpr,
 ):  # fmt: skip
     """Process one query tile. ``s`` is complete on entry, and on return that of the next tile is; no wgmma crosses a
     step."""
@@ -151,21 +150,23 @@ def _step(
     S_L: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BM, 16])
     A_L: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=dk[0].type.layout, k_width=2)
     dtype: gl.constexpr = k_s[0].dtype
+    DS_STAGES: gl.constexpr = ds_s.shape[0] // 2
     stage = i % 2
-    if CUT:
-        from_key = bounds_v.index(2 * stage).load(gl.SliceLayout(0, S_L))
-        to_key = gl.minimum(bounds_v.index(2 * stage + 1).load(gl.SliceLayout(0, S_L)), past)
-        keys = gl.arange(0, BN // 2, gl.SliceLayout(1, S_L)) + key
-        seen = (keys[:, None] >= from_key[None, :]) & (keys[:, None] < to_key[None, :])
-        s = gl.where(seen, s, float("-inf"))
     mbarrier.wait(dout_full.index(stage), (i // 2) & 1)
     minus_delta = delta_v.index(stage).load(gl.SliceLayout(0, S_L))
     dp = pieces.keys_times_queries(pieces.tile_at(v_s, C, i), dout_s, stage, S_L, minus_delta)
-    p = gl.exp2(s * scale_log2 - lse_v.index(stage).load(gl.SliceLayout(0, S_L))[None, :])
-    p16 = gl.convert_layout(p.to(dtype), A_L)
+    if inner is None:
+        s = pieces.scores_to_base_2(s, scale_log2, alibi, head, bounds_v, stage, key, past, S_L, CUT)
+        p = gl.exp2(s - lse_v.index(stage).load(gl.SliceLayout(0, S_L))[None, :])
+        p16 = gl.convert_layout(p.to(dtype), A_L)
+    else:
+        p16, slope16 = pieces.capped_probabilities(
+            s, lse_v, scale_log2, inner, alibi, head, bounds_v, stage, key, past, S_L, CUT, dtype
+        )
+        p16 = gl.convert_layout(p16, A_L)
     dv = pieces.accumulate(p16, dout_s, stage, dv)
     dp = warpgroup_mma_wait(PIECES, deps=[dp])
-    ds = (p * dp).to(dtype)
+    ds = (p * dp).to(dtype) if inner is None else multiply_pairs(slope16, dp, dtype)
     barrier_sync(DS_READY + 2 - 2 * C + ((i + 1) & 1), PAIR)  # the other half of the previous dS
     ds_s.index(i % DS_STAGES * 2 + C).store(ds)
     ds16 = gl.convert_layout(ds, A_L)
@@ -195,13 +196,16 @@ def _step(
 @gluon.jit
 def _walk(
     C: gl.constexpr, CUT: gl.constexpr, first, past_step, last, s, dk, dv, k_s, v_s, q_s, dout_s, lse_v,
-    delta_v, bounds_v, ds_s, dq_s, q_full, dout_full, scale_log2, dq_scale, key, past, FOLD: gl.constexpr,
+    delta_v, bounds_v, ds_s, dq_s, q_full, dout_full, scale_log2, dq_scale, key, past, inner, alibi, steps_of_head,
+    FOLD: gl.constexpr,
 ):  # fmt: skip
+    head, inside = 0, 0
     for i in range(first, past_step):
         s, dk, dv = _step(
             C, CUT, i, last, s, dk, dv, k_s, v_s, q_s, dout_s, lse_v, delta_v, bounds_v, ds_s, dq_s,
-            q_full, dout_full, scale_log2, dq_scale, key, past, FOLD,
+            q_full, dout_full, scale_log2, dq_scale, key, past, inner, alibi, head, FOLD,
         )  # fmt: skip
+        head, inside = scores.next_head(alibi, head, inside, steps_of_head)
     return s, dk, dv
 
 
@@ -209,7 +213,7 @@ def _walk(
 def _consumer(
     C: gl.constexpr, dk_ptr, dv_ptr, info_ptr, k_s, v_s, q_s, dout_s, lse_v, delta_v, bounds_v, ds_s, dq_s, kv_full,
     q_full, dout_full, heads, tiles, kv_heads, parts, batches, stride_b, stride_s, stride_h, scale_log2, dk_scale,
-    dv_scale, SWEEP: gl.constexpr, BATCHED: gl.constexpr, FOLD: gl.constexpr, IN_TURNS: gl.constexpr,
+    dv_scale, inner, alibi, SWEEP: gl.constexpr, BATCHED: gl.constexpr, FOLD: gl.constexpr, IN_TURNS: gl.constexpr,
     COUNTED: gl.constexpr,
 ):  # fmt: skip
     S_L: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BM, 16])
@@ -220,7 +224,8 @@ def _consumer(
     key = first + C * (BN // 2)
     dk = pieces.zero_sums(k_s)
     dv = pieces.zero_sums(v_s)
-    ds_s.index(2 * (DS_STAGES - 1) + C).store(gl.zeros([BN // 2, BM], k_s[0].dtype, S_L))  # "dS of step -1"
+    alibi = scores.of_keys(alibi, batch, (kv_head * parts + part) * heads, first, key, S_L)
+    ds_s.index(ds_s.shape[0] - 2 + C).store(gl.zeros([BN // 2, BM], k_s[0].dtype, S_L))  # "dS of step -1"
     fence_async_shared()
     barrier_arrive(DS_READY + 1 + 2 * C, PAIR)
     mbarrier.wait(kv_full.index(C), 0)
@@ -229,11 +234,12 @@ def _consumer(
     s = warpgroup_mma_wait(0, deps=[s])
     s, dk, dv = _walk(
         C, True, 0, cut_steps, steps - 1, s, dk, dv, k_s, v_s, q_s, dout_s, lse_v, delta_v, bounds_v,
-        ds_s, dq_s, q_full, dout_full, scale_log2, dk_scale, key, past, FOLD,
+        ds_s, dq_s, q_full, dout_full, scale_log2, dk_scale, key, past, inner, alibi, cut_steps // heads, FOLD,
     )  # fmt: skip
     s, dk, dv = _walk(
         C, False, cut_steps, steps, steps - 1, s, dk, dv, k_s, v_s, q_s, dout_s, lse_v, delta_v, bounds_v,
-        ds_s, dq_s, q_full, dout_full, scale_log2, dk_scale, key, past, FOLD,
+        ds_s, dq_s, q_full, dout_full, scale_log2, dk_scale, key, past, inner, alibi,
+        (steps - cut_steps) // heads, FOLD,
     )  # fmt: skip
     # dQ of the last step, after that of the step before
     fence_async_shared()
@@ -255,13 +261,14 @@ def _consumer(
         barrier_sync(DQ_STAGED + C, STAGING)  # not arrive: sync alone is documented to order the stores for the writer
 
 
-@gluon.jit(do_not_specialize=["epoch", "segments"])
+@gluon.jit(do_not_specialize=["epoch", "segments", "slopes_stride"])
 def _kernel(
     q_desc, dout_desc, k_desc, v_desc, lse_desc, delta_desc, bounds_desc, dq_desc,
     q_rest_desc, dout_rest_desc, k_rest_desc, v_rest_desc, dq_rest_desc,  # None if the head dim is a power of two
     dk_ptr, dv_ptr, info_ptr, heads, tiles, kv_heads, parts, batches, stride_b, stride_s, stride_h,
     q_tiles, scale_log2, dk_scale, dv_scale,
     flags_ptr, epoch, timed_out_ptr, turns_ptr, counters_ptr, segments,
+    inner, positions_desc, slopes_ptr, slopes_stride, positions_k_ptr,  # None without softcap; without ALiBi
     SWEEP: gl.constexpr, BATCHED: gl.constexpr, FOLD: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """Compute dk, dv and dq.
@@ -281,6 +288,7 @@ def _kernel(
     v_t = (pieces.boxes(v_desc),) if WHOLE else (pieces.boxes(v_desc), pieces.boxes(v_rest_desc))
     q_t = (pieces.boxes(q_desc),) if WHOLE else (pieces.boxes(q_desc), pieces.boxes(q_rest_desc))
     dout_t = (pieces.boxes(dout_desc),) if WHOLE else (pieces.boxes(dout_desc), pieces.boxes(dout_rest_desc))
+    DS_STAGES: gl.constexpr = 4 if positions_desc is None else 3  # 3 are needed; positions take the place of one
     ds_s = gl.allocate_shared_memory(dtype, [2 * DS_STAGES, BN // 2, BM], DS_L)
     # Consumer 0 and its writer have the first half or the first piece of dQ's columns.
     W: gl.constexpr = dq_desc.block_type.shape[3]
@@ -295,6 +303,7 @@ def _kernel(
     lse_t = gl.allocate_shared_memory(gl.float32, [2, 1, BM], lse_desc.layout)
     delta_t = gl.allocate_shared_memory(gl.float32, [2, 1, BM], delta_desc.layout)
     bounds_t = gl.allocate_shared_memory(gl.int32, [2, 1, 2 * BM], bounds_desc.layout)
+    positions_t = pieces.positions_of(positions_desc)
     kv_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     q_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     dout_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
@@ -304,6 +313,7 @@ def _kernel(
     dout_s = pieces.matrices(dout_t)
     lse_v = reinterpret(lse_t, gl.float32, [2, BM], ROW_L)
     delta_v = reinterpret(delta_t, gl.float32, [2, BM], ROW_L)
+    alibi = pieces.alibi_of(slopes_ptr, slopes_stride, positions_k_ptr, positions_t)
     bounds_v = reinterpret(bounds_t, gl.int32, [4, BM], ROW_L)
     for i in gl.static_range(2):
         mbarrier.init(kv_full.index(i), count=1)
@@ -314,16 +324,16 @@ def _kernel(
             (_consumer, (0, dk_ptr, dv_ptr, info_ptr, k_s, v_s, q_s, dout_s, lse_v, delta_v, bounds_v, ds_s, dq_s[0],
             kv_full, q_full,
                          dout_full, heads, tiles, kv_heads, parts, batches, stride_b, stride_s, stride_h, scale_log2,
-                         dk_scale, dv_scale, SWEEP, BATCHED, FOLD, turns_ptr is not None,
+                         dk_scale, dv_scale, inner, alibi, SWEEP, BATCHED, FOLD, turns_ptr is not None,
                          counters_ptr is not None)),
             (_consumer, (1, dk_ptr, dv_ptr, info_ptr, k_s, v_s, q_s, dout_s, lse_v, delta_v, bounds_v, ds_s, dq_s[1],
             kv_full, q_full,
                          dout_full, heads, tiles, kv_heads, parts, batches, stride_b, stride_s, stride_h, scale_log2,
-                         dk_scale, dv_scale, SWEEP, BATCHED, FOLD, turns_ptr is not None,
+                         dk_scale, dv_scale, inner, alibi, SWEEP, BATCHED, FOLD, turns_ptr is not None,
                          counters_ptr is not None)),
-            (pieces.producer, (q_descs, dout_descs, k_descs, v_descs, lse_desc, delta_desc, bounds_desc, info_ptr,
-                         k_t, v_t, q_t, dout_t, lse_t, delta_t, bounds_t, kv_full, q_full, dout_full, heads, tiles,
-                         kv_heads, parts, q_tiles,
+            (pieces.producer, (q_descs, dout_descs, k_descs, v_descs, lse_desc, delta_desc, bounds_desc, positions_desc,
+                         info_ptr, k_t, v_t, q_t, dout_t, lse_t, delta_t, bounds_t, positions_t, kv_full, q_full,
+                         dout_full, heads, tiles, kv_heads, parts, q_tiles,
                          flags_ptr, epoch, timed_out_ptr, Q_FREE, DO_FREE, SWEEP, BATCHED)),
             (_writer, (0, dq_descs[0], W, info_ptr, dq_t[0], heads, tiles, kv_heads, parts, turns_ptr, counters_ptr,
                         segments, SWEEP, BATCHED)),
@@ -361,10 +371,6 @@ def unsupported(q: Tensor, k: Tensor, v: Tensor, score: Score) -> str | None:
         return f"dtype {q.dtype} is not bfloat16 or float16; use 'triton'"
     if (q.shape[-1], v.shape[-1]) not in HEAD_DIMS:
         return f"head dims {q.shape[-1]} of q, k and {v.shape[-1]} of v; it has {HEAD_DIMS}; use 'triton'"
-    if score.softcap or score.alibi_slopes is not None:
-        return "no softcap and no ALiBi; use 'triton'"
-    if score.softmax_scale <= 0:
-        return f"softmax_scale {score.softmax_scale} is not positive; use 'triton'"
     return None
 
 
@@ -427,6 +433,7 @@ class _Operands(NamedTuple):
     timed_out: Tensor | None
     turns: Tensor | None
     counters: Tensor | None
+    slopes: Tensor | None
 
 
 def launch(
@@ -449,16 +456,20 @@ def launch(
         turns = torch.zeros(q.shape[0] * k.shape[2], tiles, dtype=torch.int32, device=q.device)
     launches = block.memo.once("hopper backward", Launches)
     statistics = _padded_statistics(queries, score, launches)
-    operands = _Operands(q, k, v, dout, *statistics, dq, dk, dv, flags, timed_out, turns, counters)
+    changes = scores.Changes.of(score, q)
+    operands = _Operands(q, k, v, dout, *statistics, dq, dk, dv, flags, timed_out, turns, counters, changes.slopes)
     key = (
-        split, score.softmax_scale, q.dtype, q.shape, q.stride(), k.shape, k.stride(), v.shape, v.stride(), dout.dtype,
-        dout.stride(), dq.stride(), dk.stride(), flags is None, None if counters is None else counters.shape[1],
+        split, score.softmax_scale, score.softcap, changes.slopes_stride, changes.slopes is None, q.dtype, q.shape,
+        q.stride(), k.shape, k.stride(), v.shape, v.stride(), dout.dtype, dout.stride(), dq.stride(), dk.stride(),
+        flags is None, None if counters is None else counters.shape[1],
     )  # fmt: skip
     tensors = [x for x in operands if x is not None]
     if not launches.again(key, tensors, epoch):
-        kernel, grid, args, constants = _arguments(operands, block, score, split, epoch)
+        kernel, grid, args, constants = _arguments(operands, block, score, changes, split, epoch)
         launched = dispatch(kernel, grid, *args, **constants)
         fixed = _tables(q, block)
+        if changes.slopes is not None:
+            fixed += _positions(q, block)
         launches.remember(key, tensors, launched, fixed, None if flags is None else kernel.arg_names.index("epoch"))
     return dk, dv
 
@@ -469,7 +480,7 @@ def _padded_statistics(queries: Queries, score: Score, launches: Launches) -> tu
     batch, seq_q, q_heads, _ = q.shape
     height = work.queries_per_step(q)
     q_tiles = -(-seq_q // height)
-    shift = math.log2(score.softmax_scale) if _folds_scale(q) else 0.0
+    shift = math.log2(score.softmax_scale) if _folds_scale(q, score) else 0.0
     rows = batch * q_heads * q_tiles
     padded, negated = torch.empty(2, rows, height, dtype=torch.float32, device=q.device).unbind()
     key, tensors = ("statistics", q.shape, shift), [lse, delta, padded, negated]
@@ -491,7 +502,7 @@ def _empty_gradients(k: Tensor, v: Tensor, split: Split) -> tuple[Tensor, Tensor
 
 
 def _arguments(
-    x: _Operands, block: Block, score: Score, split: Split, epoch: int
+    x: _Operands, block: Block, score: Score, changes: scores.Changes, split: Split, epoch: int
 ) -> tuple[Any, tuple[int, ...], tuple[Any, ...], dict[str, Any]]:
     """Return the kernel, its grid, arguments and constants."""
     q, k, v, dout, dq, dk = x.q, x.k, x.v, x.dout, x.dq, x.dk
@@ -499,11 +510,16 @@ def _arguments(
     kv_heads, dim_v = v.shape[2:]
     info, bounds = _tables(q, block)
     rows = work.queries_per_step(q)
-    tiles, parts, scale, fold = info.shape[1], split.parts, score.softmax_scale, _folds_scale(q)
+    tiles, parts, scale, fold = info.shape[1], split.parts, score.softmax_scale, _folds_scale(q, score)
+    alibi: tuple[Any, ...] = (None, None, None, None)
+    if x.slopes is not None:
+        of_queries, of_keys = _positions(q, block)
+        alibi = view(of_queries, (1, rows)), x.slopes, changes.slopes_stride, of_keys
     numbers = (
         dk, x.dv, info, q_heads // kv_heads // parts, tiles, kv_heads, parts, batch, *dk.stride()[-4:-1],
-        -(-seq_q // rows), scale * LOG2E, scale, 1 / scale if fold else 1.0,
+        -(-seq_q // rows), changes.scale, scale, 1 / scale if fold else 1.0,
         x.flags, epoch, x.timed_out, x.turns, x.counters, 0 if x.counters is None else x.counters.shape[1],
+        changes.inner, *alibi,
     )  # fmt: skip
     constants = dict(
         SWEEP=work.sweep(batch * kv_heads, tiles, work.processors(q), parts), BATCHED=info.shape[0] > 1, FOLD=fold,
@@ -542,9 +558,15 @@ def _tables(q: Tensor, block: Block) -> tuple[Tensor, Tensor]:
     return work.key_tile_table(block, work.keys_per_cta(q), work.queries_per_step(q))
 
 
-def _folds_scale(q: Tensor) -> bool:
+def _positions(q: Tensor, block: Block) -> tuple[Tensor, Tensor]:
+    """Return the positions of queries and keys, padded to whole tiles and one more."""
+    queries, keys = work.queries_per_step(q), work.keys_per_cta(q)
+    return scores.padded_positions(block, queries, of_keys=False), scores.padded_positions(block, keys, of_keys=True)
+
+
+def _folds_scale(q: Tensor, score: Score) -> bool:
     """Return whether P carries the factor ``softmax_scale``: the exponent of bfloat16 has room for it."""
-    return q.dtype == torch.bfloat16
+    return q.dtype == torch.bfloat16 and score.softmax_scale > 0.0
 
 
 def _can_store_into(dk: Tensor, dv: Tensor) -> bool:

@@ -10,6 +10,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 
+from . import scores
 from .primitives import (
     async_load,
     barrier_arrive,
@@ -154,16 +155,16 @@ def next_tile(i, j, head, cut_steps, heads, stops):
 
 @gluon.jit
 def producer(
-    q_desc, dout_desc, k_desc, v_desc, lse_desc, delta_desc, bounds_desc, info_ptr,
-    k_s, v_s, q_s, dout_s, lse_s, delta_s, bounds_s, kv_full, q_full, dout_full,
+    q_desc, dout_desc, k_desc, v_desc, lse_desc, delta_desc, bounds_desc, positions_desc, info_ptr,
+    k_s, v_s, q_s, dout_s, lse_s, delta_s, bounds_s, positions_s, kv_full, q_full, dout_full,
     heads, tiles, kv_heads, parts, q_tiles, flags_ptr, epoch, timed_out_ptr,
     q_free: gl.constexpr, dout_free: gl.constexpr, SWEEP: gl.constexpr, BATCHED: gl.constexpr,
 ):  # fmt: skip
-    """Load K and V, in as many tiles of 64 keys as ``kv_full`` has barriers, then Q, lse (and the intervals of cut
-    tiles), dO and delta of every step."""
+    """Load K and V, in as many tiles of 64 keys as ``kv_full`` has barriers, then Q, lse (with ALiBi the positions, and
+    the intervals of cut tiles), dO and delta of every step."""
     ROWS: gl.constexpr = lse_desc.block_type.shape[1]
     KV_BYTES: gl.constexpr = _bytes(k_desc) + _bytes(v_desc)
-    Q_BYTES: gl.constexpr = _bytes(q_desc)
+    Q_BYTES: gl.constexpr = _bytes(q_desc) + (0 if positions_desc is None else positions_desc.block_type.nbytes)
     DO_BYTES: gl.constexpr = _bytes(dout_desc)
     DO_STAGES: gl.constexpr = dout_s[0].shape[0]
     KEY_TILES: gl.constexpr = kv_full.shape[0]
@@ -194,12 +195,56 @@ def producer(
             mbarrier.expect(q_full.index(stage), Q_BYTES + lse_desc.block_type.nbytes)
         _load_pieces(q_desc, [batch, j * ROWS, head], q_full.index(stage), q_s, stage)
         async_load(lse_desc, [row, 0], q_full.index(stage), lse_s.index(stage))
+        if positions_desc is not None:
+            async_load(positions_desc, [j, 0], q_full.index(stage), positions_s[0].index(stage))
         if i >= DO_STAGES:
             barrier_sync(dout_free + do_stage, LOADERS, warps=1)
         mbarrier.expect(dout_full.index(do_stage), DO_BYTES + delta_desc.block_type.nbytes)
         _load_pieces(dout_desc, [batch, j * ROWS, head], dout_full.index(do_stage), dout_s, do_stage)
         async_load(delta_desc, [row, 0], dout_full.index(do_stage), delta_s.index(do_stage))
         j, head = next_tile(i, j, head, cut_steps, heads, stops)
+
+
+@gluon.jit
+def hide(s, bounds_v, stage, key, past, S_L: gl.constexpr, HIDDEN: gl.constexpr = float("-inf")):
+    """Return s, whose rows are keys from ``key`` on, with ``HIDDEN`` where a query does not see the key."""
+    from_key = bounds_v.index(2 * stage).load(gl.SliceLayout(0, S_L))
+    to_key = gl.minimum(bounds_v.index(2 * stage + 1).load(gl.SliceLayout(0, S_L)), past)
+    keys = gl.arange(0, BN // 2, gl.SliceLayout(1, S_L)) + key
+    seen = (keys[:, None] >= from_key[None, :]) & (keys[:, None] < to_key[None, :])
+    return gl.where(seen, s, HIDDEN)
+
+
+@gluon.jit
+def scores_to_base_2(
+    s, scale, alibi, head, bounds_v, stage, key, past, S_L: gl.constexpr, CUT: gl.constexpr,
+):  # fmt: skip
+    """Return scores without softcap to the base 2. Only those of plain products may be hidden before they are scaled,
+    which is faster: by a negative scale -inf would become +inf."""
+    PLAIN: gl.constexpr = len(alibi) == 0
+    if CUT and PLAIN:
+        s = hide(s, bounds_v, stage, key, past, S_L)
+    s = s * scale
+    if not PLAIN:
+        s = s - scores.distances_of_step(alibi, head, stage, S_L)
+    if CUT and not PLAIN:
+        s = hide(s, bounds_v, stage, key, past, S_L)
+    return s
+
+
+@gluon.jit
+def capped_probabilities(
+    s, lse_v, scale, inner, alibi, head, bounds_v, stage, key, past, S_L: gl.constexpr, CUT: gl.constexpr,
+    dtype: gl.constexpr,
+):  # fmt: skip
+    """Return P of scores with softcap, and P times the derivative of the softcap, both in 16 bits."""
+    t = scores.capped(s, inner)
+    offset, _ = gl.broadcast(lse_v.index(stage).load(gl.SliceLayout(0, S_L))[None, :], t)
+    if len(alibi) > 0:
+        offset = offset + scores.distances_of_step(alibi, head, stage, S_L)
+    if CUT:
+        offset = hide(offset, bounds_v, stage, key, past, S_L, float("inf"))
+    return scores.probabilities(t, scale, offset, dtype)
 
 
 @gluon.jit
@@ -287,6 +332,27 @@ def boxes(desc, COUNT: gl.constexpr = 2):
     """Allocate shared memory for ``COUNT`` boxes of a descriptor."""
     SHAPE: gl.constexpr = [COUNT, 1, desc.block_type.shape[1], 1, desc.block_type.shape[3]]
     return gl.allocate_shared_memory(desc.dtype, SHAPE, desc.layout)
+
+
+@gluon.jit
+def positions_of(desc):
+    """Allocate shared memory for the positions of the queries of two steps, or for nothing if ``desc`` is None."""
+    if desc is None:
+        tiles = ()
+    else:
+        tiles = (gl.allocate_shared_memory(gl.int32, [2, 1, desc.block_type.shape[1]], desc.layout),)
+    return tiles
+
+
+@gluon.jit
+def alibi_of(slopes_ptr, slopes_stride, positions_k_ptr, positions_t):
+    """Return the arguments of :func:`.scores.of_keys`."""
+    alibi = ()
+    if slopes_ptr is not None:
+        ROW_L: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+        positions_v = reinterpret(positions_t[0], gl.int32, [2, positions_t[0].shape[2]], ROW_L)
+        alibi = (slopes_ptr, slopes_stride, positions_k_ptr, positions_v)
+    return alibi
 
 
 @gluon.jit

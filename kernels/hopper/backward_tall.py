@@ -34,6 +34,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from . import backward_pieces as pieces
+from . import scores
 from .backward_pieces import LOADERS, PAIR, STAGING
 from .primitives import (
     barrier_arrive,
@@ -95,31 +96,34 @@ def _dq(C: gl.constexpr, step, i, k_s, ds_s):
 @gluon.jit
 def _walk(
     C: gl.constexpr, CUT: gl.constexpr, first, past_step, last, s, dk, dv, k_s, v_s, q_s, dout_s, lse_v,
-    delta_v, bounds_v, ds_s, dq_s, q_full, dout_full, scale_log2, dq_scale, key, past, FOLD: gl.constexpr,
+    delta_v, bounds_v, ds_s, dq_s, q_full, dout_full, scale_log2, dq_scale, key, past, inner, alibi, steps_of_head,
+    FOLD: gl.constexpr,
 ):  # fmt: skip
     """Walk the query tiles. ``s`` is complete on entry, and on return that of the next step is; no wgmma crosses a
     step."""
     S_L: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, ROWS, 16])
     A_L: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=dk[0].type.layout, k_width=2)
     dtype: gl.constexpr = k_s[0].dtype
+    head, inside = 0, 0
     for i in range(first, past_step):
         stage = i & 1
-        if CUT:
-            from_key = bounds_v.index(2 * stage).load(gl.SliceLayout(0, S_L))
-            to_key = gl.minimum(bounds_v.index(2 * stage + 1).load(gl.SliceLayout(0, S_L)), past)
-            keys = gl.arange(0, HALF, gl.SliceLayout(1, S_L)) + key
-            seen = (keys[:, None] >= from_key[None, :]) & (keys[:, None] < to_key[None, :])
-            s = gl.where(seen, s, float("-inf"))
         mbarrier.wait(dout_full.index(stage), (i >> 1) & 1)
         dp = gl.zeros([HALF, ROWS], gl.float32, S_L)
         own = pieces.tile_at(v_s, C, i)[0]
         dp = warpgroup_mma(own, dout_s[0].index(stage).permute((1, 0)), dp, use_acc=False, is_async=True)
-        p = gl.exp2(s * scale_log2 - lse_v.index(stage).load(gl.SliceLayout(0, S_L))[None, :])
-        p16 = gl.convert_layout(round_pairs(p, dtype), A_L)
+        if inner is None:
+            s = pieces.scores_to_base_2(s, scale_log2, alibi, head, bounds_v, stage, key, past, S_L, CUT)
+            p = gl.exp2(s - lse_v.index(stage).load(gl.SliceLayout(0, S_L))[None, :])
+            p16 = gl.convert_layout(round_pairs(p, dtype), A_L)
+        else:
+            p16, slope16 = pieces.capped_probabilities(
+                s, lse_v, scale_log2, inner, alibi, head, bounds_v, stage, key, past, S_L, CUT, dtype
+            )
+            p16 = gl.convert_layout(p16, A_L)
         dv = pieces.accumulate(p16, dout_s, stage, dv)
         dp = warpgroup_mma_wait(1, deps=[dp])
         dp += delta_v.index(stage).load(gl.SliceLayout(0, S_L))[None, :]
-        ds = multiply_pairs(gl.convert_layout(p16, S_L), dp, dtype)
+        ds = multiply_pairs(gl.convert_layout(p16, S_L) if inner is None else slope16, dp, dtype)
         barrier_sync(DS_READY + 2 - 2 * C + ((i + 1) & 1), PAIR)  # there is the other half of the previous dS
         ds_s.index(stage * 2 + C).store(ds)
         ds16 = gl.convert_layout(ds, A_L)
@@ -139,6 +143,7 @@ def _walk(
         first_dk, ds16, s = warpgroup_mma_wait(0, deps=[dk[0], ds16, s])
         dk = (first_dk,)
         barrier_arrive(Q_FREE + stage, LOADERS)
+        head, inside = scores.next_head(alibi, head, inside, steps_of_head)
     return s, dk, dv
 
 
@@ -146,7 +151,7 @@ def _walk(
 def _consumer(
     C: gl.constexpr, dk_ptr, dv_ptr, info_ptr, k_s, v_s, q_s, dout_s, lse_v, delta_v, bounds_v, ds_s, dq_s, kv_full,
     q_full, dout_full, heads, tiles, kv_heads, parts, batches, stride_b, stride_s, stride_h, scale_log2, dk_scale,
-    dv_scale, SWEEP: gl.constexpr, BATCHED: gl.constexpr, FOLD: gl.constexpr, IN_TURNS: gl.constexpr,
+    dv_scale, inner, alibi, SWEEP: gl.constexpr, BATCHED: gl.constexpr, FOLD: gl.constexpr, IN_TURNS: gl.constexpr,
     COUNTED: gl.constexpr,
 ):  # fmt: skip
     S_L: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, ROWS, 16])
@@ -157,6 +162,7 @@ def _consumer(
     key = first + C * HALF
     dk = pieces.zero_sums(k_s)
     dv = pieces.zero_sums(v_s)
+    alibi = scores.of_keys(alibi, batch, (kv_head * parts + part) * heads, first, key, S_L)
     ds_s.index(2 + C).store(gl.zeros([HALF, ROWS], k_s[0].dtype, S_L))  # "dS of step -1"
     fence_async_shared()
     barrier_arrive(DS_READY + 1 + 2 * C, PAIR)
@@ -166,11 +172,12 @@ def _consumer(
     s = warpgroup_mma_wait(0, deps=[s])
     s, dk, dv = _walk(
         C, True, 0, cut_steps, steps - 1, s, dk, dv, k_s, v_s, q_s, dout_s, lse_v, delta_v, bounds_v,
-        ds_s, dq_s, q_full, dout_full, scale_log2, dk_scale, key, past, FOLD,
+        ds_s, dq_s, q_full, dout_full, scale_log2, dk_scale, key, past, inner, alibi, cut_steps // heads, FOLD,
     )  # fmt: skip
     s, dk, dv = _walk(
         C, False, cut_steps, steps, steps - 1, s, dk, dv, k_s, v_s, q_s, dout_s, lse_v, delta_v, bounds_v,
-        ds_s, dq_s, q_full, dout_full, scale_log2, dk_scale, key, past, FOLD,
+        ds_s, dq_s, q_full, dout_full, scale_log2, dk_scale, key, past, inner, alibi,
+        (steps - cut_steps) // heads, FOLD,
     )  # fmt: skip
     # dQ of the last step, sent after that of the step before
     fence_async_shared()
@@ -192,12 +199,13 @@ def _consumer(
         barrier_sync(DQ_STAGED + C, STAGING)  # not arrive: sync alone is documented to order the stores for the writer
 
 
-@gluon.jit(do_not_specialize=["epoch", "segments"])
+@gluon.jit(do_not_specialize=["epoch", "segments", "slopes_stride"])
 def kernel(
     q_desc, dout_desc, k_desc, v_desc, lse_desc, delta_desc, bounds_desc, dq_desc,
     dk_ptr, dv_ptr, info_ptr, heads, tiles, kv_heads, parts, batches, stride_b, stride_s, stride_h,
     q_tiles, scale_log2, dk_scale, dv_scale,
     flags_ptr, epoch, timed_out_ptr, turns_ptr, counters_ptr, segments,
+    inner, positions_desc, slopes_ptr, slopes_stride, positions_k_ptr,  # None without softcap; without ALiBi
     SWEEP: gl.constexpr, BATCHED: gl.constexpr, FOLD: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """Compute dk, dv and dq. Arguments: as of ``backward._kernel``."""
@@ -214,6 +222,7 @@ def kernel(
     lse_t = gl.allocate_shared_memory(gl.float32, [2, 1, ROWS], lse_desc.layout)
     delta_t = gl.allocate_shared_memory(gl.float32, [2, 1, ROWS], delta_desc.layout)
     bounds_t = gl.allocate_shared_memory(gl.int32, [2, 1, 2 * ROWS], bounds_desc.layout)
+    positions_t = pieces.positions_of(positions_desc)
     kv_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     q_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     dout_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
@@ -223,6 +232,7 @@ def kernel(
     dout_s = pieces.matrices(dout_t)
     lse_v = reinterpret(lse_t, gl.float32, [2, ROWS], ROW_L)
     delta_v = reinterpret(delta_t, gl.float32, [2, ROWS], ROW_L)
+    alibi = pieces.alibi_of(slopes_ptr, slopes_stride, positions_k_ptr, positions_t)
     bounds_v = reinterpret(bounds_t, gl.int32, [4, ROWS], ROW_L)
     for i in gl.static_range(2):
         mbarrier.init(kv_full.index(i), count=1)
@@ -232,14 +242,15 @@ def kernel(
         [
             (_consumer, (0, dk_ptr, dv_ptr, info_ptr, k_s, v_s, q_s, dout_s, lse_v, delta_v, bounds_v, ds_s,
                          pieces.staging_matrix(dq_t_0), kv_full, q_full, dout_full, heads, tiles, kv_heads,
-                         parts, batches, stride_b, stride_s, stride_h, scale_log2, dk_scale, dv_scale, SWEEP,
-                         BATCHED, FOLD, turns_ptr is not None, counters_ptr is not None)),
+                         parts, batches, stride_b, stride_s, stride_h, scale_log2, dk_scale, dv_scale, inner,
+                         alibi, SWEEP, BATCHED, FOLD, turns_ptr is not None, counters_ptr is not None)),
             (_consumer, (1, dk_ptr, dv_ptr, info_ptr, k_s, v_s, q_s, dout_s, lse_v, delta_v, bounds_v, ds_s,
                          pieces.staging_matrix(dq_t_1), kv_full, q_full, dout_full, heads, tiles, kv_heads,
-                         parts, batches, stride_b, stride_s, stride_h, scale_log2, dk_scale, dv_scale, SWEEP,
-                         BATCHED, FOLD, turns_ptr is not None, counters_ptr is not None)),
+                         parts, batches, stride_b, stride_s, stride_h, scale_log2, dk_scale, dv_scale, inner,
+                         alibi, SWEEP, BATCHED, FOLD, turns_ptr is not None, counters_ptr is not None)),
             (pieces.producer, ((q_desc,), (dout_desc,), (k_desc,), (v_desc,), lse_desc, delta_desc,
-                         bounds_desc, info_ptr, k_t, v_t, q_t, dout_t, lse_t, delta_t, bounds_t, kv_full, q_full,
+                         bounds_desc, positions_desc, info_ptr, k_t, v_t, q_t, dout_t, lse_t, delta_t, bounds_t,
+                         positions_t, kv_full, q_full,
                          dout_full, heads, tiles, kv_heads, parts, q_tiles, flags_ptr, epoch, timed_out_ptr,
                          Q_FREE, DO_FREE, SWEEP, BATCHED)),
             (_writer, (0, dq_desc, info_ptr, dq_t_0, heads, tiles, kv_heads, parts, turns_ptr, counters_ptr, segments,

@@ -38,6 +38,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from . import backward_pieces as pieces
+from . import scores
 from .backward_pieces import BM, LOADERS, PAIR, STAGING
 from .primitives import (
     barrier_arrive,
@@ -100,24 +101,27 @@ def _send(C: gl.constexpr, dq, dq_s, dq_scale, FOLD: gl.constexpr):
 @gluon.jit
 def _walk_values(
     CUT: gl.constexpr, first, past_step, last, s, dv, k_s, q_s, dout_s, lse_v, bounds_v, p_s, ds_s,
-    dq_s, q_full, dout_full, scale_log2, dq_scale, key, past, FOLD: gl.constexpr,
+    dq_s, q_full, dout_full, scale_log2, dq_scale, key, past, inner, alibi, steps_of_head,
+    FOLD: gl.constexpr,
 ):  # fmt: skip
     """Walk the query tiles as consumer 0. ``s`` is complete on entry, and on return that of the next step is."""
     S_L: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BM, 16])
     A_L: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=dv[0].type.layout, k_width=2)
     PIECES: gl.constexpr = len(k_s)
     DO_STAGES: gl.constexpr = dout_s[0].shape[0]
+    head, inside = 0, 0
     for i in range(first, past_step):
         stage = i % 2
         do_stage = i % DO_STAGES
-        if CUT:
-            from_key = bounds_v.index(2 * stage).load(gl.SliceLayout(0, S_L))
-            to_key = gl.minimum(bounds_v.index(2 * stage + 1).load(gl.SliceLayout(0, S_L)), past)
-            keys = gl.arange(0, KEYS, gl.SliceLayout(1, S_L)) + key
-            seen = (keys[:, None] >= from_key[None, :]) & (keys[:, None] < to_key[None, :])
-            s = gl.where(seen, s, float("-inf"))
-        p = gl.exp2(s * scale_log2 - lse_v.index(stage).load(gl.SliceLayout(0, S_L))[None, :]).to(p_s.dtype)
-        p_s.store(p)
+        if inner is None:
+            s = pieces.scores_to_base_2(s, scale_log2, alibi, head, bounds_v, stage, key, past, S_L, CUT)
+            p = gl.exp2(s - lse_v.index(stage).load(gl.SliceLayout(0, S_L))[None, :]).to(p_s.dtype)
+            slope16 = p
+        else:
+            p, slope16 = pieces.capped_probabilities(
+                s, lse_v, scale_log2, inner, alibi, head, bounds_v, stage, key, past, S_L, CUT, p_s.dtype
+            )
+        p_s.store(slope16)
         barrier_arrive(P_READY, PAIR)
         barrier_arrive(Q_FREE + stage, LOADERS)
         p16 = gl.convert_layout(p, A_L)
@@ -132,6 +136,7 @@ def _walk_values(
         dq = _dq(0, k_s, ds_s)
         dq, s = warpgroup_mma_wait(0, deps=[dq, s])
         _send(0, dq, dq_s, dq_scale, FOLD)
+        head, inside = scores.next_head(alibi, head, inside, steps_of_head)
     return s, dv
 
 
@@ -139,7 +144,8 @@ def _walk_values(
 def _values(
     dv_ptr, info_ptr, k_s, q_s, dout_s, lse_v, bounds_v, p_s, ds_s, dq_s, kv_full, q_full, dout_full,
     heads, tiles, kv_heads, parts, batches, stride_b, stride_s, stride_h, scale_log2, dq_scale, dv_scale,
-    SWEEP: gl.constexpr, BATCHED: gl.constexpr, FOLD: gl.constexpr, IN_TURNS: gl.constexpr, COUNTED: gl.constexpr,
+    inner, alibi, SWEEP: gl.constexpr, BATCHED: gl.constexpr, FOLD: gl.constexpr, IN_TURNS: gl.constexpr,
+    COUNTED: gl.constexpr,
 ):  # fmt: skip
     """Run consumer 0: S, P, dV and the first columns of dQ."""
     S_L: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BM, 16])
@@ -148,16 +154,17 @@ def _values(
     past = gl.load(info + 1)
     steps, cut_steps, _, _ = pieces.visit_order(info, heads)
     dv = pieces.zero_sums(dout_s)
+    alibi = scores.of_keys(alibi, batch, (kv_head * parts + part) * heads, key, key, S_L)
     mbarrier.wait(kv_full.index(0), 0)
     mbarrier.wait(q_full.index(0), 0)
     s = warpgroup_mma_wait(0, deps=[pieces.keys_times_queries(pieces.tile_at(k_s, 0, 0), q_s, 0, S_L)])
     s, dv = _walk_values(
         True, 0, cut_steps, steps - 1, s, dv, k_s, q_s, dout_s, lse_v, bounds_v, p_s, ds_s, dq_s, q_full, dout_full,
-        scale_log2, dq_scale, key, past, FOLD,
+        scale_log2, dq_scale, key, past, inner, alibi, cut_steps // heads, FOLD,
     )  # fmt: skip
     s, dv = _walk_values(
         False, cut_steps, steps, steps - 1, s, dv, k_s, q_s, dout_s, lse_v, bounds_v, p_s, ds_s, dq_s, q_full,
-        dout_full, scale_log2, dq_scale, key, past, FOLD,
+        dout_full, scale_log2, dq_scale, key, past, inner, alibi, (steps - cut_steps) // heads, FOLD,
     )  # fmt: skip
     barrier_sync(DQ_SENT, STAGING)  # and if the group has several parts, it is this one's turn
     head = pieces.buffer_of(batch, part, batches, IN_TURNS).to(gl.int64) * stride_b + kv_head.to(gl.int64) * stride_h
@@ -220,13 +227,14 @@ def _keys(
         barrier_sync(DQ_STAGED + 1, STAGING)  # not arrive: sync alone is documented to order the stores for the writer
 
 
-@gluon.jit(do_not_specialize=["epoch", "segments"])
+@gluon.jit(do_not_specialize=["epoch", "segments", "slopes_stride"])
 def kernel(
     q_desc, dout_desc, k_desc, v_desc, lse_desc, delta_desc, bounds_desc, dq_desc,
     q_rest_desc, k_rest_desc, dout_rest_desc, v_rest_desc,  # columns from 128 on; None for v if there are none
     dk_ptr, dv_ptr, info_ptr, heads, tiles, kv_heads, parts, batches, stride_b, stride_s, stride_h,
     q_tiles, scale_log2, dk_scale, dv_scale,
     flags_ptr, epoch, timed_out_ptr, turns_ptr, counters_ptr, segments,
+    inner, positions_desc, slopes_ptr, slopes_stride, positions_k_ptr,  # None without softcap; without ALiBi
     DO_STAGES: gl.constexpr, SWEEP: gl.constexpr, BATCHED: gl.constexpr, FOLD: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """Compute dk, dv and dq. Arguments: as of ``backward._kernel``."""
@@ -250,6 +258,7 @@ def kernel(
     lse_t = gl.allocate_shared_memory(gl.float32, [2, 1, BM], lse_desc.layout)
     delta_t = gl.allocate_shared_memory(gl.float32, [2, 1, BM], delta_desc.layout)
     bounds_t = gl.allocate_shared_memory(gl.int32, [2, 1, 2 * BM], bounds_desc.layout)
+    positions_t = pieces.positions_of(positions_desc)
     kv_full = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
     q_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     dout_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
@@ -259,6 +268,7 @@ def kernel(
     dout_s = pieces.matrices(dout_t)
     lse_v = reinterpret(lse_t, gl.float32, [2, BM], ROW_L)
     delta_v = reinterpret(delta_t, gl.float32, [2, BM], ROW_L)
+    alibi = pieces.alibi_of(slopes_ptr, slopes_stride, positions_k_ptr, positions_t)
     bounds_v = reinterpret(bounds_t, gl.int32, [4, BM], ROW_L)
     mbarrier.init(kv_full.index(0), count=1)
     for i in gl.static_range(2):
@@ -268,14 +278,15 @@ def kernel(
         [
             (_values, (dv_ptr, info_ptr, k_s, q_s, dout_s, lse_v, bounds_v, p_s, ds_s, pieces.staging_matrix(dq_t[0]),
                        kv_full, q_full, dout_full, heads, tiles, kv_heads, parts, batches, stride_b, stride_s,
-                       stride_h, scale_log2, dk_scale, dv_scale, SWEEP, BATCHED, FOLD, turns_ptr is not None,
-                       counters_ptr is not None)),
+                       stride_h, scale_log2, dk_scale, dv_scale, inner, alibi, SWEEP, BATCHED, FOLD,
+                       turns_ptr is not None, counters_ptr is not None)),
             (_keys, (dk_ptr, info_ptr, k_s, v_s, q_s, dout_s, delta_v, p_s, ds_s, pieces.staging_matrix(dq_t[1]),
                      kv_full, q_full, dout_full, heads, tiles, kv_heads, parts, batches, stride_b, stride_s,
                      stride_h, dk_scale, UNITS_1, SWEEP, BATCHED, FOLD, turns_ptr is not None,
                      counters_ptr is not None)),
             (pieces.producer, ((q_desc, q_rest_desc), dout_descs, (k_desc, k_rest_desc), v_descs, lse_desc, delta_desc,
-                         bounds_desc, info_ptr, k_t, v_t, q_t, dout_t, lse_t, delta_t, bounds_t, kv_full, q_full,
+                         bounds_desc, positions_desc, info_ptr, k_t, v_t, q_t, dout_t, lse_t, delta_t, bounds_t,
+                         positions_t, kv_full, q_full,
                          dout_full, heads, tiles, kv_heads, parts, q_tiles, flags_ptr, epoch, timed_out_ptr,
                          Q_FREE, DO_FREE, SWEEP, BATCHED)),
             (_writer, (0, UNITS_0, dq_desc, info_ptr, dq_t[0], heads, tiles, kv_heads, parts, turns_ptr, counters_ptr,

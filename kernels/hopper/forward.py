@@ -53,7 +53,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ...partial import Partial
-from ..contract import Keys, Result, Score, int32
+from ..contract import Block, Keys, Result, Score, int32
 from ..launch import Launches, capability, dispatch, on_device
 from .primitives import (
     FREE_BARRIERS,
@@ -66,11 +66,11 @@ from .primitives import (
     scale_rows,
     wait_row,
 )
+from .scores import LOG2E, Changes, capped, distances, padded_positions, penalties
 from .tensor_maps import readable, view
 from .work import head_sweeps, processors, query_tile_table
 from .work_counter import take_number, work_counter
 
-LOG2E = 1.4426950408889634
 SLACK = gl.constexpr(8.0)  # the most that a score may exceed its point of reference, to the base 2
 LN2 = gl.constexpr(0.6931471805599453)
 LOG2E_HI = gl.constexpr(1.44269502162933349609375)  # float32(log2 e), and its rounding error
@@ -519,6 +519,51 @@ def _softmax(s, m, l, rest, c2, slack: gl.constexpr):
 
 
 @gluon.jit
+def _alibi(slot, C: gl.constexpr, alibi, layout: gl.constexpr):
+    """Return what scores of a query tile need for ALiBi: penalties of its rows, slope, the position that they are
+    relative to and where the positions of keys are; nothing if there is no ALiBi."""
+    if len(alibi) > 0:
+        slopes_ptr, slopes_stride, positions_q_ptr, positions_k_ptr = alibi
+        info = slot.load(INFO_LAYOUT)
+        row = _number(info, 0)
+        slope = gl.load(slopes_ptr + _number(info, 6) * slopes_stride + _number(info, 7)) * LOG2E_HI
+        base = gl.load(positions_q_ptr + row)
+        rows = gl.load(positions_q_ptr + row + C * ROWS + gl.arange(0, ROWS, layout))
+        alibi = (penalties(slope, rows, base), slope, base, positions_k_ptr)
+    return alibi
+
+
+@gluon.jit
+def _key_positions(changes, column, layout: gl.constexpr):
+    """Load the positions of a tile of keys, if there is ALiBi. With softcap, which takes registers, too, load nothing:
+    :func:`_changed` loads them then."""
+    inner, alibi = changes
+    positions = ()
+    if inner is None and len(alibi) > 0:
+        positions = (_positions_at(alibi, column, layout),)
+    return positions
+
+
+@gluon.jit
+def _positions_at(alibi, column, layout: gl.constexpr):
+    BN: gl.constexpr = layout.instr_shape[1]
+    return gl.load(alibi[3] + column + gl.arange(0, BN, gl.SliceLayout(0, layout)))
+
+
+@gluon.jit
+def _changed(s, c2, changes, positions, column):
+    """Return scores after softcap and ALiBi, and what they are times, to the base 2."""
+    inner, alibi = changes
+    s = capped(s, inner)
+    if len(alibi) > 0:
+        rows, slope, base, _ = alibi
+        columns = _positions_at(alibi, column, s.type.layout) if len(positions) == 0 else positions[0]
+        s = s * c2 - distances(rows, penalties(slope, columns, base))
+        c2 = 1.0
+    return s, c2
+
+
+@gluon.jit
 def _first_scores(
     some, q_s, k_s, q_full, k_full, i, g, C: gl.constexpr, N: gl.constexpr, STAGES: gl.constexpr,
     Q_BUFFERS: gl.constexpr, layout: gl.constexpr,
@@ -539,7 +584,7 @@ def _first_scores(
 
 @gluon.jit
 def _step(
-    q, k_s, v_s, k_full, v_full, g, acc, m, l, alpha, packed, c2, column, intervals,
+    q, k_s, v_s, k_full, v_full, g, acc, m, l, alpha, packed, c2, column, intervals, changes,
     C: gl.constexpr, N: gl.constexpr, STAGES: gl.constexpr, MASK: gl.constexpr,
 ):  # fmt: skip
     """Compute scores and softmax of key tile g + 1, and the product of P and V of key tile g."""
@@ -563,13 +608,15 @@ def _step(
     p = _unpack(packed, DTYPE, P_L)
     acc = warpgroup_mma(p, _rows(v_s, vs), acc, is_async=True)
     barrier_arrive(TURN + (C + 1) % N, 256)
+    positions = _key_positions(changes, column, S_L)
     s = warpgroup_mma_wait(1, deps=[s])
     barrier_arrive(K_FREE + ks, THREADS)
+    s, unit = _changed(s, c2, changes, positions, column)
     if MASK:
         slot, start_ptr, end_ptr, rows_batch_stride = intervals
         start, end = _intervals(slot, C, start_ptr, end_ptr, rows_batch_stride, gl.SliceLayout(1, S_L))
         s = _hide(s, column, start, end)
-    m, l, alpha, x = _softmax(s, m, l, 0.0, c2, SLACK)
+    m, l, alpha, x = _softmax(s, m, l, 0.0, unit, SLACK)
     acc, p = warpgroup_mma_wait(0, deps=[acc, p])
     keep_alive(packed)
     barrier_arrive(V_FREE + vs, THREADS)
@@ -579,7 +626,7 @@ def _step(
 @gluon.jit
 def _walk(
     last, begin, full_begin, full_end, q, q_s, at, k_s, v_s, k_full, v_full, g, acc, m, l, alpha, packed, c2, intervals,
-    C: gl.constexpr, N: gl.constexpr, STAGES: gl.constexpr, EARLY: gl.constexpr,
+    changes, C: gl.constexpr, N: gl.constexpr, STAGES: gl.constexpr, EARLY: gl.constexpr,
 ):  # fmt: skip
     """Walk the key tiles below ``last`` down to ``begin``, each with the product of P and V of the tile before: cut,
     full, cut."""
@@ -588,22 +635,25 @@ def _walk(
         q = _q_again(q_s, at, last)
     for column in range(last - BN, full_end - BN, -BN):
         acc, m, l, alpha, packed = _step(
-            q, k_s, v_s, k_full, v_full, g, acc, m, l, alpha, packed, c2, column, intervals, C, N, STAGES, True
-        )
+            q, k_s, v_s, k_full, v_full, g, acc, m, l, alpha, packed, c2, column, intervals, changes, C, N, STAGES,
+            True,
+        )  # fmt: skip
         g += 1
     if EARLY:
         q = _q_again(q_s, at, full_end)
     for column in range(gl.minimum(full_end, last) - BN, full_begin - BN, -BN):
         acc, m, l, alpha, packed = _step(
-            q, k_s, v_s, k_full, v_full, g, acc, m, l, alpha, packed, c2, column, intervals, C, N, STAGES, False
-        )
+            q, k_s, v_s, k_full, v_full, g, acc, m, l, alpha, packed, c2, column, intervals, changes, C, N, STAGES,
+            False,
+        )  # fmt: skip
         g += 1
     if EARLY:
         q = _q_again(q_s, at, begin)
     for column in range(gl.minimum(full_begin, last) - BN, begin - BN, -BN):
         acc, m, l, alpha, packed = _step(
-            q, k_s, v_s, k_full, v_full, g, acc, m, l, alpha, packed, c2, column, intervals, C, N, STAGES, True
-        )
+            q, k_s, v_s, k_full, v_full, g, acc, m, l, alpha, packed, c2, column, intervals, changes, C, N, STAGES,
+            True,
+        )  # fmt: skip
         g += 1
     return g, acc, m, l, alpha, packed
 
@@ -617,7 +667,7 @@ def _consumer(
     (
         out_desc, out_ptr, lse_ptr, l_ptr, m_in_ptr, l_in_ptr, o_in_ptr, aside_ptr, sink_ptr, start_ptr, end_ptr,
         q_s, k_s, v_s, o_s, info_s, q_full, q_free, k_full, v_full, info_full,
-        seq_q, q_heads, rows_batch_stride, c2,
+        seq_q, q_heads, rows_batch_stride, c2, inner, alibi,
     ) = args  # fmt: skip
     BN: gl.constexpr = k_s[0].shape[2]
     W: gl.constexpr = v_s.shape[4]
@@ -671,8 +721,10 @@ def _consumer(
             if HAS_STATE:
                 gl.store(_scratch(aside_ptr, C, N, W, O_L), _scaled(acc, gl.exp2(rest)))
                 acc = gl.zeros([ROWS, W], gl.float32, O_L)
+        changes = (inner, _alibi(slot, C, alibi, S_ROW))
+        s, unit = _changed(s, c2, changes, (), last)
         s = _hide(s, last, start, end)
-        m, l, alpha, x = _softmax(s, m, l, rest, c2, 0.0)
+        m, l, alpha, x = _softmax(s, m, l, rest, unit, 0.0)
         packed = _pack(x, DTYPE)
 
         intervals = (slot, start_ptr, end_ptr, rows_batch_stride)
@@ -683,13 +735,13 @@ def _consumer(
                 down = gl.maximum(above - BN * PERIOD, begin)
                 g, acc, m, l, alpha, packed = _walk(
                     above, down, gl.maximum(full_begin, down), gl.maximum(full_end, down), q, q_s, at, k_s, v_s, k_full,
-                    v_full, g, acc, m, l, alpha, packed, c2, intervals, C, N, STAGES, EARLY,
+                    v_full, g, acc, m, l, alpha, packed, c2, intervals, changes, C, N, STAGES, EARLY,
                 )  # fmt: skip
                 acc, m_aside = _flush(scale_rows(acc, alpha), m, aside_ptr, m_aside, C, N)
         else:
             g, acc, m, l, alpha, packed = _walk(
                 last, begin, full_begin, full_end, q, q_s, at, k_s, v_s, k_full, v_full, g, acc, m, l, alpha, packed,
-                c2, intervals, C, N, STAGES, EARLY,
+                c2, intervals, changes, C, N, STAGES, EARLY,
             )  # fmt: skip
         mbarrier.arrive(q_free.index(at), count=1)
 
@@ -737,7 +789,7 @@ def _tiles(desc, count: gl.constexpr):
 
 _NUMBERS = (
     "rows_batch_stride", "table_batch_stride", "seq_q", "q_heads", "ratio", "n_tiles", "n_heads", "group", "early",
-    "epoch",
+    "epoch", "slopes_stride",
 )  # fmt: skip
 
 
@@ -750,6 +802,7 @@ def _forward_kernel(
     table_ptr, table_batch_stride, counter_ptr,
     seq_q, q_heads, ratio, n_tiles, n_heads, group, early, c2,
     flags_ptr, epoch, timed_out_ptr,  # None if all keys have arrived
+    inner, slopes_ptr, slopes_stride, positions_q_ptr, positions_k_ptr,  # None without softcap; without ALiBi
     N: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, REGISTERS: gl.constexpr, Q_BUFFERS: gl.constexpr,
     STAGED: gl.constexpr, DV: gl.constexpr,
     HAS_STATE: gl.constexpr, HAS_SINK: gl.constexpr, FINALIZE: gl.constexpr, READY: gl.constexpr,
@@ -783,10 +836,11 @@ def _forward_kernel(
         q_s, k_s, v_s, info_s, q_full, q_free, k_full, v_full, info_full,
         n_tiles, n_heads, q_heads, ratio, group, early, table_batch_stride,
     )  # fmt: skip
+    alibi = () if slopes_ptr is None else (slopes_ptr, slopes_stride, positions_q_ptr, positions_k_ptr)
     consumer = (
         out_desc, out_ptr, lse_ptr, l_ptr, m_in_ptr, l_in_ptr, o_in_ptr, aside_ptr, sink_ptr, start_ptr, end_ptr,
         q_s, k_s, v_s, o_s, info_s, q_full, q_free, k_full, v_full, info_full,
-        seq_q, q_heads, rows_batch_stride, c2,
+        seq_q, q_heads, rows_batch_stride, c2, inner, alibi,
     )  # fmt: skip
     SKIP_EMPTY: gl.constexpr = HAS_STATE and not HAS_SINK and not FINALIZE
     if N == 2:
@@ -823,10 +877,6 @@ def unsupported(q: Tensor, k: Tensor, v: Tensor, score: Score) -> str | None:
         return "q, k and v differ in dtype"
     if (q.shape[-1], v.shape[-1]) not in CONFIGS:
         return f"head dims {q.shape[-1]} of q, k and {v.shape[-1]} of v; it has {sorted(CONFIGS)}"
-    if score.softcap != 0.0 or score.alibi_slopes is not None:
-        return "it has no softcap and no ALiBi; kernel 'triton' has"
-    if not score.softmax_scale > 0.0:
-        return f"softmax_scale {score.softmax_scale} is not positive"
     for name, x in (("q", q), ("k", k), ("v", v)):
         if not readable(x):
             return f"{name} with strides {tuple(x.stride())} is not laid out in steps of 16 bytes, as TMA needs"
@@ -843,6 +893,7 @@ def forward(q: Tensor, keys: Keys, score: Score, state: Partial | None, finalize
     sink = None if score.sink is None or state is not None else score.sink.contiguous()
     batch, seq_q, q_heads, _ = q.shape
     shape = (batch, seq_q, q_heads, v.shape[-1])
+    changes = Changes.of(score, q)
     if state is not None:
         state = Partial(*(x.contiguous() for x in state))
     if finalize:
@@ -854,32 +905,34 @@ def forward(q: Tensor, keys: Keys, score: Score, state: Partial | None, finalize
         rows = q.new_empty(2, batch, q_heads, seq_q, dtype=torch.float32)
         outputs = (q.new_empty(shape, dtype=torch.float32), rows[0], rows[1])
     key = (
-        q.dtype, q.shape, q.stride(), k.shape, k.stride(), v.shape, v.stride(), score.softmax_scale, state is None,
-        sink is None, finalize, ready is None,
+        q.dtype, q.shape, q.stride(), k.shape, k.stride(), v.shape, v.stride(), state is None, sink is None,
+        finalize, ready is None, changes.scale, changes.inner, changes.slopes_stride, changes.slopes is None,
     )  # fmt: skip
     launches = block.memo.once("hopper forward", Launches)
     with on_device(q):
         counter = work_counter(q.device)
         tensors = [q, k, v, *(outputs[:2] if finalize else outputs), counter]
-        tensors += [] if sink is None else [sink]
+        tensors += [x for x in (sink, changes.slopes) if x is not None]
         tensors += state if state is not None and finalize else []  # otherwise they are the outputs
         epoch = 0
         if ready is not None:
             tensors += [ready.flags, ready.timed_out]
             epoch = int32(ready.epoch)
         if not launches.again(key, tensors, epoch):
-            grid, args, constants = _launch(q, keys, score, sink, state, outputs, finalize, counter)
+            grid, args, constants = _launch(q, keys, changes, sink, state, outputs, finalize, counter)
             launched = dispatch(_forward_kernel, grid, *args, **constants)
             if not block.period:  # otherwise each launch allocates memory of its own, and takes long
                 config = CONFIGS[q.shape[3], v.shape[3]]
                 fixed = query_tile_table(block, config.block_m, config.block_n)
+                if changes.slopes is not None:
+                    fixed += _positions(block, config)
                 number_at = None if ready is None else _forward_kernel.arg_names.index("epoch")
                 launches.remember(key, tensors, launched, fixed, number_at)
     return Result(outputs[0], outputs[1]) if finalize else Partial(outputs[1], outputs[2], outputs[0])
 
 
 def _launch(
-    q: Tensor, keys: Keys, score: Score, sink: Tensor | None, state: Partial | None, outputs: tuple[Tensor, ...],
+    q: Tensor, keys: Keys, changes: Changes, sink: Tensor | None, state: Partial | None, outputs: tuple[Tensor, ...],
     finalize: bool, counter: Tensor,
 ) -> tuple[tuple[int, int, int], tuple, dict[str, Any]]:  # fmt: skip
     """Return grid, arguments and constants of the kernel."""
@@ -904,8 +957,10 @@ def _launch(
         start, end, start.stride(0) if start.shape[0] > 1 else 0,
         table, table.stride(0) if table.shape[0] > 1 else 0, counter,
         seq_q, q_heads, q_heads // k.shape[2], n_tiles, n_heads,
-        *head_sweeps(n_tiles, n_heads, workers), score.softmax_scale * LOG2E,
+        *head_sweeps(n_tiles, n_heads, workers), changes.scale,
         *((None, None, None) if ready is None else (ready.flags, int32(ready.epoch), ready.timed_out)),
+        changes.inner, changes.slopes, changes.slopes_stride,
+        *((None, None) if changes.slopes is None else _positions(block, config)),
     )  # fmt: skip
     constants = dict(
         N=config.consumers, BN=config.block_n, STAGES=config.stages, REGISTERS=config.registers,
@@ -914,6 +969,12 @@ def _launch(
         READY=ready is not None, PERIOD=period,
     )  # fmt: skip
     return (workers, 1, 1), args, constants
+
+
+def _positions(block: Block, config: Config) -> tuple[Tensor, Tensor]:
+    """Return the positions of queries and keys, padded so that a tile need not end where they do."""
+    rows = config.block_m
+    return padded_positions(block, rows, of_keys=False), padded_positions(block, config.block_n, of_keys=True)
 
 
 def _pieces(x: Tensor, rows: int, first: int) -> tuple[TensorDescriptor, TensorDescriptor | None]:

@@ -21,13 +21,15 @@ Shapes and contract: contract.py. Method: Dao 2023 (arXiv:2307.08691).
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import torch
 from torch import Tensor
 
 import triton
 import triton.language as tl
 
-from ..contract import Keys, Queries, Score
+from ..contract import Block, Keys, Queries, Score
 from ..launch import dispatch
 from . import primitives
 from .primitives import (
@@ -79,71 +81,102 @@ def choose_tiles_dq(q: Tensor, v: Tensor) -> Tiles:
 
 def backward(queries: Queries, keys: Keys, score: Score, dq: Tensor) -> tuple[Tensor, Tensor]:
     """Return dk and dv of one chunk of keys and add to dq, see :meth:`..backends.Backend.backward`."""
-    q, dout, lse, delta = queries
-    k, v, block, _ = keys
-    q, k, v, dout = (primitives.last_contiguous(x) for x in (q, k, v, dout.to(q.dtype)))
-    batch, seq_q, heads, dim = q.shape
-    seq_k, kv_heads, dim_v = k.shape[1], k.shape[2], v.shape[-1]
-    dk = torch.empty(k.shape, dtype=torch.float32, device=k.device)
-    dv = torch.empty(v.shape, dtype=torch.float32, device=v.device)
-    lse2 = torch.empty_like(lse, memory_format=torch.contiguous_format)
-    lse, delta = lse.contiguous(), delta.contiguous()
-    dq_strided, dq = dq, primitives.last_contiguous(dq)
-    with torch.cuda.device_of(q):
-        _base2[(triton.cdiv(lse.numel(), 1024),)](lse, lse2, lse.numel(), BLOCK=1024)
+    problem = _Problem.of(queries, keys, score)
+    gradients = problem.key_gradients()
+    problem.query_gradients(dq)
+    return gradients
 
-    s = ScoreArguments.of(score)
-    tma = all(primitives.has_tma(x) for x in (q, k, v, dout))
-    common = (
-        lse2, delta, heads * seq_q, seq_q,
-        block.start, *primitives.interval_strides(block.start),
-        block.end, *primitives.interval_strides(block.end),
-        block.positions_q, block.positions_k,
-        s.scale, s.cap, s.slopes, s.slopes_stride, score.softmax_scale,
-    )  # fmt: skip
-    sizes = dict(
-        HEADS_PER_KV=heads // kv_heads,
-        DIM=dim, DIM_P2=padded(dim),
-        DIM_V=dim_v, DIM_V_P2=padded(dim_v),
-        SIMPLE=s.SIMPLE, SOFTCAP=s.SOFTCAP, TMA=tma, PRECISION=primitives.dot_precision(q.dtype),
-    )  # fmt: skip
 
-    def sources(tiles: Tiles) -> tuple:
+def query_gradients(queries: Queries, keys: Keys, score: Score, dq: Tensor) -> None:
+    """Add to dq, see :meth:`..backends.Backend.query_gradients`."""
+    _Problem.of(queries, keys, score).query_gradients(dq)
+
+
+def key_gradients(queries: Queries, keys: Keys, score: Score) -> tuple[Tensor, Tensor]:
+    """Return dk and dv, see :meth:`..backends.Backend.key_gradients`."""
+    return _Problem.of(queries, keys, score).key_gradients()
+
+
+class _Problem(NamedTuple):
+    """Queries and keys as both passes read them; ``common``, ``sizes``: arguments of both."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    dout: Tensor
+    block: Block
+    common: tuple[Any, ...]
+    sizes: dict[str, Any]
+
+    @classmethod
+    def of(cls, queries: Queries, keys: Keys, score: Score) -> _Problem:
+        q, dout, lse, delta = queries
+        k, v, block, _ = keys
+        q, k, v, dout = (primitives.last_contiguous(x) for x in (q, k, v, dout.to(q.dtype)))
+        lse2 = torch.empty_like(lse, memory_format=torch.contiguous_format)
+        lse, delta = lse.contiguous(), delta.contiguous()
+        with torch.cuda.device_of(q):
+            _base2[(triton.cdiv(lse.numel(), 1024),)](lse, lse2, lse.numel(), BLOCK=1024)
+        s = ScoreArguments.of(score)
+        seq_q, heads, dim, dim_v = *q.shape[1:], v.shape[-1]
+        common = (
+            lse2, delta, heads * seq_q, seq_q,
+            block.start, *primitives.interval_strides(block.start),
+            block.end, *primitives.interval_strides(block.end),
+            block.positions_q, block.positions_k,
+            s.scale, s.cap, s.slopes, s.slopes_stride, score.softmax_scale,
+        )  # fmt: skip
+        sizes = dict(
+            HEADS_PER_KV=heads // k.shape[2],
+            DIM=dim, DIM_P2=padded(dim),
+            DIM_V=dim_v, DIM_V_P2=padded(dim_v),
+            SIMPLE=s.SIMPLE, SOFTCAP=s.SOFTCAP, TMA=all(primitives.has_tma(x) for x in (q, k, v, dout)),
+            PRECISION=primitives.dot_precision(q.dtype),
+        )  # fmt: skip
+        return cls(q, k, v, dout, block, common, sizes)
+
+    def key_gradients(self) -> tuple[Tensor, Tensor]:
+        q, k, v = self.q, self.k, self.v
+        dk, dv = (torch.empty(x.shape, dtype=torch.float32, device=x.device) for x in (k, v))
+        tiles = choose_tiles_dkdv(q, v)
+        tile_map = self.block.key_tiles(tiles.block_m, tiles.block_n)
+        n_tiles, kv_heads = tile_map.rows.shape[0], k.shape[2]
+        with torch.cuda.device_of(q):
+            dispatch(
+                _dkdv, (n_tiles * kv_heads * q.shape[0],), *self._sources(tiles), *self.common,
+                dk, *dk.stride()[:3], dv, *dv.stride()[:3],
+                tile_map.rows, tile_map.span, tile_map.span.stride(0) if tile_map.span.shape[0] > 1 else 0,
+                q.shape[1], n_tiles, kv_heads,
+                BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n, STAGES=tiles.num_stages, **self.sizes,
+                num_warps=tiles.num_warps, num_stages=tiles.num_stages, maxnreg=tiles.max_registers,
+            )  # fmt: skip
+        return dk, dv
+
+    def query_gradients(self, dq: Tensor) -> None:
+        q, k, v = self.q, self.k, self.v
+        dq_strided, dq = dq, primitives.last_contiguous(dq)
+        tiles = choose_tiles_dq(q, v)
+        tile_map = self.block.query_tiles(tiles.block_m, tiles.block_n)
+        n_tiles, heads = tile_map.rows.shape[0], q.shape[2]
+        with torch.cuda.device_of(q):
+            dispatch(
+                _dq, (n_tiles * heads * q.shape[0],), *self._sources(tiles), *self.common,
+                dq, *dq.stride()[:3],
+                tile_map.rows, tile_map.span, tile_map.span.stride(0) if tile_map.span.shape[0] > 1 else 0,
+                k.shape[1], n_tiles, heads,
+                BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n, STAGES=tiles.num_stages, **self.sizes,
+                num_warps=tiles.num_warps, num_stages=tiles.num_stages, maxnreg=tiles.max_registers,
+            )  # fmt: skip
+        if dq is not dq_strided:
+            dq_strided.copy_(dq)
+
+    def _sources(self, tiles: Tiles) -> tuple:
         rows = (tiles.block_m, tiles.block_n, tiles.block_n, tiles.block_m)
         return tuple(
             argument
-            for x, n in zip((q, k, v, dout), rows, strict=True)
-            for argument in (tile_source(x, n, tma), *x.stride()[:3])
+            for x, n in zip((self.q, self.k, self.v, self.dout), rows, strict=True)
+            for argument in (tile_source(x, n, self.sizes["TMA"]), *x.stride()[:3])
         )
-
-    tiles = choose_tiles_dkdv(q, v)
-    tile_map = block.key_tiles(tiles.block_m, tiles.block_n)
-    n_tiles = tile_map.rows.shape[0]
-    with torch.cuda.device_of(q):
-        dispatch(
-            _dkdv, (n_tiles * kv_heads * batch,), *sources(tiles), *common,
-            dk, *dk.stride()[:3], dv, *dv.stride()[:3],
-            tile_map.rows, tile_map.span, tile_map.span.stride(0) if tile_map.span.shape[0] > 1 else 0,
-            seq_q, n_tiles, kv_heads,
-            BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n, STAGES=tiles.num_stages, **sizes,
-            num_warps=tiles.num_warps, num_stages=tiles.num_stages, maxnreg=tiles.max_registers,
-        )  # fmt: skip
-
-    tiles = choose_tiles_dq(q, v)
-    tile_map = block.query_tiles(tiles.block_m, tiles.block_n)
-    n_tiles = tile_map.rows.shape[0]
-    with torch.cuda.device_of(q):
-        dispatch(
-            _dq, (n_tiles * heads * batch,), *sources(tiles), *common,
-            dq, *dq.stride()[:3],
-            tile_map.rows, tile_map.span, tile_map.span.stride(0) if tile_map.span.shape[0] > 1 else 0,
-            seq_k, n_tiles, heads,
-            BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n, STAGES=tiles.num_stages, **sizes,
-            num_warps=tiles.num_warps, num_stages=tiles.num_stages, maxnreg=tiles.max_registers,
-        )  # fmt: skip
-    if dq is not dq_strided:
-        dq_strided.copy_(dq)
-    return dk, dv
 
 
 @triton.jit

@@ -8,12 +8,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..intervals import FAR
 from ..memo import Memo
 from ..plans import Plan
 
-# Boundaries that have been compared, by plan and tensor: reading them from a GPU waits for it. The tensor is kept with
-# the result, so that its id is not given to another one.
-_compared: Memo[Tensor] = Memo(16)
+# Boundaries that have been compared, by plan and tensors: reading them from a GPU waits for it. The tensors are kept,
+# so that their ids are not given to others.
+_compared: Memo[tuple[Tensor, Tensor]] = Memo(16)
 
 
 def check_dropout(name: str, dropout_p: float) -> None:
@@ -46,11 +47,18 @@ def window_of(plan: Plan) -> tuple[int, int]:
     """Return ``(left, right)`` of the plan's mask, -1 where it is unbounded. Causal is ``right = 0``."""
     _ = plan.local_lengths, plan.local_lengths_k  # before torch.compile traces a checkpoint, which must not set them
 
+    mask, documents = plan.mask, plan.documents
+    # Of keys other than the queries, positions are aligned at the ends of each document.
+    aligned = torch.where(documents.high < FAR, documents.high - documents.past - mask.offset, 0)
+    first = documents.first.expand(mask.rows, -1).contiguous()
+    piece = torch.searchsorted(first, mask.first, right=True) - 1
+    shift = aligned.expand(mask.rows, -1).gather(1, piece)
+
     def bound(x: Tensor) -> int:
-        real = x[plan.mask.left + plan.mask.right >= 0]  # padding sees nothing
+        real = x[mask.left + mask.right >= 0]  # padding sees nothing
         return int(real.min()) if real.numel() else 0
 
-    return _bounds(plan, bound(plan.mask.left), bound(plan.mask.right))
+    return _bounds(plan, bound(mask.left + shift), bound(mask.right - shift))
 
 
 def _bounds(plan: Plan, left: int, right: int) -> tuple[int, int]:
@@ -62,43 +70,55 @@ def _bounds(plan: Plan, left: int, right: int) -> tuple[int, int]:
 
 def check_documents(name: str, plan: Plan, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -> None:
     """Raise ValueError unless the boundaries are those of the whole sequence and of the plan's documents."""
-    for argument, bounds, length in (
-        ("cu_seqlens_q", cu_seqlens_q, plan.seq_len),
-        ("cu_seqlens_k", cu_seqlens_k, plan.seq_len_k),
-    ):
-        key = (plan.handle, id(bounds), -1 if bounds.is_inference() else bounds._version, length)
-        if bounds.is_inference() or _compared.get(key) is not bounds:  # those of inference mode have no version
-            _compare(name, argument, plan, bounds, length)
-            _compared.put(key, bounds)
+    both = cu_seqlens_q, cu_seqlens_k
+    inference = any(x.is_inference() for x in both)  # such tensors have no version
+    key = (plan.handle, *((id(x), -1 if inference else x._version) for x in both))
+    if inference or _compared.get(key) is None:
+        _compare(name, plan, *both)
+        _compared.put(key, both)
 
 
-def _compare(name: str, argument: str, plan: Plan, bounds: Tensor, length: int) -> None:
-    if bounds.ndim != 1 or bounds.is_floating_point() or len(bounds) < 2:
-        raise ValueError(
-            f"{name} got {argument} of shape {tuple(bounds.shape)} and dtype {bounds.dtype}; it must be (documents + "
-            "1,) integers"
-        )
-    given = bounds.detach().cpu().to(torch.int64).unique()  # without empty documents
-    if given[0] != 0 or given[-1] != length:
-        raise ValueError(
-            f"{name} got {argument} from {int(given[0])} to {int(given[-1])}, but the plan's whole sequence goes from "
-            f"0 to {length}; pass the boundaries of the whole sequence, not those of this rank's tokens"
-        )
-    mask = plan.mask
+def _compare(name: str, plan: Plan, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -> None:
+    q = _boundaries(name, "cu_seqlens_q", cu_seqlens_q, plan.seq_len)
+    k = _boundaries(name, "cu_seqlens_k", cu_seqlens_k, plan.seq_len_k)
+    mask = plan.documents
     if mask.rows != 1 or bool((mask.left + mask.right < 0).any()):
         raise ValueError(
             f"the plan has {'rows of different documents' if mask.rows != 1 else 'padding'}, which {name} cannot "
             "express; make the plan with cu_seqlens, or call flash_attn_func"
         )
-    begins = mask.low.clamp(min=0).unique()
-    if length and not torch.equal(given[:-1], begins):
+    if len(q) != len(k):
+        raise ValueError(f"{name} got cu_seqlens_q of {len(q) - 1} documents and cu_seqlens_k of {len(k) - 1}")
+    given, ours = q[1:] > q[:-1], mask.past > mask.first  # documents with queries
+    low, high = mask.low.clamp(min=0), mask.high.clamp(max=plan.seq_len_k)
+    for argument, of_call, of_plan in (
+        ("cu_seqlens_q", q[:-1], mask.first), ("cu_seqlens_k", k[:-1], low), ("cu_seqlens_k", k[1:], high)
+    ):  # fmt: skip
+        bounds, begins = of_call[given], of_plan[ours]
+        if not torch.equal(bounds, begins):
+            raise ValueError(
+                f"{name} got {argument} of {len(bounds)} documents, but the plan has {len(begins)} that begin at other "
+                f"tokens ({_first_difference(bounds, begins)}); make the plan with {argument}={argument}"
+            )
+
+
+def _boundaries(name: str, argument: str, bounds: Tensor, length: int) -> Tensor:
+    """Return boundaries of a call, on the CPU."""
+    if bounds.ndim != 1 or bounds.is_floating_point() or len(bounds) < 2:
         raise ValueError(
-            f"{name} got {argument} of {len(given) - 1} documents, but the plan has {len(begins)} that begin at other "
-            f"tokens ({_first_difference(given[:-1], begins)}); make the plan with cu_seqlens={argument}"
+            f"{name} got {argument} of shape {tuple(bounds.shape)} and dtype {bounds.dtype}; it must be (documents + "
+            "1,) integers"
         )
+    x = bounds.detach().cpu().to(torch.int64)
+    if x[0] != 0 or x[-1] != length or bool((x.diff() < 0).any()):
+        raise ValueError(
+            f"{name} got {argument} from {int(x[0])} to {int(x[-1])}, but the plan's whole sequence goes from "
+            f"0 to {length}; pass the boundaries of the whole sequence, not those of this rank's tokens"
+        )
+    return x
 
 
 def _first_difference(a: Tensor, b: Tensor) -> str:
-    several = [int(x) for x in torch.cat([a, b]).unique(return_counts=True)[0]]
+    several = [int(x) for x in torch.cat([a, b]).unique()]
     odd = next(x for x in several if bool((a == x).any()) != bool((b == x).any()))
     return f"token {odd} begins a document {'of the call only' if bool((a == odd).any()) else 'of the plan only'}"

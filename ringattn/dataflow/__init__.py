@@ -1,12 +1,19 @@
 """Dataflows: how the shards of queries, keys and values meet. All of them call the same kernels.
 
 Start with :mod:`.ring`; :mod:`.reduce` is its dual, :mod:`.gather` fetches all keys first. A new one is a class like
-these (:mod:`.contract`) and a line here.
+these (:mod:`.contract`) and a line here. Deterministic plans run :mod:`.same_bits`, whichever they name.
 """
 
 from .contract import Dataflow
 from .gather import Gather
 from .reduce import Reduce
 from .ring import Ring
+from .same_bits import SameBits
 
 DATAFLOWS: dict[str, Dataflow] = {"ring": Ring(), "gather": Gather(), "reduce": Reduce()}
+SAME_BITS = SameBits()
+
+
+def choose(name: str, deterministic: bool) -> Dataflow:
+    """Return the dataflow of plans that name one of :data:`DATAFLOWS`."""
+    return SAME_BITS if deterministic else DATAFLOWS[name]

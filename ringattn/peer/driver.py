@@ -3,7 +3,8 @@
 * :class:`Words`: 32-bit words that streams write and wait for (cuStreamWriteValue32 and cuStreamWaitValue32, queued
   in batches by cuStreamBatchMemOp);
 * :class:`Copies`: copies that are queued together (cuMemcpyBatchAsync);
-* :func:`copy`: one copy (cuMemcpyAsync).
+* :func:`copy`: one copy (cuMemcpyAsync);
+* :func:`pin`: lets streams access memory of the host that this process has mapped (cuMemHostRegister).
 
 None of them needs a multiprocessor, so they make progress while a kernel fills the GPU (measured on H200s over
 NVLink), if the source and target of a copy are on different devices: a copy inside one device is a kernel. A wait
@@ -65,7 +66,8 @@ class _Driver:
 
         self.memory_operations = function("cuStreamBatchMemOp_v2", pointer, number, pointer, number)
         self.copy = function("cuMemcpyAsync", size, size, ctypes.c_size_t, pointer)
-        self.exchange_capture_mode = function("cuThreadExchangeStreamCaptureMode", pointer)
+        self.register = function("cuMemHostRegister_v2", size, ctypes.c_size_t, number)
+        self.device_pointer = function("cuMemHostGetDevicePointer_v2", pointer, size, number)
         try:  # since CUDA 12.8
             self.copy_batch = function(
                 "cuMemcpyBatchAsync", pointer, pointer, pointer, size, pointer, pointer, size, pointer, pointer
@@ -99,21 +101,17 @@ class _Batch(NamedTuple):
 
 
 class Words:
-    """32-bit words in GPU memory that are written or waited for together.
+    """32-bit words that are written or waited for together, in memory of GPUs or pinned memory.
 
     Args:
         addresses: of the words, in the order in which they are written.
+        announced: of a word that a stream writes before it waits, so that the host can see what it waits for.
     """
 
-    def __init__(self, addresses: Sequence[int]) -> None:
-        self._waits, self._writes = (
-            [
-                _Batch(array, list(array), len(array))
-                for part in (addresses[i : i + _MAX_OPERATIONS] for i in range(0, len(addresses), _MAX_OPERATIONS))
-                for array in [(_Operation * len(part))(*(_Operation(operation, address) for address in part))]
-            ]
-            for operation in (_WAIT, _WRITE)
-        )
+    def __init__(self, addresses: Sequence[int], announced: int | None = None) -> None:
+        first = [] if announced is None else [(_WRITE, announced)]
+        self._waits = _batches([*first, *((_WAIT, address) for address in addresses)])
+        self._writes = _batches([(_WRITE, address) for address in addresses])
 
     def wait(self, stream: torch.cuda.Stream, value: int) -> None:
         """Make work queued on ``stream`` from now on wait until every word has reached ``value``."""
@@ -131,6 +129,12 @@ class Words:
                 operation.value = value
             if error := _driver().memory_operations(stream.cuda_stream, number, array, 0):
                 _check(error, "queueing words")
+
+
+def _batches(operations: Sequence[tuple[int, int]]) -> list[_Batch]:
+    parts = (operations[i : i + _MAX_OPERATIONS] for i in range(0, len(operations), _MAX_OPERATIONS))
+    arrays = [(_Operation * len(part))(*(_Operation(*words) for words in part)) for part in parts]
+    return [_Batch(array, list(array), len(array)) for array in arrays]
 
 
 def copy(stream: torch.cuda.Stream, target: int, source: int, size: int) -> None:
@@ -195,10 +199,13 @@ class Copies:
                 _check(error, f"copying {number} pieces of memory")
 
 
-def ignore_captures() -> None:
-    """Allow this thread calls that would otherwise invalidate a graph capture of another thread."""
-    relaxed = ctypes.c_int(2)  # CU_STREAM_CAPTURE_MODE_RELAXED
-    _check(_driver().exchange_capture_mode(ctypes.byref(relaxed)), "setting the capture mode")
+def pin(address: int, size: int) -> int:
+    """Pin memory of the host that is mapped into this process, in whole pages, for as long as the process lives.
+    Returns its address for streams of all devices."""
+    _check(_driver().register(address, size, 1 | 2), "pinning memory")  # CU_MEMHOSTREGISTER_PORTABLE | _DEVICEMAP
+    result = ctypes.c_uint64()
+    _check(_driver().device_pointer(ctypes.byref(result), address, 0), "mapping pinned memory")
+    return result.value
 
 
 def _check(error: int, what: str) -> None:

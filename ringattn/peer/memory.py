@@ -8,12 +8,13 @@ only grows. There are three kinds of words, and one of each kind from every rank
     LANDED   all contributions to gradients are in the memory of the ranks that own them
     FREE     the contributions that this rank has received are summed, so their memory may be overwritten
 
-Signals and waits are stream operations that need no multiprocessor, so they make progress next to any kernel.
+Signals and waits are stream operations that need no multiprocessor, so they make progress next to any kernel. A signal
+also goes to the board of :mod:`.watchdog`, in memory of the host: a rank that has signalled an epoch goes on to wait
+for that of the others, so the watchdog needs to know no more, but for FREE, which is waited for much later.
 """
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar
 
@@ -22,9 +23,9 @@ from torch import Tensor
 
 from ..memo import Memo
 from . import driver
+from .watchdog import FREE, LANDED, NEED_FREE, READY, Board
 
 T = TypeVar("T")
-READY, LANDED, FREE = range(3)
 KIND_NAMES = ("READY", "LANDED", "FREE")
 KEYS, GRADIENTS = range(2)  # regions and epochs: of keys and values, of contributions to their gradients
 FLAG_WORDS = 8  # int32 numbers from one ready flag to the next: each is in a 32-byte sector of its own
@@ -56,10 +57,16 @@ class Link:
     Args:
         share: allocates a zeroed :class:`Region` of some number of bytes. All ranks call it together. It returns when
             all of them have it and no work that was queued before, on any of them, is still running.
+        board: its words, pinned; None for a link that nothing watches.
     """
 
     def __init__(
-        self, rank: int, world_size: int, device: torch.device, share: Callable[[int], tuple[Tensor, list[int], object]]
+        self,
+        rank: int,
+        world_size: int,
+        device: torch.device,
+        share: Callable[[int], tuple[Tensor, list[int], object]],
+        board: Board | None = None,
     ) -> None:
         if world_size > MAX_RANKS:
             raise ValueError(f"{world_size} ranks on one host; at most {MAX_RANKS} can access each other's memory")
@@ -67,9 +74,12 @@ class Link:
         self.peers = [(rank + i) % world_size for i in range(1, world_size)]  # no two ranks start with the same peer
         self.epochs = [0, 0]
         self.pad = Region(*share(_PAD_BYTES))  # of the words
-        kinds = range(len(KIND_NAMES))
-        self._incoming = [driver.Words([self._word(rank, kind, peer) for peer in self.peers]) for kind in kinds]
-        self._outgoing = [driver.Words([self._word(peer, kind, rank) for peer in self.peers]) for kind in kinds]
+        self._incoming, self._outgoing = [], []
+        for kind in (READY, LANDED, FREE):
+            seen = [] if board is None else [board.pinned(kind)]
+            announced = board.pinned(NEED_FREE) if board is not None and kind == FREE else None
+            self._incoming.append(driver.Words([self._word(rank, kind, peer) for peer in self.peers], announced))
+            self._outgoing.append(driver.Words([*(self._word(peer, kind, rank) for peer in self.peers), *seen]))
         self._regions: list[Region | None] = [None, None]
         self._receive = torch.zeros(0, dtype=torch.uint8, device=device)
         self._receive_stream = torch.cuda.current_stream()  # on which it was allocated
@@ -82,7 +92,6 @@ class Link:
         # A call records an event again only after every wait for its previous record has been queued.
         self.released = torch.cuda.Event()  # the last use of the receive buffer, maybe on another stream
         self.writable, self.pulled, self.pushed = (torch.cuda.Event() for _ in range(3))
-        self.spare_events: deque[torch.cuda.Event] = deque()  # for the watchdog
 
     # ---------------------------------------------------------------- words
 
@@ -99,16 +108,6 @@ class Link:
     def wait_for(self, stream: torch.cuda.Stream, kind: int, epoch: int) -> None:
         """Make ``stream`` wait until every other rank has signalled ``epoch``."""
         self._incoming[kind].wait(stream, epoch)
-
-    def received(self, kind: int) -> dict[int, int]:
-        """Return the last epoch that each other rank has signalled. Waits for nothing but the copy of the words."""
-        words = torch.empty(_PAD_BYTES // 4, dtype=torch.int32).pin_memory()
-        with torch.cuda.device(self.device):
-            stream = torch.cuda.Stream()
-            driver.copy(stream, words.data_ptr(), self.pad.addresses[self.rank], _PAD_BYTES)
-            stream.synchronize()
-        own = self.pad.addresses[self.rank]
-        return {peer: int(words[(self._word(self.rank, kind, peer) - own) // 4]) for peer in self.peers}
 
     def _word(self, owner: int, kind: int, sender: int) -> int:
         """Return the address, mapped into this process, of a word of ``sender`` in the memory of ``owner``."""

@@ -29,8 +29,8 @@ from ..kernels.contract import ReadyFlags
 from ..memo import Memo
 from ..schedule import Fetch
 from . import driver
-from .memory import FLAG_WORDS, KEYS, READY, Link
-from .watchdog import watched
+from .memory import FLAG_WORDS, KEYS, Link
+from .watchdog import READY
 
 _CHUNK_ROWS = 4  # of a chunk after the first ones: larger ones are hardly faster, and only become ready later
 _CHUNKS = 32  # per wave, about, with any number of rows: a stream that holds some hundred operations blocks its host
@@ -184,10 +184,7 @@ class Pull:
         pulling.wait_event(link.writable)
         if wave == 0:
             link.wait_for(pulling, READY, self.epoch)
-            # Queued before the copies: if these fill the stream, the host waits here for the other ranks, too, and the
-            # watchdog must know of it.
-            with watched(link, main, f"pull {self.epoch}", READY, self.epoch):
-                link.wait_for(main, READY, self.epoch)  # the kernel that follows may wait for copies only
+            link.wait_for(main, READY, self.epoch)  # the kernel that follows may wait for copies only
         for copies, flags in buffers.chunks(link, wave, groups):
             copies[self.slot].queue(pulling)
             flags.write(pulling, self.epoch)

@@ -21,8 +21,8 @@ from ..kernels.contract import CompletionCounts
 from ..memo import Memo
 from ..schedule import Fetch
 from . import driver
-from .memory import FREE, GRADIENTS, LANDED, Link
-from .watchdog import watched
+from .memory import GRADIENTS, Link
+from .watchdog import FREE, LANDED
 
 
 class Counters(NamedTuple):
@@ -205,9 +205,8 @@ class Push:
         from .sum_runs import sum_runs  # needs Triton
 
         link, targets, main, dk, dv = self.link, self.targets, self.main, self.dk, self.dv
-        with watched(link, main, f"push {self.epoch}", LANDED, self.epoch):
-            link.wait_for(main, LANDED, self.epoch)
-            main.wait_event(link.pushed)
+        link.wait_for(main, LANDED, self.epoch)
+        main.wait_event(link.pushed)
         if len(targets.waves) > 1:
             heads = targets.waves[wave]
             dk, dv = dk[:, :, heads], dv[:, :, heads]

@@ -1,117 +1,359 @@
-"""A watchdog that ends the process, naming the missing ranks, when a stream waits too long for other ranks.
+"""A watchdog that ends a process whose GPU waits for a rank that is dead, stopped or too late, and says which.
 
-A stream that waits for a word of another rank (:mod:`.memory`) waits for ever if that rank has died, and would compute
-wrong results if it were released. So one thread per process watches all such waits. The time limit counts from when
-a stream reaches its wait: work queued before it may take as long as it needs.
+A stream that waits for another rank waits for ever if that rank has died, and would compute wrong results if it were
+released. The process may then be blocked in the driver, in any thread, with Python's lock. So the watchdog is a process
+of its own, which reads shared memory (a :class:`Board`) and the states of processes, and nothing else: no driver, no
+torch, not one import besides the standard library. It starts with the first link or NCCL group and ends with its
+parent.
+
+A board is a page that all ranks of one host see, with a row per rank: the host writes who it is and how it fares; the
+GPU's streams write what they have signalled and what they wait for (:mod:`.memory`, :class:`ringattn.transport`).
+
+* Copy engines: a rank that has signalled epoch n waits for epoch n of the others, whose rows say who has not signalled.
+* Messages (NCCL): ``MOVING`` is not zero while a stream waits for messages. Graphs repeat the same value, so the
+  watchdog sets ``MOVED`` to 1 and the stream, when it goes on, both to 0: while both stay, it is the same wait.
+
+The time limit counts from when a stream reaches its wait: work queued before it may take as long as it needs. A peer
+that is known to be dead, or that has failed, ends the wait at once.
 """
 
 from __future__ import annotations
 
-import math
+import ctypes
+import mmap
 import os
+import signal
+import struct
+import subprocess
 import sys
-import threading
 import time
-from collections import deque
-from dataclasses import dataclass
+import weakref
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
-import torch
+# Words of 32 bits that streams write. The first three: the last epoch that a rank has signalled, by kind.
+READY, LANDED, FREE, NEED_FREE, MOVING, MOVED = range(6)
+RUNNING, FAILED, LEFT = 1, 2, 3  # states
+WAITS = (  # what a stream waits for, the word of its own rank that says so, and the word of the others
+    ("the keys and values of exchange", READY, READY),
+    ("the gradients of exchange", LANDED, LANDED),
+    ("memory for the gradients after exchange", NEED_FREE, FREE),
+)
+_HEAD = struct.Struct("<iiQdI")  # process, state, its start, time limit in seconds, number of calls begun
+_CALL = struct.Struct("<dI")  # its last two fields
+_BLAMED = struct.Struct("<i")  # the rank that is the cause of a failure, -1 if it is this rank itself
+_BLAMED_AT = _HEAD.size
+_CALL_AT, _WORDS_AT, _TEXT_AT, _ROW_BYTES = _HEAD.size - _CALL.size, 64, 128, 512
+_PAGE = mmap.PAGESIZE
+_PERIOD = 0.1  # seconds from one look to the next
+_GRACE = 0.5  # seconds that a wait goes on after a peer is dead: what it had signalled may just arrive
+_GRACE_OF_MESSAGES = 2.0  # as long, where nothing says which peer a message comes from
 
-from . import driver
-from .memory import KIND_NAMES, Link
+
+class Process(NamedTuple):
+    """A process and when it started, in clock ticks since the host's, so that a reused number is not taken for it."""
+
+    number: int
+    start: int
+
+    @classmethod
+    def own(cls) -> Process:
+        return cls(os.getpid(), _stat(os.getpid())[1])
+
+    def state(self) -> str:
+        """Return "runs", "is stopped" or "is dead"."""
+        letter, start = _stat(self.number)
+        if start != self.start or letter in "ZX":
+            return "is dead"
+        return "is stopped" if letter in "Tt" else "runs"
 
 
-def _seconds(text: str) -> float:
+def _stat(process: int) -> tuple[str, int]:
+    """Return the state and the start of a process, ("X", -1) if there is none."""
     try:
-        return float(text)
-    except ValueError:
-        raise ValueError(f"RINGATTN_TIMEOUT is {text!r}; it must be a number of seconds, as 600") from None
+        with open(f"/proc/{process}/stat", "rb") as file:
+            fields = file.read().rpartition(b")")[2].split()  # the name before may have spaces and brackets
+    except OSError:
+        return "X", -1
+    return fields[0].decode(), int(fields[19])
 
 
-TIMEOUT = _seconds(os.environ.get("RINGATTN_TIMEOUT", "600"))
-
-
-@dataclass
-class _Wait:
-    """A wait of a stream for words of one kind."""
-
-    link: Link
-    what: str
-    kind: int
-    epoch: int
-    reached: torch.cuda.Event
-    passed: torch.cuda.Event
-    deadline: float = math.inf
-
-
-_waits: deque[_Wait] = deque()
-_thread: threading.Thread | None = None
-
-
-class watched:
-    """A context in which a stream is made to wait for words of other ranks, with a time limit on that wait.
+class Board:
+    """A page that all ranks of a host see, with a row per rank of the group.
 
     Args:
-        what: name of the exchange in the error message.
-        kind, epoch: the words that the stream waits for.
+        file: its descriptor, which is closed with the board.
+
+    Attributes:
+        device_address: of the page, for streams, once it is pinned.
     """
 
-    def __init__(self, link: Link, stream: torch.cuda.Stream, what: str, kind: int, epoch: int) -> None:
-        self.link, self.stream, self.what, self.kind, self.epoch = link, stream, what, kind, epoch
+    def __init__(self, file: int, rank: int, world_size: int) -> None:
+        self.file, self.rank, self.world_size = file, rank, world_size
+        weakref.finalize(self, os.close, file)
+        self.size = -(-world_size * _ROW_BYTES // _PAGE) * _PAGE
+        self.memory = mmap.mmap(file, self.size)
+        self.device_address = 0
+        self.owner, self.calls = os.getpid(), 0
 
-    def __enter__(self) -> None:
-        self.reached = self._mark()
+    @classmethod
+    def create(cls, path: str, rank: int, world_size: int) -> Board:
+        """Make the file, readable and writable by this user only, which must not exist."""
+        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        os.ftruncate(file, -(-world_size * _ROW_BYTES // _PAGE) * _PAGE)
+        return cls(file, rank, world_size)
 
-    def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
-        global _thread
-        if error is not None:
-            return
-        _waits.append(_Wait(self.link, self.what, self.kind, self.epoch, self.reached, self._mark()))
-        if _thread is None:
-            _thread = threading.Thread(target=_watch, name="ringattn watchdog", daemon=True)
-            _thread.start()
+    @classmethod
+    def open(cls, path: str, rank: int, world_size: int) -> Board:
+        return cls(os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW), rank, world_size)
 
-    def _mark(self) -> torch.cuda.Event:
-        try:
-            event = self.link.spare_events.pop()
-        except IndexError:
-            event = torch.cuda.Event()
-        event.record(self.stream)
-        return event
+    # What the host of this rank writes
+
+    def enter(self, limit: float) -> None:
+        """Say that this rank runs in this process, and its time limit in seconds."""
+        process = Process.own()
+        _HEAD.pack_into(self.memory, self._row(self.rank), process.number, RUNNING, process.start, limit, 0)
+
+    def begin(self, limit: float) -> None:
+        """Say that this rank begins its next call."""
+        self.calls = self.calls + 1 & 0xFFFFFFFF
+        _CALL.pack_into(self.memory, self._row(self.rank) + _CALL_AT, limit, self.calls)
+
+    def fail(self, text: str, blamed: int = -1) -> None:
+        """Say why this rank cannot go on. Only the first reason counts.
+
+        Args:
+            blamed: the rank that is the cause, -1 if it is this rank itself.
+        """
+        if self.status(self.rank) == RUNNING:
+            at, size = self._row(self.rank), _ROW_BYTES - _TEXT_AT
+            _BLAMED.pack_into(self.memory, at + _BLAMED_AT, blamed)
+            words = text.encode(errors="replace")[:size].ljust(size, b"\0")
+            self.memory[at + _TEXT_AT : at + _ROW_BYTES] = words
+            self._become(FAILED)
+
+    def leave(self) -> None:
+        """Say that this rank needs the group no longer."""
+        if self.status(self.rank) == RUNNING and os.getpid() == self.owner:  # not in a forked process
+            self._become(LEFT)
+
+    def _become(self, status: int) -> None:
+        struct.pack_into("<i", self.memory, self._row(self.rank) + 4, status)
+
+    # What everyone reads
+
+    def process(self, rank: int) -> Process:
+        number, _, start, _, _ = self._head(rank)
+        return Process(number, start)
+
+    def status(self, rank: int) -> int:
+        return self._head(rank)[1]
+
+    def limit(self, rank: int) -> float:
+        return self._head(rank)[3]
+
+    def calls_of(self, rank: int) -> int:
+        return self._head(rank)[4]
+
+    def text(self, rank: int) -> str:
+        at = self._row(rank)
+        return self.memory[at + _TEXT_AT : at + _ROW_BYTES].rstrip(b"\0").decode(errors="ignore")
+
+    def blamed(self, rank: int) -> int:
+        return int(_BLAMED.unpack_from(self.memory, self._row(rank) + _BLAMED_AT)[0])
+
+    def _head(self, rank: int) -> tuple[int, int, int, float, int]:
+        return _HEAD.unpack_from(self.memory, self._row(rank))  # type: ignore[return-value]
+
+    @staticmethod
+    def _row(rank: int) -> int:
+        return rank * _ROW_BYTES
+
+    def word(self, rank: int, which: int) -> int:
+        return int(struct.unpack_from("<i", self.memory, self.offset(rank, which))[0])
+
+    def set_word(self, rank: int, which: int, value: int) -> None:
+        struct.pack_into("<i", self.memory, self.offset(rank, which), value)
+
+    def offset(self, rank: int, which: int) -> int:
+        """Return where a word is, in bytes from the beginning."""
+        return self._row(rank) + _WORDS_AT + 4 * which
+
+    @property
+    def address(self) -> int:
+        """The address of the page in this process."""
+        return ctypes.addressof(ctypes.c_char.from_buffer(self.memory))
+
+    def pinned(self, which: int) -> int:
+        """Return the address of a word of this rank, for its streams."""
+        return self.device_address + self.offset(self.rank, which)
+
+    def peers(self) -> list[int]:
+        """Return the other ranks whose processes can be seen from here: not those of other hosts and containers, nor
+        any where there is no /proc."""
+        others = (rank for rank in range(self.world_size) if rank != self.rank)
+        return [rank for rank in others if self.process(rank).number and self.process(rank).state() != "is dead"]
+
+    # Whose fault it is
+
+    def cause(self, ranks: Sequence[int], *, stopped: bool = False) -> tuple[int | None, str]:
+        """Return the rank among ``ranks`` that is dead or has failed, and how; (None, "") if none is. One that is the
+        origin goes before those that failed because of it.
+
+        Args:
+            stopped: whether a rank that is stopped is a cause, too.
+        """
+        states = {rank: self.process(rank).state() for rank in ranks if self.process(rank).number}
+        failed = {rank: self.blamed(rank) for rank in states if self.status(rank) == FAILED}
+        for rank, state in states.items():
+            if state == "is dead" and self.status(rank) == RUNNING:
+                return rank, f"{self._name(rank)} has died"
+        for rank, blamed in failed.items():
+            if blamed < 0:
+                return rank, f"{self._name(rank)} failed with {self.text(rank)}"
+        for rank, state in states.items():
+            if stopped and state == "is stopped":
+                return self.delay([rank])
+        for rank, blamed in failed.items():
+            return blamed, f"{self.text(rank)}, as {self._name(rank)} says"
+        for rank, state in states.items():
+            if state == "is dead":
+                return rank, f"{self._name(rank)} has exited"
+        return None, ""
+
+    def delay(self, ranks: Sequence[int]) -> tuple[int | None, str]:
+        """Return the rank among ``ranks`` that has not come, and what is known of it."""
+        seen = [rank for rank in ranks if self.process(rank).number]
+        for rank in seen:
+            if self.process(rank).state() == "is stopped":
+                number = self.process(rank).number
+                return (
+                    rank,
+                    f"{self._name(rank)} is stopped, by SIGSTOP or a debugger (kill -CONT {number} continues it)",
+                )
+        for rank in sorted(seen, key=self.calls_of):
+            return rank, (
+                f"{self._name(rank)} runs, but has not come: it has begun {self.calls_of(rank)} calls and this rank "
+                f"{self.calls_of(self.rank)}. If it is only slow, raise plan(timeout=) or RINGATTN_TIMEOUT"
+            )
+        return None, ""
+
+    def _name(self, rank: int) -> str:
+        return f"rank {rank} (process {self.process(rank).number})"
 
 
-def _watch() -> None:
-    driver.ignore_captures()  # querying an event would otherwise invalidate a graph that another thread captures
-    while True:
-        time.sleep(min(1.0, TIMEOUT / 4))
-        check(time.monotonic())
+class Wait(NamedTuple):
+    """A wait of this rank's streams: what for, as long as this is the same; the ranks that it waits for."""
+
+    what: str
+    of: tuple[int, int]
+    late: list[int]
+    grace: float
 
 
-def check(now: float) -> None:
-    """Drop the waits that have passed. If the oldest of the others has exceeded its time limit, abort the process."""
-    while _waits and _waits[0].passed.query():
-        wait = _waits.popleft()
-        wait.link.spare_events += (wait.reached, wait.passed)
-    if not _waits:
-        return
-    wait = _waits[0]
-    if wait.deadline == math.inf and wait.reached.query():
-        wait.deadline = now + TIMEOUT
-    if now > wait.deadline:
-        print(_message(wait), file=sys.stderr, flush=True)
-        os.abort()
+class Watch:
+    """Looks at a board again and again.
+
+    Args:
+        peers: the ranks that can be seen.
+    """
+
+    def __init__(self, board: Board, peers: Sequence[int]) -> None:
+        self.board, self.peers = board, list(peers)
+        self._waited: dict[tuple[int, int], float] = {}  # seconds
+        self._restarts = 0
+
+    def look(self, seconds: float) -> tuple[int, str] | None:
+        """Return the rank that is the cause why this one cannot go on, and the problem; None if there is none.
+
+        Args:
+            seconds: since the last look, in which this process and its parent ran.
+        """
+        board, waits = self.board, list(self._waits())
+        self._waited = {wait.of: self._waited.get(wait.of, -seconds) + seconds for wait in waits}
+        for wait in waits:
+            waited = self._waited[wait.of]
+            peer, cause = board.cause(wait.late) if waited >= wait.grace else (None, "")
+            if peer is None and waited > board.limit(board.rank):
+                peer, cause = board.delay(wait.late)
+            if peer is not None:
+                return peer, f"waited {waited:.1f} s for {wait.what}: {cause}"
+        return None
+
+    def _waits(self) -> Iterator[Wait]:
+        board, rank = self.board, self.board.rank
+        for what, own, theirs in WAITS:
+            epoch = board.word(rank, own)
+            late = [peer for peer in self.peers if (board.word(peer, theirs) - epoch) % 2**32 >= 2**31]  # wraps around
+            if late:
+                yield Wait(f"{what} {epoch}", (own, epoch), late, _GRACE)
+        moving = board.word(rank, MOVING)
+        if moving:
+            if not board.word(rank, MOVED):
+                board.set_word(rank, MOVED, 1)
+                self._restarts += 1
+            # A rank that has left cleanly has sent all its messages.
+            late = [peer for peer in self.peers if board.status(peer) != LEFT]
+            what = f"the messages of step {moving - 1}"
+            yield Wait(what, (MOVING, self._restarts), late or self.peers, _GRACE_OF_MESSAGES)
 
 
-def _message(wait: _Wait) -> str:
-    link, name = wait.link, KIND_NAMES[wait.kind]
-    late = [
-        f"rank {rank} is {name} for {epoch}"
-        for rank, epoch in link.received(wait.kind).items()
-        if (epoch - wait.epoch) % 2**32 >= 2**31  # epochs wrap around
-    ]
-    cause = f"Needed {wait.epoch}, but {', '.join(late)}"
-    if not late:
-        cause = "All ranks have signalled; a copy or kernel hangs"
-    if row := int(link.timed_out.item()):
-        cause += f"; the kernel gave up waiting for row {row - 1} of keys (batch * kv_heads + head)"
-    return f"ringattn: rank {link.rank}: {wait.what} is not done after {TIMEOUT:g} s (RINGATTN_TIMEOUT). {cause}"
+def watch(board: Board, parent: Process, peers: Sequence[int]) -> None:
+    """Look at the board until the parent is gone; end the parent if it cannot go on."""
+    look, before = Watch(board, peers), time.monotonic()
+    while os.getppid() == parent.number:
+        time.sleep(_PERIOD)
+        now = time.monotonic()
+        # Not the time in which the host slept, or in which this process or its parent was stopped.
+        seconds = min(now - before, 1.0) if parent.state() == "runs" else 0.0
+        before = now
+        if problem := look.look(seconds):
+            if board.status(board.rank) == FAILED:
+                time.sleep(5.0)  # the parent has raised an error, and may end by itself
+            end(board, parent, *problem)
+
+
+def end(board: Board, parent: Process, peer: int, problem: str) -> None:
+    """Say what the problem is and end the parent."""
+    text = f"ringattn: rank {board.rank} (process {parent.number}): {problem}. This process is ended. {_ADVICE}\n"
+    board.fail(problem, peer)
+    with open(2, "w", closefd=False) as stderr:
+        stderr.write(text)
+    for number in (signal.SIGABRT, signal.SIGKILL):  # a handler of the first may hang, too; the second has none
+        os.kill(parent.number, number)
+        give_up = time.monotonic() + 2.0
+        while parent.state() != "is dead" and time.monotonic() < give_up:
+            time.sleep(0.02)
+    sys.exit(0)
+
+
+_ADVICE = "Read the output of that rank first, then restart all ranks, from the last checkpoint if there is one"
+
+
+def start(board: Board) -> subprocess.Popen[bytes]:
+    """Start the watchdog of this process for one board.
+
+    Raises:
+        OSError: it cannot be started.
+    """
+    own = Process.own()
+    words = [board.file, board.rank, board.world_size, *own, *board.peers()]
+    return subprocess.Popen(
+        [sys.executable, "-I", "-S", __file__, *map(str, words)],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        pass_fds=(board.file,),
+        start_new_session=True,  # Ctrl-C and Ctrl-Z are for the parent
+    )
+
+
+def main() -> None:
+    """Be the watchdog of the parent process."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # it ends with its parent, not before
+        signal.signal(number, signal.SIG_IGN)
+    file, rank, world_size, process, began, *peers = map(int, sys.argv[1:])
+    watch(Board(file, rank, world_size), Process(process, began), peers)
+
+
+if __name__ == "__main__":
+    main()

@@ -44,7 +44,7 @@ class Cut(Protocol):
     seq_len: int
     seq_len_k: int
     world_size: int
-    mask: Mask
+    documents: Mask
     transport: Transport
 
     def shard(self, x: Tensor, dim: int = 1) -> Tensor: ...
@@ -121,8 +121,8 @@ def _shard(plan: Cut, batch: Mapping[str, Any], seq_dims: dict[str, int | None])
             f"the batch has {seq_len} tokens a row, but the plan is for {plan.seq_len} queries and "
             f"{plan.seq_len_k} keys; make it with ringattn.plan({seq_len}, ...)"
         )
-    if plan.mask.rows not in (1, rows):
-        raise ValueError(f"the plan's documents have {plan.mask.rows} rows, but the batch has {rows}")
+    if plan.documents.rows not in (1, rows):
+        raise ValueError(f"the plan's documents have {plan.documents.rows} rows, but the batch has {rows}")
     boundaries = begins(plan)
     _check_boundaries(batch, rows, seq_len, boundaries)
     for name in seq_dims:
@@ -159,7 +159,7 @@ def _shard(plan: Cut, batch: Mapping[str, Any], seq_dims: dict[str, int | None])
 
 def begins(plan: Cut) -> Begins:
     """Return the documents of a plan."""
-    mask = plan.mask
+    mask = plan.documents
     positions = torch.arange(plan.seq_len).expand(mask.rows, -1).contiguous()
     if plan.seq_len == 0:
         return Begins(positions, positions.bool())

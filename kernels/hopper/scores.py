@@ -1,0 +1,202 @@
+"""Softcap and ALiBi in the Hopper kernels: what becomes of a tile of products before the exponential.
+
+A score to the base 2 is ``tanh(product * inner) * scale - slope |i - j|``, where ``inner = softmax_scale / softcap``
+and ``scale = softcap * log2(e)``; without softcap it is ``product * scale - slope |i - j|`` with
+``scale = softmax_scale * log2(e)``. A kernel is compiled for the changes that a call has: without any it has none of
+this code.
+
+* tanh is a polynomial if no number of a warp's tile is above :data:`NEAR` (:func:`capped`), which is a softcap of 50
+  for scores up to 30. It needs no special function; exponentials alone keep these units busy for half of the time. With
+  a larger score among them the warp takes exp2 and a reciprocal for the whole tile. ``tanh.approx`` is off by 2^-11 of
+  a score, as much as rounding p to bfloat16, and lse would be off with it.
+* ALiBi needs positions: int32, exact up to 2^31. Both sides subtract the first position of the tile that stays (of
+  queries in the forward, of keys in the backward) before they become float32, so that distances of neighbours are exact
+  at any position.
+"""
+
+from __future__ import annotations
+
+import struct
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from ..contract import Block, Score
+
+LOG2E = 1.4426950408889634
+LOG2E_FLOAT = gl.constexpr(LOG2E)
+NEAR = 0.6  # below it tanh(x) / x is a polynomial of x^2 with a relative error of 7e-8 (minimax)
+_POLYNOMIAL = (0.9999999268689059, -0.33332309973922414, 0.1331017365136251, -0.05210147982367576, 0.015475427083705659)
+
+# --- host ---------------------------------------------------------------------------------------------------------
+
+
+class Changes(NamedTuple):
+    """A :class:`Score` as arguments of the kernels. ``inner`` is None without softcap, ``slopes`` without ALiBi."""
+
+    scale: float
+    inner: float | None
+    slopes: Tensor | None
+    slopes_stride: int | None
+
+    @staticmethod
+    def of(score: Score, q: Tensor) -> Changes:
+        inner = score.softmax_scale / score.softcap if score.softcap else None
+        scale = (score.softcap or score.softmax_scale) * LOG2E
+        slopes = score.alibi_slopes
+        if slopes is None and scale <= 0.0:
+            slopes = torch.zeros(q.shape[2], device=q.device)  # scores are scaled before they are compared and masked
+        if slopes is None:
+            return Changes(scale, inner, None, None)
+        slopes = slopes.to(torch.float32).contiguous()
+        return Changes(scale, inner, slopes, q.shape[2] if slopes.dim() == 2 and slopes.shape[0] > 1 else 0)
+
+
+def padded_positions(block: Block, rows: int, of_keys: bool) -> Tensor:
+    """Return the positions of queries or keys, (tiles, rows) int32, padded with zeros."""
+
+    def make() -> Tensor:
+        positions = (block.positions_k if of_keys else block.positions_q).to(torch.int32)
+        tiles = 1 + -(-positions.shape[0] // rows)  # one more, for a tile that begins in the middle of the last one
+        padded = positions.new_zeros(tiles * rows)
+        padded[: positions.shape[0]] = positions
+        return padded.view(tiles, rows)
+
+    return block.memo.once(("padded positions", rows, of_keys), make)
+
+
+# --- device: softcap ----------------------------------------------------------------------------------------------
+
+
+def _ptx(x: float) -> str:
+    """Return x as PTX writes a float32."""
+    return "0f" + struct.pack(">f", x).hex()
+
+
+_COEFFICIENTS = gl.constexpr(tuple(_ptx(x) for x in reversed(_POLYNOMIAL)))  # of x^8 first
+_LIMIT = gl.constexpr(_ptx(NEAR))
+_EXP = gl.constexpr(tuple(_ptx(x) for x in (2 * LOG2E, 1.0, -2.0)))
+
+
+@gluon.constexpr_function
+def _tanh_asm(count, coefficients, limit, exp):
+    """Return the PTX of :func:`capped`: the largest number in four chains, and both ways to tanh."""
+    largest = "".join(f"abs.f32 y, ${i}; max.f32 m{i % 4}, m{i % 4}, y; " for i in range(4, count))
+    begin = "".join(f"abs.f32 m{i}, ${i}; " for i in range(4))
+    first, second, *others = coefficients
+    steps = "".join(f"fma.rn.f32 h, h, z, {c}; " for c in others)
+    near = "".join(
+        f"mul.f32 z, ${i}, ${i}; fma.rn.f32 h, z, {first}, {second}; {steps}mul.f32 ${i}, ${i}, h; "
+        for i in range(count)
+    )
+    twice, one, minus_two = exp
+    far = "".join(
+        f"mul.f32 y, ${i}, {twice}; ex2.approx.ftz.f32 y, y; add.f32 y, y, {one}; "
+        f"rcp.approx.ftz.f32 y, y; fma.rn.f32 ${i}, y, {minus_two}, {one}; "
+        for i in range(count)
+    )
+    return (
+        f"{{ .reg .pred all; .reg .f32 y, z, h, m<4>; {begin}{largest}"
+        "max.f32 m0, m0, m1; max.f32 m2, m2, m3; max.f32 m0, m0, m2; "
+        f"setp.lt.f32 all, m0, {limit}; vote.sync.all.pred all, all, 0xffffffff; @!all bra FAR; "
+        f"{near} bra DONE; FAR: {far} DONE: }}"
+    )
+
+
+@gluon.constexpr_function
+def _tanh_constraints(count):
+    return ",".join(["=f"] * count + [str(i) for i in range(count)])
+
+
+@gluon.jit
+def capped(s, inner):
+    """Return tanh(s * inner), ``FMNMX; FMUL; 4 FFMA; FMUL`` for a number, and a ``VOTE.ALL``; s if there is no softcap.
+
+    The larger numbers of a warp: 1 - 2 / (exp(2x) + 1), right within 1.2e-7 of the cap."""
+    if inner is not None:
+        COUNT: gl.constexpr = s.shape[1] // 2
+        ASM: gl.constexpr = _tanh_asm(COUNT, _COEFFICIENTS, _LIMIT, _EXP)
+        CONSTRAINTS: gl.constexpr = _tanh_constraints(COUNT)
+        s = gl.inline_asm_elementwise(ASM, CONSTRAINTS, [s * inner], dtype=gl.float32, is_pure=True, pack=COUNT)
+    return s
+
+
+@gluon.constexpr_function
+def _probabilities_asm(dtype, one):
+    kind = "bf16x2" if dtype == gl.bfloat16 else "f16x2"
+    numbers = "".join(
+        f"neg.f32 x, ${4 + i}; fma.rn.f32 x, ${2 + i}, ${6 + i}, x; ex2.approx.ftz.f32 p{i}, x; "
+        f"neg.f32 x, ${2 + i}; fma.rn.f32 x, x, ${2 + i}, {one}; mul.f32 d{i}, p{i}, x; "
+        for i in range(2)
+    )
+    return f"{{ .reg .f32 x, p<2>, d<2>; {numbers} cvt.rn.{kind}.f32 $0, p1, p0; cvt.rn.{kind}.f32 $1, d1, d0; }}"
+
+
+@gluon.jit
+def probabilities(t, scale, offset, dtype: gl.constexpr):
+    """Return p = exp2(t * scale - offset) and p (1 - t^2), which is p times the derivative of the softcap, both in 16
+    bits, two to a register. In one piece of assembly, so that neither is there in 32 bits for a whole tile."""
+    ASM: gl.constexpr = _probabilities_asm(dtype, _EXP[1])
+    CONSTRAINTS: gl.constexpr = "=r,=r,r,r,r,r,r,r"
+    args = [t, offset, gl.full(t.shape, scale, gl.float32, t.type.layout)]
+    if dtype == gl.bfloat16:
+        p, slope = gl.inline_asm_elementwise(
+            ASM, CONSTRAINTS, args, dtype=(gl.bfloat16, gl.bfloat16), is_pure=True, pack=2
+        )
+    else:
+        p, slope = gl.inline_asm_elementwise(
+            ASM, CONSTRAINTS, args, dtype=(gl.float16, gl.float16), is_pure=True, pack=2
+        )
+    return p, slope
+
+
+# --- device: ALiBi ------------------------------------------------------------------------------------------------
+
+
+@gluon.jit
+def penalties(slope, positions, base):
+    """Return ``slope * (positions - base)``: the slope is a number to the base 2, the positions are int32."""
+    return (positions - base).to(gl.float32) * slope
+
+
+@gluon.jit
+def distances(rows, columns):
+    """Return what ALiBi takes off scores, from the penalties of rows and columns."""
+    return gl.abs(rows[:, None] - columns[None, :])
+
+
+@gluon.jit
+def of_keys(alibi, batch, head, first, key, layout: gl.constexpr):
+    """Return what a backward's consumer needs for ALiBi: where the slope of ``head`` is, the position of the CTA's
+    first key, those of its own keys relative to it, and the queries' positions in shared memory; nothing if there is no
+    ALiBi."""
+    if len(alibi) > 0:
+        slopes_ptr, slopes_stride, positions_k_ptr, positions_v = alibi
+        base = gl.load(positions_k_ptr + first)
+        keys = gl.load(positions_k_ptr + key + gl.arange(0, 64, gl.SliceLayout(1, layout)))
+        alibi = (slopes_ptr + batch * slopes_stride + head, base, (keys - base).to(gl.float32), positions_v)
+    return alibi
+
+
+@gluon.jit
+def distances_of_step(alibi, head, stage, layout: gl.constexpr):
+    """Return what ALiBi takes off transposed scores (keys are rows), from :func:`of_keys`. ``head``: number of query
+    heads before the current one; ``stage``: of the queries' positions."""
+    slopes_ptr, base, keys, positions_v = alibi
+    slope = gl.load(slopes_ptr + head) * LOG2E_FLOAT
+    columns = penalties(slope, positions_v.index(stage).load(gl.SliceLayout(0, layout)), base)
+    return distances(keys * slope, columns)
+
+
+@gluon.jit
+def next_head(alibi, head, inside, steps_of_head):
+    """Return the number of the head of the next step, and its steps before that one; unchanged without ALiBi."""
+    if len(alibi) > 0:
+        inside += 1
+        if inside == steps_of_head:
+            inside = 0
+            head += 1
+    return head, inside

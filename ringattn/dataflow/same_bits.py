@@ -1,0 +1,231 @@
+"""Dataflow of deterministic plans: the same bits for any number of ranks, any layout and any named dataflow.
+
+Floating-point sums depend on their order, so that none may depend on where shards are cut. There are three kinds:
+
+    out, lse, dq    of one query   over the keys that it sees
+    dk, dv          of one key     over the queries that see it, of all heads of the group
+
+Each walks over tiles of a grid of global positions, in growing order. For that a rank gathers whole tiles
+(:mod:`.tiles`): of keys and values for its queries, and of q, dout, lse and delta for its keys, so that no sum crosses
+ranks. What a row does not see is an exact zero in its sum: ``exp(-inf) = 0``, ``x * exp(0) + 0 = x``. So it does not
+matter which other rows share its tile, and those are all that layouts and ranks change. Kernels promise the rest
+(``Block.ordered``): tiles in growing order, each through the same instructions, whether or not the mask cuts it.
+
+The price: keys are gathered in the backward again, and queries as well; no message overlaps with computation; every
+tile is masked, and the backward takes 7 products where others take 5. A rank holds all keys or queries that it gathers,
+for as many heads at a time as fit in ``plan.buffer_bytes``.
+
+Partial results of shards cannot be added instead: states of a ring or a reduce, and contributions to gradients, are
+sums over whatever a shard holds, and a sum of such sums rounds differently for every cut.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import torch
+
+from .. import layout as layouts
+from .. import verify
+from ..kernels import long_sums
+from ..kernels.contract import GRID, LONGEST_SUM, PERIOD, Block, Keys, Queries, Result
+from ..plans import Plan
+from ..schedule import waves
+from ..shape import Shape
+from . import tiles
+from .contract import Call, Dataflow, Gradients
+
+
+class SameBits(Dataflow):
+    """Every rank gathers tiles of keys for its queries and, in the backward, tiles of queries for its keys."""
+
+    summary = "deterministic, so tiles of keys and of queries are gathered instead"
+
+    def forward(self, call: Call) -> Result:
+        q, v, plan = call.q, call.v, call.plan
+        block = tiles.keys_block(plan, q.device)
+        cut = _head_waves(plan, _shape(call), backward=False)
+        out = lse = None
+        for heads, q_heads in cut:
+            k_wave, v_wave = tiles.gather(plan, (call.k[:, :, heads], v[:, :, heads]), tiles.of_keys(plan))
+            done = call.backend.output(q[:, :, q_heads], Keys(k_wave, v_wave, block), call.score.heads(q_heads))
+            if len(cut) == 1:
+                return done
+            if out is None or lse is None:
+                out = q.new_empty((*q.shape[:3], v.shape[3]))
+                lse = done.lse.new_empty((q.shape[0], q.shape[2], q.shape[1]))
+            out[:, :, q_heads], lse[:, q_heads] = done
+            del k_wave, v_wave, done  # before the next wave's are made
+        assert out is not None and lse is not None
+        return Result(out, lse)
+
+    def backward(self, call: Call, queries: Queries) -> Gradients:
+        plan, dtype = call.plan, call.accumulation_dtype
+        dq = torch.zeros_like(call.q, dtype=dtype, memory_format=torch.contiguous_format)
+        dk, dv = (torch.zeros_like(x, dtype=dtype, memory_format=torch.contiguous_format) for x in (call.k, call.v))
+        for heads, q_heads in _head_waves(plan, _shape(call), backward=True):
+            score = call.score.heads(q_heads)
+            q, dout, lse, delta = queries
+            local = Queries(q[:, :, q_heads], dout[:, :, q_heads], lse[:, q_heads], delta[:, q_heads])
+            k, v = call.k[:, :, heads], call.v[:, :, heads]
+
+            gathered = Keys(*tiles.gather(plan, (k, v), tiles.of_keys(plan)), tiles.keys_block(plan, q.device))
+            for rows in _pieces_of_keys(plan):
+                call.backend.query_gradients(local, _some_keys(gathered, rows), score, dq[:, :, q_heads])
+            del gathered
+
+            theirs = Queries(*tiles.gather(plan, local, tiles.of_queries(plan)))
+            block = tiles.queries_block(plan, q.device)
+            for rows in _pieces_of_queries(plan, q.shape[2] // call.k.shape[2]):
+                some, part = _some_queries(theirs, block, rows)
+                piece = call.backend.key_gradients(some, Keys(k, v, part), score)
+                dk[:, :, heads] += piece[0]
+                dv[:, :, heads] += piece[1]
+                del some, piece
+            del theirs
+        return Gradients(dq, dk, dv)
+
+    # Predictions and proof
+
+    def traffic(self, plan: Plan, rank: int) -> tuple[int, int]:
+        """Return how many keys, and how many queries, a rank sends to gather them once."""
+        keys, queries = (_sent(side, rank) for side in (tiles.of_keys(plan), tiles.of_queries(plan)))
+        return keys, queries
+
+    def token_bytes(self, shape: Shape, backward: bool) -> tuple[int, int]:
+        return shape.kv_elements * shape.itemsize, _query_bytes(shape) * backward
+
+    def memory_bytes(self, plan: Plan, shape: Shape, backward: bool) -> int:
+        """Return an upper bound on the peak: one wave's tiles, next to what is sent and what has arrived; in the
+        backward dq, dk and dv, a piece of dk and dv, and two numbers per row."""
+        s, queries, keys = shape, plan.local_lengths[plan.rank], plan.local_lengths_k[plan.rank]
+        cut = _head_waves(plan, s, backward)
+        share = max(heads.stop - heads.start for heads, _ in cut) / s.kv_heads
+        peak = _moved(tiles.of_keys(plan), plan.rank) * s.kv_elements * s.itemsize * share
+        if not backward:
+            output = queries * s.q_heads * (s.value_dim * s.itemsize + s.state_itemsize)
+            return round(s.batch * (peak + (len(cut) > 1) * share * output))
+        gradients = keys * s.kv_elements * s.state_itemsize
+        theirs = _moved(tiles.of_queries(plan), plan.rank) * _query_bytes(s) * share + gradients * share
+        rows = queries * s.q_heads * (s.head_dim + 2) * s.state_itemsize
+        return round(s.batch * (max(peak, theirs) + rows + gradients))
+
+    def meetings(self, plan: Plan) -> list[str]:
+        def text(spans: tuple[range, ...]) -> str:
+            return " ".join(f"[{span.start}:{span.stop}]" for span in spans)
+
+        return [
+            f"rank {rank} gathers keys {text(keys.spans)} and queries {text(queries.spans)}"
+            for rank, (keys, queries) in enumerate(zip(tiles.of_keys(plan), tiles.of_queries(plan), strict=True))
+        ]
+
+    def blocks(self, plan: Plan) -> Iterator[tuple[int, Block]]:
+        for rank, theirs in enumerate(tiles.of_keys(plan)):
+            positions = layouts.positions(theirs.spans)
+            block = tiles.keys_block(plan, torch.device("cpu"), rank)
+            yield rank, replace(block, positions_k=positions[positions < plan.seq_len_k])
+
+    def verify(self, plan: Plan) -> None:
+        """Prove that every run is the part of its owner's shard that its rows stand for, that all that is seen arrives,
+        and what is computed, for queries and for keys. Senders and receivers read the same list, so that every send has
+        its receive."""
+        pairs = 0
+        for rank in range(plan.world_size):
+            arrived = _check_runs(tiles.of_keys(plan)[rank], plan.shards_k, f"keys for rank {rank}")
+            block = tiles.keys_block(plan, torch.device("cpu"), rank)
+            missing = torch.cat([torch.zeros(1, dtype=torch.int64), (~arrived).cumsum(0)])
+            complete = missing[block.start.long()] == missing[block.end.long()]
+            verify.require(complete.all(), f"a query of rank {rank} sees a key that does not arrive")
+            arrived = _check_runs(tiles.of_queries(plan)[rank], plan.shards, f"queries for rank {rank}")
+            block = tiles.queries_block(plan, torch.device("cpu"), rank)
+            seen = (block.end - block.start).sum(0)
+            verify.require(not seen[~arrived].any(), f"a query that sees keys of rank {rank} does not arrive")
+            pairs += int(seen.sum())
+        verify.check_coverage(plan, self.blocks(plan))
+        visible = sum(plan.visible(r, o) for r in range(plan.world_size) for o in range(plan.world_size))
+        verify.require(pairs == visible, f"dk and dv are made from {pairs} pairs, but {visible} are visible")
+
+
+def _check_runs(gathered: tiles.Tiles, shards: tuple[layouts.Shard, ...], what: str) -> torch.Tensor:
+    """Return which rows of a buffer arrive."""
+    positions = layouts.positions(gathered.spans)
+    arrived = torch.zeros(len(positions), dtype=torch.bool)
+    for run in gathered.runs:
+        local = layouts.positions(shards[run.owner])[run.offset : run.offset + run.length]
+        right = torch.equal(run.rows(positions), local)
+        verify.require(right, f"{what}: {run} is not what its rows stand for")
+        verify.require(not run.rows(arrived).any(), f"{what}: {run} goes to rows of another run")
+        run.rows(arrived).fill_(True)
+    return arrived
+
+
+# Waves of heads, and pieces of long sums
+
+
+def _shape(call: Call) -> Shape:
+    q, k, v = call.q, call.k, call.v
+    return Shape(q.shape[0], q.shape[2], k.shape[2], q.shape[3], v.shape[3], q.element_size())
+
+
+def _head_waves(plan: Plan, s: Shape, backward: bool) -> list[tuple[slice, slice]]:
+    """Return the key heads that are in memory together, and the query heads that read them. From the lengths of the
+    whole sequence: they are the same for any number of ranks, and so is what a kernel gets at a time."""
+    group = s.q_heads // s.kv_heads
+    tokens = max(plan.seq_len_k, group * plan.seq_len * backward)
+    head_bytes = s.batch * tokens * (s.head_dim + s.value_dim) * s.itemsize
+    cut = waves(s.kv_heads, head_bytes, plan.buffer_bytes)
+    return [(heads, slice(heads.start * group, heads.stop * group)) for heads in cut]
+
+
+def _pieces_of_keys(plan: Plan) -> list[slice]:
+    """Return rows of gathered keys over which dq may be one sum, cut at the same positions for any number of ranks."""
+    too_long = plan.mask.max_keys_per_query > LONGEST_SUM
+    gathered = tiles.of_keys(plan)[plan.rank]
+    return gathered.pieces(PERIOD) if too_long else [slice(0, gathered.rows)]
+
+
+def _pieces_of_queries(plan: Plan, group: int) -> list[slice]:
+    """Return rows of gathered queries over which dk and dv may be one sum over ``group`` heads."""
+    gathered = tiles.of_queries(plan)[plan.rank]
+    if plan.seq_len * group <= LONGEST_SUM:
+        return [slice(0, gathered.rows)]
+    return gathered.pieces(max(GRID, long_sums.queries_per_piece(group)))
+
+
+def _some_keys(keys: Keys, rows: slice) -> Keys:
+    if rows == slice(0, keys.block.seq_k):
+        return keys
+    block = keys.block.memo.once(("keys", rows.start), lambda: _part(keys.block, slice(0, keys.block.seq_q), rows))
+    return Keys(keys.k[:, rows], keys.v[:, rows], block)
+
+
+def _some_queries(queries: Queries, block: Block, rows: slice) -> tuple[Queries, Block]:
+    if rows == slice(0, block.seq_q):
+        return queries, block
+    q, dout, lse, delta = queries
+    part = block.memo.once(("queries", rows.start), lambda: _part(block, rows, slice(0, block.seq_k)))
+    return Queries(q[:, rows], dout[:, rows], lse[..., rows], delta[..., rows]), part
+
+
+def _part(block: Block, queries: slice, keys: slice) -> Block:
+    return replace(long_sums.sub_block(block, queries, keys), max_keys_per_query=None)
+
+
+# What moves
+
+
+def _sent(gathered: tuple[tiles.Tiles, ...], rank: int) -> int:
+    """Return how many tokens of a rank others gather."""
+    return sum(run.length for r, theirs in enumerate(gathered) for run in theirs.runs if run.owner == rank != r)
+
+
+def _moved(gathered: tuple[tiles.Tiles, ...], rank: int) -> int:
+    """Return the tokens in memory while a rank gathers: its buffer, what has arrived, and what it sends."""
+    arriving = sum(run.length for run in gathered[rank].runs if run.owner != rank)
+    return gathered[rank].rows + arriving + _sent(gathered, rank)
+
+
+def _query_bytes(s: Shape) -> int:
+    """Return the bytes of one token's q, dout, lse and delta."""
+    return s.q_heads * ((s.head_dim + s.value_dim) * s.itemsize + 2 * s.state_itemsize)

@@ -1,0 +1,227 @@
+"""Whole tiles of the grid of positions: which of them each rank gathers, and how they arrive.
+
+Tile t holds the positions ``[t * GRID, (t + 1) * GRID)``, of keys or of queries. A rank gathers every tile in which one
+of its tokens sees, or is seen by, anything, and so has each of them complete, from whichever ranks hold its tokens:
+
+    keys     0 . . . 1 . . . 2 . . . 3 . . .    tiles of four positions
+    owners   0 0 0 1 1 1 2 2 2 3 3 3 3 2 2 2    cut by a layout
+    rank 2 sees positions 6 to 8                it gathers tiles 1 and 2: from rank 1, 2 and 3
+
+The rows of its buffer are whole tiles, in the order of positions, zeros past the end of the sequence. Sums that walk
+over them tile by tile do not depend on the number of ranks or on the layout (:mod:`.same_bits`).
+"""
+
+from __future__ import annotations
+
+import itertools
+from bisect import bisect_left, bisect_right
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .. import layout as layouts
+from ..kernels.contract import GRID, LONGEST_SUM, PERIOD, Block
+from ..layout import Shard
+from ..mask import Mask
+from ..plans import Plan
+from ..transport import Message
+
+
+class Run(NamedTuple):
+    """``length`` tokens from ``offset`` of the shard of ``owner``, which go to rows ``first``, ``first + step``, ..."""
+
+    owner: int
+    offset: int
+    length: int
+    first: int
+    step: int
+
+    def rows(self, buffer: Tensor) -> Tensor:
+        """Return the view of these rows of a buffer, whose first dimension is tokens."""
+        return buffer[self.first : self.first + (self.length - 1) * self.step + 1 : self.step]
+
+
+class Tiles(NamedTuple):
+    """What one rank gathers.
+
+    Args:
+        spans: the positions of the rows of the buffer, growing; no query's keys are in two of them.
+        runs: where they come from; rows of no run are zero.
+    """
+
+    spans: tuple[range, ...]
+    runs: tuple[Run, ...]
+
+    @property
+    def rows(self) -> int:
+        return layouts.length(self.spans)
+
+    def pieces(self, size: int) -> list[slice]:
+        """Return the rows of the buffer, cut at multiples of ``size`` positions."""
+        cuts, row = {0}, 0
+        for span in self.spans:
+            cuts |= {row + p - span.start for p in range(-(-span.start // size) * size, span.stop, size)}
+            row += len(span)
+        return [slice(a, b) for a, b in itertools.pairwise(sorted(cuts | {row}))]
+
+
+def of_keys(plan: Plan) -> tuple[Tiles, ...]:
+    """Return for each rank the tiles of keys that its queries see."""
+
+    def make() -> tuple[Tiles, ...]:
+        # A forward that flushes its accumulator counts rows, see Block.period: rows are then positions, up to periods.
+        unit = PERIOD if plan.mask.max_keys_per_query > LONGEST_SUM else GRID
+        return _tiles(plan.mask.seen(plan.shards), plan.shards_k, unit)
+
+    return plan.once("tiles of keys", make)
+
+
+def of_queries(plan: Plan) -> tuple[Tiles, ...]:
+    """Return for each rank the tiles of queries that see any of its keys."""
+    return plan.once(
+        "tiles of queries", lambda: _tiles(_seeing(plan.mask, plan.shards_k), plan.shards, GRID)
+    )
+
+
+def _seeing(mask: Mask, shards_k: Sequence[Shard]) -> list[list[range]]:
+    """Return for each shard of keys the runs of queries that see any of its runs, with some that do not, growing.
+
+    Neither end of the interval of keys falls from query to query. So the queries that see a run of keys are neighbours,
+    from the first whose interval ends after the run begins to the last whose interval begins before the run ends.
+    """
+    runs = [(owner, run) for owner, shard in enumerate(shards_k) for run in shard]
+    first = torch.tensor([run[0] for _, run in runs], dtype=torch.int64, device="cpu")
+    last = torch.tensor([run[-1] for _, run in runs], dtype=torch.int64, device="cpu")
+    begin = _first_query(mask, lambda start, end: (end > first).any(0), len(runs))
+    stop = _first_query(mask, lambda start, end: (start > last).all(0), len(runs))
+    seeing: list[list[range]] = [[] for _ in shards_k]
+    for (owner, _), low, high in zip(runs, begin.tolist(), stop.tolist(), strict=True):
+        if low < high:
+            seeing[owner].append(range(low, high))
+    return seeing
+
+
+def _first_query(mask: Mask, holds, count: int) -> Tensor:  # type: ignore[no-untyped-def]
+    """Return the first query for whose intervals ``holds(start, end)``, (rows, count) -> (count,), is true; it is
+    monotone. By bisection, for ``count`` questions at a time; ``seq_len`` where there is none."""
+    low = torch.zeros(count, dtype=torch.int64, device="cpu")
+    high = torch.full_like(low, mask.seq_len)
+    while bool((low < high).any()):
+        middle = (low + high) // 2
+        true = holds(*mask.intervals(middle.clamp(max=max(mask.seq_len - 1, 0)))) | (low >= high)
+        low, high = torch.where(true, low, middle + 1), torch.where(true, torch.minimum(middle, high), high)
+    return low
+
+
+def _tiles(needed: list[list[range]], shards: Sequence[Shard], unit: int) -> tuple[Tiles, ...]:
+    """Return the tiles that hold the positions that each rank needs; one of zeros for a rank that needs none, so that
+    its kernels run like the others'.
+
+    Args:
+        needed: runs of positions, growing.
+        unit: the number of a row and its position differ by a multiple of this, a multiple of GRID.
+    """
+    located = []  # (run, owner, its offset in the shard)
+    for owner, shard in enumerate(shards):
+        offset = 0
+        for run in shard:
+            located.append((run, owner, offset))
+            offset += len(run)
+    located.sort(key=lambda x: x[0].start)
+    starts = [run.start for run, *_ in located]
+    disjoint = all(a.stop <= b.start for (a, *_), (b, *_) in itertools.pairwise(located))
+    result = []
+    for wanted in needed:
+        spans: list[range] = []
+        runs: list[Run] = []
+        row = 0
+        for tiles in _whole_tiles(wanted):
+            padding = (tiles.start - row) % unit
+            row += padding
+            spans.append(range(tiles.start - padding, tiles.stop))
+            begin = max(bisect_right(starts, tiles.start) - 1, 0) if disjoint else 0
+            for run, owner, offset in located[begin : bisect_left(starts, tiles.stop)]:
+                first, past = (min(max(-(-(p - run.start) // run.step), 0), len(run)) for p in (tiles.start, tiles.stop))
+                if first < past:
+                    runs.append(Run(owner, offset + first, past - first, row + run[first] - tiles.start, run.step))
+            row += len(tiles)
+        result.append(Tiles(tuple(spans) or (range(GRID),), tuple(runs)))
+    return tuple(result)
+
+
+def _whole_tiles(needed: Sequence[range]) -> list[range]:
+    """Return runs of whole tiles that hold some runs of positions, disjoint and as few as possible."""
+    result: list[range] = []
+    for run in needed:
+        start, stop = run.start // GRID * GRID, -(-run.stop // GRID) * GRID
+        if result and start <= result[-1].stop:
+            result[-1] = range(result[-1].start, max(stop, result[-1].stop))
+        else:
+            result.append(range(start, stop))
+    return result
+
+
+# What kernels get
+
+
+def keys_block(plan: Plan, device: torch.device, rank: int | None = None) -> Block:
+    """Return which of the keys that a rank gathers its queries see."""
+    rank = plan.rank if rank is None else rank
+
+    def make() -> Block:
+        spans = of_keys(plan)[rank].spans
+        positions = layouts.positions(spans, device)
+        block = plan.make_block(rank, spans, positions, (len(positions),))
+        return replace(block, positions_k=block.positions_k.clamp(max=max(plan.seq_len_k - 1, 0)), ordered=True)
+
+    return plan.once(("tiles of keys", rank, device), make)
+
+
+def queries_block(plan: Plan, device: torch.device, rank: int | None = None) -> Block:
+    """Return which of a rank's keys the queries that it gathers see."""
+    rank = plan.rank if rank is None else rank
+
+    def make() -> Block:
+        mask, keys = plan.mask, plan.shards_k[rank]
+        positions_k = layouts.positions(keys, device).to(torch.int32)
+        positions = layouts.positions(of_queries(plan)[rank].spans, device)
+        inside = positions.clamp(max=max(plan.seq_len - 1, 0))
+        start, end = (
+            torch.searchsorted(positions_k, torch.where(positions < plan.seq_len, x, plan.seq_len_k), out_int32=True)
+            for x in mask.intervals(inside)
+        )
+        positions_q, lengths = (inside + mask.offset).to(torch.int32), tuple(map(len, keys))
+        return Block(start, end, positions_q, positions_k, (len(positions),), lengths, ordered=True)
+
+    return plan.once(("tiles of queries", rank, device), make)
+
+
+def gather(plan: Plan, tensors: Sequence[Tensor], tiles: Sequence[Tiles]) -> list[Tensor]:
+    """Return a buffer for each tensor of this rank's tokens: the tiles that the rank gathers of it from all ranks.
+
+    Tokens are in dimension 1 of four-dimensional tensors and in the last one of three-dimensional ones.
+    """
+    rank, own = plan.rank, tiles[plan.rank]
+    owners = sorted({run.owner for run in own.runs} - {rank})
+    wanted = [[run for run in theirs.runs if run.owner == rank] for theirs in tiles]
+    buffers, sends, receives = [], list[Message](), list[Message]()
+    for x in tensors:
+        rows = x.movedim(1 if x.ndim == 4 else 2, 0)
+        buffers.append(rows.new_zeros((own.rows, *rows.shape[1:])))
+        for run in wanted[rank]:
+            run.rows(buffers[-1]).copy_(rows[run.offset : run.offset + run.length])
+        for visitor, runs in enumerate(wanted):
+            if runs and visitor != rank:
+                sends.append((torch.cat([rows[run.offset : run.offset + run.length] for run in runs]), visitor))
+        for owner in owners:
+            count = sum(run.length for run in own.runs if run.owner == owner)
+            receives.append((rows.new_empty((count, *rows.shape[1:])), owner))
+    plan.transport.start(sends, receives).wait()
+    for i, (arrived, owner) in enumerate(receives):
+        theirs = [run for run in own.runs if run.owner == owner]
+        for run, rows in zip(theirs, arrived.split([run.length for run in theirs]), strict=True):
+            run.rows(buffers[i // len(owners)]).copy_(rows)
+    return [x.movedim(0, 1 if x.ndim == 4 else 2) for x in buffers]

@@ -1,0 +1,118 @@
+"""What goes wrong between ranks: every error that one rank raises because of another.
+
+=====================  ==============  =========================================================================
+error                  also a          raised when
+=====================  ==============  =========================================================================
+:class:`Disagreement`  `ValueError`    ranks passed different arguments; on every rank, before anything is sent
+:class:`Desynchronized`  `ValueError`  ranks are in different calls; on every rank, before anything is sent
+:class:`RankFailed`    `ValueError`    another rank refused its arguments; on every rank, before anything is sent
+:class:`LostPeer`      `RuntimeError`  another rank died, closed its connections or failed in the middle of a call
+:class:`TimedOut`      `RuntimeError`  another rank did not come within the time limit: it is stopped, late or stuck
+:class:`GroupBroken`   `RuntimeError`  an earlier call on this group failed
+=====================  ==============  =========================================================================
+
+An exchange by copy engines cannot raise, because the host has long left the call: a watchdog ends the process with the
+same words on its standard error (:mod:`ringattn.peer.watchdog`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+_ADVICE = (
+    "Read the output of that rank first, then restart all ranks, from the last checkpoint if there is one "
+    "(torchrun --max-restarts does); python -m ringattn.doctor checks the links"
+)
+
+
+class Disagreement(ValueError):
+    """Values of a field that differ across ranks.
+
+    Attributes:
+        call: what the ranks were about to do, as ``"plan()"``.
+        field: name of the first field that differs.
+        values: ranks by the text of their value.
+    """
+
+    def __init__(self, message: str, call: str, field: str, values: Mapping[str, Sequence[int]]) -> None:
+        super().__init__(message, call, field, values)  # the arguments, so that it can be pickled
+        self.message, self.call, self.field, self.values = message, call, field, values
+
+    def __str__(self) -> str:
+        return self.message
+
+
+class Desynchronized(Disagreement):
+    """Ranks that are in different calls, or have made another number of them. Attributes: :class:`Disagreement`'s."""
+
+
+class RankFailed(ValueError):
+    """An error of another rank, which this rank raises too.
+
+    Attributes:
+        call: what the ranks were about to do, as ``"plan()"``.
+        rank: the lowest rank with an error.
+    """
+
+    def __init__(self, message: str, call: str, rank: int) -> None:
+        super().__init__(message, call, rank)
+        self.message, self.call, self.rank = message, call, rank
+
+    def __str__(self) -> str:
+        return self.message
+
+
+class GroupBroken(RuntimeError):
+    """A group whose ranks may be at different messages, because a call on it failed."""
+
+
+class Place(NamedTuple):
+    """Where a rank is.
+
+    Attributes:
+        rank: in the group.
+        call: as ``"attention() forward"``.
+        dataflow: of the plan; "" outside of attention.
+        step: of the dataflow, from 0; of a gather, the number of the exchange in this call.
+    """
+
+    rank: int
+    call: str
+    dataflow: str
+    step: int
+
+    def __str__(self) -> str:
+        where = f" ({self.dataflow}, step {self.step})" if self.dataflow else ""
+        return f"rank {self.rank}: {self.call}{where}"
+
+
+class ExchangeFailed(RuntimeError):
+    """An exchange with another rank that cannot be completed. The group's connections are closed, so that the other
+    ranks fail within seconds, too.
+
+    Attributes:
+        place: where this rank was.
+        rank, call, dataflow, step: the same, one by one.
+        peer: the rank that is the cause, None if it is not known.
+        elapsed: seconds that this rank has waited.
+        cause: what is known of the peer, or what the backend said.
+    """
+
+    def __init__(self, place: Place, peer: int | None, elapsed: float, cause: str) -> None:
+        super().__init__(place, peer, elapsed, cause)  # the arguments, so that it can be pickled
+        self.place, self.peer, self.elapsed, self.cause = place, peer, elapsed, cause
+        self.rank, self.call, self.dataflow, self.step = place
+
+    def __str__(self) -> str:
+        return f"{self.place} failed after {self.elapsed:.1f} s: {self.cause}. {_ADVICE}"
+
+
+class LostPeer(ExchangeFailed):
+    """A rank that died, closed its connections, or failed in the middle of a call. Attributes as of
+    :class:`ExchangeFailed`."""
+
+
+class TimedOut(ExchangeFailed):
+    """A rank that did not come within the time limit, ``plan(timeout=)`` or RINGATTN_TIMEOUT. Attributes as of
+    :class:`ExchangeFailed`."""

@@ -1,0 +1,99 @@
+"""``python -m ringattn.doctor``: verdicts with advice, an exit status, JSON, and wrong arithmetic that is noticed."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ringattn import doctor, virtual
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def verdicts(findings: Any) -> dict[str, str]:
+    return {finding.check: finding.verdict for finding in findings}
+
+
+def test_the_command_reports_and_ends_with_a_status() -> None:
+    env = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "NCCL_P2P_DISABLE": "1", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "ringattn.doctor", "--json", "--seconds=0"]
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=200)
+    report = json.loads(done.stdout)
+    results = {check["check"]: check for check in report["checks"]}
+    assert (done.returncode, report["verdict"]) == (0, "warn"), done.stdout
+    assert results["two ranks, gloo"]["verdict"] == "ok"
+    assert results["arithmetic"]["verdict"] == "ok"
+    assert results["NCCL_P2P_DISABLE"]["verdict"] == "warn"
+    assert all(check["advice"] for check in report["checks"] if check["verdict"] != "ok")
+
+
+def test_a_check_that_raises_is_the_exit_status(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    def broken() -> Any:
+        raise OSError("no such device\nand more")
+
+    def nothing(*_: Any) -> Any:
+        return iter(())
+
+    for name in ("exchange", "arithmetic", "links", "gpus"):
+        monkeypatch.setattr(doctor, name, nothing)
+    monkeypatch.setattr(doctor, "limits", broken)
+    assert doctor.main([]) == 1
+    assert "fail  broken                OSError: no such device\n" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "verdict"),
+    [
+        ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0", "fail"),
+        ("CUDA_LAUNCH_BLOCKING", "1", "warn"),
+        ("RINGATTN_TIMEOUTS", "20", "warn"),
+        ("RINGATTN_CALIBRATION", "/dev/zero", "warn"),
+    ],
+)
+def test_settings_that_hurt(monkeypatch: pytest.MonkeyPatch, name: str, value: str, verdict: str) -> None:
+    for variable in [v for v in os.environ if v.startswith(("NCCL", "TORCH_NCCL", "RINGATTN", "CUDA_", "TRITON"))]:
+        monkeypatch.delenv(variable)
+    assert verdicts(doctor.settings()) == {"settings": "ok"}
+    monkeypatch.setenv(name, value)
+    assert verdicts(doctor.settings()) == {name: verdict}
+
+
+def test_a_cache_that_all_users_can_change_fails(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    tmp_path.chmod(0o777)
+    assert verdicts(doctor.settings())["TRITON_CACHE_DIR"] == "fail"
+    tmp_path.chmod(0o700)
+    assert "TRITON_CACHE_DIR" not in verdicts(doctor.settings())
+
+
+@pytest.mark.parametrize("error", [0.0, 1e-3, float("nan")])
+def test_wrong_arithmetic_is_noticed(monkeypatch: pytest.MonkeyPatch, error: float) -> None:
+    attention = doctor.attention
+    monkeypatch.setattr(doctor.torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(doctor, "attention", lambda *args: attention(*args) * (1 + error))
+    assert verdicts(doctor.arithmetic(0.0)) == {"arithmetic": "fail" if error else "ok"}
+
+
+def test_a_process_that_fails_is_reported_with_its_last_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nosuchlink")
+    finding = doctor._exchanged("gloo")
+    assert finding.verdict == "fail"
+    assert "GLOO_SOCKET_IFNAME" in finding.advice
+    assert "nosuchlink" in finding.text or "failed" in finding.text
+
+
+def test_old_versions_are_compared_as_numbers() -> None:
+    assert doctor._numbers("2.9.1+cu130") < (2, 11) <= doctor._numbers("2.11.0a0+git")
+
+
+def test_the_allowed_error_is_that_of_the_dtype() -> None:
+    mask = doctor.plan(33, virtual.VirtualRank(0, 1), causal=True).mask
+    problems = [doctor.Problem(mask, 33, dtype, torch.device("cpu")) for dtype in (torch.float32, torch.bfloat16)]
+    assert max(problems[0].allowed) < 2e-6 < 1e-3 < min(problems[1].allowed)

@@ -1,0 +1,256 @@
+"""The watchdog: what it makes of the words on a board, and that it ends real processes, which hold Python's lock."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from ringattn.peer import watchdog
+from ringattn.peer.watchdog import FREE, LANDED, LEFT, MOVED, MOVING, NEED_FREE, READY, Board, Process, Watch
+
+LIMIT = 10.0  # seconds
+
+
+@pytest.fixture
+def boards(tmp_path: Path) -> list[Board]:
+    """The same board as three ranks see it, which all run in this process."""
+    path = str(tmp_path / "board")
+    boards = [Board.create(path, 0, 3), Board.open(path, 1, 3), Board.open(path, 2, 3)]
+    for board in boards:
+        board.enter(LIMIT)
+    return boards
+
+
+def state_is(monkeypatch: pytest.MonkeyPatch, boards: list[Board], rank: int, state: str) -> None:
+    """Let a rank have a process of its own, in this state."""
+    watchdog._HEAD.pack_into(boards[rank].memory, boards[rank]._row(rank), 7000 + rank, 1, 1, LIMIT, 0)
+    real = Process.state
+    monkeypatch.setattr(Process, "state", lambda p: state if p.number == 7000 + rank else real(p))
+
+
+def problem(watch: Watch, seconds: float) -> tuple[int, str] | None:
+    """Look every second."""
+    for _ in range(round(seconds)):
+        if (result := watch.look(1.0)) is not None:
+            return result
+    return None
+
+
+def test_the_time_limit_counts_from_when_a_stream_reaches_its_wait(boards: list[Board]) -> None:
+    watch = Watch(boards[0], [1, 2])
+    assert problem(watch, 100) is None, "nothing is waited for"
+    boards[0].set_word(0, READY, 1)
+    assert problem(watch, 10) is None
+    for rank in (1, 2):
+        boards[rank].set_word(rank, READY, 1)
+    assert problem(watch, 100) is None, "all have come"
+    boards[0].set_word(0, READY, 2)
+    boards[1].set_word(1, READY, 2)
+    boards[1].begin(LIMIT)
+    peer, text = problem(watch, 20) or (None, "")
+    assert peer == 2
+    assert text.startswith("waited 11.0 s for the keys and values of exchange 2: rank 2 (process ")
+    assert "runs, but has not come: it has begun 0 calls and this rank 0" in text
+
+
+def test_a_limit_of_the_call_is_that_of_its_plan(boards: list[Board]) -> None:
+    boards[0].begin(3.0)
+    boards[0].set_word(0, LANDED, 1)
+    watch = Watch(boards[0], [1, 2])
+    assert problem(watch, 4) is None
+    assert problem(watch, 1)
+
+
+@pytest.mark.parametrize("epoch", [1, 2**31 - 1, -(2**31)])
+def test_epochs_wrap_around(boards: list[Board], epoch: int) -> None:
+    before = epoch - 1 if epoch > -(2**31) else 2**31 - 1
+    boards[0].set_word(0, READY, epoch)
+    boards[1].set_word(1, READY, epoch)
+    boards[2].set_word(2, READY, before)
+    peer, _ = problem(Watch(boards[0], [1, 2]), 20) or (None, "")
+    assert peer == 2
+    assert problem(Watch(boards[2], [0, 1]), 20) is None, "a rank that is late waits for nobody"
+
+
+def test_memory_for_gradients_is_waited_for_only_when_it_is_needed(boards: list[Board]) -> None:
+    watch = Watch(boards[0], [1, 2])
+    boards[0].set_word(0, FREE, 1)
+    assert problem(watch, 100) is None
+    boards[0].set_word(0, NEED_FREE, 1)
+    assert "memory for the gradients after exchange 1" in (problem(watch, 20) or (0, ""))[1]
+
+
+def test_messages_of_a_graph_repeat_their_words(boards: list[Board]) -> None:
+    """Every replay writes the same values; only a wait that lasts is one."""
+    watch, board = Watch(boards[0], [1, 2]), boards[0]
+    board.set_word(0, MOVING, 4)
+    for _ in range(50):  # as sampled, the stream always waits
+        assert watch.look(1.0) is None
+        board.set_word(0, MOVED, 0)  # and has gone on in between
+    board.set_word(0, MOVING, 0)
+    assert problem(watch, 100) is None
+    board.set_word(0, MOVING, 4)
+    peer, text = problem(watch, 20) or (None, "")
+    assert peer == 1
+    assert "waited 11.0 s for the messages of step 3" in text
+
+
+def test_a_dead_rank_ends_a_wait_at_once(monkeypatch: pytest.MonkeyPatch, boards: list[Board]) -> None:
+    watch = Watch(boards[0], [1, 2])
+    state_is(monkeypatch, boards, 2, "is dead")
+    assert problem(watch, 100) is None, "nobody waits for it"
+    for rank in (0, 1):
+        boards[rank].set_word(rank, READY, 1)
+    assert watch.look(0.3) is None
+    assert watch.look(0.3) is None
+    assert watch.look(0.3) == (2, "waited 0.6 s for the keys and values of exchange 1: rank 2 (process 7002) has died")
+
+
+def test_the_origin_goes_before_its_victims(monkeypatch: pytest.MonkeyPatch, boards: list[Board]) -> None:
+    boards[1].fail("waited 3 s for rank 2", blamed=2)
+    assert boards[0].cause([1]) == (2, f"waited 3 s for rank 2, as rank 1 (process {os.getpid()}) says")
+    state_is(monkeypatch, boards, 2, "is stopped")
+    assert boards[0].cause([1, 2])[0] == 2
+    assert boards[0].cause([1, 2], stopped=True)[1].startswith("rank 2 (process 7002) is stopped, by SIGSTOP")
+    boards[2].fail("MemoryError: no room")
+    boards[2].fail("another")
+    assert boards[0].cause([1, 2]) == (2, "rank 2 (process 7002) failed with MemoryError: no room")
+    boards[1].leave()
+    assert boards[0].status(1) != LEFT, "a failure stays one"
+
+
+def test_a_rank_that_has_left_has_sent_its_messages(monkeypatch: pytest.MonkeyPatch, boards: list[Board]) -> None:
+    boards[2].leave()
+    real = Process.state
+    boards[0].set_word(0, MOVING, 1)
+    watch = Watch(boards[0], [1, 2])
+    assert problem(watch, 9) is None
+    assert (problem(watch, 9) or (0, ""))[0] == 1
+    monkeypatch.setattr(Process, "state", real)
+
+
+# --- real processes ---------------------------------------------------------------------------------------------
+
+RANK = """
+import ctypes, importlib.util, os, signal, sys, time
+spec = importlib.util.spec_from_file_location("watchdog", sys.argv[1])
+watchdog = importlib.util.module_from_spec(spec)
+sys.modules["watchdog"] = watchdog
+spec.loader.exec_module(watchdog)
+path, rank, what = sys.argv[2], int(sys.argv[3]), sys.argv[4]
+board = watchdog.Board.create(path, 0, 2) if rank == 0 else watchdog.Board.open(path, 1, 2)
+board.enter(1.0)
+print("here", flush=True)
+sys.stdin.readline()  # all have entered
+if rank == 0:
+    child = watchdog.start(board)
+    print(child.pid, flush=True)
+if what == "waits":
+    board.set_word(0, watchdog.READY, 1)
+    ctypes.PyDLL(None).sleep(60)  # holds Python's lock, as a launch that is blocked in the driver may
+elif what == "forks":
+    if os.fork() == 0:
+        time.sleep(60)
+elif what == "stops":
+    os.kill(os.getpid(), signal.SIGSTOP)
+elif what == "raises":
+    board.fail("MemoryError: no room")
+    time.sleep(60)
+elif what == "lives":
+    time.sleep(60)
+"""
+Start = Callable[[int, str], "subprocess.Popen[str]"]
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Start]:
+    processes = []
+
+    def begin(rank: int, what: str) -> subprocess.Popen[str]:
+        process = subprocess.Popen(
+            [sys.executable, "-I", "-S", "-c", RANK, watchdog.__file__, str(tmp_path / "board"), str(rank), what],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+        processes.append(process)
+        assert process.stdout is not None
+        assert process.stdout.readline() == "here\n"
+        return process
+
+    yield begin
+    for process in processes:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+
+
+def go(*processes: subprocess.Popen[str]) -> int:
+    """Let all ranks go on. Returns the process of the watchdog of the first."""
+    for process in processes:
+        assert process.stdin is not None
+        process.stdin.write("\n")
+        process.stdin.flush()
+    assert processes[0].stdout is not None
+    return int(processes[0].stdout.readline())
+
+
+def gone(number: int, seconds: float) -> bool:
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        if watchdog._stat(number)[0] in "XZ":
+            return True
+        time.sleep(0.02)
+    return False
+
+
+@pytest.mark.parametrize(
+    ("peer", "says", "least"),
+    [
+        ("ends", "has died", 0.0),
+        ("stops", "is stopped, by SIGSTOP or a debugger (kill -CONT", 1.0),
+        ("lives", "runs, but has not come", 1.0),
+        ("raises", "failed with MemoryError: no room", 0.0),
+    ],
+)
+def test_a_process_that_cannot_go_on_is_ended(start: Start, peer: str, says: str, least: float) -> None:
+    waiting, other = start(0, "waits"), start(1, peer)
+    begin = time.monotonic()
+    child = go(waiting, other)
+    _, error = waiting.communicate(timeout=30)
+    elapsed = time.monotonic() - begin
+    assert waiting.returncode == -signal.SIGABRT
+    assert error.startswith(f"ringattn: rank 0 (process {waiting.pid}): waited ")
+    assert f"for the keys and values of exchange 1: rank 1 (process {other.pid}) {says}" in error
+    assert least <= elapsed < 1.0 + 5.0
+    assert gone(child, 5.0)
+
+
+@pytest.mark.parametrize("what", ["ends", "forks"])
+def test_it_ends_with_its_parent_and_says_nothing(start: Start, what: str) -> None:
+    leaving, other = start(0, what), start(1, "lives")
+    child = go(leaving, other)
+    assert leaving.wait(10) == 0
+    assert gone(child, 5.0)
+    assert not gone(other.pid, 0.1)
+
+
+def test_a_stopped_process_is_not_ended_for_its_own_stop(start: Start) -> None:
+    """A debugger holds this rank: its streams wait, but no time passes."""
+    stopped, other = start(0, "stops"), start(1, "lives")
+    child = go(stopped, other)
+    board = Board.open(str(Path(stopped.args[-3])), 0, 2)  # type: ignore[index]
+    board.set_word(0, READY, 1)
+    time.sleep(2.5)
+    assert not gone(stopped.pid, 0.1)
+    assert not gone(child, 0.1)
