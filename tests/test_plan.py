@@ -61,6 +61,7 @@ DIFFERENCES = {
     "dataflow": (dict(dataflow="ring"), dict(dataflow="reduce")),
     "deterministic": (dict(deterministic=False), dict(deterministic=True)),
     "local_size": (dict(local_size=2), dict(local_size=4)),
+    "buffer_bytes": (dict(buffer_bytes=1 << 20), dict(buffer_bytes=1 << 21)),
 }
 
 
