@@ -243,3 +243,29 @@ def test_a_state_is_not_changed_by_use() -> None:
     _ = x + y, x.rescale(x.m + 1), x.finalize()
     assert same(x, copy)
     assert [t._version for t in x] == versions
+
+
+def test_add_in_place_is_addition() -> None:
+    """Rows of every kind: both have seen keys, one has, none has; gaps of either sign."""
+    generator = torch.Generator().manual_seed(3)
+    s = 4 * torch.randn(2, 3, 12, 10, generator=generator, dtype=torch.float64)
+    v = torch.randn(2, 10, 3, 5, generator=generator, dtype=torch.float64)
+    s[..., 0:3, :6], s[..., 2:5, 6:] = -INF, -INF
+    s[..., 6, 6:] += 500.0
+    s[..., 7, :6] += 500.0
+    a, b = attend(s[..., :6], v[:, :6], torch.float64), attend(s[..., 6:], v[:, 6:], torch.float64)
+    want = (a + b).finalize()
+    total = Partial(*(x.clone() for x in a)).add_(Partial(*(x.clone() for x in b)))
+    for x, y in zip(total.finalize(), want, strict=True):
+        torch.testing.assert_close(x, y, rtol=1e-14, atol=1e-14)
+
+
+def test_a_sink_is_one_more_key_with_a_value_of_zero() -> None:
+    s, v = torch.randn(2, 3, 4, 6, dtype=torch.float64), torch.randn(2, 6, 3, 5, dtype=torch.float64)
+    s[:, :, 1] = -INF
+    sink = torch.tensor([0.3, -2.0, 40.0], dtype=torch.float64)
+    with_key = torch.cat([s, sink[:, None, None].expand(2, 3, 4, 1)], -1)
+    out, lse, _ = direct(with_key, torch.cat([v, torch.zeros(2, 1, 3, 5, dtype=torch.float64)], 1))
+    got = attend(s, v, torch.float64).add_sink(sink).finalize()
+    torch.testing.assert_close(got[0], out, rtol=1e-13, atol=1e-13)
+    torch.testing.assert_close(got[1], lse, rtol=1e-13, atol=1e-13)

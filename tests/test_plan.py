@@ -62,6 +62,7 @@ DIFFERENCES = {
     "deterministic": (dict(deterministic=False), dict(deterministic=True)),
     "local_size": (dict(local_size=2), dict(local_size=4)),
     "timeout": (dict(timeout=20.5), dict(timeout=21)),
+    "buffer_bytes": (dict(buffer_bytes=1 << 20), dict(buffer_bytes=1 << 21)),
 }
 
 

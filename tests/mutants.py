@@ -1,0 +1,344 @@
+"""Mutation tests: plant one small fault at a time, and see that tests fail.
+
+    python -m tests.mutants                     all that need no GPU, and a table; some 20 minutes on two cores
+    python -m tests.mutants --only mask ring    mutants whose name contains one of these words
+    python -m tests.mutants --gpu               those that only a Hopper GPU can show
+
+Every mutant replaces one piece of text in one file of a copy of the repository, and runs the tests that should notice.
+It is *caught* if a test fails, or if the tests exceed their time, which a fault that hangs does. If they pass, it
+*survived*: there is a hole in the tests. The exit status is 0 only if all are caught. tests/test_mutants.py keeps the
+list in step with the code. Method: DeMillo, Lipton, Sayward 1978, "Hints on test data selection".
+"""
+
+from __future__ import annotations
+
+if not __package__:
+    raise SystemExit("start this as a module, in the repository's root: python -m tests.mutants")
+
+import argparse
+import json
+import os
+import queue
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).parent.parent
+SECONDS = 240  # for the tests of one mutant, which take less than a minute without a fault
+
+
+class Mutant(NamedTuple):
+    """A fault: ``old`` occurs once in ``file`` and is replaced by ``new``.
+
+    ``tests``: arguments of pytest that choose the tests which should notice. ``gpu``: they need a Hopper GPU.
+    """
+
+    name: str
+    file: str
+    old: str
+    new: str
+    tests: str
+    gpu: bool = False
+
+    def planted(self, root: Path = ROOT) -> str:
+        """Return the text of the file with the fault.
+
+        Raises:
+            ValueError: the text to replace is not there exactly once.
+        """
+        text = (root / self.file).read_text()
+        if text.count(self.old) != 1:
+            raise ValueError(f"{self.name}: {self.file} has {text.count(self.old)} times {self.old!r}; it must be once")
+        return text.replace(self.old, self.new)
+
+
+_MASK = "tests/test_mask.py"
+_STATE = "tests/test_partial.py"
+_EAGER = "tests/test_eager.py tests/test_kernel_contract.py"
+_TRITON = "tests/test_kernel_contract.py tests/test_triton.py"
+_FLOWS = "tests/test_dataflows.py"
+_COPIES = "tests/test_pulls.py tests/test_extend.py"
+_PLAN = "tests/test_plan.py tests/test_schedule.py"
+_BATCH = "tests/test_batch.py"
+
+MUTANTS = (
+    # --- masks and layouts
+    Mutant("mask: causal hides the own key", "ringattn/intervals.py", "aligned + right + 1).clamp", "aligned + right).clamp", _MASK),
+    Mutant("mask: window one key too long", "ringattn/intervals.py", "torch.maximum(low, aligned - left).clamp",
+           "torch.maximum(low, aligned - left - 1).clamp", _MASK),
+    Mutant("mask: aligned at the beginning", "ringattn/intervals.py", "return self.seq_len_k - self.seq_len", "return 0", _MASK),
+    Mutant("mask: intersection forgets one side's low", "ringattn/intervals.py", "torch.maximum(a[0], b[0])", "a[0]", _MASK),
+    Mutant("mask: intersection takes the longer window", "ringattn/intervals.py", "torch.minimum(a[2], b[2])",
+           "torch.maximum(a[2], b[2])", _MASK),
+    Mutant("mask: piece of the query before", "ringattn/intervals.py",
+           "piece = torch.searchsorted(first, positions.contiguous(), right=True) - 1",
+           "piece = (torch.searchsorted(first, positions.contiguous()) - 1).clamp(min=0)", _MASK),
+    Mutant("mask: digest leaves out the right bounds", "ringattn/intervals.py",
+           "for x in (self.first, self.low, self.high, self.left, self.right):\n            h.update",
+           "for x in (self.first, self.low, self.high, self.left):\n            h.update", _MASK),
+    Mutant("mask: digest leaves out the lengths", "ringattn/intervals.py", 'f"{self.seq_len} {self.seq_len_k} {tuple(self.first.shape)}"',
+           'f"{tuple(self.first.shape)}"', _MASK),
+    Mutant("mask: falling ends are accepted", "ringattn/intervals.py", "falls = (bound.diff(dim=1) < 0).nonzero()\n            if",
+           "falls = (bound.diff(dim=1) < -bound.numel()).nonzero()\n            if", _MASK + " tests/test_extend.py"),
+    Mutant("mask: runs seen end one early", "ringattn/intervals.py", "last = torch.minimum(past + self.offset, high + left) - 1",
+           "last = torch.minimum(past + self.offset, high + left) - 2", _MASK),
+    Mutant("layout: zigzag pairs with the wrong chunk", "ringattn/layout.py", "_runs(chunks[r], chunks[-1 - r])",
+           "_runs(chunks[r], chunks[(r + world_size) % (2 * world_size)])", "tests/test_layout.py"),
+    Mutant("layout: put forgets the step", "ringattn/layout.py", "index[dim] = slice(r.start, r.stop, r.step)",
+           "index[dim] = slice(r.start, r.start + len(r))", "tests/test_layout.py tests/test_attention.py -k shard"),
+    Mutant("needs: a part begins one key late", "ringattn/needs.py", "return [(run[first:past], owner, offset + first)]",
+           "return [(run[first:past], owner, offset + first + (first > 0))]", "tests/test_plan.py tests/test_extend.py"),
+
+    # --- states
+    Mutant("partial: rescale leaves l", "ringattn/partial.py", "return Partial(m, self.l * factor, self.o", "return Partial(m, self.l, self.o", _STATE),
+    Mutant("partial: add_ drops the other's factor", "ringattn/partial.py",
+           "self.l.mul_(scale).add_(other.l.mul_(other_scale))", "self.l.mul_(scale).add_(other.l)", _STATE),
+    Mutant("partial: lse without ln l", "ringattn/partial.py", "self.m + torch.log(l), float", "self.m, float", _STATE),
+    Mutant("partial: a row that saw nothing divides by zero", "ringattn/partial.py", "l = torch.where(seen, self.l, 1.0)",
+           "l = self.l", _STATE),
+    Mutant("partial: empty plus empty is NaN", "ringattn/partial.py",
+           "factor = torch.exp(self.m - torch.where(m == float(\"-inf\"), 0.0, m))", "factor = torch.exp(self.m - m)", _STATE),
+    Mutant("partial: the sink counts twice", "ringattn/partial.py", "torch.ones_like(self.l), torch.zeros_like(self.o))",
+           "2 * torch.ones_like(self.l), torch.zeros_like(self.o))", _STATE),
+
+    # --- eager kernel
+    Mutant("eager: no rescale of o", "kernels/eager.py", "o[:, rows] = o[:, rows] * _per_row(alpha) +", "o[:, rows] = o[:, rows] +", _EAGER),
+    Mutant("eager: full tiles begin one tile early", "kernels/eager.py", "if full_begin[tile] <= col and", "if full_begin[tile] <= col + _BLOCK and", _EAGER + " " + _FLOWS),
+    Mutant("eager: softcap without its derivative", "kernels/eager.py", "s, slope = score.softcap * t, 1 - t * t", "s, slope = score.softcap * t, 1.0", _EAGER),
+    Mutant("eager: ALiBi is signed", "kernels/eager.py", "block.positions_k[None, cols]).abs()", "block.positions_k[None, cols])", _EAGER),
+    Mutant("eager: sink joins every chunk", "kernels/eager.py", "if score.sink is not None and state is None:", "if score.sink is not None:", _EAGER),
+    Mutant("eager: dk without the scale", "kernels/eager.py", "dk[:, cols] += _over_group(ds,", "dk[:, cols] += _over_group(ds / score.softmax_scale,", _EAGER),
+    Mutant("eager: dq is overwritten", "kernels/eager.py", "dq[:, rows] += _grouped", "dq[:, rows] = _grouped", _EAGER),
+    Mutant("eager: heads of a group read the wrong keys", "kernels/eager.py",
+           "folded = x.reshape(batch, kv_heads, q_heads // kv_heads * m, a)",
+           "folded = x.reshape(batch, q_heads // kv_heads, kv_heads, m, a).transpose(1, 2).reshape(batch, kv_heads, -1, a)", _EAGER),
+    Mutant("eager: empty rows are NaN in the backward", "kernels/eager.py",
+           "    lse = torch.where(lse == float(\"-inf\"), float(\"inf\"), lse)  # rows", "    # rows", _EAGER),
+    Mutant("delta: the gradient of lse has the wrong sign", "kernels/contract.py", "delta if dlse is None else delta - dlse.to(dtype)",
+           "delta if dlse is None else delta + dlse.to(dtype)", _EAGER + " tests/test_attention.py"),
+    Mutant("contract: full tiles reach one tile too far", "kernels/contract.py", "full_end = torch.minimum(full_end // size * size, stop)",
+           "full_end = torch.minimum((full_end + size - 1) // size * size, stop)", _EAGER),
+    Mutant("contract: key tiles begin one query late", "kernels/contract.py", "begin = torch.searchsorted(end, first, right=True)",
+           "begin = torch.searchsorted(end, past, right=True)", _TRITON),
+    Mutant("contract: no flush of long sums", "kernels/contract.py", "return PERIOD if keys > LONGEST_SUM else 0", "return 0",
+           "tests/test_long_sums.py tests/test_triton.py"),
+    Mutant("contract: slices of sinks for the wrong heads", "kernels/contract.py", "None if self.sink is None else self.sink[heads]",
+           "None if self.sink is None else self.sink[: heads.stop - heads.start]", "tests/test_extend.py tests/test_heads.py"),
+    Mutant("contract: slices of slopes for the wrong heads", "kernels/contract.py", "self.alibi_slopes[..., heads]",
+           "self.alibi_slopes[..., : heads.stop - heads.start]", "tests/test_extend.py tests/test_heads.py"),
+
+    # --- Triton kernels, in the interpreter
+    Mutant("triton: the wrong key head", "kernels/triton/forward.py", "h_kv = h // HEADS_PER_KV", "h_kv = h % (heads // HEADS_PER_KV)", _TRITON),
+    Mutant("triton: carried state keeps its factor", "kernels/triton/forward.py", "        l *= factor\n        o *= factor[:, None]\n", "        o *= factor[:, None]\n", "tests/test_triton.py"),
+    Mutant("triton: state leaves without its factor", "kernels/triton/forward.py", "l * factor, mask=alive)", "l, mask=alive)", "tests/test_triton.py"),
+    Mutant("triton: the end of the interval is seen", "kernels/triton/forward.py", "nth[None, :] < (end - n)[:, None]", "nth[None, :] <= (end - n)[:, None]", _TRITON),
+    Mutant("triton: flushed sums are not rescaled", "kernels/triton/forward.py", "flushed = flushed * kept[:, None] + o", "flushed = flushed + o", "tests/test_triton.py"),
+    Mutant("triton: dq without what was there", "kernels/triton/backward.py", "earlier + dq * softmax_scale", "dq * softmax_scale", _TRITON),
+    Mutant("triton: dkdv takes the first head of a group", "kernels/triton/backward.py", "h = h_kv * HEADS_PER_KV + g", "h = h_kv * HEADS_PER_KV", _TRITON),
+    Mutant("triton: backward with delta added", "kernels/triton/backward.py", "ds = p * (dp - delta_m[None, :])", "ds = p * (dp + delta_m[None, :])", _TRITON),
+    Mutant("triton: softcap's derivative left out", "kernels/triton/primitives.py", "slope_of_score = 1 - t * t", "slope_of_score = 1 - 0 * t", _TRITON),
+    Mutant("triton: rest of the base-2 reference", "kernels/triton/primitives.py",
+           "rest = tl.fma(m, -LOG2E, m2) - m * LOG2E_REST", "rest = tl.fma(m, -LOG2E, m2) * 0", "tests/test_triton.py"),
+    Mutant("triton: row offsets in 32 bits", "kernels/triton/primitives.py", "rows = (first + tl.arange(0, ROWS)).to(tl.int64)",
+           "rows = first + tl.arange(0, ROWS)", "tests/test_triton.py"),
+    Mutant("long sums: pieces of keys overlap", "kernels/long_sums.py", "keys = slice(low, min(low + KEYS, block.seq_k))",
+           "keys = slice(low, min(low + KEYS + 1, block.seq_k))", "tests/test_long_sums.py"),
+    Mutant("long sums: a piece's first is never said", "kernels/long_sums.py", "first = False", "first = True", "tests/test_long_sums.py"),
+
+    # --- dataflows
+    Mutant("ring: the state of a shard is dropped", "ringattn/dataflow/ring.py",
+           "state = kernel.forward(call.q, Keys(*visit.shard, block), call.score, state)",
+           "state = kernel.forward(call.q, Keys(*visit.shard, block), call.score, None)", _FLOWS),
+    Mutant("ring: the block of the neighbour", "ringattn/dataflow/ring.py", "block = call.block(plan.rank, visit.owner)",
+           "block = call.block(visit.owner, plan.rank)", _FLOWS),
+    Mutant("ring: gradients stay here", "ringattn/dataflow/ring.py", "dk, dv = circulation.home or (torch.zeros_like",
+           "dk, dv = dk_dv if plan.world_size > 1 and False else None or (torch.zeros_like", _FLOWS),
+    Mutant("ring: partial sums in the inputs' dtype", "ringattn/dataflow/ring.py",
+           "contribution = Contribution((call.k.shape, call.v.shape), dtype, add_gradients)",
+           "contribution = Contribution((call.k.shape, call.v.shape), call.k.dtype, add_gradients)", _FLOWS),
+    Mutant("reduce: the sink joins on every rank", "ringattn/dataflow/reduce.py", "call.score.without_sink()", "call.score", _FLOWS + " tests/test_attention.py"),
+    Mutant("reduce: dq of the first visit only", "ringattn/dataflow/reduce.py", "dkdv = new if dkdv is None else add_gradients(dkdv, new)", "dkdv = new", _FLOWS),
+    Mutant("circulation: wait for messages is missing", "ringattn/dataflow/circulation.py",
+           "            with named(\"hop\", t, \"wait\"):\n                moving.wait()\n", "", _FLOWS + " tests/test_circulation.py"),
+    Mutant("circulation: a contribution is forgotten", "ringattn/dataflow/circulation.py",
+           "leaving, self._new = self._sum(so_far, self._new), None", "leaving, self._new = so_far or self._new, None", _FLOWS),
+    Mutant("schedule: contributions go home one step late", "ringattn/schedule.py", "if t == visits[rank] and t > 1:", "if t == visits[rank] + 1 and t > 1:", _PLAN),
+    Mutant("schedule: a double ring in single steps", "ringattn/schedule.py", "return (group + shift[0]) % groups * self.local_size +",
+           "return (group + shift[0] + 1) % groups * self.local_size +", _PLAN),
+    Mutant("gather: the first wave's heads for all", "ringattn/dataflow/gather.py",
+           "part.queries(result.out, 2)[:], part.queries(result.lse, 1)[:] = done",
+           "result.out[:, :, : done.out.shape[2]], part.queries(result.lse, 1)[:] = done", "tests/test_extend.py tests/test_heads.py"),
+    Mutant("gather: scores of the first heads for all", "ringattn/dataflow/gather.py",
+           "score = call.score if part.whole else call.score.heads(part.q_heads)\n            with named(\"wave\", part.wave, \"forward\")",
+           "score = call.score if part.whole else call.score.heads(slice(0, part.q_heads.stop - part.q_heads.start))\n            with named(\"wave\", part.wave, \"forward\")",
+           "tests/test_extend.py tests/test_heads.py"),
+    Mutant("gather: gradients of another run", "ringattn/dataflow/fetching.py", "self.arriving.append((run.offset, piece))",
+           "self.arriving.append((0, piece[: len(piece)]))", _FLOWS),
+    Mutant("gather: sums in the order of arrival", "ringattn/dataflow/fetching.py", "for offset, piece in self.arriving:",
+           "for offset, piece in sorted(self.arriving, key=lambda x: float(x[1].sum())):", "tests/test_heads.py"),
+    Mutant("gather: predicted memory twice too large", "ringattn/dataflow/gather.py", "return round(s.batch * bound)",
+           "return round(2 * s.batch * bound)", "tests/test_plan.py"),
+
+    # --- copies between GPUs, on simulated GPUs
+    Mutant("pull: no wait for the other ranks", "ringattn/peer/pull.py", "            link.wait_for(pulling, READY, self.epoch)\n", "", _COPIES),
+    Mutant("pull: flags before the copies", "ringattn/peer/pull.py",
+           "            copies[self.slot].queue(pulling)\n            flags.write(pulling, self.epoch)\n",
+           "            flags.write(pulling, self.epoch)\n            copies[self.slot].queue(pulling)\n", _COPIES),
+    Mutant("pull: one slot for all calls", "ringattn/peer/pull.py", "self.slot = self.epoch % 2", "self.slot = 0", _COPIES),
+    Mutant("pull: a copy of the wrong row", "ringattn/peer/pull.py", "shared_row = batch * self.heads + heads.start + head",
+           "shared_row = batch * self.heads + head", _COPIES),
+    Mutant("pull: the buffer is written too early", "ringattn/peer/pull.py", "        pulling.wait_event(link.writable)\n", "", _COPIES),
+    Mutant("push: no wait for free memory", "ringattn/peer/push.py", "        link.wait_for(pushing, FREE, self.epoch - 1)\n", "", _COPIES),
+    Mutant("push: LANDED before the copies", "ringattn/peer/push.py", "                    words[i].wait(pushing, before[i])\n", "                    pass\n", _COPIES),
+    Mutant("push: memory is free before the sum", "ringattn/peer/push.py",
+           "        sum_runs(targets.table, self.partials.pop(wave), targets.landed, dk, dv)\n        link.signal(main, FREE, self.epoch)\n",
+           "        link.signal(main, FREE, self.epoch)\n        sum_runs(targets.table, self.partials.pop(wave), targets.landed, dk, dv)\n", _COPIES),
+    Mutant("memory: a larger buffer while another stream reads", "ringattn/peer/memory.py",
+           "            self._receive_stream.wait_event(self.released)\n", "", "tests/test_pulls.py tests/test_memory.py"),
+    Mutant("memory: old addresses of replaced memory", "ringattn/peer/memory.py",
+           "            region = self._regions[which] = Region(*self.share(max(1, -(-size // (1 << 21))) << 21))\n            self.prepared.clear()\n",
+           "            region = self._regions[which] = Region(*self.share(max(1, -(-size // (1 << 21))) << 21))\n", _COPIES),
+    Mutant("pack_rows: own runs one row late", "ringattn/peer/pack_rows.py", "place = tl.where((t >= offset) & (t < offset + length), first + t - offset, place)",
+           "place = tl.where((t >= offset) & (t < offset + length), first + t - offset + 1, place)", "tests/test_pack_rows.py"),
+    Mutant("sum_runs: the first token of a piece is left out", "ringattn/peer/sum_runs.py", "inside = ((t >= begin) & (t < end))[:, None]",
+           "inside = ((t > begin) & (t < end))[:, None]", "tests/test_sum_runs.py"),
+
+    # --- plans and agreement
+    Mutant("planning: deterministic is not compared", "ringattn/planning.py", "            deterministic=self.deterministic,\n            local_size", "            local_size", _PLAN),
+    Mutant("planning: local_size is not compared", "ringattn/planning.py", "            local_size=self.local_size,\n            buffer_bytes", "            buffer_bytes", _PLAN),
+    Mutant("planning: buffer_bytes is not compared", "ringattn/planning.py", "            buffer_bytes=self.buffer_bytes,\n            timeout", "            timeout", _PLAN),
+    Mutant("planning: layout is not compared", "ringattn/planning.py", "            layout=self.layout,\n            dataflow=self.dataflow,\n            deterministic", "            dataflow=self.dataflow,\n            deterministic", _PLAN),
+    Mutant("planning: the prefix is not compared", "ringattn/planning.py", "        prefix=prefix,\n        cu_seqlens", "        cu_seqlens", _PLAN),
+    Mutant("agreement: the last rank is not looked at", "ringattn/agreement.py", "        for rank, row in enumerate(table):\n            ranks.setdefault",
+           "        for rank, row in enumerate(table[:-1]):\n            ranks.setdefault", "tests/test_agreement.py"),
+    Mutant("agreement: floats as integers", "ringattn/agreement.py", 'return struct.unpack("<q", struct.pack("<d", value))[0]', "return int(value)", "tests/test_agreement.py"),
+    Mutant("verify: a key met twice is no error", "ringattn/verify.py", "met[rank, keys] = True", "met[rank, keys] = False", "tests/test_plan.py"),
+    Mutant("cost: windowed rings take all pairs", "ringattn/cost.py", "pairs = max(p.pairs[r][o] if ring else p.pairs[o][r] for r, o in met)",
+           "pairs = max(sum(p.pairs[r]) if ring else p.pairs[o][r] for r, o in met)", "tests/test_cost.py"),
+
+    # --- what training sees
+    Mutant("batch: labels are not shifted", "ringattn/training/batch.py", "targets[:, :-1] = labels[:, 1:]", "targets[:, :] = labels", _BATCH),
+    Mutant("batch: targets cross documents", "ringattn/training/batch.py", "(begin[:, 1:] == begin[:, :-1]) & real[:, 1:]", "real[:, 1:]", _BATCH),
+    Mutant("batch: positions go on in the next document", "ringattn/training/batch.py", "restart = torch.where(real & (begin > first), begin, 0)",
+           "restart = torch.zeros_like(begin)", _BATCH),
+    Mutant("loss: a mean over ranks", "ringattn/training/loss.py", "return summed * ranks / divisor", "return summed / divisor", "tests/test_loss.py"),
+    Mutant("loss: local targets only", "ringattn/training/loss.py", "return transport.all_reduce(x, \"sum\") if transport.world_size > 1 else x", "return x", "tests/test_loss.py"),
+    Mutant("functional: the scale of another head dim", "ringattn/functional.py", "scale = q.shape[-1] ** -0.5 if softmax_scale is None", "scale = v.shape[-1] ** -0.5 if softmax_scale is None", _FLOWS),
+    Mutant("functional: kv_heads need not divide", "ringattn/functional.py", "if kv_heads == 0 or q_heads % kv_heads:", "if kv_heads == 0:", "tests/test_errors.py"),
+    Mutant("loads: tiles of one run only", "ringattn/loads.py", "for run in shard for i in range(0, len(run), TILE)]", "for run in shard[:1] for i in range(0, len(run), TILE)]", "tests/test_balance.py"),
+    Mutant("balance: a document is cut without its tail", "ringattn/balance.py", "return range(max(start, stop - tokens), stop) if self.tail else",
+           "return range(start, min(stop, start + tokens)) if self.tail else", "tests/test_balance.py"),
+
+    # --- generation
+    Mutant("generation: the token of another rank", "ringattn/generation.py", "skip = (rank - self.seq_len) % size", "skip = (rank - self.seq_len + 1) % size", "tests/test_decode.py"),
+    Mutant("generation: states are not rescaled", "ringattn/generation.py", "scaled = state.rescale(m)", "scaled = state", "tests/test_decode.py"),
+
+    Mutant("virtual: messages are views", "ringattn/virtual.py", "self.world.box(self.rank, peer).put(x.clone())", "self.world.box(self.rank, peer).put(x)", "tests/test_virtual.py"),
+)  # fmt: skip
+
+
+class Verdict(NamedTuple):
+    mutant: Mutant
+    outcome: str  # "caught", "survived", or why it could not be tried
+    seconds: float
+    by: str  # the first test that failed
+
+
+def _copy(into: Path) -> None:
+    """Copy the files that git tracks, as they are in the working tree."""
+    names = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, check=True, capture_output=True).stdout
+    tar = ["tar", "--null", "--files-from=-", "--ignore-failed-read", "-cf", "-"]
+    packed = subprocess.run(tar, cwd=ROOT, input=names, check=True, capture_output=True).stdout
+    subprocess.run(["tar", "-xf", "-"], cwd=into, input=packed, check=True)
+
+
+def try_tests(tests: str, tree: Path, seconds: float = SECONDS) -> tuple[str, str]:
+    """Run tests in a tree. Return ("passed", "failed", "hung" or an error, the first test that failed)."""
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "--no-header", "-p", "no:cacheprovider", "-o", "addopts=", *tests.split()]
+    environment = {**os.environ, "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1", "HYPOTHESIS_SEED": "0"}
+    with subprocess.Popen(
+        command, cwd=tree, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        start_new_session=True,
+    ) as process:  # fmt: skip
+        try:
+            output, _ = process.communicate(timeout=seconds)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)  # ranks that wait for each other, too
+            process.communicate()
+            return "hung", f"(not ended after {seconds:g} s)"
+    failed = next((line.split()[1] for line in output.splitlines() if line.startswith("FAILED ")), "")
+    if process.returncode == 0:
+        return "passed", ""
+    if process.returncode == 1:
+        return "failed", failed
+    return f"pytest ended with {process.returncode}: {output.strip().splitlines()[-1] if output.strip() else ''}", ""
+
+
+def judge(mutant: Mutant, tree: Path) -> Verdict:
+    """Plant a mutant in a tree, run its tests, and put the file back."""
+    began, file = time.monotonic(), tree / mutant.file
+    whole = file.read_text()
+    file.write_text(mutant.planted())
+    try:
+        outcome, by = try_tests(mutant.tests, tree)
+    finally:
+        file.write_text(whole)
+    outcome = {"passed": "survived", "failed": "caught", "hung": "caught"}.get(outcome, outcome)
+    return Verdict(mutant, outcome, time.monotonic() - began, by)
+
+
+def judge_all(mutants: Sequence[Mutant], jobs: int) -> Iterator[Verdict]:
+    """Yield the verdicts as they come, from ``jobs`` trees at the same time."""
+    left: queue.SimpleQueue[Mutant] = queue.SimpleQueue()
+    for mutant in mutants:
+        left.put(mutant)
+    verdicts: queue.SimpleQueue[Verdict] = queue.SimpleQueue()
+
+    def work() -> None:
+        with tempfile.TemporaryDirectory() as folder:
+            _copy(Path(folder))
+            while True:
+                try:
+                    mutant = left.get_nowait()
+                except queue.Empty:
+                    return
+                verdicts.put(judge(mutant, Path(folder)))
+
+    for _ in range(jobs):
+        threading.Thread(target=work, daemon=True).start()
+    for _ in mutants:
+        yield verdicts.get()
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.mutants", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--only", nargs="+", metavar="WORD", help="mutants whose name contains one of these")
+    parser.add_argument("--gpu", action="store_true", help="those that need a Hopper GPU, and no others")
+    parser.add_argument("--jobs", type=int, default=2, help="mutants at the same time")
+    args = parser.parse_args(argv)
+    chosen = [
+        m for m in MUTANTS if m.gpu == args.gpu and (not args.only or any(word in m.name for word in args.only))
+    ]
+    if not chosen:
+        parser.error(f"no mutant has a name with {' or '.join(map(repr, args.only or ['--gpu']))}")
+    verdicts = []
+    for verdict in judge_all(chosen, args.jobs):
+        verdicts.append(verdict)
+        print(f"{verdict.outcome:9} {verdict.seconds:5.0f} s  {verdict.mutant.name}  {verdict.by}", flush=True)
+    missed = [v for v in verdicts if v.outcome != "caught"]
+    for verdict in missed:
+        print(f"NOT CAUGHT: {verdict.mutant.name} ({verdict.outcome}) by {verdict.mutant.tests}")
+    print(json.dumps(dict(mutants=len(verdicts), caught=len(verdicts) - len(missed), missed=[v.mutant.name for v in missed])))
+    return 1 if missed else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
