@@ -44,9 +44,7 @@ def test_every_group_of_heads_has_its_own_slopes_sinks_and_rows(layout: str, slo
     def body(rank: virtual.VirtualRank) -> list[Tensor]:
         plan = ringattn.plan(SEQ, rank, causal=True, layout=layout, dataflow="gather")
         own = [plan.shard(x).requires_grad_() for x in (q, k, v)] + [sink.clone().requires_grad_()]
-        out, lse = ringattn.attention(
-            *own[:3], plan, softcap=3.0, alibi_slopes=slopes, sink=own[3], return_lse=True
-        )
+        out, lse = ringattn.attention(*own[:3], plan, softcap=3.0, alibi_slopes=slopes, sink=own[3], return_lse=True)
         dq, dk, dv, dsink = torch.autograd.grad(out, own, plan.shard(dout))
         plan.transport.all_reduce(dsink, "sum")
         whole = [plan.unshard(x.detach()) for x in (out, dq, dk, dv)]

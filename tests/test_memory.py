@@ -58,8 +58,8 @@ class Allocating(Backend):
         return state or Partial(rows(), rows(), q.new_empty(shape, dtype=torch.float32))
 
     def _backward(self, queries: Queries, keys: Keys, *others: Any) -> tuple[Tensor, Tensor]:
-        into = others[3]
-        return into or (torch.empty(keys.k.shape), torch.empty(keys.v.shape))
+        into, own = others[3], (torch.empty(keys.k.shape), torch.empty(keys.v.shape))
+        return into or own
 
     def _query_gradients(self, *arguments: Any) -> None:
         pass
@@ -130,3 +130,4 @@ def test_no_more_than_predicted(
         for measured, predicted in found:
             assert predicted > 0
             assert measured <= 1.01 * predicted  # a few numbers per block
+            assert predicted <= 1.75 * measured or not measured, "an upper bound, but not twice too large"

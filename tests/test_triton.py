@@ -37,6 +37,7 @@ from ringattn import mask as masks
 from ringattn.kernels import contract
 from ringattn.kernels.backends import BACKENDS
 from ringattn.kernels.contract import Keys, Queries, Score
+from ringattn.kernels.delta import row_delta
 from ringattn.kernels.triton import forward as triton_forward
 from ringattn.kernels.triton import primitives
 from ringattn.partial import Partial
@@ -314,3 +315,32 @@ def test_several_intervals_per_query() -> None:
         results[kernel] = [out, lse, *torch.autograd.grad(out.square().sum() + lse.sum(), leaves)]
     for got, want in zip(results["triton"], results["eager"], strict=True):
         assert torch.allclose(got, want, atol=1e-4 if DEVICE == "cpu" else 2e-2)
+
+
+@runs_kernels
+@pytest.mark.skipif(GPU, reason="scripts/limits.py does this on a GPU, with real sizes")
+def test_rows_and_heads_further_apart_than_32_bits_count() -> None:
+    """Views of memory of which only the pages that are used exist."""
+    tokens, heads, dim = 4, 2, 16
+    far = (1 << 31) // (tokens - 1) + 16  # the last row begins after 2**31 elements
+
+    def spread(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        by_rows = torch.empty(far * tokens, dtype=x.dtype).as_strided(x.shape, (0, far, dim, 1))
+        size = (1 << 31) + 16
+        by_heads = torch.empty(size + tokens * dim, dtype=x.dtype).as_strided(x.shape, (0, dim, size, 1))
+        return by_rows.copy_(x), by_heads.copy_(x)
+
+    generator = torch.Generator().manual_seed(0)
+    q, k, v, dout = (torch.randn(1, tokens, heads, dim, generator=generator).half() for _ in range(4))
+    block = make_block(*causal(tokens, tokens), tokens)
+
+    def results(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> list[torch.Tensor]:
+        keys = Keys(k, v, block)
+        out, lse = TRITON.output(q, keys, SCORE)
+        dq = torch.zeros(1, tokens, heads, dim)
+        return [out, lse, dq, *TRITON.backward(Queries(q, dout, lse, row_delta(out, dout)), keys, SCORE, dq)]
+
+    want = results(q, k, v)
+    for i in range(2):
+        for a, b in zip(results(*(spread(x)[i] for x in (q, k, v))), want, strict=True):
+            assert torch.equal(a, b)

@@ -157,9 +157,13 @@ def _message_bytes(plan: Plan, s: Shape, backward: bool) -> int:
     bound = float(_row_bytes(queries, s, backward) + (local + fetched) * s.kv_elements * s.itemsize)
     if collected(plan):  # what leaves, and what has arrived before it is put in the order of positions
         bound += part * to_this_rank * s.kv_elements * s.itemsize
-        bound += part * fetched * s.kv_elements * (s.itemsize + s.state_itemsize * backward)
+        bound += part * fetched * s.kv_elements * s.itemsize
     if backward:
-        gradients = local + part * (4 * fetched + 2 * (local + to_this_rank))
+        arriving = to_this_rank - sum(run.length for run in runs[rank] if run.owner == rank)
+        # A group's contributions next to those that its kernel makes, or next to what has arrived and the sum; and
+        # those of the group before, which are on their way.
+        at_once = max(2 * fetched, (1 + collected(plan)) * fetched + arriving + local) + (len(groups) > 1) * (fetched + arriving)
+        gradients = local + part * at_once
         bound += gradients * s.kv_elements * s.state_itemsize
         bound += piece_elements(plan, s, queries, fetched, s.kv_heads) * s.state_itemsize
     elif len(groups) > 1:
