@@ -264,6 +264,11 @@ def _driver_of(target: GPUTarget):
         triton.runtime.driver._active = active
 
 
+def hopper_driver():
+    """Return a context in which kernels are compiled for sm_90."""
+    return _driver_of(GPUTarget("cuda", 90, 32))
+
+
 def compile_for(target: GPUTarget, kernel, grid, args, options) -> CompiledKernel:
     """Compile ``kernel[grid](*args, **options)``; the tensors among the arguments may be on any device. ``options`` may
     have the ``variants`` of a launch, which are not compiled."""

@@ -173,7 +173,8 @@ def test_describe_says_why() -> None:
         assert f"{name} {plan.choice.of(name).ms:.2f} ms" in text
         assert f"  {name}: attention " in text
     assert "32/8 heads of 128, 2 bytes; costs: defaults" in text
-    assert "auto" not in plan_function(4 * 8192, gpus(4), causal=True, dataflow="ring").describe()
+    named = plan_function(4 * 8192, gpus(4), causal=True, layout="zigzag", dataflow="ring")
+    assert "auto" not in named.describe()
 
 
 def test_the_choice_takes_milliseconds() -> None:

@@ -101,8 +101,9 @@ def compile_report(dim: int, dim_v: int, dtype: str, copies: bool, parts: int, c
     }
 
 
-# Bytes of stack, spill stores and loads; outside the loops.
-STACKS = {(64, 64): 0, (96, 96): 0, (128, 128): 24, (192, 128): 96, (256, 256): 16}
+# Bytes of stack, spill stores and loads; outside the loops. At 256 the order of the CTAs, which depends on the
+# documents, takes 60 of them: with it as a constant there would be 16, and a kernel to compile for every order.
+STACKS = {(64, 64): 0, (96, 96): 0, (128, 128): 24, (192, 128): 96, (256, 256): 76}
 
 
 @pytest.mark.parametrize(

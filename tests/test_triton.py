@@ -264,7 +264,7 @@ def test_compiled_for_hopper():
 
 def compile_for_hopper() -> None:
     """Print, as one line of JSON each, what the compiler made of every kernel of the main launches."""
-    from sass import Compiled, _hopper_driver
+    from sass import Compiled, hopper_driver
     from triton.runtime import jit
 
     compiled = []
@@ -276,7 +276,7 @@ def compile_for_hopper() -> None:
 
     jit.JITFunction.run = only_compile
     primitives.capability = lambda device: (9, 0)
-    with _hopper_driver():
+    with hopper_driver():
         for dim in (64, 128):
             q, k, v, dout = make_inputs(1, 512, 512, 2, 1, dim, dim, torch.bfloat16)
             block, score = make_block(*causal(512, 512), 512), Score(dim**-0.5)  # a mask is data: one binary for all
@@ -296,10 +296,6 @@ def compile_for_hopper() -> None:
                 )  # fmt: skip
                 print(json.dumps(facts))
             compiled.clear()
-
-
-if __name__ == "__main__":
-    compile_for_hopper()
 
 
 def test_several_intervals_per_query() -> None:
@@ -344,3 +340,7 @@ def test_rows_and_heads_further_apart_than_32_bits_count() -> None:
     for i in range(2):
         for a, b in zip(results(*(spread(x)[i] for x in (q, k, v))), want, strict=True):
             assert torch.equal(a, b)
+
+
+if __name__ == "__main__":
+    compile_for_hopper()
