@@ -14,17 +14,23 @@ import triton.language as tl
 
 def stride_unit(*tensors: Tensor | None) -> int:
     """Return the unit in which a kernel gets the first three strides of these tensors: 16, or 1 where one of them is no
-    multiple of it.
+    multiple of it; negative where one of them needs more than 32 bits in elements.
     """
-    return 16 if all(stride % 16 == 0 for x in tensors if x is not None for stride in x.stride()[:3]) else 1
+    strides = [stride for x in tensors if x is not None for stride in x.stride()[:3]]
+    unit = 16 if all(stride % 16 == 0 for stride in strides) else 1
+    return unit if all(stride < 1 << 31 for stride in strides) else -unit
 
 
 def strides_in(unit: int, x: Tensor | None) -> tuple[int, ...]:
     """Return the first three strides of a tensor in units, zeros for None."""
-    return (0, 0, 0) if x is None else tuple(stride // unit for stride in x.stride()[:3])
+    return (0, 0, 0) if x is None else tuple(stride // abs(unit) for stride in x.stride()[:3])
 
 
 @triton.jit
 def elements(stride, UNIT: tl.constexpr):
-    """Return a stride that is given in units, in elements."""
-    return stride.to(tl.int64) * UNIT
+    """Return a stride that is given in units, in elements: in 32 bits where that is enough, which takes fewer
+    registers."""
+    if UNIT < 0:
+        return stride.to(tl.int64) * -UNIT
+    else:
+        return stride * UNIT
