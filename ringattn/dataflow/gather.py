@@ -162,10 +162,9 @@ def _message_bytes(plan: Plan, s: Shape, backward: bool) -> int:
         arriving = to_this_rank - sum(run.length for run in runs[rank] if run.owner == rank)
         # A group's contributions next to those that its kernel makes, or next to what has arrived and the sum; and
         # those of the group before, which are on their way.
-        at_once = max(2 * fetched, (1 + collected(plan)) * fetched + arriving + local) + (len(groups) > 1) * (
-            fetched + arriving
-        )
-        gradients = local + part * at_once
+        at_once = max(2 * fetched, (1 + collected(plan)) * fetched + arriving + local)
+        earlier = fetched + arriving if len(groups) > 1 else 0
+        gradients = local + part * (at_once + earlier)
         bound += gradients * s.kv_elements * s.state_itemsize
         bound += piece_elements(plan, s, queries, fetched, s.kv_heads) * s.state_itemsize
     elif len(groups) > 1:
