@@ -1,4 +1,4 @@
-"""How well the layout "balanced" distributes packed documents: work, fetched keys, and the time to plan. No GPU.
+"""Measure how the layout "balanced" distributes packed documents: work, fetched keys, time to plan. No GPU.
 
 python -m benchmarks.balance                                  the table of docs/numbers.md
 python -m benchmarks.balance --lengths uniform --ranks 8 --layouts zigzag balanced contiguous

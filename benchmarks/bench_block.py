@@ -177,7 +177,7 @@ def peak_tflops(clock: Clock) -> float | None:
 
 @dataclass
 class Table:
-    """What one table is about. ``matmul``: TFLOP/s of the reference product."""
+    """The subject of one table. ``matmul``: TFLOP/s of the reference product."""
 
     shape: Shape
     mode: str

@@ -1,4 +1,4 @@
-"""What new documents in every step cost, compared with the same documents again.
+"""Measure what new documents in every step cost, compared with the same documents again.
 
 A step is the forward and the backward of one layer or more. The plan of the next step is made while the GPU works on
 this one (``plan(..., wait=False)``), or before the step (``--wait``).
@@ -6,8 +6,8 @@ this one (``plan(..., wait=False)``), or before the step (``--wait``).
 torchrun --nproc-per-node 2 -m benchmarks.new_documents            GPUs: the time of a step
 python -m benchmarks.new_documents --ranks 2 4 64                  no GPU: CPU time of one rank of many, without kernels
 
-Without a GPU "call" is what the first attention with a plan makes on the host and later ones reuse: the tables of the
-Hopper kernels, and the block where plan() has not made it. The last line is JSON.
+Without a GPU "call" is what the first attention with a plan prepares on the host and later ones reuse: the tables of
+the Hopper kernels, and the block if plan() has not made it. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def documents(args: argparse.Namespace, ranks: int, seed: int) -> Callable[[obje
 
 
 def first_call(plan: Plan) -> None:
-    """Make what the first attention with a plan makes on the host, whatever the device."""
+    """Prepare what the first attention with a plan prepares on the host, for any device."""
     if plan.dataflow == "gather":
         blocks = [fetching.gathered_block(plan)]
     else:
@@ -62,11 +62,11 @@ def on_one_cpu(args: argparse.Namespace, ranks: int) -> dict[str, float]:
     torch.set_num_threads(1)
     plans, calls, runs = [], [], []
     for seed in range(args.steps + 2):
-        make, made = documents(args, ranks, seed), []
+        make, results = documents(args, ranks, seed), []
         rank = VirtualRank(ranks // 2, ranks)
-        plans.append(milliseconds(time.process_time, lambda: made.append(make(rank, False))))  # noqa: B023
-        calls.append(milliseconds(time.process_time, lambda: first_call(made[0])))  # noqa: B023
-        runs.append(len(made[0].fetches[rank.rank]))
+        plans.append(milliseconds(time.process_time, lambda: results.append(make(rank, False))))  # noqa: B023
+        calls.append(milliseconds(time.process_time, lambda: first_call(results[0])))  # noqa: B023
+        runs.append(len(results[0].fetches[rank.rank]))
     middle = statistics.median
     return dict(ranks=ranks, plan=middle(plans[2:]), call=middle(calls[2:]), runs=middle(runs[2:]))
 
@@ -134,23 +134,23 @@ def main() -> None:
     add("--wait", action="store_true", help="make the plan before its step, and wait for the other ranks")
     args = parser.parse_args()
     if "LOCAL_RANK" in os.environ and torch.cuda.is_available():
-        found = [on_gpus(args)]
+        results = [on_gpus(args)]
         if os.environ["RANK"] == "0":
-            for x in found:
+            for x in results:
                 print(
                     f"{x['ranks']:.0f} ranks: new / same documents {x['new'] / x['same']:.3f} "
                     f"({x['new']:.2f} and {x['same']:.2f} ms a step of {args.layers} layers, exposed "
                     f"{x['new'] - x['same']:.2f} ms; host {x['new_host']:.2f} and {x['same_host']:.2f} ms)"
                 )
     else:
-        found = [on_one_cpu(args, ranks) for ranks in args.ranks]
-        for x in found:
+        results = [on_one_cpu(args, ranks) for ranks in args.ranks]
+        for x in results:
             print(
                 f"{x['ranks']:.0f} ranks: first call {x['call']:.2f} ms, plan() ahead {x['plan']:.2f} ms "
                 f"of CPU time per rank ({x['runs']:.0f} runs fetched)"
             )
     if os.environ.get("RANK", "0") == "0":
-        print(json.dumps(found))
+        print(json.dumps(results))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""How equal the work of rows is that pack(), pack_stream() and plain best fit make of the same documents. No GPU.
+"""Compare the work of rows that pack(), pack_stream() and plain best fit make of the same documents. No GPU.
 
 python -m benchmarks.packing                              the table of docs/numbers.md
 python -m benchmarks.packing --lengths uniform --rows 64
@@ -31,11 +31,11 @@ def best_fit(lengths: Sequence[int], seq_len: int, rows: int) -> Packing:
         bisect.insort(rooms, (room - lengths[index], row))
     random.Random(0).shuffle(bins)
     bins += [[] for _ in range(-len(bins) % rows)]
-    made = [
+    packed = [
         Row(documents, [], [0, sum(lengths[i] for i in documents)], sum(causal_pairs(lengths[i]) for i in documents))
         for documents in bins
     ]
-    return Packing(made, seq_len, rows)
+    return Packing(packed, seq_len, rows)
 
 
 def streamed(lengths: Sequence[int], seq_len: int, rows: int) -> Packing:

@@ -96,7 +96,7 @@ class ScoreMod:
 
 @dataclass(eq=False)  # frozen ones take three times as long to make
 class Score:
-    """How a score is made from a product: scale, softcap, ALiBi, modification; and the sink of the softmax. A value:
+    """The function from products to scores: scale, softcap, ALiBi, modification; and the sink of the softmax. A value:
     :func:`dataclasses.replace` changes a copy.
 
     Args:
@@ -172,7 +172,7 @@ class Keys(NamedTuple):
 
 
 class Queries(NamedTuple):
-    """What a backward needs of the queries.
+    """The inputs of a backward that belong to queries.
 
     Args:
         q: as in the forward.
@@ -200,7 +200,7 @@ def int32(x: int) -> int:
 
 
 class CompletionCounts(NamedTuple):
-    """What a backward kernel counts while it runs, so that gradients may be sent before it ends.
+    """Counters that a backward kernel raises while it runs, so that gradients may be sent before it ends.
 
     ``counters[row // rows, group]`` grows by ``counts[group]`` in one call; then dk and dv of these rows
     (``b * kv_heads + h``) and of this group of keys are in memory, for copy engines too. A group is ``segments[group]``

@@ -8,14 +8,14 @@ the proportion that makes both its tokens and its work one Nth:
              |<- n - t tokens ->|                                           |<- t ->|
 
 A causal document has its most expensive queries at its end, so that tails cut it into as few pieces as balance allows,
-and each piece fetches only what is before it. There is always such a t: with t = 0 a rank would have too little work,
+and each piece fetches only what is before it. Such a t always exists: with t = 0 a rank would have too little work,
 with t = n too much, and what is left keeps the mean. One causal document becomes a zigzag, a full mask or a window
-contiguous runs. Hosts peel the row first, then the ranks of each host what it has got.
+contiguous runs. The row is peeled for hosts first; then the share of each host is peeled for its ranks.
 
 Kernels compute tiles of queries, from the beginning of each run, and a last tile that is not full costs all the keys of
 its document. So long documents are cut at whole tiles, counted from their end; the tokens before the first whole one
 go with the document before. The pairs of whole tiles are equal only nearly. Of several choices (:class:`_Choice`) that
-are near enough the one is taken whose number of tiles is nearest to the mean, and which makes others fetch little.
+are near enough we take the one whose number of tiles is nearest to the mean and whose cuts add few keys to fetch.
 
 All arithmetic is in integers, so that every rank finds the same shards without a message.
 """
@@ -48,8 +48,7 @@ FEW, FINE = 12, 3  # choices with the nearest numbers of pairs, and those of the
 
 
 def peel(mask: Mask, world_size: int, local_size: int) -> list[list[range]]:
-    """Return the pieces of every rank, in any order: as many tokens as on any other, within one, and as many visible
-    pairs, nearly."""
+    """Return the pieces of every rank, in any order, with equal tokens (within one) and nearly equal visible pairs."""
     work = Work.of_mask(mask)
     group = max(1, min(GROUP, mask.seq_len // (16 * world_size)))
     cuts = [mask.seq_len * i // world_size for i in range(world_size + 1)]
@@ -198,7 +197,7 @@ class _Row:
 
     def divide(self, shares: Sequence[int]) -> list[list[range]]:
         """Return pieces of as many tokens as each share has, and of equal work."""
-        self.most = self.pairs_left * (FAR * self.ranks + 1) // (FAR * self.ranks * max(1, len(shares)))
+        self.max_pairs = self.pairs_left * (FAR * self.ranks + 1) // (FAR * self.ranks * max(1, len(shares)))
         return [self.peel(tokens, len(shares) - index) for index, tokens in enumerate(shares)]
 
     def peel(self, tokens: int, ranks: int) -> list[range]:
@@ -252,7 +251,7 @@ class _Choice(NamedTuple):
 
 
 class _Cost(NamedTuple):
-    """What a choice costs; sorted by the first field, the sum of the others.
+    """The cost of a choice; sorted by the first field, the sum of the others.
 
     ``uneven``: the difference of its tiles from the mean, per mille; ``fetched``: keys to fetch because of cuts, per
     mille of the tokens.
@@ -265,14 +264,14 @@ class _Cost(NamedTuple):
 
 
 class _Search:
-    """The choice of one rank's pieces."""
+    """A search for the pieces of one rank."""
 
     def __init__(self, row: _Row, heavy: _End, light: _End, tokens: int, ranks: int) -> None:
         self.row, self.heavy, self.light, self.tokens, self.ranks = row, heavy, light, tokens, ranks
         self.pairs, self.tiles = row.pairs_left // ranks, row.tiles_left // ranks
 
     def best(self) -> list[tuple[_Part, range]]:
-        """Return the pieces, and their parts."""
+        """Return the best pieces, and their parts."""
         heavy, light, tokens, target = self.heavy, self.light, self.tokens, self.pairs
         if abs(heavy.pairs_of(tokens) - target) <= target // FLAT:
             return heavy.take(tokens)
@@ -284,10 +283,10 @@ class _Search:
             else:
                 high = t
         best: _Cost | None = None
-        most = self.row.most - target  # so that neither this rank nor those to come have more
-        least = (self.ranks - 1) * (target - self.row.most)
+        limit_above = self.row.max_pairs - target  # so that neither this rank nor those to come have more
+        limit_below = (self.ranks - 1) * (target - self.row.max_pairs)
         for wide in (1, WIDE):
-            choices = [(abs(away), x) for away, x in self._choices(low, wide) if least <= away <= most]
+            choices = [(abs(away), x) for away, x in self._choices(low, wide) if limit_below <= away <= limit_above]
             choices.sort(key=itemgetter(0))
             near = NEAR * self.row.ranks
             limit = target // near if choices and choices[0][0] * near <= target else target
@@ -338,17 +337,17 @@ class _Search:
         target = self.pairs - self.heavy.pairs_of(t)
         yield light.pairs_of(want) - target, _Choice(t, want)
         limit = min(len(light.parts), len(self.row.parts) - self.heavy.count(t))
-        most = bisect_left(light.tokens, light.tokens[limit] - want + 1) - 1  # parts that can be skipped
-        if not want or most <= 0:
+        last_skip = bisect_left(light.tokens, light.tokens[limit] - want + 1) - 1  # parts that can be skipped
+        if not want or last_skip <= 0:
             return
-        low, high = 0, most
+        low, high = 0, last_skip
         while low < high:
             skip = (low + high) // 2
             if light.pairs_of(want, skip) < target:
                 low = skip + 1
             else:
                 high = skip
-        for skip in range(max(1, low - wide), min(most, low + 1 + wide) + 1):
+        for skip in range(max(1, low - wide), min(last_skip, low + 1 + wide) + 1):
             yield light.pairs_of(want, skip) - target, _Choice(t, 0, skip, want)
             last = bisect_right(light.tokens, light.tokens[skip] + want) - 1
             window = light.tokens[last] - light.tokens[skip]
@@ -357,7 +356,7 @@ class _Search:
                 yield away, _Choice(t, want - window, skip, window)
 
     def _splits(self, t: int, cut: int, tiles: int) -> Iterator[tuple[int, _Choice]]:
-        """Yield choices of t heavy tokens, some whole tiles of which are further down."""
+        """Yield choices of t heavy tokens, of which some whole tiles are taken from lighter parts."""
         heavy, work, parts = self.heavy, self.row.work, self.row.parts
         light = self.tokens - t
         rest = self.pairs - self.light.pairs_of(light)
@@ -366,12 +365,12 @@ class _Search:
         for count in {max(1, tiles // 2), 1, max(1, tiles // 4)}:
             below = count * TILE
             need = rest - heavy.pairs_of(t - below)
-            found = 0
+            yielded = 0
             for index in range(last, first - 1, -1):
                 part = parts[index]
-                if not part.first * below <= need <= part.last * below or found == 2:
+                if not part.first * below <= need <= part.last * below or yielded == 2:
                     continue
-                found += 1
+                yielded += 1
                 top = min(part.stop, self.row.end(part.start)) - (tiles if index == last else count) * TILE
                 low, high = 0, (top - part.start) // TILE
                 if high < 0:
@@ -388,7 +387,7 @@ class _Search:
                 yield work.of(lower) - need, _Choice(t - below, light, 0, 0, lower, part)
 
     def _cost(self, choice: _Choice) -> _Cost:
-        """Return what is to be small, by sums of what whole parts cost."""
+        """Return the cost of a choice, estimated from the sums of whole parts."""
         t, light, skip, window, lower, part = choice
         amounts = [self.heavy.amount(t), self.light.amount(light), self.light.amount(window, skip)]
         tiles, fetched = map(sum, zip(*amounts, strict=True))
@@ -403,7 +402,7 @@ class _Search:
         return self._sum(tiles, 1000 * fetched // (self.row.work.rows * self.tokens), choice)
 
     def _fine(self, cost: _Cost) -> _Cost:
-        """Return the same, by the tiles of its pieces as keys lie in the buffer."""
+        """Return the cost with the exact tiles of its pieces, as keys lie in the buffer."""
         if not self.row.causal:
             return cost
         tiles = _tiles(self.row.work.cuts, [piece for _, piece in self._take(cost.choice)])
@@ -420,7 +419,7 @@ class _Search:
 
 
 def _tiles(cuts: Sequence[int], pieces: list[range]) -> int:
-    """Return the tiles of a rank whose queries see their document up to themselves, as keys lie in its buffer."""
+    """Return the number of tiles of a rank under a causal mask of documents, as keys lie in its buffer."""
     tiles = keys = past = more = 0
     for start, stop in sorted((piece.start, piece.stop) for piece in pieces):
         document = bisect_right(cuts, start)

@@ -39,7 +39,7 @@ class Placement(NamedTuple):
 
 
 class Setting(NamedTuple):
-    """What the choice depends on, the same on all ranks.
+    """The inputs of the choice, the same on all ranks.
 
     Attributes:
         mask: what is computed.

@@ -1,4 +1,4 @@
-"""What goes wrong between ranks: every error that one rank raises because of another.
+"""Errors between ranks: every error that one rank raises because of another.
 
 =====================  ==============  =========================================================================
 error                  also a          raised when
@@ -11,8 +11,8 @@ error                  also a          raised when
 :class:`GroupBroken`   `RuntimeError`  an earlier call on this group failed
 =====================  ==============  =========================================================================
 
-An exchange by copy engines cannot raise, because the host has long left the call: a watchdog ends the process with the
-same words on its standard error (:mod:`ringattn.peer.watchdog`).
+An exchange by copy engines cannot raise, because the host has already returned from the call: a watchdog ends the
+process with the same text on its standard error (:mod:`ringattn.peer.watchdog`).
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Disagreement(ValueError):
 
 
 class Desynchronized(Disagreement):
-    """Ranks that are in different calls, or have made another number of them. Attributes: :class:`Disagreement`'s."""
+    """Ranks that are in different calls, or in calls of different numbers. Attributes: :class:`Disagreement`'s."""
 
 
 class RankFailed(ValueError):
@@ -68,7 +68,7 @@ class GroupBroken(RuntimeError):
 
 
 class Place(NamedTuple):
-    """Where a rank is.
+    """The call and step at which a rank is.
 
     Attributes:
         rank: in the group.
@@ -93,10 +93,10 @@ class ExchangeFailed(RuntimeError):
 
     Attributes:
         place: where this rank was.
-        rank, call, dataflow, step: the same, one by one.
+        rank, call, dataflow, step: the fields of ``place``.
         peer: the rank that is the cause, None if it is not known.
         elapsed: seconds that this rank has waited.
-        cause: what is known of the peer, or what the backend said.
+        cause: the state of the peer, or the error text of the backend.
     """
 
     def __init__(self, place: Place, peer: int | None, elapsed: float, cause: str) -> None:

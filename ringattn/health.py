@@ -1,9 +1,9 @@
-"""How the other ranks of a group are: which one is the cause of an error, and who must hear of it.
+"""The health of a group: which rank caused an error, and how the other ranks learn of it.
 
-The ranks of one host share a :class:`~ringattn.peer.watchdog.Board`, on which each says which process it is, which call
-it is in and why it failed. An error of a backend ("Connection closed by peer") only says which connection broke first,
-often one to a rank that is itself a victim; the board and the states of the processes say which rank is the cause.
-Ranks of other hosts are not on the board: their errors keep the backend's words.
+The ranks of one host share a :class:`~ringattn.peer.watchdog.Board`, on which each records its process, its call
+and why it failed. An error of a backend ("Connection closed by peer") only tells which connection broke first, often
+one to a rank that failed because of another; the board and the states of the processes tell which rank is the cause.
+Ranks of other hosts are not on the board: their errors have only the text of the backend.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from .errors import ExchangeFailed, LostPeer, Place, TimedOut
 from .peer import driver, watchdog
 from .peer.watchdog import Board
 
-_PATIENCE = 1.0  # seconds in which the rank that is the cause of an error may become known
+_PATIENCE = 1.0  # seconds to wait until the board shows which rank caused an error
 _NEVER_SENT = 0x72696E67  # a tag that no message has
-_pinned: list[object] = []  # pages of boards, which stay pinned, and so must stay mapped, until the process ends
+_pinned: list[object] = []  # boards stay pinned, so they must stay mapped, until the process ends
 
 
 def seconds(name: str, value: Any) -> float:
     """Return a time limit in seconds.
 
     Raises:
-        ValueError: it is no number, or not positive.
+        ValueError: not a number, or not positive.
     """
     try:
         limit = float(value)
@@ -69,7 +69,7 @@ class Marks:
 
 
 class Health:
-    """What a rank of a group knows of the others, and tells them.
+    """A rank's view of the other ranks of its group, and its reports to them.
 
     Attributes:
         board: shared with the ranks of this host; None without shared memory.
@@ -101,7 +101,7 @@ class Health:
             if self.rank == first:
                 with contextlib.suppress(OSError):
                     board = Board.create(path, self.rank, self.world_size)
-            gather(nothing)  # the file is there
+            gather(nothing)  # the file exists
             if self.rank != first:
                 with contextlib.suppress(OSError):
                     board = Board.open(path, self.rank, self.world_size)
@@ -115,7 +115,7 @@ class Health:
         self.seen = [] if board is None else board.peers()
 
     def watch(self) -> str:
-        """Start the watchdog of this process. Returns what is wrong, or ""."""
+        """Start the watchdog of this process. Returns why it cannot be started, or ""."""
         if self.board is None:
             return "the ranks of this host share no memory in /dev/shm, which the watchdog needs"
         if not driver.available():
@@ -131,12 +131,12 @@ class Health:
         return ""
 
     def begin(self, limit: float) -> None:
-        """Say that this rank begins its next call, with a time limit in seconds."""
+        """Record that this rank begins its next call, with a time limit in seconds."""
         if self.board is not None:
             self.board.begin(limit)
 
     def fail(self, error: BaseException, where: str) -> None:
-        """Say why this rank cannot go on."""
+        """Record why this rank cannot continue."""
         if self.board is None:
             return
         if isinstance(error, ExchangeFailed) and error.peer is not None:
@@ -146,7 +146,7 @@ class Health:
             self.board.fail(f"{type(error).__name__}: {line}{where}")
 
     def leave(self) -> None:
-        """Say that this rank needs the group no longer. Its watchdog goes on: the GPU may still wait."""
+        """Record that this rank no longer needs the group. Its watchdog continues: the GPU may still wait."""
         if self.board is not None:
             self.board.leave()
 
@@ -159,7 +159,7 @@ class Health:
             self._watchdog = None
 
     def failure(self, error: Exception, place: Place, began: float, timeout: float) -> ExchangeFailed:
-        """Return what an error of the backend means, with the rank that is the cause if it can be found out.
+        """Return the exception for an error of the backend, with the rank that caused it if that can be determined.
 
         Args:
             place: where this rank is.
@@ -170,12 +170,12 @@ class Health:
         late = elapsed > 0.9 * timeout
         peer, cause, until = None, "", time.monotonic() + _PATIENCE
         while self.board is not None and not cause and time.monotonic() < until:
-            time.sleep(0.02)  # a process that has closed its connections dies a little later
+            time.sleep(0.02)  # a process closes its connections shortly before it is dead
             peer, cause = self.board.cause(self.seen, stopped=True)
         if not cause and self.board is not None and late:
             peer, cause = self.board.delay(self.seen)
         words = str(error).partition("\n")[0].removesuffix(".") or type(error).__name__
-        # A rank that is dead or has failed will not come, however long this one has waited.
+        # A dead or failed rank is lost, also if the time limit has passed.
         kind = TimedOut if late and not self._is_lost(peer) else LostPeer
         return kind(place, peer, elapsed, f"{cause} (backend: {words})" if cause else f"the backend says: {words}")
 

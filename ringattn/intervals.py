@@ -1,4 +1,4 @@
-"""What a mask is: for every query an interval of visible keys, ``start <= key < end``, in global positions; or several.
+"""The class Mask: one or several intervals of visible keys per query, ``start <= key < end``, in global positions.
 
 :class:`Intervals` has one interval per query: a list of pieces per row of the batch. For a query at position i in piece
 p, with ``a = i + seq_len_k - seq_len`` (sequences of different lengths are aligned at their ends, as in flash-attn),
@@ -40,7 +40,7 @@ class Mask:
 
     @property
     def rows(self) -> int:
-        """1, or the batch size."""
+        """The number of different rows: 1, or the batch size."""
         return max(m.first.shape[0] for m in self.members)
 
     @property

@@ -21,7 +21,7 @@ LISTED = 16  # ranks whose numbers are shown one by one
 
 @dataclass(frozen=True)
 class Loads:
-    """Numbers of every rank.
+    """Work, tokens and fetched keys of every rank.
 
     Attributes:
         pairs: visible (query, key) pairs of its queries, summed over the rows of the mask.
@@ -120,8 +120,8 @@ def _seen_by_tiles(member: Intervals, tiles: Sequence[range]) -> tuple[torch.Ten
 
 
 def _least_fetched(mask: Mask, work: Work, world_size: int) -> int:
-    """Return the keys to fetch where every part of the row that sees nothing of the others is cut only as far as it is
-    more than one rank's work, from its end, into pieces of that work."""
+    """Return the keys to fetch if every independent part of the row is cut only as long as it has more than one rank's
+    work, from its end, into pieces of that work."""
     share = max(1, -(-work.total // world_size))
     fetched = 0
     for first, past in itertools.pairwise(work.cuts):

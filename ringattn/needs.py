@@ -1,4 +1,4 @@
-"""What each rank needs: the runs of keys that its queries see, where they are, and how much work they are."""
+"""The needs of each rank: the runs of keys that its queries see, where they are, and how much work they cause."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from .work import Work, estimate_pairs
 def fetches(mask: Mask, shards: Sequence[Shard], shards_k: Sequence[Shard]) -> tuple[tuple[Fetch, ...], ...]:
     """Return for every rank the runs of keys that its queries see, its own included, sorted by their first position.
 
-    Of a run of neighbouring keys each part that is seen is a run of its own, of a strided one all between the first and
-    the last key that is seen.
+    Each visible part of a run of neighbouring keys becomes a run; a strided run is kept whole between its first and
+    last visible key.
     """
     runs = []
     for owner, shard in enumerate(shards_k):
@@ -40,7 +40,7 @@ Located = tuple[range, int, int]  # a run of keys, its owner, its offset in the 
 
 
 def _of_neighbours(seen: list[range], runs: Sequence[Located], starts: Sequence[int]) -> list[Located]:
-    """Return the parts of runs, none of which begins before the one before it ends, that are seen."""
+    """Return the visible parts of disjoint runs, which are sorted by their beginning."""
     parts = []
     for keys in seen:
         index = max(0, bisect_right(starts, keys.start) - 1)
@@ -51,7 +51,7 @@ def _of_neighbours(seen: list[range], runs: Sequence[Located], starts: Sequence[
 
 
 def _of_strides(seen: list[range], runs: Sequence[Located]) -> list[Located]:
-    """Return of each run all from the first to the last key that is seen."""
+    """Return each run from its first to its last visible key."""
     hulls = []
     for located in runs:
         parts = [part for keys in seen for part, *_ in _part(keys, located)]
@@ -98,15 +98,15 @@ def pairs(mask: Mask, shards: Sequence[Shard], shards_k: Sequence[Shard]) -> lis
         return [[0.0] * n for _ in range(n)]
     with torch.device("cpu"):
         starts, lengths, owners = map(torch.tensor, zip(*runs, strict=True))
-        held = torch.zeros(len(runs) + 1, n, dtype=torch.float64)
-        held[torch.arange(1, len(runs) + 1), owners] = lengths.double()
-        held = held.cumsum(0)  # of each owner before each run
+        keys_before = torch.zeros(len(runs) + 1, n, dtype=torch.float64)
+        keys_before[torch.arange(1, len(runs) + 1), owners] = lengths.double()
+        keys_before = keys_before.cumsum(0)  # of each owner before each run
 
         def before(keys: Tensor) -> Tensor:
             """Return how many keys of each owner are before a position."""
             index = (torch.searchsorted(starts, keys, right=True) - 1).clamp(min=0)
             inside = torch.minimum((keys - starts[index]).clamp(min=0), lengths[index])
-            return held[index].scatter_add_(1, owners[index, None], inside.double()[:, None])
+            return keys_before[index].scatter_add_(1, owners[index, None], inside.double()[:, None])
 
         seen = torch.zeros(len(pieces), n, dtype=torch.float64)
         middle = torch.tensor([run[len(run) // 2] for _, run in pieces])

@@ -1,17 +1,17 @@
 """Packing: documents of any lengths into rows of one length, so that rows have equal work.
 
-Data-parallel replicas that each train on one row wait for the row with the most work. Rows that are equally full are
-not equally much work: a causal document of n tokens has n * (n + 1) / 2 visible pairs.
+Data-parallel replicas that each train on one row wait for the row with the most work. Equally full rows
+need not have equal work: a causal document of n tokens has n * (n + 1) / 2 visible pairs.
 
-Method: the documents, longest first, go each to the row whose work will be least at the end, if all that is still to
-come (the rest) has its mean work per token:
+Method: place the documents, longest first, each in the row whose final work is predicted to be least, if all tokens
+still to come (the rest) have the mean work per token of the rest:
 
     work of the row + (mean tokens of a row - tokens of the row) * work of the rest / tokens of the rest
 
-So a row with one long document gets short ones next to it, and a row without gets those of medium length. The shortest
-documents come last and even out the tokens. How many rows there are is found by best fit decreasing (Johnson 1973), and
-where rows are so full that the method finds no place for a document, best fit places the last ones. Then documents of
-the row with the most work are exchanged for lighter ones of other rows, as long as that helps.
+So a row with one long document is filled up with short ones, and a row without gets those of medium length. The
+shortest documents come last and even out the tokens. The number of rows is that of best fit decreasing (Johnson 1973);
+if rows are so full that the method finds no place for a document, best fit places the last ones. Then documents of the
+row with the most work are exchanged for lighter ones of other rows, as long as that helps.
 
 A row that is one long document has more work than the mean whatever else is in it. Therefore rows that are computed in
 the same step are neighbours in the order of work, and :func:`pack_stream` keeps such documents back, as far as its
@@ -51,7 +51,7 @@ class Row(NamedTuple):
 
     Attributes:
         documents: indices of its documents, growing.
-        starts: the first token that it holds of each: 0, but for the later pieces of documents that were split.
+        starts: the first token of each document in this row: 0, except for the later pieces of split documents.
         cu_seqlens: boundaries of the documents in the row, ``[0, ..., tokens]``. The rest of the row is padding.
         work: of all documents.
     """
@@ -299,14 +299,14 @@ def _incomplete(pieces: Sequence[_Piece], rows: int, seq_len: int, urgent: int) 
 
 def _replace(piece: _Piece, bins: list[_Bin], seq_len: int, urgent: int) -> None:
     """Put a piece in place of the shortest later one that makes room for it, if there is any."""
-    found = [
+    candidates = [
         (later.length, later.number, b, index)
         for b in bins
         for index, later in enumerate(b.pieces)
         if later.number >= urgent and b.tokens - later.length + piece.length <= seq_len
     ]
-    if found:
-        *_, b, index = min(found)
+    if candidates:
+        *_, b, index = min(candidates)
         b.remove(index)
         b.add(piece)
 

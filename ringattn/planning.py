@@ -127,7 +127,7 @@ def plan(
 
     key = (transport.serial, *words.values())
     _plans.drop(lambda old: old.transport.ended)  # and with it the memory that its group fetched into
-    _plans.drop(lambda old: not old.is_agreed)  # each of them has an agreement of its own, which may fail
+    _plans.drop(lambda old: not old.is_agreed)  # each has its own agreement, which may fail
     result = _plans.once(key, lambda: _make(request, transport, costs, hash_of(repr(words))))
     result.agree_again(None if wait else agreement)
     if not wait:

@@ -76,11 +76,11 @@ class Schedule:
     @functools.cached_property
     def displacements(self) -> tuple[tuple[int, int], ...]:
         """(groups, ranks inside a group) by which all shards have moved at each step."""
-        kept = [(0, 0)]
+        shifts = [(0, 0)]
         for shift in _walk(self.world_size // self.local_size, self.local_size)[1:]:
             if any(self.needs[self.move(o, shift)][o] for o in range(self.world_size)):
-                kept.append(shift)
-        return tuple(kept)
+                shifts.append(shift)
+        return tuple(shifts)
 
     def move(self, rank: int, shift: tuple[int, int]) -> int:
         """Return the rank that has the shard of ``rank`` after a displacement."""

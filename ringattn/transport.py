@@ -5,8 +5,8 @@
 one process. Both count what they send.
 
 Point-to-point messages are not checked for size or dtype (gloo aborts or leaves stale data, NCCL may hang), so ranks
-compare what they are about to do with :meth:`Transport.agree` before the first message. Besides this file, only
-:mod:`ringattn.peer.symmetric` imports torch.distributed.
+compare what they are about to do with :meth:`Transport.agree` before the first message. Apart from this file, only
+:mod:`ringattn.peer.symmetric` and :mod:`ringattn.doctor` import torch.distributed.
 """
 
 from __future__ import annotations
@@ -37,9 +37,7 @@ from .peer.memory import Link
 
 Message = tuple[Tensor, int]  # a contiguous tensor and the peer's rank in the group
 
-_TIMEOUT = 600.0  # seconds, for groups that say nothing
-
-
+_TIMEOUT = 600.0  # seconds, for groups without a time limit
 _ENVIRONMENT = os.environ.get("RINGATTN_TIMEOUT")
 _FROM_ENVIRONMENT = None if _ENVIRONMENT is None else seconds("RINGATTN_TIMEOUT", _ENVIRONMENT)
 
@@ -218,7 +216,7 @@ def gloo_group_of(group: dist.ProcessGroup) -> dist.ProcessGroupGloo:
 
 
 def _timeout_of(group: dist.ProcessGroup, device: torch.device) -> float:
-    """Return how long the backend of a group waits, in seconds."""
+    """Return the time limit of a group's backend, in seconds."""
     try:
         return float(group._get_backend(device).options._timeout.total_seconds())
     except (AttributeError, RuntimeError):
@@ -443,7 +441,7 @@ class AloneTransport(Transport):
 
 @atexit.register
 def _leave_all() -> None:
-    """Say that this process ends, and whether an exception has ended it."""
+    """Report that this process ends, and whether an exception has ended it."""
     error = getattr(sys, "last_value", None)
     for transport in list(_of_group.values()):
         if error is not None:

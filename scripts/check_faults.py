@@ -4,7 +4,7 @@
     python -m scripts.check_faults --device cpu     # the same over gloo, every dataflow
     python -m scripts.check_faults --points 3 --faults kill stop
 
-No torchrun: this script starts the ranks itself, as srun would, so that nobody ends the others when one fails. The
+No torchrun: this script starts the ranks itself, as srun would, so that no launcher ends the others when one fails. The
 ranks train in a loop; at one point of the forward or backward of the fourth step the last rank is
 
 * killed (SIGKILL),
@@ -43,7 +43,7 @@ from typing import Any
 
 from scripts.arguments import positive
 
-MARK = "RINGATTN_FAULT_CASE"  # an environment variable by which the processes of a case are found
+MARK = "RINGATTN_FAULT_CASE"  # an environment variable that marks the processes of a case
 TIMEOUT = 5.0  # seconds that a rank waits for another
 MARGIN = {"cuda": 5.0, "cpu": 15.0}  # seconds until it has ended; a small host with many ranks is slow
 START = 300.0  # seconds until the fault must have been staged; the first case compiles kernels
@@ -112,7 +112,7 @@ class Points:
 
 
 def work(case: Case) -> None:
-    """Be one rank: train until the fault of another rank ends this process."""
+    """Run one rank: train until the fault of another rank ends this process."""
     import torch
     import torch.distributed as dist
 
@@ -170,16 +170,16 @@ def work(case: Case) -> None:
 
 @dataclass
 class Survivor:
-    """How a rank without a fault ended: exit status (None: it hung), seconds after the fault, and what it said."""
+    """The end of a rank without a fault: exit status (None: it hung), seconds after the fault, and its error output."""
 
     rank: int
     status: int | None
     seconds: float
-    said: str
+    stderr: str
 
 
 def run(case: Case) -> dict[str, Any]:
-    """Run a case with processes of its own. Returns its line of the table."""
+    """Run a case in its own processes. Returns its line of the table."""
     with tempfile.TemporaryDirectory() as folder, socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -251,8 +251,8 @@ def _judge(
     texts = []
     for survivor in survivors:
         name = f"rank {survivor.rank}"
-        said = [line for line in survivor.said.splitlines() if re.search(r"ringattn[:.].*rank", line)]
-        texts.append(said[-1] if said else _last_line(survivor.said))
+        errors = [line for line in survivor.stderr.splitlines() if re.search(r"ringattn[:.].*rank", line)]
+        texts.append(errors[-1] if errors else _last_line(survivor.stderr))
         if case.fault == "none":
             wrong += [f"{name} ended with status {survivor.status}"] * (survivor.status != 0)
             continue
@@ -284,7 +284,7 @@ def _last_line(text: str) -> str:
 
 
 def _left(token: str) -> list[int]:
-    """Return the processes of a case that are still there."""
+    """Return the processes of a case that still exist."""
     result = []
     for folder in Path("/proc").iterdir():
         if folder.name.isdigit():

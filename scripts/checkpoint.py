@@ -3,11 +3,12 @@
 A checkpoint is a folder, such as ``checkpoints/000003-step-60``, of the files that the caller wrote and of
 ``manifest.json``: the format, the program, the step, and the size and SHA-256 of every file. It is written under
 another name; every file and folder is flushed to the disk (fsync) before the folder is renamed. So a process that is
-killed and a disk that is full leave the earlier checkpoints as they were, and never a part under a checkpoint's name.
+killed and a disk that is full leave the earlier checkpoints as they were, and no partial one
+under the name of a checkpoint.
 The first number grows with every save: the highest one is the newest, also after a run that started from nothing.
 
 The sums find accidents (truncated files, flipped bits, files of other programs). They do not protect against changes by
-someone who can write to the folder, as such a person can change the manifest, too.
+a user with write access to the folder, who can change the manifest, too.
 """
 
 from __future__ import annotations

@@ -61,9 +61,9 @@ class Case:
 
 
 def cases(kernels: list[str]) -> list[Case]:
-    found = []
+    result = []
     for kernel in kernels:
-        found += [
+        result += [
             Case("elements", (32, 32), (128, 128), kernel, 32 * 128),
             Case("elements, GQA", (32, 8), (64, 64), kernel, 32 * 64),
             Case("token stride", (32, 8), (128, 128), kernel, 48 * 128, memory="fused"),
@@ -73,7 +73,7 @@ def cases(kernels: list[str]) -> list[Case]:
             Case("elements, 192/128", (16, 16), (192, 128), kernel, 16 * 192),
         ]
     last = "triton" if "triton" in kernels else kernels[-1]
-    return [*found, Case("tokens times heads", (1024, 1), (8, 8), last, 1024, backward=False)]
+    return [*result, Case("tokens times heads", (1024, 1), (8, 8), last, 1024, backward=False)]
 
 
 def tensors(case: Case, tokens: int, dtype: torch.dtype, device: torch.device) -> dict[str, Tensor]:
@@ -152,7 +152,7 @@ def main(argv: list[str] | None = None) -> int:
         prog="python -m scripts.limits", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--limit", type=int, default=2**31)
-    parser.add_argument("--samples", type=int, default=24, help="random tokens to compare, besides those at the limit")
+    parser.add_argument("--samples", type=int, default=24, help="random tokens to compare, next to those at the limit")
     parser.add_argument("--kernels", nargs="+", help="default: hopper and triton on GPUs, eager on CPUs")
     parser.add_argument("--cases", nargs="+", metavar="NAME", help="names of cases; default: all")
     args = parser.parse_args(argv)

@@ -1,4 +1,4 @@
-"""Run attention for a long time on changing problems, and fail if results become wrong or anything grows.
+"""Run attention for a long time on changing problems, and fail if results become wrong or a resource grows.
 
     torchrun --standalone --nproc-per-node 2 -m scripts.soak           # NCCL if there are GPUs, else gloo
     torchrun --standalone --nproc-per-node 3 -m scripts.soak --seconds 60 --device cpu
@@ -11,7 +11,7 @@ Every few steps a rank notes its resident memory, GPU memory, file descriptors, 
 of one step that is always the same (processor time on CPUs, which other programs hardly change). The first fifth of the
 samples is a warm-up, in which caches reach their limits. The median of the last third of the rest must not be larger
 than that of the first third: not at all for descriptors and threads, and otherwise by more than the allowance of
-``ALLOWED`` and four standard errors of the difference. The last line is JSON; the exit status is 0 only if all holds.
+``ALLOWED`` and four standard errors of the difference. The last line is JSON; the exit status is 0 only if all is well.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from ringattn import transport
 from scripts import check, ranks
 from scripts.arguments import positive
 
-# By how much the median of a quantity may grow: a share of it, and an amount. The allowance for memory is about the
+# By how much the median of a quantity may grow: a share of it, and an amount. Memory may grow by the
 # fragmentation of the C library's heap.
 ALLOWED = {
     "resident MiB": (0.01, 4.0),
@@ -188,7 +188,7 @@ def soak(args: argparse.Namespace, device: torch.device) -> dict[str, Any]:
     start = link.start
     samples: dict[str, list[float]] = {}
     failure, step, checked = None, 0, 0
-    began = told = time.monotonic()
+    began = printed = time.monotonic()
     while failure is None:
         rng = random.Random(f"{args.seed} {step}")  # the same on all ranks
         case, how, dtype = problem(rng, device)
@@ -215,10 +215,10 @@ def soak(args: argparse.Namespace, device: torch.device) -> dict[str, Any]:
         where = f"step {step - 1} (--seed {args.seed}; {case}, {how}, {dtype}, deterministic={deterministic}): "
         if (reason := ranks.agree(text and where + text)) is not None:
             failure = reason
-        if rank == 0 and time.monotonic() - told > 60:
-            told = time.monotonic()
+        if rank == 0 and time.monotonic() - printed > 60:
+            printed = time.monotonic()
             state = {name: values[-1] for name, values in samples.items()}
-            print(f"{told - began:6.0f} s  {step} steps, {checked} compared; " + _shown(state), flush=True)
+            print(f"{printed - began:6.0f} s  {step} steps, {checked} compared; " + _shown(state), flush=True)
         if step == args.steps or ranks.gather(time.monotonic() - began)[0] > args.seconds:
             break
     growths = [growth(name, values) for name, values in samples.items()] if failure is None else []

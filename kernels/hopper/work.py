@@ -1,4 +1,4 @@
-"""How the Hopper kernels divide their work, planned on the host: tables of tiles, order of the CTAs, shares of a group.
+"""The division of the Hopper kernels' work, planned on the host: tables of tiles, order of the CTAs, shares of a group.
 
 Tables are made where the block is, on the host for those of a plan, sent to the device in one copy, and kept in the
 block's memo: one per tile size.
@@ -65,7 +65,7 @@ def head_sweeps(n_tiles: int, n_heads: int, workers: int) -> tuple[int, int]:
 
 
 class Split(NamedTuple):
-    """How a group of query heads is divided between CTAs.
+    """The division of a group of query heads between CTAs.
 
     Args:
         parts: number of CTAs that share the query heads of a group.

@@ -1,4 +1,4 @@
-"""Shared by the Triton kernels: loads and stores of tiles, scores, masks, the softmax step, the units.
+"""Functions that the Triton kernels share: loads and stores of tiles, scores, masks, the softmax step, the units.
 
 Inside a kernel scores are in base 2: ``exp(s - m) = exp2(s * log2(e) - m * log2(e))``, so that the scale, the change
 of base and the subtraction are one fused multiply-add and the exponential one instruction. States, ``lse`` and

@@ -140,11 +140,11 @@ class Spans(Generic[T]):
         """
         node, thread = torch._C._current_autograd_node(), _thread()
         covering = [] if node is None else [s for s in self._spans.copy() if s.thread is thread and s.covers(node)]
-        found = [s.value for s in covering]
+        references = [s.value for s in covering]
         if not covering and not self._several:
-            found = [self._only]
-        values = {id(ref()): ref() for ref in found if ref is not None}
-        if len(values) != 1 or None in found or any(s.several for s in covering):
+            references = [self._only]
+        values = {id(ref()): ref() for ref in references if ref is not None}
+        if len(values) != 1 or None in references or any(s.several for s in covering):
             raise RuntimeError(
                 f"attention is computed again in a backward, and the {self.what} of its forward is not known "
                 f"({len(values) or 'no'} candidates). {self.advice}"

@@ -94,12 +94,12 @@ def _compare(name: str, plan: Plan, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) 
         )
     if len(q) != len(k):
         raise ValueError(f"{name} got cu_seqlens_q of {len(q) - 1} documents and cu_seqlens_k of {len(k) - 1}")
-    given, ours = q[1:] > q[:-1], mask.past > mask.first  # documents with queries
+    in_call, in_plan = q[1:] > q[:-1], mask.past > mask.first  # documents with queries
     low, high = mask.low.clamp(min=0), mask.high.clamp(max=plan.seq_len_k)
     for argument, of_call, of_plan in (
         ("cu_seqlens_q", q[:-1], mask.first), ("cu_seqlens_k", k[:-1], low), ("cu_seqlens_k", k[1:], high)
     ):  # fmt: skip
-        bounds, begins = of_call[given], of_plan[ours]
+        bounds, begins = of_call[in_call], of_plan[in_plan]
         if not torch.equal(bounds, begins):
             raise ValueError(
                 f"{name} got {argument} of {len(bounds)} documents, but the plan has {len(begins)} that begin at other "

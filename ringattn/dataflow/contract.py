@@ -1,4 +1,4 @@
-"""The interface of a dataflow: how it runs, and what it says of a plan before it runs.
+"""The interface of a dataflow: how it runs, and what it predicts for a plan.
 
 A dataflow is one class in one file, registered by one line in :data:`ringattn.dataflow.DATAFLOWS`. It moves tensors
 with ``plan.transport`` and computes with ``call.backend``; it never looks at positions or masks, because ``plan.block``
@@ -194,15 +194,15 @@ class Dataflow:
 
 
 def contributions_at_once(plan: Plan) -> int:
-    """Return the largest number of contributions to shards that are in memory at the same time in one traversal: those
-    at home, leaving, arriving to be added to, coming home, and just made."""
-    most, home, leaving = 0, False, False
+    """Return the largest number of contributions to shards that are in memory at the same time in one traversal: at
+    their owner, being sent, being received, returning to their owner, and newly computed."""
+    peak, home, leaving = 0, False, False
     for step in plan.steps:
         arriving, coming_home = step.part_from is not None, step.home_from is not None
-        most = max(most, home + leaving + arriving + coming_home + step.compute)
+        peak = max(peak, home + leaving + arriving + coming_home + step.compute)
         at_home, new = step.owner == plan.rank, arriving or step.compute
         leaving, home = new and not at_home, home or coming_home or (new and at_home)
-    return most
+    return peak
 
 
 def piece_elements(plan: Plan, shape: Shape, queries: int, keys: int, kv_heads: int) -> int:

@@ -46,7 +46,7 @@ class Run(NamedTuple):
 
 
 class Tiles(NamedTuple):
-    """What one rank gathers.
+    """The tiles that one rank gathers.
 
     Args:
         spans: the positions of the rows of the buffer, growing; no query's keys are in two of them.
@@ -105,8 +105,8 @@ def _seeing(mask: Mask, shards_k: Sequence[Shard]) -> list[list[range]]:
 
 
 def _first_query(mask: Mask, holds, count: int) -> Tensor:  # type: ignore[no-untyped-def]
-    """Return the first query for whose intervals ``holds(start, end)``, (rows, count) -> (count,), is true; it is
-    monotone. By bisection, for ``count`` questions at a time; ``seq_len`` where there is none."""
+    """Return by bisection the first query whose intervals fulfil each of ``count`` monotone conditions, ``seq_len`` if
+    there is none: ``holds(start, end)``, (rows, count) -> (count,)."""
     low = torch.zeros(count, dtype=torch.int64, device="cpu")
     high = torch.full_like(low, mask.seq_len)
     while bool((low < high).any()):

@@ -21,11 +21,11 @@ class SymmetricMemory:
     def __init__(self, group: Callable[[], dist.ProcessGroup], device: torch.device) -> None:
         from torch._C import _distributed_c10d as c10d
 
-        # A group of our own next to the given one, under its own name, so that its store can number the exchanges.
-        given = group()
-        name: Any = f"ringattn {given.group_name}"
-        store = NumberedStore(dist.PrefixStore("ringattn memory", given.get_group_store()))
-        own = dist.ProcessGroup(store, dist.get_rank(given), dist.get_world_size(given))
+        # A group of our own next to the user's, under its own name, so that its store can number the exchanges.
+        users = group()
+        name: Any = f"ringattn {users.group_name}"
+        store = NumberedStore(dist.PrefixStore("ringattn memory", users.get_group_store()))
+        own = dist.ProcessGroup(store, dist.get_rank(users), dist.get_world_size(users))
         own._set_group_name(name)
         c10d._register_process_group(name, own)
         _references.append((store, own))

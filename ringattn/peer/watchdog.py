@@ -1,20 +1,20 @@
-"""A watchdog that ends a process whose GPU waits for a rank that is dead, stopped or too late, and says which.
+"""A watchdog that ends a process whose GPU waits for a rank that is dead, stopped or too late, and names that rank.
 
 A stream that waits for another rank waits for ever if that rank has died, and would compute wrong results if it were
 released. The process may then be blocked in the driver, in any thread, with Python's lock. So the watchdog is a process
 of its own, which reads shared memory (a :class:`Board`) and the states of processes, and nothing else: no driver, no
-torch, not one import besides the standard library. It starts with the first link or NCCL group and ends with its
+torch, only the standard library. It starts with the first link or NCCL group and ends with its
 parent.
 
-A board is a page that all ranks of one host see, with a row per rank: the host writes who it is and how it fares; the
+A board is a page that all ranks of one host see, with a row per rank: the host writes its process, state and calls; the
 GPU's streams write what they have signalled and what they wait for (:mod:`.memory`, :class:`ringattn.transport`).
 
-* Copy engines: a rank that has signalled epoch n waits for epoch n of the others, whose rows say who has not signalled.
+* Copy engines: a rank that has signalled epoch n waits for epoch n of the others; their rows show which are late.
 * Messages (NCCL): ``MOVING`` is not zero while a stream waits for messages. Graphs repeat the same value, so the
-  watchdog sets ``MOVED`` to 1 and the stream, when it goes on, both to 0: while both stay, it is the same wait.
+  watchdog sets ``MOVED`` to 1, and the stream sets both to 0 when it continues: while both stay, it is the same wait.
 
-The time limit counts from when a stream reaches its wait: work queued before it may take as long as it needs. A peer
-that is known to be dead, or that has failed, ends the wait at once.
+The time limit counts from the moment a stream reaches its wait: work queued before it may take as long as it needs. A
+dead or failed peer ends the wait after a short grace period.
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ _BLAMED = struct.Struct("<i")  # the rank that is the cause of a failure, -1 if 
 _BLAMED_AT = _HEAD.size
 _CALL_AT, _WORDS_AT, _TEXT_AT, _ROW_BYTES = _HEAD.size - _CALL.size, 64, 128, 512
 _PAGE = mmap.PAGESIZE
-_PERIOD = 0.1  # seconds from one look to the next
+_PERIOD = 0.1  # seconds between checks
 _GRACE = 0.5  # seconds that a wait goes on after a peer is dead: what it had signalled may just arrive
-_GRACE_OF_MESSAGES = 2.0  # as long, where nothing says which peer a message comes from
+_GRACE_OF_MESSAGES = 2.0  # the same for messages, whose sender is not known
 
 
 class Process(NamedTuple):
@@ -108,20 +108,20 @@ class Board:
     def open(cls, path: str, rank: int, world_size: int) -> Board:
         return cls(os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW), rank, world_size)
 
-    # What the host of this rank writes
+    # Written by the host of this rank
 
     def enter(self, limit: float) -> None:
-        """Say that this rank runs in this process, and its time limit in seconds."""
+        """Record that this rank runs in this process, and its time limit in seconds."""
         process = Process.own()
         _HEAD.pack_into(self.memory, self._row(self.rank), process.number, RUNNING, process.start, limit, 0)
 
     def begin(self, limit: float) -> None:
-        """Say that this rank begins its next call."""
+        """Record that this rank begins its next call."""
         self.calls = self.calls + 1 & 0xFFFFFFFF
         _CALL.pack_into(self.memory, self._row(self.rank) + _CALL_AT, limit, self.calls)
 
     def fail(self, text: str, blamed: int = -1) -> None:
-        """Say why this rank cannot go on. Only the first reason counts.
+        """Record why this rank cannot continue. Only the first reason counts.
 
         Args:
             blamed: the rank that is the cause, -1 if it is this rank itself.
@@ -134,14 +134,14 @@ class Board:
             self._become(FAILED)
 
     def leave(self) -> None:
-        """Say that this rank needs the group no longer."""
+        """Record that this rank no longer needs the group."""
         if self.status(self.rank) == RUNNING and os.getpid() == self.owner:  # not in a forked process
             self._become(LEFT)
 
     def _become(self, status: int) -> None:
         struct.pack_into("<i", self.memory, self._row(self.rank) + 4, status)
 
-    # What everyone reads
+    # Read by every rank and its watchdog
 
     def process(self, rank: int) -> Process:
         number, _, start, _, _ = self._head(rank)
@@ -177,7 +177,7 @@ class Board:
         struct.pack_into("<i", self.memory, self.offset(rank, which), value)
 
     def offset(self, rank: int, which: int) -> int:
-        """Return where a word is, in bytes from the beginning."""
+        """Return the offset of a word from the beginning of the page, in bytes."""
         return self._row(rank) + _WORDS_AT + 4 * which
 
     @property
@@ -195,11 +195,11 @@ class Board:
         others = (rank for rank in range(self.world_size) if rank != self.rank)
         return [rank for rank in others if self.process(rank).number and self.process(rank).state() != "is dead"]
 
-    # Whose fault it is
+    # The cause of a failure
 
     def cause(self, ranks: Sequence[int], *, stopped: bool = False) -> tuple[int | None, str]:
-        """Return the rank among ``ranks`` that is dead or has failed, and how; (None, "") if none is. One that is the
-        origin goes before those that failed because of it.
+        """Return the rank among ``ranks`` that is dead or has failed, and how; (None, "") if none is. The origin of
+        a failure takes precedence over ranks that failed because of it.
 
         Args:
             stopped: whether a rank that is stopped is a cause, too.
@@ -223,16 +223,16 @@ class Board:
         return None, ""
 
     def delay(self, ranks: Sequence[int]) -> tuple[int | None, str]:
-        """Return the rank among ``ranks`` that has not come, and what is known of it."""
-        seen = [rank for rank in ranks if self.process(rank).number]
-        for rank in seen:
+        """Return the rank among ``ranks`` that is late, and its state."""
+        visible = [rank for rank in ranks if self.process(rank).number]
+        for rank in visible:
             if self.process(rank).state() == "is stopped":
                 number = self.process(rank).number
                 return (
                     rank,
                     f"{self._name(rank)} is stopped, by SIGSTOP or a debugger (kill -CONT {number} continues it)",
                 )
-        for rank in sorted(seen, key=self.calls_of):
+        for rank in sorted(visible, key=self.calls_of):
             return rank, (
                 f"{self._name(rank)} runs, but has not come: it has begun {self.calls_of(rank)} calls and this rank "
                 f"{self.calls_of(self.rank)}. If it is only slow, raise plan(timeout=) or RINGATTN_TIMEOUT"
@@ -244,7 +244,7 @@ class Board:
 
 
 class Wait(NamedTuple):
-    """A wait of this rank's streams: what for, as long as this is the same; the ranks that it waits for."""
+    """A wait of this rank's streams: what for, its identity (``of``), the late ranks, and its grace in seconds."""
 
     what: str
     of: tuple[int, int]
@@ -253,10 +253,10 @@ class Wait(NamedTuple):
 
 
 class Watch:
-    """Looks at a board again and again.
+    """The waits on a board, and how long each has lasted.
 
     Args:
-        peers: the ranks that can be seen.
+        peers: the ranks whose processes can be seen.
     """
 
     def __init__(self, board: Board, peers: Sequence[int]) -> None:
@@ -265,10 +265,10 @@ class Watch:
         self._restarts = 0
 
     def look(self, seconds: float) -> tuple[int, str] | None:
-        """Return the rank that is the cause why this one cannot go on, and the problem; None if there is none.
+        """Return the rank that prevents this one from continuing, and the problem; None if there is none.
 
         Args:
-            seconds: since the last look, in which this process and its parent ran.
+            seconds: since the last check, without time in which this process or its parent did not run.
         """
         board, waits = self.board, list(self._waits())
         self._waited = {wait.of: self._waited.get(wait.of, -seconds) + seconds for wait in waits}
@@ -300,12 +300,12 @@ class Watch:
 
 
 def watch(board: Board, parent: Process, peers: Sequence[int]) -> None:
-    """Look at the board until the parent is gone; end the parent if it cannot go on."""
+    """Check the board until the parent is gone; end the parent if it cannot continue."""
     look, before = Watch(board, peers), time.monotonic()
     while os.getppid() == parent.number:
         time.sleep(_PERIOD)
         now = time.monotonic()
-        # Not the time in which the host slept, or in which this process or its parent was stopped.
+        # Without the time in which the host slept, or this process or its parent was stopped.
         seconds = min(now - before, 1.0) if parent.state() == "runs" else 0.0
         before = now
         if problem := look.look(seconds):
@@ -315,10 +315,10 @@ def watch(board: Board, parent: Process, peers: Sequence[int]) -> None:
 
 
 def end(board: Board, parent: Process, peer: int, problem: str) -> None:
-    """Say what the problem is and end the parent."""
+    """Print the problem and end the parent."""
     text = f"ringattn: rank {board.rank} (process {parent.number}): {problem}. This process is ended. {_ADVICE}\n"
     board.fail(problem, peer)
-    # In a thread: who should read it may be stopped, too, or gone.
+    # In a thread: the reader of the pipe may be stopped, too, or gone.
     threading.Thread(target=os.write, args=(2, text.encode(errors="replace")), daemon=True).start()
     time.sleep(0.1)
     for number in (signal.SIGABRT, signal.SIGKILL):  # a handler of the first may hang, too; the second has none
@@ -353,11 +353,11 @@ def start(board: Board, peers: Sequence[int]) -> subprocess.Popen[bytes]:
 
 
 def main() -> None:
-    """Be the watchdog of the parent process."""
+    """Run the watchdog of the parent process."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # it ends with its parent, not before
         signal.signal(number, signal.SIG_IGN)
-    file, rank, world_size, process, began, *peers = map(int, sys.argv[1:])
-    watch(Board(file, rank, world_size), Process(process, began), peers)
+    file, rank, world_size, process, start_time, *peers = map(int, sys.argv[1:])
+    watch(Board(file, rank, world_size), Process(process, start_time), peers)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Refusals by name: models, batches and losses that would not be exact over ranks."""
+"""Checks that refuse models, batches and losses that would not be exact over ranks."""
 
 from __future__ import annotations
 
@@ -178,8 +178,8 @@ def check_heads(
     """Raise NotImplementedError for outputs of a head that picks tokens of a row, of which other ranks hold some."""
     tokens = next(local[x] for x in ("input_ids", "inputs_embeds") if local.get(x) is not None)
     for key, x in outputs.items():
-        asked = kwargs.get("logits_to_keep") is not None or outputs.get("log_probs") is not None
-        picks = key == "pooler_output" or (key.endswith("logits") and not asked)
+        chosen_tokens = kwargs.get("logits_to_keep") is not None or outputs.get("log_probs") is not None
+        picks = key == "pooler_output" or (key.endswith("logits") and not chosen_tokens)
         if picks and isinstance(x, Tensor) and (key == "pooler_output" or x.shape[:2] != tokens.shape[:2]):
             raise NotImplementedError(
                 f"{type(model).__name__} returns {key} of shape {tuple(x.shape)}, not one for each of the "

@@ -10,12 +10,12 @@ from torch import Tensor
 
 from ...plans import Plan
 
-_MODELS = ("gemma3", "paligemma")  # whose forward puts the features of images in the place of tokens, and no more
+_MODELS = ("gemma3", "paligemma")  # their forward only substitutes image features for tokens
 
 
 def of_tokens(model: Any, plan: Plan, batch: Mapping[str, Any]) -> Tensor | None:
-    """Return which features of the batch's images, counted over whole rows, belong to this rank's tokens, in their
-    order; None for a batch without images, or where the model is not known to take them so."""
+    """Return the indices, over whole rows, of the image features of this rank's tokens, in order; None for a batch
+    without images and for models that are not in ``_MODELS``."""
     ids = batch.get("input_ids")
     if batch.get("pixel_values") is None or ids is None or model.config.model_type not in _MODELS:
         return None
@@ -26,7 +26,7 @@ def of_tokens(model: Any, plan: Plan, batch: Mapping[str, Any]) -> Tensor | None
 
 @contextlib.contextmanager
 def taken(model: Any, features: Tensor | None) -> Iterator[None]:
-    """Let the model's forward inside the block put these features of all images in the place of tokens."""
+    """Make the model's forward, inside the block, substitute only these features of all images for tokens."""
     if features is None:
         yield
         return

@@ -69,9 +69,9 @@ def visible_to_layers(
             "run over ranks: call model.set_attn_implementation('sdpa') first)"
         )
     causal = "allow_is_bidirectional_skip" not in kwargs
-    known = None if torch.compiler.is_compiling() else read(mask_function)  # a graph cannot read closures
-    if known is not None and not (local_size is not None and local_size < 1):
-        return active.visible(known[0], known[1])
+    kind_and_spans = None if torch.compiler.is_compiling() else read(mask_function)  # a graph cannot read closures
+    if kind_and_spans is not None and not (local_size is not None and local_size < 1):
+        return active.visible(*kind_and_spans)
     if use_vmap:
         raise NotImplementedError(
             "the model combines its mask with a function of its own (or_mask_function, and_mask_function), which "

@@ -20,7 +20,7 @@ def unwrapped(model: nn.Module) -> Any:
 
 
 def entry(model: nn.Module) -> Any:
-    """Return the module whose call begins a forward: what torch.compile has made, or the transformers model. Hooks of a
+    """Return the module whose call begins a forward: the result of torch.compile, or the transformers model. Hooks of a
     module inside a compiled one would become part of its graph."""
     inner = unwrapped(model)
     while model is not inner and not hasattr(model, "_orig_mod") and model._compiled_call_impl is None:

@@ -1,4 +1,4 @@
-"""Reading a model's own mask function, without making a mask: its kind, its spans, or how it differs from a plan's."""
+"""Inspection of a model's mask function, without making a mask: its kind, spans, or difference from a plan's mask."""
 
 from __future__ import annotations
 
@@ -104,8 +104,8 @@ def difference(mask_function: MaskFunction | None, seq_len: int, causal: bool, w
 
 
 def _holds_tensors(function: Any) -> bool:
-    """Return whether the function, or one in its closure, keeps a tensor. Such a function cannot be asked: its tensor
-    has this rank's tokens, and a GPU does not survive an index out of range."""
+    """Return whether the function, or one in its closure, holds a tensor. Such a function must not be called with other
+    positions than this rank's: an index out of range is fatal on a GPU."""
     pending, seen = [function], set()
     while pending:
         x = pending.pop()

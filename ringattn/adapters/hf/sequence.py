@@ -50,9 +50,9 @@ class Visible:
 
 
 class _Record:
-    """What has been learnt about a model that is in use, so that it is checked once.
+    """The results of the checks of a model, each of which is made once.
 
-    ``attends`` and ``adds_up`` are two results, because a first forward may have no loss."""
+    ``attends`` and ``adds_up`` are separate, because a first forward may have no loss."""
 
     def __init__(self, model: nn.Module) -> None:
         self.attends = False

@@ -21,25 +21,25 @@ _READER = "ringattn's reader of masks"
 
 def read_whole(model: Any, batch: Mapping[str, Any], documents: Tensor | None) -> tuple[list[Kind], Tensor | None]:
     """Return the kinds of masks that the model makes for this batch, and ids of the spans of whole rows, (batch,
-    seq_len) on the CPU, -1 outside; no kinds and no ids where the model makes no spans.
+    seq_len) on the CPU, -1 outside; no kinds and no ids if the model makes no spans.
 
     Raises:
         NotImplementedError: a span that other tokens interrupt, which is no interval of keys.
     """
-    given = {name: batch[name] for name in NAMES if batch.get(name) is not None}
+    token_types = {name: batch[name] for name in NAMES if batch.get(name) is not None}
     make = getattr(model, "create_masks_for_generate", None)
-    if not given or make is None:
+    if not token_types or make is None:
         return [], None
     rows, seq_len = batches.shape(batch)
     config = copy.copy(model.config.get_text_config())
     config._attn_implementation = _READER
-    embeddings = torch.empty(rows, seq_len, 1, device=next(iter(given.values())).device)
-    made = make(
+    embeddings = torch.empty(rows, seq_len, 1, device=next(iter(token_types.values())).device)
+    masks = make(
         config=config, inputs_embeds=embeddings, attention_mask=None, past_key_values=None, position_ids=None,
-        is_first_iteration=True, **given,
+        is_first_iteration=True, **token_types,
     )  # fmt: skip
-    functions = list(made.values()) if isinstance(made, Mapping) else [made]
-    several = [known for known in map(read, functions) if known is not None]
+    functions = list(masks.values()) if isinstance(masks, Mapping) else [masks]
+    several = [pair for pair in map(read, functions) if pair is not None]
     ids = next((ids for _, ids in several if ids is not None), None)
     if ids is None:
         return [], None
@@ -52,16 +52,17 @@ def read_whole(model: Any, batch: Mapping[str, Any], documents: Tensor | None) -
         if bool((counts > 1).any()):
             raise NotImplementedError(
                 f"{type(model).__name__} makes one span of {int(counts.max())} separate runs of tokens in row {row} "
-                f"(read from {', '.join(given)}); with other tokens between them, a token sees no interval of keys"
+                f"(read from {', '.join(token_types)}); with other tokens between them, a token sees no interval of "
+                "keys"
             )
     return sorted({kind for kind, _ in several}, key=str), ids
 
 
 def same(ids: Tensor, whole: Tensor | None, plan: Plan) -> bool:
-    """Return whether the spans that a model has made of this rank's tokens are inside of those of whole rows."""
+    """Return whether the spans that a model has made of this rank's tokens lie inside those of whole rows."""
     if whole is None:
         return False
-    # Ids are counted along the shard; padding is in no span of ours, and sees nothing.
+    # Ids are counted along the shard; padding is in no span of whole rows, and sees nothing.
     local = plan.shard(whole, 1).to(ids.device)
     return bool(((local < 0) | (ids >= 0)).all())
 
