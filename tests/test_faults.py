@@ -99,7 +99,7 @@ def reports(pool: Pool, job: Callable[..., Any], *args: object, hanging: Sequenc
 
 
 def check_survivors(texts: list[str], error: str, cause: str) -> None:
-    """All ranks without a fault say the same cause, and each where it was."""
+    """Assert that all ranks without a fault name the same cause, and each its own place."""
     for rank in set(range(WORLD)) - {FAULTY}:
         last = texts[rank].strip().splitlines()[-1]
         assert re.match(rf"ringattn\.errors\.({error}): rank {rank}: attention\(\) ", last), texts[rank]
@@ -133,7 +133,7 @@ def test_a_rank_that_raises_keeps_its_error_and_stops_all(ranks: Pool, dataflow:
 
 
 def missing(case: Case) -> cases.Part | None:
-    """One rank skips the attention that the others run."""
+    """Run attention on all ranks but one, which skips it."""
     plan = case.plan(impatient())
     if plan.rank == FAULTY:
         time.sleep(2 * LIMIT)
@@ -151,7 +151,7 @@ def test_a_rank_that_skips_a_call_is_noticed(ranks: Pool) -> None:
 
 
 def differing_later(case: Case) -> torch.Tensor:
-    """The second call of a plan differs on one rank, when arguments are no longer compared."""
+    """Make the second call of a plan, in which arguments are no longer compared, differ on one rank."""
     plan = case.plan(impatient())
     cases.attend(case, plan=plan)
     heads = 4 if plan.rank == FAULTY else 2

@@ -16,7 +16,7 @@ SEQ, Q_HEADS, KV_HEADS = 61, 6, 3
 
 @pytest.fixture(autouse=True)
 def one_head_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on GPUs; on the CPU, where nothing overlaps, all heads are one group."""
+    """Make groups of one head, as on GPUs; on the CPU, where nothing overlaps, all heads are one group."""
     groups = [slice(h, h + 1) for h in range(KV_HEADS)]
     monkeypatch.setattr(fetching, "head_groups", lambda *args, **options: groups)
 

@@ -46,7 +46,7 @@ def config_of(name: str) -> tuple[type, Any]:
 
 
 def build(name: str, attn: str) -> Any:
-    """The same weights whatever the attention."""
+    """Return a model with the same weights for every attention."""
     kind, config = config_of(name)
     images = hasattr(config, "vision_config") and attn == "ringattn"
     make = getattr(kind, "from_config", None) or kind._from_config
@@ -59,8 +59,8 @@ def build(name: str, attn: str) -> Any:
 
 
 def batch_of(name: str, padding: int = 0) -> dict[str, Tensor]:
-    """Images next to each other and across shards' edges; prefixes of different lengths; padding on the left of row
-    1."""
+    """Return a batch with adjacent images, images across the edges of shards, prefixes of different lengths, and padding
+    on the left of row 1."""
     g = torch.Generator().manual_seed(1)
     ids = torch.randint(3, 58, (2, SEQ), generator=g)
     real = torch.ones(2, SEQ, dtype=torch.int64)
@@ -86,7 +86,7 @@ def batch_of(name: str, padding: int = 0) -> dict[str, Tensor]:
 
 
 def trained(model: nn.Module, batch: dict[str, Tensor], group: Any = None) -> tuple[float, dict[str, Tensor]]:
-    """Loss and gradients of a step: over ranks, this rank's part of them."""
+    """Return loss and gradients of a step: over ranks, this rank's part of them."""
     if group is None:
         loss = model(**batch, use_cache=False).loss
         loss.backward()

@@ -44,7 +44,7 @@ def attend(plan: ringattn.Plan, heads: int = 2) -> Tensor:
 
 
 def try_later(arguments: list[dict[str, Any]]) -> list[str]:
-    """Make two plans ahead, of which the first is bad; return what each attention said, and a third one."""
+    """Make two plans ahead, of which the first is bad; return the outcome of attention with each, and with a third."""
     here = transports.of(None)
     answers = []
     plans: list[ringattn.Plan] = []
@@ -65,9 +65,9 @@ def try_later(arguments: list[dict[str, Any]]) -> list[str]:
 @pytest.mark.parametrize("world_size", on_ranks(4))
 def test_a_disagreement_is_raised_by_every_rank_at_the_first_use(pools: Callable[[int], Pool], world_size: int) -> None:
     usual, odd = dict(cu_seqlens=[0, 10, 24]), dict(cu_seqlens=[0, 11, 24])
-    said = pools(world_size).run(try_later, [usual, odd, usual, usual])
-    assert said == [said[0]] * world_size
-    bad, fine, again, fine_again, third = said[0]
+    outcomes = pools(world_size).run(try_later, [usual, odd, usual, usual])
+    assert outcomes == [outcomes[0]] * world_size
+    bad, fine, again, fine_again, third = outcomes[0]
     assert bad.startswith("Disagreement: plan() differs across ranks: cu_seqlens is ")
     assert "on ranks [1]" in bad
     assert again == bad, "a plan that ranks do not share must not be used later, either"
@@ -79,10 +79,10 @@ def test_a_rank_with_an_error_raises_it_at_once_and_the_others_later(
     pools: Callable[[int], Pool], world_size: int
 ) -> None:
     usual, odd = {}, dict(cu_seqlens=[0, 11, 23])
-    said = pools(world_size).run(try_later, [usual, odd, usual, usual])
-    mine, fine, fine_again, third = said[1]
+    outcomes = pools(world_size).run(try_later, [usual, odd, usual, usual])
+    mine, fine, fine_again, third = outcomes[1]
     assert mine == "ValueError: cu_seqlens ends with 23; it must end with seq_len = 24"
-    for others in (said[0], *said[2:]):
+    for others in (outcomes[0], *outcomes[2:]):
         assert others[0].startswith("RankFailed: plan() failed on rank 1: cu_seqlens ends with 23")
     assert [fine, fine_again, third] == ["(1, 24, 2, 8)"] * 3
 
@@ -124,9 +124,9 @@ def test_an_agreement_is_not_waited_for_before_the_first_use() -> None:
 def test_a_plan_that_was_made_ahead_has_its_blocks() -> None:
     for dataflow in ringattn.planning.dataflows():
         plan = ringattn.plan(64, VirtualRank(1, 4), causal=True, dataflow=dataflow, wait=False)
-        made = len(plan.memo)
+        size = len(plan.memo)
         plan.flow.prepare(plan)
-        assert len(plan.memo) == made > 0
+        assert len(plan.memo) == size > 0
     with pytest.raises(Disagreement):
         virtual.run(2, lambda rank: ringattn.plan(40 + rank.rank, rank, wait=False).check_agreement())
 
@@ -217,7 +217,7 @@ def test_upload_does_not_wait() -> None:
 
 
 class Ignored:
-    """A kernel that is launched directly."""
+    """A stand-in for a kernel that is launched directly."""
 
     def __getitem__(self, grid: object) -> Callable[..., None]:
         return lambda *args, **kwargs: None
@@ -299,9 +299,9 @@ def test_forty_batches_compile_what_the_first_one_does() -> None:
     env["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), str(Path(__file__).parent.parent)])
     run = subprocess.run([sys.executable, __file__], env=env, capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stderr[-3000:]
-    said = json.loads(run.stdout.splitlines()[-1])
-    assert said["first"] > 10
-    assert said["more"] == 0
+    outcomes = json.loads(run.stdout.splitlines()[-1])
+    assert outcomes["first"] > 10
+    assert outcomes["more"] == 0
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

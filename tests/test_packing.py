@@ -24,7 +24,7 @@ def drawn(name: str, count: int, seq_len: int) -> list[int]:
 
 
 def busiest(rows: list[Row], replicas: int) -> int:
-    """The work of the busiest rows of all steps, where steps are rows with similar work."""
+    """Return the work of the busiest rows of all steps, if steps are rows with similar work."""
     work = sorted(row.work for row in rows)
     work = [0] * (-len(work) % replicas) + work
     return sum(work[replicas - 1 :: replicas])
@@ -32,7 +32,7 @@ def busiest(rows: list[Row], replicas: int) -> int:
 
 def check(rows: list[Row], lengths: list[int], seq_len: int) -> list[int]:
     """Assert what rows promise, and return the documents in order."""
-    held: dict[int, list[range]] = {}
+    pieces_of: dict[int, list[range]] = {}
     for row in rows:
         assert row.cu_seqlens[0] == 0
         assert row.tokens <= seq_len
@@ -41,12 +41,12 @@ def check(rows: list[Row], lengths: list[int], seq_len: int) -> list[int]:
         assert list(zip(row.documents, row.starts, strict=True)) == sorted(zip(row.documents, row.starts, strict=True))
         for document, start, size in zip(row.documents, row.starts, sizes, strict=True):
             assert size > 0
-            held.setdefault(document, []).append(range(start, start + size))
-    for document, pieces in held.items():
+            pieces_of.setdefault(document, []).append(range(start, start + size))
+    for document, pieces in pieces_of.items():
         pieces.sort(key=lambda piece: piece.start)
         assert [i for piece in pieces for i in piece] == list(range(lengths[document]))
         assert all(len(piece) == seq_len for piece in pieces[:-1]), "cut only where a row is full"
-    return sorted(held)
+    return sorted(pieces_of)
 
 
 length = st.one_of(st.integers(1, 8), st.integers(1, 60))
@@ -76,9 +76,9 @@ def test_no_document_of_the_busiest_row_could_move_to_another(lengths: list[int]
     """A bound by theory, where rows have room for all."""
     packing = ringattn.pack(lengths, sum(lengths), rows=replicas)
     assert len(packing.rows) == replicas
-    most = max(packing.rows, key=lambda row: row.work)
-    lightest = min(causal_pairs(lengths[document]) for document in most.documents)
-    assert most.work <= min(row.work for row in packing.rows) + lightest
+    busiest_row = max(packing.rows, key=lambda row: row.work)
+    lightest = min(causal_pairs(lengths[document]) for document in busiest_row.documents)
+    assert busiest_row.work <= min(row.work for row in packing.rows) + lightest
 
 
 @given(st.lists(st.integers(1, 100), max_size=30), st.integers(1, 40), st.integers(1, 4), st.integers(1, 40))
@@ -155,7 +155,7 @@ def test_a_stream_keeps_long_documents_back_until_a_step_has_enough_but_not_too_
 
 
 def streamed(lengths: list[int], window: int) -> Packing:
-    """All steps of a stream but the last."""
+    """Return all steps of a stream except the last."""
     *steps, _ = ringattn.pack_stream(lengths, 8192, rows=8, window=window)
     return Packing([row for step in steps for row in step.rows], 8192, 8)
 

@@ -29,7 +29,7 @@ SEQ = 290  # three tiles, the last one cut
 
 
 def how(case: Case) -> list[tuple[int, Case]]:
-    """One rank first, then every number of ranks with every layout and, in turns, every dataflow."""
+    """Return one rank first, then every number of ranks with every layout and, in turns, every dataflow."""
     dataflows = itertools.cycle(cases.DATAFLOWS)
     ways = [(1, case)]
     for n, layout in itertools.product(RANKS, cases.LAYOUTS):
@@ -40,7 +40,7 @@ def how(case: Case) -> list[tuple[int, Case]]:
 
 
 def differences(ways: list[tuple[int, Case]], **plan: Any) -> list[str]:
-    """What differs from the first way in any bit: the results of each are joined by positions."""
+    """Return the results, joined by positions, that differ in any bit from those of the first way."""
 
     def results(n: int, case: Case) -> cases.Results:
         def attend(rank: virtual.VirtualRank) -> cases.Part:
@@ -55,11 +55,11 @@ def differences(ways: list[tuple[int, Case]], **plan: Any) -> list[str]:
     (n, first), *others = ways
     want = results(n, first)
     assert not any(x.isnan().any() for x in want.values())
-    found = []
+    different = []
     for n, case in others:
         got = results(n, case)
-        found += [f"{name}, {n} ranks, {case}" for name in want if not torch.equal(got[name], want[name])]
-    return found
+        different += [f"{name}, {n} ranks, {case}" for name in want if not torch.equal(got[name], want[name])]
+    return different
 
 
 SCORES: dict[str, dict[str, Any]] = {
@@ -124,7 +124,7 @@ def test_heads_come_in_the_same_waves(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def short_sums(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sums of more than 200 products are too long."""
+    """Make sums of more than 200 products too long."""
     for module in (contract, long_sums):
         monkeypatch.setattr(module, "LONGEST_SUM", 200)
     monkeypatch.setattr(contract, "PERIOD", 256)
@@ -152,7 +152,7 @@ def test_long_sums_are_cut_at_the_same_positions(window: int, monkeypatch: pytes
 
 @pytest.fixture
 def triton(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The Triton kernels run, one at a time: the interpreter is not made for threads."""
+    """Run the Triton kernels, one at a time: the interpreter does not support threads."""
     if BACKENDS["triton"].unsupported(*[torch.empty(1, 1, 1, 16)] * 3, contract.Score(1.0)):
         pytest.skip("needs Triton's interpreter")
     lock = threading.Lock()

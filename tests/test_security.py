@@ -19,7 +19,7 @@ FORBIDDEN = {
 
 def offences(source: str) -> list[str]:
     """Return the calls in a source that could run what another process or a file contains."""
-    found = []
+    calls = []
     for node in ast.walk(ast.parse(source)):
         if not isinstance(node, ast.Call):
             continue
@@ -34,8 +34,8 @@ def offences(source: str) -> list[str]:
         objects = last.endswith(("_object", "_object_list"))
         listens = last in ("listen", "create_server")
         if name in FORBIDDEN or unsafe or through_shell or remote or objects or listens:
-            found.append(f"line {node.lineno}: {name}")
-    return found
+            calls.append(f"line {node.lineno}: {name}")
+    return calls
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))

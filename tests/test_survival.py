@@ -183,7 +183,7 @@ TINY += [f"--text={ROOT / 'ringattn' / 'mask.py'}", f"--steps={STEPS}"]
 
 
 class Launch:
-    """torchrun with two ranks of scripts.train, in a session of its own."""
+    """A torchrun with two ranks of scripts.train, in its own session."""
 
     def __init__(self, out: Path, *arguments: str, restarts: int = 0) -> None:
         self.out, self.log = out, out.with_suffix(".log")
@@ -199,7 +199,7 @@ class Launch:
 
     def ranks(self) -> list[int]:
         """Return the processes of the ranks that are alive."""
-        found = []
+        numbers = []
         for folder in Path("/proc").iterdir():
             try:
                 line, status = (folder / "cmdline").read_bytes(), (folder / "stat").read_text()
@@ -207,8 +207,8 @@ class Launch:
                 continue
             ours = f"--out={self.out}\0".encode() in line and b"torch.distributed.run" not in line
             if ours and status.rpartition(")")[2].split()[0] != "Z":
-                found.append(int(folder.name))
-        return sorted(found)
+                numbers.append(int(folder.name))
+        return sorted(numbers)
 
     def wait_for_checkpoint(self, number: int) -> None:
         end = time.monotonic() + 100

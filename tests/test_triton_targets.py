@@ -1,4 +1,4 @@
-"""The Triton kernels compile for GPUs that nobody has run them on, with the shared memory that these have.
+"""The Triton kernels compile for GPUs on which they have not been run, within the shared memory of these GPUs.
 
 Compiling takes seconds per kernel: bf16 at head dim 128 everywhere; ``RINGATTN_COMPILE_ALL=1`` adds float32 and the
 head dims 64, 192/128 and 256. ``python tests/test_triton_targets.py`` prints registers, spills and shared memory.
@@ -67,7 +67,7 @@ def report(name: str, dtype: str, dim: int, dim_v: int) -> dict[str, dict]:
 
 
 class _Nothing:
-    """In place of a kernel that is launched without dispatch()."""
+    """A stand-in for a kernel that is launched without dispatch()."""
 
     def __getitem__(self, grid):
         return lambda *args, **options: None

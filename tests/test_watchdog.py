@@ -21,7 +21,7 @@ LIMIT = 10.0  # seconds
 
 @pytest.fixture
 def boards(tmp_path: Path) -> list[Board]:
-    """The same board as three ranks see it, which all run in this process."""
+    """Return the same board as seen by three ranks, which all run in this process."""
     path = str(tmp_path / "board")
     boards = [Board.create(path, 0, 3), Board.open(path, 1, 3), Board.open(path, 2, 3)]
     for board in boards:
@@ -30,14 +30,14 @@ def boards(tmp_path: Path) -> list[Board]:
 
 
 def state_is(monkeypatch: pytest.MonkeyPatch, boards: list[Board], rank: int, state: str) -> None:
-    """Let a rank have a process of its own, in this state."""
+    """Give a rank its own process, in this state."""
     watchdog._HEAD.pack_into(boards[rank].memory, boards[rank]._row(rank), 7000 + rank, 1, 1, LIMIT, 0)
     real = Process.state
     monkeypatch.setattr(Process, "state", lambda p: state if p.number == 7000 + rank else real(p))
 
 
 def problem(watch: Watch, seconds: float) -> tuple[int, str] | None:
-    """Look every second."""
+    """Return the first problem of so many seconds, with a check every second."""
     for _ in range(round(seconds)):
         if (result := watch.look(1.0)) is not None:
             return result
@@ -77,7 +77,7 @@ def test_epochs_wrap_around(boards: list[Board], epoch: int) -> None:
     boards[2].set_word(2, READY, before)
     peer, _ = problem(Watch(boards[0], [1, 2]), 20) or (None, "")
     assert peer == 2
-    assert problem(Watch(boards[2], [0, 1]), 20) is None, "a rank that is late waits for nobody"
+    assert problem(Watch(boards[2], [0, 1]), 20) is None, "a late rank waits for no other"
 
 
 def test_memory_for_gradients_is_waited_for_only_when_it_is_needed(boards: list[Board]) -> None:
@@ -106,7 +106,7 @@ def test_messages_of_a_graph_repeat_their_words(boards: list[Board]) -> None:
 def test_a_dead_rank_ends_a_wait_at_once(monkeypatch: pytest.MonkeyPatch, boards: list[Board]) -> None:
     watch = Watch(boards[0], [1, 2])
     state_is(monkeypatch, boards, 2, "is dead")
-    assert problem(watch, 100) is None, "nobody waits for it"
+    assert problem(watch, 100) is None, "no rank waits for it"
     for rank in (0, 1):
         boards[rank].set_word(rank, READY, 1)
     assert watch.look(0.3) is None
