@@ -59,8 +59,8 @@ def build(name: str, attn: str) -> Any:
 
 
 def batch_of(name: str, padding: int = 0) -> dict[str, Tensor]:
-    """Return a batch with adjacent images, images across the edges of shards, prefixes of different lengths, and padding
-    on the left of row 1."""
+    """Return a batch with adjacent images, images across the edges of shards, prefixes of different lengths, and
+    padding on the left of row 1."""
     g = torch.Generator().manual_seed(1)
     ids = torch.randint(3, 58, (2, SEQ), generator=g)
     real = torch.ones(2, SEQ, dtype=torch.int64)
