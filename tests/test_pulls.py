@@ -656,3 +656,32 @@ def test_the_board_says_what_every_rank_has_signalled_and_waits_for(
     assert waits() == ["memory for the gradients after exchange 1"]
     signal(1, FREE, 1)
     assert waits() == []
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_a_buffer_that_grows_is_not_given_away_while_another_stream_reads_it(
+    monkeypatch: pytest.MonkeyPatch, seed: int
+) -> None:
+    """Three streams of one GPU: the first allocates the buffer, the second reads it, the third needs a larger one. The
+    allocator gives the old one to work of the first."""
+    world = World(2, seed)
+    world.patched(monkeypatch)
+    gpu, read = world.gpus[0], []
+    first, second, third = (Stream(gpu, role) for role in ("first", "second", "third"))
+    with world.host(first):
+        link = memory.Link(0, 2, CPU, Shared(world, (0, 1)).of(0))
+        buffer = link.receive_buffer(64)
+        buffer.copy_(torch.full((64,), 7, dtype=torch.uint8))
+        link.released.record(first)
+    with world.host(second):
+        second.wait_event(link.released)
+        inside = alias(buffer)
+        world.kernel("attention", [(None, lambda: read.append(inside.clone()))])
+        link.released.record(second)
+    del buffer
+    with world.host(third):
+        link.receive_buffer(4096)
+    with world.host(first):
+        torch.full((64,), 9, dtype=torch.uint8)
+    world.run()
+    assert read[0].eq(7).all(), "its memory was written before the kernel had read it"
