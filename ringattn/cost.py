@@ -363,8 +363,8 @@ def _busiest(p: Problem, rank: int, what: Sequence[Sequence[int]], among: Sequen
 
 
 def _pulled(p: Problem, costs: Costs, s: Shape, backward: bool, rank: int) -> _Pass:
-    everyone = range(len(p.keys))
-    tokens, runs = (_busiest(p, rank, what, everyone) for what in (p.fetched, p.runs))
+    all_ranks = range(len(p.keys))
+    tokens, runs = (_busiest(p, rank, what, all_ranks) for what in (p.fetched, p.runs))
     size = s.batch * tokens * s.kv_elements
     rows = s.batch * s.kv_heads
     cut = len(_waves(p, s)) if backward else 1

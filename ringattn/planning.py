@@ -71,11 +71,11 @@ def plan(
         documents: (batch, seq_len) integer ids of packed documents, -1 for padding, when rows differ.
         prefix: with ``causal``, the first ``prefix`` keys are visible to earlier queries too (prefix-LM).
         mask: any mask of :mod:`ringattn.mask`: chunks, spans, blocks, or one of your own; what the other arguments hide
-            is hidden, too. Documents and padding belong in the arguments above, as :meth:`Plan.shard_batch` asks where
-            documents begin.
+            is hidden, too. Pass documents and padding in the arguments above: :meth:`Plan.shard_batch` needs their
+            boundaries.
         layout: "contiguous", "zigzag", "striped" or "balanced" (:data:`ringattn.layout.LAYOUTS`); "auto": "zigzag" for
-            rows that are one document, for packed ones whichever the same model finds faster; or another plan for these
-            lengths, to hold the same tokens: layers with different windows need that.
+            rows that are one document, for packed ones the layout that the cost model finds faster; or another plan for
+            these lengths, to hold the same tokens: layers with different windows need that.
         dataflow: "ring": keys and values travel; "gather": every rank fetches all the keys and values that it
             needs; "reduce": queries travel and their partial states come home; "auto": the fastest by a model
             of one layer's forward and backward (:mod:`.cost`), for 32/8 heads of 128 in 2 bytes and one row, with the
@@ -84,11 +84,11 @@ def plan(
             a dataflow of its own (:mod:`.dataflow.same_bits`) that takes more time and memory.
         local_size: ranks per node, to make a ring a double ring; divides the group's size.
         buffer_bytes: with the dataflow "gather", memory for fetched keys and values and their gradients. Where they
-            need more and copy engines fetch them, they come in waves of heads that fit; messages bring all heads.
+            need more and copy engines fetch them, they come in waves of heads that fit; messages fetch all heads.
             "auto" chooses no gather that does not fit.
         timeout: seconds that a rank waits for another one that is stopped or does not come, in this call and in
             attention with this plan; None: RINGATTN_TIMEOUT, or else the time limit of the group. A rank that has died
-            is noticed at once.
+            is detected at once.
         wait: False to make the plan of the next batch while the GPU works on this one: the ranks' arguments are
             compared in the background, and an error about them is raised on every rank in the first attention with the
             plan. That attention compares its own arguments only if no earlier one on this group had the same.
@@ -119,7 +119,7 @@ def plan(
         if transport.world_size > 1 and request.asks_for_costs:
             costs = _costs(transport)
             words["calibration"] = hash_of(repr(costs[0]))
-    except Exception as bad:  # whatever it is, the other ranks must hear of it
+    except Exception as bad:  # of any kind: it is reported to the other ranks
         error = bad
     agreement = transport.start_agreement("plan()", {"plans": transport.plans_made, **words}, error, _ADVICE)
     if wait:

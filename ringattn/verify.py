@@ -39,8 +39,8 @@ def check_coverage(plan: Plan, blocks: Iterator[tuple[int, Block]]) -> None:
         positions = torch.cat([layouts.positions(shard) for shard in shards])
         held_once = torch.equal(positions.sort().values, torch.arange(total, device="cpu"))
         require(held_once, f"a {name} is held by no rank, or by two")
-    everyone = torch.arange(plan.seq_len, device="cpu")
-    members = [member.intervals(everyone) for member in plan.mask.members]
+    every_query = torch.arange(plan.seq_len, device="cpu")
+    members = [member.intervals(every_query) for member in plan.mask.members]
     expected = [end - start for start, end in members]
     computed = [torch.zeros_like(count) for count in expected]
     met = torch.zeros(plan.world_size, plan.seq_len_k, dtype=torch.bool, device="cpu")

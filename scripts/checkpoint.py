@@ -8,7 +8,7 @@ under the name of a checkpoint.
 The first number grows with every save: the highest one is the newest, also after a run that started from nothing.
 
 The sums find accidents (truncated files, flipped bits, files of other programs). They do not protect against changes by
-a user with write access to the folder, who can change the manifest, too.
+a user with write access to the folder and thus to the manifest.
 """
 
 from __future__ import annotations

@@ -45,7 +45,7 @@ def prepare() -> None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     if "TORCHELASTIC_RUN_ID" in os.environ and sys.platform == "linux":
         with contextlib.suppress(OSError, AttributeError):
-            # A launcher that is killed cannot stop its ranks, which would keep their GPUs. The kernel does it:
+            # A launcher that is killed cannot stop its ranks, which would keep their GPUs. Linux stops them:
             # prctl(PR_SET_PDEATHSIG, SIGKILL).
             ctypes.CDLL(None).prctl(1, int(signal.SIGKILL), 0, 0, 0)
 

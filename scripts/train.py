@@ -332,7 +332,7 @@ def autocast(device: torch.device, precision: str) -> torch.autocast:
 def train(
     model: Decoder, optimizer: torch.optim.Optimizer, text: Tensor | None, losses: list[float], args: argparse.Namespace
 ) -> None:
-    """Train until ``losses`` has those of ``args.last`` steps, and save checkpoints.
+    """Train until ``losses`` has ``args.last`` losses, and save checkpoints.
 
     Raises:
         Terminated: a rank got SIGTERM.
@@ -451,7 +451,7 @@ def save_checkpoint(
 
 
 def load_checkpoint(path: Path) -> dict[str, Any]:
-    """Return the state of a checkpoint that is whole. Every rank must call this."""
+    """Return the state of a complete checkpoint. Every rank must call this."""
     checkpoint.check(path, PROGRAM)
     state = checkpoint.load(path, STATE, KEYS)
     if state["settings"].keys() != set(SAVED):

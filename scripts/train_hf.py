@@ -137,7 +137,7 @@ Notes = dict[str, float]
 
 
 def rows_of(texts: list[bytes], options: argparse.Namespace, rows: int, replica: int) -> Iterator[tuple[Batch, Notes]]:
-    """Yield this replica's row of one step after another, without an end, and what to print about all rows."""
+    """Yield without end this replica's row of each step, and the text to print about the rows of all replicas."""
     if not options.packed:
         for step in itertools.count():
             yield row(texts, options.context, step * rows + replica), {}
@@ -156,7 +156,7 @@ def document(texts: list[bytes], context: int, index: int) -> list[int]:
 
 
 def packed(documents: list[list[int]], context: int) -> Batch:
-    """Return a row of documents. Its padding is a document of its own, without targets."""
+    """Return a row of documents. Its padding is a separate document, without targets."""
     tokens = list(itertools.chain(*documents))
     pad = context - len(tokens)
     positions = [i for piece in [*documents, range(pad)] for i in range(len(piece))]
@@ -276,7 +276,7 @@ def main() -> int:
 
 
 def reporting() -> int:
-    """Run :func:`main` with errors of one line."""
+    """Run :func:`main` and print errors as one line."""
     try:
         return main()
     except ValueError as error:

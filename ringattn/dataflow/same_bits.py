@@ -39,7 +39,7 @@ from .tiles import Tiles, every_query, gather, keys_block, of_keys, of_queries, 
 
 
 class SameBits(Dataflow):
-    """Every rank gathers tiles of keys for its queries and, in the backward, tiles of queries for its keys."""
+    """The dataflow in which every rank gathers tiles of keys and, in the backward, tiles of queries."""
 
     summary = "deterministic, so tiles of keys and of queries are gathered instead"
 
