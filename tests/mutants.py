@@ -666,10 +666,17 @@ MUTANTS = (
         "tests/test_faults.py tests/test_health.py tests/test_transport.py",
     ),
     Mutant(
-        "same bits: tiles where a shard begins",
+        "same bits: buffers are not on the grid of periods",
         "ringattn/dataflow/tiles.py",
-        "start, stop = run.start // GRID * GRID,",
-        "start, stop = run.start,",
+        "padding = (tiles.start - row) % unit",
+        "padding = 0",
+        "tests/test_same_bits.py",
+    ),
+    Mutant(
+        "same bits: tiles are not whole",
+        "ringattn/dataflow/tiles.py",
+        "start, stop = run.start // GRID * GRID, -(-run.stop // GRID) * GRID",
+        "start, stop = run.start, run.stop",
         "tests/test_same_bits.py",
     ),
     Mutant(

@@ -150,6 +150,26 @@ def test_a_rank_that_skips_a_call_is_noticed(ranks: Pool) -> None:
         assert "runs, but has not come: it has begun 1 calls and this rank 2" in texts[rank]
 
 
+def late() -> None:
+    """Make a plan on all ranks but one, which comes too late."""
+    if dist.get_rank() == FAULTY:
+        time.sleep(8)
+        raise SystemExit("came too late")
+    begin = time.monotonic()
+    try:
+        ringattn.plan(64, timeout=1.0)
+    finally:
+        assert time.monotonic() - begin < 6, "that is another time limit"
+
+
+@faulty
+def test_the_time_limit_of_a_plan_holds_while_it_is_made(ranks: Pool) -> None:
+    texts = reports(ranks, late)
+    for rank in set(range(WORLD)) - {FAULTY}:
+        assert "TimedOut: rank" in texts[rank]
+        assert "another time limit" not in texts[rank]
+
+
 def differing_later(case: Case) -> torch.Tensor:
     """Make the second call of a plan, in which arguments are no longer compared, differ on one rank."""
     plan = case.plan(impatient())

@@ -310,6 +310,9 @@ def test_digest_is_the_value_and_nothing_but_the_value() -> None:
         "rows": lambda: masks.documents(ids, 4),
         "rows swapped": lambda: masks.documents(ids.flip(0), 4),
     }
+    first = masks.pieces(4, 4, low=0, high=1)
+    for past in (3, 4):  # unions whose first members are equal
+        made[f"two intervals to {past}"] = lambda past=past: first | masks.pieces(4, 4, low=2, high=past)
     digests = {name: make().digest() for name, make in made.items()}
     assert len(set(digests.values())) == len(made)
     assert digests == {name: make().digest() for name, make in made.items()}
