@@ -74,11 +74,12 @@ class Setting(NamedTuple):
 
     def place_best(self) -> tuple[Placement, Choice | None]:
         """Return the shards of the layout that "auto" chooses, and the dataflows for it if they were compared."""
-        mask, work = self.mask, Work.of_mask(self.mask)
+        mask = self.mask
         if self.world_size == 1:
             return self.place("zigzag"), None
         if mask.seq_len != mask.seq_len_k:
             return self.place("zigzag", "layout: auto chose zigzag, as queries and keys are not the same tokens"), None
+        work = Work.of_mask(mask)
         if mask.rows == 1 and len(work.cuts) <= 2:
             return self.place("zigzag", "layout: auto chose zigzag, as the row is one document"), None
         zigzag = self.place("zigzag")

@@ -99,11 +99,11 @@ class Health:
         nothing, board = torch.zeros(1, dtype=torch.int64, device="cpu"), None
         try:
             if self.rank == first:
-                with contextlib.suppress(OSError):
+                with contextlib.suppress(OSError, ValueError):
                     board = Board.create(path, self.rank, self.world_size)
             gather(nothing)  # the file exists
             if self.rank != first:
-                with contextlib.suppress(OSError):
+                with contextlib.suppress(OSError, ValueError):
                     board = Board.open(path, self.rank, self.world_size)
             if board is not None:
                 board.enter(limit)

@@ -234,6 +234,8 @@ class Plan:
         calls = self.transport.calls_agreed
         if self.world_size == 1 or signature in self._agreed or (error is not None and self._trusted(what)):
             if error is not None:
+                if self._trusts:  # the others are at their messages
+                    self.transport.note_failure(error)
                 raise error
             return
         if not (self._trusts and call in calls):
@@ -271,9 +273,12 @@ class Plan:
 
     def refuse(self, what: str, error: Exception) -> None:
         """Report ``error`` to the other ranks if they are about to compare arguments, so that they do not wait for this
-        one."""
+        one. Where they trust that this rank comes, its next call would meet their messages of this one: the group is
+        not used again."""
         self.check_agreement()
-        if self.world_size > 1 and not self._trusted(what) and not any(s[0] == what for s in self._agreed):
+        if self._trusted(what):
+            self.transport.note_failure(error)
+        elif self.world_size > 1 and not any(s[0] == what for s in self._agreed):
             self.transport.agree(what, {}, error)
 
     # What users read

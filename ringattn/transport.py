@@ -107,7 +107,8 @@ class Transport:
 
     def note_failure(self, error: BaseException, where: str = "") -> None:
         """Mark the group unusable after a call that failed once communication may have started: other ranks may be at a
-        different message. Errors of arguments are raised on all ranks before anything is sent, and are not noted."""
+        different message. Errors of arguments that ranks compare are raised on all of them before anything is sent, and
+        are not noted."""
         if self.world_size > 1:
             self.given_up = f"{type(error).__name__}: {error}"
 
@@ -208,11 +209,12 @@ def gloo_group_of(group: dist.ProcessGroup) -> dist.ProcessGroupGloo:
     """Return a gloo group of the same ranks, all of which must call this.
 
     ``dist.new_group`` would need every rank of the job, or, with ``use_local_synchronization``, derives a name from the
-    number of groups that a rank is in and hangs where these numbers differ.
+    number of groups that a rank is in and hangs where these numbers differ. Its own time limit is a day: each exchange
+    waits as long as its plan says.
     """
     store = dist.PrefixStore("ringattn", group.get_group_store())
-    timeout = datetime.timedelta(seconds=_TIMEOUT)
-    return dist.ProcessGroupGloo(store, dist.get_rank(group), dist.get_world_size(group), timeout)
+    limit = datetime.timedelta(days=1)
+    return dist.ProcessGroupGloo(store, dist.get_rank(group), dist.get_world_size(group), limit)
 
 
 def _timeout_of(group: dist.ProcessGroup, device: torch.device) -> float:

@@ -157,7 +157,7 @@ class Kernels(Backend):
         self.world.kernel("forward", [*parts, (None, lambda: self._done(call))])
         return Result(q.new_empty((*q.shape[:3], v.shape[3])), q.new_empty((q.shape[0], q.shape[2], q.shape[1])))
 
-    def backward(self, queries, keys, score, dq, *, deterministic, into, counters):  # type: ignore[no-untyped-def]
+    def backward(self, queries, keys, score, dq, *, into, counters, deterministic=False):  # type: ignore[no-untyped-def]
         k, v, block, ready = keys
         call, rank, first, rows = self._rows(k)
         k, v, dk, dv = alias(k), alias(v), alias(into[0]), alias(into[1])

@@ -35,7 +35,7 @@ tiles of 64 queries that see it, for every query head of the group. dk and dv st
 * dQ is staged without bank conflicts: odd rows exchange columns 16 apart (``pieces.stage_dq``).
 
 The order of the additions to dQ is not fixed: dk and dv have the same bits on every run, dq differs by rounding.
-``deterministic=True`` therefore runs the portable kernel (triton/backward.py), which adds nothing in memory.
+Deterministic plans therefore use the portable kernels (triton/backward.py), which add nothing in memory.
 
 Named barriers: 4 to 7 half of dS written (two per consumer, even and odd steps), 8, 9 Q read, 10, 11 dO read,
 12, 13 dQ staged (once more when dk and dv are stored and to be counted), 14, 15 dQ sent.

@@ -75,7 +75,7 @@ class Gather(Dataflow):
                 return False
             q_wave = q[:, :, heads]
             score = call.score.heads(heads)
-            count = call.backend.completion_counts(q_wave, keys, score, deterministic=plan.deterministic)
+            count = call.backend.completion_counts(q_wave, keys, score)
             if count is not None:
                 counts[heads.start] = count
             return count is not None
@@ -93,7 +93,6 @@ class Gather(Dataflow):
                     part.keys,
                     call.score if part.whole else call.score.heads(part.q_heads),
                     part.queries(dq, 2),
-                    deterministic=plan.deterministic,
                     into=into,
                     counters=None if count is None else home.counters(part.wave, count),
                 )

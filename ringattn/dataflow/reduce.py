@@ -48,7 +48,6 @@ class Reduce(Dataflow):
             dq = torch.zeros_like(visit.shard[0], dtype=dtype, memory_format=torch.contiguous_format)
             new = call.backend.backward(
                 Queries(*visit.shard), Keys(call.k, call.v, call.block(visit.owner, plan.rank)), call.score, dq,
-                deterministic=plan.deterministic,
             )  # fmt: skip
             dkdv = new if dkdv is None else add_gradients(dkdv, new)
             visit.give((dq,))

@@ -77,7 +77,7 @@ class Ring(Dataflow):
         circulation = Circulation((call.k, call.v), plan, plan.local_lengths_k, contribution)
         for visit in circulation:
             keys = Keys(*visit.shard, call.block(plan.rank, visit.owner))
-            dk_dv = kernel.backward(queries, keys, call.score, dq, deterministic=plan.deterministic)  # adds to dq
+            dk_dv = kernel.backward(queries, keys, call.score, dq)  # adds to dq
             visit.give(dk_dv)  # to the owner of these keys
             del keys, dk_dv  # the shard moves on: do not keep its memory
         dk, dv = circulation.home or (torch.zeros_like(x, dtype=dtype) for x in (call.k, call.v))

@@ -94,6 +94,11 @@ class SameBits(Dataflow):
         (rows,) = gather(plan, (x,), every_query(plan))
         return rows.sum((0, 2), dtype=torch.float64)
 
+    def prepare(self, plan: Plan) -> None:
+        """Make the tables of the plan's rank, before they are needed."""
+        keys_block(plan)
+        queries_block(plan)
+
     # Predictions and proof
 
     def traffic(self, plan: Plan, rank: int) -> tuple[int, int]:

@@ -84,6 +84,7 @@ class Link:
         self._receive = torch.zeros(0, dtype=torch.uint8, device=device)
         self._receive_stream = torch.cuda.current_stream()  # on which it was allocated
         self._flags = torch.zeros(0, FLAG_WORDS, dtype=torch.int32, device=device)
+        self._flags_stream = torch.cuda.current_stream()
         # Objects that hold addresses of the memory above; all are dropped when some of it is replaced.
         self.prepared: Memo[object] = Memo(_MAX_PREPARED)
         self.counters: Memo[Any] = Memo(_MAX_PREPARED)  # of pushes, by shape; their memory is never replaced
@@ -142,6 +143,8 @@ class Link:
         """Return ready flags of at least ``rows`` rows, (rows, FLAG_WORDS) int32, the same memory in every call."""
         if len(self._flags) < rows:
             self.prepared.clear()
+            self._flags_stream.wait_event(self.released)  # as in receive_buffer
+            self._flags_stream = torch.cuda.current_stream()
             self._flags = torch.full((rows, FLAG_WORDS), self.epochs[KEYS], dtype=torch.int32, device=self.device)
         return self._flags
 

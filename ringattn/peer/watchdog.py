@@ -101,7 +101,13 @@ class Board:
     def create(cls, path: str, rank: int, world_size: int) -> Board:
         """Make the file, readable and writable by this user only, which must not exist."""
         file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-        os.ftruncate(file, -(-world_size * _ROW_BYTES // _PAGE) * _PAGE)
+        try:
+            # Not ftruncate: where the file system is full, the first write would end the process (SIGBUS).
+            os.posix_fallocate(file, 0, -(-world_size * _ROW_BYTES // _PAGE) * _PAGE)
+        except OSError:
+            os.close(file)
+            os.unlink(path)
+            raise
         return cls(file, rank, world_size)
 
     @classmethod
