@@ -87,8 +87,8 @@ def plan(
             need more and copy engines fetch them, they come in waves of heads that fit; messages fetch all heads.
             "auto" chooses no gather that does not fit.
         timeout: seconds that a rank waits for another one that is stopped or does not come, in this call and in
-            attention with this plan; None: RINGATTN_TIMEOUT, or else the time limit of the group. A rank that has died
-            is detected at once.
+            attention with this plan; None: RINGATTN_TIMEOUT, or else the time limit of the group, which also hold
+            for the first plan of a group, because that connects the ranks. A rank that has died is detected at once.
         wait: False to make the plan of the next batch while the GPU works on this one: the ranks' arguments are
             compared in the background, and an error about them is raised on every rank in the first attention with the
             plan. That attention compares its own arguments only if no earlier one on this group had the same.
