@@ -21,22 +21,27 @@ def fetches(mask: Mask, shards: Sequence[Shard], shards_k: Sequence[Shard]) -> t
     Each visible part of a run of neighbouring keys becomes a run; a strided run is kept whole between its first and
     last visible key.
     """
-    runs = []
-    for owner, shard in enumerate(shards_k):
-        offset = 0
-        for run in shard:
-            runs.append((run, owner, offset))
-            offset += len(run)
-    runs.sort(key=lambda x: x[0].start)
+    runs, apart = located(shards_k)
     starts = [run.start for run, *_ in runs]
-    apart = all(a.stop <= b.start for (a, *_), (b, *_) in itertools.pairwise(runs))
     return tuple(
         _numbered(_of_neighbours(seen, runs, starts) if apart else _of_strides(seen, runs))
         for seen in mask.seen(shards)
     )
 
 
-Located = tuple[range, int, int]  # a run of keys, its owner, its offset in the owner's shard
+Located = tuple[range, int, int]  # a run of tokens, its owner, its offset in the owner's shard
+
+
+def located(shards: Sequence[Shard]) -> tuple[list[Located], bool]:
+    """Return the runs of all shards, sorted by their first position, and whether each ends before the next begins."""
+    runs = []
+    for owner, shard in enumerate(shards):
+        offset = 0
+        for run in shard:
+            runs.append((run, owner, offset))
+            offset += len(run)
+    runs.sort(key=lambda x: x[0].start)
+    return runs, all(a.stop <= b.start for (a, *_), (b, *_) in itertools.pairwise(runs))
 
 
 def _of_neighbours(seen: list[range], runs: Sequence[Located], starts: Sequence[int]) -> list[Located]:
@@ -45,7 +50,7 @@ def _of_neighbours(seen: list[range], runs: Sequence[Located], starts: Sequence[
     for keys in seen:
         index = max(0, bisect_right(starts, keys.start) - 1)
         while index < len(runs) and runs[index][0].start < keys.stop:
-            parts += _part(keys, runs[index])
+            parts += visible_part(keys, runs[index])
             index += 1
     return parts
 
@@ -53,16 +58,16 @@ def _of_neighbours(seen: list[range], runs: Sequence[Located], starts: Sequence[
 def _of_strides(seen: list[range], runs: Sequence[Located]) -> list[Located]:
     """Return each run from its first to its last visible key."""
     hulls = []
-    for located in runs:
-        parts = [part for keys in seen for part, *_ in _part(keys, located)]
+    for one in runs:
+        parts = [part for keys in seen for part, *_ in visible_part(keys, one)]
         if parts:
-            hulls += _part(range(parts[0].start, parts[-1][-1] + 1), located)
+            hulls += visible_part(range(parts[0].start, parts[-1][-1] + 1), one)
     return sorted(hulls, key=lambda x: x[0].start)
 
 
-def _part(keys: range, located: Located) -> list[Located]:
+def visible_part(keys: range, one: Located) -> list[Located]:
     """Return the part of a run that is among these neighbouring keys, if any."""
-    run, owner, offset = located
+    run, owner, offset = one
     first, past = (min(max(-(-(bound - run.start) // run.step), 0), len(run)) for bound in (keys.start, keys.stop))
     return [(run[first:past], owner, offset + first)] if first < past else []
 

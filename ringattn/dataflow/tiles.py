@@ -27,6 +27,7 @@ from .. import layout as layouts
 from ..intervals import Mask
 from ..kernels.contract import GRID, Block, flush_period
 from ..layout import Shard
+from ..needs import located, visible_part
 from ..plans import Plan
 from ..transport import Message
 
@@ -124,15 +125,8 @@ def _tiles(needed: list[list[range]], shards: Sequence[Shard], unit: int) -> tup
         needed: runs of positions, growing.
         unit: the number of a row and its position differ by a multiple of this, a multiple of GRID.
     """
-    located = []  # (run, owner, its offset in the shard)
-    for owner, shard in enumerate(shards):
-        offset = 0
-        for run in shard:
-            located.append((run, owner, offset))
-            offset += len(run)
-    located.sort(key=lambda x: x[0].start)
-    starts = [run.start for run, *_ in located]
-    disjoint = all(a.stop <= b.start for (a, *_), (b, *_) in itertools.pairwise(located))
+    everything, disjoint = located(shards)
+    starts = [run.start for run, *_ in everything]
     result = []
     for wanted in needed:
         spans: list[range] = []
@@ -143,11 +137,9 @@ def _tiles(needed: list[list[range]], shards: Sequence[Shard], unit: int) -> tup
             row += padding
             spans.append(range(tiles.start - padding, tiles.stop))
             begin = max(bisect_right(starts, tiles.start) - 1, 0) if disjoint else 0
-            for run, owner, offset in located[begin : bisect_left(starts, tiles.stop)]:
-                ends = (tiles.start, tiles.stop)
-                first, past = (min(max(-(-(p - run.start) // run.step), 0), len(run)) for p in ends)
-                if first < past:
-                    runs.append(Run(owner, offset + first, past - first, row + run[first] - tiles.start, run.step))
+            for one in everything[begin : bisect_left(starts, tiles.stop)]:
+                for run, owner, offset in visible_part(tiles, one):
+                    runs.append(Run(owner, offset, len(run), row + run.start - tiles.start, run.step))
             row += len(tiles)
         result.append(Tiles(tuple(spans) or (range(GRID),), tuple(runs)))
     return tuple(result)
