@@ -5,6 +5,7 @@
     python -m benchmarks.bench_block --head-dim 64 128 192/128 256       several head dims; 192/128: of q, k and of v
     python -m benchmarks.bench_block --softcap 50                        scores with softcap, where others have it
     python -m benchmarks.bench_block --masks full window documents       sparse masks, with the rate over their tiles
+    python -m benchmarks.bench_block --masks tree sinks --heads 32 --kv-heads 8 --seq 32768    several intervals a query
     python -m benchmarks.bench_block --passes carry strided strided-bwd  the cost of a float32 state, and of strides
     python -m benchmarks.bench_block --passes sums sums-bwd --heads 4 --seq 524288     the cost of exact long sums
     python -m benchmarks.bench_block --no-flex                           without FlexAttention, which compiles per shape
@@ -19,6 +20,11 @@ product in the same minutes, about the most that the GPU can do. Windows (of ``-
 ``--size`` tokens) are causal and count visible pairs only; their tables end with the rate over all 128 x 128 tiles that
 contain a visible pair, which should be near the rate of the full mask. The last line of a table compares our fastest
 kernel with the fastest other one.
+
+Masks with several intervals for each query have further rows in their tables, of our first kernel on problems with one
+interval: ``tree``, a prompt of half of the tokens and 8 answers, has causal attention to as many tokens, and 8 separate
+rows that repeat the prompt; ``sinks``, a window of ``--size`` keys and the first 4 keys, has the window alone. The
+first number of such a row is the ratio of rates by visible pairs, and the table ends with what these rows say.
 
 How it is measured. Inputs are random (zeros run faster). The kernels of a table take turns, in segments of at least
 ``--segment`` ms. The power controller of a GPU takes some 100 ms to react, so a kernel runs faster after one that draws
@@ -59,7 +65,7 @@ import torch
 
 from benchmarks.kernels import ALONE, OTHERS, OURS, TOGETHER, Other, captured, find_others, runners_of
 from benchmarks.segments import SHORTEST, Clock, EventTimer, Runner, Timer, measure, warm_up
-from benchmarks.shapes import MASKS, Mask, Shape
+from benchmarks.shapes import MASKS, SINKS, Mask, Shape
 
 MATMUL = 8192  # rows and columns of the reference product
 FLOPS_PER_CLOCK = {(8, 0): 2048, (8, 6): 1024, (8, 9): 1024, (9, 0): 4096, (10, 0): 8192}  # 16-bit, per multiprocessor
@@ -188,9 +194,14 @@ class Table:
         return bool(self.shape.mask.size) and self.shape.mask.name in ("window", "documents")
 
     @property
+    def sized(self) -> bool:
+        return self.sparse or self.shape.mask.name == "sinks"
+
+    @property
     def title(self) -> str:
         s = self.shape
         mask = f"{s.mask.name} of {s.mask.size}" if self.sparse else s.mask.name
+        mask = f"window of {s.mask.size} and {SINKS} sinks" if s.mask.name == "sinks" else mask
         dims = f"{s.dim}" if s.dim == s.dim_v else f"{s.dim}/{s.dim_v}"
         dtype = str(s.dtype).removeprefix("torch.")
         mask += f", softcap {s.softcap:g}" if s.softcap else ""
@@ -205,15 +216,17 @@ class Table:
             head_dim=s.dim, head_dim_v=s.dim_v,
         )  # fmt: skip
         words |= dict(softcap=s.softcap) if s.softcap else {}
-        return words | (dict(size=s.mask.size) if self.sparse else {})
+        return words | (dict(size=s.mask.size) if self.sized else {})
 
-    def rate(self, ms: float) -> float:
+    def rate(self, runner: Runner) -> float:
         """Return the TFLOP/s of a kernel."""
-        return self.shape.flops(self.mode) / ms / 1e9
+        flops = self.shape.flops(self.mode) if runner.flops is None else runner.flops
+        return flops / statistics.median(runner.times) / 1e9
 
 
 def compare(kernels: list[Runner]) -> tuple[Runner, Runner] | None:
     """Return the fastest kernel of ours and the fastest other one, or None if either is missing."""
+    kernels = [runner for runner in kernels if runner.flops is None]
     ours, others = ([runner for runner in kernels if runner.ours == mine] for mine in (True, False))
     if not ours or not others:
         return None
@@ -230,13 +243,13 @@ def report(matmul: Runner, kernels: list[Runner], table: Table, peak: float | No
     print(f"\n{table.title}")
     print(f"  {'':30s} {'ratio':>6s} {'TFLOP/s':>8s} {'ms':>9s} {'SM MHz':>7s} {'differs':>8s}")
     rows = []
-    base = statistics.median(kernels[0].times) if kernels else 1.0
+    base = table.rate(kernels[0]) if kernels else 1.0
     for runner in (*kernels, matmul):
         ms = statistics.median(runner.times)
-        rate = table.matmul if runner is matmul else table.rate(ms)
+        rate = table.matmul if runner is matmul else table.rate(runner)
         if peak and rate > peak:
             raise SystemExit(f"{runner.name}: {rate:.0f} TFLOP/s is above the peak of {peak:.0f}; the timing is wrong")
-        ratio = None if runner is matmul else base / ms
+        ratio = None if runner is matmul else rate / base
         mhz = statistics.mean(runner.clocks) if runner.clocks else None
         print(
             f"  {runner.name:30s} {'' if ratio is None else f'{ratio:.3f}':>6s} {rate:8.1f} {ms:9.3f} "
@@ -246,9 +259,16 @@ def report(matmul: Runner, kernels: list[Runner], table: Table, peak: float | No
         rows.append(dict(kernel=runner.name, **table.words(), ratio=ratio, tflops=rate, ms=ms, mhz=mhz))
     if table.sparse and kernels:
         shape = table.shape
-        rate = shape.flops_of_pairs(table.mode, shape.pairs_of_tiles()) / base / 1e9
+        rate = base * shape.pairs_of_tiles() / shape.pairs()
         print(f"{kernels[0].name}: {rate:.1f} TFLOP/s over all tiles that contain a visible pair", flush=True)
         rows[0]["tflops_of_tiles"] = rate
+    for row in (row for row, runner in zip(rows, kernels, strict=False) if runner.flops is not None):
+        row["times_as_long"] = row["ms"] / rows[0]["ms"]
+        print(
+            f"{rows[0]['kernel']}: {1 / row['ratio']:.3f} of the rate of {row['kernel'].partition(', ')[2]}, "
+            f"which takes {row['times_as_long']:.2f} times as long",
+            flush=True,
+        )
     if (pair := compare(kernels)) is None:
         return rows, None
     best, other = pair

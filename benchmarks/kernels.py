@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from types import ModuleType
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -80,7 +81,7 @@ def flash_attention(
 def cudnn_flex(module: ModuleType) -> Callable:
     """Return ``flex_attn_func`` of ``cudnn.flex_attention`` with a plan for each mask and shape.
 
-    A query sees the keys ``[0, F0) + [F1, F2)``, so one call of ``create_mask_plan`` per mask is enough, with F0 = 0.
+    A query sees the keys ``[0, F0) + [F1, F2) + ...``, so one call of ``create_mask_plan`` per mask is enough.
     """
     create_mask_plan, flex_attn_func = module.create_mask_plan, module.flex_attn_func
     latest: tuple = ()
@@ -90,13 +91,28 @@ def cudnn_flex(module: ModuleType) -> Callable:
         nonlocal latest, plan
         key = q.shape, k.shape, v.shape, q.dtype, mask, q.requires_grad
         if key != latest:
-            start, end = mask.intervals(q.shape[1])
-            ends = torch.stack([torch.zeros_like(start), start, end])[None].to(q.device, torch.int32)
+            ends = ends_of_intervals(mask, q.shape[1])[None].to(q.device)
             plan = create_mask_plan(ends.contiguous(), q, k, v, build_backward=q.requires_grad)
             latest = key
         return flex_attn_func(q, k, v, mask_plan=plan)
 
     return attention
+
+
+def ends_of_intervals(mask: Mask, seq: int) -> Tensor:
+    """Return F0, F1, F2, ... of every query, none smaller than the one before: (an odd number, seq) int32. F0 is 0
+    where a query does not see the first key."""
+    starts, ends = (torch.stack(x) for x in zip(*mask.intervals(seq), strict=True))
+    order = torch.where(ends > starts, starts, seq).argsort(dim=0, stable=True)  # empty intervals last
+    starts, ends = starts.gather(0, order), ends.gather(0, order)
+    empty = ends <= starts
+    ends = torch.where(empty, 0, ends).cummax(0).values
+    starts = torch.where(empty, ends, starts)
+    if len(starts) > 1 and bool((starts[0] == 0).all()):  # the first interval is [0, F0)
+        first, starts, ends = ends[:1], starts[1:], ends[1:]
+    else:
+        first = torch.zeros_like(ends[:1])
+    return torch.cat([first, torch.stack([starts, ends], 1).flatten(0, 1)])
 
 
 def sdpa(backend: SDPBackend) -> Callable:
@@ -114,25 +130,27 @@ def flex_attention() -> Callable:
 
     # fullgraph makes Dynamo raise where it would fall back to the unfused implementation, which stores all scores.
     compiled = torch.compile(flex_attention, dynamic=False, fullgraph=True)
-    masks = {}
+    masks: dict[tuple[Mask, int], Any] = {}
     latest: tuple | None = None
 
     def attention(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tensor:
         nonlocal latest
-        causal = mask.causal
         # Dynamo keeps at most torch._dynamo.config.recompile_limit (8) versions of a function. They belong to its code
         # object, so one torch.compile per shape would share them. Every sequence length, mask and pass needs its own
         # version and none is used again after its table: drop old versions, instead of raising the limit to a number
         # that a longer list of shapes would exceed.
-        key = q.shape, k.shape, v.shape, q.dtype, causal, q.requires_grad
+        key = q.shape, k.shape, v.shape, q.dtype, mask, q.requires_grad
         if key != latest:
             torch.compiler.reset()
             latest = key
         seq = q.shape[1]
-        if causal and seq not in masks:
-            masks[seq] = create_block_mask(lambda b, h, i, j: i >= j, None, None, seq, seq, device=q.device)
+        if mask.name != "full" and (mask, seq) not in masks:
+            masks.clear()
+            masks[mask, seq] = create_block_mask(
+                lambda b, h, i, j: mask.sees(i, j, seq), None, None, seq, seq, device=q.device
+            )
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-        block_mask = masks[seq] if causal else None
+        block_mask = masks.get((mask, seq))
         return compiled(q, k, v, block_mask=block_mask, enable_gqa=q.shape[1] != k.shape[1]).transpose(1, 2)
 
     return attention
@@ -209,8 +227,15 @@ class Ours:
 def plain_block(shape: Shape) -> Block:
     """Return the block of a whole sequence on one device."""
     position = torch.arange(shape.seq, dtype=torch.int32, device=shape.device)
-    start, end = (x[None].to(shape.device) for x in shape.mask.intervals(shape.seq))
-    return Block(start, end, position, position, (shape.seq,), (shape.seq,), shape.pairs())
+    intervals = shape.mask.intervals(shape.seq)
+
+    def walk(start: Tensor, end: Tensor, others: tuple[Block, ...] = ()) -> Block:
+        pairs = shape.pairs() if len(intervals) == 1 else float((end - start).sum())
+        start, end = (x[None].to(shape.device) for x in (start, end))
+        return Block(start, end, position, position, (shape.seq,), (shape.seq,), pairs, others=others)
+
+    first, *others = intervals
+    return walk(*first, tuple(walk(*bounds) for bounds in others))
 
 
 def one_projection(*tensors: Tensor) -> list[Tensor]:
@@ -264,6 +289,11 @@ def runners_of(shape: Shape, mode: str, others: dict[str, Other], kernels: Seque
             continue
         for title, launch in Ours(name, block, score).launches(mode, tensors).items():
             add(title, launch, ours=True, compared=mode != "carry")
+    for name, other_shape in shape.yardsticks().items() if runners and mode in TOGETHER else ():
+        own = tensors if (other_shape.batch, other_shape.seq) == (shape.batch, shape.seq) else other_shape.random()
+        kernel = runners[0].name
+        (launch,) = Ours(kernel, plain_block(other_shape), score).launches(mode, own).values()
+        runners.append(Runner(f"{kernel}, {name}", launch, ours=True, flops=other_shape.flops(mode)))
     for name, other in others.items() if mode in TOGETHER else ():
         if mode == "bwd" and not other.has_backward:
             continue  # already reported

@@ -34,6 +34,7 @@ class Runner:
     clocks: list[int] = field(default_factory=list)  # MHz, sampled while launches counted
     ms: float = math.inf  # shortest time so far from one launch to the next
     error: float | None = None  # largest difference from the first kernel of the table
+    flops: float | None = None  # of a launch, if it computes another problem than the others of the table
 
 
 class Launch(NamedTuple):

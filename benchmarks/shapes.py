@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import itertools
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from ringattn import mask as masks
 
-MASKS = ("full", "causal", "window", "documents")
+MASKS = ("full", "causal", "window", "documents", "tree", "sinks")
+ANSWERS = 8  # to the prompt of a tree, which is half of its row
+SINKS = 4  # keys that every query sees in addition to its window
 
 
 @dataclass(frozen=True)
 class Mask:
     """A mask by name, because every kernel wants it in another form.
 
-    ``size``: keys in a window, or tokens in a document.
+    ``size``: keys in a window, with or without sinks, or tokens in a document.
     """
 
     name: str
@@ -33,18 +36,48 @@ class Mask:
             raise ValueError(f"no mask {self.name!r} here")
         return self.name == "causal"
 
-    def intervals(self, seq: int) -> tuple[Tensor, Tensor]:
-        """Return the first visible key of each query and the end of its visible keys, each (seq,) int32."""
+    def sees(self, i: Tensor, j: Tensor, seq: int) -> Tensor:
+        """Return whether queries ``i`` see keys ``j`` of a row of ``seq`` tokens, element by element: the definition,
+        and how FlexAttention wants a mask."""
         if self.name == "full":
-            mask = masks.full(seq)
-        elif self.name == "causal":
-            mask = masks.causal(seq)
-        elif self.name == "window":
-            mask = masks.window(seq, self.size - 1, 0)
-        else:
-            mask = masks.packed([*range(0, seq, self.size), seq], seq, window_size=(-1, 0))
-        start, end = mask.intervals(torch.arange(seq))
-        return start[0], end[0]
+            return (i >= 0) & (j >= 0)
+        if self.name == "documents":
+            return (i >= j) & (i // self.size == j // self.size)
+        if self.name == "tree":
+            prompt = seq // 2
+            answers = seq - prompt
+            return (i >= j) & ((j < prompt) | ((i - prompt) * ANSWERS // answers == (j - prompt) * ANSWERS // answers))
+        if self.name in ("window", "sinks"):
+            near = i < j + self.size
+            return (i >= j) & (near | (j < SINKS) if self.name == "sinks" else near)
+        return i >= j
+
+    def made(self, seq: int) -> masks.Mask:
+        """Return the mask of a row of ``seq`` tokens in ringattn's form."""
+        if self.name == "full":
+            return masks.full(seq)
+        if self.name == "window":
+            return masks.window(seq, self.size - 1, 0)
+        if self.name == "sinks":
+            return masks.sinks(seq, SINKS, self.size - 1)
+        if self.name == "tree":
+            return masks.tree([-1, *[0] * ANSWERS], tree_lengths(seq))
+        if self.name == "documents":
+            return masks.packed([*range(0, seq, self.size), seq], seq, window_size=(-1, 0))
+        return masks.causal(seq)
+
+    def intervals(self, seq: int) -> list[tuple[Tensor, Tensor]]:
+        """Return the first visible key of each query and the end of its visible keys, each (seq,) int32, once for each
+        of its intervals."""
+        bounds = (member.intervals(torch.arange(seq)) for member in self.made(seq).members)
+        return [(start[0], end[0]) for start, end in bounds]
+
+
+def tree_lengths(seq: int) -> list[int]:
+    """Return the tokens of the prompt and of each answer of a row."""
+    prompt = seq // 2
+    ends = [prompt + -(-answer * (seq - prompt) // ANSWERS) for answer in range(ANSWERS + 1)]
+    return [prompt, *(past - first for first, past in itertools.pairwise(ends))]
 
 
 @dataclass
@@ -74,14 +107,29 @@ class Shape:
         """Count the visible pairs of a query and a key in one head. Causal counts as half of the square."""
         if self.mask.name in ("full", "causal"):
             return self.seq**2 * (0.5 if self.mask.causal else 1)
-        start, end = self.mask.intervals(self.seq)
-        return float((end - start).sum())
+        return float(sum((end - start).sum() for start, end in self.mask.intervals(self.seq)))
 
     def pairs_of_tiles(self, rows: int = 128) -> float:
-        """Count the pairs in all tiles of ``rows`` queries and ``rows`` keys that contain a visible pair."""
-        start, end = (x.long().split(rows) for x in self.mask.intervals(self.seq))
-        tiles = (-(-int(e.max()) // rows) - int(s.min()) // rows for s, e in zip(start, end, strict=True))
+        """Count the pairs in all tiles of ``rows`` queries and ``rows`` keys that contain a visible pair, of a mask
+        with one interval for each query."""
+        ((start, end),) = self.mask.intervals(self.seq)
+        tiles = (
+            -(-int(e.max()) // rows) - int(s.min()) // rows
+            for s, e in zip(start.long().split(rows), end.long().split(rows), strict=True)
+        )
         return float(rows**2 * sum(tiles))
+
+    def yardsticks(self) -> dict[str, Shape]:
+        """Return problems that the mask is compared with, by name: what a union of intervals adds to, and for a tree
+        the rows that repeat its prompt."""
+        if self.mask.name == "sinks":
+            return dict(window=replace(self, mask=replace(self.mask, name="window")))
+        if self.mask.name == "tree":
+            prompt, *answers = tree_lengths(self.seq)
+            causal = replace(self, mask=Mask("causal"))
+            rows = replace(causal, batch=self.batch * ANSWERS, seq=prompt + max(answers))
+            return {"causal": causal, "separate rows": rows}
+        return {}
 
     def flops(self, mode: str) -> float:
         """Return the FLOP of one pass over all visible pairs."""
