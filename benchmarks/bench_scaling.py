@@ -21,7 +21,8 @@ dataflow with each layout (``gather balanced``; zigzag is not named) and of
 
 Weak scaling is ``--tokens`` per rank over several ``--ranks``; strong scaling is ``--total`` tokens. Packed documents:
 ``documents`` have log-normal lengths (median 2,048, sigma 1.2), ``published`` those of MagiAttention's benchmark
-(benchmarks/documents.py); ``published-3`` draws with seed 3 instead of 0. FLOP: ``4 * heads * head_dim`` for each
+(benchmarks/documents.py); ``published-3`` draws with seed 3 instead of 0. ``tree`` is a prompt of half of the row with
+8 answers, ``sinks`` a window of ``--window`` keys with the first 4 keys. FLOP: ``4 * heads * head_dim`` for each
 visible pair of a query and a key, divided by the ranks; 3.5 times that for forward+backward, whatever a kernel really
 computes. Inputs are random. A rate above the peak of the hardware ends the run: the timing is wrong.
 
@@ -30,6 +31,8 @@ For packed documents on two GPUs (four minutes):
     torchrun --standalone --nproc-per-node 2 -m benchmarks.bench_scaling --masks published --tokens 8192 16384 \
         --layouts zigzag balanced zigzag-in-documents contiguous --dataflows gather --peers --no-errors \\
         --segments 18 --budget 200
+
+For trees, two GPUs next to one: ``--masks tree --tokens 16384 --layouts balanced --dataflows gather --peers``.
 
 All contestants take turns, in segments of ``--seconds``. A call runs faster for a while after one that draws little
 power, so each contestant follows each other one equally often (balanced_orders.py), and the start of a segment does not

@@ -88,6 +88,8 @@ def make(name: str, problem: Problem) -> Peer:
     cuda = problem.device.type == "cuda"
     if (kernel == "cpu") == cuda:
         raise CannotRun(f"no {kernel} kernel on {problem.device.type}")
+    if problem.mask in ("tree", "sinks"):
+        raise CannotRun("it takes no mask with several intervals of keys for each query")
     if problem.mask == "window":
         raise CannotRun(
             "scaled_dot_product_attention takes no window under context_parallel"

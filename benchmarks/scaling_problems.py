@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 
-from benchmarks import documents
+from benchmarks import documents, shapes
 from ringattn import mask
 from ringattn.work import Work
 
-MASKS = ("causal", "full", "window", "documents", "published")
+MASKS = ("causal", "full", "window", "documents", "published", "tree", "sinks")
 
 
 @dataclass(frozen=True)
@@ -74,6 +74,8 @@ def mask_arguments(name: str, seq_len: int, window: int, length: int | None = No
     if bounds := packed_bounds(name, seq_len):
         length = seq_len if length is None else length
         return dict(causal=True, cu_seqlens=[*(bound for bound in bounds if bound < length), length])
+    if name in ("tree", "sinks"):
+        return dict(mask=shapes.Mask(name, window).made(seq_len, length))
     if name == "window":
         return dict(causal=True, window_size=(window - 1, 0))
     return dict(causal=name == "causal")

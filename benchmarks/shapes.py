@@ -52,16 +52,17 @@ class Mask:
             return (i >= j) & (near | (j < SINKS) if self.name == "sinks" else near)
         return i >= j
 
-    def made(self, seq: int) -> masks.Mask:
-        """Return the mask of a row of ``seq`` tokens in ringattn's form."""
+    def made(self, seq: int, first: int | None = None) -> masks.Mask:
+        """Return the mask of a row of ``seq`` tokens in ringattn's form, or of its first tokens."""
+        if self.name == "tree":
+            return masks.tree([-1, *[0] * ANSWERS], tree_lengths(seq, first))
+        seq = seq if first is None else first
         if self.name == "full":
             return masks.full(seq)
         if self.name == "window":
             return masks.window(seq, self.size - 1, 0)
         if self.name == "sinks":
             return masks.sinks(seq, SINKS, self.size - 1)
-        if self.name == "tree":
-            return masks.tree([-1, *[0] * ANSWERS], tree_lengths(seq))
         if self.name == "documents":
             return masks.packed([*range(0, seq, self.size), seq], seq, window_size=(-1, 0))
         return masks.causal(seq)
@@ -73,11 +74,12 @@ class Mask:
         return [(start[0], end[0]) for start, end in bounds]
 
 
-def tree_lengths(seq: int) -> list[int]:
-    """Return the tokens of the prompt and of each answer of a row."""
+def tree_lengths(seq: int, first: int | None = None) -> list[int]:
+    """Return how many tokens the prompt and each answer of a row have, or how many of its first tokens they are."""
     prompt = seq // 2
-    ends = [prompt + -(-answer * (seq - prompt) // ANSWERS) for answer in range(ANSWERS + 1)]
-    return [prompt, *(past - first for first, past in itertools.pairwise(ends))]
+    ends = [0, *(prompt + -(-answer * (seq - prompt) // ANSWERS) for answer in range(ANSWERS + 1))]
+    ends = ends if first is None else [min(end, first) for end in ends]
+    return [past - begin for begin, past in itertools.pairwise(ends)]
 
 
 @dataclass

@@ -117,6 +117,22 @@ def test_layouts_are_compared_with_their_own_kernel_and_with_one_rank_alone(pool
     assert "zigzag-in-documents" not in LAYOUTS, "registered during a run only"
 
 
+@pytest.mark.parametrize("world_size", on_ranks(2))
+def test_trees_are_compared_with_one_rank_alone(pools, world_size, tmp_path) -> None:
+    chosen = "--masks tree sinks --dataflows gather ring --peers ring-flash-attn/cpu --layouts balanced --no-errors"
+    pools(world_size).run(run, [*TINY, *chosen.split(), "--passes=forward", f"--out={tmp_path}"])
+    kinds = by_kind(tmp_path)
+    assert {m["reason"] for m in kinds["missing"]} == {"it takes no mask with several intervals of keys for each query"}
+    tree, sinks = kinds["row"]
+    assert (
+        tree["tflops"].keys()
+        == sinks["tflops"].keys()
+        == {"gather balanced", "ring balanced", "local balanced", "alone"}
+    )
+    assert tree["alone_pairs"] == tree["pairs"] == 32 * 33 // 2 + 32 * 32 + 8 * 4 * 5 // 2
+    assert 1 <= tree["loads"]["balanced"]["pairs"] < 1.05
+
+
 @given(st.lists(st.integers(1, 50), min_size=1, max_size=40), st.integers(1, 6))
 def test_zigzag_in_documents_cuts_every_document_and_gives_ranks_equal_tokens(lengths: list[int], ranks: int) -> None:
     bounds = [0, *itertools.accumulate(lengths)]
@@ -251,7 +267,11 @@ def test_pairs_are_those_of_the_dense_mask(name: str) -> None:
         assert int(visible.dense().sum(-1).max()) == 30
     if "cu_seqlens" in arguments:
         visible = visible & mask.packed(arguments["cu_seqlens"], 100)
+    visible = arguments.get("mask", visible)
     assert scaling_problems.visible_pairs(visible) == int(visible.dense().sum())
+    for length in (100, 77, 31):  # as long a row's beginning
+        first = scaling_problems.mask_arguments(name, 100, 30, length).get("mask")
+        assert first is None or torch.equal(first.dense()[0], visible.dense()[0, :length, :length])
 
 
 def test_a_problem_of_weak_and_strong_scaling_is_measured_once() -> None:
@@ -360,7 +380,7 @@ def test_the_substitute_computes_attention_and_its_gradients(causal: bool) -> No
         ("--ranks 0", "--ranks: '0' is not"),
         (
             "--masks window-3",
-            "--masks: 'window-3' is not one of causal, full, window, documents, published, documents-",
+            "--masks: 'window-3' is not one of causal, full, window, documents, published, tree, sinks, documents-",
         ),
         ("--masks published-x", "--masks: 'published-x' is not"),
         ("--layouts zigzig", "--layouts: invalid choice: 'zigzig'"),
