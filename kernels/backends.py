@@ -7,15 +7,14 @@ from __future__ import annotations
 
 import functools
 import importlib
-from dataclasses import replace
 from types import ModuleType
 
 import torch
 from torch import Tensor
 
 from ..partial import Partial
-from . import eager, long_sums
-from .contract import CompletionCounts, Keys, Queries, Result, Score, accumulation_dtype, has_triton
+from . import eager, long_sums, walks
+from .contract import Block, CompletionCounts, Keys, Queries, Result, Score, accumulation_dtype, has_triton
 
 
 class Backend:
@@ -36,25 +35,40 @@ class Backend:
         Args:
             state: state to carry in; its tensors may be overwritten and returned. Without one, the sink joins.
         """
-        backend = self._or_eager(q, keys)
-        for walk in keys.walks():
-            partial = backend._forward(q, walk, score, state, finalize=False)
-            assert isinstance(partial, Partial)
-            state = partial
-        assert state is not None
-        return state
+        carried = self._or_eager(q, keys)._carried(q, keys.walks(), score, state)
+        assert carried is not None
+        return carried
 
     def output(self, q: Tensor, keys: Keys, score: Score, state: Partial | None = None) -> Result:
         """Attend to the last chunk of keys and return the finished ``(out, lse)``. Arguments: :meth:`forward`."""
         backend = self._or_eager(q, keys)
-        *walks, last = keys.walks()
-        for walk in walks:
-            partial = backend._forward(q, walk, score, state, finalize=False)
-            assert isinstance(partial, Partial)
-            state = partial
-        result = backend._forward(q, last, score, state, finalize=True)
+        divisible = len(q) == 1 and not keys.block.ordered  # queries are one after another in memory, no bits to keep
+        if keys.block.others and state is None and divisible:
+            runs = walks.of_queries(keys.block)
+            if len(runs) > 1:
+                return backend._output_of_runs(q, keys, score, runs)
+        *before, last = keys.walks()
+        result = backend._forward(q, last, score, backend._carried(q, before, score, state), finalize=True)
         assert isinstance(result, Result)
         return result
+
+    def _output_of_runs(self, q: Tensor, keys: Keys, score: Score, runs: list[tuple[slice, Block]]) -> Result:
+        """Return the output where runs of queries see something in different walks: each goes through its own."""
+        out = q.new_empty((*q.shape[:3], keys.v.shape[3]))
+        lse = q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=accumulation_dtype(q))
+        for rows, block in runs:
+            *before, last = keys._replace(block=block).walks()
+            state = self._carried(q[:, rows], before, score, None)
+            lse[..., rows] = self._output_into(q[:, rows], last, score, state, out[:, rows])
+        return Result(out, lse)
+
+    def _carried(self, q: Tensor, chunks: list[Keys], score: Score, state: Partial | None) -> Partial | None:
+        """Return the state after several chunks of keys."""
+        for keys in chunks:
+            partial = self._forward(q, keys, score, state, finalize=False)
+            assert isinstance(partial, Partial)
+            state = partial
+        return state
 
     def backward(
         self,
@@ -110,6 +124,13 @@ class Backend:
     def _forward(self, q: Tensor, keys: Keys, score: Score, state: Partial | None, finalize: bool) -> Partial | Result:
         raise NotImplementedError(f"{type(self).__name__} must define _forward()")
 
+    def _output_into(self, q: Tensor, keys: Keys, score: Score, state: Partial | None, out: Tensor) -> Tensor:
+        """Write the output into ``out``, contiguous, and return lse."""
+        result = self._forward(q, keys, score, state, finalize=True)
+        assert isinstance(result, Result)
+        out.copy_(result.out)
+        return result.lse
+
     def _backward(
         self,
         queries: Queries,
@@ -145,14 +166,23 @@ class Backend:
         deterministic: bool,
         into: tuple[Tensor, Tensor] | None,
     ) -> tuple[Tensor, Tensor]:
-        """Run the backward once for each interval per query, and add up dk and dv."""
-        first, *others = keys.walks()
-        block = first.block.memo.once("alone", lambda: replace(first.block, others=()))
-        dk, dv = self.backward(queries, first._replace(block=block), score, dq, deterministic=deterministic, into=into)
-        for walk in others:
-            part = self.backward(queries, walk, score, dq, deterministic=deterministic)
-            dk += part[0]
-            dv += part[1]
+        """Run the backward once for each interval per query, over the keys that are seen there. Gradients of keys that
+        one walk sees are written in place, those of other walks added."""
+        dk, dv = into or (torch.empty(x.shape, dtype=dq.dtype, device=x.device) for x in keys[:2])
+        done = 0  # keys below it have gradients
+        for inside, block in walks.of_keys(keys.block):
+            some = Keys(keys.k[:, inside], keys.v[:, inside], block)
+            apart = inside.start >= done
+            for gradient in (dk, dv):
+                gradient[:, done : inside.start if apart else inside.stop].zero_()
+            own = (dk[:, inside], dv[:, inside]) if apart else None
+            of_walk = self.backward(queries, some, score, dq, deterministic=deterministic, into=own)
+            if not apart:
+                dk[:, inside] += of_walk[0]
+                dv[:, inside] += of_walk[1]
+            done = max(done, inside.stop)
+        for gradient in (dk, dv):
+            gradient[:, done:].zero_()
         return dk, dv
 
     def _in_pieces(
@@ -257,6 +287,11 @@ class Hopper(_Compiled):
         if keys.block.ordered:
             return BACKENDS["triton"]._forward(q, keys, score, state, finalize)
         return super()._forward(q, keys, score, state, finalize)
+
+    def _output_into(self, q: Tensor, keys: Keys, score: Score, state: Partial | None, out: Tensor) -> Tensor:
+        if keys.block.ordered:
+            return super()._output_into(q, keys, score, state, out)
+        return self._module("forward").forward(q, keys, score, state, True, out).lse
 
     def _query_gradients(self, queries, keys, score, dq):  # type: ignore[no-untyped-def]
         BACKENDS["triton"]._query_gradients(queries, keys, score, dq)

@@ -167,8 +167,8 @@ class Keys(NamedTuple):
     ready: ReadyFlags | None = None
 
     def walks(self) -> list[Keys]:
-        """Return the same keys once for each interval per query."""
-        return [self, *(self._replace(block=walk) for walk in self.block.others)]
+        """Return the same keys once for each of :attr:`Block.walks`."""
+        return [self] if not self.block.others else [self._replace(block=walk) for walk in self.block.walks]
 
 
 class Queries(NamedTuple):
@@ -286,6 +286,19 @@ class Block:
     long: bool = False
     others: tuple[Block, ...] = ()
     memo: Memo[Any] = field(default_factory=lambda: Memo(256), repr=False, init=False)
+
+    @property
+    def walks(self) -> tuple[Block, ...]:
+        """The block of each interval per query, without those in which no query sees anything; at least one. All of
+        an ordered block: a walk rounds the state that it carries."""
+        if not self.others:
+            return (self,)
+
+        def make() -> tuple[Block, ...]:
+            every = replace(self, others=()), *self.others
+            return tuple(x for x in every if self.ordered or bool((x.end > x.start).any())) or every[:1]
+
+        return self.memo.once("walks", make)
 
     @property
     def groups_k(self) -> tuple[int, ...]:

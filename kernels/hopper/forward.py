@@ -888,8 +888,14 @@ def unsupported(q: Tensor, k: Tensor, v: Tensor, score: Score) -> str | None:
     return None
 
 
-def forward(q: Tensor, keys: Keys, score: Score, state: Partial | None, finalize: bool) -> Partial | Result:
-    """Attend to one chunk of keys, see :meth:`..backends.Backend.forward`. A carried state is updated in place."""
+def forward(
+    q: Tensor, keys: Keys, score: Score, state: Partial | None, finalize: bool, into: Tensor | None = None
+) -> Partial | Result:
+    """Attend to one chunk of keys, see :meth:`..backends.Backend.forward`. A carried state is updated in place.
+
+    Args:
+        into: with ``finalize``, where the output is written, contiguous; a new tensor if absent.
+    """
     k, v, block, ready = keys
     sink = None if score.sink is None or state is not None else score.sink.contiguous()
     batch, seq_q, q_heads, _ = q.shape
@@ -898,7 +904,8 @@ def forward(q: Tensor, keys: Keys, score: Score, state: Partial | None, finalize
     if state is not None:
         state = Partial(*(x.contiguous() for x in state))
     if finalize:
-        out, lse = q.new_empty(shape), q.new_empty(batch, q_heads, seq_q, dtype=torch.float32)
+        out = q.new_empty(shape) if into is None else into
+        lse = q.new_empty(batch, q_heads, seq_q, dtype=torch.float32)
         outputs = (out, lse, lse)
     elif state is not None:
         outputs = (state.o, state.m, state.l)  # each tile reads its rows of the state before it writes them

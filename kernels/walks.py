@@ -1,0 +1,64 @@
+"""Walks of blocks with several intervals per query: over which queries and which keys each of them goes.
+
+A forward need not carry a state for queries that see something in one walk only, and a backward need not add up the
+gradients of keys that are seen in one walk only. A prompt with answers is both: its own tokens are in one walk, the
+answers in two, and those go over keys of the prompt and over keys of the answers.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+
+import torch
+
+from .contract import Block
+from .long_sums import sub_block
+
+LEAST_SHARE = 8  # each run of queries has at least this part of all, or they are not divided: a run is a launch more
+
+
+def of_queries(block: Block) -> list[tuple[slice, Block]]:
+    """Return runs of neighbouring queries that see something in the same walks, and the block of each; one run for all
+    queries if some would be short."""
+
+    def make() -> list[tuple[slice, Block]]:
+        every, n = block.walks, block.seq_q
+        sees = torch.stack([(walk.end > walk.start).any(0) for walk in every]).cpu()
+        changes = (sees[:, 1:] != sees[:, :-1]).any(0).nonzero().flatten() + 1
+        bounds = list(itertools.pairwise([0, *changes.tolist(), n]))
+        if len(bounds) == 1 or any(LEAST_SHARE * (past - first) < n for first, past in bounds):
+            return [(slice(0, n), block)]
+        runs = []
+        for first, past in bounds:
+            rows, seen = slice(first, past), sees[:, first].tolist()
+            those = [part(walk, rows, slice(0, block.seq_k)) for walk, some in zip(every, seen, strict=True) if some]
+            one, *others = those or [part(block, rows, slice(0, block.seq_k))]
+            runs.append((rows, replace(one, others=tuple(others))))
+        return runs
+
+    return block.memo.once("runs of queries", make)
+
+
+def of_keys(block: Block) -> list[tuple[slice, Block]]:
+    """Return for each walk the keys from the first to the last that any query sees, and the block of these. The first
+    keys come first, and of those the longest run."""
+
+    def make() -> list[tuple[slice, Block]]:
+        each = []
+        for walk in block.walks if block.seq_q else ():
+            sees = walk.end > walk.start
+            first = int(torch.where(sees, walk.start, block.seq_k).amin())
+            past = int(torch.where(sees, walk.end, 0).amax())
+            if first < past:
+                keys = slice(first, past)
+                each.append((keys, part(walk, slice(0, block.seq_q), keys)))
+        return sorted(each, key=lambda x: (x[0].start, -x[0].stop))
+
+    return block.memo.once("runs of keys", make)
+
+
+def part(block: Block, queries: slice, keys: slice) -> Block:
+    """Return the block of one walk between some queries and some keys, with its number of pairs."""
+    some = sub_block(block, queries, keys)
+    return replace(some, pairs=float((some.end - some.start).sum()) / some.start.shape[0])

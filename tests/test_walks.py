@@ -1,0 +1,148 @@
+"""Masks with several intervals per query in kernels: which queries and keys each walk goes over, and what it gives."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from ringattn import blocks, reference
+from ringattn import mask as masks
+from ringattn.kernels import walks
+from ringattn.kernels.backends import Eager
+from ringattn.kernels.contract import Block, Keys, Queries, Score
+from ringattn.kernels.delta import row_delta
+from ringattn.mask import Mask
+
+
+def block_of(mask: Mask) -> Block:
+    """The block of all queries and all keys."""
+    queries, keys = (range(mask.seq_len),), (range(mask.seq_len_k),)
+    return blocks.make(mask, queries, blocks.intervals(mask, queries), keys, (mask.seq_len_k,))
+
+
+def count(block: Block, shape: tuple[int, int]) -> Tensor:
+    """How often each key is visible to each query."""
+    n = torch.arange(shape[1])
+    seen = torch.zeros(shape, dtype=torch.int64)
+    for walk in (block, *block.others):
+        seen += (n >= walk.start[0, :, None]) & (n < walk.end[0, :, None])
+    return seen
+
+
+@st.composite
+def unions(draw: st.DrawFn) -> Mask:
+    """Unions of parts of a causal mask, of which some queries see nothing."""
+    n = draw(st.integers(1, 24))
+    whole: Mask = masks.nothing(n)
+    cuts = [0, *sorted(draw(st.lists(st.integers(0, n), max_size=3))), n]
+    for low, high in itertools.pairwise(cuts):
+        first = draw(st.integers(0, n))
+        rows = torch.tensor([[0, first, draw(st.integers(first, n))]])
+        bounds = dict(low=torch.tensor([[low, low, high]]), high=torch.tensor([[low, high, high]]))
+        part = masks.pieces(n, n, first=rows, **bounds)
+        whole |= part & masks.causal(n) if draw(st.booleans()) else part
+    return whole
+
+
+@given(unions())
+@settings(max_examples=200)
+def test_walks_go_over_every_visible_pair_once(mask: Mask) -> None:
+    block, n = block_of(mask), mask.seq_len
+    want = mask.dense()[0].long()
+    assert len(block.walks) == max(1, sum(bool((w.end > w.start).any()) for w in (block, *block.others)))
+    found, past = torch.zeros(n, n, dtype=torch.int64), 0
+    for rows, part in walks.of_queries(block):
+        assert rows.start == past, "runs of queries follow each other"
+        past = rows.stop
+        found[rows] += count(part, (rows.stop - rows.start, n))
+        assert sum(part.segments_q) == part.seq_q == rows.stop - rows.start
+    assert past == n
+    assert torch.equal(found, want)
+    found.zero_()
+    for keys, part in walks.of_keys(block):
+        assert sum(part.segments_k) == part.seq_k == keys.stop - keys.start
+        found[:, keys] += count(part, (n, part.seq_k))
+        assert part.pairs == count(part, (n, part.seq_k)).sum()
+    assert torch.equal(found, want)
+
+
+@given(unions(), st.booleans())
+@settings(max_examples=60, deadline=None)
+def test_output_and_gradients_are_those_of_the_dense_mask(mask: Mask, sink: bool) -> None:
+    make, n = torch.Generator().manual_seed(0), mask.seq_len
+    q, k, v, dout = (torch.randn(1, n, heads, 4, generator=make, dtype=torch.float64) for heads in (2, 1, 1, 2))
+    logits = torch.randn(2, generator=make, dtype=torch.float64) if sink else None
+    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+    want, want_lse = reference.attention(*leaves, mask, softmax_scale=0.5, sink=logits)
+    gradients = torch.autograd.grad(want, leaves, dout)
+    backend, keys, score = Eager(), Keys(k, v, block_of(mask)), Score(0.5, sink=logits)
+    out, lse = backend.output(q, keys, score)
+    torch.testing.assert_close(out, want.detach(), rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(lse, want_lse.detach(), rtol=1e-12, atol=1e-12)
+    dq, dirty = torch.zeros_like(q), (torch.full_like(k, torch.nan), torch.full_like(v, torch.nan))
+    got = backend.backward(Queries(q, dout, lse, row_delta(out, dout)), keys, score, dq, into=dirty)
+    for x, y in zip((dq, *got), gradients, strict=True):
+        torch.testing.assert_close(x, y, rtol=1e-12, atol=1e-12)
+
+
+class Noting(Eager):
+    """Notes what each launch would get."""
+
+    def __init__(self) -> None:
+        self.forwards: list[tuple[int, bool, bool]] = []  # queries, with a state, complete
+        self.backwards: list[tuple[int, bool]] = []  # keys, in place
+        self.blocks: list[Block] = []
+
+    def _forward(self, q, keys, score, state, finalize):  # type: ignore[no-untyped-def]
+        self.forwards.append((q.shape[1], state is not None, finalize))
+        self.blocks.append(keys.block)
+        return super()._forward(q, keys, score, state, finalize)
+
+    def _backward(self, queries, keys, score, dq, deterministic, into, counters):  # type: ignore[no-untyped-def]
+        self.backwards.append((keys.k.shape[1], into is not None))
+        self.blocks.append(keys.block)
+        return super()._backward(queries, keys, score, dq, deterministic, into, counters)
+
+
+def launches(mask: Mask, batch: int = 1) -> Noting:
+    backend, n, block = Noting(), mask.seq_len, block_of(mask)
+    q, k, v = (torch.randn(batch, n, heads, 4) for heads in (2, 1, 1))
+    keys = Keys(k, v, block)
+    out, lse = backend.output(q, keys, Score(0.5))
+    backend.backward(Queries(q, out, lse, row_delta(out, out)), keys, Score(0.5), torch.zeros_like(q))
+    if len(mask.members) == 1:
+        assert all(x is block for x in backend.blocks), "and what is kept with it"
+    return backend
+
+
+@pytest.mark.parametrize("mask", [masks.causal(64), masks.window(64, 9, 0), masks.packed([0, 20, 64], 64)])
+def test_one_interval_is_one_launch_of_the_block_itself(mask: Mask) -> None:
+    backend = launches(mask)
+    assert backend.forwards == [(64, False, True)]
+    assert backend.backwards == [(64, False)]
+
+
+def test_only_answers_carry_a_state_and_no_gradients_are_added_up() -> None:
+    tree = masks.tree([-1, 0, 0, 0], [30, 10, 12, 12])
+    backend = launches(tree)
+    assert backend.forwards == [(30, False, True), (34, False, False), (34, True, True)]
+    assert backend.backwards == [(30, True), (34, True)]
+    # Rows of a batch are not one after another: queries are not divided.
+    assert launches(tree, batch=2).forwards == [(64, False, False), (64, True, True)]
+
+
+def test_the_few_keys_of_a_sink_are_a_launch_over_these_keys() -> None:
+    backend = launches(masks.sinks(64, 4, 15))
+    assert backend.forwards == [(16, False, True), (48, False, False), (48, True, True)]
+    assert backend.backwards == [(64, True), (4, False)]
+
+
+def test_runs_of_few_queries_are_not_divided() -> None:
+    several: Any = masks.tree([-1, 0, -1, 2, -1, 4, -1, 6, -1, 8], [10, 5] * 5)
+    assert launches(several).forwards == [(75, False, False), (75, True, True)]
