@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 import ringattn
 from ringattn import Partial, virtual
+from ringattn import mask as masks
 from ringattn.dataflow import choose, tiles
 from ringattn.dataflow.contract import Call
 from ringattn.dataflow.fetching import gathered_block
@@ -20,6 +21,9 @@ from ringattn.kernels.backends import Backend
 from ringattn.kernels.contract import Keys, Queries, Result, Score
 
 DIM, TOKENS = 16, 4096
+TREE = masks.tree([-1, 0, 0, 0, 0], [2048, 512, 512, 512, 512])
+TREES = masks.tree([-1, 0, 0, -1, 3, 3], [1024, 512, 512, 1024, 512, 512])
+SINKS = masks.sinks(TOKENS, 4, 300)
 
 
 class Counting(TorchDispatchMode):
@@ -94,6 +98,12 @@ def _messages(monkeypatch: pytest.MonkeyPatch) -> None:
         (4, "gather", "zigzag", (8, 8), dict(causal=True)),
         (4, "gather", "striped", (8, 8), dict(causal=True)),
         (8, "gather", "striped", (32, 8), dict(causal=True)),
+        (1, "ring", "zigzag", (8, 2), dict(mask=TREE)),
+        (4, "ring", "balanced", (8, 8), dict(mask=TREE)),
+        (4, "reduce", "balanced", (8, 2), dict(mask=TREES)),
+        (4, "gather", "zigzag", (8, 8), dict(mask=TREES)),
+        (4, "gather", "balanced", (8, 2), dict(mask=TREE)),
+        (4, "gather", "zigzag", (8, 8), dict(mask=SINKS)),
         (1, "ring", "zigzag", (8, 8), dict(causal=True, deterministic=True)),
         (4, "ring", "zigzag", (8, 2), dict(causal=True, deterministic=True)),
         (4, "reduce", "striped", (8, 8), dict(causal=True, window_size=(300, 0), deterministic=True)),

@@ -207,9 +207,16 @@ def contributions_at_once(plan: Plan) -> int:
 
 def piece_elements(plan: Plan, shape: Shape, queries: int, keys: int, kv_heads: int) -> int:
     """Return the elements of the gradients of one piece of keys where a backward over ``queries`` and ``keys`` is
-    split (:mod:`ringattn.kernels.long_sums`), 0 where it is not."""
+    split (:mod:`ringattn.kernels.long_sums`), and of one walk where queries have several intervals, at most; 0 for
+    neither."""
     group = shape.q_heads // shape.kv_heads
     # The portable kernel, which deterministic plans use, sums more than the Hopper kernel does.
     longest = max(queries * group, keys) if plan.deterministic else queries * long_sums.heads_together(group)
     too_long = longest > long_sums.LONGEST_SUM
-    return long_sums.KEYS * kv_heads * (shape.head_dim + shape.value_dim) if too_long else 0
+    rows = long_sums.KEYS * too_long + keys * is_union(plan)
+    return rows * kv_heads * (shape.head_dim + shape.value_dim)
+
+
+def is_union(plan: Plan) -> bool:
+    """Return whether queries have several intervals, so that a kernel carries states from walk to walk."""
+    return len(plan.mask.members) > 1

@@ -34,7 +34,7 @@ from ..plans import Plan
 from ..schedule import head_groups, waves
 from ..shape import Shape
 from ..trace import named
-from .contract import Call, Dataflow, Gradients, piece_elements
+from .contract import Call, Dataflow, Gradients, is_union, piece_elements
 from .fetching import collected, fetch_keys, gathered_block, interleaved, return_gradients
 
 
@@ -166,8 +166,11 @@ def _message_bytes(plan: Plan, s: Shape, backward: bool) -> int:
         gradients = local + part * (at_once + earlier)
         bound += gradients * s.kv_elements * s.state_itemsize
         bound += piece_elements(plan, s, queries, fetched, s.kv_heads) * s.state_itemsize
-    elif len(groups) > 1:
+        return round(s.batch * bound)
+    if len(groups) > 1:
         bound += part * queries * s.q_heads * (s.value_dim * s.itemsize + s.state_itemsize)
+    if is_union(plan):
+        bound += part * queries * s.state_elements * s.state_itemsize
     return round(s.batch * bound)
 
 
@@ -196,8 +199,11 @@ def _pulled_bytes(plan: Plan, s: Shape, backward: bool) -> int:
         piece = s.batch * piece_elements(plan, s, queries, fetched, max(g.stop - g.start for g in groups))
         contributions = (resident * fetched * token + piece) * s.state_itemsize
         total += max(contributions - s.batch * queries * s.q_heads * s.head_dim * s.itemsize, 0)
-    elif count > 1:  # a wave's output, before it is put in its place
+        return total
+    if count > 1:  # a wave's output, before it is put in its place
         total += s.batch * queries * heads * (s.q_heads // s.kv_heads) * (s.value_dim * s.itemsize + s.state_itemsize)
+    if is_union(plan):
+        total += s.batch * queries * heads * s.state_elements // s.kv_heads * s.state_itemsize
     return total
 
 

@@ -48,7 +48,7 @@ from ..partial import Partial
 from ..plans import Plan
 from ..shape import Shape
 from .circulation import Circulation, Contribution, add_gradients
-from .contract import Call, Dataflow, Gradients, contributions_at_once, piece_elements
+from .contract import Call, Dataflow, Gradients, contributions_at_once, is_union, piece_elements
 
 
 class Ring(Dataflow):
@@ -91,7 +91,7 @@ class Ring(Dataflow):
         shards = 2 if steps > 1 else 0
         if not backward:
             shard = keys * s.kv_elements * s.itemsize
-            state = (steps > 1) * queries * s.state_elements * s.state_itemsize
+            state = (steps > 1 or is_union(plan)) * queries * s.state_elements * s.state_itemsize
             last = max((t for t, step in enumerate(plan.steps) if step.compute), default=0)
             if plan.steps[last].shard_from is not None:  # on its way through this rank
                 return s.batch * (shards * shard + state)
