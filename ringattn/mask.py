@@ -48,6 +48,7 @@ from .common_masks import prefix as prefix
 from .common_masks import window as window
 from .intervals import FAR, Intervals
 from .intervals import Mask as Mask
+from .slices import from_slices as from_slices
 
 
 def chunked(seq_len: int, size: int, documents: Mask | None = None) -> Mask:

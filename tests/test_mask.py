@@ -187,6 +187,61 @@ def test_sinks_diffusion_and_intervals(drawn: tuple[list[int], list[int]], count
 
 
 @st.composite
+def slices(draw: st.DrawFn, n: int, keys: int) -> list[tuple[tuple[int, int], tuple[int, int], int]]:
+    """Ranges of queries, of keys, and types; those of the same queries often continue each other's keys."""
+    drawn = []
+    cuts = sorted(draw(st.lists(st.integers(0, n), min_size=2, max_size=4)))
+    for queries in itertools.pairwise(cuts):
+        bounds = sorted(draw(st.lists(st.integers(0, keys), max_size=4)))
+        for pair in itertools.pairwise(bounds):
+            if draw(st.integers(0, 3)):
+                drawn.append((queries, pair, draw(st.integers(0, 3))))
+    if draw(st.booleans()):
+        queries, pair = (tuple(sorted((draw(st.integers(0, m)), draw(st.integers(0, m))))) for m in (n, keys))
+        drawn.append((queries, pair, draw(st.integers(0, 3))))
+    return draw(st.permutations(drawn))
+
+
+@given(st.data())
+@settings(max_examples=300)
+def test_slices_mean_what_the_definition_says(data: st.DataObject) -> None:
+    n, keys = data.draw(st.integers(1, 24)), data.draw(st.integers(0, 24))
+    drawn = data.draw(slices(n, keys))
+    count = torch.zeros(n, keys, dtype=torch.int64)
+    for (first, past), (low, high), kind in drawn:
+        i, j = torch.arange(first, past)[:, None], torch.arange(low, high)
+        visible = (j >= low) & (i >= first)
+        if kind in (1, 3):
+            visible &= j - high <= i - past
+        if kind in (2, 3):
+            visible &= j - low >= i - first
+        count[first:past, low:high] += visible
+    q_ranges, k_ranges, kinds = zip(*drawn, strict=True) if drawn else ((), (), ())
+    if bool((count > 1).any()):
+        with pytest.raises(ValueError, match="masks of a union share no key"):
+            masks.from_slices(q_ranges, k_ranges, kinds, n, keys)
+        return
+    mask = masks.from_slices(q_ranges, k_ranges, kinds, n, keys)
+    assert torch.equal(mask.dense()[0].long(), count)
+    mask.check()
+    names = [("full", "causal", "inv_causal", "bi_causal")[kind] for kind in kinds]
+    assert masks.from_slices(q_ranges, k_ranges, names, n, keys).digest() == mask.digest()
+
+
+def test_slices_are_put_together_in_few_intervals() -> None:
+    prompt, answers = (0, 8), [(8, 12), (12, 14), (14, 20)]
+    q_ranges = [prompt, *(a for answer in answers for a in (answer, answer))]
+    k_ranges = [prompt, *(k for answer in answers for k in (prompt, answer))]
+    tree = masks.from_slices(q_ranges, k_ranges, [1] + [0, 1] * 3, 20)
+    assert len(tree.members) == 2
+    assert torch.equal(tree.dense(), masks.tree([-1, 0, 0, 0], [8, 4, 2, 6]).dense())
+    halves = masks.from_slices([(0, 9), (9, 20), (9, 20)], [(0, 9), (0, 9), (9, 20)], [1, 0, 1], 20)
+    assert len(halves.members) == 1, "a causal row in three slices is one interval"
+    window = masks.from_slices([(0, 5), (5, 20)], [(0, 5), (0, 20)], ["causal", "bi_causal"], 20)
+    assert torch.equal(window.dense(), masks.window(20, 5, 0).dense())
+
+
+@st.composite
 def across(draw: st.DrawFn, n: int, keys: int) -> tuple[Mask, Tensor]:
     """Documents whose queries are not their keys, and the same by definition."""
     count = draw(st.integers(0, 4))
@@ -359,6 +414,13 @@ def test_digest_is_the_value_and_nothing_but_the_value() -> None:
         (lambda: masks.from_intervals(torch.tensor([0, 0]), torch.tensor([2, 1])), ValueError, ["end", "from 2 to 1"]),
         (lambda: masks.from_intervals(torch.zeros(2), torch.zeros(2)), TypeError, ["float32"]),
         (lambda: masks.from_intervals(torch.tensor([0]), torch.tensor([0, 1])), ValueError, ["(1,)", "(2,)"]),
+        (lambda: masks.from_slices([(0, 2)], [(0, 2)], [4], 4), ValueError, ["type of a slice is 4", "0 or 'full'"]),
+        (lambda: masks.from_slices([(0, 2)], [(0, 2)], ["window"], 4), ValueError, ["'window'", "'bi_causal'"]),
+        (lambda: masks.from_slices([(0, 5)], [(0, 2)], [0], 4), ValueError, ["q_ranges[0]", "[0, 5]", "4 tokens"]),
+        (lambda: masks.from_slices([(0, 2)], [(3, 2)], [0], 4), ValueError, ["k_ranges[0]", "[3, 2]"]),
+        (lambda: masks.from_slices([(0, 2)], [], [0], 4), ValueError, ["1 q_ranges", "0 k_ranges", "1 types"]),
+        (lambda: masks.from_slices([0, 2], [(0, 2)], [0], 4), ValueError, ["(2,)", "(slices, 2)"]),
+        (lambda: masks.from_slices([(0.0, 2.0)], [(0, 2)], [0], 4), TypeError, ["float32"]),
         (lambda: masks.rows([]), ValueError, ["0 masks"]),
         (lambda: masks.rows([masks.causal(4), masks.causal(5)]), ValueError, ["(4, 4), (5, 5)"]),
     ],
