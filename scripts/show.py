@@ -3,6 +3,8 @@
     python -m scripts.show                                        causal, all layouts side by side
     python -m scripts.show --mask window --window 1024            a sliding window: unneeded hops vanish
     python -m scripts.show --mask documents --documents 3,1,2,2   packed documents, of these relative lengths
+    python -m scripts.show --tree 4,1,1,1,1                       a prompt and answers to it, of these relative lengths
+    python -m scripts.show --mask sinks --size 512                a window and the first keys
     python -m scripts.show --ranks 8 --local-size 4 --layout zigzag   rings of 4 ranks inside a ring of 2 groups
     python -m scripts.show --png docs/show.png                    the same as a picture
 
@@ -29,6 +31,7 @@ import torch
 from torch import Tensor
 
 import ringattn
+from ringattn import mask as masks
 from ringattn.layout import LAYOUTS, positions
 from ringattn.virtual import VirtualRank
 
@@ -36,7 +39,10 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.text import Text
 
-MASKS = ("full", "causal", "window", "documents", "prefix")
+MASKS = (
+    "full", "causal", "window", "documents", "prefix", "chunk", "blocks", "spans", "tree", "sinks", "diffusion",
+)  # fmt: skip
+SINKS = 4  # keys that every query sees
 HIDDEN = -1
 DIGITS = "0123456789abcdefghijklmnopqrstuvwxyz"
 
@@ -321,6 +327,65 @@ def draw(path: Path, walks: list[Walk], question: str) -> None:
 # --- The command ---------------------------------------------------------------------------------------
 
 
+def proportions(name: str, text: str, total: int) -> list[int]:
+    """Return the boundaries, from 0 to ``total``, of parts of relative lengths such as "3,1,2".
+
+    Raises:
+        ValueError: not numbers, or all are 0.
+    """
+    try:
+        parts = [float(x) for x in text.split(",")]
+    except ValueError:
+        parts = []
+    if not all(p >= 0 for p in parts) or not sum(parts) > 0:
+        raise ValueError(f"--{name} {text}: pass positive lengths or proportions, e.g. 3,1,2,2")
+    return [round(total * end / sum(parts)) for end in itertools.accumulate(parts, initial=0.0)]
+
+
+def mask_of(name: str, args: argparse.Namespace) -> tuple[dict[str, object], str]:
+    """Return the arguments of ringattn.plan() for a mask, and its title.
+
+    Raises:
+        ValueError: invalid arguments.
+    """
+    n = args.seq_len
+    size = max(n // 16, 1) if args.size is None else args.size
+    if name == "causal":
+        return dict(causal=True), name
+    if name == "window":
+        sides = (args.window or str(max(n // args.ranks, 1))).split(",")
+        if len(sides) > 2 or not all(side.strip().lstrip("-").isdecimal() for side in sides):
+            raise ValueError(f"--window {args.window}: pass LEFT or LEFT,RIGHT, e.g. 512,0")
+        left, right = map(int, sides if len(sides) == 2 else (sides[0], 0))
+        words = f"window of {left:,} keys before" + (f" and {right:,} after" if right else "") + " each query"
+        return dict(window_size=(left, right)), words
+    if name == "documents":
+        ends = proportions(name, args.documents or "3,1,2,2", n)
+        return dict(causal=True, cu_seqlens=ends), f"causal in {len(ends) - 1} packed documents"
+    if name == "prefix":
+        length = n // 4 if args.prefix is None else args.prefix
+        return dict(causal=True, prefix=length), f"causal with a prefix of {length:,}"
+    if name == "chunk":
+        return dict(causal=True, mask=masks.chunked(n, size)), f"causal in chunks of {size:,}"
+    if name == "blocks":
+        return dict(mask=masks.blocks(n, size)), f"block-causal in blocks of {size:,}"
+    if name == "spans":
+        ends = proportions(name, args.spans or "1,2,1,2,2", n)
+        runs = list(itertools.pairwise(ends))[1::2]
+        return dict(mask=masks.spans(runs, n)), f"causal with {len(runs)} spans that see all of themselves"
+    if name == "tree":
+        lengths = [past - first for first, past in itertools.pairwise(proportions(name, args.tree or "4,1,1,1,1", n))]
+        answers = len(lengths) - 1
+        return dict(mask=masks.tree([-1, *[0] * answers], lengths)), f"a prompt with {answers} answers"
+    if name == "sinks":
+        return dict(mask=masks.sinks(n, SINKS, size)), f"window of {size:,} keys before each query and {SINKS} sinks"
+    if name == "diffusion":
+        if n % 2:
+            raise ValueError(f"--seq-len {n}: pass an even number, the noisy and the clean half of a row")
+        return dict(mask=masks.block_diffusion(n // 2, size)), f"block diffusion in blocks of {size:,}, [noisy | clean]"
+    return {}, name
+
+
 def plans(args: argparse.Namespace) -> tuple[list[ringattn.Plan], str]:
     """Return one plan per layout and the title.
 
@@ -330,31 +395,13 @@ def plans(args: argparse.Namespace) -> tuple[list[ringattn.Plan], str]:
     if args.ranks < 1:
         raise ValueError(f"--ranks {args.ranks}: pass at least 1")
     n = args.seq_len
-    options: dict[str, object] = {}
-    options_of_masks = [name for name in ("window", "documents", "prefix") if getattr(args, name) is not None]
-    words = mask = args.mask or (options_of_masks[0] if options_of_masks else "causal")
-    if other := [name for name in options_of_masks if name != mask]:
+    own = [name for name in ("window", "documents", "prefix", "spans", "tree") if getattr(args, name) is not None]
+    mask = args.mask or (own[0] if own else "causal")
+    if other := [name for name in own if name != mask]:
         raise ValueError(f"--{other[0]} goes with --mask {other[0]}, not with {mask}; leave one of them out")
-    if mask == "causal":
-        options.update(causal=True)
-    elif mask == "window":
-        sides = (args.window or str(max(n // args.ranks, 1))).split(",")
-        if len(sides) > 2 or not all(side.strip().lstrip("-").isdecimal() for side in sides):
-            raise ValueError(f"--window {args.window}: pass LEFT or LEFT,RIGHT, e.g. 512,0")
-        left, right = map(int, sides if len(sides) == 2 else (sides[0], 0))
-        options.update(window_size=(left, right))
-        words = f"window of {left:,} keys before" + (f" and {right:,} after" if right else "") + " each query"
-    elif mask == "documents":
-        parts = [float(x) for x in (args.documents or "3,1,2,2").split(",")]
-        if not all(p >= 0 for p in parts) or not sum(parts) > 0:
-            raise ValueError(f"--documents {args.documents}: pass positive lengths or proportions, e.g. 3,1,2,2")
-        ends = [round(n * end / sum(parts)) for end in itertools.accumulate(parts, initial=0.0)]
-        options.update(causal=True, cu_seqlens=ends)
-        words = f"causal in {len(parts)} packed documents"
-    elif mask == "prefix":
-        length = n // 4 if args.prefix is None else args.prefix
-        options.update(causal=True, prefix=length)
-        words = f"causal with a prefix of {length:,}"
+    if args.size is not None and mask not in ("chunk", "blocks", "sinks", "diffusion"):
+        raise ValueError(f"--size goes with --mask chunk, blocks, sinks or diffusion, not with {mask}; leave it out")
+    options, words = mask_of(mask, args)
     several = [
         ringattn.plan(
             n,
@@ -370,7 +417,7 @@ def plans(args: argparse.Namespace) -> tuple[list[ringattn.Plan], str]:
     return several, f"{words[0].upper()}{words[1:]}, {n:,} tokens over {args.ranks} ranks{rings}"
 
 
-def main(argv: list[str] | None = None) -> int:
+def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m scripts.show",
         description=__doc__,
@@ -383,6 +430,9 @@ def main(argv: list[str] | None = None) -> int:
     add("--window", metavar="LEFT[,RIGHT]", help="keys visible before and after each query; default: one shard, 0")
     add("--documents", metavar="A,B,...", help="lengths of packed documents, absolute or relative; default: 3,1,2,2")
     add("--prefix", type=int, help="keys that all queries see; default: a quarter")
+    add("--spans", metavar="A,B,...", help="lengths of text, image, text, image, ...; default: 1,2,1,2,2")
+    add("--tree", metavar="A,B,...", help="lengths of a prompt and of its answers; default: 4,1,1,1,1")
+    add("--size", type=int, help="keys of a chunk, of a block, or of the window with sinks; default: a sixteenth")
     add("--layout", choices=list(LAYOUTS), help="default: all, side by side")
     add("--dataflow", default="ring", help="ring (default), reduce, ..., or auto")
     add("--local-size", type=int, help="ranks per group of a double ring")
@@ -391,7 +441,11 @@ def main(argv: list[str] | None = None) -> int:
     add("--head-dim", type=int, default=128)
     add("--itemsize", type=int, default=2, help="bytes per number")
     add("--png", type=Path, metavar="PATH", help="also draw to this file")
-    args = parser.parse_args(argv)
+    return parser.parse_args(argv)
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = parse(argv)
     try:
         several, question = plans(args)
     except ValueError as error:

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import ringattn
+from ringattn import mask as masks
 from ringattn.layout import LAYOUTS, positions
 from ringattn.virtual import VirtualRank
 from scripts import show
@@ -60,6 +61,7 @@ def test_a_window_of_one_shard_needs_one_hop():
         {"causal": True, "cu_seqlens": [0, 3, 11, 26]},
         {"causal": True, "prefix": 7},
         {"causal": True, "local_size": 2},
+        {"mask": masks.tree([-1, 0, 0], [11, 9, 6])},
     ],
     ids=lambda o: "-".join(o) or "full",
 )
@@ -119,6 +121,12 @@ def test_bars_are_as_long_as_the_work(capsys, monkeypatch):
         ("--mask window --window 512", "Window of 512 keys before each query"),
         ("--mask documents --documents 1,1,2", "Causal in 3 packed documents"),
         ("--mask prefix --prefix 100", "prefix of 100"),
+        ("--mask chunk --size 256", "Causal in chunks of 256"),
+        ("--mask blocks --size 256", "Block-causal in blocks of 256"),
+        ("--spans 3,1,2,1", "Causal with 2 spans"),
+        ("--tree 2,1,1", "A prompt with 2 answers"),
+        ("--mask sinks --size 300", "Window of 300 keys before each query and 4 sinks"),
+        ("--mask diffusion", "Block diffusion in blocks of 256"),
         ("--ranks 8 --local-size 4 --layout zigzag", "rings of 4"),
         ("--ranks 12 --layout striped --dataflow reduce", "12 ranks"),
         ("--ranks 3 --seq-len 2", "2 tokens over 3 ranks"),
@@ -132,19 +140,28 @@ def test_arguments(arguments, text, capsys, monkeypatch):
     assert text in output(capsys, monkeypatch, *arguments.split())
 
 
+def planned(arguments: str) -> ringattn.Plan:
+    (plan,), _ = show.plans(show.parse([*arguments.split(), "--layout", "zigzag"]))
+    return plan
+
+
+@pytest.mark.parametrize(
+    ("arguments", "mask"),
+    [
+        ("--mask chunk", masks.chunked(64, 4) & masks.causal(64)),
+        ("--mask blocks --size 9", masks.blocks(64, 9)),
+        ("--mask spans", masks.spans([(8, 24), (32, 48)], 64)),
+        ("--mask tree", masks.tree([-1, 0, 0, 0, 0], [32, 8, 8, 8, 8])),
+        ("--mask sinks --size 7", masks.sinks(64, 4, 7)),
+        ("--mask diffusion", masks.block_diffusion(32, 4)),
+    ],
+)
+def test_masks_are_those_of_their_names(arguments: str, mask: masks.Mask) -> None:
+    assert torch.equal(planned(f"--seq-len 64 {arguments}").mask.dense(), mask.dense())
+
+
 def test_documents_are_proportions_of_the_sequence():
-    parser_args = show.argparse.Namespace(
-        seq_len=80,
-        ranks=2,
-        mask=None,
-        window=None,
-        documents="3,1,4",
-        prefix=None,
-        layout="zigzag",
-        dataflow="ring",
-        local_size=None,
-    )
-    (plan,), _ = show.plans(parser_args)
+    plan = planned("--ranks 2 --seq-len 80 --documents 3,1,4")
     total = sum(plan.visible(q, k) for q in range(2) for k in range(2))
     assert total == sum(n * (n + 1) // 2 for n in (30, 10, 40))
 
@@ -163,6 +180,11 @@ def test_nothing_is_cut_off_and_no_difference_is_none(capsys, monkeypatch):
         ("--mask documents --documents 0,0", "proportions"),
         ("--ranks 0", "--ranks 0: pass at least 1"),
         ("--window 1,2,3", "--window 1,2,3: pass LEFT or LEFT,RIGHT"),
+        ("--mask tree --tree 0,0", "--tree 0,0: pass positive lengths or proportions"),
+        ("--documents 1,x", "--documents 1,x: pass positive lengths"),
+        ("--mask tree --size 4", "--size goes with --mask chunk, blocks, sinks or diffusion, not with tree"),
+        ("--mask diffusion --seq-len 5", "--seq-len 5: pass an even number"),
+        ("--mask chunk --size 0", "size is 0"),
         ("--mask full --prefix 3", "--prefix goes with --mask prefix, not with full"),
         ("--png /dev/null/show.png", "error: --png /dev/null/show.png: "),
     ],
