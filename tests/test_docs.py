@@ -29,6 +29,7 @@ VOCABULARY, DIM, HEADS, SEQ = 31, 16, 2, 14
 
 # The blocks of code of each page and the tests that run them. test_trl.py runs the second one of trainer.md with trl.
 TESTS = {
+    "drafts": ["test_drafts_of_eagle", "test_drafts_of_dflash"],
     "fsdp2": ["test_fsdp2"],
     "from_context_parallel": ["test_from_context_parallel"],
     "from_ring_flash_attn": ["test_from_ring_flash_attn", "test_flash_attn_functions"],
@@ -334,6 +335,66 @@ def test_trees() -> None:
         assert position[row].tolist() == list(range(len(row)))
         alone, _ = reference.attention(q[:, row], k[:, row], v[:, row], masks.causal(len(row)))
         assert torch.allclose(out[:, row], alone, atol=1e-12)
+
+
+def test_drafts_of_eagle() -> None:
+    """Three steps of the page against one dense softmax over all keys that a query sees: outputs and gradients."""
+    n, steps = 12, 3
+    make = torch.Generator().manual_seed(0)
+    q, *rest = (torch.randn(1, n, heads, 8, generator=make) for heads in (2 * HEADS, *[HEADS] * 2 * steps))
+
+    def body(rank: VirtualRank) -> list[Tensor]:
+        on_rank = types.SimpleNamespace(**vars(ringattn))
+        on_rank.plan = functools.partial(ringattn.plan, group=rank)
+        plan = run("drafts", ringattn=on_rank, seq_len=n)
+        leaves = [plan["plan"].shard(x).requires_grad_() for x in (q, *rest)]
+        out = plan["attend"](leaves[0], leaves[1 : steps + 1], leaves[steps + 1 :])
+        gradients = torch.autograd.grad(out.square().sum(), leaves)
+        return [plan["plan"].positions, out.detach(), *gradients]
+
+    got = [torch.empty_like(x) for x in (q, q, *rest)]
+    for at, *parts in virtual.run(2, body):
+        for whole, x in zip(got, parts, strict=True):
+            whole[:, at] = x
+    leaves = [x.double().requires_grad_() for x in (q, *rest)]
+    wide = [x.repeat_interleave(2, 2) for x in leaves[1:]]
+    scores = [
+        torch.einsum("bihd,bjhd->bhij", leaves[0], wide[0]).masked_fill(~torch.ones(n, n).tril().bool(), -torch.inf)
+    ]
+    scores += [(leaves[0] * k).sum(-1).transpose(1, 2)[..., None] for k in wide[1:steps]]
+    p = (torch.cat(scores, -1) * 8**-0.5).softmax(-1)
+    want = torch.einsum("bhij,bjhd->bihd", p[..., :n], wide[steps])
+    for step, v in enumerate(wide[steps + 1 :]):
+        want = want + p[..., n + step].transpose(1, 2)[..., None] * v
+    close([x.double() for x in got], [want.detach(), *torch.autograd.grad(want.square().sum(), leaves)], 1e-5)
+
+
+def test_drafts_of_dflash() -> None:
+    n, anchors = 32, [3, 7, 16]
+    visible = torch.zeros(n, n, dtype=torch.bool)
+    for block, anchor in enumerate(anchors):
+        own = slice(20 + 4 * block, 24 + 4 * block)
+        visible[own, :anchor] = visible[own, own] = True
+    q, k, v = torch.randn(3, 1, n, HEADS, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+
+    def body(rank: VirtualRank) -> tuple[ringattn.Plan, Tensor]:
+        on_rank = types.SimpleNamespace(**vars(ringattn))
+        on_rank.plan = functools.partial(ringattn.plan, group=rank)
+        mine = ringattn.plan(n, rank, mask=masks.from_intervals(*intervals), layout="balanced")
+        names = run("drafts", 1, ringattn=on_rank, q=mine.shard(q), k=mine.shard(k), v=mine.shard(v))
+        return names["plan"], names["out"]
+
+    starts = torch.stack([torch.zeros(n), torch.arange(n) // 4 * 4], -1).long()
+    ends = torch.stack([torch.tensor([0] * 20 + [a for a in anchors for _ in range(4)]), starts[:, 1] + 4], -1)
+    ends[:20, 1] = starts[:20, 1]
+    intervals = starts[None], ends[None]
+    out = torch.empty_like(q)
+    for plan, rows in virtual.run(2, body):
+        assert torch.equal(plan.mask.dense()[0], visible)
+        assert len(plan.mask.members) == 2
+        out[:, plan.positions] = rows
+    want, _ = reference.attention(q, k, v, masks.from_intervals(*intervals))
+    torch.testing.assert_close(out, want, rtol=1e-12, atol=1e-12)
 
 
 def test_trainer(pools, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
