@@ -266,6 +266,30 @@ def test_boundaries_changed_in_place_are_compared_again() -> None:
             flash_attn_varlen_func(q, q, q, cu, cu, 7, 7)
 
 
+UNIONS = {  # a mask that no call can say, and what a call says of it
+    "tree": (masks.tree([-1, 0, 0], [6, 4, 3]), dict(causal=True)),
+    "sinks": (masks.sinks(13, 2, 3), dict(causal=True, window_size=(3, 0))),
+    "diffusion": (masks.block_diffusion(6, 2), dict(causal=False)),
+}
+
+
+@pytest.mark.parametrize("kind", UNIONS)
+def test_masks_of_several_intervals_are_the_plans(kind: str) -> None:
+    mask, call = UNIONS[kind]
+    q, k, v = (x[:, : mask.seq_len] for x in tensors(2)[:3])
+    want, _ = reference.attention(q, k, v, mask)
+
+    def body(rank: virtual.VirtualRank) -> tuple[Tensor, Tensor]:
+        plan = ringattn.plan(mask.seq_len, rank, mask=mask)
+        with ringattn.use(plan):
+            with pytest.raises(ValueError, match=r"got causal=(True|False), but the plan is"):
+                flash_attn_func(*map(plan.shard, (q, k, v)), causal=not call["causal"])
+            return plan.positions, flash_attn_func(*map(plan.shard, (q, k, v)), **call)
+
+    for at, out in virtual.run(2, body):
+        torch.testing.assert_close(out, want[:, at], rtol=1e-12, atol=1e-12)
+
+
 def test_varlen_of_a_cache_or_in_a_graph() -> None:
     torch._dynamo.reset()
     cu, q = torch.tensor([0, SEQ]), x()[0]

@@ -1,6 +1,6 @@
 """Checks that an attention call of a model asks for the plan's mask: causality, window and documents.
 
-What such a call cannot say (padding, a prefix, and for dense calls documents) is the plan's.
+What such a call cannot say (padding, a prefix, spans, trees, sinks, and for dense calls documents) is the plan's.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..intervals import FAR
+from ..intervals import FAR, Intervals
 from ..memo import Memo
 from ..plans import Plan
 
@@ -44,26 +44,30 @@ def check_window(name: str, plan: Plan, causal: bool, window_size: tuple[int, in
 
 
 def window_of(plan: Plan) -> tuple[int, int]:
-    """Return ``(left, right)`` of the plan's mask, -1 where it is unbounded. Causal is ``right = 0``."""
+    """Return ``(left, right)`` of the plan's mask, -1 where it is unbounded: the narrowest of all its pieces. Causal is
+    ``right = 0``."""
     _ = plan.local_lengths, plan.local_lengths_k  # before torch.compile traces a checkpoint, which must not set them
+    several = [_window_of_member(plan, member) for member in plan.mask.members]
+    if len(several) == 1:
+        return _bounds(plan, *several[0])
+    # Keys far before a query, such as a sink's, are no narrower window on the right than a causal one.
+    return _bounds(plan, min(left for left, _ in several), min(max(right, 0) for _, right in several))
 
-    if len(plan.mask.members) > 1:
-        raise NotImplementedError(
-            "the plan's mask is a union of several intervals of keys per query, which such a call cannot express; call "
-            "ringattn.attention(q, k, v, plan)"
-        )
-    mask, documents = plan.mask.members[0], plan.documents
+
+def _window_of_member(plan: Plan, mask: Intervals) -> tuple[int, int]:
+    documents = plan.documents
     # Of keys other than the queries, positions are aligned at the ends of each document.
     aligned = torch.where(documents.high < FAR, documents.high - documents.past - mask.offset, 0)
-    first = documents.first.expand(mask.rows, -1).contiguous()
+    rows = mask.first.shape[0]
+    first = documents.first.expand(rows, -1).contiguous()
     piece = torch.searchsorted(first, mask.first, right=True) - 1
-    shift = aligned.expand(mask.rows, -1).gather(1, piece)
+    shift = aligned.expand(rows, -1).gather(1, piece)
 
     def bound(x: Tensor) -> int:
         real = x[mask.left + mask.right >= 0]  # padding sees nothing
         return int(real.min()) if real.numel() else 0
 
-    return _bounds(plan, bound(mask.left + shift), bound(mask.right - shift))
+    return bound(mask.left + shift), bound(mask.right - shift)
 
 
 def _bounds(plan: Plan, left: int, right: int) -> tuple[int, int]:
