@@ -1,4 +1,4 @@
-"""transformers models whose masks have chunks or spans (Llama 4, Gemma 3, PaliGemma, HRM), on ranks that are threads,
+"""transformers models whose masks have chunks or spans (Llama 4, Gemma 3 and 4, PaliGemma, HRM), on ranks that are threads,
 against one process with torch's attention and transformers' own masks, in float64."""
 
 from __future__ import annotations
@@ -36,6 +36,19 @@ def config_of(name: str) -> tuple[type, Any]:
         return t.Gemma3ForConditionalGeneration, t.Gemma3Config(
             text_config=text, vision_config=VISION, mm_tokens_per_image=4, image_token_id=IMAGE
         )
+    if name == "gemma4":
+        text = dict(
+            **TEXT, head_dim=8, global_head_dim=8, sliding_window=5, layer_types=["sliding_attention", "full_attention"],
+            use_bidirectional_attention="vision", hidden_size_per_layer_input=4, vocab_size_per_layer_input=61,
+        )  # fmt: skip
+        vision = dict(
+            **{**VISION, "patch_size": 2, "image_size": 8}, num_key_value_heads=2, head_dim=8, pooling_kernel_size=2,
+            position_embedding_size=8,
+        )  # fmt: skip
+        return t.Gemma4ForConditionalGeneration, t.Gemma4Config(
+            text_config=text, vision_config=vision, audio_config=None, image_token_id=IMAGE, video_token_id=59,
+            audio_token_id=58,
+        )  # fmt: skip
     text = dict(**TEXT, head_dim=8, model_type="gemma")
     if name == "paligemma2":
         text |= dict(model_type="gemma2", sliding_window=4, query_pre_attn_scalar=8)
@@ -53,8 +66,10 @@ def build(name: str, attn: str) -> Any:
     model = make(config, attn_implementation={"text_config": attn, "vision_config": "eager"} if images else attn)
     torch.manual_seed(0)
     with torch.no_grad():
-        for parameter in model.parameters():
+        for path, parameter in model.named_parameters():
             parameter.copy_(torch.randn(parameter.shape) * 0.15 + (1.0 if parameter.ndim == 1 else 0.0))
+            if name == "gemma4" and "q_norm" in path:  # its attention has no scale, its norms and images are in float32
+                parameter *= 8**-0.5
     return model.double()
 
 
@@ -66,9 +81,9 @@ def batch_of(name: str, padding: int = 0) -> dict[str, Tensor]:
     real = torch.ones(2, SEQ, dtype=torch.int64)
     real[1, :padding] = 0
     batch = dict(input_ids=ids)
-    if name == "gemma3":
+    if name.startswith("gemma"):
         ids[0, 2:6] = ids[0, 12:16] = ids[1, 10:14] = IMAGE
-        batch["token_type_ids"] = (ids == IMAGE).long()
+        batch["token_type_ids" if name == "gemma3" else "mm_token_type_ids"] = (ids == IMAGE).long()
     elif name.startswith("paligemma"):
         ids[0, :4] = ids[1, padding : padding + 4] = IMAGE
         batch["token_type_ids"] = (torch.arange(SEQ) >= torch.tensor([[10], [11]])).long()
@@ -77,6 +92,10 @@ def batch_of(name: str, padding: int = 0) -> dict[str, Tensor]:
     if (ids == IMAGE).any():
         count = int((ids == IMAGE).sum()) // 4
         batch["pixel_values"] = torch.randn(count, 3, 8, 8, generator=g, dtype=torch.float64)
+    if name == "gemma4":  # sixteen patches of 2 x 2 x 3 numbers, four tokens
+        batch["pixel_values"] = batch["pixel_values"].reshape(count, 16, 12)
+        places = torch.stack(torch.meshgrid(torch.arange(4), torch.arange(4), indexing="xy"), -1).reshape(16, 2)
+        batch["image_position_ids"] = places.expand(count, -1, -1).clone()
     labels = torch.where(torch.rand(ids.shape, generator=g) < 0.7, ids, -100)
     if padding:
         labels[1, : padding + 1] = -100  # no target at the first token of a document
@@ -98,7 +117,7 @@ def trained(model: nn.Module, batch: dict[str, Tensor], group: Any = None) -> tu
     return loss.item(), {n: zero if p.grad is None else p.grad for n, p in model.named_parameters()}
 
 
-CASES = [(name, padding) for name in ("llama4", "gemma3", "paligemma", "hrm") for padding in (0, 3)]
+CASES = [(name, padding) for name in ("llama4", "gemma3", "gemma4", "paligemma", "hrm") for padding in (0, 3)]
 
 
 @pytest.mark.parametrize(("name", "padding"), [*CASES, ("paligemma2", 0)])
@@ -106,8 +125,8 @@ def test_loss_and_gradients_are_those_of_one_process(name: str, padding: int) ->
     other = "eager" if name == "paligemma2" else "sdpa"  # Gemma 2 has no sdpa; eager makes NaN of rows that see nothing
     batch = batch_of(name, padding)
     want, gradients = trained(build(name, other), batch)
-    if "token_type_ids" in batch:  # the spans matter
-        without, _ = trained(build(name, other), {k: v for k, v in batch.items() if k != "token_type_ids"})
+    if any("token_type_ids" in x for x in batch):  # the spans matter
+        without, _ = trained(build(name, other), {k: v for k, v in batch.items() if "token_type_ids" not in k})
         assert abs(without - want) > 1e-4  # a hundred times the bound below
     largest = max(float(g.abs().max()) for g in gradients.values())
     for world_size in (2, 4):

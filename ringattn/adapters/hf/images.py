@@ -6,11 +6,13 @@ import contextlib
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ...plans import Plan
 
-_MODELS = ("gemma3", "paligemma")  # their forward only substitutes image features for tokens
+WHOLE = ("pixel_values", "image_position_ids")  # tensors of a batch that every rank needs whole
+_MODELS = ("gemma3", "gemma4", "paligemma")  # their forward only substitutes image features for tokens
 
 
 def of_tokens(model: Any, plan: Plan, batch: Mapping[str, Any]) -> Tensor | None:
@@ -35,8 +37,11 @@ def taken(model: Any, features: Tensor | None) -> Iterator[None]:
 
     def of_this_rank(*args: Any, **kwargs: Any) -> Any:
         outputs = of_all(*args, **kwargs)
-        whole = outputs.pooler_output  # (images, tokens, hidden)
-        outputs.pooler_output = whole.flatten(0, 1)[features.to(whole.device)].unsqueeze(0)
+        whole = outputs.pooler_output  # (images, tokens, hidden), or (tokens, hidden) of each image
+        apart = not isinstance(whole, Tensor)
+        flat = torch.cat(whole) if apart else whole.flatten(0, 1)
+        mine = flat[features.to(flat.device)]
+        outputs.pooler_output = (mine,) if apart else mine.unsqueeze(0)
         return outputs
 
     module.get_image_features = of_this_rank  # hides the method of the class

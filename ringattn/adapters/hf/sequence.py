@@ -173,7 +173,8 @@ class Sequence:
             if self.record.counts_rows:
                 checks.check_rows(self.model, self.seq_len, batch)
         if self.images is not None:
-            seq_dims = {"pixel_values": None, **(seq_dims or {})}  # every rank needs all of them
+            kept: dict[str, int | None] = dict.fromkeys((x for x in images.WHOLE if x in batch), None)
+            seq_dims = {**kept, **(seq_dims or {})}
         local = self.plan.shard_batch(batch, seq_dims=seq_dims)
         tokens = next(local[name] for name in ("input_ids", "inputs_embeds") if local.get(name) is not None)
         if local.get("attention_mask") is None:
