@@ -1,5 +1,5 @@
-"""transformers models whose masks have chunks or spans (Llama 4, Gemma 3 and 4, PaliGemma, HRM), on ranks that are threads,
-against one process with torch's attention and transformers' own masks, in float64."""
+"""transformers models whose masks have chunks or spans (Llama 4, Gemma 3 and 4, PaliGemma, HRM), on ranks that are
+threads, against one process with torch's attention and transformers' own masks, in float64."""
 
 from __future__ import annotations
 
@@ -38,7 +38,8 @@ def config_of(name: str) -> tuple[type, Any]:
         )
     if name == "gemma4":
         text = dict(
-            **TEXT, head_dim=8, global_head_dim=8, sliding_window=5, layer_types=["sliding_attention", "full_attention"],
+            **TEXT, head_dim=8, global_head_dim=8, sliding_window=5,
+            layer_types=["sliding_attention", "full_attention"],
             use_bidirectional_attention="vision", hidden_size_per_layer_input=4, vocab_size_per_layer_input=61,
         )  # fmt: skip
         vision = dict(

@@ -13,7 +13,7 @@ or, with the Trainer, ``class MyTrainer(ringattn.hf.RingTrainerMixin, Trainer)``
   plan to the layers in place of a mask, so that a layer that is computed again in the backward finds the same plan.
   The attention function runs the plan. :mod:`.probe` compares the model's own mask with the plan's.
 * :mod:`.spans` reads images and prefixes, whose tokens see each other, from whole rows; :mod:`.images` takes the
-  features of images that belong to this rank's tokens (Gemma 3, PaliGemma; load the vision tower with another
+  features of images that belong to this rank's tokens (Gemma 3 and 4, PaliGemma; load the vision tower with another
   attention: ``attn_implementation={"text_config": "ringattn", "vision_config": "sdpa"}``).
 * :mod:`.checks` refuses by name what cannot be exact: dropout, masks that are no intervals, caches, layers that carry
   a state along the sequence or count the tokens of a shard, heads that pick tokens, losses that are no sum over tokens.
