@@ -7,12 +7,15 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from ringattn import virtual
 
 transformers = pytest.importorskip("transformers", reason="pip install 'transformers>=5.17' accelerate")
 import ringattn.hf  # noqa: E402
+from ringattn.adapters.hf.spans import mask_of_row  # noqa: E402
 
 IMAGE, SEQ = 60, 24
 TEXT = dict(
@@ -88,6 +91,8 @@ def batch_of(name: str, padding: int = 0) -> dict[str, Tensor]:
     elif name.startswith("paligemma"):
         ids[0, :4] = ids[1, padding : padding + 4] = IMAGE
         batch["token_type_ids"] = (torch.arange(SEQ) >= torch.tensor([[10], [11]])).long()
+        if name.endswith("interrupted"):
+            batch["token_type_ids"][0, 5] = batch["token_type_ids"][1, 2] = 1
     elif name == "hrm":
         batch["token_type_ids"] = (torch.arange(SEQ) < torch.tensor([[10], [7]])).long() * real
     if (ids == IMAGE).any():
@@ -121,7 +126,7 @@ def trained(model: nn.Module, batch: dict[str, Tensor], group: Any = None) -> tu
 CASES = [(name, padding) for name in ("llama4", "gemma3", "gemma4", "paligemma", "hrm") for padding in (0, 3)]
 
 
-@pytest.mark.parametrize(("name", "padding"), [*CASES, ("paligemma2", 0)])
+@pytest.mark.parametrize(("name", "padding"), [*CASES, ("paligemma2", 0), ("paligemma interrupted", 0)])
 def test_loss_and_gradients_are_those_of_one_process(name: str, padding: int) -> None:
     other = "eager" if name == "paligemma2" else "sdpa"  # Gemma 2 has no sdpa; eager makes NaN of rows that see nothing
     batch = batch_of(name, padding)
@@ -140,14 +145,20 @@ def test_loss_and_gradients_are_those_of_one_process(name: str, padding: int) ->
             assert error <= 1e-5, f"{parameter} on {world_size} ranks: relative error {error:.2e}"
 
 
-def test_a_span_that_text_interrupts_is_refused() -> None:
-    batch = batch_of("paligemma")
-    batch["token_type_ids"][0, 5] = 1
+def test_a_span_that_text_interrupts_is_refused_where_it_widens_a_window() -> None:
+    batch = batch_of("paligemma2 interrupted")
     with (
         pytest.raises(NotImplementedError, match=r"one span of 2 separate runs of tokens in row 0.*token_type_ids"),
-        ringattn.hf.sequence(build("paligemma", "ringattn"), batch, virtual.VirtualRank(0, 2)),
+        ringattn.hf.sequence(build("paligemma2", "ringattn"), batch, virtual.VirtualRank(0, 2)),
     ):
         pass
+
+
+@given(st.lists(st.integers(-1, 2), min_size=1, max_size=16))
+def test_spans_with_other_tokens_inside(ids: list[int]) -> None:
+    n, x = len(ids), torch.tensor(ids)
+    visible = torch.ones(n, n, dtype=torch.bool).tril() | ((x == x[:, None]) & (x >= 0))
+    assert torch.equal(mask_of_row(x, -1).dense()[0], visible)
 
 
 def test_a_vision_tower_that_would_be_split_is_refused() -> None:

@@ -149,7 +149,7 @@ class Sequence:
             mask = masks.chunked(self.seq_len, chunk, documents)
         elif spanned and self.spans is not None:
             widened = left if spanned == "whole" else -1
-            mask = masks.rows([masks.spans(masks.spans_of(row), self.seq_len, left=widened) for row in self.spans])
+            mask = masks.rows([spans.mask_of_row(row, widened) for row in self.spans])
             causal, left = False, left if spanned == "cut" else -1
         size = (left, -1 if kind.causal else left)
         # Windows must not change which tokens a rank holds.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Mapping
 from typing import Any
 
@@ -10,6 +11,8 @@ import torch
 from torch import Tensor
 from transformers import AttentionMaskInterface
 
+from ... import mask as masks
+from ...mask import Mask
 from ...plans import Plan
 from ...training import batch as batches
 from .models import Kind
@@ -24,7 +27,7 @@ def read_whole(model: Any, batch: Mapping[str, Any], documents: Tensor | None) -
     seq_len) on the CPU, -1 outside; no kinds and no ids if the model makes no spans.
 
     Raises:
-        NotImplementedError: a span that other tokens interrupt, which is no interval of keys.
+        NotImplementedError: a span that other tokens interrupt, in a layer whose window spans widen.
     """
     token_types = {name: batch[name] for name in NAMES if batch.get(name) is not None}
     make = getattr(model, "create_masks_for_generate", None)
@@ -34,11 +37,11 @@ def read_whole(model: Any, batch: Mapping[str, Any], documents: Tensor | None) -
     config = copy.copy(model.config.get_text_config())
     config._attn_implementation = _READER
     embeddings = torch.empty(rows, seq_len, 1, device=next(iter(token_types.values())).device)
-    masks = make(
+    made = make(
         config=config, inputs_embeds=embeddings, attention_mask=None, past_key_values=None, position_ids=None,
         is_first_iteration=True, **token_types,
     )  # fmt: skip
-    functions = list(masks.values()) if isinstance(masks, Mapping) else [masks]
+    functions = list(made.values()) if isinstance(made, Mapping) else [made]
     several = [pair for pair in map(read, functions) if pair is not None]
     ids = next((ids for _, ids in several if ids is not None), None)
     if ids is None:
@@ -46,16 +49,33 @@ def read_whole(model: Any, batch: Mapping[str, Any], documents: Tensor | None) -
     ids = ids.detach().cpu().expand(rows, -1)
     if documents is not None:
         ids = torch.where(documents >= 0, ids, -1)
-    for row, line in enumerate(ids):
-        runs = torch.unique_consecutive(line)
-        counts = runs[runs >= 0].unique(return_counts=True)[1]
-        if bool((counts > 1).any()):
-            raise NotImplementedError(
-                f"{type(model).__name__} makes one span of {int(counts.max())} separate runs of tokens in row {row} "
-                f"(read from {', '.join(token_types)}); with other tokens between them, a token sees no interval of "
-                "keys"
-            )
+    if any(kind.spans == "whole" and kind.window is not None for kind, _ in several):
+        for row, line in enumerate(ids):
+            runs = torch.unique_consecutive(line)
+            counts = runs[runs >= 0].unique(return_counts=True)[1]
+            if bool((counts > 1).any()):
+                raise NotImplementedError(
+                    f"{type(model).__name__} makes one span of {int(counts.max())} separate runs of tokens in row "
+                    f"{row} (read from {', '.join(token_types)}) and lets it widen a sliding window, which is not "
+                    "supported; leave no other tokens between them"
+                )
     return sorted({kind for kind, _ in several}, key=str), ids
+
+
+def mask_of_row(ids: Tensor, left: int) -> Mask:
+    """Return the mask of one row: causal, or a causal window of ``left`` keys, with spans that see all of themselves.
+
+    Args:
+        ids: of the spans, (seq_len,), -1 outside. Other tokens may lie inside of a span; without a window, that is two
+            intervals for the queries of its first part.
+    """
+    runs = masks.spans_of(ids)
+    whole = masks.spans(runs, len(ids), left=left)
+    later = [(a, b) for a, b in itertools.combinations(runs.tolist(), 2) if ids[a[0]] == ids[b[0]]]  # a sees b, too
+    if not later:
+        return whole
+    q_ranges, k_ranges = zip(*later, strict=True)
+    return whole | masks.from_slices(q_ranges, k_ranges, ["full"] * len(later), len(ids))
 
 
 def same(ids: Tensor, whole: Tensor | None, plan: Plan) -> bool:
