@@ -118,28 +118,14 @@ class Generation(transformers.Cache):
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Continue row i from what row ``beam_idx[i]`` has."""
         self._end_step()
-        chosen = [self.rows[i] for i in beam_idx.tolist()]
-        taken: set[int] = set()
-        rows = []
-        for row in chosen:
-            rows.append(self.kv.fork(row) if row in taken else row)
-            taken.add(row)
-        for row in self.rows:
-            if row not in taken:
-                self.kv.free(row)
-        self.rows = rows
+        self.rows = self.kv.reorder(self.rows, beam_idx.tolist())
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Forget the last ``-tokens_to_remove`` tokens of every row, of the last forward: those of a draft."""
+        """Forget the last ``-tokens_to_remove`` tokens of every row: those of a draft that were not accepted."""
         count = abs(tokens_to_remove)
-        if not count:
-            return
-        if self._step is None or count > self._step.new_tokens:
-            raise NotImplementedError(
-                f"crop({tokens_to_remove}) removes more than the tokens of the last forward, which this cache cannot"
-            )
-        self._step.keep([self._step.new_tokens - count] * self._step.batch)
-        self._step = None
+        self._end_step()
+        for row in self.rows if count else ():
+            self.kv.crop(row, self.kv.lengths[row] - count)
         self.length -= count
 
     # --- The prompt
@@ -202,9 +188,8 @@ class Generation(transformers.Cache):
 
     def _compute_chunk(self, row: int, ids: Tensor) -> None:
         self._chunk, self._plans = (row, len(ids)), {}
-        plan = self._plan(Kind(True))
-        positions = plan.positions.to(ids.device)
-        start = plan.seq_len_k - plan.seq_len
+        start = self.kv.lengths[row]
+        positions = self._plan(Kind(True)).positions.to(ids.device)
         try:
             self.model.base_model(
                 input_ids=ids[positions][None], position_ids=(positions + start)[None], past_key_values=self,
@@ -223,9 +208,9 @@ class Generation(transformers.Cache):
     def _plan(self, kind: Kind) -> Plan:
         assert self._plans is not None
         if kind not in self._plans:
-            row, count = self._chunk
-            size = (-1 if kind.window is None else kind.window - 1, 0)
-            self._plans[kind] = self.kv.plan(row, count, causal=True, window_size=size)
+            layout = next(iter(self._plans.values()), "auto")  # windows must not change which tokens a rank holds
+            window = -1 if kind.window is None else kind.window - 1
+            self._plans[kind] = self.kv.plan(*self._chunk, causal=True, window_size=(window, 0), layout=layout)
         return self._plans[kind]
 
     # --- Attention
