@@ -41,7 +41,7 @@ def generated(name: str, inputs: dict[str, Tensor], world_size: int, chunk: int,
         with ringattn.hf.generation(model, inputs, rank, **options) as cache:
             return model.generate(**inputs, past_key_values=cache, **how)
 
-    return [expected, *virtual.run(over_ranks, world_size)]
+    return [expected, *virtual.run(world_size, over_ranks)]
 
 
 @pytest.mark.parametrize("world_size", [1, 3])
@@ -90,7 +90,7 @@ def test_sampling_with_the_same_seed() -> None:
                 **inputs, past_key_values=cache, do_sample=True, max_new_tokens=NEW, eos_token_id=None, pad_token_id=0
             )
 
-    assert torch.equal(virtual.run(sample, 1)[0], expected)  # threads share the random numbers of a process
+    assert torch.equal(virtual.run(1, sample)[0], expected)  # threads share the random numbers of a process
 
 
 def test_ranks_whose_tokens_differ() -> None:
@@ -100,7 +100,7 @@ def test_ranks_whose_tokens_differ() -> None:
             cache.compare(dict(input_ids=torch.tensor([[3 + rank.rank]])))
         return str(raised.value)
 
-    assert all("same seed" in text for text in virtual.run(differ, 2))
+    assert all("same seed" in text for text in virtual.run(2, differ))
 
 
 def test_refusals() -> None:
