@@ -70,8 +70,8 @@ class Tables:
         memo: where kernels keep scratch memory for this step.
 
     With a tree (batch, new) int64 new token i sees new token j if bit j of ``tree[b, i]`` is set, j <= i. Its depth d
-    is the number of set bits below bit i, its position ``position[b, d]``, and the slots before ``first_new`` that it sees
-    begin at ``start[b, d]``.
+    is the number of set bits below bit i, its position ``position[b, d]``, and the slots before ``first_new`` that it
+    sees begin at ``start[b, d]``.
     """
 
     table: Tensor

@@ -87,7 +87,7 @@ def advance(state: StepState) -> None:
     s, (batch, new) = state, state.position.shape
     rows, active, world_size = torch.arange(batch, device=s.home.device), s.home >= 0, s.counts.shape[1]
     s.counts[rows, s.turn.long()] += torch.where(active, new, 0).int()
-    s.turn_tokens += torch.where(active, new, 0).int()
+    s.turn_tokens.add_(torch.where(active, new, 0).int())
     ended = s.turn_tokens >= s.page_size
     distance = (torch.arange(world_size, device=rows.device) - s.home[:, None]) % world_size
     fewest = (s.counts.long() * world_size + distance).argmin(1).int()
