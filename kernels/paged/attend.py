@@ -135,7 +135,7 @@ def _tiles(pool: Pool, tma: bool) -> _Tiles:
     wide = pool.k.shape[-1] + (0 if pool.shared_values else pool.v.shape[-1])
     if wide * pool.k.element_size() > 512 + 256:
         return _Tiles(1, 2, 8)
-    return _Tiles(2, 3 if tma else 4, 4)
+    return _Tiles(2, 4, 4)
 
 
 def _launch(
@@ -393,9 +393,14 @@ def _attend(
             number = tl.atomic_add(arrived + u, 1, sem="acq_rel")
             if number == expected - 1:
                 tl.store(arrived + u, 0)
-                new, g, alive = query_rows(block * (ROWS // SOME), NEW, GROUP, SOME)
-                m, l, o = sum_pieces(pieces, slot_of_first, sum_of, alive, ROWS, SOME, DIM_V, DIM_V_P2, AT_ONCE)
-                store_result(m, l, o, out, lse, sink, b, new, h * GROUP + g, alive, Q_HEADS, NEW, DIM_V, DIM_V_P2)
+                token, g_of_sum, some = query_rows(block * (ROWS // SOME), NEW, GROUP, SOME)
+                total_m, total_l, total_o = sum_pieces(
+                    pieces, slot_of_first, sum_of, some, ROWS, SOME, DIM_V, DIM_V_P2, AT_ONCE
+                )
+                store_result(
+                    total_m, total_l, total_o, out, lse, sink, b, token, h * GROUP + g_of_sum, some, Q_HEADS, NEW, DIM_V,
+                    DIM_V_P2,
+                )  # fmt: skip
 
 
 @triton.jit
