@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -198,18 +199,20 @@ class Step:
                 "there are. Call cache.reserve(sequences, tokens, new_tokens) before so many replays"
             )
 
-    def _paths(self, accepted: list[int] | list[list[int]]) -> dict[int, list[int]]:
+    def _paths(self, accepted: list[Any]) -> dict[int, list[int]]:
         """Return which new tokens of each sequence stay."""
         if not isinstance(accepted, list) or len(accepted) != self.batch:
             raise ValueError(f"accepted is {accepted}; pass one row for each of the step's {self.batch}")
-        new, paths = self.new_tokens, {}
+        new = self.new_tokens
+        paths: dict[int, list[int]] = {}
         for row, (number, some) in enumerate(zip(self.sequences, accepted, strict=True)):
             if isinstance(some, list):
                 path = [index for index in some if index != -1]
                 right = some[: len(path)] == path == sorted(set(path)) and all(0 <= index < new for index in path)
                 expected = f"growing indices of its {new} new tokens, and -1 after the last one"
             else:
-                path, right = list(range(int(some))), some in range(new + 1)
+                right = some in range(new + 1)
+                path = list(range(some)) if right else []
                 expected = f"a number from 0 to {new}, its new tokens"
             if number is not None and not right:
                 raise ValueError(f"accepted is {some} in row {row}; pass {expected}")
