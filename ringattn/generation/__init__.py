@@ -1,0 +1,9 @@
+"""Generation with keys and values sharded over ranks, in pages.
+
+Start with :mod:`.cache`; :mod:`.slots` has the books of all ranks, :mod:`.memory` this rank's pages, and :mod:`.step`
+the tables of one step.
+"""
+
+from .cache import KVCache as KVCache
+from .pages import CacheFull as CacheFull
+from .step import Step as Step
