@@ -18,8 +18,8 @@ def advance(state: StepState) -> None:
     with on_device(s.counts):
         dispatch(
             _advance, (1,), s.counts, s.turn, s.turn_tokens, s.home, s.position, s.first_new, s.table, s.start, s.end,
-            s.write, s.tiles, s.windows, s.positions, s.base, batch, width, s.rank, s.table.stride(0), s.start.stride(0),
-            s.tiles.stride(0),
+            s.write, s.tiles, s.windows, s.positions, s.base, batch, width, s.rank, s.table.stride(0),
+            s.start.stride(0), s.tiles.stride(0),
             KINDS=kinds, NEW=new, NEW_P2=triton.next_power_of_2(new), BATCH_P2=triton.next_power_of_2(batch),
             WORLD=world_size, WORLD_P2=triton.next_power_of_2(world_size), PAGE=s.page_size,
             TILE=tile_size(s.page_size), BITS=new.bit_length(), num_warps=4,

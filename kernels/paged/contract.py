@@ -39,8 +39,8 @@ def tile_size(page_size: int) -> int:
 
 
 def stacked(kinds: int, *shape: int, device: torch.device | str | None = None) -> Tensor:
-    """Return zeros for a table of several kinds of layer, (kinds, *shape) int32, of which each kind's part is contiguous
-    and begins at a multiple of 16 bytes: launches are repeated with little work on the host only for such addresses."""
+    """Return zeros for a table of several kinds of layer, (kinds, *shape) int32. Each kind's part is contiguous and
+    begins at a multiple of 16 bytes: launches are repeated with little work on the host only for such addresses."""
     size = math.prod(shape)
     flat = torch.zeros(kinds, -(-size // 4) * 4, dtype=torch.int32, device=device)
     return flat[:, :size].unflatten(1, shape) if size else flat.new_zeros(kinds, *shape)

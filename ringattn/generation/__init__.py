@@ -12,15 +12,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import mask as masks
-from . import transport as transports
-from .functional import check_score
-from .kernels.backends import choose
-from .kernels.contract import Block, Keys, Score, ScoreMod, accumulation_dtype
-from .operators import as_autocast, autocast_dtype, no_autocast, unit_stride
-from .partial import Partial
-from .plans import Plan
-from .transport import Transport
+from .. import mask as masks
+from .. import transport as transports
+from ..functional import check_score
+from ..kernels.backends import choose
+from ..kernels.contract import Block, Keys, Score, ScoreMod, accumulation_dtype
+from ..operators import as_autocast, autocast_dtype, no_autocast, unit_stride
+from ..partial import Partial
+from ..plans import Plan
+from ..transport import Transport
 
 
 class KVCache:
