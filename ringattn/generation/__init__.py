@@ -5,5 +5,6 @@ the tables of one step.
 """
 
 from .cache import KVCache as KVCache
+from .decoding import decode as decode
 from .pages import CacheFull as CacheFull
 from .step import Step as Step
