@@ -10,7 +10,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 
 from ...functional import attention
 from .checks import NAME
-from .generation import Cached, innermost
+from .sharded_cache import Cached, innermost
 from .models import Kind
 from .probe import MaskFunction, difference, read
 from .sequence import Visible, count_call, required
