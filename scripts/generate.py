@@ -212,7 +212,8 @@ def report(result: Result, prompt: Tensor, tokens: Tensor, args: argparse.Namesp
     print(f"{result.context:,} tokens of context on {result.world_size} ranks, {result.new_tokens} new ones")
     print(f"  first token   {result.first_token_seconds:.3f} s")
     print(f"  then          {result.tokens_per_second:,.1f} tokens/s ({1e3 / result.tokens_per_second:.2f} ms each)")
-    print(f"  cache         {result.cache_bytes / 2**20:,.1f} MiB per rank; weights {result.weight_bytes / 2**20:,.1f} MiB")
+    cache, weights = result.cache_bytes / 2**20, result.weight_bytes / 2**20
+    print(f"  cache         {cache:,.1f} MiB per rank; weights {weights:,.1f} MiB")
     if result.error is not None:
         print(
             f"  logits        at most {result.error:.1e} from float64, one process {result.error_of_one_process:.1e}"

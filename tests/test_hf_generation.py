@@ -12,8 +12,9 @@ import ringattn
 from ringattn import virtual
 
 transformers = pytest.importorskip("transformers", reason="pip install 'transformers>=5.17' accelerate")
-import ringattn.hf  # noqa: E402
 from test_hf import VOCABULARY, build, configs  # noqa: E402
+
+import ringattn.hf  # noqa: E402
 
 NEW = 9
 
@@ -32,11 +33,17 @@ def generated(name: str, inputs: dict[str, Tensor], world_size: int, chunk: int,
     """Return the tokens of one process and those of every rank."""
     how = dict(max_new_tokens=NEW, do_sample=False, eos_token_id=None, pad_token_id=0) | how
     alone = build(name, "eager").eval()
-    expected = alone.generate(**inputs, **how)
     rows = how.get("num_beams", 1)
+    one_by_one = []  # without padding
+    for ids, mask in zip(inputs["input_ids"], inputs["attention_mask"].bool(), strict=True):
+        tokens = alone.generate(input_ids=ids[mask][None], attention_mask=mask[mask][None].long(), **how)
+        one_by_one.append(torch.cat([ids[~mask], tokens[0]]))
+    expected = torch.stack(one_by_one)
+
+    models = [build(name, "ringattn").eval() for _ in range(world_size)]  # not in threads, which share random numbers
 
     def over_ranks(rank: virtual.VirtualRank) -> Tensor:
-        model = build(name, "ringattn").eval()
+        model = models[rank.rank]
         options = dict(prefill_chunk=chunk, max_new_tokens=NEW + 12, num_sequences=rows)
         with ringattn.hf.generation(model, inputs, rank, **options) as cache:
             return model.generate(**inputs, past_key_values=cache, **how)
@@ -94,10 +101,12 @@ def test_sampling_with_the_same_seed() -> None:
 
 
 def test_ranks_whose_tokens_differ() -> None:
+    models = [build("llama", "ringattn").eval() for _ in range(2)]
+
     def differ(rank: virtual.VirtualRank) -> str:
-        model = build("llama", "ringattn").eval()
-        with ringattn.hf.generation(model, prompt(1, 40), rank) as cache, pytest.raises(RuntimeError) as raised:
-            cache.compare(dict(input_ids=torch.tensor([[3 + rank.rank]])))
+        model = models[rank.rank]
+        with ringattn.hf.generation(model, prompt(1, 40), rank) as cache, pytest.raises(ValueError) as raised:
+            cache.before_forward(dict(input_ids=torch.tensor([[3 + rank.rank]])))
         return str(raised.value)
 
     assert all("same seed" in text for text in virtual.run(2, differ))
@@ -122,11 +131,10 @@ def test_refusals() -> None:
     chunked = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="ringattn").eval()
     with pytest.raises(NotImplementedError, match="chunks of 8"), ringattn.hf.generation(chunked, prompt(1, 20), rank):
         pass
-    with ringattn.hf.generation(model, prompt(1, 20), rank, max_new_tokens=1) as cache:
-        with pytest.raises(ringattn.CacheFull):
-            model.generate(
-                **prompt(1, 20), past_key_values=cache, max_new_tokens=500, do_sample=False, eos_token_id=None
-            )
+    long = dict(max_new_tokens=500, do_sample=False, eos_token_id=None)
+    short = ringattn.hf.generation(model, prompt(1, 20), rank, max_new_tokens=1)
+    with short as cache, pytest.raises(ringattn.CacheFull):
+        model.generate(**prompt(1, 20), past_key_values=cache, **long)
 
 
 def test_more_rows_than_the_prompt() -> None:

@@ -90,7 +90,7 @@ class Step:
                 "a CUDA graph of this step could not be replayed, because its sequences have no room for another one; "
                 "call cache.reserve(sequences, tokens, new_tokens) and make the step after it"
             )
-        return self._layers[index]
+        return (*self._layers[index], self._slots.kinds[self._memory.kind_of[index]].window)
 
     @property
     def room(self) -> int:
@@ -160,13 +160,15 @@ class Step:
         """Make every later use of this step raise RuntimeError; with ``outdated`` until the next :meth:`sync`."""
         self._problem, self._outdated = problem, outdated
 
-    def check(self, q: Tensor) -> None:
+    def compare(self, q: Tensor, layer: int) -> None:
         """Compare the cache's tables and q across ranks. Waits for the GPU; in a capture there is nothing to compare.
 
         Raises:
             Disagreement: they differ; the same error on every rank, before anything is written.
         """
-        if self._on_gpu and torch.cuda.is_current_stream_capturing():
+        import os
+
+        if os.environ.get("RINGATTN_CHECK") != "1" or (self._on_gpu and torch.cuda.is_current_stream_capturing()):
             return
         state = self.state
         tables = [x.tolist() for x in (state.counts, state.turn, state.turn_tokens, state.position)]

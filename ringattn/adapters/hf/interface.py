@@ -10,10 +10,10 @@ from transformers import AttentionInterface, AttentionMaskInterface
 
 from ...functional import attention
 from .checks import NAME
-from .sharded_cache import Cached, innermost
 from .models import Kind
 from .probe import MaskFunction, difference, read
 from .sequence import Visible, count_call, required
+from .sharded_cache import Cached, innermost
 
 # Keywords that reach the attention function and do not change its result.
 _NEUTRAL = frozenset(
@@ -47,8 +47,8 @@ def visible_to_layers(
     local_size: int | None = None,
     use_vmap: bool = False,
     **kwargs: Any,
-) -> Visible:
-    """Return the plan of one kind of mask. Registered with transformers as the mask function "ringattn"."""
+) -> Visible | Cached:
+    """Return the plan of one kind of mask, or while a model generates the cache. Registered with transformers as the mask function "ringattn"."""
     if isinstance(attention_mask, Visible | Cached):  # of an outer model
         return attention_mask
     generating = innermost()

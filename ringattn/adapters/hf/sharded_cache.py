@@ -232,7 +232,9 @@ class Generation(transformers.Cache):
             self._begin_step(*q.shape[:2])
         assert self._step is not None
         self._done.add(layer)
-        return decode(q, k, v, self._step, layer=layer, kernel=self.kernel, **score)  # type: ignore[return-value]
+        out = decode(q, k, v, self._step, layer=layer, kernel=self.kernel, **score)
+        assert isinstance(out, Tensor)
+        return out
 
     def _begin_step(self, batch: int, new: int) -> None:
         self._end_step()
@@ -249,19 +251,39 @@ class Generation(transformers.Cache):
     def _end_step(self) -> None:
         self._step, self._done = None, set()
 
-    def compare(self, kwargs: Mapping[str, Any]) -> None:
-        """Compare the tokens of the first forwards across ranks. Every rank calls this before a forward.
+    def before_forward(self, kwargs: Mapping[str, Any]) -> None:
+        """Check the arguments of a forward of ``generate()``. Every rank calls this.
+
+        Assisted decoding begins with the whole prompt, whatever the cache holds: that part is taken out of ``kwargs``.
 
         Raises:
-            RuntimeError: they differ.
+            Disagreement: the ranks have different tokens.
+            ValueError: tokens that do not continue the cache's.
         """
         self.forwards += 1
         ids = kwargs.get("input_ids")
-        if self.forwards > _COMPARED or not isinstance(ids, Tensor) or self.transport.world_size == 1:
+        if self.forwards > _COMPARED or not isinstance(ids, Tensor):
             return
-        digest = hashlib.sha256(ids.detach().cpu().contiguous().numpy().tobytes()).hexdigest()[:16]
-        what = "generate(): call it with the same inputs on every rank, and set the same seed before sampling; tokens"
-        self.transport.agree(what, {"input_ids": f"{tuple(ids.shape)} {digest}"}, None)
+        if self.forwards == 1 and ids.shape[1] > self.length:
+            assert isinstance(kwargs, dict)
+            for name in ("input_ids", "position_ids"):
+                if kwargs.get(name) is not None:
+                    kwargs[name] = kwargs[name][..., self.length :]
+            ids = kwargs["input_ids"]
+        advice = {"input_ids": "Set the same seed before sampling, and call generate() with the same inputs"}
+        self.transport.start_agreement("generate()", {"input_ids": _digest(ids)}, None, advice).check()
+        positions = kwargs.get("position_ids")
+        begin = [self.kv.lengths[row] for row in self.rows]
+        if positions is not None and positions.ndim == 2 and set(positions[:, 0].tolist()) != set(begin):
+            raise ValueError(
+                f"the rows of the cache have {begin} tokens, but generate() goes on at {positions[:, 0].tolist()}; "
+                "pass it the inputs of ringattn.hf.generation(), and the cache to one call"
+            )
+
+
+def _digest(ids: Tensor) -> str:
+    data = ids.detach().cpu().contiguous().numpy().tobytes()
+    return f"{tuple(ids.shape)} {hashlib.sha256(data).hexdigest()[:16]}"
 
 
 def _left(kind: Kind) -> int | None:
@@ -312,20 +334,20 @@ def generation(
 
     Raises:
         ValueError, TypeError, NotImplementedError: inputs or a model that cannot be exact, by name.
-        RuntimeError: the tokens of the ranks differ.
+        Disagreement: the tokens of the ranks differ.
         ringattn.CacheFull: more tokens than there is room for.
     """
     checks.check_model(model)
     ids, mask = _rows(inputs)
     _check_positions(unwrapped(model), ids.shape[1] + max_new_tokens)
     cache = Generation(model, group, max_new_tokens, num_sequences, kernel)
-    digest = hashlib.sha256(ids[mask].cpu().numpy().tobytes()).hexdigest()[:16]
-    cache.transport.agree("ringattn.hf.generation()", {"input_ids": f"{tuple(ids.shape)} {digest}"}, None)
+    rows = {"input_ids": _digest(ids), "attention_mask": _digest(mask)}
+    cache.transport.agree("ringattn.hf.generation()", rows, None)
     _active.generations.append(cache)
     try:
         with torch.no_grad():
             cache.prefill(ids, mask, prefill_chunk)
-        with watched(entry(model), before=cache.compare):
+        with watched(entry(model), before=cache.before_forward):
             yield cache
     finally:
         _active.generations.remove(cache)
@@ -343,10 +365,13 @@ def _rows(inputs: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
     kept = torch.ones_like(ids, dtype=torch.bool) if mask is None else mask.bool()
     if ids.ndim != 2 or kept.shape != ids.shape or not ids.shape[1]:
         raise ValueError(
-            f"input_ids have shape {tuple(ids.shape)} and attention_mask {tuple(kept.shape)}; both must be (rows, tokens)"
+            f"input_ids have shape {tuple(ids.shape)} and attention_mask {tuple(kept.shape)}; both must be (rows, "
+            "tokens)"
         )
     if not bool(kept[:, -1].all()) or bool((kept[:, 1:] < kept[:, :-1]).any()):
-        raise ValueError("attention_mask is 0 after a token; pad prompts on their left: tokenizer.padding_side = 'left'")
+        raise ValueError(
+            "attention_mask is 0 after a token; pad prompts on their left: tokenizer.padding_side = 'left'"
+        )
     return ids, kept
 
 
