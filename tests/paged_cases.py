@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ringattn.kernels.contract import Score
 from ringattn.kernels.paged import eager
-from ringattn.kernels.paged.contract import Call, Pool, StepState, Tables
+from ringattn.kernels.paged.contract import Call, Pool, StepState, Tables, stacked
 
 
 @dataclass
@@ -99,8 +99,8 @@ class Step:
             counts=counts.clone(), turn=turn.clone(), turn_tokens=zeros(batch),
             home=torch.where(none, -1, torch.arange(batch) % c.world_size).int(),
             position=first[:, None] + torch.arange(c.new).int(), first_new=counts[:, rank].clone(), table=table,
-            start=zeros(1, batch, c.new), end=zeros(1, batch, c.new), write=zeros(1, batch, c.new),
-            tiles=zeros(1, batch + 1), windows=torch.tensor([c.window], dtype=torch.int32), positions=positions,
+            start=stacked(1, batch, c.new), end=stacked(1, batch, c.new), write=stacked(1, batch, c.new),
+            tiles=stacked(1, batch + 1), windows=torch.tensor([c.window], dtype=torch.int32), positions=positions,
             base=torch.zeros(1, dtype=torch.int64), page_size=c.page_size, rank=rank,
         )  # fmt: skip
         eager.intervals_of_step(cpu)

@@ -115,8 +115,9 @@ def test_the_transport_knows_no_attention() -> None:
     assert GRAPH["peer.memory"] - {"peer"} == {"memo", "peer.driver", "peer.watchdog"}
     assert GRAPH["health"] - {"peer"} == {"errors", "peer.driver", "peer.watchdog"}
     assert GRAPH["transport"] - {"peer"} == {
-        "agreement", "errors", "health", "peer.connect", "peer.memory",
+        "agreement", "errors", "health", "peer.connect", "peer.memory", "pending",
     }  # fmt: skip
+    assert GRAPH["pending"] == {"errors", "health"}
 
 
 def test_the_watchdog_needs_the_standard_library_only() -> None:

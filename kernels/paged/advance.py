@@ -18,17 +18,18 @@ def advance(state: StepState) -> None:
     with on_device(s.counts):
         dispatch(
             _advance, (1,), s.counts, s.turn, s.turn_tokens, s.home, s.position, s.first_new, s.table, s.start, s.end,
-            s.write, s.tiles, s.windows, s.positions, s.base, batch, width, s.rank,
+            s.write, s.tiles, s.windows, s.positions, s.base, batch, width, s.rank, s.table.stride(0),
+            s.start.stride(0), s.tiles.stride(0),
             KINDS=kinds, NEW=new, NEW_P2=triton.next_power_of_2(new), BATCH_P2=triton.next_power_of_2(batch),
             WORLD=world_size, WORLD_P2=triton.next_power_of_2(world_size), PAGE=s.page_size,
             TILE=tile_size(s.page_size), BITS=new.bit_length(), num_warps=4,
         )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=("batch", "width", "rank"))
+@triton.jit(do_not_specialize=("batch", "width", "rank", "table_k", "token_k", "tiles_k"))
 def _advance(
     counts, turn, turn_tokens, home, position, first_new, table, start, end, write, tiles, windows, positions, base,
-    batch, width, rank,
+    batch, width, rank, table_k, token_k, tiles_k,
     KINDS: tl.constexpr, NEW: tl.constexpr, NEW_P2: tl.constexpr, BATCH_P2: tl.constexpr, WORLD: tl.constexpr,
     WORLD_P2: tl.constexpr, PAGE: tl.constexpr, TILE: tl.constexpr, BITS: tl.constexpr,
 ):  # fmt: skip
@@ -64,8 +65,8 @@ def _advance(
     past = tl.where(active[:, None], tl.where(taken, slot + 1, first[:, None]), 0)
     last = tl.where(active, tl.where(of_turn == rank, first + NEW, first), 0)
     for kind in tl.static_range(KINDS):
-        of_kind = token + kind * batch * NEW
-        pages = table + (b + kind * batch).to(tl.int64)[:, None] * width
+        of_kind = token + kind * token_k
+        pages = table + kind * table_k + b.to(tl.int64)[:, None] * width
         tl.store(end + of_kind, past, mask=exists)
         page = tl.load(pages + slot // PAGE, mask=exists & taken, other=0)
         tl.store(write + of_kind, tl.where(taken, page * PAGE + slot % PAGE, -1), mask=exists)
@@ -91,6 +92,6 @@ def _advance(
         tl.store(start + of_kind, low, mask=exists)
         begin = tl.sum(tl.where((nth == 0)[None, :], low, 0), 1)
         count = tl.where(alive & (last > begin), (last + TILE - 1) // TILE - begin // TILE, 0)
-        of_rows = tiles + kind * (batch + 1)
+        of_rows = tiles + kind * tiles_k
         tl.store(of_rows + 1 + b, tl.cumsum(count, 0), mask=alive)
         tl.store(of_rows + tl.arange(0, 1), tl.zeros([1], tl.int32))

@@ -398,8 +398,8 @@ def _attend(
                     pieces, slot_of_first, sum_of, some, ROWS, SOME, DIM_V, DIM_V_P2, AT_ONCE
                 )
                 store_result(
-                    total_m, total_l, total_o, out, lse, sink, b, token, h * GROUP + g_of_sum, some, Q_HEADS, NEW, DIM_V,
-                    DIM_V_P2,
+                    total_m, total_l, total_o, out, lse, sink, b, token, h * GROUP + g_of_sum, some, Q_HEADS, NEW,
+                    DIM_V, DIM_V_P2,
                 )  # fmt: skip
 
 

@@ -20,9 +20,11 @@ Scores are those of :mod:`..contract`; a sink joins once, in :func:`.eager.finis
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from ...memo import Memo
@@ -34,6 +36,14 @@ _TILE = 64
 def tile_size(page_size: int) -> int:
     """Return the number of slots of a tile, in which ``Tables.tiles`` counts: a power of two that divides a page."""
     return min(_TILE, page_size & -page_size)
+
+
+def stacked(kinds: int, *shape: int, device: torch.device | str | None = None) -> Tensor:
+    """Return zeros for a table of several kinds of layer, (kinds, *shape) int32. Each kind's part is contiguous and
+    begins at a multiple of 16 bytes: launches are repeated with little work on the host only for such addresses."""
+    size = math.prod(shape)
+    flat = torch.zeros(kinds, -(-size // 4) * 4, dtype=torch.int32, device=device)
+    return flat[:, :size].unflatten(1, shape) if size else flat.new_zeros(kinds, *shape)
 
 
 class Pool(NamedTuple):
@@ -95,7 +105,8 @@ class StepState:
         home: (batch,), the rank that takes the first turn where several hold as few tokens; -1 in rows without a
             sequence, which see and write nothing.
         position, first_new: as in :class:`Tables`.
-        table, start, end, write, tiles: as in :class:`Tables`, with one more dimension in front: (kinds, ...).
+        table, start, end, write, tiles: as in :class:`Tables`, with one more dimension, (kinds, ...), made by
+            :func:`stacked`.
         windows: (kinds,), the distance of the farthest key that a token sees, -1 for no limit.
         positions: (slots of all kinds,), the pools' positions one kind after another.
         base: (kinds,) int64, where a kind's slots begin in ``positions``.
