@@ -26,6 +26,6 @@ from .plans import Plan as Plan
 
 __version__ = "0.1.0"
 __all__ = [
-    "CacheFull", "KVCache", "Partial", "Plan", "attention", "batch", "dataflows", "decode", "errors", "loss", "mask", "merge",
-    "pack", "pack_stream", "plan", "use", "wrap",
+    "CacheFull", "KVCache", "Partial", "Plan", "attention", "batch", "dataflows", "decode", "errors", "loss", "mask",
+    "merge", "pack", "pack_stream", "plan", "use", "wrap",
 ]  # fmt: skip
