@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import random
 from typing import Any
 
 import numpy as np
@@ -12,11 +13,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import ringattn
-from ringattn import layout, virtual
+from ringattn import layout, reference, virtual
 from ringattn.generation.pages import Copy, Kind
 from ringattn.generation.slots import SLACK, Slots
 from ringattn.generation.tokens import Tokens
-from ringattn.kernels.paged import eager
 from ringattn.mask import causal
 
 # --- The books -----------------------------------------------------------------------------------------
@@ -274,3 +274,193 @@ def test_tokens(shape: list[tuple[int, int, int]], position: int) -> None:
     tokens.cut(len(expected) // 2)
     tokens.append([range(at + 1, at + 3)])
     assert tokens.positions(0, tokens.count).tolist() == [*expected[: len(expected) // 2], at + 1, at + 2]
+
+
+# --- The cache on virtual ranks -------------------------------------------------------------------------
+
+HEADS, KV_HEADS, DIM, WINDOW = 4, 2, 8, 20
+WINDOWS = (None, WINDOW)
+SLOPES = torch.tensor([0.5, 0.25, 0.1, 0.0], dtype=torch.float64)  # they see positions, which the pages keep
+
+
+def made(rank: Any, tokens: int = 600, **options: Any) -> ringattn.KVCache:
+    """A cache of two layers whose pages hold NaN."""
+    options = dict(page_size=16, dtype=torch.float64, windows=WINDOWS) | options
+    cache = ringattn.KVCache(2, KV_HEADS, DIM, rank, tokens=tokens, **options)
+    for x in (*cache._memory.k, *cache._memory.v):
+        x.fill_(float("nan"))
+    return cache
+
+
+class Whole:
+    """A cache, and the whole keys and values of its sequences, (layers, tokens, kv_heads, head_dim), on every rank."""
+
+    def __init__(self, rank: virtual.VirtualRank, seed: int, **options: Any) -> None:
+        self.cache, self.choices = made(rank, **options), random.Random(seed)
+        self.generator = torch.Generator().manual_seed(seed)
+        self.kv: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def random(self, *shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=self.generator, dtype=torch.float64)
+
+    def add(self) -> int:
+        number = self.cache.add()
+        self.kv[number] = self.random(2, 0, KV_HEADS, DIM), self.random(2, 0, KV_HEADS, DIM)
+        return number
+
+    def append(self, number: int, *new: torch.Tensor) -> None:
+        k, v = (torch.cat([old, x], 1) for old, x in zip(self.kv[number], new, strict=True))
+        self.kv[number] = k, v
+
+    def expected(self, number: int, layer: int, q: torch.Tensor) -> torch.Tensor:
+        """The attention of the last tokens of a sequence, (tokens, heads, head_dim), to all of it."""
+        k, v = (x[layer][None] for x in self.kv[number])
+        window = -1 if WINDOWS[layer] is None else WINDOWS[layer]
+        mask = ringattn.plan(len(q), virtual.VirtualRank(0, 1), seq_len_k=k.shape[1], causal=True,
+                             window_size=(window, -1)).mask  # fmt: skip
+        return reference.attention(q[None], k, v, mask, alibi_slopes=SLOPES)[0][0]
+
+    def extend(self, number: int, count: int, **options: Any) -> None:
+        cache = self.cache
+        q, k, v = (self.random(2, count, heads, DIM) for heads in (HEADS, KV_HEADS, KV_HEADS))
+        plan = cache.plan(number, count, causal=True, **options)
+        options |= dict(layout=plan)
+        windowed = cache.plan(number, count, causal=True, window_size=(WINDOW, 0), **options)
+        self.append(number, k, v)
+        for layer, of_layer in enumerate((plan, windowed)):
+            of_layer.verify()
+            shards = [plan.shard(x[layer][None]) for x in (q, k, v)]
+            keys, values = cache.extend(of_layer, layer, *shards[1:])
+            out = ringattn.attention(shards[0], keys, values, of_layer, alibi_slopes=SLOPES)
+            assert_near(out, plan.shard(self.expected(number, layer, q[layer])[None]))
+
+    def step(self, rows: list[int | None], new: int, tree: torch.Tensor | None = None) -> ringattn.generation.Step:
+        step = self.cache.step(rows, new)
+        self.decode(step, tree)
+        return step
+
+    def decode(self, step: ringattn.generation.Step, tree: torch.Tensor | None = None) -> None:
+        batch, new = step.batch, step.new_tokens
+        q, k, v = (self.random(2, batch, new, heads, DIM) for heads in (HEADS, KV_HEADS, KV_HEADS))
+        self.new = k, v
+        outs = [ringattn.decode(q[i], k[i], v[i], step, layer=i, alibi_slopes=SLOPES, tree=tree) for i in range(2)]
+        for b, number in enumerate(step.sequences):
+            if number is None:
+                assert not any(out[b].any() for out in outs)
+                continue
+            length = self.kv[number][0].shape[1]
+            assert tree is not None or step.positions[b].tolist() == list(range(length, length + new))
+            if tree is None:
+                self.append(number, k[:, b], v[:, b])
+                for layer, out in enumerate(outs):
+                    assert_near(out[b], self.expected(number, layer, q[layer, b]))
+
+    def cut(self, number: int, length: int) -> None:
+        k, v = (x[:, :length] for x in self.kv[number])
+        self.kv[number] = k, v
+
+
+def assert_near(out: torch.Tensor, expected: torch.Tensor) -> None:
+    torch.testing.assert_close(out, expected, rtol=1e-12, atol=1e-12)
+
+
+def random_program(rank: virtual.VirtualRank, seed: int) -> dict[int, int]:
+    whole = Whole(rank, seed, tokens=1600)
+    cache, choices = whole.cache, whole.choices
+    numbers = [whole.add() for _ in range(3)]
+    for number in numbers[:2]:
+        whole.extend(number, choices.randrange(1, 90), layout=choices.choice(sorted(layout.LAYOUTS)))
+    for _ in range(10):
+        number, kind = choices.choice(numbers), choices.randrange(6)
+        if kind == 0:
+            dataflow = choices.choice(["ring", "gather", "reduce", "auto"])
+            whole.extend(number, choices.randrange(1, 60), dataflow=dataflow, deterministic=choices.random() < 0.2)
+        elif kind == 1:
+            fork = cache.fork(number)
+            whole.kv[fork] = whole.kv[number]
+            numbers.append(fork)
+        elif kind == 2:
+            length = max(0, cache.lengths[number] - choices.randrange(20))
+            cache.crop(number, length)
+            whole.cut(number, length)
+        elif kind == 3 and len(numbers) > 2:
+            cache.free(number)
+            numbers.remove(number)
+            del whole.kv[number]
+        else:
+            rows = [*choices.sample(numbers, min(3, len(numbers))), None]
+            choices.shuffle(rows)
+            before = cache.lengths
+            step = whole.step(rows, choices.randrange(1, 9))
+            accepted = [choices.randrange(step.new_tokens + 1) for _ in rows]
+            if choices.random() < 0.5:
+                step.keep(accepted)
+                for row, count in zip(rows, accepted, strict=True):
+                    if row is not None:
+                        whole.cut(row, before[row] + count)
+        cache._slots.verify()
+        assert cache.lengths == {number: k.shape[1] for number, (k, _) in whole.kv.items()}
+    return cache.lengths
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 5])
+def test_chunks_steps_and_forks_attend_to_the_right_keys(world_size: int) -> None:
+    for seed in range(3):
+        lengths = virtual.run(world_size, lambda rank, seed=seed: random_program(rank, seed))
+        assert lengths == lengths[:1] * world_size
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_a_path_of_a_tree_is_kept(world_size: int) -> None:
+    #          0
+    #      1       2
+    #    3   4   5
+    tree = torch.tensor([[0b1, 0b11, 0b101, 0b1011, 0b10011, 0b100101], [0b1, 0b11, 0b101, 0b1011, 0b10011, 0b100101]])
+    paths = [[[0, 2, 5], [0, 1, 4]], [[0, -1, -1], [1, -1, -1]], [[-1, -1, -1], [0, 1, 3]]]
+
+    def body(rank: virtual.VirtualRank) -> None:
+        whole = Whole(rank, 0)
+        rows = [whole.add(), whole.add()]
+        for number in rows:
+            whole.extend(number, 13)
+        for path in paths * 4:  # from one page to the next
+            step = whole.step(list(rows), 6, tree)
+            step.keep(torch.tensor(path))
+            k, v = whole.new
+            for b, number in enumerate(rows):
+                kept = [i for i in path[b] if i >= 0]
+                whole.append(number, k[:, b, kept], v[:, b, kept])
+            whole.step(list(rows), 1)
+
+    virtual.run(world_size, body)
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_steps_that_advance_are_those_that_the_cache_makes(world_size: int) -> None:
+    def body(rank: virtual.VirtualRank) -> None:
+        whole, other = Whole(rank, 1), Whole(rank, 1)
+        for one in (whole, other):
+            rows = [one.add(), None, one.add()]
+            one.extend(0, 30)
+        cache = whole.cache
+        cache.reserve([0, 1], 90, new_tokens=3)
+        step = cache.step(rows, 3)
+        for more in (60, 0):
+            for _ in range(15):
+                whole.decode(step)
+                step.advance()
+                other.step(rows, 3)
+            step.sync()
+            assert cache.lengths == other.cache.lengths
+            if more:
+                cache.reserve([0, 1], more, new_tokens=3)
+                with pytest.raises(RuntimeError, match=r"other pages since reserve\(\); call step\.sync\(\)"):
+                    whole.decode(step)
+                step.sync()
+        expected, state = other.step(rows, 3).state, step.state
+        for name in ("counts", "turn", "turn_tokens", "position", "first_new", "start", "end", "tiles"):
+            assert torch.equal(getattr(state, name), getattr(expected, name)), name
+        assert torch.equal(state.write >= 0, expected.write >= 0)
+        whole.step(rows, 2)
+
+    virtual.run(world_size, body)
