@@ -168,11 +168,12 @@ def test_tiles_divide_pages() -> None:
 
 def test_choices_are_refused_by_name() -> None:
     step = Case([3]).made()
-    assert choose("auto", step.q, step.pools[0], Score(1.0)).name == "eager"
+    arguments = (step.q, step.pools[0], step.tables(), Score(1.0), Call())
+    assert choose("auto", *arguments).name == "eager"
     with pytest.raises(ValueError, match="kernel='fast' is unknown; use one of 'auto'"):
-        choose("fast", step.q, step.pools[0], Score(1.0))
+        choose("fast", *arguments)
     with pytest.raises(ValueError, match=r"kernel='triton' cannot run decode\(\): dtype torch.float64 .* \['eager'\]"):
-        choose("triton", step.q.double(), step.pools[0], Score(1.0))
+        choose("triton", step.q.double(), *arguments[1:])
 
 
 def test_every_backend_has_the_functions_of_the_specification() -> None:

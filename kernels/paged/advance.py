@@ -68,7 +68,7 @@ def _advance(
         of_kind = token + kind * token_k
         pages = table + kind * table_k + b.to(tl.int64)[:, None] * width
         tl.store(end + of_kind, past, mask=exists)
-        page = tl.load(pages + slot // PAGE, mask=exists & taken, other=0)
+        page = tl.load(pages + tl.minimum(slot // PAGE, width - 1), mask=exists & taken, other=0)
         tl.store(write + of_kind, tl.where(taken, page * PAGE + slot % PAGE, -1), mask=exists)
         window = tl.load(windows + kind)
         low = tl.zeros_like(pos)
@@ -81,7 +81,7 @@ def _advance(
             for _ in tl.static_range(BITS + 1):
                 middle = (low + high) // 2
                 searching = exists & (low < high)
-                page = tl.load(pages + middle // PAGE, mask=searching, other=0)
+                page = tl.load(pages + tl.minimum(middle // PAGE, width - 1), mask=searching, other=0)
                 there = searching & (page >= 0)
                 key = tl.load(where + page.to(tl.int64) * PAGE + middle % PAGE, mask=there, other=-(2**31))
                 before = key < goal

@@ -45,14 +45,13 @@ from ..triton.primitives import (
 )
 from ..triton.tiles import padded
 from .contract import Call, Pool, Tables, tile_size
+from .grid import Grid, scratch
 from .pieces import query_rows, store_piece, store_result, sum_pieces, tree_depth
 
-_ROWS = 64  # the most rows of a tile
-_BATCH = 128  # prefix sums that a program reads at once, at least
 _PIECE = 8192  # numbers of pieces that are added at once
 
 
-def unsupported(q: Tensor, pool: Pool, score: Score) -> str | None:
+def unsupported(q: Tensor, pool: Pool, tables: Tables, score: Score, call: Call) -> str | None:
     """Return None if the kernels can run, otherwise the reason."""
     if q.dtype not in (torch.float16, torch.bfloat16, torch.float32):
         return f"dtype {q.dtype} is not float16, bfloat16 or float32"
@@ -79,48 +78,6 @@ def output(q: Tensor, pool: Pool, tables: Tables, score: Score, call: Call = Cal
     )
     _launch(q, pool, tables, score, call, result)
     return result
-
-
-class Grid(NamedTuple):
-    """The division of the work of one shape of call.
-
-    Args:
-        rows, blocks: rows of a tile, and tiles of rows for each key head.
-        programs: of the launch; with a fixed split ``splits`` for each row and tile of rows.
-        slots: pieces that scratch memory has room for.
-    """
-
-    rows: int
-    blocks: int
-    programs: int
-    splits: int
-    slots: int
-
-    @staticmethod
-    def of(q: Tensor, pool: Pool, tables: Tables, call: Call, per_multiprocessor: int) -> Grid:
-        batch, new, q_heads, _ = q.shape
-        kv_heads = pool.k.shape[0]
-        alive = new * (q_heads // kv_heads)
-        rows = min(_ROWS, max(16, triton.next_power_of_2(alive)))
-        blocks = triton.cdiv(alive, rows)
-        units = batch * kv_heads * blocks
-        if call.fixed_split:
-            splits = triton.cdiv(tables.table.shape[1] * pool.page_size, call.fixed_split)
-            return Grid(rows, blocks, units * splits, splits, units * splits)
-        programs = per_multiprocessor * (multiprocessors(q.device) if q.is_cuda else 4)
-        return Grid(rows, blocks, programs, 0, programs + units)
-
-
-def scratch(tables: Tables, grid: Grid, units: int, dim_v: int) -> tuple[Tensor, Tensor]:
-    """Return memory for the pieces of a launch, and counters of pieces that have arrived, zero before and after it.
-    Both are the step's, whose launches do not overlap."""
-
-    def make() -> tuple[Tensor, Tensor]:
-        device = tables.table.device
-        pieces = torch.empty(grid.slots * grid.rows * (dim_v + 2), dtype=torch.float32, device=device)
-        return pieces, torch.zeros(units, dtype=torch.int32, device=device)
-
-    return tables.memo.once(("scratch", grid, units, dim_v), make)
 
 
 class _Tiles(NamedTuple):
@@ -151,10 +108,10 @@ def _launch(
     main = padded(dim) if padded(dim) <= 256 or padded(dim) == dim else padded(dim) // 2
     tma = main >= dim and tile >= 16 and all(has_tma(x[None]) for x in (pool.k, pool.v))
     tiles = _tiles(pool, tma)
-    grid = Grid.of(q, pool, tables, call, tiles.programs)
+    grid = Grid.of(q, pool, tables, call, tiles.programs * (multiprocessors(q.device) if q.is_cuda else 4))
     units = batch * kv_heads * grid.blocks
     pieces, arrived = scratch(tables, grid, units, dim_v)
-    some = min(grid.rows, triton.next_power_of_2(new * group))
+    some = grid.some(new * group)
     with on_device(q):
         dispatch(
             _attend, (grid.programs,), q, *q.stride()[:3], _source(pool.k, tile, tma), _source(pool.v, tile, tma),
@@ -163,7 +120,7 @@ def _launch(
             s.scale, s.cap, s.slopes, s.slopes_stride, batch, slots,
             NEW=new, GROUP=group, KV_HEADS=kv_heads, ROWS=grid.rows, BLOCKS=grid.blocks, SOME=some,
             DIM=dim, MAIN=main, REST=0 if main >= dim else padded(dim - main), DIM_V=dim_v, DIM_V_P2=padded(dim_v),
-            PAGE=pool.page_size, TILE=tile, BATCH_P2=max(_BATCH, triton.next_power_of_2(batch)),
+            PAGE=pool.page_size, TILE=tile, BATCH_P2=grid.batch_p2(batch),
             AT_ONCE=max(1, min(16, _PIECE // (some * padded(dim_v)))),
             SPLIT=call.fixed_split // tile, SPLITS=grid.splits, SIMPLE=s.SIMPLE, SOFTCAP=s.SOFTCAP,
             SHARED=pool.shared_values and main == dim_v, TMA=tma, PRECISION=dot_precision(q.dtype),

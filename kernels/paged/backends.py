@@ -19,7 +19,7 @@ class Paged:
 
     name = "eager"
 
-    def unsupported(self, q: Tensor, pool: Pool, score: Score) -> str | None:
+    def unsupported(self, q: Tensor, pool: Pool, tables: Tables, score: Score, call: Call) -> str | None:
         """Return None if the backend can run this, otherwise the reason."""
         return None if q.is_floating_point() else f"dtype {q.dtype} is not a floating dtype"
 
@@ -48,31 +48,45 @@ class _Triton(Paged):
     """Portable Triton: any GPU, and Triton's interpreter on the CPU."""
 
     name = "triton"
+    attending = "attend"  # the module that attends
 
-    def unsupported(self, q: Tensor, pool: Pool, score: Score) -> str | None:
-        return "Triton is not installed" if not has_triton() else _load("attend").unsupported(q, pool, score)
+    def unsupported(self, q: Tensor, pool: Pool, tables: Tables, score: Score, call: Call) -> str | None:
+        if not has_triton():
+            return "Triton is not installed"
+        try:
+            module = _load(self.attending)
+        except (ImportError, AttributeError) as error:  # Gluon's interface changes with Triton's version
+            return f"it does not load with this Triton ({error})"
+        return module.unsupported(q, pool, tables, score, call)
 
     def write(self, k: Tensor, v: Tensor | None, pool: Pool, tables: Tables, tree: Tensor | None = None) -> None:
         _load("write").write(k, v, pool, tables, tree)
 
     def attend(self, q: Tensor, pool: Pool, tables: Tables, score: Score, call: Call) -> Tensor:
-        return _load("attend").attend(q, pool, tables, score, call)
+        return _load(self.attending).attend(q, pool, tables, score, call)
 
     def finish(self, states: Tensor, sink: Tensor | None, dtype: torch.dtype) -> Result:
         return _load("finish").finish(states, sink, dtype)
 
     def output(self, q: Tensor, pool: Pool, tables: Tables, score: Score, call: Call) -> Result:
-        return _load("attend").output(q, pool, tables, score, call)
+        return _load(self.attending).output(q, pool, tables, score, call)
 
     def advance(self, state: StepState) -> None:
         _load("advance").advance(state)
 
 
-BACKENDS: dict[str, Paged] = {"triton": _Triton(), "eager": Paged()}
-AUTO = ("triton", "eager")  # what "auto" tries on a GPU, in this order
+class _Hopper(_Triton):
+    """Gluon for sm_90: attention; what is left is portable."""
+
+    name = "hopper"
+    attending = "hopper"
 
 
-def choose(kernel: str, q: Tensor, pool: Pool, score: Score) -> Paged:
+BACKENDS: dict[str, Paged] = {"hopper": _Hopper(), "triton": _Triton(), "eager": Paged()}
+AUTO = ("hopper", "triton", "eager")  # what "auto" tries on a GPU, in this order
+
+
+def choose(kernel: str, q: Tensor, pool: Pool, tables: Tables, score: Score, call: Call) -> Paged:
     """Return the backend that runs: the one named, or for ``"auto"`` the fastest that can; on the CPU that is "eager".
 
     Raises:
@@ -81,11 +95,11 @@ def choose(kernel: str, q: Tensor, pool: Pool, score: Score) -> Paged:
     if kernel == "auto":
         if not q.is_cuda:
             return BACKENDS["eager"]
-        return next(BACKENDS[name] for name in AUTO if not BACKENDS[name].unsupported(q, pool, score))
+        return next(BACKENDS[name] for name in AUTO if not BACKENDS[name].unsupported(q, pool, tables, score, call))
     if kernel not in BACKENDS:
         raise ValueError(f"kernel={kernel!r} is unknown; use one of {', '.join(map(repr, ('auto', *BACKENDS)))}")
-    if why := BACKENDS[kernel].unsupported(q, pool, score):
-        able = [name for name, backend in BACKENDS.items() if not backend.unsupported(q, pool, score)]
+    if why := BACKENDS[kernel].unsupported(q, pool, tables, score, call):
+        able = [name for name, backend in BACKENDS.items() if not backend.unsupported(q, pool, tables, score, call)]
         raise ValueError(f"kernel={kernel!r} cannot run decode(): {why}; kernels that can: {able}")
     return BACKENDS[kernel]
 

@@ -1,7 +1,7 @@
 """Generation with keys and values sharded over ranks, in pages.
 
-Start with :mod:`.cache`; :mod:`.slots` has the books of all ranks, :mod:`.memory` this rank's pages, and :mod:`.step`
-the tables of one step.
+Start with :mod:`.cache` and :mod:`.decoding`; :mod:`.slots` has the books of all ranks, :mod:`.memory` this rank's
+pages, and :mod:`.step` the tables of one step.
 """
 
 from .cache import KVCache as KVCache

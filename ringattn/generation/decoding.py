@@ -113,11 +113,12 @@ def decode(
         alibi_slopes = alibi_slopes.to(accumulation_dtype(q)).contiguous()
     scale = q.shape[-1] ** -0.5 if softmax_scale is None else float(softmax_scale)
     score = Score(scale, float(softcap), alibi_slopes, sink if sink is None else sink.contiguous())
-    backend = choose(kernel, q, pool, score)
+    call = Call(tree if tree is None else tree.contiguous(), fixed_split)
+    kind = ("backend", kernel, q.dtype, q.shape, pool.k.shape, scale > 0, alibi_slopes is None, fixed_split)
+    backend = tables.memo.once(kind, lambda: choose(kernel, q, pool, tables, score, call))
     if transport.world_size > 1:
         transport.check_device("q", q)
     step.compare(q, layer)
-    call = Call(tree if tree is None else tree.contiguous(), fixed_split)
     backend.write(k, v, pool, tables, call.tree)
     if transport.world_size == 1:
         out, lse = backend.output(q, pool, tables, score, call)
@@ -128,9 +129,10 @@ def decode(
         except BaseException as error:
             transport.note_failure(error)
             raise
+        sink = score.sink
         if heads == "scattered":
             part = _part(q.shape[2], transport)
-            states, sink = states[..., part, :], score.sink if score.sink is None else score.sink[part]
+            states, sink = states[..., part, :], None if sink is None else sink[part]
         out, lse = backend.finish(states, sink, dtype)
     return (out, lse) if return_lse else out
 

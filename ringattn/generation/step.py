@@ -9,6 +9,7 @@ books.
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,14 +19,16 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ..agreement import hash_of
-from ..kernels.paged import eager
-from ..kernels.paged.contract import Pool, StepState, Tables, tile_size
+from ..kernels.paged import backends
+from ..kernels.paged.contract import StepState, tile_size
 from ..kernels.upload import upload
 from ..transport import Transport
+from .decoding import LayerStep
 from .memory import Memory
 from .slots import Row, Slots
 
 Integers = NDArray[np.int32]
+_OF_KINDS = ("table", "start", "end", "write", "tiles")  # tables with a part for each kind of layer
 
 
 class Step:
@@ -58,14 +61,14 @@ class Step:
         self._problem, self._outdated = "", False
         device = memory.positions.device
         self._on_gpu = device.type == "cuda"
-        arrays = self._arrays()
-        tensors = upload([torch.from_numpy(x) for x in arrays.values()], device)
+        self._checking = os.environ.get("RINGATTN_CHECK") == "1"
         self.state = StepState(
-            **dict(zip(arrays, tensors, strict=True)), positions=memory.positions, page_size=memory.page_size,
+            **_uploaded(self._arrays(), device), positions=memory.positions, page_size=memory.page_size,
             rank=transport.rank,
         )  # fmt: skip
-        tables = [self.state.tables(kind) for kind in range(len(slots.kinds))]
-        self._layers = [(pool, tables[kind]) for pool, kind in zip(memory.pools, memory.kind_of, strict=True)]
+        of_kind = [(self.state.tables(kind), window) for kind, (window, _) in enumerate(slots.kinds)]
+        layers = zip(memory.pools, memory.kind_of, strict=True)
+        self._layers = [LayerStep(pool, *of_kind[kind]) for pool, kind in layers]
 
     @property
     def positions(self) -> Tensor:
@@ -73,8 +76,8 @@ class Step:
         without a sequence. With a tree, those of the tokens of a path: a token of depth d is at ``positions[b, d]``."""
         return self.state.position
 
-    def layer(self, index: int) -> tuple[Pool, Tables]:
-        """Return the pool of a layer, and this step's tables of it.
+    def layer(self, layer: int) -> LayerStep:
+        """Return what a layer needs of this step.
 
         Raises:
             IndexError: there is no such layer.
@@ -83,14 +86,14 @@ class Step:
         """
         if self._problem:
             raise RuntimeError(self._problem)
-        if not 0 <= index < len(self._layers):
-            raise IndexError(f"layer is {index!r}; the cache has layers 0 to {len(self._layers) - 1}")
+        if not 0 <= layer < len(self._layers):
+            raise IndexError(f"layer is {layer!r}; the cache has layers 0 to {len(self._layers) - 1}")
         if self._on_gpu and torch.cuda.is_current_stream_capturing() and self.room < 1:
             raise RuntimeError(
                 "a CUDA graph of this step could not be replayed, because its sequences have no room for another one; "
                 "call cache.reserve(sequences, tokens, new_tokens) and make the step after it"
             )
-        return (*self._layers[index], self._slots.kinds[self._memory.kind_of[index]].window)
+        return self._layers[layer]
 
     @property
     def room(self) -> int:
@@ -137,7 +140,7 @@ class Step:
                     "cache.reserve(sequences, tokens, new_tokens) and step.sync() again"
                 )
             self._advanced += 1
-        eager.advance(self.state)
+        backends.advance(self.state)
         self.is_ahead = True
 
     def sync(self) -> None:
@@ -161,19 +164,18 @@ class Step:
         self._problem, self._outdated = problem, outdated
 
     def compare(self, q: Tensor, layer: int) -> None:
-        """Compare the cache's tables and q across ranks. Waits for the GPU; in a capture there is nothing to compare.
+        """In checking mode (``RINGATTN_CHECK=1``) compare the cache's tables, the layer and q across ranks, waiting for
+        the GPU. In a capture there is nothing to compare.
 
         Raises:
             Disagreement: they differ; the same error on every rank, before anything is written.
         """
-        import os
-
-        if os.environ.get("RINGATTN_CHECK") != "1" or (self._on_gpu and torch.cuda.is_current_stream_capturing()):
+        if not self._checking or (self._on_gpu and torch.cuda.is_current_stream_capturing()):
             return
         state = self.state
         tables = [x.tolist() for x in (state.counts, state.turn, state.turn_tokens, state.position)]
-        fields = {"tables": hash_of(repr((tables, self._slots.state()))), "q": _hash(q)}
-        self.transport.agree("decode()", fields)  # type: ignore[arg-type]
+        digest = hash_of(repr((tables, self._slots.state())))
+        self.transport.agree("decode()", {"tables": digest, "layer": layer, "q": _hash(q)})
 
     def _count(self, counts: list[list[int]]) -> None:
         """Tell the books the tokens that every rank has of each row."""
@@ -313,6 +315,20 @@ class Step:
                 if pages is not None:
                     result[kind, b, : len(pages)] = pages
         return result
+
+
+def _uploaded(arrays: dict[str, NDArray[np.generic]], device: torch.device) -> dict[str, Tensor]:
+    """Return arrays on the device, by one copy. The parts of several kinds of layer begin at multiples of 16 bytes, as
+    :func:`..kernels.paged.contract.stacked` makes them."""
+    flat = []
+    for name, x in arrays.items():
+        rows = x.reshape(len(x), -1) if name in _OF_KINDS else x
+        flat.append(np.pad(rows, ((0, 0), (0, -rows.shape[1] % 4))) if name in _OF_KINDS else rows)
+    there = upload([torch.from_numpy(np.ascontiguousarray(x)) for x in flat], device)
+    return {
+        name: x[:, : like[0].size].unflatten(1, like.shape[1:]) if name in _OF_KINDS else x
+        for (name, like), x in zip(arrays.items(), there, strict=True)
+    }
 
 
 def _integers(values: object) -> Integers:
