@@ -7,16 +7,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import ringattn
-from ringattn import layout, virtual
+from ringattn import layout
 from ringattn.generation.pages import Copy, Kind
 from ringattn.generation.slots import SLACK, Slots
 from ringattn.generation.tokens import Tokens
-from ringattn.kernels.paged import eager
 from ringattn.mask import causal
 
 # --- The books -----------------------------------------------------------------------------------------
