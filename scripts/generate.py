@@ -31,7 +31,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 import ringattn
 from ringattn import virtual
@@ -147,6 +147,9 @@ def compare(model: train.Decoder, prompt: Tensor, tokens: Tensor, logits: Tensor
     whole = torch.cat([prompt, tokens[:-1]])
     plan = ringattn.plan(len(whole), virtual.VirtualRank(0, 1), causal=True)
     own = model(whole[None], plan)[0, -len(tokens) :]
+    for norm in model.modules():
+        if isinstance(norm, nn.RMSNorm):
+            norm.eps = torch.finfo(logits.dtype).eps  # by default that of the tensor's dtype, float64 below
     exact = model.double()(whole[None], plan, "eager")[0, -len(tokens) :]
 
     def error(x: Tensor) -> float:

@@ -48,7 +48,8 @@ def visible_to_layers(
     use_vmap: bool = False,
     **kwargs: Any,
 ) -> Visible | Cached:
-    """Return the plan of one kind of mask, or while a model generates the cache. Registered with transformers as the mask function "ringattn"."""
+    """Return the plan of one kind of mask, or the cache while a model generates. Registered with transformers as the
+    mask function "ringattn"."""
     if isinstance(attention_mask, Visible | Cached):  # of an outer model
         return attention_mask
     generating = innermost()
