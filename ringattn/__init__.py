@@ -13,6 +13,7 @@ from . import mask as mask
 from .adapters.flash import use as use
 from .adapters.sdpa import wrap as wrap
 from .functional import attention as attention
+from .generation import CacheFull as CacheFull
 from .generation import KVCache as KVCache
 from .generation import decode as decode
 from .packing import pack as pack
@@ -25,6 +26,6 @@ from .plans import Plan as Plan
 
 __version__ = "0.1.0"
 __all__ = [
-    "KVCache", "Partial", "Plan", "attention", "batch", "dataflows", "decode", "errors", "loss", "mask", "merge",
-    "pack", "pack_stream", "plan", "use", "wrap",
+    "CacheFull", "KVCache", "Partial", "Plan", "attention", "batch", "dataflows", "decode", "errors", "loss", "mask",
+    "merge", "pack", "pack_stream", "plan", "use", "wrap",
 ]  # fmt: skip

@@ -7,11 +7,12 @@ alike without a message.
 
 from __future__ import annotations
 
+import itertools
 from typing import TYPE_CHECKING, NamedTuple
 
 from . import needs as needs_of_ranks
 from .intervals import Mask
-from .layout import LAYOUTS, Shard, length
+from .layout import LAYOUTS, Shard, append, length
 from .mask import full
 from .schedule import Fetch, Schedule
 from .work import Work
@@ -48,6 +49,7 @@ class Setting(NamedTuple):
         buffer_bytes: for keys that a gather fetches.
         device_type, pulls: how the group moves keys.
         costs: of this machine, and where they come from; None: nothing needs them.
+        held: for every rank the tokens before the queries that it holds already; empty if there are none.
     """
 
     mask: Mask
@@ -58,15 +60,20 @@ class Setting(NamedTuple):
     device_type: str
     pulls: bool
     costs: tuple[Costs, str] | None
+    held: tuple[Shard, ...] = ()
 
     def place(self, layout: str, why: str = "") -> Placement:
         """Return the shards of a layout."""
         mask = self.mask
         shards = LAYOUTS[layout](mask, self.world_size, self.local_size)
-        shards_k = shards
-        if mask.seq_len != mask.seq_len_k:
+        shards_k = self.keys(shards) or shards
+        if mask.seq_len != mask.seq_len_k and not self.held:
             shards_k = LAYOUTS[layout](full(mask.seq_len_k), self.world_size, self.local_size)
         return self.like(layout, shards, shards_k, why)
+
+    def keys(self, shards: tuple[Shard, ...]) -> tuple[Shard, ...]:
+        """Return the keys of every rank that holds earlier tokens and takes these new ones; nothing if none does."""
+        return tuple(map(append, self.held, shards, itertools.repeat(self.mask.offset)))
 
     def like(self, layout: str, shards: tuple[Shard, ...], shards_k: tuple[Shard, ...], why: str = "") -> Placement:
         """Return a placement of given shards."""

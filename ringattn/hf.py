@@ -7,6 +7,8 @@ from .adapters.hf.interface import visible_to_layers as visible_to_layers
 from .adapters.hf.sequence import Sequence as Sequence
 from .adapters.hf.sequence import Visible as Visible
 from .adapters.hf.sequence import sequence as sequence
+from .adapters.hf.sharded_cache import Generation as Generation
+from .adapters.hf.sharded_cache import generation as generation
 from .adapters.hf.trainer import RingTrainerMixin as RingTrainerMixin
 from .adapters.hf.trainer import check_hooks as check_hooks
 from .adapters.hf.trainer import prepare as prepare

@@ -72,6 +72,11 @@ def _runs(*ranges: range) -> Shard:
     return tuple(runs)
 
 
+def append(held: Shard, shard: Shard, offset: int) -> Shard:
+    """Return the tokens held and then those of a shard, whose positions count from ``offset`` on."""
+    return _runs(*held, *(range(run.start + offset, run.stop + offset, run.step) for run in shard))
+
+
 def length(shard: Shard) -> int:
     return sum(map(len, shard))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -17,6 +18,7 @@ from .choosing import Setting
 from .dataflow import DATAFLOWS
 from .dataflow import choose as choose_dataflow
 from .intervals import Intervals
+from .layout import Shard
 from .mask import Mask
 from .memo import Memo
 from .plans import Plan
@@ -25,7 +27,7 @@ from .transport import Transport
 if TYPE_CHECKING:
     from .cost import Costs
 
-VERSION = 5  # of the exchange between ranks
+VERSION = 6  # of the exchange between ranks
 BUFFER_BYTES = 8 << 30
 _ADVICE = {
     "calibration": "The numbers stand for what benchmarks/calibrate.py measured, from RINGATTN_CALIBRATION or "
@@ -53,6 +55,7 @@ def plan(
     buffer_bytes: int = BUFFER_BYTES,
     timeout: float | None = None,
     wait: bool = True,
+    held: Sequence[Sequence[range]] | None = None,
 ) -> Plan:
     """Plan the attention of one sequence shape. Every rank of the group calls this with the same arguments.
 
@@ -92,6 +95,9 @@ def plan(
         wait: False to make the plan of the next batch while the GPU works on this one: the ranks' arguments are
             compared in the background, and an error about them is raised on every rank in the first attention with the
             plan. That attention compares its own arguments only if no earlier one on this group had the same.
+        held: for every rank the growing runs of positions of earlier tokens that it holds; together they are ``0 ..
+            n``. The keys are these and the queries' own tokens, which follow them, so ``seq_len_k`` is ``n + seq_len``.
+            :meth:`ringattn.KVCache.plan` passes it. Each call with it makes another plan.
 
     Returns:
         A plan. It may be kept while the shape and the documents stay the same. Making one never waits for a GPU.
@@ -111,13 +117,13 @@ def plan(
         request = Request.checked(
             transport.world_size, seq_len, seq_len_k,
             Masking(mask, causal, window_size, cu_seqlens, cu_seqlens_k, documents, prefix),
-            Choices(layout, dataflow, deterministic, local_size, buffer_bytes, timeout),
+            Choices(layout, dataflow, deterministic, local_size, buffer_bytes, timeout), held,
         )  # fmt: skip
         transport.timeout = request.timeout or transport.limit
         words = request.words()
         costs = None
         if transport.world_size > 1 and request.asks_for_costs:
-            costs = _costs(transport)
+            costs = costs_of(transport)
             words["calibration"] = hash_of(repr(costs[0]))
     except Exception as bad:  # of any kind: it is reported to the other ranks
         error = bad
@@ -128,7 +134,11 @@ def plan(
     key = (transport.serial, *words.values())
     _plans.drop(lambda old: old.transport.ended)  # and with it the memory that its group fetched into
     _plans.drop(lambda old: not old.is_agreed)  # each has its own agreement, which may fail
-    result = _plans.once(key, lambda: _make(request, transport, costs, hash_of(repr(words))))
+    digest = hash_of(repr(words))
+    if held is None:
+        result = _plans.once(key, lambda: _make(request, transport, costs, digest))
+    else:  # a cache tells its sequences apart by their plans
+        result = _make(request, transport, costs, digest)
     result.agree_again(None if wait else agreement)
     if not wait:
         result.flow.prepare(result)
@@ -172,6 +182,7 @@ class Request:
 
     ``documents``: the part of it that documents and padding hide.
     ``parts``: what ranks compare of the mask, by the name of the argument it comes from.
+    ``held``: for every rank the earlier tokens that it holds; empty if there are none.
     """
 
     mask: Mask
@@ -184,10 +195,17 @@ class Request:
     buffer_bytes: int
     timeout: float | None
     world_size: int
+    held: tuple[Shard, ...] = ()
 
     @classmethod
     def checked(
-        cls, world_size: int, seq_len: int, seq_len_k: int | None, masking: Masking, choices: Choices
+        cls,
+        world_size: int,
+        seq_len: int,
+        seq_len_k: int | None,
+        masking: Masking,
+        choices: Choices,
+        held: Sequence[Sequence[range]] | None = None,
     ) -> Request:
         """Return the checked arguments of :func:`plan`.
 
@@ -206,8 +224,12 @@ class Request:
         mask = masking.mask
         if mask is not None and not isinstance(mask, Mask):
             raise TypeError(f"mask is a {type(mask).__name__}; pass a ringattn.mask.Mask")
-        keys = seq_len_k
-        if keys is None and mask is not None:
+        keys, earlier = seq_len_k, () if held is None else _checked_held(held, world_size)
+        if held is not None:
+            keys = sum(map(layouts.length, earlier)) + seq_len
+            if seq_len_k not in (None, keys):
+                raise ValueError(f"seq_len_k is {seq_len_k}, but the keys are those held and the new tokens: {keys}")
+        elif keys is None and mask is not None:
             keys = mask.seq_len_k
         whole, packed, parts = _combine(seq_len, keys, masking)
         if choices.deterministic and len(whole.members) > 1:
@@ -216,7 +238,8 @@ class Request:
                 "support yet; leave it out"
             )
         if isinstance(layout, Plan):
-            sizes = [(x.seq_len, x.seq_len_k) for x in (layout, whole)]
+            # What is held is the cache's own matter: plans for layers with other windows hold other keys.
+            sizes = [(x.seq_len, whole.seq_len_k if earlier else x.seq_len_k) for x in (layout, whole)]
             if sizes[0] != sizes[1] or layout.world_size != world_size:
                 raise ValueError(
                     f"layout is a plan for {sizes[0]} queries and keys on {layout.world_size} ranks, but this one is "
@@ -230,7 +253,10 @@ class Request:
         if type(buffer_bytes) is not int or not 0 < buffer_bytes < 2**63:
             raise ValueError(f"buffer_bytes is {buffer_bytes!r}; pass a positive number of bytes, e.g. 8 * 2**30")
         timeout = None if timeout is None else transports.seconds("timeout", timeout)
-        return cls(whole, packed, parts, layout, dataflow, bool(deterministic), size, buffer_bytes, timeout, world_size)
+        return cls(
+            whole, packed, parts, layout, dataflow, bool(deterministic), size, buffer_bytes, timeout,
+            world_size, earlier,
+        )  # fmt: skip
 
     @property
     def asks_for_costs(self) -> bool:
@@ -245,6 +271,7 @@ class Request:
             world_size=self.world_size,
             seq_len=self.mask.seq_len,
             seq_len_k=self.mask.seq_len_k,
+            held="none" if not self.held else f"{self.mask.offset} tokens, hash {hash_of(repr(self.held)):x}",
             **self.parts,
             layout=self.layout if isinstance(self.layout, str) else f"of plan {self.layout.digest:x}",
             dataflow=self.dataflow,
@@ -324,7 +351,28 @@ def _pieces(mask: Mask) -> int:
     return sum(member.first.shape[1] for member in mask.members)
 
 
-def _costs(transport: Transport) -> tuple[Costs, str]:
+def _checked_held(held: Sequence[Sequence[range]], world_size: int) -> tuple[Shard, ...]:
+    """Return the tokens that every rank holds, or nothing if no rank holds any.
+
+    Raises:
+        ValueError: not one entry per rank, or not each position once, in growing order.
+    """
+    shards = tuple(tuple(shard) for shard in held)
+    if len(shards) != world_size:
+        raise ValueError(f"held has {len(shards)} entries; pass one for each of the group's {world_size} ranks")
+    total = sum(map(layouts.length, shards))
+    if any(a[-1] >= b.start for shard in shards for a, b in itertools.pairwise(shard)):
+        raise ValueError("the runs of positions that a rank holds must grow; sort them")
+    runs = sorted((run for shard in shards for run in shard), key=lambda run: run.start)
+    whole = all(a.stop == b.start for a, b in itertools.pairwise([range(0), *runs]))
+    if any(run.step > 1 for run in runs):
+        whole = torch.equal(layouts.positions(tuple(runs)).sort().values, torch.arange(total, device="cpu"))
+    if not whole:
+        raise ValueError(f"held has {total} positions, which must be each of 0 to {total - 1} once")
+    return shards if total else ()
+
+
+def costs_of(transport: Transport) -> tuple[Costs, str]:
     """Return the costs that decide "auto" on this transport, and where they come from."""
     from . import cost  # only here: it imports what most programs do not need
 
@@ -341,11 +389,11 @@ def _costs(transport: Transport) -> tuple[Costs, str]:
 def _make(request: Request, transport: Transport, costs: tuple[Costs, str] | None, digest: int) -> Plan:
     setting = Setting(
         request.mask, transport.world_size, request.local_size, request.dataflow, request.buffer_bytes,
-        transport.device.type, transport.pulls, costs,
+        transport.device.type, transport.pulls, costs, request.held,
     )  # fmt: skip
     layout, dataflow, choice = request.layout, request.dataflow, None
     if isinstance(layout, Plan):
-        placed = setting.like(layout.layout, layout.shards, layout.shards_k)
+        placed = setting.like(layout.layout, layout.shards, setting.keys(layout.shards) or layout.shards_k)
     elif layout == "auto":
         placed, choice = setting.place_best()
     else:

@@ -23,7 +23,7 @@ import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -31,29 +31,16 @@ from torch import Tensor
 
 from . import agreement
 from .errors import GroupBroken, Place
-from .health import Health, Marks, close_gloo, seconds
+from .health import Health, close_gloo, seconds
 from .peer.connect import connect, host
 from .peer.memory import Link
+from .pending import Arrived, Pending, Works
 
 Message = tuple[Tensor, int]  # a contiguous tensor and the peer's rank in the group
 
 _TIMEOUT = 600.0  # seconds, for groups without a time limit
 _ENVIRONMENT = os.environ.get("RINGATTN_TIMEOUT")
 _FROM_ENVIRONMENT = None if _ENVIRONMENT is None else seconds("RINGATTN_TIMEOUT", _ENVIRONMENT)
-
-
-class Pending(Protocol):
-    """Messages that have been started."""
-
-    def wait(self) -> None:
-        """Wait until work queued from now on may read the received tensors and overwrite the sent ones."""
-
-
-class Arrived:
-    """Messages that need no wait."""
-
-    def wait(self) -> None:
-        return None
 
 
 @dataclass
@@ -64,6 +51,7 @@ class Transport:
         device: of the tensors that the group sends by default.
         serial: a number that differs between the transports of one process.
         sent_bytes, sent_messages: sums over all calls of :meth:`start`.
+        collectives: number of calls of :meth:`all_reduce` and :meth:`all_gather` on more than one rank.
         plans_made: number of calls of :func:`ringattn.plan`.
         calls_agreed: the calls, with their shapes and settings, that all ranks have compared.
         given_up: the error that ended a call after its first message, or "".
@@ -78,6 +66,7 @@ class Transport:
     serial: int = field(default_factory=itertools.count().__next__)
     sent_bytes: int = 0
     sent_messages: int = 0
+    collectives: int = 0
     plans_made: int = 0
     calls_agreed: set[tuple[object, ...]] = field(default_factory=set)
     given_up: str = ""
@@ -145,6 +134,22 @@ class Transport:
 
     def all_reduce(self, x: Tensor, op: str) -> Tensor:
         """Replace x by its elementwise ``"max"`` or ``"sum"`` over all ranks, and return it."""
+        if self.world_size > 1:
+            self.step, self.collectives = self.step + 1, self.collectives + 1
+            self._all_reduce(x, op)
+        return x
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        """Return the x of all ranks, contiguous tensors of one shape: (world_size, *x.shape)."""
+        if self.world_size == 1:
+            return x[None]
+        self.step, self.collectives = self.step + 1, self.collectives + 1
+        return self._all_gather(x)
+
+    def _all_reduce(self, x: Tensor, op: str) -> None:
+        raise self._no_ranks()
+
+    def _all_gather(self, x: Tensor) -> Tensor:
         raise self._no_ranks()
 
     def start_words(self, words: Tensor) -> Callable[[], Tensor]:
@@ -314,7 +319,7 @@ class GroupTransport(Transport):
             works = dist.batch_isend_irecv(ops)
         except RuntimeError as error:  # torch knows that a peer is gone
             raise self.health.failure(error, self._place(), began, self.timeout) from error
-        return _Works(self, works, self._place(), (sends or receives)[0][0].is_cuda, ops)
+        return Works(self, works, self._place(), (sends or receives)[0][0].is_cuda, ops)
 
     def _place(self) -> Place:
         return Place(self.rank, self.call, self.dataflow, self.step)
@@ -357,16 +362,23 @@ class GroupTransport(Transport):
         super().begin(call, dataflow, timeout)
         self.health.begin(self.timeout)
 
-    def all_reduce(self, x: Tensor, op: str) -> Tensor:
-        if self.world_size > 1:
-            self.step += 1
-            reduce, began = {"max": dist.ReduceOp.MAX, "sum": dist.ReduceOp.SUM}[op], time.monotonic()
-            try:
-                work = dist.all_reduce(x, reduce, group=self.group, async_op=True)
-            except RuntimeError as error:
-                raise self.health.failure(error, self._place(), began, self.timeout) from error
-            _Works(self, [work], self._place(), x.is_cuda, x).wait()
-        return x
+    def _all_reduce(self, x: Tensor, op: str) -> None:
+        reduce = {"max": dist.ReduceOp.MAX, "sum": dist.ReduceOp.SUM}[op]
+        self._collective(lambda: dist.all_reduce(x, reduce, group=self.group, async_op=True), x)
+
+    def _all_gather(self, x: Tensor) -> Tensor:
+        rows = x.new_empty(self.world_size * x.numel())  # gloo knows one way of stacking: rows of one dimension
+        self._collective(lambda: dist.all_gather_into_tensor(rows, x.view(-1), group=self.group, async_op=True), x)
+        return rows.view(self.world_size, *x.shape)
+
+    def _collective(self, start: Callable[[], Any], x: Tensor) -> None:
+        """Start a collective, and wait until work queued from now on may use its tensors."""
+        began = time.monotonic()
+        try:
+            work = start()
+        except RuntimeError as error:
+            raise self.health.failure(error, self._place(), began, self.timeout) from error
+        Works(self, [work], self._place(), x.is_cuda, x).wait()
 
     def start_words(self, words: Tensor) -> Callable[[], Tensor]:
         rows = [torch.empty_like(words) for _ in range(self.world_size)]
@@ -396,49 +408,11 @@ class GroupTransport(Transport):
         return wait
 
 
-@dataclass
-class _Works:
-    """Messages that torch has started."""
-
-    transport: GroupTransport
-    works: list[Any]
-    place: Place
-    on_gpu: bool
-    tensors: object  # kept alive until wait()
-
-    def wait(self) -> None:
-        transport, began = self.transport, time.monotonic()
-        try:
-            if self.on_gpu:
-                self._wait_on_stream(transport.health.marks)
-            else:
-                for work in self.works:
-                    work.wait(datetime.timedelta(seconds=transport.timeout))
-        except RuntimeError as error:
-            raise transport.health.failure(error, self.place, began, transport.timeout) from error
-        self.tensors = None
-
-    def _wait_on_stream(self, marks: Marks | None) -> None:
-        """Make the current stream wait, not the host."""
-        stream = torch.cuda.current_stream(self.transport.device)
-        if marks is not None and not marks.in_graphs and torch.cuda.is_current_stream_capturing():
-            marks = None
-        if marks is not None:
-            marks.moving.write(stream, self.place.step + 1)
-        for work in self.works:
-            work.wait()
-        if marks is not None:
-            marks.moved.write(stream, 0)
-
-
 class AloneTransport(Transport):
     """The transport of one process without a group."""
 
     def __init__(self) -> None:
         super().__init__(0, 1, torch.get_default_device())
-
-    def all_reduce(self, x: Tensor, op: str) -> Tensor:
-        return x
 
 
 @atexit.register

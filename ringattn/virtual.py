@@ -61,12 +61,15 @@ class VirtualRank(Transport):
             self.world.box(self.rank, peer).put(x.clone())
         return _Mail(self, receives)
 
-    def all_reduce(self, x: Tensor, op: str) -> Tensor:
+    def _all_reduce(self, x: Tensor, op: str) -> None:
+        stack = self._all_gather(x)
+        x.copy_(stack.amax(0) if op == "max" else stack.sum(0))
+
+    def _all_gather(self, x: Tensor) -> Tensor:
         if self.world is None:
-            return super().all_reduce(x, op)
+            return super()._all_gather(x)
         rows = self.world.exchange(self.rank, x.clone())()
-        stack = torch.stack([r.to(x.device) for r in rows])
-        return x.copy_(stack.amax(0) if op == "max" else stack.sum(0))
+        return torch.stack([r.to(x.device) for r in rows])
 
     def start_words(self, words: Tensor) -> Callable[[], Tensor]:
         if self.world is None:

@@ -88,9 +88,9 @@ class Attention(nn.Module):
 class FeedForward(nn.Module):
     """SwiGLU."""
 
-    def __init__(self, dim: int) -> None:
+    def __init__(self, dim: int, hidden: int | None = None) -> None:
         super().__init__()
-        hidden = -(-8 * dim // 3 // 64) * 64  # as many parameters as an MLP of 4 * dim
+        hidden = hidden or -(-8 * dim // 3 // 64) * 64  # as many parameters as an MLP of 4 * dim
         self.up = nn.Linear(dim, 2 * hidden, bias=False)
         self.down = nn.Linear(hidden, dim, bias=False)
 
@@ -100,10 +100,10 @@ class FeedForward(nn.Module):
 
 
 class Block(nn.Module):
-    def __init__(self, dim: int, heads: int, kv_heads: int) -> None:
+    def __init__(self, dim: int, heads: int, kv_heads: int, hidden: int | None = None) -> None:
         super().__init__()
         self.norm1, self.attention = nn.RMSNorm(dim), Attention(dim, heads, kv_heads)
-        self.norm2, self.feed_forward = nn.RMSNorm(dim), FeedForward(dim)
+        self.norm2, self.feed_forward = nn.RMSNorm(dim), FeedForward(dim, hidden)
 
     def forward(self, x: Tensor, rotary: Tensor, plan: ringattn.Plan, kernel: str) -> Tensor:
         x = x + self.attention(self.norm1(x), rotary, plan, kernel)
@@ -113,10 +113,12 @@ class Block(nn.Module):
 class Decoder(nn.Module):
     """A byte-level decoder: bytes (batch, local seq) -> logits of the next byte (batch, local seq, 256)."""
 
-    def __init__(self, layers: int, dim: int, heads: int, kv_heads: int) -> None:
+    def __init__(
+        self, layers: int, dim: int, heads: int, kv_heads: int, hidden: int | None = None, vocabulary: int = BYTES
+    ) -> None:
         super().__init__()
-        self.embed = nn.Embedding(BYTES, dim)
-        self.blocks = nn.ModuleList(Block(dim, heads, kv_heads) for _ in range(layers))
+        self.embed = nn.Embedding(vocabulary, dim)
+        self.blocks = nn.ModuleList(Block(dim, heads, kv_heads, hidden) for _ in range(layers))
         self.norm = nn.RMSNorm(dim)  # the head is the embedding, transposed
         self.head_dim = dim // heads
         for name, p in self.named_parameters():

@@ -58,6 +58,7 @@ def outside(path: Path, name: str) -> set[str]:
 GRAPH = {name: uses(path, name) for name, path in ALL.items()}
 COMMANDS = {"doctor"}  # started with python -m; nothing imports them
 DATAFLOWS = {name for name in MODULES if name.startswith("dataflow")}
+GENERATION = {name for name in MODULES if name.startswith("generation")}
 PEER = {name for name in MODULES if name.startswith("peer")}
 
 
@@ -92,12 +93,20 @@ def test_no_arrow_points_up() -> None:
     assert GRAPH["layout"] == {"mask", "balance"}
     assert not GRAPH["plans"] & (DATAFLOWS | PEER | {"planning", "verify", "functional", "operators"})
     for name in DATAFLOWS:
-        assert not GRAPH[name] & {"functional", "operators", "planning", "generation", "mask", "virtual"}, name
+        assert not GRAPH[name] & ({"functional", "operators", "planning", "mask", "virtual"} | GENERATION), name
     for name in PEER:
         assert GRAPH[name] <= PEER | KERNELS.keys() | {"schedule", "memo", "agreement"}, name
     assert GRAPH["dataflow.ring"] <= {
         "dataflow.circulation", "dataflow.contract", "kernels.contract", "partial", "plans", "shape",
     }  # fmt: skip
+
+
+def test_the_books_of_a_cache_know_no_device() -> None:
+    for name in ("generation.slots", "generation.tokens", "generation.pages"):
+        assert GRAPH[name] <= GENERATION, name
+        assert "torch" not in outside(MODULES[name], name), name
+    for name in MODULES.keys() - GENERATION - {""}:
+        assert not GRAPH[name] & GENERATION or name.startswith("adapters"), name
 
 
 def test_the_transport_knows_no_attention() -> None:
@@ -106,8 +115,9 @@ def test_the_transport_knows_no_attention() -> None:
     assert GRAPH["peer.memory"] - {"peer"} == {"memo", "peer.driver", "peer.watchdog"}
     assert GRAPH["health"] - {"peer"} == {"errors", "peer.driver", "peer.watchdog"}
     assert GRAPH["transport"] - {"peer"} == {
-        "agreement", "errors", "health", "peer.connect", "peer.memory",
+        "agreement", "errors", "health", "peer.connect", "peer.memory", "pending",
     }  # fmt: skip
+    assert GRAPH["pending"] == {"errors", "health"}
 
 
 def test_the_watchdog_needs_the_standard_library_only() -> None:

@@ -13,6 +13,7 @@ from .checks import NAME
 from .models import Kind
 from .probe import MaskFunction, difference, read
 from .sequence import Visible, count_call, required
+from .sharded_cache import Cached, innermost
 
 # Keywords that reach the attention function and do not change its result.
 _NEUTRAL = frozenset(
@@ -46,10 +47,15 @@ def visible_to_layers(
     local_size: int | None = None,
     use_vmap: bool = False,
     **kwargs: Any,
-) -> Visible:
-    """Return the plan of one kind of mask. Registered with transformers as the mask function "ringattn"."""
-    if isinstance(attention_mask, Visible):  # of an outer model
+) -> Visible | Cached:
+    """Return the plan of one kind of mask, or the cache while a model generates. Registered with transformers as the
+    mask function "ringattn"."""
+    if isinstance(attention_mask, Visible | Cached):  # of an outer model
         return attention_mask
+    generating = innermost()
+    if generating is not None:
+        known = read(mask_function)
+        return Cached(generating, None if known is None or known[1] is not None else known[0])
     active = required()
     length = active.plan.local_lengths[active.plan.rank]
     if isinstance(q_offset, Tensor) or q_offset != 0 or kv_offset != 0:
@@ -120,14 +126,16 @@ def attend(
             f"{name} passes {keyword} to its attention, which ringattn does not know and does not ignore"
             + (": documents belong to ringattn.hf.sequence()" if "seq" in keyword else "")
         )
-    if isinstance(attention_mask, Visible):
+    visible: Visible | Cached
+    if isinstance(attention_mask, Visible | Cached):
         visible = attention_mask
         if visible.refusal is not None:
             raise NotImplementedError(f"{name}: {visible.refusal}")
     elif attention_mask is None:
         causal = bool(getattr(module, "is_causal", True)) if is_causal is None else bool(is_causal)
         window = sliding_window if causal or sliding_window is None else sliding_window - 1
-        visible = required().visible(Kind(causal, window))
+        generating = innermost()
+        visible = Cached(generating, Kind(causal, window)) if generating else required().visible(Kind(causal, window))
     else:
         mask = (
             f"a mask of shape {tuple(attention_mask.shape)}" if isinstance(attention_mask, Tensor) else attention_mask
@@ -143,18 +151,13 @@ def attend(
     window = kind.window if kind.causal or kind.window is None else kind.window + 1
     if sliding_window is not None and sliding_window != window:
         raise NotImplementedError(f"{name} has sliding_window={sliding_window}, but its model's mask has {window}")
-    count_call()
     # Rotary embeddings or norms in float32 leave q and k wider than v, which is in the dtype of the projections.
-    out = attention(
-        query.to(value.dtype).transpose(1, 2),
-        key.to(value.dtype).transpose(1, 2),
-        value.transpose(1, 2),
-        visible.plan,
-        softmax_scale=scaling,
-        softcap=softcap or 0.0,
-        sink=s_aux,
-        kernel=visible.kernel,
-    )
+    q, k, v = (x.to(value.dtype).transpose(1, 2) for x in (query, key, value))
+    score: dict[str, Any] = dict(softmax_scale=scaling, softcap=softcap or 0.0, sink=s_aux)
+    if isinstance(visible, Cached):
+        return visible.generation.attend(module, q, k, v, kind, **score).contiguous(), None
+    count_call()
+    out = attention(q, k, v, visible.plan, kernel=visible.kernel, **score)
     assert isinstance(out, Tensor)
     return out.contiguous(), None
 

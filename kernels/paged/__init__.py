@@ -1,0 +1,1 @@
+"""Attention of a few new tokens to keys and values in pages: decoding."""

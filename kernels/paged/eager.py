@@ -1,0 +1,200 @@
+"""The paged kernels in plain torch: any device, any dtype up to float64. The executable specification.
+
+Shapes and contract: :mod:`.contract`. Rows of a step are attended to one after another, in blocks of slots, so that the
+bits of a row never depend on the others.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from ..contract import Result, Score, accumulation_dtype
+from .contract import Call, Pool, StepState, Tables, tile_size
+
+_BLOCK = 2048  # slots at a time
+LOG2E = 1 / math.log(2)
+
+
+def write(k: Tensor, v: Tensor | None, pool: Pool, tables: Tables, tree: Tensor | None = None) -> None:
+    """Store the new tokens that this rank takes, and their positions, in the slots that ``tables.write`` names.
+
+    Args:
+        k: (batch, new, kv_heads, head_dim).
+        v: (batch, new, kv_heads, head_dim_v); not read where the pool shares values.
+    """
+    taken = tables.write >= 0
+    slots = tables.write[taken].long()
+    pool.k[:, slots] = k[taken].transpose(0, 1)
+    if not pool.shared_values:
+        assert v is not None
+        pool.v[:, slots] = v[taken].transpose(0, 1)
+    pool.positions[slots] = _positions(tables, tree)[taken]
+
+
+def attend(q: Tensor, pool: Pool, tables: Tables, score: Score, call: Call = Call()) -> Tensor:
+    """Return the state of this rank's visible keys: (batch, new, q_heads, head_dim_v + 2). A sink is left out."""
+    dtype = accumulation_dtype(q)
+    batch, new, q_heads, _ = q.shape
+    state = torch.zeros(batch, new, q_heads, pool.v.shape[-1] + 2, dtype=dtype, device=q.device)
+    state[..., -2] = float("-inf")
+    start, end = intervals(tables, call.tree)
+    bounds = torch.stack([start.amin(1), end.amax(1)], 1).tolist()
+    for row, (first, past) in enumerate(bounds):
+        for begin in range(first, past, call.fixed_split or _BLOCK):
+            slots = torch.arange(begin, min(begin + (call.fixed_split or _BLOCK), past), device=q.device)
+            seen = (start[row, :, None] <= slots) & (slots < end[row, :, None])
+            if call.tree is not None:
+                seen &= _seen_in_tree(call.tree[row], slots - tables.first_new[row])
+            _add(state[row], q[row], _Keys(row, slots, seen), pool, tables, score, call)
+    return state
+
+
+def finish(states: Tensor, sink: Tensor | None, dtype: torch.dtype) -> Result:
+    """Return ``out`` in ``dtype`` and ``lse`` from the states of all ranks, (world_size, batch, new, q_heads,
+    head_dim_v + 2), added in the order of ranks; the sink, (q_heads,), joins last."""
+    m, l = states[..., -2], states[..., -1]
+    top = m.amax(0)
+    logit = None if sink is None else (sink.to(m.dtype) * LOG2E).expand_as(top)
+    top = top if logit is None else torch.maximum(top, logit)
+    reference = torch.where(top == float("-inf"), 0.0, top)
+    total, out = torch.zeros_like(top), torch.zeros_like(states[0, ..., :-2])
+    for rank in range(states.shape[0]):
+        weight = torch.exp2(m[rank] - reference)
+        total = total + l[rank] * weight
+        out = out + states[rank, ..., :-2] * weight[..., None]
+    if logit is not None:
+        total = total + torch.exp2(logit - reference)
+    some = total != 0
+    divisor = torch.where(some, total, 1.0)
+    lse = torch.where(some, (top + torch.log2(divisor)) / LOG2E, float("-inf"))
+    return Result((out / divisor[..., None]).to(dtype), lse.transpose(1, 2).contiguous())
+
+
+def output(q: Tensor, pool: Pool, tables: Tables, score: Score, call: Call = Call()) -> Result:
+    """Return ``out`` and ``lse`` where one rank holds all keys: :func:`attend` and :func:`finish`."""
+    return finish(attend(q, pool, tables, score, call)[None], score.sink, q.dtype)
+
+
+def advance(state: StepState) -> None:
+    """Count the new tokens as kept, and make all tables of the next step, in place.
+
+    New tokens go whole to the rank whose turn it is. A turn ends when it has taken ``page_size`` tokens; the next one
+    goes to the rank that holds the fewest tokens of the row, of several to the first from ``home`` on.
+    """
+    s, (batch, new) = state, state.position.shape
+    rows, active, world_size = torch.arange(batch, device=s.home.device), s.home >= 0, s.counts.shape[1]
+    s.counts[rows, s.turn.long()] += torch.where(active, new, 0).int()
+    s.turn_tokens.add_(torch.where(active, new, 0).int())
+    ended = s.turn_tokens >= s.page_size
+    distance = (torch.arange(world_size, device=rows.device) - s.home[:, None]) % world_size
+    fewest = (s.counts.long() * world_size + distance).argmin(1).int()
+    s.turn.copy_(torch.where(ended, fewest, s.turn))
+    s.turn_tokens.masked_fill_(ended, 0)
+    s.position.add_(torch.where(active, new, 0).int()[:, None])
+    s.first_new.copy_(torch.where(active, s.counts[:, s.rank], 0))
+    intervals_of_step(s)
+
+
+def intervals_of_step(state: StepState) -> None:
+    """Make start, end, write and tiles from the other fields, in place."""
+    s, (_, new) = state, state.position.shape
+    active = (s.home >= 0)[:, None]
+    taken = active & (s.turn == s.rank)[:, None]
+    nth = torch.arange(new, device=s.home.device, dtype=torch.int32)
+    slot = s.first_new[:, None] + nth
+    end = torch.where(taken, slot + 1, s.first_new[:, None]) * active
+    for kind, window in enumerate(s.windows.tolist()):
+        table, positions = s.table[kind], s.positions[int(s.base[kind]) :]
+        page = table.gather(1, (slot // s.page_size).clamp(max=table.shape[1] - 1).long())
+        s.write[kind] = torch.where(taken, page * s.page_size + slot % s.page_size, -1)
+        s.end[kind] = end
+        s.start[kind] = 0
+        if window >= 0:
+            s.start[kind] = _first_seen(s, table, positions, window) * active
+        tile = tile_size(s.page_size)
+        first, past = s.start[kind, :, 0], s.end[kind, :, -1]
+        count = torch.where(past > first, -(-past // tile) - first // tile, 0)
+        s.tiles[kind, 0] = 0
+        s.tiles[kind, 1:] = count.cumsum(0)
+
+
+def _first_seen(s: StepState, table: Tensor, positions: Tensor, window: int) -> Tensor:
+    """Return the first slot of each new token's window, by bisection: positions grow along the slots."""
+    goal = s.position - window
+    low, high = torch.zeros_like(goal), s.first_new[:, None].expand_as(goal)
+    for _ in range(32):
+        middle = (low + high) // 2
+        page = table.gather(1, (middle // s.page_size).clamp(max=table.shape[1] - 1).long())
+        slot = (page * s.page_size + middle % s.page_size).clamp(min=0).long()
+        # an entry of -1 is a page that was freed because no later token sees it
+        before = (page < 0) | (positions[slot] < goal)
+        searching = low < high
+        low = torch.where(searching & before, middle + 1, low)
+        high = torch.where(searching & ~before, middle, high)
+    # Windows that begin among the new tokens, where these are here.
+    taken = (s.turn == s.rank)[:, None] & (low == s.first_new[:, None])
+    return low + torch.where(taken, (goal - s.position[:, :1]).clamp(min=0), 0)
+
+
+class _Keys:
+    """Some slots of a row, and which new tokens see which of them, (new, slots)."""
+
+    def __init__(self, row: int, slots: Tensor, seen: Tensor) -> None:
+        self.row, self.slots, self.seen = row, slots, seen
+
+    def physical(self, table: Tensor, page_size: int) -> Tensor:
+        """Return the physical slots; slot 0 for those that nothing sees, which may have no page."""
+        page = table[self.row, self.slots // page_size].long()
+        return torch.where(self.seen.any(0), page * page_size + self.slots % page_size, 0)
+
+
+def _add(state: Tensor, q: Tensor, keys: _Keys, pool: Pool, tables: Tables, score: Score, call: Call) -> None:
+    """Add some keys to the state of a row: (new, q_heads, head_dim_v + 2)."""
+    dtype, (new, q_heads, _) = state.dtype, q.shape
+    at = keys.physical(tables.table, pool.page_size)
+    visible = keys.seen.any(0)
+    k, v = (torch.where(visible[:, None], x[:, at], 0).to(dtype) for x in (pool.k, pool.v))  # the rest may be NaN
+    group = q_heads // k.shape[0]
+    rows = q.to(dtype).view(new, k.shape[0], group, -1)
+    s = torch.einsum("nhgd,hsd->nhgs", rows, k).reshape(new, q_heads, -1) * score.softmax_scale
+    if score.softcap:
+        s = score.softcap * torch.tanh(s / score.softcap)
+    if score.alibi_slopes is not None:
+        slopes = score.alibi_slopes.to(dtype)
+        slopes = slopes[keys.row] if slopes.ndim == 2 else slopes
+        distance = _positions(tables, call.tree)[keys.row, :, None] - pool.positions[at]
+        s = s - slopes[:, None] * torch.where(visible, distance, 0).abs().to(dtype)[:, None]
+    s = torch.where(keys.seen[:, None], s * LOG2E, float("-inf"))
+    m_old = state[..., -2].clone()
+    m = torch.maximum(m_old, s.amax(-1))
+    reference = torch.where(m == float("-inf"), 0.0, m)
+    p, kept = torch.exp2(s - reference[..., None]), torch.exp2(m_old - reference)
+    o = torch.einsum("nhgs,hsd->nhgd", p.view(new, k.shape[0], group, -1), v).reshape(new, q_heads, -1)
+    state[..., :-2] = state[..., :-2] * kept[..., None] + o
+    state[..., -2] = m
+    state[..., -1] = state[..., -1] * kept + p.sum(-1)
+
+
+def intervals(tables: Tables, tree: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Return start and end, (batch, new), with a tree those of each token's depth and of all new tokens."""
+    if tree is None:
+        return tables.start, tables.end
+    return tables.start.gather(1, depths(tree)), tables.end[:, -1:].expand_as(tables.end)
+
+
+def depths(tree: Tensor) -> Tensor:
+    """Return how many new tokens before itself each one sees, (batch, new) int64."""
+    bits = torch.arange(tree.shape[1], device=tree.device)
+    return ((tree[..., None] >> bits & 1) * (bits < bits[:, None])).sum(-1)
+
+
+def _positions(tables: Tables, tree: Tensor | None) -> Tensor:
+    return tables.position if tree is None else tables.position.gather(1, depths(tree))
+
+
+def _seen_in_tree(tree: Tensor, bit: Tensor) -> Tensor:
+    """Return which of the slots, by their distance from ``first_new``, each row of a tree (new,) sees: (new, slots)."""
+    return (bit < 0) | ((tree[:, None] >> bit.clamp(0, 63) & 1) > 0)

@@ -1,0 +1,60 @@
+"""Adds the states of all ranks and finishes: one launch, and the same bits on every rank. Contract: contract.py."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..contract import Result
+from ..launch import dispatch, on_device
+from ..triton.tiles import padded
+from .pieces import store_result
+
+_NUMBERS = 1024  # of a program
+
+
+def finish(states: Tensor, sink: Tensor | None, dtype: torch.dtype) -> Result:
+    """Return ``out`` and ``lse`` from the states of all ranks, see :func:`.eager.finish`. The states of some of the
+    heads may be a view of those of all."""
+    world_size, batch, new, heads, width = states.shape
+    result = Result(
+        states.new_empty(batch, new, heads, width - 2, dtype=dtype),
+        states.new_empty(batch, heads, new, dtype=torch.float32),
+    )
+    rows = batch * new * heads
+    if rows and width > 2:
+        wide = padded(width - 2)
+        some = max(1, _NUMBERS // wide)
+        with on_device(states):
+            dispatch(
+                _finish, (triton.cdiv(rows, some),), states, states.stride(0), states.stride(2), *result, sink, rows,
+                heads, WORLD=world_size, NEW=new, DIM_V=width - 2, DIM_V_P2=wide, ROWS=some,
+            )  # fmt: skip
+    return result
+
+
+@triton.jit(do_not_specialize=("of_rank", "of_token", "rows", "heads"))
+def _finish(
+    states, of_rank, of_token, out, lse, sink, rows, heads,
+    WORLD: tl.constexpr, NEW: tl.constexpr, DIM_V: tl.constexpr, DIM_V_P2: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    r = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    cols = tl.arange(0, DIM_V_P2)
+    alive = r < rows
+    token, head = r // heads, r % heads
+    at = states + token.to(tl.int64) * of_token + head * (DIM_V + 2)
+    top = tl.full([ROWS], float("-inf"), tl.float32)
+    for rank in tl.static_range(WORLD):
+        top = tl.maximum(top, tl.load(at + rank * of_rank + DIM_V, mask=alive, other=float("-inf")))
+    reference = tl.where(top == float("-inf"), 0.0, top)
+    l = tl.zeros([ROWS], tl.float32)
+    o = tl.zeros([ROWS, DIM_V_P2], tl.float32)
+    for rank in tl.static_range(WORLD):
+        here = at + rank * of_rank
+        weight = tl.exp2(tl.load(here + DIM_V, mask=alive, other=float("-inf")) - reference)
+        inside = alive[:, None] & (cols < DIM_V)[None, :]
+        o += tl.load(here[:, None] + cols[None, :], mask=inside, other=0.0) * weight[:, None]
+        l += tl.load(here + DIM_V + 1, mask=alive, other=0.0) * weight
+    store_result(top, l, o, out, lse, sink, token // NEW, token % NEW, head, alive, heads, NEW, DIM_V, DIM_V_P2)

@@ -1,0 +1,504 @@
+"""The paged attention kernel for Hopper (sm_90), in Gluon: bulk copies through a ring of buffers, products swapped.
+
+The division of work, the pieces and their sum are those of :mod:`.attend`. A CTA has a warp that moves tiles of 64
+slots of keys and values by TMA, and four that compute; two CTAs share a multiprocessor, so that 128 to 192 KB are in
+flight there, far more than its latency times its share of the bandwidth (35 KB)::
+
+    producer    K(i) V(i) K(i+1) V(i+1) ...            page numbers are read ahead of the buffers
+    consumer    S^T = K Q^T ; softmax down the columns ; O^T += V^T P^T
+
+* There are few rows of queries: 4 for one token of a group of 4. wgmma has 64 rows at least, but as few as 8 columns.
+  So the slots are the rows of the first product, and the columns of values those of the second.
+* Sums of the softmax are kept per thread and added up once per piece; only the maximum crosses warps for each tile.
+* A tile of values with slots that no row sees, of which any may be NaN, is cleared there in shared memory.
+* The accumulators are few, so that two CTAs have room for their registers.
+
+Only the long sums of :data:`LONGEST_SUM` keys and more, fixed splits, ALiBi and other head dims are left to
+:mod:`.attend`. Contract: contract.py.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from ..contract import LONGEST_SUM, Result, Score
+from ..hopper.primitives import async_load
+from ..hopper.tensor_maps import readable, view
+from ..launch import capability, dispatch, multiprocessors, on_device
+from .contract import Call, Pool, Tables, tile_size
+from .grid import Grid, scratch
+
+TILE = gl.constexpr(64)
+CTAS = 2  # of a multiprocessor
+LN2 = gl.constexpr(0.6931471805599453)
+LOG2E = gl.constexpr(1.4426950408889634)
+_REGISTERS = 128  # of a thread, so that two CTAs of 256 threads fit
+
+# ---------------------------------------------------------------- device: the division of work
+
+
+@gluon.jit
+def _rows(tiles, i):
+    """Return tile i of (tiles, 1, rows, 1, D) in shared memory as a matrix (rows, D)."""
+    return tiles.index(i).reshape([tiles.shape[2], tiles.shape[4]])
+
+
+@gluon.jit
+def share_of(tiles_ptr, batch, HEADS: gl.constexpr, BATCH_P2: gl.constexpr):
+    """Return this CTA's share of the list of tiles: (first, past, tiles of a share, first unit, past the last unit),
+    and whether a row sees nothing. A unit is a (row, key head, tile of query rows)."""
+    L: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    nth = gl.arange(0, BATCH_P2, L)
+    past_of = gl.load(tiles_ptr + 1 + nth, mask=nth < batch, other=2**31 - 1)
+    first_of = gl.load(tiles_ptr + nth, mask=nth < batch, other=0)
+    empty = gl.max(gl.where((past_of == first_of) & (nth < batch), 1, 0), axis=0)
+    total = gl.load(tiles_ptr + batch) * HEADS
+    programs = gl.num_programs(0)
+    per = gl.maximum((total + programs - 1) // programs, 1)
+    share = gl.program_id(0) * per
+    past = gl.minimum(share + per, total)
+    last = gl.maximum(past - 1, 0)
+    row = gl.sum(gl.where(past_of <= share // HEADS, 1, 0), axis=0)
+    last_row = gl.sum(gl.where(past_of <= last // HEADS, 1, 0), axis=0)
+    unit = row * 0
+    past_unit = row * 0
+    if share < past:
+        t = gl.load(tiles_ptr + row)
+        unit = row * HEADS + (share - t * HEADS) // (gl.load(tiles_ptr + row + 1) - t)
+        t = gl.load(tiles_ptr + last_row)
+        past_unit = last_row * HEADS + (last - t * HEADS) // (gl.load(tiles_ptr + last_row + 1) - t) + 1
+    return share, past, per, unit, past_unit, empty
+
+
+@gluon.jit
+def part_of(u, share, past, tiles_ptr, HEADS: gl.constexpr):
+    """Return the part of unit u in a share: (row, first tile of the unit in the list, its tiles, lo, hi)."""
+    b = u // HEADS
+    t = gl.load(tiles_ptr + b)
+    count = gl.load(tiles_ptr + b + 1) - t
+    base = t * HEADS + (u % HEADS) * count
+    lo = gl.maximum(share, base) - base
+    hi = gl.minimum(past, base + count) - base
+    return b, base, count, lo, hi
+
+
+# ---------------------------------------------------------------- device: producer
+
+
+@gluon.jit
+def _producer(
+    args, HEADS: gl.constexpr, BLOCKS: gl.constexpr, NEW: gl.constexpr, PAGE: gl.constexpr, STAGES: gl.constexpr
+):
+    """Move the tiles of this CTA's share, in the order of the list."""
+    k_desc, v_desc, k_s, v_s, k_full, v_full, k_free, v_free, table_ptr, table_b, starts_ptr, tiles_ptr, work = args
+    share, past, _, unit, past_unit, _ = work
+    g = 0
+    for u in range(unit, past_unit):
+        b, _, _, lo, hi = part_of(u, share, past, tiles_ptr, HEADS)
+        head = u % HEADS // BLOCKS
+        begin = gl.load(starts_ptr + b * NEW) // TILE
+        pages = table_ptr + b.to(gl.int64) * table_b
+        for i in range(lo, hi):
+            slot = (begin + i) * TILE
+            at = gl.load(pages + slot // PAGE) * PAGE + slot % PAGE
+            stage = g % STAGES
+            phase = (g // STAGES) & 1
+            mbarrier.wait(k_free.index(stage), phase ^ 1)
+            mbarrier.expect(k_full.index(stage), k_desc.block_type.nbytes)
+            async_load(k_desc, [0, at, head, 0], k_full.index(stage), k_s.index(stage))
+            mbarrier.wait(v_free.index(stage), phase ^ 1)
+            mbarrier.expect(v_full.index(stage), v_desc.block_type.nbytes)
+            async_load(v_desc, [0, at, head, 0], v_full.index(stage), v_s.index(stage))
+            g += 1
+
+
+# ---------------------------------------------------------------- device: consumer
+
+
+@gluon.jit
+def _query_rows(block, NEW: gl.constexpr, GROUP: gl.constexpr, ROWS: gl.constexpr, L: gl.constexpr):
+    """Return the new token and the query head of its group for each row of a block of rows, and which rows exist."""
+    r = block * ROWS + gl.arange(0, ROWS, L)
+    return r // GROUP, r % GROUP, r < NEW * GROUP
+
+
+@gluon.jit
+def _tree_depth(bits, new):
+    """Return the number of set bits below bit ``new``: the depth of this node."""
+    x = bits & ((gl.full_like(bits, 1) << new.to(gl.int64)) - 1)
+    x = x - ((x >> 1) & 0x5555555555555555)
+    x = (x & 0x3333333333333333) + ((x >> 2) & 0x3333333333333333)
+    x = (x + (x >> 4)) & 0x0F0F0F0F0F0F0F0F
+    x = x + (x >> 8)
+    x = x + (x >> 16)
+    x = x + (x >> 32)
+    return (x & 0x7F).to(gl.int32)
+
+
+@gluon.jit
+def _capped(s, inner):
+    """Return tanh(s * inner)."""
+    x = s * inner
+    e = gl.exp2(gl.abs(x) * -2.8853900817779268)
+    t = (1 - e) / (1 + e)
+    return gl.where(x < 0, -t, t)
+
+
+@gluon.jit
+def _finite(m):
+    """Return m as a point of reference: 0 where nothing was seen, so that -inf - m stays -inf."""
+    return gl.where(m == float("-inf"), 0.0, m)
+
+
+@gluon.jit
+def _store_rows(
+    m, l, o, out_ptr, lse_ptr, sink_ptr, b, new, head, alive, Q_HEADS: gl.constexpr, NEW: gl.constexpr,
+    DV: gl.constexpr, FINAL: gl.constexpr, HAS_SINK: gl.constexpr,
+):  # fmt: skip
+    """Store finished rows (SOME, DV): as out and lse with the sink, or as a state."""
+    L: gl.constexpr = o.type.layout
+    cols = gl.arange(0, DV, gl.SliceLayout(0, L))
+    token = b.to(gl.int64) * NEW + new
+    if FINAL:
+        if HAS_SINK:
+            logit = gl.load(sink_ptr + head, mask=alive, other=0.0).to(gl.float32) * LOG2E
+            top = gl.maximum(m, logit)
+            kept = gl.exp2(m - top)
+            l = l * kept + gl.exp2(logit - top)
+            o = o * kept[:, None]
+            m = top
+        some = gl.where(l == 0, 1.0, l)
+        at = out_ptr + (token * Q_HEADS + head) * DV
+        gl.store(at[:, None] + cols[None, :], (o / some[:, None]).to(out_ptr.dtype.element_ty), mask=alive[:, None])
+        at = lse_ptr + (b.to(gl.int64) * Q_HEADS + head) * NEW + new
+        gl.store(at, gl.where(l == 0, float("-inf"), (m + gl.log2(some)) * LN2), mask=alive)
+    else:
+        at = out_ptr + (token * Q_HEADS + head) * (DV + 2)
+        gl.store(at[:, None] + cols[None, :], o, mask=alive[:, None])
+        gl.store(at + DV, m, mask=alive)
+        gl.store(at + DV + 1, l, mask=alive)
+
+
+@gluon.jit
+def _sum_pieces(
+    pieces_ptr, first, count, alive, ROWS: gl.constexpr, SOME: gl.constexpr, DV: gl.constexpr, AT_ONCE: gl.constexpr
+):
+    """Return (m, l, o) of the first SOME rows: the sum of pieces in neighbouring slots, AT_ONCE at a time."""
+    L: gl.constexpr = gl.BlockedLayout([AT_ONCE, SOME, 1], [1, 1, 32], [1, 1, 4], [2, 1, 0])
+    PAIR: gl.constexpr = gl.SliceLayout(2, L)
+    nth = gl.arange(0, AT_ONCE, gl.SliceLayout(1, PAIR))
+    r = gl.arange(0, SOME, gl.SliceLayout(0, PAIR))
+    cols = gl.arange(0, DV, gl.SliceLayout(0, gl.SliceLayout(1, L)))
+    ROW: gl.constexpr = gl.SliceLayout(0, PAIR)
+    m = gl.full([SOME], float("-inf"), gl.float32, ROW)
+    l = gl.zeros([SOME], gl.float32, ROW)
+    o = gl.zeros([SOME, DV], gl.float32, gl.SliceLayout(0, L))
+    exists_row = gl.convert_layout(alive, ROW)
+    for i in range(0, count, AT_ONCE):
+        exists = (i + nth < count)[:, None] & exists_row[None, :]
+        at = pieces_ptr + ((first + i + nth).to(gl.int64)[:, None] * ROWS + r[None, :]) * (DV + 2)
+        mi = gl.load(at + DV, mask=exists, other=float("-inf"), cache_modifier=".cg")
+        li = gl.load(at + DV + 1, mask=exists, other=0.0, cache_modifier=".cg")
+        oi = gl.load(at[:, :, None] + cols[None, None, :], mask=exists[:, :, None], other=0.0, cache_modifier=".cg")
+        top = gl.maximum(m, gl.max(mi, axis=0))
+        reference = _finite(top)
+        weight = gl.exp2(mi - reference[None, :])
+        kept = gl.exp2(m - reference)
+        l = l * kept + gl.sum(li * weight, axis=0)
+        o = o * gl.convert_layout(kept, gl.SliceLayout(1, o.type.layout))[:, None] + gl.sum(
+            oi * weight[:, :, None], axis=0
+        )
+        m = top
+    R: gl.constexpr = gl.SliceLayout(1, o.type.layout)
+    return gl.convert_layout(m, R), gl.convert_layout(l, R), o
+
+
+@gluon.jit
+def _clear_unseen(tile, first, past):
+    """Set the rows of a tile of values in shared memory to zero, but ``[first, past)``."""
+    L: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
+    x = tile.load(L)
+    nth = gl.arange(0, TILE, gl.SliceLayout(1, L))
+    tile.store(gl.where(((nth >= first) & (nth < past))[:, None], x, 0.0))
+    fence_async_shared()
+
+
+@gluon.jit
+def _tile(
+    m, l, o, slot, g, q_s, p_s, k_s, v_s, k_full, v_full, k_free, v_free, first, past, full_first, full_past, s0, s1,
+    bits, first_new, scale, inner, TREE: gl.constexpr, SOFTCAP: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """Add the tile of slots from ``slot`` on to m, l (TILE, ROWS) and o (DV, ROWS)."""
+    S_L: gl.constexpr = l.type.layout
+    ROWS: gl.constexpr = l.shape[1]
+    stage = g % STAGES
+    phase = (g // STAGES) & 1
+    mbarrier.wait(k_full.index(stage), phase)
+    s = gl.zeros([TILE, ROWS], gl.float32, S_L)
+    s = warpgroup_mma(_rows(k_s, stage), q_s.permute((1, 0)), s, use_acc=False, is_async=True)
+    s = warpgroup_mma_wait(0, deps=[s])
+    mbarrier.arrive(k_free.index(stage), count=1)
+    if SOFTCAP:
+        s = _capped(s, inner)
+    if (slot < full_first) | (slot + TILE > full_past):
+        at = slot + gl.arange(0, TILE, gl.SliceLayout(1, S_L))
+        seen = (at[:, None] >= s0[None, :]) & (at[:, None] < s1[None, :])
+        if TREE:
+            bit = at - first_new
+            branch = (bits[None, :] >> gl.minimum(gl.maximum(bit, 0), 63).to(gl.int64)[:, None]) & 1
+            seen = seen & ((bit < 0)[:, None] | (branch > 0))
+        s = gl.where(seen, s, float("-inf"))
+    top = gl.maximum(m, gl.max(s, axis=0) * scale)
+    reference = _finite(top)
+    p = gl.exp2(s * scale - reference[None, :])
+    kept = gl.exp2(m - reference)
+    p_s.permute((1, 0)).store(p.to(p_s.dtype))
+    fence_async_shared()
+    l = l * kept[None, :] + p
+    o = o * gl.convert_layout(kept, gl.SliceLayout(0, o.type.layout))[None, :]
+    mbarrier.wait(v_full.index(stage), phase)
+    values = _rows(v_s, stage)
+    if (slot < first) | (slot + TILE > past):
+        _clear_unseen(values, first - slot, past - slot)
+    o = warpgroup_mma(values.permute((1, 0)), p_s.permute((1, 0)), o, is_async=True)
+    o = warpgroup_mma_wait(0, deps=[o])
+    mbarrier.arrive(v_free.index(stage), count=1)
+    return top, l, o
+
+
+@gluon.jit
+def _consumer(
+    args, NEW: gl.constexpr, GROUP: gl.constexpr, KV_HEADS: gl.constexpr, ROWS: gl.constexpr, BLOCKS: gl.constexpr,
+    SOME: gl.constexpr, D: gl.constexpr, DV: gl.constexpr, BATCH_P2: gl.constexpr, AT_ONCE: gl.constexpr,
+    TREE: gl.constexpr, SOFTCAP: gl.constexpr, FINAL: gl.constexpr, HAS_SINK: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    (
+        q_ptr, q_b, q_n, q_h, starts_ptr, ends_ptr, firsts_new_ptr, tiles_ptr, tree_ptr, pieces_ptr, arrived_ptr,
+        out_ptr, lse_ptr, sink_ptr, q_s, p_s, k_s, v_s, k_full, v_full, k_free, v_free, batch, scale, inner, work,
+    ) = args  # fmt: skip
+    share, past_share, per, unit, past_unit, empty = work
+    HEADS: gl.constexpr = KV_HEADS * BLOCKS
+    Q_HEADS: gl.constexpr = KV_HEADS * GROUP
+    S_L: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, ROWS, 16])
+    COLUMN: gl.constexpr = gl.SliceLayout(0, S_L)
+    Q_L: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
+    SUM_O: gl.constexpr = gl.SliceLayout(0, gl.BlockedLayout([AT_ONCE, SOME, 1], [1, 1, 32], [1, 1, 4], [2, 1, 0]))
+    SUM_L: gl.constexpr = gl.SliceLayout(1, SUM_O)
+    programs = gl.num_programs(0)
+    if empty > 0:
+        for u in range(gl.program_id(0), batch * HEADS, programs):
+            b = u // HEADS
+            if gl.load(tiles_ptr + b + 1) == gl.load(tiles_ptr + b):
+                new, nth, some = _query_rows(u % BLOCKS * (ROWS // SOME), NEW, GROUP, SOME, SUM_L)
+                none = gl.full([SOME], float("-inf"), gl.float32, SUM_L)
+                zeros = gl.zeros([SOME, DV], gl.float32, SUM_O)
+                _store_rows(
+                    none, gl.zeros([SOME], gl.float32, SUM_L), zeros, out_ptr, lse_ptr, sink_ptr, b, new,
+                    u % HEADS // BLOCKS * GROUP + nth, some, Q_HEADS, NEW, DV, FINAL, HAS_SINK,
+                )  # fmt: skip
+    g = 0
+    for u in range(unit, past_unit):
+        b, base, count, lo, hi = part_of(u, share, past_share, tiles_ptr, HEADS)
+        if lo < hi:
+            h = u % HEADS // BLOCKS
+            block = u % BLOCKS
+            first = gl.load(starts_ptr + b * NEW)
+            past = gl.load(ends_ptr + b * NEW + NEW - 1)
+            first_new = gl.load(firsts_new_ptr + b)
+            begin = first // TILE
+            # Queries.
+            new, nth, alive = _query_rows(block, NEW, GROUP, ROWS, gl.SliceLayout(1, Q_L))
+            cols = gl.arange(0, D, gl.SliceLayout(0, Q_L))
+            at = q_ptr + b.to(gl.int64) * q_b + new.to(gl.int64) * q_n + (h * GROUP + nth).to(gl.int64) * q_h
+            q_s.store(gl.load(at[:, None] + cols[None, :], mask=alive[:, None], other=0.0))
+            fence_async_shared()
+            # Intervals of the rows.
+            new, nth, alive = _query_rows(block, NEW, GROUP, ROWS, COLUMN)
+            bits = gl.zeros([ROWS], gl.int64, COLUMN)
+            depth = new
+            last = new
+            if TREE:
+                bits = gl.load(tree_ptr + b * NEW + new, mask=alive, other=0)
+                depth = _tree_depth(bits, new)
+                last = new * 0 + NEW - 1
+            s0 = gl.load(starts_ptr + b * NEW + depth, mask=alive, other=0)
+            s1 = gl.load(ends_ptr + b * NEW + last, mask=alive, other=0)
+            full_first = gl.max(gl.where(alive, s0, 0), axis=0)
+            full_past = gl.min(gl.where(alive, s1, 2**31 - 1), axis=0)
+            if TREE:
+                full_past = gl.minimum(full_past, first_new)
+            m = gl.full([ROWS], float("-inf"), gl.float32, COLUMN)
+            l = gl.zeros([TILE, ROWS], gl.float32, S_L)
+            o = gl.zeros([DV, ROWS], gl.float32, S_L)
+            for i in range(lo, hi):
+                m, l, o = _tile(
+                    m, l, o, (begin + i) * TILE, g, q_s, p_s, k_s, v_s, k_full, v_full, k_free, v_free, first, past,
+                    full_first, full_past, s0, s1, bits, first_new, scale, inner, TREE, SOFTCAP, STAGES,
+                )  # fmt: skip
+                g += 1
+            # The piece.
+            slot = (gl.program_id(0) + u).to(gl.int64) * ROWS
+            d = gl.arange(0, DV, gl.SliceLayout(1, S_L))
+            at = pieces_ptr + (slot + gl.arange(0, ROWS, COLUMN)) * (DV + 2)
+            gl.store(at[None, :] + d[:, None], o, mask=alive[None, :])
+            gl.store(at + DV, m, mask=alive)
+            gl.store(at + DV + 1, gl.sum(l, axis=0), mask=alive)
+            gl.thread_barrier()
+            number = gl.atomic_add(arrived_ptr + u, 1, sem="acq_rel", scope="gpu")
+            expected = (base + count - 1) // per - base // per + 1
+            if number == expected - 1:
+                gl.store(arrived_ptr + u, 0)
+                token, of_group, some = _query_rows(block * (ROWS // SOME), NEW, GROUP, SOME, SUM_L)
+                m_sum, l_sum, o_sum = _sum_pieces(pieces_ptr, base // per + u, expected, some, ROWS, SOME, DV, AT_ONCE)
+                _store_rows(
+                    m_sum, l_sum, o_sum, out_ptr, lse_ptr, sink_ptr, b, token, h * GROUP + of_group, some, Q_HEADS, NEW,
+                    DV, FINAL, HAS_SINK,
+                )  # fmt: skip
+
+
+# ---------------------------------------------------------------- the kernel
+
+
+@gluon.jit
+def tiles_like(desc, count: gl.constexpr):
+    """Allocate shared memory for ``count`` boxes of a descriptor."""
+    SHAPE: gl.constexpr = [count, 1, desc.block_type.shape[1], 1, desc.block_type.shape[3]]
+    return gl.allocate_shared_memory(desc.dtype, SHAPE, desc.layout)
+
+
+@gluon.jit(do_not_specialize=("q_b", "q_n", "q_h", "table_b", "batch"))
+def _attend(
+    q_ptr, q_b, q_n, q_h, k_desc, v_desc, table_ptr, table_b, starts_ptr, ends_ptr, firsts_new_ptr, tiles_ptr, tree_ptr,
+    pieces_ptr, arrived_ptr, out_ptr, lse_ptr, sink_ptr, batch, scale, inner,
+    NEW: gl.constexpr, GROUP: gl.constexpr, KV_HEADS: gl.constexpr, ROWS: gl.constexpr, BLOCKS: gl.constexpr,
+    SOME: gl.constexpr, D: gl.constexpr, DV: gl.constexpr, PAGE: gl.constexpr, BATCH_P2: gl.constexpr,
+    AT_ONCE: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    HEADS: gl.constexpr = KV_HEADS * BLOCKS
+    TREE: gl.constexpr = tree_ptr is not None
+    FINAL: gl.constexpr = lse_ptr is not None
+    HAS_SINK: gl.constexpr = sink_ptr is not None
+    SOFTCAP: gl.constexpr = inner is not None
+    k_s = tiles_like(k_desc, STAGES)
+    v_s = tiles_like(v_desc, STAGES)
+    Q_SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, D], k_desc.dtype)
+    P_SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, TILE], k_desc.dtype)
+    q_s = gl.allocate_shared_memory(k_desc.dtype, [ROWS, D], Q_SHARED)
+    p_s = gl.allocate_shared_memory(k_desc.dtype, [ROWS, TILE], P_SHARED)
+    k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    k_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    v_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(k_full.index(stage), count=1)
+        mbarrier.init(v_full.index(stage), count=1)
+        mbarrier.init(k_free.index(stage), count=1)
+        mbarrier.init(v_free.index(stage), count=1)
+    work = share_of(tiles_ptr, batch, HEADS, BATCH_P2)
+    consumer = (
+        q_ptr, q_b, q_n, q_h, starts_ptr, ends_ptr, firsts_new_ptr, tiles_ptr, tree_ptr, pieces_ptr, arrived_ptr,
+        out_ptr, lse_ptr, sink_ptr, q_s, p_s, k_s, v_s, k_full, v_full, k_free, v_free, batch, scale, inner, work,
+    )  # fmt: skip
+    producer = (
+        k_desc, v_desc, k_s, v_s, k_full, v_full, k_free, v_free, table_ptr, table_b, starts_ptr, tiles_ptr, work,
+    )  # fmt: skip
+    gl.warp_specialize(
+        [
+            (_consumer, (consumer, NEW, GROUP, KV_HEADS, ROWS, BLOCKS, SOME, D, DV, BATCH_P2, AT_ONCE, TREE, SOFTCAP,
+                         FINAL, HAS_SINK, STAGES)),
+            (_producer, (producer, HEADS, BLOCKS, NEW, PAGE, STAGES)),
+        ],
+        [1],
+        [32],
+    )  # fmt: skip
+
+
+# ---------------------------------------------------------------- host
+
+
+def unsupported(q: Tensor, pool: Pool, tables: Tables, score: Score, call: Call) -> str | None:
+    """Return None if this kernel can run, otherwise the reason."""
+    if q.dtype not in (torch.bfloat16, torch.float16):
+        return f"dtype {q.dtype} is neither bfloat16 nor float16"
+    if (q.shape[-1], pool.v.shape[-1]) not in ((64, 64), (128, 128)):
+        return f"head dims {q.shape[-1]} of q, k and {pool.v.shape[-1]} of v; it has (64, 64) and (128, 128)"
+    if tile_size(pool.page_size) != TILE.value:
+        return f"pages of {pool.page_size} slots; it has multiples of {TILE.value}"
+    if score.alibi_slopes is not None or score.softmax_scale <= 0:
+        return "ALiBi, or a scale that is not positive"
+    if call.fixed_split:
+        return "fixed_split"
+    if not q.is_cuda or capability(q.device) != (9, 0):
+        return f"device {q.device} does not have compute capability 9.0"
+    for name, x in (("k", pool.k), ("v", pool.v)):
+        if not readable(x):
+            return f"{name} with strides {tuple(x.stride())} is not laid out in steps of 16 bytes, as TMA needs"
+    keys = tables.table.shape[1] * pool.page_size
+    if keys > LONGEST_SUM and len(q) * pool.k.shape[0] * keys > LONGEST_SUM * CTAS * multiprocessors(q.device):
+        return f"sums of more than {LONGEST_SUM} keys in a program"
+    return None
+
+
+def attend(q: Tensor, pool: Pool, tables: Tables, score: Score, call: Call = Call()) -> Tensor:
+    """Return the state of this rank's visible keys, see :func:`.eager.attend`."""
+    batch, new, q_heads, _ = q.shape
+    state = q.new_empty(batch, new, q_heads, pool.v.shape[-1] + 2, dtype=torch.float32)
+    _launch(q, pool, tables, score.without_sink(), call, (state, None))
+    return state
+
+
+def output(q: Tensor, pool: Pool, tables: Tables, score: Score, call: Call = Call()) -> Result:
+    """Return ``out`` and ``lse`` where one rank holds all keys, in one launch."""
+    batch, new, q_heads, _ = q.shape
+    result = Result(
+        q.new_empty(batch, new, q_heads, pool.v.shape[-1]), q.new_empty(batch, q_heads, new, dtype=torch.float32)
+    )
+    _launch(q, pool, tables, score, call, result)
+    return result
+
+
+def _launch(
+    q: Tensor, pool: Pool, tables: Tables, score: Score, call: Call, result: tuple[Tensor, Tensor | None]
+) -> None:
+    batch, new, q_heads, dim = q.shape
+    if 0 in q.shape:
+        return
+    q = q if q.stride(-1) == 1 else q.contiguous()
+    kv_heads, dim_v = pool.k.shape[0], pool.v.shape[-1]
+    group = q_heads // kv_heads
+    grid = Grid.of(q, pool, tables, call, CTAS * multiprocessors(q.device), least_rows=8)
+    pieces, arrived = scratch(tables, grid, batch * kv_heads * grid.blocks, dim_v)
+    scale, inner = score.softmax_scale * LOG2E.value, None
+    if score.softcap:
+        scale, inner = score.softcap * LOG2E.value, score.softmax_scale / score.softcap
+    k, v = (x.transpose(0, 1)[None] for x in (pool.k, pool.v))
+    some = grid.some(new * group)
+    with on_device(q):
+        dispatch(
+            _attend, (grid.programs,), q, *q.stride()[:3], view(k, (1, TILE.value, 1, dim)),
+            view(v, (1, TILE.value, 1, dim_v)), tables.table, tables.table.stride(0), tables.start, tables.end,
+            tables.first_new, tables.tiles, call.tree, pieces, arrived, *result, score.sink, batch, scale, inner,
+            NEW=new, GROUP=group, KV_HEADS=kv_heads, ROWS=grid.rows, BLOCKS=grid.blocks, SOME=some, D=dim, DV=dim_v,
+            PAGE=pool.page_size, BATCH_P2=grid.batch_p2(batch), AT_ONCE=max(1, 32 // some),
+            STAGES=_stages(dim, dim_v, grid.rows), num_warps=4, maxnreg=_REGISTERS,
+        )  # fmt: skip
+
+
+def _stages(dim: int, dim_v: int, rows: int) -> int:
+    """Return the buffers of keys and of values that fit in half of a multiprocessor's shared memory, 113 KB."""
+    room = 108 * 1024 - 2 * rows * (dim + TILE.value)
+    return min(6, room // (2 * TILE.value * (dim + dim_v)))
+
+
+__all__: list[Any] = ["attend", "output", "unsupported"]

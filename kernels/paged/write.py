@@ -1,0 +1,58 @@
+"""Stores the new tokens of a step in their pages: one launch for a layer. Contract: contract.py."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..launch import dispatch, on_device
+from ..triton.primitives import last_contiguous
+from ..triton.tiles import padded
+from .contract import Pool, Tables
+from .pieces import tree_depth
+
+
+def write(k: Tensor, v: Tensor | None, pool: Pool, tables: Tables, tree: Tensor | None = None) -> None:
+    """Store the new tokens that this rank takes, see :func:`.eager.write`."""
+    batch, new, kv_heads, dim = k.shape
+    if 0 in k.shape:
+        return
+    k = last_contiguous(k)
+    v = k if pool.shared_values or v is None else last_contiguous(v)
+    with on_device(k):
+        dispatch(
+            _write, (batch * new, kv_heads), k, *k.stride()[:3], v, *v.stride()[:3], pool.k, pool.v,
+            pool.k.stride(0), pool.k.stride(1), pool.v.stride(0), pool.v.stride(1), pool.positions,
+            tables.write, tables.position, tree,
+            NEW=new, DIM=dim, DIM_P2=padded(dim), DIM_V=v.shape[-1], DIM_V_P2=padded(v.shape[-1]),
+            SHARED=pool.shared_values, num_warps=1,
+        )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=("k_b", "k_n", "k_h", "v_b", "v_n", "v_h"))
+def _write(
+    k, k_b, k_n, k_h, v, v_b, v_n, v_h, pool_k, pool_v, pool_k_h, pool_k_s, pool_v_h, pool_v_s, positions,
+    slots, position, tree,
+    NEW: tl.constexpr, DIM: tl.constexpr, DIM_P2: tl.constexpr, DIM_V: tl.constexpr, DIM_V_P2: tl.constexpr,
+    SHARED: tl.constexpr,
+):  # fmt: skip
+    token, h = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    b, new = (token // NEW).to(tl.int64), token % NEW
+    slot = tl.load(slots + token).to(tl.int64)
+    if slot >= 0:
+        cols = tl.arange(0, DIM_P2)
+        x = tl.load(k + b * k_b + new * k_n + h * k_h + cols, mask=cols < DIM)
+        tl.store(pool_k + h * pool_k_h + slot * pool_k_s + cols, x, mask=cols < DIM)
+        if not SHARED:
+            cols = tl.arange(0, DIM_V_P2)
+            x = tl.load(v + b * v_b + new * v_n + h * v_h + cols, mask=cols < DIM_V)
+            tl.store(pool_v + h * pool_v_h + slot * pool_v_s + cols, x, mask=cols < DIM_V)
+        if h == 0:
+            at = position + b * NEW + new
+            if tree is not None:
+                depth = tree_depth(tl.load(tree + token + tl.arange(0, 1)), new)
+                at = position + b * NEW + depth
+                tl.store(positions + slot + tl.arange(0, 1), tl.load(at))
+            else:
+                tl.store(positions + slot, tl.load(at))

@@ -1,0 +1,397 @@
+"""Generation with transformers over a cache that is sharded along the sequence.
+
+``model.generate()`` runs on every rank, with the same arguments. transformers' cache is an object that keeps nothing:
+layers hand their new keys and values through it to the attention function, which writes them to a
+:class:`ringattn.KVCache` and attends to what all ranks hold of the row. The prompt is computed before: in chunks, over
+all ranks, but for its last token, with which ``generate()`` begins.
+
+Rows are sequences of their own, so padding on their left is never stored: a token's position is the number of tokens
+before it, as ``generate()`` counts positions.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import threading
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+import torch
+import transformers
+from torch import Tensor, nn
+
+from ...functional import attention
+from ...generation import KVCache, Step, decode
+from ...kernels.paged.contract import NEW_TOKENS
+from ...plans import Plan
+from ...transport import Transport
+from ...transport import of as transport_of
+from . import checks
+from .models import Kind, entry, unwrapped, watched
+
+_COMPARED = 4  # forwards whose tokens the ranks compare: sampling with different seeds shows in the first ones
+
+
+class _Layer(NamedTuple):
+    """What a layer keeps per token."""
+
+    kv_heads: int
+    head_dim: int
+    head_dim_v: int
+    dtype: torch.dtype
+    kind: Kind
+
+
+class Cached:
+    """The mask of layers that attend to a cache, in place of a tensor: as :class:`.sequence.Visible`."""
+
+    __slots__ = ("generation", "kind", "refusal")
+    ndim = 0
+
+    def __init__(self, generation: Generation, kind: Kind | None) -> None:
+        self.generation, self.kind = generation, kind or Kind(True)
+        self.refusal = None if kind else "the model combines its mask with a function that ringattn does not know"
+
+
+class Generation(transformers.Cache):
+    """What :func:`generation` yields: ``past_key_values`` for ``generate()``.
+
+    Attributes:
+        kv: the cache.
+        rows: its sequences, one per row of ``generate()``'s batch.
+    """
+
+    def __init__(self, model: nn.Module, group: Any, max_new_tokens: int, num_sequences: int, kernel: str) -> None:
+        super().__init__(layers=[])
+        self.model: Any = unwrapped(model)
+        self.transport: Transport = transport_of(group)
+        self.group, self.kernel = group, kernel
+        self.max_new_tokens, self.num_sequences = max_new_tokens, num_sequences
+        self.rows: list[int] = []
+        self.length = 0  # tokens of the widest row, padding included, as generate() counts them
+        self.forwards = 0
+        self._probed: dict[int, _Layer] | None = {}  # while the shapes are found
+        self._updated: set[int] = set()  # layers that gave keys since the last step began
+        self._plans: dict[Kind, Plan] | None = None  # while a chunk of a prompt is computed
+        self._chunk = (0, 0)
+        self._step: Step | None = None
+        self._done: set[int] = set()  # layers that attended in this step
+
+    # --- What transformers asks of a cache
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Return the new keys and values as they are: the attention function stores them."""
+        self._updated.add(layer_idx)
+        return key_states, value_states
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return self.length
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        return self.length + query_length, 0
+
+    def get_max_length(self, layer_idx: int | None = None) -> int:
+        return -1
+
+    @property
+    def batch_size(self) -> int:
+        return len(self.rows)
+
+    @property
+    def is_initialized(self) -> bool:
+        return True
+
+    def reset(self) -> None:
+        raise NotImplementedError("reset() would lose the prompt; use another `with ringattn.hf.generation()`")
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat every row, as beam search and ``num_return_sequences`` do: forks share the prompt's pages."""
+        self._end_step()
+        self.rows = [row if i == 0 else self.kv.fork(row) for row in self.rows for i in range(repeats)]
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        self.reorder_cache(indices)
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Continue row i from what row ``beam_idx[i]`` has."""
+        self._end_step()
+        self.rows = self.kv.reorder(self.rows, beam_idx.tolist())
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Forget the last ``-tokens_to_remove`` tokens of every row: those of a draft that were not accepted."""
+        count = abs(tokens_to_remove)
+        self._end_step()
+        for row in self.rows if count else ():
+            self.kv.crop(row, self.kv.lengths[row] - count)
+        self.length -= count
+
+    # --- The prompt
+
+    def prefill(self, input_ids: Tensor, mask: Tensor, prefill_chunk: int) -> None:
+        """Compute all tokens of the rows but the last one."""
+        lengths = mask.sum(1).tolist()
+        self._find_layers(input_ids)
+        room = sum(n + self.num_sequences * self.max_new_tokens for n in lengths)
+        layers = self._probed or {}
+        first = next(iter(layers.values()))
+        world_size = self.transport.world_size
+        page_size = 128 if max(lengths) > 128 * world_size else 16
+        # Every sequence on every rank may have a page that is not full, and a fork copies it.
+        slack = len(lengths) * (self.num_sequences + 1) * world_size * 2 * page_size
+        self.kv = KVCache(
+            len(layers), first.kv_heads, first.head_dim, self.group, tokens=room + slack, head_dim_v=first.head_dim_v,
+            page_size=page_size, windows=[_left(layers[i].kind) for i in sorted(layers)], dtype=first.dtype,
+            device=input_ids.device,
+        )  # fmt: skip
+        self._probed = None
+        tokens_at_least = max(2 * world_size, NEW_TOKENS)  # fewer are computed by all ranks alike, as in generate()
+        for ids, kept, length in zip(input_ids, mask, lengths, strict=True):
+            row = self.kv.add()
+            self.rows.append(row)
+            ids, done = ids[kept][: length - 1], 0
+            while done < length - 1:
+                count = min(prefill_chunk, length - 1 - done)
+                if count >= tokens_at_least:
+                    self._compute_chunk(row, ids[done : done + count])
+                else:
+                    count = min(count, NEW_TOKENS)
+                    self._compute_step(row, ids[done : done + count], done)
+                done += count
+        self.length = input_ids.shape[1] - 1
+
+    def _find_layers(self, input_ids: Tensor) -> None:
+        """Run the model on one token, and note the shapes of keys and values and the windows of its layers."""
+        name = type(self.model).__name__
+        self.model.base_model(input_ids=input_ids[:1, -1:], past_key_values=self, use_cache=True)
+        layers = self._probed
+        if not layers:
+            raise RuntimeError(f"{name} has run without calling ringattn: its layers ignore attn_implementation")
+        if sorted(layers) != list(range(len(layers))) or self._updated != set(layers):
+            raise NotImplementedError(
+                f"{name} has layers {sorted(layers)} that attend, and layers {sorted(self._updated)} that give keys; "
+                "layers that share keys, or have none, are not supported by ringattn.hf.generation()"
+            )
+        if len({layer[:4] for layer in layers.values()}) > 1:
+            raise NotImplementedError(
+                f"the layers of {name} keep tokens of different shapes: "
+                f"{sorted({layer[:3] for layer in layers.values()})} (kv_heads, head_dim, head_dim_v); one is expected"
+            )
+        for layer in layers.values():
+            if not layer.kind.causal or layer.kind.chunk is not None or layer.kind.spans is not None:
+                raise NotImplementedError(
+                    f"{name} has a mask that is {layer.kind}; ringattn.hf.generation() knows causal masks with and "
+                    "without a sliding window"
+                )
+
+    def _compute_chunk(self, row: int, ids: Tensor) -> None:
+        self._chunk, self._plans = (row, len(ids)), {}
+        start = self.kv.lengths[row]
+        positions = self._plan(Kind(True)).positions.to(ids.device)
+        try:
+            self.model.base_model(
+                input_ids=ids[positions][None], position_ids=(positions + start)[None], past_key_values=self,
+                use_cache=True,
+            )  # fmt: skip
+        finally:
+            self._plans = None
+
+    def _compute_step(self, row: int, ids: Tensor, start: int) -> None:
+        rows, self.rows = self.rows, [row]
+        positions = torch.arange(start, start + len(ids), device=ids.device)
+        self.model.base_model(input_ids=ids[None], position_ids=positions[None], past_key_values=self, use_cache=True)
+        self._end_step()
+        self.rows = rows
+
+    def _plan(self, kind: Kind) -> Plan:
+        assert self._plans is not None
+        if kind not in self._plans:
+            layout = next(iter(self._plans.values()), "auto")  # windows must not change which tokens a rank holds
+            window = -1 if kind.window is None else kind.window - 1
+            self._plans[kind] = self.kv.plan(*self._chunk, causal=True, window_size=(window, 0), layout=layout)
+        return self._plans[kind]
+
+    # --- Attention
+
+    def attend(self, module: Any, q: Tensor, k: Tensor, v: Tensor, kind: Kind, **score: Any) -> Tensor:
+        """Return the attention of the new tokens, (batch, new, heads, head_dim) as q, and store k and v."""
+        layer: int = module.layer_idx
+        if self._probed is not None:
+            self._probed[layer] = _Layer(k.shape[2], k.shape[3], v.shape[3], v.dtype, kind)
+            return q.new_zeros(*q.shape[:3], v.shape[3])
+        if layer not in self._updated:
+            raise RuntimeError(f"layer {layer} attends without new keys; pass past_key_values and use_cache=True")
+        if self._plans is not None:
+            plan = self._plan(kind)
+            out = attention(q, *self.kv.extend(plan, layer, k, v), plan, kernel=self.kernel, **score)
+            assert isinstance(out, Tensor)
+            return out
+        if self._step is None or layer in self._done:
+            self._begin_step(*q.shape[:2])
+        assert self._step is not None
+        self._done.add(layer)
+        out = decode(q, k, v, self._step, layer=layer, kernel=self.kernel, **score)
+        assert isinstance(out, Tensor)
+        return out
+
+    def _begin_step(self, batch: int, new: int) -> None:
+        self._end_step()
+        if batch % len(self.rows):
+            raise ValueError(
+                f"generate() has {batch} rows, but the prompt of ringattn.hf.generation() {len(self.rows)}; pass the "
+                "same inputs to both"
+            )
+        if batch > len(self.rows):
+            self.batch_repeat_interleave(batch // len(self.rows))
+        self._step = self.kv.step(self.rows, new_tokens=new)
+        self.length += new
+
+    def _end_step(self) -> None:
+        self._step, self._done = None, set()
+
+    def before_forward(self, kwargs: Mapping[str, Any]) -> None:
+        """Check the arguments of a forward of ``generate()``. Every rank calls this.
+
+        Assisted decoding begins with the whole prompt, whatever the cache holds: that part is taken out of ``kwargs``.
+
+        Raises:
+            Disagreement: the ranks have different tokens.
+            ValueError: tokens that do not continue the cache's.
+        """
+        self.forwards += 1
+        ids = kwargs.get("input_ids")
+        if self.forwards > _COMPARED or not isinstance(ids, Tensor):
+            return
+        if self.forwards == 1 and ids.shape[1] > self.length:
+            assert isinstance(kwargs, dict)
+            for name in ("input_ids", "position_ids"):
+                if kwargs.get(name) is not None:
+                    kwargs[name] = kwargs[name][..., self.length :]
+            ids = kwargs["input_ids"]
+        advice = {"input_ids": "Set the same seed before sampling, and call generate() with the same inputs"}
+        self.transport.start_agreement("generate()", {"input_ids": _digest(ids)}, None, advice).check()
+        positions = kwargs.get("position_ids")
+        begin = [self.kv.lengths[row] for row in self.rows]
+        if positions is not None and positions.ndim == 2 and set(positions[:, 0].tolist()) != set(begin):
+            raise ValueError(
+                f"the rows of the cache have {begin} tokens, but generate() goes on at {positions[:, 0].tolist()}; "
+                "pass it the inputs of ringattn.hf.generation(), and the cache to one call"
+            )
+
+
+def _digest(ids: Tensor) -> str:
+    data = ids.detach().cpu().contiguous().numpy().tobytes()
+    return f"{tuple(ids.shape)} {hashlib.sha256(data).hexdigest()[:16]}"
+
+
+def _left(kind: Kind) -> int | None:
+    return None if kind.window is None else kind.window - 1
+
+
+# --- Which generation is active ------------------------------------------------------------------------
+
+
+class _Active(threading.local):
+    def __init__(self) -> None:
+        self.generations: list[Generation] = []
+
+
+_active = _Active()
+
+
+def innermost() -> Generation | None:
+    """Return the generation that this thread's models attend to, or None."""
+    return _active.generations[-1] if _active.generations else None
+
+
+@contextlib.contextmanager
+def generation(
+    model: nn.Module,
+    inputs: Mapping[str, Any],
+    group: Any = None,
+    *,
+    prefill_chunk: int = 32_768,
+    max_new_tokens: int = 4_096,
+    num_sequences: int = 1,
+    kernel: str = "auto",
+) -> Iterator[Generation]:
+    """Compute a prompt over the ranks of ``group``, and keep it where it lies for ``model.generate()``.
+
+        with ringattn.hf.generation(model, inputs, mesh["cp"]) as cache:
+            out = model.generate(**inputs, past_key_values=cache, max_new_tokens=256)   # the same on every rank
+
+    Args:
+        model: with ``attn_implementation="ringattn"``.
+        inputs: ``input_ids`` (rows, tokens), the same on every rank, and ``attention_mask`` if rows are padded, on
+            their left.
+        group: as in :func:`ringattn.plan`.
+        prefill_chunk: tokens of a row that are computed at a time.
+        max_new_tokens: room for new tokens in every row; ``generate()`` may take fewer.
+        num_sequences: rows that ``generate()`` makes of each: ``num_beams``, or ``num_return_sequences``.
+        kernel: as in :func:`ringattn.attention`.
+
+    Raises:
+        ValueError, TypeError, NotImplementedError: inputs or a model that cannot be exact, by name.
+        Disagreement: the tokens of the ranks differ.
+        ringattn.CacheFull: more tokens than there is room for.
+    """
+    checks.check_model(model)
+    ids, mask = _rows(inputs)
+    _check_positions(unwrapped(model), ids.shape[1] + max_new_tokens)
+    cache = Generation(model, group, max_new_tokens, num_sequences, kernel)
+    rows = {"input_ids": _digest(ids), "attention_mask": _digest(mask)}
+    cache.transport.agree("ringattn.hf.generation()", rows, None)
+    _active.generations.append(cache)
+    try:
+        with torch.no_grad():
+            cache.prefill(ids, mask, prefill_chunk)
+        with watched(entry(model), before=cache.before_forward):
+            yield cache
+    finally:
+        _active.generations.remove(cache)
+
+
+def _rows(inputs: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
+    """Return input_ids and which of them are tokens."""
+    others = sorted(name for name in inputs if name not in ("input_ids", "attention_mask") and inputs[name] is not None)
+    if others or not isinstance(inputs.get("input_ids"), Tensor):
+        raise NotImplementedError(
+            f"the inputs are {', '.join(sorted(inputs))}; ringattn.hf.generation() takes input_ids and attention_mask"
+        )
+    ids: Tensor = inputs["input_ids"]
+    mask = inputs.get("attention_mask")
+    kept = torch.ones_like(ids, dtype=torch.bool) if mask is None else mask.bool()
+    if ids.ndim != 2 or kept.shape != ids.shape or not ids.shape[1]:
+        raise ValueError(
+            f"input_ids have shape {tuple(ids.shape)} and attention_mask {tuple(kept.shape)}; both must be (rows, "
+            "tokens)"
+        )
+    if not bool(kept[:, -1].all()) or bool((kept[:, 1:] < kept[:, :-1]).any()):
+        raise ValueError(
+            "attention_mask is 0 after a token; pad prompts on their left: tokenizer.padding_side = 'left'"
+        )
+    return ids, kept
+
+
+def _check_positions(model: Any, longest: int) -> None:
+    """Refuse models that count in ways that depend on how many tokens a forward gets."""
+    config = model.config.get_text_config()
+    every = getattr(config, "rope_parameters", None) or {}
+    for rope in every.values() if all(isinstance(v, Mapping) for v in every.values()) else [every]:
+        kind = rope.get("rope_type", "default")
+        limit = {
+            "longrope": rope.get("original_max_position_embeddings"), "dynamic": config.max_position_embeddings
+        }.get(kind)  # fmt: skip
+        if limit is not None and longest > limit:
+            raise NotImplementedError(
+                f"{type(model).__name__} has rope_type={kind!r}, whose frequencies depend on the length of a row, and "
+                f"rows may reach {longest} positions, beyond {limit}; use shorter prompts or a smaller max_new_tokens"
+            )
+    for part in model.modules():
+        if getattr(part, "attn_temperature_tuning", False) and longest >= part.floor_scale:
+            raise NotImplementedError(
+                f"{type(part).__name__} has attn_temperature_tuning, which counts a token's place in its forward; "
+                "load the model with attn_temperature_tuning=False"
+            )

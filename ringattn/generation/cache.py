@@ -1,0 +1,456 @@
+"""KVCache: the keys and values of all layers, each token on one rank."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import transport as transports
+from ..kernels.paged.contract import NEW_TOKENS
+from ..layout import length as shard_length
+from ..operators import as_autocast, autocast_dtype
+from ..planning import costs_of
+from ..planning import plan as make_plan
+from ..plans import Plan
+from .chunk import Chunk
+from .memory import Memory, TokenShape
+from .pages import Copy, Kind
+from .slots import SLACK, Slots
+from .step import Step
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+
+
+class KVCache:
+    """Keys and values of all layers in pages, sharded along the sequences. Every rank of the group makes it, and calls
+    every method of it, with the same arguments and in the same order.
+
+        s = cache.add()
+        plan = cache.plan(s, 100_003, causal=True)
+        out = ringattn.attention(q, *cache.extend(plan, layer, k, v), plan)      # a prompt, layer after layer
+        step = cache.step([s])
+        out = ringattn.decode(q, k, v, step, layer=layer)                        # its next token
+
+    Args:
+        layers, kv_heads, head_dim, head_dim_v: of the model; ``head_dim_v`` is by default ``head_dim``.
+        group: as in :func:`ringattn.plan`.
+        tokens: room of all ranks together.
+        page_size: slots of a page, a multiple of 16: pages are shared, copied and freed as a whole.
+        windows: for each layer the distance of the farthest key that a token sees, as ``window_size=(left, 0)`` says
+            it, or None. Layers with the same one share page tables; pages that no later token sees are freed.
+        dtype: bfloat16, float16, float32 or float64.
+        shared_values: values are the first ``head_dim_v`` columns of keys (latent attention).
+        device: the default is the group's.
+        sequences: how many there are at most at a time, which bounds the room of layers with windows; None: they get as
+            much as the others.
+
+    Attributes:
+        transport: of the group.
+        page_size, windows: as passed; -1 stands for no window.
+
+    Raises:
+        ValueError, TypeError: the value, what was expected and the fix; arguments that differ between ranks.
+    """
+
+    def __init__(
+        self,
+        layers: int,
+        kv_heads: int,
+        head_dim: int,
+        group: Any = None,
+        *,
+        tokens: int,
+        head_dim_v: int | None = None,
+        page_size: int = 128,
+        windows: Sequence[int | None] | None = None,
+        dtype: torch.dtype = torch.bfloat16,
+        shared_values: bool = False,
+        device: torch.device | str | None = None,
+        sequences: int | None = None,
+    ) -> None:
+        self.transport = transports.of(group)
+        self.transport.begin("KVCache()")
+        error: Exception | None = None
+        token = TokenShape(kv_heads, head_dim, head_dim if head_dim_v is None else head_dim_v, dtype, shared_values)
+        self.windows: tuple[int, ...] = ()
+        try:
+            _check_sizes(token, dict(layers=layers, tokens=tokens, page_size=page_size, sequences=sequences))
+            self.windows = tuple(-1 if w is None else w for w in ([None] * layers if windows is None else windows))
+            if len(self.windows) != layers or any(type(w) is not int or w < -1 for w in self.windows):
+                raise ValueError(f"windows is {windows!r}; pass a number of tokens >= 0, or None, for each layer")
+        except Exception as bad:  # of any kind: the other ranks must hear of it
+            error = bad
+        self.transport.agree(
+            "KVCache()",
+            dict(
+                layers=repr(layers), token=repr(token), tokens=repr(tokens), page_size=repr(page_size),
+                windows=repr(self.windows), sequences=repr(sequences),
+            ),
+            error,
+        )  # fmt: skip
+        self.page_size = page_size
+        world_size = self.transport.world_size
+        # One page for tokens that do not fill theirs, and one for the turns of steps, during which ranks differ.
+        pages = -(-tokens // (world_size * page_size)) + 2
+        found = sorted(set(self.windows))
+        kinds = [Kind(window, _pages_of_window(window, pages, page_size, sequences)) for window in found]
+        place = self.transport.device if device is None else torch.device(device)
+        self._slots = Slots(world_size, page_size, kinds)
+        self._memory = Memory(kinds, [found.index(window) for window in self.windows], token, page_size, place)
+        self._plans: weakref.WeakKeyDictionary[Plan, tuple[Chunk, int]] = weakref.WeakKeyDictionary()
+        self._chunks: dict[int, Chunk] = {}  # by sequence, the last one that was written
+        self._steps: weakref.WeakValueDictionary[int, Step] = weakref.WeakValueDictionary()  # by sequence
+
+    # Sequences
+
+    @property
+    def lengths(self) -> dict[int, int]:
+        """Tokens of each sequence, on all ranks together; those of a step that advances as of its last ``sync()``."""
+        return self._slots.lengths
+
+    def add(self) -> int:
+        """Return the number of a new sequence, which has no tokens."""
+        return self._slots.add()
+
+    def fork(self, sequence: int) -> int:
+        """Return a new sequence with the tokens of another one. They share all pages; a shared page that is written
+        later is copied first."""
+        self._ready([sequence])
+        number, copies = self._slots.fork(sequence)
+        self._copy(copies)
+        self._changed([sequence], "was forked", outdated=True)
+        return number
+
+    def free(self, sequence: int) -> None:
+        """Forget a sequence, and free the pages that no other one shares."""
+        self._slots.free(sequence)
+        self._chunks.pop(sequence, None)
+        self._changed([sequence], "was freed")
+
+    def crop(self, sequence: int, length: int) -> None:
+        """Keep the first ``length`` tokens of a sequence. With windows, at most the last 64 tokens may go.
+
+        Raises:
+            ValueError: there are fewer, or a window has freed what the next token would see.
+        """
+        self._ready([sequence])
+        self._slots.cut(sequence, length)
+        self._changed([sequence], "was cut")
+
+    def reorder(self, sequences: Sequence[int], order: Sequence[int]) -> list[int]:
+        """Return the sequences of a beam search after a selection: entry i goes on from ``sequences[order[i]]``. It is
+        that sequence where it is the first to do so, and a fork of it otherwise; sequences that nothing goes on from
+        are freed."""
+        sequences = list(sequences)
+        if len(set(sequences)) != len(sequences):
+            raise ValueError(f"sequences are {sequences}; pass each one once")
+        if not all(0 <= i < len(sequences) for i in order):
+            raise ValueError(f"order is {list(order)}; pass indices of the {len(sequences)} sequences")
+        self._ready(sequences)
+        goes_on: set[int] = set()
+        result = []
+        for index in order:
+            number = sequences[index]
+            result.append(self.fork(number) if number in goes_on else number)
+            goes_on.add(number)
+        for number in sequences:
+            if number not in goes_on:
+                self.free(number)
+        return result
+
+    def reserve(self, sequences: Iterable[int], tokens: int, new_tokens: int = 1) -> None:
+        """Make room for ``tokens`` more tokens of each sequence, in steps of ``new_tokens``, on every rank. A step that
+        is captured or advanced needs it; one that exists reads the new page tables in its ``sync()``.
+
+        Raises:
+            CacheFull: there is too little, on every rank; nothing has changed.
+        """
+        numbers = self._distinct(sequences)
+        if type(tokens) is not int or tokens < 0:
+            raise ValueError(f"tokens is {tokens!r}; pass a number of tokens >= 0")
+        _check_new_tokens(new_tokens)
+        self._ready(numbers)
+        self._copy(self._slots.reserve(numbers, tokens, new_tokens))
+        self._changed(numbers, "has other pages since reserve()", outdated=True)
+
+    # Prompts
+
+    def plan(self, sequence: int, new_tokens: int, **options: Any) -> Plan:
+        """Plan the attention of the next tokens of a sequence to themselves and to all that ranks hold of it.
+
+        Nothing changes in the cache before :meth:`extend`. Layers with different windows need a plan each, the later
+        ones with ``layout=`` the first one.
+
+        Args:
+            new_tokens: queries, and keys that are added.
+            options: those of :func:`ringattn.plan`; with ``window_size=(left, ...)`` and no other mask but ``causal``,
+                the keys are those that a query sees at all, and positions of the plan count from the first one.
+
+        Raises:
+            CacheFull: there is no room for the new tokens, on every rank.
+            ValueError, TypeError, RuntimeError: of :func:`ringattn.plan`; or a sequence that was freed.
+        """
+        self.transport.begin("plan()")
+        chunk, first = None, 0
+        try:
+            record = self._slots[sequence]
+            length = record.length
+            if isinstance(layout := options.get("layout"), Plan) and layout in self._plans:
+                chunk, _ = self._plans[layout]
+                if chunk.sequence != sequence:
+                    raise ValueError(f"layout is a plan of sequence {chunk.sequence}, not of {sequence}")
+                length = chunk.length
+            else:
+                self._ready([sequence])
+            left = options.get("window_size", (-1, -1))[0]
+            others = ("mask", "prefix", "cu_seqlens", "cu_seqlens_k", "documents")
+            if left >= 0 and not any(options.get(name) is not None and options[name] != 0 for name in others):
+                first = max(0, length - left)
+            held = [_before(tokens.since(first), length - first) for tokens in record.tokens]
+        except Exception as error:  # of any kind: the other ranks must hear of it
+            self.transport.agree("plan()", {}, error)
+            raise
+        plan = make_plan(new_tokens, self.transport, held=held, **options)
+        if chunk is None:
+            shards = tuple(tuple(range(r.start + length, r.stop + length, r.step) for r in s) for s in plan.shards)
+            chunk = Chunk(sequence, length, shards)
+            self._slots.check_extend(sequence, shards)
+        self._plans[plan] = chunk, first
+        return plan
+
+    @torch.no_grad()  # or the cache would keep the graphs of all that was written
+    def extend(self, plan: Plan, layer: int, k: Tensor, v: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Write this rank's shards of new keys and values to their pages of a layer; return all that this rank holds of
+        the plan's keys, for :func:`ringattn.attention`.
+
+        Args:
+            plan: of :meth:`plan`. The first layer that is extended takes the room and adds the tokens.
+            k: (1, local tokens, kv_heads, head_dim), rotary embeddings applied.
+            v: (1, local tokens, kv_heads, head_dim_v); not read, and may be left out, where values are shared.
+
+        Returns:
+            Keys and values (1, local keys, kv_heads, ...): views of the pages where these neighbour each other, copies
+            otherwise.
+
+        Raises:
+            CacheFull: other sequences took the room since :meth:`plan`; on every rank, and nothing has changed.
+            ValueError, TypeError: the value, what was expected and the fix.
+        """
+        if autocast_dtype(self._memory.positions.device) == self._memory.token.dtype:
+            k, v = as_autocast(k, k if v is None else v)
+        try:
+            chunk, first = self._check_extend(plan, layer, k, v)
+            if not chunk.layers:
+                self._start(chunk)
+        except Exception as error:
+            if isinstance(plan, Plan):
+                plan.refuse("attention()", error)
+            raise
+        chunk.layers.add(layer)
+        if len(chunk.layers) == len(self.windows):
+            self._chunks.pop(chunk.sequence, None)
+        kind, pool = self._memory.kind_of[layer], self._memory.pools[layer]
+        places = chunk.places(self._slots, self._memory, self.transport.rank, kind, first)
+        places.write(pool, k, v)
+        keys = places.read(pool, pool.k, k)
+        if pool.shared_values:
+            return keys, keys[..., : self._memory.token.head_dim_v]
+        assert v is not None
+        return keys, places.read(pool, pool.v, v)
+
+    def _start(self, chunk: Chunk) -> None:
+        """Add the tokens of a chunk, which has not been extended by any layer."""
+        self._copy(self._slots.extend(chunk.sequence, chunk.shards))
+        chunk.put_positions(self._slots, self._memory, self.transport.rank)
+        self._chunks[chunk.sequence] = chunk
+        self._changed([chunk.sequence], "was extended")
+
+    def _check_extend(self, plan: Plan, layer: int, k: Tensor, v: Tensor | None) -> tuple[Chunk, int]:
+        if not isinstance(plan, Plan) or plan not in self._plans:
+            raise ValueError(f"plan is {plan!r}, not one of this cache; make it with its plan()")
+        chunk, first = self._plans[plan]
+        if type(layer) is not int or not 0 <= layer < len(self.windows):
+            raise ValueError(f"layer is {layer!r}; the cache has layers 0 to {len(self.windows) - 1}")
+        if layer in chunk.layers:
+            raise ValueError(f"layer {layer} was extended with this plan already; make a plan for the next tokens")
+        window = self.windows[layer]
+        if window >= 0 and first < chunk.length - window:
+            raise ValueError(
+                f"layer {layer} keeps a window of {window} tokens, but the plan sees all of them; plan its attention "
+                f"with window_size=({window}, 0) and layout= the plan of the other layers"
+            )
+        length = self._slots[chunk.sequence].length - (sum(map(shard_length, chunk.shards)) if chunk.layers else 0)
+        if length != chunk.length or (chunk.layers and self._chunks.get(chunk.sequence) is not chunk):
+            raise ValueError(
+                f"sequence {chunk.sequence} had {chunk.length} tokens when this plan was made, and has changed since; "
+                "make another one"
+            )
+        self._ready([chunk.sequence] if not chunk.layers else [])
+        self._check_tokens(plan, k, v)
+        return chunk, first
+
+    def _check_tokens(self, plan: Plan, k: Tensor, v: Tensor | None) -> None:
+        token, device, count = self._memory.token, self._memory.positions.device, plan.local_lengths[plan.rank]
+        both = [("k", k, token.head_dim)] + ([] if token.shared_values else [("v", v, token.head_dim_v)])
+        for name, x, head_dim in both:
+            shape = (1, count, token.kv_heads, head_dim)
+            if x is None or tuple(x.shape) != shape:
+                got = None if x is None else tuple(x.shape)
+                raise ValueError(
+                    f"{name} has shape {got}, but this rank's shard of the plan's new tokens is (batch, tokens, "
+                    f"kv_heads, head_dim) = {shape}; pass that of plan.shard(), one sequence at a time"
+                )
+            if x.dtype != token.dtype:
+                raise TypeError(f"{name} is {x.dtype}, but the cache holds {token.dtype}; cast it, or make another one")
+            if x.device != device:
+                raise ValueError(f"{name} is on {x.device}, but the cache on {device}; move it there")
+
+    # Steps
+
+    def step(self, sequences: Sequence[int | None], new_tokens: int = 1) -> Step:
+        """Make room for the next tokens of some sequences on every rank, and return the tables by which
+        :func:`ringattn.decode` writes and attends.
+
+        Args:
+            sequences: a row of the batch each; None pads the batch.
+            new_tokens: of each row, 1 to 64.
+
+        Raises:
+            CacheFull: there is too little room, on every rank; nothing has changed.
+            ValueError: a sequence that was freed or appears twice, or another number of tokens.
+        """
+        numbers = self._distinct(n for n in sequences if n is not None)
+        _check_new_tokens(new_tokens)
+        self._ready(numbers)
+        rows, copies = self._slots.step(numbers, new_tokens)
+        self._changed(numbers, "has had another step")
+        self._copy(copies)
+        step = Step(self.transport, self._slots, self._memory, sequences, rows, new_tokens)
+        for number in numbers:
+            self._steps[number] = step
+        return step
+
+    # What users read
+
+    def describe(self, q_heads: int | None = None) -> str:
+        """Return as text the bytes of a rank, the tokens that fit, free pages, and the predicted time of a step of one
+        token of every sequence: reading the keys and values, and one exchange per layer. Predictions are arithmetic
+        with the rates that ``benchmarks/calibrate.py`` measured on this machine, or with default ones.
+
+        Args:
+            q_heads: query heads, for the size of the exchange; by default as many as key heads.
+        """
+        slots, token, world_size = self._slots, self._memory.token, self.transport.world_size
+        costs, source = costs_of(self.transport)
+        values = "shared" if token.shared_values else token.head_dim_v
+        lines = [
+            f"{len(self.windows)} layers of {token.kv_heads} heads, head_dim {token.head_dim}, head_dim_v {values}, "
+            f"{token.dtype}; {self._memory.bytes / 2**20:.1f} MiB on each of {world_size} ranks, "
+            f"{token.bytes * len(self.windows)} bytes a token"
+        ]
+        read = [0] * world_size
+        for kind, (window, pages) in enumerate(slots.kinds):
+            layers = self._memory.kind_of.count(kind)
+            free = [pool.free for pool in slots.pools[kind]]
+            name = "no window" if window < 0 else f"a window of {window}"
+            lines.append(
+                f"{layers} layers with {name}: room for {pages * self.page_size * world_size} tokens; {min(free)} of "
+                f"{pages} pages of {self.page_size} free on the fullest rank, {max(free)} on the emptiest"
+            )
+            for number, length in slots.lengths.items():
+                for rank, tokens in enumerate(slots[number].tokens):
+                    seen = tokens.count - (tokens.before(length - window) if window >= 0 else 0)
+                    read[rank] += seen * layers * token.bytes
+        reading = max(read) / costs.memory_gbs / 1e6
+        state = len(slots.lengths) * (q_heads or token.kv_heads) * (token.head_dim_v + 2) * 4
+        merge = costs.message_ms + state * (world_size - 1) / costs.message_gbs / 1e6 if world_size > 1 else 0.0
+        total = sum(slots.lengths.values())
+        lines.append(
+            f"{len(slots.lengths)} sequences of {total} tokens; a step takes about "
+            f"{reading + merge * len(self.windows):.3f} ms: {reading:.3f} ms to read {max(read) / 2**20:.1f} MiB, and "
+            f"{merge * len(self.windows):.3f} ms of merges (costs: {source})"
+        )
+        return "\n".join(lines)
+
+    # Checks
+
+    def _distinct(self, sequences: Iterable[int]) -> list[int]:
+        numbers = list(sequences)
+        for number in numbers:
+            self._slots[number]
+        if len(set(numbers)) != len(numbers):
+            raise ValueError(f"sequences are {numbers}; each may be in a batch once, fork one for another row")
+        return numbers
+
+    def _ready(self, numbers: Iterable[int]) -> None:
+        """Raise unless the books of these sequences are right and all of their layers have the same tokens."""
+        for number in numbers:
+            self._slots[number]
+            if (step := self._steps.get(number)) is not None and step.is_ahead:
+                raise RuntimeError(
+                    f"a step has advanced with sequence {number}, and the cache does not know how far; call its sync()"
+                )
+            if (chunk := self._chunks.get(number)) is not None:
+                missing = [layer for layer in range(len(self.windows)) if layer not in chunk.layers]
+                raise RuntimeError(
+                    f"layers {missing} of sequence {number} lack its last {sum(map(shard_length, chunk.shards))} "
+                    "tokens; call extend() for every layer, or free the sequence"
+                )
+
+    def _changed(self, numbers: Iterable[int], what: str, outdated: bool = False) -> None:
+        """Refuse the steps of sequences from now on, or until their ``sync()``."""
+        for number in numbers:
+            step = self._steps.get(number)
+            if step is None:
+                continue
+            if outdated:
+                step.refuse(f"sequence {number} {what}; call step.sync() before the step is used again", True)
+            else:
+                step.refuse(f"sequence {number} {what} since this step was made; make another one with cache.step()")
+                del self._steps[number]
+
+    def _copy(self, copies: Sequence[Copy]) -> None:
+        self._memory.copy([copy for copy in copies if copy.rank == self.transport.rank])
+
+
+def _check_sizes(token: TokenShape, sizes: dict[str, int | None]) -> None:
+    heads = dict(kv_heads=token.kv_heads, head_dim=token.head_dim, head_dim_v=token.head_dim_v)
+    for name, value in {**heads, **sizes}.items():
+        if name == "sequences" and value is None:
+            continue
+        if type(value) is not int or value < 1:
+            raise ValueError(f"{name} is {value!r}; pass a positive number")
+    page_size = sizes["page_size"]
+    if page_size is None or page_size % 16:
+        raise ValueError(f"page_size is {page_size}; it must be a multiple of 16, such as 128")
+    if token.dtype not in DTYPES:
+        raise TypeError(f"dtype is {token.dtype}; use one of {', '.join(map(str, DTYPES))}")
+    if token.shared_values and token.head_dim_v > token.head_dim:
+        raise ValueError(
+            f"head_dim_v is {token.head_dim_v}, but shared values are the first columns of keys of head_dim "
+            f"{token.head_dim}; pass a smaller one"
+        )
+
+
+def _check_new_tokens(new_tokens: int) -> None:
+    if type(new_tokens) is not int or not 1 <= new_tokens <= NEW_TOKENS:
+        raise ValueError(
+            f"new_tokens is {new_tokens!r}; a step takes 1 to {NEW_TOKENS}, and cache.plan() with extend() any number"
+        )
+
+
+def _pages_of_window(window: int, pages: int, page_size: int, sequences: int | None) -> int:
+    """Return the pages of a kind on a rank: a sequence needs its window there, and twice so while a chunk is added."""
+    if window < 0 or sequences is None:
+        return pages
+    return min(pages, sequences * (2 * -(-(window + SLACK) // page_size) + 4))
+
+
+def _before(shard: tuple[range, ...], position: int) -> tuple[range, ...]:
+    """Return the part of a shard before a position."""
+    parts = (run[: max(0, -(-(position - run.start) // run.step))] for run in shard)
+    return tuple(part for part in parts if part)

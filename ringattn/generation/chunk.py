@@ -1,0 +1,114 @@
+"""A chunk of a prompt: where its tokens are written in this rank's pages, and where those before it are read."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..kernels.paged.contract import Pool
+from ..kernels.upload import upload
+from .memory import Memory
+from .slots import Placed, Slots
+from .tokens import Shard
+
+
+class Index(NamedTuple):
+    """Slots of a pool on the device: :class:`.slots.Placed` as tensors."""
+
+    nth: Tensor | None
+    physical: Tensor | slice
+
+
+class Places(NamedTuple):
+    """Where a layer writes the new tokens, and reads those that it sees: ``seen`` are the earlier ones, and ``both``
+    these and the new ones if all of them have pages."""
+
+    new: Index
+    seen: Index
+    both: Index | None
+
+    def write(self, pool: Pool, k: Tensor, v: Tensor | None) -> None:
+        """Store tokens (1, tokens, kv_heads, head_dim)."""
+        for x, target in ((k, pool.k), (v, pool.v)):
+            if x is None or (pool.shared_values and target is pool.v):
+                continue
+            rows = x[0] if self.new.nth is None else x[0].index_select(0, self.new.nth)
+            if isinstance(self.new.physical, slice):
+                target[:, self.new.physical].copy_(rows.transpose(0, 1))
+            else:
+                target.index_copy_(1, self.new.physical, rows.transpose(0, 1))
+
+    def read(self, pool: Pool, x: Tensor, new: Tensor) -> Tensor:
+        """Return the earlier and the new tokens of ``x``, the keys or the values of a pool, (1, tokens, kv_heads,
+        head_dim): a view where they lie together."""
+        if self.both is not None:
+            at = self.both.physical
+            return (x[:, at] if isinstance(at, slice) else x.index_select(1, at)).transpose(0, 1)[None]
+        seen = x[:, self.seen.physical]
+        return torch.cat([seen, new[0].transpose(0, 1)], 1).transpose(0, 1)[None] if seen.shape[1] else new
+
+
+@dataclass(eq=False)
+class Chunk:
+    """New tokens of a sequence that layer after layer extends by.
+
+    Args:
+        sequence, length: the sequence, and its tokens before.
+        shards: for every rank the runs of positions of its new tokens.
+
+    Attributes:
+        layers: those that were extended.
+    """
+
+    sequence: int
+    length: int
+    shards: tuple[Shard, ...]
+    layers: set[int] = field(default_factory=set)
+    _places: dict[tuple[int, int], Places] = field(default_factory=dict)
+
+    def put_positions(self, slots: Slots, memory: Memory, rank: int) -> None:
+        """Write the positions of the new tokens, once they have pages."""
+        tokens = slots[self.sequence].tokens[rank]
+        new = self._slots(slots, rank)
+        positions = tokens.positions(new.start, new.stop)
+        targets, values = [], []
+        for kind, base in enumerate(memory.base):
+            nth, physical = slots.physical(kind, rank, self.sequence, new)
+            if isinstance(physical, slice):
+                physical = np.arange(physical.start, physical.stop)
+            targets.append(base + physical)
+            values.append(positions if nth is None else positions[nth])
+        tables = (torch.from_numpy(np.concatenate(x)) for x in (targets, values))
+        at, values_there = upload(tuple(tables), memory.positions.device)
+        memory.positions.index_copy_(0, at, values_there)
+
+    def places(self, slots: Slots, memory: Memory, rank: int, kind: int, first: int) -> Places:
+        """Return where a layer of some kind writes and reads under a plan whose keys begin at position ``first``."""
+        found = self._places.get((kind, first))
+        if found is None:
+            new = self._slots(slots, rank)
+            begin = min(slots[self.sequence].tokens[rank].before(first), new.start)
+            ranges = (new, range(begin, new.start), range(begin, new.stop))
+            placed = [slots.physical(kind, rank, self.sequence, part) for part in ranges]
+            whole = placed[2].nth is None or len(placed[2].nth) == len(ranges[2])
+            new_there, seen, *both = _on_device(placed if whole else placed[:2], memory)
+            found = Places(new_there, seen, both[0] if both else None)
+            self._places[kind, first] = found
+        return found
+
+    def _slots(self, slots: Slots, rank: int) -> range:
+        count = sum(map(len, self.shards[rank]))
+        past = slots[self.sequence].tokens[rank].before(self.length) + count
+        return range(past - count, past)
+
+
+def _on_device(placed: list[Placed], memory: Memory) -> list[Index]:
+    """Return slots of a pool as tensors on the device, by one copy."""
+    device = memory.positions.device
+    arrays = [x for one in placed for x in one if isinstance(x, np.ndarray)]
+    there = iter(upload([torch.from_numpy(x) for x in arrays], device)) if arrays else iter(())
+    return [Index(*(next(there) if isinstance(x, np.ndarray) else x for x in one)) for one in placed]  # type: ignore[arg-type]

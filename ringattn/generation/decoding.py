@@ -1,0 +1,201 @@
+"""decode(): attention of a step's new tokens to everything that the ranks hold, themselves included.
+
+The new tokens are on every rank. The rank whose turn it is stores them, each rank attends to the keys that it holds,
+and one all-gather exchanges the partial states (m, l, o), which every rank adds in the same order: the same bits
+everywhere. What moves does not depend on the length of the cache. (Shyam et al. 2024, arXiv:2408.04093, with two
+all-reduces; the sum of partial states: :mod:`ringattn.partial`.)
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from ..functional import check_score
+from ..kernels.contract import Score, accumulation_dtype
+from ..kernels.paged.backends import choose
+from ..kernels.paged.contract import NEW_TOKENS, Call, Pool, Tables, tile_size
+from ..operators import as_autocast, autocast_dtype
+from ..transport import Transport
+
+HEADS = ("all", "scattered")
+
+
+class LayerStep(NamedTuple):
+    """What one layer needs of a step: its pool on this rank, its tables, and its window (-1: none)."""
+
+    pool: Pool
+    tables: Tables
+    window: int
+
+
+class DecodingStep(Protocol):
+    """What :func:`decode` needs of a :class:`.step.Step`."""
+
+    transport: Transport
+    batch: int
+    new_tokens: int
+
+    def layer(self, layer: int) -> LayerStep:
+        """Return what this layer needs; raise for a layer out of range, and for a step that can no longer be used."""
+        ...
+
+    def compare(self, q: Tensor, layer: int) -> None:
+        """In checking mode, compare the tables and q across ranks."""
+        ...
+
+
+@torch.no_grad()
+def decode(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor | None,
+    step: DecodingStep,
+    *,
+    layer: int,
+    softmax_scale: float | None = None,
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    sink: Tensor | None = None,
+    tree: Tensor | None = None,
+    heads: str = "all",
+    fixed_split: int = 0,
+    return_lse: bool = False,
+    kernel: str = "auto",
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Store a step's new tokens in one layer of the cache and return their attention to all tokens of their sequences.
+
+    Args:
+        q: (batch, new, q_heads, head_dim), the same on every rank, rotary embeddings applied (``step.positions``).
+        k: (batch, new, kv_heads, head_dim), the same on every rank.
+        v: (batch, new, kv_heads, head_dim_v); None or unread in a cache with ``shared_values``.
+        step: from ``KVCache.step``.
+        layer: which layer of the cache.
+        softmax_scale, softcap, alibi_slopes: as in :func:`ringattn.attention`.
+        sink: (q_heads,), one logit per head that joins the denominator once.
+        tree: (batch, new) int64 in place of causal order: new token i sees new token j if bit j of ``tree[b, i]`` is
+            set; j > i is not allowed. A token's position is that of its depth.
+        heads: "all": out has all heads, on every rank; "scattered": rank r gets part r of ``torch.tensor_split``.
+        fixed_split: cut sums of keys at multiples of so many slots of the cache, so that the bits of a row do not
+            depend on the rest of the batch; 0: equal shares of all work, which is faster.
+        return_lse: also return the log-sum-exp.
+        kernel: "eager", "triton", ... or "auto": the fastest that supports the call.
+
+    Under autocast, q, k and v are cast to its dtype if it is the cache's. Nothing is differentiated. The step may be
+    captured in a CUDA graph; a call makes at most one collective.
+
+    Returns:
+        out (batch, new, heads, head_dim_v) in q's dtype, and with ``return_lse`` lse (batch, heads, new): natural
+        logarithm, float32 (float64 for float64 inputs). A row without a sequence has out 0 and lse -inf.
+
+    Raises:
+        TypeError, ValueError: the value, what was expected and the fix, before anything is written or sent.
+        RuntimeError: an earlier call on this group failed after communication had started.
+    """
+    transport = step.transport
+    transport.begin("decode()")
+    pool, tables, window = step.layer(layer)
+    dtype = pool.k.dtype
+    if q.dtype != dtype and autocast_dtype(q.device) == dtype:
+        q, k, v = as_autocast(q, k, k if v is None else v)
+    _check(q, k, v, (step.batch, step.new_tokens), pool)
+    check_score(q, softcap, alibi_slopes, sink)
+    if tree is not None:
+        _check_tree(tree, q, window)
+    if heads not in HEADS:
+        raise ValueError(f"heads={heads!r} is unknown; use one of {', '.join(map(repr, HEADS))}")
+    tile = tile_size(pool.page_size)
+    if fixed_split < 0 or fixed_split % tile:
+        raise ValueError(f"fixed_split is {fixed_split}; it must be a multiple of {tile} for pages of {pool.page_size}")
+    if alibi_slopes is not None:  # kernels read them as they accumulate
+        alibi_slopes = alibi_slopes.to(accumulation_dtype(q)).contiguous()
+    scale = q.shape[-1] ** -0.5 if softmax_scale is None else float(softmax_scale)
+    score = Score(scale, float(softcap), alibi_slopes, sink if sink is None else sink.contiguous())
+    call = Call(tree if tree is None else tree.contiguous(), fixed_split)
+    kind = ("backend", kernel, q.dtype, q.shape, pool.k.shape, scale > 0, alibi_slopes is None, fixed_split)
+    backend = tables.memo.once(kind, lambda: choose(kernel, q, pool, tables, score, call))
+    if transport.world_size > 1:
+        transport.check_device("q", q)
+    step.compare(q, layer)
+    backend.write(k, v, pool, tables, call.tree)
+    if transport.world_size == 1:
+        out, lse = backend.output(q, pool, tables, score, call)
+    else:
+        state = backend.attend(q, pool, tables, score, call)
+        try:
+            states = transport.all_gather(state)
+        except BaseException as error:
+            transport.note_failure(error)
+            raise
+        sink = score.sink
+        if heads == "scattered":
+            part = _part(q.shape[2], transport)
+            states, sink = states[..., part, :], None if sink is None else sink[part]
+        out, lse = backend.finish(states, sink, dtype)
+    return (out, lse) if return_lse else out
+
+
+def _part(heads: int, transport: Transport) -> slice:
+    """Return this rank's part of the heads, as ``torch.tensor_split`` cuts them."""
+    size, more = divmod(heads, transport.world_size)
+    first = transport.rank * size + min(transport.rank, more)
+    return slice(first, first + size + (transport.rank < more))
+
+
+def _check(q: Tensor, k: Tensor, v: Tensor | None, tokens: tuple[int, int], pool: Pool) -> None:
+    """Check the new tokens against the step and the pool: kernels trust shapes."""
+    kv_heads, _, head_dim = pool.k.shape
+    shapes = [("k", k, (*tokens, kv_heads, head_dim))]
+    if not pool.shared_values:
+        if v is None:
+            raise TypeError("v is None, but the cache stores values; pass v, or make the cache with shared_values=True")
+        shapes.append(("v", v, (*tokens, kv_heads, pool.v.shape[-1])))
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if hasattr(x, "to_local"):
+            raise TypeError(f"{name} is a DTensor; pass {name}.to_local(), all of the new tokens and this rank's heads")
+    if q.ndim != 4 or q.shape[:2] != tokens or q.shape[3] != head_dim or not 0 < tokens[1] <= NEW_TOKENS:
+        raise ValueError(
+            f"q has shape {tuple(q.shape)}, but the step and the cache expect (batch, new, q_heads, head_dim) = "
+            f"({tokens[0]}, {tokens[1]}, q_heads, {head_dim}), 1 to {NEW_TOKENS} new tokens; pass the step's tokens"
+        )
+    if kv_heads == 0 or q.shape[2] % kv_heads:
+        raise ValueError(f"q has {q.shape[2]} heads and the cache {kv_heads}; the cache's must divide q's")
+    for name, x, shape in shapes:
+        if tuple(x.shape) != shape:
+            raise ValueError(
+                f"{name} has shape {tuple(x.shape)}, but the step and the cache expect (batch, new, kv_heads, "
+                f"head_dim{'_v' if name == 'v' else ''}) = {shape}; pass the step's tokens"
+            )
+    for name, x in (("q", q), *((name, x) for name, x, _ in shapes)):
+        if x.dtype != pool.k.dtype:
+            raise TypeError(
+                f"{name} is {x.dtype}, but the cache holds {pool.k.dtype}; cast {name}, or make the cache for its dtype"
+            )
+        if x.device != pool.k.device:
+            raise ValueError(f"{name} is on {x.device}, but the cache is on {pool.k.device}; move them to one device")
+
+
+def _check_tree(tree: Tensor, q: Tensor, window: int) -> None:
+    batch, new = q.shape[:2]
+    if tuple(tree.shape) != (batch, new) or tree.dtype != torch.int64:
+        raise ValueError(
+            f"tree is {tree.dtype} of shape {tuple(tree.shape)}; it must be int64 of shape (batch, new) = "
+            f"({batch}, {new})"
+        )
+    if tree.device != q.device:
+        raise ValueError(f"q is on {q.device} but tree is on {tree.device}; move them to one device")
+    if 0 <= window < new:
+        raise ValueError(
+            f"a tree of {new} tokens does not fit this layer's window, which ends {window} tokens before each token; "
+            f"take at most {window} new tokens"
+        )
+    if tree.device.type == "cpu":  # reading it would make the host wait for a GPU
+        later = tree & ~((torch.tensor(2) << torch.arange(new)) - 1)
+        if later.any():
+            row, node = later.nonzero()[0].tolist()
+            raise ValueError(
+                f"tree[{row}, {node}] is {int(tree[row, node]):#x}: it has a bit for a token after token {node}; a "
+                f"token may see itself and tokens before it: the bits up to 1 << {node}"
+            )

@@ -1,0 +1,91 @@
+"""This rank's pages on the device: a pool for each kind of layer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..kernels.paged.contract import Pool
+from .pages import Copy, Kind
+
+
+class TokenShape(NamedTuple):
+    """What a token is in one layer."""
+
+    kv_heads: int
+    head_dim: int
+    head_dim_v: int
+    dtype: torch.dtype
+    shared_values: bool
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of its keys and values."""
+        elements = self.head_dim if self.shared_values else self.head_dim + self.head_dim_v
+        return self.kv_heads * elements * self.dtype.itemsize
+
+
+class Memory:
+    """The pages of all layers. Each pool has one page more than its kind: where a captured step writes that was
+    replayed further than there is room.
+
+    Args:
+        kinds: of the layers.
+        kind_of: the kind of each layer.
+
+    Attributes:
+        k, v: of each kind, (layers, kv_heads, pages * page_size, head_dim or head_dim_v).
+        positions: of all kinds, one after another: (slots,) int32.
+        base: where the slots of each kind begin in it.
+        pools: of each layer.
+        spare: of each kind, the page that is in no table.
+    """
+
+    def __init__(
+        self, kinds: Sequence[Kind], kind_of: Sequence[int], token: TokenShape, page_size: int, device: torch.device
+    ) -> None:
+        self.kind_of, self.token, self.page_size = tuple(kind_of), token, page_size
+        self.k: list[Tensor] = []
+        self.v: list[Tensor] = []
+        self.base = [0]
+        self.spare = [kind.pages for kind in kinds]
+        for kind, (_, pages) in enumerate(kinds):
+            slots = (pages + 1) * page_size
+            self.base.append(self.base[-1] + slots)
+            shape = (kind_of.count(kind), token.kv_heads, slots)
+            self.k.append(torch.empty(*shape, token.head_dim, dtype=token.dtype, device=device))
+            own = self.k[-1][..., : token.head_dim_v]
+            if not token.shared_values:
+                own = torch.empty(*shape, token.head_dim_v, dtype=token.dtype, device=device)
+            self.v.append(own)
+        self.positions = torch.zeros(self.base.pop(), dtype=torch.int32, device=device)
+        self.pools = []
+        used = [0] * len(kinds)
+        for kind in kind_of:
+            k, v = self.k[kind][used[kind]], self.v[kind][used[kind]]
+            at = self.positions[self.base[kind] :][: k.shape[1]]
+            self.pools.append(Pool(k, v, at, page_size, token.shared_values))
+            used[kind] += 1
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of all of it."""
+        tensors = [*self.k, self.positions, *([] if self.token.shared_values else self.v)]
+        return sum(x.numel() * x.element_size() for x in tensors)
+
+    def copy(self, copies: Sequence[Copy]) -> None:
+        """Copy pages of this rank, in this order."""
+        size = self.page_size
+        for kind, _, source, target in copies:
+            begin = self.base[kind]
+            for x, dim in ((self.k[kind], 2), (self.v[kind], 2), (self.positions[begin:], 0)):
+                x.narrow(dim, target * size, size).copy_(x.narrow(dim, source * size, size))
+
+    def move(self, kind: int, source: Tensor, target: Tensor, positions: Tensor) -> None:
+        """Copy tokens from some physical slots to others of all layers of a kind, and give them these positions."""
+        for x in [self.k[kind], *([] if self.token.shared_values else [self.v[kind]])]:
+            x.index_copy_(2, target, x.index_select(2, source))
+        self.positions[self.base[kind] :].index_copy_(0, target, positions)

@@ -1,0 +1,444 @@
+"""The books of a paged cache: which rank holds which tokens of each sequence, and in which pages.
+
+Every rank keeps the books of all ranks. Operations run in the same order everywhere, and each choice is a function of
+the books, so that ranks know all counts, page tables and free pages without a message. No torch, nothing on a device.
+
+The tokens of a sequence on a rank are a dense list of *slots* in the order of positions; slot s is in page
+``pages[s // page_size]``. Chunks are dealt out by the layout of a plan. The new tokens of a step go whole to the rank
+whose *turn* it is: a turn lasts until ``page_size`` tokens, then the rank with the fewest tokens has it, of several the
+first from ``sequence % world_size`` on. So ranks' counts stay within ``page_size`` and a step of each other.
+
+Layers of one *kind* (a sliding window, or none) have a pool of pages on each rank. Pages are shared by counting
+references: a fork shares all of them, and a page that is written gets a copy of its own first.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .pages import NONE, CacheFull, Copy, Kind, Pages
+from .tokens import Shard, Tokens
+
+SLACK = 64  # tokens that a sequence can be cut back by at any time, though a window has passed
+
+
+@dataclass
+class Record:
+    """A sequence.
+
+    Attributes:
+        tokens: of every rank.
+        pages: ``pages[kind][rank]``, the page table.
+        passed: ``passed[kind][rank]``, how many of its first pages were freed.
+        turn, turn_tokens: the rank that takes new tokens, and those that it has taken in its turn.
+        reserved: slots of every rank that :meth:`Slots.reserve` made room for.
+    """
+
+    number: int
+    tokens: list[Tokens]
+    pages: list[list[array[int]]]
+    passed: list[list[int]]
+    turn: int
+    turn_tokens: int
+    reserved: list[int]
+
+    @property
+    def length(self) -> int:
+        return sum(tokens.count for tokens in self.tokens)
+
+
+class Row(NamedTuple):
+    """A sequence as it was before a step."""
+
+    sequence: int
+    counts: tuple[int, ...]
+    turn: int
+    turn_tokens: int
+
+    @property
+    def length(self) -> int:
+        return sum(self.counts)
+
+
+class Placed(NamedTuple):
+    """Where slots are in a pool: ``nth`` says which of them have a page, ``physical`` where these are. Slots in pages
+    that neighbour each other are a slice, and ``nth`` is None."""
+
+    nth: NDArray[np.int64] | None
+    physical: NDArray[np.int64] | slice
+
+
+class _Growth(NamedTuple):
+    """Slots of a sequence on a rank that need pages: of each kind from ``first[kind]`` up to ``past``."""
+
+    sequence: Record
+    rank: int
+    first: tuple[int, ...]
+    past: int
+
+
+class _Want(NamedTuple):
+    """The pages that a growth takes of one kind: ``copied`` is the index of a shared page that it will write, or -1,
+    ``passed`` the first ones of its table, which nothing sees any longer."""
+
+    growth: _Growth
+    kind: int
+    new: int
+    copied: int
+    passed: range
+
+
+class Slots:
+    """The books of all ranks.
+
+    Attributes:
+        world_size, page_size: of the cache.
+        kinds: of its layers.
+        pools: ``pools[kind][rank]``.
+    """
+
+    def __init__(self, world_size: int, page_size: int, kinds: Sequence[Kind]) -> None:
+        self.world_size, self.page_size, self.kinds = world_size, page_size, tuple(kinds)
+        self.pools = [[Pages(kind.pages) for _ in range(world_size)] for kind in kinds]
+        self._sequences: dict[int, Record] = {}
+        self._next = 0
+
+    def __getitem__(self, number: int) -> Record:
+        """Return a sequence.
+
+        Raises:
+            ValueError: it was freed, or is of another cache.
+        """
+        found = self._sequences.get(number) if type(number) is int else None
+        if found is None:
+            if type(number) is int and 0 <= number < self._next:
+                raise ValueError(f"sequence {number} was freed; use one that KVCache.add() or fork() returned since")
+            raise ValueError(f"the cache has no sequence {number!r}; pass what its add() or fork() returned")
+        return found
+
+    @property
+    def lengths(self) -> dict[int, int]:
+        """Tokens of every sequence, on all ranks together."""
+        return {number: sequence.length for number, sequence in self._sequences.items()}
+
+    def add(self) -> int:
+        """Return the number of a new sequence without tokens."""
+        number, ranks, zeros = self._next, range(self.world_size), [0] * self.world_size
+        pages, passed = [[array("i") for _ in ranks] for _ in self.kinds], [zeros.copy() for _ in self.kinds]
+        home = number % self.world_size
+        self._sequences[number] = Record(number, [Tokens() for _ in ranks], pages, passed, home, 0, zeros)
+        self._next += 1
+        return number
+
+    def fork(self, number: int) -> tuple[int, list[Copy]]:
+        """Return a sequence that begins with another one's tokens, and pages to copy.
+
+        All pages with tokens are shared. Where the last one has room that is reserved, which a captured step may fill
+        without telling the books, the fork gets a copy of it at once.
+
+        Raises:
+            CacheFull: for such a copy.
+        """
+        old = self[number]
+        filled = [
+            [table[: -(-held.count // self.page_size)] for table, held in zip(tables, old.tokens, strict=True)]
+            for tables in old.pages
+        ]
+        reserved = [r for r, t in enumerate(old.tokens) if t.count % self.page_size and old.reserved[r] > t.count]
+        self._check_room({(kind, rank): 1 for kind in range(len(self.kinds)) for rank in reserved})
+        new = self[self.add()]
+        new.tokens = [tokens.copy() for tokens in old.tokens]
+        new.turn, new.turn_tokens = old.turn, old.turn_tokens
+        new.pages, new.passed = filled, [passed.copy() for passed in old.passed]
+        copies = []
+        for kind, tables in enumerate(filled):
+            for rank, table in enumerate(tables):
+                pool = self.pools[kind][rank]
+                pool.share(table)
+                if rank in reserved:
+                    copies.append(self._copied(kind, rank, table, len(table) - 1))
+        return new.number, copies
+
+    def free(self, number: int) -> None:
+        """Forget a sequence and give its pages back."""
+        sequence = self[number]
+        for pools, tables in zip(self.pools, sequence.pages, strict=True):
+            for pool, table in zip(pools, tables, strict=True):
+                pool.release(table)
+        del self._sequences[number]
+
+    def check_extend(self, number: int, shards: Sequence[Shard]) -> None:
+        """Raise CacheFull if there is no room for :meth:`extend`."""
+        self._wanted(self._chunk(self[number], shards))
+
+    def extend(self, number: int, shards: Sequence[Shard]) -> list[Copy]:
+        """Add a chunk of tokens; return the pages to copy first.
+
+        Args:
+            shards: for every rank the runs of its new tokens; all together follow the tokens of the sequence.
+
+        Raises:
+            CacheFull: nothing has changed.
+        """
+        sequence = self[number]
+        copies = self._make_room(self._chunk(sequence, shards))
+        for tokens, shard in zip(sequence.tokens, shards, strict=True):
+            tokens.append(shard)
+        return copies
+
+    def step(self, numbers: Sequence[int], new: int) -> tuple[list[Row], list[Copy]]:
+        """Add ``new`` tokens to each sequence; return the sequences as they were, and the pages to copy first.
+
+        Raises:
+            CacheFull: nothing has changed.
+        """
+        sequences = [self[number] for number in numbers]
+        rows = [self.row(number) for number in numbers]
+        growths = []
+        for sequence, row in zip(sequences, rows, strict=True):
+            count = row.counts[row.turn]
+            growths.append(_Growth(sequence, row.turn, (count,) * len(self.kinds), count + new))
+        copies = self._make_room(growths)
+        for row in rows:
+            self.count(row, new)
+        return rows, copies
+
+    def row(self, number: int) -> Row:
+        """Return a sequence as the next step finds it."""
+        sequence = self[number]
+        counts = tuple(tokens.count for tokens in sequence.tokens)
+        turn = sequence.turn if sequence.turn_tokens else self._fewest(counts, number)
+        return Row(number, counts, turn, sequence.turn_tokens)
+
+    def count(self, row: Row, new: int) -> None:
+        """Record that a sequence has had ``new`` tokens added in one step since it was as ``row`` says; their slots
+        have pages."""
+        sequence, taken = self[row.sequence], row.turn_tokens + new
+        tokens = sequence.tokens[row.turn]
+        tokens.cut(row.counts[row.turn])
+        tokens.append([range(row.length, row.length + new)])
+        sequence.turn, sequence.turn_tokens = row.turn, taken if taken < self.page_size else 0
+
+    def replay(self, number: int, new: int, steps: int) -> None:
+        """Record that a sequence has had steps of ``new`` tokens added, whose slots have pages."""
+        sequence = self[number]
+        for rank, turn in self._turns(sequence, new):
+            taken, length = min(turn, steps) * new, sequence.length
+            if not taken:
+                break
+            before = sequence.turn_tokens if rank == sequence.turn else 0
+            sequence.tokens[rank].append([range(length, length + taken)])
+            sequence.turn, sequence.turn_tokens = rank, before + taken if before + taken < self.page_size else 0
+            steps -= taken // new
+
+    def reserve(self, numbers: Sequence[int], tokens: int, new: int) -> list[Copy]:
+        """Make room for ``tokens`` more tokens of each sequence in steps of ``new``; return the pages to copy first.
+
+        Raises:
+            CacheFull: nothing has changed.
+        """
+        growths = []
+        for sequence in map(self.__getitem__, numbers):
+            left = -(-tokens // new)
+            counts = [held.count for held in sequence.tokens]
+            past = counts.copy()
+            for rank, steps in self._turns(sequence, new):
+                past[rank] += min(left, steps) * new
+                left -= min(left, steps)
+                if not left:
+                    break
+            for rank, (count, end) in enumerate(zip(counts, past, strict=True)):
+                growths.append(_Growth(sequence, rank, (count,) * len(self.kinds), end))
+        copies = self._make_room(growths)
+        for growth in growths:
+            growth.sequence.reserved[growth.rank] = max(growth.past, growth.sequence.reserved[growth.rank])
+        return copies
+
+    def steps_left(self, number: int, new: int) -> int:
+        """Return how many steps of ``new`` tokens fit into the pages that a sequence has."""
+        sequence, total = self[number], 0
+        counts = [tokens.count for tokens in sequence.tokens]
+        room = [min(len(tables[rank]) for tables in sequence.pages) * self.page_size for rank in range(self.world_size)]
+        for rank, steps in self._turns(sequence, new):
+            fits = min(steps, max(0, room[rank] - counts[rank]) // new)
+            total += fits
+            counts[rank] += steps * new
+            if fits < steps:
+                break
+        return total
+
+    def cut(self, number: int, length: int) -> None:
+        """Keep the first ``length`` tokens of a sequence.
+
+        Raises:
+            ValueError: it has fewer, or a window that passed has taken what its next token would see.
+        """
+        sequence = self[number]
+        if not 0 <= length <= sequence.length:
+            raise ValueError(f"sequence {number} has {sequence.length} tokens; it cannot be cut to {length}")
+        counts = [tokens.before(length) for tokens in sequence.tokens]
+        for kind, tables in zip(self.kinds, sequence.pages, strict=True):
+            for table, tokens, count in zip(tables, sequence.tokens, counts, strict=True):
+                first = min(count, tokens.before(length - kind.window)) if kind.window >= 0 else 0
+                needed = table[first // self.page_size : -(-count // self.page_size)]
+                if NONE in needed or len(needed) < -(-count // self.page_size) - first // self.page_size:
+                    raise ValueError(
+                        f"sequence {number} cannot be cut from {sequence.length} tokens to {length}: layers with a "
+                        f"window of {kind.window} keep only the last {kind.window + SLACK}; fork it before it grows"
+                    )
+        for pools, tables in zip(self.pools, sequence.pages, strict=True):
+            for pool, table, count in zip(pools, tables, counts, strict=True):
+                pool.release(table[-(-count // self.page_size) :])
+                del table[-(-count // self.page_size) :]
+        for tokens, count in zip(sequence.tokens, counts, strict=True):
+            tokens.cut(count)
+        sequence.passed = [list(map(min, passed, map(len, tables)))
+                           for passed, tables in zip(sequence.passed, sequence.pages, strict=True)]  # fmt: skip
+        sequence.turn_tokens, sequence.reserved = 0, [0] * self.world_size
+
+    def physical(self, kind: int, rank: int, number: int, slots: range) -> Placed:
+        """Return where some slots are in a rank's pool."""
+        size, table = self.page_size, self[number].pages[kind][rank]
+        past = -(-slots.stop // size)
+        pages = np.array(table[slots.start // size : past], np.int64)
+        pages = np.append(pages, np.full(past - slots.start // size - len(pages), NONE))
+        if len(slots) and pages[0] >= 0 and (np.diff(pages) == 1).all():
+            first = int(pages[0]) * size + slots.start % size
+            return Placed(None, slice(first, first + len(slots)))
+        nth = np.arange(slots.start, slots.stop)
+        page = pages[nth // size - slots.start // size]
+        (there,) = np.nonzero(page >= 0)
+        return Placed(there, (page * size + nth % size)[there])
+
+    def state(self) -> object:
+        """Return the books as plain numbers, equal on all ranks: what checking mode compares a digest of."""
+        return [
+            (s.number, s.turn, s.turn_tokens, [t.runs for t in s.tokens], [[t.tolist() for t in p] for p in s.pages])
+            for s in self._sequences.values()
+        ]
+
+    def verify(self) -> None:
+        """Raise AssertionError unless references and free pages add up."""
+        for kind, pools in enumerate(self.pools):
+            for rank, pool in enumerate(pools):
+                tables = [s.pages[kind][rank] for s in self._sequences.values()]
+                used = Counter(page for table in tables for page in table if page != NONE)
+                assert all(pool.references[page] == used[page] for page in range(len(pool.references)))
+                assert pool.free == len(pool.references) - len(used)
+
+    # Turns
+
+    def _fewest(self, counts: Sequence[int], number: int) -> int:
+        """Return the rank whose turn begins."""
+        return min(range(self.world_size), key=lambda rank: (counts[rank], (rank - number) % self.world_size))
+
+    def _turns(self, sequence: Record, new: int) -> Iterator[tuple[int, int]]:
+        """Yield the turns to come, as the rank and the number of steps."""
+        counts = [tokens.count for tokens in sequence.tokens]
+        rank, taken = sequence.turn, sequence.turn_tokens
+        while True:
+            rank = rank if taken else self._fewest(counts, sequence.number)
+            steps = -(-(self.page_size - taken) // new)
+            yield rank, steps
+            counts[rank] += steps * new
+            taken = 0
+
+    # Room
+
+    def _chunk(self, sequence: Record, shards: Sequence[Shard]) -> list[_Growth]:
+        """Return the growths of a chunk, of which layers with windows store only what later tokens may see."""
+        lengths = [sum(map(len, shard)) for shard in shards]
+        after = sequence.length + sum(lengths)
+        growths = []
+        for rank, (shard, length) in enumerate(zip(shards, lengths, strict=True)):
+            count = sequence.tokens[rank].count
+            unseen = [self._unseen(kind, after) for kind in self.kinds]
+            skipped = [sum(len(run) - len(_since(run, position)) for run in shard) for position in unseen]
+            # From the beginning of a page on, so that every page holds tokens from its first slot to its last.
+            firsts = (max(count, (count + n) // self.page_size * self.page_size) for n in skipped)
+            growths.append(_Growth(sequence, rank, tuple(firsts), count + length))
+        return growths
+
+    def _unseen(self, kind: Kind, length: int) -> int:
+        """Return the position before which no token sees anything that is added to a sequence of this length."""
+        return max(0, length - kind.window - SLACK) if kind.window >= 0 else 0
+
+    def _make_room(self, growths: Sequence[_Growth]) -> list[Copy]:
+        wants = self._wanted(growths)
+        for growth, kind, _, _, passed in wants:
+            table = growth.sequence.pages[kind][growth.rank]
+            self.pools[kind][growth.rank].release(table[passed.start : passed.stop])
+            table[passed.start : passed.stop] = array("i", [NONE]) * len(passed)
+            growth.sequence.passed[kind][growth.rank] = passed.stop
+        copies = []
+        for growth, kind, new, copied, _ in wants:
+            table = growth.sequence.pages[kind][growth.rank]
+            if copied >= 0:
+                copies.append(self._copied(kind, growth.rank, table, copied))
+            if new:
+                table.extend([NONE] * (growth.first[kind] // self.page_size - len(table)))
+                table.extend(self.pools[kind][growth.rank].take(new, table[-1] if table else NONE))
+        return copies
+
+    def _copied(self, kind: int, rank: int, table: array[int], index: int) -> Copy:
+        """Replace a shared page of a table by one of its own."""
+        pool, source = self.pools[kind][rank], table[index]
+        (target,) = pool.take(1, table[index - 1] if index else NONE)
+        pool.release([source])
+        table[index] = target
+        return Copy(kind, rank, source, target)
+
+    def _wanted(self, growths: Sequence[_Growth]) -> list[_Want]:
+        """Return what growths take. Raises CacheFull if it is not there."""
+        wants: list[_Want] = []
+        needed: Counter[tuple[int, int]] = Counter()
+        left: Counter[tuple[int, int, int]] = Counter()  # references that are given up, by kind, rank and page
+        for growth in growths:
+            for kind, first in enumerate(growth.first):
+                table, pool = growth.sequence.pages[kind][growth.rank], self.pools[kind][growth.rank]
+                have, index, key = len(table), first // self.page_size, (kind, growth.rank)
+                new = max(0, -(-growth.past // self.page_size) - max(have, index))
+                copied = -1
+                if first < growth.past and index < have:
+                    others = pool.references[table[index]] - left[*key, table[index]]
+                    copied = index if others > 1 else -1
+                if not new and copied < 0:
+                    continue
+                passed = self._passed(growth, kind)
+                if copied >= 0:
+                    left[*key, table[index]] += 1
+                for page in table[passed.start : passed.stop]:
+                    if page != NONE:
+                        left[*key, page] += 1
+                        needed[key] -= int(pool.references[page] == left[*key, page])
+                needed[key] += new + (copied >= 0)
+                wants.append(_Want(growth, kind, new, copied, passed))
+        self._check_room(needed)
+        return wants
+
+    def _passed(self, growth: _Growth, kind: int) -> range:
+        """Return the pages of a table that no later token sees, whichever of the last tokens are cut off."""
+        sequence, rank = growth.sequence, growth.rank
+        unseen = sequence.tokens[rank].before(self._unseen(self.kinds[kind], sequence.length))
+        first = sequence.passed[kind][rank]
+        return range(first, max(first, min(len(sequence.pages[kind][rank]), unseen // self.page_size)))
+
+    def _check_room(self, needed: Mapping[tuple[int, int], int]) -> None:
+        lacking = {key: count - self.pools[key[0]][key[1]].free for key, count in needed.items()}
+        if not lacking or max(lacking.values()) <= 0:
+            return
+        kind, rank = max(lacking, key=lambda key: (lacking[key], -key[0], -key[1]))
+        used = {s.number: sum(p != NONE for p in s.pages[kind][rank]) for s in self._sequences.values()}
+        holders = {number: pages for number, pages in used.items() if pages}
+        raise CacheFull(rank, self.kinds[kind].window, needed[kind, rank], self.pools[kind][rank].free, holders)
+
+
+def _since(run: range, position: int) -> range:
+    return run[max(0, -(-(position - run.start) // run.step)) :]

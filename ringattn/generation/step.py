@@ -1,0 +1,341 @@
+"""One step of generation: a few new tokens of several sequences, and the tables that kernels read of them.
+
+A step may be used in two ways. Without :meth:`Step.advance` its tokens are in the cache's books from the beginning, and
+:meth:`Step.keep` takes back those that are not wanted. With it, the device counts: each call, or each replay of a graph
+that it was captured in, adds the new tokens and makes the tables of the next ones, and :meth:`Step.sync` tells the
+books.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from ..agreement import hash_of
+from ..kernels.paged import backends
+from ..kernels.paged.contract import StepState, tile_size
+from ..kernels.upload import upload
+from ..transport import Transport
+from .decoding import LayerStep
+from .memory import Memory
+from .slots import Row, Slots
+
+Integers = NDArray[np.int32]
+_OF_KINDS = ("table", "start", "end", "write", "tiles")  # tables with a part for each kind of layer
+
+
+class Step:
+    """New tokens of a batch of sequences, for :func:`ringattn.decode`. Made by :meth:`ringattn.KVCache.step`.
+
+    Attributes:
+        transport: of the cache.
+        sequences: of the rows; None where a row has none.
+        batch, new_tokens: rows, and new tokens of each.
+        state: the tables of all kinds of layers, on the device.
+        is_ahead: whether :meth:`advance` was called since the books were told.
+    """
+
+    def __init__(
+        self,
+        transport: Transport,
+        slots: Slots,
+        memory: Memory,
+        sequences: Sequence[int | None],
+        rows: Sequence[Row],
+        new_tokens: int,
+    ) -> None:
+        self.transport, self.sequences = transport, tuple(sequences)
+        self.batch, self.new_tokens, self.is_ahead = len(self.sequences), new_tokens, False
+        self._slots, self._memory = slots, memory
+        self._rows = {row.sequence: row for row in rows}  # as they were before the step
+        self._counted = True  # whether the books have the step's tokens
+        self._advanced = 0  # steps since the books were told, as far as the host knows
+        self._room: int | None = None
+        self._problem, self._outdated = "", False
+        device = memory.positions.device
+        self._on_gpu = device.type == "cuda"
+        self._checking = os.environ.get("RINGATTN_CHECK") == "1"
+        self.state = StepState(
+            **_uploaded(self._arrays(), device), positions=memory.positions, page_size=memory.page_size,
+            rank=transport.rank,
+        )  # fmt: skip
+        of_kind = [(self.state.tables(kind), window) for kind, (window, _) in enumerate(slots.kinds)]
+        layers = zip(memory.pools, memory.kind_of, strict=True)
+        self._layers = [LayerStep(pool, *of_kind[kind]) for pool, kind in layers]
+
+    @property
+    def positions(self) -> Tensor:
+        """Positions of the new tokens, for rotary embeddings: (batch, new) int32, the same on every rank, 0 in rows
+        without a sequence. With a tree, those of the tokens of a path: a token of depth d is at ``positions[b, d]``."""
+        return self.state.position
+
+    def layer(self, layer: int) -> LayerStep:
+        """Return what a layer needs of this step.
+
+        Raises:
+            IndexError: there is no such layer.
+            RuntimeError: the step was kept, or its sequences have changed since; or it is captured without room for
+                the steps to come.
+        """
+        if self._problem:
+            raise RuntimeError(self._problem)
+        if not 0 <= layer < len(self._layers):
+            raise IndexError(f"layer is {layer!r}; the cache has layers 0 to {len(self._layers) - 1}")
+        if self._on_gpu and torch.cuda.is_current_stream_capturing() and self.room < 1:
+            raise RuntimeError(
+                "a CUDA graph of this step could not be replayed, because its sequences have no room for another one; "
+                "call cache.reserve(sequences, tokens, new_tokens) and make the step after it"
+            )
+        return self._layers[layer]
+
+    @property
+    def room(self) -> int:
+        """How many steps have room after the one that the tables are for."""
+        if self._room is None:
+            left = [self._slots.steps_left(number, self.new_tokens) for number in self._rows]
+            self._room = min(left, default=1 << 31) - (not self._counted)
+        return self._room - self._advanced
+
+    def keep(self, accepted: Tensor | Sequence[int] | Sequence[Sequence[int]]) -> None:
+        """Keep some of the new tokens, the same on every rank; the others are forgotten. Waits for a tensor of a GPU.
+
+        Args:
+            accepted: (batch,), how many of each row's new tokens stay; or (batch, n), which ones: a path of a tree from
+                its root, growing indices and -1 after the last one. Kept tokens are moved together.
+
+        Raises:
+            RuntimeError: the step was kept before, :meth:`advance` has counted its tokens, or its sequences have
+                changed since.
+            ValueError: another shape, or numbers that are not such.
+        """
+        if self._problem:
+            raise RuntimeError(self._problem)
+        if self.is_ahead or not self._counted:
+            raise RuntimeError("advance() has counted the new tokens of this step; keep() goes with steps without it")
+        paths = self._paths(torch.as_tensor(accepted).tolist())
+        self._move(paths)
+        for row in self._rows.values():
+            self._slots.count(row, len(paths[row.sequence]))
+        self.refuse("the step was kept: its tokens are in the cache; make the next one with cache.step()")
+
+    def advance(self) -> None:
+        """Count the new tokens and move all tables on to the next ones: one launch, which a graph can capture.
+
+        Raises:
+            RuntimeError: there is no room for them, or the step cannot be used any more.
+        """
+        if self._problem:
+            raise RuntimeError(self._problem)
+        if not (self._on_gpu and torch.cuda.is_current_stream_capturing()):
+            if self.room < 1:
+                raise RuntimeError(
+                    f"the sequences have no room for another {self.new_tokens} tokens each; call step.sync(), "
+                    "cache.reserve(sequences, tokens, new_tokens) and step.sync() again"
+                )
+            self._advanced += 1
+        backends.advance(self.state)
+        self.is_ahead = True
+
+    def sync(self) -> None:
+        """Tell the cache how far :meth:`advance` and replays of it have come, and read its page tables again, for
+        example after ``cache.reserve()``. Waits for the GPU. The step is ready for the next tokens then.
+
+        Raises:
+            RuntimeError: more was replayed than there was room for; what had room is in the cache. Or the step cannot
+                be used any more.
+            ValueError: the page tables have become too wide for this step.
+        """
+        if self._problem and not self._outdated:
+            raise RuntimeError(self._problem)
+        if self.is_ahead:
+            self._count(self.state.counts.tolist())
+        self.state.table.copy_(torch.from_numpy(self._tables(self.state.table.shape[2])))
+        self._problem, self._outdated, self._advanced, self._room = "", False, 0, None
+
+    def refuse(self, problem: str, outdated: bool = False) -> None:
+        """Make every later use of this step raise RuntimeError; with ``outdated`` until the next :meth:`sync`."""
+        self._problem, self._outdated = problem, outdated
+
+    def compare(self, q: Tensor, layer: int) -> None:
+        """In checking mode (``RINGATTN_CHECK=1``) compare the cache's tables, the layer and q across ranks, waiting for
+        the GPU. In a capture there is nothing to compare.
+
+        Raises:
+            Disagreement: they differ; the same error on every rank, before anything is written.
+        """
+        if not self._checking or (self._on_gpu and torch.cuda.is_current_stream_capturing()):
+            return
+        state = self.state
+        tables = [x.tolist() for x in (state.counts, state.turn, state.turn_tokens, state.position)]
+        digest = hash_of(repr((tables, self._slots.state())))
+        self.transport.agree("decode()", {"tables": digest, "layer": layer, "q": _hash(q)})
+
+    def _count(self, counts: list[list[int]]) -> None:
+        """Tell the books the tokens that every rank has of each row."""
+        lost = {}
+        for number, now in zip(self.sequences, counts, strict=True):
+            if number is None:
+                continue
+            row = self._rows[number]
+            if self._counted:
+                self._slots.count(row, 0)
+            steps = (sum(now) - row.length) // self.new_tokens
+            fit = min(steps, self._slots.steps_left(number, self.new_tokens))
+            self._slots.replay(number, self.new_tokens, fit)
+            self._rows[number] = self._slots.row(number)
+            if fit < steps:
+                lost[number] = (steps - fit) * self.new_tokens
+            elif self._rows[number].counts != tuple(now):
+                raise AssertionError(f"sequence {number}: ranks hold {now}, not {self._rows[number].counts}")
+        self._counted = self.is_ahead = False
+        if lost:
+            self.refuse("more was replayed than the cache had room for; make another step")
+            listed = ", ".join(f"{count} of sequence {number}" for number, count in lost.items())
+            raise RuntimeError(
+                f"more was replayed than there was room for: tokens were lost, {listed}; cache.lengths says how many "
+                "there are. Call cache.reserve(sequences, tokens, new_tokens) before so many replays"
+            )
+
+    def _paths(self, accepted: list[Any]) -> dict[int, list[int]]:
+        """Return which new tokens of each sequence stay."""
+        if not isinstance(accepted, list) or len(accepted) != self.batch:
+            raise ValueError(f"accepted is {accepted}; pass one row for each of the step's {self.batch}")
+        new = self.new_tokens
+        paths: dict[int, list[int]] = {}
+        for row, (number, some) in enumerate(zip(self.sequences, accepted, strict=True)):
+            if isinstance(some, list):
+                path = [index for index in some if index != -1]
+                right = some[: len(path)] == path == sorted(set(path)) and all(0 <= index < new for index in path)
+                expected = f"growing indices of its {new} new tokens, and -1 after the last one"
+            else:
+                right = some in range(new + 1)
+                path = list(range(some)) if right else []
+                expected = f"a number from 0 to {new}, its new tokens"
+            if number is not None and not right:
+                raise ValueError(f"accepted is {some} in row {row}; pass {expected}")
+            if number is not None:
+                paths[number] = path
+        return paths
+
+    def _move(self, paths: dict[int, list[int]]) -> None:
+        """Move the kept tokens of this rank together."""
+        rank, device = self.transport.rank, self._memory.positions.device
+        moved = [(self._rows[number], path) for number, path in paths.items() if path != list(range(len(path)))]
+        moved = [(row, path) for row, path in moved if row.turn == rank]
+        if not moved:
+            return
+        positions = [range(row.length, row.length + len(path)) for row, path in moved]
+        for kind in range(len(self._slots.kinds)):
+            source, target = [], []
+            for row, path in moved:
+                first = row.counts[rank]
+                slots = range(first, first + self.new_tokens)
+                at = self._slots.physical(kind, rank, row.sequence, slots).physical
+                at = np.arange(at.start, at.stop) if isinstance(at, slice) else at
+                source.append(at[path])
+                target.append(at[: len(path)])
+            arrays = [np.concatenate(source), np.concatenate(target), np.concatenate(positions).astype(np.int32)]
+            self._memory.move(kind, *upload([torch.from_numpy(x) for x in arrays], device))
+
+    def _arrays(self) -> dict[str, NDArray[np.generic]]:
+        """Return the fields of the state, but the pools' positions."""
+        slots, rank, world_size = self._slots, self.transport.rank, self._slots.world_size
+        rows = [Row(-1, (0,) * world_size, 0, 0) if n is None else self._rows[n] for n in self.sequences]
+        home = _integers([-1 if n is None else n % world_size for n in self.sequences])
+        counts = _integers([row.counts for row in rows]).reshape(self.batch, world_size)
+        turn, turn_tokens = _integers([row.turn for row in rows]), _integers([row.turn_tokens for row in rows])
+        active = (home >= 0)[:, None]
+        nth = np.arange(self.new_tokens, dtype=np.int32)
+        length = counts.sum(1, dtype=np.int32)[:, None]
+        position = np.where(active, length + nth, 0).astype(np.int32)
+        taken = active & (turn == rank)[:, None]
+        slot = counts[:, rank, None] + nth
+        end = np.where(active, np.where(taken, slot + 1, counts[:, rank, None]), 0)
+        table, size = self._tables(), slots.page_size
+        page = np.take_along_axis(table, np.minimum(slot // size, table.shape[2] - 1)[None], 2)
+        start = np.stack([self._starts(kind.window, taken) for kind in slots.kinds])
+        tile = tile_size(size)
+        first, past = start[:, :, 0], end[None, :, -1]
+        tiles = np.where(past > first, -(-past // tile) - first // tile, 0).cumsum(1)
+        return dict(
+            counts=counts,
+            turn=turn,
+            turn_tokens=turn_tokens,
+            home=home,
+            position=position,
+            first_new=counts[:, rank].copy(),
+            table=table,
+            start=start,
+            end=np.repeat(end[None].astype(np.int32), len(slots.kinds), 0),
+            write=np.where(taken, page * size + slot % size, -1).astype(np.int32),
+            tiles=np.pad(tiles, ((0, 0), (1, 0))).astype(np.int32),
+            windows=_integers([kind.window for kind in slots.kinds]),
+            base=np.array(self._memory.base, np.int64),
+        )
+
+    def _starts(self, window: int, taken: NDArray[np.bool_]) -> Integers:
+        """Return the first slot of each new token's window, (batch, new)."""
+        start = np.zeros((self.batch, self.new_tokens), np.int32)
+        for b, number in enumerate(self.sequences):
+            if window < 0 or number is None:
+                continue
+            tokens, length = self._slots[number].tokens[self.transport.rank], self._rows[number].length
+            for i in range(self.new_tokens):
+                position = length + i - window
+                start[b, i] = tokens.before(min(position, length)) + max(0, position - length) * taken[b, 0]
+        return start
+
+    def _tables(self, width: int = 0) -> Integers:
+        """Return the page tables of all kinds, (kinds, batch, width), followed by spare pages: one at least.
+
+        Raises:
+            ValueError: they have more pages than ``width``.
+        """
+        slots, rank = self._slots, self.transport.rank
+        rows = [[None if n is None else slots[n].pages[kind][rank] for n in self.sequences]
+                for kind in range(len(slots.kinds))]  # fmt: skip
+        widest = max((len(pages) for tables in rows for pages in tables if pages is not None), default=0) + 1
+        if width and widest > width:
+            raise ValueError(
+                f"the sequences have {widest - 1} pages, but the tables of this step have {width - 1}; make a step "
+                "after cache.reserve(), and capture that one"
+            )
+        width = width or max(8, 1 << (widest - 1).bit_length())
+        result = np.empty((len(rows), self.batch, width), np.int32)
+        for kind, tables in enumerate(rows):
+            result[kind] = self._memory.spare[kind]
+            for b, pages in enumerate(tables):
+                if pages is not None:
+                    result[kind, b, : len(pages)] = pages
+        return result
+
+
+def _uploaded(arrays: dict[str, NDArray[np.generic]], device: torch.device) -> dict[str, Tensor]:
+    """Return arrays on the device, by one copy. The parts of several kinds of layer begin at multiples of 16 bytes, as
+    :func:`..kernels.paged.contract.stacked` makes them."""
+    flat = []
+    for name, x in arrays.items():
+        rows = x.reshape(len(x), -1) if name in _OF_KINDS else x
+        flat.append(np.pad(rows, ((0, 0), (0, -rows.shape[1] % 4))) if name in _OF_KINDS else rows)
+    there = upload([torch.from_numpy(np.ascontiguousarray(x)) for x in flat], device)
+    return {
+        name: x[:, : like[0].size].unflatten(1, like.shape[1:]) if name in _OF_KINDS else x
+        for (name, like), x in zip(arrays.items(), there, strict=True)
+    }
+
+
+def _integers(values: object) -> Integers:
+    return np.array(values, np.int32)
+
+
+def _hash(x: Tensor) -> int:
+    """Return a hash of a tensor's bytes, the same in every process."""
+    data = x.detach().contiguous().cpu().view(torch.uint8).numpy().tobytes()
+    return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little") >> 1

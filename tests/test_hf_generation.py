@@ -1,0 +1,145 @@
+"""model.generate() over ranks against one process: the same tokens, for every kind of model and way of decoding."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import ringattn
+from ringattn import virtual
+
+transformers = pytest.importorskip("transformers", reason="pip install 'transformers>=5.17' accelerate")
+from test_hf import VOCABULARY, build, configs  # noqa: E402
+
+import ringattn.hf  # noqa: E402
+
+NEW = 9
+
+
+def prompt(rows: int, tokens: int, padding: bool = False) -> dict[str, Tensor]:
+    g = torch.Generator().manual_seed(rows + tokens)
+    ids = torch.randint(3, VOCABULARY, (rows, tokens), generator=g)
+    mask = torch.ones_like(ids)
+    if padding:
+        for i in range(1, rows):
+            mask[i, : 5 * i] = 0
+    return {"input_ids": torch.where(mask.bool(), ids, 0), "attention_mask": mask}
+
+
+def generated(name: str, inputs: dict[str, Tensor], world_size: int, chunk: int, **how: Any) -> list[Tensor]:
+    """Return the tokens of one process and those of every rank."""
+    how = dict(max_new_tokens=NEW, do_sample=False, eos_token_id=None, pad_token_id=0) | how
+    alone = build(name, "eager").eval()
+    rows = how.get("num_beams", 1)
+    one_by_one = []  # without padding
+    for ids, mask in zip(inputs["input_ids"], inputs["attention_mask"].bool(), strict=True):
+        tokens = alone.generate(input_ids=ids[mask][None], attention_mask=mask[mask][None].long(), **how)
+        one_by_one.append(torch.cat([ids[~mask], tokens[0]]))
+    expected = torch.stack(one_by_one)
+
+    models = [build(name, "ringattn").eval() for _ in range(world_size)]  # not in threads, which share random numbers
+
+    def over_ranks(rank: virtual.VirtualRank) -> Tensor:
+        model = models[rank.rank]
+        options = dict(prefill_chunk=chunk, max_new_tokens=NEW + 12, num_sequences=rows)
+        with ringattn.hf.generation(model, inputs, rank, **options) as cache:
+            return model.generate(**inputs, past_key_values=cache, **how)
+
+    return [expected, *virtual.run(world_size, over_ranks)]
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+@pytest.mark.parametrize("name", ["llama", "gemma2", "mistral", "qwen3", "gpt_oss"])
+def test_greedy(name: str, world_size: int) -> None:
+    # 150 tokens in chunks of 70: two chunks over ranks, the rest in steps
+    expected, *got = generated(name, prompt(2, 150, padding=True), world_size, 70)
+    for tokens in got:
+        assert torch.equal(tokens, expected)
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2"])
+def test_beams(name: str) -> None:
+    expected, *got = generated(name, prompt(2, 31), 2, 64, num_beams=3)
+    for tokens in got:
+        assert torch.equal(tokens, expected)
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral"])
+def test_prompt_lookup(name: str) -> None:
+    inputs = prompt(1, 90)
+    inputs["input_ids"][:, 45:] = inputs["input_ids"][:, :45]  # something to look up
+    expected, *got = generated(name, inputs, 2, 64, prompt_lookup_num_tokens=4)
+    for tokens in got:
+        assert torch.equal(tokens, expected)
+
+
+def test_an_assistant_model() -> None:
+    assistant = build("llama", "eager").eval()
+    expected, *got = generated("qwen3", prompt(1, 40), 2, 64, assistant_model=assistant)
+    for tokens in got:
+        assert torch.equal(tokens, expected)
+
+
+def test_sampling_with_the_same_seed() -> None:
+    inputs = prompt(1, 40)
+    model = build("llama", "eager").eval()
+    torch.manual_seed(5)
+    expected = model.generate(**inputs, do_sample=True, max_new_tokens=NEW, eos_token_id=None, pad_token_id=0)
+
+    def sample(rank: virtual.VirtualRank) -> Tensor:
+        model = build("llama", "ringattn").eval()
+        with ringattn.hf.generation(model, inputs, rank) as cache:
+            torch.manual_seed(5)
+            return model.generate(
+                **inputs, past_key_values=cache, do_sample=True, max_new_tokens=NEW, eos_token_id=None, pad_token_id=0
+            )
+
+    assert torch.equal(virtual.run(1, sample)[0], expected)  # threads share the random numbers of a process
+
+
+def test_ranks_whose_tokens_differ() -> None:
+    models = [build("llama", "ringattn").eval() for _ in range(2)]
+
+    def differ(rank: virtual.VirtualRank) -> str:
+        model = models[rank.rank]
+        with ringattn.hf.generation(model, prompt(1, 40), rank) as cache, pytest.raises(ValueError) as raised:
+            cache.before_forward(dict(input_ids=torch.tensor([[3 + rank.rank]])))
+        return str(raised.value)
+
+    assert all("same seed" in text for text in virtual.run(2, differ))
+
+
+def test_refusals() -> None:
+    rank = virtual.VirtualRank(0, 1)
+    model = build("llama", "ringattn").eval()
+    right = prompt(2, 20, padding=True)
+    right = {name: x.flip(1) for name, x in right.items()}
+    with pytest.raises(ValueError, match="padding_side = 'left'"), ringattn.hf.generation(model, right, rank):
+        pass
+    more = prompt(1, 20) | {"pixel_values": torch.zeros(1)}
+    with pytest.raises(NotImplementedError, match="pixel_values"), ringattn.hf.generation(model, more, rank):
+        pass
+    small = {"vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "pad_token_id": 0}
+    config = transformers.Llama4TextConfig(
+        **small, **heads, head_dim=8, intermediate_size_mlp=48, num_local_experts=1, attention_chunk_size=8,
+        num_experts_per_tok=1,
+    )  # fmt: skip
+    chunked = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="ringattn").eval()
+    with pytest.raises(NotImplementedError, match="chunks of 8"), ringattn.hf.generation(chunked, prompt(1, 20), rank):
+        pass
+    long = dict(max_new_tokens=500, do_sample=False, eos_token_id=None)
+    short = ringattn.hf.generation(model, prompt(1, 20), rank, max_new_tokens=1)
+    with short as cache, pytest.raises(ringattn.CacheFull):
+        model.generate(**prompt(1, 20), past_key_values=cache, **long)
+
+
+def test_more_rows_than_the_prompt() -> None:
+    rank = virtual.VirtualRank(0, 1)
+    model = build("llama", "ringattn").eval()
+    with ringattn.hf.generation(model, prompt(2, 20), rank) as cache, pytest.raises(ValueError, match="3 rows"):
+        model.generate(**prompt(3, 20), past_key_values=cache, max_new_tokens=2)
+    assert configs()
