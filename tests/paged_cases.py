@@ -166,3 +166,19 @@ def distributed(module: Any, step: Step, score: Score, call: Call = Call(), **ar
         states.append(module.attend(step.q, pool, step.tables(rank), score, call, **arguments))
     out, lse = module.finish(torch.stack(states), score.sink, step.q.dtype)
     return out, lse
+
+
+def with_room(state: StepState, width: int = 40) -> StepState:
+    """Return a copy with a longer table of other pages, and all positions in their places there."""
+    fields = {name: x.clone() if isinstance(x, Tensor) else x for name, x in vars(state).items()}
+    batch = state.home.shape[0]
+    table = torch.arange(batch * width, dtype=torch.int32, device=state.table.device).flip(0).view(1, batch, width)
+    positions = torch.zeros(batch * width * state.page_size, dtype=torch.int32, device=table.device)
+    for row in range(batch):
+        nth = torch.arange(int(state.counts[row, state.rank]), device=table.device)
+        page, inside = nth // state.page_size, nth % state.page_size
+        new = table[0, row][page].long() * state.page_size + inside
+        positions[new] = state.positions[state.table[0, row][page].long() * state.page_size + inside]
+    moved = StepState(**{**fields, "table": table, "positions": positions})
+    eager.intervals_of_step(moved)
+    return moved

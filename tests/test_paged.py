@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 import torch
-from paged_cases import Case, Step, distributed
+from paged_cases import Case, Step, distributed, with_room
 from torch import Tensor
 
 from ringattn.kernels.contract import Score
 from ringattn.kernels.paged import eager
 from ringattn.kernels.paged.backends import BACKENDS, Paged, choose
-from ringattn.kernels.paged.contract import Call, StepState, tile_size
+from ringattn.kernels.paged.contract import Call, tile_size
 
 CASES = [
     dict(lengths=[5, 0, 130, None, 64]),
@@ -117,7 +117,7 @@ def test_one_rank_needs_no_second_launch(name: str) -> None:
 def test_advance_in_triton_is_that_in_torch(case: dict[str, Any]) -> None:
     step = Case(**case, device=DEVICE).made()
     for state in step.states:
-        mine, other = (_with_room(state) for _ in range(2))
+        mine, other = (with_room(state) for _ in range(2))
         for _ in range(25):
             for s, module in ((mine, BACKENDS["triton"]), (other, BACKENDS["eager"])):
                 slots = s.write[0]
@@ -128,25 +128,9 @@ def test_advance_in_triton_is_that_in_torch(case: dict[str, Any]) -> None:
                     assert torch.equal(x, getattr(other, name)), name
 
 
-def _with_room(state: StepState) -> StepState:
-    """Return a copy with a longer table of other pages, and all positions in their places there."""
-    fields = {name: x.clone() if isinstance(x, Tensor) else x for name, x in vars(state).items()}
-    batch, width = state.home.shape[0], 40
-    table = torch.arange(batch * width, dtype=torch.int32, device=state.table.device).flip(0).view(1, batch, width)
-    positions = torch.zeros(batch * width * state.page_size, dtype=torch.int32, device=table.device)
-    for row in range(batch):
-        nth = torch.arange(int(state.counts[row, state.rank]), device=table.device)
-        page, inside = nth // state.page_size, nth % state.page_size
-        new = table[0, row][page].long() * state.page_size + inside
-        positions[new] = state.positions[state.table[0, row][page].long() * state.page_size + inside]
-    moved = StepState(**{**fields, "table": table, "positions": positions})
-    eager.intervals_of_step(moved)
-    return moved
-
-
 def test_advance_goes_through_the_turns() -> None:
     step = Case([0], world_size=3, page_size=16).made()
-    states = [_with_room(s) for s in step.states]
+    states = [with_room(s) for s in step.states]
     for s in states:
         s.turn.zero_()
     takers = []

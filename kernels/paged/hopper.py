@@ -55,7 +55,7 @@ def _rows(tiles, i):
 
 
 @gluon.jit
-def _share(tiles_ptr, batch, HEADS: gl.constexpr, BATCH_P2: gl.constexpr):
+def share_of(tiles_ptr, batch, HEADS: gl.constexpr, BATCH_P2: gl.constexpr):
     """Return this CTA's share of the list of tiles: (first, past, tiles of a share, first unit, past the last unit),
     and whether a row sees nothing. A unit is a (row, key head, tile of query rows)."""
     L: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
@@ -82,7 +82,7 @@ def _share(tiles_ptr, batch, HEADS: gl.constexpr, BATCH_P2: gl.constexpr):
 
 
 @gluon.jit
-def _part(u, share, past, tiles_ptr, HEADS: gl.constexpr):
+def part_of(u, share, past, tiles_ptr, HEADS: gl.constexpr):
     """Return the part of unit u in a share: (row, first tile of the unit in the list, its tiles, lo, hi)."""
     b = u // HEADS
     t = gl.load(tiles_ptr + b)
@@ -105,7 +105,7 @@ def _producer(
     share, past, _, unit, past_unit, _ = work
     g = 0
     for u in range(unit, past_unit):
-        b, _, _, lo, hi = _part(u, share, past, tiles_ptr, HEADS)
+        b, _, _, lo, hi = part_of(u, share, past, tiles_ptr, HEADS)
         head = u % HEADS // BLOCKS
         begin = gl.load(starts_ptr + b * NEW) // TILE
         pages = table_ptr + b.to(gl.int64) * table_b
@@ -309,7 +309,7 @@ def _consumer(
                 )  # fmt: skip
     g = 0
     for u in range(unit, past_unit):
-        b, base, count, lo, hi = _part(u, share, past_share, tiles_ptr, HEADS)
+        b, base, count, lo, hi = part_of(u, share, past_share, tiles_ptr, HEADS)
         if lo < hi:
             h = u % HEADS // BLOCKS
             block = u % BLOCKS
@@ -371,7 +371,7 @@ def _consumer(
 
 
 @gluon.jit
-def _tiles_like(desc, count: gl.constexpr):
+def tiles_like(desc, count: gl.constexpr):
     """Allocate shared memory for ``count`` boxes of a descriptor."""
     SHAPE: gl.constexpr = [count, 1, desc.block_type.shape[1], 1, desc.block_type.shape[3]]
     return gl.allocate_shared_memory(desc.dtype, SHAPE, desc.layout)
@@ -390,8 +390,8 @@ def _attend(
     FINAL: gl.constexpr = lse_ptr is not None
     HAS_SINK: gl.constexpr = sink_ptr is not None
     SOFTCAP: gl.constexpr = inner is not None
-    k_s = _tiles_like(k_desc, STAGES)
-    v_s = _tiles_like(v_desc, STAGES)
+    k_s = tiles_like(k_desc, STAGES)
+    v_s = tiles_like(v_desc, STAGES)
     Q_SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, D], k_desc.dtype)
     P_SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, TILE], k_desc.dtype)
     q_s = gl.allocate_shared_memory(k_desc.dtype, [ROWS, D], Q_SHARED)
@@ -405,7 +405,7 @@ def _attend(
         mbarrier.init(v_full.index(stage), count=1)
         mbarrier.init(k_free.index(stage), count=1)
         mbarrier.init(v_free.index(stage), count=1)
-    work = _share(tiles_ptr, batch, HEADS, BATCH_P2)
+    work = share_of(tiles_ptr, batch, HEADS, BATCH_P2)
     consumer = (
         q_ptr, q_b, q_n, q_h, starts_ptr, ends_ptr, firsts_new_ptr, tiles_ptr, tree_ptr, pieces_ptr, arrived_ptr,
         out_ptr, lse_ptr, sink_ptr, q_s, p_s, k_s, v_s, k_full, v_full, k_free, v_free, batch, scale, inner, work,

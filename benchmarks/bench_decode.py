@@ -1,0 +1,187 @@
+"""Compare the speed of decoding on one GPU, or over several: decode(), what others do, and a kernel that only reads.
+
+    python -m benchmarks.bench_decode                                   the problems of the tables, bf16, 32/8 heads
+    python -m benchmarks.bench_decode --problems "1 x 128k" ragged      some of them
+    torchrun --nproc-per-node 2 -m benchmarks.bench_decode              over ranks: ways to exchange partial states
+
+One GPU. Each row is one kernel on one problem: time of a layer, its speed relative to the first row, GB/s of keys and
+values, and the largest relative error of sampled rows against float64. ``read`` rows move the same pages by TMA and
+compute nothing; the fastest of them is the measure. ``ringattn`` is decode(): the write of the new tokens and the
+attention. All kernels are captured in CUDA graphs of one launch for each of several layers, together larger than the L2
+cache, and take turns in a balanced order in segments (see benchmarks.segments). Random data; pages of 128 slots in
+random order; FlashAttention-3 and torch read contiguous copies. ``host`` is the time of decode() outside of a graph.
+
+Several GPUs. All ways attend with our kernel to their rank's part and exchange partial states: ours (one all-gather),
+three all-reduces (Tree Attention), an all-gather of lse with a reduce-scatter of corrected bf16 outputs (vLLM), a
+packed all-to-all (Helix), and ``heads``: key heads divided over the GPUs, the same bytes without any exchange.
+``whole``: the whole problem on every GPU alone. Times are the slowest rank's.
+
+The last line contains all numbers as JSON.
+"""
+
+from __future__ import annotations
+
+if not __package__:
+    raise SystemExit("start this as a module, in the repository's root: python -m benchmarks.bench_decode")
+
+import argparse
+import json
+import os
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from benchmarks.decode_contestants import Launch, contestants, ours, sampled_error
+from benchmarks.decode_problems import PROBLEMS, Caches, Problem
+from benchmarks.segments import SHORTEST, Clock, EventTimer, Runner, Timer, measure
+from ringattn import transport as transports
+from scripts.ranks import one_line
+
+DEFAULT = [name for name in PROBLEMS if name not in ("1 x 4k", "1 x 4M")]
+WORST = 0.02  # relative error that ends the run
+
+
+@dataclass
+class Setup:
+    """Where and how to measure."""
+
+    device: torch.device
+    clock: Clock
+    timer: Callable[[], Timer] = EventTimer
+    capture: bool = True
+
+
+def main() -> None:
+    args = parse()
+    if not torch.cuda.is_available():
+        raise SystemExit("bench_decode measures GPUs, and torch finds none")
+    torch.manual_seed(0)
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        from benchmarks.decode_ranks import over_ranks
+
+        over_ranks([PROBLEMS[name] for name in args.problems], args.rounds)
+        return
+    clock = Clock()
+    if clock.running:
+        clock.start()
+    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}", flush=True)
+    rows = run([PROBLEMS[name] for name in args.problems], args, Setup(torch.device("cuda", 0), clock))
+    clock.running = False
+    print(json.dumps(dict(benchmark="decode", device=torch.cuda.get_device_name(), rows=rows)))
+
+
+def run(problems: Sequence[Problem], args: argparse.Namespace, setup: Setup) -> list[dict[str, Any]]:
+    """Measure and print every table. Returns its rows for JSON."""
+    rows: list[dict[str, Any]] = []
+    for problem in problems:
+        caches = Caches(problem, transports.of(None), setup.device)
+        runners = []
+        for name, prepare in contestants(caches).items():
+            if any(name.startswith(other) for other in args.without):
+                continue
+            try:
+                runners.append(prepared(name, prepare(), caches, setup))
+            except Exception as problem_of_it:
+                print(f"{name}: skipped, {one_line(problem_of_it)}", flush=True)
+        host = host_time(caches) if setup.capture else 0.0
+        measure(runners, args.rounds, args.segment, setup.clock, setup.timer)
+        rows += report(problem, runners, caches.layers, host)
+        del runners, caches
+        if setup.capture:
+            torch.cuda.empty_cache()
+    return rows
+
+
+def prepared(name: str, launches: list[Launch], caches: Caches, setup: Setup) -> Runner:
+    """Return a runner of one launch for each layer, captured, after a check of the first layer's result.
+
+    Raises:
+        SystemExit: the result is wrong.
+    """
+    out = launches[0]()
+    error = None if out is None else sampled_error(caches, 0, out)
+    if error is not None and not error < WORST:
+        raise SystemExit(f"{name} is off by {error:.3f} on {caches.problem.name}: not the same attention")
+
+    def all_layers() -> None:
+        for launch in launches:
+            launch()
+
+    all_layers()
+    runner = Runner(name, captured(all_layers) if setup.capture else all_layers, ours=name.startswith("ringattn"))
+    runner.error = error
+    return runner
+
+
+def captured(launch: Callable[[], object]) -> Callable[[], object]:
+    """Return the replay of a launch captured in a graph."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        launch()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        launch()
+    return graph.replay
+
+
+def host_time(caches: Caches, calls: int = 200) -> float:
+    """Return the median host time of decode() outside of a graph, in us."""
+    times = []
+    for n in range(calls):
+        torch.cuda.synchronize()
+        began = time.perf_counter()
+        ours(caches, n % caches.layers, "auto")
+        times.append(1e6 * (time.perf_counter() - began))
+    return statistics.median(times)
+
+
+def report(problem: Problem, runners: Sequence[Runner], layers: int, host: float) -> list[dict[str, Any]]:
+    """Print a table. Returns its rows for JSON."""
+    print(
+        f"\n{problem.name}: {problem.heads}/{problem.kv_heads} heads of {problem.dim}, {problem.new} new, "
+        f"host {host:.0f} us"
+    )
+    print(f"  {'':26s} {'ratio':>6s} {'of read':>8s} {'GB/s':>7s} {'us':>9s} {'error':>8s}")
+    times = {runner.name: statistics.median(runner.times) / layers for runner in runners}
+    reads = [ms for name, ms in times.items() if name.startswith("read")]
+    rows = []
+    for runner in runners:
+        ms = times[runner.name]
+        ratio, of_read = times[runners[0].name] / ms, min(reads) / ms if reads else None
+        rate = problem.bytes / ms / 1e6
+        print(
+            f"  {runner.name:26s} {ratio:6.3f} {'' if of_read is None else f'{of_read:.3f}':>8s} {rate:7.0f} "
+            f"{1e3 * ms:9.2f} {'' if runner.error is None else f'{runner.error:.1e}':>8s}",
+            flush=True,
+        )
+        rows.append(
+            dict(problem=problem.name, kernel=runner.name, ms=ms, gb_per_s=rate, ratio=ratio, of_read=of_read,
+                 error=runner.error, host_us=host if runner.name == "ringattn" else None)
+        )  # fmt: skip
+    return rows
+
+
+def parse(argv: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--problems", nargs="+", default=DEFAULT, choices=list(PROBLEMS), metavar="PROBLEM")
+    parser.add_argument(
+        "--without", nargs="+", default=[], metavar="NAME", help="kernels to skip, by their first words"
+    )
+    parser.add_argument("--rounds", type=int, default=1, help="repetitions of the whole balanced order")
+    parser.add_argument("--segment", type=float, default=SHORTEST, help=f"ms of a segment, at least {SHORTEST:g}")
+    args = parser.parse_args(argv)
+    if args.rounds < 1:
+        parser.error(f"--rounds {args.rounds}: must be at least 1")
+    if args.segment < SHORTEST:
+        parser.error(f"--segment {args.segment:g}: must be at least {SHORTEST:g} ms, or only the settling is measured")
+    return args
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,170 @@
+"""The shapes that bench_decode measures, and caches for them: random keys and values in pages in random order."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ringattn.generation.decoding import LayerStep
+from ringattn.kernels.paged import eager
+from ringattn.kernels.paged.contract import Pool, StepState, stacked
+from ringattn.transport import Transport
+
+OUT_OF_CACHE = 1 << 29  # bytes of all layers together, at least: several times the L2 cache
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A step of ``new`` tokens of sequences that hold ``lengths`` tokens with the new ones."""
+
+    name: str
+    lengths: tuple[int, ...]
+    new: int = 1
+    window: int = -1
+    heads: int = 32
+    kv_heads: int = 8
+    dim: int = 128
+    page_size: int = 128
+    dtype: torch.dtype = torch.bfloat16
+
+    @property
+    def keys(self) -> int:
+        """Return the keys that one key head reads."""
+        return sum(n if self.window < 0 else min(n, self.window + self.new) for n in self.lengths)
+
+    @property
+    def bytes(self) -> int:
+        """Return the bytes of keys and values that a layer reads."""
+        return self.keys * self.kv_heads * self.dim * 2 * self.dtype.itemsize
+
+    def part(self, rank: int, world_size: int) -> tuple[int, ...]:
+        """Return the tokens that a rank holds of each sequence."""
+        return tuple(n // world_size + (rank < n % world_size) for n in self.lengths)
+
+
+def ragged(count: int, least: int, most: int) -> tuple[int, ...]:
+    """Return lengths that are log-uniform between two numbers: the same ones always, in a random order."""
+    lengths = [round(least * (most / least) ** ((i + 0.5) / count)) for i in range(count)]
+    order = torch.randperm(count, generator=torch.Generator().manual_seed(0)).tolist()
+    return tuple(lengths[i] for i in order)
+
+
+K = 1024
+PROBLEMS = {
+    p.name: p
+    for p in (
+        Problem("1 x 4k", (4 * K,)),
+        Problem("1 x 16k", (16 * K,)),
+        Problem("1 x 128k", (128 * K,)),
+        Problem("1 x 1M", (K * K,)),
+        Problem("1 x 4M", (4 * K * K,)),
+        Problem("8 x 128k", (128 * K,) * 8),
+        Problem("64 x 16k", (16 * K,) * 64),
+        Problem("ragged", ragged(64, K, 128 * K)),
+        Problem("1 x 128k, 4 new", (128 * K,), new=4),
+        Problem("1 x 128k, 16 new", (128 * K,), new=16),
+        Problem("1 x 1M, window 4k", (K * K,), window=4 * K - 1),
+    )
+}
+
+
+@dataclass
+class Caches:
+    """Layers of pages on this rank, the tables of a step over them, and the new tokens. A stand-in for a
+    :class:`ringattn.generation.Step` whose tables are made at once."""
+
+    problem: Problem
+    transport: Transport
+    device: torch.device
+    layers: int = 0
+    pools: list[Pool] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        p, rank, world = self.problem, self.transport.rank, self.transport.world_size
+        self.batch, self.new_tokens = len(p.lengths), p.new
+        held = p.part(rank, world)
+        least = p.bytes // world
+        self.layers = self.layers or max(1, math.ceil(OUT_OF_CACHE / least))
+        self.state = self._state(held)
+        slots = self.state.positions.shape[0]
+        g = torch.Generator(self.device).manual_seed(1)
+        for _ in range(self.layers):
+            k, v = (self._random(g, p.kv_heads, slots, p.dim) for _ in range(2))
+            self.pools.append(Pool(k, v, self.state.positions, p.page_size))
+        tables = self.state.tables(0)
+        self.steps = [LayerStep(pool, tables, p.window) for pool in self.pools]
+        self.q = self._random(g, self.batch, p.new, p.heads, p.dim)
+        self.k, self.v = (self._random(g, self.batch, p.new, p.kv_heads, p.dim) for _ in range(2))
+
+    def _random(self, g: torch.Generator, *shape: int) -> Tensor:
+        return torch.randn(*shape, generator=g, device=self.device, dtype=self.problem.dtype)
+
+    def _state(self, held: Sequence[int]) -> StepState:
+        """Return tables in which this rank holds ``held`` tokens of each row, and rank 0 takes the new ones."""
+        p, batch, rank = self.problem, len(held), self.transport.rank
+        pages = [-(-n // p.page_size) + 1 for n in held]
+        order = torch.randperm(sum(pages), generator=torch.Generator().manual_seed(0)).int()
+        table = stacked(1, batch, max(pages))
+        positions = torch.zeros(sum(pages) * p.page_size, dtype=torch.int32)
+        used = 0
+        for row, count in enumerate(pages):
+            table[0, row, :count] = order[used : used + count]
+            used += count
+            slots = table[0, row, :count, None].long() * p.page_size + torch.arange(p.page_size)
+            positions[slots.flatten()] = torch.arange(count * p.page_size, dtype=torch.int32)
+        before = torch.tensor(held, dtype=torch.int32) - (p.new if rank == 0 else 0)
+        counts = torch.zeros(batch, self.transport.world_size, dtype=torch.int32)
+        counts[:, rank] = before
+
+        def zeros(*shape: int) -> Tensor:
+            return torch.zeros(*shape, dtype=torch.int32)
+
+        state = StepState(
+            counts=counts, turn=zeros(batch), turn_tokens=zeros(batch), home=zeros(batch),
+            position=before[:, None] + torch.arange(p.new).int(), first_new=before, table=table,
+            start=stacked(1, batch, p.new), end=stacked(1, batch, p.new), write=stacked(1, batch, p.new),
+            tiles=stacked(1, batch + 1), windows=torch.tensor([p.window], dtype=torch.int32), positions=positions,
+            base=torch.zeros(1, dtype=torch.int64), page_size=p.page_size, rank=rank,
+        )  # fmt: skip
+        eager.intervals_of_step(state)
+        there: dict[str, Any] = {}
+        for name, x in vars(state).items():
+            there[name] = x.to(self.device) if isinstance(x, Tensor) else x
+        for name in ("table", "start", "end", "write", "tiles"):  # .to() does not keep the alignment of the kinds
+            there[name] = stacked(*there[name].shape, device=self.device).copy_(there[name])
+        return StepState(**there)
+
+    def layer(self, layer: int) -> LayerStep:
+        return self.steps[layer]
+
+    def compare(self, q: Tensor, layer: int) -> None:
+        return None
+
+    def slots_of(self, row: int, count: int) -> Tensor:
+        """Return the physical slots of the last ``count`` tokens that this rank holds of a row, in order."""
+        last = int(self.state.end[0, row, -1])
+        nth = torch.arange(last - count, last, device=self.device)
+        page = self.state.table[0, row][nth // self.problem.page_size].long()
+        return page * self.problem.page_size + nth % self.problem.page_size
+
+    def contiguous(self, layer: int) -> tuple[Tensor, Tensor]:
+        """Return the visible keys and values of a layer, (batch, longest, kv_heads, dim), zeros past each length."""
+        p, longest = self.problem, max(self.seen)
+        both = [torch.zeros(self.batch, longest, p.kv_heads, p.dim, dtype=p.dtype, device=self.device) for _ in "kv"]
+        for row, count in enumerate(self.seen):
+            slots = self.slots_of(row, count)
+            for x, pool in zip(both, (self.pools[layer].k, self.pools[layer].v), strict=True):
+                x[row, :count] = pool[:, slots].transpose(0, 1)
+        return both[0], both[1]
+
+    @property
+    def seen(self) -> list[int]:
+        """Return the keys that each row's last new token sees, and those before it that others see."""
+        p = self.problem
+        held = p.part(self.transport.rank, self.transport.world_size)
+        return [n if p.window < 0 else min(n, p.window + p.new) for n in held]

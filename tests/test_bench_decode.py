@@ -1,0 +1,96 @@
+"""benchmarks/bench_decode.py: bytes and lengths of problems, the check of results, end to end on the CPU."""
+
+from __future__ import annotations
+
+import types
+
+import pytest
+import torch
+
+from benchmarks import bench_decode, decode_contestants
+from benchmarks.bench_decode import Setup
+from benchmarks.decode_problems import PROBLEMS, Caches, Problem, ragged
+from benchmarks.segments import Launch
+from ringattn import transport as transports
+from ringattn.virtual import VirtualRank
+
+SMALL = Problem("small", (40, 7, 130), heads=4, kv_heads=2, dim=16, page_size=16, dtype=torch.float32)
+NO_CLOCK = types.SimpleNamespace(between=lambda begin, end: [])
+
+
+class Constant:
+    """A timer for real launches, each of which counts as 2 ms."""
+
+    def __init__(self) -> None:
+        self.launches: list[Launch] = []
+
+    def run(self, launch, count: int) -> list[Launch]:
+        launch()
+        for _ in range(count):
+            begin = self.launches[-1].end if self.launches else 0.0
+            self.launches.append(Launch(begin, 2.0))
+        return self.launches
+
+
+def caches(problem: Problem = SMALL, layers: int = 2) -> Caches:
+    return Caches(problem, transports.of(None), torch.device("cpu"), layers)
+
+
+def test_bytes_are_those_of_visible_keys_and_values() -> None:
+    assert PROBLEMS["1 x 16k"].bytes == 16384 * 8 * 128 * 2 * 2
+    assert PROBLEMS["1 x 1M, window 4k"].keys == 4096
+    lengths = ragged(64, 1024, 131072)
+    assert len(lengths) == 64
+    assert 1024 <= min(lengths) < 1200
+    assert 115_000 < max(lengths) <= 131072
+    assert lengths == ragged(64, 1024, 131072) != tuple(sorted(lengths))
+
+
+@pytest.mark.parametrize("new", [1, 3])
+@pytest.mark.parametrize("window", [-1, 20])
+def test_results_are_checked_against_float64(new: int, window: int) -> None:
+    made = caches(Problem("small", (40, 7, 130), new, window, 4, 2, 16, 16, torch.float32))
+    out = decode_contestants.ours(made, 1, "auto")
+    assert decode_contestants.sampled_error(made, 1, out) < 1e-6
+    assert decode_contestants.sampled_error(made, 1, out * 1.1) > 0.05
+    assert decode_contestants.sampled_error(made, 0, out) > 0.05, "another layer"
+
+
+def test_contiguous_copies_hold_the_same_keys() -> None:
+    made = caches(Problem("small", (50, 50), heads=4, kv_heads=2, dim=16, page_size=16, dtype=torch.float32))
+    out = decode_contestants.ours(made, 0, "auto")
+    (launch, _) = decode_contestants.sdpa(made)
+    torch.testing.assert_close(launch(), out)
+
+
+def test_ranks_hold_all_tokens() -> None:
+    parts = [SMALL.part(rank, 3) for rank in range(3)]
+    assert [sum(n) for n in zip(*parts, strict=True)] == list(SMALL.lengths)
+    made = Caches(SMALL, VirtualRank(1, 3), torch.device("cpu"), 1)
+    assert made.state.end[0, :, 0].tolist() == list(parts[1])
+    assert int(made.state.write.max()) == -1, "rank 0 takes the new tokens"
+
+
+def test_a_wrong_result_ends_the_run() -> None:
+    made = caches()
+    wrong = [lambda: decode_contestants.ours(made, 0, "auto") * 2]
+    with pytest.raises(SystemExit, match="mine is off by"):
+        bench_decode.prepared("mine", wrong, made, Setup(torch.device("cpu"), NO_CLOCK, Constant, False))
+
+
+def test_end_to_end(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("benchmarks.decode_problems.OUT_OF_CACHE", 2 * SMALL.bytes)
+    args = bench_decode.parse(["--without", "ringattn, portable", "--problems", "ragged"])
+    rows = bench_decode.run([SMALL], args, Setup(torch.device("cpu"), NO_CLOCK, Constant, False))
+    text = capsys.readouterr().out
+    assert "FA3: skipped, ImportError" in text
+    assert rows[0]["kernel"] == "ringattn"
+    assert rows[0]["ms"] == 1.0, "two layers in 2 ms"
+    assert rows[0]["gb_per_s"] == pytest.approx(SMALL.bytes / 1e6)
+
+
+def test_options_are_checked() -> None:
+    assert "1 x 4M" not in bench_decode.parse([]).problems
+    for wrong in (["--rounds", "0"], ["--segment", "10"], ["--problems", "2 x 7"]):
+        with pytest.raises(SystemExit):
+            bench_decode.parse(wrong)

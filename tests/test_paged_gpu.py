@@ -1,0 +1,134 @@
+"""The paged kernels on a GPU: 16 bits, many pages and programs, blocks of rows, and replays of a captured graph."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from paged_cases import Case, distributed, with_room
+from torch import Tensor
+
+from ringattn.kernels.contract import Score
+from ringattn.kernels.paged.backends import BACKENDS
+from ringattn.kernels.paged.contract import Call
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+BASE: dict[str, Any] = dict(group=4, kv_heads=2, dim=128, dim_v=128, page_size=128, device="cuda", dtype=torch.bfloat16)
+CASES: dict[str, dict[str, Any]] = {
+    "ragged, empty, padded": dict(lengths=[5000, 0, 130, None, 64, 20001]),
+    "one long row": dict(lengths=[60000], kv_heads=1),
+    "window of several tokens over ranks": dict(lengths=[3000, 3], new=4, window=900, world_size=3),
+    "trees over ranks": dict(lengths=[4000, 3, None], new=16, tree=True, world_size=2),
+    "trees of 64 in a window": dict(lengths=[1500, 200], new=64, tree=True, window=700),
+    "several blocks of rows": dict(lengths=[1000, 2000], new=64),
+    "many rows of head dim 64": dict(lengths=[*range(1, 700, 10)], group=8, dim=64, dim_v=64),
+    "small pages": dict(lengths=[1000, 77], page_size=64),
+    "float16": dict(lengths=[3000, 0, 1], dtype=torch.float16, group=6),
+    "a group of 16": dict(lengths=[3000, 1], group=16),
+}
+PORTABLE: dict[str, dict[str, Any]] = {
+    "latent": dict(lengths=[3000, 1], group=16, kv_heads=1, dim=576, dim_v=512, shared_values=True, page_size=64),
+    "pages of 48": dict(lengths=[1000, 77], page_size=48, dim=80, dim_v=96),
+    "float32": dict(lengths=[1000, 77], dtype=torch.float32, new=3),
+}
+
+
+def check(name: str, case: dict[str, Any], score: Score, fixed_split: int = 0) -> None:
+    step = Case(**{**BASE, **case}).made()
+    call, heads = Call(step.tree, fixed_split), step.q.shape[2]
+    score = replace(score, sink=torch.randn(heads, device="cuda") if score.softcap else None)
+    for pool, state in zip(step.pools, step.states, strict=True):
+        reason = BACKENDS[name].unsupported(step.q, pool, state.tables(0), score, call)
+        if reason:
+            pytest.skip(reason)
+    out, lse = distributed(BACKENDS[name], step, score, call)
+    again, _ = distributed(BACKENDS[name], step, score, call)
+    assert torch.equal(out, again), "the same bits in every run"
+    want, want_lse = step.expected(score)
+    bound = {torch.bfloat16: 8e-3, torch.float16: 1e-3, torch.float32: 2e-6}[step.q.dtype]
+    assert torch.isfinite(out).all()
+    error = (out.double().cpu() - want).norm(dim=-1) / want.norm(dim=-1).clamp(min=1e-30)
+    assert float(torch.where(want.norm(dim=-1) > 0, error, 0.0).max()) < bound
+    assert not out.cpu()[want.norm(dim=-1) == 0].any()
+    torch.testing.assert_close(lse.double().cpu(), want_lse, rtol=1e-5, atol=1e-4)
+    if step.case.world_size == 1:
+        pool, tables = step.pools[0], step.tables()
+        whole, _ = BACKENDS[name].output(step.q, pool, tables, score, call)
+        torch.testing.assert_close(whole, out, rtol=2e-2, atol=1e-5)
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("softcap", [0.0, 20.0])
+def test_hopper(case: str, softcap: float) -> None:
+    check("hopper", CASES[case], Score(0.15, softcap))
+
+
+@pytest.mark.parametrize("case", CASES | PORTABLE)
+@pytest.mark.parametrize("softcap", [0.0, 20.0])
+def test_triton(case: str, softcap: float) -> None:
+    check("triton", (CASES | PORTABLE)[case], Score(0.15, softcap))
+
+
+@pytest.mark.parametrize("case", list(CASES)[:2])
+def test_triton_with_a_fixed_split(case: str) -> None:
+    check("triton", CASES[case], Score(0.15), 512)
+
+
+@pytest.mark.parametrize("name", ["hopper", "triton"])
+@pytest.mark.parametrize("new", [1, 3])
+def test_replays_equal_calls(name: str, new: int) -> None:
+    """300 steps with growing lengths, page edges, ends of turns, a window and a padded row: bit for bit."""
+    case = {**BASE, "lengths": [500, 0, None, 3000], "new": new, "window": 800}
+    step = Case(**case).made()
+    graph_state, call_state = (with_room(step.states[0], 48) for _ in range(2))
+    slots = graph_state.positions.shape[0]
+    pools = []
+    for state in (graph_state, call_state):
+        k, v = (torch.zeros(2, slots, 128, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+        pools.append(step.pools[0]._replace(k=k, v=v, positions=state.positions))
+    g = torch.Generator("cuda").manual_seed(3)
+    for a, b in zip(pools[0][:2], pools[1][:2], strict=True):
+        a.normal_(generator=g)
+        b.copy_(a)
+    tables = [graph_state.tables(0), call_state.tables(0)]
+    backend, score = BACKENDS[name], Score(0.09)
+    if reason := backend.unsupported(step.q, pools[0], tables[0], score, Call()):
+        pytest.skip(reason)
+    q, k, v = (torch.empty_like(x) for x in (step.q, step.new_k, step.new_v))
+
+    def one(n: int) -> tuple[Tensor, Tensor]:
+        backend.write(k, v, pools[n], tables[n])
+        out, lse = backend.output(q, pools[n], tables[n], score, Call())
+        backend.advance((graph_state, call_state)[n])
+        return out, lse
+
+    for x in (q, k, v):
+        x.normal_(generator=g)
+    saved = [x.clone() for x in vars(graph_state).values() if isinstance(x, Tensor)]
+    one(0)
+    torch.cuda.synchronize()
+    for x, before in zip([x for x in vars(graph_state).values() if isinstance(x, Tensor)], saved, strict=True):
+        x.copy_(before)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = one(0)
+    memory = None
+    for n in range(300):
+        for x in (q, k, v):
+            x.normal_(generator=g)
+        graph.replay()
+        called = one(1)
+        assert torch.equal(captured[0], called[0]), n
+        assert torch.equal(captured[1], called[1]), n
+        if n == 20:
+            memory = torch.cuda.memory_allocated()
+    assert torch.cuda.memory_allocated() <= memory
+    assert int(graph_state.counts[0, 0]) == 500 + 300 * new
+
+
+def test_the_piece_of_a_program_is_found_for_any_number_of_rows() -> None:
+    for batch in (1, 127, 128, 129, 300):
+        check("hopper", dict(lengths=[(37 * n) % 200 for n in range(batch)], kv_heads=1), Score(0.2))
