@@ -26,6 +26,10 @@ class Backend:
 
     waits_for_keys = False  # the forward may start while copy engines still write the keys (ReadyFlags)
 
+    def reads_in_place(self, k: Tensor, v: Tensor) -> bool:
+        """Return whether the forward takes these as :class:`.contract.OwnKeys`; only asked if it waits for keys."""
+        return False
+
     def unsupported(self, q: Tensor, k: Tensor, v: Tensor, score: Score, *, backward: bool = False) -> str | None:
         """Return None if this backend can attend with these tensors, otherwise the reason, in a few words."""
         return None
@@ -263,6 +267,9 @@ class Hopper(_Compiled):
 
     def _key_gradients(self, queries, keys, score):  # type: ignore[no-untyped-def]
         return BACKENDS["triton"]._key_gradients(queries, keys, score)
+
+    def reads_in_place(self, k: Tensor, v: Tensor) -> bool:
+        return all(self._module("tensor_maps").readable(x) for x in (k, v))
 
     def _completion_counts(self, q: Tensor, keys: Keys) -> CompletionCounts | None:
         return self._module("backward").completion_counts(q, keys)

@@ -17,7 +17,8 @@ with 64 query rows. The consumers of a CTA share the key and value tiles, two st
 * Query tiles are handed out by an atomic counter (work_counter.py), heaviest first within a few heads at a time:
   balanced for any mask, few heads' keys in L2 at once, and robust if other work slows some SMs down.
 * With ``ready`` the producer waits for the flag of a head's keys and values before their first tile. The heads are
-  swept in the order of arrival; the consumers are the same with and without flags.
+  swept in the order of arrival; the consumers are the same with and without flags. Tiles of this rank's own keys
+  (``ready.own``) are read where they are and wait for no flag: only the first tile with fetched keys does.
 * Tiles have powers of two of columns. Head dims 96 and 192 of q and k are two tiles side by side, 64 + 32 and 128 + 64;
   a value of 96 is read as 128, the last 32 zeros that TMA fills in.
 * m is a point of reference near the maximum, not the maximum: it moves when a score is more than ``SLACK`` above it.
@@ -53,7 +54,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ...partial import Partial
-from ..contract import PERIOD, Block, Keys, Result, Score, int32
+from ..contract import GRID as _GRID
+from ..contract import PERIOD, Block, Keys, OwnKeys, Result, Score, int32
 from ..launch import Launches, capability, dispatch, on_device
 from .primitives import (
     FREE_BARRIERS,
@@ -76,6 +78,7 @@ LN2 = gl.constexpr(0.6931471805599453)
 LOG2E_HI = gl.constexpr(1.44269502162933349609375)  # float32(log2 e), and its rounding error
 LOG2E_LO = gl.constexpr(LOG2E - 1.44269502162933349609375)
 
+GRID = gl.constexpr(_GRID)  # keys of a tile that a rank's own keys are read in, see OwnKeys
 ROWS = gl.constexpr(64)  # query rows of a consumer: the M of one wgmma
 INFO = gl.constexpr(8)  # int32 numbers that describe a query tile, see work.query_tile_table
 SLOTS = gl.constexpr(4)  # descriptions in shared memory: one is read until two tiles later
@@ -277,19 +280,47 @@ def _load_pieces(desc, tiles, full, batch, row, head, i):
 
 @gluon.jit
 def _load_keys(
-    k_desc, v_desc, k_s, v_s, k_full, v_full, batch, column, kv_head, g, N: gl.constexpr, STAGES: gl.constexpr
-):
-    """Load key tile number g of this CTA, as soon as the consumers have released its stage."""
+    k_desc, v_desc, own, flags, arrived, k_s, v_s, k_full, v_full, batch, column, kv_head, row, g, N: gl.constexpr,
+    STAGES: gl.constexpr,
+):  # fmt: skip
+    """Load key tile number g of this CTA, as soon as the consumers have released its stage: one of this rank's own
+    where it is, another one of ``row`` after its flag. Return the latest row whose flag was waited for."""
     K_FREE: gl.constexpr = FREE_BARRIERS + N
     V_FREE: gl.constexpr = K_FREE + STAGES
     stage = g % STAGES
-    if g >= STAGES:
-        barrier_sync(K_FREE + stage, 128 * (N + 1))
-    _load_pieces(k_desc, k_s, k_full, batch, column, kv_head, stage)
-    if g >= STAGES:
-        barrier_sync(V_FREE + stage, 128 * (N + 1))
-    mbarrier.expect(v_full.index(stage), v_desc.block_type.nbytes)
-    async_load(v_desc, [batch, column, kv_head, 0], v_full.index(stage), v_s.index(stage))
+    if len(own) == 0:
+        if g >= STAGES:
+            barrier_sync(K_FREE + stage, 128 * (N + 1))
+        _load_pieces(k_desc, k_s, k_full, batch, column, kv_head, stage)
+        if g >= STAGES:
+            barrier_sync(V_FREE + stage, 128 * (N + 1))
+        _load_values(v_desc, v_s, v_full, batch, column, kv_head, stage)
+    else:
+        own_k_desc, own_v_desc, places_ptr = own
+        place = gl.load(places_ptr + column // GRID)
+        if g >= STAGES:
+            barrier_sync(K_FREE + stage, 128 * (N + 1))
+        if place >= 0:
+            _load_pieces(own_k_desc, k_s, k_full, batch, place + column % GRID, kv_head, stage)
+        else:
+            if row != arrived:
+                flags_ptr, epoch, timed_out_ptr = flags
+                wait_row(flags_ptr, row, epoch, timed_out_ptr, 4)
+                arrived = row
+            _load_pieces(k_desc, k_s, k_full, batch, column, kv_head, stage)
+        if g >= STAGES:
+            barrier_sync(V_FREE + stage, 128 * (N + 1))
+        if place >= 0:
+            _load_values(own_v_desc, v_s, v_full, batch, place + column % GRID, kv_head, stage)
+        else:
+            _load_values(v_desc, v_s, v_full, batch, column, kv_head, stage)
+    return arrived
+
+
+@gluon.jit
+def _load_values(desc, tiles, full, batch, row, head, i):
+    mbarrier.expect(full.index(i), desc.block_type.nbytes)
+    async_load(desc, [batch, row, head, 0], full.index(i), tiles.index(i))
 
 
 @gluon.jit
@@ -298,7 +329,7 @@ def _producer(
     SKIP_EMPTY: gl.constexpr, READY: gl.constexpr,
 ):  # fmt: skip
     (
-        q_desc, k_desc, v_desc, table_ptr, counter_ptr, flags_ptr, epoch, timed_out_ptr,
+        q_desc, k_desc, v_desc, own, table_ptr, counter_ptr, flags,
         q_s, k_s, v_s, info_s, q_full, q_free, k_full, v_full, info_full,
         n_tiles, n_heads, q_heads, ratio, group, early, table_batch_stride,
     ) = args  # fmt: skip
@@ -328,25 +359,34 @@ def _producer(
         kv_head = head // ratio
         for c in gl.static_range(N):
             _load_pieces(q_desc, q_s, q_full, batch, first + c * ROWS, head, slot * N + c)
+        row = 0
         if READY:
             row = (batch * q_heads + head) // ratio
+        if READY and len(own) == 0:  # noqa: SIM102
             if row != arrived:
+                flags_ptr, epoch, timed_out_ptr = flags
                 wait_row(flags_ptr, row, epoch, timed_out_ptr, 4)
                 arrived = row
         for column in range(end - BN, begin + BN, -BN):
-            _load_keys(k_desc, v_desc, k_s, v_s, k_full, v_full, batch, column, kv_head, g, N, STAGES)
+            arrived = _load_keys(
+                k_desc, v_desc, own, flags, arrived, k_s, v_s, k_full, v_full, batch, column, kv_head, row, g, N, STAGES
+            )
             g += 1
         # Request the next tile's number, then its description, while waiting to load the last two key tiles: memory
         # latency is about the time until the consumers need a key tile.
         number = take_number(counter_ptr, total)
         for column in range(gl.minimum(begin, end - 2 * BN) + BN, begin, -BN):
-            _load_keys(k_desc, v_desc, k_s, v_s, k_full, v_full, batch, column, kv_head, g, N, STAGES)
+            arrived = _load_keys(
+                k_desc, v_desc, own, flags, arrived, k_s, v_s, k_full, v_full, batch, column, kv_head, row, g, N, STAGES
+            )
             g += 1
         w, info = _numbered_tile(
             gl.sum(number, axis=0), counter_ptr, table_ptr, n_tiles, n_heads, q_heads, group, early,
             table_batch_stride, SKIP_EMPTY,
         )  # fmt: skip
-        _load_keys(k_desc, v_desc, k_s, v_s, k_full, v_full, batch, begin, kv_head, g, N, STAGES)
+        arrived = _load_keys(
+            k_desc, v_desc, own, flags, arrived, k_s, v_s, k_full, v_full, batch, begin, kv_head, row, g, N, STAGES
+        )
         g += 1
         i += 1
     slot, phase = _q_buffer(i, Q_BUFFERS)
@@ -803,6 +843,7 @@ def _forward_kernel(
     table_ptr, table_batch_stride, counter_ptr,
     seq_q, q_heads, ratio, n_tiles, n_heads, group, early, c2,
     flags_ptr, epoch, timed_out_ptr,  # None if all keys have arrived
+    own_k_desc, own_k_rest_desc, own_v_desc, places_ptr,  # None if all keys are in the chunk
     inner, slopes_ptr, slopes_stride, positions_q_ptr, positions_k_ptr,  # None without softcap; without ALiBi
     N: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, REGISTERS: gl.constexpr, Q_BUFFERS: gl.constexpr,
     STAGED: gl.constexpr, DV: gl.constexpr,
@@ -832,8 +873,11 @@ def _forward_kernel(
     for slot in gl.static_range(SLOTS):
         mbarrier.init(info_full.index(slot), count=1)
     # The producer is the default partition: it keeps the registers that the consumers leave.
+    own_k_descs = (own_k_desc,) if WHOLE else (own_k_desc, own_k_rest_desc)
+    own = () if places_ptr is None else (own_k_descs, own_v_desc, places_ptr)
+    flags = (flags_ptr, epoch, timed_out_ptr)
     producer = (
-        q_descs, k_descs, v_desc, table_ptr, counter_ptr, flags_ptr, epoch, timed_out_ptr,
+        q_descs, k_descs, v_desc, own, table_ptr, counter_ptr, flags,
         q_s, k_s, v_s, info_s, q_full, q_free, k_full, v_full, info_full,
         n_tiles, n_heads, q_heads, ratio, group, early, table_batch_stride,
     )  # fmt: skip
@@ -905,9 +949,12 @@ def forward(q: Tensor, keys: Keys, score: Score, state: Partial | None, finalize
     else:
         rows = q.new_empty(2, batch, q_heads, seq_q, dtype=torch.float32)
         outputs = (q.new_empty(shape, dtype=torch.float32), rows[0], rows[1])
+    own = None if ready is None else ready.own
+    own_strides = () if own is None else (own.k.shape, own.k.stride(), own.v.stride())
     key = (
         q.dtype, q.shape, q.stride(), k.shape, k.stride(), v.shape, v.stride(), state is None, sink is None,
-        finalize, ready is None, changes.scale, changes.inner, changes.slopes_stride, changes.slopes is None,
+        finalize, ready is None, *own_strides, changes.scale, changes.inner, changes.slopes_stride,
+        changes.slopes is None,
     )  # fmt: skip
     launches = block.memo.once("hopper forward", Launches)
     with on_device(q):
@@ -919,6 +966,8 @@ def forward(q: Tensor, keys: Keys, score: Score, state: Partial | None, finalize
         if ready is not None:
             tensors += [ready.flags, ready.timed_out]
             epoch = int32(ready.epoch)
+        if own is not None:
+            tensors += own[:2]
         if not launches.again(key, tensors, epoch):
             grid, args, constants = _launch(q, keys, changes, sink, state, outputs, finalize, counter)
             launched = dispatch(
@@ -930,6 +979,8 @@ def forward(q: Tensor, keys: Keys, score: Score, state: Partial | None, finalize
                 fixed: tuple[Tensor, ...] = query_tile_table(block, config.block_m, config.block_n, q.device)
                 if changes.slopes is not None:
                     fixed += _positions(q, block, config)
+                if own is not None:
+                    fixed += (own.places(block, own.k.device),)
                 number_at = None if ready is None else _forward_kernel.arg_names.index("epoch")
                 launches.remember(key, tensors, launched, fixed, number_at)
     return Result(outputs[0], outputs[1]) if finalize else Partial(outputs[1], outputs[2], outputs[0])
@@ -941,6 +992,7 @@ def _launch(
 ) -> tuple[tuple[int, int, int], tuple, dict[str, Any]]:  # fmt: skip
     """Return grid, arguments and constants of the kernel."""
     k, v, block, ready = keys
+    own = None if ready is None else ready.own
     batch, seq_q, q_heads, head_dim = q.shape
     head_dim_v = v.shape[-1]
     config = CONFIGS[head_dim, head_dim_v]
@@ -963,6 +1015,7 @@ def _launch(
         seq_q, q_heads, q_heads // k.shape[2], n_tiles, n_heads,
         *head_sweeps(n_tiles, n_heads, workers), changes.scale,
         *((None, None, None) if ready is None else (ready.flags, int32(ready.epoch), ready.timed_out)),
+        *((None, None, None, None) if own is None else _own(own, block, config, first, width)),
         changes.inner, changes.slopes, changes.slopes_stride,
         *((None, None) if changes.slopes is None else _positions(q, block, config)),
     )  # fmt: skip
@@ -973,6 +1026,12 @@ def _launch(
         READY=ready is not None, PERIOD=period,
     )  # fmt: skip
     return (workers, 1, 1), args, constants
+
+
+def _own(own: OwnKeys, block: Block, config: Config, first: int, width: int) -> tuple[Any, ...]:
+    """Return the views of this rank's own keys and values, and where the tiles of the chunk are in them."""
+    places = own.places(block, own.k.device)
+    return *_pieces(own.k, config.block_n, first), view(own.v, (1, config.block_n, 1, width)), places
 
 
 def _positions(q: Tensor, block: Block, config: Config) -> tuple[Tensor, Tensor]:
