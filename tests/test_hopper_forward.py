@@ -146,6 +146,7 @@ def facts(dims: tuple[int, int], kind: str) -> dict:
         acquires=code.ptx.count("ld.acquire.sys.global"),
         fences=code.ptx.count("fence.proxy.async.global"),
         steps=steps(code),
+        paths=[loop.path.count("\n") for loop in code.loops_with("HGMMA")],
         lengths=[len(loop.body) for loop in code.loops_with("HGMMA")],
     )
 

@@ -68,7 +68,17 @@ from .primitives import (
     scale_rows,
     wait_row,
 )
-from .scores import LOG2E, Changes, capped, distances, padded_positions, penalties
+from .scores import (
+    LOG2E,
+    Changes,
+    capped,
+    distances,
+    first_position,
+    keys_come_first,
+    padded_positions,
+    penalties,
+    scaled_and_capped,
+)
 from .tensor_maps import readable, view
 from .work import head_sweeps, processors, query_tile_table
 from .work_counter import take_number, work_counter
@@ -545,10 +555,13 @@ def _flush(acc, m, aside_ptr, m_aside, C: gl.constexpr, N: gl.constexpr):
 
 
 @gluon.jit
-def _softmax(s, m, l, rest, c2, slack: gl.constexpr):
+def _softmax(s, m, l, rest, c2, slack: gl.constexpr, FIXED: gl.constexpr):
     """Move m to the maximum if that is more than ``slack`` above it; alpha rescales earlier sums. ``rest``: the
-    rounding error of m, see _enter_rows."""
+    rounding error of m, see _enter_rows. ``FIXED``: m stays 0."""
     L_L: gl.constexpr = l.type.layout
+    if FIXED is not None:
+        x = gl.exp2(s)
+        return m, l + gl.convert_layout(_lane_sum(x), L_L), m, x
     top = gl.max(s, axis=1) * c2
     m_new = gl.where(top - m > slack, top, m)
     reference = _finite(m_new)
@@ -559,18 +572,57 @@ def _softmax(s, m, l, rest, c2, slack: gl.constexpr):
 
 
 @gluon.jit
+def _rescaled(acc, alpha, FIXED: gl.constexpr):
+    if FIXED is None:
+        acc = scale_rows(acc, alpha)
+    return acc
+
+
+@gluon.jit
+def _seen(acc, m, l, FINALIZE: gl.constexpr):
+    """Return acc, m and l of sums whose point of reference is 0, with m = -inf for a row that sees nothing. A state
+    gets an m that is near the largest score, which is a power of two away: l and o stay exact."""
+    total = gl.convert_layout(gl.sum(l, axis=1), m.type.layout)
+    if not FINALIZE:
+        L_L: gl.constexpr = gl.SliceLayout(1, l.type.layout)
+        m = gl.floor(gl.log2(gl.where(total == 0.0, 1.0, total)))
+        l = l * gl.convert_layout(gl.exp2(-m), L_L)[:, None]
+        acc = _scaled(acc, gl.exp2(-m))
+    return acc, gl.where(total == 0.0, float("-inf"), m), l
+
+
+@gluon.jit
 def _alibi(slot, C: gl.constexpr, alibi, layout: gl.constexpr):
     """Return what scores of a query tile need for ALiBi: penalties of its rows, slope, the position that they are
-    relative to and where the positions of keys are; nothing if there is no ALiBi."""
+    relative to and where the positions of keys are; nothing if there is no ALiBi. If keys come first, the slope, what is
+    added to slope times position, which is 0 in the middle of the rows, and where the positions of keys are."""
     if len(alibi) > 0:
         slopes_ptr, slopes_stride, positions_q_ptr, positions_k_ptr = alibi
         info = slot.load(INFO_LAYOUT)
         row = _number(info, 0)
         slope = gl.load(slopes_ptr + _number(info, 6) * slopes_stride + _number(info, 7)) * LOG2E_HI
-        base = gl.load(positions_q_ptr + row)
-        rows = gl.load(positions_q_ptr + row + C * ROWS + gl.arange(0, ROWS, layout))
-        alibi = (penalties(slope, rows, base), slope, base, positions_k_ptr)
+        if keys_come_first(positions_k_ptr):
+            middle = gl.minimum(row + C * ROWS + ROWS // 2, _number(info, 1) - 1)
+            alibi = (slope, -gl.load(positions_q_ptr + middle) * slope, positions_k_ptr)
+        else:
+            base = gl.load(positions_q_ptr + row)
+            rows = gl.load(positions_q_ptr + row + C * ROWS + gl.arange(0, ROWS, layout))
+            alibi = (penalties(slope, rows, base), slope, base, positions_k_ptr)
     return alibi
+
+
+@gluon.jit
+def _rows_part(slot, C: gl.constexpr, alibi, m, sign: gl.constexpr):
+    """Return m plus or minus the rows' part of the scores, if that is left out of them (keys come first). A query and a
+    key at the same position have the same part, rounding errors included."""
+    if len(alibi) > 0:
+        if keys_come_first(alibi[3]):
+            L: gl.constexpr = m.type.layout
+            slope, less, _ = _alibi(slot, C, alibi, L)
+            first = _number(slot.load(INFO_LAYOUT), 0) + C * ROWS
+            rows = gl.load(alibi[2] + first + gl.arange(0, ROWS, L))
+            m = m + sign * gl.fma(rows, slope, less)
+    return m
 
 
 @gluon.jit
@@ -586,20 +638,27 @@ def _key_positions(changes, column, BN: gl.constexpr, layout: gl.constexpr):
 
 @gluon.jit
 def _positions_at(alibi, column, BN: gl.constexpr, layout: gl.constexpr):
-    return gl.load(alibi[3] + column + gl.arange(0, BN, gl.SliceLayout(0, layout)))
+    at = alibi[len(alibi) - 1] + column + gl.arange(0, BN, gl.SliceLayout(0, layout))
+    return gl.load(gl.multiple_of(at, 16))
 
 
 @gluon.jit
-def _changed(s, c2, changes, positions, column):
+def _changed(s, c2, changes, positions, column, FIXED: gl.constexpr):
     """Return scores after softcap and ALiBi, and what they are times, to the base 2."""
     inner, alibi = changes
+    if FIXED is not None:
+        return scaled_and_capped(s, FIXED), 1.0
     s = capped(s, inner)
     if len(alibi) > 0:
-        rows, slope, base, _ = alibi
         BN: gl.constexpr = s.shape[1]
         L: gl.constexpr = s.type.layout
         columns = _positions_at(alibi, column, BN, L) if len(positions) == 0 else positions[0]
-        s = s * c2 - distances(rows, penalties(slope, columns, base))
+        if len(alibi) == 3:
+            slope, less, _ = alibi
+            s = s * c2 + gl.fma(columns, slope, less)[None, :]
+        else:
+            rows, slope, base, _ = alibi
+            s = s * c2 - distances(rows, penalties(slope, columns, base))
         c2 = 1.0
     return s, c2
 
@@ -626,7 +685,7 @@ def _first_scores(
 @gluon.jit
 def _step(
     q, k_s, v_s, k_full, v_full, g, acc, m, l, alpha, packed, c2, column, intervals, changes,
-    C: gl.constexpr, N: gl.constexpr, STAGES: gl.constexpr, MASK: gl.constexpr,
+    C: gl.constexpr, N: gl.constexpr, STAGES: gl.constexpr, MASK: gl.constexpr, FIXED: gl.constexpr,
 ):  # fmt: skip
     """Compute scores and softmax of key tile g + 1, and the product of P and V of key tile g."""
     BN: gl.constexpr = k_s[0].shape[2]
@@ -644,7 +703,7 @@ def _step(
     mbarrier.wait(k_full.index(ks), (g // STAGES) & 1)
     barrier_sync(TURN + C, 256)
     s = _scores(q, k_s, ks, S_L)
-    acc = scale_rows(acc, alpha)  # overlaps the product with K
+    acc = _rescaled(acc, alpha, FIXED)  # overlaps the product with K
     mbarrier.wait(v_full.index(vs), v_phase)
     p = _unpack(packed, DTYPE, P_L)
     acc = warpgroup_mma(p, _rows(v_s, vs), acc, is_async=True)
@@ -652,12 +711,12 @@ def _step(
     positions = _key_positions(changes, column, BN, S_L)
     s = warpgroup_mma_wait(1, deps=[s])
     barrier_arrive(K_FREE + ks, THREADS)
-    s, unit = _changed(s, c2, changes, positions, column)
+    s, unit = _changed(s, c2, changes, positions, column, FIXED)
     if MASK:
         slot, start_ptr, end_ptr, rows_batch_stride = intervals
         start, end = _intervals(slot, C, start_ptr, end_ptr, rows_batch_stride, gl.SliceLayout(1, S_L))
         s = _hide(s, column, start, end)
-    m, l, alpha, x = _softmax(s, m, l, 0.0, unit, SLACK)
+    m, l, alpha, x = _softmax(s, m, l, 0.0, unit, SLACK, FIXED)
     acc, p = warpgroup_mma_wait(0, deps=[acc, p])
     keep_alive(packed)
     barrier_arrive(V_FREE + vs, THREADS)
@@ -667,7 +726,7 @@ def _step(
 @gluon.jit
 def _walk(
     last, begin, full_begin, full_end, q, q_s, at, k_s, v_s, k_full, v_full, g, acc, m, l, alpha, packed, c2, intervals,
-    changes, C: gl.constexpr, N: gl.constexpr, STAGES: gl.constexpr, EARLY: gl.constexpr,
+    changes, C: gl.constexpr, N: gl.constexpr, STAGES: gl.constexpr, EARLY: gl.constexpr, FIXED: gl.constexpr,
 ):  # fmt: skip
     """Walk the key tiles below ``last`` down to ``begin``, each with the product of P and V of the tile before: cut,
     full, cut."""
@@ -677,7 +736,7 @@ def _walk(
     for column in range(last - BN, full_end - BN, -BN):
         acc, m, l, alpha, packed = _step(
             q, k_s, v_s, k_full, v_full, g, acc, m, l, alpha, packed, c2, column, intervals, changes, C, N, STAGES,
-            True,
+            True, FIXED,
         )  # fmt: skip
         g += 1
     if EARLY:
@@ -685,7 +744,7 @@ def _walk(
     for column in range(gl.minimum(full_end, last) - BN, full_begin - BN, -BN):
         acc, m, l, alpha, packed = _step(
             q, k_s, v_s, k_full, v_full, g, acc, m, l, alpha, packed, c2, column, intervals, changes, C, N, STAGES,
-            False,
+            False, FIXED,
         )  # fmt: skip
         g += 1
     if EARLY:
@@ -693,7 +752,7 @@ def _walk(
     for column in range(gl.minimum(full_begin, last) - BN, begin - BN, -BN):
         acc, m, l, alpha, packed = _step(
             q, k_s, v_s, k_full, v_full, g, acc, m, l, alpha, packed, c2, column, intervals, changes, C, N, STAGES,
-            True,
+            True, FIXED,
         )  # fmt: skip
         g += 1
     return g, acc, m, l, alpha, packed
@@ -703,7 +762,7 @@ def _walk(
 def _consumer(
     args, C: gl.constexpr, N: gl.constexpr, STAGES: gl.constexpr, Q_BUFFERS: gl.constexpr, DV: gl.constexpr,
     HAS_STATE: gl.constexpr, HAS_SINK: gl.constexpr, FINALIZE: gl.constexpr, STAGED: gl.constexpr,
-    PERIOD: gl.constexpr,
+    PERIOD: gl.constexpr, FIXED: gl.constexpr,
 ):  # fmt: skip
     (
         out_desc, out_ptr, lse_ptr, l_ptr, m_in_ptr, l_in_ptr, o_in_ptr, aside_ptr, sink_ptr, start_ptr, end_ptr,
@@ -757,15 +816,19 @@ def _consumer(
             m = gl.full([ROWS], float("-inf"), gl.float32, S_ROW)
             rest = gl.zeros([ROWS], gl.float32, S_ROW)
             acc = gl.zeros([ROWS, W], gl.float32, O_L)
+        if HAS_STATE:
+            m = _rows_part(slot, C, alibi, m, 1.0)
         if PERIOD:
             m_aside = m
             if HAS_STATE:
                 gl.store(_scratch(aside_ptr, C, N, W, O_L), _scaled(acc, gl.exp2(rest)))
                 acc = gl.zeros([ROWS, W], gl.float32, O_L)
+        if FIXED is not None:
+            m = gl.zeros([ROWS], gl.float32, S_ROW)
         changes = (inner, _alibi(slot, C, alibi, S_ROW))
-        s, unit = _changed(s, c2, changes, (), last)
+        s, unit = _changed(s, c2, changes, (), last, FIXED)
         s = _hide(s, last, start, end)
-        m, l, alpha, x = _softmax(s, m, l, rest, unit, 0.0)
+        m, l, alpha, x = _softmax(s, m, l, rest, unit, 0.0, FIXED)
         packed = _pack(x, DTYPE)
 
         intervals = (slot, start_ptr, end_ptr, rows_batch_stride)
@@ -776,20 +839,20 @@ def _consumer(
                 down = gl.maximum(above - BN * PERIOD, begin)
                 g, acc, m, l, alpha, packed = _walk(
                     above, down, gl.maximum(full_begin, down), gl.maximum(full_end, down), q, q_s, at, k_s, v_s, k_full,
-                    v_full, g, acc, m, l, alpha, packed, c2, intervals, changes, C, N, STAGES, EARLY,
+                    v_full, g, acc, m, l, alpha, packed, c2, intervals, changes, C, N, STAGES, EARLY, FIXED,
                 )  # fmt: skip
-                acc, m_aside = _flush(scale_rows(acc, alpha), m, aside_ptr, m_aside, C, N)
+                acc, m_aside = _flush(_rescaled(acc, alpha, FIXED), m, aside_ptr, m_aside, C, N)
         else:
             g, acc, m, l, alpha, packed = _walk(
                 last, begin, full_begin, full_end, q, q_s, at, k_s, v_s, k_full, v_full, g, acc, m, l, alpha, packed,
-                c2, intervals, changes, C, N, STAGES, EARLY,
+                c2, intervals, changes, C, N, STAGES, EARLY, FIXED,
             )  # fmt: skip
         mbarrier.arrive(q_free.index(at), count=1)
 
         # The last product with V, and where EARLY the first scores of the next query tile.
         vs = g % STAGES
         mbarrier.wait(v_full.index(vs), (g // STAGES) & 1)
-        acc = scale_rows(acc, alpha)
+        acc = _rescaled(acc, alpha, FIXED)
         p = _unpack(packed, DTYPE, P_L)
         acc = warpgroup_mma(p, _rows(v_s, vs), acc, is_async=True)
         g += 1
@@ -806,6 +869,9 @@ def _consumer(
             acc = _with_flushed(acc, m, aside_ptr, m_aside, C, N)
         if EARLY:
             s = _first_scores(some, q_s, k_s, q_full, k_full, i, g, C, N, STAGES, Q_BUFFERS, S_L)
+        m = _rows_part(slot, C, alibi, m, -1.0)
+        if FIXED is not None:
+            acc, m, l = _seen(acc, m, l, FINALIZE)
         _store(
             acc, m, l, slot, out_desc, out_ptr, lse_ptr, l_ptr, sink_ptr, o_s,
             seq_q, q_heads, C, DTYPE, DV, HAS_SINK, FINALIZE, STAGED, S_ROW,
@@ -848,7 +914,7 @@ def _forward_kernel(
     N: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, REGISTERS: gl.constexpr, Q_BUFFERS: gl.constexpr,
     STAGED: gl.constexpr, DV: gl.constexpr,
     HAS_STATE: gl.constexpr, HAS_SINK: gl.constexpr, FINALIZE: gl.constexpr, READY: gl.constexpr,
-    PERIOD: gl.constexpr,
+    PERIOD: gl.constexpr, FIXED: gl.constexpr,
 ):  # fmt: skip
     WHOLE: gl.constexpr = q_rest_desc is None
     q_descs = (q_desc,) if WHOLE else (q_desc, q_rest_desc)
@@ -892,8 +958,14 @@ def _forward_kernel(
         gl.warp_specialize(
             [
                 (_producer, (producer, N, BN, STAGES, Q_BUFFERS, SKIP_EMPTY, READY)),
-                (_consumer, (consumer, 0, N, STAGES, Q_BUFFERS, DV, HAS_STATE, HAS_SINK, FINALIZE, STAGED, PERIOD)),
-                (_consumer, (consumer, 1, N, STAGES, Q_BUFFERS, DV, HAS_STATE, HAS_SINK, FINALIZE, STAGED, PERIOD)),
+                (
+                    _consumer,
+                    (consumer, 0, N, STAGES, Q_BUFFERS, DV, HAS_STATE, HAS_SINK, FINALIZE, STAGED, PERIOD, FIXED),
+                ),
+                (
+                    _consumer,
+                    (consumer, 1, N, STAGES, Q_BUFFERS, DV, HAS_STATE, HAS_SINK, FINALIZE, STAGED, PERIOD, FIXED),
+                ),
             ],
             [4, 4],
             [REGISTERS, REGISTERS],
@@ -902,9 +974,18 @@ def _forward_kernel(
         gl.warp_specialize(
             [
                 (_producer, (producer, N, BN, STAGES, Q_BUFFERS, SKIP_EMPTY, READY)),
-                (_consumer, (consumer, 0, N, STAGES, Q_BUFFERS, DV, HAS_STATE, HAS_SINK, FINALIZE, STAGED, PERIOD)),
-                (_consumer, (consumer, 1, N, STAGES, Q_BUFFERS, DV, HAS_STATE, HAS_SINK, FINALIZE, STAGED, PERIOD)),
-                (_consumer, (consumer, 2, N, STAGES, Q_BUFFERS, DV, HAS_STATE, HAS_SINK, FINALIZE, STAGED, PERIOD)),
+                (
+                    _consumer,
+                    (consumer, 0, N, STAGES, Q_BUFFERS, DV, HAS_STATE, HAS_SINK, FINALIZE, STAGED, PERIOD, FIXED),
+                ),
+                (
+                    _consumer,
+                    (consumer, 1, N, STAGES, Q_BUFFERS, DV, HAS_STATE, HAS_SINK, FINALIZE, STAGED, PERIOD, FIXED),
+                ),
+                (
+                    _consumer,
+                    (consumer, 2, N, STAGES, Q_BUFFERS, DV, HAS_STATE, HAS_SINK, FINALIZE, STAGED, PERIOD, FIXED),
+                ),
             ],
             [4, 4, 4],
             [REGISTERS, REGISTERS, REGISTERS],
@@ -969,10 +1050,11 @@ def forward(q: Tensor, keys: Keys, score: Score, state: Partial | None, finalize
         if own is not None:
             tensors += own[:2]
         if not launches.again(key, tensors, epoch):
+            fixed = _fixed(q, changes, False)
             grid, args, constants = _launch(q, keys, changes, sink, state, outputs, finalize, counter)
             launched = dispatch(
                 _forward_kernel, grid, *args,
-                variants=lambda: _variants(q, block, score, outputs[1], constants["BN"]), **constants,
+                variants=lambda: _variants(q, block, score, outputs[1], constants["BN"], fixed), **constants,
             )  # fmt: skip
             if not block.period:  # otherwise each launch allocates memory of its own, and takes long
                 config = CONFIGS[q.shape[3], v.shape[3]]
@@ -1024,6 +1106,7 @@ def _launch(
         Q_BUFFERS=config.q_buffers, STAGED=config.staged, DV=head_dim_v,
         HAS_STATE=state is not None, HAS_SINK=sink is not None, FINALIZE=finalize,
         READY=ready is not None, PERIOD=period,
+        FIXED=_fixed(q, changes, state is not None),
     )  # fmt: skip
     return (workers, 1, 1), args, constants
 
@@ -1036,20 +1119,30 @@ def _own(own: OwnKeys, block: Block, config: Config, first: int, width: int) -> 
 
 def _positions(q: Tensor, block: Block, config: Config) -> tuple[Tensor, Tensor]:
     """Return the positions of queries and keys, padded so that a tile need not end where they do."""
-    return padded_positions(block, config.block_m, config.block_n, q.device)
+    return padded_positions(block, config.block_m, config.block_n, q.device, first_position(block))
 
 
-def _variants(q: Tensor, block: Block, score: Score, row: Tensor, block_n: int) -> list[dict[str, Any]]:
+def _fixed(q: Tensor, changes: Changes, has_state: bool) -> tuple[float, float] | None:
+    """Return :attr:`Changes.fixed` if p can have its range and no other point of reference is carried in."""
+    return None if has_state or q.dtype != torch.bfloat16 else changes.fixed
+
+
+def _variants(
+    q: Tensor, block: Block, score: Score, row: Tensor, block_n: int, fixed: tuple[float, float] | None
+) -> list[dict[str, Any]]:
     """Return how a launch may differ with other documents: with and without a state, complete or not, a longer sum.
 
     Args:
         row: any float32 tensor.
+        fixed: of launches without a state.
     """
     periods = [dict(PERIOD=period // block_n) for period in ((0, PERIOD) if block.long else ())]
     if not block.chunked:
         return periods
     sink = score.sink is not None
-    states = [dict(HAS_STATE=state, HAS_SINK=sink and not state) for state in (False, True)]
+    states = [
+        dict(HAS_STATE=state, HAS_SINK=sink and not state, FIXED=None if state else fixed) for state in (False, True)
+    ]
     outputs = [dict(FINALIZE=True, out_ptr=q), dict(FINALIZE=False, out_ptr=row)]
     return [{**a, **b, **c} for a in states for b in outputs for c in periods or [{}]]
 
