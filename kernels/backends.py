@@ -25,6 +25,10 @@ class Backend:
 
     waits_for_keys = False  # the forward may start while copy engines still write the keys (ReadyFlags)
 
+    def reads_in_place(self, k: Tensor, v: Tensor) -> bool:
+        """Return whether the forward takes these as :class:`.contract.OwnKeys`; only asked if it waits for keys."""
+        return False
+
     def unsupported(self, q: Tensor, k: Tensor, v: Tensor, score: Score, *, backward: bool = False) -> str | None:
         """Return None if this backend can attend with these tensors, otherwise the reason, in a few words."""
         return None
@@ -268,7 +272,8 @@ class Triton(_Compiled):
 
 
 class Hopper(_Compiled):
-    """Gluon kernels for sm_90. Ordered blocks and deterministic backwards run on the portable kernels."""
+    """Gluon kernels for sm_90. Ordered blocks, and deterministic backwards at some head dims, run on the portable
+    kernels."""
 
     package = "hopper"
     waits_for_keys = True
@@ -276,12 +281,16 @@ class Hopper(_Compiled):
     def sums(self, q: Tensor, k: Tensor, deterministic: bool) -> tuple[int, bool]:
         # dq is added in memory, one tile of keys at a time: no long sum.
         group = q.shape[2] // k.shape[2]
-        return (group, True) if deterministic else (long_sums.heads_together(group), False)
+        return (long_sums.heads_together(group), False) if self._adds(q, deterministic) else (group, True)
+
+    def _adds(self, q: Tensor, deterministic: bool) -> bool:
+        """Return whether these kernels run the backward, which adds to dq in memory."""
+        return not deterministic or q.shape[-1] in self._module("backward").IN_ORDER
 
     def _backward(self, queries, keys, score, dq, deterministic, into, counters):  # type: ignore[no-untyped-def]
-        if deterministic:
+        if not self._adds(queries.q, deterministic):
             return BACKENDS["triton"]._backward(queries, keys, score, dq, deterministic, into, counters)
-        return self._module("backward").backward(queries, keys, score, dq, into, counters)
+        return self._module("backward").backward(queries, keys, score, dq, into, counters, deterministic)
 
     def _forward(self, q, keys, score, state, finalize):  # type: ignore[no-untyped-def]
         if keys.block.ordered:
@@ -298,6 +307,9 @@ class Hopper(_Compiled):
 
     def _key_gradients(self, queries, keys, score):  # type: ignore[no-untyped-def]
         return BACKENDS["triton"]._key_gradients(queries, keys, score)
+
+    def reads_in_place(self, k: Tensor, v: Tensor) -> bool:
+        return all(self._module("tensor_maps").readable(x) for x in (k, v))
 
     def _completion_counts(self, q: Tensor, keys: Keys) -> CompletionCounts | None:
         return self._module("backward").completion_counts(q, keys)

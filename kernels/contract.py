@@ -32,6 +32,7 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -41,7 +42,7 @@ from .upload import upload
 LONGEST_SUM = 1 << 18  # products that a tensor core may add up before its truncation counts, see Block.period
 _GROUPS = 16  # of segments whose completion is counted, at most
 PERIOD = 1 << 16  # keys after which a longer forward flushes its accumulator
-GRID = 128  # rows of a tile of an ordered block, see Block.ordered; a multiple of every kernel's tile, divides PERIOD
+GRID = 128  # rows of a tile of an ordered block and of OwnKeys; a multiple of every kernel's tile, divides PERIOD
 
 
 class ScoreMod:
@@ -133,6 +134,48 @@ class Score:
         return replace(self, alibi_slopes=slopes, sink=sink, mod=mod)
 
 
+class OwnKeys(NamedTuple):
+    """Keys and values of this rank that a kernel reads where they are. Whole tiles of ``GRID`` keys of them are not in
+    the chunk: it has only those that share a tile with other keys.
+
+    Args:
+        k, v: (batch, tokens, kv_heads, head_dim or head_dim_v), the last dimension contiguous.
+        runs: first key in the chunk, first token of k and v, and length of every run; disjoint.
+    """
+
+    k: Tensor
+    v: Tensor
+    runs: tuple[tuple[int, int, int], ...]
+
+    def places(self, block: Block, device: torch.device) -> Tensor:
+        """Return the first token of each tile of ``GRID`` keys of the chunk in k and v, (tiles,) int32 on ``device``;
+        -1 if the tile is in the chunk."""
+
+        def make() -> tuple[Tensor]:
+            places = np.full(-(-block.seq_k // GRID), -1, dtype=np.int32)
+            for first, offset, length in self.runs:
+                begin, past = _whole_tiles(first, length)
+                places[begin // GRID : past // GRID] = np.arange(begin, past, GRID) + (offset - first)
+            return (torch.from_numpy(places),)
+
+        return block.on(device, ("own keys", self.runs), make)[0]
+
+
+def tile_edges(runs: Sequence[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
+    """Return the parts of :attr:`OwnKeys.runs` that lie outside of whole tiles, in the same form."""
+    parts = []
+    for first, offset, length in runs:
+        begin, past = _whole_tiles(first, length)
+        parts += [(first, offset, begin - first), (past, offset + past - first, first + length - past)]
+    return [part for part in parts if part[2] > 0]
+
+
+def _whole_tiles(first: int, length: int) -> tuple[int, int]:
+    """Return where the whole tiles of a run of keys begin and end; the same number twice if it has none."""
+    begin = min(-(-first // GRID) * GRID, first + length)
+    return begin, max((first + length) // GRID * GRID, begin)
+
+
 class ReadyFlags(NamedTuple):
     """Flags of keys and values that copy engines still write while a kernel attends to them.
 
@@ -144,11 +187,13 @@ class ReadyFlags(NamedTuple):
         flags: (batch * kv_heads, 8) int32, on the device; only column 0 counts, each row has a sector of its own.
         epoch: the number that is written after this call's copies.
         timed_out: (1,) int32, in pinned host memory: a kernel that waited too long stores ``row + 1`` and traps.
+        own: keys that are not in the chunk; only for a forward whose backend ``reads_in_place``. They need no flag.
     """
 
     flags: Tensor
     epoch: int
     timed_out: Tensor
+    own: OwnKeys | None = None
 
 
 class Keys(NamedTuple):

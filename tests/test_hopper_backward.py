@@ -55,7 +55,8 @@ needs_hopper = pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")
 
 
 def compile_report(dim: int, dim_v: int, dtype: str, copies: bool, parts: int, change: str = "") -> dict:
-    """``copies``: for keys that arrive and gradients that are sent during the kernel. ``change``: of the scores."""
+    """``copies``: for keys that arrive and gradients that are sent during the kernel. ``change``: of the scores, or
+    "ordered" sums of dq."""
     shapes = ((4, dim), (2, dim), (2, dim_v), (4, dim_v))
     q, k, v, dout = (torch.zeros(1, 512, *shape, dtype=getattr(torch, dtype)) for shape in shapes)
     rows = torch.zeros(1, 4, 512)
@@ -74,7 +75,7 @@ def compile_report(dim: int, dim_v: int, dtype: str, copies: bool, parts: int, c
             sass.compile_for_hopper(kernel, grid, args, options)))  # fmt: skip
         hopper_backward.launch(
             Queries(q, dout, rows, rows), Keys(k, v, block, ready), score, torch.zeros(q.shape),
-            work.Split(parts), into, counters,
+            work.Split(parts), into, counters, "ordered" in change,
         )  # fmt: skip
     main = compiled[-1]
     code = [text for _, text in main._instructions]
@@ -258,6 +259,44 @@ def test_tiles_are_visited_cut_first_then_full(monkeypatch, mask, seq, heads):
         assert cut_steps == heads * len(cut)
 
 
+@pytest.mark.parametrize("heads", [1, 3])
+@pytest.mark.parametrize(("bn", "bm"), [(128, 64), (128, 128)])
+@pytest.mark.parametrize(("mask", "seq_q", "seq_k"), [
+    (full, 300, 300), (causal, 1000, 1000), (causal, 700, 400), (window, 1500, 1500), (padding, 1000, 1000),
+    (lambda m, n: differing(m, n), 700, 700), (lambda m, n: documents(m, n, lengths=(100, 33, 1567)), 1700, 1700),
+])  # fmt: skip
+def test_key_tiles_take_turns_in_the_order_of_their_keys(monkeypatch, mask, seq_q, seq_k, bn, bm, heads):
+    """Each tile of queries is added to by turns 0, 1, 2 ... of growing key tiles. Each key tile visits what it sees
+    once: cut tiles, then full ones, then cut ones, each from the last to the first."""
+    block = make_block(*mask(seq_q, seq_k), seq_k, segments_k=(seq_k - 150, 150))
+    cpu = torch.device("cpu")
+    info, _, first = work.ordered_key_tile_table(block, bn, bm, cpu)
+    plain, _ = work.key_tile_table(block, bn, bm, cpu)
+    by_key = plain.gather(1, plain[..., :1].argsort(1).expand_as(plain))
+    assert torch.equal(info[..., [0, 1, 2, 3, 4, 5, 7]], by_key[..., [0, 1, 2, 3, 4, 5, 7]])
+    for tiles, turn_of_first in zip(info.tolist(), first.tolist(), strict=True):
+        assert [tile[0] for tile in tiles] == sorted(tile[0] for tile in tiles)
+        numbers, turns = sum(tiles, []), collections.defaultdict(list)
+        monkeypatch.setattr(pieces.gl, "load", numbers.__getitem__)
+        for at in range(0, len(numbers), pieces.INFO.value):
+            past, _, begin, end, full_begin, full_end, rank, _ = numbers[at : at + pieces.INFO.value]
+            steps, full_steps, late_steps, stops = pieces.ordered_visits.fn(at, heads)
+            j, head, order = end - 1, 0, []
+            for i in range(steps):
+                order.append((head, j, full_steps <= i < late_steps))
+                j, head = pieces.ordered_next.fn(i, j, head, heads, stops)
+            above, full_tiles, below = range(full_end, end), range(full_begin, full_end), range(begin, full_begin)
+            assert order == [
+                (h, j, some is full_tiles)
+                for some in (above, full_tiles, below) for h in range(heads) for j in reversed(some)
+            ]  # fmt: skip
+            if rank >= 0:
+                for h, j, _ in order:
+                    turns[h, j].append(rank - turn_of_first[j])
+        assert all(x == list(range(len(x))) for x in turns.values())
+        assert turns
+
+
 @pytest.mark.parametrize(("batches", "kv_heads", "tiles", "parts", "sweep"), [
     (1, 4, 5, 1, 2), (2, 3, 7, 4, 1), (2, 3, 7, 4, 2), (1, 4, 5, 2, 2), (2, 4, 5, 2, 8), (1, 1, 3, 6, 3),
 ])  # fmt: skip
@@ -401,6 +440,38 @@ def make_gradients(seq_q, seq_k, heads, kv_heads, dims, dtype, batch=1):
 ])  # fmt: skip
 def test_gradients(case, dims, dtype):
     check_backward(BACKEND, make_problem(case, dtype, dims=dims))
+    if dims[0] in hopper_backward.IN_ORDER:
+        check_backward(BACKEND, make_problem(case, dtype, dims=dims), deterministic=True)
+
+
+@needs_hopper
+@pytest.mark.parametrize("dims", [(64, 64), (96, 96), (128, 128)], ids=str)
+@pytest.mark.parametrize("case", [
+    Case(full, seq_q=4096, seq_k=4096, heads=8, kv_heads=8),
+    Case(causal, seq_q=5000, seq_k=5000, heads=16, kv_heads=2, segments_k=(1700, 3300)),
+    Case(lambda m, n, *_: window(m, n, left=700), seq_q=4096, seq_k=4096, heads=4),
+    Case(lambda m, n, *_: differing(m, n), 2, 3000, 3000, heads=8, kv_heads=2, alibi=1, softcap=30.0),
+    Case(lambda m, n, *_: documents(m, n, lengths=(100, 2513, 27, 1650, 2000)), seq_q=6000, seq_k=6000, heads=6),
+])  # fmt: skip
+def test_deterministic_backward_has_the_same_bits_on_every_run(case, dims):
+    """More CTAs than multiprocessors, other work next to them, repeated launches; and it differs from the other one
+    only by the order of its sums."""
+    x = make_problem(case, torch.bfloat16, dims=dims)
+    out, lse = BACKEND.output(x.q, Keys(x.k, x.v, x.whole), x.score)
+    queries = Queries(x.q, x.dout, lse, row_delta(out, x.dout))
+    noise, stream = torch.randn(1024, 1024, device=DEVICE), torch.cuda.Stream()
+
+    def run(deterministic: bool) -> list[torch.Tensor]:
+        dq = torch.zeros(x.q.shape, device=DEVICE)
+        return [dq, *BACKEND.backward(queries, Keys(x.k, x.v, x.whole), x.score, dq, deterministic=deterministic)]
+
+    first = run(True)
+    for _ in range(10):
+        with torch.cuda.stream(stream):
+            noise @ noise
+        assert all(torch.equal(a, b) for a, b in zip(run(True), first, strict=True))
+    for a, b in zip(run(False), first, strict=True):
+        assert (a - b).norm() <= 1e-5 * b.norm()
 
 
 @needs_hopper

@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import heapq
+import itertools
 import json
 import os
 import re
@@ -34,6 +35,7 @@ from kernel_contract import (
     Problem,
     causal,
     check_forward,
+    documents,
     error,
     full,
     make_block,
@@ -45,7 +47,7 @@ from kernel_contract import (
 
 from ringattn.kernels import contract
 from ringattn.kernels.backends import BACKENDS
-from ringattn.kernels.contract import Keys, ReadyFlags, Score
+from ringattn.kernels.contract import Keys, OwnKeys, ReadyFlags, Score
 from ringattn.kernels.hopper import forward as hopper_forward
 from ringattn.kernels.hopper import primitives, work
 from ringattn.kernels.hopper.work_counter import work_counter
@@ -79,6 +81,7 @@ KINDS = {
     "float16-sink-out": dict(dtype=torch.float16, sink=True),
     "ready-out": dict(ready=True),
     "ready-state": dict(finalize=False, ready=True),
+    "ready-own-out": dict(ready=True, own=True),
     "softcap-out": dict(softcap=50.0),
     "alibi-out": dict(alibi=True),
     "softcap-alibi-state-in": dict(softcap=50.0, alibi=True, finalize=False, state=True),
@@ -100,7 +103,7 @@ def kinds_of(dims: tuple[int, int]) -> list[str]:
 
 def compiled(
     dims, dtype=torch.bfloat16, state=False, sink=False, finalize=True, ready=False, keys_in_all=None, softcap=0.0,
-    alibi=False,
+    alibi=False, own=False,
 ) -> sass.Compiled:  # fmt: skip
     """Compile one variant without launching it. ``keys_in_all``: keys that a query sees over all calls."""
     dim, dim_v = dims
@@ -111,6 +114,10 @@ def compiled(
     if ready:
         number = torch.zeros(1, dtype=torch.int32, device=q.device)
         flags = ReadyFlags(torch.zeros(4, 8, dtype=torch.int32, device=q.device), 1, number)
+    if own:
+        flags = flags._replace(
+            own=OwnKeys(*make_inputs(seq_k=128, dim=dim, dim_v=dim_v, dtype=dtype)[1:], ((128, 0, 128),))
+        )
     slopes = torch.ones(4, device=q.device) if alibi else None
     score = Score(dim**-0.5, softcap, slopes, rows[0, :, 0].contiguous() if sink else None)
     launches = []
@@ -139,6 +146,7 @@ def facts(dims: tuple[int, int], kind: str) -> dict:
         acquires=code.ptx.count("ld.acquire.sys.global"),
         fences=code.ptx.count("fence.proxy.async.global"),
         steps=steps(code),
+        paths=[loop.path.count("\n") for loop in code.loops_with("HGMMA")],
         lengths=[len(loop.body) for loop in code.loops_with("HGMMA")],
     )
 
@@ -555,6 +563,50 @@ def test_keys_that_arrive_after_the_launch(batch, seq, heads, kv_heads, first):
 
 
 @needs_hopper
+@pytest.mark.parametrize("dims", DIMS, ids=str)
+def test_own_keys_are_read_where_they_are(dims):
+    """Whole tiles of them are NaN in the chunk, and the tiles that only see own keys need no flag. The same bits as
+    with all keys in the chunk; strided, two batch elements, runs that begin and end anywhere."""
+    dim, dim_v = dims
+    batch, seq, kv_heads, tokens = 2, 1500, 2, 1100
+    runs = ((0, 700, 300), (450, 50, 500), (1000, 600, 100), (1300, 1000, 100))
+    q = make_inputs(batch=batch, seq_q=seq, heads=4, dim=dim)[0]
+    arrival = Arrival(batch, seq, kv_heads, 128, epoch=5)
+    own = torch.randn(batch, tokens, kv_heads, dim + dim_v, dtype=q.dtype, device=DEVICE).split((dim, dim_v), -1)
+    k, v = (torch.randn(batch, seq, kv_heads, d, dtype=q.dtype, device=DEVICE) for d in dims)
+    for first, offset, length in runs:
+        for whole, part in zip((k, v), own, strict=True):
+            whole[:, first : first + length] = part[:, offset : offset + length]
+    block = make_block(*documents(seq, seq), seq)
+    expected = BACKEND.output(q, Keys(k, v, block), simple(dim))
+    packed = [(first, first + length) for first, _, length in contract.tile_edges(runs)]
+    gaps = [(300, 450), (950, 1000), (1100, 1300), (1400, 1500)]
+    visible = torch.zeros(seq, dtype=torch.bool, device=DEVICE)
+    for first, past in packed + gaps:
+        visible[first:past] = True
+    assert not visible.all()
+    for x in (k, v):
+        x[:, ~visible] = float("nan")
+    arrival.flags.fill_(5)
+    ready = arrival.ready._replace(own=OwnKeys(*own, runs))
+    for _ in range(2):  # the second launch repeats the first
+        assert same_bits(BACKEND.output(q, Keys(k, v, block, ready), simple(dim)), expected)
+
+
+@needs_hopper
+def test_tiles_of_own_keys_wait_for_no_flag():
+    """No flag is ever set, and no query sees a fetched key."""
+    q, k, v = make_inputs(seq_q=512, seq_k=512)
+    arrival = Arrival(1, 512, 2, 128, epoch=5)
+    block = make_block(torch.zeros(1, 512), torch.full((1, 512), 256), 512)
+    expected = BACKEND.output(q, Keys(k, v, block), simple(128))
+    ready = arrival.ready._replace(own=OwnKeys(k[:, :256].contiguous(), v[:, :256].contiguous(), ((0, 0, 256),)))
+    nothing = torch.full_like(k, float("nan"))
+    got = BACKEND.output(q, Keys(nothing, nothing.clone(), block, ready), simple(128))
+    assert same_bits(got, expected)
+
+
+@needs_hopper
 def test_keys_that_never_arrive(tmp_path):
     """The kernel stores the row and traps, which ends the process's context: hence a process of its own."""
     command = [sys.executable, __file__, "never"]
@@ -602,6 +654,33 @@ def test_unsupported_strides():
     q, _, v = make_inputs()
     odd = torch.empty(1, 500, 2, 132, dtype=q.dtype, device=q.device)[..., 1:129]
     assert "16 bytes" in hopper_forward.unsupported(q, odd, v, Score(1.0))
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_own_keys_are_in_the_chunk_or_in_whole_tiles(seed):
+    """Every own token is in exactly one of both, and a tile that is read in place has own keys only."""
+    generator = torch.Generator().manual_seed(seed)
+    cuts = torch.randint(1, 400, (20,), generator=generator).cumsum(0).tolist()
+    seq = cuts[-1]
+    places = [(a, b) for i, (a, b) in enumerate(itertools.pairwise(cuts)) if i % 2 == seed % 2]
+    offsets = itertools.accumulate((b - a for a, b in places), initial=0)
+    runs = tuple((a, offset, b - a) for (a, b), offset in zip(places, offsets, strict=False))
+    tokens = sum(length for _, _, length in runs)
+    where = torch.full((seq,), -1)
+    for first, offset, length in runs:
+        where[first : first + length] = torch.arange(offset, offset + length)
+    block = make_block(*full(8, seq), seq)
+    found = torch.full((seq,), -1)
+    own = OwnKeys(torch.empty(0), torch.empty(0), runs)
+    for tile, place in enumerate(own.places(block, torch.device("cpu")).tolist()):
+        if place >= 0:
+            found[tile * 128 : tile * 128 + 128] = torch.arange(place, place + 128)
+    assert (found >= 0).any()
+    for first, offset, length in contract.tile_edges(runs):
+        assert (found[first : first + length] == -1).all()
+        found[first : first + length] = torch.arange(offset, offset + length)
+    assert found.equal(where)
+    assert found.max() == tokens - 1
 
 
 def test_table_is_made_once_and_heaviest_first():

@@ -13,7 +13,18 @@ import torch
 
 pytest.importorskip("triton")
 
-from kernel_contract import Case, Problem, causal, check_backward, check_forward, documents, full, make_problem, window
+from kernel_contract import (
+    Case,
+    Problem,
+    causal,
+    check_backward,
+    check_forward,
+    documents,
+    full,
+    make_problem,
+    padding,
+    window,
+)
 
 from ringattn.kernels.backends import BACKENDS
 from ringattn.kernels.contract import Score
@@ -25,15 +36,59 @@ needs_hopper = pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")
 UNIT = 12  # of the contract's cases, because tiles have 128 queries or keys
 
 
-def test_polynomial_is_as_exact_as_float32() -> None:
-    x = np.linspace(-scores.NEAR, scores.NEAR, 200_001).astype(np.float32)
-    h = np.float32(scores._POLYNOMIAL[-1])
-    for c in scores._POLYNOMIAL[-2::-1]:
+@pytest.mark.parametrize(("limit", "coefficients"), scores.POLYNOMIALS)
+@pytest.mark.parametrize(("scale", "inner"), [(1.0, 1.0), (50 * scores.LOG2E, 128**-0.5 / 50), (3.0, -0.01)])
+def test_polynomials_are_as_exact_as_float32(limit, coefficients, scale, inner) -> None:
+    """Also with a scale and an inner factor in the coefficients, which are rounded too."""
+    x = np.linspace(-limit, limit, 200_001).astype(np.float32) / np.float32(abs(inner))
+    texts = [f"{c * scale * inner ** (2 * k + 1):.17e}" for k, c in enumerate(coefficients)]
+    asm = scores._tanh_asm(4, scale, inner)
+    assert all(text in asm for text in texts)
+    h = np.float32(texts[-1])
+    for c in texts[-2::-1]:
         h = (h * (x * x) + np.float32(c)).astype(np.float32)
     some = x != 0
-    exact = np.tanh(x[some].astype(np.float64))
-    assert np.abs((x * h)[some] / exact - 1).max() < 2 * np.finfo(np.float32).eps
-    assert scores._ptx(1.0) == "0f3f800000"
+    exact = scale * np.tanh(x[some].astype(np.float64) * inner)
+    assert np.abs((x * h)[some] / exact - 1).max() < (2 if scale == 1.0 else 2.5) * np.finfo(np.float32).eps
+
+
+@pytest.mark.parametrize(
+    ("score", "fixed"),
+    [
+        (Score(0.1, 50.0), (50 * scores.LOG2E, 0.002)),
+        (Score(-0.1, 50.0), (50 * scores.LOG2E, -0.002)),
+        (Score(0.1, 60.0), None),  # exponentials of 2^87: too large for sums
+        (Score(0.0, 50.0), None),  # coefficients of 0
+        (Score(1e-4, 50.0), None),
+        (Score(0.1), None),
+        (Score(0.1, 50.0, torch.zeros(4)), None),  # ALiBi is unbounded
+    ],
+)
+def test_softcaps_that_need_no_running_maximum(score, fixed) -> None:
+    assert scores.Changes.of(score, torch.zeros(2, 8, 4, 16)).fixed == fixed
+
+
+@pytest.mark.parametrize(
+    ("mask", "position", "expected"),
+    [
+        (causal, lambda p: p + 2**26, 2**26),
+        (causal, lambda p: p * 2**18, None),  # differences up to 2^24.15
+        (documents, lambda p: 2 * p, 0),
+        (documents, lambda p: 3 * p, None),
+        (documents, lambda p: p + 2000 * (p >= 36), 0),  # between two segments
+        (documents, lambda p: p + 2000 * (p >= 30), None),
+        (window, lambda p: p, None),  # three keys after each query
+        (full, lambda p: p, None),
+    ],
+)
+def test_first_position_where_no_query_sees_a_key_after_it(mask, position, expected) -> None:
+    block = make_problem(Case(mask, seq_q=72, segments_q=(36, 36)), torch.float32).whole
+    block = replace(block, positions_q=position(block.positions_q), positions_k=position(block.positions_k))
+    assert scores.first_position(block) == expected
+    if expected is not None:
+        q, k = scores.padded_positions(block, 32, 16, torch.device("cpu"), expected)
+        assert q.dtype == k.dtype == torch.float32
+        assert k.flatten()[:72].tolist() == (block.positions_k - expected).tolist()
 
 
 def test_scores_as_arguments() -> None:
@@ -85,13 +140,45 @@ def test_softcap_of_small_and_large_scores(mask, size, dims) -> None:
 
 @needs_hopper
 @pytest.mark.parametrize("dims", HEAD_DIMS, ids=str)
-@pytest.mark.parametrize(("mask", "step", "jump"), [(window, 1, 0), (causal, 3, 1000), (full, 1, 100_000)])
-def test_alibi_at_any_positions(mask, step, jump, dims) -> None:
-    """Past 2^24, where float32 has not every integer; strided; with a jump; keys after queries."""
-    case = Case(mask, alibi=1, heads=4, segments_q=(23, 17), segments_k=(39, 33))
+@pytest.mark.parametrize("seq_q", [40, 72])
+@pytest.mark.parametrize(
+    ("mask", "step", "jump"),
+    [(window, 1, 0), (causal, 3, 1000), (full, 1, 100_000), (documents, 2, 2000), (causal, 1, 2**24)],
+)
+def test_alibi_at_any_positions(mask, step, jump, seq_q, dims) -> None:
+    """Past 2^24, where float32 has not every integer; strided; with a jump; keys after queries, and with 72 queries
+    before all of them (:func:`scores.first_position`), if the mask says so and the jump is not too far."""
+    segments = dict(segments_q=(23, 17) if seq_q == 40 else (36, 36), segments_k=(39, 33))
+    case = Case(mask, seq_q=seq_q, alibi=1, heads=4, **segments)
     x = moved(make_problem(case, torch.bfloat16, UNIT, dims), step, jump)
+    assert (scores.first_position(x.whole) is not None) == (seq_q == 72 and mask is documents)
     check_forward(BACKENDS["hopper"], x)
     check_backward(BACKENDS["hopper"], x)
+
+
+@needs_hopper
+@pytest.mark.parametrize("dims", HEAD_DIMS, ids=str)
+@pytest.mark.parametrize("softcap", [0.0, 30.0])
+def test_alibi_whose_keys_come_first_in_chunks(softcap, dims) -> None:
+    """States that are carried, with a sink; rows that see nothing of a chunk."""
+    case = Case(padding, seq_q=72, seq_k=72, alibi=1, softcap=softcap, chunks=(2, 0, 1), sink=True, heads=4)
+    check_forward(BACKENDS["hopper"], make_problem(case, torch.bfloat16, UNIT, dims))
+    case = Case(causal, seq_q=72, seq_k=72, alibi=2, softcap=softcap, batch=2, chunks=(0, 1), heads=4)
+    check_forward(BACKENDS["hopper"], make_problem(case, torch.bfloat16, UNIT, dims))
+
+
+@needs_hopper
+@pytest.mark.parametrize("dims", HEAD_DIMS, ids=str)
+@pytest.mark.parametrize("sink", [0.0, -200.0, 200.0])
+@pytest.mark.parametrize("size", [1.0, 30.0])
+def test_softcap_without_a_running_maximum(size, sink, dims) -> None:
+    """Finished and as a state, which others carry on; scores all far below 0, too; rows that see only their sink."""
+    x = make_problem(Case(padding, seq_q=72, seq_k=72, softcap=50.0, sink=True, heads=4), torch.bfloat16, UNIT, dims)
+    x = x._replace(score=replace(x.score, sink=torch.full_like(x.score.sink, sink)), q=(x.q * size).to(x.q.dtype))
+    check_forward(BACKENDS["hopper"], x)
+    low = make_problem(Case(causal, softcap=50.0, chunks=(0, 1)), torch.bfloat16, UNIT, dims)
+    k = low.k.abs()
+    check_forward(BACKENDS["hopper"], low._replace(q=-low.q.abs() * size, k=k, chunks=low.chunks))
 
 
 @needs_hopper

@@ -28,6 +28,7 @@ from ringattn.dataflow import fetching
 from ringattn.dataflow.contract import Call as Attention
 from ringattn.dataflow.fetching import gathered_block
 from ringattn.dataflow.gather import Gather
+from ringattn.kernels import contract
 from ringattn.kernels.backends import Backend
 from ringattn.kernels.contract import CompletionCounts, Queries, Result, Score
 from ringattn.mask import Mask
@@ -77,6 +78,7 @@ class Case:
     lengths: tuple[int, ...] = ()  # of the calls in turn, instead of seq_len
     streams: int = 1  # of every rank, on which calls are queued in turn
     epoch: int = 0  # the first one
+    in_place: bool = False  # forward kernels read this rank's own keys where they are
     skips: bool = False  # forward kernels leave out some rows of keys, and do not wait for them
 
     def of_call(self, number: int) -> Case:
@@ -149,9 +151,17 @@ class Kernels(Backend):
         k, v, block, ready = keys
         call, rank, first, rows = self._rows(k)
         k, v, positions, heads = alias(k), alias(v), block.positions_k.long(), k.shape[2]
+        own = None if ready is None else ready.own
+        if own is not None:
+            own_k, own_v, size = alias(own.k), alias(own.v), contract.GRID
+            places = [(t * size, p) for t, p in enumerate(own.places(block, CPU).tolist()) if p >= 0]
 
         def look(b: int, h: int) -> None:
-            same(torch.cat([k[b, :, h], v[b, :, h]], -1), call.kv[b, positions, first + h], f"rank {rank}, {b} {h}")
+            kv = torch.cat([k[b, :, h], v[b, :, h]], -1)
+            if own is not None:
+                for at, place in places:
+                    kv[at : at + size] = torch.cat([x[b, place : place + size, h] for x in (own_k, own_v)], -1)
+            same(kv, call.kv[b, positions, first + h], f"rank {rank}, {b} {h}")
 
         parts = [(self._ready(ready, b * heads + h), lambda b=b, h=h: look(b, h)) for b, h in rows]
         self.world.kernel("forward", [*parts, (None, lambda: self._done(call))])
@@ -183,6 +193,9 @@ class Kernels(Backend):
 
     def _done(self, call: Call) -> None:
         call.kernels_done += 1
+
+    def reads_in_place(self, k: Tensor, v: Tensor) -> bool:
+        return self.case.in_place
 
     def completion_counts(self, q, keys, score, *, deterministic=False):  # type: ignore[no-untyped-def]
         k, _, block, _ = keys
@@ -331,6 +344,8 @@ def play(
     with monkeypatch.context() as patch:
         world.patched(patch)
         kernels.patched(patch)
+        if case.in_place:
+            patch.setattr(contract, "GRID", 2)
         group = Group(world, case, range(case.ranks))
         for number, kind in enumerate(case.calls):
             call = Call(case.of_call(number), number, kind)
@@ -422,6 +437,10 @@ CASES = {
         ranks=4, lengths=(40, 11, 2, 27), kv_heads=3, heads_in_memory=3, calls=("forward", "forward", "backward") * 2
     ),
     "two streams": Case(streams=2, calls=("forward", "backward", "forward", "forward", "backward") * 2),
+    "in place": Case(in_place=True, ranks=2, seq_len=41, batch=2, calls=("forward", "backward") * 2),
+    "in place, waves and many runs": Case(
+        in_place=True, layout="block-cyclic", seq_len=231, kv_heads=3, heads_in_memory=1, calls=("forward",) * 4
+    ),
     "rows that no kernel waits for": Case(skips=True, lengths=(40, 11, 27), calls=("forward",) * 5),
     "numbers wrap around": Case(epoch=2**31 - 3, kv_heads=3, heads_in_memory=1, calls=("forward", "backward") * 4),
     "numbers pass 2**32": Case(epoch=2**32 - 3, calls=("forward", "backward") * 4),

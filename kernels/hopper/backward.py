@@ -34,8 +34,11 @@ tiles of 64 queries that see it, for every query head of the group. dk and dv st
   (``pieces.tile_at``); otherwise the second consumer would reload descriptors from the stack.
 * dQ is staged without bank conflicts: odd rows exchange columns 16 apart (``pieces.stage_dq``).
 
-The order of the additions to dQ is not fixed: dk and dv have the same bits on every run, dq differs by rounding.
-Deterministic plans therefore use the portable kernels (triton/backward.py), which add nothing in memory.
+The order of the additions to dQ is not fixed: dk and dv have the same bits on every run, dq differs by rounding. With
+``sums_ptr`` (a deterministic backward) it is: key tiles add to a tile of dQ in the order of the keys, by a counter for
+each half of it (``pieces.wait_for_turn``), as FlashAttention does. CTAs then take key tiles in that order, and all walk
+the queries from the last to the first: a CTA is a step late at first and then finds each tile ready. The cut tiles of a
+walk that end it come last, in a third loop.
 
 Named barriers: 4 to 7 half of dS written (two per consumer, even and odd steps), 8, 9 Q read, 10, 11 dO read,
 12, 13 dQ staged (once more when dk and dv are stored and to be counted), 14, 15 dQ sent.
@@ -82,9 +85,10 @@ from .primitives import (
 from .tensor_maps import readable, view
 from .work import Split
 
-__all__ = ["HEAD_DIMS", "backward", "completion_counts", "unsupported"]
+__all__ = ["HEAD_DIMS", "IN_ORDER", "backward", "completion_counts", "unsupported"]
 
 HEAD_DIMS = ((64, 64), (96, 96), (128, 128), (192, 128), (256, 256))  # of q, k and of v
+IN_ORDER = (64, 96, 128)  # head dims of q whose dq may be added in a fixed order
 
 DS_READY, Q_FREE, DO_FREE, DQ_STAGED, DQ_SENT = (gl.constexpr(i) for i in (4, 8, 10, 12, 14))
 
@@ -95,21 +99,37 @@ DS_READY, Q_FREE, DO_FREE, DQ_STAGED, DQ_SENT = (gl.constexpr(i) for i in (4, 8,
 @gluon.jit
 def _writer(
     C: gl.constexpr, dq_desc, dq_first: gl.constexpr, info_ptr, dq_s, heads, tiles, kv_heads, parts, turns_ptr,
-    counters_ptr, segments, sweep, BATCHED: gl.constexpr,
+    counters_ptr, segments, order, sweep, BATCHED: gl.constexpr,
 ):  # fmt: skip
     """Send the dQ of each step two steps later, for consumer C: the first two times there is nothing to send yet."""
     batch, kv_head, part, info = pieces.place(info_ptr, heads, tiles, kv_heads, parts, sweep, BATCHED)
-    steps, cut_steps, j, stops = pieces.visit_order(info, heads)
+    ORDERED: gl.constexpr = len(order) > 0
+    if ORDERED:
+        steps, cut_steps, _, stops = pieces.ordered_visits(info, heads)
+        j = gl.load(info + 3) - 1
+        rank = gl.load(info + 6)
+        rows = batch * (kv_heads * parts * heads)
+        bounds_row = 0
+        if BATCHED:
+            bounds_row = batch * order[2]
+    else:
+        steps, cut_steps, j, stops = pieces.visit_order(info, heads)
     head = (kv_head * parts + part) * heads
     for _ in range(0, 2):
         barrier_sync(DQ_STAGED + C, STAGING, warps=1)
         barrier_arrive(DQ_SENT + C, STAGING, warps=1)
     for i in range(0, steps):
+        if ORDERED:
+            counter = pieces.wait_for_turn(order, rows + head, bounds_row, j, rank, C)
         barrier_sync(DQ_STAGED + C, STAGING, warps=1)
         tma_reduce_add(dq_desc, [batch, j * BM, head, C * dq_first], dq_s)
         tma.store_wait(0)
         pieces.signal_sent(DQ_SENT + C, i == steps - 1, turns_ptr, tiles, part, parts, sweep)
-        j, head = pieces.next_tile(i, j, head, cut_steps, heads, stops)
+        if ORDERED:
+            pieces.end_turn(counter, rank)
+            j, head = pieces.ordered_next(i, j, head, heads, stops)
+        else:
+            j, head = pieces.next_tile(i, j, head, cut_steps, heads, stops)
     pieces.finish_writer(DQ_STAGED + C, turns_ptr, counters_ptr, info, tiles, part, parts, segments, sweep)
 
 
@@ -215,13 +235,17 @@ def _consumer(
     C: gl.constexpr, dk_ptr, dv_ptr, info_ptr, k_s, v_s, q_s, dout_s, lse_v, delta_v, bounds_v, ds_s, dq_s, kv_full,
     q_full, dout_full, heads, tiles, kv_heads, parts, batches, stride_b, stride_s, stride_h, scale_log2, dk_scale,
     dv_scale, inner, alibi, sweep, BATCHED: gl.constexpr, FOLD: gl.constexpr, IN_TURNS: gl.constexpr,
-    COUNTED: gl.constexpr,
+    COUNTED: gl.constexpr, ORDERED: gl.constexpr,
 ):  # fmt: skip
     S_L: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BM, 16])
     batch, kv_head, part, info = pieces.place(info_ptr, heads, tiles, kv_heads, parts, sweep, BATCHED)
     first = gl.load(info)
     past = gl.load(info + 1)
-    steps, cut_steps, _, _ = pieces.visit_order(info, heads)
+    if ORDERED:
+        steps, cut_steps, late_steps, _ = pieces.ordered_visits(info, heads)
+    else:
+        steps, cut_steps, _, _ = pieces.visit_order(info, heads)
+        late_steps = steps
     key = first + C * (BN // 2)
     dk = pieces.zero_sums(k_s)
     dv = pieces.zero_sums(v_s)
@@ -238,10 +262,16 @@ def _consumer(
         ds_s, dq_s, q_full, dout_full, scale_log2, dk_scale, key, past, inner, alibi, cut_steps // heads, FOLD,
     )  # fmt: skip
     s, dk, dv = _walk(
-        C, False, cut_steps, steps, steps - 1, s, dk, dv, k_s, v_s, q_s, dout_s, lse_v, delta_v, bounds_v,
+        C, False, cut_steps, late_steps, steps - 1, s, dk, dv, k_s, v_s, q_s, dout_s, lse_v, delta_v, bounds_v,
         ds_s, dq_s, q_full, dout_full, scale_log2, dk_scale, key, past, inner, alibi,
-        (steps - cut_steps) // heads, FOLD,
+        (late_steps - cut_steps) // heads, FOLD,
     )  # fmt: skip
+    if ORDERED:
+        s, dk, dv = _walk(
+            C, True, late_steps, steps, steps - 1, s, dk, dv, k_s, v_s, q_s, dout_s, lse_v, delta_v, bounds_v,
+            ds_s, dq_s, q_full, dout_full, scale_log2, dk_scale, key, past, inner, alibi,
+            (steps - late_steps) // heads, FOLD,
+        )  # fmt: skip
     # dQ of the last step, after that of the step before
     fence_async_shared()
     barrier_arrive(DQ_STAGED + C, STAGING)
@@ -270,6 +300,7 @@ def _kernel(
     q_tiles, scale_log2, dk_scale, dv_scale,
     flags_ptr, epoch, timed_out_ptr, turns_ptr, counters_ptr, segments, sweep,
     inner, positions_desc, slopes_ptr, slopes_stride, positions_k_ptr,  # None without softcap; without ALiBi
+    first_ptr, sums_ptr,  # None if dQ may be added in any order
     BATCHED: gl.constexpr, FOLD: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """Compute dk, dv and dq.
@@ -320,26 +351,28 @@ def _kernel(
         mbarrier.init(kv_full.index(i), count=1)
         mbarrier.init(q_full.index(i), count=1)
         mbarrier.init(dout_full.index(i), count=1)
+    order = () if sums_ptr is None else (first_ptr, sums_ptr, q_tiles)
     gl.warp_specialize(
         [
             (_consumer, (0, dk_ptr, dv_ptr, info_ptr, k_s, v_s, q_s, dout_s, lse_v, delta_v, bounds_v, ds_s, dq_s[0],
             kv_full, q_full,
                          dout_full, heads, tiles, kv_heads, parts, batches, stride_b, stride_s, stride_h, scale_log2,
                          dk_scale, dv_scale, inner, alibi, sweep, BATCHED, FOLD, turns_ptr is not None,
-                         counters_ptr is not None)),
+                         counters_ptr is not None, sums_ptr is not None)),
             (_consumer, (1, dk_ptr, dv_ptr, info_ptr, k_s, v_s, q_s, dout_s, lse_v, delta_v, bounds_v, ds_s, dq_s[1],
             kv_full, q_full,
                          dout_full, heads, tiles, kv_heads, parts, batches, stride_b, stride_s, stride_h, scale_log2,
                          dk_scale, dv_scale, inner, alibi, sweep, BATCHED, FOLD, turns_ptr is not None,
-                         counters_ptr is not None)),
+                         counters_ptr is not None, sums_ptr is not None)),
             (pieces.producer, (q_descs, dout_descs, k_descs, v_descs, lse_desc, delta_desc, bounds_desc, positions_desc,
                          info_ptr, k_t, v_t, q_t, dout_t, lse_t, delta_t, bounds_t, positions_t, kv_full, q_full,
                          dout_full, heads, tiles, kv_heads, parts, q_tiles,
-                         flags_ptr, epoch, timed_out_ptr, Q_FREE, DO_FREE, sweep, BATCHED)),
+                         flags_ptr, epoch, timed_out_ptr, Q_FREE, DO_FREE, sweep, BATCHED,
+                         sums_ptr is not None)),
             (_writer, (0, dq_descs[0], W, info_ptr, dq_t[0], heads, tiles, kv_heads, parts, turns_ptr, counters_ptr,
-                        segments, sweep, BATCHED)),
+                        segments, order, sweep, BATCHED)),
             (_writer, (1, dq_descs[1], W, info_ptr, dq_t[1], heads, tiles, kv_heads, parts, turns_ptr, counters_ptr,
-                        segments, sweep, BATCHED)),
+                        segments, order, sweep, BATCHED)),
         ],
         [4, 1, 1, 1],
         [REGISTERS, 24, 24, 24],
@@ -376,10 +409,11 @@ def unsupported(q: Tensor, k: Tensor, v: Tensor, score: Score) -> str | None:
 
 
 def backward(
-    queries: Queries, keys: Keys, score: Score, dq: Tensor, into: tuple[Tensor, Tensor] | None, counters: Tensor | None
-) -> tuple[Tensor, Tensor]:
+    queries: Queries, keys: Keys, score: Score, dq: Tensor, into: tuple[Tensor, Tensor] | None,
+    counters: Tensor | None, deterministic: bool = False,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Return dk and dv of one chunk of keys and add to dq, see :meth:`..backends.Backend.backward`. The order in which
-    dq is added differs from run to run."""
+    dq is added differs from run to run unless ``deterministic``, which head dims of :data:`IN_ORDER` have."""
     q = queries.q
     split = work.split_groups(q, keys.k, keys.block)
     direct = into if into is not None and not split.apart and _can_store_into(*into) else None
@@ -389,7 +423,7 @@ def backward(
         )
     target = dq if readable(dq) else torch.zeros_like(dq, memory_format=torch.contiguous_format)
     with on_device(q):
-        dk, dv = launch(queries, keys, score, target, split, into=direct, counters=counters)
+        dk, dv = launch(queries, keys, score, target, split, direct, counters, deterministic)
     if target is not dq:
         dq += target
     if direct is not None:
@@ -435,11 +469,12 @@ class _Operands(NamedTuple):
     turns: Tensor | None
     counters: Tensor | None
     slopes: Tensor | None
+    sums: Tensor | None  # how often each half of each tile of dq has been added to, where that is counted
 
 
 def launch(
     queries: Queries, keys: Keys, score: Score, dq: Tensor, split: Split,
-    into: tuple[Tensor, Tensor] | None = None, counters: Tensor | None = None,
+    into: tuple[Tensor, Tensor] | None = None, counters: Tensor | None = None, deterministic: bool = False,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Launch the kernels and return dk and dv, (parts or 1, batch, seq_k, kv_heads, head_dim): one of each per part of
     a group if the parts are apart; or ``into``, unchanged in shape."""
@@ -453,22 +488,27 @@ def launch(
     flags, timed_out, epoch = (None, None, 0) if ready is None else (ready.flags, ready.timed_out, int32(ready.epoch))
     turns = None
     if split.parts > 1 and not split.apart:
-        tiles = _tables(q, block)[0].shape[1]
+        tiles = _tables(q, block, deterministic)[0].shape[1]
         turns = torch.zeros(q.shape[0] * k.shape[2], tiles, dtype=torch.int32, device=q.device)
     launches = block.memo.once("hopper backward", Launches)
     statistics = _padded_statistics(queries, score, launches)
     changes = scores.Changes.of(score, q)
-    operands = _Operands(q, k, v, dout, *statistics, dq, dk, dv, flags, timed_out, turns, counters, changes.slopes)
+    sums = None
+    if deterministic:
+        sums = torch.zeros(*statistics[0].shape[:1], 2, dtype=torch.int32, device=q.device)
+    operands = _Operands(
+        q, k, v, dout, *statistics, dq, dk, dv, flags, timed_out, turns, counters, changes.slopes, sums
+    )  # fmt: skip
     key = (
         split, score.softmax_scale, score.softcap, changes.slopes_stride, changes.slopes is None, q.dtype, q.shape,
         q.stride(), k.shape, k.stride(), v.shape, v.stride(), dout.dtype, dout.stride(), dq.stride(), dk.stride(),
-        flags is None, None if counters is None else counters.shape[1],
+        flags is None, None if counters is None else counters.shape[1], deterministic,
     )  # fmt: skip
     tensors = [x for x in operands if x is not None]
     if not launches.again(key, tensors, epoch):
         kernel, grid, args, constants = _arguments(operands, block, score, changes, split, epoch)
         launched = dispatch(kernel, grid, *args, variants=lambda: _variants(operands), **constants)
-        fixed: tuple[Tensor, ...] = _tables(q, block)
+        fixed = _tables(q, block, deterministic)
         if changes.slopes is not None:
             fixed += _positions(q, block)
         launches.remember(key, tensors, launched, fixed, None if flags is None else kernel.arg_names.index("epoch"))
@@ -509,7 +549,7 @@ def _arguments(
     q, k, v, dout, dq, dk = x.q, x.k, x.v, x.dout, x.dq, x.dk
     batch, seq_q, q_heads, dim = q.shape
     kv_heads, dim_v = v.shape[2:]
-    info, bounds = _tables(q, block)
+    info, bounds, *first = _tables(q, block, x.sums is not None)
     rows = work.queries_per_step(q)
     tiles, parts, scale, fold = info.shape[1], split.parts, score.softmax_scale, _folds_scale(q, score)
     alibi: tuple[Any, ...] = (None, None, None, None)
@@ -523,6 +563,7 @@ def _arguments(
         work.sweep(batch * kv_heads, tiles, work.processors(q), parts),
         changes.inner, *alibi,
     )  # fmt: skip
+    order = (*first, x.sums) if first else (None, None)
     constants = dict(BATCHED=info.shape[0] > 1, FOLD=fold, REGISTERS=240, num_warps=4)
     statistics = view(x.lse, (1, rows)), view(x.minus_delta, (1, rows)), view(bounds, (1, 2 * rows))
 
@@ -532,7 +573,7 @@ def _arguments(
     grid = (batch * kv_heads * parts * tiles,)
     if dim == 64:
         boxes = (box(q, dim, rows), box(dout, dim, rows), box(k, dim), box(v, dim), *statistics, box(dq, dim))
-        return tall.kernel, grid, (*boxes, *numbers), constants
+        return tall.kernel, grid, (*boxes, *numbers, *order), constants
     if dim == 192:
         boxes = (
             *(box(t, 128) for t in (q, dout, k, v)), *statistics, box(dq, 64), box(q, 64), box(k, 64), box(dq, 32)
@@ -544,13 +585,13 @@ def _arguments(
             box(q, dim - 128), box(k, dim - 128), box(dout, dim_v - 128), box(v, dim_v - 128),
         )  # fmt: skip
         return wide.kernel, grid, (*boxes, *numbers), dict(DO_STAGES=2 if dim + dim_v <= 320 else 1, **constants)
-    first = 2 ** (dim.bit_length() - 1)  # columns of the first piece of a tile, a power of two
-    rest = dim - first  # of the second piece: a power of two, or 0
+    whole = 2 ** (dim.bit_length() - 1)  # columns of the first piece of a tile, a power of two
+    rest = dim - whole  # of the second piece: a power of two, or 0
     boxes = (
-        *(box(t, first) for t in (q, dout, k, v)), *statistics, box(dq, first if rest else dim // 2),
+        *(box(t, whole) for t in (q, dout, k, v)), *statistics, box(dq, whole if rest else dim // 2),
         *(box(t, rest) for t in (q, dout, k, v)), box(dq, rest),
     )  # fmt: skip
-    return _kernel, grid, (*boxes, *numbers), constants
+    return _kernel, grid, (*boxes, *numbers, *order), constants
 
 
 def _variants(x: _Operands) -> list[dict[str, Any]]:
@@ -571,8 +612,9 @@ def _variants(x: _Operands) -> list[dict[str, Any]]:
     return variants
 
 
-def _tables(q: Tensor, block: Block) -> tuple[Tensor, Tensor]:
-    return work.key_tile_table(block, work.keys_per_cta(q), work.queries_per_step(q), q.device)
+def _tables(q: Tensor, block: Block, ordered: bool) -> tuple[Tensor, ...]:
+    table = work.ordered_key_tile_table if ordered else work.key_tile_table
+    return table(block, work.keys_per_cta(q), work.queries_per_step(q), q.device)
 
 
 def _positions(q: Tensor, block: Block) -> tuple[Tensor, Tensor]:

@@ -16,11 +16,13 @@ from .primitives import (
     barrier_arrive,
     barrier_sync,
     exchange_blocks,
+    fence_async_global,
     raise_counter,
     reinterpret,
     round_pairs,
     wait_count,
     wait_row,
+    wait_sent,
 )
 
 BM = gl.constexpr(64)  # queries of a step; backward_tall.py has more
@@ -159,11 +161,77 @@ def next_tile(i, j, head, cut_steps, heads, stops):
 
 
 @gluon.jit
+def ordered_visits(info, heads):
+    """Return the order of the query tiles where the sums of dQ have one (:func:`wait_for_turn`): from the last to the
+    first, the cut ones after the full ones for every head, then the full ones, then the cut ones before them.
+
+    Returns: steps of all heads, the steps at which the full tiles begin and end, and arguments of
+    :func:`ordered_next`; the first tile is ``end - 1``."""
+    begin = gl.load(info + 2)
+    end = gl.load(info + 3)
+    full_begin = gl.load(info + 4)
+    full_end = gl.load(info + 5)
+    full_steps = (end - full_end) * heads
+    late_steps = (end - full_begin) * heads
+    return (end - begin) * heads, full_steps, late_steps, (begin, full_begin, full_end, end, full_steps, late_steps)
+
+
+@gluon.jit
+def ordered_next(i, j, head, heads, stops):
+    """Return the tile and the head that follow those of step i."""
+    begin, full_begin, full_end, end, full_steps, late_steps = stops
+    past = end
+    low = full_end
+    if i >= full_steps:
+        past = full_end
+        low = full_begin
+    if i >= late_steps:
+        past = full_begin
+        low = begin
+    j -= 1
+    if j < low:
+        j = past - 1
+        head += 1
+    if i + 1 == full_steps:
+        j = full_end - 1
+        head -= heads
+    if i + 1 == late_steps:
+        j = full_begin - 1
+        if full_steps < late_steps:
+            head -= heads
+    return j, head
+
+
+@gluon.jit
+def wait_for_turn(order, row, bounds_row, j, rank, C: gl.constexpr):
+    """Wait, in a writer, until all key tiles before this one have added to tile j of queries of ``row`` (batch element
+    and query head). Return the counter to raise after this one has, by :func:`end_turn`; a tile that no query sees
+    takes no turn.
+
+    Key tiles add in the order of their keys, which is that of the programs: a program waits for programs with smaller
+    numbers, which have started earlier, and so for none that waits for it."""
+    first_ptr, sums_ptr, q_tiles = order
+    counter = sums_ptr + ((row.to(gl.int64) * q_tiles + j) * 2 + C)
+    if rank >= 0:
+        wait_count(counter, rank - gl.load(first_ptr + bounds_row + j))
+        fence_async_global()
+    return counter
+
+
+@gluon.jit
+def end_turn(counter, rank):
+    """Wait until what this warp has sent is in memory, and let the next key tile add."""
+    if rank >= 0:
+        wait_sent()
+        raise_counter(counter, "gpu")
+
+
+@gluon.jit
 def producer(
     q_desc, dout_desc, k_desc, v_desc, lse_desc, delta_desc, bounds_desc, positions_desc, info_ptr,
     k_s, v_s, q_s, dout_s, lse_s, delta_s, bounds_s, positions_s, kv_full, q_full, dout_full,
     heads, tiles, kv_heads, parts, q_tiles, flags_ptr, epoch, timed_out_ptr,
-    q_free: gl.constexpr, dout_free: gl.constexpr, sweep, BATCHED: gl.constexpr,
+    q_free: gl.constexpr, dout_free: gl.constexpr, sweep, BATCHED: gl.constexpr, ORDERED: gl.constexpr = False,
 ):  # fmt: skip
     """Load K and V, in as many tiles of 64 keys as ``kv_full`` has barriers, then Q, lse (with ALiBi the positions, and
     the intervals of cut tiles), dO and delta of every step."""
@@ -175,7 +243,12 @@ def producer(
     KEY_TILES: gl.constexpr = kv_full.shape[0]
     batch, kv_head, part, info = place(info_ptr, heads, tiles, kv_heads, parts, sweep, BATCHED)
     first = gl.load(info)
-    steps, cut_steps, j, stops = visit_order(info, heads)
+    if ORDERED:
+        steps, cut_steps, late_steps, stops = ordered_visits(info, heads)
+        j = gl.load(info + 3) - 1
+    else:
+        steps, cut_steps, j, stops = visit_order(info, heads)
+        late_steps = steps
     if flags_ptr is not None:
         wait_row(flags_ptr, batch * kv_heads + kv_head, epoch, timed_out_ptr, 1)
     for c in gl.static_range(KEY_TILES):
@@ -193,7 +266,10 @@ def producer(
         row = (batch * q_heads + head) * q_tiles + j
         if i >= 2:
             barrier_sync(q_free + stage, LOADERS, warps=1)
-        if i < cut_steps:
+        cut = i < cut_steps
+        if ORDERED:
+            cut |= i >= late_steps
+        if cut:
             mbarrier.expect(q_full.index(stage), Q_BYTES + lse_desc.block_type.nbytes + bounds_desc.block_type.nbytes)
             async_load(bounds_desc, [bounds_row + j, 0], q_full.index(stage), bounds_s.index(stage))
         else:
@@ -207,7 +283,10 @@ def producer(
         mbarrier.expect(dout_full.index(do_stage), DO_BYTES + delta_desc.block_type.nbytes)
         _load_pieces(dout_desc, [batch, j * ROWS, head], dout_full.index(do_stage), dout_s, do_stage)
         async_load(delta_desc, [row, 0], dout_full.index(do_stage), delta_s.index(do_stage))
-        j, head = next_tile(i, j, head, cut_steps, heads, stops)
+        if ORDERED:
+            j, head = ordered_next(i, j, head, heads, stops)
+        else:
+            j, head = next_tile(i, j, head, cut_steps, heads, stops)
 
 
 @gluon.jit

@@ -52,22 +52,38 @@ DS_READY, Q_FREE, DO_FREE, DQ_STAGED, DQ_SENT = (gl.constexpr(i) for i in (4, 8,
 
 @gluon.jit
 def _writer(
-    C: gl.constexpr, dq_desc, info_ptr, dq_s, heads, tiles, kv_heads, parts, turns_ptr, counters_ptr, segments, sweep,
-    BATCHED: gl.constexpr,
+    C: gl.constexpr, dq_desc, info_ptr, dq_s, heads, tiles, kv_heads, parts, turns_ptr, counters_ptr, segments, order,
+    sweep, BATCHED: gl.constexpr,
 ):  # fmt: skip
     """Send the dQ of each step two steps later, for consumer C: the first two times there is nothing to send yet."""
     batch, kv_head, part, info = pieces.place(info_ptr, heads, tiles, kv_heads, parts, sweep, BATCHED)
-    steps, cut_steps, j, stops = pieces.visit_order(info, heads)
+    ORDERED: gl.constexpr = len(order) > 0
+    if ORDERED:
+        steps, cut_steps, _, stops = pieces.ordered_visits(info, heads)
+        j = gl.load(info + 3) - 1
+        rank = gl.load(info + 6)
+        rows = batch * (kv_heads * parts * heads)
+        bounds_row = 0
+        if BATCHED:
+            bounds_row = batch * order[2]
+    else:
+        steps, cut_steps, j, stops = pieces.visit_order(info, heads)
     head = (kv_head * parts + part) * heads
     for _ in range(0, 2):
         barrier_sync(DQ_STAGED + C, STAGING, warps=1)
         barrier_arrive(DQ_SENT + C, STAGING, warps=1)
     for i in range(0, steps):
+        if ORDERED:
+            counter = pieces.wait_for_turn(order, rows + head, bounds_row, j, rank, C)
         barrier_sync(DQ_STAGED + C, STAGING, warps=1)
         tma_reduce_add(dq_desc, [batch, j * ROWS + C * HALF, head, 0], dq_s)
         tma.store_wait(0)
         pieces.signal_sent(DQ_SENT + C, i == steps - 1, turns_ptr, tiles, part, parts, sweep)
-        j, head = pieces.next_tile(i, j, head, cut_steps, heads, stops)
+        if ORDERED:
+            pieces.end_turn(counter, rank)
+            j, head = pieces.ordered_next(i, j, head, heads, stops)
+        else:
+            j, head = pieces.next_tile(i, j, head, cut_steps, heads, stops)
     pieces.finish_writer(DQ_STAGED + C, turns_ptr, counters_ptr, info, tiles, part, parts, segments, sweep)
 
 
@@ -152,13 +168,17 @@ def _consumer(
     C: gl.constexpr, dk_ptr, dv_ptr, info_ptr, k_s, v_s, q_s, dout_s, lse_v, delta_v, bounds_v, ds_s, dq_s, kv_full,
     q_full, dout_full, heads, tiles, kv_heads, parts, batches, stride_b, stride_s, stride_h, scale_log2, dk_scale,
     dv_scale, inner, alibi, sweep, BATCHED: gl.constexpr, FOLD: gl.constexpr, IN_TURNS: gl.constexpr,
-    COUNTED: gl.constexpr,
+    COUNTED: gl.constexpr, ORDERED: gl.constexpr,
 ):  # fmt: skip
     S_L: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, ROWS, 16])
     batch, kv_head, part, info = pieces.place(info_ptr, heads, tiles, kv_heads, parts, sweep, BATCHED)
     first = gl.load(info)
     past = gl.load(info + 1)
-    steps, cut_steps, _, _ = pieces.visit_order(info, heads)
+    if ORDERED:
+        steps, cut_steps, late_steps, _ = pieces.ordered_visits(info, heads)
+    else:
+        steps, cut_steps, _, _ = pieces.visit_order(info, heads)
+        late_steps = steps
     key = first + C * HALF
     dk = pieces.zero_sums(k_s)
     dv = pieces.zero_sums(v_s)
@@ -175,10 +195,16 @@ def _consumer(
         ds_s, dq_s, q_full, dout_full, scale_log2, dk_scale, key, past, inner, alibi, cut_steps // heads, FOLD,
     )  # fmt: skip
     s, dk, dv = _walk(
-        C, False, cut_steps, steps, steps - 1, s, dk, dv, k_s, v_s, q_s, dout_s, lse_v, delta_v, bounds_v,
+        C, False, cut_steps, late_steps, steps - 1, s, dk, dv, k_s, v_s, q_s, dout_s, lse_v, delta_v, bounds_v,
         ds_s, dq_s, q_full, dout_full, scale_log2, dk_scale, key, past, inner, alibi,
-        (steps - cut_steps) // heads, FOLD,
+        (late_steps - cut_steps) // heads, FOLD,
     )  # fmt: skip
+    if ORDERED:
+        s, dk, dv = _walk(
+            C, True, late_steps, steps, steps - 1, s, dk, dv, k_s, v_s, q_s, dout_s, lse_v, delta_v, bounds_v,
+            ds_s, dq_s, q_full, dout_full, scale_log2, dk_scale, key, past, inner, alibi,
+            (steps - late_steps) // heads, FOLD,
+        )  # fmt: skip
     # dQ of the last step, sent after that of the step before
     fence_async_shared()
     barrier_arrive(DQ_STAGED + C, STAGING)
@@ -206,6 +232,7 @@ def kernel(
     q_tiles, scale_log2, dk_scale, dv_scale,
     flags_ptr, epoch, timed_out_ptr, turns_ptr, counters_ptr, segments, sweep,
     inner, positions_desc, slopes_ptr, slopes_stride, positions_k_ptr,  # None without softcap; without ALiBi
+    first_ptr, sums_ptr,  # None if dQ may be added in any order
     BATCHED: gl.constexpr, FOLD: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """Compute dk, dv and dq. Arguments: as of ``backward._kernel``."""
@@ -238,25 +265,28 @@ def kernel(
         mbarrier.init(kv_full.index(i), count=1)
         mbarrier.init(q_full.index(i), count=1)
         mbarrier.init(dout_full.index(i), count=1)
+    order = () if sums_ptr is None else (first_ptr, sums_ptr, q_tiles)
     gl.warp_specialize(
         [
             (_consumer, (0, dk_ptr, dv_ptr, info_ptr, k_s, v_s, q_s, dout_s, lse_v, delta_v, bounds_v, ds_s,
                          pieces.staging_matrix(dq_t_0), kv_full, q_full, dout_full, heads, tiles, kv_heads,
                          parts, batches, stride_b, stride_s, stride_h, scale_log2, dk_scale, dv_scale, inner,
-                         alibi, sweep, BATCHED, FOLD, turns_ptr is not None, counters_ptr is not None)),
+                         alibi, sweep, BATCHED, FOLD, turns_ptr is not None, counters_ptr is not None,
+                         sums_ptr is not None)),
             (_consumer, (1, dk_ptr, dv_ptr, info_ptr, k_s, v_s, q_s, dout_s, lse_v, delta_v, bounds_v, ds_s,
                          pieces.staging_matrix(dq_t_1), kv_full, q_full, dout_full, heads, tiles, kv_heads,
                          parts, batches, stride_b, stride_s, stride_h, scale_log2, dk_scale, dv_scale, inner,
-                         alibi, sweep, BATCHED, FOLD, turns_ptr is not None, counters_ptr is not None)),
+                         alibi, sweep, BATCHED, FOLD, turns_ptr is not None, counters_ptr is not None,
+                         sums_ptr is not None)),
             (pieces.producer, ((q_desc,), (dout_desc,), (k_desc,), (v_desc,), lse_desc, delta_desc,
                          bounds_desc, positions_desc, info_ptr, k_t, v_t, q_t, dout_t, lse_t, delta_t, bounds_t,
                          positions_t, kv_full, q_full,
                          dout_full, heads, tiles, kv_heads, parts, q_tiles, flags_ptr, epoch, timed_out_ptr,
-                         Q_FREE, DO_FREE, sweep, BATCHED)),
+                         Q_FREE, DO_FREE, sweep, BATCHED, sums_ptr is not None)),
             (_writer, (0, dq_desc, info_ptr, dq_t_0, heads, tiles, kv_heads, parts, turns_ptr, counters_ptr, segments,
-                       sweep, BATCHED)),
+                       order, sweep, BATCHED)),
             (_writer, (1, dq_desc, info_ptr, dq_t_1, heads, tiles, kv_heads, parts, turns_ptr, counters_ptr, segments,
-                       sweep, BATCHED)),
+                       order, sweep, BATCHED)),
         ],
         [4, 1, 1, 1],
         [REGISTERS, 24, 24, 24],

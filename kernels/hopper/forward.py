@@ -17,7 +17,8 @@ with 64 query rows. The consumers of a CTA share the key and value tiles, two st
 * Query tiles are handed out by an atomic counter (work_counter.py), heaviest first within a few heads at a time:
   balanced for any mask, few heads' keys in L2 at once, and robust if other work slows some SMs down.
 * With ``ready`` the producer waits for the flag of a head's keys and values before their first tile. The heads are
-  swept in the order of arrival; the consumers are the same with and without flags.
+  swept in the order of arrival; the consumers are the same with and without flags. Tiles of this rank's own keys
+  (``ready.own``) are read where they are and wait for no flag: only the first tile with fetched keys does.
 * Tiles have powers of two of columns. Head dims 96 and 192 of q and k are two tiles side by side, 64 + 32 and 128 + 64;
   a value of 96 is read as 128, the last 32 zeros that TMA fills in.
 * m is a point of reference near the maximum, not the maximum: it moves when a score is more than ``SLACK`` above it.
@@ -53,7 +54,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ...partial import Partial
-from ..contract import PERIOD, Block, Keys, Result, Score, int32
+from ..contract import GRID as _GRID
+from ..contract import PERIOD, Block, Keys, OwnKeys, Result, Score, int32
 from ..launch import Launches, capability, dispatch, on_device
 from .primitives import (
     FREE_BARRIERS,
@@ -66,7 +68,17 @@ from .primitives import (
     scale_rows,
     wait_row,
 )
-from .scores import LOG2E, Changes, capped, distances, padded_positions, penalties
+from .scores import (
+    LOG2E,
+    Changes,
+    capped,
+    distances,
+    first_position,
+    keys_come_first,
+    padded_positions,
+    penalties,
+    scaled_and_capped,
+)
 from .tensor_maps import readable, view
 from .work import head_sweeps, processors, query_tile_table
 from .work_counter import take_number, work_counter
@@ -76,6 +88,7 @@ LN2 = gl.constexpr(0.6931471805599453)
 LOG2E_HI = gl.constexpr(1.44269502162933349609375)  # float32(log2 e), and its rounding error
 LOG2E_LO = gl.constexpr(LOG2E - 1.44269502162933349609375)
 
+GRID = gl.constexpr(_GRID)  # keys of a tile that a rank's own keys are read in, see OwnKeys
 ROWS = gl.constexpr(64)  # query rows of a consumer: the M of one wgmma
 INFO = gl.constexpr(8)  # int32 numbers that describe a query tile, see work.query_tile_table
 SLOTS = gl.constexpr(4)  # descriptions in shared memory: one is read until two tiles later
@@ -277,19 +290,47 @@ def _load_pieces(desc, tiles, full, batch, row, head, i):
 
 @gluon.jit
 def _load_keys(
-    k_desc, v_desc, k_s, v_s, k_full, v_full, batch, column, kv_head, g, N: gl.constexpr, STAGES: gl.constexpr
-):
-    """Load key tile number g of this CTA, as soon as the consumers have released its stage."""
+    k_desc, v_desc, own, flags, arrived, k_s, v_s, k_full, v_full, batch, column, kv_head, row, g, N: gl.constexpr,
+    STAGES: gl.constexpr,
+):  # fmt: skip
+    """Load key tile number g of this CTA, as soon as the consumers have released its stage: one of this rank's own
+    where it is, another one of ``row`` after its flag. Return the latest row whose flag was waited for."""
     K_FREE: gl.constexpr = FREE_BARRIERS + N
     V_FREE: gl.constexpr = K_FREE + STAGES
     stage = g % STAGES
-    if g >= STAGES:
-        barrier_sync(K_FREE + stage, 128 * (N + 1))
-    _load_pieces(k_desc, k_s, k_full, batch, column, kv_head, stage)
-    if g >= STAGES:
-        barrier_sync(V_FREE + stage, 128 * (N + 1))
-    mbarrier.expect(v_full.index(stage), v_desc.block_type.nbytes)
-    async_load(v_desc, [batch, column, kv_head, 0], v_full.index(stage), v_s.index(stage))
+    if len(own) == 0:
+        if g >= STAGES:
+            barrier_sync(K_FREE + stage, 128 * (N + 1))
+        _load_pieces(k_desc, k_s, k_full, batch, column, kv_head, stage)
+        if g >= STAGES:
+            barrier_sync(V_FREE + stage, 128 * (N + 1))
+        _load_values(v_desc, v_s, v_full, batch, column, kv_head, stage)
+    else:
+        own_k_desc, own_v_desc, places_ptr = own
+        place = gl.load(places_ptr + column // GRID)
+        if g >= STAGES:
+            barrier_sync(K_FREE + stage, 128 * (N + 1))
+        if place >= 0:
+            _load_pieces(own_k_desc, k_s, k_full, batch, place + column % GRID, kv_head, stage)
+        else:
+            if row != arrived:
+                flags_ptr, epoch, timed_out_ptr = flags
+                wait_row(flags_ptr, row, epoch, timed_out_ptr, 4)
+                arrived = row
+            _load_pieces(k_desc, k_s, k_full, batch, column, kv_head, stage)
+        if g >= STAGES:
+            barrier_sync(V_FREE + stage, 128 * (N + 1))
+        if place >= 0:
+            _load_values(own_v_desc, v_s, v_full, batch, place + column % GRID, kv_head, stage)
+        else:
+            _load_values(v_desc, v_s, v_full, batch, column, kv_head, stage)
+    return arrived
+
+
+@gluon.jit
+def _load_values(desc, tiles, full, batch, row, head, i):
+    mbarrier.expect(full.index(i), desc.block_type.nbytes)
+    async_load(desc, [batch, row, head, 0], full.index(i), tiles.index(i))
 
 
 @gluon.jit
@@ -298,7 +339,7 @@ def _producer(
     SKIP_EMPTY: gl.constexpr, READY: gl.constexpr,
 ):  # fmt: skip
     (
-        q_desc, k_desc, v_desc, table_ptr, counter_ptr, flags_ptr, epoch, timed_out_ptr,
+        q_desc, k_desc, v_desc, own, table_ptr, counter_ptr, flags,
         q_s, k_s, v_s, info_s, q_full, q_free, k_full, v_full, info_full,
         n_tiles, n_heads, q_heads, ratio, group, early, table_batch_stride,
     ) = args  # fmt: skip
@@ -328,25 +369,34 @@ def _producer(
         kv_head = head // ratio
         for c in gl.static_range(N):
             _load_pieces(q_desc, q_s, q_full, batch, first + c * ROWS, head, slot * N + c)
+        row = 0
         if READY:
             row = (batch * q_heads + head) // ratio
+        if READY and len(own) == 0:  # noqa: SIM102
             if row != arrived:
+                flags_ptr, epoch, timed_out_ptr = flags
                 wait_row(flags_ptr, row, epoch, timed_out_ptr, 4)
                 arrived = row
         for column in range(end - BN, begin + BN, -BN):
-            _load_keys(k_desc, v_desc, k_s, v_s, k_full, v_full, batch, column, kv_head, g, N, STAGES)
+            arrived = _load_keys(
+                k_desc, v_desc, own, flags, arrived, k_s, v_s, k_full, v_full, batch, column, kv_head, row, g, N, STAGES
+            )
             g += 1
         # Request the next tile's number, then its description, while waiting to load the last two key tiles: memory
         # latency is about the time until the consumers need a key tile.
         number = take_number(counter_ptr, total)
         for column in range(gl.minimum(begin, end - 2 * BN) + BN, begin, -BN):
-            _load_keys(k_desc, v_desc, k_s, v_s, k_full, v_full, batch, column, kv_head, g, N, STAGES)
+            arrived = _load_keys(
+                k_desc, v_desc, own, flags, arrived, k_s, v_s, k_full, v_full, batch, column, kv_head, row, g, N, STAGES
+            )
             g += 1
         w, info = _numbered_tile(
             gl.sum(number, axis=0), counter_ptr, table_ptr, n_tiles, n_heads, q_heads, group, early,
             table_batch_stride, SKIP_EMPTY,
         )  # fmt: skip
-        _load_keys(k_desc, v_desc, k_s, v_s, k_full, v_full, batch, begin, kv_head, g, N, STAGES)
+        arrived = _load_keys(
+            k_desc, v_desc, own, flags, arrived, k_s, v_s, k_full, v_full, batch, begin, kv_head, row, g, N, STAGES
+        )
         g += 1
         i += 1
     slot, phase = _q_buffer(i, Q_BUFFERS)
@@ -505,10 +555,13 @@ def _flush(acc, m, aside_ptr, m_aside, C: gl.constexpr, N: gl.constexpr):
 
 
 @gluon.jit
-def _softmax(s, m, l, rest, c2, slack: gl.constexpr):
+def _softmax(s, m, l, rest, c2, slack: gl.constexpr, FIXED: gl.constexpr):
     """Move m to the maximum if that is more than ``slack`` above it; alpha rescales earlier sums. ``rest``: the
-    rounding error of m, see _enter_rows."""
+    rounding error of m, see _enter_rows. ``FIXED``: m stays 0."""
     L_L: gl.constexpr = l.type.layout
+    if FIXED is not None:
+        x = gl.exp2(s)
+        return m, l + gl.convert_layout(_lane_sum(x), L_L), m, x
     top = gl.max(s, axis=1) * c2
     m_new = gl.where(top - m > slack, top, m)
     reference = _finite(m_new)
@@ -519,18 +572,57 @@ def _softmax(s, m, l, rest, c2, slack: gl.constexpr):
 
 
 @gluon.jit
+def _rescaled(acc, alpha, FIXED: gl.constexpr):
+    if FIXED is None:
+        acc = scale_rows(acc, alpha)
+    return acc
+
+
+@gluon.jit
+def _seen(acc, m, l, FINALIZE: gl.constexpr):
+    """Return acc, m and l of sums whose point of reference is 0, with m = -inf for a row that sees nothing. A state
+    gets an m that is near the largest score, which is a power of two away: l and o stay exact."""
+    total = gl.convert_layout(gl.sum(l, axis=1), m.type.layout)
+    if not FINALIZE:
+        L_L: gl.constexpr = gl.SliceLayout(1, l.type.layout)
+        m = gl.floor(gl.log2(gl.where(total == 0.0, 1.0, total)))
+        l = l * gl.convert_layout(gl.exp2(-m), L_L)[:, None]
+        acc = _scaled(acc, gl.exp2(-m))
+    return acc, gl.where(total == 0.0, float("-inf"), m), l
+
+
+@gluon.jit
 def _alibi(slot, C: gl.constexpr, alibi, layout: gl.constexpr):
     """Return what scores of a query tile need for ALiBi: penalties of its rows, slope, the position that they are
-    relative to and where the positions of keys are; nothing if there is no ALiBi."""
+    relative to and where the positions of keys are; nothing if there is no ALiBi. If keys come first, the slope, what is
+    added to slope times position, which is 0 in the middle of the rows, and where the positions of keys are."""
     if len(alibi) > 0:
         slopes_ptr, slopes_stride, positions_q_ptr, positions_k_ptr = alibi
         info = slot.load(INFO_LAYOUT)
         row = _number(info, 0)
         slope = gl.load(slopes_ptr + _number(info, 6) * slopes_stride + _number(info, 7)) * LOG2E_HI
-        base = gl.load(positions_q_ptr + row)
-        rows = gl.load(positions_q_ptr + row + C * ROWS + gl.arange(0, ROWS, layout))
-        alibi = (penalties(slope, rows, base), slope, base, positions_k_ptr)
+        if keys_come_first(positions_k_ptr):
+            middle = gl.minimum(row + C * ROWS + ROWS // 2, _number(info, 1) - 1)
+            alibi = (slope, -gl.load(positions_q_ptr + middle) * slope, positions_k_ptr)
+        else:
+            base = gl.load(positions_q_ptr + row)
+            rows = gl.load(positions_q_ptr + row + C * ROWS + gl.arange(0, ROWS, layout))
+            alibi = (penalties(slope, rows, base), slope, base, positions_k_ptr)
     return alibi
+
+
+@gluon.jit
+def _rows_part(slot, C: gl.constexpr, alibi, m, sign: gl.constexpr):
+    """Return m plus or minus the rows' part of the scores, if that is left out of them (keys come first). A query and a
+    key at the same position have the same part, rounding errors included."""
+    if len(alibi) > 0:
+        if keys_come_first(alibi[3]):
+            L: gl.constexpr = m.type.layout
+            slope, less, _ = _alibi(slot, C, alibi, L)
+            first = _number(slot.load(INFO_LAYOUT), 0) + C * ROWS
+            rows = gl.load(alibi[2] + first + gl.arange(0, ROWS, L))
+            m = m + sign * gl.fma(rows, slope, less)
+    return m
 
 
 @gluon.jit
@@ -546,20 +638,27 @@ def _key_positions(changes, column, BN: gl.constexpr, layout: gl.constexpr):
 
 @gluon.jit
 def _positions_at(alibi, column, BN: gl.constexpr, layout: gl.constexpr):
-    return gl.load(alibi[3] + column + gl.arange(0, BN, gl.SliceLayout(0, layout)))
+    at = alibi[len(alibi) - 1] + column + gl.arange(0, BN, gl.SliceLayout(0, layout))
+    return gl.load(gl.multiple_of(at, 16))
 
 
 @gluon.jit
-def _changed(s, c2, changes, positions, column):
+def _changed(s, c2, changes, positions, column, FIXED: gl.constexpr):
     """Return scores after softcap and ALiBi, and what they are times, to the base 2."""
     inner, alibi = changes
+    if FIXED is not None:
+        return scaled_and_capped(s, FIXED), 1.0
     s = capped(s, inner)
     if len(alibi) > 0:
-        rows, slope, base, _ = alibi
         BN: gl.constexpr = s.shape[1]
         L: gl.constexpr = s.type.layout
         columns = _positions_at(alibi, column, BN, L) if len(positions) == 0 else positions[0]
-        s = s * c2 - distances(rows, penalties(slope, columns, base))
+        if len(alibi) == 3:
+            slope, less, _ = alibi
+            s = s * c2 + gl.fma(columns, slope, less)[None, :]
+        else:
+            rows, slope, base, _ = alibi
+            s = s * c2 - distances(rows, penalties(slope, columns, base))
         c2 = 1.0
     return s, c2
 
@@ -586,7 +685,7 @@ def _first_scores(
 @gluon.jit
 def _step(
     q, k_s, v_s, k_full, v_full, g, acc, m, l, alpha, packed, c2, column, intervals, changes,
-    C: gl.constexpr, N: gl.constexpr, STAGES: gl.constexpr, MASK: gl.constexpr,
+    C: gl.constexpr, N: gl.constexpr, STAGES: gl.constexpr, MASK: gl.constexpr, FIXED: gl.constexpr,
 ):  # fmt: skip
     """Compute scores and softmax of key tile g + 1, and the product of P and V of key tile g."""
     BN: gl.constexpr = k_s[0].shape[2]
@@ -604,7 +703,7 @@ def _step(
     mbarrier.wait(k_full.index(ks), (g // STAGES) & 1)
     barrier_sync(TURN + C, 256)
     s = _scores(q, k_s, ks, S_L)
-    acc = scale_rows(acc, alpha)  # overlaps the product with K
+    acc = _rescaled(acc, alpha, FIXED)  # overlaps the product with K
     mbarrier.wait(v_full.index(vs), v_phase)
     p = _unpack(packed, DTYPE, P_L)
     acc = warpgroup_mma(p, _rows(v_s, vs), acc, is_async=True)
@@ -612,12 +711,12 @@ def _step(
     positions = _key_positions(changes, column, BN, S_L)
     s = warpgroup_mma_wait(1, deps=[s])
     barrier_arrive(K_FREE + ks, THREADS)
-    s, unit = _changed(s, c2, changes, positions, column)
+    s, unit = _changed(s, c2, changes, positions, column, FIXED)
     if MASK:
         slot, start_ptr, end_ptr, rows_batch_stride = intervals
         start, end = _intervals(slot, C, start_ptr, end_ptr, rows_batch_stride, gl.SliceLayout(1, S_L))
         s = _hide(s, column, start, end)
-    m, l, alpha, x = _softmax(s, m, l, 0.0, unit, SLACK)
+    m, l, alpha, x = _softmax(s, m, l, 0.0, unit, SLACK, FIXED)
     acc, p = warpgroup_mma_wait(0, deps=[acc, p])
     keep_alive(packed)
     barrier_arrive(V_FREE + vs, THREADS)
@@ -627,7 +726,7 @@ def _step(
 @gluon.jit
 def _walk(
     last, begin, full_begin, full_end, q, q_s, at, k_s, v_s, k_full, v_full, g, acc, m, l, alpha, packed, c2, intervals,
-    changes, C: gl.constexpr, N: gl.constexpr, STAGES: gl.constexpr, EARLY: gl.constexpr,
+    changes, C: gl.constexpr, N: gl.constexpr, STAGES: gl.constexpr, EARLY: gl.constexpr, FIXED: gl.constexpr,
 ):  # fmt: skip
     """Walk the key tiles below ``last`` down to ``begin``, each with the product of P and V of the tile before: cut,
     full, cut."""
@@ -637,7 +736,7 @@ def _walk(
     for column in range(last - BN, full_end - BN, -BN):
         acc, m, l, alpha, packed = _step(
             q, k_s, v_s, k_full, v_full, g, acc, m, l, alpha, packed, c2, column, intervals, changes, C, N, STAGES,
-            True,
+            True, FIXED,
         )  # fmt: skip
         g += 1
     if EARLY:
@@ -645,7 +744,7 @@ def _walk(
     for column in range(gl.minimum(full_end, last) - BN, full_begin - BN, -BN):
         acc, m, l, alpha, packed = _step(
             q, k_s, v_s, k_full, v_full, g, acc, m, l, alpha, packed, c2, column, intervals, changes, C, N, STAGES,
-            False,
+            False, FIXED,
         )  # fmt: skip
         g += 1
     if EARLY:
@@ -653,7 +752,7 @@ def _walk(
     for column in range(gl.minimum(full_begin, last) - BN, begin - BN, -BN):
         acc, m, l, alpha, packed = _step(
             q, k_s, v_s, k_full, v_full, g, acc, m, l, alpha, packed, c2, column, intervals, changes, C, N, STAGES,
-            True,
+            True, FIXED,
         )  # fmt: skip
         g += 1
     return g, acc, m, l, alpha, packed
@@ -663,7 +762,7 @@ def _walk(
 def _consumer(
     args, C: gl.constexpr, N: gl.constexpr, STAGES: gl.constexpr, Q_BUFFERS: gl.constexpr, DV: gl.constexpr,
     HAS_STATE: gl.constexpr, HAS_SINK: gl.constexpr, FINALIZE: gl.constexpr, STAGED: gl.constexpr,
-    PERIOD: gl.constexpr,
+    PERIOD: gl.constexpr, FIXED: gl.constexpr,
 ):  # fmt: skip
     (
         out_desc, out_ptr, lse_ptr, l_ptr, m_in_ptr, l_in_ptr, o_in_ptr, aside_ptr, sink_ptr, start_ptr, end_ptr,
@@ -717,15 +816,19 @@ def _consumer(
             m = gl.full([ROWS], float("-inf"), gl.float32, S_ROW)
             rest = gl.zeros([ROWS], gl.float32, S_ROW)
             acc = gl.zeros([ROWS, W], gl.float32, O_L)
+        if HAS_STATE:
+            m = _rows_part(slot, C, alibi, m, 1.0)
         if PERIOD:
             m_aside = m
             if HAS_STATE:
                 gl.store(_scratch(aside_ptr, C, N, W, O_L), _scaled(acc, gl.exp2(rest)))
                 acc = gl.zeros([ROWS, W], gl.float32, O_L)
+        if FIXED is not None:
+            m = gl.zeros([ROWS], gl.float32, S_ROW)
         changes = (inner, _alibi(slot, C, alibi, S_ROW))
-        s, unit = _changed(s, c2, changes, (), last)
+        s, unit = _changed(s, c2, changes, (), last, FIXED)
         s = _hide(s, last, start, end)
-        m, l, alpha, x = _softmax(s, m, l, rest, unit, 0.0)
+        m, l, alpha, x = _softmax(s, m, l, rest, unit, 0.0, FIXED)
         packed = _pack(x, DTYPE)
 
         intervals = (slot, start_ptr, end_ptr, rows_batch_stride)
@@ -736,20 +839,20 @@ def _consumer(
                 down = gl.maximum(above - BN * PERIOD, begin)
                 g, acc, m, l, alpha, packed = _walk(
                     above, down, gl.maximum(full_begin, down), gl.maximum(full_end, down), q, q_s, at, k_s, v_s, k_full,
-                    v_full, g, acc, m, l, alpha, packed, c2, intervals, changes, C, N, STAGES, EARLY,
+                    v_full, g, acc, m, l, alpha, packed, c2, intervals, changes, C, N, STAGES, EARLY, FIXED,
                 )  # fmt: skip
-                acc, m_aside = _flush(scale_rows(acc, alpha), m, aside_ptr, m_aside, C, N)
+                acc, m_aside = _flush(_rescaled(acc, alpha, FIXED), m, aside_ptr, m_aside, C, N)
         else:
             g, acc, m, l, alpha, packed = _walk(
                 last, begin, full_begin, full_end, q, q_s, at, k_s, v_s, k_full, v_full, g, acc, m, l, alpha, packed,
-                c2, intervals, changes, C, N, STAGES, EARLY,
+                c2, intervals, changes, C, N, STAGES, EARLY, FIXED,
             )  # fmt: skip
         mbarrier.arrive(q_free.index(at), count=1)
 
         # The last product with V, and where EARLY the first scores of the next query tile.
         vs = g % STAGES
         mbarrier.wait(v_full.index(vs), (g // STAGES) & 1)
-        acc = scale_rows(acc, alpha)
+        acc = _rescaled(acc, alpha, FIXED)
         p = _unpack(packed, DTYPE, P_L)
         acc = warpgroup_mma(p, _rows(v_s, vs), acc, is_async=True)
         g += 1
@@ -766,6 +869,9 @@ def _consumer(
             acc = _with_flushed(acc, m, aside_ptr, m_aside, C, N)
         if EARLY:
             s = _first_scores(some, q_s, k_s, q_full, k_full, i, g, C, N, STAGES, Q_BUFFERS, S_L)
+        m = _rows_part(slot, C, alibi, m, -1.0)
+        if FIXED is not None:
+            acc, m, l = _seen(acc, m, l, FINALIZE)
         _store(
             acc, m, l, slot, out_desc, out_ptr, lse_ptr, l_ptr, sink_ptr, o_s,
             seq_q, q_heads, C, DTYPE, DV, HAS_SINK, FINALIZE, STAGED, S_ROW,
@@ -803,11 +909,12 @@ def _forward_kernel(
     table_ptr, table_batch_stride, counter_ptr,
     seq_q, q_heads, ratio, n_tiles, n_heads, group, early, c2,
     flags_ptr, epoch, timed_out_ptr,  # None if all keys have arrived
+    own_k_desc, own_k_rest_desc, own_v_desc, places_ptr,  # None if all keys are in the chunk
     inner, slopes_ptr, slopes_stride, positions_q_ptr, positions_k_ptr,  # None without softcap; without ALiBi
     N: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, REGISTERS: gl.constexpr, Q_BUFFERS: gl.constexpr,
     STAGED: gl.constexpr, DV: gl.constexpr,
     HAS_STATE: gl.constexpr, HAS_SINK: gl.constexpr, FINALIZE: gl.constexpr, READY: gl.constexpr,
-    PERIOD: gl.constexpr,
+    PERIOD: gl.constexpr, FIXED: gl.constexpr,
 ):  # fmt: skip
     WHOLE: gl.constexpr = q_rest_desc is None
     q_descs = (q_desc,) if WHOLE else (q_desc, q_rest_desc)
@@ -832,8 +939,11 @@ def _forward_kernel(
     for slot in gl.static_range(SLOTS):
         mbarrier.init(info_full.index(slot), count=1)
     # The producer is the default partition: it keeps the registers that the consumers leave.
+    own_k_descs = (own_k_desc,) if WHOLE else (own_k_desc, own_k_rest_desc)
+    own = () if places_ptr is None else (own_k_descs, own_v_desc, places_ptr)
+    flags = (flags_ptr, epoch, timed_out_ptr)
     producer = (
-        q_descs, k_descs, v_desc, table_ptr, counter_ptr, flags_ptr, epoch, timed_out_ptr,
+        q_descs, k_descs, v_desc, own, table_ptr, counter_ptr, flags,
         q_s, k_s, v_s, info_s, q_full, q_free, k_full, v_full, info_full,
         n_tiles, n_heads, q_heads, ratio, group, early, table_batch_stride,
     )  # fmt: skip
@@ -848,8 +958,14 @@ def _forward_kernel(
         gl.warp_specialize(
             [
                 (_producer, (producer, N, BN, STAGES, Q_BUFFERS, SKIP_EMPTY, READY)),
-                (_consumer, (consumer, 0, N, STAGES, Q_BUFFERS, DV, HAS_STATE, HAS_SINK, FINALIZE, STAGED, PERIOD)),
-                (_consumer, (consumer, 1, N, STAGES, Q_BUFFERS, DV, HAS_STATE, HAS_SINK, FINALIZE, STAGED, PERIOD)),
+                (
+                    _consumer,
+                    (consumer, 0, N, STAGES, Q_BUFFERS, DV, HAS_STATE, HAS_SINK, FINALIZE, STAGED, PERIOD, FIXED),
+                ),
+                (
+                    _consumer,
+                    (consumer, 1, N, STAGES, Q_BUFFERS, DV, HAS_STATE, HAS_SINK, FINALIZE, STAGED, PERIOD, FIXED),
+                ),
             ],
             [4, 4],
             [REGISTERS, REGISTERS],
@@ -858,9 +974,18 @@ def _forward_kernel(
         gl.warp_specialize(
             [
                 (_producer, (producer, N, BN, STAGES, Q_BUFFERS, SKIP_EMPTY, READY)),
-                (_consumer, (consumer, 0, N, STAGES, Q_BUFFERS, DV, HAS_STATE, HAS_SINK, FINALIZE, STAGED, PERIOD)),
-                (_consumer, (consumer, 1, N, STAGES, Q_BUFFERS, DV, HAS_STATE, HAS_SINK, FINALIZE, STAGED, PERIOD)),
-                (_consumer, (consumer, 2, N, STAGES, Q_BUFFERS, DV, HAS_STATE, HAS_SINK, FINALIZE, STAGED, PERIOD)),
+                (
+                    _consumer,
+                    (consumer, 0, N, STAGES, Q_BUFFERS, DV, HAS_STATE, HAS_SINK, FINALIZE, STAGED, PERIOD, FIXED),
+                ),
+                (
+                    _consumer,
+                    (consumer, 1, N, STAGES, Q_BUFFERS, DV, HAS_STATE, HAS_SINK, FINALIZE, STAGED, PERIOD, FIXED),
+                ),
+                (
+                    _consumer,
+                    (consumer, 2, N, STAGES, Q_BUFFERS, DV, HAS_STATE, HAS_SINK, FINALIZE, STAGED, PERIOD, FIXED),
+                ),
             ],
             [4, 4, 4],
             [REGISTERS, REGISTERS, REGISTERS],
@@ -912,9 +1037,12 @@ def forward(
     else:
         rows = q.new_empty(2, batch, q_heads, seq_q, dtype=torch.float32)
         outputs = (q.new_empty(shape, dtype=torch.float32), rows[0], rows[1])
+    own = None if ready is None else ready.own
+    own_strides = () if own is None else (own.k.shape, own.k.stride(), own.v.stride())
     key = (
         q.dtype, q.shape, q.stride(), k.shape, k.stride(), v.shape, v.stride(), state is None, sink is None,
-        finalize, ready is None, changes.scale, changes.inner, changes.slopes_stride, changes.slopes is None,
+        finalize, ready is None, *own_strides, changes.scale, changes.inner, changes.slopes_stride,
+        changes.slopes is None,
     )  # fmt: skip
     launches = block.memo.once("hopper forward", Launches)
     with on_device(q):
@@ -926,17 +1054,22 @@ def forward(
         if ready is not None:
             tensors += [ready.flags, ready.timed_out]
             epoch = int32(ready.epoch)
+        if own is not None:
+            tensors += own[:2]
         if not launches.again(key, tensors, epoch):
+            fixed = _fixed(q, changes, False)
             grid, args, constants = _launch(q, keys, changes, sink, state, outputs, finalize, counter)
             launched = dispatch(
                 _forward_kernel, grid, *args,
-                variants=lambda: _variants(q, block, score, outputs[1], constants["BN"]), **constants,
+                variants=lambda: _variants(q, block, score, outputs[1], constants["BN"], fixed), **constants,
             )  # fmt: skip
             if not block.period:  # otherwise each launch allocates memory of its own, and takes long
                 config = CONFIGS[q.shape[3], v.shape[3]]
                 fixed: tuple[Tensor, ...] = query_tile_table(block, config.block_m, config.block_n, q.device)
                 if changes.slopes is not None:
                     fixed += _positions(q, block, config)
+                if own is not None:
+                    fixed += (own.places(block, own.k.device),)
                 number_at = None if ready is None else _forward_kernel.arg_names.index("epoch")
                 launches.remember(key, tensors, launched, fixed, number_at)
     return Result(outputs[0], outputs[1]) if finalize else Partial(outputs[1], outputs[2], outputs[0])
@@ -948,6 +1081,7 @@ def _launch(
 ) -> tuple[tuple[int, int, int], tuple, dict[str, Any]]:  # fmt: skip
     """Return grid, arguments and constants of the kernel."""
     k, v, block, ready = keys
+    own = None if ready is None else ready.own
     batch, seq_q, q_heads, head_dim = q.shape
     head_dim_v = v.shape[-1]
     config = CONFIGS[head_dim, head_dim_v]
@@ -970,6 +1104,7 @@ def _launch(
         seq_q, q_heads, q_heads // k.shape[2], n_tiles, n_heads,
         *head_sweeps(n_tiles, n_heads, workers), changes.scale,
         *((None, None, None) if ready is None else (ready.flags, int32(ready.epoch), ready.timed_out)),
+        *((None, None, None, None) if own is None else _own(own, block, config, first, width)),
         changes.inner, changes.slopes, changes.slopes_stride,
         *((None, None) if changes.slopes is None else _positions(q, block, config)),
     )  # fmt: skip
@@ -978,26 +1113,43 @@ def _launch(
         Q_BUFFERS=config.q_buffers, STAGED=config.staged, DV=head_dim_v,
         HAS_STATE=state is not None, HAS_SINK=sink is not None, FINALIZE=finalize,
         READY=ready is not None, PERIOD=period,
+        FIXED=_fixed(q, changes, state is not None),
     )  # fmt: skip
     return (workers, 1, 1), args, constants
 
 
+def _own(own: OwnKeys, block: Block, config: Config, first: int, width: int) -> tuple[Any, ...]:
+    """Return the views of this rank's own keys and values, and where the tiles of the chunk are in them."""
+    places = own.places(block, own.k.device)
+    return *_pieces(own.k, config.block_n, first), view(own.v, (1, config.block_n, 1, width)), places
+
+
 def _positions(q: Tensor, block: Block, config: Config) -> tuple[Tensor, Tensor]:
     """Return the positions of queries and keys, padded so that a tile need not end where they do."""
-    return padded_positions(block, config.block_m, config.block_n, q.device)
+    return padded_positions(block, config.block_m, config.block_n, q.device, first_position(block))
 
 
-def _variants(q: Tensor, block: Block, score: Score, row: Tensor, block_n: int) -> list[dict[str, Any]]:
+def _fixed(q: Tensor, changes: Changes, has_state: bool) -> tuple[float, float] | None:
+    """Return :attr:`Changes.fixed` if p can have its range and no other point of reference is carried in."""
+    return None if has_state or q.dtype != torch.bfloat16 else changes.fixed
+
+
+def _variants(
+    q: Tensor, block: Block, score: Score, row: Tensor, block_n: int, fixed: tuple[float, float] | None
+) -> list[dict[str, Any]]:
     """Return how a launch may differ with other documents: with and without a state, complete or not, a longer sum.
 
     Args:
         row: any float32 tensor.
+        fixed: of launches without a state.
     """
     periods = [dict(PERIOD=period // block_n) for period in ((0, PERIOD) if block.long else ())]
     if not block.chunked:
         return periods
     sink = score.sink is not None
-    states = [dict(HAS_STATE=state, HAS_SINK=sink and not state) for state in (False, True)]
+    states = [
+        dict(HAS_STATE=state, HAS_SINK=sink and not state, FIXED=None if state else fixed) for state in (False, True)
+    ]
     outputs = [dict(FINALIZE=True, out_ptr=q), dict(FINALIZE=False, out_ptr=row)]
     return [{**a, **b, **c} for a in states for b in outputs for c in periods or [{}]]
 

@@ -286,3 +286,25 @@ def wait_count(counter_ptr, count):
     args = [counter_ptr + lanes, lanes + count]
     constraints: gl.constexpr = "=r,l,r"
     gl.inline_asm_elementwise(_WAIT_COUNT_ASM, constraints, args, dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def wait_sent():
+    """``cp.async.bulk.wait_group 0`` by every thread of one warp: wait until what it has sent by TMA is in memory, and
+    not only read, as ``tma.store_wait`` does. The fence orders it before what the warp then signals: TMA is another
+    proxy."""
+    lanes = gl.zeros([32], gl.int32, gl.BlockedLayout([1], [32], [1], [0]))
+    gl.inline_asm_elementwise(
+        "cp.async.bulk.wait_group 0; fence.proxy.async.global; bar.warp.sync 0xffffffff; mov.b32 $0, $1;",
+        "=r,r", [lanes], dtype=gl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@gluon.jit
+def fence_async_global():
+    """``fence.proxy.async.global`` by every thread of one warp: what it has acquired comes before what TMA does for
+    it."""
+    lanes = gl.zeros([32], gl.int32, gl.BlockedLayout([1], [32], [1], [0]))
+    gl.inline_asm_elementwise(
+        "fence.proxy.async.global; mov.b32 $0, $1;", "=r,r", [lanes], dtype=gl.int32, is_pure=False, pack=1
+    )

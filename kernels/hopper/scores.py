@@ -5,18 +5,24 @@ and ``scale = softcap * log2(e)``; without softcap it is ``product * scale - slo
 ``scale = softmax_scale * log2(e)``. A kernel is compiled for the changes that a call has: without any it has none of
 this code.
 
-* tanh is a polynomial if no number of a warp's tile is above :data:`NEAR` (:func:`capped`), which is a softcap of 50
-  for scores up to 30. It needs no special function; exponentials alone keep these units busy for half of the time. With
-  a larger score among them the warp takes exp2 and a reciprocal for the whole tile. ``tanh.approx`` is off by 2^-11 of
-  a score, as much as rounding p to bfloat16, and lse would be off with it.
-* ALiBi needs positions: int32, exact up to 2^31. Both sides subtract the first position of the tile that stays (of
+* tanh is a polynomial if no number of a warp's tile is above the limits of :data:`POLYNOMIALS` (:func:`capped`): with a
+  softcap of 50 a short one for scores up to 10, a longer one up to 30. They need no special function; exponentials
+  alone keep these units busy for half of the time. With a larger score among them the warp takes exp2 and a reciprocal
+  for the whole tile. ``tanh.approx`` is off by 2^-11 of a score, as much as rounding p to bfloat16, and lse would be
+  off with it.
+* Softcap bounds scores. So a forward in bfloat16 that carries no state in needs no running maximum: its point of
+  reference is 0 (:attr:`Changes.fixed`), p is at most 2^BOUND, and the factors of the exponent go into the
+  coefficients.
+* If no query sees a key after it, -slope (i - j) has a part of the key, which the forward adds to the product in one
+  fused operation, and a part of the row, which cancels in the softmax: the forward subtracts it from lse or m at the
+  end. Positions are then float32 (:func:`padded_positions`).
+* Otherwise ALiBi needs positions: int32, exact up to 2^31. Both sides subtract the first position of the tile that stays (of
   queries in the forward, of keys in the backward) before they become float32, so that distances of neighbours are exact
   at any position.
 """
 
 from __future__ import annotations
 
-import struct
 from typing import NamedTuple
 
 import torch
@@ -28,8 +34,12 @@ from ..contract import Block, Score
 
 LOG2E = 1.4426950408889634
 LOG2E_FLOAT = gl.constexpr(LOG2E)
-NEAR = 0.6  # below it tanh(x) / x is a polynomial of x^2 with a relative error of 7e-8 (minimax)
-_POLYNOMIAL = (0.9999999268689059, -0.33332309973922414, 0.1331017365136251, -0.05210147982367576, 0.015475427083705659)
+# Limits below which tanh(x) / x is a polynomial of x^2, with relative errors of 1.1e-7 and 7e-8 (minimax).
+POLYNOMIALS = (
+    (0.2, (0.9999998947912526, -0.33328590898781335, 0.13015407551967303)),
+    (0.6, (0.9999999268689059, -0.33332309973922414, 0.1331017365136251, -0.05210147982367576, 0.015475427083705659)),
+)
+BOUND = 80.0  # of scores to the base 2 whose exponentials, and sums of them, are float32 and bfloat16 as they are
 
 # --- host ---------------------------------------------------------------------------------------------------------
 
@@ -41,6 +51,14 @@ class Changes(NamedTuple):
     inner: float | None
     slopes: Tensor | None
     slopes_stride: int | None
+
+    @property
+    def fixed(self) -> tuple[float, float] | None:
+        """Scale and inner of a softcap whose scores are exponents as they are; None if they need a running maximum, or
+        if a coefficient would be too small for float32."""
+        if self.inner is None or self.slopes is not None or self.scale > BOUND or not 1e-4 < abs(self.inner) < 1e4:
+            return None
+        return self.scale, self.inner
 
     @staticmethod
     def of(score: Score, q: Tensor) -> Changes:
@@ -55,58 +73,88 @@ class Changes(NamedTuple):
         return Changes(scale, inner, slopes, q.shape[2] if slopes.dim() == 2 and slopes.shape[0] > 1 else 0)
 
 
-def padded_positions(block: Block, queries: int, keys: int, device: torch.device) -> tuple[Tensor, Tensor]:
+def padded_positions(
+    block: Block, queries: int, keys: int, device: torch.device, from_first: int | None = None
+) -> tuple[Tensor, Tensor]:
     """Return the positions of queries and of keys on ``device``, (tiles, queries) and (tiles, keys) int32, padded with
-    zeros."""
+    zeros; float32 relative to ``from_first`` if that is given."""
 
     def padded(positions: Tensor, rows: int) -> Tensor:
         tiles = 1 + -(-positions.shape[0] // rows)  # one more, for a tile that begins in the middle of the last one
         whole = positions.new_zeros(tiles * rows, dtype=torch.int32)
-        whole[: positions.shape[0]] = positions
-        return whole.view(tiles, rows)
+        whole[: positions.shape[0]] = positions if from_first is None else positions - from_first
+        return (whole if from_first is None else whole.to(torch.float32)).view(tiles, rows)
 
     of_queries, of_keys = block.on(
         device,
-        ("padded positions", queries, keys),
+        ("padded positions", queries, keys, from_first),
         lambda: (padded(block.positions_q, queries), padded(block.positions_k, keys)),
     )
     return of_queries, of_keys
 
 
+def first_position(block: Block) -> int | None:
+    """Return the first position of a block of which no query sees a key after it; None if one may, or if a part of a
+    score would lose digits: positions must be exact in float32, and those of neighbouring queries of a segment at most
+    2 apart. A block on a GPU waits for it once; while a graph is captured, which cannot wait, None."""
+
+    def find() -> int | None:
+        queries, keys, start, end = (x.cpu() for x in (block.positions_q, block.positions_k, block.start, block.end))
+        if not queries.numel() or not keys.numel():
+            return None
+        both = torch.cat([queries, keys])
+        first, latest = int(both.min()), keys[(end - 1).clamp(min=0).long()]
+        steps = queries.diff()
+        steps[torch.tensor(block.segments_q, device="cpu").cumsum(0)[:-1] - 1] = 1
+        ahead = ((latest <= queries) | (end <= start)).all() and (keys.diff() >= 0).all() and (steps <= 2).all()
+        return first if ahead and int(both.max()) - first < 2**24 else None
+
+    if block.start.is_cuda and torch.cuda.is_current_stream_capturing():
+        return None
+    return block.memo.once("first position", lambda: (find(),))[0]
+
+
 # --- device: softcap ----------------------------------------------------------------------------------------------
 
 
+@gluon.constexpr_function
 def _ptx(x: float) -> str:
-    """Return x as PTX writes a float32."""
-    return "0f" + struct.pack(">f", x).hex()
+    """Return x as PTX writes a number, which becomes a float32 where it is used."""
+    return f"{x:.17e}"
 
 
-_COEFFICIENTS = gl.constexpr(tuple(_ptx(x) for x in reversed(_POLYNOMIAL)))  # of x^8 first
-_LIMIT = gl.constexpr(_ptx(NEAR))
-_EXP = gl.constexpr(tuple(_ptx(x) for x in (2 * LOG2E, 1.0, -2.0)))
+_ONE = gl.constexpr(_ptx(1.0))
 
 
 @gluon.constexpr_function
-def _tanh_asm(count, coefficients, limit, exp):
-    """Return the PTX of :func:`capped`: the largest number in four chains, and both ways to tanh."""
-    largest = "".join(f"abs.f32 y, ${i}; max.f32 m{i % 4}, m{i % 4}, y; " for i in range(4, count))
-    begin = "".join(f"abs.f32 m{i}, ${i}; " for i in range(4))
-    first, second, *others = coefficients
-    steps = "".join(f"fma.rn.f32 h, h, z, {c}; " for c in others)
-    near = "".join(
-        f"mul.f32 z, ${i}, ${i}; fma.rn.f32 h, z, {first}, {second}; {steps}mul.f32 ${i}, ${i}, h; "
+def _polynomial_asm(count: int, coefficients: tuple[float, ...], scale: float, inner: float) -> str:
+    """Return the PTX of a polynomial with the factors in its coefficients."""
+    texts = [_ptx(c * scale * inner ** (2 * k + 1)) for k, c in enumerate(coefficients)][::-1]
+    steps = "".join(f"fma.rn.f32 h, h, z, {c}; " for c in texts[2:])
+    return "".join(
+        f"mul.f32 z, ${i}, ${i}; fma.rn.f32 h, z, {texts[0]}, {texts[1]}; {steps}mul.f32 ${i}, ${i}, h; "
         for i in range(count)
     )
-    twice, one, minus_two = exp
+
+
+@gluon.constexpr_function
+def _tanh_asm(count, scale, inner):
+    """Return the PTX of scale * tanh(x * inner): the largest number in four chains, and the ways to tanh."""
+    largest = "".join(f"abs.f32 y, ${i}; max.f32 m{i % 4}, m{i % 4}, y; " for i in range(4, count))
+    begin = "".join(f"abs.f32 m{i}, ${i}; " for i in range(4))
+    small, near = (_polynomial_asm(count, c, scale, inner) for _, c in POLYNOMIALS)
+    below_small, below_near = (_ptx(limit / abs(inner)) for limit, _ in POLYNOMIALS)
     far = "".join(
-        f"mul.f32 y, ${i}, {twice}; ex2.approx.ftz.f32 y, y; add.f32 y, y, {one}; "
-        f"rcp.approx.ftz.f32 y, y; fma.rn.f32 ${i}, y, {minus_two}, {one}; "
+        f"mul.f32 y, ${i}, {_ptx(2 * LOG2E * inner)}; ex2.approx.ftz.f32 y, y; add.f32 y, y, {_ptx(1.0)}; "
+        f"rcp.approx.ftz.f32 y, y; fma.rn.f32 ${i}, y, {_ptx(-2.0 * scale)}, {_ptx(scale)}; "
         for i in range(count)
     )
     return (
         f"{{ .reg .pred all; .reg .f32 y, z, h, m<4>; {begin}{largest}"
         "max.f32 m0, m0, m1; max.f32 m2, m2, m3; max.f32 m0, m0, m2; "
-        f"setp.lt.f32 all, m0, {limit}; vote.sync.all.pred all, all, 0xffffffff; @!all bra FAR; "
+        f"setp.lt.f32 all, m0, {below_small}; vote.sync.all.pred all, all, 0xffffffff; @!all bra LARGER; "
+        f"{small} bra DONE; "
+        f"LARGER: setp.lt.f32 all, m0, {below_near}; vote.sync.all.pred all, all, 0xffffffff; @!all bra FAR; "
         f"{near} bra DONE; FAR: {far} DONE: }}"
     )
 
@@ -118,15 +166,26 @@ def _tanh_constraints(count):
 
 @gluon.jit
 def capped(s, inner):
-    """Return tanh(s * inner), ``FMNMX; FMUL; 4 FFMA; FMUL`` for a number, and a ``VOTE.ALL``; s if there is no softcap.
+    """Return tanh(s * inner), ``FMNMX; FMUL; 2 or 4 FFMA; FMUL`` for a number, and a ``VOTE.ALL`` or two; s if there is
+    no softcap.
 
     The larger numbers of a warp: 1 - 2 / (exp(2x) + 1), right within 1.2e-7 of the cap."""
     if inner is not None:
         COUNT: gl.constexpr = s.shape[1] // 2
-        ASM: gl.constexpr = _tanh_asm(COUNT, _COEFFICIENTS, _LIMIT, _EXP)
+        ASM: gl.constexpr = _tanh_asm(COUNT, 1.0, 1.0)
         CONSTRAINTS: gl.constexpr = _tanh_constraints(COUNT)
         s = gl.inline_asm_elementwise(ASM, CONSTRAINTS, [s * inner], dtype=gl.float32, is_pure=True, pack=COUNT)
     return s
+
+
+@gluon.jit
+def scaled_and_capped(s, FIXED: gl.constexpr):
+    """Return scale * tanh(s * inner) for the two constants of :attr:`Changes.fixed`: as :func:`capped`, without the
+    multiplications by them."""
+    COUNT: gl.constexpr = s.shape[1] // 2
+    ASM: gl.constexpr = _tanh_asm(COUNT, FIXED[0], FIXED[1])
+    CONSTRAINTS: gl.constexpr = _tanh_constraints(COUNT)
+    return gl.inline_asm_elementwise(ASM, CONSTRAINTS, [s], dtype=gl.float32, is_pure=True, pack=COUNT)
 
 
 @gluon.constexpr_function
@@ -144,7 +203,7 @@ def _probabilities_asm(dtype, one):
 def probabilities(t, scale, offset, dtype: gl.constexpr):
     """Return p = exp2(t * scale - offset) and p (1 - t^2), which is p times the derivative of the softcap, both in 16
     bits, two to a register. In one piece of assembly, so that neither is there in 32 bits for a whole tile."""
-    ASM: gl.constexpr = _probabilities_asm(dtype, _EXP[1])
+    ASM: gl.constexpr = _probabilities_asm(dtype, _ONE)
     CONSTRAINTS: gl.constexpr = "=r,=r,r,r,r,r,r,r"
     args = [t, offset, gl.full(t.shape, scale, gl.float32, t.type.layout)]
     if dtype == gl.bfloat16:
@@ -165,6 +224,12 @@ def probabilities(t, scale, offset, dtype: gl.constexpr):
 def penalties(slope, positions, base):
     """Return ``slope * (positions - base)``: the slope is a number to the base 2, the positions are int32."""
     return (positions - base).to(gl.float32) * slope
+
+
+@gluon.constexpr_function
+def keys_come_first(positions_ptr):
+    """Return whether positions are those of :func:`first_position`: float32."""
+    return positions_ptr.dtype.element_ty == gl.float32
 
 
 @gluon.jit

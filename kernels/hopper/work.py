@@ -157,18 +157,38 @@ def key_tile_table(block: Block, keys: int, queries: int, device: torch.device) 
     return info, bounds
 
 
+def ordered_key_tile_table(
+    block: Block, keys: int, queries: int, device: torch.device
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the same tables for a backward that adds to dQ in the order of the keys, and the place in it of the first
+    key tile that adds to each tile of queries, (batch or 1, query tiles) int32. Key tiles are in the order of the keys;
+    instead of the tile to start with they have their place among the key tiles that some query sees, or -1."""
+
+    def make() -> tuple[Tensor, Tensor, Tensor]:
+        info, bounds = _key_tile_table(block, keys, queries, ordered=True)
+        span = block.key_tiles(queries, keys).span // queries
+        begin, end = span[..., 0], span[..., 3]
+        ends = info.new_zeros(span.shape[0], -(-block.seq_q // queries) + 1)
+        ends.scatter_add_(1, end.long(), (end > begin).to(ends.dtype))
+        return info, bounds, ends.cumsum(1, dtype=torch.int32)[:, :-1].contiguous()
+
+    info, bounds, first = block.on(device, ("hopper key tiles in order", keys, queries), make)
+    return info, bounds, first
+
+
 def tiles_of_groups(block: Block, keys: int) -> list[int]:
     """Return the number of tiles of ``keys`` keys in each of the groups that are counted as a whole."""
     tiles = iter([-(-n // keys) for n in block.segments_k])
     return [sum(itertools.islice(tiles, count)) for count in block.groups_k]
 
 
-def _key_tile_table(block: Block, keys: int, queries: int) -> tuple[Tensor, Tensor]:
+def _key_tile_table(block: Block, keys: int, queries: int, ordered: bool = False) -> tuple[Tensor, Tensor]:
     key_tiles = block.key_tiles(queries, keys)
     span = key_tiles.span // queries
     batches, tiles = span.shape[:2]
     first, past = (key_tiles.rows[:, i].expand(batches, -1) for i in (0, 1))
     begin, full_begin, full_end, end = span.unbind(-1)
+    seen = end > begin
     end = torch.maximum(end, begin + 1)
     whole = (past - first == keys) & (full_end > full_begin)
     full_begin, full_end = torch.where(whole, full_begin, begin), torch.where(whole, full_end, begin)
@@ -179,8 +199,12 @@ def _key_tile_table(block: Block, keys: int, queries: int) -> tuple[Tensor, Tens
     of_tile = torch.arange(len(tiles_of), device="cpu").repeat_interleave(tiles_of)
     group = upload((of_tile,), span.device)[0].expand(batches, -1)
     info = torch.stack([first, past, begin, end, full_begin, full_end, start, group], -1)
-    order = torch.argsort(begin - end, dim=1, stable=True)
-    info = info.gather(1, order[..., None].expand_as(info)).to(torch.int32).contiguous()
+    if ordered:
+        info[..., 6] = torch.where(seen, seen.cumsum(1) - 1, -1)
+    else:
+        order = torch.argsort(begin - end, dim=1, stable=True)
+        info = info.gather(1, order[..., None].expand_as(info))
+    info = info.to(torch.int32).contiguous()
     q_tiles = -(-block.seq_q // queries)
     bounds = info.new_zeros(batches, 2, q_tiles * queries)
     bounds[:, 0, : block.seq_q], bounds[:, 1, : block.seq_q] = block.start, block.end

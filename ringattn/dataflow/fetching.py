@@ -101,11 +101,15 @@ def head_waves(call: Call, backward: bool) -> list[slice]:
 # Keys and values arrive
 
 
-def fetch_keys(call: Call, block: Block, waits: Callable[[Keys, slice], bool], *, backward: bool) -> Iterator[Part]:
+def fetch_keys(
+    call: Call, block: Block, waits: Callable[[Keys, slice], bool], *, backward: bool, in_place: bool = False
+) -> Iterator[Part]:
     """Yield the parts in the order in which they come; the next one arrives while a part is used.
 
     Args:
         waits: ``(keys, query heads)``: may the kernel get keys that are still arriving?
+        in_place: if the kernel gets such keys, it reads this rank's own where they are
+            (:class:`~ringattn.kernels.contract.OwnKeys`), and they are not copied.
     """
     link = _link(call)
     if link is None:
@@ -116,7 +120,7 @@ def fetch_keys(call: Call, block: Block, waits: Callable[[Keys, slice], bool], *
     cut = head_waves(call, backward)
     key = ("fetch buffers", plan.handle, *(wave.stop for wave in cut), k.shape, v.shape, k.dtype)
     buffers = link.prepare(key, lambda: FetchBuffers(link, k, v, plan.fetches, plan.local_lengths_k, cut))
-    pull = Pull(link, buffers, k, v)
+    pull = Pull(link, buffers, k, v, in_place)
     per_kv = call.q.shape[2] // k.shape[2]
 
     def start(wave: int) -> tuple[Keys, bool, list[slice]]:

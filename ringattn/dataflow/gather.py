@@ -48,7 +48,8 @@ class Gather(Dataflow):
         block = gathered_block(plan)
         waits = call.backend.waits_for_keys and block.seq_k > 0 and q.numel() > 0
         result: Result | None = None
-        for part in fetch_keys(call, block, lambda keys, heads: waits, backward=False):
+        in_place = waits and call.backend.reads_in_place(call.k, call.v)
+        for part in fetch_keys(call, block, lambda keys, heads: waits, backward=False, in_place=in_place):
             if block.seq_k == 0:
                 continue  # other ranks fetch from this one all the same
             score = call.score if part.whole else call.score.heads(part.q_heads)

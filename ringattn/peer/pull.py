@@ -1,8 +1,9 @@
 """Pulls: keys and values of the other GPUs of a host, read by this GPU's copy engines.
 
 Each rank packs its keys and values into memory that every rank can read, signals READY, and then copies the runs of
-tokens that it needs from the others into its receive buffer. The copies use no multiprocessor, so the attention that
-runs at the same time is not slowed down.
+tokens that it needs from the others into its receive buffer. It packs its own there, too, except those that a kernel
+reads where they are (:class:`ringattn.kernels.contract.OwnKeys`). The copies use no multiprocessor, so the attention
+that runs at the same time is not slowed down.
 
 A rank waits until every other rank is READY before it launches the attention. The kernel may start while its keys are
 still being pulled, and poll the ready flag of each row (:class:`ringattn.kernels.contract.ReadyFlags`). A kernel may
@@ -18,6 +19,7 @@ Memory is laid out by rows. A row is one key head of one batch element: (rows, t
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
@@ -26,7 +28,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..kernels.contract import ReadyFlags
+from ..kernels.contract import OwnKeys, ReadyFlags, tile_edges
 from ..memo import Memo
 from ..schedule import Fetch
 from . import driver
@@ -60,6 +62,7 @@ class FetchBuffers:
         waves: the key heads that are in memory at the same time, see :func:`ringattn.schedule.waves`.
 
     Attributes:
+        own: first key in the buffer, first token and length of every run of this rank's own tokens.
         kv: per wave, views of its fetched keys and values, (batch, keys, heads, head_dim or head_dim_v).
         flags: per wave, the ready flags of its rows.
     """
@@ -98,14 +101,29 @@ class FetchBuffers:
         ]
         both = [buffer.transpose(1, 2) for buffer in self.buffers]
         self.kv = [(kv[..., :dim], kv[..., dim:]) for kv in both]
-        own = [(run.offset, run.length, run.first) for run in self.runs if run.owner == link.rank]
-        self.own_runs = run_table(own, tokens, k.device)
+        self.own = tuple((run.first, run.offset, run.length) for run in self.runs if run.owner == link.rank)
+        self.tokens, self.device = tokens, k.device
         self.wanted_runs = run_table(_wanted(fetches, link.rank), tokens, k.device)
         pulled = [run for peer in link.peers for run in self.runs if run.owner == peer]
         numbers = np.array([(r.owner, r.offset, r.length, r.first) for r in pulled], dtype=np.int64)
         self.pulled = numbers.reshape(-1, 4).T
         self._chunks: Memo[list[_Chunk]] = Memo(4 * len(waves))
         self._group_flags: Memo[driver.Words] = Memo(16 * len(waves))
+
+    @functools.cached_property
+    def own_runs(self) -> RunTable:
+        """The runs of this rank's own tokens in the buffer."""
+        return self._own_table(self.own)
+
+    @functools.cached_property
+    def own_edges(self) -> RunTable:
+        """The parts of them that share a tile with other keys, see :class:`ringattn.kernels.contract.OwnKeys`."""
+        return self._own_table(tile_edges(self.own))
+
+    def _own_table(self, runs: Sequence[tuple[int, int, int]]) -> RunTable:
+        from .pack_rows import run_table
+
+        return run_table([(offset, length, first) for first, offset, length in runs], self.tokens, self.device)
 
     def chunks(self, wave: int, groups: Sequence[slice]) -> list[_Chunk]:
         """Return the chunks of a wave in the order of the attention: groups of heads inside the wave, batch elements,
@@ -183,10 +201,11 @@ class Pull:
 
     Args:
         k, v: those of this rank.
+        in_place: whole tiles of them are not packed for the attention, which reads them where they are.
     """
 
-    def __init__(self, link: Link, buffers: FetchBuffers, k: Tensor, v: Tensor) -> None:
-        self.link, self.buffers, self.k, self.v = link, buffers, k, v
+    def __init__(self, link: Link, buffers: FetchBuffers, k: Tensor, v: Tensor, in_place: bool = False) -> None:
+        self.link, self.buffers, self.k, self.v, self.in_place = link, buffers, k, v, in_place
         self.last = len(buffers.waves) - 1
         self.main = torch.cuda.current_stream()
         self.epoch = link.next_epoch(KEYS)
@@ -202,7 +221,8 @@ class Pull:
             self._publish()
         # After that, so that the other ranks' signals and the first copies take no time of their own.
         heads = buffers.waves[wave]
-        _pack(self.k[:, :, heads], self.v[:, :, heads], buffers.buffers[wave], buffers.own_runs)
+        own = buffers.own_edges if self.in_place else buffers.own_runs
+        _pack(self.k[:, :, heads], self.v[:, :, heads], buffers.buffers[wave], own)
         pulling.wait_event(link.writable)
         if wave == 0:
             link.wait_for(pulling, READY, self.epoch)
@@ -222,7 +242,10 @@ class Pull:
 
     def ready(self, wave: int) -> ReadyFlags:
         """Return the ready flags of a wave, for a kernel that polls them."""
-        return ReadyFlags(self.buffers.flags[wave], self.epoch, self.link.timed_out)
+        own, heads = None, self.buffers.waves[wave]
+        if self.in_place:
+            own = OwnKeys(self.k[:, :, heads], self.v[:, :, heads], self.buffers.own)
+        return ReadyFlags(self.buffers.flags[wave], self.epoch, self.link.timed_out, own)
 
     def wait(self, wave: int, heads: slice) -> None:
         """Make work that is queued from now on wait for the keys and values of these heads of the wave."""
