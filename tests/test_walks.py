@@ -14,10 +14,12 @@ from torch import Tensor
 from ringattn import blocks, reference
 from ringattn import mask as masks
 from ringattn.kernels import walks
-from ringattn.kernels.backends import Eager
+from ringattn.kernels.backends import BACKENDS, Eager
 from ringattn.kernels.contract import Block, Keys, Queries, Score
 from ringattn.kernels.delta import row_delta
 from ringattn.mask import Mask
+
+HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 
 
 def block_of(mask: Mask) -> Block:
@@ -146,3 +148,25 @@ def test_the_few_keys_of_a_sink_are_a_launch_over_these_keys() -> None:
 def test_runs_of_few_queries_are_not_divided() -> None:
     several: Any = masks.tree([-1, 0, -1, 2, -1, 4, -1, 6, -1, 8], [10, 5] * 5)
     assert launches(several).forwards == [(75, False, False), (75, True, True)]
+
+
+@pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")
+@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (192, 128), (256, 256)], ids=str)
+@pytest.mark.parametrize(
+    "mask",
+    [masks.tree([-1, 0, 0, 0], [1024, 300, 512, 212]), masks.sinks(2048, 4, 500), masks.block_diffusion(1000, 96)],
+    ids=["tree", "sinks", "diffusion"],
+)
+def test_hopper_kernels_go_over_parts_of_tensors(mask: Mask, dims: tuple[int, int]) -> None:
+    make, n = torch.Generator("cuda").manual_seed(0), mask.seq_len
+    shapes = ((8, dims[0]), (2, dims[0]), (2, dims[1]), (8, dims[1]))
+    q, k, v, dout = (torch.randn(1, n, *x, generator=make, device="cuda", dtype=torch.bfloat16) for x in shapes)
+    score, results = Score(dims[0] ** -0.5, sink=torch.zeros(8, device="cuda")), []
+    for name, dtype in (("hopper", torch.bfloat16), ("eager", torch.float32)):
+        x, keys = q.to(dtype), Keys(k.to(dtype), v.to(dtype), block_of(mask))
+        out, lse = BACKENDS[name].output(x, keys, score)
+        dq = torch.zeros_like(x, dtype=torch.float32)
+        queries = Queries(x, dout.to(dtype), lse, row_delta(out, dout.to(dtype)))
+        results.append([out.float(), lse, dq, *BACKENDS[name].backward(queries, keys, score, dq)])
+    for got, want in zip(*results, strict=True):
+        assert (got - want).norm() <= 1e-2 * want.norm()
