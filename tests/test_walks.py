@@ -17,6 +17,7 @@ from ringattn.kernels import walks
 from ringattn.kernels.backends import BACKENDS, Eager
 from ringattn.kernels.contract import Block, Keys, Queries, Score
 from ringattn.kernels.delta import row_delta
+from ringattn.kernels.hopper.work import pieces_of_queries
 from ringattn.mask import Mask
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
@@ -91,6 +92,17 @@ def test_output_and_gradients_are_those_of_the_dense_mask(mask: Mask, sink: bool
     got = backend.backward(Queries(q, dout, lse, row_delta(out, dout)), keys, score, dq, into=dirty)
     for x, y in zip((dq, *got), gradients, strict=True):
         torch.testing.assert_close(x, y, rtol=1e-12, atol=1e-12)
+    dq = torch.zeros_like(q)
+    got = Folding().backward(Queries(q, dout, lse, row_delta(out, dout)), keys, score, dq, into=dirty)
+    for x, y in zip((dq, *got), gradients, strict=True):
+        torch.testing.assert_close(x, y, rtol=1e-12, atol=1e-12)
+
+
+class Folding(Eager):
+    """Divides queries wherever it can."""
+
+    def _pieces_of_queries(self, q: Tensor, keys: Keys, score: Score) -> int:
+        return next(pieces for pieces in (4, 3, 2, 1) if q.shape[1] % pieces == 0)
 
 
 class Noting(Eager):
@@ -143,6 +155,14 @@ def test_the_few_keys_of_a_sink_are_a_launch_over_these_keys() -> None:
     backend = launches(masks.sinks(64, 4, 15))
     assert backend.forwards == [(16, False, True), (48, False, False), (48, True, True)]
     assert backend.backwards == [(64, True), (4, False)]
+
+
+def test_queries_are_divided_where_few_keys_would_leave_processors_idle() -> None:
+    """132 processors, and CTAs of 128 keys for each query head."""
+    q = torch.empty(1, 32768, 32, 128)
+    assert [pieces_of_queries(q, torch.empty(1, n, 8, 128)) for n in (4, 128, 129, 500, 4096)] == [4, 4, 2, 1, 1]
+    assert pieces_of_queries(q[:, :2048], torch.empty(1, 4, 8, 128)) == 2, "a thousand in each run, at least"
+    assert pieces_of_queries(q[:, :32767], torch.empty(1, 4, 8, 128)) == 1, "of equal length"
 
 
 def test_runs_of_few_queries_are_not_divided() -> None:
