@@ -180,7 +180,13 @@ class Backend:
             for gradient in (dk, dv):
                 gradient[:, done : inside.start if apart else inside.stop].zero_()
             own = (dk[:, inside], dv[:, inside]) if apart else None
-            of_walk = self.backward(queries, some, score, dq, deterministic=deterministic, into=own)
+            pieces = self._pieces_of_queries(queries.q, some, score)
+            if pieces > 1:
+                of_walk = self._folded_back(queries, some, score, dq, deterministic, pieces)
+            else:
+                of_walk = self.backward(queries, some, score, dq, deterministic=deterministic, into=own)
+            if pieces > 1 and own is not None:
+                _store(of_walk, own)
             if not apart:
                 dk[:, inside] += of_walk[0]
                 dv[:, inside] += of_walk[1]
@@ -188,6 +194,29 @@ class Backend:
         for gradient in (dk, dv):
             gradient[:, done:].zero_()
         return dk, dv
+
+    def _pieces_of_queries(self, q: Tensor, keys: Keys, score: Score) -> int:
+        """Return how many runs of equal numbers of queries the backward takes apart where there are so few keys that
+        they would occupy few processors."""
+        return 1
+
+    def _folded_back(
+        self, queries: Queries, keys: Keys, score: Score, dq: Tensor, deterministic: bool, pieces: int
+    ) -> tuple[Tensor, Tensor]:
+        """Run the backward of one batch element with ``pieces`` runs of its queries in the place of batch elements."""
+
+        def by_rows(x: Tensor) -> Tensor:
+            return x.unflatten(1, (pieces, -1))[0]
+
+        def by_columns(x: Tensor) -> Tensor:
+            return x.unflatten(2, (pieces, -1))[0].transpose(0, 1).contiguous()
+
+        q, dout, lse, delta = queries
+        runs = Queries(by_rows(q), by_rows(dout), by_columns(lse), by_columns(delta))
+        k, v = (x.expand(pieces, -1, -1, -1).contiguous() for x in (keys.k, keys.v))
+        several = Keys(k, v, walks.folded(keys.block, pieces))
+        dk, dv = self.backward(runs, several, score, by_rows(dq), deterministic=deterministic)
+        return dk.sum(0, keepdim=True), dv.sum(0, keepdim=True)
 
     def _in_pieces(
         self,
@@ -286,6 +315,12 @@ class Hopper(_Compiled):
     def _adds(self, q: Tensor, deterministic: bool) -> bool:
         """Return whether these kernels run the backward, which adds to dq in memory."""
         return not deterministic or q.shape[-1] in self._module("backward").IN_ORDER
+
+    def _pieces_of_queries(self, q: Tensor, keys: Keys, score: Score) -> int:
+        # Positions, which ALiBi reads, are those of one batch element.
+        if len(q) > 1 or keys.block.start.shape[0] > 1 or score.alibi_slopes is not None:
+            return 1
+        return self._module("work").pieces_of_queries(q, keys.k)
 
     def _backward(self, queries, keys, score, dq, deterministic, into, counters):  # type: ignore[no-untyped-def]
         if not self._adds(queries.q, deterministic):

@@ -58,6 +58,18 @@ def of_keys(block: Block) -> list[tuple[slice, Block]]:
     return block.memo.once("runs of keys", make)
 
 
+def folded(block: Block, pieces: int) -> Block:
+    """Return the block of one walk with ``pieces`` runs of queries in the place of batch elements."""
+    n = block.seq_q // pieces
+
+    def make() -> Block:
+        start, end = (x.reshape(pieces, n) for x in (block.start, block.end))
+        pairs = None if block.pairs is None else block.pairs / pieces
+        return replace(block, start=start, end=end, positions_q=block.positions_q[:n], segments_q=(n,), pairs=pairs)
+
+    return block.memo.once(("folded", pieces), make)
+
+
 def part(block: Block, queries: slice, keys: slice) -> Block:
     """Return the block of one walk between some queries and some keys, with its number of pairs."""
     some = sub_block(block, queries, keys)

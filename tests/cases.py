@@ -98,6 +98,8 @@ class Case:
             return masks.tree(*argument)
         if name == "trees of rows":
             return masks.rows([masks.tree(*tree) for tree in argument])
+        if name == "slices":
+            return masks.from_slices(*zip(*argument, strict=True), n)
         if name == "sinks":
             count, left = argument
             return masks.sinks(n, count, left, None if self.ids() is None else masks.documents(self.ids(), n))
@@ -119,6 +121,13 @@ class Case:
         if name == "sinks":
             count, left = argument
             return (j <= i) & ((j >= i - left) | (j < self._begins()[:, :, None] + count))
+        if name == "slices":
+            visible = torch.zeros(1, self.seq_len, self.keys, dtype=torch.bool)
+            for (first, past), (low, high), kind in argument:
+                inside = (i >= first) & (i < past) & (j >= low) & (j < high)
+                begins, ends = j - low >= i - first, j - high <= i - past
+                visible |= inside & (ends if kind == "causal" else begins if kind == "inv_causal" else inside)
+            return visible
         if name in ("chunked", "blocks") and isinstance(argument, int):
             begin = self._begins()[:, :, None]
             chunk = (i - begin) // argument
@@ -396,6 +405,12 @@ def _segments(seq_len: int, shift: int = 0) -> tuple[tuple[int, ...], tuple[int,
     return (-1, 0, 1, 0, 0, -1, 5), tuple(b - a for a, b in itertools.pairwise(cuts))
 
 
+def _slices(n: int) -> tuple[tuple[tuple[int, int], tuple[int, int], str], ...]:
+    """Of MagiAttention: a causal part, and queries that see the first keys and those after themselves."""
+    a, b = n // 3, n // 4
+    return ((0, a), (0, a), "causal"), ((a, n), (a, n), "inv_causal"), ((a, n), (0, b), "full")
+
+
 def _spans(seq_len: int) -> tuple[tuple[int, int], ...]:
     """Neighbours, an empty one, one that crosses shards' edges and boundaries of documents, one at the end."""
     points = sorted(min(max(p, 0), seq_len) for p in (1, 3, 3, 4, 6, 6, seq_len // 4 + 2, seq_len // 2 + 2))
@@ -432,6 +447,7 @@ MASKS = {
         documents=_rows(n, b), pattern=("trees of rows", tuple(_segments(n, k) for k in range(b)))
     ),
     "same-union-sinks": lambda n, b: dict(documents=_rows(n, b), pattern=("sinks", (2, 3))),
+    "same-union-slices": lambda n, b: dict(pattern=("slices", _slices(n))),
     "same-blocks": lambda n, b: dict(documents=_rows(n, b), pattern=("blocks", 5)),
 }
 LENGTHS: dict[str, tuple[int, int | None]] = {

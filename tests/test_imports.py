@@ -86,7 +86,8 @@ def test_no_arrow_points_up() -> None:
     for name in ("partial", "intervals", "schedule", "memo", "shape"):
         assert GRAPH[name] == set(), f"{name} stands on nothing of ringattn"
     assert GRAPH["common_masks"] == {"intervals"}
-    assert GRAPH["mask"] == {"common_masks", "intervals"}
+    assert GRAPH["slices"] == {"common_masks", "intervals"}
+    assert GRAPH["mask"] == {"common_masks", "intervals", "slices"}
     assert GRAPH["reference"] <= {"mask"}
     assert GRAPH["work"] == {"mask", "memo"}
     assert GRAPH["balance"] == {"mask", "work"}

@@ -14,10 +14,13 @@ from torch import Tensor
 from ringattn import blocks, reference
 from ringattn import mask as masks
 from ringattn.kernels import walks
-from ringattn.kernels.backends import Eager
+from ringattn.kernels.backends import BACKENDS, Eager
 from ringattn.kernels.contract import Block, Keys, Queries, Score
 from ringattn.kernels.delta import row_delta
+from ringattn.kernels.hopper.work import pieces_of_queries
 from ringattn.mask import Mask
+
+HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 
 
 def block_of(mask: Mask) -> Block:
@@ -89,6 +92,17 @@ def test_output_and_gradients_are_those_of_the_dense_mask(mask: Mask, sink: bool
     got = backend.backward(Queries(q, dout, lse, row_delta(out, dout)), keys, score, dq, into=dirty)
     for x, y in zip((dq, *got), gradients, strict=True):
         torch.testing.assert_close(x, y, rtol=1e-12, atol=1e-12)
+    dq = torch.zeros_like(q)
+    got = Folding().backward(Queries(q, dout, lse, row_delta(out, dout)), keys, score, dq, into=dirty)
+    for x, y in zip((dq, *got), gradients, strict=True):
+        torch.testing.assert_close(x, y, rtol=1e-12, atol=1e-12)
+
+
+class Folding(Eager):
+    """Divides queries wherever it can."""
+
+    def _pieces_of_queries(self, q: Tensor, keys: Keys, score: Score) -> int:
+        return next(pieces for pieces in (4, 3, 2, 1) if q.shape[1] % pieces == 0)
 
 
 class Noting(Eager):
@@ -143,6 +157,36 @@ def test_the_few_keys_of_a_sink_are_a_launch_over_these_keys() -> None:
     assert backend.backwards == [(64, True), (4, False)]
 
 
+def test_queries_are_divided_where_few_keys_would_leave_processors_idle() -> None:
+    """132 processors, and CTAs of 128 keys for each query head."""
+    q = torch.empty(1, 32768, 32, 128)
+    assert [pieces_of_queries(q, torch.empty(1, n, 8, 128)) for n in (4, 128, 129, 500, 4096)] == [4, 4, 2, 1, 1]
+    assert pieces_of_queries(q[:, :2048], torch.empty(1, 4, 8, 128)) == 2, "a thousand in each run, at least"
+    assert pieces_of_queries(q[:, :32767], torch.empty(1, 4, 8, 128)) == 1, "of equal length"
+
+
 def test_runs_of_few_queries_are_not_divided() -> None:
     several: Any = masks.tree([-1, 0, -1, 2, -1, 4, -1, 6, -1, 8], [10, 5] * 5)
     assert launches(several).forwards == [(75, False, False), (75, True, True)]
+
+
+@pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")
+@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (192, 128), (256, 256)], ids=str)
+@pytest.mark.parametrize(
+    "mask",
+    [masks.tree([-1, 0, 0, 0], [1024, 300, 512, 212]), masks.sinks(2048, 4, 500), masks.block_diffusion(1000, 96)],
+    ids=["tree", "sinks", "diffusion"],
+)
+def test_hopper_kernels_go_over_parts_of_tensors(mask: Mask, dims: tuple[int, int]) -> None:
+    make, n = torch.Generator("cuda").manual_seed(0), mask.seq_len
+    shapes = ((8, dims[0]), (2, dims[0]), (2, dims[1]), (8, dims[1]))
+    q, k, v, dout = (torch.randn(1, n, *x, generator=make, device="cuda", dtype=torch.bfloat16) for x in shapes)
+    score, results = Score(dims[0] ** -0.5, sink=torch.zeros(8, device="cuda")), []
+    for name, dtype in (("hopper", torch.bfloat16), ("eager", torch.float32)):
+        x, keys = q.to(dtype), Keys(k.to(dtype), v.to(dtype), block_of(mask))
+        out, lse = BACKENDS[name].output(x, keys, score)
+        dq = torch.zeros_like(x, dtype=torch.float32)
+        queries = Queries(x, dout.to(dtype), lse, row_delta(out, dout.to(dtype)))
+        results.append([out.float(), lse, dq, *BACKENDS[name].backward(queries, keys, score, dq)])
+    for got, want in zip(*results, strict=True):
+        assert (got - want).norm() <= 1e-2 * want.norm()

@@ -22,6 +22,7 @@ from ..upload import upload
 from .backward_pieces import BM, BN
 
 ENOUGH = 1.5  # CTAs of the backward for each processor
+LEAST_QUERIES = 1024  # of a run of queries, if they are divided because there are few keys
 LEAST_STEPS = 128  # of a CTA of the backward, if its group has as many: the prologue and epilogue cost three steps
 
 
@@ -114,6 +115,15 @@ def _best_split(q: Tensor, k: Tensor, block: Block) -> Split:
 def few_tiles(q: Tensor, k: Tensor, keys: int) -> bool:
     """Return whether the CTAs of so many keys, each with all query heads of a group, do not occupy all processors."""
     return k.shape[0] * k.shape[2] * (keys // keys_per_cta(q)) < ENOUGH * processors(q)
+
+
+def pieces_of_queries(q: Tensor, k: Tensor) -> int:
+    """Return in how many runs of equal length the queries of one batch element are best divided, a power of two, where
+    the CTAs of so few keys, one for each query head, leave processors without work."""
+    ctas, pieces, n = q.shape[2] * -(-k.shape[1] // keys_per_cta(q)), 1, q.shape[1]
+    while 2 * pieces * ctas <= processors(q) and n % (2 * pieces) == 0 and n // (2 * pieces) >= LEAST_QUERIES:
+        pieces *= 2
+    return pieces
 
 
 @functools.lru_cache(1024)
