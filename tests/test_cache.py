@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
 import pickle
+import random
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import ringattn
-from ringattn import layout
+from ringattn import layout, reference, virtual
 from ringattn.generation.pages import Copy, Kind
 from ringattn.generation.slots import SLACK, Slots
 from ringattn.generation.tokens import Tokens
@@ -272,3 +275,516 @@ def test_tokens(shape: list[tuple[int, int, int]], position: int) -> None:
     tokens.cut(len(expected) // 2)
     tokens.append([range(at + 1, at + 3)])
     assert tokens.positions(0, tokens.count).tolist() == [*expected[: len(expected) // 2], at + 1, at + 2]
+
+
+# --- The cache on virtual ranks -------------------------------------------------------------------------
+
+HEADS, KV_HEADS, DIM, WINDOW = 4, 2, 8, 20
+WINDOWS = (None, WINDOW)
+SLOPES = torch.tensor([0.5, 0.25, 0.1, 0.0], dtype=torch.float64)  # they see positions, which the pages keep
+
+
+def made(rank: Any, tokens: int = 600, **options: Any) -> ringattn.KVCache:
+    """A cache of two layers whose pages hold NaN."""
+    options = dict(page_size=16, dtype=torch.float64, windows=WINDOWS) | options
+    cache = ringattn.KVCache(2, KV_HEADS, DIM, rank, tokens=tokens, **options)
+    for x in (*cache._memory.k, *cache._memory.v):
+        x.fill_(float("nan"))
+    return cache
+
+
+class Whole:
+    """A cache, and the whole keys and values of its sequences, (layers, tokens, kv_heads, head_dim), on every rank."""
+
+    def __init__(self, rank: virtual.VirtualRank, seed: int, **options: Any) -> None:
+        self.cache, self.choices = made(rank, **options), random.Random(seed)
+        self.generator = torch.Generator().manual_seed(seed)
+        self.kv: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def random(self, *shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=self.generator, dtype=torch.float64)
+
+    def add(self) -> int:
+        number = self.cache.add()
+        self.kv[number] = self.random(2, 0, KV_HEADS, DIM), self.random(2, 0, KV_HEADS, DIM)
+        return number
+
+    def append(self, number: int, *new: torch.Tensor) -> None:
+        k, v = (torch.cat([old, x], 1) for old, x in zip(self.kv[number], new, strict=True))
+        self.kv[number] = k, v
+
+    def expected(self, number: int, layer: int, q: torch.Tensor) -> torch.Tensor:
+        """The attention of the last tokens of a sequence, (tokens, heads, head_dim), to all of it."""
+        k, v = (x[layer][None] for x in self.kv[number])
+        window = -1 if WINDOWS[layer] is None else WINDOWS[layer]
+        mask = ringattn.plan(len(q), virtual.VirtualRank(0, 1), seq_len_k=k.shape[1], causal=True,
+                             window_size=(window, -1)).mask  # fmt: skip
+        return reference.attention(q[None], k, v, mask, alibi_slopes=SLOPES)[0][0]
+
+    def extend(self, number: int, count: int, **options: Any) -> None:
+        cache = self.cache
+        q, k, v = (self.random(2, count, heads, DIM) for heads in (HEADS, KV_HEADS, KV_HEADS))
+        plan = cache.plan(number, count, causal=True, **options)
+        options |= dict(layout=plan)
+        windowed = cache.plan(number, count, causal=True, window_size=(WINDOW, 0), **options)
+        self.append(number, k, v)
+        for layer, of_layer in enumerate((plan, windowed)):
+            of_layer.verify()
+            shards = [plan.shard(x[layer][None]) for x in (q, k, v)]
+            keys, values = cache.extend(of_layer, layer, *shards[1:])
+            out = ringattn.attention(shards[0], keys, values, of_layer, alibi_slopes=SLOPES)
+            assert_near(out, plan.shard(self.expected(number, layer, q[layer])[None]))
+
+    def step(self, rows: list[int | None], new: int, tree: torch.Tensor | None = None) -> ringattn.generation.Step:
+        step = self.cache.step(rows, new)
+        self.decode(step, tree)
+        return step
+
+    def decode(self, step: ringattn.generation.Step, tree: torch.Tensor | None = None) -> None:
+        batch, new = step.batch, step.new_tokens
+        q, k, v = (self.random(2, batch, new, heads, DIM) for heads in (HEADS, KV_HEADS, KV_HEADS))
+        self.new = k, v
+        outs = [ringattn.decode(q[i], k[i], v[i], step, layer=i, alibi_slopes=SLOPES, tree=tree) for i in range(2)]
+        for b, number in enumerate(step.sequences):
+            if number is None:
+                assert not any(out[b].any() for out in outs)
+                continue
+            length = self.kv[number][0].shape[1]
+            assert tree is not None or step.positions[b].tolist() == list(range(length, length + new))
+            if tree is None:
+                self.append(number, k[:, b], v[:, b])
+                for layer, out in enumerate(outs):
+                    assert_near(out[b], self.expected(number, layer, q[layer, b]))
+
+    def cut(self, number: int, length: int) -> None:
+        k, v = (x[:, :length] for x in self.kv[number])
+        self.kv[number] = k, v
+
+
+def assert_near(out: torch.Tensor, expected: torch.Tensor) -> None:
+    torch.testing.assert_close(out, expected, rtol=1e-12, atol=1e-12)
+
+
+def random_program(rank: virtual.VirtualRank, seed: int) -> dict[int, int]:
+    whole = Whole(rank, seed, tokens=1600)
+    cache, choices = whole.cache, whole.choices
+    numbers = [whole.add() for _ in range(3)]
+    for number in numbers[:2]:
+        whole.extend(number, choices.randrange(1, 90), layout=choices.choice(sorted(layout.LAYOUTS)))
+    for _ in range(10):
+        number, kind = choices.choice(numbers), choices.randrange(6)
+        if kind == 0:
+            dataflow = choices.choice(["ring", "gather", "reduce", "auto"])
+            whole.extend(number, choices.randrange(1, 60), dataflow=dataflow, deterministic=choices.random() < 0.2)
+        elif kind == 1:
+            fork = cache.fork(number)
+            whole.kv[fork] = whole.kv[number]
+            numbers.append(fork)
+        elif kind == 2:
+            length = max(0, cache.lengths[number] - choices.randrange(20))
+            cache.crop(number, length)
+            whole.cut(number, length)
+        elif kind == 3 and len(numbers) > 2:
+            cache.free(number)
+            numbers.remove(number)
+            del whole.kv[number]
+        else:
+            rows = [*choices.sample(numbers, min(3, len(numbers))), None]
+            choices.shuffle(rows)
+            before = cache.lengths
+            step = whole.step(rows, choices.randrange(1, 9))
+            accepted = [choices.randrange(step.new_tokens + 1) for _ in rows]
+            if choices.random() < 0.5:
+                step.keep(accepted)
+                for row, count in zip(rows, accepted, strict=True):
+                    if row is not None:
+                        whole.cut(row, before[row] + count)
+        cache._slots.verify()
+        assert cache.lengths == {number: k.shape[1] for number, (k, _) in whole.kv.items()}
+    return cache.lengths
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 5])
+def test_chunks_steps_and_forks_attend_to_the_right_keys(world_size: int) -> None:
+    for seed in range(3):
+        lengths = virtual.run(world_size, lambda rank, seed=seed: random_program(rank, seed))
+        assert lengths == lengths[:1] * world_size
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_a_path_of_a_tree_is_kept(world_size: int) -> None:
+    #          0
+    #      1       2
+    #    3   4   5
+    tree = torch.tensor([[0b1, 0b11, 0b101, 0b1011, 0b10011, 0b100101], [0b1, 0b11, 0b101, 0b1011, 0b10011, 0b100101]])
+    paths = [[[0, 2, 5], [0, 1, 4]], [[0, -1, -1], [1, -1, -1]], [[-1, -1, -1], [0, 1, 3]]]
+
+    def body(rank: virtual.VirtualRank) -> None:
+        whole = Whole(rank, 0)
+        rows = [whole.add(), whole.add()]
+        for number in rows:
+            whole.extend(number, 13)
+        for path in paths * 4:  # from one page to the next
+            step = whole.step(list(rows), 6, tree)
+            step.keep(torch.tensor(path))
+            k, v = whole.new
+            for b, number in enumerate(rows):
+                kept = [i for i in path[b] if i >= 0]
+                whole.append(number, k[:, b, kept], v[:, b, kept])
+            whole.step(list(rows), 1)
+
+    virtual.run(world_size, body)
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_steps_that_advance_are_those_that_the_cache_makes(world_size: int) -> None:
+    def body(rank: virtual.VirtualRank) -> None:
+        whole, other = Whole(rank, 1), Whole(rank, 1)
+        for one in (whole, other):
+            rows = [one.add(), None, one.add()]
+            one.extend(0, 30)
+        cache = whole.cache
+        cache.reserve([0, 1], 90, new_tokens=3)
+        step = cache.step(rows, 3)
+        for more in (60, 0):
+            for _ in range(15):
+                whole.decode(step)
+                step.advance()
+                other.step(rows, 3)
+            step.sync()
+            assert cache.lengths == other.cache.lengths
+            if more:
+                cache.reserve([0, 1], more, new_tokens=3)
+                with pytest.raises(RuntimeError, match=r"other pages since reserve\(\); call step\.sync\(\)"):
+                    whole.decode(step)
+                step.sync()
+        expected, state = other.step(rows, 3).state, step.state
+        for name in ("counts", "turn", "turn_tokens", "position", "first_new", "start", "end", "tiles"):
+            assert torch.equal(getattr(state, name), getattr(expected, name)), name
+        assert torch.equal(state.write >= 0, expected.write >= 0)
+        whole.step(rows, 2)
+
+    virtual.run(world_size, body)
+
+
+def test_keys_of_pages_that_neighbour_each_other_are_not_copied() -> None:
+    cache = made(None, windows=None)
+    s, other = cache.add(), cache.add()
+    k = torch.randn(1, 40, KV_HEADS, DIM, dtype=torch.float64)
+    for count in (40, 20):
+        plan = cache.plan(s, count, causal=True)
+        keys, values = cache.extend(plan, 0, k[:, :count], k[:, :count])
+        assert keys.untyped_storage().data_ptr() == cache._memory.k[0].untyped_storage().data_ptr()
+        assert values.untyped_storage().data_ptr() == cache._memory.v[0].untyped_storage().data_ptr()
+        cache.extend(plan, 1, k[:, :count], k[:, :count])
+    assert torch.equal(keys, torch.cat([k, k[:, :20]], 1))
+    cache.step([other], 1)  # takes the page that would follow
+    plan = cache.plan(s, 40, causal=True)
+    keys, _ = cache.extend(plan, 1, k, k)
+    assert keys.untyped_storage().data_ptr() != cache._memory.k[0].untyped_storage().data_ptr()
+    assert torch.equal(keys, torch.cat([k, k[:, :20], k], 1))
+
+
+def test_shared_values_are_columns_of_keys() -> None:
+    cache = made(None, windows=None, head_dim_v=6, shared_values=True)
+    s = cache.add()
+    k = torch.randn(1, 20, KV_HEADS, DIM, dtype=torch.float64)
+    plan = cache.plan(s, 20, causal=True)
+    keys, values = cache.extend(plan, 0, k)
+    cache.extend(plan, 1, k)
+    assert torch.equal(keys, k)
+    assert torch.equal(values, k[..., :6])
+    assert "head_dim_v shared" in cache.describe()
+    assert cache._memory.v[0].untyped_storage().data_ptr() == cache._memory.k[0].untyped_storage().data_ptr()
+
+
+def test_extend_casts_under_autocast_only() -> None:
+    cache = made(None, windows=None, dtype=torch.bfloat16)
+    k = torch.randn(1, 20, KV_HEADS, DIM)
+    plan = cache.plan(cache.add(), 20, causal=True)
+    with pytest.raises(TypeError, match=r"k is torch.float32, but the cache holds torch.bfloat16; cast it"):
+        cache.extend(plan, 0, k, k)
+    with torch.autocast("cpu", torch.bfloat16):
+        keys, _ = cache.extend(plan, 0, k.requires_grad_(), k)
+    assert torch.equal(keys, k.detach().bfloat16())
+    assert not keys.requires_grad
+
+
+def test_beams_go_on_from_the_chosen_ones() -> None:
+    whole = Whole(virtual.VirtualRank(0, 1), 3)
+    beams = [whole.add() for _ in range(3)]
+    for number in beams:
+        whole.extend(number, 21)
+    chosen = whole.cache.reorder(beams, [2, 0, 2])
+    assert chosen == [2, 0, 3]
+    assert whole.cache.lengths == {0: 21, 2: 21, 3: 21}
+    whole.kv[3] = whole.kv[2]
+    for _ in range(3):
+        whole.step(list(chosen), 2)
+    whole.cache._slots.verify()
+    with pytest.raises(ValueError, match=r"order is \[3\]; pass indices of the 3 sequences"):
+        whole.cache.reorder(chosen, [3])
+
+
+def test_a_full_cache_is_full_on_every_rank() -> None:
+    def body(rank: virtual.VirtualRank) -> tuple[Any, ...]:
+        whole = Whole(rank, 4, tokens=32)
+        number = whole.add()
+        whole.extend(number, 40)
+        before = whole.cache._slots.state()
+        with pytest.raises(ringattn.CacheFull) as planned:
+            whole.cache.plan(number, 80, causal=True)
+        with pytest.raises(ringattn.CacheFull) as reserved:
+            whole.cache.reserve([number], 80)
+        assert whole.cache._slots.state() == before
+        whole.step([number], 8)
+        return planned.value.args, reserved.value.args
+
+    first, second = virtual.run(2, body)
+    assert first == second
+
+
+def test_what_a_cache_holds_is_described() -> None:
+    whole = Whole(virtual.VirtualRank(0, 2), 5)
+    assert "0 sequences of 0 tokens" in whole.cache.describe()
+    plan = whole.cache.plan(whole.add(), 100, causal=True)
+    whole.cache.extend(plan, 0, *[torch.zeros(1, 50, KV_HEADS, DIM, dtype=torch.float64)] * 2)
+    text = whole.cache.describe(q_heads=HEADS)
+    assert "2 layers of 2 heads, head_dim 8, head_dim_v 8, torch.float64" in text
+    assert "512 bytes a token" in text
+    assert "1 layers with a window of 20: room for 672 tokens; 17 of 21 pages of 16 free on the fullest rank" in text
+    assert "1 sequences of 100 tokens; a step takes about" in text
+
+
+def test_tables_take_little_memory() -> None:
+    cache = made(None, tokens=100_000, windows=None, page_size=128, dtype=torch.float16)
+    sequences = [cache.add() for _ in range(8)]
+    for number in sequences:
+        cache.reserve([number], 10_000)
+    state = cache.step(sequences, 4).state
+    tables = sum(x.numel() * x.element_size() for x in vars(state).values() if isinstance(x, torch.Tensor))
+    slots = cache._memory.positions.numel()
+    assert cache._memory.bytes == slots * (2 * 2 * KV_HEADS * DIM * 2 + 4), "keys, values, and 4 bytes a token"
+    assert tables - 4 * slots < 0.01 * cache._memory.bytes
+
+
+# --- Plans over what ranks hold --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", sorted(layout.LAYOUTS))
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_plans_prove_that_every_held_key_is_met_once(world_size: int, name: str) -> None:
+    rank = virtual.VirtualRank(0, world_size)
+    held = layout.LAYOUTS["striped" if name == "zigzag" else "zigzag"](causal(50), world_size, world_size)
+    for dataflow, deterministic in itertools.product(ringattn.dataflows(), (False, True)):
+        options = dict(causal=True, layout=name, dataflow=dataflow, deterministic=deterministic)
+        plan = ringattn.plan(23, rank, held=held, **options)
+        plan.verify()
+        assert (plan.seq_len, plan.seq_len_k) == (23, 73)
+        assert plan.local_lengths_k == tuple(
+            layout.length(h) + n for h, n in zip(held, plan.local_lengths, strict=True)
+        )
+
+
+def test_few_new_tokens_travel_to_many_held_ones() -> None:
+    rank = virtual.VirtualRank(0, 4, "cuda")
+    held = layout.zigzag(causal(262_144), 4, 4)
+    assert ringattn.plan(512, rank, causal=True, held=held).dataflow == "reduce"
+    assert ringattn.plan(8192, rank, causal=True, held=layout.zigzag(causal(64), 4, 4)).dataflow != "reduce"
+
+
+def test_held_positions_are_checked() -> None:
+    rank = virtual.VirtualRank(0, 2)
+    for held, message in (
+        ([(range(3),)], r"held has 1 entries; pass one for each of the group's 2 ranks"),
+        ([(range(3),), (range(2, 5),)], r"held has 6 positions, which must be each of 0 to 5 once"),
+        ([(range(3),), (range(4, 6),)], r"held has 5 positions"),
+        ([(range(0, 6, 2),), (range(1, 7, 2),), ()][:2], None),
+        ([(range(3, 6), range(3)), ()], r"the runs of positions that a rank holds must grow"),
+    ):
+        if message is None:
+            ringattn.plan(4, rank, held=held).verify()
+            continue
+        with pytest.raises(ValueError, match=message):
+            ringattn.plan(4, rank, held=held)
+    with pytest.raises(ValueError, match=r"seq_len_k is 9, but the keys are those held and the new tokens: 10"):
+        ringattn.plan(4, rank, seq_len_k=9, held=[(range(6),), ()])
+
+
+def test_ranks_that_hold_other_tokens_are_named() -> None:
+    def body(rank: virtual.VirtualRank) -> str:
+        held = [(range(5 + rank.rank),), (range(5 + rank.rank, 9),)]
+        with pytest.raises(ringattn.errors.Disagreement) as caught:
+            ringattn.plan(4, rank, held=held)
+        return caught.value.field
+
+    assert virtual.run(2, body) == ["held"] * 2
+
+
+# --- Errors ----------------------------------------------------------------------------------------------
+
+
+def test_arguments_of_a_cache_are_checked() -> None:
+    for options, message in (
+        (dict(page_size=24), r"page_size is 24; it must be a multiple of 16"),
+        (dict(tokens=0), r"tokens is 0; pass a positive number"),
+        (dict(windows=[3]), r"windows is \[3\]; pass a number of tokens >= 0, or None, for each layer"),
+        (dict(shared_values=True, head_dim_v=12), r"head_dim_v is 12, but shared values are .* of head_dim 8"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            made(None, **options)
+    with pytest.raises(TypeError, match=r"dtype is torch.int8; use one of torch.bfloat16"):
+        made(None, dtype=torch.int8)
+
+
+def test_caches_that_differ_between_ranks_are_refused() -> None:
+    def body(rank: virtual.VirtualRank) -> str:
+        with pytest.raises(ringattn.errors.Disagreement, match="tokens is '100' on ranks") as caught:
+            made(rank, tokens=100 + rank.rank)
+        return caught.value.field
+
+    assert virtual.run(2, body) == ["tokens"] * 2
+
+
+def test_sequences_and_numbers_of_tokens_are_checked() -> None:
+    cache = made(None)
+    s, freed = cache.add(), cache.add()
+    cache.free(freed)
+    calls = (cache.fork, cache.free, lambda n: cache.plan(n, 3), lambda n: cache.step([n]), lambda n: cache.crop(n, 0))
+    for call in calls:
+        with pytest.raises(ValueError, match=r"sequence 1 was freed"):
+            call(freed)
+        with pytest.raises(ValueError, match=r"the cache has no sequence 7; pass what its add\(\)"):
+            call(7)
+    with pytest.raises(ValueError, match=r"sequences are \[0, 0\]; each may be in a batch once"):
+        cache.step([s, s])
+    for new in (0, 65, True):
+        with pytest.raises(ValueError, match=rf"new_tokens is {new}; a step takes 1 to 64"):
+            cache.step([s], new)
+    with pytest.raises(ValueError, match=r"sequence 0 has 0 tokens; it cannot be cut to 3"):
+        cache.crop(s, 3)
+    assert cache.lengths == {s: 0}
+
+
+def test_extensions_are_checked() -> None:
+    cache, s = made(None), 0
+    cache.add()
+    k = torch.randn(1, 20, KV_HEADS, DIM, dtype=torch.float64)
+    plan = cache.plan(s, 20, causal=True)
+    early = cache.plan(s, 20, causal=True)
+    for args, error, message in (
+        ((ringattn.plan(20), 0, k, k), ValueError, r"not one of this cache; make it with its plan\(\)"),
+        ((made(None).plan, 0, k, k), ValueError, r"not one of this cache"),
+        ((plan, 2, k, k), ValueError, r"layer is 2; the cache has layers 0 to 1"),
+        ((plan, 0, k[:, 1:], k), ValueError, r"k has shape \(1, 19, 2, 8\), but this rank's shard .* \(1, 20, 2, 8\)"),
+        ((plan, 0, k, k[..., 1:]), ValueError, r"v has shape \(1, 20, 2, 7\)"),
+        ((plan, 0, k), ValueError, r"v has shape None"),
+        ((plan, 0, k.float(), k), TypeError, r"k is torch.float32, but the cache holds torch.float64"),
+        ((plan, 0, k.to("meta"), k), ValueError, r"k is on meta, but the cache on cpu"),
+    ):
+        with pytest.raises(error, match=message):
+            cache.extend(*args)
+    assert cache.lengths == {s: 0}
+    cache.extend(plan, 0, k, k)
+    with pytest.raises(ValueError, match=r"layer 0 was extended with this plan already"):
+        cache.extend(plan, 0, k, k)
+    with pytest.raises(ValueError, match=r"sequence 0 had 0 tokens when this plan was made, and has changed since"):
+        cache.extend(early, 0, k, k)
+    with pytest.raises(RuntimeError, match=r"layers \[1\] of sequence 0 lack its last 20 tokens; call extend\(\)"):
+        cache.step([s])
+    cache.extend(plan, 1, k, k)
+    cache.step([s], 4)
+    seen = cache.plan(s, 20, causal=True)
+    with pytest.raises(ValueError, match=r"layer 1 keeps a window of 20 tokens.*window_size=\(20, 0\) and layout="):
+        cache.extend(seen, 1, k, k)
+    with pytest.raises(ValueError, match=r"layout is a plan of sequence 0, not of 1"):
+        cache.plan(cache.add(), 20, layout=plan)
+
+
+def test_an_error_of_one_rank_reaches_the_others() -> None:
+    def body(rank: virtual.VirtualRank) -> str:
+        cache = made(rank)
+        cache.add()
+        with pytest.raises(ValueError, match="the cache has no sequence 1") as caught:
+            cache.plan(rank.rank, 20)
+        return type(caught.value).__name__
+
+    assert virtual.run(2, body) == ["RankFailed", "ValueError"]
+
+
+def test_steps_that_cannot_be_used_say_why() -> None:
+    cache = made(None)
+    rows = [cache.add(), None]
+    step = cache.step(rows, 3)
+    with pytest.raises(IndexError, match=r"layer is 2; the cache has layers 0 to 1"):
+        step.layer(2)
+    for accepted, message in (
+        ([4, 0], r"accepted is 4 in row 0; pass a number from 0 to 3, its new tokens"),
+        ([1], r"accepted is \[1\]; pass one row for each of the step's 2"),
+        ([[1, 0], [0, 0]], r"accepted is \[1, 0\] in row 0; pass growing indices of its 3 new tokens"),
+        ([[0, -1, 2], [0, 0, 0]], r"accepted is \[0, -1, 2\] in row 0"),
+        ([[0, 3], [0, 0]], r"accepted is \[0, 3\] in row 0"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            step.keep(accepted)
+    step.keep([2, 0])
+    for use in (lambda: step.layer(0), lambda: step.keep([1, 1]), step.advance, step.sync):
+        with pytest.raises(RuntimeError, match=r"the step was kept"):
+            use()
+    step = cache.step(rows, 3)
+    while step.room:
+        step.advance()
+    with pytest.raises(RuntimeError, match=r"no room for another 3 tokens each; call step\.sync\(\), cache\.reserve"):
+        step.advance()
+    with pytest.raises(RuntimeError, match=r"a step has advanced with sequence 0.*call its sync\(\)"):
+        cache.fork(0)
+    step.sync()
+    with pytest.raises(RuntimeError, match=r"advance\(\) has counted the new tokens"):
+        step.keep([1, 1])
+    for change, why in (
+        (lambda: cache.step(rows, 1), "has had another step since this step was made"),
+        (lambda: cache.crop(0, 1), "was cut since this step was made"),
+        (lambda: cache.free(0), "was freed since this step was made"),
+    ):
+        step = cache.step(rows, 1)
+        change()
+        with pytest.raises(RuntimeError, match=rf"sequence 0 {why}; make another one"):
+            step.layer(0)
+
+
+def test_more_replays_than_room_are_found_and_harm_no_other_sequence() -> None:
+    whole = Whole(virtual.VirtualRank(0, 1), 6, page_size=16)
+    cache, rows = whole.cache, [whole.add(), whole.add()]
+    whole.extend(rows[1], 15)
+    step = cache.step(rows[:1], 1)
+    pages = [x.clone() for x in cache._memory.k]
+    taken = [list(cache._slots[1].pages[kind][0]) for kind in range(2)]
+    for _ in range(20):
+        step._advanced = 0  # as replays of a graph, which the host does not see
+        for layer in range(2):
+            x = torch.ones(1, 1, KV_HEADS, DIM, dtype=torch.float64)
+            ringattn.decode(x.repeat(1, 1, 2, 1), x, x, step, layer=layer)
+        step.advance()
+    with pytest.raises(RuntimeError, match=r"tokens were lost, 4 of sequence 0; cache.lengths says"):
+        step.sync()
+    assert cache.lengths == {0: 16, 1: 15}
+    for kind, kept in enumerate(taken):
+        at = torch.cat([torch.arange(16 * page, 16 * page + 16) for page in kept])
+        assert torch.equal(cache._memory.k[kind][:, :, at].nan_to_num(), pages[kind][:, :, at].nan_to_num())
+
+
+def test_checking_mode_finds_tables_and_queries_that_differ(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RINGATTN_CHECK", "1")
+
+    def body(rank: virtual.VirtualRank, differ: str) -> str:
+        cache = made(rank)
+        for _ in range(2):
+            cache.step([cache.add()], 1)
+        step = cache.step([rank.rank if differ == "tables" else 0], 1)
+        q = torch.full((1, 1, HEADS, DIM), float(rank.rank if differ == "q" else 0), dtype=torch.float64)
+        with pytest.raises(ringattn.errors.Disagreement) as caught:
+            ringattn.decode(q, q[:, :, :2], q[:, :, :2], step, layer=0)
+        return caught.value.field
+
+    for differ in ("tables", "q"):
+        assert virtual.run(2, lambda rank, differ=differ: body(rank, differ)) == [differ] * 2
