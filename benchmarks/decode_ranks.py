@@ -17,6 +17,7 @@ from torch import Tensor
 from benchmarks.balanced_orders import balanced_orders
 from benchmarks.decode_contestants import Launch, ours
 from benchmarks.decode_problems import Caches, Problem
+from benchmarks.kernels import replay
 from ringattn import transport as transports
 from ringattn.kernels.contract import Score
 from ringattn.kernels.paged.backends import choose
@@ -62,9 +63,7 @@ def of_problem(problem: Problem, device: torch.device, rounds: int) -> list[dict
                 want = out if want is None else want
                 part = want.tensor_split(world, 2)[dist.get_rank()] if out.shape != want.shape else want
                 errors[name] = float((out.float() - part.float()).norm() / part.float().norm())
-            launches = [
-                lambda caches=caches, layer=layer, way=way: way(caches, layer) for layer in range(caches.layers)
-            ]
+            launches = [functools.partial(way, caches, layer) for layer in range(caches.layers)]
             graphs[name] = captured(launches), caches.layers
         except Exception as problem_of_it:
             raise SystemExit(f"{name}, {problem.name}: {one_line(problem_of_it)}") from problem_of_it
@@ -98,7 +97,7 @@ def captured(launches: Sequence[Launch]) -> Callable[[], object]:
     with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
         for launch in launches:
             launch()
-    return graph.replay
+    return functools.partial(replay, graph, launches)
 
 
 def timed(graphs: dict[str, tuple[Callable[[], object], int]], rounds: int) -> dict[str, float]:

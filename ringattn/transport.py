@@ -367,9 +367,10 @@ class GroupTransport(Transport):
         self._collective(lambda: dist.all_reduce(x, reduce, group=self.group, async_op=True), x)
 
     def _all_gather(self, x: Tensor) -> Tensor:
-        rows = x.new_empty(self.world_size * x.numel())  # gloo knows one way of stacking: rows of one dimension
-        self._collective(lambda: dist.all_gather_into_tensor(rows, x.view(-1), group=self.group, async_op=True), x)
-        return rows.view(self.world_size, *x.shape)
+        rows = x.new_empty(self.world_size, *x.shape)
+        flat, own = rows.view(-1), x.view(-1)  # gloo takes no output with one more dimension
+        self._collective(lambda: dist.all_gather_into_tensor(flat, own, group=self.group, async_op=True), x)
+        return rows
 
     def _collective(self, start: Callable[[], Any], x: Tensor) -> None:
         """Start a collective, and wait until work queued from now on may use its tensors."""
