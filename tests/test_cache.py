@@ -248,6 +248,20 @@ def test_a_fork_of_a_sequence_with_reserved_room_shares_no_page_that_is_filled()
     slots.verify()
 
 
+def test_the_copy_of_a_shared_page_needs_room() -> None:
+    slots = Slots(1, 16, [Kind(-1, 2)])
+    slots.add()
+    slots.step([0], 5)
+    for number in (1, 2):
+        assert slots.fork(0) == (number, [])
+    with pytest.raises(ringattn.CacheFull, match=r"needs 2 pages .* 1 are free \(.*sequence 0: 1, sequence 1: 1"):
+        slots.step([0, 1, 2], 1)
+    assert slots.step([0], 1)[1] == [Copy(0, 0, 0, 1)]
+    slots.free(1)
+    assert slots.step([0, 2], 1)[1] == [], "the last one that has a page writes it"
+    slots.verify()
+
+
 def test_a_full_cache_says_who_has_its_pages() -> None:
     slots = Slots(2, 16, [Kind(-1, 4)])
     for _ in range(2):
