@@ -62,9 +62,7 @@ def of_problem(problem: Problem, device: torch.device, rounds: int) -> list[dict
                 want = out if want is None else want
                 part = want.tensor_split(world, 2)[dist.get_rank()] if out.shape != want.shape else want
                 errors[name] = float((out.float() - part.float()).norm() / part.float().norm())
-            launches = [
-                lambda caches=caches, layer=layer, way=way: way(caches, layer) for layer in range(caches.layers)
-            ]
+            launches = [functools.partial(way, caches, layer) for layer in range(caches.layers)]
             graphs[name] = captured(launches), caches.layers
         except Exception as problem_of_it:
             raise SystemExit(f"{name}, {problem.name}: {one_line(problem_of_it)}") from problem_of_it

@@ -37,8 +37,7 @@ def reader(pool: Pool, tables: Tables, shape: Shape) -> Callable[[], Tensor]:
     tile = tile_size(pool.page_size)
     kv_heads, _, dim = pool.k.shape
     batch, new = tables.start.shape
-    k, v = (x.transpose(0, 1)[None] for x in (pool.k, pool.v))
-    views = view(k, (1, tile, 1, dim)), view(v, (1, tile, 1, pool.v.shape[-1]))
+    views = view(pool.k, (1, tile, dim)), view(pool.v, (1, tile, pool.v.shape[-1]))
     done = torch.zeros(1, dtype=torch.int32, device=pool.k.device)
 
     def launch() -> Tensor:
@@ -75,8 +74,8 @@ def _read(
             if g >= STAGES:
                 mbarrier.wait(full.index(stage), (g // STAGES - 1) & 1)
             mbarrier.expect(full.index(stage), k_desc.block_type.nbytes + v_desc.block_type.nbytes)
-            async_load(k_desc, [0, at, u % HEADS, 0], full.index(stage), k_s.index(stage))
-            async_load(v_desc, [0, at, u % HEADS, 0], full.index(stage), v_s.index(stage))
+            async_load(k_desc, [u % HEADS, at, 0], full.index(stage), k_s.index(stage))
+            async_load(v_desc, [u % HEADS, at, 0], full.index(stage), v_s.index(stage))
             g += 1
     for last in gl.static_range(STAGES):
         n = g - STAGES + last

@@ -368,7 +368,8 @@ class GroupTransport(Transport):
 
     def _all_gather(self, x: Tensor) -> Tensor:
         rows = x.new_empty(self.world_size, *x.shape)
-        self._collective(lambda: dist.all_gather_into_tensor(rows, x, group=self.group, async_op=True), x)
+        flat, own = rows.view(-1), x.view(-1)  # gloo takes no output with one more dimension
+        self._collective(lambda: dist.all_gather_into_tensor(flat, own, group=self.group, async_op=True), x)
         return rows
 
     def _collective(self, start: Callable[[], Any], x: Tensor) -> None:

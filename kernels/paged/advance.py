@@ -62,8 +62,9 @@ def _advance(
     tl.store(position + token, pos, mask=exists)
     taken = (active & (of_turn == rank))[:, None]
     slot = first[:, None] + nth[None, :]
-    past = tl.where(active[:, None], tl.where(taken, slot + 1, first[:, None]), 0)
-    last = tl.where(active, tl.where(of_turn == rank, first + NEW, first), 0)
+    room = width * PAGE  # a graph may be replayed past it
+    past = tl.minimum(tl.where(active[:, None], tl.where(taken, slot + 1, first[:, None]), 0), room)
+    last = tl.minimum(tl.where(active, tl.where(of_turn == rank, first + NEW, first), 0), room)
     for kind in tl.static_range(KINDS):
         of_kind = token + kind * token_k
         pages = table + kind * table_k + b.to(tl.int64)[:, None] * width

@@ -31,7 +31,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ..contract import PERIOD, Result, Score
-from ..launch import dispatch, multiprocessors, on_device
+from ..launch import Launches, dispatch, multiprocessors, on_device
 from ..triton.primitives import (
     INTERPRETED,
     ScoreArguments,
@@ -49,6 +49,8 @@ from .grid import Grid, scratch
 from .pieces import query_rows, store_piece, store_result, sum_pieces, tree_depth
 
 _PIECE = 8192  # numbers of pieces that are added at once
+
+_launches = Launches()
 
 
 def unsupported(q: Tensor, pool: Pool, tables: Tables, score: Score, call: Call) -> str | None:
@@ -112,9 +114,22 @@ def _launch(
     units = batch * kv_heads * grid.blocks
     pieces, arrived = scratch(tables, grid, units, dim_v)
     some = grid.some(new * group)
+    key = (
+        q.device, q.dtype, q.shape, q.stride(), pool.k.shape, pool.k.stride(), pool.v.shape, pool.v.stride(),
+        pool.page_size, pool.shared_values, tables.table.shape, tables.table.stride(0), s[:2], s[3:], call.fixed_split,
+        result[1] is None, call.tree is None, None if score.sink is None else score.sink.dtype, s.slopes is None,
+    )  # fmt: skip
+    some_tensors = (None if pool.shared_values else pool.v, *result, call.tree, score.sink, s.slopes)
+    tensors = [
+        q, pool.k, pool.positions, tables.table, tables.start, tables.end, tables.first_new, tables.position,
+        tables.tiles, pieces, arrived, *(x for x in some_tensors if x is not None),
+    ]  # fmt: skip
     with on_device(q):
-        dispatch(
-            _attend, (grid.programs,), q, *q.stride()[:3], _source(pool.k, tile, tma), _source(pool.v, tile, tma),
+        if _launches.again(key, tensors):
+            return
+        launched = dispatch(
+            _attend, (grid.programs,), q, *q.stride()[:3], _source(pool.k, tile, tma),
+            _source(pool.k if pool.shared_values else pool.v, tile, tma, dim_v),
             *int64_strides(pool), pool.positions, tables.table, tables.table.stride(0), tables.start, tables.end,
             tables.first_new, tables.position, tables.tiles, call.tree, pieces, arrived, *result, score.sink,
             s.scale, s.cap, s.slopes, s.slopes_stride, batch, slots,
@@ -126,6 +141,8 @@ def _launch(
             SHARED=pool.shared_values and main == dim_v, TMA=tma, PRECISION=dot_precision(q.dtype),
             PERIOD_TILES=PERIOD // tile, STAGES=tiles.stages, num_warps=tiles.warps, num_stages=tiles.stages,
         )  # fmt: skip
+        if not pool.shared_values:  # then one tensor would be two arguments
+            _launches.remember(key, tensors, launched)
 
 
 def int64_strides(pool: Pool) -> tuple[int, int, int, int]:
@@ -133,10 +150,12 @@ def int64_strides(pool: Pool) -> tuple[int, int, int, int]:
     return pool.k.stride(0), pool.k.stride(1), pool.v.stride(0), pool.v.stride(1)
 
 
-def _source(x: Tensor, tile: int, tma: bool) -> Any:
+def _source(x: Tensor, tile: int, tma: bool, dim: int | None = None) -> Any:
+    """Return the argument that tiles of x are read from: a descriptor, or x itself. ``dim``: the columns that exist."""
     if not tma:
         return x
-    return TensorDescriptor(x, list(x.shape), list(x.stride()), [1, tile, padded(x.shape[-1])])
+    heads, slots, width = x.shape
+    return TensorDescriptor(x, [heads, slots, dim or width], list(x.stride()), [1, tile, padded(dim or width)])
 
 
 @triton.jit

@@ -53,6 +53,8 @@ class _Triton(Paged):
     def unsupported(self, q: Tensor, pool: Pool, tables: Tables, score: Score, call: Call) -> str | None:
         if not has_triton():
             return "Triton is not installed"
+        if score.mod is not None:
+            return f"it has no score modifications ({score.mod.name}); kernel 'eager' has"
         try:
             module = _load(self.attending)
         except (ImportError, AttributeError) as error:  # Gluon's interface changes with Triton's version

@@ -106,6 +106,7 @@ def intervals_of_step(state: StepState) -> None:
     nth = torch.arange(new, device=s.home.device, dtype=torch.int32)
     slot = s.first_new[:, None] + nth
     end = torch.where(taken, slot + 1, s.first_new[:, None]) * active
+    end = end.clamp(max=s.table.shape[2] * s.page_size)  # of a graph that was replayed past its room
     for kind, window in enumerate(s.windows.tolist()):
         table, positions = s.table[kind], s.positions[int(s.base[kind]) :]
         page = table.gather(1, (slot // s.page_size).clamp(max=table.shape[1] - 1).long())
@@ -162,11 +163,14 @@ def _add(state: Tensor, q: Tensor, keys: _Keys, pool: Pool, tables: Tables, scor
     s = torch.einsum("nhgd,hsd->nhgs", rows, k).reshape(new, q_heads, -1) * score.softmax_scale
     if score.softcap:
         s = score.softcap * torch.tanh(s / score.softcap)
+    positions_q, positions_k = _positions(tables, call.tree)[keys.row], torch.where(visible, pool.positions[at], 0)
     if score.alibi_slopes is not None:
         slopes = score.alibi_slopes.to(dtype)
         slopes = slopes[keys.row] if slopes.ndim == 2 else slopes
-        distance = _positions(tables, call.tree)[keys.row, :, None] - pool.positions[at]
-        s = s - slopes[:, None] * torch.where(visible, distance, 0).abs().to(dtype)[:, None]
+        s = s - slopes[:, None] * (positions_q[:, None] - positions_k).abs().to(dtype)[:, None]
+    if score.mod is not None:
+        changed, _ = score.mod.apply(s.transpose(0, 1)[None], positions_q, positions_k)
+        s = changed[0].transpose(0, 1)
     s = torch.where(keys.seen[:, None], s * LOG2E, float("-inf"))
     m_old = state[..., -2].clone()
     m = torch.maximum(m_old, s.amax(-1))

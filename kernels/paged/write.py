@@ -6,11 +6,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..launch import dispatch, on_device
+from ..launch import Launches, dispatch, on_device
 from ..triton.primitives import last_contiguous
 from ..triton.tiles import padded
 from .contract import Pool, Tables
 from .pieces import tree_depth
+
+_launches = Launches()
 
 
 def write(k: Tensor, v: Tensor | None, pool: Pool, tables: Tables, tree: Tensor | None = None) -> None:
@@ -19,15 +21,24 @@ def write(k: Tensor, v: Tensor | None, pool: Pool, tables: Tables, tree: Tensor 
     if 0 in k.shape:
         return
     k = last_contiguous(k)
-    v = k if pool.shared_values or v is None else last_contiguous(v)
+    shared = pool.shared_values or v is None
+    v = k if shared or v is None else last_contiguous(v)
+    key = (
+        k.device, k.dtype, k.shape, k.stride(), v.shape, v.stride(), pool.k.shape, pool.k.stride(), pool.v.stride(),
+        shared, tree is None,
+    )  # fmt: skip
+    of_values = () if shared else (v, pool.v)
+    tensors = [k, pool.k, pool.positions, tables.write, tables.position, *of_values, *(() if tree is None else (tree,))]
     with on_device(k):
-        dispatch(
-            _write, (batch * new, kv_heads), k, *k.stride()[:3], v, *v.stride()[:3], pool.k, pool.v,
-            pool.k.stride(0), pool.k.stride(1), pool.v.stride(0), pool.v.stride(1), pool.positions,
-            tables.write, tables.position, tree,
-            NEW=new, DIM=dim, DIM_P2=padded(dim), DIM_V=v.shape[-1], DIM_V_P2=padded(v.shape[-1]),
-            SHARED=pool.shared_values, num_warps=1,
+        if _launches.again(key, tensors):
+            return
+        launched = dispatch(
+            _write, (batch * new, kv_heads), k, *k.stride()[:3], *((None, 0, 0, 0) if shared else (v, *v.stride()[:3])),
+            pool.k, None if shared else pool.v, pool.k.stride(0), pool.k.stride(1), pool.v.stride(0), pool.v.stride(1),
+            pool.positions, tables.write, tables.position, tree,
+            NEW=new, DIM=dim, DIM_P2=padded(dim), DIM_V=v.shape[-1], DIM_V_P2=padded(v.shape[-1]), num_warps=1,
         )  # fmt: skip
+        _launches.remember(key, tensors, launched)
 
 
 @triton.jit(do_not_specialize=("k_b", "k_n", "k_h", "v_b", "v_n", "v_h"))
@@ -35,7 +46,6 @@ def _write(
     k, k_b, k_n, k_h, v, v_b, v_n, v_h, pool_k, pool_v, pool_k_h, pool_k_s, pool_v_h, pool_v_s, positions,
     slots, position, tree,
     NEW: tl.constexpr, DIM: tl.constexpr, DIM_P2: tl.constexpr, DIM_V: tl.constexpr, DIM_V_P2: tl.constexpr,
-    SHARED: tl.constexpr,
 ):  # fmt: skip
     token, h = tl.program_id(0), tl.program_id(1).to(tl.int64)
     b, new = (token // NEW).to(tl.int64), token % NEW
@@ -44,7 +54,7 @@ def _write(
         cols = tl.arange(0, DIM_P2)
         x = tl.load(k + b * k_b + new * k_n + h * k_h + cols, mask=cols < DIM)
         tl.store(pool_k + h * pool_k_h + slot * pool_k_s + cols, x, mask=cols < DIM)
-        if not SHARED:
+        if v is not None:
             cols = tl.arange(0, DIM_V_P2)
             x = tl.load(v + b * v_b + new * v_n + h * v_h + cols, mask=cols < DIM_V)
             tl.store(pool_v + h * pool_v_h + slot * pool_v_s + cols, x, mask=cols < DIM_V)

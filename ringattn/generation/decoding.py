@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ..functional import check_score
-from ..kernels.contract import Score, accumulation_dtype
+from ..kernels.contract import Score, ScoreMod, accumulation_dtype
 from ..kernels.paged.backends import choose
 from ..kernels.paged.contract import NEW_TOKENS, Call, Pool, Tables, tile_size
 from ..operators import as_autocast, autocast_dtype
@@ -64,6 +64,7 @@ def decode(
     fixed_split: int = 0,
     return_lse: bool = False,
     kernel: str = "auto",
+    score_mod: ScoreMod | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Store a step's new tokens in one layer of the cache and return their attention to all tokens of their sequences.
 
@@ -82,6 +83,7 @@ def decode(
             depend on the rest of the batch; 0: equal shares of all work, which is faster.
         return_lse: also return the log-sum-exp.
         kernel: "eager", "triton", ... or "auto": the fastest that supports the call.
+        score_mod: any other elementwise change of scores, as in attention(); on the eager kernel.
 
     Under autocast, q, k and v are cast to its dtype if it is the cache's. Nothing is differentiated. The step may be
     captured in a CUDA graph; a call makes at most one collective.
@@ -101,7 +103,7 @@ def decode(
     if q.dtype != dtype and autocast_dtype(q.device) == dtype:
         q, k, v = as_autocast(q, k, k if v is None else v)
     _check(q, k, v, (step.batch, step.new_tokens), pool)
-    check_score(q, softcap, alibi_slopes, sink)
+    check_score(q, softcap, alibi_slopes, sink, score_mod)
     if tree is not None:
         _check_tree(tree, q, window)
     if heads not in HEADS:
@@ -112,9 +114,19 @@ def decode(
     if alibi_slopes is not None:  # kernels read them as they accumulate
         alibi_slopes = alibi_slopes.to(accumulation_dtype(q)).contiguous()
     scale = q.shape[-1] ** -0.5 if softmax_scale is None else float(softmax_scale)
-    score = Score(scale, float(softcap), alibi_slopes, sink if sink is None else sink.contiguous())
+    score = Score(scale, float(softcap), alibi_slopes, sink if sink is None else sink.contiguous(), score_mod)
     call = Call(tree if tree is None else tree.contiguous(), fixed_split)
-    kind = ("backend", kernel, q.dtype, q.shape, pool.k.shape, scale > 0, alibi_slopes is None, fixed_split)
+    kind = (
+        "backend",
+        kernel,
+        q.dtype,
+        q.shape,
+        pool.k.shape,
+        scale > 0,
+        alibi_slopes is None,
+        fixed_split,
+        score_mod is None,
+    )
     backend = tables.memo.once(kind, lambda: choose(kernel, q, pool, tables, score, call))
     if transport.world_size > 1:
         transport.check_device("q", q)
