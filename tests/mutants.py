@@ -816,10 +816,10 @@ MUTANTS = (
     ),
     Mutant(
         "generation: states are not rescaled",
-        "ringattn/generation.py",
-        "scaled = state.rescale(m)",
-        "scaled = state",
-        "tests/test_decode.py",
+        "kernels/paged/eager.py",
+        "weight = torch.exp2(m[rank] - reference)",
+        "weight = torch.ones_like(reference)",
+        "tests/test_cache.py",
     ),
     Mutant(
         "virtual: messages are views",
