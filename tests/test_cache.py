@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import pickle
 import random
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -12,9 +13,10 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from pool import Pool, on_ranks
 
 import ringattn
-from ringattn import layout, reference, virtual
+from ringattn import layout, reference, transport, virtual
 from ringattn.generation.pages import Copy, Kind
 from ringattn.generation.slots import SLACK, Slots
 from ringattn.generation.tokens import Tokens
@@ -424,9 +426,18 @@ def random_program(rank: virtual.VirtualRank, seed: int) -> dict[int, int]:
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("world_size", [1, 2, 3, 5])
 def test_chunks_steps_and_forks_attend_to_the_right_keys(world_size: int, device: str) -> None:
-    for seed in range(3):
+    for seed in range(2):
         lengths = virtual.run(world_size, lambda rank, seed=seed: random_program(rank, seed), device)
         assert lengths == lengths[:1] * world_size
+
+
+def gloo_program(seed: int) -> dict[int, int]:
+    return random_program(transport.of(None), seed)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("world_size", on_ranks(2))
+def test_processes_keep_the_same_books(pools: Callable[[int], Pool], world_size: int) -> None:
+    assert pools(world_size).run(gloo_program, 0) == virtual.run(world_size, lambda rank: random_program(rank, 0))
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -566,14 +577,14 @@ def test_a_full_cache_is_full_on_every_rank() -> None:
 
 def test_what_a_cache_holds_is_described() -> None:
     whole = Whole(virtual.VirtualRank(0, 2), 5)
-    assert "0 sequences of 0 tokens" in whole.cache.describe()
+    assert "0 sequence(s) of 0 tokens" in whole.cache.describe()
     plan = whole.cache.plan(whole.add(), 100, causal=True)
     whole.cache.extend(plan, 0, *[torch.zeros(1, 50, KV_HEADS, DIM, dtype=torch.float64)] * 2)
     text = whole.cache.describe(q_heads=HEADS)
     assert "2 layers of 2 heads, head_dim 8, head_dim_v 8, torch.float64" in text
     assert "512 bytes a token" in text
     assert "1 layers with a window of 20: room for 672 tokens; 17 of 21 pages of 16 free on the fullest rank" in text
-    assert "1 sequences of 100 tokens; a step takes about" in text
+    assert "1 sequence(s) of 100 tokens in all; a step takes about" in text
 
 
 def test_tables_take_little_memory() -> None:
@@ -727,6 +738,18 @@ def test_an_error_of_one_rank_reaches_the_others() -> None:
         cache.add()
         with pytest.raises(ValueError, match="the cache has no sequence 1") as caught:
             cache.plan(rank.rank, 20)
+        return type(caught.value).__name__
+
+    assert virtual.run(2, body) == ["RankFailed", "ValueError"]
+
+
+def test_tokens_that_one_rank_cannot_extend_by_reach_the_others() -> None:
+    def body(rank: virtual.VirtualRank) -> str:
+        cache = made(rank, windows=None)
+        plan = cache.plan(cache.add(), 20, causal=True)
+        x = torch.zeros(1, 10 - rank.rank, KV_HEADS, DIM, dtype=torch.float64)
+        with pytest.raises(ValueError, match=r"k has shape \(1, 9, 2, 8\)") as caught:
+            ringattn.attention(x, *cache.extend(plan, 0, x, x), plan)
         return type(caught.value).__name__
 
     assert virtual.run(2, body) == ["RankFailed", "ValueError"]
