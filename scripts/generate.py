@@ -145,7 +145,7 @@ def generate(
 def compare(model: train.Decoder, prompt: Tensor, tokens: Tensor, logits: Tensor) -> tuple[float, float]:
     """Return the largest relative error of a token's logits against float64: of the ranks, and of one process."""
     whole = torch.cat([prompt, tokens[:-1]])
-    plan = ringattn.plan(len(whole), virtual.VirtualRank(0, 1), causal=True)
+    plan = ringattn.plan(len(whole), virtual.VirtualRank(0, 1, prompt.device), causal=True)
     own = model(whole[None], plan)[0, -len(tokens) :]
     for norm in model.modules():
         if isinstance(norm, nn.RMSNorm):
