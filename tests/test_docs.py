@@ -33,6 +33,7 @@ TESTS = {
     "fsdp2": ["test_fsdp2"],
     "from_context_parallel": ["test_from_context_parallel"],
     "from_ring_flash_attn": ["test_from_ring_flash_attn", "test_flash_attn_functions"],
+    "generate": ["test_generation", "test_generation", "test_generation_as_a_graph", "test_generation_of_transformers"],
     "losses": ["test_losses"],
     "masks": ["test_masks"],
     "pytorch": ["test_pytorch"],
@@ -395,6 +396,103 @@ def test_drafts_of_dflash() -> None:
         out[:, plan.positions] = rows
     want, _ = reference.attention(q, k, v, masks.from_intervals(*intervals))
     torch.testing.assert_close(out, want, rtol=1e-12, atol=1e-12)
+class Layer:
+    """A layer whose queries, keys and values depend on the position."""
+
+    def __init__(self, seed: int) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        self.weight = torch.randn(DIM, 4 * 16, generator=generator) / 4
+
+    def qkv(self, x: Tensor) -> list[Tensor]:
+        return [y.unflatten(-1, (-1, 16)) for y in (x @ self.weight).split([32, 16, 16], -1)]
+
+    def rest(self, x: Tensor, out: Tensor) -> Tensor:
+        return x + out.flatten(2)[..., :DIM]
+
+
+def test_generation() -> None:
+    """The page's prompt in chunks and four tokens on two ranks, against everything again in one process."""
+    generator = torch.Generator().manual_seed(0)
+    table, place = torch.randn(VOCABULARY, DIM, generator=generator), torch.randn(2000, DIM, generator=generator)
+    prompt = torch.randint(VOCABULARY, (1101,), generator=generator)
+    layers = [Layer(1), Layer(2)]
+
+    def embed(tokens: Tensor, position: Tensor) -> Tensor:
+        return (table[tokens] + place[position.flatten()].view(*position.shape, DIM)).view(1, -1, DIM)
+
+    def next_token(x: Tensor) -> Tensor:
+        return (x[:, -1:] @ table.T).argmax(-1)
+
+    def body(rank: VirtualRank) -> list[int]:
+        on_rank = types.SimpleNamespace(**vars(ringattn))
+        on_rank.KVCache = functools.partial(ringattn.KVCache, group=rank)
+        made: list[int] = []
+
+        def noted(x: Tensor) -> Tensor:
+            made.append(int(next_token(x)))
+            return next_token(x)
+
+        names: dict[str, Any] = dict(ringattn=on_rank, torch=torch, prompt=prompt[:-1], embed=embed, layers=layers)
+        names |= dict(next_token=noted, token=prompt[-1:])
+        exec(code_of("generate", 0), names)
+        exec(code_of("generate", 1), names)
+        assert names["cache"].lengths == {names["s"]: 1104}
+        return made
+
+    got = virtual.run(2, body)
+    tokens = prompt
+    for _ in range(4):
+        x = embed(tokens, torch.arange(len(tokens)))
+        for layer in layers:
+            q, k, v = layer.qkv(x)
+            x = layer.rest(x, reference.attention(q, k, v, masks.causal(len(tokens)))[0].float())
+        tokens = torch.cat([tokens, next_token(x)[0]])
+    assert got == [tokens[-4:].tolist()] * 2
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="a CUDA graph needs a GPU")
+def test_generation_as_a_graph() -> None:
+    cache = ringattn.KVCache(layers=1, kv_heads=1, head_dim=64, tokens=4096)
+    q, k, v = torch.randn(3, 1, 1, 1, 64, device="cuda", dtype=torch.bfloat16)
+    s = cache.add()
+
+    def next_token(token: Tensor, step: ringattn.Step) -> Tensor:
+        out = ringattn.decode(q + token, k + token, v + token, step, layer=0)
+        assert isinstance(out, Tensor)
+        return out.flatten()[:1]
+
+    token = torch.zeros(1, device="cuda", dtype=torch.bfloat16)
+    names: dict[str, Any] = dict(ringattn=ringattn, torch=torch, cache=cache, s=s, next_token=next_token, token=token)
+    next_token(token, cache.step([s]))  # compiles
+    exec(code_of("generate", 2), names)
+    assert cache.lengths == {s: 1001}
+    assert not token.isnan().any()
+
+
+def test_generation_of_transformers() -> None:
+    transformers = pytest.importorskip("transformers", reason="pip install 'transformers>=5.17'")
+    import ringattn.hf
+
+    sizes = dict(vocab_size=VOCABULARY, hidden_size=32, intermediate_size=48, num_hidden_layers=2)
+    heads = dict(num_attention_heads=4, num_key_value_heads=2, eos_token_id=None, pad_token_id=0)
+    config = transformers.LlamaConfig(**sizes, **heads, dtype=torch.float64)
+    torch.manual_seed(0)
+    alone = transformers.LlamaForCausalLM(config).double().eval()
+    inputs = {"input_ids": torch.randint(1, VOCABULARY, (1, 90)), "attention_mask": torch.ones(1, 90, dtype=torch.long)}
+
+    def body(rank: VirtualRank) -> Tensor:
+        def from_pretrained(name: str, attn_implementation: str) -> nn.Module:
+            model = copy.deepcopy(alone)
+            model.set_attn_implementation(attn_implementation)
+            return model
+
+        auto = types.SimpleNamespace(from_pretrained=from_pretrained)
+        names: dict[str, Any] = dict(AutoModelForCausalLM=auto, ringattn=ringattn, name="", inputs=inputs)
+        exec(code_of("generate", 3), names | dict(mesh={"cp": rank}), names)
+        return names["out"]
+
+    for out in virtual.run(2, body):
+        assert torch.equal(out, alone.generate(**inputs, max_new_tokens=256))
 
 
 def test_trainer(pools, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
