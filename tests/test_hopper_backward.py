@@ -8,6 +8,7 @@ from __future__ import annotations
 import collections
 import ctypes
 import functools
+import itertools
 import json
 import operator
 import os
@@ -276,10 +277,10 @@ def test_key_tiles_take_turns_in_the_order_of_their_keys(monkeypatch, mask, seq_
     assert torch.equal(info[..., [0, 1, 2, 3, 4, 5, 7]], by_key[..., [0, 1, 2, 3, 4, 5, 7]])
     for tiles, turn_of_first in zip(info.tolist(), first.tolist(), strict=True):
         assert [tile[0] for tile in tiles] == sorted(tile[0] for tile in tiles)
-        numbers, turns = sum(tiles, []), collections.defaultdict(list)
+        numbers, turns = [*itertools.chain(*tiles)], collections.defaultdict(list)
         monkeypatch.setattr(pieces.gl, "load", numbers.__getitem__)
         for at in range(0, len(numbers), pieces.INFO.value):
-            past, _, begin, end, full_begin, full_end, rank, _ = numbers[at : at + pieces.INFO.value]
+            _, _, begin, end, full_begin, full_end, rank, _ = numbers[at : at + pieces.INFO.value]
             steps, full_steps, late_steps, stops = pieces.ordered_visits.fn(at, heads)
             j, head, order = end - 1, 0, []
             for i in range(steps):

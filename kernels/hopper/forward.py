@@ -594,8 +594,8 @@ def _seen(acc, m, l, FINALIZE: gl.constexpr):
 @gluon.jit
 def _alibi(slot, C: gl.constexpr, alibi, layout: gl.constexpr):
     """Return what scores of a query tile need for ALiBi: penalties of its rows, slope, the position that they are
-    relative to and where the positions of keys are; nothing if there is no ALiBi. If keys come first, the slope, what is
-    added to slope times position, which is 0 in the middle of the rows, and where the positions of keys are."""
+    relative to and where the positions of keys are; nothing if there is no ALiBi. If keys come first, the slope, what
+    is added to slope times position, which makes 0 in the middle of the rows, and where the positions of keys are."""
     if len(alibi) > 0:
         slopes_ptr, slopes_stride, positions_q_ptr, positions_k_ptr = alibi
         info = slot.load(INFO_LAYOUT)
@@ -615,7 +615,7 @@ def _alibi(slot, C: gl.constexpr, alibi, layout: gl.constexpr):
 def _rows_part(slot, C: gl.constexpr, alibi, m, sign: gl.constexpr):
     """Return m plus or minus the rows' part of the scores, if that is left out of them (keys come first). A query and a
     key at the same position have the same part, rounding errors included."""
-    if len(alibi) > 0:
+    if len(alibi) > 0:  # noqa: SIM102
         if keys_come_first(alibi[3]):
             L: gl.constexpr = m.type.layout
             slope, less, _ = _alibi(slot, C, alibi, L)
@@ -1057,11 +1057,11 @@ def forward(
         if own is not None:
             tensors += own[:2]
         if not launches.again(key, tensors, epoch):
-            fixed = _fixed(q, changes, False)
+            bounded = _fixed(q, changes, False)
             grid, args, constants = _launch(q, keys, changes, sink, state, outputs, finalize, counter)
             launched = dispatch(
                 _forward_kernel, grid, *args,
-                variants=lambda: _variants(q, block, score, outputs[1], constants["BN"], fixed), **constants,
+                variants=lambda: _variants(q, block, score, outputs[1], constants["BN"], bounded), **constants,
             )  # fmt: skip
             if not block.period:  # otherwise each launch allocates memory of its own, and takes long
                 config = CONFIGS[q.shape[3], v.shape[3]]

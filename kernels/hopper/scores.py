@@ -16,9 +16,9 @@ this code.
 * If no query sees a key after it, -slope (i - j) has a part of the key, which the forward adds to the product in one
   fused operation, and a part of the row, which cancels in the softmax: the forward subtracts it from lse or m at the
   end. Positions are then float32 (:func:`padded_positions`).
-* Otherwise ALiBi needs positions: int32, exact up to 2^31. Both sides subtract the first position of the tile that stays (of
-  queries in the forward, of keys in the backward) before they become float32, so that distances of neighbours are exact
-  at any position.
+* Otherwise ALiBi needs positions: int32, exact up to 2^31. Both sides subtract the first position of the tile that
+  stays (of queries in the forward, of keys in the backward) before they become float32, so that distances of neighbours
+  are exact at any position.
 """
 
 from __future__ import annotations
