@@ -25,6 +25,7 @@ if not __package__:
     raise SystemExit("start this as a module, in the repository's root: python -m benchmarks.bench_decode")
 
 import argparse
+import functools
 import json
 import os
 import statistics
@@ -37,6 +38,7 @@ import torch
 
 from benchmarks.decode_contestants import Launch, contestants, ours, sampled_error
 from benchmarks.decode_problems import PROBLEMS, Caches, Problem
+from benchmarks.kernels import replay
 from benchmarks.segments import SHORTEST, Clock, EventTimer, Runner, Timer, measure
 from ringattn import transport as transports
 from scripts.ranks import one_line
@@ -127,7 +129,7 @@ def captured(launch: Callable[[], object]) -> Callable[[], object]:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, stream=stream):
         launch()
-    return graph.replay
+    return functools.partial(replay, graph, launch)
 
 
 def host_time(caches: Caches, calls: int = 200) -> float:

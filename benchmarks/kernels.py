@@ -300,7 +300,7 @@ def captured(shape: Shape, mode: str, others: dict[str, Other], kernels: Sequenc
     return recorded
 
 
-def replay(graph: torch.cuda.CUDAGraph, launch: Callable[[], object]) -> None:
+def replay(graph: torch.cuda.CUDAGraph, launch: object) -> None:
     """Replay the graph. ``launch`` is an argument only to keep alive the tensors whose addresses the graph uses."""
     graph.replay()
 

@@ -114,38 +114,43 @@ class Step:
 
     def expected(self, score: Score) -> tuple[Tensor, Tensor]:
         """``out`` and ``lse`` in float64, from dense scores."""
-        c, (batch, new, heads, _) = self.case, self.q.shape
-        out = torch.zeros(batch, new, heads, c.dim_v, dtype=torch.float64)
-        lse = torch.full((batch, heads, new), float("-inf"), dtype=torch.float64)
-        sink = None if score.sink is None else score.sink.double().cpu()
-        for row, length in enumerate(c.lengths):
-            k, v = (x[row].double().cpu().repeat_interleave(c.group, 1) for x in (self.k, self.v))
-            s = torch.einsum("nhd,shd->hns", self.q[row].double().cpu(), k) * score.softmax_scale
-            if score.softcap:
-                s = score.softcap * torch.tanh(s / score.softcap)
-            old = len(k) - new
-            sees = torch.ones(new, new, dtype=torch.bool).tril()
-            depth = torch.arange(new)
-            if self.tree is not None:
-                sees = (self.tree[row].cpu()[:, None] >> torch.arange(new) & 1) > 0
-                depth = (sees & ~torch.eye(new, dtype=torch.bool)).sum(1)
-            at = torch.cat([torch.arange(old), old + depth])
-            distance = (old + depth)[:, None] - at
-            if score.alibi_slopes is not None:
-                slopes = score.alibi_slopes.double().cpu()
-                slopes = slopes[row] if slopes.ndim == 2 else slopes
-                s = s - slopes[:, None, None] * distance.abs()
-            visible = torch.cat([torch.ones(new, old, dtype=torch.bool), sees], 1)
-            if c.window >= 0:
-                visible &= distance <= c.window
-            if length is None:
-                visible[:] = False
-            s = s.masked_fill(~visible, float("-inf"))
-            full = s if sink is None else torch.cat([s, sink[:, None, None].expand(-1, new, 1)], -1)
-            lse[row] = torch.logsumexp(full, -1)
-            reference = torch.where(lse[row] == float("-inf"), 0.0, lse[row])
-            out[row] = torch.einsum("hns,shd->nhd", torch.exp(s - reference[..., None]), v)
-        return out, lse
+        rows = []
+        for row, length in enumerate(self.case.lengths):
+            tree = None if self.tree is None else self.tree[row]
+            slopes = score.alibi_slopes
+            of_row = score if slopes is None or slopes.ndim == 1 else replace(score, alibi_slopes=slopes[row])
+            tensors = (x[row].double().cpu() for x in (self.q, self.k, self.v))
+            rows.append(dense(*tensors, of_row, self.case.window, tree, length is None))
+        return torch.stack([out for out, _ in rows]), torch.stack([lse for _, lse in rows])
+
+
+def dense(
+    q: Tensor, k: Tensor, v: Tensor, score: Score, window: int = -1, tree: Tensor | None = None, blind: bool = False
+) -> tuple[Tensor, Tensor]:
+    """``out`` (new, heads, dim_v) and ``lse`` (heads, new) in float64 of the last tokens of a sequence, q (new, heads,
+    dim), k (tokens, kv_heads, dim); ``blind``: they see nothing."""
+    new, heads, _ = q.shape
+    old, group = len(k) - new, heads // k.shape[1]
+    k, v = (x.repeat_interleave(group, 1) for x in (k, v))
+    s = torch.einsum("nhd,shd->hns", q, k) * score.softmax_scale
+    if score.softcap:
+        s = score.softcap * torch.tanh(s / score.softcap)
+    sees, depth = torch.ones(new, new, dtype=torch.bool).tril(), torch.arange(new)
+    if tree is not None:
+        sees = (tree.cpu()[:, None] >> torch.arange(new) & 1) > 0
+        depth = (sees & ~torch.eye(new, dtype=torch.bool)).sum(1)
+    distance = (old + depth)[:, None] - torch.cat([torch.arange(old), old + depth])
+    if score.alibi_slopes is not None:
+        s = s - score.alibi_slopes.double().cpu()[:, None, None] * distance.abs()
+    visible = torch.cat([torch.ones(new, old, dtype=torch.bool), sees], 1)
+    if window >= 0:
+        visible &= distance <= window
+    s = s.masked_fill(~visible | blind, float("-inf"))
+    if score.sink is not None:
+        s = torch.cat([s, score.sink.double().cpu()[:, None, None].expand(-1, new, 1)], -1)
+    lse = torch.logsumexp(s, -1)
+    p = torch.exp(s - torch.where(lse == float("-inf"), 0.0, lse)[..., None])
+    return torch.einsum("hns,shd->nhd", p[..., : len(k)], v), lse
 
 
 def random_tree(batch: int, new: int, g: torch.Generator) -> Tensor:

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import itertools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -24,6 +26,10 @@ from ringattn.dataflow.contract import Call, Dataflow, Gradients
 from ringattn.dataflow.ring import add_gradients
 from ringattn.kernels.backends import BACKENDS, Backend
 from ringattn.kernels.contract import Keys, Queries, Result, Score, ScoreMod
+from ringattn.kernels.paged.backends import BACKENDS as PAGED
+from ringattn.kernels.paged.backends import Paged
+from ringattn.kernels.paged.contract import Call as PagedCall
+from ringattn.kernels.paged.contract import Pool, Tables
 from ringattn.mask import Mask, causal, full, pieces, window
 from ringattn.partial import Partial
 from ringattn.plans import Plan
@@ -134,6 +140,26 @@ class Dense(Backend):
         return x.repeat_interleave(q.shape[2] // x.shape[2], 2)
 
 
+class DensePages(Paged):
+    """Softmax over all keys of a row of a step at once."""
+
+    def attend(self, q: Tensor, pool: Pool, tables: Tables, score: Score, call: PagedCall) -> Tensor:
+        state = q.new_zeros(*q.shape[:3], pool.v.shape[-1] + 2)
+        state[..., -2] = float("-inf")
+        for row, token in itertools.product(range(q.shape[0]), range(q.shape[1])):
+            slots = torch.arange(int(tables.start[row, token]), int(tables.end[row, token]))
+            if len(slots):
+                at = tables.table[row, slots // pool.page_size].long() * pool.page_size + slots % pool.page_size
+                k, v = (x[:, at].repeat_interleave(q.shape[2] // len(x), 0) for x in (pool.k, pool.v))
+                s = (k @ q[row, token, :, :, None])[..., 0] * score.softmax_scale / math.log(2)
+                p = torch.exp2(s - s.amax(1, keepdim=True))
+                state[row, token] = torch.cat([(p[:, None] @ v)[:, 0], s.amax(1)[:, None], p.sum(1)[:, None]], 1)
+        return state
+
+    def output(self, q: Tensor, pool: Pool, tables: Tables, score: Score, call: PagedCall) -> Result:
+        return self.finish(self.attend(q, pool, tables, score, call)[None], score.sink, q.dtype)
+
+
 class LogDistance(ScoreMod):
     """Subtract a head's rate times the logarithm of the distance, then square-root-like saturation by arctan."""
 
@@ -161,6 +187,7 @@ def extended(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(layout.LAYOUTS, "strided-halves", strided_halves)
     monkeypatch.setitem(DATAFLOWS, "broadcast", Broadcast())
     monkeypatch.setitem(BACKENDS, "dense", Dense())
+    monkeypatch.setitem(PAGED, "dense", DensePages())
 
 
 def inputs() -> dict[str, Tensor]:
@@ -274,15 +301,20 @@ def test_the_cache(layout: str, world_size: int) -> None:
     prompt = SEQ - 3
 
     def body(rank: virtual.VirtualRank) -> list[Tensor]:
-        plan = ringattn.plan(prompt, rank, causal=True, layout=layout)
-        cache = ringattn.KVCache(BATCH, SEQ, KV_HEADS, DIM, rank, head_dim_v=DIM_V, dtype=torch.float64)
-        cache.prefill(plan.shard_k(x["k"][:, :prompt]), plan.shard_k(x["v"][:, :prompt]), plan)
+        cache = ringattn.KVCache(
+            1, KV_HEADS, DIM, rank, tokens=6 * SEQ, head_dim_v=DIM_V, page_size=16, dtype=torch.float64
+        )
+        sequences = [cache.add() for _ in range(BATCH)]
+        for row, sequence in enumerate(sequences):
+            plan = cache.plan(sequence, prompt, causal=True, layout=layout)
+            k, v = (plan.shard_k(x[name][row : row + 1, :prompt]) for name in ("k", "v"))
+            cache.extend(plan, 0, k, v)
         outs = []
         for i in range(prompt, SEQ):
-            cache.append(x["k"][:, i : i + 1], x["v"][:, i : i + 1])
-            q = x["q"][:, i : i + 1]
-            outs.append(ringattn.decode(q, cache, sink=x["sink"], kernel="dense"))
-            outs.append(ringattn.decode(q, cache, sink=x["sink"], score_mod=LogDistance(rates)))
+            q, k, v = (x[name][:, i : i + 1] for name in ("q", "k", "v"))
+            step = cache.step(sequences)
+            outs.append(ringattn.decode(q, k, v, step, layer=0, sink=x["sink"], kernel="dense"))
+            outs.append(ringattn.decode(q, k, v, step, layer=0, sink=x["sink"], score_mod=LogDistance(rates)))
         return [torch.cat(outs[0::2], 1), torch.cat(outs[1::2], 1)]
 
     plain, modified = expected(causal(SEQ))[0], expected(causal(SEQ), LogDistance(rates))[0]
@@ -347,13 +379,16 @@ def test_a_call_that_fails_after_messages_were_sent_ends_the_use_of_its_group() 
     def body(rank: virtual.VirtualRank) -> list[str]:
         plan = ringattn.plan(8, rank, dataflow="ring")
         q = torch.zeros(1, 4, 2, 8)
+        cache = ringattn.KVCache(1, 2, 8, rank, tokens=64, page_size=16, dtype=torch.float32)
+        step = cache.step([cache.add()])
         with pytest.raises(ValueError, match="the modification failed"):
             ringattn.attention(q, q, q, plan, score_mod=Fails())
-        cache = ringattn.KVCache(1, 8, 2, 8, rank, dtype=torch.float32)
         messages = []
         for call in (
-            lambda: ringattn.attention(q, q, q, plan), lambda: plan.unshard(q), lambda: ringattn.decode(q[:, :0], cache)
-        ):  # fmt: skip
+            lambda: ringattn.attention(q, q, q, plan),
+            lambda: plan.unshard(q),
+            lambda: ringattn.decode(q[:, :1], q[:, :1], q[:, :1], step, layer=0),
+        ):
             with pytest.raises(RuntimeError, match="an earlier attention on this group raised ValueError") as error:
                 call()
             messages.append(str(error.value))
@@ -382,7 +417,15 @@ def test_modifications_can_be_compiled() -> None:
 
 @pytest.mark.parametrize(
     ("extension", "lines"),
-    [(block_cyclic, 8), (strided_halves, 8), (two_chunks, 10), (Broadcast, 60), (Dense, 40), (LogDistance, 20)],
+    [
+        (block_cyclic, 8),
+        (strided_halves, 8),
+        (two_chunks, 10),
+        (Broadcast, 60),
+        (Dense, 40),
+        (DensePages, 25),
+        (LogDistance, 20),
+    ],
 )
 def test_extensions_are_short(extension: Callable, lines: int) -> None:
     assert len(inspect.getsource(extension).strip().splitlines()) <= lines

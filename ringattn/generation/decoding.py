@@ -17,7 +17,7 @@ from ..functional import check_score
 from ..kernels.contract import Score, ScoreMod, accumulation_dtype
 from ..kernels.paged.backends import choose
 from ..kernels.paged.contract import NEW_TOKENS, Call, Pool, Tables, tile_size
-from ..operators import as_autocast, autocast_dtype
+from ..operators import as_autocast, autocast_dtype, no_autocast
 from ..transport import Transport
 
 HEADS = ("all", "scattered")
@@ -117,36 +117,33 @@ def decode(
     score = Score(scale, float(softcap), alibi_slopes, sink if sink is None else sink.contiguous(), score_mod)
     call = Call(tree if tree is None else tree.contiguous(), fixed_split)
     kind = (
-        "backend",
-        kernel,
-        q.dtype,
-        q.shape,
-        pool.k.shape,
-        scale > 0,
-        alibi_slopes is None,
-        fixed_split,
+        "backend", kernel, q.dtype, q.shape, pool.k.shape, scale > 0, alibi_slopes is None, fixed_split,
         score_mod is None,
-    )
+    )  # fmt: skip
     backend = tables.memo.once(kind, lambda: choose(kernel, q, pool, tables, score, call))
     if transport.world_size > 1:
         transport.check_device("q", q)
     step.compare(q, layer)
-    backend.write(k, v, pool, tables, call.tree)
-    if transport.world_size == 1:
-        out, lse = backend.output(q, pool, tables, score, call)
-    else:
-        state = backend.attend(q, pool, tables, score, call)
-        try:
-            states = transport.all_gather(state)
-        except BaseException as error:
-            transport.note_failure(error)
-            raise
-        sink = score.sink
-        if heads == "scattered":
-            part = _part(q.shape[2], transport)
-            states, sink = states[..., part, :], None if sink is None else sink[part]
-        out, lse = backend.finish(states, sink, dtype)
+    with no_autocast(q):  # the state is float32, whatever the caller's region says
+        backend.write(k, v, pool, tables, call.tree)
+        if transport.world_size == 1:
+            out, lse = backend.output(q, pool, tables, score, call)
+        else:
+            states = _gather(backend.attend(q, pool, tables, score, call), transport)
+            if heads == "scattered":
+                part = _part(q.shape[2], transport)
+                states, score = states[..., part, :], score.heads(part)
+            out, lse = backend.finish(states, score.sink, dtype)
     return (out, lse) if return_lse else out
+
+
+def _gather(state: Tensor, transport: Transport) -> Tensor:
+    """Return the states of all ranks; if that fails, mark the group: other ranks may be at a different message."""
+    try:
+        return transport.all_gather(state)
+    except BaseException as error:
+        transport.note_failure(error)
+        raise
 
 
 def _part(heads: int, transport: Transport) -> slice:

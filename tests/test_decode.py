@@ -1,0 +1,267 @@
+"""decode() over a cache equals dense attention: on virtual ranks and on gloo, with every option, and its errors."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from paged_cases import dense, random_tree
+from pool import Pool, on_ranks
+from torch import Tensor
+
+import ringattn
+from ringattn import transport as transports
+from ringattn import virtual
+from ringattn.kernels.contract import Score
+from ringattn.transport import Transport
+
+LAYERS, KV_HEADS, GROUP, DIM, DIM_V = 2, 2, 3, 8, 6
+HEADS = KV_HEADS * GROUP
+WINDOWS = [None, 9]
+LENGTHS = (37, 2, 0)  # more than two pages; fewer tokens than ranks; none
+
+
+class Model:
+    """Sequences of random tokens: the whole keys and values of every layer, float64, and a cache that holds them."""
+
+    def __init__(self, group: Any, **options: Any) -> None:
+        self.g = torch.Generator().manual_seed(0)
+        self.dtype = options.get("dtype", torch.float64)
+        shape = {**dict(tokens=2000, head_dim_v=DIM_V, page_size=16, windows=WINDOWS, dtype=self.dtype), **options}
+        self.cache = ringattn.KVCache(LAYERS, KV_HEADS, DIM, group, **shape)
+        self.dim_v = DIM if shape.get("shared_values") and shape["head_dim_v"] is None else shape["head_dim_v"]
+        self.shared = bool(shape.get("shared_values"))
+        for pool in self.cache._memory.pools:
+            pool.k.fill_(float("nan"))
+            pool.v.fill_(float("nan"))
+        self.tokens: dict[int, list[tuple[Tensor, Tensor]]] = {}
+
+    def random(self, *shape: int) -> Tensor:
+        return torch.randn(*shape, generator=self.g, dtype=torch.float64).to(self.dtype)
+
+    def add(self, length: int, chunk: int = 20) -> int:
+        s = self.cache.add()
+        self.tokens[s] = [(self.random(0, KV_HEADS, DIM), self.random(0, KV_HEADS, self.dim_v)) for _ in range(LAYERS)]
+        for first in range(0, length, chunk):
+            count, plans = min(chunk, length - first), []
+            for window in self.cache.windows:
+                options: dict[str, Any] = {} if window < 0 else dict(window_size=(window, 0))
+                options |= dict(layout=plans[0]) if plans else {}
+                plans.append(self.cache.plan(s, count, causal=True, **options))
+            for layer, plan in enumerate(plans):
+                k, v = self._more(s, layer, count)
+                self.cache.extend(plan, layer, plan.shard(k[None]), None if self.shared else plan.shard(v[None]))
+        return s
+
+    def _more(self, s: int, layer: int, count: int) -> tuple[Tensor, Tensor]:
+        k = self.random(count, KV_HEADS, DIM)
+        v = k[..., : self.dim_v] if self.shared else self.random(count, KV_HEADS, self.dim_v)
+        old = self.tokens[s][layer]
+        self.tokens[s][layer] = (torch.cat([old[0], k]), torch.cat([old[1], v]))
+        return k, v
+
+    def step(self, sequences: list[int | None], new: int, **options: Any) -> list[tuple[Tensor, Tensor]]:
+        """Decode all layers of a step; returns for each what decode() returned and what dense attention is."""
+        step, results = self.cache.step(sequences, new), []
+        of_call = {name: x for name, x in options.items() if name not in ("tree", "heads", "fixed_split", "kernel")}
+        for layer in range(LAYERS):
+            q = self.random(len(sequences), new, HEADS, DIM)
+            rows = [self._more(s, layer, new) if s is not None else None for s in sequences]
+            blank = (self.random(new, KV_HEADS, DIM), self.random(new, KV_HEADS, self.dim_v))
+            k, v = (torch.stack([(blank if row is None else row)[i] for row in rows]) for i in (0, 1))
+            before = self.cache.transport.collectives
+            out, lse = ringattn.decode(q, k, None if self.shared else v, step, layer=layer, return_lse=True, **options)
+            assert self.cache.transport.collectives - before == (self.cache.transport.world_size > 1)
+            score = Score(of_call.get("softmax_scale") or DIM**-0.5, of_call.get("softcap", 0.0))
+            score.alibi_slopes, score.sink = of_call.get("alibi_slopes"), of_call.get("sink")
+            wants = []
+            for row, s in enumerate(sequences):
+                keys, values = blank if s is None else self.tokens[s][layer]
+                tree = None if options.get("tree") is None else options["tree"][row]
+                window = self.cache.windows[layer]
+                wants.append(dense(q[row].double(), keys.double(), values.double(), score, window, tree, s is None))
+            want, want_lse = (torch.stack(x) for x in zip(*wants, strict=True))
+            if options.get("heads") == "scattered":
+                rank, world = self.cache.transport.rank, self.cache.transport.world_size
+                want = want.tensor_split(world, 2)[rank]
+                want_lse = want_lse.tensor_split(world, 1)[rank]
+            tolerance = 1e-12 if self.dtype == torch.float64 else 2e-5
+            torch.testing.assert_close(out.double(), want, rtol=tolerance, atol=tolerance)
+            torch.testing.assert_close(lse.double(), want_lse, rtol=tolerance, atol=tolerance)
+            results.append((out, lse))
+        return results
+
+
+def everything(group: Any) -> list[Tensor]:
+    """A prompt in chunks, then steps of several sizes with turns, page edges, and a padded row."""
+    model = Model(group)
+    a, b, c = (model.add(length) for length in LENGTHS)
+    results = []
+    for new in (1, 5, 16, 3):
+        results += model.step([a, None, c, b], new)
+    results += model.step([b], 2)
+    return [x for pair in results for x in pair]
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 5])
+def test_steps_on_virtual_ranks(world_size: int) -> None:
+    first, *others = virtual.run(world_size, everything)
+    for other in others:
+        assert all(torch.equal(x, y) for x, y in zip(first, other, strict=True)), "the same bits on every rank"
+
+
+def on_gloo() -> list[Tensor]:
+    before = transports.of(None).collectives
+    results = everything(None)
+    assert transports.of(None).collectives - before == len(results) // 2
+    return results
+
+
+@pytest.mark.parametrize("world_size", on_ranks(3))
+def test_steps_over_gloo(world_size: int, pools: Callable[[int], Pool]) -> None:
+    first, *others = pools(world_size).run(on_gloo)
+    for other in others:
+        assert all(torch.equal(x, y) for x, y in zip(first, other, strict=True))
+
+
+def options_of(kind: str) -> dict[str, Any]:
+    g = torch.Generator().manual_seed(2)
+    slopes, sink = torch.rand(HEADS, generator=g), torch.randn(HEADS, generator=g)
+    return {
+        "score": dict(softmax_scale=0.7, softcap=3.0, alibi_slopes=slopes, sink=sink),
+        "scattered": dict(heads="scattered", sink=sink),
+        "fixed split": dict(fixed_split=16),
+        "tree": dict(tree=random_tree(3, 7, g), sink=sink, alibi_slopes=slopes),
+    }[kind]
+
+
+@pytest.mark.parametrize("kind", ["score", "scattered", "fixed split", "tree"])
+@pytest.mark.parametrize(("world_size", "kernel"), [(4, "eager"), (1, "triton")])
+def test_options(kind: str, world_size: int, kernel: str) -> None:
+    options = dict(dtype=torch.float32) if kernel == "triton" else {}
+
+    def body(rank: Transport) -> None:
+        model = Model(rank, **options)
+        sequences = [model.add(length) for length in LENGTHS]
+        new = 7 if kind == "tree" else 2
+        model.step([sequences[0], None, sequences[1]], new, kernel=kernel, **options_of(kind))
+
+    virtual.run(world_size, body)
+
+
+@pytest.mark.parametrize("kernel", ["eager", "triton"])
+def test_shared_values(kernel: str) -> None:
+    dtype = torch.float64 if kernel == "eager" else torch.float32
+
+    def body(rank: Transport) -> None:
+        model = Model(rank, shared_values=True, windows=None, dtype=dtype)
+        sequences: list[int | None] = [model.add(length) for length in LENGTHS]
+        for new in (1, 4):
+            model.step(sequences, new, kernel=kernel)
+
+    virtual.run(2 if kernel == "eager" else 1, body)  # Triton's interpreter runs in one thread
+
+
+def test_under_autocast_tokens_are_cast_to_the_caches_dtype() -> None:
+    model = Model(None, dtype=torch.bfloat16)
+    step = model.cache.step([model.add(5)])
+    q, k, v = (torch.randn(1, 1, h, d) for h, d in ((HEADS, DIM), (KV_HEADS, DIM), (KV_HEADS, DIM_V)))
+    with torch.autocast("cpu", torch.bfloat16):
+        out = ringattn.decode(q, k, v, step, layer=0)
+    assert isinstance(out, Tensor)
+    assert out.dtype == torch.bfloat16
+    again = ringattn.decode(q.bfloat16(), k.bfloat16(), v.bfloat16(), step, layer=0)
+    assert torch.equal(out, again)
+
+
+def good(**changes: Any) -> dict[str, Any]:
+    g = torch.Generator().manual_seed(0)
+    q, k, v = (
+        torch.randn(2, 3, h, d, generator=g, dtype=torch.float64)
+        for h, d in ((HEADS, DIM), (KV_HEADS, DIM), (KV_HEADS, DIM_V))
+    )
+    return {**dict(q=q, k=k, v=v, layer=0), **changes}
+
+
+BIT = torch.ones(2, 3, dtype=torch.int64)
+WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
+    "batch": (
+        dict(q=torch.zeros(1, 3, HEADS, DIM)),
+        ValueError,
+        r"q has shape \(1, 3, 6, 8\), .* \(2, 3, q_heads, 8\)",
+    ),
+    "new": (dict(q=torch.zeros(2, 1, HEADS, DIM)), ValueError, r"q has shape \(2, 1, 6, 8\)"),
+    "head_dim": (dict(q=torch.zeros(2, 3, HEADS, 4)), ValueError, r"q has shape \(2, 3, 6, 4\)"),
+    "dims": (dict(q=torch.zeros(2, 3, DIM)), ValueError, r"q has shape \(2, 3, 8\)"),
+    "heads": (dict(q=torch.zeros(2, 3, 5, DIM)), ValueError, "q has 5 heads and the cache 2"),
+    "k": (dict(k=torch.zeros(2, 2, KV_HEADS, DIM)), ValueError, r"k has shape \(2, 2, 2, 8\), .* \(2, 3, 2, 8\)"),
+    "v": (dict(v=torch.zeros(2, 3, KV_HEADS, DIM)), ValueError, r"v has shape \(2, 3, 2, 8\), .* \(2, 3, 2, 6\)"),
+    "no v": (dict(v=None), TypeError, "v is None, but the cache stores values"),
+    "dtype": (
+        dict(q=torch.zeros(2, 3, HEADS, DIM)),
+        TypeError,
+        "q is torch.float32, but the cache holds torch.float64",
+    ),
+    "device": (dict(k=torch.zeros(2, 3, 2, DIM, device="meta").double()), ValueError, "k is on meta, but the cache is"),
+    "layer": (dict(layer=2), (IndexError, ValueError), "layer"),  # type: ignore[dict-item]
+    "sink": (dict(sink=torch.zeros(1)), ValueError, r"sink has shape \(1,\)"),
+    "softcap": (dict(softcap=-1.0), ValueError, "softcap is -1.0"),
+    "split": (dict(fixed_split=24), ValueError, "fixed_split is 24; it must be a multiple of 16"),
+    "names of heads": (dict(heads="some"), ValueError, "heads='some' is unknown; use one of 'all', 'scattered'"),
+    "kernel": (dict(kernel="fast"), ValueError, "kernel='fast' is unknown"),
+    "tree": (dict(tree=BIT[:, :2]), ValueError, r"tree is torch.int64 of shape \(2, 2\)"),
+    "dtype of a tree": (dict(tree=BIT.int()), ValueError, "tree is torch.int32"),
+    "later token": (dict(tree=BIT * 2), ValueError, r"tree\[0, 0\] is 0x2: it has a bit for a token after token 0"),
+}
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_errors_come_before_anything_is_written_or_sent(what: str) -> None:
+    changes, error, text = WRONG[what]
+
+    def body(rank: Transport) -> None:
+        model = Model(rank)
+        step = model.cache.step([model.add(3), model.add(0)], 3)
+        pool = model.cache._memory.pools[0]
+        before, sent = pool.k.clone(), rank.collectives
+        arguments = good(**changes)
+        with pytest.raises(error, match=text):
+            ringattn.decode(arguments.pop("q"), arguments.pop("k"), arguments.pop("v"), step, **arguments)
+        assert torch.equal(pool.k.nan_to_num(7.0), before.nan_to_num(7.0))
+        assert rank.collectives == sent
+
+    virtual.run(2, body)
+
+
+def test_a_tree_must_fit_the_window() -> None:
+    model = Model(None, windows=[2, 2])
+    step = model.cache.step([model.add(0), model.add(0)], 3)
+    arguments = good(tree=torch.tensor([[1, 3, 5]] * 2))
+    with pytest.raises(ValueError, match="a tree of 3 tokens does not fit this layer's window, which ends 2 tokens"):
+        ringattn.decode(arguments.pop("q"), arguments.pop("k"), arguments.pop("v"), step, **arguments)
+
+
+def test_a_failed_exchange_ends_the_use_of_the_group() -> None:
+    def body(rank: virtual.VirtualRank) -> None:
+        model = Model(rank)
+        step = model.cache.step([model.add(3), model.add(0)], 3)
+        arguments = good()
+        q, k, v = (arguments.pop(x) for x in "qkv")
+        rank._all_gather = lambda x: (_ for _ in ()).throw(ValueError("the wire broke"))  # type: ignore[method-assign]
+        with pytest.raises(ValueError, match="the wire broke"):
+            ringattn.decode(q, k, v, step, **arguments)
+        with pytest.raises(RuntimeError, match="an earlier attention on this group raised ValueError: the wire broke"):
+            ringattn.decode(q, k, v, step, **arguments)
+
+    virtual.run(2, body)
+
+
+@pytest.mark.parametrize(("heads", "world_size"), itertools.product([4, 5, 8], [1, 3]))
+def test_scattered_heads_are_those_of_tensor_split(heads: int, world_size: int) -> None:
+    from ringattn.generation.decoding import _part
+
+    want = [x.tolist() for x in torch.arange(heads).tensor_split(world_size)]
+    assert [list(range(heads))[_part(heads, virtual.VirtualRank(r, world_size))] for r in range(world_size)] == want
