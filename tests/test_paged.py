@@ -46,15 +46,14 @@ def compare(backend: Paged, case: Case, plain: bool, fixed_split: int, tolerance
     torch.testing.assert_close(lse.double().cpu(), want_lse, rtol=tolerance, atol=tolerance)
 
 
-@pytest.mark.parametrize("fixed_split", [0, 64])
-@pytest.mark.parametrize("plain", [True, False])
+@pytest.mark.parametrize(("plain", "fixed_split"), [(True, 0), (False, 64)])
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_eager_is_dense_attention(case: dict[str, Any], plain: bool, fixed_split: int) -> None:
     compare(BACKENDS["eager"], Case(**case, dtype=torch.float64), plain, fixed_split, 1e-12)
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-@pytest.mark.parametrize(("plain", "fixed_split"), [(True, 0), (False, 64), (False, 0)])
+@pytest.mark.parametrize(("plain", "fixed_split"), [(True, 0), (False, 64)])
 def test_triton_is_dense_attention(case: dict[str, Any], plain: bool, fixed_split: int) -> None:
     compare(BACKENDS["triton"], Case(**case, device=DEVICE), plain, fixed_split, 3e-6)
 
@@ -118,7 +117,7 @@ def test_advance_in_triton_is_that_in_torch(case: dict[str, Any]) -> None:
     step = Case(**case, device=DEVICE).made()
     for state in step.states:
         mine, other = (with_room(state) for _ in range(2))
-        for _ in range(25):
+        for _ in range(16 // step.case.new + 2):  # past the end of a turn
             for s, module in ((mine, BACKENDS["triton"]), (other, BACKENDS["eager"])):
                 slots = s.write[0]
                 s.positions[slots[slots >= 0].long()] = s.position[slots >= 0]

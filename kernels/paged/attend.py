@@ -130,7 +130,7 @@ def _launch(
         launched = dispatch(
             _attend, (grid.programs,), q, *q.stride()[:3], _source(pool.k, tile, tma),
             _source(pool.k if pool.shared_values else pool.v, tile, tma, dim_v),
-            *int64_strides(pool), pool.positions, tables.table, tables.table.stride(0), tables.start, tables.end,
+            *_strides(pool), pool.positions, tables.table, tables.table.stride(0), tables.start, tables.end,
             tables.first_new, tables.position, tables.tiles, call.tree, pieces, arrived, *result, score.sink,
             s.scale, s.cap, s.slopes, s.slopes_stride, batch, slots,
             NEW=new, GROUP=group, KV_HEADS=kv_heads, ROWS=grid.rows, BLOCKS=grid.blocks, SOME=some,
@@ -145,7 +145,7 @@ def _launch(
             _launches.remember(key, tensors, launched)
 
 
-def int64_strides(pool: Pool) -> tuple[int, int, int, int]:
+def _strides(pool: Pool) -> tuple[int, int, int, int]:
     """Return the strides by head and slot of k and v."""
     return pool.k.stride(0), pool.k.stride(1), pool.v.stride(0), pool.v.stride(1)
 

@@ -162,7 +162,7 @@ def _check(q: Tensor, k: Tensor, v: Tensor | None, tokens: tuple[int, int], pool
             raise TypeError("v is None, but the cache stores values; pass v, or make the cache with shared_values=True")
         shapes.append(("v", v, (*tokens, kv_heads, pool.v.shape[-1])))
     for name, x in (("q", q), ("k", k), ("v", v)):
-        if hasattr(x, "to_local"):
+        if type(x) is not Tensor and hasattr(x, "to_local"):
             raise TypeError(f"{name} is a DTensor; pass {name}.to_local(), all of the new tokens and this rank's heads")
     if q.ndim != 4 or q.shape[:2] != tokens or q.shape[3] != head_dim or not 0 < tokens[1] <= NEW_TOKENS:
         raise ValueError(
