@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ..partial import Partial
-from . import eager, long_sums, walks
+from . import eager, long_sums, walks, weaving
 from .contract import Block, CompletionCounts, Keys, Queries, Result, Score, accumulation_dtype, has_triton
 
 
@@ -39,13 +39,13 @@ class Backend:
         Args:
             state: state to carry in; its tensors may be overwritten and returned. Without one, the sink joins.
         """
-        carried = self._or_eager(q, keys)._carried(q, keys.walks(), score, state)
+        carried = self._or_eager(q, keys)._carried(q, weaving.keys(keys).walks(), score, state)
         assert carried is not None
         return carried
 
     def output(self, q: Tensor, keys: Keys, score: Score, state: Partial | None = None) -> Result:
         """Attend to the last chunk of keys and return the finished ``(out, lse)``. Arguments: :meth:`forward`."""
-        backend = self._or_eager(q, keys)
+        backend, keys = self._or_eager(q, keys), weaving.keys(keys)
         divisible = len(q) == 1 and not keys.block.ordered  # queries are one after another in memory, no bits to keep
         if keys.block.others and state is None and divisible:
             runs = walks.of_queries(keys.block)
@@ -95,6 +95,9 @@ class Backend:
             counters: (groups of rows, segments of keys) int32 on the device, see :class:`.contract.CompletionCounts`.
         """
         if keys.block.others:
+            more = keys if deterministic else weaving.keys(keys)
+            if more is not keys:
+                return weaving.gradients(keys, self.backward(queries, more, score, dq), into)
             return self._walks_back(queries, keys, score, dq, deterministic, into)
         backend = self._or_eager(queries.q, keys)
         heads, sums_keys = backend.sums(queries.q, keys.k, deterministic)

@@ -58,6 +58,12 @@ def of_keys(block: Block) -> list[tuple[slice, Block]]:
     return block.memo.once("runs of keys", make)
 
 
+def most_keys(block: Block) -> int:
+    """Return the largest number of keys of a walk: portable kernels make gradients of their own before they add or
+    store them."""
+    return max((keys.stop - keys.start for keys, _ in of_keys(block)), default=0)
+
+
 def folded(block: Block, pieces: int) -> Block:
     """Return the block of one walk with ``pieces`` runs of queries in the place of batch elements."""
     n = block.seq_q // pieces

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ringattn import blocks, reference
 from ringattn import mask as masks
-from ringattn.kernels import walks
+from ringattn.kernels import walks, weaving
 from ringattn.kernels.backends import BACKENDS, Eager
 from ringattn.kernels.contract import Block, Keys, Queries, Score
 from ringattn.kernels.delta import row_delta
@@ -151,10 +151,31 @@ def test_only_answers_carry_a_state_and_no_gradients_are_added_up() -> None:
     assert launches(tree, batch=2).forwards == [(64, False, False), (64, True, True)]
 
 
-def test_the_few_keys_of_a_sink_are_a_launch_over_these_keys() -> None:
+def test_the_few_keys_of_a_sink_are_repeated_among_the_others() -> None:
+    backend = launches(masks.sinks(640, 4, 127))
+    assert backend.forwards == [(640, False, True)]
+    assert backend.backwards == [(640 + 4 * 4, False)], "four copies of four keys"
+    # Many copies cost more than they save.
     backend = launches(masks.sinks(64, 4, 15))
     assert backend.forwards == [(16, False, True), (48, False, False), (48, True, True)]
     assert backend.backwards == [(64, True), (4, False)]
+
+
+@given(st.integers(1, 60), st.integers(0, 6), st.integers(0, 20), st.lists(st.integers(0, 60), max_size=3))
+@settings(max_examples=150, deadline=None)
+def test_repeated_keys_are_seen_once(n: int, count_of_sinks: int, left: int, cuts: list[int]) -> None:
+    bounds = [0, *sorted(min(cut, n) for cut in cuts), n]
+    mask = masks.sinks(n, count_of_sinks, left, masks.packed(bounds, n))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(weaving, "MOST", 1)
+        found = weaving.woven(block_of(mask))
+        wide = max(b - a for a, b in itertools.pairwise(bounds)) > left + 1 + count_of_sinks
+        assert found is not None or not (wide and 0 < count_of_sinks <= left and len(set(bounds)) == 2)
+        if found is not None:
+            keys = torch.zeros(n, n, dtype=torch.int64)
+            keys.index_add_(1, found.sources.long(), count(found.block, (n, len(found.sources))))
+            assert torch.equal(keys, mask.dense()[0].long())
+        test_output_and_gradients_are_those_of_the_dense_mask.hypothesis.inner_test(mask, False)
 
 
 def test_queries_are_divided_where_few_keys_would_leave_processors_idle() -> None:

@@ -9,7 +9,7 @@ differs.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from .. import verify
-from ..kernels import long_sums
+from ..kernels import long_sums, walks, weaving
 from ..kernels.backends import Backend
 from ..kernels.contract import Block, Queries, Result, Score, accumulation_dtype
 from ..loads import Loads
@@ -207,14 +207,31 @@ def contributions_at_once(plan: Plan) -> int:
 
 def piece_elements(plan: Plan, shape: Shape, queries: int, keys: int, kv_heads: int) -> int:
     """Return the elements of the gradients of one piece of keys where a backward over ``queries`` and ``keys`` is
-    split (:mod:`ringattn.kernels.long_sums`), and of one walk where queries have several intervals, at most; 0 for
-    neither."""
+    split (:mod:`ringattn.kernels.long_sums`), 0 where it is not."""
     group = shape.q_heads // shape.kv_heads
     # The portable kernel, which deterministic plans use, sums more than the Hopper kernel does.
     longest = max(queries * group, keys) if plan.deterministic else queries * long_sums.heads_together(group)
     too_long = longest > long_sums.LONGEST_SUM
-    rows = long_sums.KEYS * too_long + keys * is_union(plan)
-    return rows * kv_heads * (shape.head_dim + shape.value_dim)
+    return long_sums.KEYS * kv_heads * (shape.head_dim + shape.value_dim) if too_long else 0
+
+
+def walk_bytes(shape: Shape, blocks: Iterable[Block]) -> int:
+    """Return the bytes that a backward over one of these blocks needs more where queries have several intervals: the
+    gradients of one walk, or keys that are repeated, with their gradients."""
+    most = 0.0
+    for block in blocks:
+        if block.others and weaving.woven(block) is not None:
+            most = max(most, block.seq_k * (1.5 * shape.state_itemsize + shape.itemsize))
+        elif block.others:
+            most = max(most, walks.most_keys(block) * shape.state_itemsize)
+    return round(most * shape.kv_elements)
+
+
+def own_blocks(plan: Plan, moves_queries: bool) -> Iterator[Block]:
+    """Yield what the plan's rank computes where shards travel, if queries have several intervals."""
+    for step in plan.steps if is_union(plan) else ():
+        if step.compute and step.owner is not None:
+            yield plan.block(*((step.owner, plan.rank) if moves_queries else (plan.rank, step.owner)))
 
 
 def is_union(plan: Plan) -> bool:

@@ -34,7 +34,7 @@ from ..plans import Plan
 from ..schedule import head_groups, waves
 from ..shape import Shape
 from ..trace import named
-from .contract import Call, Dataflow, Gradients, is_union, piece_elements
+from .contract import Call, Dataflow, Gradients, is_union, piece_elements, walk_bytes
 from .fetching import collected, fetch_keys, gathered_block, interleaved, return_gradients
 
 
@@ -167,6 +167,7 @@ def _message_bytes(plan: Plan, s: Shape, backward: bool) -> int:
         gradients = local + part * (at_once + earlier)
         bound += gradients * s.kv_elements * s.state_itemsize
         bound += piece_elements(plan, s, queries, fetched, s.kv_heads) * s.state_itemsize
+        bound += part * walk_bytes(s, [gathered_block(plan)] if is_union(plan) else [])
         return round(s.batch * bound)
     if len(groups) > 1:
         bound += part * queries * s.q_heads * (s.value_dim * s.itemsize + s.state_itemsize)
@@ -198,7 +199,8 @@ def _pulled_bytes(plan: Plan, s: Shape, backward: bool) -> int:
         # The larger of two: a wave's contributions before dq is made as a result, and after.
         groups = head_groups(heads, heads * (s.q_heads // s.kv_heads), "cuda", backward)
         piece = s.batch * piece_elements(plan, s, queries, fetched, max(g.stop - g.start for g in groups))
-        contributions = (resident * fetched * token + piece) * s.state_itemsize
+        walk = s.batch * walk_bytes(s, [gathered_block(plan)] if is_union(plan) else []) * heads // s.kv_heads
+        contributions = (resident * fetched * token + piece) * s.state_itemsize + walk
         total += max(contributions - s.batch * queries * s.q_heads * s.head_dim * s.itemsize, 0)
         return total
     if count > 1:  # a wave's output, before it is put in its place

@@ -14,7 +14,7 @@ from ..partial import Partial
 from ..plans import Plan
 from ..shape import Shape
 from .circulation import Circulation, Contribution, Tensors, add_gradients
-from .contract import Call, Dataflow, Gradients, contributions_at_once, piece_elements
+from .contract import Call, Dataflow, Gradients, contributions_at_once, own_blocks, piece_elements, walk_bytes
 
 
 class Reduce(Dataflow):
@@ -75,6 +75,7 @@ class Reduce(Dataflow):
             total += 2 * plan.local_lengths[plan.rank] * s.q_heads * s.state_itemsize
             longest = max(plan.local_lengths_k)
             total += piece_elements(plan, s, queries, longest, s.kv_heads) * s.state_itemsize
+            total += walk_bytes(s, own_blocks(plan, True))
         return s.batch * total
 
 

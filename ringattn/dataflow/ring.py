@@ -48,7 +48,7 @@ from ..partial import Partial
 from ..plans import Plan
 from ..shape import Shape
 from .circulation import Circulation, Contribution, add_gradients
-from .contract import Call, Dataflow, Gradients, contributions_at_once, is_union, piece_elements
+from .contract import Call, Dataflow, Gradients, contributions_at_once, is_union, own_blocks, piece_elements, walk_bytes
 
 
 class Ring(Dataflow):
@@ -102,4 +102,4 @@ class Ring(Dataflow):
         travelling = keys * s.kv_elements * (shards * s.itemsize + contributions)
         local = queries * s.q_heads * (s.head_dim + 2) * s.state_itemsize
         piece = piece_elements(plan, s, queries, keys, s.kv_heads) * s.state_itemsize
-        return s.batch * (travelling + local + piece)
+        return s.batch * (travelling + local + piece + walk_bytes(s, own_blocks(plan, False)))

@@ -1,0 +1,139 @@
+"""Two intervals per query as one, where one of them is a few keys: those are repeated among the others.
+
+    window of 6 keys and 2 sinks, s t        keys      s t 2 3 4 5 6 7|s t|8 9 . . .|s t|. .
+    query 8 sees s t and 3 to 8                              [3 4 5 6 7 s t 8]
+    query 13 sees s t and 8 to 13                                       [s t 8 9 . . .]
+
+A window of w keys that moves along holds exactly one of copies that are w keys apart. So the sinks of a query and its
+window are neighbours in a buffer with a few more keys, and one walk goes over both: no state is carried. The order of
+keys does not matter to a sum over them. Gradients of copies are added to those of the keys themselves.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from .contract import Block, Keys
+
+MOST = 16  # all copies together have at most the 16th part of the keys
+
+
+class Woven(NamedTuple):
+    """A block of one walk over repeated keys.
+
+    Args:
+        sources: (more keys,) int32, the key that each row of the buffer is.
+        own: (keys,) int32, the row of each key itself.
+        copies: (copied,) int32, the rows of copies.
+        copied: (copied,) int32, the keys that those are.
+    """
+
+    block: Block
+    sources: Tensor
+    own: Tensor
+    copies: Tensor
+    copied: Tensor
+
+
+def keys(keys: Keys) -> Keys:
+    """Return the keys with copies among them, and the block of one walk over these; the same keys where that is not
+    possible, or while they are still arriving."""
+    found = woven(keys.block) if keys.block.others and keys.ready is None else None
+    if found is None:
+        return keys
+    sources = _rows(keys, found)[0]
+    return Keys(keys.k.index_select(1, sources), keys.v.index_select(1, sources), found.block)
+
+
+def gradients(keys: Keys, of_rows: tuple[Tensor, Tensor], into: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor]:
+    """Return dk and dv of keys from those of the rows of :func:`keys`.
+
+    Args:
+        into: where they are written; new tensors if absent.
+    """
+    found = woven(keys.block)
+    assert found is not None
+    _, own, copies, copied = _rows(keys, found)
+    results = []
+    for number, of_row in enumerate(of_rows):
+        whole = of_row.index_select(1, own)
+        whole.index_add_(1, copied, of_row.index_select(1, copies))
+        results.append(whole if into is None else into[number].copy_(whole))
+    return results[0], results[1]
+
+
+def _rows(keys: Keys, found: Woven) -> tuple[Tensor, ...]:
+    return keys.block.on(keys.k.device, "woven rows", lambda: found[1:])
+
+
+def woven(block: Block) -> Woven | None:
+    """Return the block as one walk over repeated keys, or None where that is not possible. Made once."""
+    return block.memo.once("woven", lambda: (_weave(block),))[0]
+
+
+def _weave(block: Block) -> Woven | None:
+    walks = block.walks
+    if block.ordered or len(walks) != 2 or any(walk.start.shape[0] != 1 for walk in walks):
+        return None
+    several = [[x[0].cpu().numpy().astype(np.int64) for x in (walk.start, walk.end)] for walk in walks]
+    several.sort(key=lambda x: int((x[1] - x[0]).sum()))
+    (low, high), (start, end) = several  # few keys, and the others
+    some, sees = high > low, end > start
+    if (some & (~sees | (high > start))).any():
+        return None  # only keys before the others
+    begin = np.where(some & (high == start), low, start)  # neighbours already
+    needs = some & (high < start)
+    copies = _copies(begin, end, np.where(needs, low, -1), np.where(needs, high, -1), block.seq_k // MOST)
+    if copies is None:
+        return None
+    at, first, past, rows, stops = (np.array(x, dtype=np.int64) for x in zip(*copies, strict=True))
+    lengths = past - first
+    total = np.concatenate([[0], lengths.cumsum()])
+    copy = np.full(len(start), -1)
+    for number, (a, b) in enumerate(zip(rows, stops, strict=True)):
+        copy[a:b] = number
+    left, right = np.searchsorted(at, begin, "right"), np.searchsorted(at, end, "left")
+    left, right = np.where(copy >= 0, np.minimum(left, copy), left), np.where(copy >= 0, copy + 1, right)
+    new_begin, new_end = begin + total[left], end + total[right]
+    new_end = np.maximum(new_begin, new_end)
+    seen = np.where(sees, end - begin, 0) + np.where(needs, high - low, 0)
+    in_order = all((np.diff(x) >= 0).all() for x in (new_begin, new_end))
+    if not in_order or ((new_end - new_begin) != seen).any():
+        return None
+    copied = np.concatenate([np.arange(a, b) for a, b in zip(first, past, strict=True)])
+    keys = np.arange(block.seq_k)
+    sources = np.insert(keys, np.repeat(at, lengths), copied)
+    own = keys + total[np.searchsorted(at, keys, "right")]
+    places = np.concatenate([np.arange(n) + a + t for n, a, t in zip(lengths, at, total[:-1], strict=True)])
+    tensors = [torch.from_numpy(x.astype(np.int32)) for x in (new_begin, new_end, sources, own, places, copied)]
+    joined = replace(
+        block, start=tensors[0][None], end=tensors[1][None], segments_k=(len(sources),), others=(),
+        positions_k=block.positions_k[tensors[2].long().to(block.positions_k.device)], pairs=float(seen.sum()),
+    )  # fmt: skip
+    return Woven(joined, *tensors[2:])
+
+
+def _copies(
+    start: np.ndarray, end: np.ndarray, low: np.ndarray, high: np.ndarray, most: int
+) -> list[tuple[int, int, int, int, int]] | None:
+    """Return copies of keys ``low`` to ``high`` that every query with ``low >= 0`` sees one of: (the key before which
+    it lies, its first key, past its last, the first query that sees it, past the last); None if there is no way."""
+    copies: list[tuple[int, int, int, int, int]] = []
+    others = np.flatnonzero((np.diff(low) != 0) | (np.diff(high) != 0)) + 1  # queries that see other few keys
+    count, query, n = 0, int(np.argmax(low >= 0)) if (low >= 0).any() else len(low), len(low)
+    while query < n:
+        at = max(int(end[query - 1]) if query else 0, int(start[query]))
+        change = int(np.searchsorted(others, query, "right"))
+        stop = min(int(others[change]) if change < len(others) else n, int(np.searchsorted(start, at, "right")))
+        count += int(high[query] - low[query])
+        if at > end[query] or stop <= query or count > most or (stop < n and start[stop] < at):
+            return None
+        copies.append((at, int(low[query]), int(high[query]), query, stop))
+        rest = np.flatnonzero(low[stop:] >= 0)[:1]
+        query = stop + int(rest[0]) if len(rest) else n
+    return copies or None
