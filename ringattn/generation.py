@@ -190,7 +190,7 @@ def decode(
     Raises:
         TypeError, ValueError: the value, what was expected and the fix, before anything is sent.
     """
-    cache.transport.begin("decode()")
+    cache.transport.begin("decode()", details=f"q={tuple(q.shape)}, {q.dtype}, keys={cache.seq_len}")
     k, v, q = as_autocast(cache.k, cache.v, q)
     _check(q, k, cache.seq_len, window_size)
     check_score(q, softcap, alibi_slopes, sink, score_mod)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor
 
 from . import layout as layouts
+from . import lockstep
 from . import mask as masks
 from . import transport as transports
 from .agreement import hash_of
@@ -87,8 +89,8 @@ def plan(
             need more and copy engines fetch them, they come in waves of heads that fit; messages fetch all heads.
             "auto" chooses no gather that does not fit.
         timeout: seconds that a rank waits for another one that is stopped or does not come, in this call and in
-            attention with this plan; None: RINGATTN_TIMEOUT, or else the time limit of the group, which also hold
-            for the first plan of a group, because that connects the ranks. A rank that has died is detected at once.
+            attention with this plan; None: RINGATTN_TIMEOUT, or else the time limit of the group. The first plan of a
+            group also connects the ranks. A rank that has died is detected at once.
         wait: False to make the plan of the next batch while the GPU works on this one: the ranks' arguments are
             compared in the background, and an error about them is raised on every rank in the first attention with the
             plan. That attention compares its own arguments only if no earlier one on this group had the same.
@@ -102,8 +104,11 @@ def plan(
         RuntimeError: a rank died (:class:`ringattn.errors.LostPeer`) or did not come (:class:`~.errors.TimedOut`), or
             an earlier call on the group failed (:class:`~.errors.GroupBroken`).
     """
-    transport = transports.of(group)
-    transport.begin("plan()")
+    limit = None
+    with contextlib.suppress(ValueError):  # checked below
+        limit = None if timeout is None else transports.seconds("timeout", timeout)
+    transport = transports.of(group, limit)
+    transport.begin("plan()", timeout=limit, compares=True)
     transport.plans_made += 1
     error: Exception | None = None
     words: dict[str, int | float | str | bool] = {}
@@ -113,7 +118,6 @@ def plan(
             Masking(mask, causal, window_size, cu_seqlens, cu_seqlens_k, documents, prefix),
             Choices(layout, dataflow, deterministic, local_size, buffer_bytes, timeout),
         )  # fmt: skip
-        transport.timeout = request.timeout or transport.limit
         words = request.words()
         costs = None
         if transport.world_size > 1 and request.asks_for_costs:
@@ -121,7 +125,9 @@ def plan(
             words["calibration"] = hash_of(repr(costs[0]))
     except Exception as bad:  # of any kind: it is reported to the other ranks
         error = bad
-    agreement = transport.start_agreement("plan()", {"plans": transport.plans_made, **words}, error, _ADVICE)
+    where = lockstep.whereabouts(transport.calls, lines=True) if transport.checks else {}
+    words_here = {"plans": transport.plans_made, **where, **words}
+    agreement = transport.start_agreement("plan()", words_here, error, _ADVICE)
     if wait:
         agreement.check()
 

@@ -34,6 +34,7 @@ def test_prefill_then_tokens_one_by_one_and_several(world_size: int, window_size
             cache.append(k[:, begin:end], v[:, begin:end])
             outs.append(ringattn.decode(q[:, begin:end], cache, window_size=window_size, **options))
         assert torch.equal(cache.positions, cache.positions.sort().values)
+        assert set((cache.positions[cache.positions >= prompt] % world_size).tolist()) == {rank.rank}
         return torch.cat(outs, 1), len(cache.positions)
 
     results = virtual.run(world_size, body)
