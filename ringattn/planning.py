@@ -216,11 +216,6 @@ class Request:
         if keys is None and mask is not None:
             keys = mask.seq_len_k
         whole, packed, parts = _combine(seq_len, keys, masking)
-        if choices.deterministic and len(whole.members) > 1:
-            raise NotImplementedError(
-                f"the mask is a union of {len(whole.members)} intervals per query, which deterministic=True does not "
-                "support yet; leave it out"
-            )
         if isinstance(layout, Plan):
             sizes = [(x.seq_len, x.seq_len_k) for x in (layout, whole)]
             if sizes[0] != sizes[1] or layout.world_size != world_size:

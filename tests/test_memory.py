@@ -110,8 +110,8 @@ def test_no_more_than_predicted(
         if dataflow == "gather":
             gathered_block(plan)
         if plan.deterministic:
-            tiles.keys_block(plan)
-            tiles.queries_block(plan)
+            tiles.keys_blocks(plan)
+            tiles.queries_blocks(plan)
         flow, n = choose(dataflow, plan.deterministic), plan.local_lengths[rank.rank]
         q, k, v = (torch.empty(1, n, h, DIM, dtype=torch.bfloat16) for h in (heads[0], heads[1], heads[1]))
         shape = dict(q_heads=heads[0], kv_heads=heads[1], head_dim=DIM, itemsize=2)
