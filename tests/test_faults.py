@@ -62,6 +62,7 @@ def disturbed(case: Case, hop: int, fault: str) -> cases.Part:
             if fault == "is told to end":
                 os.kill(os.getpid(), signal.SIGTERM)
             if fault == "is interrupted":  # while it waits for a message
+                signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
                 threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
                 return real(sends, receives)
             if fault == "stops":

@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 import ringattn
 from ringattn import Partial, virtual
+from ringattn import mask as masks
 from ringattn.dataflow import choose, tiles
 from ringattn.dataflow.contract import Call
 from ringattn.dataflow.fetching import gathered_block
@@ -98,6 +99,7 @@ def _messages(monkeypatch: pytest.MonkeyPatch) -> None:
         (4, "ring", "zigzag", (8, 2), dict(causal=True, deterministic=True)),
         (4, "reduce", "striped", (8, 8), dict(causal=True, window_size=(300, 0), deterministic=True)),
         (4, "gather", "contiguous", (8, 8), dict(causal=True, deterministic=True, buffer_bytes=1 << 20)),
+        (4, "ring", "zigzag", (8, 2), dict(mask=masks.sinks(TOKENS, 4, 300), deterministic=True)),
     ],
 )
 def test_no_more_than_predicted(

@@ -134,9 +134,11 @@ class SameBits(Dataflow):
         peak = _moved(of_keys(plan), plan.rank) * s.kv_elements * s.itemsize * share
         if not backward:
             output = queries * s.q_heads * (s.value_dim * s.itemsize + s.state_itemsize)
-            state = queries * s.q_heads * (s.value_dim + 4) * s.state_itemsize
-            states = 3 * state * (len(plan.mask.members) > 1)  # two, and what their sum is made of
-            return round(s.batch * (peak + share * ((len(cut) > 1) * output + states)))
+            part = (len(cut) > 1) * share * output
+            if len(plan.mask.members) > 1:  # two states, after the messages
+                states = 2 * queries * s.q_heads * (s.value_dim + 3) * s.state_itemsize
+                peak = max(peak, share * (of_keys(plan)[plan.rank].rows * s.kv_elements * s.itemsize + states))
+            return round(s.batch * (peak + part))
         gradients = keys * s.kv_elements * s.state_itemsize
         theirs = _moved(of_queries(plan), plan.rank) * _query_bytes(s) * share + gradients * share
         rows = queries * s.q_heads * (s.head_dim + 2) * s.state_itemsize
