@@ -27,7 +27,7 @@ from .transport import Transport
 if TYPE_CHECKING:
     from .cost import Costs
 
-VERSION = 5  # of the exchange between ranks
+VERSION = 6  # of the exchange between ranks
 BUFFER_BYTES = 8 << 30
 _ADVICE = {
     "calibration": "The numbers stand for what benchmarks/calibrate.py measured, from RINGATTN_CALIBRATION or "

@@ -163,6 +163,34 @@ def test_an_argument_error_of_all_ranks_leaves_the_group_usable(pools: Callable[
         assert again == ("", "no error")
 
 
+def another_version() -> tuple[str, str]:
+    """Make a plan where rank 1 has another version of the library."""
+    planning = ringattn.planning
+    version = planning.VERSION
+    planning.VERSION += dist.get_rank()
+    try:
+        return error_of(make)
+    finally:
+        planning.VERSION = version
+
+
+@pytest.mark.parametrize("world_size", on_ranks(2))
+def test_versions_of_the_library_that_differ_are_named(pools: Callable[[int], Pool], world_size: int) -> None:
+    version = ringattn.planning.VERSION
+    for kind, text in pools(world_size).run(another_version):
+        assert kind == "Disagreement"
+        assert f"version is {version} on ranks [0], {version + 1} on ranks [1]" in text
+
+
+def test_keys_changed_after_the_call_are_an_error_of_the_backward() -> None:
+    plan, x = ringattn.plan(SEQ), torch.randn(1, SEQ, HEADS, DIM, requires_grad=True)
+    k = x.clone()
+    out = ringattn.attention(x, k, k, plan)
+    k.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()
+
+
 def error_in_different_calls() -> tuple[tuple[str, str], tuple[str, str]]:
     """A comparison in which the ranks are in different calls, one of them ahead; then the same calls again."""
     plan, x = make()
