@@ -381,6 +381,14 @@ MUTANTS = (
         gpu=True,  # the interpreter rounds the product of a fused multiply-add
     ),
     Mutant(
+        "hopper: the forward waits for the first row only",
+        "kernels/hopper/forward.py",
+        "wait_row(flags_ptr, row, epoch, timed_out_ptr, 4)",
+        "wait_row(flags_ptr, row * 0, epoch, timed_out_ptr, 4)",
+        "tests/test_hopper_forward.py -k arrive_after",
+        gpu=True,
+    ),
+    Mutant(
         "triton: row offsets in 32 bits",
         "kernels/triton/primitives.py",
         "rows = (first + tl.arange(0, ROWS)).to(tl.int64)",
