@@ -126,8 +126,8 @@ def plan(
     except Exception as bad:  # of any kind: it is reported to the other ranks
         error = bad
     where = lockstep.whereabouts(transport.calls, lines=True) if transport.checks else {}
-    words_here = {"plans": transport.plans_made, **where, **words}
-    agreement = transport.start_agreement("plan()", words_here, error, _ADVICE)
+    here = {"plans": transport.plans_made, "RINGATTN_CHECK": transport.checks, **where}
+    agreement = transport.start_agreement("plan()", {**here, **words}, error, _ADVICE)
     if wait:
         agreement.check()
 

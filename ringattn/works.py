@@ -38,7 +38,10 @@ def interruptible(wait: Callable[[], Any]) -> Any:
         del _waiting[process]  # its thread waits for long; the next wait gets another one
         raise
     if task.error is not None:
-        raise task.error
+        try:
+            raise task.error
+        finally:
+            del task  # an error that its own traceback refers to would keep tensors alive
     return task.result
 
 

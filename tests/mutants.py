@@ -696,7 +696,7 @@ MUTANTS = (
         "tests/test_watchdog.py tests/test_health.py",
     ),
     Mutant(
-        "lockstep: nobody reads the calls of others",
+        "lockstep: calls of other ranks are not read",
         "ringattn/health.py",
         "other.digest != call.digest and not",
         "other.digest != other.digest and not",

@@ -182,6 +182,17 @@ def test_versions_of_the_library_that_differ_are_named(pools: Callable[[int], Po
         assert f"version is {version} on ranks [0], {version + 1} on ranks [1]" in text
 
 
+def checks_on_one_rank() -> tuple[str, str]:
+    return error_of(make, dist.get_rank() == 1)
+
+
+@pytest.mark.parametrize("world_size", on_ranks(2))
+def test_all_ranks_compare_every_call_or_none(pools: Callable[[int], Pool], world_size: int) -> None:
+    for kind, text in pools(world_size).run(checks_on_one_rank):
+        assert kind == "Disagreement"
+        assert "RINGATTN_CHECK is False on ranks [0], True on ranks [1]" in text
+
+
 def test_keys_changed_after_the_call_are_an_error_of_the_backward() -> None:
     plan, x = ringattn.plan(SEQ), torch.randn(1, SEQ, HEADS, DIM, requires_grad=True)
     k = x.clone()
