@@ -190,31 +190,35 @@ def decode(
     Raises:
         TypeError, ValueError: the value, what was expected and the fix, before anything is sent.
     """
+    try:
+        k, v, q = as_autocast(cache.k, cache.v, q)
+        _check(q, k, cache.seq_len, window_size)
+        check_score(q, softcap, alibi_slopes, sink, score_mod)
+        new, head_dim = q.shape[1], q.shape[3]
+        mask = masks.window(new, *window_size, cache.seq_len)
+        queries = torch.arange(new, device=q.device)
+        start, end = mask.intervals(queries)
+        positions = cache.positions.contiguous()
+        block = Block(
+            torch.searchsorted(positions, start, out_int32=True),
+            torch.searchsorted(positions, end, out_int32=True),
+            (queries + mask.offset).to(torch.int32),
+            positions,
+            (new,),
+            (len(positions),),
+        )
+        scale = head_dim**-0.5 if softmax_scale is None else float(softmax_scale)
+        # kernels read slopes as they accumulate
+        slopes = None if alibi_slopes is None else alibi_slopes.to(accumulation_dtype(q)).contiguous()
+        if cache.transport.world_size > 1:
+            cache.transport.check_device("q", q)
+        score = Score(scale, float(softcap), slopes, mod=score_mod)
+        q = unit_stride(q)
+        backend = choose(kernel, q, k, v, score)
+    except Exception as error:  # the other ranks must hear of it
+        cache.transport.refuse("decode()", error)
+        raise
     cache.transport.begin("decode()", details=f"q={tuple(q.shape)}, {q.dtype}, keys={cache.seq_len}")
-    k, v, q = as_autocast(cache.k, cache.v, q)
-    _check(q, k, cache.seq_len, window_size)
-    check_score(q, softcap, alibi_slopes, sink, score_mod)
-    new, head_dim = q.shape[1], q.shape[3]
-    mask = masks.window(new, *window_size, cache.seq_len)
-    queries = torch.arange(new, device=q.device)
-    start, end = mask.intervals(queries)
-    positions = cache.positions.contiguous()
-    block = Block(
-        torch.searchsorted(positions, start, out_int32=True),
-        torch.searchsorted(positions, end, out_int32=True),
-        (queries + mask.offset).to(torch.int32),
-        positions,
-        (new,),
-        (len(positions),),
-    )
-    scale = head_dim**-0.5 if softmax_scale is None else float(softmax_scale)
-    # kernels read slopes as they accumulate
-    slopes = None if alibi_slopes is None else alibi_slopes.to(accumulation_dtype(q)).contiguous()
-    if cache.transport.world_size > 1:
-        cache.transport.check_device("q", q)
-    score = Score(scale, float(softcap), slopes, mod=score_mod)
-    q = unit_stride(q)
-    backend = choose(kernel, q, k, v, score)
     with no_autocast(q):  # the state is float32, whatever the caller's region says
         try:
             total = all_reduce(backend.forward(q, Keys(k, v, block), score), cache.transport)

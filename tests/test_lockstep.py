@@ -163,6 +163,26 @@ def test_an_argument_error_of_all_ranks_leaves_the_group_usable(pools: Callable[
         assert again == ("", "no error")
 
 
+def decode_refused_by(ranks: tuple[int, ...]) -> tuple[tuple[str, str], tuple[str, str]]:
+    os.environ["RINGATTN_CHECK"] = "0"
+    cache = ringattn.KVCache(1, 8, HEADS, DIM, group(), dtype=torch.float32)
+    q = torch.randn(1, 1, HEADS, DIM)
+    cache.append(q, q)
+    kernel = "none" if cache.transport.rank in ranks else "eager"
+    first = error_of(lambda: ringattn.decode(q, cache, kernel=kernel))
+    return first, error_of(ringattn.decode, q, cache)
+
+
+@pytest.mark.parametrize("world_size", on_ranks(2))
+def test_an_argument_error_of_decode(pools: Callable[[int], Pool], world_size: int) -> None:
+    for first, again in pools(world_size).run(decode_refused_by, (0, 1)):
+        assert (first[0], again) == ("ValueError", ("", "no error"))
+    (first, _), (bad, _) = pools(world_size).run(decode_refused_by, (1,))
+    assert bad[0] == "ValueError"
+    assert first[0] in ("RankFailed", "LostPeer")
+    assert "kernel='none' is unknown" in first[1]
+
+
 def another_version() -> tuple[str, str]:
     """Make a plan where rank 1 has another version of the library."""
     planning = ringattn.planning
