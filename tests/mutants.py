@@ -742,7 +742,21 @@ MUTANTS = (
         "ringattn/dataflow/tiles.py",
         "padding = (tiles.start - row) % unit",
         "padding = 0",
-        "tests/test_same_bits.py",
+        "tests/test_same_bits.py -k triton_flushes",
+    ),
+    Mutant(
+        "same bits: only queries that see keys under the first member are gathered",
+        "ringattn/dataflow/tiles.py",
+        "    for member in mask.members:",
+        "    for member in mask.members[:1]:",
+        "tests/test_same_bits.py -k verify",
+    ),
+    Mutant(
+        "same bits: a state is carried from interval to interval",
+        "ringattn/dataflow/same_bits.py",
+        "state = state.add_(call.backend.forward(q, one, score.without_sink()))",
+        "state = call.backend.forward(q, one, score.without_sink(), state)",
+        "tests/test_same_bits.py -k triton_kernels_under_a_union",
     ),
     Mutant(
         "same bits: tiles are not whole",
@@ -756,7 +770,7 @@ MUTANTS = (
         "kernels/contract.py",
         "            full_end = torch.zeros_like(full_end)  # no full tiles: they would be walked before the cut ones\n",
         "            full_end = full_end.clone()\n",
-        "tests/test_same_bits.py",
+        "tests/test_same_bits.py -k triton_flushes",
     ),
     # --- what training sees
     Mutant(
