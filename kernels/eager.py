@@ -54,7 +54,7 @@ def forward(q: Tensor, keys: Keys, score: Score, state: Partial | None, finalize
         o[:, rows] = o[:, rows] * _per_row(alpha) + _grouped(p, v[:, cols].to(dtype)).transpose(1, 2)
 
     if not finalize:
-        return Partial(m, l, o)
+        return Partial(m[..., :rows_of_q], l[..., :rows_of_q], o[:, :rows_of_q])
     nonempty = l != 0
     out = o / _per_row(torch.where(nonempty, l, 1.0))
     lse = torch.where(nonempty, m + torch.log(l), float("-inf"))

@@ -27,6 +27,7 @@ from triton import knobs
 from triton.compiler import CompiledKernel
 
 from ..memo import Memo
+from . import cache_folder
 
 LAUNCHES = 1024  # launches that one Launches keeps; lengths may differ from batch to batch
 COMPILED = 4096  # compiled kernels that dispatch() keeps
@@ -71,6 +72,7 @@ def dispatch(
         compiled, values = cached
         compiled[grid](*args, *values)
         return Launched(compiled, grid, (*args, *values))
+    cache_folder.ensure()
     compiled = kernel[grid](*args, enable_fp_fusion=True, **constants)
     if isinstance(compiled, CompiledKernel):  # the interpreter compiles nothing
         _compiled.put(key, (compiled, [constants[name] for name in kernel.arg_names[len(args) :]]))

@@ -20,6 +20,7 @@ Value = int | float | str | bool
 _WORDS = 96  # of a row
 _TEXT_WORDS = 56  # of which for the text
 _TEXT_BYTES = 8 * _TEXT_WORDS
+_ORDER = ("call", "plans", "calls", "line", "grad_mode", "training", "forward")  # differ where ranks are elsewhere
 
 
 class Agreement:
@@ -29,6 +30,7 @@ class Agreement:
         call, fields: as of :func:`compare`.
         rows: waits for the rows of all ranks and returns them, (world_size, words); None for one rank.
         advice: what to add to the error where a field differs, by its name.
+        elsewhere: called before it is raised that ranks are in different calls.
 
     Attributes:
         failed: the error that :meth:`check` has raised.
@@ -40,8 +42,10 @@ class Agreement:
         fields: Mapping[str, Value],
         rows: Callable[[], Tensor] | None,
         advice: Mapping[str, str] | None = None,
+        elsewhere: Callable[[], None] = lambda: None,
     ) -> None:
         self._call, self._fields, self._rows, self._advice = call, fields, rows, advice or {}
+        self._elsewhere = elsewhere
         self.failed: ValueError | None = None
 
     def check(self) -> None:
@@ -64,6 +68,8 @@ class Agreement:
             self.failed = type(differs)(text, differs.call, differs.field, differs.values)
         except RankFailed as other:
             self.failed = other
+        if isinstance(self.failed, Desynchronized):
+            self._elsewhere()
         if self.failed is not None:
             raise self.failed
 
@@ -114,7 +120,7 @@ def compare(call: str, fields: Mapping[str, Value], rows: Tensor) -> None:
             values = {shown[word]: ranks[word] for word in order}
             listed = ", ".join(f"{text} on ranks {of}" for text, of in values.items())
             message = f"{call} differs across ranks: {field} is {listed}; every rank must pass the same"
-            kind = Desynchronized if field in ("call", "plans") else Disagreement
+            kind = Desynchronized if field in _ORDER else Disagreement
             raise kind(message, call, field, values)
         names += isinstance(value, str)
 
@@ -137,9 +143,14 @@ def _number(word: int, like: Value) -> Value:
 
 
 def _join(names: Sequence[str]) -> bytes:
-    """Return the names, each closed by a zero byte and cut to an equal share of the text."""
-    share = _TEXT_BYTES // max(1, len(names)) - 1
-    return b"".join(name.replace("\0", " ").encode()[:share] + b"\0" for name in names)
+    """Return the names, each closed by a zero byte, the longest ones cut so that all fit."""
+    texts = [name.replace("\0", " ").encode() for name in names]
+    left = _TEXT_BYTES - len(texts)
+    size = 0
+    for i, length in enumerate(sorted(map(len, texts))):
+        size = min(left // (len(texts) - i), _TEXT_BYTES // 2)
+        left -= min(length, size)
+    return b"".join(text[:size] + b"\0" for text in texts)
 
 
 def _name(row: Sequence[int], index: int, word: int) -> str:

@@ -163,9 +163,10 @@ SETTINGS = (
     ("TORCH_NCCL_BLOCKING_WAIT", "1", "warn", "the host waits for every message; unset it"),
     ("PYTORCH_NO_CUDA_MEMORY_CACHING", "1", "warn", "every buffer is allocated by the driver; unset it"),
     ("TRITON_INTERPRET", "1", "warn", "kernels run in Python; unset it"),
+    ("RINGATTN_CHECK", "1", "warn", "all ranks compare every call, which takes time; unset it after debugging"),
     ("RINGATTN_PULLS", "0", "warn", "no copy engines; unset it unless they fail here"),
 )
-OURS = {"RINGATTN_TIMEOUT", "RINGATTN_PULLS", "RINGATTN_CALIBRATION"}
+OURS = {"RINGATTN_TIMEOUT", "RINGATTN_CHECK", "RINGATTN_PULLS", "RINGATTN_CALIBRATION"}
 
 
 def settings() -> Iterator[Finding]:

@@ -54,8 +54,9 @@ def attention(
     Under autocast, q, k and v are cast to its dtype, as by torch's own attention. Gradients are complete for the
     local tokens and never rescaled. They cannot be differentiated again, and there is no forward mode: both raise.
 
-    Ranks compare their arguments in the first call with them after ``plan()``; afterwards they trust that all run the
-    same program.
+    Ranks compare their arguments, grad mode and training mode in the first call with them after ``plan()``. In later
+    calls only those of one host detect that they are in different ones; RINGATTN_CHECK=1 compares every call
+    (:mod:`.lockstep`).
 
     Raises:
         TypeError, ValueError: the value, what was expected and the fix, before anything is sent.
@@ -76,7 +77,10 @@ def attention(
         raise
     scale = q.shape[-1] ** -0.5 if softmax_scale is None else float(softmax_scale)
     mod = 0 if score_mod is None else score_mod.handle
-    out, lse = operators.attend(q, k, v, alibi_slopes, sink, scale, float(softcap), kernel, plan.handle, mod)
+    grad_mode = torch.is_grad_enabled()
+    out, lse = operators.attend(
+        q, k, v, alibi_slopes, sink, scale, float(softcap), kernel, plan.handle, mod, grad_mode
+    )  # fmt: skip
     return (out, lse) if return_lse else out
 
 

@@ -9,7 +9,6 @@ Ranks of other hosts are not on the board: their errors have only the text of th
 from __future__ import annotations
 
 import contextlib
-import datetime
 import math
 import os
 import secrets
@@ -22,12 +21,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from . import lockstep
 from .errors import ExchangeFailed, LostPeer, Place, TimedOut
 from .peer import driver, watchdog
-from .peer.watchdog import Board
+from .peer.watchdog import Board, CallMark
 
 _PATIENCE = 1.0  # seconds to wait until the board shows which rank caused an error
-_NEVER_SENT = 0x72696E67  # a tag that no message has
 _pinned: list[object] = []  # boards stay pinned, so they must stay mapped, until the process ends
 
 
@@ -44,15 +43,6 @@ def seconds(name: str, value: Any) -> float:
     if not limit > 0 or isinstance(value, bool):
         raise ValueError(f"{name} is {value!r}; it must be a positive number of seconds, as 600")
     return min(limit, 1e8)
-
-
-def close_gloo(gloo: Any) -> None:
-    """Close the connections of a gloo group, so that the other ranks do not wait for this one. Gloo has no abort; a
-    receive that times out closes all connections of its group."""
-    for peer in range(gloo.size()):
-        if peer != gloo.rank():
-            with contextlib.suppress(RuntimeError):
-                gloo.recv([torch.empty(1)], peer, _NEVER_SENT).wait(datetime.timedelta(milliseconds=1))
 
 
 class Marks:
@@ -73,13 +63,15 @@ class Health:
 
     Attributes:
         board: shared with the ranks of this host; None without shared memory.
-        seen: the other ranks whose processes can be seen, see :meth:`.Board.peers`.
+        here: the other ranks that are on the board.
+        seen: those whose processes can be seen, see :meth:`.Board.peers`.
         marks: for streams that wait for messages; None where no watchdog runs.
     """
 
     def __init__(self, rank: int, world_size: int) -> None:
         self.rank, self.world_size = rank, world_size
         self.board: Board | None = None
+        self.here: list[int] = []
         self.seen: list[int] = []
         self.marks: Marks | None = None
         self._watchdog: subprocess.Popen[bytes] | None = None
@@ -112,6 +104,7 @@ class Health:
             if self.rank == first and board is not None:
                 os.unlink(path)
         self.board = board
+        self.here = [] if board is None else board.entered()
         self.seen = [] if board is None else board.peers()
 
     def watch(self) -> str:
@@ -130,17 +123,33 @@ class Health:
             return f"the watchdog cannot be started: {error}"
         return ""
 
-    def begin(self, limit: float) -> None:
-        """Record that this rank begins its next call, with a time limit in seconds."""
-        if self.board is not None:
-            self.board.begin(limit)
+    def begin(self, limit: float, call: CallMark, shown: str) -> int | None:
+        """Record that this rank begins its next call, with a time limit in seconds. Return a rank of this host that is
+        in another call, if there is one and not both compare their arguments, which detects it on all ranks."""
+        if self.board is None:
+            return None
+        self.board.begin(limit, call, shown)
+        for rank in self.here:
+            other = self.board.call(rank, call.number)
+            if other is not None and other.digest != call.digest and not (call.compares and other.compares):
+                return rank
+        return None
+
+    def other_call(self, rank: int, number: int) -> Exception:
+        """Return the error for a rank of this host whose call of this number is not that of this rank."""
+        board = self.board
+        assert board is not None
+        own, other = board.shown(self.rank), board.call(rank, number)
+        if other is not None and other.refused:
+            return lockstep.refused_by(rank, own, board.shown(rank, refused=True))
+        return lockstep.difference((self.rank, number, own), (rank, board.calls_of(rank), board.shown(rank)))
 
     def fail(self, error: BaseException, where: str) -> None:
         """Record why this rank cannot continue."""
         if self.board is None:
             return
-        if isinstance(error, ExchangeFailed) and error.peer is not None:
-            self.board.fail(error.cause, error.peer)
+        if isinstance(error, ExchangeFailed):
+            self.board.fail(error.cause, watchdog.UNKNOWN if error.peer is None else error.peer)
         else:
             line = str(error).partition("\n")[0]
             self.board.fail(f"{type(error).__name__}: {line}{where}")
@@ -173,7 +182,8 @@ class Health:
             time.sleep(0.02)  # a process closes its connections shortly before it is dead
             peer, cause = self.board.cause(self.seen, stopped=True)
         if not cause and self.board is not None and late:
-            peer, cause = self.board.delay(self.seen)
+            unseen = [rank for rank in range(self.world_size) if rank not in (self.rank, *self.seen)]
+            peer, cause = self.board.delay(self.seen, unseen)
         words = str(error).partition("\n")[0].removesuffix(".") or type(error).__name__
         # A dead or failed rank is lost, also if the time limit has passed.
         kind = TimedOut if late and not self._is_lost(peer) else LostPeer

@@ -69,22 +69,23 @@ def _forward(
     kernel: str,
     plan_handle: int,
     score_mod: int,
+    grad_mode: bool,
 ) -> tuple[Tensor, Tensor]:
     plan = plans.by_handle(plan_handle)
-    plan.transport.begin("attention() forward", plan.dataflow, plan.timeout)
     score = _score(q, alibi_slopes, sink, softmax_scale, softcap, score_mod)
-    q, k, v = map(unit_stride, (q, k, v))
     error: Exception | None = None
     try:
+        q, k, v = map(unit_stride, (q, k, v))
         if plan.world_size > 1:
             plan.transport.check_device("q", q)
         backend = choose(kernel, q, k, v, score)
     except Exception as bad:  # whatever it is, the other ranks must hear of it
         error = bad
-    plan.agree_once(
+    plan.begin(
         "attention()",
         dict(
             plan=plan.digest,
+            grad_mode=grad_mode,
             batch=q.shape[0],
             q_heads=q.shape[2],
             kv_heads=k.shape[2],
@@ -98,6 +99,8 @@ def _forward(
             score_mod="" if score.mod is None else score.mod.name,
         ),
         error,
+        part=" forward",
+        dataflow=plan.dataflow,
     )
     try:
         with no_autocast(q):  # the state is float32, whatever the caller's region says
@@ -135,7 +138,9 @@ _attention = torch.library.custom_op("ringattn::attention", _forward, mutates_ar
 
 
 @_attention.register_fake
-def _attention_fake(q, k, v, alibi_slopes, sink, softmax_scale, softcap, kernel, plan_handle, score_mod):  # type: ignore[no-untyped-def]
+def _attention_fake(  # type: ignore[no-untyped-def]
+    q, k, v, alibi_slopes, sink, softmax_scale, softcap, kernel, plan_handle, score_mod, grad_mode
+):
     batch, seq, heads, _ = q.shape
     lse = q.new_empty((batch, heads, seq), dtype=accumulation_dtype(q))
     return q.new_empty((batch, seq, heads, v.shape[3])), lse
@@ -156,14 +161,16 @@ def _backward(
     kernel: str,
     plan_handle: int,
     score_mod: int,
+    forward: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     plan = plans.by_handle(plan_handle)
-    plan.transport.begin("attention() backward", plan.dataflow, plan.timeout)
-    score = _score(q, alibi_slopes, None, softmax_scale, softcap, score_mod)
-    q, k, v, dout = map(unit_stride, (q, k, v, dout))
-    backend = choose(kernel, q, k, v, score, backward=True)
+    order = dict(plan=plan.digest, forward=forward)
+    plan.begin("attention() backward", order, dataflow=plan.dataflow, compared=False)
     flow = choose_dataflow(plan.dataflow, plan.deterministic)
     try:
+        score = _score(q, alibi_slopes, None, softmax_scale, softcap, score_mod)
+        q, k, v, dout = map(unit_stride, (q, k, v, dout))
+        backend = choose(kernel, q, k, v, score, backward=True)
         with no_autocast(q):
             delta = row_delta(out, dout, dlse)
             call, queries = Call(q, k, v, plan, score, backend), Queries(q, dout, lse, delta)
@@ -184,7 +191,7 @@ _attention_backward = torch.library.custom_op("ringattn::attention_backward", _b
 
 @_attention_backward.register_fake
 def _attention_backward_fake(  # type: ignore[no-untyped-def]
-    dout, dlse, q, k, v, out, lse, alibi_slopes, sink, softmax_scale, softcap, kernel, plan_handle, score_mod
+    dout, dlse, q, k, v, out, lse, alibi_slopes, sink, softmax_scale, softcap, kernel, plan_handle, score_mod, forward
 ):
     def like(x: Tensor) -> Tensor:
         return torch.empty_like(x, memory_format=torch.contiguous_format)
@@ -193,8 +200,11 @@ def _attention_backward_fake(  # type: ignore[no-untyped-def]
 
 
 def _save(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
-    q, k, v, alibi_slopes, sink, *ctx.numbers = inputs
-    ctx.score_mod = ScoreMod.by_handle(ctx.numbers[-1]) if ctx.numbers[-1] else None  # alive until the backward has run
+    q, k, v, alibi_slopes, sink, *numbers, plan_handle, score_mod, _ = inputs
+    ctx.score_mod = ScoreMod.by_handle(score_mod) if score_mod else None  # alive until the backward has run
+    # The number of this call tells backwards from each other; 0 in a compiled graph, which fixes their order.
+    forward = plans.by_handle(plan_handle).transport.calls.number if type(output[0]) is Tensor else 0
+    ctx.numbers = [*numbers, plan_handle, score_mod, forward]
     ctx.save_for_backward(q, k, v, *output, alibi_slopes, sink)
     ctx.set_materialize_grads(False)
 
@@ -208,7 +218,7 @@ def _gradients(ctx, dout, dlse):  # type: ignore[no-untyped-def]
     plain = _is_plain_eager(*tensors) and not torch.is_grad_enabled()
     backward = _backward if plain else torch.ops.ringattn.attention_backward
     dq, dk, dv, dsink = backward(*tensors, *ctx.numbers)
-    return dq, dk, dv, None, None if sink is None else dsink, None, None, None, None, None
+    return dq, dk, dv, None, None if sink is None else dsink, *[None] * 6
 
 
 class _Attend(torch.autograd.Function):
@@ -236,7 +246,6 @@ def unit_stride(x: Tensor) -> Tensor:
 @torch.library.custom_op("ringattn::unshard", mutates_args=(), tags=_TAGS)
 def _unshard(x: Tensor, dim: int, of_keys: bool, whole: int, plan_handle: int) -> Tensor:
     plan = plans.by_handle(plan_handle)
-    plan.transport.begin("unshard()", timeout=plan.timeout)
     shards = plan.shards_k if of_keys else plan.shards
     lengths = tuple(map(length, shards))
     error: Exception | None = None
@@ -252,7 +261,7 @@ def _unshard(x: Tensor, dim: int, of_keys: bool, whole: int, plan_handle: int) -
             error = bad
     sizes = {f"size {i}": 0 if i == dim else n for i, n in enumerate((*x.shape, *[1] * 8)[:8])}
     fields = dict(plan=plan.digest, dim=dim, dims=x.ndim, elements=x.shape[:dim].numel() * x.shape[dim + 1 :].numel())
-    plan.agree_once("unshard()", dict(**fields, **sizes, dtype=_name(x.dtype)), error)
+    plan.begin("unshard()", dict(**fields, **sizes, dtype=_name(x.dtype)), error)
     x = x.contiguous()
     pieces = [x if r == plan.rank else _sized(x, dim, n) for r, n in enumerate(lengths)]
     others = [r for r in range(plan.world_size) if r != plan.rank]
@@ -268,7 +277,7 @@ def _unshard_fake(x, dim, of_keys, whole, plan):  # type: ignore[no-untyped-def]
 @torch.library.custom_op("ringattn::unshard_backward", mutates_args=(), tags=_TAGS)
 def _unshard_backward(dwhole: Tensor, dim: int, of_keys: bool, local: int, plan_handle: int) -> Tensor:
     plan = plans.by_handle(plan_handle)
-    plan.transport.begin("unshard() backward", timeout=plan.timeout)
+    plan.begin("unshard() backward", dict(plan=plan.digest, dim=dim, dims=dwhole.ndim), compared=False)
     shards = plan.shards_k if of_keys else plan.shards
     pieces = [take(dwhole, s, dim).contiguous() for s in shards]
     others = [r for r in range(plan.world_size) if r != plan.rank]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor
 
 from . import layout as layouts
+from . import lockstep
 from . import mask as masks
 from . import transport as transports
 from .agreement import hash_of
@@ -90,8 +92,8 @@ def plan(
             need more and copy engines fetch them, they come in waves of heads that fit; messages fetch all heads.
             "auto" chooses no gather that does not fit.
         timeout: seconds that a rank waits for another one that is stopped or does not come, in this call and in
-            attention with this plan; None: RINGATTN_TIMEOUT, or else the time limit of the group, which also hold
-            for the first plan of a group, because that connects the ranks. A rank that has died is detected at once.
+            attention with this plan; None: RINGATTN_TIMEOUT, or else the time limit of the group. The first plan of a
+            group also connects the ranks. A rank that has died is detected at once.
         wait: False to make the plan of the next batch while the GPU works on this one: the ranks' arguments are
             compared in the background, and an error about them is raised on every rank in the first attention with the
             plan. That attention compares its own arguments only if no earlier one on this group had the same.
@@ -108,8 +110,11 @@ def plan(
         RuntimeError: a rank died (:class:`ringattn.errors.LostPeer`) or did not come (:class:`~.errors.TimedOut`), or
             an earlier call on the group failed (:class:`~.errors.GroupBroken`).
     """
-    transport = transports.of(group)
-    transport.begin("plan()")
+    limit = None
+    with contextlib.suppress(ValueError):  # checked below
+        limit = None if timeout is None else transports.seconds("timeout", timeout)
+    transport = transports.of(group, limit)
+    transport.begin("plan()", timeout=limit, compares=True)
     transport.plans_made += 1
     error: Exception | None = None
     words: dict[str, int | float | str | bool] = {}
@@ -119,7 +124,6 @@ def plan(
             Masking(mask, causal, window_size, cu_seqlens, cu_seqlens_k, documents, prefix),
             Choices(layout, dataflow, deterministic, local_size, buffer_bytes, timeout), held,
         )  # fmt: skip
-        transport.timeout = request.timeout or transport.limit
         words = request.words()
         costs = None
         if transport.world_size > 1 and request.asks_for_costs:
@@ -127,7 +131,9 @@ def plan(
             words["calibration"] = hash_of(repr(costs[0]))
     except Exception as bad:  # of any kind: it is reported to the other ranks
         error = bad
-    agreement = transport.start_agreement("plan()", {"plans": transport.plans_made, **words}, error, _ADVICE)
+    where = lockstep.whereabouts(transport.calls, lines=True) if transport.checks else {}
+    here = {"plans": transport.plans_made, "RINGATTN_CHECK": transport.checks, **where}
+    agreement = transport.start_agreement("plan()", {**here, **words}, error, _ADVICE)
     if wait:
         agreement.check()
 
@@ -232,11 +238,6 @@ class Request:
         elif keys is None and mask is not None:
             keys = mask.seq_len_k
         whole, packed, parts = _combine(seq_len, keys, masking)
-        if choices.deterministic and len(whole.members) > 1:
-            raise NotImplementedError(
-                f"the mask is a union of {len(whole.members)} intervals per query, which deterministic=True does not "
-                "support yet; leave it out"
-            )
         if isinstance(layout, Plan):
             # What is held is the cache's own matter: plans for layers with other windows hold other keys.
             sizes = [(x.seq_len, whole.seq_len_k if earlier else x.seq_len_k) for x in (layout, whole)]

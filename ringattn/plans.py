@@ -14,9 +14,9 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from . import blocks
+from . import blocks, lockstep
 from . import layout as layouts
-from .agreement import Agreement
+from .agreement import Agreement, Value
 from .intervals import Intervals
 from .kernels.contract import Block
 from .layout import Shard
@@ -105,7 +105,7 @@ class Plan:
         self.choice, self.why = choice, why
         self.handle, self.digest, self.timeout = next(_handles), digest, timeout
         self.memo: Memo[Any] = Memo(1 << 14)
-        self._agreed: set[tuple[object, ...]] = set()
+        self._agreed: dict[tuple[object, ...], str] = {}  # calls that were compared, and their texts
         self._unchecked: Agreement | None = None  # on the arguments of plan()
         self._trusts = False  # that a call is the same on all ranks if they have compared one like it
         # Not when first asked for, which may be inside torch.compile: it cannot trace lengths of ranges.
@@ -223,25 +223,50 @@ class Plan:
         """Return what ``make`` derives from this plan, made once under ``key``."""
         return self.memo.once(key, make)
 
-    def agree_once(
-        self, what: str, fields: dict[str, int | float | str | bool], error: Exception | None = None
+    def begin(
+        self,
+        what: str,
+        fields: Mapping[str, Value],
+        error: Exception | None = None,
+        *,
+        part: str = "",
+        dataflow: str = "",
+        compared: bool = True,
     ) -> None:
-        """Compare a call's shapes and settings across ranks, the first time after :func:`ringattn.plan` that this rank
-        uses them; with a plan that was made without waiting, the first time on this group. Ranks run the same program,
-        so all of them compare in the same call."""
+        """Begin a call of all ranks. They compare its shapes and settings the first time after :func:`ringattn.plan`
+        that this rank uses them; with a plan that was made without waiting, the first time on this group; with
+        RINGATTN_CHECK=1 every time. Ranks run the same program, so all of them compare in the same call.
+
+        Args:
+            what: the call, as ``"attention()"``.
+            fields: must be the same on all ranks.
+            error: why this rank refuses its arguments; raised here, after the other ranks have heard of it.
+            part: of the call, as ``" forward"``.
+            dataflow: see :class:`ringattn.errors.Place`.
+            compared: False for a call that ranks compare only with RINGATTN_CHECK=1.
+
+        Raises:
+            Exception: those of :meth:`.Transport.begin` and :meth:`.Transport.agree`.
+        """
+        transport = self.transport
+        transport.check_usable()
         self.check_agreement()
-        signature, call = (what, *fields.values()), (what, *(x for name, x in fields.items() if name != "plan"))
-        calls = self.transport.calls_agreed
-        if self.world_size == 1 or signature in self._agreed or (error is not None and self._trusted(what)):
-            if error is not None:
-                if self._trusts:  # the others are at their messages
-                    self.transport.note_failure(error)
-                raise error
-            return
-        if not (self._trusts and call in calls):
-            self.transport.agree(what, fields, error)
-            calls.add(call)
-        self._agreed.add(signature)
+        signature, like = (what, *fields.values()), (what, *(x for name, x in fields.items() if name != "plan"))
+        known = signature in self._agreed or (self._trusts and like in transport.calls_agreed)
+        compares = self.world_size > 1 and (transport.checks or (compared and not known))
+        if error is not None and not transport.checks and (known or self._trusted(what)):
+            transport.refuse(what, error)
+            raise error
+        text = self._agreed.get(signature) or ", ".join(f"{name}={value}" for name, value in fields.items())
+        transport.begin(what + part, dataflow, self.timeout, text, compares)
+        if compares:
+            where = lockstep.whereabouts(transport.calls, transport.checks)
+            transport.agree(what, {**where, **fields}, error, lockstep.ADVICE)
+            transport.calls_agreed.add(like)
+        elif error is not None:
+            raise error
+        if compared:
+            self._agreed[signature] = text
 
     def _trusted(self, what: str) -> bool:
         """Return whether the other ranks may go on without comparing."""
@@ -272,14 +297,16 @@ class Plan:
         return self._unchecked is None
 
     def refuse(self, what: str, error: Exception) -> None:
-        """Report ``error`` to the other ranks if they are about to compare arguments, so that they do not wait for this
-        one. Where they trust that this rank comes, its next call would meet their messages of this one: the group is
-        not used again."""
+        """Report ``error`` to the other ranks before it is raised, so that they do not wait for this one."""
+        transport = self.transport
+        if self.world_size == 1 or transport.given_up:
+            return
         self.check_agreement()
-        if self._trusted(what):
-            self.transport.note_failure(error)
-        elif self.world_size > 1 and not any(s[0] == what for s in self._agreed):
-            self.transport.agree(what, {}, error)
+        if transport.checks or not (self._trusted(what) or any(s[0] == what for s in self._agreed)):
+            transport.begin(what, timeout=self.timeout, compares=True)
+            transport.agree(what, {}, error)
+        else:
+            transport.refuse(what, error)
 
     # What users read
 

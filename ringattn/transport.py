@@ -5,8 +5,8 @@
 one process. Both count what they send.
 
 Point-to-point messages are not checked for size or dtype (gloo aborts or leaves stale data, NCCL may hang), so ranks
-compare what they are about to do with :meth:`Transport.agree` before the first message. Apart from this file, only
-:mod:`ringattn.peer.symmetric` and :mod:`ringattn.doctor` import torch.distributed.
+compare what they are about to do with :meth:`Transport.agree` before the first message. Only this file, :mod:`.gloo`,
+:mod:`.peer.symmetric` and :mod:`.doctor` import torch.distributed.
 """
 
 from __future__ import annotations
@@ -23,24 +23,40 @@ import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from . import agreement
+from . import agreement, gloo, lockstep
 from .errors import GroupBroken, Place
-from .health import Health, close_gloo, seconds
+from .health import Health, seconds
+from .lockstep import Calls
 from .peer.connect import connect, host
 from .peer.memory import Link
-from .pending import Arrived, Pending, Works
+from .peer.watchdog import CallMark
+from .works import Works, interruptible
 
 Message = tuple[Tensor, int]  # a contiguous tensor and the peer's rank in the group
 
 _TIMEOUT = 600.0  # seconds, for groups without a time limit
 _ENVIRONMENT = os.environ.get("RINGATTN_TIMEOUT")
 _FROM_ENVIRONMENT = None if _ENVIRONMENT is None else seconds("RINGATTN_TIMEOUT", _ENVIRONMENT)
+
+
+class Pending(Protocol):
+    """Messages that have been started."""
+
+    def wait(self) -> None:
+        """Wait until work queued from now on may read the received tensors and overwrite the sent ones."""
+
+
+class Arrived:
+    """Messages that need no wait."""
+
+    def wait(self) -> None:
+        return None
 
 
 @dataclass
@@ -58,6 +74,8 @@ class Transport:
         limit: seconds that a rank waits for another.
         timeout: the time limit of this call.
         call, dataflow, step: where this rank is, see :class:`ringattn.errors.Place`.
+        calls: that this rank has begun.
+        checks: whether ranks compare every call.
     """
 
     rank: int
@@ -75,24 +93,46 @@ class Transport:
     call: str = ""
     dataflow: str = ""
     step: int = -1
+    calls: Calls = field(default_factory=Calls)
+    checks: bool = field(default_factory=lockstep.every_call)
 
-    def begin(self, call: str, dataflow: str = "", timeout: float | None = None) -> None:
-        """Note that this rank begins a call, for errors and the watchdog.
+    def begin(
+        self, call: str, dataflow: str = "", timeout: float | None = None, details: str = "", compares: bool = False
+    ) -> None:
+        """Note that this rank begins a call, for errors, the watchdog and the other ranks.
 
         Args:
             call: as ``"attention() forward"``.
             timeout: of the plan, in seconds; None: the group's.
+            details: what else all ranks must have in common in this call.
+            compares: whether they compare that in an exchange.
 
         Raises:
             GroupBroken: an earlier call on this group failed after its first message.
+            Desynchronized: another rank of this host is in another call.
+            RankFailed: another rank of this host has refused its arguments in this call.
         """
+        self.check_usable()
+        self.call, self.dataflow, self.step = call, dataflow, -1
+        self.timeout = self.limit if timeout is None else timeout
+        text = f"{call}, {details}" if details else call
+        self._record(self.calls.begin(call if compares else text, compares), text)
+
+    def refuse(self, call: str, error: Exception) -> None:
+        """Note that this rank refuses its arguments in a call in which the others may compare nothing. If they are at
+        their messages, or that is not known, the group is not used again."""
+        self.note_failure(error)
+
+    def check_usable(self) -> None:
+        """Raise GroupBroken if an earlier call on this group failed after its first message."""
         if self.given_up:
             raise GroupBroken(
                 f"an earlier attention on this group raised {self.given_up}; its ranks may be at different messages: "
                 "restart them, or go on with plans of a new group (dist.new_group)"
             )
-        self.call, self.dataflow, self.step = call, dataflow, -1
-        self.timeout = self.limit if timeout is None else timeout
+
+    def _record(self, call: CallMark, shown: str) -> None:
+        """Show the other ranks that this rank is in a call, and raise an error if they are in another one."""
 
     def note_failure(self, error: BaseException, where: str = "") -> None:
         """Mark the group unusable after a call that failed once communication may have started: other ranks may be at a
@@ -167,7 +207,13 @@ class Transport:
     def _no_ranks(self) -> NotImplementedError:
         return NotImplementedError(f"{type(self).__name__} moves nothing: it describes {self.world_size} ranks")
 
-    def agree(self, what: str, fields: dict[str, agreement.Value], error: Exception | None = None) -> None:
+    def agree(
+        self,
+        what: str,
+        fields: dict[str, agreement.Value],
+        error: Exception | None = None,
+        advice: Mapping[str, str] | None = None,
+    ) -> None:
         """Compare ``fields`` across ranks in one exchange of a fixed size.
 
         Every rank must call this, with the same keys. A rank whose arguments are invalid passes its ``error``, so that
@@ -179,7 +225,7 @@ class Transport:
             LostPeer, TimedOut: another rank died, or did not come.
             Exception: ``error``, on the rank that passed it.
         """
-        self.start_agreement(what, fields, error).check()
+        self.start_agreement(what, fields, error, advice).check()
 
     def start_agreement(
         self,
@@ -207,19 +253,7 @@ class Transport:
             if rows is not None:
                 rows()
             raise error
-        return agreement.Agreement(what, fields, rows, advice)
-
-
-def gloo_group_of(group: dist.ProcessGroup) -> dist.ProcessGroupGloo:
-    """Return a gloo group of the same ranks, all of which must call this.
-
-    ``dist.new_group`` would need every rank of the job, or, with ``use_local_synchronization``, derives a name from the
-    number of groups that a rank is in and hangs where these numbers differ. Its own time limit is a day: each exchange
-    waits as long as its plan says.
-    """
-    store = dist.PrefixStore("ringattn", group.get_group_store())
-    limit = datetime.timedelta(days=1)
-    return dist.ProcessGroupGloo(store, dist.get_rank(group), dist.get_world_size(group), limit)
+        return agreement.Agreement(what, fields, rows, advice, self.calls.restart)
 
 
 def _timeout_of(group: dist.ProcessGroup, device: torch.device) -> float:
@@ -262,7 +296,7 @@ class GroupTransport(Transport):
     (https://github.com/pytorch/pytorch/issues/190489).
     """
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
+    def __init__(self, group: dist.ProcessGroup, timeout: float | None = None) -> None:
         # device type -> backend
         backends = dict(entry.split(":") for entry in str(dist.get_backend_config(group)).split(","))
         cuda = backends.get("cuda", "gloo") != "gloo" and torch.cuda.is_available()
@@ -272,10 +306,13 @@ class GroupTransport(Transport):
         self.backends, self._closed = backends, False
         self._link: Link | None = None
         self.health = Health(self.rank, self.world_size)
-        self.limit = self.timeout = _FROM_ENVIRONMENT or _timeout_of(group, device)
-        self.call = "making a group"
-        # agree() must not wait for the GPU, so it runs over gloo.
-        self.gloo: Any = None if backends.get("cpu") == "gloo" else gloo_group_of(group)
+        self.limit = _FROM_ENVIRONMENT or _timeout_of(group, device)
+        self.timeout = timeout or self.limit
+        self.call, began = "connecting the ranks of a group", time.monotonic()
+        try:  # agree() must not wait for the GPU, so it runs over gloo.
+            self.gloo: Any = None if backends.get("cpu") == "gloo" else gloo.group_of(group, self.timeout)
+        except RuntimeError as error:
+            raise self.health.failure(error, self._place(), began, self.timeout) from error
         # Drop the gloo group when the process group is gone: it owns threads, and a store that a later group may need.
         weakref.finalize(group, _let_go, weakref.ref(self)).atexit = False
         if self.world_size > 1:
@@ -319,7 +356,7 @@ class GroupTransport(Transport):
             works = dist.batch_isend_irecv(ops)
         except RuntimeError as error:  # torch knows that a peer is gone
             raise self.health.failure(error, self._place(), began, self.timeout) from error
-        return Works(self, works, self._place(), (sends or receives)[0][0].is_cuda, ops)
+        return Works(self.health, works, self._place(), self.timeout, (sends or receives)[0][0].device, ops)
 
     def _place(self) -> Place:
         return Place(self.rank, self.call, self.dataflow, self.step)
@@ -343,9 +380,9 @@ class GroupTransport(Transport):
         with contextlib.suppress(Exception):  # the group may be gone already
             for device, backend in self.backends.items():
                 if backend == "gloo":
-                    close_gloo(self.group._get_backend(torch.device(device)))
+                    gloo.close(self.group._get_backend(torch.device(device)))
             if self.gloo is not None:
-                close_gloo(self.gloo)
+                gloo.close(self.gloo)
             if self.device.type == "cuda":
                 self.group._get_backend(self.device).abort()
 
@@ -358,9 +395,18 @@ class GroupTransport(Transport):
             return None  # a captured graph would repeat the epochs of its exchanges; messages have none
         return self._link
 
-    def begin(self, call: str, dataflow: str = "", timeout: float | None = None) -> None:
-        super().begin(call, dataflow, timeout)
-        self.health.begin(self.timeout)
+    def _record(self, call: CallMark, shown: str) -> None:
+        other = self.health.begin(self.timeout, call, shown)
+        if other is not None:
+            error = self.health.other_call(other, call.number)
+            self.note_failure(error)
+            raise error
+
+    def refuse(self, call: str, error: Exception) -> None:
+        if not self.given_up:
+            other = self.health.begin(self.timeout, self.calls.begin_refused(call), str(error))
+            if other is not None or len(self.health.here) < self.world_size - 1:
+                self.note_failure(error)
 
     def _all_reduce(self, x: Tensor, op: str) -> None:
         reduce = {"max": dist.ReduceOp.MAX, "sum": dist.ReduceOp.SUM}[op]
@@ -379,7 +425,7 @@ class GroupTransport(Transport):
             work = start()
         except RuntimeError as error:
             raise self.health.failure(error, self._place(), began, self.timeout) from error
-        Works(self, [work], self._place(), x.is_cuda, x).wait()
+        Works(self.health, [work], self._place(), self.timeout, x.device, x).wait()
 
     def start_words(self, words: Tensor) -> Callable[[], Tensor]:
         rows = [torch.empty_like(words) for _ in range(self.world_size)]
@@ -401,9 +447,12 @@ class GroupTransport(Transport):
         def wait() -> Tensor:
             began = time.monotonic()
             try:
-                work.wait(datetime.timedelta(seconds=self.timeout))
+                interruptible(lambda: work.wait(datetime.timedelta(seconds=self.timeout)))
             except RuntimeError as error:
                 raise failed(error, began) from error
+            except BaseException as error:  # of a signal's handler: the others need not wait for this rank
+                self.note_failure(error)
+                raise
             return torch.stack(rows)
 
         return wait
@@ -415,10 +464,13 @@ class AloneTransport(Transport):
     def __init__(self) -> None:
         super().__init__(0, 1, torch.get_default_device())
 
+    def all_reduce(self, x: Tensor, op: str) -> Tensor:
+        return x
+
 
 @atexit.register
 def _leave_all() -> None:
-    """Report that this process ends, and whether an exception has ended it."""
+    """Report that this process ends, and whether by an exception."""
     error = getattr(sys, "last_value", None)
     for transport in list(_of_group.values()):
         if error is not None:
@@ -432,10 +484,11 @@ _group_locks: weakref.WeakKeyDictionary[Any, threading.Lock] = weakref.WeakKeyDi
 _lock = threading.Lock()
 
 
-def of(group: Any) -> Transport:
+def of(group: Any, timeout: float | None = None) -> Transport:
     """Return the transport of a group, made in the first call, which every rank of the group must make.
 
     Args:
+        timeout: seconds to wait for the other ranks if it is made; None: RINGATTN_TIMEOUT or the group's limit.
         group: a process group, a one-dimensional DeviceMesh, None (the default group, or one process alone), or a
             :class:`Transport`, which is returned as it is.
 
@@ -469,5 +522,5 @@ def of(group: Any) -> Transport:
     with group_lock:
         transport = _of_group.get(group)
         if transport is None:
-            transport = _of_group[group] = GroupTransport(group)
+            transport = _of_group[group] = GroupTransport(group, timeout)
         return transport

@@ -54,6 +54,10 @@ class VirtualRank(Transport):
             raise error
         return Agreement(what, fields, None)
 
+    def refuse(self, call: str, error: Exception) -> None:
+        if self.world is not None:
+            super().refuse(call, error)
+
     def _start(self, sends: Sequence[Message], receives: Sequence[Message]) -> Pending:
         if self.world is None:
             return super()._start(sends, receives)

@@ -516,9 +516,7 @@ AXES: dict[str, tuple[Any, ...]] = {
 
 
 def possible(row: dict[str, Any]) -> bool:
-    """Packed documents have as many keys as queries; unions are not deterministic."""
-    if row.get("deterministic") and "union" in row.get("mask", ""):
-        return False
+    """Packed documents have as many keys as queries."""
     lengths, mask = row.get("lengths", "even"), row.get("mask", "full")
     return LENGTHS[lengths][1] is None or not mask.startswith(("packed", "documents", "same"))
 

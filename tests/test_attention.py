@@ -30,7 +30,7 @@ def test_operators_pass_torch_library_checks() -> None:
     q, k, v = inputs(seq=9)
     plan = ringattn.plan(9, causal=True)
     sink = torch.randn(HEADS, dtype=torch.float64, requires_grad=True)
-    args = (q, k, v, torch.rand(HEADS, dtype=torch.float64), sink, 0.3, 2.0, "eager", plan.handle, 0)
+    args = (q, k, v, torch.rand(HEADS, dtype=torch.float64), sink, 0.3, 2.0, "eager", plan.handle, 0, True)
     torch.library.opcheck(torch.ops.ringattn.attention.default, args)
     torch.library.opcheck(torch.ops.ringattn.unshard.default, (q, 1, False, 9, plan.handle))
 

@@ -12,6 +12,7 @@ import os
 import random
 import re
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -58,9 +59,17 @@ def disturbed(case: Case, hop: int, fault: str) -> cases.Part:
         if transport.rank == FAULTY and count == hop:
             if fault == "dies":
                 os._exit(17)
+            if fault == "is told to end":
+                os.kill(os.getpid(), signal.SIGTERM)
+            if fault == "is interrupted":  # while it waits for a message
+                signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
+                threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
+                return real(sends, receives)
             if fault == "stops":
                 os.kill(os.getpid(), signal.SIGSTOP)
             raise MemoryError(f"no room for hop {hop}")
+        if transport.rank == FAULTY - 1 and count == hop and fault == "is interrupted":
+            time.sleep(2.0)
         count += 1
         return real(sends, receives)
 
@@ -68,6 +77,9 @@ def disturbed(case: Case, hop: int, fault: str) -> cases.Part:
     begin = time.monotonic()
     try:
         return cases.attend(case, plan=plan)
+    except KeyboardInterrupt as error:
+        error.add_note(f"raised after {time.monotonic() - begin:.1f} s")
+        raise
     except ringattn.errors.ExchangeFailed as error:
         check_fields(error, transport.rank, case.dataflow, time.monotonic() - begin)
         check_time(error, fault)
@@ -132,6 +144,23 @@ def test_a_rank_that_raises_keeps_its_error_and_stops_all(ranks: Pool, dataflow:
     check_survivors(texts, "LostPeer", f"failed with MemoryError: no room for hop {hop} in rank {FAULTY}: attention() ")
 
 
+@faulty
+def test_a_rank_that_is_told_to_end_stops_all(ranks: Pool) -> None:
+    texts = reports(ranks, disturbed, CASE, 1, "is told to end")
+    assert texts[FAULTY] == f"died with exit code {-signal.SIGTERM}"
+    check_survivors(texts, "LostPeer", "has died")
+
+
+@faulty
+def test_a_rank_that_is_interrupted_in_a_wait_raises_at_once_and_stops_all(ranks: Pool) -> None:
+    """Ctrl-C, or a handler of SIGTERM that raises."""
+    texts = reports(ranks, disturbed, CASE, 1, "is interrupted")
+    assert "KeyboardInterrupt\n" in texts[FAULTY]
+    seconds = float(re.search(r"raised after ([\d.]+) s", texts[FAULTY])[1])  # type: ignore[index]
+    assert 0.4 < seconds < 1.5, "it came after the message"
+    check_survivors(texts, "LostPeer", "failed with KeyboardInterrupt")
+
+
 def missing(case: Case) -> cases.Part | None:
     """Run attention on all ranks but one, which skips it."""
     plan = case.plan(impatient())
@@ -150,22 +179,27 @@ def test_a_rank_that_skips_a_call_is_noticed(ranks: Pool) -> None:
         assert "runs, but has not come: it has begun 1 calls and this rank 2" in texts[rank]
 
 
-def late() -> None:
+def late(backend: str, connected: bool) -> None:
     """Make a plan on all ranks but one, which comes too late."""
-    ringattn.plan(32)  # connects the ranks, for which another limit holds
+    group = dist.new_group(list(range(WORLD)), backend=backend)
+    if connected:
+        ringattn.plan(32, group)
+    dist.barrier()
     if dist.get_rank() == FAULTY:
-        time.sleep(8)
+        time.sleep(5)
         raise SystemExit("came too late")
     begin = time.monotonic()
     try:
-        ringattn.plan(64, timeout=1.0)
+        ringattn.plan(64, group, timeout=1.0)
     finally:
-        assert time.monotonic() - begin < 6, "that is another time limit"
+        assert time.monotonic() - begin < 4.5, "that is another time limit"
 
 
 @faulty
-def test_the_time_limit_of_a_plan_holds_while_it_is_made(ranks: Pool) -> None:
-    texts = reports(ranks, late)
+@pytest.mark.parametrize(("backend", "connected"), [("gloo", True), ("gloo", False), ("cuda:gloo", False)])
+def test_the_time_limit_of_a_plan_holds_while_it_is_made(ranks: Pool, backend: str, connected: bool) -> None:
+    """In the first plan of a group, too, which connects the ranks."""
+    texts = reports(ranks, late, backend, connected)
     for rank in set(range(WORLD)) - {FAULTY}:
         assert "TimedOut: rank" in texts[rank]
         assert "another time limit" not in texts[rank]

@@ -12,7 +12,7 @@ import pytest
 from ringattn import errors, health
 from ringattn.errors import Desynchronized, Disagreement, GroupBroken, LostPeer, Place, RankFailed, TimedOut
 from ringattn.health import Health
-from ringattn.peer.watchdog import Board
+from ringattn.peer.watchdog import Board, CallMark
 
 PLACE = Place(0, "attention() forward", "ring", 2)
 
@@ -58,7 +58,7 @@ def test_the_origin_is_named(tmp_path: Path, waited: float) -> None:
 
 def test_a_rank_that_has_not_come_is_named_only_after_the_time_limit(tmp_path: Path) -> None:
     here, boards = with_board(tmp_path)
-    boards[1].begin(10.0)
+    boards[1].begin(10.0, CallMark(1, 0, True), "plan()")
     early = here.failure(RuntimeError("closed"), PLACE, time.monotonic(), 10.0)
     assert (type(early), early.peer) == (LostPeer, None)
     late = here.failure(RuntimeError("timed out"), PLACE, time.monotonic() - 10, 10.0)

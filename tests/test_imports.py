@@ -114,11 +114,11 @@ def test_the_transport_knows_no_attention() -> None:
     assert GRAPH["errors"] == GRAPH["peer.driver"] == GRAPH["peer.symmetric"] == GRAPH["peer.watchdog"] == set()
     assert GRAPH["agreement"] == {"errors"}
     assert GRAPH["peer.memory"] - {"peer"} == {"memo", "peer.driver", "peer.watchdog"}
-    assert GRAPH["health"] - {"peer"} == {"errors", "peer.driver", "peer.watchdog"}
+    assert GRAPH["lockstep"] - {"peer"} == {"errors", "peer.watchdog"}
+    assert GRAPH["health"] - {"peer"} == {"errors", "lockstep", "peer.driver", "peer.watchdog"}
     assert GRAPH["transport"] - {"peer"} == {
-        "agreement", "errors", "health", "peer.connect", "peer.memory", "pending",
+        "agreement", "errors", "gloo", "health", "lockstep", "peer.connect", "peer.memory", "peer.watchdog", "works",
     }  # fmt: skip
-    assert GRAPH["pending"] == {"errors", "health"}
 
 
 def test_the_watchdog_needs_the_standard_library_only() -> None:
@@ -137,7 +137,7 @@ def test_only_transports_import_torch_distributed() -> None:
     def touches(name: str) -> bool:
         return any(n == "torch.distributed" or n.startswith("torch.distributed.") for n in imported(ALL[name], name))
 
-    assert {n for n in ALL if touches(n)} - COMMANDS <= {"transport", "peer.symmetric"}
+    assert {n for n in ALL if touches(n)} - COMMANDS <= {"transport", "gloo", "peer.symmetric"}
 
 
 def test_kernels_know_torch_triton_states_and_each_other_only() -> None:

@@ -457,12 +457,6 @@ def test_masks_of_other_batches_are_not_intersected() -> None:
         _ = two & three
 
 
-def test_unions_are_refused_where_they_are_not_supported() -> None:
-    union = masks.sinks(8, 1, 2)
-    with pytest.raises(NotImplementedError, match="2 intervals per query, which deterministic=True does not support"):
-        ringattn.plan(8, mask=union, deterministic=True)
-
-
 def test_boundaries_of_a_call_are_those_of_packed_cross_attention() -> None:
     cu, cu_k = torch.tensor([0, 2, 2, 5]), torch.tensor([0, 1, 3, 7])
     q, k = torch.randn(5, 1, 4), torch.randn(7, 1, 4)

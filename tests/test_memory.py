@@ -108,6 +108,7 @@ def _messages(monkeypatch: pytest.MonkeyPatch) -> None:
         (4, "ring", "zigzag", (8, 2), dict(causal=True, deterministic=True)),
         (4, "reduce", "striped", (8, 8), dict(causal=True, window_size=(300, 0), deterministic=True)),
         (4, "gather", "contiguous", (8, 8), dict(causal=True, deterministic=True, buffer_bytes=1 << 20)),
+        (4, "ring", "zigzag", (8, 2), dict(mask=masks.sinks(TOKENS, 4, 300), deterministic=True)),
     ],
 )
 def test_no_more_than_predicted(
@@ -120,8 +121,8 @@ def test_no_more_than_predicted(
         if dataflow == "gather":
             gathered_block(plan)
         if plan.deterministic:
-            tiles.keys_block(plan)
-            tiles.queries_block(plan)
+            tiles.keys_blocks(plan)
+            tiles.queries_blocks(plan)
         flow, n = choose(dataflow, plan.deterministic), plan.local_lengths[rank.rank]
         q, k, v = (torch.empty(1, n, h, DIM, dtype=torch.bfloat16) for h in (heads[0], heads[1], heads[1]))
         shape = dict(q_heads=heads[0], kv_heads=heads[1], head_dim=DIM, itemsize=2)

@@ -68,6 +68,8 @@ SCORES: dict[str, dict[str, Any]] = {
     "packed-causal": dict(alibi="heads", head_dim=5, head_dim_v=3),
     "documents-causal-window": dict(alibi="batch", sink=True, kv_heads=4),
     "prefix": dict(head_dim=64, batch=1),
+    "same-union-trees": dict(sink=True),
+    "same-union-sinks": dict(alibi="heads", q_heads=6, kv_heads=2),
 }
 
 
@@ -183,6 +185,14 @@ def test_triton_kernels() -> None:
     assert differences([(1, case), (2, case), (2, replace(case, layout="striped"))]) == []
 
 
+@pytest.mark.usefixtures("triton")
+@pytest.mark.filterwarnings("ignore:divide by zero:RuntimeWarning")
+def test_triton_kernels_under_a_union() -> None:
+    """In the tile of a query others see more intervals, and which these are depends on the layout."""
+    case = replace(SMALL, seq_len=150, causal=False, pattern=("sinks", (1, 70)), batch=2)
+    assert differences([(1, case), (2, replace(case, layout="striped"))]) == []
+
+
 @pytest.mark.usefixtures("triton", "short_sums")
 def test_triton_flushes_at_the_same_positions() -> None:
     """Only bfloat16 is flushed, and differences hide when the output is rounded; so compare states."""
@@ -193,7 +203,7 @@ def test_triton_flushes_at_the_same_positions() -> None:
             620, virtual.VirtualRank(rank, ranks), causal=True, window_size=(210, -1), layout="contiguous",
             deterministic=True,
         )  # fmt: skip
-        block = tiles.keys_block(plan)
+        (block,) = tiles.keys_blocks(plan)
         assert block.period == 256
         positions = torch.cat([torch.arange(span.start, span.stop) for span in tiles.of_keys(plan)[rank].spans])
         k, v = (torch.nn.functional.pad(y, (0, 0, 0, 0, 0, 20))[:, positions] for y in (x["k"], x["v"]))
@@ -225,7 +235,7 @@ def test_buffers_are_whole_tiles_in_order() -> None:
 
 
 @pytest.mark.parametrize("layout", cases.LAYOUTS)
-@pytest.mark.parametrize("mask", ["causal", "packed-window", "prefix-window"])
+@pytest.mark.parametrize("mask", ["causal", "packed-window", "prefix-window", "same-union-tree"])
 def test_verify(layout: str, mask: str) -> None:
     plan = Case(SEQ, layout=layout, deterministic=True, **cases.MASKS[mask](SEQ, 2)).plan(virtual.VirtualRank(1, 3))
     plan.verify()

@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import ringattn
 from ringattn import transport as transports
+from ringattn.gloo import group_of
 from ringattn.peer.symmetric import NumberedStore
 from ringattn.transport import AloneTransport, GroupTransport, Transport
 
@@ -198,11 +199,11 @@ def first_plans_in_any_order() -> list[int]:
     begun, result = threading.Event(), {}
     new = GroupTransport.__init__
 
-    def slow(self: GroupTransport, group: Any) -> None:
+    def slow(self: GroupTransport, group: Any, timeout: float | None = None) -> None:
         if group is order[0]:  # the other thread starts in the meantime
             begun.set()
             time.sleep(0.2)
-        new(self, group)
+        new(self, group, timeout)
 
     GroupTransport.__init__ = slow  # type: ignore[method-assign]
     try:
@@ -268,7 +269,7 @@ def words_in_a_group_of_two() -> list[list[int]] | None:
     pair = dist.new_group([0, 1])
     if dist.get_rank() > 1:
         return None
-    gloo = transports.gloo_group_of(pair)
+    gloo = group_of(pair, 60.0)
     words = torch.tensor([dist.get_rank(), 7])
     rows = [torch.empty_like(words) for _ in range(2)]
     gloo.allgather([rows], [words]).wait()

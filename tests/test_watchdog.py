@@ -14,9 +14,22 @@ from pathlib import Path
 import pytest
 
 from ringattn.peer import watchdog
-from ringattn.peer.watchdog import FREE, LANDED, LEFT, MOVED, MOVING, NEED_FREE, READY, Board, Process, Watch
+from ringattn.peer.watchdog import (
+    FREE,
+    LANDED,
+    LEFT,
+    MOVED,
+    MOVING,
+    NEED_FREE,
+    READY,
+    Board,
+    CallMark,
+    Process,
+    Watch,
+)  # fmt: skip
 
 LIMIT = 10.0  # seconds
+FIRST = CallMark(1, 0, True)
 
 
 @pytest.fixture
@@ -54,7 +67,7 @@ def test_the_time_limit_counts_from_when_a_stream_reaches_its_wait(boards: list[
     assert problem(watch, 100) is None, "all have come"
     boards[0].set_word(0, READY, 2)
     boards[1].set_word(1, READY, 2)
-    boards[1].begin(LIMIT)
+    boards[1].begin(LIMIT, FIRST, "plan()")
     peer, text = problem(watch, 20) or (None, "")
     assert peer == 2
     assert text.startswith("waited 11.0 s for the keys and values of exchange 2: rank 2 (process ")
@@ -62,7 +75,7 @@ def test_the_time_limit_counts_from_when_a_stream_reaches_its_wait(boards: list[
 
 
 def test_a_limit_of_the_call_is_that_of_its_plan(boards: list[Board]) -> None:
-    boards[0].begin(3.0)
+    boards[0].begin(3.0, FIRST, "plan()")
     boards[0].set_word(0, LANDED, 1)
     watch = Watch(boards[0], [1, 2])
     assert problem(watch, 4) is None
@@ -141,6 +154,35 @@ def test_a_rank_that_has_left_has_sent_its_messages(monkeypatch: pytest.MonkeyPa
     assert problem(watch, 9) is None
     assert (problem(watch, 9) or (0, ""))[0] == 1
     monkeypatch.setattr(Process, "state", real)
+
+
+def test_a_rank_of_this_host_is_not_blamed_for_one_of_another(boards: list[Board]) -> None:
+    """Messages may come from anywhere; the words of copy engines are of this host."""
+    for rank in (0, 1):
+        boards[rank].begin(LIMIT, FIRST, "plan()")
+    boards[0].set_word(0, MOVING, 1)
+    peer, text = problem(Watch(boards[0], [1]), 20) or (0, "")
+    assert peer is None
+    assert "every rank of this host has begun 1 calls and none is stopped, so one of the ranks 2 is late" in text
+    boards[0].begin(LIMIT, CallMark(2, 0), "attention() forward")
+    assert (problem(Watch(boards[0], [1]), 20) or (0, ""))[0] == 1, "it is one call behind"
+    boards[0].set_word(0, MOVING, 0)
+    boards[0].set_word(0, READY, 1)
+    assert (problem(Watch(boards[0], [1]), 20) or (0, ""))[0] == 1
+    boards[1].fail("waited for messages", watchdog.UNKNOWN)
+    assert boards[0].cause([1]) == (None, f"waited for messages, as rank 1 (process {os.getpid()}) says")
+
+
+def test_calls_on_a_board(boards: list[Board]) -> None:
+    """The latest calls of a rank are there, with what they compare and refuse."""
+    for number in range(1, 300):
+        mark = CallMark(number, 4_000_000_000 + number, number % 2 == 0, number % 3 == 0)
+        boards[1].begin(LIMIT, mark, f"call {number}")
+        assert boards[0].call(1, number) == mark
+    assert boards[0].call(1, 300) is None
+    assert boards[0].call(1, 299 - watchdog._CALLS) is None
+    assert boards[0].call(1, 300 - watchdog._CALLS) is not None
+    assert (boards[0].shown(1), boards[0].shown(1, refused=True)) == ("call 299", "call 297")
 
 
 # --- real processes ---------------------------------------------------------------------------------------------

@@ -15,12 +15,15 @@ The price: keys are gathered in the backward again, and queries as well; no mess
 tile is masked, and the backward takes 7 products where others take 5. A rank holds all keys or queries that it gathers,
 for as many heads at a time as fit in ``plan.buffer_bytes``.
 
+Of a union of intervals per query each member is such a walk of its own, and they are added in the mask's order.
+
 Partial results of shards cannot be added instead: states of a ring or a reduce, and contributions to gradients, are
 sums over whatever a shard holds, and a sum of such sums rounds differently for every cut.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -30,12 +33,12 @@ from torch import Tensor
 from .. import layout as layouts
 from .. import verify
 from ..kernels import long_sums
-from ..kernels.contract import Block, Keys, Queries, Result, flush_period
+from ..kernels.contract import Block, Keys, Queries, Result, Score, flush_period
 from ..plans import Plan
 from ..schedule import waves
 from ..shape import Shape
 from .contract import Call, Dataflow, Gradients
-from .tiles import Tiles, every_query, gather, keys_block, of_keys, of_queries, queries_block
+from .tiles import Tiles, every_query, gather, keys_blocks, of_keys, of_queries, queries_blocks
 
 
 class SameBits(Dataflow):
@@ -45,12 +48,11 @@ class SameBits(Dataflow):
 
     def forward(self, call: Call) -> Result:
         q, plan = call.q, call.plan
-        block = keys_block(plan)
         cut = _head_waves(plan, _shape(call), backward=False)
         result: Result | None = None
         for heads, q_heads in cut:
             k, v = gather(plan, (call.k[:, :, heads], call.v[:, :, heads]), of_keys(plan))
-            done = call.backend.output(q[:, :, q_heads], Keys(k, v, block), call.score.heads(q_heads))
+            done = self._attend(call, q[:, :, q_heads], (k, v), call.score.heads(q_heads))
             if len(cut) == 1:
                 return done
             if result is None:
@@ -72,15 +74,16 @@ class SameBits(Dataflow):
             k, v = call.k[:, :, heads], call.v[:, :, heads]
 
             their_k, their_v = gather(plan, (k, v), of_keys(plan))
-            their_keys = Keys(their_k, their_v, keys_block(plan))
-            for rows in of_keys(plan)[plan.rank].pieces(flush_period(plan.mask.max_keys_per_query)):
-                call.backend.query_gradients(local, _some_keys(their_keys, rows), score, dq[:, :, q_heads])
-            del their_k, their_v, their_keys
+            period = flush_period(plan.mask.max_keys_per_query)
+            for block, rows in itertools.product(keys_blocks(plan), of_keys(plan)[plan.rank].pieces(period)):
+                some_keys = _some_keys(Keys(their_k, their_v, block), rows)
+                call.backend.query_gradients(local, some_keys, score, dq[:, :, q_heads])
+                del some_keys
+            del their_k, their_v
 
             their_queries = Queries(*gather(plan, local, of_queries(plan)))
-            block = queries_block(plan)
             size = long_sums.queries_per_ordered_piece(plan.seq_len, q.shape[2] // call.k.shape[2])
-            for rows in of_queries(plan)[plan.rank].pieces(size):
+            for block, rows in itertools.product(queries_blocks(plan), of_queries(plan)[plan.rank].pieces(size)):
                 some, part = _some_queries(their_queries, block, rows)
                 piece = call.backend.key_gradients(some, Keys(k, v, part), score)
                 dk[:, :, heads] += piece[0]
@@ -89,6 +92,19 @@ class SameBits(Dataflow):
             del their_queries
         return Gradients(dq, dk, dv)
 
+    @staticmethod
+    def _attend(call: Call, q: Tensor, gathered: tuple[Tensor, Tensor], score: Score) -> Result:
+        """Attend to the gathered keys and values. Under a union of intervals each one has a state of its own: a carried
+        state is rounded for a whole tile of queries, also for those that see nothing more."""
+        keys = [Keys(*gathered, block) for block in keys_blocks(call.plan)]
+        if len(keys) == 1:
+            return call.backend.output(q, keys[0], score)
+        state = call.backend.forward(q, keys[0], score.without_sink())
+        for one in keys[1:]:
+            state = state.add_(call.backend.forward(q, one, score.without_sink()))
+        out, lse = (state if score.sink is None else state.add_sink(score.sink)).finalize()
+        return Result(out.to(q.dtype), lse)
+
     def sum_rows(self, plan: Plan, x: Tensor) -> Tensor:
         """Return the sums over all ranks on rank 0, and zeros on the others."""
         (rows,) = gather(plan, (x,), every_query(plan))
@@ -96,8 +112,8 @@ class SameBits(Dataflow):
 
     def prepare(self, plan: Plan) -> None:
         """Make the tables of the plan's rank, before they are needed."""
-        keys_block(plan)
-        queries_block(plan)
+        keys_blocks(plan)
+        queries_blocks(plan)
 
     # Predictions and proof
 
@@ -118,7 +134,11 @@ class SameBits(Dataflow):
         peak = _moved(of_keys(plan), plan.rank) * s.kv_elements * s.itemsize * share
         if not backward:
             output = queries * s.q_heads * (s.value_dim * s.itemsize + s.state_itemsize)
-            return round(s.batch * (peak + (len(cut) > 1) * share * output))
+            part = (len(cut) > 1) * share * output
+            if len(plan.mask.members) > 1:  # two states, after the messages
+                states = 2 * queries * s.q_heads * (s.value_dim + 3) * s.state_itemsize
+                peak = max(peak, share * (of_keys(plan)[plan.rank].rows * s.kv_elements * s.itemsize + states))
+            return round(s.batch * (peak + part))
         gradients = keys * s.kv_elements * s.state_itemsize
         theirs = _moved(of_queries(plan), plan.rank) * _query_bytes(s) * share + gradients * share
         rows = queries * s.q_heads * (s.head_dim + 2) * s.state_itemsize
@@ -136,8 +156,8 @@ class SameBits(Dataflow):
     def blocks(self, plan: Plan) -> Iterator[tuple[int, Block]]:
         for rank, theirs in enumerate(of_keys(plan)):
             positions = layouts.positions(theirs.spans)
-            block = keys_block(plan, rank)
-            yield rank, replace(block, positions_k=positions[positions < plan.seq_len_k])
+            first, *others = keys_blocks(plan, rank)
+            yield rank, replace(first, positions_k=positions[positions < plan.seq_len_k], others=tuple(others))
 
     def verify(self, plan: Plan) -> None:
         """Prove that every run is the part of its owner's shard that its rows stand for, that all that is seen arrives,
@@ -146,13 +166,12 @@ class SameBits(Dataflow):
         pairs = 0
         for rank in range(plan.world_size):
             arrived = _check_runs(of_keys(plan)[rank], plan.shards_k, f"keys for rank {rank}")
-            block = keys_block(plan, rank)
             missing = torch.cat([torch.zeros(1, dtype=torch.int64, device="cpu"), (~arrived).cumsum(0)])
-            complete = missing[block.start.long()] == missing[block.end.long()]
-            verify.require(complete.all(), f"a query of rank {rank} sees a key that does not arrive")
+            for block in keys_blocks(plan, rank):
+                complete = missing[block.start.long()] == missing[block.end.long()]
+                verify.require(complete.all(), f"a query of rank {rank} sees a key that does not arrive")
             arrived = _check_runs(of_queries(plan)[rank], plan.shards, f"queries for rank {rank}")
-            block = queries_block(plan, rank)
-            seen = (block.end - block.start).sum(0)
+            seen = torch.stack([(block.end - block.start).sum(0) for block in queries_blocks(plan, rank)]).sum(0)
             verify.require(not seen[~arrived].any(), f"a query that sees keys of rank {rank} does not arrive")
             pairs += int(seen.sum())
         verify.check_coverage(plan, self.blocks(plan))

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from .. import blocks
 from .. import layout as layouts
-from ..intervals import Mask
+from ..intervals import Intervals, Mask
 from ..kernels.contract import GRID, Block, flush_period
 from ..layout import Shard
 from ..needs import located, visible_part
@@ -90,29 +90,31 @@ def of_queries(plan: Plan) -> tuple[Tiles, ...]:
 def _seeing(mask: Mask, shards_k: Sequence[Shard]) -> list[list[range]]:
     """Return for each shard of keys the runs of queries that see any of its runs, with some that do not, growing.
 
-    Neither end of the interval of keys falls from query to query. So the queries that see a run of keys are neighbours,
-    from the first whose interval ends after the run begins to the last whose interval begins before the run ends.
+    Neither end of an interval of keys falls from query to query. So the queries that see a run of keys under one member
+    of the mask are neighbours, from the first whose interval ends after the run begins to the last whose interval
+    begins before the run ends.
     """
     runs = [(owner, run) for owner, shard in enumerate(shards_k) for run in shard]
     first = torch.tensor([run[0] for _, run in runs], dtype=torch.int64, device="cpu")
     last = torch.tensor([run[-1] for _, run in runs], dtype=torch.int64, device="cpu")
-    begin = _first_query(mask, lambda start, end: (end > first).any(0), len(runs))
-    stop = _first_query(mask, lambda start, end: (start > last).all(0), len(runs))
     seeing: list[list[range]] = [[] for _ in shards_k]
-    for (owner, _), low, high in zip(runs, begin.tolist(), stop.tolist(), strict=True):
-        if low < high:
-            seeing[owner].append(range(low, high))
-    return seeing
+    for member in mask.members:
+        begin = _first_query(member, lambda start, end: (end > first).any(0), len(runs))
+        stop = _first_query(member, lambda start, end: (start > last).all(0), len(runs))
+        for (owner, _), low, high in zip(runs, begin.tolist(), stop.tolist(), strict=True):
+            if low < high:
+                seeing[owner].append(range(low, high))
+    return [sorted(queries, key=lambda run: run.start) for queries in seeing]
 
 
-def _first_query(mask: Mask, holds, count: int) -> Tensor:  # type: ignore[no-untyped-def]
+def _first_query(mask: Intervals, holds, count: int) -> Tensor:  # type: ignore[no-untyped-def]
     """Return by bisection the first query whose intervals fulfil each of ``count`` monotone conditions, ``seq_len`` if
     there is none: ``holds(start, end)``, (rows, count) -> (count,)."""
     low = torch.zeros(count, dtype=torch.int64, device="cpu")
     high = torch.full_like(low, mask.seq_len)
     while bool((low < high).any()):
         middle = (low + high) // 2
-        true = holds(*mask.members[0].intervals(middle.clamp(max=max(mask.seq_len - 1, 0)))) | (low >= high)
+        true = holds(*mask.intervals(middle.clamp(max=max(mask.seq_len - 1, 0)))) | (low >= high)
         low, high = torch.where(true, low, middle + 1), torch.where(true, torch.minimum(middle, high), high)
     return low
 
@@ -166,33 +168,37 @@ def every_query(plan: Plan) -> tuple[Tiles, ...]:
 # What kernels get
 
 
-def keys_block(plan: Plan, rank: int | None = None) -> Block:
-    """Return which of the keys that a rank gathers its queries see."""
+def keys_blocks(plan: Plan, rank: int | None = None) -> tuple[Block, ...]:
+    """Return which of the keys that a rank gathers its queries see, for each member of the mask."""
     rank = plan.rank if rank is None else rank
 
-    def make() -> Block:
+    def make() -> tuple[Block, ...]:
         gathered = of_keys(plan)[rank]
         block = plan.make_block(rank, gathered.spans, (gathered.rows,))
-        return replace(block, positions_k=block.positions_k.clamp(max=max(plan.seq_len_k - 1, 0)), ordered=True)
+        positions_k = block.positions_k.clamp(max=max(plan.seq_len_k - 1, 0))
+        members = (block, *block.others)
+        return tuple(replace(x, positions_k=positions_k, ordered=True, others=()) for x in members)
 
     return plan.once(("tiles of keys", rank), make)
 
 
-def queries_block(plan: Plan, rank: int | None = None) -> Block:
-    """Return which of a rank's keys the queries that it gathers see."""
+def queries_blocks(plan: Plan, rank: int | None = None) -> tuple[Block, ...]:
+    """Return which of a rank's keys the queries that it gathers see, for each member of the mask."""
     rank = plan.rank if rank is None else rank
 
-    def make() -> Block:
+    def make() -> tuple[Block, ...]:
         mask, keys = plan.mask, plan.shards_k[rank]
         positions_k = blocks.positions(keys)
         positions = blocks.positions(of_queries(plan)[rank].spans).long()
         inside = positions.clamp(max=max(plan.seq_len - 1, 0))
-        start, end = (
-            torch.searchsorted(positions_k, torch.where(positions < plan.seq_len, x, plan.seq_len_k), out_int32=True)
-            for x in mask.members[0].intervals(inside)
-        )
         positions_q, lengths = (inside + mask.offset).to(torch.int32), tuple(map(len, keys))
-        return Block(start, end, positions_q, positions_k, (len(positions),), lengths, ordered=True)
+
+        def block(member: Intervals) -> Block:
+            bounds = (torch.where(positions < plan.seq_len, x, plan.seq_len_k) for x in member.intervals(inside))
+            start, end = (torch.searchsorted(positions_k, bound, out_int32=True) for bound in bounds)
+            return Block(start, end, positions_q, positions_k, (len(positions),), lengths, ordered=True)
+
+        return tuple(map(block, mask.members))
 
     return plan.once(("tiles of queries", rank), make)
 

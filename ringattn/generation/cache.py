@@ -73,7 +73,7 @@ class KVCache:
         sequences: int | None = None,
     ) -> None:
         self.transport = transports.of(group)
-        self.transport.begin("KVCache()")
+        self.transport.begin("KVCache()", compares=True)
         error: Exception | None = None
         token = TokenShape(kv_heads, head_dim, head_dim if head_dim_v is None else head_dim_v, dtype, shared_values)
         self.windows: tuple[int, ...] = ()
@@ -194,7 +194,6 @@ class KVCache:
             CacheFull: there is no room for the new tokens, on every rank.
             ValueError, TypeError, RuntimeError: of :func:`ringattn.plan`; or a sequence that was freed.
         """
-        self.transport.begin("plan()")
         chunk, first = None, 0
         try:
             record = self._slots[sequence]
@@ -212,6 +211,7 @@ class KVCache:
                 first = max(0, length - left)
             held = [_before(tokens.since(first), length - first) for tokens in record.tokens]
         except Exception as error:  # of any kind: the other ranks must hear of it
+            self.transport.begin("plan()", compares=True)
             self.transport.agree("plan()", {}, error)
             raise
         plan = make_plan(new_tokens, self.transport, held=held, **options)

@@ -97,32 +97,36 @@ def decode(
         RuntimeError: an earlier call on this group failed after communication had started.
     """
     transport = step.transport
-    transport.begin("decode()")
-    pool, tables, window = step.layer(layer)
-    dtype = pool.k.dtype
-    if q.dtype != dtype and autocast_dtype(q.device) == dtype:
-        q, k, v = as_autocast(q, k, k if v is None else v)
-    _check(q, k, v, (step.batch, step.new_tokens), pool)
-    check_score(q, softcap, alibi_slopes, sink, score_mod)
-    if tree is not None:
-        _check_tree(tree, q, window)
-    if heads not in HEADS:
-        raise ValueError(f"heads={heads!r} is unknown; use one of {', '.join(map(repr, HEADS))}")
-    tile = tile_size(pool.page_size)
-    if fixed_split < 0 or fixed_split % tile:
-        raise ValueError(f"fixed_split is {fixed_split}; it must be a multiple of {tile} for pages of {pool.page_size}")
-    if alibi_slopes is not None:  # kernels read them as they accumulate
-        alibi_slopes = alibi_slopes.to(accumulation_dtype(q)).contiguous()
-    scale = q.shape[-1] ** -0.5 if softmax_scale is None else float(softmax_scale)
-    score = Score(scale, float(softcap), alibi_slopes, sink if sink is None else sink.contiguous(), score_mod)
-    call = Call(tree if tree is None else tree.contiguous(), fixed_split)
-    kind = (
-        "backend", kernel, q.dtype, q.shape, pool.k.shape, scale > 0, alibi_slopes is None, fixed_split,
-        score_mod is None,
-    )  # fmt: skip
-    backend = tables.memo.once(kind, lambda: choose(kernel, q, pool, tables, score, call))
-    if transport.world_size > 1:
-        transport.check_device("q", q)
+    try:
+        pool, tables, window = step.layer(layer)
+        dtype = pool.k.dtype
+        if q.dtype != dtype and autocast_dtype(q.device) == dtype:
+            q, k, v = as_autocast(q, k, k if v is None else v)
+        _check(q, k, v, (step.batch, step.new_tokens), pool)
+        check_score(q, softcap, alibi_slopes, sink, score_mod)
+        if tree is not None:
+            _check_tree(tree, q, window)
+        if heads not in HEADS:
+            raise ValueError(f"heads={heads!r} is unknown; use one of {', '.join(map(repr, HEADS))}")
+        tile = tile_size(pool.page_size)
+        if fixed_split < 0 or fixed_split % tile:
+            raise ValueError(f"fixed_split is {fixed_split}; it must be a multiple of {tile} for pages of {pool.page_size}")
+        if alibi_slopes is not None:  # kernels read them as they accumulate
+            alibi_slopes = alibi_slopes.to(accumulation_dtype(q)).contiguous()
+        scale = q.shape[-1] ** -0.5 if softmax_scale is None else float(softmax_scale)
+        score = Score(scale, float(softcap), alibi_slopes, sink if sink is None else sink.contiguous(), score_mod)
+        call = Call(tree if tree is None else tree.contiguous(), fixed_split)
+        kind = (
+            "backend", kernel, q.dtype, q.shape, pool.k.shape, scale > 0, alibi_slopes is None, fixed_split,
+            score_mod is None,
+        )  # fmt: skip
+        backend = tables.memo.once(kind, lambda: choose(kernel, q, pool, tables, score, call))
+        if transport.world_size > 1:
+            transport.check_device("q", q)
+    except Exception as error:  # the other ranks must hear of it
+        transport.refuse("decode()", error)
+        raise
+    transport.begin("decode()", details=f"layer={layer}, q={tuple(q.shape)}, {q.dtype}")
     step.compare(q, layer)
     with no_autocast(q):  # the state is float32, whatever the caller's region says
         backend.write(k, v, pool, tables, call.tree)

@@ -42,9 +42,13 @@ WAITS = (  # what a stream waits for, the word of its own rank that says so, and
 )
 _HEAD = struct.Struct("<iiQdI")  # process, state, its start, time limit in seconds, number of calls begun
 _CALL = struct.Struct("<dI")  # its last two fields
-_BLAMED = struct.Struct("<i")  # the rank that is the cause of a failure, -1 if it is this rank itself
+_BLAMED = struct.Struct("<i")  # the rank that is the cause of a failure, or one of these
+ITSELF, UNKNOWN = -1, -2
 _BLAMED_AT = _HEAD.size
-_CALL_AT, _WORDS_AT, _TEXT_AT, _ROW_BYTES = _HEAD.size - _CALL.size, 64, 128, 512
+_CALL_AT, _WORDS_AT, _TEXT_AT, _SHOWN_AT = _HEAD.size - _CALL.size, 64, 128, 640
+_REFUSED_AT, _CALLS_AT, _ROW_BYTES = 896, 1152, 2048
+_CALLS = (_ROW_BYTES - _CALLS_AT) // 8  # the latest calls of a rank, one word each
+_NUMBERS = 1 << 30
 _PAGE = mmap.PAGESIZE
 _PERIOD = 0.1  # seconds between checks
 _GRACE = 0.5  # seconds that a wait goes on after a peer is dead: what it had signalled may just arrive
@@ -79,6 +83,22 @@ def _stat(process: int) -> tuple[str, int]:
     return fields[0].decode(), int(fields[19])
 
 
+class CallMark(NamedTuple):
+    """A call that a rank has begun, as the others see it (:mod:`ringattn.lockstep`).
+
+    Args:
+        number: of the call, from 1.
+        digest: 32 bits, of this call and all before.
+        compares: whether the ranks compare their arguments in it.
+        refused: whether this rank has refused its arguments.
+    """
+
+    number: int
+    digest: int
+    compares: bool = False
+    refused: bool = False
+
+
 class Board:
     """A page that all ranks of a host see, with a row per rank of the group.
 
@@ -95,7 +115,8 @@ class Board:
         self.size = -(-world_size * _ROW_BYTES // _PAGE) * _PAGE
         self.memory = mmap.mmap(file, self.size)
         self.device_address = 0
-        self.owner, self.calls = os.getpid(), 0
+        self.owner = os.getpid()
+        self._words = memoryview(self.memory).cast("Q")  # stores of 8 bytes are atomic
 
     @classmethod
     def create(cls, path: str, rank: int, world_size: int) -> Board:
@@ -121,23 +142,36 @@ class Board:
         process = Process.own()
         _HEAD.pack_into(self.memory, self._row(self.rank), process.number, RUNNING, process.start, limit, 0)
 
-    def begin(self, limit: float) -> None:
-        """Record that this rank begins its next call."""
-        self.calls = self.calls + 1 & 0xFFFFFFFF
-        _CALL.pack_into(self.memory, self._row(self.rank) + _CALL_AT, limit, self.calls)
+    def begin(self, limit: float, call: CallMark, shown: str) -> None:
+        """Record that this rank begins its next call.
 
-    def fail(self, text: str, blamed: int = -1) -> None:
+        Args:
+            shown: for errors: what the ranks must have in common in this call, or why this rank has refused it.
+        """
+        self._write(*((_REFUSED_AT, _CALLS_AT) if call.refused else (_SHOWN_AT, _REFUSED_AT)), shown)
+        at, number = self._row(self.rank) + _CALLS_AT, call.number % _NUMBERS
+        word = number << 34 | call.refused << 33 | call.compares << 32 | call.digest
+        self._words[at // 8 + number % _CALLS] = word
+        _CALL.pack_into(self.memory, self._row(self.rank) + _CALL_AT, limit, call.number & 0xFFFFFFFF)
+
+    def fail(self, text: str, blamed: int = ITSELF) -> None:
         """Record why this rank cannot continue. Only the first reason counts.
 
         Args:
-            blamed: the rank that is the cause, -1 if it is this rank itself.
+            blamed: the rank that is the cause, or ITSELF, or UNKNOWN.
         """
         if self.status(self.rank) == RUNNING:
-            at, size = self._row(self.rank), _ROW_BYTES - _TEXT_AT
-            _BLAMED.pack_into(self.memory, at + _BLAMED_AT, blamed)
-            words = text.encode(errors="replace")[:size].ljust(size, b"\0")
-            self.memory[at + _TEXT_AT : at + _ROW_BYTES] = words
+            _BLAMED.pack_into(self.memory, self._row(self.rank) + _BLAMED_AT, blamed)
+            self._write(_TEXT_AT, _SHOWN_AT, text)
             self._become(FAILED)
+
+    def _write(self, begin: int, end: int, text: str) -> None:
+        at = self._row(self.rank)
+        self.memory[at + begin : at + end] = text.encode(errors="replace")[: end - begin].ljust(end - begin, b"\0")
+
+    def _read(self, rank: int, begin: int, end: int) -> str:
+        at = self._row(rank)
+        return self.memory[at + begin : at + end].rstrip(b"\0").decode(errors="ignore")
 
     def leave(self) -> None:
         """Record that this rank no longer needs the group."""
@@ -162,9 +196,19 @@ class Board:
     def calls_of(self, rank: int) -> int:
         return self._head(rank)[4]
 
+    def call(self, rank: int, number: int) -> CallMark | None:
+        """Return the call of this number, None if the rank has not begun it or has begun many more since."""
+        word = self._words[(self._row(rank) + _CALLS_AT) // 8 + number % _NUMBERS % _CALLS]
+        if word >> 34 != number % _NUMBERS:
+            return None
+        return CallMark(number, word & 0xFFFFFFFF, bool(word >> 32 & 1), bool(word >> 33 & 1))
+
+    def shown(self, rank: int, *, refused: bool = False) -> str:
+        """Return what is to be shown of the latest call of a rank, or of the latest one that it has refused."""
+        return self._read(rank, *((_REFUSED_AT, _CALLS_AT) if refused else (_SHOWN_AT, _REFUSED_AT)))
+
     def text(self, rank: int) -> str:
-        at = self._row(rank)
-        return self.memory[at + _TEXT_AT : at + _ROW_BYTES].rstrip(b"\0").decode(errors="ignore")
+        return self._read(rank, _TEXT_AT, _SHOWN_AT)
 
     def blamed(self, rank: int) -> int:
         return int(_BLAMED.unpack_from(self.memory, self._row(rank) + _BLAMED_AT)[0])
@@ -198,8 +242,11 @@ class Board:
     def peers(self) -> list[int]:
         """Return the other ranks whose processes can be seen from here: not those of other hosts and containers, nor
         any where there is no /proc."""
-        others = (rank for rank in range(self.world_size) if rank != self.rank)
-        return [rank for rank in others if self.process(rank).number and self.process(rank).state() != "is dead"]
+        return [rank for rank in self.entered() if self.process(rank).state() != "is dead"]
+
+    def entered(self) -> list[int]:
+        """Return the other ranks that have entered this board."""
+        return [rank for rank in range(self.world_size) if rank != self.rank and self.process(rank).number]
 
     # The cause of a failure
 
@@ -216,20 +263,21 @@ class Board:
             if state == "is dead" and self.status(rank) == RUNNING:
                 return rank, f"{self._name(rank)} has died"
         for rank, blamed in failed.items():
-            if blamed < 0:
+            if blamed == ITSELF:
                 return rank, f"{self._name(rank)} failed with {self.text(rank)}"
         for rank, state in states.items():
             if stopped and state == "is stopped":
                 return self.delay([rank])
         for rank, blamed in failed.items():
-            return blamed, f"{self.text(rank)}, as {self._name(rank)} says"
+            return (None if blamed == UNKNOWN else blamed), f"{self.text(rank)}, as {self._name(rank)} says"
         for rank, state in states.items():
             if state == "is dead":
                 return rank, f"{self._name(rank)} has exited"
         return None, ""
 
-    def delay(self, ranks: Sequence[int]) -> tuple[int | None, str]:
-        """Return the rank among ``ranks`` that is late, and its state."""
+    def delay(self, ranks: Sequence[int], unseen: Sequence[int] = ()) -> tuple[int | None, str]:
+        """Return the rank among ``ranks`` that is late, and its state. (None, reason) if each of them is as far as this
+        rank, so that it is rather one of those that are ``unseen``, whose processes cannot be seen from here."""
         visible = [rank for rank in ranks if self.process(rank).number]
         for rank in visible:
             if self.process(rank).state() == "is stopped":
@@ -238,10 +286,18 @@ class Board:
                     rank,
                     f"{self._name(rank)} is stopped, by SIGSTOP or a debugger (kill -CONT {number} continues it)",
                 )
+        calls = self.calls_of(self.rank)
+        behind = [rank for rank in visible if self.calls_of(rank) < calls]
+        if unseen and not behind:
+            listed = ", ".join(map(str, unseen))
+            return None, (
+                f"every rank of this host has begun {calls} calls and none is stopped, so one of the ranks {listed} is "
+                "late, which run elsewhere. If they are only slow, raise plan(timeout=) or RINGATTN_TIMEOUT"
+            )
         for rank in sorted(visible, key=self.calls_of):
             return rank, (
                 f"{self._name(rank)} runs, but has not come: it has begun {self.calls_of(rank)} calls and this rank "
-                f"{self.calls_of(self.rank)}. If it is only slow, raise plan(timeout=) or RINGATTN_TIMEOUT"
+                f"{calls}. If it is only slow, raise plan(timeout=) or RINGATTN_TIMEOUT"
             )
         return None, ""
 
@@ -250,12 +306,14 @@ class Board:
 
 
 class Wait(NamedTuple):
-    """A wait of this rank's streams: what for, its identity (``of``), the late ranks, and its grace in seconds."""
+    """A wait of this rank's streams: what for, its identity (``of``), the late ranks, its grace in seconds, and whether
+    it may be for ranks whose processes cannot be seen."""
 
     what: str
     of: tuple[int, int]
     late: list[int]
     grace: float
+    elsewhere: bool = False
 
 
 class Watch:
@@ -267,11 +325,13 @@ class Watch:
 
     def __init__(self, board: Board, peers: Sequence[int]) -> None:
         self.board, self.peers = board, list(peers)
+        self.unseen = [rank for rank in range(board.world_size) if rank not in (board.rank, *peers)]
         self._waited: dict[tuple[int, int], float] = {}  # seconds
         self._restarts = 0
 
-    def look(self, seconds: float) -> tuple[int, str] | None:
-        """Return the rank that prevents this one from continuing, and the problem; None if there is none.
+    def look(self, seconds: float) -> tuple[int | None, str] | None:
+        """Return the rank that prevents this one from continuing, None if it is not known, and the problem; None if
+        there is none.
 
         Args:
             seconds: since the last check, without time in which this process or its parent did not run.
@@ -281,9 +341,9 @@ class Watch:
         for wait in waits:
             waited = self._waited[wait.of]
             peer, cause = board.cause(wait.late) if waited >= wait.grace else (None, "")
-            if peer is None and waited > board.limit(board.rank):
-                peer, cause = board.delay(wait.late)
-            if peer is not None:
+            if not cause and waited > board.limit(board.rank):
+                peer, cause = board.delay(wait.late, self.unseen if wait.elsewhere else ())
+            if cause:
                 return peer, f"waited {waited:.1f} s for {wait.what}: {cause}"
         return None
 
@@ -302,7 +362,7 @@ class Watch:
             # A rank that has left cleanly has sent all its messages.
             late = [peer for peer in self.peers if board.status(peer) != LEFT]
             what = f"the messages of step {moving - 1}"
-            yield Wait(what, (MOVING, self._restarts), late or self.peers, _GRACE_OF_MESSAGES)
+            yield Wait(what, (MOVING, self._restarts), late or self.peers, _GRACE_OF_MESSAGES, True)
 
 
 def watch(board: Board, parent: Process, peers: Sequence[int]) -> None:
@@ -320,10 +380,10 @@ def watch(board: Board, parent: Process, peers: Sequence[int]) -> None:
             end(board, parent, *problem)
 
 
-def end(board: Board, parent: Process, peer: int, problem: str) -> None:
+def end(board: Board, parent: Process, peer: int | None, problem: str) -> None:
     """Print the problem and end the parent."""
     text = f"ringattn: rank {board.rank} (process {parent.number}): {problem}. This process is ended. {_ADVICE}\n"
-    board.fail(problem, peer)
+    board.fail(problem, UNKNOWN if peer is None else peer)
     # In a thread: the reader of the pipe may be stopped, too, or gone.
     threading.Thread(target=os.write, args=(2, text.encode(errors="replace")), daemon=True).start()
     time.sleep(0.1)

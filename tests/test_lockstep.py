@@ -1,0 +1,283 @@
+"""Ranks in different calls: each of them ends with an error that says which calls these are.
+
+Every job has a group of its own, whose ranks wait for each other for ``LIMIT`` seconds, and returns its error.
+"""
+
+from __future__ import annotations
+
+import datetime
+import os
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from pool import Pool, on_ranks
+
+import ringattn
+from ringattn import lockstep, virtual
+from ringattn.errors import Desynchronized
+from ringattn.lockstep import Calls
+
+LIMIT = 20.0
+SEQ, HEADS, DIM = 16, 2, 8
+
+
+class Layer(torch.nn.Module):
+    """Attention of its own input."""
+
+    def forward(self, x: torch.Tensor, plan: ringattn.Plan) -> torch.Tensor:
+        return ringattn.attention(x, x, x, plan)
+
+
+def group() -> dist.ProcessGroup:
+    dist.barrier()
+    return dist.new_group(list(range(dist.get_world_size())), timeout=datetime.timedelta(seconds=LIMIT))
+
+
+def make(checks: bool = False) -> tuple[ringattn.Plan, torch.Tensor]:
+    os.environ["RINGATTN_CHECK"] = str(int(checks))
+    plan = ringattn.plan(SEQ, group(), dataflow="ring")
+    return plan, torch.randn(1, plan.local_lengths[plan.rank], HEADS, DIM, requires_grad=True)
+
+
+def error_of(job: Callable[..., Any], *args: Any) -> tuple[str, str]:
+    """Return the kind and the text of the error of a job, which must come long before the time limit."""
+    began = time.monotonic()
+    try:
+        job(*args)
+    except Exception as error:
+        assert time.monotonic() - began < LIMIT / 2
+        return type(error).__name__, str(error)
+    return "", "no error"
+
+
+def evaluation_on_rank_0(steps: int, mode: bool, checks: bool) -> None:
+    """Train, with an evaluation on rank 0 only after some steps in which all ranks evaluated."""
+    (plan, x), layer = make(checks), Layer()
+    for step in range(steps + 1):
+        if step < steps or plan.rank == 0:
+            layer.train(not mode)
+            with torch.no_grad():
+                layer(x, plan)
+        layer.train()
+        layer(x, plan).sum().backward()
+
+
+def job_evaluation(*args: Any) -> tuple[str, str]:
+    return error_of(evaluation_on_rank_0, *args)
+
+
+@pytest.mark.parametrize("world_size", on_ranks(2))
+def test_an_evaluation_on_one_rank_is_an_error_of_both_in_the_first_such_call(
+    pools: Callable[[int], Pool], world_size: int
+) -> None:
+    """The pattern of nanoGPT: shapes agree, so the ranks would exchange keys of different batches."""
+    for mode, field in (
+        (True, "training is 'off' on ranks [0], 'on' on ranks [1]"),
+        (False, "grad_mode is False on r"),
+    ):
+        for kind, text in pools(world_size).run(job_evaluation, 0, mode, False):
+            assert kind == "Desynchronized"
+            assert text.startswith(f"attention() differs across ranks: {field}")
+            assert "an evaluation on rank 0" in text
+
+
+@pytest.mark.parametrize("world_size", on_ranks(2))
+def test_a_later_evaluation_on_one_rank_too(pools: Callable[[int], Pool], world_size: int) -> None:
+    answers = pools(world_size).run(job_evaluation, 2, True, False)
+    assert "Desynchronized" in [kind for kind, _ in answers]
+    for kind, text in answers:
+        assert kind in ("Desynchronized", "LostPeer")
+        assert "ranks are in different calls: call 8 of rank" in text
+        assert "attention() forward, grad_mode=False" in text
+        assert "attention() forward, grad_mode=True" in text
+
+
+@pytest.mark.parametrize("world_size", on_ranks(2))
+def test_with_checks_the_lines_are_named(pools: Callable[[int], Pool], world_size: int) -> None:
+    for kind, text in pools(world_size).run(job_evaluation, 2, False, True):
+        assert kind == "Desynchronized"
+        assert "attention() differs across ranks: line is '<string>:1 > pool.py:" in text
+        assert text.count("test_lockstep.py:") >= 6
+
+
+def backwards_in_other_orders(checks: bool, swapped: bool) -> torch.Tensor:
+    plan, x = make(checks)
+    outs = [ringattn.attention(x, x, x, plan) for _ in range(2)]
+    if swapped and plan.rank == 1:
+        outs.reverse()
+    for out in outs:
+        out.sum().backward()
+    assert x.grad is not None
+    return x.grad
+
+
+def job_backwards(*args: Any) -> tuple[str, str]:
+    return error_of(backwards_in_other_orders, *args)
+
+
+@pytest.mark.parametrize("world_size", on_ranks(2))
+@pytest.mark.parametrize("checks", [False, True])
+def test_backwards_in_another_order(pools: Callable[[int], Pool], world_size: int, checks: bool) -> None:
+    assert pools(world_size).run(job_backwards, checks, False) == [("", "no error")] * world_size
+    answers = pools(world_size).run(job_backwards, checks, True)
+    for kind, text in answers:
+        if checks:
+            assert kind == "Desynchronized"
+            assert text.startswith(
+                "attention() backward differs across ranks: forward is 2 on ranks [0], 3 on ranks [1]"
+            )
+        else:
+            assert "ranks are in different calls: call 4 of rank" in text
+            assert "attention() backward, forward=2" in text
+            assert "attention() backward, forward=3" in text
+
+
+def refused_by(ranks: tuple[int, ...]) -> tuple[tuple[str, str], tuple[str, str]]:
+    """Pass a wrong shape on some ranks, in a call that was compared before; then call again."""
+    plan, x = make()
+    ringattn.attention(x, x, x, plan)
+    wrong = x[:, 1:] if plan.rank in ranks else x
+    first = error_of(ringattn.attention, wrong, wrong, wrong, plan)
+    return first, error_of(ringattn.attention, x, x, x, plan)
+
+
+@pytest.mark.parametrize("world_size", on_ranks(2))
+def test_an_argument_error_of_one_rank_ends_the_call_of_all(pools: Callable[[int], Pool], world_size: int) -> None:
+    (first, again), (bad, after) = pools(world_size).run(refused_by, (1,))
+    assert bad[0] == "ValueError"
+    assert "q: 7 tokens, but rank 1 of 2 holds 8" in bad[1]
+    assert first[0] in ("RankFailed", "LostPeer")
+    assert "q: 7 tokens, but rank 1 of 2 holds 8" in first[1]
+    assert again[0] == "GroupBroken"
+    assert after[0] in ("GroupBroken", "LostPeer")
+
+
+@pytest.mark.parametrize("world_size", on_ranks(2))
+def test_an_argument_error_of_all_ranks_leaves_the_group_usable(pools: Callable[[int], Pool], world_size: int) -> None:
+    for first, again in pools(world_size).run(refused_by, (0, 1)):
+        assert first[0] == "ValueError"
+        assert again == ("", "no error")
+
+
+def decode_refused_by(ranks: tuple[int, ...]) -> tuple[tuple[str, str], tuple[str, str]]:
+    os.environ["RINGATTN_CHECK"] = "0"
+    cache = ringattn.KVCache(1, 8, HEADS, DIM, group(), dtype=torch.float32)
+    q = torch.randn(1, 1, HEADS, DIM)
+    cache.append(q, q)
+    kernel = "none" if cache.transport.rank in ranks else "eager"
+    first = error_of(lambda: ringattn.decode(q, cache, kernel=kernel))
+    return first, error_of(ringattn.decode, q, cache)
+
+
+@pytest.mark.parametrize("world_size", on_ranks(2))
+def test_an_argument_error_of_decode(pools: Callable[[int], Pool], world_size: int) -> None:
+    for first, again in pools(world_size).run(decode_refused_by, (0, 1)):
+        assert (first[0], again) == ("ValueError", ("", "no error"))
+    (first, _), (bad, _) = pools(world_size).run(decode_refused_by, (1,))
+    assert bad[0] == "ValueError"
+    assert first[0] in ("RankFailed", "LostPeer")
+    assert "kernel='none' is unknown" in first[1]
+
+
+def another_version() -> tuple[str, str]:
+    """Make a plan where rank 1 has another version of the library."""
+    planning = ringattn.planning
+    version = planning.VERSION
+    planning.VERSION += dist.get_rank()
+    try:
+        return error_of(make)
+    finally:
+        planning.VERSION = version
+
+
+@pytest.mark.parametrize("world_size", on_ranks(2))
+def test_versions_of_the_library_that_differ_are_named(pools: Callable[[int], Pool], world_size: int) -> None:
+    version = ringattn.planning.VERSION
+    for kind, text in pools(world_size).run(another_version):
+        assert kind == "Disagreement"
+        assert f"version is {version} on ranks [0], {version + 1} on ranks [1]" in text
+
+
+def checks_on_one_rank() -> tuple[str, str]:
+    return error_of(make, dist.get_rank() == 1)
+
+
+@pytest.mark.parametrize("world_size", on_ranks(2))
+def test_all_ranks_compare_every_call_or_none(pools: Callable[[int], Pool], world_size: int) -> None:
+    for kind, text in pools(world_size).run(checks_on_one_rank):
+        assert kind == "Disagreement"
+        assert "RINGATTN_CHECK is False on ranks [0], True on ranks [1]" in text
+
+
+def test_keys_changed_after_the_call_are_an_error_of_the_backward() -> None:
+    plan, x = ringattn.plan(SEQ), torch.randn(1, SEQ, HEADS, DIM, requires_grad=True)
+    k = x.clone()
+    out = ringattn.attention(x, k, k, plan)
+    k.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()
+
+
+def error_in_different_calls() -> tuple[tuple[str, str], tuple[str, str]]:
+    """A comparison in which the ranks are in different calls, one of them ahead; then the same calls again."""
+    plan, x = make()
+    if plan.rank == 0:
+        first = error_of(ringattn.attention, x, x, x, plan)
+    else:
+        first = error_of(ringattn.plan, SEQ, plan.transport)
+        plan.transport.plans_made -= 1
+    for _ in range(2):
+        ringattn.attention(x, x, x, plan).sum().backward()
+    return first, error_of(lambda: ringattn.attention(x, x, x, plan))
+
+
+@pytest.mark.parametrize("world_size", on_ranks(2))
+def test_after_an_error_on_all_ranks_calls_are_counted_from_a_common_number(
+    pools: Callable[[int], Pool], world_size: int
+) -> None:
+    for first, again in pools(world_size).run(error_in_different_calls):
+        assert first[0] == "Desynchronized"
+        assert again == ("", "no error")
+
+
+def test_virtual_ranks_compare_every_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    def body(rank: virtual.VirtualRank) -> None:
+        plan = ringattn.plan(SEQ, rank, dataflow="ring")
+        x = torch.randn(1, plan.local_lengths[rank.rank], HEADS, DIM, requires_grad=True)
+        outs = [ringattn.attention(x, x, x, plan) for _ in range(2)]
+        for out in outs[:: -1 if rank.rank else 1]:
+            out.sum().backward()
+
+    virtual.run(2, body)  # this is what checks are for
+    monkeypatch.setenv("RINGATTN_CHECK", "1")
+    with pytest.raises(Desynchronized, match=r"attention\(\) backward differs across ranks: (line|forward)") as caught:
+        virtual.run(2, body)
+    assert caught.value.field in ("line", "forward")
+
+
+def test_a_wrong_value_of_the_variable_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RINGATTN_CHECK", "yes")
+    with pytest.raises(ValueError, match="RINGATTN_CHECK is 'yes'; set it to 1"):
+        lockstep.every_call()
+
+
+def test_the_digest_is_of_all_calls() -> None:
+    a, b = Calls(), Calls()
+    marks = [(a.begin(x, False), b.begin(y, False)) for x, y in (("f", "f"), ("g", "h"), ("f", "f"))]
+    assert [one.digest == other.digest for one, other in marks] == [True, False, False]
+    a.begin("f", False)
+    for calls in (a, b):
+        calls.restart()
+    assert a == b
+    assert a.begin("f", False) == b.begin("f", False)
+
+
+def test_texts_of_different_calls() -> None:
+    text = str(lockstep.difference((0, 7, "attention() forward, a=1, b=2"), (3, 7, "attention() forward, a=1, b=3")))
+    assert "call 7 of rank 0 is attention() forward, b=2, call 7 of rank 3 attention() forward, b=3. " in text
+    text = str(lockstep.difference((0, 7, "f, a=1"), (3, 7, "f, a=1")))
+    assert "ranks 0 and 3 have made different calls before call 7 of rank 0, f, a=1" in text
