@@ -15,6 +15,7 @@ from .adapters.sdpa import wrap as wrap
 from .functional import attention as attention
 from .generation import CacheFull as CacheFull
 from .generation import KVCache as KVCache
+from .generation import Step as Step
 from .generation import decode as decode
 from .packing import pack as pack
 from .packing import pack_stream as pack_stream
@@ -26,6 +27,6 @@ from .plans import Plan as Plan
 
 __version__ = "0.1.0"
 __all__ = [
-    "CacheFull", "KVCache", "Partial", "Plan", "attention", "batch", "dataflows", "decode", "errors", "loss", "mask",
-    "merge", "pack", "pack_stream", "plan", "use", "wrap",
+    "CacheFull", "KVCache", "Partial", "Plan", "Step", "attention", "batch", "dataflows", "decode", "errors", "loss",
+    "mask", "merge", "pack", "pack_stream", "plan", "use", "wrap",
 ]  # fmt: skip

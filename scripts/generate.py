@@ -10,8 +10,9 @@ the whole step of a token is a CUDA graph.
 
 The model is the byte-level decoder of scripts.train: with the weights of its newest checkpoint (``--checkpoint
 out/checkpoints``), or random ones. Afterwards one process computes prompt and new tokens in one forward, in the same
-dtype and in float64, and the logits of every new token must be as near to float64 as its own, within a factor of two,
-or the exit status is 1; on a GPU up to 16,384 tokens. ``--shape`` is for timing: random weights in bfloat16 of another model's shape, not compared.
+dtype and in float64. The logits of every new token must be as near to float64 as its own, within a factor of two, or
+the exit status is 1; on a GPU this is done up to 16,384 tokens. ``--shape`` is for timing: random weights in bfloat16
+of another model's shape, not compared.
 """
 
 from __future__ import annotations
@@ -66,8 +67,9 @@ def forward(model: train.Decoder, x: Tensor, positions: Tensor, attend: Callable
     attention."""
     rotary = train.rotary_angles(positions, model.head_dim)
     x = model.embed(x)
+    block: Any
     for i, block in enumerate(model.blocks):
-        layer: Any = block.attention
+        layer = block.attention
         qkv = layer.qkv(block.norm1(x)).unflatten(-1, (-1, layer.head_dim))
         q, k, v = qkv.split([layer.heads, layer.kv_heads, layer.kv_heads], dim=2)
         out = attend(i, train.rotate(q, rotary), train.rotate(k, rotary), v)

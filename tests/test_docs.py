@@ -396,6 +396,8 @@ def test_drafts_of_dflash() -> None:
         out[:, plan.positions] = rows
     want, _ = reference.attention(q, k, v, masks.from_intervals(*intervals))
     torch.testing.assert_close(out, want, rtol=1e-12, atol=1e-12)
+
+
 class Layer:
     """A layer whose queries, keys and values depend on the position."""
 

@@ -165,12 +165,12 @@ def test_an_argument_error_of_all_ranks_leaves_the_group_usable(pools: Callable[
 
 def decode_refused_by(ranks: tuple[int, ...]) -> tuple[tuple[str, str], tuple[str, str]]:
     os.environ["RINGATTN_CHECK"] = "0"
-    cache = ringattn.KVCache(1, 8, HEADS, DIM, group(), dtype=torch.float32)
+    cache = ringattn.KVCache(1, HEADS, DIM, group(), tokens=64, page_size=16, dtype=torch.float32)
+    step = cache.step([cache.add()])
     q = torch.randn(1, 1, HEADS, DIM)
-    cache.append(q, q)
     kernel = "none" if cache.transport.rank in ranks else "eager"
-    first = error_of(lambda: ringattn.decode(q, cache, kernel=kernel))
-    return first, error_of(ringattn.decode, q, cache)
+    first = error_of(lambda: ringattn.decode(q, q, q, step, layer=0, kernel=kernel))
+    return first, error_of(lambda: ringattn.decode(q, q, q, step, layer=0))
 
 
 @pytest.mark.parametrize("world_size", on_ranks(2))

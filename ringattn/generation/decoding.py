@@ -110,7 +110,9 @@ def decode(
             raise ValueError(f"heads={heads!r} is unknown; use one of {', '.join(map(repr, HEADS))}")
         tile = tile_size(pool.page_size)
         if fixed_split < 0 or fixed_split % tile:
-            raise ValueError(f"fixed_split is {fixed_split}; it must be a multiple of {tile} for pages of {pool.page_size}")
+            raise ValueError(
+                f"fixed_split is {fixed_split}; it must be a multiple of {tile} for pages of {pool.page_size}"
+            )
         if alibi_slopes is not None:  # kernels read them as they accumulate
             alibi_slopes = alibi_slopes.to(accumulation_dtype(q)).contiguous()
         scale = q.shape[-1] ** -0.5 if softmax_scale is None else float(softmax_scale)

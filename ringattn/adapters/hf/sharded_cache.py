@@ -341,7 +341,7 @@ def generation(
     ids, mask = _rows(inputs)
     _check_positions(unwrapped(model), ids.shape[1] + max_new_tokens)
     cache = Generation(model, group, max_new_tokens, num_sequences, kernel)
-    rows = {"input_ids": _digest(ids), "attention_mask": _digest(mask)}
+    rows: dict[str, Any] = {"input_ids": _digest(ids), "attention_mask": _digest(mask)}
     cache.transport.agree("ringattn.hf.generation()", rows, None)
     _active.generations.append(cache)
     try:
