@@ -45,7 +45,7 @@ def test_wrong_logits_are_noticed() -> None:
     assert error > 0.1 > 1e-5 > own
 
 
-@pytest.mark.parametrize("options, words", [(["--graph"], "needs a GPU"), (["--context", "1"], "at least 2")])
+@pytest.mark.parametrize(("options", "words"), [(["--graph"], "needs a GPU"), (["--context", "1"], "at least 2")])
 def test_errors(options: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
     if torch.cuda.is_available() and "--graph" in options:
         pytest.skip("there is a GPU")
