@@ -7,16 +7,15 @@ repository leads to ``repo_url``, and becomes plain text as long as the reposito
 
 from __future__ import annotations
 
-import ast
 import os
 import posixpath
 import re
-from pathlib import Path
 from typing import Any
 
 from mkdocs.structure.files import File, Files
 
-ROOT = Path(__file__).parents[1]
+from docs.site_reference import ROOT, reference
+
 # Page of the site: file of the repository
 ELSEWHERE = {
     "index.md": "README.md",
@@ -25,8 +24,6 @@ ELSEWHERE = {
     "security.md": "SECURITY.md",
     "kernels.md": "kernels/NOTES.md",
 }
-# Public modules of ringattn, in the order of the page, and where the names of each are listed
-MODULES = ("ringattn", "ringattn.mask", "ringattn.batch", "ringattn.loss", "ringattn.flash", "ringattn.hf", "ringattn.errors")
 # A link, or code, in which there are none
 _LINK_OR_CODE = re.compile(
     r"(?P<image>!?)\[(?P<text>(?:[^\[\]]|\[[^\]]*\])*)\]\((?P<path>[^)\s#]*)(?P<anchor>#[^)\s]*)?\)"
@@ -41,31 +38,6 @@ def on_files(files: Files, config: Any) -> Files:
         files.append(File.generated(config, page, content=(ROOT / path).read_text()))
     files.append(File.generated(config, "api.md", content=reference()))
     return files
-
-
-def public_names(module: str) -> list[str]:
-    """Return the names that a module exports, in the order of its source: what it defines, and what it imports ``as``
-    the same name. Its public modules are left out."""
-    path = ROOT / module.replace(".", "/")
-    source = (path / "__init__.py" if path.is_dir() else path.with_suffix(".py")).read_text()
-    names = []
-    for node in ast.parse(source).body:
-        if isinstance(node, ast.ImportFrom):
-            names += [alias.name for alias in node.names if alias.asname == alias.name]
-        elif isinstance(node, (ast.FunctionDef, ast.ClassDef)):
-            names.append(node.name)
-    return [name for name in names if not name.startswith("_") and f"{module}.{name}" not in MODULES]
-
-
-def reference() -> str:
-    """Return the page with every public name, for mkdocstrings."""
-    parts = ["# API", "Shapes are (batch, tokens, heads, head_dim) unless a page says otherwise."]
-    for module in MODULES:
-        parts.append(f"## {module}")
-        if module != "ringattn":
-            parts.append(f"::: {module}\n    options: {{members: false, show_root_heading: false}}")
-        parts += [f"::: {module}.{name}" for name in public_names(module)]
-    return "\n\n".join(parts) + "\n"
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:
