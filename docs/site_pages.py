@@ -1,4 +1,4 @@
-"""Hooks of mkdocs.yml: pages that lie outside of docs/, the page of all public names, and links to files that are no pages.
+"""Hooks of mkdocs.yml: pages that lie outside of docs/, and links to files that are no pages.
 
 README.md, CHANGELOG.md and others stay where GitHub looks for them; the site reads them from there. Links in all pages
 are written for the repository. On the site a link to a page leads to that page, a link to another file of the
@@ -47,7 +47,7 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str
 
 
 def _link(match: re.Match[str], here: str, page: str, config: Any, files: Files) -> str:
-    """Return one link as the site needs it, or code as it is. ``here`` is the file in the repository, ``page`` its page."""
+    """Return a link as the site needs it, or code as it is. ``here`` is a file of the repository, ``page`` its page."""
     path, anchor = match["path"], match["anchor"] or ""
     if path is None or re.match(r"[a-z]+:", path):
         return match[0]

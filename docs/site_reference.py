@@ -7,7 +7,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 # The public modules, in the order of the page
-MODULES = ("ringattn", "ringattn.mask", "ringattn.batch", "ringattn.loss", "ringattn.flash", "ringattn.hf", "ringattn.errors")
+MODULES = ("ringattn", *(f"ringattn.{name}" for name in ("mask", "batch", "loss", "flash", "hf", "errors")))
 
 
 def public_names(module: str) -> list[str]:

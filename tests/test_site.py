@@ -1,4 +1,4 @@
-"""The site of docs/: its reference has every public name, links are rewritten, and it builds where mkdocs is installed."""
+"""The site of docs/: its reference has every public name, links are rewritten, and it builds if mkdocs is here."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_every_file_of_public_names_is_in_the_reference() -> None:
 
 
 def test_links_lead_to_pages_or_to_the_repository() -> None:
-    pytest.importorskip("mkdocs", reason="pip install mkdocs: scripts/site builds the site in an environment of its own")
+    pytest.importorskip("mkdocs", reason="mkdocs is missing: scripts/site has an environment of its own")
     from docs import site_pages
 
     pages = {
@@ -62,7 +62,7 @@ def test_links_lead_to_pages_or_to_the_repository() -> None:
 
 def test_the_site_builds_without_warnings(tmp_path: Path) -> None:
     for package in ("mkdocs", "material", "mkdocstrings_handlers.python"):
-        pytest.importorskip(package, reason=f"{package} is missing: scripts/site builds the site in its own environment")
+        pytest.importorskip(package, reason=f"{package} is missing: scripts/site has its own environment")
     command = [sys.executable, "-m", "mkdocs", "build", "--quiet", "--site-dir", str(tmp_path)]
     environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
     result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=200)
