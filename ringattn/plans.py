@@ -223,6 +223,11 @@ class Plan:
         """Return what ``make`` derives from this plan, made once under ``key``."""
         return self.memo.once(key, make)
 
+    def result_of(self, function: Callable[[Plan], T]) -> T:
+        """Return ``function(plan)``. torch.compile can take the result of this method as a constant, by
+        ``torch.compiler.assume_constant_result``; that of a function whose argument is a plan it cannot in torch 2.11."""
+        return function(self)
+
     def agree_once(
         self, what: str, fields: dict[str, int | float | str | bool], error: Exception | None = None
     ) -> None:
