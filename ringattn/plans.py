@@ -225,7 +225,7 @@ class Plan:
 
     def result_of(self, function: Callable[[Plan], T]) -> T:
         """Return ``function(plan)``. torch.compile can take the result of this method as a constant, by
-        ``torch.compiler.assume_constant_result``; that of a function whose argument is a plan it cannot in torch 2.11."""
+        ``torch.compiler.assume_constant_result``. That of a function of a plan it cannot before torch 2.12."""
         return function(self)
 
     def agree_once(
