@@ -52,8 +52,9 @@ def _link(match: re.Match[str], here: str, page: str, config: Any, files: Files)
     if path is None or re.match(r"[a-z]+:", path):
         return match[0]
     anchor = re.sub(r"-(\d)$", r"_\1", anchor)  # the second of two equal headings: -1 on GitHub, _1 here
+    text = _LINK_OR_CODE.sub(lambda inner: _link(inner, here, page, config, files), match["text"])  # a linked picture
     if not path:
-        return f"[{match['text']}]({anchor})"
+        return f"[{text}]({anchor})"
     target = posixpath.normpath(posixpath.join(posixpath.dirname(here), path))
     if not (ROOT / target).exists():
         return match[0]  # a warning of mkdocs follows, and so an error
@@ -62,7 +63,7 @@ def _link(match: re.Match[str], here: str, page: str, config: Any, files: Files)
     file = files.get_file_from_path(uri) if uri else None
     if file and file.inclusion.is_included():
         relative = os.path.relpath(uri, posixpath.dirname(page) or ".")
-        return f"{match['image']}[{match['text']}]({relative}{anchor})"
+        return f"{match['image']}[{text}]({relative}{anchor})"
     if config.repo_url:
-        return f"[{match['text']}]({config.repo_url.rstrip('/')}/blob/main/{target}{anchor})"
-    return match["text"]
+        return f"[{text}]({config.repo_url.rstrip('/')}/blob/main/{target}{anchor})"
+    return text

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import importlib
 import os
+import re
 import subprocess
 import sys
+import tomllib
 import zlib
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -56,6 +58,8 @@ def test_links_lead_to_pages_or_to_the_repository() -> None:
     assert rewritten("![x](docs/show.png) [s](SECURITY.md#a)", "index.md") == "![x](show.png) [s](security.md#a)"
     assert rewritten("[`ring`](../../ringattn/loss.py) `[a](b)`", "use/losses.md") == "`ring` `[a](b)`"
     assert rewritten("[r](../../README.md#how-1)", "use/losses.md") == "[r](../index.md#how_1)"
+    assert rewritten("[![n](docs/show.png)](docs/idea.ipynb)", "index.md") == "[![n](docs/show.png)](docs/idea.ipynb)"
+    assert rewritten("[![n](docs/show.png)](pyproject.toml)", "index.md") == "![n](show.png)"
     at = rewritten("[`ring`](../../ringattn/loss.py)", "use/losses.md", "https://example.org/r/")
     assert at == "[`ring`](https://example.org/r/blob/main/ringattn/loss.py)"
 
@@ -72,3 +76,42 @@ def test_the_site_builds_without_warnings(tmp_path: Path) -> None:
     names = {f"{module}.{name}" for module in site_reference.MODULES for name in site_reference.public_names(module)}
     assert len(names) > 50
     assert names <= objects
+
+
+def test_the_version_is_in_one_place_and_repeated_rightly() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    assert project["project"]["dynamic"] == ["version"]
+    assert project["tool"]["setuptools"]["dynamic"]["version"] == {"attr": "ringattn.__version__"}
+    (cited,) = re.findall(r"^version: (.*)$", (ROOT / "CITATION.cff").read_text(), re.M)
+    assert cited == ringattn.__version__
+    newest, *_ = re.findall(r"^## \[(.*)\]", (ROOT / "CHANGELOG.md").read_text(), re.M)
+    assert newest in ("Unreleased", ringattn.__version__)
+
+
+def lowest(package: str) -> str:
+    """The lowest version that pyproject.toml allows: ``2.10``."""
+    dependencies = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
+    (version,) = (m[1] for text in dependencies if (m := re.match(rf"{package}>=([\d.]+)", text)))
+    return version
+
+
+def test_the_lowest_versions_are_the_same_everywhere() -> None:
+    for path in ("README.md", "docs/operations.md"):
+        text = (ROOT / path).read_text()
+        assert re.search(rf"torch {re.escape(lowest('torch'))}\b", text), path
+        assert re.search(rf"Triton {re.escape(lowest('triton'))}\b", text), path
+    for package, name in (("torch", "torch"), ("triton", "triton")):
+        assert f"{name}>={lowest(package)}" in (ROOT / "ringattn" / "doctor.py").read_text()
+    assert f'"=={lowest("torch")}.*"' in (ROOT / ".github" / "workflows" / "ci.yml").read_text()
+    assert f"torch >= {lowest('torch')}" in (ROOT / "scripts" / "environment.sh").read_text()
+
+
+def test_workflows_run_the_checks_of_ci() -> None:
+    checks = re.search(r"set -- (.*?) #", (ROOT / ".ci" / "run").read_text())
+    assert checks is not None
+    workflow = (ROOT / ".github" / "workflows" / "ci.yml").read_text()
+    (matrix,) = re.findall(r"check: \[(.*)\]", workflow)
+    assert {*matrix.split(", "), "tests"} == set(checks[1].split())
+    assert set(re.findall(r"run: (\.ci/run.*)", workflow)) == {".ci/run ${{ matrix.check }}", ".ci/run tests"}
+    versions = re.findall(r'"(3\.\d+)"', workflow.partition("python: [")[2].partition("]")[0])
+    assert versions == ["3.11", "3.12", "3.13", "3.14"]
