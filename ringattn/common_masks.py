@@ -29,8 +29,7 @@ def pieces(
 
     Args:
         first: (rows, pieces) integers, the first query of each piece, growing from 0; one piece if absent. ``rows`` is
-        1
-            or the batch size.
+            1 or the batch size.
         low, high, left, right: numbers, or tensors like ``first``; absent ones hide nothing.
 
     Raises:

@@ -223,6 +223,11 @@ class Plan:
         """Return what ``make`` derives from this plan, made once under ``key``."""
         return self.memo.once(key, make)
 
+    def result_of(self, function: Callable[[Plan], T]) -> T:
+        """Return ``function(plan)``. torch.compile can take the result of this method as a constant, by
+        ``torch.compiler.assume_constant_result``. That of a function of a plan it cannot before torch 2.12."""
+        return function(self)
+
     def begin(
         self,
         what: str,

@@ -85,4 +85,4 @@ else
 fi
 
 # Can this module be imported? For extras, which are pinned in .venv but may be missing elsewhere.
-has() { "$python" -c "import importlib.util, sys; sys.exit(importlib.util.find_spec('$1') is None)"; }
+has() { "$python" -c "import importlib.util, sys; sys.exit(importlib.util.find_spec('$1') is None)" 2>/dev/null; }

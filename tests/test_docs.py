@@ -36,8 +36,13 @@ TESTS = {
     "generate": ["test_generation", "test_generation", "test_generation_as_a_graph", "test_generation_of_transformers"],
     "losses": ["test_losses"],
     "masks": ["test_masks"],
+    "parallelism": ["test_tensor_parallelism"],
     "pytorch": ["test_pytorch"],
+    "ranks": ["test_evaluation"],
+    "torchtitan": ["test_torchtitan"],
+    "training_codes": ["test_shifted_already", "test_windows_and_tokens_before"],
     "trees": ["test_trees"],
+    "trainers": ["test_lightning", "test_trainer_of_another_library"],
     "trainer": ["test_trainer", "test_sft_trainer", "test_rows_with_equal_work"],
 }
 
@@ -270,7 +275,7 @@ TRAINING = dict(
 )  # fmt: skip
 
 
-def _trainer(folder: str, block: int) -> list[Tensor]:
+def _trainer(folder: str, block: int, page: str = "trainer") -> list[Tensor]:
     import accelerate
     import transformers
     from test_hf import OnCpu, forget_accelerate
@@ -286,9 +291,24 @@ def _trainer(folder: str, block: int) -> list[Tensor]:
             options = dict(output_dir=folder, **TRAINING)
             names: dict[str, Any] = dict(name=folder, options=options, ranks=2, data=rows(), tokenizer=None)
             names["collate"] = torch.utils.data.default_collate
-            return parameters(run("trainer", block, **names)["model"])
+            if page == "trainers":
+                return parameters(switched(run(page, block)["over_ranks"], names))
+            return parameters(run(page, block, **names)["model"])
         finally:
             accelerate.ParallelismConfig = real
+
+
+def switched(over_ranks: Any, names: dict[str, Any]) -> nn.Module:
+    """Train a model that was loaded with another attention, by the page's subclass of transformers' trainer."""
+    import accelerate
+    import transformers
+
+    model = transformers.AutoModelForCausalLM.from_pretrained(names["name"], attn_implementation="eager")
+    of_two = accelerate.ParallelismConfig(cp_size=2)
+    args = transformers.TrainingArguments(**names["options"], parallelism_config=of_two)
+    trainer = over_ranks(transformers.Trainer)
+    trainer(model, args=args, train_dataset=names["data"], data_collator=names["collate"]).train()
+    return model
 
 
 def rows() -> list[dict[str, Tensor]]:
@@ -524,13 +544,181 @@ def test_rows_with_equal_work(capsys: pytest.CaptureFixture[str]) -> None:
     assert sorted(piece for piece in found if 0 not in piece) == sorted(documents)
 
 
-def compare_trainer(pools: Any, tmp_path: Path, block: int) -> None:
+def test_trainer_of_another_library(pools, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    compare_trainer(pools, tmp_path, 1, "trainers")
+
+
+class PlannedDecoder(Decoder):
+    """A decoder whose attention is ringattn's, with the plan as an argument."""
+
+    def forward(self, tokens: Tensor, positions: Tensor, plan: ringattn.Plan) -> Tensor:  # type: ignore[override]
+        x = self.embed(tokens) + self.place(positions)
+        q, k, v = (y.unflatten(-1, (HEADS, -1)) for y in self.qkv(x).chunk(3, -1))
+        return self.head(x + ringattn.attention(q, k, v, plan).flatten(2))
+
+
+def _evaluation() -> float:
+    with double():
+        evaluate = run("ranks", ringattn=ringattn)["evaluate"]
+        return evaluate(PlannedDecoder(), batches()).item()
+
+
+def test_evaluation(pools) -> None:  # type: ignore[no-untyped-def]
+    with double():
+        want = mean_loss(Decoder(), batches()).item()
+    for got in pools(2).run(_evaluation):
+        assert got == pytest.approx(want, rel=1e-12)
+
+
+def _lightning() -> tuple[list[float], list[Tensor]]:
+    fake: Any = types.ModuleType("lightning")
+    logged: list[float] = []
+    fake.LightningModule = type("LightningModule", (nn.Module,), {"log": lambda self, _, x: logged.append(x.item())})
+    with double(), pytest.MonkeyPatch.context() as patch:
+        patch.setitem(sys.modules, "lightning", fake)
+        module = run("trainers", 0, Decoder=Decoder)["Module"]()
+        module.setup("fit")
+        for index, batch in enumerate(batches()):
+            module.training_step(batch, index).backward()
+        gradients = [p.grad for p in module.parameters()]
+        for gradient in gradients:  # as DistributedDataParallel does
+            dist.all_reduce(gradient, op=dist.ReduceOp.SUM)
+            gradient /= dist.get_world_size()
+        return logged, gradients
+
+
+def test_lightning(pools) -> None:  # type: ignore[no-untyped-def]
+    with double():
+        model = Decoder()
+        losses = [mean_loss(model, [batch]) for batch in batches()]
+        sum(losses).backward()  # type: ignore[union-attr]
+    for logged, gradients in pools(2).run(_lightning):
+        assert logged == pytest.approx([loss.item() for loss in losses], rel=1e-12)
+        close(gradients, [p.grad for p in model.parameters()], 1e-10)
+
+
+def _tensor_parallelism() -> tuple[Tensor, Tensor]:
+    with double():
+        layer, tokens, embed = projections()
+        names = dict(ringattn=ringattn, device="cpu", tokens=tokens, layer=layer, embed=embed, head_dim=4)
+        found = run("parallelism", **names)
+        found["x"].sum().backward()
+        return found["plan"].unshard(found["x"].detach()), layer["out"].weight.grad.full_tensor()
+
+
+def projections() -> tuple[Any, Tensor, nn.Embedding]:
+    torch.manual_seed(0)
+    layer = nn.ModuleDict({name: nn.Linear(DIM, DIM, bias=False) for name in ("q", "k", "v", "out")})
+    return layer, torch.randint(VOCABULARY, (2, SEQ)), nn.Embedding(VOCABULARY, DIM)
+
+
+def test_tensor_parallelism(pools) -> None:  # type: ignore[no-untyped-def]
+    with double():
+        layer, tokens, embed = projections()
+        x = embed(tokens)
+        q, k, v = (f(x).unflatten(-1, (-1, 4)) for f in (layer.q, layer.k, layer.v))
+        x = x + layer.out(reference.attention(q, k, v, masks.causal(SEQ))[0].flatten(2))
+        x.sum().backward()
+    got = pools(4).run(_tensor_parallelism)
+    for whole, _ in got:
+        torch.testing.assert_close(whole, x.detach(), rtol=1e-12, atol=1e-12)
+    gradient = got[0][1] + got[2][1]  # ranks 0 and 2 hold different tokens and the same heads
+    torch.testing.assert_close(gradient, layer["out"].weight.grad, rtol=1e-10, atol=1e-10)
+
+
+def _torchtitan() -> tuple[Tensor, Tensor, Tensor]:
+    row = torch.arange(SEQ)
+    positions = torch.cat([torch.arange(5), torch.arange(SEQ - 5)])
+    q = torch.randn(SEQ, HEADS, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    names = run("torchtitan", ringattn=ringattn)
+    inputs, labels, local, plan = names["shard_for_cp"](row, row + 1, positions, None)
+    assert torch.equal(labels, inputs + 1)
+    assert torch.equal(local, positions[inputs])
+    out = names["RingAttention"]()(*(plan.shard(x, dim=0) for x in (q, q + 1, q - 1)), attention_masks=plan, scale=0.3)
+    return inputs, out, q
+
+
+def test_torchtitan(pools) -> None:  # type: ignore[no-untyped-def]
+    parts = pools(2).run(_torchtitan)
+    q = parts[0][2][None]
+    mask = ringattn.plan(SEQ, causal=True, cu_seqlens=[0, 5, SEQ]).mask
+    want, _ = reference.attention(q, q + 1, q - 1, mask, softmax_scale=0.3)
+    assert torch.equal(torch.cat([at for at, _, _ in parts]).sort().values, torch.arange(SEQ))
+    for at, out, _ in parts:
+        torch.testing.assert_close(out, want[0, at], rtol=1e-12, atol=1e-12)
+
+
+class PositionedDecoder(Decoder):
+    """A decoder that knows where its tokens are by an attribute."""
+
+    positions: Tensor
+
+    def forward(self, tokens: Tensor) -> Tensor:  # type: ignore[override]
+        return super().forward(tokens, self.positions.expand(tokens.shape[0], -1))
+
+
+def shifted_rows() -> Tensor:
+    return torch.randint(VOCABULARY, (2, SEQ), generator=torch.Generator().manual_seed(0))
+
+
+def _shifted_already() -> float:
+    with double():
+        return run("training_codes", model=PositionedDecoder(), rows=shifted_rows(), block_size=SEQ - 1)["mean"].item()
+
+
+def test_shifted_already(pools) -> None:  # type: ignore[no-untyped-def]
+    whole = shifted_rows()
+    with double():
+        logits = Decoder()(whole[:, :-1], torch.arange(SEQ - 1).expand(2, -1))
+        want = F.cross_entropy(logits.flatten(0, 1), whole[:, 1:].flatten()).item()
+    for got in pools(2).run(_shifted_already):
+        assert got == pytest.approx(want, rel=1e-12)
+
+
+def layered() -> dict[str, Any]:
+    """What the second code of training_codes.md needs: two layers with windows, and a gate."""
+    torch.manual_seed(0)
+    embed, gate = nn.Embedding(VOCABULARY, DIM), nn.Linear(DIM, 1)
+    weights = [nn.Linear(DIM, 3 * DIM) for _ in range(2)]
+
+    def layer(weight: nn.Linear, x: Tensor, positions: Tensor, attend: Any, window: tuple[int, int]) -> Tensor:
+        x = x + positions[:, None] / SEQ
+        q, k, v = weight(x).unflatten(-1, (3, HEADS, -1)).unbind(2)
+        return x + attend(q, k, v, causal=True, window_size=window).flatten(2)
+
+    layers = [functools.partial(layer, weight) for weight in weights]
+    return dict(embed=embed, gate=gate, layers=layers, window_sizes=[(3, 0), (-1, 0)], tokens=shifted_rows())
+
+
+def _windows_and_tokens_before() -> Tensor:
+    with double():
+        found = run("training_codes", 1, ringattn=ringattn, seq_len=SEQ, **layered())
+        return found["plan"].unshard(found["x"].detach())
+
+
+def test_windows_and_tokens_before(pools) -> None:  # type: ignore[no-untyped-def]
+    with double():
+        names = layered()
+        x = names["embed"](names["tokens"])
+        x = torch.cat([x[:, :1], x[:, 1:] + names["gate"](x[:, 1:]) * x[:, :-1]], dim=1)
+
+        def dense(q: Tensor, k: Tensor, v: Tensor, causal: bool, window_size: tuple[int, int]) -> Tensor:
+            mask = ringattn.plan(SEQ, causal=causal, window_size=window_size).mask
+            return reference.attention(q, k, v, mask)[0]
+
+        for layer, window in zip(names["layers"], names["window_sizes"], strict=True):
+            x = layer(x, torch.arange(SEQ), dense, window)
+    for got in pools(2).run(_windows_and_tokens_before):
+        torch.testing.assert_close(got, x.detach(), rtol=1e-12, atol=1e-12)
+
+
+def compare_trainer(pools: Any, tmp_path: Path, block: int, page: str = "trainer") -> None:
     transformers = pytest.importorskip("transformers", reason="pip install 'transformers>=5.17' accelerate")
     pytest.importorskip("accelerate", reason="pip install accelerate")
     from test_hf import forget_accelerate
 
     gemma("eager").float().save_pretrained(tmp_path)
-    got = pools(2).run(_trainer, str(tmp_path), block)
+    got = pools(2).run(_trainer, str(tmp_path), block, page)
     forget_accelerate()
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager")
     before = copy.deepcopy(parameters(model))

@@ -15,7 +15,7 @@ from torch import Tensor
 from ..functional import attention
 from ..plans import Plan
 from .recomputation import Scope
-from .same_mask import check_causal, check_documents, check_dropout, check_window, window_of
+from .same_mask import check_causal, check_documents, check_dropout, check_window
 
 _plans: Scope[Plan] = Scope(
     "plan",
@@ -33,7 +33,7 @@ def use(plan: Plan) -> AbstractContextManager[None]:
     """
     if not isinstance(plan, Plan):
         raise TypeError(f"plan is a {type(plan).__name__}; pass a ringattn.Plan")
-    torch.compiler.assume_constant_result(window_of)  # here, because it imports the compiler
+    torch.compiler.assume_constant_result(Plan.result_of)  # here, because it imports the compiler
     return _plans.active(plan)
 
 

@@ -46,6 +46,10 @@ def check_window(name: str, plan: Plan, causal: bool, window_size: tuple[int, in
 def window_of(plan: Plan) -> tuple[int, int]:
     """Return ``(left, right)`` of the plan's mask, -1 where it is unbounded: the narrowest of all its pieces. Causal is
     ``right = 0``."""
+    return plan.result_of(_window_of)
+
+
+def _window_of(plan: Plan) -> tuple[int, int]:
     _ = plan.local_lengths, plan.local_lengths_k  # before torch.compile traces a checkpoint, which must not set them
     several = [_window_of_member(plan, member) for member in plan.mask.members]
     if len(several) == 1:

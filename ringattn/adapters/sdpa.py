@@ -37,7 +37,7 @@ from torch.utils.checkpoint import checkpoint
 from ..functional import attention
 from ..plans import Plan
 from .recomputation import Span, Spans, graph_task
-from .same_mask import check_causal, check_dropout, window_of
+from .same_mask import check_causal, check_dropout
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -130,7 +130,8 @@ def wrap(module: M, plan_source: Plan | Callable[[], Plan]) -> M:
         raise TypeError(f"module is a {type(module).__name__}; pass a torch.nn.Module")
     if not isinstance(plan_source, Plan) and not callable(plan_source):
         raise TypeError(f"plan_source is a {type(plan_source).__name__}; pass a Plan or a function that returns one")
-    for function in (_counts, _count, _attended, _refuse_backward, window_of):  # here, because it imports the compiler
+    # Here, because it imports the compiler.
+    for function in (_counts, _count, _attended, _refuse_backward, Plan.result_of):
         torch.compiler.assume_constant_result(function)
     source = _Source(plan_source)
     for inner in [m for m in module.modules() if m is module or _may_attend(m)]:
@@ -259,7 +260,7 @@ def _outermost(source: _Source) -> Iterator[None]:
             source.spans.note(span, source.plan())
 
 
-# torch.compile calls these during tracing and takes their results as constants; so for window_of and graph_task.
+# torch.compile calls these during tracing and takes their results as constants; so for Plan.result_of and graph_task.
 
 
 def _refuse_backward() -> None:

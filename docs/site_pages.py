@@ -1,0 +1,69 @@
+"""Hooks of mkdocs.yml: pages that lie outside of docs/, and links to files that are no pages.
+
+README.md, CHANGELOG.md and others stay where GitHub looks for them; the site reads them from there. Links in all pages
+are written for the repository. On the site a link to a page leads to that page, a link to another file of the
+repository leads to ``repo_url``, and becomes plain text as long as the repository has no address.
+"""
+
+from __future__ import annotations
+
+import os
+import posixpath
+import re
+from typing import Any
+
+from mkdocs.structure.files import File, Files
+
+from docs.site_reference import ROOT, reference
+
+# Page of the site: file of the repository
+ELSEWHERE = {
+    "index.md": "README.md",
+    "changelog.md": "CHANGELOG.md",
+    "contributing.md": "CONTRIBUTING.md",
+    "security.md": "SECURITY.md",
+    "kernels.md": "kernels/NOTES.md",
+}
+# A link, or code, in which there are none
+_LINK_OR_CODE = re.compile(
+    r"(?P<image>!?)\[(?P<text>(?:[^\[\]]|\[[^\]]*\])*)\]\((?P<path>[^)\s#]*)(?P<anchor>#[^)\s]*)?\)"
+    r"|```.*?```|~~~.*?~~~|`[^`\n]*`",
+    re.S,
+)
+
+
+def on_files(files: Files, config: Any) -> Files:
+    """Add the pages that lie elsewhere, and the reference."""
+    for page, path in ELSEWHERE.items():
+        files.append(File.generated(config, page, content=(ROOT / path).read_text()))
+    files.append(File.generated(config, "api.md", content=reference()))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:
+    """Rewrite the links of a page, except in code."""
+    here = ELSEWHERE.get(page.file.src_uri, f"docs/{page.file.src_uri}")
+    return _LINK_OR_CODE.sub(lambda match: _link(match, here, page.file.src_uri, config, files), markdown)
+
+
+def _link(match: re.Match[str], here: str, page: str, config: Any, files: Files) -> str:
+    """Return a link as the site needs it, or code as it is. ``here`` is a file of the repository, ``page`` its page."""
+    path, anchor = match["path"], match["anchor"] or ""
+    if path is None or re.match(r"[a-z]+:", path):
+        return match[0]
+    anchor = re.sub(r"-(\d)$", r"_\1", anchor)  # the second of two equal headings: -1 on GitHub, _1 here
+    text = _LINK_OR_CODE.sub(lambda inner: _link(inner, here, page, config, files), match["text"])  # a linked picture
+    if not path:
+        return f"[{text}]({anchor})"
+    target = posixpath.normpath(posixpath.join(posixpath.dirname(here), path))
+    if not (ROOT / target).exists():
+        return match[0]  # a warning of mkdocs follows, and so an error
+    pages = {file: uri for uri, file in ELSEWHERE.items()}
+    uri = pages.get(target, target.removeprefix("docs/") if target.startswith("docs/") else "")
+    file = files.get_file_from_path(uri) if uri else None
+    if file and file.inclusion.is_included():
+        relative = os.path.relpath(uri, posixpath.dirname(page) or ".")
+        return f"{match['image']}[{text}]({relative}{anchor})"
+    if config.repo_url:
+        return f"[{text}]({config.repo_url.rstrip('/')}/blob/main/{target}{anchor})"
+    return text
