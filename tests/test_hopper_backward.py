@@ -394,9 +394,10 @@ def test_parts_occupy_the_processors_or_share_the_queries(heads, kv_heads, seq, 
 
 @pytest.mark.parametrize(("rows", "tiles", "parts"), [(8, 64, 4), (8, 64, 1), (1, 16, 16), (2, 16, 8), (6, 7, 4)])
 def test_sweeps_end_with_whole_groups(rows, tiles, parts):
-    sweep = work.sweep(rows, tiles, 132, parts)
-    assert rows * parts % sweep == 0
-    assert sweep % parts == 0 or parts % sweep == 0
+    for sweep in (work.sweep(rows, tiles, 132, parts), work.sweep_in_order(rows, tiles, 132, parts)):
+        assert rows * parts % sweep == 0
+        assert sweep % parts == 0 or parts % sweep == 0
+    assert sweep >= min(work.TOGETHER, rows * parts)
 
 
 # --- on a GPU ----------------------------------------------------------------------------------------------------

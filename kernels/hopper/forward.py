@@ -855,6 +855,7 @@ def _consumer(
         acc = _rescaled(acc, alpha, FIXED)
         p = _unpack(packed, DTYPE, P_L)
         acc = warpgroup_mma(p, _rows(v_s, vs), acc, is_async=True)
+        reference = _rows_part(slot, C, alibi, m, -1.0)
         g += 1
         i += 1
         mbarrier.wait(info_full.index(i % SLOTS), (i // SLOTS) & 1)
@@ -869,11 +870,10 @@ def _consumer(
             acc = _with_flushed(acc, m, aside_ptr, m_aside, C, N)
         if EARLY:
             s = _first_scores(some, q_s, k_s, q_full, k_full, i, g, C, N, STAGES, Q_BUFFERS, S_L)
-        m = _rows_part(slot, C, alibi, m, -1.0)
         if FIXED is not None:
-            acc, m, l = _seen(acc, m, l, FINALIZE)
+            acc, reference, l = _seen(acc, m, l, FINALIZE)
         _store(
-            acc, m, l, slot, out_desc, out_ptr, lse_ptr, l_ptr, sink_ptr, o_s,
+            acc, reference, l, slot, out_desc, out_ptr, lse_ptr, l_ptr, sink_ptr, o_s,
             seq_q, q_heads, C, DTYPE, DV, HAS_SINK, FINALIZE, STAGED, S_ROW,
         )  # fmt: skip
         slot = following
