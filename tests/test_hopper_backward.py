@@ -148,16 +148,19 @@ def test_compiles_without_serialized_products(dims, dtype, copies, parts):
     assert report["fences"] == 1
 
 
-# Softcap and ALiBi: reloads in the loops, over cut tiles and over full ones; most are of the former.
+# Softcap and ALiBi, and dq added in order: reloads in the loops, over cut tiles and over full ones; most are of the former.
 RELOADS = {
     ((64, 64), "softcap"): 34, ((96, 96), "softcap"): 0, ((128, 128), "softcap"): 0, ((192, 128), "softcap"): 62,
     ((256, 256), "softcap"): 0, **{(dims, "alibi"): 0 for dims in hopper_backward.HEAD_DIMS},
+    **{((dim, dim), "ordered"): 0 for dim in hopper_backward.IN_ORDER},
 }  # fmt: skip
 ALL = bool(os.environ.get("RINGATTN_COMPILE_ALL"))
 
 
 @pytest.mark.parametrize(
-    ("dims", "change"), list(RELOADS) if ALL else [((128, 128), "softcap"), ((192, 128), "alibi")], ids=str
+    ("dims", "change"),
+    list(RELOADS) if ALL else [((128, 128), "softcap"), ((192, 128), "alibi"), ((128, 128), "ordered")],
+    ids=str,
 )
 def test_changed_scores_compile_without_serialized_products(dims, change):
     run = in_a_process("compile", *map(str, dims), "bfloat16", "0", "1", change)

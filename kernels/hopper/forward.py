@@ -639,7 +639,9 @@ def _key_positions(changes, column, BN: gl.constexpr, layout: gl.constexpr):
 @gluon.jit
 def _positions_at(alibi, column, BN: gl.constexpr, layout: gl.constexpr):
     at = alibi[len(alibi) - 1] + column + gl.arange(0, BN, gl.SliceLayout(0, layout))
-    return gl.load(gl.multiple_of(at, 16))
+    if len(alibi) == 3:  # elsewhere, with softcap, loads of 64 bits would take registers
+        at = gl.multiple_of(at, 16)
+    return gl.load(at)
 
 
 @gluon.jit
@@ -1060,7 +1062,7 @@ def forward(q: Tensor, keys: Keys, score: Score, state: Partial | None, finalize
                 config = CONFIGS[q.shape[3], v.shape[3]]
                 fixed: tuple[Tensor, ...] = query_tile_table(block, config.block_m, config.block_n, q.device)
                 if changes.slopes is not None:
-                    fixed += _positions(q, block, config)
+                    fixed += _positions(q, block, config, changes)
                 if own is not None:
                     fixed += (own.places(block, own.k.device),)
                 number_at = None if ready is None else _forward_kernel.arg_names.index("epoch")
@@ -1099,7 +1101,7 @@ def _launch(
         *((None, None, None) if ready is None else (ready.flags, int32(ready.epoch), ready.timed_out)),
         *((None, None, None, None) if own is None else _own(own, block, config, first, width)),
         changes.inner, changes.slopes, changes.slopes_stride,
-        *((None, None) if changes.slopes is None else _positions(q, block, config)),
+        *((None, None) if changes.slopes is None else _positions(q, block, config, changes)),
     )  # fmt: skip
     constants = dict(
         N=config.consumers, BN=config.block_n, STAGES=config.stages, REGISTERS=config.registers,
@@ -1117,9 +1119,10 @@ def _own(own: OwnKeys, block: Block, config: Config, first: int, width: int) -> 
     return *_pieces(own.k, config.block_n, first), view(own.v, (1, config.block_n, 1, width)), places
 
 
-def _positions(q: Tensor, block: Block, config: Config) -> tuple[Tensor, Tensor]:
+def _positions(q: Tensor, block: Block, config: Config, changes: Changes) -> tuple[Tensor, Tensor]:
     """Return the positions of queries and keys, padded so that a tile need not end where they do."""
-    return padded_positions(block, config.block_m, config.block_n, q.device, first_position(block))
+    first = first_position(block) if changes.inner is None else None  # with softcap it would take more registers
+    return padded_positions(block, config.block_m, config.block_n, q.device, first)
 
 
 def _fixed(q: Tensor, changes: Changes, has_state: bool) -> tuple[float, float] | None:
