@@ -23,7 +23,7 @@ import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -36,27 +36,11 @@ from .lockstep import Calls
 from .peer.connect import connect, host
 from .peer.memory import Link
 from .peer.watchdog import CallMark
-from .works import Works, interruptible
-
-Message = tuple[Tensor, int]  # a contiguous tensor and the peer's rank in the group
+from .works import Arrived, Message, Pending, Works, interruptible
 
 _TIMEOUT = 600.0  # seconds, for groups without a time limit
 _ENVIRONMENT = os.environ.get("RINGATTN_TIMEOUT")
 _FROM_ENVIRONMENT = None if _ENVIRONMENT is None else seconds("RINGATTN_TIMEOUT", _ENVIRONMENT)
-
-
-class Pending(Protocol):
-    """Messages that have been started."""
-
-    def wait(self) -> None:
-        """Wait until work queued from now on may read the received tensors and overwrite the sent ones."""
-
-
-class Arrived:
-    """Messages that need no wait."""
-
-    def wait(self) -> None:
-        return None
 
 
 @dataclass
@@ -413,9 +397,9 @@ class GroupTransport(Transport):
         self._collective(lambda: dist.all_reduce(x, reduce, group=self.group, async_op=True), x)
 
     def _all_gather(self, x: Tensor) -> Tensor:
-        rows = x.new_empty(self.world_size, *x.shape)
-        flat, own = rows.view(-1), x.view(-1)  # gloo takes no output with one more dimension
-        self._collective(lambda: dist.all_gather_into_tensor(flat, own, group=self.group, async_op=True), x)
+        rows = x.new_empty(self.world_size, *x.shape)  # gloo takes no output with one more dimension than the input
+        gather = functools.partial(dist.all_gather_into_tensor, rows.view(-1), x.view(-1), self.group, async_op=True)
+        self._collective(gather, x)
         return rows
 
     def _collective(self, start: Callable[[], Any], x: Tensor) -> None:
@@ -458,16 +442,6 @@ class GroupTransport(Transport):
         return wait
 
 
-class AloneTransport(Transport):
-    """The transport of one process without a group."""
-
-    def __init__(self) -> None:
-        super().__init__(0, 1, torch.get_default_device())
-
-    def all_reduce(self, x: Tensor, op: str) -> Tensor:
-        return x
-
-
 @atexit.register
 def _leave_all() -> None:
     """Report that this process ends, and whether by an exception."""
@@ -478,7 +452,7 @@ def _leave_all() -> None:
         transport.health.leave()
 
 
-_alone: AloneTransport | None = None
+_alone: Transport | None = None  # of one process without a group
 _of_group: weakref.WeakKeyDictionary[Any, GroupTransport] = weakref.WeakKeyDictionary()
 _group_locks: weakref.WeakKeyDictionary[Any, threading.Lock] = weakref.WeakKeyDictionary()
 _lock = threading.Lock()
@@ -500,7 +474,7 @@ def of(group: Any, timeout: float | None = None) -> Transport:
         return group
     if group is None and not (dist.is_available() and dist.is_initialized()):
         global _alone
-        _alone = _alone or AloneTransport()
+        _alone = _alone or Transport(0, 1, torch.get_default_device())
         return _alone
     if hasattr(group, "mesh_dim_names") and hasattr(group, "get_group"):  # DeviceMesh, without importing it
         if group.ndim != 1:

@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from .agreement import Agreement
-from .transport import Message, Pending, Transport
+from .transport import Transport
+from .works import Message, Pending
 
 T = TypeVar("T")
 _TIMEOUT = 120.0  # seconds that a rank waits for a message or for the other ranks

@@ -14,12 +14,14 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 from .errors import Place
 from .health import Health, Marks
+
+Message = tuple[torch.Tensor, int]  # a contiguous tensor and the peer's rank in the group
 
 
 def interruptible(wait: Callable[[], Any]) -> Any:
@@ -65,6 +67,20 @@ def _serve(tasks: queue.SimpleQueue[_Wait]) -> None:
             task.error = error
         task.done.set()
         del task  # and with it the tensors of the messages
+
+
+class Pending(Protocol):
+    """Messages that have been started."""
+
+    def wait(self) -> None:
+        """Wait until work queued from now on may read the received tensors and overwrite the sent ones."""
+
+
+class Arrived:
+    """Messages that need no wait."""
+
+    def wait(self) -> None:
+        return None
 
 
 @dataclass

@@ -148,16 +148,19 @@ def test_compiles_without_serialized_products(dims, dtype, copies, parts):
     assert report["fences"] == 1
 
 
-# Softcap and ALiBi: reloads in the loops, over cut tiles and over full ones; most are of the former.
+# Softcap and ALiBi, and dq added in order: reloads in the loops, over cut tiles and over full ones; most are of the former.
 RELOADS = {
     ((64, 64), "softcap"): 34, ((96, 96), "softcap"): 0, ((128, 128), "softcap"): 0, ((192, 128), "softcap"): 62,
     ((256, 256), "softcap"): 0, **{(dims, "alibi"): 0 for dims in hopper_backward.HEAD_DIMS},
+    **{((dim, dim), "ordered"): 0 for dim in hopper_backward.IN_ORDER},
 }  # fmt: skip
 ALL = bool(os.environ.get("RINGATTN_COMPILE_ALL"))
 
 
 @pytest.mark.parametrize(
-    ("dims", "change"), list(RELOADS) if ALL else [((128, 128), "softcap"), ((192, 128), "alibi")], ids=str
+    ("dims", "change"),
+    list(RELOADS) if ALL else [((128, 128), "softcap"), ((192, 128), "alibi"), ((128, 128), "ordered")],
+    ids=str,
 )
 def test_changed_scores_compile_without_serialized_products(dims, change):
     run = in_a_process("compile", *map(str, dims), "bfloat16", "0", "1", change)
@@ -394,9 +397,10 @@ def test_parts_occupy_the_processors_or_share_the_queries(heads, kv_heads, seq, 
 
 @pytest.mark.parametrize(("rows", "tiles", "parts"), [(8, 64, 4), (8, 64, 1), (1, 16, 16), (2, 16, 8), (6, 7, 4)])
 def test_sweeps_end_with_whole_groups(rows, tiles, parts):
-    sweep = work.sweep(rows, tiles, 132, parts)
-    assert rows * parts % sweep == 0
-    assert sweep % parts == 0 or parts % sweep == 0
+    for sweep in (work.sweep(rows, tiles, 132, parts), work.sweep_in_order(rows, tiles, 132, parts)):
+        assert rows * parts % sweep == 0
+        assert sweep % parts == 0 or parts % sweep == 0
+    assert sweep >= min(work.TOGETHER, rows * parts)
 
 
 # --- on a GPU ----------------------------------------------------------------------------------------------------

@@ -552,6 +552,7 @@ def _arguments(
     info, bounds, *first = _tables(q, block, x.sums is not None)
     rows = work.queries_per_step(q)
     tiles, parts, scale, fold = info.shape[1], split.parts, score.softmax_scale, _folds_scale(q, score)
+    sweep = work.sweep if x.sums is None else work.sweep_in_order
     alibi: tuple[Any, ...] = (None, None, None, None)
     if x.slopes is not None:
         of_queries, of_keys = _positions(q, block)
@@ -560,7 +561,7 @@ def _arguments(
         dk, x.dv, info, q_heads // kv_heads // parts, tiles, kv_heads, parts, batch, *dk.stride()[-4:-1],
         -(-seq_q // rows), changes.scale, scale, 1 / scale if fold else 1.0,
         x.flags, epoch, x.timed_out, x.turns, x.counters, 0 if x.counters is None else x.counters.shape[1],
-        work.sweep(batch * kv_heads, tiles, work.processors(q), parts),
+        sweep(batch * kv_heads, tiles, work.processors(q), parts),
         changes.inner, *alibi,
     )  # fmt: skip
     order = (*first, x.sums) if first else (None, None)

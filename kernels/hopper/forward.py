@@ -639,7 +639,9 @@ def _key_positions(changes, column, BN: gl.constexpr, layout: gl.constexpr):
 @gluon.jit
 def _positions_at(alibi, column, BN: gl.constexpr, layout: gl.constexpr):
     at = alibi[len(alibi) - 1] + column + gl.arange(0, BN, gl.SliceLayout(0, layout))
-    return gl.load(gl.multiple_of(at, 16))
+    if len(alibi) == 3:  # elsewhere, with softcap, loads of 64 bits would take registers
+        at = gl.multiple_of(at, 16)
+    return gl.load(at)
 
 
 @gluon.jit
@@ -855,6 +857,7 @@ def _consumer(
         acc = _rescaled(acc, alpha, FIXED)
         p = _unpack(packed, DTYPE, P_L)
         acc = warpgroup_mma(p, _rows(v_s, vs), acc, is_async=True)
+        reference = _rows_part(slot, C, alibi, m, -1.0)
         g += 1
         i += 1
         mbarrier.wait(info_full.index(i % SLOTS), (i // SLOTS) & 1)
@@ -869,11 +872,10 @@ def _consumer(
             acc = _with_flushed(acc, m, aside_ptr, m_aside, C, N)
         if EARLY:
             s = _first_scores(some, q_s, k_s, q_full, k_full, i, g, C, N, STAGES, Q_BUFFERS, S_L)
-        m = _rows_part(slot, C, alibi, m, -1.0)
         if FIXED is not None:
-            acc, m, l = _seen(acc, m, l, FINALIZE)
+            acc, reference, l = _seen(acc, m, l, FINALIZE)
         _store(
-            acc, m, l, slot, out_desc, out_ptr, lse_ptr, l_ptr, sink_ptr, o_s,
+            acc, reference, l, slot, out_desc, out_ptr, lse_ptr, l_ptr, sink_ptr, o_s,
             seq_q, q_heads, C, DTYPE, DV, HAS_SINK, FINALIZE, STAGED, S_ROW,
         )  # fmt: skip
         slot = following
@@ -1067,7 +1069,7 @@ def forward(
                 config = CONFIGS[q.shape[3], v.shape[3]]
                 fixed: tuple[Tensor, ...] = query_tile_table(block, config.block_m, config.block_n, q.device)
                 if changes.slopes is not None:
-                    fixed += _positions(q, block, config)
+                    fixed += _positions(q, block, config, changes)
                 if own is not None:
                     fixed += (own.places(block, own.k.device),)
                 number_at = None if ready is None else _forward_kernel.arg_names.index("epoch")
@@ -1106,7 +1108,7 @@ def _launch(
         *((None, None, None) if ready is None else (ready.flags, int32(ready.epoch), ready.timed_out)),
         *((None, None, None, None) if own is None else _own(own, block, config, first, width)),
         changes.inner, changes.slopes, changes.slopes_stride,
-        *((None, None) if changes.slopes is None else _positions(q, block, config)),
+        *((None, None) if changes.slopes is None else _positions(q, block, config, changes)),
     )  # fmt: skip
     constants = dict(
         N=config.consumers, BN=config.block_n, STAGES=config.stages, REGISTERS=config.registers,
@@ -1124,9 +1126,10 @@ def _own(own: OwnKeys, block: Block, config: Config, first: int, width: int) -> 
     return *_pieces(own.k, config.block_n, first), view(own.v, (1, config.block_n, 1, width)), places
 
 
-def _positions(q: Tensor, block: Block, config: Config) -> tuple[Tensor, Tensor]:
+def _positions(q: Tensor, block: Block, config: Config, changes: Changes) -> tuple[Tensor, Tensor]:
     """Return the positions of queries and keys, padded so that a tile need not end where they do."""
-    return padded_positions(block, config.block_m, config.block_n, q.device, first_position(block))
+    first = first_position(block) if changes.inner is None else None  # with softcap it would take more registers
+    return padded_positions(block, config.block_m, config.block_n, q.device, first)
 
 
 def _fixed(q: Tensor, changes: Changes, has_state: bool) -> tuple[float, float] | None:

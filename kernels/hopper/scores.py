@@ -13,9 +13,9 @@ this code.
 * Softcap bounds scores. So a forward in bfloat16 that carries no state in needs no running maximum: its point of
   reference is 0 (:attr:`Changes.fixed`), p is at most 2^BOUND, and the factors of the exponent go into the
   coefficients.
-* If no query sees a key after it, -slope (i - j) has a part of the key, which the forward adds to the product in one
-  fused operation, and a part of the row, which cancels in the softmax: the forward subtracts it from lse or m at the
-  end. Positions are then float32 (:func:`padded_positions`).
+* If no query sees a key after it, and there is no softcap, -slope (i - j) has a part of the key, which the forward adds
+  to the product in one fused operation, and a part of the row, which cancels in the softmax: the forward subtracts it
+  from lse or m at the end. Positions are then float32 (:func:`padded_positions`).
 * Otherwise ALiBi needs positions: int32, exact up to 2^31. Both sides subtract the first position of the tile that
   stays (of queries in the forward, of keys in the backward) before they become float32, so that distances of neighbours
   are exact at any position.

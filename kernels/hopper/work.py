@@ -23,6 +23,7 @@ from .backward_pieces import BM, BN
 
 ENOUGH = 1.5  # CTAs of the backward for each processor
 LEAST_QUERIES = 1024  # of a run of queries, if they are divided because there are few keys
+TOGETHER = 4  # parts of groups that a backward walks at the same time where dQ is added in order
 LEAST_STEPS = 128  # of a CTA of the backward, if its group has as many: the prologue and epilogue cost three steps
 
 
@@ -153,6 +154,16 @@ def sweep(rows: int, tiles: int, workers: int, parts: int) -> int:
     sizes = [n for n in range(1, heads + 1) if heads % n == 0 and (n % parts == 0 or parts % n == 0)]
     makespans = {size: makespan(size) for size in sizes}
     return next(size for size in sizes if makespans[size] <= 1.01 * min(makespans.values()))
+
+
+def sweep_in_order(rows: int, tiles: int, workers: int, parts: int) -> int:
+    """Return the same where key tiles add to dQ in order: :data:`TOGETHER` at least, if there are so many. A program
+    starts a step later for each program before it of the same head, and as they all walk the same queries at the same
+    time, more heads at a time cost no L2."""
+    least = max(TOGETHER, sweep(rows, tiles, workers, parts))
+    heads = rows * parts
+    sizes = [n for n in range(1, heads + 1) if heads % n == 0 and (n % parts == 0 or parts % n == 0)]
+    return next((n for n in sizes if n >= least), heads)
 
 
 def key_tile_table(block: Block, keys: int, queries: int, device: torch.device) -> tuple[Tensor, Tensor]:

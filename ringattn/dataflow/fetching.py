@@ -25,7 +25,7 @@ from ..peer.push import GradientBuffers, Push
 from ..plans import Plan
 from ..schedule import head_groups, waves
 from ..trace import named
-from ..transport import Pending
+from ..works import Pending
 from .contract import Call
 
 _MESSAGES = 4  # runs from one rank to another that are messages of their own
