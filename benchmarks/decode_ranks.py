@@ -22,7 +22,7 @@ from ringattn import transport as transports
 from ringattn.kernels.contract import Score
 from ringattn.kernels.paged.backends import choose
 from ringattn.kernels.paged.contract import Call
-from ringattn.transport import AloneTransport
+from ringattn.transport import Transport
 from scripts.ranks import one_line
 
 REPLAYS = 30  # of a graph in a segment
@@ -53,9 +53,9 @@ def of_problem(problem: Problem, device: torch.device, rounds: int) -> list[dict
     for name, way in WAYS.items():
         try:
             if name == "heads":
-                caches = Caches(of_heads(problem, world), AloneTransport(), device)
+                caches = Caches(of_heads(problem, world), Transport(0, 1, device), device)
             elif name == "whole":
-                caches = Caches(problem, AloneTransport(), device, layers=1 if problem.bytes > 1 << 31 else 0)
+                caches = Caches(problem, Transport(0, 1, device), device, layers=1 if problem.bytes > 1 << 31 else 0)
             else:
                 caches = shared
             out = way(caches, 0)

@@ -126,9 +126,9 @@ def test_files_that_readme_names_exist() -> None:
     assert [path for path in paths if not (ROOT / path).exists()] == []
 
 
-def test_extensions_that_readme_names_exist() -> None:
+def test_extensions_that_contributing_names_exist() -> None:
     source = (ROOT / "tests" / "test_extend.py").read_text()
-    names = re.findall(r"\| `(\w+)` \|$", README.partition("## Extend")[2], re.M)
+    names = re.findall(r"\| `(\w+)` \|$", (ROOT / "CONTRIBUTING.md").read_text().partition("## Extend")[2], re.M)
     assert len(names) == 5
     assert [name for name in names if not re.search(rf"^(def|class) {name}\b", source, re.M)] == []
 
