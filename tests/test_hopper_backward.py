@@ -148,7 +148,7 @@ def test_compiles_without_serialized_products(dims, dtype, copies, parts):
     assert report["fences"] == 1
 
 
-# Softcap and ALiBi, and dq added in order: reloads in the loops over cut tiles and over full ones; most are of the former.
+# Softcap, ALiBi and dq added in order: reloads in the loops, over cut tiles and full ones; most are of the former.
 RELOADS = {
     ((64, 64), "softcap"): 34, ((96, 96), "softcap"): 0, ((128, 128), "softcap"): 0, ((192, 128), "softcap"): 62,
     ((256, 256), "softcap"): 0, **{(dims, "alibi"): 0 for dims in hopper_backward.HEAD_DIMS},

@@ -132,7 +132,7 @@ def _walk(
             p16 = gl.convert_layout(round_pairs(p, dtype), A_L)
         else:
             p16, slope16 = pieces.capped_probabilities(
-                s, lse_v, scale_log2, inner, alibi, head, bounds_v, stage, key, past, S_L, CUT, dtype
+                s, lse_v, scale_log2, inner, alibi, head, bounds_v, stage, key, past, S_L, CUT, dtype, SHORT=False
             )
             p16 = gl.convert_layout(p16, A_L)
         do_stage = stage if DO_STAGES == 2 else i >> 30

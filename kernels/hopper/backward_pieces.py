@@ -319,11 +319,11 @@ def scores_to_base_2(
 @gluon.jit
 def capped_probabilities(
     s, lse_v, scale, inner, alibi, head, bounds_v, stage, key, past, S_L: gl.constexpr, CUT: gl.constexpr,
-    dtype: gl.constexpr, FUSED: gl.constexpr = True,
+    dtype: gl.constexpr, FUSED: gl.constexpr = True, SHORT: gl.constexpr = True,
 ):  # fmt: skip
     """Return P of scores with softcap, and P times the derivative of the softcap, both in 16 bits. ``FUSED``: fewer
-    registers, except at head dim 64, where tiles are twice as wide."""
-    t = scores.capped(s, inner)
+    registers, except at head dim 64, where tiles are twice as wide. Without ``SHORT``, the short polynomial, too."""
+    t = scores.capped(s, inner, SHORT)
     if FUSED:
         offset, _ = gl.broadcast(lse_v.index(stage).load(gl.SliceLayout(0, S_L))[None, :], t)
         if len(alibi) > 0:

@@ -138,8 +138,9 @@ def _polynomial_asm(count: int, coefficients: tuple[float, ...], scale: float, i
 
 
 @gluon.constexpr_function
-def _tanh_asm(count, scale, inner):
-    """Return the PTX of scale * tanh(x * inner): the largest number in four chains, and the ways to tanh."""
+def _tanh_asm(count, scale, inner, short=True):
+    """Return the PTX of scale * tanh(x * inner): the largest number in four chains, and the ways to tanh, with or
+    without the short polynomial."""
     largest = "".join(f"abs.f32 y, ${i}; max.f32 m{i % 4}, m{i % 4}, y; " for i in range(4, count))
     begin = "".join(f"abs.f32 m{i}, ${i}; " for i in range(4))
     small, near = (_polynomial_asm(count, c, scale, inner) for _, c in POLYNOMIALS)
@@ -149,12 +150,16 @@ def _tanh_asm(count, scale, inner):
         f"rcp.approx.ftz.f32 y, y; fma.rn.f32 ${i}, y, {_ptx(-2.0 * scale)}, {_ptx(scale)}; "
         for i in range(count)
     )
+    first = (
+        f"setp.lt.f32 all, m0, {below_small}; vote.sync.all.pred all, all, 0xffffffff; @!all bra LARGER; "
+        f"{small} bra DONE; LARGER: "
+    )
+    if not short:
+        first = ""
     return (
         f"{{ .reg .pred all; .reg .f32 y, z, h, m<4>; {begin}{largest}"
         "max.f32 m0, m0, m1; max.f32 m2, m2, m3; max.f32 m0, m0, m2; "
-        f"setp.lt.f32 all, m0, {below_small}; vote.sync.all.pred all, all, 0xffffffff; @!all bra LARGER; "
-        f"{small} bra DONE; "
-        f"LARGER: setp.lt.f32 all, m0, {below_near}; vote.sync.all.pred all, all, 0xffffffff; @!all bra FAR; "
+        f"{first}setp.lt.f32 all, m0, {below_near}; vote.sync.all.pred all, all, 0xffffffff; @!all bra FAR; "
         f"{near} bra DONE; FAR: {far} DONE: }}"
     )
 
@@ -165,14 +170,14 @@ def _tanh_constraints(count):
 
 
 @gluon.jit
-def capped(s, inner):
+def capped(s, inner, SHORT: gl.constexpr = True):
     """Return tanh(s * inner), ``FMNMX; FMUL; 2 or 4 FFMA; FMUL`` for a number, and a ``VOTE.ALL`` or two; s if there is
     no softcap.
 
     The larger numbers of a warp: 1 - 2 / (exp(2x) + 1), right within 1.2e-7 of the cap."""
     if inner is not None:
         COUNT: gl.constexpr = s.shape[1] // 2
-        ASM: gl.constexpr = _tanh_asm(COUNT, 1.0, 1.0)
+        ASM: gl.constexpr = _tanh_asm(COUNT, 1.0, 1.0, SHORT)
         CONSTRAINTS: gl.constexpr = _tanh_constraints(COUNT)
         s = gl.inline_asm_elementwise(ASM, CONSTRAINTS, [s * inner], dtype=gl.float32, is_pure=True, pack=COUNT)
     return s
