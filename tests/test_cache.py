@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import pickle
 import random
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -12,9 +13,10 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from pool import Pool, on_ranks
 
 import ringattn
-from ringattn import layout, reference, virtual
+from ringattn import layout, reference, transport, virtual
 from ringattn.generation.pages import Copy, Kind
 from ringattn.generation.slots import SLACK, Slots
 from ringattn.generation.tokens import Tokens
@@ -248,6 +250,20 @@ def test_a_fork_of_a_sequence_with_reserved_room_shares_no_page_that_is_filled()
     slots.verify()
 
 
+def test_the_copy_of_a_shared_page_needs_room() -> None:
+    slots = Slots(1, 16, [Kind(-1, 2)])
+    slots.add()
+    slots.step([0], 5)
+    for number in (1, 2):
+        assert slots.fork(0) == (number, [])
+    with pytest.raises(ringattn.CacheFull, match=r"needs 2 pages .* 1 are free \(.*sequence 0: 1, sequence 1: 1"):
+        slots.step([0, 1, 2], 1)
+    assert slots.step([0], 1)[1] == [Copy(0, 0, 0, 1)]
+    slots.free(1)
+    assert slots.step([0, 2], 1)[1] == [], "the last one that has a page writes it"
+    slots.verify()
+
+
 def test_a_full_cache_says_who_has_its_pages() -> None:
     slots = Slots(2, 16, [Kind(-1, 4)])
     for _ in range(2):
@@ -281,6 +297,8 @@ def test_tokens(shape: list[tuple[int, int, int]], position: int) -> None:
 
 HEADS, KV_HEADS, DIM, WINDOW = 4, 2, 8, 20
 WINDOWS = (None, WINDOW)
+GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+DEVICES = ["cpu", pytest.param("cuda", marks=GPU)]
 SLOPES = torch.tensor([0.5, 0.25, 0.1, 0.0], dtype=torch.float64)  # they see positions, which the pages keep
 
 
@@ -298,11 +316,11 @@ class Whole:
 
     def __init__(self, rank: virtual.VirtualRank, seed: int, **options: Any) -> None:
         self.cache, self.choices = made(rank, **options), random.Random(seed)
-        self.generator = torch.Generator().manual_seed(seed)
+        self.generator, self.device = torch.Generator().manual_seed(seed), rank.device
         self.kv: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def random(self, *shape: int) -> torch.Tensor:
-        return torch.randn(*shape, generator=self.generator, dtype=torch.float64)
+        return torch.randn(*shape, generator=self.generator, dtype=torch.float64).to(self.device)
 
     def add(self) -> int:
         number = self.cache.add()
@@ -319,7 +337,7 @@ class Whole:
         window = -1 if WINDOWS[layer] is None else WINDOWS[layer]
         mask = ringattn.plan(len(q), virtual.VirtualRank(0, 1), seq_len_k=k.shape[1], causal=True,
                              window_size=(window, -1)).mask  # fmt: skip
-        return reference.attention(q[None], k, v, mask, alibi_slopes=SLOPES)[0][0]
+        return reference.attention(q[None], k, v, mask, alibi_slopes=SLOPES.to(self.device))[0][0]
 
     def extend(self, number: int, count: int, **options: Any) -> None:
         cache = self.cache
@@ -332,7 +350,7 @@ class Whole:
             of_layer.verify()
             shards = [plan.shard(x[layer][None]) for x in (q, k, v)]
             keys, values = cache.extend(of_layer, layer, *shards[1:])
-            out = ringattn.attention(shards[0], keys, values, of_layer, alibi_slopes=SLOPES)
+            out = ringattn.attention(shards[0], keys, values, of_layer, alibi_slopes=SLOPES.to(self.device))
             assert_near(out, plan.shard(self.expected(number, layer, q[layer])[None]))
 
     def step(self, rows: list[int | None], new: int, tree: torch.Tensor | None = None) -> ringattn.generation.Step:
@@ -344,7 +362,8 @@ class Whole:
         batch, new = step.batch, step.new_tokens
         q, k, v = (self.random(2, batch, new, heads, DIM) for heads in (HEADS, KV_HEADS, KV_HEADS))
         self.new = k, v
-        outs = [ringattn.decode(q[i], k[i], v[i], step, layer=i, alibi_slopes=SLOPES, tree=tree) for i in range(2)]
+        options = dict(alibi_slopes=SLOPES.to(self.device), tree=tree if tree is None else tree.to(self.device))
+        outs = [ringattn.decode(q[i], k[i], v[i], step, layer=i, **options) for i in range(2)]
         for b, number in enumerate(step.sequences):
             if number is None:
                 assert not any(out[b].any() for out in outs)
@@ -404,15 +423,26 @@ def random_program(rank: virtual.VirtualRank, seed: int) -> dict[int, int]:
     return cache.lengths
 
 
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("world_size", [1, 2, 3, 5])
-def test_chunks_steps_and_forks_attend_to_the_right_keys(world_size: int) -> None:
-    for seed in range(3):
-        lengths = virtual.run(world_size, lambda rank, seed=seed: random_program(rank, seed))
+def test_chunks_steps_and_forks_attend_to_the_right_keys(world_size: int, device: str) -> None:
+    for seed in range(2):
+        lengths = virtual.run(world_size, lambda rank, seed=seed: random_program(rank, seed), device)
         assert lengths == lengths[:1] * world_size
 
 
+def gloo_program(seed: int) -> dict[int, int]:
+    return random_program(transport.of(None), seed)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("world_size", on_ranks(2))
+def test_processes_keep_the_same_books(pools: Callable[[int], Pool], world_size: int) -> None:
+    assert pools(world_size).run(gloo_program, 0) == virtual.run(world_size, lambda rank: random_program(rank, 0))
+
+
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("world_size", [1, 3])
-def test_a_path_of_a_tree_is_kept(world_size: int) -> None:
+def test_a_path_of_a_tree_is_kept(world_size: int, device: str) -> None:
     #          0
     #      1       2
     #    3   4   5
@@ -433,11 +463,12 @@ def test_a_path_of_a_tree_is_kept(world_size: int) -> None:
                 whole.append(number, k[:, b, kept], v[:, b, kept])
             whole.step(list(rows), 1)
 
-    virtual.run(world_size, body)
+    virtual.run(world_size, body, device)
 
 
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("world_size", [1, 3])
-def test_steps_that_advance_are_those_that_the_cache_makes(world_size: int) -> None:
+def test_steps_that_advance_are_those_that_the_cache_makes(world_size: int, device: str) -> None:
     def body(rank: virtual.VirtualRank) -> None:
         whole, other = Whole(rank, 1), Whole(rank, 1)
         for one in (whole, other):
@@ -464,7 +495,7 @@ def test_steps_that_advance_are_those_that_the_cache_makes(world_size: int) -> N
         assert torch.equal(state.write >= 0, expected.write >= 0)
         whole.step(rows, 2)
 
-    virtual.run(world_size, body)
+    virtual.run(world_size, body, device)
 
 
 def test_keys_of_pages_that_neighbour_each_other_are_not_copied() -> None:
@@ -546,14 +577,14 @@ def test_a_full_cache_is_full_on_every_rank() -> None:
 
 def test_what_a_cache_holds_is_described() -> None:
     whole = Whole(virtual.VirtualRank(0, 2), 5)
-    assert "0 sequences of 0 tokens" in whole.cache.describe()
+    assert "0 sequence(s) of 0 tokens" in whole.cache.describe()
     plan = whole.cache.plan(whole.add(), 100, causal=True)
     whole.cache.extend(plan, 0, *[torch.zeros(1, 50, KV_HEADS, DIM, dtype=torch.float64)] * 2)
     text = whole.cache.describe(q_heads=HEADS)
     assert "2 layers of 2 heads, head_dim 8, head_dim_v 8, torch.float64" in text
     assert "512 bytes a token" in text
     assert "1 layers with a window of 20: room for 672 tokens; 17 of 21 pages of 16 free on the fullest rank" in text
-    assert "1 sequences of 100 tokens; a step takes about" in text
+    assert "1 sequence(s) of 100 tokens in all; a step takes about" in text
 
 
 def test_tables_take_little_memory() -> None:
@@ -712,6 +743,18 @@ def test_an_error_of_one_rank_reaches_the_others() -> None:
     assert virtual.run(2, body) == ["RankFailed", "ValueError"]
 
 
+def test_tokens_that_one_rank_cannot_extend_by_reach_the_others() -> None:
+    def body(rank: virtual.VirtualRank) -> str:
+        cache = made(rank, windows=None)
+        plan = cache.plan(cache.add(), 20, causal=True)
+        x = torch.zeros(1, 10 - rank.rank, KV_HEADS, DIM, dtype=torch.float64)
+        with pytest.raises(ValueError, match=r"k has shape \(1, 9, 2, 8\)") as caught:
+            ringattn.attention(x, *cache.extend(plan, 0, x, x), plan)
+        return type(caught.value).__name__
+
+    assert virtual.run(2, body) == ["RankFailed", "ValueError"]
+
+
 def test_steps_that_cannot_be_used_say_why() -> None:
     cache = made(None)
     rows = [cache.add(), None]
@@ -788,3 +831,91 @@ def test_checking_mode_finds_tables_and_queries_that_differ(monkeypatch: pytest.
 
     for differ in ("tables", "q"):
         assert virtual.run(2, lambda rank, differ=differ: body(rank, differ)) == [differ] * 2
+
+
+# --- On a GPU --------------------------------------------------------------------------------------------
+
+
+def token_of(step: ringattn.generation.Step, q: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
+    """The attention of two layers, one after the other, to tokens that are functions of their positions."""
+    at = step.positions.long()
+    out = q[at] * 0
+    for layer in range(2):
+        out = ringattn.decode(q[at] + out, kv[layer, 0, at], kv[layer, 1, at], step, layer=layer)
+    return out
+
+
+@GPU
+def test_a_captured_step_replays_as_uncaptured_ones_on_a_gpu() -> None:
+    torch.manual_seed(0)
+    dim, length, steps = 64, 4096, 300
+    q = torch.randn(length, HEADS, dim, device="cuda", dtype=torch.bfloat16)
+    kv = torch.randn(2, 2, length, KV_HEADS, dim, device="cuda", dtype=torch.bfloat16)
+    caches = [
+        ringattn.KVCache(2, KV_HEADS, dim, tokens=20_000, page_size=64, windows=[None, 300], device="cuda")
+        for _ in range(2)
+    ]
+    rows = [0, None, 1, 2]
+    for cache in caches:
+        for number in range(3):
+            assert cache.add() == number
+        for layout_of, count in ((0, 1000), (2, 130)):
+            plan = cache.plan(layout_of, count, causal=True, window_size=(300, 0))
+            for layer in range(2):
+                cache.extend(plan, layer, *kv[layer, :, None, :count])
+    captured, plain = caches
+    captured.reserve([0, 1, 2], 2 * (steps + 2), new_tokens=2)
+    step = captured.step(rows, 2)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        token_of(step, q, kv)  # compiles, and writes what the first replay writes again
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = token_of(step, q, kv)
+        step.advance()
+    allocated = torch.cuda.memory_stats()["allocation.all.allocated"]
+    for _ in range(steps - 1):
+        graph.replay()
+    assert torch.cuda.memory_stats()["allocation.all.allocated"] == allocated
+    graph.replay()
+    step.sync()
+    assert captured.lengths == {0: 1000 + 2 * steps, 1: 2 * steps, 2: 130 + 2 * steps}
+    for _ in range(steps):
+        expected = token_of(plain.step(rows, 2), q, kv)
+    assert torch.equal(out, expected)
+    assert not out[1].any()
+    assert captured.lengths == plain.lengths
+
+
+@GPU
+def test_nothing_waits_for_a_gpu() -> None:
+    cache = ringattn.KVCache(2, KV_HEADS, DIM, tokens=5000, page_size=16, windows=WINDOWS, device="cuda")
+    k = torch.randn(1, 100, KV_HEADS, DIM, device="cuda", dtype=torch.bfloat16)
+    s, other = cache.add(), cache.add()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for _ in range(3):
+            plan = cache.plan(s, 100, causal=True)
+            windowed = cache.plan(s, 100, causal=True, window_size=(WINDOW, 0), layout=plan)
+            cache.extend(plan, 0, k, k)
+            cache.extend(windowed, 1, k, k)
+            cache.step([s, None, other, cache.fork(s)], 3).keep([[0, 2], [-1, -1], [1, 2], [0, 1]])
+        cache.reserve([s], 100)
+        cache.step([s], 1).advance()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@GPU
+def test_a_capture_without_room_is_refused_on_a_gpu() -> None:
+    cache = ringattn.KVCache(1, KV_HEADS, DIM, tokens=5000, page_size=16, device="cuda")
+    step = cache.step([cache.add()], 16)
+    x = torch.zeros(1, 16, KV_HEADS, DIM, device="cuda", dtype=torch.bfloat16)
+    ringattn.decode(x, x, x, step, layer=0)
+    with (
+        pytest.raises(RuntimeError, match=r"call cache\.reserve\(sequences, tokens, new_tokens\)"),
+        torch.cuda.graph(torch.cuda.CUDAGraph()),
+    ):
+        ringattn.decode(x, x, x, step, layer=0)

@@ -96,11 +96,11 @@ class KVCache:
         world_size = self.transport.world_size
         # One page for tokens that do not fill theirs, and one for the turns of steps, during which ranks differ.
         pages = -(-tokens // (world_size * page_size)) + 2
-        found = sorted(set(self.windows))
-        kinds = [Kind(window, _pages_of_window(window, pages, page_size, sequences)) for window in found]
+        distinct = sorted(set(self.windows))
+        kinds = [Kind(window, _pages_of_window(window, pages, page_size, sequences)) for window in distinct]
         place = self.transport.device if device is None else torch.device(device)
         self._slots = Slots(world_size, page_size, kinds)
-        self._memory = Memory(kinds, [found.index(window) for window in self.windows], token, page_size, place)
+        self._memory = Memory(kinds, [distinct.index(window) for window in self.windows], token, page_size, place)
         self._plans: weakref.WeakKeyDictionary[Plan, tuple[Chunk, int]] = weakref.WeakKeyDictionary()
         self._chunks: dict[int, Chunk] = {}  # by sequence, the last one that was written
         self._steps: weakref.WeakValueDictionary[int, Step] = weakref.WeakValueDictionary()  # by sequence
@@ -370,7 +370,7 @@ class KVCache:
         merge = costs.message_ms + state * (world_size - 1) / costs.message_gbs / 1e6 if world_size > 1 else 0.0
         total = sum(slots.lengths.values())
         lines.append(
-            f"{len(slots.lengths)} sequences of {total} tokens; a step takes about "
+            f"{len(slots.lengths)} sequence(s) of {total} tokens in all; a step takes about "
             f"{reading + merge * len(self.windows):.3f} ms: {reading:.3f} ms to read {max(read) / 2**20:.1f} MiB, and "
             f"{merge * len(self.windows):.3f} ms of merges (costs: {source})"
         )

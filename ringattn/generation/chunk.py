@@ -88,17 +88,17 @@ class Chunk:
 
     def places(self, slots: Slots, memory: Memory, rank: int, kind: int, first: int) -> Places:
         """Return where a layer of some kind writes and reads under a plan whose keys begin at position ``first``."""
-        found = self._places.get((kind, first))
-        if found is None:
+        places = self._places.get((kind, first))
+        if places is None:
             new = self._slots(slots, rank)
             begin = min(slots[self.sequence].tokens[rank].before(first), new.start)
             ranges = (new, range(begin, new.start), range(begin, new.stop))
             placed = [slots.physical(kind, rank, self.sequence, part) for part in ranges]
             whole = placed[2].nth is None or len(placed[2].nth) == len(ranges[2])
             new_there, seen, *both = _on_device(placed if whole else placed[:2], memory)
-            found = Places(new_there, seen, both[0] if both else None)
-            self._places[kind, first] = found
-        return found
+            places = Places(new_there, seen, both[0] if both else None)
+            self._places[kind, first] = places
+        return places
 
     def _slots(self, slots: Slots, rank: int) -> range:
         count = sum(map(len, self.shards[rank]))

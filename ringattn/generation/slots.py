@@ -116,12 +116,12 @@ class Slots:
         Raises:
             ValueError: it was freed, or is of another cache.
         """
-        found = self._sequences.get(number) if type(number) is int else None
-        if found is None:
+        record = self._sequences.get(number) if type(number) is int else None
+        if record is None:
             if type(number) is int and 0 <= number < self._next:
                 raise ValueError(f"sequence {number} was freed; use one that KVCache.add() or fork() returned since")
             raise ValueError(f"the cache has no sequence {number!r}; pass what its add() or fork() returned")
-        return found
+        return record
 
     @property
     def lengths(self) -> dict[int, int]:
@@ -148,7 +148,7 @@ class Slots:
         """
         old = self[number]
         filled = [
-            [table[: -(-held.count // self.page_size)] for table, held in zip(tables, old.tokens, strict=True)]
+            [table[: -(-tokens.count // self.page_size)] for table, tokens in zip(tables, old.tokens, strict=True)]
             for tables in old.pages
         ]
         reserved = [r for r, t in enumerate(old.tokens) if t.count % self.page_size and old.reserved[r] > t.count]
@@ -247,7 +247,7 @@ class Slots:
         growths = []
         for sequence in map(self.__getitem__, numbers):
             left = -(-tokens // new)
-            counts = [held.count for held in sequence.tokens]
+            counts = [one.count for one in sequence.tokens]
             past = counts.copy()
             for rank, steps in self._turns(sequence, new):
                 past[rank] += min(left, steps) * new
