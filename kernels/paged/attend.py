@@ -44,6 +44,7 @@ from ..triton.primitives import (
     softmax_step,
 )
 from ..triton.tiles import padded
+from .combine import ALONE, combine
 from .contract import Call, Pool, Tables, tile_size
 from .grid import Grid, scratch
 from .pieces import query_rows, store_piece, store_result, sum_pieces, tree_depth
@@ -126,6 +127,8 @@ def _launch(
     ]  # fmt: skip
     with on_device(q):
         if _launches.again(key, tensors):
+            if some > ALONE:
+                combine(q, pieces, pool, tables, score, call, grid, result)
             return
         launched = dispatch(
             _attend, (grid.programs,), q, *q.stride()[:3], _source(pool.k, tile, tma),
@@ -139,10 +142,13 @@ def _launch(
             AT_ONCE=max(1, min(16, _PIECE // (some * padded(dim_v)))),
             SPLIT=call.fixed_split // tile, SPLITS=grid.splits, SIMPLE=s.SIMPLE, SOFTCAP=s.SOFTCAP,
             SHARED=pool.shared_values and main == dim_v, TMA=tma, PRECISION=dot_precision(q.dtype),
-            PERIOD_TILES=PERIOD // tile, STAGES=tiles.stages, num_warps=tiles.warps, num_stages=tiles.stages,
+            PERIOD_TILES=PERIOD // tile, STAGES=tiles.stages, ALONE=some <= ALONE,
+            num_warps=tiles.warps, num_stages=tiles.stages,
         )  # fmt: skip
         if not pool.shared_values:  # then one tensor would be two arguments
             _launches.remember(key, tensors, launched)
+        if some > ALONE:
+            combine(q, pieces, pool, tables, score, call, grid, result)
 
 
 def _strides(pool: Pool) -> tuple[int, int, int, int]:
@@ -266,6 +272,7 @@ def _attend(
     DIM_V_P2: tl.constexpr, PAGE: tl.constexpr, TILE: tl.constexpr, BATCH_P2: tl.constexpr, AT_ONCE: tl.constexpr,
     SPLIT: tl.constexpr, SPLITS: tl.constexpr, SIMPLE: tl.constexpr, SOFTCAP: tl.constexpr, SHARED: tl.constexpr,
     TMA: tl.constexpr, PRECISION: tl.constexpr, PERIOD_TILES: tl.constexpr, STAGES: tl.constexpr,
+    ALONE: tl.constexpr,
 ):  # fmt: skip
     ALIBI: tl.constexpr = slopes is not None
     TREE: tl.constexpr = tree is not None
@@ -280,9 +287,10 @@ def _attend(
         past_of = tl.load(tiles + 1 + nth, mask=nth < batch, other=2**31 - 1)
         first_of = tl.load(tiles + nth, mask=nth < batch, other=0)
         total = tl.load(tiles + batch) * HEADS
-        if tl.max(((past_of == first_of) & (nth < batch)).to(tl.int32), 0) > 0:
-            _store_empty(tiles, out, lse, sink, pid, programs, batch, NEW, GROUP, KV_HEADS, ROWS, BLOCKS, SOME, DIM_V,
-                         DIM_V_P2)  # fmt: skip
+        if ALONE:  # noqa: SIM102
+            if tl.max(((past_of == first_of) & (nth < batch)).to(tl.int32), 0) > 0:
+                _store_empty(tiles, out, lse, sink, pid, programs, batch, NEW, GROUP, KV_HEADS, ROWS, BLOCKS, SOME,
+                             DIM_V, DIM_V_P2)  # fmt: skip
         per = tl.maximum(tl.cdiv(total, programs), 1)
         share = pid * per
         past_share = tl.minimum(share + per, total)
@@ -365,18 +373,19 @@ def _attend(
                     PRECISION, PERIOD_TILES, 1,
                 )  # fmt: skip
                 store_piece(pieces, slot, m, l, o, alive, ROWS, DIM_V, DIM_V_P2)
-            tl.debug_barrier()
-            number = tl.atomic_add(arrived + u, 1, sem="acq_rel")
-            if number == expected - 1:
-                tl.store(arrived + u, 0)
-                token, g_of_sum, some = query_rows(block * (ROWS // SOME), NEW, GROUP, SOME)
-                total_m, total_l, total_o = sum_pieces(
-                    pieces, slot_of_first, sum_of, some, ROWS, SOME, DIM_V, DIM_V_P2, AT_ONCE
-                )
-                store_result(
-                    total_m, total_l, total_o, out, lse, sink, b, token, h * GROUP + g_of_sum, some, Q_HEADS, NEW,
-                    DIM_V, DIM_V_P2,
-                )  # fmt: skip
+            if ALONE:
+                tl.debug_barrier()
+                number = tl.atomic_add(arrived + u, 1, sem="acq_rel")
+                if number == expected - 1:
+                    tl.store(arrived + u, 0)
+                    token, g_of_sum, some = query_rows(block * (ROWS // SOME), NEW, GROUP, SOME)
+                    total_m, total_l, total_o = sum_pieces(
+                        pieces, slot_of_first, sum_of, 0, some, ROWS, SOME, DIM_V, DIM_V_P2, AT_ONCE
+                    )
+                    store_result(
+                        total_m, total_l, total_o, out, lse, sink, b, token, h * GROUP + g_of_sum, some, Q_HEADS, NEW,
+                        DIM_V, DIM_V_P2,
+                    )  # fmt: skip
 
 
 @triton.jit

@@ -36,14 +36,13 @@ from ..contract import LONGEST_SUM, Result, Score
 from ..hopper.primitives import async_load
 from ..hopper.tensor_maps import readable, view
 from ..launch import Launches, capability, dispatch, multiprocessors, on_device
+from .combine import ALONE, combine
 from .contract import Call, Pool, Tables, tile_size
 from .grid import Grid, scratch
 
 TILE = gl.constexpr(64)
-CTAS = 2  # of a multiprocessor
 LN2 = gl.constexpr(0.6931471805599453)
 LOG2E = gl.constexpr(1.4426950408889634)
-_REGISTERS = 128  # of a thread, so that two CTAs of 256 threads fit
 
 _launches = Launches()
 
@@ -284,6 +283,7 @@ def _consumer(
     args, NEW: gl.constexpr, GROUP: gl.constexpr, KV_HEADS: gl.constexpr, ROWS: gl.constexpr, BLOCKS: gl.constexpr,
     SOME: gl.constexpr, D: gl.constexpr, DV: gl.constexpr, BATCH_P2: gl.constexpr, AT_ONCE: gl.constexpr,
     TREE: gl.constexpr, SOFTCAP: gl.constexpr, FINAL: gl.constexpr, HAS_SINK: gl.constexpr, STAGES: gl.constexpr,
+    ALONE: gl.constexpr,
 ):  # fmt: skip
     (
         q_ptr, q_b, q_n, q_h, starts_ptr, ends_ptr, firsts_new_ptr, tiles_ptr, tree_ptr, pieces_ptr, arrived_ptr,
@@ -298,17 +298,18 @@ def _consumer(
     SUM_O: gl.constexpr = gl.SliceLayout(0, gl.BlockedLayout([AT_ONCE, SOME, 1], [1, 1, 32], [1, 1, 4], [2, 1, 0]))
     SUM_L: gl.constexpr = gl.SliceLayout(1, SUM_O)
     programs = gl.num_programs(0)
-    if empty > 0:
-        for u in range(gl.program_id(0), batch * HEADS, programs):
-            b = u // HEADS
-            if gl.load(tiles_ptr + b + 1) == gl.load(tiles_ptr + b):
-                new, nth, some = _query_rows(u % BLOCKS * (ROWS // SOME), NEW, GROUP, SOME, SUM_L)
-                none = gl.full([SOME], float("-inf"), gl.float32, SUM_L)
-                zeros = gl.zeros([SOME, DV], gl.float32, SUM_O)
-                _store_rows(
-                    none, gl.zeros([SOME], gl.float32, SUM_L), zeros, out_ptr, lse_ptr, sink_ptr, b, new,
-                    u % HEADS // BLOCKS * GROUP + nth, some, Q_HEADS, NEW, DV, FINAL, HAS_SINK,
-                )  # fmt: skip
+    if ALONE:  # noqa: SIM102  (an `and` would compile it where it is not used)
+        if empty > 0:
+            for u in range(gl.program_id(0), batch * HEADS, programs):
+                b = u // HEADS
+                if gl.load(tiles_ptr + b + 1) == gl.load(tiles_ptr + b):
+                    new, nth, some = _query_rows(u % BLOCKS * (ROWS // SOME), NEW, GROUP, SOME, SUM_L)
+                    none = gl.full([SOME], float("-inf"), gl.float32, SUM_L)
+                    zeros = gl.zeros([SOME, DV], gl.float32, SUM_O)
+                    _store_rows(
+                        none, gl.zeros([SOME], gl.float32, SUM_L), zeros, out_ptr, lse_ptr, sink_ptr, b, new,
+                        u % HEADS // BLOCKS * GROUP + nth, some, Q_HEADS, NEW, DV, FINAL, HAS_SINK,
+                    )  # fmt: skip
     g = 0
     for u in range(unit, past_unit):
         b, base, count, lo, hi = part_of(u, share, past_share, tiles_ptr, HEADS)
@@ -356,17 +357,20 @@ def _consumer(
             gl.store(at[None, :] + d[:, None], o, mask=alive[None, :])
             gl.store(at + DV, m, mask=alive)
             gl.store(at + DV + 1, gl.sum(l, axis=0), mask=alive)
-            gl.thread_barrier()
-            number = gl.atomic_add(arrived_ptr + u, 1, sem="acq_rel", scope="gpu")
-            expected = (base + count - 1) // per - base // per + 1
-            if number == expected - 1:
-                gl.store(arrived_ptr + u, 0)
-                token, of_group, some = _query_rows(block * (ROWS // SOME), NEW, GROUP, SOME, SUM_L)
-                m_sum, l_sum, o_sum = _sum_pieces(pieces_ptr, base // per + u, expected, some, ROWS, SOME, DV, AT_ONCE)
-                _store_rows(
-                    m_sum, l_sum, o_sum, out_ptr, lse_ptr, sink_ptr, b, token, h * GROUP + of_group, some, Q_HEADS, NEW,
-                    DV, FINAL, HAS_SINK,
-                )  # fmt: skip
+            if ALONE:
+                gl.thread_barrier()
+                number = gl.atomic_add(arrived_ptr + u, 1, sem="acq_rel", scope="gpu")
+                expected = (base + count - 1) // per - base // per + 1
+                if number == expected - 1:
+                    gl.store(arrived_ptr + u, 0)
+                    token, of_group, some = _query_rows(block * (ROWS // SOME), NEW, GROUP, SOME, SUM_L)
+                    m_sum, l_sum, o_sum = _sum_pieces(
+                        pieces_ptr, base // per + u, expected, some, ROWS, SOME, DV, AT_ONCE
+                    )
+                    _store_rows(
+                        m_sum, l_sum, o_sum, out_ptr, lse_ptr, sink_ptr, b, token, h * GROUP + of_group, some, Q_HEADS,
+                        NEW, DV, FINAL, HAS_SINK,
+                    )  # fmt: skip
 
 
 # ---------------------------------------------------------------- the kernel
@@ -385,7 +389,7 @@ def _attend(
     pieces_ptr, arrived_ptr, out_ptr, lse_ptr, sink_ptr, batch, scale, inner,
     NEW: gl.constexpr, GROUP: gl.constexpr, KV_HEADS: gl.constexpr, ROWS: gl.constexpr, BLOCKS: gl.constexpr,
     SOME: gl.constexpr, D: gl.constexpr, DV: gl.constexpr, PAGE: gl.constexpr, BATCH_P2: gl.constexpr,
-    AT_ONCE: gl.constexpr, STAGES: gl.constexpr,
+    AT_ONCE: gl.constexpr, STAGES: gl.constexpr, ALONE: gl.constexpr,
 ):  # fmt: skip
     HEADS: gl.constexpr = KV_HEADS * BLOCKS
     TREE: gl.constexpr = tree_ptr is not None
@@ -418,7 +422,7 @@ def _attend(
     gl.warp_specialize(
         [
             (_consumer, (consumer, NEW, GROUP, KV_HEADS, ROWS, BLOCKS, SOME, D, DV, BATCH_P2, AT_ONCE, TREE, SOFTCAP,
-                         FINAL, HAS_SINK, STAGES)),
+                         FINAL, HAS_SINK, STAGES, ALONE)),
             (_producer, (producer, HEADS, BLOCKS, NEW, PAGE, STAGES)),
         ],
         [1],
@@ -447,7 +451,7 @@ def unsupported(q: Tensor, pool: Pool, tables: Tables, score: Score, call: Call)
         if not readable(x):
             return f"{name} with strides {tuple(x.stride())} is not laid out in steps of 16 bytes, as TMA needs"
     keys = tables.table.shape[1] * pool.page_size
-    if keys > LONGEST_SUM and len(q) * pool.k.shape[0] * keys > LONGEST_SUM * CTAS * multiprocessors(q.device):
+    if keys > LONGEST_SUM and len(q) * pool.k.shape[0] * keys > LONGEST_SUM * multiprocessors(q.device):
         return f"sums of more than {LONGEST_SUM} keys in a program"
     return None
 
@@ -478,7 +482,8 @@ def _launch(
         return
     q = q if q.stride(-1) == 1 else q.contiguous()
     kv_heads, dim_v = pool.k.shape[0], pool.v.shape[-1]
-    grid = Grid.of(q, pool, tables, call, CTAS * multiprocessors(q.device), least_rows=8)
+    ctas = 2 if new * q_heads <= 32 * kv_heads else 1  # of a multiprocessor: larger accumulators need more registers
+    grid = Grid.of(q, pool, tables, call, ctas * multiprocessors(q.device), least_rows=8)
     pieces, arrived = scratch(tables, grid, batch * kv_heads * grid.blocks, dim_v)
     key = (
         q.device, q.dtype, q.shape, q.stride(), pool.k.shape, pool.k.stride(), pool.v.stride(), pool.page_size,
@@ -491,27 +496,31 @@ def _launch(
         *(x for x in some_tensors if x is not None),
     ]  # fmt: skip
     with on_device(q):
+        some = grid.some(new * q_heads // kv_heads)
         if _launches.again(key, tensors):
+            if some > ALONE:
+                combine(q, pieces, pool, tables, score, call, grid, result)
             return
         scale, inner = score.softmax_scale * LOG2E.value, None
         if score.softcap:
             scale, inner = score.softcap * LOG2E.value, score.softmax_scale / score.softcap
         group, tile = q_heads // kv_heads, TILE.value
-        some = grid.some(new * group)
         launched = dispatch(
             _attend, (grid.programs,), q, *q.stride()[:3], view(pool.k, (1, tile, dim)), view(pool.v, (1, tile, dim_v)),
             tables.table, tables.table.stride(0), tables.start, tables.end, tables.first_new, tables.tiles, call.tree,
             pieces, arrived, *result, score.sink, batch, scale, inner,
             NEW=new, GROUP=group, KV_HEADS=kv_heads, ROWS=grid.rows, BLOCKS=grid.blocks, SOME=some, D=dim, DV=dim_v,
-            PAGE=pool.page_size, BATCH_P2=grid.batch_p2(batch), AT_ONCE=max(1, 32 // some),
-            STAGES=_stages(dim, dim_v, grid.rows), num_warps=4, maxnreg=_REGISTERS,
+            PAGE=pool.page_size, BATCH_P2=grid.batch_p2(batch), AT_ONCE=max(1, 64 // some), ALONE=some <= ALONE,
+            STAGES=_stages(dim, dim_v, grid.rows, ctas), num_warps=4, maxnreg=256 // ctas - 8 * (ctas == 1),
         )  # fmt: skip
         _launches.remember(key, tensors, launched)
+        if some > ALONE:
+            combine(q, pieces, pool, tables, score, call, grid, result)
 
 
-def _stages(dim: int, dim_v: int, rows: int) -> int:
-    """Return the buffers of keys and of values that fit in half of a multiprocessor's shared memory, 113 KB."""
-    room = 108 * 1024 - 2 * rows * (dim + TILE.value)
+def _stages(dim: int, dim_v: int, rows: int, ctas: int) -> int:
+    """Return the buffers of keys and of values that fit in a CTA's share of the shared memory, 226 KB."""
+    room = (226 // ctas - 5) * 1024 - 2 * rows * (dim + TILE.value)
     return min(6, room // (2 * TILE.value * (dim + dim_v)))
 
 

@@ -45,18 +45,18 @@ def store_piece(pieces, slot, m, l, o, alive, ROWS: tl.constexpr, DIM_V: tl.cons
 
 @triton.jit
 def sum_pieces(
-    pieces, first, count, alive,
+    pieces, first, count, row, alive,
     ROWS: tl.constexpr, SOME: tl.constexpr, DIM_V: tl.constexpr, DIM_V_P2: tl.constexpr, AT_ONCE: tl.constexpr,
 ):  # fmt: skip
-    """Return (m, l, o) of the first SOME rows: the sum of ``count`` pieces in neighbouring slots, AT_ONCE of them at a
-    time so that their loads overlap. Other programs have stored them: read past the L1 cache."""
+    """Return (m, l, o) of SOME rows from ``row`` on: the sum of ``count`` pieces in neighbouring slots, AT_ONCE of them
+    at a time so that their loads overlap. Other programs have stored them: read past the L1 cache."""
     cols, r, nth = tl.arange(0, DIM_V_P2), tl.arange(0, SOME), tl.arange(0, AT_ONCE)
     m = tl.full([SOME], float("-inf"), tl.float32)
     l = tl.zeros([SOME], tl.float32)
     o = tl.zeros([SOME, DIM_V_P2], tl.float32)
     for i in tl.range(0, bound(count), AT_ONCE):
         exists = (i + nth < count)[:, None] & alive[None, :]
-        at = pieces + ((first + i + nth).to(tl.int64)[:, None] * ROWS + r[None, :]) * (DIM_V + 2)
+        at = pieces + ((first + i + nth).to(tl.int64)[:, None] * ROWS + row + r[None, :]) * (DIM_V + 2)
         mi = tl.load(at + DIM_V, mask=exists, other=float("-inf"), cache_modifier=".cg")
         li = tl.load(at + DIM_V + 1, mask=exists, other=0.0, cache_modifier=".cg")
         inside = exists[:, :, None] & (cols < DIM_V)[None, None, :]

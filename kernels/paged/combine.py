@@ -1,0 +1,76 @@
+"""Adds the pieces of every (row, key head) in a launch of its own, for calls with many rows of queries.
+
+With few rows the last program of a (row, key head) adds its pieces (:mod:`.attend`). With many that would be the work
+of one multiprocessor, up to a megabyte per key head, while the others wait. Contract: contract.py.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..contract import Score
+from ..launch import Launches, dispatch
+from ..triton.tiles import padded
+from .contract import Call, Pool, Tables, tile_size
+from .grid import Grid
+from .pieces import query_rows, store_result, sum_pieces
+
+ALONE = 4  # rows up to which the attending kernel adds its pieces itself
+_ROWS, _AT_ONCE = 4, 16
+
+_launches = Launches()
+
+
+def combine(
+    q: Tensor, pieces: Tensor, pool: Pool, tables: Tables, score: Score, call: Call, grid: Grid,
+    result: tuple[Tensor, Tensor | None],
+) -> None:  # fmt: skip
+    """Add the pieces that a launch with this grid has left, and store out and lse, or the state."""
+    batch, new, q_heads, _ = q.shape
+    kv_heads, dim_v, tile = pool.k.shape[0], pool.v.shape[-1], tile_size(pool.page_size)
+    group, wide = q_heads // kv_heads, padded(dim_v)
+    sink = None if score.sink is None else score.sink
+    key = (q.device, q.shape, kv_heads, dim_v, tile, grid, call.fixed_split, result[0].dtype, result[1] is None,
+           sink is None or sink.dtype)  # fmt: skip
+    tensors = [pieces, tables.start, tables.tiles, *(x for x in (*result, sink) if x is not None)]
+    if _launches.again(key, tensors):
+        return
+    units = batch * kv_heads * grid.blocks
+    launched = dispatch(
+        _combine, (units, triton.cdiv(grid.some(new * group), _ROWS)), pieces, tables.start, tables.tiles, *result,
+        sink, batch, grid.programs,
+        NEW=new, GROUP=group, KV_HEADS=kv_heads, ROWS=grid.rows, BLOCKS=grid.blocks, SOME=_ROWS, DIM_V=dim_v,
+        DIM_V_P2=wide, AT_ONCE=max(1, min(_AT_ONCE, 8192 // (_ROWS * wide))), TILE=tile,
+        SPLIT=call.fixed_split // tile, SPLITS=grid.splits, num_warps=4,
+    )  # fmt: skip
+    _launches.remember(key, tensors, launched)
+
+
+@triton.jit(do_not_specialize=("batch", "programs"))
+def _combine(
+    pieces, starts, tiles, out, lse, sink, batch, programs,
+    NEW: tl.constexpr, GROUP: tl.constexpr, KV_HEADS: tl.constexpr, ROWS: tl.constexpr, BLOCKS: tl.constexpr,
+    SOME: tl.constexpr, DIM_V: tl.constexpr, DIM_V_P2: tl.constexpr, AT_ONCE: tl.constexpr, TILE: tl.constexpr,
+    SPLIT: tl.constexpr, SPLITS: tl.constexpr,
+):  # fmt: skip
+    HEADS: tl.constexpr = KV_HEADS * BLOCKS
+    u, part = tl.program_id(0), tl.program_id(1)
+    b, h = u // HEADS, u % HEADS
+    t = tl.load(tiles + b)
+    tile_count = tl.load(tiles + b + 1) - t
+    if SPLIT > 0:
+        begin = tl.load(starts + b * NEW) // TILE
+        first = u * SPLITS + begin // SPLIT
+        count = tl.where(tile_count > 0, (begin + tile_count - 1) // SPLIT - begin // SPLIT + 1, 0)
+    else:
+        per = tl.maximum(tl.cdiv(tl.load(tiles + batch) * HEADS, programs), 1)
+        base = t * HEADS + h * tile_count
+        first = base // per + u
+        count = tl.where(tile_count > 0, (base + tile_count - 1) // per - base // per + 1, 0)
+    new, g, alive = query_rows(h % BLOCKS * (ROWS // SOME) + part, NEW, GROUP, SOME)
+    m, l, o = sum_pieces(pieces, first, count, part * SOME, alive, ROWS, SOME, DIM_V, DIM_V_P2, AT_ONCE)
+    store_result(
+        m, l, o, out, lse, sink, b, new, h // BLOCKS * GROUP + g, alive, KV_HEADS * GROUP, NEW, DIM_V, DIM_V_P2
+    )
