@@ -117,12 +117,14 @@ def test_padded_positions() -> None:
 
 
 def moved(x: Problem, step: int, jump: int) -> Problem:
-    """Return a problem whose positions are every ``step``-th after 2^26, with a jump in the middle."""
+    """Return a problem whose positions are every ``step``-th after 2^26, with a jump between segments."""
 
-    def at(positions: torch.Tensor) -> torch.Tensor:
-        return (positions.long() * step + 2**26 + jump * (positions >= positions.shape[0] // 2)).int()
+    def at(positions: torch.Tensor, segments: tuple[int, ...]) -> torch.Tensor:
+        later = torch.arange(len(positions), device=positions.device) >= segments[0]
+        return (positions.long() * step + 2**26 + jump * later).int()
 
-    block = replace(x.whole, positions_q=at(x.whole.positions_q), positions_k=at(x.whole.positions_k))
+    w = x.whole
+    block = replace(w, positions_q=at(w.positions_q, w.segments_q), positions_k=at(w.positions_k, w.segments_k))
     return x._replace(whole=block, chunks=[(x.chunks[0][0], block)])
 
 
@@ -143,15 +145,15 @@ def test_softcap_of_small_and_large_scores(mask, size, dims) -> None:
 @pytest.mark.parametrize("seq_q", [40, 72])
 @pytest.mark.parametrize(
     ("mask", "step", "jump"),
-    [(window, 1, 0), (causal, 3, 1000), (full, 1, 100_000), (documents, 2, 2000), (causal, 1, 2**24)],
+    [(window, 1, 0), (causal, 3, 1000), (full, 1, 100_000), (documents, 2, 2000)],
 )
 def test_alibi_at_any_positions(mask, step, jump, seq_q, dims) -> None:
-    """Past 2^24, where float32 has not every integer; strided; with a jump; keys after queries, and with 72 queries
-    before all of them (:func:`scores.first_position`), if the mask says so and the jump is not too far."""
+    """Past 2^24, where float32 has not every integer; strided; with a jump; keys after queries. Documents are the case
+    of :func:`scores.first_position`."""
     segments = dict(segments_q=(23, 17) if seq_q == 40 else (36, 36), segments_k=(39, 33))
     case = Case(mask, seq_q=seq_q, alibi=1, heads=4, **segments)
     x = moved(make_problem(case, torch.bfloat16, UNIT, dims), step, jump)
-    assert (scores.first_position(x.whole) is not None) == (seq_q == 72 and mask is documents)
+    assert (scores.first_position(x.whole) is not None) == (mask is documents)
     check_forward(BACKENDS["hopper"], x)
     check_backward(BACKENDS["hopper"], x)
 
@@ -175,10 +177,20 @@ def test_softcap_without_a_running_maximum(size, sink, dims) -> None:
     """Finished and as a state, which others carry on; scores all far below 0, too; rows that see only their sink."""
     x = make_problem(Case(padding, seq_q=72, seq_k=72, softcap=50.0, sink=True, heads=4), torch.bfloat16, UNIT, dims)
     x = x._replace(score=replace(x.score, sink=torch.full_like(x.score.sink, sink)), q=(x.q * size).to(x.q.dtype))
-    check_forward(BACKENDS["hopper"], x)
+    check_forward(BACKENDS["hopper"], x, rounding_of_scores(x))
     low = make_problem(Case(causal, softcap=50.0, chunks=(0, 1)), torch.bfloat16, UNIT, dims)
-    k = low.k.abs()
-    check_forward(BACKENDS["hopper"], low._replace(q=-low.q.abs() * size, k=k, chunks=low.chunks))
+    low = low._replace(q=-low.q.abs() * size, k=low.k.abs())
+    check_forward(BACKENDS["hopper"], low, rounding_of_scores(low))
+
+
+def rounding_of_scores(x: Problem) -> float:
+    """Return how far lse may be off because scores are: by 2.5 units of the largest one, which is what
+    :func:`test_polynomials_are_as_exact_as_float32` allows the polynomials. lse may be near 0, so that this is much of
+    it."""
+    q, k = (t.double().transpose(1, 2) for t in (x.q, x.k))
+    products = q @ k.repeat_interleave(q.shape[1] // k.shape[1], 1).transpose(2, 3)
+    largest = x.score.softcap * torch.tanh(products.abs().max() * x.score.softmax_scale / x.score.softcap)
+    return 2.5 * torch.finfo(torch.float32).eps * largest.item()
 
 
 @needs_hopper
