@@ -8,6 +8,7 @@ full = plan.unshard(out, dim=1)
 
 from . import batch as batch
 from . import errors as errors
+from . import exchange as _exchange  # noqa: F401  # registers its operators
 from . import loss as loss
 from . import mask as mask
 from .adapters.flash import use as use
