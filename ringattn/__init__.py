@@ -11,6 +11,8 @@ from . import errors as errors
 from . import exchange as _exchange  # noqa: F401  # registers its operators
 from . import loss as loss
 from . import mask as mask
+from .adapters.comparison import NotExact as NotExact
+from .adapters.comparison import check as check
 from .adapters.flash import use as use
 from .adapters.sdpa import wrap as wrap
 from .functional import attention as attention
@@ -26,6 +28,6 @@ from .plans import Plan as Plan
 
 __version__ = "0.1.0"
 __all__ = [
-    "KVCache", "Partial", "Plan", "attention", "batch", "dataflows", "decode", "errors", "loss", "mask", "merge",
-    "pack", "pack_stream", "plan", "use", "wrap",
+    "KVCache", "NotExact", "Partial", "Plan", "attention", "batch", "check", "dataflows", "decode", "errors", "loss",
+    "mask", "merge", "pack", "pack_stream", "plan", "use", "wrap",
 ]  # fmt: skip
