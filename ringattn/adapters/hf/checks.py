@@ -17,6 +17,7 @@ from ...plans import Plan
 from ...training import batch as batches
 from ...training import loss as losses
 from ...virtual import VirtualRank
+from . import hybrids
 from .models import shifts, unwrapped
 
 NAME = "ringattn"
@@ -52,8 +53,10 @@ def check_model(model: nn.Module) -> None:
             + (f", or the decoder of one (its {crosses[0]} has encoder_attn)" if crosses else "")
             + "; cross-attention over ranks is not supported"
         )
-    odd = sorted({str(t) for t in getattr(text, "layer_types", None) or () if t not in _LAYER_TYPES})
-    recurrent = sorted({type(m).__name__ for m in model.modules() if _RECURRENT.search(type(m).__name__)})
+    mixers = [m for m in model.modules() if _RECURRENT.search(type(m).__name__)]
+    recurrent = sorted({type(m).__name__ for m in mixers if not hybrids.runs(m)})
+    known = (*_LAYER_TYPES, *(hybrids.LAYER_TYPES if mixers and not recurrent else ()))
+    odd = sorted({str(t) for t in getattr(text, "layer_types", None) or () if t not in known})
     if odd or recurrent:
         raise NotImplementedError(
             f"{name} has layers of type {', '.join(odd + recurrent)}; ringattn exchanges the keys and values of "
@@ -81,8 +84,14 @@ def _goes_through_interface(model: nn.Module) -> bool:
         not c.__module__.startswith("transformers.")
         or c.is_backend_compatible()
         or hasattr(sys.modules[c.__module__], "ALL_ATTENTION_FUNCTIONS")
+        or _has_line_of_ours(sys.modules[c.__module__])
         for c in parts
     )
+
+
+def _has_line_of_ours(module: Any) -> bool:
+    """Return whether a file of models has a table of attention classes with ringattn's (:mod:`.older`)."""
+    return any(name.endswith("_ATTENTION_CLASSES") and NAME in x for name, x in vars(module).items())
 
 
 def check_implementation(model: Any) -> None:

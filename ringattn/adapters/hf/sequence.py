@@ -15,9 +15,13 @@ from ... import transport as transports
 from ...planning import plan as make_plan
 from ...plans import Plan
 from ...training import batch as batches
-from ..recomputation import Scope
 from . import checks, images, spans
+from .active import SEQUENCES
 from .models import Kind, counts_from, entry, is_causal, kinds, named_outputs, shifts, unwrapped, watched
+
+
+class _NotATensor(NotImplementedError, AttributeError):
+    """An attribute of tensors that the plan of a mask does not have."""
 
 
 class Visible:
@@ -39,6 +43,12 @@ class Visible:
         self.kind = kind
         self.kernel = kernel
         self.refusal = refusal
+
+    def __getattr__(self, name: str) -> Any:
+        raise _NotATensor(
+            f"a layer asks its mask for {name}: it computes a mask of its own from it, and ringattn knows documents, "
+            "padding and windows only; use a model whose layers hand their mask to transformers' AttentionInterface"
+        )
 
     # A model of images and text makes a mask and hands it to its language model, which makes one of it in turn.
     ndim = 0
@@ -210,11 +220,11 @@ class Sequence:
     @contextlib.contextmanager
     def active(self) -> Iterator[dict[str, Any]]:
         """Let the model's layers attend to this sequence inside of the block."""
-        outer = _sequences.innermost()
+        outer = SEQUENCES.innermost()
         with contextlib.ExitStack() as stack:
             stack.callback(setattr, self, "outers", self.outers)
             self.outers = [] if outer is None else [outer, *outer.outers]
-            stack.enter_context(_sequences.active(self))
+            stack.enter_context(SEQUENCES.active(self))
             stack.enter_context(images.taken(self.model, self.images))
             if not (self.record.attends and self.record.adds_up):
                 stack.enter_context(watched(self.entry, after=self._check_first_forward))
@@ -238,7 +248,7 @@ class Sequence:
         that this is a sum over tokens. Every rank comes here, and all raise if one does."""
         outputs = named_outputs(kwargs, outputs)
         has_loss = outputs.get("loss") is not None
-        if _sequences.innermost() is not self:  # the forward is that of an inner sequence
+        if SEQUENCES.innermost() is not self:  # the forward is that of an inner sequence
             return
         if self.record.attends and (self.record.adds_up or not has_loss):
             return
@@ -261,16 +271,9 @@ class Sequence:
         self.record.adds_up |= has_loss
 
 
-_sequences: Scope[Sequence] = Scope(
-    "sequence",
-    "Checkpoint the model's layers (model.gradient_checkpointing_enable()), not the model; or run forward and backward "
-    "of one batch before the next.",
-)
-
-
 def count_call() -> None:
     """Count a call of the attention function for the innermost active sequence, if there is one."""
-    innermost = _sequences.innermost()
+    innermost = SEQUENCES.innermost()
     if innermost is not None:
         innermost.calls += 1
 
@@ -281,7 +284,7 @@ def required() -> Sequence:
     Raises:
         RuntimeError: there is none, or it is not known.
     """
-    active = _sequences.current()
+    active = SEQUENCES.current()
     if active is None:
         raise RuntimeError(
             "attn_implementation='ringattn' attends to a sequence that is split over ranks, and none is active: run "
