@@ -31,6 +31,7 @@ from ringattn import virtual
 
 VOCABULARY, SEQ = 61, 24
 RANKS = (1, 2, 4)
+LARGEST = 2_000_000  # parameters of a tiny model
 ROWS = {  # ids of documents, -1 is padding
     "plain": [[0] * SEQ] * 2,
     "right": [[0] * 15 + [-1] * 9, [0] * SEQ],
@@ -61,17 +62,21 @@ SIZES = {
 }  # fmt: skip
 
 
-def config_of(model_type: str, causal: bool) -> Any:
-    """Return a tiny config of a model's class, without dropout."""
+def config_of(model_type: str, causal: bool, without: tuple[str, ...]) -> Any:
+    """Return a tiny config of a model's class, without dropout; sizes named in ``without`` keep their defaults."""
     kind: Any = type(transformers.AutoConfig.for_model(model_type))
     default = kind()
-    fixed = {k for k, x in vars(kind).items() if isinstance(x, property) and x.fset is None}
-    sizes: dict[str, Any] = {k: v for k, v in SIZES.items() if v is not None and hasattr(default, k) and k not in fixed}
+    fixed = {k for c in kind.__mro__ for k, x in vars(c).items() if isinstance(x, property) and x.fset is None}
+    sizes = {k: v for k, v in SIZES.items() if v is not None and k not in {*fixed, *without} and _has(default, k)}
     types = list(dict.fromkeys(getattr(default, "layer_types", None) or ()))
-    if types and "num_hidden_layers" in sizes:  # one layer of each kind
+    if types and "num_hidden_layers" in sizes and "layer_types" not in {*fixed, *without}:  # one layer of each kind
         sizes["num_hidden_layers"] = max(2, len(types))
         sizes["layer_types"] = (types * 2)[: max(2, len(types))]
-    if causal and hasattr(default, "is_decoder"):
+    if "kv_lora_rank" in sizes and "num_key_value_heads" in sizes:  # latent attention: keys are made for each head
+        sizes["num_key_value_heads"] = sizes["num_attention_heads"]
+    if model_type == "lfm2_moe":
+        sizes["layer_types"] = ["conv", "full_attention"]
+    if causal and _has(default, "is_decoder"):
         sizes["is_decoder"] = True
     config = kind(**sizes)
     for name, value in list(vars(config).items()):
@@ -80,21 +85,46 @@ def config_of(model_type: str, causal: bool) -> Any:
     return config
 
 
-def build(model_type: str, causal: bool, attention: str) -> nn.Module:
+def _has(config: Any, name: str) -> bool:
+    try:
+        return hasattr(config, name)
+    except Exception:  # a number that differs between layers
+        return False
+
+
+def reference_of(model_type: str, causal: bool) -> tuple[Any, nn.Module]:
+    """Return a tiny config with which transformers itself runs, and that model."""
+    problem: Exception = ValueError(model_type)
+    for without in ((), ("head_dim",), ("head_dim", "layer_types"), ("head_dim", "num_key_value_heads")):
+        try:
+            config = config_of(model_type, causal, without)
+            model = build(config, causal, "eager")
+            model(input_ids=batch_of("plain")["input_ids"], use_cache=False).logits.sum()
+            return config, model
+        except Exception as error:
+            problem = error
+    raise problem
+
+
+def build(config: Any, causal: bool, attention: str) -> nn.Module:
     """Return the model, with the same weights whatever its attention."""
     auto: Any = transformers.AutoModelForCausalLM if causal else transformers.AutoModelForMaskedLM
-    config = config_of(model_type, causal)
+    with torch.device("meta"):
+        size = sum(p.numel() for p in auto.from_config(copy.deepcopy(config), attn_implementation="eager").parameters())
+    if size > LARGEST:
+        raise MemoryError(f"{size} parameters: its config has sizes that this script does not know")
+    options = dict(attn_implementation=attention)
     try:
-        model = auto.from_config(config, attn_implementation=attention, experts_implementation="eager")
+        model = auto.from_config(copy.deepcopy(config), **options, experts_implementation="eager")
     except (TypeError, ValueError) as error:
         if "experts" not in str(error):
             raise
-        model = auto.from_config(config_of(model_type, causal), attn_implementation=attention)
+        model = auto.from_config(copy.deepcopy(config), **options)
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for p in model.parameters():
             p.copy_(torch.randn(p.shape, generator=generator) * 0.15 + (1.0 if p.ndim == 1 else 0.0))
-    return model.double().train()
+    return model.double().train()  # type: ignore[no-any-return]
 
 
 def batch_of(rows: str) -> dict[str, Tensor]:
@@ -225,15 +255,14 @@ def main() -> int:
     texts: dict[str, list[str]] = {}
     for name, causal in names(only):
         try:
-            reference = build(name, causal, "eager")
-            reference(input_ids=batch_of("plain")["input_ids"], use_cache=False).logits.sum()
+            config, reference = reference_of(name, causal)
         except Exception as error:  # too large a default, an optional package, other inputs
             counts["not built"] += 1
             print(f"{name:28} not built: {type(error).__name__}: {str(error)[:90]}".replace("\n", " "), flush=True)
             continue
         cells = []
         try:
-            model = build(name, causal, "ringattn")
+            model = build(config, causal, "ringattn")
         except Exception as error:
             model = None
             text = f"{type(error).__name__}: {str(error)[:300]}"

@@ -198,21 +198,24 @@ def check_heads(
             )
 
 
-def check_loss(model: nn.Module, rank: int, kwargs: Mapping[str, Any], outputs: Mapping[str, Any]) -> None:
-    """Compute the loss again from the logits, and raise NotImplementedError unless it is the sum over this rank's
-    targets divided by the number of all targets."""
+def adds_up(model: nn.Module, rank: int, kwargs: Mapping[str, Any], outputs: Mapping[str, Any]) -> bool:
+    """Compute the loss again from the logits: return True if it is the sum over this rank's targets divided by the
+    number of all targets, False if it is their mean, as of models that ignore num_items_in_batch.
+
+    Raises:
+        NotImplementedError: it is neither.
+    """
     name = type(model).__name__
     value: Tensor = outputs["loss"]
-    logits, total = outputs.get("logits"), kwargs.get("num_items_in_batch")
-    targets = kwargs.get("shift_labels" if shifts(model) else "labels")
+    logits, targets, total = scored(model, kwargs, outputs)
     if outputs.get("log_probs") is not None:  # trl's head: SFTTrainer adds up one log-probability per target
-        scored = outputs.get("label_mask")
-        if targets is None or scored is None or not torch.equal(scored, targets != batches.IGNORE):
+        marked = outputs.get("label_mask")
+        if targets is None or marked is None or not torch.equal(marked, targets != batches.IGNORE):
             raise NotImplementedError(
                 f"trl {version('trl')} has scored other targets than shift_labels, those of this rank's tokens; "
                 "use trl 1.16, or ringattn.hf.sequence() and ringattn.loss in a loop of your own"
             )
-        return
+        return True
     advice = (
         "drop 'labels' from what you pass to the model and compute the loss from its logits with "
         "ringattn.loss.cross_entropy"
@@ -224,15 +227,35 @@ def check_loss(model: nn.Module, rank: int, kwargs: Mapping[str, Any], outputs: 
             f"{None if targets is None else tuple(targets.shape)}); {advice}"
         )
     if logits is None:  # a fused loss
-        return
+        return True
     with torch.no_grad():
-        expected = losses.cross_entropy(logits.detach(), targets, VirtualRank(0, 1), wrapper="sums", total=total)
-    if not torch.allclose(value.detach().to(expected), expected, rtol=1e-3, atol=1e-4):
-        raise NotImplementedError(
-            f"the loss of {name} is {value.item():.6g} on rank {rank}, but the sum of its targets' "
-            f"losses by their number in the whole batch is {expected.item():.6g}: it ignores shift_labels or "
-            f"num_items_in_batch, or adds a term that is no sum over tokens; {advice}"
-        )
+        expected = part_of_loss(logits.detach(), targets, total)
+        mean = part_of_loss(logits.detach(), targets, (targets != batches.IGNORE).sum())
+    value = value.detach().to(expected)
+    if torch.allclose(value, expected, rtol=1e-3, atol=1e-4):
+        return True
+    # The mean over no target is NaN.
+    none = bool((targets == batches.IGNORE).all())
+    if torch.allclose(value, mean, rtol=1e-3, atol=1e-4) or (none and bool(value.isnan())):
+        return False
+    raise NotImplementedError(
+        f"the loss of {name} is {value.item():.6g} on rank {rank}, but the sum of its targets' "
+        f"losses by their number in the whole batch is {expected.item():.6g}: it ignores shift_labels, or adds a term "
+        f"that is no sum over tokens; {advice}"
+    )
+
+
+def scored(
+    model: nn.Module, kwargs: Mapping[str, Any], outputs: Mapping[str, Any]
+) -> tuple[Tensor | None, Tensor | None, Any]:
+    """Return the logits of a forward, their targets, and the number of all targets; None for those that are absent."""
+    targets = kwargs.get("shift_labels" if shifts(model) else "labels")
+    return outputs.get("logits"), targets, kwargs.get("num_items_in_batch")
+
+
+def part_of_loss(logits: Tensor, targets: Tensor, total: Tensor | int) -> Tensor:
+    """Return the sum of the targets' losses by the number of all targets."""
+    return losses.cross_entropy(logits, targets, VirtualRank(0, 1), wrapper="sums", total=total)
 
 
 def version(package: str) -> str:

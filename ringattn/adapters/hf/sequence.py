@@ -17,7 +17,7 @@ from ...plans import Plan
 from ...training import batch as batches
 from . import checks, images, spans
 from .active import SEQUENCES
-from .models import Kind, counts_from, entry, is_causal, kinds, named_outputs, shifts, unwrapped, watched
+from .models import Kind, counts_from, entry, is_causal, kinds, named_outputs, shifts, unwrapped, watched, with_loss
 
 
 class _NotATensor(NotImplementedError, AttributeError):
@@ -62,11 +62,16 @@ class Visible:
 class _Record:
     """The results of the checks of a model, each of which is made once.
 
-    ``attends`` and ``adds_up`` are separate, because a first forward may have no loss."""
+    Attributes:
+        attends: its layers have called ringattn.
+        has_loss: a forward had a loss, which a first one may not have.
+        replaces: its loss is the mean over a rank's targets, and is computed here from its logits.
+    """
 
     def __init__(self, model: nn.Module) -> None:
         self.attends = False
-        self.adds_up = False
+        self.has_loss = False
+        self.replaces = False
         self.padding_idx = counts_from(model)
         self.counts_rows = checks.counts_rows(model)
 
@@ -226,8 +231,8 @@ class Sequence:
             self.outers = [] if outer is None else [outer, *outer.outers]
             stack.enter_context(SEQUENCES.active(self))
             stack.enter_context(images.taken(self.model, self.images))
-            if not (self.record.attends and self.record.adds_up):
-                stack.enter_context(watched(self.entry, after=self._check_first_forward))
+            if self.record.replaces or not (self.record.attends and self.record.has_loss):
+                stack.enter_context(watched(self.entry, after=self._after_forward))
             for other in {self.entry, *(other.entry for other in self.outers)} if outer else ():
                 stack.enter_context(watched(other, before=self._check_inputs))
             yield self.local
@@ -243,17 +248,28 @@ class Sequence:
                     "to the innermost. Leave one ringattn.hf.sequence() before entering the next"
                 )
 
-    def _check_first_forward(self, kwargs: Mapping[str, Any], outputs: Any) -> None:
-        """After a model's first forward, check that its layers have called ringattn; after the first one with a loss,
-        that this is a sum over tokens. Every rank comes here, and all raise if one does."""
-        outputs = named_outputs(kwargs, outputs)
-        has_loss = outputs.get("loss") is not None
+    def _after_forward(self, kwargs: Mapping[str, Any], outputs: Any) -> Any:
+        """Check a first forward, and return outputs with this rank's part of the loss where the model's is a mean."""
         if SEQUENCES.innermost() is not self:  # the forward is that of an inner sequence
-            return
-        if self.record.attends and (self.record.adds_up or not has_loss):
+            return None
+        named = named_outputs(kwargs, outputs)
+        self._check_first_forward(kwargs, named)
+        if not self.record.replaces or named.get("loss") is None:
+            return None
+        logits, targets, total = checks.scored(self.model, kwargs, named)
+        assert logits is not None
+        assert targets is not None
+        return with_loss(outputs, checks.part_of_loss(logits, targets, total))
+
+    def _check_first_forward(self, kwargs: Mapping[str, Any], outputs: Mapping[str, Any]) -> None:
+        """After a model's first forward, check that its layers have called ringattn; after the first one with a loss,
+        that this is a sum over tokens, or their mean. Every rank comes here, and all raise if one does."""
+        has_loss = outputs.get("loss") is not None
+        if self.record.attends and (self.record.has_loss or not has_loss):
             return
         name = type(self.model).__name__
         error: Exception | None = None
+        mean = False
         try:
             if not self.calls:
                 raise RuntimeError(
@@ -263,12 +279,16 @@ class Sequence:
             if self.plan.world_size > 1:
                 checks.check_heads(self.model, self.local, kwargs, outputs)
             if has_loss:
-                checks.check_loss(self.model, self.plan.rank, kwargs, outputs)
+                mean = not checks.adds_up(self.model, self.plan.rank, kwargs, outputs)
         except (ValueError, RuntimeError, NotImplementedError) as bad:
             error = bad
         self.plan.transport.agree(f"the first forward of {name}", {}, error)
+        transport = self.plan.transport
+        if has_loss and transport.world_size > 1:  # a rank with all targets cannot tell
+            mean = bool(transport.all_reduce(torch.tensor([mean], dtype=torch.int32, device=transport.device), "max"))
         self.record.attends = True
-        self.record.adds_up |= has_loss
+        self.record.has_loss |= has_loss
+        self.record.replaces |= mean
 
 
 def count_call() -> None:
