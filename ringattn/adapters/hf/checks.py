@@ -68,7 +68,14 @@ def check_model(model: nn.Module) -> None:
             "attn_implementation='ringattn' does not reach its layers; use a model whose layers do, such as Llama's, "
             "or ringattn.wrap() on your own"
         )
+    _check_tables(model)
     check_implementation(model)
+    for part in model.modules():
+        if getattr(part, "trigram_input", False):
+            raise NotImplementedError(
+                f"{type(part).__name__} has trigram_input=True: it reads the embeddings of the token before and after, "
+                "which another rank may hold; in a model of your own plan.shift() returns them"
+            )
     if getattr(text, "output_router_logits", False):
         raise NotImplementedError(
             f"{name} has output_router_logits=True: the load-balancing loss is no sum over tokens, so the sum of the "
@@ -91,7 +98,22 @@ def _goes_through_interface(model: nn.Module) -> bool:
 
 def _has_line_of_ours(module: Any) -> bool:
     """Return whether a file of models has a table of attention classes with ringattn's (:mod:`.older`)."""
-    return any(name.endswith("_ATTENTION_CLASSES") and NAME in x for name, x in vars(module).items())
+    return any(NAME in table for table in _tables(module))
+
+
+def _tables(module: Any) -> list[dict[str, type]]:
+    return [table for name, table in vars(module).items() if name.endswith("_ATTENTION_CLASSES")]
+
+
+def _check_tables(model: nn.Module) -> None:
+    """Raise ValueError for layers that got the class of another attention when they were made."""
+    for part in model.modules():
+        module = sys.modules[type(part).__module__]
+        if any(type(part) in table.values() and type(part) is not table.get(NAME) for table in _tables(module)):
+            raise ValueError(
+                f"{type(model).__name__} was made with another attention, {type(part).__name__}, which its layers "
+                "keep; load it with attn_implementation='ringattn', as set_attn_implementation() comes too late"
+            )
 
 
 def check_implementation(model: Any) -> None:
