@@ -29,6 +29,7 @@ VOCABULARY, DIM, HEADS, SEQ = 31, 16, 2, 14
 
 # The blocks of code of each page and the tests that run them. test_trl.py runs the second one of trainer.md with trl.
 TESTS = {
+    "check": ["test_check_page"],
     "fsdp2": ["test_fsdp2"],
     "from_context_parallel": ["test_from_context_parallel"],
     "from_ring_flash_attn": ["test_from_ring_flash_attn", "test_flash_attn_functions"],
@@ -142,6 +143,17 @@ def test_pytorch(pools) -> None:  # type: ignore[no-untyped-def]
             optimizer.step(), optimizer.zero_grad()
     for got in pools(2).run(_pytorch):
         close(got, parameters(model), 1e-10)
+
+
+def test_check_page(capsys: pytest.CaptureFixture[str]) -> None:
+    model = ringattn.wrap(Decoder(), ringattn.plan(SEQ, VirtualRank(0, 1), causal=True))
+    run("check", ringattn=ringattn, model=model, batch=batches()[0])
+    assert capsys.readouterr().out.startswith("exact: loss ")
+
+
+def test_every_page_ends_with_the_check() -> None:
+    for page in PAGES.glob("*.md"):
+        assert "ringattn.check(" in page.read_text()[-400:] or page.stem == "check", page
 
 
 def pairs() -> list[dict[str, Tensor]]:
