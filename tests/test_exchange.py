@@ -87,6 +87,21 @@ def test_shift_along_other_dims() -> None:
         assert torch.equal(first, want[0].T)
 
 
+def test_targets_further_ahead() -> None:
+    """As multi-token prediction needs them: integers, and where there is none."""
+    targets = torch.arange(2 * SEQ).reshape(2, SEQ)
+    want = torch.full((2, SEQ), -100)
+    want[:, :-2] = targets[:, 2:]
+
+    def body(rank: virtual.VirtualRank) -> Tensor:
+        plan = plan_of(rank, "zigzag", False)
+        local = plan.shard(targets)
+        ahead = torch.where(plan.shift(torch.ones_like(local), -2) == 1, plan.shift(local, -2), -100)
+        return plan.unshard(ahead)
+
+    assert all(torch.equal(got, want) for got in virtual.run(3, body))
+
+
 def convolve_on_a_rank(group: object, layout: str, packed: bool) -> list[Tensor]:
     plan = plan_of(group, layout, packed)
     local = plan.shard(values(2, SEQ, CHANNELS)).requires_grad_()

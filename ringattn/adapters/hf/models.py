@@ -132,7 +132,10 @@ class Kind(NamedTuple):
 def kinds(config: Any, causal: bool) -> list[Kind]:
     """Return the kinds of a model's layers as far as its config tells: their plans are made before a compiled forward,
     other plans at first use."""
-    window = getattr(config, "sliding_window", None)
+    try:
+        window = getattr(config, "sliding_window", None)
+    except RuntimeError:  # of transformers, where layers have different ones
+        window = None
     types = getattr(config, "layer_types", None)
     if types is None:
         return [Kind(causal, window)]
