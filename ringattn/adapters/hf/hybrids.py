@@ -11,6 +11,8 @@ some kernels only.
 
 from __future__ import annotations
 
+import dis
+import inspect
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -24,29 +26,35 @@ from ...training.batch import begins
 from .active import SEQUENCES
 
 LAYER_TYPES = ("linear_attention", "conv")
-_LAYERS = frozenset(
-    [
-        "Lfm2ShortConv",
-        "Lfm2MoeShortConv",
-        "Qwen3NextGatedDeltaNet",
-        "Qwen3_5GatedDeltaNet",
-        "Qwen3_5MoeGatedDeltaNet",
-    ]
-)
+_BOTH = ("causal_conv1d_fn", "torch_chunk_gated_delta_rule")
+_LAYERS = {  # and the functions by which each mixes tokens
+    "Lfm2ShortConv": _BOTH[:1],
+    "Lfm2MoeShortConv": _BOTH[:1],
+    "Qwen3NextGatedDeltaNet": _BOTH,
+    "Qwen3_5GatedDeltaNet": _BOTH,
+    "Qwen3_5MoeGatedDeltaNet": _BOTH,
+}
 
 
 def runs(layer: nn.Module) -> bool:
     """Return whether the layer runs over ranks, after putting the functions of this file in the place of its own."""
-    if type(layer).__name__ not in _LAYERS:
+    names = _LAYERS.get(type(layer).__name__, ())
+    if not names or not all(_calls(layer, name) for name in names):
         return False
     module: Any = sys.modules[type(layer).__module__]
-    for name, over_ranks in (("causal_conv1d_fn", _convolution), ("torch_chunk_gated_delta_rule", _delta_rule)):
-        function = getattr(module, name, None)
-        if function is not None and not hasattr(function, "ringattn_replaces"):
-            replacement: Any = over_ranks(function)
+    for name in names:
+        function = getattr(module, name)
+        if not hasattr(function, "ringattn_replaces"):
+            replacement: Any = (_convolution if name == _BOTH[0] else _delta_rule)(function)
             replacement.ringattn_replaces = function
             setattr(module, name, replacement)
     return True
+
+
+def _calls(layer: nn.Module, name: str) -> bool:
+    """Return whether the layer's forward calls a function of its file by this name, as transformers 5.17 to 5.23 do."""
+    code = dis.get_instructions(inspect.unwrap(type(layer).forward))
+    return any(step.opname == "LOAD_GLOBAL" and step.argval == name for step in code)
 
 
 def _convolution(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
