@@ -628,6 +628,7 @@ def test_the_loss_of_a_compiled_model_is_checked_and_replaced(in_place: bool) ->
 
 
 def test_a_prefix_after_causal_batches_is_refused_by_a_compiled_model() -> None:
+    torch._dynamo.reset()  # the models of a process share its limit of recompilations
     model: Any = transformers.AutoModelForCausalLM.from_config(
         transformers.HrmTextConfig(**{**SMALL, "num_hidden_layers": 1}, H_cycles=1, L_cycles=1),
         attn_implementation="ringattn",
