@@ -8,8 +8,11 @@ full = plan.unshard(out, dim=1)
 
 from . import batch as batch
 from . import errors as errors
+from . import exchange as _exchange  # noqa: F401  # registers its operators
 from . import loss as loss
 from . import mask as mask
+from .adapters.comparison import NotExact as NotExact
+from .adapters.comparison import check as check
 from .adapters.flash import use as use
 from .adapters.sdpa import wrap as wrap
 from .functional import attention as attention
@@ -27,6 +30,7 @@ from .plans import Plan as Plan
 
 __version__ = "0.1.0"
 __all__ = [
-    "CacheFull", "KVCache", "Partial", "Plan", "Step", "attention", "batch", "dataflows", "decode", "errors", "loss",
+    "CacheFull", "KVCache", "NotExact", "Partial", "Plan", "Step", "attention", "batch", "check", "dataflows", "decode",
+    "errors", "loss",
     "mask", "merge", "pack", "pack_stream", "plan", "use", "wrap",
 ]  # fmt: skip

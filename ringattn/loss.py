@@ -1,5 +1,7 @@
-"""The mean loss over all ranks' targets: the public names of :mod:`ringattn.training.loss`."""
+"""Losses over all ranks' targets: the public names of :mod:`ringattn.training.loss`."""
 
 from .training.loss import count_targets as count_targets
 from .training.loss import cross_entropy as cross_entropy
+from .training.loss import log_probs as log_probs
 from .training.loss import reduced as reduced
+from .training.loss import row_sums as row_sums

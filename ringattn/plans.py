@@ -14,9 +14,10 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from . import blocks, lockstep
+from . import blocks, lockstep, neighbours
 from . import layout as layouts
 from .agreement import Agreement, Value
+from .by_heads import run_by_heads
 from .intervals import Intervals
 from .kernels.contract import Block
 from .layout import Shard
@@ -161,13 +162,45 @@ class Plan:
         """Return the whole tensor of keys' tokens on every rank, as :meth:`unshard` does for queries'."""
         return torch.ops.ringattn.unshard(x, self._dim(x, dim), True, self.seq_len_k, self.handle)
 
-    def _dim(self, x: Tensor, dim: int) -> int:
+    # What mixes tokens outside of attention
+
+    def shift(self, x: Tensor, n: int = 1, dim: int = 1) -> Tensor:
+        """Return, for each of this rank's tokens, the value of the token ``n`` before it (after it, for negative n),
+        which another rank may hold; zero where the document or the row has no such token, and at padding. Every rank
+        calls this.
+
+        Differentiable. ``x``: this rank's shard, with its tokens in ``dim``; if rows have documents of their own, the
+        batch is the first dim. In one process, for a single document: ``F.pad(x, (0, 0, 1, 0))[:, :-1]`` for n = 1.
+        """
+        neighbours.check_offset(n)
+        return torch.ops.ringattn.neighbours(x, [n], self._dim(x, dim, "shift()"), self.handle)[0]
+
+    def convolve(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        """Return the causal depthwise convolution of this rank's tokens, across shards and within documents: see
+        :func:`.neighbours.causal_convolution`."""
+        return neighbours.causal_convolution(self, x, weight, bias)
+
+    def heads(self, function: Callable[..., Any], *tensors: Tensor, heads_dim: int = 2) -> Any:
+        """Run a function of whole rows for some of the heads on each rank, and return its results for this rank's
+        tokens and all heads. Every rank calls this.
+
+        Args:
+            function: gets each tensor with all tokens, in the order of the sequence, and this rank's heads: (batch,
+                seq_len, heads, ...). Returns tensors of that kind. It must treat heads independently; documents and
+                padding are its own to separate.
+            tensors: this rank's shards, (batch, local tokens, ...), heads in ``heads_dim``. Their numbers may differ
+                (GQA): heads are divided in groups that belong together, of which each rank needs one.
+
+        Raises:
+            ValueError: shapes that do not fit, or fewer groups of heads than ranks.
+        """
+        return run_by_heads(self, function, tensors, heads_dim)
+
+    def _dim(self, x: Tensor, dim: int, what: str = "unshard()") -> int:
         if x.ndim and not -x.ndim <= dim < x.ndim:
-            error = IndexError(
-                f"unshard() got dim {dim} for shape {tuple(x.shape)}; pass the one of this rank's tokens"
-            )
+            error = IndexError(f"{what} got dim {dim} for shape {tuple(x.shape)}; pass the one of this rank's tokens")
             if not torch.compiler.is_compiling():
-                self.refuse("unshard()", error)
+                self.refuse(what, error)
             raise error
         return dim % max(x.ndim, 1)
 

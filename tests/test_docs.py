@@ -29,6 +29,7 @@ VOCABULARY, DIM, HEADS, SEQ = 31, 16, 2, 14
 
 # The blocks of code of each page and the tests that run them. test_trl.py runs the second one of trainer.md with trl.
 TESTS = {
+    "check": ["test_check_page"],
     "drafts": ["test_drafts_of_eagle", "test_drafts_of_dflash"],
     "fsdp2": ["test_fsdp2"],
     "from_context_parallel": ["test_from_context_parallel"],
@@ -37,6 +38,7 @@ TESTS = {
     "losses": ["test_losses"],
     "masks": ["test_masks"],
     "parallelism": ["test_tensor_parallelism"],
+    "preferences": ["test_preferences", "test_rewards"],
     "pytorch": ["test_pytorch"],
     "ranks": ["test_evaluation"],
     "torchtitan": ["test_torchtitan"],
@@ -148,6 +150,110 @@ def test_pytorch(pools) -> None:  # type: ignore[no-untyped-def]
             optimizer.step(), optimizer.zero_grad()
     for got in pools(2).run(_pytorch):
         close(got, parameters(model), 1e-10)
+
+
+def test_check_page(capsys: pytest.CaptureFixture[str]) -> None:
+    model = ringattn.wrap(Decoder(), ringattn.plan(SEQ, VirtualRank(0, 1), causal=True))
+    run("check", ringattn=ringattn, model=model, batch=batches()[0])
+    assert capsys.readouterr().out.startswith("exact: loss ")
+
+
+def test_every_page_ends_with_the_check() -> None:
+    for page in PAGES.glob("*.md"):
+        assert "ringattn.check(" in page.read_text()[-400:] or page.stem == "check", page
+
+
+def pairs() -> list[dict[str, Tensor]]:
+    """Chosen and rejected answers in turn, padded on both sides."""
+    several = []
+    for batch in batches(rows=4):
+        lengths = torch.tensor([SEQ, SEQ - 4, SEQ - 1, SEQ - 6])[:, None]
+        mask = (torch.arange(SEQ) < lengths).long()
+        labels = torch.where(mask == 1, batch["labels"], -100)
+        several.append({**batch, "labels": labels, "attention_mask": mask})
+    return several
+
+
+def models() -> tuple[nn.Module, nn.Module]:
+    """A model and its reference, which differ."""
+    model, frozen = Decoder(), Decoder()
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(torch.randn(p.shape, generator=torch.Generator().manual_seed(1)) * 0.3)
+    return model, frozen
+
+
+def row_log_probs(model: nn.Module, rows: dict[str, Tensor]) -> Tensor:
+    """In one process: padding is on the right, which a causal mask hides."""
+    logits = model(rows["input_ids"], torch.arange(SEQ).expand(4, -1))[:, :-1].log_softmax(-1)
+    targets = rows["labels"][:, 1:]
+    return torch.where(targets == -100, 0.0, logits.gather(2, targets.clamp(min=0)[..., None])[..., 0]).sum(1)
+
+
+def _preferences() -> list[tuple[float, list[Tensor]]]:
+    with double():
+        model, frozen = models()
+        names: dict[str, Any] = {"ringattn": ringattn, "dist": dist, "F": F, "frozen": frozen}
+        for m in (model, frozen):
+            ringattn.wrap(m, lambda: names["plan"])
+        optimizer, results = torch.optim.SGD(model.parameters(), lr=1.0), []
+
+        def step() -> None:
+            results.append((names["loss"].item(), [p.grad.clone() for p in model.parameters()]))
+
+        optimizer.register_step_pre_hook(lambda *args: step())
+        names.update(torch=torch, model=model, optimizer=optimizer, loader=pairs())
+        exec(compile(code_of("preferences"), "preferences.md", "exec"), names)
+        return results
+
+
+def test_preferences(pools) -> None:  # type: ignore[no-untyped-def]
+    """The loss of DPO and its gradients, two steps."""
+    with double():
+        model, frozen = models()
+        want = []
+        for rows in pairs():
+            with torch.no_grad():
+                expected = row_log_probs(frozen, rows)
+            margins = row_log_probs(model, rows) - expected
+            loss = -F.logsigmoid(0.1 * (margins[0::2] - margins[1::2])).mean()
+            gradients = torch.autograd.grad(loss, list(model.parameters()))
+            want.append((loss.item(), gradients))
+            with torch.no_grad():
+                for p, g in zip(model.parameters(), gradients, strict=True):
+                    p -= g
+    for world_size in (2, 4):
+        for results in pools(world_size).run(_preferences):
+            for (loss, got), (expected_loss, gradients) in zip(results, want, strict=True):
+                assert loss == pytest.approx(expected_loss, rel=1e-12)
+                close(got, list(gradients), 1e-11)
+
+
+def _rewards() -> tuple[float, list[Tensor]]:
+    with double():
+        model, rows = models()[0], pairs()[0]
+        plan = ringattn.plan(SEQ, causal=True, documents=ringattn.batch.documents(rows))
+        local = plan.shard_batch(rows)
+        scores = ringattn.wrap(model, plan)(local["input_ids"], local["position_ids"])[..., 0]
+        names = run("preferences", 1, ringattn=ringattn, F=F, plan=plan, rows=rows, scores=scores)
+        names["loss"].backward()
+        for p in model.parameters():
+            if p.grad is None:
+                p.grad = torch.zeros_like(p)
+            dist.all_reduce(p.grad)
+        return names["loss"].item(), [p.grad for p in model.parameters() if p.grad is not None]
+
+
+def test_rewards(pools) -> None:  # type: ignore[no-untyped-def]
+    with double():
+        model, rows = models()[0], pairs()[0]
+        scores = model(rows["input_ids"], torch.arange(SEQ).expand(4, -1))[..., 0]
+        rewards = scores[torch.arange(4), rows["attention_mask"].sum(1) - 1]
+        loss = -F.logsigmoid(rewards[0::2] - rewards[1::2]).mean()
+        loss.backward()
+    for got, gradients in pools(4).run(_rewards):
+        assert got == pytest.approx(loss.item(), rel=1e-12)
+        close(gradients, [torch.zeros_like(p) if p.grad is None else p.grad for p in model.parameters()], 1e-11)
 
 
 def _losses() -> tuple[list[Tensor], float]:

@@ -145,6 +145,14 @@ def wrap(module: M, plan_source: Plan | Callable[[], Plan]) -> M:
     return module
 
 
+def replan(module: nn.Module, plan: Plan) -> None:
+    """Give ``plan`` to all modules inside ``module`` that were wrapped, in the place of their own plans. Copies of a
+    module share the plan of the original before, and have their own after that."""
+    for inner in list(module.modules()):
+        if inner.__dict__.get("_ringattn_outermost") is not None:
+            wrap(inner, plan)
+
+
 def _may_attend(module: nn.Module) -> bool:
     """Return whether a forward of the module is known to Python and is not torch's own, which calls no attention."""
     of_torch = type(module).__module__.startswith("torch.") or type(module).__module__ == "torch"

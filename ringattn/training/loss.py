@@ -1,4 +1,4 @@
-"""The mean loss over all ranks' targets, computed from this rank's logits.
+"""The mean loss over all ranks' targets, computed from this rank's logits; sums of rows over all ranks.
 
 Parameter gradients on a rank are sums over its tokens, and the true gradient is their sum over ranks. A wrapper that
 **sums** gradients therefore needs the local loss ``sum_local_CE / T_global``, a wrapper that **averages** them the same
@@ -67,14 +67,35 @@ def cross_entropy(
         A scalar, float32 (float64 for float64 logits). Its value is this rank's part: log :func:`reduced` of it.
     """
     ranks = _ranks(wrapper, group)
-    if logits.shape[:-1] != targets.shape:
-        raise ValueError(
-            f"logits have shape {tuple(logits.shape)} and targets {tuple(targets.shape)}; "
-            "they must be (batch, local tokens, vocabulary) and (batch, local tokens)"
-        )
-    wide = logits if logits.dtype == torch.float64 else logits.float()
-    losses = F.cross_entropy(wide.flatten(0, -2), targets.flatten(), ignore_index=ignore_index, reduction="sum")
+    losses = _token_losses(logits, targets, ignore_index, reduction="sum")
     return _part(losses, count_targets(targets, group, ignore_index=ignore_index) if total is None else total, ranks)
+
+
+def log_probs(logits: Tensor, targets: Tensor, *, ignore_index: int = IGNORE) -> Tensor:
+    """Return the log-probability of each token's target, (batch, local tokens), and 0 where there is none: float32, or
+    float64 for float64 logits.
+
+    Args:
+        logits, targets: as for :func:`cross_entropy`.
+    """
+    return -_token_losses(logits, targets, ignore_index)
+
+
+def row_sums(values: Tensor, group: Any = None, *, wrapper: str) -> Tensor:
+    """Return the sum of each row over the tokens of all ranks, (batch, ...), the same on every rank: for losses of
+    whole rows, such as those of preferences (DPO) and rewards. Every rank of the group must call this.
+
+    A loss that every rank computes from these sums has gradients that the wrapper reduces to those of one process: on a
+    rank they are its tokens' part.
+
+    Args:
+        values: (batch, local tokens, ...), such as :func:`log_probs`, or scores times a mask of the last token.
+        group: the ranks that share the rows (context parallelism), not data-parallel ones.
+        wrapper: as for :func:`cross_entropy`.
+    """
+    own = values.sum(1)
+    part = own * _ranks(wrapper, group)
+    return part + (_summed(own.detach().clone(), group) - part.detach())
 
 
 def reduced(loss: Tensor, group: Any = None, *, wrapper: str) -> Tensor:
@@ -83,6 +104,17 @@ def reduced(loss: Tensor, group: Any = None, *, wrapper: str) -> Tensor:
     Every rank of the group must call this. Parts of accumulated batches may be added first."""
     ranks = _ranks(wrapper, group)
     return _summed(loss.detach().clone(), group) / ranks
+
+
+def _token_losses(logits: Tensor, targets: Tensor, ignore_index: int, reduction: str = "none") -> Tensor:
+    if logits.shape[:-1] != targets.shape:
+        raise ValueError(
+            f"logits have shape {tuple(logits.shape)} and targets {tuple(targets.shape)}; "
+            "they must be (batch, local tokens, vocabulary) and (batch, local tokens)"
+        )
+    wide = logits if logits.dtype == torch.float64 else logits.float()
+    losses = F.cross_entropy(wide.flatten(0, -2), targets.flatten(), ignore_index=ignore_index, reduction=reduction)
+    return losses.reshape(targets.shape) if reduction == "none" else losses
 
 
 def _summed(x: Tensor, group: Any) -> Tensor:

@@ -15,6 +15,8 @@ or, with the Trainer, ``class MyTrainer(ringattn.hf.RingTrainerMixin, Trainer)``
 * :mod:`.spans` reads images and prefixes, whose tokens see each other, from whole rows; :mod:`.images` takes the
   features of images that belong to this rank's tokens (Gemma 3 and 4, PaliGemma; load the vision tower with another
   attention: ``attn_implementation={"text_config": "ringattn", "vision_config": "sdpa"}``).
+* :mod:`.older` gives GPT-J, GPT-Neo and Falcon an attention of ringattn's; :mod:`.hybrids` runs short convolutions and
+  the gated delta rule over ranks (LFM2, Qwen3-Next, Qwen3.5).
 * :mod:`.checks` refuses by name what cannot be exact: dropout, masks that are no intervals, caches, layers that carry
   a state along the sequence or count the tokens of a shard, heads that pick tokens, losses that are no sum over tokens.
 * :mod:`.trainer` holds the overrides of the Trainer, accelerate and trl.

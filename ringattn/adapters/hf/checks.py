@@ -17,6 +17,7 @@ from ...plans import Plan
 from ...training import batch as batches
 from ...training import loss as losses
 from ...virtual import VirtualRank
+from . import hybrids
 from .models import shifts, unwrapped
 
 NAME = "ringattn"
@@ -52,8 +53,10 @@ def check_model(model: nn.Module) -> None:
             + (f", or the decoder of one (its {crosses[0]} has encoder_attn)" if crosses else "")
             + "; cross-attention over ranks is not supported"
         )
-    odd = sorted({str(t) for t in getattr(text, "layer_types", None) or () if t not in _LAYER_TYPES})
-    recurrent = sorted({type(m).__name__ for m in model.modules() if _RECURRENT.search(type(m).__name__)})
+    mixers = [m for m in model.modules() if _RECURRENT.search(type(m).__name__)]
+    recurrent = sorted({type(m).__name__ for m in mixers if not hybrids.runs(m)})
+    known = (*_LAYER_TYPES, *(hybrids.LAYER_TYPES if mixers and not recurrent else ()))
+    odd = sorted({str(t) for t in getattr(text, "layer_types", None) or () if t not in known})
     if odd or recurrent:
         raise NotImplementedError(
             f"{name} has layers of type {', '.join(odd + recurrent)}; ringattn exchanges the keys and values of "
@@ -65,7 +68,14 @@ def check_model(model: nn.Module) -> None:
             "attn_implementation='ringattn' does not reach its layers; use a model whose layers do, such as Llama's, "
             "or ringattn.wrap() on your own"
         )
+    _check_tables(model)
     check_implementation(model)
+    for part in model.modules():
+        if getattr(part, "trigram_input", False):
+            raise NotImplementedError(
+                f"{type(part).__name__} has trigram_input=True: it reads the embeddings of the token before and after, "
+                "which another rank may hold; in a model of your own plan.shift() returns them"
+            )
     if getattr(text, "output_router_logits", False):
         raise NotImplementedError(
             f"{name} has output_router_logits=True: the load-balancing loss is no sum over tokens, so the sum of the "
@@ -81,8 +91,29 @@ def _goes_through_interface(model: nn.Module) -> bool:
         not c.__module__.startswith("transformers.")
         or c.is_backend_compatible()
         or hasattr(sys.modules[c.__module__], "ALL_ATTENTION_FUNCTIONS")
+        or _has_line_of_ours(sys.modules[c.__module__])
         for c in parts
     )
+
+
+def _has_line_of_ours(module: Any) -> bool:
+    """Return whether a file of models has a table of attention classes with ringattn's (:mod:`.older`)."""
+    return any(NAME in table for table in _tables(module))
+
+
+def _tables(module: Any) -> list[dict[str, type]]:
+    return [table for name, table in vars(module).items() if name.endswith("_ATTENTION_CLASSES")]
+
+
+def _check_tables(model: nn.Module) -> None:
+    """Raise ValueError for layers that got the class of another attention when they were made."""
+    for part in model.modules():
+        module = sys.modules[type(part).__module__]
+        if any(type(part) in table.values() and type(part) is not table.get(NAME) for table in _tables(module)):
+            raise ValueError(
+                f"{type(model).__name__} was made with another attention, {type(part).__name__}, which its layers "
+                "keep; load it with attn_implementation='ringattn', as set_attn_implementation() comes too late"
+            )
 
 
 def check_implementation(model: Any) -> None:
@@ -189,21 +220,24 @@ def check_heads(
             )
 
 
-def check_loss(model: nn.Module, rank: int, kwargs: Mapping[str, Any], outputs: Mapping[str, Any]) -> None:
-    """Compute the loss again from the logits, and raise NotImplementedError unless it is the sum over this rank's
-    targets divided by the number of all targets."""
+def adds_up(model: nn.Module, rank: int, kwargs: Mapping[str, Any], outputs: Mapping[str, Any]) -> bool:
+    """Compute the loss again from the logits: return True if it is the sum over this rank's targets divided by the
+    number of all targets, False if it is their mean, as of models that ignore num_items_in_batch.
+
+    Raises:
+        NotImplementedError: it is neither.
+    """
     name = type(model).__name__
     value: Tensor = outputs["loss"]
-    logits, total = outputs.get("logits"), kwargs.get("num_items_in_batch")
-    targets = kwargs.get("shift_labels" if shifts(model) else "labels")
+    logits, targets, total = scored(model, kwargs, outputs)
     if outputs.get("log_probs") is not None:  # trl's head: SFTTrainer adds up one log-probability per target
-        scored = outputs.get("label_mask")
-        if targets is None or scored is None or not torch.equal(scored, targets != batches.IGNORE):
+        marked = outputs.get("label_mask")
+        if targets is None or marked is None or not torch.equal(marked, targets != batches.IGNORE):
             raise NotImplementedError(
                 f"trl {version('trl')} has scored other targets than shift_labels, those of this rank's tokens; "
                 "use trl 1.16, or ringattn.hf.sequence() and ringattn.loss in a loop of your own"
             )
-        return
+        return True
     advice = (
         "drop 'labels' from what you pass to the model and compute the loss from its logits with "
         "ringattn.loss.cross_entropy"
@@ -215,15 +249,35 @@ def check_loss(model: nn.Module, rank: int, kwargs: Mapping[str, Any], outputs: 
             f"{None if targets is None else tuple(targets.shape)}); {advice}"
         )
     if logits is None:  # a fused loss
-        return
+        return True
     with torch.no_grad():
-        expected = losses.cross_entropy(logits.detach(), targets, VirtualRank(0, 1), wrapper="sums", total=total)
-    if not torch.allclose(value.detach().to(expected), expected, rtol=1e-3, atol=1e-4):
-        raise NotImplementedError(
-            f"the loss of {name} is {value.item():.6g} on rank {rank}, but the sum of its targets' "
-            f"losses by their number in the whole batch is {expected.item():.6g}: it ignores shift_labels or "
-            f"num_items_in_batch, or adds a term that is no sum over tokens; {advice}"
-        )
+        expected = part_of_loss(logits.detach(), targets, total)
+        mean = part_of_loss(logits.detach(), targets, (targets != batches.IGNORE).sum())
+    value = value.detach().to(expected)
+    if torch.allclose(value, expected, rtol=1e-3, atol=1e-4):
+        return True
+    # The mean over no target is NaN.
+    none = bool((targets == batches.IGNORE).all())
+    if torch.allclose(value, mean, rtol=1e-3, atol=1e-4) or (none and bool(value.isnan())):
+        return False
+    raise NotImplementedError(
+        f"the loss of {name} is {value.item():.6g} on rank {rank}, but the sum of its targets' "
+        f"losses by their number in the whole batch is {expected.item():.6g}: it ignores shift_labels, or adds a term "
+        f"that is no sum over tokens; {advice}"
+    )
+
+
+def scored(
+    model: nn.Module, kwargs: Mapping[str, Any], outputs: Mapping[str, Any]
+) -> tuple[Tensor | None, Tensor | None, Any]:
+    """Return the logits of a forward, their targets, and the number of all targets; None for those that are absent."""
+    targets = kwargs.get("shift_labels" if shifts(model) else "labels")
+    return outputs.get("logits"), targets, kwargs.get("num_items_in_batch")
+
+
+def part_of_loss(logits: Tensor, targets: Tensor, total: Tensor | int) -> Tensor:
+    """Return the sum of the targets' losses by the number of all targets."""
+    return losses.cross_entropy(logits, targets, VirtualRank(0, 1), wrapper="sums", total=total)
 
 
 def version(package: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -30,10 +31,10 @@ def entry(model: nn.Module) -> Any:
 
 @contextlib.contextmanager
 def watched(
-    entry: Any, before: Callable[..., None] | None = None, after: Callable[..., None] | None = None
+    entry: Any, before: Callable[..., None] | None = None, after: Callable[..., Any] | None = None
 ) -> Iterator[None]:
     """Call ``before(kwargs)`` and ``after(kwargs, outputs)`` around each forward inside the block, outside of compiled
-    graphs."""
+    graphs. What ``after`` returns, if it is not None, replaces the outputs."""
     inner = entry._compiled_call_impl
     if inner is not None:  # module.compile() compiles hooks with the rest
 
@@ -41,9 +42,8 @@ def watched(
             if before:
                 before(kwargs)
             outputs = inner(*args, **kwargs)
-            if after:
-                after(kwargs, outputs)
-            return outputs
+            replaced = after(kwargs, outputs) if after else None
+            return outputs if replaced is None else replaced
 
         entry._compiled_call_impl = call
         try:
@@ -71,6 +71,15 @@ def named_outputs(kwargs: Mapping[str, Any], outputs: Any) -> Mapping[str, Any]:
     if isinstance(outputs, tuple) and has_targets and isinstance(outputs[0], Tensor) and outputs[0].ndim == 0:
         return dict(zip(("loss", "logits"), outputs, strict=False))
     return {}
+
+
+def with_loss(outputs: Any, loss: Tensor) -> Any:
+    """Return outputs that have a loss with another one in its place."""
+    if isinstance(outputs, tuple):
+        return (loss, *outputs[1:])
+    outputs = copy.copy(outputs)
+    outputs["loss"] = loss
+    return outputs
 
 
 def is_causal(model: Any) -> bool:
@@ -123,7 +132,10 @@ class Kind(NamedTuple):
 def kinds(config: Any, causal: bool) -> list[Kind]:
     """Return the kinds of a model's layers as far as its config tells: their plans are made before a compiled forward,
     other plans at first use."""
-    window = getattr(config, "sliding_window", None)
+    try:
+        window = getattr(config, "sliding_window", None)
+    except RuntimeError:  # of transformers, where layers have different ones
+        window = None
     types = getattr(config, "layer_types", None)
     if types is None:
         return [Kind(causal, window)]

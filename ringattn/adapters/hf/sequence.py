@@ -15,9 +15,13 @@ from ... import transport as transports
 from ...planning import plan as make_plan
 from ...plans import Plan
 from ...training import batch as batches
-from ..recomputation import Scope
 from . import checks, images, spans
-from .models import Kind, counts_from, entry, is_causal, kinds, named_outputs, shifts, unwrapped, watched
+from .active import SEQUENCES
+from .models import Kind, counts_from, entry, is_causal, kinds, named_outputs, shifts, unwrapped, watched, with_loss
+
+
+class _NotATensor(NotImplementedError, AttributeError):
+    """An attribute of tensors that the plan of a mask does not have."""
 
 
 class Visible:
@@ -40,6 +44,12 @@ class Visible:
         self.kernel = kernel
         self.refusal = refusal
 
+    def __getattr__(self, name: str) -> Any:
+        raise _NotATensor(
+            f"a layer asks its mask for {name}: it computes a mask of its own from it, and ringattn knows documents, "
+            "padding and windows only; use a model whose layers hand their mask to transformers' AttentionInterface"
+        )
+
     # A model of images and text makes a mask and hands it to its language model, which makes one of it in turn.
     ndim = 0
 
@@ -52,11 +62,16 @@ class Visible:
 class _Record:
     """The results of the checks of a model, each of which is made once.
 
-    ``attends`` and ``adds_up`` are separate, because a first forward may have no loss."""
+    Attributes:
+        attends: its layers have called ringattn.
+        has_loss: a forward had a loss, which a first one may not have.
+        replaces: its loss is the mean over a rank's targets, and is computed here from its logits.
+    """
 
     def __init__(self, model: nn.Module) -> None:
         self.attends = False
-        self.adds_up = False
+        self.has_loss = False
+        self.replaces = False
         self.padding_idx = counts_from(model)
         self.counts_rows = checks.counts_rows(model)
 
@@ -211,14 +226,14 @@ class Sequence:
     @contextlib.contextmanager
     def active(self) -> Iterator[dict[str, Any]]:
         """Let the model's layers attend to this sequence inside of the block."""
-        outer = _sequences.innermost()
+        outer = SEQUENCES.innermost()
         with contextlib.ExitStack() as stack:
             stack.callback(setattr, self, "outers", self.outers)
             self.outers = [] if outer is None else [outer, *outer.outers]
-            stack.enter_context(_sequences.active(self))
+            stack.enter_context(SEQUENCES.active(self))
             stack.enter_context(images.taken(self.model, self.images))
-            if not (self.record.attends and self.record.adds_up):
-                stack.enter_context(watched(self.entry, after=self._check_first_forward))
+            if self.record.replaces or not (self.record.attends and self.record.has_loss):
+                stack.enter_context(watched(self.entry, after=self._after_forward))
             for other in {self.entry, *(other.entry for other in self.outers)} if outer else ():
                 stack.enter_context(watched(other, before=self._check_inputs))
             yield self.local
@@ -234,17 +249,28 @@ class Sequence:
                     "to the innermost. Leave one ringattn.hf.sequence() before entering the next"
                 )
 
-    def _check_first_forward(self, kwargs: Mapping[str, Any], outputs: Any) -> None:
+    def _after_forward(self, kwargs: Mapping[str, Any], outputs: Any) -> Any:
+        """Check a first forward, and return outputs with this rank's part of the loss where the model's is a mean."""
+        if SEQUENCES.innermost() is not self:  # the forward is that of an inner sequence
+            return None
+        named = named_outputs(kwargs, outputs)
+        self._check_first_forward(kwargs, named)
+        if not self.record.replaces or named.get("loss") is None:
+            return None
+        logits, targets, total = checks.scored(self.model, kwargs, named)
+        assert logits is not None
+        assert targets is not None
+        return with_loss(outputs, checks.part_of_loss(logits, targets, total))
+
+    def _check_first_forward(self, kwargs: Mapping[str, Any], outputs: Mapping[str, Any]) -> None:
         """After a model's first forward, check that its layers have called ringattn; after the first one with a loss,
-        that this is a sum over tokens. Every rank comes here, and all raise if one does."""
-        outputs = named_outputs(kwargs, outputs)
+        that this is a sum over tokens, or their mean. Every rank comes here, and all raise if one does."""
         has_loss = outputs.get("loss") is not None
-        if _sequences.innermost() is not self:  # the forward is that of an inner sequence
-            return
-        if self.record.attends and (self.record.adds_up or not has_loss):
+        if self.record.attends and (self.record.has_loss or not has_loss):
             return
         name = type(self.model).__name__
         error: Exception | None = None
+        mean = False
         try:
             if not self.calls:
                 raise RuntimeError(
@@ -254,24 +280,21 @@ class Sequence:
             if self.plan.world_size > 1:
                 checks.check_heads(self.model, self.local, kwargs, outputs)
             if has_loss:
-                checks.check_loss(self.model, self.plan.rank, kwargs, outputs)
+                mean = not checks.adds_up(self.model, self.plan.rank, kwargs, outputs)
         except (ValueError, RuntimeError, NotImplementedError) as bad:
             error = bad
         self.plan.transport.agree(f"the first forward of {name}", {}, error)
+        transport = self.plan.transport
+        if has_loss and transport.world_size > 1:  # a rank with all targets cannot tell
+            mean = bool(transport.all_reduce(torch.tensor([mean], dtype=torch.int32, device=transport.device), "max"))
         self.record.attends = True
-        self.record.adds_up |= has_loss
-
-
-_sequences: Scope[Sequence] = Scope(
-    "sequence",
-    "Checkpoint the model's layers (model.gradient_checkpointing_enable()), not the model; or run forward and backward "
-    "of one batch before the next.",
-)
+        self.record.has_loss |= has_loss
+        self.record.replaces |= mean
 
 
 def count_call() -> None:
     """Count a call of the attention function for the innermost active sequence, if there is one."""
-    innermost = _sequences.innermost()
+    innermost = SEQUENCES.innermost()
     if innermost is not None:
         innermost.calls += 1
 
@@ -282,7 +305,7 @@ def required() -> Sequence:
     Raises:
         RuntimeError: there is none, or it is not known.
     """
-    active = _sequences.current()
+    active = SEQUENCES.current()
     if active is None:
         raise RuntimeError(
             "attn_implementation='ringattn' attends to a sequence that is split over ranks, and none is active: run "

@@ -1,0 +1,125 @@
+"""Hybrid models over ranks: layers of transformers that mix tokens by short convolutions or the gated delta rule.
+
+Their forwards call two functions of their own file, as kernels can replace them:
+
+    causal_conv1d_fn                a convolution over the last tokens: those of other ranks arrive (plan.convolve)
+    torch_chunk_gated_delta_rule    a state along the sequence: each rank runs whole rows for some heads (plan.heads)
+
+Inside a sequence they run over its ranks, otherwise as before. Documents are separated, which transformers does with
+some kernels only.
+"""
+
+from __future__ import annotations
+
+import dis
+import inspect
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.activations import ACT2FN
+
+from ...plans import Plan
+from ...training.batch import begins
+from .active import SEQUENCES
+
+LAYER_TYPES = ("linear_attention", "conv")
+_BOTH = ("causal_conv1d_fn", "torch_chunk_gated_delta_rule")
+_LAYERS = {  # and the functions by which each mixes tokens
+    "Lfm2ShortConv": _BOTH[:1],
+    "Lfm2MoeShortConv": _BOTH[:1],
+    "Qwen3NextGatedDeltaNet": _BOTH,
+    "Qwen3_5GatedDeltaNet": _BOTH,
+    "Qwen3_5MoeGatedDeltaNet": _BOTH,
+}
+
+
+def runs(layer: nn.Module) -> bool:
+    """Return whether the layer runs over ranks, after putting the functions of this file in the place of its own."""
+    names = _LAYERS.get(type(layer).__name__, ())
+    if not names or not all(_calls(layer, name) for name in names):
+        return False
+    module: Any = sys.modules[type(layer).__module__]
+    for name in names:
+        function = getattr(module, name)
+        if not hasattr(function, "ringattn_replaces"):
+            replacement: Any = (_convolution if name == _BOTH[0] else _delta_rule)(function)
+            replacement.ringattn_replaces = function
+            setattr(module, name, replacement)
+    return True
+
+
+def _calls(layer: nn.Module, name: str) -> bool:
+    """Return whether the layer's forward calls a function of its file by this name, as transformers 5.17 to 5.23 do."""
+    code = dis.get_instructions(inspect.unwrap(type(layer).forward))
+    return any(step.opname == "LOAD_GLOBAL" and step.argval == name for step in code)
+
+
+def _convolution(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def causal_conv1d_fn(
+        hidden_states: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str | None = None, **kwargs: Any
+    ) -> Tensor:
+        active = SEQUENCES.current()
+        if active is None:
+            return original(hidden_states, weight, bias, activation=activation, **kwargs)
+        active.calls += 1
+        out = active.plan.convolve(hidden_states.to(weight.dtype).transpose(1, 2), weight, bias)
+        out = out if activation is None else ACT2FN[activation](out)
+        return out.to(hidden_states.dtype).transpose(1, 2)
+
+    return causal_conv1d_fn
+
+
+def _delta_rule(original: Callable[..., Any]) -> Callable[..., Any]:
+    def chunk_gated_delta_rule(
+        query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, **kwargs: Any
+    ) -> tuple[Tensor, None]:
+        active = SEQUENCES.current()
+        if active is None:
+            return original(query, key, value, g=g, beta=beta, **kwargs)  # type: ignore[no-any-return]
+        active.calls += 1
+        plan: Plan = active.plan
+        for name in ("initial_state", "cu_seqlens"):  # the plan has the documents
+            if kwargs.pop(name, None) is not None and name == "initial_state":
+                raise NotImplementedError(
+                    "a recurrent state from a cache does not run over ranks; pass use_cache=False"
+                )
+        kwargs["output_final_state"] = False
+
+        def whole(*tensors: Tensor) -> Tensor:
+            return _by_documents(plan, lambda q, k, v, g, b: original(q, k, v, g=g, beta=b, **kwargs)[0], tensors)
+
+        if key.shape[2] < plan.world_size:  # the function itself repeats keys for several heads of values
+            query, key = (x.repeat_interleave(value.shape[2] // key.shape[2], 2) for x in (query, key))
+        return plan.heads(whole, query, key, value, g, beta), None
+
+    return chunk_gated_delta_rule
+
+
+def _by_documents(plan: Plan, function: Callable[..., Tensor], tensors: tuple[Tensor, ...]) -> Tensor:
+    """Run a function of whole rows for each document by itself; padding gets zeros. ``tensors[2]`` has the shape of the
+    result."""
+    runs = plan.once("runs of documents", lambda: _runs(plan))
+    if runs == [[(0, plan.seq_len, True)]]:
+        return function(*tensors)
+    like, rows = tensors[2], []
+    for row in range(like.shape[0]):
+        parts = []
+        for start, stop, real in runs[row if len(runs) > 1 else 0]:
+            part = [x[row : row + 1, start:stop] for x in tensors]
+            parts.append(function(*part) if real else torch.zeros_like(part[2]))
+        rows.append(torch.cat(parts, 1))
+    return torch.cat(rows)
+
+
+def _runs(plan: Plan) -> list[list[tuple[int, int, bool]]]:
+    """Return, for each row of the plan's documents, the runs of one document, or of padding: (start, stop, real)."""
+    begin, real = begins(plan)
+    several = []
+    for row in range(begin.shape[0]):
+        key = torch.where(real[row], begin[row], -1)
+        starts = [0, *((key[1:] != key[:-1]).nonzero()[:, 0] + 1).tolist()]
+        several.append([(a, b, bool(real[row, a])) for a, b in zip(starts, [*starts[1:], plan.seq_len], strict=True)])
+    return several
