@@ -48,7 +48,7 @@ def _begin(plan: Plan, what: str, x: Tensor, dim: int, numbers: dict[str, int]) 
             error = bad
     rest = x.shape[:dim].numel() * x.shape[dim + 1 :].numel()
     dtype = str(x.dtype).removeprefix("torch.")
-    plan.agree_once(what, dict(plan=plan.digest, dim=dim, dims=x.ndim, elements=rest, dtype=dtype, **numbers), error)
+    plan.begin(what, dict(plan=plan.digest, dim=dim, dims=x.ndim, elements=rest, dtype=dtype, **numbers), error)
 
 
 def _exchange(plan: Plan, sends: list[Message], receives: list[Message]) -> None:
@@ -66,7 +66,6 @@ def _exchange(plan: Plan, sends: list[Message], receives: list[Message]) -> None
 def _neighbours(x: Tensor, offsets: list[int], dim: int, plan_handle: int) -> Tensor:
     """Return (offsets, *x.shape): the value of the token n before, for each offset n, or zero."""
     plan = plans.by_handle(plan_handle)
-    plan.transport.begin("shift()", timeout=plan.timeout)
     numbers = {f"offset {i}": n for i, n in enumerate(offsets[:16])}
     _begin(plan, "shift()", x, dim, dict(offsets=len(offsets), **numbers))
     table = halo(plan, offsets, x.device)
@@ -96,7 +95,7 @@ def _neighbours_fake(x, offsets, dim, plan_handle):  # type: ignore[no-untyped-d
 @torch.library.custom_op("ringattn::neighbours_backward", mutates_args=(), tags=_TAGS)
 def _neighbours_backward(dout: Tensor, offsets: list[int], dim: int, plan_handle: int) -> Tensor:
     plan = plans.by_handle(plan_handle)
-    plan.transport.begin("shift() backward", timeout=plan.timeout)
+    plan.begin("shift() backward", dict(plan=plan.digest, dim=dim, offsets=len(offsets)), compared=False)
     table = halo(plan, offsets, dout.device)
     local, total = dout.shape[1 + dim], dout.shape[1 + dim] + sum(table.counts)
     wide = torch.promote_types(dout.dtype, torch.float32)
@@ -145,7 +144,6 @@ def _heads(plan: Plan, heads: int, groups: int) -> list[range]:
 def _to_heads(x: Tensor, heads_dim: int, groups: int, plan_handle: int) -> Tensor:
     """Return all tokens of this rank's heads from its tokens of all heads."""
     plan = plans.by_handle(plan_handle)
-    plan.transport.begin("heads()", timeout=plan.timeout)
     numbers = dict(heads_dim=heads_dim, groups=groups, heads=x.shape[heads_dim])
     _begin(plan, "heads()", x, 1, numbers)
     shares = _heads(plan, x.shape[heads_dim], groups)
@@ -166,7 +164,7 @@ def _to_heads_fake(x, heads_dim, groups, plan_handle):  # type: ignore[no-untype
 def _to_tokens(y: Tensor, heads_dim: int, groups: int, plan_handle: int) -> Tensor:
     """Return this rank's tokens of all heads from all tokens of its heads: the inverse of ``to_heads``."""
     plan = plans.by_handle(plan_handle)
-    plan.transport.begin("heads() back", timeout=plan.timeout)
+    plan.begin("heads() back", dict(plan=plan.digest, heads_dim=heads_dim, groups=groups), compared=False)
     shares = _heads(plan, _all_heads(plan, y, heads_dim, groups), groups)
     parts = [take(y, shard, 1).contiguous() for shard in plan.shards]
     others = [r for r in range(plan.world_size) if r != plan.rank]
