@@ -272,9 +272,9 @@ def attend(
         torch.cuda.reset_peak_memory_stats(device)
     began = together()
     k, v = others[:2]
-    results = list(op.attention(q, k, v, *settings))
+    results = list(op.attention(q, k, v, *settings, False))  # without autograd
     if args.backward:
-        results += op.attention_backward(others[2], None, q, k, v, *results, *settings)[:3]
+        results += op.attention_backward(others[2], None, q, k, v, *results, *settings, 0)[:3]
     seconds = together() - began
 
     size: dict[str, float] = dict(tensors=sum(x.nbytes for x in (q, *others, *results)))

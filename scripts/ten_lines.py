@@ -8,7 +8,9 @@ The file must be run by its path, so that the installed ringattn is imported and
 from __future__ import annotations
 
 import re
+import runpy
 import sys
+import tempfile
 from pathlib import Path
 
 import torch
@@ -43,7 +45,9 @@ def main() -> None:
     token, position = (nn.Embedding(n, HEADS * HEAD_DIM, device=device) for n in (31, SEQ))
     layers = [Layer().to(device) for _ in range(2)]
     names = {"tokens": tokens, "layers": layers, "embed": lambda ids, at: token(ids) + position(at)}
-    exec(compile(code, "README.md", "exec"), names)
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "ten_lines.py").write_text(code)
+        names = runpy.run_path(str(Path(folder) / "ten_lines.py"), names)
 
     x = token(tokens) + position.weight
     for layer in layers:

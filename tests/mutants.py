@@ -383,8 +383,8 @@ MUTANTS = (
     Mutant(
         "hopper: the forward waits for the first row only",
         "kernels/hopper/forward.py",
-        "wait_row(flags_ptr, row, epoch, timed_out_ptr, 4)",
-        "wait_row(flags_ptr, row * 0, epoch, timed_out_ptr, 4)",
+        "wait_row(flags_ptr, row, epoch, timed_out_ptr, 4)\n                arrived = row\n        for column",
+        "wait_row(flags_ptr, row * 0, epoch, timed_out_ptr, 4)\n                arrived = row\n        for column",
         "tests/test_hopper_forward.py -k arrive_after",
         gpu=True,
     ),
@@ -511,8 +511,8 @@ MUTANTS = (
     Mutant(
         "gather: predicted memory twice too large",
         "ringattn/dataflow/gather.py",
-        "return round(s.batch * bound)",
-        "return round(2 * s.batch * bound)",
+        "s.state_itemsize\n    return round(s.batch * bound)",
+        "s.state_itemsize\n    return round(2 * s.batch * bound)",
         "tests/test_memory.py",
     ),
     # --- copies between GPUs, on simulated GPUs

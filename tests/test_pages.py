@@ -120,8 +120,9 @@ def test_commands_start_something_that_exists(page: Path) -> None:
     assert missing == []
 
 
-def test_files_that_readme_names_exist() -> None:
-    paths = re.findall(r"`((?:ringattn|kernels|tests|docs)/[\w/.]*)`", README)
+def test_files_that_readme_and_contributing_name_exist() -> None:
+    text = README + (ROOT / "CONTRIBUTING.md").read_text()
+    paths = re.findall(r"`((?:ringattn|kernels|tests|docs)/[\w/.]*)`", text)
     assert len(paths) >= 4
     assert [path for path in paths if not (ROOT / path).exists()] == []
 
