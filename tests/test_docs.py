@@ -580,7 +580,7 @@ def test_generation() -> None:
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="a CUDA graph needs a GPU")
 def test_generation_as_a_graph() -> None:
-    cache = ringattn.KVCache(layers=1, kv_heads=1, head_dim=64, tokens=4096)
+    cache = ringattn.KVCache(layers=1, kv_heads=1, head_dim=64, tokens=4096, device="cuda")
     q, k, v = torch.randn(3, 1, 1, 1, 64, device="cuda", dtype=torch.bfloat16)
     s = cache.add()
 
