@@ -376,8 +376,7 @@ class Plan:
 
     def describe(self, *, tflops: float = 500.0, gigabytes_per_second: float = 300.0, **shape: int) -> str:
         """Return as text which shards meet at which step, the bytes that move, predicted time and memory, and why
-        "auto"
-        chose this dataflow.
+        "auto" chose this dataflow.
 
         Predictions are for ``shape`` (:class:`.shape.Shape`), a kernel at ``tflops`` TFLOP/s and links at
         ``gigabytes_per_second`` GB/s in each direction; they are arithmetic, not measurements.

@@ -160,8 +160,8 @@ class Step:
         self._problem, self._outdated, self._advanced, self._room = "", False, 0, None
 
     def refuse(self, problem: str, outdated: bool = False) -> None:
-        """Make every later use of this step raise RuntimeError; with ``outdated`` until the next :meth:`sync`, unless it
-        was refused for good before."""
+        """Make every later use of this step raise RuntimeError, with ``outdated`` until the next :meth:`sync`. A step
+        that was refused for good stays so."""
         if self._problem and not self._outdated:
             return
         self._problem, self._outdated = problem, outdated
