@@ -172,7 +172,7 @@ class Plan:
         Differentiable. ``x``: this rank's shard, with its tokens in ``dim``; if rows have documents of their own, the
         batch is the first dim. In one process, for a single document: ``F.pad(x, (0, 0, 1, 0))[:, :-1]`` for n = 1.
         """
-        neighbours.check_offset(n)
+        neighbours.check_offset(self, n)
         return torch.ops.ringattn.neighbours(x, [n], self._dim(x, dim, "shift()"), self.handle)[0]
 
     def convolve(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
