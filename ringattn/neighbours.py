@@ -4,7 +4,7 @@
     causal_convolution(plan, x, weight) # a sum over the last tokens with a weight per channel, from such shifts
 
 A rank needs the rows of the tokens ``p - n`` for its own positions p and each offset n. Those that it does not hold
-arrive in one exchange, behind its own in a buffer; a table says where in the buffer each one lies:
+arrive in one exchange, after its own in a buffer; a table says where in the buffer each one lies:
 
     buffer   own rows, in their order | rows of rank 0 | rows of rank 1 | ...
     rows     (offsets, local tokens): rows of the buffer
