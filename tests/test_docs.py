@@ -160,7 +160,7 @@ def test_check_page(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_every_page_ends_with_the_check() -> None:
     for page in PAGES.glob("*.md"):
-        assert "ringattn.check(" in page.read_text()[-400:] or page.stem == "check", page
+        assert "ringattn.check(" in page.read_text()[-400:] or page.stem in ("check", "generate"), page
 
 
 def pairs() -> list[dict[str, Tensor]]:
@@ -580,7 +580,7 @@ def test_generation() -> None:
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="a CUDA graph needs a GPU")
 def test_generation_as_a_graph() -> None:
-    cache = ringattn.KVCache(layers=1, kv_heads=1, head_dim=64, tokens=4096)
+    cache = ringattn.KVCache(layers=1, kv_heads=1, head_dim=64, tokens=4096, device="cuda")
     q, k, v = torch.randn(3, 1, 1, 1, 64, device="cuda", dtype=torch.bfloat16)
     s = cache.add()
 
