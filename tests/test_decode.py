@@ -15,7 +15,7 @@ from torch import Tensor
 import ringattn
 from ringattn import transport as transports
 from ringattn import virtual
-from ringattn.kernels.contract import Score
+from ringattn.kernels.contract import Score, ScoreMod
 from ringattn.transport import Transport
 
 LAYERS, KV_HEADS, GROUP, DIM, DIM_V = 2, 2, 3, 8, 6
@@ -255,6 +255,26 @@ def test_a_failed_exchange_ends_the_use_of_the_group() -> None:
             ringattn.decode(q, k, v, step, **arguments)
         with pytest.raises(RuntimeError, match="an earlier attention on this group raised ValueError: the wire broke"):
             ringattn.decode(q, k, v, step, **arguments)
+
+    virtual.run(2, body)
+
+
+class Fails(ScoreMod):
+    def apply(self, s: Tensor, positions_q: Tensor, positions_k: Tensor) -> tuple[Tensor, Tensor | float]:
+        raise RuntimeError("out of memory")
+
+
+def test_a_kernel_that_fails_on_one_rank_ends_the_use_of_the_group() -> None:
+    def body(rank: virtual.VirtualRank) -> None:
+        model = Model(rank)
+        step = model.cache.step([model.add(3), model.add(0)], 3)
+        if rank.rank == 0:
+            return  # it would wait for the state of rank 1
+        arguments = good(score_mod=Fails())
+        q, k, v = (arguments.pop(x) for x in "qkv")
+        with pytest.raises(RuntimeError, match="out of memory"):
+            ringattn.decode(q, k, v, step, **arguments)
+        assert rank.given_up == "RuntimeError: out of memory"
 
     virtual.run(2, body)
 
