@@ -214,6 +214,7 @@ WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "kernel": (dict(kernel="fast"), ValueError, "kernel='fast' is unknown"),
     "tree": (dict(tree=BIT[:, :2]), ValueError, r"tree is torch.int64 of shape \(2, 2\)"),
     "dtype of a tree": (dict(tree=BIT.int()), ValueError, "tree is torch.int32"),
+    "list of a tree": (dict(tree=[[1]]), TypeError, "tree is a list; pass an int64 tensor"),
     "later token": (dict(tree=BIT * 2), ValueError, r"tree\[0, 0\] is 0x2: it has a bit for a token after token 0"),
 }
 
@@ -234,6 +235,14 @@ def test_errors_come_before_anything_is_written_or_sent(what: str) -> None:
         assert rank.collectives == sent
 
     virtual.run(2, body)
+
+
+def test_a_plan_in_place_of_a_step_is_refused() -> None:
+    model = Model(None)
+    arguments = good()
+    q, k, v = (arguments.pop(name) for name in "qkv")
+    with pytest.raises(TypeError, match=r"step is a Plan; pass what KVCache.step\(\) returned"):
+        ringattn.decode(q, k, v, model.cache.plan(model.add(3), 1), **arguments)
 
 
 def test_a_tree_must_fit_the_window() -> None:

@@ -96,6 +96,8 @@ def decode(
         TypeError, ValueError: the value, what was expected and the fix, before anything is written or sent.
         RuntimeError: an earlier call on this group failed after communication had started.
     """
+    if not hasattr(step, "new_tokens"):
+        raise TypeError(f"step is a {type(step).__name__}; pass what KVCache.step() returned")
     transport = step.transport
     try:
         pool, tables, window = step.layer(layer)
@@ -192,6 +194,8 @@ def _check(q: Tensor, k: Tensor, v: Tensor | None, tokens: tuple[int, int], pool
 
 
 def _check_tree(tree: Tensor, q: Tensor, window: int) -> None:
+    if not isinstance(tree, Tensor):
+        raise TypeError(f"tree is a {type(tree).__name__}; pass an int64 tensor (batch, new)")
     batch, new = q.shape[:2]
     if tuple(tree.shape) != (batch, new) or tree.dtype != torch.int64:
         raise ValueError(
