@@ -224,8 +224,8 @@ def to_resume(resume: str | None, root: Path, program: str) -> Path | None:
 
 class Termination:
     """SIGTERM, which schedulers send before they end a job, and torchrun to all ranks when one has failed: noted during
-    a step, acted on by all ranks together after it. A second one ends the process at once, if it comes ``APART`` seconds
-    after the first: Slurm sends one to every process of a job, among them torchrun, which sends its own.
+    a step, acted on by all ranks together after it. A second one, more than ``APART`` seconds after the first, ends the
+    process at once. An earlier one does not: Slurm sends SIGTERM to torchrun and to the ranks, and torchrun does, too.
 
     Only the main thread can handle signals. In another one, as in the workers of Ray, they act as they did before.
     """
