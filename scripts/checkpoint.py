@@ -21,6 +21,8 @@ import re
 import shutil
 import signal
 import sys
+import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -37,6 +39,7 @@ NEWEST = "newest"  # what --resume without a path means
 ADVICE = "; make room there, or write to another folder (--out). Earlier checkpoints are whole"
 PART = ".part"  # folder of a checkpoint that is being written
 NAME = re.compile(r"(\d{6,})-step-(\d+)")
+APART = 5.0  # seconds
 
 
 class CheckpointError(ValueError):
@@ -221,18 +224,26 @@ def to_resume(resume: str | None, root: Path, program: str) -> Path | None:
 
 class Termination:
     """SIGTERM, which schedulers send before they end a job, and torchrun to all ranks when one has failed: noted during
-    a step, acted on by all ranks together after it. A second one ends the process at once."""
+    a step, acted on by all ranks together after it. A second one, more than ``APART`` seconds after the first, ends the
+    process at once. An earlier one does not: Slurm sends SIGTERM to torchrun and to the ranks, and torchrun does, too.
+
+    Only the main thread can handle signals. In another one, as in the workers of Ray, they act as they did before.
+    """
 
     def __init__(self) -> None:
         self.received = False
-        self.before = signal.signal(signal.SIGTERM, self._note)
+        self.handles = threading.current_thread() is threading.main_thread()
+        self.before = signal.signal(signal.SIGTERM, self._note) if self.handles else None
 
     def __enter__(self) -> Termination:
         return self
 
     def _note(self, number: int, frame: object) -> None:
-        self.received = True
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        if not self.received:
+            self.received, self.first = True, time.monotonic()
+        elif time.monotonic() - self.first > APART:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            os.kill(os.getpid(), signal.SIGTERM)
 
     def on_any_rank(self, device: torch.device) -> bool:
         received = torch.tensor(float(self.received), device=device)
@@ -240,7 +251,8 @@ class Termination:
         return bool(received.item())
 
     def __exit__(self, *_: object) -> None:
-        signal.signal(signal.SIGTERM, self.before)
+        if self.handles:
+            signal.signal(signal.SIGTERM, self.before)
 
 
 # --- Ranks ---------------------------------------------------------------------------------------------

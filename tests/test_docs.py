@@ -30,6 +30,7 @@ VOCABULARY, DIM, HEADS, SEQ = 31, 16, 2, 14
 # The blocks of code of each page and the tests that run them. test_trl.py runs the second one of trainer.md with trl.
 TESTS = {
     "check": ["test_check_page"],
+    "clusters": ["test_a_mesh_of_hosts"],
     "drafts": ["test_drafts_of_eagle", "test_drafts_of_dflash"],
     "fsdp2": ["test_fsdp2"],
     "from_context_parallel": ["test_from_context_parallel"],
@@ -701,6 +702,27 @@ def test_lightning(pools) -> None:  # type: ignore[no-untyped-def]
     for logged, gradients in pools(2).run(_lightning):
         assert logged == pytest.approx([loss.item() for loss in losses], rel=1e-12)
         close(gradients, [p.grad for p in model.parameters()], 1e-10)
+
+
+def _mesh_of_hosts(sizes: tuple[int, ...]) -> tuple[int, Tensor]:
+    """Two hosts of two ranks each."""
+    with double(), pytest.MonkeyPatch.context() as patch:
+        patch.setenv("LOCAL_WORLD_SIZE", "2")
+        plan = run("clusters", ringattn=ringattn, device="cpu", sizes=sizes, seq_len=SEQ)["plan"]
+        x = plan.shard(torch.randn(1, SEQ, HEADS, 8, generator=torch.Generator().manual_seed(0)))
+        out = ringattn.attention(x, x, x, plan)
+        assert isinstance(out, Tensor)
+        return plan.schedule.local_size, plan.unshard(out)
+
+
+def test_a_mesh_of_hosts(pools) -> None:  # type: ignore[no-untyped-def]
+    with double():
+        x = torch.randn(1, SEQ, HEADS, 8, generator=torch.Generator().manual_seed(0))
+        want, _ = reference.attention(x, x, x, masks.causal(SEQ))
+    for sizes, inside in (((1, 1, 4, 1), 2), ((1, 2, 2, 1), 2), ((1, 1, 2, 2), 1)):
+        for local_size, out in pools(4).run(_mesh_of_hosts, sizes):
+            assert local_size == inside
+            torch.testing.assert_close(out, want, rtol=1e-12, atol=1e-12)
 
 
 def _tensor_parallelism() -> tuple[Tensor, Tensor]:
