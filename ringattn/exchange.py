@@ -16,8 +16,8 @@ from . import plans
 from .by_heads import heads_of
 from .layout import put, take
 from .neighbours import Halo, halo
+from .operators import exchange_rows, resized, wrong_device
 from .plans import Plan
-from .transport import Message
 
 _TAGS = (torch.Tag.cudagraph_unsafe,)
 
@@ -41,22 +41,11 @@ def _begin(plan: Plan, what: str, x: Tensor, dim: int, numbers: dict[str, int]) 
             f"shift() got shape {tuple(x.shape)} with its tokens in dim {dim}, but the plan has documents for {rows} "
             f"rows; pass (batch = {rows}, ..., tokens, ...)"
         )
-    elif plan.world_size > 1:
-        try:
-            plan.transport.check_device("x", x)
-        except ValueError as bad:
-            error = bad
+    else:
+        error = wrong_device(plan, x)
     rest = x.shape[:dim].numel() * x.shape[dim + 1 :].numel()
     dtype = str(x.dtype).removeprefix("torch.")
     plan.begin(what, dict(plan=plan.digest, dim=dim, dims=x.ndim, elements=rest, dtype=dtype, **numbers), error)
-
-
-def _exchange(plan: Plan, sends: list[Message], receives: list[Message]) -> None:
-    try:
-        plan.transport.start(sends, receives).wait()
-    except BaseException as error:
-        plan.transport.note_failure(error)
-        raise
 
 
 # --- Rows of neighbouring tokens -----------------------------------------------------------------------
@@ -72,7 +61,7 @@ def _neighbours(x: Tensor, offsets: list[int], dim: int, plan_handle: int) -> Te
     rows = x.movedim(dim, 0)
     arriving = [rows.new_empty((n, *rows.shape[1:])) for n in table.counts]
     sends = [(rows[index], r) for r, index in enumerate(table.sends) if len(index)]
-    _exchange(plan, sends, [(a, r) for r, a in enumerate(arriving) if len(a)])
+    exchange_rows(plan, sends, [(a, r) for r, a in enumerate(arriving) if len(a)])
     buffer = torch.cat([rows, *arriving])
     return torch.stack([_seen(buffer[i].movedim(0, dim), table, n, dim) for n, i in enumerate(table.rows)])
 
@@ -106,7 +95,7 @@ def _neighbours_backward(dout: Tensor, offsets: list[int], dim: int, plan_handle
         buffer.index_add_(0, index, dx)
     leaving = [(part, r) for r, part in enumerate(buffer[local:].split(list(table.counts))) if len(part)]
     arriving = [buffer.new_empty((len(index), *buffer.shape[1:])) for index in table.sends]
-    _exchange(plan, leaving, [(a, r) for r, a in enumerate(arriving) if len(a)])
+    exchange_rows(plan, leaving, [(a, r) for r, a in enumerate(arriving) if len(a)])
     own = buffer[:local]
     for index, a in zip(table.sends, arriving, strict=True):  # the same order on every run
         own.index_add_(0, index, a)
@@ -149,15 +138,15 @@ def _to_heads(x: Tensor, heads_dim: int, groups: int, plan_handle: int) -> Tenso
     shares = _heads(plan, x.shape[heads_dim], groups)
     parts = [x.narrow(heads_dim, s.start, len(s)).contiguous() for s in shares]
     others = [r for r in range(plan.world_size) if r != plan.rank]
-    pieces = [parts[r] if r == plan.rank else _sized(parts[plan.rank], 1, n) for r, n in enumerate(plan.local_lengths)]
-    _exchange(plan, [(parts[r], r) for r in others], [(pieces[r], r) for r in others])
+    pieces = [parts[r] if r == plan.rank else resized(parts[plan.rank], 1, n) for r, n in enumerate(plan.local_lengths)]
+    exchange_rows(plan, [(parts[r], r) for r in others], [(pieces[r], r) for r in others])
     return put(pieces, plan.shards, 1)
 
 
 @_to_heads.register_fake
 def _to_heads_fake(x, heads_dim, groups, plan_handle):  # type: ignore[no-untyped-def]
     plan = plans.by_handle(plan_handle)
-    return _sized(_sized(x, 1, plan.seq_len), heads_dim, len(_heads(plan, x.shape[heads_dim], groups)[plan.rank]))
+    return resized(resized(x, 1, plan.seq_len), heads_dim, len(_heads(plan, x.shape[heads_dim], groups)[plan.rank]))
 
 
 @torch.library.custom_op("ringattn::to_tokens", mutates_args=(), tags=_TAGS)
@@ -168,8 +157,9 @@ def _to_tokens(y: Tensor, heads_dim: int, groups: int, plan_handle: int) -> Tens
     shares = _heads(plan, _all_heads(plan, y, heads_dim, groups), groups)
     parts = [take(y, shard, 1).contiguous() for shard in plan.shards]
     others = [r for r in range(plan.world_size) if r != plan.rank]
-    pieces = [parts[r] if r == plan.rank else _sized(parts[plan.rank], heads_dim, len(s)) for r, s in enumerate(shares)]
-    _exchange(plan, [(parts[r], r) for r in others], [(pieces[r], r) for r in others])
+    own = parts[plan.rank]
+    pieces = [own if r == plan.rank else resized(own, heads_dim, len(s)) for r, s in enumerate(shares)]
+    exchange_rows(plan, [(parts[r], r) for r in others], [(pieces[r], r) for r in others])
     return torch.cat(pieces, heads_dim)
 
 
@@ -177,15 +167,11 @@ def _to_tokens(y: Tensor, heads_dim: int, groups: int, plan_handle: int) -> Tens
 def _to_tokens_fake(y, heads_dim, groups, plan_handle):  # type: ignore[no-untyped-def]
     plan = plans.by_handle(plan_handle)
     heads = _all_heads(plan, y, heads_dim, groups)
-    return _sized(_sized(y, 1, plan.local_lengths[plan.rank]), heads_dim, heads)
+    return resized(resized(y, 1, plan.local_lengths[plan.rank]), heads_dim, heads)
 
 
 def _all_heads(plan: Plan, y: Tensor, heads_dim: int, groups: int) -> int:
     return y.shape[heads_dim] // len(heads_of(groups, plan.rank, plan.world_size)) * groups
-
-
-def _sized(x: Tensor, dim: int, size: int) -> Tensor:
-    return x.new_empty((*x.shape[:dim], size, *x.shape[dim + 1 :]))
 
 
 def _save(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]

@@ -254,24 +254,21 @@ def _unshard(x: Tensor, dim: int, of_keys: bool, whole: int, plan_handle: int) -
             f"unshard() got shape {tuple(x.shape)} and dim {dim}, "
             f"but rank {plan.rank} holds {lengths[plan.rank]} tokens"
         )
-    elif plan.world_size > 1:
-        try:
-            plan.transport.check_device("x", x)
-        except ValueError as bad:
-            error = bad
+    else:
+        error = wrong_device(plan, x)
     sizes = {f"size {i}": 0 if i == dim else n for i, n in enumerate((*x.shape, *[1] * 8)[:8])}
     fields = dict(plan=plan.digest, dim=dim, dims=x.ndim, elements=x.shape[:dim].numel() * x.shape[dim + 1 :].numel())
     plan.begin("unshard()", dict(**fields, **sizes, dtype=_name(x.dtype)), error)
     x = x.contiguous()
-    pieces = [x if r == plan.rank else _sized(x, dim, n) for r, n in enumerate(lengths)]
+    pieces = [x if r == plan.rank else resized(x, dim, n) for r, n in enumerate(lengths)]
     others = [r for r in range(plan.world_size) if r != plan.rank]
-    _exchange(plan, [(x, r) for r in others], [(pieces[r], r) for r in others])
+    exchange_rows(plan, [(x, r) for r in others], [(pieces[r], r) for r in others])
     return put(pieces, shards, dim)
 
 
 @_unshard.register_fake
 def _unshard_fake(x, dim, of_keys, whole, plan):  # type: ignore[no-untyped-def]
-    return _sized(x, dim, whole)
+    return resized(x, dim, whole)
 
 
 @torch.library.custom_op("ringattn::unshard_backward", mutates_args=(), tags=_TAGS)
@@ -282,7 +279,7 @@ def _unshard_backward(dwhole: Tensor, dim: int, of_keys: bool, local: int, plan_
     pieces = [take(dwhole, s, dim).contiguous() for s in shards]
     others = [r for r in range(plan.world_size) if r != plan.rank]
     arriving = {r: torch.empty_like(pieces[plan.rank]) for r in others}
-    _exchange(plan, [(pieces[r], r) for r in others], [(arriving[r], r) for r in others])
+    exchange_rows(plan, [(pieces[r], r) for r in others], [(arriving[r], r) for r in others])
     own = pieces[plan.rank]
     total = torch.zeros_like(own, dtype=torch.promote_types(own.dtype, torch.float32))
     for r in range(plan.world_size):  # the same order on every rank and run
@@ -292,10 +289,21 @@ def _unshard_backward(dwhole: Tensor, dim: int, of_keys: bool, local: int, plan_
 
 @_unshard_backward.register_fake
 def _unshard_backward_fake(dwhole, dim, of_keys, local, plan):  # type: ignore[no-untyped-def]
-    return _sized(dwhole, dim, local)
+    return resized(dwhole, dim, local)
 
 
-def _exchange(plan: Plan, sends: list[Message], receives: list[Message]) -> None:
+def wrong_device(plan: Plan, x: Tensor) -> ValueError | None:
+    """Return the error for a tensor on a device between whose ranks the plan's group sends nothing."""
+    if plan.world_size > 1:
+        try:
+            plan.transport.check_device("x", x)
+        except ValueError as error:
+            return error
+    return None
+
+
+def exchange_rows(plan: Plan, sends: list[Message], receives: list[Message]) -> None:
+    """Send and receive; if that fails, mark the group: other ranks may be at a different message."""
     try:
         plan.transport.start(sends, receives).wait()
     except BaseException as error:
@@ -303,7 +311,8 @@ def _exchange(plan: Plan, sends: list[Message], receives: list[Message]) -> None
         raise
 
 
-def _sized(x: Tensor, dim: int, size: int) -> Tensor:
+def resized(x: Tensor, dim: int, size: int) -> Tensor:
+    """Return an empty tensor like x with another size in one dim."""
     return x.new_empty((*x.shape[:dim], size, *x.shape[dim + 1 :]))
 
 

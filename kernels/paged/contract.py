@@ -28,6 +28,7 @@ import torch
 from torch import Tensor
 
 from ...memo import Memo
+from ..contract import Result
 
 NEW_TOKENS = 64  # the most new tokens of a step: a row of a tree is 64 bits
 _TILE = 64
@@ -149,3 +150,15 @@ class Call(NamedTuple):
 
     tree: Tensor | None = None
     fixed_split: int = 0
+
+
+def empty_state(q: Tensor, pool: Pool) -> Tensor:
+    """Return memory for the state of a compiled kernel, (batch, new, q_heads, head_dim_v + 2) float32."""
+    return q.new_empty(*q.shape[:3], pool.v.shape[-1] + 2, dtype=torch.float32)
+
+
+def empty_result(q: Tensor, pool: Pool) -> Result:
+    """Return memory for ``out`` in q's dtype, and for ``lse`` in float32."""
+    batch, new, q_heads, _ = q.shape
+    lse = q.new_empty(batch, q_heads, new, dtype=torch.float32)
+    return Result(q.new_empty(batch, new, q_heads, pool.v.shape[-1]), lse)

@@ -37,7 +37,7 @@ from ..hopper.primitives import async_load
 from ..hopper.tensor_maps import readable, view
 from ..launch import Launches, capability, dispatch, multiprocessors, on_device
 from .combine import ALONE, combine
-from .contract import Call, Pool, Tables, tile_size
+from .contract import Call, Pool, Tables, empty_result, empty_state, tile_size
 from .grid import Grid, scratch
 
 TILE = gl.constexpr(64)
@@ -458,18 +458,14 @@ def unsupported(q: Tensor, pool: Pool, tables: Tables, score: Score, call: Call)
 
 def attend(q: Tensor, pool: Pool, tables: Tables, score: Score, call: Call = Call()) -> Tensor:
     """Return the state of this rank's visible keys, see :func:`.eager.attend`."""
-    batch, new, q_heads, _ = q.shape
-    state = q.new_empty(batch, new, q_heads, pool.v.shape[-1] + 2, dtype=torch.float32)
+    state = empty_state(q, pool)
     _launch(q, pool, tables, score.without_sink(), call, (state, None))
     return state
 
 
 def output(q: Tensor, pool: Pool, tables: Tables, score: Score, call: Call = Call()) -> Result:
     """Return ``out`` and ``lse`` where one rank holds all keys, in one launch."""
-    batch, new, q_heads, _ = q.shape
-    result = Result(
-        q.new_empty(batch, new, q_heads, pool.v.shape[-1]), q.new_empty(batch, q_heads, new, dtype=torch.float32)
-    )
+    result = empty_result(q, pool)
     _launch(q, pool, tables, score, call, result)
     return result
 
