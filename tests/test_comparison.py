@@ -190,6 +190,7 @@ def test_bad_arguments() -> None:
         ((model(), batch(), plan()), {"wrapper": "sum"}, "wrapper is 'sum'"),
         ((nn.ReLU(), batch(), plan()), {}, "the model has no parameters"),
         ((3, batch(), plan()), {}, "model is a int"),
+        ((model(), batch()["input_ids"]), {}, "batch is a Tensor"),
         ((model(), batch(), plan(), lambda m, local, p: m(local["input_ids"], local["position_ids"])), {}, "a scalar"),
         ((model(), {"input_ids": batch()["input_ids"]}, plan()), {}, "pass step="),
     ):

@@ -156,6 +156,8 @@ def check(
         raise ValueError(f"wrapper is {wrapper!r}; pass how gradients are reduced: 'sums' or 'averages'")
     if ranks < 2:
         raise ValueError(f"ranks is {ranks}; pass 2 or more virtual ranks")
+    if not isinstance(batch, Mapping):
+        raise TypeError(f"batch is a {type(batch).__name__}; pass a mapping with input_ids and labels")
     if plan is None:
         _, seq_len = batches.shape(batch)
         plan = make_plan(seq_len, VirtualRank(0, 1), causal=True, documents=batches.documents(batch))
