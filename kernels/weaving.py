@@ -43,11 +43,11 @@ class Woven(NamedTuple):
 def keys(keys: Keys) -> Keys:
     """Return the keys with copies among them, and the block of one walk over these; the same keys where that is not
     possible, or while they are still arriving."""
-    found = woven(keys.block) if keys.block.others and keys.ready is None else None
-    if found is None:
+    one_walk = woven(keys.block) if keys.block.others and keys.ready is None else None
+    if one_walk is None:
         return keys
-    sources = _rows(keys, found)[0]
-    return Keys(keys.k.index_select(1, sources), keys.v.index_select(1, sources), found.block)
+    sources = _rows(keys, one_walk)[0]
+    return Keys(keys.k.index_select(1, sources), keys.v.index_select(1, sources), one_walk.block)
 
 
 def gradients(keys: Keys, of_rows: tuple[Tensor, Tensor], into: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor]:
@@ -56,9 +56,9 @@ def gradients(keys: Keys, of_rows: tuple[Tensor, Tensor], into: tuple[Tensor, Te
     Args:
         into: where they are written; new tensors if absent.
     """
-    found = woven(keys.block)
-    assert found is not None
-    _, own, copies, copied = _rows(keys, found)
+    one_walk = woven(keys.block)
+    assert one_walk is not None
+    _, own, copies, copied = _rows(keys, one_walk)
     results = []
     for number, of_row in enumerate(of_rows):
         whole = of_row.index_select(1, own)
@@ -67,8 +67,8 @@ def gradients(keys: Keys, of_rows: tuple[Tensor, Tensor], into: tuple[Tensor, Te
     return results[0], results[1]
 
 
-def _rows(keys: Keys, found: Woven) -> tuple[Tensor, ...]:
-    return keys.block.on(keys.k.device, "woven rows", lambda: found[1:])
+def _rows(keys: Keys, one_walk: Woven) -> tuple[Tensor, ...]:
+    return keys.block.on(keys.k.device, "woven rows", lambda: one_walk[1:])
 
 
 def woven(block: Block) -> Woven | None:

@@ -222,8 +222,12 @@ def rows(masks: Sequence[Mask]) -> Mask:
     """Return the mask whose row b of the batch is ``masks[b]``, for batches whose rows differ.
 
     Raises:
+        TypeError: not masks.
         ValueError: no masks, masks of several rows, or of different lengths.
     """
+    for m in masks:
+        if not isinstance(m, Mask):
+            raise TypeError(f"rows() got a {type(m).__name__}; pass a ringattn.mask.Mask for each row")
     shapes = {(m.seq_len, m.seq_len_k) for m in masks}
     if len(shapes) != 1 or any(m.rows != 1 for m in masks):
         raise ValueError(

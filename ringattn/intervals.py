@@ -286,6 +286,8 @@ def _with_rows(m: Intervals, rows: int) -> Intervals:
 
 
 def _check_alike(a: Mask, b: Mask) -> None:
+    if not isinstance(b, Mask):
+        raise TypeError(f"the other operand of a mask is a {type(b).__name__}; pass a ringattn.mask.Mask")
     if (a.seq_len, a.seq_len_k) != (b.seq_len, b.seq_len_k):
         raise ValueError(
             f"masks are for different lengths: ({a.seq_len}, {a.seq_len_k}) and ({b.seq_len}, {b.seq_len_k})"

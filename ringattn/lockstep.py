@@ -105,10 +105,10 @@ def whereabouts(calls: Calls, lines: bool) -> dict[str, int | float | str | bool
     Args:
         lines: also the lines that led here, outermost first, outside of this library and torch.
     """
-    found = dict[str, int | float | str | bool](training=_training())
+    where = dict[str, int | float | str | bool](training=_training())
     if lines:
-        found["line"] = _line()
-    return {**found, "calls": calls.number}
+        where["line"] = _line()
+    return {**where, "calls": calls.number}
 
 
 def _training() -> str:

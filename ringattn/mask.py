@@ -32,6 +32,7 @@ pass any as ``ringattn.plan(seq_len, mask=...)``.
 from __future__ import annotations
 
 import itertools
+import operator
 from collections.abc import Sequence
 
 import torch
@@ -83,7 +84,7 @@ def blocks(seq_len: int, size: int | Sequence[int] | Tensor, documents: Mask | N
 
 def _divided(seq_len: int, size: int | Sequence[int] | Tensor, documents: Mask | None) -> Intervals:
     """Return attention inside chunks of a size, counted in each document, or between boundaries."""
-    whole = full(seq_len) if documents is None else documents.members[0]
+    whole = _documents_of(seq_len, documents)
     if (whole.seq_len, whole.seq_len_k) != (seq_len, seq_len):
         raise ValueError(
             f"documents are for {whole.seq_len} queries and {whole.seq_len_k} keys, but the mask for {seq_len} of both"
@@ -99,6 +100,15 @@ def _divided(seq_len: int, size: int | Sequence[int] | Tensor, documents: Mask |
         begin = first[piece] + size * (torch.arange(len(piece), device="cpu") - (count.cumsum(0) - count)[piece])
         several.append(packed([0, *begin[1:].tolist(), seq_len], seq_len))
     return rows(several).members[0]
+
+
+def _documents_of(seq_len: int, documents: Mask | None) -> Intervals:
+    """Return a mask of documents, or of the row as one document. Raise TypeError for anything else."""
+    if documents is None:
+        return full(seq_len)
+    if not isinstance(documents, Intervals):
+        raise TypeError(f"documents is a {type(documents).__name__}; pass a mask of packed() or documents()")
+    return documents
 
 
 def spans(runs: Sequence[tuple[int, int]] | Tensor, seq_len: int, *, left: int = -1) -> Mask:
@@ -149,8 +159,15 @@ def spans(runs: Sequence[tuple[int, int]] | Tensor, seq_len: int, *, left: int =
 
 
 def spans_of(ids: Tensor) -> Tensor:
-    """Return the spans of one row, (spans, 2): first and past of each run of neighbouring tokens of one id >= 0."""
-    values, lengths = torch.unique_consecutive(torch.as_tensor(ids, device="cpu").detach(), return_counts=True)
+    """Return the spans of one row, (spans, 2): first and past of each run of neighbouring tokens of one id >= 0.
+
+    Raises:
+        ValueError: ids of another shape than (seq_len,).
+    """
+    ids = torch.as_tensor(ids, device="cpu").detach()
+    if ids.ndim != 1:
+        raise ValueError(f"ids have shape {tuple(ids.shape)}; pass those of one row, (seq_len,)")
+    values, lengths = torch.unique_consecutive(ids, return_counts=True)
     past = lengths.cumsum(0)
     return torch.stack([past - lengths, past], 1)[values >= 0]
 
@@ -163,18 +180,18 @@ def sinks(seq_len: int, count: int, left: int, documents: Mask | None = None) ->
         documents: as in :func:`chunked`; without them the row is one document.
 
     Raises:
+        TypeError: documents that are no such mask.
         ValueError: a negative count or window, or documents of another length.
     """
     if count < 0 or left < 0:
         raise ValueError(f"sinks got count {count} and left {left}; pass numbers of keys >= 0")
-    whole = full(seq_len) if documents is None else documents
-    one = whole.members[0]
-    first = one.low.clamp(min=0)
-    early = pieces(seq_len, seq_len, first=one.first, low=first, high=first + count, right=-left - 1)
+    whole = _documents_of(seq_len, documents)
+    first = whole.low.clamp(min=0)
+    early = pieces(seq_len, seq_len, first=whole.first, low=first, high=first + count, right=-left - 1)
     return (window(seq_len, left, 0) & whole) | (early & whole)
 
 
-def tree(parents: Sequence[int], lengths: Sequence[int]) -> Mask:
+def tree(parents: Sequence[int] | Tensor, lengths: Sequence[int] | Tensor) -> Mask:
     """Return the mask of a tree of segments, such as a prompt and the answers to it: every token sees all tokens of the
     segments above its own, and its own segment up to itself.
 
@@ -186,12 +203,12 @@ def tree(parents: Sequence[int], lengths: Sequence[int]) -> Mask:
         lengths: tokens of each segment.
 
     Raises:
+        TypeError: not integers.
         ValueError: not in depth-first order, or other numbers of parents and lengths.
     """
+    parents, lengths = ([operator.index(x) for x in numbers] for numbers in (parents, lengths))  # tensors, too
     if len(parents) != len(lengths) or not all(length >= 0 for length in lengths):
-        raise ValueError(
-            f"tree() got {len(parents)} parents and lengths {list(lengths)}; pass one length >= 0 for each"
-        )
+        raise ValueError(f"tree() got {len(parents)} parents and lengths {lengths}; pass one length >= 0 for each")
     ends = [0, *itertools.accumulate(lengths)]
     paths: list[list[int]] = []  # of each segment: the segments above it, and itself
     for segment, parent in enumerate(parents):
@@ -236,7 +253,7 @@ def block_diffusion(seq_len: int, size: int) -> Mask:
     return own | before
 
 
-def from_intervals(starts: Tensor, ends: Tensor, seq_len_k: int | None = None) -> Mask:
+def from_intervals(starts: Sequence[int] | Tensor, ends: Sequence[int] | Tensor, seq_len_k: int | None = None) -> Mask:
     """Return the mask in which query i of row b sees keys ``starts[b, i, c] <= j < ends[b, i, c]`` for every c.
 
     Args:
@@ -247,6 +264,7 @@ def from_intervals(starts: Tensor, ends: Tensor, seq_len_k: int | None = None) -
         TypeError: not integers.
         ValueError: shapes that differ, intervals that fall, or that share a key.
     """
+    starts, ends = (torch.as_tensor(x, device="cpu").detach() for x in (starts, ends))
     shape = tuple(starts.shape)
     if starts.is_floating_point() or ends.is_floating_point():
         raise TypeError(f"starts and ends have dtypes {starts.dtype} and {ends.dtype}; pass integers")
@@ -255,9 +273,7 @@ def from_intervals(starts: Tensor, ends: Tensor, seq_len_k: int | None = None) -
             f"starts has shape {shape} and ends {tuple(ends.shape)}; both must be (queries,), (rows, queries) or "
             "(rows, queries, intervals)"
         )
-    starts, ends = (
-        x.detach().cpu().reshape((1,) * (len(shape) == 1) + shape + (1,) * (len(shape) < 3)) for x in (starts, ends)
-    )
+    starts, ends = (x.reshape((1,) * (len(shape) == 1) + shape + (1,) * (len(shape) < 3)) for x in (starts, ends))
     queries = starts.shape[1]
     whole: Mask | None = None
     for start, end in zip(starts.unbind(2), ends.unbind(2), strict=True):

@@ -4,7 +4,7 @@
     causal_convolution(plan, x, weight) # a sum over the last tokens with a weight per channel, from such shifts
 
 A rank needs the rows of the tokens ``p - n`` for its own positions p and each offset n. Those that it does not hold
-arrive in one exchange, behind its own in a buffer; a table says where in the buffer each one lies:
+arrive in one exchange, after its own in a buffer; a table says where in the buffer each one lies:
 
     buffer   own rows, in their order | rows of rank 0 | rows of rank 1 | ...
     rows     (offsets, local tokens): rows of the buffer
@@ -33,6 +33,8 @@ class Held(Cut, Protocol):
     shards: tuple[layouts.Shard, ...]
 
     def once(self, key: object, make: Callable[[], Any]) -> Any: ...
+
+    def refuse(self, what: str, error: Exception) -> None: ...
 
 
 class Halo(NamedTuple):
@@ -93,10 +95,18 @@ def _make(plan: Held, offsets: Sequence[int]) -> Halo:
     return Halo(sends, counts, row[others], visible)
 
 
-def check_offset(n: int) -> None:
-    """Raise TypeError unless n is an integer."""
+def check_offset(plan: Held, n: int) -> None:
+    """Raise TypeError unless n is an integer, after the other ranks have heard of it."""
     if not isinstance(n, int) or isinstance(n, bool):
-        raise TypeError(f"shift() got n = {n!r}; pass an int: 1 for the token before, -1 for the token after")
+        raise _refused(
+            plan, TypeError(f"shift() got n = {n!r}; pass an int: 1 for the token before, -1 for the token after")
+        )
+
+
+def _refused(plan: Held, error: Exception) -> Exception:
+    if not torch.compiler.is_compiling():
+        plan.refuse("shift()", error)
+    return error
 
 
 def causal_convolution(plan: Held, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -116,10 +126,11 @@ def causal_convolution(plan: Held, x: Tensor, weight: Tensor, bias: Tensor | Non
         ValueError: shapes that do not fit.
     """
     if x.ndim != 3 or weight.ndim != 2 or weight.shape[0] != x.shape[2]:
-        raise ValueError(
+        error = ValueError(
             f"x has shape {tuple(x.shape)} and weight {tuple(weight.shape)}; they must be (batch, local tokens, "
             "channels) and (channels, width): of an nn.Conv1d pass conv.weight[:, 0]"
         )
+        raise _refused(plan, error)
     width = weight.shape[1]
     values = torch.ops.ringattn.neighbours(x, list(range(width - 1, -1, -1)), 1, plan.handle)
     out = torch.einsum("kbsc,ck->bsc", values, weight.to(x.dtype))

@@ -402,9 +402,7 @@ def _make(request: Request, transport: Transport, costs: tuple[Costs, str] | Non
     needs = placed.needs
     if dataflow != "auto" or costs is None or request.deterministic:
         choice = None
-        if (
-            dataflow == "auto"
-        ):  # one rank: nothing moves, and nothing is merged; or a deterministic plan, which runs none
+        if dataflow == "auto":  # of one rank nothing moves, and a deterministic plan has a dataflow of its own
             dataflow = "ring"
     else:
         choice = choice or setting.choose(placed)

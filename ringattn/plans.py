@@ -172,7 +172,7 @@ class Plan:
         Differentiable. ``x``: this rank's shard, with its tokens in ``dim``; if rows have documents of their own, the
         batch is the first dim. In one process, for a single document: ``F.pad(x, (0, 0, 1, 0))[:, :-1]`` for n = 1.
         """
-        neighbours.check_offset(n)
+        neighbours.check_offset(self, n)
         return torch.ops.ringattn.neighbours(x, [n], self._dim(x, dim, "shift()"), self.handle)[0]
 
     def convolve(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -376,8 +376,7 @@ class Plan:
 
     def describe(self, *, tflops: float = 500.0, gigabytes_per_second: float = 300.0, **shape: int) -> str:
         """Return as text which shards meet at which step, the bytes that move, predicted time and memory, and why
-        "auto"
-        chose this dataflow.
+        "auto" chose this dataflow.
 
         Predictions are for ``shape`` (:class:`.shape.Shape`), a kernel at ``tflops`` TFLOP/s and links at
         ``gigabytes_per_second`` GB/s in each direction; they are arithmetic, not measurements.

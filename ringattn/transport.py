@@ -100,7 +100,7 @@ class Transport:
         self.call, self.dataflow, self.step = call, dataflow, -1
         self.timeout = self.limit if timeout is None else timeout
         text = f"{call}, {details}" if details else call
-        self._record(self.calls.begin(call if compares else text, compares), text)
+        self._record(self.calls.begin("" if compares else text, compares), text)  # an exchange compares names
 
     def refuse(self, call: str, error: Exception) -> None:
         """Note that this rank refuses its arguments in a call in which the others may compare nothing. If they are at

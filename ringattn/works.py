@@ -37,7 +37,8 @@ def interruptible(wait: Callable[[], Any]) -> Any:
     try:
         task.done.wait()
     except BaseException:
-        del _waiting[process]  # its thread waits for long; the next wait gets another one
+        # Its thread waits for long: the next wait gets another one. A handler that waited, too, may have removed it.
+        _waiting.pop(process, None)
         raise
     if task.error is not None:
         try:

@@ -691,7 +691,7 @@ MUTANTS = (
     Mutant(
         "errors: a rank of this host is blamed for one of another",
         "ringattn/peer/watchdog.py",
-        "if unseen and not behind:",
+        "if unseen and not slower:",
         "if not visible:",
         "tests/test_watchdog.py tests/test_health.py",
     ),
@@ -941,6 +941,13 @@ MUTANTS = (
         "first = transport.rank * size + min(transport.rank, more)",
         "first = transport.rank * size",
         "tests/test_decode.py",
+    ),
+    Mutant(
+        "cache: replays after a sync() are not counted",
+        "ringattn/generation/step.py",
+        "if self.is_ahead or not self._counted:  # replays",
+        "if self.is_ahead:  # replays",
+        "tests/test_cache.py",
     ),
     # --- what mixes neighbours, and the check
     Mutant(

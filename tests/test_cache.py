@@ -20,6 +20,7 @@ from ringattn import layout, reference, transport, virtual
 from ringattn.generation.pages import Copy, Kind
 from ringattn.generation.slots import SLACK, Slots
 from ringattn.generation.tokens import Tokens
+from ringattn.kernels.paged import backends
 from ringattn.mask import causal
 
 # --- The books -----------------------------------------------------------------------------------------
@@ -498,6 +499,34 @@ def test_steps_that_advance_are_those_that_the_cache_makes(world_size: int, devi
     virtual.run(world_size, body, device)
 
 
+def test_replays_between_two_syncs_are_counted() -> None:
+    def body(rank: virtual.VirtualRank) -> None:
+        cache = made(rank, windows=None)
+        s = cache.add()
+        cache.reserve([s], 40)
+        step = cache.step([s])
+        step.advance()  # as a capture does
+        for replays in (3, 4):
+            for _ in range(replays):  # the host does not see these
+                backends.advance(step.state)
+            step.sync()
+        assert cache.lengths[s] == step.positions.item() == 8
+        step.sync()
+        assert cache.lengths[s] == 8
+
+    virtual.run(2, body)
+
+
+@pytest.mark.parametrize("name", ["cu_seqlens", "documents"])
+def test_the_plan_of_a_window_takes_documents_in_tensors(name: str) -> None:
+    documents = {"cu_seqlens": torch.tensor([0, 7, 20]), "documents": (torch.arange(20) >= 7).int()[None]}
+    cache = made(None, windows=None)
+    plan = cache.plan(cache.add(), 20, window_size=(4, 0), **{name: documents[name]})
+    assert plan.seq_len_k == 20
+    pairs = sum(min(i + 1, 5) for length in (7, 13) for i in range(length))
+    assert plan.visible(0, 0) == pairs
+
+
 def test_keys_of_pages_that_neighbour_each_other_are_not_copied() -> None:
     cache = made(None, windows=None)
     s, other = cache.add(), cache.add()
@@ -771,6 +800,7 @@ def test_steps_that_cannot_be_used_say_why() -> None:
         with pytest.raises(ValueError, match=message):
             step.keep(accepted)
     step.keep([2, 0])
+    cache.reserve([0], 1)  # what the step could read again does not make it useful
     for use in (lambda: step.layer(0), lambda: step.keep([1, 1]), step.advance, step.sync):
         with pytest.raises(RuntimeError, match=r"the step was kept"):
             use()

@@ -15,7 +15,7 @@ from torch import Tensor
 import ringattn
 from ringattn import transport as transports
 from ringattn import virtual
-from ringattn.kernels.contract import Score
+from ringattn.kernels.contract import Score, ScoreMod
 from ringattn.transport import Transport
 
 LAYERS, KV_HEADS, GROUP, DIM, DIM_V = 2, 2, 3, 8, 6
@@ -214,6 +214,7 @@ WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "kernel": (dict(kernel="fast"), ValueError, "kernel='fast' is unknown"),
     "tree": (dict(tree=BIT[:, :2]), ValueError, r"tree is torch.int64 of shape \(2, 2\)"),
     "dtype of a tree": (dict(tree=BIT.int()), ValueError, "tree is torch.int32"),
+    "list of a tree": (dict(tree=[[1]]), TypeError, "tree is a list; pass an int64 tensor"),
     "later token": (dict(tree=BIT * 2), ValueError, r"tree\[0, 0\] is 0x2: it has a bit for a token after token 0"),
 }
 
@@ -236,6 +237,14 @@ def test_errors_come_before_anything_is_written_or_sent(what: str) -> None:
     virtual.run(2, body)
 
 
+def test_a_plan_in_place_of_a_step_is_refused() -> None:
+    model = Model(None)
+    arguments = good()
+    q, k, v = (arguments.pop(name) for name in "qkv")
+    with pytest.raises(TypeError, match=r"step is a Plan; pass what KVCache.step\(\) returned"):
+        ringattn.decode(q, k, v, model.cache.plan(model.add(3), 1), **arguments)
+
+
 def test_a_tree_must_fit_the_window() -> None:
     model = Model(None, windows=[2, 2])
     step = model.cache.step([model.add(0), model.add(0)], 3)
@@ -255,6 +264,26 @@ def test_a_failed_exchange_ends_the_use_of_the_group() -> None:
             ringattn.decode(q, k, v, step, **arguments)
         with pytest.raises(RuntimeError, match="an earlier attention on this group raised ValueError: the wire broke"):
             ringattn.decode(q, k, v, step, **arguments)
+
+    virtual.run(2, body)
+
+
+class Fails(ScoreMod):
+    def apply(self, s: Tensor, positions_q: Tensor, positions_k: Tensor) -> tuple[Tensor, Tensor | float]:
+        raise RuntimeError("out of memory")
+
+
+def test_a_kernel_that_fails_on_one_rank_ends_the_use_of_the_group() -> None:
+    def body(rank: virtual.VirtualRank) -> None:
+        model = Model(rank)
+        step = model.cache.step([model.add(3), model.add(0)], 3)
+        if rank.rank == 0:
+            return  # it would wait for the state of rank 1
+        arguments = good(score_mod=Fails())
+        q, k, v = (arguments.pop(x) for x in "qkv")
+        with pytest.raises(RuntimeError, match="out of memory"):
+            ringattn.decode(q, k, v, step, **arguments)
+        assert rank.given_up == "RuntimeError: out of memory"
 
     virtual.run(2, body)
 

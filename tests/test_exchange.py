@@ -230,3 +230,6 @@ def test_bad_arguments_are_named_on_every_rank() -> None:
     refused("it must return tensors", lambda p: p.heads(lambda x: x[:, :3], p.shard(values(2, SEQ, 2))))
     one = [False, True]
     refused("29 tokens in dim 1", lambda p: p.shift(values(2, SEQ) if one[p.rank] else p.shard(values(2, SEQ))))
+    refused("n = None; pass an int", lambda p: p.shift(p.shard(values(2, SEQ)), None if one[p.rank] else 1))
+    taps = [values(3, 4), values(3)]
+    refused("pass conv.weight", lambda p: p.convolve(p.shard(values(2, SEQ, 3)), taps[one[p.rank]]))

@@ -112,6 +112,21 @@ def test_ranks_whose_tokens_differ() -> None:
     assert all("same seed" in text for text in virtual.run(2, differ))
 
 
+def test_inputs_that_one_rank_refuses() -> None:
+    models = [build("llama", "ringattn").eval() for _ in range(2)]
+    error = {0: "failed on rank 1: .*padding_side", 1: "^attention_mask is 0 after a token"}
+
+    def body(rank: virtual.VirtualRank) -> None:
+        inputs = prompt(2, 20, padding=True)
+        if rank.rank:
+            inputs = {name: x.flip(1) for name, x in inputs.items()}
+        start = ringattn.hf.generation(models[rank.rank], inputs, rank)
+        with pytest.raises((ValueError, RuntimeError), match=error[rank.rank]), start:
+            pass
+
+    virtual.run(2, body)
+
+
 def test_refusals() -> None:
     rank = virtual.VirtualRank(0, 1)
     model = build("llama", "ringattn").eval()

@@ -421,6 +421,14 @@ def test_digest_is_the_value_and_nothing_but_the_value() -> None:
         (lambda: masks.from_slices([(0, 2)], [], [0], 4), ValueError, ["1 q_ranges", "0 k_ranges", "1 types"]),
         (lambda: masks.from_slices([0, 2], [(0, 2)], [0], 4), ValueError, ["(2,)", "(slices, 2)"]),
         (lambda: masks.from_slices([(0.0, 2.0)], [(0, 2)], [0], 4), TypeError, ["float32"]),
+        (lambda: masks.causal(4) & torch.ones(4, 4), TypeError, ["Tensor", "ringattn.mask.Mask"]),
+        (lambda: masks.causal(4) | None, TypeError, ["NoneType", "ringattn.mask.Mask"]),
+        (lambda: masks.chunked(4, 2, [0, 4]), TypeError, ["documents is a list", "packed()"]),
+        (lambda: masks.chunked(4, 2, masks.sinks(4, 1, 1)), TypeError, ["documents is a Union", "packed()"]),
+        (lambda: masks.sinks(4, 1, 1, torch.zeros(4)), TypeError, ["documents is a Tensor", "packed()"]),
+        (lambda: masks.spans_of(torch.zeros(2, 4)), ValueError, ["(2, 4)", "one row"]),
+        (lambda: masks.tree([-1], [2.0]), TypeError, ["float"]),
+        (lambda: masks.rows([masks.causal(4), None]), TypeError, ["NoneType"]),
         (lambda: masks.rows([]), ValueError, ["0 masks"]),
         (lambda: masks.rows([masks.causal(4), masks.causal(5)]), ValueError, ["(4, 4), (5, 5)"]),
     ],
@@ -429,6 +437,14 @@ def test_bad_input_is_told_what_is_wrong(make, kind: type[Exception], words: lis
     with pytest.raises(kind) as caught:
         make()
     assert [w for w in words if w not in str(caught.value)] == []
+
+
+def test_trees_and_intervals_are_read_from_tensors_and_from_lists() -> None:
+    tree = masks.tree(torch.tensor([-1, 0, 0]), torch.tensor([2, 1, 2]))
+    assert ringattn.plan(tree.seq_len, mask=tree).seq_len == 5
+    assert tree.digest() == masks.tree([-1, 0, 0], [2, 1, 2]).digest()
+    intervals = masks.from_intervals([0, 0, 1], [1, 2, 3])
+    assert intervals.dense()[0].long().tolist() == [[1, 0, 0], [1, 1, 0], [0, 1, 1]]
 
 
 def test_the_pictures_of_the_module_are_right() -> None:

@@ -4,7 +4,7 @@
 
 Attention is exact over ranks; whatever else a model or a training loop does with neighbouring tokens, positions,
 targets or the number of tokens may not be, and a loss curve does not show it. Weights are perturbed first (in copies):
-at initialization gates are often zero, and hide what is behind them.
+at initialization gates are often zero, and hide what they multiply.
 """
 
 from __future__ import annotations

@@ -206,8 +206,8 @@ class KVCache:
             else:
                 self._ready([sequence])
             left = options.get("window_size", (-1, -1))[0]
-            others = ("mask", "prefix", "cu_seqlens", "cu_seqlens_k", "documents")
-            if left >= 0 and not any(options.get(name) is not None and options[name] != 0 for name in others):
+            others = ("mask", "cu_seqlens", "cu_seqlens_k", "documents")
+            if left >= 0 and not options.get("prefix") and all(options.get(name) is None for name in others):
                 first = max(0, length - left)
             held = [_before(tokens.since(first), length - first) for tokens in record.tokens]
         except Exception as error:  # of any kind: the other ranks must hear of it

@@ -96,9 +96,15 @@ def decode(
         TypeError, ValueError: the value, what was expected and the fix, before anything is written or sent.
         RuntimeError: an earlier call on this group failed after communication had started.
     """
+    if not hasattr(step, "new_tokens"):
+        raise TypeError(f"step is a {type(step).__name__}; pass what KVCache.step() returned")
     transport = step.transport
     try:
         pool, tables, window = step.layer(layer)
+    except (IndexError, TypeError) as error:
+        transport.refuse("decode()", error)
+        raise  # a RuntimeError, of a step that cannot be used, is raised by all ranks: they have the same books
+    try:
         dtype = pool.k.dtype
         if q.dtype != dtype and autocast_dtype(q.device) == dtype:
             q, k, v = as_autocast(q, k, k if v is None else v)
@@ -126,31 +132,25 @@ def decode(
         if transport.world_size > 1:
             transport.check_device("q", q)
     except Exception as error:
-        if not isinstance(error, RuntimeError):  # of a step that cannot be used: all ranks have the same books
-            transport.refuse("decode()", error)
+        transport.refuse("decode()", error)
         raise
     transport.begin("decode()", details=f"layer={layer}, q={tuple(q.shape)}, {q.dtype}")
     step.compare(q, layer)
-    with no_autocast(q):  # the state is float32, whatever the caller's region says
-        backend.write(k, v, pool, tables, call.tree)
-        if transport.world_size == 1:
-            out, lse = backend.output(q, pool, tables, score, call)
-        else:
-            states = _gather(backend.attend(q, pool, tables, score, call), transport)
-            if heads == "scattered":
-                part = _part(q.shape[2], transport)
-                states, score = states[..., part, :], score.heads(part)
-            out, lse = backend.finish(states, score.sink, dtype)
-    return (out, lse) if return_lse else out
-
-
-def _gather(state: Tensor, transport: Transport) -> Tensor:
-    """Return the states of all ranks; if that fails, mark the group: other ranks may be at a different message."""
     try:
-        return transport.all_gather(state)
-    except BaseException as error:
+        with no_autocast(q):  # the state is float32, whatever the caller's region says
+            backend.write(k, v, pool, tables, call.tree)
+            if transport.world_size == 1:
+                out, lse = backend.output(q, pool, tables, score, call)
+            else:
+                states = transport.all_gather(backend.attend(q, pool, tables, score, call))
+                if heads == "scattered":
+                    part = _part(q.shape[2], transport)
+                    states, score = states[..., part, :], score.heads(part)
+                out, lse = backend.finish(states, score.sink, dtype)
+    except BaseException as error:  # the other ranks wait for this one's state, or are at a later message
         transport.note_failure(error)
         raise
+    return (out, lse) if return_lse else out
 
 
 def _part(heads: int, transport: Transport) -> slice:
@@ -194,6 +194,8 @@ def _check(q: Tensor, k: Tensor, v: Tensor | None, tokens: tuple[int, int], pool
 
 
 def _check_tree(tree: Tensor, q: Tensor, window: int) -> None:
+    if not isinstance(tree, Tensor):
+        raise TypeError(f"tree is a {type(tree).__name__}; pass an int64 tensor (batch, new)")
     batch, new = q.shape[:2]
     if tuple(tree.shape) != (batch, new) or tree.dtype != torch.int64:
         raise ValueError(

@@ -154,13 +154,16 @@ class Step:
         """
         if self._problem and not self._outdated:
             raise RuntimeError(self._problem)
-        if self.is_ahead:
+        if self.is_ahead or not self._counted:  # replays of a graph count on the device, and the host does not see them
             self._count(self.state.counts.tolist())
         self.state.table.copy_(torch.from_numpy(self._tables(self.state.table.shape[2])))
         self._problem, self._outdated, self._advanced, self._room = "", False, 0, None
 
     def refuse(self, problem: str, outdated: bool = False) -> None:
-        """Make every later use of this step raise RuntimeError; with ``outdated`` until the next :meth:`sync`."""
+        """Make every later use of this step raise RuntimeError, with ``outdated`` until the next :meth:`sync`. A step
+        that was refused for good stays so."""
+        if self._problem and not self._outdated:
+            return
         self._problem, self._outdated = problem, outdated
 
     def compare(self, q: Tensor, layer: int) -> None:

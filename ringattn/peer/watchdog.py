@@ -287,8 +287,8 @@ class Board:
                     f"{self._name(rank)} is stopped, by SIGSTOP or a debugger (kill -CONT {number} continues it)",
                 )
         calls = self.calls_of(self.rank)
-        behind = [rank for rank in visible if self.calls_of(rank) < calls]
-        if unseen and not behind:
+        slower = [rank for rank in visible if self.calls_of(rank) < calls]
+        if unseen and not slower:
             listed = ", ".join(map(str, unseen))
             return None, (
                 f"every rank of this host has begun {calls} calls and none is stopped, so one of the ranks {listed} is "

@@ -62,11 +62,12 @@ class Generation(transformers.Cache):
         rows: its sequences, one per row of ``generate()``'s batch.
     """
 
-    def __init__(self, model: nn.Module, group: Any, max_new_tokens: int, num_sequences: int, kernel: str) -> None:
+    def __init__(
+        self, model: nn.Module, transport: Transport, max_new_tokens: int, num_sequences: int, kernel: str
+    ) -> None:
         super().__init__(layers=[])
         self.model: Any = unwrapped(model)
-        self.transport: Transport = transport_of(group)
-        self.group, self.kernel = group, kernel
+        self.transport, self.kernel = transport, kernel
         self.max_new_tokens, self.num_sequences = max_new_tokens, num_sequences
         self.rows: list[int] = []
         self.length = 0  # tokens of the widest row, padding included, as generate() counts them
@@ -142,9 +143,9 @@ class Generation(transformers.Cache):
         # Every sequence on every rank may have a page that is not full, and a fork copies it.
         slack = len(lengths) * (self.num_sequences + 1) * world_size * 2 * page_size
         self.kv = KVCache(
-            len(layers), first.kv_heads, first.head_dim, self.group, tokens=room + slack, head_dim_v=first.head_dim_v,
-            page_size=page_size, windows=[_left(layers[i].kind) for i in sorted(layers)], dtype=first.dtype,
-            device=input_ids.device,
+            len(layers), first.kv_heads, first.head_dim, self.transport, tokens=room + slack,
+            head_dim_v=first.head_dim_v, page_size=page_size, windows=[_left(layers[i].kind) for i in sorted(layers)],
+            dtype=first.dtype, device=input_ids.device,
         )  # fmt: skip
         self._probed = None
         tokens_at_least = max(2 * world_size, NEW_TOKENS)  # fewer are computed by all ranks alike, as in generate()
@@ -334,15 +335,22 @@ def generation(
 
     Raises:
         ValueError, TypeError, NotImplementedError: inputs or a model that cannot be exact, by name.
-        Disagreement: the tokens of the ranks differ.
+        Disagreement, RankFailed: the tokens of the ranks differ, or another rank refuses its inputs.
         ringattn.CacheFull: more tokens than there is room for.
     """
-    checks.check_model(model)
-    ids, mask = _rows(inputs)
-    _check_positions(unwrapped(model), ids.shape[1] + max_new_tokens)
-    cache = Generation(model, group, max_new_tokens, num_sequences, kernel)
-    rows: dict[str, Any] = {"input_ids": _digest(ids), "attention_mask": _digest(mask)}
-    cache.transport.agree("ringattn.hf.generation()", rows, None)
+    transport = transport_of(group)
+    error: Exception | None = None
+    rows: dict[str, Any] = {}
+    try:
+        checks.check_model(model)
+        ids, mask = _rows(inputs)
+        _check_positions(unwrapped(model), ids.shape[1] + max_new_tokens)
+        rows = {"input_ids": _digest(ids), "attention_mask": _digest(mask)}
+    except Exception as bad:  # of any kind: the other ranks must hear of it
+        error = bad
+    transport.begin("ringattn.hf.generation()", compares=True)
+    transport.agree("ringattn.hf.generation()", rows, error)
+    cache = Generation(model, transport, max_new_tokens, num_sequences, kernel)
     _active.generations.append(cache)
     try:
         with torch.no_grad():
