@@ -441,6 +441,18 @@ def test_processes_keep_the_same_books(pools: Callable[[int], Pool], world_size:
     assert pools(world_size).run(gloo_program, 0) == virtual.run(world_size, lambda rank: random_program(rank, 0))
 
 
+def test_a_path_of_a_tree_is_not_moved_in_pages_that_a_fork_shares() -> None:
+    cache = ringattn.KVCache(1, KV_HEADS, DIM, virtual.VirtualRank(0, 1), tokens=200, page_size=16, dtype=torch.float32)
+    s = cache.add()
+    step = cache.step([s], new_tokens=3)
+    cache.fork(s)
+    step.sync()
+    with pytest.raises(RuntimeError, match=rf"sequence {s} was forked .* keep\(\[0, 2\]\) before cache\.fork"):
+        step.keep([[0, 2, -1]])
+    step.keep([2])  # the first tokens stay where they are
+    assert cache.lengths == {s: 2, s + 1: 3}
+
+
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("world_size", [1, 3])
 def test_a_path_of_a_tree_is_kept(world_size: int, device: str) -> None:

@@ -25,6 +25,7 @@ from ..kernels.upload import upload
 from ..transport import Transport
 from .decoding import LayerStep
 from .memory import Memory
+from .pages import NONE
 from .slots import Row, Slots
 
 Integers = NDArray[np.int32]
@@ -120,6 +121,7 @@ class Step:
         if self.is_ahead or not self._counted:
             raise RuntimeError("advance() has counted the new tokens of this step; keep() goes with steps without it")
         paths = self._paths(torch.as_tensor(accepted).tolist())
+        self._check_unshared(paths)
         self._move(paths)
         for row in self._rows.values():
             self._slots.count(row, len(paths[row.sequence]))
@@ -226,6 +228,24 @@ class Step:
             if number is not None:
                 paths[number] = path
         return paths
+
+    def _check_unshared(self, paths: dict[int, list[int]]) -> None:
+        """Refuse to move tokens in pages that a fork shares: on every rank, as each has the books of all."""
+        size = self._slots.page_size
+        for number, path in paths.items():
+            row = self._rows[number]
+            first = row.counts[row.turn]
+            pages = slice(first // size, -(-(first + self.new_tokens) // size))
+            shared = any(
+                page != NONE and pools[row.turn].references[page] > 1
+                for pools, tables in zip(self._slots.pools, self._slots[number].pages, strict=True)
+                for page in tables[row.turn][pages]
+            )
+            if shared and path != list(range(len(path))):
+                raise RuntimeError(
+                    f"sequence {number} was forked since this step was made, and the fork has all of its new tokens; "
+                    f"call keep({path}) before cache.fork()"
+                )
 
     def _move(self, paths: dict[int, list[int]]) -> None:
         """Move the kept tokens of this rank together."""
