@@ -25,7 +25,7 @@ def run_by_heads(plan: Any, function: Callable[..., Any], tensors: tuple[Tensor,
     """Return what :meth:`ringattn.Plan.heads` says."""
     try:
         groups = _groups(plan, tensors, heads_dim)
-    except ValueError as error:
+    except Exception as error:  # of any kind: the other ranks must hear of it
         if not torch.compiler.is_compiling():
             plan.refuse("heads()", error)
         raise
