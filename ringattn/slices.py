@@ -66,8 +66,8 @@ def from_slices(
         )
     for name in names:
         if name not in TYPES and name not in range(len(TYPES)):
-            known = ", ".join(f"{i} or {x!r}" for i, x in enumerate(TYPES))
-            raise ValueError(f"the type of a slice is {name!r}; use {known}")
+            allowed = ", ".join(f"{i} or {x!r}" for i, x in enumerate(TYPES))
+            raise ValueError(f"the type of a slice is {name!r}; use {allowed}")
     slices = []
     for (first, past), (low, high), name in zip(*ranges, names, strict=True):
         kind = name if isinstance(name, str) else TYPES[name]

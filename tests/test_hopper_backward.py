@@ -459,9 +459,8 @@ def test_gradients(case, dims, dtype):
     Case(lambda m, n, *_: documents(m, n, lengths=(100, 2513, 27, 1650, 2000)), seq_q=6000, seq_k=6000, heads=6),
 ])  # fmt: skip
 def test_deterministic_backward_has_the_same_bits_on_every_run(case, dims):
-    """More CTAs than multiprocessors, other work next to them, repeated launches; and it is as near to the other one
-    as one rounding of p and dS to bfloat16, 2^-9, lets it be: compiled differently, a last digit of an exponential may
-    differ. :func:`test_gradients` compares both with float64."""
+    """More CTAs than multiprocessors, other work next to them, repeated launches; and it differs from the other one
+    only by the order of its sums."""
     x = make_problem(case, torch.bfloat16, dims=dims)
     out, lse = BACKEND.output(x.q, Keys(x.k, x.v, x.whole), x.score)
     queries = Queries(x.q, x.dout, lse, row_delta(out, x.dout))
@@ -477,7 +476,7 @@ def test_deterministic_backward_has_the_same_bits_on_every_run(case, dims):
             noise @ noise
         assert all(torch.equal(a, b) for a, b in zip(run(True), first, strict=True))
     for a, b in zip(run(False), first, strict=True):
-        assert (a - b).norm() <= 2**-9 * b.norm()
+        assert (a - b).norm() <= 1e-5 * b.norm()
 
 
 @needs_hopper

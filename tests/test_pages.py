@@ -13,11 +13,12 @@ from torch import Tensor, nn
 
 import ringattn
 from ringattn import reference
+from scripts.ten_lines import HEAD_DIM, HEADS, SEQ, Layer
 
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text()
 PAGES = [ROOT / "README.md", ROOT / "kernels" / "NOTES.md", *sorted((ROOT / "docs").rglob("*.md"))]
-HEADS, HEAD_DIM, VOCABULARY, SEQ = 2, 8, 31, 13
+VOCABULARY = 31
 
 
 def test_readme_has_at_most_a_thousand_words() -> None:
@@ -30,20 +31,6 @@ def test_readme_has_no_commit_hashes() -> None:
 
 
 # --- The code of README --------------------------------------------------------------------------------
-
-
-class Layer(nn.Module):
-    """A layer in which each token's output depends on all that attention returned."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.project = nn.Linear(HEADS * HEAD_DIM, 3 * HEADS * HEAD_DIM)
-
-    def qkv(self, x: Tensor) -> tuple[Tensor, ...]:
-        return self.project(x).unflatten(-1, (3, HEADS, HEAD_DIM)).unbind(2)
-
-    def rest(self, x: Tensor, attention: Tensor) -> Tensor:
-        return x + attention.flatten(2)
 
 
 def model() -> tuple[Tensor, nn.Module, nn.Module, list[Layer]]:

@@ -30,7 +30,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from ..contract import PERIOD, Result, Score
+from ..contract import PERIOD, Score
 from ..launch import Launches, dispatch, multiprocessors, on_device
 from ..triton.primitives import (
     INTERPRETED,
@@ -45,7 +45,7 @@ from ..triton.primitives import (
 )
 from ..triton.tiles import padded
 from .combine import ALONE, combine
-from .contract import Call, Pool, Tables, empty_result, empty_state, tile_size
+from .contract import Call, Pool, Tables, tile_size
 from .grid import Grid, scratch
 from .pieces import query_rows, store_piece, store_result, sum_pieces, tree_depth
 
@@ -65,20 +65,6 @@ def unsupported(q: Tensor, pool: Pool, tables: Tables, score: Score, call: Call)
     return None
 
 
-def attend(q: Tensor, pool: Pool, tables: Tables, score: Score, call: Call = Call()) -> Tensor:
-    """Return the state of this rank's visible keys, see :func:`.eager.attend`."""
-    state = empty_state(q, pool)
-    _launch(q, pool, tables, score.without_sink(), call, (state, None))
-    return state
-
-
-def output(q: Tensor, pool: Pool, tables: Tables, score: Score, call: Call = Call()) -> Result:
-    """Return ``out`` and ``lse`` where one rank holds all keys, in one launch."""
-    result = empty_result(q, pool)
-    _launch(q, pool, tables, score, call, result)
-    return result
-
-
 class _Tiles(NamedTuple):
     """Launch parameters. ``programs``: for each multiprocessor."""
 
@@ -94,9 +80,15 @@ def _tiles(pool: Pool, tma: bool) -> _Tiles:
     return _Tiles(2, 4, 4)
 
 
-def _launch(
+def launch(
     q: Tensor, pool: Pool, tables: Tables, score: Score, call: Call, result: tuple[Tensor, Tensor | None]
 ) -> None:
+    """Attend to this rank's visible keys.
+
+    Args:
+        result: written: a state (batch, new, q_heads, head_dim_v + 2) float32 and None, without a sink; or ``out`` and
+            ``lse``, where one rank holds all keys.
+    """
     q = last_contiguous(q)
     batch, new, q_heads, dim = q.shape
     kv_heads, slots, _ = pool.k.shape

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..contract import Result, Score, has_triton
 from . import eager
-from .contract import Call, Pool, StepState, Tables
+from .contract import Call, Pool, StepState, Tables, empty_result, empty_state
 
 
 class Paged:
@@ -65,13 +65,17 @@ class _Triton(Paged):
         _load("write").write(k, v, pool, tables, tree)
 
     def attend(self, q: Tensor, pool: Pool, tables: Tables, score: Score, call: Call) -> Tensor:
-        return _load(self.attending).attend(q, pool, tables, score, call)
+        state = empty_state(q, pool)
+        _load(self.attending).launch(q, pool, tables, score.without_sink(), call, (state, None))
+        return state
 
     def finish(self, states: Tensor, sink: Tensor | None, dtype: torch.dtype) -> Result:
         return _load("finish").finish(states, sink, dtype)
 
     def output(self, q: Tensor, pool: Pool, tables: Tables, score: Score, call: Call) -> Result:
-        return _load(self.attending).output(q, pool, tables, score, call)
+        result = empty_result(q, pool)
+        _load(self.attending).launch(q, pool, tables, score, call, result)
+        return result
 
     def advance(self, state: StepState) -> None:
         _load("advance").advance(state)

@@ -19,8 +19,6 @@ Only the long sums of :data:`LONGEST_SUM` keys and more, fixed splits, ALiBi and
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 from triton.experimental import gluon
@@ -32,12 +30,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from ..contract import LONGEST_SUM, Result, Score
+from ..contract import LONGEST_SUM, Score
 from ..hopper.primitives import async_load
 from ..hopper.tensor_maps import readable, view
 from ..launch import Launches, capability, dispatch, multiprocessors, on_device
 from .combine import ALONE, combine
-from .contract import Call, Pool, Tables, empty_result, empty_state, tile_size
+from .contract import Call, Pool, Tables, tile_size
 from .grid import Grid, scratch
 
 TILE = gl.constexpr(64)
@@ -456,23 +454,15 @@ def unsupported(q: Tensor, pool: Pool, tables: Tables, score: Score, call: Call)
     return None
 
 
-def attend(q: Tensor, pool: Pool, tables: Tables, score: Score, call: Call = Call()) -> Tensor:
-    """Return the state of this rank's visible keys, see :func:`.eager.attend`."""
-    state = empty_state(q, pool)
-    _launch(q, pool, tables, score.without_sink(), call, (state, None))
-    return state
-
-
-def output(q: Tensor, pool: Pool, tables: Tables, score: Score, call: Call = Call()) -> Result:
-    """Return ``out`` and ``lse`` where one rank holds all keys, in one launch."""
-    result = empty_result(q, pool)
-    _launch(q, pool, tables, score, call, result)
-    return result
-
-
-def _launch(
+def launch(
     q: Tensor, pool: Pool, tables: Tables, score: Score, call: Call, result: tuple[Tensor, Tensor | None]
 ) -> None:
+    """Attend to this rank's visible keys.
+
+    Args:
+        result: written: a state (batch, new, q_heads, head_dim_v + 2) float32 and None, without a sink; or ``out`` and
+            ``lse``, where one rank holds all keys.
+    """
     batch, new, q_heads, dim = q.shape
     if 0 in q.shape:
         return
@@ -518,6 +508,3 @@ def _stages(dim: int, dim_v: int, rows: int, ctas: int) -> int:
     """Return the buffers of keys and of values that fit in a CTA's share of the shared memory, 226 KB."""
     room = (226 // ctas - 5) * 1024 - 2 * rows * (dim + TILE.value)
     return min(6, room // (2 * TILE.value * (dim + dim_v)))
-
-
-__all__: list[Any] = ["attend", "output", "unsupported"]

@@ -55,8 +55,8 @@ def check_model(model: nn.Module) -> None:
         )
     mixers = [m for m in model.modules() if _RECURRENT.search(type(m).__name__)]
     recurrent = sorted({type(m).__name__ for m in mixers if not hybrids.runs(m)})
-    known = (*_LAYER_TYPES, *(hybrids.LAYER_TYPES if mixers and not recurrent else ()))
-    odd = sorted({str(t) for t in getattr(text, "layer_types", None) or () if t not in known})
+    supported = (*_LAYER_TYPES, *(hybrids.LAYER_TYPES if mixers and not recurrent else ()))
+    odd = sorted({str(t) for t in getattr(text, "layer_types", None) or () if t not in supported})
     if odd or recurrent:
         raise NotImplementedError(
             f"{name} has layers of type {', '.join(odd + recurrent)}; ringattn exchanges the keys and values of "
