@@ -6,7 +6,7 @@ and ``scale = softcap * log2(e)``; without softcap it is ``product * scale - slo
 this code.
 
 * tanh is a polynomial if no number of a warp's tile is above the limits of :data:`POLYNOMIALS` (:func:`capped`): with a
-  softcap of 50 a short one for scores up to 10, a longer one up to 30. They need no special function; exponentials
+  softcap of 50 a short one for scores up to 7.5, a longer one up to 30. They need no special function; exponentials
   alone keep these units busy for half of the time. With a larger score among them the warp takes exp2 and a reciprocal
   for the whole tile. ``tanh.approx`` is off by 2^-11 of a score, as much as rounding p to bfloat16, and lse would be
   off with it.
@@ -34,9 +34,10 @@ from ..contract import Block, Score
 
 LOG2E = 1.4426950408889634
 LOG2E_FLOAT = gl.constexpr(LOG2E)
-# Limits below which tanh(x) / x is a polynomial of x^2, with relative errors of 1.1e-7 and 7e-8 (minimax).
+# Limits below which tanh(x) / x is a polynomial of x^2, with relative errors of 2e-8 and 7e-8 (minimax). A larger first
+# limit has a larger error, of one sign: lse is off by as much times the score (1e-6 at 0.2 and a softcap of 50).
 POLYNOMIALS = (
-    (0.2, (0.9999998947912526, -0.33328590898781335, 0.13015407551967303)),
+    (0.15, (0.9999999810649511, -0.33331817081897125, 0.1315306565890391)),
     (0.6, (0.9999999268689059, -0.33332309973922414, 0.1331017365136251, -0.05210147982367576, 0.015475427083705659)),
 )
 BOUND = 80.0  # of scores to the base 2 whose exponentials, and sums of them, are float32 and bfloat16 as they are
