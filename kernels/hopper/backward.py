@@ -249,7 +249,7 @@ def _consumer(
     key = first + C * (BN // 2)
     dk = pieces.zero_sums(k_s)
     dv = pieces.zero_sums(v_s)
-    alibi = scores.of_keys(alibi, batch, (kv_head * parts + part) * heads, first, key, S_L)
+    alibi = scores.of_keys(alibi, batch, (kv_head * parts + part) * heads, first, past, key, S_L)
     ds_s.index(ds_s.shape[0] - 2 + C).store(gl.zeros([BN // 2, BM], k_s[0].dtype, S_L))  # "dS of step -1"
     fence_async_shared()
     barrier_arrive(DS_READY + 1 + 2 * C, PAIR)

@@ -72,11 +72,12 @@ from .scores import (
     LOG2E,
     Changes,
     capped,
-    distances,
     first_position,
     keys_come_first,
+    middle,
     padded_positions,
     penalties,
+    relative,
     scaled_and_capped,
 )
 from .tensor_maps import readable, view
@@ -593,7 +594,7 @@ def _seen(acc, m, l, FINALIZE: gl.constexpr):
 
 @gluon.jit
 def _alibi(slot, C: gl.constexpr, alibi, layout: gl.constexpr):
-    """Return what scores of a query tile need for ALiBi: penalties of its rows, slope, the position that they are
+    """Return what scores of a query tile need for ALiBi: positions of its rows, slope, the position that they are
     relative to and where the positions of keys are; nothing if there is no ALiBi. If keys come first, the slope, what
     is added to slope times position, which makes 0 in the middle of the rows, and where the positions of keys are."""
     if len(alibi) > 0:
@@ -602,12 +603,12 @@ def _alibi(slot, C: gl.constexpr, alibi, layout: gl.constexpr):
         row = _number(info, 0)
         slope = gl.load(slopes_ptr + _number(info, 6) * slopes_stride + _number(info, 7)) * LOG2E_HI
         if keys_come_first(positions_k_ptr):
-            middle = gl.minimum(row + C * ROWS + ROWS // 2, _number(info, 1) - 1)
-            alibi = (slope, -gl.load(positions_q_ptr + middle) * slope, positions_k_ptr)
+            half = gl.minimum(row + C * ROWS + ROWS // 2, _number(info, 1) - 1)
+            alibi = (slope, -gl.load(positions_q_ptr + half) * slope, positions_k_ptr)
         else:
-            base = gl.load(positions_q_ptr + row)
+            base = middle(gl.load(positions_q_ptr + row), gl.load(positions_q_ptr + _number(info, 1) - 1))
             rows = gl.load(positions_q_ptr + row + C * ROWS + gl.arange(0, ROWS, layout))
-            alibi = (penalties(slope, rows, base), slope, base, positions_k_ptr)
+            alibi = (relative(rows, base), slope, base, positions_k_ptr)
     return alibi
 
 
@@ -660,7 +661,7 @@ def _changed(s, c2, changes, positions, column, FIXED: gl.constexpr):
             s = s * c2 + gl.fma(columns, slope, less)[None, :]
         else:
             rows, slope, base, _ = alibi
-            s = s * c2 - distances(rows, penalties(slope, columns, base))
+            s = s * c2 - penalties(slope, rows, relative(columns, base))
         c2 = 1.0
     return s, c2
 
