@@ -145,6 +145,7 @@ CASES = {
     "dims-40-80": Case(causal, dims=(40, 80)),
     "dims-96": Case(window, dims=(96, 96)),
     "dims-192-128": Case(causal, dims=(192, 128)),
+    "dims-512-320": Case(window, dims=(512, 320), heads=4),
     "softcap": Case(causal, softcap=2.0),
     "alibi": Case(window, alibi=1),
     "alibi-per-batch-softcap": Case(causal, alibi=2, softcap=5.0, batch=2),
@@ -409,4 +410,5 @@ def use_small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
         tiles = Tiles(16, 16, 4, 2)
         monkeypatch.setattr(forward, "choose_tiles", lambda q, v: tiles)
         monkeypatch.setattr(backward, "choose_tiles_dkdv", lambda q, v: tiles)
+        monkeypatch.setattr(backward, "choose_tiles_dv", lambda q, v: tiles if q.shape[-1] > 256 else None)
         monkeypatch.setattr(backward, "choose_tiles_dq", lambda q, v: tiles)

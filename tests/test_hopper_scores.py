@@ -180,8 +180,8 @@ def test_alibi_whose_keys_come_first_in_chunks(softcap, dims) -> None:
 @pytest.mark.parametrize("sink", [0.0, -200.0, 200.0])
 @pytest.mark.parametrize("size", [1.0, 30.0])
 def test_softcap_without_a_running_maximum(size, sink, dims) -> None:
-    """Finished and as a state, which others carry on; rows that see only their sink. Scores all far below 0, too: lse is
-    near 0 then, and what matrix units cut off of scores of one sign is as much of it as all other errors."""
+    """Finished and as a state, which others carry on; rows that see only their sink. Scores all far below 0, too: then
+    lse is near 0, and what matrix units cut off of scores of one sign is as much of it as all other errors."""
     x = make_problem(Case(padding, seq_q=72, seq_k=72, softcap=50.0, sink=True, heads=4), torch.bfloat16, UNIT, dims)
     x = x._replace(score=replace(x.score, sink=torch.full_like(x.score.sink, sink)), q=(x.q * size).to(x.q.dtype))
     check_forward(BACKENDS["hopper"], x)

@@ -43,7 +43,7 @@ def test_contract(backend: str, dims: tuple[int, int], case: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("case", ["window", "gqa", "alibi-per-batch-softcap"])
+@pytest.mark.parametrize("case", ["window", "gqa", "alibi-per-batch-softcap", "dims-512-320"])
 def test_contract_in_16_bits(case: str, dtype: torch.dtype) -> None:
     problem = make_problem(CASES[case], dtype)
     for reason in refusals(BACKENDS["triton"], problem):
