@@ -30,11 +30,11 @@ from kernel_contract import (
 
 from ringattn.kernels.backends import BACKENDS
 from ringattn.kernels.contract import Score
-from ringattn.kernels.hopper import scores
-from ringattn.kernels.hopper.backward import HEAD_DIMS
+from ringattn.kernels.hopper import backward, scores
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 needs_hopper = pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")
+HEAD_DIMS = backward.HEAD_DIMS + backward.PORTABLE
 UNIT = 12  # of the contract's cases, because tiles have 128 queries or keys
 
 

@@ -13,7 +13,11 @@ from ringattn.kernels.backends import BACKENDS
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 UNITS = {"hopper": 12}  # its tiles have 128 queries or keys
-DIMS = {"eager": [(8, 5)], "triton": [(16, 16)], "hopper": [(64, 64), (96, 96), (128, 128), (192, 128), (256, 256)]}
+DIMS = {
+    "eager": [(8, 5)],
+    "triton": [(16, 16)],
+    "hopper": [(64, 64), (96, 96), (128, 128), (192, 128), (256, 256), (512, 512)],
+}
 
 
 @pytest.fixture(autouse=True)
