@@ -70,12 +70,12 @@ def measure(args: argparse.Namespace, device: torch.device, sequences: int) -> d
     with torch.no_grad():
         for layer in range(args.layers):
             if layer == 0:
-                keys = cache.extend(plan, layer, k, v)
-                copies = [x.contiguous() for x in keys]
-                results = [ringattn.attention(q, *keys, plan), ringattn.attention(q, *copies, plain)]
-                if not torch.equal(*map(torch.as_tensor, results)):
+                all_k, all_v = cache.extend(plan, layer, k, v)
+                pages = ringattn.attention(q, all_k, all_v, plan)
+                copied = ringattn.attention(q, all_k.contiguous(), all_v.contiguous(), plain)
+                if not torch.equal(torch.as_tensor(pages), torch.as_tensor(copied)):
                     raise SystemExit("attention to pages and to a copy of their keys differ")
-                del keys, copies, results
+                del all_k, all_v, pages, copied
                 continue
             times["pages"].append(timed(functools.partial(extend_and_attend, cache, plan, layer, (q, k, v)), device))
             times["contiguous"].append(timed(lambda: ringattn.attention(q, held_k, held_v, plain), device))
