@@ -5,6 +5,7 @@ What kernel_contract.py has of both runs there, too. Tolerances: kernel_contract
 
 from __future__ import annotations
 
+import types
 from dataclasses import replace
 
 import numpy as np
@@ -116,6 +117,23 @@ def test_padded_positions() -> None:
     assert of_keys.flatten()[:72].tolist() == list(range(72))
     again = scores.padded_positions(block, 32, 16, torch.device("cpu"))
     assert all(x is y for x, y in zip(padded, again, strict=True))
+
+
+@pytest.mark.parametrize("jump", [0, 1000, 2**24, 2**25 - 300])
+def test_distances_are_exact_where_positions_jump_within_a_tile(monkeypatch, jump) -> None:
+    """Of tiles that both have the jump: what ALiBi takes off has the rounding error of one multiplication, and that of
+    the distance where it is more than float32 has exactly."""
+    monkeypatch.setattr(scores, "gl", types.SimpleNamespace(float32=torch.float32, abs=torch.abs))
+    monkeypatch.setattr(scores, "relative", scores.relative.fn)
+    rows = torch.arange(2**26, 2**26 + 128).int() + jump * (torch.arange(128) >= 50)
+    columns = torch.arange(2**26 + 20, 2**26 + 148).int() + jump * (torch.arange(128) >= 70)
+    base = scores.middle.fn(rows[0], rows[-1])
+    slope = torch.tensor(0.3)
+    taken_off = scores.penalties.fn(slope, scores.relative(rows, base), scores.relative(columns, base))
+    distances = (rows[:, None] - columns[None, :]).abs().double()
+    exact, roundings = distances * slope.double(), 1 + (distances > 2**24).double()
+    assert taken_off.dtype == torch.float32
+    assert ((taken_off - exact).abs() <= roundings * 2.0**-24 * 1.01 * exact).all()
 
 
 def moved(x: Problem, step: int, jump: int, between_segments: bool = False) -> Problem:
