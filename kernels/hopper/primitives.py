@@ -46,9 +46,7 @@ def keep_alive(x):
 def wait_for_launch_before():
     """``ACQBULK``: wait until the kernel launched before this one has ended and what it stored can be read. Only needed
     in a kernel that is launched with ``launch_pdl=True``, which may begin when all CTAs of the one before allow it."""
-    gl.inline_asm_elementwise(
-        "griddepcontrol.wait; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1
-    )
+    gl.inline_asm_elementwise("griddepcontrol.wait; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit

@@ -1,8 +1,8 @@
 """The paged attention kernel for Hopper (sm_90), in Gluon: bulk copies through a ring of buffers, products swapped.
 
-The division of work, the pieces and their sum are those of :mod:`.attend`. A CTA has a warp that moves tiles of 64
-slots of keys and values by TMA, and four that compute; two CTAs share a multiprocessor, so that 128 to 192 KB are in
-flight there, far more than its latency times its share of the bandwidth (35 KB)::
+The division of work, the pieces and their sum are those of :mod:`.attend`. A CTA has a warp that moves tiles of 64 or
+128 slots of keys and values by TMA, and four or eight that compute; a multiprocessor has 128 to 192 KB in flight, far
+more than its latency times its share of the bandwidth (35 KB)::
 
     producer    K(i) V(i) K(i+1) V(i+1) ...            page numbers are read ahead of the buffers
     consumer    S^T = K Q^T ; softmax down the columns ; O^T += V^T P^T
@@ -11,7 +11,9 @@ flight there, far more than its latency times its share of the bandwidth (35 KB)
   So the slots are the rows of the first product, and the columns of values those of the second.
 * Sums of the softmax are kept per thread and added up once per piece; only the maximum crosses warps for each tile.
 * A tile of values with slots that no row sees, of which any may be NaN, is cleared there in shared memory.
-* The accumulators are few, so that two CTAs have room for their registers.
+* Which CTAs, warps and tiles: :func:`_shape`.
+* It begins while the new tokens are still being stored (programmatic dependent launch): tables and older tiles are
+  read, then it waits for that launch before it reads the queries and the tiles that the new tokens are in.
 
 Only the long sums of :data:`LONGEST_SUM` keys and more, fixed splits, ALiBi and other head dims are left to
 :mod:`.attend`. Contract: contract.py.
@@ -301,7 +303,9 @@ def _consumer(
     Q_HEADS: gl.constexpr = KV_HEADS * GROUP
     SLOTS: gl.constexpr = k_s.shape[2]
     WIDE: gl.constexpr = SLOTS // TILE
-    S_L: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[gl.num_warps(), 1], instr_shape=[16, ROWS, 16])
+    S_L: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[gl.num_warps(), 1], instr_shape=[16, ROWS, 16]
+    )
     COLUMN: gl.constexpr = gl.SliceLayout(0, S_L)
     Q_L: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [gl.num_warps(), 1], [1, 0])
     SUM_O: gl.constexpr = gl.SliceLayout(
@@ -493,7 +497,7 @@ def launch(
         return
     q = q if q.stride(-1) == 1 else q.contiguous()
     kv_heads, dim_v = pool.k.shape[0], pool.v.shape[-1]
-    ctas, wide = _shape(new * q_heads // kv_heads, pool.page_size)
+    ctas, wide = _shape(new * q_heads // kv_heads, batch * kv_heads, pool.page_size)
     grid = Grid.of(q, pool, tables, call, ctas * multiprocessors(q.device), least_rows=8)
     pieces, arrived = scratch(tables, grid, batch * kv_heads * grid.blocks, dim_v)
     key = (
@@ -530,12 +534,15 @@ def launch(
             combine(q, pieces, pool, tables, score, call, grid, result)
 
 
-def _shape(rows: int, page_size: int) -> tuple[int, int]:
-    """Return the CTAs of a multiprocessor, and the boxes of 64 slots of a tile."""
-    import os
-    if f"SHAPE{rows}" in os.environ:
-        a, b = os.environ[f"SHAPE{rows}"].split(",")
-        return int(a), int(b) if page_size % (TILE.value * int(b)) == 0 else 1
+def _shape(rows: int, units: int, page_size: int) -> tuple[int, int]:
+    """Return the CTAs of a multiprocessor, and the boxes of 64 slots of a tile, for a number of query rows and of
+    (row, key head) pairs.
+
+    A tile of two boxes takes two warpgroups: each has half of the accumulators, and what a tile costs besides its
+    products counts half. Half as many CTAs leave half as many pieces. With many short sequences, two CTAs hide the
+    beginning and end of each other's."""
+    if page_size % (2 * TILE.value) == 0 and (rows > 32 or units <= 16):
+        return 1, 2
     return (2, 1) if rows <= 32 else (1, 1)
 
 
