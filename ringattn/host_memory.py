@@ -38,12 +38,23 @@ from .staging import Engines, Split, Staging
 def empty(batch: int, seq: int, heads: int, head_dim: int, *, dtype: torch.dtype | None = None) -> Tensor:
     """Return a tensor (batch, seq, heads, head_dim) in pinned memory of the host, not initialized.
 
-    In memory the heads come before the tokens, so that each head is one piece, which copy engines move fastest. torch
-    keeps pinned memory for later tensors, and rounds sizes up to powers of two unless told otherwise
-    (``PYTORCH_CUDA_ALLOC_CONF=pinned_max_round_threshold_mb:...``). Without a GPU the memory is not pinned.
+    In memory the heads come before the tokens, so that each head is one piece and one copy. torch keeps pinned memory
+    for later tensors (:func:`empty_cache`), and by default rounds sizes up to powers of two. Without a GPU, memory is
+    not pinned.
     """
     pin = torch.cuda.is_available()
     return torch.empty(batch, heads, seq, head_dim, dtype=dtype, pin_memory=pin).transpose(1, 2)
+
+
+def empty_cache() -> None:
+    """Give pinned memory back to the system that torch keeps for later tensors and nothing uses, on all devices.
+
+    Allocating pinned memory is slow, so do this only between problems of different sizes.
+    """
+    if torch.cuda.is_available():
+        # Older versions of torch have the second one only.
+        release = getattr(torch.accelerator, "empty_host_cache", None) or torch._C._host_emptyCache
+        release()
 
 
 def copy_(target: Tensor, source: Tensor) -> Tensor:
@@ -78,7 +89,7 @@ def attention(
 
     Args:
         q, k, v: this rank's shards, as for :func:`ringattn.attention`; each in pinned memory of the host or on the GPU.
-            Any strides; those of :func:`empty` are copied fastest.
+            Any strides; with those of :func:`empty` heads are one piece, otherwise as many rows as there are tokens.
         heads: key heads that are on the GPU at a time, with their query heads, the same on all ranks; two such groups
             are there at once.
         device: that computes. Default: where q, k or v is; if all are on the host, this rank's GPU.

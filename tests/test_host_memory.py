@@ -502,6 +502,21 @@ def test_on_a_gpu(first: bool, resident: str) -> None:
 
 
 @NEEDS_GPU
+def test_inputs_may_change_after_every_call() -> None:
+    """The same pinned memory again and again, on a stream of one's own, with results that are compared at once."""
+    seq, plan = 8192, ringattn.plan(8192, causal=True)
+    hosts = [host_memory.empty(1, seq, n, 64, dtype=torch.bfloat16) for n in (8, 8, 8)]
+    with torch.cuda.stream(torch.cuda.Stream()):
+        for _ in range(20):
+            own = [torch.randn(x.shape, device="cuda", dtype=x.dtype) for x in hosts]
+            for host, x in zip(hosts, own, strict=True):
+                host_memory.copy_(host, x)
+            out = host_memory.attention(*hosts, plan)
+            want = ringattn.attention(*own, plan)
+            assert torch.equal(out.cuda(), want)  # type: ignore[union-attr, arg-type]
+
+
+@NEEDS_GPU
 def test_two_groups_of_heads_are_on_the_gpu() -> None:
     seq, plan = 1 << 15, ringattn.plan(1 << 15, causal=True)
     q, k, v = (host_memory.empty(1, seq, n, 128, dtype=torch.bfloat16).normal_() for n in (32, 8, 8))
