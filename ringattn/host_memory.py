@@ -10,9 +10,10 @@ group and return the previous one while kernels run (:mod:`.staging`). A group o
 O(n^2), so that from some length on nothing but the first fetch and the last return takes time: with 4 query heads of
 128 to a key head, bf16 and a causal mask, 131,072 tokens are 0.3 GiB to move and 18 TFLOP to compute.
 
-The alternative is to keep all heads and to fetch keys chunk by chunk, with a kernel that waits for rows. It needs less
-memory for few heads and very long rows, but queries, outputs and their gradients, which are several times larger than
-keys with grouped heads, stay on the GPU. Here nothing of the sequence's length does, except for two groups.
+The alternative is to keep all heads on the GPU and to fetch keys chunk by chunk, with a kernel that waits for rows. It
+would serve a single head that is too large for the GPU, too, which this does not. But queries, outputs and their
+gradients, which are several times larger than keys with grouped heads, would stay on the GPU; here only those of two
+groups are there. Where the query heads of one key head do not fit, give more ranks a part of the sequence.
 
 The backward fetches q, k, v, out, lse and the gradient of out in the same way; nothing is kept on the GPU in between.
 """
@@ -184,7 +185,10 @@ class _Call:
         return Split(x, dim, self.share)
 
     def score_mod(self, heads: slice) -> ScoreMod | None:
-        return None if self.mod is None else self.mod.heads(slice(heads.start * self.share, heads.stop * self.share))
+        """Return the modification of the scores of some key heads."""
+        with self.noting():
+            some = slice(heads.start * self.share, heads.stop * self.share)
+            return None if self.mod is None else self.mod.heads(some)
 
     def settings(self, mod: ScoreMod | None) -> tuple[float, float, str, int, int]:
         """Return the last arguments of the operators."""
@@ -197,21 +201,21 @@ class _Call:
         """Call ``compute(index, heads, *inputs)`` for every group of heads, which returns the results of the group."""
         device = self.device
         with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
-            with self._noting():
+            with self.noting():
                 staging = Staging(inputs, results, self.groups, Engines(device))
             try:
                 for index, heads in enumerate(self.groups):
-                    with self._noting():
+                    with self.noting():
                         tensors = staging.arrive(index)
                     parts = compute(index, heads, *tensors)  # notes its failures itself
-                    with self._noting():
+                    with self.noting():
                         staging.leave(index, parts)
                     del tensors, parts  # before those of the next group are made
             finally:
                 staging.close()
 
     @contextlib.contextmanager
-    def _noting(self) -> Iterator[None]:
+    def noting(self) -> Iterator[None]:
         """Mark the group if this rank alone fails: others may be at a message of the next group of heads."""
         try:
             yield
@@ -225,7 +229,8 @@ class _Attend(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, q, k, v, slopes, sink, call):  # type: ignore[no-untyped-def]
-        out, lse = _rows(q, v.shape[3], call), _lse(q, call)
+        with call.noting():
+            out, lse = _rows(q, v.shape[3], call), _lse(q, call)
         numbers: list[int] = []
 
         def compute(index: int, heads: slice, *tensors: Tensor) -> Sequence[Tensor]:
@@ -251,8 +256,9 @@ class _Attend(torch.autograd.Function):
         call, numbers = ctx.call, ctx.numbers
         if dout is None:
             dout = out.new_zeros(()).expand(out.shape)
-        dq, dk, dv = (torch.empty_like(x, pin_memory=_pins(x, call)) for x in (q, k, v))
-        dsink = None if sink is None else torch.empty_like(sink)
+        with call.noting():
+            dq, dk, dv = (torch.empty_like(x, pin_memory=_pins(x, call)) for x in (q, k, v))
+            dsink = None if sink is None else torch.empty_like(sink)
 
         def compute(index: int, heads: slice, *tensors: Tensor) -> Sequence[Tensor]:
             mod = call.score_mod(heads)
