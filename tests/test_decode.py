@@ -16,6 +16,7 @@ import ringattn
 from ringattn import transport as transports
 from ringattn import virtual
 from ringattn.kernels.contract import Score, ScoreMod
+from ringattn.kernels.paged.contract import part
 from ringattn.transport import Transport
 
 LAYERS, KV_HEADS, GROUP, DIM, DIM_V = 2, 2, 3, 8, 6
@@ -290,7 +291,5 @@ def test_a_kernel_that_fails_on_one_rank_ends_the_use_of_the_group() -> None:
 
 @pytest.mark.parametrize(("heads", "world_size"), itertools.product([4, 5, 8], [1, 3]))
 def test_scattered_heads_are_those_of_tensor_split(heads: int, world_size: int) -> None:
-    from ringattn.generation.decoding import _part
-
     want = [x.tolist() for x in torch.arange(heads).tensor_split(world_size)]
-    assert [list(range(heads))[_part(heads, virtual.VirtualRank(r, world_size))] for r in range(world_size)] == want
+    assert [list(range(heads))[part(heads, rank, world_size)] for rank in range(world_size)] == want
