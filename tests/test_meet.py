@@ -317,7 +317,7 @@ def test_the_watchdog_names_the_rank_that_is_late(tmp_path: Path) -> None:
             boards[2].set_word(2, MEET, 1)
     peer, text = watch.look(2.0) or watch.look(2.0) or (None, "")
     assert peer == 2
-    assert "s for the states of merge 2: rank 2" in text
+    assert "s for the states of exchange 2: rank 2" in text
 
 
 if __name__ == "__main__":

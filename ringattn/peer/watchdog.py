@@ -40,7 +40,7 @@ WAITS = (  # what a stream waits for, the word of its own rank that says so, and
     ("the keys and values of exchange", READY, READY),
     ("the gradients of exchange", LANDED, LANDED),
     ("memory for the gradients after exchange", NEED_FREE, FREE),
-    ("the states of merge", MEET, MEET),
+    ("the states of exchange", MEET, MEET),
 )
 _HEAD = struct.Struct("<iiQdI")  # process, state, its start, time limit in seconds, number of calls begun
 _CALL = struct.Struct("<dI")  # its last two fields
