@@ -211,6 +211,35 @@ def test_compiled_code(dims, kind):
         assert facts["spills"] <= (some.get(dims, 0) if kind.endswith("out") else 0)
 
 
+@pytest.mark.parametrize("finalize", [True, False])
+@pytest.mark.parametrize("carried", [True, False])
+def test_launches_for_parts_of_the_values_make_one_result(monkeypatch, carried, finalize):
+    """Each starts from the state that is carried in, also where it is updated in place; here eager does their work."""
+    q, k, v = make_inputs(seq_q=40, seq_k=40, dim=512, heads=4)
+    block, score, launches = make_block(*causal(40, 40), 40), simple(512), []
+
+    def attend(kernel, grid, *args, **options):
+        x = dict(zip(kernel.arg_names, args, strict=False), **options)
+        launches.append(x["v_desc"].base)
+        state = Partial(*(x[name].clone() for name in ("m_in_ptr", "l_in_ptr", "o_in_ptr")))
+        keys = Keys(x["k_desc"].base, x["v_desc"].base, block)
+        result = EAGER._forward(x["q_desc"].base, keys, score, state if x["HAS_STATE"] else None, x["FINALIZE"])
+        first, *rest = result if finalize else (result.o, result.m, result.l)
+        for name, value in zip(("out_ptr", "lse_ptr", "l_ptr"), (first, *rest), strict=False):
+            x[name].copy_(value)
+        assert x["out_ptr"].stride(2) == x["DV"]
+
+    monkeypatch.setattr(hopper_forward, "dispatch", attend)
+    monkeypatch.setattr(hopper_forward, "work_counter", lambda device: torch.zeros(1, dtype=torch.int32, device=device))
+    before = EAGER.forward(q, Keys(k.flip(1), v.flip(1), block), score) if carried else None
+    copy = None if before is None else Partial(*(x.clone() for x in before))
+    got = hopper_forward.forward(q, Keys(k, v, block), score, before, finalize)
+    wanted = EAGER._forward(q, Keys(k, v, block), score, copy, finalize)
+    assert [x.shape[-1] for x in launches] == [256, 256]
+    for x, y in zip(got, wanted, strict=True):
+        torch.testing.assert_close(x, y)
+
+
 @pytest.mark.skipif(not sass.OUR_COMPILER, reason=sass.OTHER)
 @pytest.mark.parametrize("kind", ["out", "state"])
 @pytest.mark.parametrize("dims", [dims for dims in DIMS if "out" in kinds_of(dims)], ids=str)
