@@ -21,6 +21,7 @@ import sys
 import threading
 import time
 import weakref
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -31,6 +32,7 @@ from torch import Tensor
 
 from . import agreement, gloo, lockstep
 from .errors import GroupBroken, Place
+from .gloo import DEFAULT_TIMEOUT
 from .health import Health, seconds
 from .lockstep import Calls
 from .peer.connect import connect, host
@@ -38,7 +40,6 @@ from .peer.memory import Link
 from .peer.watchdog import CallMark
 from .works import Arrived, Message, Pending, Works, interruptible
 
-_TIMEOUT = 600.0  # seconds, for groups without a time limit
 _ENVIRONMENT = os.environ.get("RINGATTN_TIMEOUT")
 _FROM_ENVIRONMENT = None if _ENVIRONMENT is None else seconds("RINGATTN_TIMEOUT", _ENVIRONMENT)
 
@@ -50,6 +51,8 @@ class Transport:
     Attributes:
         device: of the tensors that the group sends by default.
         serial: a number that differs between the transports of one process.
+        hosts: a number for every rank that is the same for ranks of one host; empty: all are of one.
+        sent_to: the bytes sent to each rank, over all calls of :meth:`start`.
         sent_bytes, sent_messages: sums over all calls of :meth:`start`.
         collectives: number of calls of :meth:`all_reduce` and :meth:`all_gather` on more than one rank.
         plans_made: number of calls of :func:`ringattn.plan`.
@@ -66,14 +69,16 @@ class Transport:
     world_size: int
     device: torch.device
     serial: int = field(default_factory=itertools.count().__next__)
+    hosts: tuple[int, ...] = ()
+    sent_to: Counter[int] = field(default_factory=Counter)
     sent_bytes: int = 0
     sent_messages: int = 0
     collectives: int = 0
     plans_made: int = 0
     calls_agreed: set[tuple[object, ...]] = field(default_factory=set)
     given_up: str = ""
-    limit: float = _TIMEOUT
-    timeout: float = _TIMEOUT
+    limit: float = DEFAULT_TIMEOUT
+    timeout: float = DEFAULT_TIMEOUT
     call: str = ""
     dataflow: str = ""
     step: int = -1
@@ -135,7 +140,9 @@ class Transport:
         sends = [(x, peer) for x, peer in sends if x.numel()]
         receives = [(x, peer) for x, peer in receives if x.numel()]
         self.step += 1
-        self.sent_bytes += sum(x.numel() * x.element_size() for x, _ in sends)
+        for x, peer in sends:
+            self.sent_to[peer] += x.numel() * x.element_size()
+        self.sent_bytes = self.sent_to.total()
         self.sent_messages += len(sends)
         return self._start(sends, receives) if sends or receives else Arrived()
 
@@ -240,32 +247,6 @@ class Transport:
         return agreement.Agreement(what, fields, rows, advice, self.calls.restart)
 
 
-def _timeout_of(group: dist.ProcessGroup, device: torch.device) -> float:
-    """Return the time limit of a group's backend, in seconds."""
-    try:
-        return float(group._get_backend(device).options._timeout.total_seconds())
-    except (AttributeError, RuntimeError):
-        return _TIMEOUT
-
-
-def _exists(group: dist.ProcessGroup | None) -> bool:
-    """Return whether torch knows the group. The object may outlive ``destroy_process_group``, for example in a mesh."""
-    try:
-        return group is not None and dist.get_rank(group) >= 0
-    except (ValueError, RuntimeError):
-        return False
-
-
-def _alive(group: weakref.ref[dist.ProcessGroup]) -> dist.ProcessGroup:
-    result = group()
-    if result is None or not _exists(result):
-        raise RuntimeError(
-            "the process group of this plan was destroyed (dist.destroy_process_group()); "
-            "make another plan with ringattn.plan() on a group that exists"
-        )
-    return result
-
-
 def _let_go(transport: weakref.ref[GroupTransport]) -> None:
     if (alive := transport()) is not None:
         alive.gloo = None
@@ -290,7 +271,7 @@ class GroupTransport(Transport):
         self.backends, self._closed = backends, False
         self._link: Link | None = None
         self.health = Health(self.rank, self.world_size)
-        self.limit = _FROM_ENVIRONMENT or _timeout_of(group, device)
+        self.limit = _FROM_ENVIRONMENT or gloo.timeout_of(group, device)
         self.timeout = timeout or self.limit
         self.call, began = "connecting the ranks of a group", time.monotonic()
         try:  # agree() must not wait for the GPU, so it runs over gloo.
@@ -300,23 +281,23 @@ class GroupTransport(Transport):
         # Drop the gloo group when the process group is gone: it owns threads, and a store that a later group may need.
         weakref.finalize(group, _let_go, weakref.ref(self)).atexit = False
         if self.world_size > 1:
-            self.health.make_board(host(), self.limit, self.gather_words)
+            self.hosts = tuple(self.health.make_board(host(), self.limit, self.gather_words))
         if cuda:  # set the communicator up on all ranks; the first point-to-point messages may be among a few of them
             dist.all_reduce(torch.zeros(1, device=device), group=group)
         if cuda and self.world_size > 1:
             problem = self.health.watch()
-            group_of = functools.partial(_alive, self._group)
+            group_of = functools.partial(gloo.alive, self._group)
             self._link = connect(
                 self.rank, self.world_size, device, group_of, self.gather_words, self.health.board, problem
             )
 
     @property
     def group(self) -> dist.ProcessGroup:
-        return _alive(self._group)
+        return gloo.alive(self._group)
 
     @property
     def ended(self) -> bool:
-        return not _exists(self._group())
+        return not gloo.exists(self._group())
 
     def check_device(self, name: str, x: Tensor) -> None:
         backend = self.backends.get(x.device.type)

@@ -162,6 +162,7 @@ class _Mail:
                     f"rank {peer} sent {message.dtype}{list(message.shape)}, expected {x.dtype}{list(x.shape)}"
                 )
             x.copy_(message)
+        self.receives = ()  # as those of other transports, which keep tensors alive until then
 
 
 def run(world_size: int, body: Callable[[VirtualRank], T], device: torch.device | str = "cpu") -> list[T]:

@@ -35,7 +35,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import ringattn
-from ringattn.dataflow.fetching import gathered_block
+from ringattn.dataflow.gathered import gathered_block
 from ringattn.kernels.contract import LONGEST_SUM
 from ringattn.layout import Shard
 from scripts import ranks

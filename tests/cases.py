@@ -20,6 +20,8 @@ import ringattn
 from ringattn import mask as masks
 from ringattn import reference, virtual
 from ringattn.dataflow import tiles
+from ringattn.dataflow.gathered import interleaved, relay_of
+from ringattn.dataflow.messages import collected, many_runs
 
 Results = dict[str, Tensor]
 
@@ -349,10 +351,20 @@ def _messages_of_walk(plan: ringattn.Plan, rank: int) -> tuple[int, int]:
 
 
 def _messages_of_gather(plan: ringattn.Plan, rank: int) -> tuple[int, int]:
-    """k and v together, a message for each run that another rank fetches; in the backward again, and the
-    gradients of each run that this rank fetched."""
-    given = sum(run.owner == rank for r, runs in enumerate(plan.fetches) for run in runs if r != rank)
-    taken = sum(run.owner != rank for run in plan.fetches[rank])
+    """k and v together, a message for each run that another rank fetches, or for all of them; in the backward again,
+    and the gradients of each run that this rank fetched."""
+    relay = relay_of(plan)
+    if relay is None:
+        stages = [(plan.fetches, collected(plan))]
+    else:
+        inside = interleaved(plan) or many_runs(relay.fetches)
+        stages = [(relay.carried, many_runs(relay.carried)), (relay.fetches, inside)]
+    given = taken = 0
+    for fetches, together in stages:
+        pairs = [(r, run.owner) for r, runs in enumerate(fetches) for run in runs if r != run.owner]
+        pairs = sorted(set(pairs)) if together else pairs
+        given += sum(owner == rank for _, owner in pairs)
+        taken += sum(visitor == rank for visitor, _ in pairs)
     return given, given + taken
 
 

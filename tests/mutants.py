@@ -496,23 +496,23 @@ MUTANTS = (
     ),
     Mutant(
         "gather: gradients of another run",
-        "ringattn/dataflow/fetching.py",
+        "ringattn/dataflow/messages.py",
         "                total[rows] += piece",
         "                total[: len(piece)] += piece",
         _FLOWS,
     ),
     Mutant(
         "gather: sums in another order than that of ranks",
-        "ringattn/dataflow/fetching.py",
-        "for rows, piece in self.arriving:",
-        "for rows, piece in self.arriving[::-1]:",
+        "ringattn/dataflow/messages.py",
+        "for rows, piece in pieces:",
+        "for rows, piece in pieces[::-1]:",
         "tests/test_heads.py",
     ),
     Mutant(
         "gather: predicted memory twice too large",
-        "ringattn/dataflow/gather.py",
-        "s.state_itemsize\n    return round(s.batch * bound)",
-        "s.state_itemsize\n    return round(2 * s.batch * bound)",
+        "ringattn/dataflow/messages.py",
+        "gradients * s.kv_elements * s.state_itemsize\n    return round(s.batch * (bound",
+        "gradients * s.kv_elements * s.state_itemsize\n    return round(2 * s.batch * (bound",
         "tests/test_memory.py",
     ),
     # --- copies between GPUs, on simulated GPUs
@@ -607,8 +607,8 @@ MUTANTS = (
     Mutant(
         "planning: local_size is not compared",
         "ringattn/planning.py",
-        "            local_size=self.local_size,\n            buffer_bytes",
-        "            buffer_bytes",
+        "            local_size=self.local_size,\n            nodes",
+        "            nodes",
         _PLAN,
     ),
     Mutant(

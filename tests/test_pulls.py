@@ -26,8 +26,8 @@ import ringattn
 from ringattn import layout
 from ringattn.dataflow import fetching
 from ringattn.dataflow.contract import Call as Attention
-from ringattn.dataflow.fetching import gathered_block
 from ringattn.dataflow.gather import Gather
+from ringattn.dataflow.gathered import gathered_block
 from ringattn.kernels import contract
 from ringattn.kernels.backends import Backend
 from ringattn.kernels.contract import CompletionCounts, Queries, Result, Score

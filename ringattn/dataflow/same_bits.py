@@ -37,7 +37,7 @@ from ..kernels.contract import Block, Keys, Queries, Result, Score, flush_period
 from ..plans import Plan
 from ..schedule import waves
 from ..shape import Shape
-from .contract import Call, Dataflow, Gradients
+from .contract import Call, Dataflow, Gradients, Traffic
 from .tiles import Tiles, every_query, gather, keys_blocks, of_keys, of_queries, queries_blocks
 
 
@@ -117,10 +117,9 @@ class SameBits(Dataflow):
 
     # Predictions and proof
 
-    def traffic(self, plan: Plan, rank: int) -> tuple[int, int]:
-        """Return how many keys, and how many queries, a rank sends to gather them once."""
-        keys, queries = (_sent(side, rank) for side in (of_keys(plan), of_queries(plan)))
-        return keys, queries
+    def traffic(self, plan: Plan, rank: int) -> Traffic:
+        """Return how many keys, and how many queries, a rank sends to each rank to gather them once."""
+        return Traffic(*(_sent(side, rank) for side in (of_keys(plan), of_queries(plan))))
 
     def token_bytes(self, shape: Shape, backward: bool) -> tuple[int, int]:
         return shape.kv_elements * shape.itemsize, _query_bytes(shape) * backward
@@ -232,15 +231,15 @@ def _part(block: Block, queries: slice, keys: slice) -> Block:
 # What moves
 
 
-def _sent(gathered: tuple[Tiles, ...], rank: int) -> int:
-    """Return how many tokens of a rank others gather."""
-    return sum(run.length for r, theirs in enumerate(gathered) for run in theirs.runs if run.owner == rank != r)
+def _sent(gathered: tuple[Tiles, ...], rank: int) -> list[int]:
+    """Return how many tokens of a rank each other one gathers."""
+    return [sum(run.length for run in theirs.runs if run.owner == rank != r) for r, theirs in enumerate(gathered)]
 
 
 def _moved(gathered: tuple[Tiles, ...], rank: int) -> int:
     """Return the tokens in memory while a rank gathers: its buffer, what has arrived, and what it sends."""
     arriving = sum(run.length for run in gathered[rank].runs if run.owner != rank)
-    return gathered[rank].rows + arriving + _sent(gathered, rank)
+    return gathered[rank].rows + arriving + sum(_sent(gathered, rank))
 
 
 def _query_bytes(s: Shape) -> int:

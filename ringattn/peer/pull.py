@@ -30,7 +30,7 @@ from torch import Tensor
 
 from ..kernels.contract import OwnKeys, ReadyFlags, tile_edges
 from ..memo import Memo
-from ..schedule import Fetch
+from ..schedule import Fetch, union
 from . import driver
 from .memory import FLAG_WORDS, KEYS, Link
 from .watchdog import READY
@@ -178,16 +178,10 @@ def _view(memory: Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
 
 def _wanted(fetches: Sequence[Sequence[Fetch]], rank: int) -> list[tuple[int, int, int]]:
     """Return the runs of a rank's tokens that others fetch, disjoint, as (offset, length, offset)."""
-    runs = sorted(
+    runs = union(
         (r.offset, r.offset + r.length) for to, some in enumerate(fetches) for r in some if r.owner == rank != to
     )
-    joined: list[tuple[int, int]] = []
-    for first, past in runs:
-        if joined and first <= joined[-1][1]:
-            joined[-1] = joined[-1][0], max(joined[-1][1], past)
-        else:
-            joined.append((first, past))
-    return [(first, past - first, first) for first, past in joined]
+    return [(first, past - first, first) for first, past in runs]
 
 
 def _pack(k: Tensor, v: Tensor, into: Tensor, runs: RunTable) -> None:
