@@ -23,6 +23,7 @@ from .intervals import Intervals
 from .layout import Shard
 from .mask import Mask
 from .memo import Memo
+from .peer.connect import by_host
 from .plans import Plan
 from .relay import Nodes
 from .transport import Transport
@@ -392,10 +393,7 @@ def nodes_of(local_size: int | Sequence[int] | None, world_size: int, hosts: Seq
         ValueError, TypeError: sizes that are not those of all ranks.
     """
     if local_size is None:
-        ranks: dict[int, list[int]] = {}
-        for rank in range(world_size):
-            ranks.setdefault(hosts[rank] if hosts else 0, []).append(rank)
-        return tuple(map(tuple, ranks.values()))
+        return by_host(hosts or [0] * world_size)
     if type(local_size) is int:
         if local_size < 1 or world_size % local_size:
             raise ValueError(f"local_size is {local_size}; it must divide the group's {world_size} ranks")

@@ -35,7 +35,7 @@ from .errors import GroupBroken, Place
 from .gloo import DEFAULT_TIMEOUT
 from .health import Health, seconds
 from .lockstep import Calls
-from .peer.connect import connect, host
+from .peer.connect import Ranks, by_host, connect, host
 from .peer.memory import Link
 from .peer.watchdog import CallMark
 from .works import Arrived, Message, Pending, Works, interruptible
@@ -152,9 +152,14 @@ class Transport:
         return False
 
     @property
+    def linked(self) -> tuple[tuple[int, ...], ...]:
+        """The ranks that can access each other's memory, node by node; empty if none can."""
+        return ()
+
+    @property
     def pulls(self) -> bool:
-        """Whether ranks can access each other's memory."""
-        return False
+        """Whether all ranks can access each other's memory."""
+        return len(self.linked) == 1
 
     def link(self, x: Tensor) -> Link | None:
         """Return the link by which ranks access each other's memory, or None where they cannot for tensors like x."""
@@ -288,7 +293,7 @@ class GroupTransport(Transport):
             problem = self.health.watch()
             group_of = functools.partial(gloo.alive, self._group)
             self._link = connect(
-                self.rank, self.world_size, device, group_of, self.gather_words, self.health.board, problem
+                Ranks(self.rank, self.hosts), device, group_of, self.gather_words, self.health.board, problem
             )
 
     @property
@@ -352,8 +357,8 @@ class GroupTransport(Transport):
                 self.group._get_backend(self.device).abort()
 
     @property
-    def pulls(self) -> bool:
-        return self._link is not None
+    def linked(self) -> tuple[tuple[int, ...], ...]:
+        return () if self._link is None else by_host(self.hosts)
 
     def link(self, x: Tensor) -> Link | None:
         if self._link is None or not x.is_cuda or torch.cuda.is_current_stream_capturing():

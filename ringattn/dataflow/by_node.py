@@ -55,11 +55,7 @@ class Stages(NamedTuple):
 
 def _stages(plan: Plan, relay: Relay, device: torch.device) -> Stages:
     def make() -> Stages:
-        rank = plan.rank
-        if many_runs(relay.carried):
-            network = collected_routes(rank, relay.carried, None, device)
-        else:
-            network = direct_routes(rank, relay.carried)
+        rank, network = plan.rank, network_routes(plan, relay, device)
         if _collected(plan, relay):
             node = collected_routes(rank, relay.fetches, fetched_keys(plan, rank), device)
         else:
@@ -67,6 +63,17 @@ def _stages(plan: Plan, relay: Relay, device: torch.device) -> Stages:
         return Stages(network, node, relay.own[rank], relay.lengths[rank])
 
     return plan.once(("stages", device), make)
+
+
+def network_routes(plan: Plan, relay: Relay, device: torch.device) -> Routes:
+    """Return the routes between nodes, from owners to carriers."""
+
+    def make() -> Routes:
+        if many_runs(relay.carried):
+            return collected_routes(plan.rank, relay.carried, None, device)
+        return direct_routes(plan.rank, relay.carried)
+
+    return plan.once(("network routes", device), make)
 
 
 def _collected(plan: Plan, relay: Relay) -> bool:

@@ -12,13 +12,15 @@ from collections.abc import Callable, Iterator
 
 from ..kernels.contract import Block, Keys
 from ..peer.memory import Link
-from ..peer.pull import FetchBuffers, Pull
+from ..peer.pull import FetchBuffers, Pattern, Pull
 from ..peer.push import GradientBuffers, Push
+from ..plans import Plan
 from ..schedule import head_groups, waves
 from ..trace import named
 from .by_node import RelayedGradients, fetch_by_node
+from .carrying import PushedToCarriers, carried, fetch_carried
 from .contract import Call
-from .gathered import interleaved, relay_of
+from .gathered import copied, relay_of
 from .messages import SentGradients, fetch_by_messages
 from .parts import GradientReturn, Part
 
@@ -48,10 +50,13 @@ def fetch_keys(
         yield from _by_messages(call, block, backward)
         return
 
-    k, v, plan = call.k, call.v, call.plan
+    k, v, plan, relay = call.k, call.v, call.plan, relay_of(call.plan)
+    if relay is not None:
+        yield from fetch_carried(call, block, carried(call, link, relay, backward))
+        return
     cut = head_waves(call, backward)
     key = ("fetch buffers", plan.handle, *(wave.stop for wave in cut), k.shape, v.shape, k.dtype)
-    buffers = link.prepare(key, lambda: FetchBuffers(link, k, v, plan.fetches, plan.local_lengths_k, cut))
+    buffers = link.prepare(key, lambda: FetchBuffers(link, k, v, _flat(plan), cut))
     pull = Pull(link, buffers, k, v, in_place)
     per_kv = call.q.shape[2] // k.shape[2]
 
@@ -81,11 +86,15 @@ def fetch_keys(
         pull.release(wave)
 
 
+def _flat(plan: Plan) -> Pattern:
+    return plan.once("pattern", lambda: Pattern.flat(plan.fetches, plan.local_lengths_k))
+
+
 def _link(call: Call) -> Link | None:
     """Return the shared memory to pull through; None for messages, also where tokens of several ranks interleave: a
     copy moves neighbouring tokens."""
     plan = call.plan
-    return None if interleaved(plan) or plan.seq_len_k == 0 else plan.transport.link(call.q)
+    return plan.transport.link(call.q) if plan.seq_len_k > 0 and copied(plan) else None
 
 
 def _by_messages(call: Call, block: Block, backward: bool) -> Iterator[Part]:
@@ -101,13 +110,15 @@ def _groups(call: Call, backward: bool) -> list[slice]:
 
 def return_gradients(call: Call) -> GradientReturn:
     """Return the way of gradients to their owners, in the waves of :func:`fetch_keys`."""
-    k, v, plan, link = call.k, call.v, call.plan, _link(call)
+    k, v, plan, link, relay = call.k, call.v, call.plan, _link(call), relay_of(call.plan)
     if link is None:
-        relay, groups = relay_of(plan), _groups(call, backward=True)
+        groups = _groups(call, backward=True)
         return SentGradients(call, groups) if relay is None else RelayedGradients(call, groups, relay)
+    if relay is not None:
+        return PushedToCarriers(call, carried(call, link, relay, backward=True))
 
     def make() -> GradientBuffers:
         cut = head_waves(call, backward=True)
-        return GradientBuffers(link, (k, v), call.accumulation_dtype, plan.fetches, plan.local_lengths_k, cut)
+        return GradientBuffers(link, (k, v), call.accumulation_dtype, _flat(plan), cut)
 
     return Push(link, link.prepare(("gradient buffers", plan.handle, k.shape, v.shape, k.dtype), make), (k, v))

@@ -37,7 +37,7 @@ from ..trace import named
 from .by_node import relayed_bytes
 from .contract import Call, Dataflow, Gradients, Traffic, is_union, piece_elements, walk_bytes
 from .fetching import fetch_keys, return_gradients
-from .gathered import gathered_block, interleaved, relay_of
+from .gathered import copied, gathered_block, relay_of
 from .messages import message_bytes, row_bytes
 
 
@@ -144,7 +144,7 @@ class Gather(Dataflow):
             lines.append(f"rank {rank} attends to owner[tokens]: {tokens or 'nothing'}")
         relay = relay_of(plan)
         if relay is not None:
-            inside = "copy engines" if plan.transport.pulls and not interleaved(plan) else "messages"
+            inside = "copy engines" if copied(plan) else "messages"
             sizes = " + ".join(str(len(ranks)) for ranks in relay.nodes)
             lines.append(f"nodes of {sizes} ranks: messages between them, {inside} inside of them")
             for rank, carried in enumerate(relay.carried):
@@ -155,9 +155,9 @@ class Gather(Dataflow):
     def memory_bytes(self, plan: Plan, shape: Shape, backward: bool) -> int:
         """Return an upper bound on the CPU and over messages. Where the GPUs of one host pull, what is allocated if the
         kernel waits for keys itself; other kernels take the output of a group of heads more."""
-        if plan.transport.pulls and not interleaved(plan):
-            return _pulled_bytes(plan, shape, backward)
         relay = relay_of(plan)
+        if copied(plan):
+            return _pulled_bytes(plan, shape, backward)
         if relay is None:
             return message_bytes(plan, shape, backward)
         return relayed_bytes(plan, relay, shape, backward)

@@ -39,11 +39,19 @@ def gathered_block(plan: Plan, rank: int | None = None) -> Block:
     return plan.once(("gathered", rank), make)
 
 
+def copied(plan: Plan) -> bool:
+    """Return whether copy engines move keys between all ranks, or inside of each node: they move neighbouring tokens
+    between the ranks that a link has."""
+    return not interleaved(plan) and (plan.transport.pulls or plan.transport.linked == plan.nodes)
+
+
 def relay_of(plan: Plan) -> Relay | None:
     """Return how keys cross the network once for each node; None where all ranks are of one node, or each of its own,
-    so that every key crosses the network once for each rank that sees it."""
+    so that every key crosses the network once for each rank that sees it, and where copy engines connect all ranks."""
 
     def make() -> Relay | None:
-        return relay(plan.fetches, plan.local_lengths_k, plan.nodes) if relays(plan.nodes) else None
+        if not relays(plan.nodes) or (plan.transport.pulls and copied(plan)):
+            return None
+        return relay(plan.fetches, plan.local_lengths_k, plan.nodes)
 
     return plan.once("relay", make)
