@@ -17,7 +17,7 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 import test_pulls
-from simulated_gpus import Network, Shared, Stream, World
+from simulated_gpus import Deadlock, Network, Shared, Stream, World
 from test_pulls import CPU, WIDTH, Kernels, compare
 
 import ringattn
@@ -169,3 +169,40 @@ def _layouts(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("name", CASES)
 def test_every_order_of_execution_is_right(monkeypatch: pytest.MonkeyPatch, name: str, seed: int) -> None:
     play(monkeypatch, CASES[name], seed)
+
+
+# For each wait a case that fails without it, in some order of execution.
+NEEDED = {
+    "READY": "2 + 2",
+    "READY on pulling": "2 + 1 + 3",
+    "LANDED": "2 + 2",
+    "FREE": "waves",
+    "flags": "2 + 2",
+    "main waits for moving": "2 + 2",  # messages have left; gradients have arrived
+    "pulling waits for moving": "2 + 2",  # a rank reads what it carries itself
+    "moving waits for main": "2 + 2",
+    "moving waits for messages": "2 + 2",
+    "pulling waits for main": "waves",
+    "pushing waits for main": "2 + 2",
+    "main waits for pushing": "waves",
+    "main waits for main": "streams in turn",
+}
+
+
+@pytest.mark.parametrize("wait", NEEDED)
+def test_no_wait_is_superfluous(monkeypatch: pytest.MonkeyPatch, wait: str) -> None:
+    def some_order() -> None:
+        for seed in range(100):
+            play(monkeypatch, CASES[NEEDED[wait]], seed, frozenset([wait]))
+
+    with pytest.raises((test_pulls.Wrong, Deadlock)):
+        some_order()
+
+
+@pytest.mark.parametrize("name", ["2 + 2", "2 + 1 + 3", "waves"])
+@pytest.mark.parametrize("connections", [1, 2, 3])
+def test_streams_that_delay_each_other_never_deadlock(
+    monkeypatch: pytest.MonkeyPatch, name: str, connections: int
+) -> None:
+    for seed in range(3):
+        play(monkeypatch, CASES[name], seed, connections=connections)

@@ -52,15 +52,12 @@ class CarriedPull:
         pulling.wait_event(link.writable)
         if wave == 0:
             link.wait_for(pulling, READY, self.epoch)
-            link.wait_for(main, READY, self.epoch)  # so that a later exchange may use this half of the memory
         self._pull(wave, near=True)
         epoch, arrived = self.arrived[wave]
         pulling.wait_event(arrived)
         link.wait_for(pulling, READY, epoch)
         self._pull(wave, near=False)
         buffers.group_flags(wave, self._all(wave)).write(pulling, self.epoch)
-        if wave + 1 == len(buffers.waves):
-            link.pulled.record(pulling)
 
     def _pull(self, wave: int, near: bool) -> None:
         copies = self.buffers.copies(wave, self.slot, near)
@@ -83,12 +80,12 @@ class CarriedPull:
         return slice(0, self.buffers.buffers[wave].shape[1])
 
     def wait(self, wave: int) -> None:
-        """Make work that is queued from now on wait for the keys and values of a wave."""
+        """Make work that is queued from now on wait for the keys and values of a wave, of all ranks. Call it for every
+        wave: so a rank that is READY for an exchange has completed its pulls of the last one."""
         self.buffers.group_flags(wave, self._all(wave)).wait(self.main, self.epoch)
 
     def release(self, wave: int) -> None:
         """Allow work that is queued from now on to reuse the memory of a wave. Call it after the wave's last kernel."""
         if wave + 1 == len(self.buffers.waves):
-            self.main.wait_event(self.link.pulled)
             self.main.wait_event(self.arrived[wave][1])  # this rank's messages have left
             self.link.released.record(self.main)
