@@ -20,9 +20,12 @@ from ..peer.push import GradientBuffers, Push
 from ..plans import Plan
 from ..relay import Relay
 from ..schedule import Fetch, head_groups, waves
+from ..shape import Shape
 from ..transport import Message
 from .by_node import network_routes
-from .contract import Call
+from .contract import Call, is_union, piece_elements, walk_bytes
+from .gathered import gathered_block
+from .messages import row_bytes
 from .parts import Part
 
 
@@ -36,19 +39,18 @@ class Carried(NamedTuple):
 
 
 def carried(call: Call, link: Link, relay: Relay, backward: bool) -> Carried:
-    plan = call.plan
-    return Carried(link, relay, _waves(call, backward), plan.once("pattern", lambda: pattern(plan.rank, relay)))
+    plan, q, k, v = call.plan, call.q, call.k, call.v
+    shape = Shape(q.shape[0], q.shape[2], k.shape[2], q.shape[3], v.shape[3], k.element_size())
+    return Carried(link, relay, _waves(plan, shape, backward), plan.once("pattern", lambda: pattern(plan.rank, relay)))
 
 
-def _waves(call: Call, backward: bool) -> list[slice]:
+def _waves(plan: Plan, s: Shape, backward: bool) -> list[slice]:
     """Return groups of heads, of which two fit into ``plan.buffer_bytes``."""
-    plan, k, v = call.plan, call.k, call.v
     keys = plan.once("most keys", lambda: max(sum(run.length for run in runs) for runs in plan.fetches))
-    itemsize = k.element_size() + (max(4, k.element_size()) if backward else 0)
-    heads = k.shape[2]
-    fits = waves(heads, k.shape[0] * keys * (k.shape[3] + v.shape[3]) * itemsize, plan.buffer_bytes)
-    count = max(1, heads // 2) if len(fits) == 1 else fits[0].stop
-    groups = head_groups(heads, call.q.shape[2], call.q.device.type, backward, relayed=True)
+    head_bytes = s.batch * keys * (s.head_dim + s.value_dim) * (s.itemsize + s.state_itemsize * backward)
+    fits = waves(s.kv_heads, head_bytes, plan.buffer_bytes)
+    count = max(1, s.kv_heads // 2) if len(fits) == 1 else fits[0].stop
+    groups = head_groups(s.kv_heads, s.q_heads, plan.transport.device.type, backward, relayed=True)
     return [slice(h, min(h + count, g.stop)) for g in groups for h in range(g.start, g.stop, count)]
 
 
@@ -164,3 +166,33 @@ class PushedToCarriers:
             self.dk[:, :, heads].copy_(rows[..., :dim])
             self.dv[:, :, heads].copy_(rows[..., dim:])
         self.moving.clear()
+
+
+def carried_bytes(plan: Plan, relay: Relay, s: Shape, backward: bool) -> int:
+    """Return what is allocated: memory that the node shares, for this rank's own keys and those that it carries, and
+    the receive buffer; in the backward contributions and their sums."""
+    rank, longest = plan.rank, max(relay.lengths)
+    fetched = sum(run.length for run in relay.fetches[rank])
+    queries, token = plan.local_lengths[rank], s.batch * (s.head_dim + s.value_dim)  # elements of one key head
+
+    def heads_of(cut: list[slice]) -> tuple[int, int]:
+        """Return the heads of the largest wave, and those that are in memory at the same time."""
+        most = max(wave.stop - wave.start for wave in cut)
+        return most, min(2, len(cut)) * most
+
+    cut = _waves(plan, s, backward)
+    heads, resident = heads_of(cut)
+    buffered = max(resident, heads_of(_waves(plan, s, False))[1])  # the buffer stays as large as the forward made it
+    total = s.batch * row_bytes(queries, s, backward)
+    total += (2 * s.kv_heads * longest + buffered * fetched) * token * s.itemsize
+    walked = [gathered_block(plan)] if is_union(plan) else []
+    if backward:
+        total += (max(map(len, relay.nodes)) - 1) * heads * longest * token * s.state_itemsize  # what others push
+        from_others = sum(run.length for runs in relay.carried for run in runs if run.owner == rank)
+        sums = min(2, len(cut)) * heads * (relay.lengths[rank] + from_others) * token
+        piece = s.batch * piece_elements(plan, s, queries, fetched, heads)
+        walk = s.batch * walk_bytes(s, walked) * heads // s.kv_heads
+        return total + (resident * fetched * token + sums + piece) * s.state_itemsize + walk
+    if len(cut) > 1:  # a wave's output, before it is put in its place
+        total += s.batch * queries * heads * (s.q_heads // s.kv_heads) * (s.value_dim * s.itemsize + s.state_itemsize)
+    return total + s.batch * queries * heads * s.state_elements // s.kv_heads * s.state_itemsize * bool(walked)

@@ -35,6 +35,7 @@ from ..schedule import head_groups, waves
 from ..shape import Shape
 from ..trace import named
 from .by_node import relayed_bytes
+from .carrying import carried_bytes
 from .contract import Call, Dataflow, Gradients, Traffic, is_union, piece_elements, walk_bytes
 from .fetching import fetch_keys, return_gradients
 from .gathered import copied, gathered_block, relay_of
@@ -112,15 +113,7 @@ class Gather(Dataflow):
         return Gradients(dq, home.dk, home.dv)
 
     def traffic(self, plan: Plan, rank: int) -> Traffic:
-        relay, sent = relay_of(plan), Traffic.nothing(plan.world_size)
-        for stage in (plan.fetches,) if relay is None else (relay.carried, relay.fetches):
-            for visitor, runs in enumerate(stage):
-                for run in runs:
-                    if run.owner == rank != visitor:
-                        sent.shards[visitor] += run.length
-                    elif visitor == rank != run.owner:
-                        sent.contributions[run.owner] += run.length
-        return sent
+        return plan.once("traffic", lambda: _traffic(plan))[rank]
 
     def blocks(self, plan: Plan) -> Iterator[tuple[int, Block]]:
         for rank in range(plan.world_size):
@@ -156,11 +149,21 @@ class Gather(Dataflow):
         """Return an upper bound on the CPU and over messages. Where the GPUs of one host pull, what is allocated if the
         kernel waits for keys itself; other kernels take the output of a group of heads more."""
         relay = relay_of(plan)
-        if copied(plan):
-            return _pulled_bytes(plan, shape, backward)
         if relay is None:
-            return message_bytes(plan, shape, backward)
-        return relayed_bytes(plan, relay, shape, backward)
+            return (_pulled_bytes if copied(plan) else message_bytes)(plan, shape, backward)
+        return (carried_bytes if copied(plan) else relayed_bytes)(plan, relay, shape, backward)
+
+
+def _traffic(plan: Plan) -> list[Traffic]:
+    """Return what each rank sends: keys to those that fetch them, and contributions to those they were fetched from."""
+    relay, sent = relay_of(plan), [Traffic.nothing(plan.world_size) for _ in range(plan.world_size)]
+    for stage in (plan.fetches,) if relay is None else (relay.carried, relay.fetches):
+        for visitor, runs in enumerate(stage):
+            for run in runs:
+                if run.owner != visitor:
+                    sent[run.owner].shards[visitor] += run.length
+                    sent[visitor].contributions[run.owner] += run.length
+    return sent
 
 
 def _pulled_bytes(plan: Plan, s: Shape, backward: bool) -> int:
