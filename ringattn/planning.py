@@ -93,7 +93,8 @@ def plan(
             are of a node. A ring becomes a double ring where all nodes are equal, and a gather brings a key into a node
             once (:mod:`.relay`).
         buffer_bytes: with the dataflow "gather", memory for fetched keys and values and their gradients. Where they
-            need more and copy engines fetch them, they come in waves of heads that fit; messages fetch all heads.
+            need more and copy engines fetch them, they come in waves of heads that fit; messages fetch all heads. What
+            the ranks of a node carry for each other is in addition (``memory_bytes()`` counts it).
             "auto" chooses no gather that does not fit.
         timeout: seconds that a rank waits for another one that is stopped or does not come, in this call and in
             attention with this plan; None: RINGATTN_TIMEOUT, or else the time limit of the group. The first plan of a

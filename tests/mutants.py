@@ -515,6 +515,56 @@ MUTANTS = (
         "gradients * s.kv_elements * s.state_itemsize\n    return round(2 * s.batch * (bound",
         "tests/test_memory.py",
     ),
+    # --- gather by node
+    Mutant(
+        "relay: the first rank of a node carries everything",
+        "ringattn/relay.py",
+        "return ranks[index % len(ranks)]",
+        "return ranks[0]",
+        "tests/test_by_node.py",
+    ),
+    Mutant(
+        "relay: a run is taken from where its carrier's begins",
+        "ringattn/relay.py",
+        "offset=own + part.first + run.offset - part.offset)",
+        "offset=own + part.first)",
+        "tests/test_by_node.py",
+    ),
+    Mutant(
+        "by node: gradients of other nodes are lost",
+        "ringattn/dataflow/by_node.py",
+        "            self.stages.network.add(self.between.pieces, total)\n",
+        "",
+        "tests/test_by_node.py",
+    ),
+    Mutant(
+        "carry: pulls do not wait for messages",
+        "ringattn/peer/carry.py",
+        "        pulling.wait_event(arrived)\n",
+        "",
+        "tests/test_pulls_by_node.py",
+    ),
+    Mutant(
+        "carrying: sums leave before they are made",
+        "ringattn/dataflow/carrying.py",
+        "        stream.wait_stream(main)\n",
+        "",
+        "tests/test_pulls_by_node.py",
+    ),
+    Mutant(
+        "verify: a token may cross the network twice",
+        "ringattn/verify.py",
+        "torch.cat(crosses).sort().values",
+        "torch.cat(crosses).unique()",
+        "tests/test_by_node.py",
+    ),
+    Mutant(
+        "planning: nodes are not compared",
+        "ringattn/planning.py",
+        '            nodes=f"{len(self.nodes)}, hash {hash_of(repr(self.nodes)):x}",\n',
+        "",
+        "tests/test_by_node.py",
+    ),
     # --- copies between GPUs, on simulated GPUs
     Mutant(
         "pull: no wait for the other ranks",

@@ -158,7 +158,7 @@ def test_hosts_of_the_ranks_are_nodes() -> None:
     for nodes, local_size, text in virtual.run(5, body):
         assert nodes == ((0, 1, 4), (2, 3))
         assert local_size == 5  # a double ring needs equal nodes of neighbours
-        assert "nodes of 3 + 2 ranks: messages between them, messages inside of them" in text
+        assert "2 nodes of 2 to 3 ranks: messages between them, messages inside of them" in text
         assert "to other nodes, by the rank that sends them most" in text
     case = Case(seq_len=40, causal=True, dataflow="gather")
 

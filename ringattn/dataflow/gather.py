@@ -15,7 +15,9 @@ Heads are independent, so the work is cut by heads:
 * on the GPUs of one host the copy engines fetch (:mod:`ringattn.peer`). One kernel takes a whole wave and waits for
   each head by itself; kernels that cannot wait take a wave in groups of heads, the first of them small, because nothing
   hides its fetch;
-* elsewhere messages fetch, and every group of heads is a wave of its own.
+* elsewhere messages fetch, and every group of heads is a wave of its own;
+* on several hosts a key comes to each of them once, by a message, to one of its ranks, and the others take it from
+  there (:mod:`ringattn.relay`), by messages (:mod:`.by_node`) or copy engines (:mod:`.carrying`).
 
 Backward: keys and values are fetched again. The float32 partial gradients go to their owners, run by run of keys while
 the kernel is still at work if it counts what is complete, and are summed there in the order of ranks.
@@ -138,8 +140,9 @@ class Gather(Dataflow):
         relay = relay_of(plan)
         if relay is not None:
             inside = "copy engines" if copied(plan) else "messages"
-            sizes = " + ".join(str(len(ranks)) for ranks in relay.nodes)
-            lines.append(f"nodes of {sizes} ranks: messages between them, {inside} inside of them")
+            sizes = sorted({len(ranks) for ranks in relay.nodes})
+            some = f"{sizes[0]} to {sizes[-1]}" if len(sizes) > 1 else f"{sizes[0]}"
+            lines.append(f"{len(relay.nodes)} nodes of {some} ranks: messages between them, {inside} inside of them")
             for rank, carried in enumerate(relay.carried):
                 tokens = " ".join(f"{run.owner}[{run.offset}:{run.offset + run.length}]" for run in carried)
                 lines.append(f"rank {rank} carries for its node owner[tokens]: {tokens or 'nothing'}")
