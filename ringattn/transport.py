@@ -36,6 +36,7 @@ from .gloo import DEFAULT_TIMEOUT
 from .health import Health, seconds
 from .lockstep import Calls
 from .peer.connect import Ranks, by_host, connect, host
+from .peer.mailbox import Mailbox
 from .peer.memory import Link
 from .peer.watchdog import CallMark
 from .works import Arrived, Message, Pending, Works, interruptible
@@ -54,7 +55,8 @@ class Transport:
         hosts: a number for every rank that is the same for ranks of one host; empty: all are of one.
         sent_to: the bytes sent to each rank, over all calls of :meth:`start`.
         sent_bytes, sent_messages: sums over all calls of :meth:`start`.
-        collectives: number of calls of :meth:`all_reduce` and :meth:`all_gather` on more than one rank.
+        collectives: number of calls of :meth:`all_reduce` and :meth:`all_gather` on more than one rank, and of merges
+            by :meth:`mailbox`.
         plans_made: number of calls of :func:`ringattn.plan`.
         calls_agreed: the calls, with their shapes and settings, that all ranks have compared.
         given_up: the error that ended a call after its first message, or "".
@@ -163,6 +165,18 @@ class Transport:
 
     def link(self, x: Tensor) -> Link | None:
         """Return the link by which ranks access each other's memory, or None where they cannot for tensors like x."""
+        return None
+
+    def mailbox(self, state: Tensor) -> Mailbox | None:
+        """Return the mailbox by which all ranks merge states of this shape in place of an :meth:`all_gather`, and count
+        the merge; None where they have none."""
+        mailbox = self._mailbox() if state.is_cuda and self.world_size > 1 else None
+        if mailbox is None or not mailbox.takes(state):
+            return None
+        self.step, self.collectives = self.step + 1, self.collectives + 1
+        return mailbox
+
+    def _mailbox(self) -> Mailbox | None:
         return None
 
     def _start(self, sends: Sequence[Message], receives: Sequence[Message]) -> Pending:
@@ -290,11 +304,9 @@ class GroupTransport(Transport):
         if cuda:  # set the communicator up on all ranks; the first point-to-point messages may be among a few of them
             dist.all_reduce(torch.zeros(1, device=device), group=group)
         if cuda and self.world_size > 1:
+            ranks, group_of = Ranks(self.rank, self.hosts), functools.partial(gloo.alive, self._group)
             problem = self.health.watch()
-            group_of = functools.partial(gloo.alive, self._group)
-            self._link = connect(
-                Ranks(self.rank, self.hosts), device, group_of, self.gather_words, self.health.board, problem
-            )
+            self._link = connect(ranks, device, group_of, self.gather_words, self.health.board, problem)
 
     @property
     def group(self) -> dist.ProcessGroup:
@@ -337,9 +349,7 @@ class GroupTransport(Transport):
         if self.world_size == 1 or self._closed:
             return
         self._closed = True
-        row = 0 if self._link is None else int(self._link.timed_out[0])
-        kernel = f"; a kernel gave up waiting for row {row - 1} of keys (batch * kv_heads + head)" if row else ""
-        self.health.fail(error, where or f" in {self._place()}{kernel}")
+        self.health.fail(error, where or f" in {self._place()}{'' if self._link is None else self._link.gave_up()}")
         # In a thread with a limit: whatever is wrong with the connections, the error must be raised.
         closing = threading.Thread(target=self._close_all, daemon=True)
         closing.start()
@@ -364,6 +374,9 @@ class GroupTransport(Transport):
         if self._link is None or not x.is_cuda or torch.cuda.is_current_stream_capturing():
             return None  # a captured graph would repeat the epochs of its exchanges; messages have none
         return self._link
+
+    def _mailbox(self) -> Mailbox | None:
+        return self._link.mailbox() if self._link is not None and self.pulls else None
 
     def _record(self, call: CallMark, shown: str) -> None:
         other = self.health.begin(self.timeout, call, shown)
