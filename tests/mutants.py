@@ -581,7 +581,11 @@ MUTANTS = (
         _COPIES,
     ),
     Mutant(
-        "pull: one slot for all calls", "ringattn/peer/pull.py", "self.slot = self.epoch % 2", "self.slot = 0", _COPIES
+        "pull: one slot for all calls",
+        "ringattn/peer/pull.py",
+        "self.slot = link.next_slot()",
+        "self.slot = 0",
+        _COPIES,
     ),
     Mutant(
         "pull: a copy of the wrong row",

@@ -20,6 +20,7 @@ from ringattn.dataflow.gathered import relay_of
 from ringattn.planning import nodes_of
 from ringattn.relay import Relay, node_of, relay
 from ringattn.schedule import Fetch, head_groups
+from ringattn.shape import Shape
 from ringattn.verify import check_relay
 from ringattn.virtual import VirtualRank
 
@@ -56,7 +57,7 @@ def test_equals_dense_attention(mask: str, name: str) -> None:
     for rank, (part, sent) in enumerate(parts):
         plan = case.plan(VirtualRank(rank, world_size))
         assert part.sent == cases.traffic(plan, case, rank)
-        both = [plan.flow.traffic_bytes(plan, ringattn.plans.Shape(**shape), backward, rank) for backward in (0, 1)]
+        both = [plan.flow.traffic_bytes(plan, Shape(**shape), backward, rank) for backward in (0, 1)]
         assert sent == [sum(pair) for pair in zip(*both, strict=True)]
         predicted = sum(plan.network_bytes(backward=backward, **shape) for backward in (False, True))
         node = next(ranks for ranks in plan.nodes if rank in ranks)
@@ -147,6 +148,36 @@ def test_the_pipeline_has_two_stages_in_each_turn(monkeypatch: pytest.MonkeyPatc
     assert turns[4] == between
     assert turns[-1] == between
     assert sum(turn == inside for turn in turns[4:]) == 2
+
+
+@pytest.mark.parametrize("name", ["2x2", "2+1+3"])
+@pytest.mark.parametrize("dataflow", ["ring", "gather"])
+def test_deterministic_plans_have_the_same_bits_on_nodes(dataflow: str, name: str) -> None:
+    world_size, local_size = NODES[name]
+    case = Case(
+        seq_len=700, causal=True, window_size=(300, 0), dataflow=dataflow, deterministic=True, dtype=torch.float32,
+        batch=1, sink=True,
+    )  # fmt: skip
+    flat = cases.joined(cases.virtually(world_size, case))
+    case = replace(case, local_size=local_size)
+    parts = virtual.run(world_size, lambda rank: attend(case, rank))
+    whole = cases.joined([part for part, _ in parts])
+    assert all(torch.equal(flat[key], whole[key]) for key in flat if key != "dsink")
+    network = 0
+    for rank, (part, _) in enumerate(parts):
+        plan = case.plan(VirtualRank(rank, world_size))
+        assert part.sent == cases.traffic(plan, case, rank)
+        network += plan.network_bytes()
+    plan.verify()
+    near = plan.nodes
+    plans = [replace(case, local_size=None).plan(VirtualRank(rank, world_size)) for rank in range(world_size)]
+    across = sum(
+        count
+        for rank, plan in enumerate(plans)
+        for peer, count in enumerate(plan.flow.traffic_bytes(plan, Shape(), False, rank))
+        if node_of(near)[peer] != node_of(near)[rank]
+    )
+    assert network < across
 
 
 def test_hosts_of_the_ranks_are_nodes() -> None:

@@ -111,6 +111,7 @@ def _messages(monkeypatch: pytest.MonkeyPatch) -> None:
         (4, "gather", "zigzag", (8, 8), dict(mask=SINKS)),
         (1, "ring", "zigzag", (8, 8), dict(causal=True, deterministic=True)),
         (4, "ring", "zigzag", (8, 2), dict(causal=True, deterministic=True)),
+        (6, "ring", "zigzag", (8, 2), dict(causal=True, deterministic=True, local_size=(2, 1, 3))),
         (4, "reduce", "striped", (8, 8), dict(causal=True, window_size=(300, 0), deterministic=True)),
         (4, "gather", "contiguous", (8, 8), dict(causal=True, deterministic=True, buffer_bytes=1 << 20)),
         (4, "ring", "zigzag", (8, 2), dict(mask=masks.sinks(TOKENS, 4, 300), deterministic=True)),
