@@ -53,9 +53,7 @@ class Bytes(NamedTuple):
 def memory(row: Row, s: Shape) -> Bytes:
     """Return what attention allocates in addition to q, k, v, out and their gradients."""
     rows = row.tokens * s.q_heads * (s.head_dim + 2) * s.state_itemsize  # dq and delta
-    if row.ranks == 1:
-        return Bytes(0, rows + _piece(row.tokens, s, s.kv_heads))
-    if row.dataflow == "ring":
+    if row.dataflow == "ring" or row.ranks == 1:
         return Bytes(0, rows + _ring(row, s))
     return _pulled(row, s, rows) if row.pulls else Bytes(0, rows + _messaged(row, s))
 
@@ -70,7 +68,7 @@ def _ring(row: Row, s: Shape) -> int:
     """Return the bytes of shards and of contributions to them: one that is held and one that arrives, and their
     gradients, also those that leave and those at home."""
     travelling = 2 if row.ranks > 2 else 0
-    contributions = min(row.ranks, 4)
+    contributions = 4 if row.ranks > 1 else 1
     shard = row.tokens * s.kv_elements
     return shard * (travelling * s.itemsize + contributions * s.state_itemsize) + _piece(row.tokens, s, s.kv_heads)
 
@@ -79,7 +77,7 @@ def _messaged(row: Row, s: Shape) -> int:
     """Return the bytes of fetched keys and values of all heads, and of the gradients of some heads at a time."""
     groups = head_groups(s.kv_heads, s.q_heads, "cuda", backward=True)
     part = max(g.stop - g.start for g in groups) / s.kv_heads
-    arriving = row.seq_len - row.tokens  # about: contributions of the other ranks to this one's keys
+    arriving = (row.seq_len - row.tokens) // 2  # contributions to the first chunk of all, of each other rank
     at_once = max(2 * row.fetched, row.fetched + arriving + row.tokens)
     earlier = row.fetched + arriving if len(groups) > 1 else 0
     keys = (row.tokens + row.fetched) * s.kv_elements * s.itemsize
