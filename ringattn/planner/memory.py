@@ -119,22 +119,46 @@ def peak(model: ModelShape, tokens_per_gpu: int, switches: Switches) -> int:
     return sum(parts(model, tokens_per_gpu, switches).values())
 
 
-def longest(model: ModelShape, capacity: int, switches: Switches, multiple: int = 128) -> int:
-    """Return the most tokens per GPU, a multiple of ``multiple``, whose step fits into ``capacity`` bytes; 0: none."""
+def on_host(model: ModelShape, tokens_per_gpu: int, switches: Switches) -> int:
+    """Return the bytes of host memory that one GPU uses: activations, and with the optimizer "host" its share of
+    parameters, gradients and moments, the moments in float32."""
+    activations = switches.offload_activations * model.layers * kept_by_layer(model, tokens_per_gpu, switches)
+    state = (switches.optimizer == "host") * -(-model.parameters // switches.fsdp_size)
+    return activations + state * (2 * switches.param_itemsize + OPTIMIZERS["adamw_fp32"])
+
+
+def longest(model: ModelShape, capacity: int, host_memory: int, switches: Switches, multiple: int = 128) -> int:
+    """Return the most tokens per GPU, a multiple of ``multiple``, whose step fits into ``capacity`` bytes of the GPU
+    and ``host_memory`` of the host; 0: none."""
+
+    def fits(count: int) -> bool:
+        tokens = count * multiple
+        return peak(model, tokens, switches) <= capacity and on_host(model, tokens, switches) <= host_memory
+
     low, high = 0, 1
-    while peak(model, high * multiple, switches) <= capacity:
+    while fits(high):
         low, high = high, 2 * high
     while high - low > 1:
         middle = (low + high) // 2
-        low, high = (middle, high) if peak(model, middle * multiple, switches) <= capacity else (low, middle)
+        low, high = (middle, high) if fits(middle) else (low, middle)
     return low * multiple
+
+
+def row_of(model: ModelShape, tokens_per_gpu: int, s: Switches) -> attention.Row:
+    """Return how a row of so many tokens on each GPU is divided."""
+    return attention.Row(tokens_per_gpu, s.ranks, s.pulls, model.window, s.dataflow, s.buffer_bytes)
+
+
+def kept_by_layer(model: ModelShape, tokens_per_gpu: int, switches: Switches) -> int:
+    """Return the bytes that one layer keeps for its backward, on the GPU or on the host."""
+    return _kept(_Layer.of(model, tokens_per_gpu, switches.itemsize), switches)
 
 
 def _moments(model: ModelShape, tokens: int, s: Switches) -> list[dict[str, int]]:
     """Return the parts at the loss, in the backward of the last, the last but one and the first layer, and at the
     optimizer."""
     layer = _Layer.of(model, tokens, s.itemsize)
-    row = attention.Row(tokens, s.ranks, s.pulls, model.window, s.dataflow, s.buffer_bytes)
+    row = row_of(model, tokens, s)
     heads, kv_heads = (max(1, n // s.head_groups) for n in (model.heads, model.kv_heads))
     buffers = attention.memory(row, replace(model.attention(s.itemsize), q_heads=heads, kv_heads=kv_heads))
     on_gpu = (s.optimizer != "host") * -(-model.parameters // s.fsdp_size)  # parameters of this GPU

@@ -152,8 +152,7 @@ class _Machine:
         """Run a kernel, slower by what messages take from it (``passing``: their time); return when it ends. The host
         takes ``launch`` ms for it and all that belongs to it."""
         own = ms * self.speed
-        self.host = self.host + launch
-        ready = np.maximum(ready, self.host)
+        ready, self.host = np.maximum(ready, self.host), self.host + launch
         if ms:
             own = own + self.setting.costs.contention * np.minimum(own, passing)
         self.kernels = np.maximum(self.kernels, ready) + own
