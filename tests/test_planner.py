@@ -101,13 +101,13 @@ def test_buffers_of_attention_are_those_of_a_plan(heads: tuple[int, int, int], r
 def test_the_longest_row_fits_and_no_longer_one() -> None:
     shape, capacity = MODELS["llama-3.1-8b"], 130 * GIB
     switches = Switches(fsdp_size=2, ranks=2)
-    tokens = memory.longest(shape, capacity, 1 << 40, switches)
+    tokens = memory.longest(shape, capacity, switches)
     assert memory.peak(shape, tokens, switches) <= capacity < memory.peak(shape, tokens + 128, switches)
-    assert memory.longest(MODELS["llama-3.1-405b"], capacity, 1 << 40, switches) == 0
-    saving = [dict(offload_activations=True), dict(optimizer="host"), dict(keep_attention_out=False)]
-    saving += [dict(mlp_chunk=4096), dict(fsdp_size=8)]
+    assert memory.longest(MODELS["llama-3.1-405b"], capacity, switches) == 0
+    saving = [dict(host_bytes=1 << 40), dict(host_bytes=1 << 40, attention_on_host=True), dict(optimizer="host"), dict(keep_attention_out=False)]
+    saving += [dict(mlp_chunk=4096), dict(fsdp_size=8), dict(anchors=4), dict(attention_layers=8)]
     for one in saving:
-        assert memory.longest(shape, capacity, 1 << 40, replace(switches, **one)) > tokens, one
+        assert memory.longest(shape, capacity, replace(switches, **one)) > tokens, one
 
 
 # Models

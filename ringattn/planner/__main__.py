@@ -5,8 +5,10 @@
     python -m ringattn.planner --model llama-3.1-8b --context 1M --gpus 16x8 --slow 5:1.3 --slow-link 9:4
 
 It compares how many GPUs share a row, and by which dataflow; the others take further rows (data parallelism). All GPUs
-share parameters and optimizer (FSDP2); layers are computed again in the backward except their attention. The best way
-is printed with its time and memory by name, the alternatives as a table. ``--json`` prints the same as one object.
+share parameters and optimizer (FSDP2); layers are computed again in the backward except their attention. Where a row
+does not fit, what layers keep goes to the host, then norms and MLPs compute 4,096 tokens at a time, then attention
+half of its heads. The best way is printed with its time and memory by name, the alternatives as a table; ``--json``
+prints the same as one object.
 
 ``--slow rank:factor`` and ``--slow-link rank:factor`` say that kernels or the network card of a rank take so many times
 as long. How it is computed and how far it was right: docs/use/planner.md.
@@ -17,6 +19,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +49,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--offload-activations", action="store_true", help="also where a row fits without")
     parser.add_argument("--recompute-attention", action="store_true", help="do not keep its results")
     parser.add_argument("--mlp-chunk", type=int, default=0, help="tokens of one pass through the MLP; 0: all")
+    parser.add_argument("--head-groups", type=int, default=1, help="passes of attention over its heads")
     parser.add_argument("--loss-chunk", type=int, default=4096, help="tokens whose logits exist together; 0: all")
     parser.add_argument("--buffer-bytes", type=int, default=8 << 30, help="as for ringattn.plan")
     parser.add_argument("--host-gib", type=float, default=200, help="host memory of one GPU, for what is offloaded")
@@ -87,15 +91,16 @@ def problem_of(args: argparse.Namespace) -> Problem:
         if costs is None:
             raise ValueError(f"{args.calibration} has no costs; run python -m benchmarks.calibrate")
     machines = cluster(args.gpus, args.gpu, args.links, costs)
+    host = round(args.host_gib * GIB)
     switches = Switches(
-        optimizer=args.optimizer, offload_activations=args.offload_activations,
-        keep_attention_out=not args.recompute_attention, mlp_chunk=args.mlp_chunk, loss_chunk=args.loss_chunk,
+        optimizer=args.optimizer, keep_attention_out=not args.recompute_attention,
+        host_bytes=host * args.offload_activations, attention_on_host=args.offload_activations,
+        mlp_chunk=args.mlp_chunk, head_groups=args.head_groups, loss_chunk=args.loss_chunk,
         buffer_bytes=args.buffer_bytes,
     )  # fmt: skip
     slow, slow_link = (
         factors(x, n, machines.gpus) for x, n in ((args.slow, "--slow"), (args.slow_link, "--slow-link"))
     )
-    host = round(args.host_gib * GIB)
     return Problem(shape, machines, count(args.context), switches, host, slow, slow_link)
 
 
@@ -103,8 +108,9 @@ def name_of(verdict: Verdict, machines: Cluster) -> str:
     """Return which GPUs share a row, and how."""
     way = verdict.way
     rows = machines.gpus // way.ranks
-    offload = ", activations on the host" * way.switches.offload_activations
-    return f"{way.dataflow} over {way.ranks} GPUs, {rows} row{'s' * (rows > 1)}{offload}"
+    saved = ", on the host" * (way.switches.host_bytes > 0) + ", in chunks" * (way.switches.mlp_chunk > 0)
+    saved += ", by heads" * (way.switches.head_groups > 1)
+    return f"{way.dataflow} over {way.ranks} GPUs, {rows} row{'s' * (rows > 1)}{saved}"
 
 
 def describe(problem: Problem, best: Verdict) -> list[str]:
@@ -117,7 +123,7 @@ def describe(problem: Problem, best: Verdict) -> list[str]:
     named |= {"optimizer": step.optimizer}
     times = ", ".join(f"{name} {seconds:.2f}" for name, seconds in named.items())
     bytes_ = ", ".join(f"{LABELS[name]} {size / GIB:.1f}" for name, size in best.memory.items())
-    on_host = memory.on_host(problem.model, way.tokens, way.switches)
+    on_host = memory.host_bytes(problem.model, way.tokens, way.switches)
     lines = [
         f"best: {name_of(best, problem.cluster)}, {way.tokens:,} tokens per GPU",
         f"  {step.seconds:.2f} s a step, {step.tokens_per_second:,.0f} tokens/s/GPU, MFU {step.mfu:.1%}",
@@ -148,7 +154,7 @@ def as_words(problem: Problem, verdict: Verdict) -> dict[str, Any]:
     way, step = verdict.way, verdict.step
     words: dict[str, Any] = dict(
         dataflow=way.dataflow, ranks=way.ranks, rows=problem.cluster.gpus // way.ranks, tokens_per_gpu=way.tokens,
-        offload_activations=way.switches.offload_activations, memory=verdict.memory, reason=verdict.reason,
+        switches=asdict(way.switches), memory=verdict.memory, reason=verdict.reason,
     )  # fmt: skip
     if step:
         words |= {n: x for n, x in step._asdict().items() if n != "outcome"}
@@ -178,7 +184,7 @@ def main(argv: list[str] | None = None) -> int:
     if best.step:
         print("\n".join(describe(problem, best)))
     else:
-        most = max(longest(problem, verdict.way)["as above"] for verdict in all_ways)
+        most = max(max(longest(problem, verdict.way).values()) for verdict in all_ways)
         print(f"nothing fits; the longest row that does has {most:,} tokens")
     print("\n".join(table(problem, all_ways[1 : 1 + args.alternatives] if best.step else all_ways)))
     return 0 if best.step else 1

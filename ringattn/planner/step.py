@@ -127,7 +127,9 @@ def _moved(model: ModelShape, n: int, cluster: Cluster, s: Switches) -> tuple[fl
         gbs = min(gbs, cluster.local_size * cluster.costs.message_gbs)
     others = (s.fsdp_size - 1) / s.fsdp_size
     gather, reduce = (model.layer_parameters * size * others / gbs / 1e6 for size in (s.itemsize, s.reduce_itemsize))
-    offload = s.offload_activations * memory.kept_by_layer(model, n, s) / HOST_GBS / 1e6
+    offload = (
+        min(s.host_bytes, memory.host_bytes(model, n, replace(s, optimizer="sgd"))) / model.layers / HOST_GBS / 1e6
+    )
     if s.optimizer == "host":  # parameters come from the host, gradients return
         offload += model.layer_parameters / s.fsdp_size * s.param_itemsize / HOST_GBS / 1e6
     return max(gather, offload), max(gather + reduce, 2 * offload)

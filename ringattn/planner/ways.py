@@ -34,8 +34,8 @@ class Verdict(NamedTuple):
 
 
 class Problem(NamedTuple):
-    """What is planned. ``switches``: of memory, as wished; activations are offloaded where a row does not fit else.
-    ``host_memory``: bytes of the host for each GPU."""
+    """What is planned. ``switches``: of memory, as wished; where a row does not fit, those of :func:`saving`
+    are added. ``host_memory``: bytes of the host for each GPU."""
 
     model: ModelShape
     cluster: Cluster
@@ -77,17 +77,15 @@ def way_of(problem: Problem, hosts: int, local_size: int, dataflow: str) -> Way:
 
 
 def judge(problem: Problem, way: Way) -> Verdict:
-    """Return whether a way fits, offloading activations if it must, and how long its step takes."""
+    """Return whether a way fits, with what it must save, and how long its step takes."""
     model, capacity = problem.model, problem.cluster.gpu.usable
-    parts = memory.parts(model, way.tokens, way.switches)
-    if sum(parts.values()) > capacity and not way.switches.offload_activations:
-        way = way._replace(switches=replace(way.switches, offload_activations=True))
-        parts = memory.parts(model, way.tokens, way.switches)
-    if sum(parts.values()) > capacity:
+    for switches in saving(way.switches, problem.host_memory).values():
+        way = way._replace(switches=switches)
+        parts = memory.parts(model, way.tokens, switches)
+        if sum(parts.values()) <= capacity:
+            break
+    else:
         return Verdict(way, parts, None, f"needs {sum(parts.values()) / 2**30:.0f} GiB")
-    on_host = memory.on_host(model, way.tokens, way.switches)
-    if on_host > problem.host_memory:
-        return Verdict(way, parts, None, f"needs {on_host / 2**30:.0f} GiB on the host for each GPU")
     row = memory.row_of(model, way.tokens, way.switches)
     least = attention.least_buffer(row, model.attention(way.switches.itemsize))
     if least > row.buffer_bytes:
@@ -109,12 +107,24 @@ def verdicts(problem: Problem) -> list[Verdict]:
     return sorted(found, key=lambda verdict: verdict.speed, reverse=True)
 
 
+def saving(switches: Switches, host_memory: int) -> dict[str, Switches]:
+    """Return switches that need less and less memory, by what is added."""
+    host = replace(switches, host_bytes=host_memory, attention_on_host=True)
+    chunks = replace(host, mlp_chunk=switches.mlp_chunk or 4096)
+    return {
+        "as asked for": switches,
+        "with activations on the host": host,
+        "and norms and MLP in chunks of 4,096 tokens": chunks,
+        "and attention in two groups of heads": replace(chunks, head_groups=max(2, switches.head_groups)),
+    }
+
+
 def longest(problem: Problem, way: Way) -> dict[str, int]:
     """Return the tokens of the longest row that fits over the GPUs of a way, with its switches and with more."""
-    capacity, base = (problem.cluster.gpu.usable, problem.host_memory), way.switches
-    saving = {
-        "as above": base,
-        "with activations on the host": replace(base, offload_activations=True),
-        "and the MLP in chunks of 4,096 tokens": replace(base, offload_activations=True, mlp_chunk=4096),
+    model, capacity = problem.model, problem.cluster.gpu.usable
+    return {
+        name: memory.longest(model, capacity, switches) * way.ranks
+        for name, switches in saving(
+            way_of(problem, way.hosts, way.local_size, way.dataflow).switches, problem.host_memory
+        ).items()
     }
-    return {name: memory.longest(problem.model, *capacity, switches) * way.ranks for name, switches in saving.items()}
