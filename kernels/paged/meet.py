@@ -17,11 +17,11 @@ of r which began after r's launch of merge n had ended, with all reads of the sl
 raise its flag of n + 1 while another one still reads what came in n. Launches of one rank must not overlap
 (:class:`ringattn.peer.mailbox.Mailbox` orders streams), and all ranks merge in the same order.
 
-Every wait ends if all ranks come. A program sends all that it has to send before it waits, and it waits for the programs
-of its own number only. So a merge is complete as soon as each of its programs has been started on every GPU, in any
-order. All of them have room at once: they are at most :data:`PROGRAMS`, of four warps and few registers, 16 of which
-fit on one multiprocessor, and so do those of several merges in flight. Attention that has the multiprocessors waits
-for copies at most, which need none; it ends and makes room.
+Every wait ends if all ranks come. A program sends all that it has to send before it waits, and it waits for programs of
+its own number only. So a merge is complete as soon as each of its programs has been started on every GPU, in any order.
+All of them have room at once: they are at most :data:`PROGRAMS`, of four warps and few registers, several of which fit
+on one multiprocessor, and so do those of other merges in flight. Attention that has the multiprocessors waits for
+copies at most, which need none; it ends and makes room.
 
 Program 0 shows n to the watchdog (:mod:`ringattn.peer.watchdog`) before it waits, which ends a process that waits too
 long and names the late rank. A kernel that nothing watches traps after ``patience``.
