@@ -14,6 +14,7 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -262,6 +263,44 @@ def test_a_fault_is_found(monkeypatch: pytest.MonkeyPatch, fault: str) -> None:
 
     with pytest.raises((Wrong, Deadlock)):
         some_order()
+
+
+class Waiting:
+    """A stream that notes the streams that it waits for."""
+
+    def __init__(self, captured: bool = False) -> None:
+        self.captured, self.waited = captured, list[Any]()
+
+    def wait_stream(self, other: Waiting) -> None:
+        self.waited.append(other)
+
+
+def test_a_captured_stream_waits_for_streams_of_its_capture_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    current: list[Waiting] = [Waiting()]
+
+    @contextlib.contextmanager
+    def stream(other: Waiting) -> Iterator[None]:
+        current.append(other)
+        yield
+        current.pop()
+
+    cuda = SimpleNamespace(
+        current_stream=lambda: current[-1], stream=stream, is_current_stream_capturing=lambda: current[-1].captured
+    )
+    monkeypatch.setattr(mailboxes, "torch", _Torch(cuda))
+    one, two, captured, other, later = Waiting(), Waiting(), Waiting(True), Waiting(True), Waiting(True)
+    box = object.__new__(Mailbox)
+    box._last = [one, None]  # type: ignore[list-item]
+    for x in (one, one, captured, other):
+        current[0] = x
+        box._follow(x.captured)
+    captured.captured = other.captured = False  # the capture has ended
+    for x in (later, two):
+        current[0] = x
+        box._follow(x.captured)
+    assert other.waited == [captured]
+    assert captured.waited == later.waited == []
+    assert two.waited == [one]
 
 
 # ---------------------------------------------------------------- the code for sm_90, and the watchdog
