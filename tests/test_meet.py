@@ -316,9 +316,9 @@ def compiled_for_hopper() -> dict[str, Any]:
     of_rank = Mailboxes(addresses, torch.zeros(PROGRAMS.value, dtype=torch.int32), 0, 1 << 40, 1 << 40, 1 << 40)
     result = meet.empty_result(state, of_rank, torch.bfloat16, False)
     grid, args, constants = meet._arguments(state, of_rank, None, result)
-    constants |= dict(SCATTERED=False, STEP=meet.BOTH.value)
+    constants |= dict(EARLY=True, launch_pdl=True, SCATTERED=False, STEP=meet.BOTH.value)
     compiled = sass.compile_for(GPUTarget("cuda", 90, 32), meet._meet, grid, args, constants)
-    pattern = r"\b(?:ld|st|atom|red|bar|multimem|fence|membar)\.[\w.]*(?:global|sync|sys)[\w.]*"
+    pattern = r"\b(?:ld|st|atom|red|bar|multimem|fence|membar)\.[\w.]*(?:global|sync|sys)[\w.]*|griddepcontrol.wait"
     return dict(resources(compiled), code=re.findall(pattern, compiled.asm["ptx"]))
 
 
@@ -333,6 +333,7 @@ def test_the_code_for_hopper_stores_then_raises_then_waits_then_reads() -> None:
     raises, waits = code.index("st.release.sys.global.b32"), code.index("ld.acquire.sys.global.b32")
     stores = [n for n, text in enumerate(code) if text == "st.global.v4.b32"]
     reads = [n for n, text in enumerate(code) if text.startswith("ld.global.cg")]
+    assert code[0] == "griddepcontrol.wait", "a launch ahead of time waits for the one before"
     assert len(stores) == 2, "16 bytes at a time to both ranks"
     assert any(code[n] == "ld.global.cg.v4.b32" for n in reads)
     assert "bar.sync" in code[stores[-1] : raises], "the release is for the stores of all threads"
