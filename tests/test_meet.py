@@ -36,6 +36,7 @@ from ringattn.kernels.paged.contract import part
 from ringattn.kernels.paged.meet import FLAG, PROGRAMS, RECEIVE, SEND, Mailboxes
 from ringattn.kernels.triton.primitives import INTERPRETED
 from ringattn.peer import mailbox as mailboxes
+from ringattn.peer import memory
 from ringattn.peer.mailbox import Mailbox
 from ringattn.peer.watchdog import MEET, Board, Watch
 
@@ -358,6 +359,25 @@ def test_the_watchdog_names_the_rank_that_is_late(tmp_path: Path) -> None:
     peer, text = watch.look(2.0) or watch.look(2.0) or (None, "")
     assert peer == 2
     assert "s for the states of exchange 2: rank 2" in text
+
+
+def test_a_link_makes_its_mailbox_once_and_never_in_a_capture(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    made: list[tuple[Any, ...]] = []
+    capturing = [True]
+    cuda = SimpleNamespace(is_current_stream_capturing=lambda: capturing[0])
+    monkeypatch.setattr(memory, "torch", _Torch(cuda))
+    monkeypatch.setattr(memory, "Mailbox", lambda *arguments: made.append(arguments) or len(made))
+    board = Board.create(str(tmp_path / "board"), 1, 2)
+    board.enter(7.0)
+    link = object.__new__(memory.Link)
+    link.rank, link.world_size, link.device = 1, 2, CPU
+    link.share, link._board, link._mailbox = "share", board, None  # type: ignore[assignment]
+    assert link.mailbox() is None
+    capturing[0] = False
+    box = link.mailbox()
+    assert made == [(1, 2, CPU, "share", 7.0, board.pinned(MEET))]
+    capturing[0] = True
+    assert link.mailbox() is box is not None
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_decode import LENGTHS, Model
+from test_decode import LENGTHS, Model, options_of
 from test_meet import random_states
 
 import ringattn
@@ -82,7 +82,8 @@ def test_decode_over_mailboxes_is_dense_attention(world_size: int) -> None:
         results = []
         for new in (1, 5, 16, 3):
             results += model.step([a, None, c, b], new)
-        model.step([a, b], 2, heads="scattered")
+        for kind in ("score", "scattered", "fixed split", "tree"):
+            model.step([a, None, b], 7 if kind == "tree" else 2, **options_of(kind))
         assert rank._own_mailbox is not None
         return [x for pair in results for x in pair]
 
