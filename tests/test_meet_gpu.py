@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_decode import LENGTHS, Model
+from test_decode import LENGTHS, Model, options_of
 from test_meet import random_states
 
 import ringattn
@@ -40,13 +40,15 @@ SHAPES = {  # (batch, new, q_heads, head_dim_v), ranks
 @pytest.mark.parametrize("heads", ["all", "scattered"])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_the_bits_are_those_of_an_all_gather(shape: str, heads: str) -> None:
-    """Merges in a row, with nothing between them that waits; states of all ranks differ in every one."""
+    """Merges in a row, to which ranks come at different times; states of all ranks differ in every one."""
     (*sizes, dim), ranks = SHAPES[shape]
     sink = torch.randn(sizes[2], device="cuda")
     states = [random_states(ranks, (*sizes, dim), n).cuda() for n in range(4)]
 
     def body(rank: virtual.VirtualRank) -> None:
         def merge(n: int) -> tuple[torch.Tensor, torch.Tensor]:
+            if n % 5 == rank.rank:
+                torch.cuda._sleep(200_000)  # cycles
             return merged(states[n % 4][rank.rank], rank, sink, torch.bfloat16, heads, BACKENDS["triton"])
 
         before = rank.collectives
@@ -80,7 +82,8 @@ def test_decode_over_mailboxes_is_dense_attention(world_size: int) -> None:
         results = []
         for new in (1, 5, 16, 3):
             results += model.step([a, None, c, b], new)
-        model.step([a, b], 2, heads="scattered")
+        for kind in ("score", "scattered", "fixed split", "tree"):
+            model.step([a, None, b], 7 if kind == "tree" else 2, **options_of(kind))
         assert rank._own_mailbox is not None
         return [x for pair in results for x in pair]
 
@@ -160,7 +163,7 @@ def test_two_streams_of_a_rank() -> None:
         results = []
         for n, state in enumerate(states):
             with torch.cuda.stream(other if n % 2 else here):
-                if n % 4 == 1:
+                if n % 4 == 1 + 2 * rank.rank:
                     torch.cuda._sleep(200_000)
                 results.append(merged(state[rank.rank], rank, None, torch.float32, "all", BACKENDS["triton"])[0])
         here.wait_stream(other)
