@@ -10,6 +10,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from pathlib import Path
@@ -205,21 +206,24 @@ print("went on", flush=True)
 
 
 @pytest.mark.parametrize("merges", [1, 20_000], ids=["waits for the GPU", "is blocked in a launch"])
-def test_a_rank_that_does_not_come_ends_the_others_with_its_name(tmp_path: Path, merges: int) -> None:
+def test_a_rank_that_does_not_come_ends_the_others_with_its_name(merges: int) -> None:
     root = Path(__file__).parents[1]
+    folder = tempfile.TemporaryDirectory(dir="/dev/shm")  # where boards are: other files cannot be pinned
+    path = f"{folder.name}/board"
     process = subprocess.Popen(
-        [sys.executable, "-c", RANK, str(tmp_path / "board"), str(merges)], cwd=root, text=True, stdin=subprocess.PIPE,
+        [sys.executable, "-c", RANK, path, str(merges)], cwd=root, text=True, stdin=subprocess.PIPE,
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True,
     )  # fmt: skip
     try:
         assert process.stdout is not None
         assert process.stdin is not None
         assert process.stdout.readline() == "here\n"
-        board = Board.open(str(tmp_path / "board"), 1, 2)
+        board = Board.open(path, 1, 2)
         board.enter(3.0)
         process.stdin.write("\n")
         process.stdin.flush()
-        assert process.stdout.readline() == "merges\n"
+        if process.stdout.readline() != "merges\n":
+            pytest.fail(process.communicate(timeout=60)[1])
         began = time.monotonic()
         said, error = process.communicate(timeout=60)
         assert process.returncode == -signal.SIGABRT, error
@@ -230,3 +234,4 @@ def test_a_rank_that_does_not_come_ends_the_others_with_its_name(tmp_path: Path,
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.communicate()
+        folder.cleanup()
