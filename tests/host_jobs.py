@@ -1,0 +1,187 @@
+"""What the ranks of simulated hosts run (tests/hosts.py), started by torchrun: python tests/host_jobs.py FOLDER JOB...
+
+Each job writes what one rank has to say to FOLDER/JOB-RANK.json. Jobs run one after another in the same processes.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import socket
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import cases
+import torch
+import torch.distributed as dist
+from cases import Case
+from hosts import Traffic, traffic_here
+
+import ringattn
+from ringattn.dataflow import tiles
+from ringattn.peer import connect
+from ringattn.shape import Shape
+from scripts import ranks
+
+LIMIT = 4.0  # seconds that a rank waits for another where a fault is staged
+LARGE = Case(seq_len=384, batch=1, q_heads=2, kv_heads=2, head_dim=32, head_dim_v=32)
+MASKS: dict[str, dict[str, Any]] = {
+    "causal": dict(causal=True),
+    "documents": dict(causal=True, cu_seqlens=(0, 130, 200, 384), layout="contiguous"),
+}
+
+
+def every_case(world_size: int) -> dict[str, Case]:
+    """Return every dataflow with every mask; the double ones have a group on each host."""
+    local = int(os.environ["LOCAL_WORLD_SIZE"])
+    found = {}
+    for name in (*cases.DATAFLOWS, "deterministic"):
+        groups = local if name.startswith("double") and 1 < local < world_size else None
+        flow = "gather" if name == "deterministic" else name.removeprefix("double-")
+        for mask, fields in MASKS.items():
+            base = replace(LARGE, dataflow=flow, local_size=groups, deterministic=name == "deterministic")
+            found[f"{name}-{mask}"] = replace(base, **fields)
+    return found
+
+
+# --- What a plan says that crosses between hosts ----------------------------------------------------------
+
+
+def journeys(plan: ringattn.Plan, rank: int) -> Iterator[tuple[int, int, int]]:
+    """Yield what a rank sends in one traversal: the rank that gets it, and the tokens of the two kinds that
+    ``plan.traffic`` counts."""
+    if plan.deterministic:
+        for kind, side in enumerate((tiles.of_keys(plan), tiles.of_queries(plan))):
+            for other, theirs in enumerate(side):
+                tokens = sum(run.length for run in theirs.runs if run.owner == rank != other)
+                yield other, tokens * (kind == 0), tokens * (kind == 1)
+    elif plan.dataflow == "gather":
+        for other, runs in enumerate(plan.fetches):
+            yield other, sum(run.length for run in runs if run.owner == rank != other), 0
+        for run in plan.fetches[rank]:
+            yield run.owner, 0, run.length * (run.owner != rank)
+    else:
+        lengths = plan.local_lengths if plan.dataflow == "reduce" else plan.local_lengths_k
+        steps = plan.schedule.steps(rank)
+        for step, last in zip(steps, [None, *steps], strict=False):
+            if step.shard_to is not None and step.owner is not None:
+                yield step.shard_to, lengths[step.owner], 0
+            to = step.home_to if step.part_to is None else step.part_to
+            if to is not None and last is not None and last.owner is not None:
+                yield to, 0, lengths[last.owner]
+
+
+def sent_elsewhere(plan: ringattn.Plan, case: Case, hosts: list[str]) -> int:
+    """Return the bytes that the ranks of this host send to other hosts in a forward and backward, as the plan predicts.
+
+    Args:
+        hosts: of each rank.
+    """
+    size = torch.empty(0, dtype=case.dtype).element_size()
+    shape = Shape(case.batch, case.q_heads, case.kv_heads, case.head_dim, case.head_dim_v, size)
+    here = [rank for rank, host in enumerate(hosts) if host == hosts[plan.rank]]
+    flow: Any = plan.flow
+    total = 0
+    for rank in here:
+        sums: Counter[str] = Counter()
+        for peer, first, second in journeys(plan, rank):
+            sums.update(first=first, second=second)
+            if hosts[peer] != hosts[rank]:
+                for backward in (False, True):
+                    one, other = flow.token_bytes(shape, backward)
+                    total += case.batch * (first * one + second * other)
+        assert (sums["first"], sums["second"]) == plan.traffic(rank), "these journeys are not the plan's"
+    return total
+
+
+# --- Jobs ----------------------------------------------------------------------------------------------
+
+
+def counted(call: Callable[[], Any]) -> tuple[Any, Traffic]:
+    """Return ``call()``, and what this host has sent meanwhile, with that of two barriers."""
+
+    def quiet() -> Traffic:
+        dist.barrier()
+        time.sleep(0.03)  # acknowledgements
+        return traffic_here()
+
+    before = quiet()
+    dist.barrier()
+    result = call()
+    return result, quiet() - before
+
+
+def attention(folder: Path) -> dict[str, Any]:
+    """Forward and backward of every dataflow: errors, and bytes that this host has sent."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    hosts = ranks.gather(socket.gethostname())
+    found: dict[str, Any] = dict(host=hosts[rank], number=connect.host(), cases={})
+    dense = {name: cases.expected(replace(LARGE, **fields)) for name, fields in MASKS.items()}
+    for name, case in every_case(world_size).items():
+        plan = case.plan()
+        cases.attend(case, plan=plan)  # ranks compare their arguments in the first call
+        part, sent = counted(lambda case=case, plan=plan: cases.attend(case, plan=plan))  # type: ignore[misc]
+        _, nothing = counted(lambda: None)
+        want = {}
+        for key, whole in dense[name.rpartition("-")[2]].items():
+            places = plan.positions_k if key in ("dk", "dv") else plan.positions
+            want[key] = whole.index_select(2 if key == "lse" else 1, places)
+        found["cases"][name] = dict(
+            error=max(cases.errors(part.results, want).values()),
+            sent=sent.sent_bytes - nothing.sent_bytes,
+            payload=sent.payload - nothing.payload,
+            predicted=sent_elsewhere(plan, case, hosts),
+        )
+    return found
+
+
+def until_it_fails(folder: Path, job: str) -> dict[str, Any]:
+    """Attend in a loop, on a group of all ranks, until another rank is lost. The first rank writes when it begins."""
+    group = dist.new_group(timeout=datetime.timedelta(seconds=60))
+    case = replace(LARGE, seq_len=64, causal=True, dataflow="gather" if job == "cut" else "ring")
+    plan = ringattn.plan(64, group, causal=True, dataflow=case.dataflow, timeout=LIMIT)
+    cases.attend(case, plan=plan)
+    (folder / f"{job}-{dist.get_rank()}.begun").touch()
+    began = time.monotonic()
+    try:
+        while time.monotonic() < began + 60:
+            cases.attend(case, plan=plan)
+    except ringattn.errors.ExchangeFailed as error:
+        return dict(
+            error=type(error).__name__, text=str(error), peer=error.peer, elapsed=error.elapsed, ended=time.time()
+        )
+    return dict(error="", text="no fault came", ended=time.time())
+
+
+def cut(folder: Path) -> dict[str, Any]:
+    """The cable of a host is unplugged. The ranks of all hosts wait until it is mended."""
+    return until_it_fails(folder, "cut")
+
+
+def killed(folder: Path) -> dict[str, Any]:
+    """All processes of a host are killed."""
+    return until_it_fails(folder, "killed")
+
+
+def main(folder: Path, jobs: list[str]) -> int:
+    torch.set_num_threads(1)
+    torch.set_default_dtype(torch.float64)
+    ranks.join("cpu")
+    for job in jobs:
+        found = {"attention": attention, "cut": cut, "killed": killed}[job](folder)
+        path = folder / f"{job}-{dist.get_rank()}.json"
+        path.with_suffix(".part").write_text(json.dumps(found))
+        path.with_suffix(".part").rename(path)
+        while job == "cut" and not (folder / "mended").exists():
+            time.sleep(0.02)
+    return 0
+
+
+if __name__ == "__main__":
+    ranks.end(lambda: main(Path(sys.argv[1]), sys.argv[2:]))
