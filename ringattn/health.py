@@ -3,15 +3,19 @@
 The ranks of one host share a :class:`~ringattn.peer.watchdog.Board`, on which each records its process, its call
 and why it failed. An error of a backend ("Connection closed by peer") only tells which connection broke first, often
 one to a rank that failed because of another; the board and the states of the processes tell which rank is the cause.
-Ranks of other hosts are not on the board: their errors have only the text of the backend.
+Ranks of other hosts are not on the board: of them only the names of their hosts are known, the message that did not
+come, and the text of the backend.
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 import os
 import secrets
+import socket
+import struct
 import subprocess
 import tempfile
 import time
@@ -27,6 +31,7 @@ from .peer import driver, watchdog
 from .peer.watchdog import Board, CallMark
 
 _PATIENCE = 1.0  # seconds to wait until the board shows which rank caused an error
+_NAME = struct.Struct("8q")  # a host's name as words, cut if it is longer
 _pinned: list[object] = []  # boards stay pinned, so they must stay mapped, until the process ends
 
 
@@ -65,6 +70,7 @@ class Health:
         board: shared with the ranks of this host; None without shared memory.
         here: the other ranks that are on the board.
         seen: those whose processes can be seen, see :meth:`.Board.peers`.
+        hosts: the names of the hosts of all ranks.
         marks: for streams that wait for messages; None where no watchdog runs.
     """
 
@@ -73,6 +79,7 @@ class Health:
         self.board: Board | None = None
         self.here: list[int] = []
         self.seen: list[int] = []
+        self.hosts: list[str] = []
         self.marks: Marks | None = None
         self._watchdog: subprocess.Popen[bytes] | None = None
 
@@ -84,7 +91,9 @@ class Health:
             limit: seconds that a rank waits for another.
             gather: returns the words of all ranks, (n,) int64 -> (world_size, n).
         """
-        rows = gather(torch.tensor([host, secrets.randbits(62)], device="cpu")).tolist()
+        name = _NAME.unpack(socket.gethostname().encode()[: _NAME.size].ljust(_NAME.size, b"\0"))
+        rows = gather(torch.tensor([host, secrets.randbits(62), *name], device="cpu")).tolist()
+        self.hosts = [_NAME.pack(*row[2:]).rstrip(b"\0").decode(errors="replace") for row in rows]
         first = next(rank for rank, row in enumerate(rows) if row[0] == host)
         folder = "/dev/shm" if os.path.isdir("/dev/shm") else tempfile.gettempdir()
         path = os.path.join(folder, f"ringattn-{rows[first][1]:016x}")
@@ -167,13 +176,16 @@ class Health:
             self._watchdog.wait()
             self._watchdog = None
 
-    def failure(self, error: Exception, place: Place, began: float, timeout: float) -> ExchangeFailed:
+    def failure(
+        self, error: Exception, place: Place, began: float, timeout: float, other: int | None = None
+    ) -> ExchangeFailed:
         """Return the exception for an error of the backend, with the rank that caused it if that can be determined.
 
         Args:
             place: where this rank is.
             began: when the wait began, in seconds of time.monotonic().
             timeout: the time limit of the wait, in seconds.
+            other: the rank at the other end of the message, if the wait was for one.
         """
         elapsed = time.monotonic() - began
         late = elapsed > 0.9 * timeout
@@ -181,13 +193,30 @@ class Health:
         while self.board is not None and not cause and time.monotonic() < until:
             time.sleep(0.02)  # a process closes its connections shortly before it is dead
             peer, cause = self.board.cause(self.seen, stopped=True)
+        unseen = [rank for rank in range(self.world_size) if rank not in (self.rank, *self.seen)]
         if not cause and self.board is not None and late:
-            unseen = [rank for rank in range(self.world_size) if rank not in (self.rank, *self.seen)]
-            peer, cause = self.board.delay(self.seen, unseen)
+            peer, cause = self.board.delay(self.seen, self._with_hosts(unseen))
+        elsewhere = peer is None and self.hosts and unseen
+        there = f"rank {other} on {self.hosts[other]}" if elsewhere and other in unseen else ""
+        if there and late:
+            cause = f"this rank waits for {there}" + (f"; {cause}" if cause else "")
+        elif there and not cause:
+            cause = f"the connection to {there} is lost, which has died or has failed because of another rank"
+        elif elsewhere and not cause:
+            listed = ", ".join(self._with_hosts(unseen))
+            cause = f"no rank of this host is known to have failed, so it is one of the ranks {listed}"
         words = str(error).partition("\n")[0].removesuffix(".") or type(error).__name__
         # A dead or failed rank is lost, also if the time limit has passed.
         kind = TimedOut if late and not self._is_lost(peer) else LostPeer
         return kind(place, peer, elapsed, f"{cause} (backend: {words})" if cause else f"the backend says: {words}")
+
+    def _with_hosts(self, ranks: list[int]) -> list[str]:
+        """Return growing ranks as texts, such as "4-7 on node1", neighbours of one host in one of them."""
+        if not self.hosts:
+            return [str(rank) for rank in ranks]
+        runs = itertools.groupby(enumerate(ranks), lambda pair: (pair[1] - pair[0], self.hosts[pair[1]]))
+        ends = [(name, [rank for _, rank in run]) for (_, name), run in runs]
+        return [f"{run[0]}-{run[-1]} on {name}" if len(run) > 1 else f"{run[0]} on {name}" for name, run in ends]
 
     def _is_lost(self, rank: int | None) -> bool:
         board = self.board

@@ -340,7 +340,7 @@ class GroupTransport(Transport):
             works = dist.batch_isend_irecv(ops)
         except RuntimeError as error:  # torch knows that a peer is gone
             raise self.health.failure(error, self._place(), began, self.timeout) from error
-        return Works(self.health, works, self._place(), self.timeout, (sends or receives)[0][0].device, ops)
+        return Works(self.health, works, self._place(), self.timeout, (sends or receives)[0][0].device, None, ops)
 
     def _place(self) -> Place:
         return Place(self.rank, self.call, self.dataflow, self.step)

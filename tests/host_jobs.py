@@ -30,7 +30,7 @@ from ringattn.shape import Shape
 from scripts import ranks
 
 LIMIT = 4.0  # seconds that a rank waits for another where a fault is staged
-LARGE = Case(seq_len=384, batch=1, q_heads=2, kv_heads=2, head_dim=32, head_dim_v=32)
+LARGE = Case(seq_len=384, batch=1, q_heads=2, kv_heads=2, head_dim=128, head_dim_v=128)
 MASKS: dict[str, dict[str, Any]] = {
     "causal": dict(causal=True),
     "documents": dict(causal=True, cu_seqlens=(0, 130, 200, 384), layout="contiguous"),
@@ -144,7 +144,7 @@ def attention(folder: Path) -> dict[str, Any]:
 def until_it_fails(folder: Path, job: str) -> dict[str, Any]:
     """Attend in a loop, on a group of all ranks, until another rank is lost. The first rank writes when it begins."""
     group = dist.new_group(timeout=datetime.timedelta(seconds=60))
-    case = replace(LARGE, seq_len=64, causal=True, dataflow="gather" if job == "cut" else "ring")
+    case = replace(LARGE, seq_len=64, head_dim=8, head_dim_v=8, causal=True, dataflow="gather" if job == "cut" else "ring")
     plan = ringattn.plan(64, group, causal=True, dataflow=case.dataflow, timeout=LIMIT)
     cases.attend(case, plan=plan)
     (folder / f"{job}-{dist.get_rank()}.begun").touch()

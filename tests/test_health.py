@@ -73,6 +73,26 @@ def test_a_rank_whose_process_cannot_be_seen_is_not_blamed(tmp_path: Path) -> No
     assert here.failure(RuntimeError("closed"), PLACE, time.monotonic(), 10.0).peer is None
 
 
+def test_hosts_of_ranks_that_cannot_be_seen_are_named(tmp_path: Path) -> None:
+    here, _ = with_board(tmp_path)
+    here.seen, here.world_size, here.hosts = [1], 7, ["a", "a", "b", "b", "b", "c", "b"]
+    late = here.failure(RuntimeError("timed out"), PLACE, time.monotonic() - 10, 10.0, 3)
+    assert (type(late), late.peer) == (TimedOut, None)
+    assert late.cause.startswith("this rank waits for rank 3 on b; every rank of this host has begun 0 calls")
+    assert "so one of the ranks 2-4 on b, 5 on c, 6 on b is late, which run elsewhere" in late.cause
+    early = here.failure(RuntimeError("closed"), PLACE, time.monotonic(), 10.0, 5)
+    assert (type(early), early.peer) == (LostPeer, None)
+    assert early.cause == (
+        "the connection to rank 5 on c is lost, which has died or has failed because of another rank (backend: closed)"
+    )
+    for other in (None, 1):
+        unknown = here.failure(RuntimeError("closed"), PLACE, time.monotonic(), 10.0, other)
+        assert unknown.cause == (
+            "no rank of this host is known to have failed, so it is one of the ranks 2-4 on b, 5 on c, 6 on b "
+            "(backend: closed)"
+        )
+
+
 @pytest.mark.parametrize("bad", [0, -1, "soon", None, float("nan"), True])
 def test_time_limits_that_are_none(bad: Any) -> None:
     with pytest.raises(ValueError, match=r"^timeout is .*; it must be a positive number of seconds, as 600$"):
