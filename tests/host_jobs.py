@@ -21,7 +21,8 @@ import cases
 import torch
 import torch.distributed as dist
 from cases import Case
-from hosts import Traffic, traffic_here
+from hosts import ROOT, Traffic, traffic_here
+from torch.distributed.device_mesh import init_device_mesh
 
 import ringattn
 from ringattn.dataflow import tiles
@@ -125,26 +126,47 @@ def attention(folder: Path) -> dict[str, Any]:
     dense = {name: cases.expected(replace(LARGE, **fields)) for name, fields in MASKS.items()}
     for name, case in every_case(world_size).items():
         plan = case.plan()
-        cases.attend(case, plan=plan)  # ranks compare their arguments in the first call
-        part, sent = counted(lambda case=case, plan=plan: cases.attend(case, plan=plan))  # type: ignore[misc]
-        _, nothing = counted(lambda: None)
-        want = {}
-        for key, whole in dense[name.rpartition("-")[2]].items():
-            places = plan.positions_k if key in ("dk", "dv") else plan.positions
-            want[key] = whole.index_select(2 if key == "lse" else 1, places)
-        found["cases"][name] = dict(
-            error=max(cases.errors(part.results, want).values()),
-            sent=sent.sent_bytes - nothing.sent_bytes,
-            payload=sent.payload - nothing.payload,
-            predicted=sent_elsewhere(plan, case, hosts),
-        )
+        result = attended(case, plan, dense[name.rpartition("-")[2]])
+        found["cases"][name] = dict(predicted=sent_elsewhere(plan, case, hosts), **result)
     return found
+
+
+def attended(case: Case, plan: ringattn.Plan, dense: cases.Results) -> dict[str, float]:
+    """Attend twice. Return the largest error, and the bytes that this host has sent for it."""
+    cases.attend(case, plan=plan)  # ranks compare their arguments in the first call
+    part, sent = counted(lambda: cases.attend(case, plan=plan))
+    _, nothing = counted(lambda: None)
+    want = {}
+    for key, whole in dense.items():
+        places = plan.positions_k if key in ("dk", "dv") else plan.positions
+        want[key] = whole.index_select(2 if key == "lse" else 1, places)
+    return dict(
+        error=max(cases.errors(part.results, want).values()),
+        sent=sent.sent_bytes - nothing.sent_bytes,
+        payload=sent.payload - nothing.payload,
+    )
+
+
+def mesh(folder: Path) -> dict[str, Any]:
+    """As many sequences as hosts, over the mesh of docs/use/clusters.md, and with its two axes in the other order."""
+    local = int(os.environ["LOCAL_WORLD_SIZE"])
+    sizes = (1, dist.get_world_size() // local, local, 1)
+    page = (ROOT / "docs" / "use" / "clusters.md").read_text()
+    names: dict[str, Any] = dict(ringattn=ringattn, device="cpu", sizes=sizes, seq_len=LARGE.seq_len)
+    exec(page.partition("```python\n")[2].partition("```")[0], names)
+    case = replace(LARGE, causal=True)
+    found = attended(case, names["plan"], cases.expected(case))
+    other = init_device_mesh("cpu", (sizes[2], sizes[1]), mesh_dim_names=("cp", "dp"))
+    plan = ringattn.plan(LARGE.seq_len, other["cp"], causal=True)
+    return dict(other_order=attended(case, plan, cases.expected(case))["payload"], **found)
 
 
 def until_it_fails(folder: Path, job: str) -> dict[str, Any]:
     """Attend in a loop, on a group of all ranks, until another rank is lost. The first rank writes when it begins."""
     group = dist.new_group(timeout=datetime.timedelta(seconds=60))
-    case = replace(LARGE, seq_len=64, head_dim=8, head_dim_v=8, causal=True, dataflow="gather" if job == "cut" else "ring")
+    case = replace(
+        LARGE, seq_len=64, head_dim=8, head_dim_v=8, causal=True, dataflow="gather" if job == "cut" else "ring"
+    )
     plan = ringattn.plan(64, group, causal=True, dataflow=case.dataflow, timeout=LIMIT)
     cases.attend(case, plan=plan)
     (folder / f"{job}-{dist.get_rank()}.begun").touch()
@@ -174,7 +196,7 @@ def main(folder: Path, jobs: list[str]) -> int:
     torch.set_default_dtype(torch.float64)
     ranks.join("cpu")
     for job in jobs:
-        found = {"attention": attention, "cut": cut, "killed": killed}[job](folder)
+        found = {"attention": attention, "mesh": mesh, "cut": cut, "killed": killed}[job](folder)
         path = folder / f"{job}-{dist.get_rank()}.json"
         path.with_suffix(".part").write_text(json.dumps(found))
         path.with_suffix(".part").rename(path)

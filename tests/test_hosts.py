@@ -49,9 +49,10 @@ class Job:
         self.seconds: dict[str, dict[int, float]] = {}
 
     def run(self) -> None:
-        last, jobs = len(self.hosts.addresses) - 1, ["attention", "cut", "killed"]
+        last, jobs = len(self.hosts.addresses) - 1, ["attention", "mesh", "cut", "killed"]
         self.hosts.torchrun(self.local, ["tests/host_jobs.py", str(self.folder), *jobs], self.folder)
-        self._read("attention", self.ranks, 200)
+        for job in ("attention", "mesh"):
+            self._read(job, self.ranks, 200)
         self._stage("cut", lambda: self.hosts.cut(last), self.ranks)
         self.hosts.mend(last)
         (self.folder / "mended").touch()
@@ -118,6 +119,15 @@ def test_bytes_between_hosts_are_those_of_the_plan(job: Job) -> None:
 
 
 @of_each_size
+def test_the_mesh_of_the_page_keeps_context_parallelism_inside_of_hosts(job: Job) -> None:
+    """docs/use/clusters.md: no key crosses the network; in the other order almost all do."""
+    for report in job.reports["mesh"].values():
+        assert report["error"] < 1e-13
+        if job.local > 1:
+            assert report["payload"] < 0.01 * report["other_order"]
+
+
+@of_each_size
 def test_all_ranks_name_a_host_that_is_cut_off(job: Job) -> None:
     """On both sides of the cable, within their time limit."""
     reports, count = job.reports["cut"], len(job.hosts.addresses)
@@ -156,9 +166,10 @@ def wait_for_step(out: Path, step: int) -> None:
         time.sleep(0.005)
 
 
-def wait_for_text(log: Path, *texts: str) -> None:
+def wait_for_text(log: Path, begin: int, *texts: str) -> None:
+    """Wait until a log has one of the texts after ``begin``."""
     end = time.monotonic() + 20
-    while not any(text in log.read_text() for text in texts):
+    while not any(text in log.read_text()[begin:] for text in texts):
         assert time.monotonic() < end, f"none of {texts} in:\n{log.read_text()}"
         time.sleep(0.05)
 
@@ -188,17 +199,18 @@ def test_a_run_continues_after_a_lost_rank_and_on_fewer_hosts(tmp_path: Path) ->
             wait_for_step(tmp_path / "disturbed", 8)
             os.kill(ranks_of(hosts, 1)[0], signal.SIGKILL)
             wait_for_step(tmp_path / "disturbed", 20)
+            log = tmp_path / "node0.log"
+            begin = len(log.read_text())
             hosts.kill(1)
-            wait_for_text(tmp_path / "node0.log", "node1", hosts.addresses[1])  # our error, or one of torch
+            wait_for_text(log, begin, "node1", hosts.addresses[1])  # our error, or one of torch
             hosts.kill(0)  # its agent waits for another host
             assert [agent.wait(20) for agent in agents] == [-signal.SIGKILL] * 2
             done = len(state(tmp_path / "disturbed")["losses"])
             assert 20 <= done < STEPS, "it had ended before the host was lost"
             (agent,) = hosts.torchrun(2, program, tmp_path, hosts=[0])
-            text = (tmp_path / "node0.log").read_text
-            assert agent.wait(100) == 0, text()
-        assert text().count("resumes after step") == 2
-        assert f"resumes after step {done}," in text()
+            assert agent.wait(100) == 0, log.read_text()
+        assert log.read_text().count("resumes after step") == 2
+        assert f"resumes after step {done}," in log.read_text()
         output, _ = alone.communicate(timeout=100)
         assert alone.returncode == 0, output
     finally:
@@ -206,6 +218,6 @@ def test_a_run_continues_after_a_lost_rank_and_on_fewer_hosts(tmp_path: Path) ->
         alone.communicate()
     expected, result = (state(tmp_path / name) for name in ("alone", "disturbed"))
     assert len(result["losses"]) == STEPS
-    torch.testing.assert_close(result["losses"], expected["losses"], rtol=1e-4, atol=0)
+    torch.testing.assert_close(result["losses"], expected["losses"], rtol=train.TOLERANCE["float32"], atol=0)
     for name, parameter in expected["model"].items():
-        assert train.relative_difference(result["model"][name], parameter) < 1e-3, name
+        assert train.relative_difference(result["model"][name], parameter) < 1e-4, name

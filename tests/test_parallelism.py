@@ -60,9 +60,7 @@ class Llama(nn.Module):
         self.norm, self.head = (norm, head) if stage == stages - 1 else (None, None)
         self.double()
 
-    def forward(
-        self, x: Tensor, plans: Sequence[ringattn.Plan], row: Tensor | int = 0, again: bool = False
-    ) -> Tensor:
+    def forward(self, x: Tensor, plans: Sequence[ringattn.Plan], row: Tensor | int = 0, again: bool = False) -> Tensor:
         """Return logits, or what the next stage gets.
 
         Args:
