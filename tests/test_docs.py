@@ -798,7 +798,7 @@ def test_pipeline(pools) -> None:  # type: ignore[no-untyped-def]
         plans = [ringattn.plan(SEQ, VirtualRank(0, 1), causal=True, documents=row["documents"]) for row in rows]
         shards = [plan.shard_batch(row) for plan, row in zip(plans, rows, strict=True)]
         targets = torch.cat([shard["shift_labels"] for shard in shards])
-        logits = torch.cat([model(shard["input_ids"], plans, i) for i, shard in enumerate(shards)])
+        logits = torch.cat([model(x["input_ids"], [plan], 0) for x, plan in zip(shards, plans, strict=True)])
         F.cross_entropy(logits.flatten(0, 1), targets.flatten()).backward()
     got = pools(4).run(_pipeline)  # of ranks 0 and 1 the embedding, of 2 and 3 the rest; None where there is nothing
     for parameter, *parts in zip(model.parameters(), *got, strict=True):

@@ -98,7 +98,7 @@ def one_process(rows: int) -> tuple[list[float], dict[str, Tensor]]:
     total = sum(int((shard["shift_labels"] != -100).sum()) for shard in shards)
     losses = []
     for number, shard in enumerate(shards):
-        logits = model(shard["input_ids"], plans, number).flatten(0, 1)
+        logits = model(shard["input_ids"], [plans[number]]).flatten(0, 1)
         loss = F.cross_entropy(logits, shard["shift_labels"].flatten(), reduction="sum") / total
         loss.backward()
         losses.append(loss.item())
