@@ -3,14 +3,12 @@
 The ranks of one host share a :class:`~ringattn.peer.watchdog.Board`, on which each records its process, its call
 and why it failed. An error of a backend ("Connection closed by peer") only tells which connection broke first, often
 one to a rank that failed because of another; the board and the states of the processes tell which rank is the cause.
-Ranks of other hosts are not on the board: of them only the names of their hosts are known, the message that did not
-come, and the text of the backend.
+Ranks of other hosts are not on the board: see :mod:`.other_hosts`.
 """
 
 from __future__ import annotations
 
 import contextlib
-import itertools
 import math
 import os
 import secrets
@@ -27,6 +25,7 @@ from torch import Tensor
 
 from . import lockstep
 from .errors import ExchangeFailed, LostPeer, Place, TimedOut
+from .other_hosts import OtherHosts
 from .peer import driver, watchdog
 from .peer.watchdog import Board, CallMark
 
@@ -70,7 +69,7 @@ class Health:
         board: shared with the ranks of this host; None without shared memory.
         here: the other ranks that are on the board.
         seen: those whose processes can be seen, see :meth:`.Board.peers`.
-        hosts: the names of the hosts of all ranks.
+        others: the ranks that cannot be seen; None if all can, or no board was made.
         marks: for streams that wait for messages; None where no watchdog runs.
     """
 
@@ -79,21 +78,21 @@ class Health:
         self.board: Board | None = None
         self.here: list[int] = []
         self.seen: list[int] = []
-        self.hosts: list[str] = []
+        self.others: OtherHosts | None = None
         self.marks: Marks | None = None
         self._watchdog: subprocess.Popen[bytes] | None = None
 
-    def make_board(self, host: int, limit: float, gather: Callable[[Tensor], Tensor]) -> None:
+    def make_board(self, host: int, limit: float, gather: Callable[[Tensor], Tensor], store: Any = None) -> None:
         """Make the board; all ranks call this together.
 
         Args:
             host: a number that is the same for ranks of one host.
             limit: seconds that a rank waits for another.
             gather: returns the words of all ranks, (n,) int64 -> (world_size, n).
+            store: of the group (torch.distributed.Store).
         """
         name = _NAME.unpack(socket.gethostname().encode()[: _NAME.size].ljust(_NAME.size, b"\0"))
         rows = gather(torch.tensor([host, secrets.randbits(62), *name], device="cpu")).tolist()
-        self.hosts = [_NAME.pack(*row[2:]).rstrip(b"\0").decode(errors="replace") for row in rows]
         first = next(rank for rank, row in enumerate(rows) if row[0] == host)
         folder = "/dev/shm" if os.path.isdir("/dev/shm") else tempfile.gettempdir()
         path = os.path.join(folder, f"ringattn-{rows[first][1]:016x}")
@@ -115,6 +114,10 @@ class Health:
         self.board = board
         self.here = [] if board is None else board.entered()
         self.seen = [] if board is None else board.peers()
+        unseen = [rank for rank in range(self.world_size) if rank not in (self.rank, *self.seen)]
+        if unseen:
+            hosts = [_NAME.pack(*row[2:]).rstrip(b"\0").decode(errors="replace") for row in rows]
+            self.others = OtherHosts(self.rank, hosts, unseen, store, f"ringattn failed {rows[0][1]:016x}")
 
     def watch(self) -> str:
         """Start the watchdog of this process. Returns why it cannot be started, or ""."""
@@ -155,13 +158,16 @@ class Health:
 
     def fail(self, error: BaseException, where: str) -> None:
         """Record why this rank cannot continue."""
+        line = str(error).partition("\n")[0]
+        text = f"{type(error).__name__}: {line}{where}"
+        if self.others is not None and not isinstance(error, ExchangeFailed):  # failure() has told the others of those
+            self.others.tell(self.rank, f"rank {self.rank} failed with {text}")
         if self.board is None:
             return
         if isinstance(error, ExchangeFailed):
             self.board.fail(error.cause, watchdog.UNKNOWN if error.peer is None else error.peer)
         else:
-            line = str(error).partition("\n")[0]
-            self.board.fail(f"{type(error).__name__}: {line}{where}")
+            self.board.fail(text)
 
     def leave(self) -> None:
         """Record that this rank no longer needs the group. Its watchdog continues: the GPU may still wait."""
@@ -193,33 +199,19 @@ class Health:
         while self.board is not None and not cause and time.monotonic() < until:
             time.sleep(0.02)  # a process closes its connections shortly before it is dead
             peer, cause = self.board.cause(self.seen, stopped=True)
-        unseen = [rank for rank in range(self.world_size) if rank not in (self.rank, *self.seen)]
         if not cause and self.board is not None and late:
-            peer, cause = self.board.delay(self.seen, self._with_hosts(unseen))
-        elsewhere = peer is None and self.hosts and unseen
-        there = f"rank {other} on {self.hosts[other]}" if elsewhere and other in unseen else ""
-        if there and late:
-            cause = f"this rank waits for {there}" + (f"; {cause}" if cause else "")
-        elif there and not cause:
-            cause = f"the connection to {there} is lost, which has died or has failed because of another rank"
-        elif elsewhere and not cause:
-            listed = ", ".join(self._with_hosts(unseen))
-            cause = f"no rank of this host is known to have failed, so it is one of the ranks {listed}"
+            peer, cause = self.board.delay(self.seen, [] if self.others is None else self.others.listed())
+            if self.others is not None and other in self.others.unseen:
+                peer = None  # that rank of this host may wait for others, too
+        if self.others is not None:
+            peer, cause = self.others.cause(peer, cause, late, other)
         words = str(error).partition("\n")[0].removesuffix(".") or type(error).__name__
         # A dead or failed rank is lost, also if the time limit has passed.
         kind = TimedOut if late and not self._is_lost(peer) else LostPeer
         return kind(place, peer, elapsed, f"{cause} (backend: {words})" if cause else f"the backend says: {words}")
 
-    def _with_hosts(self, ranks: list[int]) -> list[str]:
-        """Return growing ranks as texts, such as "4-7 on node1", neighbours of one host in one of them."""
-        if not self.hosts:
-            return [str(rank) for rank in ranks]
-        runs = itertools.groupby(enumerate(ranks), lambda pair: (pair[1] - pair[0], self.hosts[pair[1]]))
-        ends = [(name, [rank for _, rank in run]) for (_, name), run in runs]
-        return [f"{run[0]}-{run[-1]} on {name}" if len(run) > 1 else f"{run[0]} on {name}" for name, run in ends]
-
     def _is_lost(self, rank: int | None) -> bool:
         board = self.board
-        if rank is None or board is None:
+        if board is None or rank not in self.seen:
             return False
         return board.status(rank) == watchdog.FAILED or board.process(rank).state() == "is dead"

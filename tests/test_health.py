@@ -8,10 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from torch.distributed import HashStore
 
 from ringattn import errors, health
 from ringattn.errors import Desynchronized, Disagreement, GroupBroken, LostPeer, Place, RankFailed, TimedOut
 from ringattn.health import Health
+from ringattn.other_hosts import OtherHosts
 from ringattn.peer.watchdog import Board, CallMark
 
 PLACE = Place(0, "attention() forward", "ring", 2)
@@ -73,24 +75,15 @@ def test_a_rank_whose_process_cannot_be_seen_is_not_blamed(tmp_path: Path) -> No
     assert here.failure(RuntimeError("closed"), PLACE, time.monotonic(), 10.0).peer is None
 
 
-def test_hosts_of_ranks_that_cannot_be_seen_are_named(tmp_path: Path) -> None:
-    here, _ = with_board(tmp_path)
-    here.seen, here.world_size, here.hosts = [1], 7, ["a", "a", "b", "b", "b", "c", "b"]
-    late = here.failure(RuntimeError("timed out"), PLACE, time.monotonic() - 10, 10.0, 3)
-    assert (type(late), late.peer) == (TimedOut, None)
-    assert late.cause.startswith("this rank waits for rank 3 on b; every rank of this host has begun 0 calls")
-    assert "so one of the ranks 2-4 on b, 5 on c, 6 on b is late, which run elsewhere" in late.cause
-    early = here.failure(RuntimeError("closed"), PLACE, time.monotonic(), 10.0, 5)
-    assert (type(early), early.peer) == (LostPeer, None)
-    assert early.cause == (
-        "the connection to rank 5 on c is lost, which has died or has failed because of another rank (backend: closed)"
-    )
-    for other in (None, 1):
-        unknown = here.failure(RuntimeError("closed"), PLACE, time.monotonic(), 10.0, other)
-        assert unknown.cause == (
-            "no rank of this host is known to have failed, so it is one of the ranks 2-4 on b, 5 on c, 6 on b "
-            "(backend: closed)"
-        )
+def test_a_slower_rank_of_this_host_may_wait_for_another_one(tmp_path: Path) -> None:
+    here, boards = with_board(tmp_path)
+    boards[0].begin(10.0, CallMark(1, 0, True), "plan()")
+    here.seen, here.others = [1], OtherHosts(0, ["a", "a", "b"], [2], HashStore(), "key")
+    for other, peer in ((1, 1), (2, None)):
+        late = here.failure(RuntimeError("timed out"), PLACE, time.monotonic() - 10, 10.0, other)
+        assert (type(late), late.peer) == (TimedOut, peer)
+        assert "rank 1 (process " in late.cause
+        assert late.cause.startswith("this rank waits for rank 2 on b; ") == (other == 2)
 
 
 @pytest.mark.parametrize("bad", [0, -1, "soon", None, float("nan"), True])

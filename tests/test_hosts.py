@@ -113,7 +113,7 @@ def test_bytes_between_hosts_are_those_of_the_plan(job: Job) -> None:
     """Within 2 % for the headers of gloo, TCP, IP and Ethernet; 1 % where those of the last three are subtracted."""
     for report in job.reports["attention"].values():
         for name, case in report["cases"].items():
-            assert case["predicted"] > 200_000, "too little: torchrun's agents send hundreds of bytes now and then"
+            assert case["predicted"] > 150_000, "too little: torchrun's agents send hundreds of bytes now and then"
             assert abs(case["payload"] - case["predicted"]) < 0.01 * case["predicted"], (name, case)
             assert abs(case["sent"] - case["predicted"]) < 0.02 * case["predicted"], (name, case)
 
