@@ -161,7 +161,7 @@ class Health:
         line = str(error).partition("\n")[0]
         text = f"{type(error).__name__}: {line}{where}"
         if self.others is not None and not isinstance(error, ExchangeFailed):  # failure() has told the others of those
-            self.others.tell(self.rank, f"rank {self.rank} failed with {text}")
+            self.others.tell(self.rank, f"rank {self.rank} failed with {text}").came.wait(_PATIENCE)
         if self.board is None:
             return
         if isinstance(error, ExchangeFailed):
@@ -195,20 +195,41 @@ class Health:
         """
         elapsed = time.monotonic() - began
         late = elapsed > 0.9 * timeout
-        peer, cause, until = None, "", time.monotonic() + _PATIENCE
-        while self.board is not None and not cause and time.monotonic() < until:
-            time.sleep(0.02)  # a process closes its connections shortly before it is dead
-            peer, cause = self.board.cause(self.seen, stopped=True)
-        if not cause and self.board is not None and late:
-            peer, cause = self.board.delay(self.seen, [] if self.others is None else self.others.listed())
-            if self.others is not None and other in self.others.unseen:
-                peer = None  # that rank of this host may wait for others, too
-        if self.others is not None:
-            peer, cause = self.others.cause(peer, cause, late, other)
+        peer, cause = self._cause(late, other)
         words = str(error).partition("\n")[0].removesuffix(".") or type(error).__name__
         # A dead or failed rank is lost, also if the time limit has passed.
         kind = TimedOut if late and not self._is_lost(peer) else LostPeer
         return kind(place, peer, elapsed, f"{cause} (backend: {words})" if cause else f"the backend says: {words}")
+
+    def _cause(self, late: bool, other: int | None) -> tuple[int | None, str]:
+        """Return the rank that caused a failure, None if it is not known, and how, "" if nothing is known.
+
+        Args:
+            late: whether the time limit has passed.
+            other: the rank at the other end of the message, if the wait was for one.
+        """
+        board, others, until = self.board, self.others, time.monotonic() + _PATIENCE
+        guess = "" if others is None else others.guess(late, other)
+        told = None if others is None else others.tell(None, guess)
+        while time.monotonic() < until:
+            time.sleep(0.02)  # a process closes its connections shortly before it is dead
+            peer, cause = (None, "") if board is None else board.cause(self.seen, stopped=True)
+            if others is not None and peer is not None:
+                others.tell(peer, cause).came.wait(_PATIENCE)
+            elif told is not None and (heard := told.cause(late)) is not None:
+                return heard
+            if cause:
+                return peer, cause
+            if board is None and (told is None or told.came.is_set()):
+                break
+        if board is None or not late:
+            return None, guess
+        if others is None:
+            return board.delay(self.seen)
+        peer, cause = board.delay(self.seen, others.listed())
+        if other not in others.unseen:
+            return peer, cause
+        return None, f"{guess}; {cause}"  # that rank of this host may wait for others, too
 
     def _is_lost(self, rank: int | None) -> bool:
         board = self.board

@@ -5,27 +5,54 @@ A rank that fails closes its connections, so that the others do not wait for it 
 close theirs, and so on: most ranks of a large group only learn that a neighbour is gone, which is not the cause. So a
 rank writes what it knows into the store of the group before it closes anything, and the first text stays.
 
-The store may be on the host that is lost, and then does not answer. No rank waits long for it.
+The store may be on the host that is lost, and then does not answer: it is asked in a thread.
 """
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import json
 import threading
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-_PATIENCE = 1.0  # seconds to wait for the store
-
 
 class Notice(NamedTuple):
-    """Why a rank failed, as it says itself, and the rank that is the cause, None if it does not know."""
+    """Why ``rank`` failed, as it says itself, and the rank that is the cause, None if it does not know."""
 
     rank: int
     peer: int | None
     text: str
+
+
+class Answer:
+    """What the store answers to a rank that has told why it failed.
+
+    Args:
+        rank, hosts: as of :class:`OtherHosts`.
+
+    Attributes:
+        came: set when the store has answered, or is known to be gone.
+        notice: the one that is in the store; None until it has answered.
+    """
+
+    def __init__(self, rank: int, hosts: Sequence[str]) -> None:
+        self._rank, self._hosts = rank, hosts
+        self.came = threading.Event()
+        self.notice: Notice | None = None
+
+    def cause(self, late: bool) -> tuple[int | None, str] | None:
+        """Return the rank that another rank has named, None if it did not know one, and how; None if no other rank has
+        told anything.
+
+        Args:
+            late: whether the time limit of this rank has passed. Those of others may have passed with it, and what
+                they waited for is no cause.
+        """
+        notice = self.notice
+        if notice is None or notice.rank == self._rank or (late and notice.peer is None):
+            return None
+        return notice.peer, f"{notice.text}, as rank {notice.rank} on {self._hosts[notice.rank]} says"
 
 
 class OtherHosts:
@@ -48,40 +75,39 @@ class OtherHosts:
         ends = [(name, [rank for _, rank in run]) for (_, name), run in runs]
         return [f"{run[0]}-{run[-1]} on {name}" if len(run) > 1 else f"{run[0]} on {name}" for name, run in ends]
 
-    def cause(self, peer: int | None, cause: str, late: bool, other: int | None) -> tuple[int | None, str]:
-        """Return the rank that caused a failure of this rank, None if it is not known, and how.
+    def guess(self, late: bool, other: int | None) -> str:
+        """Return what a rank can say of a failure from its own message.
 
         Args:
-            peer, cause: what is known from this host; None and "" if nothing is.
-            late: whether this rank's time limit has passed.
+            late: whether its time limit has passed.
             other: the rank at the other end of the message that failed, if it was one.
         """
-        if other is not None and other in self.unseen:
-            there = f"rank {other} on {self.hosts[other]}"
-            if late:
-                cause = f"this rank waits for {there}" + (f"; {cause}" if cause else "")
-            elif not cause:
-                cause = f"the connection to {there} is lost, which has died or has failed because of another rank"
-        if not cause:
+        if other is None or other not in self.unseen:
             listed = ", ".join(self.listed())
-            cause = f"no rank whose process can be seen from here has failed, so it is one of the ranks {listed}"
-        first = self.tell(peer, cause)
-        # Ranks whose time limits pass together do not know of each other.
-        if first is None or first.rank == self.rank or peer is not None or (late and first.peer is None):
-            return peer, cause
-        return first.peer, f"{first.text}, as rank {first.rank} on {self.hosts[first.rank]} says"
+            return f"no rank whose process can be seen from here has failed, so it is one of the ranks {listed}"
+        there = f"rank {other} on {self.hosts[other]}"
+        if late:
+            return f"this rank waits for {there}"
+        return f"the connection to {there} is lost, which has died or has failed because of another rank"
 
-    def tell(self, peer: int | None, text: str) -> Notice | None:
-        """Tell the other ranks why this one fails, unless another rank has told them before. Return the notice that is
-        in the store, None if it does not answer."""
-        own, answers = json.dumps(Notice(self.rank, peer, text)), []
+    def tell(self, peer: int | None, text: str) -> Answer:
+        """Tell the other ranks why this one fails. A text that names no cause does not replace one that is there."""
+        own, answer = Notice(self.rank, peer, text), Answer(self.rank, self.hosts)
 
         def ask() -> None:
-            with contextlib.suppress(Exception):  # its host is gone, or the group
-                answers.append(self._store.compare_set(self._key, "", own))
+            try:
+                if peer is not None:
+                    self._store.set(self._key, json.dumps(own))
+                    answer.notice = own
+                else:
+                    answer.notice = Notice(*json.loads(self._store.compare_set(self._key, "", json.dumps(own))))
+            except Exception:  # its host is gone, or the group
+                pass
+            finally:
+                answer.came.set()
 
-        with contextlib.suppress(RuntimeError):  # the interpreter ends
-            asking = threading.Thread(target=ask, daemon=True)
-            asking.start()
-            asking.join(_PATIENCE)
-        return Notice(*json.loads(answers[0])) if answers else None
+        try:
+            threading.Thread(target=ask, daemon=True).start()
+        except RuntimeError:  # the interpreter ends
+            answer.came.set()
+        return answer

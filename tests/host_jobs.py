@@ -105,17 +105,22 @@ def sent_elsewhere(plan: ringattn.Plan, case: Case, hosts: list[str]) -> int:
 
 
 def counted(call: Callable[[], Any]) -> tuple[Any, Traffic]:
-    """Return ``call()``, and what this host has sent meanwhile, with that of two barriers."""
+    """Return ``call()``, and what this host has sent meanwhile, with that of two barriers. If a host had to send a
+    packet again, all ranks call again."""
 
     def quiet() -> Traffic:
         dist.barrier()
         time.sleep(0.03)  # acknowledgements
         return traffic_here()
 
-    before = quiet()
-    dist.barrier()
-    result = call()
-    return result, quiet() - before
+    for _ in range(5):
+        before = quiet()
+        dist.barrier()
+        result = call()
+        sent = quiet() - before
+        if not any(ranks.gather(sent.again)):
+            break
+    return result, sent
 
 
 def attention(folder: Path) -> dict[str, Any]:
@@ -200,6 +205,8 @@ def main(folder: Path, jobs: list[str]) -> int:
         path = folder / f"{job}-{dist.get_rank()}.json"
         path.with_suffix(".part").write_text(json.dumps(found))
         path.with_suffix(".part").rename(path)
+        if job == "killed" and dist.get_rank() == 0:
+            time.sleep(2.0)  # the store of the group is in this process, and other ranks still read it
         while job == "cut" and not (folder / "mended").exists():
             time.sleep(0.02)
     return 0
