@@ -227,9 +227,11 @@ class Health:
         if others is None:
             return board.delay(self.seen)
         peer, cause = board.delay(self.seen, others.listed())
-        if other not in others.unseen:
-            return peer, cause
-        return None, f"{guess}; {cause}"  # that rank of this host may wait for others, too
+        if other in others.unseen:
+            return None, f"{guess}; {cause}"
+        if peer is not None:  # a rank that is late on this host may wait for one of another
+            cause += f". It may wait for one of the ranks {', '.join(others.listed())}"
+        return None, cause
 
     def _is_lost(self, rank: int | None) -> bool:
         board = self.board

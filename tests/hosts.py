@@ -41,11 +41,10 @@ class NoHosts(RuntimeError):
 
 
 class Traffic(NamedTuple):
-    """Bytes, with all headers, and packets that a host has sent over its cable, and those that it had to send again."""
+    """Bytes, with all headers, and packets that a host has sent over its cable."""
 
     sent_bytes: int
     packets: int
-    again: int
 
     def __sub__(self, other: Traffic) -> Traffic:  # type: ignore[override]
         return Traffic(*(a - b for a, b in zip(self, other, strict=True)))
@@ -59,12 +58,11 @@ class Traffic(NamedTuple):
 def traffic_here() -> Traffic:
     """Return the traffic of the host that this process is on. Not from /sys, which shows the host where it was mounted.
 
-    Columns: https://man7.org/linux/man-pages/man5/proc_pid_net.5.html, and RFC 1213 for the counters of TCP.
+    Columns: https://man7.org/linux/man-pages/man5/proc_pid_net.5.html
     """
     lines = Path("/proc/self/net/dev").read_text().splitlines()
     columns = next(line.partition(":")[2].split() for line in lines if line.strip().startswith("eth0:"))
-    names, numbers = (x.split() for x in Path("/proc/self/net/snmp").read_text().splitlines() if x.startswith("Tcp:"))
-    return Traffic(int(columns[8]), int(columns[9]), int(numbers[names.index("RetransSegs")]))
+    return Traffic(int(columns[8]), int(columns[9]))
 
 
 class Hosts:
