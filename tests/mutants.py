@@ -999,6 +999,42 @@ MUTANTS = (
         "self.world.box(self.rank, peer).put(x)",
         "tests/test_virtual.py",
     ),
+    # --- host memory
+    Mutant(
+        "staging: kernels do not wait for their inputs",
+        "ringattn/staging.py",
+        "self._engines.compute.wait_event(fetched)",
+        "pass",
+        "tests/test_host_memory.py",
+    ),
+    Mutant(
+        "staging: query heads of the wrong key head",
+        "ringattn/staging.py",
+        "heads.start * self.share",
+        "heads.start",
+        "tests/test_host_memory.py -k bits",
+    ),
+    Mutant(
+        "staging: both groups in one place",
+        "ringattn/staging.py",
+        "self._places[index % 2]",
+        "self._places[0]",
+        "tests/test_host_memory.py -k bits",
+    ),
+    Mutant(
+        "pitched: the target's distance of rows for the source",
+        "ringattn/pitched.py",
+        "source_pitch=unit * height.source",
+        "source_pitch=unit * height.target",
+        "tests/test_host_memory.py -k rows",
+    ),
+    Mutant(
+        "host memory: slopes are divided in the dimension of the batch",
+        "ringattn/host_memory.py",
+        "x.ndim - 1)",
+        "0)",
+        "tests/test_host_memory.py -k bits",
+    ),
 )
 
 
