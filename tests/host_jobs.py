@@ -160,11 +160,13 @@ def mesh(folder: Path) -> dict[str, Any]:
     names: dict[str, Any] = dict(ringattn=ringattn, device="cpu", sizes=sizes, seq_len=LARGE.seq_len)
     exec(page.partition("```python\n")[2].partition("```")[0], names)
     case = replace(LARGE, causal=True)
-    dense, hosts = cases.expected(case), ranks.gather(socket.gethostname())
+    dense = cases.expected(case)
     found = attended(case, names["plan"], dense, 0)
     other = init_device_mesh("cpu", (sizes[2], sizes[1]), mesh_dim_names=("cp", "dp"))
     plan = ringattn.plan(LARGE.seq_len, other["cp"], causal=True)
-    return dict(other_order=attended(case, plan, dense, sent_elsewhere(plan, case, hosts))["payload"], **found)
+    hosts = ranks.gather(socket.gethostname(), other["cp"].get_group())
+    predicted = local * sent_elsewhere(plan, case, hosts)  # a group for each of the host's ranks
+    return dict(other_order=attended(case, plan, dense, predicted)["payload"], **found)
 
 
 def until_it_fails(folder: Path, job: str) -> dict[str, Any]:

@@ -113,7 +113,7 @@ class Hosts:
         self, ranks: int, program: Sequence[str], logs: Path, hosts: Sequence[int] | None = None, **env: str
     ) -> list[subprocess.Popen[str]]:
         """Start one agent of scripts/launch/torchrun on each host (on ``hosts``), with so many ranks each. The agents
-        meet on the first of them, and write to ``logs/nodeN.log``."""
+        meet on the first of them, and write to ``logs/nodeN.log``. ``env``: settings of the script, as RESTARTS."""
         numbers = list(range(len(self.addresses))) if hosts is None else list(hosts)
         env |= {"HOSTS": str(len(numbers)), "HEAD": self.addresses[numbers[0]], "RANKS": str(ranks)}
         env |= {"PYTHON": sys.executable, "PYTHONPATH": str(ROOT)}

@@ -50,7 +50,8 @@ class Job:
 
     def run(self) -> None:
         last, jobs = len(self.hosts.addresses) - 1, ["attention", "mesh", "cut", "killed"]
-        self.hosts.torchrun(self.local, ["tests/host_jobs.py", str(self.folder), *jobs], self.folder)
+        program = ["tests/host_jobs.py", str(self.folder), *jobs]
+        self._agents = self.hosts.torchrun(self.local, program, self.folder, RESTARTS="0")
         for job in ("attention", "mesh"):
             self._read(job, self.ranks, 200)
         self._stage("cut", lambda: self.hosts.cut(last), self.ranks)
@@ -75,8 +76,9 @@ class Job:
     def _wait(self, names: Sequence[str], seconds: float) -> None:
         end = time.monotonic() + seconds
         while not all((self.folder / name).exists() for name in names):
-            logs = "\n".join(path.read_text() for path in self.folder.glob("*.log"))
-            assert time.monotonic() < end, f"none of {names} after {seconds} s:\n{logs[-5000:]}"
+            if time.monotonic() > end or any((agent.poll() or 0) > 0 for agent in self._agents):
+                logs = "\n".join(path.read_text() for path in self.folder.glob("*.log"))
+                raise AssertionError(f"not all of {names} came in {seconds} s:\n{logs[-8000:]}")
             time.sleep(0.02)
 
 
