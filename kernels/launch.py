@@ -78,6 +78,12 @@ def dispatch(
     return None
 
 
+def prepare(kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> None:
+    """Compile and load what :func:`dispatch` would launch, and launch nothing."""
+    device = next(x.device for x in args if isinstance(x, Tensor))
+    _compile(kernel, device, (*grid, 1, 1)[:3], args, constants, {})
+
+
 def _compile(
     kernel: Any, device: torch.device, grid: tuple[int, ...], args: Sequence[Any], constants: Mapping[str, Any],
     changes: Mapping[str, Any],

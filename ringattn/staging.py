@@ -11,7 +11,7 @@ return are not hidden. Inputs have two places each on the GPU, which take turns.
 * kernels of a group wait for its fetch;
 * a fetch waits for the kernels that read its place last, those of two groups before;
 * the host waits for the return of the results of two groups before, and then lets their memory go, so that at most two
-  groups of results exist;
+  groups of results exist, and one result more while it is laid out as its target;
 * in the end the host waits for all copies: then results can be read, and inputs overwritten.
 """
 

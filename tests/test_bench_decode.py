@@ -94,7 +94,7 @@ def test_end_to_end(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Monk
 
 def test_options_are_checked() -> None:
     assert "1 x 4M" not in bench_decode.parse([]).problems
-    for wrong in (["--rounds", "0"], ["--segment", "10"], ["--problems", "2 x 7"]):
+    for wrong in (["--rounds", "0"], ["--segment", "10"], ["--problems", "2 x 7"], ["--merges"]):
         with pytest.raises(SystemExit):
             bench_decode.parse(wrong)
 

@@ -21,6 +21,7 @@ from ringattn.kernels.contract import ScoreMod
 from ringattn.peer import driver
 from ringattn.staging import Engines, Split, Staging
 
+on_cpu = functools.partial(host_memory.attention, device="cpu")  # also where there is a GPU
 NEEDS_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 Clocks = dict[str, int]
 
@@ -161,7 +162,7 @@ def both(case: Case, heads: int, group: object = None, first: bool = False) -> l
     x, plan = case.inputs(), case.plan(group)
     dout, dlse = plan.shard(x["dout"]), plan.shard(x["dlse"], dim=2)
     results = []
-    for attention in (ringattn.attention, functools.partial(host_memory.attention, heads=heads)):
+    for attention in (ringattn.attention, functools.partial(on_cpu, heads=heads)):
         leaves = [plan.shard(x["q"]), plan.shard_k(x["k"]), plan.shard_k(x["v"])]
         if first:
             leaves = [y.transpose(1, 2).contiguous().transpose(1, 2) for y in leaves]
@@ -230,7 +231,7 @@ def test_the_gradient_of_a_sum_is_not_copied_in_full(staged: Any) -> None:
     case = CASES["gqa"]
     x, plan = case.inputs(), case.plan()
     grads = []
-    for attention in (ringattn.attention, host_memory.attention):
+    for attention in (ringattn.attention, on_cpu):
         leaves = [x[name].clone().requires_grad_() for name in "qkv"]
         attention(*leaves, plan).sum().backward()
         grads.append([leaf.grad for leaf in leaves])
@@ -255,7 +256,7 @@ def test_a_score_modification_gets_its_heads() -> None:
     x, plan = CASES["gqa"].inputs(), CASES["gqa"].plan()
     mod = PerHead(torch.linspace(0.5, 1.5, 6))
     results = []
-    for attention in (ringattn.attention, host_memory.attention):
+    for attention in (ringattn.attention, on_cpu):
         leaves = [x[name].clone().requires_grad_() for name in "qkv"]
         out = attention(*leaves, plan, score_mod=mod)
         results.append([out.detach(), *torch.autograd.grad(out, leaves, x["dout"])])
@@ -265,13 +266,13 @@ def test_a_score_modification_gets_its_heads() -> None:
 def test_gradients_of_lse_alone_and_none_at_all() -> None:
     x, plan = CASES["gqa"].inputs(), CASES["gqa"].plan()
     grads = []
-    for attention in (ringattn.attention, host_memory.attention):
+    for attention in (ringattn.attention, on_cpu):
         leaves = [x[name].clone().requires_grad_() for name in "qkv"]
         _, lse = attention(*leaves, plan, return_lse=True)
         grads.append(list(torch.autograd.grad(lse, leaves, x["dlse"])))
     assert equal(grads)
     with torch.no_grad():
-        assert not host_memory.attention(*leaves, plan).requires_grad  # type: ignore[union-attr]
+        assert not on_cpu(*leaves, plan).requires_grad  # type: ignore[union-attr]
 
 
 def test_gradients_have_the_strides_that_autograd_keeps_without_a_copy() -> None:
@@ -279,7 +280,7 @@ def test_gradients_have_the_strides_that_autograd_keeps_without_a_copy() -> None
     q = host_memory.empty(1, 7, 4, 8).normal_()
     k, v = (torch.randn(1, 7, 2, 8) for _ in range(2))
     leaves = [x.requires_grad_() for x in (q, k, v)]
-    out = host_memory.attention(*leaves, plan)
+    out = on_cpu(*leaves, plan)
     grads = torch.autograd.grad(out, leaves, torch.ones_like(out))  # type: ignore[call-overload]
     assert [g.stride() for g in grads] == [x.stride() for x in leaves]
 
@@ -402,18 +403,18 @@ def test_wrong_arguments_are_named() -> None:
     q, k, v = inputs()
     plan = ringattn.plan(5)
     with pytest.raises(TypeError, match=r"plan is a NoneType; pass what ringattn\.plan\(\) returns"):
-        host_memory.attention(q, k, v, None)  # type: ignore[arg-type]
+        on_cpu(q, k, v, None)  # type: ignore[arg-type]
     for heads in (0, -1, True, 1.5):
         with pytest.raises(ValueError, match=rf"heads is {heads}; it must be a positive number"):
-            host_memory.attention(q, k, v, plan, heads=heads)  # type: ignore[arg-type]
+            on_cpu(q, k, v, plan, heads=heads)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="q has 3 heads and k and v have 2"):
-        host_memory.attention(q[:, :, :3], k, v, plan)
+        on_cpu(q[:, :, :3], k, v, plan)
     with pytest.raises(ValueError, match="q: 4 tokens, but rank 0 of 1 holds 5"):
-        host_memory.attention(q[:, :4], k, v, plan)
+        on_cpu(q[:, :4], k, v, plan)
     with pytest.raises(ValueError, match=r"sink has shape \(3,\)"):
-        host_memory.attention(q, k, v, plan, sink=torch.zeros(3))
+        on_cpu(q, k, v, plan, sink=torch.zeros(3))
     with pytest.raises(ValueError, match="alibi_slopes requires grad"):
-        host_memory.attention(q, k, v, plan, alibi_slopes=torch.zeros(4, requires_grad=True))
+        on_cpu(q, k, v, plan, alibi_slopes=torch.zeros(4, requires_grad=True))
 
 
 def test_memory_that_is_not_pinned_is_refused() -> None:
@@ -423,7 +424,7 @@ def test_memory_that_is_not_pinned_is_refused() -> None:
 
 def test_a_second_derivative_is_refused() -> None:
     leaves = [x.requires_grad_() for x in inputs()]
-    out = host_memory.attention(*leaves, ringattn.plan(5))
+    out = on_cpu(*leaves, ringattn.plan(5))
     (dq,) = torch.autograd.grad(out.square().sum(), leaves[:1], create_graph=True)  # type: ignore[union-attr]
     with pytest.raises(RuntimeError, match="differentiate twice"):
         dq.sum().backward()
@@ -434,7 +435,7 @@ def test_an_error_of_one_rank_is_heard_by_all() -> None:
         plan = ringattn.plan(6, rank)
         q, k, v = inputs(3)
         with pytest.raises(Exception) as error:
-            host_memory.attention(q, k, v, plan, heads=0 if rank.rank == 1 else 1)
+            on_cpu(q, k, v, plan, heads=0 if rank.rank == 1 else 1)
         return str(error.value)
 
     first, second = virtual.run(2, body)
@@ -447,7 +448,7 @@ def test_ranks_that_take_other_groups_of_heads_are_told() -> None:
     def body(rank: virtual.VirtualRank) -> str:
         plan = ringattn.plan(6, rank)
         with pytest.raises(Exception) as error:
-            host_memory.attention(*inputs(3), plan, heads=1 + rank.rank)
+            on_cpu(*inputs(3), plan, heads=1 + rank.rank)
         return str(error.value)
 
     assert all("q_heads is 2 on ranks [0], 4 on ranks [1]" in text for text in virtual.run(2, body))
@@ -462,7 +463,7 @@ def test_a_failure_between_groups_ends_the_use_of_the_group(monkeypatch: pytest.
     def body(rank: virtual.VirtualRank) -> str:
         plan = ringattn.plan(6, rank, dataflow="ring")
         with pytest.raises(torch.OutOfMemoryError):
-            host_memory.attention(*inputs(3), plan)
+            on_cpu(*inputs(3), plan)
         with pytest.raises(ringattn.errors.GroupBroken) as error:
             ringattn.attention(*inputs(3), plan)
         return str(error.value)
@@ -526,5 +527,6 @@ def test_two_groups_of_heads_are_on_the_gpu() -> None:
     host_memory.attention(q, k, v, plan)
     peak = torch.cuda.max_memory_allocated() - before
     group = seq * 128 * 2 * (4 + 1 + 1 + 4) + seq * 4 * 4  # q, k, v, out, lse
-    assert peak <= 2.1 * group
+    # The output of a group is laid out as its target before it leaves. Sizes are rounded up to 512 bytes.
+    assert peak <= 1.01 * (2 * group + seq * 128 * 2 * 4)
     assert torch.cuda.memory_allocated() == before
