@@ -82,8 +82,8 @@ class Health:
         self.marks: Marks | None = None
         self._watchdog: subprocess.Popen[bytes] | None = None
 
-    def make_board(self, host: int, limit: float, gather: Callable[[Tensor], Tensor], store: Any = None) -> None:
-        """Make the board; all ranks call this together.
+    def make_board(self, host: int, limit: float, gather: Callable[[Tensor], Tensor], store: Any = None) -> list[int]:
+        """Make the board and return every rank's host; all ranks call this together.
 
         Args:
             host: a number that is the same for ranks of one host.
@@ -118,6 +118,7 @@ class Health:
         if unseen:
             hosts = [_NAME.pack(*row[2:]).rstrip(b"\0").decode(errors="replace") for row in rows]
             self.others = OtherHosts(self.rank, hosts, unseen, store, f"ringattn failed {rows[0][1]:016x}")
+        return [row[0] for row in rows]
 
     def watch(self) -> str:
         """Start the watchdog of this process. Returns why it cannot be started, or ""."""

@@ -12,8 +12,7 @@ import os
 import socket
 import sys
 import time
-from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,7 +25,6 @@ from hosts import ROOT, Traffic, traffic_here
 from torch.distributed.device_mesh import init_device_mesh
 
 import ringattn
-from ringattn.dataflow import tiles
 from ringattn.peer import connect
 from ringattn.shape import Shape
 from scripts import ranks
@@ -40,43 +38,18 @@ MASKS: dict[str, dict[str, Any]] = {
 
 
 def every_case(world_size: int) -> dict[str, Case]:
-    """Return every dataflow with every mask; the double ones have a group on each host."""
+    """Return every dataflow with every mask. The double ones have a group on each host; "flat" is a gather that does
+    not know of hosts."""
     local = int(os.environ["LOCAL_WORLD_SIZE"])
     found = {}
-    for name in (*cases.DATAFLOWS, "deterministic"):
+    for name in (*cases.DATAFLOWS, "flat", "deterministic"):
         groups = local if name.startswith("double") and 1 < local < world_size else None
-        flow = "gather" if name == "deterministic" else name.removeprefix("double-")
+        groups = world_size if name == "flat" else groups
+        flow = "gather" if name in ("flat", "deterministic") else name.removeprefix("double-")
         for mask, fields in MASKS.items():
             base = replace(LARGE, dataflow=flow, local_size=groups, deterministic=name == "deterministic")
             found[f"{name}-{mask}"] = replace(base, **fields)
     return found
-
-
-# --- What a plan says that crosses between hosts ----------------------------------------------------------
-
-
-def journeys(plan: ringattn.Plan, rank: int) -> Iterator[tuple[int, int, int]]:
-    """Yield what a rank sends in one traversal: the rank that gets it, and the tokens of the two kinds that
-    ``plan.traffic`` counts."""
-    if plan.deterministic:
-        for kind, side in enumerate((tiles.of_keys(plan), tiles.of_queries(plan))):
-            for other, theirs in enumerate(side):
-                tokens = sum(run.length for run in theirs.runs if run.owner == rank != other)
-                yield other, tokens * (kind == 0), tokens * (kind == 1)
-    elif plan.dataflow == "gather":
-        for other, runs in enumerate(plan.fetches):
-            yield other, sum(run.length for run in runs if run.owner == rank != other), 0
-        for run in plan.fetches[rank]:
-            yield run.owner, 0, run.length * (run.owner != rank)
-    else:
-        lengths = plan.local_lengths if plan.dataflow == "reduce" else plan.local_lengths_k
-        steps = plan.schedule.steps(rank)
-        for step, last in zip(steps, [None, *steps], strict=False):
-            if step.shard_to is not None and step.owner is not None:
-                yield step.shard_to, lengths[step.owner], 0
-            to = step.home_to if step.part_to is None else step.part_to
-            if to is not None and last is not None and last.owner is not None:
-                yield to, 0, lengths[last.owner]
 
 
 def sent_elsewhere(plan: ringattn.Plan, case: Case, hosts: list[str]) -> int:
@@ -87,18 +60,11 @@ def sent_elsewhere(plan: ringattn.Plan, case: Case, hosts: list[str]) -> int:
     """
     size = torch.empty(0, dtype=case.dtype).element_size()
     shape = Shape(case.batch, case.q_heads, case.kv_heads, case.head_dim, case.head_dim_v, size)
-    here = [rank for rank, host in enumerate(hosts) if host == hosts[plan.rank]]
-    flow: Any = plan.flow
     total = 0
-    for rank in here:
-        sums: Counter[str] = Counter()
-        for peer, first, second in journeys(plan, rank):
-            sums.update(first=first, second=second)
-            if hosts[peer] != hosts[rank]:
-                for backward in (False, True):
-                    one, other = flow.token_bytes(shape, backward)
-                    total += case.batch * (first * one + second * other)
-        assert (sums["first"], sums["second"]) == plan.traffic(rank), "these journeys are not the plan's"
+    for rank in (rank for rank, host in enumerate(hosts) if host == hosts[plan.rank]):
+        for backward in (False, True):
+            sent = plan.flow.traffic_bytes(plan, shape, backward, rank)
+            total += sum(count for count, host in zip(sent, hosts, strict=True) if host != hosts[rank])
     return total
 
 

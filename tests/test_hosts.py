@@ -121,6 +121,14 @@ def test_bytes_between_hosts_are_those_of_the_plan(job: Job) -> None:
 
 
 @of_each_size
+def test_a_gather_by_node_sends_a_key_once_to_each_host(job: Job) -> None:
+    """One ``local``-th of a flat gather, where all ranks of a host need the same keys, as they do here."""
+    for report in job.reports["attention"].values():
+        flat, by_node = (report["cases"][f"{name}-causal"]["payload"] for name in ("flat", "gather"))
+        assert by_node * job.local == pytest.approx(flat, rel=0.02)
+
+
+@of_each_size
 def test_the_mesh_of_the_page_keeps_context_parallelism_inside_of_hosts(job: Job) -> None:
     """docs/use/clusters.md: no key crosses the network; in the other order almost all do."""
     for report in job.reports["mesh"].values():
