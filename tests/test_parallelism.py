@@ -158,10 +158,11 @@ def _tensor_parallel(sizes: tuple[int, int, int], sequence: bool) -> tuple[float
     return ringattn.loss.reduced(loss, both, wrapper="averages").item(), gradients
 
 
-@pytest.mark.parametrize(("world_size", "sizes"), [(*on_ranks(4)[0].values, (1, 2, 2)), (8, (2, 2, 2))])
+@pytest.mark.parametrize("world_size", on_ranks(4, 8))
 @pytest.mark.parametrize("sequence", [False, True], ids=["tensor", "sequence"])
-def test_data_context_and_tensor_parallel(pools, world_size, sizes, sequence) -> None:  # type: ignore[no-untyped-def]
+def test_data_context_and_tensor_parallel(pools, world_size, sequence) -> None:  # type: ignore[no-untyped-def]
     """Ranks of a tp group hold other heads of the same tokens; sequences are split over mesh["cp"] only."""
+    sizes = (world_size // 4, 2, 2)
     losses, gradients = one_process(sizes[0])
     for loss, got in pools(world_size).run(_tensor_parallel, sizes, sequence):
         assert loss == pytest.approx(sum(losses), rel=1e-11)
