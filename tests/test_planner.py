@@ -254,9 +254,10 @@ def test_the_command_prints_the_best_way(capsys: pytest.CaptureFixture[str]) -> 
     slow = json.loads(words)
     assert status == 0
     speeds = [way["tokens_per_second"] for way in slow if "tokens_per_second" in way]
-    assert speeds == sorted(speeds, reverse=True)
+    assert speeds[1:] == sorted(speeds[1:], reverse=True)
+    assert speeds[0] > 0.99 * max(speeds)
     rate = float(re.search(r"([\d,]+) tokens/s/GPU", text)[1].replace(",", ""))  # type: ignore[index]
-    assert speeds[0] < rate
+    assert max(speeds) < rate
 
 
 def test_what_does_not_fit_is_said(capsys: pytest.CaptureFixture[str]) -> None:
