@@ -336,3 +336,39 @@ def test_verify_notices_a_token_that_crosses_twice_or_for_nothing() -> None:
     unseen = (Fetch(2, 0, 1, 0),)
     with pytest.raises(AssertionError, match="what crosses the network to node 0"):
         check_relay(replace(result, carried=(unseen, *result.carried[1:])), plan.fetches)
+
+
+# The choice
+
+
+class Hosts(VirtualRank):
+    """One of many GPUs of hosts of eight, connected by copy engines inside."""
+
+    def __init__(self, rank: int, world_size: int) -> None:
+        super().__init__(rank, world_size)
+        self.device = torch.device("cuda")
+        self.hosts = tuple(r // 8 for r in range(world_size))
+
+    @property
+    def linked(self) -> tuple[tuple[int, ...], ...]:
+        return nodes_of(8, self.world_size)
+
+
+def test_auto_gathers_by_node_across_hosts() -> None:
+    """8k tokens on each of 32 GPUs: a flat gather sends eight times as much."""
+    plan = ringattn.plan(32 * 8192, Hosts(3, 32), causal=True)
+    assert plan.dataflow == "gather"
+    flat = ringattn.plan(32 * 8192, Hosts(3, 32), causal=True, local_size=32)
+    assert flat.choice.of("gather").ms > plan.choice.of("gather").ms
+    assert "copy engines inside of them" in plan.describe()
+    near, flat = (
+        node_of(plan.nodes),
+        ringattn.plan(32 * 8192, Hosts(3, 32), causal=True, local_size=32, dataflow="gather"),
+    )
+    across = sum(
+        count
+        for rank in range(32)
+        for peer, count in enumerate(flat.flow.traffic_bytes(flat, Shape(), False, rank))
+        if near[peer] != near[rank]
+    )
+    assert sum(plan.network_bytes(rank=rank) for rank in range(32)) == pytest.approx(across / 8, rel=0.05)

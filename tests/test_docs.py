@@ -40,6 +40,7 @@ TESTS = {
     "losses": ["test_losses"],
     "masks": ["test_masks"],
     "parallelism": ["test_tensor_parallelism", "test_pipeline"],
+    "planner": ["test_planner_page"],
     "preferences": ["test_preferences", "test_rewards"],
     "pytorch": ["test_pytorch"],
     "ranks": ["test_evaluation"],
@@ -158,6 +159,12 @@ def test_check_page(capsys: pytest.CaptureFixture[str]) -> None:
     model = ringattn.wrap(Decoder(), ringattn.plan(SEQ, VirtualRank(0, 1), causal=True))
     run("check", ringattn=ringattn, model=model, batch=batches()[0])
     assert capsys.readouterr().out.startswith("exact: loss ")
+
+
+def test_planner_page() -> None:
+    names = run("planner")
+    assert sum(names["parts"].values()) / 2**30 == pytest.approx(125, rel=0.01)  # as measured: docs/use/planner.md
+    assert 131072 < names["tokens"] < 2 * 131072
 
 
 def test_every_page_ends_with_the_check() -> None:
