@@ -161,7 +161,7 @@ class Health:
         """Record why this rank cannot continue."""
         line = str(error).partition("\n")[0]
         text = f"{type(error).__name__}: {line}{where}"
-        if self.others is not None and not isinstance(error, ExchangeFailed):  # failure() has told the others of those
+        if self.others is not None and not isinstance(error, ExchangeFailed):  # failure() tells those
             self.others.tell(self.rank, f"rank {self.rank} failed with {text}").came.wait(_PATIENCE)
         if self.board is None:
             return
@@ -211,17 +211,17 @@ class Health:
         """
         board, others, until = self.board, self.others, time.monotonic() + _PATIENCE
         guess = "" if others is None else others.guess(late, other)
-        told = None if others is None else others.tell(None, guess)
+        answer = None if others is None else others.tell(None, guess)
         while time.monotonic() < until:
             time.sleep(0.02)  # a process closes its connections shortly before it is dead
             peer, cause = (None, "") if board is None else board.cause(self.seen, stopped=True)
             if others is not None and peer is not None:
                 others.tell(peer, cause).came.wait(_PATIENCE)
-            elif told is not None and (heard := told.cause(late)) is not None:
-                return heard
+            elif answer is not None and (of_another := answer.cause(late)) is not None:
+                return of_another
             if cause:
                 return peer, cause
-            if board is None and (told is None or told.came.is_set()):
+            if board is None and (answer is None or answer.came.is_set()):
                 break
         if board is None or not late:
             return None, guess

@@ -41,15 +41,15 @@ def every_case(world_size: int) -> dict[str, Case]:
     """Return every dataflow with every mask. The double ones have a group on each host; "flat" is a gather that does
     not know of hosts."""
     local = int(os.environ["LOCAL_WORLD_SIZE"])
-    found = {}
+    every: dict[str, Case] = {}
     for name in (*cases.DATAFLOWS, "flat", "deterministic"):
         groups = local if name.startswith("double") and 1 < local < world_size else None
         groups = world_size if name == "flat" else groups
         flow = "gather" if name in ("flat", "deterministic") else name.removeprefix("double-")
         for mask, fields in MASKS.items():
             base = replace(LARGE, dataflow=flow, local_size=groups, deterministic=name == "deterministic")
-            found[f"{name}-{mask}"] = replace(base, **fields)
-    return found
+            every[f"{name}-{mask}"] = replace(base, **fields)
+    return every
 
 
 def sent_elsewhere(plan: ringattn.Plan, case: Case, hosts: list[str]) -> int:
@@ -89,13 +89,13 @@ def attention(folder: Path) -> dict[str, Any]:
     """Forward and backward of every dataflow: errors, and bytes that this host has sent."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     hosts = ranks.gather(socket.gethostname())
-    found: dict[str, Any] = dict(host=hosts[rank], number=connect.host(), cases={})
+    report: dict[str, Any] = dict(host=hosts[rank], number=connect.host(), cases={})
     dense = {name: cases.expected(replace(LARGE, **fields)) for name, fields in MASKS.items()}
     for name, case in every_case(world_size).items():
         plan = case.plan()
         predicted = sent_elsewhere(plan, case, hosts)
-        found["cases"][name] = attended(case, plan, dense[name.rpartition("-")[2]], predicted)
-    return found
+        report["cases"][name] = attended(case, plan, dense[name.rpartition("-")[2]], predicted)
+    return report
 
 
 def attended(case: Case, plan: ringattn.Plan, dense: cases.Results, predicted: int) -> dict[str, float]:
@@ -127,12 +127,12 @@ def mesh(folder: Path) -> dict[str, Any]:
     exec(page.partition("```python\n")[2].partition("```")[0], names)
     case = replace(LARGE, causal=True)
     dense = cases.expected(case)
-    found = attended(case, names["plan"], dense, 0)
+    report = attended(case, names["plan"], dense, 0)
     other = init_device_mesh("cpu", (sizes[2], sizes[1]), mesh_dim_names=("cp", "dp"))
     plan = ringattn.plan(LARGE.seq_len, other["cp"], causal=True)
     hosts = ranks.gather(socket.gethostname(), other["cp"].get_group())
     predicted = local * sent_elsewhere(plan, case, hosts)  # a group for each of the host's ranks
-    return dict(other_order=attended(case, plan, dense, predicted)["payload"], **found)
+    return dict(other_order=attended(case, plan, dense, predicted)["payload"], **report)
 
 
 def until_it_fails(folder: Path, job: str) -> dict[str, Any]:
@@ -170,9 +170,9 @@ def main(folder: Path, jobs: list[str]) -> int:
     torch.set_default_dtype(torch.float64)
     ranks.join("cpu")
     for job in jobs:
-        found = {"attention": attention, "mesh": mesh, "cut": cut, "killed": killed}[job](folder)
+        report = {"attention": attention, "mesh": mesh, "cut": cut, "killed": killed}[job](folder)
         path = folder / f"{job}-{dist.get_rank()}.json"
-        path.with_suffix(".part").write_text(json.dumps(found))
+        path.with_suffix(".part").write_text(json.dumps(report))
         path.with_suffix(".part").rename(path)
         if job == "killed" and dist.get_rank() == 0:
             time.sleep(2.0)  # the store of the group is in this process, and other ranks still read it

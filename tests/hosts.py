@@ -172,9 +172,9 @@ class Hosts:
         self._keepers.append(keeper)
         assert keeper.stdout is not None
         assert keeper.stderr is not None
-        with keeper.stderr as said:
+        with keeper.stderr as errors:
             if keeper.stdout.readline() != "ready\n":
-                raise NoHosts(f"{' '.join(command)} is not allowed: {said.read().strip()}")
+                raise NoHosts(f"{' '.join(command)} is not allowed: {errors.read().strip()}")
 
     def _plug_in(self, number: int) -> None:
         self._keep([*self._inside(0), "unshare", "--net", "--uts"], f"node{number}")

@@ -63,7 +63,7 @@ class Job:
         begin = time.time()
         fault()
         self._read(job, survivors, 60)
-        self.seconds[job] = {rank: found["ended"] - begin for rank, found in self.reports[job].items()}
+        self.seconds[job] = {rank: report["ended"] - begin for rank, report in self.reports[job].items()}
 
     def _read(self, job: str, ranks: Sequence[int], seconds: float) -> None:
         names = [f"{job}-{rank}.json" for rank in ranks]
@@ -94,9 +94,9 @@ of_each_size = pytest.mark.parametrize("job", SIZES, indirect=True)
 
 @of_each_size
 def test_each_host_has_a_name_and_a_number_of_its_own(job: Job) -> None:
-    found = [(report["host"], report["number"]) for report in job.reports["attention"].values()]
-    assert [host for host, _ in found] == [f"node{rank // job.local}" for rank in job.ranks]
-    assert len(set(found)) == len({number for _, number in found}) == len(job.hosts.addresses)
+    names = [(report["host"], report["number"]) for report in job.reports["attention"].values()]
+    assert [host for host, _ in names] == [f"node{rank // job.local}" for rank in job.ranks]
+    assert len(set(names)) == len({number for _, number in names}) == len(job.hosts.addresses)
 
 
 @of_each_size

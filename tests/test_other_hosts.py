@@ -30,7 +30,7 @@ def test_neighbours_of_one_host_are_one_text() -> None:
     assert last.listed() == ["0-1 on a", "2-4 on b", "6 on b"]
 
 
-def heard(rank: OtherHosts, late: bool = False, other: int | None = None) -> tuple[int | None, str] | None:
+def cause_of_another(rank: OtherHosts, late: bool = False, other: int | None = None) -> tuple[int | None, str] | None:
     """Return what a rank hears from others when it fails."""
     answer = rank.tell(None, rank.guess(late, other))
     assert answer.came.wait(10)
@@ -42,25 +42,25 @@ def test_all_hear_of_the_rank_that_the_first_one_names() -> None:
     first, second, third = ranks(HashStore(), 2, 0, 3)
     text = "the connection to rank 5 on c is lost, which has died or has failed because of another rank"
     assert first.guess(False, 5) == text
-    assert heard(first, other=5) is None, "its own text does not come back"
+    assert cause_of_another(first, other=5) is None, "its own text does not come back"
     for rank in (second, third):
-        assert heard(rank, other=2) == (None, f"{text}, as rank 2 on b says")
+        assert cause_of_another(rank, other=2) == (None, f"{text}, as rank 2 on b says")
 
 
 def test_a_rank_that_is_the_cause_replaces_guesses() -> None:
     first, second, third = ranks(HashStore(), 2, 5, 0)
-    assert heard(first, other=5) is None
+    assert cause_of_another(first, other=5) is None
     second.tell(5, "rank 5 failed with MemoryError: no room").came.wait(10)
     for rank in (first, third):
         for late in (False, True):
-            assert heard(rank, late) == (5, "rank 5 failed with MemoryError: no room, as rank 5 on c says")
+            assert cause_of_another(rank, late) == (5, "rank 5 failed with MemoryError: no room, as rank 5 on c says")
 
 
 def test_ranks_whose_time_limits_pass_together_do_not_blame_what_another_one_waits_for() -> None:
     first, second = ranks(HashStore(), 2, 0)
     assert first.guess(True, 0) == "this rank waits for rank 0 on a"
-    assert heard(first, True, 0) is None
-    assert heard(second, True, 5) is None
+    assert cause_of_another(first, True, 0) is None
+    assert cause_of_another(second, True, 5) is None
 
 
 class Silent:
@@ -106,4 +106,4 @@ def test_an_error_of_this_rank_is_told() -> None:
     (here.others,) = ranks(store, 0)
     here.fail(MemoryError("no room\nat all"), " in rank 0")
     assert json.loads(store.get("failed")) == [0, 0, "rank 0 failed with MemoryError: no room in rank 0"]
-    assert heard(there) == (0, "rank 0 failed with MemoryError: no room in rank 0, as rank 0 on a says")
+    assert cause_of_another(there) == (0, "rank 0 failed with MemoryError: no room in rank 0, as rank 0 on a says")
