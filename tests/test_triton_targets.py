@@ -25,7 +25,7 @@ from kernel_contract import causal, make_block
 from triton.backends.compiler import GPUTarget
 
 from ringattn.kernels.contract import Keys, Queries, Score
-from ringattn.kernels.triton import backward, forward, primitives
+from ringattn.kernels.triton import backward, forward, largest, primitives
 from ringattn.kernels.triton.tiles import Tiles, row_of
 
 KB = 1024
@@ -44,7 +44,7 @@ if os.environ.get("RINGATTN_COMPILE_ALL"):
 
 
 def report(name: str, dtype: str, dim: int, dim_v: int) -> dict[str, dict]:
-    """Compile the three kernels for a target. Returns for each registers, spills and bytes of shared memory."""
+    """Compile the four kernels for a target. Returns for each registers, spills and bytes of shared memory."""
     target, capability, _ = TARGETS[name]
     shapes = ((4, dim), (2, dim), (2, dim_v), (4, dim_v))
     q, k, v, dout = (torch.zeros(1, 512, *shape, dtype=getattr(torch, dtype)) for shape in shapes)
@@ -57,11 +57,12 @@ def report(name: str, dtype: str, dim: int, dim_v: int) -> dict[str, dict]:
             launches[kernel.__name__] = resources(compiled)
 
     with pytest.MonkeyPatch.context() as patch:
-        for module in (forward, backward):
+        for module in (forward, backward, largest):
             patch.setattr(module, "dispatch", compile_it)
         patch.setattr(backward, "_base2", _Nothing())
         patch.setattr(primitives, "capability", lambda device: capability)
         forward.forward(q, Keys(k, v, block), score, None, True)
+        largest.largest(q, Keys(k, v, block), score)
         backward.backward(Queries(q, dout, rows, rows), Keys(k, v, block), score, torch.zeros(q.shape))
     return launches
 
@@ -102,7 +103,7 @@ def reports(name: str) -> dict:
 def test_kernels_fit(name: str) -> None:
     shared = TARGETS[name][2]
     for case, kernels in reports(name).items():
-        assert set(kernels) == {"_forward", "_dkdv", "_dq"}
+        assert set(kernels) == {"_forward", "_largest", "_dkdv", "_dq"}
         for kernel, used in kernels.items():
             assert used["shared"] <= shared, f"{name}, {case}, {kernel}: {used}"
             assert used["registers"] > 0
