@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
+import sys
 import types
 
 import pytest
 import torch
 
-from benchmarks import bench_decode, decode_contestants
+from benchmarks import bench_decode, decode_chunk, decode_contestants
 from benchmarks.bench_decode import Setup
 from benchmarks.decode_problems import PROBLEMS, Caches, Problem, ragged
 from benchmarks.segments import Launch
@@ -94,3 +96,14 @@ def test_options_are_checked() -> None:
     for wrong in (["--rounds", "0"], ["--segment", "10"], ["--problems", "2 x 7"]):
         with pytest.raises(SystemExit):
             bench_decode.parse(wrong)
+
+
+def test_a_chunk_is_compared_and_measured(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["decode_chunk", "--held", "300", "--new", "20", "--layers", "2", "--device", "cpu"]
+    monkeypatch.setattr(sys, "argv", arguments)
+    decode_chunk.main()
+    *_, last = capsys.readouterr().out.splitlines()
+    assert set(json.loads(last)["rows"]) == {"neighbours", "scattered"}
+    monkeypatch.setattr(torch, "equal", lambda a, b: False)
+    with pytest.raises(SystemExit, match="differ"):
+        decode_chunk.main()
