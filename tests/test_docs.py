@@ -383,26 +383,21 @@ TRAINING = dict(
 
 
 def _trainer(folder: str, block: int, page: str = "trainer") -> list[Tensor]:
-    import accelerate
     import transformers
-    from test_hf import OnCpu, forget_accelerate
+    from test_hf import forget_accelerate
 
     forget_accelerate()
-    real, accelerate.ParallelismConfig = accelerate.ParallelismConfig, OnCpu
     # In the place of trl: its trainer is transformers', with more of its own that rows of tensors do not need.
     trl: Any = types.ModuleType("trl")
     trl.SFTTrainer, trl.SFTConfig = transformers.Trainer, lambda packing, **o: transformers.TrainingArguments(**o)
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(sys.modules, "trl", trl)
-        try:
-            options = dict(output_dir=folder, **TRAINING)
-            names: dict[str, Any] = dict(name=folder, options=options, ranks=2, data=rows(), tokenizer=None)
-            names["collate"] = torch.utils.data.default_collate
-            if page == "trainers":
-                return parameters(switched(run(page, block)["over_ranks"], names))
-            return parameters(run(page, block, **names)["model"])
-        finally:
-            accelerate.ParallelismConfig = real
+        options = dict(output_dir=folder, **TRAINING)
+        names: dict[str, Any] = dict(name=folder, options=options, ranks=2, data=rows(), tokenizer=None)
+        names["collate"] = torch.utils.data.default_collate
+        if page == "trainers":
+            return parameters(switched(run(page, block)["over_ranks"], names))
+        return parameters(run(page, block, **names)["model"])
 
 
 def switched(over_ranks: Any, names: dict[str, Any]) -> nn.Module:
