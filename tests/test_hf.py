@@ -745,6 +745,14 @@ def test_a_batch_that_is_wrong_on_one_rank_is_an_error_on_all() -> None:
     virtual.run(2, body)
 
 
+def test_the_log_says_once_what_packed_documents_see(caplog: pytest.LogCaptureFixture) -> None:
+    model = build("llama", "ringattn")
+    for kind in ("right padding", "packed", "packed"):
+        virtual.run(2, lambda rank: ringattn.hf.Sequence(model, batch_of(kind, True), rank))  # noqa: B023
+        lines = [line for line in caplog.messages if "rows are packed" in line]
+        assert len(lines) == (kind == "packed")
+
+
 def test_importing_ringattn_does_not_import_transformers() -> None:
     code = "import sys, ringattn, ringattn.loss, ringattn.batch; sys.exit('transformers' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
