@@ -20,7 +20,6 @@ from . import checks, images, spans
 from .active import SEQUENCES
 from .models import Kind, counts_from, entry, is_causal, kinds, named_outputs, shifts, unwrapped, watched, with_loss
 
-
 _log = logging.getLogger(__name__)
 
 
