@@ -132,7 +132,8 @@ class Score:
         if self.alibi_slopes is None and self.sink is None and self.mod is None and self.largest is None:
             return self
         slopes = None if self.alibi_slopes is None else self.alibi_slopes[..., heads]
-        sink, largest = (None if x is None else x[heads] for x in (self.sink, self.largest))
+        sink = None if self.sink is None else self.sink[heads]
+        largest = None if self.largest is None else self.largest[heads]
         mod = None if self.mod is None else self.mod.heads(heads)
         return replace(self, alibi_slopes=slopes, sink=sink, mod=mod, largest=largest)
 
