@@ -792,6 +792,27 @@ MUTANTS = (
         "tests/test_lockstep.py",
     ),
     Mutant(
+        "largest score: of this rank only",
+        "ringattn/operators.py",
+        "torch.stack(of_ranks).amax(0)",
+        "largest",
+        "tests/test_largest.py",
+    ),
+    Mutant(
+        "largest score: of the first interval per query only",
+        "kernels/backends.py",
+        "            for walk in keys.walks():",
+        "            for walk in keys.walks()[:1]:",
+        "tests/test_largest.py",
+    ),
+    Mutant(
+        "largest score: rows after the end of a tile count",
+        "kernels/triton/largest.py",
+        'top = tl.where(alive, top, float("-inf"))',
+        "top = top",
+        "tests/test_largest.py",
+    ),
+    Mutant(
         "lockstep: training mode is that of the outermost module",
         "ringattn/lockstep.py",
         'return "on" if frame.f_locals["self"].training else "off"',

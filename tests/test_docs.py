@@ -45,7 +45,7 @@ TESTS = {
     "pytorch": ["test_pytorch"],
     "ranks": ["test_evaluation"],
     "torchtitan": ["test_torchtitan"],
-    "training_codes": ["test_shifted_already", "test_windows_and_tokens_before"],
+    "training_codes": ["test_shifted_already", "test_windows_and_tokens_before", "test_a_load_balancer"],
     "trees": ["test_trees"],
     "trainers": ["test_lightning", "test_trainer_of_another_library"],
     "trainer": ["test_trainer", "test_sft_trainer", "test_rows_with_equal_work"],
@@ -391,26 +391,21 @@ TRAINING = dict(
 
 
 def _trainer(folder: str, block: int, page: str = "trainer") -> list[Tensor]:
-    import accelerate
     import transformers
-    from test_hf import OnCpu, forget_accelerate
+    from test_hf import forget_accelerate
 
     forget_accelerate()
-    real, accelerate.ParallelismConfig = accelerate.ParallelismConfig, OnCpu
     # In the place of trl: its trainer is transformers', with more of its own that rows of tensors do not need.
     trl: Any = types.ModuleType("trl")
     trl.SFTTrainer, trl.SFTConfig = transformers.Trainer, lambda packing, **o: transformers.TrainingArguments(**o)
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(sys.modules, "trl", trl)
-        try:
-            options = dict(output_dir=folder, **TRAINING)
-            names: dict[str, Any] = dict(name=folder, options=options, ranks=2, data=rows(), tokenizer=None)
-            names["collate"] = torch.utils.data.default_collate
-            if page == "trainers":
-                return parameters(switched(run(page, block)["over_ranks"], names))
-            return parameters(run(page, block, **names)["model"])
-        finally:
-            accelerate.ParallelismConfig = real
+        options = dict(output_dir=folder, **TRAINING)
+        names: dict[str, Any] = dict(name=folder, options=options, ranks=2, data=rows(), tokenizer=None)
+        names["collate"] = torch.utils.data.default_collate
+        if page == "trainers":
+            return parameters(switched(run(page, block)["over_ranks"], names))
+        return parameters(run(page, block, **names)["model"])
 
 
 def switched(over_ranks: Any, names: dict[str, Any]) -> nn.Module:
@@ -818,11 +813,13 @@ def _torchtitan() -> tuple[Tensor, Tensor, Tensor]:
     row = torch.arange(SEQ)
     positions = torch.cat([torch.arange(5), torch.arange(SEQ - 5)])
     q = torch.randn(SEQ, HEADS, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    names = run("torchtitan", ringattn=ringattn)
-    inputs, labels, local, plan = names["shard_for_cp"](row, row + 1, positions, None)
+    names = run("torchtitan", ringattn=ringattn, spmd=types.SimpleNamespace(no_typecheck=contextlib.nullcontext))
+    more = {"positions": positions, "attention_masks": "of the flex backend"}
+    inputs, labels, more = names["prepare_context_parallel_input"](row, row + 1, more, None, "cpu", "headtail", None)
     assert torch.equal(labels, inputs + 1)
-    assert torch.equal(local, positions[inputs])
-    out = names["RingAttention"]()(*(plan.shard(x, dim=0) for x in (q, q + 1, q - 1)), attention_masks=plan, scale=0.3)
+    assert torch.equal(more["positions"], positions[inputs])
+    plan = more["attention_masks"]
+    out = names["attend"](*(plan.shard(x, dim=0) for x in (q, q + 1, q - 1)), plan, scale=0.3)
     return inputs, out, q
 
 
@@ -834,6 +831,30 @@ def test_torchtitan(pools) -> None:  # type: ignore[no-untyped-def]
     assert torch.equal(torch.cat([at for at, _, _ in parts]).sort().values, torch.arange(SEQ))
     for at, out, _ in parts:
         torch.testing.assert_close(out, want[0, at], rtol=1e-12, atol=1e-12)
+
+
+def _load_balancer() -> list[Tensor]:
+    tokens, at, bounds = torch.arange(SEQ)[None] % VOCABULARY, torch.arange(SEQ), torch.tensor([0, 5, SEQ])
+    with double():
+        names = run("training_codes", 2, ringattn=ringattn, RingAttentionLoadBalancer=object)
+        balancer = names["RingattnLoadBalancer"](None)
+        model = ringattn.wrap(Decoder(), lambda: balancer.plan)
+        several = dict(inputs=[tokens, at], seq_dims=[1, 0], pad_values=[0, 0])
+        (local, positions), more = balancer.batch_shard_by_document(**several, cu_doc_lens=bounds, length_multiple=16)
+        assert not more
+        packed = balancer.plan.unshard(model(local, positions[None]))
+        assert torch.equal(balancer.batch_shard(**several)[1], positions)  # a mask alone is sharded as the tokens
+        return [packed, balancer.plan.unshard(model(local, positions[None]))]
+
+
+def test_a_load_balancer(pools) -> None:  # type: ignore[no-untyped-def]
+    tokens, at = torch.arange(SEQ)[None] % VOCABULARY, torch.arange(SEQ)[None]
+    with double():
+        model = Decoder()
+        documents = [model(tokens[:, a:b], at[:, a:b]) for a, b in ((0, 5), (5, SEQ))]
+        want = [torch.cat(documents, 1), model(tokens, at)]
+    for got in pools(2).run(_load_balancer):
+        close(got, want, 1e-12)
 
 
 class PositionedDecoder(Decoder):
