@@ -200,6 +200,7 @@ class _Mail:
                     f"rank {peer} sent {message.dtype}{list(message.shape)}, expected {x.dtype}{list(x.shape)}"
                 )
             x.copy_(world.received(message))
+        self.receives = ()  # as those of other transports, which keep tensors alive until then
 
 
 def run(

@@ -169,6 +169,7 @@ def test_the_simulation_is_near_the_cost_model(hosts: int, local_size: int, toke
         plan_function(tokens * n, gpu(n, hosts == 1), causal=True, layout="zigzag", local_size=size).choice.problem
         for size in (None, local_size)
     )
+    double = replace(double, nodes=(), pulls_inside=False)
     nodes = [range(i * local_size, (i + 1) * local_size) for i in range(hosts)]
     by_node = replace(double, nodes=nodes, pulls_inside=True)
     problems = {"ring": flat, "double ring": double, "gather": double, "gather by node": by_node}
