@@ -1027,8 +1027,8 @@ MUTANTS = (
     Mutant(
         "meet: a merge on another stream does not wait",
         "ringattn/peer/mailbox.py",
-        "        if stream != last:",
-        "        if stream is None:",
+        "if stream != last:",
+        "if stream is None:",
         "tests/test_meet.py",
     ),
     Mutant(
