@@ -198,6 +198,11 @@ def test_the_simulation_is_near_the_cost_model(hosts: int, local_size: int, toke
         # The cost model lets every step wait for the slowest link, as if ranks went in lockstep.
         assert (got.forward, got.backward) == pytest.approx((want.forward, want.backward), rel=0.15), dataflow
         assert max(got.efficiency) <= 1, dataflow
+    if hosts > 1:  # the copies inside a node are what takes longest
+        slow = replace(made.costs, pull_gbs=20.0)
+        want = cost.choose(replace(by_node, buffer_bytes=1 << 40), slow, "").of("gather")
+        got = simulate(replace(made, costs=slow), "gather by node", layers=1)
+        assert (got.forward, got.backward) == pytest.approx((want.forward, want.backward), rel=0.15)
 
 
 def test_eight_gpus_are_near_what_was_measured() -> None:
