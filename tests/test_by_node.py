@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import cases
@@ -14,9 +15,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import ringattn
+from ringattn import transport as transports
 from ringattn import virtual
 from ringattn.dataflow import fetching
 from ringattn.dataflow.gathered import relay_of
+from ringattn.peer import connect, symmetric
 from ringattn.planning import nodes_of
 from ringattn.relay import Relay, node_of, relay
 from ringattn.schedule import Fetch, head_groups
@@ -240,6 +243,48 @@ def test_ranks_that_disagree_about_nodes_raise_on_all() -> None:
 
     (text,) = set(virtual.run(4, body))
     assert "nodes is" in text
+
+
+# Links
+
+
+@pytest.mark.parametrize(
+    ("hosts", "wanted", "near"),
+    [
+        ((5, 5, 7, 7), True, [(0, 1), (0, 1), (2, 3), (2, 3)]),
+        ((5, 7, 5, 7), True, [(0, 2), (1, 3), (0, 2), (1, 3)]),
+        ((5, 7, 7, 7), True, [(0,), (1, 2, 3), (1, 2, 3), (1, 2, 3)]),
+        ((5, 6, 7, 8), True, None),  # no two ranks share a host
+        ((5, 5, 7, 7), False, None),
+    ],
+)
+def test_the_ranks_of_each_host_are_linked_or_none(
+    monkeypatch: pytest.MonkeyPatch, hosts: tuple[int, ...], wanted: bool, near: list[tuple[int, ...]] | None
+) -> None:
+    made: list[tuple[tuple[int, ...], int, int]] = []
+    monkeypatch.setattr(connect.driver, "available", lambda: wanted)
+    monkeypatch.setattr(symmetric, "SymmetricMemory", lambda group, device, ranks: ranks)
+    monkeypatch.setattr(connect, "Link", lambda rank, size, device, share, board: made.append((share, rank, size)))
+
+    def gather(words: torch.Tensor) -> torch.Tensor:
+        return words.expand(len(hosts), -1)
+
+    for rank in range(len(hosts)):
+        connect.connect(connect.Ranks(rank, hosts), torch.device("cpu"), lambda: None, gather, None, "")
+    if near is None:
+        assert made == []
+    else:
+        assert made == [(ranks, ranks.index(rank), len(ranks)) for rank, ranks in enumerate(near)]
+
+
+def test_a_group_on_several_hosts_has_no_mailboxes() -> None:
+    """They are for all ranks; a link of one host has those of its own ranks only."""
+    group = object.__new__(transports.GroupTransport)
+    group._link, group.hosts = SimpleNamespace(mailbox=lambda: "a mailbox"), (5, 5, 7, 7)  # type: ignore[assignment]
+    assert group.linked == ((0, 1), (2, 3))
+    assert (group.pulls, group._mailbox()) == (False, None)
+    group.hosts = (5, 5, 5, 5)
+    assert (group.pulls, group._mailbox()) == (True, "a mailbox")
 
 
 # The planning alone
