@@ -71,6 +71,7 @@ def way_of(problem: Problem, hosts: int, local_size: int, dataflow: str) -> Way:
         problem.switches,
         fsdp_size=cluster.gpus,
         ranks=ranks,
+        hosts=hosts if dataflow == "gather by node" else 1,
         pulls=cluster.pulls and (hosts == 1 or dataflow == "gather by node"),
         dataflow="ring" if dataflow.endswith("ring") else "gather",
     )
