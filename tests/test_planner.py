@@ -13,14 +13,14 @@ from typing import Any
 import pytest
 import torch
 from live_bytes import step
-from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from ringattn import cost
 from ringattn import plan as plan_function
 from ringattn.planner import attention, hardware, memory
 from ringattn.planner.__main__ import main
 from ringattn.planner.memory import Switches
-from ringattn.planner.models import MODELS, ModelShape, from_config, named
+from ringattn.planner.models import KINDS, MODELS, ModelShape, from_config, named
 from ringattn.planner.simulate import DATAFLOWS, Setting, simulate
 from ringattn.planner.step import Way
 from ringattn.planner.step import step as step_of
@@ -101,7 +101,7 @@ def test_buffers_of_attention_are_those_of_a_plan(ranks: int, heads: tuple[int, 
     ways = [("gather", True), ("gather", False), ("ring", False)]
     for (dataflow, pulls), tokens, size in itertools.product(ways[2 * (ranks == 1) :], (256, 1 << 17), (33, 28)):
         plan = plan_function(tokens * ranks, gpu(ranks, pulls), causal=True, dataflow=dataflow, buffer_bytes=1 << size)
-        said = sum(attention.memory(attention.Row(tokens, ranks, pulls, 0, dataflow, 1 << size), shape))
+        said = sum(attention.memory(attention.Row(tokens, ranks, pulls, dataflow, 1 << size), shape))
         assert said == plan.flow.memory_bytes(plan, shape, True), (dataflow, pulls, tokens, size)
 
 
@@ -121,7 +121,7 @@ def test_buffers_of_a_gather_by_node_are_those_of_a_plan(
         plan = plan_function(
             tokens * ranks, rank, causal=True, dataflow="gather", buffer_bytes=1 << size, local_size=local_size
         )
-        row = attention.Row(tokens, ranks, True, 0, "gather", 1 << size, hosts)
+        row = attention.Row(tokens, ranks, True, "gather", 1 << size, hosts)
         assert sum(attention.memory(row, shape)) == plan.flow.memory_bytes(plan, shape, True), (tokens, size)
 
 
@@ -166,11 +166,31 @@ def test_a_config_is_read(tmp_path: Path) -> None:
     file.write_text(json.dumps({"model_type": "qwen3_moe", "num_experts": 128}))
     with pytest.raises(ValueError, match="num_experts=128"):
         from_config(file)
-    file.write_text("{}")
-    with pytest.raises(ValueError, match="num_attention_heads"):
-        from_config(file)
+    refused = {
+        '{"model_type": "llama"}': "num_attention_heads", "{}": "model_type=''", "[]": "is a JSON list", "?": "as JSON",
+        '{"model_type": "gpt_neox"}': "model_type='gpt_neox'",
+    }  # fmt: skip
+    for text, message in refused.items():
+        file.write_text(text)
+        with pytest.raises(ValueError, match=message):
+            from_config(file)
     with pytest.raises(ValueError, match=r"llama-3\.1-8b"):
         named("llama-9")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_kinds_of_models_have_the_parameters_of_transformers(kind: str, tmp_path: Path) -> None:
+    config = AutoConfig.for_model(kind, num_hidden_layers=2)
+    config.to_json_file(tmp_path / "config.json", use_diff=False)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    count = sum(parameter.numel() for parameter in model.parameters())
+    assert from_config(tmp_path / "config.json").parameters == pytest.approx(count, rel=1e-3)  # and norms, biases
+
+
+def test_a_window_changes_nothing() -> None:
+    shape, switches = MODELS["mistral-7b-v0.3"], Switches(fsdp_size=8, ranks=8)
+    assert memory.parts(replace(shape, window=4096), 1 << 16, switches) == memory.parts(shape, 1 << 16, switches)
 
 
 # Simulation
@@ -297,7 +317,12 @@ def test_what_does_not_fit_is_said(capsys: pytest.CaptureFixture[str]) -> None:
         (("--model", "llama-3.1-8b", "--gpus", "16*8"), "--gpus is '16*8'; give hosts x GPUs"),
         (("--model", "llama-3.1-8b", "--gpus", "2x8", "--links", "nvlink"), "name the network between hosts"),
         (("--model", "llama-3.1-8b", "--links", "rope"), "nvlink or pcie"),
-        (("--model", "llama-3.1-8b", "--context", "4G"), "'4G' is no number of tokens"),
+        (("--model", "llama-3.1-8b", "--context", "4G"), "--context is '4G'"),
+        (("--model", "llama-3.1-8b", "--links", "nvlink,ib0"), "name the network between hosts"),
+        (("--model", "llama-3.1-8b", "--mlp-chunk", "-5"), "mlp_chunk is -5"),
+        (("--model", "llama-3.1-8b", "--head-groups", "33"), "32 heads"),
+        (("--model", "llama-3.1-8b", "--host-gib", "nan"), "--host-gib is nan"),
+        (("--model", "llama-3.1-8b", "--calibration", "/nonexistent"), "No such file"),
         (("--model", "llama-3.1-8b", "--slow", "8:2"), "the rank must be below 8"),
         (("--model", "llama-3.1-8b", "--slow", "much"), "write RANK:FACTOR"),
         (("--config", "/nonexistent"), "No such file"),

@@ -42,10 +42,14 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     model.add_argument("--config", type=Path, help="config.json of transformers")
     parser.add_argument("--context", required=True, help="tokens of a row: 131072, 128k or 4M")
     parser.add_argument("--gpus", default="8", help="hosts x GPUs of each: 16x8; or of one host: 8")
-    parser.add_argument("--gpu", default="h200", choices=sorted(GPUS))
+    parser.add_argument("--gpu", default="h200", choices=sorted(GPUS), help="of every host")
     parser.add_argument("--links", default="nvlink,ib400", help="inside a host, then the network with Gb/s per GPU")
-    parser.add_argument("--calibration", type=Path, help="file of benchmarks/calibrate.py, in place of default rates")
-    parser.add_argument("--optimizer", default="adamw_bf16", choices=sorted(OPTIMIZERS))
+    parser.add_argument(
+        "--calibration", type=Path, help="file of benchmarks/calibrate.py, in place of default rates inside a host"
+    )
+    parser.add_argument(
+        "--optimizer", default="adamw_bf16", choices=sorted(OPTIMIZERS), help="the type of its moments, or where it is"
+    )
     parser.add_argument("--offload-activations", action="store_true", help="also where a row fits without")
     parser.add_argument("--recompute-attention", action="store_true", help="do not keep its results")
     parser.add_argument("--mlp-chunk", type=int, default=0, help="tokens of one pass through the MLP; 0: all")
@@ -56,7 +60,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--slow", nargs="*", default=[], metavar="RANK:FACTOR", help="slow GPUs")
     parser.add_argument("--slow-link", nargs="*", default=[], metavar="RANK:FACTOR", help="slow network cards")
     parser.add_argument("--alternatives", type=int, default=8, help="lines of the table")
-    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--json", action="store_true", help="print all ways as one object")
     return parser.parse_args(argv)
 
 
@@ -87,9 +91,14 @@ def problem_of(args: argparse.Namespace) -> Problem:
     shape = named(args.model) if args.model else from_config(args.config)
     costs = None
     if args.calibration:
+        args.calibration.stat()
         costs = cost.read(args.calibration, cost.LINKS[0]) or cost.read(args.calibration, cost.LINKS[1])
         if costs is None:
             raise ValueError(f"{args.calibration} has no costs; run python -m benchmarks.calibrate")
+    if not 0 <= args.host_gib < float("inf"):
+        raise ValueError(f"--host-gib is {args.host_gib:g}; give GiB of host memory for each GPU, 0 or more")
+    if args.alternatives < 0:
+        raise ValueError(f"--alternatives is {args.alternatives}; give a number of lines, 0 or more")
     machines = cluster(args.gpus, args.gpu, args.links, costs)
     host = round(args.host_gib * GIB)
     switches = Switches(
@@ -101,6 +110,8 @@ def problem_of(args: argparse.Namespace) -> Problem:
     slow, slow_link = (
         factors(x, n, machines.gpus) for x, n in ((args.slow, "--slow"), (args.slow_link, "--slow-link"))
     )
+    if switches.head_groups > shape.heads:
+        raise ValueError(f"--head-groups is {switches.head_groups}; the model has {shape.heads} heads to divide")
     return Problem(shape, machines, count(args.context), switches, host, slow, slow_link)
 
 
@@ -110,7 +121,7 @@ def name_of(verdict: Verdict, machines: Cluster) -> str:
     rows = machines.gpus // way.ranks
     saved = ", on the host" * (way.switches.host_bytes > 0) + ", in chunks" * (way.switches.mlp_chunk > 0)
     saved += ", by heads" * (way.switches.head_groups > 1)
-    return f"{way.dataflow} over {way.ranks} GPUs, {rows} row{'s' * (rows > 1)}{saved}"
+    return f"{way.dataflow} over {way.ranks} GPU{'s' * (way.ranks > 1)}, {rows} row{'s' * (rows > 1)}{saved}"
 
 
 def describe(problem: Problem, best: Verdict) -> list[str]:
@@ -131,7 +142,7 @@ def describe(problem: Problem, best: Verdict) -> list[str]:
         f"  attention has {forward:.1%} of the speed of one GPU's kernel forward, {both:.1%} forward + backward",
         f"  {best.bytes / GIB:.1f} of {capacity / GIB:.1f} GiB: {bytes_}",
         f"  {on_host / GIB:.1f} of {problem.host_memory / GIB:.1f} GiB on the host for each GPU",
-        f"  longest row over {way.ranks} GPUs:",
+        f"  longest row over {way.ranks} GPU{'s' * (way.ranks > 1)}:",
     ]
     lines += [f"    {tokens:>13,} tokens {name}" for name, tokens in longest(problem, way).items()]
     if problem.model.window:

@@ -20,7 +20,6 @@ class Row(NamedTuple):
         tokens: of one GPU.
         ranks: GPUs that share the row.
         pulls: copy engines move keys; else messages do.
-        window: keys that a query sees at most; 0: all earlier ones.
         dataflow: "ring" or "gather".
         buffer_bytes: as for :func:`ringattn.plan`.
         hosts: over which the ranks are divided equally, if the gather is by node and ``pulls`` holds inside of a host.
@@ -29,20 +28,14 @@ class Row(NamedTuple):
     tokens: int
     ranks: int
     pulls: bool = True
-    window: int = 0
     dataflow: str = "gather"
     buffer_bytes: int = 8 << 30
     hosts: int = 1
 
     @property
     def seq_len(self) -> int:
+        """Tokens of the row; the last chunk of the busiest rank sees the keys of all."""
         return self.tokens * self.ranks
-
-    @property
-    def fetched(self) -> int:
-        """Keys that the queries of the busiest rank see, its own among them: its last chunk sees all before it, or a
-        window before each of its two chunks."""
-        return min(self.seq_len, self.tokens + 2 * self.window) if self.window else self.seq_len
 
 
 class Bytes(NamedTuple):
@@ -67,7 +60,7 @@ def least_buffer(row: Row, s: Shape) -> int:
     gradients of some heads at a time (:func:`ringattn.cost.choose`)."""
     if row.dataflow == "ring" or row.ranks == 1:
         return 0
-    token = row.fetched * s.kv_elements
+    token = row.seq_len * s.kv_elements
     if row.pulls:
         return token // s.kv_heads * (s.itemsize + s.state_itemsize)
     groups = head_groups(s.kv_heads, s.q_heads, "cuda", backward=True)
@@ -95,9 +88,9 @@ def _messaged(row: Row, s: Shape) -> int:
     groups = head_groups(s.kv_heads, s.q_heads, "cuda", backward=True)
     part = max(g.stop - g.start for g in groups) / s.kv_heads
     arriving = (row.seq_len - row.tokens) // 2  # contributions to the first chunk of all, of each other rank
-    at_once = max(2 * row.fetched, row.fetched + arriving + row.tokens)
-    earlier = row.fetched + arriving if len(groups) > 1 else 0
-    keys = (row.tokens + row.fetched) * s.kv_elements * s.itemsize
+    at_once = max(2 * row.seq_len, row.seq_len + arriving + row.tokens)
+    earlier = row.seq_len + arriving if len(groups) > 1 else 0
+    keys = (row.tokens + row.seq_len) * s.kv_elements * s.itemsize
     gradients = (row.tokens + part * (at_once + earlier)) * s.kv_elements * s.state_itemsize
     return round(keys + gradients) + _piece(row.tokens, s, s.kv_heads)
 
@@ -106,16 +99,16 @@ def _pulled(row: Row, s: Shape, rows: int) -> Bytes:
     """Return the shared memory, the receive buffer and what others push into, which stay; and contributions."""
     token = s.head_dim + s.value_dim
     cut, forward = (
-        waves(s.kv_heads, token * row.fetched * (s.itemsize + gradient), row.buffer_bytes)
+        waves(s.kv_heads, token * row.seq_len * (s.itemsize + gradient), row.buffer_bytes)
         for gradient in (s.state_itemsize, 0)
     )
     heads, heads_forward = (max(w.stop - w.start for w in x) for x in (cut, forward))
     resident = min(2, len(cut)) * heads
     kept = 2 * s.kv_heads * row.tokens * token * s.itemsize
-    kept += max(resident, min(2, len(forward)) * heads_forward) * row.fetched * token * s.itemsize
+    kept += max(resident, min(2, len(forward)) * heads_forward) * row.seq_len * token * s.itemsize
     kept += (row.ranks - 1) * heads * row.tokens * token * s.state_itemsize
     groups = head_groups(heads, heads * (s.q_heads // s.kv_heads), "cuda", backward=True)
-    contributions = resident * row.fetched * token * s.state_itemsize
+    contributions = resident * row.seq_len * token * s.state_itemsize
     contributions += _piece(row.tokens, s, max(g.stop - g.start for g in groups))
     result = row.tokens * s.q_heads * s.head_dim * s.itemsize  # dq, made when contributions have left
     return Bytes(kept, rows + max(contributions - result, 0))
@@ -130,14 +123,14 @@ def _carried(row: Row, s: Shape, rows: int) -> Bytes:
 
     def resident(gradient: int) -> tuple[int, int]:
         """Return the heads of the largest wave, and those that are in memory together."""
-        fits = waves(s.kv_heads, token * row.fetched * (s.itemsize + gradient), row.buffer_bytes)
+        fits = waves(s.kv_heads, token * row.seq_len * (s.itemsize + gradient), row.buffer_bytes)
         count = max(1, s.kv_heads // 2) if len(fits) == 1 else fits[0].stop
         groups = head_groups(s.kv_heads, s.q_heads, "cuda", gradient > 0, relayed=True)
         cut = [min(count, g.stop - h) for g in groups for h in range(g.start, g.stop, count)]
         return max(cut), min(2, len(cut)) * max(cut)
 
     heads, together = resident(s.state_itemsize)
-    kept = 2 * s.kv_heads * extended + max(together, resident(0)[1]) * row.fetched
+    kept = 2 * s.kv_heads * extended + max(together, resident(0)[1]) * row.seq_len
     pushed = (row.ranks // row.hosts - 1) * heads * extended
-    sums = together * (row.fetched + extended + returned) * token * s.state_itemsize
+    sums = together * (row.seq_len + extended + returned) * token * s.state_itemsize
     return Bytes(token * (kept * s.itemsize + pushed * s.state_itemsize), rows + sums + _piece(row.tokens, s, heads))

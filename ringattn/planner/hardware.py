@@ -64,7 +64,8 @@ def cluster(gpus: str, gpu: str, links: str, costs: Costs | None = None) -> Clus
         gpu: a name of :data:`GPUS`.
         links: inside a host "nvlink" or "pcie", then, if there are several, the network with its Gb/s per GPU:
             "nvlink,ib400".
-        costs: of this machine, as ``benchmarks/calibrate.py`` measured them; they replace those of the table.
+        costs: of this machine, as ``benchmarks/calibrate.py`` measured them; they replace those of the table. The
+            network between hosts is that of ``links``.
 
     Raises:
         ValueError: what cannot be read, or a network that is missing.
@@ -82,9 +83,10 @@ def cluster(gpus: str, gpu: str, links: str, costs: Costs | None = None) -> Clus
     base = costs or GPUS[gpu].costs
     if inside == "pcie":
         base = replace(base, local_gbs=min(20.0, base.local_gbs), pull_gbs=min(20.0, base.pull_gbs))
-    if hosts > 1:
-        if not (rate := re.fullmatch(r"[a-z]+(\d+)", network)):
-            raise ValueError(f"--links is {links!r}; name the network between hosts, as in nvlink,ib400: Gb/s per GPU")
+    rate = re.fullmatch(r"[a-z]+([1-9]\d*)", network)
+    if not rate and (hosts > 1 or network):
+        raise ValueError(f"--links is {links!r}; name the network between hosts, as in nvlink,ib400: Gb/s per GPU")
+    if hosts > 1 and rate:
         message_gbs = int(rate[1]) / 8 * REACHED
         # Messages of a network card need few multiprocessors.
         base = replace(base, message_gbs=message_gbs, contention=cost.default("cuda", "messages").contention)
@@ -98,5 +100,5 @@ def count(text: str) -> int:
         ValueError: it is neither.
     """
     if not (match := re.fullmatch(r"(\d+)([kKmM]?)", text)) or not int(match[1]):
-        raise ValueError(f"{text!r} is no number of tokens; write 131072, 128k or 4M")
+        raise ValueError(f"--context is {text!r}; give a number of tokens, as 131072, 128k or 4M")
     return int(match[1]) << {"": 0, "k": 10, "m": 20}[match[2].lower()]

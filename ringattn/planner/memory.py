@@ -83,9 +83,10 @@ class Switches:
     def __post_init__(self) -> None:
         if self.optimizer not in OPTIMIZERS:
             raise ValueError(f"optimizer is {self.optimizer!r}; choose from {', '.join(OPTIMIZERS)}")
-        for name in ("fsdp_size", "ranks", "anchors", "head_groups"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
+        least = dict.fromkeys(("fsdp_size", "ranks", "anchors", "head_groups", "buffer_bytes"), 1)
+        for name, minimum in (least | dict.fromkeys(("host_bytes", "mlp_chunk", "loss_chunk"), 0)).items():
+            if getattr(self, name) < minimum:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be at least {minimum}")
 
 
 class _Layer(NamedTuple):
@@ -147,17 +148,17 @@ def longest(model: ModelShape, capacity: int, switches: Switches, multiple: int 
     return low * multiple
 
 
-def row_of(model: ModelShape, tokens_per_gpu: int, s: Switches) -> attention.Row:
+def row_of(tokens_per_gpu: int, s: Switches) -> attention.Row:
     """Return how a row of so many tokens on each GPU is divided."""
-    return attention.Row(tokens_per_gpu, s.ranks, s.pulls, model.window, s.dataflow, s.buffer_bytes, s.hosts)
+    return attention.Row(tokens_per_gpu, s.ranks, s.pulls, s.dataflow, s.buffer_bytes, s.hosts)
 
 
 def _moments(model: ModelShape, tokens: int, s: Switches) -> list[dict[str, int]]:
     """Return the parts at the loss, in the backward of the last, the last but one and the first layer, and at the
     optimizer."""
     layer = _Layer.of(model, tokens, s.itemsize)
-    row = row_of(model, tokens, s)
-    heads, kv_heads = (max(1, n // s.head_groups) for n in (model.heads, model.kv_heads))
+    row = row_of(tokens, s)
+    heads, kv_heads = (-(-n // s.head_groups) for n in (model.heads, model.kv_heads))
     buffers = attention.memory(row, replace(model.attention(s.itemsize), q_heads=heads, kv_heads=kv_heads))
     on_gpu = (s.optimizer != "host") * -(-model.parameters // s.fsdp_size)  # parameters of this GPU
     always = dict(

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from .. import json_file
 from ..shape import Shape
 
 
@@ -72,6 +72,13 @@ class ModelShape:
         return Shape(1, self.heads, self.kv_heads, self.head_dim, itemsize=itemsize)
 
 
+# ``model_type`` of text models whose layers are those of ModelShape, but for the order of norms.
+KINDS = (
+    "cohere", "cohere2", "diffllama", "ernie4_5", "exaone4", "gemma", "gemma2", "gemma3_text", "glm", "glm4", "granite",
+    "helium", "llama", "mistral", "olmo", "olmo2", "olmo3", "phi3", "qwen2", "qwen3", "seed_oss", "smollm3", "stablelm",
+    "vaultgemma",
+)  # fmt: skip
+
 # From the config.json of each model's repository on huggingface.co.
 MODELS = {
     "llama-3.2-1b": ModelShape(16, 2048, 8192, 32, 8, 64, 128256, tied=True),
@@ -103,15 +110,25 @@ def from_config(file: Path | str) -> ModelShape:
     """Return the shape in a ``config.json`` of ``transformers``.
 
     Raises:
-        OSError, ValueError: the file cannot be read, lacks a size, or is of a model whose layers are not all alike:
-            experts, state-space layers, latent attention.
+        OSError, ValueError: the file cannot be read, lacks a size, or is of a model whose layers are others: experts,
+            state-space layers, latent attention, an MLP without a gate.
     """
-    config: dict[str, Any] = json.loads(Path(file).read_text())
+    try:
+        config: dict[str, Any] = json_file.read(Path(file))
+    except ValueError as error:
+        raise ValueError(f"{file} cannot be read as JSON: {error}") from error
+    if not isinstance(config, dict):
+        raise ValueError(f"{file} is a JSON {type(config).__name__}; give the config.json of a decoder-only model")
     config = config.get("text_config", config)
     kind = config.get("model_type", "")
     for name in ("num_experts", "num_local_experts", "n_routed_experts", "kv_lora_rank", "linear_num_key_heads"):
         if config.get(name):
             raise ValueError(f"{file} has {name}={config[name]}; the planner knows dense decoders of equal layers only")
+    if kind not in KINDS:
+        raise ValueError(
+            f"{file} has model_type={kind!r}; the planner knows {', '.join(KINDS)}. If its layers are like Llama's "
+            "(RMSNorm, attention, gated MLP), write 'llama' there"
+        )
     try:
         heads, hidden = config["num_attention_heads"], config["hidden_size"]
         windowed = config.get("sliding_window") if config.get("use_sliding_window", True) else None

@@ -88,7 +88,7 @@ def judge(problem: Problem, way: Way) -> Verdict:
             break
     else:
         return Verdict(way, parts, None, f"needs {sum(parts.values()) / 2**30:.0f} GiB")
-    row = memory.row_of(model, way.tokens, way.switches)
+    row = memory.row_of(way.tokens, way.switches)
     least = attention.least_buffer(row, model.attention(way.switches.itemsize))
     if least > row.buffer_bytes:
         return Verdict(way, parts, None, f"needs {least / 2**30:.1f} GiB of buffer")
@@ -122,12 +122,12 @@ def _saves(switches: Switches) -> int:
 def saving(switches: Switches, host_memory: int) -> dict[str, Switches]:
     """Return switches that need less and less memory, by what is added."""
     host = replace(switches, host_bytes=host_memory, attention_on_host=True)
-    chunks = replace(host, mlp_chunk=switches.mlp_chunk or 4096)
+    chunks, groups = replace(host, mlp_chunk=switches.mlp_chunk or 4096), max(2, switches.head_groups)
     return {
         "as asked for": switches,
         "with activations on the host": host,
-        "and norms and MLP in chunks of 4,096 tokens": chunks,
-        "and attention in two groups of heads": replace(chunks, head_groups=max(2, switches.head_groups)),
+        f"and norms and MLP in chunks of {chunks.mlp_chunk:,} tokens": chunks,
+        f"and attention in {groups} groups of heads": replace(chunks, head_groups=groups),
     }
 
 
