@@ -307,7 +307,10 @@ def test_the_command_prints_the_best_way(capsys: pytest.CaptureFixture[str]) -> 
 def test_what_does_not_fit_is_said(capsys: pytest.CaptureFixture[str]) -> None:
     status, text, _ = run(capsys, "--model", "llama-3.1-70b", "--gpus", "1", "--gpu", "h100")
     assert status == 1
-    assert "nothing fits; the longest row that does has 0 tokens" in text
+    assert "nothing fits, not even 128 tokens on each GPU" in text
+    status, text, _ = run(capsys, "--model", "llama-3.1-8b", "--gpus", "1", "--gpu", "h100", "--host-gib", "0")
+    assert status == 1
+    assert re.search(r"nothing fits; the longest row that does has \d+,\d+ tokens", text)
 
 
 @pytest.mark.parametrize(

@@ -196,7 +196,11 @@ def main(argv: list[str] | None = None) -> int:
         print("\n".join(describe(problem, best)))
     else:
         most = max(max(longest(problem, verdict.way).values()) for verdict in all_ways)
-        print(f"nothing fits; the longest row that does has {most:,} tokens")
+        print(
+            f"nothing fits; the longest row that does has {most:,} tokens"
+            if most
+            else "nothing fits, not even 128 tokens on each GPU; give more --gpus, or --optimizer host"
+        )
     print("\n".join(table(problem, all_ways[1 : 1 + args.alternatives] if best.step else all_ways)))
     return 0 if best.step else 1
 
