@@ -112,6 +112,16 @@ def test_the_sum_is_that_of_float64_and_the_bits_those_of_finish(
     assert all(m.counts[0] == 2 for m in of_rank)
 
 
+def test_a_launch_repeats_for_the_same_number_of_ranks_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    keys = []
+    repeats = SimpleNamespace(again=lambda key, tensors: keys.append(key) or True)
+    monkeypatch.setattr(meet, "_launches", repeats)
+    for world_size in (2, 3, 3):
+        of_rank, _ = own_mailboxes(world_size)
+        meet.meet(random_states(world_size, (1, 1, 4, 8))[0], of_rank[0], None, torch.float32, False)
+    assert keys[0] != keys[1] == keys[2]
+
+
 @interpreted
 def test_numbers_wrap_around() -> None:
     of_rank, memory = own_mailboxes(2)
