@@ -372,6 +372,18 @@ def test_heads_of_tokens_are_one_copy() -> None:
     assert rows.source == x.data_ptr() + 2 * 16 * 2
 
 
+def test_heads_that_are_far_apart_are_copies_of_their_own() -> None:
+    """The driver takes rows that are less than 2 GiB apart."""
+    far, some = torch.empty(1, 4, 2**24, 128, dtype=torch.bfloat16, device="meta").transpose(1, 2), slice(0, 100)
+    by_head = torch.empty(1, 4, 100, 128, dtype=torch.bfloat16, device="meta").transpose(1, 2)
+    rows = pitched.rows_of(far[:, some], by_head) or []
+    assert [(r.target, r.source, r.width, r.height) for r in rows] == [
+        (head * 2**32, head * 25600, 25600, 1) for head in range(4)
+    ]
+    rows = pitched.rows_of(far[:, some], torch.empty(1, 100, 4, 128, dtype=torch.bfloat16, device="meta")) or []
+    assert [(r.height, r.target_pitch, r.source_pitch) for r in rows] == [(100, 256, 1024)] * 4
+
+
 @pytest.mark.parametrize("what", ["one piece", "expanded", "gaps between elements", "another dtype", "nothing"])
 def test_what_is_not_copied_by_rows(what: str) -> None:
     x = torch.zeros(2, 6, 4)
