@@ -22,7 +22,6 @@ from torch import Tensor
 from .peer import driver
 from .peer.driver import Rows
 
-
 _MAX_PITCH = 2**31 - 1  # bytes, CU_DEVICE_ATTRIBUTE_MAX_PITCH: heads of 16 million tokens are farther apart
 
 
