@@ -275,6 +275,20 @@ def test_gradients_of_lse_alone_and_none_at_all() -> None:
         assert not on_cpu(*leaves, plan).requires_grad  # type: ignore[union-attr]
 
 
+def test_each_backward_belongs_to_the_forward_of_its_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks compare the number of the forward, so that a backward in another order is noticed."""
+    backward, numbers = torch.ops.ringattn.attention_backward, []
+
+    def noted(*args: Any) -> Any:
+        numbers.append(args[-1])
+        return backward(*args)
+
+    monkeypatch.setattr(torch.ops.ringattn, "attention_backward", noted)
+    out = on_cpu(*(x.requires_grad_() for x in inputs()), ringattn.plan(5))
+    out.sum().backward()  # type: ignore[union-attr]
+    assert numbers == [numbers[0], numbers[0] + 1]
+
+
 def test_gradients_have_the_strides_that_autograd_keeps_without_a_copy() -> None:
     plan = ringattn.plan(7, causal=True)
     q = host_memory.empty(1, 7, 4, 8).normal_()
