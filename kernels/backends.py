@@ -41,18 +41,31 @@ class Backend:
         """
         carried = self._or_eager(q, keys)._carried(q, weaving.keys(keys).walks(), score, state)
         assert carried is not None
+        self._raise_largest(q, keys, score)
         return carried
 
     def output(self, q: Tensor, keys: Keys, score: Score, state: Partial | None = None) -> Result:
         """Attend to the last chunk of keys and return the finished ``(out, lse)``. Arguments: :meth:`forward`."""
-        backend, keys = self._or_eager(q, keys), weaving.keys(keys)
+        result = self._or_eager(q, keys)._output(q, weaving.keys(keys), score, state)
+        self._raise_largest(q, keys, score)
+        return result
+
+    def _raise_largest(self, q: Tensor, keys: Keys, score: Score) -> None:
+        """Raise ``score.largest``, if asked for: after the forward, which has waited for keys that were being
+        written."""
+        if score.largest is not None:
+            backend = self._or_eager(q, keys)
+            for walk in keys.walks():
+                torch.maximum(score.largest, backend._largest(q, walk, score), out=score.largest)
+
+    def _output(self, q: Tensor, keys: Keys, score: Score, state: Partial | None) -> Result:
         divisible = len(q) == 1 and not keys.block.ordered  # queries are one after another in memory, no bits to keep
         if keys.block.others and state is None and divisible:
             runs = walks.of_queries(keys.block)
             if len(runs) > 1:
-                return backend._output_of_runs(q, keys, score, runs)
+                return self._output_of_runs(q, keys, score, runs)
         *before, last = keys.walks()
-        result = backend._forward(q, last, score, backend._carried(q, before, score, state), finalize=True)
+        result = self._forward(q, last, score, self._carried(q, before, score, state), finalize=True)
         assert isinstance(result, Result)
         return result
 
@@ -130,6 +143,10 @@ class Backend:
 
     def _forward(self, q: Tensor, keys: Keys, score: Score, state: Partial | None, finalize: bool) -> Partial | Result:
         raise NotImplementedError(f"{type(self).__name__} must define _forward()")
+
+    def _largest(self, q: Tensor, keys: Keys, score: Score) -> Tensor:
+        """Return the largest score of each query head, (q_heads,), -inf where nothing is visible."""
+        return eager.largest(q, keys, score)
 
     def _output_into(self, q: Tensor, keys: Keys, score: Score, state: Partial | None, out: Tensor) -> Tensor:
         """Write the output into ``out``, contiguous, and return lse."""
@@ -286,6 +303,9 @@ class _Compiled(Backend):
 
     def _forward(self, q, keys, score, state, finalize):  # type: ignore[no-untyped-def]
         return self._module("forward").forward(q, keys, score, state, finalize)
+
+    def _largest(self, q, keys, score):  # type: ignore[no-untyped-def]
+        return _load(".triton.largest").largest(q, keys, score)
 
 
 class Triton(_Compiled):

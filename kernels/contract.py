@@ -107,6 +107,8 @@ class Score:
         sink: (q_heads,) float32, one logit per head that joins the denominator once: a kernel adds it where no state
             is carried in.
         mod: a change that the other fields do not express.
+        largest: (q_heads,) float32 (float64 for float64 inputs): every forward with this score raises it to the largest
+            score of a visible pair; the sink is none. None if not asked for.
     """
 
     softmax_scale: float
@@ -114,6 +116,7 @@ class Score:
     alibi_slopes: Tensor | None = None
     sink: Tensor | None = None
     mod: ScoreMod | None = None
+    largest: Tensor | None = None
 
     @property
     def plain(self) -> bool:
@@ -126,12 +129,13 @@ class Score:
 
     def heads(self, heads: slice) -> Score:
         """Return the score of these query heads only."""
-        if self.alibi_slopes is None and self.sink is None and self.mod is None:
+        if self.alibi_slopes is None and self.sink is None and self.mod is None and self.largest is None:
             return self
         slopes = None if self.alibi_slopes is None else self.alibi_slopes[..., heads]
         sink = None if self.sink is None else self.sink[heads]
+        largest = None if self.largest is None else self.largest[heads]
         mod = None if self.mod is None else self.mod.heads(heads)
-        return replace(self, alibi_slopes=slopes, sink=sink, mod=mod)
+        return replace(self, alibi_slopes=slopes, sink=sink, mod=mod, largest=largest)
 
 
 class OwnKeys(NamedTuple):

@@ -61,6 +61,16 @@ def forward(q: Tensor, keys: Keys, score: Score, state: Partial | None, finalize
     return Result(out[:, :rows_of_q].to(q.dtype), lse[..., :rows_of_q])
 
 
+def largest(q: Tensor, keys: Keys, score: Score) -> Tensor:
+    """Return the largest score of each query head, (q_heads,), -inf where no pair is visible."""
+    dtype = accumulation_dtype(q)
+    top = torch.full((q.shape[2],), float("-inf"), dtype=dtype, device=q.device)
+    for rows, cols, hidden in _tiles(keys.block, q.device) if 0 not in q.shape else ():
+        s, _ = _scores(q, keys, score, rows, cols, hidden, dtype)
+        top = torch.maximum(top, s.amax((0, 2, 3)))
+    return top
+
+
 def backward(queries: Queries, keys: Keys, score: Score, dq: Tensor) -> tuple[Tensor, Tensor]:
     """Return dk and dv of one chunk of keys and add to dq, with the same bits on every run."""
     dk, dv = (torch.zeros_like(x, dtype=dq.dtype) for x in (keys.k, keys.v))

@@ -26,7 +26,8 @@ def attention(
     kernel: str = "auto",
     return_lse: bool = False,
     score_mod: ScoreMod | None = None,
-) -> Tensor | tuple[Tensor, Tensor]:
+    return_max: bool = False,
+) -> Tensor | tuple[Tensor, ...]:
     """Return the exact attention of the whole sequence for this rank's queries. Every rank of the plan's group calls
     it.
 
@@ -45,11 +46,16 @@ def attention(
         return_lse: also return the log-sum-exp.
         score_mod: any other elementwise change of scores (:class:`ringattn.kernels.contract.ScoreMod`); on the eager
             kernel.
+        return_max: also return the largest score of each head, for QK-clip (Kimi K2, arXiv:2507.20534). It takes one
+            more product per visible pair.
 
     Returns:
         out (batch, local queries, q_heads, head_dim_v) in q's dtype, and with ``return_lse`` also lse
         (batch, q_heads, local queries): natural logarithm, float32 (float64 for float64 inputs), differentiable.
         A query that sees nothing has out 0, lse -inf and zero gradients.
+        With ``return_max`` last the largest score (q_heads,), in lse's dtype, without gradients, the same on every
+        rank: over the batch and all visible pairs of the whole sequence, as it enters the softmax, so after scale,
+        softcap and ALiBi; the sink is none of them. -inf for a head without visible pairs.
 
     Under autocast, q, k and v are cast to its dtype, as by torch's own attention. Gradients are complete for the
     local tokens and never rescaled. They cannot be differentiated again, and there is no forward mode: both raise.
@@ -78,9 +84,11 @@ def attention(
     scale = q.shape[-1] ** -0.5 if softmax_scale is None else float(softmax_scale)
     mod = 0 if score_mod is None else score_mod.handle
     grad_mode = torch.is_grad_enabled()
-    out, lse = operators.attend(
-        q, k, v, alibi_slopes, sink, scale, float(softcap), kernel, plan.handle, mod, grad_mode
-    )  # fmt: skip
+    inputs = (q, k, v, alibi_slopes, sink, scale, float(softcap), kernel, plan.handle, mod, grad_mode)
+    if return_max:
+        out, lse, largest = operators.attend_max(*inputs)
+        return (out, lse, largest.detach()) if return_lse else (out, largest.detach())
+    out, lse = operators.attend(*inputs)
     return (out, lse) if return_lse else out
 
 

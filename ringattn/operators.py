@@ -12,6 +12,7 @@ autograd.Function directly: the torch.library dispatch would take longer than a 
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 
 import torch
 import torch.autograd.profiler as profiler
@@ -36,6 +37,11 @@ _PLAIN = frozenset((Tensor, torch.nn.Parameter, type(None)))
 def attend(*inputs):  # type: ignore[no-untyped-def]
     """Return ``(out, lse)``; ``inputs`` are those of ``torch.ops.ringattn.attention``."""
     return (_Attend.apply if _is_plain_eager(*inputs[:5]) else torch.ops.ringattn.attention)(*inputs)
+
+
+def attend_max(*inputs):  # type: ignore[no-untyped-def]
+    """Return ``(out, lse, largest)``; ``inputs`` are those of ``torch.ops.ringattn.attention_max``."""
+    return (_AttendMax.apply if _is_plain_eager(*inputs[:5]) else torch.ops.ringattn.attention_max)(*inputs)
 
 
 def _is_plain_eager(*tensors: Tensor | None) -> bool:
@@ -71,8 +77,13 @@ def _forward(
     score_mod: int,
     grad_mode: bool,
 ) -> tuple[Tensor, Tensor]:
-    plan = plans.by_handle(plan_handle)
     score = _score(q, alibi_slopes, sink, softmax_scale, softcap, score_mod)
+    return _run(q, k, v, score, kernel, plans.by_handle(plan_handle), grad_mode)
+
+
+def _run(
+    q: Tensor, k: Tensor, v: Tensor, score: Score, kernel: str, plan: Plan, grad_mode: bool
+) -> tuple[Tensor, Tensor]:
     error: Exception | None = None
     try:
         q, k, v = map(unit_stride, (q, k, v))
@@ -92,11 +103,12 @@ def _forward(
             head_dim=q.shape[3],
             head_dim_v=v.shape[3],
             dtype=_name(q.dtype),
-            softmax_scale=softmax_scale,
-            softcap=softcap,
-            alibi=alibi_slopes is not None,
-            sink=sink is not None,
+            softmax_scale=score.softmax_scale,
+            softcap=score.softcap,
+            alibi=score.alibi_slopes is not None,
+            sink=score.sink is not None,
             score_mod="" if score.mod is None else score.mod.name,
+            return_max=score.largest is not None,
         ),
         error,
         part=" forward",
@@ -109,6 +121,18 @@ def _forward(
         plan.transport.note_failure(error)
         raise
     return out, lse
+
+
+def _forward_max(*inputs):  # type: ignore[no-untyped-def]
+    q, k, v, alibi_slopes, sink, softmax_scale, softcap, kernel, plan_handle, score_mod, grad_mode = inputs
+    plan = plans.by_handle(plan_handle)
+    score = _score(q, alibi_slopes, sink, softmax_scale, softcap, score_mod)
+    largest = q.new_full((q.shape[2],), float("-inf"), dtype=accumulation_dtype(q))
+    out, lse = _run(q, k, v, replace(score, largest=largest), kernel, plan, grad_mode)
+    of_ranks = [largest if r == plan.rank else torch.empty_like(largest) for r in range(plan.world_size)]
+    others = [r for r in range(plan.world_size) if r != plan.rank]
+    exchange_rows(plan, [(largest, r) for r in others], [(of_ranks[r], r) for r in others])
+    return out, lse, torch.stack(of_ranks).amax(0)
 
 
 def autocast_dtype(device: torch.device) -> torch.dtype | None:
@@ -135,6 +159,10 @@ def _name(dtype: torch.dtype) -> str:
 
 
 _attention = torch.library.custom_op("ringattn::attention", _forward, mutates_args=(), tags=_TAGS)
+_WITH_MAX = torch.library.infer_schema(_forward, mutates_args=()).removesuffix(")") + ", Tensor)"
+_attention_max = torch.library.custom_op(
+    "ringattn::attention_max", _forward_max, mutates_args=(), schema=_WITH_MAX, tags=_TAGS
+)
 
 
 @_attention.register_fake
@@ -144,6 +172,11 @@ def _attention_fake(  # type: ignore[no-untyped-def]
     batch, seq, heads, _ = q.shape
     lse = q.new_empty((batch, heads, seq), dtype=accumulation_dtype(q))
     return q.new_empty((batch, seq, heads, v.shape[3])), lse
+
+
+@_attention_max.register_fake
+def _attention_max_fake(q, k, v, *others):  # type: ignore[no-untyped-def]
+    return *_attention_fake(q, k, v, *others), q.new_empty(q.shape[2], dtype=accumulation_dtype(q))
 
 
 def _backward(
@@ -205,11 +238,11 @@ def _save(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
     # The number of this call tells backwards from each other; 0 in a compiled graph, which fixes their order.
     forward = plans.by_handle(plan_handle).transport.calls.number if type(output[0]) is Tensor else 0
     ctx.numbers = [*numbers, plan_handle, score_mod, forward]
-    ctx.save_for_backward(q, k, v, *output, alibi_slopes, sink)
+    ctx.save_for_backward(q, k, v, *output[:2], alibi_slopes, sink)
     ctx.set_materialize_grads(False)
 
 
-def _gradients(ctx, dout, dlse):  # type: ignore[no-untyped-def]
+def _gradients(ctx, dout, dlse, dlargest=None):  # type: ignore[no-untyped-def]
     q, k, v, out, lse, alibi_slopes, sink = ctx.saved_tensors
     if dout is None:
         dout = torch.zeros_like(out)
@@ -235,7 +268,22 @@ class _Attend(torch.autograd.Function):
         return _gradients(ctx, dout, dlse)
 
 
-_attention.register_autograd(_gradients, setup_context=_save)
+class _AttendMax(_Attend):
+    """The same with the largest scores."""
+
+    @staticmethod
+    def forward(ctx, *inputs):  # type: ignore[no-untyped-def]
+        output = _forward_max(*inputs)
+        _save(ctx, inputs, output)
+        return output
+
+    @staticmethod
+    def backward(ctx, dout, dlse, dlargest):  # type: ignore[no-untyped-def,override]
+        return _gradients(ctx, dout, dlse)
+
+
+for _operator in (_attention, _attention_max):
+    _operator.register_autograd(_gradients, setup_context=_save)
 
 
 def unit_stride(x: Tensor) -> Tensor:

@@ -16,9 +16,10 @@ and the gradient of the sink are compared with dense attention in float64 (ringa
   rounding is added; the sink's gradient is exempt, because the rms of a handful of numbers is no statistic.
 
 Then forward+backward is repeated with random sleeps before every hop and with freed memory filled with NaN: in
-deterministic mode all runs must be equal bit for bit. On GPUs the peak memory of one attention, without its inputs and
-results, must be at most what the plan predicts plus 5 %. With ``--virtual`` only the cases above run, because threads
-share their memory and streams. The last line is JSON; the exit status is 0 only if everything holds.
+deterministic mode all runs must be equal bit for bit. The largest scores of ``return_max`` are compared with float64,
+too. On GPUs the peak memory of one attention, without its inputs and results, must be at most what the plan predicts
+plus 5 %. With ``--virtual`` only the cases above run, because threads share their memory and streams. The last
+line is JSON; the exit status is 0 only if everything holds.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ if not __package__:
 
 import argparse
 import functools
+import itertools
 import json
 import random
 import sys
@@ -237,14 +239,14 @@ def memory(group: Any, device: torch.device, dataflow: str, tokens: int = 8192) 
     dout = torch.randn_like(q)
     op, peaks = torch.ops.ringattn, []
     settings = (None, None, 128**-0.5, 0.0, "auto", plan.handle, 0)
-    op.attention(q, k, v, *settings)  # compiles, and caches the plan's intervals
+    op.attention(q, k, v, *settings, False)  # compiles, and caches the plan's intervals
     for name in ("forward", "backward"):
         torch.cuda.reset_peak_memory_stats(device)
         before = torch.cuda.memory_allocated(device)
         if name == "forward":
-            out, lse = results = op.attention(q, k, v, *settings)
+            out, lse = results = op.attention(q, k, v, *settings, False)
         else:
-            results = op.attention_backward(dout, None, q, k, v, out, lse, *settings)
+            results = op.attention_backward(dout, None, q, k, v, out, lse, *settings, 0)
         torch.cuda.synchronize()
         kept = sum(x.numel() * x.element_size() for x in results)
         measured = torch.cuda.max_memory_allocated(device) - before - kept
@@ -344,6 +346,24 @@ def determinism(args: argparse.Namespace, group: Any, device: torch.device) -> i
     return changed
 
 
+def largest(args: argparse.Namespace, group: Any, device: torch.device) -> list[str]:
+    """Compare the largest scores with float64. Returns what differs by more than the rounding of a sum of head_dim
+    products in float32, whose sizes add up to at most ``|q| |k|``."""
+    wrong = []
+    for case, how in itertools.product(cases(quick=True), settings(1, ["zigzag"])):
+        x = tensors(case, torch.bfloat16 if device.type == "cuda" else torch.float32, device)
+        plan = ringattn.plan(case.seq_len, group, **case.mask, **how)
+        q, k, v = (plan.shard(x[name]) for name in "qkv")
+        score: dict[str, Any] = dict(softcap=case.softcap, alibi_slopes=x["slopes"] if case.alibi else None)
+        _, got = ringattn.attention(q, k, v, plan, kernel=args.kernel, return_max=True, **score)
+        want = reference.scores(x["q"], x["k"], plan.mask, **score).amax((0, 2, 3))
+        sizes = [x[name].double().norm(dim=-1).max().item() for name in "qk"]
+        size = sizes[0] * sizes[1] * case.dims[0] ** -0.5 + (case.seq_len / 8 if case.alibi else 0.0)
+        if not ((error := (got - want).abs().max().item()) <= (case.dims[0] + 8) * UNIT[torch.float32] * size):
+            wrong.append(f"{case.name} {how}: largest scores are off by {error:.2e}")
+    return wrong
+
+
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m scripts.check", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -389,7 +409,7 @@ def main() -> int:
     device = ranks.join("cuda" if cuda else "cpu", alternative="--virtual N")
     rank, world = dist.get_rank(), dist.get_world_size()
     if args.hosts:
-        transport.host = lambda: rank * args.hosts // world
+        ranks.as_hosts(args.hosts)
     sizes = args.groups or range(1, world + 1)
     if max(sizes) > world:
         raise SystemExit(f"--groups {max(sizes)} is more than the {world} ranks that were launched")
@@ -409,6 +429,7 @@ def main() -> int:
         print(f"{time.time() - began:6.1f} s  {args.repeats} repeats, {changed} differ", file=sys.stderr)
     if changed:
         failures.append(f"rank {rank}: {changed} of {args.repeats} repeats differ in deterministic mode")
+    failures += largest(args, group, device) if rank < max(groups) else []
 
     peaks = []
     if cuda and rank < max(groups):

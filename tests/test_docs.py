@@ -39,12 +39,13 @@ TESTS = {
     "host_memory": ["test_host_memory"],
     "losses": ["test_losses"],
     "masks": ["test_masks"],
-    "parallelism": ["test_tensor_parallelism"],
+    "parallelism": ["test_tensor_parallelism", "test_pipeline"],
+    "planner": ["test_planner_page"],
     "preferences": ["test_preferences", "test_rewards"],
     "pytorch": ["test_pytorch"],
     "ranks": ["test_evaluation"],
     "torchtitan": ["test_torchtitan"],
-    "training_codes": ["test_shifted_already", "test_windows_and_tokens_before"],
+    "training_codes": ["test_shifted_already", "test_windows_and_tokens_before", "test_a_load_balancer"],
     "trees": ["test_trees"],
     "trainers": ["test_lightning", "test_trainer_of_another_library"],
     "trainer": ["test_trainer", "test_sft_trainer", "test_rows_with_equal_work"],
@@ -158,6 +159,12 @@ def test_check_page(capsys: pytest.CaptureFixture[str]) -> None:
     model = ringattn.wrap(Decoder(), ringattn.plan(SEQ, VirtualRank(0, 1), causal=True))
     run("check", ringattn=ringattn, model=model, batch=batches()[0])
     assert capsys.readouterr().out.startswith("exact: loss ")
+
+
+def test_planner_page() -> None:
+    names = run("planner")
+    assert sum(names["parts"].values()) / 2**30 == pytest.approx(125, rel=0.01)  # as measured: docs/use/planner.md
+    assert 131072 < names["tokens"] < 2 * 131072
 
 
 def test_every_page_ends_with_the_check() -> None:
@@ -384,26 +391,21 @@ TRAINING = dict(
 
 
 def _trainer(folder: str, block: int, page: str = "trainer") -> list[Tensor]:
-    import accelerate
     import transformers
-    from test_hf import OnCpu, forget_accelerate
+    from test_hf import forget_accelerate
 
     forget_accelerate()
-    real, accelerate.ParallelismConfig = accelerate.ParallelismConfig, OnCpu
     # In the place of trl: its trainer is transformers', with more of its own that rows of tensors do not need.
     trl: Any = types.ModuleType("trl")
     trl.SFTTrainer, trl.SFTConfig = transformers.Trainer, lambda packing, **o: transformers.TrainingArguments(**o)
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(sys.modules, "trl", trl)
-        try:
-            options = dict(output_dir=folder, **TRAINING)
-            names: dict[str, Any] = dict(name=folder, options=options, ranks=2, data=rows(), tokenizer=None)
-            names["collate"] = torch.utils.data.default_collate
-            if page == "trainers":
-                return parameters(switched(run(page, block)["over_ranks"], names))
-            return parameters(run(page, block, **names)["model"])
-        finally:
-            accelerate.ParallelismConfig = real
+        options = dict(output_dir=folder, **TRAINING)
+        names: dict[str, Any] = dict(name=folder, options=options, ranks=2, data=rows(), tokenizer=None)
+        names["collate"] = torch.utils.data.default_collate
+        if page == "trainers":
+            return parameters(switched(run(page, block)["over_ranks"], names))
+        return parameters(run(page, block, **names)["model"])
 
 
 def switched(over_ranks: Any, names: dict[str, Any]) -> nn.Module:
@@ -755,15 +757,69 @@ def test_tensor_parallelism(pools) -> None:  # type: ignore[no-untyped-def]
     torch.testing.assert_close(gradient, layer["out"].weight.grad, rtol=1e-10, atol=1e-10)
 
 
+class PipelinedDecoder(nn.Module):
+    """The embedding on the first rank, attention and the head on the last; rows of documents that differ."""
+
+    def __init__(self, stage: int | None = None) -> None:
+        super().__init__()
+        self.stage, (self.layer, _, self.embed) = stage, projections()
+        self.head = nn.Linear(DIM, VOCABULARY)
+
+    def forward(self, x: Tensor, plans: list[ringattn.Plan], row: Tensor | int) -> Tensor:
+        x = x if self.stage == 1 else self.embed(x)
+        if self.stage == 0:
+            return x
+        q, k, v = (self.layer[name](x).unflatten(-1, (-1, 4)) for name in "qkv")
+        out = ringattn.attention(q, k, v, plans[int(row)])
+        assert isinstance(out, Tensor)
+        return self.head(x + self.layer["out"](out.flatten(2)))
+
+
+def documents_of_rows() -> list[dict[str, Tensor]]:
+    rows = torch.randint(VOCABULARY, (3, 1, SEQ), generator=torch.Generator().manual_seed(0))
+    ids = [(torch.arange(SEQ) >= 3 + 4 * i)[None].long() for i in range(3)]
+    return [{"input_ids": x, "labels": x, "documents": y} for x, y in zip(rows, ids, strict=True)]
+
+
+def _pipeline() -> list[Tensor | None]:
+    from torch.distributed.device_mesh import init_device_mesh
+
+    def like(x: Tensor, size: int) -> Tensor:
+        return torch.empty(*x.shape[:2], size, requires_grad=True)
+
+    with double():
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "cp"))
+        module, names = PipelinedDecoder(mesh["pp"].get_local_rank()), dict(ringattn=ringattn, mesh=mesh, length=SEQ)
+        names |= dict(embed_like=lambda x: like(x, DIM), logits_like=lambda x: like(x, VOCABULARY))
+        run("parallelism", 1, **names, module=module, rows=documents_of_rows(), device=torch.device("cpu"))
+        return [p.grad for p in module.parameters()]
+
+
+def test_pipeline(pools) -> None:  # type: ignore[no-untyped-def]
+    with double():
+        model, rows = PipelinedDecoder(), documents_of_rows()
+        plans = [ringattn.plan(SEQ, VirtualRank(0, 1), causal=True, documents=row["documents"]) for row in rows]
+        shards = [plan.shard_batch(row) for plan, row in zip(plans, rows, strict=True)]
+        targets = torch.cat([shard["shift_labels"] for shard in shards])
+        logits = torch.cat([model(x["input_ids"], [plan], 0) for x, plan in zip(shards, plans, strict=True)])
+        F.cross_entropy(logits.flatten(0, 1), targets.flatten()).backward()
+    got = pools(4).run(_pipeline)  # of ranks 0 and 1 the embedding, of 2 and 3 the rest; None where there is nothing
+    for parameter, *parts in zip(model.parameters(), *got, strict=True):
+        total = sum(part for part in parts if part is not None)
+        torch.testing.assert_close(total, parameter.grad, rtol=1e-10, atol=1e-10)
+
+
 def _torchtitan() -> tuple[Tensor, Tensor, Tensor]:
     row = torch.arange(SEQ)
     positions = torch.cat([torch.arange(5), torch.arange(SEQ - 5)])
     q = torch.randn(SEQ, HEADS, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    names = run("torchtitan", ringattn=ringattn)
-    inputs, labels, local, plan = names["shard_for_cp"](row, row + 1, positions, None)
+    names = run("torchtitan", ringattn=ringattn, spmd=types.SimpleNamespace(no_typecheck=contextlib.nullcontext))
+    more = {"positions": positions, "attention_masks": "of the flex backend"}
+    inputs, labels, more = names["prepare_context_parallel_input"](row, row + 1, more, None, "cpu", "headtail", None)
     assert torch.equal(labels, inputs + 1)
-    assert torch.equal(local, positions[inputs])
-    out = names["RingAttention"]()(*(plan.shard(x, dim=0) for x in (q, q + 1, q - 1)), attention_masks=plan, scale=0.3)
+    assert torch.equal(more["positions"], positions[inputs])
+    plan = more["attention_masks"]
+    out = names["attend"](*(plan.shard(x, dim=0) for x in (q, q + 1, q - 1)), plan, scale=0.3)
     return inputs, out, q
 
 
@@ -775,6 +831,30 @@ def test_torchtitan(pools) -> None:  # type: ignore[no-untyped-def]
     assert torch.equal(torch.cat([at for at, _, _ in parts]).sort().values, torch.arange(SEQ))
     for at, out, _ in parts:
         torch.testing.assert_close(out, want[0, at], rtol=1e-12, atol=1e-12)
+
+
+def _load_balancer() -> list[Tensor]:
+    tokens, at, bounds = torch.arange(SEQ)[None] % VOCABULARY, torch.arange(SEQ), torch.tensor([0, 5, SEQ])
+    with double():
+        names = run("training_codes", 2, ringattn=ringattn, RingAttentionLoadBalancer=object)
+        balancer = names["RingattnLoadBalancer"](None)
+        model = ringattn.wrap(Decoder(), lambda: balancer.plan)
+        several = dict(inputs=[tokens, at], seq_dims=[1, 0], pad_values=[0, 0])
+        (local, positions), more = balancer.batch_shard_by_document(**several, cu_doc_lens=bounds, length_multiple=16)
+        assert not more
+        packed = balancer.plan.unshard(model(local, positions[None]))
+        assert torch.equal(balancer.batch_shard(**several)[1], positions)  # a mask alone is sharded as the tokens
+        return [packed, balancer.plan.unshard(model(local, positions[None]))]
+
+
+def test_a_load_balancer(pools) -> None:  # type: ignore[no-untyped-def]
+    tokens, at = torch.arange(SEQ)[None] % VOCABULARY, torch.arange(SEQ)[None]
+    with double():
+        model = Decoder()
+        documents = [model(tokens[:, a:b], at[:, a:b]) for a, b in ((0, 5), (5, SEQ))]
+        want = [torch.cat(documents, 1), model(tokens, at)]
+    for got in pools(2).run(_load_balancer):
+        close(got, want, 1e-12)
 
 
 class PositionedDecoder(Decoder):

@@ -745,6 +745,14 @@ def test_a_batch_that_is_wrong_on_one_rank_is_an_error_on_all() -> None:
     virtual.run(2, body)
 
 
+def test_the_log_says_once_what_packed_documents_see(caplog: pytest.LogCaptureFixture) -> None:
+    model = build("llama", "ringattn")
+    for kind in ("right padding", "packed", "packed"):
+        virtual.run(2, lambda rank: ringattn.hf.Sequence(model, batch_of(kind, True), rank))  # noqa: B023
+        lines = [line for line in caplog.messages if "rows are packed" in line]
+        assert len(lines) == (kind == "packed")
+
+
 def test_importing_ringattn_does_not_import_transformers() -> None:
     code = "import sys, ringattn, ringattn.loss, ringattn.batch; sys.exit('transformers' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
@@ -788,15 +796,10 @@ def forget_accelerate() -> None:
         os.environ.update(WORLD_SIZE=size, RANK=rank, LOCAL_RANK=rank, MASTER_ADDR="localhost", MASTER_PORT="1")
 
 
-def OnCpu(**sizes: int) -> Any:
-    """Return accelerate's ParallelismConfig without its check for GPUs, which a mesh does not need."""
-    from accelerate.parallelism_config import ParallelismConfig
+def parallelism(**sizes: int) -> Any:
+    from accelerate import ParallelismConfig
 
-    class OnCpu(ParallelismConfig):
-        def _validate_accelerator(self, accelerator: Any) -> None:
-            assert self.total_size == accelerator.num_processes
-
-    return OnCpu(**sizes)
+    return ParallelismConfig(**sizes)
 
 
 def train(attn: str, folder: str, steps: int = STEPS, accumulated: int = 1) -> tuple[list[float], float]:
@@ -805,7 +808,7 @@ def train(attn: str, folder: str, steps: int = STEPS, accumulated: int = 1) -> t
     arguments: dict[str, Any] = {}
     forget_accelerate()
     if distributed:
-        arguments["parallelism_config"] = OnCpu(cp_size=torch.distributed.get_world_size())
+        arguments["parallelism_config"] = parallelism(cp_size=torch.distributed.get_world_size())
 
     losses: list[float] = []
 
@@ -897,7 +900,7 @@ def first_loss(attn: str, folder: str, name: str, documents: bool, **options: An
     forget_accelerate()
     losses: list[float] = []
     if torch.distributed.is_initialized():
-        options["parallelism_config"] = OnCpu(cp_size=torch.distributed.get_world_size())
+        options["parallelism_config"] = parallelism(cp_size=torch.distributed.get_world_size())
 
     class Recorded(*((ringattn.hf.RingTrainerMixin,) if attn == "ringattn" else ()), transformers.Trainer):  # type: ignore[misc]
         def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
@@ -931,6 +934,15 @@ def test_noise_scaled_by_the_length_of_a_shard_is_refused_over_ranks(pools, tmp_
     first_loss("ringattn", str(tmp_path), "llama", False, neftune_noise_alpha=5.0)
     for says in pools(2).run(_noise, str(tmp_path)):
         assert "neftune_noise_alpha=5.0" in says
+
+
+def test_sizes_that_do_not_fit_the_processes_are_refused(tmp_path: Any) -> None:
+    for sizes, error, says in (
+        (dict(cp_size=2), ValueError, "there are 1 processes; start 2 with torchrun"),
+        (dict(tp_size=2), NotImplementedError, "tp_size=2"),
+    ):
+        with pytest.raises(error, match=says):
+            first_loss("ringattn", str(tmp_path), "llama", False, parallelism_config=parallelism(**sizes))
 
 
 def _noise(folder: str) -> str:

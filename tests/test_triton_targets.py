@@ -25,7 +25,7 @@ from kernel_contract import causal, make_block
 from triton.backends.compiler import GPUTarget
 
 from ringattn.kernels.contract import Keys, Queries, Score
-from ringattn.kernels.triton import backward, forward, primitives
+from ringattn.kernels.triton import backward, forward, largest, primitives
 from ringattn.kernels.triton.tiles import Tiles, row_of
 
 KB = 1024
@@ -60,11 +60,12 @@ def report(name: str, dtype: str, dim: int, dim_v: int) -> dict[str, dict]:
             )
 
     with pytest.MonkeyPatch.context() as patch:
-        for module in (forward, backward):
+        for module in (forward, backward, largest):
             patch.setattr(module, "dispatch", compile_it)
         patch.setattr(backward, "_base2", _Nothing())
         patch.setattr(primitives, "capability", lambda device: capability)
         forward.forward(q, Keys(k, v, block), score, None, True)
+        largest.largest(q, Keys(k, v, block), score)
         backward.backward(Queries(q, dout, rows, rows), Keys(k, v, block), score, torch.zeros(q.shape))
     return launches
 
@@ -106,7 +107,7 @@ def test_kernels_fit(name: str) -> None:
     shared = TARGETS[name][2]
     for case, kernels in reports(name).items():
         passes = ("_dkdv KEYS", "_dkdv VALUES") if " 512" in case else ("_dkdv KEYSVALUES",)
-        assert set(kernels) == {"_forward", *passes, "_dq"}
+        assert set(kernels) == {"_forward", "_largest", *passes, "_dq"}
         for kernel, used in kernels.items():
             assert used["shared"] <= shared, f"{name}, {case}, {kernel}: {used}"
             assert used["registers"] > 0

@@ -20,10 +20,10 @@ from torch import Tensor
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # trl reports what it trains
 trl = pytest.importorskip("trl", reason="pip install trl==1.16.0")
 import transformers  # noqa: E402
-from accelerate import Accelerator  # noqa: E402
+from accelerate import Accelerator, ParallelismConfig  # noqa: E402
 from datasets import Dataset  # noqa: E402
 from test_docs import code_of  # noqa: E402
-from test_hf import OnCpu, build, forget_accelerate  # noqa: E402
+from test_hf import build, forget_accelerate  # noqa: E402
 
 import ringattn.hf  # noqa: E402
 
@@ -69,7 +69,7 @@ def trainer_of(attn: str, folder: str, base: Any = None, **options: Any) -> Any:
     distributed = torch.distributed.is_initialized()
     forget_accelerate()
     if distributed:
-        options["parallelism_config"] = OnCpu(cp_size=torch.distributed.get_world_size())
+        options["parallelism_config"] = ParallelismConfig(cp_size=torch.distributed.get_world_size())
     completions, model = options.pop("completions", False), options.pop("model", "gemma2")
     arguments = dict(
         output_dir=folder, use_cpu=True, bf16=False, max_steps=STEPS, per_device_train_batch_size=2, learning_rate=1e-2,
@@ -142,13 +142,9 @@ def section() -> str:
 
 
 def run_section(folder: str, attn: str = "ringattn") -> list[Tensor]:
-    import accelerate
-
     forget_accelerate()
     code = section()
-    if attn == "ringattn":
-        real, accelerate.ParallelismConfig = accelerate.ParallelismConfig, OnCpu  # type: ignore[misc]
-    else:  # without ranks, and with trl's own loss and attention
+    if attn != "ringattn":  # without ranks, and with trl's own loss and attention
         code = code.replace('"ringattn"', '"eager"').replace("ringattn.hf.RingTrainerMixin, ", "")
         code = re.sub(r"parallelism_config=.*\(cp_size=ranks\), ", "", code)
     options = dict(
@@ -162,11 +158,7 @@ def run_section(folder: str, attn: str = "ringattn") -> list[Tensor]:
         seed=1,
     )
     names = dict(name=folder, options=options, ranks=2, data=texts(30, True), tokenizer=tokenizer())
-    try:
-        exec(compile(code, "trainer.md", "exec"), names)
-    finally:
-        if attn == "ringattn":
-            accelerate.ParallelismConfig = real  # type: ignore[misc]
+    exec(compile(code, "trainer.md", "exec"), names)
     return [p.detach().clone() for p in names["trainer"].model.parameters()]  # type: ignore[attr-defined]
 
 

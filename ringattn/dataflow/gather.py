@@ -54,7 +54,8 @@ class Gather(Dataflow):
         block = gathered_block(plan)
         waits = call.backend.waits_for_keys and block.seq_k > 0 and q.numel() > 0
         result: Result | None = None
-        in_place = waits and call.backend.reads_in_place(call.k, call.v)
+        # The pass that looks for the largest score reads all keys in the buffer.
+        in_place = waits and call.score.largest is None and call.backend.reads_in_place(call.k, call.v)
         for part in fetch_keys(call, block, lambda keys, heads: waits, backward=False, in_place=in_place):
             if block.seq_k == 0:
                 continue  # other ranks fetch from this one all the same
@@ -131,6 +132,7 @@ class Gather(Dataflow):
 
     def prepare(self, plan: Plan) -> None:
         gathered_block(plan)
+        relay_of(plan)
 
     def meetings(self, plan: Plan) -> list[str]:
         lines = []

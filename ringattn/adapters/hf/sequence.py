@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import weakref
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -18,6 +19,8 @@ from ...training import batch as batches
 from . import checks, images, spans
 from .active import SEQUENCES
 from .models import Kind, counts_from, entry, is_causal, kinds, named_outputs, shifts, unwrapped, watched, with_loss
+
+_log = logging.getLogger(__name__)
 
 
 class _NotATensor(NotImplementedError, AttributeError):
@@ -66,12 +69,14 @@ class _Record:
         attends: its layers have called ringattn.
         has_loss: a forward had a loss, which a first one may not have.
         replaces: its loss is the mean over a rank's targets, and is computed here from its logits.
+        has_packed: it has got packed documents, and the log says what they see.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self.attends = False
         self.has_loss = False
         self.replaces = False
+        self.has_packed = False
         self.padding_idx = counts_from(model)
         self.counts_rows = checks.counts_rows(model)
 
@@ -127,6 +132,8 @@ class Sequence:
                 f"transformers' modules cannot compute; pad the rows to {2 * self.plan.world_size} tokens or more, "
                 "with an attention_mask"
             )
+        if self.documents is not None and not record.has_packed and self.plan.rank == 0:
+            record.has_packed = _log_packed(self.documents)
         self.images = images.of_tokens(self.model, self.plan, batch)
         self.local = self._shard(batch, seq_dims)
 
@@ -326,6 +333,18 @@ def _agreed(batch: Mapping[str, Any], group: Any) -> tuple[int, Tensor | None]:
         error = bad
     transports.of(group).agree("ringattn.hf.sequence()", {"seq_len": seq_len}, error)
     return seq_len, documents
+
+
+def _log_packed(documents: Tensor) -> bool:
+    """Return whether rows hold several documents, (batch, seq_len) ids, and say so in the log."""
+    before, after = documents[:, :-1], documents[:, 1:]
+    packed = bool(((before != after) & (before >= 0) & (after >= 0)).any())
+    if packed:
+        _log.warning(
+            "rows are packed: tokens attend to their own document only, with every model. transformers does not "
+            "separate documents with some models (OPT, GPT-OSS, BERT) and attentions (eager); there its losses differ"
+        )
+    return packed
 
 
 def _equal(a: Any, b: Any) -> bool:

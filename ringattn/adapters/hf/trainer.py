@@ -155,8 +155,18 @@ class RingTrainerMixin:
 
         sft = _sft_trainer(type(self))
         check_hooks(_trainer(), Accelerator, sft)
-        super().create_accelerator_and_postprocess()  # type: ignore[misc]
+        parallel = self.args.parallelism_config if self.args.device.type == "cpu" else None
+        if parallel is not None:
+            _withhold(parallel)
+            self.args.parallelism_config = None
+        try:
+            super().create_accelerator_and_postprocess()  # type: ignore[misc]
+        finally:
+            if parallel is not None:
+                self.args.parallelism_config = parallel
         prepare(self.accelerator)
+        if parallel is not None:
+            _share(self.accelerator, parallel)
         self.gather_function = self.accelerator.gather_for_metrics  # bound to its new class
         self._ring_sft = sft is not None
         if self._ring_sft:
@@ -233,6 +243,40 @@ class RingTrainerMixin:
         sequence = Sequence(model, inputs, _group(self.accelerator), **self.ring_options)
         sequence.local.pop("num_items_in_batch", None)  # the Trainer's own covers accumulated batches and all ranks
         return sequence.active, sequence.local
+
+
+def _withhold(parallel: Any) -> None:
+    """Let the next Accelerator be made without the ParallelismConfig of a Trainer on CPUs: accelerate would refuse it,
+    as its own context parallelism needs FSDP2, and it has no FSDP2 there.
+
+    Raises:
+        NotImplementedError: it has more than ranks that share sequences and replicas.
+    """
+    from accelerate.state import AcceleratorState, is_initialized
+
+    if parallel.tp_enabled or parallel.sp_enabled:
+        raise NotImplementedError(
+            f"on CPUs ParallelismConfig has tp_size={parallel.tp_size} and sp_size={parallel.sp_size}; accelerate runs "
+            "neither there: leave them at 1"
+        )
+    if is_initialized():  # by an earlier Trainer of this process
+        AcceleratorState().parallelism_config = None
+
+
+def _share(accelerator: Any, parallel: Any) -> None:
+    """Give an Accelerator on CPUs the mesh of a ParallelismConfig: from it loaders know which ranks share rows. The
+    model is replicated (DDP).
+
+    Raises:
+        ValueError: the sizes do not multiply to the number of processes.
+    """
+    if parallel.total_size != accelerator.num_processes:
+        raise ValueError(
+            f"ParallelismConfig has cp_size={parallel.cp_size} and {parallel.total_size} ranks in all, but there are "
+            f"{accelerator.num_processes} processes; start {parallel.total_size} with torchrun, or change the sizes"
+        )
+    accelerator.state.parallelism_config = parallel
+    accelerator.state.device_mesh = parallel.get_device_mesh("cpu")
 
 
 def _group(accelerator: Any) -> Any:
