@@ -31,6 +31,7 @@ from ...memo import Memo
 from ..contract import Result
 
 NEW_TOKENS = 64  # the most new tokens of a step: a row of a tree is 64 bits
+E4M3 = torch.float8_e4m3fn
 _TILE = 64
 
 
@@ -56,6 +57,8 @@ class Pool(NamedTuple):
         positions: (slots,) int32, the position of the token in each physical slot: written with the token.
         page_size: slots of a page.
         shared_values: values are the first columns of keys, and are not written.
+        k_scale, v_scale: (kv_heads, slots) float32 where k and v are e4m3, otherwise None. A key is ``k * k_scale``.
+            With shared values ``v_scale`` is ``k_scale``.
     """
 
     k: Tensor
@@ -63,6 +66,20 @@ class Pool(NamedTuple):
     positions: Tensor
     page_size: int
     shared_values: bool = False
+    k_scale: Tensor | None = None
+    v_scale: Tensor | None = None
+
+    @property
+    def quantized(self) -> bool:
+        """Whether keys and values are e4m3 with a scale for each token and key head."""
+        return self.k.dtype == E4M3
+
+    def accepts(self, dtype: torch.dtype) -> torch.dtype:
+        """Return the dtype of the queries, keys and values that go with this pool: ``dtype``, where that is possible. A
+        quantized pool takes float16, bfloat16 and float32."""
+        if not self.quantized:
+            return self.k.dtype
+        return dtype if dtype in (torch.float16, torch.bfloat16, torch.float32) else torch.bfloat16
 
 
 @dataclass(frozen=True, eq=False)

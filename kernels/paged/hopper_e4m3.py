@@ -58,6 +58,13 @@ def values(tile, LIKE: gl.constexpr):
 
 
 @gluon.jit
+def keep_alive(x):
+    """Use an operand in 16 bits without an instruction, after the wait for its product: until then its registers are
+    not used again."""
+    gl.inline_asm_elementwise("// keep $1 $0", "=r,0", [x], dtype=x.dtype, is_pure=False, pack=2)
+
+
+@gluon.jit
 def _operand(tile, LIKE: gl.constexpr, dtype: gl.constexpr, ORDER: gl.constexpr, TRANSPOSED: gl.constexpr):
     SLOTS: gl.constexpr = tile.shape[0]
     D: gl.constexpr = tile.shape[1]
