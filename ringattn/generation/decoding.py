@@ -105,7 +105,7 @@ def decode(
         transport.refuse("decode()", error)
         raise  # a RuntimeError, of a step that cannot be used, is raised by all ranks: they have the same books
     try:
-        dtype = pool.k.dtype
+        dtype = pool.accepts(autocast_dtype(q.device) or q.dtype)
         if q.dtype != dtype and autocast_dtype(q.device) == dtype:
             q, k, v = as_autocast(q, k, k if v is None else v)
         _check(q, k, v, (step.batch, step.new_tokens), pool)
@@ -185,9 +185,10 @@ def _check(q: Tensor, k: Tensor, v: Tensor | None, tokens: tuple[int, int], pool
                 f"head_dim{'_v' if name == 'v' else ''}) = {shape}; pass the step's tokens"
             )
     for name, x in (("q", q), *((name, x) for name, x, _ in shapes)):
-        if x.dtype != pool.k.dtype:
+        if x.dtype != (takes := pool.accepts(q.dtype)):
+            holds = f"{pool.k.dtype}" + (f" and takes {takes}" if pool.quantized else "")
             raise TypeError(
-                f"{name} is {x.dtype}, but the cache holds {pool.k.dtype}; cast {name}, or make the cache for its dtype"
+                f"{name} is {x.dtype}, but the cache holds {holds}; cast {name}, or make the cache for its dtype"
             )
         if x.device != pool.k.device:
             raise ValueError(f"{name} is on {x.device}, but the cache is on {pool.k.device}; move them to one device")
