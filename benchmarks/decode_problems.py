@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -12,7 +12,8 @@ from torch import Tensor
 
 from ringattn.generation.decoding import LayerStep
 from ringattn.kernels.paged import eager
-from ringattn.kernels.paged.contract import Pool, StepState, stacked
+from ringattn.kernels.paged.contract import E4M3, Pool, StepState, stacked
+from ringattn.kernels.paged.quantize import quantize
 from ringattn.transport import Transport
 
 OUT_OF_CACHE = 1 << 29  # bytes of all layers together, at least: several times the L2 cache
@@ -31,6 +32,7 @@ class Problem:
     dim: int = 128
     page_size: int = 128
     dtype: torch.dtype = torch.bfloat16
+    quantized: bool = False  # pages of e4m3
 
     @property
     def keys(self) -> int:
@@ -40,7 +42,13 @@ class Problem:
     @property
     def bytes(self) -> int:
         """Return the bytes of keys and values that a layer reads."""
-        return self.keys * self.kv_heads * self.dim * 2 * self.dtype.itemsize
+        of_token = self.dim + 4 if self.quantized else self.dim * self.dtype.itemsize  # a scale is 4 bytes
+        return self.keys * self.kv_heads * 2 * of_token
+
+    @property
+    def e4m3(self) -> Problem:
+        """Return the same problem over a cache of e4m3."""
+        return replace(self, name=f"{self.name}, e4m3", quantized=True)
 
     def part(self, rank: int, world_size: int) -> tuple[int, ...]:
         """Return the tokens that a rank holds of each sequence."""
@@ -73,6 +81,14 @@ PROBLEMS = {
 }
 
 
+def _quantized(pool: Pool) -> Pool:
+    """Return a pool of what e4m3 keeps, made head by head: float32 copies are large."""
+    k, v = ([quantize(head) for head in x] for x in (pool.k, pool.v))
+    both = [torch.stack([x[part].view((torch.uint8, torch.float32)[part]) for x in heads])
+            for part in (0, 1) for heads in (k, v)]  # fmt: skip
+    return pool._replace(k=both[0].view(E4M3), v=both[1].view(E4M3), k_scale=both[2], v_scale=both[3])
+
+
 @dataclass
 class Caches:
     """Layers of pages on this rank, the tables of a step over them, and the new tokens. A stand-in for a
@@ -95,7 +111,8 @@ class Caches:
         g = torch.Generator(self.device).manual_seed(1)
         for _ in range(self.layers):
             k, v = (self._random(g, p.kv_heads, slots, p.dim) for _ in range(2))
-            self.pools.append(Pool(k, v, self.state.positions, p.page_size))
+            pool = Pool(k, v, self.state.positions, p.page_size)
+            self.pools.append(_quantized(pool) if p.quantized else pool)
         tables = self.state.tables(0)
         self.steps = [LayerStep(pool, tables, p.window) for pool in self.pools]
         self.q = self._random(g, self.batch, p.new, p.heads, p.dim)

@@ -58,6 +58,14 @@ def test_results_are_checked_against_float64(new: int, window: int) -> None:
     assert decode_contestants.sampled_error(made, 0, out) > 0.05, "another layer"
 
 
+def test_a_cache_of_e4m3_is_checked_against_what_it_holds() -> None:
+    assert SMALL.e4m3.bytes == SMALL.keys * 2 * 2 * (16 + 4)
+    made = caches(SMALL.e4m3)
+    out = decode_contestants.ours(made, 1, "auto")
+    assert decode_contestants.sampled_error(made, 1, out) < 1e-6
+    assert "FA3" not in decode_contestants.contestants(made)
+
+
 def test_contiguous_copies_hold_the_same_keys() -> None:
     made = caches(Problem("small", (50, 50), heads=4, kv_heads=2, dim=16, page_size=16, dtype=torch.float32))
     out = decode_contestants.ours(made, 0, "auto")

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..contract import Result, Score, accumulation_dtype
 from .contract import Call, Pool, StepState, Tables, tile_size
-from .quantize import dequantize, quantize
+from .quantize import quantize, stored
 
 _BLOCK = 2048  # slots at a time
 LOG2E = 1 / math.log(2)
@@ -168,7 +168,7 @@ def _add(state: Tensor, q: Tensor, keys: _Keys, pool: Pool, tables: Tables, scor
     at = keys.physical(tables.table, pool.page_size)
     visible = keys.seen.any(0)
     both = ((pool.k, pool.k_scale), (pool.v, pool.v_scale))
-    k, v = (torch.where(visible[:, None], _loaded(*x, at, dtype), 0) for x in both)  # the rest may be NaN
+    k, v = (torch.where(visible[:, None], stored(*x, at, dtype), 0) for x in both)  # the rest may be NaN
     group = q_heads // k.shape[0]
     rows = q.to(dtype).view(new, k.shape[0], group, -1)
     s = torch.einsum("nhgd,hsd->nhgs", rows, k).reshape(new, q_heads, -1) * score.softmax_scale
@@ -191,13 +191,6 @@ def _add(state: Tensor, q: Tensor, keys: _Keys, pool: Pool, tables: Tables, scor
     state[..., :-2] = state[..., :-2] * kept[..., None] + o
     state[..., -2] = m
     state[..., -1] = state[..., -1] * kept + p.sum(-1)
-
-
-def _loaded(pages: Tensor, scales: Tensor | None, slots: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the tokens in some slots, (kv_heads, slots, head_dim)."""
-    if scales is None:
-        return pages[:, slots].to(dtype)
-    return dequantize(pages.view(torch.uint8)[:, slots].view(pages.dtype), scales[:, slots], dtype)
 
 
 def intervals(tables: Tables, tree: Tensor | None) -> tuple[Tensor, Tensor]:

@@ -469,8 +469,8 @@ def _attend(
         k_scale_t = gl.allocate_shared_memory(gl.float32, [STAGES, 1, SLOTS], k_scale_desc.layout)
         v_scale_t = gl.allocate_shared_memory(gl.float32, [STAGES, 1, SLOTS], v_scale_desc.layout)
         FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-        scales_t = (k_scale_desc, v_scale_desc, k_scale_t, v_scale_t)
-        scales_s = (
+        scales_t = (k_scale_desc, v_scale_desc, k_scale_t, v_scale_t)  # type: ignore[assignment]
+        scales_s = (  # type: ignore[assignment]
             reinterpret(k_scale_t, gl.float32, [STAGES, SLOTS], FLAT),
             reinterpret(v_scale_t, gl.float32, [STAGES, SLOTS], FLAT),
         )

@@ -26,3 +26,13 @@ def quantize(x: Tensor) -> tuple[Tensor, Tensor]:
 def dequantize(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     """Return e4m3 (..., head_dim) times its scales (...), multiplied in float32 and rounded to ``dtype``."""
     return (x.float() * scale[..., None]).to(dtype)
+
+
+def stored(x: Tensor, scales: Tensor | None, at: Tensor | slice, dtype: torch.dtype) -> Tensor:
+    """Return some slots of the pages of a pool, (kv_heads, slots, head_dim), as numbers of ``dtype``: a view, where
+    slots are a slice and nothing is converted."""
+    if isinstance(at, slice):
+        part = x[:, at]
+    else:  # torch indexes no e4m3
+        part = x.view(torch.uint8).index_select(1, at).view(E4M3) if x.dtype == E4M3 else x.index_select(1, at)
+    return part.to(dtype) if scales is None else dequantize(part, scales[:, at], dtype)

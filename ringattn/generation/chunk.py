@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..kernels.paged.contract import Pool
-from ..kernels.paged.quantize import dequantize, quantize
+from ..kernels.paged.quantize import dequantize, quantize, stored
 from ..kernels.upload import upload
 from .memory import Memory
 from .slots import Placed, Slots
@@ -56,19 +56,11 @@ class Places(NamedTuple):
         stored is returned, of new tokens too, so that it does not matter in which chunks a prompt is added."""
         scales = pool.k_scale if x is pool.k else pool.v_scale
         if self.both is not None:
-            return _taken(x, scales, self.both.physical, new.dtype).transpose(0, 1)[None]
+            return stored(x, scales, self.both.physical, new.dtype).transpose(0, 1)[None]
         if scales is not None:
             new = dequantize(*quantize(new), new.dtype)
-        seen = _taken(x, scales, self.seen.physical, new.dtype)
+        seen = stored(x, scales, self.seen.physical, new.dtype)
         return torch.cat([seen, new[0].transpose(0, 1)], 1).transpose(0, 1)[None] if seen.shape[1] else new
-
-
-def _taken(x: Tensor, scales: Tensor | None, at: Tensor | slice, dtype: torch.dtype) -> Tensor:
-    """Return some slots of x, (kv_heads, slots, head_dim)."""
-    if scales is not None:
-        stored = x[:, at] if isinstance(at, slice) else x.view(torch.uint8).index_select(1, at).view(x.dtype)
-        return dequantize(stored, scales[:, at], dtype)
-    return x[:, at] if isinstance(at, slice) else x.index_select(1, at)
 
 
 @dataclass(eq=False)
