@@ -31,14 +31,15 @@ from torch import Tensor
 
 from . import agreement, gloo, lockstep
 from .errors import GroupBroken, Place
+from .gloo import DEFAULT_TIMEOUT
 from .health import Health, seconds
 from .lockstep import Calls
 from .peer.connect import connect, host
+from .peer.mailbox import Mailbox
 from .peer.memory import Link
 from .peer.watchdog import CallMark
 from .works import Arrived, Message, Pending, Works, interruptible
 
-_TIMEOUT = 600.0  # seconds, for groups without a time limit
 _ENVIRONMENT = os.environ.get("RINGATTN_TIMEOUT")
 _FROM_ENVIRONMENT = None if _ENVIRONMENT is None else seconds("RINGATTN_TIMEOUT", _ENVIRONMENT)
 
@@ -51,7 +52,8 @@ class Transport:
         device: of the tensors that the group sends by default.
         serial: a number that differs between the transports of one process.
         sent_bytes, sent_messages: sums over all calls of :meth:`start`.
-        collectives: number of calls of :meth:`all_reduce` and :meth:`all_gather` on more than one rank.
+        collectives: number of calls of :meth:`all_reduce` and :meth:`all_gather` on more than one rank, and of merges
+            by :meth:`mailbox`.
         plans_made: number of calls of :func:`ringattn.plan`.
         calls_agreed: the calls, with their shapes and settings, that all ranks have compared.
         given_up: the error that ended a call after its first message, or "".
@@ -72,8 +74,8 @@ class Transport:
     plans_made: int = 0
     calls_agreed: set[tuple[object, ...]] = field(default_factory=set)
     given_up: str = ""
-    limit: float = _TIMEOUT
-    timeout: float = _TIMEOUT
+    limit: float = DEFAULT_TIMEOUT
+    timeout: float = DEFAULT_TIMEOUT
     call: str = ""
     dataflow: str = ""
     step: int = -1
@@ -151,6 +153,18 @@ class Transport:
 
     def link(self, x: Tensor) -> Link | None:
         """Return the link by which ranks access each other's memory, or None where they cannot for tensors like x."""
+        return None
+
+    def mailbox(self, state: Tensor) -> Mailbox | None:
+        """Return the mailbox by which all ranks merge states of this shape in place of an :meth:`all_gather`, and count
+        the merge; None where they have none."""
+        mailbox = self._mailbox() if state.is_cuda and self.world_size > 1 else None
+        if mailbox is None or not mailbox.takes(state):
+            return None
+        self.step, self.collectives = self.step + 1, self.collectives + 1
+        return mailbox
+
+    def _mailbox(self) -> Mailbox | None:
         return None
 
     def _start(self, sends: Sequence[Message], receives: Sequence[Message]) -> Pending:
@@ -240,32 +254,6 @@ class Transport:
         return agreement.Agreement(what, fields, rows, advice, self.calls.restart)
 
 
-def _timeout_of(group: dist.ProcessGroup, device: torch.device) -> float:
-    """Return the time limit of a group's backend, in seconds."""
-    try:
-        return float(group._get_backend(device).options._timeout.total_seconds())
-    except (AttributeError, RuntimeError):
-        return _TIMEOUT
-
-
-def _exists(group: dist.ProcessGroup | None) -> bool:
-    """Return whether torch knows the group. The object may outlive ``destroy_process_group``, for example in a mesh."""
-    try:
-        return group is not None and dist.get_rank(group) >= 0
-    except (ValueError, RuntimeError):
-        return False
-
-
-def _alive(group: weakref.ref[dist.ProcessGroup]) -> dist.ProcessGroup:
-    result = group()
-    if result is None or not _exists(result):
-        raise RuntimeError(
-            "the process group of this plan was destroyed (dist.destroy_process_group()); "
-            "make another plan with ringattn.plan() on a group that exists"
-        )
-    return result
-
-
 def _let_go(transport: weakref.ref[GroupTransport]) -> None:
     if (alive := transport()) is not None:
         alive.gloo = None
@@ -290,7 +278,7 @@ class GroupTransport(Transport):
         self.backends, self._closed = backends, False
         self._link: Link | None = None
         self.health = Health(self.rank, self.world_size)
-        self.limit = _FROM_ENVIRONMENT or _timeout_of(group, device)
+        self.limit = _FROM_ENVIRONMENT or gloo.timeout_of(group, device)
         self.timeout = timeout or self.limit
         self.call, began = "connecting the ranks of a group", time.monotonic()
         try:  # agree() must not wait for the GPU, so it runs over gloo.
@@ -305,18 +293,18 @@ class GroupTransport(Transport):
             dist.all_reduce(torch.zeros(1, device=device), group=group)
         if cuda and self.world_size > 1:
             problem = self.health.watch()
-            group_of = functools.partial(_alive, self._group)
+            group_of = functools.partial(gloo.alive, self._group)
             self._link = connect(
                 self.rank, self.world_size, device, group_of, self.gather_words, self.health.board, problem
             )
 
     @property
     def group(self) -> dist.ProcessGroup:
-        return _alive(self._group)
+        return gloo.alive(self._group)
 
     @property
     def ended(self) -> bool:
-        return not _exists(self._group())
+        return not gloo.exists(self._group())
 
     def check_device(self, name: str, x: Tensor) -> None:
         backend = self.backends.get(x.device.type)
@@ -351,9 +339,7 @@ class GroupTransport(Transport):
         if self.world_size == 1 or self._closed:
             return
         self._closed = True
-        row = 0 if self._link is None else int(self._link.timed_out[0])
-        kernel = f"; a kernel gave up waiting for row {row - 1} of keys (batch * kv_heads + head)" if row else ""
-        self.health.fail(error, where or f" in {self._place()}{kernel}")
+        self.health.fail(error, where or f" in {self._place()}{'' if self._link is None else self._link.gave_up()}")
         # In a thread with a limit: whatever is wrong with the connections, the error must be raised.
         closing = threading.Thread(target=self._close_all, daemon=True)
         closing.start()
@@ -378,6 +364,9 @@ class GroupTransport(Transport):
         if self._link is None or not x.is_cuda or torch.cuda.is_current_stream_capturing():
             return None  # a captured graph would repeat the epochs of its exchanges; messages have none
         return self._link
+
+    def _mailbox(self) -> Mailbox | None:
+        return None if self._link is None else self._link.mailbox()
 
     def _record(self, call: CallMark, shown: str) -> None:
         other = self.health.begin(self.timeout, call, shown)

@@ -23,7 +23,8 @@ from torch import Tensor
 
 from ..memo import Memo
 from . import driver
-from .watchdog import FREE, LANDED, NEED_FREE, READY, Board
+from .mailbox import Mailbox
+from .watchdog import FREE, LANDED, MEET, NEED_FREE, READY, Board
 
 T = TypeVar("T")
 KIND_NAMES = ("READY", "LANDED", "FREE")
@@ -71,6 +72,7 @@ class Link:
         if world_size > MAX_RANKS:
             raise ValueError(f"{world_size} ranks on one host; at most {MAX_RANKS} can access each other's memory")
         self.rank, self.world_size, self.device, self.share = rank, world_size, device, share
+        self._board = board
         self.peers = [(rank + i) % world_size for i in range(1, world_size)]  # no two ranks start with the same peer
         self.epochs = [0, 0]
         self.pad = Region(*share(_PAD_BYTES))  # of the words
@@ -81,6 +83,7 @@ class Link:
             self._incoming.append(driver.Words([self._word(rank, kind, peer) for peer in self.peers], announced))
             self._outgoing.append(driver.Words([*(self._word(peer, kind, rank) for peer in self.peers), *seen]))
         self._regions: list[Region | None] = [None, None]
+        self._mailbox: Mailbox | None = None
         self._receive = torch.zeros(0, dtype=torch.uint8, device=device)
         self._receive_stream = torch.cuda.current_stream()  # on which it was allocated
         self._flags = torch.zeros(0, FLAG_WORDS, dtype=torch.int32, device=device)
@@ -148,10 +151,27 @@ class Link:
             self._flags = torch.full((rows, FLAG_WORDS), self.epochs[KEYS], dtype=torch.int32, device=self.device)
         return self._flags
 
+    def mailbox(self) -> Mailbox | None:
+        """Return this rank's mailbox, which all ranks make together in the first call; None in the capture of a CUDA
+        graph before it exists: no memory can be shared there."""
+        if self._mailbox is None and not torch.cuda.is_current_stream_capturing():
+            board = self._board
+            limit, shown = (0.0, 0) if board is None else (board.limit(self.rank), board.pinned(MEET))
+            self._mailbox = Mailbox(self.rank, self.world_size, self.device, self.share, limit, shown)
+        return self._mailbox
+
+    def gave_up(self) -> str:
+        """Return what a kernel of this rank gave up waiting for, as the end of a message; "" if none did."""
+        row = int(self.timed_out[0])
+        if row:
+            return f"; a kernel gave up waiting for row {row - 1} of keys (batch * kv_heads + head)"
+        return "" if self._mailbox is None else self._mailbox.gave_up()
+
     @property
     def shared_bytes(self) -> int:
         """Memory of this rank that the others can access, which torch's allocator does not count."""
-        return sum(len(region.memory) for region in (self.pad, *self._regions) if region is not None)
+        mailbox = 0 if self._mailbox is None else len(self._mailbox.memory)
+        return mailbox + sum(len(region.memory) for region in (self.pad, *self._regions) if region is not None)
 
     def held_bytes(self, backward: bool) -> int:
         """Return the memory that a forward or backward pass uses and that is kept between calls, in bytes."""
