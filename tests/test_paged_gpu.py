@@ -94,6 +94,26 @@ def test_triton_with_a_fixed_split(case: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["hopper", "triton"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_every_column_of_e4m3_arrives_in_its_place(name: str, dtype: torch.dtype) -> None:
+    """One token a row, whose columns are all numbers of e4m3: out is its value, and a query that asks for one column
+    gets its key there."""
+    step = Case(**{**BASE, "lengths": [0] * 16, "quantized": True, "dtype": dtype}).made()
+    pool, tables = step.pools[0], step.tables()
+    numbers = torch.arange(128, dtype=torch.uint8, device="cuda").view(torch.float8_e4m3fn).float()
+    numbers[127] = -448.0  # in place of NaN
+    new = numbers.to(dtype).expand(16, 1, 2, 128).contiguous()
+    asked = torch.arange(128, device="cuda").view(16, 1, 8)
+    step.q.zero_().scatter_(-1, asked[..., None], 1.0)
+    if reason := BACKENDS[name].unsupported(step.q, pool, tables, Score(1.0), Call()):
+        pytest.skip(reason)
+    BACKENDS[name].write(new, new, pool, tables)
+    out, lse = BACKENDS[name].output(step.q, pool, tables, Score(1.0), Call())
+    assert torch.equal(out.float(), numbers.expand_as(out))
+    torch.testing.assert_close(lse.transpose(1, 2), numbers[asked], rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("name", ["hopper", "triton"])
 @pytest.mark.parametrize("new", [1, 3])
 def test_replays_equal_calls(name: str, new: int) -> None:
     """300 steps with growing lengths, page edges, ends of turns, a window and a padded row: bit for bit."""
