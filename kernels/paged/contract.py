@@ -102,6 +102,7 @@ class Tables:
             ``start[b, 0]`` to that of ``end[b, new - 1] - 1``, none if the interval is empty.
         first_new: (batch,), the slot of the first new token, or the number of tokens here if another rank takes them.
         position: (batch, new) of the new tokens, consecutive.
+        shared: prefixes that rows share, or None. Only :mod:`.cascade` reads it: the other tables are complete.
         memo: where kernels keep scratch memory for this step.
 
     With a tree (batch, new) int64 new token i sees new token j if bit j of ``tree[b, i]`` is set, j <= i. Its depth d
@@ -116,7 +117,26 @@ class Tables:
     tiles: Tensor
     first_new: Tensor
     position: Tensor
+    shared: Shared | None = None
     memo: Memo[Any] = field(default_factory=lambda: Memo(16), repr=False)
+
+
+@dataclass(frozen=True, eq=False)
+class Shared:
+    """Prefixes that rows of a step share, see :mod:`.cascade`.
+
+    Args:
+        own: the tables of the step without the prefixes: ``start`` is their end.
+        groups: a row for each group, whose new tokens are those of its rows one after another, of all groups equally
+            many; and one that sees nothing, if a row is in no group. They stay as they are when a step advances.
+        order: (groups * rows of a group,) int64, the rows of the groups.
+        places: (batch,) int64, where each row is in ``order``.
+    """
+
+    own: Tables
+    groups: Tables
+    order: Tensor
+    places: Tensor
 
 
 @dataclass(frozen=True, eq=False)
@@ -132,7 +152,7 @@ class StepState:
         position, first_new: as in :class:`Tables`.
         table, start, end, write, tiles: as in :class:`Tables`, with one more dimension, (kinds, ...), made by
             :func:`stacked`.
-        windows: (kinds,), the distance of the farthest key that a token sees, -1 for no limit.
+        windows: (kinds,), the distance of the farthest key that a token sees, -1 for no limit: then ``start`` stays.
         positions: (slots of all kinds,), the pools' positions one kind after another.
         base: (kinds,) int64, where a kind's slots begin in ``positions``.
         page_size, rank: of the cache, and this rank.

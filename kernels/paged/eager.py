@@ -122,7 +122,6 @@ def intervals_of_step(state: StepState) -> None:
         page = table.gather(1, (slot // s.page_size).clamp(max=table.shape[1] - 1).long())
         s.write[kind] = torch.where(taken, page * s.page_size + slot % s.page_size, -1)
         s.end[kind] = end
-        s.start[kind] = 0
         if window >= 0:
             s.start[kind] = _first_seen(s, table, positions, window) * active
         tile = tile_size(s.page_size)

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from ..functional import check_score
 from ..kernels.contract import Result, Score, ScoreMod, accumulation_dtype
+from ..kernels.paged import cascade
 from ..kernels.paged.backends import Paged, choose
 from ..kernels.paged.contract import NEW_TOKENS, Call, Pool, Tables, part, tile_size
 from ..operators import as_autocast, autocast_dtype, no_autocast
@@ -143,7 +144,7 @@ def decode(
         with no_autocast(q):  # the state is float32, whatever the caller's region says
             backend.write(k, v, pool, tables, call.tree)
             if transport.world_size == 1:
-                out, lse = backend.output(q, pool, tables, score, call)
+                out, lse = cascade.output(backend, q, pool, tables, score, call)
             else:
                 state = backend.attend(q, pool, tables, score, call)
                 out, lse = merged(state, transport, score.sink, dtype, heads, backend)
