@@ -33,6 +33,9 @@ def contestants(caches: Caches) -> dict[str, Callable[[], list[Launch]]]:
         "ringattn, attend alone": lambda: [functools.partial(attend, caches, layer) for layer in range(caches.layers)],
         **{f"read {shape.ctas} x {shape.stages}": functools.partial(readers, caches, shape) for shape in SHAPES},
     }
+    if caches.problem.shared:
+        row_by_row = own.pop("ringattn, attend alone")
+        return {**{name: own[name] for name in ("ringattn", "ringattn, portable")}, "ringattn, row by row": row_by_row}
     if caches.problem.quantized:  # others have one scale for a tensor or a head
         return own
     return {

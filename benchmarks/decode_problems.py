@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ringattn.generation.decoding import LayerStep
 from ringattn.kernels.paged import eager
+from ringattn.kernels.paged.cascade import Prefix, share
 from ringattn.kernels.paged.contract import E4M3, Pool, StepState, stacked
 from ringattn.kernels.paged.quantize import quantize
 from ringattn.transport import Transport
@@ -21,7 +22,8 @@ OUT_OF_CACHE = 1 << 29  # bytes of all layers together, at least: several times 
 
 @dataclass(frozen=True)
 class Problem:
-    """A step of ``new`` tokens of sequences that hold ``lengths`` tokens with the new ones."""
+    """A step of ``new`` tokens of sequences that hold ``lengths`` tokens with the new ones. The first ``shared`` of
+    them lie in the same pages."""
 
     name: str
     lengths: tuple[int, ...]
@@ -33,10 +35,13 @@ class Problem:
     page_size: int = 128
     dtype: torch.dtype = torch.bfloat16
     quantized: bool = False  # pages of e4m3
+    shared: int = 0
 
     @property
     def keys(self) -> int:
-        """Return the keys that one key head reads."""
+        """Return the keys that one key head reads at least: shared ones once."""
+        if self.shared:
+            return sum(self.lengths) - self.shared * (len(self.lengths) - 1)
         return sum(n if self.window < 0 else min(n, self.window + self.new) for n in self.lengths)
 
     @property
@@ -76,6 +81,8 @@ PROBLEMS = {
         Problem("ragged", ragged(64, K, 128 * K)),
         Problem("1 x 128k, 4 new", (128 * K,), new=4),
         Problem("1 x 128k, 16 new", (128 * K,), new=16),
+        Problem("64 x 130k", (130 * K,) * 64),
+        Problem("64 forks of 128k", (130 * K,) * 64, shared=128 * K),
         Problem("1 x 1M, window 4k", (K * K,), window=4 * K - 1),
     )
 }
@@ -114,6 +121,9 @@ class Caches:
             pool = Pool(k, v, self.state.positions, p.page_size)
             self.pools.append(_quantized(pool) if p.quantized else pool)
         tables = self.state.tables(0)
+        if p.shared:
+            group = Prefix(tuple(range(self.batch)), p.shared)
+            tables = replace(tables, shared=share([group], self.state.tables(1), p.page_size))
         self.steps = [LayerStep(pool, tables, p.window) for pool in self.pools]
         self.q = self._random(g, self.batch, p.new, p.heads, p.dim)
         self.k, self.v = (self._random(g, self.batch, p.new, p.kv_heads, p.dim) for _ in range(2))
@@ -122,16 +132,20 @@ class Caches:
         return torch.randn(*shape, generator=g, device=self.device, dtype=self.problem.dtype)
 
     def _state(self, held: Sequence[int]) -> StepState:
-        """Return tables in which this rank holds ``held`` tokens of each row, and rank 0 takes the new ones."""
+        """Return tables in which this rank holds ``held`` tokens of each row, and rank 0 takes the new ones;
+        with shared pages also those of the rows without them, as another kind of layer."""
         p, batch, rank = self.problem, len(held), self.transport.rank
         pages = [-(-n // p.page_size) + 1 for n in held]
-        order = torch.randperm(sum(pages), generator=torch.Generator().manual_seed(0)).int()
-        table = stacked(1, batch, max(pages))
-        positions = torch.zeros(sum(pages) * p.page_size, dtype=torch.int32)
-        used = 0
+        common, kinds = p.shared // p.page_size, 2 if p.shared else 1
+        count_all = sum(pages) - common * (batch - 1)
+        order = torch.randperm(count_all, generator=torch.Generator().manual_seed(0)).int()
+        table = stacked(kinds, batch, max(pages))
+        positions = torch.zeros(count_all * p.page_size, dtype=torch.int32)
+        used = common
         for row, count in enumerate(pages):
-            table[0, row, :count] = order[used : used + count]
-            used += count
+            table[:, row, :common] = order[:common]
+            table[:, row, common:count] = order[used : used + count - common]
+            used += count - common
             slots = table[0, row, :count, None].long() * p.page_size + torch.arange(p.page_size)
             positions[slots.flatten()] = torch.arange(count * p.page_size, dtype=torch.int32)
         before = torch.tensor(held, dtype=torch.int32) - (p.new if rank == 0 else 0)
@@ -144,10 +158,11 @@ class Caches:
         state = StepState(
             counts=counts, turn=zeros(batch), turn_tokens=zeros(batch), home=zeros(batch),
             position=before[:, None] + torch.arange(p.new).int(), first_new=before, table=table,
-            start=stacked(1, batch, p.new), end=stacked(1, batch, p.new), write=stacked(1, batch, p.new),
-            tiles=stacked(1, batch + 1), windows=torch.tensor([p.window], dtype=torch.int32), positions=positions,
-            base=torch.zeros(1, dtype=torch.int64), page_size=p.page_size, rank=rank,
+            start=stacked(kinds, batch, p.new), end=stacked(kinds, batch, p.new), write=stacked(kinds, batch, p.new),
+            tiles=stacked(kinds, batch + 1), windows=torch.tensor([p.window] * kinds, dtype=torch.int32),
+            positions=positions, base=torch.zeros(kinds, dtype=torch.int64), page_size=p.page_size, rank=rank,
         )  # fmt: skip
+        state.start[1:] = p.shared
         eager.intervals_of_step(state)
         there: dict[str, Any] = {}
         for name, x in vars(state).items():

@@ -84,7 +84,7 @@ def decode(
             set; j > i is not allowed. A token's position is that of its depth.
         heads: "all": out has all heads, on every rank; "scattered": rank r gets part r of ``torch.tensor_split``.
         fixed_split: cut sums of keys at multiples of so many slots of the cache, so that the bits of a row do not
-            depend on the rest of the batch; 0: equal shares of all work, which is faster.
+            depend on the rest of the batch, forks included; 0: equal shares of all work, which is faster.
         return_lse: also return the log-sum-exp.
         kernel: "eager", "triton", ... or "auto": the fastest that supports the call.
         score_mod: any other elementwise change of scores, as in attention(); on the eager kernel.
