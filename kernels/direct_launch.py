@@ -18,7 +18,7 @@ from torch import Tensor
 from ..memo import Memo
 
 TRITON_3_6 = triton.__version__.startswith("3.6.")
-_VIEWS = 128  # encoded views that are kept of each argument
+_VIEWS = 16  # encoded views that are kept of each argument
 
 
 class View(NamedTuple):

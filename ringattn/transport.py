@@ -21,6 +21,7 @@ import sys
 import threading
 import time
 import weakref
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -34,7 +35,7 @@ from .errors import GroupBroken, Place
 from .gloo import DEFAULT_TIMEOUT
 from .health import Health, seconds
 from .lockstep import Calls
-from .peer.connect import connect, host
+from .peer.connect import Ranks, by_host, connect, host
 from .peer.mailbox import Mailbox
 from .peer.memory import Link
 from .peer.watchdog import CallMark
@@ -51,6 +52,8 @@ class Transport:
     Attributes:
         device: of the tensors that the group sends by default.
         serial: a number that differs between the transports of one process.
+        hosts: a number for every rank that is the same for ranks of one host; empty: all are of one.
+        sent_to: the bytes sent to each rank, over all calls of :meth:`start`.
         sent_bytes, sent_messages: sums over all calls of :meth:`start`.
         collectives: number of calls of :meth:`all_reduce` and :meth:`all_gather` on more than one rank, and of merges
             by :meth:`mailbox`.
@@ -68,6 +71,8 @@ class Transport:
     world_size: int
     device: torch.device
     serial: int = field(default_factory=itertools.count().__next__)
+    hosts: tuple[int, ...] = ()
+    sent_to: Counter[int] = field(default_factory=Counter)
     sent_bytes: int = 0
     sent_messages: int = 0
     collectives: int = 0
@@ -137,7 +142,9 @@ class Transport:
         sends = [(x, peer) for x, peer in sends if x.numel()]
         receives = [(x, peer) for x, peer in receives if x.numel()]
         self.step += 1
-        self.sent_bytes += sum(x.numel() * x.element_size() for x, _ in sends)
+        for x, peer in sends:
+            self.sent_to[peer] += x.numel() * x.element_size()
+        self.sent_bytes = self.sent_to.total()
         self.sent_messages += len(sends)
         return self._start(sends, receives) if sends or receives else Arrived()
 
@@ -147,9 +154,14 @@ class Transport:
         return False
 
     @property
+    def linked(self) -> tuple[tuple[int, ...], ...]:
+        """The ranks that can access each other's memory, node by node; empty if none can."""
+        return ()
+
+    @property
     def pulls(self) -> bool:
-        """Whether ranks can access each other's memory."""
-        return False
+        """Whether all ranks can access each other's memory."""
+        return len(self.linked) == 1
 
     def link(self, x: Tensor) -> Link | None:
         """Return the link by which ranks access each other's memory, or None where they cannot for tensors like x."""
@@ -288,15 +300,13 @@ class GroupTransport(Transport):
         # Drop the gloo group when the process group is gone: it owns threads, and a store that a later group may need.
         weakref.finalize(group, _let_go, weakref.ref(self)).atexit = False
         if self.world_size > 1:
-            self.health.make_board(host(), self.limit, self.gather_words)
+            self.hosts = tuple(self.health.make_board(host(), self.limit, self.gather_words))
         if cuda:  # set the communicator up on all ranks; the first point-to-point messages may be among a few of them
             dist.all_reduce(torch.zeros(1, device=device), group=group)
         if cuda and self.world_size > 1:
+            ranks, group_of = Ranks(self.rank, self.hosts), functools.partial(gloo.alive, self._group)
             problem = self.health.watch()
-            group_of = functools.partial(gloo.alive, self._group)
-            self._link = connect(
-                self.rank, self.world_size, device, group_of, self.gather_words, self.health.board, problem
-            )
+            self._link = connect(ranks, device, group_of, self.gather_words, self.health.board, problem)
 
     @property
     def group(self) -> dist.ProcessGroup:
@@ -357,8 +367,8 @@ class GroupTransport(Transport):
                 self.group._get_backend(self.device).abort()
 
     @property
-    def pulls(self) -> bool:
-        return self._link is not None
+    def linked(self) -> tuple[tuple[int, ...], ...]:
+        return () if self._link is None else by_host(self.hosts)
 
     def link(self, x: Tensor) -> Link | None:
         if self._link is None or not x.is_cuda or torch.cuda.is_current_stream_capturing():
@@ -366,7 +376,7 @@ class GroupTransport(Transport):
         return self._link
 
     def _mailbox(self) -> Mailbox | None:
-        return None if self._link is None else self._link.mailbox()
+        return self._link.mailbox() if self._link is not None and self.pulls else None
 
     def _record(self, call: CallMark, shown: str) -> None:
         other = self.health.begin(self.timeout, call, shown)

@@ -1,7 +1,7 @@
 """Virtual ranks: threads of one process in place of processes, any number of them on one CPU or one GPU.
 
-The dataflows run unchanged over mailboxes instead of a network, so that 64 ranks can be compared with one, and a plan
-can be described and verified without a process group.
+The dataflows run unchanged over queues of messages in place of a network, so that 64 ranks can be compared with one,
+and a plan can be described and verified without a process group.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _TIMEOUT = 120.0  # seconds that a rank waits for a message or for the other ran
 class VirtualRank(Transport):
     """One of ``world_size`` ranks, which need not exist: pass it as ``group`` to inspect a plan.
 
-    Ranks made by :func:`run` share mailboxes and can also run attention.
+    Ranks made by :func:`run` exchange messages and can also run attention.
     """
 
     def __init__(
@@ -134,7 +134,7 @@ class _World:
         return x
 
     def box(self, sender: int, receiver: int) -> queue.SimpleQueue[Tensor]:
-        # setdefault is atomic: both ends get the same mailbox
+        # setdefault is atomic: both ends get the same box
         return self.boxes.setdefault((sender, receiver), queue.SimpleQueue())
 
     def exchange(self, rank: int, x: Tensor) -> Callable[[], list[Tensor]]:
@@ -200,6 +200,7 @@ class _Mail:
                     f"rank {peer} sent {message.dtype}{list(message.shape)}, expected {x.dtype}{list(x.shape)}"
                 )
             x.copy_(world.received(message))
+        self.receives = ()  # as those of other transports, which keep tensors alive until then
 
 
 def run(
@@ -217,11 +218,16 @@ def run(
             kernels must fit on the GPU at once.
 
     Raises:
+        ValueError: streams on a device that has none.
         BaseException: the error of the lowest rank that failed by itself; the other ranks are stopped.
     """
     world = _World(world_size, streams=streams)
     results: list[Any] = [None] * world_size
     if streams:
+        if torch.device(device).type != "cuda":
+            raise ValueError(
+                f"streams=True, but device is {device}, which has no streams; pass a GPU, or streams=False"
+            )
         torch.cuda.current_stream(device).synchronize()  # the caller's tensors are complete
     own = [torch.cuda.stream(torch.cuda.Stream(device)) if streams else contextlib.nullcontext() for _ in results]
     errors: dict[int, BaseException] = {}

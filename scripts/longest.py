@@ -38,7 +38,7 @@ from torch import Tensor
 
 import ringattn
 from ringattn import host_memory
-from ringattn.dataflow.fetching import gathered_block
+from ringattn.dataflow.gathered import gathered_block
 from ringattn.kernels.contract import LONGEST_SUM
 from ringattn.layout import Shard
 from scripts import ranks

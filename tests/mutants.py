@@ -496,24 +496,74 @@ MUTANTS = (
     ),
     Mutant(
         "gather: gradients of another run",
-        "ringattn/dataflow/fetching.py",
+        "ringattn/dataflow/messages.py",
         "                total[rows] += piece",
         "                total[: len(piece)] += piece",
         _FLOWS,
     ),
     Mutant(
         "gather: sums in another order than that of ranks",
-        "ringattn/dataflow/fetching.py",
-        "for rows, piece in self.arriving:",
-        "for rows, piece in self.arriving[::-1]:",
+        "ringattn/dataflow/messages.py",
+        "for rows, piece in pieces:",
+        "for rows, piece in pieces[::-1]:",
         "tests/test_heads.py",
     ),
     Mutant(
         "gather: predicted memory twice too large",
-        "ringattn/dataflow/gather.py",
-        "s.state_itemsize\n    return round(s.batch * bound)",
-        "s.state_itemsize\n    return round(2 * s.batch * bound)",
+        "ringattn/dataflow/messages.py",
+        "gradients * s.kv_elements * s.state_itemsize\n    return round(s.batch * (bound",
+        "gradients * s.kv_elements * s.state_itemsize\n    return round(2 * s.batch * (bound",
         "tests/test_memory.py",
+    ),
+    # --- gather by node
+    Mutant(
+        "relay: the first rank of a node carries everything",
+        "ringattn/relay.py",
+        "return ranks[index % len(ranks)]",
+        "return ranks[0]",
+        "tests/test_by_node.py",
+    ),
+    Mutant(
+        "relay: a run is taken from where its carrier's begins",
+        "ringattn/relay.py",
+        "offset=own + part.first + run.offset - part.offset)",
+        "offset=own + part.first)",
+        "tests/test_by_node.py",
+    ),
+    Mutant(
+        "by node: gradients of other nodes are lost",
+        "ringattn/dataflow/by_node.py",
+        "            self.stages.network.add(self.between.pieces, total)\n",
+        "",
+        "tests/test_by_node.py",
+    ),
+    Mutant(
+        "carry: pulls do not wait for messages",
+        "ringattn/peer/carry.py",
+        "        pulling.wait_event(arrived)\n",
+        "",
+        "tests/test_pulls_by_node.py",
+    ),
+    Mutant(
+        "carrying: sums leave before they are made",
+        "ringattn/dataflow/carrying.py",
+        "        stream.wait_stream(main)\n",
+        "",
+        "tests/test_pulls_by_node.py",
+    ),
+    Mutant(
+        "verify: a token may cross the network twice",
+        "ringattn/verify.py",
+        "torch.cat(crosses).sort().values",
+        "torch.cat(crosses).unique()",
+        "tests/test_by_node.py",
+    ),
+    Mutant(
+        "planning: nodes are not compared",
+        "ringattn/planning.py",
+        '            nodes=f"{len(self.nodes)}, hash {hash_of(repr(self.nodes)):x}",\n',
+        "",
+        "tests/test_by_node.py",
     ),
     # --- copies between GPUs, on simulated GPUs
     Mutant(
@@ -531,7 +581,11 @@ MUTANTS = (
         _COPIES,
     ),
     Mutant(
-        "pull: one slot for all calls", "ringattn/peer/pull.py", "self.slot = self.epoch % 2", "self.slot = 0", _COPIES
+        "pull: one slot for all calls",
+        "ringattn/peer/pull.py",
+        "self.slot = link.next_slot()",
+        "self.slot = 0",
+        _COPIES,
     ),
     Mutant(
         "pull: a copy of the wrong row",
@@ -607,8 +661,8 @@ MUTANTS = (
     Mutant(
         "planning: local_size is not compared",
         "ringattn/planning.py",
-        "            local_size=self.local_size,\n            buffer_bytes",
-        "            buffer_bytes",
+        "            local_size=self.local_size,\n            nodes",
+        "            nodes",
         _PLAN,
     ),
     Mutant(
@@ -994,8 +1048,8 @@ MUTANTS = (
     Mutant(
         "meet: a merge on another stream does not wait",
         "ringattn/peer/mailbox.py",
-        "        if stream != last:",
-        "        if stream is None:",
+        "if stream != last:",
+        "if stream is None:",
         "tests/test_meet.py",
     ),
     Mutant(

@@ -69,6 +69,7 @@ class Model:
     def step(self, sequences: list[int | None], new: int, **options: Any) -> list[tuple[Tensor, Tensor]]:
         """Decode all layers of a step; returns for each what decode() returned and what dense attention is."""
         step, results = self.cache.step(sequences, new), []
+        given = {name: x.to(self.device) if isinstance(x, Tensor) else x for name, x in options.items()}
         of_call = {name: x for name, x in options.items() if name not in ("tree", "heads", "fixed_split", "kernel")}
         for layer in range(LAYERS):
             q = self.random(len(sequences), new, HEADS, DIM)
@@ -78,7 +79,7 @@ class Model:
             before = self.cache.transport.collectives
             new_q, new_k, new_v = (x.to(self.device) for x in (q, k, v))
             new_values = None if self.shared else new_v
-            result = ringattn.decode(new_q, new_k, new_values, step, layer=layer, return_lse=True, **options)
+            result = ringattn.decode(new_q, new_k, new_values, step, layer=layer, return_lse=True, **given)
             out, lse = (x.cpu() for x in result)
             assert self.cache.transport.collectives - before == (self.cache.transport.world_size > 1)
             score = Score(of_call.get("softmax_scale") or DIM**-0.5, of_call.get("softcap", 0.0))

@@ -14,6 +14,7 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -35,6 +36,7 @@ from ringattn.kernels.paged.contract import part
 from ringattn.kernels.paged.meet import FLAG, PROGRAMS, RECEIVE, SEND, Mailboxes
 from ringattn.kernels.triton.primitives import INTERPRETED
 from ringattn.peer import mailbox as mailboxes
+from ringattn.peer import memory
 from ringattn.peer.mailbox import Mailbox
 from ringattn.peer.watchdog import MEET, Board, Watch
 
@@ -264,6 +266,44 @@ def test_a_fault_is_found(monkeypatch: pytest.MonkeyPatch, fault: str) -> None:
         some_order()
 
 
+class Waiting:
+    """A stream that notes the streams that it waits for."""
+
+    def __init__(self, captured: bool = False) -> None:
+        self.captured, self.waited = captured, list[Any]()
+
+    def wait_stream(self, other: Waiting) -> None:
+        self.waited.append(other)
+
+
+def test_a_captured_stream_waits_for_streams_of_its_capture_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    current: list[Waiting] = [Waiting()]
+
+    @contextlib.contextmanager
+    def stream(other: Waiting) -> Iterator[None]:
+        current.append(other)
+        yield
+        current.pop()
+
+    cuda = SimpleNamespace(
+        current_stream=lambda: current[-1], stream=stream, is_current_stream_capturing=lambda: current[-1].captured
+    )
+    monkeypatch.setattr(mailboxes, "torch", _Torch(cuda))
+    one, two, captured, other, later = Waiting(), Waiting(), Waiting(True), Waiting(True), Waiting(True)
+    box = object.__new__(Mailbox)
+    box._last = [one, None]  # type: ignore[list-item]
+    for x in (one, one, captured, other):
+        current[0] = x
+        box._follow(x.captured)
+    captured.captured = other.captured = False  # the capture has ended
+    for x in (later, two):
+        current[0] = x
+        box._follow(x.captured)
+    assert other.waited == [captured]
+    assert captured.waited == later.waited == []
+    assert two.waited == [one]
+
+
 # ---------------------------------------------------------------- the code for sm_90, and the watchdog
 
 
@@ -277,9 +317,9 @@ def compiled_for_hopper() -> dict[str, Any]:
     of_rank = Mailboxes(addresses, torch.zeros(PROGRAMS.value, dtype=torch.int32), 0, 1 << 40, 1 << 40, 1 << 40)
     result = meet.empty_result(state, of_rank, torch.bfloat16, False)
     grid, args, constants = meet._arguments(state, of_rank, None, result)
-    constants |= dict(SCATTERED=False, STEP=meet.BOTH.value)
+    constants |= dict(EARLY=True, launch_pdl=True, SCATTERED=False, STEP=meet.BOTH.value)
     compiled = sass.compile_for(GPUTarget("cuda", 90, 32), meet._meet, grid, args, constants)
-    pattern = r"\b(?:ld|st|atom|red|bar|multimem|fence|membar)\.[\w.]*(?:global|sync|sys)[\w.]*"
+    pattern = r"\b(?:ld|st|atom|red|bar|multimem|fence|membar)\.[\w.]*(?:global|sync|sys)[\w.]*|griddepcontrol.wait"
     return dict(resources(compiled), code=re.findall(pattern, compiled.asm["ptx"]))
 
 
@@ -294,6 +334,7 @@ def test_the_code_for_hopper_stores_then_raises_then_waits_then_reads() -> None:
     raises, waits = code.index("st.release.sys.global.b32"), code.index("ld.acquire.sys.global.b32")
     stores = [n for n, text in enumerate(code) if text == "st.global.v4.b32"]
     reads = [n for n, text in enumerate(code) if text.startswith("ld.global.cg")]
+    assert code[0] == "griddepcontrol.wait", "a launch ahead of time waits for the one before"
     assert len(stores) == 2, "16 bytes at a time to both ranks"
     assert any(code[n] == "ld.global.cg.v4.b32" for n in reads)
     assert "bar.sync" in code[stores[-1] : raises], "the release is for the stores of all threads"
@@ -318,6 +359,25 @@ def test_the_watchdog_names_the_rank_that_is_late(tmp_path: Path) -> None:
     peer, text = watch.look(2.0) or watch.look(2.0) or (None, "")
     assert peer == 2
     assert "s for the states of exchange 2: rank 2" in text
+
+
+def test_a_link_makes_its_mailbox_once_and_never_in_a_capture(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    made: list[tuple[Any, ...]] = []
+    capturing = [True]
+    cuda = SimpleNamespace(is_current_stream_capturing=lambda: capturing[0])
+    monkeypatch.setattr(memory, "torch", _Torch(cuda))
+    monkeypatch.setattr(memory, "Mailbox", lambda *arguments: made.append(arguments) or len(made))
+    board = Board.create(str(tmp_path / "board"), 1, 2)
+    board.enter(7.0)
+    link = object.__new__(memory.Link)
+    link.rank, link.world_size, link.device = 1, 2, CPU
+    link.share, link._board, link._mailbox = "share", board, None  # type: ignore[assignment]
+    assert link.mailbox() is None
+    capturing[0] = False
+    box = link.mailbox()
+    assert made == [(1, 2, CPU, "share", 7.0, board.pinned(MEET))]
+    capturing[0] = True
+    assert link.mailbox() is box is not None
 
 
 if __name__ == "__main__":

@@ -10,13 +10,14 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from pathlib import Path
 
 import pytest
 import torch
-from test_decode import LENGTHS, Model
+from test_decode import LENGTHS, Model, options_of
 from test_meet import random_states
 
 import ringattn
@@ -40,13 +41,15 @@ SHAPES = {  # (batch, new, q_heads, head_dim_v), ranks
 @pytest.mark.parametrize("heads", ["all", "scattered"])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_the_bits_are_those_of_an_all_gather(shape: str, heads: str) -> None:
-    """Merges in a row, with nothing between them that waits; states of all ranks differ in every one."""
+    """Merges in a row, to which ranks come at different times; states of all ranks differ in every one."""
     (*sizes, dim), ranks = SHAPES[shape]
     sink = torch.randn(sizes[2], device="cuda")
     states = [random_states(ranks, (*sizes, dim), n).cuda() for n in range(4)]
 
     def body(rank: virtual.VirtualRank) -> None:
         def merge(n: int) -> tuple[torch.Tensor, torch.Tensor]:
+            if n % 5 == rank.rank:
+                torch.cuda._sleep(200_000)  # cycles
             return merged(states[n % 4][rank.rank], rank, sink, torch.bfloat16, heads, BACKENDS["triton"])
 
         before = rank.collectives
@@ -80,7 +83,8 @@ def test_decode_over_mailboxes_is_dense_attention(world_size: int) -> None:
         results = []
         for new in (1, 5, 16, 3):
             results += model.step([a, None, c, b], new)
-        model.step([a, b], 2, heads="scattered")
+        for kind in ("score", "scattered", "fixed split", "tree"):
+            model.step([a, None, b], 7 if kind == "tree" else 2, **options_of(kind))
         assert rank._own_mailbox is not None
         return [x for pair in results for x in pair]
 
@@ -160,7 +164,7 @@ def test_two_streams_of_a_rank() -> None:
         results = []
         for n, state in enumerate(states):
             with torch.cuda.stream(other if n % 2 else here):
-                if n % 4 == 1:
+                if n % 4 == 1 + 2 * rank.rank:
                     torch.cuda._sleep(200_000)
                 results.append(merged(state[rank.rank], rank, None, torch.float32, "all", BACKENDS["triton"])[0])
         here.wait_stream(other)
@@ -202,21 +206,24 @@ print("went on", flush=True)
 
 
 @pytest.mark.parametrize("merges", [1, 20_000], ids=["waits for the GPU", "is blocked in a launch"])
-def test_a_rank_that_does_not_come_ends_the_others_with_its_name(tmp_path: Path, merges: int) -> None:
+def test_a_rank_that_does_not_come_ends_the_others_with_its_name(merges: int) -> None:
     root = Path(__file__).parents[1]
+    folder = tempfile.TemporaryDirectory(dir="/dev/shm")  # where boards are: other files cannot be pinned
+    path = f"{folder.name}/board"
     process = subprocess.Popen(
-        [sys.executable, "-c", RANK, str(tmp_path / "board"), str(merges)], cwd=root, text=True, stdin=subprocess.PIPE,
+        [sys.executable, "-c", RANK, path, str(merges)], cwd=root, text=True, stdin=subprocess.PIPE,
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True,
     )  # fmt: skip
     try:
         assert process.stdout is not None
         assert process.stdin is not None
         assert process.stdout.readline() == "here\n"
-        board = Board.open(str(tmp_path / "board"), 1, 2)
+        board = Board.open(path, 1, 2)
         board.enter(3.0)
         process.stdin.write("\n")
         process.stdin.flush()
-        assert process.stdout.readline() == "merges\n"
+        if process.stdout.readline() != "merges\n":
+            pytest.fail(process.communicate(timeout=60)[1])
         began = time.monotonic()
         said, error = process.communicate(timeout=60)
         assert process.returncode == -signal.SIGABRT, error
@@ -227,3 +234,4 @@ def test_a_rank_that_does_not_come_ends_the_others_with_its_name(tmp_path: Path,
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.communicate()
+        folder.cleanup()

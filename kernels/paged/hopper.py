@@ -349,8 +349,8 @@ def _consumer(
     SUM_L: gl.constexpr = gl.SliceLayout(1, SUM_O)
     programs = gl.num_programs(0)
     wait_for_launch_before()
-    if not ALONE:
-        let_next_launch_begin()  # it adds the pieces
+    if not (ALONE and FINAL):
+        let_next_launch_begin()  # it adds the pieces, or the states of all ranks
     if ALONE:  # noqa: SIM102  (an `and` would compile it where it is not used)
         if empty > 0:
             for u in range(gl.program_id(0), batch * HEADS, programs):

@@ -17,12 +17,14 @@ of r which began after r's launch of merge n had ended, with all reads of the sl
 raise its flag of n + 1 while another one still reads what came in n. Launches of one rank must not overlap
 (:class:`ringattn.peer.mailbox.Mailbox` orders streams), and all ranks merge in the same order.
 
-Every wait ends, where all ranks come. A program sends all that it has to send before it waits, and waits for programs
-of its own number only: however few programs run at once, the running program of the lowest number depends on nothing
-that waits for it. There are at most :data:`PROGRAMS` of them, small ones, so that the attention of another stream and
-the merges of several groups run next to them. The wait is by the kernel: program 0 first shows n to the watchdog
-(:mod:`ringattn.peer.watchdog`), which ends a process that waits too long; a kernel without one traps after
-``patience``.
+Every wait ends if all ranks come. A program sends all that it has to send before it waits, and it waits for programs of
+its own number only. So a merge is complete as soon as each of its programs has been started on every GPU, in any order.
+They are few and small: several have room on a multiprocessor, and programs of two merges in flight leave some
+multiprocessors to attention that needs a whole one. Attention waits for copies at most, which need none; it ends and
+makes room.
+
+Program 0 shows n to the watchdog (:mod:`ringattn.peer.watchdog`) before it waits, which ends a process that waits too
+long and names the late rank. A kernel that nothing watches traps after ``patience``.
 
 Memory model: flags are stored with release and read with acquire semantics in the scope of the system, and barriers
 of the program order its other threads (PTX ISA, "Memory Consistency Model"). Peers are written by plain stores of 16
@@ -37,18 +39,19 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_wait
 
 from ..contract import Result
 from ..launch import Launched, Launches, dispatch, on_device, prepare
-from ..triton.primitives import INTERPRETED, bound
+from ..triton.primitives import INTERPRETED, bound, capability
 from ..triton.tiles import padded
 from .contract import part
 from .finish import sum_states
 from .grid import power_of_two
 from .pieces import store_result
 
-PROGRAMS = tl.constexpr(128)  # of a launch at most, fewer than there are multiprocessors; the same on every rank
-REGION = tl.constexpr(17 << 10)  # bytes of a program in a slot: two tiles of _MOST numbers and their padding
+PROGRAMS = tl.constexpr(64)  # of a launch at most, less than half the multiprocessors of a GPU; the same on every rank
+REGION = tl.constexpr(34 << 10)  # bytes of a program in a slot: four tiles of _MOST numbers and their padding
 FLAG = tl.constexpr(32)  # bytes from one flag to the next: each is in a sector of its own
 BOTH, SEND, RECEIVE = (tl.constexpr(n) for n in range(3))  # what a launch does; halves are for simulations
 _LEAST, _MOST = 512, 2048  # numbers of a tile of rows
@@ -150,11 +153,11 @@ def _arguments(
     batch, new, heads, width = state.shape
     rows, world_size, m = batch * new * heads, len(mailboxes.addresses), mailboxes
     tiling = _Tiling.of(rows, width - 2)
-    grid = (min(PROGRAMS.value, triton.cdiv(rows, tiling.rows)),)
+    grid, early = (min(PROGRAMS.value, triton.cdiv(rows, tiling.rows)),), capability(state.device) >= (9, 0)
     args = (state, m.addresses, m.counts, *result, sink, rows, heads, m.rank, m.shown, m.gave_up, m.patience)
     constants = dict(
         WORLD=world_size, WORLD_P2=power_of_two(world_size), NEW=new, DIM_V=width - 2, DIM_V_P2=padded(width - 2),
-        WIDTH=tiling.width, ROWS=tiling.rows, num_warps=4,
+        WIDTH=tiling.width, ROWS=tiling.rows, EARLY=early, num_warps=4, launch_pdl=early,
     )  # fmt: skip
     return grid, args, constants
 
@@ -286,8 +289,10 @@ def _wait(mailbox, number, shown, gave_up, patience, WORLD: tl.constexpr, WORLD_
 def _meet(
     state, addresses, counts, out, lse, sink, rows, heads, rank, shown, gave_up, patience,
     WORLD: tl.constexpr, WORLD_P2: tl.constexpr, NEW: tl.constexpr, DIM_V: tl.constexpr, DIM_V_P2: tl.constexpr,
-    WIDTH: tl.constexpr, ROWS: tl.constexpr, SCATTERED: tl.constexpr, STEP: tl.constexpr,
+    WIDTH: tl.constexpr, ROWS: tl.constexpr, EARLY: tl.constexpr, SCATTERED: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
+    if EARLY:
+        gdc_wait()  # launched ahead of time; whatever was launched before has ended, the last merge too
     pid = tl.program_id(0)
     number = tl.load(counts + pid) + 1
     if STEP != RECEIVE:

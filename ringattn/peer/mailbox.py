@@ -51,7 +51,7 @@ class Mailbox:
             rank, shown, self._gave_up.data_ptr(), int((limit + _GRACE) * 1e9),
         )  # fmt: skip
         self._together = together
-        self._stream = torch.cuda.current_stream()  # of the last merge
+        self._last = [torch.cuda.current_stream(), None]  # streams of the last merge, and of the last one captured
 
     def takes(self, state: Tensor) -> bool:
         """Return whether a state is of the kind and the size that :meth:`merge` exchanges, the same on every rank."""
@@ -65,8 +65,9 @@ class Mailbox:
         Launched, not waited for. A rank that does not come ends the process by the watchdog."""
         from ..kernels.paged.meet import load, meet
 
-        self._follow()
-        if self._together is None or torch.cuda.is_current_stream_capturing():
+        captured = torch.cuda.is_current_stream_capturing()
+        self._follow(captured)
+        if self._together is None or captured:
             return meet(state, self.mailboxes, sink, dtype, scattered)
         load(state, self.mailboxes, sink, dtype, scattered)
         self._together()
@@ -79,13 +80,16 @@ class Mailbox:
         late = int(self._gave_up[0])
         return f"; a kernel gave up waiting for the state of rank {late - 1}" if late else ""
 
-    def _follow(self) -> None:
+    def _follow(self, captured: bool) -> None:
         """Make the current stream wait for the last merge if that was on another one: merges must not overlap. A stream
         that is captured waits for streams of the same capture only; the order of replays is their caller's."""
-        stream, last = torch.cuda.current_stream(), self._stream
+        stream, last = torch.cuda.current_stream(), self._last[captured]
         if stream != last:
-            with torch.cuda.stream(last):
-                captured = torch.cuda.is_current_stream_capturing()
-            if captured == torch.cuda.is_current_stream_capturing():
+            self._last[captured] = stream
+            if last is not None and (not captured or _is_captured(last)):
                 stream.wait_stream(last)
-            self._stream = stream
+
+
+def _is_captured(stream: torch.cuda.Stream) -> bool:
+    with torch.cuda.stream(stream):
+        return torch.cuda.is_current_stream_capturing()

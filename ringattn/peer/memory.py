@@ -5,6 +5,7 @@ them; their streams wait for it (:mod:`.driver`). A word holds the number of the
 only grows. There are three kinds of words, and one of each kind from every rank in the memory of every other rank::
 
     READY    the keys and values of this epoch are in place, and all pulls of the last epoch are complete
+             (where ranks carry keys for others, an epoch more for each wave of those)
     LANDED   all contributions to gradients are in the memory of the ranks that own them
     FREE     the contributions that this rank has received are summed, so their memory may be overwritten
 
@@ -75,6 +76,7 @@ class Link:
         self._board = board
         self.peers = [(rank + i) % world_size for i in range(1, world_size)]  # no two ranks start with the same peer
         self.epochs = [0, 0]
+        self._exchanges = 0  # of keys and values
         self.pad = Region(*share(_PAD_BYTES))  # of the words
         self._incoming, self._outgoing = [], []
         for kind in (READY, LANDED, FREE):
@@ -92,7 +94,7 @@ class Link:
         self.prepared: Memo[object] = Memo(_MAX_PREPARED)
         self.counters: Memo[Any] = Memo(_MAX_PREPARED)  # of pushes, by shape; their memory is never replaced
         self.timed_out = torch.zeros(1, dtype=torch.int32).pin_memory()  # see ReadyFlags
-        self.pulling, self.pushing = (torch.cuda.Stream(device) for _ in range(2))
+        self.pulling, self.pushing, self.moving = (torch.cuda.Stream(device) for _ in range(3))  # moving: messages
         # A call records an event again only after every wait for its previous record has been queued.
         self.released = torch.cuda.Event()  # the last use of the receive buffer, maybe on another stream
         self.writable, self.pulled, self.pushed = (torch.cuda.Event() for _ in range(3))
@@ -104,6 +106,11 @@ class Link:
         epoch = (self.epochs[which] + 1 + 2**31) % 2**32 - 2**31
         self.epochs[which] = epoch
         return epoch
+
+    def next_slot(self) -> int:
+        """Count one more exchange of keys and values and return its half of their region: the two take turns."""
+        self._exchanges += 1
+        return self._exchanges % 2
 
     def signal(self, stream: torch.cuda.Stream, kind: int, epoch: int) -> None:
         """Write ``epoch`` into the memory of every other rank after the work queued on ``stream`` so far."""
