@@ -750,6 +750,27 @@ MUTANTS = (
         "tests/test_watchdog.py tests/test_health.py",
     ),
     Mutant(
+        "errors: what another host waits for is taken for the cause",
+        "ringattn/other_hosts.py",
+        "or (late and notice.peer is None)",
+        "or (late and notice.peer == -1)",
+        "tests/test_other_hosts.py",
+    ),
+    Mutant(
+        "errors: a guess replaces the cause that another rank knows",
+        "ringattn/other_hosts.py",
+        "                if peer is not None:\n                    self._store.set",
+        "                if True:\n                    self._store.set",
+        "tests/test_other_hosts.py",
+    ),
+    Mutant(
+        "errors: a late rank of this host is blamed, which waits for another host",
+        "ringattn/health.py",
+        "        return None, cause\n",
+        "        return peer, cause\n",
+        "tests/test_health.py",
+    ),
+    Mutant(
         "lockstep: calls of other ranks are not read",
         "ringattn/health.py",
         "other.digest != call.digest and not",

