@@ -262,8 +262,8 @@ def _tiles_of_piece(
             slot = (begin + tl.where(i < jump_at, i, i - jump_at + jump_to)) * TILE
             m, l, o = _tile(
                 m, l, o, query, rest, k, v, k_h, k_s, v_h, v_s, k_scale, v_scale, slots, positions, h, slot, page,
-                first, past, s0, s1, bits, first_new, pos_q, slope, scale, cap, DIM, MAIN, REST, DIM_V, DIM_V_P2, PAGE, TILE, SIMPLE, SOFTCAP,
-                ALIBI, TREE, SHARED, CUT, TMA, PRECISION,
+                first, past, s0, s1, bits, first_new, pos_q, slope, scale, cap, DIM, MAIN, REST, DIM_V, DIM_V_P2,
+                PAGE, TILE, SIMPLE, SOFTCAP, ALIBI, TREE, SHARED, CUT, TMA, PRECISION,
             )  # fmt: skip
             page = next_page
         kept = tl.exp2(m_flushed - tl.where(m == float("-inf"), 0.0, m))
@@ -277,8 +277,8 @@ _NUMBERS = ("q_b", "q_n", "q_h", "table_b", "slopes_b", "batch", "slots")
 
 @triton.jit(do_not_specialize=_NUMBERS)
 def _attend(
-    q, q_b, q_n, q_h, k, v, k_h, k_s, v_h, v_s, k_scale, v_scale, positions, table, table_b, starts,
-    ends, firsts_new, position, tiles, tree, pieces, arrived, out, lse, sink, scale, cap, slopes, slopes_b, batch, slots,
+    q, q_b, q_n, q_h, k, v, k_h, k_s, v_h, v_s, k_scale, v_scale, positions, table, table_b, starts, ends, firsts_new,
+    position, tiles, tree, pieces, arrived, out, lse, sink, scale, cap, slopes, slopes_b, batch, slots,
     NEW: tl.constexpr, GROUP: tl.constexpr, KV_HEADS: tl.constexpr, ROWS: tl.constexpr, BLOCKS: tl.constexpr,
     SOME: tl.constexpr, DIM: tl.constexpr, MAIN: tl.constexpr, REST: tl.constexpr, DIM_V: tl.constexpr,
     DIM_V_P2: tl.constexpr, PAGE: tl.constexpr, TILE: tl.constexpr, BATCH_P2: tl.constexpr, AT_ONCE: tl.constexpr,

@@ -576,7 +576,8 @@ def launch(
         group, tile = q_heads // kv_heads, TILE.value * wide
         launched = dispatch(
             _attend, (grid.programs,), q, *q.stride()[:3], view(pool.k, (1, tile, dim)), view(pool.v, (1, tile, dim_v)),
-            *(None if x is None else view(x, (1, tile)) for x in (pool.k_scale, pool.v_scale)), tables.table, tables.table.stride(0), tables.start, tables.end, tables.first_new, tables.tiles, call.tree,
+            *(None if x is None else view(x, (1, tile)) for x in (pool.k_scale, pool.v_scale)),
+            tables.table, tables.table.stride(0), tables.start, tables.end, tables.first_new, tables.tiles, call.tree,
             pieces, arrived, *result, score.sink, batch, scale, inner,
             NEW=new, GROUP=group, KV_HEADS=kv_heads, ROWS=grid.rows, BLOCKS=grid.blocks, SOME=some, D=dim, DV=dim_v,
             PAGE=pool.page_size, BATCH_P2=grid.batch_p2(batch), AT_ONCE=max(1, 64 // some), ALONE=some <= ALONE,

@@ -89,8 +89,8 @@ def _widen(x, dtype: gl.constexpr):
 @gluon.constexpr_function
 def _widen_asm(dtype):
     shift, factor, kind = (4, "0x7B807B80", "bf16x2") if dtype == gl.bfloat16 else (1, "0x5C005C00", "f16x2")
-    one = "and.b32 t, w, 0x7F007F00; shr.u32 t, t, {shift}; and.b32 s, w, 0x80008000; or.b32 t, t, s; mul.{kind} {out}, t, f;"
-    first, second = (one.format(shift=shift, kind=kind, out=out) for out in ("$0", "$1"))
+    move = f"and.b32 t, w, 0x7F007F00; shr.u32 t, t, {shift}; and.b32 s, w, 0x80008000; or.b32 t, t, s;"
+    first, second = (f"{move} mul.{kind} {out}, t, f;" for out in ("$0", "$1"))
     return f"{{ .reg .b32 w, t, s, f; mov.b32 f, {factor}; shl.b32 w, $2, 8; {first} mov.b32 w, $2; {second} }}"
 
 
@@ -121,7 +121,8 @@ def _layout(slots, dim, warps, order, transposed):
     """Return which thread has which elements of a tile in memory: those of the first operand of wgmma, whose rows are
     slots, or with ``transposed`` columns. The first two bits of its registers are those that :func:`_widen`
     exchanges."""
-    columns, rows = [[0, 1 << order.index(bit)] for bit in range(_bits(dim))], [[1 << n, 0] for n in range(_bits(slots))]
+    columns = [[0, 1 << order.index(bit)] for bit in range(_bits(dim))]
+    rows = [[1 << bit, 0] for bit in range(_bits(slots))]
     rows, summed = (columns, rows) if transposed else (rows, columns)
     past_warps = min(4 + _bits(warps), len(rows))
     first, *others = [rows[3], *summed[3:]] if transposed else [summed[3], rows[3], *summed[4:]]
