@@ -8,7 +8,6 @@ UPipe does for Ulysses (arXiv:2602.21196). Every group is an ordinary call of at
 
 from __future__ import annotations
 
-import copy
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -18,6 +17,7 @@ from torch import Tensor, nn
 
 from .by_tokens import refuse_dropout
 from .parts import Part, run_in_parts
+from .stand_in import stand_in
 
 _PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
 
@@ -46,14 +46,17 @@ def by_heads(layer: nn.Module, groups: int) -> None:
         raise ValueError(f"groups is {groups}; it must divide the {kv_heads} key heads of {type(layer).__name__}")
     refuse_dropout(layer, "by_heads")
     per_head = _parameters_per_head(layer, q_heads)
-    whole: Callable[..., Any] = type(layer).forward
+    kind = type(layer)
+    whole: Callable[..., Any] = kind.forward
 
     def forward(hidden_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
         if kwargs.get("past_key_values") is not None:  # it takes the keys of all heads at once
             return whole(layer, hidden_states, *args, **kwargs)
 
         def group(index: int, x: Tensor) -> Tensor:
-            return whole(_part(layer, index, groups, per_head), x, *args, **kwargs)[0]
+            divided = {name: getattr(layer, name).chunk(groups)[index] for name in per_head}
+            part = stand_in(layer, kind, **_projections(layer, index, groups), **divided)
+            return whole(part, x, *args, **kwargs)[0]
 
         everything = slice(None)
         parts = [Part(everything, functools.partial(group, index)) for index in range(groups)]
@@ -62,21 +65,17 @@ def by_heads(layer: nn.Module, groups: int) -> None:
     layer.forward = forward
 
 
-def _part(layer: nn.Module, index: int, groups: int, per_head: list[str]) -> Any:
-    """Return the layer with the heads of one group only. It shares the parameters of ``layer`` as they are now: FSDP2
-    replaces them between forward and backward."""
-    part = copy.copy(layer)
+def _projections(layer: nn.Module, index: int, groups: int) -> dict[str, Callable[[Tensor], Tensor]]:
+    """Return the projections of one group, of the parameters as they are now: FSDP2 replaces them between forward and
+    backward."""
+    parts = {}
     for name in _PROJECTIONS:
-        linear = getattr(layer, name)
-        if name == "o_proj":
-            weight, bias = linear.weight.chunk(groups, 1)[index], linear.bias if index == 0 else None
-        else:
-            weight = linear.weight.chunk(groups)[index]
-            bias = None if linear.bias is None else linear.bias.chunk(groups)[index]
-        part.__dict__[name] = functools.partial(F.linear, weight=weight, bias=bias)  # found before the modules
-    for name in per_head:
-        part.__dict__[name] = getattr(layer, name).chunk(groups)[index]
-    return part
+        linear, bias = getattr(layer, name), None
+        weight = linear.weight.chunk(groups, 1 if name == "o_proj" else 0)[index]
+        if linear.bias is not None:
+            bias = linear.bias.chunk(groups)[index] if name != "o_proj" else linear.bias if index == 0 else None
+        parts[name] = functools.partial(F.linear, weight=weight, bias=bias)
+    return parts
 
 
 def _heads(layer: nn.Module) -> tuple[int, int]:
