@@ -1,0 +1,104 @@
+"""What one layer's attention over many GPUs keeps in memory, by closed forms for a causal row in zigzag.
+
+The forms are those of each dataflow's ``memory_bytes``, evaluated without a plan: for the rank with the most, and for
+any number of ranks. tests/test_planner.py compares them with the plans.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from ..kernels import long_sums
+from ..schedule import head_groups, waves
+from ..shape import Shape
+
+
+class Row(NamedTuple):
+    """How a row is divided.
+
+    Attributes:
+        tokens: of one GPU.
+        ranks: GPUs that share the row.
+        pulls: copy engines move keys; else messages do.
+        window: keys that a query sees at most; 0: all earlier ones.
+        dataflow: "ring" or "gather".
+        buffer_bytes: as for :func:`ringattn.plan`.
+    """
+
+    tokens: int
+    ranks: int
+    pulls: bool = True
+    window: int = 0
+    dataflow: str = "gather"
+    buffer_bytes: int = 8 << 30
+
+    @property
+    def seq_len(self) -> int:
+        return self.tokens * self.ranks
+
+    @property
+    def fetched(self) -> int:
+        """Keys that the queries of the busiest rank see, its own among them: its last chunk sees all before it, or a
+        window before each of its two chunks."""
+        return min(self.seq_len, self.tokens + 2 * self.window) if self.window else self.seq_len
+
+
+class Bytes(NamedTuple):
+    """Bytes that stay between the calls of a step, and those that a backward needs in addition."""
+
+    kept: int
+    backward: int
+
+
+def memory(row: Row, s: Shape) -> Bytes:
+    """Return what attention allocates in addition to q, k, v, out and their gradients."""
+    rows = row.tokens * s.q_heads * (s.head_dim + 2) * s.state_itemsize  # dq and delta
+    if row.dataflow == "ring" or row.ranks == 1:
+        return Bytes(0, rows + _ring(row, s))
+    return _pulled(row, s, rows) if row.pulls else Bytes(0, rows + _messaged(row, s))
+
+
+def _piece(queries: int, s: Shape, kv_heads: int) -> int:
+    """Return the bytes of the gradients of a piece of keys, where sums are too long for tensor cores."""
+    too_long = queries * long_sums.heads_together(s.q_heads // s.kv_heads) > long_sums.LONGEST_SUM
+    return too_long * long_sums.KEYS * kv_heads * (s.head_dim + s.value_dim) * s.state_itemsize
+
+
+def _ring(row: Row, s: Shape) -> int:
+    """Return the bytes of shards and of contributions to them: one that is held and one that arrives, and their
+    gradients, also those that leave and those at home."""
+    travelling = 2 if row.ranks > 2 else 0
+    contributions = 4 if row.ranks > 1 else 1
+    shard = row.tokens * s.kv_elements
+    return shard * (travelling * s.itemsize + contributions * s.state_itemsize) + _piece(row.tokens, s, s.kv_heads)
+
+
+def _messaged(row: Row, s: Shape) -> int:
+    """Return the bytes of fetched keys and values of all heads, and of the gradients of some heads at a time."""
+    groups = head_groups(s.kv_heads, s.q_heads, "cuda", backward=True)
+    part = max(g.stop - g.start for g in groups) / s.kv_heads
+    arriving = (row.seq_len - row.tokens) // 2  # contributions to the first chunk of all, of each other rank
+    at_once = max(2 * row.fetched, row.fetched + arriving + row.tokens)
+    earlier = row.fetched + arriving if len(groups) > 1 else 0
+    keys = (row.tokens + row.fetched) * s.kv_elements * s.itemsize
+    gradients = (row.tokens + part * (at_once + earlier)) * s.kv_elements * s.state_itemsize
+    return round(keys + gradients) + _piece(row.tokens, s, s.kv_heads)
+
+
+def _pulled(row: Row, s: Shape, rows: int) -> Bytes:
+    """Return the shared memory, the receive buffer and what others push into, which stay; and contributions."""
+    token = s.head_dim + s.value_dim
+    cut, forward = (
+        waves(s.kv_heads, token * row.fetched * (s.itemsize + gradient), row.buffer_bytes)
+        for gradient in (s.state_itemsize, 0)
+    )
+    heads, heads_forward = (max(w.stop - w.start for w in x) for x in (cut, forward))
+    resident = min(2, len(cut)) * heads
+    kept = 2 * s.kv_heads * row.tokens * token * s.itemsize
+    kept += max(resident, min(2, len(forward)) * heads_forward) * row.fetched * token * s.itemsize
+    kept += (row.ranks - 1) * heads * row.tokens * token * s.state_itemsize
+    groups = head_groups(heads, heads * (s.q_heads // s.kv_heads), "cuda", backward=True)
+    contributions = resident * row.fetched * token * s.state_itemsize
+    contributions += _piece(row.tokens, s, max(g.stop - g.start for g in groups))
+    result = row.tokens * s.q_heads * s.head_dim * s.itemsize  # dq, made when contributions have left
+    return Bytes(kept, rows + max(contributions - result, 0))

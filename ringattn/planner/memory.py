@@ -1,0 +1,212 @@
+"""Memory of one GPU in a training step, by name.
+
+A step has three moments at which memory can be largest, and :func:`parts` returns the largest of them:
+
+* **loss**: what all layers keep, and the logits of a chunk of tokens with their gradients;
+* **layer**: the backward of one layer, computed again: what the layers before it keep, its own activations, and the
+  buffers of attention. Inside of it the MLP, the norms or the attention need most;
+* **optimizer**: all gradients, and nothing else.
+
+Activations are counted as ``transformers`` makes them for Llama and Qwen3: a norm computes in float32 and keeps its
+input as such, and the MLP keeps four tensors of its width. tests/test_planner.py counts what a step of these models
+allocates, and compares. Gradients do not exist before the backward of their layer, so that the longest rows never have
+all of them next to all activations.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from . import attention
+from .models import ModelShape
+
+OPTIMIZERS = {"adamw_fp32": 8, "adamw_bf16": 4, "sgd": 0, "host": 0}  # bytes of state per parameter
+PARTS = ("parameters", "gradients", "optimizer", "gathered", "kept", "attention", "layer", "logits")
+LABELS = {
+    "parameters": "parameters",
+    "gradients": "gradients",
+    "optimizer": "optimizer",
+    "gathered": "gathered parameters",
+    "kept": "kept by all layers",
+    "attention": "buffers of attention",
+    "layer": "one layer, recomputed",
+    "logits": "logits of a chunk",
+}
+
+
+@dataclass(frozen=True)
+class Switches:
+    """What a step does to need less memory, and over how many GPUs.
+
+    Attributes:
+        fsdp_size: GPUs that share parameters, gradients and the optimizer's state (FSDP2).
+        ranks: GPUs that share a row.
+        pulls, dataflow, buffer_bytes: of its attention, see :class:`.attention.Row`.
+        itemsize: bytes of an activation; of a gathered parameter, too.
+        param_itemsize: bytes of a stored parameter and of its gradient.
+        reduce_itemsize: bytes in which FSDP2 reduces a gradient.
+        optimizer: a name of :data:`OPTIMIZERS`: the bytes of AdamW's two moments, in float32 or bf16; "host": they
+            are on the host with parameters and gradients, as ``CPUOffloadPolicy`` of FSDP2 does.
+        recompute: a layer keeps its input only and is computed again in the backward.
+        keep_attention_out: with ``recompute``, out and lse of the attention are kept, too.
+        offload_activations: what layers keep is on the host, but for two layers.
+        mlp_chunk: tokens of one pass through the MLP and its norm, which is computed again in the backward; 0: all.
+        head_groups: passes of projections and attention over the heads, computed again in the backward.
+        loss_chunk: tokens whose logits are in memory at the same time; 0: all.
+    """
+
+    fsdp_size: int = 1
+    ranks: int = 1
+    pulls: bool = True
+    dataflow: str = "gather"
+    buffer_bytes: int = 8 << 30
+    itemsize: int = 2
+    param_itemsize: int = 2
+    reduce_itemsize: int = 4
+    optimizer: str = "adamw_bf16"
+    recompute: bool = True
+    keep_attention_out: bool = True
+    offload_activations: bool = False
+    mlp_chunk: int = 0
+    head_groups: int = 1
+    loss_chunk: int = 4096
+
+    def __post_init__(self) -> None:
+        if self.optimizer not in OPTIMIZERS:
+            raise ValueError(f"optimizer is {self.optimizer!r}; choose from {', '.join(OPTIMIZERS)}")
+        for name in ("fsdp_size", "ranks", "head_groups"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
+
+
+class _Layer(NamedTuple):
+    """Bytes of one layer's activations on one GPU.
+
+    Attributes:
+        x: of a tensor of the hidden size; q, k: of queries, of keys or values; m: of one of the MLP's width.
+        lse: of the logarithms of all rows' sums.
+        turns: of the cosines and sines of all positions.
+    """
+
+    x: int
+    q: int
+    k: int
+    m: int
+    lse: int
+    turns: int
+
+    @classmethod
+    def of(cls, model: ModelShape, tokens: int, itemsize: int) -> _Layer:
+        each = tokens * itemsize
+        return cls(
+            each * model.hidden, each * model.heads * model.head_dim, each * model.kv_heads * model.head_dim,
+            each * model.intermediate, 4 * tokens * model.heads, 2 * each * model.head_dim,
+        )  # fmt: skip
+
+
+def parts(model: ModelShape, tokens_per_gpu: int, switches: Switches) -> dict[str, int]:
+    """Return the bytes of one GPU at the peak of a step, by the names of :data:`PARTS`; their sum is the peak.
+
+    Args:
+        tokens_per_gpu: tokens of the row on one GPU; the row has as many times ``switches.ranks``.
+    """
+    return max(_moments(model, tokens_per_gpu, switches), key=lambda moment: sum(moment.values()))
+
+
+def peak(model: ModelShape, tokens_per_gpu: int, switches: Switches) -> int:
+    """Return the bytes of one GPU at the peak of a step."""
+    return sum(parts(model, tokens_per_gpu, switches).values())
+
+
+def longest(model: ModelShape, capacity: int, switches: Switches, multiple: int = 128) -> int:
+    """Return the most tokens per GPU, a multiple of ``multiple``, whose step fits into ``capacity`` bytes; 0: none."""
+    low, high = 0, 1
+    while peak(model, high * multiple, switches) <= capacity:
+        low, high = high, 2 * high
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if peak(model, middle * multiple, switches) <= capacity else (low, middle)
+    return low * multiple
+
+
+def _moments(model: ModelShape, tokens: int, s: Switches) -> list[dict[str, int]]:
+    """Return the parts at the loss, in the backward of the last, the last but one and the first layer, and at the
+    optimizer."""
+    layer = _Layer.of(model, tokens, s.itemsize)
+    row = attention.Row(tokens, s.ranks, s.pulls, model.window, s.dataflow, s.buffer_bytes)
+    heads, kv_heads = (max(1, n // s.head_groups) for n in (model.heads, model.kv_heads))
+    buffers = attention.memory(row, replace(model.attention(s.itemsize), q_heads=heads, kv_heads=kv_heads))
+    on_gpu = (s.optimizer != "host") * -(-model.parameters // s.fsdp_size)  # parameters of this GPU
+    always = dict(
+        parameters=on_gpu * s.param_itemsize,
+        optimizer=on_gpu * OPTIMIZERS[s.optimizer],
+        attention=buffers.kept,
+    )
+    share = on_gpu / model.parameters * s.param_itemsize  # bytes of a reduced gradient
+    sharded = s.fsdp_size > 1 or s.optimizer == "host"
+    whole = s.itemsize if sharded else s.param_itemsize  # bytes of a gradient before it is reduced
+    gathered = sharded * s.itemsize * (model.root_parameters + 2 * model.layer_parameters)
+    head = model.embedding_parameters * whole  # its gradient is whole until the backward ends
+    kept = _kept(layer, s)
+    chunk = min(s.loss_chunk or tokens, tokens)
+
+    def layers(count: int) -> int:
+        return kept * (min(count, 2) if s.offload_activations else count)
+
+    loss = dict(
+        always, gathered=gathered, kept=layers(model.layers) + layer.turns,
+        gradients=head * (chunk < tokens),  # of the chunks before, as that of the last norm's result
+        layer=(4 + (chunk < tokens)) * layer.x,
+        logits=3 * 4 * chunk * model.vocabulary,  # log-softmax, its gradient, and that of the logits, in float32
+    )  # fmt: skip
+    moments = [loss]
+    own, more = _one_layer(model, layer, tokens, s, buffers.backward)
+    for done in sorted({0, min(1, model.layers - 1), model.layers - 1}):
+        gradients = head + done * model.layer_parameters * share
+        gradients += (done > 0) * sharded * s.reduce_itemsize * model.layer_parameters  # on its way to be reduced
+        gradients += model.hidden * model.intermediate * whole  # of the projection that comes first
+        moments.append(
+            dict(
+                always, gathered=gathered, gradients=round(gradients),
+                kept=layers(model.layers - done) + layer.turns,
+                layer=own, attention=buffers.kept + more, logits=0,
+            )
+        )  # fmt: skip
+    update = dict(always, gathered=0, gradients=on_gpu * s.param_itemsize, kept=0, layer=0, logits=0)
+    return [{name: moment[name] for name in PARTS} for moment in (*moments, update)]
+
+
+def _kept(a: _Layer, s: Switches) -> int:
+    """Return what one layer keeps for its backward."""
+    if s.recompute:
+        return a.x + s.keep_attention_out * (a.q + a.lse)
+    norm = a.x * 4 // s.itemsize + 2 * a.x
+    return 2 * norm + 2 * (a.q + a.k) + a.lse + 4 * a.m
+
+
+def _one_layer(model: ModelShape, a: _Layer, tokens: int, s: Switches, attention_bytes: int) -> tuple[int, int]:
+    """Return the activations of a layer at the peak of its backward, and what its attention needs then."""
+    wide = a.x * 4 // s.itemsize  # a norm's input in float32
+    norm = wide + 2 * a.x  # what it keeps: its input, the normalized one, and its result
+    per_head = model.qk_norm * ((a.q + a.k) * 4 // s.itemsize + a.q + a.k)
+    groups, share = s.head_groups, min(s.mlp_chunk or tokens, tokens) / tokens
+    projected = a.q + 2 * a.k + per_head
+    out = 0 if s.keep_attention_out else a.q + a.lse
+    before = norm + (projected + out if groups == 1 else 0)
+    if not s.recompute:
+        before, out = 0, 0  # kept, as all of it
+
+    second = norm if s.recompute else 0
+    if share == 1:
+        mlp = before + second + a.x + (6 if s.recompute else 3) * a.m
+        norms = before + second - 2 * a.x + 5 * wide + a.x
+    else:  # the input and its gradient, the gradient of the result; the rest for a chunk
+        mlp = before + 3 * a.x + round(share * max(norm + 6 * a.m, 6 * wide + 2 * a.x))
+        norms = 6 * wide + 2 * a.x  # the first norm
+    grown = (projected + out + 2 * a.q + 2 * a.k) // groups  # with the gradients of out, q, k and v
+    attention_moment = norm * s.recompute + a.x + grown + (groups > 1) * a.x
+    if not s.recompute:
+        attention_moment -= projected
+    choices = ((mlp, 0), (norms, 0), (attention_moment, attention_bytes))
+    return max(choices, key=sum)
