@@ -70,6 +70,10 @@ def active() -> AttentionResults | None:
     return getattr(_local, "active", None)
 
 
+def _is_attention(func: Any) -> bool:
+    return func is torch.ops.ringattn.attention.default
+
+
 class _Instead(TorchDispatchMode):
     """Replaces the operator of :func:`ringattn.attention`."""
 
@@ -78,6 +82,6 @@ class _Instead(TorchDispatchMode):
         self._results = results
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.ringattn.attention.default:
+        if _is_attention(func):
             return self._results.attend(func, args, kwargs or {})
         return func(*args, **(kwargs or {}))

@@ -12,12 +12,14 @@ Gradients of parameters are summed over the parts in float32, and rounded once.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 
 from . import attention_results
 
@@ -77,13 +79,16 @@ class _Job:
 
     def __init__(self, x: Tensor, parts: Sequence[Part]) -> None:
         self.parts = parts
-        self.results = attention_results.active()
-        self.first_call = 0 if self.results is None else self.results.next
+        results = attention_results.active()
+        self._first_call = 0 if results is None else results.next
+        # Weak: a graph that has run still keeps this object, and the layer's backward has the results.
+        self._results = (lambda: None) if results is None else weakref.ref(results)
         self.surroundings = surroundings(x)
 
     def with_results(self) -> AbstractContextManager:
         """Return a context in which calls of attention have the results that they had first."""
-        return nullcontext() if self.results is None else self.results.used(self.first_call)
+        results = self._results()
+        return nullcontext() if results is None else results.used(self._first_call)
 
 
 class _Keep(torch.autograd.Function):
@@ -115,11 +120,20 @@ class _Run(torch.autograd.Function):
         sums = [torch.zeros_like(p, dtype=torch.promote_types(p.dtype, torch.float32)) for p in parameters]
         with ctx.job.with_results():
             for tokens, function in ctx.job.parts:
-                with torch.enable_grad(), ctx.job.surroundings():
-                    piece = x[:, tokens].detach().requires_grad_()
-                    y = function(piece)
-                gradients = torch.autograd.grad(y, [piece, *parameters], _of(dy, tokens), allow_unused=True)
-                for total, g in zip([dx[:, tokens], *sums], gradients, strict=True):
+                gradients = _gradients(ctx.job, function, x[:, tokens], _of(dy, tokens), parameters)
+                for total in (dx[:, tokens], *sums):
+                    g = gradients.pop(0)
                     if g is not None:
                         total.add_(g)
+                    del g  # before the next part runs
         return None, None, dx, *(total.to(p.dtype) for total, p in zip(sums, parameters, strict=True))
+
+
+def _gradients(
+    job: _Job, function: Callable[[Tensor], Tensor], x: Tensor, dy: Tensor, parameters: Sequence[Tensor]
+) -> list[Tensor | None]:
+    """Return the gradients of one part, which is computed again, with respect to x and the parameters."""
+    with torch.enable_grad(), job.surroundings():
+        x = x.detach().requires_grad_()
+        y = get_gradient_edge(function(x))  # the result itself is not needed
+    return list(torch.autograd.grad((y,), [x, *parameters], (dy,), allow_unused=True))
