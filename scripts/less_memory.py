@@ -25,10 +25,14 @@ from scripts.arguments import positive
 GIB = 2**30
 RESERVED = 4 * GIB  # of a GPU: CUDA, NCCL, kernels, and memory between tensors
 CHUNK, LOSS_CHUNK = 8192, 2048  # of --offload
+EACH = [  # options of the measurement of each switch
+    "", "--offload --offload-only --attention-on gpu", "--offload --offload-only", "--offload --offload-only --anchors 4",
+    "--checkpoint full", "--mlp-chunk 8192", "--head-groups 4", "--offload",
+]  # fmt: skip
 Words = dict[str, Any]
 
 
-def add_arguments(parser: argparse.ArgumentParser, checkpoint: str, loss_chunk: int, state: str) -> None:
+def add_arguments(parser: argparse.ArgumentParser, checkpoint: str, loss_chunk: int, state: str | None) -> None:
     """Add the options, with the defaults of a script."""
     add = parser.add_argument_group("less memory").add_argument
     add(
@@ -52,9 +56,31 @@ def add_arguments(parser: argparse.ArgumentParser, checkpoint: str, loss_chunk: 
     )  # fmt: skip
     add(
         "--state", choices=["fp32", "bf16", "host"], default=state,
-        help="parameters, gradients and AdamW's moments: float32; bf16; or float32 on the host, where AdamW runs, too",
+        help="parameters, gradients and AdamW's moments: float32; bf16; or float32 on the host, where AdamW runs, too; "
+        "default: " + (state or "fp32, with --offload bf16"),
     )  # fmt: skip
     add("--gpu-memory", type=float, metavar="GIB", help="memory of a GPU, for what fits; default: that of this one")
+
+
+def names(options: argparse.Namespace) -> list[str]:
+    """Return the switches that are on, as words."""
+    offload = options.offload is not None
+    numbers = {
+        name: getattr(options, name.replace("-", "_"))
+        for name in ("attention-layers", "anchors", "mlp-chunk", "head-groups")
+        if not (offload and not options.offload_only)
+    }
+    words = [
+        "offload" + (f" only, attention on {options.attention_on or 'host'}" if options.offload_only else "")
+    ] * offload
+    words += [f"{name} {value}" for name, value in numbers.items() if value is not None]
+    return words + ["full"] * (options.checkpoint == "full")
+
+
+def switched(options: argparse.Namespace) -> bool:
+    """Return whether anything is asked for but a checkpoint, a chunk of the loss and --state."""
+    given = (options.attention_layers, options.anchors, options.offload, options.mlp_chunk, options.head_groups)
+    return any(value is not None for value in given) or options.attention_on == "host"
 
 
 @dataclass(frozen=True)
@@ -76,18 +102,19 @@ def complete(options: argparse.Namespace, setting: Setting) -> None:
     if on:
         local = torch.cuda.device_count() if setting.device.type == "cuda" else setting.world
         options.host_bytes = available(local) if options.offload < 0 else round(options.offload * GIB)
-        if options.checkpoint == "none":
-            options.checkpoint = "selective"
+    if options.checkpoint == "none" and (on or options.anchors or options.attention_layers is not None):
+        options.checkpoint = "selective"
     if options.attention_on is None:
         options.attention_on = "host" if on else "gpu"
     if on and not options.offload_only:
+        options.state = options.state or "bf16"
         options.mlp_chunk = options.mlp_chunk or CHUNK
         options.loss_chunk = options.loss_chunk or LOSS_CHUNK
         options.head_groups = options.head_groups or max(1, setting.model.kv_heads // 2)
         if capacity(options, setting):
             _choose(options, setting)
-    options.anchors = options.anchors or 1
-    options.head_groups = options.head_groups or 1
+    if options.state is None:
+        options.state = "fp32"
 
 
 def _choose(options: argparse.Namespace, setting: Setting) -> None:
@@ -108,7 +135,9 @@ def capacity(options: argparse.Namespace, setting: Setting) -> int:
     """Return the bytes of a GPU that a step may fill; 0: not known."""
     if options.gpu_memory is not None:
         return round(options.gpu_memory * GIB)
-    return torch.cuda.get_device_properties(setting.device).total_memory - RESERVED if setting.device.type == "cuda" else 0
+    return (
+        torch.cuda.get_device_properties(setting.device).total_memory - RESERVED if setting.device.type == "cuda" else 0
+    )
 
 
 def predicted(options: argparse.Namespace, setting: Setting) -> memory.Switches:
@@ -148,8 +177,8 @@ def describe(options: argparse.Namespace, setting: Setting) -> Iterator[str]:
         f"on the host {host:.1f} GiB per rank"
         + (f"; the longest row that fits into {fits / GIB:.1f} GiB: {longest:,} tokens" if fits else "")
         + f"; checkpoint {options.checkpoint}, attention of {_all(options.attention_layers)} layers kept on the "
-        f"{options.attention_on}, anchors {options.anchors}, mlp-chunk {options.mlp_chunk}, head-groups "
-        f"{options.head_groups}, loss-chunk {options.loss_chunk}, state {options.state}"
+        f"{options.attention_on}, anchors {options.anchors or 1}, mlp-chunk {options.mlp_chunk}, head-groups "
+        f"{options.head_groups or 1}, loss-chunk {options.loss_chunk}, state {options.state}"
     )
 
 
@@ -170,13 +199,13 @@ def apply(model: nn.Module, options: argparse.Namespace, loss: bool = True) -> H
             inputs=host,
             attention=host if options.attention_on == "host" else gpu,
             results=0 if options.checkpoint == "full" else options.attention_layers,
-            anchors=options.anchors,
+            anchors=options.anchors or 1,
         )
     reduce_memory(
         model,
         how,
         mlp_chunk=options.mlp_chunk or 0,
-        head_groups=options.head_groups,
+        head_groups=options.head_groups or 1,
         loss_chunk=(options.loss_chunk or 0) if loss else 0,
     )
     return host if how else None

@@ -40,7 +40,9 @@ def by_heads(layer: nn.Module, groups: int) -> None:
         ValueError: groups does not divide the key heads, or the layer has dropout.
     """
     if "forward" in vars(layer):
-        raise TypeError(f"the forward of this {type(layer).__name__} was replaced; apply by_heads() once, before others")
+        raise TypeError(
+            f"the forward of this {type(layer).__name__} was replaced; apply by_heads() once, before others"
+        )
     q_heads, kv_heads = _heads(layer)
     if groups < 1 or kv_heads % groups:
         raise ValueError(f"groups is {groups}; it must divide the {kv_heads} key heads of {type(layer).__name__}")

@@ -61,7 +61,9 @@ def decoder_layers(model: nn.Module) -> Sequence[nn.Module]:
     """Return the layers of a causal language model, in their order."""
     layers = getattr(_decoder(model), "layers", None)
     if not isinstance(layers, nn.ModuleList):
-        raise TypeError(f"{type(model).__name__} has no ModuleList `layers` in its decoder; pass a decoder of transformers")
+        raise TypeError(
+            f"{type(model).__name__} has no ModuleList `layers` in its decoder; pass a decoder of transformers"
+        )
     return layers
 
 
@@ -102,6 +104,8 @@ def _loss_by_tokens(model: Any, chunk: int) -> None:
             return Part(tokens, loss)
 
         parameters = [p for n, p in model.named_parameters(remove_duplicate=False) if not n.startswith(f"{prefix}.")]
-        return CausalLMOutputWithPast(loss=run_in_parts(hidden, [*map(part, chunks(hidden.shape[1], chunk))], parameters))
+        return CausalLMOutputWithPast(
+            loss=run_in_parts(hidden, [*map(part, chunks(hidden.shape[1], chunk))], parameters)
+        )
 
     model.forward = forward
