@@ -57,8 +57,9 @@ LABELS = {
     "memory_gbs": "a pass over memory, GB/s",
     "kernel_ms": "launch of a kernel, ms",
     "message_gbs": "messages, GB/s in one direction",
-    "local_gbs": "messages inside a host, GB/s",
     "message_ms": "fixed time of a message, ms",
+    "local_gbs": "messages inside a host, GB/s",
+    "local_ms": "fixed time of a message inside a host, ms",
     "contention": "slowdown of attention and messages together",
     "ring_forward_ms": "least time of a ring step, forward, ms",
     "ring_backward_ms": "least time of a ring step, backward, ms",
@@ -173,14 +174,14 @@ class Machine:
 
     def messages(self) -> dict[str, float]:
         size = (64 if self.cuda else 4) << 20
-        few = self.exchange(self.across, 64, 2)
-        latency = self.time(lambda: few().wait()) / 2
-        rates = {}
+        links = {}
         for stride in sorted({self.across, 1}):
-            many = self.exchange(stride, size)
+            few, many = self.exchange(stride, 64, 2), self.exchange(stride, size)
+            fixed = self.time(lambda few=few: few().wait()) / 2  # type: ignore[misc]
             ms = self.time(lambda many=many: many().wait())  # type: ignore[misc]
-            rates[stride] = size / max(ms - latency, ms / 2) / 1e6
-        return dict(message_ms=latency, message_gbs=rates[self.across], local_gbs=rates[1])
+            links[stride] = size / max(ms - fixed, ms / 2) / 1e6, fixed
+        (message_gbs, message_ms), (local_gbs, local_ms) = links[self.across], links[1]
+        return dict(message_gbs=message_gbs, message_ms=message_ms, local_gbs=local_gbs, local_ms=local_ms)
 
     def contention(self, message_gbs: float) -> float:
         """Measure attention and messages of about the same duration, alone and together. Returns the extra time as a

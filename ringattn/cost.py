@@ -8,7 +8,8 @@ A plan knows tokens, ranks and masks, but not heads, dtype or batch, so ``datafl
   longer, plus ``contention`` times the shorter one, because messages take multiprocessors, or the only thread, from
   the attention. States that are carried and contributions that are summed are passes over memory;
 * a gather exposes its handshakes, the fetch of the first head (or group of heads) and the return of the last one's
-  gradients; the rest overlaps with the attention;
+  gradients; the rest overlaps with the attention. Over several hosts each key crosses the network once for each host,
+  and then NVLink; the two take turns on different groups of heads;
 * no pass is faster than the host can launch it.
 
 Every number that enters is the same on every rank: tokens, masks and ``buffer_bytes`` are agreed upon, and so are the
@@ -25,7 +26,7 @@ import os
 import re
 import socket
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -34,7 +35,7 @@ from . import json_file
 from .schedule import Schedule, head_groups, waves
 from .shape import Shape
 
-VERSION = 1  # of the file
+VERSION = 2  # of the file
 LINKS = ("copy engines", "messages")
 
 
@@ -46,9 +47,10 @@ class Costs:
     backward_tflops: float
     memory_gbs: float  # of a pass over device memory, bytes read and written
     kernel_ms: float  # of a launch and the tail of a kernel
-    message_gbs: float  # of one rank's messages; in a double ring of those between its groups
-    local_gbs: float  # of messages inside a group of a double ring
-    message_ms: float  # of a message, in addition to its bytes
+    message_gbs: float  # of one rank's messages between hosts, or inside of the only one
+    message_ms: float  # of such a message, in addition to its bytes
+    local_gbs: float  # of messages inside a host, where there are several
+    local_ms: float
     contention: float  # loss of attention that overlaps with messages: 0 to 1 times the shorter of both
     ring_forward_ms: float  # least time of a slot of a ring or reduce
     ring_backward_ms: float
@@ -70,7 +72,8 @@ class Costs:
 
 _H200 = Costs(
     forward_tflops=640, backward_tflops=540, memory_gbs=3000, kernel_ms=0.04,
-    message_gbs=250, local_gbs=250, message_ms=0.03, contention=0.5, ring_forward_ms=0.3, ring_backward_ms=1.0,
+    message_gbs=250, message_ms=0.03, local_gbs=250, local_ms=0.03, contention=0.5,
+    ring_forward_ms=0.3, ring_backward_ms=1.0,
     pull_gbs=300, copy_ms=0.004, handshake_ms=0.05, gather_forward_ms=0.3, gather_backward_ms=1.3,
 )  # fmt: skip
 
@@ -81,7 +84,8 @@ DEFAULTS: dict[tuple[str, str], Costs] = {
     ("cuda", "messages"): Costs(**{**asdict(_H200), "message_gbs": 45.0, "contention": 0.1}),
     ("cpu", "messages"): Costs(
         forward_tflops=0.02, backward_tflops=0.02, memory_gbs=15, kernel_ms=1,
-        message_gbs=0.6, local_gbs=0.6, message_ms=0.5, contention=1, ring_forward_ms=0, ring_backward_ms=0,
+        message_gbs=0.6, message_ms=0.5, local_gbs=0.6, local_ms=0.5, contention=1,
+        ring_forward_ms=0, ring_backward_ms=0,
         pull_gbs=1, copy_ms=0, handshake_ms=0, gather_forward_ms=0, gather_backward_ms=0,
     ),
 }  # fmt: skip
@@ -169,6 +173,8 @@ class Problem:
         pairs: ``pairs[q_rank][k_rank]``, visible ones, of one row.
         fetched, runs: ``[visitor][owner]``, tokens, and runs of neighbouring tokens, that a gather moves.
         ring, reduce: the walks.
+        nodes: the ranks of each node, where a gather brings a key into a node once; empty: to each rank that sees it.
+        pulls_inside: copy engines move keys inside a node.
     """
 
     device_type: str
@@ -181,6 +187,8 @@ class Problem:
     runs: Sequence[Sequence[int]]
     ring: Schedule
     reduce: Schedule
+    nodes: Sequence[Sequence[int]] = ()
+    pulls_inside: bool = False
 
     @property
     def link(self) -> str:
@@ -296,7 +304,9 @@ def _walk(p: Problem, costs: Costs, s: Shape, dataflow: str, backward: bool) -> 
         each, later = 0, 0
 
     def hop(size: int, messages: int, crosses: bool) -> float:
-        return messages * costs.message_ms + size / (costs.message_gbs if crosses else costs.local_gbs) / 1e6
+        if crosses:
+            return messages * costs.message_ms + size / costs.message_gbs / 1e6
+        return messages * costs.local_ms + size / costs.local_gbs / 1e6
 
     attention = moving = total = 0.0
     count = len(shifts)
@@ -347,7 +357,7 @@ def _gather(p: Problem, costs: Costs, s: Shape) -> Candidate:
     if need > p.buffer_bytes:
         why = f"gather needs {need / 2**30:.2f} GiB of buffer{' for one head' * p.pulls}"
         return Candidate("gather", math.inf, math.inf, why)
-    by = _pulled if p.pulls else _messaged
+    by = _pulled if p.pulls else _relayed if len(p.nodes) > 1 else _messaged
     n = len(p.keys)
     passes = []
     for backward in (False, True):
@@ -391,22 +401,62 @@ def _messaged(p: Problem, costs: Costs, s: Shape, backward: bool, rank: int) -> 
     groups = head_groups(s.kv_heads, s.q_heads, p.device_type, backward)
 
     moves = [
-        (_busiest(p, rank, p.fetched, ranks) / rate / 1e6, _busiest(p, rank, p.runs, ranks) * costs.message_ms)
-        for ranks, rate in ((near, costs.local_gbs), (far, costs.message_gbs))
+        (_busiest(p, rank, p.fetched, ranks) / rate / 1e6, _busiest(p, rank, p.runs, ranks) * fixed)
+        for ranks, rate, fixed in (
+            (near, costs.local_gbs, costs.local_ms),
+            (far, costs.message_gbs, costs.message_ms),
+        )
     ]
 
-    def links(itemsize: int, group: slice) -> float:
+    def links(itemsize: int, group: slice) -> tuple[float, float]:
         share = (group.stop - group.start) / s.kv_heads * s.batch * s.kv_elements * itemsize
-        return sum(tokens * share + messages for tokens, messages in moves)
+        return sum(tokens * share + messages for tokens, messages in moves), 0.0
 
-    fetch = [links(s.itemsize, g) for g in groups]
-    home = [links(s.state_itemsize, g) * backward for g in groups]
+    return _in_groups(p, costs, s, backward, rank, groups, links)
+
+
+def _relayed(p: Problem, costs: Costs, s: Shape, backward: bool, rank: int) -> _Pass:
+    """Return the time of a gather by node: what the node needs of another node's rank comes once, to the rank with the
+    same place in the node, and the node's ranks take it from there."""
+    node = next(ranks for ranks in p.nodes if rank in ranks)
+    place = node.index(rank)
+    carried = [o for other in p.nodes if other is not node for i, o in enumerate(other) if i % len(node) == place]
+    # Needs of the ranks of a node are about nested.
+    comes = sum(max(p.fetched[v][o] for v in node) for o in carried)
+    leaves = sum(max(p.fetched[v][rank] for v in other) for other in p.nodes if other is not node)
+    messages = max(len(carried), len(p.nodes) - 1)
+    inside = sum(p.fetched[rank]) - p.fetched[rank][rank] - sum(p.fetched[rank][o] for o in carried)
+    waits = p.pulls_inside and p.device_type != "cpu"  # a kernel waits for each head by itself
+    heads = [slice(h, h + 1) for h in range(s.kv_heads)]
+    groups = heads if waits else head_groups(s.kv_heads, s.q_heads, p.device_type, backward)
+    rate, fixed = (
+        (costs.pull_gbs, costs.handshake_ms) if p.pulls_inside else (costs.local_gbs, costs.local_ms * (len(node) - 1))
+    )
+
+    def links(itemsize: int, group: slice) -> tuple[float, float]:
+        share = (group.stop - group.start) / s.kv_heads * s.batch * s.kv_elements * itemsize / 1e6
+        between = max(comes, leaves) * share / costs.message_gbs + messages * costs.message_ms
+        return between, inside * share / rate + fixed * (len(node) > 1)
+
+    return _in_groups(p, costs, s, backward, rank, groups, links)
+
+
+def _in_groups(
+    p: Problem, costs: Costs, s: Shape, backward: bool, rank: int,
+    groups: Sequence[slice], links: Callable[[int, slice], tuple[float, float]],
+) -> _Pass:  # fmt: skip
+    """Return the time of a gather by groups of heads. ``links(itemsize, group)``: the times of two stages, by messages
+    and inside the node, which work on different groups at the same time."""
+    stages = [links(s.itemsize, g) for g in groups]
+    home_stages = [links(s.state_itemsize, g) if backward else (0.0, 0.0) for g in groups]
+    fetch, home = [sum(x) for x in stages], [sum(x) for x in home_stages]
+    hidden, hidden_home = [max(x) for x in stages], [max(x) for x in home_stages]
     pairs = sum(p.pairs[rank])
     attention = 0.0
     total = fetch[0] + home[-1]
     for i, g in enumerate(groups):
         work = costs.kernel_ms + _attention(pairs, costs, s, backward) * (g.stop - g.start) / s.kv_heads
-        transfers = (fetch[i + 1] if i + 1 < len(groups) else 0.0) + (home[i - 1] if i else 0.0)
+        transfers = (hidden[i + 1] if i + 1 < len(groups) else 0.0) + (hidden_home[i - 1] if i else 0.0)
         attention += work
         total += _overlap(work, transfers, costs)
     own = s.batch * p.keys[rank] * s.kv_elements

@@ -1,4 +1,4 @@
-"""Counts the bytes of all tensors that live at the same time, without the tensors: a step of a model under FakeTensorMode.
+"""Counts the bytes of all tensors that live at the same time in a step of a model, under FakeTensorMode.
 
 The attention of :func:`step` has the inputs, results and gradients of ours and no buffers of its own.
 """

@@ -104,8 +104,8 @@ def test_the_longest_row_fits_and_no_longer_one() -> None:
     tokens = memory.longest(shape, capacity, switches)
     assert memory.peak(shape, tokens, switches) <= capacity < memory.peak(shape, tokens + 128, switches)
     assert memory.longest(MODELS["llama-3.1-405b"], capacity, switches) == 0
-    saving = [dict(offload_activations=True), dict(optimizer="host"), dict(keep_attention_out=False)]
-    saving += [dict(mlp_chunk=4096), dict(fsdp_size=8)]
+    saving = [dict(host_bytes=1 << 40), dict(host_bytes=1 << 40, attention_on_host=True), dict(optimizer="host"), dict(keep_attention_out=False)]
+    saving += [dict(mlp_chunk=4096), dict(fsdp_size=8), dict(anchors=4), dict(attention_layers=8)]
     for one in saving:
         assert memory.longest(shape, capacity, replace(switches, **one)) > tokens, one
 

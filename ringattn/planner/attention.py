@@ -58,6 +58,19 @@ def memory(row: Row, s: Shape) -> Bytes:
     return _pulled(row, s, rows) if row.pulls else Bytes(0, rows + _messaged(row, s))
 
 
+def least_buffer(row: Row, s: Shape) -> int:
+    """Return the bytes for keys that a gather cannot do without: of one head by copy engines, else of all, with
+    gradients of some heads at a time (:func:`ringattn.cost.choose`)."""
+    if row.dataflow == "ring" or row.ranks == 1:
+        return 0
+    token = row.fetched * s.kv_elements
+    if row.pulls:
+        return token // s.kv_heads * (s.itemsize + s.state_itemsize)
+    groups = head_groups(s.kv_heads, s.q_heads, "cuda", backward=True)
+    share = max(g.stop - g.start for g in groups) / s.kv_heads
+    return round(token * (s.itemsize + 4 * share * s.state_itemsize))
+
+
 def _piece(queries: int, s: Shape, kv_heads: int) -> int:
     """Return the bytes of the gradients of a piece of keys, where sums are too long for tensor cores."""
     too_long = queries * long_sums.heads_together(s.q_heads // s.kv_heads) > long_sums.LONGEST_SUM

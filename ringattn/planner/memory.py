@@ -49,9 +49,12 @@ class Switches:
         optimizer: a name of :data:`OPTIMIZERS`: the bytes of AdamW's two moments, in float32 or bf16; "host": they
             are on the host with parameters and gradients, as ``CPUOffloadPolicy`` of FSDP2 does.
         recompute: a layer keeps its input only and is computed again in the backward.
+        anchors: with ``recompute``, the input of every how manieth layer is kept; others are computed from it.
         keep_attention_out: with ``recompute``, out and lse of the attention are kept, too.
-        offload_activations: what layers keep is on the host, but for two layers.
-        mlp_chunk: tokens of one pass through the MLP and its norm, which is computed again in the backward; 0: all.
+        attention_layers: the first layers, which keep them; None: all.
+        host_bytes: of host memory, for inputs of layers, from the first layer on; 0: they stay on the GPU.
+        attention_on_host: out and lse go there, too.
+        mlp_chunk: tokens of one pass through a norm or the MLP, computed again in the backward; 0: all.
         head_groups: passes of projections and attention over the heads, computed again in the backward.
         loss_chunk: tokens whose logits are in memory at the same time; 0: all.
     """
@@ -66,8 +69,11 @@ class Switches:
     reduce_itemsize: int = 4
     optimizer: str = "adamw_bf16"
     recompute: bool = True
+    anchors: int = 1
     keep_attention_out: bool = True
-    offload_activations: bool = False
+    attention_layers: int | None = None
+    host_bytes: int = 0
+    attention_on_host: bool = False
     mlp_chunk: int = 0
     head_groups: int = 1
     loss_chunk: int = 4096
@@ -75,7 +81,7 @@ class Switches:
     def __post_init__(self) -> None:
         if self.optimizer not in OPTIMIZERS:
             raise ValueError(f"optimizer is {self.optimizer!r}; choose from {', '.join(OPTIMIZERS)}")
-        for name in ("fsdp_size", "ranks", "head_groups"):
+        for name in ("fsdp_size", "ranks", "anchors", "head_groups"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
 
@@ -119,6 +125,15 @@ def peak(model: ModelShape, tokens_per_gpu: int, switches: Switches) -> int:
     return sum(parts(model, tokens_per_gpu, switches).values())
 
 
+def host_bytes(model: ModelShape, tokens_per_gpu: int, switches: Switches) -> int:
+    """Return the bytes of host memory that one GPU uses: activations, and with the optimizer "host" its share of
+    parameters, gradients and moments, the moments in float32."""
+    layer = _Layer.of(model, tokens_per_gpu, switches.itemsize)
+    state = (switches.optimizer == "host") * -(-model.parameters // switches.fsdp_size)
+    state *= 2 * switches.param_itemsize + OPTIMIZERS["adamw_fp32"]
+    return min(switches.host_bytes, sum(_kept(model, layer, switches, model.layers)[:1])) + state
+
+
 def longest(model: ModelShape, capacity: int, switches: Switches, multiple: int = 128) -> int:
     """Return the most tokens per GPU, a multiple of ``multiple``, whose step fits into ``capacity`` bytes; 0: none."""
     low, high = 0, 1
@@ -130,11 +145,16 @@ def longest(model: ModelShape, capacity: int, switches: Switches, multiple: int 
     return low * multiple
 
 
+def row_of(model: ModelShape, tokens_per_gpu: int, s: Switches) -> attention.Row:
+    """Return how a row of so many tokens on each GPU is divided."""
+    return attention.Row(tokens_per_gpu, s.ranks, s.pulls, model.window, s.dataflow, s.buffer_bytes)
+
+
 def _moments(model: ModelShape, tokens: int, s: Switches) -> list[dict[str, int]]:
     """Return the parts at the loss, in the backward of the last, the last but one and the first layer, and at the
     optimizer."""
     layer = _Layer.of(model, tokens, s.itemsize)
-    row = attention.Row(tokens, s.ranks, s.pulls, model.window, s.dataflow, s.buffer_bytes)
+    row = row_of(model, tokens, s)
     heads, kv_heads = (max(1, n // s.head_groups) for n in (model.heads, model.kv_heads))
     buffers = attention.memory(row, replace(model.attention(s.itemsize), q_heads=heads, kv_heads=kv_heads))
     on_gpu = (s.optimizer != "host") * -(-model.parameters // s.fsdp_size)  # parameters of this GPU
@@ -148,11 +168,15 @@ def _moments(model: ModelShape, tokens: int, s: Switches) -> list[dict[str, int]
     whole = s.itemsize if sharded else s.param_itemsize  # bytes of a gradient before it is reduced
     gathered = sharded * s.itemsize * (model.root_parameters + 2 * model.layer_parameters)
     head = model.embedding_parameters * whole  # its gradient is whole until the backward ends
-    kept = _kept(layer, s)
     chunk = min(s.loss_chunk or tokens, tokens)
 
     def layers(count: int) -> int:
-        return kept * (min(count, 2) if s.offload_activations else count)
+        """Return the bytes that so many layers keep on the GPU; of what is on the host, two layers' are here."""
+        may_leave, stays = _kept(model, layer, s, count)
+        if not s.host_bytes:
+            return may_leave + stays + (s.anchors - 1) * layer.x
+        here = 2 * (layer.x + s.attention_on_host * s.keep_attention_out * (layer.q + layer.lse))
+        return stays + max(may_leave - s.host_bytes, 0) + min(may_leave, here)
 
     loss = dict(
         always, gathered=gathered, kept=layers(model.layers) + layer.turns,
@@ -177,36 +201,42 @@ def _moments(model: ModelShape, tokens: int, s: Switches) -> list[dict[str, int]
     return [{name: moment[name] for name in PARTS} for moment in (*moments, update)]
 
 
-def _kept(a: _Layer, s: Switches) -> int:
-    """Return what one layer keeps for its backward."""
-    if s.recompute:
-        return a.x + s.keep_attention_out * (a.q + a.lse)
-    norm = a.x * 4 // s.itemsize + 2 * a.x
-    return 2 * norm + 2 * (a.q + a.k) + a.lse + 4 * a.m
+def _kept(model: ModelShape, a: _Layer, s: Switches, layers: int) -> tuple[int, int]:
+    """Return the bytes that the first ``layers`` layers keep for their backward: (may be on the host, on the GPU)."""
+    if not s.recompute:
+        norm = a.x * 4 // s.itemsize + 2 * a.x
+        return 0, layers * (2 * norm + 2 * (a.q + a.k) + _per_head(model, a, s) + a.lse + 4 * a.m)
+    inputs = -(-layers // s.anchors) * a.x
+    with_results = layers if s.attention_layers is None else min(layers, s.attention_layers)
+    results = s.keep_attention_out * with_results * (a.q + a.lse)
+    return (inputs + results, 0) if s.attention_on_host else (inputs, results)
+
+
+def _per_head(model: ModelShape, a: _Layer, s: Switches) -> int:
+    """Return what norms of queries and keys keep."""
+    return model.qk_norm * ((a.q + a.k) * 4 // s.itemsize + a.q + a.k)
 
 
 def _one_layer(model: ModelShape, a: _Layer, tokens: int, s: Switches, attention_bytes: int) -> tuple[int, int]:
-    """Return the activations of a layer at the peak of its backward, and what its attention needs then."""
+    """Return the activations of a layer at the peak of its backward, and what its attention needs then: in the backward
+    of the MLP, of its norm, or of the attention."""
     wide = a.x * 4 // s.itemsize  # a norm's input in float32
-    norm = wide + 2 * a.x  # what it keeps: its input, the normalized one, and its result
-    per_head = model.qk_norm * ((a.q + a.k) * 4 // s.itemsize + a.q + a.k)
-    groups, share = s.head_groups, min(s.mlp_chunk or tokens, tokens) / tokens
-    projected = a.q + 2 * a.k + per_head
-    out = 0 if s.keep_attention_out else a.q + a.lse
-    before = norm + (projected + out if groups == 1 else 0)
-    if not s.recompute:
-        before, out = 0, 0  # kept, as all of it
-
-    second = norm if s.recompute else 0
-    if share == 1:
-        mlp = before + second + a.x + (6 if s.recompute else 3) * a.m
-        norms = before + second - 2 * a.x + 5 * wide + a.x
-    else:  # the input and its gradient, the gradient of the result; the rest for a chunk
-        mlp = before + 3 * a.x + round(share * max(norm + 6 * a.m, 6 * wide + 2 * a.x))
-        norms = 6 * wide + 2 * a.x  # the first norm
-    grown = (projected + out + 2 * a.q + 2 * a.k) // groups  # with the gradients of out, q, k and v
-    attention_moment = norm * s.recompute + a.x + grown + (groups > 1) * a.x
-    if not s.recompute:
-        attention_moment -= projected
-    choices = ((mlp, 0), (norms, 0), (attention_moment, attention_bytes))
-    return max(choices, key=sum)
+    share = min(s.mlp_chunk or tokens, tokens) / tokens
+    chunks, groups = share < 1, s.head_groups
+    again = not (s.keep_attention_out and s.attention_layers in (None, model.layers))
+    projected = a.q + 2 * a.k + _per_head(model, a, s) + again * (a.q + a.lse)
+    norm = a.x if chunks else wide + 2 * a.x  # its result; in float32 its input, the normalized one
+    if not s.recompute:  # all of it is kept
+        norm, projected = 0, 0
+    before = norm + (projected if groups == 1 else 0)
+    if chunks:  # inputs of norm and MLP, gradients of their results and inputs; weights' gradients in float32, too
+        weights = 3 * model.hidden * model.intermediate * (4 + s.itemsize)
+        mlp = before + 4 * a.x + round(share * (6 * a.m + 2 * a.x)) + weights
+        norms = before + 4 * a.x + round(share * (6 * wide + 2 * a.x))
+    else:
+        mlp = before + norm + a.x + (6 if s.recompute else 3) * a.m
+        norms = before + norm - a.x + 5 * wide
+    # With the gradients of out, q, k and v.
+    grown = (projected + 2 * (a.q + a.k)) // groups
+    attending = norm + a.x + grown + (groups > 1) * 2 * a.x
+    return max((mlp, 0), (norms, 0), (attending, attention_bytes), key=sum)

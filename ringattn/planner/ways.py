@@ -1,0 +1,130 @@
+"""Ways to train a model at a length on a cluster: which fit, and how fast each of them is."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import NamedTuple
+
+from . import attention, memory
+from .hardware import Cluster
+from .memory import Switches
+from .models import ModelShape
+from .simulate import DATAFLOWS
+from .step import Step, Way, step
+
+MANY = 2048  # ranks above which only dataflows with few messages are simulated
+
+
+class Verdict(NamedTuple):
+    """A way, its memory in bytes by name, and its step; no step where it does not fit."""
+
+    way: Way
+    memory: dict[str, int]
+    step: Step | None
+    reason: str
+
+    @property
+    def speed(self) -> float:
+        return self.step.tokens_per_second if self.step else -self.bytes
+
+    @property
+    def bytes(self) -> int:
+        return sum(self.memory.values())
+
+
+class Problem(NamedTuple):
+    """What is planned. ``switches``: of memory, as wished; where a row does not fit, those of :func:`saving`
+    are added. ``host_memory``: bytes of the host for each GPU."""
+
+    model: ModelShape
+    cluster: Cluster
+    context: int
+    switches: Switches
+    host_memory: int
+    slow: Mapping[int, float]
+    slow_link: Mapping[int, float]
+
+
+def sizes(cluster: Cluster) -> Iterator[tuple[int, int]]:
+    """Yield (hosts, GPUs of each) that can share a row: divisors of a host, then hosts that divide their number."""
+    for size in range(1, cluster.local_size + 1):
+        if cluster.local_size % size == 0:
+            yield 1, size
+    for hosts in range(2, cluster.hosts + 1):
+        if cluster.hosts % hosts == 0:
+            yield hosts, cluster.local_size
+
+
+def dataflows(hosts: int, local_size: int) -> tuple[str, ...]:
+    """Return the dataflows that differ for these GPUs."""
+    if hosts == 1:
+        return ("gather", "ring") if local_size > 1 else ("gather",)
+    return ("gather by node", "double ring") if hosts * local_size > MANY else DATAFLOWS
+
+
+def way_of(problem: Problem, hosts: int, local_size: int, dataflow: str) -> Way:
+    """Return a way with the problem's switches."""
+    cluster, ranks = problem.cluster, hosts * local_size
+    switches = replace(
+        problem.switches,
+        fsdp_size=cluster.gpus,
+        ranks=ranks,
+        pulls=cluster.pulls and (hosts == 1 or dataflow == "gather by node"),
+        dataflow="ring" if dataflow.endswith("ring") else "gather",
+    )
+    return Way(-(-problem.context // ranks), hosts, local_size, dataflow, switches)
+
+
+def judge(problem: Problem, way: Way) -> Verdict:
+    """Return whether a way fits, with what it must save, and how long its step takes."""
+    model, capacity = problem.model, problem.cluster.gpu.usable
+    for switches in saving(way.switches, problem.host_memory).values():
+        way = way._replace(switches=switches)
+        parts = memory.parts(model, way.tokens, switches)
+        if sum(parts.values()) <= capacity:
+            break
+    else:
+        return Verdict(way, parts, None, f"needs {sum(parts.values()) / 2**30:.0f} GiB")
+    row = memory.row_of(model, way.tokens, way.switches)
+    least = attention.least_buffer(row, model.attention(way.switches.itemsize))
+    if least > row.buffer_bytes:
+        return Verdict(way, parts, None, f"needs {least / 2**30:.1f} GiB of buffer")
+    slow, slow_link = (
+        {rank: factor for rank, factor in factors.items() if rank < way.ranks}
+        for factors in (problem.slow, problem.slow_link)
+    )
+    return Verdict(way, parts, step(model, problem.cluster, way, slow, slow_link), "")
+
+
+def verdicts(problem: Problem) -> list[Verdict]:
+    """Return all ways, the fastest first, then those that do not fit, from the least memory on."""
+    found = [
+        judge(problem, way_of(problem, *size, dataflow))
+        for size in sizes(problem.cluster)
+        for dataflow in dataflows(*size)
+    ]
+    return sorted(found, key=lambda verdict: verdict.speed, reverse=True)
+
+
+def saving(switches: Switches, host_memory: int) -> dict[str, Switches]:
+    """Return switches that need less and less memory, by what is added."""
+    host = replace(switches, host_bytes=host_memory, attention_on_host=True)
+    chunks = replace(host, mlp_chunk=switches.mlp_chunk or 4096)
+    return {
+        "as asked for": switches,
+        "with activations on the host": host,
+        "and norms and MLP in chunks of 4,096 tokens": chunks,
+        "and attention in two groups of heads": replace(chunks, head_groups=max(2, switches.head_groups)),
+    }
+
+
+def longest(problem: Problem, way: Way) -> dict[str, int]:
+    """Return the tokens of the longest row that fits over the GPUs of a way, with its switches and with more."""
+    model, capacity = problem.model, problem.cluster.gpu.usable
+    return {
+        name: memory.longest(model, capacity, switches) * way.ranks
+        for name, switches in saving(
+            way_of(problem, way.hosts, way.local_size, way.dataflow).switches, problem.host_memory
+        ).items()
+    }
