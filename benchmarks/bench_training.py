@@ -2,7 +2,7 @@
 
     torchrun --standalone --nproc-per-node 4 -m benchmarks.bench_training --tokens 524288 --layers 8
     torchrun --standalone --nproc-per-node 4 -m benchmarks.bench_training --layers 8 --how torch-cp
-    torchrun --standalone --nproc-per-node 1 -m benchmarks.bench_training --layers 4 --tokens 131072 --steps 1 --each-switch
+    python -m benchmarks.bench_training --layers 4 --tokens 131072 --steps 1 --each-switch      on one GPU
     python -m benchmarks.bench_training --report results       make the tables again from the lines in results/
 
 A model with the shape of Llama 3.1 8B, ``--layers`` layers and random weights trains on one row of ``--tokens`` tokens
@@ -30,8 +30,8 @@ times tokens/s/GPU, divided by ``--peak`` TFLOP/s. Memory is the peak of torch's
 memory that ringattn shares between GPUs, which the allocator does not count; ``device`` is all memory in use on the GPU
 at the end.
 
-``--each-switch`` measures ringattn with each switch for less memory alone and with all of them (docs/use/longest.md), next
-to the memory that ringattn.planner predicts.
+``--each-switch`` measures ringattn with each switch for less memory alone and with all of them (docs/use/longest.md),
+next to the memory that ringattn.planner predicts.
 
 A contestant that cannot run is reported with the reason. If it fails before anything is sent, the next one runs. A rank
 that fails later writes its reason and ends the launch, because others may wait for it. One launch per contestant is
@@ -366,7 +366,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     less_memory.add_arguments(parser, checkpoint="selective", loss_chunk=4096, state="bf16")
     parser.add_argument(
         "--each-switch", action="store_true",
-        help="ringattn with each switch for less memory alone, and with all, at --tokens: memory predicted and measured",
+        help="ringattn with each switch for less memory alone, and with all: memory predicted and measured",
     )  # fmt: skip
     parser.add_argument("--dataflow", default="auto", help="dataflow of ringattn")
     parser.add_argument("--kernel", default="auto", help="kernel of ringattn")

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -26,8 +26,9 @@ GIB = 2**30
 RESERVED = 4 * GIB  # of a GPU: CUDA, NCCL, kernels, and memory between tensors
 CHUNK, LOSS_CHUNK = 8192, 2048  # of --offload
 EACH = [  # options of the measurement of each switch
-    "", "--offload --offload-only --attention-on gpu", "--offload --offload-only", "--offload --offload-only --anchors 4",
-    "--checkpoint full", "--mlp-chunk 8192", "--head-groups 4", "--offload",
+    "", "--offload --offload-only --attention-on gpu", "--offload --offload-only",
+    "--offload --offload-only --anchors 4", "--checkpoint full", "--mlp-chunk 8192", "--head-groups 4",
+    "--offload", "--state host",
 ]  # fmt: skip
 Words = dict[str, Any]
 
@@ -74,7 +75,7 @@ def names(options: argparse.Namespace) -> list[str]:
         "offload" + (f" only, attention on {options.attention_on or 'host'}" if options.offload_only else "")
     ] * offload
     words += [f"{name} {value}" for name, value in numbers.items() if value is not None]
-    return words + ["full"] * (options.checkpoint == "full")
+    return words + ["full"] * (options.checkpoint == "full") + ["state on host"] * (options.state == "host")
 
 
 def switched(options: argparse.Namespace) -> bool:

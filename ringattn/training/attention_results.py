@@ -1,4 +1,4 @@
-"""AttentionResults: ``out`` and ``lse`` of a layer's attention, kept so that the layer computed again does not attend again.
+"""AttentionResults: ``out`` and ``lse`` of a layer's attention, kept for the layer when it is computed again.
 
 torch's selective checkpointing keeps results of operators on the GPU only. Here they wait where :class:`.HostMemory`
 puts them, and a part of a layer that is computed again by itself (:mod:`.parts`) has them, too.

@@ -1,4 +1,4 @@
-"""by_heads(): an attention layer in groups of heads: projections, attention and output projection of one group at a time.
+"""by_heads(): an attention layer in groups of heads: projections, attention and output projection of each in turn.
 
     y = sum over groups g of  attention(x Wq[g], x Wk[g], x Wv[g]) Wo[g]
 
@@ -86,10 +86,10 @@ def _heads(layer: nn.Module) -> tuple[int, int]:
     projections = [getattr(layer, name, None) for name in _PROJECTIONS]
     head_dim = getattr(layer, "head_dim", None)
     if not isinstance(head_dim, int) or not all(type(p) is nn.Linear for p in projections):
+        kinds = ", ".join(f"{n}: {type(p).__name__}" for n, p in zip(_PROJECTIONS, projections, strict=True))
         raise TypeError(
-            f"{kind} has {', '.join(f'{n}: {type(p).__name__}' for n, p in zip(_PROJECTIONS, projections, strict=True))}"
-            f" and head_dim {head_dim}; by_heads() divides layers with four nn.Linear of these names (apply it before "
-            "FSDP2; adapters such as LoRA and fused projections are not divided)"
+            f"{kind} has {kinds} and head_dim {head_dim}; by_heads() divides layers with four nn.Linear of these "
+            "names (apply it before FSDP2; adapters such as LoRA and fused projections are not divided)"
         )
     q, k, v, o = projections
     if q.out_features != o.in_features or k.out_features != v.out_features or q.out_features % k.out_features:

@@ -4,9 +4,9 @@
     input        kept  -     -     kept  -     -          the others are computed again from the kept one
     attention    kept  kept  kept  kept  kept  -          results=5; the last layer attends again
 
-A layer's backward needs its input. It is kept, in host memory or on the GPU, or computed again from the layer before it.
-This is cheap where the results of attention are kept: then only projections and MLPs run again, whose share of the work
-falls with the length of the row. With ``anchors=4`` a layer keeps 5 / 8 of what it keeps with every input.
+A layer's backward needs its input. It is kept, in host memory or on the GPU, or computed again from the layer before
+it. This is cheap where the results of attention are kept: then only projections and MLPs run again, whose share of
+the work falls with the length of the row. With ``anchors=4`` a layer keeps 5 / 8 of what it keeps with every input.
 
 The checkpoint is torch's (not reentrant), inside of the layer's module, so that hooks of FSDP2 stay outside of it.
 """
