@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,10 +15,15 @@ import torch
 from live_bytes import step
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
+from ringattn import cost
 from ringattn import plan as plan_function
-from ringattn.planner import attention, memory
+from ringattn.planner import attention, hardware, memory
+from ringattn.planner.__main__ import main
 from ringattn.planner.memory import Switches
 from ringattn.planner.models import MODELS, ModelShape, from_config, named
+from ringattn.planner.simulate import DATAFLOWS, Setting, simulate
+from ringattn.planner.step import Way
+from ringattn.planner.step import step as step_of
 from ringattn.shape import Shape
 from ringattn.virtual import VirtualRank
 
@@ -59,7 +66,6 @@ def model_of(shape: ModelShape) -> Any:
         (SMALL, 1 << 12, 1 << 12, True),  # the loss
         (replace(SMALL, intermediate=128, vocabulary=64), 1 << 16, 4096, True),  # the norms
         (replace(SMALL, qk_norm=True), 1 << 16, 4096, True),
-        (replace(SMALL, heads=16, kv_heads=16, tied=True), 1 << 16, 4096, False),
         (replace(MODELS["llama-3.1-8b"], layers=4), 1 << 17, 4096, True),
     ],
 )
@@ -87,9 +93,10 @@ def test_memory_is_what_was_measured(layers: int, tokens: int, gpus: int, gib: f
     assert said / GIB == pytest.approx(gib, rel=0.01)
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 16])
-@pytest.mark.parametrize("heads", [(32, 8, 128), (16, 16, 64)])
-def test_buffers_of_attention_are_those_of_a_plan(heads: tuple[int, int, int], ranks: int) -> None:
+@pytest.mark.parametrize(
+    ("ranks", "heads"), [(1, (32, 8, 128)), (2, (16, 16, 64)), (3, (32, 8, 128)), (8, (32, 8, 128))]
+)
+def test_buffers_of_attention_are_those_of_a_plan(ranks: int, heads: tuple[int, int, int]) -> None:
     shape = Shape(1, *heads)
     ways = [("gather", True), ("gather", False), ("ring", False)]
     for (dataflow, pulls), tokens, size in itertools.product(ways[2 * (ranks == 1) :], (256, 1 << 17), (33, 28)):
@@ -104,8 +111,14 @@ def test_the_longest_row_fits_and_no_longer_one() -> None:
     tokens = memory.longest(shape, capacity, switches)
     assert memory.peak(shape, tokens, switches) <= capacity < memory.peak(shape, tokens + 128, switches)
     assert memory.longest(MODELS["llama-3.1-405b"], capacity, switches) == 0
-    saving = [dict(host_bytes=1 << 40), dict(host_bytes=1 << 40, attention_on_host=True), dict(optimizer="host"), dict(keep_attention_out=False)]
+    saving = [
+        dict(host_bytes=1 << 40),
+        dict(host_bytes=1 << 40, attention_on_host=True),
+        dict(optimizer="host"),
+        dict(keep_attention_out=False),
+    ]
     saving += [dict(mlp_chunk=4096), dict(fsdp_size=8), dict(anchors=4), dict(attention_layers=8)]
+    saving += [dict(mlp_chunk=4096, head_groups=4)]
     for one in saving:
         assert memory.longest(shape, capacity, replace(switches, **one)) > tokens, one
 
@@ -138,3 +151,145 @@ def test_a_config_is_read(tmp_path: Path) -> None:
         from_config(file)
     with pytest.raises(ValueError, match=r"llama-3\.1-8b"):
         named("llama-9")
+
+
+# Simulation
+
+
+def setting(hosts: int, local_size: int, tokens: int, **more: Any) -> Setting:
+    made = hardware.cluster(f"{hosts}x{local_size}", "h200", "nvlink,ib400")
+    return Setting(tokens, hosts, local_size, Shape(), made.costs, **more)
+
+
+@pytest.mark.parametrize(("hosts", "local_size", "tokens"), [(1, 8, 8192), (2, 4, 8192), (4, 8, 8192)])
+def test_the_simulation_is_near_the_cost_model(hosts: int, local_size: int, tokens: int) -> None:
+    n = hosts * local_size
+    made = setting(hosts, local_size, tokens)
+    flat, double = (
+        plan_function(tokens * n, gpu(n, hosts == 1), causal=True, layout="zigzag", local_size=size).choice.problem
+        for size in (None, local_size)
+    )
+    nodes = [range(i * local_size, (i + 1) * local_size) for i in range(hosts)]
+    by_node = replace(double, nodes=nodes, pulls_inside=True)
+    problems = {"ring": flat, "double ring": double, "gather": double, "gather by node": by_node}
+    for dataflow, problem in problems.items():
+        candidates = cost.choose(replace(problem, buffer_bytes=1 << 40), made.costs, "")
+        want = candidates.of("ring" if dataflow.endswith("ring") else "gather")
+        got = simulate(made, dataflow, layers=1)
+        # The cost model lets every step wait for the slowest link, as if ranks went in lockstep.
+        assert (got.forward, got.backward) == pytest.approx((want.forward, want.backward), rel=0.15), dataflow
+        assert max(got.efficiency) <= 1, dataflow
+
+
+def test_eight_gpus_are_near_what_was_measured() -> None:
+    """docs/numbers.md, eight GPUs, 8,192 tokens each: ms forward and backward."""
+    measured = {"gather": (6.82, 19.13), "ring": (9.46, 20.64)}
+    for dataflow, times in measured.items():
+        got = simulate(setting(1, 8, 8192), dataflow)
+        assert (got.forward, got.backward) == pytest.approx(times, rel=0.15), dataflow
+
+
+def test_attention_of_8k_tokens_hides_its_network_on_128_gpus() -> None:
+    forward, both = simulate(setting(16, 8, 8192), "gather by node").efficiency
+    assert forward >= 0.95
+    assert both >= 0.93
+    assert simulate(setting(16, 8, 8192), "gather").efficiency[0] < 0.6
+
+
+@pytest.mark.parametrize("dataflow", DATAFLOWS)
+def test_a_slow_rank_holds_up_the_others_and_a_slow_link_those_who_use_it(dataflow: str) -> None:
+    even = simulate(setting(4, 4, 32768), dataflow)
+    slow = simulate(setting(4, 4, 32768, slow={5: 1.5}), dataflow)
+    assert slow.forward > 1.2 * even.forward
+    assert slow.waiting[5] < slow.waiting.mean(), "the slow rank waits least"
+    link = simulate(setting(4, 4, 32768, slow_link={0: 30.0}), dataflow)
+    assert link.forward > 1.2 * even.forward
+    faster = simulate(setting(4, 4, 32768, slow={5: 0.5}), dataflow)
+    assert faster.forward == pytest.approx(even.forward, rel=0.02), "one fast rank helps nobody"
+
+
+def test_one_rank_alone_is_the_kernel() -> None:
+    for dataflow in DATAFLOWS:
+        got = simulate(setting(1, 1, 8192), dataflow)
+        assert got.efficiency == pytest.approx((1, 1), rel=0.05)
+
+
+def test_many_ranks_are_simulated_in_seconds() -> None:
+    start = time.process_time()
+    simulate(setting(512, 8, 8192), "gather by node", layers=1)
+    assert time.process_time() - start < 20  # 0.3 s on a quiet machine; 16 times as much for 16,384
+
+
+# Time of a step
+
+
+# Seconds of a step of Llama-3.1-8B's shape on H200s, measured with the memory above.
+SECONDS = [(8, 131072, 4, 30.0), (28, 131072, 4, 106.9), (32, 65536, 2, 65536 / 3207), (32, 131072, 2, 131072 / 1987)]
+
+
+@pytest.mark.parametrize(("layers", "tokens", "gpus", "seconds"), SECONDS)
+def test_a_step_takes_what_was_measured(layers: int, tokens: int, gpus: int, seconds: float) -> None:
+    shape = replace(MODELS["llama-3.1-8b"], layers=layers)
+    way = Way(tokens, 1, gpus, "gather", Switches(fsdp_size=gpus, ranks=gpus))
+    assert step_of(shape, hardware.cluster(str(gpus), "h200", "nvlink"), way).seconds == pytest.approx(
+        seconds, rel=0.05
+    )
+
+
+# The command
+
+
+def run(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:
+    status = main(["--context", "1M", *words])
+    return status, *capsys.readouterr()
+
+
+def test_the_command_prints_the_best_way(capsys: pytest.CaptureFixture[str]) -> None:
+    status, text, _ = run(capsys, "--model", "llama-3.1-8b", "--gpus", "2x8", "--links", "nvlink,ib400")
+    assert status == 0
+    assert re.search(r"best: .* tokens per GPU\n  [\d.]+ s a step, .* tokens/s/GPU, MFU \d", text)
+    for name in (*memory.LABELS.values(), "waiting", "alternatives", "longest row over", "double ring over 16"):
+        assert name in text, name
+    status, words, _ = run(capsys, "--model", "llama-3.1-8b", "--gpus", "2x8", "--json", "--slow", "3:1.5")
+    slow = json.loads(words)
+    assert status == 0
+    speeds = [way["tokens_per_second"] for way in slow if "tokens_per_second" in way]
+    assert speeds == sorted(speeds, reverse=True)
+    rate = float(re.search(r"([\d,]+) tokens/s/GPU", text)[1].replace(",", ""))  # type: ignore[index]
+    assert speeds[0] < rate
+
+
+def test_what_does_not_fit_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    status, text, _ = run(capsys, "--model", "llama-3.1-70b", "--gpus", "1", "--gpu", "h100")
+    assert status == 1
+    assert "nothing fits; the longest row that does has 0 tokens" in text
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--model", "llama-9"), "no model 'llama-9'; choose from llama"),
+        (("--model", "llama-3.1-8b", "--gpus", "16*8"), "--gpus is '16*8'; give hosts x GPUs"),
+        (("--model", "llama-3.1-8b", "--gpus", "2x8", "--links", "nvlink"), "name the network between hosts"),
+        (("--model", "llama-3.1-8b", "--links", "rope"), "nvlink or pcie"),
+        (("--model", "llama-3.1-8b", "--context", "4G"), "'4G' is no number of tokens"),
+        (("--model", "llama-3.1-8b", "--slow", "8:2"), "the rank must be below 8"),
+        (("--model", "llama-3.1-8b", "--slow", "much"), "write RANK:FACTOR"),
+        (("--config", "/nonexistent"), "No such file"),
+    ],
+)
+def test_bad_arguments_are_named(capsys: pytest.CaptureFixture[str], words: tuple[str, ...], message: str) -> None:
+    status, _, error = run(capsys, *words)
+    assert status == 2
+    assert message in error
+
+
+def test_costs_of_a_machine_replace_the_defaults(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    file = tmp_path / "machine.json"
+    slow = replace(hardware.GPUS["h200"].costs, forward_tflops=65.5, backward_tflops=60.0)
+    cost.write(file, "copy engines", slow)
+    rates = []
+    for words in ((), ("--calibration", str(file))):
+        _, text, _ = run(capsys, "--model", "llama-3.1-8b", "--gpus", "8", "--json", *words)
+        rates.append(json.loads(text)[0]["tokens_per_second"])
+    assert rates[1] < rates[0] / 5

@@ -174,14 +174,15 @@ def _moments(model: ModelShape, tokens: int, s: Switches) -> list[dict[str, int]
         """Return the bytes that so many layers keep on the GPU; of what is on the host, two layers' are here."""
         may_leave, stays = _kept(model, layer, s, count)
         if not s.host_bytes:
-            return may_leave + stays + (s.anchors - 1) * layer.x
+            between = min(s.anchors - 1, count - -(-count // s.anchors))  # inputs that are computed again
+            return may_leave + stays + between * layer.x
         here = 2 * (layer.x + s.attention_on_host * s.keep_attention_out * (layer.q + layer.lse))
         return stays + max(may_leave - s.host_bytes, 0) + min(may_leave, here)
 
     loss = dict(
         always, gathered=gathered, kept=layers(model.layers) + layer.turns,
         gradients=head * (chunk < tokens),  # of the chunks before, as that of the last norm's result
-        layer=(4 + (chunk < tokens)) * layer.x,
+        layer=((2 if s.mlp_chunk else 4) + (chunk < tokens)) * layer.x,
         logits=3 * 4 * chunk * model.vocabulary,  # log-softmax, its gradient, and that of the logits, in float32
     )  # fmt: skip
     moments = [loss]
@@ -219,7 +220,7 @@ def _per_head(model: ModelShape, a: _Layer, s: Switches) -> int:
 
 def _one_layer(model: ModelShape, a: _Layer, tokens: int, s: Switches, attention_bytes: int) -> tuple[int, int]:
     """Return the activations of a layer at the peak of its backward, and what its attention needs then: in the backward
-    of the MLP, of its norm, or of the attention."""
+    of the MLP, of its norm, of the attention, or of its projections."""
     wide = a.x * 4 // s.itemsize  # a norm's input in float32
     share = min(s.mlp_chunk or tokens, tokens) / tokens
     chunks, groups = share < 1, s.head_groups
@@ -236,7 +237,11 @@ def _one_layer(model: ModelShape, a: _Layer, tokens: int, s: Switches, attention
     else:
         mlp = before + norm + a.x + (6 if s.recompute else 3) * a.m
         norms = before + norm - a.x + 5 * wide
-    # With the gradients of out, q, k and v.
-    grown = (projected + 2 * (a.q + a.k)) // groups
-    attending = norm + a.x + grown + (groups > 1) * 2 * a.x
+    # With the gradients of out, q, k and v, and those of the MLP's weights.
+    attending = norm + a.x + (projected + 2 * (a.q + a.k)) // groups
+    attending += 2 * model.hidden * model.intermediate * s.itemsize
+    if groups > 1:  # inputs and gradients of the layer and of the projections; weights' gradients in float32
+        weights = 8 * model.hidden * model.head_dim * (model.heads + model.kv_heads)
+        attending += 2 * a.x + weights
+        norms = max(norms, 8 * a.x + a.q // groups + weights + 2 * model.hidden * model.intermediate * s.itemsize)
     return max((mlp, 0), (norms, 0), (attending, attention_bytes), key=sum)

@@ -159,7 +159,9 @@ class _Machine:
         self.busy += own
         return self.kernels
 
-    def send(self, shift: Shift, ready: Times, size: Times | float, messages: int = 1) -> tuple[Times, Times | float]:
+    def send(
+        self, shift: Shift, ready: Times, size: Times | float, messages: Times | float = 1.0
+    ) -> tuple[Times, Times | float]:
         """Send ``size`` bytes to every rank from the one ``shift`` further, between hosts by the network and else by
         NVLink; return when they have arrived, and how long they took. ``ready``: when each rank's own are there."""
         c, local = self.setting.costs, self.setting.local_size
@@ -204,7 +206,7 @@ class _Machine:
         for shift, share in self._rounds(by_node):
             if back:
                 shift, share = (-shift[0], -shift[1]), _from(share, shift, back=True)
-            end, ms = self.send(shift, ready, share * size)
+            end, ms = self.send(shift, ready, share * size, 1.0 if by_node else 2 * share)  # a run is a message
             took += ms
         return end, took
 

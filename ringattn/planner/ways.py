@@ -90,8 +90,9 @@ def judge(problem: Problem, way: Way) -> Verdict:
     least = attention.least_buffer(row, model.attention(way.switches.itemsize))
     if least > row.buffer_bytes:
         return Verdict(way, parts, None, f"needs {least / 2**30:.1f} GiB of buffer")
+    # The row of each rank, and with it the step, is as slow as if the rank were in the first row.
     slow, slow_link = (
-        {rank: factor for rank, factor in factors.items() if rank < way.ranks}
+        {rank % way.ranks: max(factor, factors.get(rank % way.ranks, 0)) for rank, factor in factors.items()}
         for factors in (problem.slow, problem.slow_link)
     )
     return Verdict(way, parts, step(model, problem.cluster, way, slow, slow_link), "")
