@@ -171,12 +171,14 @@ def _moments(model: ModelShape, tokens: int, s: Switches) -> list[dict[str, int]
     chunk = min(s.loss_chunk or tokens, tokens)
 
     def layers(count: int) -> int:
-        """Return the bytes that so many layers keep on the GPU; of what is on the host, two layers' are here."""
+        """Return the bytes that so many layers keep on the GPU. Of what is on the host, this layer's input is here and
+        the next one's, and the results of the group of heads that is computed and of the next."""
         may_leave, stays = _kept(model, layer, s, count)
         if not s.host_bytes:
             between = min(s.anchors - 1, count - -(-count // s.anchors))  # inputs that are computed again
             return may_leave + stays + between * layer.x
-        here = 2 * (layer.x + s.attention_on_host * s.keep_attention_out * (layer.q + layer.lse))
+        results = s.attention_on_host * s.keep_attention_out * (layer.q + layer.lse)
+        here = 2 * layer.x + min(2, s.head_groups) * results // s.head_groups
         return stays + max(may_leave - s.host_bytes, 0) + min(may_leave, here)
 
     loss = dict(
@@ -243,5 +245,7 @@ def _one_layer(model: ModelShape, a: _Layer, tokens: int, s: Switches, attention
     if groups > 1:  # inputs and gradients of the layer and of the projections; weights' gradients in float32
         weights = 8 * model.hidden * model.head_dim * (model.heads + model.kv_heads)
         attending += 2 * a.x + weights
-        norms = max(norms, 8 * a.x + a.q // groups + weights + 2 * model.hidden * model.intermediate * s.itemsize)
+        # Gradients with respect to the norm's result: the sum of groups, those of two projections, and their sum.
+        summing = norm + 5 * a.x + a.q // groups + again * (not s.attention_on_host) * (a.q + a.lse)
+        norms = max(norms, summing + weights + 2 * model.hidden * model.intermediate * s.itemsize)
     return max((mlp, 0), (norms, 0), (attending, attention_bytes), key=sum)
