@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import argparse
 import copy
+import re
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -28,7 +30,7 @@ from ringattn import virtual
 from ringattn.dataflow import DATAFLOWS
 from ringattn.hf import Recompute, reduce_memory
 from ringattn.planner import attention, memory
-from ringattn.planner.models import ModelShape
+from ringattn.planner.models import MODELS, ModelShape
 from ringattn.training import HostMemory, attention_results, by_heads, by_tokens
 from ringattn.training.host_memory import Waiting, available
 from scripts import less_memory
@@ -325,3 +327,29 @@ def test_virtual_ranks_attend_by_groups_of_heads() -> None:
         return max(results)
 
     assert max(virtual.run(3, body)) < 1e-13
+
+
+@pytest.mark.parametrize("gpus", [1, 2, 4, 8])
+def test_the_page_says_what_the_planner_does(gpus: int) -> None:
+    page = (Path(__file__).parent.parent / "docs/use/longest.md").read_text()
+    for gib in (80, 139):
+        (row,) = (line for line in page.splitlines() if line.startswith(f"| {gpus} x {gib} GiB |"))
+        said = [float(n.replace(",", "")) for n in re.findall(r"([\d,]+)k", row)]
+        assert said == pytest.approx([n // 1000 for n in longest_rows(gpus, gib) if n], rel=0.05), longest_rows(
+            gpus, gib
+        )
+
+
+def longest_rows(gpus: int, gib: int) -> list[int]:
+    """Return the tokens in a row of the page's table, 0 where nothing fits."""
+    cells = []
+    for name in ("llama-3.2-1b", "llama-3.1-8b", "qwen3-32b"):
+        model = MODELS[name]
+        one = memory.Switches(fsdp_size=gpus, ranks=gpus)
+        every = replace(
+            one, anchors=4, attention_on_host=True, mlp_chunk=less_memory.CHUNK, loss_chunk=less_memory.LOSS_CHUNK,
+            head_groups=model.kv_heads // 2,
+        )  # fmt: skip
+        settings = (one, *(replace(every, host_bytes=n << 30) for n in (100, 200)))
+        cells += [memory.longest(model, (gib << 30) - less_memory.RESERVED, s) * gpus for s in settings]
+    return cells

@@ -70,7 +70,7 @@ def by_heads(layer: nn.Module, groups: int) -> None:
 def _projections(layer: nn.Module, index: int, groups: int) -> dict[str, Callable[[Tensor], Tensor]]:
     """Return the projections of one group, of the parameters as they are now: FSDP2 replaces them between forward and
     backward."""
-    parts = {}
+    parts: dict[str, Callable[[Tensor], Tensor]] = {}
     for name in _PROJECTIONS:
         linear, bias = getattr(layer, name), None
         weight = linear.weight.chunk(groups, 1 if name == "o_proj" else 0)[index]
@@ -83,7 +83,7 @@ def _projections(layer: nn.Module, index: int, groups: int) -> dict[str, Callabl
 def _heads(layer: nn.Module) -> tuple[int, int]:
     """Return the numbers of query and key heads."""
     kind = type(layer).__name__
-    projections = [getattr(layer, name, None) for name in _PROJECTIONS]
+    projections: list[Any] = [getattr(layer, name, None) for name in _PROJECTIONS]
     head_dim = getattr(layer, "head_dim", None)
     if not isinstance(head_dim, int) or not all(type(p) is nn.Linear for p in projections):
         kinds = ", ".join(f"{n}: {type(p).__name__}" for n, p in zip(_PROJECTIONS, projections, strict=True))
