@@ -655,6 +655,8 @@ def test_rows_with_equal_work(capsys: pytest.CaptureFixture[str]) -> None:
 def test_the_longest_rows() -> None:
     import transformers
 
+    import ringattn.hf
+
     config = transformers.LlamaConfig(
         vocab_size=VOCABULARY, hidden_size=32, intermediate_size=48, num_hidden_layers=5, num_attention_heads=8,
         num_key_value_heads=4, head_dim=4, bos_token_id=None, eos_token_id=None, pad_token_id=None,
