@@ -3,6 +3,7 @@
     python -m benchmarks.bench_decode                                   the problems of the tables, bf16, 32/8 heads
     python -m benchmarks.bench_decode --problems "1 x 128k" ragged      some of them
     torchrun --nproc-per-node 2 -m benchmarks.bench_decode              over ranks: ways to exchange partial states
+    torchrun --nproc-per-node 2 -m benchmarks.bench_decode --merges     the exchanges alone, of states of 16 to 256 KiB
 
 One GPU. Each row is one kernel on one problem: time of a layer, its speed relative to the first row, GB/s of keys and
 values, and the largest relative error of sampled rows against float64. ``read`` rows move the same pages by TMA and
@@ -11,10 +12,11 @@ attention. All kernels are captured in CUDA graphs of one launch for each of sev
 cache, and take turns in a balanced order in segments (see benchmarks.segments). Random data; pages of 128 slots in
 random order; FlashAttention-3 and torch read contiguous copies. ``host`` is the time of decode() outside of a graph.
 
-Several GPUs. All ways attend with our kernel to their rank's part and exchange partial states: ours (one all-gather),
-three all-reduces (Tree Attention), an all-gather of lse with a reduce-scatter of corrected bf16 outputs (vLLM), a
-packed all-to-all (Helix), and ``heads``: key heads divided over the GPUs, the same bytes without any exchange.
-``whole``: the whole problem on every GPU alone. Times are the slowest rank's.
+Several GPUs. All ways attend with our kernel to their rank's part and exchange partial states: ours (through mailboxes,
+in the launch that adds them), NCCL's all-gather of the same states, three all-reduces (Tree Attention), an all-gather
+of lse with a reduce-scatter of corrected bf16 outputs (vLLM), a packed all-to-all (Helix), and ``heads``: key heads
+divided over the GPUs, the same bytes without any exchange. ``shard``: this rank's part without an exchange; ``whole``:
+the whole problem on every GPU alone. Times are the slowest rank's.
 
 The last line contains all numbers as JSON.
 """
@@ -63,9 +65,14 @@ def main() -> None:
         raise SystemExit("bench_decode measures GPUs, and torch finds none")
     torch.manual_seed(0)
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        from benchmarks.decode_ranks import over_ranks
+        from benchmarks.decode_merges import of_states
+        from benchmarks.decode_ranks import of_problems, over_ranks
 
-        over_ranks([PROBLEMS[name] for name in args.problems], args.rounds)
+        problems = [PROBLEMS[name] for name in args.problems]
+        if args.merges:
+            over_ranks(lambda device: of_states(args.rounds), "merges of states")
+        else:
+            over_ranks(functools.partial(of_problems, problems, args.rounds), "decode over ranks")
         return
     clock = Clock()
     if clock.running:
@@ -177,9 +184,12 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--rounds", type=int, default=1, help="repetitions of the whole balanced order")
     parser.add_argument("--segment", type=float, default=SHORTEST, help=f"ms of a segment, at least {SHORTEST:g}")
+    parser.add_argument("--merges", action="store_true", help="over ranks: measure the exchanges of states alone")
     args = parser.parse_args(argv)
     if args.rounds < 1:
         parser.error(f"--rounds {args.rounds}: must be at least 1")
+    if args.merges and int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        parser.error("--merges measures exchanges between ranks; start it with torchrun --nproc-per-node 2 or more")
     if args.segment < SHORTEST:
         parser.error(f"--segment {args.segment:g}: must be at least {SHORTEST:g} ms, or only the settling is measured")
     return args

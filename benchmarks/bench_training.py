@@ -317,7 +317,7 @@ def speed_table(setting: Words, lines: dict[str, Words]) -> list[str]:
                 ", ".join(f"{s:.2f}" for s in line["seconds"]),
                 f"{used['peak']:.1f} ({used['device']:.1f})"
                 + (f", predicted {sum(line['predicted'].values()) / 2**30:.1f}" if "predicted" in line else "")
-                + (f", including {memory['before']:.1f} from before" if memory["before"] > 0.1 else ""),
+                + (f", including {used['before']:.1f} from before" if used["before"] > 0.1 else ""),
                 ", ".join(f"{loss:.5f}" for loss in line["losses"]),
                 f"{line['norms'][0]:.4f}",
                 near(line, lines[rows[0]], setting["dtype"]) if how != rows[0] else "",

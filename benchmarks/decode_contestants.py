@@ -107,7 +107,9 @@ def flashinfer(caches: Caches) -> list[Launch]:
     pointers = torch.tensor([0, *torch.tensor(counts).cumsum(0)], dtype=torch.int32, device=caches.device)
     pages = torch.cat([table[row, :n] for row, n in enumerate(counts)]).to(caches.device)
     last = torch.tensor([(n - 1) % p.page_size + 1 for n in caches.seen], dtype=torch.int32, device=caches.device)
-    wrapper.plan(pointers, pages, last, p.heads, p.kv_heads, p.dim, p.page_size, data_type=p.dtype)
+    wrapper.plan(
+        pointers, pages, last, p.heads, p.kv_heads, p.dim, p.page_size, q_data_type=p.dtype, kv_data_type=p.dtype
+    )
     launches: list[Launch] = []
     for pool in caches.pools:
         k, v = (x.unflatten(1, (-1, p.page_size)).transpose(0, 1).contiguous() for x in (pool.k, pool.v))

@@ -20,7 +20,7 @@ from benchmarks.decode_problems import Caches, Problem
 from benchmarks.kernels import replay
 from ringattn import transport as transports
 from ringattn.kernels.contract import Score
-from ringattn.kernels.paged.backends import choose
+from ringattn.kernels.paged.backends import BACKENDS, choose
 from ringattn.kernels.paged.contract import Call
 from ringattn.transport import Transport
 from scripts.ranks import one_line
@@ -29,18 +29,24 @@ REPLAYS = 30  # of a graph in a segment
 CONTEXTS = ("1 x 16k", "1 x 128k", "1 x 1M", "8 x 128k", "64 x 16k")
 
 
-def over_ranks(problems: Sequence[Problem], rounds: int) -> None:
-    """Measure all ways on all problems, and print tables and a line of JSON on rank 0."""
+def over_ranks(measured: Callable[[torch.device], list[dict[str, Any]]], benchmark: str) -> None:
+    """Print what ``measured`` returns on rank 0 as a line of JSON; call it on every rank."""
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     device = torch.device("cuda", torch.cuda.current_device())
     dist.init_process_group("nccl", device_id=device)
+    rows = measured(device)
+    if dist.get_rank() == 0:
+        print(json.dumps(dict(benchmark=benchmark, world=dist.get_world_size(), rows=rows)))
+    dist.destroy_process_group()
+
+
+def of_problems(problems: Sequence[Problem], rounds: int, device: torch.device) -> list[dict[str, Any]]:
+    """Measure all ways on all problems, and print tables on rank 0. Returns their rows."""
     rows: list[dict[str, Any]] = []
     for problem in problems:
         if problem.name in CONTEXTS:
             rows += of_problem(problem, device, rounds)
-    if dist.get_rank() == 0:
-        print(json.dumps(dict(benchmark="decode over ranks", world=dist.get_world_size(), rows=rows)))
-    dist.destroy_process_group()
+    return rows
 
 
 def of_problem(problem: Problem, device: torch.device, rounds: int) -> list[dict[str, Any]]:
@@ -54,6 +60,9 @@ def of_problem(problem: Problem, device: torch.device, rounds: int) -> list[dict
         try:
             if name == "heads":
                 caches = Caches(of_heads(problem, world), Transport(0, 1, device), device)
+            elif name == "shard":
+                shard = replace(problem, lengths=problem.part(dist.get_rank(), world))
+                caches = Caches(shard, Transport(0, 1, device), device)
             elif name == "whole":
                 caches = Caches(problem, Transport(0, 1, device), device, layers=1 if problem.bytes > 1 << 31 else 0)
             else:
@@ -137,7 +146,11 @@ def local_state(caches: Caches, layer: int) -> Tensor:
 
 def three_all_reduces(caches: Caches, layer: int) -> Tensor:
     """Sum states as Tree Attention does: the maxima, then l, then o."""
-    state = local_state(caches, layer)
+    return sum_by_all_reduces(local_state(caches, layer), caches.q.dtype)
+
+
+def sum_by_all_reduces(state: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the output of all ranks' states, by three all-reduces."""
     m = state[..., -2].contiguous()
     top = m.clone()
     dist.all_reduce(top, dist.ReduceOp.MAX)
@@ -146,7 +159,13 @@ def three_all_reduces(caches: Caches, layer: int) -> Tensor:
     dist.all_reduce(l)
     o = state[..., :-2] * weight[..., None]
     dist.all_reduce(o)
-    return (o / l[..., None]).to(caches.q.dtype)
+    return (o / l[..., None]).to(dtype)
+
+
+def all_gather(caches: Caches, layer: int) -> Tensor:
+    """Exchange states by NCCL's all-gather, and add them."""
+    states = caches.transport.all_gather(local_state(caches, layer))
+    return BACKENDS["triton"].finish(states, None, caches.q.dtype)[0]
 
 
 def gather_and_scatter(caches: Caches, layer: int) -> Tensor:
@@ -181,9 +200,11 @@ def all_to_all(caches: Caches, layer: int) -> Tensor:
 
 WAYS: dict[str, Callable[[Caches, int], Tensor]] = {
     "ringattn": lambda caches, layer: ours(caches, layer, "auto"),
+    "all-gather of states": all_gather,
     "three all-reduces": three_all_reduces,
     "gather lse, reduce-scatter": gather_and_scatter,
     "packed all-to-all": all_to_all,
     "heads": alone,
+    "shard": alone,
     "whole": alone,
 }

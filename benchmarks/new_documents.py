@@ -23,7 +23,7 @@ import torch
 
 import ringattn
 from benchmarks.documents import LENGTHS, bounds
-from ringattn.dataflow import fetching
+from ringattn.dataflow import gathered
 from ringattn.kernels.hopper import work
 from ringattn.plans import Plan
 from ringattn.virtual import VirtualRank
@@ -49,7 +49,7 @@ def documents(args: argparse.Namespace, ranks: int, seed: int) -> Callable[[obje
 def first_call(plan: Plan) -> None:
     """Prepare what the first attention with a plan prepares on the host, for any device."""
     if plan.dataflow == "gather":
-        blocks = [fetching.gathered_block(plan)]
+        blocks = [gathered.gathered_block(plan)]
     else:
         blocks = [plan.block(plan.rank, step.owner) for step in plan.steps if step.compute and step.owner is not None]
     for block in blocks:

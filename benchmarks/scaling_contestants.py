@@ -21,7 +21,7 @@ from benchmarks.scaling_problems import Setting, mask_arguments
 from benchmarks.scaling_timing import Contestant, Group, Timing
 from ringattn import layout, virtual
 from ringattn import mask as masks
-from ringattn.dataflow.fetching import gathered_block
+from ringattn.dataflow.gathered import gathered_block
 from ringattn.kernels.backends import choose
 from ringattn.kernels.contract import Keys, Queries, Score, accumulation_dtype
 from ringattn.kernels.delta import row_delta

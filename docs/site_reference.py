@@ -7,7 +7,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 # The public modules, in the order of the page
-MODULES = ("ringattn", *(f"ringattn.{name}" for name in ("mask", "batch", "loss", "flash", "hf", "errors")))
+_SUBMODULES = ("mask", "batch", "loss", "host_memory", "flash", "hf", "errors")
+MODULES = ("ringattn", *(f"ringattn.{name}" for name in _SUBMODULES))
 
 
 def public_names(module: str) -> list[str]:

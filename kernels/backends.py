@@ -304,8 +304,8 @@ class Triton(_Compiled):
 
 
 class Hopper(_Compiled):
-    """Gluon kernels for sm_90. Ordered blocks, and deterministic backwards at some head dims, run on the portable
-    kernels."""
+    """Gluon kernels for sm_90. Ordered blocks, and at some head dims backwards or deterministic ones, run on the
+    portable kernels."""
 
     package = "hopper"
     waits_for_keys = True
@@ -317,7 +317,9 @@ class Hopper(_Compiled):
 
     def _adds(self, q: Tensor, deterministic: bool) -> bool:
         """Return whether these kernels run the backward, which adds to dq in memory."""
-        return not deterministic or q.shape[-1] in self._module("backward").IN_ORDER
+        backward = self._module("backward")
+        dims = backward.IN_ORDER if deterministic else [dim for dim, _ in backward.HEAD_DIMS]
+        return q.shape[-1] in dims
 
     def _pieces_of_queries(self, q: Tensor, keys: Keys, score: Score) -> int:
         # Positions, which ALiBi reads, are those of one batch element.
@@ -350,6 +352,8 @@ class Hopper(_Compiled):
         return all(self._module("tensor_maps").readable(x) for x in (k, v))
 
     def _completion_counts(self, q: Tensor, keys: Keys) -> CompletionCounts | None:
+        if not self._adds(q, False):
+            return None
         return self._module("backward").completion_counts(q, keys)
 
 

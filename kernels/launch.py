@@ -10,24 +10,25 @@ that vary with them, and the variants that other documents need (without a carri
 with the first one, as ``variants`` of its launch.
 
 Even that is slow for a launch that repeats with tensors of the same shapes: :class:`Launches` keeps all arguments of a
-launch except the tensors.
+launch except the tensors, as Triton's compiled launcher takes them (:mod:`.direct_launch`).
 """
 
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
-import triton
 from torch import Tensor
 from triton import knobs
 from triton.compiler import CompiledKernel
 
 from ..memo import Memo
 from . import cache_folder
+from .direct_launch import DirectLaunch, View
 
 LAUNCHES = 1024  # launches that one Launches keeps; lengths may differ from batch to batch
 COMPILED = 4096  # compiled kernels that dispatch() keeps
@@ -36,10 +37,6 @@ _compiled: Memo[tuple[CompiledKernel, list[Any]]] = Memo(COMPILED)
 _NO_SWITCH = nullcontext()
 
 Variants = Callable[[], Sequence[Mapping[str, Any]]]
-
-# ``compiled[grid](...)`` ends in ``compiled.run(...)``. Calling that directly skips building profiler-hook arguments,
-# which are unused unless a hook is installed. The argument order is that of Triton 3.6.
-_CAN_RUN_DIRECTLY = triton.__version__.startswith("3.6.")
 
 
 class Launched(NamedTuple):
@@ -79,6 +76,12 @@ def dispatch(
         for changes in variants() if variants is not None else ():
             _compile(kernel, device, grid, args, constants, changes)
     return None
+
+
+def prepare(kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> None:
+    """Compile and load what :func:`dispatch` would launch, and launch nothing."""
+    device = next(x.device for x in args if isinstance(x, Tensor))
+    _compile(kernel, device, (*grid, 1, 1)[:3], args, constants, {})
 
 
 def _compile(
@@ -150,7 +153,11 @@ class Launches:
             AssertionError: a tensor among the arguments is in neither ``tensors`` nor ``fixed``.
         """
         # If one tensor is passed as two arguments, they may be two tensors the next time.
-        if launched is not None and len({id(x) for x in tensors}) == len(tensors) and _aligned(tensors):
+        if (
+            launched is not None
+            and len({id(x) for x in tensors}) == len(tensors)
+            and _aligned([x.data_ptr() for x in tensors])
+        ):
             self._repeats.put(key, _Repeat(launched, tensors, fixed, number_at))
 
     def __len__(self) -> int:
@@ -164,47 +171,49 @@ class _Repeat:
         self, launched: Launched, tensors: Sequence[Tensor], fixed: Sequence[Tensor], number_at: int | None
     ) -> None:
         self.compiled, self.grid, self.number_at = launched.compiled, launched.grid, number_at
-        self.runs_directly = _CAN_RUN_DIRECTLY and getattr(self.compiled, "_run", None) is not None
-        self.device = tensors[0].device.index
+        self.device: int = tensors[0].device.index
         index_of = {id(x): n for n, x in enumerate(tensors)}
         args: list[Any] = list(launched.args)
         self.plain: list[tuple[int, int]] = []  # (index of the argument, index in tensors)
-        self.views: list[tuple[int, int, type, dict[str, Any]]] = []  # and the fields of a view except its tensor
+        self.views: list[View] = []
         for i, x in enumerate(args):
             if (n := index_of.get(id(x))) is not None:
                 self.plain.append((i, n))
                 args[i] = None
             elif hasattr(x, "base") and (n := index_of.get(id(x.base))) is not None:
-                self.views.append((i, n, type(x), {name: value for name, value in vars(x).items() if name != "base"}))
+                fields = {name: value for name, value in vars(x).items() if name != "base"}
+                self.views.append(View(i, n, type(x), fields))
                 args[i] = None
             elif isinstance(base := getattr(x, "base", x), Tensor) and not any(base is y for y in fixed):
                 raise AssertionError(f"argument {i} is a tensor that is neither in tensors nor in fixed")
         self.args = args
+        self.direct: DirectLaunch | None = None
+        if DirectLaunch.possible(self.compiled):
+            self.direct = DirectLaunch(self.compiled, self.grid, args, self.plain, self.views, number_at)
 
     def launch(self, tensors: Sequence[Tensor], number: int) -> bool:
         """Launch with these tensors and return True; False, without a launch, if an address needs another kernel."""
-        if not _aligned(tensors):
+        addresses = [x.data_ptr() for x in tensors]
+        if not _aligned(addresses):
             return False
+        hooks = knobs.runtime
+        if self.direct is not None and not hooks.launch_enter_hook.calls and not hooks.launch_exit_hook.calls:
+            self.direct(self.device, tensors, addresses, number)
+            return True
         args = self.args.copy()
         for i, n in self.plain:
             args[i] = tensors[n]
-        for i, n, kind, fields in self.views:
-            args[i] = view = cast(Any, object.__new__(kind))
-            view.__dict__.update(fields, base=tensors[n])
+        for view in self.views:
+            args[view.at] = view.of(tensors[view.tensor])
         if self.number_at is not None:
             args[self.number_at] = number
-        hooks = knobs.runtime
-        if self.runs_directly and not hooks.launch_enter_hook.calls and not hooks.launch_exit_hook.calls:
-            compiled, stream = self.compiled, torch._C._cuda_getCurrentRawStream(self.device)
-            compiled.run(*self.grid, stream, compiled.function, compiled.packed_metadata, None, None, None, *args)
-        else:
-            self.compiled[self.grid](*args)
+        self.compiled[self.grid](*args)
         return True
 
 
-def _aligned(tensors: Sequence[Tensor]) -> bool:
-    """Return whether all addresses are multiples of 16 bytes."""
-    return all([x.data_ptr() % 16 == 0 for x in tensors])  # a list is faster than a generator, and always short
+def _aligned(addresses: Sequence[int]) -> bool:
+    """Return whether all addresses are multiples of 16."""
+    return not functools.reduce(operator.or_, addresses, 0) & 15
 
 
 def on_device(x: Tensor) -> AbstractContextManager:

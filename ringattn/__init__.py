@@ -9,6 +9,7 @@ full = plan.unshard(out, dim=1)
 from . import batch as batch
 from . import errors as errors
 from . import exchange as _exchange  # noqa: F401  # registers its operators
+from . import host_memory as host_memory
 from . import loss as loss
 from . import mask as mask
 from .adapters.comparison import NotExact as NotExact
@@ -31,6 +32,6 @@ from .plans import Plan as Plan
 __version__ = "0.1.0"
 __all__ = [
     "CacheFull", "KVCache", "NotExact", "Partial", "Plan", "Step", "attention", "batch", "check", "dataflows", "decode",
-    "errors", "loss",
+    "errors", "host_memory", "loss",
     "mask", "merge", "pack", "pack_stream", "plan", "use", "wrap",
 ]  # fmt: skip

@@ -68,8 +68,8 @@ def attention(
         raise TypeError(f"plan is a {type(plan).__name__}; pass what ringattn.plan() returns")
     try:
         q, k, v = operators.as_autocast(q, k, v)
-        _check(q, k, v, plan)
-        _check_scale(softmax_scale, alibi_slopes)
+        check_tensors(q, k, v, plan)
+        check_scale(softmax_scale, alibi_slopes)
         check_score(q, softcap, alibi_slopes, sink, score_mod)
     except Exception as error:  # whatever it is, the other ranks must hear of it
         if not torch.compiler.is_compiling():
@@ -84,7 +84,12 @@ def attention(
     return (out, lse) if return_lse else out
 
 
-def _check(q: Tensor, k: Tensor, v: Tensor, plan: Plan) -> None:
+def check_tensors(q: Tensor, k: Tensor, v: Tensor, plan: Plan) -> None:
+    """Check that these are shards of a plan that one attention takes.
+
+    Raises:
+        ValueError, TypeError: the value, what was expected and the fix.
+    """
     for name, x in (("q", q), ("k", k), ("v", v)):
         if hasattr(x, "to_local"):
             raise TypeError(f"{name} is a DTensor; pass {name}.to_local(), this rank's heads of this rank's tokens")
@@ -117,7 +122,12 @@ def _check(q: Tensor, k: Tensor, v: Tensor, plan: Plan) -> None:
         raise ValueError(f"the plan's mask has {plan.mask.rows} rows, but the batch size is {batch}")
 
 
-def _check_scale(softmax_scale: float | Tensor | None, alibi_slopes: Tensor | None) -> None:
+def check_scale(softmax_scale: float | Tensor | None, alibi_slopes: Tensor | None) -> None:
+    """Check that no gradient is expected of arguments that have none.
+
+    Raises:
+        ValueError: the argument, and the fix.
+    """
     if isinstance(softmax_scale, Tensor) and softmax_scale.requires_grad:
         raise ValueError("softmax_scale requires grad, but it has no gradient here; multiply q by it and pass 1.0")
     if alibi_slopes is not None and alibi_slopes.requires_grad:

@@ -1,14 +1,16 @@
-"""Gloo groups of torch: made for the ranks of another group, and closed at once."""
+"""Process groups of torch: whether one exists; gloo groups, made for the ranks of another one and closed at once."""
 
 from __future__ import annotations
 
 import contextlib
 import datetime
+import weakref
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+DEFAULT_TIMEOUT = 600.0  # seconds, for groups without a time limit
 _NEVER_SENT = 0x72696E67  # a tag that no message has
 
 
@@ -36,3 +38,34 @@ def close(gloo: Any) -> None:
         if peer != gloo.rank():
             with contextlib.suppress(RuntimeError):
                 gloo.recv([torch.empty(1)], peer, _NEVER_SENT).wait(datetime.timedelta(milliseconds=1))
+
+
+def timeout_of(group: dist.ProcessGroup, device: torch.device) -> float:
+    """Return the time limit of a group's backend, in seconds; ``DEFAULT_TIMEOUT`` if it has none."""
+    try:
+        return float(group._get_backend(device).options._timeout.total_seconds())
+    except (AttributeError, RuntimeError):
+        return DEFAULT_TIMEOUT
+
+
+def exists(group: dist.ProcessGroup | None) -> bool:
+    """Return whether torch knows the group. The object may outlive ``destroy_process_group``, for example in a mesh."""
+    try:
+        return group is not None and dist.get_rank(group) >= 0
+    except (ValueError, RuntimeError):
+        return False
+
+
+def alive(group: weakref.ref[dist.ProcessGroup]) -> dist.ProcessGroup:
+    """Return the group of a reference.
+
+    Raises:
+        RuntimeError: it was destroyed.
+    """
+    result = group()
+    if result is None or not exists(result):
+        raise RuntimeError(
+            "the process group of this plan was destroyed (dist.destroy_process_group()); "
+            "make another plan with ringattn.plan() on a group that exists"
+        )
+    return result

@@ -76,8 +76,8 @@ class Health:
         self.marks: Marks | None = None
         self._watchdog: subprocess.Popen[bytes] | None = None
 
-    def make_board(self, host: int, limit: float, gather: Callable[[Tensor], Tensor]) -> None:
-        """Make the board; all ranks call this together.
+    def make_board(self, host: int, limit: float, gather: Callable[[Tensor], Tensor]) -> list[int]:
+        """Make the board and return every rank's host; all ranks call this together.
 
         Args:
             host: a number that is the same for ranks of one host.
@@ -106,6 +106,7 @@ class Health:
         self.board = board
         self.here = [] if board is None else board.entered()
         self.seen = [] if board is None else board.peers()
+        return [row[0] for row in rows]
 
     def watch(self) -> str:
         """Start the watchdog of this process. Returns why it cannot be started, or ""."""

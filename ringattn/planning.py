@@ -23,7 +23,9 @@ from .intervals import Intervals
 from .layout import Shard
 from .mask import Mask
 from .memo import Memo
+from .peer.connect import by_host
 from .plans import Plan
+from .relay import Nodes
 from .transport import Transport
 
 if TYPE_CHECKING:
@@ -53,7 +55,7 @@ def plan(
     layout: str | Plan = "auto",
     dataflow: str = "auto",
     deterministic: bool = False,
-    local_size: int | None = None,
+    local_size: int | Sequence[int] | None = None,
     buffer_bytes: int = BUFFER_BYTES,
     timeout: float | None = None,
     wait: bool = True,
@@ -87,9 +89,12 @@ def plan(
             costs that ``benchmarks/calibrate.py`` measured on this machine, or default ones. ``describe()`` says why.
         deterministic: the same bits of every result on every run, for any number of ranks, any layout and dataflow, by
             a dataflow of its own (:mod:`.dataflow.same_bits`) that takes more time and memory.
-        local_size: ranks per node, to make a ring a double ring; divides the group's size.
+        local_size: ranks per node, which divides the group's size, or one number for each node; None: ranks of a host
+            are of a node. A ring becomes a double ring where all nodes are equal, and a gather brings a key into a node
+            once (:mod:`.relay`).
         buffer_bytes: with the dataflow "gather", memory for fetched keys and values and their gradients. Where they
-            need more and copy engines fetch them, they come in waves of heads that fit; messages fetch all heads.
+            need more and copy engines fetch them, they come in waves of heads that fit; messages fetch all heads. What
+            the ranks of a node carry for each other is in addition (``memory_bytes()`` counts it).
             "auto" chooses no gather that does not fit.
         timeout: seconds that a rank waits for another one that is stopped or does not come, in this call and in
             attention with this plan; None: RINGATTN_TIMEOUT, or else the time limit of the group. The first plan of a
@@ -122,7 +127,7 @@ def plan(
         request = Request.checked(
             transport.world_size, seq_len, seq_len_k,
             Masking(mask, causal, window_size, cu_seqlens, cu_seqlens_k, documents, prefix),
-            Choices(layout, dataflow, deterministic, local_size, buffer_bytes, timeout), held,
+            Choices(layout, dataflow, deterministic, local_size, buffer_bytes, timeout), held, transport.hosts,
         )  # fmt: skip
         words = request.words()
         costs = None
@@ -177,7 +182,7 @@ class Choices(NamedTuple):
     layout: str | Plan
     dataflow: str
     deterministic: bool
-    local_size: int | None
+    local_size: int | Sequence[int] | None
     buffer_bytes: int
     timeout: float | None
 
@@ -197,7 +202,7 @@ class Request:
     layout: str | Plan
     dataflow: str
     deterministic: bool
-    local_size: int
+    nodes: Nodes
     buffer_bytes: int
     timeout: float | None
     world_size: int
@@ -212,6 +217,7 @@ class Request:
         masking: Masking,
         choices: Choices,
         held: Sequence[Sequence[range]] | None = None,
+        hosts: Sequence[int] = (),
     ) -> Request:
         """Return the checked arguments of :func:`plan`.
 
@@ -246,18 +252,21 @@ class Request:
                     f"layout is a plan for {sizes[0]} queries and keys on {layout.world_size} ranks, but this one is "
                     f"for {sizes[1]} on {world_size}; pass one for the same lengths and group, or the name of a layout"
                 )
-        size = world_size if local_size is None else local_size
-        if type(size) is not int:
-            raise TypeError(f"local_size is {local_size!r}; pass an int that divides the group's {world_size} ranks")
-        if size < 1 or world_size % size:
-            raise ValueError(f"local_size is {local_size}; it must divide the group's {world_size} ranks")
+        nodes = nodes_of(local_size, world_size, hosts)
         if type(buffer_bytes) is not int or not 0 < buffer_bytes < 2**63:
             raise ValueError(f"buffer_bytes is {buffer_bytes!r}; pass a positive number of bytes, e.g. 8 * 2**30")
         timeout = None if timeout is None else transports.seconds("timeout", timeout)
         return cls(
-            whole, packed, parts, layout, dataflow, bool(deterministic), size, buffer_bytes, timeout,
+            whole, packed, parts, layout, dataflow, bool(deterministic), nodes, buffer_bytes, timeout,
             world_size, earlier,
         )  # fmt: skip
+
+    @property
+    def local_size(self) -> int:
+        """Ranks per node where nodes are equal and their ranks neighbours, else all ranks: for rings and layouts."""
+        size = len(self.nodes[0])
+        equal = all(node == tuple(range(i * size, (i + 1) * size)) for i, node in enumerate(self.nodes))
+        return size if equal else self.world_size
 
     @property
     def asks_for_costs(self) -> bool:
@@ -278,6 +287,7 @@ class Request:
             dataflow=self.dataflow,
             deterministic=self.deterministic,
             local_size=self.local_size,
+            nodes=f"{len(self.nodes)}, hash {hash_of(repr(self.nodes)):x}",
             buffer_bytes=self.buffer_bytes,
             timeout=self.timeout or 0.0,  # 0: the group's
             calibration=0,  # a hash of the costs that decide dataflow "auto"
@@ -373,6 +383,37 @@ def _checked_held(held: Sequence[Sequence[range]], world_size: int) -> tuple[Sha
     return shards if total else ()
 
 
+def nodes_of(local_size: int | Sequence[int] | None, world_size: int, hosts: Sequence[int] = ()) -> Nodes:
+    """Return the ranks of each node.
+
+    Args:
+        local_size: as of :func:`plan`.
+        hosts: a number for every rank that is the same for ranks of one host; empty: all are of one.
+
+    Raises:
+        ValueError, TypeError: sizes that are not those of all ranks.
+    """
+    if local_size is None:
+        return by_host(hosts or [0] * world_size)
+    if type(local_size) is int:
+        if local_size < 1 or world_size % local_size:
+            raise ValueError(f"local_size is {local_size}; it must divide the group's {world_size} ranks")
+        sizes = [local_size] * (world_size // local_size)
+    elif isinstance(local_size, (tuple, list)) and all(type(size) is int for size in local_size):
+        sizes = list(local_size)
+        if min(sizes, default=0) < 1 or sum(sizes) != world_size:
+            raise ValueError(
+                f"local_size is {local_size}; it must be positive numbers, together the group's {world_size} ranks"
+            )
+    else:
+        raise TypeError(
+            f"local_size is {local_size!r}; pass an int that divides the group's {world_size} ranks, or the number of "
+            "ranks of each node"
+        )
+    edges = itertools.pairwise(itertools.accumulate(sizes, initial=0))
+    return tuple(tuple(range(a, b)) for a, b in edges)
+
+
 def costs_of(transport: Transport) -> tuple[Costs, str]:
     """Return the costs that decide "auto" on this transport, and where they come from."""
     from . import cost  # only here: it imports what most programs do not need
@@ -422,6 +463,7 @@ def _make(request: Request, transport: Transport, costs: tuple[Costs, str] | Non
         schedule=flow.schedule(needs, request.local_size),
         flow=flow,
         transport=transport,
+        nodes=request.nodes,
         choice=choice,
         why=placed.why,
         digest=digest,

@@ -23,6 +23,7 @@ from .kernels.contract import Block
 from .layout import Shard
 from .mask import Mask
 from .memo import Memo
+from .relay import Nodes
 from .schedule import Fetch, Schedule, Step
 from .shape import Shape
 from .training.batch import shard_batch
@@ -35,9 +36,9 @@ T = TypeVar("T")
 class Predictions(Protocol):
     """The predictions that a plan asks its dataflow for (:class:`.dataflow.contract.Dataflow`)."""
 
-    def traffic(self, plan: Plan, rank: int) -> tuple[int, int]: ...
+    def traffic(self, plan: Plan, rank: int) -> tuple[list[int], list[int]]: ...
 
-    def traffic_bytes(self, plan: Plan, shape: Shape, backward: bool, rank: int) -> int: ...
+    def traffic_bytes(self, plan: Plan, shape: Shape, backward: bool, rank: int) -> list[int]: ...
 
     def memory_bytes(self, plan: Plan, shape: Shape, backward: bool) -> int: ...
 
@@ -67,6 +68,7 @@ class Plan:
         schedule: the walk of the shards that travel: keys and values in a ring, queries in a reduce.
         flow: the dataflow, which predicts and proves.
         transport: moves tensors between the ranks.
+        nodes: the ranks of each node.
         choice: why "auto" chose this dataflow; None where it was given.
         why: why "auto" chose this layout; empty where it was given.
         handle: a number that stands for this plan in the operators of torch.library.
@@ -91,6 +93,7 @@ class Plan:
         schedule: Schedule,
         flow: Predictions,
         transport: Transport,
+        nodes: Nodes,
         choice: Any = None,
         why: str = "",
         digest: int = 0,
@@ -102,7 +105,7 @@ class Plan:
         self.layout, self.dataflow, self.deterministic = layout, dataflow, deterministic
         self.buffer_bytes = buffer_bytes
         self.shards, self.shards_k, self.fetches, self.needs = shards, shards_k, fetches, needs
-        self.schedule, self.flow, self.transport = schedule, flow, transport
+        self.schedule, self.flow, self.transport, self.nodes = schedule, flow, transport, nodes
         self.choice, self.why = choice, why
         self.handle, self.digest, self.timeout = next(_handles), digest, timeout
         self.memo: Memo[Any] = Memo(1 << 14)
@@ -363,11 +366,22 @@ class Plan:
 
     def traffic(self, rank: int | None = None) -> tuple[int, int]:
         """Return the tokens that a rank sends in one traversal: (of shards that travel, of contributions to them)."""
-        return self.flow.traffic(self, self.rank if rank is None else rank)
+        shards, contributions = self.flow.traffic(self, self.rank if rank is None else rank)
+        return sum(shards), sum(contributions)
 
     def traffic_bytes(self, *, backward: bool = False, rank: int | None = None, **shape: int) -> int:
         """Return the bytes that a rank sends in a forward or backward of one layer, see :class:`.shape.Shape`."""
-        return self.flow.traffic_bytes(self, Shape(**shape), backward, self.rank if rank is None else rank)
+        return sum(self.flow.traffic_bytes(self, Shape(**shape), backward, self.rank if rank is None else rank))
+
+    def network_bytes(self, *, backward: bool = False, rank: int | None = None, **shape: int) -> int:
+        """Return the bytes that a rank sends to ranks of other nodes in a forward or backward of one layer."""
+        rank = self.rank if rank is None else rank
+        return self.between_nodes(self.flow.traffic_bytes(self, Shape(**shape), backward, rank), rank)
+
+    def between_nodes(self, sent: Sequence[int], rank: int) -> int:
+        """Return the part that goes to ranks of other nodes of what a rank sends to each rank."""
+        node = next(ranks for ranks in self.nodes if rank in ranks)
+        return sum(count for peer, count in enumerate(sent) if peer not in node)
 
     def memory_bytes(self, *, backward: bool = False, **shape: int) -> int:
         """Return the predicted peak of what one attention allocates on this rank in addition to its inputs and results;

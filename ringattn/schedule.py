@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -124,6 +125,17 @@ class Schedule:
         return tuple(result)
 
 
+def union(runs: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Return the runs (first, past) of all that is in some runs, growing and disjoint."""
+    result: list[tuple[int, int]] = []
+    for first, past in sorted(runs):
+        if result and first <= result[-1][1]:
+            result[-1] = result[-1][0], max(result[-1][1], past)
+        else:
+            result.append((first, past))
+    return result
+
+
 def waves(kv_heads: int, head_bytes: int, buffer_bytes: int) -> list[slice]:
     """Return the key heads that the dataflow "gather" has in memory at the same time: all of them, or where they need
     more than ``buffer_bytes`` as many as fit twice (the next wave arrives while one is attended), at least one."""
@@ -133,13 +145,18 @@ def waves(kv_heads: int, head_bytes: int, buffer_bytes: int) -> list[slice]:
     return [slice(h, min(h + count, kv_heads)) for h in range(0, kv_heads, count)]
 
 
-def head_groups(kv_heads: int, q_heads: int, device_type: str, backward: bool = False) -> list[slice]:
-    """Return the groups of key heads that the dataflow "gather" fetches and attends one after another."""
+def head_groups(
+    kv_heads: int, q_heads: int, device_type: str, backward: bool = False, relayed: bool = False
+) -> list[slice]:
+    """Return the groups of key heads that the dataflow "gather" fetches and attends one after another; ``relayed``:
+    between nodes, too, so that two fetches come before the first attention, and two returns after the last."""
     if device_type == "cpu":
         return [slice(0, kv_heads)]  # nothing overlaps
     # Forward: a fetch takes a fraction of the time of its attention, the smaller the more query heads share it.
     # Backward: nothing hides the return of the last group's gradients, so no group is large.
     shares = [1, 1, 1, 1] if backward else [1, 7] if q_heads > kv_heads else [1, 3, 12]
+    if relayed:
+        shares = [1, 1, 2, 2, 1, 1] if backward else [1, *shares]
     cuts, total = [0], 0
     for share in shares:
         total += share

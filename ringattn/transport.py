@@ -21,6 +21,7 @@ import sys
 import threading
 import time
 import weakref
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -31,14 +32,15 @@ from torch import Tensor
 
 from . import agreement, gloo, lockstep
 from .errors import GroupBroken, Place
+from .gloo import DEFAULT_TIMEOUT
 from .health import Health, seconds
 from .lockstep import Calls
-from .peer.connect import connect, host
+from .peer.connect import Ranks, by_host, connect, host
+from .peer.mailbox import Mailbox
 from .peer.memory import Link
 from .peer.watchdog import CallMark
 from .works import Arrived, Message, Pending, Works, interruptible
 
-_TIMEOUT = 600.0  # seconds, for groups without a time limit
 _ENVIRONMENT = os.environ.get("RINGATTN_TIMEOUT")
 _FROM_ENVIRONMENT = None if _ENVIRONMENT is None else seconds("RINGATTN_TIMEOUT", _ENVIRONMENT)
 
@@ -50,8 +52,11 @@ class Transport:
     Attributes:
         device: of the tensors that the group sends by default.
         serial: a number that differs between the transports of one process.
+        hosts: a number for every rank that is the same for ranks of one host; empty: all are of one.
+        sent_to: the bytes sent to each rank, over all calls of :meth:`start`.
         sent_bytes, sent_messages: sums over all calls of :meth:`start`.
-        collectives: number of calls of :meth:`all_reduce` and :meth:`all_gather` on more than one rank.
+        collectives: number of calls of :meth:`all_reduce` and :meth:`all_gather` on more than one rank, and of merges
+            by :meth:`mailbox`.
         plans_made: number of calls of :func:`ringattn.plan`.
         calls_agreed: the calls, with their shapes and settings, that all ranks have compared.
         given_up: the error that ended a call after its first message, or "".
@@ -66,14 +71,16 @@ class Transport:
     world_size: int
     device: torch.device
     serial: int = field(default_factory=itertools.count().__next__)
+    hosts: tuple[int, ...] = ()
+    sent_to: Counter[int] = field(default_factory=Counter)
     sent_bytes: int = 0
     sent_messages: int = 0
     collectives: int = 0
     plans_made: int = 0
     calls_agreed: set[tuple[object, ...]] = field(default_factory=set)
     given_up: str = ""
-    limit: float = _TIMEOUT
-    timeout: float = _TIMEOUT
+    limit: float = DEFAULT_TIMEOUT
+    timeout: float = DEFAULT_TIMEOUT
     call: str = ""
     dataflow: str = ""
     step: int = -1
@@ -135,7 +142,9 @@ class Transport:
         sends = [(x, peer) for x, peer in sends if x.numel()]
         receives = [(x, peer) for x, peer in receives if x.numel()]
         self.step += 1
-        self.sent_bytes += sum(x.numel() * x.element_size() for x, _ in sends)
+        for x, peer in sends:
+            self.sent_to[peer] += x.numel() * x.element_size()
+        self.sent_bytes = self.sent_to.total()
         self.sent_messages += len(sends)
         return self._start(sends, receives) if sends or receives else Arrived()
 
@@ -145,12 +154,29 @@ class Transport:
         return False
 
     @property
+    def linked(self) -> tuple[tuple[int, ...], ...]:
+        """The ranks that can access each other's memory, node by node; empty if none can."""
+        return ()
+
+    @property
     def pulls(self) -> bool:
-        """Whether ranks can access each other's memory."""
-        return False
+        """Whether all ranks can access each other's memory."""
+        return len(self.linked) == 1
 
     def link(self, x: Tensor) -> Link | None:
         """Return the link by which ranks access each other's memory, or None where they cannot for tensors like x."""
+        return None
+
+    def mailbox(self, state: Tensor) -> Mailbox | None:
+        """Return the mailbox by which all ranks merge states of this shape in place of an :meth:`all_gather`, and count
+        the merge; None where they have none."""
+        mailbox = self._mailbox() if state.is_cuda and self.world_size > 1 else None
+        if mailbox is None or not mailbox.takes(state):
+            return None
+        self.step, self.collectives = self.step + 1, self.collectives + 1
+        return mailbox
+
+    def _mailbox(self) -> Mailbox | None:
         return None
 
     def _start(self, sends: Sequence[Message], receives: Sequence[Message]) -> Pending:
@@ -240,32 +266,6 @@ class Transport:
         return agreement.Agreement(what, fields, rows, advice, self.calls.restart)
 
 
-def _timeout_of(group: dist.ProcessGroup, device: torch.device) -> float:
-    """Return the time limit of a group's backend, in seconds."""
-    try:
-        return float(group._get_backend(device).options._timeout.total_seconds())
-    except (AttributeError, RuntimeError):
-        return _TIMEOUT
-
-
-def _exists(group: dist.ProcessGroup | None) -> bool:
-    """Return whether torch knows the group. The object may outlive ``destroy_process_group``, for example in a mesh."""
-    try:
-        return group is not None and dist.get_rank(group) >= 0
-    except (ValueError, RuntimeError):
-        return False
-
-
-def _alive(group: weakref.ref[dist.ProcessGroup]) -> dist.ProcessGroup:
-    result = group()
-    if result is None or not _exists(result):
-        raise RuntimeError(
-            "the process group of this plan was destroyed (dist.destroy_process_group()); "
-            "make another plan with ringattn.plan() on a group that exists"
-        )
-    return result
-
-
 def _let_go(transport: weakref.ref[GroupTransport]) -> None:
     if (alive := transport()) is not None:
         alive.gloo = None
@@ -290,7 +290,7 @@ class GroupTransport(Transport):
         self.backends, self._closed = backends, False
         self._link: Link | None = None
         self.health = Health(self.rank, self.world_size)
-        self.limit = _FROM_ENVIRONMENT or _timeout_of(group, device)
+        self.limit = _FROM_ENVIRONMENT or gloo.timeout_of(group, device)
         self.timeout = timeout or self.limit
         self.call, began = "connecting the ranks of a group", time.monotonic()
         try:  # agree() must not wait for the GPU, so it runs over gloo.
@@ -300,23 +300,21 @@ class GroupTransport(Transport):
         # Drop the gloo group when the process group is gone: it owns threads, and a store that a later group may need.
         weakref.finalize(group, _let_go, weakref.ref(self)).atexit = False
         if self.world_size > 1:
-            self.health.make_board(host(), self.limit, self.gather_words)
+            self.hosts = tuple(self.health.make_board(host(), self.limit, self.gather_words))
         if cuda:  # set the communicator up on all ranks; the first point-to-point messages may be among a few of them
             dist.all_reduce(torch.zeros(1, device=device), group=group)
         if cuda and self.world_size > 1:
+            ranks, group_of = Ranks(self.rank, self.hosts), functools.partial(gloo.alive, self._group)
             problem = self.health.watch()
-            group_of = functools.partial(_alive, self._group)
-            self._link = connect(
-                self.rank, self.world_size, device, group_of, self.gather_words, self.health.board, problem
-            )
+            self._link = connect(ranks, device, group_of, self.gather_words, self.health.board, problem)
 
     @property
     def group(self) -> dist.ProcessGroup:
-        return _alive(self._group)
+        return gloo.alive(self._group)
 
     @property
     def ended(self) -> bool:
-        return not _exists(self._group())
+        return not gloo.exists(self._group())
 
     def check_device(self, name: str, x: Tensor) -> None:
         backend = self.backends.get(x.device.type)
@@ -351,9 +349,7 @@ class GroupTransport(Transport):
         if self.world_size == 1 or self._closed:
             return
         self._closed = True
-        row = 0 if self._link is None else int(self._link.timed_out[0])
-        kernel = f"; a kernel gave up waiting for row {row - 1} of keys (batch * kv_heads + head)" if row else ""
-        self.health.fail(error, where or f" in {self._place()}{kernel}")
+        self.health.fail(error, where or f" in {self._place()}{'' if self._link is None else self._link.gave_up()}")
         # In a thread with a limit: whatever is wrong with the connections, the error must be raised.
         closing = threading.Thread(target=self._close_all, daemon=True)
         closing.start()
@@ -371,13 +367,16 @@ class GroupTransport(Transport):
                 self.group._get_backend(self.device).abort()
 
     @property
-    def pulls(self) -> bool:
-        return self._link is not None
+    def linked(self) -> tuple[tuple[int, ...], ...]:
+        return () if self._link is None else by_host(self.hosts)
 
     def link(self, x: Tensor) -> Link | None:
         if self._link is None or not x.is_cuda or torch.cuda.is_current_stream_capturing():
             return None  # a captured graph would repeat the epochs of its exchanges; messages have none
         return self._link
+
+    def _mailbox(self) -> Mailbox | None:
+        return self._link.mailbox() if self._link is not None and self.pulls else None
 
     def _record(self, call: CallMark, shown: str) -> None:
         other = self.health.begin(self.timeout, call, shown)

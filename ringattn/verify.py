@@ -5,14 +5,16 @@ They run on sets and index tensors instead of data, for all ranks in one process
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import itertools
+from collections.abc import Iterator, Sequence
 
 import torch
 
 from . import layout as layouts
 from .kernels.contract import Block
 from .plans import Plan
-from .schedule import Schedule
+from .relay import Relay, node_of
+from .schedule import Fetch, Schedule
 
 
 def require(condition: object, message: str) -> None:
@@ -67,6 +69,63 @@ def check_coverage(plan: Plan, blocks: Iterator[tuple[int, Block]]) -> None:
                 f"query {query} of row {row} meets {int(count[row, query])} keys, which is not what its mask says: "
                 f"{int(right[row, query])}"
             )
+
+
+def check_relay(relay: Relay, fetches: Sequence[Sequence[Fetch]]) -> None:
+    """Prove that a gather by node brings every rank the tokens of the flat gather, in the same rows, and that each
+    token that a node sees of another one crosses the network to it once, and no other token does.
+
+    Raises:
+        AssertionError: with what is wrong and where.
+    """
+    nodes = node_of(relay.nodes)
+    require(sorted(nodes) == list(range(len(relay.own))), f"the nodes {relay.nodes} have not each rank once")
+    edges = [0, *itertools.accumulate(relay.own)]
+    tokens = [torch.arange(a, b, device="cpu") for a, b in itertools.pairwise(edges)]  # of all shards, numbered
+    crossing: list[list[torch.Tensor]] = [[torch.empty(0, dtype=torch.int64, device="cpu")] for _ in relay.nodes]
+    extended = []
+    for rank, runs in enumerate(relay.carried):
+        _check_runs(f"rank {rank} carries", runs, relay.own)
+        for run in runs:
+            require(nodes[run.owner] != nodes[rank], f"rank {rank} carries {run}, which is of its own node")
+        parts = [tokens[run.owner][run.offset : run.offset + run.length] for run in runs]
+        crossing[nodes[rank]] += parts
+        extended.append(torch.cat([tokens[rank], *parts]))
+    seen: list[list[torch.Tensor]] = [[torch.empty(0, dtype=torch.int64, device="cpu")] for _ in relay.nodes]
+    for rank, (runs, flat) in enumerate(zip(relay.fetches, fetches, strict=True)):
+        _check_runs(f"rank {rank} takes", runs, relay.lengths)
+        for run, one in zip(runs, flat, strict=True):
+            wanted = tokens[one.owner][one.offset : one.offset + one.length]
+            near = nodes[run.owner] == nodes[rank]
+            require(near, f"rank {rank} takes {run} from another node")
+            arrives = torch.equal(extended[run.owner][run.offset : run.offset + run.length], wanted)
+            require(arrives, f"rank {rank} takes {run}, which is not {one}")
+            if nodes[one.owner] != nodes[rank]:
+                seen[nodes[rank]].append(wanted)
+    for node, (crosses, needed) in enumerate(zip(crossing, seen, strict=True)):
+        once = torch.equal(torch.cat(crosses).sort().values, torch.cat(needed).unique())
+        require(once, f"what crosses the network to node {node} is not, once, what its ranks see of others")
+
+
+def _check_runs(who: str, runs: Sequence[Fetch], lengths: Sequence[int]) -> None:
+    """Prove that runs are parts of their owners' shards and lie one after another in a buffer."""
+    first = 0
+    for run in runs:
+        inside = run.offset >= 0 and run.offset + run.length <= lengths[run.owner]
+        require(inside, f"{who} {run}, which is not in the shard of rank {run.owner}")
+        require(run.first == first, f"{who} {run} to rows of another run")
+        first += run.length
+
+
+def check_fetches(fetches: Sequence[Sequence[Fetch]], lengths: Sequence[int]) -> None:
+    """Prove that every fetch is a part of its owner's shard and has rows of its own in the buffer. Senders and
+    receivers read the same list, so that every send has its receive.
+
+    Raises:
+        AssertionError: with what is wrong and where.
+    """
+    for rank, runs in enumerate(fetches):
+        _check_runs(f"rank {rank} fetches", runs, lengths)
 
 
 def check_schedule(schedule: Schedule) -> None:

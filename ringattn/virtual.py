@@ -1,7 +1,7 @@
 """Virtual ranks: threads of one process in place of processes, any number of them on one CPU or one GPU.
 
-The dataflows run unchanged over mailboxes instead of a network, so that 64 ranks can be compared with one, and a plan
-can be described and verified without a process group.
+The dataflows run unchanged over queues of messages in place of a network, so that 64 ranks can be compared with one,
+and a plan can be described and verified without a process group.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from .agreement import Agreement
+from .peer.mailbox import Mailbox
 from .transport import Transport
 from .works import Message, Pending
 
@@ -27,7 +28,7 @@ _TIMEOUT = 120.0  # seconds that a rank waits for a message or for the other ran
 class VirtualRank(Transport):
     """One of ``world_size`` ranks, which need not exist: pass it as ``group`` to inspect a plan.
 
-    Ranks made by :func:`run` share mailboxes and can also run attention.
+    Ranks made by :func:`run` exchange messages and can also run attention.
     """
 
     def __init__(
@@ -41,6 +42,31 @@ class VirtualRank(Transport):
             raise ValueError(f"rank is {rank}; it must be between 0 and world_size - 1 = {world_size - 1}")
         super().__init__(rank, world_size, torch.device(device))
         self.world = world
+        self._own_mailbox: Mailbox | None = None
+
+    def _mailbox(self) -> Mailbox | None:
+        if self.world is None or not self.world.streams:
+            return None
+        if self._own_mailbox is None and not torch.cuda.is_current_stream_capturing():
+            self._own_mailbox = Mailbox(
+                self.rank, self.world_size, self.device, self._share, _TIMEOUT, together=self._together
+            )
+        return self._own_mailbox
+
+    def _share(self, size: int) -> tuple[Tensor, list[int], object]:
+        """Return memory of this rank, zeroed, and the addresses of all ranks' memory, see :class:`.memory.Link`."""
+        memories = self._exchange(torch.zeros(size, dtype=torch.uint8, device=self.device))
+        return memories[self.rank], [x.data_ptr() for x in memories], memories
+
+    def _together(self) -> None:
+        """Wait until all ranks have called this."""
+        self._exchange(torch.empty(0))
+
+    def _exchange(self, x: Tensor) -> list[Tensor]:
+        """Return the tensors of all ranks, on the current stream."""
+        world = self.world
+        assert world is not None
+        return [world.received(y) for y in world.exchange(self.rank, world.sent(x))()]
 
     def start_agreement(
         self,
@@ -63,7 +89,7 @@ class VirtualRank(Transport):
         if self.world is None:
             return super()._start(sends, receives)
         for x, peer in sends:
-            self.world.box(self.rank, peer).put(x.clone())
+            self.world.box(self.rank, peer).put(self.world.sent(x.clone()))
         return _Mail(self, receives)
 
     def _all_reduce(self, x: Tensor, op: str) -> None:
@@ -73,8 +99,7 @@ class VirtualRank(Transport):
     def _all_gather(self, x: Tensor) -> Tensor:
         if self.world is None:
             return super()._all_gather(x)
-        rows = self.world.exchange(self.rank, x.clone())()
-        return torch.stack([r.to(x.device) for r in rows])
+        return torch.stack([r.to(x.device) for r in self._exchange(x.clone())])
 
     def start_words(self, words: Tensor) -> Callable[[], Tensor]:
         if self.world is None:
@@ -85,9 +110,10 @@ class VirtualRank(Transport):
 
 @dataclass
 class _World:
-    """The mailboxes that the ranks of one :func:`run` share."""
+    """What the ranks of one :func:`run` share: boxes for messages, and whether each has a stream of its own."""
 
     size: int
+    streams: bool = False
     boxes: dict[tuple[int, int], queue.SimpleQueue[Tensor]] = field(default_factory=dict)
     stopped: bool = False  # a rank has failed
 
@@ -95,8 +121,20 @@ class _World:
         self.started = [0] * self.size  # exchanges, by rank
         self.exchanges: dict[int, _Exchange] = {}
 
+    def sent(self, x: Tensor) -> Tensor:
+        """Return x when another rank may read it, whose stream knows nothing of this one's."""
+        if self.streams and x.is_cuda:
+            torch.cuda.current_stream(x.device).synchronize()
+        return x
+
+    def received(self, x: Tensor) -> Tensor:
+        """Return x of another rank; its memory is not reused before this stream has read it."""
+        if self.streams and x.is_cuda:
+            x.record_stream(torch.cuda.current_stream(x.device))
+        return x
+
     def box(self, sender: int, receiver: int) -> queue.SimpleQueue[Tensor]:
-        # setdefault is atomic: both ends get the same mailbox
+        # setdefault is atomic: both ends get the same box
         return self.boxes.setdefault((sender, receiver), queue.SimpleQueue())
 
     def exchange(self, rank: int, x: Tensor) -> Callable[[], list[Tensor]]:
@@ -161,25 +199,47 @@ class _Mail:
                 raise AssertionError(
                     f"rank {peer} sent {message.dtype}{list(message.shape)}, expected {x.dtype}{list(x.shape)}"
                 )
-            x.copy_(message)
+            x.copy_(world.received(message))
+        self.receives = ()  # as those of other transports, which keep tensors alive until then
 
 
-def run(world_size: int, body: Callable[[VirtualRank], T], device: torch.device | str = "cpu") -> list[T]:
+def run(
+    world_size: int,
+    body: Callable[[VirtualRank], T],
+    device: torch.device | str = "cpu",
+    *,
+    streams: bool = False,
+) -> list[T]:
     """Call ``body(rank)`` for every rank, each in its own thread, and return the results in rank order.
 
+    Args:
+        streams: each rank has a stream of its own on the GPU, and a mailbox, whose kernels wait for each other. Only
+            for functions whose ranks share no memory of the GPU, such as :func:`ringattn.decode`, and few ranks: their
+            kernels must fit on the GPU at once.
+
     Raises:
+        ValueError: streams on a device that has none.
         BaseException: the error of the lowest rank that failed by itself; the other ranks are stopped.
     """
-    world = _World(world_size)
+    world = _World(world_size, streams=streams)
     results: list[Any] = [None] * world_size
+    if streams:
+        if torch.device(device).type != "cuda":
+            raise ValueError(
+                f"streams=True, but device is {device}, which has no streams; pass a GPU, or streams=False"
+            )
+        torch.cuda.current_stream(device).synchronize()  # the caller's tensors are complete
+    own = [torch.cuda.stream(torch.cuda.Stream(device)) if streams else contextlib.nullcontext() for _ in results]
     errors: dict[int, BaseException] = {}
 
     def work(rank: int) -> None:
         try:
             # Run the backward in this thread: autograd has one thread per GPU, in which a rank would wait for another
             # rank whose backward cannot start.
-            with torch.autograd.set_multithreading_enabled(False):
+            with torch.autograd.set_multithreading_enabled(False), own[rank]:
                 results[rank] = body(VirtualRank(rank, world_size, device, world))
+                if streams:  # the caller reads them on a stream of its own
+                    torch.cuda.current_stream(device).synchronize()
         except BaseException as error:
             errors[rank] = error
             world.stopped = True

@@ -2,6 +2,7 @@
 
     torchrun --standalone --nproc-per-node 4 -m scripts.check            # NCCL if there are GPUs, else gloo
     torchrun --standalone --nproc-per-node 2 -m scripts.check --quick    # a few cases of each kind
+    torchrun --standalone --nproc-per-node 4 -m scripts.check --hosts 2  # as if the ranks were on two hosts
     python -m scripts.check --virtual 5 8                                # ranks are threads of one process
 
 For every group of the first n ranks (n = 1, 2, ..., all), dataflow, layout, mask and score option, out, lse, dq, dk, dv
@@ -357,6 +358,9 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--virtual", nargs="+", type=positive, metavar="N", help="numbers of ranks that are threads, without torchrun"
     )
+    parser.add_argument(
+        "--hosts", type=positive, help="take the ranks for those of so many hosts: messages between them, links inside"
+    )
     args = parser.parse_args(argv)
     args.layouts = args.layouts or (["zigzag"] if args.quick else list(LAYOUTS))
     names = [case.name for case in cases(args.quick)]
@@ -384,6 +388,8 @@ def main() -> int:
         return 1 if outcome.failures else 0
     device = ranks.join("cuda" if cuda else "cpu", alternative="--virtual N")
     rank, world = dist.get_rank(), dist.get_world_size()
+    if args.hosts:
+        transport.host = lambda: rank * args.hosts // world
     sizes = args.groups or range(1, world + 1)
     if max(sizes) > world:
         raise SystemExit(f"--groups {max(sizes)} is more than the {world} ranks that were launched")

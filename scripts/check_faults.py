@@ -1,6 +1,7 @@
 """Stage faults on this machine: ranks that are killed, stopped, or raise an error in the middle of attention.
 
-    python -m scripts.check_faults                  # two GPUs: gather by copy engines at 20 points, ring by NCCL at 5
+    python -m scripts.check_faults                  # two GPUs: gather by copy engines at 20 points, ring by NCCL at 5,
+                                                    # decoding by mailboxes at 4
     python -m scripts.check_faults --device cpu     # the same over gloo, every dataflow
     python -m scripts.check_faults --points 3 --faults kill stop
 
@@ -11,12 +12,12 @@ ranks train in a loop; at one point of the forward or backward of the fourth ste
 * stopped (SIGSTOP), as by a debugger, a frozen container or a host that swaps,
 * made to raise MemoryError; at every second point it catches its own error and stays alive.
 
-Points are the places before and after every signal, wait and message of one forward and backward. A case passes if
-every other rank ends by itself, with an exit status that is not 0 and a text that names its own rank, the faulty rank
-and the step; if it ends within 5 s (10 s after a stop and where the faulty rank stays alive, because the time limit is
-5 s; on the CPU 10 s more); and if no process is left. The first cases have no fault and must end well. Cases run next
-to each other; those of two H200s take about four minutes. The last line is JSON; the exit status is 0 only if all
-cases pass.
+Points are the places before and after every signal, wait and message of one forward and backward, or of one token. A
+case passes if every other rank ends by itself, with an exit status that is not 0 and a text that names its own rank,
+the faulty rank and the step or the call; if it ends within 5 s (10 s after a stop and where the faulty rank stays
+alive, because the time limit is 5 s; on the CPU 10 s more); and if no process is left. The first cases have no fault
+and must end well. Cases run next to each other; those of two H200s take about four minutes. The last line is JSON; the
+exit status is 0 only if all cases pass.
 """
 
 from __future__ import annotations
@@ -109,6 +110,8 @@ class Points:
             release = Pull.release
             around: Any = self.around("release", release)
             Pull.release = lambda pull, wave: around(pull, wave)  # type: ignore[assignment,method-assign,misc]
+            mailbox = link.mailbox()
+            mailbox.merge = self.around("merge", mailbox.merge)
 
 
 def work(case: Case) -> None:
@@ -127,30 +130,45 @@ def work(case: Case) -> None:
         torch.set_num_threads(1)
         dist.init_process_group("gloo")
     tokens, dim, dtype = (4096, 128, torch.bfloat16) if gpu else (64, 16, torch.float32)
-    plan = ringattn.plan(tokens * case.ranks, causal=True, dataflow=case.dataflow, timeout=PATIENT)
-    if gpu and case.dataflow == "gather" and not plan.transport.pulls:
+    flow = "gather" if case.dataflow == "decode" else case.dataflow
+    plan = ringattn.plan(tokens * case.ranks, causal=True, dataflow=flow, timeout=PATIENT)
+    if gpu and flow == "gather" and not plan.transport.pulls:
         raise SystemExit("copy engines are not in use")
     points = Points(case, rank)
     points.instrument(plan.transport)
     heads = (8, 2, 2)
     q, k, v = (torch.randn(1, tokens, h, dim, device=case.device, dtype=dtype, requires_grad=True) for h in heads)
+    cache = ringattn.KVCache(1, 2, dim, tokens=tokens, dtype=dtype)
+    sequence = cache.add()
+
+    def train(plan: ringattn.Plan) -> None:
+        points.reach("before forward")
+        out: Any = ringattn.attention(q, k, v, plan)
+        points.reach("after forward")
+        loss = out.float().square().sum()
+        loss.backward()
+        points.reach("after backward")
+        loss.item()  # as a training script does
+
+    def generate(plan: ringattn.Plan) -> None:
+        plan.transport.limit = plan.timeout or PATIENT
+        token = cache.step([sequence])
+        points.reach("before decode")
+        out: Any = ringattn.decode(q[:, :1], k[:, :1], v[:, :1], token, layer=0)
+        points.reach("after decode")
+        out.float().sum().item()
+        cache.crop(sequence, 0)
 
     def step(plan: ringattn.Plan) -> None:
         points.names.clear()
         with contextlib.suppress(MemoryError) if case.stays else contextlib.nullcontext():
-            points.reach("before forward")
-            out: Any = ringattn.attention(q, k, v, plan)
-            points.reach("after forward")
-            loss = out.float().square().sum()
-            loss.backward()
-            points.reach("after backward")
-            loss.item()  # as a training script does
+            (generate if case.dataflow == "decode" else train)(plan)
             return
         time.sleep(600)
 
     step(plan)
     step(plan)
-    quick = ringattn.plan(tokens * case.ranks, causal=True, dataflow=case.dataflow, timeout=TIMEOUT)
+    quick = ringattn.plan(tokens * case.ranks, causal=True, dataflow=flow, timeout=TIMEOUT)
     step(quick)
     if gpu:
         torch.cuda.synchronize()
@@ -270,7 +288,7 @@ def _judge(
             wrong.append(f"{name} ended as if nothing had happened")
         elif survivor.seconds > limit:
             wrong.append(f"{name} ended after {survivor.seconds:.1f} s")
-        for word in (name, f"rank {case.ranks - 1}", "step|exchange"):
+        for word in (name, f"rank {case.ranks - 1}", "step|exchange|decode"):
             if survivor.status and not re.search(word, texts[-1]):
                 wrong.append(f"{name} does not name {word}")
     if fault is None and case.fault != "none":
@@ -305,7 +323,7 @@ def _left(token: str) -> list[int]:
 
 def cases(device: str, ranks: int, points: int, faults: list[str]) -> Iterator[Case]:
     """Yield all cases. Errors of every second point are caught."""
-    flows = {"gather": points, "ring": max(2, points // 4)}
+    flows = {"gather": points, "ring": max(2, points // 4), "decode": 4}  # points of decode: before, after, both inside
     for dataflow, count in (flows if device == "cuda" else flows | {"reduce": flows["ring"]}).items():
         for fault in faults:
             for i in range(count):
@@ -344,7 +362,7 @@ def main() -> int:
         if line["said"] and line["fault"] != "none":
             print(f"        {line['said'][0][:220]}", flush=True)
 
-    for dataflow in ("gather", "ring"):  # also compiles the kernels
+    for dataflow in ("gather", "ring", "decode"):  # also compiles the kernels
         show(run(Case(dataflow, "none", 0.0, options.device, ranks)))
     faults = options.faults or ["kill", "stop", "exception"]
     with ThreadPoolExecutor(options.together) as pool:

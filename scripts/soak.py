@@ -9,9 +9,10 @@ must not give NaN; every ``--check-every`` steps they are compared with float64,
 
 Every few steps a rank notes its resident memory, GPU memory, file descriptors, threads and Python objects, and the time
 of one step that is always the same (processor time on CPUs, which other programs hardly change). The first fifth of the
-samples is a warm-up, in which caches reach their limits. The median of the last third of the rest must not be larger
-than that of the first third: not at all for descriptors and threads, and otherwise by more than the allowance of
-``ALLOWED`` and four standard errors of the difference. The last line is JSON; the exit status is 0 only if all is well.
+samples is a warm-up, in which caches reach their limits, which ``--cache-limit`` lowers. The median of the last third
+of the rest must not be larger than that of the first third: not at all for descriptors and threads, and otherwise by
+more than the allowance of ``ALLOWED`` and four standard errors of the difference. The last line is JSON; the exit
+status is 0 only if all is well.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ if not __package__:
 
 import argparse
 import ctypes
+import functools
 import gc
 import json
 import math
@@ -38,6 +40,7 @@ import torch.distributed as dist
 
 import ringattn
 from ringattn import transport
+from ringattn.memo import Memo
 from scripts import check, ranks
 from scripts.arguments import positive
 
@@ -100,6 +103,18 @@ def steady_heap() -> None:
     if sys.platform == "linux":
         mmap_threshold = -3  # M_MMAP_THRESHOLD
         ctypes.CDLL(None).mallopt(mmap_threshold, 2**20)
+
+
+def limit_caches(limit: int) -> None:
+    """Let no bounded cache of ringattn keep more than ``limit`` results: then all of them are full after the warm-up,
+    and what grows later is a leak. A cache without a bound is not touched, so that its growth shows."""
+    for x in gc.get_objects():
+        if isinstance(x, Memo):
+            x.limit = min(x.limit, limit)
+        elif isinstance(x, functools._lru_cache_wrapper) and str(x.__module__).startswith("ringattn"):
+            bound = x.cache_parameters()["maxsize"]
+            if bound is not None and x.cache_info().currsize > limit:
+                x.cache_clear()
 
 
 def sample(device: torch.device) -> dict[str, float]:
@@ -212,6 +227,7 @@ def soak(args: argparse.Namespace, device: torch.device) -> dict[str, Any]:
         elif step % args.check_every == 0:
             text, checked = wrong(case, x, results), checked + 1
         if step % args.sample_every == 0:
+            limit_caches(args.cache_limit)
             repeat = lambda: check.over_ranks(  # noqa: E731
                 fixed, fixed_x, dict(layout="zigzag", dataflow="gather"), group=None, kernel="auto", deterministic=False
             )
@@ -268,6 +284,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--unmeasured", type=int, metavar="STEPS", help="before the time begins; 40 on GPUs, which compile"
     )
+    parser.add_argument("--cache-limit", type=positive, default=64, help="of every cache; kernels keep up to 4,096")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda" if torch.cuda.is_available() else "cpu")
     args = parser.parse_args(argv)
     if args.unmeasured is None:

@@ -20,6 +20,8 @@ import ringattn
 from ringattn import mask as masks
 from ringattn import reference, virtual
 from ringattn.dataflow import tiles
+from ringattn.dataflow.gathered import interleaved, relay_of
+from ringattn.dataflow.messages import collected, many_runs
 
 Results = dict[str, Tensor]
 
@@ -325,10 +327,11 @@ def traffic(plan: ringattn.Plan, case: Case, rank: int) -> tuple[tuple[int, int]
     )  # fmt: skip
     if plan.deterministic:
         messages = _messages_of_tiles(plan, rank)
-        if case.sink and rank > 0 and plan.local_lengths[rank]:  # one number per query and head goes to rank 0
-            sink = case.batch * case.q_heads * plan.local_lengths[rank] * max(4, itemsize)
+        if case.sink:  # one number per query and head goes to rank 0
+            tokens, more = _tiles_sent(plan, tiles.every_query(plan), rank)
+            sink = case.batch * case.q_heads * tokens * max(4, itemsize)
             return (plan.traffic_bytes(**shape), messages[0]), (
-                plan.traffic_bytes(backward=True, **shape) + sink, messages[1] + 1,
+                plan.traffic_bytes(backward=True, **shape) + sink, messages[1] + more,
             )  # fmt: skip
     else:
         messages = _messages_of_gather(plan, rank) if plan.dataflow == "gather" else _messages_of_walk(plan, rank)
@@ -349,20 +352,38 @@ def _messages_of_walk(plan: ringattn.Plan, rank: int) -> tuple[int, int]:
 
 
 def _messages_of_gather(plan: ringattn.Plan, rank: int) -> tuple[int, int]:
-    """k and v together, a message for each run that another rank fetches; in the backward again, and the
-    gradients of each run that this rank fetched."""
-    given = sum(run.owner == rank for r, runs in enumerate(plan.fetches) for run in runs if r != rank)
-    taken = sum(run.owner != rank for run in plan.fetches[rank])
+    """k and v together, a message for each run that another rank fetches, or for all of them; in the backward again,
+    and the gradients of each run that this rank fetched."""
+    relay = relay_of(plan)
+    if relay is None:
+        stages = [(plan.fetches, collected(plan))]
+    else:
+        inside = interleaved(plan) or many_runs(relay.fetches)
+        stages = [(relay.carried, many_runs(relay.carried)), (relay.fetches, inside)]
+    given = taken = 0
+    for fetches, together in stages:
+        pairs = [(r, run.owner) for r, runs in enumerate(fetches) for run in runs if r != run.owner]
+        pairs = sorted(set(pairs)) if together else pairs
+        given += sum(owner == rank for _, owner in pairs)
+        taken += sum(visitor == rank for visitor, _ in pairs)
     return given, given + taken
 
 
 def _messages_of_tiles(plan: ringattn.Plan, rank: int) -> tuple[int, int]:
     """k and v to each rank that gathers some of this rank's; in the backward again, and q, dout, lse and delta."""
-    keys, queries = (
-        sum(any(run.owner == rank for run in theirs.runs) for r, theirs in enumerate(side) if r != rank)
-        for side in (tiles.of_keys(plan), tiles.of_queries(plan))
-    )
+    keys, queries = (_tiles_sent(plan, side, rank)[1] for side in (tiles.of_keys(plan), tiles.of_queries(plan)))
     return 2 * keys, 2 * keys + 4 * queries
+
+
+def _tiles_sent(plan: ringattn.Plan, gathered: tuple[tiles.Tiles, ...], rank: int) -> tuple[int, int]:
+    """Tokens and messages of one tensor that a rank sends in a gather of tiles."""
+    lengths = [
+        [run.length for run in runs if run.owner == rank]
+        for stage in tiles.stages(plan, gathered)
+        for r, runs in enumerate(stage.runs)
+        if r != rank
+    ]
+    return sum(map(sum, lengths)), sum(map(bool, lengths))
 
 
 def virtually(world_size: int, case: Case) -> list[Part]:

@@ -20,7 +20,7 @@ import ctypes
 import functools
 import random
 import weakref
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -31,7 +31,8 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from ringattn.peer import driver, memory, pull, push
+from ringattn.dataflow import carrying
+from ringattn.peer import carry, driver, memory, pull, push
 
 
 class Deadlock(AssertionError):
@@ -220,6 +221,13 @@ class World:
             yield
         self.stream = None
 
+    @contextlib.contextmanager
+    def using(self, stream: Stream) -> Iterator[None]:
+        """Make another stream the current one."""
+        before, self.stream = self.stream, stream
+        yield
+        self.stream = before
+
     def current(self) -> Stream:
         assert self.stream is not None
         return self.stream
@@ -230,8 +238,9 @@ class World:
             Stream=lambda device=None: Stream(self.current().gpu, "side"),
             current_stream=lambda device=None: self.current(),
             Event=Event,
+            stream=self.using,
         )
-        for module in (memory, pull, push):
+        for module in (memory, pull, push, carry, carrying):
             monkeypatch.setattr(module, "torch", _Torch(cuda))
         monkeypatch.setattr(driver, "Words", functools.partial(Words, self))
         monkeypatch.setattr(driver, "Copies", functools.partial(Copies, self))
@@ -328,6 +337,58 @@ class Shared:
         return share
 
 
+class Network:
+    """Messages between GPUs, as NCCL moves them: on a stream of each GPU, after the work queued so far, with
+    multiprocessors; a send ends when it is received."""
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+        self.streams: dict[int, Stream] = {}
+        self.numbers: Counter[tuple[str, int, int]] = Counter()
+        self.posted: dict[tuple[int, int, int], Tensor] = {}
+        self.done: set[tuple[int, int, int]] = set()
+
+    def start(self, rank: int, sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]]) -> _Moving:
+        """Queue the messages of one rank on its stream; return an object that other streams can wait for."""
+        world, caller = self.world, self.world.current()
+        stream = self.streams.get(rank) or self.streams.setdefault(rank, Stream(caller.gpu, "messages"))
+        stream.wait_stream(caller)
+        keys = [self._number("send", rank, peer) for _, peer in sends]
+        for key, (x, _) in zip(keys, sends, strict=True):
+            stream.put(Operation("post", functools.partial(self.posted.__setitem__, key, alias(x))))
+        for x, peer in receives:
+            key = self._number("receive", peer, rank)
+            run = functools.partial(self._receive, key, alias(x))
+            stream.put(
+                Operation("receive", run, functools.partial(self._is_in, self.posted, key), multiprocessors="short")
+            )
+        for key in keys:
+            stream.put(Operation("sent", lambda: None, functools.partial(self._is_in, self.done, key)))
+        return _Moving(world, stream.record_event())
+
+    def _number(self, end: str, sender: int, receiver: int) -> tuple[int, int, int]:
+        self.numbers[end, sender, receiver] += 1
+        return sender, receiver, self.numbers[end, sender, receiver]
+
+    @staticmethod
+    def _is_in(keys: Any, key: object) -> bool:
+        return key in keys
+
+    def _receive(self, key: tuple[int, int, int], into: Tensor) -> None:
+        message = self.posted[key]
+        assert message.shape == into.shape, f"message {key}: {message.shape} is not {into.shape}"
+        into.copy_(message)
+        self.done.add(key)
+
+
+class _Moving:
+    def __init__(self, world: World, event: Event) -> None:
+        self.world, self.event = world, event
+
+    def wait(self) -> None:
+        self.world.current().wait_event(self.event)
+
+
 class _Torch:
     """torch, with another torch.cuda."""
 
@@ -356,6 +417,14 @@ class _Deferred(TorchFunctionMode):
             where, source = alias(target[0] if func is Tensor.copy_ else Tensor.__getitem__(*target)), alias(source)
             world.write_tensor("copy_", lambda: where.copy_(source))
             return target[0] if func is Tensor.copy_ else None
+        if func in (Tensor.__iadd__, Tensor.add_):
+            where, source = map(alias, args)
+            world.write_tensor("add", lambda: where.add_(source))
+            return args[0]
+        if func is Tensor.index_add_:
+            where, source, (dim, index) = alias(args[0]), alias(args[3]), args[1:3]
+            world.write_tensor("index_add_", lambda: where.index_add_(dim, index, source))
+            return args[0]
         if func is Tensor.pin_memory:
             return args[0]
         if func in _EMPTY or func in _ZEROS or func is torch.full:

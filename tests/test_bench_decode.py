@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
+import sys
 import types
+from pathlib import Path
 
 import pytest
 import torch
 
-from benchmarks import bench_decode, decode_contestants
+from benchmarks import bench_decode, decode_chunk, decode_contestants, plot_decode
 from benchmarks.bench_decode import Setup
 from benchmarks.decode_problems import PROBLEMS, Caches, Problem, ragged
 from benchmarks.segments import Launch
@@ -91,6 +94,44 @@ def test_end_to_end(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Monk
 
 def test_options_are_checked() -> None:
     assert "1 x 4M" not in bench_decode.parse([]).problems
-    for wrong in (["--rounds", "0"], ["--segment", "10"], ["--problems", "2 x 7"]):
+    for wrong in (["--rounds", "0"], ["--segment", "10"], ["--problems", "2 x 7"], ["--merges"]):
         with pytest.raises(SystemExit):
             bench_decode.parse(wrong)
+
+
+def test_a_chunk_is_compared_and_measured(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["decode_chunk", "--held", "300", "--new", "20", "--layers", "2", "--device", "cpu"]
+    monkeypatch.setattr(sys, "argv", arguments)
+    decode_chunk.main()
+    *_, last = capsys.readouterr().out.splitlines()
+    assert set(json.loads(last)["rows"]) == {"neighbours", "scattered"}
+    monkeypatch.setattr(torch, "equal", lambda a, b: False)
+    with pytest.raises(SystemExit, match="differ"):
+        decode_chunk.main()
+
+
+def test_the_plot_has_the_best_of_each_kernel(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    rows = [
+        dict(problem=problem, kernel=kernel, gb_per_s=rate)
+        for problem, kernel, rate in (
+            ("1 x 16k", "ringattn", 2000.0),
+            ("1 x 16k", "ringattn, attend alone", 2500.0),
+            ("1 x 16k", "FA3", 1900.0),
+            ("1 x 16k", "FA3, metadata", 1950.0),
+            ("8 x 1M", "read 1 x 3", 4500.0),
+            ("ragged", "ringattn", 4000.0),
+        )
+    ]
+    points = plot_decode.curves(rows)
+    assert points == {
+        1: {"ringattn": {16384: 2000.0}, "FA3": {16384: 1950.0}},
+        8: {"read": {2**20: 4500.0}},
+    }
+    log, picture = tmp_path / "decode.log", tmp_path / "decode.png"
+    log.write_text("text\n" + json.dumps(dict(benchmark="decode", device="none", rows=rows)) + "\n")
+    plot_decode.main([str(log), str(picture)])
+    assert picture.stat().st_size > 1000
+    log.write_text("nothing")
+    with pytest.raises(SystemExit):
+        plot_decode.main([str(log), str(picture)])

@@ -890,7 +890,7 @@ def token_of(step: ringattn.generation.Step, q: torch.Tensor, kv: torch.Tensor) 
 @GPU
 def test_a_captured_step_replays_as_uncaptured_ones_on_a_gpu() -> None:
     torch.manual_seed(0)
-    dim, length, steps = 64, 4096, 300
+    dim, length, steps = 64, 4096, 1000
     q = torch.randn(length, HEADS, dim, device="cuda", dtype=torch.bfloat16)
     kv = torch.randn(2, 2, length, KV_HEADS, dim, device="cuda", dtype=torch.bfloat16)
     caches = [

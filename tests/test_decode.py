@@ -16,6 +16,7 @@ import ringattn
 from ringattn import transport as transports
 from ringattn import virtual
 from ringattn.kernels.contract import Score, ScoreMod
+from ringattn.kernels.paged.contract import part
 from ringattn.transport import Transport
 
 LAYERS, KV_HEADS, GROUP, DIM, DIM_V = 2, 2, 3, 8, 6
@@ -32,6 +33,7 @@ class Model:
         self.dtype = options.get("dtype", torch.float64)
         shape = {**dict(tokens=2000, head_dim_v=DIM_V, page_size=16, windows=WINDOWS, dtype=self.dtype), **options}
         self.cache = ringattn.KVCache(LAYERS, KV_HEADS, DIM, group, **shape)
+        self.device = self.cache.transport.device
         self.dim_v = DIM if shape.get("shared_values") and shape["head_dim_v"] is None else shape["head_dim_v"]
         self.shared = bool(shape.get("shared_values"))
         for pool in self.cache._memory.pools:
@@ -53,7 +55,8 @@ class Model:
                 plans.append(self.cache.plan(s, count, causal=True, **options))
             for layer, plan in enumerate(plans):
                 k, v = self._more(s, layer, count)
-                self.cache.extend(plan, layer, plan.shard(k[None]), None if self.shared else plan.shard(v[None]))
+                mine = [plan.shard(x[None]).to(self.device) for x in (k, v)]
+                self.cache.extend(plan, layer, mine[0], None if self.shared else mine[1])
         return s
 
     def _more(self, s: int, layer: int, count: int) -> tuple[Tensor, Tensor]:
@@ -66,6 +69,7 @@ class Model:
     def step(self, sequences: list[int | None], new: int, **options: Any) -> list[tuple[Tensor, Tensor]]:
         """Decode all layers of a step; returns for each what decode() returned and what dense attention is."""
         step, results = self.cache.step(sequences, new), []
+        given = {name: x.to(self.device) if isinstance(x, Tensor) else x for name, x in options.items()}
         of_call = {name: x for name, x in options.items() if name not in ("tree", "heads", "fixed_split", "kernel")}
         for layer in range(LAYERS):
             q = self.random(len(sequences), new, HEADS, DIM)
@@ -73,7 +77,10 @@ class Model:
             blank = (self.random(new, KV_HEADS, DIM), self.random(new, KV_HEADS, self.dim_v))
             k, v = (torch.stack([(blank if row is None else row)[i] for row in rows]) for i in (0, 1))
             before = self.cache.transport.collectives
-            out, lse = ringattn.decode(q, k, None if self.shared else v, step, layer=layer, return_lse=True, **options)
+            new_q, new_k, new_v = (x.to(self.device) for x in (q, k, v))
+            new_values = None if self.shared else new_v
+            result = ringattn.decode(new_q, new_k, new_values, step, layer=layer, return_lse=True, **given)
+            out, lse = (x.cpu() for x in result)
             assert self.cache.transport.collectives - before == (self.cache.transport.world_size > 1)
             score = Score(of_call.get("softmax_scale") or DIM**-0.5, of_call.get("softcap", 0.0))
             score.alibi_slopes, score.sink = of_call.get("alibi_slopes"), of_call.get("sink")
@@ -290,7 +297,5 @@ def test_a_kernel_that_fails_on_one_rank_ends_the_use_of_the_group() -> None:
 
 @pytest.mark.parametrize(("heads", "world_size"), itertools.product([4, 5, 8], [1, 3]))
 def test_scattered_heads_are_those_of_tensor_split(heads: int, world_size: int) -> None:
-    from ringattn.generation.decoding import _part
-
     want = [x.tolist() for x in torch.arange(heads).tensor_split(world_size)]
-    assert [list(range(heads))[_part(heads, virtual.VirtualRank(r, world_size))] for r in range(world_size)] == want
+    assert [list(range(heads))[part(heads, rank, world_size)] for rank in range(world_size)] == want

@@ -36,6 +36,7 @@ TESTS = {
     "from_context_parallel": ["test_from_context_parallel"],
     "from_ring_flash_attn": ["test_from_ring_flash_attn", "test_flash_attn_functions"],
     "generate": ["test_generation", "test_generation", "test_generation_as_a_graph", "test_generation_of_transformers"],
+    "host_memory": ["test_host_memory"],
     "longest": ["test_the_longest_rows"],
     "losses": ["test_losses"],
     "masks": ["test_masks"],
@@ -881,3 +882,18 @@ def compare_trainer(pools: Any, tmp_path: Path, block: int, page: str = "trainer
     assert any(not torch.equal(a, b) for a, b in zip(before, parameters(model), strict=True))
     for one in got:
         close(one, parameters(model), 1e-5)
+
+
+def test_host_memory() -> None:
+    seq, sizes = 22, dict(q_heads=4, kv_heads=2, head_dim=8, chunk=5)
+    hidden, dout = torch.randn(1, seq, 12, dtype=torch.float64), torch.randn(1, seq, 4, 8, dtype=torch.float64)
+    weights = [torch.randn(12, heads * 8, dtype=torch.float64) for heads in (4, 2, 2)]
+
+    def project(x: Tensor) -> list[Tensor]:
+        return [(x @ w).unflatten(-1, (-1, 8)) for w in weights]
+
+    names = run("host_memory", ringattn=ringattn, seq_len=seq, hidden=hidden, project=project, dout=dout, **sizes)
+    leaves = [x.requires_grad_() for x in project(hidden)]
+    want, _ = reference.attention(*leaves, ringattn.plan(seq, causal=True).mask)
+    close([names["out"]], [want], 1e-12)
+    close([names[n].grad for n in "qkv"], list(torch.autograd.grad(want, leaves, dout)), 1e-11)

@@ -22,7 +22,7 @@ import ringattn
 from ringattn import layout, reference, virtual
 from ringattn.dataflow import DATAFLOWS, fetching
 from ringattn.dataflow.circulation import Tensors
-from ringattn.dataflow.contract import Call, Dataflow, Gradients
+from ringattn.dataflow.contract import Call, Dataflow, Gradients, Traffic
 from ringattn.dataflow.ring import add_gradients
 from ringattn.kernels.backends import BACKENDS, Backend
 from ringattn.kernels.contract import Keys, Queries, Result, Score, ScoreMod
@@ -97,9 +97,12 @@ class Broadcast(Dataflow):
         arriving[rank] = outgoing[rank]
         return arriving
 
-    def traffic(self, plan: Plan, rank: int) -> tuple[int, int]:
-        n, lengths = plan.world_size - 1, plan.local_lengths_k
-        return n * lengths[rank], sum(lengths) - lengths[rank]
+    def traffic(self, plan: Plan, rank: int) -> Traffic:
+        lengths = plan.local_lengths_k
+        return Traffic(
+            [lengths[rank] * (peer != rank) for peer in range(plan.world_size)],
+            [length * (peer != rank) for peer, length in enumerate(lengths)],
+        )
 
     def memory_bytes(self, plan: Plan, shape: Shape, backward: bool) -> int:
         states = plan.local_lengths[plan.rank] * shape.state_elements * shape.state_itemsize

@@ -10,6 +10,7 @@ import ctypes
 import functools
 import itertools
 import json
+import math
 import operator
 import os
 import subprocess
@@ -460,7 +461,11 @@ def test_gradients(case, dims, dtype):
 ])  # fmt: skip
 def test_deterministic_backward_has_the_same_bits_on_every_run(case, dims):
     """More CTAs than multiprocessors, other work next to them, repeated launches; and it differs from the other one
-    only by the order of its sums."""
+    only by the order of its sums.
+
+    Matrix units cut off the sums of dk and dv after each 16 queries, by 2^-24 / (2 ln 2) of the sum on average
+    (``kernel_contract.cut_off``). A sum whose parts are no larger than itself loses between nothing and that for each
+    of them, by its order."""
     x = make_problem(case, torch.bfloat16, dims=dims)
     out, lse = BACKEND.output(x.q, Keys(x.k, x.v, x.whole), x.score)
     queries = Queries(x.q, x.dout, lse, row_delta(out, x.dout))
@@ -475,8 +480,10 @@ def test_deterministic_backward_has_the_same_bits_on_every_run(case, dims):
         with torch.cuda.stream(stream):
             noise @ noise
         assert all(torch.equal(a, b) for a, b in zip(run(True), first, strict=True))
+    heads = case.heads // case.kv_heads // work.split_groups(x.q, x.k, x.whole).parts
+    cut_off = case.seq_q * heads / 16 * torch.finfo(torch.float32).eps / (4 * math.log(2))
     for a, b in zip(run(False), first, strict=True):
-        assert (a - b).norm() <= 1e-5 * b.norm()
+        assert (a - b).norm() <= max(1e-5, cut_off) * b.norm()
 
 
 @needs_hopper

@@ -127,7 +127,8 @@ def compiled(
         hopper_forward.forward(
             q, Keys(k, v, block, flags), score, Partial(rows, rows, values) if state else None, finalize
         )
-    (((kernel, grid, *args), options),) = launches
+    ((kernel, grid, *args), options), *others = launches
+    assert len(others) + 1 == hopper_forward.CONFIGS[dims].value_parts
     return sass.compile_for_hopper(kernel, grid, args, options)
 
 
@@ -205,9 +206,38 @@ def test_compiled_code(dims, kind):
         pytest.skip(sass.OTHER)
     assert facts["spills_in_steps"] == 0
     if "state-in" not in kind and "sink" not in kind:
-        # At 64 some that are read once per query tile, unless a state is stored; at 256 those of the flush.
-        some = {(64, 64): 160, (256, 256): 400} if "long" in kind else {(64, 64): 128}
+        # At 64 and 512 some that are read once per query tile, unless a state is stored; at 256 those of the flush.
+        some = {(64, 64): 160, (256, 256): 400} if "long" in kind else {(64, 64): 128, (512, 512): 160}
         assert facts["spills"] <= (some.get(dims, 0) if kind.endswith("out") else 0)
+
+
+@pytest.mark.parametrize("finalize", [True, False])
+@pytest.mark.parametrize("carried", [True, False])
+def test_launches_for_parts_of_the_values_make_one_result(monkeypatch, carried, finalize):
+    """Each starts from the state that is carried in, also where it is updated in place; here eager does their work."""
+    q, k, v = make_inputs(seq_q=40, seq_k=40, dim=512, heads=4)
+    block, score, launches = make_block(*causal(40, 40), 40), simple(512), []
+
+    def attend(kernel, grid, *args, **options):
+        x = dict(zip(kernel.arg_names, args, strict=False), **options)
+        launches.append(x["v_desc"].base)
+        state = Partial(*(x[name].clone() for name in ("m_in_ptr", "l_in_ptr", "o_in_ptr")))
+        keys = Keys(x["k_desc"].base, x["v_desc"].base, block)
+        result = EAGER._forward(x["q_desc"].base, keys, score, state if x["HAS_STATE"] else None, x["FINALIZE"])
+        first, *rest = result if finalize else (result.o, result.m, result.l)
+        for name, value in zip(("out_ptr", "lse_ptr", "l_ptr"), (first, *rest), strict=False):
+            x[name].copy_(value)
+        assert x["out_ptr"].stride(2) == x["DV"]
+
+    monkeypatch.setattr(hopper_forward, "dispatch", attend)
+    monkeypatch.setattr(hopper_forward, "work_counter", lambda device: torch.zeros(1, dtype=torch.int32, device=device))
+    before = EAGER.forward(q, Keys(k.flip(1), v.flip(1), block), score) if carried else None
+    copy = None if before is None else Partial(*(x.clone() for x in before))
+    got = hopper_forward.forward(q, Keys(k, v, block), score, before, finalize)
+    wanted = EAGER._forward(q, Keys(k, v, block), score, copy, finalize)
+    assert [x.shape[-1] for x in launches] == [256, 256]
+    for x, y in zip(got, wanted, strict=True):
+        torch.testing.assert_close(x, y)
 
 
 @pytest.mark.skipif(not sass.OUR_COMPILER, reason=sass.OTHER)

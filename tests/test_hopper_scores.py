@@ -5,6 +5,7 @@ What kernel_contract.py has of both runs there, too. Tolerances: kernel_contract
 
 from __future__ import annotations
 
+import types
 from dataclasses import replace
 
 import numpy as np
@@ -16,9 +17,11 @@ pytest.importorskip("triton")
 from kernel_contract import (
     Case,
     Problem,
+    attend,
     causal,
     check_backward,
     check_forward,
+    cut_off,
     documents,
     full,
     make_problem,
@@ -28,11 +31,11 @@ from kernel_contract import (
 
 from ringattn.kernels.backends import BACKENDS
 from ringattn.kernels.contract import Score
-from ringattn.kernels.hopper import scores
-from ringattn.kernels.hopper.backward import HEAD_DIMS
+from ringattn.kernels.hopper import backward, scores
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 needs_hopper = pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")
+HEAD_DIMS = backward.HEAD_DIMS + backward.PORTABLE
 UNIT = 12  # of the contract's cases, because tiles have 128 queries or keys
 
 
@@ -116,6 +119,23 @@ def test_padded_positions() -> None:
     assert all(x is y for x, y in zip(padded, again, strict=True))
 
 
+@pytest.mark.parametrize("jump", [0, 1000, 2**24, 2**25 - 300])
+def test_distances_are_exact_where_positions_jump_within_a_tile(monkeypatch, jump) -> None:
+    """Of tiles that both have the jump: what ALiBi takes off has the rounding error of one multiplication, and that of
+    the distance where it is more than float32 has exactly."""
+    monkeypatch.setattr(scores, "gl", types.SimpleNamespace(float32=torch.float32, abs=torch.abs))
+    monkeypatch.setattr(scores, "relative", scores.relative.fn)
+    rows = torch.arange(2**26, 2**26 + 128).int() + jump * (torch.arange(128) >= 50)
+    columns = torch.arange(2**26 + 20, 2**26 + 148).int() + jump * (torch.arange(128) >= 70)
+    base = scores.middle.fn(rows[0], rows[-1])
+    slope = torch.tensor(0.3)
+    taken_off = scores.penalties.fn(slope, scores.relative(rows, base), scores.relative(columns, base))
+    distances = (rows[:, None] - columns[None, :]).abs().double()
+    exact, roundings = distances * slope.double(), 1 + (distances > 2**24).double()
+    assert taken_off.dtype == torch.float32
+    assert ((taken_off - exact).abs() <= roundings * 2.0**-24 * 1.01 * exact).all()
+
+
 def moved(x: Problem, step: int, jump: int, between_segments: bool = False) -> Problem:
     """Return a problem whose positions are every ``step``-th after 2^26, with a jump in the middle, or between two
     segments, where runs of positions meet."""
@@ -178,12 +198,15 @@ def test_alibi_whose_keys_come_first_in_chunks(softcap, dims) -> None:
 @pytest.mark.parametrize("sink", [0.0, -200.0, 200.0])
 @pytest.mark.parametrize("size", [1.0, 30.0])
 def test_softcap_without_a_running_maximum(size, sink, dims) -> None:
-    """Finished and as a state, which others carry on; scores all far below 0, too; rows that see only their sink."""
+    """Finished and as a state, which others carry on; rows that see only their sink. Scores all far below 0, too: then
+    lse is near 0, and what matrix units cut off of scores of one sign is as much of it as all other errors."""
     x = make_problem(Case(padding, seq_q=72, seq_k=72, softcap=50.0, sink=True, heads=4), torch.bfloat16, UNIT, dims)
     x = x._replace(score=replace(x.score, sink=torch.full_like(x.score.sink, sink)), q=(x.q * size).to(x.q.dtype))
     check_forward(BACKENDS["hopper"], x)
     low = make_problem(Case(causal, softcap=50.0, chunks=(0, 1)), torch.bfloat16, UNIT, dims)
-    check_forward(BACKENDS["hopper"], low._replace(q=-low.q.abs() * size, k=low.k.abs()))
+    low = low._replace(q=-low.q.abs() * size, k=low.k.abs())
+    _, lse = attend(BACKENDS["eager"], low.to(torch.float64))
+    check_forward(BACKENDS["hopper"], low, cut_off(low, lse))
 
 
 @needs_hopper

@@ -113,11 +113,12 @@ def test_the_books_of_a_cache_know_no_device() -> None:
 def test_the_transport_knows_no_attention() -> None:
     assert GRAPH["errors"] == GRAPH["peer.driver"] == GRAPH["peer.symmetric"] == GRAPH["peer.watchdog"] == set()
     assert GRAPH["agreement"] == {"errors"}
-    assert GRAPH["peer.memory"] - {"peer"} == {"memo", "peer.driver", "peer.watchdog"}
+    assert GRAPH["peer.memory"] - {"peer"} == {"memo", "peer.driver", "peer.mailbox", "peer.watchdog"}
     assert GRAPH["lockstep"] - {"peer"} == {"errors", "peer.watchdog"}
     assert GRAPH["health"] - {"peer"} == {"errors", "lockstep", "peer.driver", "peer.watchdog"}
     assert GRAPH["transport"] - {"peer"} == {
-        "agreement", "errors", "gloo", "health", "lockstep", "peer.connect", "peer.memory", "peer.watchdog", "works",
+        "agreement", "errors", "gloo", "health", "lockstep", "peer.connect", "peer.mailbox", "peer.memory",
+        "peer.watchdog", "works",
     }  # fmt: skip
 
 

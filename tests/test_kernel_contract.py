@@ -13,7 +13,11 @@ from ringattn.kernels.backends import BACKENDS
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 UNITS = {"hopper": 12}  # its tiles have 128 queries or keys
-DIMS = {"eager": [(8, 5)], "triton": [(16, 16)], "hopper": [(64, 64), (96, 96), (128, 128), (192, 128), (256, 256)]}
+DIMS = {
+    "eager": [(8, 5)],
+    "triton": [(16, 16)],
+    "hopper": [(64, 64), (96, 96), (128, 128), (192, 128), (256, 256), (512, 512)],
+}
 
 
 @pytest.fixture(autouse=True)
@@ -43,7 +47,7 @@ def test_contract(backend: str, dims: tuple[int, int], case: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("case", ["window", "gqa", "alibi-per-batch-softcap"])
+@pytest.mark.parametrize("case", ["window", "gqa", "alibi-per-batch-softcap", "dims-512-320"])
 def test_contract_in_16_bits(case: str, dtype: torch.dtype) -> None:
     problem = make_problem(CASES[case], dtype)
     for reason in refusals(BACKENDS["triton"], problem):

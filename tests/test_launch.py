@@ -11,9 +11,11 @@ import pytest
 import torch
 
 pytest.importorskip("triton")
+import triton
+from triton.backends.nvidia import driver as triton_driver
 from triton.compiler import CompiledKernel
 
-from ringattn.kernels import launch
+from ringattn.kernels import direct_launch, launch
 from ringattn.kernels.launch import Launches, dispatch
 
 
@@ -204,33 +206,83 @@ def test_the_interpreter_is_not_remembered() -> None:
         assert not launched(kernel, launches, "a", torch.zeros(64), torch.zeros(64))
 
 
-def test_a_repeated_launch_skips_hooks_unless_one_is_installed(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """The launcher gets the arguments that CompiledKernel.__getitem__ passes, without hooks."""
+class CudaLauncher(triton_driver.CudaLauncher):
+    """Triton's launcher of arguments (pointer, int, float, view, constant, constant), which records them as its
+    compiled function gets them."""
+
+    def __init__(self, got: list[tuple[Any, ...]]) -> None:  # nothing is compiled
+        kinds = ("*fp32", "i32", "fp32", "tensordesc<fp32[1, 64]>", "constexpr", "constexpr")
+        view = dict(swizzle=3, elem_size=4, elem_type=7, block_size=[1, 64], fp4_padded=False)
+        signature = dict(zip(Kernel.arg_names, kinds, strict=True))
+        self.launch = triton_driver.wrap_handle_tensordesc(lambda *args: got.append(args), signature, [view])
+        self.launch_cooperative_grid, self.launch_pdl = False, True
+        self.global_scratch_size = self.profile_scratch_size = 0
+        self.global_scratch_align = self.profile_scratch_align = 1
+        self.num_ctas = 1
+
+
+class Descriptor(View):
+    shape, strides, padding = (64, 128), (128, 1), "zero"
+
+    def __init__(self, base: torch.Tensor) -> None:
+        super().__init__(base, [1, 64])
+        self.shape, self.strides, self.padding = Descriptor.shape, Descriptor.strides, Descriptor.padding
+
+
+@pytest.mark.skipif(not direct_launch.TRITON_3_6, reason="the order of arguments is that of Triton 3.6")
+def test_a_direct_launch_passes_what_triton_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+    encoded: list[int] = []
+
+    def fill(address: int, *more: Any) -> tuple[Any, ...]:
+        encoded.append(address)
+        return ("map", address, *more)
+
+    active = SimpleNamespace(utils=SimpleNamespace(fill_tma_descriptor=fill))
+    monkeypatch.setattr(triton.runtime.driver, "_active", active)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 7, raising=False)
     kernel, launches, got = Kernel(), Launches(), []
+    tensors = [(torch.zeros(64), torch.ones(64)) for _ in range(3)]
+    first = kernel[(3, 1, 1)]()
+    assert isinstance(first, Compiled)
+    first._run, first.module, first.name, first.src = CudaLauncher(got), "loaded", "kernel", None
+
+    def arguments(x: torch.Tensor, y: torch.Tensor, number: int) -> tuple[Any, ...]:
+        return (x, number, 0.5, Descriptor(y), 64, True)
+
+    launches.remember("a", tensors[0], launch.Launched(first, (3, 1, 1), arguments(*tensors[0], 5)), number_at=1)
+    encoded.clear()
+    for x, y in (*tensors, *tensors):
+        assert launches.again("a", (x, y), 9)
+        CompiledKernel.__getitem__(first, (3, 1, 1))(*arguments(x, y, 9), stream=7)
+        direct, theirs = got[-2:]
+        assert theirs[13] is x
+        # Grid, stream, function, options, scratch memory, metadata; what is for profilers only is left out.
+        assert direct[:10] == theirs[:10] == (3, 1, 1, 7, "function", False, True, None, None, "metadata")
+        assert direct[10:13] == (None, None, None)
+        assert direct[13:] == (x.data_ptr(), *theirs[14:])
+    assert first.launches == []
+    # Triton encodes the view in each of its six launches; direct launches once for each address.
+    assert len(encoded) == 6 + 3
+    first._run.global_scratch_size = 1  # memory that is allocated for each launch
+    assert not direct_launch.DirectLaunch.possible(first)
+
+
+def test_hooks_see_repeated_launches(monkeypatch: pytest.MonkeyPatch) -> None:
+    kernel, launches = Kernel(), Launches()
     x, y = torch.zeros(64), torch.zeros(64)
-    launched(kernel, launches, "a", x, y)
-    compiled = kernel.compiled[0]
-    compiled._run = lambda *args: got.append(args)
-    compiled.module, compiled.name, compiled.src = "loaded", "kernel", None  # as one that has been launched
-    launched(kernel, launches, "a", x, y)
-    assert len(compiled.launches) == 1
+    for _ in range(3):
+        launched(kernel, launches, "a", x, y)
+    (repeat,) = launches._repeats._kept.values()
+    direct: list[object] = []
+    repeat.direct = lambda *args: direct.append(args)  # type: ignore[assignment]
     assert launched(kernel, launches, "a", x, y)
-    assert len(compiled.launches) == 2 - launch._CAN_RUN_DIRECTLY
-    CompiledKernel.__getitem__(compiled, (3, 1, 1))(*got[0][9:] if got else (), stream=7)
-    *_, theirs = got
-    if launch._CAN_RUN_DIRECTLY:
-        assert got[0][:6] == theirs[:6] == (3, 1, 1, 7, "function", "metadata")
-        assert got[0][6:9] == (None, None, None)
-        assert got[0][9] is x
-        assert got[0][9:] == theirs[9:]
+    assert len(direct) == 1
     hook = lambda metadata: None  # noqa: E731
     launch.knobs.runtime.launch_enter_hook.add(hook)
     try:
-        before = len(compiled.launches)
+        before = len(kernel.compiled[0].launches)
         assert launched(kernel, launches, "a", x, y)
-        assert len(compiled.launches) == before + 1
+        assert len(kernel.compiled[0].launches) == before + 1
+        assert len(direct) == 1
     finally:
         launch.knobs.runtime.launch_enter_hook.remove(hook)

@@ -41,6 +41,7 @@ def run(arguments: list[str]) -> dict[str, Any]:
         "--dataflow=ring --backward",
         "--dtype=float16 --layout=contiguous --backward",
         "--dtype=float32 --backward",
+        "--host-memory --backward",
     ],
 )
 def test_sampled_rows_agree(

@@ -14,11 +14,12 @@ from torch.utils._pytree import tree_leaves
 import ringattn
 from ringattn import Partial, virtual
 from ringattn import mask as masks
-from ringattn.dataflow import choose, tiles
+from ringattn.dataflow import by_node, choose, fetching, messages, tiles
 from ringattn.dataflow.contract import Call
-from ringattn.dataflow.fetching import gathered_block
+from ringattn.dataflow.gathered import gathered_block
 from ringattn.kernels.backends import Backend
 from ringattn.kernels.contract import Keys, Queries, Result, Score
+from ringattn.schedule import head_groups
 
 DIM, TOKENS = 16, 4096
 TREE = masks.tree([-1, 0, 0, 0, 0], [2048, 512, 512, 512, 512])
@@ -98,6 +99,10 @@ def _messages(monkeypatch: pytest.MonkeyPatch) -> None:
         (4, "gather", "zigzag", (8, 8), dict(causal=True)),
         (4, "gather", "striped", (8, 8), dict(causal=True)),
         (8, "gather", "striped", (32, 8), dict(causal=True)),
+        (4, "gather", "zigzag", (8, 8), dict(causal=True, local_size=2)),
+        (8, "gather", "zigzag", (32, 8), dict(local_size=4)),
+        (6, "gather", "striped", (8, 2), dict(causal=True, local_size=(2, 1, 3))),
+        (8, "gather", "balanced", (8, 8), dict(mask=TREE, local_size=2)),
         (1, "ring", "zigzag", (8, 2), dict(mask=TREE)),
         (4, "ring", "balanced", (8, 8), dict(mask=TREE)),
         (4, "reduce", "balanced", (8, 2), dict(mask=TREES)),
@@ -106,6 +111,7 @@ def _messages(monkeypatch: pytest.MonkeyPatch) -> None:
         (4, "gather", "zigzag", (8, 8), dict(mask=SINKS)),
         (1, "ring", "zigzag", (8, 8), dict(causal=True, deterministic=True)),
         (4, "ring", "zigzag", (8, 2), dict(causal=True, deterministic=True)),
+        (6, "ring", "zigzag", (8, 2), dict(causal=True, deterministic=True, local_size=(2, 1, 3))),
         (4, "reduce", "striped", (8, 8), dict(causal=True, window_size=(300, 0), deterministic=True)),
         (4, "gather", "contiguous", (8, 8), dict(causal=True, deterministic=True, buffer_bytes=1 << 20)),
         (4, "ring", "zigzag", (8, 2), dict(mask=masks.sinks(TOKENS, 4, 300), deterministic=True)),
@@ -144,3 +150,18 @@ def test_no_more_than_predicted(
             assert predicted > 0
             assert measured <= 1.01 * predicted  # a few numbers per block
             assert predicted <= 1.75 * measured or not measured, "an upper bound, but not twice too large"
+
+
+def groups_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Cut heads into groups as on a GPU."""
+    for module in (fetching, messages, by_node):
+        monkeypatch.setattr(module, "head_groups", lambda k, q, device, *a, **b: head_groups(k, q, "cuda", *a, **b))
+
+
+@pytest.mark.parametrize("heads", [(32, 8), (8, 8)])
+@pytest.mark.parametrize(("ranks", "nodes", "layout"), [(8, 4, "zigzag"), (6, (2, 1, 3), "striped")])
+def test_no_more_than_predicted_in_groups_of_heads(
+    monkeypatch: pytest.MonkeyPatch, ranks: int, nodes: int | tuple[int, ...], layout: str, heads: tuple[int, int]
+) -> None:
+    groups_of_a_gpu(monkeypatch)
+    test_no_more_than_predicted(ranks, "gather", layout, heads, dict(causal=True, local_size=nodes))

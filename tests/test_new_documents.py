@@ -21,7 +21,8 @@ import ringattn
 from ringattn import blocks, virtual
 from ringattn import transport as transports
 from ringattn.agreement import Disagreement
-from ringattn.dataflow.fetching import collected, gathered_block
+from ringattn.dataflow.gathered import gathered_block
+from ringattn.dataflow.messages import collected
 from ringattn.kernels.contract import completion_groups
 from ringattn.kernels.upload import upload
 from ringattn.layout import positions

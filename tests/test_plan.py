@@ -24,7 +24,7 @@ from ringattn import layout as layouts
 from ringattn import plan as plan_function
 from ringattn import planning, plans
 from ringattn import transport as transports
-from ringattn.dataflow.fetching import gathered_block
+from ringattn.dataflow.gathered import gathered_block
 from ringattn.kernels import long_sums
 from ringattn.kernels.contract import Block
 from ringattn.schedule import Schedule, Step

@@ -26,8 +26,8 @@ import ringattn
 from ringattn import layout
 from ringattn.dataflow import fetching
 from ringattn.dataflow.contract import Call as Attention
-from ringattn.dataflow.fetching import gathered_block
 from ringattn.dataflow.gather import Gather
+from ringattn.dataflow.gathered import gathered_block
 from ringattn.kernels import contract
 from ringattn.kernels.backends import Backend
 from ringattn.kernels.contract import CompletionCounts, Queries, Result, Score
@@ -259,6 +259,10 @@ class Kernels(Backend):
         return counters
 
 
+class Linked(VirtualRank):
+    pulls = True  # type: ignore[assignment]
+
+
 class Group:
     """Some ranks of a world, with their links."""
 
@@ -294,7 +298,7 @@ class Group:
         if case.heads_in_memory < case.kv_heads:  # where a rank fetches all keys
             head_bytes = case.batch * case.keys * WIDTH * (4 if kind == "forward" else 8)
             buffer = min(2 * case.heads_in_memory * head_bytes, case.kv_heads * head_bytes - 1)
-        rank = VirtualRank(place, len(self.ranks))
+        rank = Linked(place, len(self.ranks))
         plan = ringattn.plan(
             case.seq_len, rank, seq_len_k=case.seq_len_k, layout=case.layout, dataflow="gather", **case.mask,
             buffer_bytes=buffer,
@@ -622,7 +626,7 @@ def test_rows_are_pulled_in_chunks_that_grow(
     k = torch.zeros(batch, 1, heads, WIDTH)
     with world.host(Stream(world.gpus[0], "main")):
         link = memory.Link(0, 2, CPU, Shared(world, (0, 1)).of(0))
-        buffers = pull.FetchBuffers(link, k, k, fetches, [1, 1], [slice(0, heads)])
+        buffers = pull.FetchBuffers(link, k, k, pull.Pattern.flat(fetches, [1, 1]), [slice(0, heads)])
     chunks: Any = buffers.chunks(0, [slice(*g) for g in groups])
     assert [len(chunk.flags.addresses) for chunk in chunks] == sizes
     order = [b * heads + h for g in groups for b in range(batch) for h in range(*g)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import random
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 from pool import on_ranks
 
+from ringattn.memo import Memo
 from scripts import check, soak
 
 
@@ -59,7 +61,9 @@ def soaked(error: float) -> dict[str, Any]:
 
     check.over_ranks = wrong
     try:
-        args = argparse.Namespace(seed=0, seconds=60.0, steps=12, unmeasured=0, check_every=2, sample_every=1)
+        args = argparse.Namespace(
+            seed=0, seconds=60.0, steps=12, unmeasured=0, check_every=2, sample_every=1, cache_limit=64
+        )
         return soak.soak(args, torch.device("cpu"))
     finally:
         check.over_ranks = attend
@@ -74,3 +78,16 @@ def test_a_short_run(pools: Any, world_size: int) -> None:
     wrong = pools(world_size).run(soaked, 0.1)
     assert "has error" in wrong[0]["failures"][0]
     assert wrong[0]["failures"] == wrong[1]["failures"]
+
+
+def test_caches_with_a_bound_are_limited() -> None:
+    kept, unbounded = Memo[int](100), functools.cache(lambda x: x)
+    bounded = functools.lru_cache(100)(lambda x: x)
+    for function in (bounded, unbounded):
+        function.__module__ = "ringattn.test"
+        for n in range(20):
+            function(n)
+    soak.limit_caches(10)
+    for n in range(20):
+        kept.put(n, n)
+    assert (len(kept), bounded.cache_info().currsize, unbounded.cache_info().currsize) == (10, 0, 20)

@@ -1,7 +1,7 @@
 """The Triton kernels compile for GPUs on which they have not been run, within the shared memory of these GPUs.
 
 Compiling takes seconds per kernel: bf16 at head dim 128 everywhere; ``RINGATTN_COMPILE_ALL=1`` adds float32 and the
-head dims 64, 192/128 and 256. ``python tests/test_triton_targets.py`` prints registers, spills and shared memory.
+head dims 64, 192/128, 256 and 512. ``python tests/test_triton_targets.py`` prints registers, spills and shared memory.
 """
 
 from __future__ import annotations
@@ -37,14 +37,15 @@ TARGETS = {
     "sm_120": (GPUTarget("cuda", 120, 32), (12, 0), 99 * KB),
     "gfx942": (GPUTarget("hip", "gfx942", 64), (0, 0), 64 * KB),
 }
+CAPABILITIES = [(0, 0), (7, 5), (8, 6), (9, 0), (10, 3), (12, 1)]
 CASES = [("bfloat16", 128, 128)]
 if os.environ.get("RINGATTN_COMPILE_ALL"):
     DIMS = ((64, 64), (128, 128), (192, 128), (256, 256))
-    CASES = [(dtype, *dims) for dtype in ("bfloat16", "float32") for dims in DIMS]
+    CASES = [(dtype, *dims) for dtype in ("bfloat16", "float32") for dims in DIMS] + [("bfloat16", 512, 512)]
 
 
 def report(name: str, dtype: str, dim: int, dim_v: int) -> dict[str, dict]:
-    """Compile the three kernels for a target. Returns for each registers, spills and bytes of shared memory."""
+    """Compile the kernels for a target. Returns for each registers, spills and bytes of shared memory."""
     target, capability, _ = TARGETS[name]
     shapes = ((4, dim), (2, dim), (2, dim_v), (4, dim_v))
     q, k, v, dout = (torch.zeros(1, 512, *shape, dtype=getattr(torch, dtype)) for shape in shapes)
@@ -53,8 +54,10 @@ def report(name: str, dtype: str, dim: int, dim_v: int) -> dict[str, dict]:
 
     def compile_it(kernel, grid, *args, **options) -> None:
         if kernel.__name__ != "_base2":
-            compiled = sass.compile_for(target, kernel, grid, args, options)
-            launches[kernel.__name__] = resources(compiled)
+            sums = "".join(name for name in ("KEYS", "VALUES") if options.get(name))  # of _dkdv
+            launches[f"{kernel.__name__} {sums}".strip()] = resources(
+                sass.compile_for(target, kernel, grid, args, options)
+            )
 
     with pytest.MonkeyPatch.context() as patch:
         for module in (forward, backward):
@@ -102,7 +105,8 @@ def reports(name: str) -> dict:
 def test_kernels_fit(name: str) -> None:
     shared = TARGETS[name][2]
     for case, kernels in reports(name).items():
-        assert set(kernels) == {"_forward", "_dkdv", "_dq"}
+        passes = ("_dkdv KEYS", "_dkdv VALUES") if " 512" in case else ("_dkdv KEYSVALUES",)
+        assert set(kernels) == {"_forward", *passes, "_dq"}
         for kernel, used in kernels.items():
             assert used["shared"] <= shared, f"{name}, {case}, {kernel}: {used}"
             assert used["registers"] > 0
@@ -110,13 +114,20 @@ def test_kernels_fit(name: str) -> None:
 
 @pytest.mark.parametrize("dims", [(16, 16), (40, 80), (64, 64), (128, 64), (192, 128), (256, 256)], ids=str)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-@pytest.mark.parametrize("capability", [(0, 0), (7, 5), (8, 6), (9, 0), (10, 3), (12, 1)])
+@pytest.mark.parametrize("capability", CAPABILITIES)
 def test_every_call_has_tiles(capability, dtype, dims) -> None:
     q, v = (torch.zeros(1, 1, 1, dim, dtype=dtype) for dim in dims)
     row = row_of(q, v, capability)
     assert row.dim >= max(dims)
     assert row.dim_v >= dims[1]
-    assert all(isinstance(tiles, Tiles) for tiles in row[3:])
+    assert all(isinstance(tiles, Tiles) for tiles in row[3:6])
+    assert row.dv is None
+
+
+@pytest.mark.parametrize("capability", CAPABILITIES)
+def test_large_head_dims_have_tiles_for_dv_alone(capability) -> None:
+    q, v = torch.zeros(1, 1, 1, 320, dtype=torch.float16), torch.zeros(1, 1, 1, 512, dtype=torch.float16)
+    assert all(isinstance(tiles, Tiles) for tiles in row_of(q, v, capability)[3:])
 
 
 def main(names: list[str]) -> None:

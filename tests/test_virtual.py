@@ -1,4 +1,4 @@
-"""Virtual ranks: mailboxes, errors, large worlds, and plans of ranks that do not exist."""
+"""Virtual ranks: messages, errors, large worlds, and plans of ranks that do not exist."""
 
 from __future__ import annotations
 
@@ -39,6 +39,11 @@ def test_messages_between_two_ranks_match_in_order_and_are_copies() -> None:
     for r, (got, sent) in enumerate(virtual.run(3, body)):
         assert got == [(r - 1) % 3, 9.0, 9.0]
         assert sent == (4 + 8, 2)
+
+
+def test_streams_need_a_gpu() -> None:
+    with pytest.raises(ValueError, match="streams=True, but device is cpu, which has no streams"):
+        virtual.run(2, lambda rank: rank, streams=True)
 
 
 def test_all_reduce() -> None:

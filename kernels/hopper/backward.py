@@ -85,8 +85,9 @@ from .primitives import (
 from .tensor_maps import readable, view
 from .work import Split
 
-__all__ = ["HEAD_DIMS", "IN_ORDER", "backward", "completion_counts", "unsupported"]
+__all__ = ["HEAD_DIMS", "IN_ORDER", "PORTABLE", "backward", "completion_counts", "unsupported"]
 
+PORTABLE = ((512, 512),)  # head dims whose backward runs on the portable kernels
 HEAD_DIMS = ((64, 64), (96, 96), (128, 128), (192, 128), (256, 256))  # of q, k and of v
 IN_ORDER = (64, 96, 128)  # head dims of q whose dq may be added in a fixed order
 
@@ -249,7 +250,7 @@ def _consumer(
     key = first + C * (BN // 2)
     dk = pieces.zero_sums(k_s)
     dv = pieces.zero_sums(v_s)
-    alibi = scores.of_keys(alibi, batch, (kv_head * parts + part) * heads, first, key, S_L)
+    alibi = scores.of_keys(alibi, batch, (kv_head * parts + part) * heads, first, past, key, S_L)
     ds_s.index(ds_s.shape[0] - 2 + C).store(gl.zeros([BN // 2, BM], k_s[0].dtype, S_L))  # "dS of step -1"
     fence_async_shared()
     barrier_arrive(DS_READY + 1 + 2 * C, PAIR)
@@ -403,8 +404,9 @@ def unsupported(q: Tensor, k: Tensor, v: Tensor, score: Score) -> str | None:
         return "it needs a Hopper GPU (sm_90); use 'triton'"
     if q.dtype not in (torch.bfloat16, torch.float16) or not q.dtype == k.dtype == v.dtype:
         return f"dtype {q.dtype} is not bfloat16 or float16; use 'triton'"
-    if (q.shape[-1], v.shape[-1]) not in HEAD_DIMS:
-        return f"head dims {q.shape[-1]} of q, k and {v.shape[-1]} of v; it has {HEAD_DIMS}; use 'triton'"
+    dims = (q.shape[-1], v.shape[-1])
+    if dims not in HEAD_DIMS + PORTABLE:
+        return f"head dims {dims[0]} of q, k and {dims[1]} of v; it has {HEAD_DIMS + PORTABLE}; use 'triton'"
     return None
 
 

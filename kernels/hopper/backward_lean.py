@@ -189,7 +189,7 @@ def _consumer(
     head = pieces.buffer_of(batch, part, batches, IN_TURNS).to(gl.int64) * stride_b + kv_head.to(gl.int64) * stride_h
     dk = pieces.zero_sums(k_s)
     dv = pieces.zero_sums(v_s)
-    alibi = scores.of_keys(alibi, batch, (kv_head * parts + part) * heads, first, key, S_L)
+    alibi = scores.of_keys(alibi, batch, (kv_head * parts + part) * heads, first, past, key, S_L)
     ds_s.index(2 + C).store(gl.zeros([BN // 2, BM], k_s[0].dtype, S_L))  # "dS of step -1"
     fence_async_shared()
     barrier_arrive(DS_READY + 1 + 2 * C, PAIR)

@@ -310,7 +310,7 @@ def scores_to_base_2(
         s = hide(s, bounds_v, stage, key, past, S_L)
     s = s * scale
     if not PLAIN:
-        s = s - scores.distances_of_step(alibi, head, stage, S_L)
+        s = s - scores.penalties_of_step(alibi, head, stage, S_L)
     if CUT and not PLAIN:
         s = hide(s, bounds_v, stage, key, past, S_L)
     return s
@@ -327,14 +327,14 @@ def capped_probabilities(
     if FUSED:
         offset, _ = gl.broadcast(lse_v.index(stage).load(gl.SliceLayout(0, S_L))[None, :], t)
         if len(alibi) > 0:
-            offset = offset + scores.distances_of_step(alibi, head, stage, S_L)
+            offset = offset + scores.penalties_of_step(alibi, head, stage, S_L)
         if CUT:
             offset = hide(offset, bounds_v, stage, key, past, S_L, float("inf"))
         p, slope = scores.probabilities(t, scale, offset, dtype)
     else:
         s = t * scale
         if len(alibi) > 0:
-            s = s - scores.distances_of_step(alibi, head, stage, S_L)
+            s = s - scores.penalties_of_step(alibi, head, stage, S_L)
         if CUT:
             s = hide(s, bounds_v, stage, key, past, S_L)
         p32 = gl.exp2(s - lse_v.index(stage).load(gl.SliceLayout(0, S_L))[None, :])

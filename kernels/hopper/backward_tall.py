@@ -182,7 +182,7 @@ def _consumer(
     key = first + C * HALF
     dk = pieces.zero_sums(k_s)
     dv = pieces.zero_sums(v_s)
-    alibi = scores.of_keys(alibi, batch, (kv_head * parts + part) * heads, first, key, S_L)
+    alibi = scores.of_keys(alibi, batch, (kv_head * parts + part) * heads, first, past, key, S_L)
     ds_s.index(2 + C).store(gl.zeros([HALF, ROWS], k_s[0].dtype, S_L))  # "dS of step -1"
     fence_async_shared()
     barrier_arrive(DS_READY + 1 + 2 * C, PAIR)

@@ -154,7 +154,7 @@ def _values(
     past = gl.load(info + 1)
     steps, cut_steps, _, _ = pieces.visit_order(info, heads)
     dv = pieces.zero_sums(dout_s)
-    alibi = scores.of_keys(alibi, batch, (kv_head * parts + part) * heads, key, key, S_L)
+    alibi = scores.of_keys(alibi, batch, (kv_head * parts + part) * heads, key, past, key, S_L)
     mbarrier.wait(kv_full.index(0), 0)
     mbarrier.wait(q_full.index(0), 0)
     s = warpgroup_mma_wait(0, deps=[pieces.keys_times_queries(pieces.tile_at(k_s, 0, 0), q_s, 0, S_L)])

@@ -30,6 +30,8 @@ with 64 query rows. The consumers of a CTA share the key and value tiles, two st
   0.7 % of itself after five million keys. If a query may see that many (``Block.period``), O is flushed every PERIOD
   key tiles: added in float32 to a sum in memory, and started again at zero. A carried O starts in that sum. (The same
   loss in FP8, and the same remedy: DeepSeek-V3, arXiv:2412.19437, section 3.3.2.)
+* A head dim of 512 is two launches, each for half of the columns of v: registers hold sums of 128 x 256. Both compute
+  the scores, so there are 3 products for 2.
 * Scores stay unscaled until the exponent, which is taken to the base 2: p = 2^(s c - m) with c = scale log2(e).
   m is in that unit here; the state in memory is in natural logarithms, see ``_store``.
 
@@ -72,11 +74,12 @@ from .scores import (
     LOG2E,
     Changes,
     capped,
-    distances,
     first_position,
     keys_come_first,
+    middle,
     padded_positions,
     penalties,
+    relative,
     scaled_and_capped,
 )
 from .tensor_maps import readable, view
@@ -101,6 +104,7 @@ class Config(NamedTuple):
     Args:
         registers: per consumer thread; the producer gets the rest.
         q_buffers, staged: two buffers of queries, and tiles of ``out`` staged for TMA, if shared memory has room.
+        value_parts: launches, each for a part of the columns of v, of which registers do not hold all sums.
     """
 
     consumers: int
@@ -109,6 +113,7 @@ class Config(NamedTuple):
     registers: int
     q_buffers: int = 2
     staged: bool = True
+    value_parts: int = 1
 
     @property
     def block_m(self) -> int:
@@ -121,6 +126,7 @@ CONFIGS = {  # by the head dims of q, k and of v
     (128, 128): Config(consumers=2, block_n=128, stages=2, registers=240),
     (192, 128): Config(consumers=2, block_n=128, stages=2, registers=240, q_buffers=1, staged=False),
     (256, 256): Config(consumers=2, block_n=64, stages=2, registers=240, q_buffers=1, staged=False),
+    (512, 512): Config(consumers=2, block_n=32, stages=2, registers=240, q_buffers=1, staged=False, value_parts=2),
 }
 
 
@@ -593,7 +599,7 @@ def _seen(acc, m, l, FINALIZE: gl.constexpr):
 
 @gluon.jit
 def _alibi(slot, C: gl.constexpr, alibi, layout: gl.constexpr):
-    """Return what scores of a query tile need for ALiBi: penalties of its rows, slope, the position that they are
+    """Return what scores of a query tile need for ALiBi: positions of its rows, slope, the position that they are
     relative to and where the positions of keys are; nothing if there is no ALiBi. If keys come first, the slope, what
     is added to slope times position, which makes 0 in the middle of the rows, and where the positions of keys are."""
     if len(alibi) > 0:
@@ -602,12 +608,12 @@ def _alibi(slot, C: gl.constexpr, alibi, layout: gl.constexpr):
         row = _number(info, 0)
         slope = gl.load(slopes_ptr + _number(info, 6) * slopes_stride + _number(info, 7)) * LOG2E_HI
         if keys_come_first(positions_k_ptr):
-            middle = gl.minimum(row + C * ROWS + ROWS // 2, _number(info, 1) - 1)
-            alibi = (slope, -gl.load(positions_q_ptr + middle) * slope, positions_k_ptr)
+            half = gl.minimum(row + C * ROWS + ROWS // 2, _number(info, 1) - 1)
+            alibi = (slope, -gl.load(positions_q_ptr + half) * slope, positions_k_ptr)
         else:
-            base = gl.load(positions_q_ptr + row)
+            base = middle(gl.load(positions_q_ptr + row), gl.load(positions_q_ptr + _number(info, 1) - 1))
             rows = gl.load(positions_q_ptr + row + C * ROWS + gl.arange(0, ROWS, layout))
-            alibi = (penalties(slope, rows, base), slope, base, positions_k_ptr)
+            alibi = (relative(rows, base), slope, base, positions_k_ptr)
     return alibi
 
 
@@ -660,7 +666,7 @@ def _changed(s, c2, changes, positions, column, FIXED: gl.constexpr):
             s = s * c2 + gl.fma(columns, slope, less)[None, :]
         else:
             rows, slope, base, _ = alibi
-            s = s * c2 - distances(rows, penalties(slope, columns, base))
+            s = s * c2 - penalties(slope, rows, relative(columns, base))
         c2 = 1.0
     return s, c2
 
@@ -1023,11 +1029,9 @@ def forward(
     Args:
         into: with ``finalize``, where the output is written, contiguous; a new tensor if absent.
     """
-    k, v, block, ready = keys
-    sink = None if score.sink is None or state is not None else score.sink.contiguous()
+    v, sink = keys.v, None if score.sink is None or state is not None else score.sink.contiguous()
     batch, seq_q, q_heads, _ = q.shape
     shape = (batch, seq_q, q_heads, v.shape[-1])
-    changes = Changes.of(score, q)
     if state is not None:
         state = Partial(*(x.contiguous() for x in state))
     if finalize:
@@ -1039,6 +1043,46 @@ def forward(
     else:
         rows = q.new_empty(2, batch, q_heads, seq_q, dtype=torch.float32)
         outputs = (q.new_empty(shape, dtype=torch.float32), rows[0], rows[1])
+    config = CONFIGS[q.shape[-1], v.shape[-1]]
+    if config.value_parts == 1:
+        _run(_Operands(q, keys, sink, state, outputs, finalize), score, config)
+    else:
+        if state is not None and not finalize:
+            state = Partial(state.m.clone(), state.l.clone(), state.o)  # each launch starts from them
+        for first in range(0, v.shape[-1], v.shape[-1] // config.value_parts):
+            columns = slice(first, first + v.shape[-1] // config.value_parts)
+            o = outputs[0][..., columns]
+            carried = None
+            if state is not None:
+                carried = Partial(state.m, state.l, state.o[..., columns] if finalize else o)
+            part = _Operands(q, _values_of(keys, columns), sink, carried, (o, *outputs[1:]), finalize)
+            _run(part, score, config)
+    return Result(outputs[0], outputs[1]) if finalize else Partial(outputs[1], outputs[2], outputs[0])
+
+
+def _values_of(keys: Keys, columns: slice) -> Keys:
+    """Return the same keys with some of the columns of their values."""
+    ready = keys.ready
+    if ready is not None and ready.own is not None:
+        ready = ready._replace(own=ready.own._replace(v=ready.own.v[..., columns]))
+    return keys._replace(v=keys.v[..., columns], ready=ready)
+
+
+class _Operands(NamedTuple):
+    """The tensors of a launch. ``outputs``: where it writes out and, twice, lse, or o, m and l."""
+
+    q: Tensor
+    keys: Keys
+    sink: Tensor | None
+    state: Partial | None
+    outputs: tuple[Tensor, ...]
+    finalize: bool
+
+
+def _run(x: _Operands, score: Score, config: Config) -> None:
+    """Launch the kernel, again if a launch with such tensors has been remembered."""
+    q, (k, v, block, ready), sink, state, outputs, finalize = x
+    changes = Changes.of(score, q)
     own = None if ready is None else ready.own
     own_strides = () if own is None else (own.k.shape, own.k.stride(), own.v.stride())
     key = (
@@ -1050,8 +1094,8 @@ def forward(
     with on_device(q):
         counter = work_counter(q.device)
         tensors = [q, k, v, *(outputs[:2] if finalize else outputs), counter]
-        tensors += [x for x in (sink, changes.slopes) if x is not None]
-        tensors += state if state is not None and finalize else []  # otherwise they are the outputs
+        tensors += [t for t in (sink, changes.slopes) if t is not None]
+        tensors += [t for t in state or () if not any(t is y for y in outputs)]
         epoch = 0
         if ready is not None:
             tensors += [ready.flags, ready.timed_out]
@@ -1060,13 +1104,12 @@ def forward(
             tensors += own[:2]
         if not launches.again(key, tensors, epoch):
             bounded = _fixed(q, changes, False)
-            grid, args, constants = _launch(q, keys, changes, sink, state, outputs, finalize, counter)
+            grid, args, constants = _launch(x, changes, config, counter)
             launched = dispatch(
                 _forward_kernel, grid, *args,
                 variants=lambda: _variants(q, block, score, outputs[1], constants["BN"], bounded), **constants,
             )  # fmt: skip
             if not block.period:  # otherwise each launch allocates memory of its own, and takes long
-                config = CONFIGS[q.shape[3], v.shape[3]]
                 fixed: tuple[Tensor, ...] = query_tile_table(block, config.block_m, config.block_n, q.device)
                 if changes.slopes is not None:
                     fixed += _positions(q, block, config, changes)
@@ -1074,19 +1117,16 @@ def forward(
                     fixed += (own.places(block, own.k.device),)
                 number_at = None if ready is None else _forward_kernel.arg_names.index("epoch")
                 launches.remember(key, tensors, launched, fixed, number_at)
-    return Result(outputs[0], outputs[1]) if finalize else Partial(outputs[1], outputs[2], outputs[0])
 
 
 def _launch(
-    q: Tensor, keys: Keys, changes: Changes, sink: Tensor | None, state: Partial | None, outputs: tuple[Tensor, ...],
-    finalize: bool, counter: Tensor,
-) -> tuple[tuple[int, int, int], tuple, dict[str, Any]]:  # fmt: skip
+    x: _Operands, changes: Changes, config: Config, counter: Tensor
+) -> tuple[tuple[int, int, int], tuple, dict[str, Any]]:
     """Return grid, arguments and constants of the kernel."""
-    k, v, block, ready = keys
+    q, (k, v, block, ready), sink, state, outputs, finalize = x
     own = None if ready is None else ready.own
     batch, seq_q, q_heads, head_dim = q.shape
     head_dim_v = v.shape[-1]
-    config = CONFIGS[head_dim, head_dim_v]
     table, start, end = query_tile_table(block, config.block_m, config.block_n, q.device)
     n_tiles, n_heads = table.shape[1], batch * q_heads
     workers = min(processors(q), n_tiles * n_heads)
@@ -1112,7 +1152,7 @@ def _launch(
     )  # fmt: skip
     constants = dict(
         N=config.consumers, BN=config.block_n, STAGES=config.stages, REGISTERS=config.registers,
-        Q_BUFFERS=config.q_buffers, STAGED=config.staged, DV=head_dim_v,
+        Q_BUFFERS=config.q_buffers, STAGED=config.staged, DV=head_dim_v * config.value_parts,
         HAS_STATE=state is not None, HAS_SINK=sink is not None, FINALIZE=finalize,
         READY=ready is not None, PERIOD=period,
         FIXED=_fixed(q, changes, state is not None),

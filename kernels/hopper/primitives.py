@@ -42,6 +42,21 @@ def keep_alive(x):
     gl.inline_asm_elementwise("// keep $1 $0", "=r,0", [x], dtype=gl.int32, is_pure=False, pack=1)
 
 
+@gluon.jit
+def wait_for_launch_before():
+    """``ACQBULK``: wait until the kernel launched before this one has ended and what it stored can be read. Only needed
+    in a kernel that is launched with ``launch_pdl=True``, which may begin when all CTAs of the one before allow it."""
+    gl.inline_asm_elementwise("griddepcontrol.wait; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def let_next_launch_begin():
+    """``PREEXIT``: a kernel that is launched next with ``launch_pdl=True`` may begin before this one has ended."""
+    gl.inline_asm_elementwise(
+        "griddepcontrol.launch_dependents; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
 @gluon.constexpr_function
 def _scale_asm(count):
     """Return the PTX of :func:`scale_rows`. Registers alternate between the two rows of a thread: two of the first, two

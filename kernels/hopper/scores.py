@@ -16,9 +16,9 @@ this code.
 * If no query sees a key after it, and there is no softcap, -slope (i - j) has a part of the key, which the forward adds
   to the product in one fused operation, and a part of the row, which cancels in the softmax: the forward subtracts it
   from lse or m at the end. Positions are then float32 (:func:`padded_positions`).
-* Otherwise ALiBi needs positions: int32, exact up to 2^31. Both sides subtract the first position of the tile that
-  stays (of queries in the forward, of keys in the backward) before they become float32, so that distances of neighbours
-  are exact at any position.
+* Otherwise ALiBi needs positions: int32, exact up to 2^31. Both sides subtract the middle position of the tile that
+  stays (of queries in the forward, of keys in the backward) before they become float32, and the slope multiplies their
+  difference. So distances are exact at any position, also where positions jump within a tile, by up to 2^25.
 """
 
 from __future__ import annotations
@@ -227,9 +227,15 @@ def probabilities(t, scale, offset, dtype: gl.constexpr):
 
 
 @gluon.jit
-def penalties(slope, positions, base):
-    """Return ``slope * (positions - base)``: the slope is a number to the base 2, the positions are int32."""
-    return (positions - base).to(gl.float32) * slope
+def middle(first, last):
+    """Return the position to which those of a tile are relative, from the first and the last of them."""
+    return first + (last - first) // 2
+
+
+@gluon.jit
+def relative(positions, base):
+    """Return int32 positions relative to ``base``: exact in float32 up to 2^24 of distance."""
+    return (positions - base).to(gl.float32)
 
 
 @gluon.constexpr_function
@@ -239,32 +245,33 @@ def keys_come_first(positions_ptr):
 
 
 @gluon.jit
-def distances(rows, columns):
-    """Return what ALiBi takes off scores, from the penalties of rows and columns."""
-    return gl.abs(rows[:, None] - columns[None, :])
+def penalties(slope, rows, columns):
+    """Return what ALiBi takes off scores, ``FADD, FMUL`` for a number. The slope is one to the base 2; rows and columns
+    are relative to the same position, so that their difference has no rounding error where it is small."""
+    return gl.abs(rows[:, None] - columns[None, :]) * slope
 
 
 @gluon.jit
-def of_keys(alibi, batch, head, first, key, layout: gl.constexpr):
-    """Return what a backward's consumer needs for ALiBi: where the slope of ``head`` is, the position of the CTA's
-    first key, those of its own keys relative to it, and the queries' positions in shared memory; nothing if there is no
-    ALiBi."""
+def of_keys(alibi, batch, head, first, past, key, layout: gl.constexpr):
+    """Return what a backward's consumer needs for ALiBi: where the slope of ``head`` is, the middle position of the
+    CTA's keys, the positions of its own keys relative to it, and the queries' positions in shared memory; nothing if
+    there is no ALiBi."""
     if len(alibi) > 0:
         slopes_ptr, slopes_stride, positions_k_ptr, positions_v = alibi
-        base = gl.load(positions_k_ptr + first)
+        base = middle(gl.load(positions_k_ptr + first), gl.load(positions_k_ptr + past - 1))
         keys = gl.load(positions_k_ptr + key + gl.arange(0, 64, gl.SliceLayout(1, layout)))
-        alibi = (slopes_ptr + batch * slopes_stride + head, base, (keys - base).to(gl.float32), positions_v)
+        alibi = (slopes_ptr + batch * slopes_stride + head, base, relative(keys, base), positions_v)
     return alibi
 
 
 @gluon.jit
-def distances_of_step(alibi, head, stage, layout: gl.constexpr):
+def penalties_of_step(alibi, head, stage, layout: gl.constexpr):
     """Return what ALiBi takes off transposed scores (keys are rows), from :func:`of_keys`. ``head``: number of query
     heads before the current one; ``stage``: of the queries' positions."""
     slopes_ptr, base, keys, positions_v = alibi
     slope = gl.load(slopes_ptr + head) * LOG2E_FLOAT
-    columns = penalties(slope, positions_v.index(stage).load(gl.SliceLayout(0, layout)), base)
-    return distances(keys * slope, columns)
+    columns = relative(positions_v.index(stage).load(gl.SliceLayout(0, layout)), base)
+    return penalties(slope, keys, columns)
 
 
 @gluon.jit

@@ -9,9 +9,11 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_wait
 
 from ..contract import Score
 from ..launch import Launches, dispatch
+from ..triton.primitives import capability
 from ..triton.tiles import padded
 from .contract import Call, Pool, Tables, tile_size
 from .grid import Grid
@@ -38,12 +40,13 @@ def combine(
     if _launches.again(key, tensors):
         return
     units = batch * kv_heads * grid.blocks
+    early = capability(q.device) >= (9, 0)
     launched = dispatch(
         _combine, (units, triton.cdiv(grid.some(new * group), _ROWS)), pieces, tables.start, tables.tiles, *result,
         sink, batch, grid.programs,
         NEW=new, GROUP=group, KV_HEADS=kv_heads, ROWS=grid.rows, BLOCKS=grid.blocks, SOME=_ROWS, DIM_V=dim_v,
         DIM_V_P2=wide, AT_ONCE=max(1, min(_AT_ONCE, 8192 // (_ROWS * wide))), TILE=tile,
-        SPLIT=call.fixed_split // tile, SPLITS=grid.splits, num_warps=4,
+        SPLIT=call.fixed_split // tile, SPLITS=grid.splits, EARLY=early, num_warps=4, launch_pdl=early,
     )  # fmt: skip
     _launches.remember(key, tensors, launched)
 
@@ -53,8 +56,10 @@ def _combine(
     pieces, starts, tiles, out, lse, sink, batch, programs,
     NEW: tl.constexpr, GROUP: tl.constexpr, KV_HEADS: tl.constexpr, ROWS: tl.constexpr, BLOCKS: tl.constexpr,
     SOME: tl.constexpr, DIM_V: tl.constexpr, DIM_V_P2: tl.constexpr, AT_ONCE: tl.constexpr, TILE: tl.constexpr,
-    SPLIT: tl.constexpr, SPLITS: tl.constexpr,
+    SPLIT: tl.constexpr, SPLITS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
+    if EARLY:
+        gdc_wait()
     HEADS: tl.constexpr = KV_HEADS * BLOCKS
     u, part = tl.program_id(0), tl.program_id(1)
     b, h = u // HEADS, u % HEADS

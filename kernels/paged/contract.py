@@ -39,6 +39,13 @@ def tile_size(page_size: int) -> int:
     return min(_TILE, page_size & -page_size)
 
 
+def part(heads: int, rank: int, world_size: int) -> slice:
+    """Return a rank's part of the heads where they are scattered, as ``torch.tensor_split`` cuts them."""
+    size, more = divmod(heads, world_size)
+    first = rank * size + min(rank, more)
+    return slice(first, first + size + (rank < more))
+
+
 def stacked(kinds: int, *shape: int, device: torch.device | str | None = None) -> Tensor:
     """Return zeros for a table of several kinds of layer, (kinds, *shape) int32. Each kind's part is contiguous and
     begins at a multiple of 16 bytes: launches are repeated with little work on the host only for such addresses."""

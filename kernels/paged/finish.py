@@ -42,26 +42,39 @@ def finish(states: Tensor, sink: Tensor | None, dtype: torch.dtype) -> Result:
     return result
 
 
+@triton.jit
+def sum_states(
+    at, of_rank, alive, WORLD: tl.constexpr, DIM_V: tl.constexpr, DIM_V_P2: tl.constexpr, ROWS: tl.constexpr
+):
+    """Return (m, l, o) of ROWS rows: the sum of WORLD states in the order of ranks. Those of rank 0 are at the pointers
+    ``at``, each o, m, l; those of the next rank ``of_rank`` numbers after them. Other multiprocessors or GPUs have
+    stored them: read past the L1 cache."""
+    cols = tl.arange(0, DIM_V_P2)
+    top = tl.full([ROWS], float("-inf"), tl.float32)
+    for rank in tl.static_range(WORLD):
+        m = tl.load(at + rank * of_rank + DIM_V, mask=alive, other=float("-inf"), cache_modifier=".cg")
+        top = tl.maximum(top, m)
+    reference = tl.where(top == float("-inf"), 0.0, top)
+    l = tl.zeros([ROWS], tl.float32)
+    o = tl.zeros([ROWS, DIM_V_P2], tl.float32)
+    inside = alive[:, None] & (cols < DIM_V)[None, :]
+    for rank in tl.static_range(WORLD):
+        here = at + rank * of_rank
+        m = tl.load(here + DIM_V, mask=alive, other=float("-inf"), cache_modifier=".cg")
+        weight = tl.exp2(m - reference)
+        o += tl.load(here[:, None] + cols[None, :], mask=inside, other=0.0, cache_modifier=".cg") * weight[:, None]
+        l += tl.load(here + DIM_V + 1, mask=alive, other=0.0, cache_modifier=".cg") * weight
+    return top, l, o
+
+
 @triton.jit(do_not_specialize=("of_rank", "of_token", "rows", "heads"))
 def _finish(
     states, of_rank, of_token, out, lse, sink, rows, heads,
     WORLD: tl.constexpr, NEW: tl.constexpr, DIM_V: tl.constexpr, DIM_V_P2: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     r = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    cols = tl.arange(0, DIM_V_P2)
     alive = r < rows
     token, head = r // heads, r % heads
     at = states + token.to(tl.int64) * of_token + head * (DIM_V + 2)
-    top = tl.full([ROWS], float("-inf"), tl.float32)
-    for rank in tl.static_range(WORLD):
-        top = tl.maximum(top, tl.load(at + rank * of_rank + DIM_V, mask=alive, other=float("-inf")))
-    reference = tl.where(top == float("-inf"), 0.0, top)
-    l = tl.zeros([ROWS], tl.float32)
-    o = tl.zeros([ROWS, DIM_V_P2], tl.float32)
-    for rank in tl.static_range(WORLD):
-        here = at + rank * of_rank
-        weight = tl.exp2(tl.load(here + DIM_V, mask=alive, other=float("-inf")) - reference)
-        inside = alive[:, None] & (cols < DIM_V)[None, :]
-        o += tl.load(here[:, None] + cols[None, :], mask=inside, other=0.0) * weight[:, None]
-        l += tl.load(here + DIM_V + 1, mask=alive, other=0.0) * weight
-    store_result(top, l, o, out, lse, sink, token // NEW, token % NEW, head, alive, heads, NEW, DIM_V, DIM_V_P2)
+    m, l, o = sum_states(at, of_rank, alive, WORLD, DIM_V, DIM_V_P2, ROWS)
+    store_result(m, l, o, out, lse, sink, token // NEW, token % NEW, head, alive, heads, NEW, DIM_V, DIM_V_P2)

@@ -1,8 +1,8 @@
 """The paged attention kernel for Hopper (sm_90), in Gluon: bulk copies through a ring of buffers, products swapped.
 
-The division of work, the pieces and their sum are those of :mod:`.attend`. A CTA has a warp that moves tiles of 64
-slots of keys and values by TMA, and four that compute; two CTAs share a multiprocessor, so that 128 to 192 KB are in
-flight there, far more than its latency times its share of the bandwidth (35 KB)::
+The division of work, the pieces and their sum are those of :mod:`.attend`. A CTA has a warp that moves tiles of 64 or
+128 slots of keys and values by TMA, and four or eight that compute; a multiprocessor has 128 to 192 KB in flight, far
+more than its latency times its share of the bandwidth (35 KB)::
 
     producer    K(i) V(i) K(i+1) V(i+1) ...            page numbers are read ahead of the buffers
     consumer    S^T = K Q^T ; softmax down the columns ; O^T += V^T P^T
@@ -11,7 +11,9 @@ flight there, far more than its latency times its share of the bandwidth (35 KB)
   So the slots are the rows of the first product, and the columns of values those of the second.
 * Sums of the softmax are kept per thread and added up once per piece; only the maximum crosses warps for each tile.
 * A tile of values with slots that no row sees, of which any may be NaN, is cleared there in shared memory.
-* The accumulators are few, so that two CTAs have room for their registers.
+* Which CTAs, warps and tiles: :func:`_shape`.
+* It begins while the new tokens are still being stored (programmatic dependent launch): tables and older tiles are
+  read, then it waits for that launch before it reads the queries and the tiles that the new tokens are in.
 
 Only the long sums of :data:`LONGEST_SUM` keys and more, fixed splits, ALiBi and other head dims are left to
 :mod:`.attend`. Contract: contract.py.
@@ -31,7 +33,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from ..contract import LONGEST_SUM, Score
-from ..hopper.primitives import async_load
+from ..hopper.primitives import async_load, let_next_launch_begin, wait_for_launch_before
 from ..hopper.tensor_maps import readable, view
 from ..launch import Launches, capability, dispatch, multiprocessors, on_device
 from .combine import ALONE, combine
@@ -57,7 +59,7 @@ def _rows(tiles, i):
 def share_of(tiles_ptr, batch, HEADS: gl.constexpr, BATCH_P2: gl.constexpr):
     """Return this CTA's share of the list of tiles: (first, past, tiles of a share, first unit, past the last unit),
     and whether a row sees nothing. A unit is a (row, key head, tile of query rows)."""
-    L: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    L: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
     nth = gl.arange(0, BATCH_P2, L)
     past_of = gl.load(tiles_ptr + 1 + nth, mask=nth < batch, other=2**31 - 1)
     first_of = gl.load(tiles_ptr + nth, mask=nth < batch, other=0)
@@ -100,16 +102,24 @@ def _producer(
     args, HEADS: gl.constexpr, BLOCKS: gl.constexpr, NEW: gl.constexpr, PAGE: gl.constexpr, STAGES: gl.constexpr
 ):
     """Move the tiles of this CTA's share, in the order of the list."""
-    k_desc, v_desc, k_s, v_s, k_full, v_full, k_free, v_free, table_ptr, table_b, starts_ptr, tiles_ptr, work = args
+    (
+        k_desc, v_desc, k_s, v_s, k_full, v_full, k_free, v_free, table_ptr, table_b, starts_ptr, firsts_new_ptr,
+        tiles_ptr, work,
+    ) = args  # fmt: skip
+    SLOTS: gl.constexpr = k_desc.block_type.shape[1]
+    WIDE: gl.constexpr = SLOTS // TILE
     share, past, _, unit, past_unit, _ = work
     g = 0
     for u in range(unit, past_unit):
         b, _, _, lo, hi = part_of(u, share, past, tiles_ptr, HEADS)
         head = u % HEADS // BLOCKS
         begin = gl.load(starts_ptr + b * NEW) // TILE
+        first_new = gl.load(firsts_new_ptr + b)
         pages = table_ptr + b.to(gl.int64) * table_b
-        for i in range(lo, hi):
-            slot = (begin + i) * TILE
+        for i in range((begin + lo) // WIDE, (begin + hi + WIDE - 1) // WIDE):
+            slot = i * SLOTS
+            if slot + SLOTS > first_new:
+                wait_for_launch_before()  # it stores the new tokens
             at = gl.load(pages + slot // PAGE) * PAGE + slot % PAGE
             stage = g % STAGES
             phase = (g // STAGES) & 1
@@ -194,7 +204,7 @@ def _sum_pieces(
     pieces_ptr, first, count, alive, ROWS: gl.constexpr, SOME: gl.constexpr, DV: gl.constexpr, AT_ONCE: gl.constexpr
 ):
     """Return (m, l, o) of the first SOME rows: the sum of pieces in neighbouring slots, AT_ONCE at a time."""
-    L: gl.constexpr = gl.BlockedLayout([AT_ONCE, SOME, 1], [1, 1, 32], [1, 1, 4], [2, 1, 0])
+    L: gl.constexpr = gl.BlockedLayout([AT_ONCE, SOME, 1], [1, 1, 32], [1, 1, gl.num_warps()], [2, 1, 0])
     PAIR: gl.constexpr = gl.SliceLayout(2, L)
     nth = gl.arange(0, AT_ONCE, gl.SliceLayout(1, PAIR))
     r = gl.arange(0, SOME, gl.SliceLayout(0, PAIR))
@@ -226,9 +236,9 @@ def _sum_pieces(
 @gluon.jit
 def _clear_unseen(tile, first, past):
     """Set the rows of a tile of values in shared memory to zero, but ``[first, past)``."""
-    L: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
+    L: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [gl.num_warps(), 1], [1, 0])
     x = tile.load(L)
-    nth = gl.arange(0, TILE, gl.SliceLayout(1, L))
+    nth = gl.arange(0, tile.shape[0], gl.SliceLayout(1, L))
     tile.store(gl.where(((nth >= first) & (nth < past))[:, None], x, 0.0))
     fence_async_shared()
 
@@ -238,20 +248,21 @@ def _tile(
     m, l, o, slot, g, q_s, p_s, k_s, v_s, k_full, v_full, k_free, v_free, first, past, full_first, full_past, s0, s1,
     bits, first_new, scale, inner, TREE: gl.constexpr, SOFTCAP: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """Add the tile of slots from ``slot`` on to m, l (TILE, ROWS) and o (DV, ROWS)."""
+    """Add the tile of slots from ``slot`` on to m, l (SLOTS, ROWS) and o (DV, ROWS)."""
     S_L: gl.constexpr = l.type.layout
+    SLOTS: gl.constexpr = l.shape[0]
     ROWS: gl.constexpr = l.shape[1]
     stage = g % STAGES
     phase = (g // STAGES) & 1
     mbarrier.wait(k_full.index(stage), phase)
-    s = gl.zeros([TILE, ROWS], gl.float32, S_L)
+    s = gl.zeros([SLOTS, ROWS], gl.float32, S_L)
     s = warpgroup_mma(_rows(k_s, stage), q_s.permute((1, 0)), s, use_acc=False, is_async=True)
     s = warpgroup_mma_wait(0, deps=[s])
     mbarrier.arrive(k_free.index(stage), count=1)
     if SOFTCAP:
         s = _capped(s, inner)
-    if (slot < full_first) | (slot + TILE > full_past):
-        at = slot + gl.arange(0, TILE, gl.SliceLayout(1, S_L))
+    if (slot < full_first) | (slot + SLOTS > full_past):
+        at = slot + gl.arange(0, SLOTS, gl.SliceLayout(1, S_L))
         seen = (at[:, None] >= s0[None, :]) & (at[:, None] < s1[None, :])
         if TREE:
             bit = at - first_new
@@ -268,7 +279,7 @@ def _tile(
     o = o * gl.convert_layout(kept, gl.SliceLayout(0, o.type.layout))[None, :]
     mbarrier.wait(v_full.index(stage), phase)
     values = _rows(v_s, stage)
-    if (slot < first) | (slot + TILE > past):
+    if (slot < first) | (slot + SLOTS > past):
         _clear_unseen(values, first - slot, past - slot)
     o = warpgroup_mma(values.permute((1, 0)), p_s.permute((1, 0)), o, is_async=True)
     o = warpgroup_mma_wait(0, deps=[o])
@@ -290,12 +301,21 @@ def _consumer(
     share, past_share, per, unit, past_unit, empty = work
     HEADS: gl.constexpr = KV_HEADS * BLOCKS
     Q_HEADS: gl.constexpr = KV_HEADS * GROUP
-    S_L: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, ROWS, 16])
+    SLOTS: gl.constexpr = k_s.shape[2]
+    WIDE: gl.constexpr = SLOTS // TILE
+    S_L: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[gl.num_warps(), 1], instr_shape=[16, ROWS, 16]
+    )
     COLUMN: gl.constexpr = gl.SliceLayout(0, S_L)
-    Q_L: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
-    SUM_O: gl.constexpr = gl.SliceLayout(0, gl.BlockedLayout([AT_ONCE, SOME, 1], [1, 1, 32], [1, 1, 4], [2, 1, 0]))
+    Q_L: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [gl.num_warps(), 1], [1, 0])
+    SUM_O: gl.constexpr = gl.SliceLayout(
+        0, gl.BlockedLayout([AT_ONCE, SOME, 1], [1, 1, 32], [1, 1, gl.num_warps()], [2, 1, 0])
+    )
     SUM_L: gl.constexpr = gl.SliceLayout(1, SUM_O)
     programs = gl.num_programs(0)
+    wait_for_launch_before()
+    if not (ALONE and FINAL):
+        let_next_launch_begin()  # it adds the pieces, or the states of all ranks
     if ALONE:  # noqa: SIM102  (an `and` would compile it where it is not used)
         if empty > 0:
             for u in range(gl.program_id(0), batch * HEADS, programs):
@@ -339,12 +359,19 @@ def _consumer(
             full_past = gl.min(gl.where(alive, s1, 2**31 - 1), axis=0)
             if TREE:
                 full_past = gl.minimum(full_past, first_new)
+            if WIDE > 1:  # a share may begin and end in the middle of a tile
+                low = (begin + lo) * TILE
+                high = (begin + hi) * TILE
+                s0 = gl.maximum(s0, low)
+                s1 = gl.minimum(s1, high)
+                full_first = gl.maximum(full_first, low)
+                full_past = gl.minimum(full_past, high)
             m = gl.full([ROWS], float("-inf"), gl.float32, COLUMN)
-            l = gl.zeros([TILE, ROWS], gl.float32, S_L)
+            l = gl.zeros([SLOTS, ROWS], gl.float32, S_L)
             o = gl.zeros([DV, ROWS], gl.float32, S_L)
-            for i in range(lo, hi):
+            for i in range((begin + lo) // WIDE, (begin + hi + WIDE - 1) // WIDE):
                 m, l, o = _tile(
-                    m, l, o, (begin + i) * TILE, g, q_s, p_s, k_s, v_s, k_full, v_full, k_free, v_free, first, past,
+                    m, l, o, i * SLOTS, g, q_s, p_s, k_s, v_s, k_full, v_full, k_free, v_free, first, past,
                     full_first, full_past, s0, s1, bits, first_new, scale, inner, TREE, SOFTCAP, STAGES,
                 )  # fmt: skip
                 g += 1
@@ -397,9 +424,10 @@ def _attend(
     k_s = tiles_like(k_desc, STAGES)
     v_s = tiles_like(v_desc, STAGES)
     Q_SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, D], k_desc.dtype)
-    P_SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, TILE], k_desc.dtype)
+    SLOTS: gl.constexpr = k_desc.block_type.shape[1]
+    P_SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, SLOTS], k_desc.dtype)
     q_s = gl.allocate_shared_memory(k_desc.dtype, [ROWS, D], Q_SHARED)
-    p_s = gl.allocate_shared_memory(k_desc.dtype, [ROWS, TILE], P_SHARED)
+    p_s = gl.allocate_shared_memory(k_desc.dtype, [ROWS, SLOTS], P_SHARED)
     k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     k_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -415,7 +443,8 @@ def _attend(
         out_ptr, lse_ptr, sink_ptr, q_s, p_s, k_s, v_s, k_full, v_full, k_free, v_free, batch, scale, inner, work,
     )  # fmt: skip
     producer = (
-        k_desc, v_desc, k_s, v_s, k_full, v_full, k_free, v_free, table_ptr, table_b, starts_ptr, tiles_ptr, work,
+        k_desc, v_desc, k_s, v_s, k_full, v_full, k_free, v_free, table_ptr, table_b, starts_ptr, firsts_new_ptr,
+        tiles_ptr, work,
     )  # fmt: skip
     gl.warp_specialize(
         [
@@ -468,7 +497,7 @@ def launch(
         return
     q = q if q.stride(-1) == 1 else q.contiguous()
     kv_heads, dim_v = pool.k.shape[0], pool.v.shape[-1]
-    ctas = 2 if new * q_heads <= 32 * kv_heads else 1  # of a multiprocessor: larger accumulators need more registers
+    ctas, wide = _shape(new * q_heads // kv_heads, batch * kv_heads, pool.page_size)
     grid = Grid.of(q, pool, tables, call, ctas * multiprocessors(q.device), least_rows=8)
     pieces, arrived = scratch(tables, grid, batch * kv_heads * grid.blocks, dim_v)
     key = (
@@ -490,21 +519,40 @@ def launch(
         scale, inner = score.softmax_scale * LOG2E.value, None
         if score.softcap:
             scale, inner = score.softcap * LOG2E.value, score.softmax_scale / score.softcap
-        group, tile = q_heads // kv_heads, TILE.value
+        group, tile = q_heads // kv_heads, TILE.value * wide
         launched = dispatch(
             _attend, (grid.programs,), q, *q.stride()[:3], view(pool.k, (1, tile, dim)), view(pool.v, (1, tile, dim_v)),
             tables.table, tables.table.stride(0), tables.start, tables.end, tables.first_new, tables.tiles, call.tree,
             pieces, arrived, *result, score.sink, batch, scale, inner,
             NEW=new, GROUP=group, KV_HEADS=kv_heads, ROWS=grid.rows, BLOCKS=grid.blocks, SOME=some, D=dim, DV=dim_v,
             PAGE=pool.page_size, BATCH_P2=grid.batch_p2(batch), AT_ONCE=max(1, 64 // some), ALONE=some <= ALONE,
-            STAGES=_stages(dim, dim_v, grid.rows, ctas), num_warps=4, maxnreg=256 // ctas - 8 * (ctas == 1),
+            STAGES=_stages(dim, dim_v, grid.rows, ctas, wide), num_warps=4 * wide, maxnreg=_registers(ctas, wide),
+            launch_pdl=True,
         )  # fmt: skip
         _launches.remember(key, tensors, launched)
         if some > ALONE:
             combine(q, pieces, pool, tables, score, call, grid, result)
 
 
-def _stages(dim: int, dim_v: int, rows: int, ctas: int) -> int:
+def _shape(rows: int, units: int, page_size: int) -> tuple[int, int]:
+    """Return the CTAs of a multiprocessor, and the boxes of 64 slots of a tile, for a number of query rows and of
+    (row, key head) pairs.
+
+    A tile of two boxes takes two warpgroups: each has half of the accumulators, and what a tile costs besides its
+    products counts half. Half as many CTAs leave half as many pieces. With many short sequences, two CTAs hide the
+    beginning and end of each other's."""
+    if page_size % (2 * TILE.value) == 0 and (rows > 32 or units <= 16):
+        return 1, 2
+    return (2, 1) if rows <= 32 else (1, 1)
+
+
+def _stages(dim: int, dim_v: int, rows: int, ctas: int, wide: int) -> int:
     """Return the buffers of keys and of values that fit in a CTA's share of the shared memory, 226 KB."""
-    room = (226 // ctas - 5) * 1024 - 2 * rows * (dim + TILE.value)
-    return min(6, room // (2 * TILE.value * (dim + dim_v)))
+    slots = TILE.value * wide
+    room = 226 * 1024 // ctas - 1024 - 2 * rows * (dim + slots)
+    return min(6, room // (2 * slots * (dim + dim_v)))
+
+
+def _registers(ctas: int, wide: int) -> int:
+    """Return the registers of a thread: of ``wide`` warpgroups that compute and one that moves tiles."""
+    return min(248, 65536 // (ctas * 128 * (wide + 1)) // 8 * 8)

@@ -5,9 +5,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents
 
 from ..launch import Launches, dispatch, on_device
-from ..triton.primitives import last_contiguous
+from ..triton.primitives import capability, last_contiguous
 from ..triton.tiles import padded
 from .contract import Pool, Tables
 from .pieces import tree_depth
@@ -36,7 +37,8 @@ def write(k: Tensor, v: Tensor | None, pool: Pool, tables: Tables, tree: Tensor 
             _write, (batch * new, kv_heads), k, *k.stride()[:3], *((None, 0, 0, 0) if shared else (v, *v.stride()[:3])),
             pool.k, None if shared else pool.v, pool.k.stride(0), pool.k.stride(1), pool.v.stride(0), pool.v.stride(1),
             pool.positions, tables.write, tables.position, tree,
-            NEW=new, DIM=dim, DIM_P2=padded(dim), DIM_V=v.shape[-1], DIM_V_P2=padded(v.shape[-1]), num_warps=1,
+            NEW=new, DIM=dim, DIM_P2=padded(dim), DIM_V=v.shape[-1], DIM_V_P2=padded(v.shape[-1]),
+            EARLY=capability(k.device) >= (9, 0), num_warps=1,
         )  # fmt: skip
         _launches.remember(key, tensors, launched)
 
@@ -46,7 +48,10 @@ def _write(
     k, k_b, k_n, k_h, v, v_b, v_n, v_h, pool_k, pool_v, pool_k_h, pool_k_s, pool_v_h, pool_v_s, positions,
     slots, position, tree,
     NEW: tl.constexpr, DIM: tl.constexpr, DIM_P2: tl.constexpr, DIM_V: tl.constexpr, DIM_V_P2: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
+    if EARLY:
+        gdc_launch_dependents()  # the attending kernel may begin; it waits for this one before it reads the new tokens
     token, h = tl.program_id(0), tl.program_id(1).to(tl.int64)
     b, new = (token // NEW).to(tl.int64), token % NEW
     slot = tl.load(slots + token).to(tl.int64)

@@ -9,6 +9,8 @@ where s' is the derivative of softcap (1 without). Two passes, each with its sum
     _dkdv   a program owns a tile of keys and walks the queries that see it, over all query heads of its group
     _dq     a program owns a tile of queries and walks the keys it sees
 
+Head dims above 256 have too many columns for both sums of ``_dkdv``: it runs once for dk and once for dv.
+
 Each sum belongs to one program, so there are no atomics, and every run gives the same bits. The price is that ``s``
 and ``dout v^T`` are computed twice: 7 products instead of 5. On Hopper that is faster than one pass that adds tiles of
 dq to memory, which runs out of registers (measured, 16k tokens, head dim 128: 12.9 ms compared with 14.9 ms).
@@ -56,6 +58,11 @@ __all__ = ["backward", "unsupported"]
 def choose_tiles_dkdv(q: Tensor, v: Tensor) -> Tiles:
     """Return the launch parameters of the kernel for dk and dv."""
     return row_of(q, v, primitives.capability(q.device)).dkdv
+
+
+def choose_tiles_dv(q: Tensor, v: Tensor) -> Tiles | None:
+    """Return those of a pass of its own for dv, None if the registers hold dk and dv together."""
+    return row_of(q, v, primitives.capability(q.device)).dv
 
 
 def choose_tiles_dq(q: Tensor, v: Tensor) -> Tiles:
@@ -107,19 +114,25 @@ class _Problem(NamedTuple):
     def key_gradients(self) -> tuple[Tensor, Tensor]:
         q, k, v = self.q, self.k, self.v
         dk, dv = (torch.empty(x.shape, dtype=torch.float32, device=x.device) for x in (k, v))
-        tiles = choose_tiles_dkdv(q, v)
-        rows, span, start, end = tables(self.block, "key", tiles, q.device)
         unit = stride_unit(q, k, v, self.dout, dk, dv)
-        n_tiles, kv_heads = rows.shape[0], k.shape[2]
-        with torch.cuda.device_of(q):
-            dispatch(
-                _dkdv, (n_tiles * kv_heads * q.shape[0],), *self._inputs(tiles, unit, start, end),
-                dk, *strides_in(unit, dk), dv, *strides_in(unit, dv),
-                rows, span, *interval_strides(span)[:1],
-                q.shape[1], n_tiles, kv_heads,
-                BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n, STAGES=tiles.num_stages, **self._constants(unit),
-                num_warps=tiles.num_warps, num_stages=tiles.num_stages,
-            )  # fmt: skip
+        kv_heads = k.shape[2]
+        of_dk, of_dv = choose_tiles_dkdv(q, v), choose_tiles_dv(q, v)
+        passes = [(of_dk, True, of_dv is None)]
+        if of_dv is not None:
+            passes.append((of_dv, False, True))
+        for tiles, of_keys, of_values in passes:
+            rows, span, start, end = tables(self.block, "key", tiles, q.device)
+            n_tiles = rows.shape[0]
+            with torch.cuda.device_of(q):
+                dispatch(
+                    _dkdv, (n_tiles * kv_heads * q.shape[0],), *self._inputs(tiles, unit, start, end),
+                    dk, *strides_in(unit, dk), dv, *strides_in(unit, dv),
+                    rows, span, *interval_strides(span)[:1],
+                    q.shape[1], n_tiles, kv_heads,
+                    BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n, STAGES=tiles.num_stages, **self._constants(unit),
+                    KEYS=of_keys, VALUES=of_values,
+                    num_warps=tiles.num_warps, num_stages=tiles.num_stages,
+                )  # fmt: skip
         return dk, dv
 
     def query_gradients(self, dq: Tensor) -> None:
@@ -194,9 +207,9 @@ def _queries(
     DIM: tl.constexpr, DIM_P2: tl.constexpr, DIM_V: tl.constexpr, DIM_V_P2: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     SIMPLE: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, CUT: tl.constexpr,
-    TMA: tl.constexpr, PRECISION: tl.constexpr,
+    TMA: tl.constexpr, PRECISION: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr,
 ):  # fmt: skip
-    """Add one tile of queries to dk and dv."""
+    """Add one tile of queries to dk if KEYS, and to dv if VALUES."""
     query = load_tile(q, b, h, m, seq_q, q_b, q_s, q_h, BLOCK_M, DIM, DIM_P2, CUT, TMA)
     s = dot(key, tl.trans(query), None, PRECISION)  # transposed: keys are rows
     queries = m + tl.arange(0, BLOCK_M)
@@ -216,13 +229,16 @@ def _queries(
         lse_m = tl.load(lse + queries)
     p = tl.exp2(s * (scale if SIMPLE else 1.0) - lse_m[None, :])
     dout_m = load_tile(dout, b, h, m, seq_q, do_b, do_s, do_h, BLOCK_M, DIM_V, DIM_V_P2, CUT, TMA)
-    dp = dot(value, tl.trans(dout_m), None, PRECISION)
-    dv = dot(p.to(dout_m.dtype), dout_m, dv, PRECISION)
-    delta_m = tl.load(delta + queries, mask=alive, other=0.0) if CUT else tl.load(delta + queries)
-    ds = p * (dp - delta_m[None, :])
-    if SOFTCAP:
-        ds *= slope_of_score
-    dk = dot(ds.to(query.dtype), query, dk, PRECISION)
+    if KEYS:
+        dp = dot(value, tl.trans(dout_m), None, PRECISION)
+    if VALUES:
+        dv = dot(p.to(dout_m.dtype), dout_m, dv, PRECISION)
+    if KEYS:
+        delta_m = tl.load(delta + queries, mask=alive, other=0.0) if CUT else tl.load(delta + queries)
+        ds = p * (dp - delta_m[None, :])
+        if SOFTCAP:
+            ds *= slope_of_score
+        dk = dot(ds.to(query.dtype), query, dk, PRECISION)
     return dk, dv
 
 
@@ -249,6 +265,7 @@ def _dkdv(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     SIMPLE: tl.constexpr, SOFTCAP: tl.constexpr,
     TMA: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr, UNIT: tl.constexpr,
+    KEYS: tl.constexpr, VALUES: tl.constexpr,
 ):  # fmt: skip
     ALIBI: tl.constexpr = slopes is not None
     q_b, q_s, q_h = elements(q_b, UNIT), elements(q_s, UNIT), elements(q_h, UNIT)
@@ -265,13 +282,15 @@ def _dkdv(
     starts += b64 * starts_b
     ends += b64 * ends_b
     key = load_tile(k, b, h_kv, n, past, k_b, k_s, k_h, BLOCK_N, DIM, DIM_P2, True, TMA)
-    value = load_tile(v, b, h_kv, n, past, v_b, v_s, v_h, BLOCK_N, DIM_V, DIM_V_P2, True, TMA)
+    value = key
+    if KEYS:
+        value = load_tile(v, b, h_kv, n, past, v_b, v_s, v_h, BLOCK_N, DIM_V, DIM_V_P2, True, TMA)
     pos_k, slope = n, 0.0
     if ALIBI:
         keys = n + tl.arange(0, BLOCK_N)
         pos_k = tl.load(positions_k + keys, mask=keys < past, other=0)
-    dk = tl.zeros([BLOCK_N, DIM_P2], tl.float32)
-    dv = tl.zeros([BLOCK_N, DIM_V_P2], tl.float32)
+    dk = tl.zeros([BLOCK_N, DIM_P2], tl.float32) if KEYS else 0.0
+    dv = tl.zeros([BLOCK_N, DIM_V_P2], tl.float32) if VALUES else 0.0
     for g in tl.range(0, HEADS_PER_KV):
         h = h_kv * HEADS_PER_KV + g
         row_of_head = b64 * rows_b + h.to(tl.int64) * rows_h
@@ -283,7 +302,7 @@ def _dkdv(
                 starts, starts_s, ends, ends_s, positions_q, pos_k, slope,
                 q_b, q_s, q_h, do_b, do_s, do_h, scale, cap,
                 DIM, DIM_P2, DIM_V, DIM_V_P2, BLOCK_M, BLOCK_N,
-                SIMPLE, SOFTCAP, ALIBI, False, TMA, PRECISION,
+                SIMPLE, SOFTCAP, ALIBI, False, TMA, PRECISION, KEYS, VALUES,
             )  # fmt: skip
         for i in tl.range(0, bound(full_begin - begin + stop - full_end), BLOCK_M, num_stages=STAGES):
             m = cut_tile(i, begin, full_begin, full_end)
@@ -292,12 +311,14 @@ def _dkdv(
                 starts, starts_s, ends, ends_s, positions_q, pos_k, slope,
                 q_b, q_s, q_h, do_b, do_s, do_h, scale, cap,
                 DIM, DIM_P2, DIM_V, DIM_V_P2, BLOCK_M, BLOCK_N,
-                SIMPLE, SOFTCAP, ALIBI, True, TMA, PRECISION,
+                SIMPLE, SOFTCAP, ALIBI, True, TMA, PRECISION, KEYS, VALUES,
             )  # fmt: skip
     dk_b, dk_s, dk_h = elements(dk_b, UNIT), elements(dk_s, UNIT), elements(dk_h, UNIT)
     dv_b, dv_s, dv_h = elements(dv_b, UNIT), elements(dv_s, UNIT), elements(dv_h, UNIT)
-    store_tile(dk_out, dk * softmax_scale, b, h_kv, n, past, dk_b, dk_s, dk_h, BLOCK_N, DIM, DIM_P2)
-    store_tile(dv_out, dv, b, h_kv, n, past, dv_b, dv_s, dv_h, BLOCK_N, DIM_V, DIM_V_P2)
+    if KEYS:
+        store_tile(dk_out, dk * softmax_scale, b, h_kv, n, past, dk_b, dk_s, dk_h, BLOCK_N, DIM, DIM_P2)
+    if VALUES:
+        store_tile(dv_out, dv, b, h_kv, n, past, dv_b, dv_s, dv_h, BLOCK_N, DIM_V, DIM_V_P2)
 
 
 @triton.jit

@@ -40,8 +40,9 @@ def unsupported(q: Tensor, k: Tensor, v: Tensor, score: Score) -> str | None:
         return f"dtype {q.dtype} is not float16, bfloat16 or float32"
     if k.dtype != q.dtype or v.dtype != q.dtype:
         return f"q, k, v have different dtypes ({q.dtype}, {k.dtype}, {v.dtype})"
-    if max(q.shape[-1], v.shape[-1]) > 256:
-        return f"head dims {q.shape[-1]} of q and {v.shape[-1]} of v, at most 256 is possible"
+    most = 256 if q.dtype == torch.float32 else 512
+    if max(q.shape[-1], v.shape[-1]) > most:
+        return f"head dims {q.shape[-1]} of q and {v.shape[-1]} of v, at most {most} is possible in {q.dtype}"
     if not q.is_cuda and not INTERPRETED.value:
         return f"tensors on {q.device.type} need Triton's interpreter (TRITON_INTERPRET=1 before the first import)"
     return None

@@ -23,11 +23,13 @@ class Tiles(NamedTuple):
 
 
 class Row(NamedTuple):
-    """Tiles of the three kernels for inputs of so many bits and head dims up to these, padded to a power of two.
+    """Tiles of the kernels for inputs of so many bits and head dims up to these, padded to a power of two.
 
     Args:
         dim: the larger head dim, of q and k or of v.
         dim_v: that of v.
+        dkdv: of the kernel for dk and dv, or for dk if ``dv`` is given.
+        dv: of a pass of its own for dv, where the registers do not hold both sums.
     """
 
     bits: int
@@ -36,6 +38,7 @@ class Row(NamedTuple):
     forward: Tiles
     dkdv: Tiles
     dq: Tiles
+    dv: Tiles | None = None
 
 
 # Two programs of 4 warps per multiprocessor: one computes exponentials while the other multiplies.
@@ -44,6 +47,7 @@ _HOPPER = (
     Row(16, 128, 128, Tiles(128, 64, 4, 2, 2), Tiles(64, 64, 4, 2), Tiles(128, 64, 8, 3)),
     Row(16, 256, 128, Tiles(128, 64, 8, 2, 2), Tiles(32, 64, 4, 2), Tiles(64, 32, 4, 2)),
     Row(16, 256, 256, Tiles(128, 64, 8, 2, 2), Tiles(64, 64, 8, 2), Tiles(128, 32, 8, 2)),
+    Row(16, 512, 512, Tiles(64, 32, 8, 2), Tiles(32, 64, 8, 1), Tiles(64, 32, 8, 1), Tiles(64, 64, 8, 1)),
     Row(32, 64, 64, Tiles(64, 32, 4, 2), Tiles(32, 64, 4, 1), Tiles(64, 64, 4, 1)),
     Row(32, 128, 128, Tiles(64, 32, 4, 2), Tiles(64, 64, 4, 1), Tiles(64, 64, 4, 1)),
     Row(32, 256, 256, Tiles(64, 32, 4, 2), Tiles(32, 64, 8, 1), Tiles(64, 16, 4, 1)),
@@ -54,6 +58,7 @@ _99_KB = (
     Row(16, 64, 64, Tiles(128, 64, 4, 2), Tiles(64, 64, 4, 2), Tiles(64, 64, 4, 2)),
     Row(16, 128, 128, Tiles(128, 32, 8, 2), Tiles(32, 64, 4, 2), Tiles(64, 32, 4, 2)),
     Row(16, 256, 256, Tiles(64, 32, 8, 1), Tiles(32, 32, 4, 1), Tiles(32, 32, 4, 1)),
+    Row(16, 512, 512, Tiles(32, 16, 8, 1), Tiles(16, 16, 4, 1), Tiles(16, 16, 4, 1), Tiles(16, 32, 8, 1)),
     Row(32, 128, 128, Tiles(64, 32, 4, 2), Tiles(32, 32, 4, 1), Tiles(32, 32, 4, 1)),
     Row(32, 256, 256, Tiles(32, 32, 4, 1), Tiles(16, 16, 4, 1), Tiles(16, 16, 4, 1)),
 )

@@ -69,6 +69,17 @@ class Gradients(NamedTuple):
     dv: Tensor
 
 
+class Traffic(NamedTuple):
+    """The tokens that a rank sends to each rank: of shards that travel, and of contributions to them."""
+
+    shards: list[int]
+    contributions: list[int]
+
+    @classmethod
+    def nothing(cls, world_size: int) -> Traffic:
+        return cls([0] * world_size, [0] * world_size)
+
+
 class Dataflow:
     """How the shards of a plan meet. By default keys and values travel; with ``moves_queries`` queries do."""
 
@@ -97,26 +108,26 @@ class Dataflow:
         """Return the number of tokens of every rank's shard that travels."""
         return plan.local_lengths if self.moves_queries else plan.local_lengths_k
 
-    def traffic(self, plan: Plan, rank: int) -> tuple[int, int]:
-        """Return the tokens that a rank sends in one traversal: (of shards that travel, of contributions to them)."""
+    def traffic(self, plan: Plan, rank: int) -> Traffic:
+        """Return the tokens that a rank sends to each rank in one traversal."""
         lengths, steps = self.lengths(plan), plan.schedule.steps(rank)
-        previous = [None, *(s.owner for s in steps)]
-        shards = sum(lengths[s.owner] for s in steps if s.shard_to is not None and s.owner is not None)
-        contributions = sum(
-            lengths[owner]
-            for s, owner in zip(steps, previous, strict=False)
-            if owner is not None and (s.part_to is not None or s.home_to is not None)
-        )
-        return shards, contributions
+        sent = Traffic.nothing(plan.world_size)
+        for step, owner in zip(steps, [None, *(s.owner for s in steps)], strict=False):
+            if step.shard_to is not None and step.owner is not None:
+                sent.shards[step.shard_to] += lengths[step.owner]
+            home = step.home_to if step.part_to is None else step.part_to
+            if owner is not None and home is not None:
+                sent.contributions[home] += lengths[owner]
+        return sent
 
     def token_bytes(self, shape: Shape, backward: bool) -> tuple[int, int]:
         """Return the bytes of one token of (a shard that travels, a contribution to it)."""
         return shape.kv_elements * shape.itemsize, shape.kv_elements * shape.state_itemsize * backward
 
-    def traffic_bytes(self, plan: Plan, shape: Shape, backward: bool, rank: int) -> int:
-        """Return the bytes that ``rank`` sends in one forward or backward."""
-        tokens = zip(self.traffic(plan, rank), self.token_bytes(shape, backward), strict=True)
-        return shape.batch * sum(count * size for count, size in tokens)
+    def traffic_bytes(self, plan: Plan, shape: Shape, backward: bool, rank: int) -> list[int]:
+        """Return the bytes that ``rank`` sends to each rank in one forward or backward."""
+        shard, contribution = self.token_bytes(shape, backward)
+        return [shape.batch * (a * shard + b * contribution) for a, b in zip(*self.traffic(plan, rank), strict=True)]
 
     def memory_bytes(self, plan: Plan, shape: Shape, backward: bool) -> int:
         """Return the predicted peak of bytes on the plan's rank in addition to inputs and results."""
@@ -168,12 +179,16 @@ class Dataflow:
             *(f"  {line}" for line in self.meetings(plan)),
         ]
         for name, backward, products in (("forward", False, 1.0), ("backward", True, 2.5)):
-            sent = max(self.traffic_bytes(plan, shape, backward, rank) for rank in range(n))
+            to_ranks = [self.traffic_bytes(plan, shape, backward, rank) for rank in range(n)]
+            sent = max(map(sum, to_ranks))
             lines.append(
                 f"  {name}: {sent / 2**20:.1f} MiB sent by the busiest rank "
                 f"({sent / gigabytes_per_second / 1e6:.3f} ms at {gigabytes_per_second:g} GB/s), "
                 f"compute {max(work) * flops * products / tflops / 1e9:.3f} ms at {tflops:g} TFLOP/s"
             )
+            if len(plan.nodes) > 1:
+                most = max(plan.between_nodes(bytes_, rank) for rank, bytes_ in enumerate(to_ranks))
+                lines.append(f"    of that {most / 2**20:.1f} MiB to other nodes, by the rank that sends them most")
         balance = f"{sum(work) / n / max(work):.1%}" if max(work) else "nothing to do"
         memory = (self.memory_bytes(plan, shape, backward) / 2**20 for backward in (False, True))
         lines.append(f"  balance (mean work / largest): {balance}")

@@ -15,7 +15,9 @@ Heads are independent, so the work is cut by heads:
 * on the GPUs of one host the copy engines fetch (:mod:`ringattn.peer`). One kernel takes a whole wave and waits for
   each head by itself; kernels that cannot wait take a wave in groups of heads, the first of them small, because nothing
   hides its fetch;
-* elsewhere messages fetch, and every group of heads is a wave of its own.
+* elsewhere messages fetch, and every group of heads is a wave of its own;
+* on several hosts a key comes to each of them once, by a message, to one of its ranks, and the others take it from
+  there (:mod:`ringattn.relay`), by messages (:mod:`.by_node`) or copy engines (:mod:`.carrying`).
 
 Backward: keys and values are fetched again. The float32 partial gradients go to their owners, run by run of keys while
 the kernel is still at work if it counts what is complete, and are summed there in the order of ranks.
@@ -34,8 +36,12 @@ from ..plans import Plan
 from ..schedule import head_groups, waves
 from ..shape import Shape
 from ..trace import named
-from .contract import Call, Dataflow, Gradients, is_union, piece_elements, walk_bytes
-from .fetching import collected, fetch_keys, gathered_block, interleaved, return_gradients
+from .by_node import relayed_bytes
+from .carrying import carried_bytes
+from .contract import Call, Dataflow, Gradients, Traffic, is_union, piece_elements, walk_bytes
+from .fetching import fetch_keys, return_gradients
+from .gathered import copied, gathered_block, relay_of
+from .messages import message_bytes, row_bytes
 
 
 class Gather(Dataflow):
@@ -108,25 +114,19 @@ class Gather(Dataflow):
             home.finish(leaving)
         return Gradients(dq, home.dk, home.dv)
 
-    def traffic(self, plan: Plan, rank: int) -> tuple[int, int]:
-        runs = plan.fetches
-        sent = sum(run.length for r, theirs in enumerate(runs) for run in theirs if run.owner == rank != r)
-        return sent, sum(run.length for run in runs[rank] if run.owner != rank)
+    def traffic(self, plan: Plan, rank: int) -> Traffic:
+        return plan.once("traffic", lambda: _traffic(plan))[rank]
 
     def blocks(self, plan: Plan) -> Iterator[tuple[int, Block]]:
         for rank in range(plan.world_size):
             yield rank, gathered_block(plan, rank)
 
     def verify(self, plan: Plan) -> None:
-        """Prove that every fetch is a part of its owner's shard and has rows of its own in the buffer, and what is
-        computed. Senders and receivers read the same list, so that every send has its receive."""
-        for rank, runs in enumerate(plan.fetches):
-            first = 0
-            for run in runs:
-                inside = run.offset >= 0 and run.offset + run.length <= plan.local_lengths_k[run.owner]
-                verify.require(inside, f"rank {rank} fetches {run}, which is not in the shard of rank {run.owner}")
-                verify.require(run.first == first, f"rank {rank} fetches {run} to rows of another run")
-                first += run.length
+        """Prove what is fetched, over which ranks it comes where keys are relayed, and what is computed."""
+        verify.check_fetches(plan.fetches, plan.local_lengths_k)
+        relay = relay_of(plan)
+        if relay is not None:
+            verify.check_relay(relay, plan.fetches)
         verify.check_coverage(plan, self.blocks(plan))
 
     def prepare(self, plan: Plan) -> None:
@@ -137,43 +137,36 @@ class Gather(Dataflow):
         for rank, runs in enumerate(plan.fetches):
             tokens = " ".join(f"{run.owner}[{run.offset}:{run.offset + run.length}]" for run in runs)
             lines.append(f"rank {rank} attends to owner[tokens]: {tokens or 'nothing'}")
+        relay = relay_of(plan)
+        if relay is not None:
+            inside = "copy engines" if copied(plan) else "messages"
+            sizes = sorted({len(ranks) for ranks in relay.nodes})
+            some = f"{sizes[0]} to {sizes[-1]}" if len(sizes) > 1 else f"{sizes[0]}"
+            lines.append(f"{len(relay.nodes)} nodes of {some} ranks: messages between them, {inside} inside of them")
+            for rank, carried in enumerate(relay.carried):
+                tokens = " ".join(f"{run.owner}[{run.offset}:{run.offset + run.length}]" for run in carried)
+                lines.append(f"rank {rank} carries for its node owner[tokens]: {tokens or 'nothing'}")
         return lines
 
     def memory_bytes(self, plan: Plan, shape: Shape, backward: bool) -> int:
         """Return an upper bound on the CPU and over messages. Where the GPUs of one host pull, what is allocated if the
         kernel waits for keys itself; other kernels take the output of a group of heads more."""
-        if plan.transport.pulls and not interleaved(plan):
-            return _pulled_bytes(plan, shape, backward)
-        return _message_bytes(plan, shape, backward)
+        relay = relay_of(plan)
+        if relay is None:
+            return (_pulled_bytes if copied(plan) else message_bytes)(plan, shape, backward)
+        return (carried_bytes if copied(plan) else relayed_bytes)(plan, relay, shape, backward)
 
 
-def _message_bytes(plan: Plan, s: Shape, backward: bool) -> int:
-    rank, runs = plan.rank, plan.fetches
-    queries, local = plan.local_lengths[rank], plan.local_lengths_k[rank]
-    fetched = sum(run.length for run in runs[rank])
-    to_this_rank = sum(run.length for theirs in runs for run in theirs if run.owner == rank)
-    groups = head_groups(s.kv_heads, s.q_heads, plan.transport.device.type, backward)
-    part = max(g.stop - g.start for g in groups) / s.kv_heads
-    bound = float(_row_bytes(queries, s, backward) + (local + fetched) * s.kv_elements * s.itemsize)
-    if collected(plan):  # what leaves, and what has arrived before it is put in the order of positions
-        bound += part * to_this_rank * s.kv_elements * s.itemsize
-        bound += part * fetched * s.kv_elements * s.itemsize
-    if backward:
-        arriving = to_this_rank - sum(run.length for run in runs[rank] if run.owner == rank)
-        # A group's contributions next to those that its kernel makes, or next to what has arrived and the sum; and
-        # those of the group before, which are on their way.
-        at_once = max(2 * fetched, (1 + collected(plan)) * fetched + arriving + local)
-        earlier = fetched + arriving if len(groups) > 1 else 0
-        gradients = local + part * (at_once + earlier)
-        bound += gradients * s.kv_elements * s.state_itemsize
-        bound += piece_elements(plan, s, queries, fetched, s.kv_heads) * s.state_itemsize
-        bound += part * walk_bytes(s, [gathered_block(plan)] if is_union(plan) else [])
-        return round(s.batch * bound)
-    if len(groups) > 1:
-        bound += part * queries * s.q_heads * (s.value_dim * s.itemsize + s.state_itemsize)
-    if is_union(plan):
-        bound += part * queries * s.state_elements * s.state_itemsize
-    return round(s.batch * bound)
+def _traffic(plan: Plan) -> list[Traffic]:
+    """Return what each rank sends: keys to those that fetch them, and contributions to those they were fetched from."""
+    relay, sent = relay_of(plan), [Traffic.nothing(plan.world_size) for _ in range(plan.world_size)]
+    for stage in (plan.fetches,) if relay is None else (relay.carried, relay.fetches):
+        for visitor, runs in enumerate(stage):
+            for run in runs:
+                if run.owner != visitor:
+                    sent[run.owner].shards[visitor] += run.length
+                    sent[visitor].contributions[run.owner] += run.length
+    return sent
 
 
 def _pulled_bytes(plan: Plan, s: Shape, backward: bool) -> int:
@@ -190,7 +183,7 @@ def _pulled_bytes(plan: Plan, s: Shape, backward: bool) -> int:
         return len(cut), heads, min(2, len(cut)) * heads
 
     count, heads, resident = in_waves(backward)
-    total = s.batch * _row_bytes(queries, s, backward)
+    total = s.batch * row_bytes(queries, s, backward)
     total += 2 * s.kv_heads * longest * token * s.itemsize  # two slots that others read
     # The buffer stays as large as the forward made it, which holds more heads because it has no gradients.
     total += max(resident, in_waves(False)[2]) * fetched * token * s.itemsize
@@ -208,8 +201,3 @@ def _pulled_bytes(plan: Plan, s: Shape, backward: bool) -> int:
     if is_union(plan):
         total += s.batch * queries * heads * s.state_elements // s.kv_heads * s.state_itemsize
     return total
-
-
-def _row_bytes(queries: int, s: Shape, backward: bool) -> int:
-    """Return the bytes of dq and delta of one batch element."""
-    return queries * s.q_heads * (s.head_dim + 2) * s.state_itemsize * backward

@@ -37,8 +37,20 @@ from ..kernels.contract import Block, Keys, Queries, Result, Score, flush_period
 from ..plans import Plan
 from ..schedule import waves
 from ..shape import Shape
-from .contract import Call, Dataflow, Gradients
-from .tiles import Tiles, every_query, gather, keys_blocks, of_keys, of_queries, queries_blocks
+from .contract import Call, Dataflow, Gradients, Traffic
+from .tiles import (
+    Stage,
+    Tiles,
+    every_query,
+    fetches_of,
+    gather,
+    keys_blocks,
+    of_keys,
+    of_queries,
+    queries_blocks,
+    relayed,
+    stages,
+)
 
 
 class SameBits(Dataflow):
@@ -117,10 +129,9 @@ class SameBits(Dataflow):
 
     # Predictions and proof
 
-    def traffic(self, plan: Plan, rank: int) -> tuple[int, int]:
-        """Return how many keys, and how many queries, a rank sends to gather them once."""
-        keys, queries = (_sent(side, rank) for side in (of_keys(plan), of_queries(plan)))
-        return keys, queries
+    def traffic(self, plan: Plan, rank: int) -> Traffic:
+        """Return how many keys, and how many queries, a rank sends to each rank to gather them once."""
+        return Traffic(*(_sent(plan, side, rank) for side in (of_keys(plan), of_queries(plan))))
 
     def token_bytes(self, shape: Shape, backward: bool) -> tuple[int, int]:
         return shape.kv_elements * shape.itemsize, _query_bytes(shape) * backward
@@ -131,7 +142,7 @@ class SameBits(Dataflow):
         s, queries, keys = shape, plan.local_lengths[plan.rank], plan.local_lengths_k[plan.rank]
         cut = _head_waves(plan, s, backward)
         share = max(heads.stop - heads.start for heads, _ in cut) / s.kv_heads
-        peak = _moved(of_keys(plan), plan.rank) * s.kv_elements * s.itemsize * share
+        peak = _moved(plan, of_keys(plan)) * s.kv_elements * s.itemsize * share
         if not backward:
             output = queries * s.q_heads * (s.value_dim * s.itemsize + s.state_itemsize)
             part = (len(cut) > 1) * share * output
@@ -140,7 +151,7 @@ class SameBits(Dataflow):
                 peak = max(peak, share * (of_keys(plan)[plan.rank].rows * s.kv_elements * s.itemsize + states))
             return round(s.batch * (peak + part))
         gradients = keys * s.kv_elements * s.state_itemsize
-        theirs = _moved(of_queries(plan), plan.rank) * _query_bytes(s) * share + gradients * share
+        theirs = _moved(plan, of_queries(plan)) * _query_bytes(s) * share + gradients * share
         rows = queries * s.q_heads * (s.head_dim + 2) * s.state_itemsize
         return round(s.batch * (max(peak, theirs) + rows + gradients))
 
@@ -174,6 +185,10 @@ class SameBits(Dataflow):
             seen = torch.stack([(block.end - block.start).sum(0) for block in queries_blocks(plan, rank)]).sum(0)
             verify.require(not seen[~arrived].any(), f"a query that sees keys of rank {rank} does not arrive")
             pairs += int(seen.sum())
+        for side in (of_keys(plan), of_queries(plan)):
+            by_node = relayed(plan, side)
+            if by_node is not None:
+                verify.check_relay(by_node, fetches_of(side))
         verify.check_coverage(plan, self.blocks(plan))
         visible = sum(plan.visible(r, o) for r in range(plan.world_size) for o in range(plan.world_size))
         verify.require(pairs == visible, f"dk and dv are made from {pairs} pairs, but {visible} are visible")
@@ -232,15 +247,30 @@ def _part(block: Block, queries: slice, keys: slice) -> Block:
 # What moves
 
 
-def _sent(gathered: tuple[Tiles, ...], rank: int) -> int:
-    """Return how many tokens of a rank others gather."""
-    return sum(run.length for r, theirs in enumerate(gathered) for run in theirs.runs if run.owner == rank != r)
+def _sent(plan: Plan, gathered: tuple[Tiles, ...], rank: int) -> list[int]:
+    """Return how many tokens a rank sends to each other one."""
+    return [
+        sum(run.length for stage in stages(plan, gathered) for run in stage.runs[r] if run.owner == rank != r)
+        for r in range(plan.world_size)
+    ]
 
 
-def _moved(gathered: tuple[Tiles, ...], rank: int) -> int:
-    """Return the tokens in memory while a rank gathers: its buffer, what has arrived, and what it sends."""
-    arriving = sum(run.length for run in gathered[rank].runs if run.owner != rank)
-    return gathered[rank].rows + arriving + _sent(gathered, rank)
+def _moved(plan: Plan, gathered: tuple[Tiles, ...]) -> int:
+    """Return the tokens in memory while the plan's rank gathers: its buffer, what has arrived, and what it sends; after
+    an exchange between nodes also those that it carries, next to its own."""
+    rank = plan.rank
+
+    def moved(stage: Stage) -> int:
+        arriving = sum(run.length for run in stage.runs[rank] if run.owner != rank)
+        leaving = sum(run.length for r, runs in enumerate(stage.runs) for run in runs if run.owner == rank != r)
+        return stage.rows[rank] + arriving + leaving
+
+    *between, last = stages(plan, gathered)
+    if not between:
+        return moved(last)
+    carried = between[0].rows[rank]
+    extended = gathered[rank].held + carried
+    return max(moved(between[0]), extended + carried, extended + moved(last))
 
 
 def _query_bytes(s: Shape) -> int:

@@ -29,6 +29,8 @@ from ..kernels.contract import GRID, Block, flush_period
 from ..layout import Shard
 from ..needs import located, visible_part
 from ..plans import Plan
+from ..relay import Relay, relay, relays
+from ..schedule import Fetch
 from ..transport import Message
 
 
@@ -52,10 +54,12 @@ class Tiles(NamedTuple):
     Args:
         spans: the positions of the rows of the buffer, growing; no query's keys are in two of them.
         runs: where they come from; rows of no run are zero.
+        held: tokens that the rank holds itself.
     """
 
     spans: tuple[range, ...]
     runs: tuple[Run, ...]
+    held: int
 
     @property
     def rows(self) -> int:
@@ -130,7 +134,7 @@ def _tiles(needed: list[list[range]], shards: Sequence[Shard], unit: int) -> tup
     everything, disjoint = located(shards)
     starts = [run.start for run, *_ in everything]
     result = []
-    for wanted in needed:
+    for wanted, shard in zip(needed, shards, strict=True):
         spans: list[range] = []
         runs: list[Run] = []
         row = 0
@@ -143,7 +147,7 @@ def _tiles(needed: list[list[range]], shards: Sequence[Shard], unit: int) -> tup
                 for run, owner, offset in visible_part(tiles, one):
                     runs.append(Run(owner, offset, len(run), row + run.start - tiles.start, run.step))
             row += len(tiles)
-        result.append(Tiles(tuple(spans) or (range(GRID),), tuple(runs)))
+        result.append(Tiles(tuple(spans) or (range(GRID),), tuple(runs), layouts.length(shard)))
     return tuple(result)
 
 
@@ -203,29 +207,86 @@ def queries_blocks(plan: Plan, rank: int | None = None) -> tuple[Block, ...]:
     return plan.once(("tiles of queries", rank), make)
 
 
-def gather(plan: Plan, tensors: Sequence[Tensor], tiles: Sequence[Tiles]) -> list[Tensor]:
+# What moves
+
+
+class Stage(NamedTuple):
+    """An exchange of a gather: the runs that each rank takes of the others' tokens, and the rows of its buffer."""
+
+    runs: tuple[tuple[Run, ...], ...]
+    rows: tuple[int, ...]
+
+
+def fetches_of(tiles: Sequence[Tiles]) -> list[list[Fetch]]:
+    """Return the runs that every rank gathers, one after another."""
+    result = []
+    for theirs in tiles:
+        edges = itertools.accumulate((run.length for run in theirs.runs), initial=0)
+        pairs = zip(theirs.runs, edges, strict=False)
+        result.append([Fetch(run.owner, run.offset, run.length, first) for run, first in pairs])
+    return result
+
+
+def relayed(plan: Plan, tiles: tuple[Tiles, ...]) -> Relay | None:
+    """Return how tokens cross the network once for each node (:mod:`ringattn.relay`), None where nodes do not matter.
+    Its runs are in the order of the tiles', and their rows without the space between."""
+
+    def make() -> Relay:
+        return relay(fetches_of(tiles), [theirs.held for theirs in tiles], plan.nodes)
+
+    return plan.once(("relay", tiles), make) if relays(plan.nodes) else None
+
+
+def stages(plan: Plan, tiles: tuple[Tiles, ...]) -> list[Stage]:
+    """Return the exchanges of a gather: one, or one between nodes and then, of what is there, one inside of them."""
+    rows = tuple(theirs.rows for theirs in tiles)
+    by_node = relayed(plan, tiles)
+    if by_node is None:
+        return [Stage(tuple(theirs.runs for theirs in tiles), rows)]
+
+    def make(by_node: Relay = by_node) -> list[Stage]:
+        between = tuple(tuple(Run(r.owner, r.offset, r.length, r.first, 1) for r in runs) for runs in by_node.carried)
+        inside = tuple(
+            tuple(run._replace(owner=r.owner, offset=r.offset) for run, r in zip(theirs.runs, runs, strict=True))
+            for theirs, runs in zip(tiles, by_node.fetches, strict=True)
+        )
+        carried = tuple(length - own for length, own in zip(by_node.lengths, by_node.own, strict=True))
+        return [Stage(between, carried), Stage(inside, rows)]
+
+    return plan.once(("stages", tiles), make)
+
+
+def gather(plan: Plan, tensors: Sequence[Tensor], tiles: tuple[Tiles, ...]) -> list[Tensor]:
     """Return a buffer for each tensor of this rank's tokens: the tiles that the rank gathers of it from all ranks.
 
     Tokens are in dimension 1 of four-dimensional tensors and in the last one of three-dimensional ones.
     """
-    rank, own = plan.rank, tiles[plan.rank]
-    owners = sorted({run.owner for run in own.runs} - {rank})
-    wanted = [[run for run in theirs.runs if run.owner == rank] for theirs in tiles]
+    rows = [x.movedim(1 if x.ndim == 4 else 2, 0) for x in tensors]
+    *between, last = stages(plan, tiles)
+    for stage in between:  # its tokens are from now on next to this rank's own
+        rows = [torch.cat(both) for both in zip(rows, _exchange(plan, rows, stage), strict=True)]
+    return [x.movedim(0, 1 if x.ndim == 4 else 2) for x in _exchange(plan, rows, last)]
+
+
+def _exchange(plan: Plan, tensors: Sequence[Tensor], stage: Stage) -> list[Tensor]:
+    """Return a buffer for each tensor, whose first dimension is tokens, with the runs that this rank takes."""
+    rank, own = plan.rank, stage.runs[plan.rank]
+    owners = sorted({run.owner for run in own} - {rank})
+    wanted = [[run for run in theirs if run.owner == rank] for theirs in stage.runs]
     buffers, sends, receives = [], list[Message](), list[Message]()
-    for x in tensors:
-        rows = x.movedim(1 if x.ndim == 4 else 2, 0)
-        buffers.append(rows.new_zeros((own.rows, *rows.shape[1:])))
+    for rows in tensors:
+        buffers.append(rows.new_zeros((stage.rows[rank], *rows.shape[1:])))
         for run in wanted[rank]:
             run.rows(buffers[-1]).copy_(rows[run.offset : run.offset + run.length])
         for visitor, runs in enumerate(wanted):
             if runs and visitor != rank:
                 sends.append((torch.cat([rows[run.offset : run.offset + run.length] for run in runs]), visitor))
         for owner in owners:
-            count = sum(run.length for run in own.runs if run.owner == owner)
+            count = sum(run.length for run in own if run.owner == owner)
             receives.append((rows.new_empty((count, *rows.shape[1:])), owner))
     plan.transport.start(sends, receives).wait()
     for i, (arrived, owner) in enumerate(receives):
-        theirs = [run for run in own.runs if run.owner == owner]
+        theirs = [run for run in own if run.owner == owner]
         for run, rows in zip(theirs, arrived.split([run.length for run in theirs]), strict=True):
             run.rows(buffers[i // len(owners)]).copy_(rows)
-    return [x.movedim(0, 1 if x.ndim == 4 else 2) for x in buffers]
+    return buffers

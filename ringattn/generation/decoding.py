@@ -1,9 +1,12 @@
 """decode(): attention of a step's new tokens to everything that the ranks hold, themselves included.
 
 The new tokens are on every rank. The rank whose turn it is stores them, each rank attends to the keys that it holds,
-and one all-gather exchanges the partial states (m, l, o), which every rank adds in the same order: the same bits
+and one exchange gives the partial states (m, l, o) to all ranks, which add them in the same order: the same bits
 everywhere. What moves does not depend on the length of the cache. (Shyam et al. 2024, arXiv:2408.04093, with two
 all-reduces; the sum of partial states: :mod:`ringattn.partial`.)
+
+The GPUs of one host exchange states through each other's memory, in the launch that adds them
+(:mod:`ringattn.kernels.paged.meet`). Elsewhere, and for states that are too large, it is an all-gather.
 """
 
 from __future__ import annotations
@@ -14,9 +17,9 @@ import torch
 from torch import Tensor
 
 from ..functional import check_score
-from ..kernels.contract import Score, ScoreMod, accumulation_dtype
-from ..kernels.paged.backends import choose
-from ..kernels.paged.contract import NEW_TOKENS, Call, Pool, Tables, tile_size
+from ..kernels.contract import Result, Score, ScoreMod, accumulation_dtype
+from ..kernels.paged.backends import Paged, choose
+from ..kernels.paged.contract import NEW_TOKENS, Call, Pool, Tables, part, tile_size
 from ..operators import as_autocast, autocast_dtype, no_autocast
 from ..transport import Transport
 
@@ -142,22 +145,27 @@ def decode(
             if transport.world_size == 1:
                 out, lse = backend.output(q, pool, tables, score, call)
             else:
-                states = transport.all_gather(backend.attend(q, pool, tables, score, call))
-                if heads == "scattered":
-                    part = _part(q.shape[2], transport)
-                    states, score = states[..., part, :], score.heads(part)
-                out, lse = backend.finish(states, score.sink, dtype)
+                state = backend.attend(q, pool, tables, score, call)
+                out, lse = merged(state, transport, score.sink, dtype, heads, backend)
     except BaseException as error:  # the other ranks wait for this one's state, or are at a later message
         transport.note_failure(error)
         raise
     return (out, lse) if return_lse else out
 
 
-def _part(heads: int, transport: Transport) -> slice:
-    """Return this rank's part of the heads, as ``torch.tensor_split`` cuts them."""
-    size, more = divmod(heads, transport.world_size)
-    first = transport.rank * size + min(transport.rank, more)
-    return slice(first, first + size + (transport.rank < more))
+def merged(
+    state: Tensor, transport: Transport, sink: Tensor | None, dtype: torch.dtype, heads: str, backend: Paged
+) -> Result:
+    """Return ``out`` in ``dtype`` and ``lse`` from this rank's state and those of the others: by the mailbox in one
+    launch, or by an all-gather and :meth:`.Paged.finish`."""
+    scattered = heads == "scattered"
+    if (mailbox := transport.mailbox(state)) is not None:
+        return mailbox.merge(state, sink, dtype, scattered)
+    states = transport.all_gather(state)
+    if scattered:
+        mine = part(state.shape[2], transport.rank, transport.world_size)
+        states, sink = states[..., mine, :], None if sink is None else sink[mine]
+    return backend.finish(states, sink, dtype)
 
 
 def _check(q: Tensor, k: Tensor, v: Tensor | None, tokens: tuple[int, int], pool: Pool) -> None:

@@ -1,1 +1,1 @@
-"""Exchange between the GPUs of one host by copy engines: shared memory, pulls, pushes."""
+"""Exchange between the GPUs of one host by copy engines and by kernels: shared memory, pulls, pushes, mailboxes."""

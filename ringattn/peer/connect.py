@@ -1,13 +1,13 @@
-"""The link between the GPUs of one host, where all ranks of a group can have one."""
+"""The link between the GPUs of each host, where all ranks of a group can have one."""
 
 from __future__ import annotations
 
 import os
 import socket
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,17 +27,37 @@ def host() -> int:
     return hash_of(f"{socket.gethostname()} {boot}")
 
 
+def by_host(hosts: Sequence[int]) -> tuple[tuple[int, ...], ...]:
+    """Return the ranks of each host."""
+    ranks: dict[int, list[int]] = {}
+    for rank, host_ in enumerate(hosts):
+        ranks.setdefault(host_, []).append(rank)
+    return tuple(map(tuple, ranks.values()))
+
+
+class Ranks(NamedTuple):
+    """The ranks of a group, seen from one: their hosts."""
+
+    rank: int
+    hosts: Sequence[int]
+
+    @property
+    def near(self) -> tuple[int, ...]:
+        """Those of this rank's host."""
+        return next(ranks for ranks in by_host(self.hosts) if self.rank in ranks)
+
+
 def connect(
-    rank: int,
-    world_size: int,
+    ranks: Ranks,
     device: torch.device,
     group: Callable[[], Any],
     gather: Callable[[Tensor], Tensor],
     board: Board | None,
     problem: str,
 ) -> Link | None:
-    """Return the link of this rank, or None on every rank if one of them cannot access the others' memory, is on
-    another host, has a problem, or has RINGATTN_PULLS=0 in its environment. All ranks call this together.
+    """Return the link of this rank with those of its host, or None on every rank if one of them cannot access the
+    others' memory, has a problem, or has RINGATTN_PULLS=0 in its environment, or if no two ranks share a host. All
+    ranks call this together.
 
     Args:
         group: returns the process group.
@@ -46,23 +66,23 @@ def connect(
         problem: why this rank can have no link, or "".
     """
     wanted = os.environ.get("RINGATTN_PULLS", "1") != "0"
-    words = torch.tensor([host(), wanted and driver.available(), bool(problem)], device="cpu")
-    rows = gather(words)
-    if not (rows[:, :2] == words[:2]).all() or not words[1]:
+    rows = gather(torch.tensor([wanted and driver.available(), bool(problem)], device="cpu"))
+    if not rows[:, 0].all() or len(set(ranks.hosts)) == len(ranks.hosts):
         return None
-    link, status = None, rows[:, 2]
+    link, status, near = None, rows[:, 1], ranks.near
     if not status.any():  # all ranks make a link, or none
         try:
             from .symmetric import SymmetricMemory  # needs a torch with symmetric memory
 
-            link = Link(rank, world_size, device, SymmetricMemory(group, device), board)
+            share = SymmetricMemory(group, device, near)
+            link = Link(near.index(ranks.rank), len(near), device, share, board)
         except (RuntimeError, ImportError, AttributeError, ValueError) as error:  # no peer access; another torch
             problem = str(error) or type(error).__name__
         status = gather(torch.tensor([bool(problem)], device="cpu")).flatten()
     failed = status.nonzero().flatten().tolist()
     if failed:
         warnings.warn(
-            f"GPUs of this host cannot access each other's memory (rank {failed[0]} of ranks {failed}: "
+            f"GPUs of one host cannot access each other's memory (rank {failed[0]} of ranks {failed}: "
             f"{problem or 'see its warning'}); keys and values are sent as messages",
             stacklevel=2,
         )

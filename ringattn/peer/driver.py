@@ -4,6 +4,7 @@
   in batches by cuStreamBatchMemOp);
 * :class:`Copies`: copies that are queued together (cuMemcpyBatchAsync);
 * :func:`copy`: one copy (cuMemcpyAsync);
+* :func:`copy_rows`: one copy of rows that are apart in memory (cuMemcpy2DAsync);
 * :func:`pin`: lets streams access memory of the host that this process has mapped (cuMemHostRegister).
 
 None of them needs a multiprocessor, so they make progress while a kernel fills the GPU (measured on H200s over
@@ -27,6 +28,7 @@ _WAIT, _WRITE = 1, 2  # CU_STREAM_MEM_OP_WAIT_VALUE_32, CU_STREAM_MEM_OP_WRITE_V
 _MAX_OPERATIONS = 255  # of one call: cuStreamBatchMemOp takes fewer than 256
 _SRC_ACCESS_ORDER_STREAM = 1  # CUmemcpySrcAccessOrder
 _PREFER_OVERLAP_WITH_COMPUTE = 1  # CUmemcpyFlags
+_UNIFIED = 4  # CU_MEMORYTYPE_UNIFIED: the address says whether it is of the host or of a GPU
 
 
 class _Operation(ctypes.Structure):
@@ -53,6 +55,26 @@ class _Attributes(ctypes.Structure):
     )
 
 
+class _Side(ctypes.Structure):
+    """The source or the target in a CUDA_MEMCPY2D."""
+
+    _fields_ = (
+        ("x", ctypes.c_size_t),
+        ("y", ctypes.c_size_t),
+        ("memory", ctypes.c_uint),
+        ("host", ctypes.c_void_p),
+        ("address", ctypes.c_uint64),
+        ("array", ctypes.c_void_p),
+        ("pitch", ctypes.c_size_t),
+    )
+
+
+class _Copy2D(ctypes.Structure):
+    """CUDA_MEMCPY2D."""
+
+    _fields_ = (("source", _Side), ("target", _Side), ("width", ctypes.c_size_t), ("height", ctypes.c_size_t))
+
+
 class _Driver:
     """The driver's functions with their argument types, so that a call takes about a microsecond."""
 
@@ -67,6 +89,7 @@ class _Driver:
 
         self.memory_operations = function("cuStreamBatchMemOp_v2", pointer, number, pointer, number)
         self.copy = function("cuMemcpyAsync", size, size, ctypes.c_size_t, pointer)
+        self.copy_2d = function("cuMemcpy2DAsync_v2", pointer, pointer)
         self.register = function("cuMemHostRegister_v2", size, ctypes.c_size_t, number)
         self.device_pointer = function("cuMemHostGetDevicePointer_v2", pointer, size, number)
         self.begin_capture = function("cuStreamBeginCapture_v2", pointer, ctypes.c_int)
@@ -145,6 +168,26 @@ def copy(stream: torch.cuda.Stream, target: int, source: int, size: int) -> None
     """Copy ``size`` bytes between two addresses, which may be on different devices."""
     if error := _driver().copy(target, source, size, stream.cuda_stream):
         _check(error, f"copying {size} bytes")
+
+
+class Rows(NamedTuple):
+    """Rows of equal length at equal distances, in the source and in the target: addresses, and sizes in bytes."""
+
+    target: int
+    source: int
+    width: int
+    height: int
+    target_pitch: int
+    source_pitch: int
+
+
+def copy_rows(stream: torch.cuda.Stream, rows: Rows) -> None:
+    """Copy ``height`` rows of ``width`` bytes between a GPU and pinned memory of the host."""
+    source = _Side(memory=_UNIFIED, address=rows.source, pitch=rows.source_pitch)
+    target = _Side(memory=_UNIFIED, address=rows.target, pitch=rows.target_pitch)
+    copy = _Copy2D(source, target, rows.width, rows.height)
+    if error := _driver().copy_2d(ctypes.byref(copy), stream.cuda_stream):
+        _check(error, f"copying {rows.height} rows of {rows.width} bytes")
 
 
 class _Arrays(NamedTuple):

@@ -5,6 +5,7 @@ them; their streams wait for it (:mod:`.driver`). A word holds the number of the
 only grows. There are three kinds of words, and one of each kind from every rank in the memory of every other rank::
 
     READY    the keys and values of this epoch are in place, and all pulls of the last epoch are complete
+             (where ranks carry keys for others, an epoch more for each wave of those)
     LANDED   all contributions to gradients are in the memory of the ranks that own them
     FREE     the contributions that this rank has received are summed, so their memory may be overwritten
 
@@ -23,7 +24,8 @@ from torch import Tensor
 
 from ..memo import Memo
 from . import driver
-from .watchdog import FREE, LANDED, NEED_FREE, READY, Board
+from .mailbox import Mailbox
+from .watchdog import FREE, LANDED, MEET, NEED_FREE, READY, Board
 
 T = TypeVar("T")
 KIND_NAMES = ("READY", "LANDED", "FREE")
@@ -71,8 +73,10 @@ class Link:
         if world_size > MAX_RANKS:
             raise ValueError(f"{world_size} ranks on one host; at most {MAX_RANKS} can access each other's memory")
         self.rank, self.world_size, self.device, self.share = rank, world_size, device, share
+        self._board = board
         self.peers = [(rank + i) % world_size for i in range(1, world_size)]  # no two ranks start with the same peer
         self.epochs = [0, 0]
+        self._exchanges = 0  # of keys and values
         self.pad = Region(*share(_PAD_BYTES))  # of the words
         self._incoming, self._outgoing = [], []
         for kind in (READY, LANDED, FREE):
@@ -81,6 +85,7 @@ class Link:
             self._incoming.append(driver.Words([self._word(rank, kind, peer) for peer in self.peers], announced))
             self._outgoing.append(driver.Words([*(self._word(peer, kind, rank) for peer in self.peers), *seen]))
         self._regions: list[Region | None] = [None, None]
+        self._mailbox: Mailbox | None = None
         self._receive = torch.zeros(0, dtype=torch.uint8, device=device)
         self._receive_stream = torch.cuda.current_stream()  # on which it was allocated
         self._flags = torch.zeros(0, FLAG_WORDS, dtype=torch.int32, device=device)
@@ -89,7 +94,7 @@ class Link:
         self.prepared: Memo[object] = Memo(_MAX_PREPARED)
         self.counters: Memo[Any] = Memo(_MAX_PREPARED)  # of pushes, by shape; their memory is never replaced
         self.timed_out = torch.zeros(1, dtype=torch.int32).pin_memory()  # see ReadyFlags
-        self.pulling, self.pushing = (torch.cuda.Stream(device) for _ in range(2))
+        self.pulling, self.pushing, self.moving = (torch.cuda.Stream(device) for _ in range(3))  # moving: messages
         # A call records an event again only after every wait for its previous record has been queued.
         self.released = torch.cuda.Event()  # the last use of the receive buffer, maybe on another stream
         self.writable, self.pulled, self.pushed = (torch.cuda.Event() for _ in range(3))
@@ -101,6 +106,11 @@ class Link:
         epoch = (self.epochs[which] + 1 + 2**31) % 2**32 - 2**31
         self.epochs[which] = epoch
         return epoch
+
+    def next_slot(self) -> int:
+        """Count one more exchange of keys and values and return its half of their region: the two take turns."""
+        self._exchanges += 1
+        return self._exchanges % 2
 
     def signal(self, stream: torch.cuda.Stream, kind: int, epoch: int) -> None:
         """Write ``epoch`` into the memory of every other rank after the work queued on ``stream`` so far."""
@@ -148,10 +158,27 @@ class Link:
             self._flags = torch.full((rows, FLAG_WORDS), self.epochs[KEYS], dtype=torch.int32, device=self.device)
         return self._flags
 
+    def mailbox(self) -> Mailbox | None:
+        """Return this rank's mailbox, which all ranks make together in the first call; None in the capture of a CUDA
+        graph before it exists: no memory can be shared there."""
+        if self._mailbox is None and not torch.cuda.is_current_stream_capturing():
+            board = self._board
+            limit, shown = (0.0, 0) if board is None else (board.limit(self.rank), board.pinned(MEET))
+            self._mailbox = Mailbox(self.rank, self.world_size, self.device, self.share, limit, shown)
+        return self._mailbox
+
+    def gave_up(self) -> str:
+        """Return what a kernel of this rank gave up waiting for, as the end of a message; "" if none did."""
+        row = int(self.timed_out[0])
+        if row:
+            return f"; a kernel gave up waiting for row {row - 1} of keys (batch * kv_heads + head)"
+        return "" if self._mailbox is None else self._mailbox.gave_up()
+
     @property
     def shared_bytes(self) -> int:
         """Memory of this rank that the others can access, which torch's allocator does not count."""
-        return sum(len(region.memory) for region in (self.pad, *self._regions) if region is not None)
+        mailbox = 0 if self._mailbox is None else len(self._mailbox.memory)
+        return mailbox + sum(len(region.memory) for region in (self.pad, *self._regions) if region is not None)
 
     def held_bytes(self, backward: bool) -> int:
         """Return the memory that a forward or backward pass uses and that is kept between calls, in bytes."""

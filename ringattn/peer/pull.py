@@ -30,7 +30,7 @@ from torch import Tensor
 
 from ..kernels.contract import OwnKeys, ReadyFlags, tile_edges
 from ..memo import Memo
-from ..schedule import Fetch
+from ..schedule import Fetch, union
 from . import driver
 from .memory import FLAG_WORDS, KEYS, Link
 from .watchdog import READY
@@ -40,6 +40,42 @@ if TYPE_CHECKING:
 
 _CHUNK_ROWS = 4  # of a chunk after the first ones: larger ones are hardly faster, and only become ready later
 _CHUNKS = 32  # per wave, about, with any number of rows: a stream that holds some hundred operations blocks its host
+
+
+class Pattern(NamedTuple):
+    """What the ranks of a link fetch from each other's shards, in which a rank's own tokens come first, and then those
+    that it carries for the others.
+
+    Attributes:
+        fetches: the runs of tokens that every rank of the link fetches; owners are places in the link.
+        lengths, own: tokens of every rank's shard, and those of its own.
+        longest, ranks: tokens of the longest shard, and ranks of the largest link, of all links that the same ranks
+            make in one call: memory has one size on all of them.
+        leaving: runs (offset, past) of this rank's own tokens that leave its shard in other ways.
+    """
+
+    fetches: Sequence[Sequence[Fetch]]
+    lengths: Sequence[int]
+    own: Sequence[int]
+    longest: int
+    ranks: int
+    leaving: Sequence[tuple[int, int]] = ()
+
+    @classmethod
+    def flat(cls, fetches: Sequence[Sequence[Fetch]], lengths: Sequence[int]) -> Pattern:
+        """Return the pattern of the only link, where no rank carries anything."""
+        return cls(fetches, lengths, lengths, max(lengths), len(lengths))
+
+    def published(self, rank: int) -> list[tuple[int, int, int]]:
+        """Return the runs of a rank's own tokens that others get, disjoint, as (offset, length, offset)."""
+        own = self.own[rank]
+        taken = (
+            (r.offset, min(r.offset + r.length, own))
+            for to, some in enumerate(self.fetches)
+            for r in some
+            if r.owner == rank != to and r.offset < own
+        )
+        return [(first, past - first, first) for first, past in union([*taken, *self.leaving])]
 
 
 class _Chunk(NamedTuple):
@@ -57,8 +93,7 @@ class FetchBuffers:
 
     Args:
         k, v: those of this rank, (batch, tokens, kv_heads, head_dim or head_dim_v); not kept.
-        fetches: the runs of tokens that every rank fetches.
-        lengths: number of tokens of every rank.
+        pattern: what the ranks fetch.
         waves: the key heads that are in memory at the same time, see :func:`ringattn.schedule.waves`.
 
     Attributes:
@@ -72,19 +107,19 @@ class FetchBuffers:
         link: Link,
         k: Tensor,
         v: Tensor,
-        fetches: Sequence[Sequence[Fetch]],
-        lengths: Sequence[int],
+        pattern: Pattern,
         waves: Sequence[slice],
     ) -> None:
         from .pack_rows import run_table  # needs Triton, which every host with GPUs has
 
-        self.runs, self.lengths, self.waves = fetches[link.rank], lengths, waves
+        rank = link.rank
+        self.runs, self.lengths, self.waves = pattern.fetches[rank], pattern.lengths, waves
         self.batch, tokens, self.heads, dim = k.shape
         width = dim + v.shape[3]
         self.row_bytes = width * k.element_size()
         self.keys = sum(run.length for run in self.runs)
         self.rows = self.batch * max(heads.stop - heads.start for heads in waves)
-        region = link.reserve(KEYS, 2 * self.batch * self.heads * max(lengths) * self.row_bytes)
+        region = link.reserve(KEYS, 2 * self.batch * self.heads * pattern.longest * self.row_bytes)
         flags = link.ready_flags(len(waves) * self.rows)
         wave_bytes = self.rows * self.keys * self.row_bytes
         memory = link.receive_buffer(min(2, len(waves)) * wave_bytes)
@@ -92,7 +127,8 @@ class FetchBuffers:
         half = len(region.memory) // 2  # the same halves for all shapes
         self.slots = [[address + slot * half for address in region.addresses] for slot in range(2)]
         self.shared = [
-            _view(region.memory[slot * half :], k.dtype, (self.batch, self.heads, tokens, width)) for slot in range(2)
+            _view(region.memory[slot * half :], k.dtype, (self.batch, self.heads, self.lengths[rank], width))
+            for slot in range(2)
         ]
         self.flags = [flags[wave * self.rows : (wave + 1) * self.rows] for wave in range(len(waves))]
         self.buffers = [
@@ -101,13 +137,18 @@ class FetchBuffers:
         ]
         both = [buffer.transpose(1, 2) for buffer in self.buffers]
         self.kv = [(kv[..., :dim], kv[..., dim:]) for kv in both]
-        self.own = tuple((run.first, run.offset, run.length) for run in self.runs if run.owner == link.rank)
+        carried = [run for run in self.runs if run.owner == rank and run.offset >= tokens]
+        self.own = tuple(
+            (run.first, run.offset, run.length) for run in self.runs if run.owner == rank and run.offset < tokens
+        )
         self.tokens, self.device = tokens, k.device
-        self.wanted_runs = run_table(_wanted(fetches, link.rank), tokens, k.device)
-        pulled = [run for peer in link.peers for run in self.runs if run.owner == peer]
+        self.wanted_runs = run_table(pattern.published(rank), tokens, k.device)
+        pulled = [run for peer in link.peers for run in self.runs if run.owner == peer] + carried
+        self.near = np.array([run.offset < pattern.own[run.owner] for run in pulled], dtype=bool)
         numbers = np.array([(r.owner, r.offset, r.length, r.first) for r in pulled], dtype=np.int64)
         self.pulled = numbers.reshape(-1, 4).T
         self._chunks: Memo[list[_Chunk]] = Memo(4 * len(waves))
+        self._stages: Memo[driver.Copies] = Memo(4 * len(waves))
         self._group_flags: Memo[driver.Words] = Memo(16 * len(waves))
 
     @functools.cached_property
@@ -139,16 +180,24 @@ class FetchBuffers:
             while rows:
                 count = size if len(rows) >= 2 * size else len(rows)  # too short a rest joins the last chunk
                 chunk, rows = rows[:count], rows[count:]
-                copies = [driver.Copies(self._copies(wave, chunk, slot)) for slot in range(2)]
+                copies = [driver.Copies(self._copies(wave, chunk, slot, self.pulled)) for slot in range(2)]
                 chunks.append(_Chunk(copies, self._flag_words(wave, chunk)))
                 size = min(2 * size, limit)
         return chunks
 
-    def _copies(self, wave: int, rows: Sequence[int], slot: int) -> np.ndarray:
-        """Return the copies of some rows from the other ranks, row by row, one peer after another: (rows * runs, 3)
-        int64, target, source and bytes of each."""
+    def copies(self, wave: int, slot: int, near: bool) -> driver.Copies | None:
+        """Return the copies of a wave: those of owners' own tokens, or of what they carry; None if there are none."""
+        runs = self.pulled[:, self.near == near]
+        if not runs.size:
+            return None
+        rows = self._rows(wave, slice(0, self.buffers[wave].shape[1]))
+        return self._stages.once((wave, slot, near), lambda: driver.Copies(self._copies(wave, rows, slot, runs)))
+
+    def _copies(self, wave: int, rows: Sequence[int], slot: int, runs: np.ndarray) -> np.ndarray:
+        """Return the copies of some rows of runs of other ranks' tokens, row by row, one peer after another: (rows *
+        runs, 3) int64, target, source and bytes of each."""
         heads, size = self.waves[wave], self.row_bytes
-        owner, offset, length, first = self.pulled
+        owner, offset, length, first = runs
         row = np.array(rows, dtype=np.int64)[:, None]
         batch, head = np.divmod(row, heads.stop - heads.start)
         shared_row = batch * self.heads + heads.start + head
@@ -176,24 +225,25 @@ def _view(memory: Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
     return memory[: math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
 
 
-def _wanted(fetches: Sequence[Sequence[Fetch]], rank: int) -> list[tuple[int, int, int]]:
-    """Return the runs of a rank's tokens that others fetch, disjoint, as (offset, length, offset)."""
-    runs = sorted(
-        (r.offset, r.offset + r.length) for to, some in enumerate(fetches) for r in some if r.owner == rank != to
-    )
-    joined: list[tuple[int, int]] = []
-    for first, past in runs:
-        if joined and first <= joined[-1][1]:
-            joined[-1] = joined[-1][0], max(joined[-1][1], past)
-        else:
-            joined.append((first, past))
-    return [(first, past - first, first) for first, past in joined]
-
-
 def _pack(k: Tensor, v: Tensor, into: Tensor, runs: RunTable) -> None:
     from .pack_rows import pack_rows  # needs Triton
 
     pack_rows(k, v, into, runs)
+
+
+def publish(link: Link, buffers: FetchBuffers, slot: int, kv: tuple[Tensor, Tensor], epoch: int) -> None:
+    """Pack the keys and values that other ranks get from this one into shared memory, and signal READY."""
+    # This slot was last read two exchanges ago, and a rank that was READY for the last one had completed the pulls of
+    # the one before.
+    _pack(*kv, buffers.shared[slot], buffers.wanted_runs)
+    link.signal(torch.cuda.current_stream(), READY, epoch)
+
+
+def put_own(buffers: FetchBuffers, wave: int, kv: tuple[Tensor, Tensor], edges: bool = False) -> None:
+    """Pack this rank's own keys and values of a wave into its receive buffer; ``edges``: only those that share a tile
+    with others."""
+    k, v = (x[:, :, buffers.waves[wave]] for x in kv)
+    _pack(k, v, buffers.buffers[wave], buffers.own_edges if edges else buffers.own_runs)
 
 
 class Pull:
@@ -209,7 +259,7 @@ class Pull:
         self.last = len(buffers.waves) - 1
         self.main = torch.cuda.current_stream()
         self.epoch = link.next_epoch(KEYS)
-        self.slot = self.epoch % 2
+        self.slot = link.next_slot()
 
     def start(self, wave: int, groups: Sequence[slice]) -> None:
         """Start to pull a wave, in the order of the attention: groups of heads inside the wave."""
@@ -218,11 +268,9 @@ class Pull:
             main.wait_event(link.released)
         link.writable.record(main)  # all work that used this part of the receive buffer has been queued
         if wave == 0:
-            self._publish()
+            publish(link, buffers, self.slot, (self.k, self.v), self.epoch)
         # After that, so that the other ranks' signals and the first copies take no time of their own.
-        heads = buffers.waves[wave]
-        own = buffers.own_edges if self.in_place else buffers.own_runs
-        _pack(self.k[:, :, heads], self.v[:, :, heads], buffers.buffers[wave], own)
+        put_own(buffers, wave, (self.k, self.v), self.in_place)
         pulling.wait_event(link.writable)
         if wave == 0:
             link.wait_for(pulling, READY, self.epoch)
@@ -232,13 +280,6 @@ class Pull:
             flags.write(pulling, self.epoch)
         if wave == self.last:
             link.pulled.record(pulling)
-
-    def _publish(self) -> None:
-        """Pack the keys and values that other ranks fetch from this one into shared memory."""
-        # This slot was last read two epochs ago, and a rank that was READY for the last epoch had completed the pulls
-        # of the one before.
-        _pack(self.k, self.v, self.buffers.shared[self.slot], self.buffers.wanted_runs)
-        self.link.signal(self.main, READY, self.epoch)
 
     def ready(self, wave: int) -> ReadyFlags:
         """Return the ready flags of a wave, for a kernel that polls them."""

@@ -26,6 +26,7 @@ from ..memo import Memo
 from ..schedule import Fetch
 from . import driver
 from .memory import GRADIENTS, Link
+from .pull import Pattern
 from .watchdog import FREE, LANDED
 
 if TYPE_CHECKING:
@@ -79,7 +80,7 @@ class GradientBuffers:
     Args:
         like: keys and values of this rank; not kept.
         dtype: that of the contributions.
-        fetches, lengths, waves: as of :class:`.pull.FetchBuffers`.
+        pattern, waves: as of :class:`.pull.FetchBuffers`.
     """
 
     def __init__(
@@ -87,23 +88,22 @@ class GradientBuffers:
         link: Link,
         like: tuple[Tensor, Tensor],
         dtype: torch.dtype,
-        fetches: Sequence[Sequence[Fetch]],
-        lengths: Sequence[int],
+        pattern: Pattern,
         waves: Sequence[slice],
     ) -> None:
         k, v = like
-        self.rank, self.lengths, self.waves, self.dtype = link.rank, lengths, waves, dtype
-        self.batch, tokens, _, self.dim = k.shape
+        self.rank, self.lengths, self.waves, self.dtype = link.rank, pattern.lengths, waves, dtype
+        self.batch, _, _, self.dim = k.shape
         self.dim_v = v.shape[3]
         self.width = self.dim + self.dim_v
-        self.runs = fetches[link.rank]
+        self.runs = pattern.fetches[link.rank]
         self.keys = sum(run.length for run in self.runs)
         self.row_bytes = self.width * dtype.itemsize
         rows = self.batch * max(heads.stop - heads.start for heads in waves)
-        self.contribution_bytes = rows * max(lengths) * self.row_bytes  # of one rank
-        region = link.reserve(GRADIENTS, (link.world_size - 1) * self.contribution_bytes)
+        self.contribution_bytes = rows * pattern.longest * self.row_bytes  # of one rank
+        region = link.reserve(GRADIENTS, (pattern.ranks - 1) * self.contribution_bytes)
         self.addresses, self.landed = region.addresses, region.memory.view(dtype)
-        self.table = self._table(link, fetches, tokens)
+        self.table = self._table(link, pattern.fetches, pattern.lengths[link.rank])
         self._steps: Memo[list[_Step]] = Memo(16)
 
     def _table(self, link: Link, fetches: Sequence[Sequence[Fetch]], tokens: int) -> SumTable:
@@ -230,14 +230,19 @@ class Push:
 
     def finish(self, wave: int) -> None:
         """Wait for the contributions of all ranks to a wave and sum them into dk and dv, in the order of ranks."""
+        dk, dv = self.dk, self.dv
+        if len(self.targets.waves) > 1:
+            heads = self.targets.waves[wave]
+            dk, dv = dk[:, :, heads], dv[:, :, heads]
+        self.sum_into(wave, dk, dv)
+
+    def sum_into(self, wave: int, dk: Tensor, dv: Tensor) -> None:
+        """Wait for the contributions of all ranks to a wave and sum them into tensors of this rank's shard."""
         from .sum_runs import sum_runs  # needs Triton
 
-        link, targets, main, dk, dv = self.link, self.targets, self.main, self.dk, self.dv
+        link, targets, main = self.link, self.targets, self.main
         link.wait_for(main, LANDED, self.epoch)
         main.wait_event(link.pushed)
-        if len(targets.waves) > 1:
-            heads = targets.waves[wave]
-            dk, dv = dk[:, :, heads], dv[:, :, heads]
         sum_runs(targets.table, self.partials.pop(wave), targets.landed, dk, dv)
         link.signal(main, FREE, self.epoch)
 

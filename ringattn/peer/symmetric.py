@@ -12,24 +12,25 @@ from torch import Tensor
 
 
 class SymmetricMemory:
-    """An allocator of memory of the same size on every rank of a group, which all of them can read and write.
+    """An allocator of memory of the same size on every rank of a group, which those of one host can read and write.
 
     Args:
         group: returns the process group, which is not kept alive, or raises RuntimeError if it was destroyed.
+        ranks: of the group, those of this host.
     """
 
-    def __init__(self, group: Callable[[], dist.ProcessGroup], device: torch.device) -> None:
+    def __init__(self, group: Callable[[], dist.ProcessGroup], device: torch.device, ranks: Sequence[int]) -> None:
         from torch._C import _distributed_c10d as c10d
 
         # A group of our own next to the user's, under its own name, so that its store can number the exchanges.
         users = group()
         name: Any = f"ringattn {users.group_name}"
-        store = NumberedStore(dist.PrefixStore("ringattn memory", users.get_group_store()))
-        own = dist.ProcessGroup(store, dist.get_rank(users), dist.get_world_size(users))
+        store = NumberedStore(dist.PrefixStore(f"ringattn memory {ranks[0]}", users.get_group_store()))
+        own = dist.ProcessGroup(store, list(ranks).index(dist.get_rank(users)), len(ranks))
         own._set_group_name(name)
         c10d._register_process_group(name, own)
         _references.append((store, own))
-        self._group, self._device, self._name = group, device, name
+        self._group, self._device, self._name, self._alone = group, device, name, len(ranks) == 1
 
     def __call__(self, size: int) -> tuple[Tensor, list[int], object]:
         """Return this rank's memory, zeroed, (size,) uint8; the address of every rank's; what keeps them mapped.
@@ -38,11 +39,14 @@ class SymmetricMemory:
         """
         from torch.distributed import _symmetric_memory as symmetric_memory  # slow to import, and rarely needed
 
-        memory = symmetric_memory.empty(size, dtype=torch.uint8, device=self._device).zero_()
-        handle = symmetric_memory.rendezvous(memory, self._name)
+        if self._alone:  # on its host; other hosts may have several ranks
+            memory, handle = torch.zeros(size, dtype=torch.uint8, device=self._device), None
+        else:
+            memory = symmetric_memory.empty(size, dtype=torch.uint8, device=self._device).zero_()
+            handle = symmetric_memory.rendezvous(memory, self._name)
         torch.cuda.synchronize()
         dist.barrier(group=self._group())
-        return memory, list(handle.buffer_ptrs), handle
+        return memory, [memory.data_ptr()] if handle is None else list(handle.buffer_ptrs), handle
 
 
 _references: list[object] = []  # torch keeps no reference to the Python half of a store

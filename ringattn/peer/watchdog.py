@@ -10,6 +10,7 @@ A board is a page that all ranks of one host see, with a row per rank: the host 
 GPU's streams write what they have signalled and what they wait for (:mod:`.memory`, :class:`ringattn.transport`).
 
 * Copy engines: a rank that has signalled epoch n waits for epoch n of the others; their rows show which are late.
+* Mailboxes: the same for the number of a merge, which the kernel writes (:mod:`ringattn.kernels.paged.meet`).
 * Messages (NCCL): ``MOVING`` is not zero while a stream waits for messages. Graphs repeat the same value, so the
   watchdog sets ``MOVED`` to 1, and the stream sets both to 0 when it continues: while both stay, it is the same wait.
 
@@ -33,12 +34,13 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 # Words of 32 bits that streams write. The first three: the last epoch that a rank has signalled, by kind.
-READY, LANDED, FREE, NEED_FREE, MOVING, MOVED = range(6)
+READY, LANDED, FREE, NEED_FREE, MOVING, MOVED, MEET = range(7)
 RUNNING, FAILED, LEFT = 1, 2, 3  # states
 WAITS = (  # what a stream waits for, the word of its own rank that says so, and the word of the others
     ("the keys and values of exchange", READY, READY),
     ("the gradients of exchange", LANDED, LANDED),
     ("memory for the gradients after exchange", NEED_FREE, FREE),
+    ("the states of exchange", MEET, MEET),
 )
 _HEAD = struct.Struct("<iiQdI")  # process, state, its start, time limit in seconds, number of calls begun
 _CALL = struct.Struct("<dI")  # its last two fields

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -52,7 +52,7 @@ class Recompute:
             raise ValueError(f"results is {self.results} layers; it must be at least 0, or None for all")
 
 
-def recompute(layers: Sequence[nn.Module], how: Recompute) -> None:
+def recompute(layers: Iterable[nn.Module], how: Recompute) -> None:
     """Let every layer keep what ``how`` says and compute the rest again in the backward. Results are the same bits.
 
     Args:
@@ -62,6 +62,7 @@ def recompute(layers: Sequence[nn.Module], how: Recompute) -> None:
     Raises:
         ValueError: a layer is checkpointed already.
     """
+    layers = list(layers)
     for layer in layers:
         if getattr(layer, "gradient_checkpointing", False):
             raise ValueError(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -41,7 +40,7 @@ def reduce_memory(
             :func:`.recompute.recompute`; or the model has no list of layers.
     """
     model = unwrapped(model)
-    layers = decoder_layers(model)
+    layers: Any = decoder_layers(model)
     for layer in layers:
         if head_groups > 1 and hasattr(layer, "self_attn"):
             by_heads(layer.self_attn, head_groups)
@@ -57,7 +56,7 @@ def reduce_memory(
         _loss_by_tokens(model, loss_chunk)
 
 
-def decoder_layers(model: nn.Module) -> Sequence[nn.Module]:
+def decoder_layers(model: nn.Module) -> nn.ModuleList:
     """Return the layers of a causal language model, in their order."""
     layers = getattr(_decoder(model), "layers", None)
     if not isinstance(layers, nn.ModuleList):

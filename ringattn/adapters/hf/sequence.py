@@ -97,7 +97,7 @@ class Sequence:
         layout: str = "auto",
         dataflow: str = "auto",
         deterministic: bool = False,
-        local_size: int | None = None,
+        local_size: int | tuple[int, ...] | None = None,
         kernel: str = "auto",
         seq_dims: Mapping[str, int | None] | None = None,
     ) -> None:

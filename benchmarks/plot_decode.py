@@ -1,0 +1,91 @@
+"""Plot what bench_decode measured on one GPU: bandwidth over the length of the context, one panel per batch.
+
+    python -m benchmarks.bench_decode --problems "1 x 4k" "1 x 16k" ... > decode.log
+    python -m benchmarks.plot_decode decode.log docs/scaling/decode.png
+
+Reads the last line of JSON of each log. GB/s are those of keys and values; ``read`` is the fastest kernel that only
+loads them. Needs matplotlib.
+"""
+
+from __future__ import annotations
+
+if not __package__:
+    raise SystemExit("start this as a module, in the repository's root: python -m benchmarks.plot_decode")
+
+import argparse
+import json
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+UNITS = {"": 1, "k": 1024, "M": 1024**2}
+SHOWN = ("read", "ringattn", "FA3", "FlashInfer", "torch SDPA")  # first words of kernels; the best of each is drawn
+
+Curves = dict[int, dict[str, dict[int, float]]]  # batch -> kernel -> tokens -> GB/s
+
+
+def curves(rows: Sequence[dict[str, Any]]) -> Curves:
+    """Return the curves of the problems named "batch x tokens"; the others are no points of a curve."""
+    result: Curves = {}
+    for row in rows:
+        match = re.fullmatch(r"(\d+) x (\d+)([kM]?)", row["problem"])
+        name = next((name for name in SHOWN if row["kernel"].startswith(name)), None)
+        if match is None or name is None or row["kernel"] == "ringattn, attend alone":
+            continue
+        tokens = int(match[2]) * UNITS[match[3]]
+        points = result.setdefault(int(match[1]), {}).setdefault(name, {})
+        points[tokens] = max(points.get(tokens, 0.0), row["gb_per_s"])
+    return result
+
+
+def draw(batches: Curves, device: str, path: Path) -> None:
+    """Draw one panel per batch into ``path``."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(1, len(batches), figsize=(5 * len(batches), 4.2), squeeze=False, sharey=True)
+    for axis, (batch, kernels) in zip(axes[0], sorted(batches.items()), strict=True):
+        for name in (name for name in SHOWN if name in kernels):
+            lengths = sorted(kernels[name])
+            style = dict(color="black", linestyle=":") if name == "read" else dict(marker="o")
+            axis.plot(lengths, [kernels[name][n] for n in lengths], label=name, **style)
+        axis.set_xscale("log", base=2)
+        ticks = sorted({n for points in kernels.values() for n in points})
+        axis.set_xticks(ticks, [f"{n // UNITS['M']}M" if n >= UNITS["M"] else f"{n // UNITS['k']}k" for n in ticks])
+        axis.set_xlabel("tokens of a sequence")
+        axis.set_title(f"{batch} sequence{'s' * (batch > 1)}")
+        axis.grid(alpha=0.3)
+    axes[0][0].set_ylabel("GB/s of keys and values")
+    axes[0][0].set_ylim(bottom=0)
+    axes[0][0].legend()
+    figure.suptitle(f"one new token, one layer, {device}", fontsize=10)
+    figure.tight_layout()
+    figure.savefig(path, dpi=130)
+    plt.close(figure)
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description="plot what bench_decode measured on one GPU")
+    parser.add_argument("logs", nargs="+", type=Path, help="output of bench_decode")
+    parser.add_argument("picture", type=Path, help="file that is written, such as decode.png")
+    args = parser.parse_args(argv)
+    rows, devices = [], []
+    for log in args.logs:
+        lines = [line for line in log.read_text().splitlines() if line.startswith('{"benchmark": "decode"')]
+        if not lines:
+            parser.error(f"{log} has no line of JSON of bench_decode; pass its whole output")
+        measured = json.loads(lines[-1])
+        rows += measured["rows"]
+        devices.append(measured["device"])
+    batches = curves(rows)
+    if not batches:
+        parser.error("the logs have no problem of the kind '8 x 128k'")
+    draw(batches, ", ".join(dict.fromkeys(devices)), args.picture)
+    print(f"{args.picture}: {sum(len(kernels) for kernels in batches.values())} curves")
+
+
+if __name__ == "__main__":
+    main()

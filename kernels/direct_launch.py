@@ -1,0 +1,124 @@
+"""Repeats a launch with other addresses through the function that Triton compiles for it in C.
+
+Triton's own way to that function asks each tensor for its address and the driver whether it is one, encodes every TMA
+view anew, and copies the arguments twice: in all, longer than a short kernel runs. :class:`DirectLaunch` keeps the
+arguments as that function takes them and fills in addresses and encoded views, which it keeps by their address. The
+order of the arguments is that of Triton 3.6; with another version there are no direct launches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+
+from ..memo import Memo
+
+TRITON_3_6 = triton.__version__.startswith("3.6.")
+_VIEWS = 16  # encoded views that are kept of each argument
+
+
+class View(NamedTuple):
+    """A TMA view among the arguments whose tensor changes: its index, that of its tensor among those that change, its
+    type, and its fields but the tensor."""
+
+    at: int
+    tensor: int
+    kind: type
+    fields: Mapping[str, Any]
+
+    def of(self, base: Tensor) -> Any:
+        """Return this view of another tensor."""
+        view: Any = object.__new__(self.kind)
+        view.__dict__.update(self.fields, base=base)
+        return view
+
+
+class DirectLaunch:
+    """One launch of a compiled kernel, which repeats with other addresses.
+
+    Args:
+        compiled: a ``triton.compiler.CompiledKernel`` that has been launched.
+        grid: of three numbers.
+        args: all arguments of the launch, constants among them; those that change may be None.
+        plain: (index among ``args``, index of the tensor) of the tensors that change.
+        views: the views of tensors that change.
+        number_at: index of a number that changes.
+    """
+
+    def __init__(
+        self, compiled: Any, grid: tuple[int, ...], args: Sequence[Any], plain: Sequence[tuple[int, int]],
+        views: Sequence[View], number_at: int | None,
+    ) -> None:  # fmt: skip
+        run, self._grid, self._function = compiled._run, grid, compiled.function
+        self._launch, described = _in_c(run)
+        # No scratch memory; no metadata and hooks of profilers.
+        self._head = (
+            run.launch_cooperative_grid,
+            run.launch_pdl,
+            None,
+            None,
+            compiled.packed_metadata,
+            None,
+            None,
+            None,
+        )
+        changing = {view.at for view in views}
+        flat: list[Any] = []
+        at: list[int] = []  # of each argument in ``flat``
+        for i, x in enumerate(args):
+            at.append(len(flat))
+            if i in changing:
+                view = next(view for view in views if view.at == i)
+                flat += [None, *view.fields["shape"], *view.fields["strides"]]
+            elif i in described:
+                flat += _encoded(x, described[i])
+            else:
+                flat.append(x.data_ptr() if isinstance(x, Tensor) else x)
+        self._flat, self._number_at = flat, -1 if number_at is None else at[number_at]
+        self._plain = [(at[i], tensor) for i, tensor in plain]
+        self._views = [(at[view.at], view, described[view.at], Memo[Any](_VIEWS)) for view in views]
+
+    @staticmethod
+    def possible(compiled: Any) -> bool:
+        """Return whether a compiled kernel can be launched this way."""
+        run: Any = getattr(compiled, "_run", None)
+        if not TRITON_3_6 or type(run).__name__ != "CudaLauncher":
+            return False
+        described = _in_c(run)[1]
+        return not run.global_scratch_size and not run.profile_scratch_size and None not in described.values()
+
+    def __call__(self, device: int, tensors: Sequence[Tensor], addresses: Sequence[int], number: int) -> None:
+        """Launch on the current stream of ``device`` with these tensors, at these addresses."""
+        flat = self._flat.copy()
+        for i, n in self._plain:
+            flat[i] = addresses[n]
+        for i, view, description, kept in self._views:
+            encoded = kept.get(addresses[view.tensor])
+            if encoded is None:
+                encoded = kept.put(addresses[view.tensor], _encoded(view.of(tensors[view.tensor]), description)[0])
+            flat[i] = encoded
+        if self._number_at >= 0:
+            flat[self._number_at] = number
+        stream = torch._C._cuda_getCurrentRawStream(device)
+        self._launch(*self._grid, stream, self._function, *self._head, *flat)
+
+
+def _in_c(run: Any) -> tuple[Callable[..., None], dict[int, Any]]:
+    """Return the compiled function of a launcher, and how Triton describes each argument that is a view."""
+    wrapper = run.launch
+    if getattr(wrapper, "__closure__", None) is None:
+        return wrapper, {}
+    cells = dict(zip(wrapper.__code__.co_freevars, (cell.cell_contents for cell in wrapper.__closure__), strict=True))
+    return cells["launcher"], dict(zip(sorted(cells["tensordesc_indices"]), cells["tensordesc_meta"], strict=True))
+
+
+def _encoded(view: Any, description: Any) -> list[Any]:
+    """Return a view as the compiled function takes it: encoded, its shape and its strides."""
+    from triton.backends.nvidia.driver import make_tensordesc_arg  # only where there is an NVIDIA GPU
+
+    encoded: list[Any] = make_tensordesc_arg(view, description)
+    return encoded

@@ -1,0 +1,208 @@
+"""Keys that cross the network once for each node, by messages, and gradients that are summed before they cross it.
+
+Two exchanges in a row take a group of heads to its kernel (:mod:`ringattn.relay`): one between nodes, into the extended
+shards of carriers, and one inside of each node. They are a pipeline; in each turn both are one batch of messages, so
+that the network and the links of a node move at the same time:
+
+    turn      0       1       2       3       4
+    network   g0      g1      g2      g3
+    node              g0      g1      g2      g3
+    kernel                    g0      g1      g2      g3
+
+Gradients go the same way back. A carrier sums the contributions of its node in the order of ranks, and an owner those
+of its own node and then those of carriers in the order of ranks, so that sums have the same bits in every run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..kernels.contract import Block, CompletionCounts
+from ..plans import Plan
+from ..relay import Relay
+from ..schedule import head_groups
+from ..shape import Shape
+from ..transport import Message
+from ..works import Pending
+from .contract import Call
+from .gathered import fetched_keys, interleaved
+from .messages import (
+    Contributions,
+    Return,
+    Routes,
+    collected_routes,
+    direct_routes,
+    kernel_bytes,
+    many_runs,
+    part_of,
+    row_bytes,
+)  # fmt: skip
+from .parts import Part
+
+
+class Stages(NamedTuple):
+    """The routes between nodes and inside of this rank's node; tokens of its own shard and of the extended one."""
+
+    network: Routes
+    node: Routes
+    own: int
+    extended: int
+
+
+def _stages(plan: Plan, relay: Relay, device: torch.device) -> Stages:
+    def make() -> Stages:
+        rank, network = plan.rank, network_routes(plan, relay, device)
+        if _collected(plan, relay):
+            node = collected_routes(rank, relay.fetches, fetched_keys(plan, rank), device)
+        else:
+            node = direct_routes(rank, relay.fetches)
+        return Stages(network, node, relay.own[rank], relay.lengths[rank])
+
+    return plan.once(("stages", device), make)
+
+
+def network_routes(plan: Plan, relay: Relay, device: torch.device) -> Routes:
+    """Return the routes between nodes, from owners to carriers."""
+
+    def make() -> Routes:
+        if many_runs(relay.carried):
+            return collected_routes(plan.rank, relay.carried, None, device)
+        return direct_routes(plan.rank, relay.carried)
+
+    return plan.once(("network routes", device), make)
+
+
+def _collected(plan: Plan, relay: Relay) -> bool:
+    return plan.once("collected inside", lambda: interleaved(plan) or many_runs(relay.fetches))
+
+
+# Keys arrive
+
+
+def fetch_by_node(call: Call, block: Block, groups: Sequence[slice], relay: Relay) -> Iterator[Part]:
+    """Yield one part per group of heads; the next ones arrive while a part is used."""
+    stages = _stages(call.plan, relay, call.k.device)
+    shards: dict[int, Tensor] = {}  # extended, by group
+    buffers: dict[int, Tensor] = {}
+
+    def start(turn: int) -> Pending:
+        sends, receives = list[Message](), list[Message]()
+        if turn < len(groups):
+            shards[turn] = shard = _extended(call, groups[turn], stages)
+            between = stages.network.deliver(shard[: stages.own], shard[stages.own :])
+            sends, receives = sends + between.sends, receives + between.receives
+        if turn > 0:
+            inside = stages.node.deliver(shards.pop(turn - 1))
+            sends, receives = sends + inside.sends, receives + inside.receives
+            buffers[turn - 1] = inside.buffer
+        return call.plan.transport.start(sends, receives)
+
+    start(0).wait()
+    moving = start(1)
+    for i in range(len(groups)):
+        moving.wait()
+        if i + 1 < len(groups):
+            moving = start(i + 2)
+        yield part_of(call, block, groups, i, stages.node.sorted(buffers.pop(i)))
+
+
+def _extended(call: Call, heads: slice, stages: Stages) -> Tensor:
+    """Return the extended shard of some heads, of which this rank's own tokens are there: (tokens, batch, heads, both
+    head dims)."""
+    k, v = call.k[:, :, heads], call.v[:, :, heads]
+    shard = k.new_empty(stages.extended, k.shape[0], k.shape[2], k.shape[3] + v.shape[3])
+    own = shard[: stages.own].transpose(0, 1)
+    own[..., : k.shape[3]].copy_(k)
+    own[..., k.shape[3] :].copy_(v)
+    return shard
+
+
+# Gradients leave
+
+
+class RelayedGradients(Contributions):
+    """Gradients that return to carriers, and their sums to the owners of the keys: while those of one group cross the
+    network, those of the next one move inside of the node."""
+
+    def __init__(self, call: Call, groups: Sequence[slice], relay: Relay) -> None:
+        super().__init__(call, groups)
+        self.stages = _stages(self.plan, relay, call.k.device)
+        self.sums: dict[int, Tensor] = {}  # of this node, of the rows of extended shards
+        self.inside: Return | None = None
+        self.between: Return | None = None
+
+    def start(self, wave: int, counts: CompletionCounts | None) -> None:
+        self.inside = self.stages.node.give_back(self.partials.pop(wave))
+        self._start(wave - 1)
+
+    def _start(self, summed: int) -> None:
+        """Start the exchange inside of the node, if any, and the one between nodes of a wave that is summed."""
+        own = self.stages.own
+        self.between = self.stages.network.give_back(self.sums[summed][own:]) if summed in self.sums else None
+        both = [one for one in (self.between, self.inside) if one is not None]
+        sends = [message for one in both for message in one.sends]
+        receives = [message for one in both for message in one.receives]
+        self.moving: Pending = self.plan.transport.start(sends, receives)
+
+    def finish(self, wave: int) -> None:
+        self._arrive(wave)
+        if wave + 1 == len(self.groups):
+            self._start(wave)
+            self._arrive(wave + 1)
+
+    def _arrive(self, wave: int) -> None:
+        """Wait for the contributions to a wave inside of the node, if any, and to the one before between nodes."""
+        self.moving.wait()
+        if self.between is not None:
+            total = self.sums.pop(wave - 1)[: self.stages.own]
+            self.stages.network.add(self.between.pieces, total)
+            self.store(wave - 1, total)
+            self.between = None
+            del total  # before the next sums are made
+        if self.inside is not None:
+            self.sums[wave] = self.zeros(wave, self.stages.extended)
+            self.stages.node.add(self.inside.pieces, self.sums[wave])
+            self.inside = None
+
+
+def relayed_bytes(plan: Plan, relay: Relay, s: Shape, backward: bool) -> int:
+    """Return an upper bound on what a call allocates in addition to its inputs and results."""
+    rank = plan.rank
+    own, extended = relay.own[rank], relay.lengths[rank]
+    fetched = sum(run.length for run in relay.fetches[rank])
+    out, sent = (
+        sum(run.length for runs in stage for run in runs if run.owner == rank)
+        for stage in (relay.fetches, relay.carried)
+    )
+    inside, between = _collected(plan, relay), many_runs(relay.carried)  # copies are made of what leaves
+    cut = head_groups(s.kv_heads, s.q_heads, plan.transport.device.type, backward, relayed=True)
+    shares = [(g.stop - g.start) / s.kv_heads for g in cut]
+    # An extended shard is gone when its keys are in the buffer of this rank and on their way to others.
+    crosses, fills = extended + between * sent, out + max(extended, fetched) if inside else extended + fetched
+    keys = max(
+        d * crosses
+        + c * fills
+        + (b * (1 + inside) + a) * fetched  # the part attended before is kept until the next one comes
+        for a, b, c, d in _neighbours(shares)
+    )
+    bound = row_bytes(plan.local_lengths[rank], s, backward) + keys * s.kv_elements * s.itemsize
+    if backward:
+        arriving = out - sum(run.length for run in relay.fetches[rank] if run.owner == rank)
+        returning, crosses = (1 + inside) * fetched + arriving, extended + sent
+        gradients = max(
+            max(c * 2 * fetched + b * returning + a * crosses, c * fetched + b * (returning + extended))
+            for a, b, c, _ in _neighbours(shares)
+        )
+        gradients = max(gradients, shares[-1] * (fetched + crosses))
+        bound += (own + gradients) * s.kv_elements * s.state_itemsize
+    return round(s.batch * (bound + kernel_bytes(plan, s, fetched, max(shares), backward, len(cut) > 1)))
+
+
+def _neighbours(shares: Sequence[float]) -> Iterator[tuple[float, float, float, float]]:
+    """Yield every four groups that follow each other, 0.0 where there is none."""
+    padded = [0.0] * 3 + [*shares] + [0.0] * 3
+    return zip(padded, padded[1:], padded[2:], padded[3:], strict=False)

@@ -1,0 +1,57 @@
+"""What a plan fetches in the dataflow "gather", in the order of positions, and by which relay where nodes differ."""
+
+from __future__ import annotations
+
+import itertools
+
+from .. import blocks
+from ..kernels.contract import Block
+from ..plans import Plan
+from ..relay import Relay, relay, relays
+
+
+def interleaved(plan: Plan) -> bool:
+    """Return whether runs of keys alternate in the order of positions, as in a striped layout."""
+
+    def look() -> bool:
+        runs = sorted((run for shard in plan.shards_k for run in shard), key=lambda run: run.start)
+        return any(a[-1] > b.start for a, b in itertools.pairwise(runs))
+
+    return plan.once("interleaved", look)
+
+
+def fetched_keys(plan: Plan, rank: int) -> list[range]:
+    """Return the positions of the keys that a rank fetches, run by run."""
+    return [
+        keys for run in plan.fetches[rank] for keys in blocks.part(plan.shards_k[run.owner], run.offset, run.length)
+    ]
+
+
+def gathered_block(plan: Plan, rank: int | None = None) -> Block:
+    """Return which of the keys that a rank fetches its queries see, in the order of positions."""
+    rank = plan.rank if rank is None else rank
+
+    def make() -> Block:
+        # A segment per run, so that a tile of keys has one owner; interleaved runs are one segment.
+        lengths = tuple(run.length for run in plan.fetches[rank])
+        return plan.make_block(rank, fetched_keys(plan, rank), (sum(lengths),) if interleaved(plan) else lengths)
+
+    return plan.once(("gathered", rank), make)
+
+
+def copied(plan: Plan) -> bool:
+    """Return whether copy engines move keys between all ranks, or inside of each node: they move neighbouring tokens
+    between the ranks that a link has."""
+    return not interleaved(plan) and (plan.transport.pulls or plan.transport.linked == plan.nodes)
+
+
+def relay_of(plan: Plan) -> Relay | None:
+    """Return how keys cross the network once for each node; None where all ranks are of one node, or each of its own,
+    so that every key crosses the network once for each rank that sees it, and where copy engines connect all ranks."""
+
+    def make() -> Relay | None:
+        if not relays(plan.nodes) or (plan.transport.pulls and copied(plan)):
+            return None
+        return relay(plan.fetches, plan.local_lengths_k, plan.nodes)
+
+    return plan.once("relay", make)

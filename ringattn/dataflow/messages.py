@@ -1,0 +1,294 @@
+"""Keys and values that arrive by messages in the dataflow "gather", and gradients that leave by them.
+
+A message is rows of (tokens, batch, heads, both head dims). Usually a run of keys is one message, from its place in the
+shard to its place in the buffer. Where a rank takes many runs from another, or runs interleave, all runs from one rank
+are one message: they are collected before they leave, and put in the order of positions when they have arrived.
+"""
+
+from __future__ import annotations
+
+import collections
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .. import blocks
+from ..kernels.contract import Block, CompletionCounts, Keys
+from ..kernels.upload import upload
+from ..plans import Plan
+from ..schedule import Fetch, head_groups
+from ..shape import Shape
+from ..transport import Message
+from ..works import Pending
+from .contract import Call, is_union, piece_elements, walk_bytes
+from .gathered import fetched_keys, gathered_block, interleaved
+from .parts import Part
+
+_MESSAGES = 4  # runs from one rank to another that are messages of their own
+
+
+# Routes
+
+
+class Delivery(NamedTuple):
+    """Messages of one exchange, and the rows that they fill."""
+
+    sends: list[Message]
+    receives: list[Message]
+    buffer: Tensor
+
+
+class Return(NamedTuple):
+    """Messages that take contributions back, and the contributions to this rank's rows: (rows of what left, numbers),
+    ranks in order on every run."""
+
+    sends: list[Message]
+    receives: list[Message]
+    pieces: list[tuple[slice, Tensor]]
+
+
+class Routes(NamedTuple):
+    """The messages by which rows come to a rank, and by which their gradients return.
+
+    Args:
+        rank: that of this process.
+        leaving: index into this rank's shard that collects what leaves; None where it leaves from its place.
+        order: index that sorts what has arrived by position; None where it is sorted.
+        back: index that takes what is sorted to the order in which it arrived; None where that is the same.
+        out: rows of what leaves, with the rank that gets them, ranks in order; its own rows among them.
+        into: rows of what arrives, with the rank that they come from.
+    """
+
+    rank: int
+    leaving: Tensor | None
+    order: Tensor | None
+    back: Tensor | None
+    out: list[tuple[int, slice]]
+    into: list[tuple[int, slice]]
+
+    def deliver(self, local: Tensor, buffer: Tensor | None = None) -> Delivery:
+        """Return the messages that take rows of ``local``, this rank's, to others, and theirs into the buffer."""
+        local = local.contiguous() if self.leaving is None else local[self.leaving]
+        if buffer is None:
+            buffer = local.new_empty((sum(rows.stop - rows.start for _, rows in self.into), *local.shape[1:]))
+        own = [local[rows] for visitor, rows in self.out if visitor == self.rank]
+        for x, (_, rows) in zip(own, (route for route in self.into if route[0] == self.rank), strict=True):
+            buffer[rows].copy_(x)
+        sends = [(local[rows], visitor) for visitor, rows in self.out if visitor != self.rank]
+        receives = [(buffer[rows], owner) for owner, rows in self.into if owner != self.rank]
+        return Delivery(sends, receives, buffer)
+
+    def sorted(self, buffer: Tensor) -> Tensor:
+        """Return rows that have arrived in the order of positions."""
+        return buffer if self.order is None else buffer[self.order]
+
+    def give_back(self, partial: Tensor) -> Return:
+        """Return the messages that take contributions, in the order of positions, to the ranks that the rows came
+        from."""
+        if self.back is not None:
+            partial = partial[self.back]
+        sends = [(partial[rows], owner) for owner, rows in self.into if owner != self.rank]
+        own = iter([partial[rows] for owner, rows in self.into if owner == self.rank])
+        pieces = [
+            (
+                rows,
+                next(own) if visitor == self.rank else partial.new_empty((rows.stop - rows.start, *partial.shape[1:])),
+            )
+            for visitor, rows in self.out
+        ]
+        receives = [
+            (piece, visitor) for (visitor, _), (_, piece) in zip(self.out, pieces, strict=True) if visitor != self.rank
+        ]
+        return Return(sends, receives, pieces)
+
+    def add(self, pieces: Sequence[tuple[slice, Tensor]], total: Tensor) -> None:
+        """Add contributions that have arrived to the sums of this rank's rows."""
+        for rows, piece in pieces:
+            if self.leaving is None:
+                total[rows] += piece
+            else:  # no row is there twice in what left to one rank
+                total.index_add_(0, self.leaving[rows], piece)
+
+
+def many_runs(fetches: Sequence[Sequence[Fetch]]) -> bool:
+    """Return whether the runs from one rank to another are better one message."""
+    pairs = collections.Counter((rank, run.owner) for rank, runs in enumerate(fetches) for run in runs)
+    return max(pairs.values(), default=0) > _MESSAGES
+
+
+def direct_routes(rank: int, fetches: Sequence[Sequence[Fetch]]) -> Routes:
+    """Return routes on which each run is a message, from its place to its place."""
+    out = [(visitor, run) for visitor, runs in enumerate(fetches) for run in runs if run.owner == rank]
+    sent = [(visitor, slice(run.offset, run.offset + run.length)) for visitor, run in out]
+    arrives = [(run.owner, slice(run.first, run.first + run.length)) for run in fetches[rank]]
+    return Routes(rank, None, None, None, sent, arrives)
+
+
+def collected_routes(
+    rank: int, fetches: Sequence[Sequence[Fetch]], keys: Sequence[range] | None, device: torch.device
+) -> Routes:
+    """Return routes on which the runs from one rank to another are one message.
+
+    Args:
+        keys: the positions of this rank's runs, in the order of its fetches, for rows that are put in order; None if
+            the fetches are sorted by owner and rows stay as they arrive.
+    """
+    out = [(visitor, run) for visitor, runs in enumerate(fetches) for run in runs if run.owner == rank]
+    runs = sorted(fetches[rank], key=lambda run: run.owner)
+    leaving = blocks.positions([range(run.offset, run.offset + run.length) for _, run in out]).long()
+    sent = _joined([(visitor, run.length) for visitor, run in out])
+    arrives = _joined([(run.owner, run.length) for run in runs])
+    if keys is None:
+        (leaving,) = upload((leaving,), device)
+        return Routes(rank, leaving, None, None, sent, arrives)
+    by_owner = sorted(zip(fetches[rank], keys, strict=True), key=lambda pair: pair[0].owner)
+    order = blocks.positions([positions for _, positions in by_owner]).argsort()
+    leaving, order, back = upload((leaving, order, order.argsort()), device)
+    return Routes(rank, leaving, order, back, sent, arrives)
+
+
+def _joined(lengths: Iterable[tuple[int, int]]) -> list[tuple[int, slice]]:
+    """Return the rows of each rank from its (rank, number of rows) in growing order of ranks."""
+    total: dict[int, int] = {}
+    for rank, length in lengths:
+        total[rank] = total.get(rank, 0) + length
+    edges = itertools.pairwise(itertools.accumulate(total.values(), initial=0))
+    return [(rank, slice(a, b)) for rank, (a, b) in zip(total, edges, strict=True)]
+
+
+def collected(plan: Plan) -> bool:
+    """Return whether the runs from one rank to another are one message."""
+    return plan.once("collected", lambda: interleaved(plan) or many_runs(plan.fetches))
+
+
+def _routes(plan: Plan, device: torch.device) -> Routes:
+    def make() -> Routes:
+        if not collected(plan):
+            return direct_routes(plan.rank, plan.fetches)
+        return collected_routes(plan.rank, plan.fetches, fetched_keys(plan, plan.rank), device)
+
+    return plan.once(("routes", device), make)
+
+
+# Keys arrive
+
+
+def fetch_by_messages(call: Call, block: Block, groups: Sequence[slice]) -> Iterator[Part]:
+    """Yield one part per group of heads; the next one arrives while a part is used."""
+    routes = _routes(call.plan, call.k.device)
+
+    def start(heads: slice) -> tuple[Pending, Tensor]:
+        delivery = routes.deliver(torch.cat([call.k[:, :, heads], call.v[:, :, heads]], -1).transpose(0, 1))
+        return call.plan.transport.start(delivery.sends, delivery.receives), delivery.buffer
+
+    pending = start(groups[0])
+    for i in range(len(groups)):
+        moving, buffer = pending
+        moving.wait()
+        if i + 1 < len(groups):
+            pending = start(groups[i + 1])
+        yield part_of(call, block, groups, i, routes.sorted(buffer))
+
+
+def part_of(call: Call, block: Block, groups: Sequence[slice], i: int, rows: Tensor) -> Part:
+    """Return a group of heads that has arrived: (keys, batch, heads, both head dims)."""
+    heads, kv, dim = groups[i], rows.transpose(0, 1), call.k.shape[3]
+    per_kv = call.q.shape[2] // call.k.shape[2]
+    keys = Keys(kv[..., :dim], kv[..., dim:], block)
+    return Part(i, None, slice(heads.start * per_kv, heads.stop * per_kv), keys, len(groups) == 1)
+
+
+# Gradients leave
+
+
+class Contributions:
+    """Contributions to gradients by messages, and their sums at their owner. A wave is a group of heads: (keys, batch,
+    heads, both head dims)."""
+
+    def __init__(self, call: Call, groups: Sequence[slice]) -> None:
+        k, v, dtype = call.k, call.v, call.accumulation_dtype
+        self.plan, self.groups, self.head_dim = call.plan, groups, k.shape[3]
+        self.dk = torch.empty(k.shape, dtype=dtype, device=k.device)
+        self.dv = torch.empty(v.shape, dtype=dtype, device=v.device)
+        self.width = k.shape[3] + v.shape[3]
+        self.keys = sum(run.length for run in self.plan.fetches[self.plan.rank])
+        self.partials: dict[int, Tensor] = {}
+
+    def buffers(self, wave: int) -> tuple[Tensor, Tensor]:
+        heads = self.groups[wave]
+        self.partials[wave] = self.dk.new_empty(self.keys, self.dk.shape[0], heads.stop - heads.start, self.width)
+        rows = self.partials[wave].transpose(0, 1)
+        return rows[..., : self.head_dim], rows[..., self.head_dim :]
+
+    def counters(self, wave: int, counts: CompletionCounts) -> Tensor:
+        raise AssertionError("keys that come as messages are complete: nothing is counted")
+
+    def zeros(self, wave: int, rows: int) -> Tensor:
+        """Return the sums of no contributions to some rows."""
+        heads = self.groups[wave]
+        return self.dk.new_zeros(rows, self.dk.shape[0], heads.stop - heads.start, self.width)
+
+    def store(self, wave: int, total: Tensor) -> None:
+        """Store the sums of this rank's tokens."""
+        heads, total = self.groups[wave], total.transpose(0, 1)
+        self.dk[:, :, heads].copy_(total[..., : self.head_dim])
+        self.dv[:, :, heads].copy_(total[..., self.head_dim :])
+
+
+class SentGradients(Contributions):
+    """Gradients that return from each rank to the owners of its keys."""
+
+    def __init__(self, call: Call, groups: Sequence[slice]) -> None:
+        super().__init__(call, groups)
+        self.routes = _routes(self.plan, call.k.device)
+
+    def start(self, wave: int, counts: CompletionCounts | None) -> None:
+        sends, receives, self.arriving = self.routes.give_back(self.partials.pop(wave))
+        self.moving: Pending = self.plan.transport.start(sends, receives)
+
+    def finish(self, wave: int) -> None:
+        total = self.zeros(wave, self.dk.shape[1])
+        self.moving.wait()
+        self.routes.add(self.arriving, total)
+        self.store(wave, total)
+
+
+def message_bytes(plan: Plan, s: Shape, backward: bool) -> int:
+    """Return an upper bound on what a call allocates in addition to its inputs and results."""
+    rank, runs = plan.rank, plan.fetches
+    queries, local = plan.local_lengths[rank], plan.local_lengths_k[rank]
+    fetched = sum(run.length for run in runs[rank])
+    to_this_rank = sum(run.length for theirs in runs for run in theirs if run.owner == rank)
+    groups = head_groups(s.kv_heads, s.q_heads, plan.transport.device.type, backward)
+    part = max(g.stop - g.start for g in groups) / s.kv_heads
+    bound = float(row_bytes(queries, s, backward) + (local + fetched) * s.kv_elements * s.itemsize)
+    if collected(plan):  # what leaves, and what has arrived before it is put in the order of positions
+        bound += part * to_this_rank * s.kv_elements * s.itemsize
+        bound += part * fetched * s.kv_elements * s.itemsize
+    if backward:
+        arriving = to_this_rank - sum(run.length for run in runs[rank] if run.owner == rank)
+        # A group's contributions next to those that its kernel makes, or next to what has arrived and the sum; and
+        # those of the group before, which are on their way.
+        at_once = max(2 * fetched, (1 + collected(plan)) * fetched + arriving + local)
+        earlier = fetched + arriving if len(groups) > 1 else 0
+        gradients = local + part * (at_once + earlier)
+        bound += gradients * s.kv_elements * s.state_itemsize
+    return round(s.batch * (bound + kernel_bytes(plan, s, fetched, part, backward, len(groups) > 1)))
+
+
+def kernel_bytes(plan: Plan, s: Shape, fetched: int, part: float, backward: bool, grouped: bool) -> float:
+    """Return the bytes that kernels and the results of groups take, for one batch element."""
+    queries = plan.local_lengths[plan.rank]
+    if backward:
+        pieces = piece_elements(plan, s, queries, fetched, s.kv_heads) * s.state_itemsize
+        return pieces + part * walk_bytes(s, [gathered_block(plan)] if is_union(plan) else [])
+    results = part * queries * s.q_heads * (s.value_dim * s.itemsize + s.state_itemsize) * grouped
+    return results + part * queries * s.state_elements * s.state_itemsize * is_union(plan)
+
+
+def row_bytes(queries: int, s: Shape, backward: bool) -> int:
+    """Return the bytes of dq and delta of one batch element."""
+    return queries * s.q_heads * (s.head_dim + 2) * s.state_itemsize * backward
