@@ -2,7 +2,7 @@
 
     torchrun --standalone --nproc-per-node 4 -m benchmarks.bench_training --tokens 524288 --layers 8
     torchrun --standalone --nproc-per-node 4 -m benchmarks.bench_training --layers 8 --how torch-cp
-    python -m benchmarks.bench_training --layers 4 --tokens 131072 --steps 1 --each-switch      on one GPU
+    torchrun --nproc-per-node 1 -m benchmarks.bench_training --layers 4 --tokens 131072 --steps 1 --each-switch
     python -m benchmarks.bench_training --report results       make the tables again from the lines in results/
 
 A model with the shape of Llama 3.1 8B, ``--layers`` layers and random weights trains on one row of ``--tokens`` tokens
@@ -119,7 +119,7 @@ def speed(args: argparse.Namespace, device: torch.device) -> int:
         lines.write("run", **json_lines.about(args, device, world))
     mesh = init_device_mesh(device.type, (world,), mesh_dim_names=("cp",))
     status, measured = 0, 0
-    runs = [(how, args) for how in args.how] if not args.each else [("ringattn", each) for each in args.each]
+    runs = [(how, args) for how in args.how] if not args.each else [("ringattn", parse(each)) for each in args.each]
     for i, (how, args) in enumerate(runs):
         name, contestant, reason = label(args, how), None, None
         less_memory.complete(args, switches_for(args, device, world))
@@ -386,7 +386,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     args.each = []
     if args.each_switch:
         given = [x for x in (sys.argv[1:] if argv is None else argv) if x != "--each-switch"]
-        args.each = [parse([*given, *extra.split()]) for extra in less_memory.EACH]
+        args.each = [[*given, *extra.split()] for extra in less_memory.EACH]
     return args
 
 
