@@ -32,6 +32,11 @@ For packed documents on two GPUs (four minutes):
         --layouts zigzag balanced zigzag-in-documents contiguous --dataflows gather --peers --no-errors \\
         --segments 18 --budget 200
 
+Two hosts of two GPUs on one machine, over sockets (RINGATTN_PULLS=0: messages inside of them, too):
+
+    NCCL_P2P_DISABLE=1 NCCL_SHM_DISABLE=1 NCCL_IB_DISABLE=1 torchrun --standalone --nproc-per-node 4 \\
+        -m benchmarks.bench_scaling --hosts 2 --tokens 8192 32768 --peers --no-errors
+
 For trees, two GPUs next to one: ``--masks tree --tokens 16384 --layouts balanced --dataflows gather --peers``.
 
 All contestants take turns, in segments of ``--seconds``. A call runs faster for a while after one that draws little
@@ -361,6 +366,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add("--error-tokens", type=positive, help="tokens of the problem that is compared with float64")
     add("--errors", action=argparse.BooleanOptionalAction, default=True, help="compare with float64")
     add("--budget", type=float, default=0.0, help="seconds after which no new row starts; 0: no limit")
+    add("--hosts", type=positive, help="take the ranks for those of so many hosts: messages between them, links inside")
     add("--device", choices=["cuda", "cpu"], default="cuda" if torch.cuda.is_available() else "cpu")
     add("--out", type=Path, default=ROOT / "results", help="folder of the measurements and the report")
     add("--report", type=Path, metavar="DIR", help="only make the report from DIR/scaling-*.jsonl")
@@ -391,6 +397,8 @@ def main(argv: list[str] | None = None) -> int:
     else:
         torch.set_num_threads(1)
         dist.init_process_group("gloo")
+    if args.hosts:
+        ranks.as_hosts(args.hosts)
     bench(args, device)
     dist.destroy_process_group()
     return 0

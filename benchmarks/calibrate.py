@@ -12,7 +12,9 @@ the two should be close.
 
 The constants apply to groups of the same number of ranks. One rank of each host writes them to
 ``~/.cache/ringattn/<hostname>-<gpu>-<ranks>.json`` (in XDG_CACHE_HOME if set, or to the file RINGATTN_CALIBRATION). The
-file has separate constants for copy engines within a host and for messages. A process reads it once, at its first plan.
+file has separate constants for groups on one host, whose copy engines move keys, and for those whose messages do; over
+several hosts messages are measured between hosts and inside of one, and copy engines inside of each. A process reads it
+once, at its first plan.
 The last line contains the same numbers as JSON.
 """
 
@@ -201,7 +203,7 @@ class Machine:
     # Copy engines
 
     def copies(self) -> dict[str, float]:
-        """Measure the copy engines while every rank pulls from all others."""
+        """Measure the copy engines while every rank pulls from all others of its host."""
         link = self.transport.link(self.zeros(1))
         assert link is not None
         size, few = 32 << 20, 32
@@ -277,7 +279,7 @@ class Machine:
         say("messages")
         measured |= self.messages()
         measured["contention"] = self.contention(measured["message_gbs"])
-        if self.transport.pulls:
+        if min(map(len, self.transport.linked), default=0) > 1:  # inside of every host
             say("copy engines")
             measured |= self.copies()
         say("calls")

@@ -14,6 +14,7 @@ from . import needs as needs_of_ranks
 from .intervals import Mask
 from .layout import LAYOUTS, Shard, append, length
 from .mask import full
+from .relay import Nodes, relays
 from .schedule import Fetch, Schedule
 from .work import Work
 
@@ -44,11 +45,13 @@ class Setting(NamedTuple):
 
     Attributes:
         mask: what is computed.
-        world_size, local_size: ranks, and those of one host.
+        world_size, local_size: ranks, and those of one host where all hosts are equal.
         dataflow: as asked for.
         buffer_bytes: for keys that a gather fetches.
         device_type, pulls: how the group moves keys.
         costs: of this machine, and where they come from; None: nothing needs them.
+        nodes: the ranks of each node.
+        pulls_inside: whether copy engines move keys inside of each node.
         held: for every rank the tokens before the queries that it holds already; empty if there are none.
     """
 
@@ -60,6 +63,8 @@ class Setting(NamedTuple):
     device_type: str
     pulls: bool
     costs: tuple[Costs, str] | None
+    nodes: Nodes
+    pulls_inside: bool
     held: tuple[Shard, ...] = ()
 
     def place(self, layout: str, why: str = "") -> Placement:
@@ -127,9 +132,11 @@ class Setting(NamedTuple):
             for run in fetched:
                 tokens[visitor][run.owner] += run.length
                 runs[visitor][run.owner] += 1
+        neighbours = all(run.step == 1 for shard in keys for run in shard)  # which copies move
+        pulls = self.pulls and neighbours
         return Problem(
             device_type=self.device_type,
-            pulls=self.pulls and all(run.step == 1 for shard in keys for run in shard),  # copies move neighbours
+            pulls=pulls,
             buffer_bytes=self.buffer_bytes,
             queries=[length(shard) for shard in queries],
             keys=[length(shard) for shard in keys],
@@ -138,4 +145,6 @@ class Setting(NamedTuple):
             runs=runs,
             ring=Schedule(n, needs, self.local_size),
             reduce=Schedule(n, tuple(zip(*needs, strict=True)), self.local_size),
+            nodes=self.nodes if relays(self.nodes) and not pulls else (),
+            pulls_inside=self.pulls_inside and neighbours,
         )

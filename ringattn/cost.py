@@ -426,9 +426,7 @@ def _relayed(p: Problem, costs: Costs, s: Shape, backward: bool, rank: int) -> _
     leaves = sum(max(p.fetched[v][rank] for v in other) for other in p.nodes if other is not node)
     messages = max(len(carried), len(p.nodes) - 1)
     inside = sum(p.fetched[rank]) - p.fetched[rank][rank] - sum(p.fetched[rank][o] for o in carried)
-    waits = p.pulls_inside and p.device_type != "cpu"  # a kernel waits for each head by itself
-    heads = [slice(h, h + 1) for h in range(s.kv_heads)]
-    groups = heads if waits else head_groups(s.kv_heads, s.q_heads, p.device_type, backward)
+    groups = head_groups(s.kv_heads, s.q_heads, p.device_type, backward, relayed=True)
     rate, fixed = (
         (costs.pull_gbs, costs.handshake_ms) if p.pulls_inside else (costs.local_gbs, costs.local_ms * (len(node) - 1))
     )

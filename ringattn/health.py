@@ -3,7 +3,7 @@
 The ranks of one host share a :class:`~ringattn.peer.watchdog.Board`, on which each records its process, its call
 and why it failed. An error of a backend ("Connection closed by peer") only tells which connection broke first, often
 one to a rank that failed because of another; the board and the states of the processes tell which rank is the cause.
-Ranks of other hosts are not on the board: their errors have only the text of the backend.
+Ranks of other hosts are not on the board: see :mod:`.other_hosts`.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ import contextlib
 import math
 import os
 import secrets
+import socket
+import struct
 import subprocess
 import tempfile
 import time
@@ -23,10 +25,12 @@ from torch import Tensor
 
 from . import lockstep
 from .errors import ExchangeFailed, LostPeer, Place, TimedOut
+from .other_hosts import OtherHosts
 from .peer import driver, watchdog
 from .peer.watchdog import Board, CallMark
 
 _PATIENCE = 1.0  # seconds to wait until the board shows which rank caused an error
+_NAME = struct.Struct("8q")  # a host's name as words, cut if it is longer
 _pinned: list[object] = []  # boards stay pinned, so they must stay mapped, until the process ends
 
 
@@ -65,6 +69,7 @@ class Health:
         board: shared with the ranks of this host; None without shared memory.
         here: the other ranks that are on the board.
         seen: those whose processes can be seen, see :meth:`.Board.peers`.
+        others: the ranks that cannot be seen; None if all can, or no board was made.
         marks: for streams that wait for messages; None where no watchdog runs.
     """
 
@@ -73,18 +78,21 @@ class Health:
         self.board: Board | None = None
         self.here: list[int] = []
         self.seen: list[int] = []
+        self.others: OtherHosts | None = None
         self.marks: Marks | None = None
         self._watchdog: subprocess.Popen[bytes] | None = None
 
-    def make_board(self, host: int, limit: float, gather: Callable[[Tensor], Tensor]) -> list[int]:
+    def make_board(self, host: int, limit: float, gather: Callable[[Tensor], Tensor], store: Any = None) -> list[int]:
         """Make the board and return every rank's host; all ranks call this together.
 
         Args:
             host: a number that is the same for ranks of one host.
             limit: seconds that a rank waits for another.
             gather: returns the words of all ranks, (n,) int64 -> (world_size, n).
+            store: of the group (torch.distributed.Store).
         """
-        rows = gather(torch.tensor([host, secrets.randbits(62)], device="cpu")).tolist()
+        name = _NAME.unpack(socket.gethostname().encode()[: _NAME.size].ljust(_NAME.size, b"\0"))
+        rows = gather(torch.tensor([host, secrets.randbits(62), *name], device="cpu")).tolist()
         first = next(rank for rank, row in enumerate(rows) if row[0] == host)
         folder = "/dev/shm" if os.path.isdir("/dev/shm") else tempfile.gettempdir()
         path = os.path.join(folder, f"ringattn-{rows[first][1]:016x}")
@@ -106,6 +114,10 @@ class Health:
         self.board = board
         self.here = [] if board is None else board.entered()
         self.seen = [] if board is None else board.peers()
+        unseen = [rank for rank in range(self.world_size) if rank not in (self.rank, *self.seen)]
+        if unseen:
+            hosts = [_NAME.pack(*row[2:]).rstrip(b"\0").decode(errors="replace") for row in rows]
+            self.others = OtherHosts(self.rank, hosts, unseen, store, f"ringattn failed {rows[0][1]:016x}")
         return [row[0] for row in rows]
 
     def watch(self) -> str:
@@ -147,13 +159,16 @@ class Health:
 
     def fail(self, error: BaseException, where: str) -> None:
         """Record why this rank cannot continue."""
+        line = str(error).partition("\n")[0]
+        text = f"{type(error).__name__}: {line}{where}"
+        if self.others is not None and not isinstance(error, ExchangeFailed):  # failure() tells those
+            self.others.tell(self.rank, f"rank {self.rank} failed with {text}").came.wait(_PATIENCE)
         if self.board is None:
             return
         if isinstance(error, ExchangeFailed):
             self.board.fail(error.cause, watchdog.UNKNOWN if error.peer is None else error.peer)
         else:
-            line = str(error).partition("\n")[0]
-            self.board.fail(f"{type(error).__name__}: {line}{where}")
+            self.board.fail(text)
 
     def leave(self) -> None:
         """Record that this rank no longer needs the group. Its watchdog continues: the GPU may still wait."""
@@ -168,30 +183,59 @@ class Health:
             self._watchdog.wait()
             self._watchdog = None
 
-    def failure(self, error: Exception, place: Place, began: float, timeout: float) -> ExchangeFailed:
+    def failure(
+        self, error: Exception, place: Place, began: float, timeout: float, other: int | None = None
+    ) -> ExchangeFailed:
         """Return the exception for an error of the backend, with the rank that caused it if that can be determined.
 
         Args:
             place: where this rank is.
             began: when the wait began, in seconds of time.monotonic().
             timeout: the time limit of the wait, in seconds.
+            other: the rank at the other end of the message, if the wait was for one.
         """
         elapsed = time.monotonic() - began
         late = elapsed > 0.9 * timeout
-        peer, cause, until = None, "", time.monotonic() + _PATIENCE
-        while self.board is not None and not cause and time.monotonic() < until:
-            time.sleep(0.02)  # a process closes its connections shortly before it is dead
-            peer, cause = self.board.cause(self.seen, stopped=True)
-        if not cause and self.board is not None and late:
-            unseen = [rank for rank in range(self.world_size) if rank not in (self.rank, *self.seen)]
-            peer, cause = self.board.delay(self.seen, unseen)
+        peer, cause = self._cause(late, other)
         words = str(error).partition("\n")[0].removesuffix(".") or type(error).__name__
         # A dead or failed rank is lost, also if the time limit has passed.
         kind = TimedOut if late and not self._is_lost(peer) else LostPeer
         return kind(place, peer, elapsed, f"{cause} (backend: {words})" if cause else f"the backend says: {words}")
 
+    def _cause(self, late: bool, other: int | None) -> tuple[int | None, str]:
+        """Return the rank that caused a failure, None if it is not known, and how, "" if nothing is known.
+
+        Args:
+            late: whether the time limit has passed.
+            other: the rank at the other end of the message, if the wait was for one.
+        """
+        board, others, until = self.board, self.others, time.monotonic() + _PATIENCE
+        guess = "" if others is None else others.guess(late, other)
+        answer = None if others is None else others.tell(None, guess)
+        while time.monotonic() < until:
+            time.sleep(0.02)  # a process closes its connections shortly before it is dead
+            peer, cause = (None, "") if board is None else board.cause(self.seen, stopped=True)
+            if others is not None and peer is not None:
+                others.tell(peer, cause).came.wait(_PATIENCE)
+            elif answer is not None and (of_another := answer.cause(late)) is not None:
+                return of_another
+            if cause:
+                return peer, cause
+            if board is None and (answer is None or answer.came.is_set()):
+                break
+        if board is None or not late:
+            return None, guess
+        if others is None:
+            return board.delay(self.seen)
+        peer, cause = board.delay(self.seen, others.listed())
+        if other in others.unseen:
+            return None, f"{guess}; {cause}"
+        if peer is not None:  # a rank that is late on this host may wait for one of another
+            cause += f". It may wait for one of the ranks {', '.join(others.listed())}"
+        return None, cause
+
     def _is_lost(self, rank: int | None) -> bool:
         board = self.board
-        if rank is None or board is None:
+        if board is None or rank not in self.seen:
             return False
         return board.status(rank) == watchdog.FAILED or board.process(rank).state() == "is dead"

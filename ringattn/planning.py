@@ -431,7 +431,7 @@ def costs_of(transport: Transport) -> tuple[Costs, str]:
 def _make(request: Request, transport: Transport, costs: tuple[Costs, str] | None, digest: int) -> Plan:
     setting = Setting(
         request.mask, transport.world_size, request.local_size, request.dataflow, request.buffer_bytes,
-        transport.device.type, transport.pulls, costs, request.held,
+        transport.device.type, transport.pulls, costs, request.nodes, transport.linked == request.nodes, request.held,
     )  # fmt: skip
     layout, dataflow, choice = request.layout, request.dataflow, None
     if isinstance(layout, Plan):

@@ -300,7 +300,8 @@ class GroupTransport(Transport):
         # Drop the gloo group when the process group is gone: it owns threads, and a store that a later group may need.
         weakref.finalize(group, _let_go, weakref.ref(self)).atexit = False
         if self.world_size > 1:
-            self.hosts = tuple(self.health.make_board(host(), self.limit, self.gather_words))
+            store = group.get_group_store()
+            self.hosts = tuple(self.health.make_board(host(), self.limit, self.gather_words, store))
         if cuda:  # set the communicator up on all ranks; the first point-to-point messages may be among a few of them
             dist.all_reduce(torch.zeros(1, device=device), group=group)
         if cuda and self.world_size > 1:
@@ -338,7 +339,7 @@ class GroupTransport(Transport):
             works = dist.batch_isend_irecv(ops)
         except RuntimeError as error:  # torch knows that a peer is gone
             raise self.health.failure(error, self._place(), began, self.timeout) from error
-        return Works(self.health, works, self._place(), self.timeout, (sends or receives)[0][0].device, ops)
+        return Works(self.health, works, self._place(), self.timeout, (sends or receives)[0][0].device, None, ops)
 
     def _place(self) -> Place:
         return Place(self.rank, self.call, self.dataflow, self.step)

@@ -12,7 +12,7 @@ import os
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -70,6 +70,16 @@ def _serve(tasks: queue.SimpleQueue[_Wait]) -> None:
         del task  # and with it the tensors of the messages
 
 
+class Operation(Protocol):
+    """A message as torch describes it, with its tensor.
+
+    Attributes:
+        group_peer: the other rank.
+    """
+
+    group_peer: int
+
+
 class Pending(Protocol):
     """Messages that have been started."""
 
@@ -93,6 +103,7 @@ class Works:
         timeout: seconds to wait for them.
         device: of their tensors.
         tensors: kept alive until :meth:`wait`.
+        messages: the message of each of the works, if each has one; kept alive, too.
     """
 
     health: Health
@@ -101,6 +112,8 @@ class Works:
     timeout: float
     device: torch.device
     tensors: object
+    messages: Sequence[Operation] = ()
+    _peer: int | None = field(default=None, init=False)  # of the message that the host waits for
 
     def wait(self) -> None:
         """Wait for the messages on the host, or on a GPU let the current stream wait.
@@ -115,11 +128,13 @@ class Works:
             else:
                 interruptible(self._wait_on_host)
         except RuntimeError as error:
-            raise self.health.failure(error, self.place, began, self.timeout) from error
-        self.tensors = None
+            raise self.health.failure(error, self.place, began, self.timeout, self._peer) from error
+        self.tensors, self.messages = None, ()
 
     def _wait_on_host(self) -> None:
-        for work in self.works:
+        one_each = len(self.messages) == len(self.works)
+        for number, work in enumerate(self.works):
+            self._peer = self.messages[number].group_peer if one_each else None
             work.wait(datetime.timedelta(seconds=self.timeout))
 
     def _wait_on_stream(self, marks: Marks | None) -> None:

@@ -389,7 +389,7 @@ def main() -> int:
     device = ranks.join("cuda" if cuda else "cpu", alternative="--virtual N")
     rank, world = dist.get_rank(), dist.get_world_size()
     if args.hosts:
-        transport.host = lambda: rank * args.hosts // world
+        ranks.as_hosts(args.hosts)
     sizes = args.groups or range(1, world + 1)
     if max(sizes) > world:
         raise SystemExit(f"--groups {max(sizes)} is more than the {world} ranks that were launched")

@@ -16,6 +16,8 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
+from ringattn import transport
+
 
 def command() -> str:
     """Return the arguments of Python or torchrun that start this program, such as "-m benchmarks.trace"."""
@@ -48,6 +50,13 @@ def prepare() -> None:
             # A launcher that is killed cannot stop its ranks, which would keep their GPUs. Linux stops them:
             # prctl(PR_SET_PDEATHSIG, SIGKILL).
             ctypes.CDLL(None).prctl(1, int(signal.SIGKILL), 0, 0, 0)
+
+
+def as_hosts(count: int) -> None:
+    """Make ringattn take the ranks of this machine for those of ``count`` hosts, neighbours together: it links the GPUs
+    of each, and sends messages between them. Call it after ``init_process_group``, before any plan."""
+    host = dist.get_rank() * count // dist.get_world_size()
+    transport.host = lambda: host
 
 
 def fresh_store() -> dict[str, Any]:

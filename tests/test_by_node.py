@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import cases
@@ -14,9 +15,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import ringattn
+from ringattn import transport as transports
 from ringattn import virtual
 from ringattn.dataflow import fetching
 from ringattn.dataflow.gathered import relay_of
+from ringattn.peer import connect, symmetric
 from ringattn.planning import nodes_of
 from ringattn.relay import Relay, node_of, relay
 from ringattn.schedule import Fetch, head_groups
@@ -242,6 +245,48 @@ def test_ranks_that_disagree_about_nodes_raise_on_all() -> None:
     assert "nodes is" in text
 
 
+# Links
+
+
+@pytest.mark.parametrize(
+    ("hosts", "wanted", "near"),
+    [
+        ((5, 5, 7, 7), True, [(0, 1), (0, 1), (2, 3), (2, 3)]),
+        ((5, 7, 5, 7), True, [(0, 2), (1, 3), (0, 2), (1, 3)]),
+        ((5, 7, 7, 7), True, [(0,), (1, 2, 3), (1, 2, 3), (1, 2, 3)]),
+        ((5, 6, 7, 8), True, None),  # no two ranks share a host
+        ((5, 5, 7, 7), False, None),
+    ],
+)
+def test_the_ranks_of_each_host_are_linked_or_none(
+    monkeypatch: pytest.MonkeyPatch, hosts: tuple[int, ...], wanted: bool, near: list[tuple[int, ...]] | None
+) -> None:
+    made: list[tuple[tuple[int, ...], int, int]] = []
+    monkeypatch.setattr(connect.driver, "available", lambda: wanted)
+    monkeypatch.setattr(symmetric, "SymmetricMemory", lambda group, device, ranks: ranks)
+    monkeypatch.setattr(connect, "Link", lambda rank, size, device, share, board: made.append((share, rank, size)))
+
+    def gather(words: torch.Tensor) -> torch.Tensor:
+        return words.expand(len(hosts), -1)
+
+    for rank in range(len(hosts)):
+        connect.connect(connect.Ranks(rank, hosts), torch.device("cpu"), lambda: None, gather, None, "")
+    if near is None:
+        assert made == []
+    else:
+        assert made == [(ranks, ranks.index(rank), len(ranks)) for rank, ranks in enumerate(near)]
+
+
+def test_a_group_on_several_hosts_has_no_mailboxes() -> None:
+    """They are for all ranks; a link of one host has those of its own ranks only."""
+    group = object.__new__(transports.GroupTransport)
+    group._link, group.hosts = SimpleNamespace(mailbox=lambda: "a mailbox"), (5, 5, 7, 7)  # type: ignore[assignment]
+    assert group.linked == ((0, 1), (2, 3))
+    assert (group.pulls, group._mailbox()) == (False, None)
+    group.hosts = (5, 5, 5, 5)
+    assert (group.pulls, group._mailbox()) == (True, "a mailbox")
+
+
 # The planning alone
 
 
@@ -336,3 +381,39 @@ def test_verify_notices_a_token_that_crosses_twice_or_for_nothing() -> None:
     unseen = (Fetch(2, 0, 1, 0),)
     with pytest.raises(AssertionError, match="what crosses the network to node 0"):
         check_relay(replace(result, carried=(unseen, *result.carried[1:])), plan.fetches)
+
+
+# The choice
+
+
+class Hosts(VirtualRank):
+    """One of many GPUs of hosts of eight, connected by copy engines inside."""
+
+    def __init__(self, rank: int, world_size: int) -> None:
+        super().__init__(rank, world_size)
+        self.device = torch.device("cuda")
+        self.hosts = tuple(r // 8 for r in range(world_size))
+
+    @property
+    def linked(self) -> tuple[tuple[int, ...], ...]:
+        return nodes_of(8, self.world_size)
+
+
+def test_auto_gathers_by_node_across_hosts() -> None:
+    """8k tokens on each of 32 GPUs: a flat gather sends eight times as much."""
+    plan = ringattn.plan(32 * 8192, Hosts(3, 32), causal=True)
+    assert plan.dataflow == "gather"
+    flat = ringattn.plan(32 * 8192, Hosts(3, 32), causal=True, local_size=32)
+    assert flat.choice.of("gather").ms > plan.choice.of("gather").ms
+    assert "copy engines inside of them" in plan.describe()
+    near, flat = (
+        node_of(plan.nodes),
+        ringattn.plan(32 * 8192, Hosts(3, 32), causal=True, local_size=32, dataflow="gather"),
+    )
+    across = sum(
+        count
+        for rank in range(32)
+        for peer, count in enumerate(flat.flow.traffic_bytes(flat, Shape(), False, rank))
+        if near[peer] != near[rank]
+    )
+    assert sum(plan.network_bytes(rank=rank) for rank in range(32)) == pytest.approx(across / 8, rel=0.05)

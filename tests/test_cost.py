@@ -77,13 +77,14 @@ def test_within_a_host_gather_wins_while_its_memory_fits() -> None:
     assert "0.2 GiB buffer, 4 waves)" in str(choice(8192, buffer_bytes=200 << 20))
 
 
-@pytest.mark.parametrize("local_size", [None, 4])
 @pytest.mark.parametrize("tokens", [4096, 8192, 32768])
-def test_between_hosts_a_ring_hides_its_hops(tokens: int, local_size: int | None) -> None:
-    found = choice(tokens, 16, pulls=False, local_size=local_size)
-    assert found.dataflow == "ring", str(found)
-    if local_size:  # one hop in four crosses
-        assert found.of("ring").ms <= choice(tokens, 16, pulls=False).of("ring").ms
+def test_between_hosts_a_ring_hides_its_hops_and_a_gather_by_node_more(tokens: int) -> None:
+    flat = choice(tokens, 16, pulls=False)
+    assert flat.dataflow == "ring", str(flat)
+    double = choice(tokens, 16, pulls=False, local_size=4)  # one hop in four crosses
+    assert double.of("ring").ms <= flat.of("ring").ms
+    assert double.dataflow == "gather", str(double)
+    assert double.of("gather").ms < flat.of("gather").ms
 
 
 @pytest.mark.parametrize("pulls", [True, False])

@@ -40,7 +40,8 @@ TESTS = {
     "longest": ["test_the_longest_rows"],
     "losses": ["test_losses"],
     "masks": ["test_masks"],
-    "parallelism": ["test_tensor_parallelism"],
+    "parallelism": ["test_tensor_parallelism", "test_pipeline"],
+    "planner": ["test_planner_page"],
     "preferences": ["test_preferences", "test_rewards"],
     "pytorch": ["test_pytorch"],
     "ranks": ["test_evaluation"],
@@ -159,6 +160,12 @@ def test_check_page(capsys: pytest.CaptureFixture[str]) -> None:
     model = ringattn.wrap(Decoder(), ringattn.plan(SEQ, VirtualRank(0, 1), causal=True))
     run("check", ringattn=ringattn, model=model, batch=batches()[0])
     assert capsys.readouterr().out.startswith("exact: loss ")
+
+
+def test_planner_page() -> None:
+    names = run("planner")
+    assert sum(names["parts"].values()) / 2**30 == pytest.approx(125, rel=0.01)  # as measured: docs/use/planner.md
+    assert 131072 < names["tokens"] < 2 * 131072
 
 
 def test_every_page_ends_with_the_check() -> None:
@@ -778,6 +785,58 @@ def test_tensor_parallelism(pools) -> None:  # type: ignore[no-untyped-def]
         torch.testing.assert_close(whole, x.detach(), rtol=1e-12, atol=1e-12)
     gradient = got[0][1] + got[2][1]  # ranks 0 and 2 hold different tokens and the same heads
     torch.testing.assert_close(gradient, layer["out"].weight.grad, rtol=1e-10, atol=1e-10)
+
+
+class PipelinedDecoder(nn.Module):
+    """The embedding on the first rank, attention and the head on the last; rows of documents that differ."""
+
+    def __init__(self, stage: int | None = None) -> None:
+        super().__init__()
+        self.stage, (self.layer, _, self.embed) = stage, projections()
+        self.head = nn.Linear(DIM, VOCABULARY)
+
+    def forward(self, x: Tensor, plans: list[ringattn.Plan], row: Tensor | int) -> Tensor:
+        x = x if self.stage == 1 else self.embed(x)
+        if self.stage == 0:
+            return x
+        q, k, v = (self.layer[name](x).unflatten(-1, (-1, 4)) for name in "qkv")
+        out = ringattn.attention(q, k, v, plans[int(row)])
+        assert isinstance(out, Tensor)
+        return self.head(x + self.layer["out"](out.flatten(2)))
+
+
+def documents_of_rows() -> list[dict[str, Tensor]]:
+    rows = torch.randint(VOCABULARY, (3, 1, SEQ), generator=torch.Generator().manual_seed(0))
+    ids = [(torch.arange(SEQ) >= 3 + 4 * i)[None].long() for i in range(3)]
+    return [{"input_ids": x, "labels": x, "documents": y} for x, y in zip(rows, ids, strict=True)]
+
+
+def _pipeline() -> list[Tensor | None]:
+    from torch.distributed.device_mesh import init_device_mesh
+
+    def like(x: Tensor, size: int) -> Tensor:
+        return torch.empty(*x.shape[:2], size, requires_grad=True)
+
+    with double():
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "cp"))
+        module, names = PipelinedDecoder(mesh["pp"].get_local_rank()), dict(ringattn=ringattn, mesh=mesh, length=SEQ)
+        names |= dict(embed_like=lambda x: like(x, DIM), logits_like=lambda x: like(x, VOCABULARY))
+        run("parallelism", 1, **names, module=module, rows=documents_of_rows(), device=torch.device("cpu"))
+        return [p.grad for p in module.parameters()]
+
+
+def test_pipeline(pools) -> None:  # type: ignore[no-untyped-def]
+    with double():
+        model, rows = PipelinedDecoder(), documents_of_rows()
+        plans = [ringattn.plan(SEQ, VirtualRank(0, 1), causal=True, documents=row["documents"]) for row in rows]
+        shards = [plan.shard_batch(row) for plan, row in zip(plans, rows, strict=True)]
+        targets = torch.cat([shard["shift_labels"] for shard in shards])
+        logits = torch.cat([model(x["input_ids"], [plan], 0) for x, plan in zip(shards, plans, strict=True)])
+        F.cross_entropy(logits.flatten(0, 1), targets.flatten()).backward()
+    got = pools(4).run(_pipeline)  # of ranks 0 and 1 the embedding, of 2 and 3 the rest; None where there is nothing
+    for parameter, *parts in zip(model.parameters(), *got, strict=True):
+        total = sum(part for part in parts if part is not None)
+        torch.testing.assert_close(total, parameter.grad, rtol=1e-10, atol=1e-10)
 
 
 def _torchtitan() -> tuple[Tensor, Tensor, Tensor]:

@@ -8,10 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from torch.distributed import HashStore
 
 from ringattn import errors, health
 from ringattn.errors import Desynchronized, Disagreement, GroupBroken, LostPeer, Place, RankFailed, TimedOut
 from ringattn.health import Health
+from ringattn.other_hosts import OtherHosts
 from ringattn.peer.watchdog import Board, CallMark
 
 PLACE = Place(0, "attention() forward", "ring", 2)
@@ -71,6 +73,19 @@ def test_a_rank_whose_process_cannot_be_seen_is_not_blamed(tmp_path: Path) -> No
     here.seen = []
     boards[1].fail("something")
     assert here.failure(RuntimeError("closed"), PLACE, time.monotonic(), 10.0).peer is None
+
+
+def test_a_slower_rank_of_this_host_may_wait_for_another_one(tmp_path: Path) -> None:
+    here, boards = with_board(tmp_path)
+    boards[0].begin(10.0, CallMark(1, 0, True), "plan()")
+    here.seen, here.others = [1], OtherHosts(0, ["a", "a", "b"], [2], HashStore(), "key")
+    late = here.failure(RuntimeError("timed out"), PLACE, time.monotonic() - 10, 10.0, 1)
+    assert (type(late), late.peer) == (TimedOut, None)
+    assert late.cause.startswith("rank 1 (process ")
+    assert "It may wait for one of the ranks 2 on b (backend" in late.cause
+    late = here.failure(RuntimeError("timed out"), PLACE, time.monotonic() - 10, 10.0, 2)
+    assert (type(late), late.peer) == (TimedOut, None)
+    assert late.cause.startswith("this rank waits for rank 2 on b; rank 1 (process ")
 
 
 @pytest.mark.parametrize("bad", [0, -1, "soon", None, float("nan"), True])

@@ -115,7 +115,8 @@ def test_the_transport_knows_no_attention() -> None:
     assert GRAPH["agreement"] == {"errors"}
     assert GRAPH["peer.memory"] - {"peer"} == {"memo", "peer.driver", "peer.mailbox", "peer.watchdog"}
     assert GRAPH["lockstep"] - {"peer"} == {"errors", "peer.watchdog"}
-    assert GRAPH["health"] - {"peer"} == {"errors", "lockstep", "peer.driver", "peer.watchdog"}
+    assert GRAPH["health"] - {"peer"} == {"errors", "lockstep", "other_hosts", "peer.driver", "peer.watchdog"}
+    assert GRAPH["other_hosts"] == set()
     assert GRAPH["transport"] - {"peer"} == {
         "agreement", "errors", "gloo", "health", "lockstep", "peer.connect", "peer.mailbox", "peer.memory",
         "peer.watchdog", "works",

@@ -105,6 +105,26 @@ def test_buffers_of_attention_are_those_of_a_plan(ranks: int, heads: tuple[int, 
         assert said == plan.flow.memory_bytes(plan, shape, True), (dataflow, pulls, tokens, size)
 
 
+@pytest.mark.parametrize(("hosts", "local_size", "heads"), [(2, 2, (16, 16, 64)), (3, 4, (32, 8, 128))])
+def test_buffers_of_a_gather_by_node_are_those_of_a_plan(
+    hosts: int, local_size: int, heads: tuple[int, int, int]
+) -> None:
+    shape, ranks = Shape(1, *heads), hosts * local_size
+    nodes = tuple(tuple(range(i * local_size, (i + 1) * local_size)) for i in range(hosts))
+
+    class Linked(VirtualRank):
+        linked = nodes  # type: ignore[assignment]
+
+    for tokens, size in itertools.product((256, 1 << 15), (33, 28)):
+        rank = Linked(0, ranks)
+        rank.device = torch.device("cuda")
+        plan = plan_function(
+            tokens * ranks, rank, causal=True, dataflow="gather", buffer_bytes=1 << size, local_size=local_size
+        )
+        row = attention.Row(tokens, ranks, True, 0, "gather", 1 << size, hosts)
+        assert sum(attention.memory(row, shape)) == plan.flow.memory_bytes(plan, shape, True), (tokens, size)
+
+
 def test_the_longest_row_fits_and_no_longer_one() -> None:
     shape, capacity = MODELS["llama-3.1-8b"], 130 * GIB
     switches = Switches(fsdp_size=2, ranks=2)
@@ -169,9 +189,8 @@ def test_the_simulation_is_near_the_cost_model(hosts: int, local_size: int, toke
         plan_function(tokens * n, gpu(n, hosts == 1), causal=True, layout="zigzag", local_size=size).choice.problem
         for size in (None, local_size)
     )
-    nodes = [range(i * local_size, (i + 1) * local_size) for i in range(hosts)]
-    by_node = replace(double, nodes=nodes, pulls_inside=True)
-    problems = {"ring": flat, "double ring": double, "gather": double, "gather by node": by_node}
+    by_node = replace(double, pulls_inside=True)
+    problems = {"ring": flat, "double ring": double, "gather": replace(double, nodes=()), "gather by node": by_node}
     for dataflow, problem in problems.items():
         candidates = cost.choose(replace(problem, buffer_bytes=1 << 40), made.costs, "")
         want = candidates.of("ring" if dataflow.endswith("ring") else "gather")
@@ -179,6 +198,11 @@ def test_the_simulation_is_near_the_cost_model(hosts: int, local_size: int, toke
         # The cost model lets every step wait for the slowest link, as if ranks went in lockstep.
         assert (got.forward, got.backward) == pytest.approx((want.forward, want.backward), rel=0.15), dataflow
         assert max(got.efficiency) <= 1, dataflow
+    if hosts > 1:  # the copies inside a node are what takes longest
+        slow = replace(made.costs, pull_gbs=20.0)
+        want = cost.choose(replace(by_node, buffer_bytes=1 << 40), slow, "").of("gather")
+        got = simulate(replace(made, costs=slow), "gather by node", layers=1)
+        assert (got.forward, got.backward) == pytest.approx((want.forward, want.backward), rel=0.15)
 
 
 def test_eight_gpus_are_near_what_was_measured() -> None:
@@ -254,9 +278,10 @@ def test_the_command_prints_the_best_way(capsys: pytest.CaptureFixture[str]) -> 
     slow = json.loads(words)
     assert status == 0
     speeds = [way["tokens_per_second"] for way in slow if "tokens_per_second" in way]
-    assert speeds == sorted(speeds, reverse=True)
+    assert speeds[1:] == sorted(speeds[1:], reverse=True)
+    assert speeds[0] > 0.99 * max(speeds)
     rate = float(re.search(r"([\d,]+) tokens/s/GPU", text)[1].replace(",", ""))  # type: ignore[index]
-    assert speeds[0] < rate
+    assert max(speeds) < rate
 
 
 def test_what_does_not_fit_is_said(capsys: pytest.CaptureFixture[str]) -> None:

@@ -131,6 +131,7 @@ class Gather(Dataflow):
 
     def prepare(self, plan: Plan) -> None:
         gathered_block(plan)
+        relay_of(plan)
 
     def meetings(self, plan: Plan) -> list[str]:
         lines = []

@@ -277,7 +277,7 @@ class Board:
                 return rank, f"{self._name(rank)} has exited"
         return None, ""
 
-    def delay(self, ranks: Sequence[int], unseen: Sequence[int] = ()) -> tuple[int | None, str]:
+    def delay(self, ranks: Sequence[int], unseen: Sequence[int | str] = ()) -> tuple[int | None, str]:
         """Return the rank among ``ranks`` that is late, and its state. (None, reason) if each of them is as far as this
         rank, so that it is rather one of those that are ``unseen``, whose processes cannot be seen from here."""
         visible = [rank for rank in ranks if self.process(rank).number]

@@ -23,6 +23,7 @@ class Row(NamedTuple):
         window: keys that a query sees at most; 0: all earlier ones.
         dataflow: "ring" or "gather".
         buffer_bytes: as for :func:`ringattn.plan`.
+        hosts: over which the ranks are divided equally, if the gather is by node and ``pulls`` holds inside of a host.
     """
 
     tokens: int
@@ -31,6 +32,7 @@ class Row(NamedTuple):
     window: int = 0
     dataflow: str = "gather"
     buffer_bytes: int = 8 << 30
+    hosts: int = 1
 
     @property
     def seq_len(self) -> int:
@@ -55,7 +57,9 @@ def memory(row: Row, s: Shape) -> Bytes:
     rows = row.tokens * s.q_heads * (s.head_dim + 2) * s.state_itemsize  # dq and delta
     if row.dataflow == "ring" or row.ranks == 1:
         return Bytes(0, rows + _ring(row, s))
-    return _pulled(row, s, rows) if row.pulls else Bytes(0, rows + _messaged(row, s))
+    if not row.pulls:
+        return Bytes(0, rows + _messaged(row, s))
+    return _carried(row, s, rows) if row.hosts > 1 else _pulled(row, s, rows)
 
 
 def least_buffer(row: Row, s: Shape) -> int:
@@ -115,3 +119,25 @@ def _pulled(row: Row, s: Shape, rows: int) -> Bytes:
     contributions += _piece(row.tokens, s, max(g.stop - g.start for g in groups))
     result = row.tokens * s.q_heads * s.head_dim * s.itemsize  # dq, made when contributions have left
     return Bytes(kept, rows + max(contributions - result, 0))
+
+
+def _carried(row: Row, s: Shape, rows: int) -> Bytes:
+    """Return the memory that a node shares for own and carried keys, the receive buffer and what others push into,
+    which stay; contributions and their sums."""
+    token = s.head_dim + s.value_dim
+    extended = row.tokens * row.hosts  # the tokens of its counterparts on all hosts
+    returned = row.tokens * (row.hosts - 1) // 2  # sums of other hosts for its own: of its first chunk
+
+    def resident(gradient: int) -> tuple[int, int]:
+        """Return the heads of the largest wave, and those that are in memory together."""
+        fits = waves(s.kv_heads, token * row.fetched * (s.itemsize + gradient), row.buffer_bytes)
+        count = max(1, s.kv_heads // 2) if len(fits) == 1 else fits[0].stop
+        groups = head_groups(s.kv_heads, s.q_heads, "cuda", gradient > 0, relayed=True)
+        cut = [min(count, g.stop - h) for g in groups for h in range(g.start, g.stop, count)]
+        return max(cut), min(2, len(cut)) * max(cut)
+
+    heads, together = resident(s.state_itemsize)
+    kept = 2 * s.kv_heads * extended + max(together, resident(0)[1]) * row.fetched
+    pushed = (row.ranks // row.hosts - 1) * heads * extended
+    sums = together * (row.fetched + extended + returned) * token * s.state_itemsize
+    return Bytes(token * (kept * s.itemsize + pushed * s.state_itemsize), rows + sums + _piece(row.tokens, s, heads))

@@ -42,6 +42,7 @@ class Switches:
     Attributes:
         fsdp_size: GPUs that share parameters, gradients and the optimizer's state (FSDP2).
         ranks: GPUs that share a row.
+        hosts: over which they are divided, where keys come into a node once.
         pulls, dataflow, buffer_bytes: of its attention, see :class:`.attention.Row`.
         itemsize: bytes of an activation; of a gathered parameter, too.
         param_itemsize: bytes of a stored parameter and of its gradient.
@@ -61,6 +62,7 @@ class Switches:
 
     fsdp_size: int = 1
     ranks: int = 1
+    hosts: int = 1
     pulls: bool = True
     dataflow: str = "gather"
     buffer_bytes: int = 8 << 30
@@ -147,7 +149,7 @@ def longest(model: ModelShape, capacity: int, switches: Switches, multiple: int 
 
 def row_of(model: ModelShape, tokens_per_gpu: int, s: Switches) -> attention.Row:
     """Return how a row of so many tokens on each GPU is divided."""
-    return attention.Row(tokens_per_gpu, s.ranks, s.pulls, model.window, s.dataflow, s.buffer_bytes)
+    return attention.Row(tokens_per_gpu, s.ranks, s.pulls, model.window, s.dataflow, s.buffer_bytes, s.hosts)
 
 
 def _moments(model: ModelShape, tokens: int, s: Switches) -> list[dict[str, int]]:

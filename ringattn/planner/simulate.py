@@ -211,14 +211,15 @@ class _Machine:
         return end, took
 
     def gather(self, by_node: bool, backward: bool) -> None:
-        """Fetch keys by groups of heads, the next group while one is attended; return the gradients of each."""
+        """Fetch keys by groups of heads, the next ones while one is attended; return the gradients of each."""
         s, c, shape = self.setting, self.setting.costs, self.setting.shape
         by_node = by_node or s.hosts == 1
-        heads = shape.kv_heads
-        waits = s.pulls and by_node  # one kernel waits for each head
+        heads, relayed = shape.kv_heads, by_node and s.hosts > 1
+        waits = s.pulls and s.hosts == 1  # one kernel waits for each head
         groups = [1 / heads] * heads
         if not waits:
-            groups = [(g.stop - g.start) / heads for g in head_groups(heads, shape.q_heads, "cuda", backward)]
+            cut = head_groups(heads, shape.q_heads, "cuda", backward, relayed=relayed)
+            groups = [(g.stop - g.start) / heads for g in cut]
         fixed = c.kernel_ms / (len(groups) if waits else 1)
         launch = c.ring_backward_ms if backward else c.ring_forward_ms
         if waits:
@@ -234,22 +235,33 @@ class _Machine:
         def of_host(times: Times) -> Times:
             return np.broadcast_to(times.max(1, keepdims=True), times.shape)
 
-        def fetch(share: float, ready: Times) -> tuple[Times, Times]:
-            arrived, took = self.messages(by_node, share * key, ready)
-            return (self.copy(share * key * inside, of_host(arrived)) if by_node else arrived), took
+        def cross(i: int, ready: Times) -> None:
+            if i < len(groups):
+                crossed.append(self.messages(by_node, groups[i] * key, ready))
 
-        arriving, done = fetch(groups[0], begin), begin
+        def bring(i: int, ready: Times) -> Times:
+            arrived = np.maximum(crossed[i][0], ready)
+            return self.copy(groups[i] * key * inside, of_host(arrived)) if by_node else arrived
+
+        crossed: list[tuple[Times, Times]] = []
+        ahead = 2 if relayed else 1  # groups that cross the network before the one that is attended
+        for i in range(ahead):
+            cross(i, begin)
+        arriving, done, returning = bring(0, begin), begin, np.zeros(begin.shape)
         for i, share in enumerate(groups):
-            arrived, took = arriving
-            if i + 1 < len(groups):  # into the buffer of the group before this one
-                arriving = fetch(groups[i + 1], np.maximum(begin, ends[max(i - 1, 0)]))
+            arrived, free = arriving, begin if waits else ends[-1]  # the buffer of the group before this one
+            cross(i + ahead, free)
+            if i + 1 < len(groups):
+                arriving = bring(i + 1, free)
+            passing = sum((took for _, took in crossed[i + ahead if i else 1 : i + ahead + 1]), returning)
             work = (s.attention(backward) - c.kernel_ms) * share + fixed
-            ends.append(self.compute(work, arrived, took * (1 + 2 * backward), launch * (s.ranks > 1)))
+            ends.append(self.compute(work, arrived, passing, launch * (s.ranks > 1)))
             if backward:
                 done = ends[-1]
                 if by_node:  # summed inside the host first
                     done = of_host(self.copy(share * gradient * inside, of_host(done)))
-                done = np.maximum(done, self.messages(by_node, share * gradient, done, back=True)[0])
+                end, returning = self.messages(by_node, share * gradient, done, back=True)
+                done = np.maximum(done, end)
         self.kernels = np.maximum(self.kernels, done)
         self.compute((4 * key + backward * 3 * gradient) / c.memory_gbs / 1e6)
 

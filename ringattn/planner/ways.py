@@ -13,6 +13,7 @@ from .models import ModelShape
 from .simulate import DATAFLOWS
 from .step import Step, Way, step
 
+NEAR = 0.01  # of the fastest way's speed
 MANY = 2048  # ranks above which only dataflows with few messages are simulated
 
 
@@ -70,6 +71,7 @@ def way_of(problem: Problem, hosts: int, local_size: int, dataflow: str) -> Way:
         problem.switches,
         fsdp_size=cluster.gpus,
         ranks=ranks,
+        hosts=hosts if dataflow == "gather by node" else 1,
         pulls=cluster.pulls and (hosts == 1 or dataflow == "gather by node"),
         dataflow="ring" if dataflow.endswith("ring") else "gather",
     )
@@ -99,13 +101,22 @@ def judge(problem: Problem, way: Way) -> Verdict:
 
 
 def verdicts(problem: Problem) -> list[Verdict]:
-    """Return all ways, the fastest first, then those that do not fit, from the least memory on."""
+    """Return all ways: the best, which is the simplest of those that are nearly the fastest, then others by speed, then
+    those that do not fit, from the least memory on."""
     found = [
         judge(problem, way_of(problem, *size, dataflow))
         for size in sizes(problem.cluster)
         for dataflow in dataflows(*size)
     ]
-    return sorted(found, key=lambda verdict: verdict.speed, reverse=True)
+    found.sort(key=lambda verdict: verdict.speed, reverse=True)
+    near = [verdict for verdict in found if verdict.step and verdict.speed > (1 - NEAR) * found[0].speed]
+    best = min(near, key=lambda verdict: _saves(verdict.way.switches), default=found[0])
+    return [best, *(verdict for verdict in found if verdict is not best)]
+
+
+def _saves(switches: Switches) -> int:
+    """Return how many switches save memory."""
+    return (switches.host_bytes > 0) + (switches.mlp_chunk > 0) + (switches.head_groups > 1)
 
 
 def saving(switches: Switches, host_memory: int) -> dict[str, Switches]:

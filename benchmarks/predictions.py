@@ -1,0 +1,283 @@
+"""Compare predicted with measured time and memory of attention, over masks, lengths, heads, layouts and dataflows.
+
+    torchrun --standalone --nproc-per-node 2 -m benchmarks.predictions
+    RINGATTN_PULLS=0 NCCL_P2P_DISABLE=1 NCCL_SHM_DISABLE=1 torchrun --standalone --nproc-per-node 2 \\
+        -m benchmarks.predictions --out results/sockets         messages over sockets, as between hosts
+    torchrun --standalone --nproc-per-node 2 -m benchmarks.predictions --device cpu --tokens 64 --seconds 0.01
+    python -m benchmarks.predictions --report results           make the report again from the lines in results/
+
+First it calibrates (benchmarks/calibrate.py) in memory; then it measures forward and forward + backward of every
+configuration next to the cost model's time with those constants and these heads, and on GPUs the peak memory next to
+the plan's prediction: results and all that attention allocates. Buffers are kept as large as the largest call made
+them, so configurations go from small ones to large ones.
+
+The report has the median and the largest relative error; how often ``dataflow="auto"``, which decides for 32/8 heads,
+is at most 5 % slower than the fastest dataflow, and at worst; and the same of a rule without a model: gather. With
+matplotlib it draws predicted against measured time and memory. One line of JSON per configuration is in ``--out``.
+"""
+
+from __future__ import annotations
+
+if not __package__:
+    raise SystemExit("start this as a module, in the repository's root: python -m benchmarks.predictions")
+
+import argparse
+import importlib.util
+import itertools
+import math
+import statistics
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+import ringattn
+from benchmarks import json_lines
+from benchmarks.calibrate import Machine, no_file
+from benchmarks.scaling_problems import mask_arguments
+from ringattn import cost
+from ringattn.cost import Costs
+from ringattn.shape import Shape
+from scripts import ranks
+from scripts.arguments import head_counts, positive
+
+NAME = "predictions"
+MASKS = ("causal", "full", "window", "documents")
+LAYOUTS = {"causal": ("zigzag",), "full": ("zigzag",), "window": ("zigzag", "contiguous")}
+LAYOUTS["documents"] = ("zigzag", "balanced")
+Words = dict[str, Any]
+
+
+class Case(NamedTuple):
+    """One configuration. ``tokens``: of a rank."""
+
+    tokens: int
+    heads: tuple[int, int]
+    mask: str
+    layout: str
+    dataflow: str
+
+    @property
+    def problem(self) -> tuple[Any, ...]:
+        """All but the dataflow."""
+        return tuple(self[:4])
+
+
+def cases(args: argparse.Namespace, world: int) -> Iterator[Case]:
+    """Yield all configurations, short rows first."""
+    dataflows = args.dataflows if world > 1 else ["ring"]
+    for tokens, mask, heads in itertools.product(sorted(args.tokens), args.masks, args.heads):
+        for layout, dataflow in itertools.product(LAYOUTS[mask] if world > 1 else ("zigzag",), dataflows):
+            yield Case(tokens, heads, mask, layout, dataflow)
+
+
+class Predicted(NamedTuple):
+    """Modelled ms of forward and backward of each dataflow, and the dataflow that "auto" chooses."""
+
+    passes: dict[str, tuple[float, float]]
+    auto: str
+
+
+def predict(machine: Machine, costs: Costs, case: Case, arguments: Words, shape: Shape) -> Predicted:
+    """Return what the cost model says of a problem."""
+    if machine.world == 1:
+        plan = ringattn.plan(case.tokens, **arguments)
+        pairs = plan.visible(0, 0) / plan.mask.rows
+        flops = 2 * shape.q_heads * (shape.head_dim + shape.value_dim) * pairs
+        times = flops / costs.forward_tflops / 1e9, 2.5 * flops / costs.backward_tflops / 1e9
+        return Predicted({"ring": (times[0] + costs.kernel_ms, times[1] + costs.kernel_ms)}, "ring")
+    with no_file():
+        choice = ringattn.plan(case.tokens * machine.world, layout=case.layout, **arguments).choice
+    assert choice is not None
+    found = cost.choose(choice.problem, costs, "", shape).candidates
+    auto = cost.choose(choice.problem, costs, "").dataflow
+    return Predicted({c.dataflow: (c.forward, c.backward) for c in found}, auto)
+
+
+def measure(machine: Machine, case: Case, arguments: Words, shape: Shape) -> Words:
+    """Return measured ms of a forward and of a forward and backward, and bytes: measured and predicted."""
+    plan = ringattn.plan(case.tokens * machine.world, layout=case.layout, dataflow=case.dataflow, **arguments)
+    # As many tokens as this rank holds, which a balanced layout does not divide equally.
+    q, k, v, dout = machine.tensors(plan.local_lengths[plan.rank])
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+
+    def forward() -> Any:
+        return ringattn.attention(q, k, v, plan, kernel=machine.kernel)
+
+    def both() -> None:
+        torch.autograd.grad(forward(), leaves, dout)
+
+    both()
+    words: Words = {}
+    if machine.cuda:
+        machine.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        both()
+        machine.synchronize()
+        link = plan.transport.link(q) if plan.dataflow == "gather" else None
+        kept = link.held_bytes(True) if link is not None else 0
+        out = q.nbytes + 4 * q.shape[1] * shape.q_heads  # and lse
+        gradients = sum(x.nbytes for x in leaves)
+        said = [
+            plan.flow.memory_bytes(plan, shape, False) + out,
+            plan.flow.memory_bytes(plan, shape, True) + out + gradients,
+        ]
+        words = dict(bytes=torch.cuda.max_memory_allocated() - before + kept, predicted_bytes=max(said))
+    with torch.no_grad():
+        words["forward_ms"] = machine.time(forward)
+    return words | dict(both_ms=machine.time(both))
+
+
+def compare(args: argparse.Namespace, device: torch.device) -> int:
+    """Measure all configurations; every rank of the default group must call this. Returns the exit status."""
+    world, rank = dist.get_world_size(), dist.get_rank()
+    machine = Machine(
+        device, args.calibrate_tokens or (8192 if device.type == "cuda" else 128), args.seconds, args.kernel
+    )
+    lines = json_lines.Lines(args.out, NAME, rank)
+    costs, _, _ = machine.calibrate() if world > 1 else (alone(machine), None, None)
+    if rank == 0:
+        lines.write("run", **json_lines.about(args, device, world), link=machine.link, costs=vars(costs))
+    for case in cases(args, world):
+        shape = Shape(1, *case.heads, args.head_dim, itemsize=machine.dtype.itemsize)
+        machine.shape = shape
+        arguments = mask_arguments(case.mask, case.tokens * world, args.window)
+        predicted = predict(machine, costs, case, arguments, shape)
+        if not math.isfinite(sum(predicted.passes[case.dataflow])):
+            continue  # a gather that does not fit
+        words = measure(machine, case, arguments, shape)
+        forward, backward = predicted.passes[case.dataflow]
+        if rank == 0:
+            setting = dict(zip(Case._fields, case, strict=True), ranks=world, link=machine.link)
+            lines.write(
+                "row", **setting, **words, predicted_forward_ms=forward, predicted_both_ms=forward + backward,
+                auto=predicted.auto,
+            )  # fmt: skip
+            lines.say(f"{case}: {words['both_ms']:.3f} ms, predicted {forward + backward:.3f}")
+    if rank == 0:
+        print(report(args.out))
+    return 0
+
+
+def alone(machine: Machine) -> Costs:
+    """Return the costs of one rank, which has no links."""
+    return replace(cost.default(machine.device.type, machine.link), **machine.kernels())
+
+
+# --- report -------------------------------------------------------------------------------------------------------
+
+
+def errors(rows: Sequence[Words], name: str) -> list[float]:
+    """Return the relative errors of one prediction."""
+    return [row[f"predicted_{name}"] / row[name] - 1 for row in rows if row.get(name)]
+
+
+def regrets(rows: Sequence[Words]) -> tuple[list[float], list[float]]:
+    """Return, for every problem with several dataflows, the time of what "auto" chooses over the fastest one's, and
+    that of a rule: gather."""
+    problems: dict[tuple[Any, ...], dict[str, Words]] = {}
+    for row in rows:
+        key = (row["link"], row["ranks"], row["tokens"], *row["heads"], row["mask"], row["layout"])
+        problems.setdefault(key, {})[row["dataflow"]] = row
+    auto, rule = [], []
+    for found in problems.values():
+        times = {dataflow: row["both_ms"] for dataflow, row in found.items()}
+        chosen = next(iter(found.values()))["auto"]
+        if len(times) > 1 and chosen in times:
+            auto.append(times[chosen] / min(times.values()))
+            rule.append(times.get("gather", times[chosen]) / min(times.values()))
+    return auto, rule
+
+
+def report(folder: Path) -> str:
+    """Write ``predictions.md`` and its plot from all lines in a folder, and return its text.
+
+    Raises:
+        FileNotFoundError: there are none.
+    """
+    lines = json_lines.read(folder, NAME)
+    rows = [line for line in lines if line["kind"] == "row"]
+    text = ["# Predicted and measured", "", *json_lines.runs(lines), ""]
+    cells = []
+    for link, world in sorted({(row["link"], row["ranks"]) for row in rows}):
+        some = [row for row in rows if (row["link"], row["ranks"]) == (link, world)]
+        for name, label in (("forward_ms", "forward"), ("both_ms", "forward + backward"), ("bytes", "memory")):
+            if found := errors(some, name):
+                size = [abs(x) for x in found]
+                cells.append(
+                    [f"{world} x {link}", label, str(len(found)), f"{statistics.median(size):.1%}", f"{max(size):.1%}"]
+                )
+    text += json_lines.table(["ranks, link", "prediction", "configurations", "median error", "largest"], cells)
+    for name, found in zip(("auto", "always gather"), regrets(rows), strict=True):
+        if found:
+            near = sum(x <= 1.05 for x in found) / len(found)
+            text += [
+                "",
+                f"{name}: within 5 % of the fastest in {near:.0%} of {len(found)} problems, worst {max(found):.2f}",
+            ]
+    if importlib.util.find_spec("matplotlib"):
+        plot(rows, folder / "predictions.png")
+        text += ["", "![predicted against measured time and memory](predictions.png)"]
+    whole = "\n".join([*text, ""])
+    (folder / "predictions.md").write_text(whole)
+    return whole
+
+
+def plot(rows: Sequence[Words], file: Path) -> None:
+    """Draw predicted against measured: one panel for times, one for memory."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(1, 2, figsize=(11, 5), constrained_layout=True)
+    for axis, name, label in zip(axes, ("both_ms", "bytes"), ("ms, forward + backward", "bytes"), strict=True):
+        for dataflow in sorted({row["dataflow"] for row in rows}):
+            some = [row for row in rows if row["dataflow"] == dataflow and row.get(name)]
+            if some:
+                axis.scatter(
+                    [row[name] for row in some], [row[f"predicted_{name}"] for row in some], s=14, label=dataflow
+                )
+        if values := [row[x] for row in rows for x in (name, f"predicted_{name}") if row.get(x)]:
+            ends = min(values), max(values)
+            axis.plot(ends, ends, color="gray", linewidth=0.8)
+            axis.fill_between(ends, [0.9 * x for x in ends], [1.1 * x for x in ends], color="gray", alpha=0.2)
+            axis.legend()
+        axis.set(xscale="log", yscale="log", xlabel=f"measured {label}", ylabel="predicted; gray: within 10 %")
+    figure.savefig(file, dpi=130)
+    plt.close(figure)
+
+
+# --- the command --------------------------------------------------------------------------------------------------
+
+
+def parse(argv: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--tokens", type=positive, nargs="+", default=[2048, 8192, 32768], help="tokens per rank")
+    parser.add_argument("--heads", type=head_counts, nargs="+", default=[(32, 8), (16, 16)])
+    parser.add_argument("--head-dim", type=positive, default=128)
+    parser.add_argument("--masks", nargs="+", choices=MASKS, default=list(MASKS))
+    parser.add_argument("--dataflows", nargs="+", choices=ringattn.dataflows(), default=list(ringattn.dataflows()))
+    parser.add_argument("--window", type=positive, default=4096)
+    parser.add_argument("--calibrate-tokens", type=positive, help="as --tokens of benchmarks.calibrate")
+    parser.add_argument("--seconds", type=float, default=0.15, help="length of each measurement")
+    parser.add_argument("--kernel", default="auto")
+    parser.add_argument("--out", type=Path, default=Path("results"))
+    parser.add_argument("--report", type=Path, metavar="FOLDER", help="only make the report again")
+    return parser.parse_args(argv)
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = parse(argv)
+    if args.report is not None:
+        return json_lines.print_report(report, args.report)
+    return ranks.run(args.device, lambda device: compare(args, device))
+
+
+if __name__ == "__main__":
+    ranks.end(main)

@@ -1,0 +1,113 @@
+"""What is known of the ranks of other hosts, whose processes cannot be seen from here: the names of their hosts, the
+message that did not come, and what the first rank that failed has told all.
+
+A rank that fails closes its connections, so that the others do not wait for it until their time limit. These fail,
+close theirs, and so on: most ranks of a large group only learn that a neighbour is gone, which is not the cause. So a
+rank writes what it knows into the store of the group before it closes anything, and the first text stays.
+
+The store may be on the host that is lost, and then does not answer: it is asked in a thread.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import threading
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+
+class Notice(NamedTuple):
+    """Why ``rank`` failed, as it says itself, and the rank that is the cause, None if it does not know."""
+
+    rank: int
+    peer: int | None
+    text: str
+
+
+class Answer:
+    """What the store answers to a rank that has told why it failed.
+
+    Args:
+        rank, hosts: as of :class:`OtherHosts`.
+
+    Attributes:
+        came: set when the store has answered, or is known to be gone.
+        notice: the one that is in the store; None until it has answered.
+    """
+
+    def __init__(self, rank: int, hosts: Sequence[str]) -> None:
+        self._rank, self._hosts = rank, hosts
+        self.came = threading.Event()
+        self.notice: Notice | None = None
+
+    def cause(self, late: bool) -> tuple[int | None, str] | None:
+        """Return the rank that another rank has named, None if it did not know one, and how; None if no other rank has
+        told anything.
+
+        Args:
+            late: whether the time limit of this rank has passed. Those of others may have passed with it, and what
+                they waited for is no cause.
+        """
+        notice = self.notice
+        if notice is None or notice.rank == self._rank or (late and notice.peer is None):
+            return None
+        return notice.peer, f"{notice.text}, as rank {notice.rank} on {self._hosts[notice.rank]} says"
+
+
+class OtherHosts:
+    """The ranks of other hosts, as ``rank`` knows them.
+
+    Args:
+        hosts: the names of the hosts of all ranks.
+        unseen: the ranks whose processes cannot be seen from here, growing.
+        store: of the group (torch.distributed.Store).
+        key: for the notice of the first rank that fails, the same on all ranks.
+    """
+
+    def __init__(self, rank: int, hosts: Sequence[str], unseen: Sequence[int], store: Any, key: str) -> None:
+        self.rank, self.hosts, self.unseen = rank, hosts, unseen
+        self._store, self._key = store, key
+
+    def listed(self) -> list[str]:
+        """Return the ranks that cannot be seen as texts, such as "4-7 on node1", neighbours of one host in one."""
+        runs = itertools.groupby(enumerate(self.unseen), lambda pair: (pair[1] - pair[0], self.hosts[pair[1]]))
+        ends = [(name, [rank for _, rank in run]) for (_, name), run in runs]
+        return [f"{run[0]}-{run[-1]} on {name}" if len(run) > 1 else f"{run[0]} on {name}" for name, run in ends]
+
+    def guess(self, late: bool, other: int | None) -> str:
+        """Return what a rank can say of a failure from its own message.
+
+        Args:
+            late: whether its time limit has passed.
+            other: the rank at the other end of the message that failed, if it was one.
+        """
+        if other is None or other not in self.unseen:
+            listed = ", ".join(self.listed())
+            return f"no rank whose process can be seen from here has failed, so it is one of the ranks {listed}"
+        there = f"rank {other} on {self.hosts[other]}"
+        if late:
+            return f"this rank waits for {there}"
+        return f"the connection to {there} is lost, which has died or has failed because of another rank"
+
+    def tell(self, peer: int | None, text: str) -> Answer:
+        """Tell the other ranks why this one fails. A text that names no cause does not replace one that is there."""
+        own, answer = Notice(self.rank, peer, text), Answer(self.rank, self.hosts)
+
+        def ask() -> None:
+            try:
+                if peer is not None:
+                    self._store.set(self._key, json.dumps(own))
+                    answer.notice = own
+                else:
+                    answer.notice = Notice(*json.loads(self._store.compare_set(self._key, "", json.dumps(own))))
+            except Exception:  # its host is gone, or the group
+                pass
+            finally:
+                answer.came.set()
+
+        try:
+            threading.Thread(target=ask, daemon=True).start()
+        except RuntimeError:  # the interpreter ends
+            answer.came.set()
+        return answer

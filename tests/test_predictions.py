@@ -1,0 +1,56 @@
+"""benchmarks/predictions.py on two gloo ranks, end to end, and its report."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from pool import Pool, on_ranks
+
+from benchmarks import predictions
+
+
+def compared(folder: str) -> int:
+    words = "--device cpu --tokens 16 --calibrate-tokens 16 --seconds 0.001 --heads 4/2 --head-dim 8 --window 8 --masks"
+    return predictions.compare(
+        predictions.parse([*words.split(), "causal", "documents", "--out", folder]), torch.device("cpu")
+    )
+
+
+@pytest.mark.parametrize("world_size", on_ranks(2))
+def test_two_ranks_measure_and_report(pools: Callable[[int], Pool], world_size: int, tmp_path: Path) -> None:
+    assert pools(world_size).run(compared, str(tmp_path)) == [0, 0]
+    rows = [
+        row
+        for file in tmp_path.glob("*.jsonl")
+        for row in map(json.loads, file.read_text().splitlines())
+        if row["kind"] == "row"
+    ]
+    assert len(rows) == 9, "three dataflows; causal in zigzag, documents in two layouts"
+    assert all(row[name] > 0 for row in rows for name in ("forward_ms", "both_ms", "predicted_both_ms"))
+    text = (tmp_path / "predictions.md").read_text()
+    assert "| 2 x messages | forward + backward | 9 |" in text
+    assert "auto: within 5 % of the fastest in" in text
+    assert (tmp_path / "predictions.png").exists() == bool(importlib.util.find_spec("matplotlib"))
+
+
+def row(dataflow: str, ms: float, predicted: float, auto: str, tokens: int = 8) -> dict[str, Any]:
+    return dict(
+        link="messages", ranks=2, tokens=tokens, heads=[4, 2], mask="causal", layout="zigzag", dataflow=dataflow,
+        both_ms=ms, predicted_both_ms=predicted, auto=auto,
+    )  # fmt: skip
+
+
+def test_errors_and_regrets_are_those_of_the_rows() -> None:
+    rows = [row("ring", 2.0, 2.2, "gather"), row("gather", 2.5, 2.0, "gather"), row("ring", 4.0, 4.0, "ring", 16)]
+    assert predictions.errors(rows, "both_ms") == pytest.approx([0.1, -0.2, 0.0])
+    assert predictions.errors(rows, "bytes") == []
+    auto, rule = predictions.regrets(rows)
+    assert (auto, rule) == ([1.25], [1.25]), "a problem with one dataflow is no choice"
+    rows += [row("gather", 1.0, 1.0, "ring", 16)]
+    assert predictions.regrets(rows) == ([1.25, 4.0], [1.25, 1.0])
