@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
-from . import attention_results
+from .attention_results import active
 
 
 def surroundings(x: Tensor) -> Callable[[], AbstractContextManager]:
@@ -79,7 +79,7 @@ class _Job:
 
     def __init__(self, x: Tensor, parts: Sequence[Part]) -> None:
         self.parts = parts
-        results = attention_results.active()
+        results = active()
         self._first_call = 0 if results is None else results.next
         # Weak: a graph that has run still keeps this object, and the layer's backward has the results.
         self._results = (lambda: None) if results is None else weakref.ref(results)
