@@ -133,7 +133,7 @@ def test_forks_that_are_written_leave_the_prefix_alone(monkeypatch: pytest.Monke
 def test_replayed_steps_of_forks_equal_those_of_each_row(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """A graph of a token, replayed past the ends of pages: 6 forks of 20,000 tokens, a row of its own, a padded row."""
 
-    def captured(least: int) -> tuple[list[Tensor], Tensor, torch.cuda.CUDAGraph]:
+    def captured(least: int) -> tuple[list[Tensor], Tensor, torch.cuda.CUDAGraph, object]:
         monkeypatch.setattr(cascade, "LEAST", least)
         g = torch.Generator("cuda").manual_seed(0)
         cache = ringattn.KVCache(1, 2, 128, tokens=60_000, dtype=dtype, device="cuda")
@@ -159,7 +159,7 @@ def test_replayed_steps_of_forks_equal_those_of_each_row(dtype: torch.dtype, mon
             out = ringattn.decode(*tensors, step, layer=0)
             step.advance()
         assert isinstance(out, Tensor)
-        return tensors, out, graph
+        return tensors, out, graph, (cache, step)  # the graph holds addresses of their memory
 
     each, together = captured(1 << 40), captured(1 << 14)
     g = torch.Generator("cuda").manual_seed(1)
