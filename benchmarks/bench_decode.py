@@ -2,6 +2,8 @@
 
     python -m benchmarks.bench_decode                                   the problems of the tables, bf16, 32/8 heads
     python -m benchmarks.bench_decode --problems "1 x 128k" ragged      some of them
+    python -m benchmarks.bench_decode --dtypes bf16 e4m3                over caches of both
+    python -m benchmarks.bench_decode --problems "64 x 130k" "64 forks of 128k"     33 GiB of keys and values
     torchrun --nproc-per-node 2 -m benchmarks.bench_decode              over ranks: ways to exchange partial states
     torchrun --nproc-per-node 2 -m benchmarks.bench_decode --merges     the exchanges alone, of states of 16 to 256 KiB
 
@@ -45,7 +47,7 @@ from benchmarks.segments import SHORTEST, Clock, EventTimer, Runner, Timer, meas
 from ringattn import transport as transports
 from scripts.ranks import one_line
 
-DEFAULT = [name for name in PROBLEMS if name not in ("1 x 4k", "1 x 4M")]
+DEFAULT = [name for name in PROBLEMS if name not in ("1 x 4k", "1 x 4M", "64 x 130k", "64 forks of 128k")]
 WORST = 0.02  # relative error that ends the run
 
 
@@ -78,7 +80,10 @@ def main() -> None:
     if clock.running:
         clock.start()
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}", flush=True)
-    rows = run([PROBLEMS[name] for name in args.problems], args, Setup(torch.device("cuda", 0), clock))
+    problems = [
+        p if dtype == "bf16" else p.e4m3 for p in (PROBLEMS[name] for name in args.problems) for dtype in args.dtypes
+    ]
+    rows = run(problems, args, Setup(torch.device("cuda", 0), clock))
     clock.running = False
     print(json.dumps(dict(benchmark="decode", device=torch.cuda.get_device_name(), rows=rows)))
 
@@ -179,6 +184,7 @@ def report(problem: Problem, runners: Sequence[Runner], layers: int, host: float
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--problems", nargs="+", default=DEFAULT, choices=list(PROBLEMS), metavar="PROBLEM")
+    parser.add_argument("--dtypes", nargs="+", default=["bf16"], choices=["bf16", "e4m3"], help="of the cache")
     parser.add_argument(
         "--without", nargs="+", default=[], metavar="NAME", help="kernels to skip, by their first words"
     )

@@ -2,6 +2,7 @@
 
     torchrun --standalone --nproc-per-node 4 -m benchmarks.bench_training --tokens 524288 --layers 8
     torchrun --standalone --nproc-per-node 4 -m benchmarks.bench_training --layers 8 --how torch-cp
+    torchrun --nproc-per-node 1 -m benchmarks.bench_training --layers 4 --tokens 131072 --steps 1 --each-switch
     python -m benchmarks.bench_training --report results       make the tables again from the lines in results/
 
 A model with the shape of Llama 3.1 8B, ``--layers`` layers and random weights trains on one row of ``--tokens`` tokens
@@ -29,6 +30,9 @@ times tokens/s/GPU, divided by ``--peak`` TFLOP/s. Memory is the peak of torch's
 memory that ringattn shares between GPUs, which the allocator does not count; ``device`` is all memory in use on the GPU
 at the end.
 
+``--each-switch`` measures ringattn with each switch for less memory alone and with all of them (docs/use/longest.md),
+next to the memory that ringattn.planner predicts.
+
 A contestant that cannot run is reported with the reason. If it fails before anything is sent, the next one runs. A rank
 that fails later writes its reason and ends the launch, because others may wait for it. One launch per contestant is
 therefore safest, and its memory is not affected by what an earlier one left allocated.
@@ -45,6 +49,7 @@ import argparse
 import gc
 import json
 import resource
+import sys
 import time
 import traceback
 from pathlib import Path
@@ -63,7 +68,9 @@ from benchmarks.peers import CannotRun
 from benchmarks.training_contestants import MAKERS, Contestant
 from benchmarks.training_model import flops_per_token, make_model, make_optimizer
 from ringattn import transport
-from scripts import ranks, train_hf
+from ringattn.planner import memory
+from ringattn.planner.models import ModelShape
+from scripts import less_memory, ranks, train_hf
 from scripts.arguments import positive
 
 NAME = "training"  # start of the names of files in --out
@@ -87,6 +94,7 @@ def label(args: argparse.Namespace, how: str) -> str:
     """Return the name of a contestant with its options, in the form of benchmarks/peers.py."""
     mine = [x for x in (args.dataflow, args.kernel) if x != "auto"]
     theirs = {"ringattn": mine, "torch-cp": [args.rotate, args.peer_kernel], "ring-flash-attn": [args.peer_kernel]}
+    theirs["ringattn"] += less_memory.names(args)
     return "/".join([how, *theirs[how], *(["repeated keys"] if how == "torch-cp" and args.repeat_keys else [])])
 
 
@@ -111,9 +119,13 @@ def speed(args: argparse.Namespace, device: torch.device) -> int:
         lines.write("run", **json_lines.about(args, device, world))
     mesh = init_device_mesh(device.type, (world,), mesh_dim_names=("cp",))
     status, measured = 0, 0
-    for i, how in enumerate(args.how):
+    runs = [(how, args) for how in args.how] if not args.each else [("ringattn", parse(each)) for each in args.each]
+    for i, (how, args) in enumerate(runs):
         name, contestant, reason = label(args, how), None, None
+        less_memory.complete(args, switches_for(args, device, world))
         try:
+            if how != "ringattn" and less_memory.switched(args):
+                raise CannotRun("switches for less memory are those of ringattn")
             contestant = MAKERS[how](args, mesh, device)
         except Exception as error:
             reason = str(error) if isinstance(error, CannotRun) else ranks.one_line(error)
@@ -128,7 +140,10 @@ def speed(args: argparse.Namespace, device: torch.device) -> int:
         except Exception as error:
             traceback.print_exc()
             lines.write("missing", how=name, setting=setting, reason=f"rank {rank}: {ranks.one_line(error)}")
-            print(f"rank {rank}: {name} failed; not run: {', '.join(args.how[i + 1 :]) or 'none'}", flush=True)
+            print(
+                f"rank {rank}: {name} failed; not run: {', '.join(label(a, h) for h, a in runs[i + 1 :]) or 'none'}",
+                flush=True,
+            )
             status = 1
             break
         if rank == 0:
@@ -140,6 +155,14 @@ def speed(args: argparse.Namespace, device: torch.device) -> int:
     if rank == 0:
         print(report(args.out))
     return status if measured else 1
+
+
+def switches_for(args: argparse.Namespace, device: torch.device, world: int) -> less_memory.Setting:
+    """Return what the formula of memory needs to know of this run."""
+    model = ModelShape(
+        args.layers, args.hidden, args.intermediate, args.heads, args.kv_heads, args.head_dim, args.vocabulary
+    )
+    return less_memory.Setting(model, -(-args.tokens // world), world, world, device, getattr(torch, args.dtype))
 
 
 def train(
@@ -157,6 +180,8 @@ def train(
     embedding = model.model.embed_tokens.weight.numel()
     parameters = sum(p.numel() for p in model.parameters())
     lines.say(f"{how}: {args.layers} layers, {parameters / 1e9:.3f} x 10^9 parameters")
+    for text in less_memory.describe(args, switches_for(args, device, world)):
+        lines.say(f"{how}: {text}")
     texts = train_hf.documents(None)
 
     def step(row: Words) -> tuple[float, float, float]:
@@ -212,12 +237,14 @@ def train(
     words = dict(contestant.words)
     if args.checkpoint == "full":
         words["checkpoint"] = "attention recomputed"
+    switches = switches_for(args, device, world)
+    predicted = memory.parts(switches.model, switches.tokens, less_memory.predicted(args, switches))
     return dict(
         words, parameters=parameters, losses=losses, norms=norms, seconds=seconds, tokens_per_s_gpu=rate,
         flops_per_token=dict(causal=flops[0], dense=flops[1]),
         mfu=dict(causal=flops[0] * rate / args.peak / 1e12, dense=flops[1] * rate / args.peak / 1e12),
         memory=dict(zip(("peak", "device", "before"), largest.tolist(), strict=True)),
-        warm_up_tokens=args.warm_up_tokens,
+        warm_up_tokens=args.warm_up_tokens, predicted=predicted,
     )  # fmt: skip
 
 
@@ -279,7 +306,7 @@ def speed_table(setting: Words, lines: dict[str, Words]) -> list[str]:
     cells = []
     for how in rows:
         line = lines[how]
-        memory = {name: size / 2**30 for name, size in line["memory"].items()}
+        used = {name: size / 2**30 for name, size in line["memory"].items()}
         cells.append(
             [
                 how,
@@ -288,8 +315,9 @@ def speed_table(setting: Words, lines: dict[str, Words]) -> list[str]:
                 f"{line['mfu']['causal']:.1%}",
                 f"{line['mfu']['dense']:.1%}",
                 ", ".join(f"{s:.2f}" for s in line["seconds"]),
-                f"{memory['peak']:.1f} ({memory['device']:.1f})"
-                + (f", including {memory['before']:.1f} from before" if memory["before"] > 0.1 else ""),
+                f"{used['peak']:.1f} ({used['device']:.1f})"
+                + (f", predicted {sum(line['predicted'].values()) / 2**30:.1f}" if "predicted" in line else "")
+                + (f", including {used['before']:.1f} from before" if used["before"] > 0.1 else ""),
                 ", ".join(f"{loss:.5f}" for loss in line["losses"]),
                 f"{line['norms'][0]:.4f}",
                 near(line, lines[rows[0]], setting["dtype"]) if how != rows[0] else "",
@@ -322,12 +350,6 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--head-dim", type=positive, default=128)
     parser.add_argument("--vocabulary", type=positive, default=128256)
     parser.add_argument(
-        "--chunk", type=positive, default=4096, help="tokens whose logits are in memory at the same time"
-    )
-    parser.add_argument(
-        "--checkpoint", choices=["selective", "full"], default="selective", help="full: recompute the attention, too"
-    )
-    parser.add_argument(
         "--optimizer", choices=["adamw", "sgd"], default="adamw", help="its states have the dtype of the weights"
     )
     parser.add_argument("--lr", type=float, default=1e-4)
@@ -341,6 +363,11 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         choices=["cudnn", "fa2", "flash-attn", "cpu"],
         help="kernel of the other libraries; default: cudnn, or cpu on a CPU",
     )
+    less_memory.add_arguments(parser, checkpoint="selective", loss_chunk=4096, state="bf16")
+    parser.add_argument(
+        "--each-switch", action="store_true",
+        help="ringattn with each switch for less memory alone, and with all: memory predicted and measured",
+    )  # fmt: skip
     parser.add_argument("--dataflow", default="auto", help="dataflow of ringattn")
     parser.add_argument("--kernel", default="auto", help="kernel of ringattn")
     parser.add_argument("--dtype", choices=list(NEAR), default="bfloat16")
@@ -356,6 +383,10 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     args.intermediate = args.intermediate or 7 * args.hidden // 2
     args.warm_up_tokens = args.warm_up_tokens or max(args.tokens // 16, min(args.tokens, 64))
     args.peer_kernel = args.peer_kernel or ("cudnn" if args.device == "cuda" else "cpu")
+    args.each = []
+    if args.each_switch:
+        given = [x for x in (sys.argv[1:] if argv is None else argv) if x != "--each-switch"]
+        args.each = [[*given, *extra.split()] for extra in less_memory.EACH]
     return args
 
 

@@ -17,6 +17,7 @@ from ringattn.generation.decoding import decode
 from ringattn.kernels.contract import Score
 from ringattn.kernels.paged.backends import BACKENDS
 from ringattn.kernels.paged.contract import Call
+from ringattn.kernels.paged.quantize import stored
 
 Launch = Callable[[], "Tensor | None"]  # attends in one layer; None: nothing to compare
 MOST_CONTIGUOUS = 1 << 36  # bytes of all layers that are copied for libraries without pages
@@ -24,13 +25,21 @@ MOST_CONTIGUOUS = 1 << 36  # bytes of all layers that are copied for libraries w
 
 def contestants(caches: Caches) -> dict[str, Callable[[], list[Launch]]]:
     """Return, by name, functions that prepare one launch for every layer; they raise for what they do not support."""
-    return {
+    own: dict[str, Callable[[], list[Launch]]] = {
         "ringattn": lambda: [functools.partial(ours, caches, layer, "auto") for layer in range(caches.layers)],
         "ringattn, portable": lambda: [
             functools.partial(ours, caches, layer, "triton") for layer in range(caches.layers)
         ],
         "ringattn, attend alone": lambda: [functools.partial(attend, caches, layer) for layer in range(caches.layers)],
         **{f"read {shape.ctas} x {shape.stages}": functools.partial(readers, caches, shape) for shape in SHAPES},
+    }
+    if caches.problem.shared:
+        row_by_row = own.pop("ringattn, attend alone")
+        return {**{name: own[name] for name in ("ringattn", "ringattn, portable")}, "ringattn, row by row": row_by_row}
+    if caches.problem.quantized:  # others have one scale for a tensor or a head
+        return own
+    return {
+        **own,
         "FA3": functools.partial(fa3, caches, 0),
         "FA3, metadata": functools.partial(fa3, caches, None),
         "FlashInfer": functools.partial(flashinfer, caches),
@@ -141,7 +150,8 @@ def sampled_error(caches: Caches, layer: int, out: Tensor) -> float:
     for row in {0, caches.batch - 1}:
         slots = caches.slots_of(row, caches.seen[row])
         for head in {0, p.heads - 1}:
-            k, v = (x[head // group, slots].double() for x in (pool.k, pool.v))
+            both = ((pool.k, pool.k_scale), (pool.v, pool.v_scale))
+            k, v = (stored(*x, slots, torch.float64)[head // group] for x in both)
             for token in {0, p.new - 1}:
                 late = p.new - 1 - token  # keys after this token's own
                 first = 0 if p.window < 0 else max(0, len(slots) - late - p.window - 1)

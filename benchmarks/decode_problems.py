@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -12,7 +12,9 @@ from torch import Tensor
 
 from ringattn.generation.decoding import LayerStep
 from ringattn.kernels.paged import eager
-from ringattn.kernels.paged.contract import Pool, StepState, stacked
+from ringattn.kernels.paged.cascade import Prefix, share
+from ringattn.kernels.paged.contract import E4M3, Pool, StepState, stacked
+from ringattn.kernels.paged.quantize import quantize
 from ringattn.transport import Transport
 
 OUT_OF_CACHE = 1 << 29  # bytes of all layers together, at least: several times the L2 cache
@@ -20,7 +22,8 @@ OUT_OF_CACHE = 1 << 29  # bytes of all layers together, at least: several times 
 
 @dataclass(frozen=True)
 class Problem:
-    """A step of ``new`` tokens of sequences that hold ``lengths`` tokens with the new ones."""
+    """A step of ``new`` tokens of sequences that hold ``lengths`` tokens with the new ones. The first ``shared`` of
+    them lie in the same pages."""
 
     name: str
     lengths: tuple[int, ...]
@@ -31,16 +34,26 @@ class Problem:
     dim: int = 128
     page_size: int = 128
     dtype: torch.dtype = torch.bfloat16
+    quantized: bool = False  # pages of e4m3
+    shared: int = 0
 
     @property
     def keys(self) -> int:
-        """Return the keys that one key head reads."""
+        """Return the keys that one key head reads at least: shared ones once."""
+        if self.shared:
+            return sum(self.lengths) - self.shared * (len(self.lengths) - 1)
         return sum(n if self.window < 0 else min(n, self.window + self.new) for n in self.lengths)
 
     @property
     def bytes(self) -> int:
         """Return the bytes of keys and values that a layer reads."""
-        return self.keys * self.kv_heads * self.dim * 2 * self.dtype.itemsize
+        of_token = self.dim + 4 if self.quantized else self.dim * self.dtype.itemsize  # a scale is 4 bytes
+        return self.keys * self.kv_heads * 2 * of_token
+
+    @property
+    def e4m3(self) -> Problem:
+        """Return the same problem over a cache of e4m3."""
+        return replace(self, name=f"{self.name}, e4m3", quantized=True)
 
     def part(self, rank: int, world_size: int) -> tuple[int, ...]:
         """Return the tokens that a rank holds of each sequence."""
@@ -68,9 +81,19 @@ PROBLEMS = {
         Problem("ragged", ragged(64, K, 128 * K)),
         Problem("1 x 128k, 4 new", (128 * K,), new=4),
         Problem("1 x 128k, 16 new", (128 * K,), new=16),
+        Problem("64 x 130k", (130 * K,) * 64),
+        Problem("64 forks of 128k", (130 * K,) * 64, shared=128 * K),
         Problem("1 x 1M, window 4k", (K * K,), window=4 * K - 1),
     )
 }
+
+
+def _quantized(pool: Pool) -> Pool:
+    """Return a pool of what e4m3 keeps, made head by head: float32 copies are large."""
+    k, v = ([quantize(head) for head in x] for x in (pool.k, pool.v))
+    both = [torch.stack([x[part].view((torch.uint8, torch.float32)[part]) for x in heads])
+            for part in (0, 1) for heads in (k, v)]  # fmt: skip
+    return pool._replace(k=both[0].view(E4M3), v=both[1].view(E4M3), k_scale=both[2], v_scale=both[3])
 
 
 @dataclass
@@ -95,8 +118,12 @@ class Caches:
         g = torch.Generator(self.device).manual_seed(1)
         for _ in range(self.layers):
             k, v = (self._random(g, p.kv_heads, slots, p.dim) for _ in range(2))
-            self.pools.append(Pool(k, v, self.state.positions, p.page_size))
+            pool = Pool(k, v, self.state.positions, p.page_size)
+            self.pools.append(_quantized(pool) if p.quantized else pool)
         tables = self.state.tables(0)
+        if p.shared:
+            group = Prefix(tuple(range(self.batch)), p.shared)
+            tables = replace(tables, shared=share([group], self.state.tables(1), p.page_size))
         self.steps = [LayerStep(pool, tables, p.window) for pool in self.pools]
         self.q = self._random(g, self.batch, p.new, p.heads, p.dim)
         self.k, self.v = (self._random(g, self.batch, p.new, p.kv_heads, p.dim) for _ in range(2))
@@ -105,16 +132,20 @@ class Caches:
         return torch.randn(*shape, generator=g, device=self.device, dtype=self.problem.dtype)
 
     def _state(self, held: Sequence[int]) -> StepState:
-        """Return tables in which this rank holds ``held`` tokens of each row, and rank 0 takes the new ones."""
+        """Return tables in which this rank holds ``held`` tokens of each row, and rank 0 takes the new ones;
+        with shared pages also those of the rows without them, as another kind of layer."""
         p, batch, rank = self.problem, len(held), self.transport.rank
         pages = [-(-n // p.page_size) + 1 for n in held]
-        order = torch.randperm(sum(pages), generator=torch.Generator().manual_seed(0)).int()
-        table = stacked(1, batch, max(pages))
-        positions = torch.zeros(sum(pages) * p.page_size, dtype=torch.int32)
-        used = 0
+        common, kinds = p.shared // p.page_size, 2 if p.shared else 1
+        count_all = sum(pages) - common * (batch - 1)
+        order = torch.randperm(count_all, generator=torch.Generator().manual_seed(0)).int()
+        table = stacked(kinds, batch, max(pages))
+        positions = torch.zeros(count_all * p.page_size, dtype=torch.int32)
+        used = common
         for row, count in enumerate(pages):
-            table[0, row, :count] = order[used : used + count]
-            used += count
+            table[:, row, :common] = order[:common]
+            table[:, row, common:count] = order[used : used + count - common]
+            used += count - common
             slots = table[0, row, :count, None].long() * p.page_size + torch.arange(p.page_size)
             positions[slots.flatten()] = torch.arange(count * p.page_size, dtype=torch.int32)
         before = torch.tensor(held, dtype=torch.int32) - (p.new if rank == 0 else 0)
@@ -127,10 +158,11 @@ class Caches:
         state = StepState(
             counts=counts, turn=zeros(batch), turn_tokens=zeros(batch), home=zeros(batch),
             position=before[:, None] + torch.arange(p.new).int(), first_new=before, table=table,
-            start=stacked(1, batch, p.new), end=stacked(1, batch, p.new), write=stacked(1, batch, p.new),
-            tiles=stacked(1, batch + 1), windows=torch.tensor([p.window], dtype=torch.int32), positions=positions,
-            base=torch.zeros(1, dtype=torch.int64), page_size=p.page_size, rank=rank,
+            start=stacked(kinds, batch, p.new), end=stacked(kinds, batch, p.new), write=stacked(kinds, batch, p.new),
+            tiles=stacked(kinds, batch + 1), windows=torch.tensor([p.window] * kinds, dtype=torch.int32),
+            positions=positions, base=torch.zeros(kinds, dtype=torch.int64), page_size=p.page_size, rank=rank,
         )  # fmt: skip
+        state.start[1:] = p.shared
         eager.intervals_of_step(state)
         there: dict[str, Any] = {}
         for name, x in vars(state).items():

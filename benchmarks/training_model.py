@@ -11,13 +11,13 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 import ringattn
+from scripts import less_memory, random_weights
 
 Group = Any
 Words = dict[str, Any]
@@ -80,32 +80,22 @@ def make_model(
         eos_token_id=None,
         pad_token_id=None,
     )
-    dtype = getattr(torch, args.dtype)
+    dtype = getattr(torch, args.dtype) if args.state == "bf16" else torch.float32
     with torch.device("meta"):
         model: Any = ChunkedLlamaForCausalLM._from_config(config, attn_implementation=attention, dtype=dtype)
-    model.chunk, model.everyone = args.chunk, mesh
-    policy = MixedPrecisionPolicy(reduce_dtype=torch.float32)
+    model.chunk, model.everyone = args.loss_chunk, mesh
+    host = less_memory.apply(model, args, loss=False) if less_memory.switched(args) else None
     options: Words = {}
     if args.checkpoint == "selective":
         options["context_fn"] = functools.partial(create_selective_checkpoint_contexts, list(saved))
+    sharding = dict(mesh=mesh, **less_memory.sharding(args, device, getattr(torch, args.dtype)))
     for i, layer in enumerate(model.model.layers):
-        # Inside FSDP's wrapper, so that the policy does not see FSDP's collectives
-        recomputed = checkpoint_wrapper(layer, CheckpointImpl.NO_REENTRANT, preserve_rng_state=False, **options)
-        model.model.layers[i] = fully_shard(recomputed, mesh=mesh, mp_policy=policy)
-    fully_shard(model, mesh=mesh, mp_policy=policy)
-    model.to_empty(device=device)
-    generator = torch.Generator(device)
-    with torch.no_grad():
-        for i, p in enumerate(model.parameters()):
-            whole = torch.ones(p.shape, dtype=dtype, device=device)
-            if p.ndim > 1:
-                whole.normal_(0.0, config.initializer_range, generator=generator.manual_seed(args.seed + i))
-            assert isinstance(p, DTensor)
-            p.copy_(distribute_tensor(whole, p.device_mesh, p.placements, src_data_rank=None))
-            del whole
-    model.model.rotary_emb = type(model.model.rotary_emb)(config).to(
-        device
-    )  # its buffers are not parameters and were lost by to_empty
+        if host is None and args.checkpoint != "none":
+            # Inside FSDP's wrapper, so that the policy does not see FSDP's collectives
+            layer = checkpoint_wrapper(layer, CheckpointImpl.NO_REENTRANT, preserve_rng_state=False, **options)
+        model.model.layers[i] = fully_shard(layer, **sharding)
+    fully_shard(model, **sharding)
+    random_weights.fill(model, device, args.seed, on_host="offload_policy" in sharding)
     return model.train()
 
 

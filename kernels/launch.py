@@ -80,6 +80,7 @@ def dispatch(
 
 def prepare(kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> None:
     """Compile and load what :func:`dispatch` would launch, and launch nothing."""
+    cache_folder.ensure()
     device = next(x.device for x in args if isinstance(x, Tensor))
     _compile(kernel, device, (*grid, 1, 1)[:3], args, constants, {})
 

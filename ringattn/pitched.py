@@ -22,6 +22,8 @@ from torch import Tensor
 from .peer import driver
 from .peer.driver import Rows
 
+_MAX_PITCH = 2**31 - 1  # bytes, CU_DEVICE_ATTRIBUTE_MAX_PITCH: heads of 16 million tokens are farther apart
+
 
 class _Dim(NamedTuple):
     """A dimension of both tensors, strides in elements."""
@@ -57,11 +59,12 @@ def rows_of(target: Tensor, source: Tensor) -> list[Rows] | None:
     if len(dims) < 2 or dims[0][:2] != (1, 1):
         return None
     width, *outer = dims
-    height = max(outer, key=lambda dim: dim.size)
     if any(dim.source < width.size or dim.target < width.size for dim in outer):
         return None  # rows that overlap, such as those of an expanded tensor
-    others = [dim for dim in outer if dim is not height]
     unit = source.element_size()
+    near = [dim for dim in outer if unit * max(dim.source, dim.target) <= _MAX_PITCH]
+    height = max(near, key=lambda dim: dim.size, default=_Dim(width.size, width.size, 1))
+    others = [dim for dim in outer if dim is not height]
     copies = []
     for index in itertools.product(*(range(dim.size) for dim in others)):
         from_source = sum(i * dim.source for i, dim in zip(index, others, strict=True))

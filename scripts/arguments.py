@@ -16,6 +16,12 @@ def positive(text: str) -> int:
     return number
 
 
+def tokens(text: str) -> int:
+    """Parse a number of tokens of at least 1: 4096, 128k (131,072) or 1M (1,048,576)."""
+    factor = {"k": 1 << 10, "m": 1 << 20}.get(text[-1:].lower(), 1)
+    return factor * positive(text if factor == 1 else text[:-1])
+
+
 def head_counts(text: str) -> tuple[int, int]:
     """Parse "32/8", query heads and key heads, or "32", the same number of both."""
     query, _, key = text.partition("/")

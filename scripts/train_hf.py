@@ -4,6 +4,7 @@
     torchrun --nproc-per-node 4 -m scripts.train_hf --model gemma2     # alternating windows, soft-cap
     torchrun --nproc-per-node 4 -m scripts.train_hf --cp 2 --resume    # 2 rows of 2 ranks each
     torchrun --nproc-per-node 4 -m scripts.train_hf --cp 2 --packed    # 2 rows with the same work
+    torchrun --nproc-per-node 2 -m scripts.train_hf --context 1M --model-shape llama-3.1-8b --offload
 
 It trains on real text (bytes of Python's standard library, or --text), packed into rows of --context tokens; a document
 is a file, or the part of it that fits. With --packed no document is cut off at the end of a row, and replicas have
@@ -12,6 +13,10 @@ in processes on the CPU. Each step prints loss, tokens/s, MFU and memory; the la
 parameters + 6 * layers * heads * head_dim * context) FLOP per token, as half of the pairs of tokens are hidden,
 relative to --peak-tflops per rank, without which it is omitted. A checkpoint is written to --out (out/train_hf);
 --resume continues from it on any number of ranks.
+
+The first lines say what fills the memory of a GPU, by name, and the longest row that fits (docs/use/longest.md has the
+switches). --model-shape is a model of ringattn.planner with random weights; --rope-scaling are the rope_parameters of
+transformers as JSON: {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 131072}.
 
 There is one every --save-every steps, at the end and at SIGTERM, whole or absent (scripts/checkpoint.py), and --resume
 takes the newest one. "torchrun --max-restarts 3 ... --resume auto" continues after a crash until --steps in all.
@@ -41,12 +46,14 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from transformers import AutoModelForCausalLM, Gemma2Config, LlamaConfig
+from torch.distributed.fsdp import fully_shard
+from transformers import AutoModelForCausalLM, Gemma2Config, LlamaConfig, Qwen3Config
 
 import ringattn.hf  # changed: registers "ringattn"
-from scripts import checkpoint, ranks
-from scripts.arguments import positive
+from ringattn.planner.models import MODELS, ModelShape
+from scripts import checkpoint, less_memory, random_weights, ranks
+from scripts.arguments import positive, tokens
+from scripts.less_memory import Setting
 
 PROGRAM = "scripts.train_hf"
 
@@ -60,7 +67,13 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--model", choices=["llama", "gemma2"], default="llama")
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--dim", type=int, default=64)
-    parser.add_argument("--context", type=int, default=1024, help="tokens of a row, over the ranks that share it")
+    parser.add_argument(
+        "--model-shape", choices=list(MODELS), help="the sizes of this model in place of --layers, --dim"
+    )
+    parser.add_argument("--rope-scaling", type=json.loads, default={}, metavar="JSON", help="rope_parameters")
+    parser.add_argument(
+        "--context", type=tokens, default=1024, help="tokens of a row, over the ranks that share it, such as 4096 or 1M"
+    )
     parser.add_argument("--window", type=int, default=256, help="window of the sliding layers of gemma2")
     parser.add_argument("--cp", type=int, help="ranks that share a row; default: all")
     parser.add_argument("--packed", action="store_true", help="pack whole documents into rows of equal work")
@@ -74,12 +87,13 @@ def arguments() -> argparse.Namespace:
         help="continue from this checkpoint or, without PATH, from the newest whole one in --out, for --steps more "
         "steps; auto: until --steps in all, from nothing if there is none",
     )  # fmt: skip
+    less_memory.add_arguments(parser, checkpoint="none", loss_chunk=0, state=None)
     parser.add_argument("--peak-tflops", type=float, help="peak TFLOP/s of one rank, for MFU")
     options = parser.parse_args()
     if options.dim % 32:
         parser.error(f"--dim is {options.dim}; it must be a multiple of 32")
-    if options.context < 1:
-        parser.error(f"--context is {options.context}; it must be at least 1")
+    if not isinstance(options.rope_scaling, dict):
+        parser.error(f"--rope-scaling is {options.rope_scaling!r}; it must be a JSON object, as in rope_parameters")
     options.checkpoints = Path(options.out) / "checkpoints"
     if options.resume == checkpoint.NEWEST and not options.checkpoints.is_dir():
         parser.error(
@@ -89,22 +103,45 @@ def arguments() -> argparse.Namespace:
 
 
 def config_of(options: argparse.Namespace) -> Any:
-    shape = dict(
-        vocab_size=258,  # bytes, start of a document, padding
-        hidden_size=options.dim,
-        intermediate_size=3 * options.dim,
-        num_hidden_layers=options.layers,
-        num_attention_heads=options.dim // 16,
-        num_key_value_heads=options.dim // 32,
-        head_dim=16,
+    if options.model_shape:
+        shape, theta = MODELS[options.model_shape], 500_000.0
+    else:  # bytes, start of a document, padding
+        dim, theta = options.dim, 10_000.0
+        shape = ModelShape(options.layers, dim, 3 * dim, dim // 16, dim // 32, 16, 258)
+    sizes = dict(
+        vocab_size=shape.vocabulary,
+        hidden_size=shape.hidden,
+        intermediate_size=shape.intermediate,
+        num_hidden_layers=shape.layers,
+        num_attention_heads=shape.heads,
+        num_key_value_heads=shape.kv_heads,
+        head_dim=shape.head_dim,
+        tie_word_embeddings=shape.tied or (options.model == "gemma2" and not options.model_shape),
         max_position_embeddings=options.context,
+        rope_parameters={"rope_type": "default", "rope_theta": theta, **options.rope_scaling},
         bos_token_id=256,
         pad_token_id=257,
         eos_token_id=None,
     )
+    if options.model_shape:
+        return Qwen3Config(**sizes) if shape.qk_norm else LlamaConfig(**sizes)
     if options.model == "llama":
-        return LlamaConfig(**shape)
-    return Gemma2Config(**shape, sliding_window=options.window, query_pre_attn_scalar=16)
+        return LlamaConfig(**sizes)
+    return Gemma2Config(**sizes, sliding_window=options.window, query_pre_attn_scalar=16)
+
+
+def switches_for(config: Any, options: argparse.Namespace, ranks: tuple[int, int], device: torch.device) -> Setting:
+    """Return what the formula of memory needs to know. ``ranks``: those that share a row, and all."""
+    model = ModelShape(
+        config.num_hidden_layers, config.hidden_size, config.intermediate_size, config.num_attention_heads,
+        config.num_key_value_heads, config.head_dim, config.vocab_size, config.tie_word_embeddings,
+        qk_norm=isinstance(config, Qwen3Config),
+    )  # fmt: skip
+    return Setting(model, -(-options.context // ranks[0]), *ranks, device, activations(options, device))
+
+
+def activations(options: argparse.Namespace, device: torch.device) -> torch.dtype:
+    return torch.bfloat16 if device.type == "cuda" or options.state == "bf16" else torch.float32
 
 
 def documents(text: str | None) -> list[bytes]:
@@ -223,14 +260,22 @@ def main() -> int:
 
     torch.manual_seed(0)
     config = config_of(options)
-    model = AutoModelForCausalLM.from_config(config, attn_implementation="ringattn").to(device)  # changed
+    setting = switches_for(config, options, (cp, world), device)
+    less_memory.complete(options, setting)
+    if dist.get_rank() == 0:
+        print(*less_memory.describe(options, setting), sep="\n", flush=True)
+    dtype = torch.bfloat16 if options.state == "bf16" else torch.float32
+    with torch.device("meta" if options.model_shape else device):
+        model = AutoModelForCausalLM.from_config(config, attn_implementation="ringattn", dtype=dtype)  # changed
     parameters = sum(p.numel() for p in model.parameters())
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32) if kind == "cuda" else None
-    sharding: dict[str, Any] = {"mesh": everyone} | ({"mp_policy": policy} if policy else {})
+    less_memory.apply(model, options)
+    sharding = dict(mesh=everyone, **less_memory.sharding(options, device, activations(options, device)))
     for layer in model.model.layers:
         fully_shard(layer, **sharding)
     fully_shard(model, **sharding)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=options.lr)
+    if options.model_shape:
+        random_weights.fill(model.train(), device, seed=0, on_host="offload_policy" in sharding)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=options.lr, betas=(0.9, 0.95), fused=True)
 
     checkpoint.check_writable(options.checkpoints)
     folder = checkpoint.to_resume(options.resume, options.checkpoints, PROGRAM)

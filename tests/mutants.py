@@ -1020,8 +1020,8 @@ MUTANTS = (
     Mutant(
         "generation: a fork's copy lacks positions",
         "ringattn/generation/memory.py",
-        "for x, dim in ((self.k[kind], 2), (self.v[kind], 2), (self.positions[begin:], 0)):",
-        "for x, dim in ((self.k[kind], 2), (self.v[kind], 2)):",
+        "for x, dim in (*((x, 2) for x in self._of_kind(kind)), (self.positions[begin:], 0)):",
+        "for x, dim in ((x, 2) for x in self._of_kind(kind)):",
         "tests/test_cache.py",
     ),
     Mutant(
@@ -1065,6 +1065,27 @@ MUTANTS = (
         "fewest = tl.min(order, 1)",
         "fewest = tl.max(tl.where((r < WORLD)[None, :], order, -1), 1)",
         "tests/test_paged.py",
+    ),
+    Mutant(
+        "paged: values of e4m3 are weighed by the scales of keys",
+        "kernels/paged/attend.py",
+        "p *= _scales(v_scale, h,",
+        "p *= _scales(k_scale, h,",
+        "tests/test_paged.py",
+    ),
+    Mutant(
+        "paged: rows of a group attend to the shared prefix twice",
+        "ringattn/generation/step.py",
+        "start[-1, list(group.rows)] = group.slots",
+        "start[-1, list(group.rows)] = 0",
+        "tests/test_cascade.py",
+    ),
+    Mutant(
+        "paged: a row of forks gets another one's prefix",
+        "kernels/paged/cascade.py",
+        "else order.index(row) for row in range(batch)]",
+        "else row for row in range(batch)]",
+        "tests/test_cascade.py",
     ),
     Mutant(
         "decode: a rank gets another one's heads",

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from ringattn.kernels.contract import Score
 from ringattn.kernels.paged import eager
-from ringattn.kernels.paged.contract import Call, Pool, StepState, Tables, stacked
+from ringattn.kernels.paged.contract import E4M3, Call, Pool, StepState, Tables, stacked
+from ringattn.kernels.paged.quantize import quantize
 
 
 @dataclass
@@ -30,6 +31,7 @@ class Case:
     dtype: torch.dtype = torch.float32
     tree: bool = False
     shared_values: bool = False
+    quantized: bool = False
     device: str = "cpu"
     seed: int = 0
 
@@ -54,6 +56,8 @@ class Step:
         self.v = [x[..., : c.dim_v] if c.shared_values else random(len(x), c.kv_heads, c.dim_v) for x in self.k]
         self.q = random(batch, c.new, c.kv_heads * c.group, c.dim)
         self.new_k, self.new_v = (torch.stack([x[-c.new :] for x in xs]) for xs in (self.k, self.v))
+        if c.quantized:
+            self._quantize()
         self.tree = random_tree(batch, c.new, g).to(c.device) if c.tree else None
         turn = torch.randint(c.world_size, (batch,), generator=g, dtype=torch.int32)
         owner = [torch.randint(c.world_size, (n,), generator=g) for n in held]
@@ -63,6 +67,14 @@ class Step:
         for rank in range(c.world_size):
             here = [(o == rank).nonzero().flatten() for o in owner]
             self._add_rank(rank, here, counts, turn, g)
+
+    def _quantize(self) -> None:
+        """Make ``k`` and ``v`` what a cache of e4m3 holds, in float64; ``new_k`` and ``new_v`` stay what is passed."""
+        self.stored_k, self.stored_v = [quantize(x) for x in self.k], [quantize(x) for x in self.v]
+        self.k = [x.double() * scale.double()[..., None] for x, scale in self.stored_k]
+        self.v = [x.double() * scale.double()[..., None] for x, scale in self.stored_v]
+        if self.case.shared_values:
+            self.v = [x[..., : self.case.dim_v] for x in self.k]
 
     def _add_rank(self, rank: int, here: list[Tensor], counts: Tensor, turn: Tensor, g: torch.Generator) -> None:
         c, batch = self.case, len(self.case.lengths)
@@ -77,6 +89,11 @@ class Step:
             if c.shared_values
             else torch.full((c.kv_heads, slots, c.dim_v), nan, dtype=c.dtype, device=c.device)
         )
+        scales: list[Tensor] = []
+        if c.quantized:
+            k = torch.full_like(k, 0x7F, dtype=torch.uint8).view(E4M3)
+            v = k[..., : c.dim_v] if c.shared_values else torch.full_like(v, 0x7F, dtype=torch.uint8).view(E4M3)
+            scales = [torch.full((c.kv_heads, slots), nan, device=c.device) for _ in range(2 - c.shared_values)]
         positions = torch.full((slots,), -(2**30), dtype=torch.int32)
         used = 0
         for row, tokens in enumerate(here):
@@ -86,6 +103,13 @@ class Step:
             at = table[0, row, nth // c.page_size].long() * c.page_size + nth % c.page_size
             positions[at] = tokens.int()
             at, tokens = at.to(c.device), tokens.to(c.device)
+            if c.quantized:
+                for x, scale, (stored, of_tokens) in zip(
+                    (k, v), scales, (self.stored_k[row], self.stored_v[row]), strict=False
+                ):
+                    x.view(torch.uint8)[:, at] = stored.view(torch.uint8)[tokens].transpose(0, 1)
+                    scale[:, at] = of_tokens[tokens].T
+                continue
             k[:, at] = self.k[row][tokens].transpose(0, 1)
             if not c.shared_values:
                 v[:, at] = self.v[row][tokens].transpose(0, 1)
@@ -107,7 +131,7 @@ class Step:
         fields = {name: x.to(c.device) if isinstance(x, Tensor) else x for name, x in vars(cpu).items()}
         state = replace(cpu, **fields)
         self.states.append(state)
-        self.pools.append(Pool(k, v, state.positions, c.page_size, c.shared_values))
+        self.pools.append(Pool(k, v, state.positions, c.page_size, c.shared_values, *scales[:1], *scales[-1:]))
 
     def tables(self, rank: int = 0) -> Tables:
         return self.states[rank].tables(0)

@@ -59,6 +59,25 @@ def test_results_are_checked_against_float64(new: int, window: int) -> None:
     assert decode_contestants.sampled_error(made, 0, out) > 0.05, "another layer"
 
 
+def test_a_cache_of_e4m3_is_checked_against_what_it_holds() -> None:
+    assert SMALL.e4m3.bytes == SMALL.keys * 2 * 2 * (16 + 4)
+    made = caches(SMALL.e4m3)
+    out = decode_contestants.ours(made, 1, "auto")
+    assert decode_contestants.sampled_error(made, 1, out) < 1e-6
+    assert "FA3" not in decode_contestants.contestants(made)
+
+
+def test_forks_attend_to_the_pages_that_they_share() -> None:
+    forks = Problem("forks", (40, 37, 130), heads=4, kv_heads=2, dim=16, page_size=16, dtype=torch.float32, shared=32)
+    assert forks.keys == 32 + 8 + 5 + 98
+    made = caches(forks)
+    assert (made.state.table[0, :, :2] == made.state.table[0, 0, :2]).all()
+    assert len(set(made.state.table[0, :, 2].tolist())) == 3
+    assert made.layer(0).tables.shared is not None
+    out = decode_contestants.ours(made, 1, "auto")
+    assert decode_contestants.sampled_error(made, 1, out) < 1e-6
+
+
 def test_contiguous_copies_hold_the_same_keys() -> None:
     made = caches(Problem("small", (50, 50), heads=4, kv_heads=2, dim=16, page_size=16, dtype=torch.float32))
     out = decode_contestants.ours(made, 0, "auto")

@@ -21,6 +21,7 @@ from ringattn.generation.pages import Copy, Kind
 from ringattn.generation.slots import SLACK, Slots
 from ringattn.generation.tokens import Tokens
 from ringattn.kernels.paged import backends
+from ringattn.kernels.paged.quantize import dequantize, quantize
 from ringattn.mask import causal
 
 # --- The books -----------------------------------------------------------------------------------------
@@ -307,13 +308,15 @@ def made(rank: Any, tokens: int = 600, **options: Any) -> ringattn.KVCache:
     """A cache of two layers whose pages hold NaN."""
     options = dict(page_size=16, dtype=torch.float64, windows=WINDOWS) | options
     cache = ringattn.KVCache(2, KV_HEADS, DIM, rank, tokens=tokens, **options)
-    for x in (*cache._memory.k, *cache._memory.v):
+    for x in (*cache._memory.k, *cache._memory.v, *itertools.chain(*cache._memory.scales)):
         x.fill_(float("nan"))
     return cache
 
 
 class Whole:
     """A cache, and the whole keys and values of its sequences, (layers, tokens, kv_heads, head_dim), on every rank."""
+
+    tolerance = 1e-12
 
     def __init__(self, rank: virtual.VirtualRank, seed: int, **options: Any) -> None:
         self.cache, self.choices = made(rank, **options), random.Random(seed)
@@ -352,7 +355,7 @@ class Whole:
             shards = [plan.shard(x[layer][None]) for x in (q, k, v)]
             keys, values = cache.extend(of_layer, layer, *shards[1:])
             out = ringattn.attention(shards[0], keys, values, of_layer, alibi_slopes=SLOPES.to(self.device))
-            assert_near(out, plan.shard(self.expected(number, layer, q[layer])[None]))
+            self.assert_near(out, plan.shard(self.expected(number, layer, q[layer])[None]))
 
     def step(self, rows: list[int | None], new: int, tree: torch.Tensor | None = None) -> ringattn.generation.Step:
         step = self.cache.step(rows, new)
@@ -374,19 +377,33 @@ class Whole:
             if tree is None:
                 self.append(number, k[:, b], v[:, b])
                 for layer, out in enumerate(outs):
-                    assert_near(out[b], self.expected(number, layer, q[layer, b]))
+                    self.assert_near(out[b], self.expected(number, layer, q[layer, b]))
 
     def cut(self, number: int, length: int) -> None:
         k, v = (x[:, :length] for x in self.kv[number])
         self.kv[number] = k, v
 
+    def assert_near(self, out: torch.Tensor, expected: torch.Tensor) -> None:
+        torch.testing.assert_close(out.double(), expected.double(), rtol=self.tolerance, atol=self.tolerance)
 
-def assert_near(out: torch.Tensor, expected: torch.Tensor) -> None:
-    torch.testing.assert_close(out, expected, rtol=1e-12, atol=1e-12)
+
+class Rounded(Whole):
+    """The same over a cache of e4m3: what it keeps of float32 keys and values."""
+
+    tolerance = 3e-6
+
+    def __init__(self, rank: virtual.VirtualRank, seed: int, **options: Any) -> None:
+        super().__init__(rank, seed, dtype=torch.float8_e4m3fn, **options)
+
+    def random(self, *shape: int) -> torch.Tensor:
+        return super().random(*shape).float()
+
+    def append(self, number: int, *new: torch.Tensor) -> None:
+        super().append(number, *(dequantize(*quantize(x), torch.float32) for x in new))
 
 
-def random_program(rank: virtual.VirtualRank, seed: int) -> dict[int, int]:
-    whole = Whole(rank, seed, tokens=1600)
+def random_program(rank: virtual.VirtualRank, seed: int, of_cache: type[Whole] = Whole) -> dict[int, int]:
+    whole = of_cache(rank, seed, tokens=1600)
     cache, choices = whole.cache, whole.choices
     numbers = [whole.add() for _ in range(3)]
     for number in numbers[:2]:
@@ -430,6 +447,33 @@ def test_chunks_steps_and_forks_attend_to_the_right_keys(world_size: int, device
     for seed in range(2):
         lengths = virtual.run(world_size, lambda rank, seed=seed: random_program(rank, seed), device)
         assert lengths == lengths[:1] * world_size
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_prompts_and_steps_attend_to_what_a_cache_of_e4m3_stores(world_size: int, device: str) -> None:
+    virtual.run(world_size, lambda rank: random_program(rank, 1, Rounded), device)
+
+
+def test_a_cache_of_e4m3_takes_float32_and_16_bits() -> None:
+    cache = made(None, dtype=torch.float8_e4m3fn, windows=None)
+    assert "torch.float8_e4m3fn" in cache.describe()
+    assert f"{2 * KV_HEADS * (2 * DIM + 2 * 4)} bytes a token" in cache.describe(), "with the scales"
+    s = cache.add()
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        x = torch.ones(1, 1, KV_HEADS, DIM, dtype=dtype)
+        plan = cache.plan(s, 1, causal=True)
+        keys = [cache.extend(plan, layer, x, x)[0] for layer in range(2)]
+        assert [k.dtype for k in keys] == [dtype, dtype]
+        assert (keys[0] == 1).all()
+        step = cache.step([s])
+        outs = [ringattn.decode(x, x, x, step, layer=layer) for layer in range(2)]
+        assert all(torch.equal(out, x) for out in outs)
+    x = x.double()
+    with pytest.raises(TypeError, match=r"q is torch.float64, but the cache holds torch.float8_e4m3fn and takes torch"):
+        ringattn.decode(x, x, x, cache.step([s]), layer=0)
+    with pytest.raises(TypeError, match=r"k is torch.float64, but the cache holds torch.float8_e4m3fn and takes torch"):
+        cache.extend(cache.plan(s, 1, causal=True), 0, x, x)
 
 
 def gloo_program(seed: int) -> dict[int, int]:

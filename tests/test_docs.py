@@ -37,6 +37,7 @@ TESTS = {
     "from_ring_flash_attn": ["test_from_ring_flash_attn", "test_flash_attn_functions"],
     "generate": ["test_generation", "test_generation", "test_generation_as_a_graph", "test_generation_of_transformers"],
     "host_memory": ["test_host_memory"],
+    "longest": ["test_the_longest_rows"],
     "losses": ["test_losses"],
     "masks": ["test_masks"],
     "parallelism": ["test_tensor_parallelism", "test_pipeline"],
@@ -652,6 +653,30 @@ def test_rows_with_equal_work(capsys: pytest.CaptureFixture[str]) -> None:
         begins = [i for i, position in enumerate(row["position_ids"]) if position == 0]
         found += [row["input_ids"][a:b] for a, b in itertools.pairwise([*begins, 60])]
     assert sorted(piece for piece in found if 0 not in piece) == sorted(documents)
+
+
+def test_the_longest_rows() -> None:
+    import transformers
+
+    import ringattn.hf
+
+    config = transformers.LlamaConfig(
+        vocab_size=VOCABULARY, hidden_size=32, intermediate_size=48, num_hidden_layers=5, num_attention_heads=8,
+        num_key_value_heads=4, head_dim=4, bos_token_id=None, eos_token_id=None, pad_token_id=None,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    make = transformers.LlamaForCausalLM._from_config
+    plain = make(config, attn_implementation="ringattn", dtype=torch.float64).train()
+    model = copy.deepcopy(plain)
+    names = run("longest", model=model)
+    ids = torch.randint(3, VOCABULARY, (1, SEQ))
+    gradients = []
+    for one in (plain, model):
+        with ringattn.hf.sequence(one, dict(input_ids=ids, labels=ids)) as local:
+            one(**local, use_cache=False).loss.backward()
+        gradients.append([p.grad for p in one.parameters()])
+    close(*gradients, 1e-6)  # the loss is float32
+    assert names["host"].bytes > 0
 
 
 def test_trainer_of_another_library(pools, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]

@@ -275,6 +275,20 @@ def test_gradients_of_lse_alone_and_none_at_all() -> None:
         assert not on_cpu(*leaves, plan).requires_grad  # type: ignore[union-attr]
 
 
+def test_each_backward_belongs_to_the_forward_of_its_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks compare the number of the forward, so that a backward in another order is noticed."""
+    backward, numbers = torch.ops.ringattn.attention_backward, []
+
+    def noted(*args: Any) -> Any:
+        numbers.append(args[-1])
+        return backward(*args)
+
+    monkeypatch.setattr(torch.ops.ringattn, "attention_backward", noted)
+    out = on_cpu(*(x.requires_grad_() for x in inputs()), ringattn.plan(5))
+    out.sum().backward()  # type: ignore[union-attr]
+    assert numbers == [numbers[0], numbers[0] + 1]
+
+
 def test_gradients_have_the_strides_that_autograd_keeps_without_a_copy() -> None:
     plan = ringattn.plan(7, causal=True)
     q = host_memory.empty(1, 7, 4, 8).normal_()
@@ -370,6 +384,18 @@ def test_heads_of_tokens_are_one_copy() -> None:
     (rows,) = pitched.rows_of(torch.zeros(1, 100, 2, 16, dtype=torch.bfloat16), x[:, :, 2:4]) or []
     assert rows[2:] == (2 * 16 * 2, 100, 2 * 16 * 2, 8 * 16 * 2)
     assert rows.source == x.data_ptr() + 2 * 16 * 2
+
+
+def test_heads_that_are_far_apart_are_copies_of_their_own() -> None:
+    """The driver takes rows that are less than 2 GiB apart."""
+    far, some = torch.empty(1, 4, 2**24, 128, dtype=torch.bfloat16, device="meta").transpose(1, 2), slice(0, 100)
+    by_head = torch.empty(1, 4, 100, 128, dtype=torch.bfloat16, device="meta").transpose(1, 2)
+    rows = pitched.rows_of(far[:, some], by_head) or []
+    assert [(r.target, r.source, r.width, r.height) for r in rows] == [
+        (head * 2**32, head * 25600, 25600, 1) for head in range(4)
+    ]
+    rows = pitched.rows_of(far[:, some], torch.empty(1, 100, 4, 128, dtype=torch.bfloat16, device="meta")) or []
+    assert [(r.height, r.target_pitch, r.source_pitch) for r in rows] == [(100, 256, 1024)] * 4
 
 
 @pytest.mark.parametrize("what", ["one piece", "expanded", "gaps between elements", "another dtype", "nothing"])

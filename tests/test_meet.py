@@ -39,6 +39,7 @@ from ringattn.peer import mailbox as mailboxes
 from ringattn.peer import memory
 from ringattn.peer.mailbox import Mailbox
 from ringattn.peer.watchdog import MEET, Board, Watch
+from ringattn.virtual import VirtualRank
 
 CPU = torch.device("cpu")
 interpreted = pytest.mark.skipif(
@@ -110,6 +111,16 @@ def test_the_sum_is_that_of_float64_and_the_bits_those_of_finish(
             assert torch.equal(out, same[0][:, :, mine]), "the bits of an all-gather"
             assert torch.equal(lse, same[1][:, mine])
     assert all(m.counts[0] == 2 for m in of_rank)
+
+
+def test_a_launch_repeats_for_the_same_number_of_ranks_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    keys = []
+    repeats = SimpleNamespace(again=lambda key, tensors: keys.append(key) or True)
+    monkeypatch.setattr(meet, "_launches", repeats)
+    for world_size in (2, 3, 3):
+        of_rank, _ = own_mailboxes(world_size)
+        meet.meet(random_states(world_size, (1, 1, 4, 8))[0], of_rank[0], None, torch.float32, False)
+    assert keys[0] != keys[1] == keys[2]
 
 
 @interpreted
@@ -359,6 +370,14 @@ def test_the_watchdog_names_the_rank_that_is_late(tmp_path: Path) -> None:
     peer, text = watch.look(2.0) or watch.look(2.0) or (None, "")
     assert peer == 2
     assert "s for the states of exchange 2: rank 2" in text
+
+
+def test_a_state_that_does_not_fit_is_gathered_and_one_that_does_is_counted() -> None:
+    rank, box = VirtualRank(0, 2), SimpleNamespace(takes=lambda state: state.fits)
+    rank._mailbox = lambda: box  # type: ignore[assignment,method-assign,return-value]
+    for fits, on_gpu in ((False, True), (True, False), (True, True)):
+        got = rank.mailbox(SimpleNamespace(is_cuda=on_gpu, fits=fits))  # type: ignore[arg-type]
+        assert (got is box, rank.collectives) == ((fits and on_gpu), int(fits and on_gpu))
 
 
 def test_a_link_makes_its_mailbox_once_and_never_in_a_capture(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from ringattn.kernels.contract import Score
 from ringattn.kernels.paged import eager
 from ringattn.kernels.paged.backends import BACKENDS, Paged, choose
 from ringattn.kernels.paged.contract import Call, tile_size
+from ringattn.kernels.paged.quantize import dequantize, quantize
 
 CASES = [
     dict(lengths=[5, 0, 130, None, 64]),
@@ -24,6 +25,11 @@ CASES = [
     dict(lengths=[100, 65], new=4, group=3, dim=24, dim_v=8, shared_values=True, page_size=16),
     dict(lengths=[70], new=64, tree=True, group=3, kv_heads=1, dim=40, dim_v=24),
     dict(lengths=[70, 1], dim=576, dim_v=512, shared_values=True, kv_heads=1, page_size=48),
+]
+E4M3_CASES = [
+    dict(lengths=[5, 0, 130, None, 64], dim=24),
+    dict(lengths=[40, 3], new=5, window=9, world_size=3, tree=True),
+    dict(lengths=[100, 65], new=4, group=3, dim=24, dim_v=8, shared_values=True, page_size=16),
 ]
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -56,6 +62,55 @@ def test_eager_is_dense_attention(case: dict[str, Any], plain: bool, fixed_split
 @pytest.mark.parametrize(("plain", "fixed_split"), [(True, 0), (False, 64)])
 def test_triton_is_dense_attention(case: dict[str, Any], plain: bool, fixed_split: int) -> None:
     compare(BACKENDS["triton"], Case(**case, device=DEVICE), plain, fixed_split, 3e-6)
+
+
+@pytest.mark.parametrize("plain", [True, False])
+@pytest.mark.parametrize("case", E4M3_CASES, ids=str)
+@pytest.mark.parametrize("name", ["eager", "triton"])
+def test_e4m3_is_dense_attention_to_what_is_stored(name: str, case: dict[str, Any], plain: bool) -> None:
+    compare(BACKENDS[name], Case(**case, device=DEVICE, quantized=True), plain, 0, 3e-6)
+
+
+def test_triton_writes_the_e4m3_of_the_specification() -> None:
+    """Heads of zeros, of huge and of tiny numbers, too."""
+    size = [1.0, 1e-30, 0.0, 1e30]
+    steps = [Case([3, 40], new=4, dim=24, quantized=True, device=DEVICE).made() for _ in range(2)]
+    for step, name in zip(steps, ("eager", "triton"), strict=True):
+        k, v = (x * torch.tensor(size, device=DEVICE)[None, :, None, None] for x in (step.new_k, step.new_v))
+        BACKENDS[name].write(k, v, step.pools[0], step.tables())
+    for a, b in zip(steps[0].pools[0], steps[1].pools[0], strict=True):
+        if isinstance(a, Tensor):
+            torch.testing.assert_close(a.float(), b.float(), rtol=0, atol=0, equal_nan=True)
+
+
+def test_e4m3_rounds_to_a_relative_two_to_the_minus_four() -> None:
+    x = torch.randn(1000, 3, 128, generator=torch.Generator().manual_seed(0)).bfloat16()
+    stored, scale = quantize(x)
+    error = (dequantize(stored, scale, torch.float64) - x.double()).abs()
+    bound = torch.maximum(x.double().abs() * 2.0**-4, scale.double()[..., None] * 2.0**-10)
+    assert (error <= bound * (1 + 1e-6)).all()  # scales are rounded, too
+    assert torch.equal(stored.float().abs().amax(-1), torch.full((1000, 3), 448.0)), "all of the range is used"
+
+
+@pytest.mark.parametrize(("dim", "warps"), [(64, 4), (64, 8), (128, 4), (128, 8)])
+def test_the_columns_of_e4m3_are_where_the_products_look_for_them(dim: int, warps: int) -> None:
+    """What a reshape and a permutation rename, against the order in which queries and results are stored."""
+    e4m3 = pytest.importorskip("ringattn.kernels.paged.hopper_e4m3")
+    slots = 16 * warps
+
+    def places(order: list[int]) -> Tensor:
+        n = torch.arange(dim)
+        return sum(((n >> bit & 1) << place for place, bit in enumerate(order)), torch.zeros_like(n))
+
+    for order, transposed in ((e4m3.key_order.fn(dim), False), (e4m3.value_order.fn(dim, warps), True)):
+        assert sorted(order) == list(range(len(order)))
+        bits = torch.arange(slots * dim).view([2] * ((slots * dim).bit_length() - 1))
+        first, second = bits.ndim - 1, slots.bit_length() - 2 if transposed else bits.ndim - 2
+        widened = bits.transpose(first, second)  # the second and the third byte of each word are exchanged
+        got = widened.permute(e4m3._axes.fn(slots, dim, order, transposed))
+        at = places(order)
+        want = torch.arange(slots * dim).view(slots, dim)[:, at]
+        assert torch.equal(got.reshape(-1), (want.T if transposed else want).reshape(-1))
 
 
 @pytest.mark.parametrize("name", ["eager", "triton"])

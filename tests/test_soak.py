@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import functools
 import random
+import weakref
 from typing import Any
 
 import pytest
@@ -80,13 +81,15 @@ def test_a_short_run(pools: Any, world_size: int) -> None:
     assert wrong[0]["failures"] == wrong[1]["failures"]
 
 
-def test_caches_with_a_bound_are_limited() -> None:
+def test_caches_with_a_bound_are_limited(monkeypatch: pytest.MonkeyPatch) -> None:
     kept, unbounded = Memo[int](100), functools.cache(lambda x: x)
     bounded = functools.lru_cache(100)(lambda x: x)
     for function in (bounded, unbounded):
         function.__module__ = "ringattn.test"
         for n in range(20):
             function(n)
+    gone = weakref.proxy(Memo[int](1))  # refers to nothing
+    monkeypatch.setattr(soak.gc, "get_objects", lambda: [gone, kept, bounded, unbounded])  # not those of other tests
     soak.limit_caches(10)
     for n in range(20):
         kept.put(n, n)

@@ -19,7 +19,10 @@ __all__ = ["readable", "view"]
 
 LIMIT = 4096  # shapes, strides and boxes that are kept; lengths may differ from batch to batch
 
-_DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float32: gl.float32, torch.int32: gl.int32}
+_DTYPES = {
+    torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float32: gl.float32, torch.int32: gl.int32,
+    torch.float8_e4m3fn: gl.float8e4nv,
+}  # fmt: skip
 _fields_of_views: Memo[dict[str, Any]] = Memo(LIMIT)
 
 

@@ -72,11 +72,10 @@ def _advance(
         page = tl.load(pages + tl.minimum(slot // PAGE, width - 1), mask=exists & taken, other=0)
         tl.store(write + of_kind, tl.where(taken, page * PAGE + slot % PAGE, -1), mask=exists)
         window = tl.load(windows + kind)
-        low = tl.zeros_like(pos)
+        low = tl.load(start + of_kind, mask=exists, other=0)
         if window >= 0:
             # The first slot that a token sees moves on by NEW at most, because positions grow by 1 or more per slot.
             goal = pos - window
-            low = tl.load(start + of_kind, mask=exists, other=0)
             high = tl.maximum(tl.minimum(low + NEW, first[:, None]), low)
             where = positions + tl.load(base + kind)
             for _ in tl.static_range(BITS + 1):

@@ -36,6 +36,7 @@ from ..triton.primitives import (
     INTERPRETED,
     ScoreArguments,
     bound,
+    capability,
     dot,
     dot_precision,
     has_tma,
@@ -58,6 +59,8 @@ def unsupported(q: Tensor, pool: Pool, tables: Tables, score: Score, call: Call)
     """Return None if the kernels can run, otherwise the reason."""
     if q.dtype not in (torch.float16, torch.bfloat16, torch.float32):
         return f"dtype {q.dtype} is not float16, bfloat16 or float32"
+    if pool.quantized and q.is_cuda and capability(q.device) < (8, 9):
+        return f"a cache of {pool.k.dtype} needs compute capability 8.9, and {q.device} has less"
     if max(q.shape[-1], pool.v.shape[-1]) > 1024:
         return f"head dims {q.shape[-1]} of q and {pool.v.shape[-1]} of v, at most 1024 is possible"
     if not q.is_cuda and not INTERPRETED.value:
@@ -107,8 +110,10 @@ def launch(
         q.device, q.dtype, q.shape, q.stride(), pool.k.shape, pool.k.stride(), pool.v.shape, pool.v.stride(),
         pool.page_size, pool.shared_values, tables.table.shape, tables.table.stride(0), s[:2], s[3:], call.fixed_split,
         result[1] is None, call.tree is None, None if score.sink is None else score.sink.dtype, s.slopes is None,
+        pool.quantized,
     )  # fmt: skip
-    some_tensors = (None if pool.shared_values else pool.v, *result, call.tree, score.sink, s.slopes)
+    scales = (pool.k_scale, None if pool.shared_values else pool.v_scale)
+    some_tensors = (None if pool.shared_values else pool.v, *result, call.tree, score.sink, s.slopes, *scales)
     tensors = [
         q, pool.k, pool.positions, tables.table, tables.start, tables.end, tables.first_new, tables.position,
         tables.tiles, pieces, arrived, *(x for x in some_tensors if x is not None),
@@ -121,7 +126,8 @@ def launch(
         launched = dispatch(
             _attend, (grid.programs,), q, *q.stride()[:3], _source(pool.k, tile, tma),
             _source(pool.k if pool.shared_values else pool.v, tile, tma, dim_v),
-            *_strides(pool), pool.positions, tables.table, tables.table.stride(0), tables.start, tables.end,
+            *_strides(pool), pool.k_scale, pool.k_scale if pool.shared_values else pool.v_scale, pool.positions,
+            tables.table, tables.table.stride(0), tables.start, tables.end,
             tables.first_new, tables.position, tables.tiles, call.tree, pieces, arrived, *result, score.sink,
             s.scale, s.cap, s.slopes, s.slopes_stride, batch, slots,
             NEW=new, GROUP=group, KV_HEADS=kv_heads, ROWS=grid.rows, BLOCKS=grid.blocks, SOME=some,
@@ -154,12 +160,12 @@ def _source(x: Tensor, tile: int, tma: bool, dim: int | None = None) -> Any:
 
 @triton.jit
 def _slots(x, h, at, first, past, x_h, x_s, COL: tl.constexpr, DIM: tl.constexpr, PADDED: tl.constexpr,
-           TILE: tl.constexpr, CUT: tl.constexpr, TMA: tl.constexpr):  # fmt: skip
-    """Load columns from COL on of a tile of neighbouring slots, (TILE, PADDED). Without TMA zeros from column DIM on,
-    and with CUT outside of the slots ``[first, past)`` of the tile, which are not read."""
+           TILE: tl.constexpr, CUT: tl.constexpr, TMA: tl.constexpr, dtype: tl.constexpr):  # fmt: skip
+    """Load columns from COL on of a tile of neighbouring slots, (TILE, PADDED), as ``dtype``. Without TMA zeros from
+    column DIM on, and with CUT outside of the slots ``[first, past)`` of the tile, which are not read."""
     nth, cols = tl.arange(0, TILE), COL + tl.arange(0, PADDED)
     if TMA:
-        tile = tl.reshape(x.load([h, at, COL]), [TILE, PADDED])
+        tile = tl.reshape(x.load([h, at, COL]), [TILE, PADDED]).to(dtype)
         if CUT:
             tile = tl.where(((nth >= first) & (nth < past))[:, None], tile, 0.0)
         return tile
@@ -168,17 +174,28 @@ def _slots(x, h, at, first, past, x_h, x_s, COL: tl.constexpr, DIM: tl.constexpr
         pointers = x + nth[:, None] * x_s + cols[None, :]
         if CUT:
             inside = ((nth >= first) & (nth < past))[:, None]
-            return tl.load(pointers, mask=inside & (cols < DIM)[None, :], other=0.0)
+            return tl.load(pointers, mask=inside & (cols < DIM)[None, :], other=0.0).to(dtype)
         elif DIM < COL + PADDED:
-            return tl.load(pointers, mask=(cols < DIM)[None, :], other=0.0)
+            return tl.load(pointers, mask=(cols < DIM)[None, :], other=0.0).to(dtype)
         else:
-            return tl.load(pointers)
+            return tl.load(pointers).to(dtype)
+
+
+@triton.jit
+def _scales(scale, h, at, first, past, slots, TILE: tl.constexpr, CUT: tl.constexpr):
+    """Load the scales of a tile of neighbouring slots, with CUT zeros outside of ``[first, past)``."""
+    nth = tl.arange(0, TILE)
+    pointers = scale + h.to(tl.int64) * slots + at + nth
+    if CUT:
+        return tl.load(pointers, mask=(nth >= first) & (nth < past), other=0.0)
+    else:
+        return tl.load(pointers)
 
 
 @triton.jit
 def _tile(
-    m, l, o, query, rest, k, v, k_h, k_s, v_h, v_s, positions, h, slot, page, first, past, s0, s1, bits, first_new,
-    pos_q, slope, scale, cap,
+    m, l, o, query, rest, k, v, k_h, k_s, v_h, v_s, k_scale, v_scale, slots, positions, h, slot, page, first, past, s0,
+    s1, bits, first_new, pos_q, slope, scale, cap,
     DIM: tl.constexpr, MAIN: tl.constexpr, REST: tl.constexpr, DIM_V: tl.constexpr, DIM_V_P2: tl.constexpr,
     PAGE: tl.constexpr, TILE: tl.constexpr, SIMPLE: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr,
     TREE: tl.constexpr, SHARED: tl.constexpr, CUT: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
@@ -186,11 +203,14 @@ def _tile(
     """Add the slots ``[slot, slot + TILE)``, which lie in ``page``, to (m, l, o)."""
     at = page * PAGE + slot % PAGE
     nth = tl.arange(0, TILE)
-    key = _slots(k, h, at, first - slot, past - slot, k_h, k_s, 0, DIM, MAIN, TILE, CUT and not TMA, TMA)
+    dtype: tl.constexpr = query.dtype
+    key = _slots(k, h, at, first - slot, past - slot, k_h, k_s, 0, DIM, MAIN, TILE, CUT and not TMA, TMA, dtype)
     s = dot(query, tl.trans(key), None, PRECISION)
     if REST > 0:
-        tail = _slots(k, h, at, first - slot, past - slot, k_h, k_s, MAIN, DIM, REST, TILE, CUT, TMA)
+        tail = _slots(k, h, at, first - slot, past - slot, k_h, k_s, MAIN, DIM, REST, TILE, CUT, TMA, dtype)
         s = dot(rest, tl.trans(tail), s, PRECISION)
+    if k_scale is not None:
+        s *= _scales(k_scale, h, at, first - slot, past - slot, slots, TILE, CUT)[None, :]
     distance = s
     if ALIBI:
         inside = (nth >= first - slot) & (nth < past - slot)
@@ -205,20 +225,24 @@ def _tile(
         s = tl.where(seen, s, float("-inf"))
     p, kept, m = softmax_step(s, m, scale if SIMPLE else 1.0)
     o = o * kept[:, None]
+    l = l * kept + tl.sum(p, 1)
+    if k_scale is not None:
+        p *= _scales(v_scale, h, at, first - slot, past - slot, slots, TILE, CUT)[None, :]
+    # Scales of values are factors of p: their range is bfloat16's.
+    of_p: tl.constexpr = tl.bfloat16 if k_scale is not None and dtype == tl.float16 else dtype
     value = key
     if not SHARED:
-        value = _slots(v, h, at, first - slot, past - slot, v_h, v_s, 0, DIM_V, DIM_V_P2, TILE, CUT, TMA)
+        value = _slots(v, h, at, first - slot, past - slot, v_h, v_s, 0, DIM_V, DIM_V_P2, TILE, CUT, TMA, of_p)
     elif CUT and TMA:
         value = tl.where(((nth >= first - slot) & (nth < past - slot))[:, None], key, 0.0)
-    o = dot(p.to(value.dtype), value, o, PRECISION)
-    l = l * kept + tl.sum(p, 1)
+    o = dot(p.to(of_p), value.to(of_p), o, PRECISION)
     return m, l, o
 
 
 @triton.jit
 def _tiles_of_piece(
-    m, l, o, lo, hi, jump_at, jump_to, begin, query, rest, k, v, k_h, k_s, v_h, v_s, positions, pages, h, first, past,
-    s0, s1, bits, first_new, pos_q, slope, scale, cap,
+    m, l, o, lo, hi, jump_at, jump_to, begin, query, rest, k, v, k_h, k_s, v_h, v_s, k_scale, v_scale, slots, positions,
+    pages, h, first, past, s0, s1, bits, first_new, pos_q, slope, scale, cap,
     DIM: tl.constexpr, MAIN: tl.constexpr, REST: tl.constexpr, DIM_V: tl.constexpr, DIM_V_P2: tl.constexpr,
     PAGE: tl.constexpr, TILE: tl.constexpr, SIMPLE: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr,
     TREE: tl.constexpr, SHARED: tl.constexpr, CUT: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
@@ -237,9 +261,9 @@ def _tiles_of_piece(
             next_page = tl.load(pages + n * TILE // PAGE)
             slot = (begin + tl.where(i < jump_at, i, i - jump_at + jump_to)) * TILE
             m, l, o = _tile(
-                m, l, o, query, rest, k, v, k_h, k_s, v_h, v_s, positions, h, slot, page, first, past, s0, s1, bits,
-                first_new, pos_q, slope, scale, cap, DIM, MAIN, REST, DIM_V, DIM_V_P2, PAGE, TILE, SIMPLE, SOFTCAP,
-                ALIBI, TREE, SHARED, CUT, TMA, PRECISION,
+                m, l, o, query, rest, k, v, k_h, k_s, v_h, v_s, k_scale, v_scale, slots, positions, h, slot, page,
+                first, past, s0, s1, bits, first_new, pos_q, slope, scale, cap, DIM, MAIN, REST, DIM_V, DIM_V_P2,
+                PAGE, TILE, SIMPLE, SOFTCAP, ALIBI, TREE, SHARED, CUT, TMA, PRECISION,
             )  # fmt: skip
             page = next_page
         kept = tl.exp2(m_flushed - tl.where(m == float("-inf"), 0.0, m))
@@ -253,8 +277,8 @@ _NUMBERS = ("q_b", "q_n", "q_h", "table_b", "slopes_b", "batch", "slots")
 
 @triton.jit(do_not_specialize=_NUMBERS)
 def _attend(
-    q, q_b, q_n, q_h, k, v, k_h, k_s, v_h, v_s, positions, table, table_b, starts, ends, firsts_new, position, tiles,
-    tree, pieces, arrived, out, lse, sink, scale, cap, slopes, slopes_b, batch, slots,
+    q, q_b, q_n, q_h, k, v, k_h, k_s, v_h, v_s, k_scale, v_scale, positions, table, table_b, starts, ends, firsts_new,
+    position, tiles, tree, pieces, arrived, out, lse, sink, scale, cap, slopes, slopes_b, batch, slots,
     NEW: tl.constexpr, GROUP: tl.constexpr, KV_HEADS: tl.constexpr, ROWS: tl.constexpr, BLOCKS: tl.constexpr,
     SOME: tl.constexpr, DIM: tl.constexpr, MAIN: tl.constexpr, REST: tl.constexpr, DIM_V: tl.constexpr,
     DIM_V_P2: tl.constexpr, PAGE: tl.constexpr, TILE: tl.constexpr, BATCH_P2: tl.constexpr, AT_ONCE: tl.constexpr,
@@ -350,13 +374,15 @@ def _attend(
                 pages = table + b.to(tl.int64) * table_b
                 m, l, o = _tiles_of_piece(
                     m, l, o, bound(full_lo), full_hi, full_hi, full_hi, begin, query, rest, k, v, k_h, k_s, v_h, v_s,
-                    positions, pages, h, first, past, s0, s1, bits, first_new, pos_q, slope, scale, cap, DIM, MAIN,
+                    k_scale, v_scale, slots, positions, pages, h, first, past, s0, s1, bits, first_new, pos_q,
+                    slope, scale, cap, DIM, MAIN,
                     REST, DIM_V, DIM_V_P2, PAGE, TILE, SIMPLE, SOFTCAP, ALIBI, TREE, SHARED, False, TMA, PRECISION,
                     PERIOD_TILES, STAGES,
                 )  # fmt: skip
                 m, l, o = _tiles_of_piece(
                     m, l, o, bound(lo), hi - (full_hi - full_lo), full_lo, full_hi, begin, query, rest, k, v, k_h, k_s,
-                    v_h, v_s, positions, pages, h, first, past, s0, s1, bits, first_new, pos_q, slope, scale, cap, DIM,
+                    v_h, v_s, k_scale, v_scale, slots, positions, pages, h, first, past, s0, s1, bits, first_new, pos_q,
+                    slope, scale, cap, DIM,
                     MAIN, REST, DIM_V, DIM_V_P2, PAGE, TILE, SIMPLE, SOFTCAP, ALIBI, TREE, SHARED, True, TMA,
                     PRECISION, PERIOD_TILES, 1,
                 )  # fmt: skip

@@ -31,6 +31,7 @@ from ...memo import Memo
 from ..contract import Result
 
 NEW_TOKENS = 64  # the most new tokens of a step: a row of a tree is 64 bits
+E4M3 = torch.float8_e4m3fn
 _TILE = 64
 
 
@@ -63,6 +64,8 @@ class Pool(NamedTuple):
         positions: (slots,) int32, the position of the token in each physical slot: written with the token.
         page_size: slots of a page.
         shared_values: values are the first columns of keys, and are not written.
+        k_scale, v_scale: (kv_heads, slots) float32 where k and v are e4m3, otherwise None. A key is ``k * k_scale``.
+            With shared values ``v_scale`` is ``k_scale``.
     """
 
     k: Tensor
@@ -70,6 +73,20 @@ class Pool(NamedTuple):
     positions: Tensor
     page_size: int
     shared_values: bool = False
+    k_scale: Tensor | None = None
+    v_scale: Tensor | None = None
+
+    @property
+    def quantized(self) -> bool:
+        """Whether keys and values are e4m3 with a scale for each token and key head."""
+        return self.k.dtype == E4M3
+
+    def accepts(self, dtype: torch.dtype) -> torch.dtype:
+        """Return the dtype of the queries, keys and values that go with this pool: ``dtype``, where that is possible. A
+        quantized pool takes float16, bfloat16 and float32."""
+        if not self.quantized:
+            return self.k.dtype
+        return dtype if dtype in (torch.float16, torch.bfloat16, torch.float32) else torch.bfloat16
 
 
 @dataclass(frozen=True, eq=False)
@@ -85,6 +102,7 @@ class Tables:
             ``start[b, 0]`` to that of ``end[b, new - 1] - 1``, none if the interval is empty.
         first_new: (batch,), the slot of the first new token, or the number of tokens here if another rank takes them.
         position: (batch, new) of the new tokens, consecutive.
+        shared: prefixes that rows share, or None. Only :mod:`.cascade` reads it: the other tables are complete.
         memo: where kernels keep scratch memory for this step.
 
     With a tree (batch, new) int64 new token i sees new token j if bit j of ``tree[b, i]`` is set, j <= i. Its depth d
@@ -99,7 +117,26 @@ class Tables:
     tiles: Tensor
     first_new: Tensor
     position: Tensor
+    shared: Shared | None = None
     memo: Memo[Any] = field(default_factory=lambda: Memo(16), repr=False)
+
+
+@dataclass(frozen=True, eq=False)
+class Shared:
+    """Prefixes that rows of a step share, see :mod:`.cascade`.
+
+    Args:
+        own: the tables of the step without the prefixes: ``start`` is their end.
+        groups: a row for each group, whose new tokens are those of its rows one after another, of all groups equally
+            many; and one that sees nothing, if a row is in no group. They stay as they are when a step advances.
+        order: (groups * rows of a group,) int64, the rows of the groups.
+        places: (batch,) int64, where each row is in ``order``.
+    """
+
+    own: Tables
+    groups: Tables
+    order: Tensor
+    places: Tensor
 
 
 @dataclass(frozen=True, eq=False)
@@ -115,7 +152,7 @@ class StepState:
         position, first_new: as in :class:`Tables`.
         table, start, end, write, tiles: as in :class:`Tables`, with one more dimension, (kinds, ...), made by
             :func:`stacked`.
-        windows: (kinds,), the distance of the farthest key that a token sees, -1 for no limit.
+        windows: (kinds,), the distance of the farthest key that a token sees, -1 for no limit: then ``start`` stays.
         positions: (slots of all kinds,), the pools' positions one kind after another.
         base: (kinds,) int64, where a kind's slots begin in ``positions``.
         page_size, rank: of the cache, and this rank.

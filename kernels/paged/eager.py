@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ..contract import Result, Score, accumulation_dtype
 from .contract import Call, Pool, StepState, Tables, tile_size
+from .quantize import quantize, stored
 
 _BLOCK = 2048  # slots at a time
 LOG2E = 1 / math.log(2)
@@ -27,11 +28,20 @@ def write(k: Tensor, v: Tensor | None, pool: Pool, tables: Tables, tree: Tensor 
     """
     taken = tables.write >= 0
     slots = tables.write[taken].long()
-    pool.k[:, slots] = k[taken].transpose(0, 1)
+    _store(pool.k, pool.k_scale, slots, k[taken])
     if not pool.shared_values:
         assert v is not None
-        pool.v[:, slots] = v[taken].transpose(0, 1)
+        _store(pool.v, pool.v_scale, slots, v[taken])
     pool.positions[slots] = _positions(tables, tree)[taken]
+
+
+def _store(pages: Tensor, scales: Tensor | None, slots: Tensor, x: Tensor) -> None:
+    """Store tokens (tokens, kv_heads, head_dim), with a scale each where there are scales."""
+    if scales is not None:
+        x, scale = quantize(x)
+        scales[:, slots] = scale.T
+        pages, x = pages.view(torch.uint8), x.view(torch.uint8)  # torch has no index_put for e4m3
+    pages[:, slots] = x.transpose(0, 1)
 
 
 def attend(q: Tensor, pool: Pool, tables: Tables, score: Score, call: Call = Call()) -> Tensor:
@@ -112,7 +122,6 @@ def intervals_of_step(state: StepState) -> None:
         page = table.gather(1, (slot // s.page_size).clamp(max=table.shape[1] - 1).long())
         s.write[kind] = torch.where(taken, page * s.page_size + slot % s.page_size, -1)
         s.end[kind] = end
-        s.start[kind] = 0
         if window >= 0:
             s.start[kind] = _first_seen(s, table, positions, window) * active
         tile = tile_size(s.page_size)
@@ -157,7 +166,8 @@ def _add(state: Tensor, q: Tensor, keys: _Keys, pool: Pool, tables: Tables, scor
     dtype, (new, q_heads, _) = state.dtype, q.shape
     at = keys.physical(tables.table, pool.page_size)
     visible = keys.seen.any(0)
-    k, v = (torch.where(visible[:, None], x[:, at], 0).to(dtype) for x in (pool.k, pool.v))  # the rest may be NaN
+    both = ((pool.k, pool.k_scale), (pool.v, pool.v_scale))
+    k, v = (torch.where(visible[:, None], stored(*x, at, dtype), 0) for x in both)  # the rest may be NaN
     group = q_heads // k.shape[0]
     rows = q.to(dtype).view(new, k.shape[0], group, -1)
     s = torch.einsum("nhgd,hsd->nhgs", rows, k).reshape(new, q_heads, -1) * score.softmax_scale

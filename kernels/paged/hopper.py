@@ -15,6 +15,9 @@ more than its latency times its share of the bandwidth (35 KB)::
 * It begins while the new tokens are still being stored (programmatic dependent launch): tables and older tiles are
   read, then it waits for that launch before it reads the queries and the tiles that the new tokens are in.
 
+Pages of e4m3 are moved as they are, and are widened to 16 bits in registers, the first operands of both products:
+:mod:`.hopper_e4m3`.
+
 Only the long sums of :data:`LONGEST_SUM` keys and more, fixed splits, ALiBi and other head dims are left to
 :mod:`.attend`. Contract: contract.py.
 """
@@ -33,9 +36,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from ..contract import LONGEST_SUM, Score
-from ..hopper.primitives import async_load, let_next_launch_begin, wait_for_launch_before
+from ..hopper.primitives import async_load, let_next_launch_begin, reinterpret, wait_for_launch_before
 from ..hopper.tensor_maps import readable, view
 from ..launch import Launches, capability, dispatch, multiprocessors, on_device
+from . import hopper_e4m3 as e4m3
 from .combine import ALONE, combine
 from .contract import Call, Pool, Tables, tile_size
 from .grid import Grid, scratch
@@ -43,6 +47,7 @@ from .grid import Grid, scratch
 TILE = gl.constexpr(64)
 LN2 = gl.constexpr(0.6931471805599453)
 LOG2E = gl.constexpr(1.4426950408889634)
+E4M3_ROWS = 8  # of queries: with more, results had errors of 1 to 3 % on an H200, for a reason that is not known
 
 _launches = Launches()
 
@@ -103,9 +108,11 @@ def _producer(
 ):
     """Move the tiles of this CTA's share, in the order of the list."""
     (
-        k_desc, v_desc, k_s, v_s, k_full, v_full, k_free, v_free, table_ptr, table_b, starts_ptr, firsts_new_ptr,
-        tiles_ptr, work,
+        k_desc, v_desc, k_s, v_s, scales_t, k_full, v_full, k_free, v_free, table_ptr, table_b, starts_ptr,
+        firsts_new_ptr, tiles_ptr, work,
     ) = args  # fmt: skip
+    QUANTIZED: gl.constexpr = len(scales_t) > 0
+    OF_SCALES: gl.constexpr = scales_t[0].block_type.nbytes if QUANTIZED else 0
     SLOTS: gl.constexpr = k_desc.block_type.shape[1]
     WIDE: gl.constexpr = SLOTS // TILE
     share, past, _, unit, past_unit, _ = work
@@ -124,11 +131,15 @@ def _producer(
             stage = g % STAGES
             phase = (g // STAGES) & 1
             mbarrier.wait(k_free.index(stage), phase ^ 1)
-            mbarrier.expect(k_full.index(stage), k_desc.block_type.nbytes)
+            mbarrier.expect(k_full.index(stage), k_desc.block_type.nbytes + OF_SCALES)
             async_load(k_desc, [head, at, 0], k_full.index(stage), k_s.index(stage))
+            if QUANTIZED:
+                async_load(scales_t[0], [head, at], k_full.index(stage), scales_t[2].index(stage))
             mbarrier.wait(v_free.index(stage), phase ^ 1)
-            mbarrier.expect(v_full.index(stage), v_desc.block_type.nbytes)
+            mbarrier.expect(v_full.index(stage), v_desc.block_type.nbytes + OF_SCALES)
             async_load(v_desc, [head, at, 0], v_full.index(stage), v_s.index(stage))
+            if QUANTIZED:
+                async_load(scales_t[1], [head, at], v_full.index(stage), scales_t[3].index(stage))
             g += 1
 
 
@@ -245,24 +256,39 @@ def _clear_unseen(tile, first, past):
 
 @gluon.jit
 def _tile(
-    m, l, o, slot, g, q_s, p_s, k_s, v_s, k_full, v_full, k_free, v_free, first, past, full_first, full_past, s0, s1,
-    bits, first_new, scale, inner, TREE: gl.constexpr, SOFTCAP: gl.constexpr, STAGES: gl.constexpr,
+    m, l, o, slot, g, q_s, p_s, k_s, v_s, scales_s, k_full, v_full, k_free, v_free, first, past, full_first,
+    full_past, s0, s1, bits, first_new, scale, inner, TREE: gl.constexpr, SOFTCAP: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """Add the tile of slots from ``slot`` on to m, l (SLOTS, ROWS) and o (DV, ROWS)."""
     S_L: gl.constexpr = l.type.layout
+    SLOT: gl.constexpr = gl.SliceLayout(1, S_L)
+    QUANTIZED: gl.constexpr = len(scales_s) > 0
     SLOTS: gl.constexpr = l.shape[0]
     ROWS: gl.constexpr = l.shape[1]
     stage = g % STAGES
     phase = (g // STAGES) & 1
     mbarrier.wait(k_full.index(stage), phase)
     s = gl.zeros([SLOTS, ROWS], gl.float32, S_L)
-    s = warpgroup_mma(_rows(k_s, stage), q_s.permute((1, 0)), s, use_acc=False, is_async=True)
-    s = warpgroup_mma_wait(0, deps=[s])
-    mbarrier.arrive(k_free.index(stage), count=1)
+    if QUANTIZED:
+        keys = e4m3.keys(_rows(k_s, stage), S_L, q_s.dtype)
+        k_scale = scales_s[0].index(stage).load(SLOT)
+        mbarrier.arrive(k_free.index(stage), count=1)
+        s = warpgroup_mma(keys, q_s.permute((1, 0)), s, use_acc=False, is_async=True)
+        mbarrier.wait(v_full.index(stage), phase)  # values are widened while the product runs
+        values = e4m3.values(_rows(v_s, stage), S_L)
+        v_scale = scales_s[1].index(stage).load(SLOT)
+        mbarrier.arrive(v_free.index(stage), count=1)
+        s = warpgroup_mma_wait(0, deps=[s])
+        e4m3.keep_alive(keys)
+        s = s * k_scale[:, None]
+    else:
+        s = warpgroup_mma(_rows(k_s, stage), q_s.permute((1, 0)), s, use_acc=False, is_async=True)
+        s = warpgroup_mma_wait(0, deps=[s])
+        mbarrier.arrive(k_free.index(stage), count=1)
     if SOFTCAP:
         s = _capped(s, inner)
     if (slot < full_first) | (slot + SLOTS > full_past):
-        at = slot + gl.arange(0, SLOTS, gl.SliceLayout(1, S_L))
+        at = slot + gl.arange(0, SLOTS, SLOT)
         seen = (at[:, None] >= s0[None, :]) & (at[:, None] < s1[None, :])
         if TREE:
             bit = at - first_new
@@ -273,17 +299,25 @@ def _tile(
     reference = _finite(top)
     p = gl.exp2(s * scale - reference[None, :])
     kept = gl.exp2(m - reference)
+    l = l * kept[None, :] + p
+    if QUANTIZED:
+        at = slot + gl.arange(0, SLOTS, SLOT)
+        p = p * gl.where((at >= first) & (at < past), v_scale, 0.0)[:, None]  # others may be NaN
     p_s.permute((1, 0)).store(p.to(p_s.dtype))
     fence_async_shared()
-    l = l * kept[None, :] + p
     o = o * gl.convert_layout(kept, gl.SliceLayout(0, o.type.layout))[None, :]
-    mbarrier.wait(v_full.index(stage), phase)
-    values = _rows(v_s, stage)
-    if (slot < first) | (slot + SLOTS > past):
-        _clear_unseen(values, first - slot, past - slot)
-    o = warpgroup_mma(values.permute((1, 0)), p_s.permute((1, 0)), o, is_async=True)
-    o = warpgroup_mma_wait(0, deps=[o])
-    mbarrier.arrive(v_free.index(stage), count=1)
+    if QUANTIZED:
+        o = warpgroup_mma(values, p_s.permute((1, 0)), o, is_async=True)
+        o = warpgroup_mma_wait(0, deps=[o])
+        e4m3.keep_alive(values)
+    else:
+        mbarrier.wait(v_full.index(stage), phase)
+        values = _rows(v_s, stage)
+        if (slot < first) | (slot + SLOTS > past):
+            _clear_unseen(values, first - slot, past - slot)
+        o = warpgroup_mma(values.permute((1, 0)), p_s.permute((1, 0)), o, is_async=True)
+        o = warpgroup_mma_wait(0, deps=[o])
+        mbarrier.arrive(v_free.index(stage), count=1)
     return top, l, o
 
 
@@ -296,8 +330,10 @@ def _consumer(
 ):  # fmt: skip
     (
         q_ptr, q_b, q_n, q_h, starts_ptr, ends_ptr, firsts_new_ptr, tiles_ptr, tree_ptr, pieces_ptr, arrived_ptr,
-        out_ptr, lse_ptr, sink_ptr, q_s, p_s, k_s, v_s, k_full, v_full, k_free, v_free, batch, scale, inner, work,
+        out_ptr, lse_ptr, sink_ptr, q_s, p_s, k_s, v_s, scales_s, k_full, v_full, k_free, v_free, batch,
+        scale, inner, work,
     ) = args  # fmt: skip
+    QUANTIZED: gl.constexpr = len(scales_s) > 0
     share, past_share, per, unit, past_unit, empty = work
     HEADS: gl.constexpr = KV_HEADS * BLOCKS
     Q_HEADS: gl.constexpr = KV_HEADS * GROUP
@@ -341,6 +377,8 @@ def _consumer(
             # Queries.
             new, nth, alive = _query_rows(block, NEW, GROUP, ROWS, gl.SliceLayout(1, Q_L))
             cols = gl.arange(0, D, gl.SliceLayout(0, Q_L))
+            if QUANTIZED:
+                cols = e4m3.placed(cols, e4m3.key_order(D))
             at = q_ptr + b.to(gl.int64) * q_b + new.to(gl.int64) * q_n + (h * GROUP + nth).to(gl.int64) * q_h
             q_s.store(gl.load(at[:, None] + cols[None, :], mask=alive[:, None], other=0.0))
             fence_async_shared()
@@ -371,13 +409,15 @@ def _consumer(
             o = gl.zeros([DV, ROWS], gl.float32, S_L)
             for i in range((begin + lo) // WIDE, (begin + hi + WIDE - 1) // WIDE):
                 m, l, o = _tile(
-                    m, l, o, i * SLOTS, g, q_s, p_s, k_s, v_s, k_full, v_full, k_free, v_free, first, past,
-                    full_first, full_past, s0, s1, bits, first_new, scale, inner, TREE, SOFTCAP, STAGES,
+                    m, l, o, i * SLOTS, g, q_s, p_s, k_s, v_s, scales_s, k_full, v_full, k_free, v_free,
+                    first, past, full_first, full_past, s0, s1, bits, first_new, scale, inner, TREE, SOFTCAP, STAGES,
                 )  # fmt: skip
                 g += 1
             # The piece.
             slot = (gl.program_id(0) + u).to(gl.int64) * ROWS
             d = gl.arange(0, DV, gl.SliceLayout(1, S_L))
+            if QUANTIZED:
+                d = e4m3.placed(d, e4m3.value_order(DV, gl.num_warps()))
             at = pieces_ptr + (slot + gl.arange(0, ROWS, COLUMN)) * (DV + 2)
             gl.store(at[None, :] + d[:, None], o, mask=alive[None, :])
             gl.store(at + DV, m, mask=alive)
@@ -410,8 +450,8 @@ def tiles_like(desc, count: gl.constexpr):
 
 @gluon.jit(do_not_specialize=("q_b", "q_n", "q_h", "table_b", "batch"))
 def _attend(
-    q_ptr, q_b, q_n, q_h, k_desc, v_desc, table_ptr, table_b, starts_ptr, ends_ptr, firsts_new_ptr, tiles_ptr, tree_ptr,
-    pieces_ptr, arrived_ptr, out_ptr, lse_ptr, sink_ptr, batch, scale, inner,
+    q_ptr, q_b, q_n, q_h, k_desc, v_desc, k_scale_desc, v_scale_desc, table_ptr, table_b, starts_ptr, ends_ptr,
+    firsts_new_ptr, tiles_ptr, tree_ptr, pieces_ptr, arrived_ptr, out_ptr, lse_ptr, sink_ptr, batch, scale, inner,
     NEW: gl.constexpr, GROUP: gl.constexpr, KV_HEADS: gl.constexpr, ROWS: gl.constexpr, BLOCKS: gl.constexpr,
     SOME: gl.constexpr, D: gl.constexpr, DV: gl.constexpr, PAGE: gl.constexpr, BATCH_P2: gl.constexpr,
     AT_ONCE: gl.constexpr, STAGES: gl.constexpr, ALONE: gl.constexpr,
@@ -423,11 +463,25 @@ def _attend(
     SOFTCAP: gl.constexpr = inner is not None
     k_s = tiles_like(k_desc, STAGES)
     v_s = tiles_like(v_desc, STAGES)
-    Q_SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, D], k_desc.dtype)
     SLOTS: gl.constexpr = k_desc.block_type.shape[1]
-    P_SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, SLOTS], k_desc.dtype)
-    q_s = gl.allocate_shared_memory(k_desc.dtype, [ROWS, D], Q_SHARED)
-    p_s = gl.allocate_shared_memory(k_desc.dtype, [ROWS, SLOTS], P_SHARED)
+    scales_t = ()
+    scales_s = ()
+    if k_scale_desc is not None:
+        k_scale_t = gl.allocate_shared_memory(gl.float32, [STAGES, 1, SLOTS], k_scale_desc.layout)
+        v_scale_t = gl.allocate_shared_memory(gl.float32, [STAGES, 1, SLOTS], v_scale_desc.layout)
+        FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+        scales_t = (k_scale_desc, v_scale_desc, k_scale_t, v_scale_t)  # type: ignore[assignment]
+        scales_s = (  # type: ignore[assignment]
+            reinterpret(k_scale_t, gl.float32, [STAGES, SLOTS], FLAT),
+            reinterpret(v_scale_t, gl.float32, [STAGES, SLOTS], FLAT),
+        )
+    # Scales of values are factors of p: their range is bfloat16's.
+    Q_DTYPE: gl.constexpr = q_ptr.dtype.element_ty
+    P_DTYPE: gl.constexpr = Q_DTYPE if k_scale_desc is None else gl.bfloat16
+    Q_SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, D], Q_DTYPE)
+    P_SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, SLOTS], P_DTYPE)
+    q_s = gl.allocate_shared_memory(Q_DTYPE, [ROWS, D], Q_SHARED)
+    p_s = gl.allocate_shared_memory(P_DTYPE, [ROWS, SLOTS], P_SHARED)
     k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     k_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -440,11 +494,12 @@ def _attend(
     work = share_of(tiles_ptr, batch, HEADS, BATCH_P2)
     consumer = (
         q_ptr, q_b, q_n, q_h, starts_ptr, ends_ptr, firsts_new_ptr, tiles_ptr, tree_ptr, pieces_ptr, arrived_ptr,
-        out_ptr, lse_ptr, sink_ptr, q_s, p_s, k_s, v_s, k_full, v_full, k_free, v_free, batch, scale, inner, work,
+        out_ptr, lse_ptr, sink_ptr, q_s, p_s, k_s, v_s, scales_s, k_full, v_full, k_free, v_free, batch,
+        scale, inner, work,
     )  # fmt: skip
     producer = (
-        k_desc, v_desc, k_s, v_s, k_full, v_full, k_free, v_free, table_ptr, table_b, starts_ptr, firsts_new_ptr,
-        tiles_ptr, work,
+        k_desc, v_desc, k_s, v_s, scales_t, k_full, v_full, k_free, v_free, table_ptr, table_b, starts_ptr,
+        firsts_new_ptr, tiles_ptr, work,
     )  # fmt: skip
     gl.warp_specialize(
         [
@@ -474,9 +529,12 @@ def unsupported(q: Tensor, pool: Pool, tables: Tables, score: Score, call: Call)
         return "fixed_split"
     if not q.is_cuda or capability(q.device) != (9, 0):
         return f"device {q.device} does not have compute capability 9.0"
-    for name, x in (("k", pool.k), ("v", pool.v)):
-        if not readable(x):
+    for name, x in (("k", pool.k), ("v", pool.v), ("k_scale", pool.k_scale), ("v_scale", pool.v_scale)):
+        if x is not None and not readable(x):
             return f"{name} with strides {tuple(x.stride())} is not laid out in steps of 16 bytes, as TMA needs"
+    rows = q.shape[1] * q.shape[2] // pool.k.shape[0]
+    if pool.quantized and rows > E4M3_ROWS:
+        return f"e4m3 with {rows} rows of queries for each key head; it has at most {E4M3_ROWS}"
     keys = tables.table.shape[1] * pool.page_size
     if keys > LONGEST_SUM and len(q) * pool.k.shape[0] * keys > LONGEST_SUM * multiprocessors(q.device):
         return f"sums of more than {LONGEST_SUM} keys in a program"
@@ -497,15 +555,15 @@ def launch(
         return
     q = q if q.stride(-1) == 1 else q.contiguous()
     kv_heads, dim_v = pool.k.shape[0], pool.v.shape[-1]
-    ctas, wide = _shape(new * q_heads // kv_heads, batch * kv_heads, pool.page_size)
+    ctas, wide = _shape(new * q_heads // kv_heads, batch * kv_heads, pool)
     grid = Grid.of(q, pool, tables, call, ctas * multiprocessors(q.device), least_rows=8)
     pieces, arrived = scratch(tables, grid, batch * kv_heads * grid.blocks, dim_v)
     key = (
         q.device, q.dtype, q.shape, q.stride(), pool.k.shape, pool.k.stride(), pool.v.stride(), pool.page_size,
         tables.table.stride(0), score.softmax_scale, score.softcap, result[1] is None, call.tree is None,
-        None if score.sink is None else score.sink.dtype,
+        None if score.sink is None else score.sink.dtype, pool.quantized,
     )  # fmt: skip
-    some_tensors = (*result, call.tree, score.sink)
+    some_tensors = (*result, call.tree, score.sink, pool.k_scale, pool.v_scale)
     tensors = [
         q, pool.k, pool.v, tables.table, tables.start, tables.end, tables.first_new, tables.tiles, pieces, arrived,
         *(x for x in some_tensors if x is not None),
@@ -522,11 +580,12 @@ def launch(
         group, tile = q_heads // kv_heads, TILE.value * wide
         launched = dispatch(
             _attend, (grid.programs,), q, *q.stride()[:3], view(pool.k, (1, tile, dim)), view(pool.v, (1, tile, dim_v)),
+            *(None if x is None else view(x, (1, tile)) for x in (pool.k_scale, pool.v_scale)),
             tables.table, tables.table.stride(0), tables.start, tables.end, tables.first_new, tables.tiles, call.tree,
             pieces, arrived, *result, score.sink, batch, scale, inner,
             NEW=new, GROUP=group, KV_HEADS=kv_heads, ROWS=grid.rows, BLOCKS=grid.blocks, SOME=some, D=dim, DV=dim_v,
             PAGE=pool.page_size, BATCH_P2=grid.batch_p2(batch), AT_ONCE=max(1, 64 // some), ALONE=some <= ALONE,
-            STAGES=_stages(dim, dim_v, grid.rows, ctas, wide), num_warps=4 * wide, maxnreg=_registers(ctas, wide),
+            STAGES=_stages(pool, grid.rows, ctas, tile), num_warps=4 * wide, maxnreg=_registers(ctas, wide),
             launch_pdl=True,
         )  # fmt: skip
         _launches.remember(key, tensors, launched)
@@ -534,23 +593,25 @@ def launch(
             combine(q, pieces, pool, tables, score, call, grid, result)
 
 
-def _shape(rows: int, units: int, page_size: int) -> tuple[int, int]:
+def _shape(rows: int, units: int, pool: Pool) -> tuple[int, int]:
     """Return the CTAs of a multiprocessor, and the boxes of 64 slots of a tile, for a number of query rows and of
     (row, key head) pairs.
 
     A tile of two boxes takes two warpgroups: each has half of the accumulators, and what a tile costs besides its
     products counts half. Half as many CTAs leave half as many pieces. With many short sequences, two CTAs hide the
-    beginning and end of each other's."""
-    if page_size % (2 * TILE.value) == 0 and (rows > 32 or units <= 16):
+    beginning and end of each other's; with e4m3, which takes longer to compute on and less to read, each other's
+    products."""
+    if pool.page_size % (2 * TILE.value) == 0 and (rows > 32 or (units <= 16 and not pool.quantized)):
         return 1, 2
     return (2, 1) if rows <= 32 else (1, 1)
 
 
-def _stages(dim: int, dim_v: int, rows: int, ctas: int, wide: int) -> int:
-    """Return the buffers of keys and of values that fit in a CTA's share of the shared memory, 226 KB."""
-    slots = TILE.value * wide
+def _stages(pool: Pool, rows: int, ctas: int, slots: int) -> int:
+    """Return the buffers of tiles of keys and of values that fit in a CTA's share of the shared memory, 226 KB."""
+    dim, dim_v = pool.k.shape[-1], pool.v.shape[-1]
     room = 226 * 1024 // ctas - 1024 - 2 * rows * (dim + slots)
-    return min(6, room // (2 * slots * (dim + dim_v)))
+    token = (dim + dim_v) * pool.k.element_size() + (8 if pool.quantized else 0)
+    return min(8 if pool.quantized else 6, room // (slots * token))
 
 
 def _registers(ctas: int, wide: int) -> int:

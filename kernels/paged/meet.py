@@ -122,7 +122,8 @@ def meet(state: Tensor, mailboxes: Mailboxes, sink: Tensor | None, dtype: torch.
         scattered: this rank gets its part of the heads, see :func:`.contract.part`.
     """
     result = empty_result(state, mailboxes, dtype, scattered)
-    key = (state.device, state.shape, dtype, scattered, sink is None or sink.dtype, *mailboxes[2:])
+    world_size = len(mailboxes.addresses)  # a later group may get the addresses of one that has ended
+    key = (state.device, state.shape, dtype, scattered, sink is None or sink.dtype, world_size, *mailboxes[2:])
     tensors = [state, *mailboxes[:2], *result, *(() if sink is None else (sink,))]
     if state.numel():
         with on_device(state):

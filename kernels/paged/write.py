@@ -8,10 +8,14 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents
 
 from ..launch import Launches, dispatch, on_device
-from ..triton.primitives import capability, last_contiguous
+from ..triton.primitives import INTERPRETED, capability, last_contiguous
 from ..triton.tiles import padded
+from . import quantize
 from .contract import Pool, Tables
 from .pieces import tree_depth
+
+LARGEST: tl.constexpr = tl.constexpr(quantize.LARGEST)
+LEAST_SCALE: tl.constexpr = tl.constexpr(quantize.LEAST_SCALE)
 
 _launches = Launches()
 
@@ -26,9 +30,10 @@ def write(k: Tensor, v: Tensor | None, pool: Pool, tables: Tables, tree: Tensor 
     v = k if shared or v is None else last_contiguous(v)
     key = (
         k.device, k.dtype, k.shape, k.stride(), v.shape, v.stride(), pool.k.shape, pool.k.stride(), pool.v.stride(),
-        shared, tree is None,
+        shared, tree is None, pool.quantized,
     )  # fmt: skip
-    of_values = () if shared else (v, pool.v)
+    scales = [None, None] if not pool.quantized else [pool.k_scale, None if shared else pool.v_scale]
+    of_values = (*(x for x in scales if x is not None), *(() if shared else (v, pool.v)))
     tensors = [k, pool.k, pool.positions, tables.write, tables.position, *of_values, *(() if tree is None else (tree,))]
     with on_device(k):
         if _launches.again(key, tensors):
@@ -36,17 +41,30 @@ def write(k: Tensor, v: Tensor | None, pool: Pool, tables: Tables, tree: Tensor 
         launched = dispatch(
             _write, (batch * new, kv_heads), k, *k.stride()[:3], *((None, 0, 0, 0) if shared else (v, *v.stride()[:3])),
             pool.k, None if shared else pool.v, pool.k.stride(0), pool.k.stride(1), pool.v.stride(0), pool.v.stride(1),
-            pool.positions, tables.write, tables.position, tree,
+            *scales, pool.k.shape[1], pool.positions, tables.write, tables.position, tree,
             NEW=new, DIM=dim, DIM_P2=padded(dim), DIM_V=v.shape[-1], DIM_V_P2=padded(v.shape[-1]),
             EARLY=capability(k.device) >= (9, 0), num_warps=1,
         )  # fmt: skip
         _launches.remember(key, tensors, launched)
 
 
-@triton.jit(do_not_specialize=("k_b", "k_n", "k_h", "v_b", "v_n", "v_h"))
+@triton.jit
+def _scaled(x, scale, at):
+    """Return x divided by its scale, which is stored at ``scale + at``: :func:`.quantize.quantize`."""
+    factor = tl.maximum(tl.div_rn(tl.max(tl.abs(x.to(tl.float32)), 0), LARGEST), LEAST_SCALE)
+    tl.store(scale + at, factor)
+    x = tl.div_rn(x.to(tl.float32), factor)
+    if INTERPRETED:  # its conversion cuts bits off
+        bits = x.to(tl.int32, bitcast=True)
+        nearest = ((bits + 0x7FFFF + ((bits >> 20) & 1)) & -0x100000).to(tl.float32, bitcast=True)
+        x = tl.where(tl.abs(x) < 2.0**-6, (x + 24576.0) - 24576.0, nearest)  # there the numbers are 2^-9 apart
+    return x
+
+
+@triton.jit(do_not_specialize=("k_b", "k_n", "k_h", "v_b", "v_n", "v_h", "slots_of_pool"))
 def _write(
-    k, k_b, k_n, k_h, v, v_b, v_n, v_h, pool_k, pool_v, pool_k_h, pool_k_s, pool_v_h, pool_v_s, positions,
-    slots, position, tree,
+    k, k_b, k_n, k_h, v, v_b, v_n, v_h, pool_k, pool_v, pool_k_h, pool_k_s, pool_v_h, pool_v_s,
+    k_scale, v_scale, slots_of_pool, positions, slots, position, tree,
     NEW: tl.constexpr, DIM: tl.constexpr, DIM_P2: tl.constexpr, DIM_V: tl.constexpr, DIM_V_P2: tl.constexpr,
     EARLY: tl.constexpr,
 ):  # fmt: skip
@@ -57,12 +75,16 @@ def _write(
     slot = tl.load(slots + token).to(tl.int64)
     if slot >= 0:
         cols = tl.arange(0, DIM_P2)
-        x = tl.load(k + b * k_b + new * k_n + h * k_h + cols, mask=cols < DIM)
-        tl.store(pool_k + h * pool_k_h + slot * pool_k_s + cols, x, mask=cols < DIM)
+        x = tl.load(k + b * k_b + new * k_n + h * k_h + cols, mask=cols < DIM, other=0.0)
+        if k_scale is not None:
+            x = _scaled(x, k_scale, h * slots_of_pool + slot)
+        tl.store(pool_k + h * pool_k_h + slot * pool_k_s + cols, x.to(pool_k.dtype.element_ty), mask=cols < DIM)
         if v is not None:
             cols = tl.arange(0, DIM_V_P2)
-            x = tl.load(v + b * v_b + new * v_n + h * v_h + cols, mask=cols < DIM_V)
-            tl.store(pool_v + h * pool_v_h + slot * pool_v_s + cols, x, mask=cols < DIM_V)
+            x = tl.load(v + b * v_b + new * v_n + h * v_h + cols, mask=cols < DIM_V, other=0.0)
+            if v_scale is not None:
+                x = _scaled(x, v_scale, h * slots_of_pool + slot)
+            tl.store(pool_v + h * pool_v_h + slot * pool_v_s + cols, x.to(pool_v.dtype.element_ty), mask=cols < DIM_V)
         if h == 0:
             at = position + b * NEW + new
             if tree is not None:

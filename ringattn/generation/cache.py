@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from .. import transport as transports
-from ..kernels.paged.contract import NEW_TOKENS
+from ..kernels.paged.contract import E4M3, NEW_TOKENS
 from ..layout import length as shard_length
 from ..operators import as_autocast, autocast_dtype
 from ..planning import costs_of
@@ -22,7 +22,7 @@ from .pages import Copy, Kind
 from .slots import SLACK, Slots
 from .step import Step
 
-DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64, E4M3)
 
 
 class KVCache:
@@ -42,7 +42,9 @@ class KVCache:
         page_size: slots of a page, a multiple of 16: pages are shared, copied and freed as a whole.
         windows: for each layer the distance of the farthest key that a token sees, as ``window_size=(left, 0)`` says
             it, or None. Layers with the same one share page tables; pages that no later token sees are freed.
-        dtype: bfloat16, float16, float32 or float64.
+        dtype: bfloat16, float16, float32 or float64; or ``torch.float8_e4m3fn``, about half of bfloat16's bytes: keys
+            and values are rounded to 4 significant bits, with a float32 scale for each token and key head, and all
+            attention is to the rounded ones, that of prompts too. Pass q, k and v in bfloat16, float16 or float32.
         shared_values: values are the first ``head_dim_v`` columns of keys (latent attention).
         device: the default is the group's.
         sequences: how many there are at most at a time, which bounds the room of layers with windows; None: they get as
@@ -234,13 +236,14 @@ class KVCache:
 
         Returns:
             Keys and values (1, local keys, kv_heads, ...): views of the pages where these neighbour each other, copies
-            otherwise.
+            otherwise. Those of an e4m3 cache are what it stores, the new ones too, in the dtype of k.
 
         Raises:
             CacheFull: other sequences took the room since :meth:`plan`; on every rank, and nothing has changed.
             ValueError, TypeError: the value, what was expected and the fix.
         """
-        if autocast_dtype(self._memory.positions.device) == self._memory.token.dtype:
+        auto = autocast_dtype(self._memory.positions.device)
+        if auto is not None and self._memory.pools[0].accepts(auto) == auto:
             k, v = as_autocast(k, k if v is None else v)
         try:
             chunk, first = self._check_extend(plan, layer, k, v)
@@ -304,8 +307,9 @@ class KVCache:
                     f"{name} has shape {got}, but this rank's shard of the plan's new tokens is (batch, tokens, "
                     f"kv_heads, head_dim) = {shape}; pass that of plan.shard(), one sequence at a time"
                 )
-            if x.dtype != token.dtype:
-                raise TypeError(f"{name} is {x.dtype}, but the cache holds {token.dtype}; cast it, or make another one")
+            if x.dtype != (takes := self._memory.pools[0].accepts(k.dtype)):
+                holds = f"{token.dtype}" + (f" and takes {takes}" if takes != token.dtype else "")
+                raise TypeError(f"{name} is {x.dtype}, but the cache holds {holds}; cast it, or make another one")
             if x.device != device:
                 raise ValueError(f"{name} is on {x.device}, but the cache on {device}; move it there")
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ..kernels.paged.contract import Pool
+from ..kernels.paged.quantize import dequantize, quantize, stored
 from ..kernels.upload import upload
 from .memory import Memory
 from .slots import Placed, Slots
@@ -32,23 +33,33 @@ class Places(NamedTuple):
     both: Index | None
 
     def write(self, pool: Pool, k: Tensor, v: Tensor | None) -> None:
-        """Store tokens (1, tokens, kv_heads, head_dim)."""
-        for x, target in ((k, pool.k), (v, pool.v)):
+        """Store tokens (1, tokens, kv_heads, head_dim), quantized in a pool of e4m3."""
+        for x, target, scales in ((k, pool.k, pool.k_scale), (v, pool.v, pool.v_scale)):
             if x is None or (pool.shared_values and target is pool.v):
                 continue
             rows = x[0] if self.new.nth is None else x[0].index_select(0, self.new.nth)
-            if isinstance(self.new.physical, slice):
-                target[:, self.new.physical].copy_(rows.transpose(0, 1))
-            else:
-                target.index_copy_(1, self.new.physical, rows.transpose(0, 1))
+            if scales is not None:
+                rows, scale = quantize(rows)
+                self._put(scales, scale)
+                rows, target = rows.view(torch.uint8), target.view(torch.uint8)  # torch copies no e4m3 by index
+            self._put(target, rows)
+
+    def _put(self, target: Tensor, rows: Tensor) -> None:
+        if isinstance(self.new.physical, slice):
+            target[:, self.new.physical].copy_(rows.transpose(0, 1))
+        else:
+            target.index_copy_(1, self.new.physical, rows.transpose(0, 1))
 
     def read(self, pool: Pool, x: Tensor, new: Tensor) -> Tensor:
         """Return the earlier and the new tokens of ``x``, the keys or the values of a pool, (1, tokens, kv_heads,
-        head_dim): a view where they lie together."""
+        head_dim), in the dtype of ``new``: a view where they lie together and are not quantized. Of e4m3 what is
+        stored is returned, of new tokens too, so that it does not matter in which chunks a prompt is added."""
+        scales = pool.k_scale if x is pool.k else pool.v_scale
         if self.both is not None:
-            at = self.both.physical
-            return (x[:, at] if isinstance(at, slice) else x.index_select(1, at)).transpose(0, 1)[None]
-        seen = x[:, self.seen.physical]
+            return stored(x, scales, self.both.physical, new.dtype).transpose(0, 1)[None]
+        if scales is not None:
+            new = dequantize(*quantize(new), new.dtype)
+        seen = stored(x, scales, self.seen.physical, new.dtype)
         return torch.cat([seen, new[0].transpose(0, 1)], 1).transpose(0, 1)[None] if seen.shape[1] else new
 
 

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from ..functional import check_score
 from ..kernels.contract import Result, Score, ScoreMod, accumulation_dtype
+from ..kernels.paged import cascade
 from ..kernels.paged.backends import Paged, choose
 from ..kernels.paged.contract import NEW_TOKENS, Call, Pool, Tables, part, tile_size
 from ..operators import as_autocast, autocast_dtype, no_autocast
@@ -83,7 +84,7 @@ def decode(
             set; j > i is not allowed. A token's position is that of its depth.
         heads: "all": out has all heads, on every rank; "scattered": rank r gets part r of ``torch.tensor_split``.
         fixed_split: cut sums of keys at multiples of so many slots of the cache, so that the bits of a row do not
-            depend on the rest of the batch; 0: equal shares of all work, which is faster.
+            depend on the rest of the batch, forks included; 0: equal shares of all work, which is faster.
         return_lse: also return the log-sum-exp.
         kernel: "eager", "triton", ... or "auto": the fastest that supports the call.
         score_mod: any other elementwise change of scores, as in attention(); on the eager kernel.
@@ -108,7 +109,7 @@ def decode(
         transport.refuse("decode()", error)
         raise  # a RuntimeError, of a step that cannot be used, is raised by all ranks: they have the same books
     try:
-        dtype = pool.k.dtype
+        dtype = pool.accepts(autocast_dtype(q.device) or q.dtype)
         if q.dtype != dtype and autocast_dtype(q.device) == dtype:
             q, k, v = as_autocast(q, k, k if v is None else v)
         _check(q, k, v, (step.batch, step.new_tokens), pool)
@@ -143,7 +144,7 @@ def decode(
         with no_autocast(q):  # the state is float32, whatever the caller's region says
             backend.write(k, v, pool, tables, call.tree)
             if transport.world_size == 1:
-                out, lse = backend.output(q, pool, tables, score, call)
+                out, lse = cascade.output(backend, q, pool, tables, score, call)
             else:
                 state = backend.attend(q, pool, tables, score, call)
                 out, lse = merged(state, transport, score.sink, dtype, heads, backend)
@@ -193,9 +194,10 @@ def _check(q: Tensor, k: Tensor, v: Tensor | None, tokens: tuple[int, int], pool
                 f"head_dim{'_v' if name == 'v' else ''}) = {shape}; pass the step's tokens"
             )
     for name, x in (("q", q), *((name, x) for name, x, _ in shapes)):
-        if x.dtype != pool.k.dtype:
+        if x.dtype != (takes := pool.accepts(q.dtype)):
+            holds = f"{pool.k.dtype}" + (f" and takes {takes}" if pool.quantized else "")
             raise TypeError(
-                f"{name} is {x.dtype}, but the cache holds {pool.k.dtype}; cast {name}, or make the cache for its dtype"
+                f"{name} is {x.dtype}, but the cache holds {holds}; cast {name}, or make the cache for its dtype"
             )
         if x.device != pool.k.device:
             raise ValueError(f"{name} is on {x.device}, but the cache is on {pool.k.device}; move them to one device")

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..kernels.paged.contract import Pool
+from ..kernels.paged.contract import E4M3, Pool
 from .pages import Copy, Kind
 
 
@@ -23,9 +23,10 @@ class TokenShape(NamedTuple):
 
     @property
     def bytes(self) -> int:
-        """Bytes of its keys and values."""
+        """Bytes of its keys and values, with their scales."""
         elements = self.head_dim if self.shared_values else self.head_dim + self.head_dim_v
-        return self.kv_heads * elements * self.dtype.itemsize
+        scales = 0 if self.dtype != E4M3 else 4 if self.shared_values else 8
+        return self.kv_heads * (elements * self.dtype.itemsize + scales)
 
 
 class Memory:
@@ -38,6 +39,8 @@ class Memory:
 
     Attributes:
         k, v: of each kind, (layers, kv_heads, pages * page_size, head_dim or head_dim_v).
+        scales: of each kind, those of keys and, unless values are shared, of values, (layers, kv_heads, pages *
+            page_size) float32; none but for e4m3.
         positions: of all kinds, one after another: (slots,) int32.
         base: where the slots of each kind begin in it.
         pools: of each layer.
@@ -50,6 +53,7 @@ class Memory:
         self.kind_of, self.token, self.page_size = tuple(kind_of), token, page_size
         self.k: list[Tensor] = []
         self.v: list[Tensor] = []
+        self.scales: list[list[Tensor]] = []
         self.base = [0]
         self.spare = [kind.pages for kind in kinds]
         for kind, (_, pages) in enumerate(kinds):
@@ -61,19 +65,22 @@ class Memory:
             if not token.shared_values:
                 own = torch.empty(*shape, token.head_dim_v, dtype=token.dtype, device=device)
             self.v.append(own)
+            count = 0 if token.dtype != E4M3 else 1 if token.shared_values else 2
+            self.scales.append([torch.empty(*shape, device=device) for _ in range(count)])
         self.positions = torch.zeros(self.base.pop(), dtype=torch.int32, device=device)
         self.pools = []
         used = [0] * len(kinds)
         for kind in kind_of:
             k, v = self.k[kind][used[kind]], self.v[kind][used[kind]]
             at = self.positions[self.base[kind] :][: k.shape[1]]
-            self.pools.append(Pool(k, v, at, page_size, token.shared_values))
+            scales = [x[used[kind]] for x in self.scales[kind]]
+            self.pools.append(Pool(k, v, at, page_size, token.shared_values, *scales[:1], *scales[-1:]))
             used[kind] += 1
 
     @property
     def bytes(self) -> int:
         """Bytes of all of it."""
-        tensors = [*self.k, self.positions, *([] if self.token.shared_values else self.v)]
+        tensors = [self.positions, *(x for kind in range(len(self.k)) for x in self._of_kind(kind))]
         return sum(x.numel() * x.element_size() for x in tensors)
 
     def copy(self, copies: Sequence[Copy]) -> None:
@@ -81,11 +88,16 @@ class Memory:
         size = self.page_size
         for kind, _, source, target in copies:
             begin = self.base[kind]
-            for x, dim in ((self.k[kind], 2), (self.v[kind], 2), (self.positions[begin:], 0)):
+            for x, dim in (*((x, 2) for x in self._of_kind(kind)), (self.positions[begin:], 0)):
                 x.narrow(dim, target * size, size).copy_(x.narrow(dim, source * size, size))
 
     def move(self, kind: int, source: Tensor, target: Tensor, positions: Tensor) -> None:
         """Copy tokens from some physical slots to others of all layers of a kind, and give them these positions."""
-        for x in [self.k[kind], *([] if self.token.shared_values else [self.v[kind]])]:
+        for x in self._of_kind(kind):
+            x = x.view(torch.uint8) if x.dtype == E4M3 else x  # torch copies no e4m3 by index
             x.index_copy_(2, target, x.index_select(2, source))
         self.positions[self.base[kind] :].index_copy_(0, target, positions)
+
+    def _of_kind(self, kind: int) -> list[Tensor]:
+        """Return all that the layers of a kind store of tokens: (layers, kv_heads, slots, ...)."""
+        return [self.k[kind], *([] if self.token.shared_values else [self.v[kind]]), *self.scales[kind]]

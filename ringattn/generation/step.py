@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,7 @@ from torch import Tensor
 
 from ..agreement import hash_of
 from ..kernels.paged import backends
+from ..kernels.paged.cascade import Prefix, prefixes, share
 from ..kernels.paged.contract import StepState, tile_size
 from ..kernels.upload import upload
 from ..transport import Transport
@@ -62,12 +64,20 @@ class Step:
         self._problem, self._outdated = "", False
         device = memory.positions.device
         self._on_gpu = device.type == "cuda"
+        # The kinds of the tables: those of layers; and once more the one without a window, without shared prefixes.
+        self._prefixes = self._shared_prefixes()
+        windows = [kind.window for kind in slots.kinds]
+        self._kinds = [*range(len(windows)), *([windows.index(-1)] if self._prefixes else [])]
         self._checking = os.environ.get("RINGATTN_CHECK") == "1"
         self.state = StepState(
             **_uploaded(self._arrays(), device), positions=memory.positions, page_size=memory.page_size,
             rank=transport.rank,
         )  # fmt: skip
-        of_kind = [(self.state.tables(kind), window) for kind, (window, _) in enumerate(slots.kinds)]
+        of_kind = [(self.state.tables(kind), window) for kind, window in enumerate(windows)]
+        if self._prefixes:
+            kind, own = self._kinds[-1], self.state.tables(len(windows))
+            shared = share(self._prefixes, own, memory.page_size)
+            of_kind[kind] = (replace(of_kind[kind][0], shared=shared), -1)
         layers = zip(memory.pools, memory.kind_of, strict=True)
         self._layers = [LayerStep(pool, *of_kind[kind]) for pool, kind in layers]
 
@@ -283,7 +293,9 @@ class Step:
         end = np.where(active, np.where(taken, slot + 1, counts[:, rank, None]), 0)
         table, size = self._tables(), slots.page_size
         page = np.take_along_axis(table, np.minimum(slot // size, table.shape[2] - 1)[None], 2)
-        start = np.stack([self._starts(kind.window, taken) for kind in slots.kinds])
+        start = np.stack([self._starts(slots.kinds[kind].window, taken) for kind in self._kinds])
+        for group in self._prefixes:
+            start[-1, list(group.rows)] = group.slots
         tile = tile_size(size)
         first, past = start[:, :, 0], end[None, :, -1]
         tiles = np.where(past > first, -(-past // tile) - first // tile, 0).cumsum(1)
@@ -296,12 +308,23 @@ class Step:
             first_new=counts[:, rank].copy(),
             table=table,
             start=start,
-            end=np.repeat(end[None].astype(np.int32), len(slots.kinds), 0),
+            end=np.repeat(end[None].astype(np.int32), len(self._kinds), 0),
             write=np.where(taken, page * size + slot % size, -1).astype(np.int32),
             tiles=np.pad(tiles, ((0, 0), (1, 0))).astype(np.int32),
-            windows=_integers([kind.window for kind in slots.kinds]),
-            base=np.array(self._memory.base, np.int64),
+            windows=_integers([slots.kinds[kind].window for kind in self._kinds]),
+            base=np.array([self._memory.base[kind] for kind in self._kinds], np.int64),
         )
+
+    def _shared_prefixes(self) -> list[Prefix]:
+        """Return the groups of rows that share a prefix. It stays theirs: a shared page is copied before it is written,
+        and a step is refused when one of its sequences is cut or freed. Over ranks each row attends by itself."""
+        slots, windows = self._slots, [kind.window for kind in self._slots.kinds]
+        if slots.world_size > 1 or -1 not in windows:
+            return []
+        kind = windows.index(-1)
+        pages = [[] if n is None else slots[n].pages[kind][0] for n in self.sequences]
+        held = [0 if n is None else self._rows[n].counts[0] for n in self.sequences]
+        return prefixes(pages, held, slots.page_size)
 
     def _starts(self, window: int, taken: NDArray[np.bool_]) -> Integers:
         """Return the first slot of each new token's window, (batch, new)."""
@@ -323,7 +346,7 @@ class Step:
         """
         slots, rank = self._slots, self.transport.rank
         rows = [[None if n is None else slots[n].pages[kind][rank] for n in self.sequences]
-                for kind in range(len(slots.kinds))]  # fmt: skip
+                for kind in self._kinds]  # fmt: skip
         widest = max((len(pages) for tables in rows for pages in tables if pages is not None), default=0) + 1
         if width and widest > width:
             raise ValueError(
@@ -333,7 +356,7 @@ class Step:
         width = width or max(8, 1 << (widest - 1).bit_length())
         result = np.empty((len(rows), self.batch, width), np.int32)
         for kind, tables in enumerate(rows):
-            result[kind] = self._memory.spare[kind]
+            result[kind] = self._memory.spare[self._kinds[kind]]
             for b, pages in enumerate(tables):
                 if pages is not None:
                     result[kind, b, : len(pages)] = pages

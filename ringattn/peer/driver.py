@@ -182,11 +182,15 @@ class Rows(NamedTuple):
 
 
 def copy_rows(stream: torch.cuda.Stream, rows: Rows) -> None:
-    """Copy ``height`` rows of ``width`` bytes between a GPU and pinned memory of the host."""
+    """Copy ``height`` rows of ``width`` bytes between a GPU and pinned memory of the host. The pitch of several rows is
+    less than 2 GiB; a single row may be longer."""
+    if rows.height == 1:
+        copy(stream, rows.target, rows.source, rows.width)
+        return
     source = _Side(memory=_UNIFIED, address=rows.source, pitch=rows.source_pitch)
     target = _Side(memory=_UNIFIED, address=rows.target, pitch=rows.target_pitch)
-    copy = _Copy2D(source, target, rows.width, rows.height)
-    if error := _driver().copy_2d(ctypes.byref(copy), stream.cuda_stream):
+    both = _Copy2D(source, target, rows.width, rows.height)
+    if error := _driver().copy_2d(ctypes.byref(both), stream.cuda_stream):
         _check(error, f"copying {rows.height} rows of {rows.width} bytes")
 
 

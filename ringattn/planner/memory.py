@@ -182,7 +182,8 @@ def _moments(model: ModelShape, tokens: int, s: Switches) -> list[dict[str, int]
             return may_leave + stays + between * layer.x
         results = s.attention_on_host * s.keep_attention_out * (layer.q + layer.lse)
         here = 2 * layer.x + min(2, s.head_groups) * results // s.head_groups
-        return stays + max(may_leave - s.host_bytes, 0) + min(may_leave, here)
+        between = max(min(s.anchors, count) - 2, 0) * layer.x  # on the host where there is room, as the rest
+        return stays + max(may_leave + between - s.host_bytes, 0) + min(may_leave, here)
 
     loss = dict(
         always, gathered=gathered, kept=layers(model.layers) + layer.turns,

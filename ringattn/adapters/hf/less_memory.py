@@ -1,0 +1,110 @@
+"""reduce_memory(): what a transformers model keeps and makes in training, in less memory, each with its own switch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
+
+from ...training.by_heads import by_heads
+from ...training.by_tokens import by_tokens, chunks
+from ...training.parts import Part, run_in_parts
+from ...training.recompute import Recompute, recompute
+from ...training.stand_in import stand_in
+from .models import unwrapped
+
+
+def reduce_memory(
+    model: nn.Module,
+    how: Recompute | None = None,
+    *,
+    mlp_chunk: int = 0,
+    head_groups: int = 1,
+    loss_chunk: int = 0,
+) -> None:
+    """Let a model of transformers train in less memory. Loss and gradients are the same, but for the order of sums
+    where something is computed in parts.
+
+    Call it once, before FSDP2, Trainer or another wrapper; it is for training with the loss that the model computes.
+
+    Args:
+        model: a causal language model.
+        how: what layers keep for the backward, and where; None: everything, on the GPU.
+        mlp_chunk: norms and MLPs compute so many tokens at a time; 0: all.
+        head_groups: attention computes its heads in so many groups, with their projections.
+        loss_chunk: logits and loss of so many tokens at a time; the model then returns no logits. 0: all.
+
+    Raises:
+        TypeError, ValueError: see :func:`.by_tokens.by_tokens`, :func:`.by_heads.by_heads`,
+            :func:`.recompute.recompute`; or the model has no list of layers.
+    """
+    model = unwrapped(model)
+    layers: Any = decoder_layers(model)
+    for layer in layers:
+        if head_groups > 1 and hasattr(layer, "self_attn"):
+            by_heads(layer.self_attn, head_groups)
+        if mlp_chunk:
+            for module in _of_tokens(layer):
+                by_tokens(module, mlp_chunk)
+    if mlp_chunk:
+        for module in _of_tokens(_decoder(model)):
+            by_tokens(module, mlp_chunk)
+    if how is not None:
+        recompute(layers, how)
+    if loss_chunk:
+        _loss_by_tokens(model, loss_chunk)
+
+
+def decoder_layers(model: nn.Module) -> nn.ModuleList:
+    """Return the layers of a causal language model, in their order."""
+    layers = getattr(_decoder(model), "layers", None)
+    if not isinstance(layers, nn.ModuleList):
+        raise TypeError(
+            f"{type(model).__name__} has no ModuleList `layers` in its decoder; pass a decoder of transformers"
+        )
+    return layers
+
+
+def _decoder(model: Any) -> Any:
+    return model.get_decoder() if hasattr(model, "get_decoder") else model
+
+
+def _of_tokens(layer: nn.Module) -> list[nn.Module]:
+    """Return the norms and MLPs of a layer or model: its children that compute each token by itself."""
+    return [child for name, child in layer.named_children() if "norm" in name or name in ("mlp", "feed_forward")]
+
+
+def _loss_by_tokens(model: Any, chunk: int) -> None:
+    """Let the model compute its loss from the hidden states of ``chunk`` tokens at a time: with its own forward, given
+    those in place of what its decoder returns."""
+    kind = type(model)
+    whole = kind.forward
+    prefix = model.base_model_prefix
+
+    def forward(*args: Any, labels: Any = None, shift_labels: Any = None, **kwargs: Any) -> Any:
+        total = kwargs.get("num_items_in_batch")
+        if shift_labels is None or total is None:
+            if labels is None:
+                return whole(model, *args, **kwargs)
+            raise ValueError(
+                f"loss_chunk={chunk} needs shift_labels and num_items_in_batch; pass the model what "
+                "ringattn.hf.sequence() yields, of a batch with labels"
+            )
+        hidden = getattr(model, prefix)(*args, **kwargs).last_hidden_state
+
+        def part(tokens: slice) -> Part:
+            def loss(x: Tensor) -> Tensor:
+                decoder = lambda **unused: BaseModelOutputWithPast(last_hidden_state=x)  # noqa: E731
+                head = stand_in(model, kind, **{prefix: decoder})
+                targets = shift_labels[:, tokens]
+                return whole(head, labels=targets, shift_labels=targets, num_items_in_batch=total).loss
+
+            return Part(tokens, loss)
+
+        parameters = [p for n, p in model.named_parameters(remove_duplicate=False) if not n.startswith(f"{prefix}.")]
+        return CausalLMOutputWithPast(
+            loss=run_in_parts(hidden, [*map(part, chunks(hidden.shape[1], chunk))], parameters)
+        )
+
+    model.forward = forward

@@ -1,0 +1,355 @@
+"""Switches for less memory: loss and gradients stay as they were, and memory is what the planner says."""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from pool import on_ranks
+from torch import Tensor, nn
+
+pytest.importorskip("transformers", reason="pip install 'transformers>=5.17' accelerate")
+
+import torch.distributed as dist
+from live_bytes import LiveBytes
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from transformers import AutoModelForCausalLM, Gemma2Config, GptOssConfig, LlamaConfig, LlamaForCausalLM, Qwen3Config
+
+import ringattn.hf
+from ringattn import virtual
+from ringattn.dataflow import DATAFLOWS
+from ringattn.hf import Recompute, reduce_memory
+from ringattn.planner import attention, memory
+from ringattn.planner.models import MODELS, ModelShape
+from ringattn.training import HostMemory, attention_results, by_heads, by_tokens
+from ringattn.training.host_memory import Waiting, available
+from scripts import less_memory
+
+SIZES = dict(
+    vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=5, num_attention_heads=4,
+    num_key_value_heads=2, head_dim=8, max_position_embeddings=64, bos_token_id=None, eos_token_id=None,
+    pad_token_id=None,
+)  # fmt: skip
+LAYERS = 5
+
+
+def model_of(config: Any, dtype: torch.dtype = torch.float64) -> Any:
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(config, attn_implementation="ringattn", dtype=dtype).train()
+
+
+def batch() -> dict[str, Tensor]:
+    ids = torch.randint(64, (1, 40), generator=torch.Generator().manual_seed(1))
+    return dict(input_ids=ids, labels=ids.clone())
+
+
+def step(model: Any, group: Any = None) -> list[Tensor]:
+    """Return loss and gradients."""
+    with ringattn.hf.sequence(model, batch(), group) as local:
+        loss = model(**local, use_cache=False).loss
+        loss.backward()
+    gradients = [p.grad for p in model.parameters()]
+    return [loss.detach(), *(g.full_tensor() if hasattr(g, "full_tensor") else g for g in gradients)]
+
+
+def worst(got: list[Tensor], want: list[Tensor]) -> float:
+    """Return the largest difference, relative to the largest number of each tensor."""
+    return max(((a - b).abs().max() / b.abs().max()).item() for a, b in zip(got, want, strict=True))
+
+
+# Every switch over two ranks with FSDP2. The same bits: nothing is reordered.
+
+SAME_BITS: dict[str, Callable[[Any], None]] = {
+    "inputs on the GPU": lambda m: reduce_memory(m, Recompute()),
+    "all on the host": lambda m: reduce_memory(m, Recompute(host := HostMemory(), host)),
+    "some on the host": lambda m: reduce_memory(m, Recompute(host := HostMemory(9000), host)),
+    "attend again": lambda m: reduce_memory(m, Recompute(results=2)),
+    "anchors": lambda m: reduce_memory(m, Recompute(HostMemory(), HostMemory(), anchors=3)),
+    "anchors, attend again": lambda m: reduce_memory(m, Recompute(results=1, anchors=4)),
+}
+# Sums in another order: of float64, but for the loss, which transformers computes in float32.
+ROUNDED: dict[str, tuple[float, Callable[[Any], None]]] = {
+    "tokens": (1e-13, lambda m: reduce_memory(m, mlp_chunk=7)),
+    "heads": (1e-13, lambda m: reduce_memory(m, head_groups=2)),
+    "loss": (1e-6, lambda m: reduce_memory(m, loss_chunk=6)),
+    "all": (
+        1e-6,
+        lambda m: reduce_memory(
+            m, Recompute(host := HostMemory(), host, results=3, anchors=2), mlp_chunk=7, head_groups=2, loss_chunk=6
+        ),
+    ),
+}
+
+
+def differences() -> dict[str, float]:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    base = model_of(LlamaConfig(**SIZES))
+
+    def run(change: Callable[[Any], None]) -> list[Tensor]:
+        model = copy.deepcopy(base)
+        change(model)
+        for layer in (*model.model.layers, model):
+            fully_shard(layer, mesh=mesh)
+        return step(model, mesh)
+
+    want = run(lambda model: None)
+    changes = SAME_BITS | {name: change for name, (_, change) in ROUNDED.items()}
+    return {name: worst(run(change), want) for name, change in changes.items()}
+
+
+@pytest.mark.parametrize("world_size", on_ranks(2))
+def test_every_switch_leaves_loss_and_gradients_as_they_were(pools, world_size: int) -> None:
+    for found in pools(world_size).run(differences):
+        for name in SAME_BITS:
+            assert found[name] == 0, name
+        for name, (limit, _) in ROUNDED.items():
+            assert found[name] < limit, name
+
+
+@pytest.mark.parametrize("kind", [Qwen3Config, Gemma2Config, GptOssConfig])
+def test_groups_of_heads_share_norms_and_divide_sinks(kind: type) -> None:
+    sizes = SIZES | (dict(num_local_experts=2, num_experts_per_tok=1) if kind is GptOssConfig else {})
+    base = model_of(kind(**sizes, sliding_window=8), torch.float32 if kind is GptOssConfig else torch.float64)
+    for name, p in base.named_parameters():
+        if name.endswith(("bias", "sinks", "norm.weight")):
+            nn.init.normal_(p, 0.5)
+    model = copy.deepcopy(base)
+    for layer in model.model.layers:
+        by_heads(layer.self_attn, 2)
+    assert worst(step(model), step(base)) < (1e-4 if kind is GptOssConfig else 1e-12)
+
+
+# What is computed how often, and what is kept
+
+
+@pytest.mark.parametrize(
+    ("results", "anchors", "groups", "calls"),
+    [
+        (None, 1, 1, 5),
+        (None, 3, 2, 10),
+        (2, 1, 1, 5 + 3),
+        (2, 1, 2, 2 * (5 + 3)),  # a layer computed again keeps its results for the parts of it that are
+        (0, 5, 1, 5 + 5),
+    ],
+)
+def test_attention_runs_again_only_where_its_results_are_not_kept(
+    results: int | None, anchors: int, groups: int, calls: int
+) -> None:
+    model = model_of(LlamaConfig(**SIZES))
+    reduce_memory(model, Recompute(results=results, anchors=anchors), head_groups=groups)
+    flow = next(iter({type(flow): flow for flow in DATAFLOWS.values()}.values()))
+    with (
+        mock.patch("ringattn.operators.choose_dataflow", return_value=flow),
+        mock.patch.object(flow, "forward", wraps=flow.forward) as forward,
+    ):
+        step(model)
+    assert forward.call_count == calls
+
+
+def test_buffers_on_the_host_are_used_again_and_limited() -> None:
+    place = HostMemory(100)
+    a, b = torch.arange(12.0), torch.arange(10.0)
+    first, second = place.put(a), place.put(b)
+    assert place.bytes == 88
+    third = place.put(torch.ones(4))  # no room: it stays where it is
+    assert place.bytes == 88
+    assert torch.equal(first.get(), a)
+    assert torch.equal(second.get(), b)
+    assert torch.equal(third.get(), torch.ones(4))
+    del first
+    again = place.put(a + 1)
+    assert place.bytes == 88
+    del second, again
+    large = place.put(torch.ones(25))  # the free ones make room
+    assert place.bytes == 100
+    assert torch.equal(large.get(), torch.ones(25))
+    assert isinstance(place.put(torch.ones(2, 3)[:, :2]).get(), Tensor)
+    with pytest.raises(ValueError, match="limit is -1 bytes"):
+        HostMemory(-1)
+    assert 0 < available(2) <= available()
+
+
+def test_a_step_leaves_nothing_behind_and_allocates_once() -> None:
+    place = HostMemory()
+    model = model_of(LlamaConfig(**SIZES))
+    reduce_memory(model, Recompute(place, place, anchors=2), head_groups=2)
+    step(model)
+    used = place.bytes
+    assert used == sum(b.numel() for b in place._free) > 0
+    step(model)
+    assert place.bytes == used == sum(b.numel() for b in place._free)
+
+
+# Refusals
+
+
+def test_what_cannot_be_divided_is_refused_by_name() -> None:
+    layer = model_of(LlamaConfig(**SIZES)).model.layers[0]
+    with pytest.raises(ValueError, match="groups is 4; it must divide the 2 key heads of LlamaAttention"):
+        by_heads(layer.self_attn, 4)
+    with pytest.raises(TypeError, match="LlamaMLP has q_proj: NoneType"):
+        by_heads(layer.mlp, 2)
+    by_heads(layer.self_attn, 2)
+    with pytest.raises(TypeError, match="apply by_heads\\(\\) once"):
+        by_heads(layer.self_attn, 2)
+    with pytest.raises(ValueError, match="chunk is 0 tokens"):
+        by_tokens(layer.mlp, 0)
+    with pytest.raises(ValueError, match="dropout"):
+        by_tokens(nn.Sequential(nn.Dropout(0.1)), 4)
+    with pytest.raises(ValueError, match="anchors is 0"):
+        Recompute(anchors=0)
+    model = model_of(LlamaConfig(**SIZES))
+    model.activation_checkpointing_enable()
+    with pytest.raises(ValueError, match="gradient_checkpointing_disable"):
+        reduce_memory(model, Recompute())
+
+
+# Memory, and what --offload chooses
+
+SMALL = ModelShape(6, 512, 1792, 8, 4, 64, 1000)
+TOKENS = 1 << 17
+
+
+class _Away(Waiting):
+    """What it keeps needs no memory until it is fetched."""
+
+    def __init__(self, x: Tensor) -> None:
+        self._shape, self._dtype = x.shape, x.dtype
+        self._here: Tensor | None = None
+
+    def fetch(self) -> None:
+        self._here = self.get()
+
+    def get(self) -> Tensor:
+        x, self._here = self._here, None
+        return torch.empty(self._shape, dtype=self._dtype) if x is None else x
+
+
+class _Elsewhere(HostMemory):
+    def put(self, x: Tensor) -> Waiting:
+        return _Away(x)
+
+
+def live_bytes(how: Recompute, mlp_chunk: int, head_groups: int) -> int:
+    """Return the most bytes of a step but for those of parameters."""
+    config = LlamaConfig(
+        vocab_size=SMALL.vocabulary, hidden_size=SMALL.hidden, intermediate_size=SMALL.intermediate,
+        num_hidden_layers=SMALL.layers, num_attention_heads=SMALL.heads, num_key_value_heads=SMALL.kv_heads,
+        head_dim=SMALL.head_dim, max_position_embeddings=1 << 20, bos_token_id=None, eos_token_id=None,
+        pad_token_id=None,
+    )  # fmt: skip
+    live = LiveBytes()
+    with FakeTensorMode(allow_non_fake_inputs=True), live:
+        model = LlamaForCausalLM._from_config(config, attn_implementation="live_bytes", dtype=torch.bfloat16).train()
+        reduce_memory(model, how, mlp_chunk=mlp_chunk, head_groups=head_groups, loss_chunk=1024)
+        before, live.peak = live.now, 0
+        ids = torch.zeros(1, TOKENS, dtype=torch.long)
+        positions = torch.arange(TOKENS)[None]
+        labels = dict(labels=ids, shift_labels=ids, num_items_in_batch=TOKENS)
+        model(input_ids=ids, position_ids=positions, use_cache=False, **labels).loss.backward()
+    return live.peak - before
+
+
+@pytest.mark.filterwarnings("ignore:Accessing the data pointer")
+@pytest.mark.parametrize(
+    ("host", "results", "mlp_chunk", "head_groups"),
+    [(0, None, 2048, 4), (1 << 50, None, 2048, 4), (1 << 50, None, 2048, 1)],
+)
+def test_memory_is_what_the_planner_says(
+    host: int, results: int | None, mlp_chunk: int, head_groups: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(attention_results, "_is_attention", lambda f: f is torch.ops.live_bytes.attention.default)
+    monkeypatch.setattr(attention, "memory", lambda row, s: attention.Bytes(0, 0))
+    place = _Elsewhere() if host else HostMemory(0)
+    most = live_bytes(Recompute(place, place, results=results), mlp_chunk, head_groups)
+    switches = memory.Switches(
+        optimizer="sgd", host_bytes=host, attention_on_host=bool(host), attention_layers=results, mlp_chunk=mlp_chunk,
+        head_groups=head_groups, loss_chunk=1024,
+    )  # fmt: skip
+    said = memory.parts(SMALL, TOKENS, switches)
+    assert sum(said.values()) - said["parameters"] == pytest.approx(most, rel=0.03), said
+
+
+def options_of(text: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    less_memory.add_arguments(parser, checkpoint="none", loss_chunk=0, state=None)
+    return parser.parse_args(text.split())
+
+
+def test_offload_chooses_what_fits_and_keeps_what_is_given() -> None:
+    setting = less_memory.Setting(SMALL, TOKENS, 2, 2, torch.device("cpu"))
+    plain = options_of("")
+    less_memory.complete(plain, setting)
+    assert (plain.checkpoint, plain.host_bytes, plain.state, plain.attention_on) == ("none", 0, "fp32", "gpu")
+
+    chosen = options_of("--offload 1 --gpu-memory 8 --head-groups 4")
+    less_memory.complete(chosen, setting)
+    assert (chosen.checkpoint, chosen.host_bytes, chosen.state) == ("selective", 1 << 30, "bf16")
+    assert (chosen.head_groups, chosen.attention_layers, chosen.anchors) == (4, 6, 1)
+    switches = less_memory.predicted(chosen, setting)
+    peak = memory.peak(SMALL, TOKENS, switches)
+
+    tight = options_of(f"--offload 0.1 --head-groups 4 --gpu-memory {(peak + (100 << 20)) / 2**30}")
+    less_memory.complete(tight, setting)
+    assert (tight.attention_layers, tight.anchors) != (6, 1)
+    assert memory.peak(SMALL, TOKENS, less_memory.predicted(tight, setting)) <= peak + (100 << 20)
+    first, second = less_memory.describe(tight, replace(setting, tokens=1 << 16))
+    assert first.startswith("GiB of a GPU at the peak, predicted: ")
+    assert "the longest row that fits into" in second
+
+
+def test_virtual_ranks_attend_by_groups_of_heads() -> None:
+    """Any dataflow: groups are ordinary calls."""
+    base = model_of(LlamaConfig(**SIZES))
+
+    def body(rank: virtual.VirtualRank) -> float:
+        results = []
+        for dataflow in ("ring", "gather"):
+            model = copy.deepcopy(base)
+            whole = copy.deepcopy(base)
+            reduce_memory(model, Recompute(), head_groups=2)
+            pair = []
+            for one in (model, whole):
+                with ringattn.hf.sequence(one, batch(), rank, dataflow=dataflow) as local:
+                    one(**local, use_cache=False).loss.backward()
+                pair.append([p.grad for p in one.parameters()])
+            results.append(worst(*pair))
+        return max(results)
+
+    assert max(virtual.run(3, body)) < 1e-13
+
+
+@pytest.mark.parametrize("gpus", [1, 2, 4, 8])
+def test_the_page_says_what_the_planner_does(gpus: int) -> None:
+    page = (Path(__file__).parent.parent / "docs/use/longest.md").read_text()
+    for gib in (80, 139):
+        (row,) = (line for line in page.splitlines() if line.startswith(f"| {gpus} x {gib} GiB |"))
+        said = [float(n.replace(",", "")) for n in re.findall(r"([\d,]+)k", row)]
+        assert said == pytest.approx([n // 1000 for n in longest_rows(gpus, gib) if n], rel=0.05), longest_rows(
+            gpus, gib
+        )
+
+
+def longest_rows(gpus: int, gib: int) -> list[int]:
+    """Return the tokens in a row of the page's table, 0 where nothing fits."""
+    cells = []
+    for name in ("llama-3.2-1b", "llama-3.1-8b", "qwen3-32b"):
+        model = MODELS[name]
+        one = memory.Switches(fsdp_size=gpus, ranks=gpus)
+        every = replace(
+            one, anchors=4, attention_on_host=True, mlp_chunk=less_memory.CHUNK, loss_chunk=less_memory.LOSS_CHUNK,
+            head_groups=model.kv_heads // 2,
+        )  # fmt: skip
+        settings = (one, *(replace(every, host_bytes=n << 30) for n in (100, 200)))
+        cells += [memory.longest(model, (gib << 30) - less_memory.RESERVED, s) * gpus for s in settings]
+    return cells
