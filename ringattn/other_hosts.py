@@ -84,11 +84,11 @@ class OtherHosts:
         """
         if other is None or other not in self.unseen:
             listed = ", ".join(self.listed())
-            return f"no rank whose process can be seen from here has failed, so it is one of the ranks {listed}"
+            return f"no rank whose process can be seen from here has failed, so it may be one of the ranks {listed}"
         there = f"rank {other} on {self.hosts[other]}"
         if late:
             return f"this rank waits for {there}"
-        return f"the connection to {there} is lost, which has died or has failed because of another rank"
+        return f"the connection to {there} is lost: that rank has died, or has failed because of another one"
 
     def tell(self, peer: int | None, text: str) -> Answer:
         """Tell the other ranks why this one fails. A text that names no cause does not replace one that is there."""

@@ -40,7 +40,7 @@ def cause_of_another(rank: OtherHosts, late: bool = False, other: int | None = N
 def test_all_hear_of_the_rank_that_the_first_one_names() -> None:
     """Rank 5 dies: rank 2 of another host loses its connection, fails, and closes those to ranks 0 and 3."""
     first, second, third = ranks(HashStore(), 2, 0, 3)
-    text = "the connection to rank 5 on c is lost, which has died or has failed because of another rank"
+    text = "the connection to rank 5 on c is lost: that rank has died, or has failed because of another one"
     assert first.guess(False, 5) == text
     assert cause_of_another(first, other=5) is None, "its own text does not come back"
     for rank in (second, third):
@@ -87,7 +87,7 @@ def test_without_a_store_all_hosts_are_listed_in_time(store: Any, late: bool, mo
     begin = time.monotonic()
     error = here.failure(RuntimeError("closed"), PLACE, begin - 10 * late, 10.0)
     assert time.monotonic() - begin < 1.0
-    text = "no rank whose process can be seen from here has failed, so it is one of the ranks 2-4 on b, 5 on c, 6 on b"
+    text = "no rank whose process can be seen from here has failed, so it may be one of the ranks 2-4 on b, 5 on c, 6 on b"
     assert error.cause == f"{text} (backend: closed)"
     assert type(error) is (TimedOut if late else LostPeer)
 
