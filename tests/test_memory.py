@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
 from typing import Any
 
@@ -34,20 +35,24 @@ class Counting(TorchDispatchMode):
         super().__init__()
         self.known = {x.untyped_storage()._cdata for x in ignored}
         self.live = self.peak = 0
+        self.lock = threading.RLock()  # a storage may go in any thread, and by garbage collection at any time
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         made = func(*args, **(kwargs or {}))
         for x in tree_leaves(made):
             if isinstance(x, Tensor) and (key := x.untyped_storage()._cdata) not in self.known:
-                self.known.add(key)
-                self.live += (size := x.untyped_storage().nbytes())
-                self.peak = max(self.peak, self.live)
+                size = x.untyped_storage().nbytes()
+                with self.lock:
+                    self.known.add(key)
+                    self.live += size
+                    self.peak = max(self.peak, self.live)
                 weakref.finalize(x.untyped_storage(), self.gone, key, size)
         return made
 
     def gone(self, key: int, size: int) -> None:
-        self.known.discard(key)
-        self.live -= size
+        with self.lock:
+            self.known.discard(key)
+            self.live -= size
 
 
 class Allocating(Backend):

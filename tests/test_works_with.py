@@ -336,7 +336,10 @@ def test_train_hf_packs_whole_documents_into_rows_of_equal_work() -> None:
 
 @pytest.mark.parametrize(
     ("arguments", "said"),
-    [("--resume --out nowhere", "there is no checkpoint in nowhere"), ("--context 0", "--context is 0; it must be")],
+    [
+        ("--resume --out nowhere", "there is no checkpoint in nowhere"),
+        ("--context 0", "argument --context: '0' is not a whole number of at least 1"),
+    ],
 )
 def test_train_hf_says_what_is_wrong(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], arguments: str, said: str
