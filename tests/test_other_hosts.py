@@ -87,7 +87,8 @@ def test_without_a_store_all_hosts_are_listed_in_time(store: Any, late: bool, mo
     begin = time.monotonic()
     error = here.failure(RuntimeError("closed"), PLACE, begin - 10 * late, 10.0)
     assert time.monotonic() - begin < 1.0
-    text = "no rank whose process can be seen from here has failed, so it may be one of the ranks 2-4 on b, 5 on c, 6 on b"
+    text = "no rank whose process can be seen from here has failed, so it may be one of the ranks "
+    text += "2-4 on b, 5 on c, 6 on b"
     assert error.cause == f"{text} (backend: closed)"
     assert type(error) is (TimedOut if late else LostPeer)
 
