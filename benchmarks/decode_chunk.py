@@ -1,6 +1,6 @@
 """Compare the attention of a prompt's chunk to pages of a cache with that to contiguous keys, on one GPU.
 
-    python -m benchmarks.decode_chunk                             8,192 queries beside 262,144 keys, bf16, 32/8 heads
+    python -m benchmarks.decode_chunk                             8,192 queries and 262,144 keys before them, bf16, 32/8
     python -m benchmarks.decode_chunk --held 1024 --new 64 --device cpu
 
 In every layer the chunk's keys and values are written to their pages and all that the cache holds is attended to; then

@@ -1,7 +1,7 @@
 """Repeats a launch with other addresses through the function that Triton compiles for it in C.
 
 Triton's own way to that function asks each tensor for its address and the driver whether it is one, encodes every TMA
-view anew, and copies the arguments twice: in all, longer than a short kernel runs. :class:`DirectLaunch` keeps the
+view again, and copies the arguments twice: in all, longer than a short kernel runs. :class:`DirectLaunch` keeps the
 arguments as that function takes them and fills in addresses and encoded views, which it keeps by their address. The
 order of the arguments is that of Triton 3.6; with another version there are no direct launches.
 """
