@@ -122,11 +122,11 @@ def measure(machine: Machine, case: Case, arguments: Words, shape: Shape) -> Wor
         kept = link.held_bytes(True) if link is not None else 0
         out = q.nbytes + 4 * q.shape[1] * shape.q_heads  # and lse
         gradients = sum(x.nbytes for x in leaves)
-        said = [
+        predicted = [
             plan.flow.memory_bytes(plan, shape, False) + out,
             plan.flow.memory_bytes(plan, shape, True) + out + gradients,
         ]
-        words = dict(bytes=torch.cuda.max_memory_allocated() - before + kept, predicted_bytes=max(said))
+        words = dict(bytes=torch.cuda.max_memory_allocated() - before + kept, predicted_bytes=max(predicted))
     with torch.no_grad():
         words["forward_ms"] = machine.time(forward)
     return words | dict(both_ms=machine.time(both))

@@ -736,7 +736,7 @@ MUTANTS = (
         "tests/test_planner.py -k simulation",
     ),
     Mutant(
-        "planner: a slow rank holds up nobody",
+        "planner: other ranks do not wait for a slow one",
         "ringattn/planner/simulate.py",
         "(setting.slow, self.speed)",
         "({}, self.speed)",

@@ -334,8 +334,8 @@ def test_the_page_says_what_the_planner_does(gpus: int) -> None:
     page = (Path(__file__).parent.parent / "docs/use/longest.md").read_text()
     for gib in (80, 139):
         (row,) = (line for line in page.splitlines() if line.startswith(f"| {gpus} x {gib} GiB |"))
-        said = [float(n.replace(",", "")) for n in re.findall(r"([\d,]+)k", row)]
-        assert said == pytest.approx([n // 1000 for n in longest_rows(gpus, gib) if n], rel=0.05), longest_rows(
+        listed = [float(n.replace(",", "")) for n in re.findall(r"([\d,]+)k", row)]
+        assert listed == pytest.approx([n // 1000 for n in longest_rows(gpus, gib) if n], rel=0.05), longest_rows(
             gpus, gib
         )
 

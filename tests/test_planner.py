@@ -36,9 +36,9 @@ class Pulling(VirtualRank):
 
 def gpu(world_size: int, pulls: bool, rank: int = 0) -> VirtualRank:
     """A rank that says it is a GPU, and moves nothing."""
-    made = (Pulling if pulls else VirtualRank)(rank, world_size)
-    made.device = torch.device("cuda")
-    return made
+    result = (Pulling if pulls else VirtualRank)(rank, world_size)
+    result.device = torch.device("cuda")
+    return result
 
 
 # Memory
@@ -249,7 +249,7 @@ def test_a_slow_rank_holds_up_the_others_and_a_slow_link_those_who_use_it(datafl
     link = simulate(setting(4, 4, 32768, slow_link={0: 30.0}), dataflow)
     assert link.forward > 1.2 * even.forward
     faster = simulate(setting(4, 4, 32768, slow={5: 0.5}), dataflow)
-    assert faster.forward == pytest.approx(even.forward, rel=0.02), "one fast rank helps nobody"
+    assert faster.forward == pytest.approx(even.forward, rel=0.02), "the others still take as long"
 
 
 def test_one_rank_alone_is_the_kernel() -> None:

@@ -103,15 +103,15 @@ def judge(problem: Problem, way: Way) -> Verdict:
 def verdicts(problem: Problem) -> list[Verdict]:
     """Return all ways: the best, which is the simplest of those that are nearly the fastest, then others by speed, then
     those that do not fit, from the least memory on."""
-    found = [
+    judged = [
         judge(problem, way_of(problem, *size, dataflow))
         for size in sizes(problem.cluster)
         for dataflow in dataflows(*size)
     ]
-    found.sort(key=lambda verdict: verdict.speed, reverse=True)
-    near = [verdict for verdict in found if verdict.step and verdict.speed > (1 - NEAR) * found[0].speed]
-    best = min(near, key=lambda verdict: _saves(verdict.way.switches), default=found[0])
-    return [best, *(verdict for verdict in found if verdict is not best)]
+    judged.sort(key=lambda verdict: verdict.speed, reverse=True)
+    near = [verdict for verdict in judged if verdict.step and verdict.speed > (1 - NEAR) * judged[0].speed]
+    best = min(near, key=lambda verdict: _saves(verdict.way.switches), default=judged[0])
+    return [best, *(verdict for verdict in judged if verdict is not best)]
 
 
 def _saves(switches: Switches) -> int:
