@@ -192,7 +192,8 @@ def describe(options: argparse.Namespace, setting: Setting) -> Iterator[str]:
         f"on the host {host:.1f} GiB per rank"
         + (f"; the longest row that fits into {fits / GIB:.1f} GiB: {longest:,} tokens" if fits else "")
         + f"; checkpoint {options.checkpoint}, attention of {_all(options.attention_layers)} layers kept on the "
-        f"{options.attention_on}, products of {options.products} layers, anchors {options.anchors or 1}, mlp-chunk {options.mlp_chunk}, head-groups "
+        f"{options.attention_on}, products of {options.products} layers, "
+        f"anchors {options.anchors or 1}, mlp-chunk {options.mlp_chunk}, head-groups "
         f"{options.head_groups or 1}, loss-chunk {options.loss_chunk}, state {options.state}"
     )
 
