@@ -703,8 +703,8 @@ MUTANTS = (
     Mutant(
         "verify: a key met twice is no error",
         "ringattn/verify.py",
-        "met[rank, keys] = True",
-        "met[rank, keys] = False",
+        "met[rank, keys_met] = True",
+        "met[rank, keys_met] = False",
         "tests/test_plan.py",
     ),
     Mutant(

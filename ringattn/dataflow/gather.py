@@ -33,7 +33,7 @@ import torch
 from .. import verify
 from ..kernels.contract import Block, CompletionCounts, Keys, Queries, Result
 from ..plans import Plan
-from ..schedule import head_groups, waves
+from ..schedule import buffer_rows, head_groups, waves
 from ..shape import Shape
 from ..trace import named
 from .by_node import relayed_bytes
@@ -173,8 +173,7 @@ def _traffic(plan: Plan) -> list[Traffic]:
 
 def _pulled_bytes(plan: Plan, s: Shape, backward: bool) -> int:
     runs = plan.fetches
-    fetched = sum(run.length for run in runs[plan.rank])
-    largest = max(sum(run.length for run in theirs) for theirs in runs)
+    fetched, largest = buffer_rows(runs[plan.rank]), max(map(buffer_rows, runs))
     queries, longest = plan.local_lengths[plan.rank], max(plan.local_lengths_k)
     token = s.batch * (s.head_dim + s.value_dim)  # elements of one key head
 
