@@ -27,12 +27,21 @@ def first_rows(keys: Sequence[range], queries: Sequence[range], cuts: Sequence[i
     Args:
         keys: runs of neighbouring positions, disjoint and growing.
         queries: the runs of a rank's queries, growing; the same positions as keys.
-        cuts: positions, growing, such that no query sees keys on both sides of one (:attr:`.work.Work.cuts`).
+        cuts: positions from 0 to the end, growing, such that no query sees keys on both sides of one
+            (:attr:`.work.Work.cuts`).
     """
     rows, row, starts = list[int](), 0, [run.start for run in queries]
     for group in _groups(keys, cuts):
-        space = -(row + _before_queries(group, queries, starts)) % GRID
-        if space <= sum(map(len, group)):  # else keys would be few among zeros
+        low, high = group[0].start, group[-1].stop
+        inside = queries[max(bisect_right(starts, low) - 1, 0) : bisect_left(starts, high)]
+        if len(inside) > 1:
+            inside = [max(inside, key=lambda run: min(run.stop, high) - max(run.start, low))]
+        begin = inside[0].start if inside else low
+        before = begin - low  # rows from the first key to the first tile of queries; it may begin before the keys
+        if before > 0:
+            before = sum(min(run.stop, begin) - run.start for run in group if run.start < begin)
+        space = -(row + before) % GRID
+        if space <= high - low and space <= sum(map(len, group)):  # else keys would be few among zeros
             row += space
         for run in group:
             rows.append(row)
@@ -42,19 +51,11 @@ def first_rows(keys: Sequence[range], queries: Sequence[range], cuts: Sequence[i
 
 def _groups(keys: Sequence[range], cuts: Sequence[int]) -> Iterator[Sequence[range]]:
     """Yield runs of keys that queries may see together."""
-    begin = 0
-    for i in range(1, len(keys) + 1):
-        if i < len(keys):
-            cut = bisect_left(cuts, keys[i - 1].stop)
-            if cut == len(cuts) or cuts[cut] > keys[i].start:
-                continue
-        yield keys[begin:i]
-        begin = i
-
-
-def _before_queries(group: Sequence[range], queries: Sequence[range], starts: Sequence[int]) -> int:
-    """Return how many keys of a group come before the first tile of its longest run of queries; 0 if it has none."""
-    low, high = group[0].start, group[-1].stop
-    inside = queries[max(bisect_right(starts, low) - 1, 0) : bisect_left(starts, high)]
-    begin = max(inside, key=lambda run: min(run.stop, high) - max(run.start, low), default=range(low, low)).start
-    return sum(min(run.stop, begin) - run.start for run in group if run.start < begin) + min(begin - low, 0)
+    begin = cut = 0
+    for i in range(1, len(keys)):
+        cut = bisect_left(cuts, keys[i - 1].stop, cut)
+        if cuts[cut] <= keys[i].start:
+            yield keys[begin:i]
+            begin = i
+    if keys:
+        yield keys[begin:]
