@@ -6,7 +6,8 @@
 
 Because the keys lie in the order of their positions, the mask is still one interval per query, and a query's state
 never leaves the kernel: there is nothing to carry and nothing to merge. Runs of positions that no query of this rank
-sees are not fetched; with a zigzag layout and a causal mask that is a quarter of all keys.
+sees are not fetched; with a zigzag layout and a causal mask that is a quarter of all keys. Documents may be some rows
+apart, so that tiles of keys begin where tiles of queries do (:mod:`ringattn.alignment`).
 
 Heads are independent, so the work is cut by heads:
 
