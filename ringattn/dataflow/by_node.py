@@ -24,7 +24,7 @@ from torch import Tensor
 from ..kernels.contract import Block, CompletionCounts
 from ..plans import Plan
 from ..relay import Relay
-from ..schedule import head_groups
+from ..schedule import buffer_rows, head_groups
 from ..shape import Shape
 from ..transport import Message
 from ..works import Pending
@@ -173,7 +173,7 @@ def relayed_bytes(plan: Plan, relay: Relay, s: Shape, backward: bool) -> int:
     """Return an upper bound on what a call allocates in addition to its inputs and results."""
     rank = plan.rank
     own, extended = relay.own[rank], relay.lengths[rank]
-    fetched = sum(run.length for run in relay.fetches[rank])
+    fetched = buffer_rows(relay.fetches[rank])
     out, sent = (
         sum(run.length for runs in stage for run in runs if run.owner == rank)
         for stage in (relay.fetches, relay.carried)

@@ -19,7 +19,7 @@ from .. import blocks
 from ..kernels.contract import Block, CompletionCounts, Keys
 from ..kernels.upload import upload
 from ..plans import Plan
-from ..schedule import Fetch, head_groups
+from ..schedule import Fetch, buffer_rows, head_groups
 from ..shape import Shape
 from ..transport import Message
 from ..works import Pending
@@ -56,24 +56,26 @@ class Routes(NamedTuple):
     Args:
         rank: that of this process.
         leaving: index into this rank's shard that collects what leaves; None where it leaves from its place.
-        order: index that sorts what has arrived by position; None where it is sorted.
-        back: index that takes what is sorted to the order in which it arrived; None where that is the same.
+        places: the row of the buffer for each row that arrives; None where it arrives in its place.
         out: rows of what leaves, with the rank that gets them, ranks in order; its own rows among them.
         into: rows of what arrives, with the rank that they come from.
+        rows: of the buffer. Those to which nothing comes are zero.
     """
 
     rank: int
     leaving: Tensor | None
-    order: Tensor | None
-    back: Tensor | None
+    places: Tensor | None
     out: list[tuple[int, slice]]
     into: list[tuple[int, slice]]
+    rows: int
 
     def deliver(self, local: Tensor, buffer: Tensor | None = None) -> Delivery:
         """Return the messages that take rows of ``local``, this rank's, to others, and theirs into the buffer."""
         local = local.contiguous() if self.leaving is None else local[self.leaving]
         if buffer is None:
-            buffer = local.new_empty((sum(rows.stop - rows.start for _, rows in self.into), *local.shape[1:]))
+            arriving = sum(rows.stop - rows.start for _, rows in self.into)
+            make = local.new_empty if self.places is not None or arriving == self.rows else local.new_zeros
+            buffer = make((arriving if self.places is not None else self.rows, *local.shape[1:]))
         own = [local[rows] for visitor, rows in self.out if visitor == self.rank]
         for x, (_, rows) in zip(own, (route for route in self.into if route[0] == self.rank), strict=True):
             buffer[rows].copy_(x)
@@ -81,15 +83,17 @@ class Routes(NamedTuple):
         receives = [(buffer[rows], owner) for owner, rows in self.into if owner != self.rank]
         return Delivery(sends, receives, buffer)
 
-    def sorted(self, buffer: Tensor) -> Tensor:
-        """Return rows that have arrived in the order of positions."""
-        return buffer if self.order is None else buffer[self.order]
+    def sorted(self, arrived: Tensor) -> Tensor:
+        """Return the buffer of the rows that have arrived."""
+        if self.places is None:
+            return arrived
+        return arrived.new_zeros((self.rows, *arrived.shape[1:])).index_copy_(0, self.places, arrived)
 
     def give_back(self, partial: Tensor) -> Return:
-        """Return the messages that take contributions, in the order of positions, to the ranks that the rows came
+        """Return the messages that take contributions to the rows of the buffer to the ranks that the rows came
         from."""
-        if self.back is not None:
-            partial = partial[self.back]
+        if self.places is not None:
+            partial = partial[self.places]
         sends = [(partial[rows], owner) for owner, rows in self.into if owner != self.rank]
         own = iter([partial[rows] for owner, rows in self.into if owner == self.rank])
         pieces = [
@@ -124,7 +128,7 @@ def direct_routes(rank: int, fetches: Sequence[Sequence[Fetch]]) -> Routes:
     out = [(visitor, run) for visitor, runs in enumerate(fetches) for run in runs if run.owner == rank]
     sent = [(visitor, slice(run.offset, run.offset + run.length)) for visitor, run in out]
     arrives = [(run.owner, slice(run.first, run.first + run.length)) for run in fetches[rank]]
-    return Routes(rank, None, None, None, sent, arrives)
+    return Routes(rank, None, None, sent, arrives, buffer_rows(fetches[rank]))
 
 
 def collected_routes(
@@ -143,11 +147,13 @@ def collected_routes(
     arrives = _joined([(run.owner, run.length) for run in runs])
     if keys is None:
         (leaving,) = upload((leaving,), device)
-        return Routes(rank, leaving, None, None, sent, arrives)
+        return Routes(rank, leaving, None, sent, arrives, buffer_rows(runs))
     by_owner = sorted(zip(fetches[rank], keys, strict=True), key=lambda pair: pair[0].owner)
     order = blocks.positions([positions for _, positions in by_owner]).argsort()
-    leaving, order, back = upload((leaving, order, order.argsort()), device)
-    return Routes(rank, leaving, order, back, sent, arrives)
+    places = torch.empty_like(order)
+    places[order] = blocks.positions([range(run.first, run.first + run.length) for run in fetches[rank]]).long()
+    leaving, places = upload((leaving, places), device)
+    return Routes(rank, leaving, places, sent, arrives, buffer_rows(fetches[rank]))
 
 
 def _joined(lengths: Iterable[tuple[int, int]]) -> list[tuple[int, slice]]:
@@ -214,7 +220,7 @@ class Contributions:
         self.dk = torch.empty(k.shape, dtype=dtype, device=k.device)
         self.dv = torch.empty(v.shape, dtype=dtype, device=v.device)
         self.width = k.shape[3] + v.shape[3]
-        self.keys = sum(run.length for run in self.plan.fetches[self.plan.rank])
+        self.keys = buffer_rows(self.plan.fetches[self.plan.rank])
         self.partials: dict[int, Tensor] = {}
 
     def buffers(self, wave: int) -> tuple[Tensor, Tensor]:
@@ -260,7 +266,7 @@ def message_bytes(plan: Plan, s: Shape, backward: bool) -> int:
     """Return an upper bound on what a call allocates in addition to its inputs and results."""
     rank, runs = plan.rank, plan.fetches
     queries, local = plan.local_lengths[rank], plan.local_lengths_k[rank]
-    fetched = sum(run.length for run in runs[rank])
+    fetched = buffer_rows(runs[rank])
     to_this_rank = sum(run.length for theirs in runs for run in theirs if run.owner == rank)
     groups = head_groups(s.kv_heads, s.q_heads, plan.transport.device.type, backward)
     part = max(g.stop - g.start for g in groups) / s.kv_heads
