@@ -14,9 +14,9 @@ dataflow with each layout (``gather balanced``; zigzag is not named) and of
 * ``alone``: one GPU's kernel on the whole row, on every GPU of the group at once, as speed per visible pair. The ratio
   to it is the cost of communication, unequal work and shorter runs together. Of a row of more than ``--alone`` tokens,
   which may not fit on one GPU or take long, it computes the first ones, and the report says so;
-* peers (benchmarks/peers.py): PyTorch's context_parallel and ring-flash-attn. Each first computes a small problem, on
-  each rank alone and then together, and is compared with ours. A peer that fails or computes another result is reported
-  as missing, with the reason;
+* peers (benchmarks/peers.py): PyTorch's context_parallel, Transformer Engine's and ring-flash-attn. Each first computes
+  a small problem, on each rank alone and then together, and is compared with ours. A peer that fails or computes
+  another result is reported as missing, with the reason;
 * ``matmul``: a product of two 8192 x 8192 matrices in the same run.
 
 Weak scaling is ``--tokens`` per rank over several ``--ranks``; strong scaling is ``--total`` tokens. Packed documents:
@@ -75,7 +75,7 @@ import ringattn
 from benchmarks import json_lines, peers, plot_scaling, scaling_layouts, scaling_lines
 from benchmarks.balance import busiest
 from benchmarks.json_lines import ROOT
-from benchmarks.peers import CannotRun
+from benchmarks.peer import CannotRun
 from benchmarks.progress import Progress
 from benchmarks.scaling_contestants import Contestants
 from benchmarks.scaling_problems import MASKS, Setting, mask_name, settings, visible_pairs
