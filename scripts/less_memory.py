@@ -187,8 +187,9 @@ def _all(layers: int | None) -> str:
     return "all" if layers is None else str(layers)
 
 
-def apply(model: nn.Module, options: argparse.Namespace, loss: bool = True) -> HostMemory | None:
-    """Switch on what is asked for, before the model is sharded; return where layers keep what they keep.
+def apply(model: nn.Module, options: argparse.Namespace, setting: Setting, loss: bool = True) -> HostMemory | None:
+    """Switch on what is asked for, before the model is sharded; return where layers keep what they keep: buffers for
+    rows of the setting's length, allocated already.
 
     Args:
         loss: --loss-chunk, too.
@@ -202,6 +203,7 @@ def apply(model: nn.Module, options: argparse.Namespace, loss: bool = True) -> H
             results=0 if options.checkpoint == "full" else options.attention_layers,
             anchors=options.anchors or 1,
         )
+        host.reserve(_waiting(options, setting), setting.device)
     reduce_memory(
         model,
         how,
@@ -210,6 +212,20 @@ def apply(model: nn.Module, options: argparse.Namespace, loss: bool = True) -> H
         loss_chunk=(options.loss_chunk or 0) if loss else 0,
     )
     return host if how else None
+
+
+def _waiting(options: argparse.Namespace, setting: Setting) -> Iterator[int]:
+    """Yield the bytes of the tensors that layers put into host memory, in the order of a forward."""
+    if options.offload is None:
+        return
+    model, per_token = setting.model, setting.dtype.itemsize
+    results = model.layers if options.attention_layers is None else options.attention_layers
+    for layer in range(model.layers):
+        if layer % (options.anchors or 1) == 0:
+            yield setting.tokens * per_token * model.hidden
+        if options.attention_on == "host" and options.checkpoint == "selective" and layer < results:
+            yield setting.tokens * model.heads * model.head_dim * per_token
+            yield setting.tokens * model.heads * 4  # lse
 
 
 def sharding(options: argparse.Namespace, device: torch.device, dtype: torch.dtype) -> Words:

@@ -190,6 +190,27 @@ def test_a_step_leaves_nothing_behind_and_allocates_once() -> None:
     assert place.bytes == used == sum(b.numel() for b in place._free)
 
 
+def test_what_is_reserved_is_enough() -> None:
+    """The script allocates the buffers of a row before the first step, which adds none; shorter rows use them, too."""
+    parser = argparse.ArgumentParser()
+    less_memory.add_arguments(parser, "none", 0, "bf16")
+    options = parser.parse_args(["--offload", "1", "--anchors", "2", "--attention-layers", "3", "--head-groups", "1"])
+    model = model_of(LlamaConfig(**SIZES), torch.float32)
+    c = model.config
+    shape = ModelShape(
+        c.num_hidden_layers, c.hidden_size, c.intermediate_size, c.num_attention_heads, c.num_key_value_heads,
+        c.head_dim, c.vocab_size,
+    )  # fmt: skip
+    setting = less_memory.Setting(shape, batch()["input_ids"].numel(), 1, 1, torch.device("cpu"), torch.float32)
+    less_memory.complete(options, setting)
+    host = less_memory.apply(model, options, setting)
+    assert host is not None
+    used = host.bytes
+    assert used == sum(b.numel() for b in host._free) > 0
+    step(model)
+    assert host.bytes == used == sum(b.numel() for b in host._free)
+
+
 # Refusals
 
 

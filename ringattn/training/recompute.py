@@ -124,7 +124,9 @@ class _Record:
         self._before = before  # None if the input is kept
         self._input: Waiting | None = None
         self._output: tuple[Any, ...] | None = None
-        self._results = AttentionResults(how.attention)
+        self._keeps = how.results is None or layer.index < how.results
+        # Results that are not kept are needed again in this layer's own backward at most.
+        self._results = AttentionResults(how.attention if self._keeps else HostMemory(0))
 
     def run(self, x: Tensor) -> Any:
         """Return the layer's output. Results of attention that are kept are used."""
@@ -142,7 +144,7 @@ class _Record:
     def ran(self, out: Any) -> None:
         """Note that the forward has ended."""
         self._output = _identity(out) if isinstance(out, Tensor) else None
-        if self._how.results is not None and self._layer.index >= self._how.results:
+        if not self._keeps:
             self._results.clear()
 
     def input(self) -> Tensor:
