@@ -32,10 +32,11 @@ For packed documents on two GPUs (four minutes):
         --layouts zigzag balanced zigzag-in-documents contiguous --dataflows gather --peers --no-errors \\
         --segments 18 --budget 200
 
-Two hosts of two GPUs on one machine, over sockets (RINGATTN_PULLS=0: messages inside of them, too):
+Two hosts of two GPUs on one machine, over sockets (RINGATTN_PULLS=0: messages inside of them, too), gather by node next
+to a gather that sends every key to each rank that sees it (``flat``):
 
     NCCL_P2P_DISABLE=1 NCCL_SHM_DISABLE=1 NCCL_IB_DISABLE=1 torchrun --standalone --nproc-per-node 4 \\
-        -m benchmarks.bench_scaling --hosts 2 --tokens 8192 32768 --peers --no-errors
+        -m benchmarks.bench_scaling --hosts 2 --tokens 4096 8192 --dataflows gather flat ring --peers --no-errors
 
 For trees, two GPUs next to one: ``--masks tree --tokens 16384 --layouts balanced --dataflows gather --peers``.
 
@@ -298,7 +299,7 @@ class Bench:
 
         alone = rms(one)
         for layout, dataflow in itertools.product(args.layouts, args.dataflows):
-            plan = ringattn.plan(total, group.data, causal=True, dataflow=dataflow, layout=layout)
+            plan = self.contestants.plan(setting, group.data, dataflow, layout)
             error, entry = rms(plan), scaling_lines.contestant(dataflow, layout)
             self.write("error", ranks=group.size, dataflow=entry, total=total, rms=error, one_rank=alone)
             ratio = max(error[name] / alone[name] for name in alone)

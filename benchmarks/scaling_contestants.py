@@ -56,8 +56,10 @@ class Contestants:
         return tensors
 
     def plan(self, setting: Setting, group: Any, dataflow: str, layout: str) -> ringattn.Plan:
+        """Return a plan; the dataflow "flat" is a gather that knows nothing of nodes."""
         options = mask_arguments(setting.mask, setting.seq_len, self.args.window)
-        return ringattn.plan(setting.seq_len, group, dataflow=dataflow, layout=layout, **options)
+        options |= dict(dataflow="gather", local_size=1) if dataflow == "flat" else dict(dataflow=dataflow)
+        return ringattn.plan(setting.seq_len, group, layout=layout, **options)
 
     def whole(self, setting: Setting) -> ringattn.Plan:
         """Return the plan of one GPU alone: the whole row, or the first ``--alone`` tokens of a longer one."""
