@@ -69,17 +69,23 @@ class Routes(NamedTuple):
     into: list[tuple[int, slice]]
     rows: int
 
-    def deliver(self, local: Tensor, buffer: Tensor | None = None) -> Delivery:
-        """Return the messages that take rows of ``local``, this rank's, to others, and theirs into the buffer."""
-        local = local.contiguous() if self.leaving is None else local[self.leaving]
+    # What copies its argument is a method of its own, so that the argument is freed before the next buffer is made. A
+    # callee cannot do that: where the interpreter has a hook for frames (Dynamo's), callers keep their arguments alive.
+
+    def outgoing(self, local: Tensor) -> Tensor:
+        """Return the rows of this rank's shard that leave."""
+        return local.contiguous() if self.leaving is None else local[self.leaving]
+
+    def deliver(self, outgoing: Tensor, buffer: Tensor | None = None) -> Delivery:
+        """Return the messages that take what :meth:`outgoing` returns to others, and theirs into the buffer."""
         if buffer is None:
             arriving = sum(rows.stop - rows.start for _, rows in self.into)
-            make = local.new_empty if self.places is not None or arriving == self.rows else local.new_zeros
-            buffer = make((arriving if self.places is not None else self.rows, *local.shape[1:]))
-        own = [local[rows] for visitor, rows in self.out if visitor == self.rank]
+            make = outgoing.new_empty if self.places is not None or arriving == self.rows else outgoing.new_zeros
+            buffer = make((arriving if self.places is not None else self.rows, *outgoing.shape[1:]))
+        own = [outgoing[rows] for visitor, rows in self.out if visitor == self.rank]
         for x, (_, rows) in zip(own, (route for route in self.into if route[0] == self.rank), strict=True):
             buffer[rows].copy_(x)
-        sends = [(local[rows], visitor) for visitor, rows in self.out if visitor != self.rank]
+        sends = [(outgoing[rows], visitor) for visitor, rows in self.out if visitor != self.rank]
         receives = [(buffer[rows], owner) for owner, rows in self.into if owner != self.rank]
         return Delivery(sends, receives, buffer)
 
@@ -89,11 +95,12 @@ class Routes(NamedTuple):
             return arrived
         return arrived.new_zeros((self.rows, *arrived.shape[1:])).index_copy_(0, self.places, arrived)
 
+    def unsorted(self, partial: Tensor) -> Tensor:
+        """Return contributions to the rows of the buffer in the order in which the rows arrived."""
+        return partial if self.places is None else partial[self.places]
+
     def give_back(self, partial: Tensor) -> Return:
-        """Return the messages that take contributions to the rows of the buffer to the ranks that the rows came
-        from."""
-        if self.places is not None:
-            partial = partial[self.places]
+        """Return the messages that take what :meth:`unsorted` returns to the ranks that the rows came from."""
         sends = [(partial[rows], owner) for owner, rows in self.into if owner != self.rank]
         own = iter([partial[rows] for owner, rows in self.into if owner == self.rank])
         pieces = [
@@ -187,7 +194,8 @@ def fetch_by_messages(call: Call, block: Block, groups: Sequence[slice]) -> Iter
     routes = _routes(call.plan, call.k.device)
 
     def start(heads: slice) -> tuple[Pending, Tensor]:
-        delivery = routes.deliver(torch.cat([call.k[:, :, heads], call.v[:, :, heads]], -1).transpose(0, 1))
+        outgoing = routes.outgoing(torch.cat([call.k[:, :, heads], call.v[:, :, heads]], -1).transpose(0, 1))
+        delivery = routes.deliver(outgoing)
         return call.plan.transport.start(delivery.sends, delivery.receives), delivery.buffer
 
     pending = start(groups[0])
@@ -252,7 +260,7 @@ class SentGradients(Contributions):
         self.routes = _routes(self.plan, call.k.device)
 
     def start(self, wave: int, counts: CompletionCounts | None) -> None:
-        sends, receives, self.arriving = self.routes.give_back(self.partials.pop(wave))
+        sends, receives, self.arriving = self.routes.give_back(self.routes.unsorted(self.partials.pop(wave)))
         self.moving: Pending = self.plan.transport.start(sends, receives)
 
     def finish(self, wave: int) -> None:
