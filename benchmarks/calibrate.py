@@ -278,7 +278,7 @@ class Machine:
         return forward, both
 
     def floors(self) -> dict[str, float]:
-        floors = {}
+        floors: dict[str, float] = {}
         times = self.calls(FEW_OF_A_CALL if self.cuda else FEW, ringattn.dataflows())
         for name, (forward, backward) in times.items():
             hops_home = (int(name == "reduce"), 1)

@@ -75,8 +75,9 @@ def problems(args: argparse.Namespace, world: int, itemsize: int) -> Iterator[Pr
     """Yield all problems, short rows first."""
     for tokens, mask, heads in itertools.product(sorted(args.tokens), args.masks, args.heads):
         arguments = mask_arguments(mask, tokens * world, args.window)
+        shape = Shape(1, heads[0], heads[1], args.head_dim, itemsize=itemsize)
         for layout in LAYOUTS[mask] if world > 1 else ("zigzag",):
-            yield Problem(tokens, heads, mask, layout, arguments, Shape(1, *heads, args.head_dim, itemsize=itemsize))
+            yield Problem(tokens, heads, mask, layout, arguments, shape)
 
 
 class Predicted(NamedTuple):
@@ -118,8 +119,8 @@ def measure(machine: Machine, problem: Problem, dataflows: Sequence[str]) -> dic
         both()  # compiles and makes tables
         words[plan.dataflow] = memory(machine, plan, both, problem.shape) if machine.cuda else {}
     times = machine.times([body for pair in passes for body in pair])
-    for name, forward, both in zip(dataflows, times[::2], times[1::2], strict=True):
-        words[name] |= dict(forward_ms=forward, both_ms=both)
+    for name, forward, whole in zip(dataflows, times[::2], times[1::2], strict=True):
+        words[name] |= dict(forward_ms=forward, both_ms=whole)
     return words
 
 

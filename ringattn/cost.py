@@ -342,7 +342,8 @@ def _walk(p: Problem, costs: Costs, s: Shape, dataflow: str, backward: bool) -> 
     begin, busy, moving = [0.0] * n, [0.0] * n, 0.0
     slots = count + (count > 1 and moved.parts > 0)
     for t in range(slots):
-        links, peers = 0.0, []
+        links = 0.0
+        peers: list[tuple[int, int]] = []
         if t + 1 < count:
             links += hop(moved.shard, moved.shards, one_group or shifts[t + 1][0] != shifts[t][0])
             peers += zip(holders[t], holders[t + 1], strict=True)

@@ -276,7 +276,8 @@ def message_bytes(plan: Plan, s: Shape, backward: bool) -> int:
         earlier = fetched + arriving if len(groups) > 1 else 0
         gradients = local + part * (at_once + earlier)
         bound += gradients * s.kv_elements * s.state_itemsize
-    return round(s.batch * (bound + kernel_bytes(plan, s, fetched, part, backward, len(groups) > 1)))
+    bound += kernel_bytes(plan, s, fetched, part, backward, len(groups) > 1)
+    return round(s.batch * (s.beyond_results(queries, local, bound) if backward else bound))
 
 
 def kernel_bytes(plan: Plan, s: Shape, fetched: int, part: float, backward: bool, grouped: bool) -> float:

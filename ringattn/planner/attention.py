@@ -48,10 +48,9 @@ class Bytes(NamedTuple):
 def memory(row: Row, s: Shape) -> Bytes:
     """Return what attention allocates in addition to q, k, v, out and their gradients."""
     rows = row.tokens * s.q_heads * (s.head_dim + 2) * s.state_itemsize  # dq and delta
-    if row.dataflow == "ring" or row.ranks == 1:
-        return Bytes(0, rows + _ring(row, s))
-    if not row.pulls:
-        return Bytes(0, rows + _messaged(row, s))
+    if row.dataflow == "ring" or row.ranks == 1 or not row.pulls:
+        keys = _messaged(row, s) if row.dataflow == "gather" and row.ranks > 1 else _ring(row, s)
+        return Bytes(0, round(s.beyond_results(row.tokens, row.tokens, rows + keys)))
     return _carried(row, s, rows) if row.hosts > 1 else _pulled(row, s, rows)
 
 
@@ -76,11 +75,13 @@ def _piece(queries: int, s: Shape, kv_heads: int) -> int:
 
 def _ring(row: Row, s: Shape) -> int:
     """Return the bytes of shards and of contributions to them: one that is held and one that arrives, and their
-    gradients, also those that leave and those at home."""
-    travelling = 2 if row.ranks > 2 else 0
-    contributions = 4 if row.ranks > 1 else 1
-    shard = row.tokens * s.kv_elements
-    return shard * (travelling * s.itemsize + contributions * s.state_itemsize) + _piece(row.tokens, s, s.kv_heads)
+    gradients, also those that leave and those at home; of two ranks, which send their gradients home at once."""
+    shard, part = (row.tokens * s.kv_elements * size for size in (s.itemsize, s.state_itemsize))
+    piece = _piece(row.tokens, s, s.kv_heads)
+    if row.ranks == 2:
+        return max(shard + 2 * part + piece, 3 * part)
+    held, contributions = min(2, max(0, row.ranks - 2)), 4 if row.ranks > 1 else 1
+    return held * shard + contributions * part + piece
 
 
 def _messaged(row: Row, s: Shape) -> int:
