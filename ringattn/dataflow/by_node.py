@@ -93,10 +93,11 @@ def fetch_by_node(call: Call, block: Block, groups: Sequence[slice], relay: Rela
         sends, receives = list[Message](), list[Message]()
         if turn < len(groups):
             shards[turn] = shard = _extended(call, groups[turn], stages)
-            between = stages.network.deliver(shard[: stages.own], shard[stages.own :])
+            outgoing = stages.network.outgoing(shard[: stages.own])
+            between = stages.network.deliver(outgoing, shard[stages.own :])
             sends, receives = sends + between.sends, receives + between.receives
         if turn > 0:
-            inside = stages.node.deliver(shards.pop(turn - 1))
+            inside = stages.node.deliver(stages.node.outgoing(shards.pop(turn - 1)))
             sends, receives = sends + inside.sends, receives + inside.receives
             buffers[turn - 1] = inside.buffer
         return call.plan.transport.start(sends, receives)
@@ -136,7 +137,7 @@ class RelayedGradients(Contributions):
         self.between: Return | None = None
 
     def start(self, wave: int, counts: CompletionCounts | None) -> None:
-        self.inside = self.stages.node.give_back(self.partials.pop(wave))
+        self.inside = self.stages.node.give_back(self.stages.node.unsorted(self.partials.pop(wave)))
         self._start(wave - 1)
 
     def _start(self, summed: int) -> None:

@@ -69,15 +69,21 @@ class Routes(NamedTuple):
     out: list[tuple[int, slice]]
     into: list[tuple[int, slice]]
 
-    def deliver(self, local: Tensor, buffer: Tensor | None = None) -> Delivery:
-        """Return the messages that take rows of ``local``, this rank's, to others, and theirs into the buffer."""
-        local = local.contiguous() if self.leaving is None else local[self.leaving]
+    # What copies its argument is a method of its own, so that the argument is freed before the next buffer is made. A
+    # callee cannot do that: where the interpreter has a hook for frames (Dynamo's), callers keep their arguments alive.
+
+    def outgoing(self, local: Tensor) -> Tensor:
+        """Return the rows of this rank's shard that leave."""
+        return local.contiguous() if self.leaving is None else local[self.leaving]
+
+    def deliver(self, outgoing: Tensor, buffer: Tensor | None = None) -> Delivery:
+        """Return the messages that take what :meth:`outgoing` returns to others, and theirs into the buffer."""
         if buffer is None:
-            buffer = local.new_empty((sum(rows.stop - rows.start for _, rows in self.into), *local.shape[1:]))
-        own = [local[rows] for visitor, rows in self.out if visitor == self.rank]
+            buffer = outgoing.new_empty((sum(rows.stop - rows.start for _, rows in self.into), *outgoing.shape[1:]))
+        own = [outgoing[rows] for visitor, rows in self.out if visitor == self.rank]
         for x, (_, rows) in zip(own, (route for route in self.into if route[0] == self.rank), strict=True):
             buffer[rows].copy_(x)
-        sends = [(local[rows], visitor) for visitor, rows in self.out if visitor != self.rank]
+        sends = [(outgoing[rows], visitor) for visitor, rows in self.out if visitor != self.rank]
         receives = [(buffer[rows], owner) for owner, rows in self.into if owner != self.rank]
         return Delivery(sends, receives, buffer)
 
@@ -85,11 +91,12 @@ class Routes(NamedTuple):
         """Return rows that have arrived in the order of positions."""
         return buffer if self.order is None else buffer[self.order]
 
+    def unsorted(self, partial: Tensor) -> Tensor:
+        """Return contributions, which are in the order of positions, in the order in which the rows arrived."""
+        return partial if self.back is None else partial[self.back]
+
     def give_back(self, partial: Tensor) -> Return:
-        """Return the messages that take contributions, in the order of positions, to the ranks that the rows came
-        from."""
-        if self.back is not None:
-            partial = partial[self.back]
+        """Return the messages that take what :meth:`unsorted` returns to the ranks that the rows came from."""
         sends = [(partial[rows], owner) for owner, rows in self.into if owner != self.rank]
         own = iter([partial[rows] for owner, rows in self.into if owner == self.rank])
         pieces = [
@@ -181,7 +188,8 @@ def fetch_by_messages(call: Call, block: Block, groups: Sequence[slice]) -> Iter
     routes = _routes(call.plan, call.k.device)
 
     def start(heads: slice) -> tuple[Pending, Tensor]:
-        delivery = routes.deliver(torch.cat([call.k[:, :, heads], call.v[:, :, heads]], -1).transpose(0, 1))
+        outgoing = routes.outgoing(torch.cat([call.k[:, :, heads], call.v[:, :, heads]], -1).transpose(0, 1))
+        delivery = routes.deliver(outgoing)
         return call.plan.transport.start(delivery.sends, delivery.receives), delivery.buffer
 
     pending = start(groups[0])
@@ -246,7 +254,7 @@ class SentGradients(Contributions):
         self.routes = _routes(self.plan, call.k.device)
 
     def start(self, wave: int, counts: CompletionCounts | None) -> None:
-        sends, receives, self.arriving = self.routes.give_back(self.partials.pop(wave))
+        sends, receives, self.arriving = self.routes.give_back(self.routes.unsorted(self.partials.pop(wave)))
         self.moving: Pending = self.plan.transport.start(sends, receives)
 
     def finish(self, wave: int) -> None:
