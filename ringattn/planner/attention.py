@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from ..dataflow.messages import Sizes, bytes_of_groups
 from ..kernels import long_sums
 from ..schedule import head_groups, waves
 from ..shape import Shape
@@ -48,9 +49,10 @@ class Bytes(NamedTuple):
 def memory(row: Row, s: Shape) -> Bytes:
     """Return what attention allocates in addition to q, k, v, out and their gradients."""
     rows = row.tokens * s.q_heads * (s.head_dim + 2) * s.state_itemsize  # dq and delta
-    if row.dataflow == "ring" or row.ranks == 1 or not row.pulls:
-        keys = _messaged(row, s) if row.dataflow == "gather" and row.ranks > 1 else _ring(row, s)
-        return Bytes(0, round(s.beyond_results(row.tokens, row.tokens, rows + keys)))
+    if row.dataflow == "ring" or row.ranks == 1:
+        return Bytes(0, round(s.beyond_results(row.tokens, row.tokens, rows + _ring(row, s))))
+    if not row.pulls:
+        return Bytes(0, _messaged(row, s))
     return _carried(row, s, rows) if row.hosts > 1 else _pulled(row, s, rows)
 
 
@@ -85,15 +87,11 @@ def _ring(row: Row, s: Shape) -> int:
 
 
 def _messaged(row: Row, s: Shape) -> int:
-    """Return the bytes of fetched keys and values of all heads, and of the gradients of some heads at a time."""
-    groups = head_groups(s.kv_heads, s.q_heads, "cuda", backward=True)
-    part = max(g.stop - g.start for g in groups) / s.kv_heads
+    """Return the bytes of keys and gradients on their way, some heads at a time."""
     arriving = (row.seq_len - row.tokens) // 2  # contributions to the first chunk of all, of each other rank
-    at_once = max(2 * row.seq_len, row.seq_len + arriving + row.tokens)
-    earlier = row.seq_len + arriving if len(groups) > 1 else 0
-    keys = (row.tokens + row.seq_len) * s.kv_elements * s.itemsize
-    gradients = (row.tokens + part * (at_once + earlier)) * s.kv_elements * s.state_itemsize
-    return round(keys + gradients) + _piece(row.tokens, s, s.kv_heads)
+    sizes = Sizes(row.tokens, row.tokens, row.seq_len, row.tokens, arriving, True, False)
+    groups = head_groups(s.kv_heads, s.q_heads, "cuda", backward=True)
+    return bytes_of_groups(sizes, s, groups, _piece(row.tokens, s, s.kv_heads), True)
 
 
 def _pulled(row: Row, s: Shape, rows: int) -> Bytes:
