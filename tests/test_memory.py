@@ -150,12 +150,16 @@ def test_no_more_than_predicted(
         dout = torch.empty_like(out)
         with Counting(q, k, v, out, lse, dout) as counted:
             delta = torch.empty_like(lse)
-            flow.backward(call, Queries(q, dout, lse, delta))
-        return [*found, (counted.peak, plan.memory_bytes(backward=True, **shape))]
+            dq, dk, dv = flow.backward(call, Queries(q, dout, lse, delta))
+            dk = dk.to(q.dtype)  # one after another, as the operator does
+            dv = dv.to(q.dtype)
+            dq = dq.to(q.dtype)
+        results = sum(x.untyped_storage().nbytes() for x in (dq, dk, dv))
+        return [*found, (counted.peak - results, plan.memory_bytes(backward=True, **shape))]
 
     for found in virtual.run(ranks, body):
         for measured, predicted in found:
-            assert predicted > 0
+            assert predicted > 0 or measured == 0
             assert measured <= 1.01 * predicted  # a few numbers per block
             assert predicted <= 1.75 * measured or not measured, "an upper bound, but not twice too large"
 

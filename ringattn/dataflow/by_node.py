@@ -190,7 +190,8 @@ def relayed_bytes(plan: Plan, relay: Relay, s: Shape, backward: bool) -> int:
         + (b * (1 + inside) + a) * fetched  # the part attended before is kept until the next one comes
         for a, b, c, d in _neighbours(shares)
     )
-    bound = row_bytes(plan.local_lengths[rank], s, backward) + keys * s.kv_elements * s.itemsize
+    queries = plan.local_lengths[rank]
+    bound = row_bytes(queries, s, backward) + keys * s.kv_elements * s.itemsize
     if backward:
         arriving = out - sum(run.length for run in relay.fetches[rank] if run.owner == rank)
         returning, crosses = (1 + inside) * fetched + arriving, extended + sent
@@ -200,7 +201,8 @@ def relayed_bytes(plan: Plan, relay: Relay, s: Shape, backward: bool) -> int:
         )
         gradients = max(gradients, shares[-1] * (fetched + crosses))
         bound += (own + gradients) * s.kv_elements * s.state_itemsize
-    return round(s.batch * (bound + kernel_bytes(plan, s, fetched, max(shares), backward, len(cut) > 1)))
+    bound += kernel_bytes(plan, s, fetched, max(shares), backward, len(cut) > 1)
+    return round(s.batch * (s.beyond_results(queries, own, bound) if backward else bound))
 
 
 def _neighbours(shares: Sequence[float]) -> Iterator[tuple[float, float, float, float]]:

@@ -70,7 +70,7 @@ class Gather(Dataflow):
                 out = q.new_empty((*q.shape[:3], call.v.shape[3]))
                 result = Result(out, done.lse.new_empty((q.shape[0], q.shape[2], q.shape[1])))
             part.queries(result.out, 2)[:], part.queries(result.lse, 1)[:] = done
-            del done  # before the next part's are made
+            del done, part  # before the next part's are made
         return call.no_keys() if result is None else result
 
     def backward(self, call: Call, queries: Queries) -> Gradients:
@@ -105,12 +105,15 @@ class Gather(Dataflow):
                     into=into,
                     counters=None if count is None else home.counters(part.wave, count),
                 )
+            del into
             if part.last:
+                del dk, dv  # leaving them may take a copy
                 if leaving is not None:
                     home.finish(leaving)
                 with named("wave", part.wave, "push"):
                     home.start(part.wave, count)
                 leaving = part.wave
+            del part  # its keys, before the next ones are fetched
         assert leaving is not None
         with named("wave", leaving, "land"):
             home.finish(leaving)
