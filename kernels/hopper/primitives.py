@@ -43,6 +43,14 @@ def keep_alive(x):
 
 
 @gluon.jit
+def prefetch(address):
+    """``CCTL.PF2``: have the line of a global address read into the L2 cache."""
+    gl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [address], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
 def wait_for_launch_before():
     """``ACQBULK``: wait until the kernel launched before this one has ended and what it stored can be read. Only needed
     in a kernel that is launched with ``launch_pdl=True``, which may begin when all CTAs of the one before allow it."""

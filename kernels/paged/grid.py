@@ -20,6 +20,7 @@ class Grid(NamedTuple):
         rows, blocks: rows of a tile, and tiles of rows for each key head.
         programs: of the launch; with a fixed split ``splits`` for each row and tile of rows.
         slots: pieces that scratch memory has room for.
+        step: a program's share of the tiles is a multiple of so many.
     """
 
     rows: int
@@ -27,6 +28,7 @@ class Grid(NamedTuple):
     programs: int
     splits: int
     slots: int
+    step: int = 1
 
     @staticmethod
     def of(q: Tensor, pool: Pool, tables: Tables, call: Call, programs: int, least_rows: int = 16) -> Grid:

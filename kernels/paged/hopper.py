@@ -36,7 +36,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from ..contract import LONGEST_SUM, Score
-from ..hopper.primitives import async_load, let_next_launch_begin, reinterpret, wait_for_launch_before
+from ..hopper.primitives import async_load, let_next_launch_begin, prefetch, reinterpret, wait_for_launch_before
 from ..hopper.tensor_maps import readable, view
 from ..launch import Launches, capability, dispatch, multiprocessors, on_device
 from . import hopper_e4m3 as e4m3
@@ -50,6 +50,7 @@ LOG2E = gl.constexpr(1.4426950408889634)
 E4M3_ROWS = 8  # of queries: with more, results had errors of 1 to 3 % on an H200, for a reason that is not known
 
 _launches = Launches()
+TRY: frozenset[str] = frozenset(("step", "ahead", "write"))
 
 # ---------------------------------------------------------------- device: the division of work
 
@@ -61,17 +62,17 @@ def _rows(tiles, i):
 
 
 @gluon.jit
-def share_of(tiles_ptr, batch, HEADS: gl.constexpr, BATCH_P2: gl.constexpr):
+def share_of(tiles_ptr, batch, HEADS: gl.constexpr, BATCH_P2: gl.constexpr, STEP: gl.constexpr = 1):
     """Return this CTA's share of the list of tiles: (first, past, tiles of a share, first unit, past the last unit),
-    and whether a row sees nothing. A unit is a (row, key head, tile of query rows)."""
-    L: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    and whether a row sees nothing. A unit is a (row, key head, tile of query rows); a share is a multiple of STEP."""
+    L: gl.constexpr = gl.BlockedLayout([min(4, BATCH_P2 // 32)], [32], [gl.num_warps()], [0])  # no sum crosses warps
     nth = gl.arange(0, BATCH_P2, L)
     past_of = gl.load(tiles_ptr + 1 + nth, mask=nth < batch, other=2**31 - 1)
     first_of = gl.load(tiles_ptr + nth, mask=nth < batch, other=0)
     empty = gl.max(gl.where((past_of == first_of) & (nth < batch), 1, 0), axis=0)
     total = gl.load(tiles_ptr + batch) * HEADS
     programs = gl.num_programs(0)
-    per = gl.maximum((total + programs - 1) // programs, 1)
+    per = gl.maximum((total + programs * STEP - 1) // (programs * STEP), 1) * STEP
     share = gl.program_id(0) * per
     past = gl.minimum(share + per, total)
     last = gl.maximum(past - 1, 0)
@@ -210,38 +211,56 @@ def _store_rows(
         gl.store(at + DV + 1, l, mask=alive)
 
 
+@gluon.constexpr_function
+def _sum_layout(count, rows, dim, warps):
+    """Return the layout of ``count`` pieces (count, rows, dim) of which a warp has whole runs of 64 numbers: rows go to
+    different warps, then halves of the columns, then pieces."""
+    of_rows = min(rows, warps)
+    of_columns = min(max(dim // 64, 1), warps // of_rows)
+    of_pieces = warps // of_rows // of_columns
+    return gl.BlockedLayout([max(count // of_pieces, 1), 1, 2], [1, 1, 32], [of_pieces, of_rows, of_columns], [2, 1, 0])
+
+
 @gluon.jit
 def _sum_pieces(
     pieces_ptr, first, count, alive, ROWS: gl.constexpr, SOME: gl.constexpr, DV: gl.constexpr, AT_ONCE: gl.constexpr
 ):
-    """Return (m, l, o) of the first SOME rows: the sum of pieces in neighbouring slots, AT_ONCE at a time."""
-    L: gl.constexpr = gl.BlockedLayout([AT_ONCE, SOME, 1], [1, 1, 32], [1, 1, gl.num_warps()], [2, 1, 0])
+    """Return (m, l, o) of the first SOME rows: the sum of pieces in neighbouring slots, AT_ONCE at a time. All loads of
+    o are on their way before the first is needed; each warp reads m and l once, its lanes those of different pieces."""
+    L: gl.constexpr = _sum_layout(AT_ONCE, SOME, DV, gl.num_warps())
     PAIR: gl.constexpr = gl.SliceLayout(2, L)
+    ML: gl.constexpr = gl.BlockedLayout([1, SOME], [32, 1], [gl.num_warps(), 1], [1, 0])
+    ROW: gl.constexpr = gl.SliceLayout(0, ML)
+    OF_O: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(0, L))
     nth = gl.arange(0, AT_ONCE, gl.SliceLayout(1, PAIR))
     r = gl.arange(0, SOME, gl.SliceLayout(0, PAIR))
     cols = gl.arange(0, DV, gl.SliceLayout(0, gl.SliceLayout(1, L)))
-    ROW: gl.constexpr = gl.SliceLayout(0, PAIR)
+    nth_ml = gl.arange(0, AT_ONCE, gl.SliceLayout(1, ML))
+    exists_o = gl.convert_layout(alive, gl.SliceLayout(0, PAIR))
+    exists_ml = gl.convert_layout(alive, ROW)
     m = gl.full([SOME], float("-inf"), gl.float32, ROW)
     l = gl.zeros([SOME], gl.float32, ROW)
     o = gl.zeros([SOME, DV], gl.float32, gl.SliceLayout(0, L))
-    exists_row = gl.convert_layout(alive, ROW)
     for i in range(0, count, AT_ONCE):
-        exists = (i + nth < count)[:, None] & exists_row[None, :]
-        at = pieces_ptr + ((first + i + nth).to(gl.int64)[:, None] * ROWS + r[None, :]) * (DV + 2)
+        at = pieces_ptr + ((first + i + nth_ml).to(gl.int64)[:, None] * ROWS + gl.arange(0, SOME, ROW)[None, :]) * (
+            DV + 2
+        )
+        exists = (i + nth_ml < count)[:, None] & exists_ml[None, :]
         mi = gl.load(at + DV, mask=exists, other=float("-inf"), cache_modifier=".cg")
         li = gl.load(at + DV + 1, mask=exists, other=0.0, cache_modifier=".cg")
+        at = pieces_ptr + ((first + i + nth).to(gl.int64)[:, None] * ROWS + r[None, :]) * (DV + 2)
+        exists = (i + nth < count)[:, None] & exists_o[None, :]
         oi = gl.load(at[:, :, None] + cols[None, None, :], mask=exists[:, :, None], other=0.0, cache_modifier=".cg")
         top = gl.maximum(m, gl.max(mi, axis=0))
         reference = _finite(top)
         weight = gl.exp2(mi - reference[None, :])
         kept = gl.exp2(m - reference)
         l = l * kept + gl.sum(li * weight, axis=0)
-        o = o * gl.convert_layout(kept, gl.SliceLayout(1, o.type.layout))[:, None] + gl.sum(
-            oi * weight[:, :, None], axis=0
+        o = o * gl.convert_layout(kept, OF_O)[:, None] + gl.sum(
+            oi * gl.convert_layout(weight, PAIR)[:, :, None], axis=0
         )
         m = top
-    R: gl.constexpr = gl.SliceLayout(1, o.type.layout)
-    return gl.convert_layout(m, R), gl.convert_layout(l, R), o
+    return gl.convert_layout(m, OF_O), gl.convert_layout(l, OF_O), o
 
 
 @gluon.jit
@@ -344,9 +363,7 @@ def _consumer(
     )
     COLUMN: gl.constexpr = gl.SliceLayout(0, S_L)
     Q_L: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [gl.num_warps(), 1], [1, 0])
-    SUM_O: gl.constexpr = gl.SliceLayout(
-        0, gl.BlockedLayout([AT_ONCE, SOME, 1], [1, 1, 32], [1, 1, gl.num_warps()], [2, 1, 0])
-    )
+    SUM_O: gl.constexpr = gl.SliceLayout(0, _sum_layout(AT_ONCE, SOME, DV, gl.num_warps()))
     SUM_L: gl.constexpr = gl.SliceLayout(1, SUM_O)
     programs = gl.num_programs(0)
     wait_for_launch_before()
@@ -454,9 +471,15 @@ def _attend(
     firsts_new_ptr, tiles_ptr, tree_ptr, pieces_ptr, arrived_ptr, out_ptr, lse_ptr, sink_ptr, batch, scale, inner,
     NEW: gl.constexpr, GROUP: gl.constexpr, KV_HEADS: gl.constexpr, ROWS: gl.constexpr, BLOCKS: gl.constexpr,
     SOME: gl.constexpr, D: gl.constexpr, DV: gl.constexpr, PAGE: gl.constexpr, BATCH_P2: gl.constexpr,
-    AT_ONCE: gl.constexpr, STAGES: gl.constexpr, ALONE: gl.constexpr,
+    AT_ONCE: gl.constexpr, STAGES: gl.constexpr, ALONE: gl.constexpr, STEP: gl.constexpr, AHEAD: gl.constexpr,
 ):  # fmt: skip
     HEADS: gl.constexpr = KV_HEADS * BLOCKS
+    if AHEAD:  # each of these reads would wait for the one before it, and for the memory
+        line = gl.program_id(0) * 32
+        prefetch(table_ptr + gl.minimum(line, batch * table_b - 1))
+        prefetch(starts_ptr + gl.minimum(line, batch * NEW - 1))
+        prefetch(ends_ptr + gl.minimum(line, batch * NEW - 1))
+        prefetch(firsts_new_ptr + gl.minimum(line, batch - 1))
     TREE: gl.constexpr = tree_ptr is not None
     FINAL: gl.constexpr = lse_ptr is not None
     HAS_SINK: gl.constexpr = sink_ptr is not None
@@ -491,7 +514,7 @@ def _attend(
         mbarrier.init(v_full.index(stage), count=1)
         mbarrier.init(k_free.index(stage), count=1)
         mbarrier.init(v_free.index(stage), count=1)
-    work = share_of(tiles_ptr, batch, HEADS, BATCH_P2)
+    work = share_of(tiles_ptr, batch, HEADS, BATCH_P2, STEP)
     consumer = (
         q_ptr, q_b, q_n, q_h, starts_ptr, ends_ptr, firsts_new_ptr, tiles_ptr, tree_ptr, pieces_ptr, arrived_ptr,
         out_ptr, lse_ptr, sink_ptr, q_s, p_s, k_s, v_s, scales_s, k_full, v_full, k_free, v_free, batch,
@@ -557,11 +580,13 @@ def launch(
     kv_heads, dim_v = pool.k.shape[0], pool.v.shape[-1]
     ctas, wide = _shape(new * q_heads // kv_heads, batch * kv_heads, pool)
     grid = Grid.of(q, pool, tables, call, ctas * multiprocessors(q.device), least_rows=8)
+    grid = grid._replace(step=wide if "step" in TRY else 1)
+    alone = 0 if "combine" in TRY else ALONE
     pieces, arrived = scratch(tables, grid, batch * kv_heads * grid.blocks, dim_v)
     key = (
         q.device, q.dtype, q.shape, q.stride(), pool.k.shape, pool.k.stride(), pool.v.stride(), pool.page_size,
         tables.table.stride(0), score.softmax_scale, score.softcap, result[1] is None, call.tree is None,
-        None if score.sink is None else score.sink.dtype, pool.quantized,
+        None if score.sink is None else score.sink.dtype, pool.quantized, TRY,
     )  # fmt: skip
     some_tensors = (*result, call.tree, score.sink, pool.k_scale, pool.v_scale)
     tensors = [
@@ -571,7 +596,7 @@ def launch(
     with on_device(q):
         some = grid.some(new * q_heads // kv_heads)
         if _launches.again(key, tensors):
-            if some > ALONE:
+            if some > alone:
                 combine(q, pieces, pool, tables, score, call, grid, result)
             return
         scale, inner = score.softmax_scale * LOG2E.value, None
@@ -584,12 +609,13 @@ def launch(
             tables.table, tables.table.stride(0), tables.start, tables.end, tables.first_new, tables.tiles, call.tree,
             pieces, arrived, *result, score.sink, batch, scale, inner,
             NEW=new, GROUP=group, KV_HEADS=kv_heads, ROWS=grid.rows, BLOCKS=grid.blocks, SOME=some, D=dim, DV=dim_v,
-            PAGE=pool.page_size, BATCH_P2=grid.batch_p2(batch), AT_ONCE=max(1, 64 // some), ALONE=some <= ALONE,
+            PAGE=pool.page_size, BATCH_P2=grid.batch_p2(batch), AT_ONCE=_at_once(some, dim_v, wide), ALONE=some <= alone,
+            STEP=grid.step, AHEAD="ahead" in TRY,
             STAGES=_stages(pool, grid.rows, ctas, tile), num_warps=4 * wide, maxnreg=_registers(ctas, wide),
             launch_pdl=True,
         )  # fmt: skip
         _launches.remember(key, tensors, launched)
-        if some > ALONE:
+        if some > alone:
             combine(q, pieces, pool, tables, score, call, grid, result)
 
 
@@ -612,6 +638,11 @@ def _stages(pool: Pool, rows: int, ctas: int, slots: int) -> int:
     room = 226 * 1024 // ctas - 1024 - 2 * rows * (dim + slots)
     token = (dim + dim_v) * pool.k.element_size() + (8 if pool.quantized else 0)
     return min(8 if pool.quantized else 6, room // (slots * token))
+
+
+def _at_once(some: int, dim_v: int, wide: int) -> int:
+    """Return the pieces that are added at once: 64 numbers of o for each thread."""
+    return min(64, 64 * 128 * wide // (some * dim_v))
 
 
 def _registers(ctas: int, wide: int) -> int:
