@@ -609,10 +609,9 @@ def launch(
             tables.table, tables.table.stride(0), tables.start, tables.end, tables.first_new, tables.tiles, call.tree,
             pieces, arrived, *result, score.sink, batch, scale, inner,
             NEW=new, GROUP=group, KV_HEADS=kv_heads, ROWS=grid.rows, BLOCKS=grid.blocks, SOME=some, D=dim, DV=dim_v,
-            PAGE=pool.page_size, BATCH_P2=grid.batch_p2(batch), AT_ONCE=_at_once(some, dim_v, wide), ALONE=some <= alone,
-            STEP=grid.step, AHEAD="ahead" in TRY,
-            STAGES=_stages(pool, grid.rows, ctas, tile), num_warps=4 * wide, maxnreg=_registers(ctas, wide),
-            launch_pdl=True,
+            PAGE=pool.page_size, BATCH_P2=grid.batch_p2(batch), AT_ONCE=_at_once(some, dim_v, wide),
+            ALONE=some <= alone, STEP=grid.step, AHEAD="ahead" in TRY, STAGES=_stages(pool, grid.rows, ctas, tile),
+            num_warps=4 * wide, maxnreg=_registers(ctas, wide), launch_pdl=True,
         )  # fmt: skip
         _launches.remember(key, tensors, launched)
         if some > alone:
