@@ -11,10 +11,10 @@
 One GPU. Each row is one kernel on one problem: time of a layer, the speed of ringattn relative to it at the same job,
 GB/s of keys and values, and the largest relative error of sampled rows against float64. The job is that of decode(): to
 store the new tokens' keys and values and to attend to all; of "attend alone" rows only to attend. ``read`` rows move
-the same pages by TMA and compute nothing; the fastest of them is the measure. All kernels are captured in CUDA graphs of one launch for each of several layers, together larger than the L2
-cache, and take turns in a balanced order in segments (see benchmarks.segments). Random data; pages of 128 slots in
-random order; FlashAttention-3 and torch read contiguous copies. ``host`` is the time of decode() outside of a graph;
-``kernels``, how many it launches for a layer.
+the same pages by TMA and compute nothing; the fastest of them is the measure. All kernels are captured in CUDA graphs
+of one launch for each of several layers, together larger than the L2 cache, and take turns in a balanced order in
+segments (see benchmarks.segments). Random data; pages of 128 slots in random order; FlashAttention-3 and torch read
+contiguous copies. ``host`` is the time of decode() outside of a graph; ``kernels``, how many it launches for a layer.
 
 Several GPUs. All ways attend with our kernel to their rank's part and exchange partial states: ours (through mailboxes,
 in the launch that adds them), NCCL's all-gather of the same states, three all-reduces (Tree Attention), an all-gather
