@@ -578,16 +578,20 @@ def launch(
         return
     q = q if q.stride(-1) == 1 else q.contiguous()
     kv_heads, dim_v = pool.k.shape[0], pool.v.shape[-1]
-    ctas, wide = _shape(new * q_heads // kv_heads, batch * kv_heads, pool)
-    grid = Grid.of(q, pool, tables, call, ctas * multiprocessors(q.device), least_rows=8)
-    grid = grid._replace(step=wide if "step" in TRY else 1)
     alone = 0 if "combine" in TRY else ALONE
-    pieces, arrived = scratch(tables, grid, batch * kv_heads * grid.blocks, dim_v)
     key = (
         q.device, q.dtype, q.shape, q.stride(), pool.k.shape, pool.k.stride(), pool.v.stride(), pool.page_size,
         tables.table.stride(0), score.softmax_scale, score.softcap, result[1] is None, call.tree is None,
         None if score.sink is None else score.sink.dtype, pool.quantized, TRY,
     )  # fmt: skip
+
+    def divide() -> tuple[int, int, Grid, tuple[Tensor, Tensor]]:
+        ctas, wide = _shape(new * q_heads // kv_heads, batch * kv_heads, pool)
+        grid = Grid.of(q, pool, tables, call, ctas * multiprocessors(q.device), least_rows=8)
+        grid = grid._replace(step=wide if "step" in TRY else 1)
+        return ctas, wide, grid, scratch(tables, grid, batch * kv_heads * grid.blocks, dim_v)
+
+    ctas, wide, grid, (pieces, arrived) = tables.memo.once(key, divide)
     some_tensors = (*result, call.tree, score.sink, pool.k_scale, pool.v_scale)
     tensors = [
         q, pool.k, pool.v, tables.table, tables.start, tables.end, tables.first_new, tables.tiles, pieces, arrived,

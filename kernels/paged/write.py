@@ -28,17 +28,16 @@ def write(k: Tensor, v: Tensor | None, pool: Pool, tables: Tables, tree: Tensor 
     k = last_contiguous(k)
     shared = pool.shared_values or v is None
     v = k if shared or v is None else last_contiguous(v)
+    from . import hopper
+
     key = (
         k.device, k.dtype, k.shape, k.stride(), v.shape, v.stride(), pool.k.shape, pool.k.stride(), pool.v.stride(),
-        shared, tree is None, pool.quantized,
+        shared, tree is None, pool.quantized, hopper.TRY,
     )  # fmt: skip
     scales = [None, None] if not pool.quantized else [pool.k_scale, None if shared else pool.v_scale]
     of_values = (*(x for x in scales if x is not None), *(() if shared else (v, pool.v)))
     tensors = [k, pool.k, pool.positions, tables.write, tables.position, *of_values, *(() if tree is None else (tree,))]
     early = capability(k.device) >= (9, 0)
-    from . import hopper
-
-    key = (*key, hopper.TRY)
     with on_device(k):
         if _launches.again(key, tensors):
             return
