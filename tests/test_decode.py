@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable
 from typing import Any
@@ -230,10 +231,13 @@ WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
 def test_errors_come_before_anything_is_written_or_sent(what: str) -> None:
     changes, error, text = WRONG[what]
 
-    def body(rank: Transport) -> None:
+    def body(rank: Transport, after_a_good_call: bool) -> None:
         model = Model(rank)
         step = model.cache.step([model.add(3), model.add(0)], 3)
         pool = model.cache._memory.pools[0]
+        if after_a_good_call:
+            arguments = good()
+            ringattn.decode(arguments.pop("q"), arguments.pop("k"), arguments.pop("v"), step, **arguments)
         before, sent = pool.k.clone(), rank.collectives
         arguments = good(**changes)
         with pytest.raises(error, match=text):
@@ -241,7 +245,8 @@ def test_errors_come_before_anything_is_written_or_sent(what: str) -> None:
         assert torch.equal(pool.k.nan_to_num(7.0), before.nan_to_num(7.0))
         assert rank.collectives == sent
 
-    virtual.run(2, body)
+    for after_a_good_call in (False, True):
+        virtual.run(2, functools.partial(body, after_a_good_call=after_a_good_call))
 
 
 def test_a_plan_in_place_of_a_step_is_refused() -> None:

@@ -630,6 +630,8 @@ def _shape(rows: int, units: int, pool: Pool) -> tuple[int, int]:
     products counts half. Half as many CTAs leave half as many pieces. With many short sequences, two CTAs hide the
     beginning and end of each other's; with e4m3, which takes longer to compute on and less to read, each other's
     products."""
+    if "two" in TRY:
+        return 2, 1
     if pool.page_size % (2 * TILE.value) == 0 and (rows > 32 or (units <= 16 and not pool.quantized)):
         return 1, 2
     return (2, 1) if rows <= 32 else (1, 1)
