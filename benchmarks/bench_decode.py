@@ -145,7 +145,7 @@ def captured(launch: Callable[[], object]) -> Callable[[], object]:
     return functools.partial(replay, graph, launch)
 
 
-def host_time(caches: Caches, calls: int = 200) -> float:
+def host_time(caches: Caches, calls: int = 100) -> float:
     """Return the median host time of decode() outside of a graph, in us."""
     times = []
     for n in range(calls):

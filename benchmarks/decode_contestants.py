@@ -190,8 +190,12 @@ def sampled_error(caches: Caches, layer: int, out: Tensor) -> float:
     for row in {0, caches.batch - 1}:
         slots = caches.slots_of(row, caches.seen[row])
         for head in {0, p.heads - 1}:
+            of_head = slice(head // group, head // group + 1)
             both = ((pool.k, pool.k_scale), (pool.v, pool.v_scale))
-            k, v = (stored(*x, slots, torch.float64)[head // group] for x in both)
+            k, v = (
+                stored(x[of_head], None if scale is None else scale[of_head], slots, torch.float64)[0]
+                for x, scale in both
+            )
             for token in {0, p.new - 1}:
                 late = p.new - 1 - token  # keys after this token's own
                 first = 0 if p.window < 0 else max(0, len(slots) - late - p.window - 1)
