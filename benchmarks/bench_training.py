@@ -175,12 +175,13 @@ def train(
 ) -> Words:
     world, group = mesh.size(), mesh.get_group()
     before = torch.cuda.memory_allocated() if device.type == "cuda" else 0
-    model = make_model(args, contestant.attention, contestant.saved, mesh, device)
+    setting = switches_for(args, device, world)
+    model = make_model(args, contestant.attention, contestant.saved, mesh, setting)
     optimizer = make_optimizer(args, model)
     embedding = model.model.embed_tokens.weight.numel()
     parameters = sum(p.numel() for p in model.parameters())
     lines.say(f"{how}: {args.layers} layers, {parameters / 1e9:.3f} x 10^9 parameters")
-    for text in less_memory.describe(args, switches_for(args, device, world)):
+    for text in less_memory.describe(args, setting):
         lines.say(f"{how}: {text}")
     texts = train_hf.documents(None)
 
@@ -192,7 +193,7 @@ def train(
         with contestant.enter(model, row) as local:
             loss = model(**local).loss
             loss.backward()
-        norm = gradient_norm(model, group)  # as for gradient clipping
+        norm = gradient_norm(model, group, device)  # as for gradient clipping
         optimizer.step()
         optimizer.zero_grad()
         mean = ringattn.loss.reduced(loss, mesh, wrapper="averages").item()
@@ -237,8 +238,7 @@ def train(
     words = dict(contestant.words)
     if args.checkpoint == "full":
         words["checkpoint"] = "attention recomputed"
-    switches = switches_for(args, device, world)
-    predicted = memory.parts(switches.model, switches.tokens, less_memory.predicted(args, switches))
+    predicted = memory.parts(setting.model, setting.tokens, less_memory.predicted(args, setting))
     return dict(
         words, parameters=parameters, losses=losses, norms=norms, seconds=seconds, tokens_per_s_gpu=rate,
         flops_per_token=dict(causal=flops[0], dense=flops[1]),

@@ -47,7 +47,6 @@ from .grid import Grid, scratch
 TILE = gl.constexpr(64)
 LN2 = gl.constexpr(0.6931471805599453)
 LOG2E = gl.constexpr(1.4426950408889634)
-E4M3_ROWS = 8  # of queries: with more, results had errors of 1 to 3 % on an H200, for a reason that is not known
 
 _launches = Launches()
 TRY: frozenset[str] = frozenset(("step", "ahead", "write"))
@@ -555,9 +554,6 @@ def unsupported(q: Tensor, pool: Pool, tables: Tables, score: Score, call: Call)
     for name, x in (("k", pool.k), ("v", pool.v), ("k_scale", pool.k_scale), ("v_scale", pool.v_scale)):
         if x is not None and not readable(x):
             return f"{name} with strides {tuple(x.stride())} is not laid out in steps of 16 bytes, as TMA needs"
-    rows = q.shape[1] * q.shape[2] // pool.k.shape[0]
-    if pool.quantized and rows > E4M3_ROWS:
-        return f"e4m3 with {rows} rows of queries for each key head; it has at most {E4M3_ROWS}"
     keys = tables.table.shape[1] * pool.page_size
     if keys > LONGEST_SUM and len(q) * pool.k.shape[0] * keys > LONGEST_SUM * multiprocessors(q.device):
         return f"sums of more than {LONGEST_SUM} keys in a program"
