@@ -43,11 +43,10 @@ def keep_alive(x):
 
 
 @gluon.jit
-def prefetch(address):
-    """``CCTL.PF2``: have the line of a global address read into the L2 cache."""
-    gl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [address], dtype=gl.int32, is_pure=False, pack=1
-    )
+def tiles_like(desc, count: gl.constexpr):
+    """Allocate shared memory for ``count`` boxes of a descriptor."""
+    SHAPE: gl.constexpr = [count, 1, desc.block_type.shape[1], desc.block_type.shape[2]]
+    return gl.allocate_shared_memory(desc.dtype, SHAPE, desc.layout)
 
 
 @gluon.jit

@@ -28,11 +28,9 @@ def write(k: Tensor, v: Tensor | None, pool: Pool, tables: Tables, tree: Tensor 
     k = last_contiguous(k)
     shared = pool.shared_values or v is None
     v = k if shared or v is None else last_contiguous(v)
-    from . import hopper
-
     key = (
         k.device, k.dtype, k.shape, k.stride(), v.shape, v.stride(), pool.k.shape, pool.k.stride(), pool.v.stride(),
-        shared, tree is None, pool.quantized, hopper.TRY,
+        shared, tree is None, pool.quantized,
     )  # fmt: skip
     scales = [None, None] if not pool.quantized else [pool.k_scale, None if shared else pool.v_scale]
     of_values = (*(x for x in scales if x is not None), *(() if shared else (v, pool.v)))
@@ -46,7 +44,7 @@ def write(k: Tensor, v: Tensor | None, pool: Pool, tables: Tables, tree: Tensor 
             pool.k, None if shared else pool.v, pool.k.stride(0), pool.k.stride(1), pool.v.stride(0), pool.v.stride(1),
             *scales, pool.k.shape[1], pool.positions, tables.write, tables.position, tree,
             NEW=new, DIM=dim, DIM_P2=padded(dim), DIM_V=v.shape[-1], DIM_V_P2=padded(v.shape[-1]),
-            EARLY=early, num_warps=1, launch_pdl=early and "write" in hopper.TRY,
+            EARLY=early, num_warps=1, launch_pdl=early,
         )  # fmt: skip
         _launches.remember(key, tensors, launched)
 
