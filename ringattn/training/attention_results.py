@@ -26,22 +26,27 @@ class AttentionResults:
 
     Args:
         place: where they wait.
-        products: the results of all matrix products of the forward are kept, too, on the GPU.
+        products: the results of the matrix products of ``nn.Linear`` (mm, addmm) are kept, too, on the GPU.
     """
 
     def __init__(self, place: HostMemory, products: bool = False) -> None:
         self._place = place
         self._calls: list[tuple[Waiting, ...]] = []
-        self._products: list[Tensor | None] | None = [] if products else None  # None: the backward has used it
+        self._keeps_products = products
+        self._products: list[_Product | None] = []  # None: no longer needed
 
     @contextlib.contextmanager
-    def used(self, call: int = 0) -> Iterator[AttentionResults]:
+    def used(self, call: int = 0, products: bool = True) -> Iterator[AttentionResults]:
         """In the block, the first call of attention is that of number ``call``. Calls that have results here return
-        them; others attend, and their results are kept."""
+        them; others attend, and their results are kept.
+
+        Args:
+            products: the same of matrix products, from the layer's first one on.
+        """
         before = active()
         _local.active = self
         self.next = call
-        self._next_product = 0
+        self._next_product = 0 if self._keeps_products and products else None
         self._fetch(call)
         try:
             with _Instead(self):
@@ -64,25 +69,51 @@ class AttentionResults:
         return results
 
     def multiply(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-        """Return what a matrix product returns."""
-        if self._products is None:
-            product: Tensor = func(*args, **kwargs)
-            return product
-        at, self._next_product = self._next_product, self._next_product + 1
-        kept = self._products[at] if at < len(self._products) else None
-        if kept is None:
-            product = func(*args, **kwargs)
+        """Return what a matrix product returns. One that was changed in place since is computed again."""
+        at = self._next_product
+        if at is None:
+            result: Tensor = func(*args, **kwargs)
+            return result
+        self._next_product = at + 1
+        product = self._products[at] if at < len(self._products) else None
+        if product is None or product.changed():
+            result = func(*args, **kwargs)
             if at == len(self._products):
-                self._products.append(product.detach())  # without the history that autograd adds to what is returned
-            return product
+                self._products.append(_Product(result))
+            return result
         if torch.is_grad_enabled():  # in the backward
             self._products[at] = None
-        return kept.detach()
+        return _alias(product.result)
+
+    def drop_last_product(self) -> None:
+        """Forget the product that came last: a layer ends with it, and a backward that starts from the layer's input
+        does not need it."""
+        if self._products:
+            self._products[-1] = None
 
     def _fetch(self, call: int) -> None:
         for waiting in self._calls[call : call + 1]:
             for result in waiting:
                 result.fetch()
+
+
+class _Product:
+    """The result of a matrix product, without the history that autograd adds to what an operator returns."""
+
+    def __init__(self, result: Tensor) -> None:
+        self.result = _alias(result)
+        self._version = self.result._version
+
+    def changed(self) -> bool:
+        """Return whether an operator in place has changed it."""
+        return self.result._version != self._version
+
+
+def _alias(x: Tensor) -> Tensor:
+    """Return another tensor of the same memory, which counts the changes of both. Operators below autograd do not count
+    by themselves; torch's selective checkpoint makes them do so in the same way."""
+    with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
+        return x.detach()
 
 
 def active() -> AttentionResults | None:
