@@ -33,7 +33,7 @@ class AttentionResults:
         self._place = place
         self._calls: list[tuple[Waiting, ...]] = []
         self._keeps_products = products
-        self._products: list[_Product | None] = []  # None: no longer needed
+        self._products: list[Tensor | None] = []  # None: no longer needed, or changed
 
     @contextlib.contextmanager
     def used(self, call: int = 0, products: bool = True) -> Iterator[AttentionResults]:
@@ -69,21 +69,29 @@ class AttentionResults:
         return results
 
     def multiply(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-        """Return what a matrix product returns. One that was changed in place since is computed again."""
+        """Return what a matrix product returns."""
         at = self._next_product
         if at is None:
             result: Tensor = func(*args, **kwargs)
             return result
         self._next_product = at + 1
         product = self._products[at] if at < len(self._products) else None
-        if product is None or product.changed():
+        if product is None:
             result = func(*args, **kwargs)
             if at == len(self._products):
-                self._products.append(_Product(result))
+                self._products.append(result.detach())  # without the history that autograd adds to what is returned
             return result
         if torch.is_grad_enabled():  # in the backward
             self._products[at] = None
-        return _alias(product.result)
+        return product.detach()
+
+    def drop(self, changed: Tensor) -> None:
+        """Forget the product whose memory this tensor has, because it changes, or may change later: it is computed
+        again."""
+        storage = changed.untyped_storage()._cdata
+        for at, product in enumerate(self._products):
+            if product is not None and product.untyped_storage()._cdata == storage:
+                self._products[at] = None
 
     def drop_last_product(self) -> None:
         """Forget the product that came last: a layer ends with it, and a backward that starts from the layer's input
@@ -95,25 +103,6 @@ class AttentionResults:
         for waiting in self._calls[call : call + 1]:
             for result in waiting:
                 result.fetch()
-
-
-class _Product:
-    """The result of a matrix product, without the history that autograd adds to what an operator returns."""
-
-    def __init__(self, result: Tensor) -> None:
-        self.result = _alias(result)
-        self._version = self.result._version
-
-    def changed(self) -> bool:
-        """Return whether an operator in place has changed it."""
-        return self.result._version != self._version
-
-
-def _alias(x: Tensor) -> Tensor:
-    """Return another tensor of the same memory, which counts the changes of both. Operators below autograd do not count
-    by themselves; torch's selective checkpoint makes them do so in the same way."""
-    with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
-        return x.detach()
 
 
 def active() -> AttentionResults | None:
@@ -140,4 +129,18 @@ class _Instead(TorchDispatchMode):
             return self._results.attend(func, args, kwargs or {})
         if func in _PRODUCTS:
             return self._results.multiply(func, args, kwargs or {})
+        for changed in _written(func, args, kwargs or {}):
+            self._results.drop(changed)
         return func(*args, **(kwargs or {}))
+
+
+def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Tensor]:
+    """Yield the tensors that an operator changes. Versions do not tell: the result of ``nn.Linear`` is a view of its
+    product that counts by itself."""
+    schema = getattr(func, "_schema", None)  # operators of higher order have none
+    if schema is None or not schema.is_mutable:
+        return
+    for at, argument in enumerate(schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            value = args[at] if at < len(args) else kwargs.get(argument.name)
+            yield from (x for x in (value if isinstance(value, (list, tuple)) else [value]) if isinstance(x, Tensor))

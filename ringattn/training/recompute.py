@@ -158,6 +158,8 @@ class _Record:
             self._results.clear()
         if self._how.anchors == 1:
             self._results.drop_last_product()
+        if isinstance(out, Tensor):
+            self._results.drop(out)  # others may change it
 
     def input(self) -> Tensor:
         """Return the layer's input, and start to fetch what the layer whose backward comes next needs."""
