@@ -24,7 +24,7 @@ from torch import Tensor
 from ..kernels.contract import Block, CompletionCounts
 from ..plans import Plan
 from ..relay import Relay
-from ..schedule import head_groups
+from ..schedule import buffer_rows, head_groups
 from ..shape import Shape
 from ..transport import Message
 from ..works import Pending
@@ -174,7 +174,7 @@ def relayed_bytes(plan: Plan, relay: Relay, s: Shape, backward: bool) -> int:
     """Return what a call allocates in addition to its inputs and results: the most of all moments of the pipeline."""
     rank, fetches = plan.rank, relay.fetches
     queries, own, extended = plan.local_lengths[rank], relay.own[rank], relay.lengths[rank]
-    fetched = sum(run.length for run in fetches[rank])
+    fetched = buffer_rows(fetches[rank])
     out, sent = (
         sum(run.length for runs in stage for run in runs if run.owner == rank) for stage in (fetches, relay.carried)
     )

@@ -20,7 +20,7 @@ from ..kernels import weaving
 from ..kernels.contract import Block, CompletionCounts, Keys
 from ..kernels.upload import upload
 from ..plans import Plan
-from ..schedule import Fetch, head_groups
+from ..schedule import Fetch, buffer_rows, head_groups
 from ..shape import Shape
 from ..transport import Message
 from ..works import Pending
@@ -57,18 +57,18 @@ class Routes(NamedTuple):
     Args:
         rank: that of this process.
         leaving: index into this rank's shard that collects what leaves; None where it leaves from its place.
-        order: index that sorts what has arrived by position; None where it is sorted.
-        back: index that takes what is sorted to the order in which it arrived; None where that is the same.
+        places: the row of the buffer for each row that arrives; None where it arrives in its place.
         out: rows of what leaves, with the rank that gets them, ranks in order; its own rows among them.
         into: rows of what arrives, with the rank that they come from.
+        rows: of the buffer. Those to which nothing comes are zero.
     """
 
     rank: int
     leaving: Tensor | None
-    order: Tensor | None
-    back: Tensor | None
+    places: Tensor | None
     out: list[tuple[int, slice]]
     into: list[tuple[int, slice]]
+    rows: int
 
     # What copies its argument is a method of its own, so that the argument is freed before the next buffer is made. A
     # callee cannot do that: where the interpreter has a hook for frames (Dynamo's), callers keep their arguments alive.
@@ -80,7 +80,9 @@ class Routes(NamedTuple):
     def deliver(self, outgoing: Tensor, buffer: Tensor | None = None) -> Delivery:
         """Return the messages that take what :meth:`outgoing` returns to others, and theirs into the buffer."""
         if buffer is None:
-            buffer = outgoing.new_empty((sum(rows.stop - rows.start for _, rows in self.into), *outgoing.shape[1:]))
+            arriving = sum(rows.stop - rows.start for _, rows in self.into)
+            make = outgoing.new_empty if self.places is not None or arriving == self.rows else outgoing.new_zeros
+            buffer = make((arriving if self.places is not None else self.rows, *outgoing.shape[1:]))
         own = [outgoing[rows] for visitor, rows in self.out if visitor == self.rank]
         for x, (_, rows) in zip(own, (route for route in self.into if route[0] == self.rank), strict=True):
             buffer[rows].copy_(x)
@@ -88,13 +90,15 @@ class Routes(NamedTuple):
         receives = [(buffer[rows], owner) for owner, rows in self.into if owner != self.rank]
         return Delivery(sends, receives, buffer)
 
-    def sorted(self, buffer: Tensor) -> Tensor:
-        """Return rows that have arrived in the order of positions."""
-        return buffer if self.order is None else buffer[self.order]
+    def sorted(self, arrived: Tensor) -> Tensor:
+        """Return the buffer of the rows that have arrived."""
+        if self.places is None:
+            return arrived
+        return arrived.new_zeros((self.rows, *arrived.shape[1:])).index_copy_(0, self.places, arrived)
 
     def unsorted(self, partial: Tensor) -> Tensor:
-        """Return contributions, which are in the order of positions, in the order in which the rows arrived."""
-        return partial if self.back is None else partial[self.back]
+        """Return contributions to the rows of the buffer in the order in which the rows arrived."""
+        return partial if self.places is None else partial[self.places]
 
     def give_back(self, partial: Tensor) -> Return:
         """Return the messages that take what :meth:`unsorted` returns to the ranks that the rows came from."""
@@ -132,7 +136,7 @@ def direct_routes(rank: int, fetches: Sequence[Sequence[Fetch]]) -> Routes:
     out = [(visitor, run) for visitor, runs in enumerate(fetches) for run in runs if run.owner == rank]
     sent = [(visitor, slice(run.offset, run.offset + run.length)) for visitor, run in out]
     arrives = [(run.owner, slice(run.first, run.first + run.length)) for run in fetches[rank]]
-    return Routes(rank, None, None, None, sent, arrives)
+    return Routes(rank, None, None, sent, arrives, buffer_rows(fetches[rank]))
 
 
 def collected_routes(
@@ -151,11 +155,13 @@ def collected_routes(
     arrives = _joined([(run.owner, run.length) for run in runs])
     if keys is None:
         (leaving,) = upload((leaving,), device)
-        return Routes(rank, leaving, None, None, sent, arrives)
+        return Routes(rank, leaving, None, sent, arrives, buffer_rows(runs))
     by_owner = sorted(zip(fetches[rank], keys, strict=True), key=lambda pair: pair[0].owner)
     order = blocks.positions([positions for _, positions in by_owner]).argsort()
-    leaving, order, back = upload((leaving, order, order.argsort()), device)
-    return Routes(rank, leaving, order, back, sent, arrives)
+    places = torch.empty_like(order)
+    places[order] = blocks.positions([range(run.first, run.first + run.length) for run in fetches[rank]]).long()
+    leaving, places = upload((leaving, places), device)
+    return Routes(rank, leaving, places, sent, arrives, buffer_rows(fetches[rank]))
 
 
 def _joined(lengths: Iterable[tuple[int, int]]) -> list[tuple[int, slice]]:
@@ -225,7 +231,7 @@ class Contributions:
         self.dk = torch.empty(k.shape, dtype=dtype, device=k.device)
         self.dv = torch.empty(v.shape, dtype=dtype, device=v.device)
         self.width = k.shape[3] + v.shape[3]
-        self.keys = sum(run.length for run in self.plan.fetches[self.plan.rank])
+        self.keys = buffer_rows(self.plan.fetches[self.plan.rank])
         self.partials: dict[int, Tensor] = {}
 
     def buffers(self, wave: int) -> tuple[Tensor, Tensor]:
@@ -273,7 +279,7 @@ class Sizes(NamedTuple):
 
     Attributes:
         queries, local: of this rank, and its keys.
-        fetched: keys of all ranks, its own among them.
+        fetched: rows of the buffer: keys of all ranks, its own among them, and space.
         outgoing: rows of what leaves, also to the rank itself if they are collected.
         arriving: contributions of other ranks to its keys.
         sends: something leaves to another rank.
@@ -295,7 +301,7 @@ def message_bytes(plan: Plan, s: Shape, backward: bool) -> int:
     own = sum(run.length for run in runs[rank] if run.owner == rank)
     to_this_rank = sum(run.length for theirs in runs for run in theirs if run.owner == rank)
     local, together = plan.local_lengths_k[rank], collected(plan)
-    fetched = sum(run.length for run in runs[rank])
+    fetched = buffer_rows(runs[rank])
     sizes = Sizes(
         plan.local_lengths[rank], local, fetched, to_this_rank if together else local, to_this_rank - own,
         to_this_rank > own, together,

@@ -111,11 +111,12 @@ def _matmul(model: ModelShape, n: int, tflops: float, s: Switches) -> tuple[floa
 
 def _pointwise(model: ModelShape, n: int, s: Switches, gbs: float) -> tuple[float, float]:
     """Return ms of a layer's passes over memory: forward, and backward with what it computes again. The numbers are
-    of tensors that are read and written: by two norms, rotary embeddings, two residuals, and the MLP."""
+    of tensors that are read and written, counted over the operators of a layer of transformers: by two norms, rotary
+    embeddings, two residuals, the MLP, and the sums of gradients where several projections read one tensor."""
     x, heads = n * s.itemsize * model.hidden, n * s.itemsize * (model.heads + model.kv_heads) * model.head_dim
     m = n * s.itemsize * model.intermediate
-    forward = 42 * x + (9 + 18 * model.qk_norm) * heads + 5 * m
-    backward = 90 * x + (10 + 40 * model.qk_norm) * heads + 9 * m
+    forward = 42 * x + (10 + 18 * model.qk_norm) * heads + 5 * m
+    backward = 107 * x + (16 + 46 * model.qk_norm) * heads + 9 * m
     return forward / gbs / 1e6, (backward + s.recompute * forward) / gbs / 1e6
 
 
