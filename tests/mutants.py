@@ -736,6 +736,20 @@ MUTANTS = (
         "tests/test_cost.py",
     ),
     Mutant(
+        "cost: all ranks of a ring wait for the slowest one",
+        "ringattn/cost.py",
+        "ends = begin[r] + work, start[r] + links",
+        "ends = max(begin) + work, start[r] + links",
+        "tests/test_cost.py -k neighbours",
+    ),
+    Mutant(
+        "circulation: a shard is kept while contributions come home",
+        "ringattn/dataflow/circulation.py",
+        "self._current = cast(S, arriving)",
+        "self._current = self._current if arriving is None else cast(S, arriving)",
+        "tests/test_memory_predicted.py",
+    ),
+    Mutant(
         "planner: memory has all gradients next to all activations",
         "ringattn/planner/memory.py",
         "gradients = head + done * model.layer_parameters * share",
