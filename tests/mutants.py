@@ -511,8 +511,8 @@ MUTANTS = (
     Mutant(
         "gather: predicted memory twice too large",
         "ringattn/dataflow/messages.py",
-        "gradients * s.kv_elements * s.state_itemsize\n    return round(s.batch * (bound",
-        "gradients * s.kv_elements * s.state_itemsize\n    return round(2 * s.batch * (bound",
+        "key, gradient = s.kv_elements * s.itemsize, s.kv_elements * s.state_itemsize\n    results",
+        "key, gradient = s.kv_elements * s.itemsize, 2 * s.kv_elements * s.state_itemsize\n    results",
         "tests/test_memory.py",
     ),
     # --- gather by node
@@ -734,6 +734,20 @@ MUTANTS = (
         "pairs = p.pairs[r][o] if ring else p.pairs[o][r]",
         "pairs = sum(p.pairs[r]) if ring else p.pairs[o][r]",
         "tests/test_cost.py",
+    ),
+    Mutant(
+        "cost: all ranks of a ring wait for the slowest one",
+        "ringattn/cost.py",
+        "ends = begin[r] + work, start[r] + links",
+        "ends = max(begin) + work, start[r] + links",
+        "tests/test_cost.py -k neighbours",
+    ),
+    Mutant(
+        "circulation: a shard is kept while contributions come home",
+        "ringattn/dataflow/circulation.py",
+        "self._current = cast(S, arriving)",
+        "self._current = self._current if arriving is None else cast(S, arriving)",
+        "tests/test_memory_predicted.py",
     ),
     Mutant(
         "planner: memory has all gradients next to all activations",
