@@ -25,6 +25,7 @@ from ringattn.schedule import head_groups
 DIM, TOKENS = 16, 4096
 TREE = masks.tree([-1, 0, 0, 0, 0], [2048, 512, 512, 512, 512])
 TREES = masks.tree([-1, 0, 0, -1, 3, 3], [1024, 512, 512, 1024, 512, 512])
+APART = [0, 250, 700, 1300, 2000, 2900, TOKENS]  # ranks have space between keys that they gather
 SINKS = masks.sinks(TOKENS, 4, 300)
 
 
@@ -108,6 +109,8 @@ def _messages(monkeypatch: pytest.MonkeyPatch) -> None:
         (8, "gather", "zigzag", (32, 8), dict(local_size=4)),
         (6, "gather", "striped", (8, 2), dict(causal=True, local_size=(2, 1, 3))),
         (8, "gather", "balanced", (8, 8), dict(mask=TREE, local_size=2)),
+        (4, "gather", "zigzag", (8, 8), dict(causal=True, cu_seqlens=APART)),
+        (4, "gather", "balanced", (8, 8), dict(causal=True, cu_seqlens=APART)),
         (1, "ring", "zigzag", (8, 2), dict(mask=TREE)),
         (4, "ring", "balanced", (8, 8), dict(mask=TREE)),
         (4, "reduce", "balanced", (8, 2), dict(mask=TREES)),
@@ -147,12 +150,16 @@ def test_no_more_than_predicted(
         dout = torch.empty_like(out)
         with Counting(q, k, v, out, lse, dout) as counted:
             delta = torch.empty_like(lse)
-            flow.backward(call, Queries(q, dout, lse, delta))
-        return [*found, (counted.peak, plan.memory_bytes(backward=True, **shape))]
+            dq, dk, dv = flow.backward(call, Queries(q, dout, lse, delta))
+            dk = dk.to(q.dtype)  # one after another, as the operator does
+            dv = dv.to(q.dtype)
+            dq = dq.to(q.dtype)
+        results = sum(x.untyped_storage().nbytes() for x in (dq, dk, dv))
+        return [*found, (counted.peak - results, plan.memory_bytes(backward=True, **shape))]
 
     for found in virtual.run(ranks, body):
         for measured, predicted in found:
-            assert predicted > 0
+            assert predicted > 0 or measured == 0
             assert measured <= 1.01 * predicted  # a few numbers per block
             assert predicted <= 1.75 * measured or not measured, "an upper bound, but not twice too large"
 

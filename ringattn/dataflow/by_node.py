@@ -24,7 +24,7 @@ from torch import Tensor
 from ..kernels.contract import Block, CompletionCounts
 from ..plans import Plan
 from ..relay import Relay
-from ..schedule import head_groups
+from ..schedule import buffer_rows, head_groups
 from ..shape import Shape
 from ..transport import Message
 from ..works import Pending
@@ -174,7 +174,7 @@ def relayed_bytes(plan: Plan, relay: Relay, s: Shape, backward: bool) -> int:
     """Return an upper bound on what a call allocates in addition to its inputs and results."""
     rank = plan.rank
     own, extended = relay.own[rank], relay.lengths[rank]
-    fetched = sum(run.length for run in relay.fetches[rank])
+    fetched = buffer_rows(relay.fetches[rank])
     out, sent = (
         sum(run.length for runs in stage for run in runs if run.owner == rank)
         for stage in (relay.fetches, relay.carried)
@@ -190,7 +190,8 @@ def relayed_bytes(plan: Plan, relay: Relay, s: Shape, backward: bool) -> int:
         + (b * (1 + inside) + a) * fetched  # the part attended before is kept until the next one comes
         for a, b, c, d in _neighbours(shares)
     )
-    bound = row_bytes(plan.local_lengths[rank], s, backward) + keys * s.kv_elements * s.itemsize
+    queries = plan.local_lengths[rank]
+    bound = row_bytes(queries, s, backward) + keys * s.kv_elements * s.itemsize
     if backward:
         arriving = out - sum(run.length for run in relay.fetches[rank] if run.owner == rank)
         returning, crosses = (1 + inside) * fetched + arriving, extended + sent
@@ -200,7 +201,8 @@ def relayed_bytes(plan: Plan, relay: Relay, s: Shape, backward: bool) -> int:
         )
         gradients = max(gradients, shares[-1] * (fetched + crosses))
         bound += (own + gradients) * s.kv_elements * s.state_itemsize
-    return round(s.batch * (bound + kernel_bytes(plan, s, fetched, max(shares), backward, len(cut) > 1)))
+    bound += kernel_bytes(plan, s, fetched, max(shares), backward, len(cut) > 1)
+    return round(s.batch * (s.beyond_results(queries, own, bound) if backward else bound))
 
 
 def _neighbours(shares: Sequence[float]) -> Iterator[tuple[float, float, float, float]]:

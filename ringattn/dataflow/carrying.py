@@ -19,7 +19,7 @@ from ..peer.pull import FetchBuffers, Pattern
 from ..peer.push import GradientBuffers, Push
 from ..plans import Plan
 from ..relay import Relay
-from ..schedule import Fetch, head_groups, waves
+from ..schedule import Fetch, buffer_rows, head_groups, waves
 from ..shape import Shape
 from ..transport import Message
 from .by_node import network_routes
@@ -46,7 +46,7 @@ def carried(call: Call, link: Link, relay: Relay, backward: bool) -> Carried:
 
 def _waves(plan: Plan, s: Shape, backward: bool) -> list[slice]:
     """Return groups of heads, of which two fit into ``plan.buffer_bytes``."""
-    keys = plan.once("most keys", lambda: max(sum(run.length for run in runs) for runs in plan.fetches))
+    keys = plan.once("most keys", lambda: max(map(buffer_rows, plan.fetches)))
     head_bytes = s.batch * keys * (s.head_dim + s.value_dim) * (s.itemsize + s.state_itemsize * backward)
     fits = waves(s.kv_heads, head_bytes, plan.buffer_bytes)
     count = max(1, s.kv_heads // 2) if len(fits) == 1 else fits[0].stop
@@ -180,7 +180,7 @@ def carried_bytes(plan: Plan, relay: Relay, s: Shape, backward: bool) -> int:
     """Return what is allocated: memory that the node shares, for this rank's own keys and those that it carries, and
     the receive buffer; in the backward contributions and their sums."""
     rank, longest = plan.rank, max(relay.lengths)
-    fetched = sum(run.length for run in relay.fetches[rank])
+    fetched = buffer_rows(relay.fetches[rank])
     queries, token = plan.local_lengths[rank], s.batch * (s.head_dim + s.value_dim)  # elements of one key head
 
     def heads_of(cut: list[slice]) -> tuple[int, int]:
