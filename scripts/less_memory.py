@@ -28,7 +28,7 @@ CHUNK, LOSS_CHUNK = 8192, 2048  # of --offload
 EACH = [  # options of the measurement of each switch
     "", "--offload --offload-only --attention-on gpu", "--offload --offload-only",
     "--offload --offload-only --anchors 4", "--checkpoint full", "--mlp-chunk 8192", "--head-groups 4",
-    "--offload", "--state host",
+    "--offload", "--state host", "--products -1",
 ]  # fmt: skip
 Words = dict[str, Any]
 

@@ -32,6 +32,9 @@ CASES: dict[str, dict[str, Any]] = {
     "small pages": dict(lengths=[1000, 77], page_size=64),
     "float16": dict(lengths=[3000, 0, 1], dtype=torch.float16, group=6),
     "a group of 16": dict(lengths=[3000, 1], group=16),
+    "one query head of a long row": dict(lengths=[60000], kv_heads=1, group=1),
+    "two query heads": dict(lengths=[20001, 5, 700], group=2),
+    "two query heads of many rows": dict(lengths=[*range(1, 3000, 31)], group=2, dim=64, dim_v=64),
 }
 E4M3: dict[str, dict[str, Any]] = {
     f"{name}, e4m3": {**CASES[name], "quantized": True}

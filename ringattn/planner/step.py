@@ -103,10 +103,11 @@ def flops_per_token(model: ModelShape, context: int) -> float:
 
 def _matmul(model: ModelShape, n: int, tflops: float, s: Switches) -> tuple[float, float]:
     """Return ms of a layer's matrix products without attention: forward, and backward with what it computes again:
-    all but the last projection, whose result no gradient needs."""
+    all but the last projection, whose result no gradient needs; a mean over layers, of which some keep them."""
     once = 2 * n * model.layer_parameters / tflops / 1e9
     last = 2 * n * model.hidden * model.intermediate / tflops / 1e9
-    return once, 2 * once + s.recompute * (once - last)
+    again = s.recompute * (1 - min(1.0, s.products / model.layers))
+    return once, 2 * once + again * (once - last)
 
 
 def _pointwise(model: ModelShape, n: int, s: Switches, gbs: float) -> tuple[float, float]:
