@@ -774,7 +774,7 @@ MUTANTS = (
         "shared memory: a rank that is lost is waited for",
         "ringattn/peer/symmetric.py",
         "if cause := self._lost():",
-        "if cause := \"\":",
+        'if cause := "":',
         "tests/test_faults.py -k shared",
     ),
     Mutant(
