@@ -398,8 +398,8 @@ class GroupTransport(Transport):
 
     def _all_gather(self, x: Tensor) -> Tensor:
         rows = x.new_empty(self.world_size, *x.shape)  # gloo takes no output with one more dimension than the input
-        gather = functools.partial(dist.all_gather_into_tensor, rows.view(-1), x.view(-1), self.group, async_op=True)
-        self._collective(gather, x)
+        gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # the older name
+        self._collective(lambda: gather(rows.view(-1), x.view(-1), self.group, async_op=True), x)
         return rows
 
     def _collective(self, start: Callable[[], Any], x: Tensor) -> None:

@@ -547,11 +547,13 @@ def test_generation() -> None:
     """The page's prompt in chunks and four tokens on two ranks, against everything again in one process."""
     generator = torch.Generator().manual_seed(0)
     table, place = torch.randn(VOCABULARY, DIM, generator=generator), torch.randn(2000, DIM, generator=generator)
-    prompt = torch.randint(VOCABULARY, (1101,), generator=generator)
+    prompt = torch.randint(VOCABULARY, (1, 1101), generator=generator)
     layers = [Layer(1), Layer(2)]
 
     def embed(tokens: Tensor, position: Tensor) -> Tensor:
-        return (table[tokens] + place[position.flatten()].view(*position.shape, DIM)).view(1, -1, DIM)
+        assert tokens.shape == position.shape
+        assert tokens.ndim == 2
+        return table[tokens] + place[position.long()]
 
     def next_token(x: Tensor) -> Tensor:
         return (x[:, -1:] @ table.T).argmax(-1)
@@ -565,8 +567,8 @@ def test_generation() -> None:
             made.append(int(next_token(x)))
             return next_token(x)
 
-        names: dict[str, Any] = dict(ringattn=on_rank, torch=torch, prompt=prompt[:-1], embed=embed, layers=layers)
-        names |= dict(next_token=noted, token=prompt[-1:])
+        names: dict[str, Any] = dict(ringattn=on_rank, torch=torch, prompt=prompt, embed=embed, layers=layers)
+        names |= dict(next_token=noted)
         exec(code_of("generate", 0), names)
         exec(code_of("generate", 1), names)
         assert names["cache"].lengths == {names["s"]: 1104}
@@ -575,12 +577,12 @@ def test_generation() -> None:
     got = virtual.run(2, body)
     tokens = prompt
     for _ in range(4):
-        x = embed(tokens, torch.arange(len(tokens)))
+        x = embed(tokens, torch.arange(tokens.shape[1])[None])
         for layer in layers:
             q, k, v = layer.qkv(x)
-            x = layer.rest(x, reference.attention(q, k, v, masks.causal(len(tokens)))[0].float())
-        tokens = torch.cat([tokens, next_token(x)[0]])
-    assert got == [tokens[-4:].tolist()] * 2
+            x = layer.rest(x, reference.attention(q, k, v, masks.causal(tokens.shape[1]))[0].float())
+        tokens = torch.cat([tokens, next_token(x)], 1)
+    assert got == [tokens[0, -4:].tolist()] * 2
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="a CUDA graph needs a GPU")

@@ -73,6 +73,12 @@ def test_a_mistake_is_named_before_anything_starts(variables: dict[str, str], te
     assert done.stdout == ""
 
 
+def test_without_a_gpu_the_ranks_must_be_given() -> None:
+    done = torchrun(PYTHON=sys.executable, CUDA_VISIBLE_DEVICES="")
+    assert (done.returncode, done.stdout) == (1, "")
+    assert "no GPU that torch can use, and RANKS is not given; on CPUs set it, as RANKS=2" in done.stderr
+
+
 def test_directives_of_slurm() -> None:
     """https://slurm.schedmd.com/sbatch.html: they come before the first command, one option each."""
     text = (FILES / "slurm.sbatch").read_text()

@@ -68,7 +68,7 @@ def factors(texts: list[str], name: str, ranks: int) -> dict[int, float]:
     """Return factors by rank.
 
     Raises:
-        ValueError: what is not RANK:FACTOR with a rank of the cluster and a factor above 0.
+        ValueError: what is not RANK:FACTOR with a rank of the cluster and a factor of at least 1.
     """
     result = {}
     for text in texts:
@@ -77,8 +77,11 @@ def factors(texts: list[str], name: str, ranks: int) -> dict[int, float]:
             result[int(rank)] = float(factor)
         except ValueError as error:
             raise ValueError(f"{name} is {text!r}; write RANK:FACTOR, as 5:1.3") from error
-        if not 0 <= int(rank) < ranks or not 0 < float(factor) < float("inf"):
-            raise ValueError(f"{name} is {text!r}; the rank must be below {ranks} and the factor above 0")
+        if not 0 <= int(rank) < ranks or not 1 <= float(factor) < float("inf"):
+            raise ValueError(
+                f"{name} is {text!r}; the rank must be below {ranks} and the factor, how many times as long it takes, at "
+                "least 1"
+            )
     return result
 
 

@@ -15,6 +15,7 @@ from .. import cost
 from ..cost import Costs
 
 REACHED = 0.9  # of a network's rate
+NETWORKS = ("ib", "roce", "eth")
 RESERVED = 5 << 30  # bytes for the context, the communicators and what the allocator cannot use
 
 
@@ -83,11 +84,15 @@ def cluster(gpus: str, gpu: str, links: str, costs: Costs | None = None) -> Clus
     base = costs or GPUS[gpu].costs
     if inside == "pcie":
         base = replace(base, local_gbs=min(20.0, base.local_gbs), pull_gbs=min(20.0, base.pull_gbs))
-    rate = re.fullmatch(r"[a-z]+([1-9]\d*)", network)
+    rate = re.fullmatch(r"([a-z]+)([1-9]\d*)", network)
     if not rate and (hosts > 1 or network):
         raise ValueError(f"--links is {links!r}; name the network between hosts, as in nvlink,ib400: Gb/s per GPU")
+    if rate and rate[1] not in NETWORKS:
+        raise ValueError(
+            f"--links is {links!r}; the network is ib, roce or eth with its Gb/s per GPU, as in nvlink,ib400"
+        )
     if hosts > 1 and rate:
-        message_gbs = int(rate[1]) / 8 * REACHED
+        message_gbs = int(rate[2]) / 8 * REACHED
         # Messages of a network card need few multiprocessors.
         base = replace(base, message_gbs=message_gbs, contention=cost.default("cuda", "messages").contention)
     return Cluster(hosts, local, GPUS[gpu], inside == "nvlink", base)
