@@ -106,7 +106,7 @@ def test_ranks_whose_tokens_differ() -> None:
     def differ(rank: virtual.VirtualRank) -> str:
         model = models[rank.rank]
         with ringattn.hf.generation(model, prompt(1, 40), rank) as cache, pytest.raises(ValueError) as raised:
-            cache.before_forward(dict(input_ids=torch.tensor([[3 + rank.rank]])))
+            cache.before_forward(dict(input_ids=torch.tensor([[3 + rank.rank]]), past_key_values=cache))
         return str(raised.value)
 
     assert all("same seed" in text for text in virtual.run(2, differ))
@@ -150,6 +150,43 @@ def test_refusals() -> None:
     short = ringattn.hf.generation(model, prompt(1, 20), rank, max_new_tokens=1)
     with short as cache, pytest.raises(ringattn.CacheFull):
         model.generate(**prompt(1, 20), past_key_values=cache, **long)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        (dict(prefill_chunk=0), ValueError, "prefill_chunk is 0; pass a whole number of at least 1"),
+        (dict(prefill_chunk="32k"), ValueError, "prefill_chunk is '32k'; pass"),
+        (dict(max_new_tokens=-1), ValueError, "max_new_tokens is -1; pass"),
+        (dict(num_sequences=None), ValueError, "num_sequences is None; pass"),
+        (dict(inputs=torch.zeros(1, 4)), TypeError, r"inputs is a Tensor; pass a dict, as \{'input_ids'"),
+        (dict(inputs={}), ValueError, "inputs is empty; pass what the tokenizer"),
+    ],
+)
+def test_bad_arguments(arguments: dict[str, Any], error: type[Exception], message: str) -> None:
+    model = build("llama", "ringattn").eval()
+    options = {"inputs": prompt(1, 20), "group": virtual.VirtualRank(0, 1)} | arguments
+    with pytest.raises(error, match=message), ringattn.hf.generation(model, **options):
+        pass
+
+
+def test_a_cache_is_passed_and_goes_on_where_it_ended() -> None:
+    model = build("llama", "ringattn").eval()
+    inputs = prompt(1, 20)
+    how = dict(max_new_tokens=6, do_sample=False, eos_token_id=None, pad_token_id=0)
+    expected = build("llama", "eager").eval().generate(**inputs, **how | {"max_new_tokens": 12})
+    with ringattn.hf.generation(model, inputs, virtual.VirtualRank(0, 1)) as cache:
+        with pytest.raises(ValueError, match="past_key_values is a DynamicCache, but the prompt is in the cache"):
+            model.generate(**inputs, **how)
+        with pytest.raises(ValueError, match="past_key_values is None, but"):
+            model.generate(**inputs, **how, use_cache=False)
+    with ringattn.hf.generation(model, inputs, virtual.VirtualRank(0, 1)) as cache:
+        first = model.generate(**inputs, past_key_values=cache, **how)
+        with pytest.raises(
+            ValueError, match=r"have \[25\] tokens, but generate\(\) goes on at \[5\].*a second call what"
+        ):
+            model.generate(**inputs, past_key_values=cache, **how)  # after more forwards than ranks compare
+        assert torch.equal(model.generate(first, past_key_values=cache, **how), expected)
 
 
 def test_more_rows_than_the_prompt() -> None:

@@ -79,8 +79,8 @@ def factors(texts: list[str], name: str, ranks: int) -> dict[int, float]:
             raise ValueError(f"{name} is {text!r}; write RANK:FACTOR, as 5:1.3") from error
         if not 0 <= int(rank) < ranks or not 1 <= float(factor) < float("inf"):
             raise ValueError(
-                f"{name} is {text!r}; the rank must be below {ranks} and the factor, how many times as long it takes, at "
-                "least 1"
+                f"{name} is {text!r}; the rank must be below {ranks} and the factor at least 1: how many times as long "
+                "it takes"
             )
     return result
 

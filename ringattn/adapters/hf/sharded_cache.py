@@ -30,6 +30,10 @@ from ...transport import of as transport_of
 from . import checks
 from .models import Kind, entry, unwrapped, watched
 
+_CONTINUE = (
+    "pass it the inputs of ringattn.hf.generation(), and a second call what the first one returned, or make another "
+    "generation()"
+)
 _COMPARED = 4  # forwards whose tokens the ranks compare: sampling with different seeds shows in the first ones
 
 
@@ -72,6 +76,7 @@ class Generation(transformers.Cache):
         self.rows: list[int] = []
         self.length = 0  # tokens of the widest row, padding included, as generate() counts them
         self.forwards = 0
+        self._width = 0  # new tokens of a row in the last forward
         self._probed: dict[int, _Layer] | None = {}  # while the shapes are found
         self._updated: set[int] = set()  # layers that gave keys since the last step began
         self._plans: dict[Kind, Plan] | None = None  # while a chunk of a prompt is computed
@@ -258,28 +263,47 @@ class Generation(transformers.Cache):
         Assisted decoding begins with the whole prompt, whatever the cache holds: that part is taken out of ``kwargs``.
 
         Raises:
-            Disagreement: the ranks have different tokens.
-            ValueError: tokens that do not continue the cache's.
+            Disagreement, RankFailed: the ranks have different tokens, or another rank refuses its own.
+            ValueError: another cache, or tokens that do not continue those of this one.
         """
         self.forwards += 1
         ids = kwargs.get("input_ids")
-        if self.forwards > _COMPARED or not isinstance(ids, Tensor):
+        error = self._refusal(kwargs)
+        if error is not None and (self.forwards > _COMPARED or not isinstance(ids, Tensor)):
+            raise error
+        if not isinstance(ids, Tensor):
             return
-        if self.forwards == 1 and ids.shape[1] > self.length:
+        # Another call of generate() begins with its row. Positions are read only then, since that waits for the GPU.
+        as_before, self._width = self._width == ids.shape[1], ids.shape[1]
+        if self.forwards > _COMPARED and as_before:
+            return
+        if error is None and self.forwards == 1 and ids.shape[1] > self.length:
             assert isinstance(kwargs, dict)
             for name in ("input_ids", "position_ids"):
                 if kwargs.get(name) is not None:
                     kwargs[name] = kwargs[name][..., self.length :]
             ids = kwargs["input_ids"]
         advice = {"input_ids": "Set the same seed before sampling, and call generate() with the same inputs"}
-        self.transport.start_agreement("generate()", {"input_ids": _digest(ids)}, None, advice).check()
+        if self.forwards <= _COMPARED:
+            self.transport.start_agreement("generate()", {"input_ids": _digest(ids)}, error, advice).check()
         positions = kwargs.get("position_ids")
         begin = [self.kv.lengths[row] for row in self.rows]
         if positions is not None and positions.ndim == 2 and set(positions[:, 0].tolist()) != set(begin):
             raise ValueError(
                 f"the rows of the cache have {begin} tokens, but generate() goes on at {positions[:, 0].tolist()}; "
-                "pass it the inputs of ringattn.hf.generation(), and the cache to one call"
+                f"{_CONTINUE}"
             )
+
+    def _refusal(self, kwargs: Mapping[str, Any]) -> Exception | None:
+        """Return the error of a forward with another cache."""
+        other = kwargs.get("past_key_values")
+        if other is self:
+            return None
+        return ValueError(
+            f"past_key_values is {'None' if other is None else f'a {type(other).__name__}'}, but the prompt is in the "
+            "cache of ringattn.hf.generation(); pass model.generate(past_key_values=cache) what it yields, and leave "
+            "use_cache on"
+        )
 
 
 def _digest(ids: Tensor) -> str:
@@ -343,6 +367,11 @@ def generation(
     rows: dict[str, Any] = {}
     try:
         checks.check_model(model)
+        for name, value in dict(
+            prefill_chunk=prefill_chunk, max_new_tokens=max_new_tokens, num_sequences=num_sequences
+        ).items():
+            if type(value) is not int or value < 1:
+                raise ValueError(f"{name} is {value!r}; pass a whole number of at least 1")
         ids, mask = _rows(inputs)
         _check_positions(unwrapped(model), ids.shape[1] + max_new_tokens)
         rows = {"input_ids": _digest(ids), "attention_mask": _digest(mask)}
@@ -363,6 +392,10 @@ def generation(
 
 def _rows(inputs: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
     """Return input_ids and which of them are tokens."""
+    if not isinstance(inputs, Mapping):
+        raise TypeError(f"inputs is a {type(inputs).__name__}; pass a dict, as {{'input_ids': ids}} of (rows, tokens)")
+    if not inputs:
+        raise ValueError("inputs is empty; pass what the tokenizer returned: input_ids (rows, tokens)")
     others = sorted(name for name in inputs if name not in ("input_ids", "attention_mask") and inputs[name] is not None)
     if others or not isinstance(inputs.get("input_ids"), Tensor):
         raise NotImplementedError(
