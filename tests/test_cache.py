@@ -470,9 +470,13 @@ def test_a_cache_of_e4m3_takes_float32_and_16_bits() -> None:
         outs = [ringattn.decode(x, x, x, step, layer=layer) for layer in range(2)]
         assert all(torch.equal(out, x) for out in outs)
     x = x.double()
-    with pytest.raises(TypeError, match=r"q is torch.float64, but the cache holds torch.float8_e4m3fn and takes torch"):
+    with pytest.raises(
+        TypeError, match=r"q is torch.float64, but the cache holds torch.float8_e4m3fn and takes .* of torch.bfl"
+    ):
         ringattn.decode(x, x, x, cache.step([s]), layer=0)
-    with pytest.raises(TypeError, match=r"k is torch.float64, but the cache holds torch.float8_e4m3fn and takes torch"):
+    with pytest.raises(
+        TypeError, match=r"k is torch.float64, but the cache holds torch.float8_e4m3fn and takes .* of torch.bfl"
+    ):
         cache.extend(cache.plan(s, 1, causal=True), 0, x, x)
 
 
@@ -749,6 +753,10 @@ def test_arguments_of_a_cache_are_checked() -> None:
     ):
         with pytest.raises(ValueError, match=message):
             made(None, **options)
+    with pytest.raises(ValueError, match=r"layers is a list of 2; pass a positive number"):
+        ringattn.KVCache([torch.nn.Linear(2, 2)] * 2, 1, 8, tokens=16)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"windows is 4; pass a list of one for each layer, as \[4\] \* 2"):
+        made(None, windows=4)
     with pytest.raises(TypeError, match=r"dtype is torch.int8; use one of torch.bfloat16"):
         made(None, dtype=torch.int8)
 
@@ -774,6 +782,12 @@ def test_sequences_and_numbers_of_tokens_are_checked() -> None:
             call(7)
     with pytest.raises(ValueError, match=r"sequences are \[0, 0\]; each may be in a batch once"):
         cache.step([s, s])
+    for call in (cache.step, lambda n: cache.reserve(n, 1), lambda n: cache.reorder(n, [0])):
+        with pytest.raises(TypeError, match=r"sequences is 0; pass a list of what .* as \[0\]"):
+            call(s)
+    for length in ("1", -1, True):
+        with pytest.raises(ValueError, match=rf"length is {length!r}; pass how many tokens sequence 0 keeps of its 0"):
+            cache.crop(s, length)
     for new in (0, 65, True):
         with pytest.raises(ValueError, match=rf"new_tokens is {new}; a step takes 1 to 64"):
             cache.step([s], new)

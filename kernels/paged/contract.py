@@ -32,6 +32,7 @@ from ..contract import Result
 
 NEW_TOKENS = 64  # the most new tokens of a step: a row of a tree is 64 bits
 E4M3 = torch.float8_e4m3fn
+TAKEN = (torch.bfloat16, torch.float16, torch.float32)  # q, k and v that go with e4m3
 _TILE = 64
 
 
@@ -86,7 +87,11 @@ class Pool(NamedTuple):
         quantized pool takes float16, bfloat16 and float32."""
         if not self.quantized:
             return self.k.dtype
-        return dtype if dtype in (torch.float16, torch.bfloat16, torch.float32) else torch.bfloat16
+        return dtype if dtype in TAKEN else torch.bfloat16
+
+    def holds(self) -> str:
+        """Return as text, for errors, the dtype of what is stored, and those of q, k and v if they are others."""
+        return str(self.k.dtype) + f" and takes q, k and v in one of {', '.join(map(str, TAKEN))}" * self.quantized
 
 
 @dataclass(frozen=True, eq=False)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from .. import transport as transports
 from ..kernels.paged.contract import E4M3, NEW_TOKENS
@@ -22,6 +22,7 @@ from .pages import Copy, Kind
 from .slots import SLACK, Slots
 from .step import Step
 
+_T = TypeVar("_T")
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64, E4M3)
 
 
@@ -81,6 +82,10 @@ class KVCache:
         self.windows: tuple[int, ...] = ()
         try:
             _check_sizes(token, dict(layers=layers, tokens=tokens, page_size=page_size, sequences=sequences))
+            if isinstance(windows, int):
+                raise TypeError(
+                    f"windows is {windows!r}; pass a list of one for each layer, as [{windows!r}] * {layers}"
+                )
             self.windows = tuple(-1 if w is None else w for w in ([None] * layers if windows is None else windows))
             if len(self.windows) != layers or any(type(w) is not int or w < -1 for w in self.windows):
                 raise ValueError(f"windows is {windows!r}; pass a number of tokens >= 0, or None, for each layer")
@@ -140,6 +145,9 @@ class KVCache:
             ValueError: there are fewer, or a window has freed what the next token would see.
         """
         self._ready([sequence])
+        if type(length) is not int or length < 0:
+            has = self.lengths[sequence]
+            raise ValueError(f"length is {length!r}; pass how many tokens sequence {sequence} keeps of its {has}")
         self._slots.cut(sequence, length)
         self._changed([sequence], "was cut")
 
@@ -147,7 +155,7 @@ class KVCache:
         """Return the sequences of a beam search after a selection: entry i goes on from ``sequences[order[i]]``. It is
         that sequence where it is the first to do so, and a fork of it otherwise; sequences that nothing goes on from
         are freed."""
-        sequences = list(sequences)
+        sequences = _listed(sequences)
         if len(set(sequences)) != len(sequences):
             raise ValueError(f"sequences are {sequences}; pass each one once")
         if not all(0 <= i < len(sequences) for i in order):
@@ -307,9 +315,11 @@ class KVCache:
                     f"{name} has shape {got}, but this rank's shard of the plan's new tokens is (batch, tokens, "
                     f"kv_heads, head_dim) = {shape}; pass that of plan.shard(), one sequence at a time"
                 )
-            if x.dtype != (takes := self._memory.pools[0].accepts(k.dtype)):
-                holds = f"{token.dtype}" + (f" and takes {takes}" if takes != token.dtype else "")
-                raise TypeError(f"{name} is {x.dtype}, but the cache holds {holds}; cast it, or make another one")
+            pool = self._memory.pools[0]
+            if x.dtype != pool.accepts(k.dtype):
+                raise TypeError(
+                    f"{name} is {x.dtype}, but the cache holds {pool.holds()}; cast it, or make another one"
+                )
             if x.device != device:
                 raise ValueError(f"{name} is on {x.device}, but the cache on {device}; move it there")
 
@@ -327,6 +337,7 @@ class KVCache:
             CacheFull: there is too little room, on every rank; nothing has changed.
             ValueError: a sequence that was freed or appears twice, or another number of tokens.
         """
+        sequences = _listed(sequences)
         numbers = self._distinct(n for n in sequences if n is not None)
         _check_new_tokens(new_tokens)
         self._ready(numbers)
@@ -383,7 +394,7 @@ class KVCache:
     # Checks
 
     def _distinct(self, sequences: Iterable[int]) -> list[int]:
-        numbers = list(sequences)
+        numbers = _listed(sequences)
         for number in numbers:
             self._slots[number]
         if len(set(numbers)) != len(numbers):
@@ -421,13 +432,24 @@ class KVCache:
         self._memory.copy([copy for copy in copies if copy.rank == self.transport.rank])
 
 
+def _listed(sequences: Iterable[_T]) -> list[_T]:
+    if not isinstance(sequences, Iterable):
+        raise TypeError(f"sequences is {sequences!r}; pass a list of what add() or fork() returned, as [{sequences!r}]")
+    return list(sequences)
+
+
 def _check_sizes(token: TokenShape, sizes: dict[str, int | None]) -> None:
     heads = dict(kv_heads=token.kv_heads, head_dim=token.head_dim, head_dim_v=token.head_dim_v)
     for name, value in {**heads, **sizes}.items():
         if name == "sequences" and value is None:
             continue
         if type(value) is not int or value < 1:
-            raise ValueError(f"{name} is {value!r}; pass a positive number")
+            given = (
+                f"a {type(value).__name__} of {len(value)}"
+                if isinstance(value, list | tuple | nn.ModuleList)
+                else repr(value)
+            )
+            raise ValueError(f"{name} is {given}; pass a positive number")
     page_size = sizes["page_size"]
     if page_size is None or page_size % 16:
         raise ValueError(f"page_size is {page_size}; it must be a multiple of 16, such as 128")

@@ -197,10 +197,9 @@ def _check(q: Tensor, k: Tensor, v: Tensor | None, tokens: tuple[int, int], pool
                 f"head_dim{'_v' if name == 'v' else ''}) = {shape}; pass the step's tokens"
             )
     for name, x in (("q", q), *((name, x) for name, x, _ in shapes)):
-        if x.dtype != (takes := pool.accepts(q.dtype)):
-            holds = f"{pool.k.dtype}" + (f" and takes {takes}" if pool.quantized else "")
+        if x.dtype != pool.accepts(q.dtype):
             raise TypeError(
-                f"{name} is {x.dtype}, but the cache holds {holds}; cast {name}, or make the cache for its dtype"
+                f"{name} is {x.dtype}, but the cache holds {pool.holds()}; cast {name}, or make the cache for its dtype"
             )
         if x.device != pool.k.device:
             raise ValueError(f"{name} is on {x.device}, but the cache is on {pool.k.device}; move them to one device")
