@@ -130,7 +130,7 @@ def pack(
         ValueError, TypeError: a length that is not a positive int; a document longer than ``seq_len`` without
             ``split``.
     """
-    _check(seq_len, rows)
+    _check(seq_len, rows, work)
     pieces = list(_pieces(lengths, seq_len, work, split))
     return Packing([b.row() for step in _all_steps(pieces, rows, seq_len) for b in step], seq_len, rows)
 
@@ -158,7 +158,7 @@ def pack_stream(
     Raises:
         ValueError, TypeError: as in :func:`pack`, when the document is read.
     """
-    _check(seq_len, rows)
+    _check(seq_len, rows, work)
     if type(window) is not int or window < 1:
         raise ValueError(f"window is {window!r}; pass the number of documents to choose from, at least 1")
     return _stream(_pieces(lengths, seq_len, work, split), seq_len, rows, window)
@@ -219,7 +219,9 @@ class _Bin:
         return Row([p.document for p in self.pieces], [p.start for p in self.pieces], bounds, self.work)
 
 
-def _check(seq_len: int, rows: int) -> None:
+def _check(seq_len: int, rows: int, work: Work) -> None:
+    if not callable(work):
+        raise TypeError(f"work is {work!r}; pass a function of a document's tokens, as lambda tokens: tokens")
     for name, value in (("seq_len", seq_len), ("rows", rows)):
         if type(value) is not int or value < 1:
             raise ValueError(f"{name} is {value!r}; pass a positive int")

@@ -19,7 +19,23 @@ def positive(text: str) -> int:
 def tokens(text: str) -> int:
     """Parse a number of tokens of at least 1: 4096, 128k (131,072) or 1M (1,048,576)."""
     factor = {"k": 1 << 10, "m": 1 << 20}.get(text[-1:].lower(), 1)
-    return factor * positive(text if factor == 1 else text[:-1])
+    try:
+        return factor * positive(text if factor == 1 else text[:-1])
+    except argparse.ArgumentTypeError:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not a whole number of at least 1, as 1536, 1536k (1,572,864) or 1M (1,048,576)"
+        ) from None
+
+
+def gib(text: str) -> float:
+    """Parse a number of GiB above 0."""
+    try:
+        number = float(text)
+    except ValueError:
+        number = 0.0
+    if not 0 < number < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of GiB above 0, as 100")
+    return number
 
 
 def head_counts(text: str) -> tuple[int, int]:

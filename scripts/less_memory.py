@@ -20,7 +20,7 @@ from ringattn.hf import Recompute, reduce_memory
 from ringattn.planner import memory
 from ringattn.planner.models import ModelShape
 from ringattn.training.host_memory import HostMemory, available
-from scripts.arguments import positive
+from scripts.arguments import gib, positive
 
 GIB = 2**30
 RESERVED = 4 * GIB  # of a GPU: CUDA, NCCL, kernels, and memory between tensors
@@ -48,7 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser, checkpoint: str, loss_chunk: 
     )  # fmt: skip
     add("--anchors", type=positive, metavar="N", help="every Nth layer keeps its input; the others compute it again")
     add(
-        "--offload", nargs="?", type=float, const=-1.0, metavar="GIB",
+        "--offload", nargs="?", type=gib, const=-1.0, metavar="GIB",
         help="what layers keep waits in host memory, up to so much per rank, by default 0.8 of what is free; sets the "
         "other switches of this group, but for those that are given, to what fits",
     )  # fmt: skip
@@ -65,7 +65,7 @@ def add_arguments(parser: argparse.ArgumentParser, checkpoint: str, loss_chunk: 
         help="parameters, gradients and AdamW's moments: float32; bf16; or float32 on the host, where AdamW runs, too; "
         "default: " + (state or "fp32, with --offload bf16"),
     )  # fmt: skip
-    add("--gpu-memory", type=float, metavar="GIB", help="memory of a GPU, for what fits; default: that of this one")
+    add("--gpu-memory", type=gib, metavar="GIB", help="memory of a GPU, for what fits; default: that of this one")
 
 
 def names(options: argparse.Namespace) -> list[str]:
@@ -109,6 +109,8 @@ def complete(options: argparse.Namespace, setting: Setting) -> None:
         SystemExit: options do not go together.
     """
     on = options.offload is not None
+    if options.offload_only and not on:
+        raise SystemExit("--offload-only keeps --offload from setting other switches; give --offload, or leave it out")
     _check_products(options, setting)
     options.host_bytes = 0
     if on:

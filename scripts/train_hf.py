@@ -48,6 +48,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from transformers import AutoModelForCausalLM, Gemma2Config, LlamaConfig, Qwen3Config
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 import ringattn.hf  # changed: registers "ringattn"
 from ringattn.planner.models import MODELS, ModelShape
@@ -65,19 +66,19 @@ def arguments() -> argparse.Namespace:
         prog="python -m scripts.train_hf", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--model", choices=["llama", "gemma2"], default="llama")
-    parser.add_argument("--layers", type=int, default=2)
+    parser.add_argument("--layers", type=positive, default=2)
     parser.add_argument("--dim", type=int, default=64)
     parser.add_argument(
         "--model-shape", choices=list(MODELS), help="the sizes of this model in place of --layers, --dim"
     )
-    parser.add_argument("--rope-scaling", type=json.loads, default={}, metavar="JSON", help="rope_parameters")
+    parser.add_argument("--rope-scaling", type=rope_parameters, default={}, metavar="JSON", help="rope_parameters")
     parser.add_argument(
         "--context", type=tokens, default=1024, help="tokens of a row, over the ranks that share it, such as 4096 or 1M"
     )
-    parser.add_argument("--window", type=int, default=256, help="window of the sliding layers of gemma2")
-    parser.add_argument("--cp", type=int, help="ranks that share a row; default: all")
+    parser.add_argument("--window", type=positive, default=256, help="window of the sliding layers of gemma2")
+    parser.add_argument("--cp", type=positive, help="ranks that share a row; default: all")
     parser.add_argument("--packed", action="store_true", help="pack whole documents into rows of equal work")
-    parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--steps", type=positive, default=10)
     parser.add_argument("--lr", type=float, default=1e-3)
     parser.add_argument("--text", help="a file or a folder; default: Python's standard library")
     parser.add_argument("--out", default="out/train_hf", help="folder of the checkpoint")
@@ -92,14 +93,28 @@ def arguments() -> argparse.Namespace:
     options = parser.parse_args()
     if options.dim % 32:
         parser.error(f"--dim is {options.dim}; it must be a multiple of 32")
-    if not isinstance(options.rope_scaling, dict):
-        parser.error(f"--rope-scaling is {options.rope_scaling!r}; it must be a JSON object, as in rope_parameters")
+    if options.text is not None and not Path(options.text).exists():
+        parser.error(f"--text is {options.text}, which does not exist; give a file or a folder")
     options.checkpoints = Path(options.out) / "checkpoints"
     if options.resume == checkpoint.NEWEST and not options.checkpoints.is_dir():
         parser.error(
             f"--resume: there is no checkpoint in {options.out}; run once without --resume, or pass its folder as --out"
         )
     return options
+
+
+def rope_parameters(text: str) -> dict[str, Any]:
+    """Parse transformers' ``rope_parameters``."""
+    try:
+        parameters = json.loads(text)
+    except json.JSONDecodeError:
+        parameters = None
+    if not isinstance(parameters, dict):
+        raise argparse.ArgumentTypeError(f'{text!r} is not a JSON object, as {{"rope_type": "yarn", "factor": 8.0}}')
+    kind, known = parameters.get("rope_type", "default"), ("default", *ROPE_INIT_FUNCTIONS)
+    if kind not in known:
+        raise argparse.ArgumentTypeError(f"rope_type is {kind!r}; transformers knows {', '.join(known)}")
+    return parameters
 
 
 def config_of(options: argparse.Namespace) -> Any:

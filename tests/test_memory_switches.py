@@ -273,9 +273,10 @@ def test_products_of_parts_are_computed_again() -> None:
         ("--products -2", "--products is -2"),
         ("--products 1 --mlp-chunk 4", "leave --products out, or the others"),
         ("--products -1", "give --gpu-memory"),
+        ("--offload-only", "give --offload, or leave it out"),
     ],
 )
-def test_products_that_cannot_be_kept_are_refused(text: str, message: str) -> None:
+def test_options_that_cannot_be_are_refused(text: str, message: str) -> None:
     with pytest.raises(SystemExit, match=message):
         less_memory.complete(options_of(text), less_memory.Setting(SMALL, TOKENS, 1, 1, torch.device("cpu")))
 
@@ -290,6 +291,26 @@ def test_as_many_products_as_fit_with_offload() -> None:
 
 
 # Refusals
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda: available(0), ValueError, "processes is 0; pass how many ranks"),
+        (lambda: available(1, 80), ValueError, "share is 80; pass a number above 0, at most 1"),
+        (lambda: HostMemory("100GiB"), ValueError, r"limit is '100GiB' bytes; pass .* as 100 \* 2\*\*30"),
+        (lambda: Recompute(inputs=True), TypeError, r"inputs is True; pass where they wait, as HostMemory\("),
+        (lambda: Recompute(attention=1 << 30), TypeError, "attention is 1073741824; pass where they wait"),
+        (lambda: Recompute(products="2"), ValueError, "products is '2' layers"),
+        (lambda: reduce_memory(nn.Linear(2, 2), "selective"), TypeError, r"how is 'selective'; .* as Recompute\(\)"),
+        (lambda: reduce_memory(nn.Linear(2, 2), mlp_chunk="8k"), ValueError, "mlp_chunk is '8k'; pass a whole number"),
+        (lambda: reduce_memory(nn.Linear(2, 2), mlp_chunk=-1), ValueError, "mlp_chunk is -1; pass .* at least 0"),
+        (lambda: reduce_memory(nn.Linear(2, 2), head_groups=0), ValueError, "head_groups is 0; pass .* at least 1"),
+    ],
+)
+def test_arguments_are_checked(call: Callable[[], Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        call()
 
 
 def test_what_cannot_be_divided_is_refused_by_name() -> None:

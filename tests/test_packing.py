@@ -207,6 +207,7 @@ def test_lengths_may_be_a_tensor() -> None:
         (dict(lengths=[1.5]), TypeError, "document 0 has length 1.5; pass the number of its tokens, an int"),
         (dict(lengths=[1], seq_len=0), ValueError, "seq_len is 0; pass a positive int"),
         (dict(lengths=[1], rows=2.0), ValueError, "rows is 2.0; pass a positive int"),
+        (dict(lengths=[1], work="linear"), TypeError, "work is 'linear'; pass a function of a document's tokens"),
     ],
 )
 def test_errors_name_the_value_and_the_fix(arguments: dict, error: type[Exception], text: str) -> None:

@@ -339,6 +339,13 @@ def test_train_hf_packs_whole_documents_into_rows_of_equal_work() -> None:
     [
         ("--resume --out nowhere", "there is no checkpoint in nowhere"),
         ("--context 0", "argument --context: '0' is not a whole number of at least 1"),
+        ("--context 1.5M", "argument --context: '1.5M' is not a whole number of at least 1, as 1536, 1536k"),
+        ("--steps 0", "argument --steps: '0' is not a whole number"),
+        ("--offload -3", "argument --offload: '-3' is not a number of GiB above 0"),
+        ("--gpu-memory nan", "argument --gpu-memory: 'nan' is not a number of GiB above 0"),
+        ("--rope-scaling yarn", "argument --rope-scaling: 'yarn' is not a JSON object, as {"),
+        ('--rope-scaling {"rope_type":"yarm"}', "rope_type is 'yarm'; transformers knows default, "),
+        ("--text /nope", "--text is /nope, which does not exist; give a file or a folder"),
     ],
 )
 def test_train_hf_says_what_is_wrong(

@@ -75,8 +75,10 @@ class HostMemory:
     """
 
     def __init__(self, limit: int | None = None) -> None:
-        if limit is not None and limit < 0:
-            raise ValueError(f"limit is {limit} bytes; it must be at least 0, or None for no limit")
+        if limit is not None and (not isinstance(limit, int | float) or not limit >= 0):
+            raise ValueError(
+                f"limit is {limit!r} bytes; pass a number of at least 0, as 100 * 2**30, or None for no limit"
+            )
         self.limit = limit
         self.bytes = 0  # of all buffers
         self._free: list[Tensor] = []
@@ -164,7 +166,14 @@ def available(processes: int = 1, share: float = 0.8) -> int:
 
     Args:
         share: the rest is left to data, checkpoints and the page cache.
+
+    Raises:
+        ValueError: no processes, or a share that is not between 0 and 1.
     """
+    if type(processes) is not int or processes < 1:
+        raise ValueError(f"processes is {processes!r}; pass how many ranks of this host share its memory, at least 1")
+    if not 0 < share <= 1:
+        raise ValueError(f"share is {share!r}; pass a number above 0, at most 1")
     free = [_number("/proc/meminfo", "MemAvailable:") * 1024]
     group = "/sys/fs/cgroup/memory"
     with suppress(OSError, ValueError):  # no such group, or its limit is "max"

@@ -51,12 +51,19 @@ class Recompute:
     products: int = 0
 
     def __post_init__(self) -> None:
-        if self.anchors < 1:
-            raise ValueError(f"anchors is {self.anchors}; it must be at least 1: the input of every layer is kept")
-        if self.results is not None and self.results < 0:
-            raise ValueError(f"results is {self.results} layers; it must be at least 0, or None for all")
-        if self.products < 0:
-            raise ValueError(f"products is {self.products} layers; it must be at least 0")
+        for name, place in (("inputs", self.inputs), ("attention", self.attention)):
+            if not isinstance(place, HostMemory):
+                raise TypeError(f"{name} is {place!r}; pass where they wait, as HostMemory(100 * 2**30), in bytes")
+        if not _whole(self.anchors, 1):
+            raise ValueError(f"anchors is {self.anchors!r}; it must be at least 1: the input of every layer is kept")
+        if self.results is not None and not _whole(self.results, 0):
+            raise ValueError(f"results is {self.results!r} layers; it must be at least 0, or None for all")
+        if not _whole(self.products, 0):
+            raise ValueError(f"products is {self.products!r} layers; it must be at least 0")
+
+
+def _whole(value: object, minimum: int) -> bool:
+    return type(value) is int and value >= minimum
 
 
 def recompute(layers: Iterable[nn.Module], how: Recompute) -> None:

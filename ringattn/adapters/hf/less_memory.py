@@ -39,6 +39,15 @@ def reduce_memory(
         TypeError, ValueError: see :func:`.by_tokens.by_tokens`, :func:`.by_heads.by_heads`,
             :func:`.recompute.recompute`; or the model has no list of layers.
     """
+    if how is not None and not isinstance(how, Recompute):
+        raise TypeError(f"how is {how!r}; pass what layers keep, as Recompute(), or None")
+    for name, value, minimum in (
+        ("mlp_chunk", mlp_chunk, 0),
+        ("head_groups", head_groups, 1),
+        ("loss_chunk", loss_chunk, 0),
+    ):
+        if type(value) is not int or value < minimum:
+            raise ValueError(f"{name} is {value!r}; pass a whole number of at least {minimum}")
     model = unwrapped(model)
     layers: Any = decoder_layers(model)
     if how is not None and how.products and (mlp_chunk or head_groups > 1):

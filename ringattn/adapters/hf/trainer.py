@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import logging
 import sys
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -17,6 +18,8 @@ from ...virtual import VirtualRank
 from .checks import version
 from .models import shifts, unwrapped
 from .sequence import Sequence
+
+_log = logging.getLogger(__name__)
 
 # Methods that the mixin overrides, and the parameters that it relies on.
 _TRAINER_HOOKS = {
@@ -167,6 +170,12 @@ class RingTrainerMixin:
         prepare(self.accelerator)
         if parallel is not None:
             _share(self.accelerator, parallel)
+        if self.accelerator.num_processes > 1 and self.accelerator.is_main_process and not _splits(self.accelerator):
+            _log.warning(
+                "cp_size is 1: rows are not split, and each of %d ranks has its own; pass "
+                "TrainingArguments(parallelism_config=ParallelismConfig(cp_size=...)) to share them",
+                self.accelerator.num_processes,
+            )
         self.gather_function = self.accelerator.gather_for_metrics  # bound to its new class
         self._ring_sft = sft is not None
         if self._ring_sft:
@@ -279,9 +288,14 @@ def _share(accelerator: Any, parallel: Any) -> None:
     accelerator.state.device_mesh = parallel.get_device_mesh("cpu")
 
 
-def _group(accelerator: Any) -> Any:
+def _splits(accelerator: Any) -> bool:
+    """Return whether ranks share rows."""
     parallel = getattr(accelerator, "parallelism_config", None)
-    if parallel is not None and parallel.cp_enabled:
+    return parallel is not None and bool(parallel.cp_enabled)
+
+
+def _group(accelerator: Any) -> Any:
+    if _splits(accelerator):
         return accelerator.torch_device_mesh["cp"]
     return VirtualRank(0, 1, accelerator.device)
 
