@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import logging.handlers
 import math
 import os
 import subprocess
@@ -855,6 +856,31 @@ def train(attn: str, folder: str, steps: int = STEPS, accumulated: int = 1) -> t
 @pytest.fixture(scope="module")
 def baseline(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[float], float]:
     return train("eager", str(tmp_path_factory.mktemp("trainer")))
+
+
+def warned(cp_size: int | None, folder: str) -> list[str]:
+    """What a trainer logs when it is made."""
+    forget_accelerate()
+    sharing = {} if cp_size is None else {"parallelism_config": parallelism(cp_size=cp_size)}
+    arguments = transformers.TrainingArguments(folder, use_cpu=True, report_to=[], **sharing)
+    handler = logging.handlers.BufferingHandler(100)
+    logger = logging.getLogger("ringattn")
+    logger.addHandler(handler)
+    try:
+        trainer = type("RingTrainer", (ringattn.hf.RingTrainerMixin, transformers.Trainer), {})
+        trainer(model=build("llama", "ringattn"), args=arguments)
+    finally:
+        logger.removeHandler(handler)
+    return [record.getMessage() for record in handler.buffer]
+
+
+def test_ranks_that_share_no_rows_are_told_once(pools, tmp_path: Any) -> None:  # type: ignore[no-untyped-def]
+    first, second = pools(2).run(warned, None, str(tmp_path))
+    assert [text.split(";")[0] for text in first] == [
+        "cp_size is 1: rows are not split, and each of 2 ranks has its own"
+    ]
+    assert second == []
+    assert pools(2).run(warned, 2, str(tmp_path)) == [[], []]
 
 
 def test_fifty_steps_alone(baseline: tuple[list[float], float], tmp_path: Any) -> None:
