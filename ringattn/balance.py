@@ -29,10 +29,9 @@ from operator import itemgetter
 from typing import NamedTuple
 
 from .mask import Mask
+from .redivision import LONG, TILE, Documents, redivide
 from .work import Work
 
-TILE = 128  # queries in a tile of the kernels, and keys
-LONG = 1024  # documents of so many tokens are cut at whole tiles
 GROUP = 512  # neighbouring documents are kept together up to so many tokens, for few runs per rank
 FLAT = 1000  # work that differs from the mean by less than a part in so many is equal
 UNEVEN = 100  # the same for parts that need not be taken block by block
@@ -58,7 +57,11 @@ def peel(mask: Mask, world_size: int, local_size: int) -> list[list[range]]:
     if len(hosts) > 1:
         whole = _Row(work, _parts(work.cuts, group, mask.seq_len), local_size)
         shares = [_cut(work.cuts, share, group) for share in whole.divide(list(map(sum, hosts)))]
-    shards = [shard for share, host in zip(shares, hosts, strict=True) for shard in _Row(work, share).divide(host)]
+    shards = []
+    for share, host in zip(shares, hosts, strict=True):
+        row = _Row(work, share)
+        pieces = row.divide(host)
+        shards += redivide(work.cuts, pieces, row.max_pairs) if row.causal else pieces
     return shards[::-1]  # the first pieces come from the end of a row that is one document
 
 
@@ -168,6 +171,7 @@ class _Row:
     def __init__(self, work: Work, parts: list[range], ranks: int = 1) -> None:
         """``ranks``: that share what is peeled."""
         self.work, self.ranks, self.blocks = work, ranks, False
+        self.documents = Documents(work.cuts)
         lengths = [b - a for a, b in itertools.pairwise(work.cuts)]
         self.causal = work.total == sum(n * (n + 1) // 2 for n in lengths)
         self.parts = sorted(map(self._part, parts))
@@ -405,7 +409,7 @@ class _Search:
         """Return the cost with the exact tiles of its pieces, as keys lie in the buffer."""
         if not self.row.causal:
             return cost
-        tiles = _tiles(self.row.work.cuts, [piece for _, piece in self._take(cost.choice)])
+        tiles = self.row.documents.rank(piece for _, piece in self._take(cost.choice)).tiles
         return self._sum(TILE * tiles, cost.fetched, cost.choice)
 
     def _sum(self, tiles: int, fetched: int, choice: _Choice) -> _Cost:
@@ -416,23 +420,3 @@ class _Search:
         t, light, skip, window, lower, part = choice
         pieces = [*self.heavy.take(t), *self.light.take(light), *self.light.take(window, skip)]
         return [*pieces, (part, lower)] if part else pieces
-
-
-def _tiles(cuts: Sequence[int], pieces: list[range]) -> int:
-    """Return the number of tiles of a rank under a causal mask of documents, as keys lie in its buffer."""
-    tiles = keys = past = more = 0
-    for start, stop in sorted((piece.start, piece.stop) for piece in pieces):
-        document = bisect_right(cuts, start)
-        first, end = cuts[document - 1], cuts[document]
-        at = keys - max(0, past - first)  # of the document's first key in the buffer
-        lead = -more % TILE if past == start else 0  # queries in the last tile of the run before
-        keys, past = at + stop - first, stop
-        full, more = divmod(stop - start - lead, TILE)
-        if end < stop and end - first < LONG:
-            tiles += 3 * (full + (more > 0))
-            continue
-        offset = at % TILE + start + lead - first
-        tiles += full * -(-offset // TILE) + full * (full + 1) // 2 + (lead > 0)
-        if more:
-            tiles += -(-(offset + stop - start - lead) // TILE) if stop - more < end else 2
-    return tiles

@@ -1,0 +1,358 @@
+"""Divide the pieces of two ranks between them once more, where both hold parts of a document: the last step of the
+layout "balanced", for causal documents.
+
+:mod:`.balance` finds the pieces of one rank after another, so that the last ones get what is left: many cuts. Here two
+ranks that share long documents put their pieces together. What joins up becomes one item again, the smallest items are
+bundled, and all ways to give each of at most ITEMS items to either rank are counted at once, with one item cut where
+tokens become equal: a long document at a whole tile, the few tokens that are then missing from a short one. Of the ways
+with equal pairs the few that fetch least are counted exactly, tiles and runs included, and the best is kept if it costs
+less than what was. Then the next two ranks, those that share most first.
+
+All arithmetic is in integers, so that every rank finds the same shards without a message.
+"""
+
+from __future__ import annotations
+
+import itertools
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+TILE = 128  # queries in a tile of the kernels, and keys
+LONG = 1024  # documents of so many tokens are cut at whole tiles
+ITEMS = 10  # of two ranks
+ROUNDS = 48  # pairs of ranks to divide again, at most
+SHARED = 16  # two ranks are divided again where they share a part in so many of a rank's tokens
+RUN = 64  # tokens to fetch that one run less is worth
+EXACT = 5  # ways whose tiles are counted
+EVEN = 10  # tiles above the mean that cost nothing, per mille
+PRICE = 5  # tokens per tile above that, each as a share of a rank's
+GAIN = 256  # a way is kept if it fetches less by a part in so many of a rank's tokens
+
+Array = NDArray[np.int64]
+
+
+class Rank(NamedTuple):
+    """The runs of a rank, growing, and what they cost."""
+
+    runs: list[range]
+    tokens: int
+    pairs: int
+    tiles: int
+    fetched: int
+
+
+class _Item(NamedTuple):
+    """Neighbouring positions that stay together, unless they are cut.
+
+    ``first``: where their document begins if it is long; -1 for neighbouring short ones.
+    """
+
+    start: int
+    stop: int
+    first: int
+
+
+class _Limits(NamedTuple):
+    """What every rank may have at most (``pairs``), and has on average (``tokens``, ``tiles``)."""
+
+    pairs: int
+    tokens: int
+    tiles: int
+
+
+class _Way(NamedTuple):
+    """The items that the first of two ranks gets, by bits, and the one of which it gets what is before ``cut``."""
+
+    owners: int
+    item: int
+    cut: int
+    missing: int  # tokens that the first rank still needs
+
+
+def redivide(cuts: Sequence[int], shards: Sequence[Sequence[range]], max_pairs: int) -> list[list[range]]:
+    """Return shards that fetch less, with as many tokens on every rank and no more pairs than ``max_pairs``.
+
+    Args:
+        cuts: boundaries of causal documents, growing from 0.
+    """
+    documents = Documents(cuts)
+    ranks = [documents.rank(shard) for shard in shards]
+    n = len(ranks)
+    limits = _Limits(max_pairs, sum(rank.tokens for rank in ranks) // n, sum(rank.tiles for rank in ranks) // n)
+    if n < 2 or not limits.tokens:
+        return [rank.runs for rank in ranks]
+    ends = [documents.ends(rank.runs) for rank in ranks]
+    extra = [_price(rank, limits) for rank in ranks]
+    shared = {
+        (a, b): _shared(ends[a], ends[b]) + extra[a] + extra[b] for a, b in itertools.combinations(range(n), 2)
+    }
+    shared = {pair: tokens for pair, tokens in shared.items() if tokens * SHARED > limits.tokens}
+    for _ in range(ROUNDS):
+        if not shared:
+            break
+        a, b = max(shared, key=lambda pair: (shared[pair], pair))
+        del shared[a, b]
+        both = documents.divide(ranks[a], ranks[b], limits)
+        if both is None:
+            continue
+        ranks[a], ranks[b] = both
+        for one in (a, b):
+            ends[one] = documents.ends(ranks[one].runs)
+            extra[one] = _price(ranks[one], limits)
+            for other in range(n):
+                pair = (min(one, other), max(one, other))
+                if other == one or pair == (a, b):
+                    continue
+                tokens = _shared(ends[one], ends[other]) + extra[one] + extra[other]
+                shared.pop(pair, None)
+                if tokens * SHARED > limits.tokens:
+                    shared[pair] = tokens
+    return [rank.runs for rank in ranks]
+
+
+def _shared(ends: dict[int, int], others: dict[int, int]) -> int:
+    return sum(min(end, others[first]) for first, end in ends.items() if first in others)
+
+
+def _price(rank: Rank, limits: _Limits) -> int:
+    """Return what the tiles of a rank that is above the mean cost, in tokens to fetch."""
+    above = 1000 * rank.tiles - (1000 + EVEN) * limits.tiles
+    return max(0, above) * PRICE * limits.tokens // (1000 * max(1, limits.tiles))
+
+
+class Documents:
+    """Causal documents, by their boundaries."""
+
+    def __init__(self, cuts: Sequence[int]) -> None:
+        self.cuts = cuts
+        self.table = np.array(cuts, np.int64)
+        lengths = np.diff(self.table)
+        self.sums = np.concatenate([[0], np.cumsum(lengths * (lengths + 1) // 2)])
+
+    def first(self, position: int) -> int:
+        """Return where the document of a position begins."""
+        return self.cuts[bisect_right(self.cuts, position) - 1]
+
+    def before(self, positions: Array) -> Array:
+        """Return the visible pairs of all queries before each position."""
+        document = np.searchsorted(self.table, positions, side="right") - 1
+        inside = positions - self.table[document]
+        return self.sums[document] + inside * (inside + 1) // 2
+
+    def rank(self, pieces: Iterable[range]) -> Rank:
+        """Return a rank with these pieces."""
+        runs = _joined(pieces)
+        start, stop = np.array([(run.start, run.stop) for run in runs], np.int64).reshape(-1, 2).T
+        document = np.searchsorted(self.table, start, side="right") - 1
+        first, last = self.table[document], np.searchsorted(self.table, stop, side="right") - 1
+        inside, past = start - first, stop - self.table[last]
+        pairs = self.sums[last] - self.sums[document] + (past * (past + 1) - inside * (inside + 1)) // 2
+        # The keys that its queries see lie one after another in a buffer.
+        keys = start.copy()  # the first of them that no run before sees
+        keys[1:] = np.maximum(first[1:], stop[:-1])
+        keys[:1] = first[:1]
+        seen = stop - keys
+        shift = np.cumsum(seen) - stop  # from positions to places in the buffer
+        # Tiles of queries begin where runs begin.
+        count = (stop - start + TILE - 1) // TILE
+        run = np.repeat(np.arange(len(runs)), count)
+        begin = start[run] + TILE * (np.arange(len(run)) - np.repeat(np.cumsum(count) - count, count))
+        end = np.minimum(begin + TILE, stop[run]) + shift[run]
+        low = self.table[np.searchsorted(self.table, begin, side="right") - 1] + shift[run]
+        tiles = (end + TILE - 1) // TILE - low // TILE
+        tokens = int((stop - start).sum())
+        return Rank(runs, tokens, int(pairs.sum()), int(tiles.sum()), int(seen.sum()) - tokens)
+
+    def ends(self, runs: Sequence[range]) -> dict[int, int]:
+        """Return the long documents of which a rank holds a part, by their beginning, and how long its last part
+        reaches into them, where other ranks hold parts, too."""
+        ends = {}
+        for run in runs:
+            for position in (run.start, run.stop - 1):
+                index = bisect_right(self.cuts, position)
+                first, past = self.cuts[index - 1], self.cuts[index]
+                if past - first >= LONG and (run.start > first + TILE or run.stop < past):
+                    ends[first] = min(run.stop, past) - first
+        return ends
+
+    def items(self, runs: Sequence[range]) -> Iterator[_Item]:
+        """Yield the items of runs: parts of long documents, and what is between them."""
+        for run in runs:
+            at = start = run.start
+            while at < run.stop:
+                index = bisect_right(self.cuts, at)
+                first, past = self.cuts[index - 1], self.cuts[index]
+                if past - first >= LONG:
+                    begin = max(at, first + (past - first) % TILE)  # tiles are counted from its end
+                    stop = min(past, run.stop)
+                    if begin < stop:
+                        if start < begin:
+                            yield _Item(start, begin, -1)
+                        yield _Item(begin, stop, first)
+                        start = stop
+                at = past
+            if start < run.stop:
+                yield _Item(start, run.stop, -1)
+
+    def divide(self, a: Rank, b: Rank, limits: _Limits) -> tuple[Rank, Rank] | None:
+        """Return two ranks with the pieces of these, or None if no way is found that costs less."""
+        search = _Search(self, a, b, limits)
+        most = max(limits.pairs, a.pairs, b.pairs)
+        best, least = None, _cost(a, limits) + _cost(b, limits) - limits.tokens // GAIN
+        for pieces in search.ways():
+            both = self.rank(pieces[0]), self.rank(pieces[1])
+            if max(both[0].pairs, both[1].pairs) > most:
+                continue
+            cost = _cost(both[0], limits) + _cost(both[1], limits)
+            if cost < least:
+                best, least = both, cost
+        return best
+
+
+def _cost(rank: Rank, limits: _Limits) -> int:
+    return rank.fetched + RUN * len(rank.runs) + _price(rank, limits)
+
+
+def _joined(pieces: Iterable[range]) -> list[range]:
+    runs: list[range] = []
+    for piece in sorted(pieces, key=lambda piece: piece.start):
+        if runs and runs[-1].stop == piece.start:
+            piece = range(runs.pop().start, piece.stop)
+        runs.append(piece)
+    return runs
+
+
+class _Search:
+    """The ways to divide the items of two ranks."""
+
+    def __init__(self, documents: Documents, a: Rank, b: Rank, limits: _Limits) -> None:
+        self.documents, self.tokens = documents, a.tokens
+        self.high = max(limits.pairs, a.pairs, b.pairs)
+        self.low = a.pairs + b.pairs - self.high
+        items = sorted(documents.items(_joined([*a.runs, *b.runs])), key=lambda item: (item.start - item.stop, item))
+        self.items = items
+        self.bundles = [[item] for item in items[:ITEMS]]
+        for item in items[ITEMS:]:
+            self.bundles[-1].append(item)
+
+    def ways(self) -> Iterator[tuple[list[range], list[range]]]:
+        """Yield the pieces of both ranks, what fetches least first."""
+        for way in self._best():
+            sides: tuple[list[_Item], list[_Item]] = ([], [])
+            for index, bundle in enumerate(self.bundles):
+                if index == way.item:
+                    item = bundle[0]
+                    sides[0].append(item._replace(stop=way.cut))
+                    sides[1].append(item._replace(start=way.cut))
+                else:
+                    sides[1 - (way.owners >> index & 1)].extend(bundle)
+            if not way.missing or self._move(way.missing, *sides):
+                first, second = ([range(x.start, x.stop) for x in side if x.start < x.stop] for side in sides)
+                yield first, second
+
+    def _move(self, tokens: int, to: list[_Item], source: list[_Item]) -> bool:
+        """Move some tokens of short documents from one side to the other, and return whether there are as many."""
+        options = []
+        for index, item in enumerate(source):
+            if item.first < 0 and item.stop - item.start >= tokens:
+                head, tail = item.start + tokens, item.stop - tokens
+                options.append((head - self.documents.first(head), index, head, True))
+                options.append((tail - self.documents.first(tail), index, tail, False))
+        if not options:
+            return False
+        _, index, cut, head = min(options)
+        item = source.pop(index)
+        parts = item._replace(stop=cut), item._replace(start=cut)
+        to.append(parts[0 if head else 1])
+        source.append(parts[1 if head else 0])
+        return True
+
+    def _best(self) -> list[_Way]:
+        """Return the ways that fetch least, about."""
+        bundles = self.bundles
+        spans = np.array([(x.start, x.stop) for bundle in bundles for x in bundle], np.int64)
+        sums = self.documents.before(spans)
+        owner = np.repeat(np.arange(len(bundles)), [len(bundle) for bundle in bundles])
+        tokens, pairs = (
+            np.bincount(owner, x[:, 1] - x[:, 0], len(bundles)).astype(np.int64) for x in (spans, sums)
+        )
+        rows = np.arange(1 << len(bundles))
+        bits = rows[:, None] >> np.arange(len(bundles)) & 1
+        cut = [i for i, bundle in enumerate(bundles) if len(bundle) == 1]
+        some = np.stack([rows[bits[:, i] == 0] for i in cut])  # the first rank gets only a part of item i
+        start, stop = (spans[: len(bundles)][cut, i, None] for i in (0, 1))
+        first = np.array([bundles[i][0].first for i in cut])[:, None]
+        want = self.tokens - (bits @ tokens)[some]
+        fits = (want >= 0) & (want <= stop - start)
+        where = np.clip(start + want, start, stop)
+        where = np.where(first >= 0, np.maximum(start, stop - (stop - where + TILE - 1) // TILE * TILE), where)
+        missing = start + want - where
+        fits &= missing < TILE
+        begins = np.broadcast_to(first, where.shape).copy()
+        short = [i for i in range(len(cut)) if first[i, 0] < 0]
+        inside = where - first
+        head = inside * (inside + 1) // 2 - (start - first) * (start - first + 1) // 2
+        if short:
+            index = np.searchsorted(self.documents.table, where[short], side="right") - 1
+            begins[short] = self.documents.table[index]
+            head[short] = self.documents.before(where[short]) - self.documents.before(start[short])
+        first_pairs = (bits @ pairs)[some] + head
+        fits &= (self.low <= first_pairs) & (first_pairs <= self.high)
+        if not fits.any():
+            return []
+        inner = (where > start) & (where < stop)
+        cost = np.where(inner, where - begins + RUN, 0) + (missing > 0) * RUN
+        cost += self._together(bits, some, cut, where, start, stop)
+        cost = np.where(fits, cost, np.iinfo(np.int64).max)
+        flat = cost.ravel()
+        best = np.argsort(flat, kind="stable")[:EXACT] if flat.size <= EXACT else self._least(flat)
+        return [
+            _Way(int(some.flat[i]), cut[i // some.shape[1]], int(where.flat[i]), int(missing.flat[i]))
+            for i in best.tolist()
+            if fits.flat[i]
+        ]
+
+    @staticmethod
+    def _least(flat: Array) -> Array:
+        limit = np.partition(flat, EXACT)[EXACT]
+        few = np.flatnonzero(flat <= limit)[: 8 * EXACT]
+        return few[np.argsort(flat[few], kind="stable")][:EXACT]
+
+    def _together(self, bits: Array, some: Array, cut: list[int], where: Array, start: Array, stop: Array) -> Array:
+        """Return the keys of documents with several items that the ranks hold or fetch, and the cost of runs."""
+        singles = [bundle[0] if len(bundle) == 1 else None for bundle in self.bundles]
+        cost = np.zeros(len(bits), np.int64)
+        order = sorted((x.start, x.stop, i) for i, x in enumerate(singles) if x)
+        for (_, past, i), (begin, _, j) in itertools.pairwise(order):
+            if past == begin:
+                cost += RUN * (bits[:, i] != bits[:, j])
+        documents: dict[int, list[int]] = {}
+        for index, item in enumerate(singles):
+            if item and item.first >= 0:
+                documents.setdefault(item.first, []).append(index)
+        result = cost[some]
+        for first, members in documents.items():
+            if len(members) < 2:
+                continue
+            reach = np.array([singles[i].stop - first for i in members])  # type: ignore[union-attr]
+            mine = (bits[:, members] * reach).max(1)
+            others = ((1 - bits[:, members]) * reach).max(1)
+            both = mine + others
+            for row, index in enumerate(cut):
+                if index not in members:
+                    result[row] += both[some[row]]
+                    continue
+                rest = [i for i in members if i != index]
+                reach_rest = np.array([singles[i].stop - first for i in rest])  # type: ignore[union-attr]
+                chosen = bits[some[row]][:, rest]
+                a, b = (chosen * reach_rest).max(1), ((1 - chosen) * reach_rest).max(1)
+                at = where[row]
+                a = np.maximum(a, np.where(at > start[row], at - first, 0))
+                b = np.maximum(b, np.where(at < stop[row], stop[row] - first, 0))
+                inner = (at > start[row]) & (at < stop[row])
+                result[row] += a + b - np.where(inner, at - first, 0)
+        return result
