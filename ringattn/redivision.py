@@ -85,10 +85,10 @@ def redivide(cuts: Sequence[int], shards: Sequence[Sequence[range]], max_pairs: 
     limits = _Limits(max_pairs, sum(rank.tokens for rank in ranks) // n, sum(rank.tiles for rank in ranks) // n)
     if n < 2 or not limits.tokens:
         return [rank.runs for rank in ranks]
-    ends = [documents.ends(rank.runs) for rank in ranks]
+    parts = [documents.parts(rank.runs) for rank in ranks]
     extra = [_price(rank, limits) for rank in ranks]
     shared = {
-        (a, b): _shared(ends[a], ends[b]) + extra[a] + extra[b] for a, b in itertools.combinations(range(n), 2)
+        (a, b): _shared(parts[a], parts[b], limits) + extra[a] + extra[b] for a, b in itertools.combinations(range(n), 2)
     }
     shared = {pair: tokens for pair, tokens in shared.items() if tokens * SHARED > limits.tokens}
     for _ in range(ROUNDS):
@@ -101,21 +101,28 @@ def redivide(cuts: Sequence[int], shards: Sequence[Sequence[range]], max_pairs: 
             continue
         ranks[a], ranks[b] = both
         for one in (a, b):
-            ends[one] = documents.ends(ranks[one].runs)
+            parts[one] = documents.parts(ranks[one].runs)
             extra[one] = _price(ranks[one], limits)
             for other in range(n):
                 pair = (min(one, other), max(one, other))
                 if other == one or pair == (a, b):
                     continue
-                tokens = _shared(ends[one], ends[other]) + extra[one] + extra[other]
+                tokens = _shared(parts[one], parts[other], limits) + extra[one] + extra[other]
                 shared.pop(pair, None)
                 if tokens * SHARED > limits.tokens:
                     shared[pair] = tokens
     return [rank.runs for rank in ranks]
 
 
-def _shared(ends: dict[int, int], others: dict[int, int]) -> int:
-    return sum(min(end, others[first]) for first, end in ends.items() if first in others)
+def _shared(parts: dict[int, tuple[int, int, int]], others: dict[int, tuple[int, int, int]], limits: _Limits) -> int:
+    """Return the keys that are not fetched if one of two ranks gets the parts of documents that both have."""
+    tokens = 0
+    for first, (end, count, pairs) in parts.items():
+        if first in others:
+            other_end, other_count, other_pairs = others[first]
+            if count + other_count <= limits.tokens and pairs + other_pairs <= limits.pairs:
+                tokens += min(end, other_end)
+    return tokens
 
 
 def _price(rank: Rank, limits: _Limits) -> int:
@@ -167,17 +174,18 @@ class Documents:
         tokens = int((stop - start).sum())
         return Rank(runs, tokens, int(pairs.sum()), int(tiles.sum()), int(seen.sum()) - tokens)
 
-    def ends(self, runs: Sequence[range]) -> dict[int, int]:
-        """Return the long documents of which a rank holds a part, by their beginning, and how long its last part
-        reaches into them, where other ranks hold parts, too."""
-        ends = {}
-        for run in runs:
-            for position in (run.start, run.stop - 1):
-                index = bisect_right(self.cuts, position)
-                first, past = self.cuts[index - 1], self.cuts[index]
-                if past - first >= LONG and (run.start > first + TILE or run.stop < past):
-                    ends[first] = min(run.stop, past) - first
-        return ends
+    def parts(self, runs: Sequence[range]) -> dict[int, tuple[int, int, int]]:
+        """Return the long documents of which a rank holds only a part, by where they begin: how far it reaches into
+        them, and the tokens and pairs of that part."""
+        parts: dict[int, tuple[int, int, int]] = {}
+        for item in self.items(runs):
+            if item.first >= 0:
+                first, start, stop = item.first, item.start - item.first, item.stop - item.first
+                past = self.cuts[bisect_right(self.cuts, first)] - first
+                if stop < past or start >= TILE:
+                    _, tokens, pairs = parts.get(first, (0, 0, 0))
+                    parts[first] = stop, tokens + stop - start, pairs + (stop * (stop + 1) - start * (start + 1)) // 2
+        return parts
 
     def items(self, runs: Sequence[range]) -> Iterator[_Item]:
         """Yield the items of runs: parts of long documents, and what is between them."""
