@@ -409,7 +409,7 @@ class _Search:
         """Return the cost with the exact tiles of its pieces, as keys lie in the buffer."""
         if not self.row.causal:
             return cost
-        tiles = self.row.documents.rank(piece for _, piece in self._take(cost.choice)).tiles
+        tiles = self.row.documents.ranks([[piece for _, piece in self._take(cost.choice)]])[0].tiles
         return self._sum(TILE * tiles, cost.fetched, cost.choice)
 
     def _sum(self, tiles: int, fetched: int, choice: _Choice) -> _Cost:

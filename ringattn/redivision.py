@@ -25,7 +25,7 @@ TILE = 128  # queries in a tile of the kernels, and keys
 LONG = 1024  # documents of so many tokens are cut at whole tiles
 ITEMS = 10  # of two ranks
 ROUNDS = 48  # pairs of ranks to divide again, at most
-SHARED = 16  # two ranks are divided again where they share a part in so many of a rank's tokens
+SHARED = 8  # two ranks are divided again where they share a part in so many of a rank's tokens
 RUN = 64  # tokens to fetch that one run less is worth
 EXACT = 5  # ways whose tiles are counted
 EVEN = 10  # tiles above the mean that cost nothing, per mille
@@ -80,7 +80,7 @@ def redivide(cuts: Sequence[int], shards: Sequence[Sequence[range]], max_pairs: 
         cuts: boundaries of causal documents, growing from 0.
     """
     documents = Documents(cuts)
-    ranks = [documents.rank(shard) for shard in shards]
+    ranks = documents.ranks(shards)
     n = len(ranks)
     limits = _Limits(max_pairs, sum(rank.tokens for rank in ranks) // n, sum(rank.tiles for rank in ranks) // n)
     if n < 2 or not limits.tokens:
@@ -150,29 +150,38 @@ class Documents:
         inside = positions - self.table[document]
         return self.sums[document] + inside * (inside + 1) // 2
 
-    def rank(self, pieces: Iterable[range]) -> Rank:
-        """Return a rank with these pieces."""
-        runs = _joined(pieces)
-        start, stop = np.array([(run.start, run.stop) for run in runs], np.int64).reshape(-1, 2).T
+    def ranks(self, shards: Sequence[Iterable[range]]) -> list[Rank]:
+        """Return ranks with these pieces."""
+        runs = [_joined(pieces) for pieces in shards]
+        spans = np.array([(run.start, run.stop) for some in runs for run in some], np.int64).reshape(-1, 2)
+        start, stop = spans[:, 0], spans[:, 1]
+        counts = [len(some) for some in runs]
+        owner = np.repeat(np.arange(len(runs)), counts)
+        opens = np.concatenate([[True], owner[1:] != owner[:-1]])[: len(owner)]  # the first run of a rank
         document = np.searchsorted(self.table, start, side="right") - 1
-        first, last = self.table[document], np.searchsorted(self.table, stop, side="right") - 1
+        last = np.searchsorted(self.table, stop, side="right") - 1
+        first = self.table[document]
         inside, past = start - first, stop - self.table[last]
         pairs = self.sums[last] - self.sums[document] + (past * (past + 1) - inside * (inside + 1)) // 2
-        # The keys that its queries see lie one after another in a buffer.
-        keys = start.copy()  # the first of them that no run before sees
-        keys[1:] = np.maximum(first[1:], stop[:-1])
-        keys[:1] = first[:1]
+        # The keys that a rank's queries see lie one after another in a buffer.
+        keys = np.where(opens, first, np.maximum(first, np.roll(stop, 1)))  # the first that no run before sees
         seen = stop - keys
-        shift = np.cumsum(seen) - stop  # from positions to places in the buffer
+        total = np.cumsum(seen)
+        shift = total - np.repeat((total - seen)[opens], [n for n in counts if n]) - stop  # from positions to places
         # Tiles of queries begin where runs begin.
         count = (stop - start + TILE - 1) // TILE
-        run = np.repeat(np.arange(len(runs)), count)
+        run = np.repeat(np.arange(len(start)), count)
         begin = start[run] + TILE * (np.arange(len(run)) - np.repeat(np.cumsum(count) - count, count))
         end = np.minimum(begin + TILE, stop[run]) + shift[run]
         low = self.table[np.searchsorted(self.table, begin, side="right") - 1] + shift[run]
         tiles = (end + TILE - 1) // TILE - low // TILE
-        tokens = int((stop - start).sum())
-        return Rank(runs, tokens, int(pairs.sum()), int(tiles.sum()), int(seen.sum()) - tokens)
+        sums = np.zeros((4, len(runs)), np.int64)
+        np.add.at(sums, (slice(None), owner), np.stack([stop - start, pairs, stop - start, seen]))
+        sums[2] = np.bincount(owner[run], tiles, len(runs))
+        return [
+            Rank(some, tokens, pairs_of, tiles_of, keys_of - tokens)
+            for some, (tokens, pairs_of, tiles_of, keys_of) in zip(runs, sums.T.tolist(), strict=True)
+        ]
 
     def parts(self, runs: Sequence[range]) -> dict[int, tuple[int, int, int]]:
         """Return the long documents of which a rank holds only a part, by where they begin: how far it reaches into
@@ -208,17 +217,12 @@ class Documents:
 
     def divide(self, a: Rank, b: Rank, limits: _Limits) -> tuple[Rank, Rank] | None:
         """Return two ranks with the pieces of these, or None if no way is found that costs less."""
-        search = _Search(self, a, b, limits)
         most = max(limits.pairs, a.pairs, b.pairs)
-        best, least = None, _cost(a, limits) + _cost(b, limits) - limits.tokens // GAIN
-        for pieces in search.ways():
-            both = self.rank(pieces[0]), self.rank(pieces[1])
-            if max(both[0].pairs, both[1].pairs) > most:
-                continue
-            cost = _cost(both[0], limits) + _cost(both[1], limits)
-            if cost < least:
-                best, least = both, cost
-        return best
+        least = _cost(a, limits) + _cost(b, limits) - limits.tokens // GAIN
+        ranks = self.ranks([side for way in _Search(self, a, b, limits).ways() for side in way])
+        both = [x for x in zip(ranks[::2], ranks[1::2], strict=True) if max(x[0].pairs, x[1].pairs) <= most]
+        costs = [_cost(x, limits) + _cost(y, limits) for x, y in both]
+        return both[costs.index(min(costs))] if costs and min(costs) < least else None
 
 
 def _cost(rank: Rank, limits: _Limits) -> int:
