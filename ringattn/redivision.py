@@ -24,12 +24,14 @@ from numpy.typing import NDArray
 TILE = 128  # queries in a tile of the kernels, and keys
 LONG = 1024  # documents of so many tokens are cut at whole tiles
 ITEMS = 10  # of two ranks
+GROUPS = 4  # of them, of small ones
 ROUNDS = 48  # pairs of ranks to divide again, at most
-SHARED = 8  # two ranks are divided again where they share a part in so many of a rank's tokens
+PATIENCE = 12  # of them in vain, one after another
+WORTH = 16  # two ranks are divided again where they may gain a part in so many of a rank's tokens
 RUN = 64  # tokens to fetch that one run less is worth
 EXACT = 5  # ways whose tiles are counted
-EVEN = 10  # tiles above the mean that cost nothing, per mille
-PRICE = 5  # tokens per tile above that, each as a share of a rank's
+EVEN = 5  # tiles above the mean that cost nothing, per mille
+PRICE = 10  # tokens per tile above that, each as a share of a rank's
 GAIN = 256  # a way is kept if it fetches less by a part in so many of a rank's tokens
 
 Array = NDArray[np.int64]
@@ -86,31 +88,31 @@ def redivide(cuts: Sequence[int], shards: Sequence[Sequence[range]], max_pairs: 
     if n < 2 or not limits.tokens:
         return [rank.runs for rank in ranks]
     parts = [documents.parts(rank.runs) for rank in ranks]
-    extra = [_price(rank, limits) for rank in ranks]
-    shared = {
-        (a, b): _shared(parts[a], parts[b], limits) + extra[a] + extra[b] for a, b in itertools.combinations(range(n), 2)
-    }
-    shared = {pair: tokens for pair, tokens in shared.items() if tokens * SHARED > limits.tokens}
+
+    def worth(a: int, b: int) -> int:
+        """Return what two ranks may gain, in tokens to fetch."""
+        above, room = sorted((_above(ranks[a], limits), _above(ranks[b], limits)), reverse=True)
+        return _shared(parts[a], parts[b], limits) + max(0, min(above, -room))
+
+    gains = {pair: worth(*pair) for pair in itertools.combinations(range(n), 2)}
+    gains = {pair: tokens for pair, tokens in gains.items() if tokens * WORTH > limits.tokens}
+    in_vain = 0
     for _ in range(ROUNDS):
-        if not shared:
+        if not gains or in_vain == PATIENCE:
             break
-        a, b = max(shared, key=lambda pair: (shared[pair], pair))
-        del shared[a, b]
+        a, b = max(gains, key=lambda pair: (gains[pair], pair))
+        del gains[a, b]
         both = documents.divide(ranks[a], ranks[b], limits)
+        in_vain = in_vain + 1 if both is None else 0
         if both is None:
             continue
         ranks[a], ranks[b] = both
-        for one in (a, b):
-            parts[one] = documents.parts(ranks[one].runs)
-            extra[one] = _price(ranks[one], limits)
-            for other in range(n):
-                pair = (min(one, other), max(one, other))
-                if other == one or pair == (a, b):
-                    continue
-                tokens = _shared(parts[one], parts[other], limits) + extra[one] + extra[other]
-                shared.pop(pair, None)
-                if tokens * SHARED > limits.tokens:
-                    shared[pair] = tokens
+        parts[a], parts[b] = (documents.parts(rank.runs) for rank in both)
+        for pair in itertools.chain(*(((min(one, x), max(one, x)) for x in range(n) if x not in (a, b)) for one in (a, b))):
+            gains.pop(pair, None)
+            tokens = worth(*pair)
+            if tokens * WORTH > limits.tokens:
+                gains[pair] = tokens
     return [rank.runs for rank in ranks]
 
 
@@ -125,10 +127,10 @@ def _shared(parts: dict[int, tuple[int, int, int]], others: dict[int, tuple[int,
     return tokens
 
 
-def _price(rank: Rank, limits: _Limits) -> int:
-    """Return what the tiles of a rank that is above the mean cost, in tokens to fetch."""
+def _above(rank: Rank, limits: _Limits) -> int:
+    """Return what the tiles of a rank above the mean cost, in tokens to fetch; negative where there is room for more."""
     above = 1000 * rank.tiles - (1000 + EVEN) * limits.tiles
-    return max(0, above) * PRICE * limits.tokens // (1000 * max(1, limits.tiles))
+    return above * PRICE * limits.tokens // (1000 * max(1, limits.tiles))
 
 
 class Documents:
@@ -226,7 +228,7 @@ class Documents:
 
 
 def _cost(rank: Rank, limits: _Limits) -> int:
-    return rank.fetched + RUN * len(rank.runs) + _price(rank, limits)
+    return rank.fetched + RUN * len(rank.runs) + max(0, _above(rank, limits))
 
 
 def _joined(pieces: Iterable[range]) -> list[range]:
@@ -247,10 +249,15 @@ class _Search:
         self.low = a.pairs + b.pairs - self.high
         items = sorted(documents.items(_joined([*a.runs, *b.runs])), key=lambda item: (item.start - item.stop, item))
         self.items = items
-        self.bundles = [[item] for item in items[:ITEMS]]
-        for item in items[ITEMS:]:
-            self.bundles[-1].append(item)
-
+        self.bundles = [[item] for item in items]
+        if len(items) > ITEMS:  # the smallest ones together, in groups of about as many tokens
+            few, rest = items[: ITEMS - GROUPS], items[ITEMS - GROUPS :]
+            total = sum(item.stop - item.start for item in rest)
+            self.bundles, tokens = [*([item] for item in few), *([] for _ in range(GROUPS))], 0
+            for item in rest:
+                self.bundles[len(few) + tokens * GROUPS // total].append(item)
+                tokens += item.stop - item.start
+            self.bundles = [bundle for bundle in self.bundles if bundle]
     def ways(self) -> Iterator[tuple[list[range], list[range]]]:
         """Yield the pieces of both ranks, what fetches least first."""
         for way in self._best():
@@ -296,7 +303,8 @@ class _Search:
         bits = rows[:, None] >> np.arange(len(bundles)) & 1
         cut = [i for i, bundle in enumerate(bundles) if len(bundle) == 1]
         some = np.stack([rows[bits[:, i] == 0] for i in cut])  # the first rank gets only a part of item i
-        start, stop = (spans[: len(bundles)][cut, i, None] for i in (0, 1))
+        heads = np.cumsum([0, *map(len, bundles)])[cut]
+        start, stop = (spans[heads, i, None] for i in (0, 1))
         first = np.array([bundles[i][0].first for i in cut])[:, None]
         want = self.tokens - (bits @ tokens)[some]
         fits = (want >= 0) & (want <= stop - start)
