@@ -57,11 +57,7 @@ def peel(mask: Mask, world_size: int, local_size: int) -> list[list[range]]:
     if len(hosts) > 1:
         whole = _Row(work, _parts(work.cuts, group, mask.seq_len), local_size)
         shares = [_cut(work.cuts, share, group) for share in whole.divide(list(map(sum, hosts)))]
-    shards = []
-    for share, host in zip(shares, hosts, strict=True):
-        row = _Row(work, share)
-        pieces = row.divide(host)
-        shards += redivide(work.cuts, pieces, row.max_pairs) if row.causal else pieces
+    shards = [shard for share, host in zip(shares, hosts, strict=True) for shard in _Row(work, share).divide(host)]
     return shards[::-1]  # the first pieces come from the end of a row that is one document
 
 
@@ -202,7 +198,8 @@ class _Row:
     def divide(self, shares: Sequence[int]) -> list[list[range]]:
         """Return pieces of as many tokens as each share has, and of equal work."""
         self.max_pairs = self.pairs_left * (FAR * self.ranks + 1) // (FAR * self.ranks * max(1, len(shares)))
-        return [self.peel(tokens, len(shares) - index) for index, tokens in enumerate(shares)]
+        shards = [self.peel(tokens, len(shares) - index) for index, tokens in enumerate(shares)]
+        return redivide(self.documents, shards, self.max_pairs) if self.causal and self.ranks == 1 else shards
 
     def peel(self, tokens: int, ranks: int) -> list[range]:
         """Remove and return the pieces of the next of ``ranks`` ranks that are left."""

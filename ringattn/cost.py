@@ -314,8 +314,8 @@ def _walk(p: Problem, costs: Costs, s: Shape, dataflow: str, backward: bool) -> 
     for t in range(slots):
         work = rows = 0.0
         if t < count:
-            met = [(schedule.move(o, shifts[t]), o) for o in range(n)]
-            pairs = max(p.pairs[r][o] if ring else p.pairs[o][r] for r, o in met)
+            met = enumerate(schedule.holders[t])
+            pairs = max(p.pairs[r][o] if ring else p.pairs[o][r] for o, r in met)
             if pairs or t == 0:
                 work = costs.kernel_ms + _attention(pairs, costs, s, backward)
                 rows = (each + later * (t > 0)) / costs.memory_gbs / 1e6

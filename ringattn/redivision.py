@@ -13,6 +13,7 @@ All arithmetic is in integers, so that every rank finds the same shards without 
 
 from __future__ import annotations
 
+import heapq
 import itertools
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
@@ -75,44 +76,46 @@ class _Way(NamedTuple):
     missing: int  # tokens that the first rank still needs
 
 
-def redivide(cuts: Sequence[int], shards: Sequence[Sequence[range]], max_pairs: int) -> list[list[range]]:
-    """Return shards that fetch less, with as many tokens on every rank and no more pairs than ``max_pairs``.
-
-    Args:
-        cuts: boundaries of causal documents, growing from 0.
-    """
-    documents = Documents(cuts)
+def redivide(documents: Documents, shards: Sequence[Sequence[range]], max_pairs: int) -> list[list[range]]:
+    """Return shards that fetch less, with as many tokens on every rank and no more pairs than ``max_pairs``."""
     ranks = documents.ranks(shards)
     n = len(ranks)
     limits = _Limits(max_pairs, sum(rank.tokens for rank in ranks) // n, sum(rank.tiles for rank in ranks) // n)
     if n < 2 or not limits.tokens:
         return [rank.runs for rank in ranks]
     parts = [documents.parts(rank.runs) for rank in ranks]
+    above = [_above(rank, limits) for rank in ranks]
+    gains: dict[tuple[int, int], int] = {}  # what two ranks may gain, in tokens to fetch
+    order: list[tuple[int, int, int]] = []  # the same, the most first; entries that are no longer in `gains` are void
 
-    def worth(a: int, b: int) -> int:
-        """Return what two ranks may gain, in tokens to fetch."""
-        above, room = sorted((_above(ranks[a], limits), _above(ranks[b], limits)), reverse=True)
-        return _shared(parts[a], parts[b], limits) + max(0, min(above, -room))
+    def compare(a: int, b: int) -> None:
+        tokens = max(0, min(above[a], -above[b]), min(above[b], -above[a]))
+        if not parts[a].keys().isdisjoint(parts[b]):
+            tokens += _shared(parts[a], parts[b], limits)
+        gains.pop((a, b), None)
+        if tokens * WORTH > limits.tokens:
+            gains[a, b] = tokens
+            heapq.heappush(order, (-tokens, a, b))
 
-    gains = {pair: worth(*pair) for pair in itertools.combinations(range(n), 2)}
-    gains = {pair: tokens for pair, tokens in gains.items() if tokens * WORTH > limits.tokens}
-    in_vain = 0
-    for _ in range(ROUNDS):
-        if not gains or in_vain == PATIENCE:
-            break
-        a, b = max(gains, key=lambda pair: (gains[pair], pair))
-        del gains[a, b]
-        both = documents.divide(ranks[a], ranks[b], limits)
-        in_vain = in_vain + 1 if both is None else 0
-        if both is None:
+    for a, b in itertools.combinations(range(n), 2):
+        compare(a, b)
+    rounds = in_vain = 0
+    while order and rounds < ROUNDS and in_vain < PATIENCE:
+        tokens, a, b = heapq.heappop(order)
+        if gains.pop((a, b), None) != -tokens:
             continue
-        ranks[a], ranks[b] = both
-        parts[a], parts[b] = (documents.parts(rank.runs) for rank in both)
-        for pair in itertools.chain(*(((min(one, x), max(one, x)) for x in range(n) if x not in (a, b)) for one in (a, b))):
-            gains.pop(pair, None)
-            tokens = worth(*pair)
-            if tokens * WORTH > limits.tokens:
-                gains[pair] = tokens
+        rounds += 1
+        both = documents.divide(ranks[a], ranks[b], limits)
+        if both is None:
+            in_vain += 1
+            continue
+        in_vain = 0
+        for one, rank in zip((a, b), both, strict=True):
+            ranks[one], parts[one], above[one] = rank, documents.parts(rank.runs), _above(rank, limits)
+        for other in range(n):
+            if other not in (a, b):
+                compare(min(a, other), max(a, other))
+                compare(min(b, other), max(b, other))
     return [rank.runs for rank in ranks]
 
 
@@ -274,13 +277,15 @@ class _Search:
                 yield first, second
 
     def _move(self, tokens: int, to: list[_Item], source: list[_Item]) -> bool:
-        """Move some tokens of short documents from one side to the other, and return whether there are as many."""
+        """Move some tokens from one side to the other, of a document as short as possible, and return whether there are
+        as many."""
         options = []
         for index, item in enumerate(source):
-            if item.first < 0 and item.stop - item.start >= tokens:
+            if item.stop - item.start >= tokens:
                 head, tail = item.start + tokens, item.stop - tokens
-                options.append((head - self.documents.first(head), index, head, True))
-                options.append((tail - self.documents.first(tail), index, tail, False))
+                uneven = item.stop - item.first if item.first >= 0 else 0  # its last tile will not be full
+                options.append((uneven + head - self.documents.first(head), index, head, True))
+                options.append((uneven + tail - self.documents.first(tail), index, tail, False))
         if not options:
             return False
         _, index, cut, head = min(options)

@@ -53,10 +53,12 @@ class Work:
             apart = (lowest.flip(0).cummin(0).values.flip(0)[1:] >= edges[1:]) & (
                 highest.cummax(0).values[:-1] <= edges[1:]
             )
+            slopes = (at_last - at_first) // steps
+            self._tables = edges, at_first, slopes, sums.cumsum(0) - sums
             cuts = [0, *(edges[1:][apart].tolist() if mask.offset == 0 else []), mask.seq_len]
         self._edges: list[int] = [*edges.tolist(), mask.seq_len + 1]
         self._first: list[int] = at_first.tolist()
-        self._slope: list[int] = ((at_last - at_first) // steps).tolist()
+        self._slope: list[int] = slopes.tolist()
         self._sums = [0, *itertools.accumulate(sums.tolist())]
         self.total = self._sums[-1]
         self.rows = mask.rows
@@ -67,6 +69,13 @@ class Work:
         k = bisect_right(self._edges, position) - 1
         n = position - self._edges[k]
         return self._sums[k] + n * self._first[k] + self._slope[k] * (n * (n - 1) // 2)
+
+    def before_all(self, positions: Tensor) -> Tensor:
+        """Return the visible pairs of all queries before each position, int64."""
+        edges, first, slope, sums = self._tables
+        k = torch.searchsorted(edges, positions, right=True) - 1
+        n = positions - edges[k]
+        return sums[k] + n * first[k] + slope[k] * (n * (n - 1) // 2)
 
     def at(self, position: int) -> int:
         """Return the visible pairs of a query."""

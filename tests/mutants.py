@@ -710,8 +710,8 @@ MUTANTS = (
     Mutant(
         "cost: windowed rings take all pairs",
         "ringattn/cost.py",
-        "pairs = max(p.pairs[r][o] if ring else p.pairs[o][r] for r, o in met)",
-        "pairs = max(sum(p.pairs[r]) if ring else p.pairs[o][r] for r, o in met)",
+        "pairs = max(p.pairs[r][o] if ring else p.pairs[o][r] for o, r in met)",
+        "pairs = max(sum(p.pairs[r]) if ring else p.pairs[o][r] for o, r in met)",
         "tests/test_cost.py",
     ),
     Mutant(
