@@ -167,7 +167,7 @@ class _Row:
     def __init__(self, work: Work, parts: list[range], ranks: int = 1) -> None:
         """``ranks``: that share what is peeled."""
         self.work, self.ranks, self.blocks = work, ranks, False
-        self.documents = Documents(work.cuts)
+        self.documents = Documents(work.cuts, TILE if ranks == 1 else 1)
         lengths = [b - a for a, b in itertools.pairwise(work.cuts)]
         self.causal = work.total == sum(n * (n + 1) // 2 for n in lengths)
         self.parts = sorted(map(self._part, parts))
@@ -199,7 +199,7 @@ class _Row:
         """Return pieces of as many tokens as each share has, and of equal work."""
         self.max_pairs = self.pairs_left * (FAR * self.ranks + 1) // (FAR * self.ranks * max(1, len(shares)))
         shards = [self.peel(tokens, len(shares) - index) for index, tokens in enumerate(shares)]
-        return redivide(self.documents, shards, self.max_pairs) if self.causal and self.ranks == 1 else shards
+        return redivide(self.documents, shards, self.max_pairs) if self.causal else shards
 
     def peel(self, tokens: int, ranks: int) -> list[range]:
         """Remove and return the pieces of the next of ``ranks`` ranks that are left."""

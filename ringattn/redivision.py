@@ -137,10 +137,10 @@ def _above(rank: Rank, limits: _Limits) -> int:
 
 
 class Documents:
-    """Causal documents, by their boundaries."""
+    """Causal documents, by their boundaries; long ones are cut at multiples of ``tile`` tokens before their end."""
 
-    def __init__(self, cuts: Sequence[int]) -> None:
-        self.cuts = cuts
+    def __init__(self, cuts: Sequence[int], tile: int = TILE) -> None:
+        self.cuts, self.tile = cuts, tile
         self.table = np.array(cuts, np.int64)
         lengths = np.diff(self.table)
         self.sums = np.concatenate([[0], np.cumsum(lengths * (lengths + 1) // 2)])
@@ -209,7 +209,7 @@ class Documents:
                 index = bisect_right(self.cuts, at)
                 first, past = self.cuts[index - 1], self.cuts[index]
                 if past - first >= LONG:
-                    begin = max(at, first + (past - first) % TILE)  # tiles are counted from its end
+                    begin = max(at, first + (past - first) % self.tile)  # tiles are counted from its end
                     stop = min(past, run.stop)
                     if begin < stop:
                         if start < begin:
@@ -314,9 +314,10 @@ class _Search:
         want = self.tokens - (bits @ tokens)[some]
         fits = (want >= 0) & (want <= stop - start)
         where = np.clip(start + want, start, stop)
-        where = np.where(first >= 0, np.maximum(start, stop - (stop - where + TILE - 1) // TILE * TILE), where)
+        tile = self.documents.tile
+        where = np.where(first >= 0, np.maximum(start, stop - (stop - where + tile - 1) // tile * tile), where)
         missing = start + want - where
-        fits &= missing < TILE
+        fits &= missing < tile
         begins = np.broadcast_to(first, where.shape).copy()
         short = [i for i in range(len(cut)) if first[i, 0] < 0]
         inside = where - first
