@@ -277,22 +277,23 @@ class _Search:
         if abs(heavy.pairs_of(tokens) - target) <= target // FLAT:
             return heavy.take(tokens)
         low, high = 0, tokens
-        while low < high:
+        while high - low > tokens >> 11:  # more precisely than by pairs that choices differ by anyway
             t = (low + high) // 2
             if heavy.pairs_of(t) + light.pairs_of(tokens - t) < target:
                 low = t + 1
             else:
                 high = t
         best: _Cost | None = None
+        many = light.count(tokens - low) > MANY
         limit_above = self.row.max_pairs - target  # so that neither this rank nor those to come have more
         limit_below = (self.ranks - 1) * (target - self.row.max_pairs)
         for wide in (1, WIDE):
-            choices = [(abs(away), x) for away, x in self._choices(low, wide) if limit_below <= away <= limit_above]
+            choices = [(abs(away), x) for away, x in self._choices(low, wide, many) if limit_below <= away <= limit_above]
             choices.sort(key=itemgetter(0))
             near = NEAR * self.row.ranks
             limit = target // near if choices and choices[0][0] * near <= target else target
             costs = sorted((self._cost(x) for away, x in choices[: wide * FEW] if away <= limit), key=itemgetter(0))
-            if light.count(tokens - low) > MANY:
+            if many:
                 best = costs[0] if costs else None
                 break
             best = min(map(self._fine, costs[: wide * FINE]), key=itemgetter(0), default=best)
@@ -300,12 +301,13 @@ class _Search:
                 break
         return self._take(best.choice if best else _Choice(low, tokens - low))
 
-    def _choices(self, low: int, wide: int) -> Iterator[tuple[int, _Choice]]:
+    def _choices(self, low: int, wide: int, many: bool) -> Iterator[tuple[int, _Choice]]:
         """Yield choices and by how many pairs they differ from the mean.
 
         Args:
             low: the number of heavy tokens that matches exactly.
             wide: how far to look.
+            many: whether a rank has many parts, so that fewer choices will do.
         """
         heavy, tokens = self.heavy, self.tokens
         cut = heavy.count(low) - 1
@@ -326,7 +328,7 @@ class _Search:
             lengths.add(heavy.tokens[cut + 1])
         for t in sorted(lengths):
             yield from self._fills(t, wide)
-        if tile > 1:
+        if tile > 1 and not (many and 4 * part.last < tokens * self.row.work.rows):
             for inside in range(up + tile, up + (wide + 1) * tile + 1, tile):
                 t = before + inside + part.stop - end
                 if 0 <= inside <= whole and t <= tokens:
