@@ -32,7 +32,7 @@ from .mask import Mask
 from .redivision import LONG, TILE, Documents, redivide
 from .work import Work
 
-GROUP = 512  # neighbouring documents are kept together up to so many tokens, for few runs per rank
+GROUP = 1024  # neighbouring documents are kept together up to so many tokens, for few runs per rank
 FLAT = 1000  # work that differs from the mean by less than a part in so many is equal
 UNEVEN = 100  # the same for parts that need not be taken block by block
 NEAR = 160  # the same for work that whole tiles of queries cannot match exactly
