@@ -285,14 +285,16 @@ class _Search:
                 high = t
         best: _Cost | None = None
         many = light.count(tokens - low) > MANY
+        plain = many and 4 * heavy.parts[0].last < tokens * self.row.work.rows
         limit_above = self.row.max_pairs - target  # so that neither this rank nor those to come have more
         limit_below = (self.ranks - 1) * (target - self.row.max_pairs)
         for wide in (1, WIDE):
-            choices = [(abs(away), x) for away, x in self._choices(low, wide, many) if limit_below <= away <= limit_above]
+            choices = [(abs(away), x) for away, x in self._choices(low, wide, plain) if limit_below <= away <= limit_above]
             choices.sort(key=itemgetter(0))
             near = NEAR * self.row.ranks
             limit = target // near if choices and choices[0][0] * near <= target else target
-            costs = sorted((self._cost(x) for away, x in choices[: wide * FEW] if away <= limit), key=itemgetter(0))
+            few = FEW // 2 if plain else wide * FEW
+            costs = sorted((self._cost(x) for away, x in choices[:few] if away <= limit), key=itemgetter(0))
             if many:
                 best = costs[0] if costs else None
                 break
@@ -301,13 +303,13 @@ class _Search:
                 break
         return self._take(best.choice if best else _Choice(low, tokens - low))
 
-    def _choices(self, low: int, wide: int, many: bool) -> Iterator[tuple[int, _Choice]]:
+    def _choices(self, low: int, wide: int, plain: bool) -> Iterator[tuple[int, _Choice]]:
         """Yield choices and by how many pairs they differ from the mean.
 
         Args:
             low: the number of heavy tokens that matches exactly.
             wide: how far to look.
-            many: whether a rank has many parts, so that fewer choices will do.
+            plain: whether a rank has many parts and none is long, so that fewer choices will do.
         """
         heavy, tokens = self.heavy, self.tokens
         cut = heavy.count(low) - 1
@@ -326,9 +328,9 @@ class _Search:
                 lengths.add(t)
         if heavy.tokens[cut + 1] <= tokens:
             lengths.add(heavy.tokens[cut + 1])
-        for t in sorted(lengths):
+        for t in sorted(lengths, key=lambda t: (abs(t - low), t))[: 2 if plain else 4]:
             yield from self._fills(t, wide)
-        if tile > 1 and not (many and 4 * part.last < tokens * self.row.work.rows):
+        if tile > 1 and not plain:
             for inside in range(up + tile, up + (wide + 1) * tile + 1, tile):
                 t = before + inside + part.stop - end
                 if 0 <= inside <= whole and t <= tokens:
@@ -350,7 +352,7 @@ class _Search:
                 low = skip + 1
             else:
                 high = skip
-        for skip in range(max(1, low - wide), min(last_skip, low + 1 + wide) + 1):
+        for skip in range(max(1, low - wide), min(last_skip, low + wide) + 1):
             yield light.pairs_of(want, skip) - target, _Choice(t, 0, skip, want)
             last = bisect_right(light.tokens, light.tokens[skip] + want) - 1
             window = light.tokens[last] - light.tokens[skip]
