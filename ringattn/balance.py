@@ -137,9 +137,11 @@ class _End:
     def pairs_of(self, tokens: int, skip: int = 0) -> int:
         """Return the pairs of ``tokens`` tokens after the first ``skip`` parts."""
         past = self.tokens[skip] + tokens
-        last = self.count(past) - 1
+        last = bisect_left(self.tokens, past) - 1
         if last < skip:
             return 0
+        if past == self.tokens[last + 1]:
+            return self.pairs[last + 1] - self.pairs[skip]
         return self.pairs[last] - self.pairs[skip] + self.row.work.of(self.piece(last, past - self.tokens[last]))
 
     def amount(self, tokens: int, skip: int = 0) -> tuple[int, int]:
@@ -329,7 +331,7 @@ class _Search:
         if heavy.tokens[cut + 1] <= tokens:
             lengths.add(heavy.tokens[cut + 1])
         for t in sorted(lengths, key=lambda t: (abs(t - low), t))[: 2 if plain else 4]:
-            yield from self._fills(t, wide)
+            yield from self._fills(t, 0 if plain else wide)
         if tile > 1 and not plain:
             for inside in range(up + tile, up + (wide + 1) * tile + 1, tile):
                 t = before + inside + part.stop - end

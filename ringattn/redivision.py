@@ -85,24 +85,23 @@ def redivide(documents: Documents, shards: Sequence[Sequence[range]], max_pairs:
         return [rank.runs for rank in ranks]
     parts = [documents.parts(rank.runs) for rank in ranks]
     above = [_above(rank, limits) for rank in ranks]
-    gains: dict[tuple[int, int], int] = {}  # what two ranks may gain, in tokens to fetch
-    order: list[tuple[int, int, int]] = []  # the same, the most first; entries that are no longer in `gains` are void
+    changes = [0] * n
+    order: list[tuple[int, int, int, int]] = []  # what two ranks may gain, and how often they had changed then
 
     def compare(a: int, b: int) -> None:
-        tokens = max(0, min(above[a], -above[b]), min(above[b], -above[a]))
+        up, down = above[a], above[b]
+        tokens = min(up, -down) if up > 0 > down else min(down, -up) if down > 0 > up else 0
         if not parts[a].keys().isdisjoint(parts[b]):
             tokens += _shared(parts[a], parts[b], limits)
-        gains.pop((a, b), None)
         if tokens * WORTH > limits.tokens:
-            gains[a, b] = tokens
-            heapq.heappush(order, (-tokens, a, b))
+            heapq.heappush(order, (-tokens, a, b, changes[a] + changes[b]))
 
     for a, b in itertools.combinations(range(n), 2):
         compare(a, b)
     rounds = in_vain = 0
     while order and rounds < ROUNDS and in_vain < PATIENCE:
-        tokens, a, b = heapq.heappop(order)
-        if gains.pop((a, b), None) != -tokens:
+        _, a, b, state = heapq.heappop(order)
+        if state != changes[a] + changes[b]:
             continue
         rounds += 1
         both = documents.divide(ranks[a], ranks[b], limits)
@@ -112,6 +111,7 @@ def redivide(documents: Documents, shards: Sequence[Sequence[range]], max_pairs:
         in_vain = 0
         for one, rank in zip((a, b), both, strict=True):
             ranks[one], parts[one], above[one] = rank, documents.parts(rank.runs), _above(rank, limits)
+            changes[one] += 1
         for other in range(n):
             if other not in (a, b):
                 compare(min(a, other), max(a, other))
@@ -192,11 +192,11 @@ class Documents:
         """Return the long documents of which a rank holds only a part, by where they begin: how far it reaches into
         them, and the tokens and pairs of that part."""
         parts: dict[int, tuple[int, int, int]] = {}
-        for item in self.items(runs):
-            if item.first >= 0:
-                first, start, stop = item.first, item.start - item.first, item.stop - item.first
-                past = self.cuts[bisect_right(self.cuts, first)] - first
-                if stop < past or start >= TILE:
+        for run in runs:
+            for index in {bisect_right(self.cuts, run.start), bisect_right(self.cuts, run.stop - 1)}:
+                first, past = self.cuts[index - 1], self.cuts[index]
+                start, stop = max(run.start, first) - first, min(run.stop, past) - first
+                if past - first >= LONG and stop >= TILE and (stop < past - first or start >= TILE):
                     _, tokens, pairs = parts.get(first, (0, 0, 0))
                     parts[first] = stop, tokens + stop - start, pairs + (stop * (stop + 1) - start * (start + 1)) // 2
         return parts
