@@ -170,8 +170,6 @@ class _Row:
         """``ranks``: that share what is peeled."""
         self.work, self.ranks, self.blocks = work, ranks, False
         self.documents = Documents(work.cuts, TILE if ranks == 1 else 1)
-        lengths = [b - a for a, b in itertools.pairwise(work.cuts)]
-        self.causal = work.total == sum(n * (n + 1) // 2 for n in lengths)
         self.parts = sorted(map(self._part, parts))
         self.pairs_left = sum(part.pairs for part in self.parts)
         self.tiles_left = sum(part.tiles for part in self.parts)
@@ -201,7 +199,7 @@ class _Row:
         """Return pieces of as many tokens as each share has, and of equal work."""
         self.max_pairs = self.pairs_left * (FAR * self.ranks + 1) // (FAR * self.ranks * max(1, len(shares)))
         shards = [self.peel(tokens, len(shares) - index) for index, tokens in enumerate(shares)]
-        return redivide(self.documents, shards, self.max_pairs) if self.causal else shards
+        return redivide(self.documents, shards, self.max_pairs) if self.work.causal else shards
 
     def peel(self, tokens: int, ranks: int) -> list[range]:
         """Remove and return the pieces of the next of ``ranks`` ranks that are left."""
@@ -291,7 +289,9 @@ class _Search:
         limit_above = self.row.max_pairs - target  # so that neither this rank nor those to come have more
         limit_below = (self.ranks - 1) * (target - self.row.max_pairs)
         for wide in (1, WIDE):
-            choices = [(abs(away), x) for away, x in self._choices(low, wide, plain) if limit_below <= away <= limit_above]
+            choices = [
+                (abs(away), x) for away, x in self._choices(low, wide, plain) if limit_below <= away <= limit_above
+            ]
             choices.sort(key=itemgetter(0))
             near = NEAR * self.row.ranks
             limit = target // near if choices and choices[0][0] * near <= target else target
@@ -410,7 +410,7 @@ class _Search:
 
     def _fine(self, cost: _Cost) -> _Cost:
         """Return the cost with the exact tiles of its pieces, as keys lie in the buffer."""
-        if not self.row.causal:
+        if not self.row.work.causal:
             return cost
         tiles = self.row.documents.ranks([[piece for _, piece in self._take(cost.choice)]])[0].tiles
         return self._sum(TILE * tiles, cost.fetched, cost.choice)

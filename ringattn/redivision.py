@@ -131,7 +131,7 @@ def _shared(parts: dict[int, tuple[int, int, int]], others: dict[int, tuple[int,
 
 
 def _above(rank: Rank, limits: _Limits) -> int:
-    """Return what the tiles of a rank above the mean cost, in tokens to fetch; negative where there is room for more."""
+    """Return what the tiles of a rank above the mean cost, in tokens to fetch; negative where there is room."""
     above = 1000 * rank.tiles - (1000 + EVEN) * limits.tiles
     return above * PRICE * limits.tokens // (1000 * max(1, limits.tiles))
 
@@ -180,12 +180,13 @@ class Documents:
         end = np.minimum(begin + TILE, stop[run]) + shift[run]
         low = self.table[np.searchsorted(self.table, begin, side="right") - 1] + shift[run]
         tiles = (end + TILE - 1) // TILE - low // TILE
-        sums = np.zeros((4, len(runs)), np.int64)
-        np.add.at(sums, (slice(None), owner), np.stack([stop - start, pairs, stop - start, seen]))
-        sums[2] = np.bincount(owner[run], tiles, len(runs))
+        sums = np.zeros((3, len(runs)), np.int64)
+        for row, numbers in zip(sums, (stop - start, pairs, seen), strict=True):
+            np.add.at(row, owner, numbers)
+        tiles_of = np.bincount(owner[run], tiles, len(runs)).astype(np.int64).tolist()
         return [
-            Rank(some, tokens, pairs_of, tiles_of, keys_of - tokens)
-            for some, (tokens, pairs_of, tiles_of, keys_of) in zip(runs, sums.T.tolist(), strict=True)
+            Rank(some, tokens, count, tiles, keys - tokens)
+            for some, (tokens, count, keys), tiles in zip(runs, sums.T.tolist(), tiles_of, strict=True)
         ]
 
     def parts(self, runs: Sequence[range]) -> dict[int, tuple[int, int, int]]:
@@ -261,6 +262,7 @@ class _Search:
                 self.bundles[len(few) + tokens * GROUPS // total].append(item)
                 tokens += item.stop - item.start
             self.bundles = [bundle for bundle in self.bundles if bundle]
+
     def ways(self) -> Iterator[tuple[list[range], list[range]]]:
         """Yield the pieces of both ranks, what fetches least first."""
         for way in self._best():
@@ -301,9 +303,7 @@ class _Search:
         spans = np.array([(x.start, x.stop) for bundle in bundles for x in bundle], np.int64)
         sums = self.documents.before(spans)
         owner = np.repeat(np.arange(len(bundles)), [len(bundle) for bundle in bundles])
-        tokens, pairs = (
-            np.bincount(owner, x[:, 1] - x[:, 0], len(bundles)).astype(np.int64) for x in (spans, sums)
-        )
+        tokens, pairs = (np.bincount(owner, x[:, 1] - x[:, 0], len(bundles)).astype(np.int64) for x in (spans, sums))
         rows = np.arange(1 << len(bundles))
         bits = rows[:, None] >> np.arange(len(bundles)) & 1
         cut = [i for i, bundle in enumerate(bundles) if len(bundle) == 1]
