@@ -252,7 +252,6 @@ class _Search:
         self.high = max(limits.pairs, a.pairs, b.pairs)
         self.low = a.pairs + b.pairs - self.high
         items = sorted(documents.items(_joined([*a.runs, *b.runs])), key=lambda item: (item.start - item.stop, item))
-        self.items = items
         self.bundles = [[item] for item in items]
         if len(items) > ITEMS:  # the smallest ones together, in groups of about as many tokens
             few, rest = items[: ITEMS - GROUPS], items[ITEMS - GROUPS :]
@@ -302,14 +301,13 @@ class _Search:
         bundles = self.bundles
         spans = np.array([(x.start, x.stop) for bundle in bundles for x in bundle], np.int64)
         sums = self.documents.before(spans)
-        owner = np.repeat(np.arange(len(bundles)), [len(bundle) for bundle in bundles])
-        tokens, pairs = (np.bincount(owner, x[:, 1] - x[:, 0], len(bundles)).astype(np.int64) for x in (spans, sums))
+        heads = np.cumsum([0, *map(len, bundles[:-1])])
+        tokens, pairs = (np.add.reduceat(x[:, 1] - x[:, 0], heads) for x in (spans, sums))
         rows = np.arange(1 << len(bundles))
         bits = rows[:, None] >> np.arange(len(bundles)) & 1
         cut = [i for i, bundle in enumerate(bundles) if len(bundle) == 1]
         some = np.stack([rows[bits[:, i] == 0] for i in cut])  # the first rank gets only a part of item i
-        heads = np.cumsum([0, *map(len, bundles)])[cut]
-        start, stop = (spans[heads, i, None] for i in (0, 1))
+        start, stop = (spans[heads[cut], i, None] for i in (0, 1))
         first = np.array([bundles[i][0].first for i in cut])[:, None]
         want = self.tokens - (bits @ tokens)[some]
         fits = (want >= 0) & (want <= stop - start)
@@ -328,25 +326,18 @@ class _Search:
             head[short] = self.documents.before(where[short]) - self.documents.before(start[short])
         first_pairs = (bits @ pairs)[some] + head
         fits &= (self.low <= first_pairs) & (first_pairs <= self.high)
-        if not fits.any():
-            return []
         inner = (where > start) & (where < stop)
         cost = np.where(inner, where - begins + RUN, 0) + (missing > 0) * RUN
         cost += self._together(bits, some, cut, where, start, stop)
-        cost = np.where(fits, cost, np.iinfo(np.int64).max)
-        flat = cost.ravel()
-        best = np.argsort(flat, kind="stable")[:EXACT] if flat.size <= EXACT else self._least(flat)
+        ways = np.flatnonzero(fits)
+        costs = cost.ravel()[ways]
+        if len(ways) > EXACT:
+            few = costs <= np.partition(costs, EXACT)[EXACT]
+            ways, costs = ways[few], costs[few]
         return [
             _Way(int(some.flat[i]), cut[i // some.shape[1]], int(where.flat[i]), int(missing.flat[i]))
-            for i in best.tolist()
-            if fits.flat[i]
+            for i in ways[np.argsort(costs, kind="stable")][:EXACT].tolist()
         ]
-
-    @staticmethod
-    def _least(flat: Array) -> Array:
-        limit = np.partition(flat, EXACT)[EXACT]
-        few = np.flatnonzero(flat <= limit)[: 8 * EXACT]
-        return few[np.argsort(flat[few], kind="stable")][:EXACT]
 
     def _together(self, bits: Array, some: Array, cut: list[int], where: Array, start: Array, stop: Array) -> Array:
         """Return the keys of documents with several items that the ranks hold or fetch, and the cost of runs."""
