@@ -168,11 +168,9 @@ class Documents:
         first = self.table[document]
         inside, past = start - first, stop - self.table[last]
         pairs = self.sums[last] - self.sums[document] + (past * (past + 1) - inside * (inside + 1)) // 2
-        # The keys that a rank's queries see lie one after another in a buffer.
         keys = np.where(opens, first, np.maximum(first, np.roll(stop, 1)))  # the first that no run before sees
         seen = stop - keys
-        total = np.cumsum(seen)
-        shift = total - np.repeat((total - seen)[opens], [n for n in counts if n]) - stop  # from positions to places
+        shift = -start % TILE  # tiles of keys begin where those of queries do: see :mod:`.alignment`
         # Tiles of queries begin where runs begin.
         count = (stop - start + TILE - 1) // TILE
         run = np.repeat(np.arange(len(start)), count)
