@@ -185,8 +185,8 @@ def test_few_keys_are_fetched() -> None:
 
 @pytest.mark.parametrize("name", ["published", "uniform"])
 def test_two_ranks_divide_their_pieces_again(name: str) -> None:
-    """What zigzag gives ranks is divided into as many tokens, no more pairs than allowed, and more even tiles; counted as
-    :class:`Loads` does."""
+    """What zigzag gives ranks is divided into as many tokens, no more pairs than allowed, and more even tiles;
+    counted as :class:`Loads` does."""
     total = 8 * 4096
     mask = document_mask(bounds(name, total, 0))
     documents = redivision.Documents(Work(mask).cuts)
