@@ -331,7 +331,7 @@ def _walk(p: Problem, costs: Costs, s: Shape, dataflow: str, backward: bool) -> 
     schedule = p.ring if ring else p.reduce
     shifts, n = schedule.displacements, schedule.world_size
     one_group, count = schedule.local_size == n, len(schedule.displacements)
-    holders = [[schedule.move(o, shift) for o in range(n)] for shift in (*shifts, (0, 0))]  # of every owner's shard
+    holders = [*schedule.holders, tuple(range(n))]  # of every owner's shard
     pair = _attention(1.0, costs, s, backward)
 
     def hop(size: int, messages: int, crosses: bool) -> float:

@@ -29,6 +29,7 @@ GROUPS = 4  # of them, of small ones
 ROUNDS = 48  # pairs of ranks to divide again, at most
 PATIENCE = 12  # of them in vain, one after another
 WORTH = 16  # two ranks are divided again where they may gain a part in so many of a rank's tokens
+MANY = 30  # runs of two ranks, whose tiles even out, and of which few are divided again by themselves
 RUN = 64  # tokens to fetch that one run less is worth
 EXACT = 5  # ways whose tiles are counted
 EVEN = 5  # tiles above the mean that cost nothing, per mille
@@ -89,10 +90,13 @@ def redivide(documents: Documents, shards: Sequence[Sequence[range]], max_pairs:
     order: list[tuple[int, int, int, int]] = []  # what two ranks may gain, and how often they had changed then
 
     def compare(a: int, b: int) -> None:
-        up, down = above[a], above[b]
-        tokens = min(up, -down) if up > 0 > down else min(down, -up) if down > 0 > up else 0
+        tokens = 0
         if not parts[a].keys().isdisjoint(parts[b]):
             tokens += _shared(parts[a], parts[b], limits)
+        if len(ranks[a].runs) + len(ranks[b].runs) > MANY:
+            tokens //= 4
+        else:
+            tokens += max(0, min(above[a], -above[b]), min(above[b], -above[a]))
         if tokens * WORTH > limits.tokens:
             heapq.heappush(order, (-tokens, a, b, changes[a] + changes[b]))
 
