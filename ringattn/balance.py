@@ -17,6 +17,8 @@ its document. So long documents are cut at whole tiles, counted from their end; 
 go with the document before. The pairs of whole tiles are equal only nearly. Of several choices (:class:`_Choice`) that
 are near enough we take the one whose number of tiles is nearest to the mean and whose cuts add few keys to fetch.
 
+Last, ranks that share causal documents divide their pieces once more (:mod:`.redivision`).
+
 All arithmetic is in integers, so that every rank finds the same shards without a message.
 """
 
