@@ -350,15 +350,21 @@ def _walk(p: Problem, costs: Costs, s: Shape, dataflow: str, backward: bool) -> 
             links += hop(moved.part, moved.parts, one_group or groups != shifts[t - 1][0])
             peers += zip(holders[t - 1], holders[t], strict=True)
         start = begin[:]  # of a rank's messages: when its peers are at this step, too
-        for a, b in peers:
-            start[a], start[b] = max(start[a], begin[b]), max(start[b], begin[a])
+        for a, b in peers:  # without calls: many ranks make many steps
+            if begin[b] > start[a]:
+                start[a] = begin[b]
+            if begin[a] > start[b]:
+                start[b] = begin[a]
+        added = moved.added * (t >= 2)
+        rows, rows_idle = (x / costs.memory_gbs / 1e6 for x in (moved.each + moved.later * (t > 0) + added, added))
         for o, r in enumerate(holders[t]):
             pairs = p.pairs[r][o] if ring else p.pairs[o][r]
             work = costs.kernel_ms + pairs * pair if t < count and (pairs or t == 0) else 0.0
-            rows = (moved.each + moved.later * (t > 0)) * (work > 0) + moved.added * (t >= 2)
-            ends = begin[r] + work, start[r] + links
-            overlap = max(0.0, min(ends) - start[r]) if links else 0.0
-            begin[r] = max(ends) + costs.contention * overlap + rows / costs.memory_gbs / 1e6
+            low, high = begin[r] + work, start[r] + links
+            if low > high:
+                low, high = high, low
+            overlap = low - start[r] if links and low > start[r] else 0.0
+            begin[r] = high + costs.contention * overlap + (rows if work > 0 else rows_idle)
             busy[r] += work
         moving += links
     least: float = getattr(costs, f"{dataflow}_{'backward' if backward else 'forward'}_ms")
