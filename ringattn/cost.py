@@ -6,8 +6,8 @@ A plan knows tokens, ranks and masks, but not heads, dtype or batch, so ``datafl
 * the attention of a step takes ``floating-point operations / rate``, plus ``kernel_ms`` per kernel;
 * in a ring or a reduce a hop begins when the rank and both its neighbours have reached its step, and a rank's next step
   when its attention and its hop are finished. What overlaps takes ``contention`` times the shorter one more, because
-  messages take multiprocessors, or the only thread, from the attention. States that are carried and contributions that
-  are summed are passes over memory;
+  messages take multiprocessors, or the only thread, from the attention. States that are carried and sums are passes
+  over memory;
 * a gather exposes its handshakes, the fetch of the first head (or group of heads) and the return of the last one's
   gradients; the rest overlaps with the attention. Over several hosts each key crosses the network once for each host,
   and then NVLink; the two take turns on different groups of heads;
@@ -351,18 +351,14 @@ def _walk(p: Problem, costs: Costs, s: Shape, dataflow: str, backward: bool) -> 
             peers += zip(holders[t - 1], holders[t], strict=True)
         start = begin[:]  # of a rank's messages: when its peers are at this step, too
         for a, b in peers:  # without calls: many ranks make many steps
-            if begin[b] > start[a]:
-                start[a] = begin[b]
-            if begin[a] > start[b]:
-                start[b] = begin[a]
+            start[a], start[b] = (y if y > x else x for x, y in ((start[a], begin[b]), (start[b], begin[a])))
         added = moved.added * (t >= 2)
         rows, rows_idle = (x / costs.memory_gbs / 1e6 for x in (moved.each + moved.later * (t > 0) + added, added))
         for o, r in enumerate(holders[t]):
             pairs = p.pairs[r][o] if ring else p.pairs[o][r]
             work = costs.kernel_ms + pairs * pair if t < count and (pairs or t == 0) else 0.0
             low, high = begin[r] + work, start[r] + links
-            if low > high:
-                low, high = high, low
+            low, high = (high, low) if low > high else (low, high)
             overlap = low - start[r] if links and low > start[r] else 0.0
             begin[r] = high + costs.contention * overlap + (rows if work > 0 else rows_idle)
             busy[r] += work
