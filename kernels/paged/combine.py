@@ -20,7 +20,7 @@ from .grid import Grid
 from .pieces import query_rows, store_result, sum_pieces
 
 ALONE = 4  # rows up to which the attending kernel adds its pieces itself
-_ROWS, _AT_ONCE = 4, 16
+_ROWS, _NUMBERS, _AT_ONCE = 4, 512, 16  # of a program: rows, and numbers of these, at most; pieces at once
 
 _launches = Launches()
 
@@ -41,11 +41,12 @@ def combine(
         return
     units = batch * kv_heads * grid.blocks
     early = capability(q.device) >= (9, 0)
+    some = max(1, min(_ROWS, _NUMBERS // wide))
     launched = dispatch(
-        _combine, (units, triton.cdiv(grid.some(new * group), _ROWS)), pieces, tables.start, tables.tiles, *result,
+        _combine, (units, triton.cdiv(grid.some(new * group), some)), pieces, tables.start, tables.tiles, *result,
         sink, batch, grid.programs,
-        NEW=new, GROUP=group, KV_HEADS=kv_heads, ROWS=grid.rows, BLOCKS=grid.blocks, SOME=_ROWS, DIM_V=dim_v,
-        DIM_V_P2=wide, AT_ONCE=max(1, min(_AT_ONCE, 8192 // (_ROWS * wide))), TILE=tile,
+        NEW=new, GROUP=group, KV_HEADS=kv_heads, ROWS=grid.rows, BLOCKS=grid.blocks, SOME=some, DIM_V=dim_v,
+        DIM_V_P2=wide, AT_ONCE=max(1, min(_AT_ONCE, 8192 // (some * wide))), TILE=tile,
         SPLIT=call.fixed_split // tile, SPLITS=grid.splits, EARLY=early, num_warps=4, launch_pdl=early,
     )  # fmt: skip
     _launches.remember(key, tensors, launched)
