@@ -135,6 +135,7 @@ def _clear_unseen(parts, full, phase, first, past):
             x = _columns(lower if half == 0 else upper, block)
             x.store(gl.where(seen, x.load(L), 0.0))
     fence_async_shared()
+    gl.thread_barrier()
 
 
 @gluon.jit
@@ -215,7 +216,7 @@ def _consumer(
             Q_REG: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=S_L, k_width=2)
             q_regs = ()
             for i in gl.static_range(KEPT):
-                q_regs = q_regs + (q_s.index(i).load(Q_REG),)
+                q_regs = q_regs + (q_s.index(i).load(Q_REG),)  # noqa: RUF005  (Gluon has no star)
             # Intervals of the rows.
             new, nth, alive = _query_rows(block, NEW, GROUP, ROWS, ROW)
             bits = gl.zeros([ROWS], gl.int64, ROW)
