@@ -216,7 +216,7 @@ def _consumer(
             Q_REG: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=S_L, k_width=2)
             q_regs = ()
             for i in gl.static_range(KEPT):
-                q_regs = q_regs + (q_s.index(i).load(Q_REG),)  # noqa: RUF005  (Gluon has no star)
+                q_regs = q_regs + (q_s.index(i).load(Q_REG),)  # type: ignore[assignment]  # noqa: RUF005
             # Intervals of the rows.
             new, nth, alive = _query_rows(block, NEW, GROUP, ROWS, ROW)
             bits = gl.zeros([ROWS], gl.int64, ROW)
