@@ -61,7 +61,7 @@ HALF = gl.constexpr(256)  # columns of values of one product
 PAIRS = gl.constexpr(5)  # barriers: one for 128 columns, the last for the 64 of rope
 SLACK = gl.constexpr(8.0)  # the most that a score may exceed its point of reference, to the base 2
 
-_KEPT = 0  # columns of queries, in units of 64, that stay in registers
+_KEPT = 2  # columns of queries, in units of 64, that stay in registers
 
 _launches = Launches()
 
@@ -209,9 +209,12 @@ def _consumer(
             new, nth, alive = _query_rows(block, NEW, GROUP, ROWS, gl.SliceLayout(1, Q_L))
             cols = gl.arange(0, BOX, gl.SliceLayout(0, Q_L))
             at = q_ptr + b.to(gl.int64) * q_b + new.to(gl.int64) * q_n + (h * GROUP + nth).to(gl.int64) * q_h
+            q = ()
             for i in gl.static_range(9):
                 x = gl.load(at[:, None] + (i * BOX + cols)[None, :], mask=alive[:, None], other=0.0)
-                q_s.index(i).store(x)
+                q = q + (x,)  # type: ignore[assignment]  # noqa: RUF005
+            for i in gl.static_range(9):
+                q_s.index(i).store(q[i])
             fence_async_shared()
             Q_REG: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=S_L, k_width=2)
             q_regs = ()
@@ -287,7 +290,7 @@ def _consumer(
 # ---------------------------------------------------------------- the kernel
 
 
-@gluon.jit(do_not_specialize=("q_b", "q_n", "q_h", "table_b", "batch"))
+@gluon.jit(do_not_specialize=("table_b", "batch"))
 def _attend(
     q_ptr, q_b, q_n, q_h, k_desc, table_ptr, table_b, starts_ptr, ends_ptr, firsts_new_ptr, tiles_ptr, tree_ptr,
     pieces_ptr, batch, scale, inner,
