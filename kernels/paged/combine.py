@@ -48,8 +48,8 @@ def combine(
     many = not call.fixed_split and grid.programs >= 2 * _AT_ONCE * units
     at_once = min(_MANY if many else _AT_ONCE, _NUMBERS // (some * columns))
     launched = dispatch(
-        _combine, (units, triton.cdiv(grid.some(new * group), some), wide // columns), pieces, tables.start, tables.tiles, *result,
-        sink, batch, grid.programs,
+        _combine, (units, triton.cdiv(grid.some(new * group), some), wide // columns), pieces, tables.start,
+        tables.tiles, *result, sink, batch, grid.programs,
         NEW=new, GROUP=group, KV_HEADS=kv_heads, ROWS=grid.rows, BLOCKS=grid.blocks, SOME=some, DIM_V=dim_v,
         COLUMNS=columns, AT_ONCE=at_once, TILE=tile,
         SPLIT=call.fixed_split // tile, SPLITS=grid.splits, EARLY=early, num_warps=4, launch_pdl=early,
@@ -82,8 +82,8 @@ def _combine(
         first = base // per + u
         count = tl.where(tile_count > 0, (base + tile_count - 1) // per - base // per + 1, 0)
     new, g, alive = query_rows(h % BLOCKS * (ROWS // SOME) + part, NEW, GROUP, SOME)
-    cols = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
-    m, l, o = sum_pieces(pieces, first, count, part * SOME, alive, cols, ROWS, SOME, DIM_V, AT_ONCE)
+    col = tl.program_id(2) * COLUMNS
+    m, l, o = sum_pieces(pieces, first, count, part * SOME, alive, ROWS, SOME, DIM_V, COLUMNS, AT_ONCE, col)
     store_result(
-        m, l, o, out, lse, sink, b, new, h // BLOCKS * GROUP + g, alive, cols, KV_HEADS * GROUP, NEW, DIM_V
+        m, l, o, out, lse, sink, b, new, h // BLOCKS * GROUP + g, alive, KV_HEADS * GROUP, NEW, DIM_V, COLUMNS, col
     )
