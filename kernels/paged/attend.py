@@ -394,11 +394,11 @@ def _attend(
                     tl.store(arrived + u, 0)
                     token, g_of_sum, some = query_rows(block * (ROWS // SOME), NEW, GROUP, SOME)
                     total_m, total_l, total_o = sum_pieces(
-                        pieces, slot_of_first, sum_of, 0, some, tl.arange(0, DIM_V_P2), ROWS, SOME, DIM_V, AT_ONCE
+                        pieces, slot_of_first, sum_of, 0, some, ROWS, SOME, DIM_V, DIM_V_P2, AT_ONCE
                     )
                     store_result(
-                        total_m, total_l, total_o, out, lse, sink, b, token, h * GROUP + g_of_sum, some,
-                        tl.arange(0, DIM_V_P2), Q_HEADS, NEW, DIM_V,
+                        total_m, total_l, total_o, out, lse, sink, b, token, h * GROUP + g_of_sum, some, Q_HEADS, NEW,
+                        DIM_V, DIM_V_P2,
                     )  # fmt: skip
 
 
@@ -417,5 +417,5 @@ def _store_empty(
             o = tl.zeros([SOME, DIM_V_P2], tl.float32)
             store_result(
                 m, tl.zeros([SOME], tl.float32), o, out, lse, sink, b, new, h // BLOCKS * GROUP + g, alive,
-                tl.arange(0, DIM_V_P2), KV_HEADS * GROUP, NEW, DIM_V,
+                KV_HEADS * GROUP, NEW, DIM_V, DIM_V_P2,
             )  # fmt: skip

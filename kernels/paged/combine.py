@@ -48,11 +48,11 @@ def combine(
     many = not call.fixed_split and grid.programs >= 2 * _AT_ONCE * units
     at_once = min(_MANY if many else _AT_ONCE, _NUMBERS // (some * columns))
     launched = dispatch(
-        _combine, (units, triton.cdiv(grid.some(new * group), some), wide // columns), pieces, tables.start, tables.tiles, *result,
-        sink, batch, grid.programs,
+        _combine, (units, triton.cdiv(grid.some(new * group), some), wide // columns), pieces, tables.start,
+        tables.tiles, *result, sink, batch, grid.programs,
         NEW=new, GROUP=group, KV_HEADS=kv_heads, ROWS=grid.rows, BLOCKS=grid.blocks, SOME=some, DIM_V=dim_v,
         COLUMNS=columns, AT_ONCE=at_once, TILE=tile,
-        SPLIT=call.fixed_split // tile, SPLITS=grid.splits, EARLY=early, num_warps=4, launch_pdl=early,
+        SPLIT=call.fixed_split // tile, SPLITS=grid.splits, STEP=grid.step, EARLY=early, num_warps=4, launch_pdl=early,
     )  # fmt: skip
     _launches.remember(key, tensors, launched)
 
@@ -62,7 +62,7 @@ def _combine(
     pieces, starts, tiles, out, lse, sink, batch, programs,
     NEW: tl.constexpr, GROUP: tl.constexpr, KV_HEADS: tl.constexpr, ROWS: tl.constexpr, BLOCKS: tl.constexpr,
     SOME: tl.constexpr, DIM_V: tl.constexpr, COLUMNS: tl.constexpr, AT_ONCE: tl.constexpr, TILE: tl.constexpr,
-    SPLIT: tl.constexpr, SPLITS: tl.constexpr, EARLY: tl.constexpr,
+    SPLIT: tl.constexpr, SPLITS: tl.constexpr, STEP: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     if EARLY:
         gdc_wait()
@@ -77,13 +77,13 @@ def _combine(
         first = u * SPLITS + begin // SPLIT
         count = tl.where(tile_count > 0, (begin + tile_count - 1) // SPLIT - begin // SPLIT + 1, 0)
     else:
-        per = tl.maximum(tl.cdiv(tl.load(tiles + batch) * HEADS, programs), 1)
+        per = tl.maximum(tl.cdiv(tl.load(tiles + batch) * HEADS, programs * STEP), 1) * STEP
         base = t * HEADS + h * tile_count
         first = base // per + u
         count = tl.where(tile_count > 0, (base + tile_count - 1) // per - base // per + 1, 0)
     new, g, alive = query_rows(h % BLOCKS * (ROWS // SOME) + part, NEW, GROUP, SOME)
-    cols = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
-    m, l, o = sum_pieces(pieces, first, count, part * SOME, alive, cols, ROWS, SOME, DIM_V, AT_ONCE)
+    col = tl.program_id(2) * COLUMNS
+    m, l, o = sum_pieces(pieces, first, count, part * SOME, alive, ROWS, SOME, DIM_V, COLUMNS, AT_ONCE, col)
     store_result(
-        m, l, o, out, lse, sink, b, new, h // BLOCKS * GROUP + g, alive, cols, KV_HEADS * GROUP, NEW, DIM_V
+        m, l, o, out, lse, sink, b, new, h // BLOCKS * GROUP + g, alive, KV_HEADS * GROUP, NEW, DIM_V, COLUMNS, col
     )

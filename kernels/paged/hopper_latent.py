@@ -44,6 +44,7 @@ from ..hopper.primitives import (
     let_next_launch_begin,
     reinterpret,
     scale_rows,
+    tiles_like,
     wait_for_launch_before,
 )
 from ..hopper.tensor_maps import readable, view
@@ -51,7 +52,7 @@ from ..launch import Launches, capability, dispatch, multiprocessors, on_device
 from .combine import combine
 from .contract import Call, Pool, Tables, tile_size
 from .grid import Grid, scratch
-from .hopper import LOG2E, _capped, _finite, _query_rows, _tree_depth, part_of, share_of, tiles_like
+from .hopper_pieces import LOG2E, capped, finite, part_of, query_rows, share_of, tree_depth
 
 DIM, DIM_V = 576, 512
 BOX = gl.constexpr(64)  # slots and columns that one copy moves: 8 KB
@@ -206,7 +207,7 @@ def _consumer(
             low = gl.maximum(gl.load(starts_ptr + b * NEW), (begin + lo) * BOX)
             high = gl.minimum(gl.load(ends_ptr + b * NEW + NEW - 1), (begin + hi) * BOX)
             # Queries.
-            new, nth, alive = _query_rows(block, NEW, GROUP, ROWS, gl.SliceLayout(1, Q_L))
+            new, nth, alive = query_rows(block, NEW, GROUP, ROWS, gl.SliceLayout(1, Q_L))
             cols = gl.arange(0, BOX, gl.SliceLayout(0, Q_L))
             at = q_ptr + b.to(gl.int64) * q_b + new.to(gl.int64) * q_n + (h * GROUP + nth).to(gl.int64) * q_h
             q = ()
@@ -221,13 +222,13 @@ def _consumer(
             for i in gl.static_range(KEPT):
                 q_regs = q_regs + (q_s.index(i).load(Q_REG),)  # type: ignore[assignment]  # noqa: RUF005
             # Intervals of the rows.
-            new, nth, alive = _query_rows(block, NEW, GROUP, ROWS, ROW)
+            new, nth, alive = query_rows(block, NEW, GROUP, ROWS, ROW)
             bits = gl.zeros([ROWS], gl.int64, ROW)
             depth = new
             last = new
             if TREE:
                 bits = gl.load(tree_ptr + b * NEW + new, mask=alive, other=0)
-                depth = _tree_depth(bits, new)
+                depth = tree_depth(bits, new)
                 last = new * 0 + NEW - 1
             s0 = gl.maximum(gl.load(starts_ptr + b * NEW + depth, mask=alive, other=0), low)
             s1 = gl.minimum(gl.load(ends_ptr + b * NEW + last, mask=alive, other=0), high)
@@ -246,7 +247,7 @@ def _consumer(
                     _clear_unseen(parts, full, phase, low - slot, high - slot)
                 s = _scores(q_s, q_regs, parts, full, phase, S_L)
                 if SOFTCAP:
-                    s = _capped(s, inner)
+                    s = capped(s, inner)
                 if (slot < full_first) | (slot + SLOTS > full_past):
                     place = slot + gl.arange(0, SLOTS, gl.SliceLayout(0, S_L))
                     seen = (place[None, :] >= s0[:, None]) & (place[None, :] < s1[:, None])
@@ -257,7 +258,7 @@ def _consumer(
                     s = gl.where(seen, s, float("-inf"))
                 largest = gl.max(s, axis=1) * scale
                 m_new = gl.where(largest > m + SLACK, largest, m)
-                reference = _finite(m_new)
+                reference = finite(m_new)
                 p = gl.exp2(s * scale - reference[:, None])
                 kept = gl.exp2(m - reference)
                 m = m_new
