@@ -62,8 +62,6 @@ HALF = gl.constexpr(256)  # columns of values of one product
 PAIRS = gl.constexpr(5)  # barriers: one for 128 columns, the last for the 64 of rope
 SLACK = gl.constexpr(8.0)  # the most that a score may exceed its point of reference, to the base 2
 
-_KEPT = 2  # columns of queries, in units of 64, that stay in registers
-
 _launches = Launches()
 
 # ---------------------------------------------------------------- device: producer
@@ -154,7 +152,7 @@ def _values(boxes):
 
 
 @gluon.jit
-def _scores(q_s, q_regs, parts, full, phase, S_L: gl.constexpr):
+def _scores(q_s, parts, full, phase, S_L: gl.constexpr):
     """Return the products of 64 rows of queries and a tile of keys, (ROWS, SLOTS)."""
     lower, upper, rope = parts
     s = gl.zeros([ROWS, SLOTS], gl.float32, S_L)
@@ -167,17 +165,14 @@ def _scores(q_s, q_regs, parts, full, phase, S_L: gl.constexpr):
             keys = _columns(upper, nth - 4)
         else:
             keys = _columns(rope, 0)
-        if nth < len(q_regs):
-            s = warpgroup_mma(q_regs[nth], keys.permute((1, 0)), s, use_acc=nth > 0, is_async=True)
-        else:
-            s = warpgroup_mma(q_s.index(nth), keys.permute((1, 0)), s, use_acc=nth > 0, is_async=True)
+        s = warpgroup_mma(q_s.index(nth), keys.permute((1, 0)), s, use_acc=nth > 0, is_async=True)
     return warpgroup_mma_wait(0, deps=[s])
 
 
 @gluon.jit
 def _consumer(
     args, NEW: gl.constexpr, GROUP: gl.constexpr, KV_HEADS: gl.constexpr, BLOCKS: gl.constexpr, TREE: gl.constexpr,
-    SOFTCAP: gl.constexpr, KEPT: gl.constexpr,
+    SOFTCAP: gl.constexpr,
 ):  # fmt: skip
     (
         q_ptr, q_b, q_n, q_h, starts_ptr, ends_ptr, firsts_new_ptr, tiles_ptr, tree_ptr, pieces_ptr, q_s, parts, full,
@@ -217,10 +212,6 @@ def _consumer(
             for i in gl.static_range(9):
                 q_s.index(i).store(q[i])
             fence_async_shared()
-            Q_REG: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=S_L, k_width=2)
-            q_regs = ()
-            for i in gl.static_range(KEPT):
-                q_regs = q_regs + (q_s.index(i).load(Q_REG),)  # type: ignore[assignment]  # noqa: RUF005
             # Intervals of the rows.
             new, nth, alive = query_rows(block, NEW, GROUP, ROWS, ROW)
             bits = gl.zeros([ROWS], gl.int64, ROW)
@@ -245,7 +236,7 @@ def _consumer(
                 phase = g & 1
                 if (slot < low) | (slot + SLOTS > high):
                     _clear_unseen(parts, full, phase, low - slot, high - slot)
-                s = _scores(q_s, q_regs, parts, full, phase, S_L)
+                s = _scores(q_s, parts, full, phase, S_L)
                 if SOFTCAP:
                     s = capped(s, inner)
                 if (slot < full_first) | (slot + SLOTS > full_past):
@@ -296,7 +287,7 @@ def _attend(
     q_ptr, q_b, q_n, q_h, k_desc, table_ptr, table_b, starts_ptr, ends_ptr, firsts_new_ptr, tiles_ptr, tree_ptr,
     pieces_ptr, batch, scale, inner,
     NEW: gl.constexpr, GROUP: gl.constexpr, KV_HEADS: gl.constexpr, BLOCKS: gl.constexpr, PAGE: gl.constexpr,
-    BATCH_P2: gl.constexpr, KEPT: gl.constexpr,
+    BATCH_P2: gl.constexpr,
 ):  # fmt: skip
     parts = tiles_like(k_desc, 8), tiles_like(k_desc, 8), tiles_like(k_desc, 2)
     Q_SHARED: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
@@ -307,7 +298,7 @@ def _attend(
         mbarrier.init(full.index(i), count=1)
     for i in gl.static_range(3):
         mbarrier.init(free.index(i), count=1)
-    work = share_of(tiles_ptr, batch, KV_HEADS, BATCH_P2)
+    work = share_of(tiles_ptr, batch, KV_HEADS, BATCH_P2, 2)
     consumer = (
         q_ptr, q_b, q_n, q_h, starts_ptr, ends_ptr, firsts_new_ptr, tiles_ptr, tree_ptr, pieces_ptr, q_s, parts, full,
         free, scale, inner, work,
@@ -315,7 +306,7 @@ def _attend(
     producer = (k_desc, parts, full, free, table_ptr, table_b, starts_ptr, firsts_new_ptr, tiles_ptr, work)
     gl.warp_specialize(
         [
-            (_consumer, (consumer, NEW, GROUP, KV_HEADS, BLOCKS, tree_ptr is not None, inner is not None, KEPT)),
+            (_consumer, (consumer, NEW, GROUP, KV_HEADS, BLOCKS, tree_ptr is not None, inner is not None)),
             (_producer, (producer, KV_HEADS, NEW, PAGE)),
         ],
         [1],
@@ -365,7 +356,7 @@ def launch(
     pieces, _ = scratch(tables, grid, batch * kv_heads, DIM_V)
     key = (
         q.device, q.dtype, q.shape, q.stride(), pool.k.shape, pool.k.stride(), pool.page_size, tables.table.stride(0),
-        score.softmax_scale, score.softcap, call.tree is None, _KEPT,
+        score.softmax_scale, score.softcap, call.tree is None,
     )  # fmt: skip
     tensors = [q, pool.k, tables.table, tables.start, tables.end, tables.first_new, tables.tiles, pieces]
     if call.tree is not None:
@@ -381,7 +372,7 @@ def launch(
                 tables.table, tables.table.stride(0), tables.start, tables.end, tables.first_new, tables.tiles,
                 call.tree, pieces, batch, scale, inner,
                 NEW=new, GROUP=q_heads // kv_heads, KV_HEADS=kv_heads, BLOCKS=blocks, PAGE=pool.page_size,
-                BATCH_P2=grid.batch_p2(batch), KEPT=_KEPT, num_warps=8, maxnreg=168, launch_pdl=True,
+                BATCH_P2=grid.batch_p2(batch), num_warps=8, maxnreg=168, launch_pdl=True,
             )  # fmt: skip
             _launches.remember(key, tensors, launched)
         combine(q, pieces, pool, tables, score, call, grid, result)
@@ -394,4 +385,4 @@ def _grid(q: Tensor, pool: Pool) -> Grid:
     kv_heads = pool.k.shape[0]
     blocks = -(-new * (q_heads // kv_heads) // ROWS.value)
     programs = max(1, multiprocessors(q.device) // blocks)
-    return Grid(blocks * ROWS.value, 1, programs, 0, programs + batch * kv_heads)
+    return Grid(blocks * ROWS.value, 1, programs, 0, programs + batch * kv_heads, step=SLOTS.value // BOX.value)
