@@ -3,16 +3,18 @@
     python -m benchmarks.bench_decode                                   the problems of the tables, bf16, 32/8 heads
     python -m benchmarks.bench_decode --problems "1 x 128k" ragged      some of them
     python -m benchmarks.bench_decode --dtypes bf16 e4m3                over caches of both
+    python -m benchmarks.bench_decode --plots > decode.log              what plot_decode draws
     python -m benchmarks.bench_decode --problems "64 x 130k" "64 forks of 128k"     33 GiB of keys and values
     torchrun --nproc-per-node 2 -m benchmarks.bench_decode              over ranks: ways to exchange partial states
     torchrun --nproc-per-node 2 -m benchmarks.bench_decode --merges     the exchanges alone, of states of 16 to 256 KiB
 
-One GPU. Each row is one kernel on one problem: time of a layer, its speed relative to the first row, GB/s of keys and
-values, and the largest relative error of sampled rows against float64. ``read`` rows move the same pages by TMA and
-compute nothing; the fastest of them is the measure. ``ringattn`` is decode(): the write of the new tokens and the
-attention. All kernels are captured in CUDA graphs of one launch for each of several layers, together larger than the L2
-cache, and take turns in a balanced order in segments (see benchmarks.segments). Random data; pages of 128 slots in
-random order; FlashAttention-3 and torch read contiguous copies. ``host`` is the time of decode() outside of a graph.
+One GPU. Each row is one kernel on one problem: time of a layer, the speed of ringattn relative to it at the same job,
+GB/s of keys and values, and the largest relative error of sampled rows against float64. The job is that of decode(): to
+store the new tokens' keys and values and to attend to all; of "attend alone" rows only to attend. ``read`` rows move
+the same pages by TMA and compute nothing; the fastest of them is the measure. All kernels are captured in CUDA graphs
+of one launch for each of several layers, together larger than the L2 cache, and take turns in a balanced order in
+segments (see benchmarks.segments). Random data; pages of 128 slots in random order; FlashAttention-3 and torch read
+contiguous copies. ``host`` is the time of decode() outside of a graph; ``kernels``, how many it launches for a layer.
 
 Several GPUs. All ways attend with our kernel to their rank's part and exchange partial states: ours (through mailboxes,
 in the launch that adds them), NCCL's all-gather of the same states, three all-reduces (Tree Attention), an all-gather
@@ -34,20 +36,19 @@ import json
 import os
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from benchmarks.decode_contestants import Launch, contestants, ours, sampled_error
-from benchmarks.decode_problems import PROBLEMS, Caches, Problem
+from benchmarks.decode_contestants import ALONE, Launch, contestants, ours, sampled_error
+from benchmarks.decode_problems import PLOTS, PROBLEMS, TABLES, Caches, Problem
 from benchmarks.kernels import replay
 from benchmarks.segments import SHORTEST, Clock, EventTimer, Runner, Timer, measure
 from ringattn import transport as transports
 from scripts.ranks import one_line
 
-DEFAULT = [name for name in PROBLEMS if name not in ("1 x 4k", "1 x 4M", "64 x 130k", "64 forks of 128k")]
 WORST = 0.02  # relative error that ends the run
 
 
@@ -95,15 +96,15 @@ def run(problems: Sequence[Problem], args: argparse.Namespace, setup: Setup) -> 
         caches = Caches(problem, transports.of(None), setup.device)
         runners = []
         for name, prepare in contestants(caches).items():
-            if any(name.startswith(other) for other in args.without):
+            if any(name.startswith(other) for other in args.without) or (args.plots and not drawn(name)):
                 continue
             try:
                 runners.append(prepared(name, prepare(), caches, setup))
             except Exception as problem_of_it:
                 print(f"{name}: skipped, {one_line(problem_of_it)}", flush=True)
-        host = host_time(caches) if setup.capture else 0.0
+        host, kernels = (host_time(caches), kernels_of(caches)) if setup.capture else (0.0, 0)
         measure(runners, args.rounds, args.segment, setup.clock, setup.timer)
-        rows += report(problem, runners, caches.layers, host)
+        rows += report(problem, runners, caches.layers, host, kernels)
         del runners, caches
         if setup.capture:
             torch.cuda.empty_cache()
@@ -144,7 +145,7 @@ def captured(launch: Callable[[], object]) -> Callable[[], object]:
     return functools.partial(replay, graph, launch)
 
 
-def host_time(caches: Caches, calls: int = 200) -> float:
+def host_time(caches: Caches, calls: int = 100) -> float:
     """Return the median host time of decode() outside of a graph, in us."""
     times = []
     for n in range(calls):
@@ -155,19 +156,39 @@ def host_time(caches: Caches, calls: int = 200) -> float:
     return statistics.median(times)
 
 
-def report(problem: Problem, runners: Sequence[Runner], layers: int, host: float) -> list[dict[str, Any]]:
+def kernels_of(caches: Caches) -> int:
+    """Return how many kernels decode() launches for a layer."""
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as trace:
+        ours(caches, 0, "auto")
+        torch.cuda.synchronize()
+    return sum(event.count for event in trace.key_averages() if event.device_type == torch.autograd.DeviceType.CUDA)
+
+
+def drawn(name: str) -> bool:
+    """Return whether a kernel is in the plots: those that do all of the job, and one reader."""
+    return not name.endswith((ALONE, "portable")) and (not name.startswith("read") or name == "read 2 x 3")
+
+
+def ours_of(name: str, names: Collection[str]) -> str:
+    """Return the name of our kernel that does the same job."""
+    return f"ringattn{ALONE}" if name.endswith(ALONE) and f"ringattn{ALONE}" in names else next(iter(names))
+
+
+def report(problem: Problem, runners: Sequence[Runner], layers: int, host: float, kernels: int) -> list[dict[str, Any]]:
     """Print a table. Returns its rows for JSON."""
     print(
         f"\n{problem.name}: {problem.heads}/{problem.kv_heads} heads of {problem.dim}, {problem.new} new, "
-        f"host {host:.0f} us"
+        f"host {host:.0f} us, {kernels} kernels"
     )
-    print(f"  {'':26s} {'ratio':>6s} {'of read':>8s} {'GB/s':>7s} {'us':>9s} {'error':>8s}")
+    print(f"  {'':26s} {'over':>6s} {'of read':>8s} {'GB/s':>7s} {'us':>9s} {'error':>8s}")
     times = {runner.name: statistics.median(runner.times) / layers for runner in runners}
     reads = [ms for name, ms in times.items() if name.startswith("read")]
     rows = []
     for runner in runners:
         ms = times[runner.name]
-        ratio, of_read = times[runners[0].name] / ms, min(reads) / ms if reads else None
+        ratio, of_read = ms / times[ours_of(runner.name, times)], min(reads) / ms if reads else None
         rate = problem.bytes / ms / 1e6
         print(
             f"  {runner.name:26s} {ratio:6.3f} {'' if of_read is None else f'{of_read:.3f}':>8s} {rate:7.0f} "
@@ -176,14 +197,16 @@ def report(problem: Problem, runners: Sequence[Runner], layers: int, host: float
         )
         rows.append(
             dict(problem=problem.name, kernel=runner.name, ms=ms, gb_per_s=rate, ratio=ratio, of_read=of_read,
-                 error=runner.error, host_us=host if runner.name == "ringattn" else None)
+                 error=runner.error, host_us=host if runner.name == "ringattn" else None,
+                 kernels=kernels if runner.name == "ringattn" else None)
         )  # fmt: skip
     return rows
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--problems", nargs="+", default=DEFAULT, choices=list(PROBLEMS), metavar="PROBLEM")
+    parser.add_argument("--problems", nargs="+", default=list(TABLES), choices=list(PROBLEMS), metavar="PROBLEM")
+    parser.add_argument("--plots", action="store_true", help="the problems and kernels of plot_decode")
     parser.add_argument("--dtypes", nargs="+", default=["bf16"], choices=["bf16", "e4m3"], help="of the cache")
     parser.add_argument(
         "--without", nargs="+", default=[], metavar="NAME", help="kernels to skip, by their first words"
@@ -192,6 +215,8 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--segment", type=float, default=SHORTEST, help=f"ms of a segment, at least {SHORTEST:g}")
     parser.add_argument("--merges", action="store_true", help="over ranks: measure the exchanges of states alone")
     args = parser.parse_args(argv)
+    if args.plots:
+        args.problems = list(PLOTS)
     if args.rounds < 1:
         parser.error(f"--rounds {args.rounds}: must be at least 1")
     if args.merges and int(os.environ.get("WORLD_SIZE", "1")) == 1:

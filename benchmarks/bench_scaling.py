@@ -14,9 +14,9 @@ dataflow with each layout (``gather balanced``; zigzag is not named) and of
 * ``alone``: one GPU's kernel on the whole row, on every GPU of the group at once, as speed per visible pair. The ratio
   to it is the cost of communication, unequal work and shorter runs together. Of a row of more than ``--alone`` tokens,
   which may not fit on one GPU or take long, it computes the first ones, and the report says so;
-* peers (benchmarks/peers.py): PyTorch's context_parallel and ring-flash-attn. Each first computes a small problem, on
-  each rank alone and then together, and is compared with ours. A peer that fails or computes another result is reported
-  as missing, with the reason;
+* peers (benchmarks/peers.py): PyTorch's context_parallel, Transformer Engine's and ring-flash-attn. Each first computes
+  a small problem, on each rank alone and then together, and is compared with ours. A peer that fails or computes
+  another result is reported as missing, with the reason;
 * ``matmul``: a product of two 8192 x 8192 matrices in the same run.
 
 Weak scaling is ``--tokens`` per rank over several ``--ranks``; strong scaling is ``--total`` tokens. Packed documents:
@@ -32,10 +32,11 @@ For packed documents on two GPUs (four minutes):
         --layouts zigzag balanced zigzag-in-documents contiguous --dataflows gather --peers --no-errors \\
         --segments 18 --budget 200
 
-Two hosts of two GPUs on one machine, over sockets (RINGATTN_PULLS=0: messages inside of them, too):
+Two hosts of two GPUs on one machine, over sockets (RINGATTN_PULLS=0: messages inside of them, too), gather by node next
+to a gather that sends every key to each rank that sees it (``flat``):
 
     NCCL_P2P_DISABLE=1 NCCL_SHM_DISABLE=1 NCCL_IB_DISABLE=1 torchrun --standalone --nproc-per-node 4 \\
-        -m benchmarks.bench_scaling --hosts 2 --tokens 8192 32768 --peers --no-errors
+        -m benchmarks.bench_scaling --hosts 2 --tokens 4096 8192 --dataflows gather flat ring --peers --no-errors
 
 For trees, two GPUs next to one: ``--masks tree --tokens 16384 --layouts balanced --dataflows gather --peers``.
 
@@ -75,7 +76,7 @@ import ringattn
 from benchmarks import json_lines, peers, plot_scaling, scaling_layouts, scaling_lines
 from benchmarks.balance import busiest
 from benchmarks.json_lines import ROOT
-from benchmarks.peers import CannotRun
+from benchmarks.peer import CannotRun
 from benchmarks.progress import Progress
 from benchmarks.scaling_contestants import Contestants
 from benchmarks.scaling_problems import MASKS, Setting, mask_name, settings, visible_pairs
@@ -298,7 +299,7 @@ class Bench:
 
         alone = rms(one)
         for layout, dataflow in itertools.product(args.layouts, args.dataflows):
-            plan = ringattn.plan(total, group.data, causal=True, dataflow=dataflow, layout=layout)
+            plan = self.contestants.plan(setting, group.data, dataflow, layout)
             error, entry = rms(plan), scaling_lines.contestant(dataflow, layout)
             self.write("error", ranks=group.size, dataflow=entry, total=total, rms=error, one_rank=alone)
             ratio = max(error[name] / alone[name] for name in alone)

@@ -11,11 +11,13 @@ moments are bf16, sharded over the same ranks by FSDP2; gradients are reduced in
 
 * ``ringattn``: ``attn_implementation="ringattn"``;
 * ``torch-cp``: scaled_dot_product_attention under torch's ``context_parallel``, forward and backward;
-* ``ring-flash-attn``: its zigzag function, with torch's kernels (benchmarks/peers.py), or flash-attn's on request.
+* ``ring-flash-attn``: its zigzag function, with torch's kernels (benchmarks/peers.py), or flash-attn's on request;
+* ``transformer-engine``: its DotProductAttention with context parallelism, ``--exchange``, cuDNN's kernels.
 
 The backward recomputes each layer except its attention, whose results are kept: by the name of the operator for
-ringattn and ``torch-cp``; for ring-flash-attn, which has no operator, this benchmark defines one. No rank has the
-logits of all tokens: head and loss process ``--chunk`` tokens at a time, and again in the backward. A GPU holds
+ringattn and ``torch-cp``; for ring-flash-attn, which has no operator, this benchmark defines one. Transformer Engine
+has none, either: it takes part with ``--checkpoint full``, where all recompute their attention, or ``none``. No rank
+has the logits of all tokens: head and loss process ``--chunk`` tokens at a time, and again in the backward. A GPU holds
 ``8 * parameters / ranks`` bytes of state, ``4 * hidden * tokens / ranks`` per layer, and one recomputed layer.
 
 The first step is a warm-up on ``--warm-up-tokens``, which compiles and changes no weight. A step lasts from whole rows
@@ -61,10 +63,10 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import ringattn
 import ringattn.hf
-from benchmarks import bench_scaling, json_lines
+from benchmarks import bench_scaling, json_lines, transformer_engine
 from benchmarks.gradient_norm import gradient_norm
 from benchmarks.json_lines import ROOT
-from benchmarks.peers import CannotRun
+from benchmarks.peer import CannotRun
 from benchmarks.training_contestants import MAKERS, Contestant
 from benchmarks.training_model import flops_per_token, make_model, make_optimizer
 from ringattn import transport
@@ -75,7 +77,7 @@ from scripts.arguments import positive
 
 NAME = "training"  # start of the names of files in --out
 VOCABULARY = 257  # tokens in the text: bytes and the start of a document
-HOW = ("ringattn", "torch-cp", "ring-flash-attn")
+HOW = ("ringattn", "torch-cp", "ring-flash-attn", "transformer-engine")
 # Limits for the relative differences of the first losses and gradient norms. A loss is a mean over many tokens, each
 # rounded to bf16 separately; a gradient is rounded where it is accumulated.
 NEAR = {"bfloat16": (5e-4, 2e-2), "float32": (1e-5, 1e-3)}
@@ -94,6 +96,7 @@ def label(args: argparse.Namespace, how: str) -> str:
     """Return the name of a contestant with its options, in the form of benchmarks/peers.py."""
     mine = [x for x in (args.dataflow, args.kernel) if x != "auto"]
     theirs = {"ringattn": mine, "torch-cp": [args.rotate, args.peer_kernel], "ring-flash-attn": [args.peer_kernel]}
+    theirs["transformer-engine"] = [args.exchange, "cudnn"]
     theirs["ringattn"] += less_memory.names(args)
     return "/".join([how, *theirs[how], *(["repeated keys"] if how == "torch-cp" and args.repeat_keys else [])])
 
@@ -175,12 +178,13 @@ def train(
 ) -> Words:
     world, group = mesh.size(), mesh.get_group()
     before = torch.cuda.memory_allocated() if device.type == "cuda" else 0
-    model = make_model(args, contestant.attention, contestant.saved, mesh, device)
+    setting = switches_for(args, device, world)
+    model = make_model(args, contestant.attention, contestant.saved, mesh, setting)
     optimizer = make_optimizer(args, model)
     embedding = model.model.embed_tokens.weight.numel()
     parameters = sum(p.numel() for p in model.parameters())
     lines.say(f"{how}: {args.layers} layers, {parameters / 1e9:.3f} x 10^9 parameters")
-    for text in less_memory.describe(args, switches_for(args, device, world)):
+    for text in less_memory.describe(args, setting):
         lines.say(f"{how}: {text}")
     texts = train_hf.documents(None)
 
@@ -192,7 +196,7 @@ def train(
         with contestant.enter(model, row) as local:
             loss = model(**local).loss
             loss.backward()
-        norm = gradient_norm(model, group)  # as for gradient clipping
+        norm = gradient_norm(model, group, device)  # as for gradient clipping
         optimizer.step()
         optimizer.zero_grad()
         mean = ringattn.loss.reduced(loss, mesh, wrapper="averages").item()
@@ -237,8 +241,7 @@ def train(
     words = dict(contestant.words)
     if args.checkpoint == "full":
         words["checkpoint"] = "attention recomputed"
-    switches = switches_for(args, device, world)
-    predicted = memory.parts(switches.model, switches.tokens, less_memory.predicted(args, switches))
+    predicted = memory.parts(setting.model, setting.tokens, less_memory.predicted(args, setting))
     return dict(
         words, parameters=parameters, losses=losses, norms=norms, seconds=seconds, tokens_per_s_gpu=rate,
         flops_per_token=dict(causal=flops[0], dense=flops[1]),
@@ -356,6 +359,9 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--peak", type=float, default=bench_scaling.PEAK, help="peak TFLOP/s of one GPU, for MFU")
     parser.add_argument(
         "--rotate", choices=["allgather", "alltoall"], default="allgather", help="how torch-cp moves keys and values"
+    )
+    parser.add_argument(
+        "--exchange", choices=transformer_engine.EXCHANGES, default="p2p", help="how transformer-engine moves them"
     )
     parser.add_argument("--repeat-keys", action="store_true", help="give torch-cp as many key heads as query heads")
     parser.add_argument(

@@ -6,9 +6,9 @@
 
 It measures the constants of :class:`ringattn.cost.Costs`, each on all ranks at once, and takes the slowest rank: the
 rates of the attention kernels, of memory and of messages; the fixed time of a launch, a message and a copy; the least
-time of one step of a ring and of a gather (with few tokens); the slowdown of attention during messages; and the exposed
-handshakes of a gather. Then it measures whole ring and gather calls, next to the model's times with these constants;
-the two should be close.
+time of one step of a ring or reduce, and of a gather (with few tokens); the slowdown of attention during messages; and
+the exposed handshakes of a gather. Then it measures whole ring and gather calls, next to the model's times with these
+constants; the two should be close.
 
 The constants apply to groups of the same number of ranks. One rank of each host writes them to
 ``~/.cache/ringattn/<hostname>-<gpu>-<ranks>.json`` (in XDG_CACHE_HOME if set, or to the file RINGATTN_CALIBRATION). The
@@ -30,7 +30,7 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -53,6 +53,8 @@ from scripts import ranks
 from scripts.arguments import positive
 
 FEW = 16  # tokens per rank, so few that only launches and latencies matter
+ROUNDS = 5  # in which calls are measured in turns
+FEW_OF_A_CALL = 512  # on a GPU: whole tiles, so that the same kernels and copies are launched as with many tokens
 LABELS = {
     "forward_tflops": "attention kernel, forward, TFLOP/s",
     "backward_tflops": "attention kernel, backward, TFLOP/s",
@@ -65,6 +67,8 @@ LABELS = {
     "contention": "slowdown of attention and messages together",
     "ring_forward_ms": "least time of a ring step, forward, ms",
     "ring_backward_ms": "least time of a ring step, backward, ms",
+    "reduce_forward_ms": "least time of a reduce step, forward, ms",
+    "reduce_backward_ms": "least time of a reduce step, backward, ms",
     "pull_gbs": "copy engines, from all peers together, GB/s",
     "copy_ms": "fixed time of a copy, ms",
     "handshake_ms": "exposed handshake of a gather, ms",
@@ -92,6 +96,21 @@ class Machine:
         estimate = max(self.segment(body, 2), 1e-3)
         count = max(at_least, min(50, int(self.seconds / 3 * 1000 / estimate)))
         return statistics.median(self.segment(body, count) for _ in range(3))
+
+    def times(self, bodies: Sequence[Callable[[], object]]) -> list[float]:
+        """Return what :meth:`time` returns of several bodies, measured in turns: in :data:`ROUNDS` rounds, of which
+        each begins with another one, so that all of them meet the same disturbances. Returns the medians."""
+        counts = []
+        for body in bodies:
+            body()
+            estimate = max(self.segment(body, 1), 1e-3)
+            counts.append(max(1, min(50, int(self.seconds / ROUNDS * 1000 / estimate))))
+        found: list[list[float]] = [[] for _ in bodies]
+        for turn in range(ROUNDS):
+            for i in range(len(bodies)):
+                which = (turn + i) % len(bodies)
+                found[which].append(self.segment(bodies[which], counts[which]))
+        return [statistics.median(some) for some in found]
 
     def segment(self, body: Callable[[], object], count: int) -> float:
         dist.barrier()
@@ -235,28 +254,36 @@ class Machine:
 
     # Whole calls
 
-    def call(self, tokens: int, dataflow: str) -> tuple[float, float]:
-        """Return the milliseconds of the forward and of the backward of a causal attention."""
-        plan = ringattn.plan(tokens * self.world, causal=True, dataflow=dataflow)
-        q, k, v, dout = self.tensors(tokens)
+    def calls(self, tokens: int, dataflows: Sequence[str]) -> dict[str, tuple[float, float]]:
+        """Return the milliseconds of the forward and of the backward of a causal attention, by dataflows."""
+        plans = [ringattn.plan(tokens * self.world, causal=True, dataflow=dataflow) for dataflow in dataflows]
+        times = self.times([body for plan in plans for body in self.passes(plan, self.tensors(tokens))])
+        pairs = zip(dataflows, times[::2], times[1::2], strict=True)
+        return {name: (forward, max(both - forward, 0.0)) for name, forward, both in pairs}
+
+    def passes(
+        self, plan: ringattn.Plan, tensors: tuple[Tensor, Tensor, Tensor, Tensor]
+    ) -> tuple[Callable[[], object], Callable[[], object]]:
+        """Return a forward alone, and a forward with its backward, of a plan and q, k, v and dout."""
+        q, k, v, dout = tensors
         leaves = [x.requires_grad_() for x in (q, k, v)]
 
-        def forward() -> Any:
-            return ringattn.attention(q, k, v, plan, kernel=self.kernel)
-
         def both() -> None:
-            torch.autograd.grad(forward(), leaves, dout)
+            torch.autograd.grad(ringattn.attention(q, k, v, plan, kernel=self.kernel), leaves, dout)
 
-        with torch.no_grad():
-            ms = self.time(forward)
-        return ms, max(self.time(both) - ms, 0.0)
+        @torch.no_grad()
+        def forward() -> None:
+            ringattn.attention(q, k, v, plan, kernel=self.kernel)
+
+        return forward, both
 
     def floors(self) -> dict[str, float]:
-        forward, backward = self.call(FEW, "ring")
-        floors = dict(ring_forward_ms=forward / self.world, ring_backward_ms=backward / (self.world + 1))
-        if self.transport.pulls:
-            forward, backward = self.call(FEW, "gather")
-            floors |= dict(gather_forward_ms=forward, gather_backward_ms=backward)
+        floors: dict[str, float] = {}
+        times = self.calls(FEW_OF_A_CALL if self.cuda else FEW, ringattn.dataflows())
+        for name, (forward, backward) in times.items():
+            hops_home = (int(name == "reduce"), 1)
+            slots = (1, 1) if name == "gather" else [self.world + home for home in hops_home]
+            floors |= {f"{name}_forward_ms": forward / slots[0], f"{name}_backward_ms": backward / slots[1]}
         return floors
 
     def problem(self) -> cost.Problem:
@@ -285,7 +312,7 @@ class Machine:
         say("calls")
         measured |= self.floors()
         costs = replace(defaults, **measured)
-        times = {name: self.call(self.tokens, name) for name in ("ring", "gather")}
+        times = self.calls(self.tokens, ("ring", "gather"))
         if self.transport.pulls:  # the part that the model does not explain otherwise
             rest = self.modelled(replace(costs, handshake_ms=0.0), "gather")
             one, two = (a - b for a, b in zip(times["gather"], (rest.forward, rest.backward), strict=True))

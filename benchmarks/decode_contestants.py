@@ -1,4 +1,9 @@
-"""What bench_decode compares: our decode(), a kernel that only reads, and other libraries' kernels for decoding."""
+"""What bench_decode compares: our decode(), a kernel that only reads, and other libraries' kernels for decoding.
+
+Each library does the same job as decode(): it stores the new tokens' keys and values in its cache and attends to all of
+them. FlashAttention-3 does both in one kernel, FlashInfer and torch in several. In "attend alone" rows the new tokens
+are in the cache already.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +24,9 @@ from ringattn.kernels.paged.backends import BACKENDS
 from ringattn.kernels.paged.contract import Call
 from ringattn.kernels.paged.quantize import stored
 
+Copies = list[tuple[Tensor, Tensor]]  # keys and values of each layer
 Launch = Callable[[], "Tensor | None"]  # attends in one layer; None: nothing to compare
+ALONE = ", attend alone"  # ends the names of rows that do not store the new tokens
 MOST_CONTIGUOUS = 1 << 36  # bytes of all layers that are copied for libraries without pages
 
 
@@ -30,25 +37,30 @@ def contestants(caches: Caches) -> dict[str, Callable[[], list[Launch]]]:
         "ringattn, portable": lambda: [
             functools.partial(ours, caches, layer, "triton") for layer in range(caches.layers)
         ],
-        "ringattn, attend alone": lambda: [functools.partial(attend, caches, layer) for layer in range(caches.layers)],
+        f"ringattn{ALONE}": lambda: [functools.partial(attend, caches, layer) for layer in range(caches.layers)],
         **{f"read {shape.ctas} x {shape.stages}": functools.partial(readers, caches, shape) for shape in SHAPES},
     }
     if caches.problem.shared:
-        row_by_row = own.pop("ringattn, attend alone")
+        row_by_row = own.pop(f"ringattn{ALONE}")
         return {**{name: own[name] for name in ("ringattn", "ringattn, portable")}, "ringattn, row by row": row_by_row}
     if caches.problem.latent:
         return {
             **{name: make for name, make in own.items() if not name.startswith("read")},
-            "FA3 qv": functools.partial(fa3_latent, caches, False),
-            "FA3 qv, metadata": functools.partial(fa3_latent, caches, True),
+            f"FA3 qv{ALONE}": functools.partial(fa3_latent, caches, False),
+            f"FA3 qv, metadata{ALONE}": functools.partial(fa3_latent, caches, True),
         }
     if caches.problem.quantized:  # others have one scale for a tensor or a head
         return own
+    in_rows = functools.cache(lambda: _contiguous(caches))  # one copy for all that read such ones
+    in_pages = functools.cache(lambda: _pages(caches))
     return {
         **own,
-        "FA3": functools.partial(fa3, caches, 0),
-        "FA3, metadata": functools.partial(fa3, caches, None),
-        "FlashInfer": functools.partial(flashinfer, caches),
+        f"FA3{ALONE}": functools.partial(fa3, caches, in_rows, append=False),
+        f"FA3, metadata{ALONE}": functools.partial(fa3, caches, in_rows, metadata=True, append=False),
+        f"FlashInfer{ALONE}": functools.partial(flashinfer, caches, in_pages, append=False),
+        "FA3": functools.partial(fa3, caches, in_rows),
+        "FA3, metadata": functools.partial(fa3, caches, in_rows, metadata=True),
+        "FlashInfer": functools.partial(flashinfer, caches, in_pages),
         "torch SDPA": functools.partial(sdpa, caches),
     }
 
@@ -76,31 +88,48 @@ def readers(caches: Caches, shape: Any) -> list[Launch]:
     return [functools.partial(only_reads, reader(pool, tables, shape)) for pool, tables, _ in pages]
 
 
-def _contiguous(caches: Caches) -> list[tuple[Tensor, Tensor]]:
+def _contiguous(caches: Caches, most: int = MOST_CONTIGUOUS) -> Copies:
+    """Return contiguous keys and values of all layers, the new tokens' among them."""
     p = caches.problem
     size = caches.layers * caches.batch * max(caches.seen) * p.kv_heads * p.dim * 2 * p.dtype.itemsize
-    if size > MOST_CONTIGUOUS:
+    if size > most:
         raise ValueError(f"contiguous copies would take {size >> 30} GiB")
     return [caches.contiguous(layer) for layer in range(caches.layers)]
 
 
-def fa3(caches: Caches, splits: int | None) -> list[Launch]:
-    """FlashAttention-3 on a contiguous cache: its own choice of splits; None: from scheduler metadata made ahead."""
+def _pages(caches: Caches) -> Copies:
+    """Return the pages of all layers as FlashInfer has them: (pages, kv_heads, page_size, dim)."""
+
+    def copy(x: Tensor) -> Tensor:
+        return x.unflatten(1, (-1, caches.problem.page_size)).transpose(0, 1).contiguous()
+
+    return [(copy(pool.k), copy(pool.v)) for pool in caches.pools]
+
+
+def fa3(caches: Caches, copies: Callable[[], Copies], metadata: bool = False, append: bool = True) -> list[Launch]:
+    """FlashAttention-3 on a contiguous cache, splits of its own choice; or with scheduler metadata made ahead."""
     module = _fa3_module()
-    lengths = torch.tensor(caches.seen, dtype=torch.int32, device=caches.device)
-    p, more = caches.problem, {}
-    if splits is None:
-        more["scheduler_metadata"] = module.get_scheduler_metadata(
-            caches.batch, p.new, max(caches.seen), p.heads, p.kv_heads, p.dim, lengths, p.dtype, causal=True
-        )
-
-    def launch(k: Tensor, v: Tensor) -> Tensor:
-        result = module.flash_attn_with_kvcache(caches.q, k, v, cache_seqlens=lengths, causal=True, **more)
-        return result[0] if isinstance(result, tuple) else result
-
+    p, more = caches.problem, dict[str, Any](causal=True)
+    before = [n - p.new if append else n for n in caches.seen]
+    lengths = torch.tensor(before, dtype=torch.int32, device=caches.device)
     if p.window >= 0:
         more["window_size"] = (p.window, 0)
-    return [functools.partial(launch, k, v) for k, v in _contiguous(caches)]
+    if metadata:
+        more["scheduler_metadata"] = module.get_scheduler_metadata(
+            caches.batch, p.new, max(caches.seen), p.heads, p.kv_heads, p.dim, lengths, p.dtype,
+            max_seqlen_k_new=p.new if append else 0, **more,
+        )  # fmt: skip
+    if append:
+        more["k"], more["v"] = caches.k, caches.v
+        for row, n in enumerate(before):  # a kernel that does not store them will be found out
+            for x in (x for both in copies() for x in both):
+                x[row, n : n + p.new] = torch.nan
+
+    def launch(k: Tensor, v: Tensor) -> Tensor:
+        result = module.flash_attn_with_kvcache(caches.q, k, v, cache_seqlens=lengths, **more)
+        return result[0] if isinstance(result, tuple) else result
+
+    return [functools.partial(launch, k, v) for k, v in copies()]
 
 
 def _fa3_module() -> Any:
@@ -134,7 +163,7 @@ def fa3_latent(caches: Caches, metadata: bool) -> list[Launch]:
     return [functools.partial(launch, k, v) for k, v in _contiguous(caches)]
 
 
-def flashinfer(caches: Caches) -> list[Launch]:
+def flashinfer(caches: Caches, copies: Callable[[], Copies], append: bool = True) -> list[Launch]:
     """FlashInfer on the same pages, copied to its layout, with tensor cores."""
     module: Any = importlib.import_module("flashinfer")
     p = caches.problem
@@ -149,11 +178,20 @@ def flashinfer(caches: Caches) -> list[Launch]:
     wrapper.plan(
         pointers, pages, last, p.heads, p.kv_heads, p.dim, p.page_size, q_data_type=p.dtype, kv_data_type=p.dtype
     )
-    launches: list[Launch] = []
-    for pool in caches.pools:
-        k, v = (x.unflatten(1, (-1, p.page_size)).transpose(0, 1).contiguous() for x in (pool.k, pool.v))
-        launches.append(lambda k=k, v=v: wrapper.run(caches.q[:, 0], (k, v))[:, None])  # type: ignore[misc]
-    return launches
+    rows = torch.arange(caches.batch, dtype=torch.int32, device=caches.device)
+    new_at = torch.tensor(caches.seen, dtype=torch.int32, device=caches.device) - 1
+
+    def launch(both: tuple[Tensor, Tensor]) -> Tensor:
+        if append:
+            new = caches.k[:, 0], caches.v[:, 0]
+            module.append_paged_kv_cache(*new, rows, new_at, both, pages, pointers, last, kv_layout="HND")
+        return wrapper.run(caches.q[:, 0], both)[:, None]
+
+    if append:
+        new_slots = torch.cat([caches.slots_of(row, 1) for row in range(caches.batch)])
+        for x in (x for both in copies() for x in both):
+            x[new_slots // p.page_size, :, new_slots % p.page_size] = torch.nan
+    return [functools.partial(launch, both) for both in copies()]
 
 
 def sdpa(caches: Caches) -> list[Launch]:
@@ -161,15 +199,17 @@ def sdpa(caches: Caches) -> list[Launch]:
     p = caches.problem
     if p.new > 1 or len(set(caches.seen)) > 1:
         raise ValueError("one new token and equal lengths only")
-    q = caches.q.transpose(1, 2)
+    q, *new = (x.transpose(1, 2) for x in (caches.q, caches.k, caches.v))
+
+    def launch(k: Tensor, v: Tensor) -> Tensor:
+        for x, its in zip((k, v), new, strict=True):
+            x[:, :, -1:] = its
+        return F.scaled_dot_product_attention(q, k, v, enable_gqa=True).transpose(1, 2)
+
     return [
-        functools.partial(_sdpa, q, k.transpose(1, 2).contiguous(), v.transpose(1, 2).contiguous())
-        for k, v in _contiguous(caches)
+        functools.partial(launch, k.transpose(1, 2).contiguous(), v.transpose(1, 2).contiguous())
+        for k, v in _contiguous(caches, MOST_CONTIGUOUS >> 3)
     ]
-
-
-def _sdpa(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    return F.scaled_dot_product_attention(q, k, v, enable_gqa=True).transpose(1, 2)
 
 
 def sampled_error(caches: Caches, layer: int, out: Tensor) -> float:
@@ -180,8 +220,12 @@ def sampled_error(caches: Caches, layer: int, out: Tensor) -> float:
     for row in {0, caches.batch - 1}:
         slots = caches.slots_of(row, caches.seen[row])
         for head in {0, p.heads - 1}:
+            of_head = slice(head // group, head // group + 1)
             both = ((pool.k, pool.k_scale), (pool.v, pool.v_scale))
-            k, v = (stored(*x, slots, torch.float64)[head // group] for x in both)
+            k, v = (
+                stored(x[of_head], None if scale is None else scale[of_head], slots, torch.float64)[0]
+                for x, scale in both
+            )
             for token in {0, p.new - 1}:
                 late = p.new - 1 - token  # keys after this token's own
                 first = 0 if p.window < 0 else max(0, len(slots) - late - p.window - 1)

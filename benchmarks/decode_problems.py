@@ -85,10 +85,24 @@ PROBLEMS = {
         Problem("64 x 130k", (130 * K,) * 64),
         Problem("64 forks of 128k", (130 * K,) * 64, shared=128 * K),
         Problem("1 x 1M, window 4k", (K * K,), window=4 * K - 1),
+        *(Problem(f"{batch} x {n}k", (n * K,) * batch) for batch, n in ((1, 64), (1, 256), (8, 4), (8, 16), (8, 64))),
+        Problem("8 x 256k", (256 * K,) * 8),
+        Problem("8 x 1M", (K * K,) * 8),
+        *(Problem(f"64 x {n}k", (n * K,) * 64) for n in (4, 64)),
         Problem("latent, 1 x 128k", (128 * K,), heads=128, kv_heads=1, dim=576, latent=512),
         Problem("latent, 8 x 128k", (128 * K,) * 8, heads=128, kv_heads=1, dim=576, latent=512),
     )
 }
+TABLES = (
+    "1 x 16k", "1 x 128k", "1 x 1M", "8 x 128k", "64 x 16k", "ragged", "1 x 128k, 4 new", "1 x 128k, 16 new",
+    "1 x 1M, window 4k",
+)  # fmt: skip
+PLOTS = (
+    *(f"1 x {n}" for n in ("4k", "16k", "64k", "256k", "1M", "4M")),
+    *(f"8 x {n}" for n in ("4k", "16k", "64k", "256k", "1M")),
+    *(f"64 x {n}" for n in ("4k", "16k", "64k")),
+    "ragged",
+)
 
 
 def _quantized(pool: Pool) -> Pool:
@@ -131,6 +145,8 @@ class Caches:
         self.steps = [LayerStep(pool, tables, p.window) for pool in self.pools]
         self.q = self._random(g, self.batch, p.new, p.heads, p.dim)
         self.k, self.v = (self._random(g, self.batch, p.new, p.kv_heads, p.dim) for _ in range(2))
+        for pool in self.pools:  # so that attention without a write, and copies of the pages, have them, too
+            eager.write(self.k, self.v, pool, tables)
 
     def _random(self, g: torch.Generator, *shape: int) -> Tensor:
         return torch.randn(*shape, generator=g, device=self.device, dtype=self.problem.dtype)

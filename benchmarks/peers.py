@@ -2,6 +2,8 @@
 
 * ``torch-cp/allgather/...``, ``torch-cp/alltoall/...``: PyTorch's context_parallel around scaled_dot_product_attention,
   with either way of rotating keys and values. It is a context in which forward *and* backward must run.
+* ``transformer-engine/p2p/cudnn``, ``.../a2a/...``, ``.../all_gather/...``: NVIDIA's package, with any of its exchanges
+  (benchmarks/transformer_engine.py);
 * ``ring-flash-attn/...``: github.com/zhuzilin/ring-flash-attention. Causal: zigzag; full: its plain ring; packed
   documents: its llama3 variant, which gathers keys head by head. Install it without flash-attn:
   ``pip install --no-deps ring-flash-attn``.
@@ -21,9 +23,8 @@ import importlib
 import importlib.util
 import sys
 import types
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -32,50 +33,19 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from benchmarks import transformer_engine
+from benchmarks.peer import CannotRun, Peer, Problem
+
 NAMES = (
     "torch-cp/allgather/cudnn",
     "torch-cp/alltoall/cudnn",
     "torch-cp/allgather/fa2",
+    *(f"transformer-engine/{exchange}/cudnn" for exchange in transformer_engine.EXCHANGES),
     "ring-flash-attn/flash-attn",
     "ring-flash-attn/fa2",
     "ring-flash-attn/cudnn",
     "ring-flash-attn/cpu",
 )
-
-
-class CannotRun(Exception):
-    """A peer does not support a problem. The text is the reason."""
-
-
-@dataclass
-class Problem:
-    """One attention over a group of ranks.
-
-    ``cu_seqlens``: for packed documents. ``repeat``: repeat the key heads, for a peer that needs as many key heads
-    as query heads.
-    """
-
-    mask: str
-    seq_len: int
-    heads: tuple[int, int]
-    group: dist.ProcessGroup
-    device: torch.device
-    cu_seqlens: Sequence[int] | None = None
-    repeat: bool = False
-
-
-@dataclass
-class Peer:
-    """How to call a peer.
-
-    ``attend(q, k, v)`` takes (batch, local tokens, heads, head_dim), tokens in the order of ``layout``. Its forward and
-    backward must run inside ``around()``. ``probe`` runs the kernels on this rank without communication.
-    """
-
-    layout: str
-    attend: Callable[[Tensor, Tensor, Tensor], Tensor]
-    probe: Callable[[Tensor, Tensor, Tensor], object]
-    around: Callable[[], AbstractContextManager] = field(default=nullcontext)
 
 
 def make(name: str, problem: Problem) -> Peer:
@@ -90,6 +60,8 @@ def make(name: str, problem: Problem) -> Peer:
         raise CannotRun(f"no {kernel} kernel on {problem.device.type}")
     if problem.mask in ("tree", "sinks"):
         raise CannotRun("it takes no mask with several intervals of keys for each query")
+    if package == "transformer-engine":
+        return transformer_engine.make(problem, name.split("/")[1])
     if problem.mask == "window":
         raise CannotRun(
             "scaled_dot_product_attention takes no window under context_parallel"

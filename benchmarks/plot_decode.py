@@ -1,10 +1,10 @@
 """Plot what bench_decode measured on one GPU: bandwidth over the length of the context, one panel per batch.
 
-    python -m benchmarks.bench_decode --problems "1 x 4k" "1 x 16k" ... > decode.log
+    python -m benchmarks.bench_decode --plots > decode.log
     python -m benchmarks.plot_decode decode.log docs/scaling/decode.png
 
 Reads the last line of JSON of each log. GB/s are those of keys and values; ``read`` is the fastest kernel that only
-loads them. Needs matplotlib.
+loads them; the last panel has 64 sequences of many lengths. Needs matplotlib.
 """
 
 from __future__ import annotations
@@ -22,19 +22,23 @@ from typing import Any
 UNITS = {"": 1, "k": 1024, "M": 1024**2}
 SHOWN = ("read", "ringattn", "FA3", "FlashInfer", "torch SDPA")  # first words of kernels; the best of each is drawn
 
+RAGGED = 1 << 30  # in place of a number of sequences: the last panel
+
 Curves = dict[int, dict[str, dict[int, float]]]  # batch -> kernel -> tokens -> GB/s
 
 
 def curves(rows: Sequence[dict[str, Any]]) -> Curves:
-    """Return the curves of the problems named "batch x tokens"; the others are no points of a curve."""
+    """Return the curves of the problems named "batch x tokens", and "ragged" as a batch of its own. Other problems, and
+    kernels that do not store the new tokens, are left out."""
     result: Curves = {}
     for row in rows:
         match = re.fullmatch(r"(\d+) x (\d+)([kM]?)", row["problem"])
         name = next((name for name in SHOWN if row["kernel"].startswith(name)), None)
-        if match is None or name is None or row["kernel"] == "ringattn, attend alone":
+        ragged = row["problem"] == "ragged"
+        if (match is None and not ragged) or name is None or row["kernel"].endswith("attend alone"):
             continue
-        tokens = int(match[2]) * UNITS[match[3]]
-        points = result.setdefault(int(match[1]), {}).setdefault(name, {})
+        batch, tokens = (RAGGED, 0) if match is None else (int(match[1]), int(match[2]) * UNITS[match[3]])
+        points = result.setdefault(batch, {}).setdefault(name, {})
         points[tokens] = max(points.get(tokens, 0.0), row["gb_per_s"])
     return result
 
@@ -48,7 +52,13 @@ def draw(batches: Curves, device: str, path: Path) -> None:
 
     figure, axes = plt.subplots(1, len(batches), figsize=(5 * len(batches), 4.2), squeeze=False, sharey=True)
     for axis, (batch, kernels) in zip(axes[0], sorted(batches.items()), strict=True):
-        for name in (name for name in SHOWN if name in kernels):
+        shown = [name for name in SHOWN if name in kernels]
+        if batch == RAGGED:
+            axis.bar(shown, [kernels[name][0] for name in shown], color="0.6")
+            axis.set_title("64 sequences of 1k to 128k")
+            axis.tick_params(axis="x", rotation=20)
+            continue
+        for name in shown:
             lengths = sorted(kernels[name])
             style = dict(color="black", linestyle=":") if name == "read" else dict(marker="o")
             axis.plot(lengths, [kernels[name][n] for n in lengths], label=name, **style)

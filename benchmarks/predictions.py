@@ -8,12 +8,14 @@
 
 First it calibrates (benchmarks/calibrate.py) in memory; then it measures forward and forward + backward of every
 configuration next to the cost model's time with those constants and these heads, and on GPUs the peak memory next to
-the plan's prediction: results and all that attention allocates. Buffers are kept as large as the largest call made
-them, so configurations go from small ones to large ones.
+the plan's prediction: results and all that attention allocates. The dataflows of a problem are measured in turns. Of
+memory that is kept between calls, in which a gather fetches, what the configuration asked for is counted: it stays as
+large as the largest call made it.
 
 The report has the median and the largest relative error; how often ``dataflow="auto"``, which decides for 32/8 heads,
-is at most 5 % slower than the fastest dataflow, and at worst; and the same of a rule without a model: gather. With
-matplotlib it draws predicted against measured time and memory. One line of JSON per configuration is in ``--out``.
+is at most 5 % slower than the fastest dataflow, and at worst; and the same of a rule without a model: gather where copy
+engines connect all ranks and ``buffer_bytes`` holds it, otherwise ring. With matplotlib it draws predicted against
+measured time and memory. One line of JSON per configuration is in ``--out``.
 """
 
 from __future__ import annotations
@@ -22,17 +24,19 @@ if not __package__:
     raise SystemExit("start this as a module, in the repository's root: python -m benchmarks.predictions")
 
 import argparse
+import contextlib
 import importlib.util
 import itertools
 import math
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 import ringattn
 from benchmarks import json_lines
@@ -40,6 +44,7 @@ from benchmarks.calibrate import Machine, no_file
 from benchmarks.scaling_problems import mask_arguments
 from ringattn import cost
 from ringattn.cost import Costs
+from ringattn.peer.memory import Link, Region
 from ringattn.shape import Shape
 from scripts import ranks
 from scripts.arguments import head_counts, positive
@@ -51,27 +56,28 @@ LAYOUTS["documents"] = ("zigzag", "balanced")
 Words = dict[str, Any]
 
 
-class Case(NamedTuple):
-    """One configuration. ``tokens``: of a rank."""
+class Problem(NamedTuple):
+    """What the dataflows of a configuration compute. ``tokens``: of a rank; ``arguments``: of its plan."""
 
     tokens: int
     heads: tuple[int, int]
     mask: str
     layout: str
-    dataflow: str
+    arguments: Words
+    shape: Shape
 
     @property
-    def problem(self) -> tuple[Any, ...]:
-        """All but the dataflow."""
-        return tuple(self[:4])
+    def words(self) -> Words:
+        return dict(tokens=self.tokens, heads=list(self.heads), mask=self.mask, layout=self.layout)
 
 
-def cases(args: argparse.Namespace, world: int) -> Iterator[Case]:
-    """Yield all configurations, short rows first."""
-    dataflows = args.dataflows if world > 1 else ["ring"]
+def problems(args: argparse.Namespace, world: int, itemsize: int) -> Iterator[Problem]:
+    """Yield all problems, short rows first."""
     for tokens, mask, heads in itertools.product(sorted(args.tokens), args.masks, args.heads):
-        for layout, dataflow in itertools.product(LAYOUTS[mask] if world > 1 else ("zigzag",), dataflows):
-            yield Case(tokens, heads, mask, layout, dataflow)
+        arguments = mask_arguments(mask, tokens * world, args.window)
+        shape = Shape(1, heads[0], heads[1], args.head_dim, itemsize=itemsize)
+        for layout in LAYOUTS[mask] if world > 1 else ("zigzag",):
+            yield Problem(tokens, heads, mask, layout, arguments, shape)
 
 
 class Predicted(NamedTuple):
@@ -81,55 +87,87 @@ class Predicted(NamedTuple):
     auto: str
 
 
-def predict(machine: Machine, costs: Costs, case: Case, arguments: Words, shape: Shape) -> Predicted:
+def predict(machine: Machine, costs: Costs, problem: Problem) -> Predicted:
     """Return what the cost model says of a problem."""
+    shape = problem.shape
     if machine.world == 1:
-        plan = ringattn.plan(case.tokens, **arguments)
+        plan = ringattn.plan(problem.tokens, **problem.arguments)
         pairs = plan.visible(0, 0) / plan.mask.rows
         flops = 2 * shape.q_heads * (shape.head_dim + shape.value_dim) * pairs
         times = flops / costs.forward_tflops / 1e9, 2.5 * flops / costs.backward_tflops / 1e9
         return Predicted({"ring": (times[0] + costs.kernel_ms, times[1] + costs.kernel_ms)}, "ring")
     with no_file():
-        choice = ringattn.plan(case.tokens * machine.world, layout=case.layout, **arguments).choice
+        choice = ringattn.plan(problem.tokens * machine.world, layout=problem.layout, **problem.arguments).choice
     assert choice is not None
     found = cost.choose(choice.problem, costs, "", shape).candidates
     auto = cost.choose(choice.problem, costs, "").dataflow
     return Predicted({c.dataflow: (c.forward, c.backward) for c in found}, auto)
 
 
-def measure(machine: Machine, case: Case, arguments: Words, shape: Shape) -> Words:
-    """Return measured ms of a forward and of a forward and backward, and bytes: measured and predicted."""
-    plan = ringattn.plan(case.tokens * machine.world, layout=case.layout, dataflow=case.dataflow, **arguments)
+def measure(machine: Machine, problem: Problem, dataflows: Sequence[str]) -> dict[str, Words]:
+    """Return, for each of some dataflows, the measured ms of a forward and of a forward and backward, and bytes:
+    measured and predicted."""
+    plans = [
+        ringattn.plan(problem.tokens * machine.world, layout=problem.layout, dataflow=name, **problem.arguments)
+        for name in dataflows
+    ]
     # As many tokens as this rank holds, which a balanced layout does not divide equally.
-    q, k, v, dout = machine.tensors(plan.local_lengths[plan.rank])
-    leaves = [x.requires_grad_() for x in (q, k, v)]
+    tensors = machine.tensors(plans[0].local_lengths[plans[0].rank])
+    passes = [machine.passes(plan, tensors) for plan in plans]
+    words: dict[str, Words] = {}
+    for plan, (_, both) in zip(plans, passes, strict=True):
+        both()  # compiles and makes tables
+        words[plan.dataflow] = memory(machine, plan, both, problem.shape) if machine.cuda else {}
+    times = machine.times([body for pair in passes for body in pair])
+    for name, forward, whole in zip(dataflows, times[::2], times[1::2], strict=True):
+        words[name] |= dict(forward_ms=forward, both_ms=whole)
+    return words
 
-    def forward() -> Any:
-        return ringattn.attention(q, k, v, plan, kernel=machine.kernel)
 
-    def both() -> None:
-        torch.autograd.grad(forward(), leaves, dout)
-
-    both()
-    words: Words = {}
-    if machine.cuda:
-        machine.synchronize()
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
+def memory(machine: Machine, plan: ringattn.Plan, both: Callable[[], object], shape: Shape) -> Words:
+    """Return the peak of a forward and backward, in bytes: measured and predicted."""
+    tokens = plan.local_lengths[plan.rank], plan.local_lengths_k[plan.rank]
+    out = tokens[0] * shape.q_heads * (shape.value_dim * shape.itemsize + shape.state_itemsize)  # and lse
+    gradients = (tokens[0] * shape.q_heads * shape.head_dim + tokens[1] * shape.kv_elements) * shape.itemsize
+    predicted = [plan.flow.memory_bytes(plan, shape, backward) + backward * gradients for backward in (False, True)]
+    link = plan.transport.link(torch.empty(0, device=machine.device)) if plan.dataflow == "gather" else None
+    machine.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    with asked_for(link) as kept:
         both()
         machine.synchronize()
-        link = plan.transport.link(q) if plan.dataflow == "gather" else None
-        kept = link.held_bytes(True) if link is not None else 0
-        out = q.nbytes + 4 * q.shape[1] * shape.q_heads  # and lse
-        gradients = sum(x.nbytes for x in leaves)
-        predicted = [
-            plan.flow.memory_bytes(plan, shape, False) + out,
-            plan.flow.memory_bytes(plan, shape, True) + out + gradients,
-        ]
-        words = dict(bytes=torch.cuda.max_memory_allocated() - before + kept, predicted_bytes=max(predicted))
-    with torch.no_grad():
-        words["forward_ms"] = machine.time(forward)
-    return words | dict(both_ms=machine.time(both))
+    peak = torch.cuda.max_memory_allocated() - before
+    return dict(bytes=peak + sum(kept.values()), predicted_bytes=out + max(predicted))
+
+
+@contextlib.contextmanager
+def asked_for(link: Link | None) -> Iterator[dict[object, int]]:
+    """Yield the bytes of the memory that is kept between calls, as far as calls inside the context ask for it: the
+    memory itself is as large as the largest call needed it."""
+    kept: dict[object, int] = {}
+    if link is None:
+        yield kept
+        return
+    reserve, receive = link.reserve, link.receive_buffer
+
+    def note(key: object, size: int) -> None:
+        kept[key] = max(size, kept.get(key, 0))
+
+    def reserved(which: int, size: int) -> Region:
+        note(which, size)
+        return reserve(which, size)
+
+    def received(size: int) -> Tensor:
+        note("receive", size)
+        return receive(size)
+
+    link.prepared.clear()  # what was prepared asks for nothing
+    link.reserve, link.receive_buffer = reserved, received  # type: ignore[method-assign]
+    try:
+        yield kept
+    finally:
+        del link.reserve, link.receive_buffer  # those of the class
 
 
 def compare(args: argparse.Namespace, device: torch.device) -> int:
@@ -142,22 +180,22 @@ def compare(args: argparse.Namespace, device: torch.device) -> int:
     costs, _, _ = machine.calibrate() if world > 1 else (alone(machine), None, None)
     if rank == 0:
         lines.write("run", **json_lines.about(args, device, world), link=machine.link, costs=vars(costs))
-    for case in cases(args, world):
-        shape = Shape(1, *case.heads, args.head_dim, itemsize=machine.dtype.itemsize)
-        machine.shape = shape
-        arguments = mask_arguments(case.mask, case.tokens * world, args.window)
-        predicted = predict(machine, costs, case, arguments, shape)
-        if not math.isfinite(sum(predicted.passes[case.dataflow])):
-            continue  # a gather that does not fit
-        words = measure(machine, case, arguments, shape)
-        forward, backward = predicted.passes[case.dataflow]
+    for problem in problems(args, world, machine.dtype.itemsize):
+        machine.shape = problem.shape
+        predicted = predict(machine, costs, problem)
+        fits = [name for name in args.dataflows if math.isfinite(sum(predicted.passes.get(name, (math.inf,))))]
+        found = measure(machine, problem, fits)
         if rank == 0:
-            setting = dict(zip(Case._fields, case, strict=True), ranks=world, link=machine.link)
-            lines.write(
-                "row", **setting, **words, predicted_forward_ms=forward, predicted_both_ms=forward + backward,
-                auto=predicted.auto,
-            )  # fmt: skip
-            lines.say(f"{case}: {words['both_ms']:.3f} ms, predicted {forward + backward:.3f}")
+            for name, words in found.items():
+                forward, backward = predicted.passes[name]
+                lines.write(
+                    "row", **problem.words, dataflow=name, ranks=world, link=machine.link, **words,
+                    predicted_forward_ms=forward, predicted_both_ms=forward + backward, auto=predicted.auto,
+                )  # fmt: skip
+            times = ", ".join(
+                f"{name} {words['both_ms']:.2f} ({sum(predicted.passes[name]):.2f})" for name, words in found.items()
+            )
+            lines.say(f"{problem.tokens} {problem.heads} {problem.mask} {problem.layout}: {times}")
     if rank == 0:
         print(report(args.out))
     return 0
@@ -178,18 +216,19 @@ def errors(rows: Sequence[Words], name: str) -> list[float]:
 
 def regrets(rows: Sequence[Words]) -> tuple[list[float], list[float]]:
     """Return, for every problem with several dataflows, the time of what "auto" chooses over the fastest one's, and
-    that of a rule: gather."""
+    that of a rule: gather by copy engines where it fits, otherwise ring."""
     problems: dict[tuple[Any, ...], dict[str, Words]] = {}
     for row in rows:
         key = (row["link"], row["ranks"], row["tokens"], *row["heads"], row["mask"], row["layout"])
         problems.setdefault(key, {})[row["dataflow"]] = row
     auto, rule = [], []
-    for found in problems.values():
+    for key, found in problems.items():
         times = {dataflow: row["both_ms"] for dataflow, row in found.items()}
         chosen = next(iter(found.values()))["auto"]
         if len(times) > 1 and chosen in times:
             auto.append(times[chosen] / min(times.values()))
-            rule.append(times.get("gather", times[chosen]) / min(times.values()))
+            pulled = key[0] == cost.LINKS[0] and "gather" in times
+            rule.append(times["gather" if pulled else "ring"] / min(times.values()))
     return auto, rule
 
 
@@ -212,7 +251,7 @@ def report(folder: Path) -> str:
                     [f"{world} x {link}", label, str(len(found)), f"{statistics.median(size):.1%}", f"{max(size):.1%}"]
                 )
     text += json_lines.table(["ranks, link", "prediction", "configurations", "median error", "largest"], cells)
-    for name, found in zip(("auto", "always gather"), regrets(rows), strict=True):
+    for name, found in zip(("auto", "gather by copy engines, else ring"), regrets(rows), strict=True):
         if found:
             near = sum(x <= 1.05 for x in found) / len(found)
             text += [
@@ -265,7 +304,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--dataflows", nargs="+", choices=ringattn.dataflows(), default=list(ringattn.dataflows()))
     parser.add_argument("--window", type=positive, default=4096)
     parser.add_argument("--calibrate-tokens", type=positive, help="as --tokens of benchmarks.calibrate")
-    parser.add_argument("--seconds", type=float, default=0.15, help="length of each measurement")
+    parser.add_argument("--seconds", type=float, default=0.2, help="length of each measurement")
     parser.add_argument("--kernel", default="auto")
     parser.add_argument("--out", type=Path, default=Path("results"))
     parser.add_argument("--report", type=Path, metavar="FOLDER", help="only make the report again")

@@ -16,11 +16,10 @@ from torch import Tensor
 
 import ringattn
 from benchmarks import peers
-from benchmarks.peers import CannotRun
+from benchmarks.peer import CannotRun, Peer, Problem
 from benchmarks.scaling_problems import Setting, mask_arguments
 from benchmarks.scaling_timing import Contestant, Group, Timing
 from ringattn import layout, virtual
-from ringattn import mask as masks
 from ringattn.dataflow.gathered import gathered_block
 from ringattn.kernels.backends import choose
 from ringattn.kernels.contract import Keys, Queries, Score, accumulation_dtype
@@ -57,8 +56,10 @@ class Contestants:
         return tensors
 
     def plan(self, setting: Setting, group: Any, dataflow: str, layout: str) -> ringattn.Plan:
+        """Return a plan; the dataflow "flat" is a gather that knows nothing of nodes."""
         options = mask_arguments(setting.mask, setting.seq_len, self.args.window)
-        return ringattn.plan(setting.seq_len, group, dataflow=dataflow, layout=layout, **options)
+        options |= dict(dataflow="gather", local_size=1) if dataflow == "flat" else dict(dataflow=dataflow)
+        return ringattn.plan(setting.seq_len, group, layout=layout, **options)
 
     def whole(self, setting: Setting) -> ringattn.Plan:
         """Return the plan of one GPU alone: the whole row, or the first ``--alone`` tokens of a longer one."""
@@ -109,6 +110,8 @@ class Contestants:
         if reason := self.checked[key]:
             raise CannotRun(reason)
         peer = self._make(name, setting, group, repeat)
+        if peer.padding is not None:
+            x = self.tensors(setting, peer.padding.total)
         q, k, v, dout = x
         attend = functools.partial(peer.attend, q, k, v)
 
@@ -140,9 +143,10 @@ class Contestants:
         limit = TOLERANCE[self.timing.dtype]
         return None if worst < limit else f"differs from ours by {worst:.1e} of the largest value, more than {limit}"
 
-    def _make(self, name: str, setting: Setting, group: Group, repeat: bool) -> peers.Peer:
+    def _make(self, name: str, setting: Setting, group: Group, repeat: bool) -> Peer:
         sizes = setting.mask, setting.seq_len, setting.heads
-        problem = peers.Problem(*sizes, group.theirs, self.device, setting.documents, repeat)
+        window = self.args.window if setting.mask == "window" else None
+        problem = Problem(*sizes, group.theirs, self.device, setting.documents, repeat, self.args.head_dim, window)
         peer, failure = None, None
         try:
             peer = peers.make(name, problem)
@@ -153,7 +157,7 @@ class Contestants:
         assert peer is not None
         return peer
 
-    def _compare(self, peer: peers.Peer, setting: Setting, group: Group) -> float:
+    def _compare(self, peer: Peer, setting: Setting, group: Group) -> float:
         """Return the largest difference of output and gradients from ours, relative to the largest value."""
         problem: Exception | None = None
         whole = self.tensors(setting, setting.seq_len, seed=0)
@@ -167,11 +171,15 @@ class Contestants:
 
         expected = run(plan.shard, lambda q, k, v: ringattn.attention(q, k, v, plan, kernel=self.args.kernel))
         expected = [plan.unshard(t) for t in expected]
-        shards = layout.LAYOUTS[peer.layout](masks.full(setting.seq_len), group.size, group.size)
-        rank = dist.get_rank()
+        shards = layout.LAYOUTS[peer.layout](plan.mask, group.size, group.size)
+        lengths, rank, padding = [*map(layout.length, shards)], dist.get_rank(), peer.padding
+
+        def attend(*tensors: Tensor) -> Tensor:
+            return peer.attend(*tensors) if padding is None else padding.trim(peer.attend(*map(padding.pad, tensors)))
+
         try:
             with peer.around():
-                results = run(lambda t: layout.take(t, shards[rank], 1), peer.attend)
+                results = run(lambda t: layout.take(t, shards[rank], 1), attend)
             self.timing.synchronize()
         except Exception as error:
             problem = error
@@ -179,8 +187,11 @@ class Contestants:
             raise CannotRun(f"fails on {setting.seq_len} tokens: {reason}")
         worst = 0.0
         for mine, ours in zip(results, expected, strict=True):
-            pieces = [torch.empty_like(mine, memory_format=torch.contiguous_format) for _ in range(group.size)]
-            dist.all_gather(pieces, mine.contiguous(), group=group.data)
+            equal = mine.new_zeros(mine.shape[0], max(lengths), *mine.shape[2:])
+            equal[:, : mine.shape[1]] = mine
+            rows = [torch.empty_like(equal) for _ in range(group.size)]
+            dist.all_gather(rows, equal, group=group.data)
+            pieces = [x[:, :length] for x, length in zip(rows, lengths, strict=True)]
             difference = (layout.put(pieces, shards, 1).float() - ours.float()).abs().max() / ours.float().abs().max()
             worst = max(worst, math.inf if difference.isnan() else difference.item())
         return group.largest([worst])[0]

@@ -29,7 +29,19 @@ def zigzag_in_documents(mask: Mask, world_size: int, local_size: int) -> tuple[S
     return tuple(map(_joined, runs))
 
 
-OTHERS = {"zigzag-in-documents": zigzag_in_documents}
+def padded_zigzag_in_documents(mask: Mask, world_size: int, local_size: int) -> tuple[Shard, ...]:
+    """Cut every document into 2N equal chunks, of which the last ones are shorter or empty; rank r holds chunks r and
+    2N-1-r of each. With padding at the ends of documents, this is the order of Transformer Engine and Megatron."""
+    parts = 2 * world_size
+    runs: list[list[range]] = [[] for _ in range(world_size)]
+    for begin, end in itertools.pairwise(Work(mask).cuts):
+        size = -(-(end - begin) // parts)
+        for chunk, a in enumerate(range(begin, end, size)):
+            runs[min(chunk, parts - 1 - chunk)].append(range(a, min(a + size, end)))
+    return tuple(map(_joined, runs))
+
+
+OTHERS = {"zigzag-in-documents": zigzag_in_documents, "padded-zigzag-in-documents": padded_zigzag_in_documents}
 
 
 @contextlib.contextmanager

@@ -10,7 +10,7 @@ from typing import Any
 from benchmarks import json_lines
 
 Line = dict[str, Any]
-OURS = ("ring", "gather", "reduce")
+OURS = ("ring", "gather", "flat", "reduce")
 EVEN = 1.01  # pairs of the busiest rank over the mean, at most, where a layout balances a mask
 GIB = 2**30
 

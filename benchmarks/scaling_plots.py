@@ -13,7 +13,8 @@ import matplotlib.pyplot as plt
 from benchmarks import scaling_lines
 from benchmarks.scaling_lines import GIB, Line, contestants, group_by, is_ours
 
-COLOURS = {"ring": "tab:blue", "gather": "tab:orange", "reduce": "tab:green", "local": "black", "alone": "dimgray"}
+COLOURS = {"ring": "tab:blue", "gather": "tab:orange", "flat": "gold", "reduce": "tab:green"}
+COLOURS |= {"local": "black", "alone": "dimgray"}
 OTHER_COLOURS = ("tab:red", "tab:purple", "tab:brown", "tab:pink", "tab:olive", "tab:cyan", "tab:gray")
 
 

@@ -19,8 +19,8 @@ from transformers import AttentionInterface
 
 import ringattn
 import ringattn.hf
-from benchmarks import peers
-from benchmarks.peers import CannotRun
+from benchmarks import peers, transformer_engine
+from benchmarks.peer import CannotRun, Problem
 from ringattn.kernels.backends import BACKENDS, choose
 from ringattn.kernels.contract import Score
 
@@ -72,6 +72,14 @@ def whole_row(row: Words) -> Words:
     targets = ringattn.batch.shift_labels(row["labels"])
     positions = torch.arange(tokens.shape[1], device=tokens.device)[None]
     return dict(input_ids=tokens, position_ids=positions, shift_labels=targets)
+
+
+def zigzag_row(row: Words, mesh: DeviceMesh) -> Words:
+    """Return this rank's arguments of the model: two chunks of the row, in zigzag order."""
+    whole, size, rank = whole_row(row), mesh.size(), mesh.get_local_rank()
+    pieces = {name: x.chunk(2 * size, 1) for name, x in whole.items()}
+    local = {name: torch.cat([p[rank], p[2 * size - 1 - rank]], 1) for name, p in pieces.items()}
+    return dict(local, num_items_in_batch=(whole["shift_labels"] != ringattn.batch.IGNORE).sum())
 
 
 def torch_cp(args: argparse.Namespace, mesh: DeviceMesh, device: torch.device) -> Contestant:
@@ -130,8 +138,7 @@ def ring_flash_attn(args: argparse.Namespace, mesh: DeviceMesh, device: torch.de
         raise CannotRun("the package flash-attn is not installed")
     divisible(args, mesh)
     operator = _ring_flash_operator()
-    group, size, rank = mesh.get_group(), mesh.size(), mesh.get_local_rank()
-    _ring_flash_groups[0] = group
+    _ring_flash_groups[0] = mesh.get_group()
 
     def attend(
         module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Any, scaling: float | None = None, **unused: Any
@@ -141,12 +148,8 @@ def ring_flash_attn(args: argparse.Namespace, mesh: DeviceMesh, device: torch.de
 
     @contextlib.contextmanager
     def enter(model: Any, row: Words) -> Iterator[Words]:
-        whole = whole_row(row)
-        total = (whole["shift_labels"] != ringattn.batch.IGNORE).sum()
-        pieces = {name: x.chunk(2 * size, 1) for name, x in whole.items()}
-        local = {name: torch.cat([p[rank], p[2 * size - 1 - rank]], 1) for name, p in pieces.items()}
         with peers.use_kernel(args.peer_kernel):
-            yield dict(local, num_items_in_batch=total)
+            yield zigzag_row(row, mesh)
 
     AttentionInterface.register("bench_zigzag", attend)  # transformers handles names that contain flash itself
     words = dict(
@@ -187,6 +190,36 @@ def _ring_flash_operator() -> Any:
     return operator
 
 
+def transformer_engine_cp(args: argparse.Namespace, mesh: DeviceMesh, device: torch.device) -> Contestant:
+    if device.type != "cuda":
+        raise CannotRun(f"Transformer Engine has no kernel on {device.type}")
+    if args.checkpoint == "selective":
+        raise CannotRun(
+            "Transformer Engine's attention is no operator whose results a checkpoint could keep; measure all "
+            "contestants with --checkpoint full"
+        )
+    divisible(args, mesh)
+    problem = Problem(
+        "causal", args.tokens, (args.heads, args.kv_heads), mesh.get_group(), device, head_dim=args.head_dim
+    )
+    transformer_engine.check(problem, args.exchange, mesh.size())
+    attention = transformer_engine.attention(problem, args.exchange)
+
+    def attend(
+        module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Any, scaling: float | None = None, **unused: Any
+    ) -> tuple[Tensor, None]:
+        q, k, v = (x.transpose(1, 2).contiguous() for x in (q, k, v))
+        return attention(q, k, v).unflatten(-1, (q.shape[2], -1)), None
+
+    @contextlib.contextmanager
+    def enter(model: Any, row: Words) -> Iterator[Words]:
+        yield zigzag_row(row, mesh)
+
+    AttentionInterface.register("bench_transformer_engine", attend)
+    words = dict(kernel="cudnn", dataflow=args.exchange, checkpoint="everything kept")
+    return Contestant("bench_transformer_engine", [], enter, words)
+
+
 def divisible(args: argparse.Namespace, mesh: DeviceMesh) -> None:
     """Raise CannotRun unless all rows can be split in zigzag order without padding."""
     for tokens in (args.tokens, args.warm_up_tokens):
@@ -198,4 +231,5 @@ MAKERS: dict[str, Callable[[argparse.Namespace, DeviceMesh, torch.device], Conte
     "ringattn": ours,
     "torch-cp": torch_cp,
     "ring-flash-attn": ring_flash_attn,
+    "transformer-engine": transformer_engine_cp,
 }

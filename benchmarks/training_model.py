@@ -60,10 +60,11 @@ def chunked_loss(
 
 
 def make_model(
-    args: argparse.Namespace, attention: str, saved: Sequence[Any], mesh: DeviceMesh, device: torch.device
+    args: argparse.Namespace, attention: str, saved: Sequence[Any], mesh: DeviceMesh, setting: less_memory.Setting
 ) -> Any:
     """Return the sharded model, with the same weights for any number of ranks. A rank never holds more than one whole
     parameter, also during initialization."""
+    device = setting.device
     config = LlamaConfig(
         vocab_size=args.vocabulary,
         hidden_size=args.hidden,
@@ -84,7 +85,7 @@ def make_model(
     with torch.device("meta"):
         model: Any = ChunkedLlamaForCausalLM._from_config(config, attn_implementation=attention, dtype=dtype)
     model.chunk, model.everyone = args.loss_chunk, mesh
-    host = less_memory.apply(model, args, loss=False) if less_memory.switched(args) else None
+    host = less_memory.apply(model, args, setting, loss=False) if less_memory.switched(args) else None
     options: Words = {}
     if args.checkpoint == "selective":
         options["context_fn"] = functools.partial(create_selective_checkpoint_contexts, list(saved))

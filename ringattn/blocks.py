@@ -41,6 +41,7 @@ def make(
     seen: Sequence[tuple[Tensor, Tensor]],
     keys: Sequence[range],
     segments_k: tuple[int, ...] | None = None,
+    rows: Sequence[int] | None = None,
 ) -> Block:
     """Return which keys of a buffer some queries see; a part of all keys if ``segments_k`` is absent.
 
@@ -49,6 +50,8 @@ def make(
         seen: their :func:`intervals`.
         keys: positions of the keys in the order of the buffer; sorted first where ranges interleave.
         segments_k: lengths of the runs of neighbouring keys; those of ``keys`` if absent.
+        rows: where in the buffer each range begins, growing; without space between ranges if absent. No query may see
+            keys on both sides of space.
     """
     keys_at = positions(keys)
     interleaved = any(a[-1] > b.start for a, b in itertools.pairwise(keys) if a)
@@ -56,16 +59,24 @@ def make(
         keys_at = keys_at.sort().values
     positions_q, lengths = positions(queries) + mask.offset, tuple(map(len, keys)) if segments_k is None else segments_k
 
+    row_of = (
+        None if rows is None else positions([range(row, row + len(run)) for row, run in zip(rows, keys, strict=True)])
+    )
+    in_rows = keys_at if row_of is None else _with_space(keys_at, row_of)
+
     def walk(bounds: tuple[Tensor, Tensor], others: tuple[Block, ...] = ()) -> Block:
         start, end = (torch.searchsorted(keys_at, bound, out_int32=True) for bound in bounds)
+        pairs = float((end - start).sum()) / mask.rows
+        if row_of is not None:
+            start, end = _in_rows(start, end, row_of)
         return Block(
             start,
             end,
             positions_q,
-            keys_at,
+            in_rows,
             tuple(map(len, queries)),
             lengths,
-            float((end - start).sum()) / mask.rows,
+            pairs,
             mask.max_keys_per_query,
             chunked=segments_k is None or len(seen) > 1,
             long=mask.seq_len_k > LONGEST_SUM,
@@ -73,6 +84,19 @@ def make(
         )
 
     return walk(seen[0], tuple(walk(bounds) for bounds in seen[1:]))
+
+
+def _with_space(keys_at: Tensor, row_of: Tensor) -> Tensor:
+    """Return the position of the key in each row of a buffer; in a row without one that of the next key."""
+    before = torch.cat([row_of.new_full((1,), -1), row_of])
+    return keys_at.repeat_interleave(before.diff())
+
+
+def _in_rows(start: Tensor, end: Tensor, row_of: Tensor) -> tuple[Tensor, Tensor]:
+    """Return intervals of keys as intervals of rows; an empty one remains empty."""
+    past = torch.cat([row_of.new_zeros(1), row_of + 1])
+    start = torch.cat([row_of, past[-1:]])[start]
+    return start, torch.maximum(past[end], start)
 
 
 def part(runs: Sequence[range], offset: int, length: int) -> list[range]:

@@ -4,9 +4,10 @@ A plan knows tokens, ranks and masks, but not heads, dtype or batch, so ``datafl
 :class:`.shape.Shape` of its defaults: 32 query heads, 8 key heads, head dim 128, 2 bytes, one row. The model:
 
 * the attention of a step takes ``floating-point operations / rate``, plus ``kernel_ms`` per kernel;
-* a ring or a reduce goes in lockstep: a step takes as long as the slowest rank's attention or as a hop, whichever is
-  longer, plus ``contention`` times the shorter one, because messages take multiprocessors, or the only thread, from
-  the attention. States that are carried and contributions that are summed are passes over memory;
+* in a ring or a reduce a hop begins when the rank and both its neighbours have reached its step, and a rank's next step
+  when its attention and its hop are finished. What overlaps takes ``contention`` times the shorter one more, because
+  messages take multiprocessors, or the only thread, from the attention. States that are carried and contributions that
+  are summed are passes over memory;
 * a gather exposes its handshakes, the fetch of the first head (or group of heads) and the return of the last one's
   gradients; the rest overlaps with the attention. Over several hosts each key crosses the network once for each host,
   and then NVLink; the two take turns on different groups of heads;
@@ -29,13 +30,13 @@ import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from . import json_file
 from .schedule import Schedule, head_groups, waves
 from .shape import Shape
 
-VERSION = 2  # of the file
+VERSION = 3  # of the file
 LINKS = ("copy engines", "messages")
 
 
@@ -52,12 +53,14 @@ class Costs:
     local_gbs: float  # of messages inside a host, where there are several
     local_ms: float
     contention: float  # loss of attention that overlaps with messages: 0 to 1 times the shorter of both
-    ring_forward_ms: float  # least time of a slot of a ring or reduce
+    ring_forward_ms: float  # least time of a step of a ring
     ring_backward_ms: float
+    reduce_forward_ms: float  # least time of a step of a reduce, and of the hop home
+    reduce_backward_ms: float
     pull_gbs: float  # by copy engines, from all peers together
     copy_ms: float  # of a copy, in addition to its bytes
     handshake_ms: float  # until all ranks are ready, and what comes with it
-    gather_forward_ms: float  # least time of a gather by copy engines
+    gather_forward_ms: float  # least time of a gather
     gather_backward_ms: float
 
     def __post_init__(self) -> None:
@@ -73,7 +76,7 @@ class Costs:
 _H200 = Costs(
     forward_tflops=640, backward_tflops=540, memory_gbs=3000, kernel_ms=0.04,
     message_gbs=250, message_ms=0.03, local_gbs=250, local_ms=0.03, contention=0.5,
-    ring_forward_ms=0.3, ring_backward_ms=1.0,
+    ring_forward_ms=0.3, ring_backward_ms=1.0, reduce_forward_ms=0.5, reduce_backward_ms=1.0,
     pull_gbs=300, copy_ms=0.004, handshake_ms=0.05, gather_forward_ms=0.3, gather_backward_ms=1.3,
 )  # fmt: skip
 
@@ -81,11 +84,13 @@ _H200 = Costs(
 # eager kernel and gloo on one CPU thread a rank.
 DEFAULTS: dict[tuple[str, str], Costs] = {
     ("cuda", "copy engines"): _H200,
-    ("cuda", "messages"): Costs(**{**asdict(_H200), "message_gbs": 45.0, "contention": 0.1}),
+    ("cuda", "messages"): Costs(
+        **{**asdict(_H200), "message_gbs": 45.0, "contention": 0.1, "gather_forward_ms": 0.6, "gather_backward_ms": 3.0}
+    ),
     ("cpu", "messages"): Costs(
         forward_tflops=0.02, backward_tflops=0.02, memory_gbs=15, kernel_ms=1,
         message_gbs=0.6, message_ms=0.5, local_gbs=0.6, local_ms=0.5, contention=1,
-        ring_forward_ms=0, ring_backward_ms=0,
+        ring_forward_ms=0, ring_backward_ms=0, reduce_forward_ms=0, reduce_backward_ms=0,
         pull_gbs=1, copy_ms=0, handshake_ms=0, gather_forward_ms=0, gather_backward_ms=0,
     ),
 }  # fmt: skip
@@ -281,58 +286,89 @@ def _overlap(a: float, b: float, costs: Costs) -> float:
     return max(a, b) + costs.contention * min(a, b)
 
 
-def _walk(p: Problem, costs: Costs, s: Shape, dataflow: str, backward: bool) -> _Pass:
-    """Return the time of a ring or a reduce; schedule.py says what moves when."""
+class _Moved(NamedTuple):
+    """Bytes that a ring or a reduce moves, and passes over memory, of one rank and step.
+
+    Attributes:
+        shard, shards: bytes and messages of a shard.
+        part, parts: those of a contribution.
+        each, later: bytes read and written in every step that computes, and in all of them but the first.
+        added: as contributions are added to others.
+        finished: when all have come home.
+    """
+
+    shard: int
+    shards: int
+    part: int
+    parts: int
+    each: int
+    later: int
+    added: int
+    finished: int
+
+
+def _moved(p: Problem, s: Shape, dataflow: str, backward: bool) -> _Moved:
     ring = dataflow == "ring"
-    schedule = p.ring if ring else p.reduce
-    shifts, n = schedule.displacements, schedule.world_size
-    one_group = schedule.local_size == n
     tokens = s.batch * max(p.keys if ring else p.queries)
     state = s.batch * max(p.queries) * s.state_elements * s.state_itemsize
     kv = s.batch * max(p.keys) * s.kv_elements * s.state_itemsize
-    if ring:
-        shard, shards = tokens * s.kv_elements * s.itemsize, 2
-        part, parts = (kv, 2) if backward else (0, 0)
-        each, later = 0, 0 if backward else 2 * state  # carried to the next step
-    elif backward:
-        shard, shards = tokens * s.q_heads * ((s.head_dim + s.value_dim) * s.itemsize + 2 * s.state_itemsize), 4
-        part, parts = tokens * s.q_heads * s.head_dim * s.state_itemsize, 1
-        each, later = part, 3 * kv  # dq from zero; dk, dv summed
-    else:
-        shard, shards = tokens * s.q_heads * s.head_dim * s.itemsize, 1
-        part, parts = state, 3
-        each, later = 0, 0
+    if ring and backward:
+        return _Moved(tokens * s.kv_elements * s.itemsize, 2, kv, 2, 0, 0, 3 * kv, 0)
+    if ring:  # states are carried to the next step
+        return _Moved(tokens * s.kv_elements * s.itemsize, 2, 0, 0, 0, 2 * state, 0, 0)
+    if backward:  # dq from zero; dk, dv summed
+        dq = tokens * s.q_heads * s.head_dim * s.state_itemsize
+        shard = tokens * s.q_heads * ((s.head_dim + s.value_dim) * s.itemsize + 2 * s.state_itemsize)
+        return _Moved(shard, 4, dq, 1, dq, 3 * kv, 3 * dq, 0)
+    # A sum of states scales both of them before it adds; o is divided, and cast.
+    shard = tokens * s.q_heads * s.head_dim * s.itemsize
+    return _Moved(shard, 1, state, 3, 0, 0, 7 * state, 3 * state + state * s.itemsize // s.state_itemsize)
+
+
+def _walk(p: Problem, costs: Costs, s: Shape, dataflow: str, backward: bool) -> _Pass:
+    """Return the time of a ring or a reduce; schedule.py says what moves when."""
+    ring, moved = dataflow == "ring", _moved(p, s, dataflow, backward)
+    schedule = p.ring if ring else p.reduce
+    shifts, n = schedule.displacements, schedule.world_size
+    one_group, count = schedule.local_size == n, len(schedule.displacements)
+    holders = [[schedule.move(o, shift) for o in range(n)] for shift in (*shifts, (0, 0))]  # of every owner's shard
+    pair = _attention(1.0, costs, s, backward)
 
     def hop(size: int, messages: int, crosses: bool) -> float:
         if crosses:
             return messages * costs.message_ms + size / costs.message_gbs / 1e6
         return messages * costs.local_ms + size / costs.local_gbs / 1e6
 
-    attention = moving = total = 0.0
-    count = len(shifts)
-    slots = count + (count > 1 and parts > 0)
+    begin, busy, moving = [0.0] * n, [0.0] * n, 0.0
+    slots = count + (count > 1 and moved.parts > 0)
     for t in range(slots):
-        work = rows = 0.0
-        if t < count:
-            met = [(schedule.move(o, shifts[t]), o) for o in range(n)]
-            pairs = max(p.pairs[r][o] if ring else p.pairs[o][r] for r, o in met)
-            if pairs or t == 0:
-                work = costs.kernel_ms + _attention(pairs, costs, s, backward)
-                rows = (each + later * (t > 0)) / costs.memory_gbs / 1e6
         links = 0.0
+        peers: list[tuple[int, int]] = []
         if t + 1 < count:
-            links += hop(shard, shards, one_group or shifts[t + 1][0] != shifts[t][0])
-        if parts and 2 <= t < count:
-            links += hop(part, parts, one_group or shifts[t][0] != shifts[t - 1][0])
-        if parts and 1 < t == count:
-            links += hop(part, parts, one_group or shifts[-1][0] != 0)
-        if parts and t >= 2:
-            rows += 3 * part / costs.memory_gbs / 1e6
-        attention += work
+            links += hop(moved.shard, moved.shards, one_group or shifts[t + 1][0] != shifts[t][0])
+            peers += zip(holders[t], holders[t + 1], strict=True)
+        if moved.parts and t >= 2:
+            groups = shifts[t][0] if t < count else 0
+            links += hop(moved.part, moved.parts, one_group or groups != shifts[t - 1][0])
+            peers += zip(holders[t - 1], holders[t], strict=True)
+        start = begin[:]  # of a rank's messages: when its peers are at this step, too
+        for a, b in peers:
+            start[a], start[b] = max(start[a], begin[b]), max(start[b], begin[a])
+        for o, r in enumerate(holders[t]):
+            pairs = p.pairs[r][o] if ring else p.pairs[o][r]
+            work = costs.kernel_ms + pairs * pair if t < count and (pairs or t == 0) else 0.0
+            rows = (moved.each + moved.later * (t > 0)) * (work > 0) + moved.added * (t >= 2)
+            ends = begin[r] + work, start[r] + links
+            overlap = max(0.0, min(ends) - start[r]) if links else 0.0
+            begin[r] = max(ends) + costs.contention * overlap + rows / costs.memory_gbs / 1e6
+            busy[r] += work
         moving += links
-        total += _overlap(work, links, costs) + rows
-    floor = (costs.ring_backward_ms if backward else costs.ring_forward_ms) * slots if count > 1 else 0.0
-    return _Pass(max(total, floor), attention, moving, floor)
+    floors = dict(
+        ring=(costs.ring_forward_ms, costs.ring_backward_ms), reduce=(costs.reduce_forward_ms, costs.reduce_backward_ms)
+    )
+    floor = floors[dataflow][backward] * slots if count > 1 else 0.0
+    total = max(begin) + moved.finished * (count > 1) / costs.memory_gbs / 1e6
+    return _Pass(max(total, floor), max(busy), moving, floor)
 
 
 def _totals(p: Problem) -> list[int]:
@@ -462,7 +498,7 @@ def _in_groups(
         3 * s.state_itemsize * (own + s.batch * s.kv_elements * sum(p.fetched[rank]))
     )
     total += touched / costs.memory_gbs / 1e6
-    floor = (costs.ring_backward_ms if backward else costs.ring_forward_ms) * (len(groups) + backward)
+    floor = costs.gather_backward_ms if backward else costs.gather_forward_ms
     if not any(fetch):  # nothing moves
         floor = 0.0
     return _Pass(max(total, floor), attention, sum(fetch) + sum(home), floor)

@@ -9,11 +9,12 @@ from dataclasses import dataclass
 
 import torch
 
+from . import blocks
 from .balance import TILE
 from .intervals import Intervals
 from .layout import Shard, positions
 from .mask import Mask
-from .schedule import Fetch
+from .schedule import Fetch, gaps
 from .work import Work
 
 LISTED = 16  # ranks whose numbers are shown one by one
@@ -25,7 +26,7 @@ class Loads:
 
     Attributes:
         pairs: visible (query, key) pairs of its queries, summed over the rows of the mask.
-        tiles: tiles of 128 queries and 128 keys that a kernel computes for them, if their keys lie together.
+        tiles: tiles of 128 queries and 128 keys that a kernel computes for them, if their keys are gathered.
         tokens: keys that it holds.
         fetched: keys that its queries see and other ranks hold.
         least_fetched: keys that all ranks together have to fetch, about, where every rank has the same work.
@@ -43,9 +44,10 @@ class Loads:
     ) -> Loads:
         """Count what a layout gives every rank; time O(seq_len / 128) for shards of neighbouring tokens."""
         work = Work.of_mask(mask)
+        gathered = [_gathered(seen, shards_k, runs) for seen, runs in zip(mask.seen(shards), fetches, strict=True)]
         return cls(
             tuple(sum(_pairs(mask, work, run) for run in shard) for shard in shards),
-            tuple(_tiles(mask, shard, seen) for shard, seen in zip(shards, mask.seen(shards), strict=True)),
+            tuple(_tiles(mask, shard, keys) for shard, keys in zip(shards, gathered, strict=True)),
             tuple(sum(map(len, shard)) for shard in shards_k),
             tuple(sum(run.length for run in runs if run.owner != rank) for rank, runs in enumerate(fetches)),
             _least_fetched(mask, work, len(shards)),
@@ -83,25 +85,31 @@ def _pairs(mask: Mask, work: Work, run: range) -> int:
     return sum(int((end.long() - start.long()).sum()) for start, end in seen)
 
 
-def _tiles(mask: Mask, shard: Shard, seen: Sequence[range]) -> int:
+def _gathered(seen: list[range], shards_k: Sequence[Shard], runs: Sequence[Fetch]) -> list[tuple[int, int, int]]:
+    """Return where the keys that a rank sees lie in its buffer: first position, length and first row of each run."""
+    if not gaps(runs):  # also runs that interleave
+        rows = itertools.accumulate(map(len, seen), initial=0)
+        return [(run.start, len(run), row) for run, row in zip(seen, rows, strict=False)]
+    return [(blocks.part(shards_k[run.owner], run.offset, run.length)[0].start, run.length, run.first) for run in runs]
+
+
+def _tiles(mask: Mask, shard: Shard, keys: Sequence[tuple[int, int, int]]) -> int:
     """Count the tiles of a rank; tiles of queries begin where runs begin, and tiles of keys where the buffer begins."""
     tiles = [run[i : i + TILE] for run in shard for i in range(0, len(run), TILE)]
-    if not tiles or not seen:
+    if not tiles or not keys:
         return 0
     with torch.device("cpu"):
-        begins = torch.tensor([run.start for run in seen])
-        lengths = torch.tensor([len(run) for run in seen])
-        before = lengths.cumsum(0) - lengths
+        begins, lengths, rows = torch.tensor(keys).T.contiguous()
 
-        def in_buffer(key: torch.Tensor) -> torch.Tensor:
-            """Return how many of the keys that are seen come before a position."""
+        def row_of(key: torch.Tensor) -> torch.Tensor:
+            """Return the row of a key, the one after the key before it if it is not in the buffer."""
             index = (torch.searchsorted(begins, key, right=True) - 1).clamp(min=0)
-            return before[index] + torch.minimum((key - begins[index]).clamp(min=0), lengths[index])
+            return rows[index] + torch.minimum((key - begins[index]).clamp(min=0), lengths[index])
 
         count = 0
         for member in mask.members:
             start, end = _seen_by_tiles(member, tiles)
-            first, past = in_buffer(start.long()), in_buffer(end.long())
+            first, past = row_of(start.long()), row_of(end.long() - 1) + 1
             count += int(((past + TILE - 1) // TILE - first // TILE)[past > first].sum())
         return count
 

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from .alignment import first_rows
 from .layout import Shard
 from .mask import Mask
 from .schedule import Fetch
@@ -19,14 +20,20 @@ def fetches(mask: Mask, shards: Sequence[Shard], shards_k: Sequence[Shard]) -> t
     """Return for every rank the runs of keys that its queries see, its own included, sorted by their first position.
 
     Each visible part of a run of neighbouring keys becomes a run; a strided run is kept whole between its first and
-    last visible key.
+    last visible key. Where queries and keys are the same tokens, in runs of neighbours, :mod:`.alignment` places them.
     """
     runs, apart = located(shards_k)
     starts = [run.start for run, *_ in runs]
-    return tuple(
-        _numbered(_of_neighbours(seen, runs, starts) if apart else _of_strides(seen, runs))
-        for seen in mask.seen(shards)
-    )
+    cuts = Work.of_mask(mask).cuts if apart and shards == shards_k and mask.offset == 0 else None
+    result = []
+    for queries, seen in zip(shards, mask.seen(shards), strict=True):
+        parts = _of_neighbours(seen, runs, starts) if apart else _of_strides(seen, runs)
+        keys = [run for run, *_ in parts]
+        rows = itertools.accumulate(map(len, keys), initial=0) if cuts is None else first_rows(keys, queries, cuts)
+        result.append(
+            tuple(Fetch(owner, at, len(run), row) for (run, owner, at), row in zip(parts, rows, strict=False))
+        )
+    return tuple(result)
 
 
 Located = tuple[range, int, int]  # a run of tokens, its owner, its offset in the owner's shard
@@ -70,15 +77,6 @@ def visible_part(keys: range, one: Located) -> list[Located]:
     run, owner, offset = one
     first, past = (min(max(-(-(bound - run.start) // run.step), 0), len(run)) for bound in (keys.start, keys.stop))
     return [(run[first:past], owner, offset + first)] if first < past else []
-
-
-def _numbered(parts: list[Located]) -> tuple[Fetch, ...]:
-    """Return the parts as they lie in a buffer, one after another."""
-    result, first = [], 0
-    for run, owner, offset in parts:
-        result.append(Fetch(owner, offset, len(run), first))
-        first += len(run)
-    return tuple(result)
 
 
 def pairs(mask: Mask, shards: Sequence[Shard], shards_k: Sequence[Shard]) -> list[list[float]]:

@@ -208,6 +208,11 @@ def _backward(
             delta = row_delta(out, dout, dlse)
             call, queries = Call(q, k, v, plan, score, backend), Queries(q, dout, lse, delta)
             dq, dk, dv = flow.backward(call, queries)
+            # Contiguous as the fake kernel says: zeros of a rank that sees nothing are laid out as its inputs. dq is
+            # the largest and comes last, when the others take half as much as before.
+            dk = dk.to(k.dtype).contiguous()
+            dv = dv.to(v.dtype).contiguous()
+            dq = dq.to(q.dtype).contiguous()
             dsink = q.new_empty(0)
             if sink is not None:  # a key with a value of zero: ds = p (0 - delta)
                 p = torch.where(lse == float("-inf"), 0.0, torch.exp(sink.to(lse.dtype)[:, None] - lse))
@@ -215,8 +220,7 @@ def _backward(
     except BaseException as error:
         plan.transport.note_failure(error)
         raise
-    # Contiguous as the fake kernel says: zeros of a rank that sees nothing are laid out as its inputs.
-    return dq.to(q.dtype).contiguous(), dk.to(k.dtype).contiguous(), dv.to(v.dtype).contiguous(), dsink
+    return dq, dk, dv, dsink
 
 
 _attention_backward = torch.library.custom_op("ringattn::attention_backward", _backward, mutates_args=(), tags=_TAGS)

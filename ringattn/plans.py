@@ -246,10 +246,16 @@ class Plan:
         """Return which keys of ``k_rank`` the queries of ``q_rank`` see, in local indices, on the CPU. Made once."""
         return self.once(("block", q_rank, k_rank), lambda: self.make_block(q_rank, self.shards_k[k_rank]))
 
-    def make_block(self, q_rank: int, keys: Sequence[range], segments_k: tuple[int, ...] | None = None) -> Block:
-        """Return which keys of a buffer the queries of a rank see; ``keys`` and ``segments_k`` as of
+    def make_block(
+        self,
+        q_rank: int,
+        keys: Sequence[range],
+        segments_k: tuple[int, ...] | None = None,
+        rows: Sequence[int] | None = None,
+    ) -> Block:
+        """Return which keys of a buffer the queries of a rank see; ``keys``, ``segments_k`` and ``rows`` as of
         :func:`.blocks.make`."""
-        return blocks.make(self.mask, self.shards[q_rank], self._seen(q_rank), keys, segments_k)
+        return blocks.make(self.mask, self.shards[q_rank], self._seen(q_rank), keys, segments_k, rows)
 
     def _seen(self, q_rank: int) -> list[tuple[Tensor, Tensor]]:
         """Return the visible keys of the queries of a rank under each member of the mask, in global positions."""

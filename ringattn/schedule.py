@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,7 +47,7 @@ class Fetch:
     """A run of neighbouring tokens that one rank takes from another in the dataflow "gather".
 
     It is ``length`` tokens from ``offset`` of the shard of ``owner``, and as many rows from ``first`` of the buffer of
-    the rank that fetches.
+    the rank that fetches. Between runs there may be rows of no run (:mod:`.alignment`).
     """
 
     owner: int
@@ -123,6 +123,17 @@ class Schedule:
             compute = current is not None and self.needs[rank][current]
             result.append(Step(current, compute, shard_to, shard_from, part_to, part_from, home_to, home_from))
         return tuple(result)
+
+
+def buffer_rows(runs: Sequence[Fetch]) -> int:
+    """Return the rows of a buffer for the runs of one rank, in its order."""
+    return runs[-1].first + runs[-1].length if runs else 0
+
+
+def gaps(runs: Sequence[Fetch]) -> list[tuple[int, int]]:
+    """Return the rows (first, past) of the buffer that belong to no run."""
+    edges = [0, *(run.first + run.length for run in runs)]
+    return [(end, run.first) for end, run in zip(edges, runs, strict=False) if end < run.first]
 
 
 def union(runs: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:

@@ -34,3 +34,18 @@ class Shape:
     def state_elements(self) -> int:
         """Elements of one query's (m, l, o)."""
         return self.q_heads * (self.value_dim + 2)
+
+    def beyond_results(self, queries: int, keys: int, peak: float) -> float:
+        """Return the peak of bytes of a backward in addition to the gradients of q, k and v, for one batch element.
+
+        Args:
+            queries, keys: of the rank.
+            peak: before the gradients are made as results: they are in the accumulation dtype; delta is counted.
+        """
+        dq = queries * self.q_heads * self.head_dim
+        dk, dv = (keys * self.kv_heads * dim for dim in (self.head_dim, self.value_dim))
+        results = (dq + dk + dv) * self.itemsize
+        if self.itemsize < self.state_itemsize:  # they are cast: dk and dv before dq
+            cast = (queries * self.q_heads + dq) * self.state_itemsize
+            peak = max(peak, cast + (dk + dv) * self.state_itemsize + dk * self.itemsize, cast + results)
+        return peak - results

@@ -48,9 +48,10 @@ def check_coverage(plan: Plan, blocks: Iterator[tuple[int, Block]]) -> None:
     met = torch.zeros(plan.world_size, plan.seq_len_k, dtype=torch.bool, device="cpu")
     for rank, block in blocks:
         queries, keys = layouts.positions(plan.shards[rank]), block.positions_k.long()
-        require((keys.diff() > 0).all(), f"rank {rank} meets keys out of order")
-        require(not met[rank, keys].any(), f"rank {rank} meets a key twice")
-        met[rank, keys] = True
+        require((keys.diff() >= 0).all(), f"rank {rank} meets keys out of order")
+        keys_met = keys.unique_consecutive()  # rows without a key have the position of the next one
+        require(not met[rank, keys_met].any(), f"rank {rank} meets a key twice")
+        met[rank, keys_met] = True
         walks = (block, *block.others)
         require(len(walks) == len(members), f"rank {rank} walks {len(walks)} times, for {len(members)} intervals")
         for walk, (start, end), count in zip(walks, members, computed, strict=True):
@@ -85,7 +86,7 @@ def check_relay(relay: Relay, fetches: Sequence[Sequence[Fetch]]) -> None:
     crossing: list[list[torch.Tensor]] = [[torch.empty(0, dtype=torch.int64, device="cpu")] for _ in relay.nodes]
     extended = []
     for rank, runs in enumerate(relay.carried):
-        _check_runs(f"rank {rank} carries", runs, relay.own)
+        _check_runs(f"rank {rank} carries", runs, relay.own, apart=False)
         for run in runs:
             require(nodes[run.owner] != nodes[rank], f"rank {rank} carries {run}, which is of its own node")
         parts = [tokens[run.owner][run.offset : run.offset + run.length] for run in runs]
@@ -93,7 +94,7 @@ def check_relay(relay: Relay, fetches: Sequence[Sequence[Fetch]]) -> None:
         extended.append(torch.cat([tokens[rank], *parts]))
     seen: list[list[torch.Tensor]] = [[torch.empty(0, dtype=torch.int64, device="cpu")] for _ in relay.nodes]
     for rank, (runs, flat) in enumerate(zip(relay.fetches, fetches, strict=True)):
-        _check_runs(f"rank {rank} takes", runs, relay.lengths)
+        _check_runs(f"rank {rank} takes", runs, relay.lengths, apart=True)
         for run, one in zip(runs, flat, strict=True):
             wanted = tokens[one.owner][one.offset : one.offset + one.length]
             near = nodes[run.owner] == nodes[rank]
@@ -107,14 +108,15 @@ def check_relay(relay: Relay, fetches: Sequence[Sequence[Fetch]]) -> None:
         require(once, f"what crosses the network to node {node} is not, once, what its ranks see of others")
 
 
-def _check_runs(who: str, runs: Sequence[Fetch], lengths: Sequence[int]) -> None:
-    """Prove that runs are parts of their owners' shards and lie one after another in a buffer."""
+def _check_runs(who: str, runs: Sequence[Fetch], lengths: Sequence[int], apart: bool) -> None:
+    """Prove that runs are parts of their owners' shards and lie one after another in a buffer, perhaps ``apart``."""
     first = 0
     for run in runs:
         inside = run.offset >= 0 and run.offset + run.length <= lengths[run.owner]
         require(inside, f"{who} {run}, which is not in the shard of rank {run.owner}")
-        require(run.first == first, f"{who} {run} to rows of another run")
-        first += run.length
+        own_rows = run.first >= first if apart else run.first == first
+        require(own_rows, f"{who} {run} to rows of another run")
+        first = run.first + run.length
 
 
 def check_fetches(fetches: Sequence[Sequence[Fetch]], lengths: Sequence[int]) -> None:
@@ -125,7 +127,7 @@ def check_fetches(fetches: Sequence[Sequence[Fetch]], lengths: Sequence[int]) ->
         AssertionError: with what is wrong and where.
     """
     for rank, runs in enumerate(fetches):
-        _check_runs(f"rank {rank} fetches", runs, lengths)
+        _check_runs(f"rank {rank} fetches", runs, lengths, apart=True)
 
 
 def check_schedule(schedule: Schedule) -> None:

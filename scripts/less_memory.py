@@ -41,6 +41,10 @@ def add_arguments(parser: argparse.ArgumentParser, checkpoint: str, loss_chunk: 
         help="layers keep everything; their input and the results of attention; or their input",
     )  # fmt: skip
     add("--attention-layers", type=int, metavar="N", help="with selective: the first N layers keep those results")
+    add(
+        "--products", type=int, metavar="N", default=0,
+        help="the last N layers keep the results of their matrix products, too; -1: as many as fit",
+    )  # fmt: skip
     add("--anchors", type=positive, metavar="N", help="every Nth layer keeps its input; the others compute it again")
     add(
         "--offload", nargs="?", type=float, const=-1.0, metavar="GIB",
@@ -75,13 +79,14 @@ def names(options: argparse.Namespace) -> list[str]:
         "offload" + (f" only, attention on {options.attention_on or 'host'}" if options.offload_only else "")
     ] * offload
     words += [f"{name} {value}" for name, value in numbers.items() if value is not None]
+    words += [f"products {options.products}"] * bool(options.products)
     return words + ["full"] * (options.checkpoint == "full") + ["state on host"] * (options.state == "host")
 
 
 def switched(options: argparse.Namespace) -> bool:
     """Return whether anything is asked for but a checkpoint, a chunk of the loss and --state."""
     given = (options.attention_layers, options.anchors, options.offload, options.mlp_chunk, options.head_groups)
-    return any(value is not None for value in given) or options.attention_on == "host"
+    return any(value is not None for value in given) or options.attention_on == "host" or bool(options.products)
 
 
 @dataclass(frozen=True)
@@ -103,7 +108,9 @@ def complete(options: argparse.Namespace, setting: Setting) -> None:
     if on:
         local = torch.cuda.device_count() if setting.device.type == "cuda" else setting.world
         options.host_bytes = available(local) if options.offload < 0 else round(options.offload * GIB)
-    if options.checkpoint == "none" and (on or options.anchors or options.attention_layers is not None):
+    if options.checkpoint == "none" and (
+        on or options.anchors or options.attention_layers is not None or options.products
+    ):
         options.checkpoint = "selective"
     if options.attention_on is None:
         options.attention_on = "host" if on else "gpu"
@@ -116,6 +123,12 @@ def complete(options: argparse.Namespace, setting: Setting) -> None:
             _choose(options, setting)
     if options.state is None:
         options.state = "fp32"
+    if options.products < 0:
+        options.products = setting.model.layers
+        while options.products and memory.peak(setting.model, setting.tokens, predicted(options, setting)) > capacity(
+            options, setting
+        ):
+            options.products -= 1
 
 
 def _choose(options: argparse.Namespace, setting: Setting) -> None:
@@ -156,6 +169,7 @@ def predicted(options: argparse.Namespace, setting: Setting) -> memory.Switches:
         recompute=recomputes,
         keep_attention_out=options.checkpoint == "selective",
         attention_layers=layers,
+        products=max(0, options.products),
         anchors=options.anchors or 1,
         host_bytes=options.host_bytes,
         attention_on_host=options.attention_on == "host",
@@ -178,7 +192,8 @@ def describe(options: argparse.Namespace, setting: Setting) -> Iterator[str]:
         f"on the host {host:.1f} GiB per rank"
         + (f"; the longest row that fits into {fits / GIB:.1f} GiB: {longest:,} tokens" if fits else "")
         + f"; checkpoint {options.checkpoint}, attention of {_all(options.attention_layers)} layers kept on the "
-        f"{options.attention_on}, anchors {options.anchors or 1}, mlp-chunk {options.mlp_chunk}, head-groups "
+        f"{options.attention_on}, products of {options.products} layers, "
+        f"anchors {options.anchors or 1}, mlp-chunk {options.mlp_chunk}, head-groups "
         f"{options.head_groups or 1}, loss-chunk {options.loss_chunk}, state {options.state}"
     )
 
@@ -187,8 +202,9 @@ def _all(layers: int | None) -> str:
     return "all" if layers is None else str(layers)
 
 
-def apply(model: nn.Module, options: argparse.Namespace, loss: bool = True) -> HostMemory | None:
-    """Switch on what is asked for, before the model is sharded; return where layers keep what they keep.
+def apply(model: nn.Module, options: argparse.Namespace, setting: Setting, loss: bool = True) -> HostMemory | None:
+    """Switch on what is asked for, before the model is sharded; return where layers keep what they keep: buffers for
+    rows of the setting's length, allocated already.
 
     Args:
         loss: --loss-chunk, too.
@@ -201,7 +217,9 @@ def apply(model: nn.Module, options: argparse.Namespace, loss: bool = True) -> H
             attention=host if options.attention_on == "host" else gpu,
             results=0 if options.checkpoint == "full" else options.attention_layers,
             anchors=options.anchors or 1,
+            products=options.products,
         )
+        host.reserve(_waiting(options, setting), setting.device)
     reduce_memory(
         model,
         how,
@@ -210,6 +228,20 @@ def apply(model: nn.Module, options: argparse.Namespace, loss: bool = True) -> H
         loss_chunk=(options.loss_chunk or 0) if loss else 0,
     )
     return host if how else None
+
+
+def _waiting(options: argparse.Namespace, setting: Setting) -> Iterator[int]:
+    """Yield the bytes of the tensors that layers put into host memory, in the order of a forward."""
+    if options.offload is None:
+        return
+    model, per_token = setting.model, setting.dtype.itemsize
+    results = model.layers if options.attention_layers is None else options.attention_layers
+    for layer in range(model.layers):
+        if layer % (options.anchors or 1) == 0:
+            yield setting.tokens * per_token * model.hidden
+        if options.attention_on == "host" and options.checkpoint == "selective" and layer < results:
+            yield setting.tokens * model.heads * model.head_dim * per_token
+            yield setting.tokens * model.heads * 4  # lse
 
 
 def sharding(options: argparse.Namespace, device: torch.device, dtype: torch.dtype) -> Words:

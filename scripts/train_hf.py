@@ -268,7 +268,7 @@ def main() -> int:
     with torch.device("meta" if options.model_shape else device):
         model = AutoModelForCausalLM.from_config(config, attn_implementation="ringattn", dtype=dtype)  # changed
     parameters = sum(p.numel() for p in model.parameters())
-    less_memory.apply(model, options)
+    less_memory.apply(model, options, setting)
     sharding = dict(mesh=everyone, **less_memory.sharding(options, device, activations(options, device)))
     for layer in model.model.layers:
         fully_shard(layer, **sharding)

@@ -49,6 +49,23 @@ class LiveBytes(TorchDispatchMode):
         self.now -= self.sizes.pop(key, 0)
 
 
+class MovedBytes(TorchDispatchMode):
+    """``total``: bytes that operators read and write, without matrix products, attention and what moves nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.total = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        results = func(*args, **(kwargs or {}))
+        nothing = ("mm", "_unsafe_view", "detach", "empty", "new_empty")
+        if func.namespace == "aten" and not func.is_view and func.overloadpacket.__name__ not in nothing:
+            tensors = [x for x in tree_leaves((args, kwargs, results)) if isinstance(x, Tensor)]
+            # An expanded tensor is read as often as it is stored.
+            self.total += sum(min(x.numel() * x.element_size(), x.untyped_storage().nbytes()) for x in tensors)
+        return results
+
+
 @torch.library.custom_op("live_bytes::attention", mutates_args=())
 def _attention(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     raise AssertionError("only its shapes are used")
@@ -99,3 +116,15 @@ def step(make: Callable[[], PreTrainedModel], tokens: int, chunk: int, keep: boo
         del hidden
         loss.backward()
     return before, live.peak
+
+
+def moved(make: Callable[[], PreTrainedModel], tokens: int) -> tuple[int, int]:
+    """Return the bytes that a forward and a backward of a model without its head read and write between products."""
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        model: Any = make().train()
+        x = torch.empty(1, tokens, model.config.hidden_size, dtype=torch.bfloat16, requires_grad=True)
+        with MovedBytes() as forward:
+            out = model.model(inputs_embeds=x, use_cache=False).last_hidden_state
+        with MovedBytes() as backward:
+            out.backward(torch.empty_like(out))
+    return forward.total, backward.total

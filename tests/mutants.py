@@ -637,6 +637,27 @@ MUTANTS = (
         _COPIES,
     ),
     Mutant(
+        "pull: memory between runs is not zero",
+        "ringattn/peer/pull.py",
+        "self.device, gaps(self.runs))",
+        "self.device)",
+        _COPIES,
+    ),
+    Mutant(
+        "gather: rows between messages are not zero",
+        "ringattn/dataflow/messages.py",
+        "arrived.new_zeros((self.rows",
+        "arrived.new_empty((self.rows",
+        "tests/test_alignment.py",
+    ),
+    Mutant(
+        "alignment: the first run of queries counts, not the longest",
+        "ringattn/alignment.py",
+        "key=lambda run: min(run.stop, high) - max(run.start, low)",
+        "key=lambda run: -run.start",
+        "tests/test_alignment.py",
+    ),
+    Mutant(
         "pack_rows: own runs one row late",
         "ringattn/peer/pack_rows.py",
         "place = tl.where((t >= offset) & (t < offset + length), first + t - offset, place)",
@@ -703,15 +724,15 @@ MUTANTS = (
     Mutant(
         "verify: a key met twice is no error",
         "ringattn/verify.py",
-        "met[rank, keys] = True",
-        "met[rank, keys] = False",
+        "met[rank, keys_met] = True",
+        "met[rank, keys_met] = False",
         "tests/test_plan.py",
     ),
     Mutant(
         "cost: windowed rings take all pairs",
         "ringattn/cost.py",
-        "pairs = max(p.pairs[r][o] if ring else p.pairs[o][r] for r, o in met)",
-        "pairs = max(sum(p.pairs[r]) if ring else p.pairs[o][r] for r, o in met)",
+        "pairs = p.pairs[r][o] if ring else p.pairs[o][r]",
+        "pairs = sum(p.pairs[r]) if ring else p.pairs[o][r]",
         "tests/test_cost.py",
     ),
     Mutant(

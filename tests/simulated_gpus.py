@@ -425,6 +425,17 @@ class _Deferred(TorchFunctionMode):
             where, source, (dim, index) = alias(args[0]), alias(args[3]), args[1:3]
             world.write_tensor("index_add_", lambda: where.index_add_(dim, index, source))
             return args[0]
+        if func is Tensor.__getitem__ and isinstance(args[1], Tensor):
+            source, index = alias(args[0]), args[1]
+            made = world.allocate((len(index), *source.shape[1:]), source.dtype)
+            where = alias(made)
+            world.write_tensor("rows", lambda: where.copy_(source[index]))
+            return made
+        if func is Tensor.contiguous and not args[0].is_contiguous():
+            source, made = alias(args[0]), world.allocate(args[0].shape, args[0].dtype)
+            where = alias(made)
+            world.write_tensor("contiguous", lambda: where.copy_(source))
+            return made
         if func is Tensor.pin_memory:
             return args[0]
         if func in _EMPTY or func in _ZEROS or func is torch.full:

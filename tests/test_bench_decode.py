@@ -13,7 +13,7 @@ import torch
 from benchmarks import bench_decode, decode_chunk, decode_contestants, plot_decode
 from benchmarks.bench_decode import Setup
 from benchmarks.decode_problems import PROBLEMS, Caches, Problem, ragged
-from benchmarks.segments import Launch
+from benchmarks.segments import Launch, Runner
 from ringattn import transport as transports
 from ringattn.virtual import VirtualRank
 
@@ -85,6 +85,37 @@ def test_contiguous_copies_hold_the_same_keys() -> None:
     torch.testing.assert_close(launch(), out)
 
 
+def test_others_store_the_new_tokens_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their places hold NaN first, so a library that only attended would be found out."""
+    made = caches(Problem("small", (50, 37), new=2, heads=4, kv_heads=2, dim=16, page_size=16, dtype=torch.float32))
+    calls = []
+
+    def with_kvcache(q, k_cache, v_cache, k=None, v=None, *, cache_seqlens, causal):
+        calls.append(None if k is None else (k_cache.isnan().any(-1).any(-1), cache_seqlens.tolist()))
+        return torch.zeros_like(q)
+
+    module = types.SimpleNamespace(flash_attn_with_kvcache=with_kvcache)
+    monkeypatch.setitem(sys.modules, "flash_attn_interface", module)
+    copies = decode_contestants._contiguous(made)
+    want = copies[0][0].clone()
+    alone, both = (decode_contestants.fa3(made, lambda: copies, append=append)[0] for append in (False, True))
+    alone()
+    both()
+    nans, before = calls[1]
+    assert calls[0] is None
+    assert before == [48, 35]
+    assert nans.nonzero().tolist() == [[0, 48], [0, 49], [1, 35], [1, 36]]
+    assert (copies[0][0][~nans] == want[~nans]).all()
+
+
+def test_ratios_are_of_the_same_job(capsys: pytest.CaptureFixture[str]) -> None:
+    names = {"ringattn": 4.0, "ringattn, attend alone": 3.0, "FA3": 6.0, "FA3, attend alone": 3.3, "read 1 x 3": 2.0}
+    runners = [Runner(name, lambda: None, times=[ms]) for name, ms in names.items()]
+    rows = bench_decode.report(SMALL, runners, 1, 50.0, 2)
+    assert [round(row["ratio"], 3) for row in rows] == [1.0, 1.0, 1.5, 1.1, 0.5]
+    assert "host 50 us, 2 kernels" in capsys.readouterr().out
+
+
 def test_ranks_hold_all_tokens() -> None:
     parts = [SMALL.part(rank, 3) for rank in range(3)]
     assert [sum(n) for n in zip(*parts, strict=True)] == list(SMALL.lengths)
@@ -138,6 +169,7 @@ def test_the_plot_has_the_best_of_each_kernel(tmp_path: Path) -> None:
             ("1 x 16k", "ringattn, attend alone", 2500.0),
             ("1 x 16k", "FA3", 1900.0),
             ("1 x 16k", "FA3, metadata", 1950.0),
+            ("1 x 16k", "FA3, attend alone", 2100.0),
             ("8 x 1M", "read 1 x 3", 4500.0),
             ("ragged", "ringattn", 4000.0),
         )
@@ -146,6 +178,7 @@ def test_the_plot_has_the_best_of_each_kernel(tmp_path: Path) -> None:
     assert points == {
         1: {"ringattn": {16384: 2000.0}, "FA3": {16384: 1950.0}},
         8: {"read": {2**20: 4500.0}},
+        plot_decode.RAGGED: {"ringattn": {0: 4000.0}},
     }
     log, picture = tmp_path / "decode.log", tmp_path / "decode.png"
     log.write_text("text\n" + json.dumps(dict(benchmark="decode", device="none", rows=rows)) + "\n")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable
 from typing import Any
@@ -194,18 +195,19 @@ def good(**changes: Any) -> dict[str, Any]:
 
 
 BIT = torch.ones(2, 3, dtype=torch.int64)
+zeros = functools.partial(torch.zeros, dtype=torch.float64)
 WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "batch": (
-        dict(q=torch.zeros(1, 3, HEADS, DIM)),
+        dict(q=zeros(1, 3, HEADS, DIM)),
         ValueError,
         r"q has shape \(1, 3, 6, 8\), .* \(2, 3, q_heads, 8\)",
     ),
-    "new": (dict(q=torch.zeros(2, 1, HEADS, DIM)), ValueError, r"q has shape \(2, 1, 6, 8\)"),
-    "head_dim": (dict(q=torch.zeros(2, 3, HEADS, 4)), ValueError, r"q has shape \(2, 3, 6, 4\)"),
-    "dims": (dict(q=torch.zeros(2, 3, DIM)), ValueError, r"q has shape \(2, 3, 8\)"),
-    "heads": (dict(q=torch.zeros(2, 3, 5, DIM)), ValueError, "q has 5 heads and the cache 2"),
-    "k": (dict(k=torch.zeros(2, 2, KV_HEADS, DIM)), ValueError, r"k has shape \(2, 2, 2, 8\), .* \(2, 3, 2, 8\)"),
-    "v": (dict(v=torch.zeros(2, 3, KV_HEADS, DIM)), ValueError, r"v has shape \(2, 3, 2, 8\), .* \(2, 3, 2, 6\)"),
+    "new": (dict(q=zeros(2, 1, HEADS, DIM)), ValueError, r"q has shape \(2, 1, 6, 8\)"),
+    "head_dim": (dict(q=zeros(2, 3, HEADS, 4)), ValueError, r"q has shape \(2, 3, 6, 4\)"),
+    "dims": (dict(q=zeros(2, 3, DIM)), ValueError, r"q has shape \(2, 3, 8\)"),
+    "heads": (dict(q=zeros(2, 3, 5, DIM)), ValueError, "q has 5 heads and the cache 2"),
+    "k": (dict(k=zeros(2, 2, KV_HEADS, DIM)), ValueError, r"k has shape \(2, 2, 2, 8\), .* \(2, 3, 2, 8\)"),
+    "v": (dict(v=zeros(2, 3, KV_HEADS, DIM)), ValueError, r"v has shape \(2, 3, 2, 8\), .* \(2, 3, 2, 6\)"),
     "no v": (dict(v=None), TypeError, "v is None, but the cache stores values"),
     "dtype": (
         dict(q=torch.zeros(2, 3, HEADS, DIM)),
@@ -230,10 +232,13 @@ WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
 def test_errors_come_before_anything_is_written_or_sent(what: str) -> None:
     changes, error, text = WRONG[what]
 
-    def body(rank: Transport) -> None:
+    def body(rank: Transport, after_a_good_call: bool) -> None:
         model = Model(rank)
         step = model.cache.step([model.add(3), model.add(0)], 3)
         pool = model.cache._memory.pools[0]
+        if after_a_good_call:
+            arguments = good()
+            ringattn.decode(arguments.pop("q"), arguments.pop("k"), arguments.pop("v"), step, **arguments)
         before, sent = pool.k.clone(), rank.collectives
         arguments = good(**changes)
         with pytest.raises(error, match=text):
@@ -241,7 +246,8 @@ def test_errors_come_before_anything_is_written_or_sent(what: str) -> None:
         assert torch.equal(pool.k.nan_to_num(7.0), before.nan_to_num(7.0))
         assert rank.collectives == sent
 
-    virtual.run(2, body)
+    for after_a_good_call in (False, True):
+        virtual.run(2, functools.partial(body, after_a_good_call=after_a_good_call))
 
 
 def test_a_plan_in_place_of_a_step_is_refused() -> None:

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 import threading
 import weakref
 from typing import Any
@@ -28,6 +25,7 @@ from ringattn.schedule import head_groups
 DIM, TOKENS = 16, 4096
 TREE = masks.tree([-1, 0, 0, 0, 0], [2048, 512, 512, 512, 512])
 TREES = masks.tree([-1, 0, 0, -1, 3, 3], [1024, 512, 512, 1024, 512, 512])
+APART = [0, 250, 700, 1300, 2000, 2900, TOKENS]  # ranks have space between keys that they gather
 SINKS = masks.sinks(TOKENS, 4, 300)
 
 
@@ -81,19 +79,6 @@ class Allocating(Backend):
         return torch.empty(keys.k.shape), torch.empty(keys.v.shape)
 
 
-def passes_alone(request: pytest.FixtureRequest) -> bool:
-    """Run this test in a process of its own and return True; False in that process. After thousands of other tests in
-    one process some of these cases counted one buffer more, for a reason that is not known."""
-    if os.environ.get("RINGATTN_ALONE"):
-        return False
-    command = [sys.executable, "-m", "pytest", "-q", "-n", "0", "-p", "no:cacheprovider", request.node.nodeid]
-    done = subprocess.run(
-        command, env=os.environ | {"RINGATTN_ALONE": "1"}, cwd=request.config.rootpath, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stdout
-    return True
-
-
 @pytest.fixture(autouse=True)
 def _messages(monkeypatch: pytest.MonkeyPatch) -> None:
     start = virtual.VirtualRank._start
@@ -124,6 +109,8 @@ def _messages(monkeypatch: pytest.MonkeyPatch) -> None:
         (8, "gather", "zigzag", (32, 8), dict(local_size=4)),
         (6, "gather", "striped", (8, 2), dict(causal=True, local_size=(2, 1, 3))),
         (8, "gather", "balanced", (8, 8), dict(mask=TREE, local_size=2)),
+        (4, "gather", "zigzag", (8, 8), dict(causal=True, cu_seqlens=APART)),
+        (4, "gather", "balanced", (8, 8), dict(causal=True, cu_seqlens=APART)),
         (1, "ring", "zigzag", (8, 2), dict(mask=TREE)),
         (4, "ring", "balanced", (8, 8), dict(mask=TREE)),
         (4, "reduce", "balanced", (8, 2), dict(mask=TREES)),
@@ -139,11 +126,8 @@ def _messages(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_no_more_than_predicted(
-    request: pytest.FixtureRequest, ranks: int, dataflow: str, layout: str, heads: tuple[int, int], mask: dict[str, Any]
+    ranks: int, dataflow: str, layout: str, heads: tuple[int, int], mask: dict[str, Any]
 ) -> None:
-    if "local_size" in mask and passes_alone(request):
-        return
-
     def body(rank: virtual.VirtualRank) -> list[tuple[int, int]]:
         plan = ringattn.plan(TOKENS, rank, layout=layout, dataflow=dataflow, **mask)
         for other in range(ranks):  # tables, which plans keep
@@ -166,12 +150,16 @@ def test_no_more_than_predicted(
         dout = torch.empty_like(out)
         with Counting(q, k, v, out, lse, dout) as counted:
             delta = torch.empty_like(lse)
-            flow.backward(call, Queries(q, dout, lse, delta))
-        return [*found, (counted.peak, plan.memory_bytes(backward=True, **shape))]
+            dq, dk, dv = flow.backward(call, Queries(q, dout, lse, delta))
+            dk = dk.to(q.dtype)  # one after another, as the operator does
+            dv = dv.to(q.dtype)
+            dq = dq.to(q.dtype)
+        results = sum(x.untyped_storage().nbytes() for x in (dq, dk, dv))
+        return [*found, (counted.peak - results, plan.memory_bytes(backward=True, **shape))]
 
     for found in virtual.run(ranks, body):
         for measured, predicted in found:
-            assert predicted > 0
+            assert predicted > 0 or measured == 0
             assert measured <= 1.01 * predicted  # a few numbers per block
             assert predicted <= 1.75 * measured or not measured, "an upper bound, but not twice too large"
 
@@ -185,8 +173,40 @@ def groups_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("heads", [(32, 8), (8, 8)])
 @pytest.mark.parametrize(("ranks", "nodes", "layout"), [(8, 4, "zigzag"), (6, (2, 1, 3), "striped")])
 def test_no_more_than_predicted_in_groups_of_heads(
-    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, ranks: int, nodes: int | tuple[int, ...],
-    layout: str, heads: tuple[int, int],
-) -> None:  # fmt: skip
+    monkeypatch: pytest.MonkeyPatch, ranks: int, nodes: int | tuple[int, ...], layout: str, heads: tuple[int, int]
+) -> None:
     groups_of_a_gpu(monkeypatch)
-    test_no_more_than_predicted(request, ranks, "gather", layout, heads, dict(causal=True, local_size=nodes))
+    test_no_more_than_predicted(ranks, "gather", layout, heads, dict(causal=True, local_size=nodes))
+
+
+def frees_arguments() -> bool:
+    """Return whether a function that forgets its argument frees it, although its caller has not returned."""
+
+    def callee(x: object) -> bool:
+        alive = weakref.ref(x)
+        x = None
+        return alive() is None
+
+    return callee(Counting())
+
+
+@pytest.mark.parametrize(
+    ("ranks", "layout", "heads", "mask"),
+    [
+        (6, "striped", (8, 2), dict(causal=True, local_size=(2, 1, 3))),
+        (8, "balanced", (8, 8), dict(mask=TREE, local_size=2)),
+        (4, "striped", (8, 8), dict(causal=True)),
+    ],
+)
+def test_no_more_than_predicted_where_callers_keep_arguments(
+    ranks: int, layout: str, heads: tuple[int, int], mask: dict[str, Any]
+) -> None:
+    """Dynamo's hook for frames, which some compiled modules leave on, makes callers keep arguments until callees
+    return."""
+
+    @torch._dynamo.run
+    def with_hook() -> None:
+        assert not frees_arguments()
+        test_no_more_than_predicted(ranks, "gather", layout, heads, mask)
+
+    with_hook()

@@ -75,6 +75,7 @@ SAME_BITS: dict[str, Callable[[Any], None]] = {
     "some on the host": lambda m: reduce_memory(m, Recompute(host := HostMemory(9000), host)),
     "attend again": lambda m: reduce_memory(m, Recompute(results=2)),
     "anchors": lambda m: reduce_memory(m, Recompute(HostMemory(), HostMemory(), anchors=3)),
+    "products": lambda m: reduce_memory(m, Recompute(HostMemory(), HostMemory(), anchors=2, products=3)),
     "anchors, attend again": lambda m: reduce_memory(m, Recompute(results=1, anchors=4)),
 }
 # Sums in another order: of float64, but for the loss, which transformers computes in float32.
@@ -190,6 +191,27 @@ def test_a_step_leaves_nothing_behind_and_allocates_once() -> None:
     assert place.bytes == used == sum(b.numel() for b in place._free)
 
 
+def test_what_is_reserved_is_enough() -> None:
+    """The script allocates the buffers of a row before the first step, which adds none; shorter rows use them, too."""
+    parser = argparse.ArgumentParser()
+    less_memory.add_arguments(parser, "none", 0, "bf16")
+    options = parser.parse_args(["--offload", "1", "--anchors", "2", "--attention-layers", "3", "--head-groups", "1"])
+    model = model_of(LlamaConfig(**SIZES), torch.float32)
+    c = model.config
+    shape = ModelShape(
+        c.num_hidden_layers, c.hidden_size, c.intermediate_size, c.num_attention_heads, c.num_key_value_heads,
+        c.head_dim, c.vocab_size,
+    )  # fmt: skip
+    setting = less_memory.Setting(shape, batch()["input_ids"].numel(), 1, 1, torch.device("cpu"), torch.float32)
+    less_memory.complete(options, setting)
+    host = less_memory.apply(model, options, setting)
+    assert host is not None
+    used = host.bytes
+    assert used == sum(b.numel() for b in host._free) > 0
+    step(model)
+    assert host.bytes == used == sum(b.numel() for b in host._free)
+
+
 # Refusals
 
 
@@ -262,18 +284,18 @@ def live_bytes(how: Recompute, mlp_chunk: int, head_groups: int) -> int:
 
 @pytest.mark.filterwarnings("ignore:Accessing the data pointer")
 @pytest.mark.parametrize(
-    ("host", "results", "mlp_chunk", "head_groups"),
-    [(0, None, 2048, 4), (1 << 50, None, 2048, 4), (1 << 50, None, 2048, 1)],
+    ("host", "products", "mlp_chunk", "head_groups"),
+    [(0, 0, 2048, 4), (1 << 50, 0, 2048, 4), (1 << 50, 0, 2048, 1), (0, 3, 0, 1)],
 )
 def test_memory_is_what_the_planner_says(
-    host: int, results: int | None, mlp_chunk: int, head_groups: int, monkeypatch: pytest.MonkeyPatch
+    host: int, products: int, mlp_chunk: int, head_groups: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(attention_results, "_is_attention", lambda f: f is torch.ops.live_bytes.attention.default)
     monkeypatch.setattr(attention, "memory", lambda row, s: attention.Bytes(0, 0))
     place = _Elsewhere() if host else HostMemory(0)
-    most = live_bytes(Recompute(place, place, results=results), mlp_chunk, head_groups)
+    most = live_bytes(Recompute(place, place, products=products), mlp_chunk, head_groups)
     switches = memory.Switches(
-        optimizer="sgd", host_bytes=host, attention_on_host=bool(host), attention_layers=results, mlp_chunk=mlp_chunk,
+        optimizer="sgd", host_bytes=host, attention_on_host=bool(host), products=products, mlp_chunk=mlp_chunk,
         head_groups=head_groups, loss_chunk=1024,
     )  # fmt: skip
     said = memory.parts(SMALL, TOKENS, switches)

@@ -50,6 +50,16 @@ def test_places_are_those_of_torch(runs: str, dims: tuple[int, int], dtype: torc
     assert torch.equal(into, places), "a run is not in its place, or other places were written"
 
 
+@pytest.mark.parametrize("runs", ["none", "two, not in order"])
+def test_places_between_runs_become_zero(runs: str) -> None:
+    k, v, into = tensors((24, 8), torch.bfloat16)
+    places, zeros = expected(k, v, into, runs), [(30, 31), (40, 100), (108, 130)]
+    for first, past in zeros:
+        places[:, :, first:past] = 0
+    pack_rows(k, v, into, run_table(RUNS[runs], 70, device, zeros))
+    assert torch.equal(into, places), "a place is not zero, or other places were written"
+
+
 def test_a_table_grows_with_runs_and_tiles_and_not_with_their_product() -> None:
     edges, runs = run_table([(40 * i, 40, 40 * i) for i in range(1000)], 40_000, device)
     assert len(edges) == 40_000 // 32 + 1

@@ -13,6 +13,7 @@ from torch import Tensor
 from ringattn.kernels.contract import Score
 from ringattn.kernels.paged.backends import BACKENDS
 from ringattn.kernels.paged.contract import Call
+from ringattn.kernels.paged.quantize import quantize
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -31,6 +32,9 @@ CASES: dict[str, dict[str, Any]] = {
     "small pages": dict(lengths=[1000, 77], page_size=64),
     "float16": dict(lengths=[3000, 0, 1], dtype=torch.float16, group=6),
     "a group of 16": dict(lengths=[3000, 1], group=16),
+    "one query head of a long row": dict(lengths=[60000], kv_heads=1, group=1),
+    "two query heads": dict(lengths=[20001, 5, 700], group=2),
+    "two query heads of many rows": dict(lengths=[*range(1, 3000, 31)], group=2, dim=64, dim_v=64),
 }
 E4M3: dict[str, dict[str, Any]] = {
     f"{name}, e4m3": {**CASES[name], "quantized": True}
@@ -98,6 +102,12 @@ def test_triton(case: str, softcap: float) -> None:
 @pytest.mark.parametrize("case", list(CASES)[:2])
 def test_triton_with_a_fixed_split(case: str) -> None:
     check("triton", CASES[case], Score(0.15), 512)
+
+
+def test_quantize_has_the_same_bits_as_on_a_cpu() -> None:
+    x = torch.randn(10_000, 128, generator=torch.Generator().manual_seed(0)).bfloat16()
+    for here, there in zip(quantize(x), quantize(x.cuda()), strict=True):
+        assert torch.equal(here.view(torch.uint8), there.cpu().view(torch.uint8))
 
 
 @pytest.mark.parametrize("name", ["hopper", "triton"])

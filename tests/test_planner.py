@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from live_bytes import step
+from live_bytes import moved, step
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from ringattn import cost
@@ -22,7 +22,7 @@ from ringattn.planner.__main__ import main
 from ringattn.planner.memory import Switches
 from ringattn.planner.models import KINDS, MODELS, ModelShape, from_config, named
 from ringattn.planner.simulate import DATAFLOWS, Setting, simulate
-from ringattn.planner.step import Way
+from ringattn.planner.step import Way, _pointwise
 from ringattn.planner.step import step as step_of
 from ringattn.shape import Shape
 from ringattn.virtual import VirtualRank
@@ -185,7 +185,9 @@ def test_kinds_of_models_have_the_parameters_of_transformers(kind: str, tmp_path
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     count = sum(parameter.numel() for parameter in model.parameters())
-    assert from_config(tmp_path / "config.json").parameters == pytest.approx(count, rel=1e-3)  # and norms, biases
+    shape = from_config(tmp_path / "config.json")
+    assert shape.parameters == pytest.approx(count, rel=1e-3)  # and norms, biases
+    assert shape.qk_norm == any(name.endswith(("q_norm", "q_layernorm")) for name, _ in model.named_modules())
 
 
 def test_a_window_changes_nothing() -> None:
@@ -265,6 +267,19 @@ def test_many_ranks_are_simulated_in_seconds() -> None:
 
 
 # Time of a step
+
+
+@pytest.mark.parametrize("qk_norm", [False, True])
+def test_passes_over_memory_are_those_of_transformers(qk_norm: bool) -> None:
+    """A layer's own: the difference of three layers and two."""
+    shape, tokens = replace(MODELS["llama-3.1-8b"], layers=2, vocabulary=64, qk_norm=qk_norm), 1 << 14
+    counted = [moved(lambda layers=layers: model_of(replace(shape, layers=layers)), tokens) for layers in (2, 3)]
+    for again in (False, True):
+        forward, backward = (
+            milliseconds * 1e6 for milliseconds in _pointwise(shape, tokens, Switches(recompute=again), 1.0)
+        )
+        assert forward == pytest.approx(counted[1][0] - counted[0][0], rel=0.01)
+        assert backward - again * forward == pytest.approx(counted[1][1] - counted[0][1], rel=0.01)
 
 
 # Seconds of a step of Llama-3.1-8B's shape on H200s, measured with the memory above.

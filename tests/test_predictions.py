@@ -51,6 +51,40 @@ def test_errors_and_regrets_are_those_of_the_rows() -> None:
     assert predictions.errors(rows, "both_ms") == pytest.approx([0.1, -0.2, 0.0])
     assert predictions.errors(rows, "bytes") == []
     auto, rule = predictions.regrets(rows)
-    assert (auto, rule) == ([1.25], [1.25]), "a problem with one dataflow is no choice"
+    assert (auto, rule) == ([1.25], [1.0]), "a problem with one dataflow is no choice"
     rows += [row("gather", 1.0, 1.0, "ring", 16)]
-    assert predictions.regrets(rows) == ([1.25, 4.0], [1.25, 1.0])
+    assert predictions.regrets(rows) == ([1.25, 4.0], [1.0, 4.0]), "messages: ring"
+    pulled = [line | dict(link="copy engines") for line in rows]
+    assert predictions.regrets(pulled) == ([1.25, 4.0], [1.25, 1.0]), "copy engines: gather"
+    assert predictions.regrets([line for line in pulled if line["dataflow"] == "ring"] * 2) == ([], [])
+
+
+class FakeLink:
+    """Keeps as much memory as the largest call asked for."""
+
+    def __init__(self) -> None:
+        self.prepared, self.memory = {"old": 1}, {0: 100, "receive": 50}
+
+    def reserve(self, which: int, size: int) -> int:
+        self.memory[which] = max(size, self.memory.get(which, 0))
+        return self.memory[which]
+
+    def receive_buffer(self, size: int) -> int:
+        return self.reserve("receive", size)  # type: ignore[arg-type]
+
+
+def test_kept_memory_is_what_a_call_asks_for() -> None:
+    link = FakeLink()
+    with predictions.asked_for(link) as kept:  # type: ignore[arg-type]
+        assert [link.reserve(0, 30), link.reserve(1, 7), link.receive_buffer(20), link.receive_buffer(10)] == [
+            100,
+            7,
+            50,
+            50,
+        ]
+    assert kept == {0: 30, 1: 7, "receive": 20}
+    assert link.prepared == {}, "what was prepared before would ask for nothing"
+    link.reserve(0, 500)
+    assert kept[0] == 30
+    with predictions.asked_for(None) as kept:
+        assert kept == {}

@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 pytest.importorskip("triton")
 from simulated_gpus import Deadlock, Shared, Stream, World, alias, reached
@@ -30,7 +31,7 @@ from ringattn.dataflow.gather import Gather
 from ringattn.dataflow.gathered import gathered_block
 from ringattn.kernels import contract
 from ringattn.kernels.backends import Backend
-from ringattn.kernels.contract import CompletionCounts, Queries, Result, Score
+from ringattn.kernels.contract import Block, CompletionCounts, Queries, Result, Score
 from ringattn.mask import Mask
 from ringattn.peer import memory, pull, push
 from ringattn.peer import pack_rows as packing
@@ -113,6 +114,12 @@ class Call:
         self.gradients: list[tuple[Tensor, Tensor]] = []
         self.later: list[Tensor] = []  # tensors that the caller makes afterwards
 
+    def gathered(self, block: Block) -> Tensor:
+        """Return the keys in a buffer; rows between runs, which have the position of the next key, are zero."""
+        positions = block.positions_k.long()
+        key = positions.diff(append=positions.new_tensor([self.case.keys])) > 0
+        return self.kv[:, positions] * key[:, None, None]
+
     def expected(self, plan: ringattn.Plan) -> Tensor:
         """Return the sums of the contributions to a rank's keys, in the order of ranks."""
         total = torch.zeros_like(self.kv)
@@ -150,7 +157,7 @@ class Kernels(Backend):
     def output(self, q, keys, score, state=None):  # type: ignore[no-untyped-def]
         k, v, block, ready = keys
         call, rank, first, rows = self._rows(k)
-        k, v, positions, heads = alias(k), alias(v), block.positions_k.long(), k.shape[2]
+        k, v, heads = alias(k), alias(v), k.shape[2]
         own = None if ready is None else ready.own
         if own is not None:
             own_k, own_v, size = alias(own.k), alias(own.v), contract.GRID
@@ -161,7 +168,7 @@ class Kernels(Backend):
             if own is not None:
                 for at, place in places:
                     kv[at : at + size] = torch.cat([x[b, place : place + size, h] for x in (own_k, own_v)], -1)
-            same(kv, call.kv[b, positions, first + h], f"rank {rank}, {b} {h}")
+            same(kv, call.gathered(block)[b, :, first + h], f"rank {rank}, {b} {h}")
 
         parts = [(self._ready(ready, b * heads + h), lambda b=b, h=h: look(b, h)) for b, h in rows]
         self.world.kernel("forward", [*parts, (None, lambda: self._done(call))])
@@ -178,9 +185,8 @@ class Kernels(Backend):
 
         def work(b: int, h: int, segment: int) -> None:
             at = slice(cuts[segment], cuts[segment + 1])
-            same(
-                torch.cat([k[b, at, h], v[b, at, h]], -1), call.kv[b, positions[at], first + h], f"rank {rank}, {b} {h}"
-            )
+            kv = torch.cat([k[b, at, h], v[b, at, h]], -1)
+            same(kv, call.gathered(block)[b, at, first + h], f"rank {rank}, {b} {h}")
             given = call.given[rank][b, positions[at], first + h]
             dk[b, at, h], dv[b, at, h] = given[:, :DIM], given[:, DIM:]
             if count is not None:
@@ -210,6 +216,7 @@ class Kernels(Backend):
 
         def run(b: int) -> None:
             rows = torch.cat([k[b], v[b]], -1).transpose(0, 1)
+            rows = pad(rows, (0, 0, 0, sum(length for offset, length, _ in runs if offset >= rows.shape[1])))
             for offset, length, first in runs:
                 into[b, :, first : first + length] = rows[:, offset : offset + length]
 
@@ -411,6 +418,8 @@ def compare(call: Call, plans: Sequence[ringattn.Plan]) -> None:
     assert len(call.gradients) == (len(plans) if call.kind == "backward" else 0)
 
 
+APART = dict(causal=True, cu_seqlens=[0, 100, 400, 600])  # rank 0 of 2 has space between its keys
+
 CASES = {
     "one wave": Case(),
     "two ranks": Case(ranks=2, batch=2, counts=2),
@@ -433,6 +442,8 @@ CASES = {
     "many runs, counted in pairs": Case(
         ranks=2, layout="block-cyclic", seq_len=150, batch=2, counts=2, mask=dict(window_size=(40, 0))
     ),
+    "runs apart": Case(ranks=2, seq_len=600, mask=APART, kv_heads=3, batch=2, counts=2),
+    "runs apart, in place, waves": Case(ranks=2, seq_len=600, mask=APART, in_place=True, heads_in_memory=1),
     "empty shards": Case(ranks=5, seq_len=3),
     "one token": Case(ranks=3, seq_len=1),
     "more keys": Case(seq_len=7, seq_len_k=20),

@@ -23,6 +23,7 @@ from test_pulls import CPU, WIDTH, Kernels, compare
 import ringattn
 from ringattn.dataflow import carrying
 from ringattn.dataflow.gathered import gathered_block, relay_of
+from ringattn.dataflow.messages import many_runs
 from ringattn.peer import memory
 from ringattn.planning import nodes_of
 from ringattn.virtual import VirtualRank
@@ -154,6 +155,15 @@ CASES = {
     "a window, which few ranks see": Case(mask=dict(causal=True, window_size=(4, 0)), layout="contiguous"),
     "documents": Case(seq_len=40, mask=dict(causal=True, cu_seqlens=[0, 11, 12, 30, 40])),
     "many runs": Case(seq_len=200, layout="block-cyclic", kv_heads=2, heads_in_memory=2, calls=("backward", "forward")),
+    "many runs that cross": Case(
+        seq_len=400,
+        layout="block-cyclic",
+        mask=dict(causal=True, window_size=(24, 0)),
+        batch=2,
+        kv_heads=2,
+        heads_in_memory=1,
+        calls=("backward", "forward"),
+    ),
     "lengths in turn": Case(lengths=(17, 40, 9), calls=("forward", "backward", "forward") * 2),
     "streams in turn": Case(streams=2, kv_heads=2, heads_in_memory=2),
     "epochs that wrap": Case(epoch=2**31 - 3, kv_heads=2, heads_in_memory=2),
@@ -163,6 +173,16 @@ CASES = {
 @pytest.fixture(autouse=True)
 def _layouts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(test_pulls.layout.LAYOUTS, "block-cyclic", test_pulls.block_cyclic)
+
+
+@pytest.mark.parametrize(("name", "collected"), [("many runs", False), ("many runs that cross", True)])
+def test_runs_that_cross_are_one_message_where_they_are_many(name: str, collected: bool) -> None:
+    case = CASES[name]
+    rank = VirtualRank(0, case.ranks)
+    plan = ringattn.plan(case.seq_len, rank, layout=case.layout, dataflow="gather", **case.mask, local_size=case.nodes)
+    relay = relay_of(plan)
+    assert relay is not None
+    assert many_runs(relay.carried) == collected
 
 
 @pytest.mark.parametrize("seed", range(SEEDS))

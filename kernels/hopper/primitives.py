@@ -43,6 +43,13 @@ def keep_alive(x):
 
 
 @gluon.jit
+def tiles_like(desc, count: gl.constexpr):
+    """Allocate shared memory for ``count`` boxes of a descriptor."""
+    SHAPE: gl.constexpr = [count, 1, desc.block_type.shape[1], desc.block_type.shape[2]]
+    return gl.allocate_shared_memory(desc.dtype, SHAPE, desc.layout)
+
+
+@gluon.jit
 def wait_for_launch_before():
     """``ACQBULK``: wait until the kernel launched before this one has ended and what it stored can be read. Only needed
     in a kernel that is launched with ``launch_pdl=True``, which may begin when all CTAs of the one before allow it."""

@@ -52,7 +52,7 @@ def combine(
         tables.tiles, *result, sink, batch, grid.programs,
         NEW=new, GROUP=group, KV_HEADS=kv_heads, ROWS=grid.rows, BLOCKS=grid.blocks, SOME=some, DIM_V=dim_v,
         COLUMNS=columns, AT_ONCE=at_once, TILE=tile,
-        SPLIT=call.fixed_split // tile, SPLITS=grid.splits, EARLY=early, num_warps=4, launch_pdl=early,
+        SPLIT=call.fixed_split // tile, SPLITS=grid.splits, STEP=grid.step, EARLY=early, num_warps=4, launch_pdl=early,
     )  # fmt: skip
     _launches.remember(key, tensors, launched)
 
@@ -62,7 +62,7 @@ def _combine(
     pieces, starts, tiles, out, lse, sink, batch, programs,
     NEW: tl.constexpr, GROUP: tl.constexpr, KV_HEADS: tl.constexpr, ROWS: tl.constexpr, BLOCKS: tl.constexpr,
     SOME: tl.constexpr, DIM_V: tl.constexpr, COLUMNS: tl.constexpr, AT_ONCE: tl.constexpr, TILE: tl.constexpr,
-    SPLIT: tl.constexpr, SPLITS: tl.constexpr, EARLY: tl.constexpr,
+    SPLIT: tl.constexpr, SPLITS: tl.constexpr, STEP: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     if EARLY:
         gdc_wait()
@@ -77,7 +77,7 @@ def _combine(
         first = u * SPLITS + begin // SPLIT
         count = tl.where(tile_count > 0, (begin + tile_count - 1) // SPLIT - begin // SPLIT + 1, 0)
     else:
-        per = tl.maximum(tl.cdiv(tl.load(tiles + batch) * HEADS, programs), 1)
+        per = tl.maximum(tl.cdiv(tl.load(tiles + batch) * HEADS, programs * STEP), 1) * STEP
         base = t * HEADS + h * tile_count
         first = base // per + u
         count = tl.where(tile_count > 0, (base + tile_count - 1) // per - base // per + 1, 0)

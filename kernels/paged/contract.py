@@ -118,7 +118,7 @@ class Tables:
     first_new: Tensor
     position: Tensor
     shared: Shared | None = None
-    memo: Memo[Any] = field(default_factory=lambda: Memo(16), repr=False)
+    memo: Memo[Any] = field(default_factory=lambda: Memo(32), repr=False)
 
 
 @dataclass(frozen=True, eq=False)

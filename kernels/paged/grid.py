@@ -20,6 +20,7 @@ class Grid(NamedTuple):
         rows, blocks: rows of a tile, and tiles of rows for each key head.
         programs: of the launch; with a fixed split ``splits`` for each row and tile of rows.
         slots: pieces that scratch memory has room for.
+        step: a program's share of the tiles is a multiple of so many.
     """
 
     rows: int
@@ -27,9 +28,12 @@ class Grid(NamedTuple):
     programs: int
     splits: int
     slots: int
+    step: int = 1
 
     @staticmethod
-    def of(q: Tensor, pool: Pool, tables: Tables, call: Call, programs: int, least_rows: int = 16) -> Grid:
+    def of(
+        q: Tensor, pool: Pool, tables: Tables, call: Call, programs: int, least_rows: int = 16, step: int = 1
+    ) -> Grid:
         batch, new, q_heads, _ = q.shape
         kv_heads = pool.k.shape[0]
         alive = new * (q_heads // kv_heads)
@@ -39,7 +43,7 @@ class Grid(NamedTuple):
         if call.fixed_split:
             splits = -(-tables.table.shape[1] * pool.page_size // call.fixed_split)
             return Grid(rows, blocks, units * splits, splits, units * splits)
-        return Grid(rows, blocks, programs, 0, programs + units)
+        return Grid(rows, blocks, programs, 0, programs + units, step)
 
     def some(self, alive: int) -> int:
         """Return the rows that the sum of pieces reads, where ``alive`` rows of all tiles exist."""

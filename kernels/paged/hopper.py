@@ -36,68 +36,29 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from ..contract import LONGEST_SUM, Score
-from ..hopper.primitives import async_load, let_next_launch_begin, reinterpret, wait_for_launch_before
+from ..hopper.primitives import async_load, let_next_launch_begin, reinterpret, tiles_like, wait_for_launch_before
 from ..hopper.tensor_maps import readable, view
 from ..launch import Launches, capability, dispatch, multiprocessors, on_device
 from . import hopper_e4m3 as e4m3
 from .combine import ALONE, combine
 from .contract import Call, Pool, Tables, tile_size
 from .grid import Grid, scratch
+from .hopper_pieces import (
+    LOG2E,
+    capped,
+    finite,
+    part_of,
+    query_rows,
+    share_of,
+    store_rows,
+    sum_layout,
+    sum_pieces,
+    tree_depth,
+)
 
 TILE = gl.constexpr(64)
-LN2 = gl.constexpr(0.6931471805599453)
-LOG2E = gl.constexpr(1.4426950408889634)
-E4M3_ROWS = 8  # of queries: with more, results had errors of 1 to 3 % on an H200, for a reason that is not known
 
 _launches = Launches()
-
-# ---------------------------------------------------------------- device: the division of work
-
-
-@gluon.jit
-def _rows(tiles, i):
-    """Return tile i of (tiles, 1, rows, D) in shared memory as a matrix (rows, D)."""
-    return tiles.index(i).reshape([tiles.shape[2], tiles.shape[3]])
-
-
-@gluon.jit
-def share_of(tiles_ptr, batch, HEADS: gl.constexpr, BATCH_P2: gl.constexpr):
-    """Return this CTA's share of the list of tiles: (first, past, tiles of a share, first unit, past the last unit),
-    and whether a row sees nothing. A unit is a (row, key head, tile of query rows)."""
-    L: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
-    nth = gl.arange(0, BATCH_P2, L)
-    past_of = gl.load(tiles_ptr + 1 + nth, mask=nth < batch, other=2**31 - 1)
-    first_of = gl.load(tiles_ptr + nth, mask=nth < batch, other=0)
-    empty = gl.max(gl.where((past_of == first_of) & (nth < batch), 1, 0), axis=0)
-    total = gl.load(tiles_ptr + batch) * HEADS
-    programs = gl.num_programs(0)
-    per = gl.maximum((total + programs - 1) // programs, 1)
-    share = gl.program_id(0) * per
-    past = gl.minimum(share + per, total)
-    last = gl.maximum(past - 1, 0)
-    row = gl.sum(gl.where(past_of <= share // HEADS, 1, 0), axis=0)
-    last_row = gl.sum(gl.where(past_of <= last // HEADS, 1, 0), axis=0)
-    unit = row * 0
-    past_unit = row * 0
-    if share < past:
-        t = gl.load(tiles_ptr + row)
-        unit = row * HEADS + (share - t * HEADS) // (gl.load(tiles_ptr + row + 1) - t)
-        t = gl.load(tiles_ptr + last_row)
-        past_unit = last_row * HEADS + (last - t * HEADS) // (gl.load(tiles_ptr + last_row + 1) - t) + 1
-    return share, past, per, unit, past_unit, empty
-
-
-@gluon.jit
-def part_of(u, share, past, tiles_ptr, HEADS: gl.constexpr):
-    """Return the part of unit u in a share: (row, first tile of the unit in the list, its tiles, lo, hi)."""
-    b = u // HEADS
-    t = gl.load(tiles_ptr + b)
-    count = gl.load(tiles_ptr + b + 1) - t
-    base = t * HEADS + (u % HEADS) * count
-    lo = gl.maximum(share, base) - base
-    hi = gl.minimum(past, base + count) - base
-    return b, base, count, lo, hi
-
 
 # ---------------------------------------------------------------- device: producer
 
@@ -147,101 +108,9 @@ def _producer(
 
 
 @gluon.jit
-def _query_rows(block, NEW: gl.constexpr, GROUP: gl.constexpr, ROWS: gl.constexpr, L: gl.constexpr):
-    """Return the new token and the query head of its group for each row of a block of rows, and which rows exist."""
-    r = block * ROWS + gl.arange(0, ROWS, L)
-    return r // GROUP, r % GROUP, r < NEW * GROUP
-
-
-@gluon.jit
-def _tree_depth(bits, new):
-    """Return the number of set bits below bit ``new``: the depth of this node."""
-    x = bits & ((gl.full_like(bits, 1) << new.to(gl.int64)) - 1)
-    x = x - ((x >> 1) & 0x5555555555555555)
-    x = (x & 0x3333333333333333) + ((x >> 2) & 0x3333333333333333)
-    x = (x + (x >> 4)) & 0x0F0F0F0F0F0F0F0F
-    x = x + (x >> 8)
-    x = x + (x >> 16)
-    x = x + (x >> 32)
-    return (x & 0x7F).to(gl.int32)
-
-
-@gluon.jit
-def _capped(s, inner):
-    """Return tanh(s * inner)."""
-    x = s * inner
-    e = gl.exp2(gl.abs(x) * -2.8853900817779268)
-    t = (1 - e) / (1 + e)
-    return gl.where(x < 0, -t, t)
-
-
-@gluon.jit
-def _finite(m):
-    """Return m as a point of reference: 0 where nothing was seen, so that -inf - m stays -inf."""
-    return gl.where(m == float("-inf"), 0.0, m)
-
-
-@gluon.jit
-def _store_rows(
-    m, l, o, out_ptr, lse_ptr, sink_ptr, b, new, head, alive, Q_HEADS: gl.constexpr, NEW: gl.constexpr,
-    DV: gl.constexpr, FINAL: gl.constexpr, HAS_SINK: gl.constexpr,
-):  # fmt: skip
-    """Store finished rows (SOME, DV): as out and lse with the sink, or as a state."""
-    L: gl.constexpr = o.type.layout
-    cols = gl.arange(0, DV, gl.SliceLayout(0, L))
-    token = b.to(gl.int64) * NEW + new
-    if FINAL:
-        if HAS_SINK:
-            logit = gl.load(sink_ptr + head, mask=alive, other=0.0).to(gl.float32) * LOG2E
-            top = gl.maximum(m, logit)
-            kept = gl.exp2(m - top)
-            l = l * kept + gl.exp2(logit - top)
-            o = o * kept[:, None]
-            m = top
-        some = gl.where(l == 0, 1.0, l)
-        at = out_ptr + (token * Q_HEADS + head) * DV
-        gl.store(at[:, None] + cols[None, :], (o / some[:, None]).to(out_ptr.dtype.element_ty), mask=alive[:, None])
-        at = lse_ptr + (b.to(gl.int64) * Q_HEADS + head) * NEW + new
-        gl.store(at, gl.where(l == 0, float("-inf"), (m + gl.log2(some)) * LN2), mask=alive)
-    else:
-        at = out_ptr + (token * Q_HEADS + head) * (DV + 2)
-        gl.store(at[:, None] + cols[None, :], o, mask=alive[:, None])
-        gl.store(at + DV, m, mask=alive)
-        gl.store(at + DV + 1, l, mask=alive)
-
-
-@gluon.jit
-def _sum_pieces(
-    pieces_ptr, first, count, alive, ROWS: gl.constexpr, SOME: gl.constexpr, DV: gl.constexpr, AT_ONCE: gl.constexpr
-):
-    """Return (m, l, o) of the first SOME rows: the sum of pieces in neighbouring slots, AT_ONCE at a time."""
-    L: gl.constexpr = gl.BlockedLayout([AT_ONCE, SOME, 1], [1, 1, 32], [1, 1, gl.num_warps()], [2, 1, 0])
-    PAIR: gl.constexpr = gl.SliceLayout(2, L)
-    nth = gl.arange(0, AT_ONCE, gl.SliceLayout(1, PAIR))
-    r = gl.arange(0, SOME, gl.SliceLayout(0, PAIR))
-    cols = gl.arange(0, DV, gl.SliceLayout(0, gl.SliceLayout(1, L)))
-    ROW: gl.constexpr = gl.SliceLayout(0, PAIR)
-    m = gl.full([SOME], float("-inf"), gl.float32, ROW)
-    l = gl.zeros([SOME], gl.float32, ROW)
-    o = gl.zeros([SOME, DV], gl.float32, gl.SliceLayout(0, L))
-    exists_row = gl.convert_layout(alive, ROW)
-    for i in range(0, count, AT_ONCE):
-        exists = (i + nth < count)[:, None] & exists_row[None, :]
-        at = pieces_ptr + ((first + i + nth).to(gl.int64)[:, None] * ROWS + r[None, :]) * (DV + 2)
-        mi = gl.load(at + DV, mask=exists, other=float("-inf"), cache_modifier=".cg")
-        li = gl.load(at + DV + 1, mask=exists, other=0.0, cache_modifier=".cg")
-        oi = gl.load(at[:, :, None] + cols[None, None, :], mask=exists[:, :, None], other=0.0, cache_modifier=".cg")
-        top = gl.maximum(m, gl.max(mi, axis=0))
-        reference = _finite(top)
-        weight = gl.exp2(mi - reference[None, :])
-        kept = gl.exp2(m - reference)
-        l = l * kept + gl.sum(li * weight, axis=0)
-        o = o * gl.convert_layout(kept, gl.SliceLayout(1, o.type.layout))[:, None] + gl.sum(
-            oi * weight[:, :, None], axis=0
-        )
-        m = top
-    R: gl.constexpr = gl.SliceLayout(1, o.type.layout)
-    return gl.convert_layout(m, R), gl.convert_layout(l, R), o
+def _rows(tiles, i):
+    """Return tile i of (tiles, 1, rows, D) in shared memory as a matrix (rows, D)."""
+    return tiles.index(i).reshape([tiles.shape[2], tiles.shape[3]])
 
 
 @gluon.jit
@@ -286,7 +155,7 @@ def _tile(
         s = warpgroup_mma_wait(0, deps=[s])
         mbarrier.arrive(k_free.index(stage), count=1)
     if SOFTCAP:
-        s = _capped(s, inner)
+        s = capped(s, inner)
     if (slot < full_first) | (slot + SLOTS > full_past):
         at = slot + gl.arange(0, SLOTS, SLOT)
         seen = (at[:, None] >= s0[None, :]) & (at[:, None] < s1[None, :])
@@ -296,7 +165,7 @@ def _tile(
             seen = seen & ((bit < 0)[:, None] | (branch > 0))
         s = gl.where(seen, s, float("-inf"))
     top = gl.maximum(m, gl.max(s, axis=0) * scale)
-    reference = _finite(top)
+    reference = finite(top)
     p = gl.exp2(s * scale - reference[None, :])
     kept = gl.exp2(m - reference)
     l = l * kept[None, :] + p
@@ -344,9 +213,7 @@ def _consumer(
     )
     COLUMN: gl.constexpr = gl.SliceLayout(0, S_L)
     Q_L: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [gl.num_warps(), 1], [1, 0])
-    SUM_O: gl.constexpr = gl.SliceLayout(
-        0, gl.BlockedLayout([AT_ONCE, SOME, 1], [1, 1, 32], [1, 1, gl.num_warps()], [2, 1, 0])
-    )
+    SUM_O: gl.constexpr = gl.SliceLayout(0, sum_layout(AT_ONCE, SOME, DV, gl.num_warps()))
     SUM_L: gl.constexpr = gl.SliceLayout(1, SUM_O)
     programs = gl.num_programs(0)
     wait_for_launch_before()
@@ -357,10 +224,10 @@ def _consumer(
             for u in range(gl.program_id(0), batch * HEADS, programs):
                 b = u // HEADS
                 if gl.load(tiles_ptr + b + 1) == gl.load(tiles_ptr + b):
-                    new, nth, some = _query_rows(u % BLOCKS * (ROWS // SOME), NEW, GROUP, SOME, SUM_L)
+                    new, nth, some = query_rows(u % BLOCKS * (ROWS // SOME), NEW, GROUP, SOME, SUM_L)
                     none = gl.full([SOME], float("-inf"), gl.float32, SUM_L)
                     zeros = gl.zeros([SOME, DV], gl.float32, SUM_O)
-                    _store_rows(
+                    store_rows(
                         none, gl.zeros([SOME], gl.float32, SUM_L), zeros, out_ptr, lse_ptr, sink_ptr, b, new,
                         u % HEADS // BLOCKS * GROUP + nth, some, Q_HEADS, NEW, DV, FINAL, HAS_SINK,
                     )  # fmt: skip
@@ -375,7 +242,7 @@ def _consumer(
             first_new = gl.load(firsts_new_ptr + b)
             begin = first // TILE
             # Queries.
-            new, nth, alive = _query_rows(block, NEW, GROUP, ROWS, gl.SliceLayout(1, Q_L))
+            new, nth, alive = query_rows(block, NEW, GROUP, ROWS, gl.SliceLayout(1, Q_L))
             cols = gl.arange(0, D, gl.SliceLayout(0, Q_L))
             if QUANTIZED:
                 cols = e4m3.placed(cols, e4m3.key_order(D))
@@ -383,13 +250,13 @@ def _consumer(
             q_s.store(gl.load(at[:, None] + cols[None, :], mask=alive[:, None], other=0.0))
             fence_async_shared()
             # Intervals of the rows.
-            new, nth, alive = _query_rows(block, NEW, GROUP, ROWS, COLUMN)
+            new, nth, alive = query_rows(block, NEW, GROUP, ROWS, COLUMN)
             bits = gl.zeros([ROWS], gl.int64, COLUMN)
             depth = new
             last = new
             if TREE:
                 bits = gl.load(tree_ptr + b * NEW + new, mask=alive, other=0)
-                depth = _tree_depth(bits, new)
+                depth = tree_depth(bits, new)
                 last = new * 0 + NEW - 1
             s0 = gl.load(starts_ptr + b * NEW + depth, mask=alive, other=0)
             s1 = gl.load(ends_ptr + b * NEW + last, mask=alive, other=0)
@@ -428,11 +295,11 @@ def _consumer(
                 expected = (base + count - 1) // per - base // per + 1
                 if number == expected - 1:
                     gl.store(arrived_ptr + u, 0)
-                    token, of_group, some = _query_rows(block * (ROWS // SOME), NEW, GROUP, SOME, SUM_L)
-                    m_sum, l_sum, o_sum = _sum_pieces(
+                    token, of_group, some = query_rows(block * (ROWS // SOME), NEW, GROUP, SOME, SUM_L)
+                    m_sum, l_sum, o_sum = sum_pieces(
                         pieces_ptr, base // per + u, expected, some, ROWS, SOME, DV, AT_ONCE
                     )
-                    _store_rows(
+                    store_rows(
                         m_sum, l_sum, o_sum, out_ptr, lse_ptr, sink_ptr, b, token, h * GROUP + of_group, some, Q_HEADS,
                         NEW, DV, FINAL, HAS_SINK,
                     )  # fmt: skip
@@ -441,20 +308,13 @@ def _consumer(
 # ---------------------------------------------------------------- the kernel
 
 
-@gluon.jit
-def tiles_like(desc, count: gl.constexpr):
-    """Allocate shared memory for ``count`` boxes of a descriptor."""
-    SHAPE: gl.constexpr = [count, 1, desc.block_type.shape[1], desc.block_type.shape[2]]
-    return gl.allocate_shared_memory(desc.dtype, SHAPE, desc.layout)
-
-
 @gluon.jit(do_not_specialize=("q_b", "q_n", "q_h", "table_b", "batch"))
 def _attend(
     q_ptr, q_b, q_n, q_h, k_desc, v_desc, k_scale_desc, v_scale_desc, table_ptr, table_b, starts_ptr, ends_ptr,
     firsts_new_ptr, tiles_ptr, tree_ptr, pieces_ptr, arrived_ptr, out_ptr, lse_ptr, sink_ptr, batch, scale, inner,
     NEW: gl.constexpr, GROUP: gl.constexpr, KV_HEADS: gl.constexpr, ROWS: gl.constexpr, BLOCKS: gl.constexpr,
     SOME: gl.constexpr, D: gl.constexpr, DV: gl.constexpr, PAGE: gl.constexpr, BATCH_P2: gl.constexpr,
-    AT_ONCE: gl.constexpr, STAGES: gl.constexpr, ALONE: gl.constexpr,
+    AT_ONCE: gl.constexpr, STAGES: gl.constexpr, ALONE: gl.constexpr, STEP: gl.constexpr,
 ):  # fmt: skip
     HEADS: gl.constexpr = KV_HEADS * BLOCKS
     TREE: gl.constexpr = tree_ptr is not None
@@ -491,7 +351,7 @@ def _attend(
         mbarrier.init(v_full.index(stage), count=1)
         mbarrier.init(k_free.index(stage), count=1)
         mbarrier.init(v_free.index(stage), count=1)
-    work = share_of(tiles_ptr, batch, HEADS, BATCH_P2)
+    work = share_of(tiles_ptr, batch, HEADS, BATCH_P2, STEP)
     consumer = (
         q_ptr, q_b, q_n, q_h, starts_ptr, ends_ptr, firsts_new_ptr, tiles_ptr, tree_ptr, pieces_ptr, arrived_ptr,
         out_ptr, lse_ptr, sink_ptr, q_s, p_s, k_s, v_s, scales_s, k_full, v_full, k_free, v_free, batch,
@@ -532,9 +392,6 @@ def unsupported(q: Tensor, pool: Pool, tables: Tables, score: Score, call: Call)
     for name, x in (("k", pool.k), ("v", pool.v), ("k_scale", pool.k_scale), ("v_scale", pool.v_scale)):
         if x is not None and not readable(x):
             return f"{name} with strides {tuple(x.stride())} is not laid out in steps of 16 bytes, as TMA needs"
-    rows = q.shape[1] * q.shape[2] // pool.k.shape[0]
-    if pool.quantized and rows > E4M3_ROWS:
-        return f"e4m3 with {rows} rows of queries for each key head; it has at most {E4M3_ROWS}"
     keys = tables.table.shape[1] * pool.page_size
     if keys > LONGEST_SUM and len(q) * pool.k.shape[0] * keys > LONGEST_SUM * multiprocessors(q.device):
         return f"sums of more than {LONGEST_SUM} keys in a program"
@@ -555,14 +412,18 @@ def launch(
         return
     q = q if q.stride(-1) == 1 else q.contiguous()
     kv_heads, dim_v = pool.k.shape[0], pool.v.shape[-1]
-    ctas, wide = _shape(new * q_heads // kv_heads, batch * kv_heads, pool)
-    grid = Grid.of(q, pool, tables, call, ctas * multiprocessors(q.device), least_rows=8)
-    pieces, arrived = scratch(tables, grid, batch * kv_heads * grid.blocks, dim_v)
     key = (
         q.device, q.dtype, q.shape, q.stride(), pool.k.shape, pool.k.stride(), pool.v.stride(), pool.page_size,
         tables.table.stride(0), score.softmax_scale, score.softcap, result[1] is None, call.tree is None,
         None if score.sink is None else score.sink.dtype, pool.quantized,
     )  # fmt: skip
+
+    def divide() -> tuple[int, int, Grid, tuple[Tensor, Tensor]]:
+        ctas, wide = _shape(new * q_heads // kv_heads, batch * kv_heads, pool)
+        grid = Grid.of(q, pool, tables, call, ctas * multiprocessors(q.device), least_rows=8, step=wide)
+        return ctas, wide, grid, scratch(tables, grid, batch * kv_heads * grid.blocks, dim_v)
+
+    ctas, wide, grid, (pieces, arrived) = tables.memo.once(key, divide)
     some_tensors = (*result, call.tree, score.sink, pool.k_scale, pool.v_scale)
     tensors = [
         q, pool.k, pool.v, tables.table, tables.start, tables.end, tables.first_new, tables.tiles, pieces, arrived,
@@ -584,9 +445,9 @@ def launch(
             tables.table, tables.table.stride(0), tables.start, tables.end, tables.first_new, tables.tiles, call.tree,
             pieces, arrived, *result, score.sink, batch, scale, inner,
             NEW=new, GROUP=group, KV_HEADS=kv_heads, ROWS=grid.rows, BLOCKS=grid.blocks, SOME=some, D=dim, DV=dim_v,
-            PAGE=pool.page_size, BATCH_P2=grid.batch_p2(batch), AT_ONCE=max(1, 64 // some), ALONE=some <= ALONE,
-            STAGES=_stages(pool, grid.rows, ctas, tile), num_warps=4 * wide, maxnreg=_registers(ctas, wide),
-            launch_pdl=True,
+            PAGE=pool.page_size, BATCH_P2=grid.batch_p2(batch), AT_ONCE=_at_once(some, dim_v, wide),
+            ALONE=some <= ALONE, STEP=grid.step, STAGES=_stages(pool, grid.rows, ctas, tile),
+            num_warps=4 * wide, maxnreg=_registers(ctas, wide), launch_pdl=True,
         )  # fmt: skip
         _launches.remember(key, tensors, launched)
         if some > ALONE:
@@ -612,6 +473,11 @@ def _stages(pool: Pool, rows: int, ctas: int, slots: int) -> int:
     room = 226 * 1024 // ctas - 1024 - 2 * rows * (dim + slots)
     token = (dim + dim_v) * pool.k.element_size() + (8 if pool.quantized else 0)
     return min(8 if pool.quantized else 6, room // (slots * token))
+
+
+def _at_once(some: int, dim_v: int, wide: int) -> int:
+    """Return the pieces that are added at once: 64 numbers of o for each thread."""
+    return min(64, 64 * 128 * wide // (some * dim_v))
 
 
 def _registers(ctas: int, wide: int) -> int:

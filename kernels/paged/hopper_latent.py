@@ -44,6 +44,7 @@ from ..hopper.primitives import (
     let_next_launch_begin,
     reinterpret,
     scale_rows,
+    tiles_like,
     wait_for_launch_before,
 )
 from ..hopper.tensor_maps import readable, view
@@ -51,7 +52,7 @@ from ..launch import Launches, capability, dispatch, multiprocessors, on_device
 from .combine import combine
 from .contract import Call, Pool, Tables, tile_size
 from .grid import Grid, scratch
-from .hopper import LOG2E, _capped, _finite, _query_rows, _tree_depth, part_of, share_of, tiles_like
+from .hopper_pieces import LOG2E, capped, finite, part_of, query_rows, share_of, tree_depth
 
 DIM, DIM_V = 576, 512
 BOX = gl.constexpr(64)  # slots and columns that one copy moves: 8 KB
@@ -60,8 +61,6 @@ ROWS = gl.constexpr(64)  # of queries of a CTA
 HALF = gl.constexpr(256)  # columns of values of one product
 PAIRS = gl.constexpr(5)  # barriers: one for 128 columns, the last for the 64 of rope
 SLACK = gl.constexpr(8.0)  # the most that a score may exceed its point of reference, to the base 2
-
-_KEPT = 2  # columns of queries, in units of 64, that stay in registers
 
 _launches = Launches()
 
@@ -153,7 +152,7 @@ def _values(boxes):
 
 
 @gluon.jit
-def _scores(q_s, q_regs, parts, full, phase, S_L: gl.constexpr):
+def _scores(q_s, parts, full, phase, S_L: gl.constexpr):
     """Return the products of 64 rows of queries and a tile of keys, (ROWS, SLOTS)."""
     lower, upper, rope = parts
     s = gl.zeros([ROWS, SLOTS], gl.float32, S_L)
@@ -166,17 +165,14 @@ def _scores(q_s, q_regs, parts, full, phase, S_L: gl.constexpr):
             keys = _columns(upper, nth - 4)
         else:
             keys = _columns(rope, 0)
-        if nth < len(q_regs):
-            s = warpgroup_mma(q_regs[nth], keys.permute((1, 0)), s, use_acc=nth > 0, is_async=True)
-        else:
-            s = warpgroup_mma(q_s.index(nth), keys.permute((1, 0)), s, use_acc=nth > 0, is_async=True)
+        s = warpgroup_mma(q_s.index(nth), keys.permute((1, 0)), s, use_acc=nth > 0, is_async=True)
     return warpgroup_mma_wait(0, deps=[s])
 
 
 @gluon.jit
 def _consumer(
     args, NEW: gl.constexpr, GROUP: gl.constexpr, KV_HEADS: gl.constexpr, BLOCKS: gl.constexpr, TREE: gl.constexpr,
-    SOFTCAP: gl.constexpr, KEPT: gl.constexpr,
+    SOFTCAP: gl.constexpr,
 ):  # fmt: skip
     (
         q_ptr, q_b, q_n, q_h, starts_ptr, ends_ptr, firsts_new_ptr, tiles_ptr, tree_ptr, pieces_ptr, q_s, parts, full,
@@ -206,7 +202,7 @@ def _consumer(
             low = gl.maximum(gl.load(starts_ptr + b * NEW), (begin + lo) * BOX)
             high = gl.minimum(gl.load(ends_ptr + b * NEW + NEW - 1), (begin + hi) * BOX)
             # Queries.
-            new, nth, alive = _query_rows(block, NEW, GROUP, ROWS, gl.SliceLayout(1, Q_L))
+            new, nth, alive = query_rows(block, NEW, GROUP, ROWS, gl.SliceLayout(1, Q_L))
             cols = gl.arange(0, BOX, gl.SliceLayout(0, Q_L))
             at = q_ptr + b.to(gl.int64) * q_b + new.to(gl.int64) * q_n + (h * GROUP + nth).to(gl.int64) * q_h
             q = ()
@@ -216,18 +212,14 @@ def _consumer(
             for i in gl.static_range(9):
                 q_s.index(i).store(q[i])
             fence_async_shared()
-            Q_REG: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=S_L, k_width=2)
-            q_regs = ()
-            for i in gl.static_range(KEPT):
-                q_regs = q_regs + (q_s.index(i).load(Q_REG),)  # type: ignore[assignment]  # noqa: RUF005
             # Intervals of the rows.
-            new, nth, alive = _query_rows(block, NEW, GROUP, ROWS, ROW)
+            new, nth, alive = query_rows(block, NEW, GROUP, ROWS, ROW)
             bits = gl.zeros([ROWS], gl.int64, ROW)
             depth = new
             last = new
             if TREE:
                 bits = gl.load(tree_ptr + b * NEW + new, mask=alive, other=0)
-                depth = _tree_depth(bits, new)
+                depth = tree_depth(bits, new)
                 last = new * 0 + NEW - 1
             s0 = gl.maximum(gl.load(starts_ptr + b * NEW + depth, mask=alive, other=0), low)
             s1 = gl.minimum(gl.load(ends_ptr + b * NEW + last, mask=alive, other=0), high)
@@ -244,9 +236,9 @@ def _consumer(
                 phase = g & 1
                 if (slot < low) | (slot + SLOTS > high):
                     _clear_unseen(parts, full, phase, low - slot, high - slot)
-                s = _scores(q_s, q_regs, parts, full, phase, S_L)
+                s = _scores(q_s, parts, full, phase, S_L)
                 if SOFTCAP:
-                    s = _capped(s, inner)
+                    s = capped(s, inner)
                 if (slot < full_first) | (slot + SLOTS > full_past):
                     place = slot + gl.arange(0, SLOTS, gl.SliceLayout(0, S_L))
                     seen = (place[None, :] >= s0[:, None]) & (place[None, :] < s1[:, None])
@@ -257,7 +249,7 @@ def _consumer(
                     s = gl.where(seen, s, float("-inf"))
                 largest = gl.max(s, axis=1) * scale
                 m_new = gl.where(largest > m + SLACK, largest, m)
-                reference = _finite(m_new)
+                reference = finite(m_new)
                 p = gl.exp2(s * scale - reference[:, None])
                 kept = gl.exp2(m - reference)
                 m = m_new
@@ -295,7 +287,7 @@ def _attend(
     q_ptr, q_b, q_n, q_h, k_desc, table_ptr, table_b, starts_ptr, ends_ptr, firsts_new_ptr, tiles_ptr, tree_ptr,
     pieces_ptr, batch, scale, inner,
     NEW: gl.constexpr, GROUP: gl.constexpr, KV_HEADS: gl.constexpr, BLOCKS: gl.constexpr, PAGE: gl.constexpr,
-    BATCH_P2: gl.constexpr, KEPT: gl.constexpr,
+    BATCH_P2: gl.constexpr,
 ):  # fmt: skip
     parts = tiles_like(k_desc, 8), tiles_like(k_desc, 8), tiles_like(k_desc, 2)
     Q_SHARED: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
@@ -306,7 +298,7 @@ def _attend(
         mbarrier.init(full.index(i), count=1)
     for i in gl.static_range(3):
         mbarrier.init(free.index(i), count=1)
-    work = share_of(tiles_ptr, batch, KV_HEADS, BATCH_P2)
+    work = share_of(tiles_ptr, batch, KV_HEADS, BATCH_P2, 2)
     consumer = (
         q_ptr, q_b, q_n, q_h, starts_ptr, ends_ptr, firsts_new_ptr, tiles_ptr, tree_ptr, pieces_ptr, q_s, parts, full,
         free, scale, inner, work,
@@ -314,7 +306,7 @@ def _attend(
     producer = (k_desc, parts, full, free, table_ptr, table_b, starts_ptr, firsts_new_ptr, tiles_ptr, work)
     gl.warp_specialize(
         [
-            (_consumer, (consumer, NEW, GROUP, KV_HEADS, BLOCKS, tree_ptr is not None, inner is not None, KEPT)),
+            (_consumer, (consumer, NEW, GROUP, KV_HEADS, BLOCKS, tree_ptr is not None, inner is not None)),
             (_producer, (producer, KV_HEADS, NEW, PAGE)),
         ],
         [1],
@@ -364,7 +356,7 @@ def launch(
     pieces, _ = scratch(tables, grid, batch * kv_heads, DIM_V)
     key = (
         q.device, q.dtype, q.shape, q.stride(), pool.k.shape, pool.k.stride(), pool.page_size, tables.table.stride(0),
-        score.softmax_scale, score.softcap, call.tree is None, _KEPT,
+        score.softmax_scale, score.softcap, call.tree is None,
     )  # fmt: skip
     tensors = [q, pool.k, tables.table, tables.start, tables.end, tables.first_new, tables.tiles, pieces]
     if call.tree is not None:
@@ -380,7 +372,7 @@ def launch(
                 tables.table, tables.table.stride(0), tables.start, tables.end, tables.first_new, tables.tiles,
                 call.tree, pieces, batch, scale, inner,
                 NEW=new, GROUP=q_heads // kv_heads, KV_HEADS=kv_heads, BLOCKS=blocks, PAGE=pool.page_size,
-                BATCH_P2=grid.batch_p2(batch), KEPT=_KEPT, num_warps=8, maxnreg=168, launch_pdl=True,
+                BATCH_P2=grid.batch_p2(batch), num_warps=8, maxnreg=168, launch_pdl=True,
             )  # fmt: skip
             _launches.remember(key, tensors, launched)
         combine(q, pieces, pool, tables, score, call, grid, result)
@@ -393,4 +385,4 @@ def _grid(q: Tensor, pool: Pool) -> Grid:
     kv_heads = pool.k.shape[0]
     blocks = -(-new * (q_heads // kv_heads) // ROWS.value)
     programs = max(1, multiprocessors(q.device) // blocks)
-    return Grid(blocks * ROWS.value, 1, programs, 0, programs + batch * kv_heads)
+    return Grid(blocks * ROWS.value, 1, programs, 0, programs + batch * kv_heads, step=SLOTS.value // BOX.value)

@@ -19,7 +19,10 @@ LEAST_SCALE = 2.0**-126  # of a head of zeros, too
 def quantize(x: Tensor) -> tuple[Tensor, Tensor]:
     """Return x (..., head_dim) in e4m3, rounded to nearest even, and its scales (...) float32."""
     x = x.float()
-    scale = (x.abs().amax(-1) / LARGEST).clamp(min=LEAST_SCALE)
+    # On a GPU torch divides by a Python number by multiplying with its reciprocal. Where the largest element is a
+    # multiple of 7, many elements lie halfway between two numbers of e4m3: one unit in the scale rounds all one way.
+    largest = torch.full((), LARGEST, device=x.device)
+    scale = (x.abs().amax(-1) / largest).clamp(min=LEAST_SCALE)
     return (x / scale[..., None]).to(E4M3), scale
 
 

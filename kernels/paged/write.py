@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import gdc_launch_dependents
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ..launch import Launches, dispatch, on_device
 from ..triton.primitives import INTERPRETED, capability, last_contiguous
@@ -35,6 +35,7 @@ def write(k: Tensor, v: Tensor | None, pool: Pool, tables: Tables, tree: Tensor 
     scales = [None, None] if not pool.quantized else [pool.k_scale, None if shared else pool.v_scale]
     of_values = (*(x for x in scales if x is not None), *(() if shared else (v, pool.v)))
     tensors = [k, pool.k, pool.positions, tables.write, tables.position, *of_values, *(() if tree is None else (tree,))]
+    early = capability(k.device) >= (9, 0)
     with on_device(k):
         if _launches.again(key, tensors):
             return
@@ -43,7 +44,7 @@ def write(k: Tensor, v: Tensor | None, pool: Pool, tables: Tables, tree: Tensor 
             pool.k, None if shared else pool.v, pool.k.stride(0), pool.k.stride(1), pool.v.stride(0), pool.v.stride(1),
             *scales, pool.k.shape[1], pool.positions, tables.write, tables.position, tree,
             NEW=new, DIM=dim, DIM_P2=padded(dim), DIM_V=v.shape[-1], DIM_V_P2=padded(v.shape[-1]),
-            EARLY=capability(k.device) >= (9, 0), num_warps=1,
+            EARLY=early, num_warps=1, launch_pdl=early,
         )  # fmt: skip
         _launches.remember(key, tensors, launched)
 
@@ -69,6 +70,7 @@ def _write(
     EARLY: tl.constexpr,
 ):  # fmt: skip
     if EARLY:
+        gdc_wait()
         gdc_launch_dependents()  # the attending kernel may begin; it waits for this one before it reads the new tokens
     token, h = tl.program_id(0), tl.program_id(1).to(tl.int64)
     b, new = (token // NEW).to(tl.int64), token % NEW

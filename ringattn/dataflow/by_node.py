@@ -24,7 +24,7 @@ from torch import Tensor
 from ..kernels.contract import Block, CompletionCounts
 from ..plans import Plan
 from ..relay import Relay
-from ..schedule import head_groups
+from ..schedule import buffer_rows, head_groups
 from ..shape import Shape
 from ..transport import Message
 from ..works import Pending
@@ -93,10 +93,11 @@ def fetch_by_node(call: Call, block: Block, groups: Sequence[slice], relay: Rela
         sends, receives = list[Message](), list[Message]()
         if turn < len(groups):
             shards[turn] = shard = _extended(call, groups[turn], stages)
-            between = stages.network.deliver(shard[: stages.own], shard[stages.own :])
+            outgoing = stages.network.outgoing(shard[: stages.own])
+            between = stages.network.deliver(outgoing, shard[stages.own :])
             sends, receives = sends + between.sends, receives + between.receives
         if turn > 0:
-            inside = stages.node.deliver(shards.pop(turn - 1))
+            inside = stages.node.deliver(stages.node.outgoing(shards.pop(turn - 1)))
             sends, receives = sends + inside.sends, receives + inside.receives
             buffers[turn - 1] = inside.buffer
         return call.plan.transport.start(sends, receives)
@@ -136,7 +137,7 @@ class RelayedGradients(Contributions):
         self.between: Return | None = None
 
     def start(self, wave: int, counts: CompletionCounts | None) -> None:
-        self.inside = self.stages.node.give_back(self.partials.pop(wave))
+        self.inside = self.stages.node.give_back(self.stages.node.unsorted(self.partials.pop(wave)))
         self._start(wave - 1)
 
     def _start(self, summed: int) -> None:
@@ -173,7 +174,7 @@ def relayed_bytes(plan: Plan, relay: Relay, s: Shape, backward: bool) -> int:
     """Return an upper bound on what a call allocates in addition to its inputs and results."""
     rank = plan.rank
     own, extended = relay.own[rank], relay.lengths[rank]
-    fetched = sum(run.length for run in relay.fetches[rank])
+    fetched = buffer_rows(relay.fetches[rank])
     out, sent = (
         sum(run.length for runs in stage for run in runs if run.owner == rank)
         for stage in (relay.fetches, relay.carried)
@@ -189,7 +190,8 @@ def relayed_bytes(plan: Plan, relay: Relay, s: Shape, backward: bool) -> int:
         + (b * (1 + inside) + a) * fetched  # the part attended before is kept until the next one comes
         for a, b, c, d in _neighbours(shares)
     )
-    bound = row_bytes(plan.local_lengths[rank], s, backward) + keys * s.kv_elements * s.itemsize
+    queries = plan.local_lengths[rank]
+    bound = row_bytes(queries, s, backward) + keys * s.kv_elements * s.itemsize
     if backward:
         arriving = out - sum(run.length for run in relay.fetches[rank] if run.owner == rank)
         returning, crosses = (1 + inside) * fetched + arriving, extended + sent
@@ -199,7 +201,8 @@ def relayed_bytes(plan: Plan, relay: Relay, s: Shape, backward: bool) -> int:
         )
         gradients = max(gradients, shares[-1] * (fetched + crosses))
         bound += (own + gradients) * s.kv_elements * s.state_itemsize
-    return round(s.batch * (bound + kernel_bytes(plan, s, fetched, max(shares), backward, len(cut) > 1)))
+    bound += kernel_bytes(plan, s, fetched, max(shares), backward, len(cut) > 1)
+    return round(s.batch * (s.beyond_results(queries, own, bound) if backward else bound))
 
 
 def _neighbours(shares: Sequence[float]) -> Iterator[tuple[float, float, float, float]]:

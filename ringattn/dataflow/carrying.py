@@ -19,13 +19,13 @@ from ..peer.pull import FetchBuffers, Pattern
 from ..peer.push import GradientBuffers, Push
 from ..plans import Plan
 from ..relay import Relay
-from ..schedule import Fetch, head_groups, waves
+from ..schedule import Fetch, buffer_rows, head_groups, waves
 from ..shape import Shape
 from ..transport import Message
 from .by_node import network_routes
 from .contract import Call, is_union, piece_elements, walk_bytes
 from .gathered import gathered_block
-from .messages import row_bytes
+from .messages import many_runs, row_bytes
 from .parts import Part
 
 
@@ -46,7 +46,7 @@ def carried(call: Call, link: Link, relay: Relay, backward: bool) -> Carried:
 
 def _waves(plan: Plan, s: Shape, backward: bool) -> list[slice]:
     """Return groups of heads, of which two fit into ``plan.buffer_bytes``."""
-    keys = plan.once("most keys", lambda: max(sum(run.length for run in runs) for runs in plan.fetches))
+    keys = plan.once("most keys", lambda: max(map(buffer_rows, plan.fetches)))
     head_bytes = s.batch * keys * (s.head_dim + s.value_dim) * (s.itemsize + s.state_itemsize * backward)
     fits = waves(s.kv_heads, head_bytes, plan.buffer_bytes)
     count = max(1, s.kv_heads // 2) if len(fits) == 1 else fits[0].stop
@@ -76,11 +76,18 @@ def pattern(rank: int, relay: Relay) -> Pattern:
 def fetch_carried(call: Call, block: Block, way: Carried) -> Iterator[Part]:
     """Yield one part per wave; the next ones arrive while a part is used."""
     k, v, plan, (link, relay, cut, pattern) = call.k, call.v, call.plan, way
+    routes = network_routes(plan, relay, k.device)
     key = ("fetch buffers", plan.handle, *(wave.stop for wave in cut), k.shape, v.shape, k.dtype)
     buffers = link.prepare(key, lambda: FetchBuffers(link, k, v, pattern, cut))
 
     def move(shard: Tensor, heads: slice) -> None:
-        plan.transport.start(*_messages(plan, relay, shard[:, heads])).wait()
+        if routes.leaving is None:
+            plan.transport.start(*_messages(plan, relay, shard[:, heads])).wait()
+            return
+        rows, own = shard[:, heads].permute(2, 0, 1, 3), relay.own[plan.rank]
+        delivery = routes.deliver(routes.outgoing(rows[:own]).contiguous())
+        plan.transport.start(delivery.sends, delivery.receives).wait()
+        rows[own:].copy_(delivery.buffer)
 
     pull = CarriedPull(link, buffers, k, v, move)
     per_kv = call.q.shape[2] // k.shape[2]
@@ -95,7 +102,8 @@ def fetch_carried(call: Call, block: Block, way: Carried) -> Iterator[Part]:
 
 
 def _messages(plan: Plan, relay: Relay, shard: Tensor) -> tuple[list[Message], list[Message]]:
-    """Return the messages between nodes: runs of rows of extended shards, (batch, heads, tokens, both head dims)."""
+    """Return the messages between nodes where runs are few: rows of extended shards, (batch, heads, tokens, both head
+    dims), from their place to their place, for each head."""
     rank, own = plan.rank, relay.own[plan.rank]
 
     def rows(first: int, length: int) -> list[Tensor]:
@@ -172,7 +180,7 @@ def carried_bytes(plan: Plan, relay: Relay, s: Shape, backward: bool) -> int:
     """Return what is allocated: memory that the node shares, for this rank's own keys and those that it carries, and
     the receive buffer; in the backward contributions and their sums."""
     rank, longest = plan.rank, max(relay.lengths)
-    fetched = sum(run.length for run in relay.fetches[rank])
+    fetched = buffer_rows(relay.fetches[rank])
     queries, token = plan.local_lengths[rank], s.batch * (s.head_dim + s.value_dim)  # elements of one key head
 
     def heads_of(cut: list[slice]) -> tuple[int, int]:
@@ -185,10 +193,12 @@ def carried_bytes(plan: Plan, relay: Relay, s: Shape, backward: bool) -> int:
     buffered = max(resident, heads_of(_waves(plan, s, False))[1])  # the buffer stays as large as the forward made it
     total = s.batch * row_bytes(queries, s, backward)
     total += (2 * s.kv_heads * longest + buffered * fetched) * token * s.itemsize
+    from_others = sum(run.length for runs in relay.carried for run in runs if run.owner == rank)
+    if many_runs(relay.carried):  # what leaves and what arrives in a wave
+        total += heads * (from_others + relay.lengths[rank] - relay.own[rank]) * token * s.itemsize
     walked = [gathered_block(plan)] if is_union(plan) else []
     if backward:
         total += (max(map(len, relay.nodes)) - 1) * heads * longest * token * s.state_itemsize  # what others push
-        from_others = sum(run.length for runs in relay.carried for run in runs if run.owner == rank)
         sums = min(2, len(cut)) * heads * (relay.lengths[rank] + from_others) * token
         piece = s.batch * piece_elements(plan, s, queries, fetched, heads)
         walk = s.batch * walk_bytes(s, walked) * heads // s.kv_heads

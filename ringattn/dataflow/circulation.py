@@ -9,14 +9,14 @@
 Which shard is on which rank at which step is decided in :mod:`ringattn.schedule`; nothing here branches on ranks.
 
 Memory in addition to the rank's own shard: the shard on this rank and the one arriving, and contributions: the one just
-made, the sum so far that arrives, the last one that leaves, and those that have come home.
+made, the sum so far that arrives, the last one that leaves, and those that have come home. :func:`moments` counts them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Generic, TypeVar, cast
+from typing import Generic, NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -101,8 +101,8 @@ class Circulation(Generic[S]):
                         self.home, leaving = leaving, None
                     self.home = self._sum(self.home, coming_home)
                 del so_far, coming_home  # added up; the next step makes others
-            if arriving is not None:
-                self._current = arriving
+            # Without an arriving shard the last one is not needed any more: its memory is free in the hops home.
+            self._current = cast(S, arriving)
         del self._current
 
     def _sum(self, a: Tensors | None, b: Tensors | None) -> Tensors | None:
@@ -141,6 +141,50 @@ class Visit(Generic[S]):
     def give(self, contribution: Tensors) -> None:
         """Send a contribution to the owner, on the way of the shard."""
         self.circulation._new = contribution
+
+
+class Moment(NamedTuple):
+    """What a circulation holds at the end of a step's computation, or while contributions are added, in tokens.
+
+    Attributes:
+        t: the step.
+        computing: this rank computes in it.
+        shards: of other ranks, held or arriving.
+        contributions: to all shards.
+        added: those that are added to others.
+    """
+
+    t: int
+    computing: bool
+    shards: int
+    contributions: int
+    added: int
+
+
+def moments(plan: Plan, lengths: tuple[int, ...], contributes: bool) -> Iterator[Moment]:
+    """Yield the moments in which a circulation on the plan's rank may hold most, in the order of :class:`Circulation`.
+
+    Args:
+        lengths: as for :class:`Circulation`.
+        contributes: contributions travel.
+    """
+    steps = plan.steps if contributes else plan.steps[:-1]
+    held = leaving = home = 0
+
+    def of(owner: int | None, there: bool) -> int:
+        return contributes * there * lengths[owner or 0]
+
+    for t, step in enumerate(steps):
+        arriving = 0 if step.shard_from is None else lengths[steps[t + 1].owner or 0]
+        so_far, new = of(step.owner, step.part_from is not None), of(step.owner, step.compute)
+        coming_home = of(plan.rank, step.home_from is not None)
+        everything = home + leaving + so_far + coming_home + new
+        yield Moment(t, step.compute, held + arriving, everything, min(so_far, new))
+        leaving = max(so_far, new)
+        if step.owner == plan.rank:
+            home, leaving = leaving, 0
+        yield Moment(t, False, held + arriving, home + leaving + coming_home, min(home, coming_home))
+        home, held = max(home, coming_home), arriving
 
 
 def _to(peer: int | None, tensors: Tensors | None) -> list[Message]:

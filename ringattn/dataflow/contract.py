@@ -130,7 +130,8 @@ class Dataflow:
         return [shape.batch * (a * shard + b * contribution) for a, b in zip(*self.traffic(plan, rank), strict=True)]
 
     def memory_bytes(self, plan: Plan, shape: Shape, backward: bool) -> int:
-        """Return the predicted peak of bytes on the plan's rank in addition to inputs and results."""
+        """Return the predicted peak of bytes on the plan's rank in addition to inputs and results; in the backward
+        inputs are also out, lse and dout, and results are the gradients in the dtype of the inputs."""
         raise NotImplementedError(f"{type(self).__name__} must define memory_bytes()")
 
     def blocks(self, plan: Plan) -> Iterator[tuple[int, Block]]:
@@ -206,18 +207,6 @@ class Dataflow:
         """
         verify.check_schedule(plan.schedule)
         verify.check_coverage(plan, self.blocks(plan))
-
-
-def contributions_at_once(plan: Plan) -> int:
-    """Return the largest number of contributions to shards that are in memory at the same time in one traversal: at
-    their owner, being sent, being received, returning to their owner, and newly computed."""
-    peak, home, leaving = 0, False, False
-    for step in plan.steps:
-        arriving, coming_home = step.part_from is not None, step.home_from is not None
-        peak = max(peak, home + leaving + arriving + coming_home + step.compute)
-        at_home, new = step.owner == plan.rank, arriving or step.compute
-        leaving, home = new and not at_home, home or coming_home or (new and at_home)
-    return peak
 
 
 def piece_elements(plan: Plan, shape: Shape, queries: int, keys: int, kv_heads: int) -> int:

@@ -1,7 +1,7 @@
 """How keys and values arrive in the dataflow "gather", and how their gradients leave.
 
 A rank's buffer is a list of :class:`~ringattn.schedule.Fetch`: runs of neighbouring tokens of one owner, sorted by
-position, one after another. They come by copy engines between the GPUs of one host (:mod:`ringattn.peer`), if runs do
+position. They come by copy engines between the GPUs of one host (:mod:`ringattn.peer`), if runs do
 not interleave (as those of a striped layout do); by messages (:mod:`.messages`); or by messages that cross the network
 once for each node (:mod:`.by_node`).
 """
@@ -15,7 +15,7 @@ from ..peer.memory import Link
 from ..peer.pull import FetchBuffers, Pattern, Pull
 from ..peer.push import GradientBuffers, Push
 from ..plans import Plan
-from ..schedule import head_groups, waves
+from ..schedule import buffer_rows, head_groups, waves
 from ..trace import named
 from .by_node import RelayedGradients, fetch_by_node
 from .carrying import PushedToCarriers, carried, fetch_carried
@@ -29,7 +29,7 @@ def head_waves(call: Call, backward: bool) -> list[slice]:
     """Return the key heads that are in memory together, for the rank with the largest buffer: keys and values, in the
     backward also their gradients."""
     plan, k, v = call.plan, call.k, call.v
-    keys = plan.once("most keys", lambda: max(sum(run.length for run in runs) for runs in plan.fetches))
+    keys = plan.once("most keys", lambda: max(map(buffer_rows, plan.fetches)))
     itemsize = k.element_size() + (max(4, k.element_size()) if backward else 0)
     head_bytes = k.shape[0] * keys * (k.shape[3] + v.shape[3]) * itemsize
     return waves(k.shape[2], head_bytes, plan.buffer_bytes)

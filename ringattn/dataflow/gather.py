@@ -6,7 +6,8 @@
 
 Because the keys lie in the order of their positions, the mask is still one interval per query, and a query's state
 never leaves the kernel: there is nothing to carry and nothing to merge. Runs of positions that no query of this rank
-sees are not fetched; with a zigzag layout and a causal mask that is a quarter of all keys.
+sees are not fetched; with a zigzag layout and a causal mask that is a quarter of all keys. Documents may be some rows
+apart, so that tiles of keys begin where tiles of queries do (:mod:`ringattn.alignment`).
 
 Heads are independent, so the work is cut by heads:
 
@@ -33,7 +34,7 @@ import torch
 from .. import verify
 from ..kernels.contract import Block, CompletionCounts, Keys, Queries, Result
 from ..plans import Plan
-from ..schedule import head_groups, waves
+from ..schedule import buffer_rows, head_groups, waves
 from ..shape import Shape
 from ..trace import named
 from .by_node import relayed_bytes
@@ -69,7 +70,7 @@ class Gather(Dataflow):
                 out = q.new_empty((*q.shape[:3], call.v.shape[3]))
                 result = Result(out, done.lse.new_empty((q.shape[0], q.shape[2], q.shape[1])))
             part.queries(result.out, 2)[:], part.queries(result.lse, 1)[:] = done
-            del done  # before the next part's are made
+            del done, part  # before the next part's are made
         return call.no_keys() if result is None else result
 
     def backward(self, call: Call, queries: Queries) -> Gradients:
@@ -104,12 +105,15 @@ class Gather(Dataflow):
                     into=into,
                     counters=None if count is None else home.counters(part.wave, count),
                 )
+            del into
             if part.last:
+                del dk, dv  # leaving them may take a copy
                 if leaving is not None:
                     home.finish(leaving)
                 with named("wave", part.wave, "push"):
                     home.start(part.wave, count)
                 leaving = part.wave
+            del part  # its keys, before the next ones are fetched
         assert leaving is not None
         with named("wave", leaving, "land"):
             home.finish(leaving)
@@ -173,8 +177,7 @@ def _traffic(plan: Plan) -> list[Traffic]:
 
 def _pulled_bytes(plan: Plan, s: Shape, backward: bool) -> int:
     runs = plan.fetches
-    fetched = sum(run.length for run in runs[plan.rank])
-    largest = max(sum(run.length for run in theirs) for theirs in runs)
+    fetched, largest = buffer_rows(runs[plan.rank]), max(map(buffer_rows, runs))
     queries, longest = plan.local_lengths[plan.rank], max(plan.local_lengths_k)
     token = s.batch * (s.head_dim + s.value_dim)  # elements of one key head
 

@@ -8,6 +8,7 @@ from .. import blocks
 from ..kernels.contract import Block
 from ..plans import Plan
 from ..relay import Relay, relay, relays
+from ..schedule import buffer_rows, gaps
 
 
 def interleaved(plan: Plan) -> bool:
@@ -33,8 +34,13 @@ def gathered_block(plan: Plan, rank: int | None = None) -> Block:
 
     def make() -> Block:
         # A segment per run, so that a tile of keys has one owner; interleaved runs are one segment.
-        lengths = tuple(run.length for run in plan.fetches[rank])
-        return plan.make_block(rank, fetched_keys(plan, rank), (sum(lengths),) if interleaved(plan) else lengths)
+        runs, total = plan.fetches[rank], buffer_rows(plan.fetches[rank])
+        if interleaved(plan):
+            return plan.make_block(rank, fetched_keys(plan, rank), (total,))
+        edges = [0, *(run.first for run in runs[1:]), total] if runs else []  # space belongs to the run before
+        lengths = tuple(b - a for a, b in itertools.pairwise(edges))
+        rows = [run.first for run in runs] if gaps(runs) else None
+        return plan.make_block(rank, fetched_keys(plan, rank), lengths, rows)
 
     return plan.once(("gathered", rank), make)
 

@@ -19,7 +19,7 @@ from .. import blocks
 from ..kernels.contract import Block, CompletionCounts, Keys
 from ..kernels.upload import upload
 from ..plans import Plan
-from ..schedule import Fetch, head_groups
+from ..schedule import Fetch, buffer_rows, head_groups
 from ..shape import Shape
 from ..transport import Message
 from ..works import Pending
@@ -56,40 +56,51 @@ class Routes(NamedTuple):
     Args:
         rank: that of this process.
         leaving: index into this rank's shard that collects what leaves; None where it leaves from its place.
-        order: index that sorts what has arrived by position; None where it is sorted.
-        back: index that takes what is sorted to the order in which it arrived; None where that is the same.
+        places: the row of the buffer for each row that arrives; None where it arrives in its place.
         out: rows of what leaves, with the rank that gets them, ranks in order; its own rows among them.
         into: rows of what arrives, with the rank that they come from.
+        rows: of the buffer. Those to which nothing comes are zero.
     """
 
     rank: int
     leaving: Tensor | None
-    order: Tensor | None
-    back: Tensor | None
+    places: Tensor | None
     out: list[tuple[int, slice]]
     into: list[tuple[int, slice]]
+    rows: int
 
-    def deliver(self, local: Tensor, buffer: Tensor | None = None) -> Delivery:
-        """Return the messages that take rows of ``local``, this rank's, to others, and theirs into the buffer."""
-        local = local.contiguous() if self.leaving is None else local[self.leaving]
+    # What copies its argument is a method of its own, so that the argument is freed before the next buffer is made. A
+    # callee cannot do that: where the interpreter has a hook for frames (Dynamo's), callers keep their arguments alive.
+
+    def outgoing(self, local: Tensor) -> Tensor:
+        """Return the rows of this rank's shard that leave."""
+        return local.contiguous() if self.leaving is None else local[self.leaving]
+
+    def deliver(self, outgoing: Tensor, buffer: Tensor | None = None) -> Delivery:
+        """Return the messages that take what :meth:`outgoing` returns to others, and theirs into the buffer."""
         if buffer is None:
-            buffer = local.new_empty((sum(rows.stop - rows.start for _, rows in self.into), *local.shape[1:]))
-        own = [local[rows] for visitor, rows in self.out if visitor == self.rank]
+            arriving = sum(rows.stop - rows.start for _, rows in self.into)
+            make = outgoing.new_empty if self.places is not None or arriving == self.rows else outgoing.new_zeros
+            buffer = make((arriving if self.places is not None else self.rows, *outgoing.shape[1:]))
+        own = [outgoing[rows] for visitor, rows in self.out if visitor == self.rank]
         for x, (_, rows) in zip(own, (route for route in self.into if route[0] == self.rank), strict=True):
             buffer[rows].copy_(x)
-        sends = [(local[rows], visitor) for visitor, rows in self.out if visitor != self.rank]
+        sends = [(outgoing[rows], visitor) for visitor, rows in self.out if visitor != self.rank]
         receives = [(buffer[rows], owner) for owner, rows in self.into if owner != self.rank]
         return Delivery(sends, receives, buffer)
 
-    def sorted(self, buffer: Tensor) -> Tensor:
-        """Return rows that have arrived in the order of positions."""
-        return buffer if self.order is None else buffer[self.order]
+    def sorted(self, arrived: Tensor) -> Tensor:
+        """Return the buffer of the rows that have arrived."""
+        if self.places is None:
+            return arrived
+        return arrived.new_zeros((self.rows, *arrived.shape[1:])).index_copy_(0, self.places, arrived)
+
+    def unsorted(self, partial: Tensor) -> Tensor:
+        """Return contributions to the rows of the buffer in the order in which the rows arrived."""
+        return partial if self.places is None else partial[self.places]
 
     def give_back(self, partial: Tensor) -> Return:
-        """Return the messages that take contributions, in the order of positions, to the ranks that the rows came
-        from."""
-        if self.back is not None:
-            partial = partial[self.back]
+        """Return the messages that take what :meth:`unsorted` returns to the ranks that the rows came from."""
         sends = [(partial[rows], owner) for owner, rows in self.into if owner != self.rank]
         own = iter([partial[rows] for owner, rows in self.into if owner == self.rank])
         pieces = [
@@ -124,7 +135,7 @@ def direct_routes(rank: int, fetches: Sequence[Sequence[Fetch]]) -> Routes:
     out = [(visitor, run) for visitor, runs in enumerate(fetches) for run in runs if run.owner == rank]
     sent = [(visitor, slice(run.offset, run.offset + run.length)) for visitor, run in out]
     arrives = [(run.owner, slice(run.first, run.first + run.length)) for run in fetches[rank]]
-    return Routes(rank, None, None, None, sent, arrives)
+    return Routes(rank, None, None, sent, arrives, buffer_rows(fetches[rank]))
 
 
 def collected_routes(
@@ -143,11 +154,13 @@ def collected_routes(
     arrives = _joined([(run.owner, run.length) for run in runs])
     if keys is None:
         (leaving,) = upload((leaving,), device)
-        return Routes(rank, leaving, None, None, sent, arrives)
+        return Routes(rank, leaving, None, sent, arrives, buffer_rows(runs))
     by_owner = sorted(zip(fetches[rank], keys, strict=True), key=lambda pair: pair[0].owner)
     order = blocks.positions([positions for _, positions in by_owner]).argsort()
-    leaving, order, back = upload((leaving, order, order.argsort()), device)
-    return Routes(rank, leaving, order, back, sent, arrives)
+    places = torch.empty_like(order)
+    places[order] = blocks.positions([range(run.first, run.first + run.length) for run in fetches[rank]]).long()
+    leaving, places = upload((leaving, places), device)
+    return Routes(rank, leaving, places, sent, arrives, buffer_rows(fetches[rank]))
 
 
 def _joined(lengths: Iterable[tuple[int, int]]) -> list[tuple[int, slice]]:
@@ -181,16 +194,19 @@ def fetch_by_messages(call: Call, block: Block, groups: Sequence[slice]) -> Iter
     routes = _routes(call.plan, call.k.device)
 
     def start(heads: slice) -> tuple[Pending, Tensor]:
-        delivery = routes.deliver(torch.cat([call.k[:, :, heads], call.v[:, :, heads]], -1).transpose(0, 1))
+        outgoing = routes.outgoing(torch.cat([call.k[:, :, heads], call.v[:, :, heads]], -1).transpose(0, 1))
+        delivery = routes.deliver(outgoing)
         return call.plan.transport.start(delivery.sends, delivery.receives), delivery.buffer
 
-    pending = start(groups[0])
+    started = [start(groups[0])]
     for i in range(len(groups)):
-        moving, buffer = pending
+        moving, buffer = started.pop()
         moving.wait()
+        rows = routes.sorted(buffer)
+        del buffer  # before the next one is made
         if i + 1 < len(groups):
-            pending = start(groups[i + 1])
-        yield part_of(call, block, groups, i, routes.sorted(buffer))
+            started.append(start(groups[i + 1]))
+        yield part_of(call, block, groups, i, rows)
 
 
 def part_of(call: Call, block: Block, groups: Sequence[slice], i: int, rows: Tensor) -> Part:
@@ -214,7 +230,7 @@ class Contributions:
         self.dk = torch.empty(k.shape, dtype=dtype, device=k.device)
         self.dv = torch.empty(v.shape, dtype=dtype, device=v.device)
         self.width = k.shape[3] + v.shape[3]
-        self.keys = sum(run.length for run in self.plan.fetches[self.plan.rank])
+        self.keys = buffer_rows(self.plan.fetches[self.plan.rank])
         self.partials: dict[int, Tensor] = {}
 
     def buffers(self, wave: int) -> tuple[Tensor, Tensor]:
@@ -246,37 +262,89 @@ class SentGradients(Contributions):
         self.routes = _routes(self.plan, call.k.device)
 
     def start(self, wave: int, counts: CompletionCounts | None) -> None:
-        sends, receives, self.arriving = self.routes.give_back(self.partials.pop(wave))
+        sends, receives, self.arriving = self.routes.give_back(self.routes.unsorted(self.partials.pop(wave)))
         self.moving: Pending = self.plan.transport.start(sends, receives)
 
     def finish(self, wave: int) -> None:
         total = self.zeros(wave, self.dk.shape[1])
         self.moving.wait()
         self.routes.add(self.arriving, total)
+        self.arriving = []  # before the next ones are made
         self.store(wave, total)
 
 
+class Sizes(NamedTuple):
+    """The tokens that a rank handles, which decide how much memory a gather by messages takes.
+
+    Attributes:
+        queries, local: of this rank, and its keys.
+        fetched: rows of the buffer: keys of all ranks, its own among them, and space.
+        outgoing: rows of what leaves, also to the rank itself if they are collected.
+        arriving: contributions of other ranks to its keys.
+        sends: something leaves to another rank.
+        collected: the runs from one rank to another are one message.
+    """
+
+    queries: int
+    local: int
+    fetched: int
+    outgoing: int
+    arriving: int
+    sends: bool
+    collected: bool
+
+
 def message_bytes(plan: Plan, s: Shape, backward: bool) -> int:
-    """Return an upper bound on what a call allocates in addition to its inputs and results."""
-    rank, runs = plan.rank, plan.fetches
-    queries, local = plan.local_lengths[rank], plan.local_lengths_k[rank]
-    fetched = sum(run.length for run in runs[rank])
+    """Return what a call allocates in addition to its inputs and results."""
+    rank, runs, device = plan.rank, plan.fetches, plan.transport.device.type
+    own = sum(run.length for run in runs[rank] if run.owner == rank)
     to_this_rank = sum(run.length for theirs in runs for run in theirs if run.owner == rank)
-    groups = head_groups(s.kv_heads, s.q_heads, plan.transport.device.type, backward)
-    part = max(g.stop - g.start for g in groups) / s.kv_heads
-    bound = float(row_bytes(queries, s, backward) + (local + fetched) * s.kv_elements * s.itemsize)
-    if collected(plan):  # what leaves, and what has arrived before it is put in the order of positions
-        bound += part * to_this_rank * s.kv_elements * s.itemsize
-        bound += part * fetched * s.kv_elements * s.itemsize
-    if backward:
-        arriving = to_this_rank - sum(run.length for run in runs[rank] if run.owner == rank)
-        # A group's contributions next to those that its kernel makes, or next to what has arrived and the sum; and
-        # those of the group before, which are on their way.
-        at_once = max(2 * fetched, (1 + collected(plan)) * fetched + arriving + local)
-        earlier = fetched + arriving if len(groups) > 1 else 0
-        gradients = local + part * (at_once + earlier)
-        bound += gradients * s.kv_elements * s.state_itemsize
-    return round(s.batch * (bound + kernel_bytes(plan, s, fetched, part, backward, len(groups) > 1)))
+    local, together = plan.local_lengths_k[rank], collected(plan)
+    fetched = buffer_rows(runs[rank])
+    sizes = Sizes(
+        plan.local_lengths[rank], local, fetched, to_this_rank if together else local, to_this_rank - own,
+        to_this_rank > own, together,
+    )  # fmt: skip
+    groups = head_groups(s.kv_heads, s.q_heads, device, backward)
+    most = max(g.stop - g.start for g in groups) / s.kv_heads
+    kernel = kernel_bytes(plan, s, fetched, most, backward, False)
+    if backward and device == "cpu":  # only the Hopper kernel writes its gradients in their place
+        kernel += most * fetched * s.kv_elements * s.state_itemsize
+    return bytes_of_groups(sizes, s, groups, kernel, backward)
+
+
+def bytes_of_groups(x: Sizes, s: Shape, groups: Sequence[slice], kernel: float, backward: bool) -> int:
+    """Return the peak of a gather by messages in addition to inputs and results: the most of the moments in which keys
+    arrive and gradients leave, group by group of heads.
+
+    Args:
+        kernel: bytes that a kernel needs for itself.
+    """
+    shares = [0.0, *((g.stop - g.start) / s.kv_heads for g in groups), 0.0]
+    key, gradient = s.kv_elements * s.itemsize, s.kv_elements * s.state_itemsize
+    results = x.queries * s.q_heads * (s.value_dim * s.itemsize + s.state_itemsize)
+    collects = max(x.local + x.outgoing, x.outgoing + x.fetched)
+    starts = collects if x.collected else max((1 + (s.batch > 1)) * x.local, x.local + x.fetched)
+    moving = x.sends * x.outgoing + x.fetched
+    moments = [shares[1] * starts * key - (not backward) * results]
+    for i, (before, now, after) in enumerate(zip(shares, shares[1:], shares[2:], strict=False)):
+        arrives = max((1 + x.collected) * now * x.fetched, now * x.fetched + after * starts) * key
+        attends = (now * x.fetched + after * moving) * key
+        if not backward:  # the whole output is made after the first group's
+            some = (len(groups) > 1) * now * results
+            moments += [arrives - (i == 0) * results, attends + some]
+            moments += [attends + kernel + some - (i == 0 and len(groups) > 1) * results]
+            continue
+        flight, made = before * (x.fetched + x.arriving) * gradient, now * x.fetched * gradient
+        moments += [arrives + flight, attends + flight + made + kernel]
+        if i:  # the sums of the group before
+            moments += [attends + flight + made + before * x.local * gradient]
+        moments += [attends + now * (x.fetched + max(x.collected * x.fetched, x.arriving)) * gradient]
+    if not backward:
+        return round(s.batch * max(0.0, *moments))
+    moments += [shares[-2] * (x.fetched + x.arriving + x.local) * gradient]
+    peak = max(moments) + row_bytes(x.queries, s, backward) + x.local * gradient
+    return round(s.batch * s.beyond_results(x.queries, x.local, peak))
 
 
 def kernel_bytes(plan: Plan, s: Shape, fetched: int, part: float, backward: bool, grouped: bool) -> float:

@@ -13,8 +13,8 @@ from ..kernels.contract import Keys, Queries, Result
 from ..partial import Partial
 from ..plans import Plan
 from ..shape import Shape
-from .circulation import Circulation, Contribution, Tensors, add_gradients
-from .contract import Call, Dataflow, Gradients, contributions_at_once, own_blocks, piece_elements, walk_bytes
+from .circulation import Circulation, Contribution, Tensors, add_gradients, moments
+from .contract import Call, Dataflow, Gradients, own_blocks, piece_elements, walk_bytes
 
 
 class Reduce(Dataflow):
@@ -66,17 +66,28 @@ class Reduce(Dataflow):
     def memory_bytes(self, plan: Plan, shape: Shape, backward: bool) -> int:
         """Return the peak in addition to inputs and results: shards held and arriving; contributions; in the backward
         dk and dv twice, and two numbers per row."""
-        s, steps = shape, len(plan.steps) - 1
-        queries, keys = max(plan.local_lengths), plan.local_lengths_k[plan.rank]
-        shard, contribution = self.token_bytes(s, backward)
-        total = queries * (2 * (steps > 1) * shard + contributions_at_once(plan) * contribution)
+        s, queries, keys = shape, plan.local_lengths[plan.rank], plan.local_lengths_k[plan.rank]
+        shard, part = self.token_bytes(s, backward)
+        gradients = keys * s.kv_elements * s.state_itemsize * backward
+        scratch = 0
         if backward:
-            total += 2 * keys * s.kv_elements * s.state_itemsize
-            total += 2 * plan.local_lengths[plan.rank] * s.q_heads * s.state_itemsize
-            longest = max(plan.local_lengths_k)
-            total += piece_elements(plan, s, queries, longest, s.kv_heads) * s.state_itemsize
-            total += walk_bytes(s, own_blocks(plan, True))
-        return s.batch * total
+            longest, most = max(plan.local_lengths), max(plan.local_lengths_k)
+            scratch = piece_elements(plan, s, longest, most, s.kv_heads) * s.state_itemsize
+            scratch += walk_bytes(s, own_blocks(plan, True))
+        peak, computed = 0, False
+        for moment in moments(plan, plan.local_lengths, True):
+            kept = gradients * (1 + (computed and moment.computing))
+            # Sums of states need reference points and scales of both.
+            sums = moment.added * 5 * s.q_heads * s.state_itemsize * (not backward)
+            held = moment.shards * shard + moment.contributions * part + kept + sums
+            peak, computed = max(peak, held + moment.computing * scratch), computed or moment.computing
+        if backward:
+            rows = 2 * queries * s.q_heads * s.state_itemsize
+            return round(s.batch * s.beyond_results(queries, keys, rows + peak))
+        results = queries * s.q_heads * (s.value_dim * s.itemsize + s.state_itemsize)
+        # In the end the sum is there next to the results, and to the quotient that is cast.
+        o = queries * s.q_heads * s.value_dim * s.state_itemsize
+        return s.batch * max(peak - results, queries * s.state_elements * s.state_itemsize + o)
 
 
 def _add_states(a: Tensors, b: Tensors) -> Tensors:

@@ -47,8 +47,8 @@ from ..kernels.contract import Keys, Queries, Result
 from ..partial import Partial
 from ..plans import Plan
 from ..shape import Shape
-from .circulation import Circulation, Contribution, add_gradients
-from .contract import Call, Dataflow, Gradients, contributions_at_once, is_union, own_blocks, piece_elements, walk_bytes
+from .circulation import Circulation, Contribution, add_gradients, moments
+from .contract import Call, Dataflow, Gradients, is_union, own_blocks, piece_elements, walk_bytes
 
 
 class Ring(Dataflow):
@@ -86,20 +86,23 @@ class Ring(Dataflow):
     def memory_bytes(self, plan: Plan, shape: Shape, backward: bool) -> int:
         """Return the peak in addition to inputs and results: shards held and arriving; in the forward the state; in the
         backward contributions, dq, and two numbers per row."""
-        s, steps = shape, len(plan.steps) - 1
-        queries, keys = plan.local_lengths[plan.rank], max(plan.local_lengths_k)
-        shards = 2 if steps > 1 else 0
-        if not backward:
-            shard = keys * s.kv_elements * s.itemsize
-            state = (steps > 1 or is_union(plan)) * queries * s.state_elements * s.state_itemsize
-            last = max((t for t, step in enumerate(plan.steps) if step.compute), default=0)
-            if plan.steps[last].shard_from is not None:  # on its way through this rank
-                return s.batch * (shards * shard + state)
-            # The results are made in this step, in which no shard arrives.
-            results = queries * s.q_heads * (s.value_dim * s.itemsize + s.state_itemsize)
-            return s.batch * max(shards * shard + state - results, (shards > 0) * shard + state)
-        contributions = contributions_at_once(plan) * s.state_itemsize
-        travelling = keys * s.kv_elements * (shards * s.itemsize + contributions)
-        local = queries * s.q_heads * (s.head_dim + 2) * s.state_itemsize
-        piece = piece_elements(plan, s, queries, keys, s.kv_heads) * s.state_itemsize
-        return s.batch * (travelling + local + piece + walk_bytes(s, own_blocks(plan, False)))
+        s, queries, lengths = shape, plan.local_lengths[plan.rank], plan.local_lengths_k
+        shard, part = s.kv_elements * s.itemsize, s.kv_elements * s.state_itemsize
+        if backward:
+            piece = piece_elements(plan, s, queries, max(lengths), s.kv_heads) * s.state_itemsize
+            scratch = piece + walk_bytes(s, own_blocks(plan, False))
+            rows = queries * s.q_heads * (s.head_dim + 2) * s.state_itemsize
+            peak = max(
+                moment.shards * shard + moment.contributions * part + moment.computing * scratch
+                for moment in moments(plan, lengths, True)
+            )
+            return round(s.batch * s.beyond_results(queries, lengths[plan.rank], rows + peak))
+        computing = [t for t, step in enumerate(plan.steps) if step.compute]
+        carried = queries * s.state_elements * s.state_itemsize
+        results = queries * s.q_heads * (s.value_dim * s.itemsize + s.state_itemsize)
+        first, last = (computing[0], computing[-1]) if computing else (0, 0)
+        peak = 0
+        for moment in moments(plan, lengths, False):
+            state = carried * (first <= moment.t <= last and (first < last or is_union(plan)))
+            peak = max(peak, moment.shards * shard + state - results * (moment.t < last))
+        return s.batch * peak

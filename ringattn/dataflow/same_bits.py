@@ -153,7 +153,7 @@ class SameBits(Dataflow):
         gradients = keys * s.kv_elements * s.state_itemsize
         theirs = _moved(plan, of_queries(plan)) * _query_bytes(s) * share + gradients * share
         rows = queries * s.q_heads * (s.head_dim + 2) * s.state_itemsize
-        return round(s.batch * (max(peak, theirs) + rows + gradients))
+        return round(s.batch * s.beyond_results(queries, keys, max(peak, theirs) + rows + gradients))
 
     def meetings(self, plan: Plan) -> list[str]:
         def text(spans: tuple[range, ...]) -> str:

@@ -231,29 +231,30 @@ def relayed(plan: Plan, tiles: tuple[Tiles, ...]) -> Relay | None:
     """Return how tokens cross the network once for each node (:mod:`ringattn.relay`), None where nodes do not matter.
     Its runs are in the order of the tiles', and their rows without the space between."""
 
-    def make() -> Relay:
-        return relay(fetches_of(tiles), [theirs.held for theirs in tiles], plan.nodes)
+    def make() -> tuple[Relay, object]:
+        return relay(fetches_of(tiles), [theirs.held for theirs in tiles], plan.nodes), tiles
 
-    return plan.once(("relay", tiles), make) if relays(plan.nodes) else None
+    return plan.once(("relay", id(tiles)), make)[0] if relays(plan.nodes) else None  # by identity, see stages()
 
 
 def stages(plan: Plan, tiles: tuple[Tiles, ...]) -> list[Stage]:
     """Return the exchanges of a gather: one, or one between nodes and then, of what is there, one inside of them."""
-    rows = tuple(theirs.rows for theirs in tiles)
-    by_node = relayed(plan, tiles)
-    if by_node is None:
-        return [Stage(tuple(theirs.runs for theirs in tiles), rows)]
 
-    def make(by_node: Relay = by_node) -> list[Stage]:
+    def make() -> tuple[list[Stage], object]:
+        rows, by_node = tuple(theirs.rows for theirs in tiles), relayed(plan, tiles)
+        if by_node is None:
+            return [Stage(tuple(theirs.runs for theirs in tiles), rows)], tiles
         between = tuple(tuple(Run(r.owner, r.offset, r.length, r.first, 1) for r in runs) for runs in by_node.carried)
         inside = tuple(
             tuple(run._replace(owner=r.owner, offset=r.offset) for run, r in zip(theirs.runs, runs, strict=True))
             for theirs, runs in zip(tiles, by_node.fetches, strict=True)
         )
         carried = tuple(length - own for length, own in zip(by_node.lengths, by_node.own, strict=True))
-        return [Stage(between, carried), Stage(inside, rows)]
+        return [Stage(between, carried), Stage(inside, rows)], tiles
 
-    return plan.once(("stages", tiles), make)
+    # By identity, because a hash of all runs takes as long as a launch. What is kept keeps the tiles: no others get
+    # their id.
+    return plan.once(("stages", id(tiles)), make)[0]
 
 
 def gather(plan: Plan, tensors: Sequence[Tensor], tiles: tuple[Tiles, ...]) -> list[Tensor]:

@@ -109,36 +109,39 @@ def decode(
         transport.refuse("decode()", error)
         raise  # a RuntimeError, of a step that cannot be used, is raised by all ranks: they have the same books
     try:
-        dtype = pool.accepts(autocast_dtype(q.device) or q.dtype)
-        if q.dtype != dtype and autocast_dtype(q.device) == dtype:
+        cast = autocast_dtype(q.device)
+        if cast is not None and cast != q.dtype and cast == pool.accepts(cast):
             q, k, v = as_autocast(q, k, k if v is None else v)
-        _check(q, k, v, (step.batch, step.new_tokens), pool)
-        check_score(q, softcap, alibi_slopes, sink, score_mod)
-        if tree is not None:
-            _check_tree(tree, q, window)
-        if heads not in HEADS:
-            raise ValueError(f"heads={heads!r} is unknown; use one of {', '.join(map(repr, HEADS))}")
-        tile = tile_size(pool.page_size)
-        if fixed_split < 0 or fixed_split % tile:
-            raise ValueError(
-                f"fixed_split is {fixed_split}; it must be a multiple of {tile} for pages of {pool.page_size}"
-            )
+        # The checks and the choice of a kernel take half as long as all of the rest: repeated calls skip them.
+        kind = (
+            "decode", kernel, heads, softcap, fixed_split, q.dtype, k.dtype, q.shape, k.shape, q.device, k.device,
+            type(q), type(k), type(v), None if v is None else (v.dtype, v.shape, v.device), pool.k.shape,
+            softmax_scale is None or softmax_scale > 0,
+        )  # fmt: skip
+        usual = alibi_slopes is None and sink is None and tree is None and score_mod is None
+        checked = tables.memo.get(kind) if usual else None
+        if checked is None:
+            _check(q, k, v, (step.batch, step.new_tokens), pool)
+            check_score(q, softcap, alibi_slopes, sink, score_mod)
+            if tree is not None:
+                _check_tree(tree, q, window)
+            _check_names(heads, fixed_split, pool)
         if alibi_slopes is not None:  # kernels read them as they accumulate
             alibi_slopes = alibi_slopes.to(accumulation_dtype(q)).contiguous()
         scale = q.shape[-1] ** -0.5 if softmax_scale is None else float(softmax_scale)
         score = Score(scale, float(softcap), alibi_slopes, sink if sink is None else sink.contiguous(), score_mod)
         call = Call(tree if tree is None else tree.contiguous(), fixed_split)
-        kind = (
-            "backend", kernel, q.dtype, q.shape, pool.k.shape, scale > 0, alibi_slopes is None, fixed_split,
-            score_mod is None,
-        )  # fmt: skip
-        backend = tables.memo.once(kind, lambda: choose(kernel, q, pool, tables, score, call))
-        if transport.world_size > 1:
-            transport.check_device("q", q)
+        if checked is None:
+            if transport.world_size > 1:
+                transport.check_device("q", q)
+            checked = choose(kernel, q, pool, tables, score, call), f"q={tuple(q.shape)}, {q.dtype}"
+            if usual:
+                tables.memo.put(kind, checked)
+        backend, details = checked
     except Exception as error:
         transport.refuse("decode()", error)
         raise
-    transport.begin("decode()", details=f"layer={layer}, q={tuple(q.shape)}, {q.dtype}")
+    transport.begin("decode()", details=f"layer={layer}, {details}")
     step.compare(q, layer)
     try:
         with no_autocast(q):  # the state is float32, whatever the caller's region says
@@ -147,7 +150,7 @@ def decode(
                 out, lse = cascade.output(backend, q, pool, tables, score, call)
             else:
                 state = backend.attend(q, pool, tables, score, call)
-                out, lse = merged(state, transport, score.sink, dtype, heads, backend)
+                out, lse = merged(state, transport, score.sink, q.dtype, heads, backend)
     except BaseException as error:  # the other ranks wait for this one's state, or are at a later message
         transport.note_failure(error)
         raise
@@ -201,6 +204,14 @@ def _check(q: Tensor, k: Tensor, v: Tensor | None, tokens: tuple[int, int], pool
             )
         if x.device != pool.k.device:
             raise ValueError(f"{name} is on {x.device}, but the cache is on {pool.k.device}; move them to one device")
+
+
+def _check_names(heads: str, fixed_split: int, pool: Pool) -> None:
+    if heads not in HEADS:
+        raise ValueError(f"heads={heads!r} is unknown; use one of {', '.join(map(repr, HEADS))}")
+    tile = tile_size(pool.page_size)
+    if fixed_split < 0 or fixed_split % tile:
+        raise ValueError(f"fixed_split is {fixed_split}; it must be a multiple of {tile} for pages of {pool.page_size}")
 
 
 def _check_tree(tree: Tensor, q: Tensor, window: int) -> None:

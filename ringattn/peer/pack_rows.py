@@ -3,6 +3,7 @@ head_dim_v), in Triton: some runs of tokens, each to its place."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -35,18 +36,30 @@ class RunTable(NamedTuple):
     runs: Tensor
 
 
-def run_table(runs: Sequence[tuple[int, int, int]], tokens: int, device: torch.device) -> RunTable:
+def run_table(
+    runs: Sequence[tuple[int, int, int]],
+    tokens: int,
+    device: torch.device,
+    zeros: Sequence[tuple[int, int]] = (),
+) -> RunTable:
     """Return disjoint runs of ``tokens`` tokens, each (offset, length, first place), for :func:`pack_rows`.
 
     Call it outside of CUDA-graph capture: a table is copied from the host.
+
+    Args:
+        zeros: places (first, past) that become zero: runs of tokens past the last one.
     """
+    lengths = [past - first for first, past in zeros]
+    offsets = itertools.accumulate(lengths, initial=tokens)
+    runs = [*runs, *((at, n, first) for at, n, (first, _) in zip(offsets, lengths, zeros, strict=False))]
     numbers = np.array(runs, dtype=np.int32).reshape(-1, 3)
-    edges, index = tile_lists([(offset, offset + length) for offset, length, _ in runs], tokens, _TOKENS)
+    spans = [(offset, offset + length) for offset, length, _ in runs]
+    edges, index = tile_lists(spans, tokens + sum(lengths), _TOKENS)
     return RunTable(*upload((torch.from_numpy(edges), torch.from_numpy(numbers[index])), device))
 
 
 def pack_rows(k: Tensor, v: Tensor, into: Tensor, table: RunTable) -> None:
-    """Write some runs of tokens of k and v to their places in ``into``.
+    """Write some runs of tokens of k and v, and zeros, to their places in ``into``.
 
     Args:
         k, v: (batch, tokens, heads, head_dim) and (..., head_dim_v), the last dimension contiguous.
@@ -56,27 +69,26 @@ def pack_rows(k: Tensor, v: Tensor, into: Tensor, table: RunTable) -> None:
     batch, tokens, heads, dim = k.shape
     if not k.numel() or not into.numel():
         return
-    places = into.shape[2]
-    key = (k.device, k.dtype, v.dtype, k.shape, k.stride(), v.shape, v.stride(), places)
+    places, tiles = into.shape[2], table.edges.shape[0] - 1
+    key = (k.device, k.dtype, v.dtype, k.shape, k.stride(), v.shape, v.stride(), places, tiles)
     tensors, unit = [k, v, into, *table], stride_unit(k, v)
     with on_device(k):
         if _launches.again(key, tensors):
             return
         launched = dispatch(
-            _pack_rows, (heads * triton.cdiv(tokens, _TOKENS) * batch,), k, *strides_in(unit, k),
-            v, *strides_in(unit, v), into, *table, tokens, heads, places, dim, v.shape[3],
+            _pack_rows, (heads * tiles * batch,), k, *strides_in(unit, k),
+            v, *strides_in(unit, v), into, *table, tokens, tiles, heads, places, dim, v.shape[3],
             DIM=triton.next_power_of_2(dim), DIM_V=triton.next_power_of_2(v.shape[3]), TOKENS=_TOKENS, UNIT=unit,
         )  # fmt: skip
         _launches.remember(key, tensors, launched)
 
 
-@triton.jit(do_not_specialize=["k_b", "k_s", "k_h", "v_b", "v_s", "v_h", "tokens", "heads", "places"])
+@triton.jit(do_not_specialize=["k_b", "k_s", "k_h", "v_b", "v_s", "v_h", "tokens", "tiles", "heads", "places"])
 def _pack_rows(
-    k, k_b, k_s, k_h, v, v_b, v_s, v_h, into, edges, runs, tokens, heads, places, dim, dim_v,
+    k, k_b, k_s, k_h, v, v_b, v_s, v_h, into, edges, runs, tokens, tiles, heads, places, dim, dim_v,
     DIM: tl.constexpr, DIM_V: tl.constexpr, TOKENS: tl.constexpr, UNIT: tl.constexpr,
 ):  # fmt: skip
     pid = tl.program_id(0)
-    tiles = tl.cdiv(tokens, TOKENS)
     h = pid % heads  # neighbouring programs read heads of the same tokens, which are neighbours in memory
     b = (pid // heads // tiles).to(tl.int64)
     tile = pid // heads % tiles
@@ -97,7 +109,7 @@ def _pack_rows(
     for i in tl.range(bound(begin), bound(end)):  # while k and v are loaded
         offset, length, first = tl.load(runs + 3 * i), tl.load(runs + 3 * i + 1), tl.load(runs + 3 * i + 2)
         place = tl.where((t >= offset) & (t < offset + length), first + t - offset, place)
-    packed = inside & (place >= 0)
+    packed = place >= 0
     to = into + ((b * heads + h) * places + place.to(tl.int64)) * width
     tl.store(to + d_k, x_k, mask=packed & (d_k < dim))
     tl.store(to + dim + d_v, x_v, mask=packed & (d_v < dim_v))

@@ -1,9 +1,9 @@
 """Pulls: keys and values of the other GPUs of a host, read by this GPU's copy engines.
 
 Each rank packs its keys and values into memory that every rank can read, signals READY, and then copies the runs of
-tokens that it needs from the others into its receive buffer. It packs its own there, too, except those that a kernel
-reads where they are (:class:`ringattn.kernels.contract.OwnKeys`). The copies use no multiprocessor, so the attention
-that runs at the same time is not slowed down.
+tokens that it needs from the others into its receive buffer. It packs its own there, too, and zeros between runs,
+except those that a kernel reads where they are (:class:`ringattn.kernels.contract.OwnKeys`). The copies use no
+multiprocessor, so the attention that runs at the same time is not slowed down.
 
 A rank waits until every other rank is READY before it launches the attention. The kernel may start while its keys are
 still being pulled, and poll the ready flag of each row (:class:`ringattn.kernels.contract.ReadyFlags`). A kernel may
@@ -30,7 +30,7 @@ from torch import Tensor
 
 from ..kernels.contract import OwnKeys, ReadyFlags, tile_edges
 from ..memo import Memo
-from ..schedule import Fetch, union
+from ..schedule import Fetch, buffer_rows, gaps, union
 from . import driver
 from .memory import FLAG_WORDS, KEYS, Link
 from .watchdog import READY
@@ -117,7 +117,7 @@ class FetchBuffers:
         self.batch, tokens, self.heads, dim = k.shape
         width = dim + v.shape[3]
         self.row_bytes = width * k.element_size()
-        self.keys = sum(run.length for run in self.runs)
+        self.keys = buffer_rows(self.runs)
         self.rows = self.batch * max(heads.stop - heads.start for heads in waves)
         region = link.reserve(KEYS, 2 * self.batch * self.heads * pattern.longest * self.row_bytes)
         flags = link.ready_flags(len(waves) * self.rows)
@@ -153,7 +153,7 @@ class FetchBuffers:
 
     @functools.cached_property
     def own_runs(self) -> RunTable:
-        """The runs of this rank's own tokens in the buffer."""
+        """The runs of this rank's own tokens in the buffer, and zeros between runs."""
         return self._own_table(self.own)
 
     @functools.cached_property
@@ -164,7 +164,8 @@ class FetchBuffers:
     def _own_table(self, runs: Sequence[tuple[int, int, int]]) -> RunTable:
         from .pack_rows import run_table
 
-        return run_table([(offset, length, first) for first, offset, length in runs], self.tokens, self.device)
+        own = [(offset, length, first) for first, offset, length in runs]
+        return run_table(own, self.tokens, self.device, gaps(self.runs))
 
     def chunks(self, wave: int, groups: Sequence[slice]) -> list[_Chunk]:
         """Return the chunks of a wave in the order of the attention: groups of heads inside the wave, batch elements,

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from ..kernels.contract import CompletionCounts
 from ..memo import Memo
-from ..schedule import Fetch
+from ..schedule import Fetch, buffer_rows
 from . import driver
 from .memory import GRADIENTS, Link
 from .pull import Pattern
@@ -97,7 +97,7 @@ class GradientBuffers:
         self.dim_v = v.shape[3]
         self.width = self.dim + self.dim_v
         self.runs = pattern.fetches[link.rank]
-        self.keys = sum(run.length for run in self.runs)
+        self.keys = buffer_rows(self.runs)
         self.row_bytes = self.width * dtype.itemsize
         rows = self.batch * max(heads.stop - heads.start for heads in waves)
         self.contribution_bytes = rows * pattern.longest * self.row_bytes  # of one rank

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from ..dataflow.messages import Sizes, bytes_of_groups
 from ..kernels import long_sums
 from ..schedule import head_groups, waves
 from ..shape import Shape
@@ -49,9 +50,9 @@ def memory(row: Row, s: Shape) -> Bytes:
     """Return what attention allocates in addition to q, k, v, out and their gradients."""
     rows = row.tokens * s.q_heads * (s.head_dim + 2) * s.state_itemsize  # dq and delta
     if row.dataflow == "ring" or row.ranks == 1:
-        return Bytes(0, rows + _ring(row, s))
+        return Bytes(0, round(s.beyond_results(row.tokens, row.tokens, rows + _ring(row, s))))
     if not row.pulls:
-        return Bytes(0, rows + _messaged(row, s))
+        return Bytes(0, _messaged(row, s))
     return _carried(row, s, rows) if row.hosts > 1 else _pulled(row, s, rows)
 
 
@@ -76,23 +77,21 @@ def _piece(queries: int, s: Shape, kv_heads: int) -> int:
 
 def _ring(row: Row, s: Shape) -> int:
     """Return the bytes of shards and of contributions to them: one that is held and one that arrives, and their
-    gradients, also those that leave and those at home."""
-    travelling = 2 if row.ranks > 2 else 0
-    contributions = 4 if row.ranks > 1 else 1
-    shard = row.tokens * s.kv_elements
-    return shard * (travelling * s.itemsize + contributions * s.state_itemsize) + _piece(row.tokens, s, s.kv_heads)
+    gradients, also those that leave and those at home; of two ranks, which send their gradients home at once."""
+    shard, part = (row.tokens * s.kv_elements * size for size in (s.itemsize, s.state_itemsize))
+    piece = _piece(row.tokens, s, s.kv_heads)
+    if row.ranks == 2:
+        return max(shard + 2 * part + piece, 3 * part)
+    held, contributions = min(2, max(0, row.ranks - 2)), 4 if row.ranks > 1 else 1
+    return held * shard + contributions * part + piece
 
 
 def _messaged(row: Row, s: Shape) -> int:
-    """Return the bytes of fetched keys and values of all heads, and of the gradients of some heads at a time."""
-    groups = head_groups(s.kv_heads, s.q_heads, "cuda", backward=True)
-    part = max(g.stop - g.start for g in groups) / s.kv_heads
+    """Return the bytes of keys and gradients on their way, some heads at a time."""
     arriving = (row.seq_len - row.tokens) // 2  # contributions to the first chunk of all, of each other rank
-    at_once = max(2 * row.seq_len, row.seq_len + arriving + row.tokens)
-    earlier = row.seq_len + arriving if len(groups) > 1 else 0
-    keys = (row.tokens + row.seq_len) * s.kv_elements * s.itemsize
-    gradients = (row.tokens + part * (at_once + earlier)) * s.kv_elements * s.state_itemsize
-    return round(keys + gradients) + _piece(row.tokens, s, s.kv_heads)
+    sizes = Sizes(row.tokens, row.tokens, row.seq_len, row.tokens, arriving, True, False)
+    groups = head_groups(s.kv_heads, s.q_heads, "cuda", backward=True)
+    return bytes_of_groups(sizes, s, groups, _piece(row.tokens, s, s.kv_heads), True)
 
 
 def _pulled(row: Row, s: Shape, rows: int) -> Bytes:

@@ -53,6 +53,7 @@ class Switches:
         anchors: with ``recompute``, the input of every how manieth layer is kept; others are computed from it.
         keep_attention_out: with ``recompute``, out and lse of the attention are kept, too.
         attention_layers: the first layers, which keep them; None: all.
+        products: the last layers, which keep the results of their matrix products, too.
         host_bytes: of host memory, for inputs of layers, from the first layer on; 0: they stay on the GPU.
         attention_on_host: out and lse go there, too.
         mlp_chunk: tokens of one pass through a norm or the MLP, computed again in the backward; 0: all.
@@ -74,6 +75,7 @@ class Switches:
     anchors: int = 1
     keep_attention_out: bool = True
     attention_layers: int | None = None
+    products: int = 0
     host_bytes: int = 0
     attention_on_host: bool = False
     mlp_chunk: int = 0
@@ -84,7 +86,7 @@ class Switches:
         if self.optimizer not in OPTIMIZERS:
             raise ValueError(f"optimizer is {self.optimizer!r}; choose from {', '.join(OPTIMIZERS)}")
         least = dict.fromkeys(("fsdp_size", "ranks", "anchors", "head_groups", "buffer_bytes"), 1)
-        for name, minimum in (least | dict.fromkeys(("host_bytes", "mlp_chunk", "loss_chunk"), 0)).items():
+        for name, minimum in (least | dict.fromkeys(("host_bytes", "mlp_chunk", "loss_chunk", "products"), 0)).items():
             if getattr(self, name) < minimum:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be at least {minimum}")
 
@@ -193,7 +195,7 @@ def _moments(model: ModelShape, tokens: int, s: Switches) -> list[dict[str, int]
     )  # fmt: skip
     moments = [loss]
     own, more = _one_layer(model, layer, tokens, s, buffers.backward)
-    for done in sorted({0, min(1, model.layers - 1), model.layers - 1}):
+    for done in sorted({0, min(1, model.layers - 1), min(s.products, model.layers - 1), model.layers - 1}):
         gradients = head + done * model.layer_parameters * share
         gradients += (done > 0) * sharded * s.reduce_itemsize * model.layer_parameters  # on its way to be reduced
         gradients += model.hidden * model.intermediate * whole  # of the projection that comes first
@@ -201,7 +203,8 @@ def _moments(model: ModelShape, tokens: int, s: Switches) -> list[dict[str, int]
             dict(
                 always, gathered=gathered, gradients=round(gradients),
                 kept=layers(model.layers - done) + layer.turns,
-                layer=own, attention=buffers.kept + more, logits=0,
+                layer=own - (done < s.products) * (layer.q + 2 * layer.k + 2 * layer.m + layer.x),  # kept already
+                attention=buffers.kept + more, logits=0,
             )
         )  # fmt: skip
     update = dict(always, gathered=0, gradients=on_gpu * s.param_itemsize, kept=0, layer=0, logits=0)
@@ -216,7 +219,9 @@ def _kept(model: ModelShape, a: _Layer, s: Switches, layers: int) -> tuple[int, 
     inputs = -(-layers // s.anchors) * a.x
     with_results = layers if s.attention_layers is None else min(layers, s.attention_layers)
     results = s.keep_attention_out * with_results * (a.q + a.lse)
-    return (inputs + results, 0) if s.attention_on_host else (inputs, results)
+    with_products = max(0, layers - max(0, model.layers - s.products))
+    products = with_products * (a.q + 2 * a.k + 2 * a.m + 2 * a.x)
+    return (inputs + results, products) if s.attention_on_host else (inputs, results + products)
 
 
 def _per_head(model: ModelShape, a: _Layer, s: Switches) -> int:

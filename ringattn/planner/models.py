@@ -17,7 +17,7 @@ class ModelShape:
     Attributes:
         layers, hidden, intermediate, heads, kv_heads, head_dim, vocabulary: sizes, as in ``transformers``.
         tied: the head is the transposed embedding.
-        qk_norm: queries and keys are normalized per head.
+        qk_norm: queries and keys are normalized, per head or over all heads; of weights, those of one head are counted.
         qkv_bias: their projections have a bias.
         window: keys that a query sees at most, its own among them; 0: all earlier ones.
     """
@@ -78,6 +78,9 @@ KINDS = (
     "helium", "llama", "mistral", "olmo", "olmo2", "olmo3", "phi3", "qwen2", "qwen3", "seed_oss", "smollm3", "stablelm",
     "vaultgemma",
 )  # fmt: skip
+
+QK_NORM = ("qwen3", "gemma3", "exaone4", "olmo2", "olmo3")  # starts of kinds with such norms
+QK_NORM_NAMES = ("use_qk_norm", "qk_layernorm")  # entries of the config.json of others that may have them
 
 # From the config.json of each model's repository on huggingface.co.
 MODELS = {
@@ -141,7 +144,7 @@ def from_config(file: Path | str) -> ModelShape:
             head_dim=config.get("head_dim") or hidden // heads,
             vocabulary=config["vocab_size"],
             tied=bool(config.get("tie_word_embeddings", kind.startswith("gemma"))),
-            qk_norm=kind.startswith(("qwen3", "gemma3")),
+            qk_norm=kind.startswith(QK_NORM) or any(config.get(name) for name in QK_NORM_NAMES),
             qkv_bias=bool(config.get("attention_bias", kind == "qwen2")),
             window=windowed or 0,
         )

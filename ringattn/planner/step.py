@@ -103,19 +103,21 @@ def flops_per_token(model: ModelShape, context: int) -> float:
 
 def _matmul(model: ModelShape, n: int, tflops: float, s: Switches) -> tuple[float, float]:
     """Return ms of a layer's matrix products without attention: forward, and backward with what it computes again:
-    all but the last projection, whose result no gradient needs."""
+    all but the last projection, whose result no gradient needs; a mean over layers, of which some keep them."""
     once = 2 * n * model.layer_parameters / tflops / 1e9
     last = 2 * n * model.hidden * model.intermediate / tflops / 1e9
-    return once, 2 * once + s.recompute * (once - last)
+    again = s.recompute * (1 - min(1.0, s.products / model.layers))
+    return once, 2 * once + again * (once - last)
 
 
 def _pointwise(model: ModelShape, n: int, s: Switches, gbs: float) -> tuple[float, float]:
     """Return ms of a layer's passes over memory: forward, and backward with what it computes again. The numbers are
-    of tensors that are read and written: by two norms, rotary embeddings, two residuals, and the MLP."""
+    of tensors that are read and written, counted over the operators of a layer of transformers: by two norms, rotary
+    embeddings, two residuals, the MLP, and the sums of gradients where several projections read one tensor."""
     x, heads = n * s.itemsize * model.hidden, n * s.itemsize * (model.heads + model.kv_heads) * model.head_dim
     m = n * s.itemsize * model.intermediate
-    forward = 42 * x + (9 + 18 * model.qk_norm) * heads + 5 * m
-    backward = 90 * x + (10 + 40 * model.qk_norm) * heads + 9 * m
+    forward = 42 * x + (10 + 18 * model.qk_norm) * heads + 5 * m
+    backward = 107 * x + (16 + 46 * model.qk_norm) * heads + 9 * m
     return forward / gbs / 1e6, (backward + s.recompute * forward) / gbs / 1e6
 
 

@@ -1,4 +1,5 @@
-"""AttentionResults: ``out`` and ``lse`` of a layer's attention, kept for the layer when it is computed again.
+"""AttentionResults: ``out`` and ``lse`` of a layer's attention, kept for the layer when it is computed again, and the
+results of its matrix products, where memory is left.
 
 torch's selective checkpointing keeps results of operators on the GPU only. Here they wait where :class:`.HostMemory`
 puts them, and a part of a layer that is computed again by itself (:mod:`.parts`) has them, too.
@@ -25,11 +26,13 @@ class AttentionResults:
 
     Args:
         place: where they wait.
+        products: the results of all matrix products of the forward are kept, too, on the GPU.
     """
 
-    def __init__(self, place: HostMemory) -> None:
+    def __init__(self, place: HostMemory, products: bool = False) -> None:
         self._place = place
         self._calls: list[tuple[Waiting, ...]] = []
+        self._products: list[Tensor | None] | None = [] if products else None  # None: the backward has used it
 
     @contextlib.contextmanager
     def used(self, call: int = 0) -> Iterator[AttentionResults]:
@@ -38,6 +41,7 @@ class AttentionResults:
         before = active()
         _local.active = self
         self.next = call
+        self._next_product = 0
         self._fetch(call)
         try:
             with _Instead(self):
@@ -59,6 +63,22 @@ class AttentionResults:
         self._calls.append(tuple(map(self._place.put, results)))
         return results
 
+    def multiply(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+        """Return what a matrix product returns."""
+        if self._products is None:
+            product: Tensor = func(*args, **kwargs)
+            return product
+        at, self._next_product = self._next_product, self._next_product + 1
+        kept = self._products[at] if at < len(self._products) else None
+        if kept is None:
+            product = func(*args, **kwargs)
+            if at == len(self._products):
+                self._products.append(product.detach())  # without the history that autograd adds to what is returned
+            return product
+        if torch.is_grad_enabled():  # in the backward
+            self._products[at] = None
+        return kept.detach()
+
     def _fetch(self, call: int) -> None:
         for waiting in self._calls[call : call + 1]:
             for result in waiting:
@@ -74,8 +94,11 @@ def _is_attention(func: Any) -> bool:
     return func is torch.ops.ringattn.attention.default
 
 
+_PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)  # of nn.Linear
+
+
 class _Instead(TorchDispatchMode):
-    """Replaces the operator of :func:`ringattn.attention`."""
+    """Replaces the operator of :func:`ringattn.attention`, and matrix products."""
 
     def __init__(self, results: AttentionResults) -> None:
         super().__init__()
@@ -84,4 +107,6 @@ class _Instead(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if _is_attention(func):
             return self._results.attend(func, args, kwargs or {})
+        if func in _PRODUCTS:
+            return self._results.multiply(func, args, kwargs or {})
         return func(*args, **(kwargs or {}))

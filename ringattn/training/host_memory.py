@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
+from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
@@ -23,7 +24,7 @@ import torch
 from torch import Tensor
 
 _LEAVING = 2  # tensors on their way out whose memory on the GPU is not yet free
-_SLACK = 1.25  # a buffer is used for tensors of at least its size over this
+_SLACK = 1.25  # a buffer is used for tensors of at least its size over this, while there is room for another one
 
 
 class Waiting:
@@ -96,11 +97,10 @@ class HostMemory:
             self._leaving.append((x, event))
         return waiting
 
-    def reserve(self, size: int, count: int, device: torch.device) -> None:
-        """Allocate up to ``count`` buffers of ``size`` bytes, so that the first step does not wait for them: pinning
-        takes a second for some GiB."""
-        held = [buffer for _ in range(count) if (buffer := self._buffer(size, device)) is not None]
-        self._free += held
+    def reserve(self, sizes: Iterable[int], device: torch.device) -> None:
+        """Allocate buffers of these sizes in bytes, up to the limit, so that the first step does not wait for them:
+        pinning takes a second for some GiB."""
+        self._free += [buffer for size in sizes if (buffer := self._buffer(size, device)) is not None]
 
     def _copy(self, target: Tensor, source: Tensor) -> torch.cuda.Event | None:
         """Copy on the stream of copies, after what the current stream has been given so far."""
@@ -123,8 +123,8 @@ class HostMemory:
 
     def _buffer(self, size: int, device: torch.device) -> Tensor | None:
         """Return a free buffer or a new one, or None if there is no room."""
-        fitting = [b for b in self._free if size <= b.numel() <= _SLACK * size]
-        if fitting:
+        most = float("inf") if self._full(size) else _SLACK * size
+        if fitting := [b for b in self._free if size <= b.numel() <= most]:
             best = min(fitting, key=Tensor.numel)
             self._free[:] = [b for b in self._free if b is not best]
             return best

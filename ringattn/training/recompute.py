@@ -8,6 +8,9 @@ A layer's backward needs its input. It is kept, in host memory or on the GPU, or
 it. This is cheap where the results of attention are kept: then only projections and MLPs run again, whose share of
 the work falls with the length of the row. With ``anchors=4`` a layer keeps 5 / 8 of what it keeps with every input.
 
+Memory that is left goes the other way: the last ``products`` layers keep the results of their matrix products, too,
+and compute only norms, rotations and activation functions again.
+
 The checkpoint is torch's (not reentrant), inside of the layer's module, so that hooks of FSDP2 stay outside of it.
 """
 
@@ -38,18 +41,22 @@ class Recompute:
         attention: where the results of attention wait.
         results: the number of layers whose results are kept, the first ones; None: all. The others attend again.
         anchors: the input of every how manieth layer is kept; those between are computed again from it.
+        products: the number of layers that keep the results of their matrix products, too, on the GPU, the last ones.
     """
 
     inputs: HostMemory = field(default_factory=lambda: HostMemory(0))
     attention: HostMemory = field(default_factory=lambda: HostMemory(0))
     results: int | None = None
     anchors: int = 1
+    products: int = 0
 
     def __post_init__(self) -> None:
         if self.anchors < 1:
             raise ValueError(f"anchors is {self.anchors}; it must be at least 1: the input of every layer is kept")
         if self.results is not None and self.results < 0:
             raise ValueError(f"results is {self.results} layers; it must be at least 0, or None for all")
+        if self.products < 0:
+            raise ValueError(f"products is {self.products} layers; it must be at least 0")
 
 
 def recompute(layers: Iterable[nn.Module], how: Recompute) -> None:
@@ -72,17 +79,20 @@ def recompute(layers: Iterable[nn.Module], how: Recompute) -> None:
     stack = _Stack(how)
     for index, layer in enumerate(layers):
         preserve = any(isinstance(m, nn.modules.dropout._DropoutNd) and m.p > 0 for m in layer.modules())
-        layer.forward = functools.partial(_forward, stack, _Layer(index, layer, layer.forward, preserve))
+        products = index >= len(layers) - how.products
+        layer.forward = functools.partial(_forward, stack, _Layer(index, layer, layer.forward, preserve, products))
 
 
 @dataclass(frozen=True)
 class _Layer:
-    """A layer, and the forward that it had. ``preserve``: random numbers are drawn again."""
+    """A layer, and the forward that it had. ``preserve``: random numbers are drawn again. ``products``: results of
+    matrix products are kept."""
 
     index: int
     module: Any
     forward: Callable[..., Any]
     preserve: bool
+    products: bool
 
 
 class _Stack:
@@ -124,7 +134,9 @@ class _Record:
         self._before = before  # None if the input is kept
         self._input: Waiting | None = None
         self._output: tuple[Any, ...] | None = None
-        self._results = AttentionResults(how.attention)
+        self._keeps = how.results is None or layer.index < how.results
+        # Results that are not kept are needed again in this layer's own backward at most.
+        self._results = AttentionResults(how.attention if self._keeps else HostMemory(0), layer.products)
 
     def run(self, x: Tensor) -> Any:
         """Return the layer's output. Results of attention that are kept are used."""
@@ -142,7 +154,7 @@ class _Record:
     def ran(self, out: Any) -> None:
         """Note that the forward has ended."""
         self._output = _identity(out) if isinstance(out, Tensor) else None
-        if self._how.results is not None and self._layer.index >= self._how.results:
+        if not self._keeps:
             self._results.clear()
 
     def input(self) -> Tensor:

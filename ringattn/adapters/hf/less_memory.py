@@ -41,6 +41,11 @@ def reduce_memory(
     """
     model = unwrapped(model)
     layers: Any = decoder_layers(model)
+    if how is not None and how.products and (mlp_chunk or head_groups > 1):
+        raise ValueError(
+            f"products is {how.products} layers with mlp_chunk={mlp_chunk} and head_groups={head_groups}, which "
+            "compute products again in parts; leave one of them out"
+        )
     for layer in layers:
         if head_groups > 1 and hasattr(layer, "self_attn"):
             by_heads(layer.self_attn, head_groups)

@@ -1,0 +1,173 @@
+"""Device functions in Gluon of the paged kernels for Hopper: shares of the tiles, rows of queries, sums of pieces.
+
+The division of the work and the pieces are those of :mod:`.attend`, and :mod:`.pieces` has the like in Triton. Scores
+and maxima are to the base 2. Contract: contract.py.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+LN2 = gl.constexpr(0.6931471805599453)
+LOG2E = gl.constexpr(1.4426950408889634)
+
+# ---------------------------------------------------------------- the division of work
+
+
+@gluon.jit
+def share_of(tiles_ptr, batch, HEADS: gl.constexpr, BATCH_P2: gl.constexpr, STEP: gl.constexpr = 1):
+    """Return this CTA's share of the list of tiles: (first, past, tiles of a share, first unit, past the last unit),
+    and whether a row sees nothing. A unit is a (row, key head, tile of query rows); a share is a multiple of STEP."""
+    L: gl.constexpr = gl.BlockedLayout([min(4, BATCH_P2 // 32)], [32], [gl.num_warps()], [0])  # no sum crosses warps
+    nth = gl.arange(0, BATCH_P2, L)
+    past_of = gl.load(tiles_ptr + 1 + nth, mask=nth < batch, other=2**31 - 1)
+    first_of = gl.load(tiles_ptr + nth, mask=nth < batch, other=0)
+    empty = gl.max(gl.where((past_of == first_of) & (nth < batch), 1, 0), axis=0)
+    total = gl.load(tiles_ptr + batch) * HEADS
+    programs = gl.num_programs(0)
+    per = gl.maximum((total + programs * STEP - 1) // (programs * STEP), 1) * STEP
+    share = gl.program_id(0) * per
+    past = gl.minimum(share + per, total)
+    last = gl.maximum(past - 1, 0)
+    row = gl.sum(gl.where(past_of <= share // HEADS, 1, 0), axis=0)
+    last_row = gl.sum(gl.where(past_of <= last // HEADS, 1, 0), axis=0)
+    unit = row * 0
+    past_unit = row * 0
+    if share < past:
+        t = gl.load(tiles_ptr + row)
+        unit = row * HEADS + (share - t * HEADS) // (gl.load(tiles_ptr + row + 1) - t)
+        t = gl.load(tiles_ptr + last_row)
+        past_unit = last_row * HEADS + (last - t * HEADS) // (gl.load(tiles_ptr + last_row + 1) - t) + 1
+    return share, past, per, unit, past_unit, empty
+
+
+@gluon.jit
+def part_of(u, share, past, tiles_ptr, HEADS: gl.constexpr):
+    """Return the part of unit u in a share: (row, first tile of the unit in the list, its tiles, lo, hi)."""
+    b = u // HEADS
+    t = gl.load(tiles_ptr + b)
+    count = gl.load(tiles_ptr + b + 1) - t
+    base = t * HEADS + (u % HEADS) * count
+    lo = gl.maximum(share, base) - base
+    hi = gl.minimum(past, base + count) - base
+    return b, base, count, lo, hi
+
+
+# ---------------------------------------------------------------- rows and their pieces
+
+
+@gluon.jit
+def query_rows(block, NEW: gl.constexpr, GROUP: gl.constexpr, ROWS: gl.constexpr, L: gl.constexpr):
+    """Return the new token and the query head of its group for each row of a block of rows, and which rows exist."""
+    r = block * ROWS + gl.arange(0, ROWS, L)
+    return r // GROUP, r % GROUP, r < NEW * GROUP
+
+
+@gluon.jit
+def tree_depth(bits, new):
+    """Return the number of set bits below bit ``new``: the depth of this node."""
+    x = bits & ((gl.full_like(bits, 1) << new.to(gl.int64)) - 1)
+    x = x - ((x >> 1) & 0x5555555555555555)
+    x = (x & 0x3333333333333333) + ((x >> 2) & 0x3333333333333333)
+    x = (x + (x >> 4)) & 0x0F0F0F0F0F0F0F0F
+    x = x + (x >> 8)
+    x = x + (x >> 16)
+    x = x + (x >> 32)
+    return (x & 0x7F).to(gl.int32)
+
+
+@gluon.jit
+def capped(s, inner):
+    """Return tanh(s * inner)."""
+    x = s * inner
+    e = gl.exp2(gl.abs(x) * -2.8853900817779268)
+    t = (1 - e) / (1 + e)
+    return gl.where(x < 0, -t, t)
+
+
+@gluon.jit
+def finite(m):
+    """Return m as a point of reference: 0 where nothing was seen, so that -inf - m stays -inf."""
+    return gl.where(m == float("-inf"), 0.0, m)
+
+
+@gluon.jit
+def store_rows(
+    m, l, o, out_ptr, lse_ptr, sink_ptr, b, new, head, alive, Q_HEADS: gl.constexpr, NEW: gl.constexpr,
+    DV: gl.constexpr, FINAL: gl.constexpr, HAS_SINK: gl.constexpr,
+):  # fmt: skip
+    """Store finished rows (SOME, DV): as out and lse with the sink, or as a state."""
+    L: gl.constexpr = o.type.layout
+    cols = gl.arange(0, DV, gl.SliceLayout(0, L))
+    token = b.to(gl.int64) * NEW + new
+    if FINAL:
+        if HAS_SINK:
+            logit = gl.load(sink_ptr + head, mask=alive, other=0.0).to(gl.float32) * LOG2E
+            top = gl.maximum(m, logit)
+            kept = gl.exp2(m - top)
+            l = l * kept + gl.exp2(logit - top)
+            o = o * kept[:, None]
+            m = top
+        some = gl.where(l == 0, 1.0, l)
+        at = out_ptr + (token * Q_HEADS + head) * DV
+        gl.store(at[:, None] + cols[None, :], (o / some[:, None]).to(out_ptr.dtype.element_ty), mask=alive[:, None])
+        at = lse_ptr + (b.to(gl.int64) * Q_HEADS + head) * NEW + new
+        gl.store(at, gl.where(l == 0, float("-inf"), (m + gl.log2(some)) * LN2), mask=alive)
+    else:
+        at = out_ptr + (token * Q_HEADS + head) * (DV + 2)
+        gl.store(at[:, None] + cols[None, :], o, mask=alive[:, None])
+        gl.store(at + DV, m, mask=alive)
+        gl.store(at + DV + 1, l, mask=alive)
+
+
+@gluon.constexpr_function
+def sum_layout(count, rows, dim, warps):
+    """Return the layout of ``count`` pieces (count, rows, dim) of which a warp has whole runs of 64 numbers: rows go to
+    different warps, then halves of the columns, then pieces."""
+    of_rows = min(rows, warps)
+    of_columns = min(max(dim // 64, 1), warps // of_rows)
+    of_pieces = warps // of_rows // of_columns
+    return gl.BlockedLayout([max(count // of_pieces, 1), 1, 2], [1, 1, 32], [of_pieces, of_rows, of_columns], [2, 1, 0])
+
+
+@gluon.jit
+def sum_pieces(
+    pieces_ptr, first, count, alive, ROWS: gl.constexpr, SOME: gl.constexpr, DV: gl.constexpr, AT_ONCE: gl.constexpr
+):
+    """Return (m, l, o) of the first SOME rows: the sum of pieces in neighbouring slots, AT_ONCE at a time. All loads of
+    o are on their way before the first is needed; each warp reads m and l once, its lanes those of different pieces."""
+    L: gl.constexpr = sum_layout(AT_ONCE, SOME, DV, gl.num_warps())
+    PAIR: gl.constexpr = gl.SliceLayout(2, L)
+    ML: gl.constexpr = gl.BlockedLayout([1, SOME], [32, 1], [gl.num_warps(), 1], [1, 0])
+    ROW: gl.constexpr = gl.SliceLayout(0, ML)
+    OF_O: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(0, L))
+    nth = gl.arange(0, AT_ONCE, gl.SliceLayout(1, PAIR))
+    r = gl.arange(0, SOME, gl.SliceLayout(0, PAIR))
+    cols = gl.arange(0, DV, gl.SliceLayout(0, gl.SliceLayout(1, L)))
+    nth_ml = gl.arange(0, AT_ONCE, gl.SliceLayout(1, ML))
+    exists_o = gl.convert_layout(alive, gl.SliceLayout(0, PAIR))
+    exists_ml = gl.convert_layout(alive, ROW)
+    m = gl.full([SOME], float("-inf"), gl.float32, ROW)
+    l = gl.zeros([SOME], gl.float32, ROW)
+    o = gl.zeros([SOME, DV], gl.float32, gl.SliceLayout(0, L))
+    for i in range(0, count, AT_ONCE):
+        at = pieces_ptr + ((first + i + nth_ml).to(gl.int64)[:, None] * ROWS + gl.arange(0, SOME, ROW)[None, :]) * (
+            DV + 2
+        )
+        exists = (i + nth_ml < count)[:, None] & exists_ml[None, :]
+        mi = gl.load(at + DV, mask=exists, other=float("-inf"), cache_modifier=".cg")
+        li = gl.load(at + DV + 1, mask=exists, other=0.0, cache_modifier=".cg")
+        at = pieces_ptr + ((first + i + nth).to(gl.int64)[:, None] * ROWS + r[None, :]) * (DV + 2)
+        exists = (i + nth < count)[:, None] & exists_o[None, :]
+        oi = gl.load(at[:, :, None] + cols[None, None, :], mask=exists[:, :, None], other=0.0, cache_modifier=".cg")
+        top = gl.maximum(m, gl.max(mi, axis=0))
+        reference = finite(top)
+        weight = gl.exp2(mi - reference[None, :])
+        kept = gl.exp2(m - reference)
+        l = l * kept + gl.sum(li * weight, axis=0)
+        o = o * gl.convert_layout(kept, OF_O)[:, None] + gl.sum(
+            oi * gl.convert_layout(weight, PAIR)[:, :, None], axis=0
+        )
+        m = top
+    return gl.convert_layout(m, OF_O), gl.convert_layout(l, OF_O), o
