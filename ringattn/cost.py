@@ -105,8 +105,7 @@ def default(device_type: str, link: str) -> Costs:
 
 def path(gpu: str, world_size: int) -> Path:
     """Return the file of this machine's measurements: ``<hostname>-<gpu>-<ranks>.json`` in the user's cache, or the
-    value
-    of RINGATTN_CALIBRATION. ``gpu``: the device's name, or "cpu"."""
+    value of RINGATTN_CALIBRATION. ``gpu``: the device's name, or "cpu"."""
     if file := os.environ.get("RINGATTN_CALIBRATION"):
         return Path(file)
     cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")  # stays "~" if there is no home
@@ -136,8 +135,7 @@ def write(file: Path, link: str, costs: Costs) -> None:
 @functools.cache
 def read(file: Path, link: str) -> Costs | None:
     """Return a file's constants of a link; None if it has none or, with a warning, if it cannot be used. A process
-    reads
-    a file once."""
+    reads a file once."""
     try:
         stored = json_file.read(file)
         if stored["version"] != VERSION:
@@ -363,10 +361,8 @@ def _walk(p: Problem, costs: Costs, s: Shape, dataflow: str, backward: bool) -> 
             begin[r] = max(ends) + costs.contention * overlap + rows / costs.memory_gbs / 1e6
             busy[r] += work
         moving += links
-    floors = dict(
-        ring=(costs.ring_forward_ms, costs.ring_backward_ms), reduce=(costs.reduce_forward_ms, costs.reduce_backward_ms)
-    )
-    floor = floors[dataflow][backward] * slots if count > 1 else 0.0
+    least: float = getattr(costs, f"{dataflow}_{'backward' if backward else 'forward'}_ms")
+    floor = least * slots if count > 1 else 0.0
     total = max(begin) + moved.finished * (count > 1) / costs.memory_gbs / 1e6
     return _Pass(max(total, floor), max(busy), moving, floor)
 

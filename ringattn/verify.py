@@ -49,7 +49,7 @@ def check_coverage(plan: Plan, blocks: Iterator[tuple[int, Block]]) -> None:
     for rank, block in blocks:
         queries, keys = layouts.positions(plan.shards[rank]), block.positions_k.long()
         require((keys.diff() >= 0).all(), f"rank {rank} meets keys out of order")
-        keys_met = keys.unique_consecutive()  # rows without a key have the position of the next one
+        keys_met, nth = keys.unique_consecutive(return_inverse=True)  # rows without a key have that of the next one
         require(not met[rank, keys_met].any(), f"rank {rank} meets a key twice")
         met[rank, keys_met] = True
         walks = (block, *block.others)
@@ -57,10 +57,10 @@ def check_coverage(plan: Plan, blocks: Iterator[tuple[int, Block]]) -> None:
         for walk, (start, end), count in zip(walks, members, computed, strict=True):
             sees = walk.end > walk.start
             if sees.any():
-                first = keys[torch.where(sees, walk.start, 0).long()]
-                last = keys[torch.where(sees, walk.end - 1, 0).long()]
-                inside = (first >= start[:, queries]) & (last < end[:, queries])
+                first, last = (torch.where(sees, row, 0).long() for row in (walk.start, walk.end - 1))
+                inside = (keys[first] >= start[:, queries]) & (keys[last] < end[:, queries])
                 require((inside | ~sees).all(), f"a query of rank {rank} meets a key that its mask hides")
+                require((nth[last] - nth[first] == last - first).all(), f"a query of rank {rank} meets a key twice")
             count[:, queries] += walk.end - walk.start
     for count, right in zip(computed, expected, strict=True):
         wrong = (count != right).nonzero()

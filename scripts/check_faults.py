@@ -1,7 +1,7 @@
 """Stage faults on this machine: ranks that are killed, stopped, or raise an error in the middle of attention.
 
     python -m scripts.check_faults                  # two GPUs: gather by copy engines at 20 points, ring by NCCL at 5,
-                                                    # decoding by mailboxes at 4
+                                                    # decoding by mailboxes at 4, the first token at 4
     python -m scripts.check_faults --device cpu     # the same over gloo, every dataflow
     python -m scripts.check_faults --points 3 --faults kill stop
 
@@ -110,6 +110,9 @@ class Points:
             release = Pull.release
             around: Any = self.around("release", release)
             Pull.release = lambda pull, wave: around(pull, wave)  # type: ignore[assignment,method-assign,misc]
+            if self.case.dataflow == "first token":  # which makes the mailboxes
+                link.share = self.around("share", link.share)
+                return
             mailbox = link.mailbox()
             mailbox.merge = self.around("merge", mailbox.merge)
 
@@ -130,7 +133,8 @@ def work(case: Case) -> None:
         torch.set_num_threads(1)
         dist.init_process_group("gloo")
     tokens, dim, dtype = (4096, 128, torch.bfloat16) if gpu else (64, 16, torch.float32)
-    flow = "gather" if case.dataflow == "decode" else case.dataflow
+    decodes = case.dataflow in ("decode", "first token")
+    flow = "gather" if decodes else case.dataflow
     plan = ringattn.plan(tokens * case.ranks, causal=True, dataflow=flow, timeout=PATIENT)
     if gpu and flow == "gather" and not plan.transport.pulls:
         raise SystemExit("copy engines are not in use")
@@ -162,13 +166,18 @@ def work(case: Case) -> None:
     def step(plan: ringattn.Plan) -> None:
         points.names.clear()
         with contextlib.suppress(MemoryError) if case.stays else contextlib.nullcontext():
-            (generate if case.dataflow == "decode" else train)(plan)
+            (generate if decodes else train)(plan)
             return
         time.sleep(600)
 
-    step(plan)
-    step(plan)
+    first = case.dataflow == "first token"
+    for _ in range(0 if first else 2):
+        step(plan)
     quick = ringattn.plan(tokens * case.ranks, causal=True, dataflow=flow, timeout=TIMEOUT)
+    if first:  # before and after decode(), and before and after memory is shared in it
+        points.target = round(case.at * 3)
+        while True:
+            step(quick)
     step(quick)
     if gpu:
         torch.cuda.synchronize()
@@ -324,7 +333,8 @@ def _left(token: str) -> list[int]:
 def cases(device: str, ranks: int, points: int, faults: list[str]) -> Iterator[Case]:
     """Yield all cases. Errors of every second point are caught."""
     flows = {"gather": points, "ring": max(2, points // 4), "decode": 4}  # points of decode: before, after, both inside
-    for dataflow, count in (flows if device == "cuda" else flows | {"reduce": flows["ring"]}).items():
+    more = {"first token": 4} if device == "cuda" else {"reduce": flows["ring"]}
+    for dataflow, count in (flows | more).items():
         for fault in faults:
             for i in range(count):
                 stays = fault == "exception" and i % 2 == 1
@@ -357,7 +367,7 @@ def main() -> int:
         lines.append(line)
         seconds = "" if line["seconds"] is None else f"{line['seconds']:.1f} s"
         verdict = "; ".join(line["wrong"]) or "ok"
-        name = f"{line['dataflow']:7} {line['fault']:24} {line['point']:24} {seconds:>7}"
+        name = f"{line['dataflow']:11} {line['fault']:24} {line['point']:24} {seconds:>7}"
         print(f"{name} status {line['status']}  {verdict}", flush=True)
         if line["said"] and line["fault"] != "none":
             print(f"        {line['said'][0][:220]}", flush=True)

@@ -28,7 +28,7 @@ CHUNK, LOSS_CHUNK = 8192, 2048  # of --offload
 EACH = [  # options of the measurement of each switch
     "", "--offload --offload-only --attention-on gpu", "--offload --offload-only",
     "--offload --offload-only --anchors 4", "--checkpoint full", "--mlp-chunk 8192", "--head-groups 4",
-    "--offload", "--state host",
+    "--offload", "--state host", "--products -1",
 ]  # fmt: skip
 Words = dict[str, Any]
 
@@ -43,7 +43,8 @@ def add_arguments(parser: argparse.ArgumentParser, checkpoint: str, loss_chunk: 
     add("--attention-layers", type=int, metavar="N", help="with selective: the first N layers keep those results")
     add(
         "--products", type=int, metavar="N", default=0,
-        help="the last N layers keep the results of their matrix products, too; -1: as many as fit",
+        help="the last N layers keep the results of their matrix products, too, with a selective checkpoint; "
+        "-1: as many as fit",
     )  # fmt: skip
     add("--anchors", type=positive, metavar="N", help="every Nth layer keeps its input; the others compute it again")
     add(
@@ -102,8 +103,13 @@ class Setting:
 
 
 def complete(options: argparse.Namespace, setting: Setting) -> None:
-    """Set the switches that --offload is to choose, and bytes of host memory: ``options.host_bytes``."""
+    """Set the switches that --offload and --products are to choose, and bytes of host memory: ``options.host_bytes``.
+
+    Raises:
+        SystemExit: options do not go together.
+    """
     on = options.offload is not None
+    _check_products(options, setting)
     options.host_bytes = 0
     if on:
         local = torch.cuda.device_count() if setting.device.type == "cuda" else setting.world
@@ -116,9 +122,10 @@ def complete(options: argparse.Namespace, setting: Setting) -> None:
         options.attention_on = "host" if on else "gpu"
     if on and not options.offload_only:
         options.state = options.state or "bf16"
-        options.mlp_chunk = options.mlp_chunk or CHUNK
         options.loss_chunk = options.loss_chunk or LOSS_CHUNK
-        options.head_groups = options.head_groups or max(1, setting.model.kv_heads // 2)
+        if not options.products:  # parts compute products again
+            options.mlp_chunk = options.mlp_chunk or CHUNK
+            options.head_groups = options.head_groups or max(1, setting.model.kv_heads // 2)
         if capacity(options, setting):
             _choose(options, setting)
     if options.state is None:
@@ -129,6 +136,20 @@ def complete(options: argparse.Namespace, setting: Setting) -> None:
             options, setting
         ):
             options.products -= 1
+
+
+def _check_products(options: argparse.Namespace, setting: Setting) -> None:
+    if not -1 <= options.products <= setting.model.layers:
+        raise SystemExit(
+            f"--products is {options.products}; it must be a number of the {setting.model.layers} layers, or -1 for as "
+            "many as fit"
+        )
+    if options.products and (options.mlp_chunk or (options.head_groups or 1) > 1):
+        raise SystemExit(
+            "--products keeps what --mlp-chunk and --head-groups compute again; leave --products out, or the others"
+        )
+    if options.products < 0 and not capacity(options, setting):
+        raise SystemExit("--products -1 needs to know the memory of a GPU, and there is none; give --gpu-memory")
 
 
 def _choose(options: argparse.Namespace, setting: Setting) -> None:

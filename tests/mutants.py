@@ -511,8 +511,8 @@ MUTANTS = (
     Mutant(
         "gather: predicted memory twice too large",
         "ringattn/dataflow/messages.py",
-        "gradients * s.kv_elements * s.state_itemsize\n    return round(s.batch * (bound",
-        "gradients * s.kv_elements * s.state_itemsize\n    return round(2 * s.batch * (bound",
+        "key, gradient = s.kv_elements * s.itemsize, s.kv_elements * s.state_itemsize\n    results",
+        "key, gradient = s.kv_elements * s.itemsize, 2 * s.kv_elements * s.state_itemsize\n    results",
         "tests/test_memory.py",
     ),
     # --- gather by node
@@ -736,6 +736,20 @@ MUTANTS = (
         "tests/test_cost.py",
     ),
     Mutant(
+        "cost: all ranks of a ring wait for the slowest one",
+        "ringattn/cost.py",
+        "ends = begin[r] + work, start[r] + links",
+        "ends = max(begin) + work, start[r] + links",
+        "tests/test_cost.py -k neighbours",
+    ),
+    Mutant(
+        "circulation: a shard is kept while contributions come home",
+        "ringattn/dataflow/circulation.py",
+        "self._current = cast(S, arriving)",
+        "self._current = self._current if arriving is None else cast(S, arriving)",
+        "tests/test_memory_predicted.py",
+    ),
+    Mutant(
         "planner: memory has all gradients next to all activations",
         "ringattn/planner/memory.py",
         "gradients = head + done * model.layer_parameters * share",
@@ -748,6 +762,34 @@ MUTANTS = (
         "mlp = before + norm + a.x + (6 if s.recompute else 3) * a.m",
         "mlp = before + norm + a.x + (4 if s.recompute else 3) * a.m",
         "tests/test_planner.py -k activations",
+    ),
+    Mutant(
+        "planner: passes over memory of the backward are not counted",
+        "ringattn/planner/step.py",
+        "backward = 107 * x +",
+        "backward = 0 * x +",
+        "tests/test_planner.py -k passes",
+    ),
+    Mutant(
+        "gather by node: a rank forgets its shard only after it has a buffer for what arrives",
+        "ringattn/dataflow/by_node.py",
+        "inside = stages.node.deliver(stages.node.outgoing(shards.pop(turn - 1)))",
+        "shard = shards.pop(turn - 1); inside = stages.node.deliver(stages.node.outgoing(shard))",
+        "tests/test_memory.py -k predicted",
+    ),
+    Mutant(
+        "gather by node: many runs arrive and stay in their message",
+        "ringattn/dataflow/carrying.py",
+        "rows[own:].copy_(delivery.buffer)",
+        "pass",
+        "tests/test_pulls_by_node.py -k many",
+    ),
+    Mutant(
+        "shared memory: a rank that is lost is waited for",
+        "ringattn/peer/symmetric.py",
+        "if cause := self._lost():",
+        'if cause := "":',
+        "tests/test_faults.py -k shared",
     ),
     Mutant(
         "planner: a message does not wait for the one before it",

@@ -29,8 +29,10 @@ from benchmarks import (
     scaling_problems,
     scaling_timing,
 )
+from benchmarks.scaling_contestants import Contestants
 from ringattn import mask
 from ringattn.layout import LAYOUTS
+from ringattn.virtual import VirtualRank
 
 ROOT = Path(__file__).resolve().parents[1]
 SHORT = ["--segments=2", "--seconds=1e-3", "--settle=0"]
@@ -203,6 +205,21 @@ def measured() -> tuple[dict[str, list[float]], list[str]]:
     timing = Simulated(torch.device("cpu"), torch.float32, seconds=0.05, segments=7, settle=0.06)
     names = {name: (functools.partial(call, name), contextlib.nullcontext) for name in lengths}
     return timing.measure(names, group), order[len(lengths) :]
+
+
+def test_a_flat_gather_knows_no_nodes() -> None:
+    args = bench_scaling.parse(TINY)
+    make = Contestants(args, timing=None, report_check=lambda *_: None)  # type: ignore[arg-type]
+    setting = scaling_problems.Setting(4, 32, "causal", (4, 2))
+    flat, by_node = (make.plan(setting, OfTwoHosts(0, 4), name, "zigzag") for name in ("flat", "gather"))
+    assert flat.dataflow == by_node.dataflow == "gather"
+    assert (flat.nodes, by_node.nodes) == (((0,), (1,), (2,), (3,)), ((0, 1), (2, 3)))
+
+
+class OfTwoHosts(VirtualRank):
+    def __init__(self, rank: int, world_size: int) -> None:
+        super().__init__(rank, world_size)
+        self.hosts = (0, 0, 1, 1)
 
 
 def broken(where: str, rank: int) -> peers.Peer:

@@ -270,7 +270,7 @@ def test_the_ranks_of_each_host_are_linked_or_none(
 ) -> None:
     made: list[tuple[tuple[int, ...], int, int]] = []
     monkeypatch.setattr(connect.driver, "available", lambda: wanted)
-    monkeypatch.setattr(symmetric, "SymmetricMemory", lambda group, device, ranks: ranks)
+    monkeypatch.setattr(symmetric, "SymmetricMemory", lambda group, device, ranks, *others: ranks)
     monkeypatch.setattr(connect, "Link", lambda rank, size, device, share, board: made.append((share, rank, size)))
 
     def gather(words: torch.Tensor) -> torch.Tensor:

@@ -67,6 +67,26 @@ def test_without_torchrun_the_error_is_how_to_start(monkeypatch: pytest.MonkeyPa
         calibrate.main([])
 
 
+def test_calls_take_turns_and_the_median_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A disturbance of one round, in which all calls take ten times as long, is in no result."""
+    machine = object.__new__(calibrate.Machine)
+    machine.seconds = 0.1
+    order: list[tuple[int, int]] = []
+    bodies = [lambda: None, lambda: None, lambda: None]
+
+    def segment(body: Callable[[], object], count: int) -> float:
+        which = bodies.index(body)
+        order.append((which, count))
+        return (which + 1.0) * (10 if 6 <= len(order) < 9 else 1)
+
+    monkeypatch.setattr(machine, "segment", segment)
+    assert machine.times(bodies) == [1.0, 2.0, 3.0]
+    measured = order[3:]
+    assert [which for which, _ in measured] == [(turn + i) % 3 for turn in range(calibrate.ROUNDS) for i in range(3)]
+    assert {count for which, count in measured if which == 0} == {20}, "20 ms of each body in a round"
+    assert {count for which, count in measured if which == 2} == {6}
+
+
 class FakeStream:
     def record_event(self) -> None: ...
 

@@ -44,8 +44,8 @@ def test_every_fault_has_its_points() -> None:
     gather = [c.at for c in staged if c.dataflow == "gather" and c.fault == "stop"]
     assert len(gather) == 20
     assert (gather[0], gather[-1]) == (0.0, 1.0)
-    assert {c.dataflow for c in staged} == {"gather", "ring", "decode"}
-    assert sum(c.stays for c in staged) == 14
+    assert {c.dataflow for c in staged} == {"gather", "ring", "decode", "first token"}
+    assert sum(c.stays for c in staged) == 16
 
 
 def test_points_are_around_calls(capsys: pytest.CaptureFixture[str]) -> None:

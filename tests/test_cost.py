@@ -138,6 +138,42 @@ def test_more_tokens_take_longer_and_longer_links_hide_behind_more_attention() -
     assert shares[-1] < 1.05
 
 
+def ring_ms(pairs: list[list[float]], **change: float) -> tuple[float, float]:
+    """Return the forward and the backward of a ring in which ``pairs[q_rank][k_rank]`` (in 2^25) are visible."""
+    n = len(pairs)
+    problem = replace(choice(8192, n, pulls=False).problem, pairs=[[x * 2**25 for x in row] for row in pairs])
+    free = dict(
+        ring_forward_ms=0.0, ring_backward_ms=0.0, kernel_ms=0.0, memory_gbs=1e9, message_ms=0.0, contention=0.0
+    )
+    costs = replace(cost.DEFAULTS["cuda", "copy engines"], **free | dict(message_gbs=1e9) | change)
+    found = cost.choose(problem, costs, "").of("ring")
+    return found.forward, found.backward
+
+
+def test_a_rank_of_a_ring_waits_for_its_neighbours_only() -> None:
+    """One unit of pairs takes 0.86 ms forward, and 2.55 ms backward."""
+    even, skewed, one_slow = [[2.0, 2.0], [2.0, 2.0]], [[3.0, 1.0], [3.0, 1.0]], [[3.0, 3.0], [1.0, 1.0]]
+    for name, pairs in (("even", even), ("skewed", skewed), ("slow", one_slow)):
+        unit = 2 * 32 * 256 * 2**25
+        longest = {"even": 4, "skewed": 4, "slow": 6}[name]
+        forward, backward = ring_ms(pairs)
+        assert forward == pytest.approx(longest * unit / 640e9, rel=1e-3), name
+        assert backward == pytest.approx(longest * 2.5 * unit / 540e9, rel=1e-3), name
+    # Hops of 1 ms, a little longer than a unit: the first one is hidden, the others are not.
+    late = [[9.0 if (r, o) == (0, 0) else 1.0 for o in range(4)] for r in range(4)]
+    one = 2 * 32 * 256 * 2**25 / 640e9
+    assert ring_ms(late)[0] == pytest.approx(12 * one, rel=1e-3)
+    assert ring_ms(late, message_gbs=2 * 8192 * 8 * 256 / 1e6)[0] == pytest.approx(9 * one + 2 + one, rel=1e-3)
+
+
+def test_a_reduce_has_a_least_time_of_its_own() -> None:
+    problem = choice(64, 2).problem
+    base = cost.DEFAULTS["cuda", "copy engines"]
+    slow = cost.choose(problem, replace(base, reduce_forward_ms=7.0, reduce_backward_ms=11.0), "").of("reduce")
+    assert (slow.forward, slow.backward) == (21.0, 33.0), "two steps, and the hop home"
+    assert cost.choose(problem, base, "").of("ring").forward == 2 * base.ring_forward_ms
+
+
 def test_one_rank_and_nothing_to_move() -> None:
     alone = plan_function(64, VirtualRank(0, 1), seq_len_k=4096)
     assert (alone.dataflow, alone.choice) == ("ring", None)

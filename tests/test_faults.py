@@ -6,6 +6,7 @@ by replacing its transport's start of a step.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import datetime
 import os
@@ -14,8 +15,10 @@ import re
 import signal
 import threading
 import time
+import types
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
+from unittest import mock
 
 import cases
 import pytest
@@ -23,9 +26,11 @@ import torch
 import torch.distributed as dist
 from cases import Case
 from pool import Pool, RankFailed, on_ranks
+from torch.distributed import _symmetric_memory as symmetric_memory
 
 import ringattn
 from ringattn import transport as transports
+from ringattn.peer import connect, symmetric
 
 WORLD = 4
 FAULTY = 1
@@ -168,6 +173,68 @@ def missing(case: Case) -> cases.Part | None:
         time.sleep(2 * LIMIT)
         raise SystemExit("skipped it")
     return cases.attend(case, plan=plan)
+
+
+def share_memory(where: str) -> None:
+    """Make memory that GPUs share, for example at the first decode(), with a stand-in for torch's symmetric memory; the
+    faulty rank dies before it comes, has no memory, or dies in the rendezvous of the others."""
+    group = impatient()
+    transport = transports.of(group)
+    assert isinstance(transport, transports.GroupTransport)
+    bad = False
+
+    def empty(size: int, **options: Any) -> torch.Tensor:
+        if bad and where == "memory":
+            raise torch.OutOfMemoryError("no room on this GPU")
+        return torch.empty(size, dtype=torch.uint8)
+
+    def rendezvous(memory: torch.Tensor, name: str) -> Any:
+        if bad and where == "rendezvous":
+            os._exit(17)
+        store: Any = symmetric._references[-1][0]  # type: ignore[index]
+        store.set(f"any/0/{transport.rank}", "here")
+        others = [f"any/0/{rank}" for rank in range(WORLD) if rank != transport.rank]
+        store.wait(others)
+        assert [store.get(key) for key in others] == [b"here"] * (WORLD - 1)
+        return types.SimpleNamespace(buffer_ptrs=[0] * WORLD)
+
+    with contextlib.ExitStack() as patches:
+        for target, name, value in (
+            (symmetric_memory, "empty", empty), (symmetric_memory, "rendezvous", rendezvous),
+            (torch.cuda, "synchronize", lambda: None), (connect.driver, "available", lambda: True),
+            (connect, "Link", lambda rank, size, device, share, board: share),
+        ):  # fmt: skip
+            patches.enter_context(mock.patch.object(target, name, value))
+        ranks = connect.Ranks(transport.rank, transport.hosts)
+        share: Any = connect.connect(
+            ranks, torch.device("cpu"), lambda: group, transport.gather_words, transport.health.board, ""
+        )
+        assert share(64)[1] == [0] * WORLD
+        bad = transport.rank == FAULTY
+        if bad and where == "before":
+            os._exit(17)
+        begin = time.monotonic()
+        transport.begin("decode()")
+        try:
+            share(64)
+        finally:
+            assert bad or time.monotonic() - begin < LIMIT, "it waited for the time limit"
+
+
+@faulty
+@pytest.mark.parametrize(
+    ("where", "own", "others"),
+    [
+        ("before", "died with exit code 17", r"LostPeer: rank (\d): decode\(\) failed .*rank 1 \(.*\) has died"),
+        ("memory", "no room on this GPU", "rank 1 has no 64 bytes for memory that GPUs share; its error says why"),
+        ("rendezvous", "died with exit code 17", r"rank 1 \(.*\) has died while ranks made memory .*restart all"),
+    ],
+)
+def test_a_rank_that_fails_where_memory_is_shared_is_named(ranks: Pool, where: str, own: str, others: str) -> None:
+    texts = reports(ranks, share_memory, where)
+    assert own in texts[FAULTY]
+    for rank in set(range(WORLD)) - {FAULTY}:
+        assert re.search(others, texts[rank].strip().splitlines()[-1]), texts[rank]
 
 
 @faulty

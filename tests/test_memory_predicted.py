@@ -83,9 +83,9 @@ def measured(rank: VirtualRank, plan: ringattn.Plan, s: Shape) -> tuple[float, f
     return forward, counted.peak - sum(x.nbytes for x in (dq, dk, dv))
 
 
-def check(ranks: int, dataflow: str, mask: str, layout: str, shape: Shape) -> None:
+def check(ranks: int, dataflow: str, mask: str, layout: str, shape: Shape, **more: Any) -> None:
     def body(rank: VirtualRank) -> list[tuple[float, float]]:
-        plan = ringattn.plan(TOKENS, rank, layout=layout, dataflow=dataflow, **MASKS[mask])
+        plan = ringattn.plan(TOKENS, rank, layout=layout, dataflow=dataflow, **MASKS[mask], **more)
         for other in range(ranks):  # tables, which plans keep
             plan.block(rank.rank, other)
         if dataflow == "gather":
@@ -117,6 +117,13 @@ def test_memory_in_groups_of_heads(monkeypatch: pytest.MonkeyPatch, ranks: int) 
     groups_of_a_gpu(monkeypatch)
     for (mask, layout), heads in itertools.product(LAYOUTS, [(32, 8), (16, 16)]):
         check(ranks, "gather", mask, layout, Shape(1, *heads, 16))
+
+
+def test_memory_of_a_gather_by_node(monkeypatch: pytest.MonkeyPatch) -> None:
+    for layout in ("zigzag", "striped"):
+        check(4, "gather", "causal", layout, SHAPES[0], local_size=2)
+    groups_of_a_gpu(monkeypatch)
+    check(4, "gather", "documents", "balanced", Shape(1, 16, 8, 16), local_size=2)
 
 
 def test_one_rank_keeps_the_gradients_that_are_cast() -> None:

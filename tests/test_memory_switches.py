@@ -23,7 +23,16 @@ from live_bytes import LiveBytes
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from transformers import AutoModelForCausalLM, Gemma2Config, GptOssConfig, LlamaConfig, LlamaForCausalLM, Qwen3Config
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma2Config,
+    GptOssConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    OlmoConfig,
+    Qwen3Config,
+)
 
 import ringattn.hf
 from ringattn import virtual
@@ -210,6 +219,74 @@ def test_what_is_reserved_is_enough() -> None:
     assert used == sum(b.numel() for b in host._free) > 0
     step(model)
     assert host.bytes == used == sum(b.numel() for b in host._free)
+
+
+@pytest.mark.parametrize("anchors", [1, 3])
+def test_products_that_are_kept_are_not_computed_again(anchors: int) -> None:
+    """Of each layer: four of attention's and three of the MLP's in the forward, the same again in the backward but for
+    the last one, and two gradients of each."""
+    counts = []
+    for products in (0, 2, LAYERS):
+        model = model_of(LlamaConfig(**SIZES))
+        reduce_memory(model, Recompute(anchors=anchors, products=products))
+        with _Count() as count:
+            step(model)
+        counts.append(count.products)
+    assert counts[0] - counts[2] == 6 * LAYERS + (anchors > 1) * (counts[0] - 3 * (7 * LAYERS + 1) - 6 * LAYERS)
+    assert counts[2] <= 3 * (7 * LAYERS + 1)
+    if anchors == 1:
+        assert counts[0] - counts[1] == 6 * 2
+
+
+class _Count(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.products = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.products += func is torch.ops.aten.mm.default
+        return func(*args, **(kwargs or {}))
+
+
+def test_products_that_a_layer_changes_are_computed_again() -> None:
+    """OLMo clips queries, keys and values in place."""
+    config = OlmoConfig(**SIZES, clip_qkv=0.05)
+    want = step(model_of(config))
+    for anchors in (1, 2):
+        model = model_of(config)
+        reduce_memory(model, Recompute(anchors=anchors, products=LAYERS))
+        assert all(torch.equal(a, b) for a, b in zip(step(model), want, strict=True))
+
+
+def test_products_of_parts_are_computed_again() -> None:
+    want = step(model_of(LlamaConfig(**SIZES)))
+    model = model_of(LlamaConfig(**SIZES))
+    reduce_memory(model, mlp_chunk=7, head_groups=2)
+    reduce_memory(model, Recompute(products=LAYERS))
+    assert worst(step(model), want) < 1e-12
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("--products 7", "--products is 7; it must be a number of the 6 layers"),
+        ("--products -2", "--products is -2"),
+        ("--products 1 --mlp-chunk 4", "leave --products out, or the others"),
+        ("--products -1", "give --gpu-memory"),
+    ],
+)
+def test_products_that_cannot_be_kept_are_refused(text: str, message: str) -> None:
+    with pytest.raises(SystemExit, match=message):
+        less_memory.complete(options_of(text), less_memory.Setting(SMALL, TOKENS, 1, 1, torch.device("cpu")))
+
+
+def test_as_many_products_as_fit_with_offload() -> None:
+    setting = less_memory.Setting(SMALL, TOKENS, 2, 2, torch.device("cpu"))
+    options = options_of("--offload 1 --gpu-memory 8 --products -1")
+    less_memory.complete(options, setting)
+    assert 0 < options.products < SMALL.layers
+    assert not options.mlp_chunk
+    assert memory.peak(SMALL, TOKENS, less_memory.predicted(options, setting)) <= 8 << 30
 
 
 # Refusals

@@ -11,6 +11,8 @@ from paged_cases import Case, distributed, with_room
 from torch import Tensor
 
 from ringattn.kernels.contract import Score
+from ringattn.kernels.launch import Launches
+from ringattn.kernels.paged import hopper
 from ringattn.kernels.paged.backends import BACKENDS
 from ringattn.kernels.paged.contract import Call
 from ringattn.kernels.paged.quantize import quantize
@@ -102,6 +104,17 @@ def test_triton(case: str, softcap: float) -> None:
 @pytest.mark.parametrize("case", list(CASES)[:2])
 def test_triton_with_a_fixed_split(case: str) -> None:
     check("triton", CASES[case], Score(0.15), 512)
+
+
+FEW_ROWS = ("ragged, empty, padded", "one long row", "many rows of head dim 64", "small pages", "float16")
+
+
+@pytest.mark.parametrize("case", FEW_ROWS)
+def test_three_programs_of_a_multiprocessor(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As e4m3 has them where there are many keys."""
+    monkeypatch.setattr(hopper, "_shape", lambda *_: (3, 1))
+    monkeypatch.setattr(hopper, "_launches", Launches())
+    check("hopper", E4M3[f"{case}, e4m3"], Score(0.15))
 
 
 def test_quantize_has_the_same_bits_as_on_a_cpu() -> None:

@@ -292,7 +292,7 @@ def exchanges_of_symmetric_memory() -> dict[str, list[list[str]]]:
     for name, ranks in (("low", [0, 1]), ("high", [1, 2]), ("all", [0, 1, 2])):
         group = dist.new_group(ranks)
         if rank in ranks:
-            stores[name] = ranks, NumberedStore(dist.PrefixStore("memory", group.get_group_store()))
+            stores[name] = ranks, NumberedStore(dist.PrefixStore("memory", group.get_group_store()), lambda: "")
     result: dict[str, list[list[str]]] = {name: [] for name in stores}
 
     def exchange(name: str) -> None:

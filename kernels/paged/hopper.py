@@ -419,7 +419,7 @@ def launch(
     )  # fmt: skip
 
     def divide() -> tuple[int, int, Grid, tuple[Tensor, Tensor]]:
-        ctas, wide = _shape(new * q_heads // kv_heads, batch * kv_heads, pool)
+        ctas, wide = _shape(new * q_heads // kv_heads, batch * kv_heads, pool, tables.table.shape[1] * pool.page_size)
         grid = Grid.of(q, pool, tables, call, ctas * multiprocessors(q.device), least_rows=8, step=wide)
         return ctas, wide, grid, scratch(tables, grid, batch * kv_heads * grid.blocks, dim_v)
 
@@ -454,14 +454,17 @@ def launch(
             combine(q, pieces, pool, tables, score, call, grid, result)
 
 
-def _shape(rows: int, units: int, pool: Pool) -> tuple[int, int]:
+def _shape(rows: int, units: int, pool: Pool, keys: int) -> tuple[int, int]:
     """Return the CTAs of a multiprocessor, and the boxes of 64 slots of a tile, for a number of query rows and of
-    (row, key head) pairs.
+    (row, key head) pairs, and for the most keys that a pair can have.
 
     A tile of two boxes takes two warpgroups: each has half of the accumulators, and what a tile costs besides its
     products counts half. Half as many CTAs leave half as many pieces. With many short sequences, two CTAs hide the
     beginning and end of each other's; with e4m3, which takes longer to compute on and less to read, each other's
-    products."""
+    products, and three CTAs do so better, from some thousand keys for each on."""
+    small = rows <= 8 and max(pool.k.shape[-1], pool.v.shape[-1]) <= 128  # 80 registers are enough
+    if pool.quantized and small and units * keys >= 3 * 1024 * multiprocessors(pool.k.device):
+        return 3, 1
     if pool.page_size % (2 * TILE.value) == 0 and (rows > 32 or (units <= 16 and not pool.quantized)):
         return 1, 2
     return (2, 1) if rows <= 32 else (1, 1)

@@ -171,41 +171,43 @@ class RelayedGradients(Contributions):
 
 
 def relayed_bytes(plan: Plan, relay: Relay, s: Shape, backward: bool) -> int:
-    """Return an upper bound on what a call allocates in addition to its inputs and results."""
-    rank = plan.rank
-    own, extended = relay.own[rank], relay.lengths[rank]
-    fetched = buffer_rows(relay.fetches[rank])
+    """Return what a call allocates in addition to its inputs and results: the most of all moments of the pipeline."""
+    rank, fetches = plan.rank, relay.fetches
+    queries, own, extended = plan.local_lengths[rank], relay.own[rank], relay.lengths[rank]
+    fetched = buffer_rows(fetches[rank])
     out, sent = (
-        sum(run.length for runs in stage for run in runs if run.owner == rank)
-        for stage in (relay.fetches, relay.carried)
+        sum(run.length for runs in stage for run in runs if run.owner == rank) for stage in (fetches, relay.carried)
     )
-    inside, between = _collected(plan, relay), many_runs(relay.carried)  # copies are made of what leaves
+    arriving = out - sum(run.length for run in fetches[rank] if run.owner == rank)
+    inside, copied = _collected(plan, relay), many_runs(relay.carried) * sent  # copies of what leaves
+    leaves = out if inside else extended
     cut = head_groups(s.kv_heads, s.q_heads, plan.transport.device.type, backward, relayed=True)
-    shares = [(g.stop - g.start) / s.kv_heads for g in cut]
-    # An extended shard is gone when its keys are in the buffer of this rank and on their way to others.
-    crosses, fills = extended + between * sent, out + max(extended, fetched) if inside else extended + fetched
-    keys = max(
-        d * crosses
-        + c * fills
-        + (b * (1 + inside) + a) * fetched  # the part attended before is kept until the next one comes
-        for a, b, c, d in _neighbours(shares)
-    )
-    queries = plan.local_lengths[rank]
-    bound = row_bytes(queries, s, backward) + keys * s.kv_elements * s.itemsize
-    if backward:
-        arriving = out - sum(run.length for run in relay.fetches[rank] if run.owner == rank)
-        returning, crosses = (1 + inside) * fetched + arriving, extended + sent
-        gradients = max(
-            max(c * 2 * fetched + b * returning + a * crosses, c * fetched + b * (returning + extended))
-            for a, b, c, _ in _neighbours(shares)
-        )
-        gradients = max(gradients, shares[-1] * (fetched + crosses))
-        bound += (own + gradients) * s.kv_elements * s.state_itemsize
-    bound += kernel_bytes(plan, s, fetched, max(shares), backward, len(cut) > 1)
-    return round(s.batch * (s.beyond_results(queries, own, bound) if backward else bound))
-
-
-def _neighbours(shares: Sequence[float]) -> Iterator[tuple[float, float, float, float]]:
-    """Yield every four groups that follow each other, 0.0 where there is none."""
-    padded = [0.0] * 3 + [*shares] + [0.0] * 3
-    return zip(padded, padded[1:], padded[2:], padded[3:], strict=False)
+    shares = [0.0, 0.0, 0.0, *((g.stop - g.start) / s.kv_heads for g in cut), 0.0, 0.0]
+    kernel = kernel_bytes(plan, s, fetched, max(shares), backward)
+    key, gradient = s.kv_elements * s.itemsize, s.kv_elements * s.state_itemsize
+    results = queries * s.q_heads * (s.value_dim * s.itemsize + s.state_itemsize)
+    moments = []
+    # The group c is attended, d is inside of the node and e on the network; their gradients are two turns later.
+    for i, (a, b, c, d, e) in enumerate(zip(*(shares[j:] for j in range(5)), strict=False), -1):
+        network = c * fetched + e * (extended + copied)
+        resting = (network + d * ((arriving > 0) * leaves + fetched)) * key
+        starts = (network + d * max(extended + inside * out, leaves + fetched)) * key
+        arrives = max(starts, resting + inside * c * fetched * key)
+        if not backward:  # the whole output is made after the first group's
+            some, whole = (len(cut) > 1) * c * results, (i <= 0) * results
+            moments += [arrives - whole]
+            if i >= 0:
+                moments += [resting + some, resting + kernel + some - (len(cut) > 1) * whole]
+            continue
+        made, within, between = c * fetched, b * (fetched + arriving), a * (extended + sent)
+        moments += [arrives + (within + between) * gradient]
+        moments += [resting + (made + within + between) * gradient + kernel]
+        moments += [resting + (made + within + b * extended) * gradient]
+        moments += [resting + (made + max(inside * made, c * arriving + b * sent) + b * extended) * gradient]
+    if not backward:
+        return round(s.batch * max(0.0, *moments))
+    before, last = shares[-4:-2]
+    moments += [(last * (fetched + arriving) + max(before * (extended + sent), last * extended)) * gradient]
+    moments += [last * (extended + sent) * gradient]
+    peak = max(moments) + row_bytes(queries, s, backward) + own * gradient
+    return round(s.batch * s.beyond_results(queries, own, peak))

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from .. import blocks
+from ..kernels import weaving
 from ..kernels.contract import Block, CompletionCounts, Keys
 from ..kernels.upload import upload
 from ..plans import Plan
@@ -307,10 +308,7 @@ def message_bytes(plan: Plan, s: Shape, backward: bool) -> int:
     )  # fmt: skip
     groups = head_groups(s.kv_heads, s.q_heads, device, backward)
     most = max(g.stop - g.start for g in groups) / s.kv_heads
-    kernel = kernel_bytes(plan, s, fetched, most, backward, False)
-    if backward and device == "cpu":  # only the Hopper kernel writes its gradients in their place
-        kernel += most * fetched * s.kv_elements * s.state_itemsize
-    return bytes_of_groups(sizes, s, groups, kernel, backward)
+    return bytes_of_groups(sizes, s, groups, kernel_bytes(plan, s, fetched, most, backward), backward)
 
 
 def bytes_of_groups(x: Sizes, s: Shape, groups: Sequence[slice], kernel: float, backward: bool) -> int:
@@ -347,14 +345,19 @@ def bytes_of_groups(x: Sizes, s: Shape, groups: Sequence[slice], kernel: float, 
     return round(s.batch * s.beyond_results(x.queries, x.local, peak))
 
 
-def kernel_bytes(plan: Plan, s: Shape, fetched: int, part: float, backward: bool, grouped: bool) -> float:
-    """Return the bytes that kernels and the results of groups take, for one batch element."""
-    queries = plan.local_lengths[plan.rank]
+def kernel_bytes(plan: Plan, s: Shape, fetched: int, part: float, backward: bool) -> float:
+    """Return the bytes that the kernel of a share ``part`` of the heads takes for itself, for one batch element."""
+    queries, block = plan.local_lengths[plan.rank], gathered_block(plan) if is_union(plan) else None
+    one_walk = weaving.woven(block) if block is not None and block.others else None
     if backward:
-        pieces = piece_elements(plan, s, queries, fetched, s.kv_heads) * s.state_itemsize
-        return pieces + part * walk_bytes(s, [gathered_block(plan)] if is_union(plan) else [])
-    results = part * queries * s.q_heads * (s.value_dim * s.itemsize + s.state_itemsize) * grouped
-    return results + part * queries * s.state_elements * s.state_itemsize * is_union(plan)
+        kernel = part * walk_bytes(s, [] if block is None else [block])
+        kernel += piece_elements(plan, s, queries, fetched, s.kv_heads) * s.state_itemsize
+        apart = plan.transport.device.type == "cpu" and (block is None or one_walk is not None)
+        # Only the Hopper kernel writes gradients in their place; those of several walks are counted above.
+        return kernel + apart * part * fetched * s.kv_elements * s.state_itemsize
+    if one_walk is not None:  # keys, with those that are repeated
+        return part * len(one_walk.sources) * s.kv_elements * s.itemsize
+    return (block is not None) * part * queries * (s.state_elements + s.q_heads) * s.state_itemsize  # and lse
 
 
 def row_bytes(queries: int, s: Shape, backward: bool) -> int:

@@ -61,10 +61,14 @@ def connect(
 
     Args:
         group: returns the process group.
-        gather: returns the words of all ranks, (n,) int64 -> (world_size, n).
+        gather: a method that returns the words of all ranks, (n,) int64 -> (world_size, n).
         board: which the watchdog looks at.
         problem: why this rank can have no link, or "".
     """
+
+    def lost() -> str:
+        return "" if board is None else board.cause([rank for rank in ranks.near if rank != ranks.rank])[1]
+
     wanted = os.environ.get("RINGATTN_PULLS", "1") != "0"
     rows = gather(torch.tensor([wanted and driver.available(), bool(problem)], device="cpu"))
     if not rows[:, 0].all() or len(set(ranks.hosts)) == len(ranks.hosts):
@@ -74,7 +78,7 @@ def connect(
         try:
             from .symmetric import SymmetricMemory  # needs a torch with symmetric memory
 
-            share = SymmetricMemory(group, device, near)
+            share = SymmetricMemory(group, device, near, gather, lost)
             link = Link(near.index(ranks.rank), len(near), device, share, board)
         except (RuntimeError, ImportError, AttributeError, ValueError) as error:  # no peer access; another torch
             problem = str(error) or type(error).__name__

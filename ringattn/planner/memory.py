@@ -50,7 +50,7 @@ class Switches:
         optimizer: a name of :data:`OPTIMIZERS`: the bytes of AdamW's two moments, in float32 or bf16; "host": they
             are on the host with parameters and gradients, as ``CPUOffloadPolicy`` of FSDP2 does.
         recompute: a layer keeps its input only and is computed again in the backward.
-        anchors: with ``recompute``, the input of every how manieth layer is kept; others are computed from it.
+        anchors: with ``recompute``, the input of every n-th layer is kept; others are computed from it.
         keep_attention_out: with ``recompute``, out and lse of the attention are kept, too.
         attention_layers: the first layers, which keep them; None: all.
         products: the last layers, which keep the results of their matrix products, too.
@@ -220,7 +220,8 @@ def _kept(model: ModelShape, a: _Layer, s: Switches, layers: int) -> tuple[int, 
     with_results = layers if s.attention_layers is None else min(layers, s.attention_layers)
     results = s.keep_attention_out * with_results * (a.q + a.lse)
     with_products = max(0, layers - max(0, model.layers - s.products))
-    products = with_products * (a.q + 2 * a.k + 2 * a.m + 2 * a.x)
+    last = s.anchors > 1  # the layer's own result is needed only by layers that start from it
+    products = with_products * (a.q + 2 * a.k + 2 * a.m + (1 + last) * a.x)
     return (inputs + results, products) if s.attention_on_host else (inputs, results + products)
 
 

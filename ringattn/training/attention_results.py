@@ -26,22 +26,27 @@ class AttentionResults:
 
     Args:
         place: where they wait.
-        products: the results of all matrix products of the forward are kept, too, on the GPU.
+        products: the results of the matrix products of ``nn.Linear`` (mm, addmm) are kept, too, on the GPU.
     """
 
     def __init__(self, place: HostMemory, products: bool = False) -> None:
         self._place = place
         self._calls: list[tuple[Waiting, ...]] = []
-        self._products: list[Tensor | None] | None = [] if products else None  # None: the backward has used it
+        self._keeps_products = products
+        self._products: list[Tensor | None] = []  # None: no longer needed, or changed
 
     @contextlib.contextmanager
-    def used(self, call: int = 0) -> Iterator[AttentionResults]:
+    def used(self, call: int = 0, products: bool = True) -> Iterator[AttentionResults]:
         """In the block, the first call of attention is that of number ``call``. Calls that have results here return
-        them; others attend, and their results are kept."""
+        them; others attend, and their results are kept.
+
+        Args:
+            products: the same of matrix products, from the layer's first one on.
+        """
         before = active()
         _local.active = self
         self.next = call
-        self._next_product = 0
+        self._next_product = 0 if self._keeps_products and products else None
         self._fetch(call)
         try:
             with _Instead(self):
@@ -65,19 +70,34 @@ class AttentionResults:
 
     def multiply(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
         """Return what a matrix product returns."""
-        if self._products is None:
-            product: Tensor = func(*args, **kwargs)
-            return product
-        at, self._next_product = self._next_product, self._next_product + 1
-        kept = self._products[at] if at < len(self._products) else None
-        if kept is None:
-            product = func(*args, **kwargs)
+        at = self._next_product
+        if at is None:
+            result: Tensor = func(*args, **kwargs)
+            return result
+        self._next_product = at + 1
+        product = self._products[at] if at < len(self._products) else None
+        if product is None:
+            result = func(*args, **kwargs)
             if at == len(self._products):
-                self._products.append(product.detach())  # without the history that autograd adds to what is returned
-            return product
+                self._products.append(result.detach())  # without the history that autograd adds to what is returned
+            return result
         if torch.is_grad_enabled():  # in the backward
             self._products[at] = None
-        return kept.detach()
+        return product.detach()
+
+    def drop(self, changed: Tensor) -> None:
+        """Forget the product whose memory this tensor has, because it changes, or may change later: it is computed
+        again."""
+        storage = changed.untyped_storage()._cdata
+        for at, product in enumerate(self._products):
+            if product is not None and product.untyped_storage()._cdata == storage:
+                self._products[at] = None
+
+    def drop_last_product(self) -> None:
+        """Forget the product that came last: a layer ends with it, and a backward that starts from the layer's input
+        does not need it."""
+        if self._products:
+            self._products[-1] = None
 
     def _fetch(self, call: int) -> None:
         for waiting in self._calls[call : call + 1]:
@@ -109,4 +129,18 @@ class _Instead(TorchDispatchMode):
             return self._results.attend(func, args, kwargs or {})
         if func in _PRODUCTS:
             return self._results.multiply(func, args, kwargs or {})
+        for changed in _written(func, args, kwargs or {}):
+            self._results.drop(changed)
         return func(*args, **(kwargs or {}))
+
+
+def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Tensor]:
+    """Yield the tensors that an operator changes. Versions do not tell: the result of ``nn.Linear`` is a view of its
+    product that counts by itself."""
+    schema = getattr(func, "_schema", None)  # operators of higher order have none
+    if schema is None or not schema.is_mutable:
+        return
+    for at, argument in enumerate(schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            value = args[at] if at < len(args) else kwargs.get(argument.name)
+            yield from (x for x in (value if isinstance(value, (list, tuple)) else [value]) if isinstance(x, Tensor))

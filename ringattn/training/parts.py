@@ -86,9 +86,10 @@ class _Job:
         self.surroundings = surroundings(x)
 
     def with_results(self) -> AbstractContextManager:
-        """Return a context in which calls of attention have the results that they had first."""
+        """Return a context in which calls of attention have the results that they had first; products, of which only
+        the layer knows the numbers, are computed again."""
         results = self._results()
-        return nullcontext() if results is None else results.used(self._first_call)
+        return nullcontext() if results is None else results.used(self._first_call, products=False)
 
 
 class _Keep(torch.autograd.Function):

@@ -40,8 +40,8 @@ class Recompute:
         inputs: where the inputs of layers wait; ``HostMemory(0)``: on the GPU.
         attention: where the results of attention wait.
         results: the number of layers whose results are kept, the first ones; None: all. The others attend again.
-        anchors: the input of every how manieth layer is kept; those between are computed again from it.
-        products: the number of layers that keep the results of their matrix products, too, on the GPU, the last ones.
+        anchors: the input of every n-th layer is kept; those between are computed again from it.
+        products: the number of layers that keep the results of their ``nn.Linear``, too, on the GPU, the last ones.
     """
 
     inputs: HostMemory = field(default_factory=lambda: HostMemory(0))
@@ -156,6 +156,10 @@ class _Record:
         self._output = _identity(out) if isinstance(out, Tensor) else None
         if not self._keeps:
             self._results.clear()
+        if self._how.anchors == 1:
+            self._results.drop_last_product()
+        if isinstance(out, Tensor):
+            self._results.drop(out)  # others may change it
 
     def input(self) -> Tensor:
         """Return the layer's input, and start to fetch what the layer whose backward comes next needs."""
