@@ -298,7 +298,7 @@ def _attend(
         mbarrier.init(full.index(i), count=1)
     for i in gl.static_range(3):
         mbarrier.init(free.index(i), count=1)
-    work = share_of(tiles_ptr, batch, KV_HEADS, BATCH_P2, 2, 1)  # with sums of lanes alone, loops of trees reload registers
+    work = share_of(tiles_ptr, batch, KV_HEADS, BATCH_P2, 2, 1)  # with 4, the loop of trees reloads registers
     consumer = (
         q_ptr, q_b, q_n, q_h, starts_ptr, ends_ptr, firsts_new_ptr, tiles_ptr, tree_ptr, pieces_ptr, q_s, parts, full,
         free, scale, inner, work,
