@@ -43,6 +43,12 @@ def contestants(caches: Caches) -> dict[str, Callable[[], list[Launch]]]:
     if caches.problem.shared:
         row_by_row = own.pop(f"ringattn{ALONE}")
         return {**{name: own[name] for name in ("ringattn", "ringattn, portable")}, "ringattn, row by row": row_by_row}
+    if caches.problem.latent:
+        return {
+            **{name: make for name, make in own.items() if not name.startswith("read")},
+            f"FA3 qv{ALONE}": functools.partial(fa3_latent, caches, False),
+            f"FA3 qv, metadata{ALONE}": functools.partial(fa3_latent, caches, True),
+        }
     if caches.problem.quantized:  # others have one scale for a tensor or a head
         return own
     in_rows = functools.cache(lambda: _contiguous(caches))  # one copy for all that read such ones
@@ -102,14 +108,7 @@ def _pages(caches: Caches) -> Copies:
 
 def fa3(caches: Caches, copies: Callable[[], Copies], metadata: bool = False, append: bool = True) -> list[Launch]:
     """FlashAttention-3 on a contiguous cache, splits of its own choice; or with scheduler metadata made ahead."""
-    for name in ("flash_attn_interface", "fa3_fwd_interface"):
-        try:
-            module = importlib.import_module(name)
-            break
-        except ImportError:
-            continue
-    else:
-        raise ImportError("neither flash_attn_interface nor fa3_fwd_interface can be imported")
+    module = _fa3_module()
     p, more = caches.problem, dict[str, Any](causal=True)
     before = [n - p.new if append else n for n in caches.seen]
     lengths = torch.tensor(before, dtype=torch.int32, device=caches.device)
@@ -131,6 +130,37 @@ def fa3(caches: Caches, copies: Callable[[], Copies], metadata: bool = False, ap
         return result[0] if isinstance(result, tuple) else result
 
     return [functools.partial(launch, k, v) for k, v in copies()]
+
+
+def _fa3_module() -> Any:
+    for name in ("flash_attn_interface", "fa3_fwd_interface"):
+        try:
+            return importlib.import_module(name)
+        except ImportError:
+            continue
+    raise ImportError("neither flash_attn_interface nor fa3_fwd_interface can be imported")
+
+
+def fa3_latent(caches: Caches, metadata: bool) -> list[Launch]:
+    """FlashAttention-3's ``qv`` on contiguous latent vectors: scores are ``q @ k + qv @ v``, of the columns that are no
+    values and of those that are. It only attends."""
+    module, p = _fa3_module(), caches.problem
+    lengths = torch.tensor(caches.seen, dtype=torch.int32, device=caches.device)
+    qv, q = (x.contiguous() for x in caches.q.split([p.latent, p.dim - p.latent], dim=-1))
+    more: dict[str, Any] = dict(causal=True)
+    if metadata:
+        more["scheduler_metadata"] = module.get_scheduler_metadata(
+            caches.batch, p.new, max(caches.seen), p.heads, p.kv_heads, q.shape[-1], lengths, p.dtype,
+            headdim_v=p.latent, **more,
+        )  # fmt: skip
+
+    def launch(k: Tensor, v: Tensor) -> Tensor:
+        result = module.flash_attn_with_kvcache(
+            q, k, v, qv=qv, cache_seqlens=lengths, softmax_scale=p.dim**-0.5, **more
+        )
+        return result[0] if isinstance(result, tuple) else result
+
+    return [functools.partial(launch, k, v) for k, v in _contiguous(caches)]
 
 
 def flashinfer(caches: Caches, copies: Callable[[], Copies], append: bool = True) -> list[Launch]:

@@ -36,6 +36,7 @@ class Problem:
     dtype: torch.dtype = torch.bfloat16
     quantized: bool = False  # pages of e4m3
     shared: int = 0
+    latent: int = 0  # columns of keys that are the values; 0: values are stored
 
     @property
     def keys(self) -> int:
@@ -48,7 +49,7 @@ class Problem:
     def bytes(self) -> int:
         """Return the bytes of keys and values that a layer reads."""
         of_token = self.dim + 4 if self.quantized else self.dim * self.dtype.itemsize  # a scale is 4 bytes
-        return self.keys * self.kv_heads * 2 * of_token
+        return self.keys * self.kv_heads * (1 if self.latent else 2) * of_token
 
     @property
     def e4m3(self) -> Problem:
@@ -88,6 +89,8 @@ PROBLEMS = {
         Problem("8 x 256k", (256 * K,) * 8),
         Problem("8 x 1M", (K * K,) * 8),
         *(Problem(f"64 x {n}k", (n * K,) * 64) for n in (4, 64)),
+        Problem("latent, 1 x 128k", (128 * K,), heads=128, kv_heads=1, dim=576, latent=512),
+        Problem("latent, 8 x 128k", (128 * K,) * 8, heads=128, kv_heads=1, dim=576, latent=512),
     )
 }
 TABLES = (
@@ -131,8 +134,9 @@ class Caches:
         slots = self.state.positions.shape[0]
         g = torch.Generator(self.device).manual_seed(1)
         for _ in range(self.layers):
-            k, v = (self._random(g, p.kv_heads, slots, p.dim) for _ in range(2))
-            pool = Pool(k, v, self.state.positions, p.page_size)
+            k = self._random(g, p.kv_heads, slots, p.dim)
+            v = k[..., : p.latent] if p.latent else self._random(g, p.kv_heads, slots, p.dim)
+            pool = Pool(k, v, self.state.positions, p.page_size, p.latent > 0)
             self.pools.append(_quantized(pool) if p.quantized else pool)
         tables = self.state.tables(0)
         if p.shared:
@@ -201,12 +205,16 @@ class Caches:
         return page * self.problem.page_size + nth % self.problem.page_size
 
     def contiguous(self, layer: int) -> tuple[Tensor, Tensor]:
-        """Return the visible keys and values of a layer, (batch, longest, kv_heads, dim), zeros past each length."""
+        """Return the visible keys and values of a layer, (batch, longest, kv_heads, dim), zeros past each length; of
+        latent ones the keys without the columns that are values."""
         p, longest = self.problem, max(self.seen)
-        both = [torch.zeros(self.batch, longest, p.kv_heads, p.dim, dtype=p.dtype, device=self.device) for _ in "kv"]
+        k, v = self.pools[layer].k[..., p.latent :], self.pools[layer].v
+        both = [
+            torch.zeros(self.batch, longest, p.kv_heads, x.shape[-1], dtype=p.dtype, device=self.device) for x in (k, v)
+        ]
         for row, count in enumerate(self.seen):
             slots = self.slots_of(row, count)
-            for x, pool in zip(both, (self.pools[layer].k, self.pools[layer].v), strict=True):
+            for x, pool in zip(both, (k, v), strict=True):
                 x[row, :count] = pool[:, slots].transpose(0, 1)
         return both[0], both[1]
 

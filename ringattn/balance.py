@@ -17,6 +17,8 @@ its document. So long documents are cut at whole tiles, counted from their end; 
 go with the document before. The pairs of whole tiles are equal only nearly. Of several choices (:class:`_Choice`) that
 are near enough we take the one whose number of tiles is nearest to the mean and whose cuts add few keys to fetch.
 
+Last, ranks that share causal documents divide their pieces once more (:mod:`.redivision`).
+
 All arithmetic is in integers, so that every rank finds the same shards without a message.
 """
 
@@ -29,11 +31,10 @@ from operator import itemgetter
 from typing import NamedTuple
 
 from .mask import Mask
+from .redivision import LONG, TILE, Documents, redivide
 from .work import Work
 
-TILE = 128  # queries in a tile of the kernels, and keys
-LONG = 1024  # documents of so many tokens are cut at whole tiles
-GROUP = 512  # neighbouring documents are kept together up to so many tokens, for few runs per rank
+GROUP = 1024  # neighbouring documents are kept together up to so many tokens, for few runs per rank
 FLAT = 1000  # work that differs from the mean by less than a part in so many is equal
 UNEVEN = 100  # the same for parts that need not be taken block by block
 NEAR = 160  # the same for work that whole tiles of queries cannot match exactly
@@ -138,9 +139,11 @@ class _End:
     def pairs_of(self, tokens: int, skip: int = 0) -> int:
         """Return the pairs of ``tokens`` tokens after the first ``skip`` parts."""
         past = self.tokens[skip] + tokens
-        last = self.count(past) - 1
+        last = bisect_left(self.tokens, past) - 1
         if last < skip:
             return 0
+        if past == self.tokens[last + 1]:
+            return self.pairs[last + 1] - self.pairs[skip]
         return self.pairs[last] - self.pairs[skip] + self.row.work.of(self.piece(last, past - self.tokens[last]))
 
     def amount(self, tokens: int, skip: int = 0) -> tuple[int, int]:
@@ -168,8 +171,7 @@ class _Row:
     def __init__(self, work: Work, parts: list[range], ranks: int = 1) -> None:
         """``ranks``: that share what is peeled."""
         self.work, self.ranks, self.blocks = work, ranks, False
-        lengths = [b - a for a, b in itertools.pairwise(work.cuts)]
-        self.causal = work.total == sum(n * (n + 1) // 2 for n in lengths)
+        self.documents = Documents(work.cuts, TILE if ranks == 1 else 1)
         self.parts = sorted(map(self._part, parts))
         self.pairs_left = sum(part.pairs for part in self.parts)
         self.tiles_left = sum(part.tiles for part in self.parts)
@@ -198,7 +200,8 @@ class _Row:
     def divide(self, shares: Sequence[int]) -> list[list[range]]:
         """Return pieces of as many tokens as each share has, and of equal work."""
         self.max_pairs = self.pairs_left * (FAR * self.ranks + 1) // (FAR * self.ranks * max(1, len(shares)))
-        return [self.peel(tokens, len(shares) - index) for index, tokens in enumerate(shares)]
+        shards = [self.peel(tokens, len(shares) - index) for index, tokens in enumerate(shares)]
+        return redivide(self.documents, shards, self.max_pairs) if self.work.causal else shards
 
     def peel(self, tokens: int, ranks: int) -> list[range]:
         """Remove and return the pieces of the next of ``ranks`` ranks that are left."""
@@ -276,22 +279,27 @@ class _Search:
         if abs(heavy.pairs_of(tokens) - target) <= target // FLAT:
             return heavy.take(tokens)
         low, high = 0, tokens
-        while low < high:
+        while high - low > tokens >> 11:  # more precisely than by pairs that choices differ by anyway
             t = (low + high) // 2
             if heavy.pairs_of(t) + light.pairs_of(tokens - t) < target:
                 low = t + 1
             else:
                 high = t
         best: _Cost | None = None
+        many = light.count(tokens - low) > MANY
+        plain = many and 4 * heavy.parts[0].last < tokens * self.row.work.rows
         limit_above = self.row.max_pairs - target  # so that neither this rank nor those to come have more
         limit_below = (self.ranks - 1) * (target - self.row.max_pairs)
         for wide in (1, WIDE):
-            choices = [(abs(away), x) for away, x in self._choices(low, wide) if limit_below <= away <= limit_above]
+            choices = [
+                (abs(away), x) for away, x in self._choices(low, wide, plain) if limit_below <= away <= limit_above
+            ]
             choices.sort(key=itemgetter(0))
             near = NEAR * self.row.ranks
             limit = target // near if choices and choices[0][0] * near <= target else target
-            costs = sorted((self._cost(x) for away, x in choices[: wide * FEW] if away <= limit), key=itemgetter(0))
-            if light.count(tokens - low) > MANY:
+            few = FEW // 2 if plain else wide * FEW
+            costs = sorted((self._cost(x) for away, x in choices[:few] if away <= limit), key=itemgetter(0))
+            if many:
                 best = costs[0] if costs else None
                 break
             best = min(map(self._fine, costs[: wide * FINE]), key=itemgetter(0), default=best)
@@ -299,12 +307,13 @@ class _Search:
                 break
         return self._take(best.choice if best else _Choice(low, tokens - low))
 
-    def _choices(self, low: int, wide: int) -> Iterator[tuple[int, _Choice]]:
+    def _choices(self, low: int, wide: int, plain: bool) -> Iterator[tuple[int, _Choice]]:
         """Yield choices and by how many pairs they differ from the mean.
 
         Args:
             low: the number of heavy tokens that matches exactly.
             wide: how far to look.
+            plain: whether a rank has many parts and none is long, so that fewer choices will do.
         """
         heavy, tokens = self.heavy, self.tokens
         cut = heavy.count(low) - 1
@@ -323,9 +332,9 @@ class _Search:
                 lengths.add(t)
         if heavy.tokens[cut + 1] <= tokens:
             lengths.add(heavy.tokens[cut + 1])
-        for t in sorted(lengths):
-            yield from self._fills(t, wide)
-        if tile > 1:
+        for t in sorted(lengths, key=lambda t: (abs(t - low), t))[: 2 if plain else 4]:
+            yield from self._fills(t, 0 if plain else wide)
+        if tile > 1 and not plain:
             for inside in range(up + tile, up + (wide + 1) * tile + 1, tile):
                 t = before + inside + part.stop - end
                 if 0 <= inside <= whole and t <= tokens:
@@ -347,7 +356,7 @@ class _Search:
                 low = skip + 1
             else:
                 high = skip
-        for skip in range(max(1, low - wide), min(last_skip, low + 1 + wide) + 1):
+        for skip in range(max(1, low - wide), min(last_skip, low + wide) + 1):
             yield light.pairs_of(want, skip) - target, _Choice(t, 0, skip, want)
             last = bisect_right(light.tokens, light.tokens[skip] + want) - 1
             window = light.tokens[last] - light.tokens[skip]
@@ -403,9 +412,9 @@ class _Search:
 
     def _fine(self, cost: _Cost) -> _Cost:
         """Return the cost with the exact tiles of its pieces, as keys lie in the buffer."""
-        if not self.row.causal:
+        if not self.row.work.causal:
             return cost
-        tiles = _tiles(self.row.work.cuts, [piece for _, piece in self._take(cost.choice)])
+        tiles = self.row.documents.ranks([[piece for _, piece in self._take(cost.choice)]])[0].tiles
         return self._sum(TILE * tiles, cost.fetched, cost.choice)
 
     def _sum(self, tiles: int, fetched: int, choice: _Choice) -> _Cost:
@@ -416,23 +425,3 @@ class _Search:
         t, light, skip, window, lower, part = choice
         pieces = [*self.heavy.take(t), *self.light.take(light), *self.light.take(window, skip)]
         return [*pieces, (part, lower)] if part else pieces
-
-
-def _tiles(cuts: Sequence[int], pieces: list[range]) -> int:
-    """Return the number of tiles of a rank under a causal mask of documents, as keys lie in its buffer."""
-    tiles = keys = past = more = 0
-    for start, stop in sorted((piece.start, piece.stop) for piece in pieces):
-        document = bisect_right(cuts, start)
-        first, end = cuts[document - 1], cuts[document]
-        at = keys - max(0, past - first)  # of the document's first key in the buffer
-        lead = -more % TILE if past == start else 0  # queries in the last tile of the run before
-        keys, past = at + stop - first, stop
-        full, more = divmod(stop - start - lead, TILE)
-        if end < stop and end - first < LONG:
-            tiles += 3 * (full + (more > 0))
-            continue
-        offset = at % TILE + start + lead - first
-        tiles += full * -(-offset // TILE) + full * (full + 1) // 2 + (lead > 0)
-        if more:
-            tiles += -(-(offset + stop - start - lead) // TILE) if stop - more < end else 2
-    return tiles

@@ -6,8 +6,8 @@ A plan knows tokens, ranks and masks, but not heads, dtype or batch, so ``datafl
 * the attention of a step takes ``floating-point operations / rate``, plus ``kernel_ms`` per kernel;
 * in a ring or a reduce a hop begins when the rank and both its neighbours have reached its step, and a rank's next step
   when its attention and its hop are finished. What overlaps takes ``contention`` times the shorter one more, because
-  messages take multiprocessors, or the only thread, from the attention. States that are carried and contributions that
-  are summed are passes over memory;
+  messages take multiprocessors, or the only thread, from the attention. States that are carried and sums are passes
+  over memory;
 * a gather exposes its handshakes, the fetch of the first head (or group of heads) and the return of the last one's
   gradients; the rest overlaps with the attention. Over several hosts each key crosses the network once for each host,
   and then NVLink; the two take turns on different groups of heads;
@@ -329,7 +329,7 @@ def _walk(p: Problem, costs: Costs, s: Shape, dataflow: str, backward: bool) -> 
     schedule = p.ring if ring else p.reduce
     shifts, n = schedule.displacements, schedule.world_size
     one_group, count = schedule.local_size == n, len(schedule.displacements)
-    holders = [[schedule.move(o, shift) for o in range(n)] for shift in (*shifts, (0, 0))]  # of every owner's shard
+    holders = [*schedule.holders, tuple(range(n))]  # of every owner's shard
     pair = _attention(1.0, costs, s, backward)
 
     def hop(size: int, messages: int, crosses: bool) -> float:
@@ -350,15 +350,17 @@ def _walk(p: Problem, costs: Costs, s: Shape, dataflow: str, backward: bool) -> 
             links += hop(moved.part, moved.parts, one_group or groups != shifts[t - 1][0])
             peers += zip(holders[t - 1], holders[t], strict=True)
         start = begin[:]  # of a rank's messages: when its peers are at this step, too
-        for a, b in peers:
-            start[a], start[b] = max(start[a], begin[b]), max(start[b], begin[a])
+        for a, b in peers:  # without calls: many ranks make many steps
+            start[a], start[b] = (y if y > x else x for x, y in ((start[a], begin[b]), (start[b], begin[a])))
+        added = moved.added * (t >= 2)
+        rows, rows_idle = (x / costs.memory_gbs / 1e6 for x in (moved.each + moved.later * (t > 0) + added, added))
         for o, r in enumerate(holders[t]):
             pairs = p.pairs[r][o] if ring else p.pairs[o][r]
             work = costs.kernel_ms + pairs * pair if t < count and (pairs or t == 0) else 0.0
-            rows = (moved.each + moved.later * (t > 0)) * (work > 0) + moved.added * (t >= 2)
-            ends = begin[r] + work, start[r] + links
-            overlap = max(0.0, min(ends) - start[r]) if links else 0.0
-            begin[r] = max(ends) + costs.contention * overlap + rows / costs.memory_gbs / 1e6
+            low, high = begin[r] + work, start[r] + links
+            low, high = (high, low) if low > high else (low, high)
+            overlap = low - start[r] if links and low > start[r] else 0.0
+            begin[r] = high + costs.contention * overlap + (rows if work > 0 else rows_idle)
             busy[r] += work
         moving += links
     least: float = getattr(costs, f"{dataflow}_{'backward' if backward else 'forward'}_ms")

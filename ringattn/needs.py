@@ -56,8 +56,13 @@ def _of_neighbours(seen: list[range], runs: Sequence[Located], starts: Sequence[
     parts = []
     for keys in seen:
         index = max(0, bisect_right(starts, keys.start) - 1)
-        while index < len(runs) and runs[index][0].start < keys.stop:
-            parts += visible_part(keys, runs[index])
+        while index < len(runs) and starts[index] < keys.stop:
+            run, owner, offset = runs[index]
+            begin, past = max(run.start, keys.start), min(run.stop, keys.stop)
+            if run.step > 1:
+                parts += visible_part(keys, runs[index])
+            elif begin < past:
+                parts.append((range(begin, past), owner, offset + begin - run.start))
             index += 1
     return parts
 
@@ -90,14 +95,8 @@ def pairs(mask: Mask, shards: Sequence[Shard], shards_k: Sequence[Shard]) -> lis
         return estimate_pairs(mask, shards, shards_k)
     work = Work.of_mask(mask)
     n, size = len(shards), max(1, mask.seq_len // (4 * len(shards)))
-    pieces = [
-        (rank, run[i : i + size])
-        for rank, shard in enumerate(shards)
-        for run in shard
-        for i in range(0, len(run), size)
-    ]
     runs = sorted(((run.start, len(run), rank) for rank, shard in enumerate(shards_k) for run in shard))
-    if not pieces or not runs:
+    if not runs or not any(shards):
         return [[0.0] * n for _ in range(n)]
     with torch.device("cpu"):
         starts, lengths, owners = map(torch.tensor, zip(*runs, strict=True))
@@ -111,12 +110,24 @@ def pairs(mask: Mask, shards: Sequence[Shard], shards_k: Sequence[Shard]) -> lis
             inside = torch.minimum((keys - starts[index]).clamp(min=0), lengths[index])
             return keys_before[index].scatter_add_(1, owners[index, None], inside.double()[:, None])
 
-        seen = torch.zeros(len(pieces), n, dtype=torch.float64)
-        middle = torch.tensor([run[len(run) // 2] for _, run in pieces])
+        begin, past, rank = _pieces(shards, size)
+        middle = begin + (past - begin) // 2
+        seen = torch.zeros(len(rank), n, dtype=torch.float64)
         for member in mask.members:
             for start, end in zip(*member.intervals(middle), strict=True):
                 seen += before(end.long()) - before(start.long())
-        exact = torch.tensor([work.of(run) / mask.rows for _, run in pieces], dtype=torch.float64)
+        exact = (work.before_all(past) - work.before_all(begin)).double() / mask.rows
         seen *= (exact / seen.sum(1).clamp(min=1))[:, None]
         table = torch.zeros(n, n, dtype=torch.float64)
-        return table.index_add_(0, torch.tensor([rank for rank, _ in pieces]), seen).tolist()
+        return table.index_add_(0, rank, seen).tolist()
+
+
+def _pieces(shards: Sequence[Shard], size: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return pieces of at most ``size`` positions of the runs of all shards: first, past the last, and rank."""
+    runs = torch.tensor([(run.start, run.stop, rank) for rank, shard in enumerate(shards) for run in shard])
+    start, stop, rank = runs.T
+    counts = (stop - start + size - 1) // size
+    start, stop, rank = (x.repeat_interleave(counts) for x in (start, stop, rank))
+    number = torch.arange(len(start)) - (counts.cumsum(0) - counts).repeat_interleave(counts)
+    begin = start + size * number
+    return begin, torch.minimum(begin + size, stop), rank

@@ -83,6 +83,16 @@ class Schedule:
                 shifts.append(shift)
         return tuple(shifts)
 
+    @functools.cached_property
+    def holders(self) -> tuple[tuple[int, ...], ...]:
+        """``holders[t][o]``: the rank that has the shard of rank o at step t."""
+        size, groups = self.local_size, self.world_size // self.local_size
+        ranks = [divmod(rank, size) for rank in range(self.world_size)]
+        return tuple(
+            tuple([(group + across) % groups * size + (local + inside) % size for group, local in ranks])
+            for across, inside in self.displacements
+        )
+
     def move(self, rank: int, shift: tuple[int, int]) -> int:
         """Return the rank that has the shard of ``rank`` after a displacement."""
         groups = self.world_size // self.local_size

@@ -26,6 +26,7 @@ class Work:
         rows: of the mask.
         cuts: positions, from 0 to seq_len, that divide the row into parts which see nothing of each other: documents.
             Where queries and keys are not the same positions, there is one part.
+        causal: each query sees as many keys as there are up to it in its part, in the only row.
     """
 
     @classmethod
@@ -53,10 +54,20 @@ class Work:
             apart = (lowest.flip(0).cummin(0).values.flip(0)[1:] >= edges[1:]) & (
                 highest.cummax(0).values[:-1] <= edges[1:]
             )
+            slopes = (at_last - at_first) // steps
+            self._tables = edges, at_first, slopes, sums.cumsum(0) - sums
+            begins = torch.cat([edges.new_zeros(1), edges[1:][apart]])
+            begins = begins[torch.searchsorted(begins, edges, right=True) - 1]
+            self.causal = bool(
+                mask.rows == 1
+                and mask.offset == 0
+                and (at_first == edges - begins + 1).all()
+                and (at_last == past - begins).all()
+            )
             cuts = [0, *(edges[1:][apart].tolist() if mask.offset == 0 else []), mask.seq_len]
         self._edges: list[int] = [*edges.tolist(), mask.seq_len + 1]
         self._first: list[int] = at_first.tolist()
-        self._slope: list[int] = ((at_last - at_first) // steps).tolist()
+        self._slope: list[int] = slopes.tolist()
         self._sums = [0, *itertools.accumulate(sums.tolist())]
         self.total = self._sums[-1]
         self.rows = mask.rows
@@ -67,6 +78,13 @@ class Work:
         k = bisect_right(self._edges, position) - 1
         n = position - self._edges[k]
         return self._sums[k] + n * self._first[k] + self._slope[k] * (n * (n - 1) // 2)
+
+    def before_all(self, positions: Tensor) -> Tensor:
+        """Return the visible pairs of all queries before each position, int64."""
+        edges, first, slope, sums = self._tables
+        k = torch.searchsorted(edges, positions, right=True) - 1
+        n = positions - edges[k]
+        return sums[k] + n * first[k] + slope[k] * (n * (n - 1) // 2)
 
     def at(self, position: int) -> int:
         """Return the visible pairs of a query."""

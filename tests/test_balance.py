@@ -16,7 +16,7 @@ from torch import Tensor
 import ringattn
 from benchmarks.balance import document_mask, line, loads, main, plan_milliseconds
 from benchmarks.documents import LENGTHS, bounds
-from ringattn import layout, needs
+from ringattn import layout, needs, redivision
 from ringattn import mask as masks
 from ringattn.loads import Loads
 from ringattn.mask import Mask
@@ -176,11 +176,46 @@ def test_rows_of_all_lengths_are_balanced(name: str, ranks: int) -> None:
 
 
 def test_few_keys_are_fetched() -> None:
-    for ranks, most in ((8, 1.7), (32, 1.35)):
+    for ranks, most in ((8, 1.5), (32, 1.3)):
         results = [
             loads(document_mask(bounds("published", 8192 * ranks, seed)), "balanced", ranks)[0] for seed in range(5)
         ]
         assert sum(sum(x.fetched) for x in results) <= most * sum(x.least_fetched for x in results)
+
+
+@pytest.mark.parametrize("name", ["published", "uniform"])
+def test_two_ranks_divide_their_pieces_again(name: str) -> None:
+    """What zigzag gives ranks is divided into as many tokens, no more pairs than allowed, and more even tiles;
+    counted as :class:`Loads` does."""
+    total = 8 * 4096
+    mask = document_mask(bounds(name, total, 0))
+    documents = redivision.Documents(Work(mask).cuts)
+    zigzag = layout.zigzag(mask, 8, 8)
+    most = Work(mask).total // 8 * 101 // 100
+    shards = tuple(map(tuple, redivision.redivide(documents, zigzag, most)))
+    before, after = (Loads.of(mask, x, x, needs.fetches(mask, x, x)) for x in (zigzag, shards))
+    for load, ranks in ((before, documents.ranks(zigzag)), (after, documents.ranks(shards))):
+        assert [rank.tokens for rank in ranks] == list(load.tokens)
+        assert [rank.pairs for rank in ranks] == list(load.pairs)
+        assert [rank.fetched for rank in ranks] == list(load.fetched)
+        assert [rank.tiles for rank in ranks] == pytest.approx(load.tiles, rel=0.03)
+    assert sorted(itertools.chain(*held(shards))) == list(range(total))
+    assert after.tokens == before.tokens
+    assert max(after.pairs) <= max(most, *before.pairs)
+    assert max(after.tiles) < max(before.tiles)
+
+
+def test_only_causal_documents_are_divided_again() -> None:
+    """Masks with as many pairs as causal documents, but other keys, keep their balance."""
+    n = 4096
+    ends = [0, 3000, 3500, n]
+    documents = masks.packed(ends, n)
+    assert Work(masks.causal(n) & documents).causal
+    later = masks.window(n, 0, -1) & documents  # each query sees what comes after it
+    assert Work(later).total == Work(masks.causal(n) & documents).total
+    assert not Work(later).causal
+    pairs = tuple(sum(map(Work(later).of, shard)) for shard in layout.balanced(later, 4, 4))
+    assert worst(pairs) <= 1.02
 
 
 def test_only_parts_of_runs_that_are_seen_are_fetched() -> None:

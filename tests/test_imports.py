@@ -90,7 +90,8 @@ def test_no_arrow_points_up() -> None:
     assert GRAPH["mask"] == {"common_masks", "intervals", "slices"}
     assert GRAPH["reference"] <= {"mask"}
     assert GRAPH["work"] == {"mask", "memo"}
-    assert GRAPH["balance"] == {"mask", "work"}
+    assert GRAPH["redivision"] == set()
+    assert GRAPH["balance"] == {"mask", "work", "redivision"}
     assert GRAPH["layout"] == {"mask", "balance"}
     assert not GRAPH["plans"] & (DATAFLOWS | PEER | {"planning", "verify", "functional", "operators"})
     for name in DATAFLOWS:

@@ -47,11 +47,18 @@ E4M3: dict[str, dict[str, Any]] = {
     )
 }  # fmt: skip
 CASES |= E4M3
-PORTABLE: dict[str, dict[str, Any]] = {
-    "latent": dict(lengths=[3000, 1], group=16, kv_heads=1, dim=576, dim_v=512, shared_values=True, page_size=64),
-    "latent, e4m3": dict(
-        lengths=[3000, 1], group=16, kv_heads=1, dim=576, dim_v=512, shared_values=True, page_size=64, quantized=True
+SHARED: dict[str, Any] = dict(kv_heads=1, dim=576, dim_v=512, shared_values=True)
+CASES |= {
+    "latent": dict(**SHARED, lengths=[3000, 1], group=16, page_size=64),
+    "latent, 128 heads": dict(**SHARED, lengths=[1000, 0, 130, None, 63, 64], group=128),
+    "latent, blocks of rows in a window over ranks": dict(
+        **SHARED, lengths=[1500, 3], group=100, new=2, window=700, world_size=2
     ),
+    "latent, trees": dict(**SHARED, lengths=[1500, 3, None], group=20, new=16, tree=True),
+    "latent, two key heads": dict(**{**SHARED, "kv_heads": 2}, lengths=[2500, 70], group=40, dtype=torch.float16),
+}
+PORTABLE: dict[str, dict[str, Any]] = {
+    "latent, e4m3": dict(**SHARED, lengths=[3000, 1], group=16, page_size=64, quantized=True),
     "pages of 48": dict(lengths=[1000, 77], page_size=48, dim=80, dim_v=96),
     "float32": dict(lengths=[1000, 77], dtype=torch.float32, new=3),
 }

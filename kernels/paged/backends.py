@@ -48,7 +48,10 @@ class _Triton(Paged):
     """Portable Triton: any GPU, and Triton's interpreter on the CPU."""
 
     name = "triton"
-    attending = "attend"  # the module that attends
+
+    def attending(self, pool: Pool) -> str:
+        """Return the module that attends to such a pool."""
+        return "attend"
 
     def unsupported(self, q: Tensor, pool: Pool, tables: Tables, score: Score, call: Call) -> str | None:
         if not has_triton():
@@ -56,7 +59,7 @@ class _Triton(Paged):
         if score.mod is not None:
             return f"it has no score modifications ({score.mod.name}); kernel 'eager' has"
         try:
-            module = _load(self.attending)
+            module = _load(self.attending(pool))
         except (ImportError, AttributeError) as error:  # Gluon's interface changes with Triton's version
             return f"it does not load with this Triton ({error})"
         return module.unsupported(q, pool, tables, score, call)
@@ -66,7 +69,7 @@ class _Triton(Paged):
 
     def attend(self, q: Tensor, pool: Pool, tables: Tables, score: Score, call: Call) -> Tensor:
         state = empty_state(q, pool)
-        _load(self.attending).launch(q, pool, tables, score.without_sink(), call, (state, None))
+        _load(self.attending(pool)).launch(q, pool, tables, score.without_sink(), call, (state, None))
         return state
 
     def finish(self, states: Tensor, sink: Tensor | None, dtype: torch.dtype) -> Result:
@@ -74,7 +77,7 @@ class _Triton(Paged):
 
     def output(self, q: Tensor, pool: Pool, tables: Tables, score: Score, call: Call) -> Result:
         result = empty_result(q, pool)
-        _load(self.attending).launch(q, pool, tables, score, call, result)
+        _load(self.attending(pool)).launch(q, pool, tables, score, call, result)
         return result
 
     def advance(self, state: StepState) -> None:
@@ -85,7 +88,9 @@ class _Hopper(_Triton):
     """Gluon for sm_90: attention; what is left is portable."""
 
     name = "hopper"
-    attending = "hopper"
+
+    def attending(self, pool: Pool) -> str:
+        return "hopper_latent" if pool.shared_values else "hopper"
 
 
 BACKENDS: dict[str, Paged] = {"hopper": _Hopper(), "triton": _Triton(), "eager": Paged()}

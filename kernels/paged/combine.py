@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import gdc_wait
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ..contract import Score
 from ..launch import Launches, dispatch
@@ -20,7 +20,9 @@ from .grid import Grid
 from .pieces import query_rows, store_result, sum_pieces
 
 ALONE = 4  # rows up to which the attending kernel adds its pieces itself
-_ROWS, _AT_ONCE = 4, 16
+_COLUMNS = 128  # of a program, at most: those of a row of 512 go to four programs
+_AT_ONCE, _MANY = 16, 32  # pieces that a program reads at once, where a few and where many lie side by side
+_NUMBERS = 8192  # of these, at most
 
 _launches = Launches()
 
@@ -33,6 +35,7 @@ def combine(
     batch, new, q_heads, _ = q.shape
     kv_heads, dim_v, tile = pool.k.shape[0], pool.v.shape[-1], tile_size(pool.page_size)
     group, wide = q_heads // kv_heads, padded(dim_v)
+    columns = min(wide, _COLUMNS)
     sink = None if score.sink is None else score.sink
     key = (q.device, q.shape, kv_heads, dim_v, tile, grid, call.fixed_split, result[0].dtype, result[1] is None,
            sink is None or sink.dtype)  # fmt: skip
@@ -41,11 +44,14 @@ def combine(
         return
     units = batch * kv_heads * grid.blocks
     early = capability(q.device) >= (9, 0)
+    some = 4 if columns == wide else 1
+    many = not call.fixed_split and grid.programs >= 2 * _AT_ONCE * units
+    at_once = min(_MANY if many else _AT_ONCE, _NUMBERS // (some * columns))
     launched = dispatch(
-        _combine, (units, triton.cdiv(grid.some(new * group), _ROWS)), pieces, tables.start, tables.tiles, *result,
-        sink, batch, grid.programs,
-        NEW=new, GROUP=group, KV_HEADS=kv_heads, ROWS=grid.rows, BLOCKS=grid.blocks, SOME=_ROWS, DIM_V=dim_v,
-        DIM_V_P2=wide, AT_ONCE=max(1, min(_AT_ONCE, 8192 // (_ROWS * wide))), TILE=tile,
+        _combine, (units, triton.cdiv(grid.some(new * group), some), wide // columns), pieces, tables.start,
+        tables.tiles, *result, sink, batch, grid.programs,
+        NEW=new, GROUP=group, KV_HEADS=kv_heads, ROWS=grid.rows, BLOCKS=grid.blocks, SOME=some, DIM_V=dim_v,
+        COLUMNS=columns, AT_ONCE=at_once, TILE=tile,
         SPLIT=call.fixed_split // tile, SPLITS=grid.splits, STEP=grid.step, EARLY=early, num_warps=4, launch_pdl=early,
     )  # fmt: skip
     _launches.remember(key, tensors, launched)
@@ -55,11 +61,12 @@ def combine(
 def _combine(
     pieces, starts, tiles, out, lse, sink, batch, programs,
     NEW: tl.constexpr, GROUP: tl.constexpr, KV_HEADS: tl.constexpr, ROWS: tl.constexpr, BLOCKS: tl.constexpr,
-    SOME: tl.constexpr, DIM_V: tl.constexpr, DIM_V_P2: tl.constexpr, AT_ONCE: tl.constexpr, TILE: tl.constexpr,
+    SOME: tl.constexpr, DIM_V: tl.constexpr, COLUMNS: tl.constexpr, AT_ONCE: tl.constexpr, TILE: tl.constexpr,
     SPLIT: tl.constexpr, SPLITS: tl.constexpr, STEP: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     if EARLY:
         gdc_wait()
+        gdc_launch_dependents()  # the next layer's store or attention: both wait for this one before they write
     HEADS: tl.constexpr = KV_HEADS * BLOCKS
     u, part = tl.program_id(0), tl.program_id(1)
     b, h = u // HEADS, u % HEADS
@@ -75,7 +82,8 @@ def _combine(
         first = base // per + u
         count = tl.where(tile_count > 0, (base + tile_count - 1) // per - base // per + 1, 0)
     new, g, alive = query_rows(h % BLOCKS * (ROWS // SOME) + part, NEW, GROUP, SOME)
-    m, l, o = sum_pieces(pieces, first, count, part * SOME, alive, ROWS, SOME, DIM_V, DIM_V_P2, AT_ONCE)
+    col = tl.program_id(2) * COLUMNS
+    m, l, o = sum_pieces(pieces, first, count, part * SOME, alive, ROWS, SOME, DIM_V, COLUMNS, AT_ONCE, col)
     store_result(
-        m, l, o, out, lse, sink, b, new, h // BLOCKS * GROUP + g, alive, KV_HEADS * GROUP, NEW, DIM_V, DIM_V_P2
+        m, l, o, out, lse, sink, b, new, h // BLOCKS * GROUP + g, alive, KV_HEADS * GROUP, NEW, DIM_V, COLUMNS, col
     )

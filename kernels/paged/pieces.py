@@ -46,14 +46,15 @@ def store_piece(pieces, slot, m, l, o, alive, ROWS: tl.constexpr, DIM_V: tl.cons
 @triton.jit
 def sum_pieces(
     pieces, first, count, row, alive,
-    ROWS: tl.constexpr, SOME: tl.constexpr, DIM_V: tl.constexpr, DIM_V_P2: tl.constexpr, AT_ONCE: tl.constexpr,
+    ROWS: tl.constexpr, SOME: tl.constexpr, DIM_V: tl.constexpr, COLUMNS: tl.constexpr, AT_ONCE: tl.constexpr, col=0,
 ):  # fmt: skip
-    """Return (m, l, o) of SOME rows from ``row`` on: the sum of ``count`` pieces in neighbouring slots, AT_ONCE of them
-    at a time so that their loads overlap. Other programs have stored them: read past the L1 cache."""
-    cols, r, nth = tl.arange(0, DIM_V_P2), tl.arange(0, SOME), tl.arange(0, AT_ONCE)
+    """Return (m, l, o) of SOME rows from ``row`` on and COLUMNS columns from ``col`` on: the sum of ``count`` pieces in
+    neighbouring slots, AT_ONCE of them at a time so that their loads overlap. Other programs have stored them: read
+    past the L1 cache."""
+    cols, r, nth = col + tl.arange(0, COLUMNS), tl.arange(0, SOME), tl.arange(0, AT_ONCE)
     m = tl.full([SOME], float("-inf"), tl.float32)
     l = tl.zeros([SOME], tl.float32)
-    o = tl.zeros([SOME, DIM_V_P2], tl.float32)
+    o = tl.zeros([SOME, COLUMNS], tl.float32)
     for i in tl.range(0, bound(count), AT_ONCE):
         exists = (i + nth < count)[:, None] & alive[None, :]
         at = pieces + ((first + i + nth).to(tl.int64)[:, None] * ROWS + row + r[None, :]) * (DIM_V + 2)
@@ -73,11 +74,12 @@ def sum_pieces(
 @triton.jit
 def store_result(
     m, l, o, out, lse, sink, row, new, head, alive, Q_HEADS, NEW: tl.constexpr,
-    DIM_V: tl.constexpr, DIM_V_P2: tl.constexpr,
+    DIM_V: tl.constexpr, COLUMNS: tl.constexpr, col=0,
 ):  # fmt: skip
-    """Store a finished (m, l, o): with ``lse`` as out (batch, NEW, Q_HEADS, DIM_V) and lse (batch, Q_HEADS, NEW), with
-    the sink; without it as a state (batch, NEW, Q_HEADS, DIM_V + 2)."""
-    cols = tl.arange(0, DIM_V_P2)
+    """Store COLUMNS columns from ``col`` on of a finished (m, l, o): with ``lse`` as out (batch, NEW,
+    Q_HEADS, DIM_V) and lse (batch, Q_HEADS, NEW), with the sink; without it as a state (batch, NEW, Q_HEADS,
+    DIM_V + 2)."""
+    cols = col + tl.arange(0, COLUMNS)
     token = row.to(tl.int64) * NEW + new
     inside = alive[:, None] & (cols < DIM_V)[None, :]
     if lse is None:
