@@ -13,13 +13,13 @@ and values::
 
 * Warpgroup 0 leads: it has all scores and the softmax, and the fewer columns of the output. The other one multiplies
   during the softmax: P(i) is handed over when S(i+1) has been computed, so that the larger product begins after the
-  scores, for which the next softmax waits. (DeepSeek's FlashMLA has tiles of 64 slots and moves
-  parts of them, too: github.com/deepseek-ai/FlashMLA, docs/20250422-new-kernel-deep-dive.md. Its warpgroups both have
-  scores and take turns.)
+  scores, for which the next softmax waits. (DeepSeek's FlashMLA has tiles of 64 slots and moves parts of them, too:
+  github.com/deepseek-ai/FlashMLA, docs/20250422-new-kernel-deep-dive.md. Its warpgroups both have scores and take
+  turns.)
 * P, 64 x 64, takes the place of the rope columns, which only the scores need; ``kept``, 64 factors, goes with it.
 * Four of nine blocks of queries are in registers of warpgroup 0: their products read half as much shared memory.
-* A tile is prefetched into the L2 cache, two tiles before it is moved, if its slots lie one after another. CTAs with other rows of
-  the same keys run at the same time, ``program_id(1)`` is the tile of rows: they take turns to prefetch.
+* A tile is prefetched into the L2 cache, two tiles before it is moved, if its slots lie one after another. CTAs with
+  other rows of the same keys run at the same time, ``program_id(1)`` is the tile of rows: they take turns to prefetch.
 * The point of reference of the softmax moves when a score is more than ``SLACK`` above it, see hopper/forward.py.
 * The division of work, the early beginning before new tokens are stored, and the masks are those of :mod:`.hopper`;
   the pieces are added by :mod:`.combine`.
