@@ -90,5 +90,22 @@ def test_latent_attention_refuses_what_it_does_not_have(
     assert why in reason
 
 
+@pytest.mark.parametrize(("columns", "ahead"), [(576, 2), (640, 0)])
+def test_latent_attention_prefetches_only_slots_that_lie_one_after_another(
+    monkeypatch: pytest.MonkeyPatch, columns: int, ahead: int
+) -> None:
+    from ringattn.kernels.paged import hopper_latent
+
+    options: dict[str, Any] = {}
+    monkeypatch.setattr(hopper_latent, "multiprocessors", lambda device: 132)
+    monkeypatch.setattr(hopper_latent, "combine", lambda *args: None)
+    monkeypatch.setattr(hopper_latent, "dispatch", lambda *args, **more: options.update(more))
+    step = CASE.made()
+    k = torch.nn.functional.pad(step.pools[0].k, (0, columns - 576))[..., :576]
+    pool = step.pools[0]._replace(k=k, v=k[..., :512])
+    hopper_latent.launch(step.q, pool, step.tables(), Score(0.1), Call(), empty_result(step.q, pool))
+    assert options["AHEAD"] == ahead
+
+
 if __name__ == "__main__":
     print(json.dumps(compiled_for_hopper()))

@@ -163,6 +163,27 @@ async_store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_glob
 
 
 @gluon.constexpr_function
+def _prefetch_asm(nbytes):
+    return (
+        "{ .reg .pred one; .reg .b32 lane; mov.u32 lane, %laneid; setp.eq.u32 one, lane, 0; "
+        f"@one cp.async.bulk.prefetch.L2.global [$1], {nbytes}; mov.u32 $0, 0; }}"
+    )
+
+
+@gluon.jit
+def prefetch_bulk(address, BYTES: gl.constexpr):
+    """``UBLKPF``: have contiguous memory read into the L2 cache. For a partition of one warp.
+
+    Args:
+        address: a pointer; a multiple of 16 bytes.
+        BYTES: a multiple of 16.
+    """
+    ASM: gl.constexpr = _prefetch_asm(BYTES)
+    lanes = gl.zeros([32], gl.int32, gl.BlockedLayout([1], [32], [1], [0]))
+    gl.inline_asm_elementwise(ASM, "=r,l", [address + lanes], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.constexpr_function
 def _round_asm(dtype):
     return f"cvt.rn.{'bf16x2' if dtype == gl.bfloat16 else 'f16x2'}.f32 $0, $2, $1;"
 

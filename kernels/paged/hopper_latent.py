@@ -2,22 +2,24 @@
 
 One key head serves up to 128 query heads (DeepSeek-AI 2024, DeepSeek-V2, arXiv:2405.04434, section 2.1: decoding with
 the projections absorbed), which is 242 operations a byte: the products limit it, not memory. So a CTA has 64 rows of
-queries, all 512 columns of their output in registers, and a single tile of 128 slots in shared memory, which is both
-keys and values::
+queries, all 512 columns of their output in registers, and two tiles of 64 slots in shared memory, which are both keys
+and values::
 
-    shared memory  Q 64 x 576 (72 KB), latent 128 x 512: columns 0 to 255 (64 KB), 256 to 511 (64 KB); rope 128 x 64
-    warpgroup 0    S of slots 0 to 63   | softmax | O of columns 0 to 127 and 256 to 383
-    warpgroup 1    S of slots 64 to 127 | softmax | O of columns 128 to 255 and 384 to 511
-    tensor cores   S(i) 2304 cycles     |         | P V(i) of 0 to 255: 1024 | of 256 to 511: 1024 | S(i+1) ...
-    moved by TMA   rope(i)              |         |                          | 0 to 255 of i+1     | 256 to 511 of i+1
+    shared memory  Q 64 x 576 (72 KB); 2 x latent 64 x 512: columns 0 to 127, 128 to 255, 256 to 511; 2 x rope 64 x 64
+    warpgroup 0    S(i) | softmax(i)                | O(i) of columns 0 to 127  | S(i+1) | softmax(i+1)
+    warpgroup 1         | O(i-1) of 128 to 511      |                           |        | O(i) of 128 to 511
+    tensor cores   1152 | 768 of warpgroup 1        | 256                       | 1152   | 768      (cycles)
+    moved by TMA   each part of tile i+1 as soon as the product that reads it for tile i-1 has ended
 
-* One tile is enough, because each part of it is filled again while others are used: S(i+1) begins with the columns that
-  arrived during the last product of tile i. (DeepSeek's FlashMLA moves parts of tiles of 64 slots for the same reason:
-  github.com/deepseek-ai/FlashMLA, docs/20250422-new-kernel-deep-dive.md. Its warpgroups take turns; here they go in
-  step, two slots of time for one softmax.)
-* P, 64 x 128, takes the place of the rope columns, which only the scores need.
-* CTAs with other rows of the same keys run at the same time: ``program_id(1)`` is the tile of rows. They find the
-  keys in the L2 cache.
+* Warpgroup 0 leads: it has all scores and the softmax, and the fewer columns of the output. The other one multiplies
+  during the softmax: P(i) is handed over when S(i+1) has been computed, so that the larger product begins after the
+  scores, for which the next softmax waits. (DeepSeek's FlashMLA has tiles of 64 slots and moves parts of them, too:
+  github.com/deepseek-ai/FlashMLA, docs/20250422-new-kernel-deep-dive.md. Its warpgroups both have scores and take
+  turns.)
+* P, 64 x 64, takes the place of the rope columns, which only the scores need; ``kept``, 64 factors, goes with it.
+* Four of nine blocks of queries are in registers of warpgroup 0: their products read half as much shared memory.
+* A tile is prefetched into the L2 cache, two tiles before it is moved, if its slots lie one after another. CTAs with
+  other rows of the same keys run at the same time, ``program_id(1)`` is the tile of rows: they take turns to prefetch.
 * The point of reference of the softmax moves when a score is more than ``SLACK`` above it, see hopper/forward.py.
 * The division of work, the early beginning before new tokens are stored, and the masks are those of :mod:`.hopper`;
   the pieces are added by :mod:`.combine`.
@@ -40,8 +42,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from ..contract import LONGEST_SUM, Score
 from ..hopper.primitives import (
+    FREE_BARRIERS,
     async_load,
+    barrier_arrive,
+    barrier_sync,
     let_next_launch_begin,
+    prefetch_bulk,
     reinterpret,
     scale_rows,
     tiles_like,
@@ -55,11 +61,16 @@ from .grid import Grid, scratch
 from .hopper_pieces import LOG2E, capped, finite, part_of, query_rows, share_of, tree_depth
 
 DIM, DIM_V = 576, 512
-BOX = gl.constexpr(64)  # slots and columns that one copy moves: 8 KB
-SLOTS = gl.constexpr(128)  # of a tile
+BOX = gl.constexpr(64)  # slots of a tile, and slots and columns that one copy moves: 8 KB
 ROWS = gl.constexpr(64)  # of queries of a CTA
-HALF = gl.constexpr(256)  # columns of values of one product
-PAIRS = gl.constexpr(5)  # barriers: one for 128 columns, the last for the 64 of rope
+STAGES = gl.constexpr(2)  # tiles in shared memory
+FIRST = gl.constexpr(128)  # columns of the output of the first consumer; the second has as many, and HALF
+HALF = gl.constexpr(256)
+PAIRS = gl.constexpr(5)  # barriers of a tile: one for 128 columns, the last for the 64 of rope
+KEPT = gl.constexpr(4)  # blocks of 64 columns of queries in registers
+AHEAD = 2  # tiles between the one that is moved and the one that is prefetched
+READY = gl.constexpr(FREE_BARRIERS)  # and the id after it: P of each stage is stored
+THREADS = gl.constexpr(256)  # of both consumers
 SLACK = gl.constexpr(8.0)  # the most that a score may exceed its point of reference, to the base 2
 
 _launches = Launches()
@@ -68,23 +79,12 @@ _launches = Launches()
 
 
 @gluon.jit
-def _load_box(k_desc, head, at, nth: gl.constexpr, part: gl.constexpr, parts, full):
-    """Move one box: the ``part``-th 64 slots of a tile, the ``nth`` 64 columns."""
-    lower, upper, rope = parts
-    if nth < 4:
-        target = lower.index(2 * nth + part)
-    elif nth < 8:
-        target = upper.index(2 * (nth - 4) + part)
-    else:
-        target = rope.index(part)
-    async_load(k_desc, [head, at, nth * BOX], full.index(nth // 2), target)
-
-
-@gluon.jit
-def _producer(args, KV_HEADS: gl.constexpr, NEW: gl.constexpr, PAGE: gl.constexpr):
-    """Move the tiles of this CTA's share. ``free``: the lower columns, the upper ones, rope."""
-    k_desc, parts, full, free, table_ptr, table_b, starts_ptr, firsts_new_ptr, tiles_ptr, work = args
+def _producer(args, KV_HEADS: gl.constexpr, NEW: gl.constexpr, PAGE: gl.constexpr, AHEAD: gl.constexpr):
+    """Move the tiles of this CTA's share. ``free``, for each stage: columns 0 to 127, 128 to 255, 256 to 511, and
+    rope."""
+    k_desc, k_ptr, k_h, parts, full, free, table_ptr, table_b, starts_ptr, firsts_new_ptr, tiles_ptr, work = args
     BYTES: gl.constexpr = k_desc.block_type.nbytes
+    first, second, third, rope = parts
     share, past, _, unit, past_unit, _ = work
     g = 0
     for u in range(unit, past_unit):
@@ -93,101 +93,121 @@ def _producer(args, KV_HEADS: gl.constexpr, NEW: gl.constexpr, PAGE: gl.constexp
         begin = gl.load(starts_ptr + b * NEW) // BOX
         first_new = gl.load(firsts_new_ptr + b)
         pages = table_ptr + b.to(gl.int64) * table_b
-        for i in range(lo, hi, 2):
+        for i in range(lo, hi):
             slot = (begin + i) * BOX
-            if slot + SLOTS > first_new:
+            if slot + BOX > first_new:
                 wait_for_launch_before()  # it stores the new tokens
-            both = i + 1 < hi
-            other = gl.where(both, slot + BOX, slot)
             at = gl.load(pages + slot // PAGE) * PAGE + slot % PAGE
-            other_at = gl.load(pages + other // PAGE) * PAGE + other % PAGE
-            phase = (g & 1) ^ 1
+            if AHEAD > 0:
+                later = slot + AHEAD * BOX
+                mine = (gl.num_programs(1) == 1) | ((i & 1) == (gl.program_id(1) & 1))
+                if mine & (i + AHEAD < hi) & (later + BOX <= first_new):
+                    later_at = gl.load(pages + later // PAGE) * PAGE + later % PAGE
+                    prefetch_bulk(k_ptr + head.to(gl.int64) * k_h + later_at.to(gl.int64) * (9 * BOX), 9 * BYTES)
+            stage = g % STAGES
+            phase = ((g // STAGES) & 1) ^ 1
             for nth in gl.static_range(9):
-                if nth % 4 == 0:
-                    mbarrier.wait(free.index(nth // 4), phase)
-                if both:
-                    if nth % 2 == 0:
-                        mbarrier.expect(full.index(nth // 2), 2 * (BYTES if nth == 8 else 2 * BYTES))
-                    _load_box(k_desc, head, at, nth, 0, parts, full)
-                    _load_box(k_desc, head, other_at, nth, 1, parts, full)
+                if nth == 0:
+                    mbarrier.wait(free.index(stage), phase)
+                elif nth == 2:
+                    mbarrier.wait(free.index(STAGES + stage), phase)
+                elif nth == 4:
+                    mbarrier.wait(free.index(2 * STAGES + stage), phase)
+                elif nth == 8:
+                    mbarrier.wait(free.index(3 * STAGES + stage), phase)
+                if nth % 2 == 0:
+                    mbarrier.expect(full.index(stage * PAIRS + nth // 2), BYTES if nth == 8 else 2 * BYTES)
+                if nth < 2:
+                    target = first.index(stage * 2 + nth)
+                elif nth < 4:
+                    target = second.index(stage * 2 + nth - 2)
+                elif nth < 8:
+                    target = third.index(stage * 4 + nth - 4)
                 else:
-                    if nth % 2 == 0:
-                        mbarrier.expect(full.index(nth // 2), BYTES if nth == 8 else 2 * BYTES)
-                    _load_box(k_desc, head, at, nth, 0, parts, full)
+                    target = rope.index(stage)
+                async_load(k_desc, [head, at, nth * BOX], full.index(stage * PAIRS + nth // 2), target)
             g += 1
 
 
-# ---------------------------------------------------------------- device: consumer
+# ---------------------------------------------------------------- device: consumers
 
 
 @gluon.jit
-def _clear_unseen(parts, full, phase, first, past):
+def _matrix(boxes):
+    """Return boxes as matrices of 64 slots and 64 columns."""
+    LAYOUT: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
+    return reinterpret(boxes, boxes.dtype, [boxes.shape[0], BOX, BOX], LAYOUT)
+
+
+@gluon.jit
+def _values(boxes, COLUMNS: gl.constexpr):
+    """Return boxes of neighbouring columns as (STAGES, 64, COLUMNS)."""
+    LAYOUT: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
+    return reinterpret(boxes, boxes.dtype, [STAGES, BOX, COLUMNS], LAYOUT)
+
+
+@gluon.jit
+def _keys(parts, stage, nth: gl.constexpr):
+    """Return the ``nth`` 64 columns of a tile, (64, 64)."""
+    first, second, third, rope = parts
+    if nth < 2:
+        keys = _matrix(first).index(stage * 2 + nth)
+    elif nth < 4:
+        keys = _matrix(second).index(stage * 2 + nth - 2)
+    elif nth < 8:
+        keys = _matrix(third).index(stage * 4 + nth - 4)
+    else:
+        keys = _matrix(rope).index(stage)
+    return keys
+
+
+@gluon.jit
+def _clear_unseen(parts, full, stage, phase, first, past):
     """Wait for a tile, and set its values to zero but for slots ``[first, past)`` of it: they may be NaN."""
     L: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [gl.num_warps(), 1], [1, 0])
-    nth = gl.arange(0, SLOTS, gl.SliceLayout(1, L))
+    nth = gl.arange(0, BOX, gl.SliceLayout(1, L))
     seen = ((nth >= first) & (nth < past))[:, None]
-    lower, upper, _ = parts
     for pair in gl.static_range(PAIRS - 1):
-        mbarrier.wait(full.index(pair), phase)
-    for block in gl.static_range(4):
-        for half in gl.static_range(2):
-            x = _columns(lower if half == 0 else upper, block)
-            x.store(gl.where(seen, x.load(L), 0.0))
+        mbarrier.wait(full.index(stage * PAIRS + pair), phase)
+    for block in gl.static_range(8):
+        x = _keys(parts, stage, block)
+        x.store(gl.where(seen, x.load(L), 0.0))
     fence_async_shared()
     gl.thread_barrier()
 
 
 @gluon.jit
-def _columns(boxes, nth: gl.constexpr):
-    """Return 64 columns of a tile, (SLOTS, 64), from boxes that lie one after another."""
-    LAYOUT: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
-    return reinterpret(boxes, boxes.dtype, [boxes.shape[0] // 2, SLOTS, BOX], LAYOUT).index(nth)
-
-
-@gluon.jit
-def _values(boxes):
-    """Return boxes of 4 x 64 columns as (SLOTS, HALF)."""
-    LAYOUT: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
-    return reinterpret(boxes, boxes.dtype, [SLOTS, HALF], LAYOUT)
-
-
-@gluon.jit
-def _scores(q_s, parts, full, phase, S_L: gl.constexpr):
-    """Return the products of 64 rows of queries and a tile of keys, (ROWS, SLOTS)."""
-    lower, upper, rope = parts
-    s = gl.zeros([ROWS, SLOTS], gl.float32, S_L)
+def _scores(q_s, q_regs, parts, full, stage, phase, S_L: gl.constexpr):
+    """Return the products of 64 rows of queries and a tile of keys, (ROWS, BOX)."""
+    s = gl.zeros([ROWS, BOX], gl.float32, S_L)
     for nth in gl.static_range(9):
         if nth % 2 == 0:
-            mbarrier.wait(full.index(nth // 2), phase)
-        if nth < 4:
-            keys = _columns(lower, nth)
-        elif nth < 8:
-            keys = _columns(upper, nth - 4)
+            mbarrier.wait(full.index(stage * PAIRS + nth // 2), phase)
+        keys = _keys(parts, stage, nth).permute((1, 0))
+        if nth < len(q_regs):
+            s = warpgroup_mma(q_regs[nth], keys, s, use_acc=nth > 0, is_async=True)
         else:
-            keys = _columns(rope, 0)
-        s = warpgroup_mma(q_s.index(nth), keys.permute((1, 0)), s, use_acc=nth > 0, is_async=True)
+            s = warpgroup_mma(q_s.index(nth), keys, s, use_acc=nth > 0, is_async=True)
     return warpgroup_mma_wait(0, deps=[s])
 
 
 @gluon.jit
-def _consumer(
+def _first_consumer(
     args, NEW: gl.constexpr, GROUP: gl.constexpr, KV_HEADS: gl.constexpr, BLOCKS: gl.constexpr, TREE: gl.constexpr,
     SOFTCAP: gl.constexpr,
 ):  # fmt: skip
+    """Compute the scores and P, and FIRST columns of the output."""
     (
-        q_ptr, q_b, q_n, q_h, starts_ptr, ends_ptr, firsts_new_ptr, tiles_ptr, tree_ptr, pieces_ptr, q_s, parts, full,
-        free, scale, inner, work,
+        q_ptr, q_b, q_n, q_h, starts_ptr, ends_ptr, firsts_new_ptr, tiles_ptr, tree_ptr, pieces_ptr, q_s, kept_s, parts,
+        full, free, scale, inner, work,
     ) = args  # fmt: skip
     share, past_share, _, unit, past_unit, _ = work
-    lower, upper, rope = parts
-    WARPS: gl.constexpr = [4, gl.num_warps() // 4]
-    S_L: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=WARPS, instr_shape=[16, 64, 16])
-    O_L: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=WARPS, instr_shape=[16, 128, 16])
+    S_L: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 64, 16])
+    O_L: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 128, 16])
     ROW: gl.constexpr = gl.SliceLayout(1, S_L)
-    ROW_O: gl.constexpr = gl.SliceLayout(1, O_L)
     Q_L: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [gl.num_warps(), 1], [1, 0])
-    P_SHARED: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
-    p_s = reinterpret(rope, rope.dtype, [ROWS, SLOTS], P_SHARED)
+    p_s = _matrix(parts[3])
+    values = _values(parts[0], FIRST)
     block = gl.program_id(1)
     wait_for_launch_before()
     let_next_launch_begin()  # it adds the pieces
@@ -198,9 +218,8 @@ def _consumer(
             h = u % KV_HEADS
             first_new = gl.load(firsts_new_ptr + b)
             begin = gl.load(starts_ptr + b * NEW) // BOX
-            # A share may end in the middle of a tile.
-            low = gl.maximum(gl.load(starts_ptr + b * NEW), (begin + lo) * BOX)
-            high = gl.minimum(gl.load(ends_ptr + b * NEW + NEW - 1), (begin + hi) * BOX)
+            low = gl.load(starts_ptr + b * NEW)
+            high = gl.load(ends_ptr + b * NEW + NEW - 1)
             # Queries.
             new, nth, alive = query_rows(block, NEW, GROUP, ROWS, gl.SliceLayout(1, Q_L))
             cols = gl.arange(0, BOX, gl.SliceLayout(0, Q_L))
@@ -212,6 +231,11 @@ def _consumer(
             for i in gl.static_range(9):
                 q_s.index(i).store(q[i])
             fence_async_shared()
+            gl.thread_barrier()
+            Q_REG: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=S_L, k_width=2)
+            q_regs = ()
+            for i in gl.static_range(KEPT):
+                q_regs = q_regs + (q_s.index(i).load(Q_REG),)  # type: ignore[assignment]  # noqa: RUF005
             # Intervals of the rows.
             new, nth, alive = query_rows(block, NEW, GROUP, ROWS, ROW)
             bits = gl.zeros([ROWS], gl.int64, ROW)
@@ -221,26 +245,30 @@ def _consumer(
                 bits = gl.load(tree_ptr + b * NEW + new, mask=alive, other=0)
                 depth = tree_depth(bits, new)
                 last = new * 0 + NEW - 1
-            s0 = gl.maximum(gl.load(starts_ptr + b * NEW + depth, mask=alive, other=0), low)
-            s1 = gl.minimum(gl.load(ends_ptr + b * NEW + last, mask=alive, other=0), high)
-            full_first = gl.max(gl.where(alive, s0, low), axis=0)
-            full_past = gl.min(gl.where(alive, s1, high), axis=0)
+            s0 = gl.load(starts_ptr + b * NEW + depth, mask=alive, other=0)
+            s1 = gl.load(ends_ptr + b * NEW + last, mask=alive, other=0)
+            full_first = gl.max(gl.where(alive, s0, 0), axis=0)
+            full_past = gl.min(gl.where(alive, s1, 2**31 - 1), axis=0)
             if TREE:
                 full_past = gl.minimum(full_past, first_new)
             m = gl.full([ROWS], float("-inf"), gl.float32, ROW)
             l = gl.zeros([ROWS], gl.float32, ROW)
-            o_lower = gl.zeros([ROWS, HALF], gl.float32, O_L)
-            o_upper = gl.zeros([ROWS, HALF], gl.float32, O_L)
-            for i in range(lo, hi, 2):
+            o = gl.zeros([ROWS, FIRST], gl.float32, O_L)
+            for i in range(lo, hi):
                 slot = (begin + i) * BOX
-                phase = g & 1
-                if (slot < low) | (slot + SLOTS > high):
-                    _clear_unseen(parts, full, phase, low - slot, high - slot)
-                s = _scores(q_s, parts, full, phase, S_L)
+                stage = g % STAGES
+                phase = (g // STAGES) & 1
+                if (slot < low) | (slot + BOX > high):
+                    _clear_unseen(parts, full, stage, phase, low - slot, high - slot)
+                s = _scores(q_s, q_regs, parts, full, stage, phase, S_L)
+                if i > lo:
+                    barrier_arrive(
+                        READY + (stage ^ 1), THREADS
+                    )  # P of the tile before: its product runs next to the softmax
                 if SOFTCAP:
                     s = capped(s, inner)
-                if (slot < full_first) | (slot + SLOTS > full_past):
-                    place = slot + gl.arange(0, SLOTS, gl.SliceLayout(0, S_L))
+                if (slot < full_first) | (slot + BOX > full_past):
+                    place = slot + gl.arange(0, BOX, gl.SliceLayout(0, S_L))
                     seen = (place[None, :] >= s0[:, None]) & (place[None, :] < s1[:, None])
                     if TREE:
                         bit = place - first_new
@@ -253,64 +281,119 @@ def _consumer(
                 p = gl.exp2(s * scale - reference[:, None])
                 kept = gl.exp2(m - reference)
                 m = m_new
-                p_s.store(p.to(p_s.dtype))  # all warps have met since their products with rope: for the largest score
+                kept_s.index(stage).store(kept)
+                gl.thread_barrier()  # all warps are done with rope
+                p_s.index(stage).store(p.to(p_s.dtype))
                 fence_async_shared()
-                o_lower = scale_rows(o_lower, kept)
-                o_upper = scale_rows(o_upper, kept)
-                o_lower = warpgroup_mma(p_s, _values(lower), o_lower, is_async=True)
-                o_upper = warpgroup_mma(p_s, _values(upper), o_upper, is_async=True)
+                gl.thread_barrier()
+                o = scale_rows(o, kept)
+                o = warpgroup_mma(p_s.index(stage), values.index(stage), o, is_async=True)
                 l = l * kept + gl.sum(p, axis=1)
-                o_lower = warpgroup_mma_wait(1, deps=[o_lower])
-                mbarrier.arrive(free.index(0), count=1)
-                o_upper = warpgroup_mma_wait(0, deps=[o_upper])
-                mbarrier.arrive(free.index(1), count=1)
-                mbarrier.arrive(free.index(2), count=1)
+                o = warpgroup_mma_wait(0, deps=[o])
+                mbarrier.arrive(free.index(stage), count=1)
+                mbarrier.arrive(free.index(3 * STAGES + stage), count=1)
                 g += 1
+            barrier_arrive(READY + ((g + 1) & 1), THREADS)  # the last P
             # The piece.
-            r = block * ROWS + gl.arange(0, ROWS, ROW_O)
+            r = block * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, O_L))
             exists = r < NEW * GROUP
-            cols = gl.arange(0, HALF, gl.SliceLayout(0, O_L))
+            cols = gl.arange(0, FIRST, gl.SliceLayout(0, O_L))
             piece = (gl.program_id(0) + u).to(gl.int64) * (BLOCKS * ROWS)
             at = pieces_ptr + (piece + r) * (2 * HALF + 2)
-            gl.store(at[:, None] + cols[None, :], o_lower, mask=exists[:, None])
-            gl.store(at[:, None] + (HALF + cols)[None, :], o_upper, mask=exists[:, None])
+            gl.store(at[:, None] + cols[None, :], o, mask=exists[:, None])
             at = pieces_ptr + (piece + block * ROWS + gl.arange(0, ROWS, ROW)) * (2 * HALF + 2) + 2 * HALF
             gl.store(at, m, mask=alive)
             gl.store(at + 1, l, mask=alive)
 
 
+@gluon.jit
+def _second_consumer(args, NEW: gl.constexpr, GROUP: gl.constexpr, KV_HEADS: gl.constexpr, BLOCKS: gl.constexpr):
+    """Compute the other columns of the output: FIRST and HALF of them."""
+    tiles_ptr, pieces_ptr, kept_s, parts, full, free, work = args
+    share, past_share, _, unit, past_unit, _ = work
+    O_L: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 128, 16])
+    U_L: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 256, 16])
+    p_s = _matrix(parts[3])
+    second = _values(parts[1], FIRST)
+    third = _values(parts[2], HALF)
+    block = gl.program_id(1)
+    wait_for_launch_before()  # the pieces are those of the launch before, too
+    g = 0
+    for u in range(unit, past_unit):
+        _, _, _, lo, hi = part_of(u, share, past_share, tiles_ptr, KV_HEADS)
+        if lo < hi:
+            o = gl.zeros([ROWS, FIRST], gl.float32, O_L)
+            o_upper = gl.zeros([ROWS, HALF], gl.float32, U_L)
+            for _ in range(lo, hi):
+                stage = g % STAGES
+                phase = (g // STAGES) & 1
+                for pair in gl.static_range(1, PAIRS - 1):
+                    mbarrier.wait(full.index(stage * PAIRS + pair), phase)
+                barrier_sync(READY + stage, THREADS)
+                kept = kept_s.index(stage).load(gl.SliceLayout(1, O_L))
+                o = scale_rows(o, kept)
+                o_upper = scale_rows(o_upper, kept_s.index(stage).load(gl.SliceLayout(1, U_L)))
+                o = warpgroup_mma(p_s.index(stage), second.index(stage), o, is_async=True)
+                o_upper = warpgroup_mma(p_s.index(stage), third.index(stage), o_upper, is_async=True)
+                o = warpgroup_mma_wait(1, deps=[o])
+                mbarrier.arrive(free.index(STAGES + stage), count=1)
+                o_upper = warpgroup_mma_wait(0, deps=[o_upper])
+                mbarrier.arrive(free.index(2 * STAGES + stage), count=1)
+                mbarrier.arrive(free.index(3 * STAGES + stage), count=1)
+                g += 1
+            r = block * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, O_L))
+            exists = r < NEW * GROUP
+            piece = (gl.program_id(0) + u).to(gl.int64) * (BLOCKS * ROWS)
+            at = pieces_ptr + (piece + r) * (2 * HALF + 2)
+            cols = FIRST + gl.arange(0, FIRST, gl.SliceLayout(0, O_L))
+            gl.store(at[:, None] + cols[None, :], o, mask=exists[:, None])
+            r = block * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, U_L))
+            exists = r < NEW * GROUP
+            at = pieces_ptr + (piece + r) * (2 * HALF + 2)
+            cols = HALF + gl.arange(0, HALF, gl.SliceLayout(0, U_L))
+            gl.store(at[:, None] + cols[None, :], o_upper, mask=exists[:, None])
+
+
 # ---------------------------------------------------------------- the kernel
 
 
-@gluon.jit(do_not_specialize=("table_b", "batch"))
+@gluon.jit(do_not_specialize=("k_h", "table_b", "batch"))
 def _attend(
-    q_ptr, q_b, q_n, q_h, k_desc, table_ptr, table_b, starts_ptr, ends_ptr, firsts_new_ptr, tiles_ptr, tree_ptr,
-    pieces_ptr, batch, scale, inner,
+    q_ptr, q_b, q_n, q_h, k_desc, k_ptr, k_h, table_ptr, table_b, starts_ptr, ends_ptr, firsts_new_ptr, tiles_ptr,
+    tree_ptr, pieces_ptr, batch, scale, inner,
     NEW: gl.constexpr, GROUP: gl.constexpr, KV_HEADS: gl.constexpr, BLOCKS: gl.constexpr, PAGE: gl.constexpr,
-    BATCH_P2: gl.constexpr,
+    BATCH_P2: gl.constexpr, AHEAD: gl.constexpr,
 ):  # fmt: skip
-    parts = tiles_like(k_desc, 8), tiles_like(k_desc, 8), tiles_like(k_desc, 2)
+    parts = (
+        tiles_like(k_desc, 2 * STAGES), tiles_like(k_desc, 2 * STAGES), tiles_like(k_desc, 4 * STAGES),
+        tiles_like(k_desc, STAGES),
+    )  # fmt: skip
     Q_SHARED: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     q_s = gl.allocate_shared_memory(k_desc.dtype, [9, ROWS, BOX], Q_SHARED)
-    full = gl.allocate_shared_memory(gl.int64, [PAIRS, 1], mbarrier.MBarrierLayout())
-    free = gl.allocate_shared_memory(gl.int64, [3, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(PAIRS):
+    kept_s = gl.allocate_shared_memory(gl.float32, [STAGES, ROWS], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    full = gl.allocate_shared_memory(gl.int64, [STAGES * PAIRS, 1], mbarrier.MBarrierLayout())
+    free = gl.allocate_shared_memory(gl.int64, [4 * STAGES, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(STAGES * PAIRS):
         mbarrier.init(full.index(i), count=1)
-    for i in gl.static_range(3):
-        mbarrier.init(free.index(i), count=1)
-    work = share_of(tiles_ptr, batch, KV_HEADS, BATCH_P2, 2, 1)  # with 4, the loop of trees reloads registers
+    for i in gl.static_range(4 * STAGES):
+        mbarrier.init(free.index(i), count=2 if i >= 3 * STAGES else 1)
+    work = share_of(tiles_ptr, batch, KV_HEADS, BATCH_P2)
     consumer = (
-        q_ptr, q_b, q_n, q_h, starts_ptr, ends_ptr, firsts_new_ptr, tiles_ptr, tree_ptr, pieces_ptr, q_s, parts, full,
-        free, scale, inner, work,
+        q_ptr, q_b, q_n, q_h, starts_ptr, ends_ptr, firsts_new_ptr, tiles_ptr, tree_ptr, pieces_ptr, q_s, kept_s, parts,
+        full, free, scale, inner, work,
     )  # fmt: skip
-    producer = (k_desc, parts, full, free, table_ptr, table_b, starts_ptr, firsts_new_ptr, tiles_ptr, work)
+    second = (tiles_ptr, pieces_ptr, kept_s, parts, full, free, work)
+    producer = (k_desc, k_ptr, k_h, parts, full, free, table_ptr, table_b, starts_ptr, firsts_new_ptr, tiles_ptr, work)
+    TREE: gl.constexpr = tree_ptr is not None
+    SOFTCAP: gl.constexpr = inner is not None
     gl.warp_specialize(
         [
-            (_consumer, (consumer, NEW, GROUP, KV_HEADS, BLOCKS, tree_ptr is not None, inner is not None)),
-            (_producer, (producer, KV_HEADS, NEW, PAGE)),
+            (_first_consumer, (consumer, NEW, GROUP, KV_HEADS, BLOCKS, TREE, SOFTCAP)),
+            (_second_consumer, (second, NEW, GROUP, KV_HEADS, BLOCKS)),
+            (_producer, (producer, KV_HEADS, NEW, PAGE, AHEAD)),
         ],
-        [1],
-        [24],
+        [4, 1],
+        [232, 24],
     )
 
 
@@ -368,11 +451,12 @@ def launch(
                 scale, inner = score.softcap * LOG2E.value, score.softmax_scale / score.softcap
             blocks = grid.rows // ROWS.value
             launched = dispatch(
-                _attend, (grid.programs, blocks), q, *q.stride()[:3], view(pool.k, (1, BOX.value, BOX.value)),
-                tables.table, tables.table.stride(0), tables.start, tables.end, tables.first_new, tables.tiles,
-                call.tree, pieces, batch, scale, inner,
+                _attend, (grid.programs, blocks), q, *q.stride()[:3], view(pool.k, (1, BOX.value, BOX.value)), pool.k,
+                pool.k.stride(0), tables.table, tables.table.stride(0), tables.start, tables.end, tables.first_new,
+                tables.tiles, call.tree, pieces, batch, scale, inner,
                 NEW=new, GROUP=q_heads // kv_heads, KV_HEADS=kv_heads, BLOCKS=blocks, PAGE=pool.page_size,
-                BATCH_P2=grid.batch_p2(batch), num_warps=8, maxnreg=168, launch_pdl=True,
+                BATCH_P2=grid.batch_p2(batch), AHEAD=AHEAD if pool.k.stride(1) == DIM else 0, num_warps=4,
+                maxnreg=168, launch_pdl=True,
             )  # fmt: skip
             _launches.remember(key, tensors, launched)
         combine(q, pieces, pool, tables, score, call, grid, result)
@@ -385,4 +469,4 @@ def _grid(q: Tensor, pool: Pool) -> Grid:
     kv_heads = pool.k.shape[0]
     blocks = -(-new * (q_heads // kv_heads) // ROWS.value)
     programs = max(1, multiprocessors(q.device) // blocks)
-    return Grid(blocks * ROWS.value, 1, programs, 0, programs + batch * kv_heads, step=SLOTS.value // BOX.value)
+    return Grid(blocks * ROWS.value, 1, programs, 0, programs + batch * kv_heads)

@@ -16,13 +16,11 @@ LOG2E = gl.constexpr(1.4426950408889634)
 
 
 @gluon.jit
-def share_of(
-    tiles_ptr, batch, HEADS: gl.constexpr, BATCH_P2: gl.constexpr, STEP: gl.constexpr = 1, EACH: gl.constexpr = 4
-):
+def share_of(tiles_ptr, batch, HEADS: gl.constexpr, BATCH_P2: gl.constexpr, STEP: gl.constexpr = 1):
     """Return this CTA's share of the list of tiles: (first, past, tiles of a share, first unit, past the last unit),
     and whether a row sees nothing. A unit is a (row, key head, tile of query rows); a share is a multiple of STEP."""
-    # With 4 numbers for EACH thread, no sum crosses warps.
-    L: gl.constexpr = gl.BlockedLayout([min(EACH, BATCH_P2 // 32)], [32], [gl.num_warps()], [0])
+    # With 4 numbers for each thread, no sum crosses warps.
+    L: gl.constexpr = gl.BlockedLayout([4], [32], [gl.num_warps()], [0])
     nth = gl.arange(0, BATCH_P2, L)
     past_of = gl.load(tiles_ptr + 1 + nth, mask=nth < batch, other=2**31 - 1)
     first_of = gl.load(tiles_ptr + nth, mask=nth < batch, other=0)
