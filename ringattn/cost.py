@@ -6,16 +6,14 @@ A plan knows tokens, ranks and masks, but not heads, dtype or batch, so ``datafl
 * the attention of a step takes ``floating-point operations / rate``, plus ``kernel_ms`` per kernel;
 * in a ring or a reduce a hop begins when the rank and both its neighbours have reached its step, and a rank's next step
   when its attention and its hop are finished. What overlaps takes ``contention`` times the shorter one more, because
-  messages take multiprocessors, or the only thread, from the attention. States that are carried and sums are passes
-  over memory;
+  messages take multiprocessors, or the only thread, from the attention. States and sums are passes over memory;
 * a gather exposes its handshakes, the fetch of the first head (or group of heads) and the return of the last one's
   gradients; the rest overlaps with the attention. Over several hosts each key crosses the network once for each host,
   and then NVLink; the two take turns on different groups of heads;
 * no pass is faster than the host can launch it.
 
-Every number that enters is the same on every rank: tokens, masks and ``buffer_bytes`` are agreed upon, and so are the
-constants (:func:`.planning.plan` compares a hash of them). They come from a file of this machine, written by
-``benchmarks/calibrate.py``, or are :data:`DEFAULTS`.
+Ranks agree on all numbers that enter: tokens, masks, ``buffer_bytes`` and, by a hash, the constants, which come from a
+file that ``benchmarks/calibrate.py`` wrote on this machine, or are :data:`DEFAULTS`.
 """
 
 from __future__ import annotations

@@ -738,8 +738,8 @@ MUTANTS = (
     Mutant(
         "cost: all ranks of a ring wait for the slowest one",
         "ringattn/cost.py",
-        "ends = begin[r] + work, start[r] + links",
-        "ends = max(begin) + work, start[r] + links",
+        "low, high = begin[r] + work, start[r] + links",
+        "low, high = max(begin) + work, start[r] + links",
         "tests/test_cost.py -k neighbours",
     ),
     Mutant(
