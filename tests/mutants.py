@@ -729,6 +729,13 @@ MUTANTS = (
         "tests/test_plan.py",
     ),
     Mutant(
+        "verify: a key twice in one block is no error",
+        "ringattn/verify.py",
+        "nth[last] - nth[first] == last - first",
+        "nth[last] - nth[first] <= last - first",
+        "tests/test_plan.py -k tells_keys_apart",
+    ),
+    Mutant(
         "cost: windowed rings take all pairs",
         "ringattn/cost.py",
         "pairs = p.pairs[r][o] if ring else p.pairs[o][r]",

@@ -318,6 +318,10 @@ def test_verify_tells_keys_apart() -> None:
     )  # fmt: skip
     with pytest.raises(AssertionError, match="rank 0 meets a key twice"):
         check_coverage(plan, iter([(0, half), (0, half)]))
+    twice = block.positions_k.clone()
+    twice[5] = twice[4]
+    with pytest.raises(AssertionError, match="a query of rank 0 meets a key twice"):
+        check_coverage(plan, iter([(0, dataclasses.replace(block, positions_k=twice))]))
     window = plan_function(16, VirtualRank(0, 1), window_size=(3, 0))
     shifted = window.block(0, 0)
     shifted = dataclasses.replace(shifted, start=(shifted.start - 1).clamp(min=0), end=shifted.end - 1)
