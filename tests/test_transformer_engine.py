@@ -132,7 +132,7 @@ class DotProductAttention(torch.nn.Module):
         scores = torch.einsum("qhd,khd->hqk", q.double(), k) * self.dim**-0.5
         p = scores.masked_fill(~sees, float("-inf")).softmax(-1)
         out = torch.einsum("hqk,khd->qhd", p, v)
-        out = torch.where(inside[:, None, None], out, torch.nan)[rows]  # nobody may use rows of padding
+        out = torch.where(inside[:, None, None], out, torch.nan)[rows]  # rows of padding must reach no result
         return out.to(q.dtype).flatten(1).unflatten(0, (*batch, -1))
 
 
