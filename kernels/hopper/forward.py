@@ -74,6 +74,7 @@ from .scores import (
     LOG2E,
     Changes,
     capped,
+    exponentials,
     first_position,
     keys_come_first,
     middle,
@@ -566,15 +567,18 @@ def _softmax(s, m, l, rest, c2, slack: gl.constexpr, FIXED: gl.constexpr):
     rounding error of m, see _enter_rows. ``FIXED``: m stays 0."""
     L_L: gl.constexpr = l.type.layout
     if FIXED is not None:
+        alpha = gl.zeros(l.shape, gl.int32, L_L)
         x = gl.exp2(s)
-        return m, l + gl.convert_layout(_lane_sum(x), L_L), m, x
-    top = gl.max(s, axis=1) * c2
-    m_new = gl.where(top - m > slack, top, m)
-    reference = _finite(m_new)
-    alpha = gl.exp2(m - reference + rest)
-    x = gl.exp2(s * c2 - reference[:, None])
-    l = l * gl.convert_layout(alpha, gl.SliceLayout(1, L_L))[:, None] + gl.convert_layout(_lane_sum(x), L_L)
-    return m_new, l, alpha, x
+        l = l + gl.convert_layout(_lane_sum(x), L_L)
+    else:
+        top = gl.max(s, axis=1) * c2
+        m_new = gl.where(top - m > slack, top, m)
+        reference = _finite(m_new)
+        alpha = gl.exp2(m - reference + rest)
+        x = gl.exp2(s * c2 - reference[:, None])
+        l = l * gl.convert_layout(alpha, gl.SliceLayout(1, L_L))[:, None] + gl.convert_layout(_lane_sum(x), L_L)
+        m = m_new
+    return m, l, alpha, x
 
 
 @gluon.jit
@@ -719,16 +723,27 @@ def _step(
     positions = _key_positions(changes, column, BN, S_L)
     s = warpgroup_mma_wait(1, deps=[s])
     barrier_arrive(K_FREE + ks, THREADS)
-    s, unit = _changed(s, c2, changes, positions, column, FIXED)
-    if MASK:
-        slot, start_ptr, end_ptr, rows_batch_stride = intervals
-        start, end = _intervals(slot, C, start_ptr, end_ptr, rows_batch_stride, gl.SliceLayout(1, S_L))
-        s = _hide(s, column, start, end)
-    m, l, alpha, x = _softmax(s, m, l, 0.0, unit, SLACK, FIXED)
-    acc, p = warpgroup_mma_wait(0, deps=[acc, p])
-    keep_alive(packed)
-    barrier_arrive(V_FREE + vs, THREADS)
-    return acc, m, l, alpha, _pack(x, DTYPE)
+    if FIXED is None or MASK:
+        s, unit = _changed(s, c2, changes, positions, column, FIXED)
+        if MASK:
+            slot, start_ptr, end_ptr, rows_batch_stride = intervals
+            start, end = _intervals(slot, C, start_ptr, end_ptr, rows_batch_stride, gl.SliceLayout(1, S_L))
+            s = _hide(s, column, start, end)
+        m, l, now, x = _softmax(s, m, l, 0.0, unit, SLACK, FIXED)
+        if FIXED is None:
+            alpha = now
+        acc, p = warpgroup_mma_wait(0, deps=[acc, p])
+        keep_alive(packed)
+        barrier_arrive(V_FREE + vs, THREADS)
+        following = _pack(x, DTYPE)
+    else:
+        following, sums, alpha = exponentials(s, alpha, FIXED)
+        l += gl.convert_layout(sums, l.type.layout)
+        acc, p = warpgroup_mma_wait(0, deps=[acc, p])
+        keep_alive(packed)
+        barrier_arrive(V_FREE + vs, THREADS)
+        following = gl.convert_layout(following, packed.type.layout)
+    return acc, m, l, alpha, following
 
 
 @gluon.jit

@@ -195,6 +195,101 @@ def scaled_and_capped(s, FIXED: gl.constexpr):
 
 
 @gluon.constexpr_function
+def _shifted(coefficients: list[float], square: float) -> list[float]:
+    """Return the coefficients of a polynomial of z as one of z - square."""
+    shifted: list[float] = []
+    for c in coefficients[::-1]:
+        shifted = [a + square * b for a, b in zip([c, *shifted], [*shifted, 0.0], strict=True)]
+    return shifted
+
+
+@gluon.constexpr_function
+def _exponentials_of_pairs(pairs, exponential):
+    """Return the PTX for all pairs of scores: p of both, in 16 bits, and the sums of the two rows of a thread."""
+    text = ""
+    for i in range(pairs):
+        text += exponential(f"${3 * pairs + i}", "a") + exponential(f"${4 * pairs + i}", "b")
+        text += f"cvt.rn.bf16x2.f32 ${i}, b, a; add.f32 {f'e{i}' if i < 2 else 'a'}, a, b; "
+        text += f"add.f32 e{i % 2}, e{i % 2}, a; " if i >= 2 else ""
+    return text + f"mov.f32 ${pairs}, e0; mov.f32 ${pairs + 1}, e1; "
+
+
+@gluon.constexpr_function
+def _short_exponentials(pairs, limit, coefficients, scale, inner):
+    """Return the PTX of exp2 of a polynomial; it leaves if no score is above the limit: u is negative."""
+    square = (limit / inner) ** 2
+    scaled = [c * scale * inner ** (2 * k + 1) for k, c in enumerate(coefficients)]
+    highest, second, *others = (_ptx(c) for c in _shifted(scaled, square)[::-1])
+    steps = "".join(f"fma.rn.f32 h, h, u, {c}; " for c in others)
+
+    def exponential(s, p):
+        return (
+            f"fma.rn.f32 u, {s}, {s}, {_ptx(-square)}; mov.b32 v, u; and.b32 w{p}, w{p}, v; "
+            f"fma.rn.f32 h, u, {highest}, {second}; {steps}mul.f32 h, {s}, h; ex2.approx.ftz.f32 {p}, h; "
+        )
+
+    return (
+        f"mov.b32 wa, -1; mov.b32 wb, -1; {_exponentials_of_pairs(pairs, exponential)}and.b32 wa, wa, wb; "
+        "setp.lt.s32 all, wa, 0; vote.sync.all.pred all, all, 0xffffffff; @all bra DONE; "
+    )
+
+
+@gluon.constexpr_function
+def _exponentials_asm(pairs, scale, inner):
+    """Return the PTX of exp2(scale * tanh(x * inner))."""
+
+    def far(s, p):
+        return (
+            f"mul.f32 h, {s}, {_ptx(2 * LOG2E * inner)}; ex2.approx.ftz.f32 h, h; add.f32 h, h, {_ptx(1.0)}; "
+            f"rcp.approx.ftz.f32 h, h; fma.rn.f32 h, h, {_ptx(-2.0 * scale)}, {_ptx(scale)}; "
+            f"ex2.approx.ftz.f32 {p}, h; "
+        )
+
+    small, near = (_short_exponentials(pairs, *x, scale, inner) for x in POLYNOMIALS)
+    out = "; ".join(f"mov.b32 ${2 * pairs + i}, {{0}}" for i in range(2))
+    return (
+        "{ .reg .pred all; .reg .f32 u, h, a, b, e<2>; .reg .b32 v, wa, wb; "
+        f"setp.eq.s32 all, ${5 * pairs}, 0; vote.sync.all.pred all, all, 0xffffffff; @!all bra NEAR; "
+        f"{out.format(0)}; {small} NEAR: {out.format(1)}; {near} {_exponentials_of_pairs(pairs, far)} DONE: }}"
+    )
+
+
+@gluon.constexpr_function
+def _exponentials_constraints(pairs):
+    return ",".join(["=&r"] * pairs + ["=&f"] * pairs + ["=&r"] * pairs + ["f"] * 2 * pairs + ["r"] * pairs)
+
+
+@gluon.jit
+def _first(a, b):
+    return a
+
+
+@gluon.jit
+def first_of_row(x):
+    """Return the first number that each thread has of each of its rows: (R, N) -> (R, 4), four threads for a row."""
+    return gl.reduce(gl.reshape(x, [x.shape[0], x.shape[1] // 4, 4]), 1, _first)
+
+
+@gluon.jit
+def exponentials(s, larger, FIXED: gl.constexpr):
+    """Return p = exp2(scale * tanh(s * inner)) as pairs in bfloat16, sums of p, (R, 4) for the four threads of a row,
+    and whether a thread's warp had larger numbers than those of the short polynomial."""
+    low, high = gl.split(gl.reshape(s, [s.shape[0], s.shape[1] // 2, 2]))
+    PAIRS: gl.constexpr = low.shape[1] // 2
+    ASM: gl.constexpr = _exponentials_asm(PAIRS, FIXED[0], FIXED[1])
+    CONSTRAINTS: gl.constexpr = _exponentials_constraints(PAIRS)
+    whole = gl.reshape(low, [low.shape[0], low.shape[1] // 4, 4])
+    L: gl.constexpr = gl.SliceLayout(1, whole.type.layout)
+    mode, _ = gl.broadcast(gl.expand_dims(gl.convert_layout(larger, L), 1), whole)
+    mode = gl.convert_layout(gl.reshape(mode, low.shape), low.type.layout)
+    p, sums, mode = gl.inline_asm_elementwise(
+        ASM, CONSTRAINTS, [low, high, mode], dtype=(gl.int32, gl.float32, gl.int32), is_pure=True, pack=PAIRS
+    )
+    LARGER_L: gl.constexpr = larger.type.layout
+    return p, first_of_row(sums), gl.convert_layout(first_of_row(mode), LARGER_L)
+
+
+@gluon.constexpr_function
 def _probabilities_asm(dtype, one):
     kind = "bf16x2" if dtype == gl.bfloat16 else "f16x2"
     numbers = "".join(
