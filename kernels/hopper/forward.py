@@ -74,10 +74,13 @@ from .scores import (
     LOG2E,
     Changes,
     capped,
+    WAY,
     exponentials,
+    exponentials_in_place,
     first_position,
     keys_come_first,
     middle,
+    packed_pairs,
     padded_positions,
     penalties,
     relative,
@@ -736,6 +739,13 @@ def _step(
         keep_alive(packed)
         barrier_arrive(V_FREE + vs, THREADS)
         following = _pack(x, DTYPE)
+    elif WAY == "front":
+        low, high, sums = exponentials_in_place(s, FIXED)
+        l += gl.convert_layout(sums, l.type.layout)
+        acc, p = warpgroup_mma_wait(0, deps=[acc, p])
+        keep_alive(packed)
+        barrier_arrive(V_FREE + vs, THREADS)
+        following = gl.convert_layout(packed_pairs(low, high), packed.type.layout)
     else:
         following, sums, alpha = exponentials(s, alpha, FIXED)
         l += gl.convert_layout(sums, l.type.layout)

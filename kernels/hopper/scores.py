@@ -194,6 +194,10 @@ def scaled_and_capped(s, FIXED: gl.constexpr):
     return gl.inline_asm_elementwise(ASM, CONSTRAINTS, [s], dtype=gl.float32, is_pure=True, pack=COUNT)
 
 
+WAIT_AT = -1
+WAY = gl.constexpr("end")
+
+
 @gluon.constexpr_function
 def _shifted(coefficients: list[float], square: float) -> list[float]:
     """Return the coefficients of a polynomial of z as one of z - square."""
@@ -204,10 +208,11 @@ def _shifted(coefficients: list[float], square: float) -> list[float]:
 
 
 @gluon.constexpr_function
-def _exponentials_of_pairs(pairs, exponential):
+def _exponentials_of_pairs(pairs, exponential, wait=-1):
     """Return the PTX for all pairs of scores: p of both, in 16 bits, and the sums of the two rows of a thread."""
     text = ""
     for i in range(pairs):
+        text += "wgmma.wait_group.sync.aligned 0; " if i == wait else ""
         text += exponential(f"${3 * pairs + i}", "a") + exponential(f"${4 * pairs + i}", "b")
         text += f"cvt.rn.bf16x2.f32 ${i}, b, a; add.f32 {f'e{i}' if i < 2 else 'a'}, a, b; "
         text += f"add.f32 e{i % 2}, e{i % 2}, a; " if i >= 2 else ""
@@ -229,7 +234,7 @@ def _short_exponentials(pairs, limit, coefficients, scale, inner):
         )
 
     return (
-        f"mov.b32 wa, -1; mov.b32 wb, -1; {_exponentials_of_pairs(pairs, exponential)}and.b32 wa, wa, wb; "
+        f"mov.b32 wa, -1; mov.b32 wb, -1; {_exponentials_of_pairs(pairs, exponential, WAIT_AT)}and.b32 wa, wa, wb; "
         "setp.lt.s32 all, wa, 0; vote.sync.all.pred all, all, 0xffffffff; @all bra DONE; "
     )
 
@@ -287,6 +292,77 @@ def exponentials(s, larger, FIXED: gl.constexpr):
     )
     LARGER_L: gl.constexpr = larger.type.layout
     return p, first_of_row(sums), gl.convert_layout(first_of_row(mode), LARGER_L)
+
+
+@gluon.constexpr_function
+def _in_place(pairs, exponential, wait=-1):
+    text = ""
+    for i in range(pairs):
+        text += "wgmma.wait_group.sync.aligned 0; " if i == wait else ""
+        text += exponential(f"${i}") + exponential(f"${pairs + i}")
+        text += f"add.f32 {f'e{i}' if i < 2 else 'a'}, ${i}, ${pairs + i}; "
+        text += f"add.f32 e{i % 2}, e{i % 2}, a; " if i >= 2 else ""
+    return text + f"mov.f32 ${2 * pairs}, e0; mov.f32 ${2 * pairs + 1}, e1; "
+
+
+@gluon.constexpr_function
+def _front_asm(pairs, scale, inner):
+    largest = "".join(f"abs.f32 y, ${i}; max.f32 m{i % 4}, m{i % 4}, y; " for i in range(4, 2 * pairs))
+    begin = "".join(f"abs.f32 m{i}, ${i}; " for i in range(4))
+
+    def polynomial(coefficients):
+        texts = [_ptx(c * scale * inner ** (2 * k + 1)) for k, c in enumerate(coefficients)][::-1]
+        steps = "".join(f"fma.rn.f32 h, h, z, {c}; " for c in texts[2:])
+
+        def exponential(s):
+            return (
+                f"mul.f32 z, {s}, {s}; fma.rn.f32 h, z, {texts[0]}, {texts[1]}; {steps}mul.f32 h, {s}, h; "
+                f"ex2.approx.ftz.f32 {s}, h; "
+            )
+
+        return _in_place(pairs, exponential, WAIT_AT)
+
+    def far(s):
+        return (
+            f"mul.f32 h, {s}, {_ptx(2 * LOG2E * inner)}; ex2.approx.ftz.f32 h, h; add.f32 h, h, {_ptx(1.0)}; "
+            f"rcp.approx.ftz.f32 h, h; fma.rn.f32 h, h, {_ptx(-2.0 * scale)}, {_ptx(scale)}; "
+            f"ex2.approx.ftz.f32 {s}, h; "
+        )
+
+    below_small, below_near = (_ptx(limit / abs(inner)) for limit, _ in POLYNOMIALS)
+    small, near = (polynomial(c) for _, c in POLYNOMIALS)
+    return (
+        f"{{ .reg .pred all; .reg .f32 y, z, h, a, e<2>, m<4>; {begin}{largest}"
+        "max.f32 m0, m0, m1; max.f32 m2, m2, m3; max.f32 m0, m0, m2; "
+        f"setp.lt.f32 all, m0, {below_small}; vote.sync.all.pred all, all, 0xffffffff; @!all bra LARGER; "
+        f"{small} bra DONE; LARGER: "
+        f"setp.lt.f32 all, m0, {below_near}; vote.sync.all.pred all, all, 0xffffffff; @!all bra FAR; "
+        f"{near} bra DONE; FAR: {_in_place(pairs, far)} DONE: }}"
+    )
+
+
+@gluon.constexpr_function
+def _front_constraints(pairs):
+    return ",".join(["=f"] * 2 * pairs + ["=&f"] * pairs + [str(i) for i in range(2 * pairs)])
+
+
+@gluon.jit
+def exponentials_in_place(s, FIXED: gl.constexpr):
+    low, high = gl.split(gl.reshape(s, [s.shape[0], s.shape[1] // 2, 2]))
+    PAIRS: gl.constexpr = low.shape[1] // 2
+    ASM: gl.constexpr = _front_asm(PAIRS, FIXED[0], FIXED[1])
+    CONSTRAINTS: gl.constexpr = _front_constraints(PAIRS)
+    low, high, sums = gl.inline_asm_elementwise(
+        ASM, CONSTRAINTS, [low, high], dtype=(gl.float32, gl.float32, gl.float32), is_pure=True, pack=PAIRS
+    )
+    return low, high, first_of_row(sums)
+
+
+@gluon.jit
+def packed_pairs(low, high):
+    return gl.inline_asm_elementwise(
+        "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f", [low, high], dtype=gl.int32, is_pure=True, pack=1
+    )
 
 
 @gluon.constexpr_function
