@@ -300,7 +300,7 @@ def _kernel(
     dk_ptr, dv_ptr, info_ptr, heads, tiles, kv_heads, parts, batches, stride_b, stride_s, stride_h,
     q_tiles, scale_log2, dk_scale, dv_scale,
     flags_ptr, epoch, timed_out_ptr, turns_ptr, counters_ptr, segments, sweep,
-    inner, positions_desc, slopes_ptr, slopes_stride, positions_k_ptr,  # None without softcap; without ALiBi
+    inner: gl.constexpr, positions_desc, slopes_ptr, slopes_stride, positions_k_ptr,  # None without softcap; without ALiBi
     first_ptr, sums_ptr,  # None if dQ may be added in any order
     BATCHED: gl.constexpr, FOLD: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
@@ -523,7 +523,8 @@ def _padded_statistics(queries: Queries, score: Score, launches: Launches) -> tu
     batch, seq_q, q_heads, _ = q.shape
     height = work.queries_per_step(q)
     q_tiles = -(-seq_q // height)
-    shift = math.log2(score.softmax_scale) if _folds_scale(q, score) else 0.0
+    fold = _folded_scale(q, score)
+    shift = math.log2(fold) if fold else 0.0
     rows = batch * q_heads * q_tiles
     padded, negated = torch.empty(2, rows, height, dtype=torch.float32, device=q.device).unbind()
     key, tensors = ("statistics", q.shape, shift), [lse, delta, padded, negated]
@@ -553,7 +554,8 @@ def _arguments(
     kv_heads, dim_v = v.shape[2:]
     info, bounds, *first = _tables(q, block, x.sums is not None)
     rows = work.queries_per_step(q)
-    tiles, parts, scale, fold = info.shape[1], split.parts, score.softmax_scale, _folds_scale(q, score)
+    tiles, parts, scale, fold = info.shape[1], split.parts, score.softmax_scale, _folded_scale(q, score)
+    fixed = _fixed(q, score)
     sweep = work.sweep if x.sums is None else work.sweep_in_order
     alibi: tuple[Any, ...] = (None, None, None, None)
     if x.slopes is not None:
@@ -561,13 +563,13 @@ def _arguments(
         alibi = view(of_queries, (1, rows)), x.slopes, changes.slopes_stride, of_keys
     numbers = (
         dk, x.dv, info, q_heads // kv_heads // parts, tiles, kv_heads, parts, batch, *dk.stride()[-4:-1],
-        -(-seq_q // rows), changes.scale, scale, 1 / scale if fold else 1.0,
+        -(-seq_q // rows), changes.scale, scale, 1 / fold if fold else 1.0,
         x.flags, epoch, x.timed_out, x.turns, x.counters, 0 if x.counters is None else x.counters.shape[1],
         sweep(batch * kv_heads, tiles, work.processors(q), parts),
-        changes.inner, *alibi,
+        fixed or changes.inner, *alibi,
     )  # fmt: skip
     order = (*first, x.sums) if first else (None, None)
-    constants = dict(BATCHED=info.shape[0] > 1, FOLD=fold, REGISTERS=240, num_warps=4)
+    constants = dict(BATCHED=info.shape[0] > 1, FOLD=fold > 0.0, REGISTERS=240, num_warps=4)
     statistics = view(x.lse, (1, rows)), view(x.minus_delta, (1, rows)), view(bounds, (1, 2 * rows))
 
     def box(tensor: Tensor, columns: int, height: int = BM.value) -> TensorDescriptor | None:
@@ -625,9 +627,19 @@ def _positions(q: Tensor, block: Block) -> tuple[Tensor, Tensor]:
     return scores.padded_positions(block, work.queries_per_step(q), work.keys_per_cta(q), q.device)
 
 
-def _folds_scale(q: Tensor, score: Score) -> bool:
-    """Return whether P carries the factor ``softmax_scale``: the exponent of bfloat16 has room for it."""
-    return q.dtype == torch.bfloat16 and score.softmax_scale > 0.0
+def _fixed(q: Tensor, score: Score) -> tuple[float, float] | None:
+    """Return :attr:`scores.Changes.fixed` if P can carry a factor."""
+    fixed = scores.Changes.of(score, q).fixed
+    return fixed if q.dtype == torch.bfloat16 and score.softmax_scale > 0.0 else None
+
+
+def _folded_scale(q: Tensor, score: Score) -> float:
+    """Return the factor that P carries, so that dS needs none, or 0: the exponent of bfloat16 has room for it. It is
+    ``softmax_scale`` over what the derivative of the softcap is times (:func:`scores.probabilities_and_slopes`)."""
+    if q.dtype != torch.bfloat16 or score.softmax_scale <= 0.0:
+        return 0.0
+    fixed = _fixed(q, score)
+    return score.softmax_scale / (fixed[0] ** 2 if fixed else 1.0)
 
 
 def _can_store_into(dk: Tensor, dv: Tensor) -> bool:

@@ -323,23 +323,33 @@ def capped_probabilities(
 ):  # fmt: skip
     """Return P of scores with softcap, and P times the derivative of the softcap, both in 16 bits. ``FUSED``: fewer
     registers, except at head dim 64, where tiles are twice as wide. Without ``SHORT``, the short polynomial, too."""
-    t = scores.capped(s, inner, SHORT)
-    if FUSED:
-        offset, _ = gl.broadcast(lse_v.index(stage).load(gl.SliceLayout(0, S_L))[None, :], t)
-        if len(alibi) > 0:
-            offset = offset + scores.penalties_of_step(alibi, head, stage, S_L)
-        if CUT:
-            offset = hide(offset, bounds_v, stage, key, past, S_L, float("inf"))
-        p, slope = scores.probabilities(t, scale, offset, dtype)
+    ONE: gl.constexpr = scores.unit_of_slope(inner)  # what slope is times
+    if scores.is_fixed(inner) and FUSED and not CUT:
+        offset = lse_v.index(stage).load(gl.SliceLayout(0, S_L))[None, :]
+        p, slope = scores.probabilities_and_slopes(s, offset, inner, SHORT)
     else:
-        s = t * scale
-        if len(alibi) > 0:
-            s = s - scores.penalties_of_step(alibi, head, stage, S_L)
-        if CUT:
-            s = hide(s, bounds_v, stage, key, past, S_L)
-        p32 = gl.exp2(s - lse_v.index(stage).load(gl.SliceLayout(0, S_L))[None, :])
-        p = round_pairs(p32, dtype)
-        slope = round_pairs(p32 * gl.fma(-t, t, 1.0), dtype)
+        if scores.is_fixed(inner):
+            t = scores.scaled_and_capped(s, inner, SHORT)
+            unit = 1.0
+        else:
+            t = scores.capped(s, inner, SHORT)
+            unit = scale
+        if FUSED:
+            offset, _ = gl.broadcast(lse_v.index(stage).load(gl.SliceLayout(0, S_L))[None, :], t)
+            if len(alibi) > 0:
+                offset = offset + scores.penalties_of_step(alibi, head, stage, S_L)
+            if CUT:
+                offset = hide(offset, bounds_v, stage, key, past, S_L, float("inf"))
+            p, slope = scores.probabilities(t, unit, offset, dtype, ONE)
+        else:
+            s = t * unit
+            if len(alibi) > 0:
+                s = s - scores.penalties_of_step(alibi, head, stage, S_L)
+            if CUT:
+                s = hide(s, bounds_v, stage, key, past, S_L)
+            p32 = gl.exp2(s - lse_v.index(stage).load(gl.SliceLayout(0, S_L))[None, :])
+            p = round_pairs(p32, dtype)
+            slope = round_pairs(p32 * gl.fma(-t, t, ONE), dtype)
     return p, slope
 
 

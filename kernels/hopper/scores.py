@@ -124,9 +124,6 @@ def _ptx(x: float) -> str:
     return f"{x:.17e}"
 
 
-_ONE = gl.constexpr(_ptx(1.0))
-
-
 @gluon.constexpr_function
 def _polynomial_asm(count: int, coefficients: tuple[float, ...], scale: float, inner: float) -> str:
     """Return the PTX of a polynomial with the factors in its coefficients."""
@@ -185,11 +182,11 @@ def capped(s, inner, SHORT: gl.constexpr = True):
 
 
 @gluon.jit
-def scaled_and_capped(s, FIXED: gl.constexpr):
+def scaled_and_capped(s, FIXED: gl.constexpr, SHORT: gl.constexpr = True):
     """Return scale * tanh(s * inner) for the two constants of :attr:`Changes.fixed`: as :func:`capped`, without the
     multiplications by them."""
     COUNT: gl.constexpr = s.shape[1] // 2
-    ASM: gl.constexpr = _tanh_asm(COUNT, FIXED[0], FIXED[1])
+    ASM: gl.constexpr = _tanh_asm(COUNT, FIXED[0], FIXED[1], SHORT)
     CONSTRAINTS: gl.constexpr = _tanh_constraints(COUNT)
     return gl.inline_asm_elementwise(ASM, CONSTRAINTS, [s], dtype=gl.float32, is_pure=True, pack=COUNT)
 
@@ -377,10 +374,10 @@ def _probabilities_asm(dtype, one):
 
 
 @gluon.jit
-def probabilities(t, scale, offset, dtype: gl.constexpr):
+def probabilities(t, scale, offset, dtype: gl.constexpr, ONE: gl.constexpr = 1.0):
     """Return p = exp2(t * scale - offset) and p (1 - t^2), which is p times the derivative of the softcap, both in 16
     bits, two to a register. In one piece of assembly, so that neither is there in 32 bits for a whole tile."""
-    ASM: gl.constexpr = _probabilities_asm(dtype, _ONE)
+    ASM: gl.constexpr = _probabilities_asm(dtype, _ptx(ONE))
     CONSTRAINTS: gl.constexpr = "=r,=r,r,r,r,r,r,r"
     args = [t, offset, gl.full(t.shape, scale, gl.float32, t.type.layout)]
     if dtype == gl.bfloat16:
@@ -392,6 +389,81 @@ def probabilities(t, scale, offset, dtype: gl.constexpr):
             ASM, CONSTRAINTS, args, dtype=(gl.float16, gl.float16), is_pure=True, pack=2
         )
     return p, slope
+
+
+
+@gluon.constexpr_function
+def is_fixed(inner):
+    """Return whether ``inner`` is :attr:`Changes.fixed`, known when the kernel is compiled."""
+    return isinstance(inner, tuple)
+
+
+@gluon.constexpr_function
+def unit_of_slope(inner):
+    """Return the factor of the derivative of the softcap: that of tanh is exact where a score is its constant times it."""
+    return inner[0] ** 2 if is_fixed(inner) else 1.0
+
+
+@gluon.constexpr_function
+def _slopes_asm(count, scale, inner, short=True):
+    """Return the PTX of p = exp2(r - offset) and p (scale^2 - r^2), r = scale * tanh(x * inner)."""
+    n = count // 2  # registers of an output
+    s = [f"${2 * n + i}" for i in range(count)]
+    offset = [f"${2 * n + count + i}" for i in range(count)]
+
+    def all_pairs(score):
+        text = ""
+        for i in range(n):
+            for j, x in enumerate("ab"):
+                text += score(s[2 * i + j])
+                text += (
+                    f"sub.f32 {x}, h, {offset[2 * i + j]}; ex2.approx.ftz.f32 {x}, {x}; neg.f32 y, h; "
+                    f"fma.rn.f32 y, y, h, {_ptx(scale * scale)}; mul.f32 d{x}, {x}, y; "
+                )
+            text += f"cvt.rn.bf16x2.f32 ${i}, b, a; cvt.rn.bf16x2.f32 ${n + i}, db, da; "
+        return text
+
+    def polynomial(coefficients):
+        texts = [_ptx(c * scale * inner ** (2 * k + 1)) for k, c in enumerate(coefficients)][::-1]
+        steps = "".join(f"fma.rn.f32 h, h, z, {c}; " for c in texts[2:])
+        return all_pairs(
+            lambda x: f"mul.f32 z, {x}, {x}; fma.rn.f32 h, z, {texts[0]}, {texts[1]}; {steps}mul.f32 h, {x}, h; "
+        )
+
+    far = all_pairs(
+        lambda x: f"mul.f32 h, {x}, {_ptx(2 * LOG2E * inner)}; ex2.approx.ftz.f32 h, h; add.f32 h, h, {_ptx(1.0)}; "
+        f"rcp.approx.ftz.f32 h, h; fma.rn.f32 h, h, {_ptx(-2.0 * scale)}, {_ptx(scale)}; "
+    )
+    largest = "".join(f"abs.f32 y, {s[i]}; max.f32 m{i % 4}, m{i % 4}, y; " for i in range(4, count))
+    begin = "".join(f"abs.f32 m{i}, {s[i]}; " for i in range(4))
+    below_small, below_near = (_ptx(limit / abs(inner)) for limit, _ in POLYNOMIALS)
+    small, near = (polynomial(c) for _, c in POLYNOMIALS)
+    first = (
+        f"setp.lt.f32 all, m0, {below_small}; vote.sync.all.pred all, all, 0xffffffff; @!all bra LARGER; "
+        f"{small} bra DONE; LARGER: "
+    )
+    return (
+        f"{{ .reg .pred all; .reg .f32 y, z, h, a, b, da, db, m<4>; {begin}{largest}"
+        "max.f32 m0, m0, m1; max.f32 m2, m2, m3; max.f32 m0, m0, m2; "
+        f"{first if short else ''}setp.lt.f32 all, m0, {below_near}; vote.sync.all.pred all, all, 0xffffffff; "
+        f"@!all bra FAR; {near} bra DONE; FAR: {far} DONE: }}"
+    )
+
+
+@gluon.constexpr_function
+def _slopes_constraints(count):
+    return ",".join(["=&r"] * count + ["f"] * 2 * count)
+
+
+@gluon.jit
+def probabilities_and_slopes(s, offset, FIXED: gl.constexpr, SHORT: gl.constexpr = True):
+    COUNT: gl.constexpr = s.shape[1] // 2
+    ASM: gl.constexpr = _slopes_asm(COUNT, FIXED[0], FIXED[1], SHORT)
+    CONSTRAINTS: gl.constexpr = _slopes_constraints(COUNT)
+    offset, s = gl.broadcast(offset, s)
+    return gl.inline_asm_elementwise(
+        ASM, CONSTRAINTS, [s, offset], dtype=(gl.bfloat16, gl.bfloat16), is_pure=True, pack=COUNT
+    )
 
 
 # --- device: ALiBi ------------------------------------------------------------------------------------------------
