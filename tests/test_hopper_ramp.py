@@ -1,4 +1,4 @@
-"""ALiBi as a product: which tiles of keys get it, how exact it is, anywhere; the contract at such tiles on a Hopper GPU.
+"""ALiBi as a product: which tiles of keys get it, how exact it is, anywhere; the contract on a Hopper GPU.
 
 tests/test_hopper_scores.py has ALiBi at other positions. Tolerances: kernel_contract.py.
 """
@@ -124,7 +124,7 @@ def test_a_product_is_what_alibi_adds(monkeypatch, queries, step) -> None:
             exact = -distance.numpy() * float(slope)
             assert (np.abs(total - exact) <= 6 * EPS * np.abs(exact)).all()
     assert not ramp.of_tile.fn(alibi, 0, bn, 512, bn)[0], "a tile that is not seen by all rows"
-    assert products or len(set((rows[0] - keys[::bn]).tolist())) > 1
+    assert products
 
 
 def terms(x: np.float32) -> list[np.float32]:

@@ -59,6 +59,7 @@ from ...partial import Partial
 from ..contract import GRID as _GRID
 from ..contract import PERIOD, Block, Keys, OwnKeys, Result, Score, int32
 from ..launch import Launches, capability, dispatch, on_device
+from . import ramp
 from .primitives import (
     FREE_BARRIERS,
     async_load,
@@ -70,7 +71,6 @@ from .primitives import (
     scale_rows,
     wait_row,
 )
-from . import ramp
 from .scores import (
     LOG2E,
     Changes,
@@ -103,6 +103,7 @@ class Config(NamedTuple):
     Args:
         registers: per consumer thread; the producer gets the rest.
         q_buffers, staged: two buffers of queries, and tiles of ``out`` staged for TMA, if shared memory has room.
+        staged_with_ramp: the same next to the operand of :mod:`.ramp`.
         value_parts: launches, each for a part of the columns of v, of which registers do not hold all sums.
     """
 
@@ -112,6 +113,7 @@ class Config(NamedTuple):
     registers: int
     q_buffers: int = 2
     staged: bool = True
+    staged_with_ramp: bool = True
     value_parts: int = 1
 
     @property
@@ -122,7 +124,7 @@ class Config(NamedTuple):
 CONFIGS = {  # by the head dims of q, k and of v
     (64, 64): Config(consumers=3, block_n=128, stages=2, registers=160),
     (96, 96): Config(consumers=2, block_n=128, stages=2, registers=240),
-    (128, 128): Config(consumers=2, block_n=128, stages=2, registers=240),
+    (128, 128): Config(consumers=2, block_n=128, stages=2, registers=240, staged_with_ramp=False),
     (192, 128): Config(consumers=2, block_n=128, stages=2, registers=240, q_buffers=1, staged=False),
     (256, 256): Config(consumers=2, block_n=64, stages=2, registers=240, q_buffers=1, staged=False),
     (512, 512): Config(consumers=2, block_n=32, stages=2, registers=240, q_buffers=1, staged=False, value_parts=2),
@@ -692,7 +694,7 @@ def _step(
     s = _scores(q, k_s, ks, S_L)
     operand = ()
     if len(even) > 0:
-        s, operand = _with_ramp(s, changes[1], even[1])
+        s, operand = _with_ramp(s, changes[1], even[1])  # type: ignore[assignment]
     acc = _rescaled(acc, alpha, FIXED)  # overlaps the product with K
     mbarrier.wait(v_full.index(vs), v_phase)
     p = _unpack(packed, DTYPE, P_L)
@@ -764,8 +766,7 @@ def _walk_with_ramps(
     last, begin, full_begin, full_end, q, q_s, at, k_s, v_s, k_full, v_full, g, acc, m, l, alpha, packed, c2, intervals,
     changes, C: gl.constexpr, N: gl.constexpr, STAGES: gl.constexpr, EARLY: gl.constexpr, FIXED: gl.constexpr,
 ):  # fmt: skip
-    """Walk the same key tiles where ALiBi is a product: by turns those that are cut or not in even steps, and others.
-    """
+    """Walk the same key tiles where ALiBi is a product: by turns those that are cut or not even, and others."""
     BN: gl.constexpr = k_s[0].shape[2]
     column = last - BN
     even, first, before = ramp.of_tile(changes[1], column, full_begin, full_end, BN)
@@ -774,8 +775,8 @@ def _walk_with_ramps(
         while (column >= begin) & (not even):
             following, next_first, next_before = ramp.of_tile(changes[1], column - BN, full_begin, full_end, BN)
             acc, m, l, alpha, packed = _step(
-                queries, k_s, v_s, k_full, v_full, g, acc, m, l, alpha, packed, c2, column, intervals, changes, (), C, N,
-                STAGES, True, FIXED,
+                queries, k_s, v_s, k_full, v_full, g, acc, m, l, alpha, packed, c2, column, intervals, changes, (), C,
+                N, STAGES, True, FIXED,
             )  # fmt: skip
             g += 1
             column -= BN
@@ -1178,7 +1179,8 @@ def _launch(
     )  # fmt: skip
     constants = dict(
         N=config.consumers, BN=config.block_n, STAGES=config.stages, REGISTERS=config.registers,
-        Q_BUFFERS=config.q_buffers, STAGED=config.staged and not (ramp.usable(changes) and head_dim == 128), DV=head_dim_v * config.value_parts,
+        Q_BUFFERS=config.q_buffers, DV=head_dim_v * config.value_parts,
+        STAGED=config.staged and (config.staged_with_ramp or not ramp.usable(changes)),
         HAS_STATE=state is not None, HAS_SINK=sink is not None, FINALIZE=finalize,
         READY=ready is not None, PERIOD=period,
         FIXED=_fixed(q, changes, state is not None),

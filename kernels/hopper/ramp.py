@@ -20,10 +20,10 @@ import torch
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
 from ..contract import Block
-from .scores import LOG2E_FLOAT, Changes, middle, relative
+from .scores import Changes, relative
 
 LARGEST_STEP = 1 << 16  # times 128 keys it is an int32
 UNEVEN = gl.constexpr(-(2**31))  # for the first position of a tile that is not in even steps
