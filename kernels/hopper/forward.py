@@ -626,15 +626,6 @@ def _alibi(slot, C: gl.constexpr, alibi, c2, BN: gl.constexpr, layout: gl.conste
 
 
 @gluon.jit
-def _with_ramp(s, alibi, before):
-    """Issue the product that adds ALiBi to the scores of a tile of keys in even steps; return its operand, too."""
-    A_L: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=s.type.tensor_type.layout, k_width=2)
-    chosen = ramp.chosen(alibi[5], before)
-    s = warpgroup_mma(_unpack(chosen, gl.bfloat16, A_L), alibi[10].permute((1, 0)), s, is_async=True)
-    return s, (chosen,)
-
-
-@gluon.jit
 def _changed(s, c2, changes, column, FIXED: gl.constexpr):
     """Return scores after softcap and ALiBi, and what they are times, to the base 2."""
     inner, alibi = changes
@@ -675,8 +666,8 @@ def _step(
     q, k_s, v_s, k_full, v_full, g, acc, m, l, alpha, packed, c2, column, intervals, changes, even,
     C: gl.constexpr, N: gl.constexpr, STAGES: gl.constexpr, MASK: gl.constexpr, FIXED: gl.constexpr,
 ):  # fmt: skip
-    """Compute scores and softmax of key tile g + 1, and the product of P and V of key tile g. ``even``: first position
-    and side of keys whose scores get ALiBi by a product, or nothing."""
+    """Compute scores and softmax of key tile g + 1, and the product of P and V of key tile g. ``even``: side and first
+    position of keys whose scores get ALiBi by a product, or nothing."""
     BN: gl.constexpr = k_s[0].shape[2]
     DTYPE: gl.constexpr = v_s.dtype
     S_L: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BN, 16])
@@ -692,24 +683,24 @@ def _step(
     mbarrier.wait(k_full.index(ks), (g // STAGES) & 1)
     barrier_sync(TURN + C, 256)
     s = _scores(q, k_s, ks, S_L)
-    operand = ()
-    if len(even) > 0:
-        s, operand = _with_ramp(s, changes[1], even[1])  # type: ignore[assignment]
+    if len(even) > 0:  # the product that adds ALiBi
+        A_L: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=S_L, k_width=2)
+        side, first = even
+        s = warpgroup_mma(_unpack(side[0], gl.bfloat16, A_L), changes[1][10].permute((1, 0)), s, is_async=True)
     acc = _rescaled(acc, alpha, FIXED)  # overlaps the product with K
     mbarrier.wait(v_full.index(vs), v_phase)
     p = _unpack(packed, DTYPE, P_L)
     acc = warpgroup_mma(p, _rows(v_s, vs), acc, is_async=True)
     barrier_arrive(TURN + (C + 1) % N, 256)
     s = warpgroup_mma_wait(1, deps=[s])
-    if len(operand) > 0:
-        keep_alive(operand[0])
     barrier_arrive(K_FREE + ks, THREADS)
     part = ()
-    if len(even) == 0:
-        s, unit = _changed(s, c2, changes, column, FIXED)
-    else:
-        part = (ramp.part_of_rows(changes[1], *even),)
+    if len(even) > 0:
+        keep_alive(side[0])
+        part = (ramp.part_of_rows(changes[1], side, first),)  # type: ignore[assignment]
         unit = c2
+    else:
+        s, unit = _changed(s, c2, changes, column, FIXED)
     if MASK:
         slot, start_ptr, end_ptr, rows_batch_stride = intervals
         start, end = _intervals(slot, C, start_ptr, end_ptr, rows_batch_stride, gl.SliceLayout(1, S_L))
@@ -768,29 +759,34 @@ def _walk_with_ramps(
 ):  # fmt: skip
     """Walk the same key tiles where ALiBi is a product: by turns those that are cut or not even, and others."""
     BN: gl.constexpr = k_s[0].shape[2]
+    alibi = changes[1]
     column = last - BN
-    even, first, before = ramp.of_tile(changes[1], column, full_begin, full_end, BN)
+    first = ramp.first_before(alibi, last, BN)
+    even = (column >= full_begin) & (column < full_end) & ramp.is_even(alibi, first)
     while column >= begin:
         queries = _q_again(q_s, at, column) if EARLY else q
         while (column >= begin) & (not even):
-            following, next_first, next_before = ramp.of_tile(changes[1], column - BN, full_begin, full_end, BN)
+            first = ramp.first_before(alibi, column, BN)
             acc, m, l, alpha, packed = _step(
                 queries, k_s, v_s, k_full, v_full, g, acc, m, l, alpha, packed, c2, column, intervals, changes, (), C,
                 N, STAGES, True, FIXED,
             )  # fmt: skip
             g += 1
             column -= BN
-            even, first, before = following, next_first, next_before
+            even = (column >= full_begin) & (column < full_end) & ramp.is_even(alibi, first)
         queries = _q_again(q_s, at, column + BN) if EARLY else q
+        side = ramp.side_of(alibi, first)
         while even:
-            following, next_first, next_before = ramp.of_tile(changes[1], column - BN, full_begin, full_end, BN)
+            following = ramp.first_before(alibi, column, BN)
             acc, m, l, alpha, packed = _step(
                 queries, k_s, v_s, k_full, v_full, g, acc, m, l, alpha, packed, c2, column, intervals, changes,
-                (first, before), C, N, STAGES, False, FIXED,
+                (side, first), C, N, STAGES, False, FIXED,
             )  # fmt: skip
             g += 1
             column -= BN
-            even, first, before = following, next_first, next_before
+            first = following
+            even = (column >= full_begin) & ramp.is_on(side, first)
+        even = (column >= full_begin) & (column < full_end) & ramp.is_even(alibi, first)
     return g, acc, m, l, alpha, packed
 
 

@@ -27,6 +27,7 @@ from .scores import Changes, relative
 
 LARGEST_STEP = 1 << 16  # times 128 keys it is an int32
 UNEVEN = gl.constexpr(-(2**31))  # for the first position of a tile that is not in even steps
+MOST = gl.constexpr(2**31 - 1)
 WIDTH = gl.constexpr(16)  # K of the product
 HALF = gl.constexpr(8)  # columns for keys before the queries, then as many for keys after them
 TERMS = gl.constexpr(3)  # numbers of bfloat16 that make one of float32
@@ -153,38 +154,53 @@ def taken_off(s, alibi, column):
 @gluon.jit
 def of_rows(rows, slope, base, positions_ptr, c2, ramp, lowest, highest, BN: gl.constexpr):
     """Return what a consumer needs in the loops over keys: positions of its rows relative to ``base``, slope, base,
-    where positions of keys are, slope of scores that are not scaled, A in 16 bits, the latest first position of a tile
-    of which all keys are before the queries (the ``lowest``) or at them, the ``highest`` query, from the first to the
-    last position of a tile, where the first positions are, and B."""
+    where positions of keys are, slope of scores that are not scaled, A, the latest first position of a tile of which
+    all keys are before the queries (the ``lowest``) or at them, the ``highest`` query, from the first to the last
+    position of a tile, where the first positions are, and B."""
     firsts_ptr, tile = ramp
     ROWS: gl.constexpr = rows.shape[0]
     step = gl.load(firsts_ptr)
     unscaled = slope / c2
     a = terms(unscaled * step.to(gl.float32), ROWS)
     span = step * (BN - 1)
-    return rows, slope, base, positions_ptr, unscaled, a, lowest - span, highest, span, firsts_ptr + 1, tile
+    return rows, slope, base, positions_ptr, unscaled, a, lowest - span, highest, span, firsts_ptr, tile
 
 
 @gluon.jit
-def of_tile(alibi, column, full_begin, full_end, BN: gl.constexpr):
-    """Return whether a product adds ALiBi to the scores of a tile of keys, which all rows see, its first position, and
-    whether it is before the queries."""
-    first = gl.load(alibi[9] + column // BN)
-    before = (first != UNEVEN) & (first <= alibi[6])
-    one_side = before | (first >= alibi[7])
-    return one_side & (column >= full_begin) & (column < full_end), first, before
+def first_before(alibi, column, BN: gl.constexpr):
+    """Load the first position of the tile of keys before the one that begins at ``column``; the step if there is
+    none."""
+    return gl.load(alibi[9] + column.to(gl.uint32) // BN)
 
 
 @gluon.jit
-def chosen(packed, before):
-    """Return A for keys before the queries, or for keys after them: the other half is 0."""
-    pair = gl.arange(0, WIDTH // 2, gl.SliceLayout(0, packed.type.layout))
-    return gl.where(((pair < HALF // 2) == before)[None, :], packed, 0)
+def is_even(alibi, first):
+    """Return whether a product can add ALiBi to the scores of a tile of keys."""
+    return (first != UNEVEN) & ((first <= alibi[6]) | (first >= alibi[7]))
 
 
 @gluon.jit
-def part_of_rows(alibi, first, before):
+def side_of(alibi, first):
+    """Return what the tiles on the same side of the queries as this one have in common: A, of which the half that is
+    not needed is 0, the position whose distance from a tile's first one is that of the nearest key from ``base``, and
+    the range of their first positions."""
+    _, _, base, _, _, a, latest, highest, span, _, _ = alibi
+    before = first <= latest
+    pair = gl.arange(0, WIDTH // 2, gl.SliceLayout(0, a.type.layout))
+    a = gl.where(((pair < HALF // 2) == before)[None, :], a, 0)
+    low = gl.where(before, UNEVEN + 1, highest)
+    return a, base - gl.where(before, span, 0), low, gl.where(before, latest, MOST) - low
+
+
+@gluon.jit
+def is_on(side, first):
+    """Return whether a tile is even, and on this side."""
+    _, _, low, reach = side
+    return (first - low).to(gl.uint32) <= reach.to(gl.uint32)
+
+
+@gluon.jit
+def part_of_rows(alibi, side, first):
     """Return what ALiBi adds to a row's scores, scaled, besides what the product has added to them."""
-    rows, slope, base = alibi[:3]
-    near = first + gl.where(before, alibi[8], 0)
-    return gl.abs(rows - relative(near, base)) * -slope
+    rows, slope = alibi[:2]
+    return gl.abs(rows - relative(first, side[1])) * -slope
