@@ -75,11 +75,16 @@ def test_no_tile_is_even_where_queries_go_back() -> None:
 
 def as_torch(monkeypatch: pytest.MonkeyPatch, table: torch.Tensor) -> None:
     """Let the device functions of tiles work on the CPU: a pointer is an index into ``table``."""
-    names = dict(float32=torch.float32, abs=torch.abs, where=torch.where, load=lambda at: table[at])
+    names = dict(float32=torch.float32, abs=torch.abs, load=lambda at: table[at])
+    names["where"] = lambda which, x, y: torch.where(which, torch.as_tensor(x), torch.as_tensor(y)).int()
     for module in (ramp, scores):
         monkeypatch.setattr(module, "gl", types.SimpleNamespace(**names))
-    monkeypatch.setattr(ramp, "UNEVEN", UNEVEN)
+    for name in ("UNEVEN", "MOST"):
+        monkeypatch.setattr(ramp, name, getattr(ramp, name).value)
     monkeypatch.setattr(ramp, "relative", scores.relative.fn)
+    monkeypatch.setattr(ramp, "_unsigned", lambda x: x.long() % 2**32)
+    monkeypatch.setattr(ramp, "terms", lambda x, rows: x)
+    monkeypatch.setattr(ramp, "_chosen", lambda a, before: before)
 
 
 QUERIES = {
@@ -95,7 +100,7 @@ QUERIES = {
 @pytest.mark.parametrize("step", [1, 3])
 def test_a_product_is_what_alibi_adds(monkeypatch, queries, step) -> None:
     """For each tile that gets it, of positions past 2^24: simulated in float32 with the three terms, where additions
-    cut off. It is as exact as one multiplication and the sum with a score of its size."""
+    cut off: one rounding of the slope's quotient, one of its product with the step, and twice as much is cut off."""
     keys, bn, c2 = 2**26 + torch.arange(0, 512 * step, step), 128, np.float32(0.125 * scores.LOG2E)
     slope = np.float32(0.84 * scores.LOG2E)
     table = ramp.steps_of_tiles(block_of(queries, keys), 64, bn, CPU)
@@ -103,27 +108,34 @@ def test_a_product_is_what_alibi_adds(monkeypatch, queries, step) -> None:
     number = torch.arange(bn)
     columns = torch.stack([number - (bn - 1), -number]).double()
     products = 0
-    for rows in queries.split(64):
+    for rows in queries.int().split(64):
         base = scores.middle.fn(rows[0], rows[-1])
-        span = table[0] * (bn - 1)
-        alibi = (scores.relative.fn(rows, base), torch.tensor(slope), base, None, None, None,
-                 rows[0] - span, rows[-1], span, 1)  # fmt: skip
+        relative = scores.relative.fn(rows, base)
+        alibi = ramp.of_rows.fn(relative, torch.tensor(slope), base, None, c2, (0, None), rows[0], rows[-1], bn)
+        assert not ramp.is_even.fn(alibi, torch.tensor(UNEVEN, dtype=torch.int32))
+        sides = []
         for column in range(0, 512, bn):
-            distance = (rows[:, None] - keys[column : column + bn]).abs().double()
-            even, first, before = ramp.of_tile.fn(alibi, column, 0, 512, bn)
-            some = rows[:, None] - keys[None, column : column + bn]
-            assert even == bool((some >= 0).all() or (some <= 0).all())
-            if not even:
+            first = ramp.first_before.fn(alibi, torch.tensor(column + bn, dtype=torch.int32), bn)
+            ahead = rows[:, None] - keys[None, column : column + bn]
+            assert ramp.is_even.fn(alibi, first) == bool((ahead >= 0).all() or (ahead <= 0).all())
+            if not ramp.is_even.fn(alibi, first):
                 continue
-            products += 1
-            part = ramp.part_of_rows.fn(alibi, first, before)
+            side = ramp.side_of.fn(alibi, first)
+            before = bool(side[0])
+            assert before == bool((ahead >= 0).all())
+            assert ramp.is_on.fn(side, first)
+            sides.append((before, side, first))
+            part = ramp.part_of_rows.fn(alibi, side, first)
             assert part.dtype == torch.float32
-            three = terms(np.float32(slope / c2) * np.float32(step))
+            three = terms(alibi[5].numpy())
             added = sum(columns[0 if before else 1] * float(x) for x in three)
-            total = cut(added.numpy(), added.abs().amax().item()) * float(c2) + part.double()[:, None].numpy()
-            exact = -distance.numpy() * float(slope)
-            assert (np.abs(total - exact) <= 6 * EPS * np.abs(exact)).all()
-    assert not ramp.of_tile.fn(alibi, 0, bn, 512, bn)[0], "a tile that is not seen by all rows"
+            total = cut(added.numpy()) * float(c2) + part.double()[:, None].numpy()
+            exact = -ahead.abs().double().numpy() * float(slope)
+            assert (np.abs(total - exact) <= 4 * EPS * np.abs(exact)).all()
+        for before, side, _ in sides:
+            assert [bool(ramp.is_on.fn(side, first)) for *_, first in sides] == [x[0] == before for x in sides]
+            assert not ramp.is_on.fn(side, torch.tensor(UNEVEN, dtype=torch.int32))
+        products += len(sides)
     assert products
 
 
@@ -138,7 +150,7 @@ def terms(x: np.float32) -> list[np.float32]:
     return parts
 
 
-def cut(x: np.ndarray, largest: float) -> np.ndarray:
+def cut(x: np.ndarray) -> np.ndarray:
     """Cut off each number after 24 bits."""
     unit = 2.0 ** (np.floor(np.log2(np.abs(x).clip(min=1e-30))) - 23)
     return np.trunc(x / unit) * unit

@@ -167,10 +167,15 @@ def of_rows(rows, slope, base, positions_ptr, c2, ramp, lowest, highest, BN: gl.
 
 
 @gluon.jit
+def _unsigned(x):
+    return x.to(gl.uint32)
+
+
+@gluon.jit
 def first_before(alibi, column, BN: gl.constexpr):
     """Load the first position of the tile of keys before the one that begins at ``column``; the step if there is
     none."""
-    return gl.load(alibi[9] + column.to(gl.uint32) // BN)
+    return gl.load(alibi[9] + _unsigned(column) // BN)
 
 
 @gluon.jit
@@ -180,23 +185,28 @@ def is_even(alibi, first):
 
 
 @gluon.jit
+def _chosen(a, before):
+    """Return A with zeros in the half that is not needed."""
+    pair = gl.arange(0, WIDTH // 2, gl.SliceLayout(0, a.type.layout))
+    return gl.where(((pair < HALF // 2) == before)[None, :], a, 0)
+
+
+@gluon.jit
 def side_of(alibi, first):
-    """Return what the tiles on the same side of the queries as this one have in common: A, of which the half that is
-    not needed is 0, the position whose distance from a tile's first one is that of the nearest key from ``base``, and
-    the range of their first positions."""
+    """Return what the tiles on the same side of the queries as this one have in common: A, the position from which a
+    tile's first one is as far as its nearest key from ``base``, and the range of their first positions: the least, and
+    how far they go."""
     _, _, base, _, _, a, latest, highest, span, _, _ = alibi
     before = first <= latest
-    pair = gl.arange(0, WIDTH // 2, gl.SliceLayout(0, a.type.layout))
-    a = gl.where(((pair < HALF // 2) == before)[None, :], a, 0)
     low = gl.where(before, UNEVEN + 1, highest)
-    return a, base - gl.where(before, span, 0), low, gl.where(before, latest, MOST) - low
+    return _chosen(a, before), base - gl.where(before, span, 0), low, gl.where(before, latest, MOST) - low
 
 
 @gluon.jit
 def is_on(side, first):
     """Return whether a tile is even, and on this side."""
     _, _, low, reach = side
-    return (first - low).to(gl.uint32) <= reach.to(gl.uint32)
+    return _unsigned(first - low) <= _unsigned(reach)
 
 
 @gluon.jit
