@@ -300,9 +300,9 @@ def _kernel(
     dk_ptr, dv_ptr, info_ptr, heads, tiles, kv_heads, parts, batches, stride_b, stride_s, stride_h,
     q_tiles, scale_log2, dk_scale, dv_scale,
     flags_ptr, epoch, timed_out_ptr, turns_ptr, counters_ptr, segments, sweep,
-    inner: gl.constexpr, positions_desc, slopes_ptr, slopes_stride, positions_k_ptr,  # None without softcap; without ALiBi
+    positions_desc, slopes_ptr, slopes_stride, positions_k_ptr,  # None without ALiBi
     first_ptr, sums_ptr,  # None if dQ may be added in any order
-    BATCHED: gl.constexpr, FOLD: gl.constexpr, REGISTERS: gl.constexpr,
+    BATCHED: gl.constexpr, FOLD: gl.constexpr, INNER: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """Compute dk, dv and dq.
 
@@ -358,12 +358,12 @@ def _kernel(
             (_consumer, (0, dk_ptr, dv_ptr, info_ptr, k_s, v_s, q_s, dout_s, lse_v, delta_v, bounds_v, ds_s, dq_s[0],
             kv_full, q_full,
                          dout_full, heads, tiles, kv_heads, parts, batches, stride_b, stride_s, stride_h, scale_log2,
-                         dk_scale, dv_scale, inner, alibi, sweep, BATCHED, FOLD, turns_ptr is not None,
+                         dk_scale, dv_scale, INNER, alibi, sweep, BATCHED, FOLD, turns_ptr is not None,
                          counters_ptr is not None, sums_ptr is not None)),
             (_consumer, (1, dk_ptr, dv_ptr, info_ptr, k_s, v_s, q_s, dout_s, lse_v, delta_v, bounds_v, ds_s, dq_s[1],
             kv_full, q_full,
                          dout_full, heads, tiles, kv_heads, parts, batches, stride_b, stride_s, stride_h, scale_log2,
-                         dk_scale, dv_scale, inner, alibi, sweep, BATCHED, FOLD, turns_ptr is not None,
+                         dk_scale, dv_scale, INNER, alibi, sweep, BATCHED, FOLD, turns_ptr is not None,
                          counters_ptr is not None, sums_ptr is not None)),
             (pieces.producer, (q_descs, dout_descs, k_descs, v_descs, lse_desc, delta_desc, bounds_desc, positions_desc,
                          info_ptr, k_t, v_t, q_t, dout_t, lse_t, delta_t, bounds_t, positions_t, kv_full, q_full,
@@ -555,7 +555,6 @@ def _arguments(
     info, bounds, *first = _tables(q, block, x.sums is not None)
     rows = work.queries_per_step(q)
     tiles, parts, scale, fold = info.shape[1], split.parts, score.softmax_scale, _folded_scale(q, score)
-    fixed = _fixed(q, score)
     sweep = work.sweep if x.sums is None else work.sweep_in_order
     alibi: tuple[Any, ...] = (None, None, None, None)
     if x.slopes is not None:
@@ -566,10 +565,12 @@ def _arguments(
         -(-seq_q // rows), changes.scale, scale, 1 / fold if fold else 1.0,
         x.flags, epoch, x.timed_out, x.turns, x.counters, 0 if x.counters is None else x.counters.shape[1],
         sweep(batch * kv_heads, tiles, work.processors(q), parts),
-        fixed or changes.inner, *alibi,
+        *alibi,
     )  # fmt: skip
     order = (*first, x.sums) if first else (None, None)
-    constants = dict(BATCHED=info.shape[0] > 1, FOLD=fold > 0.0, REGISTERS=240, num_warps=4)
+    constants = dict(
+        BATCHED=info.shape[0] > 1, FOLD=fold > 0.0, INNER=_fixed(q, score) or changes.inner, REGISTERS=240, num_warps=4
+    )  # fmt: skip
     statistics = view(x.lse, (1, rows)), view(x.minus_delta, (1, rows)), view(bounds, (1, 2 * rows))
 
     def box(tensor: Tensor, columns: int, height: int = BM.value) -> TensorDescriptor | None:

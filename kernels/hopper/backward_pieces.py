@@ -323,10 +323,10 @@ def capped_probabilities(
 ):  # fmt: skip
     """Return P of scores with softcap, and P times the derivative of the softcap, both in 16 bits. ``FUSED``: fewer
     registers, except at head dim 64, where tiles are twice as wide. Without ``SHORT``, the short polynomial, too."""
-    ONE: gl.constexpr = scores.unit_of_slope(inner)  # what slope is times
+    ONE: gl.constexpr = scores.square_of_scale(inner)
     if scores.is_fixed(inner) and FUSED and not CUT:
         offset = lse_v.index(stage).load(gl.SliceLayout(0, S_L))[None, :]
-        p, slope = scores.probabilities_and_slopes(s, offset, inner, SHORT)
+        p, slope = scores.probabilities_of_capped(s, offset, inner, SHORT)
     else:
         if scores.is_fixed(inner):
             t = scores.scaled_and_capped(s, inner, SHORT)

@@ -13,9 +13,7 @@ this code.
 * Softcap bounds scores. So a forward in bfloat16 that carries no state in needs no running maximum: its point of
   reference is 0 (:attr:`Changes.fixed`), p is at most 2^BOUND, and the factors of the exponent go into the
   coefficients.
-* If no query sees a key after it, and there is no softcap, -slope (i - j) has a part of the key, which the forward adds
-  to the product in one fused operation, and a part of the row, which cancels in the softmax: the forward subtracts it
-  from lse or m at the end. Positions are then float32 (:func:`padded_positions`).
+* The forward adds ALiBi without softcap to most tiles by a product (:mod:`.ramp`).
 * Otherwise ALiBi needs positions: int32, exact up to 2^31. Both sides subtract the middle position of the tile that
   stays (of queries in the forward, of keys in the backward) before they become float32, and the slope multiplies their
   difference. So distances are exact at any position, also where positions jump within a tile, by up to 2^25.
@@ -74,45 +72,22 @@ class Changes(NamedTuple):
         return Changes(scale, inner, slopes, q.shape[2] if slopes.dim() == 2 and slopes.shape[0] > 1 else 0)
 
 
-def padded_positions(
-    block: Block, queries: int, keys: int, device: torch.device, from_first: int | None = None
-) -> tuple[Tensor, Tensor]:
+def padded_positions(block: Block, queries: int, keys: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """Return the positions of queries and of keys on ``device``, (tiles, queries) and (tiles, keys) int32, padded with
-    zeros; float32 relative to ``from_first`` if that is given."""
+    zeros."""
 
     def padded(positions: Tensor, rows: int) -> Tensor:
         tiles = 1 + -(-positions.shape[0] // rows)  # one more, for a tile that begins in the middle of the last one
         whole = positions.new_zeros(tiles * rows, dtype=torch.int32)
-        whole[: positions.shape[0]] = positions if from_first is None else positions - from_first
-        return (whole if from_first is None else whole.to(torch.float32)).view(tiles, rows)
+        whole[: positions.shape[0]] = positions
+        return whole.view(tiles, rows)
 
     of_queries, of_keys = block.on(
         device,
-        ("padded positions", queries, keys, from_first),
+        ("padded positions", queries, keys),
         lambda: (padded(block.positions_q, queries), padded(block.positions_k, keys)),
     )
     return of_queries, of_keys
-
-
-def first_position(block: Block) -> int | None:
-    """Return the first position of a block of which no query sees a key after it; None if one may, or if a part of a
-    score would lose digits: positions must be exact in float32, and those of neighbouring queries of a segment at most
-    2 apart. A block on a GPU waits for it once; while a graph is captured, which cannot wait, None."""
-
-    def find() -> int | None:
-        queries, keys, start, end = (x.cpu() for x in (block.positions_q, block.positions_k, block.start, block.end))
-        if not queries.numel() or not keys.numel():
-            return None
-        both = torch.cat([queries, keys])
-        first, latest = int(both.min()), keys[(end - 1).clamp(min=0).long()]
-        steps = queries.diff()
-        steps[torch.tensor(block.segments_q, device="cpu").cumsum(0)[:-1] - 1] = 1
-        ahead = ((latest <= queries) | (end <= start)).all() and (keys.diff() >= 0).all() and (steps <= 2).all()
-        return first if ahead and int(both.max()) - first < 2**24 else None
-
-    if block.start.is_cuda and torch.cuda.is_current_stream_capturing():
-        return None
-    return block.memo.once("first position", lambda: (find(),))[0]
 
 
 # --- device: softcap ----------------------------------------------------------------------------------------------
@@ -125,41 +100,44 @@ def _ptx(x: float) -> str:
 
 
 @gluon.constexpr_function
-def _polynomial_asm(count: int, coefficients: tuple[float, ...], scale: float, inner: float) -> str:
-    """Return the PTX of a polynomial with the factors in its coefficients."""
-    texts = [_ptx(c * scale * inner ** (2 * k + 1)) for k, c in enumerate(coefficients)][::-1]
-    steps = "".join(f"fma.rn.f32 h, h, z, {c}; " for c in texts[2:])
-    return "".join(
-        f"mul.f32 z, ${i}, ${i}; fma.rn.f32 h, z, {texts[0]}, {texts[1]}; {steps}mul.f32 ${i}, ${i}, h; "
-        for i in range(count)
+def _by_size(numbers, scale, inner, use, registers="", short=True):
+    """Return PTX that finds the largest of the numbers, in four chains, and continues with ``use(tanh)``, where
+    ``tanh(x, y)`` is the PTX of y = scale * tanh(x * inner) in the way that the largest number allows, with or without
+    the short polynomial. Each way is one basic block, in which what ``use`` does with a number overlaps the polynomial
+    of the next one."""
+
+    def polynomial(coefficients):
+        highest, second, *others = [_ptx(c * scale * inner ** (2 * k + 1)) for k, c in enumerate(coefficients)][::-1]
+        steps = "".join(f"fma.rn.f32 h, h, z, {c}; " for c in others)
+        return use(
+            lambda x, y: f"mul.f32 z, {x}, {x}; fma.rn.f32 h, z, {highest}, {second}; {steps}mul.f32 {y}, {x}, h; "
+        )
+
+    far = use(
+        lambda x, y: (
+            f"mul.f32 h, {x}, {_ptx(2 * LOG2E * inner)}; ex2.approx.ftz.f32 h, h; add.f32 h, h, {_ptx(1.0)}; "
+            f"rcp.approx.ftz.f32 h, h; fma.rn.f32 {y}, h, {_ptx(-2.0 * scale)}, {_ptx(scale)}; "
+        )
+    )
+    begin = "".join(f"abs.f32 m{i}, {x}; " for i, x in enumerate(numbers[:4]))
+    largest = "".join(f"abs.f32 z, {x}; max.f32 m{i % 4}, m{i % 4}, z; " for i, x in enumerate(numbers[4:]))
+    ways = ""
+    for limit, coefficients in POLYNOMIALS if short else POLYNOMIALS[1:]:
+        larger = f"ABOVE_{len(coefficients)}"
+        ways += (
+            f"setp.lt.f32 all, m0, {_ptx(limit / abs(inner))}; vote.sync.all.pred all, all, 0xffffffff; "
+            f"@!all bra {larger}; {polynomial(coefficients)} bra DONE; {larger}: "
+        )
+    return (
+        f"{{ .reg .pred all; .reg .f32 z, h, m<4>; {registers} {begin}{largest}"
+        f"max.f32 m0, m0, m1; max.f32 m2, m2, m3; max.f32 m0, m0, m2; {ways}{far} DONE: }}"
     )
 
 
 @gluon.constexpr_function
 def _tanh_asm(count, scale, inner, short=True):
-    """Return the PTX of scale * tanh(x * inner): the largest number in four chains, and the ways to tanh, with or
-    without the short polynomial."""
-    largest = "".join(f"abs.f32 y, ${i}; max.f32 m{i % 4}, m{i % 4}, y; " for i in range(4, count))
-    begin = "".join(f"abs.f32 m{i}, ${i}; " for i in range(4))
-    small, near = (_polynomial_asm(count, c, scale, inner) for _, c in POLYNOMIALS)
-    below_small, below_near = (_ptx(limit / abs(inner)) for limit, _ in POLYNOMIALS)
-    far = "".join(
-        f"mul.f32 y, ${i}, {_ptx(2 * LOG2E * inner)}; ex2.approx.ftz.f32 y, y; add.f32 y, y, {_ptx(1.0)}; "
-        f"rcp.approx.ftz.f32 y, y; fma.rn.f32 ${i}, y, {_ptx(-2.0 * scale)}, {_ptx(scale)}; "
-        for i in range(count)
-    )
-    first = (
-        f"setp.lt.f32 all, m0, {below_small}; vote.sync.all.pred all, all, 0xffffffff; @!all bra LARGER; "
-        f"{small} bra DONE; LARGER: "
-    )
-    if not short:
-        first = ""
-    return (
-        f"{{ .reg .pred all; .reg .f32 y, z, h, m<4>; {begin}{largest}"
-        "max.f32 m0, m0, m1; max.f32 m2, m2, m3; max.f32 m0, m0, m2; "
-        f"{first}setp.lt.f32 all, m0, {below_near}; vote.sync.all.pred all, all, 0xffffffff; @!all bra FAR; "
-        f"{near} bra DONE; FAR: {far} DONE: }}"
-    )
+    numbers = [f"${i}" for i in range(count)]
+    return _by_size(numbers, scale, inner, lambda tanh: "".join(tanh(x, x) for x in numbers), short=short)
 
 
 @gluon.constexpr_function
@@ -191,74 +169,26 @@ def scaled_and_capped(s, FIXED: gl.constexpr, SHORT: gl.constexpr = True):
     return gl.inline_asm_elementwise(ASM, CONSTRAINTS, [s], dtype=gl.float32, is_pure=True, pack=COUNT)
 
 
-WAIT_AT = -1
-WAY = gl.constexpr("end")
-
-
-@gluon.constexpr_function
-def _shifted(coefficients: list[float], square: float) -> list[float]:
-    """Return the coefficients of a polynomial of z as one of z - square."""
-    shifted: list[float] = []
-    for c in coefficients[::-1]:
-        shifted = [a + square * b for a, b in zip([c, *shifted], [*shifted, 0.0], strict=True)]
-    return shifted
-
-
-@gluon.constexpr_function
-def _exponentials_of_pairs(pairs, exponential, wait=-1):
-    """Return the PTX for all pairs of scores: p of both, in 16 bits, and the sums of the two rows of a thread."""
-    text = ""
-    for i in range(pairs):
-        text += "wgmma.wait_group.sync.aligned 0; " if i == wait else ""
-        text += exponential(f"${3 * pairs + i}", "a") + exponential(f"${4 * pairs + i}", "b")
-        text += f"cvt.rn.bf16x2.f32 ${i}, b, a; add.f32 {f'e{i}' if i < 2 else 'a'}, a, b; "
-        text += f"add.f32 e{i % 2}, e{i % 2}, a; " if i >= 2 else ""
-    return text + f"mov.f32 ${pairs}, e0; mov.f32 ${pairs + 1}, e1; "
-
-
-@gluon.constexpr_function
-def _short_exponentials(pairs, limit, coefficients, scale, inner):
-    """Return the PTX of exp2 of a polynomial; it leaves if no score is above the limit: u is negative."""
-    square = (limit / inner) ** 2
-    scaled = [c * scale * inner ** (2 * k + 1) for k, c in enumerate(coefficients)]
-    highest, second, *others = (_ptx(c) for c in _shifted(scaled, square)[::-1])
-    steps = "".join(f"fma.rn.f32 h, h, u, {c}; " for c in others)
-
-    def exponential(s, p):
-        return (
-            f"fma.rn.f32 u, {s}, {s}, {_ptx(-square)}; mov.b32 v, u; and.b32 w{p}, w{p}, v; "
-            f"fma.rn.f32 h, u, {highest}, {second}; {steps}mul.f32 h, {s}, h; ex2.approx.ftz.f32 {p}, h; "
-        )
-
-    return (
-        f"mov.b32 wa, -1; mov.b32 wb, -1; {_exponentials_of_pairs(pairs, exponential, WAIT_AT)}and.b32 wa, wa, wb; "
-        "setp.lt.s32 all, wa, 0; vote.sync.all.pred all, all, 0xffffffff; @all bra DONE; "
-    )
-
-
 @gluon.constexpr_function
 def _exponentials_asm(pairs, scale, inner):
-    """Return the PTX of exp2(scale * tanh(x * inner))."""
+    """Return the PTX of exp2(scale * tanh(x * inner)) in place of x, and of sums. Pairs take turns between the two rows
+    that a thread has numbers of."""
 
-    def far(s, p):
-        return (
-            f"mul.f32 h, {s}, {_ptx(2 * LOG2E * inner)}; ex2.approx.ftz.f32 h, h; add.f32 h, h, {_ptx(1.0)}; "
-            f"rcp.approx.ftz.f32 h, h; fma.rn.f32 h, h, {_ptx(-2.0 * scale)}, {_ptx(scale)}; "
-            f"ex2.approx.ftz.f32 {p}, h; "
-        )
+    def use(tanh):
+        text = ""
+        for i in range(pairs):
+            for x in (f"${i}", f"${pairs + i}"):
+                text += tanh(x, "h") + f"ex2.approx.ftz.f32 {x}, h; "
+            text += f"add.f32 {'a' if i > 1 else f'e{i}'}, ${i}, ${pairs + i}; "
+            text += f"add.f32 e{i % 2}, e{i % 2}, a; " if i > 1 else ""
+        return text + f"mov.f32 ${2 * pairs}, e0; mov.f32 ${2 * pairs + 1}, e1; "
 
-    small, near = (_short_exponentials(pairs, *x, scale, inner) for x in POLYNOMIALS)
-    out = "; ".join(f"mov.b32 ${2 * pairs + i}, {{0}}" for i in range(2))
-    return (
-        "{ .reg .pred all; .reg .f32 u, h, a, b, e<2>; .reg .b32 v, wa, wb; "
-        f"setp.eq.s32 all, ${5 * pairs}, 0; vote.sync.all.pred all, all, 0xffffffff; @!all bra NEAR; "
-        f"{out.format(0)}; {small} NEAR: {out.format(1)}; {near} {_exponentials_of_pairs(pairs, far)} DONE: }}"
-    )
+    return _by_size([f"${i}" for i in range(2 * pairs)], scale, inner, use, ".reg .f32 a, e<2>;")
 
 
 @gluon.constexpr_function
 def _exponentials_constraints(pairs):
-    return ",".join(["=&r"] * pairs + ["=&f"] * pairs + ["=&r"] * pairs + ["f"] * 2 * pairs + ["r"] * pairs)
+    return ",".join(["=f"] * 2 * pairs + ["=&f"] * pairs + [str(i) for i in range(2 * pairs)])
 
 
 @gluon.jit
@@ -267,99 +197,41 @@ def _first(a, b):
 
 
 @gluon.jit
-def first_of_row(x):
-    """Return the first number that each thread has of each of its rows: (R, N) -> (R, 4), four threads for a row."""
-    return gl.reduce(gl.reshape(x, [x.shape[0], x.shape[1] // 4, 4]), 1, _first)
+def pairs(x):
+    """Return the even and the odd columns: neighbours, which are in the same thread."""
+    low, high = gl.split(gl.reshape(x, [x.shape[0], x.shape[1] // 2, 2]))
+    return low, high
 
 
 @gluon.jit
-def exponentials(s, larger, FIXED: gl.constexpr):
-    """Return p = exp2(scale * tanh(s * inner)) as pairs in bfloat16, sums of p, (R, 4) for the four threads of a row,
-    and whether a thread's warp had larger numbers than those of the short polynomial."""
-    low, high = gl.split(gl.reshape(s, [s.shape[0], s.shape[1] // 2, 2]))
-    PAIRS: gl.constexpr = low.shape[1] // 2
+def exponentials_of_capped(s, FIXED: gl.constexpr):
+    """Return :func:`pairs` of p = exp2(scale * tanh(s * inner)), and the sums of p of each lane of a quad, (R, 4).
+
+    In one piece of assembly with the way to tanh: polynomials need no special function, exponentials little else, and
+    ptxas lets only those of the same basic block overlap."""
+    low, high = pairs(s)
+    PAIRS: gl.constexpr = low.shape[1] // 2  # of a thread, of its two rows
     ASM: gl.constexpr = _exponentials_asm(PAIRS, FIXED[0], FIXED[1])
     CONSTRAINTS: gl.constexpr = _exponentials_constraints(PAIRS)
-    whole = gl.reshape(low, [low.shape[0], low.shape[1] // 4, 4])
-    L: gl.constexpr = gl.SliceLayout(1, whole.type.layout)
-    mode, _ = gl.broadcast(gl.expand_dims(gl.convert_layout(larger, L), 1), whole)
-    mode = gl.convert_layout(gl.reshape(mode, low.shape), low.type.layout)
-    p, sums, mode = gl.inline_asm_elementwise(
-        ASM, CONSTRAINTS, [low, high, mode], dtype=(gl.int32, gl.float32, gl.int32), is_pure=True, pack=PAIRS
-    )
-    LARGER_L: gl.constexpr = larger.type.layout
-    return p, first_of_row(sums), gl.convert_layout(first_of_row(mode), LARGER_L)
-
-
-@gluon.constexpr_function
-def _in_place(pairs, exponential, wait=-1):
-    text = ""
-    for i in range(pairs):
-        text += "wgmma.wait_group.sync.aligned 0; " if i == wait else ""
-        text += exponential(f"${i}") + exponential(f"${pairs + i}")
-        text += f"add.f32 {f'e{i}' if i < 2 else 'a'}, ${i}, ${pairs + i}; "
-        text += f"add.f32 e{i % 2}, e{i % 2}, a; " if i >= 2 else ""
-    return text + f"mov.f32 ${2 * pairs}, e0; mov.f32 ${2 * pairs + 1}, e1; "
-
-
-@gluon.constexpr_function
-def _front_asm(pairs, scale, inner):
-    largest = "".join(f"abs.f32 y, ${i}; max.f32 m{i % 4}, m{i % 4}, y; " for i in range(4, 2 * pairs))
-    begin = "".join(f"abs.f32 m{i}, ${i}; " for i in range(4))
-
-    def polynomial(coefficients):
-        texts = [_ptx(c * scale * inner ** (2 * k + 1)) for k, c in enumerate(coefficients)][::-1]
-        steps = "".join(f"fma.rn.f32 h, h, z, {c}; " for c in texts[2:])
-
-        def exponential(s):
-            return (
-                f"mul.f32 z, {s}, {s}; fma.rn.f32 h, z, {texts[0]}, {texts[1]}; {steps}mul.f32 h, {s}, h; "
-                f"ex2.approx.ftz.f32 {s}, h; "
-            )
-
-        return _in_place(pairs, exponential, WAIT_AT)
-
-    def far(s):
-        return (
-            f"mul.f32 h, {s}, {_ptx(2 * LOG2E * inner)}; ex2.approx.ftz.f32 h, h; add.f32 h, h, {_ptx(1.0)}; "
-            f"rcp.approx.ftz.f32 h, h; fma.rn.f32 h, h, {_ptx(-2.0 * scale)}, {_ptx(scale)}; "
-            f"ex2.approx.ftz.f32 {s}, h; "
-        )
-
-    below_small, below_near = (_ptx(limit / abs(inner)) for limit, _ in POLYNOMIALS)
-    small, near = (polynomial(c) for _, c in POLYNOMIALS)
-    return (
-        f"{{ .reg .pred all; .reg .f32 y, z, h, a, e<2>, m<4>; {begin}{largest}"
-        "max.f32 m0, m0, m1; max.f32 m2, m2, m3; max.f32 m0, m0, m2; "
-        f"setp.lt.f32 all, m0, {below_small}; vote.sync.all.pred all, all, 0xffffffff; @!all bra LARGER; "
-        f"{small} bra DONE; LARGER: "
-        f"setp.lt.f32 all, m0, {below_near}; vote.sync.all.pred all, all, 0xffffffff; @!all bra FAR; "
-        f"{near} bra DONE; FAR: {_in_place(pairs, far)} DONE: }}"
-    )
-
-
-@gluon.constexpr_function
-def _front_constraints(pairs):
-    return ",".join(["=f"] * 2 * pairs + ["=&f"] * pairs + [str(i) for i in range(2 * pairs)])
-
-
-@gluon.jit
-def exponentials_in_place(s, FIXED: gl.constexpr):
-    low, high = gl.split(gl.reshape(s, [s.shape[0], s.shape[1] // 2, 2]))
-    PAIRS: gl.constexpr = low.shape[1] // 2
-    ASM: gl.constexpr = _front_asm(PAIRS, FIXED[0], FIXED[1])
-    CONSTRAINTS: gl.constexpr = _front_constraints(PAIRS)
     low, high, sums = gl.inline_asm_elementwise(
         ASM, CONSTRAINTS, [low, high], dtype=(gl.float32, gl.float32, gl.float32), is_pure=True, pack=PAIRS
     )
-    return low, high, first_of_row(sums)
+    # The first number of each row is its sum; the others are not set.
+    sums = gl.reduce(gl.reshape(sums, [sums.shape[0], sums.shape[1] // 4, 4]), 1, _first)
+    return low, high, sums
 
 
-@gluon.jit
-def packed_pairs(low, high):
-    return gl.inline_asm_elementwise(
-        "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f", [low, high], dtype=gl.int32, is_pure=True, pack=1
-    )
+@gluon.constexpr_function
+def is_fixed(inner):
+    """Return whether ``inner`` is :attr:`Changes.fixed`, not a number."""
+    return isinstance(inner, tuple)
+
+
+@gluon.constexpr_function
+def square_of_scale(inner):
+    """Return what the derivative of a softcap is times in the backward, where r = scale * tanh is not divided by the
+    scale again: scale^2 - r^2 instead of 1 - tanh^2."""
+    return inner[0] ** 2 if is_fixed(inner) else 1.0
 
 
 @gluon.constexpr_function
@@ -375,7 +247,7 @@ def _probabilities_asm(dtype, one):
 
 @gluon.jit
 def probabilities(t, scale, offset, dtype: gl.constexpr, ONE: gl.constexpr = 1.0):
-    """Return p = exp2(t * scale - offset) and p (1 - t^2), which is p times the derivative of the softcap, both in 16
+    """Return p = exp2(t * scale - offset) and p (ONE - t^2), which is p times the derivative of the softcap, both in 16
     bits, two to a register. In one piece of assembly, so that neither is there in 32 bits for a whole tile."""
     ASM: gl.constexpr = _probabilities_asm(dtype, _ptx(ONE))
     CONSTRAINTS: gl.constexpr = "=r,=r,r,r,r,r,r,r"
@@ -391,75 +263,38 @@ def probabilities(t, scale, offset, dtype: gl.constexpr, ONE: gl.constexpr = 1.0
     return p, slope
 
 
-
 @gluon.constexpr_function
-def is_fixed(inner):
-    """Return whether ``inner`` is :attr:`Changes.fixed`, known when the kernel is compiled."""
-    return isinstance(inner, tuple)
+def _probabilities_of_capped_asm(count, scale, inner, short):
+    n = count // 2  # registers of p, and of its product with the derivative
+    numbers = [f"${2 * n + i}" for i in range(count)]
 
-
-@gluon.constexpr_function
-def unit_of_slope(inner):
-    """Return the factor of the derivative of the softcap: that of tanh is exact where a score is its constant times it."""
-    return inner[0] ** 2 if is_fixed(inner) else 1.0
-
-
-@gluon.constexpr_function
-def _slopes_asm(count, scale, inner, short=True):
-    """Return the PTX of p = exp2(r - offset) and p (scale^2 - r^2), r = scale * tanh(x * inner)."""
-    n = count // 2  # registers of an output
-    s = [f"${2 * n + i}" for i in range(count)]
-    offset = [f"${2 * n + count + i}" for i in range(count)]
-
-    def all_pairs(score):
+    def use(tanh):
         text = ""
         for i in range(n):
-            for j, x in enumerate("ab"):
-                text += score(s[2 * i + j])
+            for j in range(2):
                 text += (
-                    f"sub.f32 {x}, h, {offset[2 * i + j]}; ex2.approx.ftz.f32 {x}, {x}; neg.f32 y, h; "
-                    f"fma.rn.f32 y, y, h, {_ptx(scale * scale)}; mul.f32 d{x}, {x}, y; "
+                    f"{tanh(numbers[2 * i + j], 'h')} sub.f32 p{j}, h, ${2 * n + count + 2 * i + j}; "
+                    f"ex2.approx.ftz.f32 p{j}, p{j}; neg.f32 x, h; fma.rn.f32 x, x, h, {_ptx(scale * scale)}; "
+                    f"mul.f32 d{j}, p{j}, x; "
                 )
-            text += f"cvt.rn.bf16x2.f32 ${i}, b, a; cvt.rn.bf16x2.f32 ${n + i}, db, da; "
+            text += f"cvt.rn.bf16x2.f32 ${i}, p1, p0; cvt.rn.bf16x2.f32 ${n + i}, d1, d0; "
         return text
 
-    def polynomial(coefficients):
-        texts = [_ptx(c * scale * inner ** (2 * k + 1)) for k, c in enumerate(coefficients)][::-1]
-        steps = "".join(f"fma.rn.f32 h, h, z, {c}; " for c in texts[2:])
-        return all_pairs(
-            lambda x: f"mul.f32 z, {x}, {x}; fma.rn.f32 h, z, {texts[0]}, {texts[1]}; {steps}mul.f32 h, {x}, h; "
-        )
-
-    far = all_pairs(
-        lambda x: f"mul.f32 h, {x}, {_ptx(2 * LOG2E * inner)}; ex2.approx.ftz.f32 h, h; add.f32 h, h, {_ptx(1.0)}; "
-        f"rcp.approx.ftz.f32 h, h; fma.rn.f32 h, h, {_ptx(-2.0 * scale)}, {_ptx(scale)}; "
-    )
-    largest = "".join(f"abs.f32 y, {s[i]}; max.f32 m{i % 4}, m{i % 4}, y; " for i in range(4, count))
-    begin = "".join(f"abs.f32 m{i}, {s[i]}; " for i in range(4))
-    below_small, below_near = (_ptx(limit / abs(inner)) for limit, _ in POLYNOMIALS)
-    small, near = (polynomial(c) for _, c in POLYNOMIALS)
-    first = (
-        f"setp.lt.f32 all, m0, {below_small}; vote.sync.all.pred all, all, 0xffffffff; @!all bra LARGER; "
-        f"{small} bra DONE; LARGER: "
-    )
-    return (
-        f"{{ .reg .pred all; .reg .f32 y, z, h, a, b, da, db, m<4>; {begin}{largest}"
-        "max.f32 m0, m0, m1; max.f32 m2, m2, m3; max.f32 m0, m0, m2; "
-        f"{first if short else ''}setp.lt.f32 all, m0, {below_near}; vote.sync.all.pred all, all, 0xffffffff; "
-        f"@!all bra FAR; {near} bra DONE; FAR: {far} DONE: }}"
-    )
+    return _by_size(numbers, scale, inner, use, ".reg .f32 x, p<2>, d<2>;", short)
 
 
 @gluon.constexpr_function
-def _slopes_constraints(count):
+def _probabilities_of_capped_constraints(count):
     return ",".join(["=&r"] * count + ["f"] * 2 * count)
 
 
 @gluon.jit
-def probabilities_and_slopes(s, offset, FIXED: gl.constexpr, SHORT: gl.constexpr = True):
+def probabilities_of_capped(s, offset, FIXED: gl.constexpr, SHORT: gl.constexpr = True):
+    """Return p = exp2(r - offset) and p (scale^2 - r^2) in bfloat16, where r = scale * tanh(s * inner): what
+    :func:`scaled_and_capped` and :func:`probabilities` return, from one piece of assembly."""
     COUNT: gl.constexpr = s.shape[1] // 2
-    ASM: gl.constexpr = _slopes_asm(COUNT, FIXED[0], FIXED[1], SHORT)
-    CONSTRAINTS: gl.constexpr = _slopes_constraints(COUNT)
+    ASM: gl.constexpr = _probabilities_of_capped_asm(COUNT, FIXED[0], FIXED[1], SHORT)
+    CONSTRAINTS: gl.constexpr = _probabilities_of_capped_constraints(COUNT)
     offset, s = gl.broadcast(offset, s)
     return gl.inline_asm_elementwise(
         ASM, CONSTRAINTS, [s, offset], dtype=(gl.bfloat16, gl.bfloat16), is_pure=True, pack=COUNT
@@ -479,12 +314,6 @@ def middle(first, last):
 def relative(positions, base):
     """Return int32 positions relative to ``base``: exact in float32 up to 2^24 of distance."""
     return (positions - base).to(gl.float32)
-
-
-@gluon.constexpr_function
-def keys_come_first(positions_ptr):
-    """Return whether positions are those of :func:`first_position`: float32."""
-    return positions_ptr.dtype.element_ty == gl.float32
 
 
 @gluon.jit
