@@ -300,9 +300,9 @@ def _kernel(
     dk_ptr, dv_ptr, info_ptr, heads, tiles, kv_heads, parts, batches, stride_b, stride_s, stride_h,
     q_tiles, scale_log2, dk_scale, dv_scale,
     flags_ptr, epoch, timed_out_ptr, turns_ptr, counters_ptr, segments, sweep,
-    positions_desc, slopes_ptr, slopes_stride, positions_k_ptr,  # None without ALiBi
+    inner, positions_desc, slopes_ptr, slopes_stride, positions_k_ptr,  # None without softcap; without ALiBi
     first_ptr, sums_ptr,  # None if dQ may be added in any order
-    BATCHED: gl.constexpr, FOLD: gl.constexpr, INNER: gl.constexpr, REGISTERS: gl.constexpr,
+    BATCHED: gl.constexpr, FOLD: gl.constexpr, FIXED: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """Compute dk, dv and dq.
 
@@ -358,12 +358,14 @@ def _kernel(
             (_consumer, (0, dk_ptr, dv_ptr, info_ptr, k_s, v_s, q_s, dout_s, lse_v, delta_v, bounds_v, ds_s, dq_s[0],
             kv_full, q_full,
                          dout_full, heads, tiles, kv_heads, parts, batches, stride_b, stride_s, stride_h, scale_log2,
-                         dk_scale, dv_scale, INNER, alibi, sweep, BATCHED, FOLD, turns_ptr is not None,
+                         dk_scale, dv_scale, inner if FIXED is None else FIXED, alibi, sweep, BATCHED, FOLD,
+                         turns_ptr is not None,
                          counters_ptr is not None, sums_ptr is not None)),
             (_consumer, (1, dk_ptr, dv_ptr, info_ptr, k_s, v_s, q_s, dout_s, lse_v, delta_v, bounds_v, ds_s, dq_s[1],
             kv_full, q_full,
                          dout_full, heads, tiles, kv_heads, parts, batches, stride_b, stride_s, stride_h, scale_log2,
-                         dk_scale, dv_scale, INNER, alibi, sweep, BATCHED, FOLD, turns_ptr is not None,
+                         dk_scale, dv_scale, inner if FIXED is None else FIXED, alibi, sweep, BATCHED, FOLD,
+                         turns_ptr is not None,
                          counters_ptr is not None, sums_ptr is not None)),
             (pieces.producer, (q_descs, dout_descs, k_descs, v_descs, lse_desc, delta_desc, bounds_desc, positions_desc,
                          info_ptr, k_t, v_t, q_t, dout_t, lse_t, delta_t, bounds_t, positions_t, kv_full, q_full,
@@ -555,6 +557,7 @@ def _arguments(
     info, bounds, *first = _tables(q, block, x.sums is not None)
     rows = work.queries_per_step(q)
     tiles, parts, scale, fold = info.shape[1], split.parts, score.softmax_scale, _folded_scale(q, score)
+    fixed = _fixed(q, score)
     sweep = work.sweep if x.sums is None else work.sweep_in_order
     alibi: tuple[Any, ...] = (None, None, None, None)
     if x.slopes is not None:
@@ -565,12 +568,10 @@ def _arguments(
         -(-seq_q // rows), changes.scale, scale, 1 / fold if fold else 1.0,
         x.flags, epoch, x.timed_out, x.turns, x.counters, 0 if x.counters is None else x.counters.shape[1],
         sweep(batch * kv_heads, tiles, work.processors(q), parts),
-        *alibi,
+        None if fixed else changes.inner, *alibi,
     )  # fmt: skip
     order = (*first, x.sums) if first else (None, None)
-    constants = dict(
-        BATCHED=info.shape[0] > 1, FOLD=fold > 0.0, INNER=_fixed(q, score) or changes.inner, REGISTERS=240, num_warps=4
-    )  # fmt: skip
+    constants = dict(BATCHED=info.shape[0] > 1, FOLD=fold > 0.0, REGISTERS=240, num_warps=4)
     statistics = view(x.lse, (1, rows)), view(x.minus_delta, (1, rows)), view(bounds, (1, 2 * rows))
 
     def box(tensor: Tensor, columns: int, height: int = BM.value) -> TensorDescriptor | None:
@@ -579,7 +580,7 @@ def _arguments(
     grid = (batch * kv_heads * parts * tiles,)
     if dim == 64:
         boxes = (box(q, dim, rows), box(dout, dim, rows), box(k, dim), box(v, dim), *statistics, box(dq, dim))
-        return tall.kernel, grid, (*boxes, *numbers, *order), constants
+        return tall.kernel, grid, (*boxes, *numbers, *order), dict(FIXED=fixed, **constants)
     if dim == 192:
         boxes = (
             *(box(t, 128) for t in (q, dout, k, v)), *statistics, box(dq, 64), box(q, 64), box(k, 64), box(dq, 32)
@@ -590,14 +591,16 @@ def _arguments(
             *(box(t, 128) for t in (q, dout, k, v)), *statistics, box(dq, wide.UNIT.value),
             box(q, dim - 128), box(k, dim - 128), box(dout, dim_v - 128), box(v, dim_v - 128),
         )  # fmt: skip
-        return wide.kernel, grid, (*boxes, *numbers), dict(DO_STAGES=2 if dim + dim_v <= 320 else 1, **constants)
+        return wide.kernel, grid, (*boxes, *numbers), dict(
+            DO_STAGES=2 if dim + dim_v <= 320 else 1, FIXED=fixed, **constants
+        )  # fmt: skip
     whole = 2 ** (dim.bit_length() - 1)  # columns of the first piece of a tile, a power of two
     rest = dim - whole  # of the second piece: a power of two, or 0
     boxes = (
         *(box(t, whole) for t in (q, dout, k, v)), *statistics, box(dq, whole if rest else dim // 2),
         *(box(t, rest) for t in (q, dout, k, v)), box(dq, rest),
     )  # fmt: skip
-    return _kernel, grid, (*boxes, *numbers, *order), constants
+    return _kernel, grid, (*boxes, *numbers, *order), dict(FIXED=fixed, **constants)
 
 
 def _variants(x: _Operands) -> list[dict[str, Any]]:
@@ -629,14 +632,14 @@ def _positions(q: Tensor, block: Block) -> tuple[Tensor, Tensor]:
 
 
 def _fixed(q: Tensor, score: Score) -> tuple[float, float] | None:
-    """Return :attr:`scores.Changes.fixed` if P can carry a factor."""
-    fixed = scores.Changes.of(score, q).fixed
-    return fixed if q.dtype == torch.bfloat16 and score.softmax_scale > 0.0 else None
+    """Return :attr:`scores.Changes.fixed` if P can carry a factor; at 192/128 registers do not suffice."""
+    can = q.dtype == torch.bfloat16 and score.softmax_scale > 0.0 and q.shape[-1] != 192
+    return scores.Changes.of(score, q).fixed if can else None
 
 
 def _folded_scale(q: Tensor, score: Score) -> float:
     """Return the factor that P carries, so that dS needs none, or 0: the exponent of bfloat16 has room for it. It is
-    ``softmax_scale`` over what the derivative of the softcap is times (:func:`scores.probabilities_and_slopes`)."""
+    ``softmax_scale`` over what the derivative of the softcap is times (:func:`scores.square_of_scale`)."""
     if q.dtype != torch.bfloat16 or score.softmax_scale <= 0.0:
         return 0.0
     fixed = _fixed(q, score)

@@ -224,8 +224,8 @@ def kernel(
     dk_ptr, dv_ptr, info_ptr, heads, tiles, kv_heads, parts, batches, stride_b, stride_s, stride_h,
     q_tiles, scale_log2, dk_scale, dv_scale,
     flags_ptr, epoch, timed_out_ptr, turns_ptr, counters_ptr, segments, sweep,
-    positions_desc, slopes_ptr, slopes_stride, positions_k_ptr,  # None without ALiBi
-    BATCHED: gl.constexpr, FOLD: gl.constexpr, INNER: gl.constexpr, REGISTERS: gl.constexpr,
+    inner, positions_desc, slopes_ptr, slopes_stride, positions_k_ptr,  # None without softcap; without ALiBi
+    BATCHED: gl.constexpr, FOLD: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """Compute dk, dv and dq. Arguments: as of ``backward._kernel``."""
     dtype: gl.constexpr = q_desc.dtype
@@ -266,11 +266,11 @@ def kernel(
         [
             (_consumer, (0, dk_ptr, dv_ptr, info_ptr, k_s, v_s, q_s, dout_s, lse_v, delta_v, bounds_v, ds_s,
                          dq_s_0, kv_full, q_full, dout_full, heads, tiles, kv_heads,
-                         parts, batches, stride_b, stride_s, stride_h, scale_log2, dk_scale, dv_scale, INNER,
+                         parts, batches, stride_b, stride_s, stride_h, scale_log2, dk_scale, dv_scale, inner,
                          alibi, sweep, BATCHED, FOLD, turns_ptr is not None, counters_ptr is not None)),
             (_consumer, (1, dk_ptr, dv_ptr, info_ptr, k_s, v_s, q_s, dout_s, lse_v, delta_v, bounds_v, ds_s,
                          dq_s_1, kv_full, q_full, dout_full, heads, tiles, kv_heads,
-                         parts, batches, stride_b, stride_s, stride_h, scale_log2, dk_scale, dv_scale, INNER,
+                         parts, batches, stride_b, stride_s, stride_h, scale_log2, dk_scale, dv_scale, inner,
                          alibi, sweep, BATCHED, FOLD, turns_ptr is not None, counters_ptr is not None)),
             (pieces.producer, ((q_desc, q_rest_desc), (dout_desc,), (k_desc, k_rest_desc), (v_desc,), lse_desc,
                          delta_desc, bounds_desc, positions_desc, info_ptr, k_t, v_t, q_t, dout_t, lse_t, delta_t,

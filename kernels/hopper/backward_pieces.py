@@ -324,7 +324,7 @@ def capped_probabilities(
     """Return P of scores with softcap, and P times the derivative of the softcap, both in 16 bits. ``FUSED``: fewer
     registers, except at head dim 64, where tiles are twice as wide. Without ``SHORT``, the short polynomial, too."""
     ONE: gl.constexpr = scores.square_of_scale(inner)
-    if scores.is_fixed(inner) and FUSED and not CUT:
+    if scores.is_fixed(inner) and FUSED and SHORT and not CUT:
         offset = lse_v.index(stage).load(gl.SliceLayout(0, S_L))[None, :]
         p, slope = scores.probabilities_of_capped(s, offset, inner, SHORT)
     else:
