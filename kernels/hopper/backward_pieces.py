@@ -316,6 +316,11 @@ def scores_to_base_2(
     return s
 
 
+# Hides a score of Changes.fixed: those, their lse and the logarithm of P's factor are far above it, so that its P is 0;
+# but its derivative is a number, and 0 times that is 0.
+HIDDEN_AND_FINITE = gl.constexpr(-1024.0)
+
+
 @gluon.jit
 def capped_probabilities(
     s, lse_v, scale, inner, alibi, head, bounds_v, stage, key, past, S_L: gl.constexpr, CUT: gl.constexpr,
@@ -324,13 +329,15 @@ def capped_probabilities(
     """Return P of scores with softcap, and P times the derivative of the softcap, both in 16 bits. ``FUSED``: fewer
     registers, except at head dim 64, where tiles are twice as wide. Without ``SHORT``, the short polynomial, too."""
     ONE: gl.constexpr = scores.square_of_scale(inner)
-    if scores.is_fixed(inner) and FUSED and SHORT and not CUT:
+    if scores.is_fixed(inner) and FUSED and not CUT:
         offset = lse_v.index(stage).load(gl.SliceLayout(0, S_L))[None, :]
-        p, slope = scores.probabilities_of_capped(s, offset, inner, SHORT)
+        p, slope = scores.probabilities_of_capped(s, offset, inner)
     else:
         if scores.is_fixed(inner):
-            t = scores.scaled_and_capped(s, inner, SHORT)
+            t = scores.scaled_and_capped(s, inner)
             unit = 1.0
+            if CUT and not FUSED:
+                t = hide(t, bounds_v, stage, key, past, S_L, HIDDEN_AND_FINITE)
         else:
             t = scores.capped(s, inner, SHORT)
             unit = scale
@@ -345,7 +352,7 @@ def capped_probabilities(
             s = t * unit
             if len(alibi) > 0:
                 s = s - scores.penalties_of_step(alibi, head, stage, S_L)
-            if CUT:
+            if CUT and not scores.is_fixed(inner):
                 s = hide(s, bounds_v, stage, key, past, S_L)
             p32 = gl.exp2(s - lse_v.index(stage).load(gl.SliceLayout(0, S_L))[None, :])
             p = round_pairs(p32, dtype)

@@ -160,11 +160,11 @@ def capped(s, inner, SHORT: gl.constexpr = True):
 
 
 @gluon.jit
-def scaled_and_capped(s, FIXED: gl.constexpr, SHORT: gl.constexpr = True):
+def scaled_and_capped(s, FIXED: gl.constexpr):
     """Return scale * tanh(s * inner) for the two constants of :attr:`Changes.fixed`: as :func:`capped`, without the
     multiplications by them."""
     COUNT: gl.constexpr = s.shape[1] // 2
-    ASM: gl.constexpr = _tanh_asm(COUNT, FIXED[0], FIXED[1], SHORT)
+    ASM: gl.constexpr = _tanh_asm(COUNT, FIXED[0], FIXED[1])
     CONSTRAINTS: gl.constexpr = _tanh_constraints(COUNT)
     return gl.inline_asm_elementwise(ASM, CONSTRAINTS, [s], dtype=gl.float32, is_pure=True, pack=COUNT)
 
@@ -264,7 +264,7 @@ def probabilities(t, scale, offset, dtype: gl.constexpr, ONE: gl.constexpr = 1.0
 
 
 @gluon.constexpr_function
-def _probabilities_of_capped_asm(count, scale, inner, short):
+def _probabilities_of_capped_asm(count, scale, inner):
     n = count // 2  # registers of p, and of its product with the derivative
     numbers = [f"${2 * n + i}" for i in range(count)]
 
@@ -280,7 +280,7 @@ def _probabilities_of_capped_asm(count, scale, inner, short):
             text += f"cvt.rn.bf16x2.f32 ${i}, p1, p0; cvt.rn.bf16x2.f32 ${n + i}, d1, d0; "
         return text
 
-    return _by_size(numbers, scale, inner, use, ".reg .f32 x, p<2>, d<2>;", short)
+    return _by_size(numbers, scale, inner, use, ".reg .f32 x, p<2>, d<2>;")
 
 
 @gluon.constexpr_function
@@ -289,11 +289,11 @@ def _probabilities_of_capped_constraints(count):
 
 
 @gluon.jit
-def probabilities_of_capped(s, offset, FIXED: gl.constexpr, SHORT: gl.constexpr = True):
+def probabilities_of_capped(s, offset, FIXED: gl.constexpr):
     """Return p = exp2(r - offset) and p (scale^2 - r^2) in bfloat16, where r = scale * tanh(s * inner): what
     :func:`scaled_and_capped` and :func:`probabilities` return, from one piece of assembly."""
     COUNT: gl.constexpr = s.shape[1] // 2
-    ASM: gl.constexpr = _probabilities_of_capped_asm(COUNT, FIXED[0], FIXED[1], SHORT)
+    ASM: gl.constexpr = _probabilities_of_capped_asm(COUNT, FIXED[0], FIXED[1])
     CONSTRAINTS: gl.constexpr = _probabilities_of_capped_constraints(COUNT)
     offset, s = gl.broadcast(offset, s)
     return gl.inline_asm_elementwise(
