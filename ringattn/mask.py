@@ -107,7 +107,7 @@ def _documents_of(seq_len: int, documents: Mask | None) -> Intervals:
     if documents is None:
         return full(seq_len)
     if not isinstance(documents, Intervals):
-        raise TypeError(f"documents is a {type(documents).__name__}; pass a mask of packed() or documents()")
+        raise TypeError(f"documents is of type {type(documents).__name__}; pass a mask of packed() or documents()")
     return documents
 
 

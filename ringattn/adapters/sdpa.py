@@ -77,7 +77,9 @@ class _Source:
         """Return the plan of the forward that runs now."""
         plan = self.source if isinstance(self.source, Plan) else self.source()
         if not isinstance(plan, Plan):
-            raise TypeError(f"plan_source returned a {type(plan).__name__}; it must return a ringattn.Plan")
+            raise TypeError(
+                f"plan_source returned an object of type {type(plan).__name__}; it must return a ringattn.Plan"
+            )
         return plan
 
     def recalled(self) -> Plan | None:
@@ -127,9 +129,11 @@ def wrap(module: M, plan_source: Plan | Callable[[], Plan]) -> M:
             is not known.
     """
     if not isinstance(module, nn.Module):
-        raise TypeError(f"module is a {type(module).__name__}; pass a torch.nn.Module")
+        raise TypeError(f"module is of type {type(module).__name__}; pass a torch.nn.Module")
     if not isinstance(plan_source, Plan) and not callable(plan_source):
-        raise TypeError(f"plan_source is a {type(plan_source).__name__}; pass a Plan or a function that returns one")
+        raise TypeError(
+            f"plan_source is of type {type(plan_source).__name__}; pass a Plan or a function that returns one"
+        )
     # Here, because it imports the compiler.
     for function in (_counts, _count, _attended, _refuse_backward, Plan.result_of):
         torch.compiler.assume_constant_result(function)

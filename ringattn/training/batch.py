@@ -232,7 +232,7 @@ def _restarts(begin: Tensor, real: Tensor) -> Tensor:
 def shape(batch: Mapping[str, Any]) -> tuple[int, int]:
     """Return (rows, seq_len) of the tokens of a batch."""
     if not isinstance(batch, Mapping):
-        raise TypeError(f"the batch is a {type(batch).__name__}; pass a dict of tensors")
+        raise TypeError(f"the batch is of type {type(batch).__name__}; pass a dict of tensors")
     for name in (*_TOKENS, "labels", "shift_labels"):
         x = batch.get(name)
         if isinstance(x, Tensor):
