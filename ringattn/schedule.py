@@ -21,7 +21,6 @@ import functools
 import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 
 @dataclass(frozen=True)
@@ -54,10 +53,6 @@ class Fetch:
     offset: int
     length: int
     first: int
-
-    def rows(self, buffer: Any) -> Any:
-        """Return the view of these rows of ``buffer``, whose first dimension is tokens."""
-        return buffer[self.first : self.first + self.length]
 
 
 @dataclass(frozen=True)

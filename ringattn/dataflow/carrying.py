@@ -19,12 +19,12 @@ from ..peer.pull import FetchBuffers, Pattern
 from ..peer.push import GradientBuffers, Push
 from ..plans import Plan
 from ..relay import Relay
-from ..schedule import Fetch, buffer_rows, head_groups, waves
+from ..schedule import Fetch, buffer_rows, head_groups
 from ..shape import Shape
 from ..transport import Message
 from .by_node import network_routes
 from .contract import Call, is_union, piece_elements, walk_bytes
-from .gathered import gathered_block
+from .gathered import gathered_block, head_waves
 from .messages import many_runs, row_bytes
 from .parts import Part
 
@@ -39,16 +39,15 @@ class Carried(NamedTuple):
 
 
 def carried(call: Call, link: Link, relay: Relay, backward: bool) -> Carried:
-    plan, q, k, v = call.plan, call.q, call.k, call.v
-    shape = Shape(q.shape[0], q.shape[2], k.shape[2], q.shape[3], v.shape[3], k.element_size())
-    return Carried(link, relay, _waves(plan, shape, backward), plan.once("pattern", lambda: pattern(plan.rank, relay)))
+    """Return what a call fetches in this way, and in which waves."""
+    plan = call.plan
+    runs = plan.once("pattern", lambda: pattern(plan.rank, relay))
+    return Carried(link, relay, _waves(plan, call.shape, backward), runs)
 
 
 def _waves(plan: Plan, s: Shape, backward: bool) -> list[slice]:
     """Return groups of heads, of which two fit into ``plan.buffer_bytes``."""
-    keys = plan.once("most keys", lambda: max(map(buffer_rows, plan.fetches)))
-    head_bytes = s.batch * keys * (s.head_dim + s.value_dim) * (s.itemsize + s.state_itemsize * backward)
-    fits = waves(s.kv_heads, head_bytes, plan.buffer_bytes)
+    fits = head_waves(plan, s, backward)
     count = max(1, s.kv_heads // 2) if len(fits) == 1 else fits[0].stop
     groups = head_groups(s.kv_heads, s.q_heads, plan.transport.device.type, backward, relayed=True)
     return [slice(h, min(h + count, g.stop)) for g in groups for h in range(g.start, g.stop, count)]

@@ -46,6 +46,12 @@ class Call:
     backend: Backend
 
     @property
+    def shape(self) -> Shape:
+        """The sizes of the call, which predictions are made for."""
+        q, k, v = self.q, self.k, self.v
+        return Shape(q.shape[0], q.shape[2], k.shape[2], q.shape[3], v.shape[3], q.element_size())
+
+    @property
     def accumulation_dtype(self) -> torch.dtype:
         """The dtype of partial states and gradients."""
         return accumulation_dtype(self.q)
