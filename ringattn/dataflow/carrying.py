@@ -29,7 +29,7 @@ from .messages import many_runs, row_bytes
 from .parts import Part
 
 
-class Carried(NamedTuple):
+class Exchange(NamedTuple):
     """The key heads of each wave of a gather by node, and what its ranks fetch."""
 
     link: Link
@@ -37,12 +37,12 @@ class Carried(NamedTuple):
     waves: list[slice]
     pattern: Pattern
 
-
-def carried(call: Call, link: Link, relay: Relay, backward: bool) -> Carried:
-    """Return what a call fetches in this way, and in which waves."""
-    plan = call.plan
-    runs = plan.once("pattern", lambda: pattern(plan.rank, relay))
-    return Carried(link, relay, _waves(plan, call.shape, backward), runs)
+    @classmethod
+    def of(cls, call: Call, link: Link, relay: Relay, backward: bool) -> Exchange:
+        """Return the exchange of a call."""
+        plan = call.plan
+        runs = plan.once("pattern", lambda: pattern(plan.rank, relay))
+        return cls(link, relay, _waves(plan, call.shape, backward), runs)
 
 
 def _waves(plan: Plan, s: Shape, backward: bool) -> list[slice]:
@@ -72,9 +72,9 @@ def pattern(rank: int, relay: Relay) -> Pattern:
     )
 
 
-def fetch_carried(call: Call, block: Block, way: Carried) -> Iterator[Part]:
+def fetch_carried(call: Call, block: Block, exchange: Exchange) -> Iterator[Part]:
     """Yield one part per wave; the next ones arrive while a part is used."""
-    k, v, plan, (link, relay, cut, pattern) = call.k, call.v, call.plan, way
+    k, v, plan, (link, relay, cut, pattern) = call.k, call.v, call.plan, exchange
     routes = network_routes(plan, relay, k.device)
     key = ("fetch buffers", plan.handle, *(wave.stop for wave in cut), k.shape, v.shape, k.dtype)
     buffers = link.prepare(key, lambda: FetchBuffers(link, k, v, pattern, cut))
@@ -89,14 +89,12 @@ def fetch_carried(call: Call, block: Block, way: Carried) -> Iterator[Part]:
         rows[own:].copy_(delivery.buffer)
 
     pull = CarriedPull(link, buffers, k, v, move)
-    per_kv = call.q.shape[2] // k.shape[2]
     pull.start(0)
     for wave, heads in enumerate(cut):
         if wave + 1 < len(cut):
             pull.start(wave + 1)
         pull.wait(wave)
-        q_heads = slice(heads.start * per_kv, heads.stop * per_kv)
-        yield Part(wave, None, q_heads, Keys(*buffers.kv[wave], block), len(cut) == 1)
+        yield Part(wave, None, call.q_heads(heads), Keys(*buffers.kv[wave], block), len(cut) == 1)
         pull.release(wave)
 
 
@@ -123,8 +121,8 @@ class PushedToCarriers:
     """Gradients that are pushed to the carriers of the keys, and their sums, which go to the owners by messages: while
     those of one wave cross the network, the next one is attended."""
 
-    def __init__(self, call: Call, way: Carried) -> None:
-        k, v, plan, (link, relay, cut, pattern) = call.k, call.v, call.plan, way
+    def __init__(self, call: Call, exchange: Exchange) -> None:
+        k, v, plan, (link, relay, cut, pattern) = call.k, call.v, call.plan, exchange
         dtype = call.accumulation_dtype
         key = ("gradient buffers", plan.handle, k.shape, v.shape, k.dtype)
         targets = link.prepare(key, lambda: GradientBuffers(link, (k, v), dtype, pattern, cut))

@@ -56,6 +56,11 @@ class Call:
         """The dtype of partial states and gradients."""
         return accumulation_dtype(self.q)
 
+    def q_heads(self, heads: slice) -> slice:
+        """Return the query heads that read these key heads."""
+        group = self.q.shape[2] // self.k.shape[2]
+        return slice(heads.start * group, heads.stop * group)
+
     def block(self, q_rank: int, k_rank: int) -> Block:
         """Return which keys of ``k_rank`` the queries of ``q_rank`` see."""
         return self.plan.block(q_rank, k_rank)

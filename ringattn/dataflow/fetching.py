@@ -22,7 +22,7 @@ from ..plans import Plan
 from ..schedule import head_groups
 from ..trace import named
 from .by_node import RelayedGradients, fetch_by_node
-from .carrying import PushedToCarriers, carried, fetch_carried
+from .carrying import Exchange, PushedToCarriers, fetch_carried
 from .contract import Call
 from .gathered import head_waves, relay_of, uses_copy_engines
 from .messages import SentGradients, fetch_by_messages
@@ -46,20 +46,19 @@ def fetch_keys(
 
     k, v, plan, relay = call.k, call.v, call.plan, relay_of(call.plan)
     if relay is not None:
-        yield from fetch_carried(call, block, carried(call, link, relay, backward))
+        yield from fetch_carried(call, block, Exchange.of(call, link, relay, backward))
         return
     cut = head_waves(plan, call.shape, backward)
     key = ("fetch buffers", plan.handle, *(wave.stop for wave in cut), k.shape, v.shape, k.dtype)
     buffers = link.prepare(key, lambda: FetchBuffers(link, k, v, _flat(plan), cut))
     pull = Pull(link, buffers, k, v, in_place)
-    per_kv = call.q.shape[2] // k.shape[2]
 
     def start(wave: int) -> tuple[Keys, bool, list[slice]]:
-        heads = cut[wave]
-        count = heads.stop - heads.start
+        count, q_heads = cut[wave].stop - cut[wave].start, call.q_heads(cut[wave])
         keys = Keys(*buffers.kv[wave], block)
-        whole = waits(keys, slice(heads.start * per_kv, heads.stop * per_kv))
-        groups = [slice(0, count)] if whole else head_groups(count, count * per_kv, call.q.device.type, backward)
+        whole = waits(keys, q_heads)
+        q_count = q_heads.stop - q_heads.start
+        groups = [slice(0, count)] if whole else head_groups(count, q_count, call.q.device.type, backward)
         with named("wave", wave, "pull"):
             pull.start(wave, groups)
         return keys, whole, groups
@@ -70,11 +69,10 @@ def fetch_keys(
         if wave + 1 < len(cut):
             started = start(wave + 1)
         if whole:
-            q_heads = slice(heads.start * per_kv, heads.stop * per_kv)
-            yield Part(wave, None, q_heads, keys._replace(ready=pull.ready(wave)), len(cut) == 1)
+            yield Part(wave, None, call.q_heads(heads), keys._replace(ready=pull.ready(wave)), len(cut) == 1)
         for i, g in enumerate(() if whole else groups):
             pull.wait(wave, g)
-            q_heads = slice((heads.start + g.start) * per_kv, (heads.start + g.stop) * per_kv)
+            q_heads = call.q_heads(slice(heads.start + g.start, heads.start + g.stop))
             some = Keys(keys.k[:, :, g], keys.v[:, :, g], block)
             yield Part(wave, g, q_heads, some, len(cut) == len(groups) == 1, i == 0, i == len(groups) - 1)
         pull.release(wave)
@@ -109,7 +107,7 @@ def return_gradients(call: Call) -> GradientReturn:
         groups = _groups(call, backward=True)
         return SentGradients(call, groups) if relay is None else RelayedGradients(call, groups, relay)
     if relay is not None:
-        return PushedToCarriers(call, carried(call, link, relay, backward=True))
+        return PushedToCarriers(call, Exchange.of(call, link, relay, backward=True))
 
     def make() -> GradientBuffers:
         cut = head_waves(plan, call.shape, backward=True)

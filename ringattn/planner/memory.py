@@ -139,15 +139,15 @@ def host_bytes(model: ModelShape, tokens_per_gpu: int, switches: Switches) -> in
     return min(switches.host_bytes, sum(_kept(model, layer, switches, model.layers)[:1])) + state
 
 
-def longest(model: ModelShape, capacity: int, switches: Switches, multiple: int = 128) -> int:
-    """Return the most tokens per GPU, a multiple of ``multiple``, whose step fits into ``capacity`` bytes; 0: none."""
+def longest(model: ModelShape, capacity: int, switches: Switches) -> int:
+    """Return the most tokens per GPU, a multiple of 128, whose step fits into ``capacity`` bytes; 0: none."""
     low, high = 0, 1
-    while peak(model, high * multiple, switches) <= capacity:
+    while peak(model, high * 128, switches) <= capacity:
         low, high = high, 2 * high
     while high - low > 1:
         middle = (low + high) // 2
-        low, high = (middle, high) if peak(model, middle * multiple, switches) <= capacity else (low, middle)
-    return low * multiple
+        low, high = (middle, high) if peak(model, middle * 128, switches) <= capacity else (low, middle)
+    return low * 128
 
 
 def row_of(tokens_per_gpu: int, s: Switches) -> attention.Row:
