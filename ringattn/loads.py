@@ -17,7 +17,7 @@ from .mask import Mask
 from .schedule import Fetch, gaps
 from .work import Work
 
-LISTED = 16  # ranks whose numbers are shown one by one
+LISTED = 16  # ranks, steps and runs that a text shows one by one
 
 
 @dataclass(frozen=True)

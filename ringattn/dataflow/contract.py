@@ -20,7 +20,7 @@ from .. import verify
 from ..kernels import long_sums, walks, weaving
 from ..kernels.backends import Backend
 from ..kernels.contract import Block, Queries, Result, Score, accumulation_dtype
-from ..loads import Loads
+from ..loads import LISTED, Loads
 from ..partial import Partial
 from ..plans import Plan
 from ..schedule import Schedule
@@ -170,11 +170,12 @@ class Dataflow:
         ranks = [plan.schedule.steps(rank) for rank in range(plan.world_size)]
         lines = []
         for t in range(len(ranks[0]) - 1):
-            pairs = " ".join(f"{r}:{steps[t].owner if steps[t].compute else '-'}" for r, steps in enumerate(ranks))
+            owners = (steps[t].owner if steps[t].compute else "-" for steps in ranks)
+            pairs = " ".join(shortened([f"{rank}:{owner}" for rank, owner in enumerate(owners)], "ranks"))
             moving = [steps[t].owner for steps in ranks if steps[t].shard_to is not None]
             tokens = sum(lengths[owner] for owner in moving if owner is not None)
             lines.append(f"step {t}: rank:shard {pairs}   {tokens} tokens move on")
-        return lines
+        return shortened(lines, "steps")
 
     def describe(self, plan: Plan, shape: Shape, tflops: float, gigabytes_per_second: float) -> str:
         """Return the text of :meth:`ringattn.plans.Plan.describe`."""
@@ -218,6 +219,11 @@ class Dataflow:
         """
         verify.check_schedule(plan.schedule)
         verify.check_coverage(plan, self.blocks(plan))
+
+
+def shortened(items: list[str], what: str) -> list[str]:
+    """Return the first items of a text, and how many more there are."""
+    return items if len(items) <= LISTED else [*items[:LISTED], f"... and {len(items) - LISTED} more {what}"]
 
 
 def piece_elements(plan: Plan, shape: Shape, queries: int, keys: int, kv_heads: int) -> int:

@@ -37,7 +37,7 @@ from ..kernels.contract import Block, Keys, Queries, Result, Score, flush_period
 from ..plans import Plan
 from ..schedule import waves
 from ..shape import Shape
-from .contract import Call, Dataflow, Gradients, Traffic
+from .contract import Call, Dataflow, Gradients, Traffic, shortened
 from .tiles import (
     Stage,
     Tiles,
@@ -157,12 +157,13 @@ class SameBits(Dataflow):
 
     def meetings(self, plan: Plan) -> list[str]:
         def text(spans: tuple[range, ...]) -> str:
-            return " ".join(f"[{span.start}:{span.stop}]" for span in spans)
+            return " ".join(shortened([f"[{span.start}:{span.stop}]" for span in spans], "spans"))
 
-        return [
+        lines = [
             f"rank {rank} gathers keys {text(keys.spans)} and queries {text(queries.spans)}"
             for rank, (keys, queries) in enumerate(zip(of_keys(plan), of_queries(plan), strict=True))
         ]
+        return shortened(lines, "ranks")
 
     def blocks(self, plan: Plan) -> Iterator[tuple[int, Block]]:
         for rank, theirs in enumerate(of_keys(plan)):
