@@ -373,7 +373,11 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add("--error-tokens", type=positive, help="tokens of the problem that is compared with float64")
     add("--errors", action=argparse.BooleanOptionalAction, default=True, help="compare with float64")
     add("--budget", type=float, default=0.0, help="seconds after which no new row starts; 0: no limit")
-    add("--hosts", type=positive, help="take the ranks for those of so many hosts: messages between them, links inside")
+    add(
+        "--hosts",
+        type=positive,
+        help="take the ranks for those of this many hosts: messages between them, links inside",
+    )
     add("--device", choices=["cuda", "cpu"], default="cuda" if torch.cuda.is_available() else "cpu")
     add("--out", type=Path, default=ROOT / "results", help="folder of the measurements and the report")
     add("--report", type=Path, metavar="DIR", help="only make the report from DIR/scaling-*.jsonl")

@@ -220,8 +220,8 @@ class Plan:
     def shard_batch(
         self, batch: Mapping[str, Any], *, seq_dims: Mapping[str, int | None] | None = None
     ) -> dict[str, Any]:
-        """This rank's shard of a dict of whole rows, with ``position_ids`` and ``shift_labels``: the targets, shifted
-        over the whole rows, -100 at the ends of documents and at padding. Every rank of the group calls this.
+        """Return this rank's shard of a dict of whole rows, with ``position_ids`` and ``shift_labels``: the targets,
+        shifted over the whole rows, -100 at the ends of documents and at padding. Every rank of the group calls this.
 
         Tensors of shape (batch, seq_len, ...) are sharded, others named in ``seq_dims`` (name to dim, or to None for
         one that every rank keeps whole); numbers, strings and scalars are handed on; boundaries of documents

@@ -332,7 +332,7 @@ def _compared(case: _Case, whole: _Run, transport: Transport) -> Report:
     if whole.random or split.random:
         reason = (
             "random numbers, which ranks draw for other tokens than one process does (dropout): check model.eval(), or "
-            "a model with its dropout at 0; in training they are no error if each rank has a seed of its own"
+            "a model with its dropout at 0; in training they are not an error if each rank has a seed of its own"
         )
     elif site is not None:
         reason = reasons.of_activations(site, split.plan.shards)

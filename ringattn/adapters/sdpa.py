@@ -7,7 +7,7 @@
 runs under a ``torch.overrides.TorchFunctionMode``. Nothing global changes: other modules, threads and processes see the
 functions they know; parameters, state_dict, hooks and the wrappers of FSDP and DDP stay as they are. Inner modules get
 the mode too, because activation checkpointing calls them again in the backward, after the outermost forward. They then
-get the plan of their forward (:mod:`.recomputation`). A checkpointed function that is no module raises.
+get the plan of their forward (:mod:`.recomputation`). A checkpointed function that is not a module raises.
 
 ``torch.compile`` traces the mode: the module, or layers inside it, may be compiled, with ``fullgraph=True``, before or
 after they are wrapped. Errors are raised during tracing.
@@ -276,7 +276,7 @@ def _outermost(source: _Source) -> Iterator[None]:
 
 
 def _refuse_backward() -> None:
-    if graph_task() != -1:  # raised in here, it is no graph break
+    if graph_task() != -1:  # raised here, it is not a graph break
         raise RuntimeError(
             "a compiled module is computed again in a backward, where the plan of its forward is not known; compile it "
             "in place with module.compile(), compile what contains the checkpoint, or give wrap() a plan in the place "

@@ -83,7 +83,7 @@ def decode(
         tree: (batch, new) int64 in place of causal order: new token i sees new token j if bit j of ``tree[b, i]`` is
             set; j > i is not allowed. A token's position is that of its depth.
         heads: "all": out has all heads, on every rank; "scattered": rank r gets part r of ``torch.tensor_split``.
-        fixed_split: cut sums of keys at multiples of so many slots of the cache, so that the bits of a row do not
+        fixed_split: cut sums of keys at multiples of this many slots of the cache, so that the bits of a row do not
             depend on the rest of the batch, forks included; 0: equal shares of all work, which is faster.
         return_lse: also return the log-sum-exp.
         kernel: "eager", "triton", ... or "auto": the fastest that supports the call.

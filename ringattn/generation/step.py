@@ -215,7 +215,7 @@ class Step:
             listed = ", ".join(f"{count} of sequence {number}" for number, count in lost.items())
             raise RuntimeError(
                 f"more was replayed than there was room for: tokens were lost, {listed}; cache.lengths says how many "
-                "there are. Call cache.reserve(sequences, tokens, new_tokens) before so many replays"
+                "there are. Call cache.reserve(sequences, tokens, new_tokens) before that many replays"
             )
 
     def _paths(self, accepted: list[Any]) -> dict[int, list[int]]:

@@ -32,7 +32,7 @@ from .watchdog import FREE, LANDED
 if TYPE_CHECKING:
     from .sum_runs import SumTable
 
-_COUNTERS = 4096  # at least so many together: other documents have other numbers of runs
+_COUNTERS = 4096  # at least this many together: other documents have other numbers of runs
 
 
 class Counters:

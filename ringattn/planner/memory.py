@@ -151,7 +151,7 @@ def longest(model: ModelShape, capacity: int, switches: Switches) -> int:
 
 
 def row_of(tokens_per_gpu: int, s: Switches) -> attention.Row:
-    """Return how a row of so many tokens on each GPU is divided."""
+    """Return how a row with this many tokens on each GPU is divided."""
     return attention.Row(tokens_per_gpu, s.ranks, s.pulls, s.dataflow, s.buffer_bytes, s.hosts)
 
 
@@ -176,8 +176,8 @@ def _moments(model: ModelShape, tokens: int, s: Switches) -> list[dict[str, int]
     chunk = min(s.loss_chunk or tokens, tokens)
 
     def layers(count: int) -> int:
-        """Return the bytes that so many layers keep on the GPU. Of what is on the host, this layer's input is here and
-        the next one's, and the results of the group of heads that is computed and of the next."""
+        """Return the bytes that this many layers keep on the GPU. Of what is on the host, the inputs of this layer
+        and of the next are here, and the results of the group of heads that is computed and of the next."""
         may_leave, stays = _kept(model, layer, s, count)
         if not s.host_bytes:
             between = min(s.anchors - 1, count - -(-count // s.anchors))  # inputs that are computed again
