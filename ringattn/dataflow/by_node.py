@@ -56,7 +56,7 @@ class Stages(NamedTuple):
 def _stages(plan: Plan, relay: Relay, device: torch.device) -> Stages:
     def make() -> Stages:
         rank, network = plan.rank, network_routes(plan, relay, device)
-        if _collects_runs(plan, relay):
+        if _collected(plan, relay):
             node = collected_routes(rank, relay.fetches, fetched_keys(plan, rank), device)
         else:
             node = direct_routes(rank, relay.fetches)
@@ -76,7 +76,7 @@ def network_routes(plan: Plan, relay: Relay, device: torch.device) -> Routes:
     return plan.once(("network routes", device), make)
 
 
-def _collects_runs(plan: Plan, relay: Relay) -> bool:
+def _collected(plan: Plan, relay: Relay) -> bool:
     return plan.once("collected inside", lambda: interleaved(plan) or many_runs(relay.fetches))
 
 
@@ -179,7 +179,7 @@ def relayed_bytes(plan: Plan, relay: Relay, s: Shape, backward: bool) -> int:
         sum(run.length for runs in stage for run in runs if run.owner == rank) for stage in (fetches, relay.carried)
     )
     arriving = out - sum(run.length for run in fetches[rank] if run.owner == rank)
-    inside, copied = _collects_runs(plan, relay), many_runs(relay.carried) * sent  # copies of what leaves
+    inside, copied = _collected(plan, relay), many_runs(relay.carried) * sent  # copies of what leaves
     leaves = out if inside else extended
     cut = head_groups(s.kv_heads, s.q_heads, plan.transport.device.type, backward, relayed=True)
     shares = [0.0, 0.0, 0.0, *((g.stop - g.start) / s.kv_heads for g in cut), 0.0, 0.0]
