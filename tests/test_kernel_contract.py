@@ -10,6 +10,8 @@ import torch
 from kernel_contract import CASES, check_backward, check_eager, check_forward, make_problem, refusals, use_small_tiles
 from torch import Tensor
 
+import ringattn
+from ringattn import virtual
 from ringattn.kernels.backends import BACKENDS, Backend
 from ringattn.kernels.contract import CompletionCounts, Keys, Queries
 
@@ -95,3 +97,24 @@ def test_backwards_follow_torchs_deterministic_mode() -> None:
             torch.use_deterministic_algorithms(False)
     assert backend.calls == [False, True, True, False]
     assert counted == [True, False]
+
+
+@pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")
+@pytest.mark.parametrize(("head_dim", "value_dim"), [(64, 64), (128, 128), (192, 128)])
+def test_attention_repeats_its_bits_in_torchs_deterministic_mode(head_dim: int, value_dim: int) -> None:
+    plan = ringattn.plan(4096, virtual.VirtualRank(0, 1, torch.device("cuda")), causal=True)
+    heads = ((16, head_dim), (2, head_dim), (2, value_dim))
+    q, k, v = (torch.randn(1, 4096, *shape, device="cuda", dtype=torch.bfloat16) for shape in heads)
+    dout = torch.randn(1, 4096, 16, value_dim, device="cuda", dtype=torch.bfloat16)
+
+    def run() -> list[Tensor]:
+        inputs = [x.clone().requires_grad_() for x in (q, k, v)]
+        out = ringattn.attention(*inputs, plan)
+        return [out, *torch.autograd.grad(out, inputs, dout)]
+
+    torch.use_deterministic_algorithms(True)
+    try:
+        first = run()
+        assert all(torch.equal(a, b) for _ in range(5) for a, b in zip(run(), first, strict=True))
+    finally:
+        torch.use_deterministic_algorithms(False)
