@@ -232,7 +232,7 @@ def _check_same_model(whole: _Run, transport: Transport) -> None:
     loss = whole.loss.double().reshape(()).to(transport.device)
     high, negative = transport.all_reduce(torch.stack([loss, -loss]), "max").tolist()
     low = -negative
-    if not whole.random and not _agree(high, low):
+    if not whole.random and math.isfinite(high - low) and not _agree(high, low):
         raise ValueError(
             f"in one process the loss is {low:.7g} on one rank and {high:.7g} on another: their models differ; call "
             "torch.manual_seed() with the same number on every rank before the model is made, or load the same weights"
