@@ -188,13 +188,16 @@ def with_weights_of_its_own() -> str:
     own = model()
     with torch.no_grad():
         own.head.weight.mul_(1 + 0.1 * dist.get_rank())
+    whole = ringattn.plan(SEQ, causal=True)
+    with pytest.raises(ValueError, match=r"shard_batch.* differs across ranks"):
+        ringattn.check(model(), {**batch(), "input_ids": batch()["input_ids"] + dist.get_rank() & 15}, whole)
     with pytest.raises(ValueError, match=r"one rank and .* their models differ; call torch.manual_seed\(\)") as caught:
-        ringattn.check(own, batch(), ringattn.plan(SEQ, causal=True))
+        ringattn.check(own, batch(), whole)
     return str(caught.value)
 
 
 @pytest.mark.parametrize("world_size", on_ranks(2))
-def test_weights_that_differ_between_ranks(pools, world_size: int) -> None:  # type: ignore[no-untyped-def]
+def test_batches_and_weights_that_differ_between_ranks(pools, world_size: int) -> None:  # type: ignore[no-untyped-def]
     assert len(set(pools(world_size).run(with_weights_of_its_own))) == 1
 
 

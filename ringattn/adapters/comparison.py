@@ -171,7 +171,6 @@ def check(
     case = _Case(perturbed, batch, step or _step, plan, wrapper, _TOLERANCES[first.dtype], copies)
     whole = _run(case, perturbed, VirtualRank(0, 1, first.device), "contiguous")
     if plan.world_size > 1:
-        _check_same_model(whole, plan.transport)
         report = _compared(case, whole, plan.transport)
     else:
         report = virtual.run(number, lambda rank: _compared(case, whole, rank), first.device)[0]
@@ -307,6 +306,8 @@ def _compared(case: _Case, whole: _Run, transport: Transport) -> Report:
     copied = case.copies[0 if len(case.copies) == 1 else transport.rank]
     layout = case.plan.layout if case.plan.world_size > 1 else "zigzag"
     split = _run(case, copied, transport, layout)
+    if case.plan.world_size > 1:  # after the run, in which ranks have compared their batches
+        _check_same_model(whole, transport)
     world_size = transport.world_size
     divisor = 1 if case.wrapper == "sums" else world_size
 
