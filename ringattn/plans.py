@@ -299,9 +299,9 @@ class Plan:
         transport.check_usable()
         self.check_agreement()
         signature, like = (what, *fields.values()), (what, *(x for name, x in fields.items() if name != "plan"))
-        known = signature in self._agreed or (self._trusts and like in transport.calls_agreed)
-        compares = self.world_size > 1 and (transport.checks or (compared and not known))
-        if error is not None and not transport.checks and (known or self._trusted(what)):
+        compared_before = signature in self._agreed or (self._trusts and like in transport.calls_agreed)
+        compares = self.world_size > 1 and (transport.checks or (compared and not compared_before))
+        if error is not None and not transport.checks and (compared_before or self._trusted(what)):
             transport.refuse(what, error)
             raise error
         text = self._agreed.get(signature) or ", ".join(f"{name}={value}" for name, value in fields.items())
