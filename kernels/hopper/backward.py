@@ -88,6 +88,7 @@ from .work import Split
 
 __all__ = ["HEAD_DIMS", "IN_ORDER", "PORTABLE", "backward", "completion_counts", "unsupported"]
 
+VARIANT = 0
 PORTABLE = ((512, 512),)  # head dims whose backward runs on the portable kernels
 HEAD_DIMS = ((64, 64), (96, 96), (128, 128), (192, 128), (256, 256))  # of q, k and of v
 IN_ORDER = (64, 96, 128)  # head dims of q whose dq may be added in a fixed order
@@ -575,7 +576,7 @@ def _arguments(
     def box(tensor: Tensor, columns: int, height: int = BM.value) -> TensorDescriptor | None:
         return view(tensor, (1, height, 1, columns)) if columns else None
 
-    grid = (batch * kv_heads * parts * tiles,)
+    grid = (batch * kv_heads * parts * tiles,)  # clusters
     if dim == 64:
         boxes = (box(q, dim, rows), box(dout, dim, rows), box(k, dim), box(v, dim), *statistics, box(dq, dim))
         return tall.kernel, grid, (*boxes, *numbers, *order), constants
@@ -586,7 +587,7 @@ def _arguments(
         return lean.kernel, grid, (*boxes, *numbers), constants
     if dim > 128 and work.ctas_per_tile(q) == pair.CTAS.value:
         boxes = (*(box(t, pair.HALF.value) for t in (q, dout, k, v)), *statistics, box(dq, pair.UNIT.value))
-        return pair.kernel, grid, (*boxes, *numbers), constants
+        return pair.kernel, grid, (*boxes, *numbers), dict(VARIANT=VARIANT, **constants)
     if dim > 128:
         boxes = (
             *(box(t, 128) for t in (q, dout, k, v)), *statistics, box(dq, wide.UNIT.value),

@@ -28,7 +28,8 @@ sends its dS to the other one and computes half of the columns of dQ, over all 1
 * A CTA starts to send when the other one has initialized its barriers, and ends when the other one does.
 
 Named barriers: 4 P written, 5 dS written, 6, 7 Q read, 8 dO read, 10, 11 dQ staged (once more when dk and dv are
-stored and to be counted), 12, 13 the staged dQ of the other consumer sent.
+stored and to be counted), 12, 13 the staged dQ of the other consumer sent, 14 the last one (for consumer 1, if dk is to
+be counted).
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ HALF = gl.constexpr(128)  # columns of dQ of a CTA, and of the tiles in shared m
 DS_BYTES = gl.constexpr(2 * 64 * 64)
 SMALL_AT = gl.constexpr(222 * 1024)  # mbarriers and rows are not before this offset in shared memory
 
-P_READY, DS_READY, Q_FREE, DO_FREE, DQ_STAGED, DQ_FREE = (gl.constexpr(i) for i in (4, 5, 6, 8, 10, 12))
+P_READY, DS_READY, Q_FREE, DO_FREE, DQ_STAGED, DQ_FREE, LAST_SENT = (gl.constexpr(i) for i in (4, 5, 6, 8, 10, 12, 14))
 
 
 @gluon.jit
@@ -117,9 +118,9 @@ def _producer(
 @gluon.jit
 def _writer(
     C: gl.constexpr, dq_desc, info_ptr, dq_t, heads, tiles, kv_heads, parts, turns_ptr, counters_ptr, segments, sweep,
-    BATCHED: gl.constexpr,
+    BATCHED: gl.constexpr, VARIANT: gl.constexpr,
 ):  # fmt: skip
-    """Send what consumer C has staged, and let the other consumer stage; once more at the end, when both may store."""
+    """Send what consumer C has staged, and let the other consumer stage. At the end writer 1 lets both store."""
     cluster_arrive(1)
     batch, kv_head, part, info = pieces.place(info_ptr, heads, tiles, kv_heads, parts, sweep, BATCHED, CTAS)
     steps, cut_steps, j, stops = pieces.visit_order(info, heads)
@@ -129,15 +130,16 @@ def _writer(
         barrier_arrive(DQ_FREE, STAGING, warps=1)
     for i in range(0, steps):
         barrier_sync(DQ_STAGED + C, STAGING, warps=1)
-        tma_reduce_add(dq_desc, [batch, j * BM, head, column], dq_t)
-        tma.store_wait(0)
+        if not VARIANT & 8:
+            tma_reduce_add(dq_desc, [batch, j * BM, head, column], dq_t)
+            tma.store_wait(0)
         if C == 0:
             barrier_arrive(DQ_FREE + 1, STAGING, warps=1)
         else:
             pieces.signal_sent(DQ_FREE, i == steps - 1, turns_ptr, tiles, part, parts, sweep, CTAS)
         j, head = pieces.next_tile(i, j, head, cut_steps, heads, stops)
-    if C == 0:
-        pieces.signal_sent(DQ_FREE + 1, True, turns_ptr, tiles, part, parts, sweep, CTAS)
+    if C == 1 and (turns_ptr is not None or counters_ptr is not None):
+        barrier_sync(LAST_SENT, STAGING, warps=1)
     pieces.finish_writer(DQ_STAGED + C, turns_ptr, counters_ptr, info, tiles, part, parts, segments, sweep, CTAS)
     cluster_wait(1)
     cluster_arrive(1)
@@ -152,16 +154,23 @@ def _tiles(tiles, i):
 
 
 @gluon.jit
-def _dq(C: gl.constexpr, i, rank, k_s, ds_s, arrived):
+def _dq_own(C: gl.constexpr, i, rank, k_s, ds_s):
     """Issue the products for consumer C's columns of dQ of step i, asynchronous, when the other dS has arrived."""
     L: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, UNIT, 16])
     stage = i & 1
     late = i >> 30
     own = k_s.index(rank + late).slice(C * UNIT, UNIT, dim=1)
-    other = k_s.index(2 + late).slice(C * UNIT, UNIT, dim=1)
     dq = gl.zeros([BM, UNIT], gl.float32, L)
-    dq = warpgroup_mma(ds_s.index(2 + stage).permute((1, 0)), own, dq, use_acc=False, is_async=True)
-    mbarrier.wait(arrived.index(stage), (i >> 1) & 1)
+    return warpgroup_mma(ds_s.index(2 + stage).permute((1, 0)), own, dq, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def _dq_other(C: gl.constexpr, i, k_s, ds_s, arrived, dq, VARIANT: gl.constexpr):
+    stage = i & 1
+    late = i >> 30
+    other = k_s.index(2 + late).slice(C * UNIT, UNIT, dim=1)
+    if not VARIANT & 4:
+        mbarrier.wait(arrived.index(stage), (i >> 1) & 1)
     return warpgroup_mma(ds_s.index(stage).permute((1, 0)), other, dq, is_async=True)
 
 
@@ -179,7 +188,7 @@ def _stage(C: gl.constexpr, dq, dq_s, dq_scale, FOLD: gl.constexpr):
 def _walk_values(
     CUT: gl.constexpr, first, past_step, last, rank, s, dv, k_s, q_s, dout_s, lse_v, bounds_v, ds_s, arrived,
     dq_s, q_full, dout_full, scale_log2, dq_scale, key, past, inner, alibi, steps_of_head,
-    FOLD: gl.constexpr,
+    FOLD: gl.constexpr, dq, VARIANT: gl.constexpr,
 ):  # fmt: skip
     """Walk the query tiles as consumer 0. ``s`` is complete on entry, and on return that of the next step is."""
     S_L: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BM, 16])
@@ -201,17 +210,22 @@ def _walk_values(
         p16 = gl.convert_layout(p, A_L)
         mbarrier.wait(dout_full.index(0), i & 1)
         dv = pieces.accumulate(p16, dout_s, 0, dv)
+        if VARIANT & 1:
+            if i > 0:
+                _stage(0, dq, dq_s, dq_scale, FOLD)
         after = gl.minimum(i + 1, last)
         mbarrier.wait(q_full.index(after & 1), (after >> 1) & 1)
         s = pieces.keys_times_queries(_tiles(k_s, i), q_s, after & 1, S_L)
         dv, p16 = pieces.wait_sums(2, dv, p16)
         barrier_arrive(DO_FREE, LOADERS)
         barrier_sync(DS_READY, LOADERS)
-        dq = _dq(0, i, rank, k_s, ds_s, arrived)
+        dq = _dq_own(0, i, rank, k_s, ds_s)
+        dq = _dq_other(0, i, k_s, ds_s, arrived, dq, VARIANT)
         dq, s = warpgroup_mma_wait(0, deps=[dq, s])
-        _stage(0, dq, dq_s, dq_scale, FOLD)
+        if not VARIANT & 1:
+            _stage(0, dq, dq_s, dq_scale, FOLD)
         head, inside = scores.next_head(alibi, head, inside, steps_of_head)
-    return s, dv
+    return s, dv, dq
 
 
 @gluon.jit
@@ -219,7 +233,7 @@ def _values(
     dv_ptr, info_ptr, k_s, q_s, dout_s, lse_v, bounds_v, ds_s, arrived, dq_s, kv_full, q_full, dout_full,
     heads, tiles, kv_heads, parts, batches, stride_b, stride_s, stride_h, scale_log2, dq_scale, dv_scale,
     inner, alibi, sweep, BATCHED: gl.constexpr, FOLD: gl.constexpr, IN_TURNS: gl.constexpr,
-    COUNTED: gl.constexpr,
+    COUNTED: gl.constexpr, VARIANT: gl.constexpr,
 ):  # fmt: skip
     """Run consumer 0: S, P, dV and the first columns of dQ."""
     cluster_arrive(4)
@@ -235,14 +249,19 @@ def _values(
     mbarrier.wait(kv_full.index(0), 0)
     mbarrier.wait(q_full.index(0), 0)
     s = warpgroup_mma_wait(0, deps=[pieces.keys_times_queries(_tiles(k_s, 0), q_s, 0, S_L)])
-    s, dv = _walk_values(
+    L: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, UNIT, 16])
+    dq = gl.zeros([BM, UNIT], gl.float32, L)
+    s, dv, dq = _walk_values(
         True, 0, cut_steps, steps - 1, rank, s, dv, k_s, q_s, dout_s, lse_v, bounds_v, ds_s, arrived, dq_s, q_full,
-        dout_full, scale_log2, dq_scale, key, past, inner, alibi, cut_steps // heads, FOLD,
+        dout_full, scale_log2, dq_scale, key, past, inner, alibi, cut_steps // heads, FOLD, dq, VARIANT,
     )  # fmt: skip
-    s, dv = _walk_values(
+    s, dv, dq = _walk_values(
         False, cut_steps, steps, steps - 1, rank, s, dv, k_s, q_s, dout_s, lse_v, bounds_v, ds_s, arrived, dq_s,
-        q_full, dout_full, scale_log2, dq_scale, key, past, inner, alibi, (steps - cut_steps) // heads, FOLD,
+        q_full, dout_full, scale_log2, dq_scale, key, past, inner, alibi, (steps - cut_steps) // heads, FOLD, dq,
+        VARIANT,
     )  # fmt: skip
+    if VARIANT & 1:
+        _stage(0, dq, dq_s, dq_scale, FOLD)
     barrier_sync(DQ_FREE, STAGING)  # and if the group has several parts, it is this one's turn
     head = pieces.buffer_of(batch, part, batches, IN_TURNS).to(gl.int64) * stride_b + kv_head.to(gl.int64) * stride_h
     pieces.store_sums(dv_ptr, dv, head, stride_s, key, past, part, dv_scale, True, IN_TURNS)
@@ -258,6 +277,7 @@ def _keys(
     dk_ptr, info_ptr, k_s, v_s, q_s, dout_s, delta_v, ds_s, arrived, dq_s, kv_full, q_full, dout_full,
     heads, tiles, kv_heads, parts, batches, stride_b, stride_s, stride_h, dk_scale,
     sweep, BATCHED: gl.constexpr, FOLD: gl.constexpr, IN_TURNS: gl.constexpr, COUNTED: gl.constexpr,
+    VARIANT: gl.constexpr,
 ):  # fmt: skip
     """Run consumer 1: dP, dS, dK and the last columns of dQ."""
     cluster_arrive(4)
@@ -285,17 +305,33 @@ def _keys(
         barrier_arrive(DO_FREE, LOADERS)
         mbarrier.wait(q_full.index(stage), (i >> 1) & 1)
         dk = pieces.accumulate(ds16, q_s, stage, dk)
-        dq = _dq(1, i, rank, k_s, ds_s, arrived)
-        dk, ds16 = pieces.wait_sums(2, dk, ds16)
-        barrier_arrive(Q_FREE + stage, LOADERS)
+        dq = _dq_own(1, i, rank, k_s, ds_s)
         after = gl.minimum(i + 1, steps - 1)
-        mbarrier.wait(dout_full.index(0), after & 1)
-        minus_delta = delta_v.index(0).load(gl.SliceLayout(0, S_L))
-        dp = pieces.keys_times_queries(_tiles(v_s, i), dout_s, 0, S_L, minus_delta)
-        dq = warpgroup_mma_wait(2, deps=[dq])
-        _stage(1, dq, dq_s, dk_scale, FOLD)
-        dp = warpgroup_mma_wait(0, deps=[dp])
-    barrier_sync(DQ_FREE + 1, STAGING)  # and if the group has several parts, it is this one's turn
+        if VARIANT & 16:
+            dk, ds16 = pieces.wait_sums(1, dk, ds16)
+            barrier_arrive(Q_FREE + stage, LOADERS)
+            mbarrier.wait(dout_full.index(0), after & 1)
+            minus_delta = delta_v.index(0).load(gl.SliceLayout(0, S_L))
+            dp = pieces.keys_times_queries(_tiles(v_s, i), dout_s, 0, S_L, minus_delta)
+            dq = _dq_other(1, i, k_s, ds_s, arrived, dq, VARIANT)
+            dq, dp = warpgroup_mma_wait(0, deps=[dq, dp])
+            _stage(1, dq, dq_s, dk_scale, FOLD)
+        else:
+            dq = _dq_other(1, i, k_s, ds_s, arrived, dq, VARIANT)
+            dk, ds16 = pieces.wait_sums(2, dk, ds16)
+            barrier_arrive(Q_FREE + stage, LOADERS)
+            if VARIANT & 2:
+                dq = warpgroup_mma_wait(0, deps=[dq])
+                _stage(1, dq, dq_s, dk_scale, FOLD)
+            mbarrier.wait(dout_full.index(0), after & 1)
+            minus_delta = delta_v.index(0).load(gl.SliceLayout(0, S_L))
+            dp = pieces.keys_times_queries(_tiles(v_s, i), dout_s, 0, S_L, minus_delta)
+            if not VARIANT & 2:
+                dq = warpgroup_mma_wait(2, deps=[dq])
+                _stage(1, dq, dq_s, dk_scale, FOLD)
+            dp = warpgroup_mma_wait(0, deps=[dp])
+    if IN_TURNS or COUNTED:
+        barrier_sync(LAST_SENT, STAGING)  # and if the group has several parts, it is this one's turn
     head = pieces.buffer_of(batch, part, batches, IN_TURNS).to(gl.int64) * stride_b + kv_head.to(gl.int64) * stride_h
     pieces.store_sums(dk_ptr, dk, head, stride_s, key, past, part, dk_scale, not FOLD, IN_TURNS)
     if IN_TURNS or COUNTED:
@@ -312,7 +348,7 @@ def kernel(
     q_tiles, scale_log2, dk_scale, dv_scale,
     flags_ptr, epoch, timed_out_ptr, turns_ptr, counters_ptr, segments, sweep,
     inner, positions_desc, slopes_ptr, slopes_stride, positions_k_ptr,  # None without softcap; without ALiBi
-    BATCHED: gl.constexpr, FOLD: gl.constexpr, REGISTERS: gl.constexpr,
+    BATCHED: gl.constexpr, FOLD: gl.constexpr, REGISTERS: gl.constexpr, VARIANT: gl.constexpr = 0,
 ):  # fmt: skip
     """Compute dk, dv and dq. Arguments: as of ``backward._kernel``. Boxes have 128 columns, of dq 64."""
     dtype: gl.constexpr = q_desc.dtype
@@ -354,19 +390,19 @@ def kernel(
             (_values, (dv_ptr, info_ptr, k_s, q_s, dout_s, lse_v, bounds_v, ds_s, arrived, dq_s, kv_full, q_full,
                        dout_full, heads, tiles, kv_heads, parts, batches, stride_b, stride_s, stride_h, scale_log2,
                        dk_scale, dv_scale, inner, alibi, sweep, BATCHED, FOLD, turns_ptr is not None,
-                       counters_ptr is not None)),
+                       counters_ptr is not None, VARIANT)),
             (_keys, (dk_ptr, info_ptr, k_s, v_s, q_s, dout_s, delta_v, ds_s, arrived, dq_s, kv_full, q_full, dout_full,
                      heads, tiles, kv_heads, parts, batches, stride_b, stride_s, stride_h, dk_scale, sweep, BATCHED,
-                     FOLD, turns_ptr is not None, counters_ptr is not None)),
+                     FOLD, turns_ptr is not None, counters_ptr is not None, VARIANT)),
             (_producer, ((q_desc, q_desc), (dout_desc, dout_desc), k_desc, v_desc, lse_desc, delta_desc, bounds_desc,
                          positions_desc, info_ptr, k_t, v_t, q_t, dout_t, lse_t, delta_t, bounds_t, positions_t,
                          kv_full, q_full, dout_full, heads, tiles, kv_heads, parts, q_tiles, flags_ptr, epoch,
                          timed_out_ptr, sweep, BATCHED)),
             (_sender, (info_ptr, ds_at, arrived, arrived_at, heads, tiles, kv_heads, parts, sweep, BATCHED)),
             (_writer, (0, dq_desc, info_ptr, dq_t, heads, tiles, kv_heads, parts, turns_ptr, counters_ptr, segments,
-                       sweep, BATCHED)),
+                       sweep, BATCHED, VARIANT)),
             (_writer, (1, dq_desc, info_ptr, dq_t, heads, tiles, kv_heads, parts, turns_ptr, counters_ptr, segments,
-                       sweep, BATCHED)),
+                       sweep, BATCHED, VARIANT)),
         ],
         [4, 1, 1, 1, 1],
         [REGISTERS, 24, 24, 24, 24],
