@@ -126,19 +126,20 @@ def _writer(
     steps, cut_steps, j, stops = pieces.visit_order(info, heads)
     head = (kv_head * parts + part) * heads
     column = gl.program_id(0) % CTAS * HALF + C * UNIT
-    if C == 1:
-        barrier_arrive(DQ_FREE, STAGING, warps=1)
+    FIRST: gl.constexpr = 1 if VARIANT & 33 else 0
+    if C != FIRST:
+        barrier_arrive(DQ_FREE + FIRST, STAGING, warps=1)
     for i in range(0, steps):
         barrier_sync(DQ_STAGED + C, STAGING, warps=1)
         if not VARIANT & 8:
             tma_reduce_add(dq_desc, [batch, j * BM, head, column], dq_t)
             tma.store_wait(0)
-        if C == 0:
-            barrier_arrive(DQ_FREE + 1, STAGING, warps=1)
+        if C == FIRST:
+            barrier_arrive(DQ_FREE + 1 - FIRST, STAGING, warps=1)
         else:
-            pieces.signal_sent(DQ_FREE, i == steps - 1, turns_ptr, tiles, part, parts, sweep, CTAS)
+            pieces.signal_sent(DQ_FREE + FIRST, i == steps - 1, turns_ptr, tiles, part, parts, sweep, CTAS)
         j, head = pieces.next_tile(i, j, head, cut_steps, heads, stops)
-    if C == 1 and (turns_ptr is not None or counters_ptr is not None):
+    if C != FIRST and (turns_ptr is not None or counters_ptr is not None):
         barrier_sync(LAST_SENT, STAGING, warps=1)
     pieces.finish_writer(DQ_STAGED + C, turns_ptr, counters_ptr, info, tiles, part, parts, segments, sweep, CTAS)
     cluster_wait(1)
@@ -182,6 +183,16 @@ def _stage(C: gl.constexpr, dq, dq_s, dq_scale, FOLD: gl.constexpr):
     pieces.stage_dq(dq_s, dq)
     fence_async_shared()
     barrier_arrive(DQ_STAGED + C, STAGING)
+
+
+@gluon.jit
+def _last_sent(C: gl.constexpr, STORES: gl.constexpr, VARIANT: gl.constexpr):
+    """Wait until what consumer C has staged has been sent; and if the group has several parts, it is this one's turn"""
+    FIRST: gl.constexpr = 1 if VARIANT & 33 else 0
+    if C == FIRST:
+        barrier_sync(DQ_FREE + C, STAGING)
+    elif STORES:
+        barrier_sync(LAST_SENT, STAGING)
 
 
 @gluon.jit
@@ -262,7 +273,7 @@ def _values(
     )  # fmt: skip
     if VARIANT & 1:
         _stage(0, dq, dq_s, dq_scale, FOLD)
-    barrier_sync(DQ_FREE, STAGING)  # and if the group has several parts, it is this one's turn
+    _last_sent(0, IN_TURNS or COUNTED, VARIANT)
     head = pieces.buffer_of(batch, part, batches, IN_TURNS).to(gl.int64) * stride_b + kv_head.to(gl.int64) * stride_h
     pieces.store_sums(dv_ptr, dv, head, stride_s, key, past, part, dv_scale, True, IN_TURNS)
     if IN_TURNS or COUNTED:
@@ -330,8 +341,7 @@ def _keys(
                 dq = warpgroup_mma_wait(2, deps=[dq])
                 _stage(1, dq, dq_s, dk_scale, FOLD)
             dp = warpgroup_mma_wait(0, deps=[dp])
-    if IN_TURNS or COUNTED:
-        barrier_sync(LAST_SENT, STAGING)  # and if the group has several parts, it is this one's turn
+    _last_sent(1, IN_TURNS or COUNTED, VARIANT)
     head = pieces.buffer_of(batch, part, batches, IN_TURNS).to(gl.int64) * stride_b + kv_head.to(gl.int64) * stride_h
     pieces.store_sums(dk_ptr, dk, head, stride_s, key, past, part, dk_scale, not FOLD, IN_TURNS)
     if IN_TURNS or COUNTED:
