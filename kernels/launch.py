@@ -58,8 +58,8 @@ def dispatch(
     Args:
         variants: returns changes of arguments and constants, by name, for launches that other documents will need; they
             are compiled when this launch is.
-        cluster: number of CTAs of a cluster, of which ``grid`` has so many; always the same for a kernel. Other numbers
-            than 1 need :data:`CLUSTERS`.
+        cluster: CTAs of a cluster; ``grid`` counts clusters. Always the same for a kernel; above 1 only where there are
+            :data:`CLUSTERS`.
 
     Returns:
         The launch, for :meth:`Launches.remember`; None from the interpreter, and from a launch that had to compile.

@@ -88,7 +88,6 @@ from .work import Split
 
 __all__ = ["HEAD_DIMS", "IN_ORDER", "PORTABLE", "backward", "completion_counts", "unsupported"]
 
-VARIANT = 0
 PORTABLE = ((512, 512),)  # head dims whose backward runs on the portable kernels
 HEAD_DIMS = ((64, 64), (96, 96), (128, 128), (192, 128), (256, 256))  # of q, k and of v
 IN_ORDER = (64, 96, 128)  # head dims of q whose dq may be added in a fixed order
@@ -511,8 +510,7 @@ def launch(
     tensors = [x for x in operands if x is not None]
     if not launches.again(key, tensors, epoch):
         kernel, grid, args, constants = _arguments(operands, block, score, changes, split, epoch)
-        clusters = {"cluster": work.ctas_per_tile(q)} if work.ctas_per_tile(q) > 1 else {}
-        launched = dispatch(kernel, grid, *args, variants=lambda: _variants(operands), **clusters, **constants)
+        launched = dispatch(kernel, grid, *args, variants=lambda: _variants(operands), **constants)
         fixed = _tables(q, block, deterministic)
         if changes.slopes is not None:
             fixed += _positions(q, block)
@@ -555,7 +553,7 @@ def _arguments(
     batch, seq_q, q_heads, dim = q.shape
     kv_heads, dim_v = v.shape[2:]
     info, bounds, *first = _tables(q, block, x.sums is not None)
-    rows = work.queries_per_step(q)
+    rows, ctas = work.queries_per_step(q), work.ctas_per_tile(q)
     tiles, parts, scale, fold = info.shape[1], split.parts, score.softmax_scale, _folds_scale(q, score)
     sweep = work.sweep if x.sums is None else work.sweep_in_order
     alibi: tuple[Any, ...] = (None, None, None, None)
@@ -566,7 +564,7 @@ def _arguments(
         dk, x.dv, info, q_heads // kv_heads // parts, tiles, kv_heads, parts, batch, *dk.stride()[-4:-1],
         -(-seq_q // rows), changes.scale, scale, 1 / scale if fold else 1.0,
         x.flags, epoch, x.timed_out, x.turns, x.counters, 0 if x.counters is None else x.counters.shape[1],
-        sweep(batch * kv_heads, tiles, work.processors(q) // work.ctas_per_tile(q), parts),
+        sweep(batch * kv_heads, tiles, work.processors(q) // ctas, parts),
         changes.inner, *alibi,
     )  # fmt: skip
     order = (*first, x.sums) if first else (None, None)
@@ -576,7 +574,7 @@ def _arguments(
     def box(tensor: Tensor, columns: int, height: int = BM.value) -> TensorDescriptor | None:
         return view(tensor, (1, height, 1, columns)) if columns else None
 
-    grid = (batch * kv_heads * parts * tiles,)  # clusters
+    grid = (batch * kv_heads * parts * tiles,)
     if dim == 64:
         boxes = (box(q, dim, rows), box(dout, dim, rows), box(k, dim), box(v, dim), *statistics, box(dq, dim))
         return tall.kernel, grid, (*boxes, *numbers, *order), constants
@@ -585,9 +583,9 @@ def _arguments(
             *(box(t, 128) for t in (q, dout, k, v)), *statistics, box(dq, 64), box(q, 64), box(k, 64), box(dq, 32)
         )  # fmt: skip
         return lean.kernel, grid, (*boxes, *numbers), constants
-    if dim > 128 and work.ctas_per_tile(q) == pair.CTAS.value:
+    if dim > 128 and ctas > 1:
         boxes = (*(box(t, pair.HALF.value) for t in (q, dout, k, v)), *statistics, box(dq, pair.UNIT.value))
-        return pair.kernel, grid, (*boxes, *numbers), dict(VARIANT=VARIANT, **constants)
+        return pair.kernel, grid, (*boxes, *numbers), dict(cluster=ctas, **constants)
     if dim > 128:
         boxes = (
             *(box(t, 128) for t in (q, dout, k, v)), *statistics, box(dq, wide.UNIT.value),

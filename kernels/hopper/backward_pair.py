@@ -20,8 +20,9 @@ sends its dS to the other one and computes half of the columns of dQ, over all 1
   a buffer is free: where the dS of step i + 1 has arrived, the other CTA has used the dS of step i, so that it has
   been read here, and the place where it was put there may be overwritten by that of step i + 2, which is computed
   after dQ of step i + 1 here.
-* There is room for one staged tile of dQ: consumer 0 stages first, consumer 1 when that has been read, while it waits
-  for P of the step after.
+* dS takes about as long to the other CTA as a product. Consumer 1 issues dP^T of the step after before it waits for
+  the other dS.
+* There is room for one staged tile of dQ: consumer 0 stages first, consumer 1 when that has been read.
 * Tiles of 256 columns are two of 128: with one, ptxas runs out of registers for the sums.
 * Shared memory has room for one tile of dO. It is read last by dV(i), in the first part of a step, and needed
   next by dP(i + 1), in the last.
@@ -64,7 +65,7 @@ HALF = gl.constexpr(128)  # columns of dQ of a CTA, and of the tiles in shared m
 DS_BYTES = gl.constexpr(2 * 64 * 64)
 SMALL_AT = gl.constexpr(222 * 1024)  # mbarriers and rows are not before this offset in shared memory
 
-P_READY, DS_READY, Q_FREE, DO_FREE, DQ_STAGED, DQ_FREE, LAST_SENT = (gl.constexpr(i) for i in (4, 5, 6, 8, 10, 12, 14))
+P_READY, DS_READY, Q_FREE, DO_FREE, DQ_STAGED, DQ_FREE, MAY_STORE = (gl.constexpr(i) for i in (4, 5, 6, 8, 10, 12, 14))
 
 
 @gluon.jit
@@ -118,7 +119,7 @@ def _producer(
 @gluon.jit
 def _writer(
     C: gl.constexpr, dq_desc, info_ptr, dq_t, heads, tiles, kv_heads, parts, turns_ptr, counters_ptr, segments, sweep,
-    BATCHED: gl.constexpr, VARIANT: gl.constexpr,
+    BATCHED: gl.constexpr,
 ):  # fmt: skip
     """Send what consumer C has staged, and let the other consumer stage. At the end writer 1 lets both store."""
     cluster_arrive(1)
@@ -126,21 +127,19 @@ def _writer(
     steps, cut_steps, j, stops = pieces.visit_order(info, heads)
     head = (kv_head * parts + part) * heads
     column = gl.program_id(0) % CTAS * HALF + C * UNIT
-    FIRST: gl.constexpr = 1 if VARIANT & 33 else 0
-    if C != FIRST:
-        barrier_arrive(DQ_FREE + FIRST, STAGING, warps=1)
+    if C == 1:
+        barrier_arrive(DQ_FREE, STAGING, warps=1)
     for i in range(0, steps):
         barrier_sync(DQ_STAGED + C, STAGING, warps=1)
-        if not VARIANT & 8:
-            tma_reduce_add(dq_desc, [batch, j * BM, head, column], dq_t)
-            tma.store_wait(0)
-        if C == FIRST:
-            barrier_arrive(DQ_FREE + 1 - FIRST, STAGING, warps=1)
+        tma_reduce_add(dq_desc, [batch, j * BM, head, column], dq_t)
+        tma.store_wait(0)
+        if C == 0:
+            barrier_arrive(DQ_FREE + 1, STAGING, warps=1)
         else:
-            pieces.signal_sent(DQ_FREE + FIRST, i == steps - 1, turns_ptr, tiles, part, parts, sweep, CTAS)
+            pieces.signal_sent(DQ_FREE, i == steps - 1, turns_ptr, tiles, part, parts, sweep, CTAS)
         j, head = pieces.next_tile(i, j, head, cut_steps, heads, stops)
-    if C != FIRST and (turns_ptr is not None or counters_ptr is not None):
-        barrier_sync(LAST_SENT, STAGING, warps=1)
+    if C == 1 and (turns_ptr is not None or counters_ptr is not None):
+        barrier_sync(MAY_STORE, STAGING, warps=1)
     pieces.finish_writer(DQ_STAGED + C, turns_ptr, counters_ptr, info, tiles, part, parts, segments, sweep, CTAS)
     cluster_wait(1)
     cluster_arrive(1)
@@ -155,8 +154,8 @@ def _tiles(tiles, i):
 
 
 @gluon.jit
-def _dq_own(C: gl.constexpr, i, rank, k_s, ds_s):
-    """Issue the products for consumer C's columns of dQ of step i, asynchronous, when the other dS has arrived."""
+def _dq_of_own(C: gl.constexpr, i, rank, k_s, ds_s):
+    """Issue the product of this CTA's keys for consumer C's columns of dQ of step i, asynchronous."""
     L: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, UNIT, 16])
     stage = i & 1
     late = i >> 30
@@ -166,12 +165,12 @@ def _dq_own(C: gl.constexpr, i, rank, k_s, ds_s):
 
 
 @gluon.jit
-def _dq_other(C: gl.constexpr, i, k_s, ds_s, arrived, dq, VARIANT: gl.constexpr):
+def _add_other(C: gl.constexpr, i, k_s, ds_s, arrived, dq):
+    """Issue that of the other CTA's keys, when their dS has arrived."""
     stage = i & 1
     late = i >> 30
     other = k_s.index(2 + late).slice(C * UNIT, UNIT, dim=1)
-    if not VARIANT & 4:
-        mbarrier.wait(arrived.index(stage), (i >> 1) & 1)
+    mbarrier.wait(arrived.index(stage), (i >> 1) & 1)
     return warpgroup_mma(ds_s.index(stage).permute((1, 0)), other, dq, is_async=True)
 
 
@@ -186,20 +185,10 @@ def _stage(C: gl.constexpr, dq, dq_s, dq_scale, FOLD: gl.constexpr):
 
 
 @gluon.jit
-def _last_sent(C: gl.constexpr, STORES: gl.constexpr, VARIANT: gl.constexpr):
-    """Wait until what consumer C has staged has been sent; and if the group has several parts, it is this one's turn"""
-    FIRST: gl.constexpr = 1 if VARIANT & 33 else 0
-    if C == FIRST:
-        barrier_sync(DQ_FREE + C, STAGING)
-    elif STORES:
-        barrier_sync(LAST_SENT, STAGING)
-
-
-@gluon.jit
 def _walk_values(
     CUT: gl.constexpr, first, past_step, last, rank, s, dv, k_s, q_s, dout_s, lse_v, bounds_v, ds_s, arrived,
     dq_s, q_full, dout_full, scale_log2, dq_scale, key, past, inner, alibi, steps_of_head,
-    FOLD: gl.constexpr, dq, VARIANT: gl.constexpr,
+    FOLD: gl.constexpr,
 ):  # fmt: skip
     """Walk the query tiles as consumer 0. ``s`` is complete on entry, and on return that of the next step is."""
     S_L: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BM, 16])
@@ -221,34 +210,38 @@ def _walk_values(
         p16 = gl.convert_layout(p, A_L)
         mbarrier.wait(dout_full.index(0), i & 1)
         dv = pieces.accumulate(p16, dout_s, 0, dv)
-        if VARIANT & 1:
-            if i > 0:
-                _stage(0, dq, dq_s, dq_scale, FOLD)
         after = gl.minimum(i + 1, last)
         mbarrier.wait(q_full.index(after & 1), (after >> 1) & 1)
         s = pieces.keys_times_queries(_tiles(k_s, i), q_s, after & 1, S_L)
         dv, p16 = pieces.wait_sums(2, dv, p16)
         barrier_arrive(DO_FREE, LOADERS)
         barrier_sync(DS_READY, LOADERS)
-        dq = _dq_own(0, i, rank, k_s, ds_s)
-        dq = _dq_other(0, i, k_s, ds_s, arrived, dq, VARIANT)
+        dq = _dq_of_own(0, i, rank, k_s, ds_s)
+        dq = _add_other(0, i, k_s, ds_s, arrived, dq)
         dq, s = warpgroup_mma_wait(0, deps=[dq, s])
-        if not VARIANT & 1:
-            _stage(0, dq, dq_s, dq_scale, FOLD)
+        _stage(0, dq, dq_s, dq_scale, FOLD)
         head, inside = scores.next_head(alibi, head, inside, steps_of_head)
-    return s, dv, dq
+    return s, dv
 
 
 @gluon.jit
 def _values(
-    dv_ptr, info_ptr, k_s, q_s, dout_s, lse_v, bounds_v, ds_s, arrived, dq_s, kv_full, q_full, dout_full,
+    dv_ptr, info_ptr, k_t, q_t, dout_t, lse_t, bounds_t, positions_t, ds_s, arrived, dq_t, kv_full, q_full, dout_full,
     heads, tiles, kv_heads, parts, batches, stride_b, stride_s, stride_h, scale_log2, dq_scale, dv_scale,
-    inner, alibi, sweep, BATCHED: gl.constexpr, FOLD: gl.constexpr, IN_TURNS: gl.constexpr,
-    COUNTED: gl.constexpr, VARIANT: gl.constexpr,
+    inner, slopes_ptr, slopes_stride, positions_k_ptr, sweep, BATCHED: gl.constexpr, FOLD: gl.constexpr,
+    IN_TURNS: gl.constexpr, COUNTED: gl.constexpr,
 ):  # fmt: skip
     """Run consumer 0: S, P, dV and the first columns of dQ."""
     cluster_arrive(4)
     S_L: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BM, 16])
+    ROW_L: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    k_s = pieces.matrices((k_t,))[0]
+    q_s = pieces.matrices(q_t)
+    dout_s = pieces.matrices(dout_t)
+    lse_v = reinterpret(lse_t, gl.float32, [2, BM], ROW_L)
+    bounds_v = reinterpret(bounds_t, gl.int32, [4, BM], ROW_L)
+    alibi = pieces.alibi_of(slopes_ptr, slopes_stride, positions_k_ptr, positions_t)
+    dq_s = pieces.staging_matrix(dq_t)
     batch, kv_head, part, info = pieces.place(info_ptr, heads, tiles, kv_heads, parts, sweep, BATCHED, CTAS)
     rank = gl.program_id(0) % CTAS
     first = gl.load(info)
@@ -260,20 +253,15 @@ def _values(
     mbarrier.wait(kv_full.index(0), 0)
     mbarrier.wait(q_full.index(0), 0)
     s = warpgroup_mma_wait(0, deps=[pieces.keys_times_queries(_tiles(k_s, 0), q_s, 0, S_L)])
-    L: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, UNIT, 16])
-    dq = gl.zeros([BM, UNIT], gl.float32, L)
-    s, dv, dq = _walk_values(
+    s, dv = _walk_values(
         True, 0, cut_steps, steps - 1, rank, s, dv, k_s, q_s, dout_s, lse_v, bounds_v, ds_s, arrived, dq_s, q_full,
-        dout_full, scale_log2, dq_scale, key, past, inner, alibi, cut_steps // heads, FOLD, dq, VARIANT,
+        dout_full, scale_log2, dq_scale, key, past, inner, alibi, cut_steps // heads, FOLD,
     )  # fmt: skip
-    s, dv, dq = _walk_values(
+    s, dv = _walk_values(
         False, cut_steps, steps, steps - 1, rank, s, dv, k_s, q_s, dout_s, lse_v, bounds_v, ds_s, arrived, dq_s,
-        q_full, dout_full, scale_log2, dq_scale, key, past, inner, alibi, (steps - cut_steps) // heads, FOLD, dq,
-        VARIANT,
+        q_full, dout_full, scale_log2, dq_scale, key, past, inner, alibi, (steps - cut_steps) // heads, FOLD,
     )  # fmt: skip
-    if VARIANT & 1:
-        _stage(0, dq, dq_s, dq_scale, FOLD)
-    _last_sent(0, IN_TURNS or COUNTED, VARIANT)
+    barrier_sync(DQ_FREE, STAGING)  # and if the group has several parts, it is this one's turn
     head = pieces.buffer_of(batch, part, batches, IN_TURNS).to(gl.int64) * stride_b + kv_head.to(gl.int64) * stride_h
     pieces.store_sums(dv_ptr, dv, head, stride_s, key, past, part, dv_scale, True, IN_TURNS)
     if IN_TURNS or COUNTED:
@@ -285,14 +273,19 @@ def _values(
 
 @gluon.jit
 def _keys(
-    dk_ptr, info_ptr, k_s, v_s, q_s, dout_s, delta_v, ds_s, arrived, dq_s, kv_full, q_full, dout_full,
+    dk_ptr, info_ptr, k_t, v_t, q_t, dout_t, delta_t, ds_s, arrived, dq_t, kv_full, q_full, dout_full,
     heads, tiles, kv_heads, parts, batches, stride_b, stride_s, stride_h, dk_scale,
     sweep, BATCHED: gl.constexpr, FOLD: gl.constexpr, IN_TURNS: gl.constexpr, COUNTED: gl.constexpr,
-    VARIANT: gl.constexpr,
 ):  # fmt: skip
     """Run consumer 1: dP, dS, dK and the last columns of dQ."""
     cluster_arrive(4)
     S_L: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BM, 16])
+    k_s = pieces.matrices((k_t,))[0]
+    v_s = pieces.matrices((v_t,))[0]
+    q_s = pieces.matrices(q_t)
+    dout_s = pieces.matrices(dout_t)
+    delta_v = reinterpret(delta_t, gl.float32, [1, BM], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    dq_s = pieces.staging_matrix(dq_t)
     batch, kv_head, part, info = pieces.place(info_ptr, heads, tiles, kv_heads, parts, sweep, BATCHED, CTAS)
     rank = gl.program_id(0) % CTAS
     key = gl.load(info) + rank * KEYS
@@ -316,32 +309,18 @@ def _keys(
         barrier_arrive(DO_FREE, LOADERS)
         mbarrier.wait(q_full.index(stage), (i >> 1) & 1)
         dk = pieces.accumulate(ds16, q_s, stage, dk)
-        dq = _dq_own(1, i, rank, k_s, ds_s)
+        dq = _dq_of_own(1, i, rank, k_s, ds_s)
+        dk, ds16 = pieces.wait_sums(1, dk, ds16)
+        barrier_arrive(Q_FREE + stage, LOADERS)
         after = gl.minimum(i + 1, steps - 1)
-        if VARIANT & 16:
-            dk, ds16 = pieces.wait_sums(1, dk, ds16)
-            barrier_arrive(Q_FREE + stage, LOADERS)
-            mbarrier.wait(dout_full.index(0), after & 1)
-            minus_delta = delta_v.index(0).load(gl.SliceLayout(0, S_L))
-            dp = pieces.keys_times_queries(_tiles(v_s, i), dout_s, 0, S_L, minus_delta)
-            dq = _dq_other(1, i, k_s, ds_s, arrived, dq, VARIANT)
-            dq, dp = warpgroup_mma_wait(0, deps=[dq, dp])
-            _stage(1, dq, dq_s, dk_scale, FOLD)
-        else:
-            dq = _dq_other(1, i, k_s, ds_s, arrived, dq, VARIANT)
-            dk, ds16 = pieces.wait_sums(2, dk, ds16)
-            barrier_arrive(Q_FREE + stage, LOADERS)
-            if VARIANT & 2:
-                dq = warpgroup_mma_wait(0, deps=[dq])
-                _stage(1, dq, dq_s, dk_scale, FOLD)
-            mbarrier.wait(dout_full.index(0), after & 1)
-            minus_delta = delta_v.index(0).load(gl.SliceLayout(0, S_L))
-            dp = pieces.keys_times_queries(_tiles(v_s, i), dout_s, 0, S_L, minus_delta)
-            if not VARIANT & 2:
-                dq = warpgroup_mma_wait(2, deps=[dq])
-                _stage(1, dq, dq_s, dk_scale, FOLD)
-            dp = warpgroup_mma_wait(0, deps=[dp])
-    _last_sent(1, IN_TURNS or COUNTED, VARIANT)
+        mbarrier.wait(dout_full.index(0), after & 1)
+        minus_delta = delta_v.index(0).load(gl.SliceLayout(0, S_L))
+        dp = pieces.keys_times_queries(_tiles(v_s, i), dout_s, 0, S_L, minus_delta)
+        dq = _add_other(1, i, k_s, ds_s, arrived, dq)
+        dq, dp = warpgroup_mma_wait(0, deps=[dq, dp])
+        _stage(1, dq, dq_s, dk_scale, FOLD)
+    if IN_TURNS or COUNTED:
+        barrier_sync(MAY_STORE, STAGING)
     head = pieces.buffer_of(batch, part, batches, IN_TURNS).to(gl.int64) * stride_b + kv_head.to(gl.int64) * stride_h
     pieces.store_sums(dk_ptr, dk, head, stride_s, key, past, part, dk_scale, not FOLD, IN_TURNS)
     if IN_TURNS or COUNTED:
@@ -358,7 +337,7 @@ def kernel(
     q_tiles, scale_log2, dk_scale, dv_scale,
     flags_ptr, epoch, timed_out_ptr, turns_ptr, counters_ptr, segments, sweep,
     inner, positions_desc, slopes_ptr, slopes_stride, positions_k_ptr,  # None without softcap; without ALiBi
-    BATCHED: gl.constexpr, FOLD: gl.constexpr, REGISTERS: gl.constexpr, VARIANT: gl.constexpr = 0,
+    BATCHED: gl.constexpr, FOLD: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """Compute dk, dv and dq. Arguments: as of ``backward._kernel``. Boxes have 128 columns, of dq 64."""
     dtype: gl.constexpr = q_desc.dtype
@@ -380,15 +359,6 @@ def kernel(
     positions_t = pieces.positions_of(positions_desc)
     ds_at = offset_of(reinterpret(ds_s.index(0), gl.int32, [DS_BYTES // 4], ROW_L), 0, 1024)
     arrived_at = offset_of(reinterpret(arrived, gl.int32, [4], ROW_L), SMALL_AT, 16)
-    k_s = pieces.matrices((k_t,))[0]
-    v_s = pieces.matrices((v_t,))[0]
-    q_s = pieces.matrices(q_t)
-    dout_s = pieces.matrices(dout_t)
-    lse_v = reinterpret(lse_t, gl.float32, [2, BM], ROW_L)
-    delta_v = reinterpret(delta_t, gl.float32, [1, BM], ROW_L)
-    alibi = pieces.alibi_of(slopes_ptr, slopes_stride, positions_k_ptr, positions_t)
-    bounds_v = reinterpret(bounds_t, gl.int32, [4, BM], ROW_L)
-    dq_s = pieces.staging_matrix(dq_t)
     mbarrier.init(kv_full.index(0), count=1)
     mbarrier.init(dout_full.index(0), count=1)
     for i in gl.static_range(2):
@@ -397,22 +367,22 @@ def kernel(
     fence_barriers()
     gl.warp_specialize(
         [
-            (_values, (dv_ptr, info_ptr, k_s, q_s, dout_s, lse_v, bounds_v, ds_s, arrived, dq_s, kv_full, q_full,
-                       dout_full, heads, tiles, kv_heads, parts, batches, stride_b, stride_s, stride_h, scale_log2,
-                       dk_scale, dv_scale, inner, alibi, sweep, BATCHED, FOLD, turns_ptr is not None,
-                       counters_ptr is not None, VARIANT)),
-            (_keys, (dk_ptr, info_ptr, k_s, v_s, q_s, dout_s, delta_v, ds_s, arrived, dq_s, kv_full, q_full, dout_full,
+            (_values, (dv_ptr, info_ptr, k_t, q_t, dout_t, lse_t, bounds_t, positions_t, ds_s, arrived, dq_t, kv_full,
+                       q_full, dout_full, heads, tiles, kv_heads, parts, batches, stride_b, stride_s, stride_h,
+                       scale_log2, dk_scale, dv_scale, inner, slopes_ptr, slopes_stride, positions_k_ptr, sweep,
+                       BATCHED, FOLD, turns_ptr is not None, counters_ptr is not None)),
+            (_keys, (dk_ptr, info_ptr, k_t, v_t, q_t, dout_t, delta_t, ds_s, arrived, dq_t, kv_full, q_full, dout_full,
                      heads, tiles, kv_heads, parts, batches, stride_b, stride_s, stride_h, dk_scale, sweep, BATCHED,
-                     FOLD, turns_ptr is not None, counters_ptr is not None, VARIANT)),
+                     FOLD, turns_ptr is not None, counters_ptr is not None)),
             (_producer, ((q_desc, q_desc), (dout_desc, dout_desc), k_desc, v_desc, lse_desc, delta_desc, bounds_desc,
                          positions_desc, info_ptr, k_t, v_t, q_t, dout_t, lse_t, delta_t, bounds_t, positions_t,
                          kv_full, q_full, dout_full, heads, tiles, kv_heads, parts, q_tiles, flags_ptr, epoch,
                          timed_out_ptr, sweep, BATCHED)),
             (_sender, (info_ptr, ds_at, arrived, arrived_at, heads, tiles, kv_heads, parts, sweep, BATCHED)),
             (_writer, (0, dq_desc, info_ptr, dq_t, heads, tiles, kv_heads, parts, turns_ptr, counters_ptr, segments,
-                       sweep, BATCHED, VARIANT)),
+                       sweep, BATCHED)),
             (_writer, (1, dq_desc, info_ptr, dq_t, heads, tiles, kv_heads, parts, turns_ptr, counters_ptr, segments,
-                       sweep, BATCHED, VARIANT)),
+                       sweep, BATCHED)),
         ],
         [4, 1, 1, 1, 1],
         [REGISTERS, 24, 24, 24, 24],
