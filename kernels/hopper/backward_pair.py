@@ -50,6 +50,7 @@ from . import scores
 from .backward_pieces import BM, LOADERS, PAIR, STAGING
 from .clusters import cluster_arrive, cluster_wait, fence_barriers, offset_of, send_to_peer
 from .primitives import (
+    async_load,
     barrier_arrive,
     barrier_sync,
     reinterpret,
@@ -96,18 +97,19 @@ def _producer(
     batch, kv_head, part, info = pieces.place(info_ptr, heads, tiles, kv_heads, parts, sweep, BATCHED, CTAS)
     rank = gl.program_id(0) % CTAS
     first = gl.load(info)
+    visits = pieces.visits_of(info, heads)
     if flags_ptr is not None:
         wait_row(flags_ptr, batch * kv_heads + kv_head, epoch, timed_out_ptr, 1)
     mbarrier.expect(kv_full.index(0), 3 * k_desc.block_type.nbytes + 2 * v_desc.block_type.nbytes)
     for piece in gl.static_range(2):
         row = [batch, first + rank * KEYS, kv_head, piece * HALF]
-        pieces.async_load(k_desc, row, kv_full.index(0), k_s.index(piece))
-        pieces.async_load(v_desc, row, kv_full.index(0), v_s.index(piece))
-    pieces.async_load(
+        async_load(k_desc, row, kv_full.index(0), k_s.index(piece))
+        async_load(v_desc, row, kv_full.index(0), v_s.index(piece))
+    async_load(
         k_desc, [batch, first + (1 - rank) * KEYS, kv_head, rank * HALF], kv_full.index(0), k_s.index(2)
     )  # fmt: skip
     pieces.load_queries(
-        q_descs, dout_descs, lse_desc, delta_desc, bounds_desc, positions_desc, info, q_s, dout_s, lse_s, delta_s,
+        q_descs, dout_descs, lse_desc, delta_desc, bounds_desc, positions_desc, visits, q_s, dout_s, lse_s, delta_s,
         bounds_s, positions_s, q_full, dout_full, heads, batch, kv_head, part, kv_heads, parts, q_tiles,
         Q_FREE, DO_FREE, BATCHED,
     )  # fmt: skip

@@ -39,7 +39,7 @@ STAGING = gl.constexpr(160)  # one consumer and its writer
 
 
 @gluon.jit
-def load_pieces(desc, row, full, tiles, i):
+def _load_pieces(desc, row, full, tiles, i):
     """Load rows of one head into tile i of each piece of the columns."""
     async_load(desc[0], [row[0], row[1], row[2], 0], full, tiles[0].index(i))
     if len(desc) == 2:
@@ -238,22 +238,35 @@ def producer(
     KEY_TILES: gl.constexpr = kv_full.shape[0]
     batch, kv_head, part, info = place(info_ptr, heads, tiles, kv_heads, parts, sweep, BATCHED)
     first = gl.load(info)
+    visits = visits_of(info, heads, ORDERED)
     if flags_ptr is not None:
         wait_row(flags_ptr, batch * kv_heads + kv_head, epoch, timed_out_ptr, 1)
     for c in gl.static_range(KEY_TILES):
         mbarrier.expect(kv_full.index(c), KV_BYTES)
-        load_pieces(k_desc, [batch, first + c * (BN // 2), kv_head], kv_full.index(c), k_s, c)
-        load_pieces(v_desc, [batch, first + c * (BN // 2), kv_head], kv_full.index(c), v_s, c)
+        _load_pieces(k_desc, [batch, first + c * (BN // 2), kv_head], kv_full.index(c), k_s, c)
+        _load_pieces(v_desc, [batch, first + c * (BN // 2), kv_head], kv_full.index(c), v_s, c)
     load_queries(
-        q_desc, dout_desc, lse_desc, delta_desc, bounds_desc, positions_desc, info, q_s, dout_s, lse_s, delta_s,
+        q_desc, dout_desc, lse_desc, delta_desc, bounds_desc, positions_desc, visits, q_s, dout_s, lse_s, delta_s,
         bounds_s, positions_s, q_full, dout_full, heads, batch, kv_head, part, kv_heads, parts, q_tiles,
         q_free, dout_free, BATCHED, ORDERED,
     )  # fmt: skip
 
 
 @gluon.jit
+def visits_of(info, heads, ORDERED: gl.constexpr = False):
+    """Return the visits of a key tile, for :func:`load_queries`: before anything is waited for."""
+    if ORDERED:
+        steps, cut_steps, late_steps, stops = ordered_visits(info, heads)
+        j = gl.load(info + 3) - 1
+    else:
+        steps, cut_steps, j, stops = visit_order(info, heads)
+        late_steps = steps
+    return steps, cut_steps, late_steps, j, stops
+
+
+@gluon.jit
 def load_queries(
-    q_desc, dout_desc, lse_desc, delta_desc, bounds_desc, positions_desc, info, q_s, dout_s, lse_s, delta_s,
+    q_desc, dout_desc, lse_desc, delta_desc, bounds_desc, positions_desc, visits, q_s, dout_s, lse_s, delta_s,
     bounds_s, positions_s, q_full, dout_full, heads, batch, kv_head, part, kv_heads, parts, q_tiles,
     q_free: gl.constexpr, dout_free: gl.constexpr, BATCHED: gl.constexpr, ORDERED: gl.constexpr = False,
 ):  # fmt: skip
@@ -262,12 +275,7 @@ def load_queries(
     Q_BYTES: gl.constexpr = _bytes(q_desc) + (0 if positions_desc is None else positions_desc.block_type.nbytes)
     DO_BYTES: gl.constexpr = _bytes(dout_desc)
     DO_STAGES: gl.constexpr = dout_s[0].shape[0]
-    if ORDERED:
-        steps, cut_steps, late_steps, stops = ordered_visits(info, heads)
-        j = gl.load(info + 3) - 1
-    else:
-        steps, cut_steps, j, stops = visit_order(info, heads)
-        late_steps = steps
+    steps, cut_steps, late_steps, j, stops = visits
     head = (kv_head * parts + part) * heads
     q_heads = kv_heads * parts * heads
     bounds_row = 0
@@ -287,14 +295,14 @@ def load_queries(
             async_load(bounds_desc, [bounds_row + j, 0], q_full.index(stage), bounds_s.index(stage))
         else:
             mbarrier.expect(q_full.index(stage), Q_BYTES + lse_desc.block_type.nbytes)
-        load_pieces(q_desc, [batch, j * ROWS, head], q_full.index(stage), q_s, stage)
+        _load_pieces(q_desc, [batch, j * ROWS, head], q_full.index(stage), q_s, stage)
         async_load(lse_desc, [row, 0], q_full.index(stage), lse_s.index(stage))
         if positions_desc is not None:
             async_load(positions_desc, [j, 0], q_full.index(stage), positions_s[0].index(stage))
         if i >= DO_STAGES:
             barrier_sync(dout_free + do_stage, LOADERS, warps=1)
         mbarrier.expect(dout_full.index(do_stage), DO_BYTES + delta_desc.block_type.nbytes)
-        load_pieces(dout_desc, [batch, j * ROWS, head], dout_full.index(do_stage), dout_s, do_stage)
+        _load_pieces(dout_desc, [batch, j * ROWS, head], dout_full.index(do_stage), dout_s, do_stage)
         async_load(delta_desc, [row, 0], dout_full.index(do_stage), delta_s.index(do_stage))
         if ORDERED:
             j, head = ordered_next(i, j, head, heads, stops)
