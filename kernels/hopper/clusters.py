@@ -4,9 +4,8 @@ A kernel is compiled as if for single CTAs and launched with ``dispatch(..., clu
 pair, and ``program_id(0) % 2`` is the rank in it. Gluon does not say where in shared memory a tile is: a kernel finds
 it (:func:`offset_of`). Both CTAs of a pair have it at the same place.
 
-A CTA that sends must not get ahead of the other one, nor end before what was sent to it has arrived: each waits for
-all that it is sent. (If not, the counts of an mbarrier overflow, or the copy finds no CTA: "unspecified launch
-failure".)
+A CTA must not end before all that is sent to it has arrived, so it waits for every copy. Otherwise the launch fails
+("unspecified launch failure").
 
 ``barrier.cluster`` counts all threads of a CTA: each partition of a warp-specialized kernel has to arrive, and the
 partitions have to add up to whole groups of four warps, which Triton starts.
