@@ -299,8 +299,8 @@ class _Search:
             limit = target // near if choices and choices[0][0] * near <= target else target
             few = FEW // 2 if plain else wide * FEW
             costs = sorted((self._cost(x) for away, x in choices[:few] if away <= limit), key=itemgetter(0))
-            if many:
-                best = costs[0] if costs else None
+            if many and costs:
+                best = costs[0]
                 break
             best = min(map(self._fine, costs[: wide * FINE]), key=itemgetter(0), default=best)
             if best and best.uneven <= EVEN:
@@ -371,13 +371,14 @@ class _Search:
         rest = self.pairs - self.light.pairs_of(light)
         last = len(parts) - 1 - cut
         first = max(self.light.count(light), last - DEEP)
+        near = self.pairs // NEAR
         for count in {max(1, tiles // 2), 1, max(1, tiles // 4)}:
             below = count * TILE
             need = rest - heavy.pairs_of(t - below)
             yielded = 0
             for index in range(last, first - 1, -1):
                 part = parts[index]
-                if not part.first * below <= need <= part.last * below or yielded == 2:
+                if yielded == 2 or not part.first * below - near <= need <= part.last * below + near:
                     continue
                 yielded += 1
                 top = min(part.stop, self.row.end(part.start)) - (tiles if index == last else count) * TILE
