@@ -302,7 +302,7 @@ class _Search:
             if many and costs:
                 best = costs[0]
                 break
-            best = min(map(self._fine, costs[: wide * FINE]), key=itemgetter(0), default=best)
+            best = min(self._fine(costs[: wide * FINE]), key=itemgetter(0), default=best)
             if best and best.uneven <= EVEN:
                 break
         return self._take(best.choice if best else _Choice(low, tokens - low))
@@ -411,12 +411,12 @@ class _Search:
                 fetched += piece.first + part.last
         return self._sum(tiles, 1000 * fetched // (self.row.work.rows * self.tokens), choice)
 
-    def _fine(self, cost: _Cost) -> _Cost:
-        """Return the cost with the exact tiles of its pieces, as keys lie in the buffer."""
-        if not self.row.work.causal:
-            return cost
-        tiles = self.row.documents.ranks([[piece for _, piece in self._take(cost.choice)]])[0].tiles
-        return self._sum(TILE * tiles, cost.fetched, cost.choice)
+    def _fine(self, costs: list[_Cost]) -> list[_Cost]:
+        """Return the costs with the exact tiles of their pieces, as keys lie in the buffer."""
+        if not self.row.work.causal or not costs:
+            return costs
+        ranks = self.row.documents.ranks([[piece for _, piece in self._take(cost.choice)] for cost in costs])
+        return [self._sum(TILE * x.tiles, cost.fetched, cost.choice) for cost, x in zip(costs, ranks, strict=True)]
 
     def _sum(self, tiles: int, fetched: int, choice: _Choice) -> _Cost:
         uneven = abs(1000 * (tiles - self.tiles) // max(1, self.tiles))
