@@ -32,6 +32,9 @@ WORTH = 16  # two ranks are divided again where they may gain a part in so many 
 MANY = 30  # runs of two ranks, whose tiles even out, and of which few are divided again by themselves
 RUN = 64  # tokens to fetch that one run less is worth
 EXACT = 5  # ways whose tiles are counted
+BUSY = 16
+TRIES = 8
+UNEVEN = 6
 EVEN = 5  # tiles above the mean that cost nothing, per mille
 PRICE = 10  # tokens per tile above that, each as a share of a rank's
 GAIN = 256  # a way is kept if it fetches less by a part in so many of a rank's tokens
@@ -82,45 +85,82 @@ def redivide(documents: Documents, shards: Sequence[Sequence[range]], max_pairs:
     ranks = documents.ranks(shards)
     n = len(ranks)
     limits = _Limits(max_pairs, sum(rank.tokens for rank in ranks) // n, sum(rank.tiles for rank in ranks) // n)
-    if n < 2 or not limits.tokens:
-        return [rank.runs for rank in ranks]
-    parts = [documents.parts(rank.runs) for rank in ranks]
-    above = [_above(rank, limits) for rank in ranks]
-    changes = [0] * n
-    order: list[tuple[int, int, int, int]] = []  # what two ranks may gain, and how often they had changed then
-
-    def compare(a: int, b: int) -> None:
-        tokens = 0
-        if not parts[a].keys().isdisjoint(parts[b]):
-            tokens += _shared(parts[a], parts[b], limits)
-        if len(ranks[a].runs) + len(ranks[b].runs) > MANY:
-            tokens //= 4
-        else:
-            tokens += max(0, min(above[a], -above[b]), min(above[b], -above[a]))
-        if tokens * WORTH > limits.tokens:
-            heapq.heappush(order, (-tokens, a, b, changes[a] + changes[b]))
-
-    for a, b in itertools.combinations(range(n), 2):
-        compare(a, b)
-    rounds = in_vain = 0
-    while order and rounds < ROUNDS and in_vain < PATIENCE:
-        _, a, b, state = heapq.heappop(order)
-        if state != changes[a] + changes[b]:
-            continue
-        rounds += 1
-        both = documents.divide(ranks[a], ranks[b], limits)
-        if both is None:
-            in_vain += 1
-            continue
-        in_vain = 0
-        for one, rank in zip((a, b), both, strict=True):
-            ranks[one], parts[one], above[one] = rank, documents.parts(rank.runs), _above(rank, limits)
-            changes[one] += 1
-        for other in range(n):
-            if other not in (a, b):
-                compare(min(a, other), max(a, other))
-                compare(min(b, other), max(b, other))
+    if n > 1 and limits.tokens:
+        row = _Row(documents, ranks, limits)
+        row.fetch_less()
+        row.even_out()
     return [rank.runs for rank in ranks]
+
+
+class _Row:
+    """All ranks of a row, of which two at a time divide their pieces again.
+
+    Attributes:
+        parts: the long documents of which each rank holds a part (:meth:`Documents.parts`).
+        above: what its tiles above the mean cost.
+        changes: how often it has got other pieces.
+    """
+
+    def __init__(self, documents: Documents, ranks: list[Rank], limits: _Limits) -> None:
+        self.documents, self.ranks, self.limits = documents, ranks, limits
+        self.parts = [documents.parts(rank.runs) for rank in ranks]
+        self.above = [_above(rank, limits) for rank in ranks]
+        self.changes = [0] * len(ranks)
+
+    def divide(self, a: int, b: int, exact: int = EXACT) -> bool:
+        """Divide the pieces of two ranks again if that costs less, and return whether it does."""
+        both = self.documents.divide(self.ranks[a], self.ranks[b], self.limits, exact)
+        for index, rank in zip((a, b), both or (), strict=False):
+            self.ranks[index], self.parts[index] = rank, self.documents.parts(rank.runs)
+            self.above[index] = _above(rank, self.limits)
+            self.changes[index] += 1
+        return both is not None
+
+    def gain(self, a: int, b: int) -> int:
+        """Return about what two ranks may gain, in tokens to fetch."""
+        tokens = 0
+        if not self.parts[a].keys().isdisjoint(self.parts[b]):
+            tokens += _shared(self.parts[a], self.parts[b], self.limits)
+        if len(self.ranks[a].runs) + len(self.ranks[b].runs) > MANY:
+            return tokens // 4
+        above = self.above
+        return tokens + max(0, min(above[a], -above[b]), min(above[b], -above[a]))
+
+    def fetch_less(self) -> None:
+        """Let the ranks divide their pieces that may gain most, again and again."""
+        order: list[tuple[int, int, int, int]] = []  # what two ranks may gain, and how often they had changed then
+
+        def compare(a: int, b: int) -> None:
+            gain = self.gain(a, b)
+            if gain * WORTH > self.limits.tokens:
+                heapq.heappush(order, (-gain, a, b, self.changes[a] + self.changes[b]))
+
+        for a, b in itertools.combinations(range(len(self.ranks)), 2):
+            compare(a, b)
+        rounds = in_vain = 0
+        while order and rounds < ROUNDS and in_vain < PATIENCE:
+            _, a, b, state = heapq.heappop(order)
+            if state != self.changes[a] + self.changes[b]:
+                continue
+            rounds += 1
+            if not self.divide(a, b):
+                in_vain += 1
+                continue
+            in_vain = 0
+            for other in range(len(self.ranks)):
+                if other not in (a, b):
+                    compare(min(a, other), max(a, other))
+                    compare(min(b, other), max(b, other))
+
+    def even_out(self) -> None:
+        """Let the rank with most tiles divide its pieces with others, as long as it has many more than the mean."""
+        for _ in range(BUSY):
+            a = max(range(len(self.ranks)), key=lambda rank: self.above[rank])
+            if self.above[a] * 1000 <= UNEVEN * PRICE * self.limits.tokens:
+                return
+            others = sorted((rank for rank in range(len(self.ranks)) if rank != a), key=lambda b: (-self.gain(a, b), b))
+            if not any(self.divide(a, b, 4 * EXACT) for b in others[:TRIES]):
+                return
 
 
 def _shared(parts: dict[int, tuple[int, int, int]], others: dict[int, tuple[int, int, int]], limits: _Limits) -> int:
@@ -223,11 +263,11 @@ class Documents:
             if start < run.stop:
                 yield _Item(start, run.stop, -1)
 
-    def divide(self, a: Rank, b: Rank, limits: _Limits) -> tuple[Rank, Rank] | None:
-        """Return two ranks with the pieces of these, or None if no way is found that costs less."""
+    def divide(self, a: Rank, b: Rank, limits: _Limits, exact: int) -> tuple[Rank, Rank] | None:
+        """Return two ranks with the pieces of these, or None if none of ``exact`` ways costs less."""
         most = max(limits.pairs, a.pairs, b.pairs)
         least = _cost(a, limits) + _cost(b, limits) - limits.tokens // GAIN
-        ranks = self.ranks([side for way in _Search(self, a, b, limits).ways() for side in way])
+        ranks = self.ranks([side for way in _Search(self, a, b, limits).ways(exact) for side in way])
         both = [x for x in zip(ranks[::2], ranks[1::2], strict=True) if max(x[0].pairs, x[1].pairs) <= most]
         costs = [_cost(x, limits) + _cost(y, limits) for x, y in both]
         return both[costs.index(min(costs))] if costs and min(costs) < least else None
@@ -264,9 +304,9 @@ class _Search:
                 tokens += item.stop - item.start
             self.bundles = [bundle for bundle in self.bundles if bundle]
 
-    def ways(self) -> Iterator[tuple[list[range], list[range]]]:
+    def ways(self, exact: int) -> Iterator[tuple[list[range], list[range]]]:
         """Yield the pieces of both ranks, what fetches least first."""
-        for way in self._best():
+        for way in self._best(exact):
             sides: tuple[list[_Item], list[_Item]] = ([], [])
             for index, bundle in enumerate(self.bundles):
                 if index == way.item:
@@ -298,7 +338,7 @@ class _Search:
         source.append(parts[1 if head else 0])
         return True
 
-    def _best(self) -> list[_Way]:
+    def _best(self, exact: int) -> list[_Way]:
         """Return the ways that fetch least, about."""
         bundles = self.bundles
         spans = np.array([(x.start, x.stop) for bundle in bundles for x in bundle], np.int64)
@@ -333,12 +373,12 @@ class _Search:
         cost += self._together(bits, some, cut, where, start, stop)
         ways = np.flatnonzero(fits)
         costs = cost.ravel()[ways]
-        if len(ways) > EXACT:
-            few = costs <= np.partition(costs, EXACT)[EXACT]
+        if len(ways) > exact:
+            few = costs <= np.partition(costs, exact)[exact]
             ways, costs = ways[few], costs[few]
         return [
             _Way(int(some.flat[i]), cut[i // some.shape[1]], int(where.flat[i]), int(missing.flat[i]))
-            for i in ways[np.argsort(costs, kind="stable")][:EXACT].tolist()
+            for i in ways[np.argsort(costs, kind="stable")][:exact].tolist()
         ]
 
     def _together(self, bits: Array, some: Array, cut: list[int], where: Array, start: Array, stop: Array) -> Array:
