@@ -177,21 +177,20 @@ class _Row:
         self.tiles_left = sum(part.tiles for part in self.parts)
 
     def _part(self, run: range) -> _Part:
-        work, start, stop, size = self.work, run.start, run.stop, len(run)
+        work, start, stop = self.work, run.start, run.stop
         pairs, first, last = work.of(run), work.at(start), work.at(stop - 1)
         document = bisect_right(work.cuts, start)
         past = work.cuts[document]
-        count, waste = -(-size // TILE), 0
-        if past >= stop:
-            waste = last * (count * TILE - size) // TILE  # the last tile is not full
-        elif past - work.cuts[document - 1] >= LONG:
+        if past < stop and past - work.cuts[document - 1] >= LONG:
             last = max(last, work.at(past - 1))
-            middle = start + size // TILE * TILE
-            waste = last * (TILE - past + middle) // TILE if middle < past else 0
+        if work.causal:
+            tiles = TILE * self.documents.tiles(run)
         else:
-            waste = TILE * count * work.rows  # a tile begins in one document and ends in another
-        tiles = TILE * count * work.rows + pairs // TILE + (last - first) // 2 + waste
-        return _Part(pairs * 1024 // size, start, stop, pairs, tiles, first, last)
+            count = -(-len(run) // TILE)
+            # The last tile is not full, or a tile begins in one document and ends in another.
+            waste = last * (count * TILE - len(run)) // TILE if past >= stop else TILE * count * work.rows
+            tiles = TILE * count * work.rows + pairs // TILE + (last - first) // 2 + waste
+        return _Part(pairs * 1024 // len(run), start, stop, pairs, tiles, first, last)
 
     def end(self, start: int) -> int:
         """Return where the document of a position ends."""
@@ -302,7 +301,7 @@ class _Search:
             if many and costs:
                 best = costs[0]
                 break
-            best = min(self._fine(costs[: wide * FINE]), key=itemgetter(0), default=best)
+            best = min(costs, key=itemgetter(0), default=best)
             if best and best.uneven <= EVEN:
                 break
         return self._take(best.choice if best else _Choice(low, tokens - low))
@@ -410,13 +409,6 @@ class _Search:
             else:
                 fetched += piece.first + part.last
         return self._sum(tiles, 1000 * fetched // (self.row.work.rows * self.tokens), choice)
-
-    def _fine(self, costs: list[_Cost]) -> list[_Cost]:
-        """Return the costs with the exact tiles of their pieces, as keys lie in the buffer."""
-        if not self.row.work.causal or not costs:
-            return costs
-        ranks = self.row.documents.ranks([[piece for _, piece in self._take(cost.choice)] for cost in costs])
-        return [self._sum(TILE * x.tiles, cost.fetched, cost.choice) for cost, x in zip(costs, ranks, strict=True)]
 
     def _sum(self, tiles: int, fetched: int, choice: _Choice) -> _Cost:
         uneven = abs(1000 * (tiles - self.tiles) // max(1, self.tiles))

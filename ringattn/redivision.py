@@ -199,6 +199,21 @@ class Documents:
         inside = positions - self.table[document]
         return self.sums[document] + inside * (inside + 1) // 2
 
+    def tiles(self, run: range) -> int:
+        """Return the tiles of a run."""
+        start, stop = run.start, run.stop
+        shift = -start % TILE  # tiles of keys begin where those of queries do: see :mod:`.alignment`
+        count = -(-(stop - start) // TILE)
+        tiles = count * ((start + shift) // TILE) + count * (count + 1) // 2  # before the ends of all tiles of queries
+        index = 0
+        while start < stop:
+            index = bisect_right(self.cuts, start, index)
+            begin, past = self.cuts[index - 1], min(self.cuts[index], stop)
+            count = -(-(past - start) // TILE)  # tiles of queries that begin in this document
+            tiles -= count * ((begin + shift) // TILE)
+            start += count * TILE
+        return tiles
+
     def ranks(self, shards: Sequence[Iterable[range]]) -> list[Rank]:
         """Return ranks with these pieces."""
         runs = [_joined(pieces) for pieces in shards]
