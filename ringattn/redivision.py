@@ -154,11 +154,14 @@ class _Row:
 
     def even_out(self) -> None:
         """Let the rank with most tiles divide its pieces with others, as long as it has many more than the mean."""
+        n = len(self.ranks)
         for _ in range(BUSY):
-            a = max(range(len(self.ranks)), key=lambda rank: self.above[rank])
+            a = max(range(n), key=lambda rank: self.above[rank])
             if self.above[a] * 1000 <= UNEVEN * PRICE * self.limits.tokens:
                 return
-            others = sorted((rank for rank in range(len(self.ranks)) if rank != a), key=lambda b: (-self.gain(a, b), b))
+            room = MANY - len(self.ranks[a].runs)
+            others = [b for b in range(n) if b != a and len(self.ranks[b].runs) <= room]
+            others.sort(key=lambda b: -self.gain(a, b))
             if not any(self.divide(a, b, 4 * EXACT) for b in others[:TRIES]):
                 return
 
