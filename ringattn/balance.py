@@ -178,7 +178,7 @@ class _Row:
 
     def _part(self, run: range) -> _Part:
         work, start, stop = self.work, run.start, run.stop
-        pairs, first, last = work.of(run), work.at(start), work.at(stop - 1)
+        pairs, first, last = work.about(run)
         document = bisect_right(work.cuts, start)
         past = work.cuts[document]
         if past < stop and past - work.cuts[document - 1] >= LONG:
@@ -225,6 +225,9 @@ class _Row:
     def _remove(self, pieces: list[tuple[_Part, range]]) -> None:
         left: dict[_Part, list[range]] = {}
         for part, piece in pieces:
+            if len(piece) == part.stop - part.start:
+                left[part] = []
+                continue
             rests = left.get(part, [range(part.start, part.stop)])
             halves = [
                 (range(r.start, min(r.stop, piece.start)), range(max(r.start, piece.stop), r.stop)) for r in rests
