@@ -44,8 +44,8 @@ FETCH = 8  # weight of keys to fetch, per mille of a rank's tokens, next to the 
 REACH = 4  # light parts to choose from: so many times the tokens of a rank
 DEEP = 16  # heavy parts to choose from
 WIDE = 4  # how far to look where tiles are uneven ...
-MANY = 10  # ... and a rank has fewer parts than these, whose tiles even out
-FEW, FINE = 12, 3  # choices with the nearest numbers of pairs, and those of them whose tiles are counted
+MANY = 10  # ... and a rank has no more parts than these, or no choice is near enough
+FEW = 12  # choices with the nearest numbers of pairs, whose tiles are counted
 
 
 def peel(mask: Mask, world_size: int, local_size: int) -> list[list[range]]:
@@ -300,12 +300,9 @@ class _Search:
             near = NEAR * self.row.ranks
             limit = target // near if choices and choices[0][0] * near <= target else target
             few = FEW // 2 if plain else wide * FEW
-            costs = sorted((self._cost(x) for away, x in choices[:few] if away <= limit), key=itemgetter(0))
-            if many and costs:
-                best = costs[0]
-                break
+            costs = [self._cost(x) for away, x in choices[:few] if away <= limit]
             best = min(costs, key=itemgetter(0), default=best)
-            if best and best.uneven <= EVEN:
+            if best and (many or best.uneven <= EVEN):
                 break
         return self._take(best.choice if best else _Choice(low, tokens - low))
 
