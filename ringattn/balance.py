@@ -30,8 +30,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from operator import itemgetter
 from typing import NamedTuple
 
+from .documents import LONG, TILE, Documents, joined
 from .mask import Mask
-from .redivision import LONG, TILE, Documents, redivide
+from .redivision import redivide
 from .work import Work
 
 GROUP = 1024  # neighbouring documents are kept together up to so many tokens, for few runs per rank
@@ -80,13 +81,8 @@ def _parts(cuts: Sequence[int], size: int, long: int) -> list[range]:
 
 def _cut(cuts: Sequence[int], pieces: list[range], size: int) -> list[range]:
     """Return the parts of a host's pieces."""
-    joined: list[range] = []
-    for piece in sorted(pieces, key=lambda piece: piece.start):
-        if joined and joined[-1].stop == piece.start:
-            piece = range(joined.pop().start, piece.stop)
-        joined.append(piece)
     parts = []
-    for run in joined:
+    for run in joined(pieces):
         inside = cuts[bisect_right(cuts, run.start) : bisect_left(cuts, run.stop)]
         parts += _parts([run.start, *inside, run.stop], size, LONG)
     return parts
@@ -97,7 +93,8 @@ class _Part(NamedTuple):
 
     Attributes:
         density: pairs per 1024 tokens.
-        pairs, tiles: visible pairs, and about how many 128ths of tiles a kernel computes.
+        pairs, tiles: visible pairs, and 128ths of tiles that a kernel computes; those of other masks than causal
+            documents are an estimate.
         first, last: pairs of its first and of its most expensive query.
     """
 
@@ -396,7 +393,7 @@ class _Search:
                 yield work.of(lower) - need, _Choice(t - below, light, 0, 0, lower, part)
 
     def _cost(self, choice: _Choice) -> _Cost:
-        """Return the cost of a choice, estimated from the sums of whole parts."""
+        """Return the cost of a choice, from the sums of whole parts."""
         t, light, skip, window, lower, part = choice
         amounts = [self.heavy.amount(t), self.light.amount(light), self.light.amount(window, skip)]
         tiles, fetched = map(sum, zip(*amounts, strict=True))
