@@ -14,10 +14,10 @@ contiguous runs. The row is peeled for hosts first; then the share of each host 
 
 Kernels compute tiles of queries, from the beginning of each run, and a last tile that is not full costs all the keys of
 its document. So long documents are cut at whole tiles, counted from their end; the tokens before the first whole one
-go with the document before. The pairs of whole tiles are equal only nearly. Of several choices (:class:`_Choice`) that
-are near enough we take the one whose number of tiles is nearest to the mean and whose cuts add few keys to fetch.
+go with the document before. With whole tiles no t matches the mean exactly. Of the choices (:class:`_Choice`) that come
+near enough, the best is the one whose number of tiles is nearest to the mean and whose cuts add few keys to fetch.
 
-Last, ranks that share causal documents divide their pieces once more (:mod:`.redivision`).
+Last, ranks with causal documents divide their pieces once more, two at a time (:mod:`.redivision`).
 
 All arithmetic is in integers, so that every rank finds the same shards without a message.
 """
