@@ -355,14 +355,14 @@ def _walk(p: Problem, costs: Costs, s: Shape, dataflow: str, backward: bool) -> 
                 start[b] = begin[a]
         added = moved.added * (t >= 2)
         rows, rows_idle = (x / costs.memory_gbs / 1e6 for x in (moved.each + moved.later * (t > 0) + added, added))
-        for o, r in enumerate(holders[t]):
+        began, begin = begin, [x + links + rows_idle for x in start]
+        for o, r in enumerate(holders[t] if t < count else ()):
             pairs = p.pairs[r][o] if ring else p.pairs[o][r]
-            work = costs.kernel_ms + pairs * pair if t < count and (pairs or t == 0) else 0.0
-            low, high = begin[r] + work, start[r] + links
-            if low > high:
-                low, high = high, low
-            overlap = low - start[r] if low > start[r] else 0.0
-            begin[r] = high + costs.contention * overlap + (rows if work > 0 else rows_idle)
+            if t > 0 and not pairs:
+                continue
+            work = costs.kernel_ms + pairs * pair
+            low, high = sorted((began[r] + work, start[r] + links))
+            begin[r] = high + costs.contention * max(low - start[r], 0.0) + (rows if work > 0 else rows_idle)
             busy[r] += work
         moving += links
     least: float = getattr(costs, f"{dataflow}_{'backward' if backward else 'forward'}_ms")
@@ -401,7 +401,7 @@ def _gather(p: Problem, costs: Costs, s: Shape) -> Candidate:
 def _busiest(p: Problem, rank: int, what: Sequence[Sequence[int]], among: Sequence[int]) -> int:
     """Return the tokens or runs that enter or leave a rank, whichever is more, from or to some others."""
     others = [r for r in among if r != rank]
-    return max(sum(what[rank][o] for o in others), sum(what[v][rank] for v in others))
+    return max(sum([what[rank][o] for o in others]), sum([what[v][rank] for v in others]))
 
 
 def _pulled(p: Problem, costs: Costs, s: Shape, rank: int) -> tuple[_Pass, _Pass]:
