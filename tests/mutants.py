@@ -653,8 +653,8 @@ MUTANTS = (
     Mutant(
         "alignment: the first run of queries counts, not the longest",
         "ringattn/alignment.py",
-        "key=lambda run: min(run.stop, high) - max(run.start, low)",
-        "key=lambda run: -run.start",
+        "key=lambda i: min(queries[i].stop, high) - max(starts[i], low)",
+        "key=lambda i: -i",
         "tests/test_alignment.py",
     ),
     Mutant(
