@@ -288,10 +288,11 @@ def _with_rows(m: Intervals, rows: int) -> Intervals:
 
 def _check_alike(a: Mask, b: Mask) -> None:
     if not isinstance(b, Mask):
-        raise TypeError(f"the other operand of a mask is a {type(b).__name__}; pass a ringattn.mask.Mask")
+        raise TypeError(f"the other operand of a mask is of type {type(b).__name__}; pass a ringattn.mask.Mask")
     if (a.seq_len, a.seq_len_k) != (b.seq_len, b.seq_len_k):
         raise ValueError(
-            f"masks are for different lengths: ({a.seq_len}, {a.seq_len_k}) and ({b.seq_len}, {b.seq_len_k})"
+            f"masks are for {a.seq_len} queries and {a.seq_len_k} keys, and for {b.seq_len} and {b.seq_len_k}; make "
+            "both for the whole row"
         )
     if {a.rows, b.rows} - {1, max(a.rows, b.rows)}:
         raise ValueError(f"masks have {a.rows} and {b.rows} rows; use 1 or the batch size")

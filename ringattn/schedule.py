@@ -21,7 +21,7 @@ import functools
 import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 
 @dataclass(frozen=True)
@@ -53,10 +53,6 @@ class Fetch(NamedTuple):
     offset: int
     length: int
     first: int
-
-    def rows(self, buffer: Any) -> Any:
-        """Return the view of these rows of ``buffer``, whose first dimension is tokens."""
-        return buffer[self.first : self.first + self.length]
 
 
 @dataclass(frozen=True)
@@ -104,10 +100,9 @@ class Schedule:
 
     def steps(self, rank: int) -> tuple[Step, ...]:
         """Return the steps of one rank: one per displacement, and a last one in which contributions come home."""
-        shifts = self.displacements
-        count = len(shifts)
-        holder = [[self.move(o, s) for s in shifts] for o in range(self.world_size)]  # holder[o][t]
-        owner = [self.move(rank, (-s[0], -s[1])) for s in shifts]  # owner[t]: whose shard comes to rank at t
+        count = len(self.displacements)
+        holder = list(zip(*self.holders, strict=True))  # holder[o][t]
+        owner = [self.move(rank, (-across, -inside)) for across, inside in self.displacements]  # of what rank has at t
         visits, first = [], []  # steps that shard o makes; its first step with a contribution
         for o in range(self.world_size):
             met = [t for t in range(1, count) if self.needs[holder[o][t]][o]]

@@ -393,8 +393,9 @@ def test_plans_for_other_windows_hold_the_same_tokens() -> None:
 
 def test_describe_lists_the_work_and_the_fetches_of_ranks() -> None:
     few, many = (make(64 * ranks, ranks=ranks, causal=True, layout="contiguous").describe() for ranks in (2, 32))
-    assert "visible pairs of ranks, over the mean: 0.50 1.50; keys seen of others, over own: 0.00 1.00" in few
-    assert "visible pairs of ranks, over the mean: 0.03 to 1.97, median 1.00; keys seen of others" in many
+    assert "work of the busiest rank / mean: 1.496 in visible pairs" in few
+    assert "of each rank: 0.50 1.50\n  keys seen of other ranks / own keys: mean 0.50, of each rank: 0.00 1.00" in few
+    assert "of each rank: 0.03 to 1.97, median 1.00\n  keys seen of other ranks" in many
 
 
 @given(mask_and_meaning(), st.sampled_from(["zigzag", "contiguous", "balanced"]), st.integers(1, 4))

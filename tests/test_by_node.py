@@ -18,7 +18,7 @@ import ringattn
 from ringattn import transport as transports
 from ringattn import virtual
 from ringattn.dataflow import fetching
-from ringattn.dataflow.gathered import copied, relay_of
+from ringattn.dataflow.gathered import relay_of, uses_copy_engines
 from ringattn.peer import connect, symmetric
 from ringattn.planning import nodes_of
 from ringattn.relay import Relay, node_of, relay
@@ -215,7 +215,7 @@ def test_copy_engines_need_nodes_that_are_the_hosts(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(VirtualRank, "linked", ((0, 1), (2, 3)))
     for local_size, copies in ((2, True), (1, False), (4, False), ((1, 3), False)):
         plan = ringattn.plan(16, VirtualRank(0, 4), dataflow="gather", local_size=local_size)
-        assert copied(plan) is copies, local_size
+        assert uses_copy_engines(plan) is copies, local_size
 
 
 def test_one_host_has_no_relay() -> None:

@@ -173,14 +173,14 @@ def _joined(lengths: Iterable[tuple[int, int]]) -> list[tuple[int, slice]]:
     return [(rank, slice(a, b)) for rank, (a, b) in zip(total, edges, strict=True)]
 
 
-def collected(plan: Plan) -> bool:
+def collects_runs(plan: Plan) -> bool:
     """Return whether the runs from one rank to another are one message."""
     return plan.once("collected", lambda: interleaved(plan) or many_runs(plan.fetches))
 
 
 def _routes(plan: Plan, device: torch.device) -> Routes:
     def make() -> Routes:
-        if not collected(plan):
+        if not collects_runs(plan):
             return direct_routes(plan.rank, plan.fetches)
         return collected_routes(plan.rank, plan.fetches, fetched_keys(plan, plan.rank), device)
 
@@ -213,9 +213,8 @@ def fetch_by_messages(call: Call, block: Block, groups: Sequence[slice]) -> Iter
 def part_of(call: Call, block: Block, groups: Sequence[slice], i: int, rows: Tensor) -> Part:
     """Return a group of heads that has arrived: (keys, batch, heads, both head dims)."""
     heads, kv, dim = groups[i], rows.transpose(0, 1), call.k.shape[3]
-    per_kv = call.q.shape[2] // call.k.shape[2]
     keys = Keys(kv[..., :dim], kv[..., dim:], block)
-    return Part(i, None, slice(heads.start * per_kv, heads.stop * per_kv), keys, len(groups) == 1)
+    return Part(i, None, call.q_heads(heads), keys, len(groups) == 1)
 
 
 # Gradients leave
@@ -302,7 +301,7 @@ def message_bytes(plan: Plan, s: Shape, backward: bool) -> int:
     rank, runs, device = plan.rank, plan.fetches, plan.transport.device.type
     own = sum(run.length for run in runs[rank] if run.owner == rank)
     to_this_rank = sum(run.length for theirs in runs for run in theirs if run.owner == rank)
-    local, together = plan.local_lengths_k[rank], collected(plan)
+    local, together = plan.local_lengths_k[rank], collects_runs(plan)
     fetched = buffer_rows(runs[rank])
     sizes = Sizes(
         plan.local_lengths[rank], local, fetched, delivered_rows(runs[rank], together),
