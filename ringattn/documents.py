@@ -46,6 +46,15 @@ class Item(NamedTuple):
     first: int
 
 
+class Share(NamedTuple):
+    """What a rank holds of a document: tokens, their pairs, and how many tokens of the document end with the last of
+    them."""
+
+    reach: int
+    tokens: int
+    pairs: int
+
+
 def joined(pieces: Iterable[range]) -> list[range]:
     """Return runs of neighbouring positions, growing, from pieces in any order, none of which is empty."""
     runs: list[range] = []
@@ -122,18 +131,18 @@ class Documents:
             for some, (tokens, count, keys), tiles in zip(runs, sums.T.tolist(), tiles_of, strict=True)
         ]
 
-    def parts(self, runs: Sequence[range]) -> dict[int, tuple[int, int, int]]:
-        """Return the long documents of which a rank holds only a part, by where they begin: how far it reaches into
-        them, and the tokens and pairs of that part."""
-        parts: dict[int, tuple[int, int, int]] = {}
+    def shares(self, runs: Sequence[range]) -> dict[int, Share]:
+        """Return what the runs of a rank have of the long documents that they cut, by where those begin."""
+        shares: dict[int, Share] = {}
         for run in runs:
             for index in {bisect_right(self.cuts, run.start), bisect_right(self.cuts, run.stop - 1)}:
                 first, past = self.cuts[index - 1], self.cuts[index]
                 start, stop = max(run.start, first) - first, min(run.stop, past) - first
                 if past - first >= LONG and stop >= TILE and (stop < past - first or start >= TILE):
-                    _, tokens, pairs = parts.get(first, (0, 0, 0))
-                    parts[first] = stop, tokens + stop - start, pairs + (stop * (stop + 1) - start * (start + 1)) // 2
-        return parts
+                    _, tokens, pairs = shares.get(first, Share(0, 0, 0))
+                    pairs += (stop * (stop + 1) - start * (start + 1)) // 2
+                    shares[first] = Share(stop, tokens + stop - start, pairs)
+        return shares
 
     def items(self, runs: Sequence[range]) -> Iterator[Item]:
         """Yield the items of runs: parts of long documents, and what is between them."""

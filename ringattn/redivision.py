@@ -78,14 +78,14 @@ class _Ranks:
     """All ranks of a row, of which two at a time divide their pieces again.
 
     Attributes:
-        parts: the long documents of which each rank holds a part (:meth:`Documents.parts`).
-        above: what its tiles above the mean cost.
+        shares: what each rank has of the long documents that its runs cut (:meth:`.documents.Documents.shares`).
+        above: the cost of its tiles above the mean.
         changes: how often it has got other pieces.
     """
 
     def __init__(self, documents: Documents, ranks: list[Rank], limits: _Limits) -> None:
         self.documents, self.ranks, self.limits = documents, ranks, limits
-        self.parts = [documents.parts(rank.runs) for rank in ranks]
+        self.shares = [documents.shares(rank.runs) for rank in ranks]
         self.above = [_above(rank, limits) for rank in ranks]
         self.changes = [0] * len(ranks)
 
@@ -93,20 +93,31 @@ class _Ranks:
         """Divide the pieces of two ranks again if that costs less, and return whether it does."""
         both = _divide(self.documents, self.ranks[a], self.ranks[b], self.limits, exact)
         for index, rank in zip((a, b), both or (), strict=False):
-            self.ranks[index], self.parts[index] = rank, self.documents.parts(rank.runs)
+            self.ranks[index], self.shares[index] = rank, self.documents.shares(rank.runs)
             self.above[index] = _above(rank, self.limits)
             self.changes[index] += 1
         return both is not None
 
     def gain(self, a: int, b: int) -> int:
         """Return what two ranks may gain, about, in tokens to fetch."""
-        tokens = 0
-        if not self.parts[a].keys().isdisjoint(self.parts[b]):
-            tokens += _shared(self.parts[a], self.parts[b], self.limits)
+        tokens = self.shared(a, b)
         if len(self.ranks[a].runs) + len(self.ranks[b].runs) > MANY:
             return tokens // 4
         above = self.above
         return tokens + max(0, min(above[a], -above[b]), min(above[b], -above[a]))
+
+    def shared(self, a: int, b: int) -> int:
+        """Return the keys that are not fetched if one of two ranks gets the shares of documents that both have."""
+        theirs = self.shares[b]
+        if theirs.keys().isdisjoint(self.shares[a]):
+            return 0
+        tokens = 0
+        for first, one in self.shares[a].items():
+            if first in theirs:
+                other = theirs[first]
+                fits = one.tokens + other.tokens <= self.limits.tokens and one.pairs + other.pairs <= self.limits.pairs
+                tokens += fits * min(one.reach, other.reach)
+        return tokens
 
     def fetch_less(self) -> None:
         """Divide the pieces of the two ranks that may gain most, again and again."""
@@ -146,17 +157,6 @@ class _Ranks:
             others.sort(key=lambda b: -self.gain(a, b))
             if not any(self.divide(a, b, MORE_EXACT) for b in others[:TRIES]):
                 return
-
-
-def _shared(parts: dict[int, tuple[int, int, int]], others: dict[int, tuple[int, int, int]], limits: _Limits) -> int:
-    """Return the keys that are not fetched if one of two ranks gets the parts of documents that both have."""
-    tokens = 0
-    for first, (end, count, pairs) in parts.items():
-        if first in others:
-            other_end, other_count, other_pairs = others[first]
-            if count + other_count <= limits.tokens and pairs + other_pairs <= limits.pairs:
-                tokens += min(end, other_end)
-    return tokens
 
 
 def _above(rank: Rank, limits: _Limits) -> int:
