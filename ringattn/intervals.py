@@ -21,6 +21,7 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -242,8 +243,8 @@ class Intervals(Mask):
             runs: (owner, run), in any order.
         """
         runs = sorted(runs, key=lambda x: x[1].start)
-        owners = torch.tensor([o for o, _ in runs])
-        begins, stops = torch.tensor([r.start for _, r in runs]), torch.tensor([r.stop for _, r in runs])
+        table = np.array([(owner, run.start, run.stop) for owner, run in runs])
+        owners, begins, stops = torch.from_numpy(table.T.copy())
         points = torch.cat([self.first, begins.expand(self.rows, -1)], 1).sort(1).values
         run = torch.searchsorted(begins, points, right=True) - 1
         past = torch.cat([points[:, 1:], torch.full_like(points[:, :1], self.seq_len)], 1)

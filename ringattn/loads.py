@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from . import blocks
-from .balance import TILE
+from .documents import TILE
 from .intervals import Intervals
 from .layout import Shard, positions
 from .mask import Mask

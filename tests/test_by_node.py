@@ -355,13 +355,13 @@ def test_every_rank_sends_and_receives_through_its_own_card() -> None:
 def spoiled(result: Relay) -> dict[str, Relay]:
     first, *others = result.carried
     fetched, *rest = result.fetches
-    moved = replace(fetched[-1], offset=fetched[-1].offset - 1)
+    moved = fetched[-1]._replace(offset=fetched[-1].offset - 1)
     return {
-        "in the shard": replace(result, carried=((replace(first[0], length=99), *first[1:]), *others)),
-        "to rows of another run": replace(result, carried=((replace(first[0], first=1), *first[1:]), *others)),
-        "of its own node": replace(result, carried=((replace(first[0], owner=1), *first[1:]), *others)),
+        "in the shard": replace(result, carried=((first[0]._replace(length=99), *first[1:]), *others)),
+        "to rows of another run": replace(result, carried=((first[0]._replace(first=1), *first[1:]), *others)),
+        "of its own node": replace(result, carried=((first[0]._replace(owner=1), *first[1:]), *others)),
         "which is not": replace(result, fetches=((*fetched[:-1], moved), *rest)),
-        "from another node": replace(result, fetches=((*fetched[:-1], replace(fetched[-1], owner=2)), *rest)),
+        "from another node": replace(result, fetches=((*fetched[:-1], fetched[-1]._replace(owner=2)), *rest)),
     }  # fmt: skip
 
 
