@@ -309,7 +309,8 @@ def _kernel(
 
     ``heads``: query heads of a CTA; ``parts``: CTAs that share a group. ``turns_ptr``: (batch * kv_heads, tiles)
     int32, zeros, where parts that add to the same dk, dv count whose turn it is; None if each part has its own.
-    ``stride_*`` are those of dk and dv. ``flags_ptr`` or ``counters_ptr`` None: nothing to wait for or to count."""
+    ``stride_*`` are those of dk and dv. ``flags_ptr`` or ``counters_ptr`` None: nothing to wait for or to count.
+    ``FIXED``: :attr:`scores.Changes.fixed`, constants that take the place of ``inner``, or None."""
     dtype: gl.constexpr = q_desc.dtype
     DS_L: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BN // 2, BM], dtype)
     ROW_L: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
@@ -357,17 +358,13 @@ def _kernel(
     gl.warp_specialize(
         [
             (_consumer, (0, dk_ptr, dv_ptr, info_ptr, k_s, v_s, q_s, dout_s, lse_v, delta_v, bounds_v, ds_s, dq_s[0],
-            kv_full, q_full,
-                         dout_full, heads, tiles, kv_heads, parts, batches, stride_b, stride_s, stride_h, scale_log2,
-                         dk_scale, dv_scale, inner if FIXED is None else FIXED, alibi, sweep, BATCHED, FOLD,
-                         turns_ptr is not None,
-                         counters_ptr is not None, sums_ptr is not None)),
+                         kv_full, q_full, dout_full, heads, tiles, kv_heads, parts, batches, stride_b, stride_s,
+                         stride_h, scale_log2, dk_scale, dv_scale, inner if FIXED is None else FIXED, alibi, sweep,
+                         BATCHED, FOLD, turns_ptr is not None, counters_ptr is not None, sums_ptr is not None)),
             (_consumer, (1, dk_ptr, dv_ptr, info_ptr, k_s, v_s, q_s, dout_s, lse_v, delta_v, bounds_v, ds_s, dq_s[1],
-            kv_full, q_full,
-                         dout_full, heads, tiles, kv_heads, parts, batches, stride_b, stride_s, stride_h, scale_log2,
-                         dk_scale, dv_scale, inner if FIXED is None else FIXED, alibi, sweep, BATCHED, FOLD,
-                         turns_ptr is not None,
-                         counters_ptr is not None, sums_ptr is not None)),
+                         kv_full, q_full, dout_full, heads, tiles, kv_heads, parts, batches, stride_b, stride_s,
+                         stride_h, scale_log2, dk_scale, dv_scale, inner if FIXED is None else FIXED, alibi, sweep,
+                         BATCHED, FOLD, turns_ptr is not None, counters_ptr is not None, sums_ptr is not None)),
             (pieces.producer, (q_descs, dout_descs, k_descs, v_descs, lse_desc, delta_desc, bounds_desc, positions_desc,
                          info_ptr, k_t, v_t, q_t, dout_t, lse_t, delta_t, bounds_t, positions_t, kv_full, q_full,
                          dout_full, heads, tiles, kv_heads, parts, q_tiles,

@@ -12,7 +12,9 @@ this code.
   off with it.
 * Softcap bounds scores. So a forward in bfloat16 that carries no state in needs no running maximum: its point of
   reference is 0 (:attr:`Changes.fixed`), p is at most 2^BOUND, and the factors of the exponent go into the
-  coefficients.
+  coefficients. The backward in bfloat16 has these constants, too, except at 192/128.
+* With them, tanh and the exponentials of a full tile are one piece of assembly, in which they overlap
+  (:func:`exponentials_of_capped`, :func:`probabilities_of_capped`).
 * The forward adds ALiBi without softcap to most tiles by a product (:mod:`.ramp`).
 * Otherwise ALiBi needs positions: int32, exact up to 2^31. Both sides subtract the middle position of the tile that
   stays (of queries in the forward, of keys in the backward) before they become float32, and the slope multiplies their
