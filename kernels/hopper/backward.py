@@ -106,7 +106,7 @@ def _writer(
     batch, kv_head, part, info = pieces.place(info_ptr, heads, tiles, kv_heads, parts, sweep, BATCHED)
     ORDERED: gl.constexpr = len(order) > 0
     if ORDERED:
-        steps, cut_steps, _, stops = pieces.ordered_visits(info, heads)
+        steps, _, _ = pieces.ordered_visits(info, heads)
         j = gl.load(info + 3) - 1
         rank = gl.load(info + 6)
         rows = batch * (kv_heads * parts * heads)
@@ -115,7 +115,8 @@ def _writer(
             bounds_row = batch * order[2]
     else:
         steps, cut_steps, j, stops = pieces.visit_order(info, heads)
-    head = (kv_head * parts + part) * heads
+    first_head = (kv_head * parts + part) * heads
+    head = first_head
     for _ in range(0, 2):
         barrier_sync(DQ_STAGED + C, STAGING, warps=1)
         barrier_arrive(DQ_SENT + C, STAGING, warps=1)
@@ -128,7 +129,7 @@ def _writer(
         pieces.signal_sent(DQ_SENT + C, i == steps - 1, turns_ptr, tiles, part, parts, sweep)
         if ORDERED:
             pieces.end_turn(counter, rank)
-            j, head = pieces.ordered_next(i, j, head, heads, stops)
+            j, head = pieces.ordered_next(j, head, first_head, heads)
         else:
             j, head = pieces.next_tile(i, j, head, cut_steps, heads, stops)
     pieces.finish_writer(DQ_STAGED + C, turns_ptr, counters_ptr, info, tiles, part, parts, segments, sweep)
@@ -218,16 +219,20 @@ def _step(
 @gluon.jit
 def _walk(
     C: gl.constexpr, CUT: gl.constexpr, first, past_step, last, s, dk, dv, k_s, v_s, q_s, dout_s, lse_v,
-    delta_v, bounds_v, ds_s, dq_s, q_full, dout_full, scale_log2, dq_scale, key, past, inner, alibi, steps_of_head,
-    FOLD: gl.constexpr,
+    delta_v, bounds_v, ds_s, dq_s, q_full, dout_full, scale_log2, dq_scale, key, past, inner, alibi, heads,
+    FOLD: gl.constexpr, ORDERED: gl.constexpr,
 ):  # fmt: skip
+    steps_of_head = (past_step - first) // heads
     head, inside = 0, 0
     for i in range(first, past_step):
         s, dk, dv = _step(
             C, CUT, i, last, s, dk, dv, k_s, v_s, q_s, dout_s, lse_v, delta_v, bounds_v, ds_s, dq_s,
             q_full, dout_full, scale_log2, dq_scale, key, past, inner, alibi, head, FOLD,
         )  # fmt: skip
-        head, inside = scores.next_head(alibi, head, inside, steps_of_head)
+        if ORDERED:
+            head = pieces.ordered_next_head(alibi, head, heads)
+        else:
+            head, inside = scores.next_head(alibi, head, inside, steps_of_head)
     return s, dk, dv
 
 
@@ -243,7 +248,7 @@ def _consumer(
     first = gl.load(info)
     past = gl.load(info + 1)
     if ORDERED:
-        steps, cut_steps, late_steps, _ = pieces.ordered_visits(info, heads)
+        steps, cut_steps, late_steps = pieces.ordered_visits(info, heads)
     else:
         steps, cut_steps, _, _ = pieces.visit_order(info, heads)
         late_steps = steps
@@ -254,30 +259,32 @@ def _consumer(
     ds_s.index(ds_s.shape[0] - 2 + C).store(gl.zeros([BN // 2, BM], k_s[0].dtype, S_L))  # "dS of step -1"
     fence_async_shared()
     barrier_arrive(DS_READY + 1 + 2 * C, PAIR)
-    mbarrier.wait(kv_full.index(C), 0)
-    mbarrier.wait(kv_full.index(1 - C), 0)
+    mbarrier.wait(kv_full.index(0), 0)
     s = _scores(0, pieces.tile_at(k_s, C, 0), q_s, q_full, S_L)
+    mbarrier.wait(kv_full.index(1), 0)
     s = warpgroup_mma_wait(0, deps=[s])
     s, dk, dv = _walk(
         C, True, 0, cut_steps, steps - 1, s, dk, dv, k_s, v_s, q_s, dout_s, lse_v, delta_v, bounds_v,
-        ds_s, dq_s, q_full, dout_full, scale_log2, dk_scale, key, past, inner, alibi, cut_steps // heads, FOLD,
+        ds_s, dq_s, q_full, dout_full, scale_log2, dk_scale, key, past, inner, alibi, heads, FOLD, ORDERED,
     )  # fmt: skip
     s, dk, dv = _walk(
         C, False, cut_steps, late_steps, steps - 1, s, dk, dv, k_s, v_s, q_s, dout_s, lse_v, delta_v, bounds_v,
-        ds_s, dq_s, q_full, dout_full, scale_log2, dk_scale, key, past, inner, alibi,
-        (late_steps - cut_steps) // heads, FOLD,
+        ds_s, dq_s, q_full, dout_full, scale_log2, dk_scale, key, past, inner, alibi, heads, FOLD, ORDERED,
     )  # fmt: skip
     if ORDERED:
         s, dk, dv = _walk(
             C, True, late_steps, steps, steps - 1, s, dk, dv, k_s, v_s, q_s, dout_s, lse_v, delta_v, bounds_v,
-            ds_s, dq_s, q_full, dout_full, scale_log2, dk_scale, key, past, inner, alibi,
-            (steps - late_steps) // heads, FOLD,
+            ds_s, dq_s, q_full, dout_full, scale_log2, dk_scale, key, past, inner, alibi, heads, FOLD, ORDERED,
         )  # fmt: skip
     # dQ of the last step, after that of the step before
     fence_async_shared()
     barrier_arrive(DQ_STAGED + C, STAGING)
     barrier_sync(DS_READY + 2 - 2 * C + ((steps - 1) & 1), PAIR)
-    dq = warpgroup_mma_wait(0, deps=[_dq(C, steps - 1, k_s, ds_s)])
+    dq = _dq(C, steps - 1, k_s, ds_s)
+    head = pieces.buffer_of(batch, part, batches, IN_TURNS).to(gl.int64) * stride_b + kv_head.to(gl.int64) * stride_h
+    if not IN_TURNS:  # during the product
+        pieces.store_sums(dv_ptr, dv, head, stride_s, key, past, part, dv_scale, True, IN_TURNS)
+    dq = warpgroup_mma_wait(0, deps=[dq])
     if not FOLD:
         dq = dq * dk_scale
     barrier_sync(DQ_SENT + C, STAGING)
@@ -286,8 +293,8 @@ def _consumer(
     barrier_arrive(DQ_STAGED + C, STAGING)
     if IN_TURNS or COUNTED:
         barrier_sync(DQ_SENT + C, STAGING)  # and if the group has several parts, it is this one's turn
-    head = pieces.buffer_of(batch, part, batches, IN_TURNS).to(gl.int64) * stride_b + kv_head.to(gl.int64) * stride_h
-    pieces.store_sums(dv_ptr, dv, head, stride_s, key, past, part, dv_scale, True, IN_TURNS)
+    if IN_TURNS:
+        pieces.store_sums(dv_ptr, dv, head, stride_s, key, past, part, dv_scale, True, IN_TURNS)
     pieces.store_sums(dk_ptr, dk, head, stride_s, key, past, part, dk_scale, not FOLD, IN_TURNS)
     if IN_TURNS or COUNTED:
         barrier_sync(DQ_STAGED + C, STAGING)  # not arrive: sync alone is documented to order the stores for the writer

@@ -54,6 +54,15 @@ def _bytes(desc):
 
 
 @gluon.jit
+def _load_tiles(desc, batch, first, kv_head, full, tiles):
+    """Load the rows from ``first`` on of one head into tiles of 64 rows."""
+    COUNT: gl.constexpr = tiles[0].shape[0]
+    mbarrier.expect(full, COUNT * _bytes(desc))
+    for c in gl.static_range(COUNT):
+        _load_pieces(desc, [batch, first + c * (BN // 2), kv_head], full, tiles, c)
+
+
+@gluon.jit
 def _order(tiles, sweep):
     """Return the part of a group, numbered over all batch elements and key heads, and the key tile of this program.
     ``sweep`` parts are walked at the same time, tile by tile."""
@@ -163,43 +172,33 @@ def next_tile(i, j, head, cut_steps, heads, stops):
 @gluon.jit
 def ordered_visits(info, heads):
     """Return the order of the query tiles where the sums of dQ have one (:func:`wait_for_turn`): from the last to the
-    first, the cut ones after the full ones for every head, then the full ones, then the cut ones before them.
+    first, each for every head before the next one. If a head came after the other, the program of later keys would be
+    done first with its part of the first head under a causal mask, and wait at the second.
 
-    Returns: steps of all heads, the steps at which the full tiles begin and end, and arguments of
-    :func:`ordered_next`; the first tile is ``end - 1``."""
+    Returns: steps of all heads, and the steps at which the full tiles begin and end; the first tile is ``end - 1``."""
     begin = gl.load(info + 2)
     end = gl.load(info + 3)
-    full_begin = gl.load(info + 4)
-    full_end = gl.load(info + 5)
-    full_steps = (end - full_end) * heads
-    late_steps = (end - full_begin) * heads
-    return (end - begin) * heads, full_steps, late_steps, (begin, full_begin, full_end, end, full_steps, late_steps)
+    return (end - begin) * heads, (end - gl.load(info + 5)) * heads, (end - gl.load(info + 4)) * heads
 
 
 @gluon.jit
-def ordered_next(i, j, head, heads, stops):
-    """Return the tile and the head that follow those of step i."""
-    begin, full_begin, full_end, end, full_steps, late_steps = stops
-    past = end
-    low = full_end
-    if i >= full_steps:
-        past = full_end
-        low = full_begin
-    if i >= late_steps:
-        past = full_begin
-        low = begin
-    j -= 1
-    if j < low:
-        j = past - 1
-        head += 1
-    if i + 1 == full_steps:
-        j = full_end - 1
-        head -= heads
-    if i + 1 == late_steps:
-        j = full_begin - 1
-        if full_steps < late_steps:
-            head -= heads
+def ordered_next(j, head, first_head, heads):
+    """Return the tile and the head of the next step; ``first_head``: that of this program."""
+    head += 1
+    if head == first_head + heads:
+        head = first_head
+        j -= 1
     return j, head
+
+
+@gluon.jit
+def ordered_next_head(alibi, head, heads):
+    """Return the number of the head of the next step, counted from 0; unchanged without ALiBi."""
+    if len(alibi) > 0:
+        head += 1
+        if head == heads:
+            head = 0
+    return head
 
 
 @gluon.jit
@@ -232,30 +231,30 @@ def producer(
     k_s, v_s, q_s, dout_s, lse_s, delta_s, bounds_s, positions_s, kv_full, q_full, dout_full,
     heads, tiles, kv_heads, parts, q_tiles, flags_ptr, epoch, timed_out_ptr,
     q_free: gl.constexpr, dout_free: gl.constexpr, sweep, BATCHED: gl.constexpr, ORDERED: gl.constexpr = False,
+    V_LATE: gl.constexpr = True,
 ):  # fmt: skip
-    """Load K and V, in as many tiles of 64 keys as ``kv_full`` has barriers, then Q, lse (with ALiBi the positions, and
-    the intervals of cut tiles), dO and delta of every step."""
+    """Load K and V, in tiles of 64 keys, and Q, lse (with ALiBi the positions, and the intervals of cut tiles), dO and
+    delta of every step. K has the first barrier of ``kv_full`` and V the second. ``V_LATE``: the first scores need K
+    and Q, so these come first."""
     ROWS: gl.constexpr = lse_desc.block_type.shape[1]
-    KV_BYTES: gl.constexpr = _bytes(k_desc) + _bytes(v_desc)
     Q_BYTES: gl.constexpr = _bytes(q_desc) + (0 if positions_desc is None else positions_desc.block_type.nbytes)
     DO_BYTES: gl.constexpr = _bytes(dout_desc)
     DO_STAGES: gl.constexpr = dout_s[0].shape[0]
-    KEY_TILES: gl.constexpr = kv_full.shape[0]
     batch, kv_head, part, info = place(info_ptr, heads, tiles, kv_heads, parts, sweep, BATCHED)
     first = gl.load(info)
     if ORDERED:
-        steps, cut_steps, late_steps, stops = ordered_visits(info, heads)
+        steps, cut_steps, late_steps = ordered_visits(info, heads)
         j = gl.load(info + 3) - 1
     else:
         steps, cut_steps, j, stops = visit_order(info, heads)
         late_steps = steps
     if flags_ptr is not None:
         wait_row(flags_ptr, batch * kv_heads + kv_head, epoch, timed_out_ptr, 1)
-    for c in gl.static_range(KEY_TILES):
-        mbarrier.expect(kv_full.index(c), KV_BYTES)
-        _load_pieces(k_desc, [batch, first + c * (BN // 2), kv_head], kv_full.index(c), k_s, c)
-        _load_pieces(v_desc, [batch, first + c * (BN // 2), kv_head], kv_full.index(c), v_s, c)
-    head = (kv_head * parts + part) * heads
+    _load_tiles(k_desc, batch, first, kv_head, kv_full.index(0), k_s)
+    if not V_LATE:
+        _load_tiles(v_desc, batch, first, kv_head, kv_full.index(1), v_s)
+    first_head = (kv_head * parts + part) * heads
+    head = first_head
     q_heads = kv_heads * parts * heads
     bounds_row = 0
     if BATCHED:
@@ -278,13 +277,15 @@ def producer(
         async_load(lse_desc, [row, 0], q_full.index(stage), lse_s.index(stage))
         if positions_desc is not None:
             async_load(positions_desc, [j, 0], q_full.index(stage), positions_s[0].index(stage))
+        if V_LATE and (i == 0):
+            _load_tiles(v_desc, batch, first, kv_head, kv_full.index(1), v_s)
         if i >= DO_STAGES:
             barrier_sync(dout_free + do_stage, LOADERS, warps=1)
         mbarrier.expect(dout_full.index(do_stage), DO_BYTES + delta_desc.block_type.nbytes)
         _load_pieces(dout_desc, [batch, j * ROWS, head], dout_full.index(do_stage), dout_s, do_stage)
         async_load(delta_desc, [row, 0], dout_full.index(do_stage), delta_s.index(do_stage))
         if ORDERED:
-            j, head = ordered_next(i, j, head, heads, stops)
+            j, head = ordered_next(j, head, first_head, heads)
         else:
             j, head = next_tile(i, j, head, cut_steps, heads, stops)
 
