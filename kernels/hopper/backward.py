@@ -37,8 +37,8 @@ tiles of 64 queries that see it, for every query head of the group. dk and dv st
 The order of the additions to dQ is not fixed: dk and dv have the same bits on every run, dq differs by rounding. With
 ``sums_ptr`` (a deterministic backward) it is: key tiles add to a tile of dQ in the order of the keys, by a counter for
 each half of it (``pieces.wait_for_turn``), as FlashAttention does. CTAs then take key tiles in that order, and all walk
-the queries from the last to the first: a CTA is a step late at first and then finds each tile ready. The cut tiles of a
-walk that end it come last, in a third loop.
+the queries from the last to the first, each tile for all query heads in turn: a CTA is a step late at first and then
+finds each tile ready. The cut tiles of a walk that end it come last, in a third loop.
 
 Named barriers: 4 to 7 half of dS written (two per consumer, even and odd steps), 8, 9 Q read, 10, 11 dO read,
 12, 13 dQ staged (once more when dk and dv are stored and to be counted), 14, 15 dQ sent.
