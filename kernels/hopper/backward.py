@@ -259,9 +259,9 @@ def _consumer(
     ds_s.index(ds_s.shape[0] - 2 + C).store(gl.zeros([BN // 2, BM], k_s[0].dtype, S_L))  # "dS of step -1"
     fence_async_shared()
     barrier_arrive(DS_READY + 1 + 2 * C, PAIR)
-    mbarrier.wait(kv_full.index(0), 0)
+    mbarrier.wait(kv_full.index(C), 0)
+    mbarrier.wait(kv_full.index(1 - C), 0)
     s = _scores(0, pieces.tile_at(k_s, C, 0), q_s, q_full, S_L)
-    mbarrier.wait(kv_full.index(1), 0)
     s = warpgroup_mma_wait(0, deps=[s])
     s, dk, dv = _walk(
         C, True, 0, cut_steps, steps - 1, s, dk, dv, k_s, v_s, q_s, dout_s, lse_v, delta_v, bounds_v,
@@ -280,11 +280,7 @@ def _consumer(
     fence_async_shared()
     barrier_arrive(DQ_STAGED + C, STAGING)
     barrier_sync(DS_READY + 2 - 2 * C + ((steps - 1) & 1), PAIR)
-    dq = _dq(C, steps - 1, k_s, ds_s)
-    head = pieces.buffer_of(batch, part, batches, IN_TURNS).to(gl.int64) * stride_b + kv_head.to(gl.int64) * stride_h
-    if not IN_TURNS:  # during the product
-        pieces.store_sums(dv_ptr, dv, head, stride_s, key, past, part, dv_scale, True, IN_TURNS)
-    dq = warpgroup_mma_wait(0, deps=[dq])
+    dq = warpgroup_mma_wait(0, deps=[_dq(C, steps - 1, k_s, ds_s)])
     if not FOLD:
         dq = dq * dk_scale
     barrier_sync(DQ_SENT + C, STAGING)
@@ -293,8 +289,8 @@ def _consumer(
     barrier_arrive(DQ_STAGED + C, STAGING)
     if IN_TURNS or COUNTED:
         barrier_sync(DQ_SENT + C, STAGING)  # and if the group has several parts, it is this one's turn
-    if IN_TURNS:
-        pieces.store_sums(dv_ptr, dv, head, stride_s, key, past, part, dv_scale, True, IN_TURNS)
+    head = pieces.buffer_of(batch, part, batches, IN_TURNS).to(gl.int64) * stride_b + kv_head.to(gl.int64) * stride_h
+    pieces.store_sums(dv_ptr, dv, head, stride_s, key, past, part, dv_scale, True, IN_TURNS)
     pieces.store_sums(dk_ptr, dk, head, stride_s, key, past, part, dk_scale, not FOLD, IN_TURNS)
     if IN_TURNS or COUNTED:
         barrier_sync(DQ_STAGED + C, STAGING)  # not arrive: sync alone is documented to order the stores for the writer

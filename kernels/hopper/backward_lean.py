@@ -275,7 +275,7 @@ def kernel(
             (pieces.producer, ((q_desc, q_rest_desc), (dout_desc,), (k_desc, k_rest_desc), (v_desc,), lse_desc,
                          delta_desc, bounds_desc, positions_desc, info_ptr, k_t, v_t, q_t, dout_t, lse_t, delta_t,
                          bounds_t, positions_t, kv_full, q_full, dout_full, heads, tiles, kv_heads, parts, q_tiles,
-                         flags_ptr, epoch, timed_out_ptr, Q_FREE, DO_FREE, sweep, BATCHED, False, False)),
+                         flags_ptr, epoch, timed_out_ptr, Q_FREE, DO_FREE, sweep, BATCHED)),
             (_writer, (0, (dq_desc, dq_rest_desc), (dq_t_0, dq_r_0), info_ptr, heads, tiles, kv_heads, parts,
                        turns_ptr, counters_ptr, segments, sweep, BATCHED)),
             (_writer, (1, (dq_desc, dq_rest_desc), (dq_t_1, dq_r_1), info_ptr, heads, tiles, kv_heads, parts,

@@ -54,15 +54,6 @@ def _bytes(desc):
 
 
 @gluon.jit
-def _load_tiles(desc, batch, first, kv_head, full, tiles):
-    """Load the rows from ``first`` on of one head into tiles of 64 rows."""
-    COUNT: gl.constexpr = tiles[0].shape[0]
-    mbarrier.expect(full, COUNT * _bytes(desc))
-    for c in gl.static_range(COUNT):
-        _load_pieces(desc, [batch, first + c * (BN // 2), kv_head], full, tiles, c)
-
-
-@gluon.jit
 def _order(tiles, sweep):
     """Return the part of a group, numbered over all batch elements and key heads, and the key tile of this program.
     ``sweep`` parts are walked at the same time, tile by tile."""
@@ -231,15 +222,15 @@ def producer(
     k_s, v_s, q_s, dout_s, lse_s, delta_s, bounds_s, positions_s, kv_full, q_full, dout_full,
     heads, tiles, kv_heads, parts, q_tiles, flags_ptr, epoch, timed_out_ptr,
     q_free: gl.constexpr, dout_free: gl.constexpr, sweep, BATCHED: gl.constexpr, ORDERED: gl.constexpr = False,
-    V_LATE: gl.constexpr = True,
 ):  # fmt: skip
-    """Load K and V, in tiles of 64 keys, and Q, lse (with ALiBi the positions, and the intervals of cut tiles), dO and
-    delta of every step. K has the first barrier of ``kv_full`` and V the second. ``V_LATE``: the first scores need K
-    and Q, so these come first."""
+    """Load K and V, in as many tiles of 64 keys as ``kv_full`` has barriers, then Q, lse (with ALiBi the positions, and
+    the intervals of cut tiles), dO and delta of every step."""
     ROWS: gl.constexpr = lse_desc.block_type.shape[1]
+    KV_BYTES: gl.constexpr = _bytes(k_desc) + _bytes(v_desc)
     Q_BYTES: gl.constexpr = _bytes(q_desc) + (0 if positions_desc is None else positions_desc.block_type.nbytes)
     DO_BYTES: gl.constexpr = _bytes(dout_desc)
     DO_STAGES: gl.constexpr = dout_s[0].shape[0]
+    KEY_TILES: gl.constexpr = kv_full.shape[0]
     batch, kv_head, part, info = place(info_ptr, heads, tiles, kv_heads, parts, sweep, BATCHED)
     first = gl.load(info)
     if ORDERED:
@@ -250,9 +241,10 @@ def producer(
         late_steps = steps
     if flags_ptr is not None:
         wait_row(flags_ptr, batch * kv_heads + kv_head, epoch, timed_out_ptr, 1)
-    _load_tiles(k_desc, batch, first, kv_head, kv_full.index(0), k_s)
-    if not V_LATE:
-        _load_tiles(v_desc, batch, first, kv_head, kv_full.index(1), v_s)
+    for c in gl.static_range(KEY_TILES):
+        mbarrier.expect(kv_full.index(c), KV_BYTES)
+        _load_pieces(k_desc, [batch, first + c * (BN // 2), kv_head], kv_full.index(c), k_s, c)
+        _load_pieces(v_desc, [batch, first + c * (BN // 2), kv_head], kv_full.index(c), v_s, c)
     first_head = (kv_head * parts + part) * heads
     head = first_head
     q_heads = kv_heads * parts * heads
@@ -277,8 +269,6 @@ def producer(
         async_load(lse_desc, [row, 0], q_full.index(stage), lse_s.index(stage))
         if positions_desc is not None:
             async_load(positions_desc, [j, 0], q_full.index(stage), positions_s[0].index(stage))
-        if V_LATE and (i == 0):
-            _load_tiles(v_desc, batch, first, kv_head, kv_full.index(1), v_s)
         if i >= DO_STAGES:
             barrier_sync(dout_free + do_stage, LOADERS, warps=1)
         mbarrier.expect(dout_full.index(do_stage), DO_BYTES + delta_desc.block_type.nbytes)

@@ -191,9 +191,9 @@ def _consumer(
     ds_s.index(2 + C).store(gl.zeros([HALF, ROWS], k_s[0].dtype, S_L))  # "dS of step -1"
     fence_async_shared()
     barrier_arrive(DS_READY + 1 + 2 * C, PAIR)
-    mbarrier.wait(kv_full.index(0), 0)
+    mbarrier.wait(kv_full.index(C), 0)
+    mbarrier.wait(kv_full.index(1 - C), 0)
     s = _scores(0, pieces.tile_at(k_s, C, 0), q_s, q_full, S_L)
-    mbarrier.wait(kv_full.index(1), 0)
     s = warpgroup_mma_wait(0, deps=[s])
     s, dk, dv = _walk(
         C, True, 0, cut_steps, steps - 1, s, dk, dv, k_s, v_s, q_s, dout_s, lse_v, delta_v, bounds_v,

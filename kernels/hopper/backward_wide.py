@@ -191,7 +191,6 @@ def _keys(
     dk = pieces.zero_sums(q_s)
     A_L: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=dk[0].type.layout, k_width=2)
     mbarrier.wait(kv_full.index(0), 0)
-    mbarrier.wait(kv_full.index(1), 0)
     mbarrier.wait(dout_full.index(0), 0)
     minus_delta = delta_v.index(0).load(gl.SliceLayout(0, S_L))
     dp = warpgroup_mma_wait(0, deps=[pieces.keys_times_queries(pieces.tile_at(v_s, 0, 0), dout_s, 0, S_L, minus_delta)])
@@ -260,7 +259,7 @@ def kernel(
     delta_t = gl.allocate_shared_memory(gl.float32, [2, 1, BM], delta_desc.layout)
     bounds_t = gl.allocate_shared_memory(gl.int32, [2, 1, 2 * BM], bounds_desc.layout)
     positions_t = pieces.positions_of(positions_desc)
-    kv_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    kv_full = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
     q_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     dout_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     k_s = pieces.matrices(k_t)
@@ -271,8 +270,8 @@ def kernel(
     delta_v = reinterpret(delta_t, gl.float32, [2, BM], ROW_L)
     alibi = pieces.alibi_of(slopes_ptr, slopes_stride, positions_k_ptr, positions_t)
     bounds_v = reinterpret(bounds_t, gl.int32, [4, BM], ROW_L)
+    mbarrier.init(kv_full.index(0), count=1)
     for i in gl.static_range(2):
-        mbarrier.init(kv_full.index(i), count=1)
         mbarrier.init(q_full.index(i), count=1)
         mbarrier.init(dout_full.index(i), count=1)
     gl.warp_specialize(
