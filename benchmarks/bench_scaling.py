@@ -85,7 +85,7 @@ from ringattn import needs, reference, virtual
 from ringattn.layout import LAYOUTS
 from ringattn.loads import Loads
 from scripts import ranks
-from scripts.arguments import head_counts, positive
+from scripts.arguments import head_counts, positive, token_count
 
 PEAK = 989.5  # TFLOP/s, dense bf16 on an H100 or H200; no real rate exceeds it
 PRODUCTS = {"forward": 1.0, "forward+backward": 3.5}  # FLOP in forwards
@@ -345,7 +345,13 @@ class Bench:
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    add("--tokens", type=positive, nargs="*", default=[4096, 8192, 16384, 32768], help="tokens per rank: weak scaling")
+    add(
+        "--tokens",
+        type=token_count,
+        nargs="*",
+        default=[4096, 8192, 16384, 32768],
+        help="tokens per rank: weak scaling",
+    )
     add("--total", type=positive, nargs="*", default=[], help="tokens of all ranks: strong scaling")
     add("--ranks", type=positive, nargs="+", help="group sizes; default: all ranks")
     add("--masks", nargs="+", default=["causal"], type=mask_name, help=f"{', '.join(MASKS)}, documents-SEED, ...")
@@ -367,7 +373,11 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add("--error-tokens", type=positive, help="tokens of the problem that is compared with float64")
     add("--errors", action=argparse.BooleanOptionalAction, default=True, help="compare with float64")
     add("--budget", type=float, default=0.0, help="seconds after which no new row starts; 0: no limit")
-    add("--hosts", type=positive, help="take the ranks for those of so many hosts: messages between them, links inside")
+    add(
+        "--hosts",
+        type=positive,
+        help="take the ranks for those of this many hosts: messages between them, links inside",
+    )
     add("--device", choices=["cuda", "cpu"], default="cuda" if torch.cuda.is_available() else "cpu")
     add("--out", type=Path, default=ROOT / "results", help="folder of the measurements and the report")
     add("--report", type=Path, metavar="DIR", help="only make the report from DIR/scaling-*.jsonl")

@@ -73,7 +73,7 @@ from ringattn import transport
 from ringattn.planner import memory
 from ringattn.planner.models import ModelShape
 from scripts import less_memory, ranks, train_hf
-from scripts.arguments import positive
+from scripts.arguments import positive, token_count
 
 NAME = "training"  # start of the names of files in --out
 VOCABULARY = 257  # tokens in the text: bytes and the start of a document
@@ -342,7 +342,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--how", nargs="+", choices=HOW, default=["ringattn"], help="attentions to measure, in this order"
     )
-    parser.add_argument("--tokens", type=positive, default=524288, help="tokens of the row, over all ranks")
+    parser.add_argument("--tokens", type=token_count, default=524288, help="tokens of the row, over all ranks")
     parser.add_argument("--warm-up-tokens", type=positive, help="default: a 16th of --tokens")
     parser.add_argument("--steps", type=positive, default=2, help="counted steps, after the warm-up")
     parser.add_argument("--layers", type=positive, default=32)

@@ -50,7 +50,7 @@ from ringattn.shape import Shape
 from ringattn.transport import Pending
 from ringattn.virtual import VirtualRank
 from scripts import ranks
-from scripts.arguments import positive
+from scripts.arguments import token_count
 
 FEW = 16  # tokens per rank, so few that only launches and latencies matter
 ROUNDS = 5  # in which calls are measured in turns
@@ -361,7 +361,7 @@ def table(costs: cost.Costs, defaults: cost.Costs, measured: Container[str], che
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--tokens", type=positive, help="tokens per rank; default: 8192 on a GPU, 128 on a CPU")
+    parser.add_argument("--tokens", type=token_count, help="tokens per rank; default: 8192 on a GPU, 128 on a CPU")
     parser.add_argument("--seconds", type=float, default=0.3, help="length of each measurement")
     parser.add_argument("--kernel", default="auto")
     return parser.parse_args(argv)

@@ -44,7 +44,7 @@ def main() -> None:
 
 
 def measure(args: argparse.Namespace, device: torch.device, sequences: int) -> dict[str, float]:
-    """Return medians in milliseconds, and bytes, where a cache holds so many sequences that grew by turns.
+    """Return medians in milliseconds, and bytes, where a cache holds this many sequences that grew by turns.
 
     Raises:
         SystemExit: attention to pages and to a copy of the same keys differ.
@@ -88,7 +88,7 @@ def measure(args: argparse.Namespace, device: torch.device, sequences: int) -> d
 
 
 def fill(cache: ringattn.KVCache, numbers: list[int], tokens: int, make: Callable[[int, int], Tensor]) -> None:
-    """Let sequences grow by turns until each has so many tokens."""
+    """Let sequences grow by turns until each has this many tokens."""
     size = min(tokens, 128 * max(1, tokens // 128 // 16))  # of a turn
     k, v = make(size, KV_HEADS), make(size, KV_HEADS)
     for first in range(0, tokens, size):

@@ -176,13 +176,13 @@ def gather_and_scatter(caches: Caches, layer: int) -> Tensor:
     backend.write(caches.k, caches.v, pool, tables)
     out, lse = backend.output(caches.q, pool, tables, score, call)
     world, rank = dist.get_world_size(), dist.get_rank()
-    all_lse = lse.new_empty(world, *lse.shape)
-    dist.all_gather_into_tensor(all_lse, lse)
+    all_lse = caches.transport.all_gather(lse)
     weight = torch.exp(all_lse[rank] - torch.logsumexp(all_lse, 0))
     corrected = (out * weight.transpose(1, 2)[..., None]).to(out.dtype)
     by_rank = corrected.unflatten(2, (world, -1)).permute(2, 0, 1, 3, 4).contiguous()
     part = torch.empty_like(by_rank[0])
-    dist.reduce_scatter_tensor(part, by_rank)
+    scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor  # the older name
+    scatter(part, by_rank)
     return part
 
 

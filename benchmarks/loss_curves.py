@@ -43,7 +43,7 @@ from benchmarks.gradient_norm import gradient_norm
 from benchmarks.json_lines import ROOT
 from ringattn import virtual
 from scripts import ranks, train_hf
-from scripts.arguments import positive
+from scripts.arguments import positive, token_count
 
 NAME = "loss_curves"  # start of the names of files in --out
 FACTOR = 1.5  # allowed difference of cp N, in largest differences between runs of cp 1
@@ -246,7 +246,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--steps", type=positive, default=100)
     parser.add_argument("--repeats", type=positive, default=8, help="runs of cp 1")
     parser.add_argument("--rows", type=positive, default=8, help="rows of one step")
-    parser.add_argument("--context", type=positive, default=4096, help="tokens of a row")
+    parser.add_argument("--context", type=token_count, default=4096, help="tokens of a row")
     parser.add_argument("--layers", type=positive, default=4)
     parser.add_argument("--hidden", type=positive, default=512)
     parser.add_argument("--heads", type=positive, default=8)

@@ -47,7 +47,7 @@ from ringattn.cost import Costs
 from ringattn.peer.memory import Link, Region
 from ringattn.shape import Shape
 from scripts import ranks
-from scripts.arguments import head_counts, positive
+from scripts.arguments import head_counts, positive, token_count
 
 NAME = "predictions"
 MASKS = ("causal", "full", "window", "documents")
@@ -297,7 +297,7 @@ def plot(rows: Sequence[Words], file: Path) -> None:
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--tokens", type=positive, nargs="+", default=[2048, 8192, 32768], help="tokens per rank")
+    parser.add_argument("--tokens", type=token_count, nargs="+", default=[2048, 8192, 32768], help="tokens per rank")
     parser.add_argument("--heads", type=head_counts, nargs="+", default=[(32, 8), (16, 16)])
     parser.add_argument("--head-dim", type=positive, default=128)
     parser.add_argument("--masks", nargs="+", choices=MASKS, default=list(MASKS))

@@ -42,7 +42,7 @@ import ringattn
 from benchmarks import documents
 from ringattn.layout import LAYOUTS
 from scripts import ranks
-from scripts.arguments import head_counts, positive
+from scripts.arguments import head_counts, positive, token_count
 
 STEP = "ringattn/step"
 IN_A_ROW, ROUNDS = 3, 15
@@ -262,7 +262,7 @@ def trace_all(args: argparse.Namespace, device: torch.device) -> None:
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tokens", type=positive, default=8192, help="tokens per rank")
+    parser.add_argument("--tokens", type=token_count, default=8192, help="tokens per rank")
     parser.add_argument("--dataflows", nargs="+", default=["ring"])
     parser.add_argument("--heads", type=head_counts, default=(32, 8), help="QUERY_HEADS/KEY_HEADS, as in 32/8")
     parser.add_argument("--head-dim", type=positive, default=128)

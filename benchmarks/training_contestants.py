@@ -195,7 +195,7 @@ def transformer_engine_cp(args: argparse.Namespace, mesh: DeviceMesh, device: to
         raise CannotRun(f"Transformer Engine has no kernel on {device.type}")
     if args.checkpoint == "selective":
         raise CannotRun(
-            "Transformer Engine's attention is no operator whose results a checkpoint could keep; measure all "
+            "Transformer Engine's attention is not an operator whose results a checkpoint could keep; measure all "
             "contestants with --checkpoint full"
         )
     divisible(args, mesh)

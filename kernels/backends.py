@@ -94,7 +94,7 @@ class Backend:
         score: Score,
         dq: Tensor,
         *,
-        deterministic: bool = False,
+        deterministic: bool | None = None,
         into: tuple[Tensor, Tensor] | None = None,
         counters: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
@@ -102,15 +102,17 @@ class Backend:
 
         Args:
             dq: like q, float32 (float64 for float64 inputs); the chunk's contribution is **added** to it.
-            deterministic: the same bits on every run.
+            deterministic: the same bits on every run; None: as torch.use_deterministic_algorithms() says.
             into: where dk and dv are written and returned; the last dimension contiguous, other strides free. New
                 tensors if absent.
             counters: (groups of rows, segments of keys) int32 on the device, see :class:`.contract.CompletionCounts`.
         """
+        if deterministic is None:
+            deterministic = torch.are_deterministic_algorithms_enabled()
         if keys.block.others:
             more = keys if deterministic else weaving.keys(keys)
             if more is not keys:
-                return weaving.gradients(keys, self.backward(queries, more, score, dq), into)
+                return weaving.gradients(keys, self.backward(queries, more, score, dq, deterministic=False), into)
             return self._walks_back(queries, keys, score, dq, deterministic, into)
         backend = self._or_eager(queries.q, keys)
         heads, sums_keys = backend.sums(queries.q, keys.k, deterministic)
@@ -129,9 +131,12 @@ class Backend:
         return self._or_eager(queries.q, keys)._key_gradients(queries, keys, score)
 
     def completion_counts(
-        self, q: Tensor, keys: Keys, score: Score, *, deterministic: bool = False
+        self, q: Tensor, keys: Keys, score: Score, *, deterministic: bool | None = None
     ) -> CompletionCounts | None:
-        """Return what the backward counts, or None if it can neither count nor wait for keys."""
+        """Return what the backward counts, or None if it can neither count nor wait for keys. ``deterministic``: as for
+        :meth:`backward`."""
+        if deterministic is None:
+            deterministic = torch.are_deterministic_algorithms_enabled()
         if deterministic or keys.block.others or long_sums.must_split(keys.block, *self.sums(q, keys.k, deterministic)):
             return None
         return self._completion_counts(q, keys)

@@ -28,10 +28,11 @@ from triton.compiler import CompiledKernel
 
 from ..memo import Memo
 from . import cache_folder
-from .direct_launch import DirectLaunch, View
+from .direct_launch import TRITON_3_6, DirectLaunch, View
 
 LAUNCHES = 1024  # launches that one Launches keeps; lengths may differ from batch to batch
 COMPILED = 4096  # compiled kernels that dispatch() keeps
+CLUSTERS = TRITON_3_6  # whether dispatch() can launch kernels for single CTAs in clusters
 
 _compiled: Memo[tuple[CompiledKernel, list[Any]]] = Memo(COMPILED)
 _NO_SWITCH = nullcontext()
@@ -48,7 +49,7 @@ class Launched(NamedTuple):
 
 
 def dispatch(
-    kernel: Any, grid: tuple[int, ...], *args: Any, variants: Variants | None = None, **constants: Any
+    kernel: Any, grid: tuple[int, ...], *args: Any, variants: Variants | None = None, cluster: int = 1, **constants: Any
 ) -> Launched | None:
     """Launch ``kernel[grid](*args, **constants)`` on the current stream; ``constants`` are its constexprs and options.
 
@@ -57,6 +58,8 @@ def dispatch(
     Args:
         variants: returns changes of arguments and constants, by name, for launches that other documents will need; they
             are compiled when this launch is.
+        cluster: CTAs of a cluster; ``grid`` counts clusters. Always the same for a kernel; above 1 only where there are
+            :data:`CLUSTERS`.
 
     Returns:
         The launch, for :meth:`Launches.remember`; None from the interpreter, and from a launch that had to compile.
@@ -70,11 +73,15 @@ def dispatch(
         compiled[grid](*args, *values)
         return Launched(compiled, grid, (*args, *values))
     cache_folder.ensure()
-    compiled = kernel[grid](*args, enable_fp_fusion=True, **constants)
+    if cluster > 1:  # a launch by Triton would not be in clusters
+        compiled, values = _compile(kernel, device, grid, args, constants, {}, cluster)
+        compiled[grid](*args, *values)
+    else:
+        compiled = kernel[grid](*args, enable_fp_fusion=True, **constants)
     if isinstance(compiled, CompiledKernel):  # the interpreter compiles nothing
         _compiled.put(key, (compiled, [constants[name] for name in kernel.arg_names[len(args) :]]))
         for changes in variants() if variants is not None else ():
-            _compile(kernel, device, grid, args, constants, changes)
+            _compile(kernel, device, grid, args, constants, changes, cluster)
     return None
 
 
@@ -87,17 +94,24 @@ def prepare(kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) ->
 
 def _compile(
     kernel: Any, device: torch.device, grid: tuple[int, ...], args: Sequence[Any], constants: Mapping[str, Any],
-    changes: Mapping[str, Any],
-) -> None:  # fmt: skip
-    """Compile and load a kernel for a launch with some arguments and constants changed."""
+    changes: Mapping[str, Any], cluster: int = 1,
+) -> tuple[CompiledKernel, list[Any]]:  # fmt: skip
+    """Compile and load a kernel for a launch with some arguments and constants changed; return it and its constants.
+
+    Triton 3.6 launches the clusters that a kernel has been compiled for. Gluon cannot express those; but the launcher
+    reads their size from the packed metadata, and multiplies the grid by it."""
     names = kernel.arg_names[: len(args)]
     args = [changes.get(name, x) for name, x in zip(names, args, strict=True)]
     constants = {name: changes.get(name, x) for name, x in constants.items()}
     key = _key(kernel, device, args, constants)
-    if _compiled.get(key) is None:
-        compiled = kernel.warmup(*args, grid=grid, enable_fp_fusion=True, **constants)
-        getattr(compiled, "run", None)  # loads it now: that may wait for the GPU
-        _compiled.put(key, (compiled, [constants[name] for name in kernel.arg_names[len(args) :]]))
+    cached = _compiled.get(key)
+    if cached is not None:
+        return cached
+    compiled = kernel.warmup(*args, grid=grid, enable_fp_fusion=True, **constants)
+    if cluster > 1:
+        compiled.packed_metadata = (compiled.metadata.num_warps, cluster, compiled.metadata.shared)
+    getattr(compiled, "run", None)  # loads it now: that may wait for the GPU
+    return _compiled.put(key, (compiled, [constants[name] for name in kernel.arg_names[len(args) :]]))
 
 
 def _key(kernel: Any, device: torch.device, args: Sequence[Any], constants: Mapping[str, Any]) -> Hashable:

@@ -33,15 +33,16 @@ def first_rows(keys: Sequence[range], queries: Sequence[range], cuts: Sequence[i
     rows, row, starts = list[int](), 0, [run.start for run in queries]
     for group in _groups(keys, cuts):
         low, high = group[0].start, group[-1].stop
-        inside = queries[max(bisect_right(starts, low) - 1, 0) : bisect_left(starts, high)]
-        if len(inside) > 1:
-            inside = [max(inside, key=lambda run: min(run.stop, high) - max(run.start, low))]
-        begin = inside[0].start if inside else low
+        first = max(bisect_right(starts, low) - 1, 0)
+        past = bisect_left(starts, high, first)
+        if past - first > 1:
+            first = max(range(first, past), key=lambda i: min(queries[i].stop, high) - max(starts[i], low))
+        begin = starts[first] if first < past else low
         before = begin - low  # rows from the first key to the first tile of queries; it may begin before the keys
         if before > 0:
             before = sum(min(run.stop, begin) - run.start for run in group if run.start < begin)
         space = -(row + before) % GRID
-        if space <= high - low and space <= sum(map(len, group)):  # else keys would be few among zeros
+        if space <= sum(map(len, group)):  # else keys would be few among zeros
             row += space
         for run in group:
             rows.append(row)

@@ -14,10 +14,10 @@ contiguous runs. The row is peeled for hosts first; then the share of each host 
 
 Kernels compute tiles of queries, from the beginning of each run, and a last tile that is not full costs all the keys of
 its document. So long documents are cut at whole tiles, counted from their end; the tokens before the first whole one
-go with the document before. The pairs of whole tiles are equal only nearly. Of several choices (:class:`_Choice`) that
-are near enough we take the one whose number of tiles is nearest to the mean and whose cuts add few keys to fetch.
+go with the document before. With whole tiles no t matches the mean exactly. Of the choices (:class:`_Choice`) that come
+near enough, the best is the one whose number of tiles is nearest to the mean and whose cuts add few keys to fetch.
 
-Last, ranks that share causal documents divide their pieces once more (:mod:`.redivision`).
+Last, ranks with causal documents divide their pieces once more, two at a time (:mod:`.redivision`).
 
 All arithmetic is in integers, so that every rank finds the same shards without a message.
 """
@@ -30,8 +30,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from operator import itemgetter
 from typing import NamedTuple
 
+from .documents import LONG, TILE, Documents, joined
 from .mask import Mask
-from .redivision import LONG, TILE, Documents, redivide
+from .redivision import redivide
 from .work import Work
 
 GROUP = 1024  # neighbouring documents are kept together up to so many tokens, for few runs per rank
@@ -44,8 +45,8 @@ FETCH = 8  # weight of keys to fetch, per mille of a rank's tokens, next to the 
 REACH = 4  # light parts to choose from: so many times the tokens of a rank
 DEEP = 16  # heavy parts to choose from
 WIDE = 4  # how far to look where tiles are uneven ...
-MANY = 10  # ... and a rank has fewer parts than these, whose tiles even out
-FEW, FINE = 12, 3  # choices with the nearest numbers of pairs, and those of them whose tiles are counted
+MANY = 10  # ... and a rank has no more parts than these, or no choice is near enough
+FEW = 12  # choices with the nearest numbers of pairs, whose tiles are counted
 
 
 def peel(mask: Mask, world_size: int, local_size: int) -> list[list[range]]:
@@ -80,13 +81,8 @@ def _parts(cuts: Sequence[int], size: int, long: int) -> list[range]:
 
 def _cut(cuts: Sequence[int], pieces: list[range], size: int) -> list[range]:
     """Return the parts of a host's pieces."""
-    joined: list[range] = []
-    for piece in sorted(pieces, key=lambda piece: piece.start):
-        if joined and joined[-1].stop == piece.start:
-            piece = range(joined.pop().start, piece.stop)
-        joined.append(piece)
     parts = []
-    for run in joined:
+    for run in joined(pieces):
         inside = cuts[bisect_right(cuts, run.start) : bisect_left(cuts, run.stop)]
         parts += _parts([run.start, *inside, run.stop], size, LONG)
     return parts
@@ -97,7 +93,8 @@ class _Part(NamedTuple):
 
     Attributes:
         density: pairs per 1024 tokens.
-        pairs, tiles: visible pairs, and about how many 128ths of tiles a kernel computes.
+        pairs, tiles: visible pairs, and 128ths of tiles that a kernel computes; those of other masks than causal
+            documents are an estimate.
         first, last: pairs of its first and of its most expensive query.
     """
 
@@ -177,21 +174,20 @@ class _Row:
         self.tiles_left = sum(part.tiles for part in self.parts)
 
     def _part(self, run: range) -> _Part:
-        work, start, stop, size = self.work, run.start, run.stop, len(run)
-        pairs, first, last = work.of(run), work.at(start), work.at(stop - 1)
+        work, start, stop = self.work, run.start, run.stop
+        pairs, first, last = work.about(run)
         document = bisect_right(work.cuts, start)
         past = work.cuts[document]
-        count, waste = -(-size // TILE), 0
-        if past >= stop:
-            waste = last * (count * TILE - size) // TILE  # the last tile is not full
-        elif past - work.cuts[document - 1] >= LONG:
+        if past < stop and past - work.cuts[document - 1] >= LONG:
             last = max(last, work.at(past - 1))
-            middle = start + size // TILE * TILE
-            waste = last * (TILE - past + middle) // TILE if middle < past else 0
+        if work.causal:
+            tiles = TILE * self.documents.tiles(run)
         else:
-            waste = TILE * count * work.rows  # a tile begins in one document and ends in another
-        tiles = TILE * count * work.rows + pairs // TILE + (last - first) // 2 + waste
-        return _Part(pairs * 1024 // size, start, stop, pairs, tiles, first, last)
+            count = -(-len(run) // TILE)
+            # The last tile is not full, or a tile begins in one document and ends in another.
+            waste = last * (count * TILE - len(run)) // TILE if past >= stop else TILE * count * work.rows
+            tiles = TILE * count * work.rows + pairs // TILE + (last - first) // 2 + waste
+        return _Part(pairs * 1024 // len(run), start, stop, pairs, tiles, first, last)
 
     def end(self, start: int) -> int:
         """Return where the document of a position ends."""
@@ -226,6 +222,9 @@ class _Row:
     def _remove(self, pieces: list[tuple[_Part, range]]) -> None:
         left: dict[_Part, list[range]] = {}
         for part, piece in pieces:
+            if len(piece) == part.stop - part.start:
+                left[part] = []
+                continue
             rests = left.get(part, [range(part.start, part.stop)])
             halves = [
                 (range(r.start, min(r.stop, piece.start)), range(max(r.start, piece.stop), r.stop)) for r in rests
@@ -298,12 +297,9 @@ class _Search:
             near = NEAR * self.row.ranks
             limit = target // near if choices and choices[0][0] * near <= target else target
             few = FEW // 2 if plain else wide * FEW
-            costs = sorted((self._cost(x) for away, x in choices[:few] if away <= limit), key=itemgetter(0))
-            if many:
-                best = costs[0] if costs else None
-                break
-            best = min(map(self._fine, costs[: wide * FINE]), key=itemgetter(0), default=best)
-            if best and best.uneven <= EVEN:
+            costs = [self._cost(x) for away, x in choices[:few] if away <= limit]
+            best = min(costs, key=itemgetter(0), default=best)
+            if best and (many or best.uneven <= EVEN):
                 break
         return self._take(best.choice if best else _Choice(low, tokens - low))
 
@@ -371,13 +367,14 @@ class _Search:
         rest = self.pairs - self.light.pairs_of(light)
         last = len(parts) - 1 - cut
         first = max(self.light.count(light), last - DEEP)
+        near = self.pairs // NEAR
         for count in {max(1, tiles // 2), 1, max(1, tiles // 4)}:
             below = count * TILE
             need = rest - heavy.pairs_of(t - below)
             yielded = 0
             for index in range(last, first - 1, -1):
                 part = parts[index]
-                if not part.first * below <= need <= part.last * below or yielded == 2:
+                if yielded == 2 or not part.first * below - near <= need <= part.last * below + near:
                     continue
                 yielded += 1
                 top = min(part.stop, self.row.end(part.start)) - (tiles if index == last else count) * TILE
@@ -396,7 +393,7 @@ class _Search:
                 yield work.of(lower) - need, _Choice(t - below, light, 0, 0, lower, part)
 
     def _cost(self, choice: _Choice) -> _Cost:
-        """Return the cost of a choice, estimated from the sums of whole parts."""
+        """Return the cost of a choice, from the sums of whole parts."""
         t, light, skip, window, lower, part = choice
         amounts = [self.heavy.amount(t), self.light.amount(light), self.light.amount(window, skip)]
         tiles, fetched = map(sum, zip(*amounts, strict=True))
@@ -409,13 +406,6 @@ class _Search:
             else:
                 fetched += piece.first + part.last
         return self._sum(tiles, 1000 * fetched // (self.row.work.rows * self.tokens), choice)
-
-    def _fine(self, cost: _Cost) -> _Cost:
-        """Return the cost with the exact tiles of its pieces, as keys lie in the buffer."""
-        if not self.row.work.causal:
-            return cost
-        tiles = self.row.documents.ranks([[piece for _, piece in self._take(cost.choice)]])[0].tiles
-        return self._sum(TILE * tiles, cost.fetched, cost.choice)
 
     def _sum(self, tiles: int, fetched: int, choice: _Choice) -> _Cost:
         uneven = abs(1000 * (tiles - self.tiles) // max(1, self.tiles))

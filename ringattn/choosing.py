@@ -37,7 +37,7 @@ class Placement(NamedTuple):
     def needs(self) -> tuple[tuple[bool, ...], ...]:
         """``needs[q_rank][k_rank]``: some query of one rank sees some key of the other."""
         owners = [{run.owner for run in runs} for runs in self.fetches]
-        return tuple(tuple(owner in some for owner in range(len(owners))) for some in owners)
+        return tuple([tuple([owner in some for owner in range(len(owners))]) for some in owners])
 
 
 class Setting(NamedTuple):

@@ -227,7 +227,7 @@ def rows(masks: Sequence[Mask]) -> Mask:
     """
     for m in masks:
         if not isinstance(m, Mask):
-            raise TypeError(f"rows() got a {type(m).__name__}; pass a ringattn.mask.Mask for each row")
+            raise TypeError(f"rows() got an object of type {type(m).__name__}; pass a ringattn.mask.Mask for each row")
     shapes = {(m.seq_len, m.seq_len_k) for m in masks}
     if len(shapes) != 1 or any(m.rows != 1 for m in masks):
         raise ValueError(

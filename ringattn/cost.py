@@ -349,16 +349,20 @@ def _walk(p: Problem, costs: Costs, s: Shape, dataflow: str, backward: bool) -> 
             peers += zip(holders[t - 1], holders[t], strict=True)
         start = begin[:]  # of a rank's messages: when its peers are at this step, too
         for a, b in peers:  # without calls: many ranks make many steps
-            start[a], start[b] = (y if y > x else x for x, y in ((start[a], begin[b]), (start[b], begin[a])))
+            if begin[b] > start[a]:
+                start[a] = begin[b]
+            if begin[a] > start[b]:
+                start[b] = begin[a]
         added = moved.added * (t >= 2)
         rows, rows_idle = (x / costs.memory_gbs / 1e6 for x in (moved.each + moved.later * (t > 0) + added, added))
-        for o, r in enumerate(holders[t]):
+        began, begin = begin, [x + links + rows_idle for x in start]
+        for o, r in enumerate(holders[t] if t < count else ()):
             pairs = p.pairs[r][o] if ring else p.pairs[o][r]
-            work = costs.kernel_ms + pairs * pair if t < count and (pairs or t == 0) else 0.0
-            low, high = begin[r] + work, start[r] + links
-            low, high = (high, low) if low > high else (low, high)
-            overlap = low - start[r] if links and low > start[r] else 0.0
-            begin[r] = high + costs.contention * overlap + (rows if work > 0 else rows_idle)
+            if t > 0 and not pairs:
+                continue
+            work = costs.kernel_ms + pairs * pair
+            low, high = sorted((began[r] + work, start[r] + links))
+            begin[r] = high + costs.contention * max(low - start[r], 0.0) + (rows if work > 0 else rows_idle)
             busy[r] += work
         moving += links
     least: float = getattr(costs, f"{dataflow}_{'backward' if backward else 'forward'}_ms")
@@ -390,64 +394,58 @@ def _gather(p: Problem, costs: Costs, s: Shape) -> Candidate:
         why = f"gather needs {need / 2**30:.2f} GiB of buffer{' for one head' * p.pulls}"
         return Candidate("gather", math.inf, math.inf, why)
     by = _pulled if p.pulls else _relayed if len(p.nodes) > 1 else _messaged
-    n = len(p.keys)
-    passes = []
-    for backward in (False, True):
-        slowest = max((by(p, costs, s, backward, rank) for rank in range(n)), key=lambda x: x.ms)
-        passes.append(slowest)
-    return _candidate("gather", *passes)
+    ranks = [by(p, costs, s, rank) for rank in range(len(p.keys))]
+    return _candidate("gather", *(max(passes, key=lambda x: x.ms) for passes in zip(*ranks, strict=True)))
 
 
 def _busiest(p: Problem, rank: int, what: Sequence[Sequence[int]], among: Sequence[int]) -> int:
     """Return the tokens or runs that enter or leave a rank, whichever is more, from or to some others."""
     others = [r for r in among if r != rank]
-    return max(sum(what[rank][o] for o in others), sum(what[v][rank] for v in others))
+    return max(sum([what[rank][o] for o in others]), sum([what[v][rank] for v in others]))
 
 
-def _pulled(p: Problem, costs: Costs, s: Shape, backward: bool, rank: int) -> _Pass:
-    all_ranks = range(len(p.keys))
-    tokens, runs = (_busiest(p, rank, what, all_ranks) for what in (p.fetched, p.runs))
+def _pulled(p: Problem, costs: Costs, s: Shape, rank: int) -> tuple[_Pass, _Pass]:
+    tokens, runs = (_busiest(p, rank, what, range(len(p.keys))) for what in (p.fetched, p.runs))
     size = s.batch * tokens * s.kv_elements
     rows = s.batch * s.kv_heads
-    cut = len(_waves(p, s)) if backward else 1
     own = s.batch * p.keys[rank] * s.kv_elements
-    attention = _attention(sum(p.pairs[rank]), costs, s, backward) + cut * costs.kernel_ms
     pull = size * s.itemsize / costs.pull_gbs / 1e6 + rows * costs.copy_ms  # a row's copies are one
-    local = 4 * own * s.itemsize / costs.memory_gbs / 1e6  # into memory that others read, and into the buffer
-    exposed, push = costs.handshake_ms + pull / s.kv_heads, 0.0
-    if backward:
-        push = size * s.state_itemsize / costs.pull_gbs / 1e6 + rows * runs * costs.copy_ms
-        local += (len(p.keys) + 1) * own * s.state_itemsize / costs.memory_gbs / 1e6  # the sum at home
-        exposed += cut * costs.handshake_ms + push / s.kv_heads
     hidden = 1 - 1 / s.kv_heads
-    total = exposed + max(attention, pull * hidden, push * hidden) + local
-    floor = costs.gather_backward_ms if backward else costs.gather_forward_ms
-    return _Pass(max(total, floor), attention, pull + push, floor)
+
+    def one(backward: bool) -> _Pass:
+        cut = len(_waves(p, s)) if backward else 1
+        attention = _attention(sum(p.pairs[rank]), costs, s, backward) + cut * costs.kernel_ms
+        local = 4 * own * s.itemsize / costs.memory_gbs / 1e6  # into memory that others read, and into the buffer
+        exposed, push = costs.handshake_ms + pull / s.kv_heads, 0.0
+        if backward:
+            push = size * s.state_itemsize / costs.pull_gbs / 1e6 + rows * runs * costs.copy_ms
+            local += (len(p.keys) + 1) * own * s.state_itemsize / costs.memory_gbs / 1e6  # the sum at home
+            exposed += cut * costs.handshake_ms + push / s.kv_heads
+        total = exposed + max(attention, pull * hidden, push * hidden) + local
+        floor = costs.gather_backward_ms if backward else costs.gather_forward_ms
+        return _Pass(max(total, floor), attention, pull + push, floor)
+
+    return one(False), one(True)
 
 
-def _messaged(p: Problem, costs: Costs, s: Shape, backward: bool, rank: int) -> _Pass:
-    local = p.ring.local_size
-    n = len(p.keys)
+def _messaged(p: Problem, costs: Costs, s: Shape, rank: int) -> tuple[_Pass, _Pass]:
+    local, n = p.ring.local_size, len(p.keys)
     near = range(rank // local * local, (rank // local + 1) * local) if local < n else range(0)
     far = [r for r in range(n) if r not in near]
-    groups = head_groups(s.kv_heads, s.q_heads, p.device_type, backward)
-
+    ways = (near, costs.local_gbs, costs.local_ms), (far, costs.message_gbs, costs.message_ms)
     moves = [
         (_busiest(p, rank, p.fetched, ranks) / rate / 1e6, _busiest(p, rank, p.runs, ranks) * fixed)
-        for ranks, rate, fixed in (
-            (near, costs.local_gbs, costs.local_ms),
-            (far, costs.message_gbs, costs.message_ms),
-        )
+        for ranks, rate, fixed in ways
     ]
 
     def links(itemsize: int, group: slice) -> tuple[float, float]:
         share = (group.stop - group.start) / s.kv_heads * s.batch * s.kv_elements * itemsize
         return sum(tokens * share + messages for tokens, messages in moves), 0.0
 
-    return _in_groups(p, costs, s, backward, rank, groups, links)
+    return _in_groups(p, costs, s, rank, links, False)
 
 
-def _relayed(p: Problem, costs: Costs, s: Shape, backward: bool, rank: int) -> _Pass:
+def _relayed(p: Problem, costs: Costs, s: Shape, rank: int) -> tuple[_Pass, _Pass]:
     """Return the time of a gather by node: what the node needs of another node's rank comes once, to the rank with the
     same place in the node, and the node's ranks take it from there."""
     node = next(ranks for ranks in p.nodes if rank in ranks)
@@ -458,7 +456,6 @@ def _relayed(p: Problem, costs: Costs, s: Shape, backward: bool, rank: int) -> _
     leaves = sum(max(p.fetched[v][rank] for v in other) for other in p.nodes if other is not node)
     messages = max(len(carried), len(p.nodes) - 1)
     inside = sum(p.fetched[rank]) - p.fetched[rank][rank] - sum(p.fetched[rank][o] for o in carried)
-    groups = head_groups(s.kv_heads, s.q_heads, p.device_type, backward, relayed=True)
     rate, fixed = (
         (costs.pull_gbs, costs.handshake_ms) if p.pulls_inside else (costs.local_gbs, costs.local_ms * (len(node) - 1))
     )
@@ -468,33 +465,36 @@ def _relayed(p: Problem, costs: Costs, s: Shape, backward: bool, rank: int) -> _
         between = max(comes, leaves) * share / costs.message_gbs + messages * costs.message_ms
         return between, inside * share / rate + fixed * (len(node) > 1)
 
-    return _in_groups(p, costs, s, backward, rank, groups, links)
+    return _in_groups(p, costs, s, rank, links, True)
 
 
 def _in_groups(
-    p: Problem, costs: Costs, s: Shape, backward: bool, rank: int,
-    groups: Sequence[slice], links: Callable[[int, slice], tuple[float, float]],
-) -> _Pass:  # fmt: skip
+    p: Problem, costs: Costs, s: Shape, rank: int, links: Callable[[int, slice], tuple[float, float]], relayed: bool
+) -> tuple[_Pass, _Pass]:
     """Return the time of a gather by groups of heads. ``links(itemsize, group)``: the times of two stages, by messages
     and inside the node, which work on different groups at the same time."""
-    stages = [links(s.itemsize, g) for g in groups]
-    home_stages = [links(s.state_itemsize, g) if backward else (0.0, 0.0) for g in groups]
-    fetch, home = [sum(x) for x in stages], [sum(x) for x in home_stages]
-    hidden, hidden_home = [max(x) for x in stages], [max(x) for x in home_stages]
     pairs = sum(p.pairs[rank])
-    attention = 0.0
-    total = fetch[0] + home[-1]
-    for i, g in enumerate(groups):
-        work = costs.kernel_ms + _attention(pairs, costs, s, backward) * (g.stop - g.start) / s.kv_heads
-        transfers = (hidden[i + 1] if i + 1 < len(groups) else 0.0) + (hidden_home[i - 1] if i else 0.0)
-        attention += work
-        total += _overlap(work, transfers, costs)
     own = s.batch * p.keys[rank] * s.kv_elements
-    touched = 4 * own * s.itemsize + backward * (
-        3 * s.state_itemsize * (own + s.batch * s.kv_elements * sum(p.fetched[rank]))
-    )
-    total += touched / costs.memory_gbs / 1e6
-    floor = costs.gather_backward_ms if backward else costs.gather_forward_ms
-    if not any(fetch):  # nothing moves
-        floor = 0.0
-    return _Pass(max(total, floor), attention, sum(fetch) + sum(home), floor)
+    gathered = s.batch * sum(p.fetched[rank]) * s.kv_elements
+
+    def one(backward: bool) -> _Pass:
+        groups = head_groups(s.kv_heads, s.q_heads, p.device_type, backward, relayed=relayed)
+        stages = [links(s.itemsize, g) for g in groups]
+        home_stages = [links(s.state_itemsize, g) if backward else (0.0, 0.0) for g in groups]
+        fetch, home = [sum(x) for x in stages], [sum(x) for x in home_stages]
+        hidden, hidden_home = [max(x) for x in stages], [max(x) for x in home_stages]
+        attention = 0.0
+        total = fetch[0] + home[-1]
+        for i, g in enumerate(groups):
+            work = costs.kernel_ms + _attention(pairs, costs, s, backward) * (g.stop - g.start) / s.kv_heads
+            transfers = (hidden[i + 1] if i + 1 < len(groups) else 0.0) + (hidden_home[i - 1] if i else 0.0)
+            attention += work
+            total += _overlap(work, transfers, costs)
+        touched = 4 * own * s.itemsize + backward * 3 * s.state_itemsize * (own + gathered)
+        total += touched / costs.memory_gbs / 1e6
+        floor = costs.gather_backward_ms if backward else costs.gather_forward_ms
+        if not any(fetch):  # nothing moves
+            floor = 0.0
+        return _Pass(max(total, floor), attention, sum(fetch) + sum(home), floor)
+
+    return one(False), one(True)

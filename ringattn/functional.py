@@ -71,7 +71,7 @@ def attention(
     if not torch.compiler.is_compiling() and getattr(forward_ad, "_current_level", -1) >= 0:
         raise NotImplementedError("ringattn has no forward-mode derivative (jvp, linearize); use backward or vjp")
     if not isinstance(plan, Plan):
-        raise TypeError(f"plan is a {type(plan).__name__}; pass what ringattn.plan() returns")
+        raise TypeError(f"plan is of type {type(plan).__name__}; pass what ringattn.plan() returns")
     try:
         q, k, v = operators.as_autocast(q, k, v)
         check_tensors(q, k, v, plan)
@@ -109,7 +109,7 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor, plan: Plan) -> None:
             raise TypeError(f"q is {q.dtype} but {name} is {x.dtype}; cast them to one dtype")
         if x.device != q.device:
             raise ValueError(f"q is on {q.device} but {name} is on {x.device}; move them to one device")
-    batch, seq_q, q_heads, head_dim = q.shape
+    batch, _, q_heads, head_dim = q.shape
     _, seq_k, kv_heads, _ = k.shape
     if not k.shape[0] == v.shape[0] == batch:
         raise ValueError(f"batch sizes differ: q {batch}, k {k.shape[0]}, v {v.shape[0]}")
@@ -120,14 +120,20 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor, plan: Plan) -> None:
     if kv_heads == 0 or q_heads % kv_heads:
         raise ValueError(f"q has {q_heads} heads and k and v have {kv_heads}; kv_heads must divide q_heads")
     rank = plan.rank
-    for name, got, lengths in (("q", seq_q, plan.local_lengths), ("k and v", seq_k, plan.local_lengths_k)):
-        if got != lengths[rank]:
+    for name, x, lengths in (("q", q, plan.local_lengths), ("k and v", k, plan.local_lengths_k)):
+        if x.shape[1] != lengths[rank]:
+            fix = "shard them with plan.shard(), or make a plan for this length"
+            if x.shape[2] == lengths[rank]:  # as scaled_dot_product_attention takes them
+                fix = f"shape {tuple(x.shape)} must be (batch, seq, heads, head_dim): call transpose(1, 2)"
             raise ValueError(
-                f"{name}: {got} tokens, but rank {rank} of {plan.world_size} holds {lengths[rank]} of this plan's "
-                f"{sum(lengths)}; shard them with plan.shard(), or make a plan for this length"
+                f"{name}: {x.shape[1]} tokens, but rank {rank} of {plan.world_size} holds {lengths[rank]} of this "
+                f"plan's {sum(lengths)}; {fix}"
             )
     if plan.mask.rows not in (1, batch):
-        raise ValueError(f"the plan's mask has {plan.mask.rows} rows, but the batch size is {batch}")
+        raise ValueError(
+            f"the plan's mask has {plan.mask.rows} rows, but the batch size is {batch}; make the plan with "
+            "the documents or masks of these rows"
+        )
 
 
 def check_scale(softmax_scale: float | Tensor | None, alibi_slopes: Tensor | None) -> None:
@@ -155,7 +161,7 @@ def check_score(
         ValueError, TypeError: the value, what was expected and the fix.
     """
     if score_mod is not None and not isinstance(score_mod, ScoreMod):
-        raise TypeError(f"score_mod is a {type(score_mod).__name__}; pass a ringattn.kernels.contract.ScoreMod")
+        raise TypeError(f"score_mod is of type {type(score_mod).__name__}; pass a ringattn.kernels.contract.ScoreMod")
     batch, _, q_heads, _ = q.shape
     if not 0 <= softcap < math.inf:
         raise ValueError(f"softcap is {softcap}; it must be positive, or 0 for none")

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import os
+import warnings
 import weakref
 from typing import Any
 
@@ -54,6 +56,20 @@ def exists(group: dist.ProcessGroup | None) -> bool:
         return group is not None and dist.get_rank(group) >= 0
     except (ValueError, RuntimeError):
         return False
+
+
+def initialized() -> bool:
+    """Return whether torch has a default group. Warn if not although this process was started as one of several."""
+    if dist.is_available() and dist.is_initialized():
+        return True
+    started = os.environ.get("WORLD_SIZE", "1")  # by torchrun and other launchers
+    if started != "1":
+        warnings.warn(
+            f"WORLD_SIZE is {started}, but torch.distributed is not initialized: this process computes whole rows by "
+            "itself; call torch.distributed.init_process_group() before ringattn.plan()",
+            stacklevel=4,
+        )
+    return False
 
 
 def alive(group: weakref.ref[dist.ProcessGroup]) -> dist.ProcessGroup:

@@ -109,7 +109,7 @@ def attention(
     if torch.compiler.is_compiling():
         raise NotImplementedError("host memory cannot be traced; call it through torch.compiler.disable")
     if not isinstance(plan, Plan):
-        raise TypeError(f"plan is a {type(plan).__name__}; pass what ringattn.plan() returns")
+        raise TypeError(f"plan is of type {type(plan).__name__}; pass what ringattn.plan() returns")
     try:
         of_q, of_k, of_v = (torch.empty_like(x, device="meta") for x in (q, k, v))
         slopes, logits = (None if x is None else torch.empty_like(x, device="meta") for x in (alibi_slopes, sink))

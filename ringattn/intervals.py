@@ -21,6 +21,7 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -242,8 +243,8 @@ class Intervals(Mask):
             runs: (owner, run), in any order.
         """
         runs = sorted(runs, key=lambda x: x[1].start)
-        owners = torch.tensor([o for o, _ in runs])
-        begins, stops = torch.tensor([r.start for _, r in runs]), torch.tensor([r.stop for _, r in runs])
+        table = np.array([(owner, run.start, run.stop) for owner, run in runs])
+        owners, begins, stops = torch.from_numpy(table.T.copy())
         points = torch.cat([self.first, begins.expand(self.rows, -1)], 1).sort(1).values
         run = torch.searchsorted(begins, points, right=True) - 1
         past = torch.cat([points[:, 1:], torch.full_like(points[:, :1], self.seq_len)], 1)
@@ -287,10 +288,11 @@ def _with_rows(m: Intervals, rows: int) -> Intervals:
 
 def _check_alike(a: Mask, b: Mask) -> None:
     if not isinstance(b, Mask):
-        raise TypeError(f"the other operand of a mask is a {type(b).__name__}; pass a ringattn.mask.Mask")
+        raise TypeError(f"the other operand of a mask is of type {type(b).__name__}; pass a ringattn.mask.Mask")
     if (a.seq_len, a.seq_len_k) != (b.seq_len, b.seq_len_k):
         raise ValueError(
-            f"masks are for different lengths: ({a.seq_len}, {a.seq_len_k}) and ({b.seq_len}, {b.seq_len_k})"
+            f"masks are for {a.seq_len} queries and {a.seq_len_k} keys, and for {b.seq_len} and {b.seq_len_k}; make "
+            "both for the whole row"
         )
     if {a.rows, b.rows} - {1, max(a.rows, b.rows)}:
         raise ValueError(f"masks have {a.rows} and {b.rows} rows; use 1 or the batch size")

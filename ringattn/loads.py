@@ -10,14 +10,14 @@ from dataclasses import dataclass
 import torch
 
 from . import blocks
-from .balance import TILE
+from .documents import TILE
 from .intervals import Intervals
 from .layout import Shard, positions
 from .mask import Mask
 from .schedule import Fetch, gaps
 from .work import Work
 
-LISTED = 16  # ranks whose numbers are shown one by one
+LISTED = 16  # ranks, steps and runs that a text shows one by one
 
 
 @dataclass(frozen=True)
@@ -60,10 +60,10 @@ class Loads:
         ]
         work = [pairs * len(self.pairs) / max(1, sum(self.pairs)) for pairs in self.pairs]
         return (
-            f"busiest rank over mean: {_busiest(self.pairs):.3f} in visible pairs, {_busiest(self.tiles):.3f} in tiles "
-            f"of {TILE} x {TILE}; keys seen of other ranks, over a rank's own: mean {sum(each) / len(each):.2f}, "
-            f"most {max(each):.2f}, least possible mean about {least:.2f}\n"
-            f"  visible pairs of ranks, over the mean: {_listed(work)}; keys seen of others, over own: {_listed(each)}"
+            f"work of the busiest rank / mean: {_busiest(self.pairs):.3f} in visible pairs, {_busiest(self.tiles):.3f} "
+            f"in tiles of {TILE} x {TILE}; of each rank: {_listed(work)}\n"
+            f"  keys seen of other ranks / own keys: mean {sum(each) / len(each):.2f}, of each rank: {_listed(each)}; "
+            f"with equal work the mean is about {least:.2f} at least"
         )
 
 

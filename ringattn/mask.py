@@ -107,7 +107,7 @@ def _documents_of(seq_len: int, documents: Mask | None) -> Intervals:
     if documents is None:
         return full(seq_len)
     if not isinstance(documents, Intervals):
-        raise TypeError(f"documents is a {type(documents).__name__}; pass a mask of packed() or documents()")
+        raise TypeError(f"documents is of type {type(documents).__name__}; pass a mask of packed() or documents()")
     return documents
 
 
@@ -180,7 +180,7 @@ def sinks(seq_len: int, count: int, left: int, documents: Mask | None = None) ->
         documents: as in :func:`chunked`; without them the row is one document.
 
     Raises:
-        TypeError: documents that are no such mask.
+        TypeError: documents that are not such a mask.
         ValueError: a negative count or window, or documents of another length.
     """
     if count < 0 or left < 0:

@@ -6,6 +6,7 @@ import itertools
 from bisect import bisect_right
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -99,7 +100,7 @@ def pairs(mask: Mask, shards: Sequence[Shard], shards_k: Sequence[Shard]) -> lis
     if not runs or not any(shards):
         return [[0.0] * n for _ in range(n)]
     with torch.device("cpu"):
-        starts, lengths, owners = map(torch.tensor, zip(*runs, strict=True))
+        starts, lengths, owners = torch.from_numpy(np.array(runs).T.copy())
         keys_before = torch.zeros(len(runs) + 1, n, dtype=torch.float64)
         keys_before[torch.arange(1, len(runs) + 1), owners] = lengths.double()
         keys_before = keys_before.cumsum(0)  # of each owner before each run
@@ -124,8 +125,8 @@ def pairs(mask: Mask, shards: Sequence[Shard], shards_k: Sequence[Shard]) -> lis
 
 def _pieces(shards: Sequence[Shard], size: int) -> tuple[Tensor, Tensor, Tensor]:
     """Return pieces of at most ``size`` positions of the runs of all shards: first, past the last, and rank."""
-    runs = torch.tensor([(run.start, run.stop, rank) for rank, shard in enumerate(shards) for run in shard])
-    start, stop, rank = runs.T
+    runs = [(run.start, run.stop, rank) for rank, shard in enumerate(shards) for run in shard]
+    start, stop, rank = torch.from_numpy(np.array(runs).T)
     counts = (stop - start + size - 1) // size
     start, stop, rank = (x.repeat_interleave(counts) for x in (start, stop, rank))
     number = torch.arange(len(start)) - (counts.cumsum(0) - counts).repeat_interleave(counts)

@@ -69,7 +69,7 @@ def _make(plan: Held, offsets: Sequence[int]) -> Halo:
         owner[positions], place[positions] = rank, torch.arange(len(positions))
 
     def needed(rank: int) -> Tensor:
-        """The positions of other ranks' tokens that a rank needs, growing."""
+        """Return the positions of other ranks' tokens that a rank needs, growing."""
         positions = layouts.positions(plan.shards[rank])
         wanted = torch.cat([positions - n for n in offsets]).unique()
         wanted = wanted[(wanted >= 0) & (wanted < plan.seq_len)]

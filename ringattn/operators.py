@@ -304,7 +304,7 @@ def _unshard(x: Tensor, dim: int, of_keys: bool, whole: int, plan_handle: int) -
     if x.ndim == 0 or x.shape[dim] != lengths[plan.rank]:
         error = ValueError(
             f"unshard() got shape {tuple(x.shape)} and dim {dim}, "
-            f"but rank {plan.rank} holds {lengths[plan.rank]} tokens"
+            f"but rank {plan.rank} holds {lengths[plan.rank]} tokens; pass this rank's shard and its sequence dim"
         )
     else:
         error = wrong_device(plan, x)

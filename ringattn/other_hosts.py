@@ -47,7 +47,7 @@ class Answer:
 
         Args:
             late: whether the time limit of this rank has passed. Those of others may have passed with it, and what
-                they waited for is no cause.
+                they waited for is not a cause.
         """
         notice = self.notice
         if notice is None or notice.rank == self._rank or (late and notice.peer is None):

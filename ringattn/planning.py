@@ -235,7 +235,10 @@ class Request:
                 raise ValueError(f"{name}={text!r} is unknown; use one of {', '.join(map(repr, names))}")
         mask = masking.mask
         if mask is not None and not isinstance(mask, Mask):
-            raise TypeError(f"mask is a {type(mask).__name__}; pass a ringattn.mask.Mask")
+            raise TypeError(
+                f"mask is of type {type(mask).__name__}; pass a ringattn.mask.Mask, such as "
+                "ringattn.mask.from_intervals(starts, ends) makes of the first and last key of each query"
+            )
         keys, earlier = seq_len_k, () if held is None else _checked_held(held, world_size)
         if held is not None:
             keys = sum(map(layouts.length, earlier)) + seq_len
@@ -322,8 +325,8 @@ def _combine(seq_len: int, keys: int | None, masking: Masking) -> tuple[Mask, In
         )
     if mask is not None and (mask.seq_len, mask.seq_len_k) != (seq_len, keys):
         raise ValueError(
-            f"mask is for {mask.seq_len} queries and {mask.seq_len_k} keys, but the plan for {seq_len} and {keys}; "
-            "make both for the same lengths"
+            f"mask is for {mask.seq_len} queries and {mask.seq_len_k} keys, but the plan has seq_len={seq_len} and "
+            f"seq_len_k={keys}; make both for the whole row"
         )
     if mask is not None:
         mask.check()

@@ -220,8 +220,8 @@ class Plan:
     def shard_batch(
         self, batch: Mapping[str, Any], *, seq_dims: Mapping[str, int | None] | None = None
     ) -> dict[str, Any]:
-        """This rank's shard of a dict of whole rows, with ``position_ids`` and ``shift_labels``: the targets, shifted
-        over the whole rows, -100 at the ends of documents and at padding. Every rank of the group calls this.
+        """Return this rank's shard of a dict of whole rows, with ``position_ids`` and ``shift_labels``: the targets,
+        shifted over the whole rows, -100 at the ends of documents and at padding. Every rank of the group calls this.
 
         Tensors of shape (batch, seq_len, ...) are sharded, others named in ``seq_dims`` (name to dim, or to None for
         one that every rank keeps whole); numbers, strings and scalars are handed on; boundaries of documents
@@ -299,9 +299,9 @@ class Plan:
         transport.check_usable()
         self.check_agreement()
         signature, like = (what, *fields.values()), (what, *(x for name, x in fields.items() if name != "plan"))
-        known = signature in self._agreed or (self._trusts and like in transport.calls_agreed)
-        compares = self.world_size > 1 and (transport.checks or (compared and not known))
-        if error is not None and not transport.checks and (known or self._trusted(what)):
+        compared_before = signature in self._agreed or (self._trusts and like in transport.calls_agreed)
+        compares = self.world_size > 1 and (transport.checks or (compared and not compared_before))
+        if error is not None and not transport.checks and (compared_before or self._trusted(what)):
             transport.refuse(what, error)
             raise error
         text = self._agreed.get(signature) or ", ".join(f"{name}={value}" for name, value in fields.items())

@@ -1,12 +1,14 @@
-"""Divide the pieces of two ranks between them once more, where both hold parts of a document: the last step of the
-layout "balanced", for causal documents.
+"""Divide the pieces of two ranks between them once more: the last step of the layout "balanced", for causal documents.
 
 :mod:`.balance` finds the pieces of one rank after another, so that the last ones get what is left: many cuts. Here two
-ranks that share long documents put their pieces together. What joins up becomes one item again, the smallest items are
-bundled, and all ways to give each of at most ITEMS items to either rank are counted at once, with one item cut where
-tokens become equal: a long document at a whole tile, the few tokens that are then missing from a short one. Of the ways
-with equal pairs the few that fetch least are counted exactly, tiles and runs included, and the best is kept if it costs
-less than what was. Then the next two ranks, those that share most first.
+ranks put their pieces together. What joins up becomes one item again, the smallest items are bundled, and all ways to
+give each of at most ITEMS items to either rank are compared at once. In each way one item is cut where tokens become
+equal: a long document at a whole tile, the few tokens that are then missing from a short one. Of the ways with equal
+pairs, those that fetch least are counted exactly, tiles and runs included, and the best is kept if it costs less than
+what the two ranks had.
+
+First, ranks divide their pieces that share most, so that less is fetched. Then the rank with most tiles divides its
+pieces with others, until no rank has many more than the mean.
 
 All arithmetic is in integers, so that every rank finds the same shards without a message.
 """
@@ -15,49 +17,28 @@ from __future__ import annotations
 
 import heapq
 import itertools
-from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
-TILE = 128  # queries in a tile of the kernels, and keys
-LONG = 1024  # documents of so many tokens are cut at whole tiles
-ITEMS = 10  # of two ranks
-GROUPS = 4  # of them, of small ones
-ROUNDS = 48  # pairs of ranks to divide again, at most
+from .documents import Array, Documents, Item, Rank, joined
+
+ITEMS = 10  # of two ranks, at most
+GROUPS = 4  # of them, of bundled small ones
+ROUNDS = 48  # pairs of ranks that are divided again to fetch less, at most
 PATIENCE = 12  # of them in vain, one after another
-WORTH = 16  # two ranks are divided again where they may gain a part in so many of a rank's tokens
-MANY = 30  # runs of two ranks, whose tiles even out, and of which few are divided again by themselves
+WORTH = 16  # they are divided again where they may gain a part in so many of a rank's tokens
+MANY = 30  # two ranks with more runs seldom gain: only much that they share counts, and tiles do not
 RUN = 64  # tokens to fetch that one run less is worth
-EXACT = 5  # ways whose tiles are counted
+EXACT = 5  # ways whose tiles are counted ...
+MORE_EXACT = 20  # ... where tiles are to become even
 EVEN = 5  # tiles above the mean that cost nothing, per mille
 PRICE = 10  # tokens per tile above that, each as a share of a rank's
-GAIN = 256  # a way is kept if it fetches less by a part in so many of a rank's tokens
-
-Array = NDArray[np.int64]
-
-
-class Rank(NamedTuple):
-    """The runs of a rank, growing, and what they cost."""
-
-    runs: list[range]
-    tokens: int
-    pairs: int
-    tiles: int
-    fetched: int
-
-
-class _Item(NamedTuple):
-    """Neighbouring positions that stay together, unless they are cut.
-
-    ``first``: where their document begins if it is long; -1 for neighbouring short ones.
-    """
-
-    start: int
-    stop: int
-    first: int
+UNEVEN = 11  # a rank with more tiles above the mean, per mille, divides its pieces with others
+BUSY = 16  # times that some rank does so, at most ...
+TRIES = 8  # ... with so many others, until one way costs less
+GAIN = 256  # a way is kept if it costs less by a part in so many of a rank's tokens
 
 
 class _Limits(NamedTuple):
@@ -78,60 +59,104 @@ class _Way(NamedTuple):
 
 
 def redivide(documents: Documents, shards: Sequence[Sequence[range]], max_pairs: int) -> list[list[range]]:
-    """Return shards that fetch less, with as many tokens on every rank and no more pairs than ``max_pairs``."""
+    """Return shards that fetch less and have more even tiles, with as many tokens on every rank as before.
+
+    Args:
+        max_pairs: no rank gets more visible pairs, unless it had more.
+    """
     ranks = documents.ranks(shards)
     n = len(ranks)
     limits = _Limits(max_pairs, sum(rank.tokens for rank in ranks) // n, sum(rank.tiles for rank in ranks) // n)
-    if n < 2 or not limits.tokens:
-        return [rank.runs for rank in ranks]
-    parts = [documents.parts(rank.runs) for rank in ranks]
-    above = [_above(rank, limits) for rank in ranks]
-    changes = [0] * n
-    order: list[tuple[int, int, int, int]] = []  # what two ranks may gain, and how often they had changed then
-
-    def compare(a: int, b: int) -> None:
-        tokens = 0
-        if not parts[a].keys().isdisjoint(parts[b]):
-            tokens += _shared(parts[a], parts[b], limits)
-        if len(ranks[a].runs) + len(ranks[b].runs) > MANY:
-            tokens //= 4
-        else:
-            tokens += max(0, min(above[a], -above[b]), min(above[b], -above[a]))
-        if tokens * WORTH > limits.tokens:
-            heapq.heappush(order, (-tokens, a, b, changes[a] + changes[b]))
-
-    for a, b in itertools.combinations(range(n), 2):
-        compare(a, b)
-    rounds = in_vain = 0
-    while order and rounds < ROUNDS and in_vain < PATIENCE:
-        _, a, b, state = heapq.heappop(order)
-        if state != changes[a] + changes[b]:
-            continue
-        rounds += 1
-        both = documents.divide(ranks[a], ranks[b], limits)
-        if both is None:
-            in_vain += 1
-            continue
-        in_vain = 0
-        for one, rank in zip((a, b), both, strict=True):
-            ranks[one], parts[one], above[one] = rank, documents.parts(rank.runs), _above(rank, limits)
-            changes[one] += 1
-        for other in range(n):
-            if other not in (a, b):
-                compare(min(a, other), max(a, other))
-                compare(min(b, other), max(b, other))
+    if n > 1 and limits.tokens:
+        every = _Ranks(documents, ranks, limits)
+        every.fetch_less()
+        every.even_out()
     return [rank.runs for rank in ranks]
 
 
-def _shared(parts: dict[int, tuple[int, int, int]], others: dict[int, tuple[int, int, int]], limits: _Limits) -> int:
-    """Return the keys that are not fetched if one of two ranks gets the parts of documents that both have."""
-    tokens = 0
-    for first, (end, count, pairs) in parts.items():
-        if first in others:
-            other_end, other_count, other_pairs = others[first]
-            if count + other_count <= limits.tokens and pairs + other_pairs <= limits.pairs:
-                tokens += min(end, other_end)
-    return tokens
+class _Ranks:
+    """All ranks of a row, of which two at a time divide their pieces again.
+
+    Attributes:
+        shares: what each rank has of the long documents that its runs cut (:meth:`.documents.Documents.shares`).
+        above: the cost of its tiles above the mean.
+        changes: how often it has got other pieces.
+    """
+
+    def __init__(self, documents: Documents, ranks: list[Rank], limits: _Limits) -> None:
+        self.documents, self.ranks, self.limits = documents, ranks, limits
+        self.shares = [documents.shares(rank.runs) for rank in ranks]
+        self.above = [_above(rank, limits) for rank in ranks]
+        self.changes = [0] * len(ranks)
+
+    def divide(self, a: int, b: int, exact: int = EXACT) -> bool:
+        """Divide the pieces of two ranks again if that costs less, and return whether it does."""
+        both = _divide(self.documents, self.ranks[a], self.ranks[b], self.limits, exact)
+        for index, rank in zip((a, b), both or (), strict=False):
+            self.ranks[index], self.shares[index] = rank, self.documents.shares(rank.runs)
+            self.above[index] = _above(rank, self.limits)
+            self.changes[index] += 1
+        return both is not None
+
+    def gain(self, a: int, b: int) -> int:
+        """Return what two ranks may gain, about, in tokens to fetch."""
+        tokens = self.shared(a, b)
+        if len(self.ranks[a].runs) + len(self.ranks[b].runs) > MANY:
+            return tokens // 4
+        above = self.above
+        return tokens + max(0, min(above[a], -above[b]), min(above[b], -above[a]))
+
+    def shared(self, a: int, b: int) -> int:
+        """Return the keys that are not fetched if one of two ranks gets the shares of documents that both have."""
+        theirs = self.shares[b]
+        if theirs.keys().isdisjoint(self.shares[a]):
+            return 0
+        tokens = 0
+        for first, one in self.shares[a].items():
+            if first in theirs:
+                other = theirs[first]
+                fits = one.tokens + other.tokens <= self.limits.tokens and one.pairs + other.pairs <= self.limits.pairs
+                tokens += fits * min(one.reach, other.reach)
+        return tokens
+
+    def fetch_less(self) -> None:
+        """Divide the pieces of the two ranks that may gain most, again and again."""
+        order: list[tuple[int, int, int, int]] = []  # what two ranks may gain, and how often they had changed then
+
+        def compare(a: int, b: int) -> None:
+            gain = self.gain(a, b)
+            if gain * WORTH > self.limits.tokens:
+                heapq.heappush(order, (-gain, a, b, self.changes[a] + self.changes[b]))
+
+        for a, b in itertools.combinations(range(len(self.ranks)), 2):
+            compare(a, b)
+        rounds = in_vain = 0
+        while order and rounds < ROUNDS and in_vain < PATIENCE:
+            _, a, b, state = heapq.heappop(order)
+            if state != self.changes[a] + self.changes[b]:
+                continue
+            rounds += 1
+            if not self.divide(a, b):
+                in_vain += 1
+                continue
+            in_vain = 0
+            for other in range(len(self.ranks)):
+                if other not in (a, b):
+                    compare(min(a, other), max(a, other))
+                    compare(min(b, other), max(b, other))
+
+    def even_out(self) -> None:
+        """Divide the pieces of the rank with most tiles and another one, as long as it has many more than the mean."""
+        n = len(self.ranks)
+        for _ in range(BUSY):
+            a = max(range(n), key=lambda rank: self.ranks[rank].tiles)
+            if 1000 * self.ranks[a].tiles <= (1000 + UNEVEN) * self.limits.tiles:
+                return
+            room = MANY - len(self.ranks[a].runs)
+            others = [b for b in range(n) if b != a and len(self.ranks[b].runs) <= room]
+            others.sort(key=lambda b: -self.gain(a, b))
+            if not any(self.divide(a, b, MORE_EXACT) for b in others[:TRIES]):
+                return
 
 
 def _above(rank: Rank, limits: _Limits) -> int:
@@ -140,110 +165,18 @@ def _above(rank: Rank, limits: _Limits) -> int:
     return above * PRICE * limits.tokens // (1000 * max(1, limits.tiles))
 
 
-class Documents:
-    """Causal documents, by their boundaries; long ones are cut at multiples of ``tile`` tokens before their end."""
-
-    def __init__(self, cuts: Sequence[int], tile: int = TILE) -> None:
-        self.cuts, self.tile = cuts, tile
-        self.table = np.array(cuts, np.int64)
-        lengths = np.diff(self.table)
-        self.sums = np.concatenate([[0], np.cumsum(lengths * (lengths + 1) // 2)])
-
-    def first(self, position: int) -> int:
-        """Return where the document of a position begins."""
-        return self.cuts[bisect_right(self.cuts, position) - 1]
-
-    def before(self, positions: Array) -> Array:
-        """Return the visible pairs of all queries before each position."""
-        document = np.searchsorted(self.table, positions, side="right") - 1
-        inside = positions - self.table[document]
-        return self.sums[document] + inside * (inside + 1) // 2
-
-    def ranks(self, shards: Sequence[Iterable[range]]) -> list[Rank]:
-        """Return ranks with these pieces."""
-        runs = [_joined(pieces) for pieces in shards]
-        spans = np.array([(run.start, run.stop) for some in runs for run in some], np.int64).reshape(-1, 2)
-        start, stop = spans[:, 0], spans[:, 1]
-        counts = [len(some) for some in runs]
-        owner = np.repeat(np.arange(len(runs)), counts)
-        opens = np.concatenate([[True], owner[1:] != owner[:-1]])[: len(owner)]  # the first run of a rank
-        document = np.searchsorted(self.table, start, side="right") - 1
-        last = np.searchsorted(self.table, stop, side="right") - 1
-        first = self.table[document]
-        inside, past = start - first, stop - self.table[last]
-        pairs = self.sums[last] - self.sums[document] + (past * (past + 1) - inside * (inside + 1)) // 2
-        keys = np.where(opens, first, np.maximum(first, np.roll(stop, 1)))  # the first that no run before sees
-        seen = stop - keys
-        shift = -start % TILE  # tiles of keys begin where those of queries do: see :mod:`.alignment`
-        # Tiles of queries begin where runs begin.
-        count = (stop - start + TILE - 1) // TILE
-        run = np.repeat(np.arange(len(start)), count)
-        begin = start[run] + TILE * (np.arange(len(run)) - np.repeat(np.cumsum(count) - count, count))
-        end = np.minimum(begin + TILE, stop[run]) + shift[run]
-        low = self.table[np.searchsorted(self.table, begin, side="right") - 1] + shift[run]
-        tiles = (end + TILE - 1) // TILE - low // TILE
-        sums = np.zeros((3, len(runs)), np.int64)
-        for row, numbers in zip(sums, (stop - start, pairs, seen), strict=True):
-            np.add.at(row, owner, numbers)
-        tiles_of = np.bincount(owner[run], tiles, len(runs)).astype(np.int64).tolist()
-        return [
-            Rank(some, tokens, count, tiles, keys - tokens)
-            for some, (tokens, count, keys), tiles in zip(runs, sums.T.tolist(), tiles_of, strict=True)
-        ]
-
-    def parts(self, runs: Sequence[range]) -> dict[int, tuple[int, int, int]]:
-        """Return the long documents of which a rank holds only a part, by where they begin: how far it reaches into
-        them, and the tokens and pairs of that part."""
-        parts: dict[int, tuple[int, int, int]] = {}
-        for run in runs:
-            for index in {bisect_right(self.cuts, run.start), bisect_right(self.cuts, run.stop - 1)}:
-                first, past = self.cuts[index - 1], self.cuts[index]
-                start, stop = max(run.start, first) - first, min(run.stop, past) - first
-                if past - first >= LONG and stop >= TILE and (stop < past - first or start >= TILE):
-                    _, tokens, pairs = parts.get(first, (0, 0, 0))
-                    parts[first] = stop, tokens + stop - start, pairs + (stop * (stop + 1) - start * (start + 1)) // 2
-        return parts
-
-    def items(self, runs: Sequence[range]) -> Iterator[_Item]:
-        """Yield the items of runs: parts of long documents, and what is between them."""
-        for run in runs:
-            at = start = run.start
-            while at < run.stop:
-                index = bisect_right(self.cuts, at)
-                first, past = self.cuts[index - 1], self.cuts[index]
-                if past - first >= LONG:
-                    begin = max(at, first + (past - first) % self.tile)  # tiles are counted from its end
-                    stop = min(past, run.stop)
-                    if begin < stop:
-                        if start < begin:
-                            yield _Item(start, begin, -1)
-                        yield _Item(begin, stop, first)
-                        start = stop
-                at = past
-            if start < run.stop:
-                yield _Item(start, run.stop, -1)
-
-    def divide(self, a: Rank, b: Rank, limits: _Limits) -> tuple[Rank, Rank] | None:
-        """Return two ranks with the pieces of these, or None if no way is found that costs less."""
-        most = max(limits.pairs, a.pairs, b.pairs)
-        least = _cost(a, limits) + _cost(b, limits) - limits.tokens // GAIN
-        ranks = self.ranks([side for way in _Search(self, a, b, limits).ways() for side in way])
-        both = [x for x in zip(ranks[::2], ranks[1::2], strict=True) if max(x[0].pairs, x[1].pairs) <= most]
-        costs = [_cost(x, limits) + _cost(y, limits) for x, y in both]
-        return both[costs.index(min(costs))] if costs and min(costs) < least else None
+def _divide(documents: Documents, a: Rank, b: Rank, limits: _Limits, exact: int) -> tuple[Rank, Rank] | None:
+    """Return two ranks with the pieces of these, or None if none of ``exact`` ways costs less."""
+    most = max(limits.pairs, a.pairs, b.pairs)
+    least = _cost(a, limits) + _cost(b, limits) - limits.tokens // GAIN
+    ranks = documents.ranks([side for way in _Search(documents, a, b, limits).ways(exact) for side in way])
+    both = [x for x in zip(ranks[::2], ranks[1::2], strict=True) if max(x[0].pairs, x[1].pairs) <= most]
+    costs = [_cost(x, limits) + _cost(y, limits) for x, y in both]
+    return both[costs.index(min(costs))] if costs and min(costs) < least else None
 
 
 def _cost(rank: Rank, limits: _Limits) -> int:
     return rank.fetched + RUN * len(rank.runs) + max(0, _above(rank, limits))
-
-
-def _joined(pieces: Iterable[range]) -> list[range]:
-    runs: list[range] = []
-    for piece in sorted(pieces, key=lambda piece: piece.start):
-        if runs and runs[-1].stop == piece.start:
-            piece = range(runs.pop().start, piece.stop)
-        runs.append(piece)
-    return runs
 
 
 class _Search:
@@ -253,7 +186,7 @@ class _Search:
         self.documents, self.tokens = documents, a.tokens
         self.high = max(limits.pairs, a.pairs, b.pairs)
         self.low = a.pairs + b.pairs - self.high
-        items = sorted(documents.items(_joined([*a.runs, *b.runs])), key=lambda item: (item.start - item.stop, item))
+        items = sorted(documents.items(joined([*a.runs, *b.runs])), key=lambda item: (item.start - item.stop, item))
         self.bundles = [[item] for item in items]
         if len(items) > ITEMS:  # the smallest ones together, in groups of about as many tokens
             few, rest = items[: ITEMS - GROUPS], items[ITEMS - GROUPS :]
@@ -264,10 +197,10 @@ class _Search:
                 tokens += item.stop - item.start
             self.bundles = [bundle for bundle in self.bundles if bundle]
 
-    def ways(self) -> Iterator[tuple[list[range], list[range]]]:
+    def ways(self, exact: int) -> Iterator[tuple[list[range], list[range]]]:
         """Yield the pieces of both ranks, what fetches least first."""
-        for way in self._best():
-            sides: tuple[list[_Item], list[_Item]] = ([], [])
+        for way in self._best(exact):
+            sides: tuple[list[Item], list[Item]] = ([], [])
             for index, bundle in enumerate(self.bundles):
                 if index == way.item:
                     item = bundle[0]
@@ -279,7 +212,7 @@ class _Search:
                 first, second = ([range(x.start, x.stop) for x in side if x.start < x.stop] for side in sides)
                 yield first, second
 
-    def _move(self, tokens: int, to: list[_Item], source: list[_Item]) -> bool:
+    def _move(self, tokens: int, to: list[Item], source: list[Item]) -> bool:
         """Move some tokens from one side to the other, of a document as short as possible, and return whether there are
         as many."""
         options = []
@@ -298,7 +231,7 @@ class _Search:
         source.append(parts[1 if head else 0])
         return True
 
-    def _best(self) -> list[_Way]:
+    def _best(self, exact: int) -> list[_Way]:
         """Return the ways that fetch least, about."""
         bundles = self.bundles
         spans = np.array([(x.start, x.stop) for bundle in bundles for x in bundle], np.int64)
@@ -333,12 +266,12 @@ class _Search:
         cost += self._together(bits, some, cut, where, start, stop)
         ways = np.flatnonzero(fits)
         costs = cost.ravel()[ways]
-        if len(ways) > EXACT:
-            few = costs <= np.partition(costs, EXACT)[EXACT]
+        if len(ways) > exact:
+            few = costs <= np.partition(costs, exact)[exact]
             ways, costs = ways[few], costs[few]
         return [
             _Way(int(some.flat[i]), cut[i // some.shape[1]], int(where.flat[i]), int(missing.flat[i]))
-            for i in ways[np.argsort(costs, kind="stable")][:EXACT].tolist()
+            for i in ways[np.argsort(costs, kind="stable")][:exact].tolist()
         ]
 
     def _together(self, bits: Array, some: Array, cut: list[int], where: Array, start: Array, stop: Array) -> Array:

@@ -19,7 +19,7 @@ from __future__ import annotations
 import itertools
 from bisect import bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from .schedule import Fetch, union
 
@@ -101,4 +101,4 @@ def carrier_of(index: int, ranks: Sequence[int]) -> int:
 def _from_carrier(run: Fetch, carried: Sequence[Fetch], carrier: int, own: int) -> Fetch:
     """Return a run as a part of its carrier's extended shard, which has ``own`` tokens of its own."""
     part = carried[bisect_right(carried, run.offset, key=lambda x: x.offset) - 1]
-    return replace(run, owner=carrier, offset=own + part.first + run.offset - part.offset)
+    return run._replace(owner=carrier, offset=own + part.first + run.offset - part.offset)

@@ -21,7 +21,7 @@ import functools
 import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import NamedTuple
 
 
 @dataclass(frozen=True)
@@ -42,8 +42,7 @@ class Step:
     home_from: int | None = None  # the contribution to this rank's own shard comes home
 
 
-@dataclass(frozen=True)
-class Fetch:
+class Fetch(NamedTuple):
     """A run of neighbouring tokens that one rank takes from another in the dataflow "gather".
 
     It is ``length`` tokens from ``offset`` of the shard of ``owner``, and as many rows from ``first`` of the buffer of
@@ -54,10 +53,6 @@ class Fetch:
     offset: int
     length: int
     first: int
-
-    def rows(self, buffer: Any) -> Any:
-        """Return the view of these rows of ``buffer``, whose first dimension is tokens."""
-        return buffer[self.first : self.first + self.length]
 
 
 @dataclass(frozen=True)
@@ -77,11 +72,15 @@ class Schedule:
     @functools.cached_property
     def displacements(self) -> tuple[tuple[int, int], ...]:
         """(groups, ranks inside a group) by which all shards have moved at each step."""
-        shifts = [(0, 0)]
-        for shift in _walk(self.world_size // self.local_size, self.local_size)[1:]:
-            if any(self.needs[self.move(o, shift)][o] for o in range(self.world_size)):
-                shifts.append(shift)
-        return tuple(shifts)
+        size, groups = self.local_size, self.world_size // self.local_size
+        ranks = [divmod(rank, size) for rank in range(self.world_size)]
+        met = {
+            ((ranks[r][0] - ranks[o][0]) % groups, (ranks[r][1] - ranks[o][1]) % size)
+            for r, row in enumerate(self.needs)
+            for o, needed in enumerate(row)
+            if needed
+        }
+        return (0, 0), *(shift for shift in _walk(groups, size)[1:] if shift in met)
 
     @functools.cached_property
     def holders(self) -> tuple[tuple[int, ...], ...]:
@@ -101,10 +100,9 @@ class Schedule:
 
     def steps(self, rank: int) -> tuple[Step, ...]:
         """Return the steps of one rank: one per displacement, and a last one in which contributions come home."""
-        shifts = self.displacements
-        count = len(shifts)
-        holder = [[self.move(o, s) for s in shifts] for o in range(self.world_size)]  # holder[o][t]
-        owner = [self.move(rank, (-s[0], -s[1])) for s in shifts]  # owner[t]: whose shard comes to rank at t
+        count = len(self.displacements)
+        holder = list(zip(*self.holders, strict=True))  # holder[o][t]
+        owner = [self.move(rank, (-across, -inside)) for across, inside in self.displacements]  # of what rank has at t
         visits, first = [], []  # steps that shard o makes; its first step with a contribution
         for o in range(self.world_size):
             met = [t for t in range(1, count) if self.needs[holder[o][t]][o]]

@@ -472,7 +472,7 @@ def of(group: Any, timeout: float | None = None) -> Transport:
     """
     if isinstance(group, Transport):
         return group
-    if group is None and not (dist.is_available() and dist.is_initialized()):
+    if group is None and not gloo.initialized():
         global _alone
         _alone = _alone or Transport(0, 1, torch.get_default_device())
         return _alone
@@ -486,7 +486,7 @@ def of(group: Any, timeout: float | None = None) -> Transport:
     if group is dist.GroupMember.NON_GROUP_MEMBER:
         raise ValueError("this rank is not in the group; only ranks of the group may call plan()")
     if not isinstance(group, dist.ProcessGroup):
-        raise TypeError(f"group is a {type(group).__name__}; pass a ProcessGroup, a one-dimensional DeviceMesh or None")
+        raise TypeError(f"group is of type {type(group).__name__}; pass a ProcessGroup, a 1-D DeviceMesh or None")
     if dist.get_rank(group) < 0:
         raise ValueError("this rank is not in the group; only ranks of the group may call plan()")
     with _lock:

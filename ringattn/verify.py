@@ -26,8 +26,8 @@ def require(condition: object, message: str) -> None:
 def check_coverage(plan: Plan, blocks: Iterator[tuple[int, Block]]) -> None:
     """Prove that every token is held by one rank, and that every query meets each key that its mask shows exactly once.
 
-    A rank meets each key in one block at most, the keys of a walk of a block that a query sees are inside of the
-    interval of that member of its mask, and they are as many: so they are the same. Members share no key.
+    A rank meets each key in one block at most. In each walk of a block, the keys that a query sees lie inside the
+    interval of that member of its mask and are equal in number, so they are the same keys. Members share no key.
 
     Time O(world_size * (seq_len + seq_len_k)).
 

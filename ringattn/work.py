@@ -91,6 +91,17 @@ class Work:
         k = bisect_right(self._edges, position) - 1
         return self._first[k] + self._slope[k] * (position - self._edges[k])
 
+    def about(self, run: range) -> tuple[int, int, int]:
+        """Return the visible pairs of a run of neighbouring queries, of its first query and of its last."""
+        start, last = run.start, run.stop - 1
+        k = bisect_right(self._edges, start) - 1
+        n, slope = start - self._edges[k], self._slope[k]
+        first = self._first[k] + slope * n
+        if last < self._edges[k + 1]:
+            more = last - start
+            return (more + 1) * first + slope * (more * (more + 1) // 2), first, first + slope * more
+        return self.before(run.stop) - self.before(start), first, self.at(last)
+
     def of(self, run: range) -> int:
         """Return the visible pairs of a run of neighbouring queries."""
         start, stop = run.start, run.stop

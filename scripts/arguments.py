@@ -16,7 +16,7 @@ def positive(text: str) -> int:
     return number
 
 
-def tokens(text: str) -> int:
+def token_count(text: str) -> int:
     """Parse a number of tokens of at least 1: 4096, 128k (131,072) or 1M (1,048,576)."""
     factor = {"k": 1 << 10, "m": 1 << 20}.get(text[-1:].lower(), 1)
     try:

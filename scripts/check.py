@@ -13,7 +13,7 @@ and the gradient of the sink are compared with dense attention in float64 (ringa
   numbers may be right by luck, so for them the error that the errors of dense attention's rows would add up to is
   allowed, too;
 * the rms error over n ranks is at most 1.1x that of one rank. In float32, whose errors are that small, one unit of
-  rounding is added; the sink's gradient is exempt, because the rms of a handful of numbers is no statistic.
+  rounding is added; the sink's gradient is exempt, because the rms of a handful of numbers means little.
 
 Then forward+backward is repeated with random sleeps before every hop and with freed memory filled with NaN: in
 deterministic mode all runs must be equal bit for bit. The largest scores of ``return_max`` are compared with float64,
@@ -379,7 +379,9 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         "--virtual", nargs="+", type=positive, metavar="N", help="numbers of ranks that are threads, without torchrun"
     )
     parser.add_argument(
-        "--hosts", type=positive, help="take the ranks for those of so many hosts: messages between them, links inside"
+        "--hosts",
+        type=positive,
+        help="take the ranks for those of this many hosts: messages between them, links inside",
     )
     args = parser.parse_args(argv)
     args.layouts = args.layouts or (["zigzag"] if args.quick else list(LAYOUTS))

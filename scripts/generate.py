@@ -37,7 +37,7 @@ from torch import Tensor, nn
 import ringattn
 from ringattn import virtual
 from scripts import checkpoint, ranks, train
-from scripts.arguments import positive
+from scripts.arguments import positive, token_count
 
 SHAPES = {
     "llama-3.1-8b": dict(layers=32, dim=4096, heads=32, kv_heads=8, hidden=14336, vocabulary=128256),
@@ -233,7 +233,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         prog="python -m scripts.generate", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    add("--context", type=positive, default=65536 if gpu else 2048, help="tokens of the prompt")
+    add("--context", type=token_count, default=65536 if gpu else 2048, help="tokens of the prompt")
     add("--new-tokens", type=positive, default=64)
     add("--chunk", type=positive, default=32768, help="tokens of the prompt that are computed at a time")
     add("--text", help="file or folder of the prompt; default: the sources of Python's standard library")

@@ -54,11 +54,11 @@ def add_arguments(parser: argparse.ArgumentParser, checkpoint: str, loss_chunk: 
     )  # fmt: skip
     add("--offload-only", action="store_true", help="--offload sets no other switch")
     add("--attention-on", choices=["gpu", "host"], help="where results of attention wait; default: host with --offload")
-    add("--mlp-chunk", type=positive, metavar="TOKENS", help="norms and MLPs compute so many tokens at a time")
+    add("--mlp-chunk", type=positive, metavar="TOKENS", help="norms and MLPs compute this many tokens at a time")
     add("--head-groups", type=positive, metavar="N", help="attention computes its heads in N groups")
     add(
         "--loss-chunk", "--chunk", type=positive, metavar="TOKENS", default=loss_chunk or None,
-        help="logits and loss of so many tokens at a time",
+        help="logits and loss of this many tokens at a time",
     )  # fmt: skip
     add(
         "--state", choices=["fp32", "bf16", "host"], default=state,

@@ -42,7 +42,7 @@ from ringattn.dataflow.gathered import gathered_block
 from ringattn.kernels.contract import LONGEST_SUM
 from ringattn.layout import Shard
 from scripts import ranks
-from scripts.arguments import head_counts, positive
+from scripts.arguments import head_counts, positive, token_count
 from scripts.check import UNIT
 
 NAMES = ("q", "k", "v", "dout")
@@ -414,7 +414,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         prog="python -m scripts.longest", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "--tokens", type=positive, help="tokens of all ranks; default: 10_485_760, with --backward 1_048_576"
+        "--tokens", type=token_count, help="tokens of all ranks; default: 10_485_760, with --backward 1_048_576"
     )
     parser.add_argument("--backward", action="store_true", help="compute and check the backward, too")
     parser.add_argument("--host-memory", action="store_true", help="inputs and results in pinned memory of the host")

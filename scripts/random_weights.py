@@ -28,5 +28,5 @@ def fill(model: Any, device: torch.device, seed: int, *, on_host: bool = False) 
             mine = distribute_tensor(whole, p.device_mesh, p.placements, src_data_rank=None)
             p.to_local().copy_(mine.to_local())
             del whole, mine
-    decoder = model.get_decoder()  # its frequencies are no parameters and were lost by to_empty
+    decoder = model.get_decoder()  # its frequencies are not parameters and were lost by to_empty
     decoder.rotary_emb = type(decoder.rotary_emb)(model.config).to(device)

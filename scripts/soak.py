@@ -277,7 +277,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         prog="python -m scripts.soak", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--seconds", type=float, default=600.0)
-    parser.add_argument("--steps", type=positive, help="end after so many steps, even if there is time left")
+    parser.add_argument("--steps", type=positive, help="end after this many steps, even if there is time left")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--check-every", type=positive, default=5, metavar="STEPS")
     parser.add_argument("--sample-every", type=positive, default=10, metavar="STEPS")

@@ -53,7 +53,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 import ringattn.hf  # changed: registers "ringattn"
 from ringattn.planner.models import MODELS, ModelShape
 from scripts import checkpoint, less_memory, random_weights, ranks
-from scripts.arguments import positive, tokens
+from scripts.arguments import positive, token_count
 from scripts.less_memory import Setting
 
 PROGRAM = "scripts.train_hf"
@@ -73,7 +73,10 @@ def arguments() -> argparse.Namespace:
     )
     parser.add_argument("--rope-scaling", type=rope_parameters, default={}, metavar="JSON", help="rope_parameters")
     parser.add_argument(
-        "--context", type=tokens, default=1024, help="tokens of a row, over the ranks that share it, such as 4096 or 1M"
+        "--context",
+        type=token_count,
+        default=1024,
+        help="tokens of a row, over the ranks that share it, such as 4096 or 1M",
     )
     parser.add_argument("--window", type=positive, default=256, help="window of the sliding layers of gemma2")
     parser.add_argument("--cp", type=positive, help="ranks that share a row; default: all")

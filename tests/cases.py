@@ -21,7 +21,7 @@ from ringattn import mask as masks
 from ringattn import reference, virtual
 from ringattn.dataflow import tiles
 from ringattn.dataflow.gathered import interleaved, relay_of
-from ringattn.dataflow.messages import collected, many_runs
+from ringattn.dataflow.messages import collects_runs, many_runs
 
 Results = dict[str, Tensor]
 
@@ -356,7 +356,7 @@ def _messages_of_gather(plan: ringattn.Plan, rank: int) -> tuple[int, int]:
     and the gradients of each run that this rank fetched."""
     relay = relay_of(plan)
     if relay is None:
-        stages = [(plan.fetches, collected(plan))]
+        stages = [(plan.fetches, collects_runs(plan))]
     else:
         inside = interleaved(plan) or many_runs(relay.fetches)
         stages = [(relay.carried, many_runs(relay.carried)), (relay.fetches, inside)]

@@ -653,8 +653,8 @@ MUTANTS = (
     Mutant(
         "alignment: the first run of queries counts, not the longest",
         "ringattn/alignment.py",
-        "key=lambda run: min(run.stop, high) - max(run.start, low)",
-        "key=lambda run: -run.start",
+        "key=lambda i: min(queries[i].stop, high) - max(starts[i], low)",
+        "key=lambda i: -i",
         "tests/test_alignment.py",
     ),
     Mutant(
@@ -745,8 +745,8 @@ MUTANTS = (
     Mutant(
         "cost: all ranks of a ring wait for the slowest one",
         "ringattn/cost.py",
-        "low, high = begin[r] + work, start[r] + links",
-        "low, high = max(begin) + work, start[r] + links",
+        "low, high = sorted((began[r] + work, start[r] + links))",
+        "low, high = sorted((max(began) + work, start[r] + links))",
         "tests/test_cost.py -k neighbours",
     ),
     Mutant(
@@ -1036,6 +1036,34 @@ MUTANTS = (
         "for run in shard for i in range(0, len(run), TILE)]",
         "for run in shard[:1] for i in range(0, len(run), TILE)]",
         "tests/test_balance.py",
+    ),
+    Mutant(
+        "balance: a long document is cut inside of a tile where whole ones do not match exactly",
+        "ringattn/balance.py",
+        "part.first * below - near <= need <= part.last * below + near",
+        "part.first * below <= need <= part.last * below",
+        "tests/test_balance.py -k whole_tiles",
+    ),
+    Mutant(
+        "balance: the busiest rank keeps its tiles",
+        "ringattn/redivision.py",
+        "        every.even_out()\n",
+        "",
+        "tests/test_balance.py -k few_documents",
+    ),
+    Mutant(
+        "memory: runs that are one message arrive with the space between them",
+        "ringattn/dataflow/messages.py",
+        "return sum(run.length for run in runs) if together else buffer_rows(runs)",
+        "return buffer_rows(runs)",
+        "tests/test_memory_predicted.py -k collected",
+    ),
+    Mutant(
+        "memory: the keys of a group stay while those of the next are sorted",
+        "ringattn/dataflow/messages.py",
+        "yield part_of(call, block, groups, i, rows.pop())",
+        "yield part_of(call, block, groups, i, rows[0])",
+        "tests/test_memory_predicted.py -k collected",
     ),
     Mutant(
         "balance: a document is cut without its tail",

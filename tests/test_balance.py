@@ -18,6 +18,7 @@ from benchmarks.balance import document_mask, line, loads, main, plan_millisecon
 from benchmarks.documents import LENGTHS, bounds
 from ringattn import layout, needs, redivision
 from ringattn import mask as masks
+from ringattn.documents import TILE, Documents
 from ringattn.loads import Loads
 from ringattn.mask import Mask
 from ringattn.plans import Plan
@@ -44,6 +45,8 @@ def test_work_counts_visible_pairs(drawn: tuple[Mask, Tensor]) -> None:
     pairs = visible.expand(mask.rows, -1, -1).sum((0, 2)).tolist()
     assert [work.before(i) for i in range(mask.seq_len + 1)] == [0, *itertools.accumulate(pairs)]
     assert work.total == sum(pairs)
+    for start, stop in itertools.combinations(range(0, mask.seq_len + 1, 3), 2):
+        assert work.about(range(start, stop)) == (sum(pairs[start:stop]), pairs[start], pairs[stop - 1])
     assert work.cuts[0] == 0
     assert work.cuts[-1] == mask.seq_len
     for cut in work.cuts[1:-1]:
@@ -175,6 +178,41 @@ def test_rows_of_all_lengths_are_balanced(name: str, ranks: int) -> None:
     assert max(worst(load.tiles) for load in results) <= 1.05
 
 
+def test_ranks_with_few_documents_have_equal_tiles() -> None:
+    """Two documents a rank, 64 ranks: the busiest one divides its pieces with others."""
+    tiles = []
+    for seed in range(5):
+        load, _ = loads(document_mask(bounds("uniform", 64 * 8192, seed)), "balanced", 64)
+        tiles.append(worst(load.tiles))
+    assert statistics.median(tiles) <= 1.02
+    assert max(tiles) <= 1.05
+
+
+@pytest.mark.parametrize("seed", [4, 12])
+def test_a_long_document_is_cut_at_whole_tiles_among_many_short_ones(seed: int) -> None:
+    """A cut inside of a tile costs a tenth of a rank's work: each query sees nearly all of the row."""
+    load, _ = loads(document_mask(bounds("one giant", 16 * 8192, seed)), "balanced", 16)
+    assert worst(load.tiles) <= 1.05
+
+
+@given(st.lists(st.one_of(st.integers(1, 300), st.integers(1, 3000)), min_size=1, max_size=20), st.data())
+@settings(max_examples=200)
+def test_tiles_of_a_run(lengths: list[int], data: st.DataObject) -> None:
+    cuts = [0, *itertools.accumulate(lengths)]
+    start = data.draw(st.integers(0, cuts[-1] - 1))
+    run = range(start, data.draw(st.integers(start + 1, cuts[-1])))
+    documents = Documents(cuts)
+    starts = range(run.start, run.stop, TILE)
+    ends = [min(start + TILE, run.stop) for start in starts]
+    aligned = -run.start % TILE  # the row of a key is its position and this number
+    want = sum(
+        -(-(end + aligned) // TILE) - (documents.first(start) + aligned) // TILE
+        for start, end in zip(starts, ends, strict=True)
+    )
+    assert documents.tiles(run) == want
+    assert documents.ranks([[run]])[0].tiles == want
+
+
 def test_few_keys_are_fetched() -> None:
     for ranks, most in ((8, 1.5), (32, 1.3)):
         results = [
@@ -189,7 +227,7 @@ def test_two_ranks_divide_their_pieces_again(name: str) -> None:
     counted as :class:`Loads` does."""
     total = 8 * 4096
     mask = document_mask(bounds(name, total, 0))
-    documents = redivision.Documents(Work(mask).cuts)
+    documents = Documents(Work(mask).cuts)
     zigzag = layout.zigzag(mask, 8, 8)
     most = Work(mask).total // 8 * 101 // 100
     shards = tuple(map(tuple, redivision.redivide(documents, zigzag, most)))
@@ -355,8 +393,9 @@ def test_plans_for_other_windows_hold_the_same_tokens() -> None:
 
 def test_describe_lists_the_work_and_the_fetches_of_ranks() -> None:
     few, many = (make(64 * ranks, ranks=ranks, causal=True, layout="contiguous").describe() for ranks in (2, 32))
-    assert "visible pairs of ranks, over the mean: 0.50 1.50; keys seen of others, over own: 0.00 1.00" in few
-    assert "visible pairs of ranks, over the mean: 0.03 to 1.97, median 1.00; keys seen of others" in many
+    assert "work of the busiest rank / mean: 1.496 in visible pairs" in few
+    assert "of each rank: 0.50 1.50\n  keys seen of other ranks / own keys: mean 0.50, of each rank: 0.00 1.00" in few
+    assert "of each rank: 0.03 to 1.97, median 1.00\n  keys seen of other ranks" in many
 
 
 @given(mask_and_meaning(), st.sampled_from(["zigzag", "contiguous", "balanced"]), st.integers(1, 4))

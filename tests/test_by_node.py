@@ -18,7 +18,7 @@ import ringattn
 from ringattn import transport as transports
 from ringattn import virtual
 from ringattn.dataflow import fetching
-from ringattn.dataflow.gathered import copied, relay_of
+from ringattn.dataflow.gathered import relay_of, uses_copy_engines
 from ringattn.peer import connect, symmetric
 from ringattn.planning import nodes_of
 from ringattn.relay import Relay, node_of, relay
@@ -215,7 +215,7 @@ def test_copy_engines_need_nodes_that_are_the_hosts(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(VirtualRank, "linked", ((0, 1), (2, 3)))
     for local_size, copies in ((2, True), (1, False), (4, False), ((1, 3), False)):
         plan = ringattn.plan(16, VirtualRank(0, 4), dataflow="gather", local_size=local_size)
-        assert copied(plan) is copies, local_size
+        assert uses_copy_engines(plan) is copies, local_size
 
 
 def test_one_host_has_no_relay() -> None:
@@ -355,13 +355,13 @@ def test_every_rank_sends_and_receives_through_its_own_card() -> None:
 def spoiled(result: Relay) -> dict[str, Relay]:
     first, *others = result.carried
     fetched, *rest = result.fetches
-    moved = replace(fetched[-1], offset=fetched[-1].offset - 1)
+    moved = fetched[-1]._replace(offset=fetched[-1].offset - 1)
     return {
-        "in the shard": replace(result, carried=((replace(first[0], length=99), *first[1:]), *others)),
-        "to rows of another run": replace(result, carried=((replace(first[0], first=1), *first[1:]), *others)),
-        "of its own node": replace(result, carried=((replace(first[0], owner=1), *first[1:]), *others)),
+        "in the shard": replace(result, carried=((first[0]._replace(length=99), *first[1:]), *others)),
+        "to rows of another run": replace(result, carried=((first[0]._replace(first=1), *first[1:]), *others)),
+        "of its own node": replace(result, carried=((first[0]._replace(owner=1), *first[1:]), *others)),
         "which is not": replace(result, fetches=((*fetched[:-1], moved), *rest)),
-        "from another node": replace(result, fetches=((*fetched[:-1], replace(fetched[-1], owner=2)), *rest)),
+        "from another node": replace(result, fetches=((*fetched[:-1], fetched[-1]._replace(owner=2)), *rest)),
     }  # fmt: skip
 
 

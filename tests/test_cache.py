@@ -803,7 +803,7 @@ def test_extensions_are_checked() -> None:
     plan = cache.plan(s, 20, causal=True)
     early = cache.plan(s, 20, causal=True)
     for args, error, message in (
-        ((ringattn.plan(20), 0, k, k), ValueError, r"not one of this cache; make it with its plan\(\)"),
+        ((ringattn.plan(20), 0, k, k), ValueError, r"not one of this cache; make it with cache\.plan\(\)"),
         ((made(None).plan, 0, k, k), ValueError, r"not one of this cache"),
         ((plan, 2, k, k), ValueError, r"layer is 2; the cache has layers 0 to 1"),
         ((plan, 0, k[:, 1:], k), ValueError, r"k has shape \(1, 19, 2, 8\), but this rank's shard .* \(1, 20, 2, 8\)"),
@@ -858,7 +858,7 @@ def test_steps_that_cannot_be_used_say_why() -> None:
     cache = made(None)
     rows = [cache.add(), None]
     step = cache.step(rows, 3)
-    with pytest.raises(IndexError, match=r"layer is 2; the cache has layers 0 to 1"):
+    with pytest.raises(ValueError, match=r"layer is 2; the cache has layers 0 to 1"):
         step.layer(2)
     for accepted, message in (
         ([4, 0], r"accepted is 4 in row 0; pass a number from 0 to 3, its new tokens"),

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from pool import on_ranks
 from torch import Tensor, nn
@@ -183,14 +184,31 @@ def test_over_processes_all_ranks_say_the_same(pools, world_size: int) -> None: 
         assert text in reports[0]
 
 
+def with_weights_of_its_own() -> str:
+    own = model()
+    with torch.no_grad():
+        own.head.weight.mul_(1 + 0.1 * dist.get_rank())
+    whole = ringattn.plan(SEQ, causal=True)
+    with pytest.raises(ValueError, match=r"shard_batch.* differs across ranks"):
+        ringattn.check(model(), {**batch(), "input_ids": batch()["input_ids"] + dist.get_rank() & 15}, whole)
+    with pytest.raises(ValueError, match=r"one rank and .* their models differ; call torch.manual_seed\(\)") as caught:
+        ringattn.check(own, batch(), whole)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("world_size", on_ranks(2))
+def test_batches_and_weights_that_differ_between_ranks(pools, world_size: int) -> None:  # type: ignore[no-untyped-def]
+    assert len(set(pools(world_size).run(with_weights_of_its_own))) == 1
+
+
 def test_bad_arguments() -> None:
     for arguments, options, text in (
-        ((model(), batch(), "plan"), {}, "plan is a str"),
+        ((model(), batch(), "plan"), {}, "plan is of type str"),
         ((model(), batch(), plan()), {"ranks": 1}, "ranks is 1"),
         ((model(), batch(), plan()), {"wrapper": "sum"}, "wrapper is 'sum'"),
         ((nn.ReLU(), batch(), plan()), {}, "the model has no parameters"),
-        ((3, batch(), plan()), {}, "model is a int"),
-        ((model(), batch()["input_ids"]), {}, "batch is a Tensor"),
+        ((3, batch(), plan()), {}, "model is of type int"),
+        ((model(), batch()["input_ids"]), {}, "batch is of type Tensor"),
         ((model(), batch(), plan(), lambda m, local, p: m(local["input_ids"], local["position_ids"])), {}, "a scalar"),
         ((model(), {"input_ids": batch()["input_ids"]}, plan()), {}, "pass step="),
     ):

@@ -335,9 +335,9 @@ def test_what_an_extension_cannot_do_is_refused_by_name() -> None:
     falling = pieces(8, 8, first=torch.tensor([[0, 4]]), high=torch.tensor([[8, 5]]))
     with pytest.raises(ValueError, match="the end of the visible keys falls from 8 to 5 at query 4 of row 0"):
         ringattn.plan(8, mask=falling)
-    with pytest.raises(ValueError, match="mask is for 8 queries and 8 keys, but the plan for 9 and 9"):
+    with pytest.raises(ValueError, match="mask is for 8 queries and 8 keys, but the plan has seq_len=9"):
         ringattn.plan(9, seq_len_k=9, mask=full(8))
-    with pytest.raises(TypeError, match=r"mask is a Tensor; pass a ringattn\.mask\.Mask"):
+    with pytest.raises(TypeError, match=r"mask is of type Tensor; pass a ringattn\.mask\.Mask"):
         ringattn.plan(8, mask=torch.ones(8, 8, dtype=torch.bool))  # type: ignore[arg-type]
 
 
@@ -356,7 +356,7 @@ def test_a_mask_or_modification_of_one_rank_is_refused_on_all() -> None:
         plan = ringattn.plan(8, rank)
         q = torch.zeros(1, 4, 2, 8)
         options: dict[str, Any] = dict(score_mod=(lambda s: s) if rank.rank == 0 else None)
-        with pytest.raises((TypeError, ValueError), match="score_mod is a function; pass a ringattn") as error:
+        with pytest.raises((TypeError, ValueError), match="score_mod is of type function; pass a ringattn") as error:
             ringattn.attention(q, q, q, plan, **options)
         return type(error.value).__name__, rank.sent_messages
 

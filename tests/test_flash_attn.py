@@ -176,7 +176,7 @@ def test_contexts_nest_and_end() -> None:
     torch.testing.assert_close(inner, ringattn.attention(q, q, q, causal))
     with pytest.raises(RuntimeError, match=r"outside of `with ringattn\.use\(plan\)`"):
         flash_attn_func(q, q, q)
-    with pytest.raises(TypeError, match=r"plan is a int; pass a ringattn\.Plan"):
+    with pytest.raises(TypeError, match=r"plan is of type int; pass a ringattn\.Plan"):
         ringattn.use(3)  # type: ignore[arg-type]
 
 

@@ -159,7 +159,7 @@ def test_refusals() -> None:
         (dict(prefill_chunk="32k"), ValueError, "prefill_chunk is '32k'; pass"),
         (dict(max_new_tokens=-1), ValueError, "max_new_tokens is -1; pass"),
         (dict(num_sequences=None), ValueError, "num_sequences is None; pass"),
-        (dict(inputs=torch.zeros(1, 4)), TypeError, r"inputs is a Tensor; pass a dict, as \{'input_ids'"),
+        (dict(inputs=torch.zeros(1, 4)), TypeError, r"inputs is of type Tensor; pass a dict, as \{'input_ids'"),
         (dict(inputs={}), ValueError, "inputs is empty; pass what the tokenizer"),
     ],
 )

@@ -13,6 +13,7 @@ import json
 import math
 import operator
 import os
+import re
 import subprocess
 import sys
 import time
@@ -42,6 +43,7 @@ from ringattn.kernels.backends import BACKENDS
 from ringattn.kernels.contract import Block, Keys, Queries, ReadyFlags, Score
 from ringattn.kernels.delta import row_delta
 from ringattn.kernels.hopper import backward as hopper_backward
+from ringattn.kernels.hopper import backward_pair as pair
 from ringattn.kernels.hopper import backward_pieces as pieces
 from ringattn.kernels.hopper import primitives as hopper_primitives
 from ringattn.kernels.hopper import work
@@ -58,7 +60,7 @@ needs_hopper = pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")
 
 def compile_report(dim: int, dim_v: int, dtype: str, copies: bool, parts: int, change: str = "") -> dict:
     """``copies``: for keys that arrive and gradients that are sent during the kernel. ``change``: of the scores, or
-    "ordered" sums of dq."""
+    "ordered" sums of dq, or "single" CTAs where there are no clusters."""
     shapes = ((4, dim), (2, dim), (2, dim_v), (4, dim_v))
     q, k, v, dout = (torch.zeros(1, 512, *shape, dtype=getattr(torch, dtype)) for shape in shapes)
     rows = torch.zeros(1, 4, 512)
@@ -73,6 +75,7 @@ def compile_report(dim: int, dim_v: int, dtype: str, copies: bool, parts: int, c
     slopes = torch.ones(4) if "alibi" in change else None
     score = Score(dim**-0.5, 50.0 if "softcap" in change else 0.0, slopes)
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(work, "CLUSTERS", work.CLUSTERS and "single" not in change)
         patch.setattr(hopper_backward, "dispatch", lambda kernel, grid, *args, **options: compiled.append(
             sass.compile_for_hopper(kernel, grid, args, options)))  # fmt: skip
         hopper_backward.launch(
@@ -100,36 +103,45 @@ def compile_report(dim: int, dim_v: int, dtype: str, copies: bool, parts: int, c
         "stack": main.stack_bytes,
         "reloads": sum("LDL" in text or "STL" in text for loop in main.loops_with("HGMMA") for _, text in loop.body),
         "shared": main.shared,
+        "barriers": min(int(at, 16) for at in re.findall(r"SYNCS.EXCH.64 URZ, \[UR\d+\+(0x[0-9a-f]+)\]", main.sass)),
         "reduces": main.sass.count("UTMAREDG"),
     }
 
 
-# Bytes of stack, spill stores and loads; outside the loops. At 256 the order of the CTAs, which depends on the
+# Bytes of stack, spill stores and loads; outside the loops. At 256, in single CTAs, their order, which depends on the
 # documents, takes 60 of them: with it as a constant there would be 16, and a kernel to compile for every order.
-STACKS = {(64, 64): 0, (96, 96): 0, (128, 128): 24, (192, 128): 96, (256, 256): 76}
+STACKS = {(64, 64): 0, (96, 96): 0, (128, 128): 24, (192, 128): 96, (256, 256): 64, "single": 76}
 
 
 @pytest.mark.parametrize(
-    ("dtype", "copies", "parts"),
-    [("float16", False, 1), ("bfloat16", True, 1), ("bfloat16", False, 1), ("bfloat16", True, 2)],
-)
+    ("dtype", "copies", "parts", "change"),
+    [("float16", False, 1, ""), ("bfloat16", True, 1, ""), ("bfloat16", False, 1, ""), ("bfloat16", True, 2, ""),
+     ("bfloat16", True, 2, "single")],
+)  # fmt: skip
 @pytest.mark.parametrize("dims", hopper_backward.HEAD_DIMS, ids=str)
-def test_compiles_without_serialized_products(dims, dtype, copies, parts):
+def test_compiles_without_serialized_products(dims, dtype, copies, parts, change):
     if (dtype, copies) == ("bfloat16", False) and dims not in ((64, 64), (128, 128)):
         pytest.skip("the other two tell as much, and compiling takes long")
     if parts > 1 and dims == (96, 96):
         pytest.skip("128 tells as much")
-    dim, stack = dims[0], STACKS[dims]
-    run = in_a_process("compile", *map(str, dims), dtype, str(int(copies)), str(parts))
+    if change and dims != (256, 256):
+        pytest.skip("only this one has pairs of CTAs")
+    dim, stack = dims[0], STACKS[change or dims]
+    pairs = dim > 192 and work.CLUSTERS and not change
+    run = in_a_process("compile", *map(str, dims), dtype, str(int(copies)), str(parts), change)
     report = json.loads(run.stdout.splitlines()[-1])
+    assert not pairs or report["barriers"] >= pair.SMALL_AT.value
     assert report["warnings"] == []
     assert report["overwritten"] == []
     assert report["undefined"] == []
     assert report["shared"] <= 227 * 1024
-    boxes = 4 if dim == 64 else 4 * dim // 128  # of two writers; at 64 each has all columns of half of the queries
-    assert report["reduces"] in ([boxes] if parts == 1 else [boxes, 2 * boxes])  # the last step may have its own code
+    # Of two writers; at 64 each has all columns of half of the queries, and one CTA of a pair has half of the columns.
+    boxes = 4 if dim == 64 or pairs else 4 * dim // 128
+    again = boxes // 2 if pairs else boxes  # the last step of a writer that waits for its turn may have its own code
+    assert report["reduces"] in ([boxes] if parts == 1 else [boxes, boxes + again])
     turns = collections.Counter("RED" in x for x in report["turns"])
-    assert turns == ({} if parts == 1 else {False: 4, True: 2})  # of each writer: a look, a loop of looks, its word
+    # Of each writer a word, and of each that lets a consumer store a look and a loop of looks.
+    assert turns == ({} if parts == 1 else {False: 2 if pairs else 4, True: 2})
     assert all("MEMBAR.ALL.GPU" in x for x in report["turns"] if "RED" in x)
     if not sass.OUR_COMPILER:
         pytest.skip(sass.OTHER)
@@ -152,7 +164,8 @@ def test_compiles_without_serialized_products(dims, dtype, copies, parts):
 # Softcap, ALiBi and dq added in order: reloads in the loops, over cut tiles and full ones; most are of the former.
 RELOADS = {
     ((64, 64), "softcap"): 34, ((96, 96), "softcap"): 0, ((128, 128), "softcap"): 0, ((192, 128), "softcap"): 62,
-    ((256, 256), "softcap"): 0, **{(dims, "alibi"): 0 for dims in hopper_backward.HEAD_DIMS},
+    ((256, 256), "softcap"): 0, ((256, 256), "softcap single"): 0, ((256, 256), "alibi single"): 0,
+    **{(dims, "alibi"): 0 for dims in hopper_backward.HEAD_DIMS},
     **{((dim, dim), "ordered"): 0 for dim in hopper_backward.IN_ORDER},
 }  # fmt: skip
 ALL = bool(os.environ.get("RINGATTN_COMPILE_ALL"))
@@ -449,6 +462,16 @@ def test_gradients(case, dims, dtype):
 
 
 @needs_hopper
+@pytest.mark.parametrize("case", [
+    Case(full, seq_q=333, seq_k=457, heads=3, kv_heads=3), Case(causal, seq_q=1001, seq_k=1001, heads=6),
+    Case(lambda m, n, *_: documents(m, n, lengths=(100, 513, 27, 650, 900)), seq_q=1500, seq_k=1500),
+])  # fmt: skip
+def test_gradients_without_clusters(case, monkeypatch):
+    monkeypatch.setattr(work, "CLUSTERS", False)
+    check_backward(BACKEND, make_problem(case, torch.bfloat16, dims=(256, 256)))
+
+
+@needs_hopper
 @pytest.mark.parametrize("dims", [(64, 64), (96, 96), (128, 128)], ids=str)
 @pytest.mark.parametrize("case", [
     Case(full, seq_q=4096, seq_k=4096, heads=8, kv_heads=8),
@@ -696,9 +719,10 @@ def test_counts_completed_gradients(mask, dims, parts, sweep, monkeypatch):
     args = problem(mask, 2, 400, 4, 2, dims, (130, 1, 0, 269))
     expected = BACKEND.completion_counts(args[0].q, *args[1:])
     assert sweep is None or expected.rows == max(1, sweep // parts)
-    assert expected.counts == tuple(2 * expected.rows * n for n in ((2, 1, 0, 3) if dims[0] <= 192 else (3, 1, 0, 5)))
+    ctas = (2, 4) if dims[0] <= 192 else (4, 8) if work.CLUSTERS else (3, 6)  # of 130 keys, and of 1, 0 and 269
+    assert expected.counts == tuple(2 * expected.rows * n for n in ctas)
     want = gradients(args)
-    counters = torch.zeros(4 // expected.rows, 4, dtype=torch.int32, device=DEVICE)
+    counters = torch.zeros(4 // expected.rows, 2, dtype=torch.int32, device=DEVICE)
     for call in (1, 2):
         got = gradients(args, counters=counters)
         assert all(x.equal(y) for x, y in zip(want, got, strict=True))

@@ -212,6 +212,8 @@ def test_compiled_code(dims, kind):
     if "state-in" not in kind and "sink" not in kind:
         # At 64 and 512 some that are read once per query tile, unless a state is stored; at 256 those of the flush.
         some = {(64, 64): 160, (256, 256): 400} if "long" in kind else {(64, 64): 128, (512, 512): 160}
+        if "alibi" in kind:
+            some = {(64, 64): 224, (256, 256): 112, (512, 512): 224}
         assert facts["spills"] <= (some.get(dims, 0) if kind.endswith("out") else 0)
 
 
@@ -262,6 +264,14 @@ def test_flushes_cost_the_loop_over_full_tiles_little(dims):
     facts = facts_of(dims)
     more = 24 if dims == (256, 256) else 4  # ptxas has few registers left there
     assert min(facts["long-out"]["lengths"]) <= min(facts["out"]["lengths"]) + more
+
+
+@pytest.mark.skipif(not sass.OUR_COMPILER, reason=sass.OTHER)
+@pytest.mark.parametrize("dims", [dims for dims in DIMS if "alibi-out" in kinds_of(dims)], ids=str)
+def test_alibi_costs_the_loop_over_full_tiles_no_instruction_for_each_score(dims):
+    """There are 64 for a thread; it is the shortest of the loops."""
+    facts = facts_of(dims)
+    assert min(facts["alibi-out"]["paths"]) < min(facts["out"]["paths"]) + 64
 
 
 # --- the contract, on other paths through the kernel --------------------------------------------------------------

@@ -71,29 +71,6 @@ def test_softcaps_that_need_no_running_maximum(score, fixed) -> None:
     assert scores.Changes.of(score, torch.zeros(2, 8, 4, 16)).fixed == fixed
 
 
-@pytest.mark.parametrize(
-    ("mask", "position", "expected"),
-    [
-        (causal, lambda p: p + 2**26, 2**26),
-        (causal, lambda p: p * 2**18, None),  # differences up to 2^24.15
-        (documents, lambda p: 2 * p, 0),
-        (documents, lambda p: 3 * p, None),
-        (documents, lambda p: p + 2000 * (p >= 36), 0),  # between two segments
-        (documents, lambda p: p + 2000 * (p >= 30), None),
-        (window, lambda p: p, None),  # three keys after each query
-        (full, lambda p: p, None),
-    ],
-)
-def test_first_position_where_no_query_sees_a_key_after_it(mask, position, expected) -> None:
-    block = make_problem(Case(mask, seq_q=72, segments_q=(36, 36)), torch.float32).whole
-    block = replace(block, positions_q=position(block.positions_q), positions_k=position(block.positions_k))
-    assert scores.first_position(block) == expected
-    if expected is not None:
-        q, k = scores.padded_positions(block, 32, 16, torch.device("cpu"), expected)
-        assert q.dtype == k.dtype == torch.float32
-        assert k.flatten()[:72].tolist() == (block.positions_k - expected).tolist()
-
-
 def test_scores_as_arguments() -> None:
     """A negative scale, and scores of any slope, are scaled before they are masked: as with slopes of 0."""
     q = torch.zeros(2, 8, 4, 16)
@@ -171,13 +148,10 @@ def test_softcap_of_small_and_large_scores(mask, size, dims) -> None:
     [(window, 1, 0), (causal, 3, 1000), (full, 1, 100_000), (documents, 2, 2000), (causal, 1, 2**24)],
 )
 def test_alibi_at_any_positions(mask, step, jump, between_segments, seq_q, dims) -> None:
-    """Past 2^24, where float32 has not every integer; strided; with a jump; keys after queries. Documents are the case
-    of :func:`scores.first_position`, unless queries jump in the middle of a segment."""
+    """Past 2^24, where float32 has not every integer; strided; with a jump; keys after queries."""
     segments = dict(segments_q=(23, 17) if seq_q == 40 else (36, 36), segments_k=(39, 33))
     case = Case(mask, seq_q=seq_q, alibi=1, heads=4, **segments)
     x = moved(make_problem(case, torch.bfloat16, UNIT, dims), step, jump, between_segments)
-    jumps_between = between_segments or seq_q == 72  # of two segments of queries
-    assert (scores.first_position(x.whole) is not None) == (mask is documents and jumps_between)
     check_forward(BACKENDS["hopper"], x)
     check_backward(BACKENDS["hopper"], x)
 

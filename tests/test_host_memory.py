@@ -428,7 +428,7 @@ def inputs(seq: int = 5) -> list[Tensor]:
 def test_wrong_arguments_are_named() -> None:
     q, k, v = inputs()
     plan = ringattn.plan(5)
-    with pytest.raises(TypeError, match=r"plan is a NoneType; pass what ringattn\.plan\(\) returns"):
+    with pytest.raises(TypeError, match=r"plan is of type NoneType; pass what ringattn\.plan\(\) returns"):
         on_cpu(q, k, v, None)  # type: ignore[arg-type]
     for heads in (0, -1, True, 1.5):
         with pytest.raises(ValueError, match=rf"heads is {heads}; it must be a positive number"):

@@ -90,8 +90,9 @@ def test_no_arrow_points_up() -> None:
     assert GRAPH["mask"] == {"common_masks", "intervals", "slices"}
     assert GRAPH["reference"] <= {"mask"}
     assert GRAPH["work"] == {"mask", "memo"}
-    assert GRAPH["redivision"] == set()
-    assert GRAPH["balance"] == {"mask", "work", "redivision"}
+    assert GRAPH["documents"] == set()
+    assert GRAPH["redivision"] == {"documents"}
+    assert GRAPH["balance"] == {"documents", "mask", "work", "redivision"}
     assert GRAPH["layout"] == {"mask", "balance"}
     assert not GRAPH["plans"] & (DATAFLOWS | PEER | {"planning", "verify", "functional", "operators"})
     for name in DATAFLOWS:

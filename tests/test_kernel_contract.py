@@ -8,8 +8,12 @@ from __future__ import annotations
 import pytest
 import torch
 from kernel_contract import CASES, check_backward, check_eager, check_forward, make_problem, refusals, use_small_tiles
+from torch import Tensor
 
-from ringattn.kernels.backends import BACKENDS
+import ringattn
+from ringattn import virtual
+from ringattn.kernels.backends import BACKENDS, Backend
+from ringattn.kernels.contract import CompletionCounts, Keys, Queries
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 UNITS = {"hopper": 12}  # its tiles have 128 queries or keys
@@ -62,3 +66,55 @@ def test_contract_of_hopper_in_float16(case: str) -> None:
     problem = make_problem(CASES[case], torch.float16, UNITS["hopper"], (128, 128))
     check_forward(BACKENDS["hopper"], problem)
     check_backward(BACKENDS["hopper"], problem)
+
+
+class Recorder(Backend):
+    """Notes how its backward is called."""
+
+    def __init__(self) -> None:
+        self.calls: list[bool] = []
+
+    def _backward(self, queries, keys, score, dq, deterministic, into, counters):  # type: ignore[no-untyped-def]
+        self.calls.append(deterministic)
+        return torch.zeros_like(keys.k), torch.zeros_like(keys.v)
+
+    def _completion_counts(self, q: Tensor, keys: Keys) -> CompletionCounts:
+        return CompletionCounts(1, (1,), (1,))
+
+
+def test_backwards_follow_torchs_deterministic_mode() -> None:
+    x, backend = make_problem(CASES["causal"], torch.float32), Recorder()
+    keys, (q, dq) = Keys(x.k, x.v, x.whole), (x.q, torch.zeros_like(x.q))
+    queries = Queries(q, q, *torch.zeros(2, q.shape[0], q.shape[2], q.shape[1]))
+    counted = []
+    for mode in (False, True):
+        torch.use_deterministic_algorithms(mode)
+        try:
+            backend.backward(queries, keys, x.score, dq)
+            backend.backward(queries, keys, x.score, dq, deterministic=not mode)
+            counted.append(backend.completion_counts(q, keys, x.score) is not None)
+        finally:
+            torch.use_deterministic_algorithms(False)
+    assert backend.calls == [False, True, True, False]
+    assert counted == [True, False]
+
+
+@pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")
+@pytest.mark.parametrize(("head_dim", "value_dim"), [(64, 64), (128, 128), (192, 128)])
+def test_attention_repeats_its_bits_in_torchs_deterministic_mode(head_dim: int, value_dim: int) -> None:
+    plan = ringattn.plan(4096, virtual.VirtualRank(0, 1, torch.device("cuda")), causal=True)
+    heads = ((16, head_dim), (2, head_dim), (2, value_dim))
+    q, k, v = (torch.randn(1, 4096, *shape, device="cuda", dtype=torch.bfloat16) for shape in heads)
+    dout = torch.randn(1, 4096, 16, value_dim, device="cuda", dtype=torch.bfloat16)
+
+    def run() -> list[Tensor]:
+        inputs = [x.clone().requires_grad_() for x in (q, k, v)]
+        out = ringattn.attention(*inputs, plan)
+        return [out, *torch.autograd.grad(out, inputs, dout)]
+
+    torch.use_deterministic_algorithms(True)
+    try:
+        first = run()
+        assert all(torch.equal(a, b) for _ in range(5) for a, b in zip(run(), first, strict=True))
+    finally:
+        torch.use_deterministic_algorithms(False)

@@ -13,6 +13,7 @@ import torch
 pytest.importorskip("triton")
 import triton
 from triton.backends.nvidia import driver as triton_driver
+from triton.backends.nvidia.compiler import CUDABackend
 from triton.compiler import CompiledKernel
 
 from ringattn.kernels import direct_launch, launch
@@ -48,6 +49,11 @@ class Kernel:
             return None if self.interpreted else self.compiled[-1]
 
         return compile_and_launch
+
+    def warmup(self, *args: Any, grid: tuple[int, ...], **constants: Any) -> Compiled:
+        self.compiled.append(Compiled())
+        self.compiled[-1].metadata = SimpleNamespace(num_warps=4, num_ctas=1, shared=1000)
+        return self.compiled[-1]
 
 
 def test_a_second_launch_does_not_compile() -> None:
@@ -107,6 +113,17 @@ def test_kernels_do_not_share() -> None:
     for kernel in (first, second, first, second):
         dispatch(kernel, (2,), torch.zeros(1), 2, 1.0, None, BLOCK=1, FLAG=False)
     assert [len(k.compiled) for k in (first, second)] == [1, 1]
+
+
+@pytest.mark.skipif(not launch.CLUSTERS, reason="this Triton packs the metadata in another way")
+def test_clusters_are_compiled_as_single_ctas_and_launched_as_clusters() -> None:
+    """Also those that are compiled for later, and none by Triton, which would launch single CTAs."""
+    kernel, x = Kernel(), torch.zeros(64)
+    for n in (2, 2, 3):
+        dispatch(kernel, (n,), x, n, 0.5, None, variants=lambda: [dict(FLAG=False)], cluster=2, BLOCK=64, FLAG=True)
+    packed = CUDABackend.pack_metadata(SimpleNamespace(), SimpleNamespace(num_warps=4, num_ctas=2, shared=1000))
+    assert [c.packed_metadata for c in kernel.compiled] == [packed] * 2
+    assert [[grid[0] for grid, _ in c.launches] for c in kernel.compiled] == [[2, 2, 3], []]
 
 
 # --- repeated launches

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 import ringattn
 from ringattn import virtual
-from ringattn.dataflow import choose
+from ringattn.dataflow import choose, messages
 from ringattn.dataflow.contract import Call
 from ringattn.dataflow.gathered import gathered_block
 from ringattn.kernels.contract import Queries, Score
@@ -124,6 +124,24 @@ def test_memory_of_a_gather_by_node(monkeypatch: pytest.MonkeyPatch) -> None:
         check(4, "gather", "causal", layout, SHAPES[0], local_size=2)
     groups_of_a_gpu(monkeypatch)
     check(4, "gather", "documents", "balanced", Shape(1, 16, 8, 16), local_size=2)
+
+
+@pytest.mark.parametrize("nodes", [3, (4, 2), (2, 1, 3)])
+def test_memory_of_nodes_of_several_sizes(monkeypatch: pytest.MonkeyPatch, nodes: int | tuple[int, ...]) -> None:
+    check(6, "gather", "causal", "zigzag", SHAPES[0], local_size=nodes)
+    check(6, "gather", "documents", "balanced", SHAPES[1], local_size=nodes)
+    groups_of_a_gpu(monkeypatch)
+    for mask, layout in (("causal", "zigzag"), ("causal", "striped"), ("documents", "balanced")):
+        check(6, "gather", mask, layout, Shape(1, 16, 8, 16), local_size=nodes)
+
+
+def test_memory_where_runs_are_collected(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs that are one message arrive without the space between them."""
+    monkeypatch.setattr(messages, "_MESSAGES", 0)
+    for heads in (2, 16):  # all at once, and in groups
+        for mask, layout in (("causal", "zigzag"), ("documents", "balanced"), ("documents", "contiguous")):
+            check(5, "gather", mask, layout, Shape(1, heads, heads, 16))
+        groups_of_a_gpu(monkeypatch)
 
 
 def test_one_rank_keeps_the_gradients_that_are_cast() -> None:

@@ -22,7 +22,7 @@ from ringattn import blocks, virtual
 from ringattn import transport as transports
 from ringattn.agreement import Disagreement
 from ringattn.dataflow.gathered import gathered_block
-from ringattn.dataflow.messages import collected
+from ringattn.dataflow.messages import collects_runs
 from ringattn.kernels.contract import completion_groups
 from ringattn.kernels.upload import upload
 from ringattn.layout import positions
@@ -351,7 +351,7 @@ def test_hundreds_of_runs_per_rank_are_exact(dataflow: str, monkeypatch: pytest.
     def body(rank: VirtualRank) -> tuple[Tensor, ...]:
         plan = ringattn.plan(total, rank, cu_seqlens=bounds, causal=True, layout="pairs", dataflow=dataflow)
         assert len(plan.shards[rank.rank]) == 150
-        assert collected(plan)
+        assert collects_runs(plan)
         shards = [plan.shard(x).requires_grad_() for x in (q, k, v)]
         out = ringattn.attention(*shards, plan)
         out.backward(plan.shard(dout))

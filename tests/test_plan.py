@@ -462,6 +462,13 @@ def test_memory_of_a_million_tokens_is_what_two_gpus_took(
     assert tensors + plan.memory_bytes(backward=True) == pytest.approx(measured, rel=0.002)
 
 
+@pytest.mark.parametrize("dataflow", ["ring", "gather", "reduce"])
+def test_describe_stays_short_with_many_ranks(dataflow: str) -> None:
+    lines = plan_function(1280, VirtualRank(0, 20), causal=True, dataflow=dataflow).describe().splitlines()
+    assert sum(line.strip().startswith("... and 4 more ") for line in lines) == 1
+    assert len(lines) < 30
+
+
 @pytest.mark.parametrize("layout", cases.LAYOUTS)
 @pytest.mark.parametrize("dataflow", ["ring", "reduce"])
 def test_describe_says_who_meets_whom_and_what_moves(layout: str, dataflow: str) -> None:

@@ -100,8 +100,8 @@ def test_the_groups_that_plan_accepts(pools: Callable[[int], Pool], world_size: 
         else:
             assert result["pair"] == "this rank is not in the group; only ranks of the group may call plan()"
         assert result["DeviceMesh"].startswith("ValueError: the DeviceMesh has 2 dimensions ('dp', 'cp')")
-        assert result["int"] == "TypeError: group is a int; pass a ProcessGroup, a one-dimensional DeviceMesh or None"
-        assert result["str"].startswith("TypeError: group is a str")
+        assert result["int"] == "TypeError: group is of type int; pass a ProcessGroup, a 1-D DeviceMesh or None"
+        assert result["str"].startswith("TypeError: group is of type str")
 
 
 def attention_in_a_mesh() -> float:
@@ -321,3 +321,11 @@ def test_ranks_with_other_histories_exchange_symmetric_memory(pools: Callable[[i
             turns = dict(low=3, high=2, all=2)[name] if rank in ranks else 0
             want = [["mine" if r == rank else f"{name} {turn} of {r}" for r in ranks] for turn in range(turns)]
             assert result.get(name, []) == want
+
+
+def test_ranks_that_forgot_to_initialize_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    with pytest.warns(UserWarning, match=r"WORLD_SIZE is 4, but .* call torch\.distributed\.init_process_group\(\)"):
+        assert ringattn.plan(16).world_size == 1
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    ringattn.plan(16)

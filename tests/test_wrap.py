@@ -409,10 +409,10 @@ def test_before_and_after_accelerator_prepare_with_mixed_precision(request: pyte
 def test_wrong_arguments() -> None:
     with pytest.raises(TypeError, match=r"pass a torch\.nn\.Module"):
         ringattn.wrap(lambda x: x, ringattn.plan(3))  # type: ignore[type-var]
-    with pytest.raises(TypeError, match="plan_source is a int"):
+    with pytest.raises(TypeError, match="plan_source is of type int"):
         ringattn.wrap(nn.Linear(1, 1), 3)  # type: ignore[arg-type]
     model = ringattn.wrap(Model("sdpa"), lambda: 3)  # type: ignore[arg-type,return-value]
-    with pytest.raises(TypeError, match="returned a int"):
+    with pytest.raises(TypeError, match="returned an object of type int"):
         model(torch.randn(1, SEQ, DIM))
 
 

@@ -18,7 +18,7 @@ tiles of 64 queries that see it, for every query head of the group. dk and dv st
 * Tiles have powers of two of columns. Head dim 96 is two tiles side by side, 64 + 32, as are dk and dv; consumer 0
   computes the first 64 columns of dQ and consumer 1 the last 32 (the two share the tensor cores).
 * Head dims 64, 192 (128 of v) and 256 have kernels of their own, backward_tall.py, backward_lean.py and
-  backward_wide.py; all are launched from here.
+  backward_pair.py (where clusters cannot be launched backward_wide.py); all are launched from here.
 * CTAs walk the full tiles from staggered starts: they do not add to the same tile of dQ at the same time.
 * The query heads of a group are divided between CTAs (``work.split_groups``). They add to the same dk and dv, each
   after the part before it, which counts in ``turns`` that it has stored. This cannot deadlock: CTAs start in the order
@@ -70,6 +70,7 @@ from ..contract import Block, CompletionCounts, Keys, Queries, Score, int32
 from ..launch import Launches, capability, dispatch, on_device
 from ..long_sums import LEAST_HEADS
 from . import backward_lean as lean
+from . import backward_pair as pair
 from . import backward_pieces as pieces
 from . import backward_tall as tall
 from . import backward_wide as wide
@@ -448,11 +449,11 @@ def completion_counts(q: Tensor, keys: Keys) -> CompletionCounts | None:
         return None
 
     def count() -> CompletionCounts:
-        tiles = work.tiles_of_groups(block, work.keys_per_cta(q))
-        swept = work.sweep(k.shape[0] * k.shape[2], sum(tiles), work.processors(q), split.parts)
+        tiles, ctas = work.tiles_of_groups(block, work.keys_per_tile(q)), work.ctas_per_tile(q)
+        swept = work.sweep(k.shape[0] * k.shape[2], sum(tiles), work.processors(q) // ctas, split.parts)
         rows = max(1, swept // split.parts)
         # Both consumers of the last part's CTAs count.
-        return CompletionCounts(rows, tuple(2 * rows * n for n in tiles), block.groups_k)
+        return CompletionCounts(rows, tuple(2 * ctas * rows * n for n in tiles), block.groups_k)
 
     return block.memo.once(("completion counts", split, q.shape, k.shape), count)
 
@@ -555,7 +556,7 @@ def _arguments(
     batch, seq_q, q_heads, dim = q.shape
     kv_heads, dim_v = v.shape[2:]
     info, bounds, *first = _tables(q, block, x.sums is not None)
-    rows = work.queries_per_step(q)
+    rows, ctas = work.queries_per_step(q), work.ctas_per_tile(q)
     tiles, parts, scale, fold = info.shape[1], split.parts, score.softmax_scale, _folds_scale(q, score)
     sweep = work.sweep if x.sums is None else work.sweep_in_order
     alibi: tuple[Any, ...] = (None, None, None, None)
@@ -566,7 +567,7 @@ def _arguments(
         dk, x.dv, info, q_heads // kv_heads // parts, tiles, kv_heads, parts, batch, *dk.stride()[-4:-1],
         -(-seq_q // rows), changes.scale, scale, 1 / scale if fold else 1.0,
         x.flags, epoch, x.timed_out, x.turns, x.counters, 0 if x.counters is None else x.counters.shape[1],
-        sweep(batch * kv_heads, tiles, work.processors(q), parts),
+        sweep(batch * kv_heads, tiles, work.processors(q) // ctas, parts),
         changes.inner, *alibi,
     )  # fmt: skip
     order = (*first, x.sums) if first else (None, None)
@@ -585,6 +586,9 @@ def _arguments(
             *(box(t, 128) for t in (q, dout, k, v)), *statistics, box(dq, 64), box(q, 64), box(k, 64), box(dq, 32)
         )  # fmt: skip
         return lean.kernel, grid, (*boxes, *numbers), constants
+    if dim > 128 and ctas > 1:
+        boxes = (*(box(t, pair.HALF.value) for t in (q, dout, k, v)), *statistics, box(dq, pair.UNIT.value))
+        return pair.kernel, grid, (*boxes, *numbers), dict(cluster=ctas, **constants)
     if dim > 128:
         boxes = (
             *(box(t, 128) for t in (q, dout, k, v)), *statistics, box(dq, wide.UNIT.value),
@@ -620,12 +624,12 @@ def _variants(x: _Operands) -> list[dict[str, Any]]:
 
 def _tables(q: Tensor, block: Block, ordered: bool) -> tuple[Tensor, ...]:
     table = work.ordered_key_tile_table if ordered else work.key_tile_table
-    return table(block, work.keys_per_cta(q), work.queries_per_step(q), q.device)
+    return table(block, work.keys_per_tile(q), work.queries_per_step(q), q.device)
 
 
 def _positions(q: Tensor, block: Block) -> tuple[Tensor, Tensor]:
     """Return the positions of queries and keys, padded to whole tiles and one more."""
-    return scores.padded_positions(block, work.queries_per_step(q), work.keys_per_cta(q), q.device)
+    return scores.padded_positions(block, work.queries_per_step(q), work.keys_per_tile(q), q.device)
 
 
 def _folds_scale(q: Tensor, score: Score) -> bool:

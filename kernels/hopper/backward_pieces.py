@@ -54,18 +54,18 @@ def _bytes(desc):
 
 
 @gluon.jit
-def _order(tiles, sweep):
+def _order(tiles, sweep, CTAS: gl.constexpr = 1):
     """Return the part of a group, numbered over all batch elements and key heads, and the key tile of this program.
-    ``sweep`` parts are walked at the same time, tile by tile."""
-    program = gl.program_id(0)
+    ``sweep`` parts are walked at the same time, tile by tile; ``CTAS`` programs in a row share a tile."""
+    program = gl.program_id(0) // CTAS
     inside = program % (sweep * tiles)
     return program // (sweep * tiles) * sweep + inside % sweep, inside // sweep
 
 
 @gluon.jit
-def place(info_ptr, heads, tiles, kv_heads, parts, sweep, BATCHED: gl.constexpr):
+def place(info_ptr, heads, tiles, kv_heads, parts, sweep, BATCHED: gl.constexpr, CTAS: gl.constexpr = 1):
     """Return batch, key head, part of the group's query heads and address of the key tile's description."""
-    head, tile = _order(tiles, sweep)
+    head, tile = _order(tiles, sweep, CTAS)
     batch = head // (parts * kv_heads)
     if BATCHED:
         tile += batch * tiles
@@ -81,19 +81,19 @@ def buffer_of(batch, part, batches, IN_TURNS: gl.constexpr):
 
 
 @gluon.jit
-def _turns_of(turns_ptr, tiles, parts, sweep):
+def _turns_of(turns_ptr, tiles, parts, sweep, CTAS: gl.constexpr = 1):
     """Return the address of the counter of stored parts of this program's group, one per key tile of a key head."""
-    head, tile = _order(tiles, sweep)
+    head, tile = _order(tiles, sweep, CTAS)
     return turns_ptr + (head // parts * tiles + tile)
 
 
 @gluon.jit
-def signal_sent(sent: gl.constexpr, last, turns_ptr, tiles, part, parts, sweep):
+def signal_sent(sent: gl.constexpr, last, turns_ptr, tiles, part, parts, sweep, CTAS: gl.constexpr = 1):
     """Signal to a writer's consumer, at barrier ``sent``, that the staged tile has been read. Before the ``last``
-    signal wait until both consumers of the previous part have stored: parts add to the same dk and dv in order, so that
+    signal wait until all consumers of the previous part have stored: parts add to the same dk and dv in order, so that
     these have the same bits on every run. The previous part has a smaller program number and has started earlier."""
     if (turns_ptr is not None) and last:
-        wait_count(_turns_of(turns_ptr, tiles, parts, sweep), 2 * part)
+        wait_count(_turns_of(turns_ptr, tiles, parts, sweep, CTAS), 2 * CTAS * part)
         barrier_sync(sent, STAGING, warps=1)  # not arrive: sync alone is documented to order memory
     else:
         barrier_arrive(sent, STAGING, warps=1)
@@ -101,16 +101,16 @@ def signal_sent(sent: gl.constexpr, last, turns_ptr, tiles, part, parts, sweep):
 
 @gluon.jit
 def finish_writer(
-    staged: gl.constexpr, turns_ptr, counters_ptr, info, tiles, part, parts, segments, sweep,
+    staged: gl.constexpr, turns_ptr, counters_ptr, info, tiles, part, parts, segments, sweep, CTAS: gl.constexpr = 1,
 ):  # fmt: skip
     """End a writer, after barrier ``staged`` with its consumer, which has stored: signal to the next part, or after the
     last part raise the completion counter of dk and dv. In the writer, because it would cost the consumer registers."""
     if (turns_ptr is not None) or (counters_ptr is not None):
         barrier_sync(staged, STAGING, warps=1)
     if turns_ptr is not None:
-        raise_counter(_turns_of(turns_ptr, tiles, parts, sweep), "gpu")
+        raise_counter(_turns_of(turns_ptr, tiles, parts, sweep, CTAS), "gpu")
     if (counters_ptr is not None) and (part == parts - 1):
-        head, _ = _order(tiles, sweep)
+        head, _ = _order(tiles, sweep, CTAS)
         chunk = head // gl.maximum(parts, sweep)  # rows of keys that complete together
         raise_counter(counters_ptr + (chunk * segments + gl.load(info + 7)), "sys")
 
@@ -223,28 +223,50 @@ def producer(
     heads, tiles, kv_heads, parts, q_tiles, flags_ptr, epoch, timed_out_ptr,
     q_free: gl.constexpr, dout_free: gl.constexpr, sweep, BATCHED: gl.constexpr, ORDERED: gl.constexpr = False,
 ):  # fmt: skip
-    """Load K and V, in as many tiles of 64 keys as ``kv_full`` has barriers, then Q, lse (with ALiBi the positions, and
-    the intervals of cut tiles), dO and delta of every step."""
-    ROWS: gl.constexpr = lse_desc.block_type.shape[1]
+    """Load K and V, in as many tiles of 64 keys as ``kv_full`` has barriers, then the queries."""
     KV_BYTES: gl.constexpr = _bytes(k_desc) + _bytes(v_desc)
-    Q_BYTES: gl.constexpr = _bytes(q_desc) + (0 if positions_desc is None else positions_desc.block_type.nbytes)
-    DO_BYTES: gl.constexpr = _bytes(dout_desc)
-    DO_STAGES: gl.constexpr = dout_s[0].shape[0]
     KEY_TILES: gl.constexpr = kv_full.shape[0]
     batch, kv_head, part, info = place(info_ptr, heads, tiles, kv_heads, parts, sweep, BATCHED)
     first = gl.load(info)
-    if ORDERED:
-        steps, cut_steps, late_steps = ordered_visits(info, heads)
-        j = gl.load(info + 3) - 1
-    else:
-        steps, cut_steps, j, stops = visit_order(info, heads)
-        late_steps = steps
+    visits = visits_of(info, heads, ORDERED)
     if flags_ptr is not None:
         wait_row(flags_ptr, batch * kv_heads + kv_head, epoch, timed_out_ptr, 1)
     for c in gl.static_range(KEY_TILES):
         mbarrier.expect(kv_full.index(c), KV_BYTES)
         _load_pieces(k_desc, [batch, first + c * (BN // 2), kv_head], kv_full.index(c), k_s, c)
         _load_pieces(v_desc, [batch, first + c * (BN // 2), kv_head], kv_full.index(c), v_s, c)
+    load_queries(
+        q_desc, dout_desc, lse_desc, delta_desc, bounds_desc, positions_desc, visits, q_s, dout_s, lse_s, delta_s,
+        bounds_s, positions_s, q_full, dout_full, heads, batch, kv_head, part, kv_heads, parts, q_tiles,
+        q_free, dout_free, BATCHED, ORDERED,
+    )  # fmt: skip
+
+
+@gluon.jit
+def visits_of(info, heads, ORDERED: gl.constexpr = False):
+    """Return the visits of a key tile, for :func:`load_queries`: before anything is waited for."""
+    if ORDERED:
+        steps, cut_steps, late_steps = ordered_visits(info, heads)
+        j = gl.load(info + 3) - 1
+        stops = ()
+    else:
+        steps, cut_steps, j, stops = visit_order(info, heads)
+        late_steps = steps
+    return steps, cut_steps, late_steps, j, stops
+
+
+@gluon.jit
+def load_queries(
+    q_desc, dout_desc, lse_desc, delta_desc, bounds_desc, positions_desc, visits, q_s, dout_s, lse_s, delta_s,
+    bounds_s, positions_s, q_full, dout_full, heads, batch, kv_head, part, kv_heads, parts, q_tiles,
+    q_free: gl.constexpr, dout_free: gl.constexpr, BATCHED: gl.constexpr, ORDERED: gl.constexpr = False,
+):  # fmt: skip
+    """Load Q, lse (with ALiBi the positions, and the intervals of cut tiles), dO and delta of every step."""
+    ROWS: gl.constexpr = lse_desc.block_type.shape[1]
+    Q_BYTES: gl.constexpr = _bytes(q_desc) + (0 if positions_desc is None else positions_desc.block_type.nbytes)
+    DO_BYTES: gl.constexpr = _bytes(dout_desc)
+    DO_STAGES: gl.constexpr = dout_s[0].shape[0]
+    steps, cut_steps, late_steps, j, stops = visits
     first_head = (kv_head * parts + part) * heads
     head = first_head
     q_heads = kv_heads * parts * heads

@@ -1,4 +1,4 @@
-"""The backward kernel for Hopper (sm_90) at head dim 256, in Gluon.
+"""The backward kernel for Hopper (sm_90) at head dim 256, in Gluon, where CTAs cannot be launched in pairs.
 
 Launched by backward.py, with the same tables, order of the CTAs and order of their query tiles.
 

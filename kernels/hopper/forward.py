@@ -59,6 +59,7 @@ from ...partial import Partial
 from ..contract import GRID as _GRID
 from ..contract import PERIOD, Block, Keys, OwnKeys, Result, Score, int32
 from ..launch import Launches, capability, dispatch, on_device
+from . import ramp
 from .primitives import (
     FREE_BARRIERS,
     async_load,
@@ -74,8 +75,6 @@ from .scores import (
     LOG2E,
     Changes,
     capped,
-    first_position,
-    keys_come_first,
     middle,
     padded_positions,
     penalties,
@@ -104,6 +103,7 @@ class Config(NamedTuple):
     Args:
         registers: per consumer thread; the producer gets the rest.
         q_buffers, staged: two buffers of queries, and tiles of ``out`` staged for TMA, if shared memory has room.
+        staged_with_ramp: the same next to the operand of :mod:`.ramp`.
         value_parts: launches, each for a part of the columns of v, of which registers do not hold all sums.
     """
 
@@ -113,6 +113,7 @@ class Config(NamedTuple):
     registers: int
     q_buffers: int = 2
     staged: bool = True
+    staged_with_ramp: bool = True
     value_parts: int = 1
 
     @property
@@ -123,7 +124,7 @@ class Config(NamedTuple):
 CONFIGS = {  # by the head dims of q, k and of v
     (64, 64): Config(consumers=3, block_n=128, stages=2, registers=160),
     (96, 96): Config(consumers=2, block_n=128, stages=2, registers=240),
-    (128, 128): Config(consumers=2, block_n=128, stages=2, registers=240),
+    (128, 128): Config(consumers=2, block_n=128, stages=2, registers=240, staged_with_ramp=False),
     (192, 128): Config(consumers=2, block_n=128, stages=2, registers=240, q_buffers=1, staged=False),
     (256, 256): Config(consumers=2, block_n=64, stages=2, registers=240, q_buffers=1, staged=False),
     (512, 512): Config(consumers=2, block_n=32, stages=2, registers=240, q_buffers=1, staged=False, value_parts=2),
@@ -561,17 +562,22 @@ def _flush(acc, m, aside_ptr, m_aside, C: gl.constexpr, N: gl.constexpr):
 
 
 @gluon.jit
-def _softmax(s, m, l, rest, c2, slack: gl.constexpr, FIXED: gl.constexpr):
+def _softmax(s, m, l, rest, c2, part, slack: gl.constexpr, FIXED: gl.constexpr):
     """Move m to the maximum if that is more than ``slack`` above it; alpha rescales earlier sums. ``rest``: the
-    rounding error of m, see _enter_rows. ``FIXED``: m stays 0."""
+    rounding error of m, see _enter_rows. ``part``: what is added to all scores of a row, or nothing. ``FIXED``: m stays
+    0."""
     L_L: gl.constexpr = l.type.layout
     if FIXED is not None:
         x = gl.exp2(s)
         return m, l + gl.convert_layout(_lane_sum(x), L_L), m, x
     top = gl.max(s, axis=1) * c2
+    if len(part) > 0:
+        top = top + part[0]
     m_new = gl.where(top - m > slack, top, m)
     reference = _finite(m_new)
     alpha = gl.exp2(m - reference + rest)
+    if len(part) > 0:
+        reference = reference - part[0]
     x = gl.exp2(s * c2 - reference[:, None])
     l = l * gl.convert_layout(alpha, gl.SliceLayout(1, L_L))[:, None] + gl.convert_layout(_lane_sum(x), L_L)
     return m_new, l, alpha, x
@@ -598,75 +604,40 @@ def _seen(acc, m, l, FINALIZE: gl.constexpr):
 
 
 @gluon.jit
-def _alibi(slot, C: gl.constexpr, alibi, layout: gl.constexpr):
+def _alibi(slot, C: gl.constexpr, alibi, c2, BN: gl.constexpr, layout: gl.constexpr):
     """Return what scores of a query tile need for ALiBi: positions of its rows, slope, the position that they are
-    relative to and where the positions of keys are; nothing if there is no ALiBi. If keys come first, the slope, what
-    is added to slope times position, which makes 0 in the middle of the rows, and where the positions of keys are."""
+    relative to and where the positions of keys are, then what :func:`ramp.of_rows` adds; nothing if there is no
+    ALiBi."""
     if len(alibi) > 0:
-        slopes_ptr, slopes_stride, positions_q_ptr, positions_k_ptr = alibi
+        slopes_ptr, slopes_stride, positions_q_ptr, positions_k_ptr, even = alibi
         info = slot.load(INFO_LAYOUT)
         row = _number(info, 0)
+        latest = _number(info, 1) - 1
         slope = gl.load(slopes_ptr + _number(info, 6) * slopes_stride + _number(info, 7)) * LOG2E_HI
-        if keys_come_first(positions_k_ptr):
-            half = gl.minimum(row + C * ROWS + ROWS // 2, _number(info, 1) - 1)
-            alibi = (slope, -gl.load(positions_q_ptr + half) * slope, positions_k_ptr)
-        else:
-            base = middle(gl.load(positions_q_ptr + row), gl.load(positions_q_ptr + _number(info, 1) - 1))
-            rows = gl.load(positions_q_ptr + row + C * ROWS + gl.arange(0, ROWS, layout))
-            alibi = (relative(rows, base), slope, base, positions_k_ptr)
+        base = middle(gl.load(positions_q_ptr + row), gl.load(positions_q_ptr + latest))
+        row += C * ROWS
+        rows = relative(gl.load(positions_q_ptr + row + gl.arange(0, ROWS, layout)), base)
+        alibi = (rows, slope, base, positions_k_ptr)
+        if len(even) > 0:
+            lowest = gl.load(positions_q_ptr + gl.minimum(row, latest))
+            highest = gl.load(positions_q_ptr + gl.minimum(row + ROWS - 1, latest))
+            alibi = ramp.of_rows(rows, slope, base, positions_k_ptr, c2, even, lowest, highest, BN)
     return alibi
 
 
 @gluon.jit
-def _rows_part(slot, C: gl.constexpr, alibi, m, sign: gl.constexpr):
-    """Return m plus or minus the rows' part of the scores, if that is left out of them (keys come first). A query and a
-    key at the same position have the same part, rounding errors included."""
-    if len(alibi) > 0:  # noqa: SIM102
-        if keys_come_first(alibi[3]):
-            L: gl.constexpr = m.type.layout
-            slope, less, _ = _alibi(slot, C, alibi, L)
-            first = _number(slot.load(INFO_LAYOUT), 0) + C * ROWS
-            rows = gl.load(alibi[2] + first + gl.arange(0, ROWS, L))
-            m = m + sign * gl.fma(rows, slope, less)
-    return m
-
-
-@gluon.jit
-def _key_positions(changes, column, BN: gl.constexpr, layout: gl.constexpr):
-    """Load the positions of a tile of keys, if there is ALiBi. With softcap, which takes registers, too, load nothing:
-    :func:`_changed` loads them then."""
-    inner, alibi = changes
-    positions = ()
-    if inner is None and len(alibi) > 0:
-        positions = (_positions_at(alibi, column, BN, layout),)  # type: ignore[assignment]
-    return positions
-
-
-@gluon.jit
-def _positions_at(alibi, column, BN: gl.constexpr, layout: gl.constexpr):
-    at = alibi[len(alibi) - 1] + column + gl.arange(0, BN, gl.SliceLayout(0, layout))
-    if len(alibi) == 3:  # elsewhere, with softcap, loads of 64 bits would take registers
-        at = gl.multiple_of(at, 16)
-    return gl.load(at)
-
-
-@gluon.jit
-def _changed(s, c2, changes, positions, column, FIXED: gl.constexpr):
+def _changed(s, c2, changes, column, FIXED: gl.constexpr):
     """Return scores after softcap and ALiBi, and what they are times, to the base 2."""
     inner, alibi = changes
     if FIXED is not None:
         return scaled_and_capped(s, FIXED), 1.0
     s = capped(s, inner)
-    if len(alibi) > 0:
-        BN: gl.constexpr = s.shape[1]
-        L: gl.constexpr = s.type.layout
-        columns = _positions_at(alibi, column, BN, L) if len(positions) == 0 else positions[0]
-        if len(alibi) == 3:
-            slope, less, _ = alibi
-            s = s * c2 + gl.fma(columns, slope, less)[None, :]
-        else:
-            rows, slope, base, _ = alibi
-            s = s * c2 - penalties(slope, rows, relative(columns, base))
+    if ramp.is_ramp(alibi):
+        s = ramp.taken_off(s, alibi, column)
+    elif len(alibi) > 0:
+        rows, slope, base, positions_k_ptr = alibi
+        columns = gl.load(positions_k_ptr + column + gl.arange(0, s.shape[1], gl.SliceLayout(0, s.type.layout)))
+        s = s * c2 - penalties(slope, rows, relative(columns, base))
         c2 = 1.0
     return s, c2
 
@@ -692,10 +663,11 @@ def _first_scores(
 
 @gluon.jit
 def _step(
-    q, k_s, v_s, k_full, v_full, g, acc, m, l, alpha, packed, c2, column, intervals, changes,
+    q, k_s, v_s, k_full, v_full, g, acc, m, l, alpha, packed, c2, column, intervals, changes, even,
     C: gl.constexpr, N: gl.constexpr, STAGES: gl.constexpr, MASK: gl.constexpr, FIXED: gl.constexpr,
 ):  # fmt: skip
-    """Compute scores and softmax of key tile g + 1, and the product of P and V of key tile g."""
+    """Compute scores and softmax of key tile g + 1, and the product of P and V of key tile g. ``even``: side and first
+    position of keys whose scores get ALiBi by a product, or nothing."""
     BN: gl.constexpr = k_s[0].shape[2]
     DTYPE: gl.constexpr = v_s.dtype
     S_L: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BN, 16])
@@ -711,20 +683,29 @@ def _step(
     mbarrier.wait(k_full.index(ks), (g // STAGES) & 1)
     barrier_sync(TURN + C, 256)
     s = _scores(q, k_s, ks, S_L)
+    if len(even) > 0:  # the product that adds ALiBi
+        A_L: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=S_L, k_width=2)
+        side, first = even
+        s = warpgroup_mma(_unpack(side[0], gl.bfloat16, A_L), changes[1][10].permute((1, 0)), s, is_async=True)
     acc = _rescaled(acc, alpha, FIXED)  # overlaps the product with K
     mbarrier.wait(v_full.index(vs), v_phase)
     p = _unpack(packed, DTYPE, P_L)
     acc = warpgroup_mma(p, _rows(v_s, vs), acc, is_async=True)
     barrier_arrive(TURN + (C + 1) % N, 256)
-    positions = _key_positions(changes, column, BN, S_L)
     s = warpgroup_mma_wait(1, deps=[s])
     barrier_arrive(K_FREE + ks, THREADS)
-    s, unit = _changed(s, c2, changes, positions, column, FIXED)
+    part = ()
+    if len(even) > 0:
+        keep_alive(side[0])
+        part = (ramp.part_of_rows(changes[1], side, first),)  # type: ignore[assignment]
+        unit = c2
+    else:
+        s, unit = _changed(s, c2, changes, column, FIXED)
     if MASK:
         slot, start_ptr, end_ptr, rows_batch_stride = intervals
         start, end = _intervals(slot, C, start_ptr, end_ptr, rows_batch_stride, gl.SliceLayout(1, S_L))
         s = _hide(s, column, start, end)
-    m, l, alpha, x = _softmax(s, m, l, 0.0, unit, SLACK, FIXED)
+    m, l, alpha, x = _softmax(s, m, l, 0.0, unit, part, SLACK, FIXED)
     acc, p = warpgroup_mma_wait(0, deps=[acc, p])
     keep_alive(packed)
     barrier_arrive(V_FREE + vs, THREADS)
@@ -738,31 +719,74 @@ def _walk(
 ):  # fmt: skip
     """Walk the key tiles below ``last`` down to ``begin``, each with the product of P and V of the tile before: cut,
     full, cut."""
+    if ramp.is_ramp(changes[1]):
+        return _walk_with_ramps(
+            last, begin, full_begin, full_end, q, q_s, at, k_s, v_s, k_full, v_full, g, acc, m, l, alpha, packed, c2,
+            intervals, changes, C, N, STAGES, EARLY, FIXED,
+        )  # fmt: skip
     BN: gl.constexpr = k_s[0].shape[2]
     if EARLY:
         q = _q_again(q_s, at, last)
     for column in range(last - BN, full_end - BN, -BN):
         acc, m, l, alpha, packed = _step(
-            q, k_s, v_s, k_full, v_full, g, acc, m, l, alpha, packed, c2, column, intervals, changes, C, N, STAGES,
-            True, FIXED,
+            q, k_s, v_s, k_full, v_full, g, acc, m, l, alpha, packed, c2, column, intervals, changes, (), C, N,
+            STAGES, True, FIXED,
         )  # fmt: skip
         g += 1
     if EARLY:
         q = _q_again(q_s, at, full_end)
     for column in range(gl.minimum(full_end, last) - BN, full_begin - BN, -BN):
         acc, m, l, alpha, packed = _step(
-            q, k_s, v_s, k_full, v_full, g, acc, m, l, alpha, packed, c2, column, intervals, changes, C, N, STAGES,
-            False, FIXED,
+            q, k_s, v_s, k_full, v_full, g, acc, m, l, alpha, packed, c2, column, intervals, changes, (), C, N,
+            STAGES, False, FIXED,
         )  # fmt: skip
         g += 1
     if EARLY:
         q = _q_again(q_s, at, begin)
     for column in range(gl.minimum(full_begin, last) - BN, begin - BN, -BN):
         acc, m, l, alpha, packed = _step(
-            q, k_s, v_s, k_full, v_full, g, acc, m, l, alpha, packed, c2, column, intervals, changes, C, N, STAGES,
-            True, FIXED,
+            q, k_s, v_s, k_full, v_full, g, acc, m, l, alpha, packed, c2, column, intervals, changes, (), C, N,
+            STAGES, True, FIXED,
         )  # fmt: skip
         g += 1
+    return g, acc, m, l, alpha, packed
+
+
+@gluon.jit
+def _walk_with_ramps(
+    last, begin, full_begin, full_end, q, q_s, at, k_s, v_s, k_full, v_full, g, acc, m, l, alpha, packed, c2, intervals,
+    changes, C: gl.constexpr, N: gl.constexpr, STAGES: gl.constexpr, EARLY: gl.constexpr, FIXED: gl.constexpr,
+):  # fmt: skip
+    """Walk the same key tiles where ALiBi is a product: by turns those that are cut or not even, and others."""
+    BN: gl.constexpr = k_s[0].shape[2]
+    alibi = changes[1]
+    column = last - BN
+    first = ramp.first_before(alibi, last, BN)
+    even = (column >= full_begin) & (column < full_end) & ramp.is_even(alibi, first)
+    while column >= begin:
+        queries = _q_again(q_s, at, column) if EARLY else q
+        while (column >= begin) & (not even):
+            first = ramp.first_before(alibi, column, BN)
+            acc, m, l, alpha, packed = _step(
+                queries, k_s, v_s, k_full, v_full, g, acc, m, l, alpha, packed, c2, column, intervals, changes, (), C,
+                N, STAGES, True, FIXED,
+            )  # fmt: skip
+            g += 1
+            column -= BN
+            even = (column >= full_begin) & (column < full_end) & ramp.is_even(alibi, first)
+        queries = _q_again(q_s, at, column + BN) if EARLY else q
+        side = ramp.side_of(alibi, first)
+        while even:
+            following = ramp.first_before(alibi, column, BN)
+            acc, m, l, alpha, packed = _step(
+                queries, k_s, v_s, k_full, v_full, g, acc, m, l, alpha, packed, c2, column, intervals, changes,
+                (side, first), C, N, STAGES, False, FIXED,
+            )  # fmt: skip
+            g += 1
+            column -= BN
+            first = following
+            even = (column >= full_begin) & ramp.is_on(side, first)
+        even = (column >= full_begin) & (column < full_end) & ramp.is_even(alibi, first)
     return g, acc, m, l, alpha, packed
 
 
@@ -824,8 +848,6 @@ def _consumer(
             m = gl.full([ROWS], float("-inf"), gl.float32, S_ROW)
             rest = gl.zeros([ROWS], gl.float32, S_ROW)
             acc = gl.zeros([ROWS, W], gl.float32, O_L)
-        if HAS_STATE:
-            m = _rows_part(slot, C, alibi, m, 1.0)
         if PERIOD:
             m_aside = m
             if HAS_STATE:
@@ -833,10 +855,10 @@ def _consumer(
                 acc = gl.zeros([ROWS, W], gl.float32, O_L)
         if FIXED is not None:
             m = gl.zeros([ROWS], gl.float32, S_ROW)
-        changes = (inner, _alibi(slot, C, alibi, S_ROW))
-        s, unit = _changed(s, c2, changes, (), last, FIXED)
+        changes = (inner, _alibi(slot, C, alibi, c2, BN, S_ROW))
+        s, unit = _changed(s, c2, changes, last, FIXED)
         s = _hide(s, last, start, end)
-        m, l, alpha, x = _softmax(s, m, l, rest, unit, 0.0, FIXED)
+        m, l, alpha, x = _softmax(s, m, l, rest, unit, (), 0.0, FIXED)
         packed = _pack(x, DTYPE)
 
         intervals = (slot, start_ptr, end_ptr, rows_batch_stride)
@@ -863,7 +885,6 @@ def _consumer(
         acc = _rescaled(acc, alpha, FIXED)
         p = _unpack(packed, DTYPE, P_L)
         acc = warpgroup_mma(p, _rows(v_s, vs), acc, is_async=True)
-        reference = _rows_part(slot, C, alibi, m, -1.0)
         g += 1
         i += 1
         mbarrier.wait(info_full.index(i % SLOTS), (i // SLOTS) & 1)
@@ -879,9 +900,9 @@ def _consumer(
         if EARLY:
             s = _first_scores(some, q_s, k_s, q_full, k_full, i, g, C, N, STAGES, Q_BUFFERS, S_L)
         if FIXED is not None:
-            acc, reference, l = _seen(acc, m, l, FINALIZE)
+            acc, m, l = _seen(acc, m, l, FINALIZE)
         _store(
-            acc, reference, l, slot, out_desc, out_ptr, lse_ptr, l_ptr, sink_ptr, o_s,
+            acc, m, l, slot, out_desc, out_ptr, lse_ptr, l_ptr, sink_ptr, o_s,
             seq_q, q_heads, C, DTYPE, DV, HAS_SINK, FINALIZE, STAGED, S_ROW,
         )  # fmt: skip
         slot = following
@@ -919,6 +940,7 @@ def _forward_kernel(
     flags_ptr, epoch, timed_out_ptr,  # None if all keys have arrived
     own_k_desc, own_k_rest_desc, own_v_desc, places_ptr,  # None if all keys are in the chunk
     inner, slopes_ptr, slopes_stride, positions_q_ptr, positions_k_ptr,  # None without softcap; without ALiBi
+    firsts_ptr,  # None without ALiBi as a product
     N: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, REGISTERS: gl.constexpr, Q_BUFFERS: gl.constexpr,
     STAGED: gl.constexpr, DV: gl.constexpr,
     HAS_STATE: gl.constexpr, HAS_SINK: gl.constexpr, FINALIZE: gl.constexpr, READY: gl.constexpr,
@@ -955,7 +977,8 @@ def _forward_kernel(
         q_s, k_s, v_s, info_s, q_full, q_free, k_full, v_full, info_full,
         n_tiles, n_heads, q_heads, ratio, group, early, table_batch_stride,
     )  # fmt: skip
-    alibi = () if slopes_ptr is None else (slopes_ptr, slopes_stride, positions_q_ptr, positions_k_ptr)
+    even = () if firsts_ptr is None else (firsts_ptr, ramp.columns_in_shared_memory(BN))
+    alibi = () if slopes_ptr is None else (slopes_ptr, slopes_stride, positions_q_ptr, positions_k_ptr, even)
     consumer = (
         out_desc, out_ptr, lse_ptr, l_ptr, m_in_ptr, l_in_ptr, o_in_ptr, aside_ptr, sink_ptr, start_ptr, end_ptr,
         q_s, k_s, v_s, o_s, info_s, q_full, q_free, k_full, v_full, info_full,
@@ -1112,7 +1135,7 @@ def _run(x: _Operands, score: Score, config: Config) -> None:
             if not block.period:  # otherwise each launch allocates memory of its own, and takes long
                 fixed: tuple[Tensor, ...] = query_tile_table(block, config.block_m, config.block_n, q.device)
                 if changes.slopes is not None:
-                    fixed += _positions(q, block, config, changes)
+                    fixed += tuple(t for t in _positions(q, block, config, changes) if t is not None)
                 if own is not None:
                     fixed += (own.places(block, own.k.device),)
                 number_at = None if ready is None else _forward_kernel.arg_names.index("epoch")
@@ -1148,11 +1171,12 @@ def _launch(
         *((None, None, None) if ready is None else (ready.flags, int32(ready.epoch), ready.timed_out)),
         *((None, None, None, None) if own is None else _own(own, block, config, first, width)),
         changes.inner, changes.slopes, changes.slopes_stride,
-        *((None, None) if changes.slopes is None else _positions(q, block, config, changes)),
+        *((None, None, None) if changes.slopes is None else _positions(q, block, config, changes)),
     )  # fmt: skip
     constants = dict(
         N=config.consumers, BN=config.block_n, STAGES=config.stages, REGISTERS=config.registers,
-        Q_BUFFERS=config.q_buffers, STAGED=config.staged, DV=head_dim_v * config.value_parts,
+        Q_BUFFERS=config.q_buffers, DV=head_dim_v * config.value_parts,
+        STAGED=config.staged and (config.staged_with_ramp or not ramp.usable(changes)),
         HAS_STATE=state is not None, HAS_SINK=sink is not None, FINALIZE=finalize,
         READY=ready is not None, PERIOD=period,
         FIXED=_fixed(q, changes, state is not None),
@@ -1166,10 +1190,13 @@ def _own(own: OwnKeys, block: Block, config: Config, first: int, width: int) -> 
     return *_pieces(own.k, config.block_n, first), view(own.v, (1, config.block_n, 1, width)), places
 
 
-def _positions(q: Tensor, block: Block, config: Config, changes: Changes) -> tuple[Tensor, Tensor]:
-    """Return the positions of queries and keys, padded so that a tile need not end where they do."""
-    first = first_position(block) if changes.inner is None else None  # with softcap it would take more registers
-    return padded_positions(block, config.block_m, config.block_n, q.device, first)
+def _positions(q: Tensor, block: Block, config: Config, changes: Changes) -> tuple[Tensor | None, ...]:
+    """Return the positions of queries and keys, padded so that a tile need not end where they do, and the first ones of
+    tiles of keys if ALiBi is a product."""
+    padded = padded_positions(block, config.block_m, config.block_n, q.device)
+    if not ramp.usable(changes):
+        return *padded, None
+    return *padded, ramp.steps_of_tiles(block, config.block_m, config.block_n, q.device)
 
 
 def _fixed(q: Tensor, changes: Changes, has_state: bool) -> tuple[float, float] | None:

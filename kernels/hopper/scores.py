@@ -13,9 +13,7 @@ this code.
 * Softcap bounds scores. So a forward in bfloat16 that carries no state in needs no running maximum: its point of
   reference is 0 (:attr:`Changes.fixed`), p is at most 2^BOUND, and the factors of the exponent go into the
   coefficients.
-* If no query sees a key after it, and there is no softcap, -slope (i - j) has a part of the key, which the forward adds
-  to the product in one fused operation, and a part of the row, which cancels in the softmax: the forward subtracts it
-  from lse or m at the end. Positions are then float32 (:func:`padded_positions`).
+* The forward adds ALiBi without softcap to most tiles by a product (:mod:`.ramp`).
 * Otherwise ALiBi needs positions: int32, exact up to 2^31. Both sides subtract the middle position of the tile that
   stays (of queries in the forward, of keys in the backward) before they become float32, and the slope multiplies their
   difference. So distances are exact at any position, also where positions jump within a tile, by up to 2^25.
@@ -74,45 +72,22 @@ class Changes(NamedTuple):
         return Changes(scale, inner, slopes, q.shape[2] if slopes.dim() == 2 and slopes.shape[0] > 1 else 0)
 
 
-def padded_positions(
-    block: Block, queries: int, keys: int, device: torch.device, from_first: int | None = None
-) -> tuple[Tensor, Tensor]:
+def padded_positions(block: Block, queries: int, keys: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """Return the positions of queries and of keys on ``device``, (tiles, queries) and (tiles, keys) int32, padded with
-    zeros; float32 relative to ``from_first`` if that is given."""
+    zeros."""
 
     def padded(positions: Tensor, rows: int) -> Tensor:
         tiles = 1 + -(-positions.shape[0] // rows)  # one more, for a tile that begins in the middle of the last one
         whole = positions.new_zeros(tiles * rows, dtype=torch.int32)
-        whole[: positions.shape[0]] = positions if from_first is None else positions - from_first
-        return (whole if from_first is None else whole.to(torch.float32)).view(tiles, rows)
+        whole[: positions.shape[0]] = positions
+        return whole.view(tiles, rows)
 
     of_queries, of_keys = block.on(
         device,
-        ("padded positions", queries, keys, from_first),
+        ("padded positions", queries, keys),
         lambda: (padded(block.positions_q, queries), padded(block.positions_k, keys)),
     )
     return of_queries, of_keys
-
-
-def first_position(block: Block) -> int | None:
-    """Return the first position of a block of which no query sees a key after it; None if one may, or if a part of a
-    score would lose digits: positions must be exact in float32, and those of neighbouring queries of a segment at most
-    2 apart. A block on a GPU waits for it once; while a graph is captured, which cannot wait, None."""
-
-    def find() -> int | None:
-        queries, keys, start, end = (x.cpu() for x in (block.positions_q, block.positions_k, block.start, block.end))
-        if not queries.numel() or not keys.numel():
-            return None
-        both = torch.cat([queries, keys])
-        first, latest = int(both.min()), keys[(end - 1).clamp(min=0).long()]
-        steps = queries.diff()
-        steps[torch.tensor(block.segments_q, device="cpu").cumsum(0)[:-1] - 1] = 1
-        ahead = ((latest <= queries) | (end <= start)).all() and (keys.diff() >= 0).all() and (steps <= 2).all()
-        return first if ahead and int(both.max()) - first < 2**24 else None
-
-    if block.start.is_cuda and torch.cuda.is_current_stream_capturing():
-        return None
-    return block.memo.once("first position", lambda: (find(),))[0]
 
 
 # --- device: softcap ----------------------------------------------------------------------------------------------
@@ -236,12 +211,6 @@ def middle(first, last):
 def relative(positions, base):
     """Return int32 positions relative to ``base``: exact in float32 up to 2^24 of distance."""
     return (positions - base).to(gl.float32)
-
-
-@gluon.constexpr_function
-def keys_come_first(positions_ptr):
-    """Return whether positions are those of :func:`first_position`: float32."""
-    return positions_ptr.dtype.element_ty == gl.float32
 
 
 @gluon.jit

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ..contract import Block
-from ..launch import multiprocessors
+from ..launch import CLUSTERS, multiprocessors
 from ..long_sums import LEAST_HEADS
 from ..upload import upload
 from .backward_pieces import BM, BN
@@ -79,8 +79,19 @@ class Split(NamedTuple):
 
 
 def keys_per_cta(q: Tensor) -> int:
-    """Return the number of keys of a tile of the backward kernel for this head dim."""
+    """Return the number of keys of a CTA of the backward kernel for this head dim."""
     return BN.value if q.shape[-1] <= 192 else BN.value // 2
+
+
+def ctas_per_tile(q: Tensor) -> int:
+    """Return how many CTAs share a tile of keys of the backward kernel for this head dim: two if they can be launched
+    together."""
+    return 2 if q.shape[-1] > 192 and CLUSTERS else 1
+
+
+def keys_per_tile(q: Tensor) -> int:
+    """Return the number of keys of a tile of the backward kernel for this head dim."""
+    return ctas_per_tile(q) * keys_per_cta(q)
 
 
 def queries_per_step(q: Tensor) -> int:

@@ -47,7 +47,7 @@ def prefixes(pages: Sequence[Sequence[int]], held: Sequence[int], page_size: int
     for row, of_row in enumerate(pages):
         if held[row] >= page_size:
             by_first.setdefault(of_row[0], []).append(row)
-    found = []
+    groups = []
     for rows in by_first.values():
         count = min(held[row] // page_size for row in rows)
         first = np.array(pages[rows[0]][:count])
@@ -55,8 +55,8 @@ def prefixes(pages: Sequence[Sequence[int]], held: Sequence[int], page_size: int
             differ = np.flatnonzero(first[:count] != np.array(pages[row][:count]))
             count = int(differ[0]) if len(differ) else count
         if count * page_size * (len(rows) - 1) >= LEAST:
-            found.append(Prefix(tuple(rows), count * page_size))
-    return found
+            groups.append(Prefix(tuple(rows), count * page_size))
+    return groups
 
 
 def share(groups: Sequence[Prefix], own: Tables, page_size: int) -> Shared:

@@ -36,7 +36,7 @@ def combine(
     kv_heads, dim_v, tile = pool.k.shape[0], pool.v.shape[-1], tile_size(pool.page_size)
     group, wide = q_heads // kv_heads, padded(dim_v)
     columns = min(wide, _COLUMNS)
-    sink = None if score.sink is None else score.sink
+    sink = score.sink
     key = (q.device, q.shape, kv_heads, dim_v, tile, grid, call.fixed_split, result[0].dtype, result[1] is None,
            sink is None or sink.dtype)  # fmt: skip
     tensors = [pieces, tables.start, tables.tiles, *(x for x in (*result, sink) if x is not None)]

@@ -7,6 +7,7 @@ bits of a row never depend on the others.
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -149,11 +150,12 @@ def _first_seen(s: StepState, table: Tensor, positions: Tensor, window: int) -> 
     return low + torch.where(taken, (goal - s.position[:, :1]).clamp(min=0), 0)
 
 
-class _Keys:
+class _Keys(NamedTuple):
     """Some slots of a row, and which new tokens see which of them, (new, slots)."""
 
-    def __init__(self, row: int, slots: Tensor, seen: Tensor) -> None:
-        self.row, self.slots, self.seen = row, slots, seen
+    row: int
+    slots: Tensor
+    seen: Tensor
 
     def physical(self, table: Tensor, page_size: int) -> Tensor:
         """Return the physical slots; slot 0 for those that nothing sees, which may have no page."""

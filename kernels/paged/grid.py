@@ -20,7 +20,7 @@ class Grid(NamedTuple):
         rows, blocks: rows of a tile, and tiles of rows for each key head.
         programs: of the launch; with a fixed split ``splits`` for each row and tile of rows.
         slots: pieces that scratch memory has room for.
-        step: a program's share of the tiles is a multiple of so many.
+        step: a program's share of the tiles is a multiple of this.
     """
 
     rows: int

@@ -23,7 +23,7 @@ class Tiles(NamedTuple):
 
 
 class Row(NamedTuple):
-    """Tiles of the kernels for inputs of so many bits and head dims up to these, padded to a power of two.
+    """Tiles of the kernels for inputs of this many bits and head dims up to these, padded to a power of two.
 
     Args:
         dim: the larger head dim, of q and k or of v.

@@ -123,7 +123,7 @@ class Tokens:
         difference = (expected.to(wide) - local.to(wide)).abs().reshape(len(expected), -1)
         finite = whole.to(wide).abs().nan_to_num(0.0, 0.0, 0.0)
         scale = finite.amax() if finite.numel() else finite.new_tensor(0.0)
-        # The same infinity on both sides is no difference; any other is a large one.
+        # The same infinity on both sides is not a difference; any other is a large one.
         same = (expected == local) | (expected.isnan() & local.isnan())
         difference = torch.where(same.reshape(difference.shape), 0.0, difference).nan_to_num(torch.inf)
         if not whole.is_floating_point():

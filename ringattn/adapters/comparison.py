@@ -150,19 +150,20 @@ def check(
 
     Raises:
         NotExact: with a report that names parameters, the first module whose activations differ, and the likely reason.
-        ValueError, TypeError, NotImplementedError: bad arguments, or what the model's forward raises.
+        ValueError, TypeError, NotImplementedError: bad arguments, a model whose weights differ between ranks, or what
+            the model's forward raises.
     """
     if wrapper not in ("sums", "averages"):
         raise ValueError(f"wrapper is {wrapper!r}; pass how gradients are reduced: 'sums' or 'averages'")
     if ranks < 2:
         raise ValueError(f"ranks is {ranks}; pass 2 or more virtual ranks")
     if not isinstance(batch, Mapping):
-        raise TypeError(f"batch is a {type(batch).__name__}; pass a mapping with input_ids and labels")
+        raise TypeError(f"batch is of type {type(batch).__name__}; pass a mapping with input_ids and labels")
     if plan is None:
         _, seq_len = batches.shape(batch)
         plan = make_plan(seq_len, VirtualRank(0, 1), causal=True, documents=batches.documents(batch))
     if not isinstance(plan, Plan):
-        raise TypeError(f"plan is a {type(plan).__name__}; pass what ringattn.plan() returns, or None")
+        raise TypeError(f"plan is of type {type(plan).__name__}; pass what ringattn.plan() returns, or None")
     perturbed = _perturbed(model)
     first = next(iter(perturbed.parameters()))
     number = plan.world_size if plan.world_size > 1 else ranks
@@ -184,7 +185,7 @@ def check(
 def _perturbed(model: nn.Module) -> nn.Module:
     """Return a copy with other weights, the same on every rank, in float32 or float64 and without gradients."""
     if not isinstance(model, nn.Module):
-        raise TypeError(f"model is a {type(model).__name__}; pass a torch.nn.Module")
+        raise TypeError(f"model is of type {type(model).__name__}; pass a torch.nn.Module")
     if isinstance(model, nn.parallel.DistributedDataParallel):
         model = model.module
     parameters = list(model.parameters())
@@ -223,6 +224,18 @@ def _run(case: _Case, model: nn.Module, transport: Transport, layout: str) -> _R
     zeros = torch.zeros_like
     gradients = {n: zeros(p) if p.grad is None else p.grad for n, p in model.named_parameters() if p.requires_grad}
     return _Run(loss.detach(), gradients, recorder, plan, _random_state(model) != random)
+
+
+def _check_same_model(whole: _Run, transport: Transport) -> None:
+    """Raise ValueError if the loss of one process differs between ranks. Every rank calls this."""
+    loss = whole.loss.double().reshape(()).to(transport.device)
+    high, negative = transport.all_reduce(torch.stack([loss, -loss]), "max").tolist()
+    low = -negative
+    if not whole.random and math.isfinite(high - low) and not _agree(high, low):
+        raise ValueError(
+            f"in one process the loss is {low:.7g} on one rank and {high:.7g} on another: their models differ; call "
+            "torch.manual_seed() with the same number on every rank before the model is made, or load the same weights"
+        )
 
 
 def _cast(x: Any, dtype: torch.dtype) -> Any:
@@ -293,6 +306,8 @@ def _compared(case: _Case, whole: _Run, transport: Transport) -> Report:
     copied = case.copies[0 if len(case.copies) == 1 else transport.rank]
     layout = case.plan.layout if case.plan.world_size > 1 else "zigzag"
     split = _run(case, copied, transport, layout)
+    if case.plan.world_size > 1:  # after the run, in which ranks have compared their batches
+        _check_same_model(whole, transport)
     world_size = transport.world_size
     divisor = 1 if case.wrapper == "sums" else world_size
 
@@ -318,7 +333,7 @@ def _compared(case: _Case, whole: _Run, transport: Transport) -> Report:
     if whole.random or split.random:
         reason = (
             "random numbers, which ranks draw for other tokens than one process does (dropout): check model.eval(), or "
-            "a model with its dropout at 0; in training they are no error if each rank has a seed of its own"
+            "a model with its dropout at 0; in training they are not an error if each rank has a seed of its own"
         )
     elif site is not None:
         reason = reasons.of_activations(site, split.plan.shards)

@@ -32,7 +32,7 @@ def use(plan: Plan) -> AbstractContextManager[None]:
         TypeError: not a plan.
     """
     if not isinstance(plan, Plan):
-        raise TypeError(f"plan is a {type(plan).__name__}; pass a ringattn.Plan")
+        raise TypeError(f"plan is of type {type(plan).__name__}; pass a ringattn.Plan")
     torch.compiler.assume_constant_result(Plan.result_of)  # here, because it imports the compiler
     return _plans.active(plan)
 

@@ -116,13 +116,13 @@ def of_loss(loss: float, expected: float, ranks: int) -> str:
     return (
         "a mean over this rank's tokens, of which ranks have different numbers (use ringattn.loss.cross_entropy, or "
         "divide sums by ringattn.loss.count_targets); or targets shifted after sharding (use shift_labels of "
-        "plan.shard_batch()); or a term that is no sum over tokens"
+        "plan.shard_batch()); or a term that is not a sum over tokens"
     )
 
 
 def of_gradients(ratios: Tensor, ranks: int) -> str:
     """Return the likely reason for gradients that differ although the loss agrees. ``ratios``: of each parameter's
-    gradient to that of one process, NaN where it is no multiple of it."""
+    gradient to that of one process, NaN where it is not a multiple of it."""
     ratio = float(ratios.median()) if len(ratios) else 1.0
     if bool((ratios / ratio - 1).abs().lt(1e-3).all()) and abs(ratio - 1) > 1e-3:
         return (

@@ -54,7 +54,7 @@ def _window_of(plan: Plan) -> tuple[int, int]:
     several = [_window_of_member(plan, member) for member in plan.mask.members]
     if len(several) == 1:
         return _bounds(plan, *several[0])
-    # Keys far before a query, such as a sink's, are no narrower window on the right than a causal one.
+    # Keys far before a query, such as a sink's, do not make a narrower window on the right than a causal one.
     return _bounds(plan, min(left for left, _ in several), min(max(right, 0) for _, right in several))
 
 

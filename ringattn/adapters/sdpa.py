@@ -7,7 +7,7 @@
 runs under a ``torch.overrides.TorchFunctionMode``. Nothing global changes: other modules, threads and processes see the
 functions they know; parameters, state_dict, hooks and the wrappers of FSDP and DDP stay as they are. Inner modules get
 the mode too, because activation checkpointing calls them again in the backward, after the outermost forward. They then
-get the plan of their forward (:mod:`.recomputation`). A checkpointed function that is no module raises.
+get the plan of their forward (:mod:`.recomputation`). A checkpointed function that is not a module raises.
 
 ``torch.compile`` traces the mode: the module, or layers inside it, may be compiled, with ``fullgraph=True``, before or
 after they are wrapped. Errors are raised during tracing.
@@ -77,7 +77,9 @@ class _Source:
         """Return the plan of the forward that runs now."""
         plan = self.source if isinstance(self.source, Plan) else self.source()
         if not isinstance(plan, Plan):
-            raise TypeError(f"plan_source returned a {type(plan).__name__}; it must return a ringattn.Plan")
+            raise TypeError(
+                f"plan_source returned an object of type {type(plan).__name__}; it must return a ringattn.Plan"
+            )
         return plan
 
     def recalled(self) -> Plan | None:
@@ -127,9 +129,11 @@ def wrap(module: M, plan_source: Plan | Callable[[], Plan]) -> M:
             is not known.
     """
     if not isinstance(module, nn.Module):
-        raise TypeError(f"module is a {type(module).__name__}; pass a torch.nn.Module")
+        raise TypeError(f"module is of type {type(module).__name__}; pass a torch.nn.Module")
     if not isinstance(plan_source, Plan) and not callable(plan_source):
-        raise TypeError(f"plan_source is a {type(plan_source).__name__}; pass a Plan or a function that returns one")
+        raise TypeError(
+            f"plan_source is of type {type(plan_source).__name__}; pass a Plan or a function that returns one"
+        )
     # Here, because it imports the compiler.
     for function in (_counts, _count, _attended, _refuse_backward, Plan.result_of):
         torch.compiler.assume_constant_result(function)
@@ -272,7 +276,7 @@ def _outermost(source: _Source) -> Iterator[None]:
 
 
 def _refuse_backward() -> None:
-    if graph_task() != -1:  # raised in here, it is no graph break
+    if graph_task() != -1:  # raised here, it is not a graph break
         raise RuntimeError(
             "a compiled module is computed again in a backward, where the plan of its forward is not known; compile it "
             "in place with module.compile(), compile what contains the checkpoint, or give wrap() a plan in the place "

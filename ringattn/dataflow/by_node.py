@@ -35,6 +35,7 @@ from .messages import (
     Return,
     Routes,
     collected_routes,
+    delivered_rows,
     direct_routes,
     kernel_bytes,
     many_runs,
@@ -180,7 +181,7 @@ def relayed_bytes(plan: Plan, relay: Relay, s: Shape, backward: bool) -> int:
     )
     arriving = out - sum(run.length for run in fetches[rank] if run.owner == rank)
     inside, copied = _collected(plan, relay), many_runs(relay.carried) * sent  # copies of what leaves
-    leaves = out if inside else extended
+    leaves, delivered = out if inside else extended, delivered_rows(fetches[rank], inside)
     cut = head_groups(s.kv_heads, s.q_heads, plan.transport.device.type, backward, relayed=True)
     shares = [0.0, 0.0, 0.0, *((g.stop - g.start) / s.kv_heads for g in cut), 0.0, 0.0]
     kernel = kernel_bytes(plan, s, fetched, max(shares), backward)
@@ -189,25 +190,26 @@ def relayed_bytes(plan: Plan, relay: Relay, s: Shape, backward: bool) -> int:
     moments = []
     # The group c is attended, d is inside of the node and e on the network; their gradients are two turns later.
     for i, (a, b, c, d, e) in enumerate(zip(*(shares[j:] for j in range(5)), strict=False), -1):
-        network = c * fetched + e * (extended + copied)
-        resting = (network + d * ((arriving > 0) * leaves + fetched)) * key
-        starts = (network + d * max(extended + inside * out, leaves + fetched)) * key
-        arrives = max(starts, resting + inside * c * fetched * key)
+        network = e * (extended + copied)
+        resting = (c * fetched + d * ((arriving > 0) * leaves + delivered) + network) * key
+        starts = (c * delivered + d * max(extended + inside * out, leaves + delivered) + network) * key
+        arrives = max(starts, resting + inside * c * delivered * key)
         if not backward:  # the whole output is made after the first group's
             some, whole = (len(cut) > 1) * c * results, (i <= 0) * results
             moments += [arrives - whole]
             if i >= 0:
                 moments += [resting + some, resting + kernel + some - (len(cut) > 1) * whole]
             continue
-        made, within, between = c * fetched, b * (fetched + arriving), a * (extended + sent)
+        made, within, between = c * fetched, b * (delivered + arriving), a * (extended + sent)
         moments += [arrives + (within + between) * gradient]
         moments += [resting + (made + within + between) * gradient + kernel]
         moments += [resting + (made + within + b * extended) * gradient]
-        moments += [resting + (made + max(inside * made, c * arriving + b * sent) + b * extended) * gradient]
+        leaving = c * delivered + max(inside * made, c * arriving + b * sent)
+        moments += [resting + (leaving + b * extended) * gradient]
     if not backward:
         return round(s.batch * max(0.0, *moments))
     before, last = shares[-4:-2]
-    moments += [(last * (fetched + arriving) + max(before * (extended + sent), last * extended)) * gradient]
+    moments += [(last * (delivered + arriving) + max(before * (extended + sent), last * extended)) * gradient]
     moments += [last * (extended + sent) * gradient]
     peak = max(moments) + row_bytes(queries, s, backward) + own * gradient
     return round(s.batch * s.beyond_results(queries, own, peak))

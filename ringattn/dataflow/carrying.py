@@ -19,17 +19,17 @@ from ..peer.pull import FetchBuffers, Pattern
 from ..peer.push import GradientBuffers, Push
 from ..plans import Plan
 from ..relay import Relay
-from ..schedule import Fetch, buffer_rows, head_groups, waves
+from ..schedule import Fetch, buffer_rows, head_groups
 from ..shape import Shape
 from ..transport import Message
 from .by_node import network_routes
 from .contract import Call, is_union, piece_elements, walk_bytes
-from .gathered import gathered_block
+from .gathered import gathered_block, head_waves
 from .messages import many_runs, row_bytes
 from .parts import Part
 
 
-class Carried(NamedTuple):
+class Exchange(NamedTuple):
     """The key heads of each wave of a gather by node, and what its ranks fetch."""
 
     link: Link
@@ -37,18 +37,17 @@ class Carried(NamedTuple):
     waves: list[slice]
     pattern: Pattern
 
-
-def carried(call: Call, link: Link, relay: Relay, backward: bool) -> Carried:
-    plan, q, k, v = call.plan, call.q, call.k, call.v
-    shape = Shape(q.shape[0], q.shape[2], k.shape[2], q.shape[3], v.shape[3], k.element_size())
-    return Carried(link, relay, _waves(plan, shape, backward), plan.once("pattern", lambda: pattern(plan.rank, relay)))
+    @classmethod
+    def of(cls, call: Call, link: Link, relay: Relay, backward: bool) -> Exchange:
+        """Return the exchange of a call."""
+        plan = call.plan
+        runs = plan.once("pattern", lambda: pattern(plan.rank, relay))
+        return cls(link, relay, _waves(plan, call.shape, backward), runs)
 
 
 def _waves(plan: Plan, s: Shape, backward: bool) -> list[slice]:
     """Return groups of heads, of which two fit into ``plan.buffer_bytes``."""
-    keys = plan.once("most keys", lambda: max(map(buffer_rows, plan.fetches)))
-    head_bytes = s.batch * keys * (s.head_dim + s.value_dim) * (s.itemsize + s.state_itemsize * backward)
-    fits = waves(s.kv_heads, head_bytes, plan.buffer_bytes)
+    fits = head_waves(plan, s, backward)
     count = max(1, s.kv_heads // 2) if len(fits) == 1 else fits[0].stop
     groups = head_groups(s.kv_heads, s.q_heads, plan.transport.device.type, backward, relayed=True)
     return [slice(h, min(h + count, g.stop)) for g in groups for h in range(g.start, g.stop, count)]
@@ -73,9 +72,9 @@ def pattern(rank: int, relay: Relay) -> Pattern:
     )
 
 
-def fetch_carried(call: Call, block: Block, way: Carried) -> Iterator[Part]:
+def fetch_carried(call: Call, block: Block, exchange: Exchange) -> Iterator[Part]:
     """Yield one part per wave; the next ones arrive while a part is used."""
-    k, v, plan, (link, relay, cut, pattern) = call.k, call.v, call.plan, way
+    k, v, plan, (link, relay, cut, pattern) = call.k, call.v, call.plan, exchange
     routes = network_routes(plan, relay, k.device)
     key = ("fetch buffers", plan.handle, *(wave.stop for wave in cut), k.shape, v.shape, k.dtype)
     buffers = link.prepare(key, lambda: FetchBuffers(link, k, v, pattern, cut))
@@ -90,14 +89,12 @@ def fetch_carried(call: Call, block: Block, way: Carried) -> Iterator[Part]:
         rows[own:].copy_(delivery.buffer)
 
     pull = CarriedPull(link, buffers, k, v, move)
-    per_kv = call.q.shape[2] // k.shape[2]
     pull.start(0)
     for wave, heads in enumerate(cut):
         if wave + 1 < len(cut):
             pull.start(wave + 1)
         pull.wait(wave)
-        q_heads = slice(heads.start * per_kv, heads.stop * per_kv)
-        yield Part(wave, None, q_heads, Keys(*buffers.kv[wave], block), len(cut) == 1)
+        yield Part(wave, None, call.q_heads(heads), Keys(*buffers.kv[wave], block), len(cut) == 1)
         pull.release(wave)
 
 
@@ -124,8 +121,8 @@ class PushedToCarriers:
     """Gradients that are pushed to the carriers of the keys, and their sums, which go to the owners by messages: while
     those of one wave cross the network, the next one is attended."""
 
-    def __init__(self, call: Call, way: Carried) -> None:
-        k, v, plan, (link, relay, cut, pattern) = call.k, call.v, call.plan, way
+    def __init__(self, call: Call, exchange: Exchange) -> None:
+        k, v, plan, (link, relay, cut, pattern) = call.k, call.v, call.plan, exchange
         dtype = call.accumulation_dtype
         key = ("gradient buffers", plan.handle, k.shape, v.shape, k.dtype)
         targets = link.prepare(key, lambda: GradientBuffers(link, (k, v), dtype, pattern, cut))

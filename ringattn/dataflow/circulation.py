@@ -139,7 +139,7 @@ class Visit(Generic[S]):
         return self.circulation._current
 
     def give(self, contribution: Tensors) -> None:
-        """Send a contribution to the owner, on the way of the shard."""
+        """Send a contribution to the owner: it follows the shard, one step later."""
         self.circulation._new = contribution
 
 

@@ -20,7 +20,7 @@ from .. import verify
 from ..kernels import long_sums, walks, weaving
 from ..kernels.backends import Backend
 from ..kernels.contract import Block, Queries, Result, Score, accumulation_dtype
-from ..loads import Loads
+from ..loads import LISTED, Loads
 from ..partial import Partial
 from ..plans import Plan
 from ..schedule import Schedule
@@ -46,9 +46,20 @@ class Call:
     backend: Backend
 
     @property
+    def shape(self) -> Shape:
+        """The sizes of the call, which predictions are made for."""
+        q, k, v = self.q, self.k, self.v
+        return Shape(q.shape[0], q.shape[2], k.shape[2], q.shape[3], v.shape[3], q.element_size())
+
+    @property
     def accumulation_dtype(self) -> torch.dtype:
         """The dtype of partial states and gradients."""
         return accumulation_dtype(self.q)
+
+    def q_heads(self, heads: slice) -> slice:
+        """Return the query heads that read these key heads."""
+        group = self.q.shape[2] // self.k.shape[2]
+        return slice(heads.start * group, heads.stop * group)
 
     def block(self, q_rank: int, k_rank: int) -> Block:
         """Return which keys of ``k_rank`` the queries of ``q_rank`` see."""
@@ -159,11 +170,12 @@ class Dataflow:
         ranks = [plan.schedule.steps(rank) for rank in range(plan.world_size)]
         lines = []
         for t in range(len(ranks[0]) - 1):
-            pairs = " ".join(f"{r}:{steps[t].owner if steps[t].compute else '-'}" for r, steps in enumerate(ranks))
+            owners = (steps[t].owner if steps[t].compute else "-" for steps in ranks)
+            pairs = " ".join(shortened([f"{rank}:{owner}" for rank, owner in enumerate(owners)], "ranks"))
             moving = [steps[t].owner for steps in ranks if steps[t].shard_to is not None]
             tokens = sum(lengths[owner] for owner in moving if owner is not None)
             lines.append(f"step {t}: rank:shard {pairs}   {tokens} tokens move on")
-        return lines
+        return shortened(lines, "steps")
 
     def describe(self, plan: Plan, shape: Shape, tflops: float, gigabytes_per_second: float) -> str:
         """Return the text of :meth:`ringattn.plans.Plan.describe`."""
@@ -207,6 +219,11 @@ class Dataflow:
         """
         verify.check_schedule(plan.schedule)
         verify.check_coverage(plan, self.blocks(plan))
+
+
+def shortened(items: list[str], what: str) -> list[str]:
+    """Return the first items of a text, and how many more there are."""
+    return items if len(items) <= LISTED else [*items[:LISTED], f"... and {len(items) - LISTED} more {what}"]
 
 
 def piece_elements(plan: Plan, shape: Shape, queries: int, keys: int, kv_heads: int) -> int:

@@ -1,9 +1,13 @@
-"""How keys and values arrive in the dataflow "gather", and how their gradients leave.
+"""How keys and values arrive in the dataflow "gather", and how their gradients leave: the choice between four ways.
 
 A rank's buffer is a list of :class:`~ringattn.schedule.Fetch`: runs of neighbouring tokens of one owner, sorted by
-position. They come by copy engines between the GPUs of one host (:mod:`ringattn.peer`), if runs do
-not interleave (as those of a striped layout do); by messages (:mod:`.messages`); or by messages that cross the network
-once for each node (:mod:`.by_node`).
+position.
+
+                              ranks of one host                  ranks of several hosts
+    GPUs that share memory    copy engines (ringattn.peer)       messages to one rank of a host, from which copy
+                                                                 engines of the others fetch (carrying.py)
+    others, and layouts in    messages (messages.py)             messages to one rank of a host, and from there to
+    which runs interleave                                        the others (by_node.py)
 """
 
 from __future__ import annotations
@@ -15,24 +19,14 @@ from ..peer.memory import Link
 from ..peer.pull import FetchBuffers, Pattern, Pull
 from ..peer.push import GradientBuffers, Push
 from ..plans import Plan
-from ..schedule import buffer_rows, head_groups, waves
+from ..schedule import head_groups
 from ..trace import named
 from .by_node import RelayedGradients, fetch_by_node
-from .carrying import PushedToCarriers, carried, fetch_carried
+from .carrying import Exchange, PushedToCarriers, fetch_carried
 from .contract import Call
-from .gathered import copied, relay_of
+from .gathered import head_waves, relay_of, uses_copy_engines
 from .messages import SentGradients, fetch_by_messages
 from .parts import GradientReturn, Part
-
-
-def head_waves(call: Call, backward: bool) -> list[slice]:
-    """Return the key heads that are in memory together, for the rank with the largest buffer: keys and values, in the
-    backward also their gradients."""
-    plan, k, v = call.plan, call.k, call.v
-    keys = plan.once("most keys", lambda: max(map(buffer_rows, plan.fetches)))
-    itemsize = k.element_size() + (max(4, k.element_size()) if backward else 0)
-    head_bytes = k.shape[0] * keys * (k.shape[3] + v.shape[3]) * itemsize
-    return waves(k.shape[2], head_bytes, plan.buffer_bytes)
 
 
 def fetch_keys(
@@ -52,20 +46,19 @@ def fetch_keys(
 
     k, v, plan, relay = call.k, call.v, call.plan, relay_of(call.plan)
     if relay is not None:
-        yield from fetch_carried(call, block, carried(call, link, relay, backward))
+        yield from fetch_carried(call, block, Exchange.of(call, link, relay, backward))
         return
-    cut = head_waves(call, backward)
+    cut = head_waves(plan, call.shape, backward)
     key = ("fetch buffers", plan.handle, *(wave.stop for wave in cut), k.shape, v.shape, k.dtype)
     buffers = link.prepare(key, lambda: FetchBuffers(link, k, v, _flat(plan), cut))
     pull = Pull(link, buffers, k, v, in_place)
-    per_kv = call.q.shape[2] // k.shape[2]
 
     def start(wave: int) -> tuple[Keys, bool, list[slice]]:
-        heads = cut[wave]
-        count = heads.stop - heads.start
+        count, q_heads = cut[wave].stop - cut[wave].start, call.q_heads(cut[wave])
         keys = Keys(*buffers.kv[wave], block)
-        whole = waits(keys, slice(heads.start * per_kv, heads.stop * per_kv))
-        groups = [slice(0, count)] if whole else head_groups(count, count * per_kv, call.q.device.type, backward)
+        whole = waits(keys, q_heads)
+        q_count = q_heads.stop - q_heads.start
+        groups = [slice(0, count)] if whole else head_groups(count, q_count, call.q.device.type, backward)
         with named("wave", wave, "pull"):
             pull.start(wave, groups)
         return keys, whole, groups
@@ -76,11 +69,10 @@ def fetch_keys(
         if wave + 1 < len(cut):
             started = start(wave + 1)
         if whole:
-            q_heads = slice(heads.start * per_kv, heads.stop * per_kv)
-            yield Part(wave, None, q_heads, keys._replace(ready=pull.ready(wave)), len(cut) == 1)
+            yield Part(wave, None, call.q_heads(heads), keys._replace(ready=pull.ready(wave)), len(cut) == 1)
         for i, g in enumerate(() if whole else groups):
             pull.wait(wave, g)
-            q_heads = slice((heads.start + g.start) * per_kv, (heads.start + g.stop) * per_kv)
+            q_heads = call.q_heads(slice(heads.start + g.start, heads.start + g.stop))
             some = Keys(keys.k[:, :, g], keys.v[:, :, g], block)
             yield Part(wave, g, q_heads, some, len(cut) == len(groups) == 1, i == 0, i == len(groups) - 1)
         pull.release(wave)
@@ -94,7 +86,7 @@ def _link(call: Call) -> Link | None:
     """Return the shared memory to pull through; None for messages, also where tokens of several ranks interleave: a
     copy moves neighbouring tokens."""
     plan = call.plan
-    return plan.transport.link(call.q) if plan.seq_len_k > 0 and copied(plan) else None
+    return plan.transport.link(call.q) if plan.seq_len_k > 0 and uses_copy_engines(plan) else None
 
 
 def _by_messages(call: Call, block: Block, backward: bool) -> Iterator[Part]:
@@ -109,16 +101,16 @@ def _groups(call: Call, backward: bool) -> list[slice]:
 
 
 def return_gradients(call: Call) -> GradientReturn:
-    """Return the way of gradients to their owners, in the waves of :func:`fetch_keys`."""
+    """Return how gradients go to their owners, in the waves of :func:`fetch_keys`."""
     k, v, plan, link, relay = call.k, call.v, call.plan, _link(call), relay_of(call.plan)
     if link is None:
         groups = _groups(call, backward=True)
         return SentGradients(call, groups) if relay is None else RelayedGradients(call, groups, relay)
     if relay is not None:
-        return PushedToCarriers(call, carried(call, link, relay, backward=True))
+        return PushedToCarriers(call, Exchange.of(call, link, relay, backward=True))
 
     def make() -> GradientBuffers:
-        cut = head_waves(call, backward=True)
+        cut = head_waves(plan, call.shape, backward=True)
         return GradientBuffers(link, (k, v), call.accumulation_dtype, _flat(plan), cut)
 
     return Push(link, link.prepare(("gradient buffers", plan.handle, k.shape, v.shape, k.dtype), make), (k, v))

@@ -27,21 +27,21 @@ How keys arrive and gradients leave: :mod:`.fetching`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 
 from .. import verify
 from ..kernels.contract import Block, CompletionCounts, Keys, Queries, Result
 from ..plans import Plan
-from ..schedule import buffer_rows, head_groups, waves
+from ..schedule import Fetch, buffer_rows, head_groups
 from ..shape import Shape
 from ..trace import named
 from .by_node import relayed_bytes
 from .carrying import carried_bytes
-from .contract import Call, Dataflow, Gradients, Traffic, is_union, piece_elements, walk_bytes
+from .contract import Call, Dataflow, Gradients, Traffic, is_union, piece_elements, shortened, walk_bytes
 from .fetching import fetch_keys, return_gradients
-from .gathered import copied, gathered_block, relay_of
+from .gathered import gathered_block, head_waves, relay_of, uses_copy_engines
 from .messages import message_bytes, row_bytes
 
 
@@ -139,19 +139,23 @@ class Gather(Dataflow):
         relay_of(plan)
 
     def meetings(self, plan: Plan) -> list[str]:
-        lines = []
-        for rank, runs in enumerate(plan.fetches):
-            tokens = " ".join(f"{run.owner}[{run.offset}:{run.offset + run.length}]" for run in runs)
-            lines.append(f"rank {rank} attends to owner[tokens]: {tokens or 'nothing'}")
+        def text(runs: Sequence[Fetch]) -> str:
+            tokens = [f"{run.owner}[{run.offset}:{run.offset + run.length}]" for run in runs]
+            return " ".join(shortened(tokens, "runs")) or "nothing"
+
+        fetched = [f"rank {rank} attends to owner[tokens]: {text(runs)}" for rank, runs in enumerate(plan.fetches)]
+        lines = shortened(fetched, "ranks")
         relay = relay_of(plan)
         if relay is not None:
-            inside = "copy engines" if copied(plan) else "messages"
+            inside = "copy engines" if uses_copy_engines(plan) else "messages"
             sizes = sorted({len(ranks) for ranks in relay.nodes})
             some = f"{sizes[0]} to {sizes[-1]}" if len(sizes) > 1 else f"{sizes[0]}"
             lines.append(f"{len(relay.nodes)} nodes of {some} ranks: messages between them, {inside} inside of them")
-            for rank, carried in enumerate(relay.carried):
-                tokens = " ".join(f"{run.owner}[{run.offset}:{run.offset + run.length}]" for run in carried)
-                lines.append(f"rank {rank} carries for its node owner[tokens]: {tokens or 'nothing'}")
+            carried = [
+                f"rank {rank} carries for its node owner[tokens]: {text(runs)}"
+                for rank, runs in enumerate(relay.carried)
+            ]
+            lines += shortened(carried, "ranks")
         return lines
 
     def memory_bytes(self, plan: Plan, shape: Shape, backward: bool) -> int:
@@ -159,8 +163,8 @@ class Gather(Dataflow):
         kernel waits for keys itself; other kernels take the output of a group of heads more."""
         relay = relay_of(plan)
         if relay is None:
-            return (_pulled_bytes if copied(plan) else message_bytes)(plan, shape, backward)
-        return (carried_bytes if copied(plan) else relayed_bytes)(plan, relay, shape, backward)
+            return (_pulled_bytes if uses_copy_engines(plan) else message_bytes)(plan, shape, backward)
+        return (carried_bytes if uses_copy_engines(plan) else relayed_bytes)(plan, relay, shape, backward)
 
 
 def _traffic(plan: Plan) -> list[Traffic]:
@@ -177,13 +181,13 @@ def _traffic(plan: Plan) -> list[Traffic]:
 
 def _pulled_bytes(plan: Plan, s: Shape, backward: bool) -> int:
     runs = plan.fetches
-    fetched, largest = buffer_rows(runs[plan.rank]), max(map(buffer_rows, runs))
+    fetched = buffer_rows(runs[plan.rank])
     queries, longest = plan.local_lengths[plan.rank], max(plan.local_lengths_k)
     token = s.batch * (s.head_dim + s.value_dim)  # elements of one key head
 
     def in_waves(gradients: bool) -> tuple[int, int, int]:
         """Return the number of waves, the heads of a wave, and the heads that are in memory at the same time."""
-        cut = waves(s.kv_heads, token * largest * (s.itemsize + s.state_itemsize * gradients), plan.buffer_bytes)
+        cut = head_waves(plan, s, gradients)
         heads = max(wave.stop - wave.start for wave in cut)
         return len(cut), heads, min(2, len(cut)) * heads
 

@@ -8,7 +8,8 @@ from .. import blocks
 from ..kernels.contract import Block
 from ..plans import Plan
 from ..relay import Relay, relay, relays
-from ..schedule import buffer_rows, gaps
+from ..schedule import buffer_rows, gaps, waves
+from ..shape import Shape
 
 
 def interleaved(plan: Plan) -> bool:
@@ -45,7 +46,15 @@ def gathered_block(plan: Plan, rank: int | None = None) -> Block:
     return plan.once(("gathered", rank), make)
 
 
-def copied(plan: Plan) -> bool:
+def head_waves(plan: Plan, s: Shape, backward: bool) -> list[slice]:
+    """Return the key heads that are in memory together, for the rank with the largest buffer: keys and values, in the
+    backward also their gradients."""
+    keys = plan.once("most keys", lambda: max(map(buffer_rows, plan.fetches)))
+    head_bytes = s.batch * keys * (s.head_dim + s.value_dim) * (s.itemsize + s.state_itemsize * backward)
+    return waves(s.kv_heads, head_bytes, plan.buffer_bytes)
+
+
+def uses_copy_engines(plan: Plan) -> bool:
     """Return whether copy engines move keys between all ranks, or inside of each node: they move neighbouring tokens
     between the ranks that a link has."""
     return not interleaved(plan) and (plan.transport.pulls or plan.transport.linked == plan.nodes)
@@ -56,7 +65,7 @@ def relay_of(plan: Plan) -> Relay | None:
     so that every key crosses the network once for each rank that sees it, and where copy engines connect all ranks."""
 
     def make() -> Relay | None:
-        if not relays(plan.nodes) or (plan.transport.pulls and copied(plan)):
+        if not relays(plan.nodes) or (plan.transport.pulls and uses_copy_engines(plan)):
             return None
         return relay(plan.fetches, plan.local_lengths_k, plan.nodes)
 

@@ -173,14 +173,14 @@ def _joined(lengths: Iterable[tuple[int, int]]) -> list[tuple[int, slice]]:
     return [(rank, slice(a, b)) for rank, (a, b) in zip(total, edges, strict=True)]
 
 
-def collected(plan: Plan) -> bool:
+def collects_runs(plan: Plan) -> bool:
     """Return whether the runs from one rank to another are one message."""
     return plan.once("collected", lambda: interleaved(plan) or many_runs(plan.fetches))
 
 
 def _routes(plan: Plan, device: torch.device) -> Routes:
     def make() -> Routes:
-        if not collected(plan):
+        if not collects_runs(plan):
             return direct_routes(plan.rank, plan.fetches)
         return collected_routes(plan.rank, plan.fetches, fetched_keys(plan, plan.rank), device)
 
@@ -203,19 +203,18 @@ def fetch_by_messages(call: Call, block: Block, groups: Sequence[slice]) -> Iter
     for i in range(len(groups)):
         moving, buffer = started.pop()
         moving.wait()
-        rows = routes.sorted(buffer)
+        rows = [routes.sorted(buffer)]
         del buffer  # before the next one is made
         if i + 1 < len(groups):
             started.append(start(groups[i + 1]))
-        yield part_of(call, block, groups, i, rows)
+        yield part_of(call, block, groups, i, rows.pop())  # which is freed before the next rows are sorted
 
 
 def part_of(call: Call, block: Block, groups: Sequence[slice], i: int, rows: Tensor) -> Part:
     """Return a group of heads that has arrived: (keys, batch, heads, both head dims)."""
     heads, kv, dim = groups[i], rows.transpose(0, 1), call.k.shape[3]
-    per_kv = call.q.shape[2] // call.k.shape[2]
     keys = Keys(kv[..., :dim], kv[..., dim:], block)
-    return Part(i, None, slice(heads.start * per_kv, heads.stop * per_kv), keys, len(groups) == 1)
+    return Part(i, None, call.q_heads(heads), keys, len(groups) == 1)
 
 
 # Gradients leave
@@ -280,6 +279,7 @@ class Sizes(NamedTuple):
     Attributes:
         queries, local: of this rank, and its keys.
         fetched: rows of the buffer: keys of all ranks, its own among them, and space.
+        delivered: rows in which keys arrive: without space if they are collected, and put in their places afterwards.
         outgoing: rows of what leaves, also to the rank itself if they are collected.
         arriving: contributions of other ranks to its keys.
         sends: something leaves to another rank.
@@ -289,6 +289,7 @@ class Sizes(NamedTuple):
     queries: int
     local: int
     fetched: int
+    delivered: int
     outgoing: int
     arriving: int
     sends: bool
@@ -300,15 +301,20 @@ def message_bytes(plan: Plan, s: Shape, backward: bool) -> int:
     rank, runs, device = plan.rank, plan.fetches, plan.transport.device.type
     own = sum(run.length for run in runs[rank] if run.owner == rank)
     to_this_rank = sum(run.length for theirs in runs for run in theirs if run.owner == rank)
-    local, together = plan.local_lengths_k[rank], collected(plan)
+    local, together = plan.local_lengths_k[rank], collects_runs(plan)
     fetched = buffer_rows(runs[rank])
     sizes = Sizes(
-        plan.local_lengths[rank], local, fetched, to_this_rank if together else local, to_this_rank - own,
-        to_this_rank > own, together,
+        plan.local_lengths[rank], local, fetched, delivered_rows(runs[rank], together),
+        to_this_rank if together else local, to_this_rank - own, to_this_rank > own, together,
     )  # fmt: skip
     groups = head_groups(s.kv_heads, s.q_heads, device, backward)
     most = max(g.stop - g.start for g in groups) / s.kv_heads
     return bytes_of_groups(sizes, s, groups, kernel_bytes(plan, s, fetched, most, backward), backward)
+
+
+def delivered_rows(runs: Sequence[Fetch], together: bool) -> int:
+    """Return the rows in which the keys of a rank arrive, where runs come one by one or ``together``."""
+    return sum(run.length for run in runs) if together else buffer_rows(runs)
 
 
 def bytes_of_groups(x: Sizes, s: Shape, groups: Sequence[slice], kernel: float, backward: bool) -> int:
@@ -321,26 +327,26 @@ def bytes_of_groups(x: Sizes, s: Shape, groups: Sequence[slice], kernel: float, 
     shares = [0.0, *((g.stop - g.start) / s.kv_heads for g in groups), 0.0]
     key, gradient = s.kv_elements * s.itemsize, s.kv_elements * s.state_itemsize
     results = x.queries * s.q_heads * (s.value_dim * s.itemsize + s.state_itemsize)
-    collects = max(x.local + x.outgoing, x.outgoing + x.fetched)
+    collects = x.outgoing + max(x.local, x.delivered)
     starts = collects if x.collected else max((1 + (s.batch > 1)) * x.local, x.local + x.fetched)
-    moving = x.sends * x.outgoing + x.fetched
+    moving = x.sends * x.outgoing + x.delivered
     moments = [shares[1] * starts * key - (not backward) * results]
     for i, (before, now, after) in enumerate(zip(shares, shares[1:], shares[2:], strict=False)):
-        arrives = max((1 + x.collected) * now * x.fetched, now * x.fetched + after * starts) * key
+        arrives = (now * x.fetched + max(x.collected * now * x.delivered, after * starts)) * key
         attends = (now * x.fetched + after * moving) * key
         if not backward:  # the whole output is made after the first group's
             some = (len(groups) > 1) * now * results
             moments += [arrives - (i == 0) * results, attends + some]
             moments += [attends + kernel + some - (i == 0 and len(groups) > 1) * results]
             continue
-        flight, made = before * (x.fetched + x.arriving) * gradient, now * x.fetched * gradient
+        flight, made = before * (x.delivered + x.arriving) * gradient, now * x.fetched * gradient
         moments += [arrives + flight, attends + flight + made + kernel]
         if i:  # the sums of the group before
             moments += [attends + flight + made + before * x.local * gradient]
-        moments += [attends + now * (x.fetched + max(x.collected * x.fetched, x.arriving)) * gradient]
+        moments += [attends + now * (x.delivered + max(x.collected * x.fetched, x.arriving)) * gradient]
     if not backward:
         return round(s.batch * max(0.0, *moments))
-    moments += [shares[-2] * (x.fetched + x.arriving + x.local) * gradient]
+    moments += [shares[-2] * (x.delivered + x.arriving + x.local) * gradient]
     peak = max(moments) + row_bytes(x.queries, s, backward) + x.local * gradient
     return round(s.batch * s.beyond_results(x.queries, x.local, peak))
 

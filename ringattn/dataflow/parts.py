@@ -1,4 +1,4 @@
-"""What the dataflow "gather" gets and gives, however it travels: parts of the keys' heads, and their gradients."""
+"""The interface between the dataflow "gather" and the ways of exchange: parts that arrive, gradients that leave."""
 
 from __future__ import annotations
 
@@ -36,8 +36,9 @@ class Part(NamedTuple):
 
 class GradientReturn(Protocol):
     """How partial gradients are returned to the ranks that own the keys, wave by wave: by copy engines
-    (:class:`~ringattn.peer.push.Push`), by messages (:class:`.messages.SentGradients`), or by messages through carriers
-    (:class:`.by_node.RelayedGradients`). ``dk, dv``: the sums at their owner, when all waves are finished."""
+    (:class:`~ringattn.peer.push.Push`), by messages (:class:`.messages.SentGradients`), or by way of carriers
+    (:class:`.by_node.RelayedGradients`, :class:`.carrying.PushedToCarriers`). ``dk, dv``: the sums at their owner, when
+    all waves are finished."""
 
     dk: Tensor
     dv: Tensor

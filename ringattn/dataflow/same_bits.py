@@ -37,7 +37,7 @@ from ..kernels.contract import Block, Keys, Queries, Result, Score, flush_period
 from ..plans import Plan
 from ..schedule import waves
 from ..shape import Shape
-from .contract import Call, Dataflow, Gradients, Traffic
+from .contract import Call, Dataflow, Gradients, Traffic, shortened
 from .tiles import (
     Stage,
     Tiles,
@@ -60,7 +60,7 @@ class SameBits(Dataflow):
 
     def forward(self, call: Call) -> Result:
         q, plan = call.q, call.plan
-        cut = _head_waves(plan, _shape(call), backward=False)
+        cut = _head_waves(plan, call.shape, backward=False)
         result: Result | None = None
         for heads, q_heads in cut:
             k, v = gather(plan, (call.k[:, :, heads], call.v[:, :, heads]), of_keys(plan))
@@ -79,7 +79,7 @@ class SameBits(Dataflow):
         plan, dtype = call.plan, call.accumulation_dtype
         dq = torch.zeros_like(call.q, dtype=dtype, memory_format=torch.contiguous_format)
         dk, dv = (torch.zeros_like(x, dtype=dtype, memory_format=torch.contiguous_format) for x in (call.k, call.v))
-        for heads, q_heads in _head_waves(plan, _shape(call), backward=True):
+        for heads, q_heads in _head_waves(plan, call.shape, backward=True):
             score = call.score.heads(q_heads)
             q, dout, lse, delta = queries
             local = Queries(q[:, :, q_heads], dout[:, :, q_heads], lse[:, q_heads], delta[:, q_heads])
@@ -157,12 +157,13 @@ class SameBits(Dataflow):
 
     def meetings(self, plan: Plan) -> list[str]:
         def text(spans: tuple[range, ...]) -> str:
-            return " ".join(f"[{span.start}:{span.stop}]" for span in spans)
+            return " ".join(shortened([f"[{span.start}:{span.stop}]" for span in spans], "spans"))
 
-        return [
+        lines = [
             f"rank {rank} gathers keys {text(keys.spans)} and queries {text(queries.spans)}"
             for rank, (keys, queries) in enumerate(zip(of_keys(plan), of_queries(plan), strict=True))
         ]
+        return shortened(lines, "ranks")
 
     def blocks(self, plan: Plan) -> Iterator[tuple[int, Block]]:
         for rank, theirs in enumerate(of_keys(plan)):
@@ -208,11 +209,6 @@ def _check_runs(gathered: Tiles, shards: tuple[layouts.Shard, ...], what: str) -
 
 
 # Waves of heads, and pieces of long sums
-
-
-def _shape(call: Call) -> Shape:
-    q, k, v = call.q, call.k, call.v
-    return Shape(q.shape[0], q.shape[2], k.shape[2], q.shape[3], v.shape[3], q.element_size())
 
 
 def _head_waves(plan: Plan, s: Shape, backward: bool) -> list[tuple[slice, slice]]:

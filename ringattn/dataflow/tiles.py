@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import itertools
 from bisect import bisect_left, bisect_right
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -111,7 +111,7 @@ def _seeing(mask: Mask, shards_k: Sequence[Shard]) -> list[list[range]]:
     return [sorted(queries, key=lambda run: run.start) for queries in seeing]
 
 
-def _first_query(mask: Intervals, holds, count: int) -> Tensor:  # type: ignore[no-untyped-def]
+def _first_query(mask: Intervals, holds: Callable[[Tensor, Tensor], Tensor], count: int) -> Tensor:
     """Return by bisection the first query whose intervals fulfil each of ``count`` monotone conditions, ``seq_len`` if
     there is none: ``holds(start, end)``, (rows, count) -> (count,)."""
     low = torch.zeros(count, dtype=torch.int64, device="cpu")

@@ -282,7 +282,7 @@ class KVCache:
 
     def _check_extend(self, plan: Plan, layer: int, k: Tensor, v: Tensor | None) -> tuple[Chunk, int]:
         if not isinstance(plan, Plan) or plan not in self._plans:
-            raise ValueError(f"plan is {plan!r}, not one of this cache; make it with its plan()")
+            raise ValueError(f"plan is {plan!r}, not one of this cache; make it with cache.plan()")
         chunk, first = self._plans[plan]
         if type(layer) is not int or not 0 <= layer < len(self.windows):
             raise ValueError(f"layer is {layer!r}; the cache has layers 0 to {len(self.windows) - 1}")
@@ -454,7 +454,7 @@ def _check_sizes(token: TokenShape, sizes: dict[str, int | None]) -> None:
     if page_size is None or page_size % 16:
         raise ValueError(f"page_size is {page_size}; it must be a multiple of 16, such as 128")
     if token.dtype not in DTYPES:
-        raise TypeError(f"dtype is {token.dtype}; use one of {', '.join(map(str, DTYPES))}")
+        raise TypeError(f"dtype is {token.dtype!r}; use one of {', '.join(map(str, DTYPES))}")
     if token.shared_values and token.head_dim_v > token.head_dim:
         raise ValueError(
             f"head_dim_v is {token.head_dim_v}, but shared values are the first columns of keys of head_dim "

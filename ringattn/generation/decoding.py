@@ -83,7 +83,7 @@ def decode(
         tree: (batch, new) int64 in place of causal order: new token i sees new token j if bit j of ``tree[b, i]`` is
             set; j > i is not allowed. A token's position is that of its depth.
         heads: "all": out has all heads, on every rank; "scattered": rank r gets part r of ``torch.tensor_split``.
-        fixed_split: cut sums of keys at multiples of so many slots of the cache, so that the bits of a row do not
+        fixed_split: cut sums of keys at multiples of this many slots of the cache, so that the bits of a row do not
             depend on the rest of the batch, forks included; 0: equal shares of all work, which is faster.
         return_lse: also return the log-sum-exp.
         kernel: "eager", "triton", ... or "auto": the fastest that supports the call.
@@ -101,11 +101,11 @@ def decode(
         RuntimeError: an earlier call on this group failed after communication had started.
     """
     if not hasattr(step, "new_tokens"):
-        raise TypeError(f"step is a {type(step).__name__}; pass what KVCache.step() returned")
+        raise TypeError(f"step is of type {type(step).__name__}; pass what KVCache.step() returned")
     transport = step.transport
     try:
         pool, tables, window = step.layer(layer)
-    except (IndexError, TypeError) as error:
+    except (ValueError, TypeError) as error:
         transport.refuse("decode()", error)
         raise  # a RuntimeError, of a step that cannot be used, is raised by all ranks: they have the same books
     try:
@@ -215,7 +215,7 @@ def _check_names(heads: str, fixed_split: int, pool: Pool) -> None:
 
 def _check_tree(tree: Tensor, q: Tensor, window: int) -> None:
     if not isinstance(tree, Tensor):
-        raise TypeError(f"tree is a {type(tree).__name__}; pass an int64 tensor (batch, new)")
+        raise TypeError(f"tree is of type {type(tree).__name__}; pass an int64 tensor (batch, new)")
     batch, new = q.shape[:2]
     if tuple(tree.shape) != (batch, new) or tree.dtype != torch.int64:
         raise ValueError(

@@ -91,14 +91,14 @@ class Step:
         """Return what a layer needs of this step.
 
         Raises:
-            IndexError: there is no such layer.
+            ValueError: there is no such layer.
             RuntimeError: the step was kept, or its sequences have changed since; or it is captured without room for
                 the steps to come.
         """
         if self._problem:
             raise RuntimeError(self._problem)
         if not 0 <= layer < len(self._layers):
-            raise IndexError(f"layer is {layer!r}; the cache has layers 0 to {len(self._layers) - 1}")
+            raise ValueError(f"layer is {layer!r}; the cache has layers 0 to {len(self._layers) - 1}")
         if self._on_gpu and torch.cuda.is_current_stream_capturing() and self.room < 1:
             raise RuntimeError(
                 "a CUDA graph of this step could not be replayed, because its sequences have no room for another one; "
@@ -215,7 +215,7 @@ class Step:
             listed = ", ".join(f"{count} of sequence {number}" for number, count in lost.items())
             raise RuntimeError(
                 f"more was replayed than there was room for: tokens were lost, {listed}; cache.lengths says how many "
-                "there are. Call cache.reserve(sequences, tokens, new_tokens) before so many replays"
+                "there are. Call cache.reserve(sequences, tokens, new_tokens) before that many replays"
             )
 
     def _paths(self, accepted: list[Any]) -> dict[int, list[int]]:

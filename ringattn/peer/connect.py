@@ -1,4 +1,4 @@
-"""The link between the GPUs of each host, where all ranks of a group can have one."""
+"""Connects the GPUs of each host, if every rank of the group can access the memory of the others on its host."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ from .watchdog import FREE, LANDED
 if TYPE_CHECKING:
     from .sum_runs import SumTable
 
-_COUNTERS = 4096  # at least so many together: other documents have other numbers of runs
+_COUNTERS = 4096  # at least this many together: other documents have other numbers of runs
 
 
 class Counters:
@@ -43,8 +43,8 @@ class Counters:
         before: the value that each will have before the next launch.
     """
 
-    def __init__(self, raised: Tensor, first: int = 0) -> None:
-        self.raised, self.before = raised, [first] * raised.numel()
+    def __init__(self, raised: Tensor) -> None:
+        self.raised, self.before = raised, [0] * raised.numel()
         self._words: dict[int, driver.Words] = {}
 
     def expect(self, index: int, growth: int) -> None:

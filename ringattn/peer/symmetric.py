@@ -86,8 +86,8 @@ class NumberedStore(dist.Store):
     """A store that numbers the exchanges of symmetric memory itself.
 
     The keys of an exchange end in ``number/rank``. Torch counts the numbers per process, so ranks that are in different
-    groups wait for keys that are never set (pytorch/pytorch#196082). This store replaces them by its own. And its waits
-    end when a rank is lost, of which torch's notice nothing.
+    groups wait for keys that are never set (pytorch/pytorch#196082). This store numbers them itself. Its waits also end
+    when a rank is lost, which torch's would not notice.
 
     Args:
         lost: see :class:`SymmetricMemory`.

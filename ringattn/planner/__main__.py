@@ -10,8 +10,8 @@ does not fit, what layers keep goes to the host, then norms and MLPs compute 4,0
 half of its heads. The best way is printed with its time and memory by name, the alternatives as a table; ``--json``
 prints the same as one object.
 
-``--slow rank:factor`` and ``--slow-link rank:factor`` say that kernels or the network card of a rank take so many times
-as long. How it is computed and how far it was right: docs/use/planner.md.
+``--slow rank:factor`` and ``--slow-link rank:factor`` say that kernels or the network card of a rank take ``factor``
+times as long. How it is computed and how accurate it is: docs/use/planner.md.
 """
 
 from __future__ import annotations

@@ -89,7 +89,7 @@ def _ring(row: Row, s: Shape) -> int:
 def _messaged(row: Row, s: Shape) -> int:
     """Return the bytes of keys and gradients on their way, some heads at a time."""
     arriving = (row.seq_len - row.tokens) // 2  # contributions to the first chunk of all, of each other rank
-    sizes = Sizes(row.tokens, row.tokens, row.seq_len, row.tokens, arriving, True, False)
+    sizes = Sizes(row.tokens, row.tokens, row.seq_len, row.seq_len, row.tokens, arriving, True, False)
     groups = head_groups(s.kv_heads, s.q_heads, "cuda", backward=True)
     return bytes_of_groups(sizes, s, groups, _piece(row.tokens, s, s.kv_heads), True)
 

@@ -139,19 +139,19 @@ def host_bytes(model: ModelShape, tokens_per_gpu: int, switches: Switches) -> in
     return min(switches.host_bytes, sum(_kept(model, layer, switches, model.layers)[:1])) + state
 
 
-def longest(model: ModelShape, capacity: int, switches: Switches, multiple: int = 128) -> int:
-    """Return the most tokens per GPU, a multiple of ``multiple``, whose step fits into ``capacity`` bytes; 0: none."""
+def longest(model: ModelShape, capacity: int, switches: Switches) -> int:
+    """Return the most tokens per GPU, a multiple of 128, whose step fits into ``capacity`` bytes; 0: none."""
     low, high = 0, 1
-    while peak(model, high * multiple, switches) <= capacity:
+    while peak(model, high * 128, switches) <= capacity:
         low, high = high, 2 * high
     while high - low > 1:
         middle = (low + high) // 2
-        low, high = (middle, high) if peak(model, middle * multiple, switches) <= capacity else (low, middle)
-    return low * multiple
+        low, high = (middle, high) if peak(model, middle * 128, switches) <= capacity else (low, middle)
+    return low * 128
 
 
 def row_of(tokens_per_gpu: int, s: Switches) -> attention.Row:
-    """Return how a row of so many tokens on each GPU is divided."""
+    """Return how a row with this many tokens on each GPU is divided."""
     return attention.Row(tokens_per_gpu, s.ranks, s.pulls, s.dataflow, s.buffer_bytes, s.hosts)
 
 
@@ -176,8 +176,8 @@ def _moments(model: ModelShape, tokens: int, s: Switches) -> list[dict[str, int]
     chunk = min(s.loss_chunk or tokens, tokens)
 
     def layers(count: int) -> int:
-        """Return the bytes that so many layers keep on the GPU. Of what is on the host, this layer's input is here and
-        the next one's, and the results of the group of heads that is computed and of the next."""
+        """Return the bytes that this many layers keep on the GPU. Of what is on the host, the inputs of this layer
+        and of the next are here, and the results of the group of heads that is computed and of the next."""
         may_leave, stays = _kept(model, layer, s, count)
         if not s.host_bytes:
             between = min(s.anchors - 1, count - -(-count // s.anchors))  # inputs that are computed again

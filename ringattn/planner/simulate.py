@@ -124,7 +124,9 @@ def simulate(setting: Setting, dataflow: str, layers: int = 2) -> Outcome:
     return Outcome(passes[0], passes[1], ideal[0], ideal[1], waiting, setting.rest)
 
 
-Shift = int | tuple[int, int]  # to the rank from which one receives: so many ranks further, or so many (hosts, ranks)
+Shift = (
+    int | tuple[int, int]
+)  # to the rank from which one receives: that many ranks further, or that many (hosts, ranks)
 
 
 class _Machine:

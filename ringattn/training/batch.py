@@ -70,7 +70,7 @@ def documents(batch: Mapping[str, Any]) -> Tensor | None:
       (``use_cache=False``, or training: with a cache it separates nothing). Of four rows of M-RoPE the first counts.
 
     Zeros of a two-dimensional ``attention_mask`` are padding in each case. Where nothing else separates documents, the
-    ones of a row must be one run: transformers continues the same document after a hole, which is no interval of keys.
+    ones of a row must be one run: transformers continues the same document after a hole, which is not an interval.
 
     Raises:
         ValueError: the batch contradicts itself, or a mask has other values than 0 and 1, or holes.
@@ -232,7 +232,7 @@ def _restarts(begin: Tensor, real: Tensor) -> Tensor:
 def shape(batch: Mapping[str, Any]) -> tuple[int, int]:
     """Return (rows, seq_len) of the tokens of a batch."""
     if not isinstance(batch, Mapping):
-        raise TypeError(f"the batch is a {type(batch).__name__}; pass a dict of tensors")
+        raise TypeError(f"the batch is of type {type(batch).__name__}; pass a dict of tensors")
     for name in (*_TOKENS, "labels", "shift_labels"):
         x = batch.get(name)
         if isinstance(x, Tensor):

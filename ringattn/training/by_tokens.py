@@ -39,8 +39,8 @@ def by_tokens(module: nn.Module, chunk: int) -> None:
             y = whole(piece, *args, **kwargs)
             if not isinstance(y, Tensor):
                 raise TypeError(
-                    f"{type(module).__name__} returned a {type(y).__name__}; by_tokens() takes modules that return one "
-                    "tensor"
+                    f"{type(module).__name__} returned an object of type {type(y).__name__}; by_tokens() "
+                    "takes modules that return one tensor"
                 )
             return y
 

@@ -17,12 +17,13 @@ or, with the Trainer, ``class MyTrainer(ringattn.hf.RingTrainerMixin, Trainer)``
   attention: ``attn_implementation={"text_config": "ringattn", "vision_config": "sdpa"}``).
 * :mod:`.older` gives GPT-J, GPT-Neo and Falcon an attention of ringattn's; :mod:`.hybrids` runs short convolutions and
   the gated delta rule over ranks (LFM2, Qwen3-Next, Qwen3.5).
-* :mod:`.checks` refuses by name what cannot be exact: dropout, masks that are no intervals, caches, layers that carry
-  a state along the sequence or count the tokens of a shard, heads that pick tokens, losses that are no sum over tokens.
+* :mod:`.checks` refuses by name what cannot be exact: dropout, masks that are not intervals, caches, layers that carry
+  a state along the sequence or count the tokens of a shard, heads that pick tokens, losses that are not sums over
+  tokens.
 * :mod:`.trainer` holds the overrides of the Trainer, accelerate and trl.
 
-One difference from one process remains: the first token of a document is no target, even where transformers predicts it
-from left padding or, packed by ``position_ids``, from the document before.
+One difference from one process remains: the first token of a document is not a target, even where transformers
+predicts it from left padding or, packed by ``position_ids``, from the document before.
 """
 
 _OLDEST = (5, 17)

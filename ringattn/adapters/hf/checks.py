@@ -78,8 +78,8 @@ def check_model(model: nn.Module) -> None:
             )
     if getattr(text, "output_router_logits", False):
         raise NotImplementedError(
-            f"{name} has output_router_logits=True: the load-balancing loss is no sum over tokens, so the sum of the "
-            "ranks' losses is not that of one process; set config.output_router_logits = False"
+            f"{name} has output_router_logits=True: the load-balancing loss is not a sum over tokens, so the sum of "
+            "the ranks' losses is not that of one process; set config.output_router_logits = False"
         )
 
 
@@ -263,7 +263,7 @@ def adds_up(model: nn.Module, rank: int, kwargs: Mapping[str, Any], outputs: Map
     raise NotImplementedError(
         f"the loss of {name} is {value.item():.6g} on rank {rank}, but the sum of its targets' "
         f"losses by their number in the whole batch is {expected.item():.6g}: it ignores shift_labels, or adds a term "
-        f"that is no sum over tokens; {advice}"
+        f"that is not a sum over tokens; {advice}"
     )
 
 

@@ -31,9 +31,9 @@ def reduce_memory(
     Args:
         model: a causal language model.
         how: what layers keep for the backward, and where; None: everything, on the GPU.
-        mlp_chunk: norms and MLPs compute so many tokens at a time; 0: all.
-        head_groups: attention computes its heads in so many groups, with their projections.
-        loss_chunk: logits and loss of so many tokens at a time; the model then returns no logits. 0: all.
+        mlp_chunk: norms and MLPs compute this many tokens at a time; 0: all.
+        head_groups: attention computes its heads in this many groups, with their projections.
+        loss_chunk: logits and loss of this many tokens at a time; the model then returns no logits. 0: all.
 
     Raises:
         TypeError, ValueError: see :func:`.by_tokens.by_tokens`, :func:`.by_heads.by_heads`,

@@ -393,7 +393,9 @@ def generation(
 def _rows(inputs: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
     """Return input_ids and which of them are tokens."""
     if not isinstance(inputs, Mapping):
-        raise TypeError(f"inputs is a {type(inputs).__name__}; pass a dict, as {{'input_ids': ids}} of (rows, tokens)")
+        raise TypeError(
+            f"inputs is of type {type(inputs).__name__}; pass a dict, as {{'input_ids': ids}} of (rows, tokens)"
+        )
     if not inputs:
         raise ValueError("inputs is empty; pass what the tokenizer returned: input_ids (rows, tokens)")
     others = sorted(name for name in inputs if name not in ("input_ids", "attention_mask") and inputs[name] is not None)

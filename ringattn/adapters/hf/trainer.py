@@ -74,9 +74,9 @@ def _sft_trainer(trainer: type) -> Any:
     of_trl = [c for c in trainer.__mro__ if c.__module__.split(".")[0] == "trl"]
     if of_trl and of_trl[0].__name__ != "SFTTrainer":
         raise NotImplementedError(
-            f"the loss of trl's {of_trl[0].__name__} compares whole rows, and is no sum over tokens that ranks share; "
-            "of trl's trainers ringattn supports SFTTrainer; for losses of whole rows (DPO, rewards) write a loop with "
-            "ringattn.loss.log_probs and row_sums: docs/use/preferences.md"
+            f"the loss of trl's {of_trl[0].__name__} compares whole rows, and is not a sum over tokens that ranks "
+            "share; of trl's trainers ringattn supports SFTTrainer; for losses of whole rows (DPO, rewards) write a "
+            "loop with ringattn.loss.log_probs and row_sums: docs/use/preferences.md"
         )
     return of_trl[0] if of_trl else None
 

@@ -1,0 +1,391 @@
+"""The backward kernel for Hopper (sm_90) at head dim 256, in Gluon: pairs of CTAs that exchange dS.
+
+Launched by backward.py, with the same tables of 128 keys, order of the tiles and order of their query tiles.
+
+dk and dv of 64 keys need 256 registers per thread, more than there are. So a CTA owns 64 keys, and its two consumers
+divide the work by gradient, not by keys. With 64 keys a CTA would send 64 KiB of float32 dQ per step, which is what
+limits it (NOTES.md). So two CTAs with 128 neighbouring keys walk the same query tiles, in a cluster (clusters.py): each
+sends its dS to the other one and computes half of the columns of dQ, over all 128 keys. One query tile per step::
+
+    consumer 0      P = exp2(S^T c - lse), 16 bit, to shared memory ; dV += P dO ; S^T of the step after
+    consumer 1      dS = P dP^T, in its place ; dK += dS Q ; dP^T = V dO^T - delta of the step after
+    both            64 columns of dQ: own dS times own K + other dS times other K, to shared memory
+    producer        one warp: K, V, half of the other K, then Q, lse (and start, end of cut tiles), dO, delta by TMA
+    sender          one warp: copies dS to the other CTA
+    writers 0, 1    one warp each: add the staged columns of dQ to global memory, float32, by TMA
+
+* P and dS feed dV and dK from registers, as in backward.py. dS is computed from the rounded P, which only adds a
+  rounding of the same size as its own.
+* P and dS of a step have one buffer, which steps use in turns, as does the dS of the other CTA. No signal says that
+  a buffer is free: where the dS of step i + 1 has arrived, the other CTA has used the dS of step i, so that it has
+  been read here, and the place where it was put there may be overwritten by that of step i + 2, which is computed
+  after dQ of step i + 1 here.
+* dS takes about as long to the other CTA as a product. Consumer 1 issues dP^T of the step after before it waits for
+  the other dS.
+* There is room for one staged tile of dQ: consumer 0 stages first, consumer 1 when that has been read.
+* Tiles of 256 columns are two of 128: with one, ptxas runs out of registers for the sums.
+* Shared memory has room for one tile of dO. It is read last by dV(i), in the first part of a step, and needed
+  next by dP(i + 1), in the last.
+* A CTA starts to send when the other one has initialized its barriers, and ends when the other one does.
+
+Named barriers: 4 P written, 5 dS written, 6, 7 Q read, 8 dO read, 10, 11 dQ staged (once more when dk and dv are
+stored and to be counted), 12, 13 the staged dQ of the other consumer sent, 14 the last one (for consumer 1, if dk is to
+be counted).
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from . import backward_pieces as pieces
+from . import scores
+from .backward_pieces import BM, LOADERS, PAIR, STAGING
+from .clusters import cluster_arrive, cluster_wait, fence_barriers, offset_of, send_to_peer
+from .primitives import (
+    async_load,
+    barrier_arrive,
+    barrier_sync,
+    reinterpret,
+    tma_reduce_add,
+    wait_row,
+)
+
+CTAS = gl.constexpr(2)  # of a tile of keys
+KEYS = gl.constexpr(64)  # of a CTA
+UNIT = gl.constexpr(64)  # columns of dQ of a consumer
+HALF = gl.constexpr(128)  # columns of dQ of a CTA, and of the tiles in shared memory
+
+DS_BYTES = gl.constexpr(2 * 64 * 64)
+SMALL_AT = gl.constexpr(222 * 1024)  # mbarriers and rows are not before this offset in shared memory
+
+P_READY, DS_READY, Q_FREE, DO_FREE, DQ_STAGED, DQ_FREE, MAY_STORE = (gl.constexpr(i) for i in (4, 5, 6, 8, 10, 12, 14))
+
+
+@gluon.jit
+def _sender(info_ptr, ds_at, arrived, arrived_at, heads, tiles, kv_heads, parts, sweep, BATCHED: gl.constexpr):
+    """Send the dS of each step. That of the next step may arrive as soon as this one has been sent."""
+    cluster_arrive(1)
+    _, _, _, info = pieces.place(info_ptr, heads, tiles, kv_heads, parts, sweep, BATCHED, CTAS)
+    steps = (gl.load(info + 3) - gl.load(info + 2)) * heads
+    mbarrier.expect(arrived.index(0), DS_BYTES)
+    cluster_wait(1)
+    for i in range(0, steps):
+        barrier_sync(DS_READY, LOADERS, warps=1)
+        stage = i & 1
+        if i + 1 < steps:
+            mbarrier.expect(arrived.index(1 - stage), DS_BYTES)
+        send_to_peer(ds_at + (2 + stage) * DS_BYTES, ds_at + stage * DS_BYTES, arrived_at + stage * 8, DS_BYTES)
+    cluster_arrive(1)
+    cluster_wait(1)
+
+
+@gluon.jit
+def _producer(
+    q_descs, dout_descs, k_desc, v_desc, lse_desc, delta_desc, bounds_desc, positions_desc, info_ptr,
+    k_s, v_s, q_s, dout_s, lse_s, delta_s, bounds_s, positions_s, kv_full, q_full, dout_full,
+    heads, tiles, kv_heads, parts, q_tiles, flags_ptr, epoch, timed_out_ptr, sweep, BATCHED: gl.constexpr,
+):  # fmt: skip
+    cluster_arrive(1)
+    batch, kv_head, part, info = pieces.place(info_ptr, heads, tiles, kv_heads, parts, sweep, BATCHED, CTAS)
+    rank = gl.program_id(0) % CTAS
+    first = gl.load(info)
+    visits = pieces.visits_of(info, heads)
+    if flags_ptr is not None:
+        wait_row(flags_ptr, batch * kv_heads + kv_head, epoch, timed_out_ptr, 1)
+    mbarrier.expect(kv_full.index(0), 3 * k_desc.block_type.nbytes + 2 * v_desc.block_type.nbytes)
+    for piece in gl.static_range(2):
+        row = [batch, first + rank * KEYS, kv_head, piece * HALF]
+        async_load(k_desc, row, kv_full.index(0), k_s.index(piece))
+        async_load(v_desc, row, kv_full.index(0), v_s.index(piece))
+    async_load(
+        k_desc, [batch, first + (1 - rank) * KEYS, kv_head, rank * HALF], kv_full.index(0), k_s.index(2)
+    )  # fmt: skip
+    pieces.load_queries(
+        q_descs, dout_descs, lse_desc, delta_desc, bounds_desc, positions_desc, visits, q_s, dout_s, lse_s, delta_s,
+        bounds_s, positions_s, q_full, dout_full, heads, batch, kv_head, part, kv_heads, parts, q_tiles,
+        Q_FREE, DO_FREE, BATCHED,
+    )  # fmt: skip
+    cluster_wait(1)
+    cluster_arrive(1)
+    cluster_wait(1)
+
+
+@gluon.jit
+def _writer(
+    C: gl.constexpr, dq_desc, info_ptr, dq_t, heads, tiles, kv_heads, parts, turns_ptr, counters_ptr, segments, sweep,
+    BATCHED: gl.constexpr,
+):  # fmt: skip
+    """Send what consumer C has staged, and let the other consumer stage. At the end writer 1 lets both store."""
+    cluster_arrive(1)
+    batch, kv_head, part, info = pieces.place(info_ptr, heads, tiles, kv_heads, parts, sweep, BATCHED, CTAS)
+    steps, cut_steps, j, stops = pieces.visit_order(info, heads)
+    head = (kv_head * parts + part) * heads
+    column = gl.program_id(0) % CTAS * HALF + C * UNIT
+    if C == 1:
+        barrier_arrive(DQ_FREE, STAGING, warps=1)
+    for i in range(0, steps):
+        barrier_sync(DQ_STAGED + C, STAGING, warps=1)
+        tma_reduce_add(dq_desc, [batch, j * BM, head, column], dq_t)
+        tma.store_wait(0)
+        if C == 0:
+            barrier_arrive(DQ_FREE + 1, STAGING, warps=1)
+        else:
+            pieces.signal_sent(DQ_FREE, i == steps - 1, turns_ptr, tiles, part, parts, sweep, CTAS)
+        j, head = pieces.next_tile(i, j, head, cut_steps, heads, stops)
+    if C == 1 and (turns_ptr is not None or counters_ptr is not None):
+        barrier_sync(MAY_STORE, STAGING, warps=1)
+    pieces.finish_writer(DQ_STAGED + C, turns_ptr, counters_ptr, info, tiles, part, parts, segments, sweep, CTAS)
+    cluster_wait(1)
+    cluster_arrive(1)
+    cluster_wait(1)
+
+
+@gluon.jit
+def _tiles(tiles, i):
+    """Return the tiles of this CTA's keys, their addresses computed again in step i, see ``pieces.tile_at``."""
+    late = i >> 30
+    return tiles.index(late), tiles.index(late + 1)
+
+
+@gluon.jit
+def _dq_of_own(C: gl.constexpr, i, rank, k_s, ds_s):
+    """Issue the product of this CTA's keys for consumer C's columns of dQ of step i, asynchronous."""
+    L: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, UNIT, 16])
+    stage = i & 1
+    late = i >> 30
+    own = k_s.index(rank + late).slice(C * UNIT, UNIT, dim=1)
+    dq = gl.zeros([BM, UNIT], gl.float32, L)
+    return warpgroup_mma(ds_s.index(2 + stage).permute((1, 0)), own, dq, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def _add_other(C: gl.constexpr, i, k_s, ds_s, arrived, dq):
+    """Issue that of the other CTA's keys, when their dS has arrived."""
+    stage = i & 1
+    late = i >> 30
+    other = k_s.index(2 + late).slice(C * UNIT, UNIT, dim=1)
+    mbarrier.wait(arrived.index(stage), (i >> 1) & 1)
+    return warpgroup_mma(ds_s.index(stage).permute((1, 0)), other, dq, is_async=True)
+
+
+@gluon.jit
+def _stage(C: gl.constexpr, dq, dq_s, dq_scale, FOLD: gl.constexpr):
+    if not FOLD:
+        dq = dq * dq_scale
+    barrier_sync(DQ_FREE + C, STAGING)
+    pieces.stage_dq(dq_s, dq)
+    fence_async_shared()
+    barrier_arrive(DQ_STAGED + C, STAGING)
+
+
+@gluon.jit
+def _walk_values(
+    CUT: gl.constexpr, first, past_step, last, rank, s, dv, k_s, q_s, dout_s, lse_v, bounds_v, ds_s, arrived,
+    dq_s, q_full, dout_full, scale_log2, dq_scale, key, past, inner, alibi, steps_of_head,
+    FOLD: gl.constexpr,
+):  # fmt: skip
+    """Walk the query tiles as consumer 0. ``s`` is complete on entry, and on return that of the next step is."""
+    S_L: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BM, 16])
+    A_L: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=dv[0].type.layout, k_width=2)
+    head, inside = 0, 0
+    for i in range(first, past_step):
+        stage = i & 1
+        if inner is None:
+            s = pieces.scores_to_base_2(s, scale_log2, alibi, head, bounds_v, stage, key, past, S_L, CUT)
+            p = gl.exp2(s - lse_v.index(stage).load(gl.SliceLayout(0, S_L))[None, :]).to(ds_s.dtype)
+            slope16 = p
+        else:
+            p, slope16 = pieces.capped_probabilities(
+                s, lse_v, scale_log2, inner, alibi, head, bounds_v, stage, key, past, S_L, CUT, ds_s.dtype
+            )
+        ds_s.index(2 + stage).store(slope16)
+        barrier_arrive(P_READY, PAIR)
+        barrier_arrive(Q_FREE + stage, LOADERS)
+        p16 = gl.convert_layout(p, A_L)
+        mbarrier.wait(dout_full.index(0), i & 1)
+        dv = pieces.accumulate(p16, dout_s, 0, dv)
+        after = gl.minimum(i + 1, last)
+        mbarrier.wait(q_full.index(after & 1), (after >> 1) & 1)
+        s = pieces.keys_times_queries(_tiles(k_s, i), q_s, after & 1, S_L)
+        dv, p16 = pieces.wait_sums(2, dv, p16)
+        barrier_arrive(DO_FREE, LOADERS)
+        barrier_sync(DS_READY, LOADERS)
+        dq = _dq_of_own(0, i, rank, k_s, ds_s)
+        dq = _add_other(0, i, k_s, ds_s, arrived, dq)
+        dq, s = warpgroup_mma_wait(0, deps=[dq, s])
+        _stage(0, dq, dq_s, dq_scale, FOLD)
+        head, inside = scores.next_head(alibi, head, inside, steps_of_head)
+    return s, dv
+
+
+@gluon.jit
+def _values(
+    dv_ptr, info_ptr, k_t, q_t, dout_t, lse_t, bounds_t, positions_t, ds_s, arrived, dq_t, kv_full, q_full, dout_full,
+    heads, tiles, kv_heads, parts, batches, stride_b, stride_s, stride_h, scale_log2, dq_scale, dv_scale,
+    inner, slopes_ptr, slopes_stride, positions_k_ptr, sweep, BATCHED: gl.constexpr, FOLD: gl.constexpr,
+    IN_TURNS: gl.constexpr, COUNTED: gl.constexpr,
+):  # fmt: skip
+    """Run consumer 0: S, P, dV and the first columns of dQ."""
+    cluster_arrive(4)
+    S_L: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BM, 16])
+    ROW_L: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    k_s = pieces.matrices((k_t,))[0]
+    q_s = pieces.matrices(q_t)
+    dout_s = pieces.matrices(dout_t)
+    lse_v = reinterpret(lse_t, gl.float32, [2, BM], ROW_L)
+    bounds_v = reinterpret(bounds_t, gl.int32, [4, BM], ROW_L)
+    alibi = pieces.alibi_of(slopes_ptr, slopes_stride, positions_k_ptr, positions_t)
+    dq_s = pieces.staging_matrix(dq_t)
+    batch, kv_head, part, info = pieces.place(info_ptr, heads, tiles, kv_heads, parts, sweep, BATCHED, CTAS)
+    rank = gl.program_id(0) % CTAS
+    first = gl.load(info)
+    past = gl.load(info + 1)
+    key = first + rank * KEYS
+    steps, cut_steps, _, _ = pieces.visit_order(info, heads)
+    dv = pieces.zero_sums(dout_s)
+    alibi = scores.of_keys(alibi, batch, (kv_head * parts + part) * heads, first, past, key, S_L)
+    mbarrier.wait(kv_full.index(0), 0)
+    mbarrier.wait(q_full.index(0), 0)
+    s = warpgroup_mma_wait(0, deps=[pieces.keys_times_queries(_tiles(k_s, 0), q_s, 0, S_L)])
+    s, dv = _walk_values(
+        True, 0, cut_steps, steps - 1, rank, s, dv, k_s, q_s, dout_s, lse_v, bounds_v, ds_s, arrived, dq_s, q_full,
+        dout_full, scale_log2, dq_scale, key, past, inner, alibi, cut_steps // heads, FOLD,
+    )  # fmt: skip
+    s, dv = _walk_values(
+        False, cut_steps, steps, steps - 1, rank, s, dv, k_s, q_s, dout_s, lse_v, bounds_v, ds_s, arrived, dq_s,
+        q_full, dout_full, scale_log2, dq_scale, key, past, inner, alibi, (steps - cut_steps) // heads, FOLD,
+    )  # fmt: skip
+    barrier_sync(DQ_FREE, STAGING)  # and if the group has several parts, it is this one's turn
+    head = pieces.buffer_of(batch, part, batches, IN_TURNS).to(gl.int64) * stride_b + kv_head.to(gl.int64) * stride_h
+    pieces.store_sums(dv_ptr, dv, head, stride_s, key, past, part, dv_scale, True, IN_TURNS)
+    if IN_TURNS or COUNTED:
+        barrier_sync(DQ_STAGED, STAGING)  # not arrive: sync alone is documented to order the stores for the writer
+    cluster_wait(4)
+    cluster_arrive(4)
+    cluster_wait(4)
+
+
+@gluon.jit
+def _keys(
+    dk_ptr, info_ptr, k_t, v_t, q_t, dout_t, delta_t, ds_s, arrived, dq_t, kv_full, q_full, dout_full,
+    heads, tiles, kv_heads, parts, batches, stride_b, stride_s, stride_h, dk_scale,
+    sweep, BATCHED: gl.constexpr, FOLD: gl.constexpr, IN_TURNS: gl.constexpr, COUNTED: gl.constexpr,
+):  # fmt: skip
+    """Run consumer 1: dP, dS, dK and the last columns of dQ."""
+    cluster_arrive(4)
+    S_L: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BM, 16])
+    k_s = pieces.matrices((k_t,))[0]
+    v_s = pieces.matrices((v_t,))[0]
+    q_s = pieces.matrices(q_t)
+    dout_s = pieces.matrices(dout_t)
+    delta_v = reinterpret(delta_t, gl.float32, [1, BM], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    dq_s = pieces.staging_matrix(dq_t)
+    batch, kv_head, part, info = pieces.place(info_ptr, heads, tiles, kv_heads, parts, sweep, BATCHED, CTAS)
+    rank = gl.program_id(0) % CTAS
+    key = gl.load(info) + rank * KEYS
+    past = gl.load(info + 1)
+    steps = (gl.load(info + 3) - gl.load(info + 2)) * heads
+    dk = pieces.zero_sums(q_s)
+    A_L: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=dk[0].type.layout, k_width=2)
+    mbarrier.wait(kv_full.index(0), 0)
+    mbarrier.wait(dout_full.index(0), 0)
+    minus_delta = delta_v.index(0).load(gl.SliceLayout(0, S_L))
+    dp = warpgroup_mma_wait(0, deps=[pieces.keys_times_queries(_tiles(v_s, 0), dout_s, 0, S_L, minus_delta)])
+    for i in range(0, steps):
+        stage = i & 1
+        p_s = ds_s.index(2 + stage)
+        barrier_sync(P_READY, PAIR)
+        ds = (p_s.load(S_L).to(gl.float32) * dp).to(p_s.dtype)
+        p_s.store(ds)
+        ds16 = gl.convert_layout(ds, A_L)
+        fence_async_shared()
+        barrier_arrive(DS_READY, LOADERS)
+        barrier_arrive(DO_FREE, LOADERS)
+        mbarrier.wait(q_full.index(stage), (i >> 1) & 1)
+        dk = pieces.accumulate(ds16, q_s, stage, dk)
+        dq = _dq_of_own(1, i, rank, k_s, ds_s)
+        dk, ds16 = pieces.wait_sums(1, dk, ds16)
+        barrier_arrive(Q_FREE + stage, LOADERS)
+        after = gl.minimum(i + 1, steps - 1)
+        mbarrier.wait(dout_full.index(0), after & 1)
+        minus_delta = delta_v.index(0).load(gl.SliceLayout(0, S_L))
+        dp = pieces.keys_times_queries(_tiles(v_s, i), dout_s, 0, S_L, minus_delta)
+        dq = _add_other(1, i, k_s, ds_s, arrived, dq)
+        dq, dp = warpgroup_mma_wait(0, deps=[dq, dp])
+        _stage(1, dq, dq_s, dk_scale, FOLD)
+    if IN_TURNS or COUNTED:
+        barrier_sync(MAY_STORE, STAGING)
+    head = pieces.buffer_of(batch, part, batches, IN_TURNS).to(gl.int64) * stride_b + kv_head.to(gl.int64) * stride_h
+    pieces.store_sums(dk_ptr, dk, head, stride_s, key, past, part, dk_scale, not FOLD, IN_TURNS)
+    if IN_TURNS or COUNTED:
+        barrier_sync(DQ_STAGED + 1, STAGING)  # not arrive: sync alone is documented to order the stores for the writer
+    cluster_wait(4)
+    cluster_arrive(4)
+    cluster_wait(4)
+
+
+@gluon.jit(do_not_specialize=pieces.NUMBERS)
+def kernel(
+    q_desc, dout_desc, k_desc, v_desc, lse_desc, delta_desc, bounds_desc, dq_desc,
+    dk_ptr, dv_ptr, info_ptr, heads, tiles, kv_heads, parts, batches, stride_b, stride_s, stride_h,
+    q_tiles, scale_log2, dk_scale, dv_scale,
+    flags_ptr, epoch, timed_out_ptr, turns_ptr, counters_ptr, segments, sweep,
+    inner, positions_desc, slopes_ptr, slopes_stride, positions_k_ptr,  # None without softcap; without ALiBi
+    BATCHED: gl.constexpr, FOLD: gl.constexpr, REGISTERS: gl.constexpr,
+):  # fmt: skip
+    """Compute dk, dv and dq. Arguments: as of ``backward._kernel``. Boxes have 128 columns, of dq 64."""
+    dtype: gl.constexpr = q_desc.dtype
+    DS_L: gl.constexpr = gl.NVMMASharedLayout.get_default_for([KEYS, BM], dtype)
+    ROW_L: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    ds_s = gl.allocate_shared_memory(dtype, [4, KEYS, BM], DS_L)  # of the other CTA two, of this one two
+    arrived = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    kv_full = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
+    q_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    dout_full = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
+    k_t = pieces.boxes(k_desc, 3)  # the columns of this CTA's keys in two tiles, and half of those of the other's
+    v_t = pieces.boxes(v_desc, 2)
+    q_t = (pieces.boxes(q_desc, 2), pieces.boxes(q_desc, 2))
+    dout_t = (pieces.boxes(dout_desc, 1), pieces.boxes(dout_desc, 1))
+    dq_t = pieces.allocate_staging(dq_desc)
+    lse_t = gl.allocate_shared_memory(gl.float32, [2, 1, BM], lse_desc.layout)
+    delta_t = gl.allocate_shared_memory(gl.float32, [1, 1, BM], delta_desc.layout)
+    bounds_t = gl.allocate_shared_memory(gl.int32, [2, 1, 2 * BM], bounds_desc.layout)
+    positions_t = pieces.positions_of(positions_desc)
+    ds_at = offset_of(reinterpret(ds_s.index(0), gl.int32, [DS_BYTES // 4], ROW_L), 0, 1024)
+    arrived_at = offset_of(reinterpret(arrived, gl.int32, [4], ROW_L), SMALL_AT, 16)
+    mbarrier.init(kv_full.index(0), count=1)
+    mbarrier.init(dout_full.index(0), count=1)
+    for i in gl.static_range(2):
+        mbarrier.init(q_full.index(i), count=1)
+        mbarrier.init(arrived.index(i), count=1)
+    fence_barriers()
+    gl.warp_specialize(
+        [
+            (_values, (dv_ptr, info_ptr, k_t, q_t, dout_t, lse_t, bounds_t, positions_t, ds_s, arrived, dq_t, kv_full,
+                       q_full, dout_full, heads, tiles, kv_heads, parts, batches, stride_b, stride_s, stride_h,
+                       scale_log2, dk_scale, dv_scale, inner, slopes_ptr, slopes_stride, positions_k_ptr, sweep,
+                       BATCHED, FOLD, turns_ptr is not None, counters_ptr is not None)),
+            (_keys, (dk_ptr, info_ptr, k_t, v_t, q_t, dout_t, delta_t, ds_s, arrived, dq_t, kv_full, q_full, dout_full,
+                     heads, tiles, kv_heads, parts, batches, stride_b, stride_s, stride_h, dk_scale, sweep, BATCHED,
+                     FOLD, turns_ptr is not None, counters_ptr is not None)),
+            (_producer, ((q_desc, q_desc), (dout_desc, dout_desc), k_desc, v_desc, lse_desc, delta_desc, bounds_desc,
+                         positions_desc, info_ptr, k_t, v_t, q_t, dout_t, lse_t, delta_t, bounds_t, positions_t,
+                         kv_full, q_full, dout_full, heads, tiles, kv_heads, parts, q_tiles, flags_ptr, epoch,
+                         timed_out_ptr, sweep, BATCHED)),
+            (_sender, (info_ptr, ds_at, arrived, arrived_at, heads, tiles, kv_heads, parts, sweep, BATCHED)),
+            (_writer, (0, dq_desc, info_ptr, dq_t, heads, tiles, kv_heads, parts, turns_ptr, counters_ptr, segments,
+                       sweep, BATCHED)),
+            (_writer, (1, dq_desc, info_ptr, dq_t, heads, tiles, kv_heads, parts, turns_ptr, counters_ptr, segments,
+                       sweep, BATCHED)),
+        ],
+        [4, 1, 1, 1, 1],
+        [REGISTERS, 24, 24, 24, 24],
+    )  # fmt: skip

@@ -1,0 +1,135 @@
+"""Pairs of CTAs that write to each other's shared memory: what Gluon (Triton 3.6) lacks for clusters of two.
+
+A kernel is compiled as if for single CTAs and launched with ``dispatch(..., cluster=2)``; programs 2n and 2n + 1 are a
+pair, and ``program_id(0) % 2`` is the rank in it. Gluon does not say where in shared memory a tile is: a kernel finds
+it (:func:`offset_of`). Both CTAs of a pair have it at the same place.
+
+A CTA must not end before all that is sent to it has arrived, so it waits for every copy. Otherwise the launch fails
+("unspecified launch failure").
+
+``barrier.cluster`` counts all threads of a CTA: each partition of a warp-specialized kernel has to arrive, and the
+partitions have to add up to whole groups of four warps, which Triton starts.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from .primitives import barrier_sync
+
+_SEARCH = gl.constexpr(15)  # the named barrier of offset_of
+
+
+@gluon.jit
+def _in_warps(ASM: gl.constexpr, warps: gl.constexpr):
+    lanes = gl.zeros([32 * warps], gl.int32, gl.BlockedLayout([1], [32], [warps], [0]))
+    gl.inline_asm_elementwise(ASM, "=r,r", [lanes], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def fence_barriers():
+    """``fence.mbarrier_init.release.cluster``: mbarriers that have been initialized may be used by the other CTA, after
+    :func:`cluster_arrive` and :func:`cluster_wait`. By the four warps that initialize them."""
+    ASM: gl.constexpr = "fence.mbarrier_init.release.cluster; mov.b32 $0, $1;"
+    _in_warps(ASM, 4)
+
+
+@gluon.jit
+def cluster_arrive(warps: gl.constexpr):
+    """``barrier.cluster.arrive``: count these warps of a partition, without waiting. What they have done is done for
+    those that wait."""
+    ASM: gl.constexpr = "barrier.cluster.arrive.release.aligned; mov.b32 $0, $1;"
+    _in_warps(ASM, warps)
+
+
+@gluon.jit
+def cluster_wait(warps: gl.constexpr):
+    """``barrier.cluster.wait``: wait until all warps of both CTAs have arrived. Once for each time that a warp arrives,
+    before it arrives again."""
+    ASM: gl.constexpr = "barrier.cluster.wait.acquire.aligned; mov.b32 $0, $1;"
+    _in_warps(ASM, warps)
+
+
+# Bit n is set if the number is found n steps after the first place. The special register is the size of shared memory.
+_FIND_ASM = gl.constexpr("""{
+.reg .pred past, equal; .reg .b32 base, at, end, word, bit;
+mov.u32 base, global_smem;
+mov.u32 end, %dynamic_smem_size;
+mov.u32 at, $1;
+mov.b32 $0, 0;
+mov.b32 bit, 1;
+AGAIN:
+setp.ge.u32 past, at, end;
+@past bra FINISHED;
+add.u32 word, base, at;
+ld.shared.u32 word, [word];
+setp.eq.u32 equal, word, $2;
+@equal or.b32 $0, $0, bit;
+shl.b32 bit, bit, 1;
+add.u32 at, at, $3;
+bra AGAIN;
+FINISHED:
+}""")
+
+
+@gluon.jit
+def _places(lanes, words, number, FROM: gl.constexpr, STEP: gl.constexpr):
+    SIZE: gl.constexpr = words.shape[0]
+    words.store(gl.arange(0, SIZE, lanes.type.layout) + number)
+    barrier_sync(_SEARCH, 128)
+    constraints: gl.constexpr = "=&r,r,r,r"
+    args = [lanes * STEP + FROM, lanes * 0 + number, lanes * 0 + 128 * STEP]
+    found = gl.inline_asm_elementwise(_FIND_ASM, constraints, args, dtype=gl.int32, is_pure=False, pack=1)
+    barrier_sync(_SEARCH, 128)
+    return found
+
+
+@gluon.jit
+def offset_of(words, FROM: gl.constexpr, STEP: gl.constexpr):
+    """Return where a tile is in shared memory, in bytes: where two numbers are found after they have been stored at its
+    beginning, one after the other; trap if nowhere. By four warps, before they specialize.
+
+    Args:
+        words: a view of the tile, 1-D, int32; is overwritten.
+        FROM, STEP: the places to look at. At most 32 * 128 of them.
+    """
+    lanes = gl.arange(0, 128, gl.BlockedLayout([1], [32], [4], [0]))
+    found = _places(lanes, words, 0x5EA4C4, FROM, STEP) & _places(lanes, words, 0x2B1D55, FROM, STEP)
+    bit = gl.inline_asm_elementwise("bfind.u32 $0, $1;", "=r,r", [found], dtype=gl.int32, is_pure=True, pack=1)
+    offset = gl.max(gl.where(found != 0, FROM + (lanes + 128 * bit) * STEP, -1), axis=0)
+    constraints: gl.constexpr = "=r,r"
+    gl.inline_asm_elementwise(
+        "{ .reg .pred none; setp.lt.s32 none, $1, 0; @none trap; mov.b32 $0, 0; }",
+        constraints, [lanes * 0 + offset], dtype=gl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+    return offset
+
+
+@gluon.constexpr_function
+def _send_asm(nbytes):
+    return (
+        "{ .reg .pred one; .reg .b32 base, peer, from, to, full; "
+        "mov.u32 base, %laneid; setp.eq.u32 one, base, 0; mov.u32 base, global_smem; "
+        "mov.u32 peer, %cluster_ctarank; xor.b32 peer, peer, 1; add.u32 from, base, $1; "
+        "add.u32 to, base, $2; mapa.shared::cluster.u32 to, to, peer; "
+        "add.u32 full, base, $3; mapa.shared::cluster.u32 full, full, peer; "
+        "@one cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes "
+        f"[to], [from], {nbytes}, [full]; mov.b32 $0, 0; }}"
+    )
+
+
+@gluon.jit
+def send_to_peer(source, target, full, BYTES: gl.constexpr):
+    """``UBLKCP``: copy this CTA's shared memory to the other one's, asynchronously, and count the bytes at an mbarrier
+    there. For a partition of one warp, after a proxy fence by those who stored the source and a barrier with them.
+
+    Args:
+        source, target, full: offsets in shared memory, of this CTA and of the other one.
+        BYTES: a multiple of 16.
+    """
+    ASM: gl.constexpr = _send_asm(BYTES)
+    lanes = gl.zeros([32], gl.int32, gl.BlockedLayout([1], [32], [1], [0]))
+    constraints: gl.constexpr = "=r,r,r,r"
+    args = [lanes + source, lanes + target, lanes + full]
+    gl.inline_asm_elementwise(ASM, constraints, args, dtype=gl.int32, is_pure=False, pack=1)
