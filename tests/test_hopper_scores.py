@@ -6,6 +6,7 @@ What kernel_contract.py has of both runs there, too. Tolerances: kernel_contract
 from __future__ import annotations
 
 import types
+from collections.abc import Iterator
 from dataclasses import replace
 
 import numpy as np
@@ -53,6 +54,84 @@ def test_polynomials_are_as_exact_as_float32(limit, coefficients, scale, inner) 
     some = x != 0
     exact = scale * np.tanh(x[some].astype(np.float64) * inner)
     assert np.abs((x * h)[some] / exact - 1).max() < (2 if scale == 1.0 else 2.5) * np.finfo(np.float32).eps
+
+
+def run_assembly(asm: str, registers: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Run PTX with the float32 registers of 32 threads and return them. Two bfloat16 in a register are a complex number
+    (the lower one real); special functions are exact; reading a register that is not written yet is an error."""
+
+    def bfloat16(x: np.ndarray) -> np.ndarray:
+        return torch.from_numpy(x).bfloat16().float().numpy()
+
+    operations = {
+        "abs": np.abs, "neg": np.negative, "mov": np.copy, "max": np.maximum, "add": np.add, "sub": np.subtract,
+        "mul": np.multiply, "fma": lambda x, y, z: x.astype(np.float64) * y + z, "setp": np.less,
+        "ex2": lambda x: np.exp2(x.astype(np.float64)), "rcp": lambda x: 1 / x.astype(np.float64),
+        "vote": lambda x: np.full(32, x.all()), "cvt": lambda high, low: bfloat16(low) + 1j * bfloat16(high),
+    }  # fmt: skip
+    registers = dict(registers)
+    code = [x.strip() for x in asm.replace(", 0xffffffff", "").strip("{} ").split(";")]
+    labels = {x.split(":")[0]: i for i, x in enumerate(code) if ":" in x}
+    i = 0
+    while i < len(code):
+        operation, _, operands = code[i].split(":")[-1].strip().removeprefix("@!all ").partition(" ")
+        i += 1
+        if operation == "bra":
+            if not code[i - 1].startswith("@!all") or not registers["all"].any():
+                i = labels[operands]
+        elif operation and operation != ".reg":
+            to, *names = operands.split(", ")
+            numbers = [registers[x] if x[0].isalpha() or x[0] == "$" else np.float32(x) for x in names]
+            y = operations[operation.split(".")[0]](*numbers)
+            registers[to] = y.astype(np.float32) if y.dtype == np.float64 else y
+    return registers
+
+
+# The largest number, which decides the way to tanh, and the error of tanh: 2.5 eps of it for polynomials, as above, or
+# what scores.capped says.
+EPS = np.finfo(np.float32).eps
+WAYS = [*((x, x * 2.5 * EPS) for x in (0.14, 0.29, 0.55)), *((x, 1.2e-7 + EPS) for x in (0.9, 20.0))]
+SCALE, INNER = 50 * scores.LOG2E, 128**-0.5 / 50
+
+
+def products(count: int, largest: float) -> Iterator[np.ndarray]:
+    """Return numbers of 32 threads, all small but one, which is each number of a thread by turns."""
+    for i in range(count):
+        x = np.random.default_rng(i).uniform(-0.1, 0.1, (count, 32))
+        x[i, 17] = -largest
+        yield (x / INNER).astype(np.float32)
+
+
+@pytest.mark.parametrize(("largest", "error"), WAYS)
+def test_exponentials_in_one_piece_of_assembly(largest, error) -> None:
+    pairs = 4
+    asm = scores._exponentials_asm(pairs, SCALE, INNER)
+    for x in products(2 * pairs, largest):
+        out = run_assembly(asm, {f"${i}": row for i, row in enumerate(x)})
+        p = np.stack([out[f"${i}"] for i in range(2 * pairs)])
+        exact = np.exp2(SCALE * np.tanh(x.astype(np.float64) * INNER))
+        bound = np.log(2) * SCALE * error + EPS
+        assert (np.abs(p - exact) <= bound * exact).all()
+        for row in range(2):  # neighbouring columns are in the first and the second half, and rows take turns
+            total = exact[row:pairs:2].sum(0) + exact[pairs + row :: 2].sum(0)
+            assert (np.abs(out[f"${2 * pairs + row}"] - total) <= (bound + pairs * EPS) * total).all()
+
+
+@pytest.mark.parametrize(("largest", "error"), WAYS)
+def test_probabilities_in_one_piece_of_assembly(largest, error) -> None:
+    count = 8
+    asm = scores._probabilities_of_capped_asm(count, SCALE, INNER)
+    offset = np.random.default_rng(0).uniform(0.0, 10.0, (count, 32)).astype(np.float32)
+    for x in products(count, largest):
+        out = run_assembly(asm, {f"${count + i}": row for i, row in enumerate((*x, *offset))})
+        both = np.stack([out[f"${i}"] for i in range(count)])
+        p, slope = np.stack([both.real, both.imag], 1).reshape(2, count, 32)
+        r = SCALE * np.tanh(x.astype(np.float64) * INNER)
+        exact, derivative = np.exp2(r - offset), SCALE**2 - r**2
+        bound = np.log(2) * (SCALE * error + EPS * np.abs(r - offset)) + EPS + 2.0**-8  # the last: of bfloat16
+        assert (np.abs(p - exact) <= bound * exact).all()
+        off = bound * derivative + 2 * SCALE**2 * (error + EPS)
+        assert (np.abs(slope - exact * derivative) <= exact * off).all()
 
 
 @pytest.mark.parametrize(

@@ -306,13 +306,14 @@ def _kernel(
     flags_ptr, epoch, timed_out_ptr, turns_ptr, counters_ptr, segments, sweep,
     inner, positions_desc, slopes_ptr, slopes_stride, positions_k_ptr,  # None without softcap; without ALiBi
     first_ptr, sums_ptr,  # None if dQ may be added in any order
-    BATCHED: gl.constexpr, FOLD: gl.constexpr, REGISTERS: gl.constexpr,
+    BATCHED: gl.constexpr, FOLD: gl.constexpr, FIXED: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """Compute dk, dv and dq.
 
     ``heads``: query heads of a CTA; ``parts``: CTAs that share a group. ``turns_ptr``: (batch * kv_heads, tiles)
     int32, zeros, where parts that add to the same dk, dv count whose turn it is; None if each part has its own.
-    ``stride_*`` are those of dk and dv. ``flags_ptr`` or ``counters_ptr`` None: nothing to wait for or to count."""
+    ``stride_*`` are those of dk and dv. ``flags_ptr`` or ``counters_ptr`` None: nothing to wait for or to count.
+    ``FIXED``: :attr:`scores.Changes.fixed`, constants that take the place of ``inner``, or None."""
     dtype: gl.constexpr = q_desc.dtype
     DS_L: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BN // 2, BM], dtype)
     ROW_L: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
@@ -360,15 +361,13 @@ def _kernel(
     gl.warp_specialize(
         [
             (_consumer, (0, dk_ptr, dv_ptr, info_ptr, k_s, v_s, q_s, dout_s, lse_v, delta_v, bounds_v, ds_s, dq_s[0],
-            kv_full, q_full,
-                         dout_full, heads, tiles, kv_heads, parts, batches, stride_b, stride_s, stride_h, scale_log2,
-                         dk_scale, dv_scale, inner, alibi, sweep, BATCHED, FOLD, turns_ptr is not None,
-                         counters_ptr is not None, sums_ptr is not None)),
+                         kv_full, q_full, dout_full, heads, tiles, kv_heads, parts, batches, stride_b, stride_s,
+                         stride_h, scale_log2, dk_scale, dv_scale, inner if FIXED is None else FIXED, alibi, sweep,
+                         BATCHED, FOLD, turns_ptr is not None, counters_ptr is not None, sums_ptr is not None)),
             (_consumer, (1, dk_ptr, dv_ptr, info_ptr, k_s, v_s, q_s, dout_s, lse_v, delta_v, bounds_v, ds_s, dq_s[1],
-            kv_full, q_full,
-                         dout_full, heads, tiles, kv_heads, parts, batches, stride_b, stride_s, stride_h, scale_log2,
-                         dk_scale, dv_scale, inner, alibi, sweep, BATCHED, FOLD, turns_ptr is not None,
-                         counters_ptr is not None, sums_ptr is not None)),
+                         kv_full, q_full, dout_full, heads, tiles, kv_heads, parts, batches, stride_b, stride_s,
+                         stride_h, scale_log2, dk_scale, dv_scale, inner if FIXED is None else FIXED, alibi, sweep,
+                         BATCHED, FOLD, turns_ptr is not None, counters_ptr is not None, sums_ptr is not None)),
             (pieces.producer, (q_descs, dout_descs, k_descs, v_descs, lse_desc, delta_desc, bounds_desc, positions_desc,
                          info_ptr, k_t, v_t, q_t, dout_t, lse_t, delta_t, bounds_t, positions_t, kv_full, q_full,
                          dout_full, heads, tiles, kv_heads, parts, q_tiles,
@@ -527,7 +526,8 @@ def _padded_statistics(queries: Queries, score: Score, launches: Launches) -> tu
     batch, seq_q, q_heads, _ = q.shape
     height = work.queries_per_step(q)
     q_tiles = -(-seq_q // height)
-    shift = math.log2(score.softmax_scale) if _folds_scale(q, score) else 0.0
+    fold = _folded_scale(q, score)
+    shift = math.log2(fold) if fold else 0.0
     rows = batch * q_heads * q_tiles
     padded, negated = torch.empty(2, rows, height, dtype=torch.float32, device=q.device).unbind()
     key, tensors = ("statistics", q.shape, shift), [lse, delta, padded, negated]
@@ -557,7 +557,8 @@ def _arguments(
     kv_heads, dim_v = v.shape[2:]
     info, bounds, *first = _tables(q, block, x.sums is not None)
     rows, ctas = work.queries_per_step(q), work.ctas_per_tile(q)
-    tiles, parts, scale, fold = info.shape[1], split.parts, score.softmax_scale, _folds_scale(q, score)
+    tiles, parts, scale, fold = info.shape[1], split.parts, score.softmax_scale, _folded_scale(q, score)
+    fixed = _fixed(q, score)
     sweep = work.sweep if x.sums is None else work.sweep_in_order
     alibi: tuple[Any, ...] = (None, None, None, None)
     if x.slopes is not None:
@@ -565,13 +566,13 @@ def _arguments(
         alibi = view(of_queries, (1, rows)), x.slopes, changes.slopes_stride, of_keys
     numbers = (
         dk, x.dv, info, q_heads // kv_heads // parts, tiles, kv_heads, parts, batch, *dk.stride()[-4:-1],
-        -(-seq_q // rows), changes.scale, scale, 1 / scale if fold else 1.0,
+        -(-seq_q // rows), changes.scale, scale, 1 / fold if fold else 1.0,
         x.flags, epoch, x.timed_out, x.turns, x.counters, 0 if x.counters is None else x.counters.shape[1],
         sweep(batch * kv_heads, tiles, work.processors(q) // ctas, parts),
-        changes.inner, *alibi,
+        None if fixed else changes.inner, *alibi,
     )  # fmt: skip
     order = (*first, x.sums) if first else (None, None)
-    constants = dict(BATCHED=info.shape[0] > 1, FOLD=fold, REGISTERS=240, num_warps=4)
+    constants = dict(BATCHED=info.shape[0] > 1, FOLD=fold > 0.0, REGISTERS=240, num_warps=4)
     statistics = view(x.lse, (1, rows)), view(x.minus_delta, (1, rows)), view(bounds, (1, 2 * rows))
 
     def box(tensor: Tensor, columns: int, height: int = BM.value) -> TensorDescriptor | None:
@@ -580,7 +581,7 @@ def _arguments(
     grid = (batch * kv_heads * parts * tiles,)
     if dim == 64:
         boxes = (box(q, dim, rows), box(dout, dim, rows), box(k, dim), box(v, dim), *statistics, box(dq, dim))
-        return tall.kernel, grid, (*boxes, *numbers, *order), constants
+        return tall.kernel, grid, (*boxes, *numbers, *order), dict(FIXED=fixed, **constants)
     if dim == 192:
         boxes = (
             *(box(t, 128) for t in (q, dout, k, v)), *statistics, box(dq, 64), box(q, 64), box(k, 64), box(dq, 32)
@@ -588,20 +589,22 @@ def _arguments(
         return lean.kernel, grid, (*boxes, *numbers), constants
     if dim > 128 and ctas > 1:
         boxes = (*(box(t, pair.HALF.value) for t in (q, dout, k, v)), *statistics, box(dq, pair.UNIT.value))
-        return pair.kernel, grid, (*boxes, *numbers), dict(cluster=ctas, **constants)
+        return pair.kernel, grid, (*boxes, *numbers), dict(cluster=ctas, FIXED=fixed, **constants)
     if dim > 128:
         boxes = (
             *(box(t, 128) for t in (q, dout, k, v)), *statistics, box(dq, wide.UNIT.value),
             box(q, dim - 128), box(k, dim - 128), box(dout, dim_v - 128), box(v, dim_v - 128),
         )  # fmt: skip
-        return wide.kernel, grid, (*boxes, *numbers), dict(DO_STAGES=2 if dim + dim_v <= 320 else 1, **constants)
+        return wide.kernel, grid, (*boxes, *numbers), dict(
+            DO_STAGES=2 if dim + dim_v <= 320 else 1, FIXED=fixed, **constants
+        )  # fmt: skip
     whole = 2 ** (dim.bit_length() - 1)  # columns of the first piece of a tile, a power of two
     rest = dim - whole  # of the second piece: a power of two, or 0
     boxes = (
         *(box(t, whole) for t in (q, dout, k, v)), *statistics, box(dq, whole if rest else dim // 2),
         *(box(t, rest) for t in (q, dout, k, v)), box(dq, rest),
     )  # fmt: skip
-    return _kernel, grid, (*boxes, *numbers, *order), constants
+    return _kernel, grid, (*boxes, *numbers, *order), dict(FIXED=fixed, **constants)
 
 
 def _variants(x: _Operands) -> list[dict[str, Any]]:
@@ -632,9 +635,19 @@ def _positions(q: Tensor, block: Block) -> tuple[Tensor, Tensor]:
     return scores.padded_positions(block, work.queries_per_step(q), work.keys_per_tile(q), q.device)
 
 
-def _folds_scale(q: Tensor, score: Score) -> bool:
-    """Return whether P carries the factor ``softmax_scale``: the exponent of bfloat16 has room for it."""
-    return q.dtype == torch.bfloat16 and score.softmax_scale > 0.0
+def _fixed(q: Tensor, score: Score) -> tuple[float, float] | None:
+    """Return :attr:`scores.Changes.fixed` if P can carry a factor; at 192/128 registers do not suffice."""
+    can = q.dtype == torch.bfloat16 and score.softmax_scale > 0.0 and q.shape[-1] != 192
+    return scores.Changes.of(score, q).fixed if can else None
+
+
+def _folded_scale(q: Tensor, score: Score) -> float:
+    """Return the factor that P carries, so that dS needs none, or 0: the exponent of bfloat16 has room for it. It is
+    ``softmax_scale`` over what the derivative of the softcap is times (:func:`scores.square_of_scale`)."""
+    if q.dtype != torch.bfloat16 or score.softmax_scale <= 0.0:
+        return 0.0
+    fixed = _fixed(q, score)
+    return score.softmax_scale / (fixed[0] ** 2 if fixed else 1.0)
 
 
 def _can_store_into(dk: Tensor, dv: Tensor) -> bool:

@@ -339,7 +339,7 @@ def kernel(
     q_tiles, scale_log2, dk_scale, dv_scale,
     flags_ptr, epoch, timed_out_ptr, turns_ptr, counters_ptr, segments, sweep,
     inner, positions_desc, slopes_ptr, slopes_stride, positions_k_ptr,  # None without softcap; without ALiBi
-    BATCHED: gl.constexpr, FOLD: gl.constexpr, REGISTERS: gl.constexpr,
+    BATCHED: gl.constexpr, FOLD: gl.constexpr, FIXED: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """Compute dk, dv and dq. Arguments: as of ``backward._kernel``. Boxes have 128 columns, of dq 64."""
     dtype: gl.constexpr = q_desc.dtype
@@ -371,8 +371,8 @@ def kernel(
         [
             (_values, (dv_ptr, info_ptr, k_t, q_t, dout_t, lse_t, bounds_t, positions_t, ds_s, arrived, dq_t, kv_full,
                        q_full, dout_full, heads, tiles, kv_heads, parts, batches, stride_b, stride_s, stride_h,
-                       scale_log2, dk_scale, dv_scale, inner, slopes_ptr, slopes_stride, positions_k_ptr, sweep,
-                       BATCHED, FOLD, turns_ptr is not None, counters_ptr is not None)),
+                       scale_log2, dk_scale, dv_scale, inner if FIXED is None else FIXED, slopes_ptr, slopes_stride,
+                       positions_k_ptr, sweep, BATCHED, FOLD, turns_ptr is not None, counters_ptr is not None)),
             (_keys, (dk_ptr, info_ptr, k_t, v_t, q_t, dout_t, delta_t, ds_s, arrived, dq_t, kv_full, q_full, dout_full,
                      heads, tiles, kv_heads, parts, batches, stride_b, stride_s, stride_h, dk_scale, sweep, BATCHED,
                      FOLD, turns_ptr is not None, counters_ptr is not None)),

@@ -329,6 +329,11 @@ def scores_to_base_2(
     return s
 
 
+# Hides a score of Changes.fixed: those, their lse and the logarithm of P's factor are far above it, so that its P is 0;
+# but its derivative is a number, and 0 times that is 0.
+HIDDEN_AND_FINITE = gl.constexpr(-1024.0)
+
+
 @gluon.jit
 def capped_probabilities(
     s, lse_v, scale, inner, alibi, head, bounds_v, stage, key, past, S_L: gl.constexpr, CUT: gl.constexpr,
@@ -336,23 +341,35 @@ def capped_probabilities(
 ):  # fmt: skip
     """Return P of scores with softcap, and P times the derivative of the softcap, both in 16 bits. ``FUSED``: fewer
     registers, except at head dim 64, where tiles are twice as wide. Without ``SHORT``, the short polynomial, too."""
-    t = scores.capped(s, inner, SHORT)
-    if FUSED:
-        offset, _ = gl.broadcast(lse_v.index(stage).load(gl.SliceLayout(0, S_L))[None, :], t)
-        if len(alibi) > 0:
-            offset = offset + scores.penalties_of_step(alibi, head, stage, S_L)
-        if CUT:
-            offset = hide(offset, bounds_v, stage, key, past, S_L, float("inf"))
-        p, slope = scores.probabilities(t, scale, offset, dtype)
+    ONE: gl.constexpr = scores.square_of_scale(inner)
+    if scores.is_fixed(inner) and FUSED and not CUT:
+        offset = lse_v.index(stage).load(gl.SliceLayout(0, S_L))[None, :]
+        p, slope = scores.probabilities_of_capped(s, offset, inner)
     else:
-        s = t * scale
-        if len(alibi) > 0:
-            s = s - scores.penalties_of_step(alibi, head, stage, S_L)
-        if CUT:
-            s = hide(s, bounds_v, stage, key, past, S_L)
-        p32 = gl.exp2(s - lse_v.index(stage).load(gl.SliceLayout(0, S_L))[None, :])
-        p = round_pairs(p32, dtype)
-        slope = round_pairs(p32 * gl.fma(-t, t, 1.0), dtype)
+        if scores.is_fixed(inner):
+            t = scores.scaled_and_capped(s, inner)
+            unit = 1.0
+            if CUT and not FUSED:
+                t = hide(t, bounds_v, stage, key, past, S_L, HIDDEN_AND_FINITE)
+        else:
+            t = scores.capped(s, inner, SHORT)
+            unit = scale
+        if FUSED:
+            offset, _ = gl.broadcast(lse_v.index(stage).load(gl.SliceLayout(0, S_L))[None, :], t)
+            if len(alibi) > 0:
+                offset = offset + scores.penalties_of_step(alibi, head, stage, S_L)
+            if CUT:
+                offset = hide(offset, bounds_v, stage, key, past, S_L, float("inf"))
+            p, slope = scores.probabilities(t, unit, offset, dtype, ONE)
+        else:
+            s = t * unit
+            if len(alibi) > 0:
+                s = s - scores.penalties_of_step(alibi, head, stage, S_L)
+            if CUT and not scores.is_fixed(inner):
+                s = hide(s, bounds_v, stage, key, past, S_L)
+            p32 = gl.exp2(s - lse_v.index(stage).load(gl.SliceLayout(0, S_L))[None, :])
+            p = round_pairs(p32, dtype)
+            slope = round_pairs(p32 * gl.fma(-t, t, ONE), dtype)
     return p, slope
 
 

@@ -236,7 +236,7 @@ def kernel(
     flags_ptr, epoch, timed_out_ptr, turns_ptr, counters_ptr, segments, sweep,
     inner, positions_desc, slopes_ptr, slopes_stride, positions_k_ptr,  # None without softcap; without ALiBi
     first_ptr, sums_ptr,  # None if dQ may be added in any order
-    BATCHED: gl.constexpr, FOLD: gl.constexpr, REGISTERS: gl.constexpr,
+    BATCHED: gl.constexpr, FOLD: gl.constexpr, FIXED: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """Compute dk, dv and dq. Arguments: as of ``backward._kernel``."""
     dtype: gl.constexpr = q_desc.dtype
@@ -273,14 +273,14 @@ def kernel(
         [
             (_consumer, (0, dk_ptr, dv_ptr, info_ptr, k_s, v_s, q_s, dout_s, lse_v, delta_v, bounds_v, ds_s,
                          pieces.staging_matrix(dq_t_0), kv_full, q_full, dout_full, heads, tiles, kv_heads,
-                         parts, batches, stride_b, stride_s, stride_h, scale_log2, dk_scale, dv_scale, inner,
-                         alibi, sweep, BATCHED, FOLD, turns_ptr is not None, counters_ptr is not None,
-                         sums_ptr is not None)),
+                         parts, batches, stride_b, stride_s, stride_h, scale_log2, dk_scale, dv_scale,
+                         inner if FIXED is None else FIXED, alibi, sweep, BATCHED, FOLD, turns_ptr is not None,
+                         counters_ptr is not None, sums_ptr is not None)),
             (_consumer, (1, dk_ptr, dv_ptr, info_ptr, k_s, v_s, q_s, dout_s, lse_v, delta_v, bounds_v, ds_s,
                          pieces.staging_matrix(dq_t_1), kv_full, q_full, dout_full, heads, tiles, kv_heads,
-                         parts, batches, stride_b, stride_s, stride_h, scale_log2, dk_scale, dv_scale, inner,
-                         alibi, sweep, BATCHED, FOLD, turns_ptr is not None, counters_ptr is not None,
-                         sums_ptr is not None)),
+                         parts, batches, stride_b, stride_s, stride_h, scale_log2, dk_scale, dv_scale,
+                         inner if FIXED is None else FIXED, alibi, sweep, BATCHED, FOLD, turns_ptr is not None,
+                         counters_ptr is not None, sums_ptr is not None)),
             (pieces.producer, ((q_desc,), (dout_desc,), (k_desc,), (v_desc,), lse_desc, delta_desc,
                          bounds_desc, positions_desc, info_ptr, k_t, v_t, q_t, dout_t, lse_t, delta_t, bounds_t,
                          positions_t, kv_full, q_full,

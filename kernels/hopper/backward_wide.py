@@ -235,7 +235,7 @@ def kernel(
     q_tiles, scale_log2, dk_scale, dv_scale,
     flags_ptr, epoch, timed_out_ptr, turns_ptr, counters_ptr, segments, sweep,
     inner, positions_desc, slopes_ptr, slopes_stride, positions_k_ptr,  # None without softcap; without ALiBi
-    DO_STAGES: gl.constexpr, BATCHED: gl.constexpr, FOLD: gl.constexpr, REGISTERS: gl.constexpr,
+    DO_STAGES: gl.constexpr, BATCHED: gl.constexpr, FOLD: gl.constexpr, FIXED: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """Compute dk, dv and dq. Arguments: as of ``backward._kernel``."""
     dtype: gl.constexpr = q_desc.dtype
@@ -278,8 +278,8 @@ def kernel(
         [
             (_values, (dv_ptr, info_ptr, k_s, q_s, dout_s, lse_v, bounds_v, p_s, ds_s, pieces.staging_matrix(dq_t[0]),
                        kv_full, q_full, dout_full, heads, tiles, kv_heads, parts, batches, stride_b, stride_s,
-                       stride_h, scale_log2, dk_scale, dv_scale, inner, alibi, sweep, BATCHED, FOLD,
-                       turns_ptr is not None, counters_ptr is not None)),
+                       stride_h, scale_log2, dk_scale, dv_scale, inner if FIXED is None else FIXED, alibi, sweep,
+                       BATCHED, FOLD, turns_ptr is not None, counters_ptr is not None)),
             (_keys, (dk_ptr, info_ptr, k_s, v_s, q_s, dout_s, delta_v, p_s, ds_s, pieces.staging_matrix(dq_t[1]),
                      kv_full, q_full, dout_full, heads, tiles, kv_heads, parts, batches, stride_b, stride_s,
                      stride_h, dk_scale, UNITS_1, sweep, BATCHED, FOLD, turns_ptr is not None,

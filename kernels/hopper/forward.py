@@ -75,8 +75,10 @@ from .scores import (
     LOG2E,
     Changes,
     capped,
+    exponentials_of_capped,
     middle,
     padded_positions,
+    pairs,
     penalties,
     relative,
     scaled_and_capped,
@@ -199,10 +201,9 @@ def _lane_sum(p):
 
 
 @gluon.jit
-def _pack(p, dtype: gl.constexpr):
-    """Return (R, N) float32 as (R, N / 2) int32 of neighbouring 16-bit pairs. A loop that carries 16-bit elements holds
+def _pack(low, high, dtype: gl.constexpr):
+    """Return the float32 numbers of :func:`pairs` as int32 of 16-bit pairs. A loop that carries 16-bit elements holds
     halves of registers and needs a PRMT for each pair before the wgmma."""
-    low, high = gl.split(gl.reshape(p, [p.shape[0], p.shape[1] // 2, 2]))
     if dtype == gl.bfloat16:
         x = gl.inline_asm_elementwise(
             "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f", [low, high], dtype=gl.int32, is_pure=True, pack=1
@@ -568,6 +569,7 @@ def _softmax(s, m, l, rest, c2, part, slack: gl.constexpr, FIXED: gl.constexpr):
     0."""
     L_L: gl.constexpr = l.type.layout
     if FIXED is not None:
+        alpha = gl.zeros(l.shape, gl.int32, L_L)
         x = gl.exp2(s)
         return m, l + gl.convert_layout(_lane_sum(x), L_L), m, x
     top = gl.max(s, axis=1) * c2
@@ -694,22 +696,28 @@ def _step(
     barrier_arrive(TURN + (C + 1) % N, 256)
     s = warpgroup_mma_wait(1, deps=[s])
     barrier_arrive(K_FREE + ks, THREADS)
-    part = ()
-    if len(even) > 0:
-        keep_alive(side[0])
-        part = (ramp.part_of_rows(changes[1], side, first),)  # type: ignore[assignment]
-        unit = c2
+    if FIXED is not None and not MASK:
+        low, high, sums = exponentials_of_capped(s, FIXED)
+        l += gl.convert_layout(sums, l.type.layout)
     else:
-        s, unit = _changed(s, c2, changes, column, FIXED)
-    if MASK:
-        slot, start_ptr, end_ptr, rows_batch_stride = intervals
-        start, end = _intervals(slot, C, start_ptr, end_ptr, rows_batch_stride, gl.SliceLayout(1, S_L))
-        s = _hide(s, column, start, end)
-    m, l, alpha, x = _softmax(s, m, l, 0.0, unit, part, SLACK, FIXED)
+        part = ()
+        if len(even) > 0:
+            keep_alive(side[0])
+            part = (ramp.part_of_rows(changes[1], side, first),)  # type: ignore[assignment]
+            unit = c2
+        else:
+            s, unit = _changed(s, c2, changes, column, FIXED)
+        if MASK:
+            slot, start_ptr, end_ptr, rows_batch_stride = intervals
+            start, end = _intervals(slot, C, start_ptr, end_ptr, rows_batch_stride, gl.SliceLayout(1, S_L))
+            s = _hide(s, column, start, end)
+        m, l, alpha, x = _softmax(s, m, l, 0.0, unit, part, SLACK, FIXED)
+        low, high = pairs(x)
     acc, p = warpgroup_mma_wait(0, deps=[acc, p])
     keep_alive(packed)
     barrier_arrive(V_FREE + vs, THREADS)
-    return acc, m, l, alpha, _pack(x, DTYPE)
+    packed = gl.convert_layout(_pack(low, high, DTYPE), packed.type.layout)
+    return acc, m, l, alpha, packed
 
 
 @gluon.jit
@@ -859,7 +867,8 @@ def _consumer(
         s, unit = _changed(s, c2, changes, last, FIXED)
         s = _hide(s, last, start, end)
         m, l, alpha, x = _softmax(s, m, l, rest, unit, (), 0.0, FIXED)
-        packed = _pack(x, DTYPE)
+        low, high = pairs(x)
+        packed = _pack(low, high, DTYPE)
 
         intervals = (slot, start_ptr, end_ptr, rows_batch_stride)
         if EARLY:

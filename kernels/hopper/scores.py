@@ -12,7 +12,9 @@ this code.
   off with it.
 * Softcap bounds scores. So a forward in bfloat16 that carries no state in needs no running maximum: its point of
   reference is 0 (:attr:`Changes.fixed`), p is at most 2^BOUND, and the factors of the exponent go into the
-  coefficients.
+  coefficients. The backward in bfloat16 has these constants, too, except at 192/128.
+* With them, tanh and the exponentials of a full tile are one piece of assembly, in which they overlap
+  (:func:`exponentials_of_capped`, :func:`probabilities_of_capped`).
 * The forward adds ALiBi without softcap to most tiles by a product (:mod:`.ramp`).
 * Otherwise ALiBi needs positions: int32, exact up to 2^31. Both sides subtract the middle position of the tile that
   stays (of queries in the forward, of keys in the backward) before they become float32, and the slope multiplies their
@@ -99,45 +101,45 @@ def _ptx(x: float) -> str:
     return f"{x:.17e}"
 
 
-_ONE = gl.constexpr(_ptx(1.0))
-
-
 @gluon.constexpr_function
-def _polynomial_asm(count: int, coefficients: tuple[float, ...], scale: float, inner: float) -> str:
-    """Return the PTX of a polynomial with the factors in its coefficients."""
-    texts = [_ptx(c * scale * inner ** (2 * k + 1)) for k, c in enumerate(coefficients)][::-1]
-    steps = "".join(f"fma.rn.f32 h, h, z, {c}; " for c in texts[2:])
-    return "".join(
-        f"mul.f32 z, ${i}, ${i}; fma.rn.f32 h, z, {texts[0]}, {texts[1]}; {steps}mul.f32 ${i}, ${i}, h; "
-        for i in range(count)
+def _by_size(numbers, scale, inner, use, registers="", short=True):
+    """Return PTX that finds the largest of the numbers, in four chains, and continues with ``use(tanh)``, where
+    ``tanh(x, y)`` is the PTX of y = scale * tanh(x * inner) in the way that the largest number allows, with or without
+    the short polynomial. Each way is one basic block, in which what ``use`` does with a number overlaps the polynomial
+    of the next one."""
+
+    def polynomial(coefficients):
+        highest, second, *others = [_ptx(c * scale * inner ** (2 * k + 1)) for k, c in enumerate(coefficients)][::-1]
+        steps = "".join(f"fma.rn.f32 h, h, z, {c}; " for c in others)
+        return use(
+            lambda x, y: f"mul.f32 z, {x}, {x}; fma.rn.f32 h, z, {highest}, {second}; {steps}mul.f32 {y}, {x}, h; "
+        )
+
+    far = use(
+        lambda x, y: (
+            f"mul.f32 h, {x}, {_ptx(2 * LOG2E * inner)}; ex2.approx.ftz.f32 h, h; add.f32 h, h, {_ptx(1.0)}; "
+            f"rcp.approx.ftz.f32 h, h; fma.rn.f32 {y}, h, {_ptx(-2.0 * scale)}, {_ptx(scale)}; "
+        )
+    )
+    begin = "".join(f"abs.f32 m{i}, {x}; " for i, x in enumerate(numbers[:4]))
+    largest = "".join(f"abs.f32 z, {x}; max.f32 m{i % 4}, m{i % 4}, z; " for i, x in enumerate(numbers[4:]))
+    ways = ""
+    for limit, coefficients in POLYNOMIALS if short else POLYNOMIALS[1:]:
+        larger = f"ABOVE_{len(coefficients)}"
+        ways += (
+            f"setp.lt.f32 all, m0, {_ptx(limit / abs(inner))}; vote.sync.all.pred all, all, 0xffffffff; "
+            f"@!all bra {larger}; {polynomial(coefficients)} bra DONE; {larger}: "
+        )
+    return (
+        f"{{ .reg .pred all; .reg .f32 z, h, m<4>; {registers} {begin}{largest}"
+        f"max.f32 m0, m0, m1; max.f32 m2, m2, m3; max.f32 m0, m0, m2; {ways}{far} DONE: }}"
     )
 
 
 @gluon.constexpr_function
 def _tanh_asm(count, scale, inner, short=True):
-    """Return the PTX of scale * tanh(x * inner): the largest number in four chains, and the ways to tanh, with or
-    without the short polynomial."""
-    largest = "".join(f"abs.f32 y, ${i}; max.f32 m{i % 4}, m{i % 4}, y; " for i in range(4, count))
-    begin = "".join(f"abs.f32 m{i}, ${i}; " for i in range(4))
-    small, near = (_polynomial_asm(count, c, scale, inner) for _, c in POLYNOMIALS)
-    below_small, below_near = (_ptx(limit / abs(inner)) for limit, _ in POLYNOMIALS)
-    far = "".join(
-        f"mul.f32 y, ${i}, {_ptx(2 * LOG2E * inner)}; ex2.approx.ftz.f32 y, y; add.f32 y, y, {_ptx(1.0)}; "
-        f"rcp.approx.ftz.f32 y, y; fma.rn.f32 ${i}, y, {_ptx(-2.0 * scale)}, {_ptx(scale)}; "
-        for i in range(count)
-    )
-    first = (
-        f"setp.lt.f32 all, m0, {below_small}; vote.sync.all.pred all, all, 0xffffffff; @!all bra LARGER; "
-        f"{small} bra DONE; LARGER: "
-    )
-    if not short:
-        first = ""
-    return (
-        f"{{ .reg .pred all; .reg .f32 y, z, h, m<4>; {begin}{largest}"
-        "max.f32 m0, m0, m1; max.f32 m2, m2, m3; max.f32 m0, m0, m2; "
-        f"{first}setp.lt.f32 all, m0, {below_near}; vote.sync.all.pred all, all, 0xffffffff; @!all bra FAR; "
-        f"{near} bra DONE; FAR: {far} DONE: }}"
-    )
+    numbers = [f"${i}" for i in range(count)]
+    return _by_size(numbers, scale, inner, lambda tanh: "".join(tanh(x, x) for x in numbers), short=short)
 
 
 @gluon.constexpr_function
@@ -170,6 +172,71 @@ def scaled_and_capped(s, FIXED: gl.constexpr):
 
 
 @gluon.constexpr_function
+def _exponentials_asm(pairs, scale, inner):
+    """Return the PTX of exp2(scale * tanh(x * inner)) in place of x, and of sums. Pairs take turns between the two rows
+    that a thread has numbers of."""
+
+    def use(tanh):
+        text = ""
+        for i in range(pairs):
+            for x in (f"${i}", f"${pairs + i}"):
+                text += tanh(x, "h") + f"ex2.approx.ftz.f32 {x}, h; "
+            text += f"add.f32 {'a' if i > 1 else f'e{i}'}, ${i}, ${pairs + i}; "
+            text += f"add.f32 e{i % 2}, e{i % 2}, a; " if i > 1 else ""
+        return text + f"mov.f32 ${2 * pairs}, e0; mov.f32 ${2 * pairs + 1}, e1; "
+
+    return _by_size([f"${i}" for i in range(2 * pairs)], scale, inner, use, ".reg .f32 a, e<2>;")
+
+
+@gluon.constexpr_function
+def _exponentials_constraints(pairs):
+    return ",".join(["=f"] * 2 * pairs + ["=&f"] * pairs + [str(i) for i in range(2 * pairs)])
+
+
+@gluon.jit
+def _first(a, b):
+    return a
+
+
+@gluon.jit
+def pairs(x):
+    """Return the even and the odd columns: neighbours, which are in the same thread."""
+    low, high = gl.split(gl.reshape(x, [x.shape[0], x.shape[1] // 2, 2]))
+    return low, high
+
+
+@gluon.jit
+def exponentials_of_capped(s, FIXED: gl.constexpr):
+    """Return :func:`pairs` of p = exp2(scale * tanh(s * inner)), and the sums of p of each lane of a quad, (R, 4).
+
+    In one piece of assembly with the way to tanh: polynomials need no special function, exponentials little else, and
+    ptxas lets only those of the same basic block overlap."""
+    low, high = pairs(s)
+    PAIRS: gl.constexpr = low.shape[1] // 2  # of a thread, of its two rows
+    ASM: gl.constexpr = _exponentials_asm(PAIRS, FIXED[0], FIXED[1])
+    CONSTRAINTS: gl.constexpr = _exponentials_constraints(PAIRS)
+    low, high, sums = gl.inline_asm_elementwise(
+        ASM, CONSTRAINTS, [low, high], dtype=(gl.float32, gl.float32, gl.float32), is_pure=True, pack=PAIRS
+    )
+    # The first number of each row is its sum; the others are not set.
+    sums = gl.reduce(gl.reshape(sums, [sums.shape[0], sums.shape[1] // 4, 4]), 1, _first)
+    return low, high, sums
+
+
+@gluon.constexpr_function
+def is_fixed(inner):
+    """Return whether ``inner`` is :attr:`Changes.fixed`, not a number."""
+    return isinstance(inner, tuple)
+
+
+@gluon.constexpr_function
+def square_of_scale(inner):
+    """Return what the derivative of a softcap is times in the backward, where r = scale * tanh is not divided by the
+    scale again: scale^2 - r^2 instead of 1 - tanh^2."""
+    return inner[0] ** 2 if is_fixed(inner) else 1.0
+
+
+@gluon.constexpr_function
 def _probabilities_asm(dtype, one):
     kind = "bf16x2" if dtype == gl.bfloat16 else "f16x2"
     numbers = "".join(
@@ -181,10 +248,10 @@ def _probabilities_asm(dtype, one):
 
 
 @gluon.jit
-def probabilities(t, scale, offset, dtype: gl.constexpr):
-    """Return p = exp2(t * scale - offset) and p (1 - t^2), which is p times the derivative of the softcap, both in 16
+def probabilities(t, scale, offset, dtype: gl.constexpr, ONE: gl.constexpr = 1.0):
+    """Return p = exp2(t * scale - offset) and p (ONE - t^2), which is p times the derivative of the softcap, both in 16
     bits, two to a register. In one piece of assembly, so that neither is there in 32 bits for a whole tile."""
-    ASM: gl.constexpr = _probabilities_asm(dtype, _ONE)
+    ASM: gl.constexpr = _probabilities_asm(dtype, _ptx(ONE))
     CONSTRAINTS: gl.constexpr = "=r,=r,r,r,r,r,r,r"
     args = [t, offset, gl.full(t.shape, scale, gl.float32, t.type.layout)]
     if dtype == gl.bfloat16:
@@ -196,6 +263,44 @@ def probabilities(t, scale, offset, dtype: gl.constexpr):
             ASM, CONSTRAINTS, args, dtype=(gl.float16, gl.float16), is_pure=True, pack=2
         )
     return p, slope
+
+
+@gluon.constexpr_function
+def _probabilities_of_capped_asm(count, scale, inner):
+    n = count // 2  # registers of p, and of its product with the derivative
+    numbers = [f"${2 * n + i}" for i in range(count)]
+
+    def use(tanh):
+        text = ""
+        for i in range(n):
+            for j in range(2):
+                text += (
+                    f"{tanh(numbers[2 * i + j], 'h')} sub.f32 p{j}, h, ${2 * n + count + 2 * i + j}; "
+                    f"ex2.approx.ftz.f32 p{j}, p{j}; neg.f32 x, h; fma.rn.f32 x, x, h, {_ptx(scale * scale)}; "
+                    f"mul.f32 d{j}, p{j}, x; "
+                )
+            text += f"cvt.rn.bf16x2.f32 ${i}, p1, p0; cvt.rn.bf16x2.f32 ${n + i}, d1, d0; "
+        return text
+
+    return _by_size(numbers, scale, inner, use, ".reg .f32 x, p<2>, d<2>;")
+
+
+@gluon.constexpr_function
+def _probabilities_of_capped_constraints(count):
+    return ",".join(["=&r"] * count + ["f"] * 2 * count)
+
+
+@gluon.jit
+def probabilities_of_capped(s, offset, FIXED: gl.constexpr):
+    """Return p = exp2(r - offset) and p (scale^2 - r^2) in bfloat16, where r = scale * tanh(s * inner): what
+    :func:`scaled_and_capped` and :func:`probabilities` return, from one piece of assembly."""
+    COUNT: gl.constexpr = s.shape[1] // 2
+    ASM: gl.constexpr = _probabilities_of_capped_asm(COUNT, FIXED[0], FIXED[1])
+    CONSTRAINTS: gl.constexpr = _probabilities_of_capped_constraints(COUNT)
+    offset, s = gl.broadcast(offset, s)
+    return gl.inline_asm_elementwise(
+        ASM, CONSTRAINTS, [s, offset], dtype=(gl.bfloat16, gl.bfloat16), is_pure=True, pack=COUNT
+    )
 
 
 # --- device: ALiBi ------------------------------------------------------------------------------------------------
