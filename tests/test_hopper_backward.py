@@ -308,7 +308,7 @@ def test_tiles_are_visited_cut_first_then_full(monkeypatch, mask, seq, heads):
 ])  # fmt: skip
 def test_key_tiles_take_turns_in_the_order_of_their_keys(monkeypatch, mask, seq_q, seq_k, bn, bm, heads):
     """Each tile of queries is added to by turns 0, 1, 2 ... of growing key tiles. Each key tile visits what it sees
-    once: cut tiles, then full ones, then cut ones, each from the last to the first."""
+    once, from the last to the first and for one head after the other: cut tiles, then full ones, then cut ones."""
     block = make_block(*mask(seq_q, seq_k), seq_k, segments_k=(seq_k - 150, 150))
     cpu = torch.device("cpu")
     info, _, first = work.ordered_key_tile_table(block, bn, bm, cpu)
@@ -321,16 +321,14 @@ def test_key_tiles_take_turns_in_the_order_of_their_keys(monkeypatch, mask, seq_
         monkeypatch.setattr(pieces.gl, "load", numbers.__getitem__)
         for at in range(0, len(numbers), pieces.INFO.value):
             _, _, begin, end, full_begin, full_end, rank, _ = numbers[at : at + pieces.INFO.value]
-            steps, full_steps, late_steps, stops = pieces.ordered_visits.fn(at, heads)
-            j, head, order = end - 1, 0, []
+            steps, full_steps, late_steps = pieces.ordered_visits.fn(at, heads)
+            j, head, order = end - 1, 2 * heads, []
             for i in range(steps):
-                order.append((head, j, full_steps <= i < late_steps))
-                j, head = pieces.ordered_next.fn(i, j, head, heads, stops)
-            above, full_tiles, below = range(full_end, end), range(full_begin, full_end), range(begin, full_begin)
+                order.append((head - 2 * heads, j, full_steps <= i < late_steps))
+                j, head = pieces.ordered_next.fn(j, head, 2 * heads, heads)
             assert order == [
-                (h, j, some is full_tiles)
-                for some in (above, full_tiles, below) for h in range(heads) for j in reversed(some)
-            ]  # fmt: skip
+                (h, j, full_begin <= j < full_end) for j in reversed(range(begin, end)) for h in range(heads)
+            ]
             if rank >= 0:
                 for h, j, _ in order:
                     turns[h, j].append(rank - turn_of_first[j])

@@ -50,7 +50,9 @@ from ringattn.kernels.backends import BACKENDS
 from ringattn.kernels.contract import Keys, OwnKeys, ReadyFlags, Score
 from ringattn.kernels.hopper import forward as hopper_forward
 from ringattn.kernels.hopper import primitives, work
+from ringattn.kernels.hopper import work_counter as work_counters
 from ringattn.kernels.hopper.work_counter import work_counter
+from ringattn.memo import Memo
 from ringattn.partial import Partial
 from ringattn.peer import driver
 
@@ -497,17 +499,45 @@ def test_repeats_are_bitwise_equal_next_to_other_work():
 
 
 @needs_hopper
-def test_in_a_graph():
+@pytest.mark.parametrize("spare", [True, False])
+def test_in_a_graph(spare, monkeypatch):
+    """Two launches in a graph have counters of their own, and a launch is one kernel unless no counter is left."""
     q, k, v = make_inputs(seq_q=700, seq_k=700, heads=16)
     block = make_block(*causal(700, 700), 700)
     expected = BACKEND.output(q, Keys(k, v, block), simple(128))
+    if not spare:
+        monkeypatch.setattr(work_counters, "_spares", Memo(1))
+    counters = []
+    monkeypatch.setattr(
+        hopper_forward, "work_counter", lambda device: counters.append(work_counter(device)) or counters[-1]
+    )
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         out = BACKEND.output(q, Keys(k, v, block), simple(128))
+        again = BACKEND.output(q, Keys(k, v, block), simple(128))
     for _ in range(3):
         out[0].zero_()
+        again[0].zero_()
         graph.replay()
         assert out[0].equal(expected[0])
+        assert again[0].equal(expected[0])
+    assert counters[0].data_ptr() != counters[1].data_ptr()
+    assert all(counter.data_ptr() % 16 == 0 for counter in counters), "aligned: the kernel was compiled for that"
+    assert [counter.item() for counter in counters] == [0, 0]
+
+
+def test_counters_of_captured_launches(monkeypatch):
+    """Each launch has another one, zero, until there are no more."""
+    monkeypatch.setattr(work_counters, "CAPTURED", 2)
+    monkeypatch.setattr(work_counters, "_spares", Memo(1))
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    device = torch.device("cpu")
+    assert work_counter(device).untyped_storage().nbytes() == 4, "zeroed in the graph: nothing ran before the capture"
+    spare = work_counters._spares.once(device, lambda: work_counters._spare(device))
+    counters = [work_counter(device) for _ in range(3)]
+    assert [counter.tolist() for counter in counters] == [[0]] * 3
+    assert [counter.data_ptr() - spare.counters.data_ptr() for counter in counters[:2]] == [0, 32]
+    assert counters[2].untyped_storage().nbytes() == 4
 
 
 # --- keys and values that arrive during the kernel ----------------------------------------------------------------

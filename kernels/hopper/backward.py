@@ -37,8 +37,8 @@ tiles of 64 queries that see it, for every query head of the group. dk and dv st
 The order of the additions to dQ is not fixed: dk and dv have the same bits on every run, dq differs by rounding. With
 ``sums_ptr`` (a deterministic backward) it is: key tiles add to a tile of dQ in the order of the keys, by a counter for
 each half of it (``pieces.wait_for_turn``), as FlashAttention does. CTAs then take key tiles in that order, and all walk
-the queries from the last to the first: a CTA is a step late at first and then finds each tile ready. The cut tiles of a
-walk that end it come last, in a third loop.
+the queries from the last to the first, each tile for all query heads in turn: a CTA is a step late at first and then
+finds each tile ready. The cut tiles of a walk that end it come last, in a third loop.
 
 Named barriers: 4 to 7 half of dS written (two per consumer, even and odd steps), 8, 9 Q read, 10, 11 dO read,
 12, 13 dQ staged (once more when dk and dv are stored and to be counted), 14, 15 dQ sent.
@@ -107,7 +107,7 @@ def _writer(
     batch, kv_head, part, info = pieces.place(info_ptr, heads, tiles, kv_heads, parts, sweep, BATCHED)
     ORDERED: gl.constexpr = len(order) > 0
     if ORDERED:
-        steps, cut_steps, _, stops = pieces.ordered_visits(info, heads)
+        steps, _, _ = pieces.ordered_visits(info, heads)
         j = gl.load(info + 3) - 1
         rank = gl.load(info + 6)
         rows = batch * (kv_heads * parts * heads)
@@ -116,7 +116,8 @@ def _writer(
             bounds_row = batch * order[2]
     else:
         steps, cut_steps, j, stops = pieces.visit_order(info, heads)
-    head = (kv_head * parts + part) * heads
+    first_head = (kv_head * parts + part) * heads
+    head = first_head
     for _ in range(0, 2):
         barrier_sync(DQ_STAGED + C, STAGING, warps=1)
         barrier_arrive(DQ_SENT + C, STAGING, warps=1)
@@ -129,7 +130,7 @@ def _writer(
         pieces.signal_sent(DQ_SENT + C, i == steps - 1, turns_ptr, tiles, part, parts, sweep)
         if ORDERED:
             pieces.end_turn(counter, rank)
-            j, head = pieces.ordered_next(i, j, head, heads, stops)
+            j, head = pieces.ordered_next(j, head, first_head, heads)
         else:
             j, head = pieces.next_tile(i, j, head, cut_steps, heads, stops)
     pieces.finish_writer(DQ_STAGED + C, turns_ptr, counters_ptr, info, tiles, part, parts, segments, sweep)
@@ -219,16 +220,20 @@ def _step(
 @gluon.jit
 def _walk(
     C: gl.constexpr, CUT: gl.constexpr, first, past_step, last, s, dk, dv, k_s, v_s, q_s, dout_s, lse_v,
-    delta_v, bounds_v, ds_s, dq_s, q_full, dout_full, scale_log2, dq_scale, key, past, inner, alibi, steps_of_head,
-    FOLD: gl.constexpr,
+    delta_v, bounds_v, ds_s, dq_s, q_full, dout_full, scale_log2, dq_scale, key, past, inner, alibi, heads,
+    FOLD: gl.constexpr, ORDERED: gl.constexpr,
 ):  # fmt: skip
+    steps_of_head = (past_step - first) // heads
     head, inside = 0, 0
     for i in range(first, past_step):
         s, dk, dv = _step(
             C, CUT, i, last, s, dk, dv, k_s, v_s, q_s, dout_s, lse_v, delta_v, bounds_v, ds_s, dq_s,
             q_full, dout_full, scale_log2, dq_scale, key, past, inner, alibi, head, FOLD,
         )  # fmt: skip
-        head, inside = scores.next_head(alibi, head, inside, steps_of_head)
+        if ORDERED:
+            head = pieces.ordered_next_head(alibi, head, heads)
+        else:
+            head, inside = scores.next_head(alibi, head, inside, steps_of_head)
     return s, dk, dv
 
 
@@ -244,7 +249,7 @@ def _consumer(
     first = gl.load(info)
     past = gl.load(info + 1)
     if ORDERED:
-        steps, cut_steps, late_steps, _ = pieces.ordered_visits(info, heads)
+        steps, cut_steps, late_steps = pieces.ordered_visits(info, heads)
     else:
         steps, cut_steps, _, _ = pieces.visit_order(info, heads)
         late_steps = steps
@@ -261,18 +266,16 @@ def _consumer(
     s = warpgroup_mma_wait(0, deps=[s])
     s, dk, dv = _walk(
         C, True, 0, cut_steps, steps - 1, s, dk, dv, k_s, v_s, q_s, dout_s, lse_v, delta_v, bounds_v,
-        ds_s, dq_s, q_full, dout_full, scale_log2, dk_scale, key, past, inner, alibi, cut_steps // heads, FOLD,
+        ds_s, dq_s, q_full, dout_full, scale_log2, dk_scale, key, past, inner, alibi, heads, FOLD, ORDERED,
     )  # fmt: skip
     s, dk, dv = _walk(
         C, False, cut_steps, late_steps, steps - 1, s, dk, dv, k_s, v_s, q_s, dout_s, lse_v, delta_v, bounds_v,
-        ds_s, dq_s, q_full, dout_full, scale_log2, dk_scale, key, past, inner, alibi,
-        (late_steps - cut_steps) // heads, FOLD,
+        ds_s, dq_s, q_full, dout_full, scale_log2, dk_scale, key, past, inner, alibi, heads, FOLD, ORDERED,
     )  # fmt: skip
     if ORDERED:
         s, dk, dv = _walk(
             C, True, late_steps, steps, steps - 1, s, dk, dv, k_s, v_s, q_s, dout_s, lse_v, delta_v, bounds_v,
-            ds_s, dq_s, q_full, dout_full, scale_log2, dk_scale, key, past, inner, alibi,
-            (steps - late_steps) // heads, FOLD,
+            ds_s, dq_s, q_full, dout_full, scale_log2, dk_scale, key, past, inner, alibi, heads, FOLD, ORDERED,
         )  # fmt: skip
     # dQ of the last step, after that of the step before
     fence_async_shared()

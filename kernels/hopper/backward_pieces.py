@@ -163,43 +163,33 @@ def next_tile(i, j, head, cut_steps, heads, stops):
 @gluon.jit
 def ordered_visits(info, heads):
     """Return the order of the query tiles where the sums of dQ have one (:func:`wait_for_turn`): from the last to the
-    first, the cut ones after the full ones for every head, then the full ones, then the cut ones before them.
+    first, each for every head before the next one. If a head came after the other, the program of later keys would be
+    done first with its part of the first head under a causal mask, and wait at the second.
 
-    Returns: steps of all heads, the steps at which the full tiles begin and end, and arguments of
-    :func:`ordered_next`; the first tile is ``end - 1``."""
+    Returns: steps of all heads, and the steps at which the full tiles begin and end; the first tile is ``end - 1``."""
     begin = gl.load(info + 2)
     end = gl.load(info + 3)
-    full_begin = gl.load(info + 4)
-    full_end = gl.load(info + 5)
-    full_steps = (end - full_end) * heads
-    late_steps = (end - full_begin) * heads
-    return (end - begin) * heads, full_steps, late_steps, (begin, full_begin, full_end, end, full_steps, late_steps)
+    return (end - begin) * heads, (end - gl.load(info + 5)) * heads, (end - gl.load(info + 4)) * heads
 
 
 @gluon.jit
-def ordered_next(i, j, head, heads, stops):
-    """Return the tile and the head that follow those of step i."""
-    begin, full_begin, full_end, end, full_steps, late_steps = stops
-    past = end
-    low = full_end
-    if i >= full_steps:
-        past = full_end
-        low = full_begin
-    if i >= late_steps:
-        past = full_begin
-        low = begin
-    j -= 1
-    if j < low:
-        j = past - 1
-        head += 1
-    if i + 1 == full_steps:
-        j = full_end - 1
-        head -= heads
-    if i + 1 == late_steps:
-        j = full_begin - 1
-        if full_steps < late_steps:
-            head -= heads
+def ordered_next(j, head, first_head, heads):
+    """Return the tile and the head of the next step; ``first_head``: that of this program."""
+    head += 1
+    if head == first_head + heads:
+        head = first_head
+        j -= 1
     return j, head
+
+
+@gluon.jit
+def ordered_next_head(alibi, head, heads):
+    """Return the number of the head of the next step, counted from 0; unchanged without ALiBi."""
+    if len(alibi) > 0:
+        head += 1
+        if head == heads:
+            head = 0
+    return head
 
 
 @gluon.jit
@@ -256,8 +246,9 @@ def producer(
 def visits_of(info, heads, ORDERED: gl.constexpr = False):
     """Return the visits of a key tile, for :func:`load_queries`: before anything is waited for."""
     if ORDERED:
-        steps, cut_steps, late_steps, stops = ordered_visits(info, heads)
+        steps, cut_steps, late_steps = ordered_visits(info, heads)
         j = gl.load(info + 3) - 1
+        stops = ()
     else:
         steps, cut_steps, j, stops = visit_order(info, heads)
         late_steps = steps
@@ -276,7 +267,8 @@ def load_queries(
     DO_BYTES: gl.constexpr = _bytes(dout_desc)
     DO_STAGES: gl.constexpr = dout_s[0].shape[0]
     steps, cut_steps, late_steps, j, stops = visits
-    head = (kv_head * parts + part) * heads
+    first_head = (kv_head * parts + part) * heads
+    head = first_head
     q_heads = kv_heads * parts * heads
     bounds_row = 0
     if BATCHED:
@@ -305,7 +297,7 @@ def load_queries(
         _load_pieces(dout_desc, [batch, j * ROWS, head], dout_full.index(do_stage), dout_s, do_stage)
         async_load(delta_desc, [row, 0], dout_full.index(do_stage), delta_s.index(do_stage))
         if ORDERED:
-            j, head = ordered_next(i, j, head, heads, stops)
+            j, head = ordered_next(j, head, first_head, heads)
         else:
             j, head = next_tile(i, j, head, cut_steps, heads, stops)
 

@@ -59,7 +59,7 @@ def _writer(
     batch, kv_head, part, info = pieces.place(info_ptr, heads, tiles, kv_heads, parts, sweep, BATCHED)
     ORDERED: gl.constexpr = len(order) > 0
     if ORDERED:
-        steps, cut_steps, _, stops = pieces.ordered_visits(info, heads)
+        steps, _, _ = pieces.ordered_visits(info, heads)
         j = gl.load(info + 3) - 1
         rank = gl.load(info + 6)
         rows = batch * (kv_heads * parts * heads)
@@ -68,7 +68,8 @@ def _writer(
             bounds_row = batch * order[2]
     else:
         steps, cut_steps, j, stops = pieces.visit_order(info, heads)
-    head = (kv_head * parts + part) * heads
+    first_head = (kv_head * parts + part) * heads
+    head = first_head
     for _ in range(0, 2):
         barrier_sync(DQ_STAGED + C, STAGING, warps=1)
         barrier_arrive(DQ_SENT + C, STAGING, warps=1)
@@ -81,7 +82,7 @@ def _writer(
         pieces.signal_sent(DQ_SENT + C, i == steps - 1, turns_ptr, tiles, part, parts, sweep)
         if ORDERED:
             pieces.end_turn(counter, rank)
-            j, head = pieces.ordered_next(i, j, head, heads, stops)
+            j, head = pieces.ordered_next(j, head, first_head, heads)
         else:
             j, head = pieces.next_tile(i, j, head, cut_steps, heads, stops)
     pieces.finish_writer(DQ_STAGED + C, turns_ptr, counters_ptr, info, tiles, part, parts, segments, sweep)
@@ -112,14 +113,15 @@ def _dq(C: gl.constexpr, step, i, k_s, ds_s):
 @gluon.jit
 def _walk(
     C: gl.constexpr, CUT: gl.constexpr, first, past_step, last, s, dk, dv, k_s, v_s, q_s, dout_s, lse_v,
-    delta_v, bounds_v, ds_s, dq_s, q_full, dout_full, scale_log2, dq_scale, key, past, inner, alibi, steps_of_head,
-    FOLD: gl.constexpr,
+    delta_v, bounds_v, ds_s, dq_s, q_full, dout_full, scale_log2, dq_scale, key, past, inner, alibi, heads,
+    FOLD: gl.constexpr, ORDERED: gl.constexpr,
 ):  # fmt: skip
     """Walk the query tiles. ``s`` is complete on entry, and on return that of the next step is; no wgmma crosses a
     step."""
     S_L: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, ROWS, 16])
     A_L: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=dk[0].type.layout, k_width=2)
     dtype: gl.constexpr = k_s[0].dtype
+    steps_of_head = (past_step - first) // heads
     head, inside = 0, 0
     for i in range(first, past_step):
         stage = i & 1
@@ -159,7 +161,10 @@ def _walk(
         first_dk, ds16, s = warpgroup_mma_wait(0, deps=[dk[0], ds16, s])
         dk = (first_dk,)
         barrier_arrive(Q_FREE + stage, LOADERS)
-        head, inside = scores.next_head(alibi, head, inside, steps_of_head)
+        if ORDERED:
+            head = pieces.ordered_next_head(alibi, head, heads)
+        else:
+            head, inside = scores.next_head(alibi, head, inside, steps_of_head)
     return s, dk, dv
 
 
@@ -175,7 +180,7 @@ def _consumer(
     first = gl.load(info)
     past = gl.load(info + 1)
     if ORDERED:
-        steps, cut_steps, late_steps, _ = pieces.ordered_visits(info, heads)
+        steps, cut_steps, late_steps = pieces.ordered_visits(info, heads)
     else:
         steps, cut_steps, _, _ = pieces.visit_order(info, heads)
         late_steps = steps
@@ -192,18 +197,16 @@ def _consumer(
     s = warpgroup_mma_wait(0, deps=[s])
     s, dk, dv = _walk(
         C, True, 0, cut_steps, steps - 1, s, dk, dv, k_s, v_s, q_s, dout_s, lse_v, delta_v, bounds_v,
-        ds_s, dq_s, q_full, dout_full, scale_log2, dk_scale, key, past, inner, alibi, cut_steps // heads, FOLD,
+        ds_s, dq_s, q_full, dout_full, scale_log2, dk_scale, key, past, inner, alibi, heads, FOLD, ORDERED,
     )  # fmt: skip
     s, dk, dv = _walk(
         C, False, cut_steps, late_steps, steps - 1, s, dk, dv, k_s, v_s, q_s, dout_s, lse_v, delta_v, bounds_v,
-        ds_s, dq_s, q_full, dout_full, scale_log2, dk_scale, key, past, inner, alibi,
-        (late_steps - cut_steps) // heads, FOLD,
+        ds_s, dq_s, q_full, dout_full, scale_log2, dk_scale, key, past, inner, alibi, heads, FOLD, ORDERED,
     )  # fmt: skip
     if ORDERED:
         s, dk, dv = _walk(
             C, True, late_steps, steps, steps - 1, s, dk, dv, k_s, v_s, q_s, dout_s, lse_v, delta_v, bounds_v,
-            ds_s, dq_s, q_full, dout_full, scale_log2, dk_scale, key, past, inner, alibi,
-            (steps - late_steps) // heads, FOLD,
+            ds_s, dq_s, q_full, dout_full, scale_log2, dk_scale, key, past, inner, alibi, heads, FOLD, ORDERED,
         )  # fmt: skip
     # dQ of the last step, sent after that of the step before
     fence_async_shared()

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 from triton.experimental import gluon
@@ -30,17 +33,43 @@ def take_number(counter_ptr, count):
     return gl.inline_asm_elementwise(_TAKE_ASM, constraints, args, dtype=gl.int32, is_pure=False, pack=1)
 
 
+CAPTURED = 1 << 14  # counters of a device for captured launches
+
+
+class _Spare(NamedTuple):
+    """Counters of captured launches, (CAPTURED, 8) int32, and the numbers of those that no launch has yet."""
+
+    counters: Tensor
+    free: Iterator[int]
+
+
 # Dropping a counter is safe: its memory belongs to its stream, where later allocations come after the kernel.
 _counters: Memo[Tensor] = Memo(256)
+_spares: Memo[_Spare] = Memo(256)  # one per device, never dropped: graphs have the addresses
 
 
 def work_counter(device: torch.device) -> Tensor:
     """Return the counter of the current stream: (1,) int32, zero before and after each launch.
 
-    There is one per stream, because launches on a stream do not overlap. A captured graph may overlap with anything:
-    it gets a counter of its own, zeroed in the graph."""
+    There is one per stream, because launches on a stream do not overlap. A captured graph may overlap with anything: it
+    gets a counter of its own. As each launch leaves it at zero, it is zeroed before the capture and not in the graph,
+    where it would take a kernel of its own: some 2 us for each launch. Only what :data:`CAPTURED` does not suffice for
+    is zeroed there."""
     if torch.cuda.is_current_stream_capturing():
-        return torch.zeros(1, dtype=torch.int32, device=device)
+        spare = _spares.get(device)
+        number = None if spare is None else next(spare.free, None)
+        if spare is None or number is None:
+            return torch.zeros(1, dtype=torch.int32, device=device)
+        return spare.counters[number, :1]
     key = (device, torch._C._cuda_getCurrentRawStream(device.index))  # torch.cuda.current_stream() makes an object
     counter = _counters.get(key)
-    return _counters.put(key, torch.zeros(1, dtype=torch.int32, device=device)) if counter is None else counter
+    if counter is None:
+        _spares.once(device, lambda: _spare(device))
+        counter = _counters.put(key, torch.zeros(1, dtype=torch.int32, device=device))
+    return counter
+
+
+def _spare(device: torch.device) -> _Spare:
+    """Return zeros that every stream can use: the host waits until they are there."""
+    zeros = torch.zeros(CAPTURED, 8, dtype=torch.int32, device="cpu")  # each counter has a sector of its own
+    return _Spare(zeros.to(device), iter(range(CAPTURED)))
