@@ -263,7 +263,7 @@ def test_arguments_select_a_compiled_kernel(monkeypatch, dims, dtype):
     its constants. A softcap selects one by its value only where that is a constant."""
     keys = []
 
-    def record(kernel, grid, *args, variants, **constants):
+    def record(kernel, grid, *args, variants, cluster=1, **constants):
         assert {*kernel.arg_names[: len(args)], *constants} == {*kernel.arg_names, "num_warps"}
         keys.append(launch._key(kernel, torch.device("cuda"), args, constants))
 
