@@ -382,7 +382,7 @@ MUTANTS = (
     ),
     Mutant(
         "hopper: the forward waits for the first row only",
-        "kernels/hopper/forward.py",
+        "kernels/hopper/forward_producer.py",
         "wait_row(flags_ptr, row, epoch, timed_out_ptr, 4)\n                arrived = row\n        for column",
         "wait_row(flags_ptr, row * 0, epoch, timed_out_ptr, 4)\n                arrived = row\n        for column",
         "tests/test_hopper_forward.py -k arrive_after",

@@ -227,7 +227,7 @@ def kernel(
     inner, positions_desc, slopes_ptr, slopes_stride, positions_k_ptr,  # None without softcap; without ALiBi
     BATCHED: gl.constexpr, FOLD: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """Compute dk, dv and dq. Arguments: as of ``backward._kernel``."""
+    """Compute dk, dv and dq. Arguments: as of ``backward_128.kernel``."""
     dtype: gl.constexpr = q_desc.dtype
     DS_L: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BN // 2, BM], dtype)
     ROW_L: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])

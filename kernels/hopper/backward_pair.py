@@ -14,7 +14,7 @@ sends its dS to the other one and computes half of the columns of dQ, over all 1
     sender          one warp: copies dS to the other CTA
     writers 0, 1    one warp each: add the staged columns of dQ to global memory, float32, by TMA
 
-* P and dS feed dV and dK from registers, as in backward.py. dS is computed from the rounded P, which only adds a
+* P and dS feed dV and dK from registers, as in backward_128.py. dS is computed from the rounded P, which only adds a
   rounding of the same size as its own.
 * P and dS of a step have one buffer, which steps use in turns, as does the dS of the other CTA. No signal says that
   a buffer is free: where the dS of step i + 1 has arrived, the other CTA has used the dS of step i, so that it has
@@ -341,7 +341,7 @@ def kernel(
     inner, positions_desc, slopes_ptr, slopes_stride, positions_k_ptr,  # None without softcap; without ALiBi
     BATCHED: gl.constexpr, FOLD: gl.constexpr, FIXED: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """Compute dk, dv and dq. Arguments: as of ``backward._kernel``. Boxes have 128 columns, of dq 64."""
+    """Compute dk, dv and dq. Arguments: as of ``backward_128.kernel``. Boxes have 128 columns, of dq 64."""
     dtype: gl.constexpr = q_desc.dtype
     DS_L: gl.constexpr = gl.NVMMASharedLayout.get_default_for([KEYS, BM], dtype)
     ROW_L: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])

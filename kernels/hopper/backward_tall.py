@@ -1,7 +1,7 @@
 """The backward of the block kernel for Hopper (sm_90) at head dim 64, in Gluon. Launched by backward.py, in the
 same order of the CTAs and of their query tiles, with tables for its taller tiles.
 
-A consumer has 64 keys, as in backward.py, but a step has 128 queries: half as many fences, barriers and waits per
+A consumer has 64 keys, as in backward_128.py, but a step has 128 queries: half as many fences, barriers and waits per
 product, which limit the speed at a head dim of 64. One query tile a step::
 
     consumers 0, 1  dP^T = V dO^T  under  P = exp2(S^T c - lse), in 16 bits ; dV += P dO ; dS = P (dP^T - delta), to
@@ -238,7 +238,7 @@ def kernel(
     first_ptr, sums_ptr,  # None if dQ may be added in any order
     BATCHED: gl.constexpr, FOLD: gl.constexpr, FIXED: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """Compute dk, dv and dq. Arguments: as of ``backward._kernel``."""
+    """Compute dk, dv and dq. Arguments: as of ``backward_128.kernel``."""
     dtype: gl.constexpr = q_desc.dtype
     DS_L: gl.constexpr = gl.NVMMASharedLayout.get_default_for([HALF, ROWS], dtype)
     ROW_L: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])

@@ -11,7 +11,7 @@ dk and dv of 64 keys need 256 registers per thread, more than there are. So a CT
     producer        one warp: K, V, then Q, lse (and start, end of cut tiles), dO, delta of every step by TMA
     writers 0, 1    one warp each: add the staged columns of dQ to global memory, float32, by TMA
 
-* P and dS feed dV and dK from registers, as in backward.py. dS is computed from the rounded P, which only adds a
+* P and dS feed dV and dK from registers, as in backward_128.py. dS is computed from the rounded P, which only adds a
   rounding of the same size as its own.
 * P(i), dS(i), P(i + 1), ... are handed over in turn, so one buffer and one barrier of each are enough: consumer 1 has
   read P(i) when it signals dS(i); consumer 0 has read dS(i) when it signals P(i + 1).
@@ -237,7 +237,7 @@ def kernel(
     inner, positions_desc, slopes_ptr, slopes_stride, positions_k_ptr,  # None without softcap; without ALiBi
     DO_STAGES: gl.constexpr, BATCHED: gl.constexpr, FOLD: gl.constexpr, FIXED: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """Compute dk, dv and dq. Arguments: as of ``backward._kernel``."""
+    """Compute dk, dv and dq. Arguments: as of ``backward_128.kernel``."""
     dtype: gl.constexpr = q_desc.dtype
     DS_L: gl.constexpr = gl.NVMMASharedLayout.get_default_for([KEYS, BM], dtype)
     ROW_L: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])

@@ -210,6 +210,12 @@ def is_on(side, first):
 
 
 @gluon.jit
+def columns_of(alibi):
+    """Return B as the right operand of a product."""
+    return alibi[10].permute((1, 0))
+
+
+@gluon.jit
 def part_of_rows(alibi, side, first):
     """Return what ALiBi adds to a row's scores, scaled, besides what the product has added to them."""
     rows, slope = alibi[:2]
