@@ -62,8 +62,8 @@ def initialized() -> bool:
     """Return whether torch has a default group. Warn if not although this process was started as one of several."""
     if dist.is_available() and dist.is_initialized():
         return True
-    started = os.environ.get("WORLD_SIZE", "1")  # by torchrun and other launchers
-    if started != "1":
+    started = os.environ.get("WORLD_SIZE")  # by torchrun and other launchers
+    if started and started != "1":
         warnings.warn(
             f"WORLD_SIZE is {started}, but torch.distributed is not initialized: this process computes whole rows by "
             "itself; call torch.distributed.init_process_group() before ringattn.plan()",

@@ -237,7 +237,7 @@ class Request:
         if mask is not None and not isinstance(mask, Mask):
             raise TypeError(
                 f"mask is of type {type(mask).__name__}; pass a ringattn.mask.Mask, such as "
-                "ringattn.mask.from_intervals(starts, ends) makes of the first and last key of each query"
+                "ringattn.mask.from_intervals(starts, ends), in which query i sees keys starts[i] <= j < ends[i]"
             )
         keys, earlier = seq_len_k, () if held is None else _checked_held(held, world_size)
         if held is not None:

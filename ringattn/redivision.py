@@ -62,7 +62,7 @@ def redivide(documents: Documents, shards: Sequence[Sequence[range]], max_pairs:
     """Return shards that fetch less and have more even tiles, with as many tokens on every rank as before.
 
     Args:
-        max_pairs: no rank gets more visible pairs, unless it had more.
+        max_pairs: no rank gets more visible pairs than this, or than the most that a rank had.
     """
     ranks = documents.ranks(shards)
     n = len(ranks)

@@ -229,9 +229,10 @@ def _run(case: _Case, model: nn.Module, transport: Transport, layout: str) -> _R
 def _check_same_model(whole: _Run, transport: Transport) -> None:
     """Raise ValueError if the loss of one process differs between ranks. Every rank calls this."""
     loss = whole.loss.double().reshape(()).to(transport.device)
-    high, negative = transport.all_reduce(torch.stack([loss, -loss]), "max").tolist()
+    random = loss.new_tensor(float(whole.random))  # of any rank, so that all raise or none
+    high, negative, random_somewhere = transport.all_reduce(torch.stack([loss, -loss, random]), "max").tolist()
     low = -negative
-    if not whole.random and math.isfinite(high - low) and not _agree(high, low):
+    if not random_somewhere and math.isfinite(high - low) and not _agree(high, low):
         raise ValueError(
             f"in one process the loss is {low:.7g} on one rank and {high:.7g} on another: their models differ; call "
             "torch.manual_seed() with the same number on every rank before the model is made, or load the same weights"

@@ -124,9 +124,8 @@ def simulate(setting: Setting, dataflow: str, layers: int = 2) -> Outcome:
     return Outcome(passes[0], passes[1], ideal[0], ideal[1], waiting, setting.rest)
 
 
-Shift = (
-    int | tuple[int, int]
-)  # to the rank from which one receives: that many ranks further, or that many (hosts, ranks)
+# To the rank from which one receives: that many ranks further, or that many (hosts, ranks).
+Shift = int | tuple[int, int]
 
 
 class _Machine:
