@@ -66,7 +66,8 @@ def initialized() -> bool:
     if started and started != "1":
         warnings.warn(
             f"WORLD_SIZE is {started}, but torch.distributed is not initialized: this process computes whole rows by "
-            "itself; call torch.distributed.init_process_group() before ringattn.plan()",
+            "itself; call torch.distributed.init_process_group() before ringattn.plan(), or remove WORLD_SIZE from its "
+            "environment if it should",
             stacklevel=4,
         )
     return False

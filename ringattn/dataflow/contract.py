@@ -223,15 +223,18 @@ class Dataflow:
 
 def shortened(items: list[str], what: str) -> list[str]:
     """Return the first items of a text, and how many more there are."""
-    return items if len(items) <= LISTED else [*items[:LISTED], f"... and {len(items) - LISTED} more {what}"]
+    if len(items) <= LISTED + 1:  # one more is as long as the line that says so
+        return items
+    return [*items[:LISTED], f"... and {len(items) - LISTED} more {what}"]
 
 
 def piece_elements(plan: Plan, shape: Shape, queries: int, keys: int, kv_heads: int) -> int:
     """Return the elements of the gradients of one piece of keys where a backward over ``queries`` and ``keys`` is
     split (:mod:`ringattn.kernels.long_sums`), 0 where it is not."""
     group = shape.q_heads // shape.kv_heads
-    # The portable kernel, which deterministic plans use, sums more than the Hopper kernel does.
-    longest = max(queries * group, keys) if plan.deterministic else queries * long_sums.heads_together(group)
+    # The portable kernel sums more than the Hopper kernel does. In torch's deterministic mode some head dims run on it.
+    portable = plan.deterministic or torch.are_deterministic_algorithms_enabled()
+    longest = max(queries * group, keys) if portable else queries * long_sums.heads_together(group)
     too_long = longest > long_sums.LONGEST_SUM
     return long_sums.KEYS * kv_heads * (shape.head_dim + shape.value_dim) if too_long else 0
 
