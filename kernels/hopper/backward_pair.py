@@ -16,10 +16,10 @@ sends its dS to the other one and computes half of the columns of dQ, over all 1
 
 * P and dS feed dV and dK from registers, as in backward_128.py. dS is computed from the rounded P, which only adds a
   rounding of the same size as its own.
-* P and dS of a step have one buffer, which steps use in turns, as does the dS of the other CTA. No signal says that
-  a buffer is free: where the dS of step i + 1 has arrived, the other CTA has used the dS of step i, so that it has
-  been read here, and the place where it was put there may be overwritten by that of step i + 2, which is computed
-  after dQ of step i + 1 here.
+* P and dS of a step share a buffer. There are two, for even and odd steps, and two more for the dS of the other CTA. No
+  signal says that one is free. The other CTA sends its dS of step i + 1 after its dQ of step i, for which it has
+  received and used the dS of step i from here. Here dQ of step i + 1 waits for that dS. So P of step i + 2, which comes
+  later, may overwrite the dS of step i here, and its dS the copy of it there.
 * dS takes about as long to the other CTA as a product. Consumer 1 issues dP^T of the step after before it waits for
   the other dS.
 * There is room for one staged tile of dQ: consumer 0 stages first, consumer 1 when that has been read.
@@ -63,7 +63,7 @@ KEYS = gl.constexpr(64)  # of a CTA
 UNIT = gl.constexpr(64)  # columns of dQ of a consumer
 HALF = gl.constexpr(128)  # columns of dQ of a CTA, and of the tiles in shared memory
 
-DS_BYTES = gl.constexpr(2 * 64 * 64)
+DS_BYTES = gl.constexpr(2 * 64 * 64)  # of the dS of a step
 SMALL_AT = gl.constexpr(222 * 1024)  # mbarriers and rows are not before this offset in shared memory
 
 P_READY, DS_READY, Q_FREE, DO_FREE, DQ_STAGED, DQ_FREE, MAY_STORE = (gl.constexpr(i) for i in (4, 5, 6, 8, 10, 12, 14))

@@ -1,7 +1,7 @@
 """Device functions that the backward kernels for Hopper share.
 
-Tiles, in one piece or in two pieces side by side if the number of columns is no power of two, products and sums over
-them, the producer, and the order in which programs visit tiles.
+Tiles, in one piece or in two pieces side by side (96 and 192 columns, which are no power of two, and 256), products and
+sums over them, the producer, and the order in which programs visit tiles.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from .primitives import (
 )
 
 BM = gl.constexpr(64)  # queries of a step; backward_tall.py has more
-BN = gl.constexpr(128)  # keys of a CTA, but of backward_wide.py; tiles in registers have 64 keys in all kernels
+BN = gl.constexpr(128)  # keys of a CTA; 64 in backward_pair.py and backward_wide.py, and of tiles in registers
 INFO = gl.constexpr(8)  # int32 numbers that describe a key tile, see work.key_tile_table
 
 # Numbers that vary with lengths and documents: one compiled kernel for all of them. (So do ``heads`` and ``parts``, but
@@ -490,11 +490,13 @@ def _without_ones(tiles):
 
 @gluon.jit
 def matrices(tiles):
+    """Return each piece of the columns as (tiles, rows, columns)."""
     return (_without_ones(tiles[0]),) if len(tiles) == 1 else (_without_ones(tiles[0]), _without_ones(tiles[1]))
 
 
 @gluon.jit
 def allocate_staging(desc):
+    """Allocate shared memory for one tile of dQ, from which TMA adds it to global memory."""
     return gl.allocate_shared_memory(gl.float32, [1, BM, 1, desc.block_type.shape[3]], desc.layout)
 
 
@@ -513,6 +515,7 @@ def _exchanged_layout(rows, columns):
 
 @gluon.jit
 def staging_matrix(tile):
+    """Return the memory of :func:`allocate_staging` as a matrix for :func:`stage_dq`."""
     L: gl.constexpr = _exchanged_layout(tile.shape[1], tile.shape[3])
     return reinterpret(tile, gl.float32, [tile.shape[1], tile.shape[3]], L)
 

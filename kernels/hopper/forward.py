@@ -33,7 +33,8 @@ with 64 query rows. The consumers of a CTA share the key and value tiles, two st
 * A head dim of 512 is two launches, each for half of the columns of v: registers hold sums of 128 x 256. Both compute
   the scores, so there are 3 products for 2.
 * Scores stay unscaled until the exponent, which is taken to the base 2: p = 2^(s c - m) with c = scale log2(e).
-  m is in that unit here; the state in memory is in natural logarithms, see ``_store``.
+  m is in that unit here; the state in memory is in natural logarithms, see
+  ``forward_state.store``.
 
 Schedule: Shah et al. 2024 (FlashAttention-3, arXiv:2407.08608). What was tried: NOTES.md.
 """

@@ -112,7 +112,7 @@ def _intervals(slot, C: gl.constexpr, start_ptr, end_ptr, rows_batch_stride, lay
 @gluon.jit
 def _softmax(s, m, l, rest, c2, part, slack: gl.constexpr, FIXED: gl.constexpr):
     """Move m to the maximum if that is more than ``slack`` above it; alpha rescales earlier sums. ``rest``: the
-    rounding error of m, see _enter_rows. ``part``: what is added to all scores of a row, or nothing. ``FIXED``: m stays
+    rounding error of m, see ``enter``. ``part``: what is added to all scores of a row, or nothing. ``FIXED``: m stays
     0."""
     L_L: gl.constexpr = l.type.layout
     if FIXED is not None:
@@ -351,6 +351,7 @@ def consumer(
     HAS_STATE: gl.constexpr, HAS_SINK: gl.constexpr, FINALIZE: gl.constexpr, STAGED: gl.constexpr,
     PERIOD: gl.constexpr, FIXED: gl.constexpr,
 ):  # fmt: skip
+    """Run consumer C: scores, softmax and products with V of its rows of each query tile, until there are none."""
     (
         out_desc, out_ptr, lse_ptr, l_ptr, m_in_ptr, l_in_ptr, o_in_ptr, aside_ptr, sink_ptr, start_ptr, end_ptr,
         q_s, k_s, v_s, o_s, info_s, q_full, q_free, k_full, v_full, info_full,

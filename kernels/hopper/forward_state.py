@@ -57,7 +57,8 @@ def enter(
     slot, C: gl.constexpr, m_ptr, l_ptr, o_ptr, seq_q, q_heads, D: gl.constexpr, W: gl.constexpr,
     rows_layout: gl.constexpr, layout: gl.constexpr,
 ):  # fmt: skip
-    """Return the carried state of a query tile; see _enter_rows."""
+    """Return the carried state of a query tile: m to the base 2, its rounding error, a quarter of l for each lane of a
+    quad, and o."""
     m, rest, l = _enter_rows(slot, C, m_ptr, l_ptr, seq_q, q_heads, rows_layout)
     values, inside = _values(o_ptr, slot.load(INFO_LAYOUT), C, seq_q, q_heads, D, W, layout)
     return m, rest, l, gl.load(values, mask=inside, other=0.0)

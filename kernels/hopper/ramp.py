@@ -8,7 +8,7 @@ have no instruction for each score, and 64 cycles more of the matrix units (for 
 
 * If all keys are after the queries, or at them, the nearest is the first one: -slope |i - first|, and -n in B. Both
   are in B, in columns of their own; one half of A is zero. Both are smallest at the nearest key, whose weight is
-  largest, so that the sum with a product loses no digits there.
+  largest (with a positive slope), so that the sum with a product loses no digits there.
 * Any other tile (queries among the keys, or uneven steps, where a run of positions ends) has zeros in A, and a branch
   that takes off slope |i - j| number by number (:func:`taken_off`).
 * Scores stay unscaled, so this needs a positive softmax_scale (:func:`usable`); with softcap the order is another.

@@ -63,6 +63,7 @@ class Changes(NamedTuple):
 
     @staticmethod
     def of(score: Score, q: Tensor) -> Changes:
+        """Return the changes of a call's scores; with slopes of 0 for scores that are to be scaled first."""
         inner = score.softmax_scale / score.softcap if score.softcap else None
         scale = (score.softcap or score.softmax_scale) * LOG2E
         slopes = score.alibi_slopes

@@ -125,7 +125,7 @@ def _best_split(q: Tensor, k: Tensor, block: Block) -> Split:
 
 
 def few_tiles(q: Tensor, k: Tensor, keys: int) -> bool:
-    """Return whether the CTAs of so many keys, each with all query heads of a group, do not occupy all processors."""
+    """Return whether the CTAs of this many keys, each with all query heads of a group, do not occupy all processors."""
     return k.shape[0] * k.shape[2] * (keys // keys_per_cta(q)) < ENOUGH * processors(q)
 
 
@@ -168,7 +168,7 @@ def sweep(rows: int, tiles: int, workers: int, parts: int) -> int:
 
 
 def sweep_in_order(rows: int, tiles: int, workers: int, parts: int) -> int:
-    """Return the same where key tiles add to dQ in order: :data:`TOGETHER` at least, if there are so many. A program
+    """Return the same where key tiles add to dQ in order: :data:`TOGETHER` at least, if there are that many. A program
     starts a step later for each program before it of the same head, and as they all walk the same queries at the same
     time, more heads at a time cost no L2."""
     least = max(TOGETHER, sweep(rows, tiles, workers, parts))
