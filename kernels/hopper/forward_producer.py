@@ -118,7 +118,7 @@ def producer(
     args, N: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, Q_BUFFERS: gl.constexpr,
     SKIP_EMPTY: gl.constexpr, READY: gl.constexpr,
 ):  # fmt: skip
-    """Run the producer: take query tiles, announce them, load their queries, keys and values, until there are none."""
+    """Run the producer: take query tiles, announce them, and load queries, keys and values, until none is left."""
     (
         q_desc, k_desc, v_desc, own, table_ptr, counter_ptr, flags,
         q_s, k_s, v_s, info_s, q_full, q_free, k_full, v_full, info_full,
