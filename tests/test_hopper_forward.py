@@ -17,6 +17,7 @@ import os
 import re
 import subprocess
 import sys
+import threading
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -538,6 +539,29 @@ def test_counters_of_captured_launches(monkeypatch):
     assert [counter.tolist() for counter in counters] == [[0]] * 3
     assert [counter.data_ptr() - spare.counters.data_ptr() for counter in counters[:2]] == [0, 32]
     assert counters[2].untyped_storage().nbytes() == 4
+
+
+def test_counters_of_captured_launches_stay_where_they_are(monkeypatch):
+    """Also if two threads make the first launches of a device at the same time: a graph may have an address already."""
+    made, device = [], torch.device("cpu")
+
+    def spare(device):
+        made.append(device)
+        time.sleep(0.1)  # meanwhile the other thread would make another one
+        return real(device)
+
+    real = work_counters._spare
+    monkeypatch.setattr(work_counters, "_spare", spare)
+    monkeypatch.setattr(work_counters, "_spares", Memo(1))
+    monkeypatch.setattr(work_counters, "_counters", Memo(1))
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 0, raising=False)
+    threads = [threading.Thread(target=work_counter, args=(device,)) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(made) == 1
 
 
 # --- keys and values that arrive during the kernel ----------------------------------------------------------------

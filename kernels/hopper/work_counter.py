@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -45,7 +46,8 @@ class _Spare(NamedTuple):
 
 # Dropping a counter is safe: its memory belongs to its stream, where later allocations come after the kernel.
 _counters: Memo[Tensor] = Memo(256)
-_spares: Memo[_Spare] = Memo(256)  # one per device, never dropped: graphs have the addresses
+_spares: Memo[_Spare] = Memo(256)  # one per device, never dropped or replaced: graphs have the addresses
+_making_spares = threading.Lock()  # of two that threads make at the same time, a Memo would drop one
 
 
 def work_counter(device: torch.device) -> Tensor:
@@ -64,7 +66,8 @@ def work_counter(device: torch.device) -> Tensor:
     key = (device, torch._C._cuda_getCurrentRawStream(device.index))  # torch.cuda.current_stream() makes an object
     counter = _counters.get(key)
     if counter is None:
-        _spares.once(device, lambda: _spare(device))
+        with _making_spares:
+            _spares.once(device, lambda: _spare(device))
         counter = _counters.put(key, torch.zeros(1, dtype=torch.int32, device=device))
     return counter
 
