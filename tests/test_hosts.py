@@ -164,7 +164,8 @@ def test_survivors_name_a_host_whose_processes_were_killed(job: Job) -> None:
 
 STEPS = 48
 TINY = ["--context=97", "--layers=1", "--dim=16", "--heads=2", "--kv-heads=1", "--lr=0.01", "--save-every=4"]
-TINY += [f"--text={ROOT / 'ringattn' / 'mask.py'}", f"--steps={STEPS}"]
+# Not a source, which changes: with some texts a unit of rounding in the weights grows by 10^4 in these steps.
+TINY += [f"--text={ROOT / 'LICENSE'}", f"--steps={STEPS}"]
 
 
 def wait_for_step(out: Path, step: int) -> None:

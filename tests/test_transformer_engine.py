@@ -240,5 +240,5 @@ def test_without_its_operator_it_does_not_train_selectively(pools, world_size: i
     arguments = [*TRAINING, "--checkpoint=selective", "--how", "transformer-engine", f"--out={tmp_path}"]
     assert pools(world_size).run(train, arguments) == [1] * world_size
     (line, *_) = by_kind(tmp_path)["missing"]
-    assert "no operator" in line["reason"]
+    assert "is not an operator" in line["reason"]
     assert "--checkpoint full" in line["reason"]

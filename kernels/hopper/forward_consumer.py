@@ -116,7 +116,6 @@ def _softmax(s, m, l, rest, c2, part, slack: gl.constexpr, FIXED: gl.constexpr):
     0."""
     L_L: gl.constexpr = l.type.layout
     if FIXED is not None:
-        alpha = gl.zeros(l.shape, gl.int32, L_L)
         x = gl.exp2(s)
         return m, l + gl.convert_layout(_lane_sum(x), L_L), m, x
     top = gl.max(s, axis=1) * c2
