@@ -78,10 +78,11 @@ def dispatch(
         compiled[grid](*args, *values)
     else:
         compiled = kernel[grid](*args, enable_fp_fusion=True, **constants)
-    if isinstance(compiled, CompiledKernel):  # the interpreter compiles nothing
+        if not isinstance(compiled, CompiledKernel):  # the interpreter compiles nothing
+            return None
         _compiled.put(key, (compiled, [constants[name] for name in kernel.arg_names[len(args) :]]))
-        for changes in variants() if variants is not None else ():
-            _compile(kernel, device, grid, args, constants, changes, cluster)
+    for changes in variants() if variants is not None else ():
+        _compile(kernel, device, grid, args, constants, changes, cluster)
     return None
 
 

@@ -33,7 +33,6 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
@@ -41,47 +40,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from . import backward_pieces as pieces
 from . import scores
 from .backward_pieces import BM, BN, LOADERS, PAIR, STAGING
-from .primitives import barrier_arrive, barrier_sync, multiply_pairs, reinterpret, tma_reduce_add
+from .primitives import barrier_arrive, barrier_sync, multiply_pairs, reinterpret
 
 DS_READY, Q_FREE, DO_FREE, DQ_STAGED, DQ_SENT = (gl.constexpr(i) for i in (4, 8, 10, 12, 14))
-
-
-@gluon.jit
-def _writer(
-    C: gl.constexpr, dq_desc, dq_first: gl.constexpr, info_ptr, dq_s, heads, tiles, kv_heads, parts, turns_ptr,
-    counters_ptr, segments, order, sweep, BATCHED: gl.constexpr,
-):  # fmt: skip
-    """Send the dQ of each step two steps later, for consumer C: the first two times there is nothing to send yet."""
-    batch, kv_head, part, info = pieces.place(info_ptr, heads, tiles, kv_heads, parts, sweep, BATCHED)
-    ORDERED: gl.constexpr = len(order) > 0
-    if ORDERED:
-        steps, _, _ = pieces.ordered_visits(info, heads)
-        j = gl.load(info + 3) - 1
-        rank = gl.load(info + 6)
-        rows = batch * (kv_heads * parts * heads)
-        bounds_row = 0
-        if BATCHED:
-            bounds_row = batch * order[2]
-    else:
-        steps, cut_steps, j, stops = pieces.visit_order(info, heads)
-    first_head = (kv_head * parts + part) * heads
-    head = first_head
-    for _ in range(0, 2):
-        barrier_sync(DQ_STAGED + C, STAGING, warps=1)
-        barrier_arrive(DQ_SENT + C, STAGING, warps=1)
-    for i in range(0, steps):
-        if ORDERED:
-            counter = pieces.wait_for_turn(order, rows + head, bounds_row, j, rank, C)
-        barrier_sync(DQ_STAGED + C, STAGING, warps=1)
-        tma_reduce_add(dq_desc, [batch, j * BM, head, C * dq_first], dq_s)
-        tma.store_wait(0)
-        pieces.signal_sent(DQ_SENT + C, i == steps - 1, turns_ptr, tiles, part, parts, sweep)
-        if ORDERED:
-            pieces.end_turn(counter, rank)
-            j, head = pieces.ordered_next(j, head, first_head, heads)
-        else:
-            j, head = pieces.next_tile(i, j, head, cut_steps, heads, stops)
-    pieces.finish_writer(DQ_STAGED + C, turns_ptr, counters_ptr, info, tiles, part, parts, segments, sweep)
 
 
 @gluon.jit
@@ -193,7 +154,7 @@ def _consumer(
     COUNTED: gl.constexpr, ORDERED: gl.constexpr,
 ):  # fmt: skip
     S_L: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BM, 16])
-    batch, kv_head, part, info = pieces.place(info_ptr, heads, tiles, kv_heads, parts, sweep, BATCHED)
+    batch, kv_head, part, info = pieces.place(info_ptr, tiles, kv_heads, parts, sweep, BATCHED)
     first = gl.load(info)
     past = gl.load(info + 1)
     if ORDERED:
@@ -321,10 +282,10 @@ def kernel(
                          dout_full, heads, tiles, kv_heads, parts, q_tiles,
                          flags_ptr, epoch, timed_out_ptr, Q_FREE, DO_FREE, sweep, BATCHED,
                          sums_ptr is not None)),
-            (_writer, (0, dq_descs[0], W, info_ptr, dq_t[0], heads, tiles, kv_heads, parts, turns_ptr, counters_ptr,
-                        segments, order, sweep, BATCHED)),
-            (_writer, (1, dq_descs[1], W, info_ptr, dq_t[1], heads, tiles, kv_heads, parts, turns_ptr, counters_ptr,
-                        segments, order, sweep, BATCHED)),
+            (pieces.writer, (0, DQ_STAGED, DQ_SENT, BM, 0, W, dq_descs[0], info_ptr, dq_t[0], heads, tiles, kv_heads,
+                         parts, turns_ptr, counters_ptr, segments, order, sweep, BATCHED)),
+            (pieces.writer, (1, DQ_STAGED, DQ_SENT, BM, 0, W, dq_descs[1], info_ptr, dq_t[1], heads, tiles, kv_heads,
+                         parts, turns_ptr, counters_ptr, segments, order, sweep, BATCHED)),
         ],
         [4, 1, 1, 1],
         [REGISTERS, 24, 24, 24],

@@ -73,7 +73,7 @@ P_READY, DS_READY, Q_FREE, DO_FREE, DQ_STAGED, DQ_FREE, MAY_STORE = (gl.constexp
 def _sender(info_ptr, ds_at, arrived, arrived_at, heads, tiles, kv_heads, parts, sweep, BATCHED: gl.constexpr):
     """Send the dS of each step. That of the next step may arrive as soon as this one has been sent."""
     cluster_arrive(1)
-    _, _, _, info = pieces.place(info_ptr, heads, tiles, kv_heads, parts, sweep, BATCHED, CTAS)
+    _, _, _, info = pieces.place(info_ptr, tiles, kv_heads, parts, sweep, BATCHED, CTAS)
     steps = (gl.load(info + 3) - gl.load(info + 2)) * heads
     mbarrier.expect(arrived.index(0), DS_BYTES)
     cluster_wait(1)
@@ -94,7 +94,7 @@ def _producer(
     heads, tiles, kv_heads, parts, q_tiles, flags_ptr, epoch, timed_out_ptr, sweep, BATCHED: gl.constexpr,
 ):  # fmt: skip
     cluster_arrive(1)
-    batch, kv_head, part, info = pieces.place(info_ptr, heads, tiles, kv_heads, parts, sweep, BATCHED, CTAS)
+    batch, kv_head, part, info = pieces.place(info_ptr, tiles, kv_heads, parts, sweep, BATCHED, CTAS)
     rank = gl.program_id(0) % CTAS
     first = gl.load(info)
     visits = pieces.visits_of(info, heads)
@@ -125,7 +125,7 @@ def _writer(
 ):  # fmt: skip
     """Send what consumer C has staged, and let the other consumer stage. At the end writer 1 lets both store."""
     cluster_arrive(1)
-    batch, kv_head, part, info = pieces.place(info_ptr, heads, tiles, kv_heads, parts, sweep, BATCHED, CTAS)
+    batch, kv_head, part, info = pieces.place(info_ptr, tiles, kv_heads, parts, sweep, BATCHED, CTAS)
     steps, cut_steps, j, stops = pieces.visit_order(info, heads)
     head = (kv_head * parts + part) * heads
     column = gl.program_id(0) % CTAS * HALF + C * UNIT
@@ -198,14 +198,9 @@ def _walk_values(
     head, inside = 0, 0
     for i in range(first, past_step):
         stage = i & 1
-        if inner is None:
-            s = pieces.scores_to_base_2(s, scale_log2, alibi, head, bounds_v, stage, key, past, S_L, CUT)
-            p = gl.exp2(s - lse_v.index(stage).load(gl.SliceLayout(0, S_L))[None, :]).to(ds_s.dtype)
-            slope16 = p
-        else:
-            p, slope16 = pieces.capped_probabilities(
-                s, lse_v, scale_log2, inner, alibi, head, bounds_v, stage, key, past, S_L, CUT, ds_s.dtype
-            )
+        p, slope16 = pieces.probabilities(
+            s, lse_v, scale_log2, inner, alibi, head, bounds_v, stage, key, past, S_L, CUT, ds_s.dtype
+        )
         ds_s.index(2 + stage).store(slope16)
         barrier_arrive(P_READY, PAIR)
         barrier_arrive(Q_FREE + stage, LOADERS)
@@ -244,7 +239,7 @@ def _values(
     bounds_v = reinterpret(bounds_t, gl.int32, [4, BM], ROW_L)
     alibi = pieces.alibi_of(slopes_ptr, slopes_stride, positions_k_ptr, positions_t)
     dq_s = pieces.staging_matrix(dq_t)
-    batch, kv_head, part, info = pieces.place(info_ptr, heads, tiles, kv_heads, parts, sweep, BATCHED, CTAS)
+    batch, kv_head, part, info = pieces.place(info_ptr, tiles, kv_heads, parts, sweep, BATCHED, CTAS)
     rank = gl.program_id(0) % CTAS
     first = gl.load(info)
     past = gl.load(info + 1)
@@ -288,7 +283,7 @@ def _keys(
     dout_s = pieces.matrices(dout_t)
     delta_v = reinterpret(delta_t, gl.float32, [1, BM], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     dq_s = pieces.staging_matrix(dq_t)
-    batch, kv_head, part, info = pieces.place(info_ptr, heads, tiles, kv_heads, parts, sweep, BATCHED, CTAS)
+    batch, kv_head, part, info = pieces.place(info_ptr, tiles, kv_heads, parts, sweep, BATCHED, CTAS)
     rank = gl.program_id(0) % CTAS
     key = gl.load(info) + rank * KEYS
     past = gl.load(info + 1)

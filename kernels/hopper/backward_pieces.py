@@ -1,14 +1,14 @@
 """Device functions that the backward kernels for Hopper share.
 
 Tiles, in one piece or in two pieces side by side (96 and 192 columns, which are no power of two, and 256), products and
-sums over them, the producer, and the order in which programs visit tiles.
+sums over them, the producer, the writer of head dims 64, 96 and 128, and the order in which programs visit tiles.
 """
 
 from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 
 from . import scores
 from .primitives import (
@@ -20,6 +20,7 @@ from .primitives import (
     raise_counter,
     reinterpret,
     round_pairs,
+    tma_reduce_add,
     wait_count,
     wait_row,
     wait_sent,
@@ -63,7 +64,7 @@ def _order(tiles, sweep, CTAS: gl.constexpr = 1):
 
 
 @gluon.jit
-def place(info_ptr, heads, tiles, kv_heads, parts, sweep, BATCHED: gl.constexpr, CTAS: gl.constexpr = 1):
+def place(info_ptr, tiles, kv_heads, parts, sweep, BATCHED: gl.constexpr, CTAS: gl.constexpr = 1):
     """Return batch, key head, part of the group's query heads and address of the key tile's description."""
     head, tile = _order(tiles, sweep, CTAS)
     batch = head // (parts * kv_heads)
@@ -217,6 +218,52 @@ def end_turn(counter, rank):
 
 
 @gluon.jit
+def writer(
+    C: gl.constexpr, staged: gl.constexpr, sent: gl.constexpr, ROWS: gl.constexpr, ROW: gl.constexpr,
+    COLUMN: gl.constexpr, dq_desc, info_ptr, dq_s, heads, tiles, kv_heads, parts, turns_ptr, counters_ptr, segments,
+    order, sweep, BATCHED: gl.constexpr,
+):  # fmt: skip
+    """Send the dQ of each step two steps later, for consumer C: the first two times there is nothing to send yet. Head
+    dims 64, 96 and 128.
+
+    Args:
+        staged, sent: barriers of consumer 0; those of consumer 1 are the next ones.
+        ROWS: queries of a step. ROW, COLUMN: where what consumer 1 sends begins in the tile of dQ.
+        order: nothing, or if key tiles add in order: their first one, the counters, and tiles of queries.
+    """
+    batch, kv_head, part, info = place(info_ptr, tiles, kv_heads, parts, sweep, BATCHED)
+    ORDERED: gl.constexpr = len(order) > 0
+    if ORDERED:
+        steps, _, _ = ordered_visits(info, heads)
+        j = gl.load(info + 3) - 1
+        rank = gl.load(info + 6)
+        rows = batch * (kv_heads * parts * heads)
+        bounds_row = 0
+        if BATCHED:
+            bounds_row = batch * order[2]
+    else:
+        steps, cut_steps, j, stops = visit_order(info, heads)
+    first_head = (kv_head * parts + part) * heads
+    head = first_head
+    for _ in range(0, 2):
+        barrier_sync(staged + C, STAGING, warps=1)
+        barrier_arrive(sent + C, STAGING, warps=1)
+    for i in range(0, steps):
+        if ORDERED:
+            counter = wait_for_turn(order, rows + head, bounds_row, j, rank, C)
+        barrier_sync(staged + C, STAGING, warps=1)
+        tma_reduce_add(dq_desc, [batch, j * ROWS + C * ROW, head, C * COLUMN], dq_s)
+        tma.store_wait(0)
+        signal_sent(sent + C, i == steps - 1, turns_ptr, tiles, part, parts, sweep)
+        if ORDERED:
+            end_turn(counter, rank)
+            j, head = ordered_next(j, head, first_head, heads)
+        else:
+            j, head = next_tile(i, j, head, cut_steps, heads, stops)
+    finish_writer(staged + C, turns_ptr, counters_ptr, info, tiles, part, parts, segments, sweep)
+
+
+@gluon.jit
 def producer(
     q_desc, dout_desc, k_desc, v_desc, lse_desc, delta_desc, bounds_desc, positions_desc, info_ptr,
     k_s, v_s, q_s, dout_s, lse_s, delta_s, bounds_s, positions_s, kv_full, q_full, dout_full,
@@ -226,7 +273,7 @@ def producer(
     """Load K and V, in as many tiles of 64 keys as ``kv_full`` has barriers, then the queries."""
     KV_BYTES: gl.constexpr = _bytes(k_desc) + _bytes(v_desc)
     KEY_TILES: gl.constexpr = kv_full.shape[0]
-    batch, kv_head, part, info = place(info_ptr, heads, tiles, kv_heads, parts, sweep, BATCHED)
+    batch, kv_head, part, info = place(info_ptr, tiles, kv_heads, parts, sweep, BATCHED)
     first = gl.load(info)
     visits = visits_of(info, heads, ORDERED)
     if flags_ptr is not None:
@@ -370,6 +417,23 @@ def capped_probabilities(
             p32 = gl.exp2(s - lse_v.index(stage).load(gl.SliceLayout(0, S_L))[None, :])
             p = round_pairs(p32, dtype)
             slope = round_pairs(p32 * gl.fma(-t, t, ONE), dtype)
+    return p, slope
+
+
+@gluon.jit
+def probabilities(
+    s, lse_v, scale, inner, alibi, head, bounds_v, stage, key, past, S_L: gl.constexpr, CUT: gl.constexpr,
+    dtype: gl.constexpr,
+):  # fmt: skip
+    """Return P in 16 bits, and what dP is multiplied by to be dS: P, times the derivative of the softcap."""
+    if inner is None:
+        s = scores_to_base_2(s, scale, alibi, head, bounds_v, stage, key, past, S_L, CUT)
+        p = gl.exp2(s - lse_v.index(stage).load(gl.SliceLayout(0, S_L))[None, :]).to(dtype)
+        slope = p
+    else:
+        p, slope = capped_probabilities(
+            s, lse_v, scale, inner, alibi, head, bounds_v, stage, key, past, S_L, CUT, dtype
+        )  # fmt: skip
     return p, slope
 
 

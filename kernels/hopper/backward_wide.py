@@ -59,7 +59,7 @@ def _writer(
     C: gl.constexpr, UNITS: gl.constexpr, dq_desc, info_ptr, dq_s, heads, tiles, kv_heads, parts, turns_ptr,
     counters_ptr, segments, sweep, BATCHED: gl.constexpr,
 ):  # fmt: skip
-    batch, kv_head, part, info = pieces.place(info_ptr, heads, tiles, kv_heads, parts, sweep, BATCHED)
+    batch, kv_head, part, info = pieces.place(info_ptr, tiles, kv_heads, parts, sweep, BATCHED)
     steps, cut_steps, j, stops = pieces.visit_order(info, heads)
     head = (kv_head * parts + part) * heads
     barrier_arrive(DQ_SENT + C, STAGING, warps=1)
@@ -113,14 +113,9 @@ def _walk_values(
     for i in range(first, past_step):
         stage = i % 2
         do_stage = i % DO_STAGES
-        if inner is None:
-            s = pieces.scores_to_base_2(s, scale_log2, alibi, head, bounds_v, stage, key, past, S_L, CUT)
-            p = gl.exp2(s - lse_v.index(stage).load(gl.SliceLayout(0, S_L))[None, :]).to(p_s.dtype)
-            slope16 = p
-        else:
-            p, slope16 = pieces.capped_probabilities(
-                s, lse_v, scale_log2, inner, alibi, head, bounds_v, stage, key, past, S_L, CUT, p_s.dtype
-            )
+        p, slope16 = pieces.probabilities(
+            s, lse_v, scale_log2, inner, alibi, head, bounds_v, stage, key, past, S_L, CUT, p_s.dtype
+        )
         p_s.store(slope16)
         barrier_arrive(P_READY, PAIR)
         barrier_arrive(Q_FREE + stage, LOADERS)
@@ -149,7 +144,7 @@ def _values(
 ):  # fmt: skip
     """Run consumer 0: S, P, dV and the first columns of dQ."""
     S_L: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BM, 16])
-    batch, kv_head, part, info = pieces.place(info_ptr, heads, tiles, kv_heads, parts, sweep, BATCHED)
+    batch, kv_head, part, info = pieces.place(info_ptr, tiles, kv_heads, parts, sweep, BATCHED)
     key = gl.load(info)
     past = gl.load(info + 1)
     steps, cut_steps, _, _ = pieces.visit_order(info, heads)
@@ -184,7 +179,7 @@ def _keys(
     S_L: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BM, 16])
     PIECES: gl.constexpr = len(v_s)
     DO_STAGES: gl.constexpr = dout_s[0].shape[0]
-    batch, kv_head, part, info = pieces.place(info_ptr, heads, tiles, kv_heads, parts, sweep, BATCHED)
+    batch, kv_head, part, info = pieces.place(info_ptr, tiles, kv_heads, parts, sweep, BATCHED)
     key = gl.load(info)
     past = gl.load(info + 1)
     steps = (gl.load(info + 3) - gl.load(info + 2)) * heads

@@ -53,7 +53,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from ...partial import Partial
 from ..contract import PERIOD, Block, Keys, OwnKeys, Result, Score, int32
 from ..launch import Launches, capability, dispatch, on_device
-from . import ramp
+from . import alibi_product
 from .forward_consumer import consumer
 from .forward_pieces import INFO, ROWS, SLOTS
 from .forward_producer import producer
@@ -69,7 +69,7 @@ class Config(NamedTuple):
     Args:
         registers: per consumer thread; the producer gets the rest.
         q_buffers, staged: two buffers of queries, and tiles of ``out`` staged for TMA, if shared memory has room.
-        staged_with_ramp: the same next to the operand of :mod:`.ramp`.
+        staged_with_alibi: the same next to the operand of :mod:`.alibi_product`.
         value_parts: launches, each for a part of the columns of v, of which registers do not hold all sums.
     """
 
@@ -79,7 +79,7 @@ class Config(NamedTuple):
     registers: int
     q_buffers: int = 2
     staged: bool = True
-    staged_with_ramp: bool = True
+    staged_with_alibi: bool = True
     value_parts: int = 1
 
     @property
@@ -90,7 +90,7 @@ class Config(NamedTuple):
 CONFIGS = {  # by the head dims of q, k and of v
     (64, 64): Config(consumers=3, block_n=128, stages=2, registers=160),
     (96, 96): Config(consumers=2, block_n=128, stages=2, registers=240),
-    (128, 128): Config(consumers=2, block_n=128, stages=2, registers=240, staged_with_ramp=False),
+    (128, 128): Config(consumers=2, block_n=128, stages=2, registers=240, staged_with_alibi=False),
     (192, 128): Config(consumers=2, block_n=128, stages=2, registers=240, q_buffers=1, staged=False),
     (256, 256): Config(consumers=2, block_n=64, stages=2, registers=240, q_buffers=1, staged=False),
     (512, 512): Config(consumers=2, block_n=32, stages=2, registers=240, q_buffers=1, staged=False, value_parts=2),
@@ -158,7 +158,7 @@ def _forward_kernel(
         q_s, k_s, v_s, info_s, q_full, q_free, k_full, v_full, info_full,
         n_tiles, n_heads, q_heads, ratio, group, early, table_batch_stride,
     )  # fmt: skip
-    even = () if firsts_ptr is None else (firsts_ptr, ramp.columns_in_shared_memory(BN))
+    even = () if firsts_ptr is None else (firsts_ptr, alibi_product.columns_in_shared_memory(BN))
     alibi = () if slopes_ptr is None else (slopes_ptr, slopes_stride, positions_q_ptr, positions_k_ptr, even)
     consumer_args = (
         out_desc, out_ptr, lse_ptr, l_ptr, m_in_ptr, l_in_ptr, o_in_ptr, aside_ptr, sink_ptr, start_ptr, end_ptr,
@@ -354,7 +354,7 @@ def _launch(
     constants = dict(
         N=config.consumers, BN=config.block_n, STAGES=config.stages, REGISTERS=config.registers,
         Q_BUFFERS=config.q_buffers, DV=head_dim_v * config.value_parts,
-        STAGED=config.staged and (config.staged_with_ramp or not ramp.usable(changes)),
+        STAGED=config.staged and (config.staged_with_alibi or not alibi_product.usable(changes)),
         HAS_STATE=state is not None, HAS_SINK=sink is not None, FINALIZE=finalize,
         READY=ready is not None, PERIOD=period,
         FIXED=_fixed(q, changes, state is not None),
@@ -372,9 +372,9 @@ def _positions(q: Tensor, block: Block, config: Config, changes: Changes) -> tup
     """Return the positions of queries and keys, padded so that a tile need not end where they do, and the first ones of
     tiles of keys if ALiBi is a product."""
     padded = padded_positions(block, config.block_m, config.block_n, q.device)
-    if not ramp.usable(changes):
+    if not alibi_product.usable(changes):
         return *padded, None
-    return *padded, ramp.steps_of_tiles(block, config.block_m, config.block_n, q.device)
+    return *padded, alibi_product.steps_of_tiles(block, config.block_m, config.block_n, q.device)
 
 
 def _fixed(q: Tensor, changes: Changes, has_state: bool) -> tuple[float, float] | None:

@@ -6,7 +6,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 
-from . import ramp
+from . import alibi_product
 from .forward_pieces import INFO_LAYOUT, LOG2E_HI, ROWS, SLOTS, finite, matrix_of, number_of, q_buffer, scaled
 from .forward_state import enter, flush, scratch, store, with_flushed
 from .primitives import FREE_BARRIERS, barrier_arrive, barrier_sync, hide_columns, keep_alive, scale_rows
@@ -154,8 +154,8 @@ def _seen(acc, m, l, FINALIZE: gl.constexpr):
 @gluon.jit
 def _alibi(slot, C: gl.constexpr, alibi, c2, BN: gl.constexpr, layout: gl.constexpr):
     """Return what scores of a query tile need for ALiBi: positions of its rows, slope, the position that they are
-    relative to and where the positions of keys are, then what :func:`ramp.of_rows` adds; nothing if there is no
-    ALiBi."""
+    relative to and where the positions of keys are, then what :func:`alibi_product.of_rows` adds; nothing if there is
+    no ALiBi."""
     if len(alibi) > 0:
         slopes_ptr, slopes_stride, positions_q_ptr, positions_k_ptr, even = alibi
         info = slot.load(INFO_LAYOUT)
@@ -169,7 +169,7 @@ def _alibi(slot, C: gl.constexpr, alibi, c2, BN: gl.constexpr, layout: gl.conste
         if len(even) > 0:
             lowest = gl.load(positions_q_ptr + gl.minimum(row, latest))
             highest = gl.load(positions_q_ptr + gl.minimum(row + ROWS - 1, latest))
-            alibi = ramp.of_rows(rows, slope, base, positions_k_ptr, c2, even, lowest, highest, BN)
+            alibi = alibi_product.of_rows(rows, slope, base, positions_k_ptr, c2, even, lowest, highest, BN)
     return alibi
 
 
@@ -180,8 +180,8 @@ def _changed(s, c2, changes, column, FIXED: gl.constexpr):
     if FIXED is not None:
         return scaled_and_capped(s, FIXED), 1.0
     s = capped(s, inner)
-    if ramp.is_ramp(alibi):
-        s = ramp.taken_off(s, alibi, column)
+    if alibi_product.is_product(alibi):
+        s = alibi_product.taken_off(s, alibi, column)
     elif len(alibi) > 0:
         rows, slope, base, positions_k_ptr = alibi
         columns = gl.load(positions_k_ptr + column + gl.arange(0, s.shape[1], gl.SliceLayout(0, s.type.layout)))
@@ -234,7 +234,7 @@ def _step(
     if len(even) > 0:  # the product that adds ALiBi
         A_L: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=S_L, k_width=2)
         side, first = even
-        s = warpgroup_mma(_unpack(side[0], gl.bfloat16, A_L), ramp.columns_of(changes[1]), s, is_async=True)
+        s = warpgroup_mma(_unpack(side[0], gl.bfloat16, A_L), alibi_product.columns_of(changes[1]), s, is_async=True)
     acc = _rescaled(acc, alpha, FIXED)  # overlaps the product with K
     mbarrier.wait(v_full.index(vs), v_phase)
     p = _unpack(packed, DTYPE, P_L)
@@ -249,7 +249,7 @@ def _step(
         part = ()
         if len(even) > 0:
             keep_alive(side[0])
-            part = (ramp.part_of_rows(changes[1], side, first),)  # type: ignore[assignment]
+            part = (alibi_product.part_of_rows(changes[1], side, first),)  # type: ignore[assignment]
             unit = c2
         else:
             s, unit = _changed(s, c2, changes, column, FIXED)
@@ -267,47 +267,54 @@ def _step(
 
 
 @gluon.jit
-def _walk(
-    last, begin, full_begin, full_end, q, q_s, at, k_s, v_s, k_full, v_full, g, acc, m, l, alpha, packed, c2, intervals,
-    changes, C: gl.constexpr, N: gl.constexpr, STAGES: gl.constexpr, EARLY: gl.constexpr, FIXED: gl.constexpr,
+def _walk_part(
+    past, begin, late, q, q_s, at, k_s, v_s, k_full, v_full, g, acc, m, l, alpha, packed, c2, intervals, changes,
+    C: gl.constexpr, N: gl.constexpr, STAGES: gl.constexpr, MASK: gl.constexpr, EARLY: gl.constexpr,
+    FIXED: gl.constexpr,
 ):  # fmt: skip
-    """Walk the key tiles below ``last`` down to ``begin``, each with the product of P and V of the tile before: cut,
-    full, cut."""
-    if ramp.is_ramp(changes[1]):
-        return _walk_with_ramps(
-            last, begin, full_begin, full_end, q, q_s, at, k_s, v_s, k_full, v_full, g, acc, m, l, alpha, packed, c2,
-            intervals, changes, C, N, STAGES, EARLY, FIXED,
-        )  # fmt: skip
+    """Walk the key tiles below ``past`` down to ``begin``, all cut (``MASK``) or all full. ``late``: a number that is
+    computed in front of this loop, see :func:`_q_again`."""
     BN: gl.constexpr = k_s[0].shape[2]
     if EARLY:
-        q = _q_again(q_s, at, last)
-    for column in range(last - BN, full_end - BN, -BN):
+        q = _q_again(q_s, at, late)
+    for column in range(past - BN, begin - BN, -BN):
         acc, m, l, alpha, packed = _step(
             q, k_s, v_s, k_full, v_full, g, acc, m, l, alpha, packed, c2, column, intervals, changes, (), C, N,
-            STAGES, True, FIXED,
-        )  # fmt: skip
-        g += 1
-    if EARLY:
-        q = _q_again(q_s, at, full_end)
-    for column in range(gl.minimum(full_end, last) - BN, full_begin - BN, -BN):
-        acc, m, l, alpha, packed = _step(
-            q, k_s, v_s, k_full, v_full, g, acc, m, l, alpha, packed, c2, column, intervals, changes, (), C, N,
-            STAGES, False, FIXED,
-        )  # fmt: skip
-        g += 1
-    if EARLY:
-        q = _q_again(q_s, at, begin)
-    for column in range(gl.minimum(full_begin, last) - BN, begin - BN, -BN):
-        acc, m, l, alpha, packed = _step(
-            q, k_s, v_s, k_full, v_full, g, acc, m, l, alpha, packed, c2, column, intervals, changes, (), C, N,
-            STAGES, True, FIXED,
+            STAGES, MASK, FIXED,
         )  # fmt: skip
         g += 1
     return g, acc, m, l, alpha, packed
 
 
 @gluon.jit
-def _walk_with_ramps(
+def _walk(
+    last, begin, full_begin, full_end, q, q_s, at, k_s, v_s, k_full, v_full, g, acc, m, l, alpha, packed, c2, intervals,
+    changes, C: gl.constexpr, N: gl.constexpr, STAGES: gl.constexpr, EARLY: gl.constexpr, FIXED: gl.constexpr,
+):  # fmt: skip
+    """Walk the key tiles below ``last`` down to ``begin``, each with the product of P and V of the tile before: cut,
+    full, cut."""
+    if alibi_product.is_product(changes[1]):
+        return _walk_with_alibi(
+            last, begin, full_begin, full_end, q, q_s, at, k_s, v_s, k_full, v_full, g, acc, m, l, alpha, packed, c2,
+            intervals, changes, C, N, STAGES, EARLY, FIXED,
+        )  # fmt: skip
+    g, acc, m, l, alpha, packed = _walk_part(
+        last, full_end, last, q, q_s, at, k_s, v_s, k_full, v_full, g, acc, m, l, alpha, packed, c2, intervals,
+        changes, C, N, STAGES, True, EARLY, FIXED,
+    )  # fmt: skip
+    g, acc, m, l, alpha, packed = _walk_part(
+        gl.minimum(full_end, last), full_begin, full_end, q, q_s, at, k_s, v_s, k_full, v_full, g, acc, m, l, alpha,
+        packed, c2, intervals, changes, C, N, STAGES, False, EARLY, FIXED,
+    )  # fmt: skip
+    g, acc, m, l, alpha, packed = _walk_part(
+        gl.minimum(full_begin, last), begin, begin, q, q_s, at, k_s, v_s, k_full, v_full, g, acc, m, l, alpha,
+        packed, c2, intervals, changes, C, N, STAGES, True, EARLY, FIXED,
+    )  # fmt: skip
+    return g, acc, m, l, alpha, packed
+
+
+@gluon.jit
+def _walk_with_alibi(
     last, begin, full_begin, full_end, q, q_s, at, k_s, v_s, k_full, v_full, g, acc, m, l, alpha, packed, c2, intervals,
     changes, C: gl.constexpr, N: gl.constexpr, STAGES: gl.constexpr, EARLY: gl.constexpr, FIXED: gl.constexpr,
 ):  # fmt: skip
@@ -315,23 +322,23 @@ def _walk_with_ramps(
     BN: gl.constexpr = k_s[0].shape[2]
     alibi = changes[1]
     column = last - BN
-    first = ramp.first_before(alibi, last, BN)
-    even = (column >= full_begin) & (column < full_end) & ramp.is_even(alibi, first)
+    first = alibi_product.first_before(alibi, last, BN)
+    even = (column >= full_begin) & (column < full_end) & alibi_product.is_even(alibi, first)
     while column >= begin:
         queries = _q_again(q_s, at, column) if EARLY else q
         while (column >= begin) & (not even):
-            first = ramp.first_before(alibi, column, BN)
+            first = alibi_product.first_before(alibi, column, BN)
             acc, m, l, alpha, packed = _step(
                 queries, k_s, v_s, k_full, v_full, g, acc, m, l, alpha, packed, c2, column, intervals, changes, (), C,
                 N, STAGES, True, FIXED,
             )  # fmt: skip
             g += 1
             column -= BN
-            even = (column >= full_begin) & (column < full_end) & ramp.is_even(alibi, first)
+            even = (column >= full_begin) & (column < full_end) & alibi_product.is_even(alibi, first)
         queries = _q_again(q_s, at, column + BN) if EARLY else q
-        side = ramp.side_of(alibi, first)
+        side = alibi_product.side_of(alibi, first)
         while even:
-            following = ramp.first_before(alibi, column, BN)
+            following = alibi_product.first_before(alibi, column, BN)
             acc, m, l, alpha, packed = _step(
                 queries, k_s, v_s, k_full, v_full, g, acc, m, l, alpha, packed, c2, column, intervals, changes,
                 (side, first), C, N, STAGES, False, FIXED,
@@ -339,8 +346,8 @@ def _walk_with_ramps(
             g += 1
             column -= BN
             first = following
-            even = (column >= full_begin) & ramp.is_on(side, first)
-        even = (column >= full_begin) & (column < full_end) & ramp.is_even(alibi, first)
+            even = (column >= full_begin) & alibi_product.is_on(side, first)
+        even = (column >= full_begin) & (column < full_end) & alibi_product.is_even(alibi, first)
     return g, acc, m, l, alpha, packed
 
 

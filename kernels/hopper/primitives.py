@@ -1,9 +1,10 @@
 """Device helpers that Gluon (Triton 3.6) lacks on Hopper, each with the instructions that it compiles to.
 
-Named barriers. A CTA has 16 hardware barriers; Triton takes the low ids for its own warpgroup syncs, so the
-kernels here use ids from ``FREE_BARRIERS`` on. ``bar.sync`` blocks until the given number of threads has
-arrived; ``bar.arrive`` counts its threads and continues. A stage released by ``bar.arrive`` costs one
-instruction; ``mbarrier.arrive`` would first sync the warpgroup so that one thread arrives for all.
+Named barriers. A CTA has 16 hardware barriers; Triton takes the low ids for its own warpgroup syncs, so the forward
+uses ids from ``FREE_BARRIERS`` on, and the backwards, whose other workers are single warps, from 4 on. ``bar.sync``
+blocks until the given number of threads has arrived; ``bar.arrive`` counts its threads and continues. A stage
+released by ``bar.arrive`` costs one instruction; ``mbarrier.arrive`` would first sync the warpgroup so that one
+thread arrives for all.
 """
 
 from triton._C.libtriton import ir

@@ -15,7 +15,7 @@ this code.
   coefficients. The backward in bfloat16 has these constants, too, except at 192/128.
 * With them, tanh and the exponentials of a full tile are one piece of assembly, in which they overlap
   (:func:`exponentials_of_capped`, :func:`probabilities_of_capped`).
-* The forward adds ALiBi without softcap to most tiles by a product (:mod:`.ramp`).
+* The forward adds ALiBi without softcap to most tiles by a product (:mod:`.alibi_product`).
 * Otherwise ALiBi needs positions: int32, exact up to 2^31. Both sides subtract the middle position of the tile that
   stays (of queries in the forward, of keys in the backward) before they become float32, and the slope multiplies their
   difference. So distances are exact at any position, also where positions jump within a tile, by up to 2^25.

@@ -29,14 +29,14 @@ from kernel_contract import (
 from ringattn.kernels import contract
 from ringattn.kernels.backends import BACKENDS
 from ringattn.kernels.contract import Block, Score
-from ringattn.kernels.hopper import forward, ramp, scores
+from ringattn.kernels.hopper import alibi_product, forward, scores
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 needs_hopper = pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")
 DIMS = sorted(forward.CONFIGS)
 CPU = torch.device("cpu")
 EPS = 2.0**-24
-UNEVEN = ramp.UNEVEN.value
+UNEVEN = alibi_product.UNEVEN.value
 
 
 def block_of(queries: torch.Tensor, keys: torch.Tensor, segments_q: tuple[int, ...] = ()) -> Block:
@@ -63,28 +63,28 @@ def runs(*parts: tuple[int, int, int]) -> torch.Tensor:
     ],
 )
 def test_tiles_of_keys_in_even_steps(keys, expected) -> None:
-    assert ramp.steps_of_tiles(block_of(torch.arange(50), keys), 32, 16, CPU).tolist() == expected
+    assert alibi_product.steps_of_tiles(block_of(torch.arange(50), keys), 32, 16, CPU).tolist() == expected
 
 
 def test_no_tile_is_even_where_queries_go_back() -> None:
     """Within a tile of queries; between segments they may."""
     keys, queries = torch.arange(32), runs((20, 40, 1), (0, 20, 1))
-    assert ramp.steps_of_tiles(block_of(queries, keys), 32, 16, CPU).tolist() == [1, UNEVEN, UNEVEN]
-    assert ramp.steps_of_tiles(block_of(queries, keys, (20, 20)), 32, 16, CPU).tolist() == [1, 0, 16]
+    assert alibi_product.steps_of_tiles(block_of(queries, keys), 32, 16, CPU).tolist() == [1, UNEVEN, UNEVEN]
+    assert alibi_product.steps_of_tiles(block_of(queries, keys, (20, 20)), 32, 16, CPU).tolist() == [1, 0, 16]
 
 
 def as_torch(monkeypatch: pytest.MonkeyPatch, table: torch.Tensor) -> None:
     """Let the device functions of tiles work on the CPU: a pointer is an index into ``table``."""
     names = dict(float32=torch.float32, abs=torch.abs, load=lambda at: table[at])
     names["where"] = lambda which, x, y: torch.where(which, torch.as_tensor(x), torch.as_tensor(y)).int()
-    for module in (ramp, scores):
+    for module in (alibi_product, scores):
         monkeypatch.setattr(module, "gl", types.SimpleNamespace(**names))
     for name in ("UNEVEN", "MOST"):
-        monkeypatch.setattr(ramp, name, getattr(ramp, name).value)
-    monkeypatch.setattr(ramp, "relative", scores.relative.fn)
-    monkeypatch.setattr(ramp, "_unsigned", lambda x: x.long() % 2**32)
-    monkeypatch.setattr(ramp, "terms", lambda x, rows: x)
-    monkeypatch.setattr(ramp, "_chosen", lambda a, before: before)
+        monkeypatch.setattr(alibi_product, name, getattr(alibi_product, name).value)
+    monkeypatch.setattr(alibi_product, "relative", scores.relative.fn)
+    monkeypatch.setattr(alibi_product, "_unsigned", lambda x: x.long() % 2**32)
+    monkeypatch.setattr(alibi_product, "terms", lambda x, rows: x)
+    monkeypatch.setattr(alibi_product, "_chosen", lambda a, before: before)
 
 
 QUERIES = {
@@ -103,7 +103,7 @@ def test_a_product_is_what_alibi_adds(monkeypatch, queries, step) -> None:
     cut off: one rounding of the slope's quotient, one of its product with the step, and twice as much is cut off."""
     keys, bn, c2 = 2**26 + torch.arange(0, 512 * step, step), 128, np.float32(0.125 * scores.LOG2E)
     slope = np.float32(0.84 * scores.LOG2E)
-    table = ramp.steps_of_tiles(block_of(queries, keys), 64, bn, CPU)
+    table = alibi_product.steps_of_tiles(block_of(queries, keys), 64, bn, CPU)
     as_torch(monkeypatch, table)
     number = torch.arange(bn)
     columns = torch.stack([number - (bn - 1), -number]).double()
@@ -111,21 +111,23 @@ def test_a_product_is_what_alibi_adds(monkeypatch, queries, step) -> None:
     for rows in queries.int().split(64):
         base = scores.middle.fn(rows[0], rows[-1])
         relative = scores.relative.fn(rows, base)
-        alibi = ramp.of_rows.fn(relative, torch.tensor(slope), base, None, c2, (0, None), rows[0], rows[-1], bn)
-        assert not ramp.is_even.fn(alibi, torch.tensor(UNEVEN, dtype=torch.int32))
+        alibi = alibi_product.of_rows.fn(
+            relative, torch.tensor(slope), base, None, c2, (0, None), rows[0], rows[-1], bn
+        )
+        assert not alibi_product.is_even.fn(alibi, torch.tensor(UNEVEN, dtype=torch.int32))
         sides = []
         for column in range(0, 512, bn):
-            first = ramp.first_before.fn(alibi, torch.tensor(column + bn, dtype=torch.int32), bn)
+            first = alibi_product.first_before.fn(alibi, torch.tensor(column + bn, dtype=torch.int32), bn)
             ahead = rows[:, None] - keys[None, column : column + bn]
-            assert ramp.is_even.fn(alibi, first) == bool((ahead >= 0).all() or (ahead <= 0).all())
-            if not ramp.is_even.fn(alibi, first):
+            assert alibi_product.is_even.fn(alibi, first) == bool((ahead >= 0).all() or (ahead <= 0).all())
+            if not alibi_product.is_even.fn(alibi, first):
                 continue
-            side = ramp.side_of.fn(alibi, first)
+            side = alibi_product.side_of.fn(alibi, first)
             before = bool(side[0])
             assert before == bool((ahead >= 0).all())
-            assert ramp.is_on.fn(side, first)
+            assert alibi_product.is_on.fn(side, first)
             sides.append((before, side, first))
-            part = ramp.part_of_rows.fn(alibi, side, first)
+            part = alibi_product.part_of_rows.fn(alibi, side, first)
             assert part.dtype == torch.float32
             three = terms(alibi[5].numpy())
             added = sum(columns[0 if before else 1] * float(x) for x in three)
@@ -133,14 +135,14 @@ def test_a_product_is_what_alibi_adds(monkeypatch, queries, step) -> None:
             exact = -ahead.abs().double().numpy() * float(slope)
             assert (np.abs(total - exact) <= 4 * EPS * np.abs(exact)).all()
         for before, side, _ in sides:
-            assert [bool(ramp.is_on.fn(side, first)) for *_, first in sides] == [x[0] == before for x in sides]
-            assert not ramp.is_on.fn(side, torch.tensor(UNEVEN, dtype=torch.int32))
+            assert [bool(alibi_product.is_on.fn(side, first)) for *_, first in sides] == [x[0] == before for x in sides]
+            assert not alibi_product.is_on.fn(side, torch.tensor(UNEVEN, dtype=torch.int32))
         products += len(sides)
     assert products
 
 
 def terms(x: np.float32) -> list[np.float32]:
-    """Return the three numbers of bfloat16 of :func:`ramp.terms`."""
+    """Return the three numbers of bfloat16 of :func:`alibi_product.terms`."""
     parts = []
     for _ in range(3):
         upper = (np.asarray(x, np.float32).view(np.uint32) & np.uint32(0xFFFF0000)).view(np.float32)
@@ -178,7 +180,7 @@ def test_three_terms_are_a_number(x) -> None:
     ],
 )
 def test_scores_for_which_alibi_is_a_product(score, expected) -> None:
-    assert ramp.usable(scores.Changes.of(score, torch.zeros(2, 8, 4, 16))) is expected
+    assert alibi_product.usable(scores.Changes.of(score, torch.zeros(2, 8, 4, 16))) is expected
 
 
 # --- on a GPU -----------------------------------------------------------------------------------------------------

@@ -68,7 +68,7 @@ def steps_of_tiles(block: Block, block_m: int, block_n: int, device: torch.devic
 
 
 @gluon.constexpr_function
-def is_ramp(alibi):
+def is_product(alibi):
     """Return whether a consumer's tuple for ALiBi is that of :func:`of_rows`."""
     return len(alibi) > 4
 
@@ -152,12 +152,12 @@ def taken_off(s, alibi, column):
 
 
 @gluon.jit
-def of_rows(rows, slope, base, positions_ptr, c2, ramp, lowest, highest, BN: gl.constexpr):
+def of_rows(rows, slope, base, positions_ptr, c2, even, lowest, highest, BN: gl.constexpr):
     """Return what a consumer needs in the loops over keys: positions of its rows relative to ``base``, slope, base,
     where positions of keys are, slope of scores that are not scaled, A, the latest first position of a tile of which
     all keys are before the queries (the ``lowest``) or at them, the ``highest`` query, from the first to the last
     position of a tile, where the first positions are, and B."""
-    firsts_ptr, tile = ramp
+    firsts_ptr, tile = even
     ROWS: gl.constexpr = rows.shape[0]
     step = gl.load(firsts_ptr)
     unscaled = slope / c2
