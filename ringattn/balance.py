@@ -35,14 +35,14 @@ from .mask import Mask
 from .redivision import redivide
 from .work import Work
 
-GROUP = 1024  # neighbouring documents are kept together up to so many tokens, for few runs per rank
-FLAT = 1000  # work that differs from the mean by less than a part in so many is equal
+GROUP = 1024  # neighbouring documents are kept together up to this many tokens, for few runs per rank
+FLAT = 1000  # work that differs from the mean by less than the mean over this is equal
 UNEVEN = 100  # the same for parts that need not be taken block by block
 NEAR = 160  # the same for work that whole tiles of queries cannot match exactly
-FAR = 130  # no rank has more than the mean by more than a part in so many
+FAR = 130  # no rank has more than the mean by more than the mean over this
 EVEN = 12  # the same for tiles, per mille
 FETCH = 8  # weight of keys to fetch, per mille of a rank's tokens, next to the square of uneven tiles, per mille
-REACH = 4  # light parts to choose from: so many times the tokens of a rank
+REACH = 4  # light parts to choose from: this many times the tokens of a rank
 DEEP = 16  # heavy parts to choose from
 WIDE = 4  # how far to look where tiles are uneven ...
 MANY = 10  # ... and a rank has no more parts than these, or no choice is near enough

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 TILE = 128  # queries in a tile of the kernels, and keys
-LONG = 1024  # documents of so many tokens are cut at whole tiles
+LONG = 1024  # documents of this many tokens or more are cut at whole tiles
 
 Array = NDArray[np.int64]
 

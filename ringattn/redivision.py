@@ -28,7 +28,7 @@ ITEMS = 10  # of two ranks, at most
 GROUPS = 4  # of them, of bundled small ones
 ROUNDS = 48  # pairs of ranks that are divided again to fetch less, at most
 PATIENCE = 12  # of them in vain, one after another
-WORTH = 16  # they are divided again where they may gain a part in so many of a rank's tokens
+WORTH = 16  # they are divided again where they may gain a rank's tokens over this
 MANY = 30  # two ranks with more runs seldom gain: only much that they share counts, and tiles do not
 RUN = 64  # tokens to fetch that one run less is worth
 EXACT = 5  # ways whose tiles are counted ...
@@ -37,8 +37,8 @@ EVEN = 5  # tiles above the mean that cost nothing, per mille
 PRICE = 10  # tokens per tile above that, each as a share of a rank's
 UNEVEN = 11  # a rank with more tiles above the mean, per mille, divides its pieces with others
 BUSY = 16  # times that some rank does so, at most ...
-TRIES = 8  # ... with so many others, until one way costs less
-GAIN = 256  # a way is kept if it costs less by a part in so many of a rank's tokens
+TRIES = 8  # ... with at most this many others, until one way costs less
+GAIN = 256  # a way is kept if it costs less by a rank's tokens over this
 
 
 class _Limits(NamedTuple):
