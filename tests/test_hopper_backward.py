@@ -352,7 +352,7 @@ def test_parts_of_a_tile_start_in_order(monkeypatch, batches, kv_heads, tiles, p
     for program in range(batches * kv_heads * parts * tiles):
         raised.clear()
         monkeypatch.setattr(pieces.gl, "program_id", lambda _, number=program: number)
-        batch, kv_head, part, info = pieces.place.fn(0, 1, tiles, kv_heads, parts, sweep, False)
+        batch, kv_head, part, info = pieces.place.fn(0, tiles, kv_heads, parts, sweep, BATCHED=False)
         row, tile = batch * kv_heads + kv_head, info // pieces.INFO.value
         assert part == 0 or (row, tile, part - 1) in started
         assert (row, tile, part) not in started
