@@ -227,6 +227,17 @@ def test_the_simulation_is_near_the_cost_model(hosts: int, local_size: int, toke
         assert (got.forward, got.backward) == pytest.approx((want.forward, want.backward), rel=0.15)
 
 
+def test_a_ring_starts_its_messages_step_by_step() -> None:
+    """A network of 100 Gb/s, on which a step that crosses it takes longer than its attention: others do not make up for
+    it, as a rank has one shard and the next one."""
+    costs = hardware.cluster("4x8", "h200", "nvlink,ib100").costs
+    for dataflow, size in (("ring", None), ("double ring", 8)):
+        problem = plan_function(8192 * 32, gpu(32, False), causal=True, layout="zigzag", local_size=size).choice.problem
+        want = cost.choose(problem, costs, "").of("ring")
+        got = simulate(Setting(8192, 4, 8, Shape(), costs), dataflow)
+        assert (got.forward, got.backward) == pytest.approx((want.forward, want.backward), rel=0.06), dataflow
+
+
 def test_eight_gpus_are_near_what_was_measured() -> None:
     """docs/numbers.md, eight GPUs, 8,192 tokens each: ms forward and backward."""
     measured = {"gather": (6.82, 19.13), "ring": (9.46, 20.64)}
