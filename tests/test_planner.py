@@ -24,6 +24,7 @@ from ringattn.planner.models import KINDS, MODELS, ModelShape, from_config, name
 from ringattn.planner.simulate import DATAFLOWS, Setting, simulate
 from ringattn.planner.step import Way, _pointwise
 from ringattn.planner.step import step as step_of
+from ringattn.planner.ways import Problem, judge, longest, verdicts, way_of
 from ringattn.shape import Shape
 from ringattn.virtual import VirtualRank
 
@@ -352,6 +353,7 @@ def test_what_does_not_fit_is_said(capsys: pytest.CaptureFixture[str]) -> None:
         (("--model", "llama-3.1-8b", "--head-groups", "33"), "32 heads"),
         (("--model", "llama-3.1-8b", "--host-gib", "nan"), "--host-gib is nan"),
         (("--model", "llama-3.1-8b", "--calibration", "/nonexistent"), "No such file"),
+        (("--model", "llama-3.1-8b", "--calibration", __file__), "test_planner.py, which is no file of this version"),
         (("--model", "llama-3.1-8b", "--slow", "8:2"), "the rank must be below 8"),
         (("--model", "llama-3.1-8b", "--slow", "much"), "write RANK:FACTOR"),
         (("--model", "llama-3.1-8b", "--slow", "3:0.5"), "--slow is '3:0.5'; the rank must be below 8 and the factor"),
@@ -363,6 +365,27 @@ def test_bad_arguments_are_named(capsys: pytest.CaptureFixture[str], words: tupl
     status, _, error = run(capsys, *words)
     assert status == 2
     assert message in error
+
+
+@pytest.mark.parametrize(
+    ("name", "gpus", "gpu", "context", "bound"),
+    [("llama-3.1-8b", "4x8", "h200", 4 << 20, True), ("llama-3.1-405b", "16x8", "h100", 1 << 17, False)],
+)
+def test_the_longest_row_fits_and_grows_with_every_line(
+    name: str, gpus: str, gpu: str, context: int, bound: bool
+) -> None:
+    """In the memory of a GPU and in the buffer of a gather. 405B in chunks of tokens needs more memory than without:
+    gradients of whole weights in float32."""
+    machines = hardware.cluster(gpus, gpu, "nvlink,ib400")
+    problem = Problem(named(name), machines, context, Switches(), 200 * GIB, {}, {})
+    way = verdicts(problem)[0].way
+    assert way.dataflow == "gather by node"
+    rows = longest(problem, way)
+    assert list(rows.values()) == sorted(rows.values())
+    for tokens in rows.values():
+        longer = problem._replace(context=tokens)
+        assert judge(longer, way_of(longer, way.hosts, way.local_size, way.dataflow)).step
+    assert [line.endswith("need more --buffer-bytes") for line in rows] == [False, bound]
 
 
 def test_costs_of_a_machine_replace_the_defaults(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
