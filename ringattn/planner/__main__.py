@@ -167,10 +167,10 @@ def describe(problem: Problem, best: Verdict) -> list[str]:
 
 def table(problem: Problem, others: list[Verdict]) -> list[str]:
     """Return the alternatives as lines."""
-    lines = [f"{'alternatives':<58}{'s/step':>9}{'tokens/s/GPU':>14}{'MFU':>8}{'GiB':>8}"]
+    lines = [f"{'alternatives':<58}{'s/step':>10}{'tokens/s/GPU':>14}{'MFU':>8}{'GiB':>8}"]
     for verdict in others:
         step, gib = verdict.step, verdict.bytes / GIB
-        numbers = f"{step.seconds:>9.2f}{rate(step):>14}{step.mfu:>8.1%}" if step else f"{'-':>31}"
+        numbers = f"{step.seconds:>10.2f}{rate(step):>14}{step.mfu:>8.1%}" if step else f"{'-':>32}"
         lines.append(f"  {name_of(verdict, problem.cluster):<56}{numbers} {gib:>7.1f}  {verdict.reason}".rstrip())
     return lines
 
