@@ -122,7 +122,7 @@ def write(file: Path, link: str, costs: Costs) -> None:
         pass
     links[link] = asdict(costs)
     file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    fresh = file.with_name(f"{file.name}.{os.getpid()}")
+    fresh = file.with_name(f"{file.name}.{socket.gethostname()}.{os.getpid()}")  # hosts may share the folder
     private = functools.partial(os.open, mode=0o600)  # other users must not choose the dataflows of this one
     with open(fresh, "w", opener=private) as out:
         out.write(json.dumps({"version": VERSION, "links": links}, indent=1) + "\n")
