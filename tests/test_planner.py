@@ -168,13 +168,22 @@ def test_a_config_is_read(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="num_experts=128"):
         from_config(file)
     refused = {
-        '{"model_type": "llama"}': "num_attention_heads", "{}": "model_type=''", "[]": "is a JSON list", "?": "as JSON",
+        '{"model_type": "llama"}': "num_attention_heads", "{}": "model_type=''", "[]": "is a JSON list",
+        '{"text_config": [1]}': "is a JSON list", "?": "as JSON",
         '{"model_type": "gpt_neox"}': "model_type='gpt_neox'",
     }  # fmt: skip
     for text, message in refused.items():
         file.write_text(text)
         with pytest.raises(ValueError, match=message):
             from_config(file)
+    model_of(SMALL).config.to_json_file(file)
+    sizes = json.loads(file.read_text())
+    for value in ("8", 0, None, 8.0):
+        file.write_text(json.dumps(sizes | dict(num_attention_heads=value)))
+        with pytest.raises(ValueError, match=f"json has num_attention_heads={value!r}; it must be a whole number"):
+            from_config(file)
+    file.write_text(json.dumps(sizes | dict(text_config=None)))
+    assert from_config(file) == SMALL
     with pytest.raises(ValueError, match=r"llama-3\.1-8b"):
         named("llama-9")
 
