@@ -364,6 +364,7 @@ def test_what_does_not_fit_is_said(capsys: pytest.CaptureFixture[str]) -> None:
         (("--model", "llama-3.1-8b", "--calibration", "/nonexistent"), "No such file"),
         (("--model", "llama-3.1-8b", "--calibration", __file__), "test_planner.py, which is no file of this version"),
         (("--model", "llama-3.1-8b", "--slow", "8:2"), "the rank must be below 8"),
+        (("--model", "llama-3.1-8b", "--slow-link", "1:4"), "--slow-link is '1:4'; one host needs no network card"),
         (("--model", "llama-3.1-8b", "--slow", "much"), "write RANK:FACTOR"),
         (("--model", "llama-3.1-8b", "--slow", "3:0.5"), "--slow is '3:0.5'; the rank must be below 8 and the factor"),
         (("--model", "llama-3.1-8b", "--links", "nvlink,foo400"), "'nvlink,foo400'; the network is ib, roce or eth"),

@@ -120,6 +120,8 @@ def problem_of(args: argparse.Namespace) -> Problem:
     slow, slow_link = (
         factors(x, n, machines.gpus) for x, n in ((args.slow, "--slow"), (args.slow_link, "--slow-link"))
     )
+    if slow_link and machines.hosts == 1:
+        raise ValueError(f"--slow-link is {args.slow_link[0]!r}; one host needs no network card, give --gpus as 2x8")
     if switches.head_groups > shape.heads:
         raise ValueError(f"--head-groups is {switches.head_groups}; the model has {shape.heads} heads to divide")
     return Problem(shape, machines, count(args.context), switches, host, slow, slow_link)
