@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import random
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,6 +23,7 @@ import ringattn
 from ringattn import blocks, virtual
 from ringattn import transport as transports
 from ringattn.agreement import Disagreement
+from ringattn.dataflow import by_node, messages
 from ringattn.dataflow.gathered import gathered_block
 from ringattn.dataflow.messages import collects_runs
 from ringattn.kernels.contract import completion_groups
@@ -130,6 +133,34 @@ def test_a_plan_that_was_made_ahead_has_its_blocks() -> None:
         assert len(plan.memo) == size > 0
     with pytest.raises(Disagreement):
         virtual.run(2, lambda rank: ringattn.plan(40 + rank.rank, rank, wait=False).check_agreement())
+
+
+@pytest.mark.parametrize("local_size", [4, 2])
+@pytest.mark.parametrize("documents", [2, 90])
+def test_a_gather_that_was_planned_ahead_makes_no_routes_later(
+    local_size: int, documents: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Runs of few and of many documents, of which the latter are collected; one node and two."""
+    made: list[int] = []
+    bounds, started = random_bounds(600, documents, 0), threading.Barrier(4)
+    for module, name in itertools.product((messages, by_node), ("collected_routes", "direct_routes")):
+        make = getattr(module, name)
+        monkeypatch.setattr(module, name, lambda rank, *rest, make=make: (made.append(rank), make(rank, *rest))[1])
+
+    def body(rank: VirtualRank) -> Tensor:
+        plan = ringattn.plan(
+            600, rank, cu_seqlens=bounds, causal=True, layout="balanced", dataflow="gather", local_size=local_size,
+            wait=False,
+        )  # fmt: skip
+        started.wait()
+        before = len(made)
+        assert before >= 4
+        out = attend(plan)
+        assert len(made) == before
+        return out
+
+    results = virtual.run(4, body)
+    assert all(torch.equal(out, results[0]) for out in results)
 
 
 # --- tables ------------------------------------------------------------------------------------------------------
