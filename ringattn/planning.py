@@ -33,10 +33,14 @@ if TYPE_CHECKING:
 
 VERSION = 6  # of the exchange between ranks
 BUFFER_BYTES = 8 << 30
+_SAME_ROWS = "The ranks of the group share each row, so they must read the same rows: see docs/use/ranks.md"
 _ADVICE = {
+    "seq_len": _SAME_ROWS,
+    "cu_seqlens": _SAME_ROWS,
+    "documents": _SAME_ROWS,
     "calibration": "The numbers stand for what benchmarks/calibrate.py measured, from RINGATTN_CALIBRATION or "
     "~/.cache/ringattn, on each machine: copy one machine's file to the others, under their names, or delete it on all;"
-    " or name a dataflow"
+    " or name a dataflow",
 }
 
 
