@@ -85,8 +85,8 @@ def plan(
             is hidden, too. Pass documents and padding in the arguments above: :meth:`Plan.shard_batch` needs their
             boundaries.
         layout: "contiguous", "zigzag", "striped" or "balanced" (:data:`ringattn.layout.LAYOUTS`); "auto": "zigzag" for
-            rows that are one document, for packed ones the layout that the cost model finds faster; or another plan for
-            these lengths, to hold the same tokens: layers with different windows need that.
+            rows that are one document, for packed ones and those with ``mask`` the layout that the cost model finds
+            faster; or another plan for these lengths, to hold the same tokens: layers with different masks need that.
         dataflow: "ring": keys and values travel; "gather": every rank fetches all the keys and values that it
             needs; "reduce": queries travel and their partial states come home; "auto": the fastest by a model
             of one layer's forward and backward (:mod:`.cost`), for 32/8 heads of 128 in 2 bytes and one row, with the
@@ -439,6 +439,7 @@ def _make(request: Request, transport: Transport, costs: tuple[Costs, str] | Non
     setting = Setting(
         request.mask, transport.world_size, request.local_size, request.dataflow, request.buffer_bytes,
         transport.device.type, transport.pulls, costs, request.nodes, transport.linked == request.nodes, request.held,
+        request.parts["mask"] != "none",
     )  # fmt: skip
     layout, dataflow, choice = request.layout, request.dataflow, None
     if isinstance(layout, Plan):
