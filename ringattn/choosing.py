@@ -1,9 +1,9 @@
 """Chooses layout and dataflow where they are "auto": those for which the model of :mod:`.cost` predicts the least time.
 
-A row that is one document stays in zigzag, also with a window or a prefix: layers of one model differ in these, and must
-hold the same tokens. Packed documents, and masks that were made by functions, are balanced where that is predicted to be
-faster by :data:`WORTH` at least. Everything that enters is the same on every rank, so that all choose
-alike without a message.
+A row that is one document stays in zigzag, also with a window or a prefix: layers of one model differ in these, and
+must hold the same tokens. Packed documents, and masks that were made by functions, are balanced where that is predicted
+to be faster by :data:`WORTH` at least. Everything that enters is the same on every rank, so that all choose alike
+without a message.
 """
 
 from __future__ import annotations

@@ -250,7 +250,10 @@ def _pieces(lengths: Iterable[int], seq_len: int, work: Work, split: bool) -> It
             )
         for start in range(0, length, seq_len):
             size = min(seq_len, length - start)
-            yield _Piece(next(number), document, start, size, operator.index(work(size)))
+            cost = work(size)
+            if not hasattr(cost, "__index__") or cost < 0:
+                raise ValueError(f"work({size}) is {cost!r}; it must return an int, at least 0")
+            yield _Piece(next(number), document, start, size, operator.index(cost))
 
 
 def _all_steps(pieces: Sequence[_Piece], rows: int, seq_len: int) -> list[list[_Bin]]:

@@ -434,7 +434,8 @@ def test_masks() -> None:
     exec(code_of("masks"), names)
     full, local = names["full"], names["local"]
     assert local.shards == full.shards
-    assert full.why and not local.why, "layers of one model must hold the same tokens: no layout of its own"
+    assert full.why
+    assert not local.why, "layers of one model must hold the same tokens: no layout of its own"
     i, j = torch.arange(64)[:, None], torch.arange(64)
     documents = (i < 20) == (j < 20)
     begin = torch.where(i < 20, 0, 20)

@@ -89,7 +89,9 @@ def test_a_rank_with_an_error_raises_it_at_once_and_the_others_later(
     usual, odd = {}, dict(cu_seqlens=[0, 11, 23])
     outcomes = pools(world_size).run(try_later, [usual, odd, usual, usual])
     mine, fine, fine_again, third = outcomes[1]
-    assert mine == "ValueError: cu_seqlens ends with 23; it must end with seq_len = 24"
+    assert (
+        mine == "ValueError: cu_seqlens ends with 23; it must end with seq_len = 24; if the rest is padding, append 24"
+    )
     for others in (outcomes[0], *outcomes[2:]):
         assert others[0].startswith("RankFailed: plan() failed on rank 1: cu_seqlens ends with 23")
     assert [fine, fine_again, third] == ["(1, 24, 2, 8)"] * 3
