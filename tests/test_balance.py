@@ -408,6 +408,8 @@ def test_describe_lists_the_work_and_the_fetches_of_ranks() -> None:
     assert "work of the busiest rank / mean: 1.496 in visible pairs" in few
     assert "of each rank: 0.50 1.50\n  keys seen of other ranks / own keys: mean 0.50, of each rank: 0.00 1.00" in few
     assert "of each rank: 0.03 to 1.97, median 1.00\n  keys seen of other ranks" in many
+    reduce = make(128, ranks=2, causal=True, layout="contiguous", dataflow="reduce").describe()
+    assert "work of the busiest rank / mean: 1.496 in visible pairs; of each rank: 1.50 0.50\n" in reduce
 
 
 @given(mask_and_meaning(), st.sampled_from(["zigzag", "contiguous", "balanced"]), st.integers(1, 4))
