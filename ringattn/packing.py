@@ -128,7 +128,7 @@ def pack(
 
     Raises:
         ValueError, TypeError: a length that is not a positive int; a document longer than ``seq_len`` without
-            ``split``.
+            ``split``; a work that is not an int.
     """
     _check(seq_len, rows, work)
     pieces = list(_pieces(lengths, seq_len, work, split))
