@@ -41,13 +41,17 @@ class Exchange(NamedTuple):
     def of(cls, call: Call, link: Link, relay: Relay, backward: bool) -> Exchange:
         """Return the exchange of a call."""
         plan = call.plan
-        runs = plan.once("pattern", lambda: pattern(plan.rank, relay))
-        return cls(link, relay, _waves(plan, call.shape, backward), runs)
+        return cls(link, relay, _waves(plan, call.shape, backward), pattern_of(plan, relay))
 
 
 def _waves(plan: Plan, s: Shape, backward: bool) -> list[slice]:
     """Return groups of heads, of which two fit into ``plan.buffer_bytes``."""
     return carried_waves(head_waves(plan, s, backward), s.q_heads, plan.transport.device.type, backward)
+
+
+def pattern_of(plan: Plan, relay: Relay) -> Pattern:
+    """Return what the ranks of this rank's node fetch from each other."""
+    return plan.once("pattern", lambda: pattern(plan.rank, relay))
 
 
 def pattern(rank: int, relay: Relay) -> Pattern:
