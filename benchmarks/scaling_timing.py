@@ -23,6 +23,23 @@ from scripts import ranks
 Around = Callable[[], AbstractContextManager]
 
 
+@contextlib.contextmanager
+def clock(device: torch.device) -> Iterator[list[float]]:
+    """Append the milliseconds that the body took on a device to the list that it yields."""
+    times: list[float] = []
+    if device.type == "cuda":
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        yield times
+        end.record()
+        torch.cuda.synchronize()
+        times.append(begin.elapsed_time(end))
+    else:
+        started = time.perf_counter()
+        yield times
+        times.append((time.perf_counter() - started) * 1e3)
+
+
 @dataclass
 class Group:
     """The first ``size`` ranks, with three process groups: ``data`` moves our tensors; ``theirs`` those of peers, so
@@ -87,22 +104,6 @@ class Timing:
         if self.device.type == "cuda":
             torch.cuda.synchronize()
 
-    @contextlib.contextmanager
-    def clock(self) -> Iterator[list[float]]:
-        """Append the milliseconds that the body took on this rank's device to the list that it yields."""
-        times: list[float] = []
-        if self.device.type == "cuda":
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            begin.record()
-            yield times
-            end.record()
-            torch.cuda.synchronize()
-            times.append(begin.elapsed_time(end))
-        else:
-            started = time.perf_counter()
-            yield times
-            times.append((time.perf_counter() - started) * 1e3)
-
     def first_call(self, contestant: Contestant, name: str, group: Group) -> tuple[str | None, float]:
         """Make the first two calls of a pass. Returns why they fail, or None, and the peak memory of the second call in
         bytes, without what was allocated before it."""
@@ -140,7 +141,7 @@ class Timing:
             with around():
                 call()
                 self.synchronize()
-                with self.clock() as each:
+                with clock(self.device) as each:
                     call()
             ms = max(group.largest(each)[0], 1e-3)
             repeats[name] = max(1, round(self.seconds * 1e3 / ms))
@@ -158,7 +159,7 @@ class Timing:
                     matrix @ matrix  # keeps the GPU busy while the host queues the first launches, as in a model
                 for _ in range(settle[name]):
                     call()
-                with self.clock() as total:
+                with clock(self.device) as total:
                     for _ in range(repeats[name]):
                         call()
             times[name].append(total[0] / repeats[name])
