@@ -25,6 +25,7 @@ from benchmarks import json_lines, scaling_lines
 
 Words = dict[str, Any]
 PASSES = ("forward", "forward+backward")
+WEAK = (4096, 8192, 16384, 32768, 65536)  # tokens per rank
 DEEP, LONG_ROW = 28, 524288  # layers and tokens of the training that is compared
 
 
@@ -68,15 +69,14 @@ def packed(folder: Path, gpus: int) -> Iterator[Figure]:
             yield Figure(f"{what}, TFLOP/s per GPU", row.get("gather balanced"), bar, note=fastest(row))
 
 
-def causal(folder: Path, gpus: int, *tokens_per_rank: int) -> Iterator[Figure]:
+def causal(folder: Path, gpus: int, other: str, *tokens_per_rank: int) -> Iterator[Figure]:
     """One causal row: the share of the kernel alone, and the speed over the fastest other library."""
     for tokens, name in itertools.product(tokens_per_rank, PASSES):
         row = row_of(folder, gpus, tokens, "causal", [32, 8], name)
-        ours, others = row.get("gather"), peers(row)
+        ours, best = row.get("gather"), max(peers(row).values(), default=None)
         what = f"causal, {tokens:,} tokens per rank, {name}"
         yield Figure(f"{what}, share of local", ours and ours / row["local"], 0.95)
-        best = max(others.values(), default=None)
-        yield Figure(f"{what}, over the fastest other", ours and best and ours / best, 1.0, note=fastest(row))
+        yield Figure(f"{what}, over {other}", ours and best and ours / best, 1.0, note=fastest(row))
 
 
 def nodes(folder: Path, gpus: int) -> Iterator[Figure]:
@@ -134,8 +134,9 @@ STEPS: dict[str, Callable[[Path, int], Iterator[Figure]]] = {
     "merges": merges,
     "sharded": sharded,
     "nodes": nodes,
-    "scaling": lambda folder, gpus: causal(folder, gpus, 4096, 8192, 16384, 32768),
-    "long": lambda folder, gpus: causal(folder, gpus, 65536),
+    "scaling": lambda folder, gpus: causal(folder, gpus, "the fastest other", *WEAK[:-1]),
+    "long": lambda folder, gpus: causal(folder, gpus, "the fastest other", *WEAK[-1:]),
+    "engine": lambda folder, gpus: causal(folder / "engine", gpus, "Transformer Engine", *WEAK),
     "deep": lambda folder, gpus: deep(folder, gpus, "selective", "torch-cp", "ring-flash-attn"),
     "deep-full": lambda folder, gpus: deep(folder, gpus, "full", "transformer-engine"),
     "check": lambda folder, gpus: failures(folder, "check", lambda last: not last["ok"]),

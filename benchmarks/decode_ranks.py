@@ -88,7 +88,7 @@ def of_problem(problem: Problem, device: torch.device, rounds: int) -> list[dict
     for name, us in times.items():
         ratio = times["ringattn"] / us
         print(f"  {name:28s} {ratio:6.3f} {us:9.2f} us   differs {errors.get(name, 0.0):.1e}", flush=True)
-        rows.append(dict(problem=problem.name, way=name, us=us, ratio=ratio))
+        rows.append(dict(problem=problem.name, way=name, us=us, ratio=ratio, error=errors.get(name)))
     return rows
 
 
