@@ -104,6 +104,9 @@ class Timing:
         if self.device.type == "cuda":
             torch.cuda.synchronize()
 
+    def clock(self) -> AbstractContextManager[list[float]]:
+        return clock(self.device)
+
     def first_call(self, contestant: Contestant, name: str, group: Group) -> tuple[str | None, float]:
         """Make the first two calls of a pass. Returns why they fail, or None, and the peak memory of the second call in
         bytes, without what was allocated before it."""
@@ -141,7 +144,7 @@ class Timing:
             with around():
                 call()
                 self.synchronize()
-                with clock(self.device) as each:
+                with self.clock() as each:
                     call()
             ms = max(group.largest(each)[0], 1e-3)
             repeats[name] = max(1, round(self.seconds * 1e3 / ms))
@@ -159,7 +162,7 @@ class Timing:
                     matrix @ matrix  # keeps the GPU busy while the host queues the first launches, as in a model
                 for _ in range(settle[name]):
                     call()
-                with clock(self.device) as total:
+                with self.clock() as total:
                     for _ in range(repeats[name]):
                         call()
             times[name].append(total[0] / repeats[name])
