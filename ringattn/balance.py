@@ -31,6 +31,7 @@ from operator import itemgetter
 from typing import NamedTuple
 
 from .documents import LONG, TILE, Documents, joined
+from .halving import halve
 from .mask import Mask
 from .redivision import redivide
 from .work import Work
@@ -56,6 +57,8 @@ def peel(mask: Mask, world_size: int, local_size: int) -> list[list[range]]:
     cuts = [mask.seq_len * i // world_size for i in range(world_size + 1)]
     ranks = [b - a for a, b in itertools.pairwise(cuts)]
     hosts = [ranks[i : i + local_size] for i in range(0, world_size, local_size)]
+    if work.full and len(work.cuts) > 2:
+        return halve(work, _parts(work.cuts, group, mask.seq_len + 1), ranks, local_size, work.total*(FAR+1)//(FAR*world_size))
     shares = [_parts(work.cuts, group, LONG)]
     if len(hosts) > 1:
         whole = _Row(work, _parts(work.cuts, group, mask.seq_len), local_size)
