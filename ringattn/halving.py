@@ -24,6 +24,7 @@ from __future__ import annotations
 import itertools
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
+from operator import attrgetter, itemgetter
 from typing import NamedTuple
 
 import numpy as np
@@ -32,7 +33,7 @@ from .documents import TILE, Array, joined
 from .work import Work
 
 ITEMS = 8  # of a division, at most
-GROUPS = 3  # of them, of bundled short documents
+LONGEST = 4
 RUN = 64  # tokens to fetch that one run less is worth
 PRICE = 10  # of tiles or pairs above the mean, each as a share of a rank's, in a rank's tokens
 EXACT = 6  # ways whose tiles are counted
@@ -77,6 +78,9 @@ def _piece(work: Work, run: range) -> _Piece:
     return _Piece(pairs // len(run), run.start, run.stop, run.start - first, pairs)
 
 
+_Sides = tuple[list[_Piece], list[_Piece]]
+
+
 class _Way(NamedTuple):
     """A way to divide items; sorted by the first fields.
 
@@ -110,6 +114,7 @@ class _Halving:
 
     def __init__(self, work: Work, tokens: int, max_pairs: int, local_size: int) -> None:
         self.work, self.tokens, self.max_pairs, self.local_size = work, tokens, max_pairs, local_size
+        self.cuts = np.array(work.cuts, np.int64)
 
     def divide(self, pieces: list[_Piece], shares: Sequence[int]) -> list[list[range]]:
         """Return the runs of as many ranks as there are shares."""
@@ -123,187 +128,171 @@ class _Halving:
     def _split(
         self, pieces: list[_Piece], first: Sequence[int], second: Sequence[int]
     ) -> tuple[list[_Piece], list[_Piece]]:
-        ranks, tokens = len(first) + len(second), sum(first)
+        ranks, shares = len(first) + len(second), (sum(first), sum(second))
         pairs = sum(piece.pairs for piece in pieces)
+        target = pairs * shares[0] // sum(shares)
         slack = max(0, self.max_pairs - pairs // ranks)  # each division takes its part of it
         near = min(len(first), len(second)) * slack // (ranks - 1).bit_length()
-        items = _Items(pieces, self.tokens, self.max_pairs)
-        ways = items.best(_Aim(tokens, pairs * tokens // (tokens + sum(second)), near, (1 << items.count) - 1))
-        sides = [self._sides(items, way) for way in ways[: EXACT if ranks == 2 else 1]]
+        exact = EXACT if ranks == 2 else 1
+        options = []
+        for some, fixed in _selections(pieces, shares):
+            items = _Items(some, self.tokens, self.max_pairs)
+            tokens, target_left = (
+                whole - sum(map(of, fixed[0]))
+                for whole, of in ((shares[0], lambda piece: piece.stop - piece.start), (target, attrgetter("pairs")))
+            )
+            ways = items.best(_Aim(tokens, target_left, near, (1 << len(some)) - 1))[:exact]
+            options += [(way, items, fixed) for way in ways]
+            if ways and not ways[0].over:
+                break
+        options.sort(key=itemgetter(0))
+        sides = [self._sides(items, way, fixed) for way, items, fixed in options[:exact]]
         if len(sides) == 1:
             return sides[0]
-        costs = []
-        for way, both in zip(ways, sides, strict=False):
-            tiles = [self._tiles(joined(range(x.start, x.stop) for x in side)) for side in both]
-            costs.append((way.over, way.cost + 2 * PRICE * self.tokens * max(tiles) // max(1, sum(tiles))))
+        runs = [joined(range(x.start, x.stop) for x in side) for both in sides for side in both]
+        tiles = _tiles(self.cuts, runs)
+        costs = [
+            (way.over, way.cost + 2 * PRICE * self.tokens * max(a, b) // (a + b))
+            for (way, *_), a, b in zip(options, tiles[::2], tiles[1::2], strict=False)
+        ]
         return sides[costs.index(min(costs))]
 
-    def _sides(self, items: _Items, way: _Way) -> tuple[list[_Piece], list[_Piece]]:
+    def _sides(self, items: _Items, way: _Way, fixed: _Sides) -> _Sides:
         """Return the pieces of both sides."""
-        sides: tuple[list[_Piece], list[_Piece]] = ([], [])
+        sides = list(fixed[0]), list(fixed[1])
         cuts = dict(way.cuts)
-        for index, pieces in enumerate(items.items):
-            tokens = cuts.get(index, items.sizes[index] if way.subset >> index & 1 else 0)
-            for piece in pieces:
-                cut = min(max(piece.start, piece.start + tokens), piece.stop)
-                for side, run in zip(sides, (range(piece.start, cut), range(cut, piece.stop)), strict=True):
-                    if run:
-                        side.append(piece if len(run) == piece.stop - piece.start else _piece(self.work, run))
-                tokens -= piece.stop - piece.start
+        for index, piece in enumerate(items.pieces):
+            length = piece.stop - piece.start
+            tokens = cuts.get(index, length if way.subset >> index & 1 else 0)
+            if 0 < tokens < length:
+                cut = piece.start + tokens
+                sides[0].append(_piece(self.work, range(piece.start, cut)))
+                sides[1].append(_piece(self.work, range(cut, piece.stop)))
+            else:
+                sides[0 if tokens else 1].append(piece)
         return sides
 
-    def _tiles(self, runs: list[range]) -> int:
-        """Return the tiles of a rank."""
-        cuts, tiles = self.work.cuts, 0
-        for run in runs:
-            shift = -run.start % TILE
-            for start in range(run.start, run.stop, TILE):
-                last = min(start + TILE, run.stop) - 1
-                low, past = cuts[bisect_right(cuts, start) - 1], cuts[bisect_right(cuts, last)]
-                tiles += -(-(past + shift) // TILE) - (low + shift) // TILE
-        return tiles
+
+def _tiles(cuts: Array, ranks: Sequence[list[range]]) -> list[int]:
+    """Return the tiles of each rank with these runs. Tiles of queries begin where runs begin."""
+    spans = np.array([(run.start, run.stop, rank) for rank, runs in enumerate(ranks) for run in runs], np.int64)
+    start, stop, rank = spans.T
+    count = -(-(stop - start) // TILE)
+    run = np.repeat(np.arange(len(start)), count)
+    begin = start[run] + TILE * (np.arange(len(run)) - np.repeat(np.cumsum(count) - count, count))
+    last = np.minimum(begin + TILE, stop[run]) - 1
+    shift = (-start % TILE)[run]  # tiles of keys begin where those of queries do: see :mod:`.alignment`
+    low = cuts[np.searchsorted(cuts, begin, side="right") - 1] + shift
+    past = cuts[np.searchsorted(cuts, last, side="right")] + shift
+    return np.bincount(rank[run], -(-past // TILE) - low // TILE, len(ranks)).astype(np.int64).tolist()
 
 
 class _Items:
-    """Items of pieces, by growing reach, and sums of what is before each piece.
-
-    Attributes:
-        items: the pieces of each; sizes: their tokens; at: tokens of all items before each.
-    """
+    """Pieces, by growing reach, of which one, two or three are cut to divide them."""
 
     def __init__(self, pieces: list[_Piece], tokens: int, max_pairs: int) -> None:
         """``tokens``, ``max_pairs``: of a rank."""
-        self.mean, self.max_pairs = tokens, max_pairs
-        self.items = list(_bundles(pieces))
-        self.count = len(self.items)
-        table = np.array([*pieces, (0, 0, 0, 0, 0)], np.int64)
-        self.reach, starts, stops, self.offset, pairs = table.T
-        self.lengths = stops - starts
-        self.tokens = np.cumsum(self.lengths) - self.lengths
-        self.pairs = np.cumsum(pairs) - pairs
-        begins = np.cumsum([0, *map(len, self.items)])
-        self.at, self.work_at = self.tokens[begins][:-1], self.pairs[begins][:-1]
-        self.sizes, self.works = np.diff(self.tokens[begins]).tolist(), np.diff(self.pairs[begins]).tolist()
-        self.size = np.array(self.sizes)
-        self.subsets = np.arange(1 << self.count)
-        self.bits = self.subsets[:, None] >> np.arange(self.count) & 1
-        self.sums = self.bits @ self.size, self.bits @ np.array(self.works)
+        self.pieces, self.mean, self.max_pairs = pieces, tokens, max_pairs
+        self.reach, starts, stops, self.offset, pairs = np.array(pieces, np.int64).T
+        self.size = stops - starts
+        count = len(pieces)
+        self.subsets, self.index = np.arange(1 << count), np.arange(count)
+        bits = self.subsets[:, None] >> self.index & 1
+        self.sums = bits @ self.size, bits @ pairs
 
     def best(self, aim: _Aim) -> list[_Way]:
         """Return some of the best ways, the best one first."""
         ways = self._one_cut(aim)
-        if self._good(ways):
+        if ways and not ways[0].over and ways[0].cost * CHEAP <= self.mean:
             return ways
         ways = sorted([*ways, *self._two_cuts(aim)])
-        if not ways[0].over:
+        if ways and not ways[0].over:
             return ways
-        heavy = [i for i in range(self.count) if len(self.items[i]) == 1 and self.sizes[i] > TILE]
-        for i in heavy[: -HEAVY - 1 : -1]:
-            piece = self.items[i][0]
-            middle = self.sizes[i] * aim.tokens // sum(self.sizes)
-            middle -= (piece.offset + middle) % TILE
+        total = int(self.size.sum())
+        for i in range(len(self.pieces) - 1, -1, -1)[:HEAVY]:
+            size, reach, offset = int(self.size[i]), int(self.reach[i]), int(self.offset[i])
+            middle = size * aim.tokens // total
+            middle -= (offset + middle) % TILE
             for x in range(middle - NEARBY * TILE, middle + (NEARBY + 2) * TILE, TILE):
-                if 0 < x < min(self.sizes[i], aim.tokens):
-                    cost = int(self._cost(self.at[i : i + 1] + x)[0])
-                    rest = _Aim(
-                        aim.tokens - x, aim.pairs - x * piece.reach, aim.near, aim.free & ~(1 << i), cost, ((i, x),)
-                    )
+                if 0 < x < min(size, aim.tokens):
+                    cost = int(self._cost(np.array([i]), np.array([x]))[0])
+                    rest = _Aim(aim.tokens - x, aim.pairs - x * reach, aim.near, aim.free & ~(1 << i), cost, ((i, x),))
                     ways += [*self._one_cut(rest), *self._two_cuts(rest)]
         return sorted(ways)
 
-    def _good(self, ways: list[_Way]) -> bool:
-        return bool(ways) and not ways[0].over and ways[0].cost * CHEAP <= self.mean
-
-    def _first(self, positions: Array) -> Array:
-        """Return the pairs of the tokens before some positions in the order of items."""
-        index = np.searchsorted(self.tokens, positions, side="right") - 1
-        return self.pairs[index] + (positions - self.tokens[index]) * self.reach[index]
-
-    def _cost(self, positions: Array) -> Array:
-        """Return the cost of cuts at some positions: of keys to fetch, runs, and tiles that are not full."""
-        index = np.searchsorted(self.tokens, positions, side="right") - 1
-        reach, head = self.reach[index], positions - self.tokens[index]
-        tail = self.lengths[index] - head
-        ranks = [np.maximum(-(-x * reach // self.max_pairs), -(-x // self.mean)) for x in (head, tail, head + tail)]
-        waste = -(head + self.offset[index]) % TILE * reach
+    def _cost(self, items: Array, tokens: Array) -> Array:
+        """Return the cost of cuts of items after some tokens: of keys to fetch, runs, and tiles that are not full."""
+        reach, size = self.reach[items], self.size[items]
+        ranks = [
+            np.maximum(-(-x * reach // self.max_pairs), -(-x // self.mean)) for x in (tokens, size - tokens, size)
+        ]
+        waste = -(tokens + self.offset[items]) % TILE * reach
         cost = reach * (ranks[0] + ranks[1] - ranks[2]) + RUN + PRICE * self.mean * waste // self.max_pairs
-        return np.where(head > 0, cost, 0)
+        return np.where((tokens > 0) & (tokens < size), cost, 0)
 
     def _one_cut(self, aim: _Aim) -> list[_Way]:
         """Return the best ways with one more cut."""
         tokens, pairs = self.sums
         need = aim.tokens - tokens[:, None]
-        free = (self.subsets & ~aim.free == 0)[:, None] & (aim.free >> np.arange(self.count) & 1 == 1)
-        rows, items = np.nonzero(free & (self.bits == 0) & (need >= 0) & (need <= self.size))
+        free = (self.subsets & ~aim.free == 0)[:, None] & (aim.free >> self.index & 1 == 1)
+        free &= self.subsets[:, None] >> self.index & 1 == 0
+        rows, items = np.nonzero(free & (need >= 0) & (need <= self.size))
         cuts = need[rows, 0]
-        away = pairs[rows] + self._first(self.at[items] + cuts) - self.work_at[items] - aim.pairs
-        return self._ways(aim, rows, away, (items, cuts))
+        return self._ways(aim, rows, pairs[rows] + cuts * self.reach[items] - aim.pairs, (items, cuts))
 
     def _two_cuts(self, aim: _Aim) -> list[_Way]:
         """Return the best ways with two more cuts."""
-        both = np.array(
-            [x for x in itertools.combinations(range(self.count), 2) if all(aim.free >> i & 1 for i in x)], np.int64
-        ).reshape(-1, 2)
-        one, two = both.T  # tokens of the second item have more work
+        one, two = np.triu_indices(len(self.pieces), 1)  # tokens of the second item have more work
+        some = (aim.free >> one & aim.free >> two & 1 == 1) & (self.reach[one] < self.reach[two])
+        one, two = one[some], two[some]
         tokens, pairs = self.sums
         free = (self.subsets & ~aim.free == 0)[:, None] & (self.subsets[:, None] & (1 << one | 1 << two) == 0)
         need = aim.tokens - tokens[:, None]
-        low, high = np.maximum(0, need - self.size[one]), np.minimum(self.size[two], need)
-        rows, columns = np.nonzero(free & (low <= high))
-        low, high = low[rows, columns], high[rows, columns]
-        one, two, need = one[columns], two[columns], need[rows, 0]
-        rest = aim.pairs - pairs[rows] + self.work_at[one] + self.work_at[two]
-
-        def away(x: Array) -> Array:
-            return self._first(self.at[two] + x) + self._first(self.at[one] + need - x) - rest
-
-        some = (away(low) <= aim.near) & (away(high) >= -aim.near)
-        rows, one, two, need, rest, low, high = (x[some] for x in (rows, one, two, need, rest, low, high))
-        least, most = low, high
-        while len(low) and (high - low).max() > 1:
-            middle = (low + high) // 2
-            less = away(middle) < 0
-            low, high = np.where(less, middle, low), np.where(less, high, middle)
+        work = aim.pairs - pairs[:, None] - need * self.reach[one]
+        more = self.reach[two] - self.reach[one]
+        least, most = np.maximum(0, need - self.size[one]), np.minimum(self.size[two], need)
+        rows, columns = np.nonzero(
+            free & (least <= most) & (least * more <= work + aim.near) & (work - aim.near <= most * more)
+        )
+        one, two, need, work, more = one[columns], two[columns], need[rows, 0], work[rows, columns], more[columns]
+        least, most = least[rows, columns], most[rows, columns]
+        exact = work // more
+        down = exact - (exact + self.offset[two]) % TILE
+        up = exact + (need - exact + self.offset[one]) % TILE
         ways = []
-        for x in (low, *self._whole(two, low), *(need - y for y in self._whole(one, need - low))):
+        for x in (exact, down, down + TILE, up, up - TILE):
             x = np.minimum(np.maximum(x, least), most)
-            ways += self._ways(aim, rows, away(x), (one, need - x), (two, x))
+            ways += self._ways(aim, rows, x * more - work, (one, need - x), (two, x))
         return ways
-
-    def _whole(self, items: Array, tokens: Array) -> Iterator[Array]:
-        """Yield tokens of items, rounded down and up to whole tiles, or whole pieces of bundles."""
-        positions = self.at[items] + tokens
-        index = np.searchsorted(self.tokens, positions, side="right") - 1
-        head = positions - self.tokens[index]
-        down = np.maximum(0, head - (head + self.offset[index]) % TILE)
-        up = np.minimum(self.lengths[index], down + TILE - (down + self.offset[index]) % TILE)
-        for rounded in (down, up):
-            yield self.tokens[index] + rounded - self.at[items]
 
     def _ways(self, aim: _Aim, subsets: Array, away: Array, *cuts: tuple[Array, Array]) -> list[_Way]:
         """Return the best of some ways, each with cuts of some items at some tokens."""
         away = abs(away)
         over = np.maximum(0, away - aim.near)
+        if len(over) > EXACT:
+            some = np.flatnonzero(over <= max(0, np.partition(over, EXACT)[EXACT]))
+            over, away, subsets = over[some], away[some], subsets[some]
+            cuts = tuple((items[some], tokens[some]) for items, tokens in cuts)
         cost = aim.cost + PRICE * self.mean * np.minimum(away, aim.near) // (4 * self.max_pairs)
         for items, tokens in cuts:
-            cost += self._cost(self.at[items] + tokens)
-        order = np.lexsort((cost, over))[:EXACT].tolist()
+            cost += self._cost(items, tokens)
         return [
-            _Way(
-                int(over[i]), int(cost[i]), int(subsets[i]), (*aim.cuts, *((int(x[i]), int(y[i])) for x, y in cuts))
-            )
-            for i in order
+            _Way(int(over[i]), int(cost[i]), int(subsets[i]), (*aim.cuts, *((int(x[i]), int(y[i])) for x, y in cuts)))
+            for i in np.lexsort((cost, over))[:EXACT].tolist()
         ]
 
 
-def _bundles(pieces: list[_Piece]) -> Iterator[list[_Piece]]:
-    """Yield the pieces of each item: those with least reach together."""
-    few = len(pieces) - ITEMS + GROUPS if len(pieces) > ITEMS else 0
-    total = sum(piece.stop - piece.start for piece in pieces[:few])
-    groups: list[list[_Piece]] = [[] for _ in range(GROUPS)]
-    tokens = 0
-    for piece in pieces[:few]:
-        groups[tokens * GROUPS // total].append(piece)
-        tokens += piece.stop - piece.start
-    yield from filter(None, groups)
-    yield from ([piece] for piece in pieces[few:])
+def _selections(pieces: list[_Piece], shares: tuple[int, int]) -> Iterator[tuple[list[_Piece], _Sides]]:
+    """Yield pieces that may be cut, by growing reach, and those that either side has already."""
+    for longest in (LONGEST,) if len(pieces) > ITEMS else (ITEMS,):
+        last = len(pieces) - longest - 1  # some of the others, from the shortest to the longest one
+        few = {last * i // (ITEMS - longest - 1) for i in range(ITEMS - longest)} if last >= 0 else set()
+        fixed: _Sides = ([], [])
+        tokens = [0, 0]
+        for index in range(last, -1, -1):
+            if index not in few:
+                piece = pieces[index]
+                side = int(tokens[0] * shares[1] > tokens[1] * shares[0])
+                fixed[side].append(piece)
+                tokens[side] += piece.stop - piece.start
+        yield [piece for i, piece in enumerate(pieces) if i > last or i in few], fixed
