@@ -259,11 +259,9 @@ class _Items:
         exact = work // more
         down = exact - (exact + self.offset[two]) % TILE
         up = exact + (need - exact + self.offset[one]) % TILE
-        ways = []
-        for x in (exact, down, down + TILE, up, up - TILE):
-            x = np.minimum(np.maximum(x, least), most)
-            ways += self._ways(aim, rows, x * more - work, (one, need - x), (two, x))
-        return ways
+        x = np.minimum(np.maximum(np.concatenate([exact, down, down + TILE, up, up - TILE]), np.tile(least, 5)), np.tile(most, 5))
+        rows, one, two, need, work, more = (np.tile(array, 5) for array in (rows, one, two, need, work, more))
+        return self._ways(aim, rows, x * more - work, (one, need - x), (two, x))
 
     def _ways(self, aim: _Aim, subsets: Array, away: Array, *cuts: tuple[Array, Array]) -> list[_Way]:
         """Return the best of some ways, each with cuts of some items at some tokens."""
