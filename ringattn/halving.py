@@ -35,9 +35,9 @@ from .work import Work
 ITEMS = 8  # of a division, at most
 LONGEST = 4
 RUN = 64  # tokens to fetch that one run less is worth
-PRICE = 10  # of tiles or pairs above the mean, each as a share of a rank's, in a rank's tokens
+PRICE = 5  # of tiles or pairs above the mean, each as a share of a rank's, in a rank's tokens
 EXACT = 6  # ways whose tiles are counted
-CHEAP = 16  # two items are cut if one costs more keys to fetch than a rank's tokens over this
+CHEAP = 8  # two items are cut if one costs more keys to fetch than a rank's tokens over this
 NEARBY = 2  # whole tiles on either side, at which a third item may be cut
 HEAVY = 2  # the third one is one of so many of the longest
 
@@ -222,13 +222,10 @@ class _Items:
 
     def _cost(self, items: Array, tokens: Array) -> Array:
         """Return the cost of cuts of items after some tokens: of keys to fetch, runs, and tiles that are not full."""
-        reach, size = self.reach[items], self.size[items]
-        ranks = [
-            np.maximum(-(-x * reach // self.max_pairs), -(-x // self.mean)) for x in (tokens, size - tokens, size)
-        ]
+        reach = self.reach[items]
         waste = -(tokens + self.offset[items]) % TILE * reach
-        cost = reach * (ranks[0] + ranks[1] - ranks[2]) + RUN + PRICE * self.mean * waste // self.max_pairs
-        return np.where((tokens > 0) & (tokens < size), cost, 0)
+        cost = reach + RUN + PRICE * self.mean * waste // self.max_pairs
+        return np.where((tokens > 0) & (tokens < self.size[items]), cost, 0)
 
     def _one_cut(self, aim: _Aim) -> list[_Way]:
         """Return the best ways with one more cut."""
