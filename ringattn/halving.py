@@ -1,30 +1,26 @@
 """Divide documents that are not causal among ranks by halving: for the layout "balanced".
 
-Each token of such a document costs its length, wherever it is, and a rank that holds some of its tokens fetches all
-others. So few documents are cut, and short ones if possible: a row's documents are divided between one half of the
-ranks and the other, and each half is divided in the same way until every rank has its own.
+Each token of such a document costs the document's length, whatever its place, and a rank that holds some of its tokens
+fetches all others. So few documents are cut, and short ones rather than long ones: documents are divided between one
+half of the ranks and the other half, and each half is divided in the same way, until every rank has its own.
 
-To divide them, the shorter documents are bundled, sorted by length, so that at most ITEMS items are left. All ways to
-give each of them to either side are compared at once. In a way one item is cut where tokens become equal, and counts if
-work does, too; or two are cut, where both become equal:
+To divide them, most documents go to the two sides by turns, by decreasing length. Of ITEMS others, the longest among
+them, all ways to give each to either side are compared at once. In each way one is cut where tokens become equal, and
+the way counts if work does, too; or two of different lengths are cut, where both become equal:
 
-    lightest  [doc doc doc d|oc doc][doc doc doc][document][docu|ment][long document]  heaviest
-               <- x tokens ->                               <-y->
+    one side   [document][doc][docu|
+    the other                      |ment][document][doc][doc]
 
-Such a way always exists, for a run of items in this order has less work than the mean at one end and more at the other.
-Long documents are cut at whole tiles if work allows; a third item is then cut at a whole tile nearby, so that the other
-two make up for it. The best way adds least keys to fetch, each document counted as often as it must be cut anyway. Of
-the best ways to divide pieces between two single ranks, that with most even tiles is chosen.
+The best way cuts the shortest documents, long ones at whole tiles. If none has equal work, a third one is cut at whole
+tiles near its middle. Of the best ways for two single ranks, one is chosen by their tiles.
 
 All arithmetic is in integers, so that every rank finds the same shards without a message.
 """
 
 from __future__ import annotations
 
-import itertools
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
-from operator import attrgetter, itemgetter
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -32,13 +28,13 @@ import numpy as np
 from .documents import TILE, Array, joined
 from .work import Work
 
-ITEMS = 8  # of a division, at most
-LONGEST = 4
+ITEMS = 8  # documents that may be cut to divide them once
+LONGEST = 4  # of them: the longest ones; the others are of all lengths
 RUN = 64  # tokens to fetch that one run less is worth
-PRICE = 5  # of tiles or pairs above the mean, each as a share of a rank's, in a rank's tokens
+PRICE = 5  # of tiles that are not full, and of uneven ones, each as a share of a rank's, in a rank's tokens
 EXACT = 6  # ways whose tiles are counted
-CHEAP = 8  # two items are cut if one costs more keys to fetch than a rank's tokens over this
-NEARBY = 2  # whole tiles on either side, at which a third item may be cut
+CHEAP = 8  # two documents are cut if one cut costs more than a rank's tokens over this
+NEARBY = 2  # whole tiles before and after the middle where a third one may be cut
 HEAVY = 2  # the third one is one of so many of the longest
 
 
@@ -130,38 +126,31 @@ class _Halving:
     ) -> tuple[list[_Piece], list[_Piece]]:
         ranks, shares = len(first) + len(second), (sum(first), sum(second))
         pairs = sum(piece.pairs for piece in pieces)
-        target = pairs * shares[0] // sum(shares)
         slack = max(0, self.max_pairs - pairs // ranks)  # each division takes its part of it
         near = min(len(first), len(second)) * slack // (ranks - 1).bit_length()
-        exact = EXACT if ranks == 2 else 1
-        options = []
-        for some, fixed in _selections(pieces, shares):
-            items = _Items(some, self.tokens, self.max_pairs)
-            tokens, target_left = (
-                whole - sum(map(of, fixed[0]))
-                for whole, of in ((shares[0], lambda piece: piece.stop - piece.start), (target, attrgetter("pairs")))
-            )
-            ways = items.best(_Aim(tokens, target_left, near, (1 << len(some)) - 1))[:exact]
-            options += [(way, items, fixed) for way in ways]
-            if ways and not ways[0].over:
-                break
-        options.sort(key=itemgetter(0))
-        sides = [self._sides(items, way, fixed) for way, items, fixed in options[:exact]]
-        if len(sides) == 1:
-            return sides[0]
-        runs = [joined(range(x.start, x.stop) for x in side) for both in sides for side in both]
-        tiles = _tiles(self.cuts, runs)
+        some, sides = _selection(pieces, shares)
+        aim = _Aim(
+            shares[0] - sum(piece.stop - piece.start for piece in sides[0]),
+            pairs * shares[0] // sum(shares) - sum(piece.pairs for piece in sides[0]),
+            near,
+            (1 << len(some)) - 1,
+        )
+        ways = _Items(some, self.tokens, self.max_pairs).best(aim)[: EXACT if ranks == 2 else 1]
+        both = [self._sides(some, way, sides) for way in ways]
+        if len(both) == 1:
+            return both[0]
+        tiles = _tiles(self.cuts, [joined(range(x.start, x.stop) for x in side) for pair in both for side in pair])
         costs = [
             (way.over, way.cost + 2 * PRICE * self.tokens * max(a, b) // (a + b))
-            for (way, *_), a, b in zip(options, tiles[::2], tiles[1::2], strict=False)
+            for way, a, b in zip(ways, tiles[::2], tiles[1::2], strict=True)
         ]
-        return sides[costs.index(min(costs))]
+        return both[costs.index(min(costs))]
 
-    def _sides(self, items: _Items, way: _Way, fixed: _Sides) -> _Sides:
+    def _sides(self, items: list[_Piece], way: _Way, others: _Sides) -> _Sides:
         """Return the pieces of both sides."""
-        sides = list(fixed[0]), list(fixed[1])
+        sides = list(others[0]), list(others[1])
         cuts = dict(way.cuts)
-        for index, piece in enumerate(items.pieces):
+        for index, piece in enumerate(items):
             length = piece.stop - piece.start
             tokens = cuts.get(index, length if way.subset >> index & 1 else 0)
             if 0 < tokens < length:
@@ -256,7 +245,9 @@ class _Items:
         exact = work // more
         down = exact - (exact + self.offset[two]) % TILE
         up = exact + (need - exact + self.offset[one]) % TILE
-        x = np.minimum(np.maximum(np.concatenate([exact, down, down + TILE, up, up - TILE]), np.tile(least, 5)), np.tile(most, 5))
+        x = np.minimum(
+            np.maximum(np.concatenate([exact, down, down + TILE, up, up - TILE]), np.tile(least, 5)), np.tile(most, 5)
+        )
         rows, one, two, need, work, more = (np.tile(array, 5) for array in (rows, one, two, need, work, more))
         return self._ways(aim, rows, x * more - work, (one, need - x), (two, x))
 
@@ -277,17 +268,25 @@ class _Items:
         ]
 
 
-def _selections(pieces: list[_Piece], shares: tuple[int, int]) -> Iterator[tuple[list[_Piece], _Sides]]:
-    """Yield pieces that may be cut, by growing reach, and those that either side has already."""
-    for longest in (LONGEST,) if len(pieces) > ITEMS else (ITEMS,):
-        last = len(pieces) - longest - 1  # some of the others, from the shortest to the longest one
-        few = {last * i // (ITEMS - longest - 1) for i in range(ITEMS - longest)} if last >= 0 else set()
-        fixed: _Sides = ([], [])
-        tokens = [0, 0]
-        for index in range(last, -1, -1):
-            if index not in few:
-                piece = pieces[index]
-                side = int(tokens[0] * shares[1] > tokens[1] * shares[0])
-                fixed[side].append(piece)
-                tokens[side] += piece.stop - piece.start
-        yield [piece for i, piece in enumerate(pieces) if i > last or i in few], fixed
+def _selection(pieces: list[_Piece], shares: tuple[int, int]) -> tuple[list[_Piece], _Sides]:
+    """Return pieces that may be cut, by growing reach, and the others, divided in the proportion of the shares."""
+    chosen = set(range(len(pieces)))
+    if len(pieces) > ITEMS:  # the last ones, and some of the others from the first one on
+        last, some = len(pieces) - LONGEST - 1, ITEMS - LONGEST - 1
+        chosen = {*range(last + 1, len(pieces)), *(last * i // some for i in range(some + 1))}
+    sides: _Sides = ([], [])
+    tokens = [0, 0]
+    for index in range(len(pieces) - 1, -1, -1):
+        if index in chosen:
+            continue
+        piece = pieces[index]
+        length = piece.stop - piece.start
+        side = int(tokens[0] * shares[1] > tokens[1] * shares[0])
+        if tokens[side] + length > shares[side]:
+            side = 1 - side
+        if tokens[side] + length > shares[side]:
+            chosen.add(index)  # fits nowhere; after it, all others fit
+            continue
+        sides[side].append(piece)
+        tokens[side] += length
+    return [pieces[index] for index in sorted(chosen)], sides
