@@ -1073,6 +1073,20 @@ MUTANTS = (
         "tests/test_balance.py -k few_documents",
     ),
     Mutant(
+        "balance: documents that are not causal are peeled",
+        "ringattn/balance.py",
+        "if work.full and len(work.cuts) > 2:",
+        "if False:",
+        "tests/test_balance.py -k rows_of_full_documents",
+    ),
+    Mutant(
+        "balance: long documents that are not causal are cut as readily as short ones",
+        "ringattn/halving.py",
+        "cost = reach + RUN",
+        "cost = RUN",
+        "tests/test_balance.py -k rows_of_full_documents",
+    ),
+    Mutant(
         "memory: runs that are one message arrive with the space between them",
         "ringattn/dataflow/messages.py",
         "return sum(run.length for run in runs) if together else buffer_rows(runs)",
