@@ -87,7 +87,7 @@ def _step(C: gl.constexpr, CUT: gl.constexpr, i, last, head, s, dk, dv, tiles, s
     dp = pieces.keys_times_queries(pieces.tile_at(tiles.v, C, i), tiles.dout, stage, S_L, minus_delta)
     if score.inner is None:
         s = pieces.scores_to_base_2(s, score, keys, tiles, stage, head, S_L, CUT)
-        p = gl.exp2(s - pieces.lse_of(tiles, stage, S_L))
+        p = gl.exp2(s - tiles.lse.index(stage).load(gl.SliceLayout(0, S_L))[None, :])
         p16 = gl.convert_layout(p.to(dtype), A_L)
     else:
         p16, slope16 = pieces.capped_probabilities(s, score, keys, tiles, stage, head, S_L, CUT, dtype)

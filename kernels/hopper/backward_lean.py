@@ -125,7 +125,7 @@ def _walk(
         stage = i & 1
         if score.inner is None:
             s = pieces.scores_to_base_2(s, score, keys, tiles, stage, head, S_L, CUT)
-            p = gl.exp2(s - pieces.lse_of(tiles, stage, S_L))
+            p = gl.exp2(s - tiles.lse.index(stage).load(gl.SliceLayout(0, S_L))[None, :])
             p16 = gl.convert_layout(round_pairs(p, dtype), A_L)
         else:
             p16, slope16 = pieces.capped_probabilities(

@@ -353,12 +353,6 @@ def keys_of(score, positions, grid, at, first, past, key, S_L: gl.constexpr):
 
 
 @gluon.jit
-def lse_of(tiles, stage, S_L: gl.constexpr):
-    """Return lse of the queries, a row for :func:`probabilities`."""
-    return tiles.lse.index(stage).load(gl.SliceLayout(0, S_L))[None, :]
-
-
-@gluon.jit
 def hide(s, tiles, stage, keys, S_L: gl.constexpr, HIDDEN: gl.constexpr = float("-inf")):
     """Return s, whose rows are keys, with ``HIDDEN`` where a query of this stage does not see the key."""
     from_key = tiles.bounds.index(2 * stage).load(gl.SliceLayout(0, S_L))
@@ -397,7 +391,8 @@ def capped_probabilities(
     registers, except at head dim 64, where tiles are twice as wide. Without ``SHORT``, the short polynomial, too."""
     ONE: gl.constexpr = scores.square_of_scale(score.inner)
     if scores.is_fixed(score.inner) and FUSED and not CUT:
-        p, slope = scores.probabilities_of_capped(s, lse_of(tiles, stage, S_L), score.inner)
+        offset = tiles.lse.index(stage).load(gl.SliceLayout(0, S_L))[None, :]
+        p, slope = scores.probabilities_of_capped(s, offset, score.inner)
     else:
         if scores.is_fixed(score.inner):
             t = scores.scaled_and_capped(s, score.inner)
@@ -408,7 +403,7 @@ def capped_probabilities(
             t = scores.capped(s, score.inner, SHORT)
             unit = score.scale
         if FUSED:
-            offset, _ = gl.broadcast(lse_of(tiles, stage, S_L), t)
+            offset, _ = gl.broadcast(tiles.lse.index(stage).load(gl.SliceLayout(0, S_L))[None, :], t)
             if len(keys.alibi) > 0:
                 offset = offset + scores.penalties_of_step(keys.alibi, head, stage, S_L)
             if CUT:
@@ -420,7 +415,7 @@ def capped_probabilities(
                 s = s - scores.penalties_of_step(keys.alibi, head, stage, S_L)
             if CUT and not scores.is_fixed(score.inner):
                 s = hide(s, tiles, stage, keys, S_L)
-            p32 = gl.exp2(s - lse_of(tiles, stage, S_L))
+            p32 = gl.exp2(s - tiles.lse.index(stage).load(gl.SliceLayout(0, S_L))[None, :])
             p = round_pairs(p32, dtype)
             slope = round_pairs(p32 * gl.fma(-t, t, ONE), dtype)
     return p, slope
@@ -431,7 +426,7 @@ def probabilities(s, score, keys, tiles, stage, head, S_L: gl.constexpr, CUT: gl
     """Return P in 16 bits, and what dP is multiplied by to be dS: P, times the derivative of the softcap."""
     if score.inner is None:
         s = scores_to_base_2(s, score, keys, tiles, stage, head, S_L, CUT)
-        p = gl.exp2(s - lse_of(tiles, stage, S_L)).to(dtype)
+        p = gl.exp2(s - tiles.lse.index(stage).load(gl.SliceLayout(0, S_L))[None, :]).to(dtype)
         slope = p
     else:
         p, slope = capped_probabilities(s, score, keys, tiles, stage, head, S_L, CUT, dtype)
