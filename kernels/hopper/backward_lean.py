@@ -60,7 +60,7 @@ def _writer(C: gl.constexpr, descs, dq_s, grid, gradients):
     FIRST: gl.constexpr = 2 * descs[0].block_type.shape[3]
     at = pieces.place(grid)
     steps, cut_steps, j, stops = pieces.visit_order(at.info, grid.heads)
-    head = pieces.first_head(grid, at)
+    head = (at.kv_head * grid.parts + at.part) * grid.heads
     barrier_arrive(DQ_SENT + C, STAGING, warps=1)
     for _ in range(0, 2):
         barrier_sync(DQ_STAGED + C, STAGING, warps=1)

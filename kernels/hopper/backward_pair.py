@@ -114,7 +114,7 @@ def _writer(C: gl.constexpr, dq_desc, dq_s, grid, gradients):
     cluster_arrive(1)
     at = pieces.place(grid)
     steps, cut_steps, j, stops = pieces.visit_order(at.info, grid.heads)
-    head = pieces.first_head(grid, at)
+    head = (at.kv_head * grid.parts + at.part) * grid.heads
     column = gl.program_id(0) % CTAS * HALF + C * UNIT
     if C == 1:
         barrier_arrive(DQ_FREE, STAGING, warps=1)

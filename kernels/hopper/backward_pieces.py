@@ -75,12 +75,6 @@ def place(grid):
 
 
 @gluon.jit
-def first_head(grid, at):
-    """Return the first query head of a program."""
-    return (at.kv_head * grid.parts + at.part) * grid.heads
-
-
-@gluon.jit
 def _turns_of(turns_ptr, grid):
     """Return the address of the counter of stored parts of this program's group, one per key tile of a key head."""
     head, tile = _order(grid)
@@ -237,7 +231,7 @@ def writer(
             bounds_row = at.batch * grid.q_tiles
     else:
         steps, cut_steps, j, stops = visit_order(at.info, grid.heads)
-    first = first_head(grid, at)
+    first = (at.kv_head * grid.parts + at.part) * grid.heads
     head = first
     for _ in range(0, 2):
         barrier_sync(staged + C, STAGING, warps=1)
@@ -306,7 +300,7 @@ def load_queries(
     DO_BYTES: gl.constexpr = _bytes(descs.dout)
     DO_STAGES: gl.constexpr = tiles.dout[0].shape[0]
     steps, cut_steps, late_steps, j, stops = visits
-    first = first_head(grid, at)
+    first = (at.kv_head * grid.parts + at.part) * grid.heads
     head = first
     q_heads = grid.kv_heads * grid.parts * grid.heads
     bounds_row = 0
@@ -349,7 +343,7 @@ def keys_of(score, positions, grid, at, first, past, key, S_L: gl.constexpr):
     alibi = ()
     if score.slopes_ptr is not None:
         alibi = (score.slopes_ptr, score.slopes_stride, score.positions_k_ptr, positions[0])  # type: ignore[assignment]
-    return Keys(key, past, scores.of_keys(alibi, at.batch, first_head(grid, at), first, past, key, S_L))
+    return Keys(key, past, scores.of_keys(alibi, at.batch, (at.kv_head * grid.parts + at.part) * grid.heads, first, past, key, S_L))
 
 
 @gluon.jit

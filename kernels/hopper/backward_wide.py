@@ -58,7 +58,7 @@ P_READY, DS_READY, Q_FREE, DO_FREE, DQ_STAGED, DQ_SENT = (gl.constexpr(i) for i 
 def _writer(C: gl.constexpr, UNITS: gl.constexpr, dq_desc, dq_s, grid, gradients):
     at = pieces.place(grid)
     steps, cut_steps, j, stops = pieces.visit_order(at.info, grid.heads)
-    head = pieces.first_head(grid, at)
+    head = (at.kv_head * grid.parts + at.part) * grid.heads
     barrier_arrive(DQ_SENT + C, STAGING, warps=1)
     for i in range(0, steps):
         for unit in gl.static_range(UNITS):
