@@ -17,7 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaFor
 
 from ringattn import cost
 from ringattn import plan as plan_function
-from ringattn.planner import attention, hardware, memory
+from ringattn.planner import attention, hardware, memory, ways
 from ringattn.planner.__main__ import main
 from ringattn.planner.memory import Switches
 from ringattn.planner.models import KINDS, MODELS, ModelShape, from_config, named
@@ -338,7 +338,10 @@ def test_what_does_not_fit_is_said(capsys: pytest.CaptureFixture[str]) -> None:
         (("--model", "llama-3.1-8b", "--context", "4G"), "--context is '4G'"),
         (("--model", "llama-3.1-8b", "--links", "nvlink,ib0"), "name the network between hosts"),
         (("--model", "llama-3.1-8b", "--mlp-chunk", "-5"), "mlp_chunk is -5"),
-        (("--model", "llama-3.1-8b", "--head-groups", "33"), "32 heads"),
+        (
+            ("--model", "llama-3.1-8b", "--head-groups", "3"),
+            "--head-groups is 3; it must divide the model's 8 key heads",
+        ),
         (("--model", "llama-3.1-8b", "--host-gib", "nan"), "--host-gib is nan"),
         (("--model", "llama-3.1-8b", "--calibration", "/nonexistent"), "No such file"),
         (("--model", "llama-3.1-8b", "--slow", "8:2"), "the rank must be below 8"),
@@ -352,6 +355,12 @@ def test_bad_arguments_are_named(capsys: pytest.CaptureFixture[str], words: tupl
     status, _, error = run(capsys, *words)
     assert status == 2
     assert message in error
+
+
+def test_heads_that_cannot_be_divided_stay_together() -> None:
+    model = replace(MODELS["llama-3.1-8b"], kv_heads=1)
+    problem = ways.Problem(model, hardware.cluster("1", "h200", "nvlink", None), 1 << 20, Switches(), 1 << 37, {}, {})
+    assert {switches.head_groups for switches in ways.saving(problem.switches, problem).values()} == {1}
 
 
 def test_costs_of_a_machine_replace_the_defaults(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -113,8 +113,10 @@ def problem_of(args: argparse.Namespace) -> Problem:
     slow, slow_link = (
         factors(x, n, machines.gpus) for x, n in ((args.slow, "--slow"), (args.slow_link, "--slow-link"))
     )
-    if switches.head_groups > shape.heads:
-        raise ValueError(f"--head-groups is {switches.head_groups}; the model has {shape.heads} heads to divide")
+    if shape.kv_heads % switches.head_groups:
+        raise ValueError(
+            f"--head-groups is {switches.head_groups}; it must divide the model's {shape.kv_heads} key heads"
+        )
     return Problem(shape, machines, count(args.context), switches, host, slow, slow_link)
 
 

@@ -9,7 +9,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutpu
 
 from ...training.by_heads import by_heads
 from ...training.by_tokens import by_tokens, chunks
-from ...training.parts import Part, run_in_parts
+from ...training.parts import Part, parameters_of, run_in_parts
 from ...training.recompute import Recompute, recompute
 from ...training.stand_in import stand_in
 from .models import unwrapped
@@ -116,7 +116,8 @@ def _loss_by_tokens(model: Any, chunk: int) -> None:
 
             return Part(tokens, loss)
 
-        parameters = [p for n, p in model.named_parameters(remove_duplicate=False) if not n.startswith(f"{prefix}.")]
+        others = ((name, child) for name, child in model.named_children() if name != prefix)
+        parameters = [*model.parameters(recurse=False), *parameters_of(others)]
         return CausalLMOutputWithPast(
             loss=run_in_parts(hidden, [*map(part, chunks(hidden.shape[1], chunk))], parameters)
         )
