@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import inspect
 import re
 from collections.abc import Callable
 from dataclasses import replace
@@ -465,6 +466,18 @@ def test_what_cannot_be_divided_is_refused_by_name() -> None:
     model.activation_checkpointing_enable()
     with pytest.raises(ValueError, match="gradient_checkpointing_disable"):
         reduce_memory(model, Recompute())
+    model = model_of(LlamaConfig(**SIZES))
+    reduce_memory(model, Recompute())
+    model.activation_checkpointing_enable()  # as Trainer does
+    with pytest.raises(ValueError, match="leave out gradient_checkpointing=True"):
+        step(model)
+
+
+def test_trainer_reads_the_arguments_of_a_model_with_a_loss_in_chunks() -> None:
+    model = model_of(LlamaConfig(**SIZES))
+    before = inspect.signature(model.forward)
+    reduce_memory(model, loss_chunk=6)
+    assert inspect.signature(model.forward) == before
 
 
 # Memory, and what --offload chooses

@@ -81,15 +81,20 @@ def recompute(layers: Iterable[nn.Module], how: Recompute) -> None:
     """
     layers = list(layers)
     for layer in layers:
-        if getattr(layer, "gradient_checkpointing", False):
-            raise ValueError(
-                f"{type(layer).__name__} is checkpointed by transformers; call model.gradient_checkpointing_disable() "
-                "before recompute()"
-            )
+        _refuse_checkpoint(layer)
     stack = _Stack(how)
     for index, layer in enumerate(layers):
         products = index >= len(layers) - how.products
         layer.forward = functools.partial(_forward, stack, _Layer(index, layer, layer.forward, products))
+
+
+def _refuse_checkpoint(layer: nn.Module) -> None:
+    """Raise ValueError if a layer is computed again already: its attention would run once more, and communicate."""
+    if getattr(layer, "gradient_checkpointing", False):
+        raise ValueError(
+            f"{type(layer).__name__} is checkpointed by transformers; leave out gradient_checkpointing=True, or call "
+            "model.gradient_checkpointing_disable() before recompute()"
+        )
 
 
 @dataclass(frozen=True)
@@ -113,6 +118,7 @@ class _Stack:
 def _forward(stack: _Stack, layer: _Layer, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
     if not torch.is_grad_enabled():
         return layer.forward(hidden_states, *args, **kwargs)
+    _refuse_checkpoint(layer.module)  # Trainer switches it on later
 
     def run(x: Tensor) -> Any:
         return layer.forward(x, *args, **kwargs)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 from torch import Tensor, nn
@@ -96,6 +97,7 @@ def _loss_by_tokens(model: Any, chunk: int) -> None:
     whole = kind.forward
     prefix = model.base_model_prefix
 
+    @functools.wraps(model.forward)  # Trainer reads its arguments, and drops other columns of a data set
     def forward(*args: Any, labels: Any = None, shift_labels: Any = None, **kwargs: Any) -> Any:
         total = kwargs.get("num_items_in_batch")
         if shift_labels is None or total is None:
