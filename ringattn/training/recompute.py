@@ -27,7 +27,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint, get_device_states, set_device_states
 
 from .attention_results import AttentionResults
@@ -217,7 +216,7 @@ class _Record:
 def _identity(x: Tensor) -> tuple[Any, ...]:
     """Return what two tensors have in common if one is the other, unchanged, or an alias of all of it. Addresses do not
     tell: memory that is free again may be that of another tensor next."""
-    return StorageWeakRef(x.untyped_storage()), x.storage_offset(), x.shape, x.stride(), x.dtype, x._version
+    return weakref.ref(x.untyped_storage()), x.storage_offset(), x.shape, x.stride(), x.dtype, x._version
 
 
 def _random_numbers(x: Tensor) -> Callable[[], AbstractContextManager[None]]:
