@@ -151,7 +151,7 @@ class HostMemory:
 
     def _drop_free(self) -> None:
         """Give the free buffers back, after the copies that use them."""
-        if self._stream is not None:
+        if self._free and self._stream is not None:
             self._stream.synchronize()
         self.bytes -= sum(buffer.numel() for buffer in self._free)
         self._free.clear()
