@@ -34,7 +34,7 @@ class Place(NamedTuple):
 
 
 class Descriptors(NamedTuple):
-    """TMA descriptors of the inputs and of dQ. Those of matrices are tuples: one descriptor per piece of the columns."""
+    """TMA descriptors of the inputs and of dQ; of a matrix a tuple, one descriptor per piece of the columns."""
 
     q: tuple
     dout: tuple

@@ -343,7 +343,8 @@ def keys_of(score, positions, grid, at, first, past, key, S_L: gl.constexpr):
     alibi = ()
     if score.slopes_ptr is not None:
         alibi = (score.slopes_ptr, score.slopes_stride, score.positions_k_ptr, positions[0])  # type: ignore[assignment]
-    return Keys(key, past, scores.of_keys(alibi, at.batch, (at.kv_head * grid.parts + at.part) * grid.heads, first, past, key, S_L))
+    first_head = (at.kv_head * grid.parts + at.part) * grid.heads
+    return Keys(key, past, scores.of_keys(alibi, at.batch, first_head, first, past, key, S_L))
 
 
 @gluon.jit
