@@ -24,7 +24,7 @@ from ringattn.planner.models import KINDS, MODELS, ModelShape, from_config, name
 from ringattn.planner.simulate import DATAFLOWS, Setting, simulate
 from ringattn.planner.step import Way, _pointwise
 from ringattn.planner.step import step as step_of
-from ringattn.planner.ways import Problem, judge, longest, verdicts, way_of
+from ringattn.planner.ways import Problem, judge, longest, saving, verdicts, way_of
 from ringattn.shape import Shape
 from ringattn.virtual import VirtualRank
 
@@ -359,7 +359,10 @@ def test_what_does_not_fit_is_said(capsys: pytest.CaptureFixture[str]) -> None:
         (("--model", "llama-3.1-8b", "--context", "4G"), "--context is '4G'"),
         (("--model", "llama-3.1-8b", "--links", "nvlink,ib0"), "name the network between hosts"),
         (("--model", "llama-3.1-8b", "--mlp-chunk", "-5"), "mlp_chunk is -5"),
-        (("--model", "llama-3.1-8b", "--head-groups", "33"), "32 heads"),
+        (
+            ("--model", "llama-3.1-8b", "--head-groups", "3"),
+            "--head-groups is 3; it must divide the model's 8 key heads",
+        ),
         (("--model", "llama-3.1-8b", "--host-gib", "nan"), "--host-gib is nan"),
         (("--model", "llama-3.1-8b", "--calibration", "/nonexistent"), "No such file"),
         (("--model", "llama-3.1-8b", "--calibration", __file__), "test_planner.py, which is no file of this version"),
@@ -375,6 +378,12 @@ def test_bad_arguments_are_named(capsys: pytest.CaptureFixture[str], words: tupl
     status, _, error = run(capsys, *words)
     assert status == 2
     assert message in error
+
+
+def test_heads_that_cannot_be_divided_stay_together() -> None:
+    model = replace(MODELS["llama-3.1-8b"], kv_heads=1)
+    problem = Problem(model, hardware.cluster("1", "h200", "nvlink", None), 1 << 20, Switches(), 1 << 37, {}, {})
+    assert {switches.head_groups for switches in saving(problem.switches, problem).values()} == {1}
 
 
 @pytest.mark.parametrize(

@@ -122,8 +122,10 @@ def problem_of(args: argparse.Namespace) -> Problem:
     )
     if slow_link and machines.hosts == 1:
         raise ValueError(f"--slow-link is {args.slow_link[0]!r}; one host needs no network card, give --gpus as 2x8")
-    if switches.head_groups > shape.heads:
-        raise ValueError(f"--head-groups is {switches.head_groups}; the model has {shape.heads} heads to divide")
+    if shape.kv_heads % switches.head_groups:
+        raise ValueError(
+            f"--head-groups is {switches.head_groups}; it must divide the model's {shape.kv_heads} key heads"
+        )
     return Problem(shape, machines, count(args.context), switches, host, slow, slow_link)
 
 

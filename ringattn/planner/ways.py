@@ -81,7 +81,7 @@ def way_of(problem: Problem, hosts: int, local_size: int, dataflow: str) -> Way:
 def judge(problem: Problem, way: Way) -> Verdict:
     """Return whether a way fits, with what it must save, and how long its step takes."""
     model, capacity = problem.model, problem.cluster.gpu.usable
-    for switches in saving(way.switches, problem.host_memory).values():
+    for switches in saving(way.switches, problem).values():
         way = way._replace(switches=switches)
         parts = memory.parts(model, way.tokens, switches)
         if sum(parts.values()) <= capacity:
@@ -118,16 +118,18 @@ def _saves(switches: Switches) -> int:
     return (switches.host_bytes > 0) + (switches.mlp_chunk > 0) + (switches.head_groups > 1)
 
 
-def saving(switches: Switches, host_memory: int) -> dict[str, Switches]:
+def saving(switches: Switches, problem: Problem) -> dict[str, Switches]:
     """Return switches that need less and less memory, by what is added."""
-    host = replace(switches, host_bytes=host_memory, attention_on_host=True)
+    host = replace(switches, host_bytes=problem.host_memory, attention_on_host=True)
     chunks, groups = replace(host, mlp_chunk=switches.mlp_chunk or 4096), max(2, switches.head_groups)
-    return {
+    ways = {
         "as asked for": switches,
         "with activations on the host": host,
         f"and norms and MLP in chunks of {chunks.mlp_chunk:,} tokens": chunks,
-        f"and attention in {groups} groups of heads": replace(chunks, head_groups=groups),
     }
+    if problem.model.kv_heads % groups == 0:
+        ways[f"and attention in {groups} groups of heads"] = replace(chunks, head_groups=groups)
+    return ways
 
 
 def _least_buffer(model: ModelShape, tokens: int, switches: Switches) -> int:
@@ -140,7 +142,7 @@ def longest(problem: Problem, way: Way) -> dict[str, int]:
     attention: with its switches, and with more where these make it longer."""
     rows: dict[str, int] = {}
     switches_of_way = way_of(problem, way.hosts, way.local_size, way.dataflow).switches
-    for name, switches in saving(switches_of_way, problem.host_memory).items():
+    for name, switches in saving(switches_of_way, problem).items():
         tokens = memory.longest(problem.model, problem.cluster.gpu.usable, switches)
         least = _least_buffer(problem.model, 128, switches)  # grows with the tokens
         if least * tokens > switches.buffer_bytes * 128:
