@@ -34,6 +34,8 @@ RUN = 64  # tokens to fetch that one run less is worth
 PRICE = 5  # of tiles that are not full, and of uneven ones, each as a share of a rank's, in a rank's tokens
 EXACT = 6  # ways whose tiles are counted
 CHEAP = 8  # two documents are cut if one cut costs more than a rank's tokens over this
+SKEW = 64
+SKEWS = (0, -1, 1, -3, 3, -8, 8)  # the others are divided unevenly if no way has equal work
 NEARBY = 2  # whole tiles before and after the middle where a third one may be cut
 HEAVY = 2  # the third one is one of so many of the longest
 
@@ -128,14 +130,20 @@ class _Halving:
         pairs = sum(piece.pairs for piece in pieces)
         slack = max(0, self.max_pairs - pairs // ranks)  # each division takes its part of it
         near = min(len(first), len(second)) * slack // (ranks - 1).bit_length()
-        some, sides = _selection(pieces, shares)
-        aim = _Aim(
-            shares[0] - sum(piece.stop - piece.start for piece in sides[0]),
-            pairs * shares[0] // sum(shares) - sum(piece.pairs for piece in sides[0]),
-            near,
-            (1 << len(some)) - 1,
-        )
-        ways = _Items(some, self.tokens, self.max_pairs).best(aim)[: EXACT if ranks == 2 else 1]
+        options = []
+        for skew in SKEWS if len(pieces) > ITEMS else SKEWS[:1]:
+            some, sides = _selection(pieces, shares, skew)
+            aim = _Aim(
+                shares[0] - sum(piece.stop - piece.start for piece in sides[0]),
+                pairs * shares[0] // sum(shares) - sum(piece.pairs for piece in sides[0]),
+                near,
+                (1 << len(some)) - 1,
+            )
+            options.append((_Items(some, self.tokens, self.max_pairs).best(aim), some, sides))
+            if not options[-1][0][0].over:
+                break
+        ways, some, sides = min(options, key=lambda option: option[0][0])
+        ways = ways[: EXACT if ranks == 2 else 1]
         both = [self._sides(some, way, sides) for way in ways]
         if len(both) == 1:
             return both[0]
@@ -268,8 +276,9 @@ class _Items:
         ]
 
 
-def _selection(pieces: list[_Piece], shares: tuple[int, int]) -> tuple[list[_Piece], _Sides]:
-    """Return pieces that may be cut, by growing reach, and the others, divided in the proportion of the shares."""
+def _selection(pieces: list[_Piece], shares: tuple[int, int], skew: int) -> tuple[list[_Piece], _Sides]:
+    """Return pieces that may be cut, by growing reach, and the others, divided in the proportion of the shares;
+    the first side gets more of them by ``skew`` / SKEW."""
     chosen = set(range(len(pieces)))
     if len(pieces) > ITEMS:  # the last ones, and some of the others from the first one on
         last, some = len(pieces) - LONGEST - 1, ITEMS - LONGEST - 1
@@ -281,7 +290,7 @@ def _selection(pieces: list[_Piece], shares: tuple[int, int]) -> tuple[list[_Pie
             continue
         piece = pieces[index]
         length = piece.stop - piece.start
-        side = int(tokens[0] * shares[1] > tokens[1] * shares[0])
+        side = int(tokens[0] * shares[1] * SKEW > tokens[1] * shares[0] * (SKEW + skew))
         if tokens[side] + length > shares[side]:
             side = 1 - side
         if tokens[side] + length > shares[side]:
