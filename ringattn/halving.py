@@ -21,6 +21,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Sequence
+from operator import attrgetter
 from typing import NamedTuple
 
 import numpy as np
@@ -34,8 +35,8 @@ RUN = 64  # tokens to fetch that one run less is worth
 PRICE = 5  # of tiles that are not full, and of uneven ones, each as a share of a rank's, in a rank's tokens
 EXACT = 6  # ways whose tiles are counted
 CHEAP = 8  # two documents are cut if one cut costs more than a rank's tokens over this
-SKEW = 64
-SKEWS = (0, -1, 1, -3, 3, -8, 8)  # the others are divided unevenly if no way has equal work
+SKEW = 64  # of the others, a side gets as many more or less as ...
+SKEWS = (0, -1, 1, -3, 3, -8, 8)  # ... one of these over SKEW, until some way has equal work
 NEARBY = 2  # whole tiles before and after the middle where a third one may be cut
 HEAVY = 2  # the third one is one of so many of the longest
 
@@ -76,6 +77,7 @@ def _piece(work: Work, run: range) -> _Piece:
     return _Piece(pairs // len(run), run.start, run.stop, run.start - first, pairs)
 
 
+_pairs = attrgetter("pairs")
 _Sides = tuple[list[_Piece], list[_Piece]]
 
 
@@ -127,15 +129,15 @@ class _Halving:
         self, pieces: list[_Piece], first: Sequence[int], second: Sequence[int]
     ) -> tuple[list[_Piece], list[_Piece]]:
         ranks, shares = len(first) + len(second), (sum(first), sum(second))
-        pairs = sum(piece.pairs for piece in pieces)
+        pairs = sum(map(_pairs, pieces))
         slack = max(0, self.max_pairs - pairs // ranks)  # each division takes its part of it
         near = min(len(first), len(second)) * slack // (ranks - 1).bit_length()
         options = []
         for skew in SKEWS if len(pieces) > ITEMS else SKEWS[:1]:
-            some, sides = _selection(pieces, shares, skew)
+            some, sides, tokens = _selection(pieces, shares, skew)
             aim = _Aim(
-                shares[0] - sum(piece.stop - piece.start for piece in sides[0]),
-                pairs * shares[0] // sum(shares) - sum(piece.pairs for piece in sides[0]),
+                shares[0] - tokens,
+                pairs * shares[0] // sum(shares) - sum(map(_pairs, sides[0])),
                 near,
                 (1 << len(some)) - 1,
             )
@@ -276,9 +278,9 @@ class _Items:
         ]
 
 
-def _selection(pieces: list[_Piece], shares: tuple[int, int], skew: int) -> tuple[list[_Piece], _Sides]:
+def _selection(pieces: list[_Piece], shares: tuple[int, int], skew: int) -> tuple[list[_Piece], _Sides, int]:
     """Return pieces that may be cut, by growing reach, and the others, divided in the proportion of the shares;
-    the first side gets more of them by ``skew`` / SKEW."""
+    the first side gets more of them by ``skew`` / SKEW. Also return the tokens that it gets."""
     chosen = set(range(len(pieces)))
     if len(pieces) > ITEMS:  # the last ones, and some of the others from the first one on
         last, some = len(pieces) - LONGEST - 1, ITEMS - LONGEST - 1
@@ -298,4 +300,4 @@ def _selection(pieces: list[_Piece], shares: tuple[int, int], skew: int) -> tupl
             continue
         sides[side].append(piece)
         tokens[side] += length
-    return [pieces[index] for index in sorted(chosen)], sides
+    return [pieces[index] for index in sorted(chosen)], sides, tokens[0]
