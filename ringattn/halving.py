@@ -279,8 +279,8 @@ class _Items:
 
 
 def _selection(pieces: list[_Piece], shares: tuple[int, int], skew: int) -> tuple[list[_Piece], _Sides, int]:
-    """Return pieces that may be cut, by growing reach, and the others, divided in the proportion of the shares;
-    the first side gets more of them by ``skew`` / SKEW. Also return the tokens that it gets."""
+    """Return pieces that may be cut, by growing reach; the others, divided in the proportion of the shares, the first
+    side's part larger by ``skew`` / SKEW; and the tokens of that part."""
     chosen = set(range(len(pieces)))
     if len(pieces) > ITEMS:  # the last ones, and some of the others from the first one on
         last, some = len(pieces) - LONGEST - 1, ITEMS - LONGEST - 1
