@@ -201,9 +201,9 @@ def test_neither_a_plan_nor_its_blocks_touch_the_device(dataflow: str) -> None:
 
 
 @pytest.mark.parametrize("runs", [[], [range(3, 9)], [range(0, 4), range(4, 4), range(7, 30, 5), range(40, 41)]])
-def test_positions_of_runs(runs: list[range]) -> None:
-    assert blocks.positions(runs).tolist() == [i for run in runs for i in run]
-    assert blocks.positions(runs).dtype == torch.int32
+def test_runs_are_concatenated(runs: list[range]) -> None:
+    assert blocks.concatenate(runs).tolist() == [i for run in runs for i in run]
+    assert blocks.concatenate(runs).dtype == torch.int32
     whole = positions(tuple(runs)).tolist()
     for offset in range(len(whole) + 1):
         for length in range(len(whole) - offset + 1):

@@ -155,15 +155,15 @@ def collected_routes(rank: int, fetches: Sequence[Sequence[Fetch]], keys: Sequen
     """
     out = [(visitor, run) for visitor, runs in enumerate(fetches) for run in runs if run.owner == rank]
     runs = sorted(fetches[rank], key=lambda run: run.owner)
-    leaving = blocks.positions([range(run.offset, run.offset + run.length) for _, run in out]).long()
+    leaving = blocks.concatenate([range(run.offset, run.offset + run.length) for _, run in out]).long()
     sent = _joined([(visitor, run.length) for visitor, run in out])
     arrives = _joined([(run.owner, run.length) for run in runs])
     if keys is None:
         return Routes(rank, leaving, None, sent, arrives, buffer_rows(runs))
     by_owner = sorted(zip(fetches[rank], keys, strict=True), key=lambda pair: pair[0].owner)
-    order = blocks.positions([positions for _, positions in by_owner]).argsort()
+    order = blocks.concatenate([positions for _, positions in by_owner]).argsort()
     places = torch.empty_like(order)
-    places[order] = blocks.positions([range(run.first, run.first + run.length) for run in fetches[rank]]).long()
+    places[order] = blocks.concatenate([range(run.first, run.first + run.length) for run in fetches[rank]]).long()
     return Routes(rank, leaving, places, sent, arrives, buffer_rows(fetches[rank]))
 
 
