@@ -27,6 +27,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 import itertools
+import math
 import weakref
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
@@ -39,6 +40,7 @@ from torch import Tensor
 from ..memo import Memo
 from .upload import upload
 
+LOG2E = 1 / math.log(2)  # exp(x) = exp2(x * LOG2E); in compiled kernels: triton/primitives.py
 LONGEST_SUM = 1 << 18  # products that a tensor core may add up before its truncation counts, see Block.period
 _GROUPS = 16  # of segments whose completion is counted, at most
 PERIOD = 1 << 16  # keys after which a longer forward flushes its accumulator
