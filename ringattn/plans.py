@@ -380,7 +380,14 @@ class Plan:
         return sum(self.flow.traffic_bytes(self, Shape(**shape), backward, self.rank if rank is None else rank))
 
     def network_bytes(self, *, backward: bool = False, rank: int | None = None, **shape: int) -> int:
-        """Return the bytes that a rank sends to ranks of other nodes in a forward or backward of one layer."""
+        """Return the bytes that a rank sends to ranks of other nodes, so over the network, in a forward or backward of
+        one layer. The rest of :meth:`traffic_bytes` stays inside of its node.
+
+        Args:
+            backward: those of the backward; otherwise those of the forward.
+            rank: the one that sends; this one if absent.
+            shape: fields of :class:`.shape.Shape`.
+        """
         rank = self.rank if rank is None else rank
         return self.between_nodes(self.flow.traffic_bytes(self, Shape(**shape), backward, rank), rank)
 
