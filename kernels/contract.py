@@ -238,6 +238,22 @@ class Queries(NamedTuple):
     delta: Tensor
 
 
+class Delivery(NamedTuple):
+    """How a backward delivers the gradients of one chunk.
+
+    Args:
+        deterministic: they must have the same bits on every run; a backend whose gradients always have need not look.
+        into: where dk and dv are written and returned; the last dimension contiguous, other strides free. New tensors
+            if absent.
+        counters: (groups of rows, segments of keys) int32 on the device, see :class:`CompletionCounts`; only for a
+            backend that counts.
+    """
+
+    deterministic: bool
+    into: tuple[Tensor, Tensor] | None = None
+    counters: Tensor | None = None
+
+
 class Result(NamedTuple):
     """Finished attention. A query that sees nothing has out 0 and lse -inf; one that sees only its sink lse = sink."""
 
