@@ -225,17 +225,14 @@ def _numbers(names: str) -> list[str]:
 
 
 @triton.jit
-def _product(
-    x, y, b, h, h_y, row, past, row_y, past_y, x_b, x_s, x_h, y_b, y_s, y_h,
-    DIM: tl.constexpr, SIZE: tl.constexpr, DEPTH: tl.constexpr, TMA: tl.constexpr, STAGES: tl.constexpr,
+def _add_product(
+    total, x, y, b, h, h_y, row, past, row_y, past_y, column, x_b, x_s, x_h, y_b, y_s, y_h,
+    DIM: tl.constexpr, SIZE: tl.constexpr, DEPTH: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
-    """Return rows of x times rows of y, transposed."""
-    total = tl.zeros([SIZE, SIZE], tl.float32)
-    for column in tl.range(0, DIM, DEPTH, num_stages=STAGES):
-        of_x = load_part(x, b, h, row, past, column, x_b, x_s, x_h, SIZE, DEPTH, DIM, TMA)
-        of_y = load_part(y, b, h_y, row_y, past_y, column, y_b, y_s, y_h, SIZE, DEPTH, DIM, TMA)
-        total = dot(of_x, tl.trans(of_y), total, "tf32")
-    return total
+    """Add rows of x times rows of y, transposed, over some columns."""
+    of_x = load_part(x, b, h, row, past, column, x_b, x_s, x_h, SIZE, DEPTH, DIM, TMA)
+    of_y = load_part(y, b, h_y, row_y, past_y, column, y_b, y_s, y_h, SIZE, DEPTH, DIM, TMA)
+    return dot(of_x, tl.trans(of_y), total, "tf32")
 
 
 @triton.jit
@@ -282,9 +279,26 @@ def _weights(
     queries, keys = row + tl.arange(0, SIZE), n + tl.arange(0, SIZE)
     alive = queries < past
     b64 = b.to(tl.int64)
-    s = _product(
-        q, k, b, h, h // HEADS_PER_KV, row, past, n, seq_k, q_b, q_s, q_h, k_b, k_s, k_h, DIM, SIZE, DEPTH, TMA, STAGES,
-    )  # fmt: skip
+    h_kv = h // HEADS_PER_KV
+    s, dp = tl.zeros([SIZE, SIZE], tl.float32), tl.zeros([SIZE, SIZE], tl.float32)
+    BOTH: tl.constexpr = min(DIM, DIM_V) // DEPTH * DEPTH  # columns that q, k and dout, v have in common
+    for column in tl.range(0, BOTH, DEPTH, num_stages=STAGES):
+        s = _add_product(
+            s, q, k, b, h, h_kv, row, past, n, seq_k, column, q_b, q_s, q_h, k_b, k_s, k_h, DIM, SIZE, DEPTH, TMA,
+        )  # fmt: skip
+        dp = _add_product(
+            dp, dout, v, b, h, h_kv, row, past, n, seq_k, column, do_b, do_s, do_h, v_b, v_s, v_h,
+            DIM_V, SIZE, DEPTH, TMA,
+        )  # fmt: skip
+    for column in tl.range(BOTH, DIM, DEPTH, num_stages=STAGES):
+        s = _add_product(
+            s, q, k, b, h, h_kv, row, past, n, seq_k, column, q_b, q_s, q_h, k_b, k_s, k_h, DIM, SIZE, DEPTH, TMA,
+        )  # fmt: skip
+    for column in tl.range(BOTH, DIM_V, DEPTH, num_stages=STAGES):
+        dp = _add_product(
+            dp, dout, v, b, h, h_kv, row, past, n, seq_k, column, do_b, do_s, do_h, v_b, v_s, v_h,
+            DIM_V, SIZE, DEPTH, TMA,
+        )  # fmt: skip
     distance, slope = s, 0.0
     if ALIBI:
         slope = tl.load(slopes + b * slopes_b + h)
@@ -301,10 +315,6 @@ def _weights(
     store_part(p_out, p, local, i * SIZE, j * SIZE, w_h, w_s, SIZE, TMA)
     if SOFTCAP:
         p *= slope_of_score
-    dp = _product(
-        dout, v, b, h, h // HEADS_PER_KV, row, past, n, seq_k, do_b, do_s, do_h, v_b, v_s, v_h,
-        DIM_V, SIZE, DEPTH, TMA, STAGES,
-    )  # fmt: skip
     delta_m = tl.load(delta + row_of_head + queries, mask=alive, other=0.0)
     store_part(ds_out, p * (dp - delta_m[:, None]), local, i * SIZE, j * SIZE, w_h, w_s, SIZE, TMA)
 
