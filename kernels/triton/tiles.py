@@ -84,7 +84,7 @@ _99_KB = (
     Row(16, 64, 64, Tiles(128, 64, 4, 2), Passes(Tiles(64, 64, 4, 2), Tiles(64, 64, 4, 2))),
     Row(16, 128, 128, Tiles(128, 32, 8, 2), Passes(Tiles(32, 64, 4, 2), Tiles(64, 32, 4, 2))),
     Row(16, 256, 256, Tiles(64, 32, 8, 1), Passes(Tiles(32, 32, 4, 1), Tiles(32, 32, 4, 1))),
-    Row(16, 512, 512, Tiles(32, 16, 8, 1), WideTiles(128, 64, 128, 2, 3)),
+    Row(16, 512, 512, Tiles(32, 16, 8, 1), WideTiles(128, 32, 128, 3, 3)),
     Row(32, 128, 128, Tiles(64, 32, 4, 2), Passes(Tiles(32, 32, 4, 1), Tiles(32, 32, 4, 1))),
     Row(32, 256, 256, Tiles(32, 32, 4, 1), Passes(Tiles(16, 16, 4, 1), Tiles(16, 16, 4, 1))),
 )
