@@ -2,6 +2,7 @@
 
 python -m benchmarks.balance                                  the table of docs/numbers.md
 python -m benchmarks.balance --lengths uniform --ranks 8 --layouts zigzag balanced contiguous
+python -m benchmarks.balance --mask full                      the same for documents that are not causal
 python -m benchmarks.balance --plan-time                      plan() for 1,048,576 tokens, 64 ranks, 2,000 documents
 """
 
@@ -26,10 +27,11 @@ from ringattn.virtual import VirtualRank
 HEAD = "| lengths | tokens per rank | ranks | layout | pairs | tiles | all tiles | fetched (bound) | runs |"
 
 
-def document_mask(cu_seqlens: list[int]) -> Mask:
-    """Return the mask of causal packed documents."""
+def document_mask(cu_seqlens: list[int], causal: bool = True) -> Mask:
+    """Return the mask of packed documents."""
     total = cu_seqlens[-1]
-    return masks.causal(total) & masks.packed(cu_seqlens, total)
+    documents = masks.packed(cu_seqlens, total)
+    return masks.causal(total) & documents if causal else documents
 
 
 def loads(mask: Mask, layout: str, ranks: int) -> tuple[Loads, float]:
@@ -42,11 +44,11 @@ def busiest(numbers: tuple[int, ...]) -> float:
     return max(numbers) * len(numbers) / sum(numbers)
 
 
-def line(lengths: str, tokens: int, ranks: int, layout: str, rows: int) -> str:
+def line(lengths: str, tokens: int, ranks: int, layout: str, rows: int, causal: bool = True) -> str:
     """Return a line of the table: medians over some rows, and the worst where two numbers stand."""
     pairs, tiles, surplus, fetched, least, runs = [], [], [], [], [], []
     for seed in range(rows):
-        mask = document_mask(bounds(lengths, tokens * ranks, seed))
+        mask = document_mask(bounds(lengths, tokens * ranks, seed), causal)
         load, count = loads(mask, layout, ranks)
         alone, _ = loads(mask, "contiguous", 1)
         pairs.append(busiest(load.pairs))
@@ -63,7 +65,9 @@ def line(lengths: str, tokens: int, ranks: int, layout: str, rows: int) -> str:
     )
 
 
-def plan_milliseconds(layout: str, total: int = 1 << 20, ranks: int = 64, documents: int = 2000) -> float:
+def plan_milliseconds(
+    layout: str, total: int = 1 << 20, ranks: int = 64, documents: int = 2000, causal: bool = True
+) -> float:
     """Return the least CPU time of plan(), each time for other random documents: other programs only add to it."""
     times = []
     for seed in range(12):
@@ -71,7 +75,7 @@ def plan_milliseconds(layout: str, total: int = 1 << 20, ranks: int = 64, docume
         ends = sorted(draw.sample(range(1, total), documents - 1))
         cu_seqlens = [0, *ends, total]
         start = time.process_time()
-        plan(total, VirtualRank(0, ranks), causal=True, cu_seqlens=cu_seqlens, layout=layout)
+        plan(total, VirtualRank(0, ranks), causal=causal, cu_seqlens=cu_seqlens, layout=layout)
         times.append(1e3 * (time.process_time() - start))
     return min(times)
 
@@ -84,19 +88,21 @@ def main() -> None:
     add("--ranks", nargs="+", type=int, default=[2, 4, 8, 16, 32, 64])
     add("--layouts", nargs="+", choices=[*LAYOUTS, "auto"], default=["balanced"], help='"auto" for --plan-time only')
     add("--rows", type=int, default=20, help="rows of documents for each line")
+    add("--mask", choices=["causal", "full"], default="causal", help="what tokens of a document see of it")
     add("--plan-time", action="store_true", help="only the time of plan()")
     args = parser.parse_args()
+    causal = args.mask == "causal"
     if args.plan_time:
         torch.set_num_threads(1)
         for layout in args.layouts:
-            print(f"plan(), {layout}: {plan_milliseconds(layout):.0f} ms")
+            print(f"plan(), {layout}: {plan_milliseconds(layout, causal=causal):.0f} ms")
         return
     print(HEAD, "|---" * 9 + "|", sep="\n")
     for lengths in args.lengths:
         for tokens in args.tokens:
             for ranks in args.ranks:
                 for layout in args.layouts:
-                    print(line(lengths, tokens, ranks, layout, args.rows), flush=True)
+                    print(line(lengths, tokens, ranks, layout, args.rows, causal), flush=True)
 
 
 if __name__ == "__main__":

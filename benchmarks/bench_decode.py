@@ -64,18 +64,21 @@ class Setup:
 
 def main() -> None:
     args = parse()
-    if not torch.cuda.is_available():
+    over = int(os.environ.get("WORLD_SIZE", "1")) > 1
+    if args.device == "cpu" and not over:
+        raise SystemExit("one process measures a GPU; --device cpu tries the commands over several ranks")
+    if args.device == "cuda" and not torch.cuda.is_available():
         raise SystemExit("bench_decode measures GPUs, and torch finds none")
     torch.manual_seed(0)
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+    if over:
         from benchmarks.decode_merges import of_states
         from benchmarks.decode_ranks import of_problems, over_ranks
 
         problems = [PROBLEMS[name] for name in args.problems]
         if args.merges:
-            over_ranks(lambda device: of_states(args.rounds), "merges of states")
+            over_ranks(functools.partial(of_states, args.rounds), "merges of states", args)
         else:
-            over_ranks(functools.partial(of_problems, problems, args.rounds), "decode over ranks")
+            over_ranks(functools.partial(of_problems, problems, args.rounds), "decode over ranks", args)
         return
     clock = Clock()
     if clock.running:
@@ -213,6 +216,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--rounds", type=int, default=1, help="repetitions of the whole balanced order")
     parser.add_argument("--segment", type=float, default=SHORTEST, help=f"ms of a segment, at least {SHORTEST:g}")
+    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda", help="cpu: try the commands over ranks")
     parser.add_argument("--merges", action="store_true", help="over ranks: measure the exchanges of states alone")
     args = parser.parse_args(argv)
     if args.plots:

@@ -30,6 +30,7 @@ import os
 import statistics
 import sys
 import time
+import warnings
 from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -338,7 +339,9 @@ def no_file() -> Iterator[None]:
     before = os.environ.get("RINGATTN_CALIBRATION")
     os.environ["RINGATTN_CALIBRATION"] = f"/nonexistent/{os.getpid()}"
     try:
-        yield
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "RINGATTN_CALIBRATION names")
+            yield
     finally:
         del os.environ["RINGATTN_CALIBRATION"]
         if before is not None:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import argparse
 import functools
 import json
-import os
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -14,29 +14,32 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from benchmarks import json_lines
 from benchmarks.balanced_orders import balanced_orders
 from benchmarks.decode_contestants import Launch, ours
 from benchmarks.decode_problems import Caches, Problem
 from benchmarks.kernels import replay
+from benchmarks.scaling_timing import clock
 from ringattn import transport as transports
 from ringattn.kernels.contract import Score
-from ringattn.kernels.paged.backends import BACKENDS, choose
+from ringattn.kernels.paged.backends import Paged, choose
 from ringattn.kernels.paged.contract import Call
 from ringattn.transport import Transport
-from scripts.ranks import one_line
+from scripts import ranks
 
-REPLAYS = 30  # of a graph in a segment
+REPLAYS = 30  # of a graph in a segment; on the CPU, which only tries the commands, one
 CONTEXTS = ("1 x 16k", "1 x 128k", "1 x 1M", "8 x 128k", "64 x 16k")
 
 
-def over_ranks(measured: Callable[[torch.device], list[dict[str, Any]]], benchmark: str) -> None:
-    """Print what ``measured`` returns on rank 0 as a line of JSON; call it on every rank."""
-    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    device = torch.device("cuda", torch.cuda.current_device())
-    dist.init_process_group("nccl", device_id=device)
+def over_ranks(
+    measured: Callable[[torch.device], list[dict[str, Any]]], benchmark: str, args: argparse.Namespace
+) -> None:
+    """Print what ``measured`` returns on rank 0 and the machine as a line of JSON; call it on every rank."""
+    device = ranks.join(args.device)
     rows = measured(device)
     if dist.get_rank() == 0:
-        print(json.dumps(dict(benchmark=benchmark, world=dist.get_world_size(), rows=rows)))
+        about = json_lines.about(args, device, dist.get_world_size())
+        print(json.dumps(dict(about, benchmark=benchmark, rows=rows)))
     dist.destroy_process_group()
 
 
@@ -52,19 +55,20 @@ def of_problems(problems: Sequence[Problem], rounds: int, device: torch.device) 
 def of_problem(problem: Problem, device: torch.device, rounds: int) -> list[dict[str, Any]]:
     """Return the rows of one problem: every way, its time on the slowest rank, and its error against ours."""
     world = dist.get_world_size()
-    shared = Caches(problem, transports.of(None), device)
+    one = int(device.type == "cpu")  # layer, where only the commands are tried
+    shared = Caches(problem, transports.of(None), device, one)
     graphs: dict[str, tuple[Callable[[], object], int]] = {}
     errors: dict[str, float] = {}
     want: Tensor | None = None
     for name, way in WAYS.items():
         try:
             if name == "heads":
-                caches = Caches(of_heads(problem, world), Transport(0, 1, device), device)
+                caches = Caches(of_heads(problem, world), Transport(0, 1, device), device, one)
             elif name == "shard":
                 shard = replace(problem, lengths=problem.part(dist.get_rank(), world))
-                caches = Caches(shard, Transport(0, 1, device), device)
+                caches = Caches(shard, Transport(0, 1, device), device, one)
             elif name == "whole":
-                caches = Caches(problem, Transport(0, 1, device), device, layers=1 if problem.bytes > 1 << 31 else 0)
+                caches = Caches(problem, Transport(0, 1, device), device, 1 if problem.bytes > 1 << 31 else one)
             else:
                 caches = shared
             out = way(caches, 0)
@@ -73,10 +77,10 @@ def of_problem(problem: Problem, device: torch.device, rounds: int) -> list[dict
                 part = want.tensor_split(world, 2)[dist.get_rank()] if out.shape != want.shape else want
                 errors[name] = float((out.float() - part.float()).norm() / part.float().norm())
             launches = [functools.partial(way, caches, layer) for layer in range(caches.layers)]
-            graphs[name] = captured(launches), caches.layers
+            graphs[name] = captured(launches, device), caches.layers
         except Exception as problem_of_it:
-            raise SystemExit(f"{name}, {problem.name}: {one_line(problem_of_it)}") from problem_of_it
-    times = timed(graphs, rounds)
+            raise SystemExit(f"{name}, {problem.name}: {ranks.one_line(problem_of_it)}") from problem_of_it
+    times = timed(graphs, rounds, device)
     if dist.get_rank():
         return []
     print(f"\n{problem.name} over {world} GPUs")
@@ -84,7 +88,7 @@ def of_problem(problem: Problem, device: torch.device, rounds: int) -> list[dict
     for name, us in times.items():
         ratio = times["ringattn"] / us
         print(f"  {name:28s} {ratio:6.3f} {us:9.2f} us   differs {errors.get(name, 0.0):.1e}", flush=True)
-        rows.append(dict(problem=problem.name, way=name, us=us, ratio=ratio))
+        rows.append(dict(problem=problem.name, way=name, us=us, ratio=ratio, error=errors.get(name)))
     return rows
 
 
@@ -93,8 +97,10 @@ def of_heads(problem: Problem, world: int) -> Problem:
     return replace(problem, heads=problem.heads // world, kv_heads=problem.kv_heads // world)
 
 
-def captured(launches: Sequence[Launch]) -> Callable[[], object]:
-    """Return the replay of all launches, captured in one graph."""
+def captured(launches: Sequence[Launch], device: torch.device) -> Callable[[], object]:
+    """Return the replay of all launches, captured in one graph; on the CPU, the launches."""
+    if device.type == "cpu":
+        return lambda: [launch() for launch in launches]
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -109,23 +115,20 @@ def captured(launches: Sequence[Launch]) -> Callable[[], object]:
     return functools.partial(replay, graph, launches)
 
 
-def timed(graphs: dict[str, tuple[Callable[[], object], int]], rounds: int) -> dict[str, float]:
+def timed(graphs: dict[str, tuple[Callable[[], object], int]], rounds: int, device: torch.device) -> dict[str, float]:
     """Return the us of a layer by way: medians over segments in a balanced order, of the slowest rank."""
-    names = list(graphs)
+    names, replays = list(graphs), REPLAYS if device.type == "cuda" else 1
     segments: dict[str, list[float]] = {name: [] for name in names}
     for order in balanced_orders(len(names)) * rounds:
         for name in (names[i] for i in order):
             replay, layers = graphs[name]
             replay()
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             dist.barrier()
-            begin.record()
-            for _ in range(REPLAYS):
-                replay()
-            end.record()
-            torch.cuda.synchronize()
-            segments[name].append(1e3 * begin.elapsed_time(end) / REPLAYS / layers)
-    mine = torch.tensor([statistics.median(segments[name]) for name in names], device="cuda")
+            with clock(device) as ms:
+                for _ in range(replays):
+                    replay()
+            segments[name].append(1e3 * ms[0] / replays / layers)
+    mine = torch.tensor([statistics.median(segments[name]) for name in names], device=device)
     dist.all_reduce(mine, dist.ReduceOp.MAX)
     return dict(zip(names, mine.tolist(), strict=True))
 
@@ -135,18 +138,24 @@ def alone(caches: Caches, layer: int) -> Tensor:
     return ours(caches, layer, "auto")
 
 
-def local_state(caches: Caches, layer: int) -> Tensor:
-    """Store the new tokens and return this rank's state."""
+def written(caches: Caches, layer: int) -> tuple[Paged, tuple[Any, ...]]:
+    """Store the new tokens. Returns the backend, and the arguments with which it attends."""
     pool, tables, _ = caches.layer(layer)
-    score, call = Score(caches.problem.dim**-0.5), Call()
-    backend = choose("auto", caches.q, pool, tables, score, call)
+    call = caches.q, pool, tables, Score(caches.problem.dim**-0.5), Call()
+    backend = choose("auto", *call)
     backend.write(caches.k, caches.v, pool, tables)
-    return backend.attend(caches.q, pool, tables, score, call)
+    return backend, call
+
+
+def local_state(caches: Caches, layer: int) -> tuple[Paged, Tensor]:
+    """Store the new tokens. Returns the backend and this rank's state."""
+    backend, call = written(caches, layer)
+    return backend, backend.attend(*call)
 
 
 def three_all_reduces(caches: Caches, layer: int) -> Tensor:
     """Sum states as Tree Attention does: the maxima, then l, then o."""
-    return sum_by_all_reduces(local_state(caches, layer), caches.q.dtype)
+    return sum_by_all_reduces(local_state(caches, layer)[1], caches.q.dtype)
 
 
 def sum_by_all_reduces(state: Tensor, dtype: torch.dtype) -> Tensor:
@@ -164,37 +173,32 @@ def sum_by_all_reduces(state: Tensor, dtype: torch.dtype) -> Tensor:
 
 def all_gather(caches: Caches, layer: int) -> Tensor:
     """Exchange states by NCCL's all-gather, and add them."""
-    states = caches.transport.all_gather(local_state(caches, layer))
-    return BACKENDS["triton"].finish(states, None, caches.q.dtype)[0]
+    backend, state = local_state(caches, layer)
+    return backend.finish(caches.transport.all_gather(state), None, caches.q.dtype)[0]
 
 
 def gather_and_scatter(caches: Caches, layer: int) -> Tensor:
     """Exchange lse, correct the outputs, and add them in 16 bits: each rank gets its part of the heads (vLLM)."""
-    pool, tables, _ = caches.layer(layer)
-    score, call = Score(caches.problem.dim**-0.5), Call()
-    backend = choose("auto", caches.q, pool, tables, score, call)
-    backend.write(caches.k, caches.v, pool, tables)
-    out, lse = backend.output(caches.q, pool, tables, score, call)
+    backend, call = written(caches, layer)
+    out, lse = backend.output(*call)
     world, rank = dist.get_world_size(), dist.get_rank()
     all_lse = caches.transport.all_gather(lse)
     weight = torch.exp(all_lse[rank] - torch.logsumexp(all_lse, 0))
     corrected = (out * weight.transpose(1, 2)[..., None]).to(out.dtype)
     by_rank = corrected.unflatten(2, (world, -1)).permute(2, 0, 1, 3, 4).contiguous()
-    part = torch.empty_like(by_rank[0])
+    part = torch.empty_like(by_rank[:1])
     scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor  # the older name
     scatter(part, by_rank)
-    return part
+    return part[0]
 
 
 def all_to_all(caches: Caches, layer: int) -> Tensor:
     """Send every rank the states of its part of the heads in one packed message (Helix)."""
-    state = local_state(caches, layer)
+    backend, state = local_state(caches, layer)
     world = dist.get_world_size()
     by_rank = state.unflatten(2, (world, -1)).permute(2, 0, 1, 3, 4).contiguous()
     received = torch.empty_like(by_rank)
     dist.all_to_all_single(received, by_rank)
-    pool, tables, _ = caches.layer(layer)
-    backend = choose("auto", caches.q, pool, tables, Score(1.0), Call())
     return backend.finish(received, None, caches.q.dtype)[0]
 
 

@@ -29,6 +29,7 @@ def about(args: argparse.Namespace, device: torch.device, world: int) -> Words:
     import torch  # not at the top: reports do not need it
 
     import ringattn
+    from benchmarks import libraries
     from scripts import ranks
 
     def output(*command: str) -> str | None:
@@ -45,6 +46,7 @@ def about(args: argparse.Namespace, device: torch.device, world: int) -> Words:
         versions["triton"] = importlib.import_module("triton").__version__
     if cuda:
         versions |= dict(cudnn=torch.backends.cudnn.version(), nccl=".".join(map(str, torch.cuda.nccl.version())))
+    versions |= libraries.versions()
     return dict(
         time=time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime()),
         command=" ".join([ranks.command(), *sys.argv[1:]]),

@@ -7,7 +7,7 @@ torchrun --nproc-per-node 2 -m benchmarks.new_documents            GPUs: the tim
 python -m benchmarks.new_documents --ranks 2 4 64                  no GPU: CPU time of one rank of many, without kernels
 
 Without a GPU "call" is what the first attention with a plan prepares on the host and later ones reuse: the tables of
-the Hopper kernels, and the block if plan() has not made it. The last line is JSON.
+the Hopper kernels, and the block and the routes of messages if plan() has not made them. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import torch
 
 import ringattn
 from benchmarks.documents import LENGTHS, bounds
-from ringattn.dataflow import gathered
+from ringattn.dataflow import fetching, gathered
 from ringattn.kernels.hopper import work
 from ringattn.plans import Plan
 from ringattn.virtual import VirtualRank
@@ -49,6 +49,7 @@ def documents(args: argparse.Namespace, ranks: int, seed: int) -> Callable[[obje
 def first_call(plan: Plan) -> None:
     """Prepare what the first attention with a plan prepares on the host, for any device."""
     if plan.dataflow == "gather":
+        fetching.prepare_fetches(plan)
         blocks = [gathered.gathered_block(plan)]
     else:
         blocks = [plan.block(plan.rank, step.owner) for step in plan.steps if step.compute and step.owner is not None]

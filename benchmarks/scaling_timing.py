@@ -23,6 +23,23 @@ from scripts import ranks
 Around = Callable[[], AbstractContextManager]
 
 
+@contextlib.contextmanager
+def clock(device: torch.device) -> Iterator[list[float]]:
+    """Append the milliseconds that the body took on a device to the list that it yields."""
+    times: list[float] = []
+    if device.type == "cuda":
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        yield times
+        end.record()
+        torch.cuda.synchronize()
+        times.append(begin.elapsed_time(end))
+    else:
+        started = time.perf_counter()
+        yield times
+        times.append((time.perf_counter() - started) * 1e3)
+
+
 @dataclass
 class Group:
     """The first ``size`` ranks, with three process groups: ``data`` moves our tensors; ``theirs`` those of peers, so
@@ -87,21 +104,8 @@ class Timing:
         if self.device.type == "cuda":
             torch.cuda.synchronize()
 
-    @contextlib.contextmanager
-    def clock(self) -> Iterator[list[float]]:
-        """Append the milliseconds that the body took on this rank's device to the list that it yields."""
-        times: list[float] = []
-        if self.device.type == "cuda":
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            begin.record()
-            yield times
-            end.record()
-            torch.cuda.synchronize()
-            times.append(begin.elapsed_time(end))
-        else:
-            started = time.perf_counter()
-            yield times
-            times.append((time.perf_counter() - started) * 1e3)
+    def clock(self) -> AbstractContextManager[list[float]]:
+        return clock(self.device)
 
     def first_call(self, contestant: Contestant, name: str, group: Group) -> tuple[str | None, float]:
         """Make the first two calls of a pass. Returns why they fail, or None, and the peak memory of the second call in

@@ -17,7 +17,8 @@ its document. So long documents are cut at whole tiles, counted from their end; 
 go with the document before. With whole tiles no t matches the mean exactly. Of the choices (:class:`_Choice`) that come
 near enough, the best is the one whose number of tiles is nearest to the mean and whose cuts add few keys to fetch.
 
-Last, ranks with causal documents divide their pieces once more, two at a time (:mod:`.redivision`).
+Last, ranks with causal documents divide their pieces once more, two at a time (:mod:`.redivision`). Documents whose
+tokens all see each other are not peeled, but halved (:mod:`.halving`).
 
 All arithmetic is in integers, so that every rank finds the same shards without a message.
 """
@@ -31,6 +32,7 @@ from operator import itemgetter
 from typing import NamedTuple
 
 from .documents import LONG, TILE, Documents, joined
+from .halving import halve
 from .mask import Mask
 from .redivision import redivide
 from .work import Work
@@ -56,6 +58,9 @@ def peel(mask: Mask, world_size: int, local_size: int) -> list[list[range]]:
     cuts = [mask.seq_len * i // world_size for i in range(world_size + 1)]
     ranks = [b - a for a, b in itertools.pairwise(cuts)]
     hosts = [ranks[i : i + local_size] for i in range(0, world_size, local_size)]
+    if work.full and len(work.cuts) > 2:
+        most = work.total * (FAR + 1) // (FAR * world_size)
+        return halve(work, _parts(work.cuts, group, mask.seq_len + 1), ranks, local_size, most)
     shares = [_parts(work.cuts, group, LONG)]
     if len(hosts) > 1:
         whole = _Row(work, _parts(work.cuts, group, mask.seq_len), local_size)

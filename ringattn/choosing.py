@@ -1,8 +1,9 @@
 """Chooses layout and dataflow where they are "auto": those for which the model of :mod:`.cost` predicts the least time.
 
-A row that is one document stays in zigzag, whatever hides further keys. Packed documents are balanced where that is
-predicted to be faster by :data:`WORTH` at least. Everything that enters is the same on every rank, so that all choose
-alike without a message.
+A row that is one document stays in zigzag, also with a window or a prefix: layers of one model differ in these, and
+must hold the same tokens. Packed documents, and masks that were made by functions, are balanced where that is predicted
+to be faster by :data:`WORTH` at least. Everything that enters is the same on every rank, so that all choose alike
+without a message.
 """
 
 from __future__ import annotations
@@ -53,6 +54,7 @@ class Setting(NamedTuple):
         nodes: the ranks of each node.
         pulls_inside: whether copy engines move keys inside of each node.
         held: for every rank the tokens before the queries that it holds already; empty if there are none.
+        own_mask: the mask was made by a function, such as that of a tree, at least in part.
     """
 
     mask: Mask
@@ -66,6 +68,7 @@ class Setting(NamedTuple):
     nodes: Nodes
     pulls_inside: bool
     held: tuple[Shard, ...] = ()
+    own_mask: bool = False
 
     def place(self, layout: str, why: str = "") -> Placement:
         """Return the shards of a layout."""
@@ -92,7 +95,7 @@ class Setting(NamedTuple):
         if mask.seq_len != mask.seq_len_k:
             return self.place("zigzag", "layout: auto chose zigzag, as queries and keys are not the same tokens"), None
         work = Work.of_mask(mask)
-        if mask.rows == 1 and len(work.cuts) <= 2:
+        if mask.rows == 1 and len(work.cuts) <= 2 and not self.own_mask:
             return self.place("zigzag", "layout: auto chose zigzag, as the row is one document"), None
         zigzag = self.place("zigzag")
         pairs = [sum(map(work.of, shard)) for shard in zigzag.shards]

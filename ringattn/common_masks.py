@@ -163,7 +163,8 @@ def boundaries(name: str, bounds: Sequence[int] | Tensor, end: str, length: int)
             "of the packed documents, not their lengths"
         )
     if x[-1] != length:
-        raise ValueError(f"{name} ends with {x[-1].item()}; it must end with {end} = {length}")
+        fix = f"; if the rest is padding, append {length}" * bool(x[-1] < length)
+        raise ValueError(f"{name} ends with {x[-1].item()}; it must end with {end} = {length}{fix}")
     return x
 
 

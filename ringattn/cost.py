@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from . import json_file
-from .schedule import Schedule, head_groups, waves
+from .schedule import Schedule, carried_waves, head_groups, waves
 from .shape import Shape
 
 VERSION = 3  # of the file
@@ -122,7 +122,7 @@ def write(file: Path, link: str, costs: Costs) -> None:
         pass
     links[link] = asdict(costs)
     file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    fresh = file.with_name(f"{file.name}.{os.getpid()}")
+    fresh = file.with_name(f"{file.name}.{socket.gethostname()}.{os.getpid()}")  # hosts may share the folder
     private = functools.partial(os.open, mode=0o600)  # other users must not choose the dataflows of this one
     with open(fresh, "w", opener=private) as out:
         out.write(json.dumps({"version": VERSION, "links": links}, indent=1) + "\n")
@@ -376,22 +376,26 @@ def _totals(p: Problem) -> list[int]:
     return [sum(row) for row in p.fetched]
 
 
-def _waves(p: Problem, s: Shape) -> list[slice]:
-    """Return the waves of a backward, which needs more memory than a forward."""
-    head = s.batch * max(_totals(p)) * (s.head_dim + s.value_dim) * (s.itemsize + s.state_itemsize)
+def _waves(p: Problem, s: Shape, backward: bool = True) -> list[slice]:
+    """Return the key heads that are in memory together; a backward needs more than a forward."""
+    head = s.batch * max(_totals(p)) * (s.head_dim + s.value_dim) * (s.itemsize + backward * s.state_itemsize)
     return waves(s.kv_heads, max(head, 1), p.buffer_bytes)
 
 
+def _groups(p: Problem, s: Shape, backward: bool) -> list[slice]:
+    """Return the key heads that arrive one after another where messages bring them, at least into each node."""
+    if p.nodes and p.pulls_inside:
+        return carried_waves(_waves(p, s, backward), s.q_heads, p.device_type, backward)
+    return head_groups(s.kv_heads, s.q_heads, p.device_type, backward, relayed=bool(p.nodes))
+
+
 def _gather(p: Problem, costs: Costs, s: Shape) -> Candidate:
-    token = s.batch * s.kv_elements
-    if p.pulls:  # one head at a time, if it must be
-        need = max(_totals(p)) * token // s.kv_heads * (s.itemsize + s.state_itemsize)
-    else:  # all heads, and the gradients of a group
-        groups = head_groups(s.kv_heads, s.q_heads, p.device_type, True)
-        share = max(g.stop - g.start for g in groups) / s.kv_heads
-        need = round(max(_totals(p)) * token * (s.itemsize + 4 * share * s.state_itemsize))
+    one_head = p.pulls or bool(p.nodes and p.pulls_inside)  # at a time; else all, and gradients of a group
+    keys, gradients = (1, 1) if one_head else (s.kv_heads, 4 * max(g.stop - g.start for g in _groups(p, s, True)))
+    head = s.batch * max(_totals(p)) * (s.head_dim + s.value_dim)
+    need = head * (keys * s.itemsize + gradients * s.state_itemsize)
     if need > p.buffer_bytes:
-        why = f"gather needs {need / 2**30:.2f} GiB of buffer{' for one head' * p.pulls}"
+        why = f"gather needs {need / 2**30:.2f} GiB of buffer{' for one head' * one_head}"
         return Candidate("gather", math.inf, math.inf, why)
     by = _pulled if p.pulls else _relayed if len(p.nodes) > 1 else _messaged
     ranks = [by(p, costs, s, rank) for rank in range(len(p.keys))]
@@ -442,7 +446,7 @@ def _messaged(p: Problem, costs: Costs, s: Shape, rank: int) -> tuple[_Pass, _Pa
         share = (group.stop - group.start) / s.kv_heads * s.batch * s.kv_elements * itemsize
         return sum(tokens * share + messages for tokens, messages in moves), 0.0
 
-    return _in_groups(p, costs, s, rank, links, False)
+    return _in_groups(p, costs, s, rank, links)
 
 
 def _relayed(p: Problem, costs: Costs, s: Shape, rank: int) -> tuple[_Pass, _Pass]:
@@ -465,11 +469,11 @@ def _relayed(p: Problem, costs: Costs, s: Shape, rank: int) -> tuple[_Pass, _Pas
         between = max(comes, leaves) * share / costs.message_gbs + messages * costs.message_ms
         return between, inside * share / rate + fixed * (len(node) > 1)
 
-    return _in_groups(p, costs, s, rank, links, True)
+    return _in_groups(p, costs, s, rank, links)
 
 
 def _in_groups(
-    p: Problem, costs: Costs, s: Shape, rank: int, links: Callable[[int, slice], tuple[float, float]], relayed: bool
+    p: Problem, costs: Costs, s: Shape, rank: int, links: Callable[[int, slice], tuple[float, float]]
 ) -> tuple[_Pass, _Pass]:
     """Return the time of a gather by groups of heads. ``links(itemsize, group)``: the times of two stages, by messages
     and inside the node, which work on different groups at the same time."""
@@ -478,23 +482,19 @@ def _in_groups(
     gathered = s.batch * sum(p.fetched[rank]) * s.kv_elements
 
     def one(backward: bool) -> _Pass:
-        groups = head_groups(s.kv_heads, s.q_heads, p.device_type, backward, relayed=relayed)
+        groups = _groups(p, s, backward)
         stages = [links(s.itemsize, g) for g in groups]
         home_stages = [links(s.state_itemsize, g) if backward else (0.0, 0.0) for g in groups]
         fetch, home = [sum(x) for x in stages], [sum(x) for x in home_stages]
         hidden, hidden_home = [max(x) for x in stages], [max(x) for x in home_stages]
-        attention = 0.0
-        total = fetch[0] + home[-1]
+        attention, total = 0.0, fetch[0] + home[-1]
         for i, g in enumerate(groups):
             work = costs.kernel_ms + _attention(pairs, costs, s, backward) * (g.stop - g.start) / s.kv_heads
             transfers = (hidden[i + 1] if i + 1 < len(groups) else 0.0) + (hidden_home[i - 1] if i else 0.0)
             attention += work
             total += _overlap(work, transfers, costs)
-        touched = 4 * own * s.itemsize + backward * 3 * s.state_itemsize * (own + gathered)
-        total += touched / costs.memory_gbs / 1e6
-        floor = costs.gather_backward_ms if backward else costs.gather_forward_ms
-        if not any(fetch):  # nothing moves
-            floor = 0.0
+        total += (4 * own * s.itemsize + backward * 3 * s.state_itemsize * (own + gathered)) / costs.memory_gbs / 1e6
+        floor = any(fetch) * (costs.gather_backward_ms if backward else costs.gather_forward_ms)
         return _Pass(max(total, floor), attention, sum(fetch) + sum(home), floor)
 
     return one(False), one(True)

@@ -120,9 +120,12 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor, plan: Plan) -> None:
     if kv_heads == 0 or q_heads % kv_heads:
         raise ValueError(f"q has {q_heads} heads and k and v have {kv_heads}; kv_heads must divide q_heads")
     rank = plan.rank
-    for name, x, lengths in (("q", q, plan.local_lengths), ("k and v", k, plan.local_lengths_k)):
+    for name, x, lengths, shard in (
+        ("q", q, plan.local_lengths, "shard"),
+        ("k and v", k, plan.local_lengths_k, "shard_k"),
+    ):
         if x.shape[1] != lengths[rank]:
-            fix = "shard them with plan.shard(), or make a plan for this length"
+            fix = f"shard them with plan.{shard}(), or make a plan for this length"
             if x.shape[2] == lengths[rank]:  # as scaled_dot_product_attention takes them
                 fix = f"shape {tuple(x.shape)} must be (batch, seq, heads, head_dim): call transpose(1, 2)"
             raise ValueError(

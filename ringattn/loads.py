@@ -58,13 +58,20 @@ class Loads:
         *each, least = [
             count / mean if mean else 0.0 for count in (*self.fetched, self.least_fetched / len(self.tokens))
         ]
-        work = [pairs * len(self.pairs) / max(1, sum(self.pairs)) for pairs in self.pairs]
+        tiles = f", {_busiest(self.tiles):.3f} in tiles of {TILE} x {TILE}"
         return (
-            f"work of the busiest rank / mean: {_busiest(self.pairs):.3f} in visible pairs, {_busiest(self.tiles):.3f} "
-            f"in tiles of {TILE} x {TILE}; of each rank: {_listed(work)}\n"
+            f"{work_of_ranks(self.pairs, tiles)}\n"
             f"  keys seen of other ranks / own keys: mean {sum(each) / len(each):.2f}, of each rank: {_listed(each)}; "
             f"with equal work the mean is about {least:.2f} at least"
         )
+
+
+def work_of_ranks(pairs: Sequence[int], tiles: str = "") -> str:
+    """Return as text how many visible pairs each rank computes; ``tiles``: what to say of them."""
+    work = [some * len(pairs) / max(1, sum(pairs)) for some in pairs]
+    return (
+        f"work of the busiest rank / mean: {_busiest(pairs):.3f} in visible pairs{tiles}; of each rank: {_listed(work)}"
+    )
 
 
 def _listed(numbers: Sequence[float]) -> str:

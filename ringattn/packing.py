@@ -128,7 +128,7 @@ def pack(
 
     Raises:
         ValueError, TypeError: a length that is not a positive int; a document longer than ``seq_len`` without
-            ``split``.
+            ``split``; a work that is not an int.
     """
     _check(seq_len, rows, work)
     pieces = list(_pieces(lengths, seq_len, work, split))
@@ -250,7 +250,10 @@ def _pieces(lengths: Iterable[int], seq_len: int, work: Work, split: bool) -> It
             )
         for start in range(0, length, seq_len):
             size = min(seq_len, length - start)
-            yield _Piece(next(number), document, start, size, operator.index(work(size)))
+            cost = work(size)
+            if not hasattr(cost, "__index__") or cost < 0:
+                raise ValueError(f"work({size}) is {cost!r}; it must return an int, at least 0")
+            yield _Piece(next(number), document, start, size, operator.index(cost))
 
 
 def _all_steps(pieces: Sequence[_Piece], rows: int, seq_len: int) -> list[list[_Bin]]:

@@ -33,10 +33,14 @@ if TYPE_CHECKING:
 
 VERSION = 6  # of the exchange between ranks
 BUFFER_BYTES = 8 << 30
+_SAME_ROWS = "The ranks of the group share each row, so they must read the same rows: see docs/use/ranks.md"
 _ADVICE = {
+    "seq_len": _SAME_ROWS,
+    "cu_seqlens": _SAME_ROWS,
+    "documents": _SAME_ROWS,
     "calibration": "The numbers stand for what benchmarks/calibrate.py measured, from RINGATTN_CALIBRATION or "
     "~/.cache/ringattn, on each machine: copy one machine's file to the others, under their names, or delete it on all;"
-    " or name a dataflow"
+    " or name a dataflow",
 }
 
 
@@ -81,8 +85,8 @@ def plan(
             is hidden, too. Pass documents and padding in the arguments above: :meth:`Plan.shard_batch` needs their
             boundaries.
         layout: "contiguous", "zigzag", "striped" or "balanced" (:data:`ringattn.layout.LAYOUTS`); "auto": "zigzag" for
-            rows that are one document, for packed ones the layout that the cost model finds faster; or another plan for
-            these lengths, to hold the same tokens: layers with different windows need that.
+            rows that are one document, for packed ones and those with ``mask`` the layout that the cost model finds
+            faster; or another plan for these lengths, to hold the same tokens: layers with different masks need that.
         dataflow: "ring": keys and values travel; "gather": every rank fetches all the keys and values that it
             needs; "reduce": queries travel and their partial states come home; "auto": the fastest by a model
             of one layer's forward and backward (:mod:`.cost`), for 32/8 heads of 128 in 2 bytes and one row, with the
@@ -435,6 +439,7 @@ def _make(request: Request, transport: Transport, costs: tuple[Costs, str] | Non
     setting = Setting(
         request.mask, transport.world_size, request.local_size, request.dataflow, request.buffer_bytes,
         transport.device.type, transport.pulls, costs, request.nodes, transport.linked == request.nodes, request.held,
+        request.parts["mask"] != "none",
     )  # fmt: skip
     layout, dataflow, choice = request.layout, request.dataflow, None
     if isinstance(layout, Plan):

@@ -183,6 +183,15 @@ def head_groups(
     return [slice(a, b) for a, b in itertools.pairwise(cuts) if b > a]
 
 
+def carried_waves(fits: Sequence[slice], q_heads: int, device_type: str, backward: bool) -> list[slice]:
+    """Return the waves of a gather by node whose ranks pull from carriers: groups of key heads, of which two are in
+    memory together; ``fits``: :func:`waves`."""
+    kv_heads = fits[-1].stop
+    count = max(1, kv_heads // 2) if len(fits) == 1 else fits[0].stop
+    groups = head_groups(kv_heads, q_heads, device_type, backward, relayed=True)
+    return [slice(h, min(h + count, g.stop)) for g in groups for h in range(g.start, g.stop, count)]
+
+
 def _walk(groups: int, local: int) -> list[tuple[int, int]]:
     """Return all displacements, each one neighbour hop from the one before: once round inside the groups, one hop
     between groups, and round again from where the shards are."""

@@ -116,8 +116,7 @@ class Staging:
         return tensors
 
     def leave(self, index: int, results: Sequence[Tensor]) -> None:
-        """Send the results of a group home, and fetch the group after the next: call this when its kernels are
-        queued."""
+        """Send the results of a group home, and fetch the next group: call this when its kernels are queued."""
         compute, leave = self._engines.compute, self._engines.leave
         copies = []
         for split, x in zip(self._results, results, strict=True):

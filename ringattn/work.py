@@ -27,6 +27,7 @@ class Work:
         cuts: positions, from 0 to seq_len, that divide the row into parts which see nothing of each other: documents.
             Where queries and keys are not the same positions, there is one part.
         causal: each query sees as many keys as there are up to it in its part, in the only row.
+        full: each query sees all keys of its part, in the only row.
     """
 
     @classmethod
@@ -57,13 +58,12 @@ class Work:
             slopes = (at_last - at_first) // steps
             self._tables = edges, at_first, slopes, sums.cumsum(0) - sums
             begins = torch.cat([edges.new_zeros(1), edges[1:][apart]])
-            begins = begins[torch.searchsorted(begins, edges, right=True) - 1]
-            self.causal = bool(
-                mask.rows == 1
-                and mask.offset == 0
-                and (at_first == edges - begins + 1).all()
-                and (at_last == past - begins).all()
-            )
+            ends = torch.cat([begins[1:], begins.new_tensor([mask.seq_len])])
+            part = torch.searchsorted(begins, edges, right=True) - 1
+            begins, ends = begins[part], ends[part]
+            one = mask.rows == 1 and mask.offset == 0
+            self.causal = one and bool((at_first == edges - begins + 1).all() and (at_last == past - begins).all())
+            self.full = one and bool((at_first == ends - begins).all() and (at_last == ends - begins).all())
             cuts = [0, *(edges[1:][apart].tolist() if mask.offset == 0 else []), mask.seq_len]
         self._edges: list[int] = [*edges.tolist(), mask.seq_len + 1]
         self._first: list[int] = at_first.tolist()

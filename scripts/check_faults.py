@@ -349,7 +349,9 @@ def main() -> int:
     parser.add_argument("--ranks", type=positive, default=0, help="default: 2 GPUs, or 3 processes on the CPU")
     parser.add_argument("--points", type=positive, default=20, help="of a gather; other dataflows get a quarter")
     parser.add_argument("--faults", nargs="+", choices=["kill", "stop", "exception"])
-    parser.add_argument("--together", type=positive, default=max(1, (os.cpu_count() or 1) // 3), help="cases at a time")
+    parser.add_argument(
+        "--together", type=positive, help="cases at a time; default: so many that ranks have 2 cores each"
+    )
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.worker:
@@ -375,7 +377,8 @@ def main() -> int:
     for dataflow in ("gather", "ring", "decode"):  # also compiles the kernels
         show(run(Case(dataflow, "none", 0.0, options.device, ranks)))
     faults = options.faults or ["kill", "stop", "exception"]
-    with ThreadPoolExecutor(options.together) as pool:
+    together = options.together or max(1, (os.cpu_count() or 1) // (2 * ranks))
+    with ThreadPoolExecutor(together) as pool:
         for line in pool.map(run, cases(options.device, ranks, options.points, faults)):
             show(line)
     failed = [line for line in lines if line["wrong"]]

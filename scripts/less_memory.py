@@ -8,11 +8,13 @@ ringattn.planner.
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
@@ -20,6 +22,7 @@ from ringattn.hf import Recompute, reduce_memory
 from ringattn.planner import memory
 from ringattn.planner.models import ModelShape
 from ringattn.training.host_memory import HostMemory, available
+from scripts import ranks
 from scripts.arguments import gib, positive
 
 GIB = 2**30
@@ -65,7 +68,10 @@ def add_arguments(parser: argparse.ArgumentParser, checkpoint: str, loss_chunk: 
         help="parameters, gradients and AdamW's moments: float32; bf16; or float32 on the host, where AdamW runs, too; "
         "default: " + (state or "fp32, with --offload bf16"),
     )  # fmt: skip
-    add("--gpu-memory", type=gib, metavar="GIB", help="memory of a GPU, for what fits; default: that of this one")
+    add(
+        "--gpu-memory", type=gib, metavar="GIB",
+        help=f"what a step may fill of a GPU; default: the memory of this one but for {RESERVED // GIB} GiB",
+    )  # fmt: skip
 
 
 def names(options: argparse.Namespace) -> list[str]:
@@ -103,19 +109,21 @@ class Setting:
 
 
 def complete(options: argparse.Namespace, setting: Setting) -> None:
-    """Set the switches that --offload and --products are to choose, and bytes of host memory: ``options.host_bytes``.
+    """Set the switches that --offload and --products are to choose, the same on all ranks, which all call this; bytes
+    of host memory, ``options.host_bytes``; and what a step may fill of a GPU, ``options.capacity``.
 
     Raises:
         SystemExit: options do not go together.
     """
     on = options.offload is not None
-    if options.offload_only and not on:
-        raise SystemExit("--offload-only keeps --offload from setting other switches; give --offload, or leave it out")
-    _check_products(options, setting)
+    _check(options, setting)
     options.host_bytes = 0
     if on:
         local = torch.cuda.device_count() if setting.device.type == "cuda" else setting.world
+        local = int(os.environ.get("LOCAL_WORLD_SIZE", local))  # of torchrun
         options.host_bytes = available(local) if options.offload < 0 else round(options.offload * GIB)
+    options.capacity = capacity(options, setting)
+    _agree(options)
     if options.checkpoint == "none" and (
         on or options.anchors or options.attention_layers is not None or options.products
     ):
@@ -127,20 +135,48 @@ def complete(options: argparse.Namespace, setting: Setting) -> None:
         options.loss_chunk = options.loss_chunk or LOSS_CHUNK
         if not options.products:  # parts compute products again
             options.mlp_chunk = options.mlp_chunk or CHUNK
-            options.head_groups = options.head_groups or max(1, setting.model.kv_heads // 2)
-        if capacity(options, setting):
+            kv_heads = setting.model.kv_heads
+            options.head_groups = options.head_groups or max(
+                (n for n in range(1, kv_heads) if kv_heads % n == 0), default=1
+            )
+        if options.capacity:
             _choose(options, setting)
     if options.state is None:
         options.state = "fp32"
     if options.products < 0:
         options.products = setting.model.layers
-        while options.products and memory.peak(setting.model, setting.tokens, predicted(options, setting)) > capacity(
-            options, setting
-        ):
+        while options.products and not _fits(options, setting):
             options.products -= 1
 
 
-def _check_products(options: argparse.Namespace, setting: Setting) -> None:
+def _agree(options: argparse.Namespace) -> None:
+    """Let all ranks have the least memory of any. They choose by it what they compute again, and have to choose the
+    same: attention communicates, and so does FSDP2."""
+    if dist.is_initialized():
+        least = [min(of_ranks) for of_ranks in zip(*ranks.gather([options.host_bytes, options.capacity]), strict=True)]
+        options.host_bytes, options.capacity = least
+
+
+def _fits(options: argparse.Namespace, setting: Setting) -> bool:
+    return memory.peak(setting.model, setting.tokens, predicted(options, setting)) <= options.capacity
+
+
+def _check(options: argparse.Namespace, setting: Setting) -> None:
+    if options.offload is None and options.offload_only:
+        raise SystemExit("--offload-only keeps --offload from setting other switches; give --offload, or leave it out")
+    if options.offload is None and options.attention_on == "host":
+        raise SystemExit(
+            "--attention-on host has no host memory to put results into; give --offload, with --offload-only if it is "
+            "to set no other switch"
+        )
+    kept, layers = options.attention_layers, setting.model.layers
+    if kept is not None and not 0 <= kept <= layers:
+        raise SystemExit(f"--attention-layers is {kept}; it must be a number of the {layers} layers")
+    if kept and options.checkpoint == "full":
+        raise SystemExit(
+            f"--checkpoint full keeps no results of attention, and --attention-layers those of {kept} layers; leave "
+            "one of them out"
+        )
     if not -1 <= options.products <= setting.model.layers:
         raise SystemExit(
             f"--products is {options.products}; it must be a number of the {setting.model.layers} layers, or -1 for as "
@@ -160,7 +196,7 @@ def _choose(options: argparse.Namespace, setting: Setting) -> None:
     for results in _given(options.attention_layers, range(layers, -1, -max(1, layers // 16))):
         for anchors in _given(options.anchors, (1, 2, 4, 8)):
             options.attention_layers, options.anchors = results, anchors
-            if memory.peak(setting.model, setting.tokens, predicted(options, setting)) <= capacity(options, setting):
+            if _fits(options, setting):
                 return
 
 
@@ -208,13 +244,18 @@ def describe(options: argparse.Namespace, setting: Setting) -> Iterator[str]:
     parts = memory.parts(setting.model, setting.tokens, switches)
     named = ", ".join(f"{memory.LABELS[name]} {size / GIB:.1f}" for name, size in parts.items() if size)
     yield f"GiB of a GPU at the peak, predicted: {sum(parts.values()) / GIB:.1f} = {named}"
-    fits = capacity(options, setting)
+    fits, kept = options.capacity, 0 if options.checkpoint == "full" else options.attention_layers
     longest = memory.longest(setting.model, fits, switches) * setting.ranks if fits else 0
     host = memory.host_bytes(setting.model, setting.tokens, switches) / GIB
     yield (
         f"on the host {host:.1f} GiB per rank"
-        + (f"; the longest row that fits into {fits / GIB:.1f} GiB: {longest:,} tokens" if fits else "")
-        + f"; checkpoint {options.checkpoint}, attention of {_all(options.attention_layers)} layers kept on the "
+        + (
+            f"; with these switches the longest row that fits into {fits / GIB:.1f} GiB: {longest:,} tokens"
+            if fits
+            else ""
+        )
+        + (", so this one does not fit" if fits and sum(parts.values()) > fits else "")
+        + f"; checkpoint {options.checkpoint}, attention of {_all(kept)} layers kept on the "
         f"{options.attention_on}, products of {options.products} layers, "
         f"anchors {options.anchors or 1}, mlp-chunk {options.mlp_chunk}, head-groups "
         f"{options.head_groups or 1}, loss-chunk {options.loss_chunk}, state {options.state}"

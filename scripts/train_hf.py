@@ -9,10 +9,10 @@
 It trains on real text (bytes of Python's standard library, or --text), packed into rows of --context tokens; a document
 is a file, or the part of it that fits. With --packed no document is cut off at the end of a row, and replicas have
 equal work (ringattn.pack_stream); each step prints the work of the busiest row over the mean. It runs on all GPUs, or
-in processes on the CPU. Each step prints loss, tokens/s, MFU and memory; the last line is JSON. MFU counts (6 *
-parameters + 6 * layers * heads * head_dim * context) FLOP per token, as half of the pairs of tokens are hidden,
-relative to --peak-tflops per rank, without which it is omitted. A checkpoint is written to --out (out/train_hf);
---resume continues from it on any number of ranks.
+in processes on the CPU. Each step prints loss, tokens/s, MFU and memory; the last line is JSON. MFU counts 6 *
+parameters FLOP per token, and 12 * layers * heads * head_dim per pair of tokens of a document of which one sees the
+other, in rank 0's row and as if there were no windows. It is relative to --peak-tflops per rank, without which it is
+omitted. A checkpoint is written to --out (out/train_hf); --resume continues from it on any number of ranks.
 
 The first lines say what fills the memory of a GPU, by name, and the longest row that fits (docs/use/longest.md has the
 switches). --model-shape is a model of ringattn.planner with random weights; --rope-scaling are the rope_parameters of
@@ -219,6 +219,13 @@ def packed(documents: list[list[int]], context: int) -> Batch:
     return {name: torch.tensor([values]) for name, values in rows.items()}
 
 
+def model_flops(config: Any, parameters: int, positions: Tensor) -> int:
+    """Return the FLOP of forward and backward of a row of documents, whose ``positions`` restart in each."""
+    pairs = int((positions + 1).sum())
+    attention = 12 * config.num_hidden_layers * config.num_attention_heads * config.head_dim
+    return 6 * parameters * positions.numel() + attention * pairs
+
+
 def memory(device: torch.device) -> float:
     """Return the peak memory of this rank in MiB: of the GPU, or of the process."""
     if device.type == "cuda":
@@ -302,7 +309,6 @@ def main() -> int:
 
     texts = documents(options.text)
     data_rank, data_ranks = mesh["dp"].get_local_rank(), world // cp
-    attention_flops = 6 * config.num_hidden_layers * config.num_attention_heads * config.head_dim * options.context
     rows = itertools.islice(rows_of(texts, options, data_ranks, data_rank), first, None)
     log: dict[str, Any] = {}
     termination, terminated = checkpoint.Termination(), False
@@ -322,7 +328,7 @@ def main() -> int:
         log = {"step": step, "loss": round(mean, 5), "tokens_per_s": round(rate), "memory_mib": round(memory(device))}
         log |= notes
         if options.peak_tflops:
-            flops = (6 * parameters + attention_flops) * rate / world
+            flops = model_flops(config, parameters, whole["position_ids"]) / (cp * seconds)
             log["mfu"] = round(flops / (options.peak_tflops * 1e12), 4)
         if dist.get_rank() == 0:
             print("  ".join(f"{k} {v}" for k, v in log.items()), flush=True)

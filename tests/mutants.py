@@ -813,6 +813,27 @@ MUTANTS = (
         "tests/test_planner.py -k slow",
     ),
     Mutant(
+        "cost: copy engines inside of nodes need a buffer for all heads",
+        "ringattn/cost.py",
+        "one_head = p.pulls or bool(p.nodes and p.pulls_inside)",
+        "one_head = p.pulls",
+        "tests/test_by_node.py -k million",
+    ),
+    Mutant(
+        "planner: shards of a ring run ahead of its attention",
+        "ringattn/planner/simulate.py",
+        "(np.maximum(x, self.kernels) for x in (self.sending, self.receiving))",
+        "(self.sending, self.receiving)",
+        "tests/test_planner.py -k step_by_step",
+    ),
+    Mutant(
+        "planner: the longest row needs no buffer",
+        "ringattn/planner/ways.py",
+        "if least * tokens > switches.buffer_bytes * 128:",
+        "if False:",
+        "tests/test_planner.py -k longest_row",
+    ),
+    Mutant(
         "cost: the two stages of a gather by node are one",
         "ringattn/cost.py",
         "return between, inside * share / rate + fixed * (len(node) > 1)",
@@ -1050,6 +1071,20 @@ MUTANTS = (
         "        every.even_out()\n",
         "",
         "tests/test_balance.py -k few_documents",
+    ),
+    Mutant(
+        "balance: documents that are not causal are peeled",
+        "ringattn/balance.py",
+        "if work.full and len(work.cuts) > 2:",
+        "if False:",
+        "tests/test_balance.py -k rows_of_full_documents",
+    ),
+    Mutant(
+        "balance: long documents that are not causal are cut as readily as short ones",
+        "ringattn/halving.py",
+        "cost = reach + RUN",
+        "cost = RUN",
+        "tests/test_balance.py -k rows_of_full_documents",
     ),
     Mutant(
         "memory: runs that are one message arrive with the space between them",

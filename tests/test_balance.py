@@ -160,6 +160,42 @@ def test_other_masks_are_balanced_too(name: str, ranks: int) -> None:
     assert worst(pairs) <= 1.02
 
 
+# ---------------------------------------------------------------- documents that are not causal
+
+
+@given(st.lists(st.integers(1, 3000), min_size=2, max_size=60), st.integers(2, 9), st.integers(1, 9))
+@settings(max_examples=100)
+def test_full_documents_are_divided_into_equal_work(lengths: list[int], ranks: int, local_size: int) -> None:
+    mask = document_mask([0, *itertools.accumulate(lengths)], causal=False)
+    work = Work(mask)
+    assert work.full
+    shards = layout.balanced(mask, ranks, local_size)
+    assert sorted(itertools.chain(*held(shards))) == list(range(mask.seq_len))
+    counts = [layout.length(shard) for shard in shards]
+    assert max(counts) - min(counts) <= 1
+    pairs = [sum(map(work.of, shard)) for shard in shards]
+    # A token more or less on a rank may be that of a long document; short ones are cut as if all had their mean length.
+    assert max(pairs) <= 1.01 * work.total / ranks + 3 * max(lengths)
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8, 16])
+@pytest.mark.parametrize("name", LENGTHS)
+def test_rows_of_full_documents_are_balanced(name: str, ranks: int) -> None:
+    """As of causal ones, and few documents are cut."""
+    rows = [document_mask(bounds(name, 8192 * ranks, seed), causal=False) for seed in range(5)]
+    results = [loads(mask, "balanced", ranks)[0] for mask in rows]
+    pairs = [worst(load.pairs) for load in results]
+    assert statistics.median(pairs) <= 1.01
+    assert max(pairs) <= 1.02
+    assert max(worst(load.tiles) for load in results) <= 1.05
+    fetched = sum(sum(load.fetched) for load in results)
+    if name == "uniform":  # two documents a rank: the bound, which takes no account of tokens, is nearly 0
+        assert fetched <= 0.85 * sum(mask.seq_len for mask in rows)
+    elif ranks >= 8:
+        most = {"bimodal": 2.8, "one giant": 1.6}.get(name, 1.9)
+        assert fetched <= most * sum(load.least_fetched for load in results)
+
+
 def test_the_order_of_intersection_does_not_matter() -> None:
     cu_seqlens = bounds("published", 30000, 0)
     one = masks.causal(30000) & masks.packed(cu_seqlens, 30000)
@@ -375,6 +411,18 @@ def test_packed_documents_are_balanced_where_that_is_faster(dataflow: str) -> No
         chosen.verify()
 
 
+def test_masks_of_functions_are_balanced_where_that_is_faster() -> None:
+    """Also in a row that is one document: zigzag leaves a rank of this tree with 1.2 times the mean work."""
+    total = 8192
+    for dataflow in ("auto", "gather"):
+        tree = make(total, mask=masks.tree([-1, *[0] * 16], [4096, *[256] * 16]), dataflow=dataflow)
+        assert tree.layout == "balanced"
+        assert "layout: auto chose balanced: " in tree.why
+        blocks = make(total, mask=masks.blocks(total, 256), dataflow=dataflow)
+        assert blocks.layout == "zigzag"
+        assert blocks.why == "layout: auto chose zigzag, whose busiest rank has 1.000 of the mean work"
+
+
 def test_plans_for_other_windows_hold_the_same_tokens() -> None:
     total = 4 * 2048
     how: dict[str, Any] = dict(causal=True, cu_seqlens=bounds("log-normal", total, 0))
@@ -396,6 +444,8 @@ def test_describe_lists_the_work_and_the_fetches_of_ranks() -> None:
     assert "work of the busiest rank / mean: 1.496 in visible pairs" in few
     assert "of each rank: 0.50 1.50\n  keys seen of other ranks / own keys: mean 0.50, of each rank: 0.00 1.00" in few
     assert "of each rank: 0.03 to 1.97, median 1.00\n  keys seen of other ranks" in many
+    reduce = make(128, ranks=2, causal=True, layout="contiguous", dataflow="reduce").describe()
+    assert "work of the busiest rank / mean: 1.496 in visible pairs; of each rank: 1.50 0.50\n" in reduce
 
 
 @given(mask_and_meaning(), st.sampled_from(["zigzag", "contiguous", "balanced"]), st.integers(1, 4))

@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from pool import on_ranks
 
-from benchmarks import bench_decode, decode_chunk, decode_contestants, plot_decode
+from benchmarks import bench_decode, decode_chunk, decode_contestants, decode_merges, decode_ranks, plot_decode
 from benchmarks.bench_decode import Setup
 from benchmarks.decode_problems import PROBLEMS, Caches, Problem, ragged
 from benchmarks.segments import Launch, Runner
@@ -122,6 +123,24 @@ def test_ranks_hold_all_tokens() -> None:
     made = Caches(SMALL, VirtualRank(1, 3), torch.device("cpu"), 1)
     assert made.state.end[0, :, 0].tolist() == list(parts[1])
     assert int(made.state.write.max()) == -1, "rank 0 takes the new tokens"
+
+
+def of_ranks() -> tuple[list[dict], list[dict]]:
+    cpu = torch.device("cpu")
+    return decode_ranks.of_problem(SMALL, cpu, 1), decode_merges.of_states(1, cpu)
+
+
+@pytest.mark.parametrize("world_size", on_ranks(2))
+def test_all_ways_over_ranks_compute_the_same(pools, world_size: int) -> None:  # type: ignore[no-untyped-def]
+    (rows, merges), (none, _) = pools(world_size).run(of_ranks)
+    assert none == []
+    assert [row["way"] for row in rows] == list(decode_ranks.WAYS)
+    assert all(row["us"] > 0 for row in [*rows, *merges])
+    assert max(row["error"] or 0 for row in rows) < 1e-6
+    assert sum(row["error"] is not None for row in rows) == 5, "those over ranks"
+    assert {(row["kib"], row["way"]) for row in merges} == {
+        (kib, way) for kib in decode_merges.KIB for way in decode_merges.WAYS
+    }
 
 
 def test_a_wrong_result_ends_the_run() -> None:

@@ -424,3 +424,13 @@ def test_auto_gathers_by_node_across_hosts() -> None:
         if near[peer] != near[rank]
     )
     assert sum(plan.network_bytes(rank=rank) for rank in range(32)) == pytest.approx(across / 8, rel=0.05)
+
+
+@pytest.mark.parametrize(("hosts", "tokens"), [(2, 1 << 16), (16, 8192)])
+def test_auto_gathers_a_million_tokens_in_waves_of_heads(hosts: int, tokens: int) -> None:
+    """All heads at once would need 12 GiB of the buffer's 8; copy engines inside of nodes fetch some at a time."""
+    plan = ringattn.plan(8 * hosts * tokens, Hosts(0, 8 * hosts), causal=True)
+    assert plan.dataflow == "gather"
+    small = ringattn.plan(8 * hosts * tokens, Hosts(0, 8 * hosts), causal=True, buffer_bytes=1 << 30)
+    assert "gather needs 1.50 GiB of buffer for one head" in small.describe()
+    assert small.dataflow == "ring"

@@ -49,6 +49,13 @@ def test_two_ranks_measure_write_and_decide(pools: Callable[[int], Pool], world_
     assert ringattn.plan(64, virtual.VirtualRank(0, 2), causal=True).choice.source == "defaults"
 
 
+def test_default_costs_of_a_benchmark_are_no_reason_to_warn(recwarn: pytest.WarningsRecorder) -> None:
+    cost.read.cache_clear()
+    with calibrate.no_file():
+        assert cost.read(cost.path("cpu", 2), "messages") is None
+    assert not recwarn.list
+
+
 def test_every_constant_has_a_label_and_a_line() -> None:
     assert list(calibrate.LABELS) == [f.name for f in fields(cost.Costs)]
     defaults = cost.default("cuda", "copy engines")

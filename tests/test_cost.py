@@ -292,6 +292,22 @@ def test_something_else_in_place_of_the_file_is_a_warning(tmp_path: Path, what: 
         assert len(os.listdir("/proc/self/fd")) == files
 
 
+def test_two_hosts_write_one_file_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Processes of two containers may have the same number."""
+    file, names, move = tmp_path / "some.json", iter(["node0", "node1"]), Path.replace
+    monkeypatch.setattr("socket.gethostname", lambda: next(names))
+
+    def after_the_other(self: Path, target: Path) -> Path:
+        monkeypatch.setattr(Path, "replace", move)
+        cost.write(file, "messages", SOME)
+        return move(self, target)
+
+    monkeypatch.setattr(Path, "replace", after_the_other)
+    cost.write(file, "messages", SOME)
+    assert cost.read(file, "messages") == SOME
+    assert list(tmp_path.iterdir()) == [file]
+
+
 def test_the_file_is_private(tmp_path: Path) -> None:
     file = tmp_path / "ringattn" / "some.json"
     cost.write(file, "messages", SOME)

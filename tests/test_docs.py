@@ -428,8 +428,14 @@ def rows() -> list[dict[str, Tensor]]:
 
 def test_masks() -> None:
     """The page's plans against its words, query by query."""
-    names: dict[str, Any] = dict(ringattn=ringattn)
+    on_rank = types.SimpleNamespace(**vars(ringattn))
+    on_rank.plan = functools.partial(ringattn.plan, group=VirtualRank(0, 4))
+    names: dict[str, Any] = dict(ringattn=on_rank)
     exec(code_of("masks"), names)
+    full, local = names["full"], names["local"]
+    assert local.shards == full.shards
+    assert full.why
+    assert not local.why, "layers of one model must hold the same tokens: no layout of its own"
     i, j = torch.arange(64)[:, None], torch.arange(64)
     documents = (i < 20) == (j < 20)
     begin = torch.where(i < 20, 0, 20)

@@ -52,7 +52,10 @@ def zeros(*shape: int, **how: Any) -> torch.Tensor:
         (dict(k=zeros(2, 6, 2, 4)), ValueError, ["head_dim 8", "k 4", "must be equal"]),
         (dict(q=zeros(2, 18, 4, 8)), ValueError, ["q: 18 tokens", "rank 1 of 3 holds 6", "18", "plan.shard()"]),
         (dict(q=zeros(2, 4, 6, 8)), ValueError, ["q: 4 tokens", "(2, 4, 6, 8)", "call transpose(1, 2)"]),
-        (dict(k=zeros(2, 5, 2, 8), v=zeros(2, 5, 2, 8)), ValueError, ["k and v: 5 tokens", "holds 6"]),
+        (
+            dict(k=zeros(2, 5, 2, 8), v=zeros(2, 5, 2, 8)), ValueError,
+            ["k and v: 5 tokens", "holds 6", "plan.shard_k()"],
+        ),
         (dict(v=zeros(2, 5, 2, 8)), ValueError, ["(2, 6, 2, 8)", "(2, 5, 2, 8)"]),
         (dict(softcap=-1.0), ValueError, ["softcap is -1.0", "positive, or 0"]),
         (dict(softcap=float("nan")), ValueError, ["softcap is nan", "positive, or 0"]),

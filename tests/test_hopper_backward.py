@@ -48,6 +48,7 @@ from ringattn.kernels.hopper import backward_pair as pair
 from ringattn.kernels.hopper import backward_pieces as pieces
 from ringattn.kernels.hopper import primitives as hopper_primitives
 from ringattn.kernels.hopper import work
+from ringattn.kernels.hopper.backward_arguments import Gradients, Grid
 from ringattn.kernels.hopper.tensor_maps import readable
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
@@ -349,16 +350,18 @@ def test_parts_of_a_tile_start_in_order(monkeypatch, batches, kv_heads, tiles, p
         monkeypatch.setattr(pieces, name, getattr(pieces, name).fn)
     monkeypatch.setattr(pieces, "raise_counter", lambda at, scope: raised.append((scope, at)))
     started, segments, together = set(), 3, max(1, sweep // parts)
+    grid = Grid(0, 1, tiles, kv_heads, parts, sweep, 1, BATCHED=False, CTAS=1)
+    gradients = Gradients(*[None] * 6, turns_ptr=0, counters_ptr=0, segments=segments)
     for program in range(batches * kv_heads * parts * tiles):
         raised.clear()
         monkeypatch.setattr(pieces.gl, "program_id", lambda _, number=program: number)
-        batch, kv_head, part, info = pieces.place.fn(0, tiles, kv_heads, parts, sweep, BATCHED=False)
-        row, tile = batch * kv_heads + kv_head, info // pieces.INFO.value
-        assert part == 0 or (row, tile, part - 1) in started
-        assert (row, tile, part) not in started
-        started.add((row, tile, part))
-        pieces.finish_writer.fn(0, 0, 0, info, tiles, part, parts, segments, sweep)
-        counted = [("sys", row // together * segments + 1)] if part == parts - 1 else []
+        at = pieces.place.fn(grid)
+        row, tile = at.batch * kv_heads + at.kv_head, at.info // pieces.INFO.value
+        assert at.part == 0 or (row, tile, at.part - 1) in started
+        assert (row, tile, at.part) not in started
+        started.add((row, tile, at.part))
+        pieces.finish_writer.fn(0, gradients, grid, at)
+        counted = [("sys", row // together * segments + 1)] if at.part == parts - 1 else []
         assert raised == [("gpu", row * tiles + tile), *counted]
 
 

@@ -92,7 +92,8 @@ def test_no_arrow_points_up() -> None:
     assert GRAPH["work"] == {"mask", "memo"}
     assert GRAPH["documents"] == set()
     assert GRAPH["redivision"] == {"documents"}
-    assert GRAPH["balance"] == {"documents", "mask", "work", "redivision"}
+    assert GRAPH["halving"] == {"documents", "work"}
+    assert GRAPH["balance"] == {"documents", "mask", "work", "redivision", "halving"}
     assert GRAPH["layout"] == {"mask", "balance"}
     assert not GRAPH["plans"] & (DATAFLOWS | PEER | {"planning", "verify", "functional", "operators"})
     for name in DATAFLOWS:

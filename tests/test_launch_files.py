@@ -241,6 +241,14 @@ def test_accelerate_trains_to_the_end(tmp_path: Path) -> None:
     assert "2 ranks and one process differ by at most" in text
 
 
+@linux
+def test_ray_trains_to_the_end(tmp_path: Path) -> None:
+    pytest.importorskip("ray.train.torch", reason="pip install 'ray[train]'")
+    command = [sys.executable, "-m", "scripts.launch.ray_train", "--workers=2", "--cpu"]
+    text = run_to_the_end([command], tmp_path, [{}])
+    assert "2 ranks and one process differ by at most" in text
+
+
 # --- SIGTERM, which comes twice, and threads without signals ---------------------------------------------
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import inspect
 import re
 from collections.abc import Callable
 from dataclasses import replace
@@ -40,7 +41,7 @@ from ringattn.dataflow import DATAFLOWS
 from ringattn.hf import Recompute, reduce_memory
 from ringattn.planner import attention, memory
 from ringattn.planner.models import MODELS, ModelShape
-from ringattn.training import HostMemory, attention_results, by_heads, by_tokens
+from ringattn.training import HostMemory, attention_results, by_heads, by_tokens, host_memory, recompute
 from ringattn.training.host_memory import Waiting, available
 from scripts import less_memory
 
@@ -139,6 +140,90 @@ def test_groups_of_heads_share_norms_and_divide_sinks(kind: type) -> None:
     assert worst(step(model), step(base)) < (1e-4 if kind is GptOssConfig else 1e-12)
 
 
+class _Layer(nn.Module):
+    """Draws random numbers without a module for it, as layers of OPT do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(16, 16, dtype=torch.float64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + nn.functional.dropout(torch.tanh(self.linear(x)), 0.2, self.training)
+
+
+def gradients_of(layers: nn.ModuleList, between: Callable[[Tensor], Tensor]) -> list[Tensor]:
+    x = torch.linspace(-1, 1, 160, dtype=torch.float64).view(1, 10, 16)
+    torch.manual_seed(1)
+    for layer in layers:
+        x = between(layer(x))
+    x.square().sum().backward()
+    return [p.grad for p in layers.parameters() if p.grad is not None]
+
+
+@pytest.mark.parametrize("anchors", [1, 3])
+def test_layers_draw_the_same_random_numbers_again(anchors: int) -> None:
+    layers = nn.ModuleList(_Layer() for _ in range(LAYERS))
+    again = copy.deepcopy(layers)
+    recompute(again, Recompute(anchors=anchors))
+    want, got = (gradients_of(some, lambda x: x) for some in (layers, again))
+    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+    after = torch.get_rng_state()
+    gradients_of(layers, lambda x: x)
+    assert torch.equal(after, torch.get_rng_state())  # a backward leaves none out
+
+
+def test_a_tensor_in_the_memory_of_a_layers_result_is_not_taken_for_it() -> None:
+    def in_its_place(x: Tensor) -> Tensor:
+        address, others = x.data_ptr(), []
+        x = x * 2
+        for _ in range(100):  # until the allocator returns the memory of the layer's result
+            others.append(x + 1)
+            if others[-1].data_ptr() == address:
+                break
+        return others[-1]
+
+    layers = nn.ModuleList(_Layer() for _ in range(LAYERS)).eval()
+    again = copy.deepcopy(layers)
+    recompute(again, Recompute(anchors=3))
+    want, got = (gradients_of(some, in_its_place) for some in (layers, again))
+    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+
+
+def test_second_derivatives_of_parts_are_refused() -> None:
+    layer = nn.Linear(4, 4)
+    by_tokens(layer, 2)
+    x = torch.ones(1, 4, 4, requires_grad=True)
+    (dx,) = torch.autograd.grad(layer(x).square().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        dx.sum().backward()
+
+
+def sharded_by_themselves() -> list[str]:
+    """Return what each way to compute in parts says of a module inside that FSDP2 gathers by itself."""
+    mesh, problems = init_device_mesh("cpu", (dist.get_world_size(),)), []
+    for words, inner in (
+        (dict(loss_chunk=6), "lm_head"),
+        (dict(mlp_chunk=7), "model.layers.0.mlp.up_proj"),
+        (dict(head_groups=2), "model.layers.0.self_attn.q_proj"),
+    ):
+        model = model_of(LlamaConfig(**SIZES))
+        reduce_memory(model, **words)
+        for module in (model.get_submodule(inner), *model.model.layers, model):
+            fully_shard(module, mesh=mesh)
+        with pytest.raises(ValueError) as refusal:
+            step(model, mesh)
+        problems.append(str(refusal.value))
+    return problems
+
+
+@pytest.mark.parametrize("world_size", on_ranks(2))
+def test_modules_that_are_sharded_inside_of_parts_are_refused(pools, world_size: int) -> None:
+    """Their parameters would have no gradients."""
+    for problems in pools(world_size).run(sharded_by_themselves):
+        for problem, name in zip(problems, ("lm_head", "up_proj", "q_proj"), strict=True):
+            assert f"{name} is sharded by itself" in problem
+
+
 # What is computed how often, and what is kept
 
 
@@ -187,6 +272,37 @@ def test_buffers_on_the_host_are_used_again_and_limited() -> None:
     with pytest.raises(ValueError, match="limit is -1 bytes"):
         HostMemory(-1)
     assert 0 < available(2) <= available()
+
+
+def test_a_copy_that_nobody_waits_for_keeps_its_memory() -> None:
+    place = HostMemory()
+    waiting = place.put(torch.ones(4))
+    with (
+        mock.patch.object(place, "_copy", return_value=mock.Mock(spec=torch.cuda.Event)),
+        mock.patch.object(Tensor, "record_stream") as record_stream,
+    ):
+        place._stream = mock.Mock(spec=torch.cuda.Stream)
+        waiting.fetch()
+        del waiting
+    record_stream.assert_called_once_with(place._stream)
+
+
+def test_limits_of_all_groups_around_a_process_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Path, "read_text", lambda path: "1:cpu:/\n0::/job_7/step_0\n")
+    root = "/sys/fs/cgroup"
+    folders = [f"{root}/job_7/step_0", f"{root}/job_7", root]
+    assert [str(group) for group in host_memory._groups()] == folders
+
+    files = {("/proc/meminfo", "MemAvailable:"): 1 << 30, (f"{root}/job_7/memory.max", ""): 1000}
+    files |= {(f"{root}/job_7/memory.current", ""): 500, (f"{root}/job_7/memory.stat", "inactive_file"): 100}
+
+    def number(path: str, name: str = "") -> int:
+        if (path, name) not in files:
+            raise FileNotFoundError(path)
+        return files[path, name]
+
+    monkeypatch.setattr(host_memory, "_number", number)
+    assert available(1, share=1) == 1000 - (500 - 100)
 
 
 def test_a_step_leaves_nothing_behind_and_allocates_once() -> None:
@@ -274,6 +390,9 @@ def test_products_of_parts_are_computed_again() -> None:
         ("--products 1 --mlp-chunk 4", "leave --products out, or the others"),
         ("--products -1", "give --gpu-memory"),
         ("--offload-only", "give --offload, or leave it out"),
+        ("--attention-on host", "--attention-on host has no host memory .* give --offload"),
+        ("--attention-layers 7", "--attention-layers is 7; it must be a number of the 6 layers"),
+        ("--checkpoint full --attention-layers 2", "keeps no results of attention, and .* of 2 layers; leave one"),
     ],
 )
 def test_options_that_cannot_be_are_refused(text: str, message: str) -> None:
@@ -288,6 +407,21 @@ def test_as_many_products_as_fit_with_offload() -> None:
     assert 0 < options.products < SMALL.layers
     assert not options.mlp_chunk
     assert memory.peak(SMALL, TOKENS, less_memory.predicted(options, setting)) <= 8 << 30
+
+
+def chosen_on_this_rank() -> list[Any]:
+    """Return what a rank chooses that has less host memory than the ranks before it."""
+    options = options_of("--offload --gpu-memory 2")
+    setting = less_memory.Setting(SMALL, TOKENS, 2, 2, torch.device("cpu"))
+    with mock.patch.object(less_memory, "available", return_value=(4 << 30) >> 4 * dist.get_rank()):
+        less_memory.complete(options, setting)
+    return [options.host_bytes, options.anchors, options.attention_layers]
+
+
+def test_ranks_choose_the_same_with_different_memory(pools) -> None:
+    first, second = pools(2).run(chosen_on_this_rank)
+    assert first == second
+    assert first[0] == 1 << 28
 
 
 # Refusals
@@ -332,6 +466,18 @@ def test_what_cannot_be_divided_is_refused_by_name() -> None:
     model.activation_checkpointing_enable()
     with pytest.raises(ValueError, match="gradient_checkpointing_disable"):
         reduce_memory(model, Recompute())
+    model = model_of(LlamaConfig(**SIZES))
+    reduce_memory(model, Recompute())
+    model.activation_checkpointing_enable()  # as Trainer does
+    with pytest.raises(ValueError, match="leave out gradient_checkpointing=True"):
+        step(model)
+
+
+def test_trainer_reads_the_arguments_of_a_model_with_a_loss_in_chunks() -> None:
+    model = model_of(LlamaConfig(**SIZES))
+    before = inspect.signature(model.forward)
+    reduce_memory(model, loss_chunk=6)
+    assert inspect.signature(model.forward) == before
 
 
 # Memory, and what --offload chooses
@@ -426,6 +572,21 @@ def test_offload_chooses_what_fits_and_keeps_what_is_given() -> None:
     first, second = less_memory.describe(tight, replace(setting, tokens=1 << 16))
     assert first.startswith("GiB of a GPU at the peak, predicted: ")
     assert "the longest row that fits into" in second
+    assert "does not fit" not in second
+    *_, second = less_memory.describe(tight, replace(setting, tokens=1 << 20))
+    assert ", so this one does not fit; " in second
+    full = options_of("--checkpoint full --gpu-memory 8")
+    less_memory.complete(full, setting)
+    *_, second = less_memory.describe(full, setting)
+    assert "attention of 0 layers kept" in second
+
+
+@pytest.mark.parametrize(("kv_heads", "groups"), [(1, 1), (2, 1), (5, 1), (8, 4), (9, 3)])
+def test_offload_divides_key_heads_evenly(kv_heads: int, groups: int) -> None:
+    options = options_of("--offload 1")
+    model = replace(SMALL, heads=kv_heads, kv_heads=kv_heads)
+    less_memory.complete(options, less_memory.Setting(model, TOKENS, 1, 1, torch.device("cpu")))
+    assert options.head_groups == groups
 
 
 def test_virtual_ranks_attend_by_groups_of_heads() -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import random
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,6 +23,7 @@ import ringattn
 from ringattn import blocks, virtual
 from ringattn import transport as transports
 from ringattn.agreement import Disagreement
+from ringattn.dataflow import by_node, messages
 from ringattn.dataflow.gathered import gathered_block
 from ringattn.dataflow.messages import collects_runs
 from ringattn.kernels.contract import completion_groups
@@ -71,6 +74,10 @@ def test_a_disagreement_is_raised_by_every_rank_at_the_first_use(pools: Callable
     bad, fine, again, fine_again, third = outcomes[0]
     assert bad.startswith("Disagreement: plan() differs across ranks: cu_seqlens is ")
     assert "on ranks [1]" in bad
+    assert bad.endswith(
+        "every rank must pass the same. The ranks of the group share each row, so they must read the "
+        "same rows: see docs/use/ranks.md"
+    )
     assert again == bad, "a plan that ranks do not share must not be used later, either"
     assert [fine, fine_again, third] == ["(1, 24, 2, 8)"] * 3
 
@@ -82,7 +89,9 @@ def test_a_rank_with_an_error_raises_it_at_once_and_the_others_later(
     usual, odd = {}, dict(cu_seqlens=[0, 11, 23])
     outcomes = pools(world_size).run(try_later, [usual, odd, usual, usual])
     mine, fine, fine_again, third = outcomes[1]
-    assert mine == "ValueError: cu_seqlens ends with 23; it must end with seq_len = 24"
+    assert (
+        mine == "ValueError: cu_seqlens ends with 23; it must end with seq_len = 24; if the rest is padding, append 24"
+    )
     for others in (outcomes[0], *outcomes[2:]):
         assert others[0].startswith("RankFailed: plan() failed on rank 1: cu_seqlens ends with 23")
     assert [fine, fine_again, third] == ["(1, 24, 2, 8)"] * 3
@@ -130,6 +139,34 @@ def test_a_plan_that_was_made_ahead_has_its_blocks() -> None:
         assert len(plan.memo) == size > 0
     with pytest.raises(Disagreement):
         virtual.run(2, lambda rank: ringattn.plan(40 + rank.rank, rank, wait=False).check_agreement())
+
+
+@pytest.mark.parametrize("local_size", [4, 2])
+@pytest.mark.parametrize("documents", [2, 90])
+def test_a_gather_that_was_planned_ahead_makes_no_routes_later(
+    local_size: int, documents: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Runs of few and of many documents, of which the latter are collected; one node and two."""
+    made: list[int] = []
+    bounds, started = random_bounds(600, documents, 0), threading.Barrier(4)
+    for module, name in itertools.product((messages, by_node), ("collected_routes", "direct_routes")):
+        make = getattr(module, name)
+        monkeypatch.setattr(module, name, lambda rank, *rest, make=make: (made.append(rank), make(rank, *rest))[1])
+
+    def body(rank: VirtualRank) -> Tensor:
+        plan = ringattn.plan(
+            600, rank, cu_seqlens=bounds, causal=True, layout="balanced", dataflow="gather", local_size=local_size,
+            wait=False,
+        )  # fmt: skip
+        started.wait()
+        before = len(made)
+        assert before >= 4
+        out = attend(plan)
+        assert len(made) == before
+        return out
+
+    results = virtual.run(4, body)
+    assert all(torch.equal(out, results[0]) for out in results)
 
 
 # --- tables ------------------------------------------------------------------------------------------------------

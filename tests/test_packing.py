@@ -208,6 +208,8 @@ def test_lengths_may_be_a_tensor() -> None:
         (dict(lengths=[1], seq_len=0), ValueError, "seq_len is 0; pass a positive int"),
         (dict(lengths=[1], rows=2.0), ValueError, "rows is 2.0; pass a positive int"),
         (dict(lengths=[1], work="linear"), TypeError, "work is 'linear'; pass a function of a document's tokens"),
+        (dict(lengths=[3], work=lambda n: n**2.0), ValueError, r"work\(3\) is 9.0; it must return an int, at least 0"),
+        (dict(lengths=[3], work=lambda n: -n), ValueError, r"work\(3\) is -3; it must return an int, at least 0"),
     ],
 )
 def test_errors_name_the_value_and_the_fix(arguments: dict, error: type[Exception], text: str) -> None:

@@ -174,10 +174,11 @@ def test_data_context_and_tensor_parallel(pools, world_size, sequence) -> None: 
 MICROBATCHES = 4
 
 
-def _pipeline(interleaved: bool, again: bool) -> tuple[list[float], dict[str, Tensor]]:
+def _pipeline(schedule_name: str, again: bool) -> tuple[list[float], dict[str, Tensor]]:
     """Two ranks of each stage share its microbatches, one row each. Interleaved: two stages on each rank."""
-    from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleaved1F1B
+    from torch.distributed import pipelining
 
+    interleaved = schedule_name.startswith("Interleaved")
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "cp"))
     pp, cp = mesh["pp"], mesh["cp"]
     plans = [plan_of(number, cp) for number in range(MICROBATCHES)]
@@ -196,12 +197,9 @@ def _pipeline(interleaved: bool, again: bool) -> tuple[list[float], dict[str, Te
         )
         ends = (tokens[:1] if number == 0 else hidden, logits if number == count - 1 else hidden)
         module, device = Llama(number, count), torch.device("cpu")
-        stages.append(PipelineStage(module, number, count, device, *ends, group=pp.get_group()))
-    schedule: Any = (
-        ScheduleInterleaved1F1B(cast(Any, stages), MICROBATCHES, loss_of, scale_grads=False)
-        if interleaved
-        else Schedule1F1B(stages[0], MICROBATCHES, loss_of, scale_grads=False)
-    )
+        stages.append(pipelining.PipelineStage(module, number, count, device, *ends, group=pp.get_group()))
+    make: Any = getattr(pipelining, f"Schedule{schedule_name}")
+    schedule = make(stages if interleaved else stages[0], MICROBATCHES, loss_of, scale_grads=False)
     losses: list[Tensor] = []
     inputs = dict(plans=plans, row=torch.arange(MICROBATCHES), again=again)
     schedule.step(*([tokens] if pp.get_local_rank() == 0 else []), target=targets, losses=losses, **inputs)
@@ -215,12 +213,14 @@ def _pipeline(interleaved: bool, again: bool) -> tuple[list[float], dict[str, Te
 
 
 @pytest.mark.parametrize("world_size", on_ranks(4))
-@pytest.mark.parametrize(("interleaved", "again"), [(False, False), (False, True), (True, True)])
-def test_context_parallel_inside_of_stages(pools, world_size, interleaved, again) -> None:  # type: ignore[no-untyped-def]
+@pytest.mark.parametrize(
+    ("schedule", "again"), [("GPipe", False), ("1F1B", False), ("1F1B", True), ("Interleaved1F1B", True)]
+)
+def test_context_parallel_inside_of_stages(pools, world_size, schedule, again) -> None:  # type: ignore[no-untyped-def]
     """Other documents in each microbatch, and so another plan, while several of them are between forward and
     backward."""
     losses, gradients = one_process(MICROBATCHES)
-    results = pools(world_size).run(_pipeline, interleaved, again)
+    results = pools(world_size).run(_pipeline, schedule, again)
     for cp in range(2):
         assert results[cp][0] == []
         assert results[2 + cp][0] == pytest.approx(losses, rel=1e-11)

@@ -24,6 +24,7 @@ from ringattn.planner.models import KINDS, MODELS, ModelShape, from_config, name
 from ringattn.planner.simulate import DATAFLOWS, Setting, simulate
 from ringattn.planner.step import Way, _pointwise
 from ringattn.planner.step import step as step_of
+from ringattn.planner.ways import Problem, judge, longest, saving, verdicts, way_of
 from ringattn.shape import Shape
 from ringattn.virtual import VirtualRank
 
@@ -167,13 +168,22 @@ def test_a_config_is_read(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="num_experts=128"):
         from_config(file)
     refused = {
-        '{"model_type": "llama"}': "num_attention_heads", "{}": "model_type=''", "[]": "is a JSON list", "?": "as JSON",
+        '{"model_type": "llama"}': "num_attention_heads", "{}": "model_type=''", "[]": "is a JSON list",
+        '{"text_config": [1]}': "is a JSON list", "?": "as JSON",
         '{"model_type": "gpt_neox"}': "model_type='gpt_neox'",
     }  # fmt: skip
     for text, message in refused.items():
         file.write_text(text)
         with pytest.raises(ValueError, match=message):
             from_config(file)
+    model_of(SMALL).config.to_json_file(file)
+    sizes = json.loads(file.read_text())
+    for value in ("8", 0, None, 8.0):
+        file.write_text(json.dumps(sizes | dict(num_attention_heads=value)))
+        with pytest.raises(ValueError, match=f"json has num_attention_heads={value!r}; it must be a whole number"):
+            from_config(file)
+    file.write_text(json.dumps(sizes | dict(text_config=None)))
+    assert from_config(file) == SMALL
     with pytest.raises(ValueError, match=r"llama-3\.1-8b"):
         named("llama-9")
 
@@ -225,6 +235,17 @@ def test_the_simulation_is_near_the_cost_model(hosts: int, local_size: int, toke
         want = cost.choose(replace(by_node, buffer_bytes=1 << 40), slow, "").of("gather")
         got = simulate(replace(made, costs=slow), "gather by node", layers=1)
         assert (got.forward, got.backward) == pytest.approx((want.forward, want.backward), rel=0.15)
+
+
+def test_a_ring_starts_its_messages_step_by_step() -> None:
+    """A network of 100 Gb/s, on which a step that crosses it takes longer than its attention: others do not make up for
+    it, as a rank has one shard and the next one."""
+    costs = hardware.cluster("4x8", "h200", "nvlink,ib100").costs
+    for dataflow, size in (("ring", None), ("double ring", 8)):
+        problem = plan_function(8192 * 32, gpu(32, False), causal=True, layout="zigzag", local_size=size).choice.problem
+        want = cost.choose(problem, costs, "").of("ring")
+        got = simulate(Setting(8192, 4, 8, Shape(), costs), dataflow)
+        assert (got.forward, got.backward) == pytest.approx((want.forward, want.backward), rel=0.06), dataflow
 
 
 def test_eight_gpus_are_near_what_was_measured() -> None:
@@ -338,10 +359,15 @@ def test_what_does_not_fit_is_said(capsys: pytest.CaptureFixture[str]) -> None:
         (("--model", "llama-3.1-8b", "--context", "4G"), "--context is '4G'"),
         (("--model", "llama-3.1-8b", "--links", "nvlink,ib0"), "name the network between hosts"),
         (("--model", "llama-3.1-8b", "--mlp-chunk", "-5"), "mlp_chunk is -5"),
-        (("--model", "llama-3.1-8b", "--head-groups", "33"), "32 heads"),
+        (
+            ("--model", "llama-3.1-8b", "--head-groups", "3"),
+            "--head-groups is 3; it must divide the model's 8 key heads",
+        ),
         (("--model", "llama-3.1-8b", "--host-gib", "nan"), "--host-gib is nan"),
         (("--model", "llama-3.1-8b", "--calibration", "/nonexistent"), "No such file"),
+        (("--model", "llama-3.1-8b", "--calibration", __file__), "test_planner.py, which is no file of this version"),
         (("--model", "llama-3.1-8b", "--slow", "8:2"), "the rank must be below 8"),
+        (("--model", "llama-3.1-8b", "--slow-link", "1:4"), "--slow-link is '1:4'; one host needs no network card"),
         (("--model", "llama-3.1-8b", "--slow", "much"), "write RANK:FACTOR"),
         (("--model", "llama-3.1-8b", "--slow", "3:0.5"), "--slow is '3:0.5'; the rank must be below 8 and the factor"),
         (("--model", "llama-3.1-8b", "--links", "nvlink,foo400"), "'nvlink,foo400'; the network is ib, roce or eth"),
@@ -352,6 +378,33 @@ def test_bad_arguments_are_named(capsys: pytest.CaptureFixture[str], words: tupl
     status, _, error = run(capsys, *words)
     assert status == 2
     assert message in error
+
+
+def test_heads_that_cannot_be_divided_stay_together() -> None:
+    model = replace(MODELS["llama-3.1-8b"], kv_heads=1)
+    problem = Problem(model, hardware.cluster("1", "h200", "nvlink", None), 1 << 20, Switches(), 1 << 37, {}, {})
+    assert {switches.head_groups for switches in saving(problem.switches, problem).values()} == {1}
+
+
+@pytest.mark.parametrize(
+    ("name", "gpus", "gpu", "context", "bound"),
+    [("llama-3.1-8b", "4x8", "h200", 4 << 20, True), ("llama-3.1-405b", "16x8", "h100", 1 << 17, False)],
+)
+def test_the_longest_row_fits_and_grows_with_every_line(
+    name: str, gpus: str, gpu: str, context: int, bound: bool
+) -> None:
+    """In the memory of a GPU and in the buffer of a gather. 405B in chunks of tokens needs more memory than without:
+    gradients of whole weights in float32."""
+    machines = hardware.cluster(gpus, gpu, "nvlink,ib400")
+    problem = Problem(named(name), machines, context, Switches(), 200 * GIB, {}, {})
+    way = verdicts(problem)[0].way
+    assert way.dataflow == "gather by node"
+    rows = longest(problem, way)
+    assert list(rows.values()) == sorted(rows.values())
+    for tokens in rows.values():
+        longer = problem._replace(context=tokens)
+        assert judge(longer, way_of(longer, way.hosts, way.local_size, way.dataflow)).step
+    assert [line.endswith("need more --buffer-bytes") for line in rows] == [False, bound]
 
 
 def test_costs_of_a_machine_replace_the_defaults(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -128,7 +128,7 @@ def play(
     with monkeypatch.context() as patch:
         world.patched(patch)
         kernels.patched(patch)
-        patch.setattr(carrying, "head_groups", functools.partial(on_a_gpu, carrying.head_groups))
+        patch.setattr(carrying, "carried_waves", functools.partial(on_a_gpu, carrying.carried_waves))
         group = Nodes(world, case)
         for number, kind in enumerate(case.calls):
             call = Call(case.of_call(number), number, kind)
@@ -140,8 +140,8 @@ def play(
         compare(call, plans)
 
 
-def on_a_gpu(cut: Any, kv_heads: int, q_heads: int, device: str, backward: bool, relayed: bool) -> list[slice]:
-    return cut(kv_heads, q_heads, "cuda", backward, relayed)
+def on_a_gpu(cut: Any, fits: list[slice], q_heads: int, device: str, backward: bool) -> list[slice]:
+    return cut(fits, q_heads, "cuda", backward)
 
 
 CASES = {

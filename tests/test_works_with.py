@@ -14,6 +14,7 @@ import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -309,6 +310,14 @@ def test_train_hf_resumes_at_another_number_of_ranks(tmp_path) -> None:  # type:
     folder = str(tmp_path / "two")
     got = losses(2, 2, "--out", folder) + losses(1, 1, "--out", folder, "--resume")
     assert got == pytest.approx(losses(1, 3, "--out", str(tmp_path / "one")), abs=2e-5)
+
+
+def test_train_hf_counts_pairs_of_tokens_of_one_document() -> None:
+    from scripts import train_hf
+
+    config = SimpleNamespace(num_hidden_layers=2, num_attention_heads=3, head_dim=5)
+    positions = torch.tensor([[0, 1, 2, 0, 1, 2, 3]])
+    assert train_hf.model_flops(config, 100, positions) == 6 * 100 * 7 + 12 * 2 * 3 * 5 * (6 + 10)
 
 
 def test_train_hf_packs_whole_documents_into_rows_of_equal_work() -> None:

@@ -40,6 +40,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from . import backward_pieces as pieces
 from . import scores
+from .backward_arguments import Arrival, Descriptors, Gradients, Grid, Score, Tiles
 from .backward_pieces import BM, BN, LOADERS, PAIR, STAGING
 from .primitives import (
     barrier_arrive,
@@ -54,15 +55,12 @@ DS_READY, Q_FREE, DO_FREE, DQ_STAGED, DQ_SENT = (gl.constexpr(i) for i in (4, 8,
 
 
 @gluon.jit
-def _writer(
-    C: gl.constexpr, dq_descs, dq_t, info_ptr, heads, tiles, kv_heads, parts, turns_ptr,
-    counters_ptr, segments, sweep, BATCHED: gl.constexpr,
-):  # fmt: skip
+def _writer(C: gl.constexpr, descs, dq_s, grid, gradients):
     """Send the dQ of each step one step later, for consumer C: in the first step there is nothing to send yet."""
-    FIRST: gl.constexpr = 2 * dq_descs[0].block_type.shape[3]
-    batch, kv_head, part, info = pieces.place(info_ptr, tiles, kv_heads, parts, sweep, BATCHED)
-    steps, cut_steps, j, stops = pieces.visit_order(info, heads)
-    head = (kv_head * parts + part) * heads
+    FIRST: gl.constexpr = 2 * descs[0].block_type.shape[3]
+    at = pieces.place(grid)
+    steps, cut_steps, j, stops = pieces.visit_order(at.info, grid.heads)
+    head = (at.kv_head * grid.parts + at.part) * grid.heads
     barrier_arrive(DQ_SENT + C, STAGING, warps=1)
     for _ in range(0, 2):
         barrier_sync(DQ_STAGED + C, STAGING, warps=1)
@@ -70,19 +68,19 @@ def _writer(
     for i in range(0, steps):
         for unit in gl.static_range(2):
             barrier_sync(DQ_STAGED + C, STAGING, warps=1)
-            column = unit * FIRST + C * dq_descs[unit].block_type.shape[3]
-            tma_reduce_add(dq_descs[unit], [batch, j * BM, head, column], dq_t[unit])
+            column = unit * FIRST + C * descs[unit].block_type.shape[3]
+            tma_reduce_add(descs[unit], [at.batch, j * BM, head, column], dq_s[unit])
             tma.store_wait(0)
-            pieces.signal_sent(DQ_SENT + C, (i == steps - 1) & (unit == 1), turns_ptr, tiles, part, parts, sweep)
-        j, head = pieces.next_tile(i, j, head, cut_steps, heads, stops)
-    pieces.finish_writer(DQ_STAGED + C, turns_ptr, counters_ptr, info, tiles, part, parts, segments, sweep)
+            pieces.signal_sent(DQ_SENT + C, (i == steps - 1) & (unit == 1), gradients, grid, at.part)
+        j, head = pieces.next_tile(i, j, head, cut_steps, grid.heads, stops)
+    pieces.finish_writer(DQ_STAGED + C, gradients, grid, at)
 
 
 @gluon.jit
-def _scores(i, k, q_s, q_full, S_L: gl.constexpr):
+def _scores(i, k, tiles, S_L: gl.constexpr):
     """Issue S^T of step i, unscaled: (64 keys, 64 queries), asynchronous."""
-    mbarrier.wait(q_full.index(i & 1), (i >> 1) & 1)
-    return pieces.keys_times_queries(k, q_s, i & 1, S_L)
+    mbarrier.wait(tiles.q_full.index(i & 1), (i >> 1) & 1)
+    return pieces.keys_times_queries(k, tiles.q, i & 1, S_L)
 
 
 @gluon.jit
@@ -101,10 +99,10 @@ def _dq(C: gl.constexpr, UNIT: gl.constexpr, step, i, k_s, ds_s):
 
 
 @gluon.jit
-def _send(C: gl.constexpr, dq, dq_s, dq_scale, FOLD: gl.constexpr):
+def _send(C: gl.constexpr, dq, dq_s, scale):
     """Stage columns of dQ and tell the writer."""
-    if not FOLD:
-        dq = dq * dq_scale
+    if scale is not None:
+        dq = dq * scale
     barrier_sync(DQ_SENT + C, STAGING)
     pieces.stage_dq(dq_s, dq)
     fence_async_shared()
@@ -113,108 +111,147 @@ def _send(C: gl.constexpr, dq, dq_s, dq_scale, FOLD: gl.constexpr):
 
 @gluon.jit
 def _walk(
-    C: gl.constexpr, CUT: gl.constexpr, first, past_step, last, s, dk, dv, k_s, v_s, q_s, dout_s, lse_v,
-    delta_v, bounds_v, ds_s, dq_s, q_full, dout_full, scale_log2, dq_scale, key, past, inner, alibi, steps_of_head,
-    FOLD: gl.constexpr,
+    C: gl.constexpr, CUT: gl.constexpr, first, past_step, last, s, dk, dv, tiles, score, keys, heads,
 ):  # fmt: skip
     """Walk the query tiles. ``s`` is complete on entry, and on return that of the next step is; no wgmma crosses a
     step."""
     S_L: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BM, 16])
     A_L: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=dk[0].type.layout, k_width=2)
-    dtype: gl.constexpr = k_s[0].dtype
-    DO_STAGES: gl.constexpr = dout_s[0].shape[0]
+    dtype: gl.constexpr = tiles.k[0].dtype
+    DO_STAGES: gl.constexpr = tiles.dout[0].shape[0]
+    steps_of_head = (past_step - first) // heads
     head, inside = 0, 0
     for i in range(first, past_step):
         stage = i & 1
-        if inner is None:
-            s = pieces.scores_to_base_2(s, scale_log2, alibi, head, bounds_v, stage, key, past, S_L, CUT)
-            p = gl.exp2(s - lse_v.index(stage).load(gl.SliceLayout(0, S_L))[None, :])
+        if score.inner is None:
+            s = pieces.scores_to_base_2(s, score, keys, tiles, stage, head, S_L, CUT)
+            p = gl.exp2(s - tiles.lse.index(stage).load(gl.SliceLayout(0, S_L))[None, :])
             p16 = gl.convert_layout(round_pairs(p, dtype), A_L)
         else:
             p16, slope16 = pieces.capped_probabilities(
-                s, lse_v, scale_log2, inner, alibi, head, bounds_v, stage, key, past, S_L, CUT, dtype, SHORT=False
-            )
+                s, score, keys, tiles, stage, head, S_L, CUT, dtype, SHORT=False
+            )  # fmt: skip
             p16 = gl.convert_layout(p16, A_L)
         do_stage = stage if DO_STAGES == 2 else i >> 30
-        mbarrier.wait(dout_full.index(do_stage), (i >> 1) & 1 if DO_STAGES == 2 else stage)
-        if inner is None:
-            minus_delta = delta_v.index(do_stage).load(gl.SliceLayout(0, S_L))
-            dp = pieces.keys_times_queries(pieces.tile_at(v_s, C, i), dout_s, do_stage, S_L, minus_delta)
-            dv = pieces.accumulate(p16, dout_s, do_stage, dv)
+        mbarrier.wait(tiles.dout_full.index(do_stage), (i >> 1) & 1 if DO_STAGES == 2 else stage)
+        if score.inner is None:
+            minus_delta = tiles.delta.index(do_stage).load(gl.SliceLayout(0, S_L))
+            dp = pieces.keys_times_queries(pieces.tile_at(tiles.v, C, i), tiles.dout, do_stage, S_L, minus_delta)
+            dv = pieces.accumulate(p16, tiles.dout, do_stage, dv)
             dp = warpgroup_mma_wait(1, deps=[dp])
             ds = multiply_pairs(gl.convert_layout(p16, S_L), dp, dtype)
         else:  # P with and without the factor of dS, and dP at the same time, would be too many registers
-            dv = pieces.accumulate(p16, dout_s, do_stage, dv)
+            dv = pieces.accumulate(p16, tiles.dout, do_stage, dv)
             dv, p16 = pieces.wait_sums(0, dv, p16)
-            minus_delta = delta_v.index(do_stage).load(gl.SliceLayout(0, S_L))
-            dp = pieces.keys_times_queries(pieces.tile_at(v_s, C, i), dout_s, do_stage, S_L, minus_delta)
+            minus_delta = tiles.delta.index(do_stage).load(gl.SliceLayout(0, S_L))
+            dp = pieces.keys_times_queries(pieces.tile_at(tiles.v, C, i), tiles.dout, do_stage, S_L, minus_delta)
             dp = warpgroup_mma_wait(0, deps=[dp])
             ds = multiply_pairs(slope16, dp, dtype)
         barrier_sync(DS_READY + 2 - 2 * C + ((i + 1) & 1), PAIR)  # there is the other half of the previous dS
-        ds_s.index(stage * 2 + C).store(ds)
+        tiles.ds.index(stage * 2 + C).store(ds)
         ds16 = gl.convert_layout(ds, A_L)
         fence_async_shared()
-        if inner is None:
+        if score.inner is None:
             dv, p16 = pieces.wait_sums(0, dv, p16)
         barrier_arrive(DO_FREE + do_stage, LOADERS)
-        dk = pieces.accumulate(ds16, q_s, stage, dk)
+        dk = pieces.accumulate(ds16, tiles.q, stage, dk)
         dk, ds16 = pieces.wait_sums(0, dk, ds16)
-        first_dq = _dq(C, 0, i + 1, i, k_s, ds_s)
+        first_dq = _dq(C, 0, i + 1, i, tiles.k, tiles.ds)
         barrier_arrive(Q_FREE + stage, LOADERS)
         first_dq = warpgroup_mma_wait(0, deps=[first_dq])
-        _send(C, first_dq, dq_s[0], dq_scale, FOLD)
-        second_dq = _dq(C, 1, i + 1, i, k_s, ds_s)
-        s = _scores(gl.minimum(i + 1, last), pieces.tile_at(k_s, C, i), q_s, q_full, S_L)
+        _send(C, first_dq, tiles.dq[C][0], score.dk_scale)
+        second_dq = _dq(C, 1, i + 1, i, tiles.k, tiles.ds)
+        s = _scores(gl.minimum(i + 1, last), pieces.tile_at(tiles.k, C, i), tiles, S_L)
         second_dq = warpgroup_mma_wait(2, deps=[second_dq])
         barrier_arrive(DS_READY + 2 * C + (i & 1), PAIR)
-        _send(C, second_dq, dq_s[1], dq_scale, FOLD)
+        _send(C, second_dq, tiles.dq[C][1], score.dk_scale)
         s = warpgroup_mma_wait(0, deps=[s])
-        head, inside = scores.next_head(alibi, head, inside, steps_of_head)
+        head, inside = scores.next_head(keys.alibi, head, inside, steps_of_head)
     return s, dk, dv
 
 
 @gluon.jit
-def _consumer(
-    C: gl.constexpr, dk_ptr, dv_ptr, info_ptr, k_s, v_s, q_s, dout_s, lse_v, delta_v, bounds_v, ds_s, dq_s, kv_full,
-    q_full, dout_full, heads, tiles, kv_heads, parts, batches, stride_b, stride_s, stride_h, scale_log2, dk_scale,
-    dv_scale, inner, alibi, sweep, BATCHED: gl.constexpr, FOLD: gl.constexpr, IN_TURNS: gl.constexpr,
-    COUNTED: gl.constexpr,
-):  # fmt: skip
+def _consumer(C: gl.constexpr, grid, tiles, score, gradients):
     S_L: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BM, 16])
-    batch, kv_head, part, info = pieces.place(info_ptr, tiles, kv_heads, parts, sweep, BATCHED)
-    first = gl.load(info)
-    past = gl.load(info + 1)
-    steps, cut_steps, _, _ = pieces.visit_order(info, heads)
+    at = pieces.place(grid)
+    first = gl.load(at.info)
+    past = gl.load(at.info + 1)
+    steps, cut_steps, _, _ = pieces.visit_order(at.info, grid.heads)
     key = first + C * (BN // 2)
-    head = pieces.buffer_of(batch, part, batches, IN_TURNS).to(gl.int64) * stride_b + kv_head.to(gl.int64) * stride_h
-    dk = pieces.zero_sums(k_s)
-    dv = pieces.zero_sums(v_s)
-    alibi = scores.of_keys(alibi, batch, (kv_head * parts + part) * heads, first, past, key, S_L)
-    ds_s.index(2 + C).store(gl.zeros([BN // 2, BM], k_s[0].dtype, S_L))  # "dS of step -1"
+    head = pieces.head_of_gradients(gradients, at)
+    dk = pieces.zero_sums(tiles.k)
+    dv = pieces.zero_sums(tiles.v)
+    keys = pieces.keys_of(score, tiles.positions, grid, at, first, past, key, S_L)
+    tiles.ds.index(2 + C).store(gl.zeros([BN // 2, BM], tiles.k[0].dtype, S_L))  # "dS of step -1"
     fence_async_shared()
     barrier_arrive(DS_READY + 1 + 2 * C, PAIR)
-    mbarrier.wait(kv_full.index(C), 0)
-    mbarrier.wait(kv_full.index(1 - C), 0)
-    s = _scores(0, pieces.tile_at(k_s, C, 0), q_s, q_full, S_L)
+    mbarrier.wait(tiles.kv_full.index(C), 0)
+    mbarrier.wait(tiles.kv_full.index(1 - C), 0)
+    s = _scores(0, pieces.tile_at(tiles.k, C, 0), tiles, S_L)
     s = warpgroup_mma_wait(0, deps=[s])
-    s, dk, dv = _walk(
-        C, True, 0, cut_steps, steps - 1, s, dk, dv, k_s, v_s, q_s, dout_s, lse_v, delta_v, bounds_v,
-        ds_s, dq_s, q_full, dout_full, scale_log2, dk_scale, key, past, inner, alibi, cut_steps // heads, FOLD,
-    )  # fmt: skip
-    s, dk, dv = _walk(
-        C, False, cut_steps, steps, steps - 1, s, dk, dv, k_s, v_s, q_s, dout_s, lse_v, delta_v, bounds_v,
-        ds_s, dq_s, q_full, dout_full, scale_log2, dk_scale, key, past, inner, alibi,
-        (steps - cut_steps) // heads, FOLD,
-    )  # fmt: skip
-    barrier_sync(DS_READY + 2 - 2 * C + ((steps - 1) & 1), PAIR)
+    last = steps - 1
+    s, dk, dv = _walk(C, True, 0, cut_steps, last, s, dk, dv, tiles, score, keys, grid.heads)
+    s, dk, dv = _walk(C, False, cut_steps, steps, last, s, dk, dv, tiles, score, keys, grid.heads)
+    barrier_sync(DS_READY + 2 - 2 * C + (last & 1), PAIR)
     for unit in gl.static_range(2):  # of the last step
-        dq = warpgroup_mma_wait(0, deps=[_dq(C, unit, steps - 1, 0, k_s, ds_s)])
-        _send(C, dq, dq_s[unit], dk_scale, FOLD)
+        dq = warpgroup_mma_wait(0, deps=[_dq(C, unit, last, 0, tiles.k, tiles.ds)])
+        _send(C, dq, tiles.dq[C][unit], score.dk_scale)
     barrier_sync(DQ_SENT + C, STAGING)  # and if the group has several parts, it is this one's turn
-    pieces.store_sums(dv_ptr, dv, head, stride_s, key, past, part, dv_scale, True, IN_TURNS)
-    pieces.store_sums(dk_ptr, dk, head, stride_s, key, past, part, dk_scale, not FOLD, IN_TURNS)
-    if IN_TURNS or COUNTED:
+    pieces.store_sums(gradients.dv_ptr, dv, score.dv_scale, head, gradients, at.part, keys)
+    pieces.store_sums(gradients.dk_ptr, dk, score.dk_scale, head, gradients, at.part, keys)
+    if gradients.turns_ptr is not None or gradients.counters_ptr is not None:
         barrier_sync(DQ_STAGED + C, STAGING)  # not arrive: sync alone is documented to order the stores for the writer
+
+
+@gluon.jit
+def _staging(dq_desc, rest_desc):
+    """Return memory for columns of the first piece of dQ, and the same memory for those of the second one."""
+    SHAPE: gl.constexpr = [1, BM, 1, rest_desc.block_type.shape[3]]
+    first = pieces.allocate_staging(dq_desc)
+    return first, reinterpret(first, gl.float32, SHAPE, rest_desc.layout)
+
+
+@gluon.jit
+def _staging_matrices(dq_s):
+    return pieces.staging_matrix(dq_s[0]), pieces.staging_matrix(dq_s[1])
+
+
+@gluon.jit
+def _start(grid, descs, score, gradients, arrival, REGISTERS: gl.constexpr):
+    """Allocate shared memory and start the warps."""
+    dtype: gl.constexpr = descs.k[0].dtype
+    DS_L: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BN // 2, BM], dtype)
+    boxes = Tiles(
+        k=pieces.boxes(descs.k),
+        v=pieces.boxes(descs.v),
+        q=pieces.boxes(descs.q),
+        dout=pieces.boxes(descs.dout, 2 if descs.positions is None else 1),  # positions take the place of one tile
+        ds=gl.allocate_shared_memory(dtype, [4, BN // 2, BM], DS_L),
+        dq=(_staging(descs.dq[0], descs.dq[1]), _staging(descs.dq[0], descs.dq[1])),
+        lse=pieces.rows(descs.lse),
+        delta=pieces.rows(descs.delta),
+        bounds=pieces.rows(descs.bounds),
+        positions=() if descs.positions is None else (pieces.rows(descs.positions),),
+        kv_full=pieces.barriers(2),
+        q_full=pieces.barriers(2),
+        dout_full=pieces.barriers(2),
+    )
+    tiles = pieces.matrices(boxes, (_staging_matrices(boxes.dq[0]), _staging_matrices(boxes.dq[1])))
+    for i in gl.static_range(2):
+        mbarrier.init(tiles.kv_full.index(i), count=1)
+        mbarrier.init(tiles.q_full.index(i), count=1)
+        mbarrier.init(tiles.dout_full.index(i), count=1)
+    gl.warp_specialize(
+        [
+            (_consumer, (0, grid, tiles, score, gradients)),
+            (_consumer, (1, grid, tiles, score, gradients)),
+            (pieces.producer, (grid, descs, boxes, arrival, Q_FREE, DO_FREE)),
+            (_writer, (0, descs.dq, boxes.dq[0], grid, gradients)),
+            (_writer, (1, descs.dq, boxes.dq[1], grid, gradients)),
+        ],
+        [4, 1, 1, 1],
+        [REGISTERS, 24, 24, 24],
+    )
 
 
 @gluon.jit(do_not_specialize=pieces.NUMBERS)
@@ -228,59 +265,24 @@ def kernel(
     BATCHED: gl.constexpr, FOLD: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """Compute dk, dv and dq. Arguments: as of ``backward_128.kernel``."""
-    dtype: gl.constexpr = q_desc.dtype
-    DS_L: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BN // 2, BM], dtype)
-    ROW_L: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    k_t = (pieces.boxes(k_desc), pieces.boxes(k_rest_desc))
-    v_t = (pieces.boxes(v_desc),)
-    q_t = (pieces.boxes(q_desc), pieces.boxes(q_rest_desc))
-    dout_t = (pieces.boxes(dout_desc, 2 if positions_desc is None else 1),)  # positions take the place of one tile
-    ds_s = gl.allocate_shared_memory(dtype, [4, BN // 2, BM], DS_L)
-    REST: gl.constexpr = [1, BM, 1, dq_rest_desc.block_type.shape[3]]
-    dq_t_0 = pieces.allocate_staging(dq_desc)
-    dq_t_1 = pieces.allocate_staging(dq_desc)
-    dq_r_0 = reinterpret(dq_t_0, gl.float32, REST, dq_rest_desc.layout)
-    dq_r_1 = reinterpret(dq_t_1, gl.float32, REST, dq_rest_desc.layout)
-    dq_s_0 = (pieces.staging_matrix(dq_t_0), pieces.staging_matrix(dq_r_0))
-    dq_s_1 = (pieces.staging_matrix(dq_t_1), pieces.staging_matrix(dq_r_1))
-    lse_t = gl.allocate_shared_memory(gl.float32, [2, 1, BM], lse_desc.layout)
-    delta_t = gl.allocate_shared_memory(gl.float32, [2, 1, BM], delta_desc.layout)
-    bounds_t = gl.allocate_shared_memory(gl.int32, [2, 1, 2 * BM], bounds_desc.layout)
-    positions_t = pieces.positions_of(positions_desc)
-    kv_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    q_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    dout_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    k_s = pieces.matrices(k_t)
-    v_s = pieces.matrices(v_t)
-    q_s = pieces.matrices(q_t)
-    dout_s = pieces.matrices(dout_t)
-    lse_v = reinterpret(lse_t, gl.float32, [2, BM], ROW_L)
-    delta_v = reinterpret(delta_t, gl.float32, [2, BM], ROW_L)
-    alibi = pieces.alibi_of(slopes_ptr, slopes_stride, positions_k_ptr, positions_t)
-    bounds_v = reinterpret(bounds_t, gl.int32, [4, BM], ROW_L)
-    for i in gl.static_range(2):
-        mbarrier.init(kv_full.index(i), count=1)
-        mbarrier.init(q_full.index(i), count=1)
-        mbarrier.init(dout_full.index(i), count=1)
-    gl.warp_specialize(
-        [
-            (_consumer, (0, dk_ptr, dv_ptr, info_ptr, k_s, v_s, q_s, dout_s, lse_v, delta_v, bounds_v, ds_s,
-                         dq_s_0, kv_full, q_full, dout_full, heads, tiles, kv_heads,
-                         parts, batches, stride_b, stride_s, stride_h, scale_log2, dk_scale, dv_scale, inner,
-                         alibi, sweep, BATCHED, FOLD, turns_ptr is not None, counters_ptr is not None)),
-            (_consumer, (1, dk_ptr, dv_ptr, info_ptr, k_s, v_s, q_s, dout_s, lse_v, delta_v, bounds_v, ds_s,
-                         dq_s_1, kv_full, q_full, dout_full, heads, tiles, kv_heads,
-                         parts, batches, stride_b, stride_s, stride_h, scale_log2, dk_scale, dv_scale, inner,
-                         alibi, sweep, BATCHED, FOLD, turns_ptr is not None, counters_ptr is not None)),
-            (pieces.producer, ((q_desc, q_rest_desc), (dout_desc,), (k_desc, k_rest_desc), (v_desc,), lse_desc,
-                         delta_desc, bounds_desc, positions_desc, info_ptr, k_t, v_t, q_t, dout_t, lse_t, delta_t,
-                         bounds_t, positions_t, kv_full, q_full, dout_full, heads, tiles, kv_heads, parts, q_tiles,
-                         flags_ptr, epoch, timed_out_ptr, Q_FREE, DO_FREE, sweep, BATCHED)),
-            (_writer, (0, (dq_desc, dq_rest_desc), (dq_t_0, dq_r_0), info_ptr, heads, tiles, kv_heads, parts,
-                       turns_ptr, counters_ptr, segments, sweep, BATCHED)),
-            (_writer, (1, (dq_desc, dq_rest_desc), (dq_t_1, dq_r_1), info_ptr, heads, tiles, kv_heads, parts,
-                       turns_ptr, counters_ptr, segments, sweep, BATCHED)),
-        ],
-        [4, 1, 1, 1],
-        [REGISTERS, 24, 24, 24],
+    _start(
+        Grid(info_ptr, heads, tiles, kv_heads, parts, sweep, q_tiles, BATCHED),
+        Descriptors(
+            q=(q_desc, q_rest_desc),
+            dout=(dout_desc,),
+            k=(k_desc, k_rest_desc),
+            v=(v_desc,),
+            lse=lse_desc,
+            delta=delta_desc,
+            bounds=bounds_desc,
+            positions=positions_desc,
+            dq=(dq_desc, dq_rest_desc),
+        ),
+        Score(
+            scale_log2, inner, slopes_ptr, slopes_stride, positions_k_ptr,
+            None if FOLD else dk_scale, dv_scale,
+        ),
+        Gradients(dk_ptr, dv_ptr, batches, stride_b, stride_s, stride_h, turns_ptr, counters_ptr, segments),
+        Arrival(flags_ptr, epoch, timed_out_ptr),
+        REGISTERS,
     )  # fmt: skip

@@ -47,6 +47,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from . import backward_pieces as pieces
 from . import scores
+from .backward_arguments import Arrival, Descriptors, Gradients, Grid, Keys, Score, Tiles
 from .backward_pieces import BM, LOADERS, PAIR, STAGING
 from .clusters import cluster_arrive, cluster_wait, fence_barriers, offset_of, send_to_peer
 from .primitives import (
@@ -55,7 +56,6 @@ from .primitives import (
     barrier_sync,
     reinterpret,
     tma_reduce_add,
-    wait_row,
 )
 
 CTAS = gl.constexpr(2)  # of a tile of keys
@@ -70,11 +70,11 @@ P_READY, DS_READY, Q_FREE, DO_FREE, DQ_STAGED, DQ_FREE, MAY_STORE = (gl.constexp
 
 
 @gluon.jit
-def _sender(info_ptr, ds_at, arrived, arrived_at, heads, tiles, kv_heads, parts, sweep, BATCHED: gl.constexpr):
+def _sender(grid, ds_at, arrived, arrived_at):
     """Send the dS of each step. That of the next step may arrive as soon as this one has been sent."""
     cluster_arrive(1)
-    _, _, _, info = pieces.place(info_ptr, tiles, kv_heads, parts, sweep, BATCHED, CTAS)
-    steps = (gl.load(info + 3) - gl.load(info + 2)) * heads
+    at = pieces.place(grid)
+    steps = (gl.load(at.info + 3) - gl.load(at.info + 2)) * grid.heads
     mbarrier.expect(arrived.index(0), DS_BYTES)
     cluster_wait(1)
     for i in range(0, steps):
@@ -88,61 +88,48 @@ def _sender(info_ptr, ds_at, arrived, arrived_at, heads, tiles, kv_heads, parts,
 
 
 @gluon.jit
-def _producer(
-    q_descs, dout_descs, k_desc, v_desc, lse_desc, delta_desc, bounds_desc, positions_desc, info_ptr,
-    k_s, v_s, q_s, dout_s, lse_s, delta_s, bounds_s, positions_s, kv_full, q_full, dout_full,
-    heads, tiles, kv_heads, parts, q_tiles, flags_ptr, epoch, timed_out_ptr, sweep, BATCHED: gl.constexpr,
-):  # fmt: skip
+def _producer(grid, descs, tiles, arrival):
     cluster_arrive(1)
-    batch, kv_head, part, info = pieces.place(info_ptr, tiles, kv_heads, parts, sweep, BATCHED, CTAS)
+    at = pieces.place(grid)
     rank = gl.program_id(0) % CTAS
-    first = gl.load(info)
-    visits = pieces.visits_of(info, heads)
-    if flags_ptr is not None:
-        wait_row(flags_ptr, batch * kv_heads + kv_head, epoch, timed_out_ptr, 1)
-    mbarrier.expect(kv_full.index(0), 3 * k_desc.block_type.nbytes + 2 * v_desc.block_type.nbytes)
+    first = gl.load(at.info)
+    visits = pieces.visits_of(at.info, grid.heads)
+    pieces.wait_for_keys(arrival, grid, at)
+    k_desc, v_desc, full = descs.k[0], descs.v[0], tiles.kv_full.index(0)
+    mbarrier.expect(full, 3 * k_desc.block_type.nbytes + 2 * v_desc.block_type.nbytes)
     for piece in gl.static_range(2):
-        row = [batch, first + rank * KEYS, kv_head, piece * HALF]
-        async_load(k_desc, row, kv_full.index(0), k_s.index(piece))
-        async_load(v_desc, row, kv_full.index(0), v_s.index(piece))
-    async_load(
-        k_desc, [batch, first + (1 - rank) * KEYS, kv_head, rank * HALF], kv_full.index(0), k_s.index(2)
-    )  # fmt: skip
-    pieces.load_queries(
-        q_descs, dout_descs, lse_desc, delta_desc, bounds_desc, positions_desc, visits, q_s, dout_s, lse_s, delta_s,
-        bounds_s, positions_s, q_full, dout_full, heads, batch, kv_head, part, kv_heads, parts, q_tiles,
-        Q_FREE, DO_FREE, BATCHED,
-    )  # fmt: skip
+        row = [at.batch, first + rank * KEYS, at.kv_head, piece * HALF]
+        async_load(k_desc, row, full, tiles.k[0].index(piece))
+        async_load(v_desc, row, full, tiles.v[0].index(piece))
+    async_load(k_desc, [at.batch, first + (1 - rank) * KEYS, at.kv_head, rank * HALF], full, tiles.k[0].index(2))
+    pieces.load_queries(grid, at, visits, descs, tiles, Q_FREE, DO_FREE)
     cluster_wait(1)
     cluster_arrive(1)
     cluster_wait(1)
 
 
 @gluon.jit
-def _writer(
-    C: gl.constexpr, dq_desc, info_ptr, dq_t, heads, tiles, kv_heads, parts, turns_ptr, counters_ptr, segments, sweep,
-    BATCHED: gl.constexpr,
-):  # fmt: skip
+def _writer(C: gl.constexpr, dq_desc, dq_s, grid, gradients):
     """Send what consumer C has staged, and let the other consumer stage. At the end writer 1 lets both store."""
     cluster_arrive(1)
-    batch, kv_head, part, info = pieces.place(info_ptr, tiles, kv_heads, parts, sweep, BATCHED, CTAS)
-    steps, cut_steps, j, stops = pieces.visit_order(info, heads)
-    head = (kv_head * parts + part) * heads
+    at = pieces.place(grid)
+    steps, cut_steps, j, stops = pieces.visit_order(at.info, grid.heads)
+    head = (at.kv_head * grid.parts + at.part) * grid.heads
     column = gl.program_id(0) % CTAS * HALF + C * UNIT
     if C == 1:
         barrier_arrive(DQ_FREE, STAGING, warps=1)
     for i in range(0, steps):
         barrier_sync(DQ_STAGED + C, STAGING, warps=1)
-        tma_reduce_add(dq_desc, [batch, j * BM, head, column], dq_t)
+        tma_reduce_add(dq_desc, [at.batch, j * BM, head, column], dq_s)
         tma.store_wait(0)
         if C == 0:
             barrier_arrive(DQ_FREE + 1, STAGING, warps=1)
         else:
-            pieces.signal_sent(DQ_FREE, i == steps - 1, turns_ptr, tiles, part, parts, sweep, CTAS)
-        j, head = pieces.next_tile(i, j, head, cut_steps, heads, stops)
-    if C == 1 and (turns_ptr is not None or counters_ptr is not None):
+            pieces.signal_sent(DQ_FREE, i == steps - 1, gradients, grid, at.part)
+        j, head = pieces.next_tile(i, j, head, cut_steps, grid.heads, stops)
+    if C == 1 and (gradients.turns_ptr is not None or gradients.counters_ptr is not None):
         barrier_sync(MAY_STORE, STAGING, warps=1)
-    pieces.finish_writer(DQ_STAGED + C, turns_ptr, counters_ptr, info, tiles, part, parts, segments, sweep, CTAS)
+    pieces.finish_writer(DQ_STAGED + C, gradients, grid, at)
     cluster_wait(1)
     cluster_arrive(1)
     cluster_wait(1)
@@ -177,9 +164,9 @@ def _add_other(C: gl.constexpr, i, k_s, ds_s, arrived, dq):
 
 
 @gluon.jit
-def _stage(C: gl.constexpr, dq, dq_s, dq_scale, FOLD: gl.constexpr):
-    if not FOLD:
-        dq = dq * dq_scale
+def _stage(C: gl.constexpr, dq, dq_s, scale):
+    if scale is not None:
+        dq = dq * scale
     barrier_sync(DQ_FREE + C, STAGING)
     pieces.stage_dq(dq_s, dq)
     fence_async_shared()
@@ -187,81 +174,59 @@ def _stage(C: gl.constexpr, dq, dq_s, dq_scale, FOLD: gl.constexpr):
 
 
 @gluon.jit
-def _walk_values(
-    CUT: gl.constexpr, first, past_step, last, rank, s, dv, k_s, q_s, dout_s, lse_v, bounds_v, ds_s, arrived,
-    dq_s, q_full, dout_full, scale_log2, dq_scale, key, past, inner, alibi, steps_of_head,
-    FOLD: gl.constexpr,
-):  # fmt: skip
+def _walk_values(CUT: gl.constexpr, first, past_step, last, rank, s, dv, tiles, arrived, score, keys, heads):
     """Walk the query tiles as consumer 0. ``s`` is complete on entry, and on return that of the next step is."""
     S_L: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BM, 16])
     A_L: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=dv[0].type.layout, k_width=2)
+    steps_of_head = (past_step - first) // heads
     head, inside = 0, 0
     for i in range(first, past_step):
         stage = i & 1
-        p, slope16 = pieces.probabilities(
-            s, lse_v, scale_log2, inner, alibi, head, bounds_v, stage, key, past, S_L, CUT, ds_s.dtype
-        )
-        ds_s.index(2 + stage).store(slope16)
+        p, slope16 = pieces.probabilities(s, score, keys, tiles, stage, head, S_L, CUT, tiles.ds.dtype)
+        tiles.ds.index(2 + stage).store(slope16)
         barrier_arrive(P_READY, PAIR)
         barrier_arrive(Q_FREE + stage, LOADERS)
         p16 = gl.convert_layout(p, A_L)
-        mbarrier.wait(dout_full.index(0), i & 1)
-        dv = pieces.accumulate(p16, dout_s, 0, dv)
+        mbarrier.wait(tiles.dout_full.index(0), i & 1)
+        dv = pieces.accumulate(p16, tiles.dout, 0, dv)
         after = gl.minimum(i + 1, last)
-        mbarrier.wait(q_full.index(after & 1), (after >> 1) & 1)
-        s = pieces.keys_times_queries(_tiles(k_s, i), q_s, after & 1, S_L)
+        mbarrier.wait(tiles.q_full.index(after & 1), (after >> 1) & 1)
+        s = pieces.keys_times_queries(_tiles(tiles.k[0], i), tiles.q, after & 1, S_L)
         dv, p16 = pieces.wait_sums(2, dv, p16)
         barrier_arrive(DO_FREE, LOADERS)
         barrier_sync(DS_READY, LOADERS)
-        dq = _dq_of_own(0, i, rank, k_s, ds_s)
-        dq = _add_other(0, i, k_s, ds_s, arrived, dq)
+        dq = _dq_of_own(0, i, rank, tiles.k[0], tiles.ds)
+        dq = _add_other(0, i, tiles.k[0], tiles.ds, arrived, dq)
         dq, s = warpgroup_mma_wait(0, deps=[dq, s])
-        _stage(0, dq, dq_s, dq_scale, FOLD)
-        head, inside = scores.next_head(alibi, head, inside, steps_of_head)
+        _stage(0, dq, tiles.dq, score.dk_scale)
+        head, inside = scores.next_head(keys.alibi, head, inside, steps_of_head)
     return s, dv
 
 
 @gluon.jit
-def _values(
-    dv_ptr, info_ptr, k_t, q_t, dout_t, lse_t, bounds_t, positions_t, ds_s, arrived, dq_t, kv_full, q_full, dout_full,
-    heads, tiles, kv_heads, parts, batches, stride_b, stride_s, stride_h, scale_log2, dq_scale, dv_scale,
-    inner, slopes_ptr, slopes_stride, positions_k_ptr, sweep, BATCHED: gl.constexpr, FOLD: gl.constexpr,
-    IN_TURNS: gl.constexpr, COUNTED: gl.constexpr,
-):  # fmt: skip
+def _values(grid, boxes, arrived, score, gradients):
     """Run consumer 0: S, P, dV and the first columns of dQ."""
     cluster_arrive(4)
     S_L: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BM, 16])
-    ROW_L: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    k_s = pieces.matrices((k_t,))[0]
-    q_s = pieces.matrices(q_t)
-    dout_s = pieces.matrices(dout_t)
-    lse_v = reinterpret(lse_t, gl.float32, [2, BM], ROW_L)
-    bounds_v = reinterpret(bounds_t, gl.int32, [4, BM], ROW_L)
-    alibi = pieces.alibi_of(slopes_ptr, slopes_stride, positions_k_ptr, positions_t)
-    dq_s = pieces.staging_matrix(dq_t)
-    batch, kv_head, part, info = pieces.place(info_ptr, tiles, kv_heads, parts, sweep, BATCHED, CTAS)
+    tiles = pieces.matrices(boxes, pieces.staging_matrix(boxes.dq))
+    at = pieces.place(grid)
     rank = gl.program_id(0) % CTAS
-    first = gl.load(info)
-    past = gl.load(info + 1)
+    first = gl.load(at.info)
+    past = gl.load(at.info + 1)
     key = first + rank * KEYS
-    steps, cut_steps, _, _ = pieces.visit_order(info, heads)
-    dv = pieces.zero_sums(dout_s)
-    alibi = scores.of_keys(alibi, batch, (kv_head * parts + part) * heads, first, past, key, S_L)
-    mbarrier.wait(kv_full.index(0), 0)
-    mbarrier.wait(q_full.index(0), 0)
-    s = warpgroup_mma_wait(0, deps=[pieces.keys_times_queries(_tiles(k_s, 0), q_s, 0, S_L)])
-    s, dv = _walk_values(
-        True, 0, cut_steps, steps - 1, rank, s, dv, k_s, q_s, dout_s, lse_v, bounds_v, ds_s, arrived, dq_s, q_full,
-        dout_full, scale_log2, dq_scale, key, past, inner, alibi, cut_steps // heads, FOLD,
-    )  # fmt: skip
-    s, dv = _walk_values(
-        False, cut_steps, steps, steps - 1, rank, s, dv, k_s, q_s, dout_s, lse_v, bounds_v, ds_s, arrived, dq_s,
-        q_full, dout_full, scale_log2, dq_scale, key, past, inner, alibi, (steps - cut_steps) // heads, FOLD,
-    )  # fmt: skip
+    steps, cut_steps, _, _ = pieces.visit_order(at.info, grid.heads)
+    dv = pieces.zero_sums(tiles.dout)
+    keys = pieces.keys_of(score, tiles.positions, grid, at, first, past, key, S_L)
+    mbarrier.wait(tiles.kv_full.index(0), 0)
+    mbarrier.wait(tiles.q_full.index(0), 0)
+    s = warpgroup_mma_wait(0, deps=[pieces.keys_times_queries(_tiles(tiles.k[0], 0), tiles.q, 0, S_L)])
+    last = steps - 1
+    s, dv = _walk_values(True, 0, cut_steps, last, rank, s, dv, tiles, arrived, score, keys, grid.heads)
+    s, dv = _walk_values(False, cut_steps, steps, last, rank, s, dv, tiles, arrived, score, keys, grid.heads)
     barrier_sync(DQ_FREE, STAGING)  # and if the group has several parts, it is this one's turn
-    head = pieces.buffer_of(batch, part, batches, IN_TURNS).to(gl.int64) * stride_b + kv_head.to(gl.int64) * stride_h
-    pieces.store_sums(dv_ptr, dv, head, stride_s, key, past, part, dv_scale, True, IN_TURNS)
-    if IN_TURNS or COUNTED:
+    head = pieces.head_of_gradients(gradients, at)
+    pieces.store_sums(gradients.dv_ptr, dv, score.dv_scale, head, gradients, at.part, keys)
+    if gradients.turns_ptr is not None or gradients.counters_ptr is not None:
         barrier_sync(DQ_STAGED, STAGING)  # not arrive: sync alone is documented to order the stores for the writer
     cluster_wait(4)
     cluster_arrive(4)
@@ -269,34 +234,26 @@ def _values(
 
 
 @gluon.jit
-def _keys(
-    dk_ptr, info_ptr, k_t, v_t, q_t, dout_t, delta_t, ds_s, arrived, dq_t, kv_full, q_full, dout_full,
-    heads, tiles, kv_heads, parts, batches, stride_b, stride_s, stride_h, dk_scale,
-    sweep, BATCHED: gl.constexpr, FOLD: gl.constexpr, IN_TURNS: gl.constexpr, COUNTED: gl.constexpr,
-):  # fmt: skip
+def _keys(grid, boxes, arrived, score, gradients):
     """Run consumer 1: dP, dS, dK and the last columns of dQ."""
     cluster_arrive(4)
     S_L: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BM, 16])
-    k_s = pieces.matrices((k_t,))[0]
-    v_s = pieces.matrices((v_t,))[0]
-    q_s = pieces.matrices(q_t)
-    dout_s = pieces.matrices(dout_t)
-    delta_v = reinterpret(delta_t, gl.float32, [1, BM], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    dq_s = pieces.staging_matrix(dq_t)
-    batch, kv_head, part, info = pieces.place(info_ptr, tiles, kv_heads, parts, sweep, BATCHED, CTAS)
+    SIGNALS: gl.constexpr = gradients.turns_ptr is not None or gradients.counters_ptr is not None
+    tiles = pieces.matrices(boxes, pieces.staging_matrix(boxes.dq))
+    at = pieces.place(grid)
     rank = gl.program_id(0) % CTAS
-    key = gl.load(info) + rank * KEYS
-    past = gl.load(info + 1)
-    steps = (gl.load(info + 3) - gl.load(info + 2)) * heads
-    dk = pieces.zero_sums(q_s)
+    keys = Keys(gl.load(at.info) + rank * KEYS, gl.load(at.info + 1), ())
+    steps = (gl.load(at.info + 3) - gl.load(at.info + 2)) * grid.heads
+    dk = pieces.zero_sums(tiles.q)
     A_L: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=dk[0].type.layout, k_width=2)
-    mbarrier.wait(kv_full.index(0), 0)
-    mbarrier.wait(dout_full.index(0), 0)
-    minus_delta = delta_v.index(0).load(gl.SliceLayout(0, S_L))
-    dp = warpgroup_mma_wait(0, deps=[pieces.keys_times_queries(_tiles(v_s, 0), dout_s, 0, S_L, minus_delta)])
+    mbarrier.wait(tiles.kv_full.index(0), 0)
+    mbarrier.wait(tiles.dout_full.index(0), 0)
+    minus_delta = tiles.delta.index(0).load(gl.SliceLayout(0, S_L))
+    dp = pieces.keys_times_queries(_tiles(tiles.v[0], 0), tiles.dout, 0, S_L, minus_delta)
+    dp = warpgroup_mma_wait(0, deps=[dp])
     for i in range(0, steps):
         stage = i & 1
-        p_s = ds_s.index(2 + stage)
+        p_s = tiles.ds.index(2 + stage)
         barrier_sync(P_READY, PAIR)
         ds = (p_s.load(S_L).to(gl.float32) * dp).to(p_s.dtype)
         p_s.store(ds)
@@ -304,27 +261,73 @@ def _keys(
         fence_async_shared()
         barrier_arrive(DS_READY, LOADERS)
         barrier_arrive(DO_FREE, LOADERS)
-        mbarrier.wait(q_full.index(stage), (i >> 1) & 1)
-        dk = pieces.accumulate(ds16, q_s, stage, dk)
-        dq = _dq_of_own(1, i, rank, k_s, ds_s)
+        mbarrier.wait(tiles.q_full.index(stage), (i >> 1) & 1)
+        dk = pieces.accumulate(ds16, tiles.q, stage, dk)
+        dq = _dq_of_own(1, i, rank, tiles.k[0], tiles.ds)
         dk, ds16 = pieces.wait_sums(1, dk, ds16)
         barrier_arrive(Q_FREE + stage, LOADERS)
         after = gl.minimum(i + 1, steps - 1)
-        mbarrier.wait(dout_full.index(0), after & 1)
-        minus_delta = delta_v.index(0).load(gl.SliceLayout(0, S_L))
-        dp = pieces.keys_times_queries(_tiles(v_s, i), dout_s, 0, S_L, minus_delta)
-        dq = _add_other(1, i, k_s, ds_s, arrived, dq)
+        mbarrier.wait(tiles.dout_full.index(0), after & 1)
+        minus_delta = tiles.delta.index(0).load(gl.SliceLayout(0, S_L))
+        dp = pieces.keys_times_queries(_tiles(tiles.v[0], i), tiles.dout, 0, S_L, minus_delta)
+        dq = _add_other(1, i, tiles.k[0], tiles.ds, arrived, dq)
         dq, dp = warpgroup_mma_wait(0, deps=[dq, dp])
-        _stage(1, dq, dq_s, dk_scale, FOLD)
-    if IN_TURNS or COUNTED:
+        _stage(1, dq, tiles.dq, score.dk_scale)
+    if SIGNALS:
         barrier_sync(MAY_STORE, STAGING)
-    head = pieces.buffer_of(batch, part, batches, IN_TURNS).to(gl.int64) * stride_b + kv_head.to(gl.int64) * stride_h
-    pieces.store_sums(dk_ptr, dk, head, stride_s, key, past, part, dk_scale, not FOLD, IN_TURNS)
-    if IN_TURNS or COUNTED:
+    head = pieces.head_of_gradients(gradients, at)
+    pieces.store_sums(gradients.dk_ptr, dk, score.dk_scale, head, gradients, at.part, keys)
+    if SIGNALS:
         barrier_sync(DQ_STAGED + 1, STAGING)  # not arrive: sync alone is documented to order the stores for the writer
     cluster_wait(4)
     cluster_arrive(4)
     cluster_wait(4)
+
+
+@gluon.jit
+def _start(grid, descs, score, gradients, arrival, REGISTERS: gl.constexpr):
+    """Allocate shared memory and start the warps."""
+    dtype: gl.constexpr = descs.k[0].dtype
+    DS_L: gl.constexpr = gl.NVMMASharedLayout.get_default_for([KEYS, BM], dtype)
+    ROW_L: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    ds_s = gl.allocate_shared_memory(dtype, [4, KEYS, BM], DS_L)  # of the other CTA two, of this one two
+    arrived = pieces.barriers(2)  # dS of the other CTA
+    kv_full, q_full, dout_full = pieces.barriers(1), pieces.barriers(2), pieces.barriers(1)
+    boxes = Tiles(
+        k=pieces.boxes(descs.k, 3),  # the columns of this CTA's keys in two tiles, and half of those of the other's
+        v=pieces.boxes(descs.v, 2),
+        q=pieces.boxes(descs.q),
+        dout=pieces.boxes(descs.dout, 1),
+        ds=ds_s,
+        dq=pieces.allocate_staging(descs.dq[0]),
+        lse=pieces.rows(descs.lse),
+        delta=pieces.rows(descs.delta, 1),
+        bounds=pieces.rows(descs.bounds),
+        positions=() if descs.positions is None else (pieces.rows(descs.positions),),
+        kv_full=kv_full,
+        q_full=q_full,
+        dout_full=dout_full,
+    )
+    ds_at = offset_of(reinterpret(ds_s.index(0), gl.int32, [DS_BYTES // 4], ROW_L), 0, 1024)
+    arrived_at = offset_of(reinterpret(arrived, gl.int32, [4], ROW_L), SMALL_AT, 16)
+    mbarrier.init(kv_full.index(0), count=1)
+    mbarrier.init(dout_full.index(0), count=1)
+    for i in gl.static_range(2):
+        mbarrier.init(q_full.index(i), count=1)
+        mbarrier.init(arrived.index(i), count=1)
+    fence_barriers()
+    gl.warp_specialize(
+        [
+            (_values, (grid, boxes, arrived, score, gradients)),
+            (_keys, (grid, boxes, arrived, score, gradients)),
+            (_producer, (grid, descs, boxes, arrival)),
+            (_sender, (grid, ds_at, arrived, arrived_at)),
+            (_writer, (0, descs.dq[0], boxes.dq, grid, gradients)),
+            (_writer, (1, descs.dq[0], boxes.dq, grid, gradients)),
+        ],
+        [4, 1, 1, 1, 1],
+        [REGISTERS, 24, 24, 24, 24],
+    )
 
 
 @gluon.jit(do_not_specialize=pieces.NUMBERS)
@@ -337,50 +340,24 @@ def kernel(
     BATCHED: gl.constexpr, FOLD: gl.constexpr, FIXED: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """Compute dk, dv and dq. Arguments: as of ``backward_128.kernel``. Boxes have 128 columns, of dq 64."""
-    dtype: gl.constexpr = q_desc.dtype
-    DS_L: gl.constexpr = gl.NVMMASharedLayout.get_default_for([KEYS, BM], dtype)
-    ROW_L: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    ds_s = gl.allocate_shared_memory(dtype, [4, KEYS, BM], DS_L)  # of the other CTA two, of this one two
-    arrived = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    kv_full = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
-    q_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    dout_full = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
-    k_t = pieces.boxes(k_desc, 3)  # the columns of this CTA's keys in two tiles, and half of those of the other's
-    v_t = pieces.boxes(v_desc, 2)
-    q_t = (pieces.boxes(q_desc, 2), pieces.boxes(q_desc, 2))
-    dout_t = (pieces.boxes(dout_desc, 1), pieces.boxes(dout_desc, 1))
-    dq_t = pieces.allocate_staging(dq_desc)
-    lse_t = gl.allocate_shared_memory(gl.float32, [2, 1, BM], lse_desc.layout)
-    delta_t = gl.allocate_shared_memory(gl.float32, [1, 1, BM], delta_desc.layout)
-    bounds_t = gl.allocate_shared_memory(gl.int32, [2, 1, 2 * BM], bounds_desc.layout)
-    positions_t = pieces.positions_of(positions_desc)
-    ds_at = offset_of(reinterpret(ds_s.index(0), gl.int32, [DS_BYTES // 4], ROW_L), 0, 1024)
-    arrived_at = offset_of(reinterpret(arrived, gl.int32, [4], ROW_L), SMALL_AT, 16)
-    mbarrier.init(kv_full.index(0), count=1)
-    mbarrier.init(dout_full.index(0), count=1)
-    for i in gl.static_range(2):
-        mbarrier.init(q_full.index(i), count=1)
-        mbarrier.init(arrived.index(i), count=1)
-    fence_barriers()
-    gl.warp_specialize(
-        [
-            (_values, (dv_ptr, info_ptr, k_t, q_t, dout_t, lse_t, bounds_t, positions_t, ds_s, arrived, dq_t, kv_full,
-                       q_full, dout_full, heads, tiles, kv_heads, parts, batches, stride_b, stride_s, stride_h,
-                       scale_log2, dk_scale, dv_scale, inner if FIXED is None else FIXED, slopes_ptr, slopes_stride,
-                       positions_k_ptr, sweep, BATCHED, FOLD, turns_ptr is not None, counters_ptr is not None)),
-            (_keys, (dk_ptr, info_ptr, k_t, v_t, q_t, dout_t, delta_t, ds_s, arrived, dq_t, kv_full, q_full, dout_full,
-                     heads, tiles, kv_heads, parts, batches, stride_b, stride_s, stride_h, dk_scale, sweep, BATCHED,
-                     FOLD, turns_ptr is not None, counters_ptr is not None)),
-            (_producer, ((q_desc, q_desc), (dout_desc, dout_desc), k_desc, v_desc, lse_desc, delta_desc, bounds_desc,
-                         positions_desc, info_ptr, k_t, v_t, q_t, dout_t, lse_t, delta_t, bounds_t, positions_t,
-                         kv_full, q_full, dout_full, heads, tiles, kv_heads, parts, q_tiles, flags_ptr, epoch,
-                         timed_out_ptr, sweep, BATCHED)),
-            (_sender, (info_ptr, ds_at, arrived, arrived_at, heads, tiles, kv_heads, parts, sweep, BATCHED)),
-            (_writer, (0, dq_desc, info_ptr, dq_t, heads, tiles, kv_heads, parts, turns_ptr, counters_ptr, segments,
-                       sweep, BATCHED)),
-            (_writer, (1, dq_desc, info_ptr, dq_t, heads, tiles, kv_heads, parts, turns_ptr, counters_ptr, segments,
-                       sweep, BATCHED)),
-        ],
-        [4, 1, 1, 1, 1],
-        [REGISTERS, 24, 24, 24, 24],
+    _start(
+        Grid(info_ptr, heads, tiles, kv_heads, parts, sweep, q_tiles, BATCHED, CTAS),
+        Descriptors(
+            q=(q_desc, q_desc),
+            dout=(dout_desc, dout_desc),
+            k=(k_desc,),
+            v=(v_desc,),
+            lse=lse_desc,
+            delta=delta_desc,
+            bounds=bounds_desc,
+            positions=positions_desc,
+            dq=(dq_desc,),
+        ),
+        Score(
+            scale_log2, inner if FIXED is None else FIXED, slopes_ptr, slopes_stride, positions_k_ptr,
+            None if FOLD else dk_scale, dv_scale,
+        ),
+        Gradients(dk_ptr, dv_ptr, batches, stride_b, stride_s, stride_h, turns_ptr, counters_ptr, segments),
+        Arrival(flags_ptr, epoch, timed_out_ptr),
+        REGISTERS,
     )  # fmt: skip

@@ -11,6 +11,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 
 from . import scores
+from .backward_arguments import Keys, Place, Tiles
 from .primitives import (
     async_load,
     barrier_arrive,
@@ -55,65 +56,55 @@ def _bytes(desc):
 
 
 @gluon.jit
-def _order(tiles, sweep, CTAS: gl.constexpr = 1):
-    """Return the part of a group, numbered over all batch elements and key heads, and the key tile of this program.
-    ``sweep`` parts are walked at the same time, tile by tile; ``CTAS`` programs in a row share a tile."""
-    program = gl.program_id(0) // CTAS
-    inside = program % (sweep * tiles)
-    return program // (sweep * tiles) * sweep + inside % sweep, inside // sweep
+def _order(grid):
+    """Return the part of a group, numbered over all batch elements and key heads, and the key tile of this program:
+    ``grid.sweep`` parts are walked at the same time, tile by tile."""
+    program = gl.program_id(0) // grid.CTAS
+    inside = program % (grid.sweep * grid.tiles)
+    return program // (grid.sweep * grid.tiles) * grid.sweep + inside % grid.sweep, inside // grid.sweep
 
 
 @gluon.jit
-def place(info_ptr, tiles, kv_heads, parts, sweep, BATCHED: gl.constexpr, CTAS: gl.constexpr = 1):
-    """Return batch, key head, part of the group's query heads and address of the key tile's description."""
-    head, tile = _order(tiles, sweep, CTAS)
-    batch = head // (parts * kv_heads)
-    if BATCHED:
-        tile += batch * tiles
-    return batch, head // parts % kv_heads, head % parts, info_ptr + tile * INFO
+def place(grid):
+    """Return the :class:`Place` of this program."""
+    head, tile = _order(grid)
+    batch = head // (grid.parts * grid.kv_heads)
+    if grid.BATCHED:
+        tile += batch * grid.tiles
+    return Place(batch, head // grid.parts % grid.kv_heads, head % grid.parts, grid.info_ptr + tile * INFO)
 
 
 @gluon.jit
-def buffer_of(batch, part, batches, IN_TURNS: gl.constexpr):
-    """Return the index of the dk and dv that a part of a group adds to: those of the batch element, or its own."""
-    if not IN_TURNS:
-        batch = part * batches + batch
-    return batch
-
-
-@gluon.jit
-def _turns_of(turns_ptr, tiles, parts, sweep, CTAS: gl.constexpr = 1):
+def _turns_of(turns_ptr, grid):
     """Return the address of the counter of stored parts of this program's group, one per key tile of a key head."""
-    head, tile = _order(tiles, sweep, CTAS)
-    return turns_ptr + (head // parts * tiles + tile)
+    head, tile = _order(grid)
+    return turns_ptr + (head // grid.parts * grid.tiles + tile)
 
 
 @gluon.jit
-def signal_sent(sent: gl.constexpr, last, turns_ptr, tiles, part, parts, sweep, CTAS: gl.constexpr = 1):
+def signal_sent(sent: gl.constexpr, last, gradients, grid, part):
     """Signal to a writer's consumer, at barrier ``sent``, that the staged tile has been read. Before the ``last``
     signal wait until all consumers of the previous part have stored: parts add to the same dk and dv in order, so that
     these have the same bits on every run. The previous part has a smaller program number and has started earlier."""
-    if (turns_ptr is not None) and last:
-        wait_count(_turns_of(turns_ptr, tiles, parts, sweep, CTAS), 2 * CTAS * part)
+    if (gradients.turns_ptr is not None) and last:
+        wait_count(_turns_of(gradients.turns_ptr, grid), 2 * grid.CTAS * part)
         barrier_sync(sent, STAGING, warps=1)  # not arrive: sync alone is documented to order memory
     else:
         barrier_arrive(sent, STAGING, warps=1)
 
 
 @gluon.jit
-def finish_writer(
-    staged: gl.constexpr, turns_ptr, counters_ptr, info, tiles, part, parts, segments, sweep, CTAS: gl.constexpr = 1,
-):  # fmt: skip
+def finish_writer(staged: gl.constexpr, gradients, grid, at):
     """End a writer, after barrier ``staged`` with its consumer, which has stored: signal to the next part, or after the
     last part raise the completion counter of dk and dv. In the writer, because it would cost the consumer registers."""
-    if (turns_ptr is not None) or (counters_ptr is not None):
+    if gradients.turns_ptr is not None or gradients.counters_ptr is not None:
         barrier_sync(staged, STAGING, warps=1)
-    if turns_ptr is not None:
-        raise_counter(_turns_of(turns_ptr, tiles, parts, sweep, CTAS), "gpu")
-    if (counters_ptr is not None) and (part == parts - 1):
-        head, _ = _order(tiles, sweep, CTAS)
-        chunk = head // gl.maximum(parts, sweep)  # rows of keys that complete together
-        raise_counter(counters_ptr + (chunk * segments + gl.load(info + 7)), "sys")
+    if gradients.turns_ptr is not None:
+        raise_counter(_turns_of(gradients.turns_ptr, grid), "gpu")
+    if (gradients.counters_ptr is not None) and (at.part == grid.parts - 1):
+        head, _ = _order(grid)
+        chunk = head // gl.maximum(grid.parts, grid.sweep)  # rows of keys that complete together
+        raise_counter(gradients.counters_ptr + (chunk * gradients.segments + gl.load(at.info + 7)), "sys")
 
 
 @gluon.jit
@@ -194,17 +185,16 @@ def ordered_next_head(alibi, head, heads):
 
 
 @gluon.jit
-def wait_for_turn(order, row, bounds_row, j, rank, C: gl.constexpr):
+def wait_for_turn(order, grid, row, bounds_row, j, rank, C: gl.constexpr):
     """Wait, in a writer, until all key tiles before this one have added to tile j of queries of ``row`` (batch element
     and query head). Return the counter to raise after this one has, by :func:`end_turn`; a tile that no query sees
     takes no turn.
 
     Key tiles add in the order of their keys, which is that of the programs: a program waits for programs with smaller
     numbers, which have started earlier, and so for none that waits for it."""
-    first_ptr, sums_ptr, q_tiles = order
-    counter = sums_ptr + ((row.to(gl.int64) * q_tiles + j) * 2 + C)
+    counter = order.sums_ptr + ((row.to(gl.int64) * grid.q_tiles + j) * 2 + C)
     if rank >= 0:
-        wait_count(counter, rank - gl.load(first_ptr + bounds_row + j))
+        wait_count(counter, rank - gl.load(order.first_ptr + bounds_row + j))
         fence_async_global()
     return counter
 
@@ -220,8 +210,7 @@ def end_turn(counter, rank):
 @gluon.jit
 def writer(
     C: gl.constexpr, staged: gl.constexpr, sent: gl.constexpr, ROWS: gl.constexpr, ROW: gl.constexpr,
-    COLUMN: gl.constexpr, dq_desc, info_ptr, dq_s, heads, tiles, kv_heads, parts, turns_ptr, counters_ptr, segments,
-    order, sweep, BATCHED: gl.constexpr,
+    COLUMN: gl.constexpr, dq_desc, dq_s, grid, gradients, order,
 ):  # fmt: skip
     """Send the dQ of each step two steps later, for consumer C: the first two times there is nothing to send yet. Head
     dims 64, 96 and 128.
@@ -229,64 +218,62 @@ def writer(
     Args:
         staged, sent: barriers of consumer 0; those of consumer 1 are the next ones.
         ROWS: queries of a step. ROW, COLUMN: where what consumer 1 sends begins in the tile of dQ.
-        order: nothing, or if key tiles add in order: their first one, the counters, and tiles of queries.
+        order: None if key tiles add in any order.
     """
-    batch, kv_head, part, info = place(info_ptr, tiles, kv_heads, parts, sweep, BATCHED)
-    ORDERED: gl.constexpr = len(order) > 0
-    if ORDERED:
-        steps, _, _ = ordered_visits(info, heads)
-        j = gl.load(info + 3) - 1
-        rank = gl.load(info + 6)
-        rows = batch * (kv_heads * parts * heads)
+    at = place(grid)
+    if order is not None:
+        steps, _, _ = ordered_visits(at.info, grid.heads)
+        j = gl.load(at.info + 3) - 1
+        rank = gl.load(at.info + 6)
+        rows = at.batch * (grid.kv_heads * grid.parts * grid.heads)
         bounds_row = 0
-        if BATCHED:
-            bounds_row = batch * order[2]
+        if grid.BATCHED:
+            bounds_row = at.batch * grid.q_tiles
     else:
-        steps, cut_steps, j, stops = visit_order(info, heads)
-    first_head = (kv_head * parts + part) * heads
-    head = first_head
+        steps, cut_steps, j, stops = visit_order(at.info, grid.heads)
+    first = (at.kv_head * grid.parts + at.part) * grid.heads
+    head = first
     for _ in range(0, 2):
         barrier_sync(staged + C, STAGING, warps=1)
         barrier_arrive(sent + C, STAGING, warps=1)
     for i in range(0, steps):
-        if ORDERED:
-            counter = wait_for_turn(order, rows + head, bounds_row, j, rank, C)
+        if order is not None:
+            counter = wait_for_turn(order, grid, rows + head, bounds_row, j, rank, C)
         barrier_sync(staged + C, STAGING, warps=1)
-        tma_reduce_add(dq_desc, [batch, j * ROWS + C * ROW, head, C * COLUMN], dq_s)
+        tma_reduce_add(dq_desc, [at.batch, j * ROWS + C * ROW, head, C * COLUMN], dq_s)
         tma.store_wait(0)
-        signal_sent(sent + C, i == steps - 1, turns_ptr, tiles, part, parts, sweep)
-        if ORDERED:
+        signal_sent(sent + C, i == steps - 1, gradients, grid, at.part)
+        if order is not None:
             end_turn(counter, rank)
-            j, head = ordered_next(j, head, first_head, heads)
+            j, head = ordered_next(j, head, first, grid.heads)
         else:
-            j, head = next_tile(i, j, head, cut_steps, heads, stops)
-    finish_writer(staged + C, turns_ptr, counters_ptr, info, tiles, part, parts, segments, sweep)
+            j, head = next_tile(i, j, head, cut_steps, grid.heads, stops)
+    finish_writer(staged + C, gradients, grid, at)
 
 
 @gluon.jit
-def producer(
-    q_desc, dout_desc, k_desc, v_desc, lse_desc, delta_desc, bounds_desc, positions_desc, info_ptr,
-    k_s, v_s, q_s, dout_s, lse_s, delta_s, bounds_s, positions_s, kv_full, q_full, dout_full,
-    heads, tiles, kv_heads, parts, q_tiles, flags_ptr, epoch, timed_out_ptr,
-    q_free: gl.constexpr, dout_free: gl.constexpr, sweep, BATCHED: gl.constexpr, ORDERED: gl.constexpr = False,
-):  # fmt: skip
+def producer(grid, descs, tiles, arrival, q_free: gl.constexpr, dout_free: gl.constexpr, ORDERED: gl.constexpr = False):
     """Load K and V, in as many tiles of 64 keys as ``kv_full`` has barriers, then the queries."""
-    KV_BYTES: gl.constexpr = _bytes(k_desc) + _bytes(v_desc)
-    KEY_TILES: gl.constexpr = kv_full.shape[0]
-    batch, kv_head, part, info = place(info_ptr, tiles, kv_heads, parts, sweep, BATCHED)
-    first = gl.load(info)
-    visits = visits_of(info, heads, ORDERED)
-    if flags_ptr is not None:
-        wait_row(flags_ptr, batch * kv_heads + kv_head, epoch, timed_out_ptr, 1)
+    KV_BYTES: gl.constexpr = _bytes(descs.k) + _bytes(descs.v)
+    KEY_TILES: gl.constexpr = tiles.kv_full.shape[0]
+    at = place(grid)
+    first = gl.load(at.info)
+    visits = visits_of(at.info, grid.heads, ORDERED)
+    wait_for_keys(arrival, grid, at)
     for c in gl.static_range(KEY_TILES):
-        mbarrier.expect(kv_full.index(c), KV_BYTES)
-        _load_pieces(k_desc, [batch, first + c * (BN // 2), kv_head], kv_full.index(c), k_s, c)
-        _load_pieces(v_desc, [batch, first + c * (BN // 2), kv_head], kv_full.index(c), v_s, c)
-    load_queries(
-        q_desc, dout_desc, lse_desc, delta_desc, bounds_desc, positions_desc, visits, q_s, dout_s, lse_s, delta_s,
-        bounds_s, positions_s, q_full, dout_full, heads, batch, kv_head, part, kv_heads, parts, q_tiles,
-        q_free, dout_free, BATCHED, ORDERED,
-    )  # fmt: skip
+        full = tiles.kv_full.index(c)
+        mbarrier.expect(full, KV_BYTES)
+        _load_pieces(descs.k, [at.batch, first + c * (BN // 2), at.kv_head], full, tiles.k, c)
+        _load_pieces(descs.v, [at.batch, first + c * (BN // 2), at.kv_head], full, tiles.v, c)
+    load_queries(grid, at, visits, descs, tiles, q_free, dout_free, ORDERED)
+
+
+@gluon.jit
+def wait_for_keys(arrival, grid, at):
+    """Wait, in one warp, until the keys and values of this program's key head have arrived."""
+    if arrival.flags_ptr is not None:
+        row = at.batch * grid.kv_heads + at.kv_head
+        wait_row(arrival.flags_ptr, row, arrival.epoch, arrival.timed_out_ptr, 1)
 
 
 @gluon.jit
@@ -304,75 +291,84 @@ def visits_of(info, heads, ORDERED: gl.constexpr = False):
 
 @gluon.jit
 def load_queries(
-    q_desc, dout_desc, lse_desc, delta_desc, bounds_desc, positions_desc, visits, q_s, dout_s, lse_s, delta_s,
-    bounds_s, positions_s, q_full, dout_full, heads, batch, kv_head, part, kv_heads, parts, q_tiles,
-    q_free: gl.constexpr, dout_free: gl.constexpr, BATCHED: gl.constexpr, ORDERED: gl.constexpr = False,
+    grid, at, visits, descs, tiles, q_free: gl.constexpr, dout_free: gl.constexpr, ORDERED: gl.constexpr = False,
 ):  # fmt: skip
     """Load Q, lse (with ALiBi the positions, and the intervals of cut tiles), dO and delta of every step."""
-    ROWS: gl.constexpr = lse_desc.block_type.shape[1]
-    Q_BYTES: gl.constexpr = _bytes(q_desc) + (0 if positions_desc is None else positions_desc.block_type.nbytes)
-    DO_BYTES: gl.constexpr = _bytes(dout_desc)
-    DO_STAGES: gl.constexpr = dout_s[0].shape[0]
+    ROWS: gl.constexpr = descs.lse.block_type.shape[1]
+    LSE_BYTES: gl.constexpr = descs.lse.block_type.nbytes
+    Q_BYTES: gl.constexpr = _bytes(descs.q) + (0 if descs.positions is None else descs.positions.block_type.nbytes)
+    DO_BYTES: gl.constexpr = _bytes(descs.dout)
+    DO_STAGES: gl.constexpr = tiles.dout[0].shape[0]
     steps, cut_steps, late_steps, j, stops = visits
-    first_head = (kv_head * parts + part) * heads
-    head = first_head
-    q_heads = kv_heads * parts * heads
+    first = (at.kv_head * grid.parts + at.part) * grid.heads
+    head = first
+    q_heads = grid.kv_heads * grid.parts * grid.heads
     bounds_row = 0
-    if BATCHED:
-        bounds_row = batch * q_tiles
+    if grid.BATCHED:
+        bounds_row = at.batch * grid.q_tiles
     for i in range(0, steps):
         stage = i % 2
         do_stage = i % DO_STAGES
-        row = (batch * q_heads + head) * q_tiles + j
+        row = (at.batch * q_heads + head) * grid.q_tiles + j
         if i >= 2:
             barrier_sync(q_free + stage, LOADERS, warps=1)
         cut = i < cut_steps
         if ORDERED:
             cut |= i >= late_steps
+        full = tiles.q_full.index(stage)
         if cut:
-            mbarrier.expect(q_full.index(stage), Q_BYTES + lse_desc.block_type.nbytes + bounds_desc.block_type.nbytes)
-            async_load(bounds_desc, [bounds_row + j, 0], q_full.index(stage), bounds_s.index(stage))
+            mbarrier.expect(full, Q_BYTES + LSE_BYTES + descs.bounds.block_type.nbytes)
+            async_load(descs.bounds, [bounds_row + j, 0], full, tiles.bounds.index(stage))
         else:
-            mbarrier.expect(q_full.index(stage), Q_BYTES + lse_desc.block_type.nbytes)
-        _load_pieces(q_desc, [batch, j * ROWS, head], q_full.index(stage), q_s, stage)
-        async_load(lse_desc, [row, 0], q_full.index(stage), lse_s.index(stage))
-        if positions_desc is not None:
-            async_load(positions_desc, [j, 0], q_full.index(stage), positions_s[0].index(stage))
+            mbarrier.expect(full, Q_BYTES + LSE_BYTES)
+        _load_pieces(descs.q, [at.batch, j * ROWS, head], full, tiles.q, stage)
+        async_load(descs.lse, [row, 0], full, tiles.lse.index(stage))
+        if descs.positions is not None:
+            async_load(descs.positions, [j, 0], full, tiles.positions[0].index(stage))
         if i >= DO_STAGES:
             barrier_sync(dout_free + do_stage, LOADERS, warps=1)
-        mbarrier.expect(dout_full.index(do_stage), DO_BYTES + delta_desc.block_type.nbytes)
-        _load_pieces(dout_desc, [batch, j * ROWS, head], dout_full.index(do_stage), dout_s, do_stage)
-        async_load(delta_desc, [row, 0], dout_full.index(do_stage), delta_s.index(do_stage))
+        full = tiles.dout_full.index(do_stage)
+        mbarrier.expect(full, DO_BYTES + descs.delta.block_type.nbytes)
+        _load_pieces(descs.dout, [at.batch, j * ROWS, head], full, tiles.dout, do_stage)
+        async_load(descs.delta, [row, 0], full, tiles.delta.index(do_stage))
         if ORDERED:
-            j, head = ordered_next(j, head, first_head, heads)
+            j, head = ordered_next(j, head, first, grid.heads)
         else:
-            j, head = next_tile(i, j, head, cut_steps, heads, stops)
+            j, head = next_tile(i, j, head, cut_steps, grid.heads, stops)
 
 
 @gluon.jit
-def hide(s, bounds_v, stage, key, past, S_L: gl.constexpr, HIDDEN: gl.constexpr = float("-inf")):
-    """Return s, whose rows are keys from ``key`` on, with ``HIDDEN`` where a query does not see the key."""
-    from_key = bounds_v.index(2 * stage).load(gl.SliceLayout(0, S_L))
-    to_key = gl.minimum(bounds_v.index(2 * stage + 1).load(gl.SliceLayout(0, S_L)), past)
-    keys = gl.arange(0, BN // 2, gl.SliceLayout(1, S_L)) + key
-    seen = (keys[:, None] >= from_key[None, :]) & (keys[:, None] < to_key[None, :])
+def keys_of(score, positions, grid, at, first, past, key, S_L: gl.constexpr):
+    """Return the :class:`Keys` from ``key`` on; the key tile has the keys from ``first`` to before ``past``."""
+    alibi = ()
+    if score.slopes_ptr is not None:
+        alibi = (score.slopes_ptr, score.slopes_stride, score.positions_k_ptr, positions[0])  # type: ignore[assignment]
+    first_head = (at.kv_head * grid.parts + at.part) * grid.heads
+    return Keys(key, past, scores.of_keys(alibi, at.batch, first_head, first, past, key, S_L))
+
+
+@gluon.jit
+def hide(s, tiles, stage, keys, S_L: gl.constexpr, HIDDEN: gl.constexpr = float("-inf")):
+    """Return s, whose rows are keys, with ``HIDDEN`` where a query of this stage does not see the key."""
+    from_key = tiles.bounds.index(2 * stage).load(gl.SliceLayout(0, S_L))
+    to_key = gl.minimum(tiles.bounds.index(2 * stage + 1).load(gl.SliceLayout(0, S_L)), keys.past)
+    key = gl.arange(0, BN // 2, gl.SliceLayout(1, S_L)) + keys.first
+    seen = (key[:, None] >= from_key[None, :]) & (key[:, None] < to_key[None, :])
     return gl.where(seen, s, HIDDEN)
 
 
 @gluon.jit
-def scores_to_base_2(
-    s, scale, alibi, head, bounds_v, stage, key, past, S_L: gl.constexpr, CUT: gl.constexpr,
-):  # fmt: skip
+def scores_to_base_2(s, score, keys, tiles, stage, head, S_L: gl.constexpr, CUT: gl.constexpr):
     """Return scores without softcap to the base 2. Only those of plain products may be hidden before they are scaled,
-    which is faster: by a negative scale -inf would become +inf."""
-    PLAIN: gl.constexpr = len(alibi) == 0
+    which is faster: by a negative scale -inf would become +inf. ``head``: see :func:`.scores.penalties_of_step`."""
+    PLAIN: gl.constexpr = len(keys.alibi) == 0
     if CUT and PLAIN:
-        s = hide(s, bounds_v, stage, key, past, S_L)
-    s = s * scale
+        s = hide(s, tiles, stage, keys, S_L)
+    s = s * score.scale
     if not PLAIN:
-        s = s - scores.penalties_of_step(alibi, head, stage, S_L)
+        s = s - scores.penalties_of_step(keys.alibi, head, stage, S_L)
     if CUT and not PLAIN:
-        s = hide(s, bounds_v, stage, key, past, S_L)
+        s = hide(s, tiles, stage, keys, S_L)
     return s
 
 
@@ -383,57 +379,52 @@ HIDDEN_AND_FINITE = gl.constexpr(-1024.0)
 
 @gluon.jit
 def capped_probabilities(
-    s, lse_v, scale, inner, alibi, head, bounds_v, stage, key, past, S_L: gl.constexpr, CUT: gl.constexpr,
-    dtype: gl.constexpr, FUSED: gl.constexpr = True, SHORT: gl.constexpr = True,
+    s, score, keys, tiles, stage, head, S_L: gl.constexpr, CUT: gl.constexpr, dtype: gl.constexpr,
+    FUSED: gl.constexpr = True, SHORT: gl.constexpr = True,
 ):  # fmt: skip
     """Return P of scores with softcap, and P times the derivative of the softcap, both in 16 bits. ``FUSED``: fewer
     registers, except at head dim 64, where tiles are twice as wide. Without ``SHORT``, the short polynomial, too."""
-    ONE: gl.constexpr = scores.square_of_scale(inner)
-    if scores.is_fixed(inner) and FUSED and not CUT:
-        offset = lse_v.index(stage).load(gl.SliceLayout(0, S_L))[None, :]
-        p, slope = scores.probabilities_of_capped(s, offset, inner)
+    ONE: gl.constexpr = scores.square_of_scale(score.inner)
+    if scores.is_fixed(score.inner) and FUSED and not CUT:
+        offset = tiles.lse.index(stage).load(gl.SliceLayout(0, S_L))[None, :]
+        p, slope = scores.probabilities_of_capped(s, offset, score.inner)
     else:
-        if scores.is_fixed(inner):
-            t = scores.scaled_and_capped(s, inner)
+        if scores.is_fixed(score.inner):
+            t = scores.scaled_and_capped(s, score.inner)
             unit = 1.0
             if CUT and not FUSED:
-                t = hide(t, bounds_v, stage, key, past, S_L, HIDDEN_AND_FINITE)
+                t = hide(t, tiles, stage, keys, S_L, HIDDEN_AND_FINITE)
         else:
-            t = scores.capped(s, inner, SHORT)
-            unit = scale
+            t = scores.capped(s, score.inner, SHORT)
+            unit = score.scale
         if FUSED:
-            offset, _ = gl.broadcast(lse_v.index(stage).load(gl.SliceLayout(0, S_L))[None, :], t)
-            if len(alibi) > 0:
-                offset = offset + scores.penalties_of_step(alibi, head, stage, S_L)
+            offset, _ = gl.broadcast(tiles.lse.index(stage).load(gl.SliceLayout(0, S_L))[None, :], t)
+            if len(keys.alibi) > 0:
+                offset = offset + scores.penalties_of_step(keys.alibi, head, stage, S_L)
             if CUT:
-                offset = hide(offset, bounds_v, stage, key, past, S_L, float("inf"))
+                offset = hide(offset, tiles, stage, keys, S_L, float("inf"))
             p, slope = scores.probabilities(t, unit, offset, dtype, ONE)
         else:
             s = t * unit
-            if len(alibi) > 0:
-                s = s - scores.penalties_of_step(alibi, head, stage, S_L)
-            if CUT and not scores.is_fixed(inner):
-                s = hide(s, bounds_v, stage, key, past, S_L)
-            p32 = gl.exp2(s - lse_v.index(stage).load(gl.SliceLayout(0, S_L))[None, :])
+            if len(keys.alibi) > 0:
+                s = s - scores.penalties_of_step(keys.alibi, head, stage, S_L)
+            if CUT and not scores.is_fixed(score.inner):
+                s = hide(s, tiles, stage, keys, S_L)
+            p32 = gl.exp2(s - tiles.lse.index(stage).load(gl.SliceLayout(0, S_L))[None, :])
             p = round_pairs(p32, dtype)
             slope = round_pairs(p32 * gl.fma(-t, t, ONE), dtype)
     return p, slope
 
 
 @gluon.jit
-def probabilities(
-    s, lse_v, scale, inner, alibi, head, bounds_v, stage, key, past, S_L: gl.constexpr, CUT: gl.constexpr,
-    dtype: gl.constexpr,
-):  # fmt: skip
+def probabilities(s, score, keys, tiles, stage, head, S_L: gl.constexpr, CUT: gl.constexpr, dtype: gl.constexpr):
     """Return P in 16 bits, and what dP is multiplied by to be dS: P, times the derivative of the softcap."""
-    if inner is None:
-        s = scores_to_base_2(s, scale, alibi, head, bounds_v, stage, key, past, S_L, CUT)
-        p = gl.exp2(s - lse_v.index(stage).load(gl.SliceLayout(0, S_L))[None, :]).to(dtype)
+    if score.inner is None:
+        s = scores_to_base_2(s, score, keys, tiles, stage, head, S_L, CUT)
+        p = gl.exp2(s - tiles.lse.index(stage).load(gl.SliceLayout(0, S_L))[None, :]).to(dtype)
         slope = p
     else:
-        p, slope = capped_probabilities(
-            s, lse_v, scale, inner, alibi, head, bounds_v, stage, key, past, S_L, CUT, dtype
-        )  # fmt: skip
+        p, slope = capped_probabilities(s, score, keys, tiles, stage, head, S_L, CUT, dtype)
     return p, slope
 
 
@@ -497,52 +488,65 @@ def zero_sums(tiles):
 
 
 @gluon.jit
-def _store_piece(ptr, x, head, stride_s, key, past, part, scale, SCALED: gl.constexpr, ADDS: gl.constexpr):
+def _store_piece(ptr, x, scale, head, stride_s, keys, part, IN_TURNS: gl.constexpr):
     L: gl.constexpr = x.type.layout
-    rows = gl.arange(0, BN // 2, gl.SliceLayout(1, L)) + key
+    rows = gl.arange(0, BN // 2, gl.SliceLayout(1, L)) + keys.first
     cols = gl.arange(0, x.shape[1], gl.SliceLayout(0, L))
     at = (head + rows.to(gl.int64) * stride_s)[:, None] + cols[None, :]
-    if SCALED:
+    if scale is not None:
         x = x * scale
-    if ADDS and (part > 0):
-        x += gl.load(ptr + at, mask=(rows < past)[:, None], other=0.0)
-    gl.store(ptr + at, x, mask=(rows < past)[:, None])
+    if IN_TURNS and (part > 0):
+        x += gl.load(ptr + at, mask=(rows < keys.past)[:, None], other=0.0)
+    gl.store(ptr + at, x, mask=(rows < keys.past)[:, None])
 
 
 @gluon.jit
-def store_sums(ptr, sums, head, stride_s, key, past, part, scale, SCALED: gl.constexpr, ADDS: gl.constexpr):
-    """Store sums. ``ADDS``: all parts but the first add to memory."""
-    _store_piece(ptr, sums[0], head, stride_s, key, past, part, scale, SCALED, ADDS)
+def head_of_gradients(gradients, at):
+    """Return the offset of a key head in dk and dv. Each part of a group has its own, unless they take turns."""
+    buffer = at.batch
+    if gradients.turns_ptr is None:
+        buffer = at.part * gradients.batches + at.batch
+    return buffer.to(gl.int64) * gradients.stride_b + at.kv_head.to(gl.int64) * gradients.stride_h
+
+
+@gluon.jit
+def store_sums(ptr, sums, scale, head, gradients, part, keys):
+    """Store sums, times ``scale`` if it is not None. ``head``: :func:`head_of_gradients`. Where the parts of a group
+    take turns, all but the first one add to memory."""
+    IN_TURNS: gl.constexpr = gradients.turns_ptr is not None
+    _store_piece(ptr, sums[0], scale, head, gradients.stride_s, keys, part, IN_TURNS)
     if len(sums) == 2:
-        _store_piece(ptr + sums[0].shape[1], sums[1], head, stride_s, key, past, part, scale, SCALED, ADDS)
+        _store_piece(ptr + sums[0].shape[1], sums[1], scale, head, gradients.stride_s, keys, part, IN_TURNS)
 
 
 @gluon.jit
-def boxes(desc, COUNT: gl.constexpr = 2):
-    """Allocate shared memory for ``COUNT`` boxes of a descriptor."""
+def pieces_of(first, rest):
+    """Return the pieces of the columns of a matrix; ``rest`` is None if there is one."""
+    return (first,) if rest is None else (first, rest)
+
+
+@gluon.jit
+def _boxes(desc, COUNT: gl.constexpr):
     SHAPE: gl.constexpr = [COUNT, 1, desc.block_type.shape[1], 1, desc.block_type.shape[3]]
     return gl.allocate_shared_memory(desc.dtype, SHAPE, desc.layout)
 
 
 @gluon.jit
-def positions_of(desc):
-    """Allocate shared memory for the positions of the queries of two steps, or for nothing if ``desc`` is None."""
-    if desc is None:
-        tiles = ()
-    else:
-        tiles = (gl.allocate_shared_memory(gl.int32, [2, 1, desc.block_type.shape[1]], desc.layout),)  # type: ignore[assignment]
-    return tiles
+def boxes(descs, COUNT: gl.constexpr = 2):
+    """Allocate shared memory for ``COUNT`` boxes of each piece of the columns."""
+    return (_boxes(descs[0], COUNT),) if len(descs) == 1 else (_boxes(descs[0], COUNT), _boxes(descs[1], COUNT))
 
 
 @gluon.jit
-def alibi_of(slopes_ptr, slopes_stride, positions_k_ptr, positions_t):
-    """Return the arguments of :func:`.scores.of_keys`."""
-    alibi = ()
-    if slopes_ptr is not None:
-        ROW_L: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-        positions_v = reinterpret(positions_t[0], gl.int32, [2, positions_t[0].shape[2]], ROW_L)
-        alibi = (slopes_ptr, slopes_stride, positions_k_ptr, positions_v)  # type: ignore[assignment]
-    return alibi
+def rows(desc, COUNT: gl.constexpr = 2):
+    """Allocate shared memory for ``COUNT`` rows of numbers, one or two for each query."""
+    return gl.allocate_shared_memory(desc.dtype, [COUNT, 1, desc.block_type.shape[1]], desc.layout)
+
+
+@gluon.jit
+def barriers(COUNT: gl.constexpr = 2):
+    """Allocate mbarriers."""
+    return gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
 
 
 @gluon.jit
@@ -553,9 +557,37 @@ def _without_ones(tiles):
 
 
 @gluon.jit
-def matrices(tiles):
+def _matrices(tiles):
     """Return each piece of the columns as (tiles, rows, columns)."""
     return (_without_ones(tiles[0]),) if len(tiles) == 1 else (_without_ones(tiles[0]), _without_ones(tiles[1]))
+
+
+@gluon.jit
+def _vectors(x, WIDTH: gl.constexpr):
+    """Return rows of numbers as (rows, WIDTH)."""
+    COUNT: gl.constexpr = x.shape[0] * x.shape[2] // WIDTH
+    return reinterpret(x, x.dtype, [COUNT, WIDTH], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+
+
+@gluon.jit
+def matrices(tiles, dq):
+    """Return the tiles as consumers use them: matrices for products, rows of one number per query, and ``dq``."""
+    ROWS: gl.constexpr = tiles.lse.shape[2]
+    return Tiles(
+        k=_matrices(tiles.k),
+        v=_matrices(tiles.v),
+        q=_matrices(tiles.q),
+        dout=_matrices(tiles.dout),
+        ds=tiles.ds,
+        dq=dq,
+        lse=_vectors(tiles.lse, ROWS),
+        delta=_vectors(tiles.delta, ROWS),
+        positions=() if len(tiles.positions) == 0 else (_vectors(tiles.positions[0], ROWS),),
+        bounds=_vectors(tiles.bounds, ROWS),
+        kv_full=tiles.kv_full,
+        q_full=tiles.q_full,
+        dout_full=tiles.dout_full,
+    )
 
 
 @gluon.jit

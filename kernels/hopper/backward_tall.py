@@ -34,12 +34,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from . import backward_pieces as pieces
 from . import scores
+from .backward_arguments import Arrival, Descriptors, Gradients, Grid, Order, Score, Tiles
 from .backward_pieces import LOADERS, PAIR, STAGING
 from .primitives import (
     barrier_arrive,
     barrier_sync,
     multiply_pairs,
-    reinterpret,
     round_pairs,
 )
 
@@ -49,11 +49,11 @@ DS_READY, Q_FREE, DO_FREE, DQ_STAGED, DQ_SENT = (gl.constexpr(i) for i in (4, 8,
 
 
 @gluon.jit
-def _scores(i, k, q_s, q_full, S_L: gl.constexpr):
+def _scores(i, k, tiles, S_L: gl.constexpr):
     """Issue S^T of step i, unscaled: (64 keys, 128 queries), asynchronous."""
-    mbarrier.wait(q_full.index(i & 1), (i >> 1) & 1)
+    mbarrier.wait(tiles.q_full.index(i & 1), (i >> 1) & 1)
     s = gl.zeros([HALF, ROWS], gl.float32, S_L)
-    return warpgroup_mma(k[0], q_s[0].index(i & 1).permute((1, 0)), s, use_acc=False, is_async=True)
+    return warpgroup_mma(k[0], tiles.q[0].index(i & 1).permute((1, 0)), s, use_acc=False, is_async=True)
 
 
 @gluon.jit
@@ -72,120 +72,145 @@ def _dq(C: gl.constexpr, step, i, k_s, ds_s):
 
 @gluon.jit
 def _walk(
-    C: gl.constexpr, CUT: gl.constexpr, first, past_step, last, s, dk, dv, k_s, v_s, q_s, dout_s, lse_v,
-    delta_v, bounds_v, ds_s, dq_s, q_full, dout_full, scale_log2, dq_scale, key, past, inner, alibi, heads,
-    FOLD: gl.constexpr, ORDERED: gl.constexpr,
+    C: gl.constexpr, CUT: gl.constexpr, first, past_step, last, s, dk, dv, tiles, score, keys, heads,
+    ORDERED: gl.constexpr,
 ):  # fmt: skip
     """Walk the query tiles. ``s`` is complete on entry, and on return that of the next step is; no wgmma crosses a
     step."""
     S_L: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, ROWS, 16])
     A_L: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=dk[0].type.layout, k_width=2)
-    dtype: gl.constexpr = k_s[0].dtype
+    dtype: gl.constexpr = tiles.k[0].dtype
     steps_of_head = (past_step - first) // heads
     head, inside = 0, 0
     for i in range(first, past_step):
         stage = i & 1
-        mbarrier.wait(dout_full.index(stage), (i >> 1) & 1)
+        mbarrier.wait(tiles.dout_full.index(stage), (i >> 1) & 1)
         dp = gl.zeros([HALF, ROWS], gl.float32, S_L)
-        own = pieces.tile_at(v_s, C, i)[0]
-        dp = warpgroup_mma(own, dout_s[0].index(stage).permute((1, 0)), dp, use_acc=False, is_async=True)
-        if inner is None:
-            s = pieces.scores_to_base_2(s, scale_log2, alibi, head, bounds_v, stage, key, past, S_L, CUT)
-            p = gl.exp2(s - lse_v.index(stage).load(gl.SliceLayout(0, S_L))[None, :])
+        own = pieces.tile_at(tiles.v, C, i)[0]
+        dp = warpgroup_mma(own, tiles.dout[0].index(stage).permute((1, 0)), dp, use_acc=False, is_async=True)
+        if score.inner is None:
+            s = pieces.scores_to_base_2(s, score, keys, tiles, stage, head, S_L, CUT)
+            p = gl.exp2(s - tiles.lse.index(stage).load(gl.SliceLayout(0, S_L))[None, :])
             p16 = gl.convert_layout(round_pairs(p, dtype), A_L)
         else:
-            p16, slope16 = pieces.capped_probabilities(
-                s, lse_v, scale_log2, inner, alibi, head, bounds_v, stage, key, past, S_L, CUT, dtype, False
-            )
+            p16, slope16 = pieces.capped_probabilities(s, score, keys, tiles, stage, head, S_L, CUT, dtype, False)
             p16 = gl.convert_layout(p16, A_L)
-        dv = pieces.accumulate(p16, dout_s, stage, dv)
+        dv = pieces.accumulate(p16, tiles.dout, stage, dv)
         dp = warpgroup_mma_wait(1, deps=[dp])
-        dp += delta_v.index(stage).load(gl.SliceLayout(0, S_L))[None, :]
-        ds = multiply_pairs(gl.convert_layout(p16, S_L) if inner is None else slope16, dp, dtype)
+        dp += tiles.delta.index(stage).load(gl.SliceLayout(0, S_L))[None, :]
+        ds = multiply_pairs(gl.convert_layout(p16, S_L) if score.inner is None else slope16, dp, dtype)
         barrier_sync(DS_READY + 2 - 2 * C + ((i + 1) & 1), PAIR)  # there is the other half of the previous dS
-        ds_s.index(stage * 2 + C).store(ds)
+        tiles.ds.index(stage * 2 + C).store(ds)
         ds16 = gl.convert_layout(ds, A_L)
         fence_async_shared()
         barrier_arrive(DQ_STAGED + C, STAGING)
-        dq = _dq(C, i + 1, i, k_s, ds_s)
+        dq = _dq(C, i + 1, i, tiles.k, tiles.ds)
         dv, p16 = pieces.wait_sums(2, dv, p16)
         barrier_arrive(DO_FREE + stage, LOADERS)
-        dk = pieces.accumulate(ds16, q_s, stage, dk)
-        s = _scores(gl.minimum(i + 1, last), pieces.tile_at(k_s, C, i), q_s, q_full, S_L)
+        dk = pieces.accumulate(ds16, tiles.q, stage, dk)
+        s = _scores(gl.minimum(i + 1, last), pieces.tile_at(tiles.k, C, i), tiles, S_L)
         dq = warpgroup_mma_wait(2, deps=[dq])
         barrier_arrive(DS_READY + 2 * C + (i & 1), PAIR)
-        if not FOLD:
-            dq = dq * dq_scale
+        if score.dk_scale is not None:
+            dq = dq * score.dk_scale
         barrier_sync(DQ_SENT + C, STAGING)
-        pieces.stage_dq(dq_s, dq)
+        pieces.stage_dq(tiles.dq[C], dq)
         first_dk, ds16, s = warpgroup_mma_wait(0, deps=[dk[0], ds16, s])
         dk = (first_dk,)
         barrier_arrive(Q_FREE + stage, LOADERS)
         if ORDERED:
-            head = pieces.ordered_next_head(alibi, head, heads)
+            head = pieces.ordered_next_head(keys.alibi, head, heads)
         else:
-            head, inside = scores.next_head(alibi, head, inside, steps_of_head)
+            head, inside = scores.next_head(keys.alibi, head, inside, steps_of_head)
     return s, dk, dv
 
 
 @gluon.jit
-def _consumer(
-    C: gl.constexpr, dk_ptr, dv_ptr, info_ptr, k_s, v_s, q_s, dout_s, lse_v, delta_v, bounds_v, ds_s, dq_s, kv_full,
-    q_full, dout_full, heads, tiles, kv_heads, parts, batches, stride_b, stride_s, stride_h, scale_log2, dk_scale,
-    dv_scale, inner, alibi, sweep, BATCHED: gl.constexpr, FOLD: gl.constexpr, IN_TURNS: gl.constexpr,
-    COUNTED: gl.constexpr, ORDERED: gl.constexpr,
-):  # fmt: skip
+def _consumer(C: gl.constexpr, grid, tiles, score, gradients, ORDERED: gl.constexpr):
     S_L: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, ROWS, 16])
-    batch, kv_head, part, info = pieces.place(info_ptr, tiles, kv_heads, parts, sweep, BATCHED)
-    first = gl.load(info)
-    past = gl.load(info + 1)
+    SIGNALS: gl.constexpr = gradients.turns_ptr is not None or gradients.counters_ptr is not None
+    at = pieces.place(grid)
+    first = gl.load(at.info)
+    past = gl.load(at.info + 1)
     if ORDERED:
-        steps, cut_steps, late_steps = pieces.ordered_visits(info, heads)
+        steps, cut_steps, late_steps = pieces.ordered_visits(at.info, grid.heads)
     else:
-        steps, cut_steps, _, _ = pieces.visit_order(info, heads)
+        steps, cut_steps, _, _ = pieces.visit_order(at.info, grid.heads)
         late_steps = steps
     key = first + C * HALF
-    dk = pieces.zero_sums(k_s)
-    dv = pieces.zero_sums(v_s)
-    alibi = scores.of_keys(alibi, batch, (kv_head * parts + part) * heads, first, past, key, S_L)
-    ds_s.index(2 + C).store(gl.zeros([HALF, ROWS], k_s[0].dtype, S_L))  # "dS of step -1"
+    dk = pieces.zero_sums(tiles.k)
+    dv = pieces.zero_sums(tiles.v)
+    keys = pieces.keys_of(score, tiles.positions, grid, at, first, past, key, S_L)
+    tiles.ds.index(2 + C).store(gl.zeros([HALF, ROWS], tiles.k[0].dtype, S_L))  # "dS of step -1"
     fence_async_shared()
     barrier_arrive(DS_READY + 1 + 2 * C, PAIR)
-    mbarrier.wait(kv_full.index(C), 0)
-    mbarrier.wait(kv_full.index(1 - C), 0)
-    s = _scores(0, pieces.tile_at(k_s, C, 0), q_s, q_full, S_L)
+    mbarrier.wait(tiles.kv_full.index(C), 0)
+    mbarrier.wait(tiles.kv_full.index(1 - C), 0)
+    s = _scores(0, pieces.tile_at(tiles.k, C, 0), tiles, S_L)
     s = warpgroup_mma_wait(0, deps=[s])
-    s, dk, dv = _walk(
-        C, True, 0, cut_steps, steps - 1, s, dk, dv, k_s, v_s, q_s, dout_s, lse_v, delta_v, bounds_v,
-        ds_s, dq_s, q_full, dout_full, scale_log2, dk_scale, key, past, inner, alibi, heads, FOLD, ORDERED,
-    )  # fmt: skip
-    s, dk, dv = _walk(
-        C, False, cut_steps, late_steps, steps - 1, s, dk, dv, k_s, v_s, q_s, dout_s, lse_v, delta_v, bounds_v,
-        ds_s, dq_s, q_full, dout_full, scale_log2, dk_scale, key, past, inner, alibi, heads, FOLD, ORDERED,
-    )  # fmt: skip
+    last = steps - 1
+    s, dk, dv = _walk(C, True, 0, cut_steps, last, s, dk, dv, tiles, score, keys, grid.heads, ORDERED)
+    s, dk, dv = _walk(C, False, cut_steps, late_steps, last, s, dk, dv, tiles, score, keys, grid.heads, ORDERED)
     if ORDERED:
-        s, dk, dv = _walk(
-            C, True, late_steps, steps, steps - 1, s, dk, dv, k_s, v_s, q_s, dout_s, lse_v, delta_v, bounds_v,
-            ds_s, dq_s, q_full, dout_full, scale_log2, dk_scale, key, past, inner, alibi, heads, FOLD, ORDERED,
-        )  # fmt: skip
+        s, dk, dv = _walk(C, True, late_steps, steps, last, s, dk, dv, tiles, score, keys, grid.heads, ORDERED)
     # dQ of the last step, sent after that of the step before
     fence_async_shared()
     barrier_arrive(DQ_STAGED + C, STAGING)
-    barrier_sync(DS_READY + 2 - 2 * C + ((steps - 1) & 1), PAIR)
-    dq = warpgroup_mma_wait(0, deps=[_dq(C, steps - 1, 0, k_s, ds_s)])
-    if not FOLD:
-        dq = dq * dk_scale
+    barrier_sync(DS_READY + 2 - 2 * C + (last & 1), PAIR)
+    dq = warpgroup_mma_wait(0, deps=[_dq(C, last, 0, tiles.k, tiles.ds)])
+    if score.dk_scale is not None:
+        dq = dq * score.dk_scale
     barrier_sync(DQ_SENT + C, STAGING)
-    pieces.stage_dq(dq_s, dq)
+    pieces.stage_dq(tiles.dq[C], dq)
     fence_async_shared()
     barrier_arrive(DQ_STAGED + C, STAGING)
-    if IN_TURNS or COUNTED:
+    if SIGNALS:
         barrier_sync(DQ_SENT + C, STAGING)  # and if the group has several parts, it is this one's turn
-    head = pieces.buffer_of(batch, part, batches, IN_TURNS).to(gl.int64) * stride_b + kv_head.to(gl.int64) * stride_h
-    pieces.store_sums(dv_ptr, dv, head, stride_s, key, past, part, dv_scale, True, IN_TURNS)
-    pieces.store_sums(dk_ptr, dk, head, stride_s, key, past, part, dk_scale, not FOLD, IN_TURNS)
-    if IN_TURNS or COUNTED:
+    head = pieces.head_of_gradients(gradients, at)
+    pieces.store_sums(gradients.dv_ptr, dv, score.dv_scale, head, gradients, at.part, keys)
+    pieces.store_sums(gradients.dk_ptr, dk, score.dk_scale, head, gradients, at.part, keys)
+    if SIGNALS:
         barrier_sync(DQ_STAGED + C, STAGING)  # not arrive: sync alone is documented to order the stores for the writer
+
+
+@gluon.jit
+def _start(grid, descs, score, gradients, arrival, order, REGISTERS: gl.constexpr):
+    """Allocate shared memory and start the warps."""
+    dtype: gl.constexpr = descs.k[0].dtype
+    DS_L: gl.constexpr = gl.NVMMASharedLayout.get_default_for([HALF, ROWS], dtype)
+    ORDERED: gl.constexpr = order is not None
+    boxes = Tiles(
+        k=pieces.boxes(descs.k),
+        v=pieces.boxes(descs.v),
+        q=pieces.boxes(descs.q),
+        dout=pieces.boxes(descs.dout),
+        ds=gl.allocate_shared_memory(dtype, [4, HALF, ROWS], DS_L),
+        dq=(pieces.allocate_staging(descs.dq[0]), pieces.allocate_staging(descs.dq[0])),
+        lse=pieces.rows(descs.lse),
+        delta=pieces.rows(descs.delta),
+        bounds=pieces.rows(descs.bounds),
+        positions=() if descs.positions is None else (pieces.rows(descs.positions),),
+        kv_full=pieces.barriers(2),
+        q_full=pieces.barriers(2),
+        dout_full=pieces.barriers(2),
+    )
+    dq = (pieces.staging_matrix(boxes.dq[0]), pieces.staging_matrix(boxes.dq[1]))
+    tiles = pieces.matrices(boxes, dq)
+    for i in gl.static_range(2):
+        mbarrier.init(tiles.kv_full.index(i), count=1)
+        mbarrier.init(tiles.q_full.index(i), count=1)
+        mbarrier.init(tiles.dout_full.index(i), count=1)
+    gl.warp_specialize(
+        [
+            (_consumer, (0, grid, tiles, score, gradients, ORDERED)),
+            (_consumer, (1, grid, tiles, score, gradients, ORDERED)),
+            (pieces.producer, (grid, descs, boxes, arrival, Q_FREE, DO_FREE, ORDERED)),
+            (pieces.writer, (0, DQ_STAGED, DQ_SENT, ROWS, HALF, 0, descs.dq[0], boxes.dq[0], grid, gradients, order)),
+            (pieces.writer, (1, DQ_STAGED, DQ_SENT, ROWS, HALF, 0, descs.dq[0], boxes.dq[1], grid, gradients, order)),
+        ],
+        [4, 1, 1, 1],
+        [REGISTERS, 24, 24, 24],
+    )
 
 
 @gluon.jit(do_not_specialize=pieces.NUMBERS)
@@ -199,58 +224,17 @@ def kernel(
     BATCHED: gl.constexpr, FOLD: gl.constexpr, FIXED: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """Compute dk, dv and dq. Arguments: as of ``backward_128.kernel``."""
-    dtype: gl.constexpr = q_desc.dtype
-    DS_L: gl.constexpr = gl.NVMMASharedLayout.get_default_for([HALF, ROWS], dtype)
-    ROW_L: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    k_t = (pieces.boxes(k_desc),)
-    v_t = (pieces.boxes(v_desc),)
-    q_t = (pieces.boxes(q_desc),)
-    dout_t = (pieces.boxes(dout_desc),)
-    ds_s = gl.allocate_shared_memory(dtype, [4, HALF, ROWS], DS_L)
-    dq_t_0 = pieces.allocate_staging(dq_desc)
-    dq_t_1 = pieces.allocate_staging(dq_desc)
-    lse_t = gl.allocate_shared_memory(gl.float32, [2, 1, ROWS], lse_desc.layout)
-    delta_t = gl.allocate_shared_memory(gl.float32, [2, 1, ROWS], delta_desc.layout)
-    bounds_t = gl.allocate_shared_memory(gl.int32, [2, 1, 2 * ROWS], bounds_desc.layout)
-    positions_t = pieces.positions_of(positions_desc)
-    kv_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    q_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    dout_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    k_s = pieces.matrices(k_t)
-    v_s = pieces.matrices(v_t)
-    q_s = pieces.matrices(q_t)
-    dout_s = pieces.matrices(dout_t)
-    lse_v = reinterpret(lse_t, gl.float32, [2, ROWS], ROW_L)
-    delta_v = reinterpret(delta_t, gl.float32, [2, ROWS], ROW_L)
-    alibi = pieces.alibi_of(slopes_ptr, slopes_stride, positions_k_ptr, positions_t)
-    bounds_v = reinterpret(bounds_t, gl.int32, [4, ROWS], ROW_L)
-    for i in gl.static_range(2):
-        mbarrier.init(kv_full.index(i), count=1)
-        mbarrier.init(q_full.index(i), count=1)
-        mbarrier.init(dout_full.index(i), count=1)
-    order = () if sums_ptr is None else (first_ptr, sums_ptr, q_tiles)
-    gl.warp_specialize(
-        [
-            (_consumer, (0, dk_ptr, dv_ptr, info_ptr, k_s, v_s, q_s, dout_s, lse_v, delta_v, bounds_v, ds_s,
-                         pieces.staging_matrix(dq_t_0), kv_full, q_full, dout_full, heads, tiles, kv_heads,
-                         parts, batches, stride_b, stride_s, stride_h, scale_log2, dk_scale, dv_scale,
-                         inner if FIXED is None else FIXED, alibi, sweep, BATCHED, FOLD, turns_ptr is not None,
-                         counters_ptr is not None, sums_ptr is not None)),
-            (_consumer, (1, dk_ptr, dv_ptr, info_ptr, k_s, v_s, q_s, dout_s, lse_v, delta_v, bounds_v, ds_s,
-                         pieces.staging_matrix(dq_t_1), kv_full, q_full, dout_full, heads, tiles, kv_heads,
-                         parts, batches, stride_b, stride_s, stride_h, scale_log2, dk_scale, dv_scale,
-                         inner if FIXED is None else FIXED, alibi, sweep, BATCHED, FOLD, turns_ptr is not None,
-                         counters_ptr is not None, sums_ptr is not None)),
-            (pieces.producer, ((q_desc,), (dout_desc,), (k_desc,), (v_desc,), lse_desc, delta_desc,
-                         bounds_desc, positions_desc, info_ptr, k_t, v_t, q_t, dout_t, lse_t, delta_t, bounds_t,
-                         positions_t, kv_full, q_full,
-                         dout_full, heads, tiles, kv_heads, parts, q_tiles, flags_ptr, epoch, timed_out_ptr,
-                         Q_FREE, DO_FREE, sweep, BATCHED, sums_ptr is not None)),
-            (pieces.writer, (0, DQ_STAGED, DQ_SENT, ROWS, HALF, 0, dq_desc, info_ptr, dq_t_0, heads, tiles, kv_heads,
-                         parts, turns_ptr, counters_ptr, segments, order, sweep, BATCHED)),
-            (pieces.writer, (1, DQ_STAGED, DQ_SENT, ROWS, HALF, 0, dq_desc, info_ptr, dq_t_1, heads, tiles, kv_heads,
-                         parts, turns_ptr, counters_ptr, segments, order, sweep, BATCHED)),
-        ],
-        [4, 1, 1, 1],
-        [REGISTERS, 24, 24, 24],
+    _start(
+        Grid(info_ptr, heads, tiles, kv_heads, parts, sweep, q_tiles, BATCHED),
+        Descriptors(
+            (q_desc,), (dout_desc,), (k_desc,), (v_desc,), lse_desc, delta_desc, bounds_desc, positions_desc, (dq_desc,)
+        ),
+        Score(
+            scale_log2, inner if FIXED is None else FIXED, slopes_ptr, slopes_stride, positions_k_ptr,
+            None if FOLD else dk_scale, dv_scale,
+        ),
+        Gradients(dk_ptr, dv_ptr, batches, stride_b, stride_s, stride_h, turns_ptr, counters_ptr, segments),
+        Arrival(flags_ptr, epoch, timed_out_ptr),
+        None if sums_ptr is None else Order(first_ptr, sums_ptr),
+        REGISTERS,
     )  # fmt: skip

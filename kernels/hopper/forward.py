@@ -104,6 +104,34 @@ def _tiles(desc, count: gl.constexpr):
     return gl.allocate_shared_memory(desc.dtype, SHAPE, desc.layout)
 
 
+@gluon.jit
+def _consumer(C: gl.constexpr, args, constants):
+    consumer(args, C, *constants)
+
+
+@gluon.jit
+def _start(produce, args, constants, N: gl.constexpr, REGISTERS: gl.constexpr):
+    """Start a producer and N consumers. The producer is the default partition: it keeps the registers that the
+    consumers leave."""
+    if N == 2:
+        gl.warp_specialize(
+            [(producer, produce), (_consumer, (0, args, constants)), (_consumer, (1, args, constants))],
+            [4, 4],
+            [REGISTERS, REGISTERS],
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (producer, produce),
+                (_consumer, (0, args, constants)),
+                (_consumer, (1, args, constants)),
+                (_consumer, (2, args, constants)),
+            ],
+            [4, 4, 4],
+            [REGISTERS, REGISTERS, REGISTERS],
+        )
+
+
 _NUMBERS = (
     "rows_batch_stride", "table_batch_stride", "seq_q", "q_heads", "ratio", "n_tiles", "n_heads", "group", "early",
     "epoch", "slopes_stride",
@@ -149,7 +177,6 @@ def _forward_kernel(
         mbarrier.init(v_full.index(stage), count=1)
     for slot in gl.static_range(SLOTS):
         mbarrier.init(info_full.index(slot), count=1)
-    # The producer is the default partition: it keeps the registers that the consumers leave.
     own_k_descs = (own_k_desc,) if WHOLE else (own_k_desc, own_k_rest_desc)
     own = () if places_ptr is None else (own_k_descs, own_v_desc, places_ptr)
     flags = (flags_ptr, epoch, timed_out_ptr)
@@ -166,42 +193,13 @@ def _forward_kernel(
         seq_q, q_heads, rows_batch_stride, c2, inner, alibi,
     )  # fmt: skip
     SKIP_EMPTY: gl.constexpr = HAS_STATE and not HAS_SINK and not FINALIZE
-    if N == 2:
-        gl.warp_specialize(
-            [
-                (producer, (producer_args, N, BN, STAGES, Q_BUFFERS, SKIP_EMPTY, READY)),
-                (
-                    consumer,
-                    (consumer_args, 0, N, STAGES, Q_BUFFERS, DV, HAS_STATE, HAS_SINK, FINALIZE, STAGED, PERIOD, FIXED),
-                ),
-                (
-                    consumer,
-                    (consumer_args, 1, N, STAGES, Q_BUFFERS, DV, HAS_STATE, HAS_SINK, FINALIZE, STAGED, PERIOD, FIXED),
-                ),
-            ],
-            [4, 4],
-            [REGISTERS, REGISTERS],
-        )
-    else:
-        gl.warp_specialize(
-            [
-                (producer, (producer_args, N, BN, STAGES, Q_BUFFERS, SKIP_EMPTY, READY)),
-                (
-                    consumer,
-                    (consumer_args, 0, N, STAGES, Q_BUFFERS, DV, HAS_STATE, HAS_SINK, FINALIZE, STAGED, PERIOD, FIXED),
-                ),
-                (
-                    consumer,
-                    (consumer_args, 1, N, STAGES, Q_BUFFERS, DV, HAS_STATE, HAS_SINK, FINALIZE, STAGED, PERIOD, FIXED),
-                ),
-                (
-                    consumer,
-                    (consumer_args, 2, N, STAGES, Q_BUFFERS, DV, HAS_STATE, HAS_SINK, FINALIZE, STAGED, PERIOD, FIXED),
-                ),
-            ],
-            [4, 4, 4],
-            [REGISTERS, REGISTERS, REGISTERS],
-        )
+    _start(
+        (producer_args, N, BN, STAGES, Q_BUFFERS, SKIP_EMPTY, READY),
+        consumer_args,
+        (N, STAGES, Q_BUFFERS, DV, HAS_STATE, HAS_SINK, FINALIZE, STAGED, PERIOD, FIXED),
+        N,
+        REGISTERS,
+    )
 
 
 def unsupported(q: Tensor, k: Tensor, v: Tensor, score: Score) -> str | None:

@@ -56,25 +56,37 @@ class Stages(NamedTuple):
 
 def _stages(plan: Plan, relay: Relay, device: torch.device) -> Stages:
     def make() -> Stages:
-        rank, network = plan.rank, network_routes(plan, relay, device)
-        if _collected(plan, relay):
-            node = collected_routes(rank, relay.fetches, fetched_keys(plan, rank), device)
-        else:
-            node = direct_routes(rank, relay.fetches)
-        return Stages(network, node, relay.own[rank], relay.lengths[rank])
+        network, inside = network_routes(plan, relay, device), routes_inside(plan, relay).on(device)
+        return Stages(network, inside, relay.own[plan.rank], relay.lengths[plan.rank])
 
     return plan.once(("stages", device), make)
 
 
 def network_routes(plan: Plan, relay: Relay, device: torch.device) -> Routes:
     """Return the routes between nodes, from owners to carriers."""
+    return plan.once(("network routes", device), lambda: routes_between(plan, relay).on(device))
+
+
+def routes_between(plan: Plan, relay: Relay) -> Routes:
+    """Return the routes between nodes, with tables on the CPU."""
 
     def make() -> Routes:
         if many_runs(relay.carried):
-            return collected_routes(plan.rank, relay.carried, None, device)
+            return collected_routes(plan.rank, relay.carried, None)
         return direct_routes(plan.rank, relay.carried)
 
-    return plan.once(("network routes", device), make)
+    return plan.once("routes between", make)
+
+
+def routes_inside(plan: Plan, relay: Relay) -> Routes:
+    """Return the routes inside of this rank's node, with tables on the CPU."""
+
+    def make() -> Routes:
+        if _collected(plan, relay):
+            return collected_routes(plan.rank, relay.fetches, fetched_keys(plan, plan.rank))
+        return direct_routes(plan.rank, relay.fetches)
+
+    return plan.once("routes inside", make)
 
 
 def _collected(plan: Plan, relay: Relay) -> bool:

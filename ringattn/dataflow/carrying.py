@@ -19,7 +19,7 @@ from ..peer.pull import FetchBuffers, Pattern
 from ..peer.push import GradientBuffers, Push
 from ..plans import Plan
 from ..relay import Relay
-from ..schedule import Fetch, buffer_rows, head_groups
+from ..schedule import Fetch, buffer_rows, carried_waves
 from ..shape import Shape
 from ..transport import Message
 from .by_node import network_routes
@@ -41,16 +41,17 @@ class Exchange(NamedTuple):
     def of(cls, call: Call, link: Link, relay: Relay, backward: bool) -> Exchange:
         """Return the exchange of a call."""
         plan = call.plan
-        runs = plan.once("pattern", lambda: pattern(plan.rank, relay))
-        return cls(link, relay, _waves(plan, call.shape, backward), runs)
+        return cls(link, relay, _waves(plan, call.shape, backward), pattern_of(plan, relay))
 
 
 def _waves(plan: Plan, s: Shape, backward: bool) -> list[slice]:
     """Return groups of heads, of which two fit into ``plan.buffer_bytes``."""
-    fits = head_waves(plan, s, backward)
-    count = max(1, s.kv_heads // 2) if len(fits) == 1 else fits[0].stop
-    groups = head_groups(s.kv_heads, s.q_heads, plan.transport.device.type, backward, relayed=True)
-    return [slice(h, min(h + count, g.stop)) for g in groups for h in range(g.start, g.stop, count)]
+    return carried_waves(head_waves(plan, s, backward), s.q_heads, plan.transport.device.type, backward)
+
+
+def pattern_of(plan: Plan, relay: Relay) -> Pattern:
+    """Return what the ranks of this rank's node fetch from each other."""
+    return plan.once("pattern", lambda: pattern(plan.rank, relay))
 
 
 def pattern(rank: int, relay: Relay) -> Pattern:

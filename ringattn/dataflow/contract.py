@@ -20,7 +20,7 @@ from .. import verify
 from ..kernels import long_sums, walks, weaving
 from ..kernels.backends import Backend
 from ..kernels.contract import Block, Queries, Result, Score, accumulation_dtype
-from ..loads import LISTED, Loads
+from ..loads import LISTED, Loads, work_of_ranks
 from ..partial import Partial
 from ..plans import Plan
 from ..schedule import Schedule
@@ -205,7 +205,9 @@ class Dataflow:
         balance = f"{sum(work) / n / max(work):.1%}" if max(work) else "nothing to do"
         memory = (self.memory_bytes(plan, shape, backward) / 2**20 for backward in (False, True))
         lines.append(f"  balance (mean work / largest): {balance}")
-        if not self.moves_queries:  # else ranks compute for queries that they do not hold
+        if self.moves_queries:  # ranks compute for queries that they do not hold, and fetch no keys
+            lines.append(f"  {work_of_ranks(work)}")
+        else:
             lines.append(f"  {Loads.of(plan.mask, plan.shards, plan.shards_k, plan.fetches)}")
         lines.append("  memory in addition to q, k, v, out: {:.1f} MiB forward, {:.1f} MiB backward".format(*memory))
         lines += [plan.why] * bool(plan.why)

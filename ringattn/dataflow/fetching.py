@@ -21,11 +21,11 @@ from ..peer.push import GradientBuffers, Push
 from ..plans import Plan
 from ..schedule import head_groups
 from ..trace import named
-from .by_node import RelayedGradients, fetch_by_node
-from .carrying import Exchange, PushedToCarriers, fetch_carried
+from .by_node import RelayedGradients, fetch_by_node, routes_between, routes_inside
+from .carrying import Exchange, PushedToCarriers, fetch_carried, pattern_of
 from .contract import Call
 from .gathered import head_waves, relay_of, uses_copy_engines
-from .messages import SentGradients, fetch_by_messages
+from .messages import SentGradients, fetch_by_messages, routes_of
 from .parts import GradientReturn, Part
 
 
@@ -76,6 +76,19 @@ def fetch_keys(
             some = Keys(keys.k[:, :, g], keys.v[:, :, g], block)
             yield Part(wave, g, q_heads, some, len(cut) == len(groups) == 1, i == 0, i == len(groups) - 1)
         pull.release(wave)
+
+
+def prepare_fetches(plan: Plan) -> None:
+    """Make the tables of what is fetched from where, before they are needed, without the device."""
+    relay = relay_of(plan)
+    if relay is not None:
+        routes_between(plan, relay)
+    if uses_copy_engines(plan):
+        _flat(plan) if relay is None else pattern_of(plan, relay)
+    elif relay is None:
+        routes_of(plan)
+    else:
+        routes_inside(plan, relay)
 
 
 def _flat(plan: Plan) -> Pattern:

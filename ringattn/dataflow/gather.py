@@ -40,7 +40,7 @@ from ..trace import named
 from .by_node import relayed_bytes
 from .carrying import carried_bytes
 from .contract import Call, Dataflow, Gradients, Traffic, is_union, piece_elements, shortened, walk_bytes
-from .fetching import fetch_keys, return_gradients
+from .fetching import fetch_keys, prepare_fetches, return_gradients
 from .gathered import gathered_block, head_waves, relay_of, uses_copy_engines
 from .messages import message_bytes, row_bytes
 
@@ -136,7 +136,7 @@ class Gather(Dataflow):
 
     def prepare(self, plan: Plan) -> None:
         gathered_block(plan)
-        relay_of(plan)
+        prepare_fetches(plan)
 
     def meetings(self, plan: Plan) -> list[str]:
         def text(runs: Sequence[Fetch]) -> str:

@@ -70,6 +70,13 @@ class Routes(NamedTuple):
     into: list[tuple[int, slice]]
     rows: int
 
+    def on(self, device: torch.device) -> Routes:
+        """Return these routes with their tables on a device."""
+        if self.leaving is None:
+            return self
+        leaving, *places = upload([x for x in (self.leaving, self.places) if x is not None], device)
+        return self._replace(leaving=leaving, places=places[0] if places else None)
+
     # What copies its argument is a method of its own, so that the argument is freed before the next buffer is made. A
     # callee cannot do that: where the interpreter has a hook for frames (Dynamo's), callers keep their arguments alive.
 
@@ -139,10 +146,8 @@ def direct_routes(rank: int, fetches: Sequence[Sequence[Fetch]]) -> Routes:
     return Routes(rank, None, None, sent, arrives, buffer_rows(fetches[rank]))
 
 
-def collected_routes(
-    rank: int, fetches: Sequence[Sequence[Fetch]], keys: Sequence[range] | None, device: torch.device
-) -> Routes:
-    """Return routes on which the runs from one rank to another are one message.
+def collected_routes(rank: int, fetches: Sequence[Sequence[Fetch]], keys: Sequence[range] | None) -> Routes:
+    """Return routes on which the runs from one rank to another are one message, with tables on the CPU.
 
     Args:
         keys: the positions of this rank's runs, in the order of its fetches, for rows that are put in order; None if
@@ -154,13 +159,11 @@ def collected_routes(
     sent = _joined([(visitor, run.length) for visitor, run in out])
     arrives = _joined([(run.owner, run.length) for run in runs])
     if keys is None:
-        (leaving,) = upload((leaving,), device)
         return Routes(rank, leaving, None, sent, arrives, buffer_rows(runs))
     by_owner = sorted(zip(fetches[rank], keys, strict=True), key=lambda pair: pair[0].owner)
     order = blocks.positions([positions for _, positions in by_owner]).argsort()
     places = torch.empty_like(order)
     places[order] = blocks.positions([range(run.first, run.first + run.length) for run in fetches[rank]]).long()
-    leaving, places = upload((leaving, places), device)
     return Routes(rank, leaving, places, sent, arrives, buffer_rows(fetches[rank]))
 
 
@@ -178,13 +181,19 @@ def collects_runs(plan: Plan) -> bool:
     return plan.once("collected", lambda: interleaved(plan) or many_runs(plan.fetches))
 
 
-def _routes(plan: Plan, device: torch.device) -> Routes:
+def routes_of(plan: Plan) -> Routes:
+    """Return the routes of a plan, with tables on the CPU."""
+
     def make() -> Routes:
         if not collects_runs(plan):
             return direct_routes(plan.rank, plan.fetches)
-        return collected_routes(plan.rank, plan.fetches, fetched_keys(plan, plan.rank), device)
+        return collected_routes(plan.rank, plan.fetches, fetched_keys(plan, plan.rank))
 
-    return plan.once(("routes", device), make)
+    return plan.once("routes", make)
+
+
+def _routes(plan: Plan, device: torch.device) -> Routes:
+    return plan.once(("routes", device), lambda: routes_of(plan).on(device))
 
 
 # Keys arrive

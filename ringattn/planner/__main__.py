@@ -19,6 +19,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+import warnings
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ from . import memory
 from .hardware import GPUS, Cluster, cluster, count
 from .memory import LABELS, OPTIMIZERS, Switches
 from .models import MODELS, from_config, named
+from .step import Step
 from .ways import Problem, Verdict, longest, verdicts
 
 GIB = 2**30
@@ -95,9 +97,14 @@ def problem_of(args: argparse.Namespace) -> Problem:
     costs = None
     if args.calibration:
         args.calibration.stat()
-        costs = cost.read(args.calibration, cost.LINKS[0]) or cost.read(args.calibration, cost.LINKS[1])
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # they speak of plans
+            costs = cost.read(args.calibration, cost.LINKS[0]) or cost.read(args.calibration, cost.LINKS[1])
         if costs is None:
-            raise ValueError(f"{args.calibration} has no costs; run python -m benchmarks.calibrate")
+            raise ValueError(
+                f"--calibration is {args.calibration}, which is no file of this version's benchmarks.calibrate; "
+                "run it, or leave the option out for default rates"
+            )
     if not 0 <= args.host_gib < float("inf"):
         raise ValueError(f"--host-gib is {args.host_gib:g}; give GiB of host memory for each GPU, 0 or more")
     if args.alternatives < 0:
@@ -113,8 +120,12 @@ def problem_of(args: argparse.Namespace) -> Problem:
     slow, slow_link = (
         factors(x, n, machines.gpus) for x, n in ((args.slow, "--slow"), (args.slow_link, "--slow-link"))
     )
-    if switches.head_groups > shape.heads:
-        raise ValueError(f"--head-groups is {switches.head_groups}; the model has {shape.heads} heads to divide")
+    if slow_link and machines.hosts == 1:
+        raise ValueError(f"--slow-link is {args.slow_link[0]!r}; one host needs no network card, give --gpus as 2x8")
+    if shape.kv_heads % switches.head_groups:
+        raise ValueError(
+            f"--head-groups is {switches.head_groups}; it must divide the model's {shape.kv_heads} key heads"
+        )
     return Problem(shape, machines, count(args.context), switches, host, slow, slow_link)
 
 
@@ -125,6 +136,11 @@ def name_of(verdict: Verdict, machines: Cluster) -> str:
     saved = ", on the host" * (way.switches.host_bytes > 0) + ", in chunks" * (way.switches.mlp_chunk > 0)
     saved += ", by heads" * (way.switches.head_groups > 1)
     return f"{way.dataflow} over {way.ranks} GPU{'s' * (way.ranks > 1)}, {rows} row{'s' * (rows > 1)}{saved}"
+
+
+def rate(step: Step) -> str:
+    """Return tokens per second of one GPU, with two digits at least."""
+    return f"{step.tokens_per_second:,.{0 if step.tokens_per_second >= 10 else 2}f}"
 
 
 def describe(problem: Problem, best: Verdict) -> list[str]:
@@ -140,7 +156,7 @@ def describe(problem: Problem, best: Verdict) -> list[str]:
     on_host = memory.host_bytes(problem.model, way.tokens, way.switches)
     lines = [
         f"best: {name_of(best, problem.cluster)}, {way.tokens:,} tokens per GPU",
-        f"  {step.seconds:.2f} s a step, {step.tokens_per_second:,.0f} tokens/s/GPU, MFU {step.mfu:.1%}",
+        f"  {step.seconds:.2f} s a step, {rate(step)} tokens/s/GPU, MFU {step.mfu:.1%}",
         f"  seconds: {times}",
         f"  attention has {forward:.1%} of the speed of one GPU's kernel forward, {both:.1%} forward + backward",
         f"  {best.bytes / GIB:.1f} of {capacity / GIB:.1f} GiB: {bytes_}",
@@ -155,11 +171,11 @@ def describe(problem: Problem, best: Verdict) -> list[str]:
 
 def table(problem: Problem, others: list[Verdict]) -> list[str]:
     """Return the alternatives as lines."""
-    lines = [f"{'alternatives':<58}{'s/step':>9}{'tokens/s/GPU':>14}{'MFU':>8}{'GiB':>8}"]
+    lines = [f"{'alternatives':<58}{'s/step':>10}{'tokens/s/GPU':>14}{'MFU':>8}{'GiB':>8}"]
     for verdict in others:
         step, gib = verdict.step, verdict.bytes / GIB
-        numbers = f"{step.seconds:>9.2f}{step.tokens_per_second:>14,.0f}{step.mfu:>8.1%}" if step else f"{'-':>31}"
-        lines.append(f"  {name_of(verdict, problem.cluster):<56}{numbers}{gib:>8.1f}  {verdict.reason}".rstrip())
+        numbers = f"{step.seconds:>10.2f}{rate(step):>14}{step.mfu:>8.1%}" if step else f"{'-':>32}"
+        lines.append(f"  {name_of(verdict, problem.cluster):<56}{numbers} {gib:>7.1f}  {verdict.reason}".rstrip())
     return lines
 
 

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from ..dataflow.messages import Sizes, bytes_of_groups
 from ..kernels import long_sums
-from ..schedule import head_groups, waves
+from ..schedule import carried_waves, head_groups, waves
 from ..shape import Shape
 
 
@@ -123,10 +123,9 @@ def _carried(row: Row, s: Shape, rows: int) -> Bytes:
     def resident(gradient: int) -> tuple[int, int]:
         """Return the heads of the largest wave, and those that are in memory together."""
         fits = waves(s.kv_heads, token * row.seq_len * (s.itemsize + gradient), row.buffer_bytes)
-        count = max(1, s.kv_heads // 2) if len(fits) == 1 else fits[0].stop
-        groups = head_groups(s.kv_heads, s.q_heads, "cuda", gradient > 0, relayed=True)
-        cut = [min(count, g.stop - h) for g in groups for h in range(g.start, g.stop, count)]
-        return max(cut), min(2, len(cut)) * max(cut)
+        cut = carried_waves(fits, s.q_heads, "cuda", gradient > 0)
+        most = max(wave.stop - wave.start for wave in cut)
+        return most, min(2, len(cut)) * most
 
     heads, together = resident(s.state_itemsize)
     kept = 2 * s.kv_heads * extended + max(together, resident(0)[1]) * row.seq_len

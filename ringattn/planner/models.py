@@ -120,9 +120,12 @@ def from_config(file: Path | str) -> ModelShape:
         config: dict[str, Any] = json_file.read(Path(file))
     except ValueError as error:
         raise ValueError(f"{file} cannot be read as JSON: {error}") from error
+    if isinstance(config, dict) and config.get("text_config") is not None:
+        config = config["text_config"]
     if not isinstance(config, dict):
-        raise ValueError(f"{file} is a JSON {type(config).__name__}; give the config.json of a decoder-only model")
-    config = config.get("text_config", config)
+        raise ValueError(
+            f"{file} or its text_config is a JSON {type(config).__name__}; give the config.json of a decoder-only model"
+        )
     kind = config.get("model_type", "")
     for name in ("num_experts", "num_local_experts", "n_routed_experts", "kv_lora_rank", "linear_num_key_heads"):
         if config.get(name):
@@ -133,6 +136,9 @@ def from_config(file: Path | str) -> ModelShape:
             "(RMSNorm, attention, gated MLP), write 'llama' there"
         )
     try:
+        for name in ("num_attention_heads", "num_hidden_layers", "hidden_size", "intermediate_size", "vocab_size"):
+            if type(config[name]) is not int or config[name] < 1:
+                raise ValueError(f"{file} has {name}={config[name]!r}; it must be a whole number above 0")
         heads, hidden = config["num_attention_heads"], config["hidden_size"]
         windowed = config.get("sliding_window") if config.get("use_sliding_window", True) else None
         return ModelShape(

@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..cost import Costs
-from ..schedule import head_groups
+from ..schedule import carried_waves, head_groups
 from ..shape import Shape
 
 Times = np.ndarray[Any, np.dtype[np.float64]]  # ms of every rank
@@ -220,6 +220,8 @@ class _Machine:
         groups = [1 / heads] * heads
         if not waits:
             cut = head_groups(heads, shape.q_heads, "cuda", backward, relayed=relayed)
+            if relayed and s.pulls:
+                cut = carried_waves([slice(0, heads)], shape.q_heads, "cuda", backward)
             groups = [(g.stop - g.start) / heads for g in cut]
         fixed = c.kernel_ms / (len(groups) if waits else 1)
         launch = c.ring_backward_ms if backward else c.ring_forward_ms
@@ -284,10 +286,13 @@ class _Machine:
         zero: Times | float = 0.0
         for t in range(n):
             arriving, took, more = here, zero, zero
+            # Both ends start the messages of a step after the kernel of the step before, and wait for all of them.
+            self.sending, self.receiving = (np.maximum(x, self.kernels) for x in (self.sending, self.receiving))
             if t + 1 < n:
                 arriving, took = self.send(hop(t), here, shard, 2)
             if backward and t > 1:  # the sum for this shard comes from the rank that met it last
                 sums, more = self.send(hop(t - 1), sums, part, 2)
+                arriving = np.maximum(arriving, sums)
             end = self.compute(work + (added if t else 0.0), here, took + more, launch)
             if backward and t:
                 sums = np.maximum(sums, end)

@@ -81,16 +81,15 @@ def way_of(problem: Problem, hosts: int, local_size: int, dataflow: str) -> Way:
 def judge(problem: Problem, way: Way) -> Verdict:
     """Return whether a way fits, with what it must save, and how long its step takes."""
     model, capacity = problem.model, problem.cluster.gpu.usable
-    for switches in saving(way.switches, problem.host_memory).values():
+    for switches in saving(way.switches, problem).values():
         way = way._replace(switches=switches)
         parts = memory.parts(model, way.tokens, switches)
         if sum(parts.values()) <= capacity:
             break
     else:
         return Verdict(way, parts, None, f"needs {sum(parts.values()) / 2**30:.0f} GiB")
-    row = memory.row_of(way.tokens, way.switches)
-    least = attention.least_buffer(row, model.attention(way.switches.itemsize))
-    if least > row.buffer_bytes:
+    least = _least_buffer(model, way.tokens, way.switches)
+    if least > way.switches.buffer_bytes:
         return Verdict(way, parts, None, f"needs {least / 2**30:.1f} GiB of buffer")
     # The row of each rank, and with it the step, is as slow as if the rank were in the first row.
     slow, slow_link = (
@@ -119,24 +118,36 @@ def _saves(switches: Switches) -> int:
     return (switches.host_bytes > 0) + (switches.mlp_chunk > 0) + (switches.head_groups > 1)
 
 
-def saving(switches: Switches, host_memory: int) -> dict[str, Switches]:
+def saving(switches: Switches, problem: Problem) -> dict[str, Switches]:
     """Return switches that need less and less memory, by what is added."""
-    host = replace(switches, host_bytes=host_memory, attention_on_host=True)
+    host = replace(switches, host_bytes=problem.host_memory, attention_on_host=True)
     chunks, groups = replace(host, mlp_chunk=switches.mlp_chunk or 4096), max(2, switches.head_groups)
-    return {
+    ways = {
         "as asked for": switches,
         "with activations on the host": host,
         f"and norms and MLP in chunks of {chunks.mlp_chunk:,} tokens": chunks,
-        f"and attention in {groups} groups of heads": replace(chunks, head_groups=groups),
     }
+    if problem.model.kv_heads % groups == 0:
+        ways[f"and attention in {groups} groups of heads"] = replace(chunks, head_groups=groups)
+    return ways
+
+
+def _least_buffer(model: ModelShape, tokens: int, switches: Switches) -> int:
+    """Return the bytes of buffer without which attention of this many tokens on each GPU has another dataflow."""
+    return attention.least_buffer(memory.row_of(tokens, switches), model.attention(switches.itemsize))
 
 
 def longest(problem: Problem, way: Way) -> dict[str, int]:
-    """Return the tokens of the longest row that fits over the GPUs of a way, with its switches and with more."""
-    model, capacity = problem.model, problem.cluster.gpu.usable
-    return {
-        name: memory.longest(model, capacity, switches) * way.ranks
-        for name, switches in saving(
-            way_of(problem, way.hosts, way.local_size, way.dataflow).switches, problem.host_memory
-        ).items()
-    }
+    """Return the tokens of the longest row that fits over the GPUs of a way, in their memory and in the buffer of its
+    attention: with its switches, and with more where these make it longer."""
+    rows: dict[str, int] = {}
+    switches_of_way = way_of(problem, way.hosts, way.local_size, way.dataflow).switches
+    for name, switches in saving(switches_of_way, problem).items():
+        tokens = memory.longest(problem.model, problem.cluster.gpu.usable, switches)
+        least = _least_buffer(problem.model, 128, switches)  # grows with the tokens
+        if least * tokens > switches.buffer_bytes * 128:
+            tokens = switches.buffer_bytes // least * 128
+            name += "; longer ones need more --buffer-bytes"
+        if tokens * way.ranks > max(rows.values(), default=-1):
+            rows[name] = tokens * way.ranks
+    return rows

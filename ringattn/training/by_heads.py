@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .by_tokens import refuse_dropout
-from .parts import Part, run_in_parts
+from .parts import Part, parameters_of, run_in_parts
 from .stand_in import stand_in
 
 _PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
@@ -62,7 +62,7 @@ def by_heads(layer: nn.Module, groups: int) -> None:
 
         everything = slice(None)
         parts = [Part(everything, functools.partial(group, index)) for index in range(groups)]
-        return run_in_parts(hidden_states, parts, [*layer.parameters()]), None
+        return run_in_parts(hidden_states, parts, parameters_of([("", layer)])), None
 
     layer.forward = forward
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .parts import Part, run_in_parts
+from .parts import Part, parameters_of, run_in_parts
 
 
 def by_tokens(module: nn.Module, chunk: int) -> None:
@@ -44,7 +44,8 @@ def by_tokens(module: nn.Module, chunk: int) -> None:
                 )
             return y
 
-        return run_in_parts(x, [Part(tokens, function) for tokens in chunks(x.shape[1], chunk)], [*module.parameters()])
+        parts = [Part(tokens, function) for tokens in chunks(x.shape[1], chunk)]
+        return run_in_parts(x, parts, parameters_of([("", module)]))
 
     module.forward = forward
 

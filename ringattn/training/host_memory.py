@@ -45,11 +45,11 @@ class _OnHost(Waiting):
     """A tensor that waits in a buffer of host memory, which is free again when this object is dropped."""
 
     def __init__(self, place: HostMemory, x: Tensor, buffer: Tensor) -> None:
+        self._arriving: tuple[Tensor, torch.cuda.Event | None] | None = None
         self._place = place
         self._device = x.device
         size = x.numel() * x.element_size()
         self._copy = buffer[:size].view(x.dtype).view(x.shape)
-        self._arriving: tuple[Tensor, torch.cuda.Event | None] | None = None
         weakref.finalize(self, place._free.append, buffer)
 
     def fetch(self) -> None:
@@ -65,6 +65,12 @@ class _OnHost(Waiting):
         if event is not None:
             torch.cuda.current_stream(x.device).wait_event(event)
         return x
+
+    def __del__(self) -> None:
+        # After an error in a backward: nobody waits for the copy, which must not overwrite what gets this memory next.
+        stream = self._place._stream
+        if self._arriving is not None and stream is not None:
+            self._arriving[0].record_stream(stream)
 
 
 class HostMemory:
@@ -145,7 +151,7 @@ class HostMemory:
 
     def _drop_free(self) -> None:
         """Give the free buffers back, after the copies that use them."""
-        if self._stream is not None:
+        if self._free and self._stream is not None:
             self._stream.synchronize()
         self.bytes -= sum(buffer.numel() for buffer in self._free)
         self._free.clear()
@@ -162,7 +168,7 @@ def _pin(buffer: Tensor) -> None:
 
 def available(processes: int = 1, share: float = 0.8) -> int:
     """Return the bytes of host memory that each of ``processes`` on this host may use for buffers: a share of what is
-    free on the machine and in the container (cgroup v2).
+    free on the machine and in the cgroups (v2) of this process, as a container or a job has.
 
     Args:
         share: the rest is left to data, checkpoints and the page cache.
@@ -175,11 +181,21 @@ def available(processes: int = 1, share: float = 0.8) -> int:
     if not 0 < share <= 1:
         raise ValueError(f"share is {share!r}; pass a number above 0, at most 1")
     free = [_number("/proc/meminfo", "MemAvailable:") * 1024]
-    group = "/sys/fs/cgroup/memory"
-    with suppress(OSError, ValueError):  # no such group, or its limit is "max"
-        used = _number(f"{group}.current") - _number(f"{group}.stat", "inactive_file")
-        free.append(_number(f"{group}.max") - used)
+    for group in _groups():
+        with suppress(OSError, ValueError):  # no such group, or its limit is "max"
+            used = _number(f"{group}/memory.current") - _number(f"{group}/memory.stat", "inactive_file")
+            free.append(_number(f"{group}/memory.max") - used)
     return max(0, int(share * min(free) / processes))
+
+
+def _groups() -> list[Path]:
+    """Return the folders of this process's cgroup and of those around it, each of which may have a limit: of a
+    container, a job of Slurm, a service."""
+    root, own = Path("/sys/fs/cgroup"), ""
+    with suppress(OSError):
+        own = Path("/proc/self/cgroup").read_text().rpartition("0::/")[2].strip()
+    group = root / own
+    return [group, *(parent for parent in group.parents if parent.is_relative_to(root))]
 
 
 def _number(path: str, name: str = "") -> int:

@@ -13,12 +13,13 @@ Gradients of parameters are summed over the parts in float32, and rounded once.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.autograd.graph import get_gradient_edge
 
 from .attention_results import active
@@ -29,6 +30,23 @@ def surroundings(x: Tensor) -> Callable[[], AbstractContextManager]:
     kind = x.device.type
     dtype, enabled = torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)
     return lambda: torch.autocast(kind, dtype, enabled)
+
+
+def parameters_of(modules: Iterable[tuple[str, nn.Module]]) -> list[nn.Parameter]:
+    """Return the parameters of what is computed in parts: a module, whose name is "", or some modules of another one.
+
+    Raises:
+        ValueError: FSDP2 gathers some of them for their own modules alone, where their gradients would be lost.
+    """
+    modules = list(modules)
+    for name, module in modules:
+        for inner, m in module.named_modules(prefix=name):
+            if inner and hasattr(m, "unshard"):
+                raise ValueError(
+                    f"{inner} is sharded by itself, and what is computed in parts needs its parameters before; "
+                    f"leave out fully_shard() of {inner}, so that they belong to the module around it"
+                )
+    return [p for _, module in modules for p in module.parameters()]
 
 
 class Part(NamedTuple):
@@ -114,6 +132,7 @@ class _Run(torch.autograd.Function):
         return _sum(x, job.parts)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, dy):  # type: ignore[no-untyped-def]
         (x,) = ctx.kept.saved_tensors
         parameters = ctx.parameters

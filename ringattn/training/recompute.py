@@ -16,16 +16,18 @@ The checkpoint is torch's (not reentrant), inside of the layer's module, so that
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, get_device_states, set_device_states
 
 from .attention_results import AttentionResults
 from .host_memory import HostMemory, Waiting
@@ -34,7 +36,7 @@ from .parts import surroundings
 
 @dataclass(frozen=True)
 class Recompute:
-    """What layers keep between forward and backward, and where.
+    """What layers keep between forward and backward, and where. All but the places is the same on all ranks.
 
     Attributes:
         inputs: where the inputs of layers wait; ``HostMemory(0)``: on the GPU.
@@ -78,27 +80,29 @@ def recompute(layers: Iterable[nn.Module], how: Recompute) -> None:
     """
     layers = list(layers)
     for layer in layers:
-        if getattr(layer, "gradient_checkpointing", False):
-            raise ValueError(
-                f"{type(layer).__name__} is checkpointed by transformers; call model.gradient_checkpointing_disable() "
-                "before recompute()"
-            )
+        _refuse_checkpoint(layer)
     stack = _Stack(how)
     for index, layer in enumerate(layers):
-        preserve = any(isinstance(m, nn.modules.dropout._DropoutNd) and m.p > 0 for m in layer.modules())
         products = index >= len(layers) - how.products
-        layer.forward = functools.partial(_forward, stack, _Layer(index, layer, layer.forward, preserve, products))
+        layer.forward = functools.partial(_forward, stack, _Layer(index, layer, layer.forward, products))
+
+
+def _refuse_checkpoint(layer: nn.Module) -> None:
+    """Raise ValueError if a layer is computed again already: its attention would run once more, and communicate."""
+    if getattr(layer, "gradient_checkpointing", False):
+        raise ValueError(
+            f"{type(layer).__name__} is checkpointed by transformers; leave out gradient_checkpointing=True, or call "
+            "model.gradient_checkpointing_disable() before recompute()"
+        )
 
 
 @dataclass(frozen=True)
 class _Layer:
-    """A layer, and the forward that it had. ``preserve``: random numbers are drawn again. ``products``: results of
-    matrix products are kept."""
+    """A layer, and the forward that it had. ``products``: results of matrix products are kept."""
 
     index: int
     module: Any
     forward: Callable[..., Any]
-    preserve: bool
     products: bool
 
 
@@ -113,13 +117,14 @@ class _Stack:
 def _forward(stack: _Stack, layer: _Layer, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
     if not torch.is_grad_enabled():
         return layer.forward(hidden_states, *args, **kwargs)
+    _refuse_checkpoint(layer.module)  # Trainer switches it on later
 
     def run(x: Tensor) -> Any:
         return layer.forward(x, *args, **kwargs)
 
     record = _Record(stack.how, layer, run, stack.latest() if layer.index else None)
     with saved_tensors_hooks(record.keep, _Record.input):  # of the only tensor that torch's checkpoint keeps
-        out = checkpoint(record.run, hidden_states, use_reentrant=False, preserve_rng_state=layer.preserve)
+        out = checkpoint(record.run, hidden_states, use_reentrant=False)
     record.ran(out)
     stack.latest = weakref.ref(record)  # the graph keeps it
     return out
@@ -152,7 +157,7 @@ class _Record:
 
     def keep(self, x: Tensor) -> _Record:
         """Keep the input, unless it can be computed again."""
-        self._again_in = surroundings(x)
+        self._again_in, self._random_in = surroundings(x), _random_numbers(x)
         follows = self._before is not None and self._before._output == _identity(x)
         if not follows or self._layer.index % self._how.anchors == 0:
             self._put(x)
@@ -201,7 +206,7 @@ class _Record:
         sharded = hasattr(module, "unshard")  # FSDP2, whose hooks do not run here
         if sharded:
             module.unshard()
-        with torch.no_grad(), self._again_in():
+        with torch.no_grad(), self._again_in(), self._random_in():
             out = self.run(x)
         if sharded and not last:
             module.reshard()
@@ -209,5 +214,21 @@ class _Record:
 
 
 def _identity(x: Tensor) -> tuple[Any, ...]:
-    """Return what two tensors have in common if one is the other, unchanged, or an alias of all of it."""
-    return x.data_ptr(), x.shape, x.stride(), x.dtype, x._version
+    """Return what two tensors have in common if one is the other, unchanged, or an alias of all of it. Addresses do not
+    tell: memory that is free again may be that of another tensor next."""
+    return weakref.ref(x.untyped_storage()), x.storage_offset(), x.shape, x.stride(), x.dtype, x._version
+
+
+def _random_numbers(x: Tensor) -> Callable[[], AbstractContextManager[None]]:
+    """Return what makes a context that draws the random numbers which would be drawn now, on the CPU and the device of
+    x. torch's checkpoint does so for the layer whose backward it is."""
+    kind, of_cpu, (devices, states) = x.device.type, torch.get_rng_state(), get_device_states(x)
+
+    @contextlib.contextmanager
+    def again() -> Iterator[None]:
+        with torch.random.fork_rng(devices, device_type=kind):
+            torch.set_rng_state(of_cpu)
+            set_device_states(devices, states, device_type=kind)
+            yield
+
+    return again

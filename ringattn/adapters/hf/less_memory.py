@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 from torch import Tensor, nn
@@ -9,7 +10,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutpu
 
 from ...training.by_heads import by_heads
 from ...training.by_tokens import by_tokens, chunks
-from ...training.parts import Part, run_in_parts
+from ...training.parts import Part, parameters_of, run_in_parts
 from ...training.recompute import Recompute, recompute
 from ...training.stand_in import stand_in
 from .models import unwrapped
@@ -96,6 +97,7 @@ def _loss_by_tokens(model: Any, chunk: int) -> None:
     whole = kind.forward
     prefix = model.base_model_prefix
 
+    @functools.wraps(model.forward)  # Trainer reads its arguments, and drops other columns of a data set
     def forward(*args: Any, labels: Any = None, shift_labels: Any = None, **kwargs: Any) -> Any:
         total = kwargs.get("num_items_in_batch")
         if shift_labels is None or total is None:
@@ -116,7 +118,8 @@ def _loss_by_tokens(model: Any, chunk: int) -> None:
 
             return Part(tokens, loss)
 
-        parameters = [p for n, p in model.named_parameters(remove_duplicate=False) if not n.startswith(f"{prefix}.")]
+        others = ((name, child) for name, child in model.named_children() if name != prefix)
+        parameters = [*model.parameters(recurse=False), *parameters_of(others)]
         return CausalLMOutputWithPast(
             loss=run_in_parts(hidden, [*map(part, chunks(hidden.shape[1], chunk))], parameters)
         )

@@ -1,0 +1,115 @@
+"""Arguments that travel together through the backward kernels for Hopper, in groups. Each kernel makes them once.
+
+A field in capitals is a constexpr. Whether a field is None is decided when the kernel is compiled, too.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from triton.experimental.gluon import language as gl
+
+
+class Grid(NamedTuple):
+    """The division of the work among programs, see :func:`.backward_pieces.place`."""
+
+    info_ptr: gl.tensor  # descriptions of key tiles, see work.key_tile_table
+    heads: gl.tensor  # query heads of a program
+    tiles: gl.tensor  # of keys, in a key head
+    kv_heads: gl.tensor
+    parts: gl.tensor  # programs that share the query heads of a group
+    sweep: gl.tensor  # parts that are walked at the same time
+    q_tiles: gl.tensor  # of queries, in a query head
+    BATCHED: gl.constexpr  # descriptions differ in the batch
+    CTAS: gl.constexpr = gl.constexpr(1)  # programs in a row that share a tile of keys
+
+
+class Place(NamedTuple):
+    """The place of a program in the grid."""
+
+    batch: gl.tensor
+    kv_head: gl.tensor
+    part: gl.tensor  # of the query heads of the group
+    info: gl.tensor  # address of the description of the key tile
+
+
+class Descriptors(NamedTuple):
+    """TMA descriptors of the inputs and of dQ; of a matrix a tuple, one descriptor per piece of the columns."""
+
+    q: tuple
+    dout: tuple
+    k: tuple
+    v: tuple
+    lse: Any
+    delta: Any
+    bounds: Any
+    positions: Any  # None without ALiBi
+    dq: tuple  # one per consumer, or as the kernel says
+
+
+class Tiles(NamedTuple):
+    """Tiles in shared memory: as boxes, which TMA loads and sends, or as :func:`.backward_pieces.matrices`; and the
+    mbarriers that complete when a tile has been loaded. k, v, q and dout have one tensor per piece of the columns."""
+
+    k: tuple
+    v: tuple
+    q: tuple
+    dout: tuple
+    ds: Any  # of both consumers
+    dq: Any  # staged, one per consumer
+    lse: Any  # to the base 2, as are delta and bounds in two stages
+    delta: Any  # negative
+    bounds: Any  # the first key that a query sees, and the one past the last
+    positions: tuple  # of the queries, one tensor; empty without ALiBi
+    kv_full: Any
+    q_full: Any  # of q, lse, bounds and positions
+    dout_full: Any  # of dout and delta
+
+
+class Arrival(NamedTuple):
+    """The flags of keys and values that arrive during the kernel; ``flags_ptr`` is None if all have arrived."""
+
+    flags_ptr: gl.tensor
+    epoch: gl.tensor
+    timed_out_ptr: gl.tensor
+
+
+class Score(NamedTuple):
+    """What becomes of the products of q and k (scores.py), and what the gradients are times."""
+
+    scale: gl.tensor  # of scores to the base 2
+    inner: Any  # of the softcap: a number, scores.Changes.fixed, or None without softcap
+    slopes_ptr: gl.tensor  # None without ALiBi
+    slopes_stride: gl.tensor
+    positions_k_ptr: gl.tensor
+    dk_scale: Any  # of dQ and dK; None if P carries it
+    dv_scale: gl.tensor
+
+
+class Keys(NamedTuple):
+    """The 64 keys of a consumer."""
+
+    first: gl.tensor
+    past: gl.tensor  # the one past the last of the key tile
+    alibi: tuple  # see scores.of_keys; empty without ALiBi
+
+
+class Gradients(NamedTuple):
+    """Where dk and dv are stored, and what a program signals after that."""
+
+    dk_ptr: gl.tensor
+    dv_ptr: gl.tensor
+    batches: gl.tensor
+    stride_b: gl.tensor
+    stride_s: gl.tensor
+    stride_h: gl.tensor
+    turns_ptr: gl.tensor  # counts the parts that have added to the same dk and dv; None if each part has its own
+    counters_ptr: gl.tensor  # of completed rows of keys; None if they are not counted
+    segments: gl.tensor
+
+
+class Order(NamedTuple):
+    """The order in which key tiles add to a tile of dQ, see :func:`.backward_pieces.wait_for_turn`."""
+
+    first_ptr: gl.tensor  # the first key tile, for each tile of queries
+    sums_ptr: gl.tensor  # how often each half of each tile of dQ has been added to
