@@ -192,8 +192,8 @@ def test_rows_of_full_documents_are_balanced(name: str, ranks: int) -> None:
     if name == "uniform":  # two documents a rank: the bound, which takes no account of tokens, is nearly 0
         assert fetched <= 0.85 * sum(mask.seq_len for mask in rows)
     elif ranks >= 8:
-        most = {"bimodal": 2.8, "one giant": 1.6}.get(name, 1.9)
-        assert fetched <= most * sum(load.least_fetched for load in results)
+        limit = {"bimodal": 2.8, "one giant": 1.6}.get(name, 1.9)
+        assert fetched <= limit * sum(load.least_fetched for load in results)
 
 
 def test_the_order_of_intersection_does_not_matter() -> None:

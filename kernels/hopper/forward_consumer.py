@@ -273,7 +273,7 @@ def _walk_part(
     FIXED: gl.constexpr,
 ):  # fmt: skip
     """Walk the key tiles below ``past`` down to ``begin``, all cut (``MASK``) or all full. ``late``: a number that is
-    computed in front of this loop, see :func:`_q_again`."""
+    computed before this loop, see :func:`_q_again`."""
     BN: gl.constexpr = k_s[0].shape[2]
     if EARLY:
         q = _q_again(q_s, at, late)

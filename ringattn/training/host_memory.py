@@ -67,7 +67,7 @@ class _OnHost(Waiting):
         return x
 
     def __del__(self) -> None:
-        # After an error in a backward: nobody waits for the copy, which must not overwrite what gets this memory next.
+        # After an error in a backward nothing waits for the copy, which must not overwrite what gets this memory next.
         stream = self._place._stream
         if self._arriving is not None and stream is not None:
             self._arriving[0].record_stream(stream)
