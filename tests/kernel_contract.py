@@ -409,7 +409,7 @@ def use_small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
 
         tiles = Tiles(16, 16, 4, 2)
         monkeypatch.setattr(forward, "choose_tiles", lambda q, v: tiles)
-        wide = WideTiles(32, 32, 256, 2, 2)
+        wide = WideTiles(32, 64, 32, 256, 2, 2)
         narrow = Passes(tiles, tiles)
         monkeypatch.setattr(backward, "choose_tiles", lambda q, v: wide if q.shape[-1] > 256 else narrow)
-        monkeypatch.setattr(backward_wide, "SIDE", 64)  # several pieces
+        monkeypatch.setattr(backward_wide, "BYTES", 1 << 15)  # several pieces

@@ -67,7 +67,9 @@ def empty_is_nan():
 
 
 @runs_kernels
-@pytest.mark.parametrize(("mask", "size"), [(full, 1), (causal, 1 << 20), (window, 1 << 20), (documents, 1)])
+@pytest.mark.parametrize(
+    ("mask", "size"), [(full, 1), (causal, 1 << 20), (window, 1 << 15), (documents, 1), (causal, 1 << 15)]
+)
 def test_pieces_cover_every_visible_tile_once(monkeypatch, empty_is_nan, mask, size):
     """In a piece of one head and of all. A product with a tile of weights that was not computed would be NaN."""
     monkeypatch.setattr(backward_wide, "BYTES", size)

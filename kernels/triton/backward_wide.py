@@ -7,8 +7,8 @@ multiplied anyway, and every gradient is then a product of matrices ::
 
     dv += p^T dout      dk += ds^T q * scale      dq += ds k * scale
 
-A piece has at most ``SIDE`` queries and keys, and as many heads as keep p and ds within ``BYTES``; tiles without a
-visible pair are neither computed nor read. Each sum belongs to one program of one launch, and launches add in a fixed
+p and ds of a piece, some heads times some queries times some keys, take at most ``BYTES``; tiles without a visible pair
+are neither computed nor read. Each sum belongs to one program of one launch, and launches add in a fixed
 order, so every run gives the same bits.
 
 Shapes and contract: contract.py. Notation: backward.py.
@@ -16,6 +16,7 @@ Shapes and contract: contract.py. Notation: backward.py.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
@@ -43,8 +44,9 @@ from .primitives import (
 from .strides import elements, stride_unit, strides_in
 from .tiles import WideTiles
 
-BYTES = 256 << 20  # of p and ds
-SIDE = 4096  # queries and keys of a piece, at most
+BYTES = 512 << 20  # of p and ds
+HEADS = 8  # of a piece that does not hold all queries and keys
+P_SCALE = tl.constexpr(2.0**15)  # p <= 1 times this fits into float16, with all of its mantissa down to 2^-29
 
 
 def gradients(inputs: Inputs, tiles: WideTiles, dq: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -70,13 +72,10 @@ class _Piece(NamedTuple):
 def _add_gradients(
     inputs: Inputs, tiles: WideTiles, dq: Tensor | None, key_gradients: tuple[Tensor, Tensor] | None
 ) -> None:
-    """Add to those gradients that are given. Pieces of an ordered block have one head each: the bits of a sum depend on
-    how many it goes over at a time, which may not depend on the number of queries."""
+    """Add to those gradients that are given."""
     q, block, size = inputs.q, inputs.block, tiles.size
     heads, tables = q.shape[0] * q.shape[2], _tables(block, size, q.device)
-    most_q, most_k = (min(n, max(SIDE // size, 1)) for n in (tables.rows.shape[0], triton.cdiv(block.seq_k, size)))
-    fit = 1 if block.ordered else BYTES // (2 * q.element_size() * most_q * most_k * size * size)
-    most_heads = max(1, min(heads, fit))
+    most_heads, most_q, most_k = _largest_piece(inputs, tiles, tables.rows.shape[0], triton.cdiv(block.seq_k, size))
     p, ds = (q.new_empty(most_heads, most_q * size, 1, most_k * size) for _ in range(2))
     run = _Launches(inputs, tiles, tables, p, ds)
     sums = None if dq is None else primitives.last_contiguous(dq)
@@ -92,6 +91,28 @@ def _add_gradients(
                     run.query_sums(piece, sums)
     if dq is not None and sums is not None and sums is not dq:
         dq.copy_(sums)
+
+
+def _largest_piece(inputs: Inputs, tiles: WideTiles, tiles_q: int, tiles_k: int) -> tuple[int, int, int]:
+    """Return the heads, tiles of queries and tiles of keys of a piece, at most.
+
+    Both gradients want long sums in many programs: with grouped queries, whose sums for keys go over several heads, a
+    piece has more keys than queries. The bits of a sum depend on how many numbers it goes over at a time, so pieces of
+    an ordered block have one head and a size that does not depend on the queries and keys.
+    """
+    q, ratio = inputs.q, tiles.keys // tiles.size
+    room = BYTES // (2 * q.element_size() * tiles.size**2)
+    heads = 1 if inputs.block.ordered else q.shape[0] * q.shape[2]
+    per_head = max(room // min(heads, HEADS), ratio)
+    side = math.isqrt(per_head * (4 if min(heads, q.shape[2] // inputs.k.shape[2]) >= 4 else 1))
+    most_k = max(side // ratio, 1) * ratio
+    most_q = per_head // most_k
+    whole_k = triton.cdiv(tiles_k, ratio) * ratio
+    if not inputs.block.ordered:
+        most_q = min(max(most_q, per_head // whole_k), tiles_q)
+        most_k = max(per_head // most_q // ratio, 1) * ratio
+    most_q, most_k = max(min(most_q, tiles_q), 1), min(most_k, whole_k)
+    return max(min(heads, room // (most_q * most_k)), 1), most_q, most_k
 
 
 class _Tables(NamedTuple):
@@ -157,23 +178,24 @@ class _Launches(NamedTuple):
     def weights(self, piece: _Piece) -> None:
         """Store p and ds."""
         q, k, v, dout, lse2, delta, block, score = self.inputs
-        tiles, size, s = self.tiles, self.tiles.size, ScoreArguments.of(score)
+        tiles, size, keys, s = self.tiles, self.tiles.size, self.tiles.keys, ScoreArguments.of(score)
         rows, span, meets, start, end = self.tables
         unit = stride_unit(q, k, v, dout)
         tma = self.inputs.tma
         positions = (None, None) if s.slopes is None else block.positions(q.device)
         (head, past_head), (first_q, past_q), (first_k, past_k) = piece
         dispatch(
-            _weights, ((past_q - first_q) * (past_k - first_k), past_head - head),
-            *_sources(((x, size, tiles.depth) for x in (q, k, v, dout)), unit, tma),
+            _weights,
+            ((past_q - first_q) * triton.cdiv((past_k - first_k) * size, keys), past_head - head),
+            *_sources([(x, n, tiles.depth) for x, n in ((q, size), (k, keys), (v, keys), (dout, size))], unit, tma),
             lse2, delta, q.shape[2] * q.shape[1], q.shape[1],
             start, *interval_strides(start), end, *interval_strides(end), *positions,
             s.scale, s.cap, s.slopes, s.slopes_stride,
-            *(tile_source(x, size, tma, size) for x in (self.p, self.ds)), self.p.stride(0), self.p.stride(1),
+            *(tile_source(x, size, tma, keys) for x in (self.p, self.ds)), self.p.stride(0), self.p.stride(1),
             rows, span, *interval_strides(span)[:1], meets, *interval_strides(meets)[:1],
             q.shape[1], k.shape[1], q.shape[2], head, first_q, past_q, first_k, past_k,
-            HEADS_PER_KV=q.shape[2] // k.shape[2], DIM=q.shape[3], DIM_V=v.shape[3], SIZE=size, DEPTH=tiles.depth,
-            SIMPLE=s.SIMPLE, SOFTCAP=s.SOFTCAP, TMA=tma, UNIT=unit, STAGES=tiles.stages_of_weights,
+            HEADS_PER_KV=q.shape[2] // k.shape[2], DIM=q.shape[3], DIM_V=v.shape[3], SIZE=size, KEYS=keys,
+            DEPTH=tiles.depth, SIMPLE=s.SIMPLE, SOFTCAP=s.SOFTCAP, TMA=tma, UNIT=unit, STAGES=tiles.stages_of_weights,
             num_warps=8, num_stages=tiles.stages_of_weights,
         )  # fmt: skip
 
@@ -227,21 +249,21 @@ def _numbers(names: str) -> list[str]:
 @triton.jit
 def _add_product(
     total, x, y, b, h, h_y, row, past, row_y, past_y, column, x_b, x_s, x_h, y_b, y_s, y_h,
-    DIM: tl.constexpr, SIZE: tl.constexpr, DEPTH: tl.constexpr, TMA: tl.constexpr,
+    DIM: tl.constexpr, ROWS: tl.constexpr, ROWS_Y: tl.constexpr, DEPTH: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
     """Add rows of x times rows of y, transposed, over some columns."""
-    of_x = load_part(x, b, h, row, past, column, x_b, x_s, x_h, SIZE, DEPTH, DIM, TMA)
-    of_y = load_part(y, b, h_y, row_y, past_y, column, y_b, y_s, y_h, SIZE, DEPTH, DIM, TMA)
+    of_x = load_part(x, b, h, row, past, column, x_b, x_s, x_h, ROWS, DEPTH, DIM, TMA)
+    of_y = load_part(y, b, h_y, row_y, past_y, column, y_b, y_s, y_h, ROWS_Y, DEPTH, DIM, TMA)
     return dot(of_x, tl.trans(of_y), total, "tf32")
 
 
 @triton.jit
-def store_part(x, tile, h, row, column, x_h, x_s, SIZE: tl.constexpr, TMA: tl.constexpr):
+def store_part(x, tile, h, row, column, x_h, x_s, ROWS: tl.constexpr, COLUMNS: tl.constexpr, TMA: tl.constexpr):
     """Store a tile of weights."""
     if TMA:
-        x.store([h, 0, row, column], tl.reshape(tile.to(x.dtype), [1, 1, SIZE, SIZE]))
+        x.store([h, 0, row, column], tl.reshape(tile.to(x.dtype), [1, 1, ROWS, COLUMNS]))
     else:
-        tl.store(row_pointers(x, h, 0, row, x_h, x_s, 0, SIZE, SIZE) + column, tile.to(x.dtype.element_ty))
+        tl.store(row_pointers(x, h, 0, row, x_h, x_s, 0, ROWS, COLUMNS) + column, tile.to(x.dtype.element_ty))
 
 
 @triton.jit(do_not_specialize=_numbers(
@@ -256,10 +278,11 @@ def _weights(
     p_out, ds_out, w_h, w_s,
     rows, span, span_b, meets, meets_b,
     seq_q, seq_k, heads, head, first_q, past_q, first_k, past_k,
-    HEADS_PER_KV: tl.constexpr, DIM: tl.constexpr, DIM_V: tl.constexpr, SIZE: tl.constexpr, DEPTH: tl.constexpr,
-    SIMPLE: tl.constexpr, SOFTCAP: tl.constexpr, TMA: tl.constexpr, UNIT: tl.constexpr, STAGES: tl.constexpr,
+    HEADS_PER_KV: tl.constexpr, DIM: tl.constexpr, DIM_V: tl.constexpr, SIZE: tl.constexpr, KEYS: tl.constexpr,
+    DEPTH: tl.constexpr, SIMPLE: tl.constexpr, SOFTCAP: tl.constexpr, TMA: tl.constexpr, UNIT: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Store p and ds of one tile of queries and keys."""
+    """Store p and ds of one tile of SIZE queries and KEYS keys."""
     ALIBI: tl.constexpr = slopes is not None
     q_b, q_s, q_h = elements(q_b, UNIT), elements(q_s, UNIT), elements(q_h, UNIT)
     k_b, k_s, k_h = elements(k_b, UNIT), elements(k_s, UNIT), elements(k_h, UNIT)
@@ -268,36 +291,25 @@ def _weights(
     local = tl.program_id(1)
     b, h = (head + local) // heads, (head + local) % heads
     # Programs that run at the same time share tiles: they go through a few rows of tiles column by column.
-    i, j = tl.swizzle2d(tl.program_id(0) // (past_k - first_k), tl.program_id(0) % (past_k - first_k),
-                        past_q - first_q, past_k - first_k, 8)  # fmt: skip
-    tile, n = first_q + i, (first_k + j) * SIZE
-    meets += b.to(tl.int64) * meets_b + (first_k + j) * 2
-    if (tile < tl.load(meets)) | (tile >= tl.load(meets + 1)):
+    RATIO: tl.constexpr = KEYS // SIZE
+    across = (past_k - first_k + RATIO - 1) // RATIO
+    i, j = tl.swizzle2d(tl.program_id(0) // across, tl.program_id(0) % across, past_q - first_q, across, 8)
+    tile, first = first_q + i, first_k + j * RATIO
+    n, last = first * SIZE, tl.minimum(first + RATIO, past_k) - 1
+    meets += b.to(tl.int64) * meets_b
+    if (tile < tl.load(meets + first * 2)) | (tile >= tl.load(meets + last * 2 + 1)):
         return
     row, past, _, full_begin, full_end, _ = load_span(rows, span, tile, b, span_b)
 
-    queries, keys = row + tl.arange(0, SIZE), n + tl.arange(0, SIZE)
+    queries, keys = row + tl.arange(0, SIZE), n + tl.arange(0, KEYS)
     alive = queries < past
     b64 = b.to(tl.int64)
     h_kv = h // HEADS_PER_KV
-    s, dp = tl.zeros([SIZE, SIZE], tl.float32), tl.zeros([SIZE, SIZE], tl.float32)
-    BOTH: tl.constexpr = min(DIM, DIM_V) // DEPTH * DEPTH  # columns that q, k and dout, v have in common
-    for column in tl.range(0, BOTH, DEPTH, num_stages=STAGES):
+    s = tl.zeros([SIZE, KEYS], tl.float32)
+    for column in tl.range(0, DIM, DEPTH, num_stages=STAGES):
         s = _add_product(
-            s, q, k, b, h, h_kv, row, past, n, seq_k, column, q_b, q_s, q_h, k_b, k_s, k_h, DIM, SIZE, DEPTH, TMA,
-        )  # fmt: skip
-        dp = _add_product(
-            dp, dout, v, b, h, h_kv, row, past, n, seq_k, column, do_b, do_s, do_h, v_b, v_s, v_h,
-            DIM_V, SIZE, DEPTH, TMA,
-        )  # fmt: skip
-    for column in tl.range(BOTH, DIM, DEPTH, num_stages=STAGES):
-        s = _add_product(
-            s, q, k, b, h, h_kv, row, past, n, seq_k, column, q_b, q_s, q_h, k_b, k_s, k_h, DIM, SIZE, DEPTH, TMA,
-        )  # fmt: skip
-    for column in tl.range(BOTH, DIM_V, DEPTH, num_stages=STAGES):
-        dp = _add_product(
-            dp, dout, v, b, h, h_kv, row, past, n, seq_k, column, do_b, do_s, do_h, v_b, v_s, v_h,
-            DIM_V, SIZE, DEPTH, TMA,
+            s, q, k, b, h, h_kv, row, past, n, seq_k, column, q_b, q_s, q_h, k_b, k_s, k_h,
+            DIM, SIZE, KEYS, DEPTH, TMA,
         )  # fmt: skip
     distance, slope = s, 0.0
     if ALIBI:
@@ -305,18 +317,25 @@ def _weights(
         pos_q = tl.load(positions_q + queries, mask=alive, other=0)
         distance = pos_q[:, None] - tl.load(positions_k + keys, mask=keys < seq_k, other=0)[None, :]
     s, slope_of_score = scores(s, distance, scale, cap, slope, SIMPLE, SOFTCAP, ALIBI)
-    if (n < full_begin) | (n >= full_end):
+    if (n < full_begin) | (n + KEYS > full_end):
         start = tl.load(starts + b64 * starts_b + queries.to(tl.int64) * starts_s, mask=alive, other=0)
         end = tl.load(ends + b64 * ends_b + queries.to(tl.int64) * ends_s, mask=alive, other=0)
         s = tl.where((start[:, None] <= keys[None, :]) & (keys[None, :] < end[:, None]), s, float("-inf"))
     row_of_head = b64 * rows_b + h.to(tl.int64) * rows_h
     lse_m = tl.load(lse + row_of_head + queries, mask=alive, other=float("inf"))
     p = tl.exp2(s * (scale if SIMPLE else 1.0) - lse_m[:, None])
-    store_part(p_out, p, local, i * SIZE, j * SIZE, w_h, w_s, SIZE, TMA)
-    if SOFTCAP:
-        p *= slope_of_score
+    store_part(p_out, p, local, i * SIZE, j * KEYS, w_h, w_s, SIZE, KEYS, TMA)
+    # Registers hold one sum of this size and p in 16 bits: of float16, scaled, because it has the longer mantissa.
+    small = (p * slope_of_score * P_SCALE).to(tl.float16)
+    dp = tl.zeros([SIZE, KEYS], tl.float32)
+    for column in tl.range(0, DIM_V, DEPTH, num_stages=STAGES):
+        dp = _add_product(
+            dp, dout, v, b, h, h_kv, row, past, n, seq_k, column, do_b, do_s, do_h, v_b, v_s, v_h,
+            DIM_V, SIZE, KEYS, DEPTH, TMA,
+        )  # fmt: skip
     delta_m = tl.load(delta + row_of_head + queries, mask=alive, other=0.0)
-    store_part(ds_out, p * (dp - delta_m[:, None]), local, i * SIZE, j * SIZE, w_h, w_s, SIZE, TMA)
+    ds = small.to(tl.float32) * (dp - delta_m[:, None]) * (1 / P_SCALE)
+    store_part(ds_out, ds, local, i * SIZE, j * KEYS, w_h, w_s, SIZE, KEYS, TMA)
 
 
 @triton.jit
@@ -384,7 +403,8 @@ def _query_sums(
     x_b, x_s, x_h = elements(x_b, UNIT), elements(x_s, UNIT), elements(x_h, UNIT)
     o_b, o_s, o_h = elements(o_b, UNIT), elements(o_s, UNIT), elements(o_h, UNIT)
     PARTS: tl.constexpr = (DIM + COLUMNS - 1) // COLUMNS
-    column, tile = tl.program_id(0) % PARTS * COLUMNS, tl.program_id(0) // PARTS
+    # The last queries begin, whose sums are the longest under a causal mask.
+    column, tile = tl.program_id(0) % PARTS * COLUMNS, past_q - first_q - 1 - tl.program_id(0) // PARTS
     local = tl.program_id(1)
     b, h = (head + local) // heads, (head + local) % heads
     row, past, begin, _, _, stop = load_span(rows, span, first_q + tile, b, span_b)

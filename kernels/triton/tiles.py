@@ -33,13 +33,15 @@ class WideTiles(NamedTuple):
     """Tiles of the backward for head dims above 256 (backward_wide.py).
 
     Args:
-        size: queries and keys of a tile of weights.
+        size: queries of a tile of weights, and rows of a tile of a gradient.
+        keys: keys of a tile of weights, ``size`` or twice as many.
         depth: length of the products of one step.
         columns: columns of a tile of a gradient.
         stages_of_weights, stages: tiles in flight, of the kernel for weights and of those for gradients.
     """
 
     size: int
+    keys: int
     depth: int
     columns: int
     stages_of_weights: int
@@ -68,7 +70,7 @@ _HOPPER = (
     Row(16, 128, 128, Tiles(128, 64, 4, 2, 2), Passes(Tiles(64, 64, 4, 2), Tiles(128, 64, 8, 3))),
     Row(16, 256, 128, Tiles(128, 64, 8, 2, 2), Passes(Tiles(32, 64, 4, 2), Tiles(64, 32, 4, 2))),
     Row(16, 256, 256, Tiles(128, 64, 8, 2, 2), Passes(Tiles(64, 64, 8, 2), Tiles(128, 32, 8, 2))),
-    Row(16, 512, 512, Tiles(64, 32, 8, 2), WideTiles(128, 64, 256, 3, 4)),
+    Row(16, 512, 512, Tiles(64, 32, 8, 2), WideTiles(128, 256, 64, 256, 4, 4)),
     Row(32, 64, 64, Tiles(64, 32, 4, 2), Passes(Tiles(32, 64, 4, 1), Tiles(64, 64, 4, 1))),
     Row(32, 128, 128, Tiles(64, 32, 4, 2), Passes(Tiles(64, 64, 4, 1), Tiles(64, 64, 4, 1))),
     Row(32, 256, 256, Tiles(64, 32, 4, 2), Passes(Tiles(32, 64, 8, 1), Tiles(64, 16, 4, 1))),
@@ -84,13 +86,13 @@ _99_KB = (
     Row(16, 64, 64, Tiles(128, 64, 4, 2), Passes(Tiles(64, 64, 4, 2), Tiles(64, 64, 4, 2))),
     Row(16, 128, 128, Tiles(128, 32, 8, 2), Passes(Tiles(32, 64, 4, 2), Tiles(64, 32, 4, 2))),
     Row(16, 256, 256, Tiles(64, 32, 8, 1), Passes(Tiles(32, 32, 4, 1), Tiles(32, 32, 4, 1))),
-    Row(16, 512, 512, Tiles(32, 16, 8, 1), WideTiles(128, 32, 128, 3, 3)),
+    Row(16, 512, 512, Tiles(32, 16, 8, 1), WideTiles(128, 128, 32, 128, 3, 3)),
     Row(32, 128, 128, Tiles(64, 32, 4, 2), Passes(Tiles(32, 32, 4, 1), Tiles(32, 32, 4, 1))),
     Row(32, 256, 256, Tiles(32, 32, 4, 1), Passes(Tiles(16, 16, 4, 1), Tiles(16, 16, 4, 1))),
 )
 _64_KB_CHANGES: dict[tuple[int, int], dict[str, Any]] = {
     (32, 128): dict(forward=Tiles(64, 32, 4, 1)),
-    (16, 512): dict(backward=WideTiles(64, 64, 128, 2, 2)),
+    (16, 512): dict(backward=WideTiles(64, 64, 64, 128, 2, 2)),
 }
 _64_KB = tuple(row._replace(**_64_KB_CHANGES.get((row.bits, row.dim), {})) for row in _99_KB)
 
