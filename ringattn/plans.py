@@ -36,11 +36,16 @@ T = TypeVar("T")
 class Predictions(Protocol):
     """The predictions that a plan asks its dataflow for (:class:`.dataflow.contract.Dataflow`)."""
 
+    moves_queries: bool
+    summary: str
+
     def traffic(self, plan: Plan, rank: int) -> tuple[list[int], list[int]]: ...
 
     def traffic_bytes(self, plan: Plan, shape: Shape, backward: bool, rank: int) -> list[int]: ...
 
     def memory_bytes(self, plan: Plan, shape: Shape, backward: bool) -> int: ...
+
+    def meetings(self, plan: Plan) -> list[str]: ...
 
     def describe(self, plan: Plan, shape: Shape, tflops: float, gigabytes_per_second: float) -> str: ...
 

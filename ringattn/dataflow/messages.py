@@ -24,9 +24,10 @@ from ..schedule import Fetch, buffer_rows, head_groups
 from ..shape import Shape
 from ..transport import Message
 from ..works import Pending
-from .contract import Call, is_union, piece_elements, walk_bytes
+from .contract import Call
 from .gathered import fetched_keys, gathered_block, interleaved
 from .parts import Part
+from .scratch import piece_elements, walk_bytes
 
 _MESSAGES = 4  # runs from one rank to another that are messages of their own
 
@@ -362,7 +363,7 @@ def bytes_of_groups(x: Sizes, s: Shape, groups: Sequence[slice], kernel: float, 
 
 def kernel_bytes(plan: Plan, s: Shape, fetched: int, part: float, backward: bool) -> float:
     """Return the bytes that the kernel of a share ``part`` of the heads takes for itself, for one batch element."""
-    queries, block = plan.local_lengths[plan.rank], gathered_block(plan) if is_union(plan) else None
+    queries, block = plan.local_lengths[plan.rank], gathered_block(plan) if plan.mask.is_union else None
     one_walk = weaving.woven(block) if block is not None and block.others else None
     if backward:
         kernel = part * walk_bytes(s, [] if block is None else [block])
