@@ -14,8 +14,8 @@ from pool import Pool, on_ranks
 from torch import Tensor
 
 import ringattn
+from ringattn import lockstep, virtual
 from ringattn import transport as transports
-from ringattn import virtual
 from ringattn.kernels.contract import Score, ScoreMod
 from ringattn.kernels.paged.contract import part
 from ringattn.transport import Transport
@@ -215,7 +215,17 @@ WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         "q is torch.float32, but the cache holds torch.float64",
     ),
     "device": (dict(k=torch.zeros(2, 3, 2, DIM, device="meta").double()), ValueError, "k is on meta, but the cache is"),
-    "layer": (dict(layer=2), ValueError, "layer"),  # type: ignore[dict-item]
+    "layer": (dict(layer=2), ValueError, "layer is 2; the cache has layers 0 to 1"),
+    "type of the layer": (dict(layer="0"), ValueError, "layer is '0'; the cache has layers 0 to 1"),
+    "no q": (dict(q=None), TypeError, "q is of type NoneType; pass a tensor"),
+    "no heads": (dict(q=zeros(2, 3, 0, DIM)), ValueError, "q has 0 heads and the cache 2; pass a multiple"),
+    "type of the sink": (dict(sink=0.5), TypeError, "sink is of type float; pass a tensor"),
+    "slopes": (dict(alibi_slopes=[0.5] * HEADS), TypeError, "alibi_slopes is of type list; pass a tensor"),
+    "type of the scale": (dict(softmax_scale="1"), TypeError, "softmax_scale is '1'; pass a number"),
+    "scale": (dict(softmax_scale=float("nan")), ValueError, "softmax_scale is nan; pass a finite number"),
+    "type of the softcap": (dict(softcap=None), TypeError, "softcap is None; pass a number"),
+    "type of the split": (dict(fixed_split=16.0), TypeError, "fixed_split is 16.0; pass a number of slots"),
+    "list of heads": (dict(heads=["all"]), TypeError, r"heads is \['all'\]; pass a str"),
     "sink": (dict(sink=torch.zeros(1)), ValueError, r"sink has shape \(1,\)"),
     "softcap": (dict(softcap=-1.0), ValueError, "softcap is -1.0"),
     "split": (dict(fixed_split=24), ValueError, "fixed_split is 24; it must be a multiple of 16"),
@@ -248,6 +258,17 @@ def test_errors_come_before_anything_is_written_or_sent(what: str) -> None:
 
     for after_a_good_call in (False, True):
         virtual.run(2, functools.partial(body, after_a_good_call=after_a_good_call))
+
+
+def test_ranks_with_other_steps_are_told_what_differs(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[str] = []
+    monkeypatch.setattr(Transport, "begin", lambda self, call, **more: calls.append(f"{call}, {more.get('details')}"))
+    model = Model(None)
+    for batch, new in ((1, 3), (2, 1)):
+        model.step([model.add(0) for _ in range(batch)], new)
+    (one, *_), (*_, other) = ([x for x in calls if f"batch={n}" in x] for n in (1, 2))
+    text = str(lockstep.difference((0, 7, one), (1, 7, other)))
+    assert "rank 0 is decode(), layer=0, batch=1, new=3, call 7 of rank 1 decode(), layer=1, batch=2, new=1." in text
 
 
 def test_a_plan_in_place_of_a_step_is_refused() -> None:
