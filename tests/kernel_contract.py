@@ -404,11 +404,12 @@ def use_small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make tiles so small that short sequences have full and cut tiles on both sides, and tiles that end early."""
     monkeypatch.setattr(eager, "_BLOCK", 16)
     if has_triton():
-        from ringattn.kernels.triton import backward, forward
-        from ringattn.kernels.triton.tiles import Tiles
+        from ringattn.kernels.triton import backward, backward_wide, forward
+        from ringattn.kernels.triton.tiles import Passes, Tiles, WideTiles
 
         tiles = Tiles(16, 16, 4, 2)
         monkeypatch.setattr(forward, "choose_tiles", lambda q, v: tiles)
-        monkeypatch.setattr(backward, "choose_tiles_dkdv", lambda q, v: tiles)
-        monkeypatch.setattr(backward, "choose_tiles_dv", lambda q, v: tiles if q.shape[-1] > 256 else None)
-        monkeypatch.setattr(backward, "choose_tiles_dq", lambda q, v: tiles)
+        wide = WideTiles(32, 64, 32, 256, 2, 2)
+        narrow = Passes(tiles, tiles)
+        monkeypatch.setattr(backward, "choose_tiles", lambda q, v: wide if q.shape[-1] > 256 else narrow)
+        monkeypatch.setattr(backward_wide, "BYTES", 1 << 15)  # several pieces

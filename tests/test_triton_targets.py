@@ -25,8 +25,8 @@ from kernel_contract import causal, make_block
 from triton.backends.compiler import GPUTarget
 
 from ringattn.kernels.contract import Keys, Queries, Score
-from ringattn.kernels.triton import backward, forward, largest, primitives
-from ringattn.kernels.triton.tiles import Tiles, row_of
+from ringattn.kernels.triton import backward, backward_inputs, backward_wide, forward, largest, primitives
+from ringattn.kernels.triton.tiles import Passes, Tiles, WideTiles, row_of
 
 KB = 1024
 # The target, its compute capability as `primitives.capability` returns it, bytes of shared memory of a program.
@@ -54,15 +54,12 @@ def report(name: str, dtype: str, dim: int, dim_v: int) -> dict[str, dict]:
 
     def compile_it(kernel, grid, *args, **options) -> None:
         if kernel.__name__ != "_base2":
-            sums = "".join(name for name in ("KEYS", "VALUES") if options.get(name))  # of _dkdv
-            launches[f"{kernel.__name__} {sums}".strip()] = resources(
-                sass.compile_for(target, kernel, grid, args, options)
-            )
+            launches[kernel.__name__] = resources(sass.compile_for(target, kernel, grid, args, options))
 
     with pytest.MonkeyPatch.context() as patch:
-        for module in (forward, backward, largest):
+        for module in (forward, backward, backward_wide, largest):
             patch.setattr(module, "dispatch", compile_it)
-        patch.setattr(backward, "_base2", _Nothing())
+        patch.setattr(backward_inputs, "_base2", _Nothing())
         patch.setattr(primitives, "capability", lambda device: capability)
         forward.forward(q, Keys(k, v, block), score, None, True)
         largest.largest(q, Keys(k, v, block), score)
@@ -106,8 +103,8 @@ def reports(name: str) -> dict:
 def test_kernels_fit(name: str) -> None:
     shared = TARGETS[name][2]
     for case, kernels in reports(name).items():
-        passes = ("_dkdv KEYS", "_dkdv VALUES") if " 512" in case else ("_dkdv KEYSVALUES",)
-        assert set(kernels) == {"_forward", "_largest", *passes, "_dq"}
+        backwards = ("_weights", "_key_sums", "_query_sums") if " 512" in case else ("_dkdv", "_dq")
+        assert set(kernels) == {"_forward", "_largest", *backwards}
         for kernel, used in kernels.items():
             assert used["shared"] <= shared, f"{name}, {case}, {kernel}: {used}"
             assert used["registers"] > 0
@@ -121,14 +118,16 @@ def test_every_call_has_tiles(capability, dtype, dims) -> None:
     row = row_of(q, v, capability)
     assert row.dim >= max(dims)
     assert row.dim_v >= dims[1]
-    assert all(isinstance(tiles, Tiles) for tiles in row[3:6])
-    assert row.dv is None
+    assert isinstance(row.forward, Tiles)
+    assert isinstance(row.backward, Passes)
 
 
 @pytest.mark.parametrize("capability", CAPABILITIES)
-def test_large_head_dims_have_tiles_for_dv_alone(capability) -> None:
+def test_large_head_dims_have_wide_tiles(capability) -> None:
     q, v = torch.zeros(1, 1, 1, 320, dtype=torch.float16), torch.zeros(1, 1, 1, 512, dtype=torch.float16)
-    assert all(isinstance(tiles, Tiles) for tiles in row_of(q, v, capability)[3:])
+    tiles = row_of(q, v, capability).backward
+    assert isinstance(tiles, WideTiles)
+    assert tiles.size % tiles.depth == 0
 
 
 def main(names: list[str]) -> None:

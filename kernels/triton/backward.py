@@ -9,7 +9,7 @@ where s' is the derivative of softcap (1 without). Two passes, each with its sum
     _dkdv   a program owns a tile of keys and walks the queries that see it, over all query heads of its group
     _dq     a program owns a tile of queries and walks the keys it sees
 
-Head dims above 256 have too many columns for both sums of ``_dkdv``: it runs once for dk and once for dv.
+Head dims above 256 have too many columns for that, see backward_wide.py.
 
 Each sum belongs to one program, so there are no atomics, and every run gives the same bits. The price is that ``s``
 and ``dout v^T`` are computed twice: 7 products instead of 5. On Hopper that is faster than one pass that adds tiles of
@@ -23,7 +23,7 @@ Shapes and contract: contract.py. Method: Dao 2023 (arXiv:2307.08691).
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,11 +31,11 @@ from torch import Tensor
 import triton
 import triton.language as tl
 
-from ..contract import Block, Keys, Queries, Score
+from ..contract import Keys, Queries, Score
 from ..launch import dispatch
-from . import primitives
+from . import backward_wide, primitives
+from .backward_inputs import Inputs
 from .primitives import (
-    LOG2E,
     ScoreArguments,
     bound,
     cut_tile,
@@ -50,152 +50,110 @@ from .primitives import (
     unsupported,
 )
 from .strides import elements, stride_unit, strides_in
-from .tiles import Tiles, padded, row_of
+from .tiles import Passes, Tiles, WideTiles, padded, row_of
 
 __all__ = ["backward", "unsupported"]
 
 
-def choose_tiles_dkdv(q: Tensor, v: Tensor) -> Tiles:
-    """Return the launch parameters of the kernel for dk and dv."""
-    return row_of(q, v, primitives.capability(q.device)).dkdv
-
-
-def choose_tiles_dv(q: Tensor, v: Tensor) -> Tiles | None:
-    """Return those of a pass of its own for dv, None if the registers hold dk and dv together."""
-    return row_of(q, v, primitives.capability(q.device)).dv
-
-
-def choose_tiles_dq(q: Tensor, v: Tensor) -> Tiles:
-    """Return the launch parameters of the kernel for dq."""
-    return row_of(q, v, primitives.capability(q.device)).dq
+def choose_tiles(q: Tensor, v: Tensor) -> Passes | WideTiles:
+    """Return the tile sizes of the kernels for dk and dv and for dq, or those of backward_wide.py."""
+    return row_of(q, v, primitives.capability(q.device)).backward
 
 
 def backward(queries: Queries, keys: Keys, score: Score, dq: Tensor) -> tuple[Tensor, Tensor]:
     """Return dk and dv of one chunk of keys and add to dq, see :meth:`..backends.Backend.backward`."""
-    problem = _Problem.of(queries, keys, score)
-    gradients = problem.key_gradients()
-    problem.query_gradients(dq)
+    inputs = Inputs.of(queries, keys, score)
+    tiles = choose_tiles(inputs.q, inputs.v)
+    if isinstance(tiles, WideTiles):
+        return backward_wide.gradients(inputs, tiles, dq)
+    gradients = _key_gradients(inputs, tiles.dkdv)
+    _query_gradients(inputs, tiles.dq, dq)
     return gradients
 
 
 def query_gradients(queries: Queries, keys: Keys, score: Score, dq: Tensor) -> None:
     """Add to dq, see :meth:`..backends.Backend.query_gradients`."""
-    _Problem.of(queries, keys, score).query_gradients(dq)
+    inputs = Inputs.of(queries, keys, score)
+    tiles = choose_tiles(inputs.q, inputs.v)
+    if isinstance(tiles, WideTiles):
+        backward_wide.query_gradients(inputs, tiles, dq)
+    else:
+        _query_gradients(inputs, tiles.dq, dq)
 
 
 def key_gradients(queries: Queries, keys: Keys, score: Score) -> tuple[Tensor, Tensor]:
     """Return dk and dv, see :meth:`..backends.Backend.key_gradients`."""
-    return _Problem.of(queries, keys, score).key_gradients()
+    inputs = Inputs.of(queries, keys, score)
+    tiles = choose_tiles(inputs.q, inputs.v)
+    if isinstance(tiles, WideTiles):
+        return backward_wide.gradients(inputs, tiles, None)
+    return _key_gradients(inputs, tiles.dkdv)
 
 
-class _Problem(NamedTuple):
-    """Queries and keys as both passes read them. ``lse2``: lse to the base 2."""
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    dout: Tensor
-    lse2: Tensor
-    delta: Tensor
-    block: Block
-    score: Score
-
-    @classmethod
-    def of(cls, queries: Queries, keys: Keys, score: Score) -> _Problem:
-        q, dout, lse, delta = queries
-        k, v, block, _ = keys
-        q, k, v, dout = (primitives.last_contiguous(x) for x in (q, k, v, dout.to(q.dtype)))
-        lse2 = torch.empty_like(lse, memory_format=torch.contiguous_format)
-        lse, delta = lse.contiguous(), delta.contiguous()
-        with torch.cuda.device_of(q):
-            _base2[(triton.cdiv(lse.numel(), 1024),)](lse, lse2, lse.numel(), BLOCK=1024)
-        return cls(q, k, v, dout, lse2, delta, block, score)
-
-    def key_gradients(self) -> tuple[Tensor, Tensor]:
-        q, k, v = self.q, self.k, self.v
-        dk, dv = (torch.empty(x.shape, dtype=torch.float32, device=x.device) for x in (k, v))
-        unit = stride_unit(q, k, v, self.dout, dk, dv)
-        kv_heads = k.shape[2]
-        of_dk, of_dv = choose_tiles_dkdv(q, v), choose_tiles_dv(q, v)
-        passes = [(of_dk, True, of_dv is None)]
-        if of_dv is not None:
-            passes.append((of_dv, False, True))
-        for tiles, of_keys, of_values in passes:
-            rows, span, start, end = tables(self.block, "key", tiles, q.device)
-            n_tiles = rows.shape[0]
-            with torch.cuda.device_of(q):
-                dispatch(
-                    _dkdv, (n_tiles * kv_heads * q.shape[0],), *self._inputs(tiles, unit, start, end),
-                    dk, *strides_in(unit, dk), dv, *strides_in(unit, dv),
-                    rows, span, *interval_strides(span)[:1],
-                    q.shape[1], n_tiles, kv_heads,
-                    BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n, STAGES=tiles.num_stages, **self._constants(unit),
-                    KEYS=of_keys, VALUES=of_values,
-                    num_warps=tiles.num_warps, num_stages=tiles.num_stages,
-                )  # fmt: skip
-        return dk, dv
-
-    def query_gradients(self, dq: Tensor) -> None:
-        q, k, v = self.q, self.k, self.v
-        dq_strided, dq = dq, primitives.last_contiguous(dq)
-        tiles = choose_tiles_dq(q, v)
-        rows, span, start, end = tables(self.block, "query", tiles, q.device)
-        unit = stride_unit(q, k, v, self.dout, dq)
-        n_tiles, heads = rows.shape[0], q.shape[2]
-        with torch.cuda.device_of(q):
-            dispatch(
-                _dq, (n_tiles * heads * q.shape[0],), *self._inputs(tiles, unit, start, end),
-                dq, *strides_in(unit, dq),
-                rows, span, *interval_strides(span)[:1],
-                k.shape[1], n_tiles, heads,
-                BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n, STAGES=tiles.num_stages, **self._constants(unit),
-                num_warps=tiles.num_warps, num_stages=tiles.num_stages,
-            )  # fmt: skip
-        if dq is not dq_strided:
-            dq_strided.copy_(dq)
-
-    def _inputs(self, tiles: Tiles, unit: int, start: Tensor, end: Tensor) -> tuple[Any, ...]:
-        """Return the arguments of both kernels before their outputs."""
-        seq_q, heads = self.q.shape[1:3]
-        tma = self._tma
-        tensors = (self.q, self.k, self.v, self.dout)
-        counts = (tiles.block_m, tiles.block_n, tiles.block_n, tiles.block_m)
-        s = ScoreArguments.of(self.score)
-        alibi = self.score.alibi_slopes is not None
-        positions = self.block.positions(self.q.device) if alibi else (None, None)
-        return (
-            *(
-                argument
-                for x, n in zip(tensors, counts, strict=True)
-                for argument in (tile_source(x, n, tma), *strides_in(unit, x))
-            ),
-            self.lse2, self.delta, heads * seq_q, seq_q,
-            start, *interval_strides(start), end, *interval_strides(end),
-            *positions,
-            s.scale, s.cap, s.slopes, s.slopes_stride, self.score.softmax_scale,
+def _key_gradients(inputs: Inputs, tiles: Tiles) -> tuple[Tensor, Tensor]:
+    q, k, v, dout = inputs[:4]
+    dk, dv = (torch.empty(x.shape, dtype=torch.float32, device=x.device) for x in (k, v))
+    unit, kv_heads = stride_unit(q, k, v, dout, dk, dv), k.shape[2]
+    rows, span, start, end = tables(inputs.block, "key", tiles, q.device)
+    n_tiles = rows.shape[0]
+    with torch.cuda.device_of(q):
+        dispatch(
+            _dkdv, (n_tiles * kv_heads * q.shape[0],), *_arguments(inputs, tiles, unit, start, end),
+            dk, *strides_in(unit, dk), dv, *strides_in(unit, dv),
+            rows, span, *interval_strides(span)[:1],
+            q.shape[1], n_tiles, kv_heads,
+            BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n, STAGES=tiles.num_stages, **_constants(inputs, unit),
+            num_warps=tiles.num_warps, num_stages=tiles.num_stages,
         )  # fmt: skip
+    return dk, dv
 
-    def _constants(self, unit: int) -> dict[str, Any]:
-        s, dim, dim_v = ScoreArguments.of(self.score), self.q.shape[-1], self.v.shape[-1]
-        return dict(
-            HEADS_PER_KV=self.q.shape[2] // self.k.shape[2],
-            DIM=dim, DIM_P2=padded(dim),
-            DIM_V=dim_v, DIM_V_P2=padded(dim_v),
-            SIMPLE=s.SIMPLE, SOFTCAP=s.SOFTCAP, TMA=self._tma,
-            PRECISION=primitives.dot_precision(self.q.dtype), UNIT=unit,
+
+def _query_gradients(inputs: Inputs, tiles: Tiles, dq: Tensor) -> None:
+    q, k, v, dout = inputs[:4]
+    dq_strided, dq = dq, primitives.last_contiguous(dq)
+    rows, span, start, end = tables(inputs.block, "query", tiles, q.device)
+    unit = stride_unit(q, k, v, dout, dq)
+    n_tiles, heads = rows.shape[0], q.shape[2]
+    with torch.cuda.device_of(q):
+        dispatch(
+            _dq, (n_tiles * heads * q.shape[0],), *_arguments(inputs, tiles, unit, start, end),
+            dq, *strides_in(unit, dq),
+            rows, span, *interval_strides(span)[:1],
+            k.shape[1], n_tiles, heads,
+            BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n, STAGES=tiles.num_stages, **_constants(inputs, unit),
+            num_warps=tiles.num_warps, num_stages=tiles.num_stages,
         )  # fmt: skip
-
-    @property
-    def _tma(self) -> bool:
-        return all(primitives.has_tma(x) for x in (self.q, self.k, self.v, self.dout))
+    if dq is not dq_strided:
+        dq_strided.copy_(dq)
 
 
-@triton.jit(do_not_specialize=["size"])
-def _base2(lse, lse2, size, BLOCK: tl.constexpr):
-    """Store lse in base 2; +inf for rows that see nothing, so that their p is exp2(s - inf) = 0."""
-    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    x = tl.load(lse + i, mask=i < size)
-    tl.store(lse2 + i, tl.where(x == float("-inf"), float("inf"), x * LOG2E), mask=i < size)
+def _arguments(inputs: Inputs, tiles: Tiles, unit: int, start: Tensor, end: Tensor) -> tuple[Any, ...]:
+    """Return the arguments of both kernels before their outputs."""
+    q, k, v, dout, lse2, delta, block, score = inputs
+    counts = (tiles.block_m, tiles.block_n, tiles.block_n, tiles.block_m)
+    s = ScoreArguments.of(score)
+    return (
+        *(
+            argument
+            for x, n in zip((q, k, v, dout), counts, strict=True)
+            for argument in (tile_source(x, n, inputs.tma), *strides_in(unit, x))
+        ),
+        lse2, delta, q.shape[2] * q.shape[1], q.shape[1],
+        start, *interval_strides(start), end, *interval_strides(end),
+        *((None, None) if s.slopes is None else block.positions(q.device)),
+        s.scale, s.cap, s.slopes, s.slopes_stride, score.softmax_scale,
+    )  # fmt: skip
+
+
+def _constants(inputs: Inputs, unit: int) -> dict[str, Any]:
+    s, dim, dim_v = ScoreArguments.of(inputs.score), inputs.q.shape[-1], inputs.v.shape[-1]
+    return dict(
+        HEADS_PER_KV=inputs.q.shape[2] // inputs.k.shape[2],
+        DIM=dim, DIM_P2=padded(dim),
+        DIM_V=dim_v, DIM_V_P2=padded(dim_v),
+        SIMPLE=s.SIMPLE, SOFTCAP=s.SOFTCAP, TMA=inputs.tma,
+        PRECISION=primitives.dot_precision(inputs.q.dtype), UNIT=unit,
+    )  # fmt: skip
 
 
 @triton.jit
@@ -207,9 +165,9 @@ def _queries(
     DIM: tl.constexpr, DIM_P2: tl.constexpr, DIM_V: tl.constexpr, DIM_V_P2: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     SIMPLE: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, CUT: tl.constexpr,
-    TMA: tl.constexpr, PRECISION: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr,
+    TMA: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Add one tile of queries to dk if KEYS, and to dv if VALUES."""
+    """Add one tile of queries to dk and dv."""
     query = load_tile(q, b, h, m, seq_q, q_b, q_s, q_h, BLOCK_M, DIM, DIM_P2, CUT, TMA)
     s = dot(key, tl.trans(query), None, PRECISION)  # transposed: keys are rows
     queries = m + tl.arange(0, BLOCK_M)
@@ -229,16 +187,13 @@ def _queries(
         lse_m = tl.load(lse + queries)
     p = tl.exp2(s * (scale if SIMPLE else 1.0) - lse_m[None, :])
     dout_m = load_tile(dout, b, h, m, seq_q, do_b, do_s, do_h, BLOCK_M, DIM_V, DIM_V_P2, CUT, TMA)
-    if KEYS:
-        dp = dot(value, tl.trans(dout_m), None, PRECISION)
-    if VALUES:
-        dv = dot(p.to(dout_m.dtype), dout_m, dv, PRECISION)
-    if KEYS:
-        delta_m = tl.load(delta + queries, mask=alive, other=0.0) if CUT else tl.load(delta + queries)
-        ds = p * (dp - delta_m[None, :])
-        if SOFTCAP:
-            ds *= slope_of_score
-        dk = dot(ds.to(query.dtype), query, dk, PRECISION)
+    dp = dot(value, tl.trans(dout_m), None, PRECISION)
+    dv = dot(p.to(dout_m.dtype), dout_m, dv, PRECISION)
+    delta_m = tl.load(delta + queries, mask=alive, other=0.0) if CUT else tl.load(delta + queries)
+    ds = p * (dp - delta_m[None, :])
+    if SOFTCAP:
+        ds *= slope_of_score
+    dk = dot(ds.to(query.dtype), query, dk, PRECISION)
     return dk, dv
 
 
@@ -265,7 +220,6 @@ def _dkdv(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     SIMPLE: tl.constexpr, SOFTCAP: tl.constexpr,
     TMA: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr, UNIT: tl.constexpr,
-    KEYS: tl.constexpr, VALUES: tl.constexpr,
 ):  # fmt: skip
     ALIBI: tl.constexpr = slopes is not None
     q_b, q_s, q_h = elements(q_b, UNIT), elements(q_s, UNIT), elements(q_h, UNIT)
@@ -282,15 +236,13 @@ def _dkdv(
     starts += b64 * starts_b
     ends += b64 * ends_b
     key = load_tile(k, b, h_kv, n, past, k_b, k_s, k_h, BLOCK_N, DIM, DIM_P2, True, TMA)
-    value = key
-    if KEYS:
-        value = load_tile(v, b, h_kv, n, past, v_b, v_s, v_h, BLOCK_N, DIM_V, DIM_V_P2, True, TMA)
+    value = load_tile(v, b, h_kv, n, past, v_b, v_s, v_h, BLOCK_N, DIM_V, DIM_V_P2, True, TMA)
     pos_k, slope = n, 0.0
     if ALIBI:
         keys = n + tl.arange(0, BLOCK_N)
         pos_k = tl.load(positions_k + keys, mask=keys < past, other=0)
-    dk = tl.zeros([BLOCK_N, DIM_P2], tl.float32) if KEYS else 0.0
-    dv = tl.zeros([BLOCK_N, DIM_V_P2], tl.float32) if VALUES else 0.0
+    dk = tl.zeros([BLOCK_N, DIM_P2], tl.float32)
+    dv = tl.zeros([BLOCK_N, DIM_V_P2], tl.float32)
     for g in tl.range(0, HEADS_PER_KV):
         h = h_kv * HEADS_PER_KV + g
         row_of_head = b64 * rows_b + h.to(tl.int64) * rows_h
@@ -302,7 +254,7 @@ def _dkdv(
                 starts, starts_s, ends, ends_s, positions_q, pos_k, slope,
                 q_b, q_s, q_h, do_b, do_s, do_h, scale, cap,
                 DIM, DIM_P2, DIM_V, DIM_V_P2, BLOCK_M, BLOCK_N,
-                SIMPLE, SOFTCAP, ALIBI, False, TMA, PRECISION, KEYS, VALUES,
+                SIMPLE, SOFTCAP, ALIBI, False, TMA, PRECISION,
             )  # fmt: skip
         for i in tl.range(0, bound(full_begin - begin + stop - full_end), BLOCK_M, num_stages=STAGES):
             m = cut_tile(i, begin, full_begin, full_end)
@@ -311,14 +263,12 @@ def _dkdv(
                 starts, starts_s, ends, ends_s, positions_q, pos_k, slope,
                 q_b, q_s, q_h, do_b, do_s, do_h, scale, cap,
                 DIM, DIM_P2, DIM_V, DIM_V_P2, BLOCK_M, BLOCK_N,
-                SIMPLE, SOFTCAP, ALIBI, True, TMA, PRECISION, KEYS, VALUES,
+                SIMPLE, SOFTCAP, ALIBI, True, TMA, PRECISION,
             )  # fmt: skip
     dk_b, dk_s, dk_h = elements(dk_b, UNIT), elements(dk_s, UNIT), elements(dk_h, UNIT)
     dv_b, dv_s, dv_h = elements(dv_b, UNIT), elements(dv_s, UNIT), elements(dv_h, UNIT)
-    if KEYS:
-        store_tile(dk_out, dk * softmax_scale, b, h_kv, n, past, dk_b, dk_s, dk_h, BLOCK_N, DIM, DIM_P2)
-    if VALUES:
-        store_tile(dv_out, dv, b, h_kv, n, past, dv_b, dv_s, dv_h, BLOCK_N, DIM_V, DIM_V_P2)
+    store_tile(dk_out, dk * softmax_scale, b, h_kv, n, past, dk_b, dk_s, dk_h, BLOCK_N, DIM, DIM_P2)
+    store_tile(dv_out, dv, b, h_kv, n, past, dv_b, dv_s, dv_h, BLOCK_N, DIM_V, DIM_V_P2)
 
 
 @triton.jit

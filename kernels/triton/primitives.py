@@ -72,14 +72,17 @@ def tma_can_address(x: Tensor) -> bool:
     )
 
 
-def tile_source(x: Tensor, rows: int, tma: bool) -> Tensor | TensorDescriptor:
-    """Return the argument from which :func:`load_tile` reads tiles of ``rows`` rows of x: a descriptor, or x itself."""
+def tile_source(x: Tensor, rows: int, tma: bool, columns: int | None = None) -> Tensor | TensorDescriptor:
+    """Return the argument from which :func:`load_tile` reads tiles of ``rows`` rows of x, or :func:`load_part` some
+    ``columns`` of them: a descriptor, or x itself."""
     if not tma:
         return x
     batch, seq, heads, dim = x.shape
     by_16_bytes = 16 // x.element_size()  # in place of the stride of a dimension of one, which may be anything
     stride_b, stride_s, stride_h = (s if n > 1 else by_16_bytes for n, s in zip(x.shape, x.stride()[:3], strict=False))
-    return TensorDescriptor(x, [batch, heads, seq, dim], [stride_b, stride_h, stride_s, 1], [1, 1, rows, padded(dim)])
+    return TensorDescriptor(
+        x, [batch, heads, seq, dim], [stride_b, stride_h, stride_s, 1], [1, 1, rows, columns or padded(dim)]
+    )
 
 
 def last_contiguous(x: Tensor) -> Tensor:
@@ -153,7 +156,7 @@ def dot(a, b, c, PRECISION: tl.constexpr):
 def row_pointers(x, b, h, first, stride_b, stride_s, stride_h, ROWS: tl.constexpr, COLS: tl.constexpr):
     """Return pointers to ``ROWS`` rows of head h, every offset in 64 bits."""
     rows = (first + tl.arange(0, ROWS)).to(tl.int64)
-    x += b.to(tl.int64) * stride_b + h.to(tl.int64) * stride_h
+    x += tl.cast(b, tl.int64) * stride_b + tl.cast(h, tl.int64) * stride_h
     return x + rows[:, None] * stride_s + tl.arange(0, COLS)[None, :]
 
 
@@ -173,6 +176,21 @@ def load_tile(
             return tl.load(pointers, mask=(rows < past)[:, None] & (cols < DIM)[None, :], other=0.0)
         else:
             return tl.load(pointers)
+
+
+@triton.jit
+def load_part(
+    x, b, h, first, past, column, stride_b, stride_s, stride_h,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DIM: tl.constexpr, TMA: tl.constexpr,
+):  # fmt: skip
+    """Load columns from ``column`` on of a tile as :func:`load_tile` does: zeros from row ``past`` on (with TMA, from
+    the end of the tensor on) and from column DIM on."""
+    if TMA:
+        return tl.reshape(x.load([b, h, first, column]), [ROWS, COLUMNS])
+    else:
+        pointers = row_pointers(x, b, h, first, stride_b, stride_s, stride_h, ROWS, COLUMNS) + column
+        rows, cols = first + tl.arange(0, ROWS), column + tl.arange(0, COLUMNS)
+        return tl.load(pointers, mask=(rows < past)[:, None] & (cols < DIM)[None, :], other=0.0)
 
 
 @triton.jit
