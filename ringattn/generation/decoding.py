@@ -155,7 +155,7 @@ def decode(
             if transport.world_size == 1:
                 out, lse = cascade.output(backend, q, pool, tables, score, call)
             else:
-                state = backend.attend(q, pool, tables, score, call)
+                state = cascade.attend(backend, q, pool, tables, score, call)
                 out, lse = merged(state, transport, score.sink, q.dtype, heads, backend)
     except BaseException as error:  # the other ranks wait for this one's state, or are at a later message
         transport.note_failure(error)

@@ -322,13 +322,13 @@ class Step:
 
     def _shared_prefixes(self) -> list[Prefix]:
         """Return the groups of rows that share a prefix. It stays theirs: a shared page is copied before it is written,
-        and a step is refused when one of its sequences is cut or freed. Over ranks each row attends by itself."""
-        slots, windows = self._slots, [kind.window for kind in self._slots.kinds]
-        if slots.world_size > 1 or -1 not in windows:
+        and a step is refused when one of its sequences is cut or freed."""
+        slots, rank, windows = self._slots, self.transport.rank, [kind.window for kind in self._slots.kinds]
+        if -1 not in windows:
             return []
         kind = windows.index(-1)
-        pages = [[] if n is None else slots[n].pages[kind][0] for n in self.sequences]
-        held = [0 if n is None else self._rows[n].counts[0] for n in self.sequences]
+        pages = [[] if n is None else slots[n].pages[kind][rank] for n in self.sequences]
+        held = [0 if n is None else self._rows[n].counts[rank] for n in self.sequences]
         return prefixes(pages, held, slots.page_size)
 
     def _starts(self, window: int, taken: NDArray[np.bool_]) -> Integers:
