@@ -43,7 +43,7 @@ from typing import Any
 import torch
 
 from benchmarks.decode_contestants import ALONE, Launch, contestants, ours, sampled_error
-from benchmarks.decode_problems import PLOTS, PROBLEMS, TABLES, Caches, Problem
+from benchmarks.decode_problems import CONTEXTS, PLOTS, PROBLEMS, TABLES, Caches, Problem
 from benchmarks.kernels import replay
 from benchmarks.segments import SHORTEST, Clock, EventTimer, Runner, Timer, measure
 from ringattn import transport as transports
@@ -64,7 +64,7 @@ class Setup:
 
 def main() -> None:
     args = parse()
-    over = int(os.environ.get("WORLD_SIZE", "1")) > 1
+    over = _over_ranks()
     if args.device == "cpu" and not over:
         raise SystemExit("one process measures a GPU; --device cpu tries the commands over several ranks")
     if args.device == "cuda" and not torch.cuda.is_available():
@@ -206,9 +206,29 @@ def report(problem: Problem, runners: Sequence[Runner], layers: int, host: float
     return rows
 
 
+def _over_ranks() -> bool:
+    return int(os.environ.get("WORLD_SIZE", "1")) > 1
+
+
+def _check_over_ranks(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+    """Refuse options that say nothing over ranks."""
+    for name in ("plots", "dtypes", "without", "segment"):
+        if getattr(args, name) != parser.get_default(name):
+            parser.error(f"--{name} is for one GPU; over ranks all ways to exchange states are measured, in bf16")
+    if args.merges and args.problems is not None:
+        parser.error("--merges measures states of 16 to 256 KiB, and no --problems")
+    if others := [name for name in args.problems or () if name not in CONTEXTS]:
+        parser.error(
+            f"--problems {', '.join(others)}: one GPU measures these; over ranks use some of {', '.join(CONTEXTS)}"
+        )
+
+
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--problems", nargs="+", default=list(TABLES), choices=list(PROBLEMS), metavar="PROBLEM")
+    parser.add_argument(
+        "--problems", nargs="+", choices=list(PROBLEMS), metavar="PROBLEM",
+        help=f"default: those of the tables; over ranks {', '.join(CONTEXTS)}, on the CPU the first of these",
+    )  # fmt: skip
     parser.add_argument("--plots", action="store_true", help="the problems and kernels of plot_decode")
     parser.add_argument("--dtypes", nargs="+", default=["bf16"], choices=["bf16", "e4m3"], help="of the cache")
     parser.add_argument(
@@ -219,12 +239,16 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda", help="cpu: try the commands over ranks")
     parser.add_argument("--merges", action="store_true", help="over ranks: measure the exchanges of states alone")
     args = parser.parse_args(argv)
+    if args.merges and not _over_ranks():
+        parser.error("--merges measures exchanges between ranks; start it with torchrun --nproc-per-node 2 or more")
+    if _over_ranks():
+        _check_over_ranks(parser, args)
     if args.plots:
         args.problems = list(PLOTS)
+    elif args.problems is None:
+        args.problems = list(TABLES if not _over_ranks() else CONTEXTS[: 1 if args.device == "cpu" else None])
     if args.rounds < 1:
         parser.error(f"--rounds {args.rounds}: must be at least 1")
-    if args.merges and int(os.environ.get("WORLD_SIZE", "1")) == 1:
-        parser.error("--merges measures exchanges between ranks; start it with torchrun --nproc-per-node 2 or more")
     if args.segment < SHORTEST:
         parser.error(f"--segment {args.segment:g}: must be at least {SHORTEST:g} ms, or only the settling is measured")
     return args

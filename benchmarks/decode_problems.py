@@ -97,6 +97,7 @@ TABLES = (
     "1 x 16k", "1 x 128k", "1 x 1M", "8 x 128k", "64 x 16k", "ragged", "1 x 128k, 4 new", "1 x 128k, 16 new",
     "1 x 1M, window 4k",
 )  # fmt: skip
+CONTEXTS = ("1 x 16k", "1 x 128k", "1 x 1M", "8 x 128k", "64 x 16k")  # over ranks
 PLOTS = (
     *(f"1 x {n}" for n in ("4k", "16k", "64k", "256k", "1M", "4M")),
     *(f"8 x {n}" for n in ("4k", "16k", "64k", "256k", "1M")),

@@ -28,7 +28,6 @@ from ringattn.transport import Transport
 from scripts import ranks
 
 REPLAYS = 30  # of a graph in a segment; on the CPU, which only tries the commands, one
-CONTEXTS = ("1 x 16k", "1 x 128k", "1 x 1M", "8 x 128k", "64 x 16k")
 
 
 def over_ranks(
@@ -47,8 +46,7 @@ def of_problems(problems: Sequence[Problem], rounds: int, device: torch.device) 
     """Measure all ways on all problems, and print tables on rank 0. Returns their rows."""
     rows: list[dict[str, Any]] = []
     for problem in problems:
-        if problem.name in CONTEXTS:
-            rows += of_problem(problem, device, rounds)
+        rows += of_problem(problem, device, rounds)
     return rows
 
 

@@ -53,7 +53,7 @@ class Setting(NamedTuple):
         costs: of this machine, and where they come from; None: nothing needs them.
         nodes: the ranks of each node.
         pulls_inside: whether copy engines move keys inside of each node.
-        held: for every rank the tokens before the queries that it holds already; empty if there are none.
+        held: for every rank the tokens before the queries that it holds already; empty where plan() got none.
         own_mask: the mask was made by a function, such as that of a tree, at least in part.
     """
 

@@ -197,7 +197,7 @@ class Request:
 
     ``documents``: the part of it that documents and padding hide.
     ``parts``: what ranks compare of the mask, by the name of the argument it comes from.
-    ``held``: for every rank the earlier tokens that it holds; empty if there are none.
+    ``held``: for every rank the earlier tokens that it holds; empty where plan() got none.
     """
 
     mask: Mask
@@ -370,7 +370,7 @@ def _pieces(mask: Mask) -> int:
 
 
 def _checked_held(held: Sequence[Sequence[range]], world_size: int) -> tuple[Shard, ...]:
-    """Return the tokens that every rank holds, or nothing if no rank holds any.
+    """Return the tokens that every rank holds.
 
     Raises:
         ValueError: not one entry per rank, or not each position once, in growing order.
@@ -387,7 +387,7 @@ def _checked_held(held: Sequence[Sequence[range]], world_size: int) -> tuple[Sha
         whole = torch.equal(layouts.positions(tuple(runs)).sort().values, torch.arange(total, device="cpu"))
     if not whole:
         raise ValueError(f"held has {total} positions, which must be each of 0 to {total - 1} once")
-    return shards if total else ()
+    return shards
 
 
 def nodes_of(local_size: int | Sequence[int] | None, world_size: int, hosts: Sequence[int] = ()) -> Nodes:

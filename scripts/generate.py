@@ -55,7 +55,7 @@ class Result:
     context: int
     new_tokens: int
     first_token_seconds: float
-    tokens_per_second: float
+    tokens_per_second: float | None  # of those after the first
     cache_bytes: int
     weight_bytes: int
     error: float | None = None  # largest relative error of a token's logits against float64
@@ -105,8 +105,8 @@ def next_logits(model: train.Decoder, token: Tensor, step: ringattn.Step) -> Ten
 
 def generate(
     model: train.Decoder, prompt: Tensor, cache: ringattn.KVCache, args: argparse.Namespace
-) -> tuple[Tensor, Tensor, float, float]:
-    """Return the new tokens (new,), their logits, seconds until the first one, and seconds of the others."""
+) -> tuple[Tensor, Tensor, float, float | None]:
+    """Return the new tokens (new,), their logits, seconds until the first one, and seconds of each other one."""
     device = prompt.device
     sequence = cache.add()
     started = _now(device)
@@ -140,7 +140,8 @@ def generate(
             logits.append(after.clone())
             tokens.append(token.flatten().clone())
         step.sync()
-    seconds = (_now(device) - begun) / max(1, rest or args.new_tokens - 1)
+    timed = rest or args.new_tokens - 1
+    seconds = (_now(device) - begun) / timed if timed else None
     return torch.cat(tokens), torch.stack(logits), first, seconds
 
 
@@ -200,7 +201,7 @@ def run(args: argparse.Namespace, device: torch.device) -> int:
     weights = sum(p.numel() * p.element_size() for p in model.parameters())
     per_token = 2 * shape["layers"] * shape["kv_heads"] * (shape["dim"] // shape["heads"]) * logits.element_size()
     held = -(-(args.context + args.new_tokens) // world) * per_token
-    result = Result(world, args.context, args.new_tokens, first_token, 1 / seconds, held, weights)
+    result = Result(world, args.context, args.new_tokens, first_token, seconds and 1 / seconds, held, weights)
     wrong = False
     if args.shape is None and args.context <= (train.COMPARED if gpu else args.context):
         result.error, result.error_of_one_process = compare(model, prompt, tokens, logits)
@@ -216,7 +217,10 @@ def report(result: Result, prompt: Tensor, tokens: Tensor, args: argparse.Namesp
         print(f"...{end}\n>>> {bytes(tokens.tolist()).decode(errors='replace')!r}\n")
     print(f"{result.context:,} tokens of context on {result.world_size} ranks, {result.new_tokens} new ones")
     print(f"  first token   {result.first_token_seconds:.3f} s")
-    print(f"  then          {result.tokens_per_second:,.1f} tokens/s ({1e3 / result.tokens_per_second:.2f} ms each)")
+    if result.tokens_per_second is not None:
+        print(
+            f"  then          {result.tokens_per_second:,.1f} tokens/s ({1e3 / result.tokens_per_second:.2f} ms each)"
+        )
     cache, weights = result.cache_bytes / 2**20, result.weight_bytes / 2**20
     print(f"  cache         {cache:,.1f} MiB per rank; weights {weights:,.1f} MiB")
     if result.error is not None:
@@ -248,6 +252,14 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     args = parser.parse_args(argv)
     if args.graph and not gpu:
         parser.error("--graph needs a GPU; omit it")
+    if args.shape is not None and args.checkpoint is not None:
+        parser.error(
+            f"--shape {args.shape} has random weights, --checkpoint {args.checkpoint} those of a file; omit one"
+        )
+    if args.dim % args.heads or args.dim // args.heads % 2:
+        parser.error(f"--dim {args.dim} over --heads {args.heads}: the head dim must be a whole, even number")
+    if args.heads % args.kv_heads:
+        parser.error(f"--heads {args.heads} must be a multiple of --kv-heads {args.kv_heads}")
     if args.context < 2:
         parser.error(f"--context is {args.context}; it must be at least 2")
     return args

@@ -304,8 +304,9 @@ def _waiting(options: argparse.Namespace, setting: Setting) -> Iterator[int]:
         if layer % (options.anchors or 1) == 0:
             yield setting.tokens * per_token * model.hidden
         if options.attention_on == "host" and options.checkpoint == "selective" and layer < results:
-            yield setting.tokens * model.heads * model.head_dim * per_token
-            yield setting.tokens * model.heads * 4  # lse
+            groups = options.head_groups or 1
+            heads = model.heads // groups
+            yield from [setting.tokens * heads * model.head_dim * per_token, setting.tokens * heads * 4] * groups  # lse
 
 
 def sharding(options: argparse.Namespace, device: torch.device, dtype: torch.dtype) -> Words:

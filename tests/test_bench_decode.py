@@ -13,7 +13,7 @@ from pool import on_ranks
 
 from benchmarks import bench_decode, decode_chunk, decode_contestants, decode_merges, decode_ranks, plot_decode
 from benchmarks.bench_decode import Setup
-from benchmarks.decode_problems import PROBLEMS, Caches, Problem, ragged
+from benchmarks.decode_problems import CONTEXTS, PROBLEMS, Caches, Problem, ragged
 from benchmarks.segments import Launch, Runner
 from ringattn import transport as transports
 from ringattn.virtual import VirtualRank
@@ -166,6 +166,23 @@ def test_options_are_checked() -> None:
     for wrong in (["--rounds", "0"], ["--segment", "10"], ["--problems", "2 x 7"], ["--merges"]):
         with pytest.raises(SystemExit):
             bench_decode.parse(wrong)
+
+
+def test_options_that_say_nothing_over_ranks_are_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert bench_decode.parse([]).problems == list(CONTEXTS)
+    assert bench_decode.parse(["--device", "cpu"]).problems == ["1 x 16k"], "a CPU takes hours for the others"
+    for wrong, words in (
+        (["--plots"], "--plots is for one GPU"),
+        (["--dtypes", "e4m3"], "--dtypes is for one GPU"),
+        (["--merges", "--problems", "1 x 16k"], "--merges measures states of 16 to 256 KiB"),
+        (["--problems", "1 x 16k", "ragged"], "--problems ragged: one GPU measures these; over ranks use some of 1 x"),
+    ):
+        with pytest.raises(SystemExit):
+            bench_decode.parse(wrong)
+        assert words in capsys.readouterr().err
 
 
 def test_a_chunk_is_compared_and_measured(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -587,6 +587,23 @@ def test_the_plan_of_a_window_takes_documents_in_tensors(name: str) -> None:
     assert plan.visible(0, 0) == pairs
 
 
+def test_a_window_of_the_token_alone_takes_chunks() -> None:
+    """No rank holds a key that the next chunk sees; each token's output is its value."""
+
+    def body(rank: virtual.VirtualRank) -> None:
+        cache = made(rank, windows=[None, 0])
+        s = cache.add()
+        for count in (5, 0, 30):
+            whole = cache.plan(s, count, causal=True)
+            alone = cache.plan(s, count, causal=True, window_size=(0, 0), layout=whole)
+            k = torch.randn(1, whole.local_lengths[rank.rank], KV_HEADS, DIM, dtype=torch.float64)
+            cache.extend(whole, 0, k, k)
+            out = ringattn.attention(k, *cache.extend(alone, 1, k, 2 * k), alone)
+            torch.testing.assert_close(out, 2 * k, rtol=1e-12, atol=1e-12)
+
+    virtual.run(2, body)
+
+
 def test_keys_of_pages_that_neighbour_each_other_are_not_copied() -> None:
     cache = made(None, windows=None)
     s, other = cache.add(), cache.add()
@@ -749,6 +766,8 @@ def test_arguments_of_a_cache_are_checked() -> None:
         (dict(page_size=24), r"page_size is 24; it must be a multiple of 16"),
         (dict(tokens=0), r"tokens is 0; pass a positive number"),
         (dict(windows=[3]), r"windows is \[3\]; pass a number of tokens >= 0, or None, for each layer"),
+        (dict(windows=[None, 2**31]), r"windows is \[None, 2147483648\]; pass a number of tokens >= 0"),
+        (dict(device="gpu"), r"device is 'gpu', which this machine lacks"),
         (dict(shared_values=True, head_dim_v=12), r"head_dim_v is 12, but shared values are .* of head_dim 8"),
     ):
         with pytest.raises(ValueError, match=message):
@@ -791,6 +810,14 @@ def test_sequences_and_numbers_of_tokens_are_checked() -> None:
     for new in (0, 65, True):
         with pytest.raises(ValueError, match=rf"new_tokens is {new}; a step takes 1 to 64"):
             cache.step([s], new)
+    for new in (-1, "5"):
+        with pytest.raises(ValueError, match=rf"new_tokens is {new!r}; pass a number of tokens >= 0"):
+            cache.plan(s, new)
+    with pytest.raises(TypeError, match=r"window_size is 8; pass two ints \(left, right\)"):
+        cache.plan(s, 5, window_size=8)
+    for order in (0, [0.0]):
+        with pytest.raises(ValueError, match=r"order is .*; pass indices of the 1 sequences"):
+            cache.reorder([s], order)
     with pytest.raises(ValueError, match=r"sequence 0 has 0 tokens; it cannot be cut to 3"):
         cache.crop(s, 3)
     assert cache.lengths == {s: 0}
@@ -809,6 +836,7 @@ def test_extensions_are_checked() -> None:
         ((plan, 0, k[:, 1:], k), ValueError, r"k has shape \(1, 19, 2, 8\), but this rank's shard .* \(1, 20, 2, 8\)"),
         ((plan, 0, k, k[..., 1:]), ValueError, r"v has shape \(1, 20, 2, 7\)"),
         ((plan, 0, k), ValueError, r"v has shape None"),
+        ((plan, 0, 3, k), ValueError, r"k has shape 3"),
         ((plan, 0, k.float(), k), TypeError, r"k is torch.float32, but the cache holds torch.float64"),
         ((plan, 0, k.to("meta"), k), ValueError, r"k is on meta, but the cache on cpu"),
     ):
@@ -866,6 +894,9 @@ def test_steps_that_cannot_be_used_say_why() -> None:
         ([[1, 0], [0, 0]], r"accepted is \[1, 0\] in row 0; pass growing indices of its 3 new tokens"),
         ([[0, -1, 2], [0, 0, 0]], r"accepted is \[0, -1, 2\] in row 0"),
         ([[0, 3], [0, 0]], r"accepted is \[0, 3\] in row 0"),
+        ([[0, 1], [0]], r"accepted is \[\[0, 1\], \[0\]\]; pass integers \(batch,\)"),
+        (torch.tensor([1.0, 0.0]), r"accepted is tensor.*; pass integers \(batch,\)"),
+        (None, r"accepted is None; pass integers \(batch,\)"),
     ):
         with pytest.raises(ValueError, match=message):
             step.keep(accepted)
@@ -925,7 +956,7 @@ def test_checking_mode_finds_tables_and_queries_that_differ(monkeypatch: pytest.
             cache.step([cache.add()], 1)
         step = cache.step([rank.rank if differ == "tables" else 0], 1)
         q = torch.full((1, 1, HEADS, DIM), float(rank.rank if differ == "q" else 0), dtype=torch.float64)
-        with pytest.raises(ringattn.errors.Disagreement) as caught:
+        with pytest.raises(ringattn.errors.Disagreement, match=r"The numbers are hashes of") as caught:
             ringattn.decode(q, q[:, :, :2], q[:, :, :2], step, layer=0)
         return caught.value.field
 

@@ -6,12 +6,16 @@ from typing import Any
 
 import pytest
 import torch
+from merging import WAYS, Way
 from paged_cases import random_tree
 from torch import Tensor
 
 import ringattn
-from ringattn.kernels.paged import cascade
+from ringattn import virtual
+from ringattn.kernels.paged import cascade, eager
+from ringattn.kernels.paged.backends import BACKENDS
 from ringattn.kernels.paged.cascade import Prefix, prefixes
+from ringattn.transport import Transport
 
 HEADS, KV_HEADS, DIM = 6, 2, 16
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -30,11 +34,13 @@ def test_groups_are_the_rows_with_the_same_pages_at_their_beginning(monkeypatch:
 class Forks:
     """A cache of two forked sequences and a third one, of two layers, one of them with a window."""
 
-    def __init__(self, dtype: torch.dtype, of_cache: torch.dtype | None = None) -> None:
+    def __init__(self, dtype: torch.dtype, of_cache: torch.dtype | None = None, group: Transport | None = None) -> None:
         self.dtype, self.g = dtype, torch.Generator().manual_seed(0)
         self.cache = ringattn.KVCache(
-            2, KV_HEADS, DIM, tokens=3000, page_size=16, windows=[None, 20], dtype=of_cache or dtype, device=DEVICE
-        )
+            2, KV_HEADS, DIM, group, tokens=3000, page_size=16, windows=[None, 20], dtype=of_cache or dtype,
+            device=DEVICE if group is None else None,
+        )  # fmt: skip
+        self.device = self.cache.transport.device if group is not None else torch.device(DEVICE)
         first, second, self.alone = self.added(70), self.added(37), self.added(20)
         self.forks = [first, *(self.cache.fork(first) for _ in range(3))]
         self.others = [second, self.cache.fork(second)]
@@ -42,7 +48,7 @@ class Forks:
             self.extend(s, 3 + 13 * n)
 
     def random(self, *shape: int) -> Tensor:
-        return torch.randn(*shape, generator=self.g).to(DEVICE, self.dtype)
+        return torch.randn(*shape, generator=self.g).to(self.device, self.dtype)
 
     def added(self, length: int) -> int:
         s = self.cache.add()
@@ -53,7 +59,8 @@ class Forks:
         plan = self.cache.plan(s, length, causal=True)
         windowed = self.cache.plan(s, length, causal=True, window_size=(20, 0), layout=plan)
         for layer, of_layer in enumerate((plan, windowed)):
-            self.cache.extend(of_layer, layer, *(self.random(1, length, KV_HEADS, DIM) for _ in range(2)))
+            kv = [self.random(1, length, KV_HEADS, DIM) for _ in range(2)]  # the same on every rank
+            self.cache.extend(of_layer, layer, *(of_layer.shard(x) for x in kv))
 
     def rows(self) -> list[int | None]:
         return [self.forks[2], self.others[0], None, self.forks[0], self.alone, self.forks[1], self.others[1]]
@@ -126,6 +133,42 @@ def test_forks_that_are_written_leave_the_prefix_alone(monkeypatch: pytest.Monke
     assert shared is not None
     assert shared.groups.end[:, 0].tolist() == [64, 32, 0]
     assert shared.own.start[:, 0].tolist() == [64, 32, 0, 64, 0, 64, 32]
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("new", [1, 3])
+def test_ranks_share_prefixes_among_their_own_pages(way: Way, new: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Shards are uneven: one rank may read a prefix once that another one, with fewer tokens, reads for each row."""
+
+    def body(rank: virtual.VirtualRank) -> list[Tensor]:
+        return outs(Forks(way.dtype, group=rank), steps=3, new=new, softcap=5.0)
+
+    each = way.run(2, body)
+    monkeypatch.setattr(cascade, "LEAST", 16)
+    together = way.run(2, body)
+    assert [int(x[0]) for x in each] == [0, 0]
+    assert all(int(x[0]) > 1 for x in together)
+    tolerance = 1e-12 if way.dtype == torch.float64 else 3e-6
+    for a, b, other in zip(together[0][1:], each[0][1:], together[1][1:], strict=True):
+        torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance)
+        assert torch.equal(a, other), "the same bits on every rank"
+
+
+@pytest.mark.parametrize("name", ["eager", "triton"])
+def test_the_sum_of_states_is_a_state(name: str) -> None:
+    """Finished, it is what the states themselves are; some rows see nothing in one of them, or in both."""
+    g = torch.Generator().manual_seed(0)
+    states = torch.randn(2, 3, 2, 5, 22, generator=g)
+    states[..., -1] = states[..., -1].exp()
+    empty = torch.rand(states.shape[:-1], generator=g) < 0.3
+    empty[:, 0, 0] = True
+    states[empty] = 0.0
+    states[..., -2][empty] = float("-inf")
+    total = BACKENDS[name].add(states.to(DEVICE))
+    got = eager.finish(total.double().cpu()[None], None, torch.float64)
+    want = eager.finish(states.double(), None, torch.float64)
+    for a, b in zip(got, want, strict=True):
+        torch.testing.assert_close(a, b, rtol=2e-6, atol=2e-6)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

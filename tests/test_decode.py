@@ -1,4 +1,8 @@
-"""decode() over a cache equals dense attention: on virtual ranks and on gloo, with every option, and its errors."""
+"""decode() over a cache equals dense attention: on virtual ranks and on gloo, with every option, and its errors.
+
+Virtual ranks exchange states by all-gathers, and through mailboxes: on a GPU, otherwise in Triton's interpreter
+(merging.py).
+"""
 
 from __future__ import annotations
 
@@ -9,13 +13,14 @@ from typing import Any
 
 import pytest
 import torch
+from merging import MAILBOXES, WAYS, Way
 from paged_cases import dense, random_tree
 from pool import Pool, on_ranks
 from torch import Tensor
 
 import ringattn
+from ringattn import lockstep, virtual
 from ringattn import transport as transports
-from ringattn import virtual
 from ringattn.kernels.contract import Score, ScoreMod
 from ringattn.kernels.paged.contract import part
 from ringattn.transport import Transport
@@ -103,9 +108,9 @@ class Model:
         return results
 
 
-def everything(group: Any) -> list[Tensor]:
+def everything(group: Any, dtype: torch.dtype = torch.float64) -> list[Tensor]:
     """A prompt in chunks, then steps of several sizes with turns, page edges, and a padded row."""
-    model = Model(group)
+    model = Model(group, dtype=dtype)
     a, b, c = (model.add(length) for length in LENGTHS)
     results = []
     for new in (1, 5, 16, 3):
@@ -114,9 +119,10 @@ def everything(group: Any) -> list[Tensor]:
     return [x for pair in results for x in pair]
 
 
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("world_size", [1, 2, 3, 5])
-def test_steps_on_virtual_ranks(world_size: int) -> None:
-    first, *others = virtual.run(world_size, everything)
+def test_steps_on_virtual_ranks(world_size: int, way: Way) -> None:
+    first, *others = way.run(world_size, functools.partial(everything, dtype=way.dtype))
     for other in others:
         assert all(torch.equal(x, y) for x, y in zip(first, other, strict=True)), "the same bits on every rank"
 
@@ -146,43 +152,55 @@ def options_of(kind: str) -> dict[str, Any]:
     }[kind]
 
 
-@pytest.mark.parametrize("kind", ["score", "scattered", "fixed split", "tree"])
-@pytest.mark.parametrize(("world_size", "kernel"), [(4, "eager"), (1, "triton")])
-def test_options(kind: str, world_size: int, kernel: str) -> None:
-    options = dict(dtype=torch.float32) if kernel == "triton" else {}
+ONE = Way("one rank", torch.float32, mailboxes=False)  # Triton's interpreter runs in one thread
+KERNELS = [
+    *(pytest.param(way.values[0], 4, "eager", id=f"{way.id}, eager", marks=way.marks) for way in WAYS),
+    pytest.param(MAILBOXES, 4, "triton", id="mailboxes, triton", marks=MAILBOXES.param.marks),
+    pytest.param(ONE, 1, "triton", id="one rank, triton"),
+]
 
+
+@pytest.mark.parametrize("kind", ["score", "scattered", "fixed split", "tree"])
+@pytest.mark.parametrize(("way", "world_size", "kernel"), KERNELS)
+def test_options(kind: str, way: Way, world_size: int, kernel: str) -> None:
     def body(rank: Transport) -> None:
-        model = Model(rank, **options)
+        model = Model(rank, dtype=way.dtype)
         sequences = [model.add(length) for length in LENGTHS]
         new = 7 if kind == "tree" else 2
         model.step([sequences[0], None, sequences[1]], new, kernel=kernel, **options_of(kind))
 
-    virtual.run(world_size, body)
+    way.run(world_size, body)
 
 
-@pytest.mark.parametrize("kernel", ["eager", "triton"])
-def test_shared_values(kernel: str) -> None:
-    dtype = torch.float64 if kernel == "eager" else torch.float32
-
+@pytest.mark.parametrize(("way", "world_size", "kernel"), KERNELS)
+def test_shared_values(way: Way, world_size: int, kernel: str) -> None:
     def body(rank: Transport) -> None:
-        model = Model(rank, shared_values=True, windows=None, dtype=dtype)
+        model = Model(rank, shared_values=True, windows=None, dtype=way.dtype)
         sequences: list[int | None] = [model.add(length) for length in LENGTHS]
         for new in (1, 4):
             model.step(sequences, new, kernel=kernel)
 
-    virtual.run(2 if kernel == "eager" else 1, body)  # Triton's interpreter runs in one thread
+    way.run(min(world_size, 2), body)
 
 
-def test_under_autocast_tokens_are_cast_to_the_caches_dtype() -> None:
-    model = Model(None, dtype=torch.bfloat16)
-    step = model.cache.step([model.add(5)])
-    q, k, v = (torch.randn(1, 1, h, d) for h, d in ((HEADS, DIM), (KV_HEADS, DIM), (KV_HEADS, DIM_V)))
-    with torch.autocast("cpu", torch.bfloat16):
-        out = ringattn.decode(q, k, v, step, layer=0)
-    assert isinstance(out, Tensor)
-    assert out.dtype == torch.bfloat16
-    again = ringattn.decode(q.bfloat16(), k.bfloat16(), v.bfloat16(), step, layer=0)
-    assert torch.equal(out, again)
+@pytest.mark.parametrize("way", WAYS)
+def test_under_autocast_tokens_are_cast_to_the_caches_dtype(way: Way) -> None:
+    def body(rank: Transport) -> None:
+        model = Model(rank, dtype=torch.bfloat16)
+        step = model.cache.step([model.add(5)])
+        g = torch.Generator().manual_seed(1)
+        q, k, v = (
+            torch.randn(1, 1, h, d, generator=g).to(model.device)
+            for h, d in ((HEADS, DIM), (KV_HEADS, DIM), (KV_HEADS, DIM_V))
+        )
+        with torch.autocast(model.device.type, torch.bfloat16):
+            out = ringattn.decode(q, k, v, step, layer=0)
+        assert isinstance(out, Tensor)
+        assert out.dtype == torch.bfloat16
+        again = ringattn.decode(q.bfloat16(), k.bfloat16(), v.bfloat16(), step, layer=0)
+        assert torch.equal(out, again)
+
+    way.run(2, body)
 
 
 def good(**changes: Any) -> dict[str, Any]:
@@ -210,12 +228,22 @@ WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "v": (dict(v=zeros(2, 3, KV_HEADS, DIM)), ValueError, r"v has shape \(2, 3, 2, 8\), .* \(2, 3, 2, 6\)"),
     "no v": (dict(v=None), TypeError, "v is None, but the cache stores values"),
     "dtype": (
-        dict(q=torch.zeros(2, 3, HEADS, DIM)),
+        dict(q=torch.zeros(2, 3, HEADS, DIM, dtype=torch.float16)),
         TypeError,
-        "q is torch.float32, but the cache holds torch.float64",
+        "q is torch.float16, but the cache holds torch.float(32|64)",
     ),
     "device": (dict(k=torch.zeros(2, 3, 2, DIM, device="meta").double()), ValueError, "k is on meta, but the cache is"),
-    "layer": (dict(layer=2), ValueError, "layer"),  # type: ignore[dict-item]
+    "layer": (dict(layer=2), ValueError, "layer is 2; the cache has layers 0 to 1"),
+    "type of the layer": (dict(layer="0"), ValueError, "layer is '0'; the cache has layers 0 to 1"),
+    "no q": (dict(q=None), TypeError, "q is of type NoneType; pass a tensor"),
+    "no heads": (dict(q=zeros(2, 3, 0, DIM)), ValueError, "q has 0 heads and the cache 2; pass a multiple"),
+    "type of the sink": (dict(sink=0.5), TypeError, "sink is of type float; pass a tensor"),
+    "slopes": (dict(alibi_slopes=[0.5] * HEADS), TypeError, "alibi_slopes is of type list; pass a tensor"),
+    "type of the scale": (dict(softmax_scale="1"), TypeError, "softmax_scale is '1'; pass a number"),
+    "scale": (dict(softmax_scale=float("nan")), ValueError, "softmax_scale is nan; pass a finite number"),
+    "type of the softcap": (dict(softcap=None), TypeError, "softcap is None; pass a number"),
+    "type of the split": (dict(fixed_split=16.0), TypeError, "fixed_split is 16.0; pass a number of slots"),
+    "list of heads": (dict(heads=["all"]), TypeError, r"heads is \['all'\]; pass a str"),
     "sink": (dict(sink=torch.zeros(1)), ValueError, r"sink has shape \(1,\)"),
     "softcap": (dict(softcap=-1.0), ValueError, "softcap is -1.0"),
     "split": (dict(fixed_split=24), ValueError, "fixed_split is 24; it must be a multiple of 16"),
@@ -228,26 +256,52 @@ WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
 }
 
 
+def placed(arguments: dict[str, Any], model: Model) -> dict[str, Any]:
+    """Return arguments on the device of a model and, but for those in float16, which are wrong, in its dtype."""
+
+    def of(x: Any) -> Any:
+        if not isinstance(x, Tensor):
+            return x
+        x = x.to(model.dtype) if x.is_floating_point() and x.dtype != torch.float16 else x
+        return x if x.is_meta else x.to(model.device)
+
+    return {name: of(x) for name, x in arguments.items()}
+
+
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("what", WRONG)
-def test_errors_come_before_anything_is_written_or_sent(what: str) -> None:
+def test_errors_come_before_anything_is_written_or_sent(what: str, way: Way) -> None:
+    if what == "later token" and way.device != "cpu":
+        pytest.skip("it is not read there: that would make the host wait for the GPU")
     changes, error, text = WRONG[what]
 
     def body(rank: Transport, after_a_good_call: bool) -> None:
-        model = Model(rank)
+        model = Model(rank, dtype=way.dtype)
         step = model.cache.step([model.add(3), model.add(0)], 3)
         pool = model.cache._memory.pools[0]
         if after_a_good_call:
-            arguments = good()
+            arguments = placed(good(), model)
             ringattn.decode(arguments.pop("q"), arguments.pop("k"), arguments.pop("v"), step, **arguments)
         before, sent = pool.k.clone(), rank.collectives
-        arguments = good(**changes)
+        arguments = placed(good(**changes), model)
         with pytest.raises(error, match=text):
             ringattn.decode(arguments.pop("q"), arguments.pop("k"), arguments.pop("v"), step, **arguments)
         assert torch.equal(pool.k.nan_to_num(7.0), before.nan_to_num(7.0))
         assert rank.collectives == sent
 
     for after_a_good_call in (False, True):
-        virtual.run(2, functools.partial(body, after_a_good_call=after_a_good_call))
+        way.run(2, functools.partial(body, after_a_good_call=after_a_good_call))
+
+
+def test_ranks_with_other_steps_are_told_what_differs(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[str] = []
+    monkeypatch.setattr(Transport, "begin", lambda self, call, **more: calls.append(f"{call}, {more.get('details')}"))
+    model = Model(None)
+    for batch, new in ((1, 3), (2, 1)):
+        model.step([model.add(0) for _ in range(batch)], new)
+    (one, *_), (*_, other) = ([x for x in calls if f"batch={n}" in x] for n in (1, 2))
+    text = str(lockstep.difference((0, 7, one), (1, 7, other)))
+    assert "rank 0 is decode(), layer=0, batch=1, new=3, call 7 of rank 1 decode(), layer=1, batch=2, new=1." in text
 
 
 def test_a_plan_in_place_of_a_step_is_refused() -> None:
@@ -266,19 +320,20 @@ def test_a_tree_must_fit_the_window() -> None:
         ringattn.decode(arguments.pop("q"), arguments.pop("k"), arguments.pop("v"), step, **arguments)
 
 
-def test_a_failed_exchange_ends_the_use_of_the_group() -> None:
+@pytest.mark.parametrize("way", WAYS)
+def test_a_failed_exchange_ends_the_use_of_the_group(way: Way) -> None:
     def body(rank: virtual.VirtualRank) -> None:
-        model = Model(rank)
+        model = Model(rank, dtype=way.dtype)
         step = model.cache.step([model.add(3), model.add(0)], 3)
-        arguments = good()
+        arguments = placed(good(), model)
         q, k, v = (arguments.pop(x) for x in "qkv")
-        rank._all_gather = lambda x: (_ for _ in ()).throw(ValueError("the wire broke"))  # type: ignore[method-assign]
+        way.fail(rank, ValueError("the wire broke"))
         with pytest.raises(ValueError, match="the wire broke"):
             ringattn.decode(q, k, v, step, **arguments)
         with pytest.raises(RuntimeError, match="an earlier attention on this group raised ValueError: the wire broke"):
             ringattn.decode(q, k, v, step, **arguments)
 
-    virtual.run(2, body)
+    way.run(2, body)
 
 
 class Fails(ScoreMod):
@@ -286,19 +341,20 @@ class Fails(ScoreMod):
         raise RuntimeError("out of memory")
 
 
-def test_a_kernel_that_fails_on_one_rank_ends_the_use_of_the_group() -> None:
+@pytest.mark.parametrize("way", WAYS)
+def test_a_kernel_that_fails_on_one_rank_ends_the_use_of_the_group(way: Way) -> None:
     def body(rank: virtual.VirtualRank) -> None:
-        model = Model(rank)
+        model = Model(rank, dtype=way.dtype)
         step = model.cache.step([model.add(3), model.add(0)], 3)
         if rank.rank == 0:
             return  # it would wait for the state of rank 1
-        arguments = good(score_mod=Fails())
+        arguments = placed(good(score_mod=Fails()), model)
         q, k, v = (arguments.pop(x) for x in "qkv")
         with pytest.raises(RuntimeError, match="out of memory"):
             ringattn.decode(q, k, v, step, **arguments)
         assert rank.given_up == "RuntimeError: out of memory"
 
-    virtual.run(2, body)
+    way.run(2, body)
 
 
 @pytest.mark.parametrize(("heads", "world_size"), itertools.product([4, 5, 8], [1, 3]))

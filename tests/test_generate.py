@@ -34,6 +34,13 @@ def test_two_processes_and_the_text_of_a_file(tmp_path: Path) -> None:
     assert "the worst of times" in done.stdout
 
 
+def test_one_token_has_no_rate(capsys: pytest.CaptureFixture[str]) -> None:
+    assert generate.main(["--context", "30", "--new-tokens", "1"]) == 0
+    text = capsys.readouterr().out
+    assert json.loads(text.splitlines()[-1])["tokens_per_second"] is None
+    assert "tokens/s" not in text
+
+
 def test_wrong_logits_are_noticed() -> None:
     torch.manual_seed(0)
     model = train.Decoder(2, 32, 2, 1)
@@ -45,7 +52,16 @@ def test_wrong_logits_are_noticed() -> None:
     assert error > 0.1 > 1e-5 > own
 
 
-@pytest.mark.parametrize(("options", "words"), [(["--graph"], "needs a GPU"), (["--context", "1"], "at least 2")])
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--graph"], "needs a GPU"),
+        (["--context", "1"], "at least 2"),
+        (["--dim", "100", "--heads", "3"], "--dim 100 over --heads 3: the head dim must be a whole, even number"),
+        (["--heads", "4", "--kv-heads", "3"], "--heads 4 must be a multiple of --kv-heads 3"),
+        (["--shape", "llama-3.2-1b", "--checkpoint", "out"], "--checkpoint out those of a file; omit one"),
+    ],
+)
 def test_errors(options: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
     if torch.cuda.is_available() and "--graph" in options:
         pytest.skip("there is a GPU")

@@ -1,6 +1,7 @@
 """Merges through mailboxes on a GPU: virtual ranks with a stream each, replays of a graph, and ranks that do not come.
 
-python -m pytest -q tests/test_meet_gpu.py       one GPU
+python -m pytest -q tests/test_meet_gpu.py                      one GPU; on several also processes with a GPU each
+python -m pytest -q tests/test_decode.py -k mailboxes           all of decode() through mailboxes, one GPU
 """
 
 from __future__ import annotations
@@ -13,18 +14,22 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
-from test_decode import LENGTHS, Model, options_of
+import torch.distributed as dist
+from test_decode import everything
 from test_meet import random_states
 
 import ringattn
+from ringattn import transport as transports
 from ringattn import virtual
 from ringattn.generation.decoding import merged
 from ringattn.kernels.paged.backends import BACKENDS
 from ringattn.peer.watchdog import Board
+from ringattn.transport import Transport
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -75,24 +80,6 @@ def test_states_that_are_too_large_are_gathered() -> None:
     virtual.run(2, body, "cuda", streams=True)
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_decode_over_mailboxes_is_dense_attention(world_size: int) -> None:
-    def body(rank: virtual.VirtualRank) -> list[torch.Tensor]:
-        model = Model(rank, dtype=torch.float32)
-        a, b, c = (model.add(length) for length in LENGTHS)
-        results = []
-        for new in (1, 5, 16, 3):
-            results += model.step([a, None, c, b], new)
-        for kind in ("score", "scattered", "fixed split", "tree"):
-            model.step([a, None, b], 7 if kind == "tree" else 2, **options_of(kind))
-        assert rank._own_mailbox is not None
-        return [x for pair in results for x in pair]
-
-    first, *others = virtual.run(world_size, body, "cuda", streams=True)
-    for other in others:
-        assert all(torch.equal(x, y) for x, y in zip(first, other, strict=True)), "the same bits on every rank"
-
-
 STEPS, LENGTH, DIM, HEADS, KV_HEADS = 1000, 2100, 64, 8, 2
 one_captures = threading.Lock()
 
@@ -106,8 +93,9 @@ def token_of(step: ringattn.generation.Step, q: torch.Tensor, kv: torch.Tensor) 
     return out
 
 
-def replays(rank: virtual.VirtualRank) -> torch.Tensor:
-    """Return the output of the last of STEPS replays over this rank, after a comparison with steps without a graph."""
+def replays(rank: Transport, together: Callable[[], object]) -> torch.Tensor:
+    """Return the output of the last of STEPS replays over this rank, after a comparison with steps without a graph.
+    ``together`` returns when all ranks have called it."""
     g = torch.Generator("cuda").manual_seed(0)
     q = torch.randn(LENGTH, HEADS, DIM, device="cuda", dtype=torch.bfloat16, generator=g)
     kv = torch.randn(2, 2, LENGTH, KV_HEADS, DIM, device="cuda", dtype=torch.bfloat16, generator=g)
@@ -122,19 +110,19 @@ def replays(rank: virtual.VirtualRank) -> torch.Tensor:
     step = captured.step(rows, 2)
     token_of(step, q, kv)  # compiles, and writes what the first replay writes again
     torch.cuda.current_stream().synchronize()
-    rank._together()
+    together()
     graph = torch.cuda.CUDAGraph()
     with one_captures, torch.cuda.graph(graph, stream=torch.cuda.Stream(), capture_error_mode="thread_local"):
         before = rank.collectives
         out = token_of(step, q, kv)
         step.advance()
         assert rank.collectives == before + 2
-    rank._together()
+    together()
     for n in range(STEPS):
         graph.replay()
         if n % 50 == 49:
             torch.cuda.current_stream().synchronize()
-            rank._together()
+            together()
             if n == 49:
                 reserved = torch.cuda.memory_reserved()
     assert torch.cuda.memory_reserved() == reserved, "no allocation"
@@ -151,8 +139,31 @@ def replays(rank: virtual.VirtualRank) -> torch.Tensor:
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_replays_equal_steps_without_a_graph(world_size: int) -> None:
     """Growing lengths, turns, a window and a padded row; bit for bit."""
-    first, *others = virtual.run(world_size, replays, "cuda", streams=True)
+    first, *others = virtual.run(world_size, lambda rank: replays(rank, rank._together), "cuda", streams=True)
     assert all(torch.equal(first, other) for other in others)
+
+
+def on_own_gpu(rank: int, world_size: int, store: str) -> None:
+    """Decode and replay in a process with a GPU of its own, and compare the bits of all ranks."""
+    torch.cuda.set_device(rank)
+    dist.init_process_group("cpu:gloo,cuda:nccl", f"file://{store}", rank=rank, world_size=world_size)
+    transport = transports.of(None)
+    results = [*everything(None, torch.float32), replays(transport, dist.barrier)]
+    assert transport._mailbox() is not None, "python -m ringattn.doctor says why"
+    for x in results:
+        mine = x.to(transport.device)
+        of_all = [torch.empty_like(mine) for _ in range(world_size)]
+        dist.all_gather(of_all, mine)
+        assert all(torch.equal(mine, other) for other in of_all), "the same bits on every rank"
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+def test_processes_with_a_gpu_each(world_size: int, tmp_path: Path) -> None:
+    """Steps are dense attention, and 1,000 replays equal steps without a graph, in each other's memory."""
+    if torch.cuda.device_count() < world_size:
+        pytest.skip(f"needs {world_size} GPUs")
+    torch.multiprocessing.spawn(on_own_gpu, (world_size, str(tmp_path / "store")), nprocs=world_size)
 
 
 def test_two_streams_of_a_rank() -> None:

@@ -216,6 +216,6 @@ def test_choices_are_refused_by_name() -> None:
 
 def test_every_backend_has_the_functions_of_the_specification() -> None:
     module: ModuleType = importlib.import_module("ringattn.kernels.paged.eager")
-    for name in ("write", "attend", "finish", "output", "advance"):
+    for name in ("write", "attend", "finish", "add", "output", "advance"):
         assert callable(getattr(module, name))
         assert all(callable(getattr(backend, name)) for backend in BACKENDS.values())

@@ -204,8 +204,8 @@ def _empty_gradients(k: Tensor, v: Tensor, split: Split) -> tuple[Tensor, Tensor
     shape = (split.parts if split.apart else 1, *k.shape[:3])
     dim, dim_v = k.shape[-1], v.shape[-1]
     if dim == dim_v:
-        dk, dv = torch.empty(2, *shape, dim, dtype=torch.float32, device=k.device)
-        return dk, dv
+        dk = torch.empty(*shape, dim, dtype=torch.float32, device=k.device)
+        return dk, torch.empty_like(dk)  # not one piece of memory: dk's is free when it has been cast
     dk, dv = torch.empty(*shape, dim + dim_v, dtype=torch.float32, device=k.device).split((dim, dim_v), -1)
     return dk, dv
 

@@ -271,6 +271,100 @@ def _tiles_of_piece(
     return m, l, o
 
 
+@triton.jit
+def _piece(
+    q, q_b, q_n, q_h, k, v, k_h, k_s, v_h, v_s, k_scale, v_scale, slots, positions, table, table_b, starts, ends,
+    firsts_new, position, tree, slopes, slopes_b, scale, cap, b, h, new, head, alive, first, past, begin, lo, hi,
+    NEW: tl.constexpr, ROWS: tl.constexpr, DIM: tl.constexpr, MAIN: tl.constexpr, REST: tl.constexpr,
+    DIM_V: tl.constexpr, DIM_V_P2: tl.constexpr, PAGE: tl.constexpr, TILE: tl.constexpr, SIMPLE: tl.constexpr,
+    SOFTCAP: tl.constexpr, SHARED: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
+    PERIOD_TILES: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Return (m, l, o) of some query rows, ``new`` and ``head`` of row b, for tiles ``[lo, hi)``, counted from
+    ``begin``, of its slots ``[first, past)``: first the tiles that every row sees all of, then the others."""
+    ALIBI: tl.constexpr = slopes is not None
+    TREE: tl.constexpr = tree is not None
+    bits = tl.zeros([ROWS], tl.int64)
+    depth = new
+    if TREE:
+        bits = tl.load(tree + b * NEW + new, mask=alive, other=0)
+        depth = tree_depth(bits, new)
+    s0 = tl.load(starts + b * NEW + depth, mask=alive, other=0)
+    s1 = tl.load(ends + b * NEW + (new * 0 + NEW - 1 if TREE else new), mask=alive, other=0)
+    first_new = tl.load(firsts_new + b)
+    slope, pos_q = 0.0, s0
+    if ALIBI:
+        pos_q = tl.load(position + b * NEW + depth, mask=alive, other=0)
+        slope = tl.load(slopes + b * slopes_b + head, mask=alive, other=0.0)[:, None]
+    # Every row sees all of the tiles from full_lo to full_hi.
+    full_lo = tl.cdiv(tl.max(tl.where(alive, s0, 0), 0), TILE) - begin
+    full_past = tl.min(tl.where(alive, s1, 2**31 - 1), 0)
+    if TREE:
+        full_past = tl.minimum(full_past, first_new)
+    full_lo = tl.minimum(tl.maximum(full_lo, lo), hi)
+    full_hi = tl.minimum(tl.maximum(full_past // TILE - begin, full_lo), hi)
+    at = q + b.to(tl.int64) * q_b + new.to(tl.int64) * q_n + head.to(tl.int64) * q_h
+    cols = tl.arange(0, MAIN)
+    query = tl.load(at[:, None] + cols[None, :], mask=alive[:, None] & (cols < DIM)[None, :], other=0.0)
+    rest = query
+    if REST > 0:
+        cols = MAIN + tl.arange(0, REST)
+        rest = tl.load(at[:, None] + cols[None, :], mask=alive[:, None] & (cols < DIM)[None, :], other=0.0)
+    m = tl.full([ROWS], float("-inf"), tl.float32)
+    l = tl.zeros([ROWS], tl.float32)
+    o = tl.zeros([ROWS, DIM_V_P2], tl.float32)
+    pages = table + b.to(tl.int64) * table_b
+    m, l, o = _tiles_of_piece(
+        m, l, o, bound(full_lo), full_hi, full_hi, full_hi, begin, query, rest, k, v, k_h, k_s, v_h, v_s, k_scale,
+        v_scale, slots, positions, pages, h, first, past, s0, s1, bits, first_new, pos_q, slope, scale, cap,
+        DIM, MAIN, REST, DIM_V, DIM_V_P2, PAGE, TILE, SIMPLE, SOFTCAP, ALIBI, TREE, SHARED, False, TMA, PRECISION,
+        PERIOD_TILES, STAGES,
+    )  # fmt: skip
+    return _tiles_of_piece(
+        m, l, o, bound(lo), hi - (full_hi - full_lo), full_lo, full_hi, begin, query, rest, k, v, k_h, k_s, v_h, v_s,
+        k_scale, v_scale, slots, positions, pages, h, first, past, s0, s1, bits, first_new, pos_q, slope, scale, cap,
+        DIM, MAIN, REST, DIM_V, DIM_V_P2, PAGE, TILE, SIMPLE, SOFTCAP, ALIBI, TREE, SHARED, True, TMA, PRECISION,
+        PERIOD_TILES, 1,
+    )  # fmt: skip
+
+
+@triton.jit
+def _equal_share(tiles, past_of, total, pid, programs, HEADS: tl.constexpr):
+    """Return the tiles of a share, this program's share ``[share, past_share)`` of the list of ``total`` tiles, and the
+    units ``[unit, last_unit)`` that it has pieces of: a unit is a row of the step and a block of query rows."""
+    per = tl.maximum(tl.cdiv(total, programs), 1)
+    share = pid * per
+    past_share = tl.minimum(share + per, total)
+    # The units of the first and the last tile of this share.
+    row = tl.sum((past_of <= share // HEADS).to(tl.int32), 0)
+    last = tl.maximum(past_share - 1, 0)
+    last_row = tl.sum((past_of <= last // HEADS).to(tl.int32), 0)
+    unit, last_unit = share, share  # no work
+    if share < past_share:
+        t = tl.load(tiles + row)
+        unit = row * HEADS + (share - t * HEADS) // (tl.load(tiles + row + 1) - t)
+        t = tl.load(tiles + last_row)
+        last_unit = last_row * HEADS + (last - t * HEADS) // (tl.load(tiles + last_row + 1) - t) + 1
+    return per, share, past_share, unit, last_unit
+
+
+@triton.jit
+def _add_if_last(
+    pieces, arrived, out, lse, sink, u, b, h, block, first, count, expected, NEW: tl.constexpr, GROUP: tl.constexpr,
+    KV_HEADS: tl.constexpr, ROWS: tl.constexpr, SOME: tl.constexpr, DIM_V: tl.constexpr, DIM_V_P2: tl.constexpr,
+    AT_ONCE: tl.constexpr,
+):  # fmt: skip
+    """Count a program that has come to the end of unit u. The last one of ``expected`` adds the ``count`` pieces from
+    slot ``first`` on, and stores the result."""
+    tl.debug_barrier()
+    number = tl.atomic_add(arrived + u, 1, sem="acq_rel")
+    if number == expected - 1:
+        tl.store(arrived + u, 0)
+        new, g, alive = query_rows(block * (ROWS // SOME), NEW, GROUP, SOME)
+        m, l, o = sum_pieces(pieces, first, count, 0, alive, ROWS, SOME, DIM_V, DIM_V_P2, AT_ONCE)
+        store_result(m, l, o, out, lse, sink, b, new, h * GROUP + g, alive, KV_HEADS * GROUP, NEW, DIM_V, DIM_V_P2)
+
+
 # These vary from step to step, or need no kernel of their own.
 _NUMBERS = ("q_b", "q_n", "q_h", "table_b", "slopes_b", "batch", "slots")
 
@@ -286,10 +380,7 @@ def _attend(
     TMA: tl.constexpr, PRECISION: tl.constexpr, PERIOD_TILES: tl.constexpr, STAGES: tl.constexpr,
     ALONE: tl.constexpr,
 ):  # fmt: skip
-    ALIBI: tl.constexpr = slopes is not None
-    TREE: tl.constexpr = tree is not None
     HEADS: tl.constexpr = KV_HEADS * BLOCKS
-    Q_HEADS: tl.constexpr = KV_HEADS * GROUP
     pid, programs = tl.program_id(0), tl.num_programs(0)
     if SPLIT > 0:
         share, past_share, unit, last_unit = pid * 0, pid * 0, pid // SPLITS, pid // SPLITS + 1
@@ -301,21 +392,11 @@ def _attend(
         total = tl.load(tiles + batch) * HEADS
         if ALONE:  # noqa: SIM102
             if tl.max(((past_of == first_of) & (nth < batch)).to(tl.int32), 0) > 0:
-                _store_empty(tiles, out, lse, sink, pid, programs, batch, NEW, GROUP, KV_HEADS, ROWS, BLOCKS, SOME,
-                             DIM_V, DIM_V_P2)  # fmt: skip
-        per = tl.maximum(tl.cdiv(total, programs), 1)
-        share = pid * per
-        past_share = tl.minimum(share + per, total)
-        # The units of the first and the last tile of this share.
-        row = tl.sum((past_of <= share // HEADS).to(tl.int32), 0)
-        last = tl.maximum(past_share - 1, 0)
-        last_row = tl.sum((past_of <= last // HEADS).to(tl.int32), 0)
-        unit, last_unit = share, share  # no work
-        if share < past_share:
-            t = tl.load(tiles + row)
-            unit = row * HEADS + (share - t * HEADS) // (tl.load(tiles + row + 1) - t)
-            t = tl.load(tiles + last_row)
-            last_unit = last_row * HEADS + (last - t * HEADS) // (tl.load(tiles + last_row + 1) - t) + 1
+                _store_empty(
+                    tiles, out, lse, sink, pid, programs, batch, NEW, GROUP, KV_HEADS, ROWS, BLOCKS, SOME, DIM_V,
+                    DIM_V_P2,
+                )  # fmt: skip
+        per, share, past_share, unit, last_unit = _equal_share(tiles, past_of, total, pid, programs, HEADS)
     for u in tl.range(bound(unit), bound(last_unit)):
         u += pid * 0  # a tensor in the interpreter, too
         b, h_q = u // HEADS, u % HEADS
@@ -342,64 +423,18 @@ def _attend(
             new, g, alive = query_rows(block, NEW, GROUP, ROWS)
             head = h * GROUP + g
             if lo < hi:
-                bits = tl.zeros([ROWS], tl.int64)
-                depth = new
-                if TREE:
-                    bits = tl.load(tree + b * NEW + new, mask=alive, other=0)
-                    depth = tree_depth(bits, new)
-                s0 = tl.load(starts + b * NEW + depth, mask=alive, other=0)
-                s1 = tl.load(ends + b * NEW + (new * 0 + NEW - 1 if TREE else new), mask=alive, other=0)
-                first_new = tl.load(firsts_new + b)
-                slope, pos_q = 0.0, s0
-                if ALIBI:
-                    pos_q = tl.load(position + b * NEW + depth, mask=alive, other=0)
-                    slope = tl.load(slopes + b * slopes_b + head, mask=alive, other=0.0)[:, None]
-                # Every row sees all of the tiles from full_lo to full_hi.
-                full_lo = tl.cdiv(tl.max(tl.where(alive, s0, 0), 0), TILE) - begin
-                full_past = tl.min(tl.where(alive, s1, 2**31 - 1), 0)
-                if TREE:
-                    full_past = tl.minimum(full_past, first_new)
-                full_lo = tl.minimum(tl.maximum(full_lo, lo), hi)
-                full_hi = tl.minimum(tl.maximum(full_past // TILE - begin, full_lo), hi)
-                at = q + b.to(tl.int64) * q_b + new.to(tl.int64) * q_n + head.to(tl.int64) * q_h
-                cols = tl.arange(0, MAIN)
-                query = tl.load(at[:, None] + cols[None, :], mask=alive[:, None] & (cols < DIM)[None, :], other=0.0)
-                rest = query
-                if REST > 0:
-                    cols = MAIN + tl.arange(0, REST)
-                    rest = tl.load(at[:, None] + cols[None, :], mask=alive[:, None] & (cols < DIM)[None, :], other=0.0)
-                m = tl.full([ROWS], float("-inf"), tl.float32)
-                l = tl.zeros([ROWS], tl.float32)
-                o = tl.zeros([ROWS, DIM_V_P2], tl.float32)
-                pages = table + b.to(tl.int64) * table_b
-                m, l, o = _tiles_of_piece(
-                    m, l, o, bound(full_lo), full_hi, full_hi, full_hi, begin, query, rest, k, v, k_h, k_s, v_h, v_s,
-                    k_scale, v_scale, slots, positions, pages, h, first, past, s0, s1, bits, first_new, pos_q,
-                    slope, scale, cap, DIM, MAIN,
-                    REST, DIM_V, DIM_V_P2, PAGE, TILE, SIMPLE, SOFTCAP, ALIBI, TREE, SHARED, False, TMA, PRECISION,
-                    PERIOD_TILES, STAGES,
-                )  # fmt: skip
-                m, l, o = _tiles_of_piece(
-                    m, l, o, bound(lo), hi - (full_hi - full_lo), full_lo, full_hi, begin, query, rest, k, v, k_h, k_s,
-                    v_h, v_s, k_scale, v_scale, slots, positions, pages, h, first, past, s0, s1, bits, first_new, pos_q,
-                    slope, scale, cap, DIM,
-                    MAIN, REST, DIM_V, DIM_V_P2, PAGE, TILE, SIMPLE, SOFTCAP, ALIBI, TREE, SHARED, True, TMA,
-                    PRECISION, PERIOD_TILES, 1,
+                m, l, o = _piece(
+                    q, q_b, q_n, q_h, k, v, k_h, k_s, v_h, v_s, k_scale, v_scale, slots, positions, table, table_b,
+                    starts, ends, firsts_new, position, tree, slopes, slopes_b, scale, cap, b, h, new, head, alive,
+                    first, past, begin, lo, hi, NEW, ROWS, DIM, MAIN, REST, DIM_V, DIM_V_P2, PAGE, TILE, SIMPLE,
+                    SOFTCAP, SHARED, TMA, PRECISION, PERIOD_TILES, STAGES,
                 )  # fmt: skip
                 store_piece(pieces, slot, m, l, o, alive, ROWS, DIM_V, DIM_V_P2)
             if ALONE:
-                tl.debug_barrier()
-                number = tl.atomic_add(arrived + u, 1, sem="acq_rel")
-                if number == expected - 1:
-                    tl.store(arrived + u, 0)
-                    token, g_of_sum, some = query_rows(block * (ROWS // SOME), NEW, GROUP, SOME)
-                    total_m, total_l, total_o = sum_pieces(
-                        pieces, slot_of_first, sum_of, 0, some, ROWS, SOME, DIM_V, DIM_V_P2, AT_ONCE
-                    )
-                    store_result(
-                        total_m, total_l, total_o, out, lse, sink, b, token, h * GROUP + g_of_sum, some, Q_HEADS, NEW,
-                        DIM_V, DIM_V_P2,
-                    )  # fmt: skip
+                _add_if_last(
+                    pieces, arrived, out, lse, sink, u, b, h, block, slot_of_first, sum_of, expected, NEW, GROUP,
+                    KV_HEADS, ROWS, SOME, DIM_V, DIM_V_P2, AT_ONCE,
+                )  # fmt: skip
 
 
 @triton.jit

@@ -35,6 +35,10 @@ class Paged:
         """Return ``out`` and ``lse`` from the states of all ranks."""
         return eager.finish(states, sink, dtype)
 
+    def add(self, states: Tensor) -> Tensor:
+        """Return the state of all keys from those of several sets of keys."""
+        return eager.add(states)
+
     def output(self, q: Tensor, pool: Pool, tables: Tables, score: Score, call: Call) -> Result:
         """Return ``out`` and ``lse`` where one rank holds all keys."""
         return eager.output(q, pool, tables, score, call)
@@ -74,6 +78,9 @@ class _Triton(Paged):
 
     def finish(self, states: Tensor, sink: Tensor | None, dtype: torch.dtype) -> Result:
         return _load("finish").finish(states, sink, dtype)
+
+    def add(self, states: Tensor) -> Tensor:
+        return _load("finish").add(states)
 
     def output(self, q: Tensor, pool: Pool, tables: Tables, score: Score, call: Call) -> Result:
         result = empty_result(q, pool)

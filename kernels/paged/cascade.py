@@ -2,14 +2,15 @@
 
 Sequences that were forked from one have the same pages at their beginning. The rows of such a group attend to these as
 the new tokens of one row, so that a tile of keys meets the queries of all of them, then each row to its own slots, and
-:func:`.eager.finish` adds both states::
+:func:`.eager.finish` adds both states, over ranks :func:`.eager.add`::
 
     pages of row 0   5 2 7 | 1        group   5 2 7   with the queries of rows 0, 1, 2
     pages of row 1   5 2 7 | 9 4      own     1 / 9 4 / 3
     pages of row 2   5 2 7 | 3
 
 (Juravsky et al. 2024, "Hydragen", arXiv:2402.05099.) With a fixed split or ALiBi each row attends to all of its slots
-by itself: a fixed split promises the same bits in any batch, and slopes need positions of new tokens one by one.
+by itself: a fixed split promises the same bits in any batch, and slopes need positions of new tokens one by one. A rank
+finds the groups among its own pages.
 """
 
 from __future__ import annotations
@@ -80,13 +81,32 @@ def share(groups: Sequence[Prefix], own: Tables, page_size: int) -> Shared:
 
 def output(backend: Paged, q: Tensor, pool: Pool, tables: Tables, score: Score, call: Call) -> Result:
     """Return ``out`` and ``lse`` where one rank holds all keys, as ``backend.output`` does."""
-    shared = tables.shared
-    if shared is None or call.fixed_split or score.alibi_slopes is not None or score.mod is not None:
+    shared = _shared(tables, score, call)
+    if shared is None:
         return backend.output(q, pool, tables, score, call)
+    return backend.finish(_both(backend, q, pool, shared, score, call), score.sink, q.dtype)
+
+
+def attend(backend: Paged, q: Tensor, pool: Pool, tables: Tables, score: Score, call: Call) -> Tensor:
+    """Return the state of this rank's keys, as ``backend.attend`` does."""
+    shared = _shared(tables, score, call)
+    if shared is None:
+        return backend.attend(q, pool, tables, score, call)
+    return backend.add(_both(backend, q, pool, shared, score, call))
+
+
+def _shared(tables: Tables, score: Score, call: Call) -> Shared | None:
+    """Return the prefixes that the rows of a call attend to together."""
+    alone = call.fixed_split or score.alibi_slopes is not None or score.mod is not None
+    return None if alone else tables.shared
+
+
+def _both(backend: Paged, q: Tensor, pool: Pool, shared: Shared, score: Score, call: Call) -> Tensor:
+    """Return the states of every row's prefix and of its own slots, (2, batch, new, q_heads, head_dim_v + 2)."""
     _, new, heads, dim = q.shape
     groups, width = shared.groups.start.shape
     together = q.index_select(0, shared.order).view(groups, width, heads, dim)
     prefix = backend.attend(together, pool, shared.groups, score, Call())
     own = backend.attend(q, pool, shared.own, score, call)
     prefix = prefix.view(-1, new, *prefix.shape[2:]).index_select(0, shared.places)
-    return backend.finish(torch.stack([prefix, own]), score.sink, q.dtype)
+    return torch.stack([prefix, own])

@@ -82,6 +82,18 @@ def finish(states: Tensor, sink: Tensor | None, dtype: torch.dtype) -> Result:
     return Result((out / divisor[..., None]).to(dtype), lse.transpose(1, 2).contiguous())
 
 
+def add(states: Tensor) -> Tensor:
+    """Return the state of several sets of keys from theirs, (sets, batch, new, q_heads, head_dim_v + 2)."""
+    m = states[..., -2]
+    top = m.amax(0)
+    weight = torch.exp2(m - torch.where(top == float("-inf"), 0.0, top))
+    total = torch.zeros_like(states[0])
+    for state, of_state in zip(states, weight, strict=True):
+        total += state * of_state[..., None]
+    total[..., -2] = top
+    return total
+
+
 def output(q: Tensor, pool: Pool, tables: Tables, score: Score, call: Call = Call()) -> Result:
     """Return ``out`` and ``lse`` where one rank holds all keys: :func:`attend` and :func:`finish`."""
     return finish(attend(q, pool, tables, score, call)[None], score.sink, q.dtype)

@@ -1,4 +1,5 @@
-"""Adds the states of all ranks and finishes: one launch, and the same bits on every rank. Contract: contract.py."""
+"""Adds states: those of all ranks, and finishes, with the same bits on every rank; or those of a shared prefix and of a
+row's own slots, see :mod:`.cascade`. One launch. Contract: contract.py."""
 
 from __future__ import annotations
 
@@ -20,26 +21,40 @@ _launches = Launches()
 def finish(states: Tensor, sink: Tensor | None, dtype: torch.dtype) -> Result:
     """Return ``out`` and ``lse`` from the states of all ranks, see :func:`.eager.finish`. The states of some of the
     heads may be a view of those of all."""
+    _, batch, new, heads, width = states.shape
+    out = states.new_empty(batch, new, heads, width - 2, dtype=dtype)
+    lse = states.new_empty(batch, heads, new, dtype=torch.float32)
+    _launch(states, sink, out, lse)
+    return Result(out, lse)
+
+
+def add(states: Tensor) -> Tensor:
+    """Return the sum of states as a state, see :func:`.eager.add`."""
+    total = states.new_empty(states.shape[1:])
+    _launch(states, None, total, None)
+    return total
+
+
+def _launch(states: Tensor, sink: Tensor | None, out: Tensor, lse: Tensor | None) -> None:
+    """Add states and store the result in ``out`` and ``lse``, or without ``lse`` as a state in ``out``."""
     world_size, batch, new, heads, width = states.shape
-    result = Result(
-        states.new_empty(batch, new, heads, width - 2, dtype=dtype),
-        states.new_empty(batch, heads, new, dtype=torch.float32),
-    )
     rows = batch * new * heads
-    if rows and width > 2:
-        wide = padded(width - 2)
-        some = max(1, _NUMBERS // wide)
-        key = (states.device, states.shape, states.stride(), dtype, None if sink is None else sink.dtype)
-        tensors = [states, *result, *(() if sink is None else (sink,))]
-        with on_device(states):
-            if _launches.again(key, tensors):
-                return result
-            launched = dispatch(
-                _finish, (triton.cdiv(rows, some),), states, states.stride(0), states.stride(2), *result, sink, rows,
-                heads, WORLD=world_size, NEW=new, DIM_V=width - 2, DIM_V_P2=wide, ROWS=some,
-            )  # fmt: skip
-            _launches.remember(key, tensors, launched)
-    return result
+    if not rows or width <= 2:
+        return
+    wide = padded(width - 2)
+    some = max(1, _NUMBERS // wide)
+    key = (
+        states.device, states.shape, states.stride(), out.dtype, lse is None, None if sink is None else sink.dtype
+    )  # fmt: skip
+    tensors = [states, out, *(x for x in (lse, sink) if x is not None)]
+    with on_device(states):
+        if _launches.again(key, tensors):
+            return
+        launched = dispatch(
+            _finish, (triton.cdiv(rows, some),), states, states.stride(0), states.stride(2), out, lse, sink, rows,
+            heads, WORLD=world_size, NEW=new, DIM_V=width - 2, DIM_V_P2=wide, ROWS=some,
+        )  # fmt: skip
+        _launches.remember(key, tensors, launched)
 
 
 @triton.jit

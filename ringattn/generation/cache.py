@@ -17,7 +17,7 @@ from ..planning import costs_of
 from ..planning import plan as make_plan
 from ..plans import Plan
 from .chunk import Chunk
-from .memory import Memory, TokenShape
+from .memory import Memory, TokenShape, existing
 from .pages import Copy, Kind
 from .slots import SLACK, Slots
 from .step import Step
@@ -87,8 +87,11 @@ class KVCache:
                     f"windows is {windows!r}; pass a list of one for each layer, as [{windows!r}] * {layers}"
                 )
             self.windows = tuple(-1 if w is None else w for w in ([None] * layers if windows is None else windows))
-            if len(self.windows) != layers or any(type(w) is not int or w < -1 for w in self.windows):
-                raise ValueError(f"windows is {windows!r}; pass a number of tokens >= 0, or None, for each layer")
+            if len(self.windows) != layers or any(type(w) is not int or not -1 <= w < 2**31 for w in self.windows):
+                raise ValueError(
+                    f"windows is {windows!r}; pass a number of tokens >= 0, or None, for each layer (below 2**31)"
+                )
+            place = self.transport.device if device is None else existing(device)
         except Exception as bad:  # of any kind: the other ranks must hear of it
             error = bad
         self.transport.agree(
@@ -105,7 +108,6 @@ class KVCache:
         pages = -(-tokens // (world_size * page_size)) + 2
         distinct = sorted(set(self.windows))
         kinds = [Kind(window, _pages_of_window(window, pages, page_size, sequences)) for window in distinct]
-        place = self.transport.device if device is None else torch.device(device)
         self._slots = Slots(world_size, page_size, kinds)
         self._memory = Memory(kinds, [distinct.index(window) for window in self.windows], token, page_size, place)
         self._plans: weakref.WeakKeyDictionary[Plan, tuple[Chunk, int]] = weakref.WeakKeyDictionary()
@@ -158,8 +160,8 @@ class KVCache:
         sequences = _listed(sequences)
         if len(set(sequences)) != len(sequences):
             raise ValueError(f"sequences are {sequences}; pass each one once")
-        if not all(0 <= i < len(sequences) for i in order):
-            raise ValueError(f"order is {list(order)}; pass indices of the {len(sequences)} sequences")
+        if not isinstance(order, Sequence) or any(type(i) is not int or not 0 <= i < len(sequences) for i in order):
+            raise ValueError(f"order is {order!r}; pass indices of the {len(sequences)} sequences, in a list")
         self._ready(sequences)
         goes_on: set[int] = set()
         result = []
@@ -208,6 +210,8 @@ class KVCache:
         try:
             record = self._slots[sequence]
             length = record.length
+            if type(new_tokens) is not int or new_tokens < 0:
+                raise ValueError(f"new_tokens is {new_tokens!r}; pass a number of tokens >= 0")
             if isinstance(layout := options.get("layout"), Plan) and layout in self._plans:
                 chunk, _ = self._plans[layout]
                 if chunk.sequence != sequence:
@@ -215,7 +219,7 @@ class KVCache:
                 length = chunk.length
             else:
                 self._ready([sequence])
-            left = options.get("window_size", (-1, -1))[0]
+            left = _left(options.get("window_size"))
             others = ("mask", "cu_seqlens", "cu_seqlens_k", "documents")
             if left >= 0 and not options.get("prefix") and all(options.get(name) is None for name in others):
                 first = max(0, length - left)
@@ -309,8 +313,8 @@ class KVCache:
         both = [("k", k, token.head_dim)] + ([] if token.shared_values else [("v", v, token.head_dim_v)])
         for name, x, head_dim in both:
             shape = (1, count, token.kv_heads, head_dim)
-            if x is None or tuple(x.shape) != shape:
-                got = None if x is None else tuple(x.shape)
+            if not isinstance(x, Tensor) or tuple(x.shape) != shape:
+                got = tuple(x.shape) if isinstance(x, Tensor) else repr(x)
                 raise ValueError(
                     f"{name} has shape {got}, but this rank's shard of the plan's new tokens is (batch, tokens, "
                     f"kv_heads, head_dim) = {shape}; pass that of plan.shard(), one sequence at a time"
@@ -474,6 +478,13 @@ def _pages_of_window(window: int, pages: int, page_size: int, sequences: int | N
     if window < 0 or sequences is None:
         return pages
     return min(pages, sequences * (2 * -(-(window + SLACK) // page_size) + 4))
+
+
+def _left(window_size: object) -> int:
+    """Return the left end of a plan's window, -1 for none and for what plan() will refuse."""
+    if not isinstance(window_size, Sequence) or not window_size or type(window_size[0]) is not int:
+        return -1
+    return window_size[0]
 
 
 def _before(shard: tuple[range, ...], position: int) -> tuple[range, ...]:

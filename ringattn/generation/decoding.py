@@ -11,7 +11,8 @@ The GPUs of one host exchange states through each other's memory, in the launch 
 
 from __future__ import annotations
 
-from typing import NamedTuple, Protocol
+import math
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -25,6 +26,7 @@ from ..operators import as_autocast, autocast_dtype, no_autocast
 from ..transport import Transport
 
 HEADS = ("all", "scattered")
+_SIZES = ("batch", "new", "q_heads", "head_dim")
 
 
 class LayerStep(NamedTuple):
@@ -109,6 +111,9 @@ def decode(
         transport.refuse("decode()", error)
         raise  # a RuntimeError, of a step that cannot be used, is raised by all ranks: they have the same books
     try:
+        tensors = dict(q=q, k=k, v=v, alibi_slopes=alibi_slopes, sink=sink)
+        of_score = dict(softmax_scale=softmax_scale, softcap=softcap)
+        _check_types(tensors, of_score, dict(heads=heads, kernel=kernel), fixed_split)
         cast = autocast_dtype(q.device)
         if cast is not None and cast != q.dtype and cast == pool.accepts(cast):
             q, k, v = as_autocast(q, k, k if v is None else v)
@@ -134,7 +139,8 @@ def decode(
         if checked is None:
             if transport.world_size > 1:
                 transport.check_device("q", q)
-            checked = choose(kernel, q, pool, tables, score, call), f"q={tuple(q.shape)}, {q.dtype}"
+            backend, sizes = choose(kernel, q, pool, tables, score, call), zip(_SIZES, q.shape, strict=True)
+            checked = backend, ", ".join([*(f"{name}={size}" for name, size in sizes), str(q.dtype)])
             if usual:
                 tables.memo.put(kind, checked)
         backend, details = checked
@@ -149,7 +155,7 @@ def decode(
             if transport.world_size == 1:
                 out, lse = cascade.output(backend, q, pool, tables, score, call)
             else:
-                state = backend.attend(q, pool, tables, score, call)
+                state = cascade.attend(backend, q, pool, tables, score, call)
                 out, lse = merged(state, transport, score.sink, q.dtype, heads, backend)
     except BaseException as error:  # the other ranks wait for this one's state, or are at a later message
         transport.note_failure(error)
@@ -172,6 +178,23 @@ def merged(
     return backend.finish(states, sink, dtype)
 
 
+def _check_types(tensors: dict[str, Any], of_score: dict[str, Any], names: dict[str, Any], fixed_split: object) -> None:
+    """Check what the other checks and the key of repeated calls rely on."""
+    for name, x in tensors.items():
+        if not isinstance(x, Tensor) and (x is not None or name in ("q", "k")):
+            raise TypeError(f"{name} is of type {type(x).__name__}; pass a tensor")
+    for name, x in of_score.items():
+        if not hasattr(x, "__float__") and (x is not None or name == "softcap"):
+            raise TypeError(f"{name} is {x!r}; pass a number")
+        if x is not None and not -math.inf < x < math.inf:
+            raise ValueError(f"{name} is {x}; pass a finite number")
+    for name, x in names.items():
+        if not isinstance(x, str):
+            raise TypeError(f"{name} is {x!r}; pass a str")
+    if type(fixed_split) is not int:
+        raise TypeError(f"fixed_split is {fixed_split!r}; pass a number of slots of the cache, or 0")
+
+
 def _check(q: Tensor, k: Tensor, v: Tensor | None, tokens: tuple[int, int], pool: Pool) -> None:
     """Check the new tokens against the step and the pool: kernels trust shapes."""
     kv_heads, _, head_dim = pool.k.shape
@@ -188,8 +211,8 @@ def _check(q: Tensor, k: Tensor, v: Tensor | None, tokens: tuple[int, int], pool
             f"q has shape {tuple(q.shape)}, but the step and the cache expect (batch, new, q_heads, head_dim) = "
             f"({tokens[0]}, {tokens[1]}, q_heads, {head_dim}), 1 to {NEW_TOKENS} new tokens; pass the step's tokens"
         )
-    if kv_heads == 0 or q.shape[2] % kv_heads:
-        raise ValueError(f"q has {q.shape[2]} heads and the cache {kv_heads}; the cache's must divide q's")
+    if q.shape[2] == 0 or q.shape[2] % kv_heads:
+        raise ValueError(f"q has {q.shape[2]} heads and the cache {kv_heads}; pass a multiple of the cache's")
     for name, x, shape in shapes:
         if tuple(x.shape) != shape:
             raise ValueError(

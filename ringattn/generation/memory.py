@@ -29,6 +29,20 @@ class TokenShape(NamedTuple):
         return self.kv_heads * (elements * self.dtype.itemsize + scales)
 
 
+def existing(device: torch.device | str) -> torch.device:
+    """Return a device that this machine has.
+
+    Raises:
+        ValueError: it has none of this name.
+    """
+    try:
+        return torch.empty(0, device=device).device
+    except (RuntimeError, AssertionError, TypeError) as error:  # torch raises all of them
+        raise ValueError(
+            f"device is {device!r}, which this machine lacks ({error}); pass another one, or None"
+        ) from error
+
+
 class Memory:
     """The pages of all layers. Each pool has one page more than its kind: where a captured step writes that was
     replayed further than there is room.

@@ -31,6 +31,11 @@ from .pages import NONE
 from .slots import Row, Slots
 
 Integers = NDArray[np.int32]
+_ADVICE = {
+    "tables": "The numbers are hashes of the cache's books: make the same calls of the cache in the same order, with "
+    "the same sequences and tokens, on every rank",
+    "q": "The numbers are hashes of q: decode the same tokens on every rank; sampling needs the same seed, for example",
+}
 _OF_KINDS = ("table", "start", "end", "write", "tiles")  # tables with a part for each kind of layer
 
 
@@ -97,7 +102,7 @@ class Step:
         """
         if self._problem:
             raise RuntimeError(self._problem)
-        if not 0 <= layer < len(self._layers):
+        if type(layer) is not int or not 0 <= layer < len(self._layers):
             raise ValueError(f"layer is {layer!r}; the cache has layers 0 to {len(self._layers) - 1}")
         if self._on_gpu and torch.cuda.is_current_stream_capturing() and self.room < 1:
             raise RuntimeError(
@@ -130,7 +135,7 @@ class Step:
             raise RuntimeError(self._problem)
         if self.is_ahead or not self._counted:
             raise RuntimeError("advance() has counted the new tokens of this step; keep() goes with steps without it")
-        paths = self._paths(torch.as_tensor(accepted).tolist())
+        paths = self._paths(_as_list(accepted))
         self._check_unshared(paths)
         self._move(paths)
         for row in self._rows.values():
@@ -190,7 +195,7 @@ class Step:
         state = self.state
         tables = [x.tolist() for x in (state.counts, state.turn, state.turn_tokens, state.position)]
         digest = hash_of(repr((tables, self._slots.state())))
-        self.transport.agree("decode()", {"tables": digest, "layer": layer, "q": _hash(q)})
+        self.transport.agree("decode()", {"tables": digest, "layer": layer, "q": _hash(q)}, advice=_ADVICE)
 
     def _count(self, counts: list[list[int]]) -> None:
         """Tell the books the tokens that every rank has of each row."""
@@ -220,7 +225,7 @@ class Step:
 
     def _paths(self, accepted: list[Any]) -> dict[int, list[int]]:
         """Return which new tokens of each sequence stay."""
-        if not isinstance(accepted, list) or len(accepted) != self.batch:
+        if len(accepted) != self.batch:
             raise ValueError(f"accepted is {accepted}; pass one row for each of the step's {self.batch}")
         new = self.new_tokens
         paths: dict[int, list[int]] = {}
@@ -317,13 +322,13 @@ class Step:
 
     def _shared_prefixes(self) -> list[Prefix]:
         """Return the groups of rows that share a prefix. It stays theirs: a shared page is copied before it is written,
-        and a step is refused when one of its sequences is cut or freed. Over ranks each row attends by itself."""
-        slots, windows = self._slots, [kind.window for kind in self._slots.kinds]
-        if slots.world_size > 1 or -1 not in windows:
+        and a step is refused when one of its sequences is cut or freed."""
+        slots, rank, windows = self._slots, self.transport.rank, [kind.window for kind in self._slots.kinds]
+        if -1 not in windows:
             return []
         kind = windows.index(-1)
-        pages = [[] if n is None else slots[n].pages[kind][0] for n in self.sequences]
-        held = [0 if n is None else self._rows[n].counts[0] for n in self.sequences]
+        pages = [[] if n is None else slots[n].pages[kind][rank] for n in self.sequences]
+        held = [0 if n is None else self._rows[n].counts[rank] for n in self.sequences]
         return prefixes(pages, held, slots.page_size)
 
     def _starts(self, window: int, taken: NDArray[np.bool_]) -> Integers:
@@ -361,6 +366,24 @@ class Step:
                 if pages is not None:
                     result[kind, b, : len(pages)] = pages
         return result
+
+
+def _as_list(accepted: object) -> list[Any]:
+    """Return what :meth:`Step.keep` got as a list of numbers, or of lists of numbers.
+
+    Raises:
+        ValueError: it is none.
+    """
+    try:
+        numbers = torch.as_tensor(accepted)
+    except (TypeError, ValueError, RuntimeError):  # lists of several lengths among others
+        numbers = torch.empty(0)
+    if numbers.ndim not in (1, 2) or numbers.is_floating_point() or numbers.is_complex():
+        raise ValueError(
+            f"accepted is {accepted!r}; pass integers (batch,), how many new tokens of each row stay, or (batch, n), "
+            "which ones, filled up with -1"
+        )
+    return numbers.tolist()
 
 
 def _uploaded(arrays: dict[str, NDArray[np.generic]], device: torch.device) -> dict[str, Tensor]:
