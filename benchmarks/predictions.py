@@ -40,7 +40,7 @@ from torch import Tensor
 
 import ringattn
 from benchmarks import json_lines
-from benchmarks.calibrate import Machine, no_file
+from benchmarks.calibrate import FEW, FEW_OF_A_CALL, Machine, no_file
 from benchmarks.scaling_problems import mask_arguments
 from ringattn import cost
 from ringattn.cost import Costs
@@ -95,13 +95,26 @@ def predict(machine: Machine, costs: Costs, problem: Problem) -> Predicted:
         pairs = plan.visible(0, 0) / plan.mask.rows
         flops = 2 * shape.q_heads * (shape.head_dim + shape.value_dim) * pairs
         times = flops / costs.forward_tflops / 1e9, 2.5 * flops / costs.backward_tflops / 1e9
-        return Predicted({"ring": (times[0] + costs.kernel_ms, times[1] + costs.kernel_ms)}, "ring")
+        around = backward_passes(shape, problem.tokens) / costs.memory_gbs / 1e6
+        forward = max(times[0] + costs.kernel_ms, costs.ring_forward_ms)
+        backward = max(times[1] + costs.kernel_ms + around, costs.ring_backward_ms)
+        return Predicted({"ring": (forward, backward)}, "ring")
     with no_file():
         choice = ringattn.plan(problem.tokens * machine.world, layout=problem.layout, **problem.arguments).choice
     assert choice is not None
     found = cost.choose(choice.problem, costs, "", shape).candidates
     auto = cost.choose(choice.problem, costs, "").dataflow
     return Predicted({c.dataflow: (c.forward, c.backward) for c in found}, auto)
+
+
+def backward_passes(s: Shape, tokens: int) -> int:
+    """Return the bytes that the backward of one rank reads and writes before and after its kernel: out and dout, whose
+    product delta is; dq, which begins as zeros; and casts of all gradients. With several ranks calibration counts them
+    as part of what a call costs in addition to the model."""
+    dq = s.q_heads * s.head_dim * s.state_itemsize
+    out = s.q_heads * s.value_dim * s.itemsize
+    cast = (s.q_heads * s.head_dim + s.kv_elements) * (s.state_itemsize + s.itemsize)
+    return s.batch * tokens * (2 * out + dq + (s.itemsize < s.state_itemsize) * cast)
 
 
 def measure(machine: Machine, problem: Problem, dataflows: Sequence[str]) -> dict[str, Words]:
@@ -202,8 +215,10 @@ def compare(args: argparse.Namespace, device: torch.device) -> int:
 
 
 def alone(machine: Machine) -> Costs:
-    """Return the costs of one rank, which has no links."""
-    return replace(cost.default(machine.device.type, machine.link), **machine.kernels())
+    """Return the costs of one rank, which has no links, but for the least time of a call."""
+    forward, backward = machine.calls(FEW_OF_A_CALL if machine.cuda else FEW, ["ring"])["ring"]
+    measured = dict(machine.kernels(), ring_forward_ms=forward, ring_backward_ms=backward)
+    return replace(cost.default(machine.device.type, machine.link), **measured)
 
 
 # --- report -------------------------------------------------------------------------------------------------------

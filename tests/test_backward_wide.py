@@ -7,6 +7,7 @@ its pieces.
 from __future__ import annotations
 
 from dataclasses import replace
+from unittest import mock
 
 import pytest
 import torch
@@ -21,6 +22,8 @@ from test_triton import DEVICE, make_inputs, runs_kernels
 from ringattn.kernels.backends import BACKENDS
 from ringattn.kernels.contract import Block, Keys, Queries, Score
 from ringattn.kernels.triton import backward_wide
+from ringattn.kernels.triton.backward_inputs import Inputs
+from ringattn.kernels.triton.tiles import WideTiles
 
 EAGER, TRITON = BACKENDS["eager"], BACKENDS["triton"]
 SIZE = 32
@@ -127,3 +130,32 @@ def test_tables_of_both_sides_agree(data):
     assert visible <= read <= computed
     pieces = backward_wide._visible(block, SIZE, 2, 2)
     assert all(any(q[0] <= i < q[1] and k[0] <= j < k[1] for q, k in pieces) for i, j in read)
+
+
+@given(
+    tiles=st.tuples(st.integers(1, 3000), st.integers(1, 3000)),
+    heads=st.sampled_from([(1, 1), (8, 8), (8, 1), (32, 8), (40, 40), (128, 1)]),
+    size=st.sampled_from([32, 64, 128]),
+    ratio=st.sampled_from([1, 2]),
+    ordered=st.booleans(),
+)
+@settings(max_examples=300, deadline=None)
+def test_largest_piece_fits_and_is_large(tiles, heads, size, ratio, ordered):
+    """Within BYTES, whole tiles of weights, and of an ordered block the same for all lengths."""
+    block = replace(make_block(*full(1, 1), 1), ordered=ordered)
+    q, k = (torch.empty(1, 1, h, 512, dtype=torch.bfloat16, device="meta") for h in heads)
+    inputs = Inputs(q, k, k, q, *(None,) * 2, block, Score(1.0))
+    wide = WideTiles(size, ratio * size, 32, 256, 2, 2)
+    lengths = tiles, (1 << 20, 1 << 20)
+    with mock.patch.object(backward_wide, "BYTES", 512 << 20):
+        (most_heads, most_q, most_k), limits = (backward_wide._largest_piece(inputs, wide, *x) for x in lengths)
+    area, room = most_heads * most_q * most_k, (512 << 20) // (4 * size * size)
+    whole_k = -(-tiles[1] // ratio) * ratio
+    assert area <= room
+    assert most_k % ratio == 0
+    assert all(x <= y for x, y in zip((most_heads, most_q, most_k), (heads[0], tiles[0], whole_k), strict=True))
+    if ordered:
+        assert most_heads == 1
+        assert (most_q, most_k) == (min(limits[1], tiles[0]), min(limits[2], whole_k))
+    else:  # all that there is, or half of the room
+        assert area == heads[0] * tiles[0] * whole_k or 2 * area >= room
