@@ -189,6 +189,32 @@ def test_a_cache_is_passed_and_goes_on_where_it_ended() -> None:
         assert torch.equal(model.generate(first, past_key_values=cache, **how), expected)
 
 
+@pytest.mark.parametrize("name", ["llama", "gemma2"])
+def test_turns_of_a_chat(name: str) -> None:
+    """Each turn goes on with what the last one returned and the user's words: more than a step takes, and fewer."""
+    how = dict(max_new_tokens=6, do_sample=False, eos_token_id=None, pad_token_id=0)
+    alone = build(name, "eager").eval()
+    inputs = prompt(2, 20)
+    texts, rows = [], inputs["input_ids"]
+    for words in (0, 150, 3, 70):
+        rows = torch.cat([rows, prompt(2, words)["input_ids"]], 1) if words else rows
+        texts.append(rows)
+        rows = alone.generate(rows, attention_mask=torch.ones_like(rows), **how)
+    models = [build(name, "ringattn").eval() for _ in range(2)]
+
+    def over_ranks(rank: virtual.VirtualRank) -> Tensor:
+        model = models[rank.rank]
+        with ringattn.hf.generation(model, inputs, rank, prefill_chunk=70) as cache:
+            for text in texts:
+                out = model.generate(text, attention_mask=torch.ones_like(text), past_key_values=cache, **how)
+            with pytest.raises(ValueError, match=r"65 new tokens of 2 rows and logits_to_keep=0.*at most 64 tokens"):
+                model(input_ids=torch.ones(2, 65, dtype=torch.int64), past_key_values=cache)
+        return out
+
+    for tokens in virtual.run(2, over_ranks):
+        assert torch.equal(tokens, rows)
+
+
 def test_more_rows_than_the_prompt() -> None:
     rank = virtual.VirtualRank(0, 1)
     model = build("llama", "ringattn").eval()

@@ -317,7 +317,9 @@ def required() -> Sequence:
         raise RuntimeError(
             "attn_implementation='ringattn' attends to a sequence that is split over ranks, and none is active: run "
             "the forward, and the backward, inside `with ringattn.hf.sequence(model, batch, group) as local:`. To "
-            "generate, or to run in one process, call model.set_attn_implementation('sdpa') first"
+            "generate over ranks, call model.generate(past_key_values=cache) inside `with "
+            "ringattn.hf.generation(model, inputs, group) as cache:`; to run in one process, call "
+            "model.set_attn_implementation('sdpa') first"
         )
     return active
 

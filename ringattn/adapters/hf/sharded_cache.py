@@ -76,6 +76,7 @@ class Generation(transformers.Cache):
         self.rows: list[int] = []
         self.length = 0  # tokens of the widest row, padding included, as generate() counts them
         self.forwards = 0
+        self.prefill_chunk = 0
         self._width = 0  # new tokens of a row in the last forward
         self._probed: dict[int, _Layer] | None = {}  # while the shapes are found
         self._updated: set[int] = set()  # layers that gave keys since the last step began
@@ -137,7 +138,8 @@ class Generation(transformers.Cache):
     # --- The prompt
 
     def prefill(self, input_ids: Tensor, mask: Tensor, prefill_chunk: int) -> None:
-        """Compute all tokens of the rows but the last one."""
+        """Compute all tokens of the rows but the last one, ``prefill_chunk`` at a time."""
+        self.prefill_chunk = prefill_chunk
         lengths = mask.sum(1).tolist()
         self._find_layers(input_ids)
         room = sum(n + self.num_sequences * self.max_new_tokens for n in lengths)
@@ -153,20 +155,45 @@ class Generation(transformers.Cache):
             dtype=first.dtype, device=input_ids.device,
         )  # fmt: skip
         self._probed = None
-        tokens_at_least = max(2 * world_size, NEW_TOKENS)  # fewer are computed by all ranks alike, as in generate()
-        for ids, kept, length in zip(input_ids, mask, lengths, strict=True):
-            row = self.kv.add()
-            self.rows.append(row)
-            ids, done = ids[kept][: length - 1], 0
-            while done < length - 1:
-                count = min(prefill_chunk, length - 1 - done)
-                if count >= tokens_at_least:
-                    self._compute_chunk(row, ids[done : done + count])
-                else:
-                    count = min(count, NEW_TOKENS)
-                    self._compute_step(row, ids[done : done + count], done)
-                done += count
+        for ids, kept in zip(input_ids, mask, strict=True):
+            self.rows.append(self.kv.add())
+            self._compute(self.rows[-1], ids[kept][:-1])
         self.length = input_ids.shape[1] - 1
+
+    def _compute(self, row: int, ids: Tensor) -> None:
+        """Compute the next tokens (n,) of a row, in chunks over all ranks."""
+        start, done = self.kv.lengths[row], 0
+        tokens_at_least = max(2 * self.transport.world_size, NEW_TOKENS)  # fewer: by all ranks alike, as in generate()
+        while done < len(ids):
+            count = min(self.prefill_chunk, len(ids) - done)
+            if count >= tokens_at_least:
+                self._compute_chunk(row, ids[done : done + count])
+            else:
+                count = min(count, NEW_TOKENS)
+                self._compute_step(row, ids[done : done + count], start + done)
+            done += count
+
+    def _compute_most(self, kwargs: dict[str, Any]) -> None:
+        """Compute the tokens of a forward that are more than a step takes, such as those of a chat's next turn, over
+        all ranks: all but the last ones, whose logits it returns. They are taken out of ``kwargs``.
+
+        Raises:
+            ValueError: it returns the logits of more tokens than a step takes, or has other rows than the cache.
+        """
+        ids, kept = kwargs["input_ids"], kwargs.get("logits_to_keep", 0)
+        if type(kept) is not int or not 1 <= kept <= NEW_TOKENS or len(ids) != len(self.rows):
+            raise ValueError(
+                f"a forward has {ids.shape[1]} new tokens of {len(ids)} rows and logits_to_keep={kept!r}, and the "
+                f"cache {len(self.rows)} rows; pass the same rows, and logits_to_keep from 1 to {NEW_TOKENS} as "
+                f"generate() does, or at most {NEW_TOKENS} tokens at a time"
+            )
+        length, most = self.length, ids.shape[1] - kept
+        self._end_step()
+        with torch.no_grad():
+            for row, of_row in zip(self.rows, ids, strict=True):
+                self._compute(row, of_row[:most])
+        self.length, self._width = length + most, kept
+        _take_out(kwargs, most)
 
     def _find_layers(self, input_ids: Tensor) -> None:
         """Run the model on one token, and note the shapes of keys and values and the windows of its layers."""
@@ -257,10 +284,11 @@ class Generation(transformers.Cache):
     def _end_step(self) -> None:
         self._step, self._done = None, set()
 
-    def before_forward(self, kwargs: Mapping[str, Any]) -> None:
+    def before_forward(self, kwargs: dict[str, Any]) -> None:
         """Check the arguments of a forward of ``generate()``. Every rank calls this.
 
         Assisted decoding begins with the whole prompt, whatever the cache holds: that part is taken out of ``kwargs``.
+        So are tokens that are computed here, see :meth:`_compute_most`.
 
         Raises:
             Disagreement, RankFailed: the ranks have different tokens, or another rank refuses its own.
@@ -278,10 +306,7 @@ class Generation(transformers.Cache):
         if self.forwards > _COMPARED and as_before:
             return
         if error is None and self.forwards == 1 and ids.shape[1] > self.length:
-            assert isinstance(kwargs, dict)
-            for name in ("input_ids", "position_ids"):
-                if kwargs.get(name) is not None:
-                    kwargs[name] = kwargs[name][..., self.length :]
+            _take_out(kwargs, self.length)
             ids = kwargs["input_ids"]
         advice = {"input_ids": "Set the same seed before sampling, and call generate() with the same inputs"}
         if self.forwards <= _COMPARED:
@@ -293,6 +318,8 @@ class Generation(transformers.Cache):
                 f"the rows of the cache have {begin} tokens, but generate() goes on at {positions[:, 0].tolist()}; "
                 f"{_CONTINUE}"
             )
+        if ids.shape[1] > NEW_TOKENS:
+            self._compute_most(kwargs)
 
     def _refusal(self, kwargs: Mapping[str, Any]) -> Exception | None:
         """Return the error of a forward with another cache."""
@@ -304,6 +331,13 @@ class Generation(transformers.Cache):
             "cache of ringattn.hf.generation(); pass model.generate(past_key_values=cache) what it yields, and leave "
             "use_cache on"
         )
+
+
+def _take_out(kwargs: dict[str, Any], count: int) -> None:
+    """Take the first tokens out of the arguments of a forward."""
+    for name in ("input_ids", "position_ids"):
+        if kwargs.get(name) is not None:
+            kwargs[name] = kwargs[name][..., count:]
 
 
 def _digest(ids: Tensor) -> str:
@@ -353,7 +387,8 @@ def generation(
             their left.
         group: as in :func:`ringattn.plan`.
         prefill_chunk: tokens of a row that are computed at a time.
-        max_new_tokens: room for new tokens in every row; ``generate()`` may take fewer.
+        max_new_tokens: room for new tokens in every row, those of a chat's later turns too; ``generate()`` may take
+            fewer.
         num_sequences: rows that ``generate()`` makes of each: ``num_beams``, or ``num_return_sequences``.
         kernel: as in :func:`ringattn.attention`.
 
