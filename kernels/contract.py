@@ -242,7 +242,7 @@ class Delivery(NamedTuple):
     """How a backward delivers the gradients of one chunk.
 
     Args:
-        deterministic: they must have the same bits on every run; a backend whose gradients always have need not look.
+        deterministic: they must have the same bits on every run, which a backend may always do.
         into: where dk and dv are written and returned; the last dimension contiguous, other strides free. New tensors
             if absent.
         counters: (groups of rows, segments of keys) int32 on the device, see :class:`CompletionCounts`; only for a
