@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..partial import Partial
 from . import eager, long_sums, walks, weaving
-from .contract import Block, CompletionCounts, Keys, Queries, Result, Score, accumulation_dtype, has_triton
+from .contract import Block, CompletionCounts, Delivery, Keys, Queries, Result, Score, accumulation_dtype, has_triton
 
 
 class Backend:
@@ -102,10 +102,8 @@ class Backend:
 
         Args:
             dq: like q, float32 (float64 for float64 inputs); the chunk's contribution is **added** to it.
-            deterministic: the same bits on every run; None: as torch.use_deterministic_algorithms() says.
-            into: where dk and dv are written and returned; the last dimension contiguous, other strides free. New
-                tensors if absent.
-            counters: (groups of rows, segments of keys) int32 on the device, see :class:`.contract.CompletionCounts`.
+            deterministic, into, counters: see :class:`.contract.Delivery`. ``deterministic=None``: as
+                torch.use_deterministic_algorithms() says.
         """
         if deterministic is None:
             deterministic = torch.are_deterministic_algorithms_enabled()
@@ -113,12 +111,12 @@ class Backend:
             more = keys if deterministic else weaving.keys(keys)
             if more is not keys:
                 return weaving.gradients(keys, self.backward(queries, more, score, dq, deterministic=False), into)
-            return self._walks_back(queries, keys, score, dq, deterministic, into)
+            return self._walks_back(queries, keys, score, dq, Delivery(deterministic, into))
         backend = self._or_eager(queries.q, keys)
         heads, sums_keys = backend.sums(queries.q, keys.k, deterministic)
         if long_sums.must_split(keys.block, heads, sums_keys):
-            return backend._in_pieces(queries, keys, score, dq, heads, deterministic, into)
-        return backend._backward(queries, keys, score, dq, deterministic, into, counters)
+            return backend._in_pieces(queries, keys, score, dq, Delivery(deterministic, into), heads)
+        return backend._backward(queries, keys, score, dq, Delivery(deterministic, into, counters))
 
     def query_gradients(self, queries: Queries, keys: Keys, score: Score, dq: Tensor) -> None:
         """Add to dq, float32 (float64 for float64 inputs), what these queries get from one chunk of keys, in whole
@@ -161,23 +159,16 @@ class Backend:
         return result.lse
 
     def _backward(
-        self,
-        queries: Queries,
-        keys: Keys,
-        score: Score,
-        dq: Tensor,
-        deterministic: bool,
-        into: tuple[Tensor, Tensor] | None,
-        counters: Tensor | None,
+        self, queries: Queries, keys: Keys, score: Score, dq: Tensor, delivery: Delivery
     ) -> tuple[Tensor, Tensor]:
         raise NotImplementedError(f"{type(self).__name__} must define _backward()")
 
     def _query_gradients(self, queries: Queries, keys: Keys, score: Score, dq: Tensor) -> None:
-        self._backward(queries, keys, score, dq, True, None, None)
+        self._backward(queries, keys, score, dq, Delivery(deterministic=True))
 
     def _key_gradients(self, queries: Queries, keys: Keys, score: Score) -> tuple[Tensor, Tensor]:
         dq = torch.zeros_like(queries.q, dtype=accumulation_dtype(queries.q))
-        return self._backward(queries, keys, score, dq, True, None, None)
+        return self._backward(queries, keys, score, dq, Delivery(deterministic=True))
 
     def _completion_counts(self, q: Tensor, keys: Keys) -> CompletionCounts | None:
         return None
@@ -187,16 +178,11 @@ class Backend:
         return BACKENDS["eager"] if 0 in q.shape or 0 in keys.k.shape else self
 
     def _walks_back(
-        self,
-        queries: Queries,
-        keys: Keys,
-        score: Score,
-        dq: Tensor,
-        deterministic: bool,
-        into: tuple[Tensor, Tensor] | None,
+        self, queries: Queries, keys: Keys, score: Score, dq: Tensor, delivery: Delivery
     ) -> tuple[Tensor, Tensor]:
         """Run the backward once for each interval per query, over the keys that are seen there. Gradients of keys that
         one walk sees are written in place, those of other walks added."""
+        deterministic, into, _ = delivery
         dk, dv = into or (torch.empty(x.shape, dtype=dq.dtype, device=x.device) for x in keys[:2])
         done = 0  # keys below it have gradients
         for inside, block in walks.of_keys(keys.block):
@@ -244,17 +230,11 @@ class Backend:
         return dk.sum(0, keepdim=True), dv.sum(0, keepdim=True)
 
     def _in_pieces(
-        self,
-        queries: Queries,
-        keys: Keys,
-        score: Score,
-        dq: Tensor,
-        heads: int,
-        deterministic: bool,
-        into: tuple[Tensor, Tensor] | None,
+        self, queries: Queries, keys: Keys, score: Score, dq: Tensor, delivery: Delivery, heads: int
     ) -> tuple[Tensor, Tensor]:
         """Run the backward piece by piece, see :mod:`.long_sums`."""
         k, v, block, _ = keys
+        deterministic, into, _ = delivery
         dk, dv = into or (torch.empty(x.shape, dtype=dq.dtype, device=x.device) for x in (k, v))
         for gradient in (dk, dv):
             gradient.zero_()  # keys that no query sees
@@ -277,8 +257,8 @@ class Eager(Backend):
     def _forward(self, q, keys, score, state, finalize):  # type: ignore[no-untyped-def]
         return eager.forward(q, keys, score, state, finalize)
 
-    def _backward(self, queries, keys, score, dq, deterministic, into, counters):  # type: ignore[no-untyped-def]
-        return _store(eager.backward(queries, keys, score, dq), into)
+    def _backward(self, queries, keys, score, dq, delivery):  # type: ignore[no-untyped-def]
+        return _store(eager.backward(queries, keys, score, dq), delivery.into)
 
     def _query_gradients(self, queries, keys, score, dq):  # type: ignore[no-untyped-def]
         eager.query_gradients(queries, keys, score, dq)
@@ -318,8 +298,8 @@ class Triton(_Compiled):
 
     package = "triton"
 
-    def _backward(self, queries, keys, score, dq, deterministic, into, counters):  # type: ignore[no-untyped-def]
-        return _store(self._module("backward").backward(queries, keys, score, dq), into)
+    def _backward(self, queries, keys, score, dq, delivery):  # type: ignore[no-untyped-def]
+        return _store(self._module("backward").backward(queries, keys, score, dq), delivery.into)
 
     def _query_gradients(self, queries, keys, score, dq):  # type: ignore[no-untyped-def]
         self._module("backward").query_gradients(queries, keys, score, dq)
@@ -352,9 +332,10 @@ class Hopper(_Compiled):
             return 1
         return self._module("work").pieces_of_queries(q, keys.k)
 
-    def _backward(self, queries, keys, score, dq, deterministic, into, counters):  # type: ignore[no-untyped-def]
+    def _backward(self, queries, keys, score, dq, delivery):  # type: ignore[no-untyped-def]
+        deterministic, into, counters = delivery
         if not self._adds(queries.q, deterministic):
-            return BACKENDS["triton"]._backward(queries, keys, score, dq, deterministic, into, counters)
+            return BACKENDS["triton"]._backward(queries, keys, score, dq, delivery)
         return self._module("backward").backward(queries, keys, score, dq, into, counters, deterministic)
 
     def _forward(self, q, keys, score, state, finalize):  # type: ignore[no-untyped-def]

@@ -27,6 +27,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 import itertools
+import math
 import weakref
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
@@ -39,6 +40,7 @@ from torch import Tensor
 from ..memo import Memo
 from .upload import upload
 
+LOG2E = 1 / math.log(2)  # exp(x) = exp2(x * LOG2E); in compiled kernels: triton/primitives.py
 LONGEST_SUM = 1 << 18  # products that a tensor core may add up before its truncation counts, see Block.period
 _GROUPS = 16  # of segments whose completion is counted, at most
 PERIOD = 1 << 16  # keys after which a longer forward flushes its accumulator
@@ -234,6 +236,22 @@ class Queries(NamedTuple):
     dout: Tensor
     lse: Tensor
     delta: Tensor
+
+
+class Delivery(NamedTuple):
+    """How a backward delivers the gradients of one chunk.
+
+    Args:
+        deterministic: they must have the same bits on every run; a backend whose gradients always have need not look.
+        into: where dk and dv are written and returned; the last dimension contiguous, other strides free. New tensors
+            if absent.
+        counters: (groups of rows, segments of keys) int32 on the device, see :class:`CompletionCounts`; only for a
+            backend that counts.
+    """
+
+    deterministic: bool
+    into: tuple[Tensor, Tensor] | None = None
+    counters: Tensor | None = None
 
 
 class Result(NamedTuple):

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,6 +20,15 @@ from ..partial import Partial
 from .contract import GRID, Block, Keys, Queries, Result, Score, accumulation_dtype
 
 _BLOCK = 512  # queries and keys per tile
+
+
+class _Tile(NamedTuple):
+    """Queries and keys of which a pair is visible. ``hidden``: the others, (batch or 1, 1, m, n), None if there are
+    none."""
+
+    rows: slice
+    cols: slice
+    hidden: Tensor | None
 
 
 def forward(q: Tensor, keys: Keys, score: Score, state: Partial | None, finalize: bool) -> Partial | Result:
@@ -42,8 +52,9 @@ def forward(q: Tensor, keys: Keys, score: Score, state: Partial | None, finalize
         alpha = torch.exp(m_old - reference)
         l, o = l * alpha + torch.exp(logit - reference), o * _per_row(alpha)
 
-    for rows, cols, hidden in _tiles(block, q.device):
-        s, _ = _scores(q, keys, score, rows, cols, hidden, dtype)
+    for tile in _tiles(block, q.device):
+        rows, cols, _ = tile
+        s, _ = _scores(q, keys, score, tile)
         m_old = m[:, :, rows]
         m_new = torch.maximum(m_old, s.amax(-1))
         reference = torch.where(m_new == float("-inf"), 0.0, m_new)  # empty + empty stays empty
@@ -65,8 +76,8 @@ def largest(q: Tensor, keys: Keys, score: Score) -> Tensor:
     """Return the largest score of each query head, (q_heads,), -inf where no pair is visible."""
     dtype = accumulation_dtype(q)
     top = torch.full((q.shape[2],), float("-inf"), dtype=dtype, device=q.device)
-    for rows, cols, hidden in _tiles(keys.block, q.device) if 0 not in q.shape else ():
-        s, _ = _scores(q, keys, score, rows, cols, hidden, dtype)
+    for tile in _tiles(keys.block, q.device) if 0 not in q.shape else ():
+        s, _ = _scores(q, keys, score, tile)
         top = torch.maximum(top, s.amax((0, 2, 3)))
     return top
 
@@ -106,8 +117,9 @@ def _add_gradients(
     k, v, block, _ = keys
     dtype = accumulation_dtype(q)
     lse = torch.where(lse == float("-inf"), float("inf"), lse)  # rows that see nothing get p = 0
-    for rows, cols, hidden in _tiles(block, q.device):
-        s, slope = _scores(q, keys, score, rows, cols, hidden, dtype)
+    for tile in _tiles(block, q.device):
+        rows, cols, _ = tile
+        s, slope = _scores(q, keys, score, tile)
         p = torch.exp(s - lse[:, :, rows, None])
         dout_rows = dout[:, rows].to(dtype).transpose(1, 2)
         dp = _grouped(dout_rows, v[:, cols].to(dtype), transpose=True)
@@ -132,11 +144,8 @@ def _whole_tiles_of_queries(block: Block) -> Block:
     )  # fmt: skip
 
 
-def _tiles(block: Block, device: torch.device) -> Iterator[tuple[slice, slice, Tensor | None]]:
-    """Yield the tiles (queries, keys) in which any pair of the batch is visible, each with its hidden pairs.
-
-    The hidden pairs are a mask (batch or 1, 1, m, n), or None if all are visible.
-    """
+def _tiles(block: Block, device: torch.device) -> Iterator[_Tile]:
+    """Yield the tiles in which any pair of the batch is visible."""
     size = GRID if block.ordered else _BLOCK
     tiles = block.query_tiles(size, size)
     spans = tiles.span.cpu()
@@ -151,18 +160,18 @@ def _tiles(block: Block, device: torch.device) -> Iterator[tuple[slice, slice, T
         for col in range(first[tile], last[tile], size):
             cols = slice(col, min(col + size, block.seq_k))
             if full_begin[tile] <= col and col + size <= full_end[tile]:
-                yield rows, cols, None
+                yield _Tile(rows, cols, None)
                 continue
             n = torch.arange(cols.start, cols.stop, device=device)
             visible = (start[:, rows, None] <= n) & (n < stop[:, rows, None])
-            yield rows, cols, ~visible[:, None]
+            yield _Tile(rows, cols, ~visible[:, None])
 
 
-def _scores(
-    q: Tensor, keys: Keys, score: Score, rows: slice, cols: slice, hidden: Tensor | None, dtype: torch.dtype
-) -> tuple[Tensor, Tensor | float]:
+def _scores(q: Tensor, keys: Keys, score: Score, tile: _Tile) -> tuple[Tensor, Tensor | float]:
     """Return scores (batch, q_heads, m, n), -inf where hidden, and their derivative by the scaled product."""
     k, _, block, _ = keys
+    rows, cols, hidden = tile
+    dtype = accumulation_dtype(q)
     q_rows = q[:, rows].to(dtype).transpose(1, 2)
     s = _grouped(q_rows, k[:, cols].to(dtype), transpose=True) * score.softmax_scale
     slope: Tensor | float = 1.0

@@ -17,8 +17,8 @@ from .kernels.contract import LONGEST_SUM, Block
 from .mask import Mask
 
 
-def positions(runs: Sequence[range]) -> Tensor:
-    """Return the members of ranges of growing numbers, one range after another: (n,) int32 on the CPU."""
+def concatenate(runs: Sequence[range]) -> Tensor:
+    """Return the numbers of growing ranges, one range after another: (n,) int32 on the CPU."""
     starts, steps, lengths = np.array([(r.start, r.step, len(r)) for r in runs], dtype=np.int64).reshape(-1, 3).T
     before = lengths.cumsum() - lengths
     index = np.arange(lengths.sum(), dtype=np.int32)
@@ -31,7 +31,7 @@ def positions(runs: Sequence[range]) -> Tensor:
 def intervals(mask: Mask, queries: Sequence[range]) -> list[tuple[Tensor, Tensor]]:
     """Return the visible keys of these queries under each member of a mask, in global positions: start and end, (rows,
     n) int32 on the CPU."""
-    at = positions(queries).long()
+    at = concatenate(queries).long()
     return [member.intervals(at) for member in mask.members]
 
 
@@ -53,15 +53,16 @@ def make(
         rows: where in the buffer each range begins, growing; without space between ranges if absent. No query may see
             keys on both sides of space.
     """
-    keys_at = positions(keys)
+    keys_at = concatenate(keys)
     interleaved = any(a[-1] > b.start for a, b in itertools.pairwise(keys) if a)
     if interleaved:
         keys_at = keys_at.sort().values
-    positions_q, lengths = positions(queries) + mask.offset, tuple(map(len, keys)) if segments_k is None else segments_k
+    positions_q = concatenate(queries) + mask.offset
+    lengths = tuple(map(len, keys)) if segments_k is None else segments_k
 
-    row_of = (
-        None if rows is None else positions([range(row, row + len(run)) for row, run in zip(rows, keys, strict=True)])
-    )
+    row_of = None
+    if rows is not None:
+        row_of = concatenate([range(row, row + len(run)) for row, run in zip(rows, keys, strict=True)])
     in_rows = keys_at if row_of is None else _with_space(keys_at, row_of)
 
     def walk(bounds: tuple[Tensor, Tensor], others: tuple[Block, ...] = ()) -> Block:

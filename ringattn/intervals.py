@@ -40,6 +40,11 @@ class Mask:
         raise NotImplementedError(f"{type(self).__name__} must define members")
 
     @property
+    def is_union(self) -> bool:
+        """True if queries have several intervals, so that a kernel carries states from walk to walk."""
+        return len(self.members) > 1
+
+    @property
     def rows(self) -> int:
         """The number of different rows: 1, or the batch size."""
         return max(m.first.shape[0] for m in self.members)

@@ -36,11 +36,16 @@ T = TypeVar("T")
 class Predictions(Protocol):
     """The predictions that a plan asks its dataflow for (:class:`.dataflow.contract.Dataflow`)."""
 
+    moves_queries: bool
+    summary: str
+
     def traffic(self, plan: Plan, rank: int) -> tuple[list[int], list[int]]: ...
 
     def traffic_bytes(self, plan: Plan, shape: Shape, backward: bool, rank: int) -> list[int]: ...
 
     def memory_bytes(self, plan: Plan, shape: Shape, backward: bool) -> int: ...
+
+    def meetings(self, plan: Plan) -> list[str]: ...
 
     def describe(self, plan: Plan, shape: Shape, tflops: float, gigabytes_per_second: float) -> str: ...
 
@@ -380,7 +385,14 @@ class Plan:
         return sum(self.flow.traffic_bytes(self, Shape(**shape), backward, self.rank if rank is None else rank))
 
     def network_bytes(self, *, backward: bool = False, rank: int | None = None, **shape: int) -> int:
-        """Return the bytes that a rank sends to ranks of other nodes in a forward or backward of one layer."""
+        """Return the bytes that a rank sends to ranks of other nodes, so over the network, in a forward or backward of
+        one layer. The rest of :meth:`traffic_bytes` stays inside of its node.
+
+        Args:
+            backward: those of the backward; otherwise those of the forward.
+            rank: the one that sends; this one if absent.
+            shape: fields of :class:`.shape.Shape`.
+        """
         rank = self.rank if rank is None else rank
         return self.between_nodes(self.flow.traffic_bytes(self, Shape(**shape), backward, rank), rank)
 

@@ -237,7 +237,7 @@ def test_a_backend_is_one_class_and_one_line(monkeypatch: pytest.MonkeyPatch) ->
         def _forward(self, q, keys, score, state, finalize):  # type: ignore[no-untyped-def]
             return eager.forward(2 * q, keys, score, state, finalize)
 
-        def _backward(self, queries, keys, score, dq, deterministic, into, counters):  # type: ignore[no-untyped-def]
+        def _backward(self, queries, keys, score, dq, delivery):  # type: ignore[no-untyped-def]
             half = torch.zeros_like(dq)
             gradients = eager.backward(queries._replace(q=2 * queries.q), keys, score, half)
             dq += 2 * half

@@ -123,7 +123,7 @@ class Dense(Backend):
         total = new if state is None else state + new
         return Result(*total.finalize()) if finalize else total
 
-    def _backward(self, queries, keys, score, dq, deterministic, into, counters):  # type: ignore[no-untyped-def]
+    def _backward(self, queries, keys, score, dq, delivery):  # type: ignore[no-untyped-def]
         q, dout, lse, delta = queries
         k, v = self.repeated(keys.k, q), self.repeated(keys.v, q)
         p = torch.exp(self.scores(q, keys, score) - torch.where(lse.isinf(), float("inf"), lse)[..., None])
@@ -131,6 +131,7 @@ class Dense(Backend):
         dq += torch.einsum("bhij,bjhd->bihd", ds, k)
         dk, dv = torch.einsum("bhij,bihd->bjhd", ds, q), torch.einsum("bhij,bihd->bjhd", p, dout)
         summed = [x.unflatten(2, (keys.k.shape[2], -1)).sum(3) for x in (dk, dv)]
+        into = delivery.into
         return tuple(summed) if into is None else tuple(a.copy_(b) for a, b in zip(into, summed, strict=True))
 
     def scores(self, q: Tensor, keys: Keys, score: Score) -> Tensor:

@@ -101,8 +101,8 @@ QUERIES = {
 def test_a_product_is_what_alibi_adds(monkeypatch, queries, step) -> None:
     """For each tile that gets it, of positions past 2^24: simulated in float32 with the three terms, where additions
     cut off: one rounding of the slope's quotient, one of its product with the step, and twice as much is cut off."""
-    keys, bn, c2 = 2**26 + torch.arange(0, 512 * step, step), 128, np.float32(0.125 * scores.LOG2E)
-    slope = np.float32(0.84 * scores.LOG2E)
+    keys, bn, c2 = 2**26 + torch.arange(0, 512 * step, step), 128, np.float32(0.125 * contract.LOG2E)
+    slope = np.float32(0.84 * contract.LOG2E)
     table = alibi_product.steps_of_tiles(block_of(queries, keys), 64, bn, CPU)
     as_torch(monkeypatch, table)
     number = torch.arange(bn)

@@ -40,14 +40,14 @@ from kernel_contract import (
 )
 
 from ringattn.kernels import launch
-from ringattn.kernels.backends import BACKENDS
+from ringattn.kernels.backends import BACKENDS, choose
 from ringattn.kernels.contract import Block, Keys, Queries, ReadyFlags, Score
 from ringattn.kernels.delta import row_delta
 from ringattn.kernels.hopper import backward as hopper_backward
 from ringattn.kernels.hopper import backward_pair as pair
 from ringattn.kernels.hopper import backward_pieces as pieces
+from ringattn.kernels.hopper import limits, work
 from ringattn.kernels.hopper import primitives as hopper_primitives
-from ringattn.kernels.hopper import work
 from ringattn.kernels.hopper.backward_arguments import Gradients, Grid
 from ringattn.kernels.hopper.tensor_maps import readable
 
@@ -399,14 +399,13 @@ def test_staging_is_free_of_bank_conflicts(columns, exchanged):
     (dict(dtype=torch.float32), "dtype"), (dict(dim=80), "head dims"), (dict(dim_v=64), "head dims"),
 ])  # fmt: skip
 def test_refusals_name_a_kernel_that_can(monkeypatch, change, word):
-    monkeypatch.setattr(hopper_backward, "capability", lambda device: (9, 0))
+    monkeypatch.setattr(limits, "capability", lambda device: (9, 0))
     monkeypatch.setattr(torch.Tensor, "is_cuda", True, raising=False)
     dim, dtype = change.get("dim", 128), change.get("dtype", torch.bfloat16)
     q, k = torch.zeros(2, 1, 8, 1, dim, dtype=dtype)
     v = torch.zeros(1, 8, 1, change.get("dim_v", dim), dtype=dtype)
-    reason = hopper_backward.unsupported(q, k, v, Score(1.0))
-    assert word in reason
-    assert "'triton'" in reason
+    with pytest.raises(ValueError, match=rf"kernel='hopper' cannot run this backward: .*{word}.*can: .*'triton'"):
+        choose("hopper", q, k, v, Score(1.0), backward=True)
 
 
 def test_needs_hopper():

@@ -30,6 +30,7 @@ from kernel_contract import (
     window,
 )
 
+from ringattn.kernels import contract
 from ringattn.kernels.backends import BACKENDS
 from ringattn.kernels.contract import Score
 from ringattn.kernels.hopper import backward, scores
@@ -41,7 +42,7 @@ UNIT = 12  # of the contract's cases, because tiles have 128 queries or keys
 
 
 @pytest.mark.parametrize(("limit", "coefficients"), scores.POLYNOMIALS)
-@pytest.mark.parametrize(("scale", "inner"), [(1.0, 1.0), (50 * scores.LOG2E, 128**-0.5 / 50), (3.0, -0.01)])
+@pytest.mark.parametrize(("scale", "inner"), [(1.0, 1.0), (50 * contract.LOG2E, 128**-0.5 / 50), (3.0, -0.01)])
 def test_polynomials_are_as_exact_as_float32(limit, coefficients, scale, inner) -> None:
     """Also with a scale and an inner factor in the coefficients, which are rounded too."""
     x = np.linspace(-limit, limit, 200_001).astype(np.float32) / np.float32(abs(inner))
@@ -91,7 +92,7 @@ def run_assembly(asm: str, registers: dict[str, np.ndarray]) -> dict[str, np.nda
 # what scores.capped says.
 EPS = np.finfo(np.float32).eps
 WAYS = [*((x, x * 2.5 * EPS) for x in (0.14, 0.29, 0.55)), *((x, 1.2e-7 + EPS) for x in (0.9, 20.0))]
-SCALE, INNER = 50 * scores.LOG2E, 128**-0.5 / 50
+SCALE, INNER = 50 * contract.LOG2E, 128**-0.5 / 50
 
 
 def products(count: int, largest: float) -> Iterator[np.ndarray]:
@@ -137,8 +138,8 @@ def test_probabilities_in_one_piece_of_assembly(largest, error) -> None:
 @pytest.mark.parametrize(
     ("score", "fixed"),
     [
-        (Score(0.1, 50.0), (50 * scores.LOG2E, 0.002)),
-        (Score(-0.1, 50.0), (50 * scores.LOG2E, -0.002)),
+        (Score(0.1, 50.0), (50 * contract.LOG2E, 0.002)),
+        (Score(-0.1, 50.0), (50 * contract.LOG2E, -0.002)),
         (Score(0.1, 60.0), None),  # exponentials of 2^87: too large for sums
         (Score(0.0, 50.0), None),  # coefficients of 0
         (Score(1e-4, 50.0), None),

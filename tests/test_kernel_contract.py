@@ -74,8 +74,8 @@ class Recorder(Backend):
     def __init__(self) -> None:
         self.calls: list[bool] = []
 
-    def _backward(self, queries, keys, score, dq, deterministic, into, counters):  # type: ignore[no-untyped-def]
-        self.calls.append(deterministic)
+    def _backward(self, queries, keys, score, dq, delivery):  # type: ignore[no-untyped-def]
+        self.calls.append(delivery.deterministic)
         return torch.zeros_like(keys.k), torch.zeros_like(keys.v)
 
     def _completion_counts(self, q: Tensor, keys: Keys) -> CompletionCounts:

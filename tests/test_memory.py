@@ -69,7 +69,7 @@ class Allocating(Backend):
         return state or Partial(rows(), rows(), q.new_empty(shape, dtype=torch.float32))
 
     def _backward(self, queries: Queries, keys: Keys, *others: Any) -> tuple[Tensor, Tensor]:
-        into, own = others[3], (torch.empty(keys.k.shape), torch.empty(keys.v.shape))
+        into, own = others[2].into, (torch.empty(keys.k.shape), torch.empty(keys.v.shape))
         return into or own
 
     def _query_gradients(self, *arguments: Any) -> None:

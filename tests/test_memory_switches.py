@@ -251,6 +251,39 @@ def test_attention_runs_again_only_where_its_results_are_not_kept(
     assert forward.call_count == calls
 
 
+class _WithMax(nn.Module):
+    """Attention that returns the largest scores, which the layer then changes."""
+
+    def __init__(self, plan: ringattn.Plan) -> None:
+        super().__init__()
+        self.linear = nn.Linear(16, 16, dtype=torch.float64)
+        self.plan = plan
+        self.tops: list[Tensor] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        q = self.linear(x).unflatten(2, (2, 8))
+        out, top = ringattn.attention(q, q, q, self.plan, return_max=True)
+        self.tops.append(top.clone())
+        top.mul_(2)
+        return torch.tanh(x + out.flatten(2))  # its backward needs what comes after attention
+
+
+@pytest.mark.parametrize(("anchors", "runs"), [(1, [2] * LAYERS), (3, [3, 3, 2, 3, 2])])
+def test_the_largest_scores_are_kept_with_the_results(anchors: int, runs: list[int]) -> None:
+    plan = ringattn.plan(10, causal=True)
+    layers = nn.ModuleList(_WithMax(plan) for _ in range(LAYERS))
+    again = nn.ModuleList(_WithMax(plan) for _ in range(LAYERS))
+    again.load_state_dict(layers.state_dict())
+    recompute(again, Recompute(attention=HostMemory(), anchors=anchors))
+    flow = DATAFLOWS[plan.dataflow]
+    with mock.patch.object(flow, "forward", wraps=flow.forward) as forward:
+        got = gradients_of(again, lambda x: x)
+    assert forward.call_count == LAYERS
+    assert all(torch.equal(a, b) for a, b in zip(got, gradients_of(layers, lambda x: x), strict=True))
+    assert [len(layer.tops) for layer in again] == runs
+    assert all(torch.equal(top, layer.tops[0]) for layer, x in zip(layers, again, strict=True) for top in x.tops)
+
+
 def test_buffers_on_the_host_are_used_again_and_limited() -> None:
     place = HostMemory(100)
     a, b = torch.arange(12.0), torch.arange(10.0)

@@ -201,9 +201,9 @@ def test_neither_a_plan_nor_its_blocks_touch_the_device(dataflow: str) -> None:
 
 
 @pytest.mark.parametrize("runs", [[], [range(3, 9)], [range(0, 4), range(4, 4), range(7, 30, 5), range(40, 41)]])
-def test_positions_of_runs(runs: list[range]) -> None:
-    assert blocks.positions(runs).tolist() == [i for run in runs for i in run]
-    assert blocks.positions(runs).dtype == torch.int32
+def test_runs_are_concatenated(runs: list[range]) -> None:
+    assert blocks.concatenate(runs).tolist() == [i for run in runs for i in run]
+    assert blocks.concatenate(runs).dtype == torch.int32
     whole = positions(tuple(runs)).tolist()
     for offset in range(len(whole) + 1):
         for length in range(len(whole) - offset + 1):
@@ -270,7 +270,7 @@ def compiled_by_batches(batches: int = 40) -> dict[str, int]:
     from ringattn.kernels.hopper import forward as hopper_forward
     from ringattn.kernels.hopper import work
     from ringattn.kernels.triton import backward as triton_backward
-    from ringattn.kernels.triton import delta
+    from ringattn.kernels.triton import backward_inputs, delta
     from ringattn.kernels.triton import forward as triton_forward
     from ringattn.partial import Partial
     from ringattn.peer import pack_rows, sum_runs
@@ -287,7 +287,7 @@ def compiled_by_batches(batches: int = 40) -> dict[str, int]:
     modules: Any = (hopper_backward, hopper_forward, triton_backward, triton_forward, delta, pack_rows, sum_runs)
     for module in modules:
         module.dispatch = note
-    modules[2]._base2 = Ignored()
+    backward_inputs._base2 = Ignored()
     modules[1].work_counter = lambda device: torch.zeros(1, dtype=torch.int32)
 
     def attend(plan: ringattn.Plan, first: bool) -> None:

@@ -118,10 +118,10 @@ class Noting(Eager):
         self.blocks.append(keys.block)
         return super()._forward(q, keys, score, state, finalize)
 
-    def _backward(self, queries, keys, score, dq, deterministic, into, counters):  # type: ignore[no-untyped-def]
-        self.backwards.append((keys.k.shape[1], into is not None))
+    def _backward(self, queries, keys, score, dq, delivery):  # type: ignore[no-untyped-def]
+        self.backwards.append((keys.k.shape[1], delivery.into is not None))
         self.blocks.append(keys.block)
-        return super()._backward(queries, keys, score, dq, deterministic, into, counters)
+        return super()._backward(queries, keys, score, dq, delivery)
 
 
 def launches(mask: Mask, batch: int = 1) -> Noting:

@@ -37,9 +37,9 @@ from torch import Tensor
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ..contract import Block, CompletionCounts, Keys, Queries, Score, int32
-from ..launch import Launches, capability, dispatch, on_device
+from ..launch import Launches, dispatch, on_device
 from ..long_sums import LEAST_HEADS
-from . import backward_128, scores, work
+from . import backward_128, limits, scores, work
 from . import backward_lean as lean
 from . import backward_pair as pair
 from . import backward_tall as tall
@@ -72,14 +72,7 @@ def _row_statistics(lse_ptr, delta_ptr, lse_out, delta_out, seq_q, q_tiles, shif
 
 def unsupported(q: Tensor, k: Tensor, v: Tensor, score: Score) -> str | None:
     """Return None if this kernel can run, otherwise the reason."""
-    if not q.is_cuda or capability(q.device)[0] != 9:
-        return "it needs a Hopper GPU (sm_90); use 'triton'"
-    if q.dtype not in (torch.bfloat16, torch.float16) or not q.dtype == k.dtype == v.dtype:
-        return f"dtype {q.dtype} is not bfloat16 or float16; use 'triton'"
-    dims = (q.shape[-1], v.shape[-1])
-    if dims not in HEAD_DIMS + PORTABLE:
-        return f"head dims {dims[0]} of q, k and {dims[1]} of v; it has {HEAD_DIMS + PORTABLE}; use 'triton'"
-    return None
+    return limits.unsupported(q, k, v, HEAD_DIMS + PORTABLE, copies=True)
 
 
 def backward(

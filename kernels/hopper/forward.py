@@ -52,13 +52,13 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ...partial import Partial
 from ..contract import PERIOD, Block, Keys, OwnKeys, Result, Score, int32
-from ..launch import Launches, capability, dispatch, on_device
-from . import alibi_product
+from ..launch import Launches, dispatch, on_device
+from . import alibi_product, limits
 from .forward_consumer import consumer
 from .forward_pieces import INFO, ROWS, SLOTS
 from .forward_producer import producer
 from .scores import Changes, padded_positions
-from .tensor_maps import readable, view
+from .tensor_maps import view
 from .work import head_sweeps, processors, query_tile_table
 from .work_counter import work_counter
 
@@ -204,20 +204,7 @@ def _forward_kernel(
 
 def unsupported(q: Tensor, k: Tensor, v: Tensor, score: Score) -> str | None:
     """Return None if this kernel can run, otherwise the reason."""
-    if q.dtype not in (torch.bfloat16, torch.float16):
-        return f"dtype {q.dtype} is neither bfloat16 nor float16"
-    if not q.dtype == k.dtype == v.dtype:
-        return "q, k and v differ in dtype"
-    if (q.shape[-1], v.shape[-1]) not in CONFIGS:
-        return f"head dims {q.shape[-1]} of q, k and {v.shape[-1]} of v; it has {sorted(CONFIGS)}"
-    for name, x in (("q", q), ("k", k), ("v", v)):
-        if not readable(x):
-            return f"{name} with strides {tuple(x.stride())} is not laid out in steps of 16 bytes, as TMA needs"
-    if not q.is_cuda:
-        return f"device {q.device} is not a CUDA device"
-    if capability(q.device) != (9, 0):
-        return f"it needs compute capability 9.0; {torch.cuda.get_device_name(q.device)} is another"
-    return None
+    return limits.unsupported(q, k, v, CONFIGS, copies=False)
 
 
 def forward(

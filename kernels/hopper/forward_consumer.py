@@ -6,8 +6,9 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 
+from ..triton.primitives import LOG2E
 from . import alibi_product
-from .forward_pieces import INFO_LAYOUT, LOG2E_HI, ROWS, SLOTS, finite, matrix_of, number_of, q_buffer, scaled
+from .forward_pieces import INFO_LAYOUT, ROWS, SLOTS, finite, matrix_of, number_of, q_buffer, scaled
 from .forward_state import enter, flush, scratch, store, with_flushed
 from .primitives import FREE_BARRIERS, barrier_arrive, barrier_sync, hide_columns, keep_alive, scale_rows
 from .scores import capped, exponentials_of_capped, middle, pairs, penalties, relative, scaled_and_capped
@@ -161,7 +162,7 @@ def _alibi(slot, C: gl.constexpr, alibi, c2, BN: gl.constexpr, layout: gl.conste
         info = slot.load(INFO_LAYOUT)
         row = number_of(info, 0)
         latest = number_of(info, 1) - 1
-        slope = gl.load(slopes_ptr + number_of(info, 6) * slopes_stride + number_of(info, 7)) * LOG2E_HI
+        slope = gl.load(slopes_ptr + number_of(info, 6) * slopes_stride + number_of(info, 7)) * LOG2E
         base = middle(gl.load(positions_q_ptr + row), gl.load(positions_q_ptr + latest))
         row += C * ROWS
         rows = relative(gl.load(positions_q_ptr + row + gl.arange(0, ROWS, layout)), base)

@@ -5,11 +5,6 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from .scores import LOG2E
-
-LN2 = gl.constexpr(0.6931471805599453)
-LOG2E_HI = gl.constexpr(1.44269502162933349609375)  # float32(log2 e), and its rounding error
-LOG2E_LO = gl.constexpr(LOG2E - 1.44269502162933349609375)
 ROWS = gl.constexpr(64)  # query rows of a consumer: the M of one wgmma
 INFO = gl.constexpr(8)  # int32 numbers that describe a query tile, see work.query_tile_table
 SLOTS = gl.constexpr(4)  # descriptions in shared memory: one is read until two tiles later

@@ -7,7 +7,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma
 
-from .forward_pieces import INFO_LAYOUT, LN2, LOG2E_HI, LOG2E_LO, ROWS, finite, matrix_of, number_of, scaled
+from ..triton.primitives import LN2, LOG2E, LOG2E_REST
+from .forward_pieces import INFO_LAYOUT, ROWS, finite, matrix_of, number_of, scaled
 from .primitives import async_store
 
 
@@ -47,8 +48,8 @@ def _enter_rows(slot, C: gl.constexpr, m_ptr, l_ptr, seq_q, q_heads, layout: gl.
     rows, inside = _row_offsets(slot.load(INFO_LAYOUT), C, seq_q, q_heads, layout)
     m_nat = gl.load(m_ptr + rows, mask=inside, other=float("-inf"))
     l = gl.load(l_ptr + rows, mask=inside, other=0.0)
-    m = m_nat * LOG2E_HI
-    rest = gl.fma(m_nat, LOG2E_LO, gl.fma(m_nat, LOG2E_HI, -m))
+    m = m_nat * LOG2E
+    rest = gl.fma(m_nat, LOG2E_REST, gl.fma(m_nat, LOG2E, -m))
     return m, gl.where(m_nat == float("-inf"), 0.0, rest), l * 0.25
 
 
@@ -76,7 +77,7 @@ def store(
     l = gl.convert_layout(gl.sum(l, axis=1), S_ROW)
     factor = gl.full([ROWS], 1.0, gl.float32, S_ROW)
     if HAS_SINK:  # a key with this score and a value of zero
-        sink = gl.load(sink_ptr + number_of(info, 7)) * LOG2E_HI
+        sink = gl.load(sink_ptr + number_of(info, 7)) * LOG2E
         joined = gl.maximum(m, sink)
         factor = gl.exp2(m - finite(joined))
         l = l * factor + gl.exp2(sink - finite(joined))
@@ -102,7 +103,7 @@ def store(
     else:
         # As a natural logarithm m is rounded: adapt l and o to the rounded point of reference.
         m_nat = m * LN2
-        exact = gl.exp2(gl.fma(m_nat, -LOG2E_LO, gl.fma(m_nat, -LOG2E_HI, m)))
+        exact = gl.exp2(gl.fma(m_nat, -LOG2E_REST, gl.fma(m_nat, -LOG2E, m)))
         exact = gl.where(m == float("-inf"), 1.0, exact)
         gl.store(lse_ptr + rows, m_nat, mask=inside)
         gl.store(l_ptr + rows, l * exact, mask=inside)

@@ -30,10 +30,10 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from .. import contract
 from ..contract import Block, Score
+from ..triton.primitives import LOG2E
 
-LOG2E = 1.4426950408889634
-LOG2E_FLOAT = gl.constexpr(LOG2E)
 # Limits below which tanh(x) / x is a polynomial of x^2, with relative errors of 2e-8 and 7e-8 (minimax). A larger first
 # limit has a larger error, of one sign: lse is off by as much times the score (1e-6 at 0.2 and a softcap of 50).
 POLYNOMIALS = (
@@ -65,7 +65,7 @@ class Changes(NamedTuple):
     def of(score: Score, q: Tensor) -> Changes:
         """Return the changes of a call's scores; with slopes of 0 for scores that are to be scaled first."""
         inner = score.softmax_scale / score.softcap if score.softcap else None
-        scale = (score.softcap or score.softmax_scale) * LOG2E
+        scale = (score.softcap or score.softmax_scale) * contract.LOG2E
         slopes = score.alibi_slopes
         if slopes is None and scale <= 0.0:
             slopes = torch.zeros(q.shape[2], device=q.device)  # scores are scaled before they are compared and masked
@@ -118,7 +118,7 @@ def _by_size(numbers, scale, inner, use, registers="", short=True):
 
     far = use(
         lambda x, y: (
-            f"mul.f32 h, {x}, {_ptx(2 * LOG2E * inner)}; ex2.approx.ftz.f32 h, h; add.f32 h, h, {_ptx(1.0)}; "
+            f"mul.f32 h, {x}, {_ptx(2 * contract.LOG2E * inner)}; ex2.approx.ftz.f32 h, h; add.f32 h, h, {_ptx(1.0)}; "
             f"rcp.approx.ftz.f32 h, h; fma.rn.f32 {y}, h, {_ptx(-2.0 * scale)}, {_ptx(scale)}; "
         )
     )
@@ -344,7 +344,7 @@ def penalties_of_step(alibi, head, stage, layout: gl.constexpr):
     """Return what ALiBi takes off transposed scores (keys are rows), from :func:`of_keys`. ``head``: number of query
     heads before the current one; ``stage``: of the queries' positions."""
     slopes_ptr, base, keys, positions_v = alibi
-    slope = gl.load(slopes_ptr + head) * LOG2E_FLOAT
+    slope = gl.load(slopes_ptr + head) * LOG2E
     columns = relative(positions_v.index(stage).load(gl.SliceLayout(0, layout)), base)
     return penalties(slope, keys, columns)
 

@@ -6,18 +6,16 @@ bits of a row never depend on the others.
 
 from __future__ import annotations
 
-import math
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..contract import Result, Score, accumulation_dtype
+from ..contract import LOG2E, Result, Score, accumulation_dtype
 from .contract import Call, Pool, StepState, Tables, tile_size
 from .quantize import quantize, stored
 
 _BLOCK = 2048  # slots at a time
-LOG2E = 1 / math.log(2)
 
 
 def write(k: Tensor, v: Tensor | None, pool: Pool, tables: Tables, tree: Tensor | None = None) -> None:

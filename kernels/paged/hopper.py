@@ -35,7 +35,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from ..contract import LONGEST_SUM, Score
+from ..contract import LOG2E, LONGEST_SUM, Score
 from ..hopper.primitives import async_load, let_next_launch_begin, reinterpret, tiles_like, wait_for_launch_before
 from ..hopper.tensor_maps import readable, view
 from ..launch import Launches, capability, dispatch, multiprocessors, on_device
@@ -44,7 +44,6 @@ from .combine import ALONE, combine
 from .contract import Call, Pool, Tables, tile_size
 from .grid import Grid, scratch
 from .hopper_pieces import (
-    LOG2E,
     capped,
     finite,
     part_of,
@@ -435,9 +434,9 @@ def launch(
             if some > ALONE:
                 combine(q, pieces, pool, tables, score, call, grid, result)
             return
-        scale, inner = score.softmax_scale * LOG2E.value, None
+        scale, inner = score.softmax_scale * LOG2E, None
         if score.softcap:
-            scale, inner = score.softcap * LOG2E.value, score.softmax_scale / score.softcap
+            scale, inner = score.softcap * LOG2E, score.softmax_scale / score.softcap
         group, tile = q_heads // kv_heads, TILE.value * wide
         launched = dispatch(
             _attend, (grid.programs,), q, *q.stride()[:3], view(pool.k, (1, tile, dim)), view(pool.v, (1, tile, dim_v)),

@@ -40,7 +40,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from ..contract import LONGEST_SUM, Score
+from ..contract import LOG2E, LONGEST_SUM, Score
 from ..hopper.primitives import (
     FREE_BARRIERS,
     async_load,
@@ -58,7 +58,7 @@ from ..launch import Launches, capability, dispatch, multiprocessors, on_device
 from .combine import combine
 from .contract import Call, Pool, Tables, tile_size
 from .grid import Grid, scratch
-from .hopper_pieces import LOG2E, capped, finite, part_of, query_rows, share_of, tree_depth
+from .hopper_pieces import capped, finite, part_of, query_rows, share_of, tree_depth
 
 DIM, DIM_V = 576, 512
 BOX = gl.constexpr(64)  # slots of a tile, and slots and columns that one copy moves: 8 KB
@@ -446,9 +446,9 @@ def launch(
         tensors.append(call.tree)
     with on_device(q):
         if not _launches.again(key, tensors):
-            scale, inner = score.softmax_scale * LOG2E.value, None
+            scale, inner = score.softmax_scale * LOG2E, None
             if score.softcap:
-                scale, inner = score.softcap * LOG2E.value, score.softmax_scale / score.softcap
+                scale, inner = score.softcap * LOG2E, score.softmax_scale / score.softcap
             blocks = grid.rows // ROWS.value
             launched = dispatch(
                 _attend, (grid.programs, blocks), q, *q.stride()[:3], view(pool.k, (1, BOX.value, BOX.value)), pool.k,

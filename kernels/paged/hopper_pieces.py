@@ -9,8 +9,7 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-LN2 = gl.constexpr(0.6931471805599453)
-LOG2E = gl.constexpr(1.4426950408889634)
+from ..triton.primitives import LN2, LOG2E
 
 # ---------------------------------------------------------------- the division of work
 

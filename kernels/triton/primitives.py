@@ -20,13 +20,14 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from .. import contract
 from ..contract import Block, Score
 from .tiles import Tiles, padded
 
 # Read once, because it is fixed when the kernels are decorated.
 INTERPRETED: tl.constexpr = tl.constexpr(bool(triton.knobs.runtime.interpret))
 
-LOG2E: tl.constexpr = tl.constexpr(1.4426950216293335)  # log2(e) in float32 ...
+LOG2E: tl.constexpr = tl.constexpr(1.4426950216293335)  # contract.LOG2E in float32 ...
 LOG2E_REST: tl.constexpr = tl.constexpr(1.925963033500e-08)  # ... and its rounding error
 LN2: tl.constexpr = tl.constexpr(0.6931471805599453)
 
@@ -122,16 +123,13 @@ class ScoreArguments(NamedTuple):
         slopes = score.alibi_slopes
         simple = not score.softcap and slopes is None and score.softmax_scale > 0
         return ScoreArguments(
-            scale=score.softmax_scale / score.softcap if score.softcap else score.softmax_scale * LOG2E_FLOAT,
-            cap=score.softcap * LOG2E_FLOAT,
+            scale=score.softmax_scale / score.softcap if score.softcap else score.softmax_scale * contract.LOG2E,
+            cap=score.softcap * contract.LOG2E,
             slopes=slopes if slopes is None or slopes.is_contiguous() else slopes.contiguous(),
             slopes_stride=slopes.shape[-1] if slopes is not None and slopes.dim() == 2 and slopes.shape[0] > 1 else 0,
             SIMPLE=simple,
             SOFTCAP=bool(score.softcap),
         )
-
-
-LOG2E_FLOAT = 1.4426950408889634
 
 
 def dot_precision(dtype: torch.dtype) -> str:

@@ -23,10 +23,11 @@ from ..schedule import Fetch, buffer_rows, carried_waves
 from ..shape import Shape
 from ..transport import Message
 from .by_node import network_routes
-from .contract import Call, is_union, piece_elements, walk_bytes
+from .contract import Call
 from .gathered import gathered_block, head_waves
 from .messages import many_runs, row_bytes
 from .parts import Part
+from .scratch import piece_elements, walk_bytes
 
 
 class Exchange(NamedTuple):
@@ -194,7 +195,7 @@ def carried_bytes(plan: Plan, relay: Relay, s: Shape, backward: bool) -> int:
     from_others = sum(run.length for runs in relay.carried for run in runs if run.owner == rank)
     if many_runs(relay.carried):  # what leaves and what arrives in a wave
         total += heads * (from_others + relay.lengths[rank] - relay.own[rank]) * token * s.itemsize
-    walked = [gathered_block(plan)] if is_union(plan) else []
+    walked = [gathered_block(plan)] if plan.mask.is_union else []
     if backward:
         total += (max(map(len, relay.nodes)) - 1) * heads * longest * token * s.state_itemsize  # what others push
         sums = min(2, len(cut)) * heads * (relay.lengths[rank] + from_others) * token

@@ -22,8 +22,11 @@ import torch
 from torch import Tensor
 
 from ..plans import Plan
+from ..shape import Shape
 from ..trace import named
 from ..transport import Message
+from .scratch import piece_elements, walk_bytes
+from .travelling import TravellingShards
 
 Tensors = tuple[Tensor, ...]
 S = TypeVar("S", bound=Tensors)
@@ -185,6 +188,14 @@ def moments(plan: Plan, lengths: tuple[int, ...], contributes: bool) -> Iterator
             home, leaving = leaving, 0
         yield Moment(t, False, held + arriving, home + leaving + coming_home, min(home, coming_home))
         home, held = max(home, coming_home), arriving
+
+
+def scratch_bytes(plan: Plan, shape: Shape, moves_queries: bool) -> int:
+    """Return the bytes that a backward needs while it computes with a visiting shard, for one batch element."""
+    queries = max(plan.local_lengths) if moves_queries else plan.local_lengths[plan.rank]
+    piece = piece_elements(plan, shape, queries, max(plan.local_lengths_k), shape.kv_heads)
+    walks = walk_bytes(shape, TravellingShards(plan, moves_queries).own_blocks() if plan.mask.is_union else ())
+    return piece * shape.state_itemsize + walks
 
 
 def _to(peer: int | None, tensors: Tensors | None) -> list[Message]:

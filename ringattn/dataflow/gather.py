@@ -39,10 +39,12 @@ from ..shape import Shape
 from ..trace import named
 from .by_node import relayed_bytes
 from .carrying import carried_bytes
-from .contract import Call, Dataflow, Gradients, Traffic, is_union, piece_elements, shortened, walk_bytes
+from .contract import Call, Dataflow, Gradients, Traffic
+from .description import shortened
 from .fetching import fetch_keys, prepare_fetches, return_gradients
 from .gathered import gathered_block, head_waves, relay_of, uses_copy_engines
 from .messages import message_bytes, row_bytes
+from .scratch import piece_elements, walk_bytes
 
 
 class Gather(Dataflow):
@@ -201,12 +203,12 @@ def _pulled_bytes(plan: Plan, s: Shape, backward: bool) -> int:
         # The larger of two: a wave's contributions before dq is made as a result, and after.
         groups = head_groups(heads, heads * (s.q_heads // s.kv_heads), "cuda", backward)
         piece = s.batch * piece_elements(plan, s, queries, fetched, max(g.stop - g.start for g in groups))
-        walk = s.batch * walk_bytes(s, [gathered_block(plan)] if is_union(plan) else []) * heads // s.kv_heads
+        walk = s.batch * walk_bytes(s, [gathered_block(plan)] if plan.mask.is_union else []) * heads // s.kv_heads
         contributions = (resident * fetched * token + piece) * s.state_itemsize + walk
         total += max(contributions - s.batch * queries * s.q_heads * s.head_dim * s.itemsize, 0)
         return total
     if count > 1:  # a wave's output, before it is put in its place
         total += s.batch * queries * heads * (s.q_heads // s.kv_heads) * (s.value_dim * s.itemsize + s.state_itemsize)
-    if is_union(plan):
+    if plan.mask.is_union:
         total += s.batch * queries * heads * s.state_elements // s.kv_heads * s.state_itemsize
     return total

@@ -24,9 +24,10 @@ from ..schedule import Fetch, buffer_rows, head_groups
 from ..shape import Shape
 from ..transport import Message
 from ..works import Pending
-from .contract import Call, is_union, piece_elements, walk_bytes
+from .contract import Call
 from .gathered import fetched_keys, gathered_block, interleaved
 from .parts import Part
+from .scratch import piece_elements, walk_bytes
 
 _MESSAGES = 4  # runs from one rank to another that are messages of their own
 
@@ -155,15 +156,15 @@ def collected_routes(rank: int, fetches: Sequence[Sequence[Fetch]], keys: Sequen
     """
     out = [(visitor, run) for visitor, runs in enumerate(fetches) for run in runs if run.owner == rank]
     runs = sorted(fetches[rank], key=lambda run: run.owner)
-    leaving = blocks.positions([range(run.offset, run.offset + run.length) for _, run in out]).long()
+    leaving = blocks.concatenate([range(run.offset, run.offset + run.length) for _, run in out]).long()
     sent = _joined([(visitor, run.length) for visitor, run in out])
     arrives = _joined([(run.owner, run.length) for run in runs])
     if keys is None:
         return Routes(rank, leaving, None, sent, arrives, buffer_rows(runs))
     by_owner = sorted(zip(fetches[rank], keys, strict=True), key=lambda pair: pair[0].owner)
-    order = blocks.positions([positions for _, positions in by_owner]).argsort()
+    order = blocks.concatenate([positions for _, positions in by_owner]).argsort()
     places = torch.empty_like(order)
-    places[order] = blocks.positions([range(run.first, run.first + run.length) for run in fetches[rank]]).long()
+    places[order] = blocks.concatenate([range(run.first, run.first + run.length) for run in fetches[rank]]).long()
     return Routes(rank, leaving, places, sent, arrives, buffer_rows(fetches[rank]))
 
 
@@ -362,7 +363,7 @@ def bytes_of_groups(x: Sizes, s: Shape, groups: Sequence[slice], kernel: float, 
 
 def kernel_bytes(plan: Plan, s: Shape, fetched: int, part: float, backward: bool) -> float:
     """Return the bytes that the kernel of a share ``part`` of the heads takes for itself, for one batch element."""
-    queries, block = plan.local_lengths[plan.rank], gathered_block(plan) if is_union(plan) else None
+    queries, block = plan.local_lengths[plan.rank], gathered_block(plan) if plan.mask.is_union else None
     one_walk = weaving.woven(block) if block is not None and block.others else None
     if backward:
         kernel = part * walk_bytes(s, [] if block is None else [block])

@@ -13,8 +13,8 @@ from ..kernels.contract import Keys, Queries, Result
 from ..partial import Partial
 from ..plans import Plan
 from ..shape import Shape
-from .circulation import Circulation, Contribution, Tensors, add_gradients, moments
-from .contract import Call, Dataflow, Gradients, own_blocks, piece_elements, walk_bytes
+from .circulation import Circulation, Contribution, Tensors, add_gradients, moments, scratch_bytes
+from .contract import Call, Dataflow, Gradients
 
 
 class Reduce(Dataflow):
@@ -69,11 +69,7 @@ class Reduce(Dataflow):
         s, queries, keys = shape, plan.local_lengths[plan.rank], plan.local_lengths_k[plan.rank]
         shard, part = self.token_bytes(s, backward)
         gradients = keys * s.kv_elements * s.state_itemsize * backward
-        scratch = 0
-        if backward:
-            longest, most = max(plan.local_lengths), max(plan.local_lengths_k)
-            scratch = piece_elements(plan, s, longest, most, s.kv_heads) * s.state_itemsize
-            scratch += walk_bytes(s, own_blocks(plan, True))
+        scratch = scratch_bytes(plan, s, self.moves_queries) if backward else 0
         peak, computed = 0, False
         for moment in moments(plan, plan.local_lengths, True):
             kept = gradients * (1 + (computed and moment.computing))

@@ -47,8 +47,8 @@ from ..kernels.contract import Keys, Queries, Result
 from ..partial import Partial
 from ..plans import Plan
 from ..shape import Shape
-from .circulation import Circulation, Contribution, add_gradients, moments
-from .contract import Call, Dataflow, Gradients, is_union, own_blocks, piece_elements, walk_bytes
+from .circulation import Circulation, Contribution, add_gradients, moments, scratch_bytes
+from .contract import Call, Dataflow, Gradients
 
 
 class Ring(Dataflow):
@@ -89,8 +89,7 @@ class Ring(Dataflow):
         s, queries, lengths = shape, plan.local_lengths[plan.rank], plan.local_lengths_k
         shard, part = s.kv_elements * s.itemsize, s.kv_elements * s.state_itemsize
         if backward:
-            piece = piece_elements(plan, s, queries, max(lengths), s.kv_heads) * s.state_itemsize
-            scratch = piece + walk_bytes(s, own_blocks(plan, False))
+            scratch = scratch_bytes(plan, s, self.moves_queries)
             rows = queries * s.q_heads * (s.head_dim + 2) * s.state_itemsize
             peak = max(
                 moment.shards * shard + moment.contributions * part + moment.computing * scratch
@@ -103,6 +102,6 @@ class Ring(Dataflow):
         first, last = (computing[0], computing[-1]) if computing else (0, 0)
         peak = 0
         for moment in moments(plan, lengths, False):
-            state = carried * (first <= moment.t <= last and (first < last or is_union(plan)))
+            state = carried * (first <= moment.t <= last and (first < last or plan.mask.is_union))
             peak = max(peak, moment.shards * shard + state - results * (moment.t < last))
         return s.batch * peak

@@ -37,7 +37,8 @@ from ..kernels.contract import Block, Keys, Queries, Result, Score, flush_period
 from ..plans import Plan
 from ..schedule import waves
 from ..shape import Shape
-from .contract import Call, Dataflow, Gradients, Traffic, shortened
+from .contract import Call, Dataflow, Gradients, Traffic
+from .description import shortened
 from .tiles import (
     Stage,
     Tiles,
@@ -146,7 +147,7 @@ class SameBits(Dataflow):
         if not backward:
             output = queries * s.q_heads * (s.value_dim * s.itemsize + s.state_itemsize)
             part = (len(cut) > 1) * share * output
-            if len(plan.mask.members) > 1:  # two states, after the messages
+            if plan.mask.is_union:  # two states, after the messages
                 states = 2 * queries * s.q_heads * (s.value_dim + 3) * s.state_itemsize
                 peak = max(peak, share * (of_keys(plan)[plan.rank].rows * s.kv_elements * s.itemsize + states))
             return round(s.batch * (peak + part))

@@ -192,8 +192,8 @@ def queries_blocks(plan: Plan, rank: int | None = None) -> tuple[Block, ...]:
 
     def make() -> tuple[Block, ...]:
         mask, keys = plan.mask, plan.shards_k[rank]
-        positions_k = blocks.positions(keys)
-        positions = blocks.positions(of_queries(plan)[rank].spans).long()
+        positions_k = blocks.concatenate(keys)
+        positions = blocks.concatenate(of_queries(plan)[rank].spans).long()
         inside = positions.clamp(max=max(plan.seq_len - 1, 0))
         positions_q, lengths = (inside + mask.offset).to(torch.int32), tuple(map(len, keys))
 

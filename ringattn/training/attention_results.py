@@ -1,5 +1,5 @@
-"""AttentionResults: ``out`` and ``lse`` of a layer's attention, kept for the layer when it is computed again, and the
-results of its matrix products, where memory is left.
+"""AttentionResults: ``out``, ``lse`` and largest scores of a layer's attention, kept for the layer when it is computed
+again, and the results of its matrix products, where memory is left.
 
 torch's selective checkpointing keeps results of operators on the GPU only. Here they wait where :class:`.HostMemory`
 puts them, and a part of a layer that is computed again by itself (:mod:`.parts`) has them, too.
@@ -63,10 +63,11 @@ class AttentionResults:
         call, self.next = self.next, self.next + 1
         if call < len(self._calls):
             self._fetch(call + 1)
-            return tuple(waiting.get() for waiting in self._calls[call])
-        results = func(*args, **kwargs)
-        self._calls.append(tuple(map(self._place.put, results)))
-        return results
+            out, lse, *largest = (waiting.get() for waiting in self._calls[call])
+        else:
+            out, lse, *largest = func(*args, **kwargs)
+            self._calls.append((self._place.put(out), self._place.put(lse), *map(Waiting, largest)))
+        return out, lse, *(x.clone() for x in largest)  # some numbers, which the caller may change
 
     def multiply(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
         """Return what a matrix product returns."""
@@ -111,7 +112,7 @@ def active() -> AttentionResults | None:
 
 
 def _is_attention(func: Any) -> bool:
-    return func is torch.ops.ringattn.attention.default
+    return func in (torch.ops.ringattn.attention.default, torch.ops.ringattn.attention_max.default)
 
 
 _PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)  # of nn.Linear
