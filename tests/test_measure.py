@@ -17,7 +17,7 @@ from unittest import mock
 import pytest
 import torch
 
-from benchmarks import bars, bench_training, decode_merges, decode_ranks
+from benchmarks import bars, bench_training, decode_merges, decode_problems, decode_ranks
 from benchmarks.scaling_lines import contestant
 from benchmarks.scaling_problems import settings
 
@@ -154,7 +154,7 @@ def measured(folder: Path, gpus: int, good: bool) -> None:
             rows = [dict(kib=kib, way="mailbox", us=5.0 if good else 50.0) for kib in decode_merges.KIB]
             write(folder, log, dict(rows=rows))
         elif command.step == "sharded":
-            problems = [name for name in args.problems if name in decode_ranks.CONTEXTS]
+            problems = [name for name in args.problems if name in decode_problems.CONTEXTS]
             write(folder, log, dict(rows=[dict(problem=x, way=y, us=us[y]) for x in problems for y in us]))
         elif command.step in ("check", "longest", "faults"):
             failures = [] if good else ["one"]
