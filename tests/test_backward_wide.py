@@ -93,17 +93,36 @@ def test_softcap_and_alibi_over_several_pieces():
 
 
 @runs_kernels
-def test_ordered_bits_do_not_depend_on_other_keys(monkeypatch):
-    """With fewer keys there would be memory for more heads at a time, whose products are then one sum."""
+@pytest.mark.parametrize("heads", [(2, 1), (1, 1)])
+def test_ordered_bits_do_not_depend_on_where_pieces_begin(heads, monkeypatch):
+    """The first queries see nothing, and nothing sees the first keys. Without them, pieces begin at other tiles, and
+    hold others; with more memory, all is one piece."""
+    seq, unseen = 224, 128
+    q, k, v, dout = make_inputs(1, seq, seq, *heads, *DIMS, torch.float16)
+    lse, delta = (torch.full((1, heads[0], seq), x, device=DEVICE) for x in (6.0, 0.1))
+    start, end = torch.full((1, seq), unseen), torch.full((1, seq), seq)
+    end[:, :unseen] = unseen
+    found = []
+    for size, first_q, first_k in ((37 << 12, 0, 0), (37 << 12, unseen, 0), (37 << 12, 0, unseen), (1 << 30, 0, 0)):
+        monkeypatch.setattr(backward_wide, "BYTES", size)
+        ranges = (x[:, first_q:] - first_k for x in (start, end))
+        block = replace(make_block(*ranges, seq - first_k), ordered=True)
+        queries = Queries(q[:, first_q:], dout[:, first_q:], lse[..., first_q:], delta[..., first_q:])
+        keys, dq = Keys(k[:, first_k:], v[:, first_k:], block), torch.ones(1, seq - first_q, heads[0], DIMS[0])
+        dq = dq.to(DEVICE)
+        TRITON.query_gradients(queries, keys, Score(0.1), dq)
+        dk, dv = TRITON.key_gradients(queries, keys, Score(0.1))
+        found.append((dq[:, unseen - first_q :], dk[:, unseen - first_k :], dv[:, unseen - first_k :]))
+    assert all(x.abs().amax() > 1e-3 for x in found[0])
+    for others in found[1:]:
+        assert all(x.equal(y) for x, y in zip(others, found[0], strict=True))
+
+
+@runs_kernels
+def test_ordered_gradients_are_right(monkeypatch):
     monkeypatch.setattr(backward_wide, "BYTES", 1 << 15)
-    q, k, v, dout = make_inputs(1, 96, 64, 4, 1, *DIMS, torch.float16)
-    queries, bits = Queries(q, dout, *(torch.full((1, 4, 96), x, device=DEVICE) for x in (6.0, 0.1))), []
-    for count in (32, 64):
-        block = replace(make_block(*full(96, count), count), ordered=True)
-        dk, dv = TRITON.key_gradients(queries, Keys(k[:, :count], v[:, :count], block), Score(0.1))
-        bits.append((dk[:, :32], dv[:, :32]))
-    assert bits[0][0].equal(bits[1][0])
-    assert bits[0][1].equal(bits[1][1])
+    block = replace(make_block(*causal(130, 130), 130), ordered=True)
+    assert close(*gradients(block, heads=2, kv_heads=1))
 
 
 @given(st.data())
@@ -141,14 +160,13 @@ def test_tables_of_both_sides_agree(data):
 )
 @settings(max_examples=300, deadline=None)
 def test_largest_piece_fits_and_is_large(tiles, heads, size, ratio, ordered):
-    """Within BYTES, whole tiles of weights, and of an ordered block the same for all lengths."""
+    """Within BYTES, and whole tiles of weights; one head of an ordered block."""
     block = replace(make_block(*full(1, 1), 1), ordered=ordered)
     q, k = (torch.empty(1, 1, h, 512, dtype=torch.bfloat16, device="meta") for h in heads)
     inputs = Inputs(q, k, k, q, *(None,) * 2, block, Score(1.0))
     wide = WideTiles(size, ratio * size, 32, 256, 2, 2)
-    lengths = tiles, (1 << 20, 1 << 20)
     with mock.patch.object(backward_wide, "BYTES", 512 << 20):
-        (most_heads, most_q, most_k), limits = (backward_wide._largest_piece(inputs, wide, *x) for x in lengths)
+        most_heads, most_q, most_k = backward_wide._largest_piece(inputs, wide, *tiles)
     area, room = most_heads * most_q * most_k, (512 << 20) // (4 * size * size)
     whole_k = -(-tiles[1] // ratio) * ratio
     assert area <= room
@@ -156,6 +174,4 @@ def test_largest_piece_fits_and_is_large(tiles, heads, size, ratio, ordered):
     assert all(x <= y for x, y in zip((most_heads, most_q, most_k), (heads[0], tiles[0], whole_k), strict=True))
     if ordered:
         assert most_heads == 1
-        assert (most_q, most_k) == (min(limits[1], tiles[0]), min(limits[2], whole_k))
-    else:  # all that there is, or half of the room
-        assert area == heads[0] * tiles[0] * whole_k or 2 * area >= room
+    assert area == (1 if ordered else heads[0]) * tiles[0] * whole_k or 2 * area >= room  # all, or half of the room

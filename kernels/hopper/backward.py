@@ -200,7 +200,8 @@ def _padded_statistics(queries: Queries, score: Score, launches: Launches) -> tu
 
 
 def _empty_gradients(k: Tensor, v: Tensor, split: Split) -> tuple[Tensor, Tensor]:
-    """Return uninitialized dk and dv of equal strides, (parts or 1, batch, seq_k, kv_heads, head_dim or head_dim_v)."""
+    """Return uninitialized dk and dv of equal strides, (parts or 1, batch, seq_k, kv_heads, head_dim or head_dim_v). If
+    the head dims differ, both are columns of one tensor, which lives until both are cast."""
     shape = (split.parts if split.apart else 1, *k.shape[:3])
     dim, dim_v = k.shape[-1], v.shape[-1]
     if dim == dim_v:

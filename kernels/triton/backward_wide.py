@@ -1,15 +1,16 @@
 """The backward for head dims above 256 in portable Triton: the weights and their gradients pass through memory.
 
 With so many columns registers do not hold the sums of a tile of useful size, and kernels that compute the weights again
-for every part of the columns take 8 products for 5. But a score of such heads costs so much arithmetic that it may be
+for every gradient take 8 products for 5. But a score of such heads costs so much arithmetic that it may be
 stored: :func:`_weights` computes p and ds of a piece of queries and keys once, in the 16 bits in which they are
 multiplied anyway, and every gradient is then a product of matrices ::
 
     dv += p^T dout      dk += ds^T q * scale      dq += ds k * scale
 
 p and ds of a piece, some heads times some queries times some keys, take at most ``BYTES``; tiles without a visible pair
-are neither computed nor read. Each sum belongs to one program of one launch, and launches add in a fixed
-order, so every run gives the same bits.
+are skipped, but for a few next to others. Each sum belongs to one program of one launch, and launches add in a fixed
+order, so every run gives the same bits. For an ordered block a launch continues the sums of the one before in the same
+accumulators, as if there were one: where pieces begin changes no bit.
 
 Shapes and contract: contract.py. Notation: backward.py.
 """
@@ -78,27 +79,32 @@ def _add_gradients(
     most_heads, most_q, most_k = _largest_piece(inputs, tiles, tables.rows.shape[0], triton.cdiv(block.seq_k, size))
     p, ds = (q.new_empty(most_heads, most_q * size, 1, most_k * size) for _ in range(2))
     run = _Launches(inputs, tiles, tables, p, ds)
-    sums = None if dq is None else primitives.last_contiguous(dq)
+    ordered, scale = block.ordered, inputs.score.softmax_scale
+    sums = (
+        None if dq is None else torch.zeros(dq.shape, device=dq.device) if ordered else primitives.last_contiguous(dq)
+    )
     with torch.cuda.device_of(q):
         for head in range(0, heads, most_heads):
             for queries, keys in _visible(block, size, most_q, most_k):
                 piece = _Piece((head, min(head + most_heads, heads)), queries, keys)
                 run.weights(piece)
                 if key_gradients is not None:
-                    run.key_sums(piece, ds, q, key_gradients[0], inputs.score.softmax_scale)
+                    run.key_sums(piece, ds, q, key_gradients[0], scale)
                     run.key_sums(piece, p, inputs.dout, key_gradients[1], 1.0)
                 if sums is not None:
                     run.query_sums(piece, sums)
+    if ordered and key_gradients is not None:
+        key_gradients[0].mul_(scale)
     if dq is not None and sums is not None and sums is not dq:
-        dq.copy_(sums)
+        dq.add_(sums, alpha=scale) if ordered else dq.copy_(sums)
 
 
 def _largest_piece(inputs: Inputs, tiles: WideTiles, tiles_q: int, tiles_k: int) -> tuple[int, int, int]:
     """Return the heads, tiles of queries and tiles of keys of a piece, at most.
 
     Both gradients want long sums in many programs: with grouped queries, whose sums for keys go over several heads, a
-    piece has more keys than queries. The bits of a sum depend on how many numbers it goes over at a time, so pieces of
-    an ordered block have one head and a size that does not depend on the queries and keys.
+    piece has more keys than queries. In an ordered block a head's queries come before those of the next head, so that
+    pieces have one head.
     """
     q, ratio = inputs.q, tiles.keys // tiles.size
     room = BYTES // (2 * q.element_size() * tiles.size**2)
@@ -106,12 +112,9 @@ def _largest_piece(inputs: Inputs, tiles: WideTiles, tiles_q: int, tiles_k: int)
     per_head = max(room // min(heads, HEADS), ratio)
     side = math.isqrt(per_head * (4 if min(heads, q.shape[2] // inputs.k.shape[2]) >= 4 else 1))
     most_k = max(side // ratio, 1) * ratio
-    most_q = per_head // most_k
     whole_k = triton.cdiv(tiles_k, ratio) * ratio
-    if not inputs.block.ordered:
-        most_q = min(max(most_q, per_head // whole_k), tiles_q)
-        most_k = max(per_head // most_q // ratio, 1) * ratio
-    most_q, most_k = max(min(most_q, tiles_q), 1), min(most_k, whole_k)
+    most_q = max(min(max(per_head // most_k, per_head // whole_k), tiles_q), 1)
+    most_k = min(max(per_head // most_q // ratio, 1) * ratio, whole_k)
     return max(min(heads, room // (most_q * most_k)), 1), most_q, most_k
 
 
@@ -213,7 +216,8 @@ class _Launches(NamedTuple):
             self.tables.rows, self.tables.range, *interval_strides(self.tables.range)[:1],
             q.shape[1], k.shape[1], q.shape[2], scale, head, past_head, first_q, past_q, first_k,
             HEADS_PER_KV=group, DIM=x.shape[3], COLUMNS=tiles.columns, SIZE=size, DEPTH=tiles.depth,
-            TMA=tma, UNIT=unit, STAGES=tiles.stages, num_warps=8, num_stages=tiles.stages,
+            TMA=tma, UNIT=unit, STAGES=tiles.stages, CONTINUES=self.inputs.block.ordered,
+            num_warps=8, num_stages=tiles.stages,
         )  # fmt: skip
 
     def query_sums(self, piece: _Piece, dq: Tensor) -> None:
@@ -228,7 +232,8 @@ class _Launches(NamedTuple):
             self.tables.rows, self.tables.span, *interval_strides(self.tables.span)[:1],
             k.shape[1], q.shape[2], self.inputs.score.softmax_scale, head, first_q, past_q, first_k, past_k,
             HEADS_PER_KV=q.shape[2] // k.shape[2], DIM=k.shape[3], COLUMNS=tiles.columns, SIZE=size, DEPTH=tiles.depth,
-            TMA=tma, UNIT=unit, STAGES=tiles.stages, num_warps=8, num_stages=tiles.stages,
+            TMA=tma, UNIT=unit, STAGES=tiles.stages, CONTINUES=self.inputs.block.ordered,
+            num_warps=8, num_stages=tiles.stages,
         )  # fmt: skip
 
 
@@ -339,14 +344,30 @@ def _weights(
 
 
 @triton.jit
-def _add(
-    out, total, b, h, row, past, column, o_b, o_s, o_h,
-    SIZE: tl.constexpr, COLUMNS: tl.constexpr, DIM: tl.constexpr,
+def _begin(
+    out, b, h, row, past, column, o_b, o_s, o_h,
+    SIZE: tl.constexpr, COLUMNS: tl.constexpr, DIM: tl.constexpr, CONTINUES: tl.constexpr,
 ):  # fmt: skip
-    """Add a tile to rows before ``past`` and columns before DIM."""
+    """Return the tile of sums of some rows before ``past`` and columns before DIM: what is there, or zeros."""
+    total = tl.zeros([SIZE, COLUMNS], tl.float32)
+    if CONTINUES:
+        at = row_pointers(out, b, h, row, o_b, o_s, o_h, SIZE, COLUMNS) + column
+        inside = (row + tl.arange(0, SIZE) < past)[:, None] & (column + tl.arange(0, COLUMNS) < DIM)[None, :]
+        total = tl.load(at, mask=inside, other=0.0)
+    return total
+
+
+@triton.jit
+def _end(
+    out, total, scale, b, h, row, past, column, o_b, o_s, o_h,
+    SIZE: tl.constexpr, COLUMNS: tl.constexpr, DIM: tl.constexpr, CONTINUES: tl.constexpr,
+):  # fmt: skip
+    """Store what :func:`_begin` returned, which has grown; or add it times the scale to what is there."""
     at = row_pointers(out, b, h, row, o_b, o_s, o_h, SIZE, COLUMNS) + column
     inside = (row + tl.arange(0, SIZE) < past)[:, None] & (column + tl.arange(0, COLUMNS) < DIM)[None, :]
-    tl.store(at, tl.load(at, mask=inside, other=0.0) + total, mask=inside)
+    if not CONTINUES:
+        total = tl.load(at, mask=inside, other=0.0) + total * scale
+    tl.store(at, total, mask=inside)
 
 
 @triton.jit(do_not_specialize=_numbers(
@@ -357,7 +378,7 @@ def _key_sums(
     rows, meets, meets_b,
     seq_q, seq_k, heads, scale, head, past_head, first_q, past_q, first_k,
     HEADS_PER_KV: tl.constexpr, DIM: tl.constexpr, COLUMNS: tl.constexpr, SIZE: tl.constexpr, DEPTH: tl.constexpr,
-    TMA: tl.constexpr, UNIT: tl.constexpr, STAGES: tl.constexpr,
+    TMA: tl.constexpr, UNIT: tl.constexpr, STAGES: tl.constexpr, CONTINUES: tl.constexpr,
 ):  # fmt: skip
     """Add weights^T x for one tile of keys and some columns."""
     x_b, x_s, x_h = elements(x_b, UNIT), elements(x_s, UNIT), elements(x_h, UNIT)
@@ -375,7 +396,7 @@ def _key_sums(
     steps = tl.maximum(high - low, 0) * STEPS
     if steps == 0:
         return
-    total = tl.zeros([SIZE, COLUMNS], tl.float32)
+    total = _begin(out, b, h_kv, n, seq_k, column, o_b, o_s, o_h, SIZE, COLUMNS, DIM, CONTINUES)
     row = tl.load(rows + low * 2)  # of the next step, loaded one step ahead so that the loop needs not wait for it
     for step in tl.range(0, bound((last_head - first_head) * steps), num_stages=STAGES):
         g = first_head + step // steps
@@ -388,7 +409,7 @@ def _key_sums(
         y = load_part(x, b, g % heads, row + inside, seq_q, column, x_b, x_s, x_h, DEPTH, COLUMNS, DIM, TMA)
         total = dot(tl.trans(w), y, total, "tf32")
         row = tl.load(rows + (low + (step + 1) % steps // STEPS) * 2)
-    _add(out, total * scale, b, h_kv, n, seq_k, column, o_b, o_s, o_h, SIZE, COLUMNS, DIM)
+    _end(out, total, scale, b, h_kv, n, seq_k, column, o_b, o_s, o_h, SIZE, COLUMNS, DIM, CONTINUES)
 
 
 @triton.jit(do_not_specialize=_numbers("w_h w_s x_bsh o_bsh span_b seq_k heads head first_q past_q first_k past_k"))
@@ -397,7 +418,7 @@ def _query_sums(
     rows, span, span_b,
     seq_k, heads, scale, head, first_q, past_q, first_k, past_k,
     HEADS_PER_KV: tl.constexpr, DIM: tl.constexpr, COLUMNS: tl.constexpr, SIZE: tl.constexpr, DEPTH: tl.constexpr,
-    TMA: tl.constexpr, UNIT: tl.constexpr, STAGES: tl.constexpr,
+    TMA: tl.constexpr, UNIT: tl.constexpr, STAGES: tl.constexpr, CONTINUES: tl.constexpr,
 ):  # fmt: skip
     """Add weights x for one tile of queries and some columns."""
     x_b, x_s, x_h = elements(x_b, UNIT), elements(x_s, UNIT), elements(x_h, UNIT)
@@ -411,7 +432,7 @@ def _query_sums(
     begin, stop = tl.maximum(begin, first_k * SIZE), tl.minimum(stop, past_k * SIZE)
     if begin >= stop:
         return
-    total = tl.zeros([SIZE, COLUMNS], tl.float32)
+    total = _begin(out, b, h, row, past, column, o_b, o_s, o_h, SIZE, COLUMNS, DIM, CONTINUES)
     for n in tl.range(bound(begin), bound(stop), DEPTH, num_stages=STAGES):
         w = load_part(
             weights, local, 0, tile * SIZE, (past_q - first_q) * SIZE, n - first_k * SIZE, w_h, w_s, 0,
@@ -419,4 +440,4 @@ def _query_sums(
         )  # fmt: skip
         y = load_part(x, b, h // HEADS_PER_KV, n, seq_k, column, x_b, x_s, x_h, DEPTH, COLUMNS, DIM, TMA)
         total = dot(w, y, total, "tf32")
-    _add(out, total * scale, b, h, row, past, column, o_b, o_s, o_h, SIZE, COLUMNS, DIM)
+    _end(out, total, scale, b, h, row, past, column, o_b, o_s, o_h, SIZE, COLUMNS, DIM, CONTINUES)
