@@ -102,7 +102,7 @@ def test_ordered_bits_do_not_depend_on_where_pieces_begin(heads, monkeypatch):
     lse, delta = (torch.full((1, heads[0], seq), x, device=DEVICE) for x in (6.0, 0.1))
     start, end = torch.full((1, seq), unseen), torch.full((1, seq), seq)
     end[:, :unseen] = unseen
-    found = []
+    results = []
     for size, first_q, first_k in ((37 << 12, 0, 0), (37 << 12, unseen, 0), (37 << 12, 0, unseen), (1 << 30, 0, 0)):
         monkeypatch.setattr(backward_wide, "BYTES", size)
         ranges = (x[:, first_q:] - first_k for x in (start, end))
@@ -112,10 +112,10 @@ def test_ordered_bits_do_not_depend_on_where_pieces_begin(heads, monkeypatch):
         dq = dq.to(DEVICE)
         TRITON.query_gradients(queries, keys, Score(0.1), dq)
         dk, dv = TRITON.key_gradients(queries, keys, Score(0.1))
-        found.append((dq[:, unseen - first_q :], dk[:, unseen - first_k :], dv[:, unseen - first_k :]))
-    assert all(x.abs().amax() > 1e-3 for x in found[0])
-    for others in found[1:]:
-        assert all(x.equal(y) for x, y in zip(others, found[0], strict=True))
+        results.append((dq[:, unseen - first_q :], dk[:, unseen - first_k :], dv[:, unseen - first_k :]))
+    assert all(x.abs().amax() > 1e-3 for x in results[0])
+    for others in results[1:]:
+        assert all(x.equal(y) for x, y in zip(others, results[0], strict=True))
 
 
 @runs_kernels
