@@ -80,9 +80,9 @@ def _add_gradients(
     p, ds = (q.new_empty(most_heads, most_q * size, 1, most_k * size) for _ in range(2))
     run = _Launches(inputs, tiles, tables, p, ds)
     ordered, scale = block.ordered, inputs.score.softmax_scale
-    sums = (
-        None if dq is None else torch.zeros(dq.shape, device=dq.device) if ordered else primitives.last_contiguous(dq)
-    )
+    sums = None
+    if dq is not None:
+        sums = torch.zeros(dq.shape, device=dq.device) if ordered else primitives.last_contiguous(dq)
     with torch.cuda.device_of(q):
         for head in range(0, heads, most_heads):
             for queries, keys in _visible(block, size, most_q, most_k):
@@ -95,8 +95,11 @@ def _add_gradients(
                     run.query_sums(piece, sums)
     if ordered and key_gradients is not None:
         key_gradients[0].mul_(scale)
-    if dq is not None and sums is not None and sums is not dq:
-        dq.add_(sums, alpha=scale) if ordered else dq.copy_(sums)
+    if dq is not None and sums is not None:
+        if ordered:
+            dq.add_(sums, alpha=scale)
+        elif sums is not dq:
+            dq.copy_(sums)
 
 
 def _largest_piece(inputs: Inputs, tiles: WideTiles, tiles_q: int, tiles_k: int) -> tuple[int, int, int]:
@@ -344,15 +347,23 @@ def _weights(
 
 
 @triton.jit
+def _places(
+    out, b, h, row, past, column, o_b, o_s, o_h, SIZE: tl.constexpr, COLUMNS: tl.constexpr, DIM: tl.constexpr
+):  # fmt: skip
+    """Return pointers to a tile of sums, and which of its rows are before ``past`` and columns before DIM."""
+    inside = (row + tl.arange(0, SIZE) < past)[:, None] & (column + tl.arange(0, COLUMNS) < DIM)[None, :]
+    return row_pointers(out, b, h, row, o_b, o_s, o_h, SIZE, COLUMNS) + column, inside
+
+
+@triton.jit
 def _begin(
     out, b, h, row, past, column, o_b, o_s, o_h,
     SIZE: tl.constexpr, COLUMNS: tl.constexpr, DIM: tl.constexpr, CONTINUES: tl.constexpr,
 ):  # fmt: skip
-    """Return the tile of sums of some rows before ``past`` and columns before DIM: what is there, or zeros."""
+    """Return a tile of sums (SIZE, COLUMNS), float32: what is there, or zeros."""
     total = tl.zeros([SIZE, COLUMNS], tl.float32)
     if CONTINUES:
-        at = row_pointers(out, b, h, row, o_b, o_s, o_h, SIZE, COLUMNS) + column
-        inside = (row + tl.arange(0, SIZE) < past)[:, None] & (column + tl.arange(0, COLUMNS) < DIM)[None, :]
+        at, inside = _places(out, b, h, row, past, column, o_b, o_s, o_h, SIZE, COLUMNS, DIM)
         total = tl.load(at, mask=inside, other=0.0)
     return total
 
@@ -363,8 +374,7 @@ def _end(
     SIZE: tl.constexpr, COLUMNS: tl.constexpr, DIM: tl.constexpr, CONTINUES: tl.constexpr,
 ):  # fmt: skip
     """Store what :func:`_begin` returned, which has grown; or add it times the scale to what is there."""
-    at = row_pointers(out, b, h, row, o_b, o_s, o_h, SIZE, COLUMNS) + column
-    inside = (row + tl.arange(0, SIZE) < past)[:, None] & (column + tl.arange(0, COLUMNS) < DIM)[None, :]
+    at, inside = _places(out, b, h, row, past, column, o_b, o_s, o_h, SIZE, COLUMNS, DIM)
     if not CONTINUES:
         total = tl.load(at, mask=inside, other=0.0) + total * scale
     tl.store(at, total, mask=inside)
