@@ -133,3 +133,153 @@ def send_to_peer(source, target, full, BYTES: gl.constexpr):
     constraints: gl.constexpr = "=r,r,r,r"
     args = [lanes + source, lanes + target, lanes + full]
     gl.inline_asm_elementwise(ASM, constraints, args, dtype=gl.int32, is_pure=False, pack=1)
+
+
+# --- registers to shared memory of the other CTA --------------------------------------------------------------------
+
+_PEER = (
+    "{ .reg .b32 base, peer, at, full, thread; .reg .pred some; mov.u32 base, global_smem; "
+    "mov.u32 peer, %cluster_ctarank; xor.b32 peer, peer, 1; mov.u32 thread, %tid.x; and.b32 thread, thread, 127; "
+)
+_MAP = "mapa.shared::cluster.u32 at, at, peer; mapa.shared::cluster.u32 full, full, peer; "
+_STORE = "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes"
+
+_SEND_PAIRS_ASM = gl.constexpr(
+    f"{_PEER} shl.b32 thread, thread, 4; add.u32 at, base, $8; add.u32 at, at, thread; add.u32 full, base, $12; {_MAP}"
+    f"{_STORE}.v4.b32 [at], {{$4, $5, $6, $7}}, [full]; "
+    "mov.b32 $0, 0; mov.b32 $1, 0; mov.b32 $2, 0; mov.b32 $3, 0; }"
+)
+_RECEIVE_PAIRS_ASM = gl.constexpr(
+    f"{_PEER} shl.b32 thread, thread, 4; add.u32 at, base, $4; add.u32 at, at, thread; "
+    "ld.shared.v4.b32 {$0, $1, $2, $3}, [at]; }"
+)
+
+
+@gluon.jit
+def _offsets(like, at):
+    """Return an offset for each four registers of a tensor of pairs: 16 bytes for each thread of the four warps."""
+    L: gl.constexpr = like.type.layout
+    columns = gl.arange(0, like.shape[1], gl.SliceLayout(0, L)) // 8 * 2048 + at
+    places, _ = gl.broadcast(columns[None, :], like)
+    return places
+
+
+@gluon.jit
+def send_pairs(x, at, full):
+    """``ST.ASYNC``: write the registers of (64, n) int32, pairs of columns of the accumulator of a wgmma, to shared
+    memory of the other CTA, 8 n bytes for each four rows, and count them at an mbarrier there. By four warps.
+
+    Args:
+        at, full: offsets in shared memory of the other CTA.
+    """
+    constraints: gl.constexpr = "=&r,=&r,=&r,=&r,r,r,r,r,r,r,r,r,r,r,r,r"
+    args = [x, _offsets(x, at), x * 0 + full]
+    gl.inline_asm_elementwise(_SEND_PAIRS_ASM, constraints, args, dtype=gl.int32, is_pure=False, pack=4)
+
+
+@gluon.jit
+def receive_pairs(like, at):
+    """``LDS.128``: return what the same four warps of the other CTA have sent with :func:`send_pairs`, from a tensor of
+    this shape and layout."""
+    constraints: gl.constexpr = "=r,=r,=r,=r,r,r,r,r"
+    args = [_offsets(like, at)]
+    return gl.inline_asm_elementwise(_RECEIVE_PAIRS_ASM, constraints, args, dtype=gl.int32, is_pure=False, pack=4)
+
+
+@gluon.constexpr_function
+def _rows_asm(quads, send):
+    """Return the PTX of :func:`send_rows` and :func:`receive_rows`: the numbers of a quad are equal, or not."""
+    where = "shr.u32 thread, thread, 2; shl.b32 thread, thread, 3; " if quads else "shl.b32 thread, thread, 3; "
+    which = "and.b32 at, thread, 3; setp.eq.u32 some, at, 0; " if quads else "setp.eq.u32 some, base, base; "
+    if send:
+        return (
+            f"{_PEER} {which}{where}add.u32 at, base, $4; add.u32 at, at, thread; add.u32 full, base, $6; {_MAP}"
+            f"@some {_STORE}.v2.b32 [at], {{$2, $3}}, [full]; mov.b32 $0, 0; mov.b32 $1, 0; }}"
+        )
+    return f"{_PEER} {where}add.u32 at, base, $2; add.u32 at, at, thread; ld.shared.v2.b32 {{$0, $1}}, [at]; }}"
+
+
+@gluon.jit
+def send_rows(x, at, full):
+    """``ST.ASYNC``: send a number for each row of the accumulator of a wgmma, (64,) float32, 256 bytes, or for each
+    lane of a row, (64, 4), 1 KB. By four warps. ``at, full``: see :func:`send_pairs`."""
+    ASM: gl.constexpr = _rows_asm(len(x.shape) == 1, True)
+    constraints: gl.constexpr = "=&r,=&r,r,r,r,r,r,r"
+    x = x.to(gl.int32, bitcast=True)
+    gl.inline_asm_elementwise(ASM, constraints, [x, x * 0 + at, x * 0 + full], dtype=gl.int32, is_pure=False, pack=2)
+
+
+@gluon.jit
+def receive_rows(like, at):
+    """``LDS.64``: return what the same four warps of the other CTA have sent with :func:`send_rows`."""
+    ASM: gl.constexpr = _rows_asm(len(like.shape) == 1, False)
+    constraints: gl.constexpr = "=f,=f,r,r"
+    args = [like.to(gl.int32, bitcast=True) * 0 + at]
+    return gl.inline_asm_elementwise(ASM, constraints, args, dtype=gl.float32, is_pure=False, pack=2)
+
+
+_SEND_NUMBER_ASM = gl.constexpr(
+    f"{_PEER} setp.eq.u32 some, thread, 0; add.u32 at, base, $2; add.u32 full, base, $3; {_MAP}"
+    f"@some {_STORE}.b32 [at], $1, [full]; mov.b32 $0, 0; }}"
+)
+
+
+@gluon.jit
+def send_number(x, at, full):
+    """``ST.ASYNC`` by one thread of four warps: send an int32. ``at, full``: see :func:`send_pairs`."""
+    lanes = gl.zeros([128], gl.int32, gl.BlockedLayout([1], [32], [4], [0]))
+    constraints: gl.constexpr = "=&r,r,r,r"
+    args = [lanes + x, lanes + at, lanes + full]
+    gl.inline_asm_elementwise(_SEND_NUMBER_ASM, constraints, args, dtype=gl.int32, is_pure=False, pack=1)
+
+
+_ARRIVE_ASM = gl.constexpr(
+    "{ .reg .b32 base, peer, lane; .reg .pred first; bar.warp.sync 0xffffffff; mov.u32 base, global_smem; "
+    "mov.u32 peer, %cluster_ctarank; xor.b32 peer, peer, 1; mov.u32 lane, %laneid; setp.eq.u32 first, lane, 0; "
+    "add.u32 base, base, $1; mapa.shared::cluster.u32 base, base, peer; "
+    "@first mbarrier.arrive.release.cluster.shared::cluster.b64 _, [base]; mov.b32 $0, 0; }"
+)
+
+
+@gluon.jit
+def arrive_at_peer(at):
+    """``SYNCS.ARRIVE`` at an mbarrier of the other CTA, once for each of four warps: what they have read may be
+    overwritten."""
+    lanes = gl.zeros([128], gl.int32, gl.BlockedLayout([1], [32], [4], [0]))
+    constraints: gl.constexpr = "=r,r"
+    gl.inline_asm_elementwise(_ARRIVE_ASM, constraints, [lanes + at], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.constexpr_function
+def _wait_asm(past):
+    return (
+        "{ .reg .b32 at; .reg .pred done; mov.u32 at, global_smem; add.u32 at, at, $1; AGAIN: "
+        f"mbarrier.try_wait.parity.shared::cta.b64 done, [at + {past}], $2; @!done bra AGAIN; mov.b32 $0, 0; }}"
+    )
+
+
+@gluon.jit
+def wait_at(at, phase, PAST: gl.constexpr = 0):
+    """Wait until the mbarrier at this offset, and PAST bytes more, has completed a phase, in four warps.
+    ``mbarrier.wait`` has a barrier of the four warps before it, if another mbarrier has been waited for."""
+    ASM: gl.constexpr = _wait_asm(PAST)
+    lanes = gl.zeros([128], gl.int32, gl.BlockedLayout([1], [32], [4], [0]))
+    constraints: gl.constexpr = "=r,r,r"
+    gl.inline_asm_elementwise(ASM, constraints, [lanes + at, lanes + phase], dtype=gl.int32, is_pure=False, pack=1)
+
+
+_EXPECT_ASM = gl.constexpr(
+    "{ .reg .b32 at; .reg .pred first; mov.u32 at, %tid.x; and.b32 at, at, 127; setp.eq.u32 first, at, 0; "
+    "mov.u32 at, global_smem; add.u32 at, at, $1; "
+    "@first mbarrier.arrive.expect_tx.shared::cta.b64 _, [at], $2; mov.b32 $0, 0; }"
+)
+
+
+@gluon.jit
+def expect_at(at, nbytes):
+    """Expect bytes at the mbarrier at this offset, by the first thread of four warps."""
+    lanes = gl.zeros([128], gl.int32, gl.BlockedLayout([1], [32], [4], [0]))
+    constraints: gl.constexpr = "=r,r,r"
+    gl.inline_asm_elementwise(
+        _EXPECT_ASM, constraints, [lanes + at, lanes + nbytes], dtype=gl.int32, is_pure=False, pack=1
+    )

@@ -30,8 +30,8 @@ with 64 query rows. The consumers of a CTA share the key and value tiles, two st
   0.7 % of itself after five million keys. If a query may see that many (``Block.period``), O is flushed every PERIOD
   key tiles: added in float32 to a sum in memory, and started again at zero. A carried O starts in that sum. (The same
   loss in FP8, and the same remedy: DeepSeek-V3, arXiv:2412.19437, section 3.3.2.)
-* A head dim of 512 is two launches, each for half of the columns of v: registers hold sums of 128 x 256. Both compute
-  the scores, so there are 3 products for 2.
+* A head dim of 512 has a kernel of its own (forward_pair.py). Where there are no clusters, it is two launches of this
+  one, each for half of the columns of v: registers hold sums of 128 x 256. Both compute the scores: 3 products for 2.
 * Scores stay unscaled until the exponent, which is taken to the base 2: p = 2^(s c - m) with c = scale log2(e).
   m is in that unit here; the state in memory is in natural logarithms, see
   ``forward_state.store``.
@@ -52,8 +52,8 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ...partial import Partial
 from ..contract import PERIOD, Block, Keys, OwnKeys, Result, Score, int32
-from ..launch import Launches, dispatch, on_device
-from . import alibi_product, limits
+from ..launch import CLUSTERS, Launches, dispatch, on_device
+from . import alibi_product, forward_pair, forward_pair_pieces, limits
 from .forward_consumer import consumer
 from .forward_pieces import INFO, ROWS, SLOTS
 from .forward_producer import producer
@@ -61,6 +61,10 @@ from .scores import Changes, padded_positions
 from .tensor_maps import view
 from .work import head_sweeps, processors, query_tile_table
 from .work_counter import work_counter
+
+QUERIES = (1, ROWS.value, 1, forward_pair_pieces.COLUMNS.value)  # boxes of forward_pair
+KEYS = (1, forward_pair_pieces.KEYS.value, 1, forward_pair_pieces.COLUMNS.value)
+VALUES = (1, forward_pair_pieces.VALUES.value, 1, forward_pair_pieces.WIDTH.value)
 
 
 class Config(NamedTuple):
@@ -71,6 +75,7 @@ class Config(NamedTuple):
         q_buffers, staged: two buffers of queries, and tiles of ``out`` staged for TMA, if shared memory has room.
         staged_with_alibi: the same next to the operand of :mod:`.alibi_product`.
         value_parts: launches, each for a part of the columns of v, of which registers do not hold all sums.
+        ctas: CTAs of a cluster that share a query tile, each with a part of the columns of v (forward_pair.py).
     """
 
     consumers: int
@@ -81,6 +86,7 @@ class Config(NamedTuple):
     staged: bool = True
     staged_with_alibi: bool = True
     value_parts: int = 1
+    ctas: int = 1
 
     @property
     def block_m(self) -> int:
@@ -93,8 +99,12 @@ CONFIGS = {  # by the head dims of q, k and of v
     (128, 128): Config(consumers=2, block_n=128, stages=2, registers=240, staged_with_alibi=False),
     (192, 128): Config(consumers=2, block_n=128, stages=2, registers=240, q_buffers=1, staged=False),
     (256, 256): Config(consumers=2, block_n=64, stages=2, registers=240, q_buffers=1, staged=False),
-    (512, 512): Config(consumers=2, block_n=32, stages=2, registers=240, q_buffers=1, staged=False, value_parts=2),
+    (512, 512): Config(consumers=2, block_n=forward_pair_pieces.STEP.value, stages=1, registers=240, ctas=2),
 }
+# Of (512, 512) where there are no clusters.
+SINGLE = Config(consumers=2, block_n=32, stages=2, registers=240, q_buffers=1, staged=False, value_parts=2)
+if not CLUSTERS:
+    CONFIGS[512, 512] = SINGLE
 
 
 @gluon.jit
@@ -290,10 +300,11 @@ def _run(x: _Operands, score: Score, config: Config) -> None:
             tensors += own[:2]
         if not launches.again(key, tensors, epoch):
             bounded = _fixed(q, changes, False)
-            grid, args, constants = _launch(x, changes, config, counter)
+            kernel = _forward_kernel if config.ctas == 1 else forward_pair.kernel
+            grid, args, constants = (_launch if config.ctas == 1 else _launch_pairs)(x, changes, config, counter)
             launched = dispatch(
-                _forward_kernel, grid, *args,
-                variants=lambda: _variants(q, block, score, outputs[1], constants["BN"], bounded), **constants,
+                kernel, grid, *args,
+                variants=lambda: _variants(q, block, score, outputs[1], config.block_n, bounded), **constants,
             )  # fmt: skip
             if not block.period:  # otherwise each launch allocates memory of its own, and takes long
                 fixed: tuple[Tensor, ...] = query_tile_table(block, config.block_m, config.block_n, q.device)
@@ -301,7 +312,7 @@ def _run(x: _Operands, score: Score, config: Config) -> None:
                     fixed += tuple(t for t in _positions(q, block, config, changes) if t is not None)
                 if own is not None:
                     fixed += (own.places(block, own.k.device),)
-                number_at = None if ready is None else _forward_kernel.arg_names.index("epoch")
+                number_at = None if ready is None else kernel.arg_names.index("epoch")
                 launches.remember(key, tensors, launched, fixed, number_at)
 
 
@@ -343,6 +354,43 @@ def _launch(
         HAS_STATE=state is not None, HAS_SINK=sink is not None, FINALIZE=finalize,
         READY=ready is not None, PERIOD=period,
         FIXED=_fixed(q, changes, state is not None),
+    )  # fmt: skip
+    return (workers, 1, 1), args, constants
+
+
+def _launch_pairs(
+    x: _Operands, changes: Changes, config: Config, counter: Tensor
+) -> tuple[tuple[int, int, int], tuple, dict[str, Any]]:
+    """Return grid, arguments and constants of the kernel for pairs of CTAs."""
+    q, (k, v, block, ready), sink, state, outputs, finalize = x
+    own = None if ready is None else ready.own
+    batch, seq_q, q_heads, _ = q.shape
+    table, start, end = query_tile_table(block, config.block_m, config.block_n, q.device)
+    n_tiles, n_heads = table.shape[1], batch * q_heads
+    workers = min(processors(q) // config.ctas, n_tiles * n_heads)
+    out, lse, l = outputs
+    m_in, l_in, o_in = state or (lse, lse, lse)
+    positions: tuple[Tensor | None, ...] = (None, None)
+    if changes.slopes is not None:
+        positions = padded_positions(block, config.block_m, config.block_n, q.device)
+    period = block.period // config.block_n
+    width = v.shape[-1] // config.ctas
+    aside = lse.new_empty(workers * config.ctas, config.block_m, width) if period else lse
+    args = (
+        view(q, QUERIES), view(k, KEYS), view(v, VALUES), out, lse, l,
+        m_in, l_in, o_in, aside, lse if sink is None else sink,
+        start, end, start.stride(0) if start.shape[0] > 1 else 0,
+        table, table.stride(0) if table.shape[0] > 1 else 0, counter,
+        seq_q, q_heads, q_heads // k.shape[2], n_tiles, n_heads,
+        *head_sweeps(n_tiles, n_heads, workers), changes.scale,
+        *((None, None, None) if ready is None else (ready.flags, int32(ready.epoch), ready.timed_out)),
+        *((None, None, None) if own is None else (view(own.k, KEYS), view(own.v, VALUES), own.places(block, k.device))),
+        changes.inner, changes.slopes, changes.slopes_stride,
+        *positions,
+    )  # fmt: skip
+    constants = dict(
+        REGISTERS=config.registers, HAS_STATE=state is not None, HAS_SINK=sink is not None, FINALIZE=finalize,
+        READY=ready is not None, PERIOD=period, FIXED=_fixed(q, changes, state is not None), cluster=config.ctas,
     )  # fmt: skip
     return (workers, 1, 1), args, constants
 

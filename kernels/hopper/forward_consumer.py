@@ -6,14 +6,25 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 
-from ..triton.primitives import LOG2E
 from . import alibi_product
-from .forward_pieces import INFO_LAYOUT, ROWS, SLOTS, finite, matrix_of, number_of, q_buffer, scaled
+from .forward_pieces import ROWS, SLOTS, matrix_of, q_buffer, scaled
+from .forward_scores import (
+    SLACK,
+    alibi_of,
+    changed,
+    hide,
+    intervals_of,
+    lane_sum,
+    pack,
+    rescaled,
+    seen_from_zero,
+    softmax,
+    span_of,
+    unpack,
+)
 from .forward_state import enter, flush, scratch, store, with_flushed
-from .primitives import FREE_BARRIERS, barrier_arrive, barrier_sync, hide_columns, keep_alive, scale_rows
-from .scores import capped, exponentials_of_capped, middle, pairs, penalties, relative, scaled_and_capped
-
-SLACK = gl.constexpr(8.0)  # the most that a score may exceed its point of reference, to the base 2
+from .primitives import FREE_BARRIERS, barrier_arrive, barrier_sync, keep_alive
+from .scores import exponentials_of_capped, pairs
 
 
 @gluon.jit
@@ -47,148 +58,6 @@ def _scores(q, k_s, stage, layout: gl.constexpr):
     if PIECES == 2:
         s = warpgroup_mma(q[1], _keys(k_s[1], stage), s, is_async=True)
     return s
-
-
-@gluon.jit
-def _lane_sum(p):
-    """Return the sums of each lane of a quad: (R, N) in wgmma layout -> (R, 4). Without a shuffle: the quad is summed
-    once per query tile."""
-    return gl.sum(gl.sum(gl.reshape(p, [p.shape[0], p.shape[1] // 8, 4, 2]), axis=3), axis=1)
-
-
-@gluon.jit
-def _pack(low, high, dtype: gl.constexpr):
-    """Return the float32 numbers of :func:`pairs` as int32 of 16-bit pairs. A loop that carries 16-bit elements holds
-    halves of registers and needs a PRMT for each pair before the wgmma."""
-    if dtype == gl.bfloat16:
-        x = gl.inline_asm_elementwise(
-            "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f", [low, high], dtype=gl.int32, is_pure=True, pack=1
-        )
-    else:
-        x = gl.inline_asm_elementwise(
-            "cvt.rn.f16x2.f32 $0, $2, $1;", "=r,f,f", [low, high], dtype=gl.int32, is_pure=True, pack=1
-        )
-    return x
-
-
-@gluon.jit
-def _unpack(x, dtype: gl.constexpr, layout: gl.constexpr):
-    if dtype == gl.bfloat16:
-        low, high = gl.inline_asm_elementwise(
-            "mov.b32 {$0, $1}, $2;", "=h,=h,r", [x], dtype=(gl.bfloat16, gl.bfloat16), is_pure=True, pack=1
-        )
-    else:
-        low, high = gl.inline_asm_elementwise(
-            "mov.b32 {$0, $1}, $2;", "=h,=h,r", [x], dtype=(gl.float16, gl.float16), is_pure=True, pack=1
-        )
-    return gl.convert_layout(gl.reshape(gl.join(low, high), [x.shape[0], x.shape[1] * 2]), layout)
-
-
-@gluon.jit
-def _hide(s, column, start, end):
-    """Return s with -inf where the row does not see the key. ``column``: the tile's first key."""
-    return hide_columns(hide_columns(s, start - column, True), end - column, False)
-
-
-@gluon.jit
-def _span(slot, BN: gl.constexpr):
-    """Return whether there is a query tile, its last key tile and its span."""
-    info = slot.load(INFO_LAYOUT)
-    begin = number_of(info, 2)
-    end = gl.maximum(number_of(info, 5), begin + BN)
-    return number_of(info, 0) >= 0, end - BN, begin, number_of(info, 3), number_of(info, 4)
-
-
-@gluon.jit
-def _intervals(slot, C: gl.constexpr, start_ptr, end_ptr, rows_batch_stride, layout: gl.constexpr):
-    """Return the first and past-the-last key that each row of consumer C sees."""
-    info = slot.load(INFO_LAYOUT)
-    row = number_of(info, 0) + C * ROWS + gl.arange(0, ROWS, layout)
-    inside = row < number_of(info, 1)
-    row_start = gl.load(start_ptr + number_of(info, 6) * rows_batch_stride + row, mask=inside, other=0)
-    row_end = gl.load(end_ptr + number_of(info, 6) * rows_batch_stride + row, mask=inside, other=0)
-    return row_start, row_end
-
-
-@gluon.jit
-def _softmax(s, m, l, rest, c2, part, slack: gl.constexpr, FIXED: gl.constexpr):
-    """Move m to the maximum if that is more than ``slack`` above it; alpha rescales earlier sums. ``rest``: the
-    rounding error of m, see ``enter``. ``part``: what is added to all scores of a row, or nothing. ``FIXED``: m stays
-    0."""
-    L_L: gl.constexpr = l.type.layout
-    if FIXED is not None:
-        x = gl.exp2(s)
-        return m, l + gl.convert_layout(_lane_sum(x), L_L), m, x
-    top = gl.max(s, axis=1) * c2
-    if len(part) > 0:
-        top = top + part[0]
-    m_new = gl.where(top - m > slack, top, m)
-    reference = finite(m_new)
-    alpha = gl.exp2(m - reference + rest)
-    if len(part) > 0:
-        reference = reference - part[0]
-    x = gl.exp2(s * c2 - reference[:, None])
-    l = l * gl.convert_layout(alpha, gl.SliceLayout(1, L_L))[:, None] + gl.convert_layout(_lane_sum(x), L_L)
-    return m_new, l, alpha, x
-
-
-@gluon.jit
-def _rescaled(acc, alpha, FIXED: gl.constexpr):
-    if FIXED is None:
-        acc = scale_rows(acc, alpha)
-    return acc
-
-
-@gluon.jit
-def _seen(acc, m, l, FINALIZE: gl.constexpr):
-    """Return acc, m and l of sums whose point of reference is 0, with m = -inf for a row that sees nothing. A state
-    gets an m that is near the largest score, which is a power of two away: l and o stay exact."""
-    total = gl.convert_layout(gl.sum(l, axis=1), m.type.layout)
-    if not FINALIZE:
-        L_L: gl.constexpr = gl.SliceLayout(1, l.type.layout)
-        m = gl.floor(gl.log2(gl.where(total == 0.0, 1.0, total)))
-        l = l * gl.convert_layout(gl.exp2(-m), L_L)[:, None]
-        acc = scaled(acc, gl.exp2(-m))
-    return acc, gl.where(total == 0.0, float("-inf"), m), l
-
-
-@gluon.jit
-def _alibi(slot, C: gl.constexpr, alibi, c2, BN: gl.constexpr, layout: gl.constexpr):
-    """Return what scores of a query tile need for ALiBi: positions of its rows, slope, the position that they are
-    relative to and where the positions of keys are, then what :func:`alibi_product.of_rows` adds; nothing if there is
-    no ALiBi."""
-    if len(alibi) > 0:
-        slopes_ptr, slopes_stride, positions_q_ptr, positions_k_ptr, even = alibi
-        info = slot.load(INFO_LAYOUT)
-        row = number_of(info, 0)
-        latest = number_of(info, 1) - 1
-        slope = gl.load(slopes_ptr + number_of(info, 6) * slopes_stride + number_of(info, 7)) * LOG2E
-        base = middle(gl.load(positions_q_ptr + row), gl.load(positions_q_ptr + latest))
-        row += C * ROWS
-        rows = relative(gl.load(positions_q_ptr + row + gl.arange(0, ROWS, layout)), base)
-        alibi = (rows, slope, base, positions_k_ptr)
-        if len(even) > 0:
-            lowest = gl.load(positions_q_ptr + gl.minimum(row, latest))
-            highest = gl.load(positions_q_ptr + gl.minimum(row + ROWS - 1, latest))
-            alibi = alibi_product.of_rows(rows, slope, base, positions_k_ptr, c2, even, lowest, highest, BN)
-    return alibi
-
-
-@gluon.jit
-def _changed(s, c2, changes, column, FIXED: gl.constexpr):
-    """Return scores after softcap and ALiBi, and what they are times, to the base 2."""
-    inner, alibi = changes
-    if FIXED is not None:
-        return scaled_and_capped(s, FIXED), 1.0
-    s = capped(s, inner)
-    if alibi_product.is_product(alibi):
-        s = alibi_product.taken_off(s, alibi, column)
-    elif len(alibi) > 0:
-        rows, slope, base, positions_k_ptr = alibi
-        columns = gl.load(positions_k_ptr + column + gl.arange(0, s.shape[1], gl.SliceLayout(0, s.type.layout)))
-        s = s * c2 - penalties(slope, rows, relative(columns, base))
-        c2 = 1.0
-    return s, c2
 
 
 @gluon.jit
@@ -235,10 +104,10 @@ def _step(
     if len(even) > 0:  # the product that adds ALiBi
         A_L: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=S_L, k_width=2)
         side, first = even
-        s = warpgroup_mma(_unpack(side[0], gl.bfloat16, A_L), alibi_product.columns_of(changes[1]), s, is_async=True)
-    acc = _rescaled(acc, alpha, FIXED)  # overlaps the product with K
+        s = warpgroup_mma(unpack(side[0], gl.bfloat16, A_L), alibi_product.columns_of(changes[1]), s, is_async=True)
+    acc = rescaled(acc, alpha, FIXED)  # overlaps the product with K
     mbarrier.wait(v_full.index(vs), v_phase)
-    p = _unpack(packed, DTYPE, P_L)
+    p = unpack(packed, DTYPE, P_L)
     acc = warpgroup_mma(p, matrix_of(v_s, vs), acc, is_async=True)
     barrier_arrive(TURN + (C + 1) % N, 256)
     s = warpgroup_mma_wait(1, deps=[s])
@@ -253,17 +122,17 @@ def _step(
             part = (alibi_product.part_of_rows(changes[1], side, first),)  # type: ignore[assignment]
             unit = c2
         else:
-            s, unit = _changed(s, c2, changes, column, FIXED)
+            s, unit = changed(s, c2, changes, column, FIXED)
         if MASK:
             slot, start_ptr, end_ptr, rows_batch_stride = intervals
-            start, end = _intervals(slot, C, start_ptr, end_ptr, rows_batch_stride, gl.SliceLayout(1, S_L))
-            s = _hide(s, column, start, end)
-        m, l, alpha, x = _softmax(s, m, l, 0.0, unit, part, SLACK, FIXED)
+            start, end = intervals_of(slot, C, start_ptr, end_ptr, rows_batch_stride, gl.SliceLayout(1, S_L))
+            s = hide(s, column, start, end)
+        m, l, alpha, x = softmax(s, m, l, 0.0, unit, part, SLACK, FIXED)
         low, high = pairs(x)
     acc, p = warpgroup_mma_wait(0, deps=[acc, p])
     keep_alive(packed)
     barrier_arrive(V_FREE + vs, THREADS)
-    packed = gl.convert_layout(_pack(low, high, DTYPE), packed.type.layout)
+    packed = gl.convert_layout(pack(low, high, DTYPE), packed.type.layout)
     return acc, m, l, alpha, packed
 
 
@@ -383,9 +252,9 @@ def consumer(
     i = 0  # number of query tiles before the current one
     mbarrier.wait(info_full.index(0), 0)
     slot = info_s.index(0)
-    some, last, begin, full_begin, full_end = _span(slot, BN)
+    some, last, begin, full_begin, full_end = span_of(slot, BN)
     if EARLY:
-        start, end = _intervals(slot, C, start_ptr, end_ptr, rows_batch_stride, S_ROW)
+        start, end = intervals_of(slot, C, start_ptr, end_ptr, rows_batch_stride, S_ROW)
         s = _first_scores(some, q_s, k_s, q_full, k_full, i, g, C, N, STAGES, Q_BUFFERS, S_L)
         if HAS_STATE:
             m, rest, l_in, acc = enter(slot, C, m_in_ptr, l_in_ptr, o_in_ptr, seq_q, q_heads, DV, W, S_ROW, O_L)
@@ -397,14 +266,14 @@ def consumer(
         buffer, _ = q_buffer(i, Q_BUFFERS)
         at = buffer * N + C
         if not EARLY:
-            start, end = _intervals(slot, C, start_ptr, end_ptr, rows_batch_stride, S_ROW)
+            start, end = intervals_of(slot, C, start_ptr, end_ptr, rows_batch_stride, S_ROW)
             q = _q_pieces(q_s, at)
             s = _first_scores(True, q_s, k_s, q_full, k_full, i, g, C, N, STAGES, Q_BUFFERS, S_L)
             if HAS_STATE:
                 m, rest, l_in, acc = enter(slot, C, m_in_ptr, l_in_ptr, o_in_ptr, seq_q, q_heads, DV, W, S_ROW, O_L)
             s = warpgroup_mma_wait(0, deps=[s])
             barrier_arrive(K_FREE + g % STAGES, THREADS)
-        l = _lane_sum(gl.zeros([ROWS, BN], gl.float32, S_L))
+        l = lane_sum(gl.zeros([ROWS, BN], gl.float32, S_L))
         if HAS_STATE:
             l = l + gl.convert_layout(l_in, gl.SliceLayout(1, l.type.layout))[:, None]
         else:
@@ -418,12 +287,12 @@ def consumer(
                 acc = gl.zeros([ROWS, W], gl.float32, O_L)
         if FIXED is not None:
             m = gl.zeros([ROWS], gl.float32, S_ROW)
-        changes = (inner, _alibi(slot, C, alibi, c2, BN, S_ROW))
-        s, unit = _changed(s, c2, changes, last, FIXED)
-        s = _hide(s, last, start, end)
-        m, l, alpha, x = _softmax(s, m, l, rest, unit, (), 0.0, FIXED)
+        changes = (inner, alibi_of(slot, C, alibi, c2, BN, S_ROW))
+        s, unit = changed(s, c2, changes, last, FIXED)
+        s = hide(s, last, start, end)
+        m, l, alpha, x = softmax(s, m, l, rest, unit, (), 0.0, FIXED)
         low, high = pairs(x)
-        packed = _pack(low, high, DTYPE)
+        packed = pack(low, high, DTYPE)
 
         intervals = (slot, start_ptr, end_ptr, rows_batch_stride)
         if EARLY:
@@ -435,7 +304,7 @@ def consumer(
                     above, down, gl.maximum(full_begin, down), gl.maximum(full_end, down), q, q_s, at, k_s, v_s, k_full,
                     v_full, g, acc, m, l, alpha, packed, c2, intervals, changes, C, N, STAGES, EARLY, FIXED,
                 )  # fmt: skip
-                acc, m_aside = flush(_rescaled(acc, alpha, FIXED), m, aside_ptr, m_aside, C, N)
+                acc, m_aside = flush(rescaled(acc, alpha, FIXED), m, aside_ptr, m_aside, C, N)
         else:
             g, acc, m, l, alpha, packed = _walk(
                 last, begin, full_begin, full_end, q, q_s, at, k_s, v_s, k_full, v_full, g, acc, m, l, alpha, packed,
@@ -446,16 +315,16 @@ def consumer(
         # The last product with V, and where EARLY the first scores of the next query tile.
         vs = g % STAGES
         mbarrier.wait(v_full.index(vs), (g // STAGES) & 1)
-        acc = _rescaled(acc, alpha, FIXED)
-        p = _unpack(packed, DTYPE, P_L)
+        acc = rescaled(acc, alpha, FIXED)
+        p = unpack(packed, DTYPE, P_L)
         acc = warpgroup_mma(p, matrix_of(v_s, vs), acc, is_async=True)
         g += 1
         i += 1
         mbarrier.wait(info_full.index(i % SLOTS), (i // SLOTS) & 1)
         following = info_s.index(i % SLOTS)
-        some, last, begin, full_begin, full_end = _span(following, BN)
+        some, last, begin, full_begin, full_end = span_of(following, BN)
         if EARLY:
-            start, end = _intervals(following, C, start_ptr, end_ptr, rows_batch_stride, S_ROW)
+            start, end = intervals_of(following, C, start_ptr, end_ptr, rows_batch_stride, S_ROW)
         acc, p = warpgroup_mma_wait(0, deps=[acc, p])
         keep_alive(packed)
         barrier_arrive(V_FREE + vs, THREADS)
@@ -464,7 +333,7 @@ def consumer(
         if EARLY:
             s = _first_scores(some, q_s, k_s, q_full, k_full, i, g, C, N, STAGES, Q_BUFFERS, S_L)
         if FIXED is not None:
-            acc, m, l = _seen(acc, m, l, FINALIZE)
+            acc, m, l = seen_from_zero(acc, m, l, FINALIZE)
         store(
             acc, m, l, slot, out_desc, out_ptr, lse_ptr, l_ptr, sink_ptr, o_s,
             seq_q, q_heads, C, DTYPE, DV, HAS_SINK, FINALIZE, STAGED, S_ROW,

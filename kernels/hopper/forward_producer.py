@@ -16,7 +16,7 @@ GRID = gl.constexpr(_GRID)  # keys of a tile that a rank's own keys are read in,
 
 
 @gluon.jit
-def _tile_info(table_ptr, w, n_tiles, n_heads, q_heads, group, early, table_batch_stride):
+def tile_info(table_ptr, w, n_tiles, n_heads, q_heads, group, early, table_batch_stride):
     """Return the description of query tile ``w`` in the order of work, with the batch and the head filled in.
 
     The first ``early`` heads are swept ``group`` at a time, the others all together; the heaviest tiles come first.
@@ -46,7 +46,7 @@ def _numbered_tile(
         w = taken + gl.num_programs(0)
         again = False
         if w < total:
-            info = _tile_info(table_ptr, w, n_tiles, n_heads, q_heads, group, early, table_batch_stride)
+            info = tile_info(table_ptr, w, n_tiles, n_heads, q_heads, group, early, table_batch_stride)
             if SKIP_EMPTY:
                 again = number_of(info, 5) == 0
                 if again:
@@ -126,7 +126,7 @@ def producer(
     ) = args  # fmt: skip
     total = n_tiles * n_heads
     w = gl.program_id(0)
-    info = _tile_info(table_ptr, w, n_tiles, n_heads, q_heads, group, early, table_batch_stride)
+    info = tile_info(table_ptr, w, n_tiles, n_heads, q_heads, group, early, table_batch_stride)
     if SKIP_EMPTY:  # noqa: SIM102
         if number_of(info, 5) == 0:
             w, info = _numbered_tile(

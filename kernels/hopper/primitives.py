@@ -96,6 +96,43 @@ def scale_rows(x, factor):
 
 
 @gluon.constexpr_function
+def _scale_pairs_asm(count, dtype):
+    """Return the PTX of :func:`scale_pairs`. Registers take turns between the two rows of a thread."""
+    first, second = 2 * count, 2 * count + 1
+    if dtype == gl.bfloat16:
+        unpack, kind = "shl.b32 a, {0}, 16; and.b32 b, {0}, 0xffff0000;", "bf16x2"
+    else:
+        unpack, kind = "mov.b32 {{l, h}}, {0}; cvt.f32.f16 a, l; cvt.f32.f16 b, h;", "f16x2"
+    products = "".join(
+        f"{unpack.format(f'${i}')} mul.f32 a, a, ${first + i % 2}; mul.f32 b, b, ${first + i % 2}; "
+        f"cvt.rn.{kind}.f32 ${i}, b, a; "
+        for i in range(count)
+    )
+    return (
+        "{ .reg .pred some, other; .reg .f32 a, b; .reg .b16 l, h; "
+        f"setp.neu.f32 some, ${first}, 0f3F800000; setp.neu.f32 other, ${second}, 0f3F800000; "
+        f"or.pred some, some, other; vote.sync.any.pred some, some, 0xffffffff; @!some bra DONE; {products} DONE: }}"
+    )
+
+
+@gluon.constexpr_function
+def _scale_pairs_constraints(count):
+    return ",".join(["=r"] * count + [str(i) for i in range(count)] + ["f"] * count)
+
+
+@gluon.jit
+def scale_pairs(x, factor, dtype: gl.constexpr):
+    """``VOTE.ANY; BRA``: multiply pairs of 16 bits, (64, n) int32 of the columns of the accumulator of a wgmma, by a
+    factor per row, and round; a warp whose factors are all 1 skips it."""
+    COUNT: gl.constexpr = x.shape[1] // 2
+    ASM: gl.constexpr = _scale_pairs_asm(COUNT, dtype)
+    CONSTRAINTS: gl.constexpr = _scale_pairs_constraints(COUNT)
+    f = gl.convert_layout(factor, gl.SliceLayout(1, x.type.layout))[:, None]
+    f, x = gl.broadcast(f, x)
+    return gl.inline_asm_elementwise(ASM, CONSTRAINTS, [x, f], dtype=gl.int32, is_pure=True, pack=COUNT)
+
+
+@gluon.constexpr_function
 def _hide_asm(count, before):
     """Return the PTX of :func:`hide_columns`. A thread has columns 2 (lane % 4) + {0, 1} of each eight. ``first`` and
     ``second``: the limits of its two rows, relative to its own first column."""

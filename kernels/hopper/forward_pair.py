@@ -1,0 +1,436 @@
+"""The forward kernel for Hopper (sm_90) at head dim 512, in Gluon: pairs of CTAs that exchange P.
+
+Launched by forward.py, with the same tables, order of the work, points of reference and sums; a query tile is 128 rows.
+
+Registers of two consumers hold sums of 128 queries and 256 columns, half of a head dim of 512. So two CTAs, a cluster
+(clusters.py), share a query tile: each computes the scores of half of the 128 keys of a step, sends its P to the other
+one, and multiplies the P of all keys by half of the columns of V::
+
+    producer        Q | K K V K V ... in units of 8 KB: 64 keys x 64 columns of K, 16 keys x 256 columns of V
+    consumer, step  S = Q K[j]^T, own keys ; P[j-1] of the other CTA ; O += P V[j-1], own keys ; S done: row max, exp2,
+                    row sums ; P[j] to the other CTA ; O += P V[j-1], its keys ; O done
+    consumer, end   O += P V of the last step ; l of the other CTA ; store 256 columns of O, and lse
+
+* Q takes 128 KB of shared memory. The rest has 8 units, and two buffers of P from the other CTA for each consumer. A
+  unit is released when the product that reads it has ended in both consumers. The softmax is in the middle of the
+  products with V: there are enough of them in flight to last until its end, and enough units free to be loaded
+  meanwhile.
+* Each thread sends its registers of P to the thread of the other CTA that needs them (``st.async``, :func:`.clusters.
+  send_pairs`). No signal says that a buffer is free: a consumer sends message x after it has received message x - 1,
+  which the other one has sent after it has read x - 2, from the same buffer.
+* Both CTAs know m of the step before. Each may move it for its own keys, and sends the result along with P. The larger
+  one of the two is the m of the step; P is multiplied by 2^(its own - m) where that is not 1. After a few steps it
+  always is.
+* l is a sum over own keys until the end of the query tile.
+* The producer of the first CTA takes the numbers of query tiles and sends them to the other one.
+* A CTA starts to send when the other one has initialized its barriers, and ends when the other one does.
+* Descriptors are computed again in each step (``late``): ptxas would keep them, in local memory. And see
+  ``forward_consumer._q_again``.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
+
+from .clusters import cluster_arrive, cluster_wait, fence_barriers, offset_of, wait_at
+from .forward_pair_pieces import (
+    BARRIERS,
+    BARRIERS_FROM,
+    BOXES,
+    COLUMNS,
+    CONSUMERS,
+    CTAS,
+    DIM,
+    FULL,
+    HALF,
+    KEYS,
+    STEP,
+    UNIT_FREE,
+    UNIT_THREADS,
+    UNITS,
+    VALUES,
+    WIDTH,
+    Rows,
+    Shared,
+    Work,
+    receive,
+    receive_sums,
+    send,
+    send_sums,
+)
+from .forward_pair_producer import producer
+from .forward_pieces import INFO, ROWS, SLOTS, finite, scaled
+from .forward_scores import (
+    SLACK,
+    alibi_of,
+    changed,
+    hide,
+    intervals_of,
+    lane_sum,
+    pack,
+    seen_from_zero,
+    softmax,
+    span_of,
+    unpack,
+)
+from .forward_state import enter, flush, scratch, store, with_flushed
+from .primitives import barrier_arrive, keep_alive, reinterpret, scale_pairs, scale_rows
+from .scores import exponentials_of_capped, pairs
+
+PENDING = gl.constexpr(2)  # units of K whose products may be in flight before the next one is issued
+
+S_L = gl.constexpr(gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, KEYS.value, 16]))
+S_ROW = gl.constexpr(gl.SliceLayout(1, S_L.value))
+O_L = gl.constexpr(gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, WIDTH.value, 16]))
+P_L = gl.constexpr(gl.DotOperandLayout(operand_index=0, parent=O_L.value, k_width=2))
+
+
+@gluon.jit
+def _release(u: gl.constexpr):
+    barrier_arrive(UNIT_FREE + u, UNIT_THREADS)
+
+
+@gluon.jit
+def _wait_for_unit(u: gl.constexpr, shared, PHASE: gl.constexpr):
+    """Wait until unit u is full. Its phase is a constant: units are full in turns of keys and values, keys first, and
+    2 n times in a query tile of n steps: the first keys and, later, values have phase 0."""
+    wait_at(shared.barriers_at, PHASE, (FULL + u) * 8)
+
+
+@gluon.jit
+def _scores(C: gl.constexpr, shared, late, PHASE: gl.constexpr):
+    """Issue the product of the queries and this CTA's keys, of which PENDING units are in flight at the end."""
+    s = gl.zeros([ROWS, KEYS], gl.float32, S_L)
+    for u in gl.static_range(UNITS):
+        _wait_for_unit(u, shared, PHASE)
+        q = shared.q.index(C * UNITS + u + (late >> 30)).reshape([ROWS, COLUMNS])
+        k = shared.units.index(u + (late >> 30)).reshape([KEYS, COLUMNS]).permute((1, 0))
+        s = warpgroup_mma(q, k, s, use_acc=u > 0, is_async=True)
+        if u >= PENDING:
+            s = warpgroup_mma_wait(PENDING, deps=[s])
+            _release(u - PENDING)
+    return s
+
+
+@gluon.jit
+def _finish_scores(s, OTHERS: gl.constexpr):
+    """Wait for scores, while OTHERS products are in flight, and release the last units of keys."""
+    s = warpgroup_mma_wait(OTHERS, deps=[s])
+    for u in gl.static_range(PENDING):
+        _release(UNITS - PENDING + u)
+    return s
+
+
+@gluon.jit
+def _quarters(x):
+    """Return four tensors of neighbouring columns, without a move between threads."""
+    low, high = _halves(x)
+    first, second = _halves(low)
+    third, fourth = _halves(high)
+    return first, second, third, fourth
+
+
+@gluon.jit
+def _halves(x):
+    low, high = gl.split(gl.permute(gl.reshape(x, [x.shape[0], 2, x.shape[1] // 2]), (0, 2, 1)))
+    return low, high
+
+
+@gluon.jit
+def _join(acc, l, packed, other, m, mine, others, DTYPE: gl.constexpr, FIXED: gl.constexpr):
+    """Bring sums and both P to the larger one of two points of reference, and return that as m."""
+    if FIXED is None:
+        joined = gl.maximum(mine, others)
+        reference = finite(joined)
+        own = gl.exp2(mine - reference)
+        acc = scale_rows(acc, gl.exp2(m - reference))
+        packed = scale_pairs(packed, own, DTYPE)
+        other = scale_pairs(other, gl.exp2(others - reference), DTYPE)
+        l = l * gl.convert_layout(own, gl.SliceLayout(1, l.type.layout))[:, None]
+        m = joined
+    return acc, l, packed, other, m
+
+
+@gluon.jit
+def _add(acc, packed, u: gl.constexpr, shared, late, PHASE: gl.constexpr):
+    """Issue the product of P of 16 keys and unit u of V. Return also its operand."""
+    unit = shared.units.index(u + (late >> 30))
+    v = reinterpret(unit, unit.dtype, [VALUES, WIDTH], gl.NVMMASharedLayout(128, 16, 2))
+    _wait_for_unit(u, shared, PHASE)
+    p = unpack(packed, unit.dtype, P_L)
+    return warpgroup_mma(p, v, acc, is_async=True), p
+
+
+@gluon.jit
+def _add_own(acc, s, packed, shared, late, PHASE: gl.constexpr, SCORES: gl.constexpr):
+    """Issue the products of this CTA's P, and wait for the scores if there are any. Return also the operands."""
+    quarters = _quarters(packed)
+    used = ()
+    for u in gl.static_range(HALF):
+        acc, p = _add(acc, quarters[u], u, shared, late, PHASE)
+        used = used + (p,)  # type: ignore[assignment]  # noqa: RUF005
+        if u == 0 and SCORES:
+            s = _finish_scores(s, 1)
+    return acc, s, used
+
+
+@gluon.jit
+def _add_other(acc, packed, used, shared, late, PHASE: gl.constexpr):
+    """Issue the products of the other CTA's P. Wait for all, and release each unit as soon as its product has ended."""
+    quarters = _quarters(packed)
+    acc, p0 = _add(acc, quarters[0], HALF, shared, late, PHASE)
+    for u in gl.static_range(HALF - 1):
+        acc = warpgroup_mma_wait(HALF - u, deps=[acc])
+        _release(u)
+    acc, p1 = _add(acc, quarters[1], HALF + 1, shared, late, PHASE)
+    acc, _0, _1, _2, _3 = warpgroup_mma_wait(2, deps=[acc, used[0], used[1], used[2], used[3]])
+    _release(HALF - 1)
+    acc, p2 = _add(acc, quarters[2], HALF + 2, shared, late, PHASE)
+    acc = warpgroup_mma_wait(2, deps=[acc])
+    _release(HALF)
+    acc, p3 = _add(acc, quarters[3], HALF + 3, shared, late, PHASE)
+    for u in gl.static_range(2):
+        acc = warpgroup_mma_wait(2 - u, deps=[acc])
+        _release(HALF + 1 + u)
+    acc, p0, p1, p2, p3 = warpgroup_mma_wait(0, deps=[acc, p0, p1, p2, p3])
+    _release(HALF + 3)
+    return acc
+
+
+@gluon.jit
+def _step(
+    C: gl.constexpr, shared, x, acc, m, mine, l, packed, c2, column, intervals, changes, MASK: gl.constexpr,
+    FIXED: gl.constexpr,
+):  # fmt: skip
+    """Compute the scores and P of a step, and the product of P and V of the step before."""
+    DTYPE: gl.constexpr = shared.units.dtype
+    s = _scores(C, shared, x, 1)
+    other, others = receive(C, x, packed, mine, shared, FIXED)
+    acc, l, packed, other, m = _join(acc, l, packed, other, m, mine, others, DTYPE, FIXED)
+    acc, s, used = _add_own(acc, s, packed, shared, x, 0, True)
+    key = column + gl.program_id(0) % CTAS * KEYS
+    if FIXED is not None and not MASK:
+        low, high, sums = exponentials_of_capped(s, FIXED)
+        l += gl.convert_layout(sums, l.type.layout)
+    else:
+        s, unit = changed(s, c2, changes, key, FIXED)
+        if MASK:
+            slot, start_ptr, end_ptr, rows_batch_stride = intervals
+            start, end = intervals_of(slot, C, start_ptr, end_ptr, rows_batch_stride, S_ROW)
+            s = hide(s, key, start, end)
+        mine, l, _, p = softmax(s, m, l, 0.0, unit, (), SLACK, FIXED)
+        low, high = pairs(p)
+    after = gl.convert_layout(pack(low, high, DTYPE), packed.type.layout)
+    x += 1
+    send(C, x, after, mine, shared, FIXED)
+    acc = _add_other(acc, other, used, shared, x, 0)
+    keep_alive(packed)
+    keep_alive(other)
+    return x, acc, m, mine, l, after
+
+
+@gluon.jit
+def _walk_part(
+    C: gl.constexpr, past, begin, shared, x, acc, m, mine, l, packed, c2, intervals, changes, MASK: gl.constexpr,
+    FIXED: gl.constexpr,
+):  # fmt: skip
+    """Walk the steps below ``past`` down to ``begin``, all cut (``MASK``) or all full."""
+    for column in range(past - STEP, begin - STEP, -STEP):
+        x, acc, m, mine, l, packed = _step(
+            C, shared, x, acc, m, mine, l, packed, c2, column, intervals, changes, MASK, FIXED
+        )
+    return x, acc, m, mine, l, packed
+
+
+@gluon.jit
+def _walk(
+    C: gl.constexpr, last, begin, full_begin, full_end, shared, x, acc, m, mine, l, packed, c2, intervals, changes,
+    FIXED: gl.constexpr,
+):  # fmt: skip
+    """Walk the steps below ``last`` down to ``begin``: cut, full, cut."""
+    x, acc, m, mine, l, packed = _walk_part(
+        C, last, full_end, shared, x, acc, m, mine, l, packed, c2, intervals, changes, True, FIXED
+    )
+    x, acc, m, mine, l, packed = _walk_part(
+        C, gl.minimum(full_end, last), full_begin, shared, x, acc, m, mine, l, packed, c2, intervals, changes, False,
+        FIXED,
+    )  # fmt: skip
+    x, acc, m, mine, l, packed = _walk_part(
+        C, gl.minimum(full_begin, last), begin, shared, x, acc, m, mine, l, packed, c2, intervals, changes, True, FIXED
+    )
+    return x, acc, m, mine, l, packed
+
+
+@gluon.jit
+def _consumer(
+    C: gl.constexpr, shared, rows, c2, inner, alibi, HAS_STATE: gl.constexpr, HAS_SINK: gl.constexpr,
+    FINALIZE: gl.constexpr, PERIOD: gl.constexpr, FIXED: gl.constexpr,
+):  # fmt: skip
+    """Run consumer C: scores, softmax and products with V of its rows of each query tile, until there are none."""
+    cluster_arrive(4)
+    DTYPE: gl.constexpr = shared.units.dtype
+    rank = gl.program_id(0) % CTAS
+    out_ptr = rows.out_ptr + rank * WIDTH
+    o_in_ptr = rows.o_in_ptr + rank * WIDTH
+
+    x = 0  # messages before the current one
+    i = 0  # query tiles before the current one
+    cluster_wait(4)
+    mbarrier.wait(shared.info_full.index(0), 0)
+    slot = shared.info.index(0)
+    some, last, begin, full_begin, full_end = span_of(slot, STEP)
+    while some:
+        # The last keys.
+        start, end = intervals_of(slot, C, rows.start_ptr, rows.end_ptr, rows.batch_stride, S_ROW)
+        mbarrier.wait(shared.q_full.index(C), i & 1)
+        s = _scores(C, shared, i, 0)
+        l = lane_sum(gl.zeros([ROWS, KEYS], gl.float32, S_L))
+        if HAS_STATE:
+            m, rest, l_in, acc = enter(
+                slot, C, rows.m_in_ptr, rows.l_in_ptr, o_in_ptr, rows.seq_q, rows.q_heads, DIM, WIDTH, S_ROW, O_L
+            )
+            l_in = gl.where(rank == 0, l_in, 0.0)  # of both CTAs together
+            l = l + gl.convert_layout(l_in, gl.SliceLayout(1, l.type.layout))[:, None]
+            acc = scaled(acc, gl.exp2(rest))
+        else:
+            m = gl.full([ROWS], float("-inf"), gl.float32, S_ROW)
+            rest = gl.zeros([ROWS], gl.float32, S_ROW)
+            acc = gl.zeros([ROWS, WIDTH], gl.float32, O_L)
+        s = _finish_scores(s, 0)
+        if PERIOD:
+            m_aside = m
+            if HAS_STATE:
+                gl.store(scratch(rows.aside_ptr, C, CONSUMERS, WIDTH, O_L), acc)
+                acc = gl.zeros([ROWS, WIDTH], gl.float32, O_L)
+        if FIXED is not None:
+            m = gl.zeros([ROWS], gl.float32, S_ROW)
+        changes = (inner, alibi_of(slot, C, alibi, c2, STEP, S_ROW))
+        key = last + rank * KEYS
+        s, unit = changed(s, c2, changes, key, FIXED)
+        s = hide(s, key, start, end)
+        mine, l, _alpha, p = softmax(s, m, l, rest, unit, (), 0.0, FIXED)
+        low, high = pairs(p)
+        packed = pack(low, high, DTYPE)
+        send(C, x, packed, mine, shared, FIXED)
+
+        intervals = (slot, rows.start_ptr, rows.end_ptr, rows.batch_stride)
+        if PERIOD:
+            for above in range(last, begin, -STEP * PERIOD):
+                down = gl.maximum(above - STEP * PERIOD, begin)
+                x, acc, m, mine, l, packed = _walk(
+                    C, above, down, gl.maximum(full_begin, down), gl.maximum(full_end, down), shared, x, acc, m, mine,
+                    l, packed, c2, intervals, changes, FIXED,
+                )  # fmt: skip
+                acc, m_aside = flush(acc, m, rows.aside_ptr, m_aside, C, CONSUMERS)
+        else:
+            x, acc, m, mine, l, packed = _walk(
+                C, last, begin, full_begin, full_end, shared, x, acc, m, mine, l, packed, c2, intervals, changes, FIXED
+            )
+        mbarrier.arrive(shared.q_free.index(C), count=1)
+
+        # The last product with V, and the sums of the other CTA.
+        other, others = receive(C, x, packed, mine, shared, FIXED)
+        acc, l, packed, other, m = _join(acc, l, packed, other, m, mine, others, DTYPE, FIXED)
+        acc, _unused, used = _add_own(acc, packed, packed, shared, x, 1, False)
+        x += 1
+        send_sums(C, x, l, shared)
+        i += 1
+        mbarrier.wait(shared.info_full.index(i % SLOTS), (i // SLOTS) & 1)
+        following = shared.info.index(i % SLOTS)
+        some, last, begin, full_begin, full_end = span_of(following, STEP)
+        acc = _add_other(acc, other, used, shared, x, 1)
+        keep_alive(packed)
+        keep_alive(other)
+        l = _sum(l, receive_sums(C, x, l, shared))
+        x += 1
+        if PERIOD:
+            acc = with_flushed(acc, m, rows.aside_ptr, m_aside, C, CONSUMERS)
+        if FIXED is not None:
+            acc, m, l = seen_from_zero(acc, m, l, FINALIZE)
+        store(
+            acc, m, l, slot, None, out_ptr, rows.lse_ptr, rows.l_ptr, rows.sink_ptr, None, rows.seq_q, rows.q_heads, C,
+            DTYPE, DIM, HAS_SINK, FINALIZE, False, S_ROW,
+        )  # fmt: skip
+        slot = following
+    cluster_arrive(4)
+    cluster_wait(4)
+
+
+@gluon.jit
+def _sum(x, y):
+    """``FADD``, never fused with a product: both CTAs store lse, or m and l, the same bits."""
+    constraints: gl.constexpr = "=f,f,f"
+    return gl.inline_asm_elementwise(
+        "add.rn.f32 $0, $1, $2;", constraints, [x, y], dtype=gl.float32, is_pure=True, pack=1
+    )
+
+
+@gluon.jit
+def _allocate(q_desc, k_desc):
+    """Allocate shared memory, initialize the barriers, and find what the other CTA writes to."""
+    dtype: gl.constexpr = q_desc.dtype
+    ROW_L: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    q = gl.allocate_shared_memory(dtype, [CONSUMERS * UNITS, 1, ROWS, 1, COLUMNS], q_desc.layout)
+    units = gl.allocate_shared_memory(dtype, [UNITS, 1, KEYS, 1, COLUMNS], k_desc.layout)
+    messages = gl.allocate_shared_memory(dtype, [BOXES, 16, 64], gl.NVMMASharedLayout(128, 16, 2))
+    info = gl.allocate_shared_memory(gl.int32, [SLOTS, INFO], ROW_L)
+    q_full = gl.allocate_shared_memory(gl.int64, [CONSUMERS, 1], mbarrier.MBarrierLayout())
+    q_free = gl.allocate_shared_memory(gl.int64, [CONSUMERS, 1], mbarrier.MBarrierLayout())
+    info_full = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
+    barriers = gl.allocate_shared_memory(gl.int64, [BARRIERS, 1], mbarrier.MBarrierLayout())
+    messages_at = offset_of(reinterpret(messages.index(0), gl.int32, [512], ROW_L), 0, 1024)
+    barriers_at = offset_of(reinterpret(barriers, gl.int32, [2 * BARRIERS], ROW_L), BARRIERS_FROM, 16)
+    for c in gl.static_range(CONSUMERS):
+        mbarrier.init(q_full.index(c), count=1)
+        mbarrier.init(q_free.index(c), count=1)
+    for i in gl.static_range(SLOTS):
+        mbarrier.init(info_full.index(i), count=1)
+    for i in gl.static_range(BARRIERS):
+        mbarrier.init(barriers.index(i), count=1)
+    fence_barriers()
+    numbers = reinterpret(messages.index(BOXES - 1), gl.int32, [512, 1], ROW_L)
+    return Shared(q, units, info, numbers, q_full, q_free, info_full, barriers, messages_at, barriers_at)
+
+
+_NUMBERS = (
+    "rows_batch_stride", "table_batch_stride", "seq_q", "q_heads", "ratio", "n_tiles", "n_heads", "group", "early",
+    "epoch", "slopes_stride",
+)  # fmt: skip
+
+
+@gluon.jit(do_not_specialize=_NUMBERS)  # one compiled kernel for all shapes
+def kernel(
+    q_desc, k_desc, v_desc, out_ptr, lse_ptr, l_ptr,  # out, lse, - or o, m, l
+    m_in_ptr, l_in_ptr, o_in_ptr, aside_ptr, sink_ptr,
+    start_ptr, end_ptr, rows_batch_stride,
+    table_ptr, table_batch_stride, counter_ptr,
+    seq_q, q_heads, ratio, n_tiles, n_heads, group, early, c2,
+    flags_ptr, epoch, timed_out_ptr,  # None if all keys have arrived
+    own_k_desc, own_v_desc, places_ptr,  # None if all keys are in the chunk
+    inner, slopes_ptr, slopes_stride, positions_q_ptr, positions_k_ptr,  # None without softcap; without ALiBi
+    REGISTERS: gl.constexpr,
+    HAS_STATE: gl.constexpr, HAS_SINK: gl.constexpr, FINALIZE: gl.constexpr, READY: gl.constexpr,
+    PERIOD: gl.constexpr, FIXED: gl.constexpr,
+):  # fmt: skip
+    """Compute the forward. Boxes of q and k have 64 rows and columns, of v 16 rows and 256 columns."""
+    shared = _allocate(q_desc, k_desc)
+    work = Work(table_ptr, table_batch_stride, counter_ptr, n_tiles, n_heads, q_heads, ratio, group, early)
+    rows = Rows(
+        out_ptr, lse_ptr, l_ptr, m_in_ptr, l_in_ptr, o_in_ptr, aside_ptr, sink_ptr, start_ptr, end_ptr,
+        rows_batch_stride, seq_q, q_heads,
+    )  # fmt: skip
+    own = () if places_ptr is None else (own_k_desc, own_v_desc, places_ptr)
+    flags = (flags_ptr, epoch, timed_out_ptr)
+    alibi = () if slopes_ptr is None else (slopes_ptr, slopes_stride, positions_q_ptr, positions_k_ptr, ())
+    SKIP_EMPTY: gl.constexpr = HAS_STATE and not HAS_SINK and not FINALIZE
+    gl.warp_specialize(
+        [
+            (producer, (q_desc, k_desc, v_desc, own, flags, work, shared, SKIP_EMPTY, READY)),
+            (_consumer, (0, shared, rows, c2, inner, alibi, HAS_STATE, HAS_SINK, FINALIZE, PERIOD, FIXED)),
+            (_consumer, (1, shared, rows, c2, inner, alibi, HAS_STATE, HAS_SINK, FINALIZE, PERIOD, FIXED)),
+        ],
+        [4, 4],
+        [REGISTERS, REGISTERS],
+    )
