@@ -43,10 +43,10 @@ as one common projection writes them with contiguous ones; ``sums`` and ``sums-b
 one long sum with the sums that are cut for exactness. All kernels of a table must compute the same results. A rate
 above the peak of the matrix units (multiprocessors x clock limit x rate per clock) ends the run: the timing is wrong.
 
-FlashAttention-3 (``flash_attn_interface``, or the wheel ``fa3-fwd``), -4 (``flash_attn.cute``) and cuDNN's interval
-kernels (``cudnn.flex_attention`` of ``nvidia-cudnn-frontend``) take part if they can be imported. A kernel that does
-not support a table is skipped, with the reason; one without any backward is reported once. The last line contains all
-numbers as JSON.
+FlashAttention-3 (``flash_attn_interface``, or the wheel ``fa3-fwd``), -4 (``flash_attn.cute``), cuDNN's interval
+kernels and its Hopper forward for head dim 512 (``cudnn.flex_attention`` and ``cudnn.sdpa.fwd`` of
+``nvidia-cudnn-frontend``) take part if they can be imported. A kernel that does not support a table is skipped, with
+the reason; one without any backward is reported once. The last line contains all numbers as JSON.
 """
 
 from __future__ import annotations

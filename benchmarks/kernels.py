@@ -1,5 +1,5 @@
 """The attention kernels that bench_block compares: ours, those inside torch, FlexAttention, FlashAttention-3, -4, and
-cuDNN's interval kernels."""
+cuDNN's interval kernels and its forward at head dim 512."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from ringattn.partial import Partial
 from scripts.ranks import one_line
 
 OURS = tuple(name for name in BACKENDS if name != "eager")
-OTHERS = ("torch cuDNN", "torch flash", "FlexAttention", "FA3", "FA4", "cuDNN flex")
+OTHERS = ("torch cuDNN", "torch flash", "FlexAttention", "FA3", "FA4", "cuDNN flex", "cuDNN 512")
 TOGETHER = ("fwd", "bwd")  # passes of all kernels
 ALONE = ("carry", "strided", "strided-bwd", "sums", "sums-bwd")  # passes of ours, each with a variant that does more
 
@@ -61,10 +61,14 @@ def find_others(flex: bool) -> dict[str, Other]:
                 continue
             attentions[name] = functools.partial(flash_attention, function)
             break
-    try:
-        attentions["cuDNN flex"] = cudnn_flex(importlib.import_module("cudnn.flex_attention"))
-    except (ImportError, AttributeError) as problem:
-        print(f"cuDNN flex: cannot import cudnn.flex_attention ({problem})")
+    for name, module, made in (
+        ("cuDNN flex", "cudnn.flex_attention", cudnn_flex),
+        ("cuDNN 512", "cudnn.sdpa.fwd", cudnn_512),
+    ):
+        try:
+            attentions[name] = made(importlib.import_module(module))
+        except (ImportError, AttributeError) as problem:
+            print(f"{name}: cannot import {module} ({problem})")
     return {name: Other(attention) for name, attention in attentions.items()}
 
 
@@ -95,6 +99,35 @@ def cudnn_flex(module: ModuleType) -> Callable:
             plan = create_mask_plan(ends.contiguous(), q, k, v, build_backward=q.requires_grad)
             latest = key
         return flex_attn_func(q, k, v, mask_plan=plan)
+
+    return attention
+
+
+def cudnn_512(module: ModuleType) -> Callable:
+    """Return the Hopper forward of ``cudnn.sdpa.fwd``, with a plan for each mask and shape.
+
+    It multiplies tiles of 512 columns whatever the head dim is, so it takes part above 256 only. It writes no lse.
+    """
+    kernel = module.SdpaFwdDslSm90  # older versions have none
+    latest: tuple = ()
+    plan: Any = None
+
+    def attention(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tensor:
+        nonlocal latest, plan
+        if q.requires_grad:
+            raise ValueError("cudnn.sdpa.fwd does not support backward")
+        if max(q.shape[3], v.shape[3]) <= 256:
+            raise ValueError("it is for head dims above 256")
+        out = q.new_empty(*q.shape[:3], v.shape[3])
+        tensors = [x.transpose(1, 2) for x in (q, k, v, out)]
+        key = q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(), q.dtype, mask
+        if key != latest:
+            plan = kernel(*tensors, is_causal=mask.causal)
+            plan.check_support()
+            plan.compile()
+            latest = key
+        plan.execute(*tensors)
+        return out
 
     return attention
 

@@ -216,7 +216,7 @@ def test_compiled_code(dims, kind):
         pytest.skip(sass.OTHER)
     assert facts["spills_in_steps"] == 0 or (dims == (512, 512) and "alibi" in kind)
     if "state-in" not in kind and "sink" not in kind:
-        # At 64 and 512 some that are read once per query tile, unless at 64 a state is stored; at 256 those of the flush.
+        # At 64 and 512 some that are read once per query tile (at 64 for out only); at 256 those of the flush.
         some = {(64, 64): 160, (256, 256): 400} if "long" in kind else {(64, 64): 128}
         if "alibi" in kind:
             some = {(64, 64): 224, (256, 256): 112}
