@@ -167,7 +167,7 @@ def _offsets(like, at):
 @gluon.jit
 def send_pairs(x, at, full):
     """``ST.ASYNC``: write the registers of (64, n) int32, pairs of columns of the accumulator of a wgmma, to shared
-    memory of the other CTA, 8 n bytes for each four rows, and count them at an mbarrier there. By four warps.
+    memory of the other CTA, 256 n bytes, and count them at an mbarrier there. By four warps.
 
     Args:
         at, full: offsets in shared memory of the other CTA.
@@ -231,23 +231,6 @@ def send_number(x, at, full):
     constraints: gl.constexpr = "=&r,r,r,r"
     args = [lanes + x, lanes + at, lanes + full]
     gl.inline_asm_elementwise(_SEND_NUMBER_ASM, constraints, args, dtype=gl.int32, is_pure=False, pack=1)
-
-
-_ARRIVE_ASM = gl.constexpr(
-    "{ .reg .b32 base, peer, lane; .reg .pred first; bar.warp.sync 0xffffffff; mov.u32 base, global_smem; "
-    "mov.u32 peer, %cluster_ctarank; xor.b32 peer, peer, 1; mov.u32 lane, %laneid; setp.eq.u32 first, lane, 0; "
-    "add.u32 base, base, $1; mapa.shared::cluster.u32 base, base, peer; "
-    "@first mbarrier.arrive.release.cluster.shared::cluster.b64 _, [base]; mov.b32 $0, 0; }"
-)
-
-
-@gluon.jit
-def arrive_at_peer(at):
-    """``SYNCS.ARRIVE`` at an mbarrier of the other CTA, once for each of four warps: what they have read may be
-    overwritten."""
-    lanes = gl.zeros([128], gl.int32, gl.BlockedLayout([1], [32], [4], [0]))
-    constraints: gl.constexpr = "=r,r"
-    gl.inline_asm_elementwise(_ARRIVE_ASM, constraints, [lanes + at], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.constexpr_function
