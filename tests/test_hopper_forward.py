@@ -214,7 +214,8 @@ def test_compiled_code(dims, kind):
     assert (facts["acquires"] > 0) == (facts["fences"] > 0) == ("ready" in kind)
     if not sass.OUR_COMPILER:
         pytest.skip(sass.OTHER)
-    assert facts["spills_in_steps"] == 0 or (dims == (512, 512) and "alibi" in kind)
+    reloads = 0 if dims != (512, 512) else 52 if "alibi" in kind else 2 if "long" in kind else 0  # of six loops
+    assert facts["spills_in_steps"] <= reloads
     if "state-in" not in kind and "sink" not in kind:
         # At 64 and 512 some that are read once per query tile (at 64 for out only); at 256 those of the flush.
         some = {(64, 64): 160, (256, 256): 400} if "long" in kind else {(64, 64): 128}
@@ -223,7 +224,7 @@ def test_compiled_code(dims, kind):
         if kind.endswith("state"):
             some = {}
         if dims == (512, 512):
-            some = {dims: 160 if kind == SINGLE else 1000 if "alibi" in kind or "long" in kind else 512}
+            some = {dims: 160 if kind == SINGLE else 968 if "alibi" in kind else 840 if "long" in kind else 500}
         assert facts["spills"] <= some.get(dims, 0)
 
 

@@ -231,38 +231,3 @@ def send_number(x, at, full):
     constraints: gl.constexpr = "=&r,r,r,r"
     args = [lanes + x, lanes + at, lanes + full]
     gl.inline_asm_elementwise(_SEND_NUMBER_ASM, constraints, args, dtype=gl.int32, is_pure=False, pack=1)
-
-
-@gluon.constexpr_function
-def _wait_asm(past):
-    return (
-        "{ .reg .b32 at; .reg .pred done; mov.u32 at, global_smem; add.u32 at, at, $1; AGAIN: "
-        f"mbarrier.try_wait.parity.shared::cta.b64 done, [at + {past}], $2; @!done bra AGAIN; mov.b32 $0, 0; }}"
-    )
-
-
-@gluon.jit
-def wait_at(at, phase, PAST: gl.constexpr = 0):
-    """Wait until the mbarrier at this offset, and PAST bytes more, has completed a phase, in four warps.
-    ``mbarrier.wait`` has a barrier of the four warps before it, if another mbarrier has been waited for."""
-    ASM: gl.constexpr = _wait_asm(PAST)
-    lanes = gl.zeros([128], gl.int32, gl.BlockedLayout([1], [32], [4], [0]))
-    constraints: gl.constexpr = "=r,r,r"
-    gl.inline_asm_elementwise(ASM, constraints, [lanes + at, lanes + phase], dtype=gl.int32, is_pure=False, pack=1)
-
-
-_EXPECT_ASM = gl.constexpr(
-    "{ .reg .b32 at; .reg .pred first; mov.u32 at, %tid.x; and.b32 at, at, 127; setp.eq.u32 first, at, 0; "
-    "mov.u32 at, global_smem; add.u32 at, at, $1; "
-    "@first mbarrier.arrive.expect_tx.shared::cta.b64 _, [at], $2; mov.b32 $0, 0; }"
-)
-
-
-@gluon.jit
-def expect_at(at, nbytes):
-    """Expect bytes at the mbarrier at this offset, by the first thread of four warps."""
-    lanes = gl.zeros([128], gl.int32, gl.BlockedLayout([1], [32], [4], [0]))
-    constraints: gl.constexpr = "=r,r,r"
-    gl.inline_asm_elementwise(
-        _EXPECT_ASM, constraints, [lanes + at, lanes + nbytes], dtype=gl.int32, is_pure=False, pack=1
-    )

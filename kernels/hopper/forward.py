@@ -51,9 +51,10 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ...partial import Partial
-from ..contract import PERIOD, Block, Keys, OwnKeys, Result, Score, int32
+from ..contract import PERIOD, Block, Keys, Result, Score, int32
 from ..launch import CLUSTERS, Launches, dispatch, on_device
-from . import alibi_product, forward_pair, forward_pair_pieces, limits
+from . import alibi_product, forward_pair, limits
+from . import forward_pair_pieces as pair
 from .forward_consumer import consumer
 from .forward_pieces import INFO, ROWS, SLOTS
 from .forward_producer import producer
@@ -61,10 +62,6 @@ from .scores import Changes, padded_positions
 from .tensor_maps import view
 from .work import head_sweeps, processors, query_tile_table
 from .work_counter import work_counter
-
-QUERIES = (1, ROWS.value, 1, forward_pair_pieces.COLUMNS.value)  # boxes of forward_pair
-KEYS = (1, forward_pair_pieces.KEYS.value, 1, forward_pair_pieces.COLUMNS.value)
-VALUES = (1, forward_pair_pieces.VALUES.value, 1, forward_pair_pieces.WIDTH.value)
 
 
 class Config(NamedTuple):
@@ -99,7 +96,7 @@ CONFIGS = {  # by the head dims of q, k and of v
     (128, 128): Config(consumers=2, block_n=128, stages=2, registers=240, staged_with_alibi=False),
     (192, 128): Config(consumers=2, block_n=128, stages=2, registers=240, q_buffers=1, staged=False),
     (256, 256): Config(consumers=2, block_n=64, stages=2, registers=240, q_buffers=1, staged=False),
-    (512, 512): Config(consumers=2, block_n=forward_pair_pieces.STEP.value, stages=1, registers=240, ctas=2),
+    (512, 512): Config(consumers=2, block_n=pair.STEP.value, stages=1, registers=240, ctas=2),
 }
 # Of (512, 512) where there are no clusters.
 SINGLE = Config(consumers=2, block_n=32, stages=2, registers=240, q_buffers=1, staged=False, value_parts=2)
@@ -301,7 +298,7 @@ def _run(x: _Operands, score: Score, config: Config) -> None:
         if not launches.again(key, tensors, epoch):
             bounded = _fixed(q, changes, False)
             kernel = _forward_kernel if config.ctas == 1 else forward_pair.kernel
-            grid, args, constants = (_launch if config.ctas == 1 else _launch_pairs)(x, changes, config, counter)
+            grid, args, constants = _launch(x, changes, config, counter)
             launched = dispatch(
                 kernel, grid, *args,
                 variants=lambda: _variants(q, block, score, outputs[1], config.block_n, bounded), **constants,
@@ -321,93 +318,79 @@ def _launch(
 ) -> tuple[tuple[int, int, int], tuple, dict[str, Any]]:
     """Return grid, arguments and constants of the kernel."""
     q, (k, v, block, ready), sink, state, outputs, finalize = x
-    own = None if ready is None else ready.own
-    batch, seq_q, q_heads, head_dim = q.shape
-    head_dim_v = v.shape[-1]
-    table, start, end = query_tile_table(block, config.block_m, config.block_n, q.device)
-    n_tiles, n_heads = table.shape[1], batch * q_heads
-    workers = min(processors(q), n_tiles * n_heads)
-    first = 2 ** (head_dim.bit_length() - 1)  # the columns of the first piece of q and k
-    width = 2 ** (head_dim_v - 1).bit_length()  # TMA reads zeros past the head dim, and writes nothing there
-    out, lse, l = outputs
-    m_in, l_in, o_in = state or (lse, lse, lse)
-    period = block.period // config.block_n
-    aside = lse.new_empty(workers, config.block_m, width) if period else lse
-    staged = out if finalize else q  # a state is stored without TMA, and this descriptor is not used
-    args = (
-        *_pieces(q, ROWS.value, first), *_pieces(k, config.block_n, first),
-        view(v, (1, config.block_n, 1, width)), view(staged, (1, ROWS.value, 1, width)), out, lse, l,
-        m_in, l_in, o_in, aside, lse if sink is None else sink,
-        start, end, start.stride(0) if start.shape[0] > 1 else 0,
-        table, table.stride(0) if table.shape[0] > 1 else 0, counter,
-        seq_q, q_heads, q_heads // k.shape[2], n_tiles, n_heads,
-        *head_sweeps(n_tiles, n_heads, workers), changes.scale,
-        *((None, None, None) if ready is None else (ready.flags, int32(ready.epoch), ready.timed_out)),
-        *((None, None, None, None) if own is None else _own(own, block, config, first, width)),
-        changes.inner, changes.slopes, changes.slopes_stride,
-        *((None, None, None) if changes.slopes is None else _positions(q, block, config, changes)),
-    )  # fmt: skip
-    constants = dict(
-        N=config.consumers, BN=config.block_n, STAGES=config.stages, REGISTERS=config.registers,
-        Q_BUFFERS=config.q_buffers, DV=head_dim_v * config.value_parts,
-        STAGED=config.staged and (config.staged_with_alibi or not alibi_product.usable(changes)),
-        HAS_STATE=state is not None, HAS_SINK=sink is not None, FINALIZE=finalize,
-        READY=ready is not None, PERIOD=period,
-        FIXED=_fixed(q, changes, state is not None),
-    )  # fmt: skip
-    return (workers, 1, 1), args, constants
-
-
-def _launch_pairs(
-    x: _Operands, changes: Changes, config: Config, counter: Tensor
-) -> tuple[tuple[int, int, int], tuple, dict[str, Any]]:
-    """Return grid, arguments and constants of the kernel for pairs of CTAs."""
-    q, (k, v, block, ready), sink, state, outputs, finalize = x
-    own = None if ready is None else ready.own
     batch, seq_q, q_heads, _ = q.shape
     table, start, end = query_tile_table(block, config.block_m, config.block_n, q.device)
     n_tiles, n_heads = table.shape[1], batch * q_heads
     workers = min(processors(q) // config.ctas, n_tiles * n_heads)
+    width = 2 ** (v.shape[-1] // config.ctas - 1).bit_length()  # TMA reads zeros past the head dim, and writes nothing
     out, lse, l = outputs
     m_in, l_in, o_in = state or (lse, lse, lse)
-    positions: tuple[Tensor | None, ...] = (None, None)
-    if changes.slopes is not None:
-        positions = padded_positions(block, config.block_m, config.block_n, q.device)
     period = block.period // config.block_n
-    width = v.shape[-1] // config.ctas
     aside = lse.new_empty(workers * config.ctas, config.block_m, width) if period else lse
+    boxes, own = _boxes_of_pairs(x) if config.ctas == 2 else _boxes(x, config, width)
     args = (
-        view(q, QUERIES), view(k, KEYS), view(v, VALUES), out, lse, l,
+        *boxes, out, lse, l,
         m_in, l_in, o_in, aside, lse if sink is None else sink,
         start, end, start.stride(0) if start.shape[0] > 1 else 0,
         table, table.stride(0) if table.shape[0] > 1 else 0, counter,
         seq_q, q_heads, q_heads // k.shape[2], n_tiles, n_heads,
         *head_sweeps(n_tiles, n_heads, workers), changes.scale,
         *((None, None, None) if ready is None else (ready.flags, int32(ready.epoch), ready.timed_out)),
-        *((None, None, None) if own is None else (view(own.k, KEYS), view(own.v, VALUES), own.places(block, k.device))),
-        changes.inner, changes.slopes, changes.slopes_stride,
-        *positions,
+        *own, changes.inner, changes.slopes, changes.slopes_stride, *_positions(q, block, config, changes),
     )  # fmt: skip
-    constants = dict(
+    constants: dict[str, Any] = dict(
         REGISTERS=config.registers, HAS_STATE=state is not None, HAS_SINK=sink is not None, FINALIZE=finalize,
-        READY=ready is not None, PERIOD=period, FIXED=_fixed(q, changes, state is not None), cluster=config.ctas,
+        READY=ready is not None, PERIOD=period, FIXED=_fixed(q, changes, state is not None),
     )  # fmt: skip
+    if config.ctas == 2:
+        constants.update(cluster=config.ctas)
+    else:
+        constants.update(
+            N=config.consumers, BN=config.block_n, STAGES=config.stages, Q_BUFFERS=config.q_buffers,
+            DV=v.shape[-1] * config.value_parts,
+            STAGED=config.staged and (config.staged_with_alibi or not alibi_product.usable(changes)),
+        )  # fmt: skip
     return (workers, 1, 1), args, constants
 
 
-def _own(own: OwnKeys, block: Block, config: Config, first: int, width: int) -> tuple[Any, ...]:
-    """Return the views of this rank's own keys and values, and where the tiles of the chunk are in them."""
-    places = own.places(block, own.k.device)
-    return *_pieces(own.k, config.block_n, first), view(own.v, (1, config.block_n, 1, width)), places
+def _boxes(x: _Operands, config: Config, width: int) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    """Return the views of q, k, v and out, and those of this rank's own keys and values with the places of the chunk's
+    tiles in them, or as many times None."""
+    q, (k, v, block, ready), _, _, outputs, finalize = x
+    first = 2 ** (q.shape[-1].bit_length() - 1)  # the columns of the first piece of q and k
+    values = (1, config.block_n, 1, width)
+    staged = outputs[0] if finalize else q  # a state is stored without TMA, and this descriptor is not used
+    boxes = *_pieces(q, ROWS.value, first), *_pieces(k, config.block_n, first), view(v, values)
+    own = None if ready is None else ready.own
+    places: tuple[Any, ...] = (None, None, None, None)
+    if own is not None:
+        places = *_pieces(own.k, config.block_n, first), view(own.v, values), own.places(block, k.device)
+    return (*boxes, view(staged, (1, ROWS.value, 1, width))), places
+
+
+def _boxes_of_pairs(x: _Operands) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    """Return the same for the kernel for pairs of CTAs, which stores out without TMA."""
+    q, (k, v, block, ready), *_ = x
+    keys, values = (1, pair.KEYS.value, 1, pair.COLUMNS.value), (1, pair.VALUES.value, 1, pair.WIDTH.value)
+    boxes = view(q, (1, ROWS.value, 1, pair.COLUMNS.value)), view(k, keys), view(v, values)
+    own = None if ready is None else ready.own
+    places: tuple[Any, ...] = (None, None, None)
+    if own is not None:
+        places = view(own.k, keys), view(own.v, values), own.places(block, k.device)
+    return boxes, places
 
 
 def _positions(q: Tensor, block: Block, config: Config, changes: Changes) -> tuple[Tensor | None, ...]:
-    """Return the positions of queries and keys, padded so that a tile need not end where they do, and the first ones of
-    tiles of keys if ALiBi is a product."""
-    padded = padded_positions(block, config.block_m, config.block_n, q.device)
-    if not alibi_product.usable(changes):
-        return *padded, None
-    return *padded, alibi_product.steps_of_tiles(block, config.block_m, config.block_n, q.device)
+    """Return the positions of queries and keys, padded so that a tile need not end where they do, and, unless for pairs
+    of CTAs, the first ones of tiles of keys if ALiBi is a product; None instead of what is not needed."""
+    positions: tuple[Tensor | None, ...] = (None, None)
+    if changes.slopes is not None:
+        positions = padded_positions(block, config.block_m, config.block_n, q.device)
+    if config.ctas == 2:
+        return positions
+    if changes.slopes is None or not alibi_product.usable(changes):
+        return *positions, None
+    return *positions, alibi_product.steps_of_tiles(block, config.block_m, config.block_n, q.device)
 
 
 def _fixed(q: Tensor, changes: Changes, has_state: bool) -> tuple[float, float] | None:

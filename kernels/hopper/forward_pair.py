@@ -15,8 +15,8 @@ one, and multiplies the P of all keys by half of the columns of V::
   unit is released when the product that reads it has ended in both consumers. The softmax is in the middle of the
   products with V: there are enough of them in flight to last until its end, and enough units free to be loaded
   meanwhile.
-* Each thread sends its registers of P to the thread of the other CTA that needs them (``st.async``, :func:`.clusters.
-  send_pairs`). No signal says that a buffer is free: a consumer sends message x after it has received message x - 1,
+* Each thread sends its registers of P to the thread of the other CTA that needs them (:func:`.clusters.send_pairs`).
+  No signal says that a buffer is free: a consumer sends message x after it has received message x - 1,
   which the other one has sent after it has read x - 2, from the same buffer.
 * Both CTAs know m of the step before. Each may move it for its own keys, and sends the result along with P. The larger
   one of the two is the m of the step; P is multiplied by 2^(its own - m) where that is not 1. After a few steps it
@@ -34,7 +34,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 
-from .clusters import cluster_arrive, cluster_wait, fence_barriers, offset_of, wait_at
+from .clusters import cluster_arrive, cluster_wait, fence_barriers, offset_of
 from .forward_pair_pieces import (
     BARRIERS,
     BARRIERS_FROM,
@@ -76,7 +76,7 @@ from .forward_scores import (
     unpack,
 )
 from .forward_state import enter, flush, scratch, store, with_flushed
-from .primitives import barrier_arrive, keep_alive, reinterpret, scale_pairs, scale_rows
+from .primitives import barrier_arrive, keep_alive, reinterpret, scale_pairs, scale_rows, wait_at
 from .scores import exponentials_of_capped, pairs
 
 PENDING = gl.constexpr(2)  # units of K whose products may be in flight before the next one is issued

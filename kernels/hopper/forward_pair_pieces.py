@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from .clusters import expect_at, receive_pairs, receive_rows, send_pairs, send_rows, wait_at
-from .primitives import FREE_BARRIERS
+from .clusters import receive_pairs, receive_rows, send_pairs, send_rows
+from .primitives import FREE_BARRIERS, expect_at, wait_at
 
 CTAS = gl.constexpr(2)  # of a query tile
 CONSUMERS = gl.constexpr(2)  # of a CTA, each with 64 rows
@@ -117,6 +117,7 @@ def send_sums(C: gl.constexpr, x, l, shared):
 
 @gluon.jit
 def receive_sums(C: gl.constexpr, x, l, shared):
+    """Return the l that the other CTA has sent as message x, as soon as it is here."""
     return receive_rows(l, shared.messages_at + _await(C, x, shared, LANES_BYTES) * P_BYTES)
 
 

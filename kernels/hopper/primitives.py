@@ -389,3 +389,43 @@ def fence_async_global():
     gl.inline_asm_elementwise(
         "fence.proxy.async.global; mov.b32 $0, $1;", "=r,r", [lanes], dtype=gl.int32, is_pure=False, pack=1
     )
+
+
+@gluon.constexpr_function
+def _wait_at_asm(past):
+    return (
+        "{ .reg .b32 at; .reg .pred done; mov.u32 at, global_smem; add.u32 at, at, $1; AGAIN: "
+        f"mbarrier.try_wait.parity.shared::cta.b64 done, [at + {past}], $2; @!done bra AGAIN; mov.b32 $0, 0; }}"
+    )
+
+
+@gluon.jit
+def wait_at(at, phase, PAST: gl.constexpr = 0):
+    """``SYNCS.PHASECHK.TRYWAIT``: wait until an mbarrier has completed a phase, in four warps. Before ``mbarrier.wait``
+    Triton puts a barrier of these warps, if another mbarrier has been waited for.
+
+    Args:
+        at, PAST: its offset in shared memory, in bytes: their sum.
+        phase: 0 or 1.
+    """
+    ASM: gl.constexpr = _wait_at_asm(PAST)
+    lanes = gl.zeros([128], gl.int32, gl.BlockedLayout([1], [32], [4], [0]))
+    constraints: gl.constexpr = "=r,r,r"
+    gl.inline_asm_elementwise(ASM, constraints, [lanes + at, lanes + phase], dtype=gl.int32, is_pure=False, pack=1)
+
+
+_EXPECT_AT_ASM = gl.constexpr(
+    "{ .reg .b32 at; .reg .pred first; mov.u32 at, %tid.x; and.b32 at, at, 127; setp.eq.u32 first, at, 0; "
+    "mov.u32 at, global_smem; add.u32 at, at, $1; "
+    "@first mbarrier.arrive.expect_tx.shared::cta.b64 _, [at], $2; mov.b32 $0, 0; }"
+)
+
+
+@gluon.jit
+def expect_at(at, nbytes):
+    """Expect bytes at the mbarrier at this offset, by the first thread of four warps."""
+    lanes = gl.zeros([128], gl.int32, gl.BlockedLayout([1], [32], [4], [0]))
+    constraints: gl.constexpr = "=r,r,r"
+    gl.inline_asm_elementwise(
+        _EXPECT_AT_ASM, constraints, [lanes + at, lanes + nbytes], dtype=gl.int32, is_pure=False, pack=1
+    )
