@@ -34,6 +34,7 @@ from kernel_contract import (
     DEVICE,
     Case,
     Problem,
+    attend,
     causal,
     check_forward,
     documents,
@@ -44,11 +45,12 @@ from kernel_contract import (
     normalized,
     padding,
     refusals,
+    window,
 )
 
 from ringattn.kernels import contract
 from ringattn.kernels.backends import BACKENDS
-from ringattn.kernels.contract import Keys, OwnKeys, ReadyFlags, Score
+from ringattn.kernels.contract import Block, Keys, OwnKeys, ReadyFlags, Score
 from ringattn.kernels.hopper import forward as hopper_forward
 from ringattn.kernels.hopper import primitives, work
 from ringattn.kernels.hopper import work_counter as work_counters
@@ -73,6 +75,12 @@ def make_inputs(batch=1, seq_q=500, seq_k=500, heads=2, kv_heads=2, dim=128, dim
     return [torch.randn(s, generator=generator).to(dtype).to(DEVICE) for s in shapes]
 
 
+def on_host(block: Block) -> Block:
+    """Return the same block, with its tensors on the CPU as those of a plan."""
+    tensors = {name: getattr(block, name).cpu() for name in ("start", "end", "positions_q", "positions_k")}
+    return replace(block, **tensors)
+
+
 # --- compiled, without a GPU --------------------------------------------------------------------------------------
 
 
@@ -90,6 +98,8 @@ KINDS = {
     "softcap-alibi-state-in": dict(softcap=50.0, alibi=True, finalize=False, state=True),
     "long-out": dict(keys_in_all=1 << 20),
     "long-state-in": dict(finalize=False, state=True, keys_in_all=1 << 20),
+    "divided-out": dict(divided=True),
+    "divided-ready-state-in": dict(divided=True, ready=True, finalize=False, state=True),
     "single-ready-out": dict(ready=True, single=True),
 }
 SINGLE = "single-ready-out"  # of head dim 512, where there are no clusters
@@ -110,13 +120,14 @@ def kinds_of(dims: tuple[int, int]) -> list[str]:
 
 def compiled(
     dims, dtype=torch.bfloat16, state=False, sink=False, finalize=True, ready=False, keys_in_all=None, softcap=0.0,
-    alibi=False, own=False, single=False,
+    alibi=False, own=False, single=False, divided=False,
 ) -> sass.Compiled:  # fmt: skip
     """Compile one variant without launching it. ``keys_in_all``: keys that a query sees over all calls; ``single``:
-    without clusters."""
+    without clusters; ``divided``: the last query tiles are divided."""
     dim, dim_v = dims
-    q, k, v = make_inputs(seq_q=256, seq_k=256, dim=dim, dim_v=dim_v, dtype=dtype, heads=4)
-    block = replace(make_block(*causal(256, 256), 256), max_keys_per_query=keys_in_all)
+    seq_k, mask = (2048, full) if divided else (256, causal)
+    q, k, v = make_inputs(seq_q=256, seq_k=seq_k, dim=dim, dim_v=dim_v, dtype=dtype, heads=4)
+    block = replace(on_host(make_block(*mask(256, seq_k), seq_k)), max_keys_per_query=keys_in_all)
     rows, values = torch.zeros(1, 4, 256, device=q.device), torch.zeros(1, 256, 4, dim_v, device=q.device)
     flags = None
     if ready:
@@ -131,7 +142,7 @@ def compiled(
     launches = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(hopper_forward, "dispatch", lambda *args, **options: launches.append((args, options)))
-        patch.setattr(hopper_forward, "work_counter", lambda device: torch.zeros(1, dtype=torch.int32, device=device))
+        patch.setattr(hopper_forward, "work_counter", lambda device, length=1: torch.zeros(length, dtype=torch.int32))
         if single:
             patch.setitem(hopper_forward.CONFIGS, dims, hopper_forward.SINGLE)
         hopper_forward.forward(
@@ -249,7 +260,10 @@ def test_launches_for_parts_of_the_values_make_one_result(monkeypatch, carried, 
         assert x["out_ptr"].stride(2) == x["DV"]
 
     monkeypatch.setattr(hopper_forward, "dispatch", attend)
-    monkeypatch.setattr(hopper_forward, "work_counter", lambda device: torch.zeros(1, dtype=torch.int32, device=device))
+    monkeypatch.setattr(
+        hopper_forward, "work_counter",
+        lambda device, length=1: torch.zeros(length, dtype=torch.int32, device=device),
+    )  # fmt: skip
     before = EAGER.forward(q, Keys(k.flip(1), v.flip(1), block), score) if carried else None
     copy = None if before is None else Partial(*(x.clone() for x in before))
     got = hopper_forward.forward(q, Keys(k, v, block), score, before, finalize)
@@ -314,6 +328,96 @@ def test_many_tiles(dims):
     """More query tiles than multiprocessors."""
     case = Case(causal, seq_q=2000, seq_k=2000, heads=24, kv_heads=6)
     check_forward(BACKEND, make_problem(case, torch.bfloat16, dims=dims))
+
+
+DIVIDED = {
+    "plain": Case(full, batch=2, seq_q=7, seq_k=51, heads=4),
+    "sink": Case(full, seq_q=7, seq_k=51, heads=3, kv_heads=1, sink=True),
+    "softcap": Case(full, seq_q=7, seq_k=51, softcap=50.0),
+    "alibi": Case(full, batch=2, seq_q=7, seq_k=51, alibi=2),
+    "chunks": Case(full, seq_q=7, seq_k=72, heads=4, sink=True, chunks=(2, 0, 1)),
+    "segments": Case(full, seq_q=7, seq_k=51, segments_q=(3, 4)),
+}
+
+
+@needs_hopper
+@pytest.mark.parametrize("case", DIVIDED)
+@pytest.mark.parametrize("dims", [dims for dims in DIMS if dims != (512, 512)], ids=str)
+def test_divided_query_tiles(dims, case, monkeypatch):
+    """Fewer query tiles than processors: the keys of all are divided, of those, too, that end in the middle of a tile.
+    The same bits each time, and counters are zero again."""
+    divisions = []
+    monkeypatch.setattr(
+        hopper_forward, "divide_last", lambda *args: divisions.append(work.divide_last(*args)) or divisions[-1]
+    )
+    x = make_problem(DIVIDED[case], torch.bfloat16, 47, dims)
+    x = x._replace(chunks=[(part, on_host(block)) for part, block in x.chunks], whole=on_host(x.whole))
+    check_forward(BACKEND, x)
+    assert any(division and division.parts > 1 for division in divisions)
+    first = attend(BACKEND, x)
+    assert all(y.equal(z) for _ in range(5) for y, z in zip(attend(BACKEND, x), first, strict=True))
+    assert not work_counter(x.q.device).any()
+
+
+@needs_hopper
+@pytest.mark.parametrize("dims", [dims for dims in DIMS if dims != (512, 512)], ids=str)
+def test_long_sums_of_divided_query_tiles(dims, flushes):
+    x = make_problem(DIVIDED["chunks"], torch.bfloat16, 47, dims)
+    check_forward(BACKEND, x._replace(chunks=[(part, on_host(block)) for part, block in x.chunks]))
+
+
+@needs_hopper
+def test_whole_and_divided_query_tiles():
+    """150 query tiles for 132 processors: 18 of them are divided, in a graph as well."""
+    q, k, v = make_inputs(seq_q=128 * 25, seq_k=4000, heads=6)
+    block = on_host(make_block(*full(128 * 25, 4000), 4000))
+    division = work.divide_last(block, 128, 128, 6, work.processors(q), 0.005)
+    assert division is not None
+    assert division.undivided == work.processors(q)
+    got = BACKEND.output(q, Keys(k, v, block), simple(128))
+    whole = BACKEND.output(q, Keys(k, v, make_block(*full(128 * 25, 4000), 4000)), simple(128))
+    torch.testing.assert_close(got[1], whole[1], rtol=1e-6, atol=1e-6)
+    assert error(got[0].float(), whole[0].double()) < 2e-3, "both are rounded to bfloat16"
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = BACKEND.output(q, Keys(k, v, block), simple(128))
+    for _ in range(3):
+        out[0].zero_()
+        graph.replay()
+        assert out[0].equal(got[0])
+
+
+@pytest.mark.parametrize("query_tiles", [1, 24, 131, 132, 133, 256, 1376, 2048, 100_000])
+@pytest.mark.parametrize("key_tiles", [1, 3, 16, 128, 513])
+def test_division_of_the_last_query_tiles(query_tiles, key_tiles):
+    """It takes less time than turns of whole query tiles, by steps of key tiles, and its memory is bounded."""
+    division = work.best_division(query_tiles, key_tiles, 132, 0.005)
+    last = query_tiles % 132
+    if last == 0 or key_tiles < 4:
+        assert division is None
+    if division is not None:
+        assert division.undivided == query_tiles - last
+        assert division.all_parts == division.parts * last <= 3 * 132
+        assert 2 * division.parts <= key_tiles
+        turns = -(-division.all_parts // 132)
+        assert turns * (key_tiles / division.parts + work.STEPS_OF_A_PART) < key_tiles
+    assert (division is not None) == ((query_tiles, key_tiles) in WORTH_DIVIDING)
+
+
+WORTH_DIVIDING = {
+    *((n, k) for n in (1, 24) for k in (16, 128, 513)), (133, 16), (133, 128), (133, 513),
+    (1376, 16), (1376, 128), (1376, 513), (2048, 128), (2048, 513),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("mask", [causal, window])
+def test_query_tiles_that_differ_are_not_divided(mask):
+    block = on_host(make_block(*mask(2000, 2000), 2000))
+    assert work.divide_last(block, 128, 128, 2, 132, 0.005) is None
+    block = on_host(make_block(*full(2000, 2000), 2000))
+    assert work.divide_last(block, 128, 128, 2, 132, 0.005) is not None
+    ordered = replace(block, ordered=True)  # its bits would depend on how many query tiles there are
+    assert work.divide_last(ordered, 128, 128, 2, 132, 0.005) is None
 
 
 @needs_hopper
@@ -508,7 +612,7 @@ def test_repeats_are_bitwise_equal_next_to_other_work():
             different += (a.view(torch.int16 if a.dtype == q.dtype else torch.int32) != b.view(
                 torch.int16 if a.dtype == q.dtype else torch.int32)).sum()  # fmt: skip
     assert different.item() == 0
-    assert work_counter(q.device).item() == 0, "each launch leaves it as it was"
+    assert not work_counter(q.device).any(), "each launch leaves it as it was"
 
 
 @needs_hopper
@@ -522,7 +626,7 @@ def test_in_a_graph(spare, monkeypatch):
         monkeypatch.setattr(work_counters, "_spares", Memo(1))
     counters = []
     monkeypatch.setattr(
-        hopper_forward, "work_counter", lambda device: counters.append(work_counter(device)) or counters[-1]
+        hopper_forward, "work_counter", lambda *args: counters.append(work_counter(*args)) or counters[-1]
     )
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):

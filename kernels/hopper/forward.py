@@ -53,14 +53,14 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from ...partial import Partial
 from ..contract import PERIOD, Block, Keys, Result, Score, int32
 from ..launch import CLUSTERS, Launches, dispatch, on_device
-from . import alibi_product, forward_pair, limits
+from . import alibi_product, forward_pair, forward_parts, limits
 from . import forward_pair_pieces as pair
 from .forward_consumer import consumer
 from .forward_pieces import INFO, ROWS, SLOTS
 from .forward_producer import producer
 from .scores import Changes, padded_positions
 from .tensor_maps import view
-from .work import head_sweeps, processors, query_tile_table
+from .work import Division, divide_last, head_sweeps, processors, query_tile_table
 from .work_counter import work_counter
 
 
@@ -72,6 +72,8 @@ class Config(NamedTuple):
         q_buffers, staged: two buffers of queries, and tiles of ``out`` staged for TMA, if shared memory has room.
         staged_with_alibi: the same next to the operand of :mod:`.alibi_product`.
         value_parts: launches, each for a part of the columns of v, of which registers do not hold all sums.
+        worth_dividing: the least share of a launch that dividing the keys of the last query tiles has to save
+            (forward_parts.py); its loops may be a little slower then. 1 for never.
         ctas: CTAs of a cluster that share a query tile, each with a part of the columns of v (forward_pair.py).
     """
 
@@ -83,6 +85,7 @@ class Config(NamedTuple):
     staged: bool = True
     staged_with_alibi: bool = True
     value_parts: int = 1
+    worth_dividing: float = 0.03
     ctas: int = 1
 
     @property
@@ -91,15 +94,17 @@ class Config(NamedTuple):
 
 
 CONFIGS = {  # by the head dims of q, k and of v
-    (64, 64): Config(consumers=3, block_n=128, stages=2, registers=160),
+    (64, 64): Config(consumers=3, block_n=128, stages=2, registers=160, worth_dividing=0.005),
     (96, 96): Config(consumers=2, block_n=128, stages=2, registers=240),
     (128, 128): Config(consumers=2, block_n=128, stages=2, registers=240, staged_with_alibi=False),
     (192, 128): Config(consumers=2, block_n=128, stages=2, registers=240, q_buffers=1, staged=False),
     (256, 256): Config(consumers=2, block_n=64, stages=2, registers=240, q_buffers=1, staged=False),
-    (512, 512): Config(consumers=2, block_n=pair.STEP.value, stages=1, registers=240, ctas=2),
+    (512, 512): Config(consumers=2, block_n=pair.STEP.value, stages=1, registers=240, ctas=2, worth_dividing=1.0),
 }
 # Of (512, 512) where there are no clusters.
-SINGLE = Config(consumers=2, block_n=32, stages=2, registers=240, q_buffers=1, staged=False, value_parts=2)
+SINGLE = Config(
+    consumers=2, block_n=32, stages=2, registers=240, q_buffers=1, staged=False, value_parts=2, worth_dividing=1.0
+)
 if not CLUSTERS:
     CONFIGS[512, 512] = SINGLE
 
@@ -141,7 +146,7 @@ def _start(produce, args, constants, N: gl.constexpr, REGISTERS: gl.constexpr):
 
 _NUMBERS = (
     "rows_batch_stride", "table_batch_stride", "seq_q", "q_heads", "ratio", "n_tiles", "n_heads", "group", "early",
-    "epoch", "slopes_stride",
+    "epoch", "slopes_stride", "undivided", "parts", "all_parts",
 )  # fmt: skip
 
 
@@ -152,6 +157,7 @@ def _forward_kernel(
     m_in_ptr, l_in_ptr, o_in_ptr, aside_ptr, sink_ptr,
     start_ptr, end_ptr, rows_batch_stride,
     table_ptr, table_batch_stride, counter_ptr,
+    undivided, parts, all_parts, sums_ptr,  # None if no query tile is divided
     seq_q, q_heads, ratio, n_tiles, n_heads, group, early, c2,
     flags_ptr, epoch, timed_out_ptr,  # None if all keys have arrived
     own_k_desc, own_k_rest_desc, own_v_desc, places_ptr,  # None if all keys are in the chunk
@@ -187,8 +193,14 @@ def _forward_kernel(
     own_k_descs = (own_k_desc,) if WHOLE else (own_k_desc, own_k_rest_desc)
     own = () if places_ptr is None else (own_k_descs, own_v_desc, places_ptr)
     flags = (flags_ptr, epoch, timed_out_ptr)
+    in_parts = ()
+    division = ()
+    if sums_ptr is not None:
+        part_s = gl.allocate_shared_memory(gl.int32, [SLOTS, INFO], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+        in_parts = (undivided, parts, part_s)  # type: ignore[assignment]
+        division = (part_s, parts, all_parts, sums_ptr, counter_ptr)  # type: ignore[assignment]
     producer_args = (
-        q_descs, k_descs, v_desc, own, table_ptr, counter_ptr, flags,
+        q_descs, k_descs, v_desc, own, table_ptr, counter_ptr, in_parts, flags,
         q_s, k_s, v_s, info_s, q_full, q_free, k_full, v_full, info_full,
         n_tiles, n_heads, q_heads, ratio, group, early, table_batch_stride,
     )  # fmt: skip
@@ -197,7 +209,7 @@ def _forward_kernel(
     consumer_args = (
         out_desc, out_ptr, lse_ptr, l_ptr, m_in_ptr, l_in_ptr, o_in_ptr, aside_ptr, sink_ptr, start_ptr, end_ptr,
         q_s, k_s, v_s, o_s, info_s, q_full, q_free, k_full, v_full, info_full,
-        seq_q, q_heads, rows_batch_stride, c2, inner, alibi,
+        seq_q, q_heads, rows_batch_stride, c2, inner, alibi, division,
     )  # fmt: skip
     SKIP_EMPTY: gl.constexpr = HAS_STATE and not HAS_SINK and not FINALIZE
     _start(
@@ -285,8 +297,10 @@ def _run(x: _Operands, score: Score, config: Config) -> None:
     )  # fmt: skip
     launches = block.memo.once("hopper forward", Launches)
     with on_device(q):
-        counter = work_counter(q.device)
+        counter, division, sums = _divided(q, v, block, config)
         tensors = [q, k, v, *(outputs[:2] if finalize else outputs), counter]
+        if sums is not None:
+            tensors.append(sums)
         tensors += [t for t in (sink, changes.slopes) if t is not None]
         tensors += [t for t in state or () if not any(t is y for y in outputs)]
         epoch = 0
@@ -298,7 +312,7 @@ def _run(x: _Operands, score: Score, config: Config) -> None:
         if not launches.again(key, tensors, epoch):
             bounded = _fixed(q, changes, False)
             kernel = _forward_kernel if config.ctas == 1 else forward_pair.kernel
-            grid, args, constants = _launch(x, changes, config, counter)
+            grid, args, constants = _launch(x, changes, config, counter, division, sums)
             launched = dispatch(
                 kernel, grid, *args,
                 variants=lambda: _variants(q, block, score, outputs[1], config.block_n, bounded), **constants,
@@ -313,15 +327,30 @@ def _run(x: _Operands, score: Score, config: Config) -> None:
                 launches.remember(key, tensors, launched, fixed, number_at)
 
 
+def _divided(q: Tensor, v: Tensor, block: Block, config: Config) -> tuple[Tensor, Division | None, Tensor | None]:
+    """Return the work counter, how the last query tiles are divided, and memory for the sums of their parts."""
+    tiles = config.block_m, config.block_n
+    division = divide_last(block, *tiles, q.shape[0] * q.shape[2], processors(q), config.worth_dividing)
+    if division is None:
+        return work_counter(q.device), None, None
+    length = forward_parts.counters(division.all_parts // division.parts, config.consumers)
+    width = 2 ** (v.shape[-1] - 1).bit_length()
+    return (
+        work_counter(q.device, length), division,
+        forward_parts.memory(division.all_parts, config.consumers, width, q.device),
+    )  # fmt: skip
+
+
 def _launch(
-    x: _Operands, changes: Changes, config: Config, counter: Tensor
+    x: _Operands, changes: Changes, config: Config, counter: Tensor, division: Division | None, sums: Tensor | None
 ) -> tuple[tuple[int, int, int], tuple, dict[str, Any]]:
     """Return grid, arguments and constants of the kernel."""
     q, (k, v, block, ready), sink, state, outputs, finalize = x
     batch, seq_q, q_heads, _ = q.shape
     table, start, end = query_tile_table(block, config.block_m, config.block_n, q.device)
     n_tiles, n_heads = table.shape[1], batch * q_heads
-    workers = min(processors(q) // config.ctas, n_tiles * n_heads)
+    pieces = n_tiles * n_heads if division is None else division.undivided + division.all_parts
+    workers = min(processors(q) // config.ctas, pieces)
     width = 2 ** (v.shape[-1] // config.ctas - 1).bit_length()  # TMA reads zeros past the head dim, and writes nothing
     out, lse, l = outputs
     m_in, l_in, o_in = state or (lse, lse, lse)
@@ -333,6 +362,7 @@ def _launch(
         m_in, l_in, o_in, aside, lse if sink is None else sink,
         start, end, start.stride(0) if start.shape[0] > 1 else 0,
         table, table.stride(0) if table.shape[0] > 1 else 0, counter,
+        *(() if config.ctas == 2 else (None,) * 4 if division is None else (*division, sums)),
         seq_q, q_heads, q_heads // k.shape[2], n_tiles, n_heads,
         *head_sweeps(n_tiles, n_heads, workers), changes.scale,
         *((None, None, None) if ready is None else (ready.flags, int32(ready.epoch), ready.timed_out)),

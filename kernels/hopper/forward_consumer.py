@@ -7,7 +7,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 
 from . import alibi_product
-from .forward_pieces import ROWS, SLOTS, matrix_of, q_buffer, scaled
+from .forward_parts import joined
+from .forward_pieces import INFO_LAYOUT, ROWS, SLOTS, buffer_of, matrix_of, number_of, scaled
 from .forward_scores import (
     SLACK,
     alibi_of,
@@ -25,6 +26,13 @@ from .forward_scores import (
 from .forward_state import enter, flush, scratch, store, with_flushed
 from .primitives import FREE_BARRIERS, barrier_arrive, barrier_sync, keep_alive
 from .scores import exponentials_of_capped, pairs
+
+
+@gluon.constexpr_function
+def _chains(consumers):
+    """Return the ``CHAINS`` of :func:`.forward_scores.row_max`. Two consumers have it at the same time as exponentials
+    of their other rows; three find it sooner in more chains, and the others have exponentials meanwhile."""
+    return 2 if consumers == 3 else 1
 
 
 @gluon.jit
@@ -68,11 +76,11 @@ def _first_scores(
     """Issue the product of query tile i and key tile g of this CTA, without a product with V. If there is no such tile,
     take the turn all the same: the operands are stale and the scores are not used."""
     TURN: gl.constexpr = FREE_BARRIERS
-    buffer, phase = q_buffer(i, Q_BUFFERS)
-    ks = g % STAGES
+    buffer, phase = buffer_of(i, Q_BUFFERS)
+    ks, k_phase = buffer_of(g, STAGES)
     if some:
         mbarrier.wait(q_full.index(buffer * N + C), phase)
-        mbarrier.wait(k_full.index(ks), (g // STAGES) & 1)
+        mbarrier.wait(k_full.index(ks), k_phase)
     barrier_sync(TURN + C, 256)
     s = _scores(_q_pieces(q_s, buffer * N + C), k_s, ks, layout)
     barrier_arrive(TURN + (C + 1) % N, 256)
@@ -94,11 +102,10 @@ def _step(
     TURN: gl.constexpr = FREE_BARRIERS
     K_FREE: gl.constexpr = FREE_BARRIERS + N
     V_FREE: gl.constexpr = K_FREE + STAGES
-    vs = g % STAGES
-    v_phase = (g // STAGES) & 1
+    vs, v_phase = buffer_of(g, STAGES)
     g += 1
-    ks = g % STAGES
-    mbarrier.wait(k_full.index(ks), (g // STAGES) & 1)
+    ks, k_phase = buffer_of(g, STAGES)
+    mbarrier.wait(k_full.index(ks), k_phase)
     barrier_sync(TURN + C, 256)
     s = _scores(q, k_s, ks, S_L)
     if len(even) > 0:  # the product that adds ALiBi
@@ -127,7 +134,7 @@ def _step(
             slot, start_ptr, end_ptr, rows_batch_stride = intervals
             start, end = intervals_of(slot, C, start_ptr, end_ptr, rows_batch_stride, gl.SliceLayout(1, S_L))
             s = hide(s, column, start, end)
-        m, l, alpha, x = softmax(s, m, l, 0.0, unit, part, SLACK, FIXED)
+        m, l, alpha, x = softmax(s, m, l, 0.0, unit, part, SLACK, FIXED, _chains(N))
         low, high = pairs(x)
     acc, p = warpgroup_mma_wait(0, deps=[acc, p])
     keep_alive(packed)
@@ -222,6 +229,23 @@ def _walk_with_alibi(
 
 
 @gluon.jit
+def _part(division, i):
+    """Return the number of the part that query tile i of this CTA is, negative if it is whole."""
+    return number_of(division[0].index(i % SLOTS).load(INFO_LAYOUT), 0)
+
+
+@gluon.jit
+def _is_first(division, i):
+    """Return whether query tile i of this CTA is whole or the first of its parts, which begins with the carried
+    state."""
+    first = True
+    if len(division) > 0:
+        part = _part(division, i)
+        first = (part < 0) | (part % division[1] == 0)
+    return first
+
+
+@gluon.jit
 def consumer(
     args, C: gl.constexpr, N: gl.constexpr, STAGES: gl.constexpr, Q_BUFFERS: gl.constexpr, DV: gl.constexpr,
     HAS_STATE: gl.constexpr, HAS_SINK: gl.constexpr, FINALIZE: gl.constexpr, STAGED: gl.constexpr,
@@ -231,7 +255,7 @@ def consumer(
     (
         out_desc, out_ptr, lse_ptr, l_ptr, m_in_ptr, l_in_ptr, o_in_ptr, aside_ptr, sink_ptr, start_ptr, end_ptr,
         q_s, k_s, v_s, o_s, info_s, q_full, q_free, k_full, v_full, info_full,
-        seq_q, q_heads, rows_batch_stride, c2, inner, alibi,
+        seq_q, q_heads, rows_batch_stride, c2, inner, alibi, division,
     ) = args  # fmt: skip
     BN: gl.constexpr = k_s[0].shape[2]
     W: gl.constexpr = v_s.shape[4]
@@ -244,6 +268,7 @@ def consumer(
     TURN: gl.constexpr = FREE_BARRIERS
     K_FREE: gl.constexpr = FREE_BARRIERS + N
     V_FREE: gl.constexpr = K_FREE + STAGES
+    OWN: gl.constexpr = V_FREE + STAGES + C  # the barrier of this consumer
     EARLY: gl.constexpr = Q_BUFFERS > 1  # the next queries can be loaded before this query tile is stored
     if C == N - 1:
         barrier_arrive(TURN, 256)  # consumer 0 goes first
@@ -257,22 +282,26 @@ def consumer(
         start, end = intervals_of(slot, C, start_ptr, end_ptr, rows_batch_stride, S_ROW)
         s = _first_scores(some, q_s, k_s, q_full, k_full, i, g, C, N, STAGES, Q_BUFFERS, S_L)
         if HAS_STATE:
-            m, rest, l_in, acc = enter(slot, C, m_in_ptr, l_in_ptr, o_in_ptr, seq_q, q_heads, DV, W, S_ROW, O_L)
+            m, rest, l_in, acc = enter(
+                slot, C, m_in_ptr, l_in_ptr, o_in_ptr, seq_q, q_heads, DV, W, S_ROW, O_L, _is_first(division, i)
+            )
         s = warpgroup_mma_wait(0, deps=[s])
         if some:
             barrier_arrive(K_FREE, THREADS)
     while some:
         # The last key tile, whose scores are there already where EARLY.
-        buffer, _ = q_buffer(i, Q_BUFFERS)
+        buffer, _ = buffer_of(i, Q_BUFFERS)
         at = buffer * N + C
         if not EARLY:
             start, end = intervals_of(slot, C, start_ptr, end_ptr, rows_batch_stride, S_ROW)
             q = _q_pieces(q_s, at)
             s = _first_scores(True, q_s, k_s, q_full, k_full, i, g, C, N, STAGES, Q_BUFFERS, S_L)
             if HAS_STATE:
-                m, rest, l_in, acc = enter(slot, C, m_in_ptr, l_in_ptr, o_in_ptr, seq_q, q_heads, DV, W, S_ROW, O_L)
+                m, rest, l_in, acc = enter(
+                    slot, C, m_in_ptr, l_in_ptr, o_in_ptr, seq_q, q_heads, DV, W, S_ROW, O_L, _is_first(division, i)
+                )
             s = warpgroup_mma_wait(0, deps=[s])
-            barrier_arrive(K_FREE + g % STAGES, THREADS)
+            barrier_arrive(K_FREE + buffer_of(g, STAGES)[0], THREADS)
         l = lane_sum(gl.zeros([ROWS, BN], gl.float32, S_L))
         if HAS_STATE:
             l = l + gl.convert_layout(l_in, gl.SliceLayout(1, l.type.layout))[:, None]
@@ -313,8 +342,8 @@ def consumer(
         mbarrier.arrive(q_free.index(at), count=1)
 
         # The last product with V, and where EARLY the first scores of the next query tile.
-        vs = g % STAGES
-        mbarrier.wait(v_full.index(vs), (g // STAGES) & 1)
+        vs, v_phase = buffer_of(g, STAGES)
+        mbarrier.wait(v_full.index(vs), v_phase)
         acc = rescaled(acc, alpha, FIXED)
         p = unpack(packed, DTYPE, P_L)
         acc = warpgroup_mma(p, matrix_of(v_s, vs), acc, is_async=True)
@@ -330,20 +359,28 @@ def consumer(
         barrier_arrive(V_FREE + vs, THREADS)
         if PERIOD:
             acc = with_flushed(acc, m, aside_ptr, m_aside, C, N)
+        complete = True
+        if len(division) > 0:
+            _, parts, all_parts, sums_ptr, counter_ptr = division
+            part = _part(division, i - 1)
+            acc, m, l, complete = joined(part, parts, all_parts, sums_ptr, counter_ptr, acc, m, l, C, N, OWN)
         if EARLY:
             s = _first_scores(some, q_s, k_s, q_full, k_full, i, g, C, N, STAGES, Q_BUFFERS, S_L)
         if FIXED is not None:
             acc, m, l = seen_from_zero(acc, m, l, FINALIZE)
-        store(
-            acc, m, l, slot, out_desc, out_ptr, lse_ptr, l_ptr, sink_ptr, o_s,
-            seq_q, q_heads, C, DTYPE, DV, HAS_SINK, FINALIZE, STAGED, S_ROW,
-        )  # fmt: skip
+        if complete:
+            store(
+                acc, m, l, slot, out_desc, out_ptr, lse_ptr, l_ptr, sink_ptr, o_s,
+                seq_q, q_heads, C, DTYPE, DV, HAS_SINK, FINALIZE, STAGED, S_ROW,
+            )  # fmt: skip
         slot = following
         if EARLY:
             if HAS_STATE:
-                m, rest, l_in, acc = enter(slot, C, m_in_ptr, l_in_ptr, o_in_ptr, seq_q, q_heads, DV, W, S_ROW, O_L)
+                m, rest, l_in, acc = enter(
+                    slot, C, m_in_ptr, l_in_ptr, o_in_ptr, seq_q, q_heads, DV, W, S_ROW, O_L, _is_first(division, i)
+                )
             s = warpgroup_mma_wait(0, deps=[s])
             if some:
-                barrier_arrive(K_FREE + g % STAGES, THREADS)
+                barrier_arrive(K_FREE + buffer_of(g, STAGES)[0], THREADS)
     if FINALIZE and STAGED:
         tma.store_wait(0)

@@ -24,8 +24,10 @@ def matrix_of(tiles, i):
 
 
 @gluon.jit
-def q_buffer(i, BUFFERS: gl.constexpr):
-    """Return the buffer of query tile i of this CTA, and its phase there. One or two buffers."""
+def buffer_of(i, BUFFERS: gl.constexpr):
+    """Return the buffer of item i of a ring, and its phase there. One or two buffers: as masks and shifts, where a
+    division of signed numbers would take four instructions more, one after the other, before each wait."""
+    gl.static_assert(BUFFERS <= 2)
     return i & (BUFFERS - 1), (i >> (BUFFERS - 1)) & 1
 
 

@@ -8,7 +8,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from ..contract import GRID as _GRID
-from .forward_pieces import INFO, INFO_LAYOUT, ROWS, SLOTS, number_of, q_buffer
+from .forward_parts import keys_of_part, tile_of
+from .forward_pieces import INFO, INFO_LAYOUT, ROWS, SLOTS, buffer_of, number_of
 from .primitives import FREE_BARRIERS, async_load, barrier_sync, wait_row
 from .work_counter import take_number
 
@@ -33,12 +34,24 @@ def tile_info(table_ptr, w, n_tiles, n_heads, q_heads, group, early, table_batch
 
 
 @gluon.jit
-def _numbered_tile(
-    taken, counter_ptr, table_ptr, n_tiles, n_heads, q_heads, group, early, table_batch_stride,
-    SKIP_EMPTY: gl.constexpr,
+def _piece_info(w, division, table_ptr, n_tiles, n_heads, q_heads, group, early, table_batch_stride, BN: gl.constexpr):
+    """Return the description of piece of work ``w``: a query tile, or a part of the keys of one."""
+    if len(division) > 0:
+        undivided, parts, _ = division
+        w, part = tile_of(w, undivided, parts)
+        info = tile_info(table_ptr, w, n_tiles, n_heads, q_heads, group, early, table_batch_stride)
+        info = keys_of_part(info, part, parts, BN)
+    else:
+        info = tile_info(table_ptr, w, n_tiles, n_heads, q_heads, group, early, table_batch_stride)
+    return info
+
+
+@gluon.jit
+def _numbered_piece(
+    taken, total, division, counter_ptr, table_ptr, n_tiles, n_heads, q_heads, group, early, table_batch_stride,
+    BN: gl.constexpr, SKIP_EMPTY: gl.constexpr,
 ):  # fmt: skip
-    """Return number and description of the query tile that was taken, or of the next one that is not empty."""
-    total = n_tiles * n_heads
+    """Return number and description of the piece of work that was taken, or of the next one that is not empty."""
     w = total
     info = gl.full([INFO], -1, gl.int32, INFO_LAYOUT)
     again = True
@@ -46,7 +59,7 @@ def _numbered_tile(
         w = taken + gl.num_programs(0)
         again = False
         if w < total:
-            info = tile_info(table_ptr, w, n_tiles, n_heads, q_heads, group, early, table_batch_stride)
+            info = _piece_info(w, division, table_ptr, n_tiles, n_heads, q_heads, group, early, table_batch_stride, BN)
             if SKIP_EMPTY:
                 again = number_of(info, 5) == 0
                 if again:
@@ -77,7 +90,7 @@ def _load_keys(
     where it is, another one of ``row`` after its flag. Return the latest row whose flag was waited for."""
     K_FREE: gl.constexpr = FREE_BARRIERS + N
     V_FREE: gl.constexpr = K_FREE + STAGES
-    stage = g % STAGES
+    stage, _ = buffer_of(g, STAGES)
     if len(own) == 0:
         if g >= STAGES:
             barrier_sync(K_FREE + stage, 128 * (N + 1))
@@ -120,27 +133,32 @@ def producer(
 ):  # fmt: skip
     """Run the producer: take query tiles, announce them, and load queries, keys and values, until none is left."""
     (
-        q_desc, k_desc, v_desc, own, table_ptr, counter_ptr, flags,
+        q_desc, k_desc, v_desc, own, table_ptr, counter_ptr, division, flags,
         q_s, k_s, v_s, info_s, q_full, q_free, k_full, v_full, info_full,
         n_tiles, n_heads, q_heads, ratio, group, early, table_batch_stride,
     ) = args  # fmt: skip
     total = n_tiles * n_heads
+    if len(division) > 0:
+        undivided, parts, part_s = division
+        total = undivided + (total - undivided) * parts
     w = gl.program_id(0)
-    info = tile_info(table_ptr, w, n_tiles, n_heads, q_heads, group, early, table_batch_stride)
+    info = _piece_info(w, division, table_ptr, n_tiles, n_heads, q_heads, group, early, table_batch_stride, BN)
     if SKIP_EMPTY:  # noqa: SIM102
         if number_of(info, 5) == 0:
-            w, info = _numbered_tile(
-                gl.sum(take_number(counter_ptr, total), axis=0), counter_ptr, table_ptr, n_tiles, n_heads, q_heads,
-                group, early, table_batch_stride, SKIP_EMPTY,
+            w, info = _numbered_piece(
+                gl.sum(take_number(counter_ptr, total), axis=0), total, division, counter_ptr, table_ptr, n_tiles,
+                n_heads, q_heads, group, early, table_batch_stride, BN, SKIP_EMPTY,
             )  # fmt: skip
     g = 0  # key tiles moved so far
     i = 0  # query tiles moved so far
     arrived = -1  # the latest row of keys and values whose flag was waited for
     while w < total:
-        slot, phase = q_buffer(i, Q_BUFFERS)
+        slot, phase = buffer_of(i, Q_BUFFERS)
         for c in gl.static_range(N):
             mbarrier.wait(q_free.index(slot * N + c), phase ^ 1)
         info_s.index(i % SLOTS).store(info)
+        if len(division) > 0:
+            part_s.index(i % SLOTS).store(gl.full([INFO], w - undivided, gl.int32, INFO_LAYOUT))
         mbarrier.arrive(info_full.index(i % SLOTS), count=1)
         first = number_of(info, 0)
         begin = number_of(info, 2)
@@ -171,16 +189,16 @@ def producer(
                 k_desc, v_desc, own, flags, arrived, k_s, v_s, k_full, v_full, batch, column, kv_head, row, g, N, STAGES
             )
             g += 1
-        w, info = _numbered_tile(
-            gl.sum(number, axis=0), counter_ptr, table_ptr, n_tiles, n_heads, q_heads, group, early,
-            table_batch_stride, SKIP_EMPTY,
+        w, info = _numbered_piece(
+            gl.sum(number, axis=0), total, division, counter_ptr, table_ptr, n_tiles, n_heads, q_heads, group, early,
+            table_batch_stride, BN, SKIP_EMPTY,
         )  # fmt: skip
         arrived = _load_keys(
             k_desc, v_desc, own, flags, arrived, k_s, v_s, k_full, v_full, batch, begin, kv_head, row, g, N, STAGES
         )
         g += 1
         i += 1
-    slot, phase = q_buffer(i, Q_BUFFERS)
+    slot, phase = buffer_of(i, Q_BUFFERS)
     for c in gl.static_range(N):
         mbarrier.wait(q_free.index(slot * N + c), phase ^ 1)
     info_s.index(i % SLOTS).store(gl.full([INFO], -1, gl.int32, INFO_LAYOUT))

@@ -81,15 +81,26 @@ def hide(s, column, start, end):
 
 
 @gluon.jit
-def softmax(s, m, l, rest, c2, part, slack: gl.constexpr, FIXED: gl.constexpr):
+def row_max(s, CHAINS: gl.constexpr):
+    """Return the maximum of each row. A thread finds that of its numbers one after the other, or, for a power of two
+    ``CHAINS``, in twice as many chains of instructions of which none waits for another."""
+    if CHAINS == 1:
+        return gl.max(s, axis=1)
+    columns = gl.reshape(s, [s.shape[0], CHAINS, s.shape[1] // (8 * CHAINS), 4, 2])
+    top = gl.max(gl.max(gl.max(gl.max(columns, axis=2), axis=1), axis=2), axis=1)
+    return gl.convert_layout(top, gl.SliceLayout(1, s.type.layout))
+
+
+@gluon.jit
+def softmax(s, m, l, rest, c2, part, slack: gl.constexpr, FIXED: gl.constexpr, CHAINS: gl.constexpr = 1):
     """Move m to the maximum if that is more than ``slack`` above it; alpha rescales earlier sums. ``rest``: the
     rounding error of m, see ``enter``. ``part``: what is added to all scores of a row, or nothing. ``FIXED``: m stays
-    0."""
+    0. ``CHAINS``: see :func:`row_max`."""
     L_L: gl.constexpr = l.type.layout
     if FIXED is not None:
         x = gl.exp2(s)
         return m, l + gl.convert_layout(lane_sum(x), L_L), m, x
-    top = gl.max(s, axis=1) * c2
+    top = row_max(s, CHAINS) * c2
     if len(part) > 0:
         top = top + part[0]
     m_new = gl.where(top - m > slack, top, m)

@@ -43,9 +43,10 @@ def _store_values(ptr, x, info, C: gl.constexpr, seq_q, q_heads, DTYPE: gl.const
 
 
 @gluon.jit
-def _enter_rows(slot, C: gl.constexpr, m_ptr, l_ptr, seq_q, q_heads, layout: gl.constexpr):
+def _enter_rows(slot, C: gl.constexpr, m_ptr, l_ptr, seq_q, q_heads, layout: gl.constexpr, some=True):
     """Return m of the carried state to the base 2, its rounding error, and a quarter of l for each lane of a quad."""
     rows, inside = _row_offsets(slot.load(INFO_LAYOUT), C, seq_q, q_heads, layout)
+    inside = inside & some
     m_nat = gl.load(m_ptr + rows, mask=inside, other=float("-inf"))
     l = gl.load(l_ptr + rows, mask=inside, other=0.0)
     m = m_nat * LOG2E
@@ -56,13 +57,13 @@ def _enter_rows(slot, C: gl.constexpr, m_ptr, l_ptr, seq_q, q_heads, layout: gl.
 @gluon.jit
 def enter(
     slot, C: gl.constexpr, m_ptr, l_ptr, o_ptr, seq_q, q_heads, D: gl.constexpr, W: gl.constexpr,
-    rows_layout: gl.constexpr, layout: gl.constexpr,
+    rows_layout: gl.constexpr, layout: gl.constexpr, some=True,
 ):  # fmt: skip
     """Return the carried state of a query tile: m to the base 2, its rounding error, a quarter of l for each lane of a
-    quad, and o."""
-    m, rest, l = _enter_rows(slot, C, m_ptr, l_ptr, seq_q, q_heads, rows_layout)
+    quad, and o; nothing seen unless ``some``."""
+    m, rest, l = _enter_rows(slot, C, m_ptr, l_ptr, seq_q, q_heads, rows_layout, some)
     values, inside = _values(o_ptr, slot.load(INFO_LAYOUT), C, seq_q, q_heads, D, W, layout)
-    return m, rest, l, gl.load(values, mask=inside, other=0.0)
+    return m, rest, l, gl.load(values, mask=inside & some, other=0.0)
 
 
 @gluon.jit

@@ -391,6 +391,16 @@ def fence_async_global():
     )
 
 
+@gluon.jit
+def fence_memory():
+    """``MEMBAR.ALL.GPU`` by every thread of four warps: what it has stored comes before what it stores later, and what
+    it has read before what it reads later, for all threads of this device."""
+    lanes = gl.zeros([128], gl.int32, gl.BlockedLayout([1], [32], [4], [0]))
+    gl.inline_asm_elementwise(
+        "fence.acq_rel.gpu; mov.b32 $0, $1;", "=r,r", [lanes], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
 @gluon.constexpr_function
 def _wait_at_asm(past):
     return (

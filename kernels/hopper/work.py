@@ -24,6 +24,8 @@ from .backward_pieces import BM, BN
 ENOUGH = 1.5  # CTAs of the backward for each processor
 LEAST_QUERIES = 1024  # of a run of queries, if they are divided because there are few keys
 TOGETHER = 4  # parts of groups that a backward walks at the same time where dQ is added in order
+STEPS_OF_A_PART = 4  # of key tiles, in the time in which a part of a query tile begins and ends
+MOST_PARTS = 3  # of query tiles, for each processor: 50 MB at head dim 256
 LEAST_STEPS = 128  # of a CTA of the backward, if its group has as many: the prologue and epilogue cost three steps
 
 
@@ -61,6 +63,55 @@ def head_sweeps(n_tiles: int, n_heads: int, workers: int) -> tuple[int, int]:
     """
     group = 2 ** max(0, math.ceil(math.log2(0.95 * workers / n_tiles)))
     return group, max(0, n_heads // group - 2) * group
+
+
+class Division(NamedTuple):
+    """The division of the last query tiles, whose keys are in parts of equal length for different CTAs.
+
+    Args:
+        undivided: number of query tiles, of all heads, that are not divided. They come first.
+        parts: of each of the others.
+        all_parts: number of parts of all of them.
+    """
+
+    undivided: int
+    parts: int
+    all_parts: int
+
+
+def divide_last(block: Block, block_m: int, block_n: int, n_heads: int, workers: int, worth: float) -> Division | None:
+    """Return how the keys of the last query tiles are divided, those that are fewer than processors; None if that would
+    save less than a share ``worth`` of the time, or if query tiles differ, so that light ones come last and fill gaps.
+
+    Not for ordered blocks, and only for those on the CPU: the host does not wait for a GPU."""
+
+    def make() -> Division | None:
+        rows, span = block.query_tiles(block_m, block_n)
+        key_tiles = ((span[..., 3] - span[..., 0]) // block_n).unique().tolist()
+        if len(key_tiles) != 1:
+            return None
+        return best_division(rows.shape[0] * n_heads, key_tiles[0], workers, worth)
+
+    if block.ordered or block.start.is_cuda or worth >= 1.0:
+        return None
+    return block.memo.once(("last query tiles", block_m, block_n, n_heads, workers), make)
+
+
+def best_division(query_tiles: int, key_tiles: int, workers: int, worth: float) -> Division | None:
+    """Return the division of so many query tiles that have so many key tiles each, see :func:`divide_last`."""
+    turns, last = -(-query_tiles // workers), query_tiles % workers
+
+    def steps(parts: int) -> int:
+        """Return the steps of a processor with the last query tiles, the last of which adds up its parts."""
+        return -(-last * parts // workers) * (-(-key_tiles // parts) + STEPS_OF_A_PART) + parts
+
+    choices = [n for n in range(2, key_tiles // 2 + 1) if last * n <= MOST_PARTS * workers]
+    if last == 0 or not choices:
+        return None
+    parts = min(choices, key=steps)
+    if key_tiles - steps(parts) < worth * turns * key_tiles:
+        return None
+    return Division(query_tiles - last, parts, last * parts)
 
 
 # --- backward ----------------------------------------------------------------------------------------------------

@@ -50,8 +50,9 @@ _spares: Memo[_Spare] = Memo(256)  # one per device, never dropped or replaced: 
 _making_spares = threading.Lock()  # of two that threads make at the same time, a Memo would drop one
 
 
-def work_counter(device: torch.device) -> Tensor:
-    """Return the counter of the current stream: (1,) int32, zero before and after each launch.
+def work_counter(device: torch.device, length: int = 1) -> Tensor:
+    """Return the counter of the current stream: int32, at least ``length``, zero before and after each launch. Only the
+    first one is the work counter; a kernel may have use for others.
 
     There is one per stream, because launches on a stream do not overlap. A captured graph may overlap with anything: it
     gets a counter of its own. As each launch leaves it at zero, it is zeroed before the capture and not in the graph,
@@ -60,15 +61,15 @@ def work_counter(device: torch.device) -> Tensor:
     if torch.cuda.is_current_stream_capturing():
         spare = _spares.get(device)
         number = None if spare is None else next(spare.free, None)
-        if spare is None or number is None:
-            return torch.zeros(1, dtype=torch.int32, device=device)
+        if spare is None or number is None or length > 1:
+            return torch.zeros(length, dtype=torch.int32, device=device)
         return spare.counters[number, :1]
     key = (device, torch._C._cuda_getCurrentRawStream(device.index))  # torch.cuda.current_stream() makes an object
     counter = _counters.get(key)
-    if counter is None:
+    if counter is None or counter.shape[0] < length:
         with _making_spares:
             _spares.once(device, lambda: _spare(device))
-        counter = _counters.put(key, torch.zeros(1, dtype=torch.int32, device=device))
+        counter = _counters.put(key, torch.zeros(length, dtype=torch.int32, device=device))
     return counter
 
 
