@@ -258,14 +258,13 @@ class Ours:
 
 
 def plain_block(shape: Shape) -> Block:
-    """Return the block of a whole sequence on one device."""
-    position = torch.arange(shape.seq, dtype=torch.int32, device=shape.device)
+    """Return the block of a whole sequence on one device, on the CPU as those of a plan."""
+    position = torch.arange(shape.seq, dtype=torch.int32)
     intervals = shape.mask.intervals(shape.seq)
 
     def walk(start: Tensor, end: Tensor, others: tuple[Block, ...] = ()) -> Block:
         pairs = shape.pairs() if len(intervals) == 1 else float((end - start).sum())
-        start, end = (x[None].to(shape.device) for x in (start, end))
-        return Block(start, end, position, position, (shape.seq,), (shape.seq,), pairs, others=others)
+        return Block(start[None], end[None], position, position, (shape.seq,), (shape.seq,), pairs, others=others)
 
     first, *others = intervals
     return walk(*first, tuple(walk(*bounds) for bounds in others))
