@@ -381,6 +381,20 @@ MUTANTS = (
         gpu=True,  # the interpreter rounds the product of a fused multiply-add
     ),
     Mutant(
+        "hopper: keys are divided where bits must not depend on other rows",
+        "kernels/hopper/work.py",
+        "if block.ordered or block.start.is_cuda or worth >= 1.0:",
+        "if block.start.is_cuda or worth >= 1.0:",
+        "tests/test_hopper_forward.py -k query_tiles_that_differ",
+    ),
+    Mutant(
+        "hopper: keys are divided of query tiles that differ",
+        "kernels/hopper/work.py",
+        "if len(key_tiles) != 1:",
+        "if not key_tiles:",
+        "tests/test_hopper_forward.py -k query_tiles_that_differ",
+    ),
+    Mutant(
         "hopper: the forward waits for the first row only",
         "kernels/hopper/forward_producer.py",
         "wait_row(flags_ptr, row, epoch, timed_out_ptr, 4)\n                arrived = row\n        for column",

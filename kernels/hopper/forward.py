@@ -16,6 +16,8 @@ with 64 query rows. The consumers of a CTA share the key and value tiles, two st
   while the producer waits for free stages for the last keys of this one.
 * Query tiles are handed out by an atomic counter (work_counter.py), heaviest first within a few heads at a time:
   balanced for any mask, few heads' keys in L2 at once, and robust if other work slows some SMs down.
+* If all query tiles take the same time, processors would be idle in the last turn: the keys of the last query tiles
+  are divided between CTAs where that saves enough (forward_parts.py).
 * With ``ready`` the producer waits for the flag of a head's keys and values before their first tile. The heads are
   swept in the order of arrival; the consumers are the same with and without flags. Tiles of this rank's own keys
   (``ready.own``) are read where they are and wait for no flag: only the first tile with fetched keys does.
