@@ -41,7 +41,7 @@ from . import backward_pieces as pieces
 from . import scores
 from .backward_arguments import Arrival, Descriptors, Gradients, Grid, Order, Score, Tiles
 from .backward_pieces import BM, BN, LOADERS, PAIR, STAGING
-from .primitives import barrier_arrive, barrier_sync, multiply_pairs
+from .primitives import barrier_arrive, barrier_sync, buffer_of, multiply_pairs
 
 DS_READY, Q_FREE, DO_FREE, DQ_STAGED, DQ_SENT = (gl.constexpr(i) for i in (4, 8, 10, 12, 14))
 
@@ -49,15 +49,22 @@ DS_READY, Q_FREE, DO_FREE, DQ_STAGED, DQ_SENT = (gl.constexpr(i) for i in (4, 8,
 @gluon.jit
 def _scores(i, k, tiles, S_L: gl.constexpr):
     """Issue S^T of step i, unscaled: (64 keys, 64 queries), asynchronous."""
-    mbarrier.wait(tiles.q_full.index(i % 2), (i // 2) & 1)
-    return pieces.keys_times_queries(k, tiles.q, i % 2, S_L)
+    stage, phase = buffer_of(i, 2)
+    mbarrier.wait(tiles.q_full.index(stage), phase)
+    return pieces.keys_times_queries(k, tiles.q, stage, S_L)
+
+
+@gluon.jit
+def _ds_stage(i, STAGES: gl.constexpr):
+    """Return the stage of dS of step i, of three or four."""
+    return i & 3 if STAGES == 4 else i % STAGES
 
 
 @gluon.jit
 def _dq(C: gl.constexpr, i, k_s, ds_s):
     """Issue consumer C's columns of dQ of step i, half of them or piece C: both halves of dS times K, two asynchronous
     products."""
-    stage = i % (ds_s.shape[0] // 2) * 2
+    stage = _ds_stage(i, ds_s.shape[0] // 2) * 2
     WHOLE: gl.constexpr = len(k_s) == 1
     W: gl.constexpr = k_s[0].shape[2] // 2 if WHOLE else k_s[C].shape[2]
     if WHOLE:
@@ -81,8 +88,8 @@ def _step(C: gl.constexpr, CUT: gl.constexpr, i, last, head, s, dk, dv, tiles, s
     A_L: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=dk[0].type.layout, k_width=2)
     dtype: gl.constexpr = tiles.k[0].dtype
     DS_STAGES: gl.constexpr = tiles.ds.shape[0] // 2
-    stage = i % 2
-    mbarrier.wait(tiles.dout_full.index(stage), (i // 2) & 1)
+    stage, phase = buffer_of(i, 2)
+    mbarrier.wait(tiles.dout_full.index(stage), phase)
     minus_delta = tiles.delta.index(stage).load(gl.SliceLayout(0, S_L))
     dp = pieces.keys_times_queries(pieces.tile_at(tiles.v, C, i), tiles.dout, stage, S_L, minus_delta)
     if score.inner is None:
@@ -96,7 +103,7 @@ def _step(C: gl.constexpr, CUT: gl.constexpr, i, last, head, s, dk, dv, tiles, s
     dp = warpgroup_mma_wait(PIECES, deps=[dp])
     ds = (p * dp).to(dtype) if score.inner is None else multiply_pairs(slope16, dp, dtype)
     barrier_sync(DS_READY + 2 - 2 * C + ((i + 1) & 1), PAIR)  # the other half of the previous dS
-    tiles.ds.index(i % DS_STAGES * 2 + C).store(ds)
+    tiles.ds.index(_ds_stage(i, DS_STAGES) * 2 + C).store(ds)
     ds16 = gl.convert_layout(ds, A_L)
     fence_async_shared()
     barrier_arrive(DS_READY + 2 * C + (i & 1), PAIR)

@@ -16,6 +16,7 @@ from .primitives import (
     async_load,
     barrier_arrive,
     barrier_sync,
+    buffer_of,
     exchange_blocks,
     fence_async_global,
     raise_counter,
@@ -307,8 +308,8 @@ def load_queries(
     if grid.BATCHED:
         bounds_row = at.batch * grid.q_tiles
     for i in range(0, steps):
-        stage = i % 2
-        do_stage = i % DO_STAGES
+        stage, _ = buffer_of(i, 2)
+        do_stage, _ = buffer_of(i, DO_STAGES)
         row = (at.batch * q_heads + head) * grid.q_tiles + j
         if i >= 2:
             barrier_sync(q_free + stage, LOADERS, warps=1)

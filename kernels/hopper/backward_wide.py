@@ -44,6 +44,7 @@ from .backward_pieces import BM, LOADERS, PAIR, STAGING
 from .primitives import (
     barrier_arrive,
     barrier_sync,
+    buffer_of,
     tma_reduce_add,
 )
 
@@ -104,18 +105,18 @@ def _walk_values(CUT: gl.constexpr, first, past_step, last, s, dv, tiles, score,
     steps_of_head = (past_step - first) // heads
     head, inside = 0, 0
     for i in range(first, past_step):
-        stage = i % 2
-        do_stage = i % DO_STAGES
+        stage, _ = buffer_of(i, 2)
+        do_stage, do_phase = buffer_of(i, DO_STAGES)
         p, slope16 = pieces.probabilities(s, score, keys, tiles, stage, head, S_L, CUT, p_s.dtype)
         p_s.store(slope16)
         barrier_arrive(P_READY, PAIR)
         barrier_arrive(Q_FREE + stage, LOADERS)
         p16 = gl.convert_layout(p, A_L)
-        mbarrier.wait(tiles.dout_full.index(do_stage), (i // DO_STAGES) & 1)
+        mbarrier.wait(tiles.dout_full.index(do_stage), do_phase)
         dv = pieces.accumulate(p16, tiles.dout, do_stage, dv)
-        after = gl.minimum(i + 1, last)
-        mbarrier.wait(tiles.q_full.index(after % 2), (after // 2) & 1)
-        s = pieces.keys_times_queries(pieces.tile_at(tiles.k, 0, i), tiles.q, after % 2, S_L)
+        after, q_phase = buffer_of(gl.minimum(i + 1, last), 2)
+        mbarrier.wait(tiles.q_full.index(after), q_phase)
+        s = pieces.keys_times_queries(pieces.tile_at(tiles.k, 0, i), tiles.q, after, S_L)
         dv, p16 = pieces.wait_sums(PIECES, dv, p16)
         barrier_arrive(DO_FREE + do_stage, LOADERS)
         barrier_sync(DS_READY, PAIR)
@@ -167,8 +168,8 @@ def _keys(grid, tiles, score, gradients, UNITS: gl.constexpr):
     dp = pieces.keys_times_queries(pieces.tile_at(tiles.v, 0, 0), tiles.dout, 0, S_L, minus_delta)
     dp = warpgroup_mma_wait(0, deps=[dp])
     for i in range(0, steps):
-        stage = i % 2
-        do_stage = i % DO_STAGES
+        stage, q_phase = buffer_of(i, 2)
+        do_stage, _ = buffer_of(i, DO_STAGES)
         barrier_sync(P_READY, PAIR)
         ds = (p_s.load(S_L).to(gl.float32) * dp).to(p_s.dtype)
         ds_s.store(ds)
@@ -176,7 +177,7 @@ def _keys(grid, tiles, score, gradients, UNITS: gl.constexpr):
         fence_async_shared()
         barrier_arrive(DS_READY, PAIR)
         barrier_arrive(DO_FREE + do_stage, LOADERS)
-        mbarrier.wait(tiles.q_full.index(stage), (i // 2) & 1)
+        mbarrier.wait(tiles.q_full.index(stage), q_phase)
         dk = pieces.accumulate(ds16, tiles.q, stage, dk)
         dq = _dq(UNITS_0, tiles.k, ds_s)
         dk, ds16 = pieces.wait_sums(1, dk, ds16)
@@ -185,9 +186,8 @@ def _keys(grid, tiles, score, gradients, UNITS: gl.constexpr):
             dq = warpgroup_mma_wait(0, deps=[dq])
             _send(1, dq, tiles.dq[1], score.dk_scale)
             dq = _dq(UNITS_0 + unit, tiles.k, ds_s)
-        after = gl.minimum(i + 1, steps - 1)
-        do_stage = after % DO_STAGES
-        mbarrier.wait(tiles.dout_full.index(do_stage), (after // DO_STAGES) & 1)
+        do_stage, do_phase = buffer_of(gl.minimum(i + 1, steps - 1), DO_STAGES)
+        mbarrier.wait(tiles.dout_full.index(do_stage), do_phase)
         minus_delta = tiles.delta.index(do_stage).load(gl.SliceLayout(0, S_L))
         dp = pieces.keys_times_queries(pieces.tile_at(tiles.v, 0, i), tiles.dout, do_stage, S_L, minus_delta)
         dq = warpgroup_mma_wait(PIECES, deps=[dq])

@@ -8,7 +8,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warp
 
 from . import alibi_product
 from .forward_parts import joined
-from .forward_pieces import INFO_LAYOUT, ROWS, SLOTS, buffer_of, matrix_of, number_of, scaled
+from .forward_pieces import INFO_LAYOUT, ROWS, SLOTS, matrix_of, number_of, scaled
 from .forward_scores import (
     SLACK,
     alibi_of,
@@ -24,7 +24,7 @@ from .forward_scores import (
     unpack,
 )
 from .forward_state import enter, flush, scratch, store, with_flushed
-from .primitives import FREE_BARRIERS, barrier_arrive, barrier_sync, keep_alive
+from .primitives import FREE_BARRIERS, barrier_arrive, barrier_sync, buffer_of, keep_alive
 from .scores import exponentials_of_capped, pairs
 
 

@@ -24,14 +24,6 @@ def matrix_of(tiles, i):
 
 
 @gluon.jit
-def buffer_of(i, BUFFERS: gl.constexpr):
-    """Return the buffer of item i of a ring, and its phase there. One or two buffers: as masks and shifts, where a
-    division of signed numbers would take four instructions more, one after the other, before each wait."""
-    gl.static_assert(BUFFERS <= 2)
-    return i & (BUFFERS - 1), (i >> (BUFFERS - 1)) & 1
-
-
-@gluon.jit
 def scaled(x, factor):
     """Return x times a factor for each row, which is in the layout of the scores."""
     return x * gl.convert_layout(factor, gl.SliceLayout(1, x.type.layout))[:, None]

@@ -9,8 +9,8 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from ..contract import GRID as _GRID
 from .forward_parts import keys_of_part, tile_of
-from .forward_pieces import INFO, INFO_LAYOUT, ROWS, SLOTS, buffer_of, number_of
-from .primitives import FREE_BARRIERS, async_load, barrier_sync, wait_row
+from .forward_pieces import INFO, INFO_LAYOUT, ROWS, SLOTS, number_of
+from .primitives import FREE_BARRIERS, async_load, barrier_sync, buffer_of, wait_row
 from .work_counter import take_number
 
 GRID = gl.constexpr(_GRID)  # keys of a tile that a rank's own keys are read in, see OwnKeys

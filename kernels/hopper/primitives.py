@@ -410,6 +410,14 @@ def _wait_at_asm(past):
 
 
 @gluon.jit
+def buffer_of(i, BUFFERS: gl.constexpr):
+    """Return the buffer of item i of a ring, and its phase there. One or two buffers: as masks and shifts, where a
+    division of signed numbers would take four instructions more, one after the other, before each wait."""
+    gl.static_assert(BUFFERS <= 2)
+    return i & (BUFFERS - 1), (i >> (BUFFERS - 1)) & 1
+
+
+@gluon.jit
 def wait_at(at, phase, PAST: gl.constexpr = 0):
     """``SYNCS.PHASECHK.TRYWAIT``: wait until an mbarrier has completed a phase, in four warps. Before ``mbarrier.wait``
     Triton puts a barrier of these warps, if another mbarrier has been waited for.
