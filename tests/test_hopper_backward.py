@@ -48,7 +48,7 @@ from ringattn.kernels.hopper import backward_pair as pair
 from ringattn.kernels.hopper import backward_pieces as pieces
 from ringattn.kernels.hopper import limits, work
 from ringattn.kernels.hopper import primitives as hopper_primitives
-from ringattn.kernels.hopper.backward_arguments import Gradients, Grid
+from ringattn.kernels.hopper.backward_arguments import Gradients, Grid, Order
 from ringattn.kernels.hopper.tensor_maps import readable
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
@@ -301,58 +301,74 @@ def test_tiles_are_visited_cut_first_then_full(monkeypatch, mask, seq, heads):
         assert cut_steps == heads * len(cut)
 
 
+@pytest.mark.parametrize("descend", [False, True])
 @pytest.mark.parametrize("heads", [1, 3])
 @pytest.mark.parametrize(("bn", "bm"), [(128, 64), (128, 128)])
 @pytest.mark.parametrize(("mask", "seq_q", "seq_k"), [
     (full, 300, 300), (causal, 1000, 1000), (causal, 700, 400), (window, 1500, 1500), (padding, 1000, 1000),
     (lambda m, n: differing(m, n), 700, 700), (lambda m, n: documents(m, n, lengths=(100, 33, 1567)), 1700, 1700),
 ])  # fmt: skip
-def test_key_tiles_take_turns_in_the_order_of_their_keys(monkeypatch, mask, seq_q, seq_k, bn, bm, heads):
-    """Each tile of queries is added to by turns 0, 1, 2 ... of growing key tiles. Each key tile visits what it sees
-    once, from the last to the first and for one head after the other: cut tiles, then full ones, then cut ones."""
+def test_key_tiles_take_turns_in_the_order_of_their_keys(monkeypatch, mask, seq_q, seq_k, bn, bm, heads, descend):
+    """Or in the opposite order: each tile of queries is added to by turns 0, 1, 2 ... of growing key tiles, or of
+    descending ones. Each key tile visits what it sees once, from the last to the first, or the opposite, and for one
+    head after the other: cut tiles, then full ones, then cut ones."""
     block = make_block(*mask(seq_q, seq_k), seq_k, segments_k=(seq_k - 150, 150))
     cpu = torch.device("cpu")
-    info, _, first = work.ordered_key_tile_table(block, bn, bm, cpu)
+    info, _, ends = work.ordered_key_tile_table(block, bn, bm, cpu)
     plain, _ = work.key_tile_table(block, bn, bm, cpu)
     by_key = plain.gather(1, plain[..., :1].argsort(1).expand_as(plain))
     assert torch.equal(info[..., [0, 1, 2, 3, 4, 5, 7]], by_key[..., [0, 1, 2, 3, 4, 5, 7]])
-    for tiles, turn_of_first in zip(info.tolist(), first.tolist(), strict=True):
+    for name in ("maximum", "minimum", "where"):
+        monkeypatch.setattr(pieces.gl, name, dict(maximum=max, minimum=min, where=lambda c, x, y: x if c else y)[name])
+    monkeypatch.setattr(pieces, "look_at", lambda counter: counter)
+    grid = Grid(None, heads, 0, 1, 1, 1, ends.shape[-1], BATCHED=len(ends) > 1, CTAS=1)
+    for tiles, of_queries in zip(info.tolist(), ends.tolist(), strict=True):
         assert [tile[0] for tile in tiles] == sorted(tile[0] for tile in tiles)
         numbers, turns = [*itertools.chain(*tiles)], collections.defaultdict(list)
         monkeypatch.setattr(pieces.gl, "load", numbers.__getitem__)
-        for at in range(0, len(numbers), pieces.INFO.value):
+        programs = [*range(0, len(numbers), pieces.INFO.value)]
+        for at in reversed(programs) if descend else programs:
             _, _, begin, end, full_begin, full_end, rank, _ = numbers[at : at + pieces.INFO.value]
-            steps, full_steps, late_steps = pieces.ordered_visits.fn(at, heads)
-            j, head, order = end - 1, 2 * heads, []
+            steps, full_steps, late_steps, j, stride = pieces.ordered_visits.fn(at, heads, descend)
+            head, order = 2 * heads, []
             for i in range(steps):
                 order.append((head - 2 * heads, j, full_steps <= i < late_steps))
-                j, head = pieces.ordered_next.fn(j, head, 2 * heads, heads)
-            assert order == [
-                (h, j, full_begin <= j < full_end) for j in reversed(range(begin, end)) for h in range(heads)
-            ]
-            if rank >= 0:
-                for h, j, _ in order:
-                    turns[h, j].append(rank - turn_of_first[j])
+                j, head = pieces.ordered_next.fn(j, head, stride, 2 * heads, heads)
+            visited = range(begin, end) if descend else reversed(range(begin, end))
+            assert order == [(h, j, full_begin <= j < full_end) for j in visited for h in range(heads)]
+            for h, j, _ in order:
+                with monkeypatch.context() as patch:
+                    patch.setattr(pieces.gl, "load", [*itertools.chain(*of_queries)].__getitem__)
+                    row, ends_row = types.SimpleNamespace(to=lambda _, h=h: h), descend * ends.shape[-1]
+                    counter, before, _ = pieces.turn_at.fn(Order(0, 0), grid, row, ends_row, j, rank, 0)
+                assert counter == 2 * (h * ends.shape[-1] + j)
+                if rank >= 0:
+                    turns[h, j].append(before)
+                else:
+                    assert before == 0
         assert all(x == list(range(len(x))) for x in turns.values())
         assert turns
 
 
+@pytest.mark.parametrize("sweeps", [None, 0, 1])  # with descending keys; None: no order
 @pytest.mark.parametrize(("batches", "kv_heads", "tiles", "parts", "sweep"), [
     (1, 4, 5, 1, 2), (2, 3, 7, 4, 1), (2, 3, 7, 4, 2), (1, 4, 5, 2, 2), (2, 4, 5, 2, 8), (1, 1, 3, 6, 3),
 ])  # fmt: skip
-def test_parts_of_a_tile_start_in_order(monkeypatch, batches, kv_heads, tiles, parts, sweep):
+def test_parts_of_a_tile_start_in_order(monkeypatch, batches, kv_heads, tiles, parts, sweep, sweeps):
     """Otherwise a part might wait for its turn for ever. Rows of keys are counted as ``completion_counts`` says."""
     raised = []
     monkeypatch.setattr(pieces.gl, "maximum", max)
     monkeypatch.setattr(pieces.gl, "load", lambda _: 1)  # the segment of every key tile
     monkeypatch.setattr(pieces, "barrier_sync", lambda *_, **__: None)
-    for name in ("_order", "_turns_of"):
+    programs = batches * kv_heads * parts * tiles
+    for name in ("_order", "_turns_of", "keys_descend"):
         monkeypatch.setattr(pieces, name, getattr(pieces, name).fn)
     monkeypatch.setattr(pieces, "raise_counter", lambda at, scope: raised.append((scope, at)))
+    descending = None if sweeps is None else sweeps * sweep * tiles
     started, segments, together = set(), 3, max(1, sweep // parts)
-    grid = Grid(0, 1, tiles, kv_heads, parts, sweep, 1, BATCHED=False, CTAS=1)
+    grid = Grid(0, 1, tiles, kv_heads, parts, sweep, 1, BATCHED=False, CTAS=1, descending=descending)
     gradients = Gradients(*[None] * 6, turns_ptr=0, counters_ptr=0, segments=segments)
-    for program in range(batches * kv_heads * parts * tiles):
+    for program in range(programs):
         raised.clear()
         monkeypatch.setattr(pieces.gl, "program_id", lambda _, number=program: number)
         at = pieces.place.fn(grid)
@@ -434,10 +450,27 @@ def test_parts_occupy_the_processors_or_share_the_queries(heads, kv_heads, seq, 
 
 @pytest.mark.parametrize(("rows", "tiles", "parts"), [(8, 64, 4), (8, 64, 1), (1, 16, 16), (2, 16, 8), (6, 7, 4)])
 def test_sweeps_end_with_whole_groups(rows, tiles, parts):
-    for sweep in (work.sweep(rows, tiles, 132, parts), work.sweep_in_order(rows, tiles, 132, parts)):
-        assert rows * parts % sweep == 0
-        assert sweep % parts == 0 or parts % sweep == 0
-    assert sweep >= min(work.TOGETHER, rows * parts)
+    sweep = work.sweep(rows, tiles, 132, parts)
+    assert rows * parts % sweep == 0
+    assert sweep % parts == 0 or parts % sweep == 0
+
+
+@pytest.mark.parametrize(("dim", "heads", "kv_heads", "seq", "pairs", "expected"), [
+    (64, 16, 16, 16384, 16384**2 / 2, (2, 14)), (64, 16, 16, 32768, 32768**2 / 2, (1, 15)),
+    (64, 16, 16, 16384, 16384 * 4096, (4, 12)), (128, 16, 16, 16384, 16384 * 4096, (1, 15)),  # windows
+    (128, 16, 16, 8192, 8192**2 / 2, (2, 14)), (64, 16, 16, 4096, 4096**2 / 2, (8, 8)),
+    (64, 3, 3, 4096, 4096**2 / 2, (1, 2)), (64, 1, 1, 4096, 4096**2 / 2, (1, 0)),
+    (64, 16, 16, 65536, 65536**2 / 2, (4, 0)), (128, 16, 16, 16384, None, (4, 0)),  # more than fits into L2
+    (128, 32, 8, 16384, 16384**2 / 2, (4, 0)),
+])  # fmt: skip
+def test_keys_descend_where_their_queries_fit_into_l2(dim, heads, kv_heads, seq, pairs, expected, monkeypatch):
+    monkeypatch.setattr(work, "processors", lambda _: 132)
+    q, k = (torch.empty(1, seq, n, dim, device="meta", dtype=torch.bfloat16) for n in (heads, kv_heads))
+    rows = torch.empty(1, seq, device="meta")
+    block = Block(rows, rows, rows[0], rows[0], (seq,), (seq,), pairs)
+    sweep, descending = work.order_of_sums(q, k, k, block, work.split_groups(q, k, block), seq // 128)
+    assert (sweep, descending // (seq // 128)) == expected
+    assert descending % (sweep * seq // 128) == 0  # whole sweeps
 
 
 # --- on a GPU ----------------------------------------------------------------------------------------------------

@@ -222,7 +222,12 @@ def _arguments(
     rows, ctas = work.queries_per_step(q), work.ctas_per_tile(q)
     tiles, parts, scale, fold = info.shape[1], split.parts, score.softmax_scale, _folded_scale(q, score)
     fixed = _fixed(q, score)
-    sweep = work.sweep if x.sums is None else work.sweep_in_order
+    order: tuple[Any, ...] = (None, None, None)
+    if x.sums is None:
+        sweep = work.sweep(batch * kv_heads, tiles, work.processors(q) // ctas, parts)
+    else:
+        sweep, descending = work.order_of_sums(q, k, v, block, split, tiles)
+        order = (*first, x.sums, descending)
     alibi: tuple[Any, ...] = (None, None, None, None)
     if x.slopes is not None:
         of_queries, of_keys = _positions(q, block)
@@ -231,10 +236,8 @@ def _arguments(
         dk, x.dv, info, q_heads // kv_heads // parts, tiles, kv_heads, parts, batch, *dk.stride()[-4:-1],
         -(-seq_q // rows), changes.scale, scale, 1 / fold if fold else 1.0,
         x.flags, epoch, x.timed_out, x.turns, x.counters, 0 if x.counters is None else x.counters.shape[1],
-        sweep(batch * kv_heads, tiles, work.processors(q) // ctas, parts),
-        None if fixed else changes.inner, *alibi,
+        sweep, None if fixed else changes.inner, *alibi,
     )  # fmt: skip
-    order = (*first, x.sums) if first else (None, None)
     constants = dict(BATCHED=info.shape[0] > 1, FOLD=fold > 0.0, REGISTERS=240, num_warps=4)
     statistics = view(x.lse, (1, rows)), view(x.minus_delta, (1, rows)), view(bounds, (1, 2 * rows))
 

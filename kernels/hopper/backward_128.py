@@ -145,14 +145,15 @@ def _walk(
 
 
 @gluon.jit
-def _consumer(C: gl.constexpr, grid, tiles, score, gradients, ORDERED: gl.constexpr):
+def _consumer(C: gl.constexpr, grid, tiles, score, gradients):
     S_L: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BM, 16])
     SIGNALS: gl.constexpr = gradients.turns_ptr is not None or gradients.counters_ptr is not None
+    ORDERED: gl.constexpr = grid.descending is not None
     at = pieces.place(grid)
     first = gl.load(at.info)
     past = gl.load(at.info + 1)
     if ORDERED:
-        steps, cut_steps, late_steps = pieces.ordered_visits(at.info, grid.heads)
+        steps, cut_steps, late_steps, _, _ = pieces.ordered_visits(at.info, grid.heads, pieces.keys_descend(grid))
     else:
         steps, cut_steps, _, _ = pieces.visit_order(at.info, grid.heads)
         late_steps = steps
@@ -199,7 +200,6 @@ def _start(grid, descs, score, gradients, arrival, order, REGISTERS: gl.constexp
     dtype: gl.constexpr = descs.k[0].dtype
     DS_L: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BN // 2, BM], dtype)
     DS_STAGES: gl.constexpr = 4 if descs.positions is None else 3  # 3 are needed; positions take the place of one
-    ORDERED: gl.constexpr = order is not None
     # Consumer 0 and its writer have the first half or the first piece of dQ's columns.
     W: gl.constexpr = descs.dq[0].block_type.shape[3]
     boxes = Tiles(
@@ -225,9 +225,9 @@ def _start(grid, descs, score, gradients, arrival, order, REGISTERS: gl.constexp
         mbarrier.init(tiles.dout_full.index(i), count=1)
     gl.warp_specialize(
         [
-            (_consumer, (0, grid, tiles, score, gradients, ORDERED)),
-            (_consumer, (1, grid, tiles, score, gradients, ORDERED)),
-            (pieces.producer, (grid, descs, boxes, arrival, Q_FREE, DO_FREE, ORDERED)),
+            (_consumer, (0, grid, tiles, score, gradients)),
+            (_consumer, (1, grid, tiles, score, gradients)),
+            (pieces.producer, (grid, descs, boxes, arrival, Q_FREE, DO_FREE)),
             (pieces.writer, (0, DQ_STAGED, DQ_SENT, BM, 0, W, descs.dq[0], boxes.dq[0], grid, gradients, order)),
             (pieces.writer, (1, DQ_STAGED, DQ_SENT, BM, 0, W, descs.dq[1], boxes.dq[1], grid, gradients, order)),
         ],
@@ -244,7 +244,7 @@ def kernel(
     q_tiles, scale_log2, dk_scale, dv_scale,
     flags_ptr, epoch, timed_out_ptr, turns_ptr, counters_ptr, segments, sweep,
     inner, positions_desc, slopes_ptr, slopes_stride, positions_k_ptr,  # None without softcap; without ALiBi
-    first_ptr, sums_ptr,  # None if dQ may be added in any order
+    ends_ptr, sums_ptr, descending,  # None if dQ may be added in any order
     BATCHED: gl.constexpr, FOLD: gl.constexpr, FIXED: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """Compute dk, dv and dq.
@@ -254,7 +254,7 @@ def kernel(
     ``stride_*`` are those of dk and dv. ``flags_ptr`` or ``counters_ptr`` None: nothing to wait for or to count.
     ``FIXED``: :attr:`scores.Changes.fixed`, constants that take the place of ``inner``, or None."""
     _start(
-        Grid(info_ptr, heads, tiles, kv_heads, parts, sweep, q_tiles, BATCHED),
+        Grid(info_ptr, heads, tiles, kv_heads, parts, sweep, q_tiles, BATCHED, descending=descending),
         Descriptors(
             q=pieces.pieces_of(q_desc, q_rest_desc),
             dout=pieces.pieces_of(dout_desc, dout_rest_desc),
@@ -272,6 +272,6 @@ def kernel(
         ),
         Gradients(dk_ptr, dv_ptr, batches, stride_b, stride_s, stride_h, turns_ptr, counters_ptr, segments),
         Arrival(flags_ptr, epoch, timed_out_ptr),
-        None if sums_ptr is None else Order(first_ptr, sums_ptr),
+        None if sums_ptr is None else Order(ends_ptr, sums_ptr),
         REGISTERS,
     )  # fmt: skip

@@ -22,6 +22,7 @@ class Grid(NamedTuple):
     q_tiles: gl.tensor  # of queries, in a query head
     BATCHED: gl.constexpr  # descriptions differ in the batch
     CTAS: gl.constexpr = gl.constexpr(1)  # programs in a row that share a tile of keys
+    descending: gl.tensor = gl.constexpr(None)  # programs before this one add to dQ from the last key tile to the first
 
 
 class Place(NamedTuple):
@@ -111,5 +112,5 @@ class Gradients(NamedTuple):
 class Order(NamedTuple):
     """The order in which key tiles add to a tile of dQ, see :func:`.backward_pieces.wait_for_turn`."""
 
-    first_ptr: gl.tensor  # the first key tile, for each tile of queries
+    ends_ptr: gl.tensor  # the first and the last key tile, for each tile of queries: work.ordered_key_tile_table
     sums_ptr: gl.tensor  # how often each half of each tile of dQ has been added to

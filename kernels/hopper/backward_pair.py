@@ -93,7 +93,7 @@ def _producer(grid, descs, tiles, arrival):
     at = pieces.place(grid)
     rank = gl.program_id(0) % CTAS
     first = gl.load(at.info)
-    visits = pieces.visits_of(at.info, grid.heads)
+    visits = pieces.visits_of(at.info, grid)
     pieces.wait_for_keys(arrival, grid, at)
     k_desc, v_desc, full = descs.k[0], descs.v[0], tiles.kv_full.index(0)
     mbarrier.expect(full, 3 * k_desc.block_type.nbytes + 2 * v_desc.block_type.nbytes)

@@ -19,13 +19,14 @@ from .primitives import (
     buffer_of,
     exchange_blocks,
     fence_async_global,
+    look_at,
     raise_counter,
+    raise_when_sent,
     reinterpret,
     round_pairs,
     tma_reduce_add,
     wait_count,
     wait_row,
-    wait_sent,
 )
 
 BM = gl.constexpr(64)  # queries of a step; backward_tall.py has more
@@ -34,7 +35,7 @@ INFO = gl.constexpr(8)  # int32 numbers that describe a key tile, see work.key_t
 
 # Numbers that vary with lengths and documents: one compiled kernel for all of them. (So do ``heads`` and ``parts``, but
 # they cost registers; there are few of them, which are compiled together.)
-NUMBERS = ("tiles", "q_tiles", "epoch", "segments", "sweep", "slopes_stride")
+NUMBERS = ("tiles", "q_tiles", "epoch", "segments", "sweep", "slopes_stride", "descending")
 
 LOADERS = gl.constexpr(288)  # threads at a barrier of both consumers and the producer
 PAIR = gl.constexpr(256)  # both consumers
@@ -62,7 +63,16 @@ def _order(grid):
     ``grid.sweep`` parts are walked at the same time, tile by tile."""
     program = gl.program_id(0) // grid.CTAS
     inside = program % (grid.sweep * grid.tiles)
-    return program // (grid.sweep * grid.tiles) * grid.sweep + inside % grid.sweep, inside // grid.sweep
+    tile = inside // grid.sweep
+    if (grid.descending is not None) and keys_descend(grid):
+        tile = grid.tiles - 1 - tile
+    return program // (grid.sweep * grid.tiles) * grid.sweep + inside % grid.sweep, tile
+
+
+@gluon.jit
+def keys_descend(grid):
+    """Return whether key tiles add to dQ from the last to the first, see :func:`wait_for_turn`."""
+    return gl.program_id(0) // grid.CTAS < grid.descending
 
 
 @gluon.jit
@@ -88,7 +98,7 @@ def signal_sent(sent: gl.constexpr, last, gradients, grid, part):
     signal wait until all consumers of the previous part have stored: parts add to the same dk and dv in order, so that
     these have the same bits on every run. The previous part has a smaller program number and has started earlier."""
     if (gradients.turns_ptr is not None) and last:
-        wait_count(_turns_of(gradients.turns_ptr, grid), 2 * grid.CTAS * part)
+        wait_count(_turns_of(gradients.turns_ptr, grid), 2 * grid.CTAS * part, 0)
         barrier_sync(sent, STAGING, warps=1)  # not arrive: sync alone is documented to order memory
     else:
         barrier_arrive(sent, STAGING, warps=1)
@@ -154,24 +164,31 @@ def next_tile(i, j, head, cut_steps, heads, stops):
 
 
 @gluon.jit
-def ordered_visits(info, heads):
-    """Return the order of the query tiles where the sums of dQ have one (:func:`wait_for_turn`): from the last to the
-    first, each for every head before the next one. If a head came after the other, the program of later keys would be
-    done first with its part of the first head under a causal mask, and wait at the second.
+def ordered_visits(info, heads, descend):
+    """Return the order of the query tiles where the sums of dQ have one: from the first to the last if keys
+    ``descend`` (:func:`wait_for_turn`), else from the last to the first, each for every head before the next one. If a
+    head came after the other, one program would be done first with its part of the first head under a causal mask, and
+    wait at the second.
 
-    Returns: steps of all heads, and the steps at which the full tiles begin and end; the first tile is ``end - 1``."""
+    Returns: steps of all heads, the steps at which the full tiles begin and end, the first tile, and the step to the
+        next one."""
     begin = gl.load(info + 2)
     end = gl.load(info + 3)
-    return (end - begin) * heads, (end - gl.load(info + 5)) * heads, (end - gl.load(info + 4)) * heads
+    full_begin = gl.load(info + 4)
+    full_end = gl.load(info + 5)
+    cut, late, first, stride = end - full_end, end - full_begin, end - 1, begin - begin - 1
+    if descend:
+        cut, late, first, stride = full_begin - begin, full_end - begin, begin, begin - begin + 1
+    return (end - begin) * heads, cut * heads, late * heads, first, stride
 
 
 @gluon.jit
-def ordered_next(j, head, first_head, heads):
+def ordered_next(j, head, stride, first_head, heads):
     """Return the tile and the head of the next step; ``first_head``: that of this program."""
     head += 1
     if head == first_head + heads:
         head = first_head
-        j -= 1
+        j += stride
     return j, head
 
 
@@ -186,26 +203,48 @@ def ordered_next_head(alibi, head, heads):
 
 
 @gluon.jit
-def wait_for_turn(order, grid, row, bounds_row, j, rank, C: gl.constexpr):
-    """Wait, in a writer, until all key tiles before this one have added to tile j of queries of ``row`` (batch element
-    and query head). Return the counter to raise after this one has, by :func:`end_turn`; a tile that no query sees
-    takes no turn.
+def turn_at(order, grid, row, ends_row, j, rank, C: gl.constexpr):
+    """Return the turn of a key tile at tile j of queries of ``row`` (batch element and query head), for
+    :func:`wait_for_turn` and :func:`end_turn`: the counter of the key tiles that have added to it, how many come before
+    this one, and what the counter says now. Both loads arrive while the previous tile is sent. Next to the last tile
+    there may be none: that turn is not taken.
 
-    Key tiles add in the order of their keys, which is that of the programs: a program waits for programs with smaller
-    numbers, which have started earlier, and so for none that waits for it."""
+    Args:
+        rank: of the key tile, in the order of the keys; -1: no query sees it, and it takes no turns.
+    """
+    j = gl.minimum(gl.maximum(j, 0), grid.q_tiles - 1)
     counter = order.sums_ptr + ((row.to(gl.int64) * grid.q_tiles + j) * 2 + C)
-    if rank >= 0:
-        wait_count(counter, rank - gl.load(order.first_ptr + bounds_row + j))
-        fence_async_global()
-    return counter
+    end = gl.load(order.ends_ptr + ends_row + j)
+    before = gl.where(rank < 0, 0, gl.maximum(rank - end, end - rank))
+    return counter, before, look_at(counter)
 
 
 @gluon.jit
-def end_turn(counter, rank):
+def wait_for_turn(turn):
+    """Wait, in a writer, until all key tiles before this one have added to a tile of dQ; :func:`end_turn` of its
+    previous turn comes between the look at the counter and this, and its fence orders what the look has seen.
+
+    Key tiles add in the order of the programs: a program waits for programs with smaller numbers, which have started
+    earlier, and so for none that waits for it. That order is the one of the keys, or the opposite, with the queries the
+    other way round (``work.order_of_sums``):
+
+    * From the first key to the last, queries from the last to the first: all programs begin with the same queries, so
+      program n is n turns late at first, and behind its predecessor for good. But under a causal mask each has fewer
+      steps than its predecessor, so processors become free from the last to the first, and their next programs wait
+      again. What programs read and add to is the same few tiles.
+    * From the last key to the first, queries from the first to the last: under a causal mask or a window, tile n of
+      keys begins at its own queries, which n + 1 does not see, and stays behind it; nobody waits. But the longest tiles
+      of a head come last, and programs read and add to tiles all over their heads, which must fit into L2."""
+    counter, before, seen = turn
+    wait_count(counter, before, seen)
+    fence_async_global()
+
+
+@gluon.jit
+def end_turn(turn, rank):
     """Wait until what this warp has sent is in memory, and let the next key tile add."""
     if rank >= 0:
-        wait_sent()
-        raise_counter(counter, "gpu")
+        raise_when_sent(turn[0])
 
 
 @gluon.jit
@@ -223,13 +262,13 @@ def writer(
     """
     at = place(grid)
     if order is not None:
-        steps, _, _ = ordered_visits(at.info, grid.heads)
-        j = gl.load(at.info + 3) - 1
+        descend = keys_descend(grid)
+        steps, _, _, j, stride = ordered_visits(at.info, grid.heads, descend)
         rank = gl.load(at.info + 6)
         rows = at.batch * (grid.kv_heads * grid.parts * grid.heads)
-        bounds_row = 0
+        ends_row = gl.where(descend, grid.q_tiles, 0)
         if grid.BATCHED:
-            bounds_row = at.batch * grid.q_tiles
+            ends_row += at.batch * (2 * grid.q_tiles)
     else:
         steps, cut_steps, j, stops = visit_order(at.info, grid.heads)
     first = (at.kv_head * grid.parts + at.part) * grid.heads
@@ -237,36 +276,42 @@ def writer(
     for _ in range(0, 2):
         barrier_sync(staged + C, STAGING, warps=1)
         barrier_arrive(sent + C, STAGING, warps=1)
+    if order is not None:
+        counter, before, seen = turn_at(order, grid, rows + head, ends_row, j, rank, C)
+        turn = counter, before, gl.minimum(seen, -1)  # no fence after this look
     for i in range(0, steps):
         if order is not None:
-            counter = wait_for_turn(order, grid, rows + head, bounds_row, j, rank, C)
+            wait_for_turn(turn)
         barrier_sync(staged + C, STAGING, warps=1)
         tma_reduce_add(dq_desc, [at.batch, j * ROWS + C * ROW, head, C * COLUMN], dq_s)
+        if order is not None:
+            sending = turn
+            j, head = ordered_next(j, head, stride, first, grid.heads)
+            turn = turn_at(order, grid, rows + head, ends_row, j, rank, C)
+        else:
+            j, head = next_tile(i, j, head, cut_steps, grid.heads, stops)
         tma.store_wait(0)
         signal_sent(sent + C, i == steps - 1, gradients, grid, at.part)
         if order is not None:
-            end_turn(counter, rank)
-            j, head = ordered_next(j, head, first, grid.heads)
-        else:
-            j, head = next_tile(i, j, head, cut_steps, grid.heads, stops)
+            end_turn(sending, rank)
     finish_writer(staged + C, gradients, grid, at)
 
 
 @gluon.jit
-def producer(grid, descs, tiles, arrival, q_free: gl.constexpr, dout_free: gl.constexpr, ORDERED: gl.constexpr = False):
+def producer(grid, descs, tiles, arrival, q_free: gl.constexpr, dout_free: gl.constexpr):
     """Load K and V, in as many tiles of 64 keys as ``kv_full`` has barriers, then the queries."""
     KV_BYTES: gl.constexpr = _bytes(descs.k) + _bytes(descs.v)
     KEY_TILES: gl.constexpr = tiles.kv_full.shape[0]
     at = place(grid)
     first = gl.load(at.info)
-    visits = visits_of(at.info, grid.heads, ORDERED)
+    visits = visits_of(at.info, grid)
     wait_for_keys(arrival, grid, at)
     for c in gl.static_range(KEY_TILES):
         full = tiles.kv_full.index(c)
         mbarrier.expect(full, KV_BYTES)
         _load_pieces(descs.k, [at.batch, first + c * (BN // 2), at.kv_head], full, tiles.k, c)
         _load_pieces(descs.v, [at.batch, first + c * (BN // 2), at.kv_head], full, tiles.v, c)
-    load_queries(grid, at, visits, descs, tiles, q_free, dout_free, ORDERED)
+    load_queries(grid, at, visits, descs, tiles, q_free, dout_free)
 
 
 @gluon.jit
@@ -278,22 +323,18 @@ def wait_for_keys(arrival, grid, at):
 
 
 @gluon.jit
-def visits_of(info, heads, ORDERED: gl.constexpr = False):
+def visits_of(info, grid):
     """Return the visits of a key tile, for :func:`load_queries`: before anything is waited for."""
-    if ORDERED:
-        steps, cut_steps, late_steps = ordered_visits(info, heads)
-        j = gl.load(info + 3) - 1
-        stops = ()
+    if grid.descending is not None:
+        steps, cut_steps, late_steps, j, stops = ordered_visits(info, grid.heads, keys_descend(grid))
     else:
-        steps, cut_steps, j, stops = visit_order(info, heads)
+        steps, cut_steps, j, stops = visit_order(info, grid.heads)
         late_steps = steps
     return steps, cut_steps, late_steps, j, stops
 
 
 @gluon.jit
-def load_queries(
-    grid, at, visits, descs, tiles, q_free: gl.constexpr, dout_free: gl.constexpr, ORDERED: gl.constexpr = False,
-):  # fmt: skip
+def load_queries(grid, at, visits, descs, tiles, q_free: gl.constexpr, dout_free: gl.constexpr):
     """Load Q, lse (with ALiBi the positions, and the intervals of cut tiles), dO and delta of every step."""
     ROWS: gl.constexpr = descs.lse.block_type.shape[1]
     LSE_BYTES: gl.constexpr = descs.lse.block_type.nbytes
@@ -314,7 +355,7 @@ def load_queries(
         if i >= 2:
             barrier_sync(q_free + stage, LOADERS, warps=1)
         cut = i < cut_steps
-        if ORDERED:
+        if grid.descending is not None:
             cut |= i >= late_steps
         full = tiles.q_full.index(stage)
         if cut:
@@ -332,8 +373,8 @@ def load_queries(
         mbarrier.expect(full, DO_BYTES + descs.delta.block_type.nbytes)
         _load_pieces(descs.dout, [at.batch, j * ROWS, head], full, tiles.dout, do_stage)
         async_load(descs.delta, [row, 0], full, tiles.delta.index(do_stage))
-        if ORDERED:
-            j, head = ordered_next(j, head, first, grid.heads)
+        if grid.descending is not None:
+            j, head = ordered_next(j, head, stops, first, grid.heads)
         else:
             j, head = next_tile(i, j, head, cut_steps, grid.heads, stops)
 

@@ -126,14 +126,15 @@ def _walk(
 
 
 @gluon.jit
-def _consumer(C: gl.constexpr, grid, tiles, score, gradients, ORDERED: gl.constexpr):
+def _consumer(C: gl.constexpr, grid, tiles, score, gradients):
     S_L: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, ROWS, 16])
     SIGNALS: gl.constexpr = gradients.turns_ptr is not None or gradients.counters_ptr is not None
+    ORDERED: gl.constexpr = grid.descending is not None
     at = pieces.place(grid)
     first = gl.load(at.info)
     past = gl.load(at.info + 1)
     if ORDERED:
-        steps, cut_steps, late_steps = pieces.ordered_visits(at.info, grid.heads)
+        steps, cut_steps, late_steps, _, _ = pieces.ordered_visits(at.info, grid.heads, pieces.keys_descend(grid))
     else:
         steps, cut_steps, _, _ = pieces.visit_order(at.info, grid.heads)
         late_steps = steps
@@ -178,7 +179,6 @@ def _start(grid, descs, score, gradients, arrival, order, REGISTERS: gl.constexp
     """Allocate shared memory and start the warps."""
     dtype: gl.constexpr = descs.k[0].dtype
     DS_L: gl.constexpr = gl.NVMMASharedLayout.get_default_for([HALF, ROWS], dtype)
-    ORDERED: gl.constexpr = order is not None
     boxes = Tiles(
         k=pieces.boxes(descs.k),
         v=pieces.boxes(descs.v),
@@ -202,9 +202,9 @@ def _start(grid, descs, score, gradients, arrival, order, REGISTERS: gl.constexp
         mbarrier.init(tiles.dout_full.index(i), count=1)
     gl.warp_specialize(
         [
-            (_consumer, (0, grid, tiles, score, gradients, ORDERED)),
-            (_consumer, (1, grid, tiles, score, gradients, ORDERED)),
-            (pieces.producer, (grid, descs, boxes, arrival, Q_FREE, DO_FREE, ORDERED)),
+            (_consumer, (0, grid, tiles, score, gradients)),
+            (_consumer, (1, grid, tiles, score, gradients)),
+            (pieces.producer, (grid, descs, boxes, arrival, Q_FREE, DO_FREE)),
             (pieces.writer, (0, DQ_STAGED, DQ_SENT, ROWS, HALF, 0, descs.dq[0], boxes.dq[0], grid, gradients, order)),
             (pieces.writer, (1, DQ_STAGED, DQ_SENT, ROWS, HALF, 0, descs.dq[0], boxes.dq[1], grid, gradients, order)),
         ],
@@ -220,12 +220,12 @@ def kernel(
     q_tiles, scale_log2, dk_scale, dv_scale,
     flags_ptr, epoch, timed_out_ptr, turns_ptr, counters_ptr, segments, sweep,
     inner, positions_desc, slopes_ptr, slopes_stride, positions_k_ptr,  # None without softcap; without ALiBi
-    first_ptr, sums_ptr,  # None if dQ may be added in any order
+    ends_ptr, sums_ptr, descending,  # None if dQ may be added in any order
     BATCHED: gl.constexpr, FOLD: gl.constexpr, FIXED: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """Compute dk, dv and dq. Arguments: as of ``backward_128.kernel``."""
     _start(
-        Grid(info_ptr, heads, tiles, kv_heads, parts, sweep, q_tiles, BATCHED),
+        Grid(info_ptr, heads, tiles, kv_heads, parts, sweep, q_tiles, BATCHED, descending=descending),
         Descriptors(
             (q_desc,), (dout_desc,), (k_desc,), (v_desc,), lse_desc, delta_desc, bounds_desc, positions_desc, (dq_desc,)
         ),
@@ -235,6 +235,6 @@ def kernel(
         ),
         Gradients(dk_ptr, dv_ptr, batches, stride_b, stride_s, stride_h, turns_ptr, counters_ptr, segments),
         Arrival(flags_ptr, epoch, timed_out_ptr),
-        None if sums_ptr is None else Order(first_ptr, sums_ptr),
+        None if sums_ptr is None else Order(ends_ptr, sums_ptr),
         REGISTERS,
     )  # fmt: skip

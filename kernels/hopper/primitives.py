@@ -344,6 +344,8 @@ def raise_counter(counter_ptr, SCOPE: gl.constexpr):
 
 _WAIT_COUNT_ASM = gl.constexpr("""{
 .reg .pred reached; .reg .b32 count;
+setp.ge.s32 reached, $3, $2;
+@reached bra REACHED;
 ld.acquire.gpu.global.b32 count, [$1];
 setp.ge.s32 reached, count, $2;
 @reached bra REACHED;
@@ -359,25 +361,45 @@ mov.b32 $0, 0;
 
 
 @gluon.jit
-def wait_count(counter_ptr, count):
-    """``LDG.STRONG.GPU`` by every thread of one warp until the counter is at least ``count``. Then everything stored
-    before it was raised (:func:`raise_counter`) may be read; by other warps after a barrier with this one. Only for
-    work of CTAs with smaller numbers, which have started earlier and do not wait for this one."""
+def wait_count(counter_ptr, count, seen):
+    """``LDG.STRONG.GPU`` by every thread of one warp until the counter is at least ``count``, none if it has been
+    ``seen`` to be. Then everything stored before it was raised (:func:`raise_counter`) may be read; by other warps
+    after a barrier with this one. Only for work of CTAs with smaller numbers, which have started earlier and do not
+    wait for this one.
+
+    Args:
+        seen: what :func:`look_at` has returned, if a fence of these threads came after it; less than ``count`` else.
+    """
     lanes = gl.zeros([32], gl.int32, gl.BlockedLayout([1], [32], [1], [0]))
-    args = [counter_ptr + lanes, lanes + count]
-    constraints: gl.constexpr = "=r,l,r"
+    args = [counter_ptr + lanes, lanes + count, lanes + seen]
+    constraints: gl.constexpr = "=r,l,r,r"
     gl.inline_asm_elementwise(_WAIT_COUNT_ASM, constraints, args, dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
-def wait_sent():
-    """``cp.async.bulk.wait_group 0`` by every thread of one warp: wait until what it has sent by TMA is in memory, and
-    not only read, as ``tma.store_wait`` does. The fence orders it before what the warp then signals: TMA is another
-    proxy."""
+def look_at(counter_ptr):
+    """``LDG.STRONG.GPU`` by every thread of one warp, (32,) int32: load a counter without waiting for the answer. A
+    fence that comes after the answer makes it as good as that of :func:`wait_count` (PTX ISA, "Release and Acquire
+    Patterns")."""
+    lanes = gl.zeros([32], gl.int32, gl.BlockedLayout([1], [32], [1], [0]))
+    args = [counter_ptr + lanes]
+    return gl.inline_asm_elementwise(
+        "ld.relaxed.gpu.global.b32 $0, [$1];", "=r,l", args, dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
+def raise_when_sent(counter_ptr):
+    """``cp.async.bulk.wait_group 0`` by every thread of one warp, then :func:`raise_counter` for this GPU: wait until
+    what it has sent by TMA is in memory, and not only read, as ``tma.store_wait`` does. The first fence orders it
+    before the counter: TMA is another proxy. The second one, of every thread, orders what they load afterwards behind
+    what they have seen before, too (:func:`look_at`)."""
     lanes = gl.zeros([32], gl.int32, gl.BlockedLayout([1], [32], [1], [0]))
     gl.inline_asm_elementwise(
-        "cp.async.bulk.wait_group 0; fence.proxy.async.global; bar.warp.sync 0xffffffff; mov.b32 $0, $1;",
-        "=r,r", [lanes], dtype=gl.int32, is_pure=False, pack=1,
+        "{ .reg .pred first; .reg .b32 lane; mov.u32 lane, %laneid; setp.eq.u32 first, lane, 0; "
+        "cp.async.bulk.wait_group 0; fence.proxy.async.global; fence.acq_rel.gpu; bar.warp.sync 0xffffffff; "
+        "@first red.relaxed.gpu.global.add.s32 [$1], 1; mov.b32 $0, 0; }",
+        "=r,l", [counter_ptr + lanes], dtype=gl.int32, is_pure=False, pack=1,
     )  # fmt: skip
 
 

@@ -24,6 +24,7 @@ from .backward_pieces import BM, BN
 ENOUGH = 1.5  # CTAs of the backward for each processor
 LEAST_QUERIES = 1024  # of a run of queries, if they are divided because there are few keys
 TOGETHER = 4  # parts of groups that a backward walks at the same time where dQ is added in order
+IN_L2 = 22 << 20  # bytes that stay in L2 while all else passes through it
 STEPS_OF_A_PART = 4  # of key tiles, in the time in which a part of a query tile begins and ends
 MOST_PARTS = 3  # of query tiles, for each processor: 50 MB at head dim 256
 LEAST_STEPS = 128  # of a CTA of the backward, if its group has as many: the prologue and epilogue cost three steps
@@ -218,14 +219,48 @@ def sweep(rows: int, tiles: int, workers: int, parts: int) -> int:
     return next(size for size in sizes if makespans[size] <= 1.01 * min(makespans.values()))
 
 
-def sweep_in_order(rows: int, tiles: int, workers: int, parts: int) -> int:
-    """Return the same where key tiles add to dQ in order: :data:`TOGETHER` at least, if there are that many. A program
-    starts a step later for each program before it of the same head, and as they all walk the same queries at the same
-    time, more heads at a time cost no L2."""
-    least = max(TOGETHER, sweep(rows, tiles, workers, parts))
-    heads = rows * parts
+class OrderOfSums(NamedTuple):
+    """The order in which programs of the backward take key tiles, where these add to dq in that order.
+
+    Args:
+        sweep: parts of groups that are walked at the same time, see :func:`sweep`.
+        descending: programs whose parts begin with the last key tile (``backward_pieces.wait_for_turn``); the others
+            begin with the first.
+    """
+
+    sweep: int
+    descending: int
+
+
+def order_of_sums(q: Tensor, k: Tensor, v: Tensor, block: Block, split: Split, tiles: int) -> OrderOfSums:
+    """Return the order of the sums of dq, with so many key tiles in a key head.
+
+    Descending keys, if the tiles of queries that are read and added to meanwhile fit into :data:`IN_L2`, and there are
+    two sweeps at least: the last one has ascending keys, so that the longest tiles do not come last. Else ascending
+    keys for all, and :data:`TOGETHER` parts at a time, because the programs of a part that begin with the same queries
+    are a turn late from one to the next.
+    """
+    keys, parts, rows = keys_per_tile(q), split.parts, k.shape[0] * k.shape[2]
+    workers, heads = processors(q), rows * parts
     sizes = [n for n in range(1, heads + 1) if heads % n == 0 and (n % parts == 0 or parts % n == 0)]
-    return next((n for n in sizes if n >= least), heads)
+    # Of the queries of one key tile: q, dout, and dq in float32
+    row = q.element_size() * (q.shape[-1] + v.shape[-1]) + 4 * q.shape[-1]
+    tile = keys * row * (q.shape[2] // k.shape[2] // parts)
+    pairs = block.seq_q * block.seq_k if block.pairs is None else block.pairs
+    visited = pairs / max(1, block.seq_k * keys)  # tiles of queries that a key tile sees
+    together = max(TOGETHER, 2 * workers // max(1, tiles))
+
+    def in_use(size: int) -> float:
+        """Return the bytes of all query tiles that are visited in the time in which a processor visits its own: those
+        of the programs that run, each of which is a tile behind the other and has started a tile later."""
+        return size * min(block.seq_q / keys, visited + workers / size) * tile
+
+    unequal = visited < 0.75 * block.seq_q / keys
+    fitting = [n for n in sizes if n <= min(together, heads // 2) and unequal and in_use(n) <= IN_L2]
+    if fitting:
+        return OrderOfSums(fitting[-1], (heads - fitting[-1]) * tiles)
+    least = max(TOGETHER, sweep(rows, tiles, workers, parts))
+    return OrderOfSums(next((n for n in sizes if n >= least), heads), 0)
 
 
 def key_tile_table(block: Block, keys: int, queries: int, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -243,20 +278,26 @@ def key_tile_table(block: Block, keys: int, queries: int, device: torch.device) 
 def ordered_key_tile_table(
     block: Block, keys: int, queries: int, device: torch.device
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the same tables for a backward that adds to dQ in the order of the keys, and the place in it of the first
-    key tile that adds to each tile of queries, (batch or 1, query tiles) int32. Key tiles are in the order of the keys;
-    instead of the tile to start with they have their place among the key tiles that some query sees, or -1."""
+    """Return the same tables for a backward that adds to dQ in the order of the keys or in the opposite one, and the
+    first and the last key tile that adds to each tile of queries, (batch or 1, 2, query tiles) int32. Key tiles are in
+    the order of the keys; instead of the tile to start with they have their place among the key tiles that some query
+    sees, or -1."""
 
     def make() -> tuple[Tensor, Tensor, Tensor]:
         info, bounds = _key_tile_table(block, keys, queries, ordered=True)
         span = block.key_tiles(queries, keys).span // queries
         begin, end = span[..., 0], span[..., 3]
-        ends = info.new_zeros(span.shape[0], -(-block.seq_q // queries) + 1)
-        ends.scatter_add_(1, end.long(), (end > begin).to(ends.dtype))
-        return info, bounds, ends.cumsum(1, dtype=torch.int32)[:, :-1].contiguous()
+        # Intervals do not decrease: a tile of queries is behind the end of its first key tiles, before the beginning
+        # of its last ones, and seen by those between.
+        counts = info.new_zeros(span.shape[0], 2, -(-block.seq_q // queries) + 1)
+        seen = (end > begin).to(counts.dtype)
+        counts[:, 0].scatter_add_(1, end.long(), seen)
+        counts[:, 1].scatter_add_(1, begin.long(), seen)
+        ends = counts.cumsum(2, dtype=torch.int32)[..., :-1]
+        return info, bounds, (ends - ends.new_tensor((0, 1))[:, None]).contiguous()
 
-    info, bounds, first = block.on(device, ("hopper key tiles in order", keys, queries), make)
-    return info, bounds, first
+    info, bounds, ends = block.on(device, ("hopper key tiles in order", keys, queries), make)
+    return info, bounds, ends
 
 
 def tiles_of_groups(block: Block, keys: int) -> list[int]:
