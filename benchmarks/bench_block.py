@@ -8,6 +8,7 @@
     python -m benchmarks.bench_block --masks tree sinks --heads 32 --kv-heads 8 --seq 32768    several intervals a query
     python -m benchmarks.bench_block --passes carry strided strided-bwd  the cost of a float32 state, and of strides
     python -m benchmarks.bench_block --passes sums sums-bwd --heads 4 --seq 524288     the cost of exact long sums
+    python -m benchmarks.bench_block --passes deterministic-bwd          the cost of dq that is added in order
     python -m benchmarks.bench_block --no-flex                           without FlexAttention, which compiles per shape
     python -m benchmarks.bench_block --without triton "torch flash"      fewer kernels take less time
     python -m benchmarks.bench_block --graphs --seq 2048                 replay CUDA graphs instead of launching
@@ -40,8 +41,9 @@ Backwards are complete: ours with delta and zeroed float32 dq, the others as aut
 input dtype. Some passes exist for our kernels only: ``carry`` compares a forward that writes the float32 partial state
 (m, l, o), or reads and writes it, with one that writes the output; ``strided`` and ``strided-bwd`` compare q, k and v
 as one common projection writes them with contiguous ones; ``sums`` and ``sums-bwd``, for more than 2^18 keys, compare
-one long sum with the sums that are cut for exactness. All kernels of a table must compute the same results. A rate
-above the peak of the matrix units (multiprocessors x clock limit x rate per clock) ends the run: the timing is wrong.
+one long sum with the sums that are cut for exactness; ``deterministic-bwd`` one whose dq is added in order. All kernels
+of a table must compute the same results. A rate above the peak of the matrix units (multiprocessors x clock limit x
+rate per clock) ends the run: the timing is wrong.
 
 FlashAttention-3 (``flash_attn_interface``, or the wheel ``fa3-fwd``), -4 (``flash_attn.cute``), cuDNN's interval
 kernels and its Hopper forward for head dim 512 (``cudnn.flex_attention`` and ``cudnn.sdpa.fwd`` of

@@ -29,7 +29,8 @@ from scripts.ranks import one_line
 OURS = tuple(name for name in BACKENDS if name != "eager")
 OTHERS = ("torch cuDNN", "torch flash", "FlexAttention", "FA3", "FA4", "cuDNN flex", "cuDNN 512")
 TOGETHER = ("fwd", "bwd")  # passes of all kernels
-ALONE = ("carry", "strided", "strided-bwd", "sums", "sums-bwd")  # passes of ours, each with a variant that does more
+# Passes of ours, each with a variant that does more
+ALONE = ("carry", "strided", "strided-bwd", "sums", "sums-bwd", "deterministic-bwd")
 
 
 @dataclass
@@ -222,7 +223,7 @@ class Ours:
         """Return the forward that returns a partial state and may carry one in."""
         return functools.partial(BACKENDS[self.kernel].forward, q, Keys(k, v, self.block), self.score, state)
 
-    def backward(self, q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> Pass:
+    def backward(self, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, deterministic: bool = False) -> Pass:
         """Return the whole backward: delta, a zeroed float32 dq, and the kernel."""
         backend, keys = BACKENDS[self.kernel], Keys(k, v, self.block)
         out, lse = backend.output(q, keys, self.score)
@@ -230,7 +231,7 @@ class Ours:
         def backward() -> tuple[Tensor, ...]:
             dq = torch.zeros(q.shape, dtype=torch.float32, device=q.device)
             queries = Queries(q, dout, lse, row_delta(out, dout))
-            return dq, *backend.backward(queries, keys, self.score, dq)
+            return dq, *backend.backward(queries, keys, self.score, dq, deterministic=deterministic)
 
         return backward
 
@@ -254,6 +255,8 @@ class Ours:
             with uncut_sums():  # on a new Block, because a block keeps how it is launched
                 uncut = launch(replace(self, block=replace(self.block)), q, k, v)
             launches[f"{self.kernel}, one sum"] = uncut_sums()(uncut)
+        elif mode == "deterministic-bwd":
+            launches[f"{self.kernel}, deterministic"] = self.backward(q, k, v, dout, deterministic=True)
         return launches
 
 

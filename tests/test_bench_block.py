@@ -192,7 +192,9 @@ def test_a_kernel_with_another_result_ends_the_run() -> None:
 @pytest.mark.parametrize("mode", kernels.ALONE)
 def test_variants_of_our_kernels_compute_the_same(mode: str) -> None:
     runners = runners_of(small(), mode, {"torch": Other(torch_attention)}, ["eager"])
-    variants = dict(carry=["state out", "state in and out"], strided=["strided"], sums=["one sum"])
+    variants = dict(
+        carry=["state out", "state in and out"], strided=["strided"], sums=["one sum"], deterministic=["deterministic"]
+    )  # fmt: skip
     assert [r.name for r in runners] == ["eager", *(f"eager, {v}" for v in variants[mode.removesuffix("-bwd")])]
     if mode == "carry":
         assert [isinstance(r.launch(), Partial) for r in runners] == [False, True, True]
