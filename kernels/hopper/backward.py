@@ -19,10 +19,10 @@ and k, 128 of v), backward_pair.py (256; where clusters cannot be launched backw
   branch, one with a mask.
 
 The order of the additions to dQ is not fixed: dk and dv have the same bits on every run, dq differs by rounding. With
-``sums_ptr`` (a deterministic backward) it is: key tiles add to a tile of dQ in the order of the keys, or in the opposite
-one, by a counter for each half of it (``pieces.wait_for_turn``), as FlashAttention does. CTAs then take key tiles in
-that order and walk the queries in the opposite one, each tile for all query heads in turn. The cut tiles of a walk that
-end it come last, in a third loop.
+``sums_ptr`` (a deterministic backward) it is: key tiles add to a tile of dQ in the order of the keys, or in the
+opposite one, by a counter for each half of it (``pieces.wait_for_turn``), as FlashAttention does. CTAs then take key
+tiles in that order and walk the queries in the opposite one, each tile for all query heads in turn. The cut tiles of a
+walk that end it come last, in a third loop.
 """
 
 from __future__ import annotations
