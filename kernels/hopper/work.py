@@ -293,8 +293,9 @@ def ordered_key_tile_table(
         seen = (end > begin).to(counts.dtype)
         counts[:, 0].scatter_add_(1, end.long(), seen)
         counts[:, 1].scatter_add_(1, begin.long(), seen)
-        ends = counts.cumsum(2, dtype=torch.int32)[..., :-1]
-        return info, bounds, (ends - ends.new_tensor((0, 1))[:, None]).contiguous()
+        ends = counts.cumsum(2, dtype=torch.int32)[..., :-1].contiguous()
+        ends[:, 1] -= 1
+        return info, bounds, ends
 
     info, bounds, ends = block.on(device, ("hopper key tiles in order", keys, queries), make)
     return info, bounds, ends
