@@ -411,8 +411,8 @@ MUTANTS = (
     Mutant(
         "hopper: descending keys meet queries from the last to the first",
         "kernels/hopper/backward_pieces.py",
-        "begin, begin - begin + 1",
-        "end - 1, begin - begin - 1",
+        "gl.where(descend, 1, -1)",
+        "gl.where(descend, -1, 1)",
         "tests/test_hopper_backward.py -k take_turns",
     ),
     Mutant(

@@ -307,7 +307,7 @@ def test_tiles_are_visited_cut_first_then_full(monkeypatch, mask, seq, heads):
 @pytest.mark.parametrize(("mask", "seq_q", "seq_k"), [
     (full, 300, 300), (causal, 1000, 1000), (causal, 700, 400), (window, 1500, 1500), (padding, 1000, 1000),
     (lambda m, n: differing(m, n), 700, 700), (lambda m, n: documents(m, n, lengths=(100, 33, 1567)), 1700, 1700),
-    (lambda m, n: (torch.full((1, m), 300), torch.full((1, m), 500)), 700, 900),  # most keys are seen by nobody
+    (lambda m, n: (torch.full((1, m), 300), torch.full((1, m), 500)), 700, 900),  # no query sees most keys
 ])  # fmt: skip
 def test_key_tiles_take_turns_in_the_order_of_their_keys(monkeypatch, mask, seq_q, seq_k, bn, bm, heads, descend):
     """Or in the opposite order: each tile of queries is added to by turns 0, 1, 2 ... of growing key tiles, or of

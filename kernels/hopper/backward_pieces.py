@@ -170,16 +170,16 @@ def ordered_visits(info, heads, descend):
     head came after the other, one program would be done first with its part of the first head under a causal mask, and
     wait at the second.
 
-    Returns: steps of all heads, the steps at which the full tiles begin and end, the first tile, and the step to the
-        next one."""
+    Returns: steps of all heads, the steps at which the full tiles begin and end, the first tile, and what the number
+        of a tile grows by to the next one, 1 or -1."""
     begin = gl.load(info + 2)
     end = gl.load(info + 3)
     full_begin = gl.load(info + 4)
     full_end = gl.load(info + 5)
-    cut, late, first, stride = end - full_end, end - full_begin, end - 1, begin - begin - 1
+    cut, late, first = end - full_end, end - full_begin, end - 1
     if descend:
-        cut, late, first, stride = full_begin - begin, full_end - begin, begin, begin - begin + 1
-    return (end - begin) * heads, cut * heads, late * heads, first, stride
+        cut, late, first = full_begin - begin, full_end - begin, begin
+    return (end - begin) * heads, cut * heads, late * heads, first, gl.where(descend, 1, -1)
 
 
 @gluon.jit
@@ -229,12 +229,12 @@ def wait_for_turn(turn):
     other way round (``work.order_of_sums``):
 
     * From the first key to the last, queries from the last to the first: all programs begin with the same queries, so
-      program n is n turns late at first, and behind its predecessor for good. But under a causal mask each has fewer
-      steps than its predecessor, so processors become free from the last to the first, and their next programs wait
-      again. What programs read and add to is the same few tiles.
+      program n waits n turns at first and never again: it stays behind its predecessor. But under a causal mask each
+      program has fewer steps than its predecessor, so the processors of later programs become free first, and their
+      next programs wait again. At any time all programs read and add to the same few tiles.
     * From the last key to the first, queries from the first to the last: under a causal mask or a window, tile n of
-      keys begins at its own queries, which n + 1 does not see, and stays behind it; nobody waits. But the longest tiles
-      of a head come last, and programs read and add to tiles all over their heads, which must fit into L2."""
+      keys begins at queries that n + 1 does not see, and stays behind it: no program waits. But the longest tiles of a
+      head come last, and programs read and add to tiles all over their heads, which must fit into L2."""
     counter, before, seen = turn
     wait_count(counter, before, seen)
     fence_async_global()
@@ -324,13 +324,16 @@ def wait_for_keys(arrival, grid, at):
 
 @gluon.jit
 def visits_of(info, grid):
-    """Return the visits of a key tile, for :func:`load_queries`: before anything is waited for."""
+    """Return the visits of a key tile, for :func:`load_queries`: before anything is waited for.
+
+    Returns: steps of all heads, the steps at which the full tiles begin and end, the first tile, and what
+        :func:`ordered_next` or :func:`next_tile` goes on by."""
     if grid.descending is not None:
-        steps, cut_steps, late_steps, j, stops = ordered_visits(info, grid.heads, keys_descend(grid))
+        steps, cut_steps, late_steps, j, onward = ordered_visits(info, grid.heads, keys_descend(grid))
     else:
-        steps, cut_steps, j, stops = visit_order(info, grid.heads)
+        steps, cut_steps, j, onward = visit_order(info, grid.heads)
         late_steps = steps
-    return steps, cut_steps, late_steps, j, stops
+    return steps, cut_steps, late_steps, j, onward
 
 
 @gluon.jit
@@ -341,7 +344,7 @@ def load_queries(grid, at, visits, descs, tiles, q_free: gl.constexpr, dout_free
     Q_BYTES: gl.constexpr = _bytes(descs.q) + (0 if descs.positions is None else descs.positions.block_type.nbytes)
     DO_BYTES: gl.constexpr = _bytes(descs.dout)
     DO_STAGES: gl.constexpr = tiles.dout[0].shape[0]
-    steps, cut_steps, late_steps, j, stops = visits
+    steps, cut_steps, late_steps, j, onward = visits
     first = (at.kv_head * grid.parts + at.part) * grid.heads
     head = first
     q_heads = grid.kv_heads * grid.parts * grid.heads
@@ -374,9 +377,9 @@ def load_queries(grid, at, visits, descs, tiles, q_free: gl.constexpr, dout_free
         _load_pieces(descs.dout, [at.batch, j * ROWS, head], full, tiles.dout, do_stage)
         async_load(descs.delta, [row, 0], full, tiles.delta.index(do_stage))
         if grid.descending is not None:
-            j, head = ordered_next(j, head, stops, first, grid.heads)
+            j, head = ordered_next(j, head, onward, first, grid.heads)
         else:
-            j, head = next_tile(i, j, head, cut_steps, grid.heads, stops)
+            j, head = next_tile(i, j, head, cut_steps, grid.heads, onward)
 
 
 @gluon.jit

@@ -255,6 +255,8 @@ def order_of_sums(q: Tensor, k: Tensor, v: Tensor, block: Block, split: Split, t
         of the programs that run, each of which is a tile behind the other and has started a tile later."""
         return size * min(block.seq_q / keys, visited + workers / size) * tile
 
+    # Key tiles that all see the same queries have nothing to gain (a full mask, where a mean of 1.0 is visited; 0.5 of
+    # a causal one).
     unequal = visited < 0.75 * block.seq_q / keys
     fitting = [n for n in sizes if n <= min(together, heads // 2) and unequal and in_use(n) <= IN_L2]
     if fitting:
