@@ -395,6 +395,27 @@ MUTANTS = (
         "tests/test_hopper_forward.py -k query_tiles_that_differ",
     ),
     Mutant(
+        "hopper: softcap takes a polynomial for numbers above its limit",
+        "kernels/hopper/softcap_ptx.py",
+        "_first_allowed(ways, 'm0', body, 1, '')",
+        "_first_allowed(ways, 'm0', body, 2, '')",
+        "tests/test_hopper_scores.py -k piece_of_assembly",
+    ),
+    Mutant(
+        "hopper: softcap does not look at every third square",
+        "kernels/hopper/softcap_ptx.py",
+        "for part in parts[2:])",
+        "for part in parts[3:])",
+        "tests/test_hopper_scores.py -k piece_of_assembly",
+    ),
+    Mutant(
+        "hopper: the derivative of small scores with softcap is one",
+        "kernels/hopper/softcap_ptx.py",
+        "-0.9851890327562914)",
+        "-0.0)",
+        "tests/test_hopper_scores.py -k piece_of_assembly",
+    ),
+    Mutant(
         "hopper: descending key tiles wait for one turn more",
         "kernels/hopper/work.py",
         "ends[:, 1] -= 1",

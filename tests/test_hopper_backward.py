@@ -165,7 +165,7 @@ def test_compiles_without_serialized_products(dims, dtype, copies, parts, change
 
 # Softcap, ALiBi and dq added in order: reloads in the loops, over cut tiles and full ones; most are of the former.
 RELOADS = {
-    ((64, 64), "softcap"): 16, ((96, 96), "softcap"): 0, ((128, 128), "softcap"): 0, ((192, 128), "softcap"): 62,
+    ((64, 64), "softcap"): 16, ((96, 96), "softcap"): 0, ((128, 128), "softcap"): 0, ((192, 128), "softcap"): 51,
     ((256, 256), "softcap"): 0, ((256, 256), "softcap single"): 0, ((256, 256), "alibi single"): 0,
     **{(dims, "alibi"): 0 for dims in hopper_backward.HEAD_DIMS},
     **{((dim, dim), "ordered"): 0 for dim in hopper_backward.IN_ORDER},
@@ -275,7 +275,7 @@ def test_arguments_select_a_compiled_kernel(monkeypatch, dims, dtype):
     for score in (Score(0.1), Score(0.2), Score(0.1, 50.0), Score(0.1, 30.0), Score(0.1, 30.0, torch.ones(2))):
         queries, keys_of = Queries(q, dout, rows, rows), Keys(k, v, block)
         hopper_backward.launch(queries, keys_of, score, torch.zeros(q.shape), work.Split(1))
-    fixed = dtype == torch.bfloat16 and dims[0] != 192
+    fixed = dtype == torch.bfloat16
     assert len(set(keys)) == (4 if fixed else 3)
 
 

@@ -5,6 +5,7 @@ What kernel_contract.py has of both runs there, too. Tolerances: kernel_contract
 
 from __future__ import annotations
 
+import re
 import types
 from collections.abc import Iterator
 from dataclasses import replace
@@ -33,7 +34,7 @@ from kernel_contract import (
 from ringattn.kernels import contract
 from ringattn.kernels.backends import BACKENDS
 from ringattn.kernels.contract import Score
-from ringattn.kernels.hopper import backward, scores
+from ringattn.kernels.hopper import backward, scores, softcap_ptx
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 needs_hopper = pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")
@@ -41,13 +42,13 @@ HEAD_DIMS = backward.HEAD_DIMS + backward.PORTABLE
 UNIT = 12  # of the contract's cases, because tiles have 128 queries or keys
 
 
-@pytest.mark.parametrize(("limit", "coefficients"), scores.POLYNOMIALS)
+@pytest.mark.parametrize(("limit", "coefficients"), softcap_ptx.POLYNOMIALS)
 @pytest.mark.parametrize(("scale", "inner"), [(1.0, 1.0), (50 * contract.LOG2E, 128**-0.5 / 50), (3.0, -0.01)])
 def test_polynomials_are_as_exact_as_float32(limit, coefficients, scale, inner) -> None:
     """Also with a scale and an inner factor in the coefficients, which are rounded too."""
     x = np.linspace(-limit, limit, 200_001).astype(np.float32) / np.float32(abs(inner))
     texts = [f"{c * scale * inner ** (2 * k + 1):.17e}" for k, c in enumerate(coefficients)]
-    asm = scores._tanh_asm(4, scale, inner)
+    asm = softcap_ptx.tanh(4, scale, inner)
     assert all(text in asm for text in texts)
     h = np.float32(texts[-1])
     for c in texts[-2::-1]:
@@ -71,7 +72,7 @@ def run_assembly(asm: str, registers: dict[str, np.ndarray]) -> dict[str, np.nda
         "vote": lambda x: np.full(32, x.all()), "cvt": lambda high, low: bfloat16(low) + 1j * bfloat16(high),
     }  # fmt: skip
     registers = dict(registers)
-    code = [x.strip() for x in asm.replace(", 0xffffffff", "").strip("{} ").split(";")]
+    code = [x.strip() for x in re.sub("[{}]|, 0xffffffff", "", asm).split(";")]
     labels = {x.split(":")[0]: i for i, x in enumerate(code) if ":" in x}
     i = 0
     while i < len(code):
@@ -104,9 +105,10 @@ def products(count: int, largest: float) -> Iterator[np.ndarray]:
 
 
 @pytest.mark.parametrize(("largest", "error"), WAYS)
-def test_exponentials_in_one_piece_of_assembly(largest, error) -> None:
+@pytest.mark.parametrize("parts", [0, 2])
+def test_exponentials_in_one_piece_of_assembly(largest, error, parts) -> None:
     pairs = 4
-    asm = scores._exponentials_asm(pairs, SCALE, INNER)
+    asm = softcap_ptx.exponentials(pairs, SCALE, INNER, parts)
     for x in products(2 * pairs, largest):
         out = run_assembly(asm, {f"${i}": row for i, row in enumerate(x)})
         p = np.stack([out[f"${i}"] for i in range(2 * pairs)])
@@ -121,7 +123,7 @@ def test_exponentials_in_one_piece_of_assembly(largest, error) -> None:
 @pytest.mark.parametrize(("largest", "error"), WAYS)
 def test_probabilities_in_one_piece_of_assembly(largest, error) -> None:
     count = 8
-    asm = scores._probabilities_of_capped_asm(count, SCALE, INNER)
+    asm = softcap_ptx.probabilities(count, SCALE, INNER)
     offset = np.random.default_rng(0).uniform(0.0, 10.0, (count, 32)).astype(np.float32)
     for x in products(count, largest):
         out = run_assembly(asm, {f"${count + i}": row for i, row in enumerate((*x, *offset))})

@@ -252,7 +252,7 @@ def _arguments(
         boxes = (
             *(box(t, 128) for t in (q, dout, k, v)), *statistics, box(dq, 64), box(q, 64), box(k, 64), box(dq, 32)
         )  # fmt: skip
-        return lean.kernel, grid, (*boxes, *numbers), constants
+        return lean.kernel, grid, (*boxes, *numbers), dict(FIXED=fixed, **constants)
     if dim > 128 and ctas > 1:
         boxes = (*(box(t, pair.HALF.value) for t in (q, dout, k, v)), *statistics, box(dq, pair.UNIT.value))
         return pair.kernel, grid, (*boxes, *numbers), dict(cluster=ctas, FIXED=fixed, **constants)
@@ -302,8 +302,8 @@ def _positions(q: Tensor, block: Block) -> tuple[Tensor, Tensor]:
 
 
 def _fixed(q: Tensor, score: Score) -> tuple[float, float] | None:
-    """Return :attr:`scores.Changes.fixed` if P can carry a factor; at 192/128 registers do not suffice."""
-    can = q.dtype == torch.bfloat16 and score.softmax_scale > 0.0 and q.shape[-1] != 192
+    """Return :attr:`scores.Changes.fixed` if P can carry a factor."""
+    can = q.dtype == torch.bfloat16 and score.softmax_scale > 0.0
     return scores.Changes.of(score, q).fixed if can else None
 
 

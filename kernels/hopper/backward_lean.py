@@ -262,7 +262,7 @@ def kernel(
     q_tiles, scale_log2, dk_scale, dv_scale,
     flags_ptr, epoch, timed_out_ptr, turns_ptr, counters_ptr, segments, sweep,
     inner, positions_desc, slopes_ptr, slopes_stride, positions_k_ptr,  # None without softcap; without ALiBi
-    BATCHED: gl.constexpr, FOLD: gl.constexpr, REGISTERS: gl.constexpr,
+    BATCHED: gl.constexpr, FOLD: gl.constexpr, FIXED: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """Compute dk, dv and dq. Arguments: as of ``backward_128.kernel``."""
     _start(
@@ -279,7 +279,7 @@ def kernel(
             dq=(dq_desc, dq_rest_desc),
         ),
         Score(
-            scale_log2, inner, slopes_ptr, slopes_stride, positions_k_ptr,
+            scale_log2, inner if FIXED is None else FIXED, slopes_ptr, slopes_stride, positions_k_ptr,
             None if FOLD else dk_scale, dv_scale,
         ),
         Gradients(dk_ptr, dv_ptr, batches, stride_b, stride_s, stride_h, turns_ptr, counters_ptr, segments),

@@ -212,7 +212,7 @@ def _step(
     acc, s, used = _add_own(acc, s, packed, shared, x, 0, True)
     key = column + gl.program_id(0) % CTAS * KEYS
     if FIXED is not None and not MASK:
-        low, high, sums = exponentials_of_capped(s, FIXED)
+        low, high, sums = exponentials_of_capped(s, FIXED, 2)
         l += gl.convert_layout(sums, l.type.layout)
     else:
         s, unit = changed(s, c2, changes, key, FIXED)

@@ -5,14 +5,14 @@ and ``scale = softcap * log2(e)``; without softcap it is ``product * scale - slo
 ``scale = softmax_scale * log2(e)``. A kernel is compiled for the changes that a call has: without any it has none of
 this code.
 
-* tanh is a polynomial if no number of a warp's tile is above the limits of :data:`POLYNOMIALS` (:func:`capped`): with a
+* tanh is a polynomial if no number of a warp's tile is above the limits of :data:`.softcap_ptx.POLYNOMIALS`: with a
   softcap of 50 a short one for scores up to 7.5, a longer one up to 30. They need no special function; exponentials
   alone keep these units busy for half of the time. With a larger score among them the warp takes exp2 and a reciprocal
-  for the whole tile. ``tanh.approx`` is off by 2^-11 of a score, as much as rounding p to bfloat16, and lse would be
-  off with it.
+  for the whole tile, or half of it. ``tanh.approx`` is off by 2^-11 of a score, as much as rounding p to bfloat16, and
+  lse would be off with it.
 * Softcap bounds scores. So a forward in bfloat16 that carries no state in needs no running maximum: its point of
   reference is 0 (:attr:`Changes.fixed`), p is at most 2^BOUND, and the factors of the exponent go into the
-  coefficients. The backward in bfloat16 has these constants, too, except at 192/128.
+  coefficients. The backward in bfloat16 has these constants, too.
 * With them, tanh and the exponentials of a full tile are one piece of assembly, in which they overlap
   (:func:`exponentials_of_capped`, :func:`probabilities_of_capped`).
 * The forward adds ALiBi without softcap to most tiles by a product (:mod:`.alibi_product`).
@@ -33,13 +33,8 @@ from triton.experimental.gluon import language as gl
 from .. import contract
 from ..contract import Block, Score
 from ..triton.primitives import LOG2E
+from . import softcap_ptx
 
-# Limits below which tanh(x) / x is a polynomial of x^2, with relative errors of 2e-8 and 7e-8 (minimax). A larger first
-# limit has a larger error, of one sign: lse is off by as much times the score (1e-6 at 0.2 and a softcap of 50).
-POLYNOMIALS = (
-    (0.15, (0.9999999810649511, -0.33331817081897125, 0.1315306565890391)),
-    (0.6, (0.9999999268689059, -0.33332309973922414, 0.1331017365136251, -0.05210147982367576, 0.015475427083705659)),
-)
 BOUND = 80.0  # of scores to the base 2 whose exponentials, and sums of them, are float32 and bfloat16 as they are
 
 # --- host ---------------------------------------------------------------------------------------------------------
@@ -96,58 +91,6 @@ def padded_positions(block: Block, queries: int, keys: int, device: torch.device
 # --- device: softcap ----------------------------------------------------------------------------------------------
 
 
-@gluon.constexpr_function
-def _ptx(x: float) -> str:
-    """Return x as PTX writes a number, which becomes a float32 where it is used."""
-    return f"{x:.17e}"
-
-
-@gluon.constexpr_function
-def _by_size(numbers, scale, inner, use, registers="", short=True):
-    """Return PTX that finds the largest of the numbers, in four chains, and continues with ``use(tanh)``, where
-    ``tanh(x, y)`` is the PTX of y = scale * tanh(x * inner) in the way that the largest number allows, with or without
-    the short polynomial. Each way is one basic block, in which what ``use`` does with a number overlaps the polynomial
-    of the next one."""
-
-    def polynomial(coefficients):
-        highest, second, *others = [_ptx(c * scale * inner ** (2 * k + 1)) for k, c in enumerate(coefficients)][::-1]
-        steps = "".join(f"fma.rn.f32 h, h, z, {c}; " for c in others)
-        return use(
-            lambda x, y: f"mul.f32 z, {x}, {x}; fma.rn.f32 h, z, {highest}, {second}; {steps}mul.f32 {y}, {x}, h; "
-        )
-
-    far = use(
-        lambda x, y: (
-            f"mul.f32 h, {x}, {_ptx(2 * contract.LOG2E * inner)}; ex2.approx.ftz.f32 h, h; add.f32 h, h, {_ptx(1.0)}; "
-            f"rcp.approx.ftz.f32 h, h; fma.rn.f32 {y}, h, {_ptx(-2.0 * scale)}, {_ptx(scale)}; "
-        )
-    )
-    begin = "".join(f"abs.f32 m{i}, {x}; " for i, x in enumerate(numbers[:4]))
-    largest = "".join(f"abs.f32 z, {x}; max.f32 m{i % 4}, m{i % 4}, z; " for i, x in enumerate(numbers[4:]))
-    ways = ""
-    for limit, coefficients in POLYNOMIALS if short else POLYNOMIALS[1:]:
-        larger = f"ABOVE_{len(coefficients)}"
-        ways += (
-            f"setp.lt.f32 all, m0, {_ptx(limit / abs(inner))}; vote.sync.all.pred all, all, 0xffffffff; "
-            f"@!all bra {larger}; {polynomial(coefficients)} bra DONE; {larger}: "
-        )
-    return (
-        f"{{ .reg .pred all; .reg .f32 z, h, m<4>; {registers} {begin}{largest}"
-        f"max.f32 m0, m0, m1; max.f32 m2, m2, m3; max.f32 m0, m0, m2; {ways}{far} DONE: }}"
-    )
-
-
-@gluon.constexpr_function
-def _tanh_asm(count, scale, inner, short=True):
-    numbers = [f"${i}" for i in range(count)]
-    return _by_size(numbers, scale, inner, lambda tanh: "".join(tanh(x, x) for x in numbers), short=short)
-
-
-@gluon.constexpr_function
-def _tanh_constraints(count):
-    return ",".join(["=f"] * count + [str(i) for i in range(count)])
-
-
 @gluon.jit
 def capped(s, inner, SHORT: gl.constexpr = True):
     """Return tanh(s * inner), ``FMNMX; FMUL; 2 or 4 FFMA; FMUL`` for a number, and a ``VOTE.ALL`` or two; s if there is
@@ -156,8 +99,8 @@ def capped(s, inner, SHORT: gl.constexpr = True):
     The larger numbers of a warp: 1 - 2 / (exp(2x) + 1), right within 1.2e-7 of the cap."""
     if inner is not None:
         COUNT: gl.constexpr = s.shape[1] // 2
-        ASM: gl.constexpr = _tanh_asm(COUNT, 1.0, 1.0, SHORT)
-        CONSTRAINTS: gl.constexpr = _tanh_constraints(COUNT)
+        ASM: gl.constexpr = softcap_ptx.tanh(COUNT, 1.0, 1.0, SHORT)
+        CONSTRAINTS: gl.constexpr = softcap_ptx.tanh_constraints(COUNT)
         s = gl.inline_asm_elementwise(ASM, CONSTRAINTS, [s * inner], dtype=gl.float32, is_pure=True, pack=COUNT)
     return s
 
@@ -167,31 +110,9 @@ def scaled_and_capped(s, FIXED: gl.constexpr):
     """Return scale * tanh(s * inner) for the two constants of :attr:`Changes.fixed`: as :func:`capped`, without the
     multiplications by them."""
     COUNT: gl.constexpr = s.shape[1] // 2
-    ASM: gl.constexpr = _tanh_asm(COUNT, FIXED[0], FIXED[1])
-    CONSTRAINTS: gl.constexpr = _tanh_constraints(COUNT)
+    ASM: gl.constexpr = softcap_ptx.tanh(COUNT, FIXED[0], FIXED[1])
+    CONSTRAINTS: gl.constexpr = softcap_ptx.tanh_constraints(COUNT)
     return gl.inline_asm_elementwise(ASM, CONSTRAINTS, [s], dtype=gl.float32, is_pure=True, pack=COUNT)
-
-
-@gluon.constexpr_function
-def _exponentials_asm(pairs, scale, inner):
-    """Return the PTX of exp2(scale * tanh(x * inner)) in place of x, and of sums. Pairs take turns between the two rows
-    that a thread has numbers of."""
-
-    def use(tanh):
-        text = ""
-        for i in range(pairs):
-            for x in (f"${i}", f"${pairs + i}"):
-                text += tanh(x, "h") + f"ex2.approx.ftz.f32 {x}, h; "
-            text += f"add.f32 {'a' if i > 1 else f'e{i}'}, ${i}, ${pairs + i}; "
-            text += f"add.f32 e{i % 2}, e{i % 2}, a; " if i > 1 else ""
-        return text + f"mov.f32 ${2 * pairs}, e0; mov.f32 ${2 * pairs + 1}, e1; "
-
-    return _by_size([f"${i}" for i in range(2 * pairs)], scale, inner, use, ".reg .f32 a, e<2>;")
-
-
-@gluon.constexpr_function
-def _exponentials_constraints(pairs):
-    return ",".join(["=f"] * 2 * pairs + ["=&f"] * pairs + [str(i) for i in range(2 * pairs)])
 
 
 @gluon.jit
@@ -207,15 +128,15 @@ def pairs(x):
 
 
 @gluon.jit
-def exponentials_of_capped(s, FIXED: gl.constexpr):
+def exponentials_of_capped(s, FIXED: gl.constexpr, PARTS: gl.constexpr):
     """Return :func:`pairs` of p = exp2(scale * tanh(s * inner)), and the sums of p of each lane of a quad, (R, 4).
 
-    In one piece of assembly with the way to tanh: polynomials need no special function, exponentials little else, and
-    ptxas lets only those of the same basic block overlap."""
+    In one piece of assembly with the way to tanh, in which they overlap. ``PARTS``: see
+    :func:`.softcap_ptx.exponentials`."""
     low, high = pairs(s)
     PAIRS: gl.constexpr = low.shape[1] // 2  # of a thread, of its two rows
-    ASM: gl.constexpr = _exponentials_asm(PAIRS, FIXED[0], FIXED[1])
-    CONSTRAINTS: gl.constexpr = _exponentials_constraints(PAIRS)
+    ASM: gl.constexpr = softcap_ptx.exponentials(PAIRS, FIXED[0], FIXED[1], PARTS)
+    CONSTRAINTS: gl.constexpr = softcap_ptx.exponentials_constraints(PAIRS)
     low, high, sums = gl.inline_asm_elementwise(
         ASM, CONSTRAINTS, [low, high], dtype=(gl.float32, gl.float32, gl.float32), is_pure=True, pack=PAIRS
     )
@@ -252,7 +173,7 @@ def _probabilities_asm(dtype, one):
 def probabilities(t, scale, offset, dtype: gl.constexpr, ONE: gl.constexpr = 1.0):
     """Return p = exp2(t * scale - offset) and p (ONE - t^2), which is p times the derivative of the softcap, both in 16
     bits, two to a register. In one piece of assembly, so that neither is there in 32 bits for a whole tile."""
-    ASM: gl.constexpr = _probabilities_asm(dtype, _ptx(ONE))
+    ASM: gl.constexpr = _probabilities_asm(dtype, softcap_ptx.immediate(ONE))
     CONSTRAINTS: gl.constexpr = "=r,=r,r,r,r,r,r,r"
     args = [t, offset, gl.full(t.shape, scale, gl.float32, t.type.layout)]
     if dtype == gl.bfloat16:
@@ -266,38 +187,13 @@ def probabilities(t, scale, offset, dtype: gl.constexpr, ONE: gl.constexpr = 1.0
     return p, slope
 
 
-@gluon.constexpr_function
-def _probabilities_of_capped_asm(count, scale, inner):
-    n = count // 2  # registers of p, and of its product with the derivative
-    numbers = [f"${2 * n + i}" for i in range(count)]
-
-    def use(tanh):
-        text = ""
-        for i in range(n):
-            for j in range(2):
-                text += (
-                    f"{tanh(numbers[2 * i + j], 'h')} sub.f32 p{j}, h, ${2 * n + count + 2 * i + j}; "
-                    f"ex2.approx.ftz.f32 p{j}, p{j}; neg.f32 x, h; fma.rn.f32 x, x, h, {_ptx(scale * scale)}; "
-                    f"mul.f32 d{j}, p{j}, x; "
-                )
-            text += f"cvt.rn.bf16x2.f32 ${i}, p1, p0; cvt.rn.bf16x2.f32 ${n + i}, d1, d0; "
-        return text
-
-    return _by_size(numbers, scale, inner, use, ".reg .f32 x, p<2>, d<2>;")
-
-
-@gluon.constexpr_function
-def _probabilities_of_capped_constraints(count):
-    return ",".join(["=&r"] * count + ["f"] * 2 * count)
-
-
 @gluon.jit
 def probabilities_of_capped(s, offset, FIXED: gl.constexpr):
     """Return p = exp2(r - offset) and p (scale^2 - r^2) in bfloat16, where r = scale * tanh(s * inner): what
     :func:`scaled_and_capped` and :func:`probabilities` return, from one piece of assembly."""
     COUNT: gl.constexpr = s.shape[1] // 2
-    ASM: gl.constexpr = _probabilities_of_capped_asm(COUNT, FIXED[0], FIXED[1])
-    CONSTRAINTS: gl.constexpr = _probabilities_of_capped_constraints(COUNT)
+    ASM: gl.constexpr = softcap_ptx.probabilities(COUNT, FIXED[0], FIXED[1])
+    CONSTRAINTS: gl.constexpr = softcap_ptx.probabilities_constraints(COUNT)
     offset, s = gl.broadcast(offset, s)
     return gl.inline_asm_elementwise(
         ASM, CONSTRAINTS, [s, offset], dtype=(gl.bfloat16, gl.bfloat16), is_pure=True, pack=COUNT
