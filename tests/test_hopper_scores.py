@@ -107,7 +107,7 @@ def products(count: int, largest: float) -> Iterator[np.ndarray]:
 @pytest.mark.parametrize(("largest", "error"), WAYS)
 @pytest.mark.parametrize("parts", [0, 2])
 def test_exponentials_in_one_piece_of_assembly(largest, error, parts) -> None:
-    pairs = 4
+    pairs = 6
     asm = softcap_ptx.exponentials(pairs, SCALE, INNER, parts)
     for x in products(2 * pairs, largest):
         out = run_assembly(asm, {f"${i}": row for i, row in enumerate(x)})
