@@ -428,7 +428,8 @@ def capped_probabilities(
     FUSED: gl.constexpr = True, SHORT: gl.constexpr = True,
 ):  # fmt: skip
     """Return P of scores with softcap, and P times the derivative of the softcap, both in 16 bits. ``FUSED``: fewer
-    registers, except at head dim 64, where tiles are twice as wide. Without ``SHORT``, the short polynomial, too."""
+    registers, except at head dim 64, where tiles are twice as wide. ``SHORT``: also by the short polynomial, if
+    scale and inner are not constants."""
     ONE: gl.constexpr = scores.square_of_scale(score.inner)
     if scores.is_fixed(score.inner) and FUSED and not CUT:
         offset = tiles.lse.index(stage).load(gl.SliceLayout(0, S_L))[None, :]

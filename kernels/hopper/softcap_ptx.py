@@ -148,7 +148,7 @@ def _largest(names, into):
 
 @gluon.constexpr_function
 def tanh(count, scale, inner, short=True):
-    """Return PTX of y for ``count`` numbers. Without ``short``, the first polynomial, too.
+    """Return PTX of y for ``count`` numbers, with the first polynomial only if ``short``.
 
     A thread with more than 32 numbers has y in their place, which takes fewer registers. But where the place is that of
     ``wgmma``'s sums and these are few, ptxas has run out of registers (192/128 backward), and serializes ``wgmma``."""
