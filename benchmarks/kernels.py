@@ -21,8 +21,7 @@ from benchmarks.segments import Runner
 from benchmarks.shapes import Mask, Shape
 from ringattn.kernels import contract, long_sums
 from ringattn.kernels.backends import BACKENDS
-from ringattn.kernels.contract import Block, Keys, Queries, Score
-from ringattn.kernels.delta import row_delta
+from ringattn.kernels.contract import Block, Keys, Outputs, Queries, Score
 from ringattn.partial import Partial
 from scripts.ranks import one_line
 
@@ -229,9 +228,11 @@ class Ours:
         out, lse = backend.output(q, keys, self.score)
 
         def backward() -> tuple[Tensor, ...]:
-            dq = torch.zeros(q.shape, dtype=torch.float32, device=q.device)
-            queries = Queries(q, dout, lse, row_delta(out, dout))
-            return dq, *backend.backward(queries, keys, self.score, dq, deterministic=deterministic)
+            dq = torch.empty(q.shape, dtype=torch.float32, device=q.device)
+            queries = Queries(q, dout, lse, torch.empty_like(lse))
+            return dq, *backend.backward(
+                queries, keys, self.score, dq, deterministic=deterministic, outputs=Outputs(out)
+            )
 
         return backward
 

@@ -14,7 +14,19 @@ from torch import Tensor
 
 from ..partial import Partial
 from . import eager, long_sums, walks, weaving
-from .contract import Block, CompletionCounts, Delivery, Keys, Queries, Result, Score, accumulation_dtype, has_triton
+from .contract import (
+    Block,
+    CompletionCounts,
+    Delivery,
+    Keys,
+    Outputs,
+    Queries,
+    Result,
+    Score,
+    accumulation_dtype,
+    has_triton,
+)
+from .delta import begin
 
 
 class Backend:
@@ -97,6 +109,7 @@ class Backend:
         deterministic: bool | None = None,
         into: tuple[Tensor, Tensor] | None = None,
         counters: Tensor | None = None,
+        outputs: Outputs | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Return dk and dv of one chunk of keys from these queries, in the dtype of dq, and add to dq.
 
@@ -104,19 +117,26 @@ class Backend:
             dq: like q, float32 (float64 for float64 inputs); the chunk's contribution is **added** to it.
             deterministic, into, counters: see :class:`.contract.Delivery`. ``deterministic=None``: as
                 torch.use_deterministic_algorithms() says.
+            outputs: set in the first backward of these queries, if ``queries.delta`` and dq are still uninitialized
+                memory: then the one is made of the outputs, and the other is written. Together with the kernel this
+                takes less time than before it.
         """
         if deterministic is None:
             deterministic = torch.are_deterministic_algorithms_enabled()
+        backend = self._or_eager(queries.q, keys)
+        heads, sums_keys = backend.sums(queries.q, keys.k, deterministic)
+        in_pieces = not keys.block.others and long_sums.must_split(keys.block, heads, sums_keys)
+        if outputs is not None and (keys.block.others or in_pieces or not backend.begins(queries.q, deterministic)):
+            begin(queries, outputs, dq)
+            outputs = None
         if keys.block.others:
             more = keys if deterministic else weaving.keys(keys)
             if more is not keys:
                 return weaving.gradients(keys, self.backward(queries, more, score, dq, deterministic=False), into)
             return self._walks_back(queries, keys, score, dq, Delivery(deterministic, into))
-        backend = self._or_eager(queries.q, keys)
-        heads, sums_keys = backend.sums(queries.q, keys.k, deterministic)
-        if long_sums.must_split(keys.block, heads, sums_keys):
+        if in_pieces:
             return backend._in_pieces(queries, keys, score, dq, Delivery(deterministic, into), heads)
-        return backend._backward(queries, keys, score, dq, Delivery(deterministic, into, counters))
+        return backend._backward(queries, keys, score, dq, Delivery(deterministic, into, counters, outputs))
 
     def query_gradients(self, queries: Queries, keys: Keys, score: Score, dq: Tensor) -> None:
         """Add to dq, float32 (float64 for float64 inputs), what these queries get from one chunk of keys, in whole
@@ -143,6 +163,10 @@ class Backend:
         """Return how many query heads a backward adds up in one sum of a key's gradient, and whether dq is one sum over
         all keys."""
         return q.shape[2] // k.shape[2], True
+
+    def begins(self, q: Tensor, deterministic: bool) -> bool:
+        """Return whether ``_backward`` fills delta and writes dq itself, see :attr:`.contract.Delivery.outputs`."""
+        return False
 
     def _forward(self, q: Tensor, keys: Keys, score: Score, state: Partial | None, finalize: bool) -> Partial | Result:
         raise NotImplementedError(f"{type(self).__name__} must define _forward()")
@@ -182,7 +206,7 @@ class Backend:
     ) -> tuple[Tensor, Tensor]:
         """Run the backward once for each interval per query, over the keys that are seen there. Gradients of keys that
         one walk sees are written in place, those of other walks added."""
-        deterministic, into, _ = delivery
+        deterministic, into = delivery[:2]
         dk, dv = into or (torch.empty(x.shape, dtype=dq.dtype, device=x.device) for x in keys[:2])
         done = 0  # keys below it have gradients
         for inside, block in walks.of_keys(keys.block):
@@ -234,7 +258,7 @@ class Backend:
     ) -> tuple[Tensor, Tensor]:
         """Run the backward piece by piece, see :mod:`.long_sums`."""
         k, v, block, _ = keys
-        deterministic, into, _ = delivery
+        deterministic, into = delivery[:2]
         dk, dv = into or (torch.empty(x.shape, dtype=dq.dtype, device=x.device) for x in (k, v))
         for gradient in (dk, dv):
             gradient.zero_()  # keys that no query sees
@@ -326,6 +350,9 @@ class Hopper(_Compiled):
         dims = backward.IN_ORDER if deterministic else [dim for dim, _ in backward.HEAD_DIMS]
         return q.shape[-1] in dims
 
+    def begins(self, q: Tensor, deterministic: bool) -> bool:
+        return self._adds(q, deterministic)
+
     def _pieces_of_queries(self, q: Tensor, keys: Keys, score: Score) -> int:
         # Positions, which ALiBi reads, are those of one batch element.
         if len(q) > 1 or keys.block.start.shape[0] > 1 or score.alibi_slopes is not None:
@@ -333,10 +360,9 @@ class Hopper(_Compiled):
         return self._module("work").pieces_of_queries(q, keys.k)
 
     def _backward(self, queries, keys, score, dq, delivery):  # type: ignore[no-untyped-def]
-        deterministic, into, counters = delivery
-        if not self._adds(queries.q, deterministic):
+        if not self._adds(queries.q, delivery.deterministic):
             return BACKENDS["triton"]._backward(queries, keys, score, dq, delivery)
-        return self._module("backward").backward(queries, keys, score, dq, into, counters, deterministic)
+        return self._module("backward").backward(queries, keys, score, dq, delivery)
 
     def _forward(self, q, keys, score, state, finalize):  # type: ignore[no-untyped-def]
         if keys.block.ordered:

@@ -238,6 +238,18 @@ class Queries(NamedTuple):
     delta: Tensor
 
 
+class Outputs(NamedTuple):
+    """What :attr:`Queries.delta` is made of, in the first backward of some queries.
+
+    Args:
+        out: of the forward, (batch, seq_q, q_heads, head_dim_v), any strides.
+        dlse: the gradient of its lse; None if it has none.
+    """
+
+    out: Tensor
+    dlse: Tensor | None = None
+
+
 class Delivery(NamedTuple):
     """How a backward delivers the gradients of one chunk.
 
@@ -247,11 +259,14 @@ class Delivery(NamedTuple):
             if absent.
         counters: (groups of rows, segments of keys) int32 on the device, see :class:`CompletionCounts`; only for a
             backend that counts.
+        outputs: set if ``queries.delta`` and dq are still uninitialized memory: the one is made of these, and the other
+            is written instead of added to; only for a backend that ``begins``.
     """
 
     deterministic: bool
     into: tuple[Tensor, Tensor] | None = None
     counters: Tensor | None = None
+    outputs: Outputs | None = None
 
 
 class Result(NamedTuple):

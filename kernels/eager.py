@@ -3,7 +3,8 @@
 Blocked over queries and keys, so that no seq_q x seq_k matrix ever exists. Shapes and contract: :mod:`.contract`.
 
 The products of a BLAS round differently for other numbers of rows, but not for other contents of the other rows. So in
-ordered blocks every tile is whole: what is shorter is padded with rows that see nothing and are not returned.
+ordered blocks every tile is whole: what is shorter is padded with rows that see nothing and are not returned. On AMD's
+processors they also round differently for other strides, unless ``MKL_CBWR=COMPATIBLE`` is set before torch is loaded.
 """
 
 from __future__ import annotations

@@ -176,6 +176,9 @@ class Launches:
         ):
             self._repeats.put(key, _Repeat(launched, tensors, fixed, number_at))
 
+    def __contains__(self, key: Hashable) -> bool:
+        return self._repeats.get(key) is not None
+
     def __len__(self) -> int:
         return len(self._repeats)
 

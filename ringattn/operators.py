@@ -22,8 +22,7 @@ from . import plans
 from .dataflow import choose as choose_dataflow
 from .dataflow.contract import Call
 from .kernels.backends import choose
-from .kernels.contract import Queries, Score, ScoreMod, accumulation_dtype
-from .kernels.delta import row_delta
+from .kernels.contract import Result, Score, ScoreMod, accumulation_dtype
 from .layout import length, put, take
 from .plans import Plan
 from .transport import Message
@@ -205,8 +204,8 @@ def _backward(
         q, k, v, dout = map(unit_stride, (q, k, v, dout))
         backend = choose(kernel, q, k, v, score, backward=True)
         with no_autocast(q):
-            delta = row_delta(out, dout, dlse)
-            call, queries = Call(q, k, v, plan, score, backend), Queries(q, dout, lse, delta)
+            call = Call(q, k, v, plan, score, backend)
+            queries = flow.queries(call, dout, Result(out, lse), dlse)
             dq, dk, dv = flow.backward(call, queries)
             # Contiguous as the fake kernel says: zeros of a rank that sees nothing are laid out as its inputs. dq is
             # the largest and comes last, when the others take half as much as before.
@@ -216,7 +215,7 @@ def _backward(
             dsink = q.new_empty(0)
             if sink is not None:  # a key with a value of zero: ds = p (0 - delta)
                 p = torch.where(lse == float("-inf"), 0.0, torch.exp(sink.to(lse.dtype)[:, None] - lse))
-                dsink = flow.sum_rows(plan, -(p * delta)).to(sink.dtype)
+                dsink = flow.sum_rows(plan, -(p * queries.delta)).to(sink.dtype)
     except BaseException as error:
         plan.transport.note_failure(error)
         raise

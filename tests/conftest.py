@@ -5,9 +5,16 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+with contextlib.suppress(OSError):
+    if "AuthenticAMD" in Path("/proc/cpuinfo").read_text():
+        # There a product of a BLAS has other bits for other strides unless told not to: MKL, which torch uses, and
+        # OpenBLAS, which NumPy and so Triton's interpreter use. Read when they are loaded.
+        os.environ.setdefault("MKL_CBWR", "COMPATIBLE")
+        os.environ.setdefault("OPENBLAS_CORETYPE", "SandyBridge")
 
 import pytest
 import torch

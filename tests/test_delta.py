@@ -1,4 +1,4 @@
-"""The fused rowsum(dout * out) against float64."""
+"""What a backward begins with: the fused rowsum(dout * out) against float64, and dq = 0."""
 
 from __future__ import annotations
 
@@ -6,8 +6,12 @@ import pytest
 import torch
 
 pytest.importorskip("triton")
-from ringattn.kernels.delta import row_delta
-from ringattn.kernels.triton.delta import row_dot
+from kernel_contract import Case, causal, documents, make_problem
+
+from ringattn.kernels.backends import BACKENDS
+from ringattn.kernels.contract import Keys, Outputs, Queries
+from ringattn.kernels.delta import begin, row_delta
+from ringattn.kernels.triton.begin import row_dot
 from ringattn.kernels.triton.primitives import INTERPRETED
 
 device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -31,3 +35,40 @@ def test_gradient_of_lse_enters_once() -> None:
     out, dout = torch.randn(2, 1, 5, 3, 8, device=device).unbind(0)
     dlse = torch.randn(1, 3, 5, device=device)
     assert torch.equal(row_delta(out, dout, dlse), row_delta(out, dout) - dlse)
+
+
+NAN = float("nan")
+
+
+@pytest.mark.parametrize("kernel", ["eager", "triton"])
+@pytest.mark.parametrize("dlse", [False, True])
+@pytest.mark.parametrize("mask", [causal, lambda m, n, *_: documents(m, n, lengths=(13, 40, 17))])
+def test_a_first_backward_writes_delta_and_dq(kernel: str, dlse: bool, mask: object) -> None:
+    """Into memory of some heads of larger tensors, which is uninitialized."""
+    if kernel == "triton" and device == "cpu" and not INTERPRETED.value:
+        pytest.skip("needs a GPU or Triton's interpreter")
+    x = make_problem(Case(mask, seq_q=70, seq_k=70), torch.float32, dims=(16, 16))
+    backend, keys = BACKENDS[kernel], Keys(x.k, x.v, x.whole)
+    out, lse = backend.output(x.q, keys, x.score)
+    outputs = Outputs(out, torch.randn_like(lse) if dlse else None)
+    batch, seq, heads, dim = x.q.shape
+    some = slice(1, 1 + heads)
+    delta = torch.full((batch, heads + 2, seq), NAN, device=x.q.device)
+    dq = torch.full((batch, seq, heads + 2, dim), NAN, device=x.q.device)
+    got = backend.backward(
+        Queries(x.q, x.dout, lse, delta[:, some]), keys, x.score, dq[:, :, some], outputs=outputs
+    )  # fmt: skip
+    want_delta, want_dq = row_delta(out, x.dout, outputs.dlse), torch.zeros_like(x.q)
+    want = backend.backward(Queries(x.q, x.dout, lse, want_delta), keys, x.score, want_dq)
+    for a, b in zip((delta[:, some], dq[:, :, some], *got), (want_delta, want_dq, *want), strict=True):
+        assert torch.equal(a, b)
+    for a in (delta[:, 0], delta[:, -1], dq[:, :, 0], dq[:, :, -1]):
+        assert a.isnan().all()
+
+
+def test_without_keys_dq_is_zero() -> None:
+    q = torch.randn(1, 5, 2, 16, device=device)
+    dq, delta = torch.full_like(q, NAN), q.new_full((1, 2, 5), NAN)
+    begin(Queries(q, q, delta.clone(), delta), Outputs(q), dq)
+    assert torch.equal(dq, torch.zeros_like(q))
+    assert torch.equal(delta, row_delta(q, q))

@@ -41,7 +41,7 @@ from kernel_contract import (
 
 from ringattn.kernels import launch
 from ringattn.kernels.backends import BACKENDS, choose
-from ringattn.kernels.contract import Block, Keys, Queries, ReadyFlags, Score
+from ringattn.kernels.contract import Block, Delivery, Keys, Outputs, Queries, ReadyFlags, Score
 from ringattn.kernels.delta import row_delta
 from ringattn.kernels.hopper import backward as hopper_backward
 from ringattn.kernels.hopper import backward_pair as pair
@@ -82,7 +82,7 @@ def compile_report(dim: int, dim_v: int, dtype: str, copies: bool, parts: int, c
             sass.compile_for_hopper(kernel, grid, args, options)))  # fmt: skip
         hopper_backward.launch(
             Queries(q, dout, rows, rows), Keys(k, v, block, ready), score, torch.zeros(q.shape),
-            work.Split(parts), into, counters, "ordered" in change,
+            work.Split(parts), Delivery("ordered" in change, into, counters),
         )  # fmt: skip
     main = compiled[-1]
     code = [text for _, text in main._instructions]
@@ -248,8 +248,9 @@ def test_unreadable_tensors_are_copied_first(monkeypatch):
     monkeypatch.setattr(hopper_backward, "dispatch", record)
     block = make_block(*causal(100, 100), 100)
     hopper_backward.launch(
-        Queries(q, dout, rows, rows), Keys(k, v, block), Score(0.125), torch.zeros(q.shape), work.Split(1)
-    )
+        Queries(q, dout, rows, rows), Keys(k, v, block), Score(0.125), torch.zeros(q.shape), work.Split(1),
+        Delivery(False),
+    )  # fmt: skip
     for name, x, copied in (("q", q, True), ("dout", dout, True), ("k", k, False), ("v", v, False)):
         base = arguments[f"{name}_desc"].base
         assert base.data_ptr() % 16 == 0
@@ -265,16 +266,16 @@ def test_arguments_select_a_compiled_kernel(monkeypatch, dims, dtype):
     keys = []
 
     def record(kernel, grid, *args, variants, cluster=1, **constants):
-        assert {*kernel.arg_names[: len(args)], *constants} == {*kernel.arg_names, "num_warps"}
+        assert {*kernel.arg_names[: len(args)], *constants} == {*kernel.arg_names, "num_warps", "launch_pdl"}
         keys.append(launch._key(kernel, torch.device("cuda"), args, constants))
 
     monkeypatch.setattr(hopper_backward, "dispatch", record)
-    monkeypatch.setattr(hopper_backward, "_padded_statistics", lambda *_: torch.zeros(2, 4, 128).unbind())
+    monkeypatch.setattr(hopper_backward, "_fill", lambda *_: None)
     q, k, v, dout = (torch.zeros(1, 100, 2, dim, dtype=dtype) for dim in (dims[0], *dims, dims[1]))
     rows, block = torch.zeros(1, 2, 100), make_block(*causal(100, 100), 100)
     for score in (Score(0.1), Score(0.2), Score(0.1, 50.0), Score(0.1, 30.0), Score(0.1, 30.0, torch.ones(2))):
         queries, keys_of = Queries(q, dout, rows, rows), Keys(k, v, block)
-        hopper_backward.launch(queries, keys_of, score, torch.zeros(q.shape), work.Split(1))
+        hopper_backward.launch(queries, keys_of, score, torch.zeros(q.shape), work.Split(1), Delivery(False))
     fixed = dtype == torch.bfloat16
     assert len(set(keys)) == (4 if fixed else 3)
 
@@ -564,6 +565,51 @@ def test_deterministic_backward_has_the_same_bits_on_every_run(case, dims):
     cut_off = case.seq_q * heads / 16 * torch.finfo(torch.float32).eps / (4 * math.log(2))
     for a, b in zip(run(False), first, strict=True):
         assert (a - b).norm() <= max(1e-5, cut_off) * b.norm()
+
+
+@needs_hopper
+@pytest.mark.parametrize("dims", hopper_backward.HEAD_DIMS, ids=str)
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("seq", [64, 700, 4096])
+def test_a_first_backward_writes_delta_and_dq(seq, deterministic, dims):
+    """In memory that other kernels have just left NaN in, in some heads of larger tensors, next to other work, and in a
+    graph: the kernel begins before the pass that writes them has ended."""
+    x = make_problem(Case(causal, 2, seq, seq, heads=4, kv_heads=2), torch.bfloat16, dims=dims)
+    keys = Keys(x.k, x.v, x.whole)
+    out, lse = BACKEND.output(x.q, keys, x.score)
+    outputs = Outputs(out, torch.randn_like(lse))
+    want_delta, want_dq = row_delta(*outputs[:1], x.dout, outputs.dlse), torch.zeros(x.q.shape, device=DEVICE)
+    want = BACKEND.backward(
+        Queries(x.q, x.dout, lse, want_delta), keys, x.score, want_dq, deterministic=deterministic
+    )  # fmt: skip
+    delta = torch.empty(2, 8, seq, device=DEVICE)[:, 2:6]
+    dq = torch.empty(2, seq, 8, dims[0], device=DEVICE)[:, :, 2:6]
+    side, noise = torch.cuda.Stream(), torch.randn(2048, 2048, device=DEVICE)
+
+    def run():
+        for memory in (delta, dq):
+            memory.fill_(float("nan"))
+        queries = Queries(x.q, x.dout, lse, delta)
+        return BACKEND.backward(queries, keys, x.score, dq, deterministic=deterministic, outputs=outputs)
+
+    def check(got):
+        assert torch.equal(delta, want_delta)
+        assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+        same_bits = deterministic and dims[0] in hopper_backward.IN_ORDER
+        assert (dq - want_dq).norm() <= (0 if same_bits else 1e-6) * want_dq.norm()
+
+    for _ in range(20):
+        with torch.cuda.stream(side):
+            noise @ noise
+        check(run())
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got = run()
+    for _ in range(3):
+        for gradient in got:
+            gradient.fill_(float("nan"))
+        graph.replay()
+        check(got)
 
 
 @needs_hopper

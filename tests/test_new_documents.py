@@ -26,7 +26,7 @@ from ringattn.agreement import Disagreement
 from ringattn.dataflow import by_node, messages
 from ringattn.dataflow.gathered import gathered_block
 from ringattn.dataflow.messages import collects_runs
-from ringattn.kernels.contract import completion_groups
+from ringattn.kernels.contract import Delivery, Outputs, completion_groups
 from ringattn.kernels.upload import upload
 from ringattn.layout import positions
 from ringattn.peer.tile_lists import tile_lists
@@ -270,7 +270,7 @@ def compiled_by_batches(batches: int = 40) -> dict[str, int]:
     from ringattn.kernels.hopper import forward as hopper_forward
     from ringattn.kernels.hopper import work
     from ringattn.kernels.triton import backward as triton_backward
-    from ringattn.kernels.triton import backward_inputs, delta
+    from ringattn.kernels.triton import backward_inputs, begin
     from ringattn.kernels.triton import forward as triton_forward
     from ringattn.partial import Partial
     from ringattn.peer import pack_rows, sum_runs
@@ -284,7 +284,7 @@ def compiled_by_batches(batches: int = 40) -> dict[str, int]:
             changed = [changes.get(name, x) for name, x in zip(names, args, strict=True)]
             keys.add(launch._key(kernel, cpu, changed, {n: changes.get(n, x) for n, x in constants.items()}))
 
-    modules: Any = (hopper_backward, hopper_forward, triton_backward, triton_forward, delta, pack_rows, sum_runs)
+    modules: Any = (hopper_backward, hopper_forward, triton_backward, triton_forward, begin, pack_rows, sum_runs)
     for module in modules:
         module.dispatch = note
     backward_inputs._base2 = Ignored()
@@ -306,9 +306,11 @@ def compiled_by_batches(batches: int = 40) -> dict[str, int]:
         split = work.split_groups(q, k, block)
         splits.add(split)
         queries = Queries(q, dout, lse, lse)
-        hopper_backward.launch(queries, chunk, score, dq, split)
+        for outputs in (None, Outputs(q)):
+            hopper_backward.launch(queries, chunk, score, dq, split, Delivery(False, outputs=outputs))
         triton_backward.backward(queries, chunk, score, dq)
-        delta.row_dot(q, dout)
+        begin.row_dot(q, dout)
+        begin.begin(queries, Outputs(q), dq)
         local, gradients = (torch.zeros(1, n, 2, 64, dtype=x) for x in (torch.bfloat16, torch.float32))
         rows, own = (torch.zeros(1, 2, x, 128, dtype=torch.bfloat16) for x in (n, m))
         table = pack_rows.run_table([(0, n, 0)], n, cpu)

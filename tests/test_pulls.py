@@ -31,7 +31,7 @@ from ringattn.dataflow.gather import Gather
 from ringattn.dataflow.gathered import gathered_block
 from ringattn.kernels import contract
 from ringattn.kernels.backends import Backend
-from ringattn.kernels.contract import Block, CompletionCounts, Queries, Result, Score
+from ringattn.kernels.contract import Block, CompletionCounts, Result, Score
 from ringattn.mask import Mask
 from ringattn.peer import memory, pull, push
 from ringattn.peer import pack_rows as packing
@@ -174,7 +174,7 @@ class Kernels(Backend):
         self.world.kernel("forward", [*parts, (None, lambda: self._done(call))])
         return Result(q.new_empty((*q.shape[:3], v.shape[3])), q.new_empty((q.shape[0], q.shape[2], q.shape[1])))
 
-    def backward(self, queries, keys, score, dq, *, into, counters, deterministic=False):  # type: ignore[no-untyped-def]
+    def backward(self, queries, keys, score, dq, *, into, counters, outputs):  # type: ignore[no-untyped-def]
         k, v, block, ready = keys
         call, rank, first, rows = self._rows(k)
         k, v, dk, dv = alias(k), alias(v), alias(into[0]), alias(into[1])
@@ -330,8 +330,9 @@ class Group:
                 size = case.batch * case.kv_heads * gathered_block(plan).seq_k * WIDTH
                 call.later.append(torch.full((size,), 7.0))  # in memory of the keys, if the allocator reuses it
             else:
-                queries = Queries(q, dout, lse, lse)
-                gradients = Gather().backward(Attention(q, k, v, plan, SCORE, kernels), queries)
+                attention = Attention(q, k, v, plan, SCORE, kernels)
+                queries = Gather().queries(attention, dout, Result(dout, lse))
+                gradients = Gather().backward(attention, queries)
                 call.gradients.append((gradients.dk, gradients.dv))
         return kept
 

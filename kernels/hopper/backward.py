@@ -35,10 +35,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+from triton.language.extra.cuda import gdc_launch_dependents
 
-from ..contract import Block, CompletionCounts, Keys, Queries, Score, int32
+from ..contract import Block, CompletionCounts, Delivery, Keys, Queries, Score, int32
 from ..launch import Launches, dispatch, on_device
 from ..long_sums import LEAST_HEADS
+from ..triton.begin import Statistics, begin
 from . import backward_128, limits, scores, work
 from . import backward_lean as lean
 from . import backward_pair as pair
@@ -57,8 +59,8 @@ IN_ORDER = (64, 96, 128)  # head dims of q whose dq may be added in a fixed orde
 
 @triton.jit(do_not_specialize=["seq_q", "q_tiles"])
 def _row_statistics(lse_ptr, delta_ptr, lse_out, delta_out, seq_q, q_tiles, shift, ROWS: tl.constexpr):
-    """Store lse in base 2 minus ``shift``, and -delta, padded to whole tiles. A row that sees nothing, or is padding,
-    gets lse = +inf, so that its p is 0."""
+    """Store :class:`Statistics` of lse and delta."""
+    gdc_launch_dependents()
     tile = tl.program_id(0)
     head = (tile // q_tiles).to(tl.int64)
     row = tile % q_tiles * ROWS + tl.arange(0, ROWS)
@@ -75,13 +77,14 @@ def unsupported(q: Tensor, k: Tensor, v: Tensor, score: Score) -> str | None:
     return limits.unsupported(q, k, v, HEAD_DIMS + PORTABLE, copies=True)
 
 
-def backward(
-    queries: Queries, keys: Keys, score: Score, dq: Tensor, into: tuple[Tensor, Tensor] | None,
-    counters: Tensor | None, deterministic: bool = False,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+def backward(queries: Queries, keys: Keys, score: Score, dq: Tensor, delivery: Delivery) -> tuple[Tensor, Tensor]:
     """Return dk and dv of one chunk of keys and add to dq, see :meth:`..backends.Backend.backward`. The order in which
     dq is added differs from run to run unless ``deterministic``, which head dims of :data:`IN_ORDER` have."""
+    deterministic, into, counters, outputs = delivery
     q = queries.q
+    if outputs is not None and not readable(dq):
+        begin(queries, outputs, dq)
+        outputs = None
     split = work.split_groups(q, keys.k, keys.block)
     direct = into if into is not None and not split.apart and _can_store_into(*into) else None
     if counters is not None and (split.apart or direct is not into):
@@ -90,7 +93,7 @@ def backward(
         )
     target = dq if readable(dq) else torch.zeros_like(dq, memory_format=torch.contiguous_format)
     with on_device(q):
-        dk, dv = launch(queries, keys, score, target, split, direct, counters, deterministic)
+        dk, dv = launch(queries, keys, score, target, split, Delivery(deterministic, direct, counters, outputs))
     if target is not dq:
         dq += target
     if direct is not None:
@@ -140,31 +143,32 @@ class _Operands(NamedTuple):
 
 
 def launch(
-    queries: Queries, keys: Keys, score: Score, dq: Tensor, split: Split,
-    into: tuple[Tensor, Tensor] | None = None, counters: Tensor | None = None, deterministic: bool = False,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    queries: Queries, keys: Keys, score: Score, dq: Tensor, split: Split, delivery: Delivery
+) -> tuple[Tensor, Tensor]:
     """Launch the kernels and return dk and dv, (parts or 1, batch, seq_k, kv_heads, head_dim): one of each per part of
     a group if the parts are apart; or ``into``, unchanged in shape."""
-    k, v, block, ready = keys
-    if ready is not None and not (readable(k) and readable(v)):
+    k, v, block, flagged = keys
+    deterministic, into, counters, outputs = delivery
+    if flagged is not None and not (readable(k) and readable(v)):
         raise ValueError("keys and values that are still arriving cannot be copied first: 16-byte strides are needed")
     # Not contiguous(), which returns a tensor that begins at an unaligned address as it is.
     inputs = (queries.q, k, v, queries.dout)
     q, k, v, dout = (x if readable(x) else x.clone(memory_format=torch.contiguous_format) for x in inputs)
     dk, dv = into or _empty_gradients(k, v, split)
-    flags, timed_out, epoch = (None, None, 0) if ready is None else (ready.flags, ready.timed_out, int32(ready.epoch))
+    flags, timed_out, epoch = None, None, 0
+    if flagged is not None:
+        flags, timed_out, epoch = flagged.flags, flagged.timed_out, int32(flagged.epoch)
     turns = None
     if split.parts > 1 and not split.apart:
         tiles = _tables(q, block, deterministic)[0].shape[1]
         turns = torch.zeros(q.shape[0] * k.shape[2], tiles, dtype=torch.int32, device=q.device)
     launches = block.memo.once("hopper backward", Launches)
-    statistics = _padded_statistics(queries, score, launches)
     changes = scores.Changes.of(score, q)
-    sums = None
-    if deterministic:
-        sums = torch.zeros(*statistics[0].shape[:1], 2, dtype=torch.int32, device=q.device)
+    statistics = _empty_statistics(q, score)
+    rows = statistics.lse
+    sums = torch.zeros(len(rows), 2, dtype=torch.int32, device=q.device) if deterministic else None
     operands = _Operands(
-        q, k, v, dout, *statistics, dq, dk, dv, flags, timed_out, turns, counters, changes.slopes, sums
+        q, k, v, dout, rows, statistics.minus_delta, dq, dk, dv, flags, timed_out, turns, counters, changes.slopes, sums
     )  # fmt: skip
     key = (
         split, score.softmax_scale, score.softcap, changes.slopes_stride, changes.slopes is None, q.dtype, q.shape,
@@ -172,8 +176,14 @@ def launch(
         flags is None, None if counters is None else counters.shape[1], deterministic,
     )  # fmt: skip
     tensors = [x for x in operands if x is not None]
+    # Nothing comes between the two launches, tables least of all: the second one begins before the first one has ended.
+    new = None if key in launches else _arguments(operands, block, score, changes, split, epoch)
+    if outputs is None:
+        _fill(statistics, queries, launches)
+    else:
+        begin(queries._replace(dout=dout), outputs, dq, statistics)
     if not launches.again(key, tensors, epoch):
-        kernel, grid, args, constants = _arguments(operands, block, score, changes, split, epoch)
+        kernel, grid, args, constants = new or _arguments(operands, block, score, changes, split, epoch)
         launched = dispatch(kernel, grid, *args, variants=lambda: _variants(operands), **constants)
         fixed = _tables(q, block, deterministic)
         if changes.slopes is not None:
@@ -182,21 +192,25 @@ def launch(
     return dk, dv
 
 
-def _padded_statistics(queries: Queries, score: Score, launches: Launches) -> tuple[Tensor, Tensor]:
-    """Return lse in base 2 and -delta, (batch * q_heads * tiles, queries) float32, see :func:`_row_statistics`."""
-    q, lse, delta = queries.q, queries.lse.contiguous(), queries.delta.contiguous()
-    batch, seq_q, q_heads, _ = q.shape
+def _empty_statistics(q: Tensor, score: Score) -> Statistics:
+    """Return memory for the statistics of whole tiles of queries."""
     height = work.queries_per_step(q)
-    q_tiles = -(-seq_q // height)
     fold = _folded_scale(q, score)
-    shift = math.log2(fold) if fold else 0.0
-    rows = batch * q_heads * q_tiles
+    rows = q.shape[0] * q.shape[2] * -(-q.shape[1] // height)
     padded, negated = torch.empty(2, rows, height, dtype=torch.float32, device=q.device).unbind()
-    key, tensors = ("statistics", q.shape, shift), [lse, delta, padded, negated]
+    return Statistics(padded, negated, math.log2(fold) if fold else 0.0)
+
+
+def _fill(statistics: Statistics, queries: Queries, launches: Launches) -> None:
+    """Fill statistics where delta is there already."""
+    padded, negated, shift = statistics
+    seq_q, (rows, height) = queries.q.shape[1], padded.shape
+    key = ("statistics", queries.q.shape, shift)
+    tensors = [queries.lse.contiguous(), queries.delta.contiguous(), padded, negated]
     if not launches.again(key, tensors):
+        q_tiles = -(-seq_q // height)
         launched = dispatch(_row_statistics, (rows,), *tensors, seq_q, q_tiles, shift, ROWS=height, num_warps=2)
         launches.remember(key, tensors, launched)
-    return padded, negated
 
 
 def _empty_gradients(k: Tensor, v: Tensor, split: Split) -> tuple[Tensor, Tensor]:
@@ -238,7 +252,7 @@ def _arguments(
         x.flags, epoch, x.timed_out, x.turns, x.counters, 0 if x.counters is None else x.counters.shape[1],
         sweep, None if fixed else changes.inner, *alibi,
     )  # fmt: skip
-    constants = dict(BATCHED=info.shape[0] > 1, FOLD=fold > 0.0, REGISTERS=240, num_warps=4)
+    constants = dict(BATCHED=info.shape[0] > 1, FOLD=fold > 0.0, REGISTERS=240, num_warps=4, launch_pdl=True)
     statistics = view(x.lse, (1, rows)), view(x.minus_delta, (1, rows)), view(bounds, (1, 2 * rows))
 
     def box(tensor: Tensor, columns: int, height: int = BM.value) -> TensorDescriptor | None:

@@ -26,6 +26,7 @@ from .primitives import (
     round_pairs,
     tma_reduce_add,
     wait_count,
+    wait_for_launch_before,
     wait_row,
 )
 
@@ -345,6 +346,7 @@ def load_queries(grid, at, visits, descs, tiles, q_free: gl.constexpr, dout_free
     DO_BYTES: gl.constexpr = _bytes(descs.dout)
     DO_STAGES: gl.constexpr = tiles.dout[0].shape[0]
     steps, cut_steps, late_steps, j, onward = visits
+    wait_for_launch_before()  # which makes lse, delta, and zeros in dq, which is added to after these loads
     first = (at.kv_head * grid.parts + at.part) * grid.heads
     head = first
     q_heads = grid.kv_heads * grid.parts * grid.heads

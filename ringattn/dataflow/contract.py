@@ -16,7 +16,8 @@ from torch import Tensor
 
 from .. import verify
 from ..kernels.backends import Backend
-from ..kernels.contract import Block, Queries, Result, Score, accumulation_dtype
+from ..kernels.contract import Block, Outputs, Queries, Result, Score, accumulation_dtype
+from ..kernels.delta import row_delta
 from ..partial import Partial
 from ..plans import Plan
 from ..schedule import Schedule
@@ -34,6 +35,7 @@ class Call:
         plan: which rank holds and needs what.
         score: how scores are made; its sink joins the softmax once.
         backend: the kernels that compute.
+        outputs: in a backward, see :meth:`Dataflow.queries`.
     """
 
     q: Tensor
@@ -42,6 +44,7 @@ class Call:
     plan: Plan
     score: Score
     backend: Backend
+    outputs: Outputs | None = None
 
     @property
     def shape(self) -> Shape:
@@ -94,11 +97,21 @@ class Dataflow:
     shards that travel from rank to rank (:mod:`.travelling`): keys and values, or with ``moves_queries`` queries."""
 
     moves_queries = False
+    begins_in_kernels = False  # the first kernel of a backward fills delta and sets dq to 0
     summary = "keys and values travel"
 
     def forward(self, call: Call) -> Result:
         """Return ``(out, lse)`` of this rank's queries."""
         raise NotImplementedError(f"{type(self).__name__} must define forward()")
+
+    def queries(self, call: Call, dout: Tensor, result: Result, dlse: Tensor | None = None) -> Queries:
+        """Return what :meth:`backward` takes. With ``begins_in_kernels`` delta is uninitialized memory, and so may dq
+        be: the first call of the backend for these queries gets ``call.outputs``, which fills both in one pass."""
+        out, lse = result
+        if not self.begins_in_kernels:
+            return Queries(call.q, dout, lse, row_delta(out, dout, dlse))
+        call.outputs = Outputs(out, dlse)
+        return Queries(call.q, dout, lse, torch.empty_like(lse))
 
     def backward(self, call: Call, queries: Queries) -> Gradients:
         """Return the gradients of this rank's shards. ``queries``: this rank's q, dout, lse, delta."""

@@ -32,7 +32,7 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from .. import verify
-from ..kernels.contract import Block, CompletionCounts, Keys, Queries, Result
+from ..kernels.contract import Block, CompletionCounts, Keys, Outputs, Queries, Result
 from ..plans import Plan
 from ..schedule import Fetch, buffer_rows, head_groups
 from ..shape import Shape
@@ -51,6 +51,7 @@ class Gather(Dataflow):
     """Every rank fetches the keys and values that it needs, all at once or in waves of heads."""
 
     summary = "keys and values are fetched"
+    begins_in_kernels = True
 
     def forward(self, call: Call) -> Result:
         q, plan = call.q, call.plan
@@ -77,7 +78,9 @@ class Gather(Dataflow):
 
     def backward(self, call: Call, queries: Queries) -> Gradients:
         q, plan = call.q, call.plan
-        dq = torch.zeros_like(q, dtype=call.accumulation_dtype, memory_format=torch.contiguous_format)
+        dq = torch.empty_like(q, dtype=call.accumulation_dtype, memory_format=torch.contiguous_format)
+        assert call.outputs is not None
+        out, dlse = call.outputs
         block = gathered_block(plan)
         counts: dict[int, CompletionCounts] = {}  # by the first head of a wave
 
@@ -106,6 +109,7 @@ class Gather(Dataflow):
                     part.queries(dq, 2),
                     into=into,
                     counters=None if count is None else home.counters(part.wave, count),
+                    outputs=Outputs(part.queries(out, 2), None if dlse is None else part.queries(dlse, 1)),
                 )
             del into
             if part.last:

@@ -44,6 +44,7 @@ from __future__ import annotations
 import torch
 
 from ..kernels.contract import Keys, Queries, Result
+from ..kernels.delta import begin
 from ..partial import Partial
 from ..plans import Plan
 from ..shape import Shape
@@ -53,6 +54,8 @@ from .contract import Call, Dataflow, Gradients
 
 class Ring(Dataflow):
     """Keys and values travel, queries stay. Memory per rank is O(sequence / ranks)."""
+
+    begins_in_kernels = True
 
     def forward(self, call: Call) -> Result:
         """Return ``(out, lse)`` of this rank's queries."""
@@ -72,14 +75,18 @@ class Ring(Dataflow):
     def backward(self, call: Call, queries: Queries) -> Gradients:
         """Return dq, dk and dv of this rank's shards. ``queries``: its q, dout, lse and delta."""
         plan, kernel, dtype = call.plan, call.backend, call.accumulation_dtype
-        dq = torch.zeros_like(call.q, dtype=dtype, memory_format=torch.contiguous_format)
+        dq = torch.empty_like(call.q, dtype=dtype, memory_format=torch.contiguous_format)
+        outputs = call.outputs
         contribution = Contribution((call.k.shape, call.v.shape), dtype, add_gradients)
         circulation = Circulation((call.k, call.v), plan, plan.local_lengths_k, contribution)
         for visit in circulation:
             keys = Keys(*visit.shard, call.block(plan.rank, visit.owner))
-            dk_dv = kernel.backward(queries, keys, call.score, dq)  # adds to dq
+            dk_dv = kernel.backward(queries, keys, call.score, dq, outputs=outputs)
+            outputs = None  # from now on it adds to dq
             visit.give(dk_dv)  # to the owner of these keys
             del keys, dk_dv  # the shard moves on: do not keep its memory
+        if outputs is not None:  # there were no keys
+            begin(queries, outputs, dq)
         dk, dv = circulation.home or (torch.zeros_like(x, dtype=dtype) for x in (call.k, call.v))
         return Gradients(dq, dk, dv)
 
