@@ -37,13 +37,13 @@ kernel. The SM clock is sampled at the same time. Below about 4k tokens a launch
 kernel, and the table would compare hosts; ``--graphs`` captures each launch as a CUDA graph and replays it, and skips
 kernels that cannot be captured.
 
-Backwards are complete: ours with delta and zeroed float32 dq, the others as autograd runs them, with gradients in the
-input dtype. Some passes exist for our kernels only: ``carry`` compares a forward that writes the float32 partial state
-(m, l, o), or reads and writes it, with one that writes the output; ``strided`` and ``strided-bwd`` compare q, k and v
-as one common projection writes them with contiguous ones; ``sums`` and ``sums-bwd``, for more than 2^18 keys, compare
-one long sum with the sums that are cut for exactness; ``deterministic-bwd`` one whose dq is added in order. All kernels
-of a table must compute the same results. A rate above the peak of the matrix units (multiprocessors x clock limit x
-rate per clock) ends the run: the timing is wrong.
+Backwards are complete, as autograd runs them: with the row sums of dout and out, a zeroed float32 dq where the kernel
+adds to it, and gradients in the input dtype. Some passes exist for our kernels only: ``carry`` compares a forward that
+writes the float32 partial state (m, l, o), or reads and writes it, with one that writes the output; ``strided`` and
+``strided-bwd`` compare q, k and v as one common projection writes them with contiguous ones; ``sums`` and ``sums-bwd``,
+for more than 2^18 keys, compare one long sum with the sums that are cut for exactness; ``deterministic-bwd`` one whose
+dq is added in order. All kernels of a table must compute the same results. A rate above the peak of the matrix units
+(multiprocessors x clock limit x rate per clock) ends the run: the timing is wrong.
 
 FlashAttention-3 (``flash_attn_interface``, or the wheel ``fa3-fwd``), -4 (``flash_attn.cute``), cuDNN's interval
 kernels and its Hopper forward for head dim 512 (``cudnn.flex_attention`` and ``cudnn.sdpa.fwd`` of

@@ -223,16 +223,18 @@ class Ours:
         return functools.partial(BACKENDS[self.kernel].forward, q, Keys(k, v, self.block), self.score, state)
 
     def backward(self, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, deterministic: bool = False) -> Pass:
-        """Return the whole backward: delta, a zeroed float32 dq, and the kernel."""
+        """Return the whole backward, as autograd runs it on one rank: delta, a zeroed float32 dq, the kernel, and
+        gradients in the dtype of the inputs."""
         backend, keys = BACKENDS[self.kernel], Keys(k, v, self.block)
         out, lse = backend.output(q, keys, self.score)
 
         def backward() -> tuple[Tensor, ...]:
             dq = torch.empty(q.shape, dtype=torch.float32, device=q.device)
             queries = Queries(q, dout, lse, torch.empty_like(lse))
-            return dq, *backend.backward(
-                queries, keys, self.score, dq, deterministic=deterministic, outputs=Outputs(out)
+            dk, dv = backend.backward(
+                queries, keys, self.score, dq, deterministic=deterministic, outputs=Outputs(out), complete=True
             )
+            return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
 
         return backward
 

@@ -22,8 +22,7 @@ from benchmarks.scaling_timing import Contestant, Group, Timing
 from ringattn import layout, virtual
 from ringattn.dataflow.gathered import gathered_block
 from ringattn.kernels.backends import choose
-from ringattn.kernels.contract import Keys, Queries, Score, accumulation_dtype
-from ringattn.kernels.delta import row_delta
+from ringattn.kernels.contract import Keys, Outputs, Queries, Score, accumulation_dtype
 
 TOLERANCE = {torch.bfloat16: 0.05, torch.float16: 0.02, torch.float32: 0.01}
 
@@ -92,8 +91,9 @@ class Contestants:
 
         def both() -> Any:
             out, lse = forward()
-            dq = torch.zeros_like(q, dtype=accumulation_dtype(q))
-            dk, dv = backends[1].backward(Queries(q, dout, lse, row_delta(out, dout)), keys, score, dq)
+            dq = torch.empty_like(q, dtype=accumulation_dtype(q))
+            queries, outputs = Queries(q, dout, lse, torch.empty_like(lse)), Outputs(out)
+            dk, dv = backends[1].backward(queries, keys, score, dq, outputs=outputs, complete=True)
             return dq.to(q.dtype), dk.to(q.dtype), dv.to(q.dtype)
 
         return Contestant(forward, both)

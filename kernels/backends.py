@@ -110,12 +110,13 @@ class Backend:
         into: tuple[Tensor, Tensor] | None = None,
         counters: Tensor | None = None,
         outputs: Outputs | None = None,
+        complete: bool = False,
     ) -> tuple[Tensor, Tensor]:
         """Return dk and dv of one chunk of keys from these queries, in the dtype of dq, and add to dq.
 
         Args:
             dq: like q, float32 (float64 for float64 inputs); the chunk's contribution is **added** to it.
-            deterministic, into, counters: see :class:`.contract.Delivery`. ``deterministic=None``: as
+            deterministic, into, counters, complete: see :class:`.contract.Delivery`. ``deterministic=None``: as
                 torch.use_deterministic_algorithms() says.
             outputs: set in the first backward of these queries, if ``queries.delta`` and dq are still uninitialized
                 memory: then the one is made of the outputs, and the other is written. Together with the kernel this
@@ -136,7 +137,7 @@ class Backend:
             return self._walks_back(queries, keys, score, dq, Delivery(deterministic, into))
         if in_pieces:
             return backend._in_pieces(queries, keys, score, dq, Delivery(deterministic, into), heads)
-        return backend._backward(queries, keys, score, dq, Delivery(deterministic, into, counters, outputs))
+        return backend._backward(queries, keys, score, dq, Delivery(deterministic, into, counters, outputs, complete))
 
     def query_gradients(self, queries: Queries, keys: Keys, score: Score, dq: Tensor) -> None:
         """Add to dq, float32 (float64 for float64 inputs), what these queries get from one chunk of keys, in whole

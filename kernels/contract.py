@@ -261,12 +261,14 @@ class Delivery(NamedTuple):
             backend that counts.
         outputs: set if ``queries.delta`` and dq are still uninitialized memory: the one is made of these, and the other
             is written instead of added to; only for a backend that ``begins``.
+        complete: nothing is added to dk and dv, so that they may have the dtype of k and v; only without ``into``.
     """
 
     deterministic: bool
     into: tuple[Tensor, Tensor] | None = None
     counters: Tensor | None = None
     outputs: Outputs | None = None
+    complete: bool = False
 
 
 class Result(NamedTuple):

@@ -80,7 +80,7 @@ def unsupported(q: Tensor, k: Tensor, v: Tensor, score: Score) -> str | None:
 def backward(queries: Queries, keys: Keys, score: Score, dq: Tensor, delivery: Delivery) -> tuple[Tensor, Tensor]:
     """Return dk and dv of one chunk of keys and add to dq, see :meth:`..backends.Backend.backward`. The order in which
     dq is added differs from run to run unless ``deterministic``, which head dims of :data:`IN_ORDER` have."""
-    deterministic, into, counters, outputs = delivery
+    _, into, counters, outputs, _ = delivery
     q = queries.q
     if outputs is not None and not readable(dq):
         begin(queries, outputs, dq)
@@ -93,7 +93,7 @@ def backward(queries: Queries, keys: Keys, score: Score, dq: Tensor, delivery: D
         )
     target = dq if readable(dq) else torch.zeros_like(dq, memory_format=torch.contiguous_format)
     with on_device(q):
-        dk, dv = launch(queries, keys, score, target, split, Delivery(deterministic, direct, counters, outputs))
+        dk, dv = launch(queries, keys, score, target, split, delivery._replace(into=direct, outputs=outputs))
     if target is not dq:
         dq += target
     if direct is not None:
@@ -148,13 +148,13 @@ def launch(
     """Launch the kernels and return dk and dv, (parts or 1, batch, seq_k, kv_heads, head_dim): one of each per part of
     a group if the parts are apart; or ``into``, unchanged in shape."""
     k, v, block, flagged = keys
-    deterministic, into, counters, outputs = delivery
+    deterministic, into, counters, outputs, complete = delivery
     if flagged is not None and not (readable(k) and readable(v)):
         raise ValueError("keys and values that are still arriving cannot be copied first: 16-byte strides are needed")
     # Not contiguous(), which returns a tensor that begins at an unaligned address as it is.
     inputs = (queries.q, k, v, queries.dout)
     q, k, v, dout = (x if readable(x) else x.clone(memory_format=torch.contiguous_format) for x in inputs)
-    dk, dv = into or _empty_gradients(k, v, split)
+    dk, dv = into or _empty_gradients(k, v, split, k.dtype if complete and split.parts == 1 else torch.float32)
     flags, timed_out, epoch = None, None, 0
     if flagged is not None:
         flags, timed_out, epoch = flagged.flags, flagged.timed_out, int32(flagged.epoch)
@@ -173,7 +173,7 @@ def launch(
     key = (
         split, score.softmax_scale, score.softcap, changes.slopes_stride, changes.slopes is None, q.dtype, q.shape,
         q.stride(), k.shape, k.stride(), v.shape, v.stride(), dout.dtype, dout.stride(), dq.stride(), dk.stride(),
-        flags is None, None if counters is None else counters.shape[1], deterministic,
+        dk.dtype, flags is None, None if counters is None else counters.shape[1], deterministic,
     )  # fmt: skip
     tensors = [x for x in operands if x is not None]
     # Nothing comes between the two launches, tables least of all: the second one begins before the first one has ended.
@@ -184,7 +184,7 @@ def launch(
         begin(queries._replace(dout=dout), outputs, dq, statistics)
     if not launches.again(key, tensors, epoch):
         kernel, grid, args, constants = new or _arguments(operands, block, score, changes, split, epoch)
-        launched = dispatch(kernel, grid, *args, variants=lambda: _variants(operands), **constants)
+        launched = dispatch(kernel, grid, *args, variants=lambda: _variants(operands, complete), **constants)
         fixed = _tables(q, block, deterministic)
         if changes.slopes is not None:
             fixed += _positions(q, block)
@@ -213,15 +213,15 @@ def _fill(statistics: Statistics, queries: Queries, launches: Launches) -> None:
         launches.remember(key, tensors, launched)
 
 
-def _empty_gradients(k: Tensor, v: Tensor, split: Split) -> tuple[Tensor, Tensor]:
+def _empty_gradients(k: Tensor, v: Tensor, split: Split, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Return uninitialized dk and dv of equal strides, (parts or 1, batch, seq_k, kv_heads, head_dim or head_dim_v). If
     the head dims differ, both are columns of one tensor, which lives until both are cast."""
     shape = (split.parts if split.apart else 1, *k.shape[:3])
     dim, dim_v = k.shape[-1], v.shape[-1]
     if dim == dim_v:
-        dk = torch.empty(*shape, dim, dtype=torch.float32, device=k.device)
+        dk = torch.empty(*shape, dim, dtype=dtype, device=k.device)
         return dk, torch.empty_like(dk)  # not one piece of memory: dk's is free when it has been cast
-    dk, dv = torch.empty(*shape, dim + dim_v, dtype=torch.float32, device=k.device).split((dim, dim_v), -1)
+    dk, dv = torch.empty(*shape, dim + dim_v, dtype=dtype, device=k.device).split((dim, dim_v), -1)
     return dk, dv
 
 
@@ -287,14 +287,17 @@ def _arguments(
     return backward_128.kernel, grid, (*boxes, *numbers, *order), dict(FIXED=fixed, **constants)
 
 
-def _variants(x: _Operands) -> list[dict[str, Any]]:
+def _variants(x: _Operands, complete: bool) -> list[dict[str, Any]]:
     """Return how a launch may differ with other documents, which decide how groups of query heads are divided: in parts
     that take turns, or, where there are few key tiles, in parts that are apart and not counted."""
     group = x.q.shape[2] // x.k.shape[2]
     some = x.q.new_empty(4, dtype=torch.int32)
     variants: list[dict[str, Any]] = []
     for heads in (n for n in range(1, group + 1) if group % n == 0):
-        parts = dict(parts=group // heads, heads=heads)
+        parts: dict[str, Any] = dict(parts=group // heads, heads=heads)
+        if complete:  # sums of several parts are float32
+            gradient = x.k.new_empty(4, dtype=x.k.dtype if heads == group else torch.float32)
+            parts |= dict(dk_ptr=gradient, dv_ptr=gradient)
         if heads == group:
             variants.append(dict(parts, turns_ptr=None))
         elif heads >= LEAST_HEADS:

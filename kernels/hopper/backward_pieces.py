@@ -545,7 +545,7 @@ def _store_piece(ptr, x, scale, head, stride_s, keys, part, IN_TURNS: gl.constex
         x = x * scale
     if IN_TURNS and (part > 0):
         x += gl.load(ptr + at, mask=(rows < keys.past)[:, None], other=0.0)
-    gl.store(ptr + at, x, mask=(rows < keys.past)[:, None])
+    gl.store(ptr + at, x.to(ptr.dtype.element_ty), mask=(rows < keys.past)[:, None])
 
 
 @gluon.jit

@@ -74,7 +74,7 @@ class Call:
 
 
 class Gradients(NamedTuple):
-    """Gradients of this rank's shards, complete, in the accumulation dtype."""
+    """Gradients of this rank's shards, complete, in the accumulation dtype or that of the inputs."""
 
     dq: Tensor
     dk: Tensor

@@ -81,7 +81,7 @@ class Ring(Dataflow):
         circulation = Circulation((call.k, call.v), plan, plan.local_lengths_k, contribution)
         for visit in circulation:
             keys = Keys(*visit.shard, call.block(plan.rank, visit.owner))
-            dk_dv = kernel.backward(queries, keys, call.score, dq, outputs=outputs)
+            dk_dv = kernel.backward(queries, keys, call.score, dq, outputs=outputs, complete=plan.world_size == 1)
             outputs = None  # from now on it adds to dq
             visit.give(dk_dv)  # to the owner of these keys
             del keys, dk_dv  # the shard moves on: do not keep its memory
