@@ -28,14 +28,16 @@ from scripts.ranks import one_line
 OURS = tuple(name for name in BACKENDS if name != "eager")
 OTHERS = ("torch cuDNN", "torch flash", "FlexAttention", "FA3", "FA4", "cuDNN flex", "cuDNN 512")
 TOGETHER = ("fwd", "bwd")  # passes of all kernels
-# Passes of ours, each with a variant that does more
-ALONE = ("carry", "strided", "strided-bwd", "sums", "sums-bwd", "deterministic-bwd")
+# Passes of ours, each with a variant that does more; of others, too, if they have a deterministic backward
+DETERMINISTIC = "deterministic-bwd"
+ALONE = ("carry", "strided", "strided-bwd", "sums", "sums-bwd", DETERMINISTIC)
 
 
 @dataclass
 class Other:
     """Another library's ``attention(q, k, v, mask)`` on (batch, seq, heads, head_dim), with ``softcap=`` if scores have
-    one. It raises for what it does not support."""
+    one, and ``deterministic=True`` if its backward is to have the same bits on every run. It raises for what it does
+    not support."""
 
     attention: Callable[..., Tensor]
     has_backward: bool = True  # set to False by its first "does not support backward"
@@ -55,11 +57,12 @@ def find_others(flex: bool) -> dict[str, Other]:
     for name, modules in (("FA3", ("flash_attn_interface", "fa3_fwd_interface")), ("FA4", ("flash_attn.cute",))):
         for module in modules:
             try:
-                function = importlib.import_module(module).flash_attn_func
+                found = importlib.import_module(module)
+                functions = found.flash_attn_func, found.flash_attn_varlen_func
             except (ImportError, AttributeError) as problem:
                 print(f"{name}: cannot import {module} ({problem})")
                 continue
-            attentions[name] = functools.partial(flash_attention, function)
+            attentions[name] = functools.partial(flash_attention, functions[0], varlen=functions[1])
             break
     for name, module, made in (
         ("cuDNN flex", "cudnn.flex_attention", cudnn_flex),
@@ -73,13 +76,30 @@ def find_others(flex: bool) -> dict[str, Other]:
 
 
 def flash_attention(
-    function: Callable, q: Tensor, k: Tensor, v: Tensor, mask: Mask, softcap: float = 0.0
+    function: Callable, q: Tensor, k: Tensor, v: Tensor, mask: Mask, softcap: float = 0.0,
+    deterministic: bool = False, varlen: Callable | None = None,
 ) -> Tensor:  # fmt: skip
-    """Call ``function`` with the arguments of FlashAttention's own interface."""
-    how: dict = dict(causal=True, window_size=(mask.size - 1, 0)) if mask.name == "window" else dict(causal=mask.causal)
-    how |= dict(softcap=softcap) if softcap else {}
+    """Call ``function``, or ``varlen`` for documents, with the arguments of FlashAttention's own interface."""
+    how: dict = dict(softcap=softcap) if softcap else {}
+    how |= dict(deterministic=True) if deterministic else {}
+    if mask.name == "documents" and varlen is not None:
+        edges = document_edges(q.shape[0], q.shape[1], mask.size, q.device)
+        how |= dict(cu_seqlens_q=edges, cu_seqlens_k=edges, max_seqlen_q=mask.size, max_seqlen_k=mask.size)
+        out = varlen(*(x.flatten(0, 1) for x in (q, k, v)), causal=True, **how)
+        return (out[0] if isinstance(out, tuple) else out).unflatten(0, q.shape[:2])
+    if mask.name == "window":
+        how |= dict(causal=True, window_size=(mask.size - 1, 0))
+    else:
+        how |= dict(causal=mask.causal)
     out = function(q, k, v, **how)
     return out[0] if isinstance(out, tuple) else out
+
+
+@functools.lru_cache(8)
+def document_edges(batch: int, seq: int, size: int, device: torch.device) -> Tensor:
+    """Return where the documents of all rows begin, one after the other, and the last one ends, int32."""
+    edges = [row * seq + first for row in range(batch) for first in range(0, seq, size)]
+    return torch.tensor([*edges, batch * seq], dtype=torch.int32, device=device)
 
 
 def cudnn_flex(module: ModuleType) -> Callable:
@@ -91,14 +111,14 @@ def cudnn_flex(module: ModuleType) -> Callable:
     latest: tuple = ()
     plan = None
 
-    def attention(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tensor:
+    def attention(q: Tensor, k: Tensor, v: Tensor, mask: Mask, **how: bool) -> Tensor:
         nonlocal latest, plan
         key = q.shape, k.shape, v.shape, q.dtype, mask, q.requires_grad
         if key != latest:
             ends = ends_of_intervals(mask, q.shape[1])[None].to(q.device)
             plan = create_mask_plan(ends.contiguous(), q, k, v, build_backward=q.requires_grad)
             latest = key
-        return flex_attn_func(q, k, v, mask_plan=plan)
+        return flex_attn_func(q, k, v, mask_plan=plan, **how)
 
     return attention
 
@@ -194,7 +214,8 @@ def other_launch(
 ) -> Callable[[], tuple[Tensor, ...]]:
     """Return one pass of another library. A backward runs as autograd does, after its forward outside of the timing."""
     q, k, v, dout = tensors
-    how = dict(softcap=shape.softcap) if shape.softcap else {}
+    how: dict[str, Any] = dict(softcap=shape.softcap) if shape.softcap else {}
+    how |= dict(deterministic=True) if mode == DETERMINISTIC else {}
     if mode == "fwd":
         return lambda: (attention(q, k, v, shape.mask, **how),)
     leaves = [x.detach().requires_grad_() for x in (q, k, v)]
@@ -258,7 +279,7 @@ class Ours:
             with uncut_sums():  # on a new Block, because a block keeps how it is launched
                 uncut = launch(replace(self, block=replace(self.block)), q, k, v)
             launches[f"{self.kernel}, one sum"] = uncut_sums()(uncut)
-        elif mode == "deterministic-bwd":
+        elif mode == DETERMINISTIC:
             launches[f"{self.kernel}, deterministic"] = self.backward(q, k, v, dout, deterministic=True)
         return launches
 
@@ -332,14 +353,15 @@ def runners_of(shape: Shape, mode: str, others: dict[str, Other], kernels: Seque
         kernel = runners[0].name
         (launch,) = Ours(kernel, plain_block(other_shape), score).launches(mode, own).values()
         runners.append(Runner(f"{kernel}, {name}", launch, ours=True, flops=other_shape.flops(mode)))
-    for name, other in others.items() if mode in TOGETHER else ():
-        if mode == "bwd" and not other.has_backward:
+    for name, other in others.items() if mode in (*TOGETHER, DETERMINISTIC) else ():
+        if mode.endswith("bwd") and not other.has_backward:
             continue  # already reported
+        title = f"{name}, deterministic" if mode == DETERMINISTIC else name
         try:
-            add(name, other_launch(other.attention, mode, tensors, shape), ours=False)
+            add(title, other_launch(other.attention, mode, tensors, shape), ours=False)
         except Exception as problem:
             skipped = "skipped"
-            if mode == "bwd" and "does not support backward" in str(problem):  # the wheel fa3-fwd
+            if mode.endswith("bwd") and "does not support backward" in str(problem):  # the wheel fa3-fwd
                 other.has_backward, skipped = False, "skipped in every backward"
             print(f"{name}: {skipped}, {one_line(problem)}")
     return runners

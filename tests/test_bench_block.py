@@ -7,6 +7,7 @@ import itertools
 import types
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -200,6 +201,39 @@ def test_variants_of_our_kernels_compute_the_same(mode: str) -> None:
         assert [isinstance(r.launch(), Partial) for r in runners] == [False, True, True]
     else:
         assert [r.error for r in runners] == [0, 0]
+
+
+def test_deterministic_backwards_are_compared_with_each_other() -> None:
+    def attention(q: Tensor, k: Tensor, v: Tensor, mask: Mask, deterministic: bool) -> Tensor:
+        assert deterministic
+        return torch_attention(q, k, v, mask)
+
+    shape, others = small(), {"FA4": Other(attention), "torch": Other(torch_attention)}
+    runners = runners_of(shape, "deterministic-bwd", others, ["eager"])
+    assert [r.name for r in runners] == ["eager", "eager, deterministic", "FA4, deterministic"]
+    for ms, runner in enumerate((measured("matmul", 1.0), *runners), 1):
+        runner.times[:] = [float(ms)]
+    _, comparison = bench_block.report(measured("matmul", 1.0), runners, Table(shape, "deterministic-bwd", 1.0), None)
+    assert comparison is not None
+    assert comparison["ours"] == "eager, deterministic"
+    assert comparison["ratio"] == 4 / 3
+
+
+def test_documents_reach_flash_attention_as_sequences() -> None:
+    def varlen(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, **how: Any) -> Tensor:
+        assert causal
+        edges = how["cu_seqlens_q"].tolist()
+        assert edges == how["cu_seqlens_k"].tolist() == [0, 5, 10, 15, 16]
+        assert how["max_seqlen_q"] == how["max_seqlen_k"] == 5
+        parts = [
+            torch_attention(*(x[None, a:b] for x in (q, k, v)), Mask("causal"))[0] for a, b in itertools.pairwise(edges)
+        ]
+        return torch.cat(parts)
+
+    fa = functools.partial(kernels.flash_attention, None, varlen=varlen)
+    for mode in ("fwd", "bwd"):
+        runners = runners_of(small(16, "documents", 5), mode, {"FA4": Other(fa)}, ["eager"])
+        assert [r.name for r in runners] == ["eager", "FA4"], "they agree"
 
 
 def test_strided_tensors_have_the_strides_of_one_projection() -> None:
