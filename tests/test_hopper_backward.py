@@ -614,19 +614,18 @@ def test_a_first_backward_writes_delta_and_dq(seq, deterministic, dims):
 
 @needs_hopper
 @pytest.mark.parametrize("dims", hopper_backward.HEAD_DIMS, ids=str)
-@pytest.mark.parametrize("kv_heads", [1, 4])
-def test_complete_gradients_are_rounded_to_the_dtype_of_the_inputs(kv_heads, dims):
-    """By the kernel, unless several parts of a group add to them."""
-    x = make_problem(Case(causal, seq_q=700, seq_k=700, heads=4, kv_heads=kv_heads), torch.bfloat16, dims=dims)
+@pytest.mark.parametrize(("kv_heads", "split"), [(4, (1, False)), (1, (2, False)), (1, (4, False)), (1, (4, True))])
+def test_complete_gradients_are_rounded_to_the_dtype_of_the_inputs(kv_heads, split, dims, monkeypatch):
+    """By the kernel, unless several parts of a group have gradients of their own."""
+    monkeypatch.setattr(work, "split_groups", lambda *_: work.Split(*split))
+    x = make_problem(Case(causal, 2, 700, 700, heads=4, kv_heads=kv_heads), torch.bfloat16, dims=dims)
     keys, dq = Keys(x.k, x.v, x.whole), torch.zeros(x.q.shape, device=DEVICE)
     out, lse = BACKEND.output(x.q, keys, x.score)
     queries = Queries(x.q, x.dout, lse, row_delta(out, x.dout))
     exact = BACKEND.backward(queries, keys, x.score, dq)
     rounded = BACKEND.backward(queries, keys, x.score, dq, complete=True)
     assert all(a.dtype == torch.float32 for a in exact)
-    one_part = work.split_groups(x.q, x.k, x.whole).parts == 1
-    assert all(b.dtype == (torch.bfloat16 if one_part else torch.float32) for b in rounded)
-    assert one_part or kv_heads == 1
+    assert all(b.dtype == (torch.float32 if split[1] else torch.bfloat16) for b in rounded)
     assert all(torch.equal(a.to(torch.bfloat16), b.to(torch.bfloat16)) for a, b in zip(exact, rounded, strict=True))
 
 

@@ -134,6 +134,8 @@ class _Operands(NamedTuple):
     dq: Tensor
     dk: Tensor
     dv: Tensor
+    last_dk: Tensor | None  # where the last part of a group stores dk, if not where the others do
+    last_dv: Tensor | None
     flags: Tensor | None
     timed_out: Tensor | None
     turns: Tensor | None
@@ -154,7 +156,12 @@ def launch(
     # Not contiguous(), which returns a tensor that begins at an unaligned address as it is.
     inputs = (queries.q, k, v, queries.dout)
     q, k, v, dout = (x if readable(x) else x.clone(memory_format=torch.contiguous_format) for x in inputs)
-    dk, dv = into or _empty_gradients(k, v, split, k.dtype if complete and split.parts == 1 else torch.float32)
+    complete = complete and into is None and not split.apart
+    one_part = complete and split.parts == 1
+    dk, dv = into or _empty_gradients(k, v, split, k.dtype if one_part else torch.float32)
+    last: tuple[Tensor | None, Tensor | None] = None, None
+    if complete and split.parts > 1:  # sums of parts that take turns are float32 until the last one
+        last = _empty_gradients(k, v, split, k.dtype)
     flags, timed_out, epoch = None, None, 0
     if flagged is not None:
         flags, timed_out, epoch = flagged.flags, flagged.timed_out, int32(flagged.epoch)
@@ -168,12 +175,13 @@ def launch(
     rows = statistics.lse
     sums = torch.zeros(len(rows), 2, dtype=torch.int32, device=q.device) if deterministic else None
     operands = _Operands(
-        q, k, v, dout, rows, statistics.minus_delta, dq, dk, dv, flags, timed_out, turns, counters, changes.slopes, sums
+        q, k, v, dout, rows, statistics.minus_delta, dq, dk, dv, *last, flags, timed_out, turns, counters,
+        changes.slopes, sums,
     )  # fmt: skip
     key = (
         split, score.softmax_scale, score.softcap, changes.slopes_stride, changes.slopes is None, q.dtype, q.shape,
         q.stride(), k.shape, k.stride(), v.shape, v.stride(), dout.dtype, dout.stride(), dq.stride(), dk.stride(),
-        dk.dtype, flags is None, None if counters is None else counters.shape[1], deterministic,
+        complete, flags is None, None if counters is None else counters.shape[1], deterministic,
     )  # fmt: skip
     tensors = [x for x in operands if x is not None]
     # Nothing comes between the two launches, tables least of all: the second one begins before the first one has ended.
@@ -184,12 +192,14 @@ def launch(
         begin(queries._replace(dout=dout), outputs, dq, statistics)
     if not launches.again(key, tensors, epoch):
         kernel, grid, args, constants = new or _arguments(operands, block, score, changes, split, epoch)
-        launched = dispatch(kernel, grid, *args, variants=lambda: _variants(operands, complete), **constants)
+        launched = dispatch(
+            kernel, grid, *args, variants=lambda: _variants(operands, delivery.complete and into is None), **constants
+        )
         fixed = _tables(q, block, deterministic)
         if changes.slopes is not None:
             fixed += _positions(q, block)
         launches.remember(key, tensors, launched, fixed, None if flags is None else kernel.arg_names.index("epoch"))
-    return dk, dv
+    return (dk, dv) if last[0] is None else last  # type: ignore[return-value]
 
 
 def _empty_statistics(q: Tensor, score: Score) -> Statistics:
@@ -247,8 +257,8 @@ def _arguments(
         of_queries, of_keys = _positions(q, block)
         alibi = view(of_queries, (1, rows)), x.slopes, changes.slopes_stride, of_keys
     numbers = (
-        dk, x.dv, info, q_heads // kv_heads // parts, tiles, kv_heads, parts, batch, *dk.stride()[-4:-1],
-        -(-seq_q // rows), changes.scale, scale, 1 / fold if fold else 1.0,
+        dk, x.dv, x.last_dk, x.last_dv, info, q_heads // kv_heads // parts, tiles, kv_heads, parts, batch,
+        *dk.stride()[-4:-1], -(-seq_q // rows), changes.scale, scale, 1 / fold if fold else 1.0,
         x.flags, epoch, x.timed_out, x.turns, x.counters, 0 if x.counters is None else x.counters.shape[1],
         sweep, None if fixed else changes.inner, *alibi,
     )  # fmt: skip
@@ -292,19 +302,22 @@ def _variants(x: _Operands, complete: bool) -> list[dict[str, Any]]:
     that take turns, or, where there are few key tiles, in parts that are apart and not counted."""
     group = x.q.shape[2] // x.k.shape[2]
     some = x.q.new_empty(4, dtype=torch.int32)
+    sums, rounded = x.q.new_empty(4, dtype=torch.float32), x.k.new_empty(4)
+
+    def stored(gradient: Tensor, last: Tensor | None) -> dict[str, Any]:
+        return dict(dk_ptr=gradient, dv_ptr=gradient, last_dk_ptr=last, last_dv_ptr=last) if complete else {}
+
     variants: list[dict[str, Any]] = []
     for heads in (n for n in range(1, group + 1) if group % n == 0):
-        parts: dict[str, Any] = dict(parts=group // heads, heads=heads)
-        if complete:  # sums of several parts are float32
-            gradient = x.k.new_empty(4, dtype=x.k.dtype if heads == group else torch.float32)
-            parts |= dict(dk_ptr=gradient, dv_ptr=gradient)
+        parts = dict(parts=group // heads, heads=heads)
         if heads == group:
-            variants.append(dict(parts, turns_ptr=None))
+            variants.append(dict(parts, turns_ptr=None, **stored(rounded, None)))
         elif heads >= LEAST_HEADS:
-            variants.append(dict(parts, turns_ptr=some))
+            variants.append(dict(parts, turns_ptr=some, **stored(sums, rounded)))
         # Queries see themselves, so there are at least as many keys.
         if heads < group and work.few_tiles(x.q, x.k, x.q.shape[1]):
-            variants.append(dict(parts, turns_ptr=None, flags_ptr=None, timed_out_ptr=None, counters_ptr=None))
+            apart = dict(turns_ptr=None, flags_ptr=None, timed_out_ptr=None, counters_ptr=None)
+            variants.append(dict(parts, **apart, **stored(sums, None)))
     return variants
 
 

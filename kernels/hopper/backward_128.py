@@ -188,8 +188,8 @@ def _consumer(C: gl.constexpr, grid, tiles, score, gradients):
     if SIGNALS:
         barrier_sync(DQ_SENT + C, STAGING)  # and if the group has several parts, it is this one's turn
     head = pieces.head_of_gradients(gradients, at)
-    pieces.store_sums(gradients.dv_ptr, dv, score.dv_scale, head, gradients, at.part, keys)
-    pieces.store_sums(gradients.dk_ptr, dk, score.dk_scale, head, gradients, at.part, keys)
+    pieces.store_sums(gradients.dv, dv, score.dv_scale, head, gradients, grid, at, keys)
+    pieces.store_sums(gradients.dk, dk, score.dk_scale, head, gradients, grid, at, keys)
     if SIGNALS:
         barrier_sync(DQ_STAGED + C, STAGING)  # not arrive: sync alone is documented to order the stores for the writer
 
@@ -240,8 +240,8 @@ def _start(grid, descs, score, gradients, arrival, order, REGISTERS: gl.constexp
 def kernel(
     q_desc, dout_desc, k_desc, v_desc, lse_desc, delta_desc, bounds_desc, dq_desc,
     q_rest_desc, dout_rest_desc, k_rest_desc, v_rest_desc, dq_rest_desc,  # None if the head dim is a power of two
-    dk_ptr, dv_ptr, info_ptr, heads, tiles, kv_heads, parts, batches, stride_b, stride_s, stride_h,
-    q_tiles, scale_log2, dk_scale, dv_scale,
+    dk_ptr, dv_ptr, last_dk_ptr, last_dv_ptr, info_ptr, heads, tiles, kv_heads, parts, batches,
+    stride_b, stride_s, stride_h, q_tiles, scale_log2, dk_scale, dv_scale,
     flags_ptr, epoch, timed_out_ptr, turns_ptr, counters_ptr, segments, sweep,
     inner, positions_desc, slopes_ptr, slopes_stride, positions_k_ptr,  # None without softcap; without ALiBi
     ends_ptr, sums_ptr, descending,  # None if dQ may be added in any order
@@ -251,6 +251,7 @@ def kernel(
 
     ``heads``: query heads of a CTA; ``parts``: CTAs that share a group. ``turns_ptr``: (batch * kv_heads, tiles)
     int32, zeros, where parts that add to the same dk, dv count whose turn it is; None if each part has its own.
+    ``last_*``: where the last of these parts stores dk, dv in the dtype of k, v; None if where the others do.
     ``stride_*`` are those of dk and dv. ``flags_ptr`` or ``counters_ptr`` None: nothing to wait for or to count.
     ``FIXED``: :attr:`scores.Changes.fixed`, constants that take the place of ``inner``, or None."""
     _start(
@@ -270,7 +271,10 @@ def kernel(
             scale_log2, inner if FIXED is None else FIXED, slopes_ptr, slopes_stride, positions_k_ptr,
             None if FOLD else dk_scale, dv_scale,
         ),
-        Gradients(dk_ptr, dv_ptr, batches, stride_b, stride_s, stride_h, turns_ptr, counters_ptr, segments),
+        Gradients(
+            (dk_ptr, last_dk_ptr), (dv_ptr, last_dv_ptr), batches, stride_b, stride_s, stride_h, turns_ptr,
+            counters_ptr, segments,
+        ),
         Arrival(flags_ptr, epoch, timed_out_ptr),
         None if sums_ptr is None else Order(ends_ptr, sums_ptr),
         REGISTERS,

@@ -98,8 +98,8 @@ class Keys(NamedTuple):
 class Gradients(NamedTuple):
     """Where dk and dv are stored, and what a program signals after that."""
 
-    dk_ptr: gl.tensor
-    dv_ptr: gl.tensor
+    dk: tuple  # its address, and where the last one of several parts stores the sums instead, or None
+    dv: tuple
     batches: gl.tensor
     stride_b: gl.tensor
     stride_s: gl.tensor

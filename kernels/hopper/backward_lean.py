@@ -197,8 +197,8 @@ def _consumer(C: gl.constexpr, grid, tiles, score, gradients):
         dq = warpgroup_mma_wait(0, deps=[_dq(C, unit, last, 0, tiles.k, tiles.ds)])
         _send(C, dq, tiles.dq[C][unit], score.dk_scale)
     barrier_sync(DQ_SENT + C, STAGING)  # and if the group has several parts, it is this one's turn
-    pieces.store_sums(gradients.dv_ptr, dv, score.dv_scale, head, gradients, at.part, keys)
-    pieces.store_sums(gradients.dk_ptr, dk, score.dk_scale, head, gradients, at.part, keys)
+    pieces.store_sums(gradients.dv, dv, score.dv_scale, head, gradients, grid, at, keys)
+    pieces.store_sums(gradients.dk, dk, score.dk_scale, head, gradients, grid, at, keys)
     if gradients.turns_ptr is not None or gradients.counters_ptr is not None:
         barrier_sync(DQ_STAGED + C, STAGING)  # not arrive: sync alone is documented to order the stores for the writer
 
@@ -258,8 +258,8 @@ def _start(grid, descs, score, gradients, arrival, REGISTERS: gl.constexpr):
 def kernel(
     q_desc, dout_desc, k_desc, v_desc, lse_desc, delta_desc, bounds_desc, dq_desc,
     q_rest_desc, k_rest_desc, dq_rest_desc,  # columns from 128 on
-    dk_ptr, dv_ptr, info_ptr, heads, tiles, kv_heads, parts, batches, stride_b, stride_s, stride_h,
-    q_tiles, scale_log2, dk_scale, dv_scale,
+    dk_ptr, dv_ptr, last_dk_ptr, last_dv_ptr, info_ptr, heads, tiles, kv_heads, parts, batches,
+    stride_b, stride_s, stride_h, q_tiles, scale_log2, dk_scale, dv_scale,
     flags_ptr, epoch, timed_out_ptr, turns_ptr, counters_ptr, segments, sweep,
     inner, positions_desc, slopes_ptr, slopes_stride, positions_k_ptr,  # None without softcap; without ALiBi
     BATCHED: gl.constexpr, FOLD: gl.constexpr, FIXED: gl.constexpr, REGISTERS: gl.constexpr,
@@ -282,7 +282,10 @@ def kernel(
             scale_log2, inner if FIXED is None else FIXED, slopes_ptr, slopes_stride, positions_k_ptr,
             None if FOLD else dk_scale, dv_scale,
         ),
-        Gradients(dk_ptr, dv_ptr, batches, stride_b, stride_s, stride_h, turns_ptr, counters_ptr, segments),
+        Gradients(
+            (dk_ptr, last_dk_ptr), (dv_ptr, last_dv_ptr), batches, stride_b, stride_s, stride_h, turns_ptr,
+            counters_ptr, segments,
+        ),
         Arrival(flags_ptr, epoch, timed_out_ptr),
         REGISTERS,
     )  # fmt: skip

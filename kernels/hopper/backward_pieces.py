@@ -536,16 +536,23 @@ def zero_sums(tiles):
 
 
 @gluon.jit
-def _store_piece(ptr, x, scale, head, stride_s, keys, part, IN_TURNS: gl.constexpr):
+def _store_piece(ptr, last_ptr, x, scale, head, stride_s, keys, part, parts, IN_TURNS: gl.constexpr):
     L: gl.constexpr = x.type.layout
     rows = gl.arange(0, BN // 2, gl.SliceLayout(1, L)) + keys.first
     cols = gl.arange(0, x.shape[1], gl.SliceLayout(0, L))
     at = (head + rows.to(gl.int64) * stride_s)[:, None] + cols[None, :]
+    inside = (rows < keys.past)[:, None]
     if scale is not None:
         x = x * scale
     if IN_TURNS and (part > 0):
-        x += gl.load(ptr + at, mask=(rows < keys.past)[:, None], other=0.0)
-    gl.store(ptr + at, x.to(ptr.dtype.element_ty), mask=(rows < keys.past)[:, None])
+        x += gl.load(ptr + at, mask=inside, other=0.0)
+    if last_ptr is None:
+        gl.store(ptr + at, x.to(ptr.dtype.element_ty), mask=inside)
+    else:
+        if part == parts - 1:
+            gl.store(last_ptr + at, x.to(last_ptr.dtype.element_ty), mask=inside)
+        else:
+            gl.store(ptr + at, x, mask=inside)
 
 
 @gluon.jit
@@ -558,13 +565,18 @@ def head_of_gradients(gradients, at):
 
 
 @gluon.jit
-def store_sums(ptr, sums, scale, head, gradients, part, keys):
-    """Store sums, times ``scale`` if it is not None. ``head``: :func:`head_of_gradients`. Where the parts of a group
-    take turns, all but the first one add to memory."""
+def store_sums(to, sums, scale, head, gradients, grid, at, keys):
+    """Store sums ``to`` a field of ``gradients``, times ``scale`` if it is not None, and rounded to the dtype there.
+    ``head``: :func:`head_of_gradients`. Where the parts of a group take turns, all but the first one add to memory."""
     IN_TURNS: gl.constexpr = gradients.turns_ptr is not None
-    _store_piece(ptr, sums[0], scale, head, gradients.stride_s, keys, part, IN_TURNS)
+    ptr, last_ptr = to
+    _store_piece(ptr, last_ptr, sums[0], scale, head, gradients.stride_s, keys, at.part, grid.parts, IN_TURNS)
     if len(sums) == 2:
-        _store_piece(ptr + sums[0].shape[1], sums[1], scale, head, gradients.stride_s, keys, part, IN_TURNS)
+        WIDTH: gl.constexpr = sums[0].shape[1]
+        ptr += WIDTH
+        if last_ptr is not None:
+            last_ptr += WIDTH
+        _store_piece(ptr, last_ptr, sums[1], scale, head, gradients.stride_s, keys, at.part, grid.parts, IN_TURNS)
 
 
 @gluon.jit

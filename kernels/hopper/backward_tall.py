@@ -168,8 +168,8 @@ def _consumer(C: gl.constexpr, grid, tiles, score, gradients):
     if SIGNALS:
         barrier_sync(DQ_SENT + C, STAGING)  # and if the group has several parts, it is this one's turn
     head = pieces.head_of_gradients(gradients, at)
-    pieces.store_sums(gradients.dv_ptr, dv, score.dv_scale, head, gradients, at.part, keys)
-    pieces.store_sums(gradients.dk_ptr, dk, score.dk_scale, head, gradients, at.part, keys)
+    pieces.store_sums(gradients.dv, dv, score.dv_scale, head, gradients, grid, at, keys)
+    pieces.store_sums(gradients.dk, dk, score.dk_scale, head, gradients, grid, at, keys)
     if SIGNALS:
         barrier_sync(DQ_STAGED + C, STAGING)  # not arrive: sync alone is documented to order the stores for the writer
 
@@ -216,8 +216,8 @@ def _start(grid, descs, score, gradients, arrival, order, REGISTERS: gl.constexp
 @gluon.jit(do_not_specialize=pieces.NUMBERS)
 def kernel(
     q_desc, dout_desc, k_desc, v_desc, lse_desc, delta_desc, bounds_desc, dq_desc,
-    dk_ptr, dv_ptr, info_ptr, heads, tiles, kv_heads, parts, batches, stride_b, stride_s, stride_h,
-    q_tiles, scale_log2, dk_scale, dv_scale,
+    dk_ptr, dv_ptr, last_dk_ptr, last_dv_ptr, info_ptr, heads, tiles, kv_heads, parts, batches,
+    stride_b, stride_s, stride_h, q_tiles, scale_log2, dk_scale, dv_scale,
     flags_ptr, epoch, timed_out_ptr, turns_ptr, counters_ptr, segments, sweep,
     inner, positions_desc, slopes_ptr, slopes_stride, positions_k_ptr,  # None without softcap; without ALiBi
     ends_ptr, sums_ptr, descending,  # None if dQ may be added in any order
@@ -233,7 +233,10 @@ def kernel(
             scale_log2, inner if FIXED is None else FIXED, slopes_ptr, slopes_stride, positions_k_ptr,
             None if FOLD else dk_scale, dv_scale,
         ),
-        Gradients(dk_ptr, dv_ptr, batches, stride_b, stride_s, stride_h, turns_ptr, counters_ptr, segments),
+        Gradients(
+            (dk_ptr, last_dk_ptr), (dv_ptr, last_dv_ptr), batches, stride_b, stride_s, stride_h, turns_ptr,
+            counters_ptr, segments,
+        ),
         Arrival(flags_ptr, epoch, timed_out_ptr),
         None if sums_ptr is None else Order(ends_ptr, sums_ptr),
         REGISTERS,

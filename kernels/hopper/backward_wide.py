@@ -145,7 +145,7 @@ def _values(grid, tiles, score, gradients):
     s, dv = _walk_values(False, cut_steps, steps, steps - 1, s, dv, tiles, score, keys, grid.heads)
     barrier_sync(DQ_SENT, STAGING)  # and if the group has several parts, it is this one's turn
     head = pieces.head_of_gradients(gradients, at)
-    pieces.store_sums(gradients.dv_ptr, dv, score.dv_scale, head, gradients, at.part, keys)
+    pieces.store_sums(gradients.dv, dv, score.dv_scale, head, gradients, grid, at, keys)
     if gradients.turns_ptr is not None or gradients.counters_ptr is not None:
         barrier_sync(DQ_STAGED, STAGING)  # not arrive: sync alone is documented to order the stores for the writer
 
@@ -195,7 +195,7 @@ def _keys(grid, tiles, score, gradients, UNITS: gl.constexpr):
         dp = warpgroup_mma_wait(0, deps=[dp])
     barrier_sync(DQ_SENT + 1, STAGING)  # and if the group has several parts, it is this one's turn
     head = pieces.head_of_gradients(gradients, at)
-    pieces.store_sums(gradients.dk_ptr, dk, score.dk_scale, head, gradients, at.part, keys)
+    pieces.store_sums(gradients.dk, dk, score.dk_scale, head, gradients, grid, at, keys)
     if gradients.turns_ptr is not None or gradients.counters_ptr is not None:
         barrier_sync(DQ_STAGED + 1, STAGING)  # not arrive: sync alone is documented to order the stores for the writer
 
@@ -248,8 +248,8 @@ def _start(grid, descs, score, gradients, arrival, DO_STAGES: gl.constexpr, REGI
 def kernel(
     q_desc, dout_desc, k_desc, v_desc, lse_desc, delta_desc, bounds_desc, dq_desc,
     q_rest_desc, k_rest_desc, dout_rest_desc, v_rest_desc,  # columns from 128 on; None for v if there are none
-    dk_ptr, dv_ptr, info_ptr, heads, tiles, kv_heads, parts, batches, stride_b, stride_s, stride_h,
-    q_tiles, scale_log2, dk_scale, dv_scale,
+    dk_ptr, dv_ptr, last_dk_ptr, last_dv_ptr, info_ptr, heads, tiles, kv_heads, parts, batches,
+    stride_b, stride_s, stride_h, q_tiles, scale_log2, dk_scale, dv_scale,
     flags_ptr, epoch, timed_out_ptr, turns_ptr, counters_ptr, segments, sweep,
     inner, positions_desc, slopes_ptr, slopes_stride, positions_k_ptr,  # None without softcap; without ALiBi
     DO_STAGES: gl.constexpr, BATCHED: gl.constexpr, FOLD: gl.constexpr, FIXED: gl.constexpr, REGISTERS: gl.constexpr,
@@ -272,7 +272,10 @@ def kernel(
             scale_log2, inner if FIXED is None else FIXED, slopes_ptr, slopes_stride, positions_k_ptr,
             None if FOLD else dk_scale, dv_scale,
         ),
-        Gradients(dk_ptr, dv_ptr, batches, stride_b, stride_s, stride_h, turns_ptr, counters_ptr, segments),
+        Gradients(
+            (dk_ptr, last_dk_ptr), (dv_ptr, last_dv_ptr), batches, stride_b, stride_s, stride_h, turns_ptr,
+            counters_ptr, segments,
+        ),
         Arrival(flags_ptr, epoch, timed_out_ptr),
         DO_STAGES,
         REGISTERS,

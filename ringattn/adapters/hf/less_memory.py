@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import Any, cast
 
 from torch import Tensor, nn
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
@@ -111,7 +111,7 @@ def _loss_by_tokens(model: Any, chunk: int) -> None:
 
         def part(tokens: slice) -> Part:
             def loss(x: Tensor) -> Tensor:
-                decoder = lambda **unused: BaseModelOutputWithPast(last_hidden_state=x)  # noqa: E731
+                decoder = lambda **unused: BaseModelOutputWithPast(last_hidden_state=cast(Any, x))  # noqa: E731
                 head = stand_in(model, kind, **{prefix: decoder})
                 targets = shift_labels[:, tokens]
                 return whole(head, labels=targets, shift_labels=targets, num_items_in_batch=total).loss
@@ -120,8 +120,7 @@ def _loss_by_tokens(model: Any, chunk: int) -> None:
 
         others = ((name, child) for name, child in model.named_children() if name != prefix)
         parameters = [*model.parameters(recurse=False), *parameters_of(others)]
-        return CausalLMOutputWithPast(
-            loss=run_in_parts(hidden, [*map(part, chunks(hidden.shape[1], chunk))], parameters)
-        )
+        total_loss = run_in_parts(hidden, [*map(part, chunks(hidden.shape[1], chunk))], parameters)
+        return CausalLMOutputWithPast(loss=cast(Any, total_loss))  # the fields are FloatTensors, no Tensors
 
     model.forward = forward
