@@ -26,7 +26,7 @@ from .contract import (
     accumulation_dtype,
     has_triton,
 )
-from .delta import begin
+from .delta import begin_backward
 
 
 class Backend:
@@ -112,23 +112,26 @@ class Backend:
         outputs: Outputs | None = None,
         complete: bool = False,
     ) -> tuple[Tensor, Tensor]:
-        """Return dk and dv of one chunk of keys from these queries, in the dtype of dq, and add to dq.
+        """Return dk and dv of one chunk of keys from these queries, in the dtype of dq or, with ``complete``, perhaps
+        in that of k and v, and add to dq.
 
         Args:
-            dq: like q, float32 (float64 for float64 inputs); the chunk's contribution is **added** to it.
+            dq: like q, float32 (float64 for float64 inputs); the chunk's contribution is **added** to it, or with
+                ``outputs`` written.
             deterministic, into, counters, complete: see :class:`.contract.Delivery`. ``deterministic=None``: as
                 torch.use_deterministic_algorithms() says.
             outputs: set in the first backward of these queries, if ``queries.delta`` and dq are still uninitialized
-                memory: then the one is made of the outputs, and the other is written. Together with the kernel this
-                takes less time than before it.
+                memory: delta is then computed from the outputs. That is faster than computing it, and setting dq to 0,
+                before the call.
         """
         if deterministic is None:
             deterministic = torch.are_deterministic_algorithms_enabled()
         backend = self._or_eager(queries.q, keys)
         heads, sums_keys = backend.sums(queries.q, keys.k, deterministic)
         in_pieces = not keys.block.others and long_sums.must_split(keys.block, heads, sums_keys)
-        if outputs is not None and (keys.block.others or in_pieces or not backend.begins(queries.q, deterministic)):
-            begin(queries, outputs, dq)
+        at_once = not keys.block.others and not in_pieces and backend.fills_delta(queries.q, deterministic)
+        if outputs is not None and not at_once:
+            begin_backward(queries, outputs, dq)
             outputs = None
         if keys.block.others:
             more = keys if deterministic else weaving.keys(keys)
@@ -165,7 +168,7 @@ class Backend:
         all keys."""
         return q.shape[2] // k.shape[2], True
 
-    def begins(self, q: Tensor, deterministic: bool) -> bool:
+    def fills_delta(self, q: Tensor, deterministic: bool) -> bool:
         """Return whether ``_backward`` fills delta and writes dq itself, see :attr:`.contract.Delivery.outputs`."""
         return False
 
@@ -207,7 +210,7 @@ class Backend:
     ) -> tuple[Tensor, Tensor]:
         """Run the backward once for each interval per query, over the keys that are seen there. Gradients of keys that
         one walk sees are written in place, those of other walks added."""
-        deterministic, into = delivery[:2]
+        deterministic, into = delivery.deterministic, delivery.into
         dk, dv = into or (torch.empty(x.shape, dtype=dq.dtype, device=x.device) for x in keys[:2])
         done = 0  # keys below it have gradients
         for inside, block in walks.of_keys(keys.block):
@@ -259,7 +262,7 @@ class Backend:
     ) -> tuple[Tensor, Tensor]:
         """Run the backward piece by piece, see :mod:`.long_sums`."""
         k, v, block, _ = keys
-        deterministic, into = delivery[:2]
+        deterministic, into = delivery.deterministic, delivery.into
         dk, dv = into or (torch.empty(x.shape, dtype=dq.dtype, device=x.device) for x in (k, v))
         for gradient in (dk, dv):
             gradient.zero_()  # keys that no query sees
@@ -351,7 +354,7 @@ class Hopper(_Compiled):
         dims = backward.IN_ORDER if deterministic else [dim for dim, _ in backward.HEAD_DIMS]
         return q.shape[-1] in dims
 
-    def begins(self, q: Tensor, deterministic: bool) -> bool:
+    def fills_delta(self, q: Tensor, deterministic: bool) -> bool:
         return self._adds(q, deterministic)
 
     def _pieces_of_queries(self, q: Tensor, keys: Keys, score: Score) -> int:

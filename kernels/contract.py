@@ -243,7 +243,7 @@ class Outputs(NamedTuple):
 
     Args:
         out: of the forward, (batch, seq_q, q_heads, head_dim_v), any strides.
-        dlse: the gradient of its lse; None if it has none.
+        dlse: the gradient of its lse, (batch, q_heads, seq_q); None if it has none.
     """
 
     out: Tensor
@@ -260,7 +260,7 @@ class Delivery(NamedTuple):
         counters: (groups of rows, segments of keys) int32 on the device, see :class:`CompletionCounts`; only for a
             backend that counts.
         outputs: set if ``queries.delta`` and dq are still uninitialized memory: the one is made of these, and the other
-            is written instead of added to; only for a backend that ``begins``.
+            is written instead of added to; only for a backend that ``fills_delta``.
         complete: nothing is added to dk and dv, so that they may have the dtype of k and v; only without ``into``.
     """
 

@@ -7,6 +7,8 @@ from torch import Tensor
 
 from .contract import Outputs, Queries, accumulation_dtype, has_triton
 
+_ROWS = 64  # that are multiplied at a time without Triton, in little memory
+
 
 def row_delta(out: Tensor, dout: Tensor, dlse: Tensor | None = None) -> Tensor:
     """Return ``rowsum(dout * out) - dlse``, (batch, q_heads, seq_q), in the accumulation dtype.
@@ -19,18 +21,28 @@ def row_delta(out: Tensor, dout: Tensor, dlse: Tensor | None = None) -> Tensor:
         from .triton.begin import row_dot  # one pass over memory; the products below would be written out in float32
 
         delta = row_dot(out, dout)
-    else:
-        delta = (out.to(dtype) * dout.to(dtype)).sum(-1).transpose(1, 2)
-    return (delta if dlse is None else delta - dlse.to(dtype)).contiguous()
+        return (delta if dlse is None else delta - dlse.to(dtype)).contiguous()
+    delta = torch.empty(out.shape[0], out.shape[2], out.shape[1], dtype=dtype, device=out.device)
+    _fill(delta, Outputs(out, dlse), dout)
+    return delta
 
 
-def begin(queries: Queries, outputs: Outputs, dq: Tensor) -> None:
-    """Do what the first backward of some queries begins with: fill ``queries.delta`` and set dq to 0. Both are
-    uninitialized memory."""
+def begin_backward(queries: Queries, outputs: Outputs, dq: Tensor) -> None:
+    """Fill ``queries.delta`` and set dq to 0, which are uninitialized memory before the first backward of these
+    queries."""
     if queries.q.is_cuda and dq.dtype == torch.float32 and has_triton():
-        from .triton.begin import begin
+        from .triton import begin
 
-        begin(queries, outputs, dq)  # in one pass, too
+        begin.begin_backward(queries, outputs, dq)  # in one pass, too
     else:
-        queries.delta.copy_(row_delta(outputs.out, queries.dout, outputs.dlse))
+        _fill(queries.delta, outputs, queries.dout)
         dq.zero_()
+
+
+def _fill(delta: Tensor, outputs: Outputs, dout: Tensor) -> None:
+    out, dlse = outputs
+    for first in range(0, out.shape[1], _ROWS):
+        rows = slice(first, first + _ROWS)
+        delta[..., rows] = (out[:, rows].to(delta.dtype) * dout[:, rows].to(delta.dtype)).sum(-1).transpose(1, 2)
+    if dlse is not None:
+        delta -= dlse.to(delta.dtype)

@@ -205,7 +205,7 @@ def _backward(
         backend = choose(kernel, q, k, v, score, backward=True)
         with no_autocast(q):
             call = Call(q, k, v, plan, score, backend)
-            queries = flow.queries(call, dout, Result(out, lse), dlse)
+            queries = flow.begin_backward(call, dout, Result(out, lse), dlse)
             dq, dk, dv = flow.backward(call, queries)
             # Contiguous as the fake kernel says: zeros of a rank that sees nothing are laid out as its inputs. dq is
             # the largest and comes last, when the others take half as much as before.

@@ -269,9 +269,30 @@ MUTANTS = (
     Mutant(
         "delta: the gradient of lse has the wrong sign",
         "kernels/delta.py",
-        "delta if dlse is None else delta - dlse.to(dtype)",
-        "delta if dlse is None else delta + dlse.to(dtype)",
+        "        delta -= dlse.to(delta.dtype)\n",
+        "        delta += dlse.to(delta.dtype)\n",
         _EAGER + " tests/test_attention.py",
+    ),
+    Mutant(
+        "begin: dq is not zero",
+        "kernels/triton/begin.py",
+        "tl.zeros([ROWS, DIM_P2], tl.float32)",
+        "tl.full([ROWS, DIM_P2], 1.0, tl.float32)",
+        "tests/test_delta.py",
+    ),
+    Mutant(
+        "begin: delta for the kernels has the wrong sign",
+        "kernels/triton/begin.py",
+        "tl.store(minus_delta + head * rows + row, -sums",
+        "tl.store(minus_delta + head * rows + row, sums",
+        "tests/test_delta.py",
+    ),
+    Mutant(
+        "hopper backward: does not wait for the pass before it",
+        "kernels/hopper/backward_pieces.py",
+        "    wait_for_launch_before()  # which",
+        "    # which",
+        "tests/test_hopper_backward.py",
     ),
     Mutant(
         "contract: full tiles reach one tile too far",

@@ -9,9 +9,10 @@ pytest.importorskip("triton")
 from kernel_contract import Case, causal, documents, make_problem
 
 from ringattn.kernels.backends import BACKENDS
-from ringattn.kernels.contract import Keys, Outputs, Queries
-from ringattn.kernels.delta import begin, row_delta
-from ringattn.kernels.triton.begin import row_dot
+from ringattn.kernels.contract import LOG2E, Keys, Outputs, Queries
+from ringattn.kernels.delta import begin_backward, row_delta
+from ringattn.kernels.triton import begin as triton_begin
+from ringattn.kernels.triton.begin import Statistics, row_dot
 from ringattn.kernels.triton.primitives import INTERPRETED
 
 device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -66,9 +67,42 @@ def test_a_first_backward_writes_delta_and_dq(kernel: str, dlse: bool, mask: obj
         assert a.isnan().all()
 
 
+@pytest.mark.skipif(device == "cpu" and not INTERPRETED.value, reason="needs a GPU or Triton's interpreter")
+@pytest.mark.parametrize("dlse", [False, True])
+@pytest.mark.parametrize(("seq", "height"), [(1, 64), (37, 64), (128, 128), (130, 128)])
+def test_one_pass_fills_delta_zeros_and_statistics(seq: int, height: int, dlse: bool) -> None:
+    batch, heads, dim, dim_v, shift = 2, 3, 24, 16, 1.5
+    out = torch.randn(batch, heads, seq, dim_v, device=device).bfloat16().transpose(1, 2)
+    dout = torch.randn(batch, seq, heads, dim_v, device=device).bfloat16()
+    lse = torch.randn(batch, heads, seq, device=device)
+    lse[1, :, ::5] = float("-inf")
+    outputs = Outputs(out, torch.randn_like(lse) if dlse else None)
+    delta = torch.full((batch, heads + 2, seq), NAN, device=device)[:, 1:-1]
+    dq = torch.full((batch, seq, heads + 2, dim), NAN, device=device)
+    tiles = -(-seq // height)
+    statistics = Statistics(*torch.full((2, batch * heads * tiles, height), NAN, device=device), shift)
+    queries = Queries(dq[:, :, 1:-1], dout, lse, delta)
+    triton_begin.begin_backward(queries, outputs, dq[:, :, 1:-1], statistics)
+    exact = (out.double() * dout.double()).sum(-1).transpose(1, 2)
+    size = (out.double() * dout.double()).abs().sum(-1).transpose(1, 2)
+    if outputs.dlse is not None:
+        exact, size = exact - outputs.dlse, size + outputs.dlse.abs()
+    assert ((delta - exact).abs() <= (dim_v + 2) * 2.0**-24 * size).all()
+    assert torch.equal(dq[:, :, 1:-1], torch.zeros_like(dq[:, :, 1:-1]))
+    assert dq[:, :, [0, -1]].isnan().all()
+    padded, minus_delta = (x.view(batch, heads, -1) for x in statistics[:2])
+    assert torch.equal(minus_delta[..., :seq], -delta)
+    assert (minus_delta[..., seq:] == 0).all()
+    sees = lse > float("-inf")
+    assert (padded[..., :seq][~sees] == float("inf")).all()
+    assert (padded[..., seq:] == float("inf")).all()
+    want = lse[sees].double() * LOG2E - shift
+    torch.testing.assert_close(padded[..., :seq][sees].double(), want, rtol=1e-6, atol=1e-6)
+
+
 def test_without_keys_dq_is_zero() -> None:
     q = torch.randn(1, 5, 2, 16, device=device)
     dq, delta = torch.full_like(q, NAN), q.new_full((1, 2, 5), NAN)
-    begin(Queries(q, q, delta.clone(), delta), Outputs(q), dq)
+    begin_backward(Queries(q, q, delta.clone(), delta), Outputs(q), dq)
     assert torch.equal(dq, torch.zeros_like(q))
     assert torch.equal(delta, row_delta(q, q))

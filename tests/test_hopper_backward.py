@@ -18,6 +18,7 @@ import subprocess
 import sys
 import time
 import types
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -107,12 +108,17 @@ def compile_report(dim: int, dim_v: int, dtype: str, copies: bool, parts: int, c
         "shared": main.shared,
         "barriers": min(int(at, 16) for at in re.findall(r"SYNCS.EXCH.64 URZ, \[UR\d+\+(0x[0-9a-f]+)\]", main.sass)),
         "reduces": main.sass.count("UTMAREDG"),
+        "launch_waits": [i for i, text in enumerate(code) if "ACQBULK" in text],
+        "loads": [i for i, text in enumerate(code) if "UTMALDG" in text],
     }
 
 
 # Bytes of stack, spill stores and loads; outside the loops. At 256, in single CTAs, their order, which depends on the
 # documents, takes 60 of them: with it as a constant there would be 16, and a kernel to compile for every order.
 STACKS = {(64, 64): 0, (96, 96): 0, (128, 128): 24, (192, 128): 96, (256, 256): 64, "single": 76}
+
+# Boxes of keys and values, of up to 64 columns
+LOADS_OF_KEYS = {(64, 64): 4, (96, 96): 8, (128, 128): 8, (192, 128): 10, (256, 256): 10, "single": 8}
 
 
 @pytest.mark.parametrize(
@@ -137,6 +143,10 @@ def test_compiles_without_serialized_products(dims, dtype, copies, parts, change
     assert report["overwritten"] == []
     assert report["undefined"] == []
     assert report["shared"] <= 227 * 1024
+    # The pass before the kernel is waited for once, after the loads of keys and values and before all others.
+    (wait,) = report["launch_waits"]
+    keys_and_values = sum(i < wait for i in report["loads"])
+    assert keys_and_values == LOADS_OF_KEYS[change or dims]
     # Of two writers; at 64 each has all columns of half of the queries, and one CTA of a pair has half of the columns.
     boxes = 4 if dim == 64 or pairs else 4 * dim // 128
     again = boxes // 2 if pairs else boxes  # the last step of a writer that waits for its turn may have its own code
@@ -278,6 +288,34 @@ def test_arguments_select_a_compiled_kernel(monkeypatch, dims, dtype):
         hopper_backward.launch(queries, keys_of, score, torch.zeros(q.shape), work.Split(1), Delivery(False))
     fixed = dtype == torch.bfloat16
     assert len(set(keys)) == (4 if fixed else 3)
+
+
+@pytest.mark.parametrize("complete", [False, True])
+@pytest.mark.parametrize("dims", [(64, 64), (192, 128)], ids=str)
+def test_a_launch_compiles_what_other_divisions_of_a_group_need(monkeypatch, dims, complete):
+    made = {}
+
+    def record(kernel, grid, *args, variants, cluster=1, **constants):
+        names = kernel.arg_names[: len(args)]
+        keys = []
+        for changes in ({}, *variants()):
+            changed = [changes.get(name, x) for name, x in zip(names, args, strict=True)]
+            keys.append(launch._key(kernel, torch.device("cuda"), changed, constants))
+        made[split] = keys
+
+    monkeypatch.setattr(hopper_backward, "dispatch", record)
+    monkeypatch.setattr(hopper_backward, "_fill", lambda *_: None)
+    shapes = ((4, dims[0]), (1, dims[0]), (1, dims[1]), (4, dims[1]))
+    q, k, v, dout = (torch.zeros(1, 300, *shape).bfloat16() for shape in shapes)
+    rows, block = torch.zeros(1, 4, 300), make_block(*causal(300, 300), 300)
+    for split in (work.Split(1), work.Split(2), work.Split(2, True), work.Split(4, True)):
+        queries, dq = Queries(q, dout, rows, rows), torch.zeros(q.shape)
+        delivery = Delivery(False, complete=complete)
+        hopper_backward.launch(queries, Keys(k, v, replace(block)), Score(0.1), dq, split, delivery)
+    first, *_ = made.values()
+    assert len({keys[0] for keys in made.values()}) == len(made)
+    assert all(keys[0] in first for keys in made.values())
+    assert all(set(keys) == set(first) for keys in made.values())
 
 
 @pytest.mark.parametrize("heads", [1, 3])

@@ -306,11 +306,12 @@ def compiled_by_batches(batches: int = 40) -> dict[str, int]:
         split = work.split_groups(q, k, block)
         splits.add(split)
         queries = Queries(q, dout, lse, lse)
-        for outputs in (None, Outputs(q)):
-            hopper_backward.launch(queries, chunk, score, dq, split, Delivery(False, outputs=outputs))
+        for outputs, complete in ((None, False), (Outputs(q), False), (None, True)):
+            delivery = Delivery(False, outputs=outputs, complete=complete)
+            hopper_backward.launch(queries, chunk, score, dq, split, delivery)
         triton_backward.backward(queries, chunk, score, dq)
         begin.row_dot(q, dout)
-        begin.begin(queries, Outputs(q), dq)
+        begin.begin_backward(queries, Outputs(q), dq)
         local, gradients = (torch.zeros(1, n, 2, 64, dtype=x) for x in (torch.bfloat16, torch.float32))
         rows, own = (torch.zeros(1, 2, x, 128, dtype=torch.bfloat16) for x in (n, m))
         table = pack_rows.run_table([(0, n, 0)], n, cpu)

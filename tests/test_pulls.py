@@ -331,7 +331,7 @@ class Group:
                 call.later.append(torch.full((size,), 7.0))  # in memory of the keys, if the allocator reuses it
             else:
                 attention = Attention(q, k, v, plan, SCORE, kernels)
-                queries = Gather().queries(attention, dout, Result(dout, lse))
+                queries = Gather().begin_backward(attention, dout, Result(dout, lse))
                 gradients = Gather().backward(attention, queries)
                 call.gradients.append((gradients.dk, gradients.dv))
         return kept

@@ -40,7 +40,7 @@ from triton.language.extra.cuda import gdc_launch_dependents
 from ..contract import Block, CompletionCounts, Delivery, Keys, Queries, Score, int32
 from ..launch import Launches, dispatch, on_device
 from ..long_sums import LEAST_HEADS
-from ..triton.begin import Statistics, begin
+from ..triton.begin import Statistics, begin_backward, lse_of_kernels
 from . import backward_128, limits, scores, work
 from . import backward_lean as lean
 from . import backward_pair as pair
@@ -68,7 +68,7 @@ def _row_statistics(lse_ptr, delta_ptr, lse_out, delta_out, seq_q, q_tiles, shif
     lse = tl.load(lse_ptr + head * seq_q + row, mask=inside, other=float("-inf"))
     delta = tl.load(delta_ptr + head * seq_q + row, mask=inside, other=0.0)
     at = tile.to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    tl.store(lse_out + at, tl.where(lse == float("-inf"), float("inf"), lse * 1.4426950408889634 - shift))
+    tl.store(lse_out + at, lse_of_kernels(lse, shift))
     tl.store(delta_out + at, -delta)
 
 
@@ -78,12 +78,13 @@ def unsupported(q: Tensor, k: Tensor, v: Tensor, score: Score) -> str | None:
 
 
 def backward(queries: Queries, keys: Keys, score: Score, dq: Tensor, delivery: Delivery) -> tuple[Tensor, Tensor]:
-    """Return dk and dv of one chunk of keys and add to dq, see :meth:`..backends.Backend.backward`. The order in which
-    dq is added differs from run to run unless ``deterministic``, which head dims of :data:`IN_ORDER` have."""
-    _, into, counters, outputs, _ = delivery
+    """Return dk and dv of one chunk of keys and add to dq, or write it, see :meth:`..backends.Backend.backward`. The
+    order in which dq is added differs from run to run unless ``deterministic``, which head dims of :data:`IN_ORDER`
+    have."""
+    into, counters, outputs = delivery.into, delivery.counters, delivery.outputs
     q = queries.q
     if outputs is not None and not readable(dq):
-        begin(queries, outputs, dq)
+        begin_backward(queries, outputs, dq)
         outputs = None
     split = work.split_groups(q, keys.k, keys.block)
     direct = into if into is not None and not split.apart and _can_store_into(*into) else None
@@ -148,7 +149,8 @@ def launch(
     queries: Queries, keys: Keys, score: Score, dq: Tensor, split: Split, delivery: Delivery
 ) -> tuple[Tensor, Tensor]:
     """Launch the kernels and return dk and dv, (parts or 1, batch, seq_k, kv_heads, head_dim): one of each per part of
-    a group if the parts are apart; or ``into``, unchanged in shape."""
+    a group if the parts are apart; or ``into``, unchanged in shape. They are float32, or have the dtype of k and v if
+    ``delivery.complete`` and the parts are not apart."""
     k, v, block, flagged = keys
     deterministic, into, counters, outputs, complete = delivery
     if flagged is not None and not (readable(k) and readable(v)):
@@ -189,7 +191,7 @@ def launch(
     if outputs is None:
         _fill(statistics, queries, launches)
     else:
-        begin(queries._replace(dout=dout), outputs, dq, statistics)
+        begin_backward(queries._replace(dout=dout), outputs, dq, statistics)
     if not launches.again(key, tensors, epoch):
         kernel, grid, args, constants = new or _arguments(operands, block, score, changes, split, epoch)
         launched = dispatch(

@@ -42,9 +42,9 @@ def row_dot(out: Tensor, dout: Tensor) -> Tensor:
     return delta
 
 
-def begin(queries: Queries, outputs: Outputs, dq: Tensor, statistics: Statistics | None = None) -> None:
-    """Fill ``queries.delta`` and set dq to 0, float32 both; and fill the ``statistics``, in a launch that the next one
-    need not wait for before it begins (``launch_pdl=True``)."""
+def begin_backward(queries: Queries, outputs: Outputs, dq: Tensor, statistics: Statistics | None = None) -> None:
+    """Fill ``queries.delta``, whose last dimension is contiguous, and set dq to 0, float32 both; and fill the
+    ``statistics``, in a launch that the next one need not wait for before it begins (``launch_pdl=True``)."""
     lse = None if statistics is None else queries.lse.contiguous()
     _launch(outputs, queries.dout, queries.delta, dq, lse, statistics)
 
@@ -52,6 +52,7 @@ def begin(queries: Queries, outputs: Outputs, dq: Tensor, statistics: Statistics
 def _launch(
     outputs: Outputs, dout: Tensor, delta: Tensor, dq: Tensor | None, lse: Tensor | None, statistics: Statistics | None
 ) -> None:
+    """Launch the kernel for what is not None."""
     out, dlse = outputs
     batch, seq, heads, dim_v = out.shape
     if not delta.numel():
@@ -76,6 +77,12 @@ def _launch(
             DIM_V_P2=triton.next_power_of_2(dim_v), DIM_P2=triton.next_power_of_2(dim), ROWS=_ROWS, UNIT=unit,
         )  # fmt: skip
         _launches.remember(key, tensors, launched)
+
+
+@triton.jit
+def lse_of_kernels(lse, shift):
+    """Return :attr:`Statistics.lse` of these rows."""
+    return tl.where(lse == float("-inf"), float("inf"), lse * LOG2E - shift)
 
 
 @triton.jit(do_not_specialize=[
@@ -115,6 +122,5 @@ def _begin(
     tl.store(delta + b * delta_b.to(tl.int64) + h * delta_h.to(tl.int64) + row, sums, mask=exists)
     if padded is not None:
         m = tl.load(lse + head * seq + row, mask=exists, other=float("-inf"))
-        m = tl.where(m == float("-inf"), float("inf"), m * LOG2E - shift)
-        tl.store(padded + head * rows + row, m, mask=row < rows)
+        tl.store(padded + head * rows + row, lse_of_kernels(m, shift), mask=row < rows)
         tl.store(minus_delta + head * rows + row, -sums, mask=row < rows)

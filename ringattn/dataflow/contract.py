@@ -35,7 +35,7 @@ class Call:
         plan: which rank holds and needs what.
         score: how scores are made; its sink joins the softmax once.
         backend: the kernels that compute.
-        outputs: in a backward, see :meth:`Dataflow.queries`.
+        outputs: in a backward, see :meth:`Dataflow.begin_backward`.
     """
 
     q: Tensor
@@ -97,21 +97,21 @@ class Dataflow:
     shards that travel from rank to rank (:mod:`.travelling`): keys and values, or with ``moves_queries`` queries."""
 
     moves_queries = False
-    begins_in_kernels = False  # the first kernel of a backward fills delta and sets dq to 0
+    kernels_fill_delta = False  # the first kernel of a backward computes delta and writes dq
     summary = "keys and values travel"
 
     def forward(self, call: Call) -> Result:
         """Return ``(out, lse)`` of this rank's queries."""
         raise NotImplementedError(f"{type(self).__name__} must define forward()")
 
-    def queries(self, call: Call, dout: Tensor, result: Result, dlse: Tensor | None = None) -> Queries:
-        """Return what :meth:`backward` takes. With ``begins_in_kernels`` delta is uninitialized memory, and so may dq
-        be: the first call of the backend for these queries gets ``call.outputs``, which fills both in one pass."""
+    def begin_backward(self, call: Call, dout: Tensor, result: Result, dlse: Tensor | None = None) -> Queries:
+        """Return what :meth:`backward` takes. With ``kernels_fill_delta`` delta is uninitialized memory, and so may dq
+        be: the first call of the backend for these queries gets ``call.outputs``, which this sets, and fills both."""
         out, lse = result
-        if not self.begins_in_kernels:
+        if not self.kernels_fill_delta:
             return Queries(call.q, dout, lse, row_delta(out, dout, dlse))
         call.outputs = Outputs(out, dlse)
-        return Queries(call.q, dout, lse, torch.empty_like(lse))
+        return Queries(call.q, dout, lse, torch.empty_like(lse, memory_format=torch.contiguous_format))
 
     def backward(self, call: Call, queries: Queries) -> Gradients:
         """Return the gradients of this rank's shards. ``queries``: this rank's q, dout, lse, delta."""

@@ -51,7 +51,7 @@ class Gather(Dataflow):
     """Every rank fetches the keys and values that it needs, all at once or in waves of heads."""
 
     summary = "keys and values are fetched"
-    begins_in_kernels = True
+    kernels_fill_delta = True
 
     def forward(self, call: Call) -> Result:
         q, plan = call.q, call.plan

@@ -44,7 +44,7 @@ from __future__ import annotations
 import torch
 
 from ..kernels.contract import Keys, Queries, Result
-from ..kernels.delta import begin
+from ..kernels.delta import begin_backward
 from ..partial import Partial
 from ..plans import Plan
 from ..shape import Shape
@@ -55,7 +55,7 @@ from .contract import Call, Dataflow, Gradients
 class Ring(Dataflow):
     """Keys and values travel, queries stay. Memory per rank is O(sequence / ranks)."""
 
-    begins_in_kernels = True
+    kernels_fill_delta = True
 
     def forward(self, call: Call) -> Result:
         """Return ``(out, lse)`` of this rank's queries."""
@@ -77,6 +77,7 @@ class Ring(Dataflow):
         plan, kernel, dtype = call.plan, call.backend, call.accumulation_dtype
         dq = torch.empty_like(call.q, dtype=dtype, memory_format=torch.contiguous_format)
         outputs = call.outputs
+        assert outputs is not None
         contribution = Contribution((call.k.shape, call.v.shape), dtype, add_gradients)
         circulation = Circulation((call.k, call.v), plan, plan.local_lengths_k, contribution)
         for visit in circulation:
@@ -86,13 +87,14 @@ class Ring(Dataflow):
             visit.give(dk_dv)  # to the owner of these keys
             del keys, dk_dv  # the shard moves on: do not keep its memory
         if outputs is not None:  # there were no keys
-            begin(queries, outputs, dq)
+            begin_backward(queries, outputs, dq)
         dk, dv = circulation.home or (torch.zeros_like(x, dtype=dtype) for x in (call.k, call.v))
         return Gradients(dq, dk, dv)
 
     def memory_bytes(self, plan: Plan, shape: Shape, backward: bool) -> int:
         """Return the peak in addition to inputs and results: shards held and arriving; in the forward the state; in the
-        backward contributions, dq, and two numbers per row."""
+        backward contributions, dq, and two numbers per row. On one rank an upper bound: there the Hopper kernel may
+        store dk and dv in the dtype of the inputs."""
         s, queries, lengths = shape, plan.local_lengths[plan.rank], plan.local_lengths_k
         shard, part = s.kv_elements * s.itemsize, s.kv_elements * s.state_itemsize
         if backward:
