@@ -140,7 +140,8 @@ class Backend:
             return self._walks_back(queries, keys, score, dq, Delivery(deterministic, into))
         if in_pieces:
             return backend._in_pieces(queries, keys, score, dq, Delivery(deterministic, into), heads)
-        return backend._backward(queries, keys, score, dq, Delivery(deterministic, into, counters, outputs, complete))
+        delivery = Delivery(deterministic, into, counters, outputs, complete and into is None)
+        return backend._backward(queries, keys, score, dq, delivery)
 
     def query_gradients(self, queries: Queries, keys: Keys, score: Score, dq: Tensor) -> None:
         """Add to dq, float32 (float64 for float64 inputs), what these queries get from one chunk of keys, in whole

@@ -158,11 +158,10 @@ def launch(
     # Not contiguous(), which returns a tensor that begins at an unaligned address as it is.
     inputs = (queries.q, k, v, queries.dout)
     q, k, v, dout = (x if readable(x) else x.clone(memory_format=torch.contiguous_format) for x in inputs)
-    complete = complete and into is None and not split.apart
-    one_part = complete and split.parts == 1
-    dk, dv = into or _empty_gradients(k, v, split, k.dtype if one_part else torch.float32)
+    rounded = complete and split.parts == 1
+    dk, dv = into or _empty_gradients(k, v, split, k.dtype if rounded else torch.float32)
     last: tuple[Tensor | None, Tensor | None] = None, None
-    if complete and split.parts > 1:  # sums of parts that take turns are float32 until the last one
+    if complete and split.parts > 1 and not split.apart:  # sums of parts in turns are float32 until the last one
         last = _empty_gradients(k, v, split, k.dtype)
     flags, timed_out, epoch = None, None, 0
     if flagged is not None:
@@ -194,9 +193,7 @@ def launch(
         begin_backward(queries._replace(dout=dout), outputs, dq, statistics)
     if not launches.again(key, tensors, epoch):
         kernel, grid, args, constants = new or _arguments(operands, block, score, changes, split, epoch)
-        launched = dispatch(
-            kernel, grid, *args, variants=lambda: _variants(operands, delivery.complete and into is None), **constants
-        )
+        launched = dispatch(kernel, grid, *args, variants=lambda: _variants(operands, complete), **constants)
         fixed = _tables(q, block, deterministic)
         if changes.slopes is not None:
             fixed += _positions(q, block)
@@ -301,7 +298,8 @@ def _arguments(
 
 def _variants(x: _Operands, complete: bool) -> list[dict[str, Any]]:
     """Return how a launch may differ with other documents, which decide how groups of query heads are divided: in parts
-    that take turns, or, where there are few key tiles, in parts that are apart and not counted."""
+    that take turns, or, where there are few key tiles, in parts that are apart and not counted. ``complete``: see
+    :class:`..contract.Delivery`."""
     group = x.q.shape[2] // x.k.shape[2]
     some = x.q.new_empty(4, dtype=torch.int32)
     sums, rounded = x.q.new_empty(4, dtype=torch.float32), x.k.new_empty(4)
