@@ -4,7 +4,7 @@ Blocked over queries and keys, so that no seq_q x seq_k matrix ever exists. Shap
 
 The products of a BLAS round differently for other numbers of rows, but not for other contents of the other rows. So in
 ordered blocks every tile is whole: what is shorter is padded with rows that see nothing and are not returned. On AMD's
-processors they also round differently for other strides, unless ``MKL_CBWR=COMPATIBLE`` is set before torch is loaded.
+processors they need ``MKL_CBWR=COMPATIBLE``, set before torch is loaded, for that.
 """
 
 from __future__ import annotations
@@ -201,7 +201,7 @@ def _grouped(x: Tensor, y: Tensor, transpose: bool = False) -> Tensor:
     kv_heads = y.shape[1]
     folded = x.reshape(batch, kv_heads, q_heads // kv_heads * m, a)
     y = y.mT if transpose else y
-    return (folded @ y).reshape(batch, q_heads, m, y.shape[-1])
+    return _product(folded, y).reshape(batch, q_heads, m, y.shape[-1])
 
 
 def _over_group(x: Tensor, y: Tensor, kv_heads: int) -> Tensor:
@@ -213,7 +213,12 @@ def _over_group(x: Tensor, y: Tensor, kv_heads: int) -> Tensor:
     rows = q_heads // kv_heads * m
     x = x.reshape(batch, kv_heads, rows, x.shape[-1])
     y = y.reshape(batch, kv_heads, rows, y.shape[-1])
-    return (x.mT @ y).transpose(1, 2)
+    return _product(x.mT, y).transpose(1, 2)
+
+
+def _product(x: Tensor, y: Tensor) -> Tensor:
+    """Return x @ y, with the same bits whatever tensors x and y are slices of."""
+    return x.contiguous() @ y.contiguous()
 
 
 def _per_row(x: Tensor) -> Tensor:

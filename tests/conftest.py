@@ -11,8 +11,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 with contextlib.suppress(OSError):
     if "AuthenticAMD" in Path("/proc/cpuinfo").read_text():
-        # There a product of a BLAS has other bits for other strides unless told not to: MKL, which torch uses, and
-        # OpenBLAS, which NumPy and so Triton's interpreter use. Read when they are loaded.
+        # There rows of a product of a BLAS may have other bits next to other rows, unless it is told not to: MKL, which
+        # torch uses, and OpenBLAS, which NumPy and so Triton's interpreter use. Read when they are loaded.
         os.environ.setdefault("MKL_CBWR", "COMPATIBLE")
         os.environ.setdefault("OPENBLAS_CORETYPE", "SandyBridge")
 
