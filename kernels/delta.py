@@ -40,6 +40,7 @@ def begin_backward(queries: Queries, outputs: Outputs, dq: Tensor) -> None:
 
 
 def _fill(delta: Tensor, outputs: Outputs, dout: Tensor) -> None:
+    """Write :func:`row_delta` into ``delta``, (batch, q_heads, seq_q), some rows at a time."""
     out, dlse = outputs
     for first in range(0, out.shape[1], _ROWS):
         rows = slice(first, first + _ROWS)

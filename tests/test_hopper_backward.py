@@ -293,7 +293,7 @@ def test_arguments_select_a_compiled_kernel(monkeypatch, dims, dtype):
 @pytest.mark.parametrize("complete", [False, True])
 @pytest.mark.parametrize("dims", [(64, 64), (192, 128)], ids=str)
 def test_a_launch_compiles_what_other_divisions_of_a_group_need(monkeypatch, dims, complete):
-    made = {}
+    keys_by_split = {}
 
     def record(kernel, grid, *args, variants, cluster=1, **constants):
         names = kernel.arg_names[: len(args)]
@@ -301,7 +301,7 @@ def test_a_launch_compiles_what_other_divisions_of_a_group_need(monkeypatch, dim
         for changes in ({}, *variants()):
             changed = [changes.get(name, x) for name, x in zip(names, args, strict=True)]
             keys.append(launch._key(kernel, torch.device("cuda"), changed, constants))
-        made[split] = keys
+        keys_by_split[split] = keys
 
     monkeypatch.setattr(hopper_backward, "dispatch", record)
     monkeypatch.setattr(hopper_backward, "_fill", lambda *_: None)
@@ -312,10 +312,10 @@ def test_a_launch_compiles_what_other_divisions_of_a_group_need(monkeypatch, dim
         queries, dq = Queries(q, dout, rows, rows), torch.zeros(q.shape)
         delivery = Delivery(False, complete=complete)
         hopper_backward.launch(queries, Keys(k, v, replace(block)), Score(0.1), dq, split, delivery)
-    first, *_ = made.values()
-    assert len({keys[0] for keys in made.values()}) == len(made)
-    assert all(keys[0] in first for keys in made.values())
-    assert all(set(keys) == set(first) for keys in made.values())
+    first, *_ = keys_by_split.values()
+    assert len({keys[0] for keys in keys_by_split.values()}) == len(keys_by_split)
+    assert all(keys[0] in first for keys in keys_by_split.values())
+    assert all(set(keys) == set(first) for keys in keys_by_split.values())
 
 
 @pytest.mark.parametrize("heads", [1, 3])
