@@ -83,7 +83,7 @@ def compile_report(dim: int, dim_v: int, dtype: str, copies: bool, parts: int, c
             sass.compile_for_hopper(kernel, grid, args, options)))  # fmt: skip
         hopper_backward.launch(
             Queries(q, dout, rows, rows), Keys(k, v, block, ready), score, torch.zeros(q.shape),
-            work.Split(parts), Delivery("ordered" in change, into, counters),
+            work.Split(parts), Delivery("ordered" in change, into, counters, complete="complete" in change),
         )  # fmt: skip
     main = compiled[-1]
     code = [text for _, text in main._instructions]
@@ -108,6 +108,7 @@ def compile_report(dim: int, dim_v: int, dtype: str, copies: bool, parts: int, c
         "shared": main.shared,
         "barriers": min(int(at, 16) for at in re.findall(r"SYNCS.EXCH.64 URZ, \[UR\d+\+(0x[0-9a-f]+)\]", main.sass)),
         "reduces": main.sass.count("UTMAREDG"),
+        "stores": collections.Counter(re.search(r"STG\.E(?:\.(?:U16|64|128))?", t)[0] for t in code if "STG" in t),
         "launch_waits": [i for i, text in enumerate(code) if "ACQBULK" in text],
         "loads": [i for i, text in enumerate(code) if "UTMALDG" in text],
     }

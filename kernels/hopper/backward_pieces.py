@@ -536,7 +536,22 @@ def zero_sums(tiles):
 
 
 @gluon.jit
-def _store_piece(ptr, last_ptr, x, scale, head, stride_s, keys, part, parts, IN_TURNS: gl.constexpr):
+def _store_in_rows(ptr, x, through, head, stride_s, keys):
+    """Store rounded sums of a consumer's keys by way of shared memory ``through``, for stores of 16 bytes: from the
+    registers of a product they would be of 4, half a sector of memory each."""
+    WIDTH: gl.constexpr = x.shape[1]
+    LANES: gl.constexpr = WIDTH // 8  # of a row
+    L: gl.constexpr = gl.BlockedLayout([1, 8], [32 // LANES, LANES], [4, 1], [1, 0])
+    tile = through if through.shape[1] == WIDTH else through.slice(0, WIDTH, dim=1)
+    tile.store(x.to(ptr.dtype.element_ty))
+    rows = gl.arange(0, BN // 2, gl.SliceLayout(1, L)) + keys.first
+    cols = gl.arange(0, WIDTH, gl.SliceLayout(0, L))
+    at = (head + rows.to(gl.int64) * stride_s)[:, None] + cols[None, :]
+    gl.store(ptr + at, tile.load(L), mask=(rows < keys.past)[:, None])
+
+
+@gluon.jit
+def _store_piece(ptr, last_ptr, x, scale, through, head, stride_s, keys, part, parts, IN_TURNS: gl.constexpr):
     L: gl.constexpr = x.type.layout
     rows = gl.arange(0, BN // 2, gl.SliceLayout(1, L)) + keys.first
     cols = gl.arange(0, x.shape[1], gl.SliceLayout(0, L))
@@ -547,12 +562,21 @@ def _store_piece(ptr, last_ptr, x, scale, head, stride_s, keys, part, parts, IN_
     if IN_TURNS and (part > 0):
         x += gl.load(ptr + at, mask=inside, other=0.0)
     if last_ptr is None:
-        gl.store(ptr + at, x.to(ptr.dtype.element_ty), mask=inside)
+        if ptr.dtype.element_ty == gl.float32:
+            gl.store(ptr + at, x.to(ptr.dtype.element_ty), mask=inside)
+        else:
+            _store_in_rows(ptr, x, through, head, stride_s, keys)
     else:
         if part == parts - 1:
-            gl.store(last_ptr + at, x.to(last_ptr.dtype.element_ty), mask=inside)
+            _store_in_rows(last_ptr, x, through, head, stride_s, keys)
         else:
             gl.store(ptr + at, x, mask=inside)
+
+
+@gluon.jit
+def tiles_of(pieces, which):
+    """Return tile ``which`` of each piece of the columns."""
+    return (pieces[0].index(which),) if len(pieces) == 1 else (pieces[0].index(which), pieces[1].index(which))
 
 
 @gluon.jit
@@ -565,18 +589,22 @@ def head_of_gradients(gradients, at):
 
 
 @gluon.jit
-def store_sums(to, sums, scale, head, gradients, grid, at, keys):
+def store_sums(to, sums, scale, through, head, gradients, grid, at, keys):
     """Store sums ``to`` a field of ``gradients``, times ``scale`` if it is not None, and rounded to the dtype there.
-    ``head``: :func:`head_of_gradients`. Where the parts of a group take turns, all but the first one add to memory."""
+
+    Args:
+        through: tiles in shared memory that nothing reads any more, one for each piece of the columns.
+        head: :func:`head_of_gradients`. Where the parts of a group take turns, all but the first one add to memory."""
     IN_TURNS: gl.constexpr = gradients.turns_ptr is not None
     ptr, last_ptr = to
-    _store_piece(ptr, last_ptr, sums[0], scale, head, gradients.stride_s, keys, at.part, grid.parts, IN_TURNS)
+    stride_s = gradients.stride_s
+    _store_piece(ptr, last_ptr, sums[0], scale, through[0], head, stride_s, keys, at.part, grid.parts, IN_TURNS)
     if len(sums) == 2:
         WIDTH: gl.constexpr = sums[0].shape[1]
         ptr += WIDTH
         if last_ptr is not None:
             last_ptr += WIDTH
-        _store_piece(ptr, last_ptr, sums[1], scale, head, gradients.stride_s, keys, at.part, grid.parts, IN_TURNS)
+        _store_piece(ptr, last_ptr, sums[1], scale, through[1], head, stride_s, keys, at.part, grid.parts, IN_TURNS)
 
 
 @gluon.jit

@@ -145,7 +145,8 @@ def _values(grid, tiles, score, gradients):
     s, dv = _walk_values(False, cut_steps, steps, steps - 1, s, dv, tiles, score, keys, grid.heads)
     barrier_sync(DQ_SENT, STAGING)  # and if the group has several parts, it is this one's turn
     head = pieces.head_of_gradients(gradients, at)
-    pieces.store_sums(gradients.dv, dv, score.dv_scale, head, gradients, grid, at, keys)
+    through = pieces.tiles_of(tiles.q, steps & 1)  # of the step before the last one, which has been read
+    pieces.store_sums(gradients.dv, dv, score.dv_scale, through, head, gradients, grid, at, keys)
     if gradients.turns_ptr is not None or gradients.counters_ptr is not None:
         barrier_sync(DQ_STAGED, STAGING)  # not arrive: sync alone is documented to order the stores for the writer
 
@@ -195,7 +196,8 @@ def _keys(grid, tiles, score, gradients, UNITS: gl.constexpr):
         dp = warpgroup_mma_wait(0, deps=[dp])
     barrier_sync(DQ_SENT + 1, STAGING)  # and if the group has several parts, it is this one's turn
     head = pieces.head_of_gradients(gradients, at)
-    pieces.store_sums(gradients.dk, dk, score.dk_scale, head, gradients, grid, at, keys)
+    through = pieces.tiles_of(tiles.v, 0)  # read by this consumer alone
+    pieces.store_sums(gradients.dk, dk, score.dk_scale, through, head, gradients, grid, at, keys)
     if gradients.turns_ptr is not None or gradients.counters_ptr is not None:
         barrier_sync(DQ_STAGED + 1, STAGING)  # not arrive: sync alone is documented to order the stores for the writer
 
