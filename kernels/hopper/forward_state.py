@@ -35,11 +35,24 @@ def _values(ptr, info, C: gl.constexpr, seq_q, q_heads, D: gl.constexpr, W: gl.c
     return (ptr + rows * (q_heads * D))[:, None] + columns[None, :], inside
 
 
+@gluon.constexpr_function
+def _runs_of_eight(width):
+    """Return the layout of the sums of a product, (64, width), after four threads have exchanged pairs of columns: each
+    has eight in a row, which it stores by 16 bytes. Pairs would be stored by 4, in halves of sectors of memory."""
+    more = [[0, 1 << i] for i in range(5, width.bit_length() - 1)]
+    return gl.DistributedLinearLayout(
+        reg_bases=[[0, 1], [0, 2], [0, 4], [8, 0], *more],
+        lane_bases=[[0, 8], [0, 16], [1, 0], [2, 0], [4, 0]],
+        warp_bases=[[16, 0], [32, 0]],
+        block_bases=[],
+        shape=[64, width],
+    )
+
+
 @gluon.jit
-def _store_values(ptr, x, info, C: gl.constexpr, seq_q, q_heads, DTYPE: gl.constexpr, D: gl.constexpr):
-    L: gl.constexpr = x.type.layout
-    values, inside = _values(ptr, info, C, seq_q, q_heads, D, x.shape[1], L)
-    gl.store(values, x.to(DTYPE), mask=inside)
+def _store_values(ptr, x, info, C: gl.constexpr, seq_q, q_heads, D: gl.constexpr, layout: gl.constexpr):
+    values, inside = _values(ptr, info, C, seq_q, q_heads, D, x.shape[1], layout)
+    gl.store(values, gl.convert_layout(x.to(ptr.dtype.element_ty), layout), mask=inside)
 
 
 @gluon.jit
@@ -72,7 +85,10 @@ def store(
     C: gl.constexpr, DTYPE: gl.constexpr, D: gl.constexpr, HAS_SINK: gl.constexpr, FINALIZE: gl.constexpr,
     STAGED: gl.constexpr, S_ROW: gl.constexpr,
 ):  # fmt: skip
-    """Store a query tile: as out, divided by l, and lse, or as the state."""
+    """Store a query tile: as out, divided by l, and lse, or as the state. ``o_s``: None where shared memory has no room
+    for it, nor for the exchange of :func:`_runs_of_eight`."""
+    O_L: gl.constexpr = acc.type.layout
+    OUT_L: gl.constexpr = O_L if o_s is None else _runs_of_eight(acc.shape[1])
     info = slot.load(INFO_LAYOUT)  # loaded again: in registers it would slow the steps down
     rows, inside = _row_offsets(info, C, seq_q, q_heads, S_ROW)
     l = gl.convert_layout(gl.sum(l, axis=1), S_ROW)
@@ -98,9 +114,9 @@ def store(
                 fence_async_shared()
                 async_store(out_desc, [number_of(info, 6), row, number_of(info, 7), 0], o_s.index(C))
             else:
-                _store_values(out_ptr, acc, info, C, seq_q, q_heads, DTYPE, D)
+                _store_values(out_ptr, acc, info, C, seq_q, q_heads, D, O_L)
         else:
-            _store_values(out_ptr, acc, info, C, seq_q, q_heads, DTYPE, D)
+            _store_values(out_ptr, acc, info, C, seq_q, q_heads, D, OUT_L)
     else:
         # As a natural logarithm m is rounded: adapt l and o to the rounded point of reference.
         m_nat = m * LN2
@@ -108,7 +124,7 @@ def store(
         exact = gl.where(m == float("-inf"), 1.0, exact)
         gl.store(lse_ptr + rows, m_nat, mask=inside)
         gl.store(l_ptr + rows, l * exact, mask=inside)
-        _store_values(out_ptr, scaled(acc, factor * exact), info, C, seq_q, q_heads, gl.float32, D)
+        _store_values(out_ptr, scaled(acc, factor * exact), info, C, seq_q, q_heads, D, O_L)
 
 
 @gluon.jit
