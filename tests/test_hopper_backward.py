@@ -199,6 +199,17 @@ def test_changed_scores_compile_without_serialized_products(dims, change):
     assert report["reloads"] <= RELOADS[dims, change]
 
 
+@pytest.mark.skipif(not sass.OUR_COMPILER, reason=sass.OTHER)
+@pytest.mark.parametrize("dims", [(96, 96), (192, 128), (256, 256)], ids=str)
+def test_rounded_gradients_are_stored_by_16_bytes(dims):
+    """By way of shared memory: columns in two pieces, columns that share a tile, and pairs of CTAs."""
+    run = in_a_process("compile", *map(str, dims), "bfloat16", "0", "1", "complete")
+    report = json.loads(run.stdout.splitlines()[-1])
+    assert report["reloads"] == 0
+    assert report["stack"] <= STACKS[dims]
+    assert set(report["stores"]) == {"STG.E.128"}
+
+
 def in_a_process(*args: str) -> subprocess.CompletedProcess:
     env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     env["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), str(Path(__file__).parent.parent)])

@@ -171,6 +171,7 @@ def facts(dims: tuple[int, int], kind: str) -> dict:
         steps=steps(code),
         paths=[loop.path.count("\n") for loop in code.loops_with("HGMMA")],
         lengths=[len(loop.body) for loop in code.loops_with("HGMMA")],
+        long_stores=code.sass.count("STG.E.128"),
     )
 
 
@@ -240,6 +241,12 @@ def test_compiled_code(dims, kind):
         if dims == (512, 512):
             some = {dims: 160 if kind == SINGLE else 968 if "alibi" in kind else 840 if "long" in kind else 500}
         assert facts["spills"] <= some.get(dims, 0)
+
+
+@pytest.mark.skipif(not sass.OUR_COMPILER, reason=sass.OTHER)
+@pytest.mark.parametrize("dims", [(192, 128), (256, 256)], ids=str)
+def test_out_that_is_not_staged_is_stored_by_16_bytes(dims):
+    assert facts_of(dims)["ready-out"]["long_stores"] == 2 * 64 * dims[1] // 128 // 8  # of a thread, two consumers
 
 
 @pytest.mark.parametrize("finalize", [True, False])
@@ -332,6 +339,26 @@ def test_many_tiles(dims):
     """More query tiles than multiprocessors."""
     case = Case(causal, seq_q=2000, seq_k=2000, heads=24, kv_heads=6)
     check_forward(BACKEND, make_problem(case, torch.bfloat16, dims=dims))
+
+
+@needs_hopper
+@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (256, 256)], ids=str)
+@pytest.mark.parametrize("segments", [(), (190, 710, 300)])
+@pytest.mark.parametrize("mask", ["documents", "padding", "window"])
+def test_consumers_of_a_query_tile_see_other_keys(mask, segments, dims):
+    """Query tiles across documents of any length, at the end of a segment, and with rows that see nothing: a consumer
+    walks only what one of its rows sees, and hides only where it must."""
+    lengths = (40, 1, 23, 128, 200, 64, 3, 129, 300, 192, 120)
+    masks = {
+        "documents": functools.partial(documents, lengths=lengths),
+        "padding": padding,
+        "window": functools.partial(window, left=170),
+    }
+    case = Case(masks[mask], seq_q=1200, seq_k=1200, segments_q=segments, sink=True)
+    problem = make_problem(case, torch.bfloat16, dims=dims)
+    check_forward(BACKEND, problem)
+    first = attend(BACKEND, problem)
+    assert all(y.equal(z) for _ in range(5) for y, z in zip(attend(BACKEND, problem), first, strict=True))
 
 
 DIVIDED = {

@@ -89,11 +89,15 @@ def _first_scores(
 
 @gluon.jit
 def _step(
-    q, k_s, v_s, k_full, v_full, g, acc, m, l, alpha, packed, c2, column, intervals, changes, even,
+    q, k_s, v_s, k_full, v_full, g, acc, m, l, alpha, packed, c2, column, limits, changes, even,
     C: gl.constexpr, N: gl.constexpr, STAGES: gl.constexpr, MASK: gl.constexpr, FIXED: gl.constexpr,
 ):  # fmt: skip
-    """Compute scores and softmax of key tile g + 1, and the product of P and V of key tile g. ``even``: side and first
-    position of keys whose scores get ALiBi by a product, or nothing."""
+    """Compute scores and softmax of key tile g + 1, and the product of P and V of key tile g.
+
+    Args:
+        limits: first and past-the-last key that each row sees; not read without ``MASK``.
+        even: side and first position of keys whose scores get ALiBi by a product, or nothing.
+    """
     BN: gl.constexpr = k_s[0].shape[2]
     DTYPE: gl.constexpr = v_s.dtype
     S_L: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BN, 16])
@@ -131,8 +135,7 @@ def _step(
         else:
             s, unit = changed(s, c2, changes, column, FIXED)
         if MASK:
-            slot, start_ptr, end_ptr, rows_batch_stride = intervals
-            start, end = intervals_of(slot, C, start_ptr, end_ptr, rows_batch_stride, gl.SliceLayout(1, S_L))
+            start, end = limits
             s = hide(s, column, start, end)
         m, l, alpha, x = softmax(s, m, l, 0.0, unit, part, SLACK, FIXED, _chains(N))
         low, high = pairs(x)
@@ -141,6 +144,14 @@ def _step(
     barrier_arrive(V_FREE + vs, THREADS)
     packed = gl.convert_layout(pack(low, high, DTYPE), packed.type.layout)
     return acc, m, l, alpha, packed
+
+
+@gluon.jit
+def _limits(intervals, C: gl.constexpr, BN: gl.constexpr):
+    """Read the first and past-the-last key that each row of consumer C sees."""
+    S_L: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BN, 16])
+    slot, start_ptr, end_ptr, rows_batch_stride = intervals
+    return intervals_of(slot, C, start_ptr, end_ptr, rows_batch_stride, gl.SliceLayout(1, S_L))
 
 
 @gluon.jit
@@ -154,9 +165,12 @@ def _walk_part(
     BN: gl.constexpr = k_s[0].shape[2]
     if EARLY:
         q = _q_again(q_s, at, late)
+    limits = ()
+    if MASK:  # read again: held all the time they would take registers from the loop over full tiles
+        limits = _limits(intervals, C, BN)
     for column in range(past - BN, begin - BN, -BN):
         acc, m, l, alpha, packed = _step(
-            q, k_s, v_s, k_full, v_full, g, acc, m, l, alpha, packed, c2, column, intervals, changes, (), C, N,
+            q, k_s, v_s, k_full, v_full, g, acc, m, l, alpha, packed, c2, column, limits, changes, (), C, N,
             STAGES, MASK, FIXED,
         )  # fmt: skip
         g += 1
@@ -203,10 +217,11 @@ def _walk_with_alibi(
     even = (column >= full_begin) & (column < full_end) & alibi_product.is_even(alibi, first)
     while column >= begin:
         queries = _q_again(q_s, at, column) if EARLY else q
+        limits = _limits(intervals, C, BN)
         while (column >= begin) & (not even):
             first = alibi_product.first_before(alibi, column, BN)
             acc, m, l, alpha, packed = _step(
-                queries, k_s, v_s, k_full, v_full, g, acc, m, l, alpha, packed, c2, column, intervals, changes, (), C,
+                queries, k_s, v_s, k_full, v_full, g, acc, m, l, alpha, packed, c2, column, limits, changes, (), C,
                 N, STAGES, True, FIXED,
             )  # fmt: skip
             g += 1
@@ -217,7 +232,7 @@ def _walk_with_alibi(
         while even:
             following = alibi_product.first_before(alibi, column, BN)
             acc, m, l, alpha, packed = _step(
-                queries, k_s, v_s, k_full, v_full, g, acc, m, l, alpha, packed, c2, column, intervals, changes,
+                queries, k_s, v_s, k_full, v_full, g, acc, m, l, alpha, packed, c2, column, (), changes,
                 (side, first), C, N, STAGES, False, FIXED,
             )  # fmt: skip
             g += 1
@@ -226,6 +241,64 @@ def _walk_with_alibi(
             even = (column >= full_begin) & alibi_product.is_on(side, first)
         even = (column >= full_begin) & (column < full_end) & alibi_product.is_even(alibi, first)
     return g, acc, m, l, alpha, packed
+
+
+@gluon.jit
+def _own_span(
+    slot, C: gl.constexpr, start_ptr, end_ptr, rows_batch_stride, BN: gl.constexpr, OWN: gl.constexpr
+):  # fmt: skip
+    """Return of a query tile whether there is one, its last key tile and its first key; and of the keys before that tile
+    those that consumer C walks, first and past-the-last, and the range of them in which it hides nothing. Without
+    ``OWN`` these are those of the whole query tile.
+
+    Consumers see different keys at the diagonal, and where a query tile lies across documents. Neither start nor end
+    decreases along the rows: the first row's start and the last one's end are the limits of what any of them sees, and
+    the other two of what all of them see; if some row sees nothing there is nothing between these.
+    """
+    some, last, begin, full_begin, full_end = span_of(slot, BN)
+    if not OWN:
+        return some, last, begin, begin, last, full_begin, full_end
+    info = slot.load(INFO_LAYOUT)
+    row = number_of(info, 0) + C * ROWS
+    latest = gl.minimum(row + ROWS, number_of(info, 1)) - 1
+    rows = number_of(info, 6) * rows_batch_stride
+    first, past = begin, last
+    if some:
+        if latest < row:  # no rows
+            past = begin
+            full_begin, full_end = begin, begin
+        else:
+            first = gl.load(start_ptr + rows + row)
+            past = gl.load(end_ptr + rows + latest)
+            full_begin = gl.load(start_ptr + rows + latest)
+            full_end = gl.load(end_ptr + rows + row)
+            # One tile more, because a step has the product of V with the tile before.
+            first = gl.minimum(gl.maximum(first // BN * BN - BN, begin), last)
+            past = gl.maximum(gl.minimum((past + BN - 1) // BN * BN, last), first)
+            full_begin = gl.minimum(gl.maximum((full_begin + BN - 1) // BN * BN, first), past)
+            full_end = gl.minimum(gl.maximum(full_end // BN * BN, full_begin), past)
+    return some, last, begin, first, past, full_begin, full_end
+
+
+@gluon.jit
+def _rest(past, begin, k_full, v_full, g, C: gl.constexpr, N: gl.constexpr, STAGES: gl.constexpr, BN: gl.constexpr):
+    """Walk the key tiles below ``past`` down to ``begin``, of which this consumer sees nothing: wait for them, take the
+    turns and release them. Return g after them."""
+    THREADS: gl.constexpr = 128 * (N + 1)
+    TURN: gl.constexpr = FREE_BARRIERS
+    K_FREE: gl.constexpr = FREE_BARRIERS + N
+    V_FREE: gl.constexpr = K_FREE + STAGES
+    for _ in range(begin, past, BN):
+        vs, v_phase = buffer_of(g, STAGES)
+        g += 1
+        ks, k_phase = buffer_of(g, STAGES)
+        mbarrier.wait(k_full.index(ks), k_phase)
+        barrier_sync(TURN + C, 256)
+        barrier_arrive(TURN + (C + 1) % N, 256)
+        barrier_arrive(K_FREE + ks, THREADS)
+        mbarrier.wait(v_full.index(vs), v_phase)
+        barrier_arrive(V_FREE + vs, THREADS)
+    return g
 
 
 @gluon.jit
@@ -269,6 +342,8 @@ def consumer(
     K_FREE: gl.constexpr = FREE_BARRIERS + N
     V_FREE: gl.constexpr = K_FREE + STAGES
     OWN: gl.constexpr = V_FREE + STAGES + C  # the barrier of this consumer
+    # With two consumers what it takes is as much as it saves; divided query tiles have full masks.
+    OWN_SPAN: gl.constexpr = N > 2 and len(division) == 0
     EARLY: gl.constexpr = Q_BUFFERS > 1  # the next queries can be loaded before this query tile is stored
     if C == N - 1:
         barrier_arrive(TURN, 256)  # consumer 0 goes first
@@ -277,7 +352,9 @@ def consumer(
     i = 0  # number of query tiles before the current one
     mbarrier.wait(info_full.index(0), 0)
     slot = info_s.index(0)
-    some, last, begin, full_begin, full_end = span_of(slot, BN)
+    some, last, begin, own_first, own_past, full_begin, full_end = _own_span(
+        slot, C, start_ptr, end_ptr, rows_batch_stride, BN, OWN_SPAN
+    )
     if EARLY:
         start, end = intervals_of(slot, C, start_ptr, end_ptr, rows_batch_stride, S_ROW)
         s = _first_scores(some, q_s, k_s, q_full, k_full, i, g, C, N, STAGES, Q_BUFFERS, S_L)
@@ -335,10 +412,12 @@ def consumer(
                 )  # fmt: skip
                 acc, m_aside = flush(rescaled(acc, alpha, FIXED), m, aside_ptr, m_aside, C, N)
         else:
+            g = _rest(last, own_past, k_full, v_full, g, C, N, STAGES, BN)
             g, acc, m, l, alpha, packed = _walk(
-                last, begin, full_begin, full_end, q, q_s, at, k_s, v_s, k_full, v_full, g, acc, m, l, alpha, packed,
+                own_past, own_first, full_begin, full_end, q, q_s, at, k_s, v_s, k_full, v_full, g, acc, m, l, alpha, packed,
                 c2, intervals, changes, C, N, STAGES, EARLY, FIXED,
             )  # fmt: skip
+            g = _rest(own_first, begin, k_full, v_full, g, C, N, STAGES, BN)
         mbarrier.arrive(q_free.index(at), count=1)
 
         # The last product with V, and where EARLY the first scores of the next query tile.
@@ -351,7 +430,9 @@ def consumer(
         i += 1
         mbarrier.wait(info_full.index(i % SLOTS), (i // SLOTS) & 1)
         following = info_s.index(i % SLOTS)
-        some, last, begin, full_begin, full_end = span_of(following, BN)
+        some, last, begin, own_first, own_past, full_begin, full_end = _own_span(
+            following, C, start_ptr, end_ptr, rows_batch_stride, BN, OWN_SPAN
+        )
         if EARLY:
             start, end = intervals_of(following, C, start_ptr, end_ptr, rows_batch_stride, S_ROW)
         acc, p = warpgroup_mma_wait(0, deps=[acc, p])

@@ -85,10 +85,10 @@ def store(
     C: gl.constexpr, DTYPE: gl.constexpr, D: gl.constexpr, HAS_SINK: gl.constexpr, FINALIZE: gl.constexpr,
     STAGED: gl.constexpr, S_ROW: gl.constexpr,
 ):  # fmt: skip
-    """Store a query tile: as out, divided by l, and lse, or as the state. ``o_s``: None where shared memory has no room
-    for it, nor for the exchange of :func:`_runs_of_eight`."""
+    """Store a query tile: as out, divided by l, and lse, or as the state."""
     O_L: gl.constexpr = acc.type.layout
-    OUT_L: gl.constexpr = O_L if o_s is None else _runs_of_eight(acc.shape[1])
+    # An exchange goes through shared memory, which has no room where acc has a part of the columns.
+    OUT_L: gl.constexpr = O_L if acc.shape[1] < D else _runs_of_eight(acc.shape[1])
     info = slot.load(INFO_LAYOUT)  # loaded again: in registers it would slow the steps down
     rows, inside = _row_offsets(info, C, seq_q, q_heads, S_ROW)
     l = gl.convert_layout(gl.sum(l, axis=1), S_ROW)
