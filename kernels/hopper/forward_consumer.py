@@ -244,40 +244,38 @@ def _walk_with_alibi(
 
 
 @gluon.jit
-def _own_span(
-    slot, C: gl.constexpr, start_ptr, end_ptr, rows_batch_stride, BN: gl.constexpr, OWN: gl.constexpr
-):  # fmt: skip
-    """Return of a query tile whether there is one, its last key tile and its first key; and of the keys before that tile
-    those that consumer C walks, first and past-the-last, and the range of them in which it hides nothing. Without
-    ``OWN`` these are those of the whole query tile.
+def _limits_of_rows(slot, C: gl.constexpr, start_ptr, end_ptr, rows_batch_stride, some):
+    """Read the start and the end of the first row of consumer C, and of its last one; zeros if it has none."""
+    info = slot.load(INFO_LAYOUT)
+    row = number_of(info, 0) + C * ROWS
+    latest = gl.minimum(row + ROWS, number_of(info, 1)) - 1
+    some = some & (row <= latest)
+    start_ptr += number_of(info, 6) * rows_batch_stride
+    end_ptr += number_of(info, 6) * rows_batch_stride
+    return (
+        gl.load(start_ptr + row, mask=some, other=0),
+        gl.load(end_ptr + row, mask=some, other=0),
+        gl.load(start_ptr + latest, mask=some, other=0),
+        gl.load(end_ptr + latest, mask=some, other=0),
+    )
+
+
+@gluon.jit
+def _own_span(limits, last, begin, BN: gl.constexpr):
+    """Return of the keys from ``begin`` to the last key tile those that a consumer with these
+    :func:`_limits_of_rows` walks, first and past-the-last, and the range of them in which it hides nothing.
 
     Consumers see different keys at the diagonal, and where a query tile lies across documents. Neither start nor end
     decreases along the rows: the first row's start and the last one's end are the limits of what any of them sees, and
     the other two of what all of them see; if some row sees nothing there is nothing between these.
     """
-    some, last, begin, full_begin, full_end = span_of(slot, BN)
-    if not OWN:
-        return some, last, begin, begin, last, full_begin, full_end
-    info = slot.load(INFO_LAYOUT)
-    row = number_of(info, 0) + C * ROWS
-    latest = gl.minimum(row + ROWS, number_of(info, 1)) - 1
-    rows = number_of(info, 6) * rows_batch_stride
-    first, past = begin, last
-    if some:
-        if latest < row:  # no rows
-            past = begin
-            full_begin, full_end = begin, begin
-        else:
-            first = gl.load(start_ptr + rows + row)
-            past = gl.load(end_ptr + rows + latest)
-            full_begin = gl.load(start_ptr + rows + latest)
-            full_end = gl.load(end_ptr + rows + row)
-            # One tile more, because a step has the product of V with the tile before.
-            first = gl.minimum(gl.maximum(first // BN * BN - BN, begin), last)
-            past = gl.maximum(gl.minimum((past + BN - 1) // BN * BN, last), first)
-            full_begin = gl.minimum(gl.maximum((full_begin + BN - 1) // BN * BN, first), past)
-            full_end = gl.minimum(gl.maximum(full_end // BN * BN, full_begin), past)
-    return some, last, begin, first, past, full_begin, full_end
+    first, full_end, full_begin, past = limits
+    # One tile more, because a step has the product of V with the tile before.
+    first = gl.minimum(gl.maximum(first // BN * BN - BN, begin), last)
+    past = gl.maximum(gl.minimum((past + BN - 1) // BN * BN, last), first)
+    full_begin = gl.minimum(gl.maximum((full_begin + BN - 1) // BN * BN, first), past)
+    full_end = gl.minimum(gl.maximum(full_end // BN * BN, full_begin), past)
+    return first, past, full_begin, full_end
 
 
 @gluon.jit
@@ -352,9 +350,9 @@ def consumer(
     i = 0  # number of query tiles before the current one
     mbarrier.wait(info_full.index(0), 0)
     slot = info_s.index(0)
-    some, last, begin, own_first, own_past, full_begin, full_end = _own_span(
-        slot, C, start_ptr, end_ptr, rows_batch_stride, BN, OWN_SPAN
-    )
+    some, last, begin, full_begin, full_end = span_of(slot, BN)
+    if OWN_SPAN:
+        limits = _limits_of_rows(slot, C, start_ptr, end_ptr, rows_batch_stride, some)
     if EARLY:
         start, end = intervals_of(slot, C, start_ptr, end_ptr, rows_batch_stride, S_ROW)
         s = _first_scores(some, q_s, k_s, q_full, k_full, i, g, C, N, STAGES, Q_BUFFERS, S_L)
@@ -401,6 +399,9 @@ def consumer(
         packed = pack(low, high, DTYPE)
 
         intervals = (slot, start_ptr, end_ptr, rows_batch_stride)
+        first, past = begin, last  # of the keys that this consumer walks
+        if OWN_SPAN:
+            first, past, full_begin, full_end = _own_span(limits, last, begin, BN)
         if EARLY:
             q = ()
         if PERIOD:
@@ -412,12 +413,12 @@ def consumer(
                 )  # fmt: skip
                 acc, m_aside = flush(rescaled(acc, alpha, FIXED), m, aside_ptr, m_aside, C, N)
         else:
-            g = _rest(last, own_past, k_full, v_full, g, C, N, STAGES, BN)
+            g = _rest(last, past, k_full, v_full, g, C, N, STAGES, BN)
             g, acc, m, l, alpha, packed = _walk(
-                own_past, own_first, full_begin, full_end, q, q_s, at, k_s, v_s, k_full, v_full, g, acc, m, l, alpha, packed,
+                past, first, full_begin, full_end, q, q_s, at, k_s, v_s, k_full, v_full, g, acc, m, l, alpha, packed,
                 c2, intervals, changes, C, N, STAGES, EARLY, FIXED,
             )  # fmt: skip
-            g = _rest(own_first, begin, k_full, v_full, g, C, N, STAGES, BN)
+            g = _rest(first, begin, k_full, v_full, g, C, N, STAGES, BN)
         mbarrier.arrive(q_free.index(at), count=1)
 
         # The last product with V, and where EARLY the first scores of the next query tile.
@@ -430,9 +431,9 @@ def consumer(
         i += 1
         mbarrier.wait(info_full.index(i % SLOTS), (i // SLOTS) & 1)
         following = info_s.index(i % SLOTS)
-        some, last, begin, own_first, own_past, full_begin, full_end = _own_span(
-            following, C, start_ptr, end_ptr, rows_batch_stride, BN, OWN_SPAN
-        )
+        some, last, begin, full_begin, full_end = span_of(following, BN)
+        if OWN_SPAN:
+            limits = _limits_of_rows(following, C, start_ptr, end_ptr, rows_batch_stride, some)
         if EARLY:
             start, end = intervals_of(following, C, start_ptr, end_ptr, rows_batch_stride, S_ROW)
         acc, p = warpgroup_mma_wait(0, deps=[acc, p])
