@@ -288,6 +288,20 @@ MUTANTS = (
         "tests/test_delta.py",
     ),
     Mutant(
+        "hopper forward: a consumer leaves out the step with the product of its last keys",
+        "kernels/hopper/forward_consumer.py",
+        "first // BN * BN - BN, begin",
+        "first // BN * BN, begin",
+        "tests/test_hopper_forward.py -k spans_of_consumers",
+    ),
+    Mutant(
+        "hopper forward: a consumer hides nothing of a key tile that one row sees half of",
+        "kernels/hopper/forward_consumer.py",
+        "gl.maximum(full_end // BN * BN, full_begin)",
+        "gl.maximum((full_end + BN - 1) // BN * BN, full_begin)",
+        "tests/test_hopper_forward.py -k spans_of_consumers",
+    ),
+    Mutant(
         "hopper backward: does not wait for the pass before it",
         "kernels/hopper/backward_pieces.py",
         "    wait_for_launch_before()  # which",

@@ -19,6 +19,7 @@ import subprocess
 import sys
 import threading
 import time
+import types
 from dataclasses import replace
 from pathlib import Path
 
@@ -52,7 +53,7 @@ from ringattn.kernels import contract
 from ringattn.kernels.backends import BACKENDS
 from ringattn.kernels.contract import Block, Keys, OwnKeys, ReadyFlags, Score
 from ringattn.kernels.hopper import forward as hopper_forward
-from ringattn.kernels.hopper import primitives, work
+from ringattn.kernels.hopper import forward_consumer, primitives, work
 from ringattn.kernels.hopper import work_counter as work_counters
 from ringattn.kernels.hopper.work_counter import work_counter
 from ringattn.memo import Memo
@@ -897,6 +898,47 @@ def test_unsupported_strides():
     q, _, v = make_inputs()
     odd = torch.empty(1, 500, 2, 132, dtype=q.dtype, device=q.device)[..., 1:129]
     assert "16 bytes" in hopper_forward.unsupported(q, odd, v, Score(1.0))
+
+
+@pytest.mark.parametrize("segments", [(), (190, 710, 300)])
+@pytest.mark.parametrize(("mask", "differ"), [
+    (full, False), (causal, False), (padding, False), (functools.partial(window, left=170), False),
+    (functools.partial(window, left=3), False),
+    (functools.partial(documents, lengths=(40, 1, 23, 128, 200, 64, 3, 129, 300, 192, 120)), True),
+    (functools.partial(documents, lengths=(512, 320, 368)), True),
+])  # fmt: skip
+def test_spans_of_consumers(monkeypatch, mask, differ, segments):
+    """A consumer walks every key tile that one of its rows sees, and the product of the last one's P with V comes in
+    the next one; where it hides nothing each of its rows sees all keys. Consumers ``differ`` across documents."""
+    seq, size = 1200, 128
+    block = on_host(make_block(*mask(seq, seq), seq, segments_q=segments))
+    rows, span = block.query_tiles(192, size)
+    start, end = block.start[0].tolist(), block.end[0].tolist()
+    numbers = start + end
+    monkeypatch.setattr(forward_consumer.gl, "load", lambda at, mask, other: numbers[at] if mask else other)
+    monkeypatch.setattr(forward_consumer.gl, "minimum", min)
+    monkeypatch.setattr(forward_consumer.gl, "maximum", max)
+    monkeypatch.setattr(forward_consumer, "number_of", lambda info, i: info[i])
+    monkeypatch.setattr(forward_consumer, "ROWS", 64)
+    left_out = 0
+    for (first_row, past_row), (begin, _, _, stop) in zip(rows.tolist(), span[0].tolist(), strict=True):
+        last = max(stop, begin + size) - size
+        slot = types.SimpleNamespace(load=lambda _, info=(first_row, past_row, *[0] * 6): info)
+        for c in range(3):
+            limits = forward_consumer._limits_of_rows.fn(slot, c, 0, seq, 0, True)
+            first, past, full_begin, full_end = forward_consumer._own_span.fn(limits, last, begin, size)
+            assert begin <= first <= full_begin <= full_end <= past <= last
+            assert all(x % size == 0 for x in (first, full_begin, full_end, past))
+            own = range(first_row + 64 * c, min(first_row + 64 * c + 64, past_row))
+            seen = [(start[i], end[i]) for i in own if end[i] > start[i]]
+            visible = [x for x in range(begin, last + size, size) if any(a < x + size and x < b for a, b in seen)]
+            assert all(first <= x < past or x == last for x in visible)
+            assert not visible or first == begin or first < visible[0]
+            if full_begin < full_end:
+                assert all(start[i] <= full_begin and end[i] >= full_end for i in own)
+            assert own or past == begin
+            left_out += (last - past + first - begin) // size if own else 0
+    assert (left_out > 0) == differ
 
 
 @pytest.mark.parametrize("seed", range(5))
