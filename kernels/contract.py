@@ -333,8 +333,8 @@ class Block:
 
     Args:
         start, end: (batch or 1, seq_q) int32, both **nondecreasing along the queries**, with
-            ``0 <= start <= end <= seq_k``. Every mask of ringattn has this form because positions grow along a shard,
-            and the backward relies on it.
+            ``0 <= start <= end <= seq_k``. Every mask of ringattn has this form because positions grow along a shard;
+            the backward and the Hopper forward rely on it.
         positions_q, positions_k: (seq_q,), (seq_k,) int32, aligned global positions; read by ALiBi and by score
             modifications only.
         segments_q, segments_k: lengths of the runs of neighbouring positions (zigzag has two). Tiles do not cross

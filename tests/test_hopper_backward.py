@@ -680,6 +680,34 @@ def test_complete_gradients_are_rounded_to_the_dtype_of_the_inputs(kv_heads, spl
 
 
 @needs_hopper
+@pytest.mark.parametrize("dims", [*hopper_backward.HEAD_DIMS, "single"], ids=str)
+@pytest.mark.parametrize("case", [
+    Case(full, seq_q=1, seq_k=65), Case(causal, seq_q=700, seq_k=700, heads=3, kv_heads=3, alibi=1),
+    Case(lambda m, n, *_: documents(m, n, lengths=(100, 33, 567)), seq_q=700, seq_k=700),
+])  # fmt: skip
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_gradients_on_their_way_through_shared_memory(dtype, case, dims, monkeypatch):
+    """They have the same bits on every run, next to other work, too; in a key tile with one step, and where factors are
+    left for the end."""
+    if dims == "single":
+        monkeypatch.setattr(work, "CLUSTERS", False)
+    x = make_problem(case, dtype, dims=(256, 256) if dims == "single" else dims)
+    keys, dq = Keys(x.k, x.v, x.whole), torch.zeros(x.q.shape, device=DEVICE)
+    out, lse = BACKEND.output(x.q, keys, x.score)
+    queries = Queries(x.q, x.dout, lse, row_delta(out, x.dout))
+    want = [y.to(dtype) for y in BACKEND.backward(queries, keys, x.score, dq)]
+    side, matrix = torch.cuda.Stream(), torch.randn(2048, 2048, device=DEVICE, dtype=dtype)
+    differing = torch.zeros((), dtype=torch.int64, device=DEVICE)
+    for _ in range(20):
+        with torch.cuda.stream(side):
+            matrix @ matrix
+        for y, z in zip(BACKEND.backward(queries, keys, x.score, dq, complete=True), want, strict=True):
+            assert y.dtype == dtype
+            differing += (y != z).sum()
+    assert differing.item() == 0
+
+
+@needs_hopper
 @pytest.mark.parametrize("dims", [(128, 128), (192, 128), (256, 256)], ids=str)
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_chunks_add_to_one_dq(deterministic, dims):

@@ -225,7 +225,7 @@ def _values(grid, boxes, arrived, score, gradients):
     s, dv = _walk_values(False, cut_steps, steps, last, rank, s, dv, tiles, arrived, score, keys, grid.heads)
     barrier_sync(DQ_FREE, STAGING)  # and if the group has several parts, it is this one's turn
     head = pieces.head_of_gradients(gradients, at)
-    through = pieces.tiles_of(tiles.q, (last + 1) & 1)  # of the step before the last one, which has been read
+    through = pieces.tiles_of(tiles.q, steps & 1)  # of the step before the last one, which has been read
     pieces.store_sums(gradients.dv, dv, score.dv_scale, through, head, gradients, grid, at, keys)
     if gradients.turns_ptr is not None or gradients.counters_ptr is not None:
         barrier_sync(DQ_STAGED, STAGING)  # not arrive: sync alone is documented to order the stores for the writer

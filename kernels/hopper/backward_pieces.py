@@ -537,8 +537,8 @@ def zero_sums(tiles):
 
 @gluon.jit
 def _store_in_rows(ptr, x, through, head, stride_s, keys):
-    """Store rounded sums of a consumer's keys by way of shared memory ``through``, for stores of 16 bytes: from the
-    registers of a product they would be of 4, half a sector of memory each."""
+    """Store rounded sums of a consumer's keys by way of shared memory ``through``, by 16 bytes: from the registers of a
+    product a lane would store 4, and four lanes half a sector of memory."""
     WIDTH: gl.constexpr = x.shape[1]
     LANES: gl.constexpr = WIDTH // 8  # of a row
     L: gl.constexpr = gl.BlockedLayout([1, 8], [32 // LANES, LANES], [4, 1], [1, 0])
@@ -563,7 +563,7 @@ def _store_piece(ptr, last_ptr, x, scale, through, head, stride_s, keys, part, p
         x += gl.load(ptr + at, mask=inside, other=0.0)
     if last_ptr is None:
         if ptr.dtype.element_ty == gl.float32:
-            gl.store(ptr + at, x.to(ptr.dtype.element_ty), mask=inside)
+            gl.store(ptr + at, x, mask=inside)
         else:
             _store_in_rows(ptr, x, through, head, stride_s, keys)
     else:
@@ -593,7 +593,8 @@ def store_sums(to, sums, scale, through, head, gradients, grid, at, keys):
     """Store sums ``to`` a field of ``gradients``, times ``scale`` if it is not None, and rounded to the dtype there.
 
     Args:
-        through: tiles in shared memory that nothing reads any more, one for each piece of the columns.
+        through: tiles in shared memory that nothing reads any more, one for each piece of the columns, at least as
+            wide; pieces may have the same one.
         head: :func:`head_of_gradients`. Where the parts of a group take turns, all but the first one add to memory."""
     IN_TURNS: gl.constexpr = gradients.turns_ptr is not None
     ptr, last_ptr = to

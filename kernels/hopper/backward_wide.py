@@ -196,6 +196,7 @@ def _keys(grid, tiles, score, gradients, UNITS: gl.constexpr):
         dp = warpgroup_mma_wait(0, deps=[dp])
     barrier_sync(DQ_SENT + 1, STAGING)  # and if the group has several parts, it is this one's turn
     head = pieces.head_of_gradients(gradients, at)
+    gl.static_assert(len(dk) == PIECES)
     through = pieces.tiles_of(tiles.v, 0)  # read by this consumer alone
     pieces.store_sums(gradients.dk, dk, score.dk_scale, through, head, gradients, grid, at, keys)
     if gradients.turns_ptr is not None or gradients.counters_ptr is not None:

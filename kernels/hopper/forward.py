@@ -12,6 +12,8 @@ with 64 query rows. The consumers of a CTA share the key and value tiles, two st
   and the turn, passed from consumer to consumer, makes one consumer's products overlap another one's softmax.
 * The keys of a query tile are walked from the last to the first. Of its span (see ``TileMap``) only the cut parts
   and the very first key tile apply the intervals; the loop over full key tiles is straight-line code without a mask.
+* A query tile may lie across documents. With three consumers (head dim 64) each walks the key tiles that one of its
+  rows sees, and only takes its turns in the others (``forward_consumer._own_span``).
 * The producer runs ahead into the next query tile: Q has two buffers, and the description of the next tile is loaded
   while the producer waits for free stages for the last keys of this one.
 * Query tiles are handed out by an atomic counter (work_counter.py), heaviest first within a few heads at a time:
@@ -236,6 +238,7 @@ def forward(
     Args:
         into: with ``finalize``, where the output is written, contiguous; a new tensor if absent.
     """
+    assert not keys.block.ordered, "which instructions a key tile goes through depends on the rows next to a row"
     v, sink = keys.v, None if score.sink is None or state is not None else score.sink.contiguous()
     batch, seq_q, q_heads, _ = q.shape
     shape = (batch, seq_q, q_heads, v.shape[-1])

@@ -244,7 +244,7 @@ def _walk_with_alibi(
 
 
 @gluon.jit
-def _limits_of_rows(slot, C: gl.constexpr, start_ptr, end_ptr, rows_batch_stride, some):
+def _outer_rows(slot, C: gl.constexpr, start_ptr, end_ptr, rows_batch_stride, some):
     """Read the start and the end of the first row of consumer C, and of its last one; zeros if it has none."""
     info = slot.load(INFO_LAYOUT)
     row = number_of(info, 0) + C * ROWS
@@ -261,15 +261,17 @@ def _limits_of_rows(slot, C: gl.constexpr, start_ptr, end_ptr, rows_batch_stride
 
 
 @gluon.jit
-def _own_span(limits, last, begin, BN: gl.constexpr):
-    """Return of the keys from ``begin`` to the last key tile those that a consumer with these
-    :func:`_limits_of_rows` walks, first and past-the-last, and the range of them in which it hides nothing.
+def _own_span(outer, last, begin, BN: gl.constexpr):
+    """Return which key tiles, between ``begin`` and the tile ``last`` that comes first, a consumer with these
+    :func:`_outer_rows` walks, ``[first, past)``, and in which of them it hides nothing, ``[full_begin, full_end)``.
+    It sees nothing of the others, and nothing of the tile walked before them, whose P is 0 then: it does not matter
+    that this is multiplied with values of another tile.
 
     Consumers see different keys at the diagonal, and where a query tile lies across documents. Neither start nor end
     decreases along the rows: the first row's start and the last one's end are the limits of what any of them sees, and
     the other two of what all of them see; if some row sees nothing there is nothing between these.
     """
-    first, full_end, full_begin, past = limits
+    first, full_end, full_begin, past = outer
     # One tile more, because a step has the product of V with the tile before.
     first = gl.minimum(gl.maximum(first // BN * BN - BN, begin), last)
     past = gl.maximum(gl.minimum((past + BN - 1) // BN * BN, last), first)
@@ -280,8 +282,8 @@ def _own_span(limits, last, begin, BN: gl.constexpr):
 
 @gluon.jit
 def _rest(past, begin, k_full, v_full, g, C: gl.constexpr, N: gl.constexpr, STAGES: gl.constexpr, BN: gl.constexpr):
-    """Walk the key tiles below ``past`` down to ``begin``, of which this consumer sees nothing: wait for them, take the
-    turns and release them. Return g after them."""
+    """Take the turns of the key tiles below ``past`` down to ``begin``, of which this consumer sees nothing: wait for
+    and release their keys, and the values of the tile before each. Return g after them."""
     THREADS: gl.constexpr = 128 * (N + 1)
     TURN: gl.constexpr = FREE_BARRIERS
     K_FREE: gl.constexpr = FREE_BARRIERS + N
@@ -340,7 +342,8 @@ def consumer(
     K_FREE: gl.constexpr = FREE_BARRIERS + N
     V_FREE: gl.constexpr = K_FREE + STAGES
     OWN: gl.constexpr = V_FREE + STAGES + C  # the barrier of this consumer
-    # With two consumers what it takes is as much as it saves; divided query tiles have full masks.
+    # With two consumers it takes as much as it saves. Divided query tiles have equally many key tiles, at most the ends
+    # of which are cut.
     OWN_SPAN: gl.constexpr = N > 2 and len(division) == 0
     EARLY: gl.constexpr = Q_BUFFERS > 1  # the next queries can be loaded before this query tile is stored
     if C == N - 1:
@@ -352,7 +355,7 @@ def consumer(
     slot = info_s.index(0)
     some, last, begin, full_begin, full_end = span_of(slot, BN)
     if OWN_SPAN:
-        limits = _limits_of_rows(slot, C, start_ptr, end_ptr, rows_batch_stride, some)
+        outer = _outer_rows(slot, C, start_ptr, end_ptr, rows_batch_stride, some)
     if EARLY:
         start, end = intervals_of(slot, C, start_ptr, end_ptr, rows_batch_stride, S_ROW)
         s = _first_scores(some, q_s, k_s, q_full, k_full, i, g, C, N, STAGES, Q_BUFFERS, S_L)
@@ -401,10 +404,10 @@ def consumer(
         intervals = (slot, start_ptr, end_ptr, rows_batch_stride)
         first, past = begin, last  # of the keys that this consumer walks
         if OWN_SPAN:
-            first, past, full_begin, full_end = _own_span(limits, last, begin, BN)
+            first, past, full_begin, full_end = _own_span(outer, last, begin, BN)
         if EARLY:
             q = ()
-        if PERIOD:
+        if PERIOD:  # all key tiles, of which those are hidden that this consumer does not see
             for above in range(last, begin, -BN * PERIOD):
                 down = gl.maximum(above - BN * PERIOD, begin)
                 g, acc, m, l, alpha, packed = _walk(
@@ -433,7 +436,7 @@ def consumer(
         following = info_s.index(i % SLOTS)
         some, last, begin, full_begin, full_end = span_of(following, BN)
         if OWN_SPAN:
-            limits = _limits_of_rows(following, C, start_ptr, end_ptr, rows_batch_stride, some)
+            outer = _outer_rows(following, C, start_ptr, end_ptr, rows_batch_stride, some)
         if EARLY:
             start, end = intervals_of(following, C, start_ptr, end_ptr, rows_batch_stride, S_ROW)
         acc, p = warpgroup_mma_wait(0, deps=[acc, p])

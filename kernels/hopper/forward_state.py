@@ -37,8 +37,8 @@ def _values(ptr, info, C: gl.constexpr, seq_q, q_heads, D: gl.constexpr, W: gl.c
 
 @gluon.constexpr_function
 def _runs_of_eight(width):
-    """Return the layout of the sums of a product, (64, width), after four threads have exchanged pairs of columns: each
-    has eight in a row, which it stores by 16 bytes. Pairs would be stored by 4, in halves of sectors of memory."""
+    """Return the layout of the sums of a product, (64, width), after four lanes have exchanged pairs of columns: each
+    has eight in a row, which it stores by 16 bytes. By pairs it would store 4, and four lanes half a sector."""
     more = [[0, 1 << i] for i in range(5, width.bit_length() - 1)]
     return gl.DistributedLinearLayout(
         reg_bases=[[0, 1], [0, 2], [0, 4], [8, 0], *more],
