@@ -686,9 +686,9 @@ def test_complete_gradients_are_rounded_to_the_dtype_of_the_inputs(kv_heads, spl
     Case(lambda m, n, *_: documents(m, n, lengths=(100, 33, 567)), seq_q=700, seq_k=700),
 ])  # fmt: skip
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-def test_gradients_on_their_way_through_shared_memory(dtype, case, dims, monkeypatch):
-    """They have the same bits on every run, next to other work, too; in a key tile with one step, and where factors are
-    left for the end."""
+def test_rounded_gradients_have_the_same_bits_on_every_run(dtype, case, dims, monkeypatch):
+    """Those that shared memory is reused for, as the float32 ones are, next to other work, too; in a key tile with one
+    step, and where factors are left for the end."""
     if dims == "single":
         monkeypatch.setattr(work, "CLUSTERS", False)
     x = make_problem(case, dtype, dims=(256, 256) if dims == "single" else dims)

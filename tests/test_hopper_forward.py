@@ -342,6 +342,9 @@ def test_many_tiles(dims):
     check_forward(BACKEND, make_problem(case, torch.bfloat16, dims=dims))
 
 
+RAGGED = (40, 1, 23, 128, 200, 64, 3, 129, 300, 192, 120)  # lengths of documents, 1,200 tokens
+
+
 @needs_hopper
 @pytest.mark.parametrize("dims", [(64, 64), (128, 128)], ids=str)
 @pytest.mark.parametrize("segments", [(), (190, 710, 300)])
@@ -350,9 +353,8 @@ def test_many_tiles(dims):
 def test_consumers_of_a_query_tile_see_other_keys(more, mask, segments, dims):
     """Query tiles across documents of any length, at the end of a segment, and with rows that see nothing: at 64 a
     consumer walks only what one of its rows sees, and hides only where it must."""
-    lengths = (40, 1, 23, 128, 200, 64, 3, 129, 300, 192, 120)
     masks = {
-        "documents": functools.partial(documents, lengths=lengths),
+        "documents": functools.partial(documents, lengths=RAGGED),
         "padding": padding,
         "window": functools.partial(window, left=170),
     }
@@ -905,7 +907,7 @@ def test_unsupported_strides():
 @pytest.mark.parametrize(("mask", "differ"), [
     (full, False), (causal, False), (padding, False), (functools.partial(window, left=170), False),
     (functools.partial(window, left=3), False),
-    (functools.partial(documents, lengths=(40, 1, 23, 128, 200, 64, 3, 129, 300, 192, 120)), True),
+    (functools.partial(documents, lengths=RAGGED), True),
     (functools.partial(documents, lengths=(512, 320, 368)), True),
 ])  # fmt: skip
 def test_spans_of_consumers(monkeypatch, mask, differ, segments):

@@ -197,9 +197,9 @@ def _consumer(C: gl.constexpr, grid, tiles, score, gradients):
         dq = warpgroup_mma_wait(0, deps=[_dq(C, unit, last, 0, tiles.k, tiles.ds)])
         _send(C, dq, tiles.dq[C][unit], score.dk_scale)
     barrier_sync(DQ_SENT + C, STAGING)  # and if the group has several parts, it is this one's turn
-    through = tiles.v[0].index(C)  # this consumer's half, which the other one does not read
-    pieces.store_sums(gradients.dv, dv, score.dv_scale, (through,), head, gradients, grid, at, keys)
-    pieces.store_sums(gradients.dk, dk, score.dk_scale, (through, through), head, gradients, grid, at, keys)
+    buffer = tiles.v[0].index(C)  # this consumer's half, which the other one does not read
+    pieces.store_sums(gradients.dv, dv, score.dv_scale, (buffer,), head, gradients, grid, at, keys)
+    pieces.store_sums(gradients.dk, dk, score.dk_scale, (buffer, buffer), head, gradients, grid, at, keys)
     if gradients.turns_ptr is not None or gradients.counters_ptr is not None:
         barrier_sync(DQ_STAGED + C, STAGING)  # not arrive: sync alone is documented to order the stores for the writer
 

@@ -225,8 +225,8 @@ def _values(grid, boxes, arrived, score, gradients):
     s, dv = _walk_values(False, cut_steps, steps, last, rank, s, dv, tiles, arrived, score, keys, grid.heads)
     barrier_sync(DQ_FREE, STAGING)  # and if the group has several parts, it is this one's turn
     head = pieces.head_of_gradients(gradients, at)
-    through = pieces.tiles_of(tiles.q, steps & 1)  # of the step before the last one, which has been read
-    pieces.store_sums(gradients.dv, dv, score.dv_scale, through, head, gradients, grid, at, keys)
+    buffer = pieces.tile_at(tiles.q, steps & 1, 0)  # of the step before the last one, which has been read
+    pieces.store_sums(gradients.dv, dv, score.dv_scale, buffer, head, gradients, grid, at, keys)
     if gradients.turns_ptr is not None or gradients.counters_ptr is not None:
         barrier_sync(DQ_STAGED, STAGING)  # not arrive: sync alone is documented to order the stores for the writer
     cluster_wait(4)
@@ -277,8 +277,8 @@ def _keys(grid, boxes, arrived, score, gradients):
     if SIGNALS:
         barrier_sync(MAY_STORE, STAGING)
     head = pieces.head_of_gradients(gradients, at)
-    through = (tiles.v[0].index(0), tiles.v[0].index(1))  # read by this consumer alone
-    pieces.store_sums(gradients.dk, dk, score.dk_scale, through, head, gradients, grid, at, keys)
+    buffer = _tiles(tiles.v[0], 0)  # read by this consumer alone
+    pieces.store_sums(gradients.dk, dk, score.dk_scale, buffer, head, gradients, grid, at, keys)
     if SIGNALS:
         barrier_sync(DQ_STAGED + 1, STAGING)  # not arrive: sync alone is documented to order the stores for the writer
     cluster_wait(4)

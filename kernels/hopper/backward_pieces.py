@@ -536,47 +536,44 @@ def zero_sums(tiles):
 
 
 @gluon.jit
-def _store_in_rows(ptr, x, through, head, stride_s, keys):
-    """Store rounded sums of a consumer's keys by way of shared memory ``through``, by 16 bytes: from the registers of a
-    product a lane would store 4, and four lanes half a sector of memory."""
-    WIDTH: gl.constexpr = x.shape[1]
-    LANES: gl.constexpr = WIDTH // 8  # of a row
-    L: gl.constexpr = gl.BlockedLayout([1, 8], [32 // LANES, LANES], [4, 1], [1, 0])
-    tile = through if through.shape[1] == WIDTH else through.slice(0, WIDTH, dim=1)
-    tile.store(x.to(ptr.dtype.element_ty))
+def _offsets(head, stride_s, keys, WIDTH: gl.constexpr, L: gl.constexpr):
+    """Return the offsets of a consumer's keys in dk or dv, (64, WIDTH) int64 in layout L, and which of the rows belong
+    to its key tile, (64, 1)."""
     rows = gl.arange(0, BN // 2, gl.SliceLayout(1, L)) + keys.first
     cols = gl.arange(0, WIDTH, gl.SliceLayout(0, L))
-    at = (head + rows.to(gl.int64) * stride_s)[:, None] + cols[None, :]
-    gl.store(ptr + at, tile.load(L), mask=(rows < keys.past)[:, None])
+    return (head + rows.to(gl.int64) * stride_s)[:, None] + cols[None, :], (rows < keys.past)[:, None]
 
 
 @gluon.jit
-def _store_piece(ptr, last_ptr, x, scale, through, head, stride_s, keys, part, parts, IN_TURNS: gl.constexpr):
+def _store(ptr, x, buffer, head, stride_s, keys):
+    """Store sums, (64, columns) float32, in the dtype there. Rounded ones go by way of shared memory and leave by 16
+    bytes: from the registers of a product a lane would store 4, and four lanes half a sector of memory."""
+    WIDTH: gl.constexpr = x.shape[1]
+    X_L: gl.constexpr = x.type.layout
+    if ptr.dtype.element_ty == gl.float32:
+        at, inside = _offsets(head, stride_s, keys, WIDTH, X_L)
+        gl.store(ptr + at, x, mask=inside)
+    else:
+        LANES: gl.constexpr = WIDTH // 8  # of a row
+        L: gl.constexpr = gl.BlockedLayout([1, 8], [32 // LANES, LANES], [4, 1], [1, 0])
+        tile = buffer if buffer.shape[1] == WIDTH else buffer.slice(0, WIDTH, dim=1)
+        tile.store(x.to(ptr.dtype.element_ty))
+        at, inside = _offsets(head, stride_s, keys, WIDTH, L)
+        gl.store(ptr + at, tile.load(L), mask=inside)
+
+
+@gluon.jit
+def _store_piece(ptr, last_ptr, x, scale, buffer, head, stride_s, keys, part, parts, IN_TURNS: gl.constexpr):
     L: gl.constexpr = x.type.layout
-    rows = gl.arange(0, BN // 2, gl.SliceLayout(1, L)) + keys.first
-    cols = gl.arange(0, x.shape[1], gl.SliceLayout(0, L))
-    at = (head + rows.to(gl.int64) * stride_s)[:, None] + cols[None, :]
-    inside = (rows < keys.past)[:, None]
     if scale is not None:
         x = x * scale
     if IN_TURNS and (part > 0):
+        at, inside = _offsets(head, stride_s, keys, x.shape[1], L)
         x += gl.load(ptr + at, mask=inside, other=0.0)
-    if last_ptr is None:
-        if ptr.dtype.element_ty == gl.float32:
-            gl.store(ptr + at, x, mask=inside)
-        else:
-            _store_in_rows(ptr, x, through, head, stride_s, keys)
+    if (last_ptr is not None) and (part == parts - 1):
+        _store(last_ptr, x, buffer, head, stride_s, keys)
     else:
-        if part == parts - 1:
-            _store_in_rows(last_ptr, x, through, head, stride_s, keys)
-        else:
-            gl.store(ptr + at, x, mask=inside)
-
-
-@gluon.jit
-def tiles_of(pieces, which):
-    """Return tile ``which`` of each piece of the columns."""
-    return (pieces[0].index(which),) if len(pieces) == 1 else (pieces[0].index(which), pieces[1].index(which))
+        _store(ptr, x, buffer, head, stride_s, keys)
 
 
 @gluon.jit
@@ -589,23 +586,23 @@ def head_of_gradients(gradients, at):
 
 
 @gluon.jit
-def store_sums(to, sums, scale, through, head, gradients, grid, at, keys):
+def store_sums(to, sums, scale, buffer, head, gradients, grid, at, keys):
     """Store sums ``to`` a field of ``gradients``, times ``scale`` if it is not None, and rounded to the dtype there.
 
     Args:
-        through: tiles in shared memory that nothing reads any more, one for each piece of the columns, at least as
-            wide; pieces may have the same one.
+        buffer: tiles in shared memory that nothing reads any more, (64, columns) in the dtype of k, one for each piece
+            of the columns, at least as wide; pieces may share one.
         head: :func:`head_of_gradients`. Where the parts of a group take turns, all but the first one add to memory."""
     IN_TURNS: gl.constexpr = gradients.turns_ptr is not None
     ptr, last_ptr = to
     stride_s = gradients.stride_s
-    _store_piece(ptr, last_ptr, sums[0], scale, through[0], head, stride_s, keys, at.part, grid.parts, IN_TURNS)
+    _store_piece(ptr, last_ptr, sums[0], scale, buffer[0], head, stride_s, keys, at.part, grid.parts, IN_TURNS)
     if len(sums) == 2:
         WIDTH: gl.constexpr = sums[0].shape[1]
         ptr += WIDTH
         if last_ptr is not None:
             last_ptr += WIDTH
-        _store_piece(ptr, last_ptr, sums[1], scale, through[1], head, stride_s, keys, at.part, grid.parts, IN_TURNS)
+        _store_piece(ptr, last_ptr, sums[1], scale, buffer[1], head, stride_s, keys, at.part, grid.parts, IN_TURNS)
 
 
 @gluon.jit

@@ -168,9 +168,9 @@ def _consumer(C: gl.constexpr, grid, tiles, score, gradients):
     if SIGNALS:
         barrier_sync(DQ_SENT + C, STAGING)  # and if the group has several parts, it is this one's turn
     head = pieces.head_of_gradients(gradients, at)
-    through = pieces.tiles_of(tiles.v, C)  # this consumer's half, which the other one does not read
-    pieces.store_sums(gradients.dv, dv, score.dv_scale, through, head, gradients, grid, at, keys)
-    pieces.store_sums(gradients.dk, dk, score.dk_scale, through, head, gradients, grid, at, keys)
+    buffer = pieces.tile_at(tiles.v, C, 0)  # this consumer's half, which the other one does not read
+    pieces.store_sums(gradients.dv, dv, score.dv_scale, buffer, head, gradients, grid, at, keys)
+    pieces.store_sums(gradients.dk, dk, score.dk_scale, buffer, head, gradients, grid, at, keys)
     if SIGNALS:
         barrier_sync(DQ_STAGED + C, STAGING)  # not arrive: sync alone is documented to order the stores for the writer
 

@@ -145,8 +145,8 @@ def _values(grid, tiles, score, gradients):
     s, dv = _walk_values(False, cut_steps, steps, steps - 1, s, dv, tiles, score, keys, grid.heads)
     barrier_sync(DQ_SENT, STAGING)  # and if the group has several parts, it is this one's turn
     head = pieces.head_of_gradients(gradients, at)
-    through = pieces.tiles_of(tiles.q, steps & 1)  # of the step before the last one, which has been read
-    pieces.store_sums(gradients.dv, dv, score.dv_scale, through, head, gradients, grid, at, keys)
+    buffer = pieces.tile_at(tiles.q, steps & 1, 0)  # of the step before the last one, which has been read
+    pieces.store_sums(gradients.dv, dv, score.dv_scale, buffer, head, gradients, grid, at, keys)
     if gradients.turns_ptr is not None or gradients.counters_ptr is not None:
         barrier_sync(DQ_STAGED, STAGING)  # not arrive: sync alone is documented to order the stores for the writer
 
@@ -197,8 +197,8 @@ def _keys(grid, tiles, score, gradients, UNITS: gl.constexpr):
     barrier_sync(DQ_SENT + 1, STAGING)  # and if the group has several parts, it is this one's turn
     head = pieces.head_of_gradients(gradients, at)
     gl.static_assert(len(dk) == PIECES)
-    through = pieces.tiles_of(tiles.v, 0)  # read by this consumer alone
-    pieces.store_sums(gradients.dk, dk, score.dk_scale, through, head, gradients, grid, at, keys)
+    buffer = pieces.tile_at(tiles.v, 0, 0)  # read by this consumer alone
+    pieces.store_sums(gradients.dk, dk, score.dk_scale, buffer, head, gradients, grid, at, keys)
     if gradients.turns_ptr is not None or gradients.counters_ptr is not None:
         barrier_sync(DQ_STAGED + 1, STAGING)  # not arrive: sync alone is documented to order the stores for the writer
 

@@ -245,7 +245,8 @@ def _walk_with_alibi(
 
 @gluon.jit
 def _outer_rows(slot, C: gl.constexpr, start_ptr, end_ptr, rows_batch_stride, some):
-    """Read the start and the end of the first row of consumer C, and of its last one; zeros if it has none."""
+    """Read the start and the end of the first row of consumer C, and of its last one, four int32 numbers; zeros if it
+    has none."""
     info = slot.load(INFO_LAYOUT)
     row = number_of(info, 0) + C * ROWS
     latest = gl.minimum(row + ROWS, number_of(info, 1)) - 1
@@ -281,7 +282,9 @@ def _own_span(outer, last, begin, BN: gl.constexpr):
 
 
 @gluon.jit
-def _rest(past, begin, k_full, v_full, g, C: gl.constexpr, N: gl.constexpr, STAGES: gl.constexpr, BN: gl.constexpr):
+def _pass_turns(
+    past, begin, k_full, v_full, g, C: gl.constexpr, N: gl.constexpr, STAGES: gl.constexpr, BN: gl.constexpr
+):
     """Take the turns of the key tiles below ``past`` down to ``begin``, of which this consumer sees nothing: wait for
     and release their keys, and the values of the tile before each. Return g after them."""
     THREADS: gl.constexpr = 128 * (N + 1)
@@ -416,12 +419,12 @@ def consumer(
                 )  # fmt: skip
                 acc, m_aside = flush(rescaled(acc, alpha, FIXED), m, aside_ptr, m_aside, C, N)
         else:
-            g = _rest(last, past, k_full, v_full, g, C, N, STAGES, BN)
+            g = _pass_turns(last, past, k_full, v_full, g, C, N, STAGES, BN)
             g, acc, m, l, alpha, packed = _walk(
                 past, first, full_begin, full_end, q, q_s, at, k_s, v_s, k_full, v_full, g, acc, m, l, alpha, packed,
                 c2, intervals, changes, C, N, STAGES, EARLY, FIXED,
             )  # fmt: skip
-            g = _rest(first, begin, k_full, v_full, g, C, N, STAGES, BN)
+            g = _pass_turns(first, begin, k_full, v_full, g, C, N, STAGES, BN)
         mbarrier.arrive(q_free.index(at), count=1)
 
         # The last product with V, and where EARLY the first scores of the next query tile.

@@ -36,7 +36,7 @@ def _values(ptr, info, C: gl.constexpr, seq_q, q_heads, D: gl.constexpr, W: gl.c
 
 
 @gluon.constexpr_function
-def _runs_of_eight(width):
+def _vector_store_layout(width):
     """Return the layout of the sums of a product, (64, width), after four lanes have exchanged pairs of columns: each
     has eight in a row, which it stores by 16 bytes. By pairs it would store 4, and four lanes half a sector."""
     more = [[0, 1 << i] for i in range(5, width.bit_length() - 1)]
@@ -51,6 +51,7 @@ def _runs_of_eight(width):
 
 @gluon.jit
 def _store_values(ptr, x, info, C: gl.constexpr, seq_q, q_heads, D: gl.constexpr, layout: gl.constexpr):
+    """Store the rows of consumer C, (64, columns), in the dtype there, from registers in this layout."""
     values, inside = _values(ptr, info, C, seq_q, q_heads, D, x.shape[1], layout)
     gl.store(values, gl.convert_layout(x.to(ptr.dtype.element_ty), layout), mask=inside)
 
@@ -88,7 +89,7 @@ def store(
     """Store a query tile: as out, divided by l, and lse, or as the state."""
     O_L: gl.constexpr = acc.type.layout
     # An exchange goes through shared memory, which has no room where acc has a part of the columns.
-    OUT_L: gl.constexpr = O_L if acc.shape[1] < D else _runs_of_eight(acc.shape[1])
+    OUT_L: gl.constexpr = O_L if acc.shape[1] < D else _vector_store_layout(acc.shape[1])
     info = slot.load(INFO_LAYOUT)  # loaded again: in registers it would slow the steps down
     rows, inside = _row_offsets(info, C, seq_q, q_heads, S_ROW)
     l = gl.convert_layout(gl.sum(l, axis=1), S_ROW)
