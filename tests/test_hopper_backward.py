@@ -352,6 +352,26 @@ def test_tiles_are_visited_cut_first_then_full(monkeypatch, mask, seq, heads):
         assert cut_steps == heads * len(cut)
 
 
+def whole_documents(seq_q, _):
+    first = torch.arange(seq_q)[None] // 2048 * 2048
+    return first, first + 2048
+
+
+@pytest.mark.parametrize("bm", [64, 128])
+@pytest.mark.parametrize("mask", [full, causal, lambda m, n: documents(m, n, lengths=(2048, 2048)), whole_documents])
+def test_key_tiles_that_begin_together_are_at_different_queries(mask, bm):
+    """At every step; those that were at the same would wait for each other to add to it."""
+    info, _ = work.key_tile_table(make_block(*mask(4096, 4096), 4096), 128, bm, torch.device("cpu"))
+    walks = []
+    for _, _, begin, end, full_begin, full_end, start, _ in info[0].tolist():
+        cut = [j for j in range(begin, end) if not full_begin <= j < full_end]
+        walks.append([*cut, *range(start, full_end), *range(full_begin, start)])
+    assert len(walks) == 32
+    for step in itertools.zip_longest(*walks):
+        at = [j for j in step if j is not None]
+        assert len(set(at)) == len(at)
+
+
 @pytest.mark.parametrize("descend", [False, True])
 @pytest.mark.parametrize("heads", [1, 3])
 @pytest.mark.parametrize(("bn", "bm"), [(128, 64), (128, 128)])

@@ -321,7 +321,9 @@ def _key_tile_table(block: Block, keys: int, queries: int, ordered: bool = False
     full_begin, full_end = torch.where(whole, full_begin, begin), torch.where(whole, full_end, begin)
     index = torch.arange(tiles, device=span.device, dtype=torch.int32).expand(batches, -1)
     full = (full_end - full_begin).clamp(min=1)
-    start = full_begin + torch.remainder(index * (keys // queries) - full_begin, full)
+    # Tiles of keys that begin with the same queries start one tile of keys apart; under a causal mask or a window they
+    # do so anyway.
+    start = full_begin + torch.remainder(index * (keys // queries) - (begin - begin[:, :1]), full)
     tiles_of = torch.tensor(tiles_of_groups(block, keys), device="cpu")
     of_tile = torch.arange(len(tiles_of), device="cpu").repeat_interleave(tiles_of)
     group = upload((of_tile,), span.device)[0].expand(batches, -1)
