@@ -288,10 +288,10 @@ MUTANTS = (
         "tests/test_delta.py",
     ),
     Mutant(
-        "hopper forward: a consumer leaves out the step with the product of its last keys",
+        "hopper forward: a consumer leaves out the first keys of its rows",
         "kernels/hopper/forward_consumer.py",
-        "first // BN * BN - BN, begin",
-        "first // BN * BN, begin",
+        "gl.maximum(first // BN * BN, begin)",
+        "gl.maximum((first + BN - 1) // BN * BN, begin)",
         "tests/test_hopper_forward.py -k spans_of_consumers",
     ),
     Mutant(

@@ -263,44 +263,38 @@ def _outer_rows(slot, C: gl.constexpr, start_ptr, end_ptr, rows_batch_stride, so
 
 @gluon.jit
 def _own_span(outer, last, begin, BN: gl.constexpr):
-    """Return which key tiles, between ``begin`` and the tile ``last`` that comes first, a consumer with these
-    :func:`_outer_rows` walks, ``[first, past)``, and in which of them it hides nothing, ``[full_begin, full_end)``.
-    It sees nothing of the others, and nothing of the tile walked before them, whose P is 0 then: it does not matter
-    that this is multiplied with values of another tile.
+    """Return which key tiles of a query tile, from ``begin`` to ``last``, a consumer with these :func:`_outer_rows`
+    walks, ``[first, past)``, one at least, and in which of them it hides nothing, ``[full_begin, full_end)``.
 
     Consumers see different keys at the diagonal, and where a query tile lies across documents. Neither start nor end
     decreases along the rows: the first row's start and the last one's end are the limits of what any of them sees, and
     the other two of what all of them see; if some row sees nothing there is nothing between these.
     """
     first, full_end, full_begin, past = outer
-    # One tile more, because a step has the product of V with the tile before.
-    first = gl.minimum(gl.maximum(first // BN * BN - BN, begin), last)
-    past = gl.maximum(gl.minimum((past + BN - 1) // BN * BN, last), first)
+    first = gl.minimum(gl.maximum(first // BN * BN, begin), last)
+    past = gl.maximum(gl.minimum((past + BN - 1) // BN * BN, last + BN), first + BN)
     full_begin = gl.minimum(gl.maximum((full_begin + BN - 1) // BN * BN, first), past)
     full_end = gl.minimum(gl.maximum(full_end // BN * BN, full_begin), past)
     return first, past, full_begin, full_end
 
 
 @gluon.jit
-def _pass_turns(
-    past, begin, k_full, v_full, g, C: gl.constexpr, N: gl.constexpr, STAGES: gl.constexpr, BN: gl.constexpr
-):
-    """Take the turns of the key tiles below ``past`` down to ``begin``, of which this consumer sees nothing: wait for
-    and release their keys, and the values of the tile before each. Return g after them."""
+def _pass_turns(count, k_full, v_full, g, C: gl.constexpr, N: gl.constexpr, STAGES: gl.constexpr):
+    """Take the turns of ``count`` key tiles of which this consumer sees nothing: wait for and release their keys and
+    values. Return g after them."""
     THREADS: gl.constexpr = 128 * (N + 1)
     TURN: gl.constexpr = FREE_BARRIERS
     K_FREE: gl.constexpr = FREE_BARRIERS + N
     V_FREE: gl.constexpr = K_FREE + STAGES
-    for _ in range(begin, past, BN):
-        vs, v_phase = buffer_of(g, STAGES)
-        g += 1
-        ks, k_phase = buffer_of(g, STAGES)
-        mbarrier.wait(k_full.index(ks), k_phase)
+    for _ in range(0, count):
+        stage, phase = buffer_of(g, STAGES)
+        mbarrier.wait(k_full.index(stage), phase)
         barrier_sync(TURN + C, 256)
         barrier_arrive(TURN + (C + 1) % N, 256)
-        barrier_arrive(K_FREE + ks, THREADS)
-        mbarrier.wait(v_full.index(vs), v_phase)
-        barrier_arrive(V_FREE + vs, THREADS)
+        barrier_arrive(K_FREE + stage, THREADS)
+        mbarrier.wait(v_full.index(stage), phase)
+        barrier_arrive(V_FREE + stage, THREADS)
+        g += 1
     return g
 
 
@@ -347,7 +341,7 @@ def consumer(
     OWN: gl.constexpr = V_FREE + STAGES + C  # the barrier of this consumer
     # With two consumers it takes as much as it saves. Divided query tiles have equally many key tiles, at most the ends
     # of which are cut.
-    OWN_SPAN: gl.constexpr = N > 2 and len(division) == 0
+    OWN_SPAN: gl.constexpr = N > 2 and len(division) == 0 and PERIOD == 0
     EARLY: gl.constexpr = Q_BUFFERS > 1  # the next queries can be loaded before this query tile is stored
     if C == N - 1:
         barrier_arrive(TURN, 256)  # consumer 0 goes first
@@ -357,8 +351,11 @@ def consumer(
     mbarrier.wait(info_full.index(0), 0)
     slot = info_s.index(0)
     some, last, begin, full_begin, full_end = span_of(slot, BN)
+    first, past = begin, last + BN  # of the keys that this consumer walks
     if OWN_SPAN:
         outer = _outer_rows(slot, C, start_ptr, end_ptr, rows_batch_stride, some)
+        first, past, full_begin, full_end = _own_span(outer, last, begin, BN)
+        g = _pass_turns(gl.where(some, (last + BN - past) // BN, 0), k_full, v_full, g, C, N, STAGES)
     if EARLY:
         start, end = intervals_of(slot, C, start_ptr, end_ptr, rows_batch_stride, S_ROW)
         s = _first_scores(some, q_s, k_s, q_full, k_full, i, g, C, N, STAGES, Q_BUFFERS, S_L)
@@ -368,9 +365,9 @@ def consumer(
             )
         s = warpgroup_mma_wait(0, deps=[s])
         if some:
-            barrier_arrive(K_FREE, THREADS)
+            barrier_arrive(K_FREE + buffer_of(g, STAGES)[0], THREADS)
     while some:
-        # The last key tile, whose scores are there already where EARLY.
+        # The first key tile of the walk, whose scores are there already where EARLY.
         buffer, _ = buffer_of(i, Q_BUFFERS)
         at = buffer * N + C
         if not EARLY:
@@ -398,16 +395,13 @@ def consumer(
         if FIXED is not None:
             m = gl.zeros([ROWS], gl.float32, S_ROW)
         changes = (inner, alibi_of(slot, C, alibi, c2, BN, S_ROW))
-        s, unit = changed(s, c2, changes, last, FIXED)
-        s = hide(s, last, start, end)
+        s, unit = changed(s, c2, changes, past - BN, FIXED)
+        s = hide(s, past - BN, start, end)
         m, l, alpha, x = softmax(s, m, l, rest, unit, (), 0.0, FIXED)
         low, high = pairs(x)
         packed = pack(low, high, DTYPE)
 
         intervals = (slot, start_ptr, end_ptr, rows_batch_stride)
-        first, past = begin, last  # of the keys that this consumer walks
-        if OWN_SPAN:
-            first, past, full_begin, full_end = _own_span(outer, last, begin, BN)
         if EARLY:
             q = ()
         if PERIOD:  # all key tiles, of which those are hidden that this consumer does not see
@@ -419,12 +413,10 @@ def consumer(
                 )  # fmt: skip
                 acc, m_aside = flush(rescaled(acc, alpha, FIXED), m, aside_ptr, m_aside, C, N)
         else:
-            g = _pass_turns(last, past, k_full, v_full, g, C, N, STAGES, BN)
             g, acc, m, l, alpha, packed = _walk(
-                past, first, full_begin, full_end, q, q_s, at, k_s, v_s, k_full, v_full, g, acc, m, l, alpha, packed,
-                c2, intervals, changes, C, N, STAGES, EARLY, FIXED,
+                past - BN, first, full_begin, full_end, q, q_s, at, k_s, v_s, k_full, v_full, g, acc, m, l, alpha,
+                packed, c2, intervals, changes, C, N, STAGES, EARLY, FIXED,
             )  # fmt: skip
-            g = _pass_turns(first, begin, k_full, v_full, g, C, N, STAGES, BN)
         mbarrier.arrive(q_free.index(at), count=1)
 
         # The last product with V, and where EARLY the first scores of the next query tile.
@@ -437,7 +429,9 @@ def consumer(
         i += 1
         mbarrier.wait(info_full.index(i % SLOTS), (i // SLOTS) & 1)
         following = info_s.index(i % SLOTS)
+        below = (first - begin) // BN
         some, last, begin, full_begin, full_end = span_of(following, BN)
+        first, past = begin, last + BN
         if OWN_SPAN:
             outer = _outer_rows(following, C, start_ptr, end_ptr, rows_batch_stride, some)
         if EARLY:
@@ -452,6 +446,10 @@ def consumer(
             _, parts, all_parts, sums_ptr, counter_ptr = division
             part = _part(division, i - 1)
             acc, m, l, complete = joined(part, parts, all_parts, sums_ptr, counter_ptr, acc, m, l, C, N, OWN)
+        if OWN_SPAN:
+            first, past, full_begin, full_end = _own_span(outer, last, begin, BN)
+            above = gl.where(some, (last + BN - past) // BN, 0)
+            g = _pass_turns(below + above, k_full, v_full, g, C, N, STAGES)
         if EARLY:
             s = _first_scores(some, q_s, k_s, q_full, k_full, i, g, C, N, STAGES, Q_BUFFERS, S_L)
         if FIXED is not None:

@@ -77,7 +77,7 @@ def changed(s, c2, changes, column, FIXED: gl.constexpr):
 @gluon.jit
 def hide(s, column, start, end):
     """Return s with -inf where the row does not see the key. ``column``: the tile's first key."""
-    return hide_columns(hide_columns(s, start - column, True), end - column, False)
+    return hide_columns(s, start - column, end - column)
 
 
 @gluon.jit

@@ -133,42 +133,54 @@ def scale_pairs(x, factor, dtype: gl.constexpr):
 
 
 @gluon.constexpr_function
-def _hide_asm(count, before):
-    """Return the PTX of :func:`hide_columns`. A thread has columns 2 (lane % 4) + {0, 1} of each eight. ``first`` and
-    ``second``: the limits of its two rows, relative to its own first column."""
-    columns = [i // 4 * 8 + i % 2 for i in range(count)]
-    limits = ["first" if i % 4 < 2 else "second" for i in range(count)]
-    hidden = "gt" if before else "le"  # limit > column, limit <= column
-    reach, outermost = ("max", columns[0]) if before else ("min", columns[-1])
+def _hide_asm(count):
+    """Return the PTX of :func:`hide_columns`. A thread has columns 2 (lane % 4) + {0, 1} of each eight of two rows. Of
+    each row it makes the number of its columns before the start and before the end, then a bit for each it sees."""
+
+    def columns_before(limit, number):
+        return (
+            f"sub.s32 {number}, {limit}, lane; max.s32 {number}, {number}, 0; shr.u32 eights, {number}, 3; "
+            f"and.b32 {number}, {number}, 7; min.u32 {number}, {number}, 2; mad.lo.u32 {number}, eights, 2, {number}; "
+            f"min.u32 {number}, {number}, 32; bmsk.clamp.b32 {number}, 0, {number}; "
+        )
+
+    rows = "".join(
+        columns_before(f"${2 * count + 2 * row}", "before")
+        + columns_before(f"${3 * count + 2 * row}", "past")
+        + f"not.b32 before, before; and.b32 seen{row}, past, before; "
+        for row in range(2)
+    )
+    all_seen = (1 << count // 2) - 1
     hide = "".join(
-        f"setp.{hidden}.s32 some, {limit}, {column}; @some mov.b32 ${i}, 0fFF800000; "
-        for i, (limit, column) in enumerate(zip(limits, columns, strict=True))
+        f"and.b32 bit, seen{i // 2 % 2}, {1 << (i // 4 * 2 + i % 2)}; setp.eq.u32 hidden, bit, 0; "
+        f"@hidden mov.b32 ${i}, 0fFF800000; "
+        for i in range(count)
     )
     return (
-        "{ .reg .pred some; .reg .s32 lane, first, second; "
-        "mov.u32 lane, %laneid; and.b32 lane, lane, 3; shl.b32 lane, lane, 1; "
-        f"sub.s32 first, ${2 * count}, lane; sub.s32 second, ${2 * count + 2}, lane; {reach}.s32 lane, first, second; "
-        f"setp.{hidden}.s32 some, lane, {outermost}; vote.sync.any.pred some, some, 0xffffffff; @!some bra DONE; "
-        f"{hide} DONE: }}"
+        "{ .reg .pred hidden; .reg .b32 lane, eights, before, past, seen0, seen1, bit; "
+        f"mov.u32 lane, %laneid; and.b32 lane, lane, 3; shl.b32 lane, lane, 1; {rows} and.b32 bit, seen0, seen1; "
+        f"and.b32 bit, bit, {all_seen}; setp.ne.u32 hidden, bit, {all_seen}; "
+        f"vote.sync.any.pred hidden, hidden, 0xffffffff; @!hidden bra DONE; {hide} DONE: }}"
     )
 
 
 @gluon.constexpr_function
 def _hide_constraints(count):
-    return ",".join(["=f"] * count + [str(i) for i in range(count)] + ["r"] * count)
+    return ",".join(["=f"] * count + [str(i) for i in range(count)] + ["r"] * (2 * count))
 
 
 @gluon.jit
-def hide_columns(x, limit, BEFORE: gl.constexpr):
-    """``VOTE.ANY; BRA`` over an ``ISETP`` and a ``SEL`` per element: set the accumulator of a wgmma to -inf in the
-    columns before the limit of each row (int32, relative to the tile's first column), or from the limit on. A warp with
+def hide_columns(x, start, end):
+    """``VOTE.ANY; BRA`` over an ``R2P`` for seven elements and a ``SEL`` for each: set the accumulator of a wgmma to
+    -inf outside of the columns ``[start, end)`` of each row (int32, relative to the tile's first column). A warp with
     nothing to hide skips it; comparisons of tensors cost five instructions per element."""
     COUNT: gl.constexpr = x.shape[1] // 2
-    ASM: gl.constexpr = _hide_asm(COUNT, BEFORE)
+    ASM: gl.constexpr = _hide_asm(COUNT)
     CONSTRAINTS: gl.constexpr = _hide_constraints(COUNT)
-    limits = gl.convert_layout(limit, gl.SliceLayout(1, x.type.layout))[:, None]
-    limits, x = gl.broadcast(limits, x)
-    return gl.inline_asm_elementwise(ASM, CONSTRAINTS, [x, limits], dtype=gl.float32, is_pure=True, pack=COUNT)
+    L: gl.constexpr = gl.SliceLayout(1, x.type.layout)
+    starts, _ = gl.broadcast(gl.convert_layout(start, L)[:, None], x)
+    ends, x = gl.broadcast(gl.convert_layout(end, L)[:, None], x)
+    return gl.inline_asm_elementwise(ASM, CONSTRAINTS, [x, starts, ends], dtype=gl.float32, is_pure=True, pack=COUNT)
 
 
 @gluon.constexpr_function
