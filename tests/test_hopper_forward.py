@@ -235,6 +235,8 @@ def test_compiled_code(dims, kind):
         reloads = 52 if "alibi" in kind else 2 if "long" in kind else 0
     elif dims == (64, 64) and "softcap" in kind:
         reloads = 12
+    elif dims == (192, 128) and "alibi" in kind:
+        reloads = 8
     assert facts["spills_in_steps"] <= reloads
     if "state-in" not in kind and "sink" not in kind:
         # Read once per query tile; at 256 with long sums those of the flush.
