@@ -427,18 +427,23 @@ def consumer(
         acc = warpgroup_mma(p, matrix_of(v_s, vs), acc, is_async=True)
         g += 1
         i += 1
+        if OWN_SPAN:  # the producer announces the next query tile when all keys of this one have had room
+            acc, p = warpgroup_mma_wait(0, deps=[acc, p])
+            keep_alive(packed)
+            barrier_arrive(V_FREE + vs, THREADS)
+            g = _pass_turns((first - begin) // BN, k_full, v_full, g, C, N, STAGES)
         mbarrier.wait(info_full.index(i % SLOTS), (i // SLOTS) & 1)
         following = info_s.index(i % SLOTS)
-        below = (first - begin) // BN
         some, last, begin, full_begin, full_end = span_of(following, BN)
         first, past = begin, last + BN
         if OWN_SPAN:
             outer = _outer_rows(following, C, start_ptr, end_ptr, rows_batch_stride, some)
         if EARLY:
             start, end = intervals_of(following, C, start_ptr, end_ptr, rows_batch_stride, S_ROW)
-        acc, p = warpgroup_mma_wait(0, deps=[acc, p])
-        keep_alive(packed)
-        barrier_arrive(V_FREE + vs, THREADS)
+        if not OWN_SPAN:
+            acc, p = warpgroup_mma_wait(0, deps=[acc, p])
+            keep_alive(packed)
+            barrier_arrive(V_FREE + vs, THREADS)
         if PERIOD:
             acc = with_flushed(acc, m, aside_ptr, m_aside, C, N)
         complete = True
@@ -448,8 +453,7 @@ def consumer(
             acc, m, l, complete = joined(part, parts, all_parts, sums_ptr, counter_ptr, acc, m, l, C, N, OWN)
         if OWN_SPAN:
             first, past, full_begin, full_end = _own_span(outer, last, begin, BN)
-            above = gl.where(some, (last + BN - past) // BN, 0)
-            g = _pass_turns(below + above, k_full, v_full, g, C, N, STAGES)
+            g = _pass_turns(gl.where(some, (last + BN - past) // BN, 0), k_full, v_full, g, C, N, STAGES)
         if EARLY:
             s = _first_scores(some, q_s, k_s, q_full, k_full, i, g, C, N, STAGES, Q_BUFFERS, S_L)
         if FIXED is not None:
