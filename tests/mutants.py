@@ -295,6 +295,20 @@ MUTANTS = (
         "tests/test_hopper_forward.py -k spans_of_consumers",
     ),
     Mutant(
+        "hopper forward: a consumer waits for the next query tile before it has passed its turns in this one",
+        "kernels/hopper/forward_consumer.py",
+        "        if OWN_SPAN:  # the producer announces",
+        "        mbarrier.wait(info_full.index(i % SLOTS), (i // SLOTS) & 1)\n        if OWN_SPAN:  # the producer announces",
+        "tests/test_hopper_protocol.py -k documents",
+    ),
+    Mutant(
+        "hopper forward: a consumer releases values before their product is complete",
+        "kernels/hopper/forward_consumer.py",
+        "    acc, p = warpgroup_mma_wait(0, deps=[acc, p])\n    keep_alive(packed)\n    barrier_arrive(V_FREE + vs, THREADS)\n",
+        "    barrier_arrive(V_FREE + vs, THREADS)\n    acc, p = warpgroup_mma_wait(0, deps=[acc, p])\n    keep_alive(packed)\n",
+        "tests/test_hopper_protocol.py -k full",
+    ),
+    Mutant(
         "hopper forward: a consumer hides nothing of a key tile that one row sees half of",
         "kernels/hopper/forward_consumer.py",
         "gl.maximum(full_end // BN * BN, full_begin)",
