@@ -360,7 +360,7 @@ def whole_documents(seq_q, _):
 @pytest.mark.parametrize("bm", [64, 128])
 @pytest.mark.parametrize("mask", [full, causal, lambda m, n: documents(m, n, lengths=(2048, 2048)), whole_documents])
 def test_key_tiles_that_begin_together_are_at_different_queries(mask, bm):
-    """At every step; those that were at the same would wait for each other to add to it."""
+    """At every step: atomic additions to the same tile of dQ would queue behind each other in L2."""
     info, _ = work.key_tile_table(make_block(*mask(4096, 4096), 4096), 128, bm, torch.device("cpu"))
     walks = []
     for _, _, begin, end, full_begin, full_end, start, _ in info[0].tolist():

@@ -1,8 +1,7 @@
-"""The forward for Hopper, played in threads: its producer and its consumers, the functions themselves with barriers,
-copies and products of their own, and delays at random. Nobody waits for ever, nobody reads a tile before it is there or
-after it has gone, and each consumer multiplies the key tiles that its rows see.
-
-What is played is the order of loads, waits and releases, not the numbers."""
+"""Simulate the synchronization of the Hopper forward on the CPU: its producer and consumer functions run in threads,
+with simulated barriers, TMA copies and matrix products that take random times. A run fails on a deadlock, on a tile
+that is read before it is loaded or overwritten while it is read, and if a consumer's key tiles are not those that its
+rows see. Only the order of loads, waits and releases is simulated, not the arithmetic."""
 
 from __future__ import annotations
 
@@ -41,8 +40,8 @@ class Play:
     def __init__(self, seed: int, infos: list[list[int]]) -> None:
         self.random, self.infos = random.Random(seed), infos
         self.changed = threading.Condition()
-        self.named: dict[int, list[str]] = {}  # who has arrived at a barrier
-        self.completed: dict[int, int] = {}  # how often a barrier has been complete
+        self.named: dict[int, list[str]] = {}  # the threads that have arrived at a named barrier
+        self.completed: dict[int, int] = {}  # completed phases of a named barrier
         self.held: dict[tuple[str, int], tuple[int, ...] | None] = {}  # tiles; None while a copy is under way
         self.copies = ThreadPoolExecutor(8)
         self.local = threading.local()  # products in flight, of a thread
@@ -95,17 +94,17 @@ class Play:
     def read(self, *tiles: tuple[str, int]) -> list[tuple[int, ...]]:
         """Begin a product of these tiles."""
         with self.changed:
-            found = [self.held[tile] for tile in tiles]
-        assert None not in found, f"one of {tiles} is read before it is there"
-        self.local.flying.append(list(zip(tiles, found, strict=True)))
-        return found
+            contents = [self.held[tile] for tile in tiles]
+        assert None not in contents, f"one of {tiles} is read before it is loaded"
+        self.local.flying.append(list(zip(tiles, contents, strict=True)))
+        return contents
 
     def wait(self, pending: int) -> None:
         """Wait for products, during which their tiles have to stay."""
         while len(self.local.flying) > pending:
             self.pause()
             with self.changed:
-                assert all(self.held[tile] == what for tile, what in self.local.flying.pop(0)), "a tile has gone"
+                assert all(self.held[tile] == what for tile, what in self.local.flying.pop(0)), "a tile is overwritten while it is read"
 
 
 class Mbarrier:
@@ -154,7 +153,8 @@ def language(numbers: list[int]) -> types.SimpleNamespace:
 
 
 def perform(monkeypatch, seed: int, mask, seq: int, segments=(), consumers: int = 3) -> tuple[Play, Block]:
-    """Play all query tiles in one CTA, for two heads, in any order."""
+    """Run one CTA over all query tiles of two heads, (batch 1, seq), in random order; return what it did and the block.
+    Raise what a thread raised: AssertionError after ``PATIENCE`` seconds in one wait."""
     block = make_block(*mask(seq, seq), seq, segments_q=segments)
     rows, span = block.query_tiles(ROWS * consumers, BN)
     tiles = [[*map(int, a), *map(int, b)] for a, b in zip(rows, span[0], strict=True)]
@@ -286,7 +286,7 @@ MASKS = {
 
 @pytest.mark.parametrize("consumers", [2, 3])
 @pytest.mark.parametrize("mask", MASKS)
-def test_everyone_comes_to_the_end(monkeypatch, mask, consumers):
+def test_no_deadlock_and_no_race(monkeypatch, mask, consumers):
     for seed in range(2):
         with monkeypatch.context() as patch:
             play, block = perform(patch, seed, MASKS[mask], 2000, (700, 1300) if seed else (), consumers)

@@ -179,6 +179,7 @@ def test_all_ranks_raise_what_one_could_not_write(
 
 STEPS = 120
 TINY = ["--context=97", "--layers=1", "--dim=16", "--heads=2", "--kv-heads=1", "--lr=0.01", "--save-every=12"]
+# With seed 0 float32 rounding on some processors is 1.8e-5 of a small gradient after a resume; train allows 1e-5.
 TINY += ["--seed=2", f"--text={ROOT / 'ringattn' / 'mask.py'}", f"--steps={STEPS}"]
 
 
