@@ -104,7 +104,9 @@ class Play:
         while len(self.local.flying) > pending:
             self.pause()
             with self.changed:
-                assert all(self.held[tile] == what for tile, what in self.local.flying.pop(0)), "a tile is overwritten while it is read"
+                product = self.local.flying.pop(0)
+                changed = [tile for tile, contents in product if self.held[tile] != contents]
+            assert not changed, f"{changed} are overwritten while they are read"
 
 
 class Mbarrier:

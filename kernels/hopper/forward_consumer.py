@@ -299,6 +299,18 @@ def _pass_turns(count, k_full, v_full, g, C: gl.constexpr, N: gl.constexpr, STAG
 
 
 @gluon.jit
+def _to_own_span(
+    outer, some, last, begin, k_full, v_full, g, C: gl.constexpr, N: gl.constexpr, STAGES: gl.constexpr,
+    BN: gl.constexpr,
+):  # fmt: skip
+    """Pass the turns before this consumer's first key tile, if there is ``some`` query tile. Return its
+    :func:`_own_span` and g."""
+    first, past, full_begin, full_end = _own_span(outer, last, begin, BN)
+    g = _pass_turns(gl.where(some, (last + BN - past) // BN, 0), k_full, v_full, g, C, N, STAGES)
+    return first, past, full_begin, full_end, g
+
+
+@gluon.jit
 def _part(division, i):
     """Return the number of the part that query tile i of this CTA is, negative if it is whole."""
     return number_of(division[0].index(i % SLOTS).load(INFO_LAYOUT), 0)
@@ -354,8 +366,9 @@ def consumer(
     first, past = begin, last + BN  # of the keys that this consumer walks
     if OWN_SPAN:
         outer = _outer_rows(slot, C, start_ptr, end_ptr, rows_batch_stride, some)
-        first, past, full_begin, full_end = _own_span(outer, last, begin, BN)
-        g = _pass_turns(gl.where(some, (last + BN - past) // BN, 0), k_full, v_full, g, C, N, STAGES)
+        first, past, full_begin, full_end, g = _to_own_span(
+            outer, some, last, begin, k_full, v_full, g, C, N, STAGES, BN
+        )
     if EARLY:
         start, end = intervals_of(slot, C, start_ptr, end_ptr, rows_batch_stride, S_ROW)
         s = _first_scores(some, q_s, k_s, q_full, k_full, i, g, C, N, STAGES, Q_BUFFERS, S_L)
@@ -452,8 +465,9 @@ def consumer(
             part = _part(division, i - 1)
             acc, m, l, complete = joined(part, parts, all_parts, sums_ptr, counter_ptr, acc, m, l, C, N, OWN)
         if OWN_SPAN:
-            first, past, full_begin, full_end = _own_span(outer, last, begin, BN)
-            g = _pass_turns(gl.where(some, (last + BN - past) // BN, 0), k_full, v_full, g, C, N, STAGES)
+            first, past, full_begin, full_end, g = _to_own_span(
+                outer, some, last, begin, k_full, v_full, g, C, N, STAGES, BN
+            )
         if EARLY:
             s = _first_scores(some, q_s, k_s, q_full, k_full, i, g, C, N, STAGES, Q_BUFFERS, S_L)
         if FIXED is not None:
