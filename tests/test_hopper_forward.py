@@ -102,30 +102,51 @@ KINDS = {
     "divided-out": dict(divided=True),
     "divided-ready-state-in": dict(divided=True, ready=True, finalize=False, state=True),
     "single-ready-out": dict(ready=True, single=True),
+    "narrow-out": dict(narrow=True),
+    "narrow-ready-own-state-in": dict(narrow=True, ready=True, own=True, finalize=False, state=True),
+    "narrow-softcap-out": dict(narrow=True, softcap=50.0),
+    "narrow-alibi-out": dict(narrow=True, alibi=True),
+    "narrow-long-softcap-alibi-state-in": dict(
+        narrow=True, softcap=50.0, alibi=True, finalize=False, state=True, keys_in_all=1 << 20
+    ),
 }
 SINGLE = "single-ready-out"  # of head dim 512, where there are no clusters
 TELLING = ("float16-state-in-out", "ready-out")  # between them every branch but the sink and the stores of a state
+FEWER = tuple(kind for kind in KINDS if kind not in (TELLING[0], SINGLE))
 CHANGED = tuple(kind for kind in KINDS if "softcap" in kind or "alibi" in kind)
 DIMS = sorted(hopper_forward.CONFIGS)
+NARROW = sorted(hopper_forward.NARROW)
+every_config = pytest.mark.parametrize("dims", [*DIMS, *(("narrow", *dims) for dims in NARROW)], ids=str, indirect=True)
+
+
+@pytest.fixture
+def dims(request, monkeypatch):
+    """Return head dims. After "narrow" they are launched as where queries see few keys, whatever the mask."""
+    if request.param[0] != "narrow":
+        return request.param
+    dims = request.param[1:]
+    monkeypatch.setitem(hopper_forward.CONFIGS, dims, hopper_forward.NARROW[dims])
+    return dims
 
 
 def kinds_of(dims: tuple[int, int]) -> list[str]:
     if os.environ.get("RINGATTN_COMPILE_ALL"):
-        pairs = dims == (512, 512)
-        return [kind for kind in KINDS if not (("divided" in kind and pairs) or (kind == SINGLE and not pairs))]
+        left_out = ["divided"] if dims == (512, 512) else [SINGLE]
+        left_out += [] if dims in NARROW else ["narrow"]
+        return [kind for kind in KINDS if not any(word in kind for word in left_out)]
     if dims == (512, 512):
         return ["state", "ready-own-out", SINGLE]
     if dims == (128, 128):
-        return [kind for kind in KINDS if kind not in (TELLING[0], CHANGED[-1], SINGLE)]
-    return [kind for kind in KINDS if kind not in (TELLING[0], *CHANGED, SINGLE)] if dims == (64, 64) else list(TELLING)
+        return [kind for kind in FEWER if "softcap-alibi" not in kind and "narrow" not in kind]
+    return [kind for kind in FEWER if kind not in CHANGED] if dims == (64, 64) else list(TELLING)
 
 
 def compiled(
     dims, dtype=torch.bfloat16, state=False, sink=False, finalize=True, ready=False, keys_in_all=None, softcap=0.0,
-    alibi=False, own=False, single=False, divided=False,
+    alibi=False, own=False, single=False, divided=False, narrow=False,
 ) -> sass.Compiled:  # fmt: skip
     """Compile one variant without launching it. ``keys_in_all``: keys that a query sees over all calls; ``single``:
-    without clusters; ``divided``: the last query tiles are divided."""
+    without clusters; ``divided``: the last query tiles are divided; ``narrow``: as where queries see few keys."""
     dim, dim_v = dims
     seq_k, mask = (2048, full) if divided else (256, causal)
     q, k, v = make_inputs(seq_q=256, seq_k=seq_k, dim=dim, dim_v=dim_v, dtype=dtype, heads=4)
@@ -145,6 +166,7 @@ def compiled(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(hopper_forward, "dispatch", lambda *args, **options: launches.append((args, options)))
         patch.setattr(hopper_forward, "work_counter", lambda device, length=1: torch.zeros(length, dtype=torch.int32))
+        patch.setattr(hopper_forward, "MOST_KEYS", 256 if narrow else 0)
         if single:
             patch.setitem(hopper_forward.CONFIGS, dims, hopper_forward.SINGLE)
         hopper_forward.forward(
@@ -343,7 +365,18 @@ def test_flushed_accumulators_keep_the_contract(case, dims):
 
 
 @needs_hopper
-@pytest.mark.parametrize("dims", DIMS, ids=str)
+@pytest.mark.parametrize("dims", [("narrow", *dims) for dims in NARROW], ids=str, indirect=True)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("case", [name for name, case in CASES.items() if case.dims is None])
+def test_ctas_of_one_consumer_keep_the_contract(case, dtype, dims):
+    problem = make_problem(CASES[case], dtype, UNIT, dims)
+    for reason in refusals(BACKEND, problem):
+        pytest.skip(reason)
+    check_forward(BACKEND, problem)
+
+
+@needs_hopper
+@every_config
 def test_many_tiles(dims):
     """More query tiles than multiprocessors."""
     case = Case(causal, seq_q=2000, seq_k=2000, heads=24, kv_heads=6)
@@ -351,7 +384,7 @@ def test_many_tiles(dims):
 
 
 @needs_hopper
-@pytest.mark.parametrize("dims", DIMS, ids=str)
+@every_config
 @pytest.mark.parametrize("left", [3, 127, 500])
 def test_many_tiles_in_narrow_windows(left, dims):
     """Each consumer passes turns behind one query tile and before the next one."""
@@ -363,7 +396,7 @@ RAGGED = (40, 1, 23, 128, 200, 64, 3, 129, 300, 192, 120)  # lengths of document
 
 
 @needs_hopper
-@pytest.mark.parametrize("dims", [(64, 64), (128, 128)], ids=str)
+@pytest.mark.parametrize("dims", [(64, 64), ("narrow", 64, 64), (128, 128)], ids=str, indirect=True)
 @pytest.mark.parametrize("segments", [(), (190, 710, 300)])
 @pytest.mark.parametrize("mask", ["documents", "padding", "window"])
 @pytest.mark.parametrize("more", [dict(sink=True), dict(softcap=30.0), dict(alibi=1), dict(batch=2, heads=4)], ids=str)
@@ -399,6 +432,7 @@ def test_divided_query_tiles(dims, case, monkeypatch):
     """Fewer query tiles than processors: the keys of all are divided, of those, too, that end in the middle of a tile.
     The same bits each time, and counters are zero again."""
     divisions = []
+    monkeypatch.setattr(hopper_forward, "MOST_KEYS", 0)
     monkeypatch.setattr(
         hopper_forward, "divide_last", lambda *args: divisions.append(work.divide_last(*args)) or divisions[-1]
     )
@@ -413,7 +447,8 @@ def test_divided_query_tiles(dims, case, monkeypatch):
 
 @needs_hopper
 @pytest.mark.parametrize("dims", [dims for dims in DIMS if dims != (512, 512)], ids=str)
-def test_long_sums_of_divided_query_tiles(dims, flushes):
+def test_long_sums_of_divided_query_tiles(dims, flushes, monkeypatch):
+    monkeypatch.setattr(hopper_forward, "MOST_KEYS", 0)
     x = make_problem(DIVIDED["chunks"], torch.bfloat16, 47, dims)
     check_forward(BACKEND, x._replace(chunks=[(part, on_host(block)) for part, block in x.chunks]))
 
@@ -472,6 +507,24 @@ def test_query_tiles_that_differ_are_not_divided(mask):
     assert work.divide_last(ordered, 128, 128, 2, 132, 0.005) is None
 
 
+@pytest.mark.parametrize(("mask", "consumers"), [
+    (functools.partial(window, left=127), 1), (functools.partial(window, left=1023), 1),
+    (functools.partial(documents, lengths=(1000,) * 6), 1), (padding, 3), (causal, 3),
+    (functools.partial(window, left=4095), 3), (functools.partial(documents, lengths=(5000, 500, 500)), 3),
+])  # fmt: skip
+def test_where_a_cta_has_one_consumer(mask, consumers):
+    """Where queries see few keys in the mean: those that see any, of a block on the host."""
+    q, _, v = make_inputs(seq_q=1, dim=64)
+    block = on_host(make_block(*mask(6000, 6000), 6000))
+    assert hopper_forward._config(q, v, block).consumers == consumers
+    q, _, v = make_inputs(seq_q=1, dim=128)
+    assert hopper_forward._config(q, v, block).consumers == 2
+    start, end = (torch.cat([torch.zeros(1, 94_000, dtype=torch.int32), x], 1) for x in (block.start, block.end))
+    positions = torch.arange(100_000, dtype=torch.int32)
+    unseen = Block(start, end, positions, block.positions_k, (100_000,), (6000,))
+    assert work.mean_keys(unseen) == work.mean_keys(block)
+
+
 @needs_hopper
 @pytest.mark.parametrize("calls", [1, 16])
 @pytest.mark.parametrize("backend", ["hopper", "triton"])
@@ -508,7 +561,7 @@ def test_four_million_keys_are_as_exact_as_few(backend, calls, monkeypatch):
 
 
 @needs_hopper
-@pytest.mark.parametrize("dims", DIMS, ids=str)
+@every_config
 @pytest.mark.parametrize("flushed", [False, True])
 def test_state_and_sink_at_every_head_dim(dims, flushed, request):
     if flushed:
@@ -827,7 +880,7 @@ def test_keys_that_arrive_after_the_launch(batch, seq, heads, kv_heads, first):
 
 
 @needs_hopper
-@pytest.mark.parametrize("dims", DIMS, ids=str)
+@every_config
 def test_own_keys_are_read_where_they_are(dims):
     """Whole tiles of them are NaN in the chunk, and the tiles that only see own keys need no flag. The same bits as
     with all keys in the chunk; strided, two batch elements, runs that begin and end anywhere."""

@@ -23,7 +23,7 @@ from triton.runtime.jit import JITFunction
 from ringattn.kernels.contract import Block
 from ringattn.kernels.hopper import forward_consumer, forward_producer
 
-BN, ROWS, STAGES, Q_BUFFERS = 128, 64, 2, 2
+ROWS, STAGES, Q_BUFFERS = 64, 2, 2
 PATIENCE = 10.0  # seconds; all of a play takes about one
 NO_LAYOUT = types.SimpleNamespace(layout=None)
 
@@ -154,11 +154,16 @@ def language(numbers: list[int]) -> types.SimpleNamespace:
     )  # fmt: skip
 
 
+def keys_of_tile(consumers: int) -> int:
+    return 64 if consumers == 1 else 128
+
+
 def perform(monkeypatch, seed: int, mask, seq: int, segments=(), consumers: int = 3) -> tuple[Play, Block]:
     """Run one CTA over all query tiles of two heads, (batch 1, seq), in random order; return what it did and the block.
     Raise what a thread raised: AssertionError after ``PATIENCE`` seconds in one wait."""
     block = make_block(*mask(seq, seq), seq, segments_q=segments)
-    rows, span = block.query_tiles(ROWS * consumers, BN)
+    size = keys_of_tile(consumers)
+    rows, span = block.query_tiles(ROWS * consumers, size)
     tiles = [[*map(int, a), *map(int, b)] for a, b in zip(rows, span[0], strict=True)]
     infos = [[*tile, 0, head] for head in range(2) for tile in tiles]
     random.Random(seed).shuffle(infos)
@@ -235,7 +240,7 @@ def perform(monkeypatch, seed: int, mask, seq: int, segments=(), consumers: int 
     def bars(n):
         return Ring(Mbarrier(play) for _ in range(n))
 
-    tile = types.SimpleNamespace(shape=[STAGES, 1, BN, 1, 64], dtype=None)
+    tile = types.SimpleNamespace(shape=[STAGES, 1, size, 1, 64], dtype=None)
     q_full, q_free, k_full, v_full, info_full = (
         bars(n) for n in (Q_BUFFERS * consumers, Q_BUFFERS * consumers, STAGES, STAGES, 4)
     )
@@ -260,7 +265,7 @@ def perform(monkeypatch, seed: int, mask, seq: int, segments=(), consumers: int 
 
     threads = [
         threading.Thread(target=act, name="producer", daemon=True, args=(
-            forward_producer.producer, produce, consumers, BN, STAGES, Q_BUFFERS, False, False)),
+            forward_producer.producer, produce, consumers, size, STAGES, Q_BUFFERS, False, False)),
         *(threading.Thread(target=act, name=f"consumer {c}", daemon=True, args=(
             forward_consumer.consumer, consume, c, consumers, STAGES, Q_BUFFERS, 64, False, False, True, True, 0, None))
           for c in range(consumers)),
@@ -286,9 +291,10 @@ MASKS = {
 }
 
 
-@pytest.mark.parametrize("consumers", [2, 3])
+@pytest.mark.parametrize("consumers", [1, 2, 3])
 @pytest.mark.parametrize("mask", MASKS)
 def test_no_deadlock_and_no_race(monkeypatch, mask, consumers):
+    size = keys_of_tile(consumers)
     for seed in range(2):
         with monkeypatch.context() as patch:
             play, block = perform(patch, seed, MASKS[mask], 2000, (700, 1300) if seed else (), consumers)
@@ -297,8 +303,8 @@ def test_no_deadlock_and_no_race(monkeypatch, mask, consumers):
             first, past = play.infos[i][:2]
             rows = range(first + c * ROWS, min(first + c * ROWS + ROWS, past))
             seen = [(int(block.start[0, r]), int(block.end[0, r])) for r in rows]
-            visible = {x for a, b in seen if a < b for x in range(max(a, 0) // BN * BN, min(b, 2000), BN)}
+            visible = {x for a, b in seen if a < b for x in range(max(a, 0) // size * size, min(b, 2000), size)}
             assert columns == sorted(columns, reverse=True)
             assert visible <= set(columns)
-            if consumers == 3 and visible:
-                assert columns == list(range(max(visible), min(visible) - BN, -BN))
+            if consumers != 2 and visible:
+                assert columns == list(range(max(visible), min(visible) - size, -size))

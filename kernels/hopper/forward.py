@@ -14,6 +14,9 @@ with 64 query rows. The consumers of a CTA share the key and value tiles, two st
   and the very first key tile apply the intervals; the loop over full key tiles is straight-line code without a mask.
 * A query tile may lie across documents. With three consumers (head dim 64) each walks the key tiles that one of its
   rows sees, and only takes its turns in the others (``forward_consumer._own_span``).
+* Consumers that share keys wait for the same things at the same time. At head dim 64, where queries see few keys
+  (``NARROW``: narrow windows, short documents), that takes longer than the products do. There a CTA has one consumer, a
+  third of the registers and of shared memory, and shorter tiles of keys; three of them on an SM fill each other's gaps.
 * The producer runs ahead into the next query tile: Q has two buffers, and the description of the next tile is loaded
   while the producer waits for free stages for the last keys of this one.
 * Query tiles are handed out by an atomic counter (work_counter.py), heaviest first within a few heads at a time:
@@ -64,7 +67,7 @@ from .forward_pieces import INFO, ROWS, SLOTS
 from .forward_producer import producer
 from .scores import Changes, padded_positions
 from .tensor_maps import view
-from .work import Division, divide_last, head_sweeps, processors, query_tile_table
+from .work import Division, divide_last, head_sweeps, mean_keys, processors, query_tile_table
 from .work_counter import work_counter
 
 
@@ -79,6 +82,7 @@ class Config(NamedTuple):
         worth_dividing: the least share of a launch that dividing the keys of the last query tiles has to save
             (forward_parts.py); its loops may be a little slower then. 1 for never.
         ctas: CTAs of a cluster that share a query tile, each with a part of the columns of v (forward_pair.py).
+        per_processor: CTAs that run on a multiprocessor at the same time, with a share of its registers each.
     """
 
     consumers: int
@@ -91,10 +95,17 @@ class Config(NamedTuple):
     value_parts: int = 1
     worth_dividing: float = 0.03
     ctas: int = 1
+    per_processor: int = 1
 
     @property
     def block_m(self) -> int:
         return self.consumers * ROWS.value
+
+    @property
+    def registers_at_launch(self) -> int | None:
+        """Registers of a thread before warps give some to others; None for all that one CTA can have."""
+        threads = 128 * (self.consumers + 1) * self.per_processor
+        return None if self.per_processor == 1 else 65536 // threads // 8 * 8
 
 
 CONFIGS = {  # by the head dims of q, k and of v
@@ -111,6 +122,11 @@ SINGLE = Config(
 )
 if not CLUSTERS:
     CONFIGS[512, 512] = SINGLE
+# Instead of those where a query sees at most MOST_KEYS keys in the mean.
+NARROW = {
+    (64, 64): Config(consumers=1, block_n=64, stages=2, registers=136, worth_dividing=1.0, per_processor=3),
+}
+MOST_KEYS = 1536
 
 
 @gluon.jit
@@ -129,7 +145,9 @@ def _consumer(C: gl.constexpr, args, constants):
 def _start(produce, args, constants, N: gl.constexpr, REGISTERS: gl.constexpr):
     """Start a producer and N consumers. The producer is the default partition: it keeps the registers that the
     consumers leave."""
-    if N == 2:
+    if N == 1:
+        gl.warp_specialize([(producer, produce), (_consumer, (0, args, constants))], [4], [REGISTERS])
+    elif N == 2:
         gl.warp_specialize(
             [(producer, produce), (_consumer, (0, args, constants)), (_consumer, (1, args, constants))],
             [4, 4],
@@ -253,7 +271,7 @@ def forward(
     else:
         rows = q.new_empty(2, batch, q_heads, seq_q, dtype=torch.float32)
         outputs = (q.new_empty(shape, dtype=torch.float32), rows[0], rows[1])
-    config = CONFIGS[q.shape[-1], v.shape[-1]]
+    config = _config(q, v, keys.block)
     if config.value_parts == 1:
         _run(_Operands(q, keys, sink, state, outputs, finalize), score, config)
     else:
@@ -268,6 +286,12 @@ def forward(
             part = _Operands(q, _values_of(keys, columns), sink, carried, (o, *outputs[1:]), finalize)
             _run(part, score, config)
     return Result(outputs[0], outputs[1]) if finalize else Partial(outputs[1], outputs[2], outputs[0])
+
+
+def _config(q: Tensor, v: Tensor, block: Block) -> Config:
+    """Return how the kernel is launched for these head dims and this mask."""
+    dims = q.shape[-1], v.shape[-1]
+    return NARROW[dims] if dims in NARROW and mean_keys(block) <= MOST_KEYS else CONFIGS[dims]
 
 
 def _values_of(keys: Keys, columns: slice) -> Keys:
@@ -315,13 +339,11 @@ def _run(x: _Operands, score: Score, config: Config) -> None:
         if own is not None:
             tensors += own[:2]
         if not launches.again(key, tensors, epoch):
-            bounded = _fixed(q, changes, False)
             kernel = _forward_kernel if config.ctas == 1 else forward_pair.kernel
             grid, args, constants = _launch(x, changes, config, counter, division, sums)
             launched = dispatch(
-                kernel, grid, *args,
-                variants=lambda: _variants(q, block, score, outputs[1], config.block_n, bounded), **constants,
-            )  # fmt: skip
+                kernel, grid, *args, variants=lambda: _variants(x, score, changes, config, counter), **constants
+            )
             if not block.period:  # otherwise each launch allocates memory of its own, and takes long
                 fixed: tuple[Tensor, ...] = query_tile_table(block, config.block_m, config.block_n, q.device)
                 if changes.slopes is not None:
@@ -355,7 +377,7 @@ def _launch(
     table, start, end = query_tile_table(block, config.block_m, config.block_n, q.device)
     n_tiles, n_heads = table.shape[1], batch * q_heads
     pieces = n_tiles * n_heads if division is None else division.undivided + division.all_parts
-    workers = min(processors(q) // config.ctas, pieces)
+    workers = min(processors(q) * config.per_processor // config.ctas, pieces)
     width = 2 ** (v.shape[-1] // config.ctas - 1).bit_length()  # TMA reads zeros past the head dim, and writes nothing
     out, lse, l = outputs
     m_in, l_in, o_in = state or (lse, lse, lse)
@@ -384,6 +406,7 @@ def _launch(
             N=config.consumers, BN=config.block_n, STAGES=config.stages, Q_BUFFERS=config.q_buffers,
             DV=v.shape[-1] * config.value_parts,
             STAGED=config.staged and (config.staged_with_alibi or not alibi_product.usable(changes)),
+            maxnreg=config.registers_at_launch,
         )  # fmt: skip
     return (workers, 1, 1), args, constants
 
@@ -433,23 +456,30 @@ def _fixed(q: Tensor, changes: Changes, has_state: bool) -> tuple[float, float] 
     return None if has_state or q.dtype != torch.bfloat16 else changes.fixed
 
 
-def _variants(
-    q: Tensor, block: Block, score: Score, row: Tensor, block_n: int, fixed: tuple[float, float] | None
-) -> list[dict[str, Any]]:
-    """Return how a launch may differ with other documents: with and without a state, complete or not, a longer sum.
+def _variants(x: _Operands, score: Score, changes: Changes, config: Config, counter: Tensor) -> list[dict[str, Any]]:
+    """Return how a launch may differ with other documents: with and without a state, complete or not, a longer sum; and
+    all of that in the other of two configurations."""
+    dims = x.q.shape[-1], x.keys.v.shape[-1]
+    found = _variants_with(x, score, changes, config)
+    if dims in NARROW:
+        other = CONFIGS[dims] if config is NARROW[dims] else NARROW[dims]
+        _, args, constants = _launch(x, changes, other, counter, None, None)
+        instead = dict(zip(_forward_kernel.arg_names, args, strict=False), **constants)
+        found += [{**instead, **variant} for variant in ({}, *_variants_with(x, score, changes, other))]
+    return found
 
-    Args:
-        row: any float32 tensor.
-        fixed: of launches without a state.
-    """
-    periods = [dict(PERIOD=period // block_n) for period in ((0, PERIOD) if block.long else ())]
+
+def _variants_with(x: _Operands, score: Score, changes: Changes, config: Config) -> list[dict[str, Any]]:
+    """Return those of one configuration."""
+    block = x.keys.block
+    periods = [dict(PERIOD=period // config.block_n) for period in ((0, PERIOD) if block.long else ())]
     if not block.chunked:
         return periods
     sink = score.sink is not None
     states = [
-        dict(HAS_STATE=state, HAS_SINK=sink and not state, FIXED=None if state else fixed) for state in (False, True)
+        dict(HAS_STATE=state, HAS_SINK=sink and not state, FIXED=_fixed(x.q, changes, state)) for state in (False, True)
     ]
-    outputs = [dict(FINALIZE=True, out_ptr=q), dict(FINALIZE=False, out_ptr=row)]
+    outputs = [dict(FINALIZE=True, out_ptr=x.q), dict(FINALIZE=False, out_ptr=x.outputs[1])]
     return [{**a, **b, **c} for a in states for b in outputs for c in periods or [{}]]
 
 

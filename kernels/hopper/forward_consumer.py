@@ -36,6 +36,20 @@ def _chains(consumers):
 
 
 @gluon.jit
+def _take_turn(C: gl.constexpr, N: gl.constexpr):
+    """Wait until the consumer before has issued its products; a consumer that is alone has all turns."""
+    if N > 1:
+        barrier_sync(FREE_BARRIERS + C, 256)
+
+
+@gluon.jit
+def _give_turn(C: gl.constexpr, N: gl.constexpr):
+    """Let the next consumer issue its products."""
+    if N > 1:
+        barrier_arrive(FREE_BARRIERS + (C + 1) % N, 256)
+
+
+@gluon.jit
 def _keys(tiles, i):
     return matrix_of(tiles, i).permute((1, 0))
 
@@ -75,15 +89,14 @@ def _first_scores(
 ):  # fmt: skip
     """Issue the product of query tile i and key tile g of this CTA, without a product with V. If there is no such tile,
     take the turn all the same: the operands are stale and the scores are not used."""
-    TURN: gl.constexpr = FREE_BARRIERS
     buffer, phase = buffer_of(i, Q_BUFFERS)
     ks, k_phase = buffer_of(g, STAGES)
     if some:
         mbarrier.wait(q_full.index(buffer * N + C), phase)
         mbarrier.wait(k_full.index(ks), k_phase)
-    barrier_sync(TURN + C, 256)
+    _take_turn(C, N)
     s = _scores(_q_pieces(q_s, buffer * N + C), k_s, ks, layout)
-    barrier_arrive(TURN + (C + 1) % N, 256)
+    _give_turn(C, N)
     return s
 
 
@@ -103,14 +116,13 @@ def _step(
     S_L: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BN, 16])
     P_L: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=acc.type.layout, k_width=2)
     THREADS: gl.constexpr = 128 * (N + 1)
-    TURN: gl.constexpr = FREE_BARRIERS
     K_FREE: gl.constexpr = FREE_BARRIERS + N
     V_FREE: gl.constexpr = K_FREE + STAGES
     vs, v_phase = buffer_of(g, STAGES)
     g += 1
     ks, k_phase = buffer_of(g, STAGES)
     mbarrier.wait(k_full.index(ks), k_phase)
-    barrier_sync(TURN + C, 256)
+    _take_turn(C, N)
     s = _scores(q, k_s, ks, S_L)
     if len(even) > 0:  # the product that adds ALiBi
         A_L: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=S_L, k_width=2)
@@ -120,7 +132,7 @@ def _step(
     mbarrier.wait(v_full.index(vs), v_phase)
     p = unpack(packed, DTYPE, P_L)
     acc = warpgroup_mma(p, matrix_of(v_s, vs), acc, is_async=True)
-    barrier_arrive(TURN + (C + 1) % N, 256)
+    _give_turn(C, N)
     s = warpgroup_mma_wait(1, deps=[s])
     barrier_arrive(K_FREE + ks, THREADS)
     if FIXED is not None and not MASK:
@@ -283,14 +295,13 @@ def _pass_turns(count, k_full, v_full, g, C: gl.constexpr, N: gl.constexpr, STAG
     """Take the turns of ``count`` key tiles of which this consumer sees nothing: wait for and release their keys and
     values. Return g after them."""
     THREADS: gl.constexpr = 128 * (N + 1)
-    TURN: gl.constexpr = FREE_BARRIERS
     K_FREE: gl.constexpr = FREE_BARRIERS + N
     V_FREE: gl.constexpr = K_FREE + STAGES
     for _ in range(0, count):
         stage, phase = buffer_of(g, STAGES)
         mbarrier.wait(k_full.index(stage), phase)
-        barrier_sync(TURN + C, 256)
-        barrier_arrive(TURN + (C + 1) % N, 256)
+        _take_turn(C, N)
+        _give_turn(C, N)
         barrier_arrive(K_FREE + stage, THREADS)
         mbarrier.wait(v_full.index(stage), phase)
         barrier_arrive(V_FREE + stage, THREADS)
@@ -347,7 +358,6 @@ def consumer(
     S_ROW: gl.constexpr = gl.SliceLayout(1, S_L)
     P_L: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=O_L, k_width=2)
     THREADS: gl.constexpr = 128 * (N + 1)
-    TURN: gl.constexpr = FREE_BARRIERS
     K_FREE: gl.constexpr = FREE_BARRIERS + N
     V_FREE: gl.constexpr = K_FREE + STAGES
     OWN: gl.constexpr = V_FREE + STAGES + C  # the barrier of this consumer
@@ -356,7 +366,7 @@ def consumer(
     OWN_SPAN: gl.constexpr = N > 2 and len(division) == 0 and PERIOD == 0
     EARLY: gl.constexpr = Q_BUFFERS > 1  # the next queries can be loaded before this query tile is stored
     if C == N - 1:
-        barrier_arrive(TURN, 256)  # consumer 0 goes first
+        _give_turn(C, N)  # consumer 0 goes first
 
     g = 0  # number of key tiles before the current one
     i = 0  # number of query tiles before the current one

@@ -56,6 +56,17 @@ def query_tile_table(block: Block, block_m: int, block_n: int, device: torch.dev
     return table, start, end
 
 
+def mean_keys(block: Block) -> float:
+    """Return how many keys a query sees in the mean, of those that see any; infinity for a block on a GPU, which the host
+    does not wait for."""
+
+    def make() -> float:
+        keys = block.end - block.start
+        return int(keys.sum()) / max(1, int(keys.count_nonzero()))
+
+    return math.inf if block.start.is_cuda else block.memo.once("mean keys", make)
+
+
 def head_sweeps(n_tiles: int, n_heads: int, workers: int) -> tuple[int, int]:
     """Return how many heads the forward sweeps together, and how many heads come before its last sweep.
 
