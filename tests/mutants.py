@@ -309,6 +309,20 @@ MUTANTS = (
         "tests/test_hopper_protocol.py -k full",
     ),
     Mutant(
+        "hopper forward: queries that see nothing count where few keys are looked for",
+        "kernels/hopper/work.py",
+        "max(1, int(keys.count_nonzero()))",
+        "keys.numel()",
+        "tests/test_hopper_forward.py -k where_a_cta_has_one_consumer",
+    ),
+    Mutant(
+        "hopper forward: other documents compile the other configuration",
+        "kernels/hopper/forward.py",
+        "    if dims in NARROW:\n        other",
+        "    if not dims:\n        other",
+        "tests/test_new_documents.py -k compile",
+    ),
+    Mutant(
         "hopper forward: a consumer hides nothing of a key tile that one row sees half of",
         "kernels/hopper/forward_consumer.py",
         "gl.maximum(full_end // BN * BN, full_begin)",

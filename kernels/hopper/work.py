@@ -57,8 +57,8 @@ def query_tile_table(block: Block, block_m: int, block_n: int, device: torch.dev
 
 
 def mean_keys(block: Block) -> float:
-    """Return how many keys a query sees in the mean, of those that see any; infinity for a block on a GPU, which the host
-    does not wait for."""
+    """Return how many keys a query sees in the mean, of those that see any; infinity for a block on a GPU, for which
+    the host does not wait."""
 
     def make() -> float:
         keys = block.end - block.start
