@@ -126,7 +126,7 @@ if not CLUSTERS:
 NARROW = {
     (64, 64): Config(consumers=1, block_n=64, stages=2, registers=136, worth_dividing=1.0, per_processor=3),
 }
-MOST_KEYS = 2048
+MOST_KEYS = 1280
 
 
 @gluon.jit
