@@ -49,11 +49,13 @@ from . import backward_wide as wide
 from .backward_pieces import BM
 from .tensor_maps import readable, view
 from .work import Split
+from .work_counter import work_counter
 
 __all__ = ["HEAD_DIMS", "IN_ORDER", "PORTABLE", "backward", "completion_counts", "unsupported"]
 
 PORTABLE = ((512, 512),)  # head dims whose backward runs on the portable kernels
 HEAD_DIMS = ((64, 64), (96, 96), (128, 128), (192, 128), (256, 256))  # of q, k and of v
+PERSISTENT = (64,)  # head dims of q where a CTA takes one key tile after the other
 IN_ORDER = (64, 96, 128)  # head dims of q whose dq may be added in a fixed order
 
 
@@ -142,6 +144,7 @@ class _Operands(NamedTuple):
     turns: Tensor | None
     counters: Tensor | None
     slopes: Tensor | None
+    counter: Tensor | None  # of the programs that have been taken, where CTAs take one after the other
     sums: Tensor | None  # how often each half of each tile of dq has been added to, where that is counted
 
 
@@ -177,7 +180,7 @@ def launch(
     sums = torch.zeros(len(rows), 2, dtype=torch.int32, device=q.device) if deterministic else None
     operands = _Operands(
         q, k, v, dout, rows, statistics.minus_delta, dq, dk, dv, *last, flags, timed_out, turns, counters,
-        changes.slopes, sums,
+        changes.slopes, work_counter(q.device) if q.shape[-1] in PERSISTENT and not deterministic else None, sums,
     )  # fmt: skip
     key = (
         split, score.softmax_scale, score.softcap, changes.slopes_stride, changes.slopes is None, q.dtype, q.shape,
@@ -270,7 +273,9 @@ def _arguments(
     grid = (batch * kv_heads * parts * tiles,)
     if dim == 64:
         boxes = (box(q, dim, rows), box(dout, dim, rows), box(k, dim), box(v, dim), *statistics, box(dq, dim))
-        return tall.kernel, grid, (*boxes, *numbers, *order), dict(FIXED=fixed, **constants)
+        if x.counter is not None:
+            grid = (min(work.processors(q), *grid),)
+        return tall.kernel, grid, (*boxes, *numbers, *order, x.counter), dict(FIXED=fixed, **constants)
     if dim == 192:
         boxes = (
             *(box(t, 128) for t in (q, dout, k, v)), *statistics, box(dq, 64), box(q, 64), box(k, 64), box(dq, 32)

@@ -153,7 +153,7 @@ def _consumer(C: gl.constexpr, grid, tiles, score, gradients):
     first = gl.load(at.info)
     past = gl.load(at.info + 1)
     if ORDERED:
-        steps, cut_steps, late_steps, _, _ = pieces.ordered_visits(at.info, grid.heads, pieces.keys_descend(grid))
+        steps, cut_steps, late_steps, _, _ = pieces.ordered_visits(at.info, grid.heads, pieces.keys_descend(grid, at.program))
     else:
         steps, cut_steps, _, _ = pieces.visit_order(at.info, grid.heads)
         late_steps = steps
@@ -217,6 +217,7 @@ def _start(grid, descs, score, gradients, arrival, order, REGISTERS: gl.constexp
         kv_full=pieces.barriers(2),
         q_full=pieces.barriers(2),
         dout_full=pieces.barriers(2),
+        programs=(),
     )
     dq = (pieces.staging_matrix(boxes.dq[0]), pieces.staging_matrix(boxes.dq[1]))
     tiles = pieces.matrices(boxes, dq)
@@ -229,8 +230,8 @@ def _start(grid, descs, score, gradients, arrival, order, REGISTERS: gl.constexp
             (_consumer, (0, grid, tiles, score, gradients)),
             (_consumer, (1, grid, tiles, score, gradients)),
             (pieces.producer, (grid, descs, boxes, arrival, Q_FREE, DO_FREE)),
-            (pieces.writer, (0, DQ_STAGED, DQ_SENT, BM, 0, W, descs.dq[0], boxes.dq[0], grid, gradients, order)),
-            (pieces.writer, (1, DQ_STAGED, DQ_SENT, BM, 0, W, descs.dq[1], boxes.dq[1], grid, gradients, order)),
+            (pieces.writer, (0, DQ_STAGED, DQ_SENT, BM, 0, W, descs.dq[0], boxes.dq[0], grid, gradients, order, ())),
+            (pieces.writer, (1, DQ_STAGED, DQ_SENT, BM, 0, W, descs.dq[1], boxes.dq[1], grid, gradients, order, ())),
         ],
         [4, 1, 1, 1],
         [REGISTERS, 24, 24, 24],

@@ -23,11 +23,16 @@ class Grid(NamedTuple):
     BATCHED: gl.constexpr  # descriptions differ in the batch
     CTAS: gl.constexpr = gl.constexpr(1)  # programs in a row that share a tile of keys
     descending: gl.tensor = gl.constexpr(None)  # programs before this one add to dQ from the last key tile to the first
+    batches: gl.tensor = gl.constexpr(None)  # these two where CTAs take one program after the other
+    counter_ptr: gl.tensor = gl.constexpr(None)  # of the programs that have been taken, see work_counter.py
 
 
 class Place(NamedTuple):
     """The place of a program in the grid."""
 
+    program: gl.tensor
+    row: gl.tensor  # of the parts of all batch elements and key heads
+    tile: gl.tensor  # of keys
     batch: gl.tensor
     kv_head: gl.tensor
     part: gl.tensor  # of the query heads of the group
@@ -65,6 +70,7 @@ class Tiles(NamedTuple):
     kv_full: Any
     q_full: Any  # of q, lse, bounds and positions
     dout_full: Any  # of dout and delta
+    programs: tuple  # see backward_programs.py; empty if a CTA has one
 
 
 class Arrival(NamedTuple):

@@ -71,7 +71,7 @@ def _writer(C: gl.constexpr, descs, dq_s, grid, gradients):
             column = unit * FIRST + C * descs[unit].block_type.shape[3]
             tma_reduce_add(descs[unit], [at.batch, j * BM, head, column], dq_s[unit])
             tma.store_wait(0)
-            pieces.signal_sent(DQ_SENT + C, (i == steps - 1) & (unit == 1), gradients, grid, at.part)
+            pieces.signal_sent(DQ_SENT + C, (i == steps - 1) & (unit == 1), gradients, grid, at)
         j, head = pieces.next_tile(i, j, head, cut_steps, grid.heads, stops)
     pieces.finish_writer(DQ_STAGED + C, gradients, grid, at)
 
@@ -236,6 +236,7 @@ def _start(grid, descs, score, gradients, arrival, REGISTERS: gl.constexpr):
         kv_full=pieces.barriers(2),
         q_full=pieces.barriers(2),
         dout_full=pieces.barriers(2),
+        programs=(),
     )
     tiles = pieces.matrices(boxes, (_staging_matrices(boxes.dq[0]), _staging_matrices(boxes.dq[1])))
     for i in gl.static_range(2):

@@ -93,7 +93,7 @@ def _producer(grid, descs, tiles, arrival):
     at = pieces.place(grid)
     rank = gl.program_id(0) % CTAS
     first = gl.load(at.info)
-    visits = pieces.visits_of(at.info, grid)
+    visits = pieces.visits_of(at, grid)
     pieces.wait_for_keys(arrival, grid, at)
     k_desc, v_desc, full = descs.k[0], descs.v[0], tiles.kv_full.index(0)
     mbarrier.expect(full, 3 * k_desc.block_type.nbytes + 2 * v_desc.block_type.nbytes)
@@ -125,7 +125,7 @@ def _writer(C: gl.constexpr, dq_desc, dq_s, grid, gradients):
         if C == 0:
             barrier_arrive(DQ_FREE + 1, STAGING, warps=1)
         else:
-            pieces.signal_sent(DQ_FREE, i == steps - 1, gradients, grid, at.part)
+            pieces.signal_sent(DQ_FREE, i == steps - 1, gradients, grid, at)
         j, head = pieces.next_tile(i, j, head, cut_steps, grid.heads, stops)
     if C == 1 and (gradients.turns_ptr is not None or gradients.counters_ptr is not None):
         barrier_sync(MAY_STORE, STAGING, warps=1)
@@ -309,6 +309,7 @@ def _start(grid, descs, score, gradients, arrival, REGISTERS: gl.constexpr):
         kv_full=kv_full,
         q_full=q_full,
         dout_full=dout_full,
+        programs=(),
     )
     ds_at = offset_of(reinterpret(ds_s.index(0), gl.int32, [DS_BYTES // 4], ROW_L), 0, 1024)
     arrived_at = offset_of(reinterpret(arrived, gl.int32, [4], ROW_L), SMALL_AT, 16)

@@ -12,6 +12,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warp
 
 from . import scores
 from .backward_arguments import Keys, Place, Tiles
+from .backward_programs import announced
 from .primitives import (
     async_load,
     barrier_arrive,
@@ -59,47 +60,47 @@ def _bytes(desc):
 
 
 @gluon.jit
-def _order(grid):
-    """Return the part of a group, numbered over all batch elements and key heads, and the key tile of this program:
-    ``grid.sweep`` parts are walked at the same time, tile by tile."""
-    program = gl.program_id(0) // grid.CTAS
-    inside = program % (grid.sweep * grid.tiles)
-    tile = inside // grid.sweep
-    if (grid.descending is not None) and keys_descend(grid):
-        tile = grid.tiles - 1 - tile
-    return program // (grid.sweep * grid.tiles) * grid.sweep + inside % grid.sweep, tile
-
-
-@gluon.jit
-def keys_descend(grid):
+def keys_descend(grid, program):
     """Return whether key tiles add to dQ from the last to the first, see :func:`wait_for_turn`."""
-    return gl.program_id(0) // grid.CTAS < grid.descending
+    return program < grid.descending
 
 
 @gluon.jit
 def place(grid):
-    """Return the :class:`Place` of this program."""
-    head, tile = _order(grid)
-    batch = head // (grid.parts * grid.kv_heads)
+    """Return the :class:`Place` of the program of this CTA, if it has only one."""
+    return place_of(grid, gl.program_id(0) // grid.CTAS)
+
+
+@gluon.jit
+def place_of(grid, program):
+    """Return the :class:`Place` of a program: ``grid.sweep`` parts are walked at the same time, tile by tile."""
+    inside = program % (grid.sweep * grid.tiles)
+    row = program // (grid.sweep * grid.tiles) * grid.sweep + inside % grid.sweep
+    tile = inside // grid.sweep
+    if (grid.descending is not None) and keys_descend(grid, program):
+        tile = grid.tiles - 1 - tile
+    batch = row // (grid.parts * grid.kv_heads)
+    described = tile
     if grid.BATCHED:
-        tile += batch * grid.tiles
-    return Place(batch, head // grid.parts % grid.kv_heads, head % grid.parts, grid.info_ptr + tile * INFO)
+        described += batch * grid.tiles
+    return Place(
+        program, row, tile, batch, row // grid.parts % grid.kv_heads, row % grid.parts, grid.info_ptr + described * INFO
+    )
 
 
 @gluon.jit
-def _turns_of(turns_ptr, grid):
+def _turns_of(turns_ptr, grid, at):
     """Return the address of the counter of stored parts of this program's group, one per key tile of a key head."""
-    head, tile = _order(grid)
-    return turns_ptr + (head // grid.parts * grid.tiles + tile)
+    return turns_ptr + (at.row // grid.parts * grid.tiles + at.tile)
 
 
 @gluon.jit
-def signal_sent(sent: gl.constexpr, last, gradients, grid, part):
+def signal_sent(sent: gl.constexpr, last, gradients, grid, at):
     """Signal to a writer's consumer, at barrier ``sent``, that the staged tile has been read. Before the ``last``
     signal wait until all consumers of the previous part have stored: parts add to the same dk and dv in order, so that
     these have the same bits on every run. The previous part has a smaller program number and has started earlier."""
     if (gradients.turns_ptr is not None) and last:
-        wait_count(_turns_of(gradients.turns_ptr, grid), 2 * grid.CTAS * part, 0)
+        wait_count(_turns_of(gradients.turns_ptr, grid, at), 2 * grid.CTAS * at.part, 0)
         barrier_sync(sent, STAGING, warps=1)  # not arrive: sync alone is documented to order memory
     else:
         barrier_arrive(sent, STAGING, warps=1)
@@ -112,10 +113,9 @@ def finish_writer(staged: gl.constexpr, gradients, grid, at):
     if gradients.turns_ptr is not None or gradients.counters_ptr is not None:
         barrier_sync(staged, STAGING, warps=1)
     if gradients.turns_ptr is not None:
-        raise_counter(_turns_of(gradients.turns_ptr, grid), "gpu")
+        raise_counter(_turns_of(gradients.turns_ptr, grid, at), "gpu")
     if (gradients.counters_ptr is not None) and (at.part == grid.parts - 1):
-        head, _ = _order(grid)
-        chunk = head // gl.maximum(grid.parts, grid.sweep)  # rows of keys that complete together
+        chunk = at.row // gl.maximum(grid.parts, grid.sweep)  # rows of keys that complete together
         raise_counter(gradients.counters_ptr + (chunk * gradients.segments + gl.load(at.info + 7)), "sys")
 
 
@@ -251,19 +251,40 @@ def end_turn(turn, rank):
 @gluon.jit
 def writer(
     C: gl.constexpr, staged: gl.constexpr, sent: gl.constexpr, ROWS: gl.constexpr, ROW: gl.constexpr,
-    COLUMN: gl.constexpr, dq_desc, dq_s, grid, gradients, order,
+    COLUMN: gl.constexpr, dq_desc, dq_s, grid, gradients, order, programs,
 ):  # fmt: skip
-    """Send the dQ of each step two steps later, for consumer C: the first two times there is nothing to send yet. Head
-    dims 64, 96 and 128.
+    """Send dQ for consumer C. Head dims 64, 96 and 128.
 
     Args:
         staged, sent: barriers of consumer 0; those of consumer 1 are the next ones.
         ROWS: queries of a step. ROW, COLUMN: where what consumer 1 sends begins in the tile of dQ.
         order: None if key tiles add in any order.
+        programs: :func:`announcements`, or empty.
     """
-    at = place(grid)
+    if len(programs) == 0:
+        _send_dq(C, staged, sent, ROWS, ROW, COLUMN, dq_desc, dq_s, grid, gradients, order, place(grid), 0, False)
+    else:
+        n = 0
+        program = announced(programs, n, 1)
+        while program >= 0:
+            at = place_of(grid, program)
+            _send_dq(C, staged, sent, ROWS, ROW, COLUMN, dq_desc, dq_s, grid, gradients, order, at, n, True)
+            n += 1
+            program = announced(programs, n, 1)
+
+
+@gluon.jit
+def _send_dq(
+    C: gl.constexpr, staged: gl.constexpr, sent: gl.constexpr, ROWS: gl.constexpr, ROW: gl.constexpr,
+    COLUMN: gl.constexpr, dq_desc, dq_s, grid, gradients, order, at, n,
+    ONE_OF_SEVERAL: gl.constexpr,
+):  # fmt: skip
+    """Send the dQ of each step of program n two steps later. What the first one stages is nothing, and before that
+    nothing is staged, which a consumer with several programs does not say. That the last dQ has been sent is awaited
+    before dk and dv are stored, if something is signalled then, or else by the first step of the next program."""
+    SIGNALS: gl.constexpr = gradients.turns_ptr is not None or gradients.counters_ptr is not None
     if order is not None:
-        descend = keys_descend(grid)
+        descend = keys_descend(grid, at.program)
         steps, _, _, j, stride = ordered_visits(at.info, grid.heads, descend)
         rank = gl.load(at.info + 6)
         rows = at.batch * (grid.kv_heads * grid.parts * grid.heads)
@@ -274,9 +295,12 @@ def writer(
         steps, cut_steps, j, stops = visit_order(at.info, grid.heads)
     first = (at.kv_head * grid.parts + at.part) * grid.heads
     head = first
-    for _ in range(0, 2):
+    if not ONE_OF_SEVERAL:
         barrier_sync(staged + C, STAGING, warps=1)
+    if SIGNALS or not ONE_OF_SEVERAL or n == 0:
         barrier_arrive(sent + C, STAGING, warps=1)
+    barrier_sync(staged + C, STAGING, warps=1)
+    barrier_arrive(sent + C, STAGING, warps=1)
     if order is not None:
         counter, before, seen = turn_at(order, grid, rows + head, ends_row, j, rank, C)
         turn = counter, before, gl.minimum(seen, -1)  # no fence after this look
@@ -292,7 +316,7 @@ def writer(
         else:
             j, head = next_tile(i, j, head, cut_steps, grid.heads, stops)
         tma.store_wait(0)
-        signal_sent(sent + C, i == steps - 1, gradients, grid, at.part)
+        signal_sent(sent + C, i == steps - 1, gradients, grid, at)
         if order is not None:
             end_turn(sending, rank)
     finish_writer(staged + C, gradients, grid, at)
@@ -305,7 +329,7 @@ def producer(grid, descs, tiles, arrival, q_free: gl.constexpr, dout_free: gl.co
     KEY_TILES: gl.constexpr = tiles.kv_full.shape[0]
     at = place(grid)
     first = gl.load(at.info)
-    visits = visits_of(at.info, grid)
+    visits = visits_of(at, grid)
     wait_for_keys(arrival, grid, at)
     for c in gl.static_range(KEY_TILES):
         full = tiles.kv_full.index(c)
@@ -313,6 +337,14 @@ def producer(grid, descs, tiles, arrival, q_free: gl.constexpr, dout_free: gl.co
         _load_pieces(descs.k, [at.batch, first + c * (BN // 2), at.kv_head], full, tiles.k, c)
         _load_pieces(descs.v, [at.batch, first + c * (BN // 2), at.kv_head], full, tiles.v, c)
     load_queries(grid, at, visits, descs, tiles, q_free, dout_free)
+
+
+@gluon.jit
+def load_keys(desc, tiles, full, grid, at, first, i):
+    """Load the keys or values of a program, those from ``first`` on, into tiles i and i + 1 of 64 of them."""
+    mbarrier.expect(full, 2 * _bytes(desc))
+    for c in gl.static_range(2):
+        _load_pieces(desc, [at.batch, first + c * (BN // 2), at.kv_head], full, tiles, i + c)
 
 
 @gluon.jit
@@ -324,64 +356,93 @@ def wait_for_keys(arrival, grid, at):
 
 
 @gluon.jit
-def visits_of(info, grid):
+def visits_of(at, grid):
     """Return the visits of a key tile, for :func:`load_queries`: before anything is waited for.
 
     Returns: steps of all heads, the steps at which the full tiles begin and end, the first tile, and what
         :func:`ordered_next` or :func:`next_tile` goes on by."""
     if grid.descending is not None:
-        steps, cut_steps, late_steps, j, onward = ordered_visits(info, grid.heads, keys_descend(grid))
+        steps, cut_steps, late_steps, j, onward = ordered_visits(at.info, grid.heads, keys_descend(grid, at.program))
     else:
-        steps, cut_steps, j, onward = visit_order(info, grid.heads)
+        steps, cut_steps, j, onward = visit_order(at.info, grid.heads)
         late_steps = steps
     return steps, cut_steps, late_steps, j, onward
 
 
 @gluon.jit
 def load_queries(grid, at, visits, descs, tiles, q_free: gl.constexpr, dout_free: gl.constexpr):
-    """Load Q, lse (with ALiBi the positions, and the intervals of cut tiles), dO and delta of every step."""
-    ROWS: gl.constexpr = descs.lse.block_type.shape[1]
-    LSE_BYTES: gl.constexpr = descs.lse.block_type.nbytes
-    Q_BYTES: gl.constexpr = _bytes(descs.q) + (0 if descs.positions is None else descs.positions.block_type.nbytes)
-    DO_BYTES: gl.constexpr = _bytes(descs.dout)
+    """Load Q and dO, and what belongs to them, of every step."""
     DO_STAGES: gl.constexpr = tiles.dout[0].shape[0]
     steps, cut_steps, late_steps, j, onward = visits
     wait_for_launch_before()  # which makes lse, delta, and zeros in dq, which is added to after these loads
-    first = (at.kv_head * grid.parts + at.part) * grid.heads
+    first = first_head_of(grid, at)
     head = first
-    q_heads = grid.kv_heads * grid.parts * grid.heads
-    bounds_row = 0
-    if grid.BATCHED:
-        bounds_row = at.batch * grid.q_tiles
     for i in range(0, steps):
         stage, _ = buffer_of(i, 2)
         do_stage, _ = buffer_of(i, DO_STAGES)
-        row = (at.batch * q_heads + head) * grid.q_tiles + j
         if i >= 2:
             barrier_sync(q_free + stage, LOADERS, warps=1)
-        cut = i < cut_steps
-        if grid.descending is not None:
-            cut |= i >= late_steps
-        full = tiles.q_full.index(stage)
-        if cut:
-            mbarrier.expect(full, Q_BYTES + LSE_BYTES + descs.bounds.block_type.nbytes)
-            async_load(descs.bounds, [bounds_row + j, 0], full, tiles.bounds.index(stage))
-        else:
-            mbarrier.expect(full, Q_BYTES + LSE_BYTES)
-        _load_pieces(descs.q, [at.batch, j * ROWS, head], full, tiles.q, stage)
-        async_load(descs.lse, [row, 0], full, tiles.lse.index(stage))
-        if descs.positions is not None:
-            async_load(descs.positions, [j, 0], full, tiles.positions[0].index(stage))
+        load_q(i, j, head, cut_steps, late_steps, stage, grid, at, descs, tiles)
         if i >= DO_STAGES:
             barrier_sync(dout_free + do_stage, LOADERS, warps=1)
-        full = tiles.dout_full.index(do_stage)
-        mbarrier.expect(full, DO_BYTES + descs.delta.block_type.nbytes)
-        _load_pieces(descs.dout, [at.batch, j * ROWS, head], full, tiles.dout, do_stage)
-        async_load(descs.delta, [row, 0], full, tiles.delta.index(do_stage))
-        if grid.descending is not None:
-            j, head = ordered_next(j, head, onward, first, grid.heads)
-        else:
-            j, head = next_tile(i, j, head, cut_steps, grid.heads, onward)
+        load_dout(j, head, do_stage, grid, at, descs, tiles)
+        j, head = visit_after(i, j, head, first, cut_steps, onward, grid)
+
+
+@gluon.jit
+def first_head_of(grid, at):
+    """Return the first query head of a program."""
+    return (at.kv_head * grid.parts + at.part) * grid.heads
+
+
+@gluon.jit
+def visit_after(i, j, head, first_head, cut_steps, onward, grid):
+    """Return the tile and the head of the step after step i."""
+    if grid.descending is not None:
+        j, head = ordered_next(j, head, onward, first_head, grid.heads)
+    else:
+        j, head = next_tile(i, j, head, cut_steps, grid.heads, onward)
+    return j, head
+
+
+@gluon.jit
+def _row(j, head, grid, at):
+    """Return the row of lse and delta: a tile of queries of one head."""
+    return (at.batch * (grid.kv_heads * grid.parts * grid.heads) + head) * grid.q_tiles + j
+
+
+@gluon.jit
+def load_q(i, j, head, cut_steps, late_steps, stage, grid, at, descs, tiles):
+    """Load Q and lse of step i of a program, with ALiBi the positions, and the intervals of a cut tile."""
+    ROWS: gl.constexpr = descs.lse.block_type.shape[1]
+    BYTES: gl.constexpr = _bytes(descs.q) + descs.lse.block_type.nbytes
+    POSITIONS: gl.constexpr = 0 if descs.positions is None else descs.positions.block_type.nbytes
+    bounds_row = 0
+    if grid.BATCHED:
+        bounds_row = at.batch * grid.q_tiles
+    cut = i < cut_steps
+    if grid.descending is not None:
+        cut |= i >= late_steps
+    full = tiles.q_full.index(stage)
+    if cut:
+        mbarrier.expect(full, BYTES + POSITIONS + descs.bounds.block_type.nbytes)
+        async_load(descs.bounds, [bounds_row + j, 0], full, tiles.bounds.index(stage))
+    else:
+        mbarrier.expect(full, BYTES + POSITIONS)
+    _load_pieces(descs.q, [at.batch, j * ROWS, head], full, tiles.q, stage)
+    async_load(descs.lse, [_row(j, head, grid, at), 0], full, tiles.lse.index(stage))
+    if descs.positions is not None:
+        async_load(descs.positions, [j, 0], full, tiles.positions[0].index(stage))
+
+
+@gluon.jit
+def load_dout(j, head, stage, grid, at, descs, tiles):
+    """Load dO and delta of a step."""
+    ROWS: gl.constexpr = descs.lse.block_type.shape[1]
+    full = tiles.dout_full.index(stage)
+    mbarrier.expect(full, _bytes(descs.dout) + descs.delta.block_type.nbytes)
+    _load_pieces(descs.dout, [at.batch, j * ROWS, head], full, tiles.dout, stage)
+    async_load(descs.delta, [_row(j, head, grid, at), 0], full, tiles.delta.index(stage))
 
 
 @gluon.jit
@@ -673,6 +734,7 @@ def matrices(tiles, dq):
         kv_full=tiles.kv_full,
         q_full=tiles.q_full,
         dout_full=tiles.dout_full,
+        programs=tiles.programs,
     )
 
 

@@ -36,12 +36,8 @@ from . import backward_pieces as pieces
 from . import scores
 from .backward_arguments import Arrival, Descriptors, Gradients, Grid, Order, Score, Tiles
 from .backward_pieces import LOADERS, PAIR, STAGING
-from .primitives import (
-    barrier_arrive,
-    barrier_sync,
-    multiply_pairs,
-    round_pairs,
-)
+from .backward_programs import allocate_programs, announce, announced, take
+from .primitives import barrier_arrive, barrier_sync, multiply_pairs, round_pairs, wait_for_launch_before
 
 ROWS = gl.constexpr(128)  # queries of a step
 HALF = gl.constexpr(64)  # a consumer's keys, and the queries whose dQ it makes
@@ -50,33 +46,37 @@ DS_READY, Q_FREE, DO_FREE, DQ_STAGED, DQ_SENT = (gl.constexpr(i) for i in (4, 8,
 
 @gluon.jit
 def _scores(i, k, tiles, S_L: gl.constexpr):
-    """Issue S^T of step i, unscaled: (64 keys, 128 queries), asynchronous."""
-    mbarrier.wait(tiles.q_full.index(i & 1), (i >> 1) & 1)
+    """Issue S^T of step i, whose queries are there, unscaled: (64 keys, 128 queries), asynchronous."""
     s = gl.zeros([HALF, ROWS], gl.float32, S_L)
     return warpgroup_mma(k[0], tiles.q[0].index(i & 1).permute((1, 0)), s, use_acc=False, is_async=True)
 
 
 @gluon.jit
-def _dq(C: gl.constexpr, step, i, k_s, ds_s):
-    """Issue half C of the queries of dQ of ``step``: an asynchronous product for each half of the keys. ``i`` is the
-    current step, see ``pieces.tile_at``."""
+def _dq(C: gl.constexpr, step, n, i, k_s, ds_s):
+    """Issue half C of the queries of dQ of ``step``, of program n: an asynchronous product for each half of the keys.
+    ``i`` is the current step, see ``pieces.tile_at``."""
     stage = (step & 1) * 2
     late = i >> 30
     L: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 64, 16])
     dq = gl.zeros([HALF, 64], gl.float32, L)
     own = ds_s.index(stage + C).slice(C * HALF, HALF, dim=1).permute((1, 0))
     other = ds_s.index(stage + 1 - C).slice(C * HALF, HALF, dim=1).permute((1, 0))
-    dq = warpgroup_mma(own, k_s[0].index(C + late), dq, use_acc=False, is_async=True)
-    return warpgroup_mma(other, k_s[0].index(1 - C + late), dq, is_async=True)
+    dq = warpgroup_mma(own, k_s[0].index(_keys_at(C, n) + late), dq, use_acc=False, is_async=True)
+    return warpgroup_mma(other, k_s[0].index(_keys_at(1 - C, n) + late), dq, is_async=True)
 
 
 @gluon.jit
 def _walk(
-    C: gl.constexpr, CUT: gl.constexpr, first, past_step, last, s, dk, dv, tiles, score, keys, heads,
+    C: gl.constexpr, CUT: gl.constexpr, first, past_step, begin, last, n, s, dk, dv, tiles, score, keys, heads,
     ORDERED: gl.constexpr,
 ):  # fmt: skip
-    """Walk the query tiles. ``s`` is complete on entry, and on return that of the next step is; no wgmma crosses a
-    step."""
+    """Walk query tiles of program n of this CTA. ``s`` is complete on entry, and on return that of the next step is; no
+    wgmma crosses a step.
+
+    Args:
+        first, past_step: the steps. last: the last one of the program.
+        begin: the step in which nothing has been staged that its writer waits for; -1: this is said in each step.
+        ORDERED: cut tiles of a walk that ends it, and an order of heads, see ``pieces.ordered_visits``."""
     S_L: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, ROWS, 16])
     A_L: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=dk[0].type.layout, k_width=2)
     dtype: gl.constexpr = tiles.k[0].dtype
@@ -99,18 +99,21 @@ def _walk(
         dp = warpgroup_mma_wait(1, deps=[dp])
         dp += tiles.delta.index(stage).load(gl.SliceLayout(0, S_L))[None, :]
         ds = multiply_pairs(gl.convert_layout(p16, S_L) if score.inner is None else slope16, dp, dtype)
-        barrier_sync(DS_READY + 2 - 2 * C + ((i + 1) & 1), PAIR)  # there is the other half of the previous dS
+        barrier_sync(DS_READY + 2 - 2 * C + ((i + n + 1) & 1), PAIR)  # there is the other half of the previous dS
         tiles.ds.index(stage * 2 + C).store(ds)
         ds16 = gl.convert_layout(ds, A_L)
         fence_async_shared()
-        barrier_arrive(DQ_STAGED + C, STAGING)
-        dq = _dq(C, i + 1, i, tiles.k, tiles.ds)
+        if i > begin:
+            barrier_arrive(DQ_STAGED + C, STAGING)
+        dq = _dq(C, i + 1, n, i, tiles.k, tiles.ds)
         dv, p16 = pieces.wait_sums(2, dv, p16)
         barrier_arrive(DO_FREE + stage, LOADERS)
         dk = pieces.accumulate(ds16, tiles.q, stage, dk)
-        s = _scores(gl.minimum(i + 1, last), pieces.tile_at(tiles.k, C, i), tiles, S_L)
+        following = gl.minimum(i + 1, last)
+        mbarrier.wait(tiles.q_full.index(following & 1), (following >> 1) & 1)
+        s = _scores(following, pieces.tile_at(tiles.k, _keys_at(C, n), i), tiles, S_L)
         dq = warpgroup_mma_wait(2, deps=[dq])
-        barrier_arrive(DS_READY + 2 * C + (i & 1), PAIR)
+        barrier_arrive(DS_READY + 2 * C + ((i + n) & 1), PAIR)
         if score.dk_scale is not None:
             dq = dq * score.dk_scale
         barrier_sync(DQ_SENT + C, STAGING)
@@ -126,62 +129,188 @@ def _walk(
 
 
 @gluon.jit
-def _consumer(C: gl.constexpr, grid, tiles, score, gradients):
-    S_L: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, ROWS, 16])
-    SIGNALS: gl.constexpr = gradients.turns_ptr is not None or gradients.counters_ptr is not None
-    ORDERED: gl.constexpr = grid.descending is not None
-    at = pieces.place(grid)
-    first = gl.load(at.info)
-    past = gl.load(at.info + 1)
-    if ORDERED:
-        steps, cut_steps, late_steps, _, _ = pieces.ordered_visits(at.info, grid.heads, pieces.keys_descend(grid))
-    else:
-        steps, cut_steps, _, _ = pieces.visit_order(at.info, grid.heads)
-        late_steps = steps
-    key = first + C * HALF
-    dk = pieces.zero_sums(tiles.k)
-    dv = pieces.zero_sums(tiles.v)
-    keys = pieces.keys_of(score, tiles.positions, grid, at, first, past, key, S_L)
-    tiles.ds.index(2 + C).store(gl.zeros([HALF, ROWS], tiles.k[0].dtype, S_L))  # "dS of step -1"
+def _begin(C: gl.constexpr, dtype: gl.constexpr, tiles, S_L: gl.constexpr):
+    """Store zeros as the dS of step -1."""
+    tiles.ds.index(2 + C).store(gl.zeros([HALF, ROWS], dtype, S_L))
     fence_async_shared()
     barrier_arrive(DS_READY + 1 + 2 * C, PAIR)
-    mbarrier.wait(tiles.kv_full.index(C), 0)
-    mbarrier.wait(tiles.kv_full.index(1 - C), 0)
-    s = _scores(0, pieces.tile_at(tiles.k, C, 0), tiles, S_L)
-    s = warpgroup_mma_wait(0, deps=[s])
-    last = steps - 1
-    s, dk, dv = _walk(C, True, 0, cut_steps, last, s, dk, dv, tiles, score, keys, grid.heads, ORDERED)
-    s, dk, dv = _walk(C, False, cut_steps, late_steps, last, s, dk, dv, tiles, score, keys, grid.heads, ORDERED)
-    if ORDERED:
-        s, dk, dv = _walk(C, True, late_steps, steps, last, s, dk, dv, tiles, score, keys, grid.heads, ORDERED)
-    # dQ of the last step, sent after that of the step before
+
+
+@gluon.jit
+def _last_dq(C: gl.constexpr, last, n, tiles):
+    """Send dQ of the step before the last one, and issue that of the last one."""
     fence_async_shared()
     barrier_arrive(DQ_STAGED + C, STAGING)
-    barrier_sync(DS_READY + 2 - 2 * C + (last & 1), PAIR)
-    dq = warpgroup_mma_wait(0, deps=[_dq(C, last, 0, tiles.k, tiles.ds)])
+    barrier_sync(DS_READY + 2 - 2 * C + ((last + n) & 1), PAIR)
+    return _dq(C, last, n, 0, tiles.k, tiles.ds)
+
+
+@gluon.jit
+def _stage(C: gl.constexpr, dq, tiles, score):
+    """Let the writer send dQ of the last step."""
     if score.dk_scale is not None:
         dq = dq * score.dk_scale
     barrier_sync(DQ_SENT + C, STAGING)
     pieces.stage_dq(tiles.dq[C], dq)
     fence_async_shared()
     barrier_arrive(DQ_STAGED + C, STAGING)
-    if SIGNALS:
-        barrier_sync(DQ_SENT + C, STAGING)  # and if the group has several parts, it is this one's turn
+
+
+@gluon.jit
+def _store(dk, dv, buffer, gradients, score, grid, at, keys):
     head = pieces.head_of_gradients(gradients, at)
-    buffer = pieces.tile_at(tiles.v, C, 0)  # this consumer's half, which the other one does not read
     pieces.store_sums(gradients.dv, dv, score.dv_scale, buffer, head, gradients, grid, at, keys)
     pieces.store_sums(gradients.dk, dk, score.dk_scale, buffer, head, gradients, grid, at, keys)
+
+
+@gluon.jit
+def _consumer_of_one(C: gl.constexpr, grid, tiles, score, gradients):
+    """Run consumer C of a CTA with one program."""
+    S_L: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, ROWS, 16])
+    SIGNALS: gl.constexpr = gradients.turns_ptr is not None or gradients.counters_ptr is not None
+    ORDERED: gl.constexpr = grid.descending is not None
+    at = pieces.place(grid)
+    first = gl.load(at.info)
+    past = gl.load(at.info + 1)
+    steps, cut_steps, late_steps, _, _ = pieces.visits_of(at, grid)
+    dk = pieces.zero_sums(tiles.k)
+    dv = pieces.zero_sums(tiles.v)
+    keys = pieces.keys_of(score, tiles.positions, grid, at, first, past, first + C * HALF, S_L)
+    _begin(C, tiles.k[0].dtype, tiles, S_L)
+    mbarrier.wait(tiles.kv_full.index(C), 0)
+    mbarrier.wait(tiles.kv_full.index(1 - C), 0)
+    mbarrier.wait(tiles.q_full.index(0), 0)
+    s = _scores(0, pieces.tile_at(tiles.k, C, 0), tiles, S_L)
+    s = warpgroup_mma_wait(0, deps=[s])
+    last = steps - 1
+    s, dk, dv = _walk(C, True, 0, cut_steps, -1, last, 0, s, dk, dv, tiles, score, keys, grid.heads, ORDERED)
+    s, dk, dv = _walk(C, False, cut_steps, late_steps, -1, last, 0, s, dk, dv, tiles, score, keys, grid.heads, ORDERED)
+    if ORDERED:
+        s, dk, dv = _walk(C, True, late_steps, steps, -1, last, 0, s, dk, dv, tiles, score, keys, grid.heads, ORDERED)
+    dq = warpgroup_mma_wait(0, deps=[_last_dq(C, last, 0, tiles)])
+    _stage(C, dq, tiles, score)
+    if SIGNALS:
+        barrier_sync(DQ_SENT + C, STAGING)  # and if the group has several parts, it is this one's turn
+    # This consumer's half of V, which the other one does not read
+    _store(dk, dv, pieces.tile_at(tiles.v, C, 0), gradients, score, grid, at, keys)
     if SIGNALS:
         barrier_sync(DQ_STAGED + C, STAGING)  # not arrive: sync alone is documented to order the stores for the writer
 
 
 @gluon.jit
+def _consumer(C: gl.constexpr, EARLY: gl.constexpr, grid, tiles, score, gradients):
+    """Run consumer C. ``EARLY``: the scores of the next program may be waited for before this one is stored; keys that
+    arrive during the kernel may be a long time coming."""
+    S_L: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, ROWS, 16])
+    SIGNALS: gl.constexpr = gradients.turns_ptr is not None or gradients.counters_ptr is not None
+    _begin(C, tiles.k[0].dtype, tiles, S_L)
+    n, i = 0, 0  # programs and steps so far
+    program = announced(tiles.programs, 0, 4)
+    at, first, past, steps, cut_steps = _description(program, grid)
+    s = _first_scores(C, True, 0, 0, tiles, S_L)
+    s = warpgroup_mma_wait(0, deps=[s])
+    while program >= 0:
+        last, full = i + steps - 1, i + cut_steps
+        dk = pieces.zero_sums(tiles.k)
+        dv = pieces.zero_sums(tiles.v)
+        keys = pieces.keys_of(score, tiles.positions, grid, at, first, past, first + C * HALF, S_L)
+        mbarrier.wait(tiles.programs.v_full.index(0), n & 1)
+        s, dk, dv = _walk(C, True, i, full, i, last, n, s, dk, dv, tiles, score, keys, grid.heads, False)
+        s, dk, dv = _walk(C, False, full, last + 1, i, last, n, s, dk, dv, tiles, score, keys, grid.heads, False)
+        dq = _last_dq(C, last, n, tiles)
+        this = at
+        program = announced(tiles.programs, n + 1, 4)
+        at, first, past, steps, cut_steps = _description(program, grid)
+        dq = warpgroup_mma_wait(0, deps=[dq])
+        mbarrier.arrive(tiles.programs.k_free.index(n & 1), count=1)
+        barrier_arrive(DS_READY + 2 * C + ((last + n + 1) & 1), PAIR)  # as in one more step
+        if EARLY:
+            s = _first_scores(C, program >= 0, last + 1, n + 1, tiles, S_L)
+        # This consumer's half of the dS of the step before, which the other one has read
+        buffer = (tiles.ds.index(((last + 1) & 1) * 2 + C),)
+        if not SIGNALS:  # while dQ of the step before is sent
+            _store(dk, dv, buffer, gradients, score, grid, this, keys)
+        _stage(C, dq, tiles, score)
+        if SIGNALS:
+            barrier_sync(DQ_SENT + C, STAGING)  # and if the group has several parts, it is this one's turn
+            _store(dk, dv, buffer, gradients, score, grid, this, keys)
+            barrier_sync(DQ_STAGED + C, STAGING)  # as in _consumer_of_one
+        if not EARLY:
+            s = _first_scores(C, program >= 0, last + 1, n + 1, tiles, S_L)
+        s = warpgroup_mma_wait(0, deps=[s])
+        i = last + 1
+        n += 1
+
+
+@gluon.jit
+def _description(program, grid):
+    """Return place, first key and the one past the last of a program, its steps, and those of them with cut tiles; of
+    program 0 if there is none."""
+    at = pieces.place_of(grid, gl.maximum(program, 0))
+    steps, cut_steps, _, _ = pieces.visit_order(at.info, grid.heads)
+    return at, gl.load(at.info), gl.load(at.info + 1), steps, cut_steps
+
+
+@gluon.jit
+def _first_scores(C: gl.constexpr, some, i, n, tiles, S_L: gl.constexpr):
+    """Issue S^T of step i, the first one of program n. Unless there is ``some``, of what has been loaded before."""
+    if some:
+        mbarrier.wait(tiles.kv_full.index(n & 1), (n >> 1) & 1)
+        mbarrier.wait(tiles.q_full.index(i & 1), (i >> 1) & 1)
+    return _scores(i, pieces.tile_at(tiles.k, _keys_at(C, n), i), tiles, S_L)
+
+
+@gluon.jit
+def _keys_at(C: gl.constexpr, n):
+    """Return the tile of K that consumer C has of program n: programs use one half and the other in turns."""
+    return (n & 1) * 2 + C
+
+
+@gluon.jit
+def _producer(grid, descs, tiles, arrival):
+    """Load what each program needs. K has two buffers, and comes first. V has one, which is free when both consumers
+    have used dO of the last step of the program before."""
+    total = grid.batches * grid.kv_heads * grid.parts * grid.tiles
+    program = gl.program_id(0)
+    announce(tiles.programs, 0, program, total)
+    n, g = 0, 0  # programs and steps so far
+    while program < total:
+        at = pieces.place_of(grid, program)
+        first = gl.load(at.info)
+        steps, cut_steps, j, onward = pieces.visit_order(at.info, grid.heads)
+        pieces.wait_for_keys(arrival, grid, at)
+        mbarrier.wait(tiles.programs.k_free.index(n & 1), ((n >> 1) & 1) ^ 1)
+        pieces.load_keys(descs.k, tiles.k, tiles.kv_full.index(n & 1), grid, at, first, _keys_at(0, n))
+        if n == 0:
+            pieces.load_keys(descs.v, tiles.v, tiles.programs.v_full.index(0), grid, at, first, 0)
+        wait_for_launch_before()  # which makes lse, delta, and zeros in dq, which is added to after these loads
+        head = pieces.first_head_of(grid, at)
+        for i in range(0, steps):
+            stage = g & 1
+            pieces.load_dout(j, head, stage, grid, at, descs, tiles)
+            if g >= 2:
+                barrier_sync(Q_FREE + stage, LOADERS, warps=1)
+            pieces.load_q(i, j, head, cut_steps, steps, stage, grid, at, descs, tiles)
+            if g >= 1:
+                barrier_sync(DO_FREE + 1 - stage, LOADERS, warps=1)  # for dO of the next step
+            if (i == 0) & (n > 0):
+                pieces.load_keys(descs.v, tiles.v, tiles.programs.v_full.index(0), grid, at, first, 0)
+            j, head = pieces.next_tile(i, j, head, cut_steps, grid.heads, onward)
+            g += 1
+        n += 1
+        program = take(grid, total)
+        announce(tiles.programs, n, program, total)
+
+
+@gluon.jit
 def _start(grid, descs, score, gradients, arrival, order, REGISTERS: gl.constexpr):
     """Allocate shared memory and start the warps."""
+    SEVERAL: gl.constexpr = grid.counter_ptr is not None
+    EARLY: gl.constexpr = arrival.flags_ptr is None
     dtype: gl.constexpr = descs.k[0].dtype
     DS_L: gl.constexpr = gl.NVMMASharedLayout.get_default_for([HALF, ROWS], dtype)
     boxes = Tiles(
-        k=pieces.boxes(descs.k),
+        k=pieces.boxes(descs.k, 4 if SEVERAL else 2),
         v=pieces.boxes(descs.v),
         q=pieces.boxes(descs.q),
         dout=pieces.boxes(descs.dout),
@@ -194,6 +323,7 @@ def _start(grid, descs, score, gradients, arrival, order, REGISTERS: gl.constexp
         kv_full=pieces.barriers(2),
         q_full=pieces.barriers(2),
         dout_full=pieces.barriers(2),
+        programs=allocate_programs() if SEVERAL else (),
     )
     dq = (pieces.staging_matrix(boxes.dq[0]), pieces.staging_matrix(boxes.dq[1]))
     tiles = pieces.matrices(boxes, dq)
@@ -201,17 +331,33 @@ def _start(grid, descs, score, gradients, arrival, order, REGISTERS: gl.constexp
         mbarrier.init(tiles.kv_full.index(i), count=1)
         mbarrier.init(tiles.q_full.index(i), count=1)
         mbarrier.init(tiles.dout_full.index(i), count=1)
-    gl.warp_specialize(
-        [
-            (_consumer, (0, grid, tiles, score, gradients)),
-            (_consumer, (1, grid, tiles, score, gradients)),
-            (pieces.producer, (grid, descs, boxes, arrival, Q_FREE, DO_FREE)),
-            (pieces.writer, (0, DQ_STAGED, DQ_SENT, ROWS, HALF, 0, descs.dq[0], boxes.dq[0], grid, gradients, order)),
-            (pieces.writer, (1, DQ_STAGED, DQ_SENT, ROWS, HALF, 0, descs.dq[0], boxes.dq[1], grid, gradients, order)),
-        ],
-        [4, 1, 1, 1],
-        [REGISTERS, 24, 24, 24],
-    )
+    programs, dq_desc = tiles.programs, descs.dq[0]
+    writer_0 = (0, DQ_STAGED, DQ_SENT, ROWS, HALF, 0, dq_desc, boxes.dq[0], grid, gradients, order, programs)
+    writer_1 = (1, DQ_STAGED, DQ_SENT, ROWS, HALF, 0, dq_desc, boxes.dq[1], grid, gradients, order, programs)
+    if SEVERAL:
+        gl.warp_specialize(
+            [
+                (_consumer, (0, EARLY, grid, tiles, score, gradients)),
+                (_consumer, (1, EARLY, grid, tiles, score, gradients)),
+                (_producer, (grid, descs, boxes, arrival)),
+                (pieces.writer, writer_0),
+                (pieces.writer, writer_1),
+            ],
+            [4, 1, 1, 1],
+            [REGISTERS, 24, 24, 24],
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (_consumer_of_one, (0, grid, tiles, score, gradients)),
+                (_consumer_of_one, (1, grid, tiles, score, gradients)),
+                (pieces.producer, (grid, descs, boxes, arrival, Q_FREE, DO_FREE)),
+                (pieces.writer, writer_0),
+                (pieces.writer, writer_1),
+            ],
+            [4, 1, 1, 1],
+            [REGISTERS, 24, 24, 24],
+        )
 
 
 @gluon.jit(do_not_specialize=pieces.NUMBERS)
@@ -222,11 +368,15 @@ def kernel(
     flags_ptr, epoch, timed_out_ptr, turns_ptr, counters_ptr, segments, sweep,
     inner, positions_desc, slopes_ptr, slopes_stride, positions_k_ptr,  # None without softcap; without ALiBi
     ends_ptr, sums_ptr, descending,  # None if dQ may be added in any order
+    counter_ptr,
     BATCHED: gl.constexpr, FOLD: gl.constexpr, FIXED: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """Compute dk, dv and dq. Arguments: as of ``backward_128.kernel``."""
     _start(
-        Grid(info_ptr, heads, tiles, kv_heads, parts, sweep, q_tiles, BATCHED, descending=descending),
+        Grid(
+            info_ptr, heads, tiles, kv_heads, parts, sweep, q_tiles, BATCHED, descending=descending, batches=batches,
+            counter_ptr=counter_ptr,
+        ),
         Descriptors(
             (q_desc,), (dout_desc,), (k_desc,), (v_desc,), lse_desc, delta_desc, bounds_desc, positions_desc, (dq_desc,)
         ),

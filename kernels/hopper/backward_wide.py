@@ -66,7 +66,7 @@ def _writer(C: gl.constexpr, UNITS: gl.constexpr, dq_desc, dq_s, grid, gradients
             barrier_sync(DQ_STAGED + C, STAGING, warps=1)
             tma_reduce_add(dq_desc, [at.batch, j * BM, head, (C * UNITS_0 + unit) * UNIT], dq_s)
             tma.store_wait(0)
-            pieces.signal_sent(DQ_SENT + C, (i == steps - 1) & (unit == UNITS - 1), gradients, grid, at.part)
+            pieces.signal_sent(DQ_SENT + C, (i == steps - 1) & (unit == UNITS - 1), gradients, grid, at)
         j, head = pieces.next_tile(i, j, head, cut_steps, grid.heads, stops)
     pieces.finish_writer(DQ_STAGED + C, gradients, grid, at)
 
@@ -227,6 +227,7 @@ def _start(grid, descs, score, gradients, arrival, DO_STAGES: gl.constexpr, REGI
         kv_full=pieces.barriers(1),
         q_full=pieces.barriers(2),
         dout_full=pieces.barriers(2),
+        programs=(),
     )
     dq = (pieces.staging_matrix(boxes.dq[0]), pieces.staging_matrix(boxes.dq[1]))
     tiles = pieces.matrices(boxes, dq)

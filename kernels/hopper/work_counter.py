@@ -23,12 +23,12 @@ mov.b32 $0, 0;
 
 
 @gluon.jit
-def take_number(counter_ptr, count):
-    """Issue ``ATOMG.INC`` by the first thread of four warps: take the next of the numbers 0 to ``count - 1``, cyclic.
+def take_number(counter_ptr, count, WARPS: gl.constexpr = 4):
+    """Issue ``ATOMG.INC`` by the first thread of so many warps: take the next of the numbers 0 to ``count - 1``, cyclic.
 
-    Returns (128,) int32 whose sum is the number. No thread waits for memory until that sum is computed, whereas
+    Returns int32, one of each thread, whose sum is the number. No thread waits for memory until that sum is computed, whereas
     ``gl.atomic_add`` would stall all of them."""
-    thread = gl.arange(0, 128, gl.BlockedLayout([1], [32], [4], [0]))
+    thread = gl.arange(0, 32 * WARPS, gl.BlockedLayout([1], [32], [WARPS], [0]))
     constraints: gl.constexpr = "=&r,l,r,r"
     args = [counter_ptr + thread * 0, thread, thread * 0 + (count - 1)]
     return gl.inline_asm_elementwise(_TAKE_ASM, constraints, args, dtype=gl.int32, is_pure=False, pack=1)

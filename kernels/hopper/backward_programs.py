@@ -1,0 +1,74 @@
+"""The programs that a CTA of a persistent backward kernel for Hopper works on, one after the other.
+
+The producer takes their numbers from a counter (work_counter.py) and announces each to the other warps of its CTA. So
+the beginning of a program overlaps with the end of the one before it: what it needs is loaded meanwhile.
+
+Programs wait for programs with smaller numbers only (for the parts of a group before them, or to add to dQ in order).
+These have been taken earlier, by CTAs that run, and a CTA works on its programs in the order of their numbers: the
+smallest number that has not ended waits for nothing.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+
+from .work_counter import take_number
+
+SLOTS = gl.constexpr(4)  # numbers in shared memory, see announce()
+
+
+class Programs(NamedTuple):
+    """Where the producer says which programs its CTA works on, and more mbarriers of their keys and values: programs
+    have two buffers of K in turns, and one of V."""
+
+    numbers: Any  # (SLOTS, 1) int32
+    full: Any  # mbarriers, complete when a number is there
+    k_free: Any  # two, complete when both consumers have used K
+    v_full: Any  # one, complete when V is there
+
+
+@gluon.jit
+def _barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
+    bars = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(COUNT):
+        mbarrier.init(bars.index(i), count=ARRIVALS)
+    return bars
+
+
+@gluon.jit
+def allocate_programs():
+    """Allocate shared memory for the :class:`Programs` of a CTA."""
+    numbers = gl.allocate_shared_memory(gl.int32, [SLOTS, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    return Programs(numbers, _barriers(SLOTS, 1), _barriers(2, 2), _barriers(1, 1))
+
+
+@gluon.jit
+def take(grid, total):
+    """Take the next program, in one warp; ``total`` or more: there is none. Without a counter there is never one."""
+    program = total
+    if grid.counter_ptr is not None:
+        program = gl.sum(take_number(grid.counter_ptr, total, 1), axis=0) + gl.num_programs(0)
+    return program
+
+
+@gluon.jit
+def announce(programs, n, program, total):
+    """Say, in one warp, that program n of this CTA, counted from 0, is ``program``, or none if that is ``total`` or more.
+
+    Nobody reads any more what the slot has had. When Q of a step is loaded, the consumers have finished the step two
+    before it, in which they waited until their writers had sent dQ of all programs before. With one step for each, and
+    if program n is announced when the queries of n - 1 have been loaded, writers are at program n - 3 or later."""
+    number = gl.full([1], gl.where(program < total, program, -1), gl.int32, gl.BlockedLayout([1], [32], [1], [0]))
+    programs.numbers.index(n % SLOTS).store(number)
+    mbarrier.arrive(programs.full.index(n % SLOTS), count=1)
+
+
+@gluon.jit
+def announced(programs, n, WARPS: gl.constexpr):
+    """Return program n of this CTA, in so many warps, or -1; wait until it has been announced."""
+    mbarrier.wait(programs.full.index(n % SLOTS), (n // SLOTS) & 1)
+    return gl.sum(programs.numbers.index(n % SLOTS).load(gl.BlockedLayout([1], [32], [WARPS], [0])), axis=0)
