@@ -51,6 +51,7 @@ from ringattn.kernels.hopper import limits, work
 from ringattn.kernels.hopper import primitives as hopper_primitives
 from ringattn.kernels.hopper.backward_arguments import Gradients, Grid, Order
 from ringattn.kernels.hopper.tensor_maps import readable
+from ringattn.kernels.hopper.work_counter import work_counter
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -792,6 +793,15 @@ def test_no_races_of_parts_in_turns(dims, monkeypatch):
     """Many more parts than run at the same time, so that parts wait for others and find them done."""
     monkeypatch.setattr(work, "split_groups", lambda *_: work.Split(4))
     repeat(causal, dims, 4096, 32, 4, 200)
+
+
+@needs_hopper
+@pytest.mark.parametrize("length", [60, 128, 300])
+def test_no_races_of_many_short_programs(length):
+    """Of one step to three each, several for each CTA, and the work counter is left as it was."""
+    mask = functools.partial(documents, lengths=(length,) * (6000 // length) + (6000 % length,))
+    repeat(mask, (64, 64), 6000, 16, 8, 300)
+    assert not work_counter(torch.device("cuda", torch.cuda.current_device())).any()
 
 
 def repeat(mask, dims, seq, heads, kv_heads, times):

@@ -7,6 +7,8 @@ and k, 128 of v), backward_pair.py (256; where clusters cannot be launched backw
   head and walks the tiles of queries that see it. dk and dv stay in registers and are stored once.
 * P carries the factor ``softmax_scale`` (bfloat16: the exponent has room), folded into ``lse``: dS, dQ and dK then
   need no factor, and dV is divided once. float16 multiplies dQ and dK instead.
+* A CTA has one program, which is a tile of keys of one key head with all query heads of a group or a part of them; at
+  the head dims of :data:`PERSISTENT` it takes one after the other (backward_programs.py).
 * CTAs walk the full tiles from staggered starts: they do not add to the same tile of dQ at the same time.
 * The query heads of a group are divided between CTAs (``work.split_groups``). They add to the same dk and dv, each
   after the part before it, which counts in ``turns`` that it has stored. This cannot deadlock: CTAs start in the order
@@ -55,7 +57,7 @@ __all__ = ["HEAD_DIMS", "IN_ORDER", "PORTABLE", "backward", "completion_counts",
 
 PORTABLE = ((512, 512),)  # head dims whose backward runs on the portable kernels
 HEAD_DIMS = ((64, 64), (96, 96), (128, 128), (192, 128), (256, 256))  # of q, k and of v
-PERSISTENT = (64,)  # head dims of q where a CTA takes one key tile after the other
+PERSISTENT = (64,)  # head dims of q where a CTA takes one program after the other, if dq is added in any order
 IN_ORDER = (64, 96, 128)  # head dims of q whose dq may be added in a fixed order
 
 

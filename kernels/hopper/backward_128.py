@@ -152,11 +152,7 @@ def _consumer(C: gl.constexpr, grid, tiles, score, gradients):
     at = pieces.place(grid)
     first = gl.load(at.info)
     past = gl.load(at.info + 1)
-    if ORDERED:
-        steps, cut_steps, late_steps, _, _ = pieces.ordered_visits(at.info, grid.heads, pieces.keys_descend(grid, at.program))
-    else:
-        steps, cut_steps, _, _ = pieces.visit_order(at.info, grid.heads)
-        late_steps = steps
+    steps, cut_steps, late_steps, _, _ = pieces.visits_of(at, grid)
     key = first + C * (BN // 2)
     dk = pieces.zero_sums(tiles.k)
     dv = pieces.zero_sums(tiles.v)

@@ -57,7 +57,7 @@ def take(grid, total):
 
 @gluon.jit
 def announce(programs, n, program, total):
-    """Say, in one warp, that program n of this CTA, counted from 0, is ``program``, or none if that is ``total`` or more.
+    """Say, in one warp, that program n of this CTA, counted from 0, is ``program``; none, if that is ``total`` or more.
 
     Nobody reads any more what the slot has had. When Q of a step is loaded, the consumers have finished the step two
     before it, in which they waited until their writers had sent dQ of all programs before. With one step for each, and

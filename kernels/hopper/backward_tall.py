@@ -1,5 +1,5 @@
 """The backward of the block kernel for Hopper (sm_90) at head dim 64, in Gluon. Launched by backward.py, in the
-same order of the CTAs and of their query tiles, with tables for its taller tiles.
+same order of the programs and of their query tiles, with tables for its taller tiles.
 
 A consumer has 64 keys, as in backward_128.py, but a step has 128 queries: half as many fences, barriers and waits per
 product, which limit the speed at a head dim of 64. One query tile a step::
@@ -16,6 +16,18 @@ product, which limit the speed at a head dim of 64. One query tile a step::
 * Consumer 0 makes dQ of the first 64 queries and consumer 1 of the others, both from all 128 keys.
 * There are two buffers of dS. So a consumer signals that its half is written only after it has also read the dS of the
   step before, which the other one overwrites next.
+
+With queries that see few keys, the beginning and the end of a program take longer than its steps. So a CTA takes one
+program after the other (backward_programs.py), and its steps are counted through all of them::
+
+    producer        K of the next program, in the other of two buffers, while this one has its last steps
+    consumers       dQ of the last step ; the first S^T of the next program, while dv and dk are stored, which is
+                    while dQ of the step before is sent
+    writers         the last dQ during the first step of the next program
+
+A consumer signals its dS once more between two programs, as if there were a step: else it might arrive at a barrier
+twice. Where dQ is added in order, a CTA has one program: key tiles take turns in the order in which programs start, and
+the next one would wait with all its queries loaded (NOTES.md).
 
 Named barriers: 4 to 7 half of dS written and the dS before read (two per consumer, even and odd steps), 8, 9 Q read,
 10, 11 dO read, 12, 13 dQ staged (once more when dk and dv are stored and to be counted), 14, 15 dQ sent.

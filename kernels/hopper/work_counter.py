@@ -24,10 +24,10 @@ mov.b32 $0, 0;
 
 @gluon.jit
 def take_number(counter_ptr, count, WARPS: gl.constexpr = 4):
-    """Issue ``ATOMG.INC`` by the first thread of so many warps: take the next of the numbers 0 to ``count - 1``, cyclic.
+    """Issue ``ATOMG.INC`` by the first thread of the warps: take the next of the numbers 0 to ``count - 1``, cyclic.
 
-    Returns int32, one of each thread, whose sum is the number. No thread waits for memory until that sum is computed, whereas
-    ``gl.atomic_add`` would stall all of them."""
+    Returns int32, one of each thread, whose sum is the number. No thread waits for memory until that sum is computed,
+    whereas ``gl.atomic_add`` would stall all of them."""
     thread = gl.arange(0, 32 * WARPS, gl.BlockedLayout([1], [32], [WARPS], [0]))
     constraints: gl.constexpr = "=&r,l,r,r"
     args = [counter_ptr + thread * 0, thread, thread * 0 + (count - 1)]
