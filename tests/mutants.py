@@ -330,6 +330,24 @@ MUTANTS = (
         "tests/test_hopper_forward.py -k spans_of_consumers",
     ),
     Mutant(
+        "hopper backward: says that dQ is staged where nothing is",
+        "kernels/hopper/backward_tall.py",
+        "        if i > begin:\n            barrier_arrive(DQ_STAGED",
+        "        if i > -1:\n            barrier_arrive(DQ_STAGED",
+        "tests/test_hopper_backward_protocol.py -k short",
+    ),
+    Mutant(
+        "hopper backward: V of the next program before this one has used its own",
+        "kernels/hopper/backward_tall.py",
+        "            if g >= 1:\n                barrier_sync(DO_FREE + 1 - stage, LOADERS, warps=1)  # for dO of the next step\n"
+        "            if (i == 0) & (n > 0):\n                pieces.load_keys(descs.v, tiles.v, tiles.programs.v_full.index(0), "
+        "grid, at, first, 0)\n",
+        "            if (i == 0) & (n > 0):\n                pieces.load_keys(descs.v, tiles.v, tiles.programs.v_full.index(0), "
+        "grid, at, first, 0)\n"
+        "            if g >= 1:\n                barrier_sync(DO_FREE + 1 - stage, LOADERS, warps=1)  # for dO of the next step\n",
+        "tests/test_hopper_backward_protocol.py -k causal",
+    ),
+    Mutant(
         "hopper backward: does not wait for the pass before it",
         "kernels/hopper/backward_pieces.py",
         "    wait_for_launch_before()  # which",

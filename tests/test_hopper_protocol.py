@@ -7,10 +7,7 @@ from __future__ import annotations
 
 import functools
 import random
-import threading
-import time
 import types
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -18,13 +15,13 @@ import torch
 pytest.importorskip("triton")
 
 from kernel_contract import causal, documents, full, make_block, padding, window
+from play import Play, Ring, Slot, mbarriers
 from triton.runtime.jit import JITFunction
 
 from ringattn.kernels.contract import Block
 from ringattn.kernels.hopper import forward_consumer, forward_producer
 
 ROWS, STAGES, Q_BUFFERS = 64, 2, 2
-PATIENCE = 10.0  # seconds; all of a play takes about one
 NO_LAYOUT = types.SimpleNamespace(layout=None)
 
 
@@ -32,115 +29,6 @@ class Products(list):
     """A sum in registers: its products."""
 
     type = NO_LAYOUT
-
-
-class Play:
-    """One CTA: its barriers and what is in shared memory."""
-
-    def __init__(self, seed: int, infos: list[list[int]]) -> None:
-        self.random, self.infos = random.Random(seed), infos
-        self.changed = threading.Condition()
-        self.named: dict[int, list[str]] = {}  # the threads that have arrived at a named barrier
-        self.completed: dict[int, int] = {}  # completed phases of a named barrier
-        self.held: dict[tuple[str, int], tuple[int, ...] | None] = {}  # tiles; None while a copy is under way
-        self.copies = ThreadPoolExecutor(8)
-        self.local = threading.local()  # products in flight, of a thread
-        self.stored: list[tuple[int, int, list[int]]] = []  # query tile, consumer, columns of its key tiles
-
-    def pause(self) -> None:
-        if self.random.random() < 0.5:
-            time.sleep(self.random.random() * 3e-4)
-
-    def until(self, condition, what: str) -> None:
-        assert self.changed.wait_for(condition, PATIENCE), f"{threading.current_thread().name} waits for {what}"
-
-    def arrive(self, barrier: int, threads: int) -> int:
-        """Count the 128 threads of a warpgroup at a barrier; return which completion they are part of."""
-        who = self.named.setdefault(barrier, [])
-        name = threading.current_thread().name
-        assert name not in who, f"{name} is twice at barrier {barrier}"
-        who.append(name)
-        number = self.completed.setdefault(barrier, 0)
-        if 128 * len(who) == threads:
-            who.clear()
-            self.completed[barrier] += 1
-            self.changed.notify_all()
-        return number
-
-    def barrier_arrive(self, barrier, threads) -> None:
-        self.pause()
-        with self.changed:
-            self.arrive(int(barrier), threads)
-
-    def barrier_sync(self, barrier, threads) -> None:
-        self.pause()
-        with self.changed:
-            number = self.arrive(int(barrier), threads)
-            self.until(lambda: self.completed[int(barrier)] > number, f"barrier {barrier}")
-
-    def copy(self, kind: str, i: int, what: tuple[int, ...], full) -> None:
-        """Begin a copy by TMA."""
-        with self.changed:
-            self.held[kind, i] = None
-
-        def complete() -> None:
-            self.pause()
-            with self.changed:
-                self.held[kind, i] = what
-            full.arrive()
-
-        self.copies.submit(complete)
-
-    def read(self, *tiles: tuple[str, int]) -> list[tuple[int, ...]]:
-        """Begin a product of these tiles."""
-        with self.changed:
-            contents = [self.held[tile] for tile in tiles]
-        assert None not in contents, f"one of {tiles} is read before it is loaded"
-        self.local.flying.append(list(zip(tiles, contents, strict=True)))
-        return contents
-
-    def wait(self, pending: int) -> None:
-        """Wait for products, during which their tiles have to stay."""
-        while len(self.local.flying) > pending:
-            self.pause()
-            with self.changed:
-                product = self.local.flying.pop(0)
-                changed = [tile for tile, contents in product if self.held[tile] != contents]
-            assert not changed, f"{changed} are overwritten while they are read"
-
-
-class Mbarrier:
-    """An mbarrier of one arrival."""
-
-    def __init__(self, play: Play) -> None:
-        self.play, self.phase = play, 0
-
-    def arrive(self) -> None:
-        with self.play.changed:
-            self.phase += 1
-            self.play.changed.notify_all()
-
-    def wait(self, parity: int) -> None:
-        self.play.pause()
-        with self.play.changed:
-            self.play.until(lambda: self.phase & 1 != parity, "an mbarrier")
-
-
-class Ring(list):
-    """Buffers or mbarriers."""
-
-    index = list.__getitem__
-
-
-class Slot:
-    def __init__(self) -> None:
-        self.info: list[int] = []
-
-    def load(self, _):
-        return list(self.info)
-
-    def store(self, info) -> None:
-        self.info = list(info)
 
 
 def language(numbers: list[int]) -> types.SimpleNamespace:
@@ -158,16 +46,16 @@ def keys_of_tile(consumers: int) -> int:
     return 64 if consumers == 1 else 128
 
 
-def perform(monkeypatch, seed: int, mask, seq: int, segments=(), consumers: int = 3) -> tuple[Play, Block]:
-    """Run one CTA over all query tiles of two heads, (batch 1, seq), in random order; return what it did and the block.
-    Raise what a thread raised: AssertionError after ``PATIENCE`` seconds in one wait."""
+def perform(monkeypatch, seed: int, mask, seq: int, segments=(), consumers: int = 3) -> tuple[list, list, Block]:
+    """Run one CTA over all query tiles of two heads, (batch 1, seq), in random order; return what it did, the tiles and
+    the block."""
     block = make_block(*mask(seq, seq), seq, segments_q=segments)
     size = keys_of_tile(consumers)
     rows, span = block.query_tiles(ROWS * consumers, size)
     tiles = [[*map(int, a), *map(int, b)] for a, b in zip(rows, span[0], strict=True)]
     infos = [[*tile, 0, head] for head in range(2) for tile in tiles]
     random.Random(seed).shuffle(infos)
-    play = Play(seed, infos)
+    play, stored = Play(seed), []  # query tile, consumer, columns of its key tiles
     numbers = block.start[0].tolist() + block.end[0].tolist()
     gl = language(numbers)
     mbarrier = types.SimpleNamespace(
@@ -207,7 +95,7 @@ def perform(monkeypatch, seed: int, mask, seq: int, segments=(), consumers: int 
         assert all(p.query == (info[6], info[0] + c * ROWS, info[7]) for p in acc), "queries of another tile"
         assert all(p.key[:2] == (info[6], info[7]) for p in acc), "keys of another head"
         with play.changed:
-            play.stored.append((infos.index(info), c, [p.key[2] for p in acc]))
+            stored.append((infos.index(info), c, [p.key[2] for p in acc]))
 
     span_of = vars(forward_consumer)["span_of"].__globals__
     monkeypatch.setitem(span_of, "number_of", lambda info, i: info[i])
@@ -237,12 +125,9 @@ def perform(monkeypatch, seed: int, mask, seq: int, segments=(), consumers: int 
     ).items():  # fmt: skip
         monkeypatch.setattr(forward_producer, name, value)
 
-    def bars(n):
-        return Ring(Mbarrier(play) for _ in range(n))
-
     tile = types.SimpleNamespace(shape=[STAGES, 1, size, 1, 64], dtype=None)
     q_full, q_free, k_full, v_full, info_full = (
-        bars(n) for n in (Q_BUFFERS * consumers, Q_BUFFERS * consumers, STAGES, STAGES, 4)
+        mbarriers(play, n) for n in (Q_BUFFERS * consumers, Q_BUFFERS * consumers, STAGES, STAGES, 4)
     )
     info_s = Ring(Slot() for _ in range(4))
     shared = None, (tile,), tile
@@ -254,30 +139,16 @@ def perform(monkeypatch, seed: int, mask, seq: int, segments=(), consumers: int 
         *(None,) * 9, 0, seq, *shared, None, info_s, q_full, q_free, k_full, v_full, info_full, seq, 2, 0, 1.0, None,
         None, (),
     )  # fmt: skip
-    problems: list[BaseException] = []
-
-    def act(run, *args) -> None:
-        play.local.flying = []
-        try:
-            run(*args)
-        except BaseException as problem:  # of another thread than pytest's
-            problems.append(problem)
-
-    threads = [
-        threading.Thread(target=act, name="producer", daemon=True, args=(
-            forward_producer.producer, produce, consumers, size, STAGES, Q_BUFFERS, False, False)),
-        *(threading.Thread(target=act, name=f"consumer {c}", daemon=True, args=(
-            forward_consumer.consumer, consume, c, consumers, STAGES, Q_BUFFERS, 64, False, False, True, True, 0, None))
-          for c in range(consumers)),
-    ]  # fmt: skip
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(2 * PATIENCE)
-    play.copies.shutdown()
-    if problems:
-        raise problems[0]
-    return play, block
+    workers = {
+        "producer": lambda: forward_producer.producer(
+            produce, consumers, size, STAGES, Q_BUFFERS, False, False
+        ),
+        **{f"consumer {c}": functools.partial(
+            forward_consumer.consumer, consume, c, consumers, STAGES, Q_BUFFERS, 64, False, False, True, True, 0, None)
+           for c in range(consumers)},
+    }  # fmt: skip
+    play.perform(workers)
+    return stored, infos, block
 
 
 MASKS = {
@@ -297,10 +168,10 @@ def test_no_deadlock_and_no_race(monkeypatch, mask, consumers):
     size = keys_of_tile(consumers)
     for seed in range(2):
         with monkeypatch.context() as patch:
-            play, block = perform(patch, seed, MASKS[mask], 2000, (700, 1300) if seed else (), consumers)
-        assert sorted(x[:2] for x in play.stored) == [(i, c) for i in range(len(play.infos)) for c in range(consumers)]
-        for i, c, columns in play.stored:
-            first, past = play.infos[i][:2]
+            stored, infos, block = perform(patch, seed, MASKS[mask], 2000, (700, 1300) if seed else (), consumers)
+        assert sorted(x[:2] for x in stored) == [(i, c) for i in range(len(infos)) for c in range(consumers)]
+        for i, c, columns in stored:
+            first, past = infos[i][:2]
             rows = range(first + c * ROWS, min(first + c * ROWS + ROWS, past))
             seen = [(int(block.start[0, r]), int(block.end[0, r])) for r in rows]
             visible = {x for a, b in seen if a < b for x in range(max(a, 0) // size * size, min(b, 2000), size)}
