@@ -288,7 +288,8 @@ def compiled_by_batches(batches: int = 40) -> dict[str, int]:
     for module in modules:
         module.dispatch = note
     backward_inputs._base2 = Ignored()
-    modules[1].work_counter = lambda device: torch.zeros(1, dtype=torch.int32)
+    for module in (hopper_backward, hopper_forward):
+        module.work_counter = lambda device: torch.zeros(1, dtype=torch.int32)
 
     def attend(plan: ringattn.Plan, first: bool) -> None:
         ring = plan.dataflow == "ring"
