@@ -259,7 +259,7 @@ def writer(
         staged, sent: barriers of consumer 0; those of consumer 1 are the next ones.
         ROWS: queries of a step. ROW, COLUMN: where what consumer 1 sends begins in the tile of dQ.
         order: None if key tiles add in any order.
-        programs: :func:`announcements`, or empty.
+        programs: :class:`.backward_programs.Programs`; empty if the CTA has one program.
     """
     if len(programs) == 0:
         _send_dq(C, staged, sent, ROWS, ROW, COLUMN, dq_desc, dq_s, grid, gradients, order, place(grid), 0, False)
@@ -276,8 +276,7 @@ def writer(
 @gluon.jit
 def _send_dq(
     C: gl.constexpr, staged: gl.constexpr, sent: gl.constexpr, ROWS: gl.constexpr, ROW: gl.constexpr,
-    COLUMN: gl.constexpr, dq_desc, dq_s, grid, gradients, order, at, n,
-    ONE_OF_SEVERAL: gl.constexpr,
+    COLUMN: gl.constexpr, dq_desc, dq_s, grid, gradients, order, at, n, ONE_OF_SEVERAL: gl.constexpr,
 ):  # fmt: skip
     """Send the dQ of each step of program n two steps later. What the first one stages is nothing, and before that
     nothing is staged, which a consumer with several programs does not say. That the last dQ has been sent is awaited
@@ -293,7 +292,7 @@ def _send_dq(
             ends_row += at.batch * (2 * grid.q_tiles)
     else:
         steps, cut_steps, j, stops = visit_order(at.info, grid.heads)
-    first = (at.kv_head * grid.parts + at.part) * grid.heads
+    first = first_head_of(grid, at)
     head = first
     if not ONE_OF_SEVERAL:
         barrier_sync(staged + C, STAGING, warps=1)
