@@ -340,12 +340,33 @@ MUTANTS = (
         "hopper backward: V of the next program before this one has used its own",
         "kernels/hopper/backward_tall.py",
         "            if g >= 1:\n                barrier_sync(DO_FREE + 1 - stage, LOADERS, warps=1)  # for dO of the next step\n"
-        "            if (i == 0) & (n > 0):\n                pieces.load_keys(descs.v, tiles.v, tiles.programs.v_full.index(0), "
-        "grid, at, first, 0)\n",
-        "            if (i == 0) & (n > 0):\n                pieces.load_keys(descs.v, tiles.v, tiles.programs.v_full.index(0), "
-        "grid, at, first, 0)\n"
+        "            if (i == 0) & (n > 0):\n                pieces.load_v(descs, tiles, tiles.programs.v_full.index(0), at, "
+        "first)\n",
+        "            if (i == 0) & (n > 0):\n                pieces.load_v(descs, tiles, tiles.programs.v_full.index(0), at, "
+        "first)\n"
         "            if g >= 1:\n                barrier_sync(DO_FREE + 1 - stage, LOADERS, warps=1)  # for dO of the next step\n",
         "tests/test_hopper_backward_protocol.py -k causal",
+    ),
+    Mutant(
+        "hopper backward: takes two programs at the end of a short one",
+        "kernels/hopper/backward_tall.py",
+        "        if not early:\n            program = take(",
+        "        if True:\n            program = take(",
+        "tests/test_hopper_backward_protocol.py -k short",
+    ),
+    Mutant(
+        "hopper backward: hides by the queries that see the other half of the keys",
+        "kernels/hopper/backward_pieces.py",
+        "_described(grid, at.batch, at.tile) * 2 + half\n",
+        "_described(grid, at.batch, at.tile) * 2 + 1 - half\n",
+        "tests/test_hopper_backward_protocol.py -k documents",
+    ),
+    Mutant(
+        "hopper backward: keys past the last one of a tile are seen",
+        "kernels/hopper/work.py",
+        "    of_tiles = torch.where(inside, of_tiles, 0)",
+        "    of_tiles = torch.where(inside | True, of_tiles, 0)",
+        "tests/test_hopper_backward.py -k tables_name",
     ),
     Mutant(
         "hopper backward: does not wait for the pass before it",

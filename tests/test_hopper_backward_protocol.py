@@ -110,7 +110,7 @@ def perform(
     descs = types.SimpleNamespace(
         q=(Desc("q", (1, ROWS, 1, 64)),), dout=(Desc("dout", (1, ROWS, 1, 64)),), k=(Desc("k", (1, 64, 1, 64)),),
         v=(Desc("v", (1, 64, 1, 64)),), lse=Desc("lse", (1, ROWS)), delta=Desc("delta", (1, ROWS)),
-        bounds=Desc("bounds", (1, 2 * ROWS)), positions=None,
+        seen=(Desc("seen", (1, KEYS)),), positions=None,
     )  # fmt: skip
 
     def ring(kind: str, count: int) -> Ring:
@@ -126,7 +126,8 @@ def perform(
     shared = Tiles(
         k=(ring("k", 4 if several else 2),), v=(ring("v", 2),), q=(ring("q", 2),),
         dout=(ring("dout", 2),), ds=ring("ds", 4), dq=Ring(Tile(play, "dq", c) for c in range(2)),
-        lse=ring("lse", 2), delta=ring("delta", 2), bounds=ring("bounds", 2), positions=(),
+        lse=ring("lse", 2), delta=ring("delta", 2), bounds=(), positions=(),
+        seen=(ring("seen", 4 if several else 2), Ring(Slot() for _ in range(2))),
         kv_full=mbarriers(play, 2), q_full=mbarriers(play, 2), dout_full=mbarriers(play, 2), programs=programs,
     )  # fmt: skip
 
@@ -159,7 +160,9 @@ def perform(
 
     def scores_to_base_2(s, score, keys, tiles, stage, head, layout, cut):
         if cut:
-            assert tiles.bounds.index(stage).load(None).what == (s.queries[1] // ROWS, 0), "intervals of another step"
+            seen, first_query = tiles.seen
+            assert first_query.index(stage).load(None) == [s.queries[1]], "the mask of another step"
+            assert seen.index(keys.which).load(None).what == (2 * keys.tile + keys.C, 0), "the mask of other keys"
         return s
 
     def times(p, dp, dtype):
@@ -208,8 +211,8 @@ def perform(
                 monkeypatch.setattr(module, name, value)
     monkeypatch.setattr(backward_tall.scores, "next_head", lambda alibi, head, inside, steps: (head, inside))
 
-    def keys_of(score, positions, grid, at, first, past, key, layout):
-        return types.SimpleNamespace(C=(key - first) // 64, alibi=(), first=key)
+    def keys_of(score, positions, grid, at, first, past, key, layout, which):
+        return types.SimpleNamespace(C=(key - first) // 64, alibi=(), first=key, which=which, tile=at.tile)
 
     for name, value in dict(
         accumulate=accumulate, wait_sums=wait_sums, scores_to_base_2=scores_to_base_2, store_sums=store_sums,

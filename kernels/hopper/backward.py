@@ -58,6 +58,7 @@ __all__ = ["HEAD_DIMS", "IN_ORDER", "PORTABLE", "backward", "completion_counts",
 PORTABLE = ((512, 512),)  # head dims whose backward runs on the portable kernels
 HEAD_DIMS = ((64, 64), (96, 96), (128, 128), (192, 128), (256, 256))  # of q, k and of v
 PERSISTENT = (64,)  # head dims of q where a CTA takes one program after the other, if dq is added in any order
+MASKS_BY_KEY = (64,)  # head dims of q where cut tiles are hidden by the queries that see each key
 IN_ORDER = (64, 96, 128)  # head dims of q whose dq may be added in a fixed order
 
 
@@ -246,7 +247,7 @@ def _arguments(
     q, k, v, dout, dq, dk = x.q, x.k, x.v, x.dout, x.dq, x.dk
     batch, seq_q, q_heads, dim = q.shape
     kv_heads, dim_v = v.shape[2:]
-    info, bounds, *first = _tables(q, block, x.sums is not None)
+    info, masks, *first = _tables(q, block, x.sums is not None)
     rows, ctas = work.queries_per_step(q), work.ctas_per_tile(q)
     tiles, parts, scale, fold = info.shape[1], split.parts, score.softmax_scale, _folded_scale(q, score)
     fixed = _fixed(q, score)
@@ -267,7 +268,7 @@ def _arguments(
         sweep, None if fixed else changes.inner, *alibi,
     )  # fmt: skip
     constants = dict(BATCHED=info.shape[0] > 1, FOLD=fold > 0.0, REGISTERS=240, num_warps=4, launch_pdl=True)
-    statistics = view(x.lse, (1, rows)), view(x.minus_delta, (1, rows)), view(bounds, (1, 2 * rows))
+    statistics = view(x.lse, (1, rows)), view(x.minus_delta, (1, rows)), view(masks, (1, masks.shape[1]))
 
     def box(tensor: Tensor, columns: int, height: int = BM.value) -> TensorDescriptor | None:
         return view(tensor, (1, height, 1, columns)) if columns else None
@@ -330,7 +331,7 @@ def _variants(x: _Operands, complete: bool) -> list[dict[str, Any]]:
 
 def _tables(q: Tensor, block: Block, ordered: bool) -> tuple[Tensor, ...]:
     table = work.ordered_key_tile_table if ordered else work.key_tile_table
-    return table(block, work.keys_per_tile(q), work.queries_per_step(q), q.device)
+    return table(block, work.keys_per_tile(q), work.queries_per_step(q), q.device, q.shape[-1] in MASKS_BY_KEY)
 
 
 def _positions(q: Tensor, block: Block) -> tuple[Tensor, Tensor]:

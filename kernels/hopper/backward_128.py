@@ -214,6 +214,7 @@ def _start(grid, descs, score, gradients, arrival, order, REGISTERS: gl.constexp
         q_full=pieces.barriers(2),
         dout_full=pieces.barriers(2),
         programs=(),
+        seen=(),
     )
     dq = (pieces.staging_matrix(boxes.dq[0]), pieces.staging_matrix(boxes.dq[1]))
     tiles = pieces.matrices(boxes, dq)
@@ -264,6 +265,7 @@ def kernel(
             bounds=bounds_desc,
             positions=positions_desc,
             dq=(dq_desc, dq_desc if dq_rest_desc is None else dq_rest_desc),
+            seen=(),
         ),
         Score(
             scale_log2, inner if FIXED is None else FIXED, slopes_ptr, slopes_stride, positions_k_ptr,

@@ -48,9 +48,10 @@ class Descriptors(NamedTuple):
     v: tuple
     lse: Any
     delta: Any
-    bounds: Any
+    bounds: Any  # None if masks are by key
     positions: Any  # None without ALiBi
     dq: tuple  # one per consumer, or as the kernel says
+    seen: tuple  # which queries see 64 keys, one descriptor; empty unless masks are by key
 
 
 class Tiles(NamedTuple):
@@ -63,14 +64,16 @@ class Tiles(NamedTuple):
     dout: tuple
     ds: Any  # of both consumers
     dq: Any  # staged, one per consumer
-    lse: Any  # to the base 2, as are delta and bounds in two stages
+    lse: Any  # to the base 2, as are delta, and bounds or the first query, in two stages
     delta: Any  # negative
-    bounds: Any  # the first key that a query sees, and the one past the last
+    bounds: Any  # the first key that a query sees, and the one past the last; () if masks are by key
     positions: tuple  # of the queries, one tensor; empty without ALiBi
     kv_full: Any
     q_full: Any  # of q, lse, bounds and positions
     dout_full: Any  # of dout and delta
     programs: tuple  # see backward_programs.py; empty if a CTA has one
+    # The first query that sees each of 64 keys and the one past the last, and the first one of a step; else empty
+    seen: tuple
 
 
 class Arrival(NamedTuple):
@@ -99,6 +102,7 @@ class Keys(NamedTuple):
     first: gl.tensor
     past: gl.tensor  # the one past the last of the key tile
     alibi: tuple  # see scores.of_keys; empty without ALiBi
+    which: Any = gl.constexpr(0)  # of the tiles of 64 keys whose masks are in shared memory
 
 
 class Gradients(NamedTuple):

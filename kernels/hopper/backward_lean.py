@@ -237,6 +237,7 @@ def _start(grid, descs, score, gradients, arrival, REGISTERS: gl.constexpr):
         q_full=pieces.barriers(2),
         dout_full=pieces.barriers(2),
         programs=(),
+        seen=(),
     )
     tiles = pieces.matrices(boxes, (_staging_matrices(boxes.dq[0]), _staging_matrices(boxes.dq[1])))
     for i in gl.static_range(2):
@@ -279,6 +280,7 @@ def kernel(
             bounds=bounds_desc,
             positions=positions_desc,
             dq=(dq_desc, dq_rest_desc),
+            seen=(),
         ),
         Score(
             scale_log2, inner if FIXED is None else FIXED, slopes_ptr, slopes_stride, positions_k_ptr,

@@ -310,6 +310,7 @@ def _start(grid, descs, score, gradients, arrival, REGISTERS: gl.constexpr):
         q_full=q_full,
         dout_full=dout_full,
         programs=(),
+        seen=(),
     )
     ds_at = offset_of(reinterpret(ds_s.index(0), gl.int32, [DS_BYTES // 4], ROW_L), 0, 1024)
     arrived_at = offset_of(reinterpret(arrived, gl.int32, [4], ROW_L), SMALL_AT, 16)
@@ -355,6 +356,7 @@ def kernel(
             bounds=bounds_desc,
             positions=positions_desc,
             dq=(dq_desc,),
+            seen=(),
         ),
         Score(
             scale_log2, inner if FIXED is None else FIXED, slopes_ptr, slopes_stride, positions_k_ptr,

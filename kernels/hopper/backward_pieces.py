@@ -20,6 +20,7 @@ from .primitives import (
     buffer_of,
     exchange_blocks,
     fence_async_global,
+    hide_columns,
     look_at,
     raise_counter,
     raise_when_sent,
@@ -80,12 +81,17 @@ def place_of(grid, program):
     if (grid.descending is not None) and keys_descend(grid, program):
         tile = grid.tiles - 1 - tile
     batch = row // (grid.parts * grid.kv_heads)
-    described = tile
+    info = grid.info_ptr + _described(grid, batch, tile) * INFO
+    return Place(program, row, tile, batch, row // grid.parts % grid.kv_heads, row % grid.parts, info)
+
+
+@gluon.jit
+def _described(grid, batch, tile):
+    """Return which description is that of a key tile."""
+    row = tile
     if grid.BATCHED:
-        described += batch * grid.tiles
-    return Place(
-        program, row, tile, batch, row // grid.parts % grid.kv_heads, row % grid.parts, grid.info_ptr + described * INFO
-    )
+        row += batch * grid.tiles
+    return row
 
 
 @gluon.jit
@@ -324,7 +330,7 @@ def _send_dq(
 @gluon.jit
 def producer(grid, descs, tiles, arrival, q_free: gl.constexpr, dout_free: gl.constexpr):
     """Load K and V, in as many tiles of 64 keys as ``kv_full`` has barriers, then the queries."""
-    KV_BYTES: gl.constexpr = _bytes(descs.k) + _bytes(descs.v)
+    BYTES: gl.constexpr = _bytes(descs.k) + _bytes(descs.v) + _bytes(descs.seen)
     KEY_TILES: gl.constexpr = tiles.kv_full.shape[0]
     at = place(grid)
     first = gl.load(at.info)
@@ -332,18 +338,36 @@ def producer(grid, descs, tiles, arrival, q_free: gl.constexpr, dout_free: gl.co
     wait_for_keys(arrival, grid, at)
     for c in gl.static_range(KEY_TILES):
         full = tiles.kv_full.index(c)
-        mbarrier.expect(full, KV_BYTES)
+        mbarrier.expect(full, BYTES)
         _load_pieces(descs.k, [at.batch, first + c * (BN // 2), at.kv_head], full, tiles.k, c)
+        _load_seen(descs, tiles, full, grid, at, c, c)
         _load_pieces(descs.v, [at.batch, first + c * (BN // 2), at.kv_head], full, tiles.v, c)
     load_queries(grid, at, visits, descs, tiles, q_free, dout_free)
 
 
 @gluon.jit
-def load_keys(desc, tiles, full, grid, at, first, i):
-    """Load the keys or values of a program, those from ``first`` on, into tiles i and i + 1 of 64 of them."""
-    mbarrier.expect(full, 2 * _bytes(desc))
+def _load_seen(descs, tiles, full, grid, at, half, i):
+    """Load which queries see the keys of half of a key tile, for those of tile i."""
+    if len(descs.seen) > 0:
+        row = _described(grid, at.batch, at.tile) * 2 + half
+        async_load(descs.seen[0], [row, 0], full, tiles.seen[0].index(i))
+
+
+@gluon.jit
+def load_k(descs, tiles, full, grid, at, first, i):
+    """Load the keys of a program, those from ``first`` on, into tiles i and i + 1 of 64 of them."""
+    mbarrier.expect(full, 2 * (_bytes(descs.k) + _bytes(descs.seen)))
     for c in gl.static_range(2):
-        _load_pieces(desc, [at.batch, first + c * (BN // 2), at.kv_head], full, tiles, i + c)
+        _load_pieces(descs.k, [at.batch, first + c * (BN // 2), at.kv_head], full, tiles.k, i + c)
+        _load_seen(descs, tiles, full, grid, at, c, i + c)
+
+
+@gluon.jit
+def load_v(descs, tiles, full, at, first):
+    """Load the values of a program, into tiles 0 and 1."""
+    mbarrier.expect(full, 2 * _bytes(descs.v))
+    for c in gl.static_range(2):
+        _load_pieces(descs.v, [at.batch, first + c * (BN // 2), at.kv_head], full, tiles.v, c)
 
 
 @gluon.jit
@@ -412,7 +436,7 @@ def _row(j, head, grid, at):
 
 @gluon.jit
 def load_q(i, j, head, cut_steps, late_steps, stage, grid, at, descs, tiles):
-    """Load Q and lse of step i of a program, with ALiBi the positions, and the intervals of a cut tile."""
+    """Load Q and lse of step i of a program, with ALiBi the positions, and what :func:`hide` reads of a cut tile."""
     ROWS: gl.constexpr = descs.lse.block_type.shape[1]
     BYTES: gl.constexpr = _bytes(descs.q) + descs.lse.block_type.nbytes
     POSITIONS: gl.constexpr = 0 if descs.positions is None else descs.positions.block_type.nbytes
@@ -423,7 +447,12 @@ def load_q(i, j, head, cut_steps, late_steps, stage, grid, at, descs, tiles):
     if grid.descending is not None:
         cut |= i >= late_steps
     full = tiles.q_full.index(stage)
-    if cut:
+    if len(descs.seen) > 0:
+        if cut:
+            first_query = gl.full([1], j * ROWS, gl.int32, gl.BlockedLayout([1], [32], [1], [0]))
+            tiles.seen[1].index(stage).store(first_query)
+        mbarrier.expect(full, BYTES + POSITIONS)
+    elif cut:
         mbarrier.expect(full, BYTES + POSITIONS + descs.bounds.block_type.nbytes)
         async_load(descs.bounds, [bounds_row + j, 0], full, tiles.bounds.index(stage))
     else:
@@ -445,23 +474,32 @@ def load_dout(j, head, stage, grid, at, descs, tiles):
 
 
 @gluon.jit
-def keys_of(score, positions, grid, at, first, past, key, S_L: gl.constexpr):
-    """Return the :class:`Keys` from ``key`` on; the key tile has the keys from ``first`` to before ``past``."""
+def keys_of(score, positions, grid, at, first, past, key, S_L: gl.constexpr, which=0):
+    """Return the :class:`Keys` from ``key`` on, of a key tile that has those from ``first`` to before ``past``."""
     alibi = ()
     if score.slopes_ptr is not None:
         alibi = (score.slopes_ptr, score.slopes_stride, score.positions_k_ptr, positions[0])  # type: ignore[assignment]
     first_head = (at.kv_head * grid.parts + at.part) * grid.heads
-    return Keys(key, past, scores.of_keys(alibi, at.batch, first_head, first, past, key, S_L))
+    return Keys(key, past, scores.of_keys(alibi, at.batch, first_head, first, past, key, S_L), which)
 
 
 @gluon.jit
 def hide(s, tiles, stage, keys, S_L: gl.constexpr, HIDDEN: gl.constexpr = float("-inf")):
-    """Return s, whose rows are keys, with ``HIDDEN`` where a query of this stage does not see the key."""
-    from_key = tiles.bounds.index(2 * stage).load(gl.SliceLayout(0, S_L))
-    to_key = gl.minimum(tiles.bounds.index(2 * stage + 1).load(gl.SliceLayout(0, S_L)), keys.past)
-    key = gl.arange(0, BN // 2, gl.SliceLayout(1, S_L)) + keys.first
-    seen = (key[:, None] >= from_key[None, :]) & (key[:, None] < to_key[None, :])
-    return gl.where(seen, s, HIDDEN)
+    """Return s, whose rows are keys, with ``HIDDEN`` where a query of this stage does not see the key: by the interval
+    of keys that each query sees, or of queries that see each key."""
+    if len(tiles.seen) > 0:
+        seen, first_query = tiles.seen
+        first = gl.sum(first_query.index(stage).load(gl.BlockedLayout([1], [32], [4], [0])), axis=0)
+        begin = seen.index(2 * keys.which).load(gl.SliceLayout(1, S_L))
+        end = seen.index(2 * keys.which + 1).load(gl.SliceLayout(1, S_L))
+        s = hide_columns(s, begin - first, end - first, HIDDEN)
+    else:
+        from_key = tiles.bounds.index(2 * stage).load(gl.SliceLayout(0, S_L))
+        to_key = gl.minimum(tiles.bounds.index(2 * stage + 1).load(gl.SliceLayout(0, S_L)), keys.past)
+        key = gl.arange(0, BN // 2, gl.SliceLayout(1, S_L)) + keys.first
+        visible = (key[:, None] >= from_key[None, :]) & (key[:, None] < to_key[None, :])
+        s = gl.where(visible, s, HIDDEN)
+    return s
 
 
 @gluon.jit
@@ -690,6 +728,12 @@ def rows(desc, COUNT: gl.constexpr = 2):
 
 
 @gluon.jit
+def numbers(COUNT: gl.constexpr = 2):
+    """Allocate shared memory for ``COUNT`` numbers."""
+    return gl.allocate_shared_memory(gl.int32, [COUNT, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+
+
+@gluon.jit
 def barriers(COUNT: gl.constexpr = 2):
     """Allocate mbarriers."""
     return gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
@@ -719,6 +763,11 @@ def _vectors(x, WIDTH: gl.constexpr):
 def matrices(tiles, dq):
     """Return the tiles as consumers use them: matrices for products, rows of one number per query, and ``dq``."""
     ROWS: gl.constexpr = tiles.lse.shape[2]
+    bounds, seen = tiles.bounds, tiles.seen
+    if len(tiles.seen) == 0:
+        bounds = _vectors(tiles.bounds, ROWS)
+    else:
+        seen = _vectors(tiles.seen[0], BN // 2), tiles.seen[1]
     return Tiles(
         k=_matrices(tiles.k),
         v=_matrices(tiles.v),
@@ -729,7 +778,8 @@ def matrices(tiles, dq):
         lse=_vectors(tiles.lse, ROWS),
         delta=_vectors(tiles.delta, ROWS),
         positions=() if len(tiles.positions) == 0 else (_vectors(tiles.positions[0], ROWS),),
-        bounds=_vectors(tiles.bounds, ROWS),
+        bounds=bounds,
+        seen=seen,
         kv_full=tiles.kv_full,
         q_full=tiles.q_full,
         dout_full=tiles.dout_full,

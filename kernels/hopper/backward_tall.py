@@ -7,20 +7,25 @@ product, which limit the speed at a head dim of 64. One query tile a step::
     consumers 0, 1  dP^T = V dO^T  under  P = exp2(S^T c - lse), in 16 bits ; dV += P dO ; dS = P (dP^T - delta), to
                     shared memory ; dQ of the step before ; dK += dS Q ; S^T of the step after ; then dQ to shared
                     memory
-    producer        one warp: K, V, then Q, lse (and start, end of cut tiles), dO, delta of every step by TMA
+    producer        one warp: K, V, which queries see each key, then Q, lse, dO, delta of every step by TMA
     writers 0, 1    one warp each: add the staged half of dQ to global memory, float32, by TMA
 
 * K and V are read from shared memory: with 128 queries a product of 64 keys has enough to do for that, and there are no
   registers for them.
 * P stays in 16 bits, two to a register, and dS is made of it, with one more rounding than at head dim 128.
 * Consumer 0 makes dQ of the first 64 queries and consumer 1 of the others, both from all 128 keys.
+* A cut tile is hidden by key: intervals do not decrease, so that a key is seen by an interval of queries, too. Keys are
+  the rows of S^T, and ``primitives.hide_columns`` hides the columns of a row by two numbers, as in the forward; by
+  queries each element would be compared with two. The two numbers of each key come with K, and the first query of a
+  cut step is stored by the producer. At other head dims this has been tried, and nothing was faster (NOTES.md).
 * There are two buffers of dS. So a consumer signals that its half is written only after it has also read the dS of the
   step before, which the other one overwrites next.
 
 With queries that see few keys, the beginning and the end of a program take longer than its steps. So a CTA takes one
 program after the other (backward_programs.py), and its steps are counted through all of them::
 
-    producer        K of the next program, in the other of two buffers, while this one has its last steps
+    producer        K of the next program, in the other of two buffers, while this one has its last steps; the number
+                    of the next program when these have been loaded, or before, if there are few
     consumers       dQ of the last step ; the first S^T of the next program, while dv and dk are stored, which is
                     while dQ of the step before is sent
     writers         the last dQ during the first step of the next program
@@ -53,6 +58,8 @@ from .primitives import barrier_arrive, barrier_sync, multiply_pairs, round_pair
 
 ROWS = gl.constexpr(128)  # queries of a step
 HALF = gl.constexpr(64)  # a consumer's keys, and the queries whose dQ it makes
+ENOUGH_STEPS = gl.constexpr(3)  # of a program, to take the next one in
+LAST_WAVES = gl.constexpr(4)  # programs for each CTA that are taken as late as possible
 DS_READY, Q_FREE, DO_FREE, DQ_STAGED, DQ_SENT = (gl.constexpr(i) for i in (4, 8, 10, 12, 14))
 
 
@@ -187,7 +194,7 @@ def _consumer_of_one(C: gl.constexpr, grid, tiles, score, gradients):
     steps, cut_steps, late_steps, _, _ = pieces.visits_of(at, grid)
     dk = pieces.zero_sums(tiles.k)
     dv = pieces.zero_sums(tiles.v)
-    keys = pieces.keys_of(score, tiles.positions, grid, at, first, past, first + C * HALF, S_L)
+    keys = pieces.keys_of(score, tiles.positions, grid, at, first, past, first + C * HALF, S_L, C)
     _begin(C, tiles.k[0].dtype, tiles, S_L)
     mbarrier.wait(tiles.kv_full.index(C), 0)
     mbarrier.wait(tiles.kv_full.index(1 - C), 0)
@@ -225,7 +232,7 @@ def _consumer(C: gl.constexpr, EARLY: gl.constexpr, grid, tiles, score, gradient
         last, full = i + steps - 1, i + cut_steps
         dk = pieces.zero_sums(tiles.k)
         dv = pieces.zero_sums(tiles.v)
-        keys = pieces.keys_of(score, tiles.positions, grid, at, first, past, first + C * HALF, S_L)
+        keys = pieces.keys_of(score, tiles.positions, grid, at, first, past, first + C * HALF, S_L, _keys_at(C, n))
         mbarrier.wait(tiles.programs.v_full.index(0), n & 1)
         s, dk, dv = _walk(C, True, i, full, i, last, n, s, dk, dv, tiles, score, keys, grid.heads, False)
         s, dk, dv = _walk(C, False, full, last + 1, i, last, n, s, dk, dv, tiles, score, keys, grid.heads, False)
@@ -292,11 +299,17 @@ def _producer(grid, descs, tiles, arrival):
         steps, cut_steps, j, onward = pieces.visit_order(at.info, grid.heads)
         pieces.wait_for_keys(arrival, grid, at)
         mbarrier.wait(tiles.programs.k_free.index(n & 1), ((n >> 1) & 1) ^ 1)
-        pieces.load_keys(descs.k, tiles.k, tiles.kv_full.index(n & 1), grid, at, first, _keys_at(0, n))
+        pieces.load_k(descs, tiles, tiles.kv_full.index(n & 1), grid, at, first, _keys_at(0, n))
         if n == 0:
-            pieces.load_keys(descs.v, tiles.v, tiles.programs.v_full.index(0), grid, at, first, 0)
+            pieces.load_v(descs, tiles, tiles.programs.v_full.index(0), at, first)
         wait_for_launch_before()  # which makes lse, delta, and zeros in dq, which is added to after these loads
         head = pieces.first_head_of(grid, at)
+        # The steps whose loads have been issued hide the time that the counter takes, unless there are few of them. The
+        # last programs are taken late, by the CTA that is free first.
+        early = (steps < ENOUGH_STEPS) & (program + LAST_WAVES * gl.num_programs(0) < total)
+        following = total
+        if early:
+            following = take(grid, total)
         for i in range(0, steps):
             stage = g & 1
             pieces.load_dout(j, head, stage, grid, at, descs, tiles)
@@ -306,11 +319,13 @@ def _producer(grid, descs, tiles, arrival):
             if g >= 1:
                 barrier_sync(DO_FREE + 1 - stage, LOADERS, warps=1)  # for dO of the next step
             if (i == 0) & (n > 0):
-                pieces.load_keys(descs.v, tiles.v, tiles.programs.v_full.index(0), grid, at, first, 0)
+                pieces.load_v(descs, tiles, tiles.programs.v_full.index(0), at, first)
             j, head = pieces.next_tile(i, j, head, cut_steps, grid.heads, onward)
             g += 1
         n += 1
-        program = take(grid, total)
+        program = following
+        if not early:
+            program = take(grid, total)
         announce(tiles.programs, n, program, total)
 
 
@@ -330,12 +345,13 @@ def _start(grid, descs, score, gradients, arrival, order, REGISTERS: gl.constexp
         dq=(pieces.allocate_staging(descs.dq[0]), pieces.allocate_staging(descs.dq[0])),
         lse=pieces.rows(descs.lse),
         delta=pieces.rows(descs.delta),
-        bounds=pieces.rows(descs.bounds),
+        bounds=(),
         positions=() if descs.positions is None else (pieces.rows(descs.positions),),
         kv_full=pieces.barriers(2),
         q_full=pieces.barriers(2),
         dout_full=pieces.barriers(2),
         programs=allocate_programs() if SEVERAL else (),
+        seen=(pieces.rows(descs.seen[0], 4 if SEVERAL else 2), pieces.numbers()),
     )
     dq = (pieces.staging_matrix(boxes.dq[0]), pieces.staging_matrix(boxes.dq[1]))
     tiles = pieces.matrices(boxes, dq)
@@ -374,7 +390,7 @@ def _start(grid, descs, score, gradients, arrival, order, REGISTERS: gl.constexp
 
 @gluon.jit(do_not_specialize=pieces.NUMBERS)
 def kernel(
-    q_desc, dout_desc, k_desc, v_desc, lse_desc, delta_desc, bounds_desc, dq_desc,
+    q_desc, dout_desc, k_desc, v_desc, lse_desc, delta_desc, seen_desc, dq_desc,
     dk_ptr, dv_ptr, last_dk_ptr, last_dv_ptr, info_ptr, heads, tiles, kv_heads, parts, batches,
     stride_b, stride_s, stride_h, q_tiles, scale_log2, dk_scale, dv_scale,
     flags_ptr, epoch, timed_out_ptr, turns_ptr, counters_ptr, segments, sweep,
@@ -390,7 +406,8 @@ def kernel(
             counter_ptr=counter_ptr,
         ),
         Descriptors(
-            (q_desc,), (dout_desc,), (k_desc,), (v_desc,), lse_desc, delta_desc, bounds_desc, positions_desc, (dq_desc,)
+            (q_desc,), (dout_desc,), (k_desc,), (v_desc,), lse_desc, delta_desc, None, positions_desc, (dq_desc,),
+            (seen_desc,),
         ),
         Score(
             scale_log2, inner if FIXED is None else FIXED, slopes_ptr, slopes_stride, positions_k_ptr,

@@ -228,6 +228,7 @@ def _start(grid, descs, score, gradients, arrival, DO_STAGES: gl.constexpr, REGI
         q_full=pieces.barriers(2),
         dout_full=pieces.barriers(2),
         programs=(),
+        seen=(),
     )
     dq = (pieces.staging_matrix(boxes.dq[0]), pieces.staging_matrix(boxes.dq[1]))
     tiles = pieces.matrices(boxes, dq)
@@ -271,6 +272,7 @@ def kernel(
             bounds=bounds_desc,
             positions=positions_desc,
             dq=(dq_desc,),
+            seen=(),
         ),
         Score(
             scale_log2, inner if FIXED is None else FIXED, slopes_ptr, slopes_stride, positions_k_ptr,

@@ -133,7 +133,7 @@ def scale_pairs(x, factor, dtype: gl.constexpr):
 
 
 @gluon.constexpr_function
-def _hide_asm(count):
+def _hide_asm(count, hidden):
     """Return the PTX of :func:`hide_columns`. A thread has columns 2 (lane % 4) + {0, 1} of each eight of two rows. Of
     each row it makes the number of its columns before the start and before the end, then a bit for each it sees."""
 
@@ -151,9 +151,10 @@ def _hide_asm(count):
         for row in range(2)
     )
     all_seen = (1 << count // 2) - 1
+    number = {float("-inf"): "0fFF800000", float("inf"): "0f7F800000"}.get(hidden, str(hidden))
     hide = "".join(
         f"and.b32 bit, seen{i // 2 % 2}, {1 << (i // 4 * 2 + i % 2)}; setp.eq.u32 hidden, bit, 0; "
-        f"@hidden mov.b32 ${i}, 0fFF800000; "
+        f"@hidden mov.f32 ${i}, {number}; "
         for i in range(count)
     )
     return (
@@ -170,12 +171,12 @@ def _hide_constraints(count):
 
 
 @gluon.jit
-def hide_columns(x, start, end):
+def hide_columns(x, start, end, HIDDEN: gl.constexpr = float("-inf")):
     """``VOTE.ANY; BRA`` over an ``R2P`` for seven elements and a ``SEL`` for each: set the accumulator of a wgmma to
-    -inf outside of the columns ``[start, end)`` of each row (int32, relative to the tile's first column). A warp with
-    nothing to hide skips it; comparisons of tensors cost five instructions per element."""
+    ``HIDDEN`` outside of the columns ``[start, end)`` of each row (int32, relative to the tile's first column). A warp
+    with nothing to hide skips it; comparisons of tensors cost five instructions per element."""
     COUNT: gl.constexpr = x.shape[1] // 2
-    ASM: gl.constexpr = _hide_asm(COUNT)
+    ASM: gl.constexpr = _hide_asm(COUNT, HIDDEN)
     CONSTRAINTS: gl.constexpr = _hide_constraints(COUNT)
     L: gl.constexpr = gl.SliceLayout(1, x.type.layout)
     starts, _ = gl.broadcast(gl.convert_layout(start, L)[:, None], x)

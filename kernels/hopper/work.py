@@ -276,20 +276,25 @@ def order_of_sums(q: Tensor, k: Tensor, v: Tensor, block: Block, split: Split, t
     return OrderOfSums(next((n for n in sizes if n >= least), heads), 0)
 
 
-def key_tile_table(block: Block, keys: int, queries: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return descriptions of the tiles of ``keys`` keys, most work first, and the intervals of each tile of queries.
+def key_tile_table(
+    block: Block, keys: int, queries: int, device: torch.device, by_key: bool = False
+) -> tuple[Tensor, Tensor]:
+    """Return descriptions of the tiles of ``keys`` keys, most work first, and the masks of cut tiles: the intervals of
+    each tile of queries, or ``by_key`` those of keys.
 
     A description, (batch or 1, tiles, 8) int32: first and past-the-last key, then in query tiles ``begin, end`` (at
     least one), ``full_begin, full_end`` (empty if the tile has fewer keys: all must be masked), the full tile to start
     with, and the group of the keys. Intervals: (batch or 1 times query tiles, 2 x queries) int32, empty for padding
-    rows.
+    rows. Those of keys: (batch or 1 times tiles times keys / 64, 2 x 64) int32, the first query that sees each of 64
+    keys, and the one past the last; empty for keys past the last of the tile.
     """
-    info, bounds = block.on(device, ("hopper key tiles", keys, queries), lambda: _key_tile_table(block, keys, queries))
-    return info, bounds
+    key = "hopper key tiles", keys, queries, by_key
+    info, masks = block.on(device, key, lambda: _key_tile_table(block, keys, queries, by_key))
+    return info, masks
 
 
 def ordered_key_tile_table(
-    block: Block, keys: int, queries: int, device: torch.device
+    block: Block, keys: int, queries: int, device: torch.device, by_key: bool = False
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the same tables for a backward that adds to dQ in the order of the keys or in the opposite one, and the
     first and the last key tile that adds to each tile of queries, (batch or 1, 2, query tiles) int32. Key tiles are in
@@ -297,7 +302,7 @@ def ordered_key_tile_table(
     sees, or -1."""
 
     def make() -> tuple[Tensor, Tensor, Tensor]:
-        info, bounds = _key_tile_table(block, keys, queries, ordered=True)
+        info, masks = _key_tile_table(block, keys, queries, by_key, ordered=True)
         span = block.key_tiles(queries, keys).span // queries
         begin, end = span[..., 0], span[..., 3]
         # Intervals do not decrease: a tile of queries is behind the end of its first key tiles, before the beginning
@@ -308,10 +313,10 @@ def ordered_key_tile_table(
         counts[:, 1].scatter_add_(1, begin.long(), seen)
         ends = counts.cumsum(2, dtype=torch.int32)[..., :-1].contiguous()
         ends[:, 1] -= 1
-        return info, bounds, ends
+        return info, masks, ends
 
-    info, bounds, ends = block.on(device, ("hopper key tiles in order", keys, queries), make)
-    return info, bounds, ends
+    info, masks, ends = block.on(device, ("hopper key tiles in order", keys, queries, by_key), make)
+    return info, masks, ends
 
 
 def tiles_of_groups(block: Block, keys: int) -> list[int]:
@@ -320,7 +325,9 @@ def tiles_of_groups(block: Block, keys: int) -> list[int]:
     return [sum(itertools.islice(tiles, count)) for count in block.groups_k]
 
 
-def _key_tile_table(block: Block, keys: int, queries: int, ordered: bool = False) -> tuple[Tensor, Tensor]:
+def _key_tile_table(
+    block: Block, keys: int, queries: int, by_key: bool, ordered: bool = False
+) -> tuple[Tensor, Tensor]:
     key_tiles = block.key_tiles(queries, keys)
     span = key_tiles.span // queries
     batches, tiles = span.shape[:2]
@@ -345,8 +352,28 @@ def _key_tile_table(block: Block, keys: int, queries: int, ordered: bool = False
         order = torch.argsort(begin - end, dim=1, stable=True)
         info = info.gather(1, order[..., None].expand_as(info))
     info = info.to(torch.int32).contiguous()
-    q_tiles = -(-block.seq_q // queries)
-    bounds = info.new_zeros(batches, 2, q_tiles * queries)
+    return info, _intervals_of_keys(block, info, keys) if by_key else _intervals_of_queries(block, queries)
+
+
+def _intervals_of_queries(block: Block, queries: int) -> Tensor:
+    """Return which keys the queries of each tile see, see :func:`key_tile_table`."""
+    batches, tiles = block.start.shape[0], -(-block.seq_q // queries)
+    bounds = torch.zeros(batches, 2, tiles * queries, dtype=torch.int32, device=block.start.device)
     bounds[:, 0, : block.seq_q], bounds[:, 1, : block.seq_q] = block.start, block.end
-    bounds = bounds.view(batches, 2, q_tiles, queries).transpose(1, 2).reshape(batches * q_tiles, 2 * queries)
-    return info, bounds.contiguous()
+    return bounds.view(batches, 2, tiles, queries).transpose(1, 2).reshape(batches * tiles, 2 * queries).contiguous()
+
+
+def _intervals_of_keys(block: Block, info: Tensor, keys: int) -> Tensor:
+    """Return which queries see the keys of each tile, see :func:`key_tile_table`. As intervals do not decrease, key n
+    is seen by the queries from the first one with ``end > n`` to the last one with ``start <= n``."""
+    batches, half = len(info), BN.value // 2
+    sides = torch.stack([block.end, block.start], 1)
+    counts = sides.new_zeros(batches, 2, block.seq_k + 1)
+    counts.scatter_add_(2, sides.long(), torch.ones_like(sides))
+    seen = counts.cumsum(2, dtype=torch.int32)[..., :-1]
+    key = info[..., :1] + torch.arange(keys, dtype=torch.int32, device=info.device)
+    inside = (key < info[..., 1:2])[:, None]
+    at = key.clamp(max=block.seq_k - 1).long()[:, None].expand(-1, 2, -1, -1)
+    of_tiles = seen[:, :, None].expand(-1, -1, info.shape[1], -1).gather(3, at)
+    of_tiles = torch.where(inside, of_tiles, 0).view(batches, 2, -1, half)
+    return of_tiles.transpose(1, 2).reshape(-1, 2 * half).contiguous()
