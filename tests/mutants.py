@@ -355,6 +355,27 @@ MUTANTS = (
         "tests/test_hopper_backward_protocol.py -k short",
     ),
     Mutant(
+        "hopper backward: cut tiles are not masked",
+        "kernels/hopper/backward_tall.py",
+        "s, dk, dv = _walk(C, True, i, full, i, last, n,",
+        "s, dk, dv = _walk(C, False, i, full, i, last, n,",
+        "tests/test_hopper_backward_protocol.py -k causal",
+    ),
+    Mutant(
+        "hopper backward: the work counter does not end at zero",
+        "kernels/hopper/backward_tall.py",
+        "        announce(tiles.programs, n, program, total)\n\n",
+        "        announce(tiles.programs, n, program, total)\n    take(grid, total, WAIT)\n\n",
+        "tests/test_hopper_backward_protocol.py -k short",
+    ),
+    Mutant(
+        "hopper backward: announces a program before its number is there",
+        "kernels/hopper/backward_programs.py",
+        "    programs.numbers.index(n % SLOTS).store(number)\n    mbarrier.arrive(programs.full.index(n % SLOTS), count=1)\n",
+        "    mbarrier.arrive(programs.full.index(n % SLOTS), count=1)\n    programs.numbers.index(n % SLOTS).store(number)\n",
+        "tests/test_hopper_backward_protocol.py -k documents",
+    ),
+    Mutant(
         "hopper backward: hides by the queries that see the other half of the keys",
         "kernels/hopper/backward_pieces.py",
         "_described(grid, at.batch, at.tile) * 2 + half\n",

@@ -7,7 +7,7 @@ import random
 import threading
 import time
 from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 PATIENCE = 10.0  # seconds in one wait; all of a play takes about one
@@ -24,6 +24,7 @@ class Play:
         self.completed: dict[int, int] = {}  # completed phases of a named barrier
         self.held: dict[tuple[str, int], Any] = {}  # tiles; None while a copy is under way
         self.copies = ThreadPoolExecutor(8)
+        self.of_copies: list[Future[None]] = []
         self.local = threading.local()  # products in flight, of a worker
         self.failed = False
 
@@ -81,7 +82,7 @@ class Play:
             else:
                 full.arrive()
 
-        self.copies.submit(complete)
+        self.of_copies.append(self.copies.submit(complete))
 
     def read(self, *tiles: tuple[str, int]) -> list[Any]:
         """Begin a product of these tiles, or a copy of one out of shared memory."""
@@ -128,6 +129,8 @@ class Play:
         self.copies.shutdown()
         if problems:
             raise problems[0]
+        for copy in self.of_copies:
+            copy.result()  # raises what it has raised
         assert not any(thread.is_alive() for thread in threads)
 
 
@@ -178,11 +181,14 @@ def mbarriers(play: Play, number: int, count: int = 1) -> Ring:
 class Slot:
     """A few numbers in shared memory."""
 
-    def __init__(self) -> None:
+    def __init__(self, play: Play) -> None:
+        self.play = play
         self.numbers: list[int] = []
 
     def load(self, _: object) -> list[int]:
+        self.play.pause()
         return list(self.numbers)
 
     def store(self, numbers: Iterable[int]) -> None:
+        self.play.pause()
         self.numbers = list(numbers)

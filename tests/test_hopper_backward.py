@@ -47,7 +47,7 @@ from ringattn.kernels.delta import row_delta
 from ringattn.kernels.hopper import backward as hopper_backward
 from ringattn.kernels.hopper import backward_pair as pair
 from ringattn.kernels.hopper import backward_pieces as pieces
-from ringattn.kernels.hopper import limits, work
+from ringattn.kernels.hopper import backward_tall, limits, work
 from ringattn.kernels.hopper import primitives as hopper_primitives
 from ringattn.kernels.hopper.backward_arguments import Gradients, Grid, Order
 from ringattn.kernels.hopper.tensor_maps import readable
@@ -154,8 +154,8 @@ def test_compiles_without_serialized_products(dims, dtype, copies, parts, change
     boxes = 4 if dim == 64 or pairs else 4 * dim // 128
     again = boxes // 2 if pairs else boxes  # the last step of a writer that waits for its turn may have its own code
     assert report["reduces"] in ([boxes] if parts == 1 else [boxes, boxes + again])
-    takes = [x for x in report["turns"] if "ATOMG.E.INC" in x]  # of the next program, early or late
-    assert len(takes) == (2 if dim in hopper_backward.PERSISTENT else 0)
+    takes = [x for x in report["turns"] if "ATOMG.E.INC" in x]  # of the next program, early or late, and of the first
+    assert len(takes) == ((2 if parts == 1 else 3) if dim in hopper_backward.PERSISTENT else 0)
     report["turns"] = [x for x in report["turns"] if x not in takes]
     turns = collections.Counter("RED" in x for x in report["turns"])
     # Of each writer a word, and of each that lets a consumer store a look and a loop of looks.
@@ -806,9 +806,13 @@ def test_no_races_of_parts_in_turns(dims, monkeypatch):
 @needs_hopper
 @pytest.mark.parametrize("length", [60, 128, 300])
 def test_no_races_of_many_short_programs(length):
-    """Of one step to three each, several for each CTA, and the work counter is left as it was."""
-    mask = functools.partial(documents, lengths=(length,) * (6000 // length) + (6000 % length,))
-    repeat(mask, (64, 64), 6000, 16, 8, 300)
+    """Several for each CTA, some of which take the next one early; and the work counter is left as it was."""
+    mask, seq, heads = functools.partial(documents, lengths=(length,) * (12000 // length + 1)), 12000, 16
+    info, _ = work.key_tile_table(make_block(*mask(seq, seq), seq), 128, 128, torch.device("cpu"))
+    processors = torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count
+    assert info.shape[1] * heads > 2 * backward_tall.LAST_WAVES.value * processors
+    assert ((info[..., 3] - info[..., 2]) < backward_tall.ENOUGH_STEPS.value).any()
+    repeat(mask, (64, 64), seq, heads, heads, 100)
     assert not work_counter(torch.device("cuda", torch.cuda.current_device())).any()
 
 

@@ -17,6 +17,7 @@ pytest.importorskip("triton")
 
 from kernel_contract import causal, documents, full, make_block, padding, window
 from play import Play, Ring, Slot, mbarriers
+from triton.language import constexpr
 from triton.runtime.jit import JITFunction
 
 from ringattn.kernels.hopper import backward_pieces, backward_programs, backward_tall, work
@@ -98,6 +99,8 @@ def perform(
     info = table(block, KEYS, ROWS, torch.device("cpu"))[0]
     tiles, kv_heads, q_tiles = info.shape[1], HEADS // heads, -(-seq // ROWS)
     numbers = info.flatten().tolist()
+    key = torch.arange(seq)
+    visible = (block.start[0, :, None] <= key) & (key < block.end[0, :, None])
     total = tiles * kv_heads if several else 1
     play = Play(seed)
     play.sizes = {"producer": 32, "writer 0": 32, "writer 1": 32}
@@ -121,13 +124,13 @@ def perform(
     programs: Any = ()
     if several:
         programs = Programs(
-            Ring(Slot() for _ in range(4)), mbarriers(play, 4), mbarriers(play, 2, 2), mbarriers(play, 1)
+            Ring(Slot(play) for _ in range(4)), mbarriers(play, 4), mbarriers(play, 2, 2), mbarriers(play, 1)
         )  # fmt: skip
     shared = Tiles(
         k=(ring("k", 4 if several else 2),), v=(ring("v", 2),), q=(ring("q", 2),),
         dout=(ring("dout", 2),), ds=ring("ds", 4), dq=Ring(Tile(play, "dq", c) for c in range(2)),
         lse=ring("lse", 2), delta=ring("delta", 2), bounds=(), positions=(),
-        seen=(ring("seen", 4 if several else 2), Ring(Slot() for _ in range(2))),
+        seen=(ring("seen", 4 if several else 2), Ring(Slot(play) for _ in range(2))),
         kv_full=mbarriers(play, 2), q_full=mbarriers(play, 2), dout_full=mbarriers(play, 2), programs=programs,
     )  # fmt: skip
 
@@ -163,6 +166,10 @@ def perform(
             seen, first_query = tiles.seen
             assert first_query.index(stage).load(None) == [s.queries[1]], "the mask of another step"
             assert seen.index(keys.which).load(None).what == (2 * keys.tile + keys.C, 0), "the mask of other keys"
+        else:
+            rows, columns = (slice(first, first + n) for first, n in ((s.queries[1], ROWS), (keys.first, 64)))
+            assert visible[rows, columns].all(), "what is hidden is not masked"
+            assert keys.first + 64 <= keys.past, "keys of another tile are not masked"
         return s
 
     def times(p, dp, dtype):
@@ -195,24 +202,28 @@ def perform(
     )  # fmt: skip
     names = dict(
         gl=gl, mbarrier=mbarrier, barrier_sync=play.barrier_sync, barrier_arrive=play.barrier_arrive,
-        warpgroup_mma=multiply, warpgroup_mma_wait=waited, fence_async_shared=lambda: None, ROWS=ROWS, HALF=64, BM=64,
-        BN=KEYS, INFO=8, SLOTS=4, LOADERS=288, PAIR=256, STAGING=160, DS_READY=4, Q_FREE=8, DO_FREE=10, DQ_STAGED=12,
-        DQ_SENT=14, wait_for_launch_before=lambda: None, take_number=lambda *_: next(taken), async_load=async_load,
+        warpgroup_mma=multiply, warpgroup_mma_wait=waited, fence_async_shared=lambda: None, async_load=async_load,
+        wait_for_launch_before=lambda: None, take_number=lambda *_: next(taken),
         buffer_of=lambda i, n: (i % n, i // n & 1), round_pairs=lambda x, _: x, multiply_pairs=times,
         tma_reduce_add=reduce_add, tma=types.SimpleNamespace(store_wait=play.wait),
         _bytes=lambda desc: sum(x.block_type.nbytes for x in desc),
     )  # fmt: skip
+    staged, sent_at, q_free, dout_free = (
+        getattr(backward_tall, name).value for name in ("DQ_STAGED", "DQ_SENT", "Q_FREE", "DO_FREE")
+    )
     for module in (backward_pieces, backward_programs, backward_tall):
         for name, value in list(vars(module).items()):
             if isinstance(value, JITFunction):
                 monkeypatch.setattr(module, name, value.fn)
+            elif isinstance(value, constexpr):
+                monkeypatch.setattr(module, name, value.value)
         for name, value in names.items():
             if hasattr(module, name):
                 monkeypatch.setattr(module, name, value)
     monkeypatch.setattr(backward_tall.scores, "next_head", lambda alibi, head, inside, steps: (head, inside))
 
     def keys_of(score, positions, grid, at, first, past, key, layout, which):
-        return types.SimpleNamespace(C=(key - first) // 64, alibi=(), first=key, which=which, tile=at.tile)
+        return types.SimpleNamespace(C=(key - first) // 64, alibi=(), first=key, past=past, which=which, tile=at.tile)
 
     for name, value in dict(
         accumulate=accumulate, wait_sums=wait_sums, scores_to_base_2=scores_to_base_2, store_sums=store_sums,
@@ -225,13 +236,15 @@ def perform(
     gradients = Gradients("dk", "dv", *[None] * 4, turns_ptr=0 if signals else None, counters_ptr=None, segments=1)
     score = Score(None, None, None, None, None, None, None)
     arrival, order = Arrival(None, None, None), Order(0, 0) if ordered else None
-    writer = functools.partial(backward_pieces.writer, staged=12, sent=14, ROWS=ROWS, ROW=64, COLUMN=0, dq_desc=None,
-                               grid=grid, gradients=gradients, order=order, programs=programs)  # fmt: skip
+    writer = functools.partial(
+        backward_pieces.writer, staged=staged, sent=sent_at, ROWS=ROWS, ROW=64, COLUMN=0, dq_desc=None, grid=grid,
+        gradients=gradients, order=order, programs=programs,
+    )  # fmt: skip
     if several:
-        produce = functools.partial(backward_tall._producer, grid, descs, shared, arrival)
+        produce = functools.partial(backward_tall._producer, grid, descs, shared, arrival, signals)
         consume = [functools.partial(backward_tall._consumer, c, early, grid, shared, score, gradients) for c in (0, 1)]
     else:
-        produce = functools.partial(backward_pieces.producer, grid, descs, shared, arrival, 8, 10)
+        produce = functools.partial(backward_pieces.producer, grid, descs, shared, arrival, q_free, dout_free)
         consume = [functools.partial(backward_tall._consumer_of_one, c, grid, shared, score, gradients) for c in (0, 1)]
     play.perform({
         "producer": produce,
@@ -239,6 +252,8 @@ def perform(
         **{f"writer {c}": functools.partial(writer, c, dq_s=shared.dq[c]) for c in (0, 1)},
     })  # fmt: skip
 
+    if several:
+        assert next(taken) == total + signals, "the counter would not be at zero again"
     wanted_stores, wanted_tiles = [], []
     for program in range(total):
         at = backward_pieces.place_of(grid, program)

@@ -129,7 +129,7 @@ def perform(monkeypatch, seed: int, mask, seq: int, segments=(), consumers: int 
     q_full, q_free, k_full, v_full, info_full = (
         mbarriers(play, n) for n in (Q_BUFFERS * consumers, Q_BUFFERS * consumers, STAGES, STAGES, 4)
     )
-    info_s = Ring(Slot() for _ in range(4))
+    info_s = Ring(Slot(play) for _ in range(4))
     shared = None, (tile,), tile
     produce = (
         "q", "k", "v", (), None, None, (), None, *shared, info_s, q_full, q_free, k_full, v_full, info_full,

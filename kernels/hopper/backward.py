@@ -11,9 +11,9 @@ and k, 128 of v), backward_pair.py (256; where clusters cannot be launched backw
   the head dims of :data:`PERSISTENT` it takes one after the other (backward_programs.py).
 * CTAs walk the full tiles from staggered starts: they do not add to the same tile of dQ at the same time.
 * The query heads of a group are divided between CTAs (``work.split_groups``). They add to the same dk and dv, each
-  after the part before it, which counts in ``turns`` that it has stored. This cannot deadlock: CTAs start in the order
-  of their numbers, as stream-K products rely on too (Osama et al. 2023, arXiv:2301.03598).
-* The order of the CTAs is the order in which gradients complete: ``work.sweep`` parts at a time, and within them the
+  after the part before it, which counts in ``turns`` that it has stored. This cannot deadlock: programs start in the
+  order of their numbers, as stream-K products rely on too (Osama et al. 2023, arXiv:2301.03598).
+* The order of the programs is the one in which gradients complete: ``work.sweep`` parts at a time, and within them the
   tiles with most queries first, all parts of a tile together. Under a causal mask those are the earliest positions, so
   that whole segments (the runs of one owner) complete one after the other for all heads of the sweep, each about when
   the next one starts; :func:`completion_counts` counts them. Under a dense mask tiles are in the order of the keys.
@@ -22,7 +22,7 @@ and k, 128 of v), backward_pair.py (256; where clusters cannot be launched backw
 
 The order of the additions to dQ is not fixed: dk and dv have the same bits on every run, dq differs by rounding. With
 ``sums_ptr`` (a deterministic backward) it is: key tiles add to a tile of dQ in the order of the keys, or in the
-opposite one, by a counter for each half of it (``pieces.wait_for_turn``), as FlashAttention does. CTAs then take key
+opposite one, by a counter for each half of it (``pieces.wait_for_turn``), as FlashAttention does. Programs take key
 tiles in that order and walk the queries in the opposite one, each tile for all query heads in turn. The cut tiles of a
 walk that end it come last, in a third loop.
 """

@@ -64,12 +64,12 @@ class Tiles(NamedTuple):
     dout: tuple
     ds: Any  # of both consumers
     dq: Any  # staged, one per consumer
-    lse: Any  # to the base 2, as are delta, and bounds or the first query, in two stages
+    lse: Any  # to the base 2; in two stages, as are delta, bounds and the first query
     delta: Any  # negative
     bounds: Any  # the first key that a query sees, and the one past the last; () if masks are by key
     positions: tuple  # of the queries, one tensor; empty without ALiBi
     kv_full: Any
-    q_full: Any  # of q, lse, bounds and positions
+    q_full: Any  # of q, lse and positions, and of a cut step bounds or the first query
     dout_full: Any  # of dout and delta
     programs: tuple  # see backward_programs.py; empty if a CTA has one
     # The first query that sees each of 64 keys and the one past the last, and the first one of a step; else empty

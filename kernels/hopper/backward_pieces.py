@@ -347,7 +347,7 @@ def producer(grid, descs, tiles, arrival, q_free: gl.constexpr, dout_free: gl.co
 
 @gluon.jit
 def _load_seen(descs, tiles, full, grid, at, half, i):
-    """Load which queries see the keys of half of a key tile, for those of tile i."""
+    """Load the interval of queries that see each of the 64 keys of ``half`` of a key tile, as mask i."""
     if len(descs.seen) > 0:
         row = _described(grid, at.batch, at.tile) * 2 + half
         async_load(descs.seen[0], [row, 0], full, tiles.seen[0].index(i))
@@ -723,7 +723,7 @@ def boxes(descs, COUNT: gl.constexpr = 2):
 
 @gluon.jit
 def rows(desc, COUNT: gl.constexpr = 2):
-    """Allocate shared memory for ``COUNT`` rows of numbers, one or two for each query."""
+    """Allocate shared memory for ``COUNT`` rows of numbers, one or two for each query or key."""
     return gl.allocate_shared_memory(desc.dtype, [COUNT, 1, desc.block_type.shape[1]], desc.layout)
 
 

@@ -3,9 +3,10 @@
 The producer takes their numbers from a counter (work_counter.py) and announces each to the other warps of its CTA. So
 the beginning of a program overlaps with the end of the one before it: what it needs is loaded meanwhile.
 
-Programs wait for programs with smaller numbers only (for the parts of a group before them, or to add to dQ in order).
-These have been taken earlier, by CTAs that run, and a CTA works on its programs in the order of their numbers: the
-smallest number that has not ended waits for nothing.
+The first program of a CTA is that of its own number, so that it need not wait for the counter. Not where programs wait
+for others, which have smaller numbers (the parts of a group that come before them): there all numbers come from the
+counter. So the smaller ones have been taken earlier, by CTAs that run, and a CTA works on its programs in the order of
+their numbers: the smallest number that has not ended waits for nothing, however few CTAs run at the same time.
 """
 
 from __future__ import annotations
@@ -47,11 +48,23 @@ def allocate_programs():
 
 
 @gluon.jit
-def take(grid, total):
-    """Take the next program, in one warp; ``total`` or more: there is none. Without a counter there is never one."""
-    program = total
-    if grid.counter_ptr is not None:
-        program = gl.sum(take_number(grid.counter_ptr, total, 1), axis=0) + gl.num_programs(0)
+def first_program(grid, total, WAIT: gl.constexpr):
+    """Return the first program of this CTA, in one warp, see :func:`take`."""
+    program = gl.program_id(0)
+    if WAIT:
+        program = take(grid, total, WAIT)
+    return program
+
+
+@gluon.jit
+def take(grid, total, WAIT: gl.constexpr):
+    """Take the next of ``total`` programs, in one warp; ``total`` or more: there is none. ``WAIT``: programs wait for
+    others. Each CTA takes until there is none, so that the counter, which is cyclic, ends at zero."""
+    ctas = gl.num_programs(0)
+    if WAIT:
+        program = gl.sum(take_number(grid.counter_ptr, total + ctas, 1), axis=0)
+    else:
+        program = gl.sum(take_number(grid.counter_ptr, total, 1), axis=0) + ctas
     return program
 
 

@@ -7,7 +7,7 @@ product, which limit the speed at a head dim of 64. One query tile a step::
     consumers 0, 1  dP^T = V dO^T  under  P = exp2(S^T c - lse), in 16 bits ; dV += P dO ; dS = P (dP^T - delta), to
                     shared memory ; dQ of the step before ; dK += dS Q ; S^T of the step after ; then dQ to shared
                     memory
-    producer        one warp: K, V, which queries see each key, then Q, lse, dO, delta of every step by TMA
+    producer        one warp: K, which queries see each key, V, then dO, delta, Q, lse of every step by TMA
     writers 0, 1    one warp each: add the staged half of dQ to global memory, float32, by TMA
 
 * K and V are read from shared memory: with 128 queries a product of 64 keys has enough to do for that, and there are no
@@ -53,7 +53,7 @@ from . import backward_pieces as pieces
 from . import scores
 from .backward_arguments import Arrival, Descriptors, Gradients, Grid, Order, Score, Tiles
 from .backward_pieces import LOADERS, PAIR, STAGING
-from .backward_programs import allocate_programs, announce, announced, take
+from .backward_programs import allocate_programs, announce, announced, first_program, take
 from .primitives import barrier_arrive, barrier_sync, multiply_pairs, round_pairs, wait_for_launch_before
 
 ROWS = gl.constexpr(128)  # queries of a step
@@ -94,7 +94,8 @@ def _walk(
 
     Args:
         first, past_step: the steps. last: the last one of the program.
-        begin: the step in which nothing has been staged that its writer waits for; -1: this is said in each step.
+        begin: the first step of the program, which does not signal DQ_STAGED, because nothing has been staged; -1: each
+            step signals.
         ORDERED: cut tiles of a walk that ends it, and an order of heads, see ``pieces.ordered_visits``."""
     S_L: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, ROWS, 16])
     A_L: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=dk[0].type.layout, k_width=2)
@@ -272,7 +273,8 @@ def _description(program, grid):
 
 @gluon.jit
 def _first_scores(C: gl.constexpr, some, i, n, tiles, S_L: gl.constexpr):
-    """Issue S^T of step i, the first one of program n. Unless there is ``some``, of what has been loaded before."""
+    """Issue S^T of step i, the first one of program n. If there is not ``some`` program, the
+    operands are old ones, and the scores are not used."""
     if some:
         mbarrier.wait(tiles.kv_full.index(n & 1), (n >> 1) & 1)
         mbarrier.wait(tiles.q_full.index(i & 1), (i >> 1) & 1)
@@ -286,11 +288,11 @@ def _keys_at(C: gl.constexpr, n):
 
 
 @gluon.jit
-def _producer(grid, descs, tiles, arrival):
+def _producer(grid, descs, tiles, arrival, WAIT: gl.constexpr):
     """Load what each program needs. K has two buffers, and comes first. V has one, which is free when both consumers
-    have used dO of the last step of the program before."""
+    have used dO of the last step of the program before. ``WAIT``: programs wait for others."""
     total = grid.batches * grid.kv_heads * grid.parts * grid.tiles
-    program = gl.program_id(0)
+    program = first_program(grid, total, WAIT)
     announce(tiles.programs, 0, program, total)
     n, g = 0, 0  # programs and steps so far
     while program < total:
@@ -308,14 +310,14 @@ def _producer(grid, descs, tiles, arrival):
         # last programs are taken late, by the CTA that is free first.
         early = (steps < ENOUGH_STEPS) & (program + LAST_WAVES * gl.num_programs(0) < total)
         following = total
-        if early:
-            following = take(grid, total)
         for i in range(0, steps):
             stage = g & 1
             pieces.load_dout(j, head, stage, grid, at, descs, tiles)
             if g >= 2:
                 barrier_sync(Q_FREE + stage, LOADERS, warps=1)
             pieces.load_q(i, j, head, cut_steps, steps, stage, grid, at, descs, tiles)
+            if early & (i == 0):
+                following = take(grid, total, WAIT)
             if g >= 1:
                 barrier_sync(DO_FREE + 1 - stage, LOADERS, warps=1)  # for dO of the next step
             if (i == 0) & (n > 0):
@@ -325,7 +327,7 @@ def _producer(grid, descs, tiles, arrival):
         n += 1
         program = following
         if not early:
-            program = take(grid, total)
+            program = take(grid, total, WAIT)
         announce(tiles.programs, n, program, total)
 
 
@@ -367,7 +369,7 @@ def _start(grid, descs, score, gradients, arrival, order, REGISTERS: gl.constexp
             [
                 (_consumer, (0, EARLY, grid, tiles, score, gradients)),
                 (_consumer, (1, EARLY, grid, tiles, score, gradients)),
-                (_producer, (grid, descs, boxes, arrival)),
+                (_producer, (grid, descs, boxes, arrival, gradients.turns_ptr is not None)),
                 (pieces.writer, writer_0),
                 (pieces.writer, writer_1),
             ],
@@ -399,7 +401,8 @@ def kernel(
     counter_ptr,
     BATCHED: gl.constexpr, FOLD: gl.constexpr, FIXED: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """Compute dk, dv and dq. Arguments: as of ``backward_128.kernel``."""
+    """Compute dk, dv and dq. Arguments: as of ``backward_128.kernel``; ``seen_desc``: which queries see each key;
+    ``counter_ptr``: of the next program (work_counter.py), None if a CTA has one."""
     _start(
         Grid(
             info_ptr, heads, tiles, kv_heads, parts, sweep, q_tiles, BATCHED, descending=descending, batches=batches,

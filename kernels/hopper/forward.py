@@ -1,7 +1,7 @@
 """The forward kernel for Hopper (sm_90), in Gluon. Contract and shapes: contract.py.
 
-One CTA per SM: a producer warpgroup that moves tiles by TMA, and two or three consumer warpgroups, each
-with 64 query rows. The consumers of a CTA share the key and value tiles, two stages deep::
+One CTA per SM, or three (:data:`NARROW`): a producer warpgroup that moves tiles by TMA, and one to three consumer
+warpgroups, each with 64 query rows. The consumers of a CTA share the key and value tiles, two stages deep::
 
     producer        Q(i) K V K V K V ... | next tile: Q(i+1) K V K V ...
     consumer, step  wait K[j] ; take the turn ; S = Q K[j]^T ; O *= alpha ; wait V[j-1] ; O += P V[j-1] ; give the turn

@@ -377,8 +377,8 @@ mov.b32 $0, 0;
 def wait_count(counter_ptr, count, seen):
     """``LDG.STRONG.GPU`` by every thread of one warp until the counter is at least ``count``, none if it has been
     ``seen`` to be. Then everything stored before it was raised (:func:`raise_counter`) may be read; by other warps
-    after a barrier with this one. Only for work of CTAs with smaller numbers, which have started earlier and do not
-    wait for this one.
+    after a barrier with this one. Only for work of programs with smaller numbers, which have started earlier and do
+    not wait for this one.
 
     Args:
         seen: what :func:`look_at` has returned, if a fence of these threads came after it; less than ``count`` else.
