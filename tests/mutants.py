@@ -369,6 +369,13 @@ MUTANTS = (
         "tests/test_hopper_backward_protocol.py -k short",
     ),
     Mutant(
+        "hopper backward: waits for its first program when other CTAs have taken all",
+        "kernels/hopper/backward_tall.py",
+        "        s = _first_scores(C, program >= 0, 0, 0,",
+        "        s = _first_scores(C, True, 0, 0,",
+        "tests/test_hopper_backward_protocol.py -k may_come",
+    ),
+    Mutant(
         "hopper backward: announces a program before its number is there",
         "kernels/hopper/backward_programs.py",
         "    programs.numbers.index(n % SLOTS).store(number)\n    mbarrier.arrive(programs.full.index(n % SLOTS), count=1)\n",

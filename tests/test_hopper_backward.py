@@ -807,7 +807,9 @@ def test_no_races_of_parts_in_turns(dims, monkeypatch):
 @pytest.mark.parametrize("length", [60, 128, 300])
 def test_no_races_of_many_short_programs(length):
     """Several for each CTA, some of which take the next one early; and the work counter is left as it was."""
-    mask, seq, heads = functools.partial(documents, lengths=(length,) * (12000 // length + 1)), 12000, 16
+    mask = functools.partial(documents, lengths=(length,) * (12000 // length + 1))
+    repeat(mask, (64, 64), 6000, 16, 8, 300)
+    seq, heads = 12000, 16
     info, _ = work.key_tile_table(make_block(*mask(seq, seq), seq), 128, 128, torch.device("cpu"))
     processors = torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count
     assert info.shape[1] * heads > 2 * backward_tall.LAST_WAVES.value * processors

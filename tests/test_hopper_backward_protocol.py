@@ -89,10 +89,11 @@ class Desc(NamedTuple):
 
 
 def perform(
-    monkeypatch, seed: int, mask, seq: int, *, several: bool, signals: bool, early: bool, heads: int = 1
+    monkeypatch, seed: int, mask, seq: int, *, several: bool, signals: bool, early: bool, heads: int = 1, taken: int = 0
 ) -> None:
     """Run one CTA over all programs of a problem with ``HEADS`` query heads, ``heads`` for each key head, and check
-    what it has done. Unless it takes ``several``, dQ is added in order, and it has program 0 only."""
+    what it has done. Unless it takes ``several``, dQ is added in order, and it has program 0 only. Other CTAs have
+    ``taken`` as many programs before."""
     block = make_block(*mask(seq, seq), seq)
     ordered = not several
     table = work.ordered_key_tile_table if ordered else work.key_tile_table
@@ -104,6 +105,7 @@ def perform(
     total = tiles * kv_heads if several else 1
     play = Play(seed)
     play.sizes = {"producer": 32, "writer 0": 32, "writer 1": 32}
+    play.held = {(kind, i): "not loaded" for kind, count in (("k", 4), ("q", 2)) for i in range(count)}
     grid = Grid(
         0, heads, tiles, kv_heads, 1, 2 if kv_heads % 2 == 0 else 1, q_tiles, BATCHED=False, CTAS=1,
         descending=0 if ordered else None, batches=1, counter_ptr=0 if several else None,
@@ -188,7 +190,7 @@ def perform(
         (dq,) = play.read(tile.name)
         sent.append((tile.name[1], tuple(coordinates), dq))
 
-    taken = iter(range(10**6))
+    numbers_left = iter(range(taken, 10**6))
     gl = types.SimpleNamespace(
         minimum=min, maximum=max, where=lambda x, a, b: a if x else b, static_range=range, load=numbers.__getitem__,
         sum=lambda x, axis: x[0] if isinstance(x, list) else x, zeros=lambda *_: Tensor(None, None), float32=None,
@@ -203,7 +205,7 @@ def perform(
     names = dict(
         gl=gl, mbarrier=mbarrier, barrier_sync=play.barrier_sync, barrier_arrive=play.barrier_arrive,
         warpgroup_mma=multiply, warpgroup_mma_wait=waited, fence_async_shared=lambda: None, async_load=async_load,
-        wait_for_launch_before=lambda: None, take_number=lambda *_: next(taken),
+        wait_for_launch_before=lambda: None, take_number=lambda *_: next(numbers_left),
         buffer_of=lambda i, n: (i % n, i // n & 1), round_pairs=lambda x, _: x, multiply_pairs=times,
         tma_reduce_add=reduce_add, tma=types.SimpleNamespace(store_wait=play.wait),
         _bytes=lambda desc: sum(x.block_type.nbytes for x in desc),
@@ -253,9 +255,9 @@ def perform(
     })  # fmt: skip
 
     if several:
-        assert next(taken) == total + signals, "the counter would not be at zero again"
+        assert next(numbers_left) == total + signals, "the counter would not be at zero again"
     wanted_stores, wanted_tiles = [], []
-    for program in range(total):
+    for program in range(taken, total):
         at = backward_pieces.place_of(grid, program)
         first, _, begin, end = numbers[at.info : at.info + 4]
         visits = list(itertools.product(range(begin, end), range(at.kv_head * heads, (at.kv_head + 1) * heads)))
@@ -298,3 +300,10 @@ def test_no_deadlock_and_no_race(monkeypatch, mask, mode):
                 patch, heads, *MASKS[mask], several="one" not in mode, signals="signals" in mode,
                 early="late" not in mode, heads=heads,
             )  # fmt: skip
+
+
+@pytest.mark.parametrize("left", [0, 1])
+def test_a_cta_may_come_when_all_programs_are_taken(monkeypatch, left):
+    """With parts in turns, where the first program is from the counter, too: it may be none."""
+    mask, seq = MASKS["causal"]
+    perform(monkeypatch, 1, mask, seq, several=True, signals=True, early=True, taken=-(-seq // KEYS) * HEADS - left)

@@ -87,7 +87,7 @@ def place_of(grid, program):
 
 @gluon.jit
 def _described(grid, batch, tile):
-    """Return which description is that of a key tile."""
+    """Return the row of the table of key tiles that describes this one."""
     row = tile
     if grid.BATCHED:
         row += batch * grid.tiles
@@ -479,8 +479,7 @@ def keys_of(score, positions, grid, at, first, past, key, S_L: gl.constexpr, whi
     alibi = ()
     if score.slopes_ptr is not None:
         alibi = (score.slopes_ptr, score.slopes_stride, score.positions_k_ptr, positions[0])  # type: ignore[assignment]
-    first_head = (at.kv_head * grid.parts + at.part) * grid.heads
-    return Keys(key, past, scores.of_keys(alibi, at.batch, first_head, first, past, key, S_L), which)
+    return Keys(key, past, scores.of_keys(alibi, at.batch, first_head_of(grid, at), first, past, key, S_L), which)
 
 
 @gluon.jit

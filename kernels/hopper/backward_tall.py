@@ -17,7 +17,7 @@ product, which limit the speed at a head dim of 64. One query tile a step::
 * A cut tile is hidden by key: intervals do not decrease, so that a key is seen by an interval of queries, too. Keys are
   the rows of S^T, and ``primitives.hide_columns`` hides the columns of a row by two numbers, as in the forward; by
   queries each element would be compared with two. The two numbers of each key come with K, and the first query of a
-  cut step is stored by the producer. At other head dims this has been tried, and nothing was faster (NOTES.md).
+  cut step is stored by the producer. At other head dims, where masks are by query, nothing is faster by key (NOTES.md).
 * There are two buffers of dS. So a consumer signals that its half is written only after it has also read the dS of the
   step before, which the other one overwrites next.
 
@@ -227,7 +227,10 @@ def _consumer(C: gl.constexpr, EARLY: gl.constexpr, grid, tiles, score, gradient
     n, i = 0, 0  # programs and steps so far
     program = announced(tiles.programs, 0, 4)
     at, first, past, steps, cut_steps = _description(program, grid)
-    s = _first_scores(C, True, 0, 0, tiles, S_L)
+    if gradients.turns_ptr is None:
+        s = _first_scores(C, True, 0, 0, tiles, S_L)
+    else:  # the first number is from the counter, too, and other CTAs may have taken all
+        s = _first_scores(C, program >= 0, 0, 0, tiles, S_L)
     s = warpgroup_mma_wait(0, deps=[s])
     while program >= 0:
         last, full = i + steps - 1, i + cut_steps
@@ -273,8 +276,8 @@ def _description(program, grid):
 
 @gluon.jit
 def _first_scores(C: gl.constexpr, some, i, n, tiles, S_L: gl.constexpr):
-    """Issue S^T of step i, the first one of program n. If there is not ``some`` program, the
-    operands are old ones, and the scores are not used."""
+    """Issue S^T of step i, the first one of program n. If there is not ``some`` program, nothing is loaded, and the
+    scores are not used."""
     if some:
         mbarrier.wait(tiles.kv_full.index(n & 1), (n >> 1) & 1)
         mbarrier.wait(tiles.q_full.index(i & 1), (i >> 1) & 1)

@@ -151,7 +151,7 @@ def _hide_asm(count, hidden):
         for row in range(2)
     )
     all_seen = (1 << count // 2) - 1
-    number = {float("-inf"): "0fFF800000", float("inf"): "0f7F800000"}.get(hidden, str(hidden))
+    number = "0fFF800000" if hidden == float("-inf") else str(hidden)
     hide = "".join(
         f"and.b32 bit, seen{i // 2 % 2}, {1 << (i // 4 * 2 + i % 2)}; setp.eq.u32 hidden, bit, 0; "
         f"@hidden mov.f32 ${i}, {number}; "
