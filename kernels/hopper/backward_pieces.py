@@ -483,15 +483,15 @@ def keys_of(score, positions, grid, at, first, past, key, S_L: gl.constexpr, whi
 
 
 @gluon.jit
-def hide(s, tiles, stage, keys, S_L: gl.constexpr, HIDDEN: gl.constexpr = float("-inf")):
+def hide(s, tiles, stage, keys, S_L: gl.constexpr, HIDDEN: gl.constexpr = float("-inf"), SKIP: gl.constexpr = True):
     """Return s, whose rows are keys, with ``HIDDEN`` where a query of this stage does not see the key: by the interval
-    of keys that each query sees, or of queries that see each key."""
+    of keys that each query sees, or of queries that see each key. ``SKIP``: see :func:`.primitives.hide_columns`."""
     if len(tiles.seen) > 0:
         seen, first_query = tiles.seen
         first = gl.sum(first_query.index(stage).load(gl.BlockedLayout([1], [32], [4], [0])), axis=0)
         begin = seen.index(2 * keys.which).load(gl.SliceLayout(1, S_L))
         end = seen.index(2 * keys.which + 1).load(gl.SliceLayout(1, S_L))
-        s = hide_columns(s, begin - first, end - first, HIDDEN)
+        s = hide_columns(s, begin - first, end - first, HIDDEN, SKIP)
     else:
         from_key = tiles.bounds.index(2 * stage).load(gl.SliceLayout(0, S_L))
         to_key = gl.minimum(tiles.bounds.index(2 * stage + 1).load(gl.SliceLayout(0, S_L)), keys.past)
@@ -507,12 +507,12 @@ def scores_to_base_2(s, score, keys, tiles, stage, head, S_L: gl.constexpr, CUT:
     which is faster: by a negative scale -inf would become +inf. ``head``: see :func:`.scores.penalties_of_step`."""
     PLAIN: gl.constexpr = len(keys.alibi) == 0
     if CUT and PLAIN:
-        s = hide(s, tiles, stage, keys, S_L)
+        s = hide(s, tiles, stage, keys, S_L, float("-inf"), False)
     s = s * score.scale
     if not PLAIN:
         s = s - scores.penalties_of_step(keys.alibi, head, stage, S_L)
     if CUT and not PLAIN:
-        s = hide(s, tiles, stage, keys, S_L)
+        s = hide(s, tiles, stage, keys, S_L, float("-inf"), False)
     return s
 
 

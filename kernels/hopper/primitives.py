@@ -133,7 +133,7 @@ def scale_pairs(x, factor, dtype: gl.constexpr):
 
 
 @gluon.constexpr_function
-def _hide_asm(count, hidden):
+def _hide_asm(count, hidden, skip):
     """Return the PTX of :func:`hide_columns`. A thread has columns 2 (lane % 4) + {0, 1} of each eight of two rows. Of
     each row it makes the number of its columns before the start and before the end, then a bit for each it sees."""
 
@@ -157,11 +157,14 @@ def _hide_asm(count, hidden):
         f"@hidden mov.f32 ${i}, {number}; "
         for i in range(count)
     )
+    if skip:
+        hide = (
+            f"and.b32 bit, seen0, seen1; and.b32 bit, bit, {all_seen}; setp.ne.u32 hidden, bit, {all_seen}; "
+            f"vote.sync.any.pred hidden, hidden, 0xffffffff; @!hidden bra DONE; {hide} DONE: "
+        )
     return (
         "{ .reg .pred hidden; .reg .b32 lane, eights, before, past, seen0, seen1, bit; "
-        f"mov.u32 lane, %laneid; and.b32 lane, lane, 3; shl.b32 lane, lane, 1; {rows} and.b32 bit, seen0, seen1; "
-        f"and.b32 bit, bit, {all_seen}; setp.ne.u32 hidden, bit, {all_seen}; "
-        f"vote.sync.any.pred hidden, hidden, 0xffffffff; @!hidden bra DONE; {hide} DONE: }}"
+        f"mov.u32 lane, %laneid; and.b32 lane, lane, 3; shl.b32 lane, lane, 1; {rows} {hide} }}"
     )
 
 
@@ -171,12 +174,13 @@ def _hide_constraints(count):
 
 
 @gluon.jit
-def hide_columns(x, start, end, HIDDEN: gl.constexpr = float("-inf")):
-    """``VOTE.ANY; BRA`` over an ``R2P`` for seven elements and a ``SEL`` for each: set the accumulator of a wgmma to
-    ``HIDDEN`` outside of the columns ``[start, end)`` of each row (int32, relative to the tile's first column). A warp
-    with nothing to hide skips it; comparisons of tensors cost five instructions per element."""
+def hide_columns(x, start, end, HIDDEN: gl.constexpr = float("-inf"), SKIP: gl.constexpr = True):
+    """``R2P`` for seven elements and a ``SEL`` for each: set the accumulator of a wgmma to ``HIDDEN`` outside of the
+    columns ``[start, end)`` of each row (int32, relative to the tile's first column); comparisons of tensors cost five
+    instructions per element. ``SKIP``: ``VOTE.ANY; BRA`` over them, for warps with nothing to hide; ptxas moves nothing
+    across the label."""
     COUNT: gl.constexpr = x.shape[1] // 2
-    ASM: gl.constexpr = _hide_asm(COUNT, HIDDEN)
+    ASM: gl.constexpr = _hide_asm(COUNT, HIDDEN, SKIP)
     CONSTRAINTS: gl.constexpr = _hide_constraints(COUNT)
     L: gl.constexpr = gl.SliceLayout(1, x.type.layout)
     starts, _ = gl.broadcast(gl.convert_layout(start, L)[:, None], x)
