@@ -261,11 +261,22 @@ def test_tables_name_every_visible_pair_once(mask, seq_q, seq_k, segments_k, bn,
             steps.append(end - begin)
         assert (owned == 1).all()
         assert steps == sorted(steps, reverse=True)
+    for run in (1, 2):
+        check_runs(work.key_tile_table(block, bn, bm, block.start.device, run=run)[0], info, run)
     tiles = -(-seq_q // bm)
     per_tile = bounds.view(-1, tiles, 2, bm)
     for i, side in enumerate((block.start, block.end)):
         assert per_tile[:, :, i].reshape(-1, tiles * bm)[:, :seq_q].equal(side)
         assert not per_tile[:, :, i].reshape(-1, tiles * bm)[:, seq_q:].any()
+
+
+def check_runs(info, most_work_first, run):
+    """Check that the same key tiles come in runs of neighbours, and most work first in each run."""
+    for tiles, others in zip(info.tolist(), most_work_first.tolist(), strict=True):
+        assert sorted(tiles) == sorted(others)
+        place = {first: i // run for i, (first, *_) in enumerate(sorted(tiles))}
+        order = [(place[first], begin - end) for first, _, begin, end, *_ in tiles]
+        assert order == sorted(order)
 
 
 def test_unreadable_tensors_are_copied_first(monkeypatch):
@@ -541,6 +552,44 @@ def test_sweeps_end_with_whole_groups(rows, tiles, parts):
     sweep = work.sweep(rows, tiles, 132, parts)
     assert rows * parts % sweep == 0
     assert sweep % parts == 0 or parts % sweep == 0
+
+
+@pytest.mark.parametrize(("dim", "heads", "kv_heads", "visited", "expected"), [
+    (64, 16, 16, 256, (16, 16)), (64, 16, 16, 1024, (16, 16)), (64, 8, 8, 512, (8, 33)), (64, 32, 32, 256, (32, 8)),
+    (128, 16, 16, 512, (16, 1)), (128, 8, 8, 512, (8, 1)), (256, 16, 16, 256, (16, 1)), (128, 2, 2, 512, (2, 1)),
+    (128, 16, 16, 1024, (1, 0)), (256, 16, 16, 512, (1, 0)), (64, 64, 8, 128, (1, 0)),  # more than stays in L2
+    (64, 4, 4, 2048, (1, 0)), (64, 16, 16, None, (1, 0)),  # many queries
+])  # fmt: skip
+def test_short_documents_are_taken_by_position(dim, heads, kv_heads, visited, expected, monkeypatch):
+    monkeypatch.setattr(work, "processors", lambda _: 132)
+    monkeypatch.setattr(work, "CLUSTERS", True)
+    seq = 131072
+    q, k = (torch.empty(2, seq, n, dim, device="meta", dtype=torch.bfloat16) for n in (heads, kv_heads))
+    rows = torch.empty(1, seq, device="meta")
+    block = Block(rows, rows, rows[0], rows[0], (seq,), (seq,), None if visited is None else visited * seq)
+    order = work.order_of_programs(q, k, k, block, work.split_groups(q, k, block))
+    assert order == expected
+
+
+def test_counted_gradients_have_the_order_of_the_launch(monkeypatch):
+    """``completion_counts`` and the kernel agree on how many heads complete together."""
+    q, k, v, dout = (torch.zeros(1, 2048, 16, 64, dtype=torch.bfloat16) for _ in range(4))
+    block = replace(make_block(*documents(2048, 2048, lengths=(128,) * 16), 2048), pairs=2048 * 64.5)
+    rows, arguments = torch.zeros(1, 16, 2048), {}
+
+    def record(kernel, grid, *args, **constants):
+        arguments.update(zip(kernel.arg_names, args, strict=False))
+
+    monkeypatch.setattr(hopper_backward, "dispatch", record)
+    monkeypatch.setattr(hopper_backward, "work_counter", lambda _: torch.zeros(8, dtype=torch.int32))
+    counts = hopper_backward.completion_counts(q, Keys(k, v, block))
+    hopper_backward.launch(
+        Queries(q, dout, rows, rows), Keys(k, v, block), Score(0.125), torch.zeros(q.shape), work.Split(1),
+        Delivery(False),
+    )  # fmt: skip
+    assert arguments["sweep"] == counts.rows == 16
+    table, _ = work.key_tile_table(block, 128, 128, torch.device("cpu"), True, 16)
+    assert arguments["info_ptr"] is table
 
 
 @pytest.mark.parametrize(("dim", "heads", "kv_heads", "seq", "pairs", "expected"), [
@@ -822,6 +871,7 @@ def repeat(mask, dims, seq, heads, kv_heads, times):
     """Repeat the same gradients next to other work: dk and dv bitwise equal, dq up to the order of its sums."""
     q, k, v, dout = make_gradients(seq, seq, heads, kv_heads, dims, torch.bfloat16)
     block, score = make_block(*mask(seq, seq), seq), Score(dims[0] ** -0.5)
+    block = replace(block, pairs=float((block.end - block.start).sum()) / len(block.start))
     keys = Keys(k, v, block)
     out, lse = EAGER.output(q, keys, score)
     queries = Queries(q, dout, lse, row_delta(out, dout))

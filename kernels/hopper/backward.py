@@ -17,6 +17,7 @@ and k, 128 of v), backward_pair.py (256; where clusters cannot be launched backw
   tiles with most queries first, all parts of a tile together. Under a causal mask those are the earliest positions, so
   that whole segments (the runs of one owner) complete one after the other for all heads of the sweep, each about when
   the next one starts; :func:`completion_counts` counts them. Under a dense mask tiles are in the order of the keys.
+  Where few queries see a key, runs of neighbouring tiles come one after the other (``work.order_of_programs``).
 * A key tile meets the query tiles that a mask cuts first, for all heads, and then the full ones: two loops without a
   branch, one with a mask.
 
@@ -120,12 +121,11 @@ def completion_counts(q: Tensor, keys: Keys) -> CompletionCounts | None:
 
     def count() -> CompletionCounts:
         tiles, ctas = work.tiles_of_groups(block, work.keys_per_tile(q)), work.ctas_per_tile(q)
-        swept = work.sweep(k.shape[0] * k.shape[2], sum(tiles), work.processors(q) // ctas, split.parts)
-        rows = max(1, swept // split.parts)
+        rows = max(1, work.order_of_programs(q, k, v, block, split).sweep // split.parts)
         # Both consumers of the last part's CTAs count.
         return CompletionCounts(rows, tuple(2 * ctas * rows * n for n in tiles), block.groups_k)
 
-    return block.memo.once(("completion counts", split, q.shape, k.shape), count)
+    return block.memo.once(("completion counts", split, q.shape, k.shape, v.shape, q.dtype), count)
 
 
 class _Operands(NamedTuple):
@@ -174,7 +174,7 @@ def launch(
         flags, timed_out, epoch = flagged.flags, flagged.timed_out, int32(flagged.epoch)
     turns = None
     if split.parts > 1 and not split.apart:
-        tiles = _tables(q, block, deterministic)[0].shape[1]
+        tiles = sum(work.tiles_of_groups(block, work.keys_per_tile(q)))
         turns = torch.zeros(q.shape[0] * k.shape[2], tiles, dtype=torch.int32, device=q.device)
     launches = block.memo.once("hopper backward", Launches)
     changes = scores.Changes.of(score, q)
@@ -200,7 +200,7 @@ def launch(
     if not launches.again(key, tensors, epoch):
         kernel, grid, args, constants = new or _arguments(operands, block, score, changes, split, epoch)
         launched = dispatch(kernel, grid, *args, variants=lambda: _variants(operands, complete), **constants)
-        fixed = _tables(q, block, deterministic)
+        fixed = _tables(operands, block, split)
         if changes.slopes is not None:
             fixed += _positions(q, block)
         launches.remember(key, tensors, launched, fixed, None if flags is None else kernel.arg_names.index("epoch"))
@@ -247,13 +247,13 @@ def _arguments(
     q, k, v, dout, dq, dk = x.q, x.k, x.v, x.dout, x.dq, x.dk
     batch, seq_q, q_heads, dim = q.shape
     kv_heads, dim_v = v.shape[2:]
-    info, masks, *first = _tables(q, block, x.sums is not None)
+    info, masks, *first = _tables(x, block, split)
     rows, ctas = work.queries_per_step(q), work.ctas_per_tile(q)
     tiles, parts, scale, fold = info.shape[1], split.parts, score.softmax_scale, _folded_scale(q, score)
     fixed = _fixed(q, score)
     order: tuple[Any, ...] = (None, None, None)
     if x.sums is None:
-        sweep = work.sweep(batch * kv_heads, tiles, work.processors(q) // ctas, parts)
+        sweep = work.order_of_programs(q, k, v, block, split).sweep
     else:
         sweep, descending = work.order_of_sums(q, k, v, block, split, tiles)
         order = (*first, x.sums, descending)
@@ -329,9 +329,13 @@ def _variants(x: _Operands, complete: bool) -> list[dict[str, Any]]:
     return variants
 
 
-def _tables(q: Tensor, block: Block, ordered: bool) -> tuple[Tensor, ...]:
-    table = work.ordered_key_tile_table if ordered else work.key_tile_table
-    return table(block, work.keys_per_tile(q), work.queries_per_step(q), q.device, q.shape[-1] in MASKS_BY_KEY)
+def _tables(x: _Operands, block: Block, split: Split) -> tuple[Tensor, ...]:
+    sizes = work.keys_per_tile(x.q), work.queries_per_step(x.q)
+    by_key = x.q.shape[-1] in MASKS_BY_KEY
+    if x.sums is not None:
+        return work.ordered_key_tile_table(block, *sizes, x.q.device, by_key)
+    run = work.order_of_programs(x.q, x.k, x.v, block, split).run
+    return work.key_tile_table(block, *sizes, x.q.device, by_key, run)
 
 
 def _positions(q: Tensor, block: Block) -> tuple[Tensor, Tensor]:

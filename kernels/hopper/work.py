@@ -28,6 +28,10 @@ IN_L2 = 22 << 20  # bytes that stay in L2 while all else passes through it
 STEPS_OF_A_PART = 4  # of key tiles, in the time in which a part of a query tile begins and ends
 MOST_PARTS = 3  # of query tiles, for each processor: 50 MB at head dim 256
 LEAST_STEPS = 128  # of a CTA of the backward, if its group has as many: the prologue and epilogue cost three steps
+FEW_QUERIES = 1152  # that see a key in the mean, where memory limits the backward
+NEIGHBOURS = 16  # parts of groups, whose rows are next to each other in memory
+NEAR_IN_L2 = 25 << 20  # bytes that stay in L2 where key tiles are taken by position, and nothing is read again later
+LONGER_RUNS = {64: 2}  # tiles for each processor, by head dim, that are taken most work first; elsewhere by position
 
 
 def processors(x: Tensor) -> int:
@@ -181,8 +185,7 @@ def _best_split(q: Tensor, k: Tensor, block: Block) -> Split:
     # Bounded, because each part has a dk and dv of its own: 71 heads are divisible by 1 and 71 only.
     affordable = [p for p in divisors if ctas * p <= 8 * enough] or [1]
     occupying = next((p for p in affordable if ctas * p >= enough), affordable[-1])
-    pairs = block.seq_q * block.seq_k if block.pairs is None else block.pairs
-    steps = pairs / max(1, block.seq_k * BM.value)  # of a CTA, for each head
+    steps = _pairs(block) / max(1, block.seq_k * BM.value)  # of a CTA, for each head
     heads = next((h for h in divisors if h >= LEAST_HEADS and h * steps >= LEAST_STEPS), group)
     return Split(occupying, apart=True) if occupying > max(1, group // heads) else Split(group // heads)
 
@@ -230,6 +233,55 @@ def sweep(rows: int, tiles: int, workers: int, parts: int) -> int:
     return next(size for size in sizes if makespans[size] <= 1.01 * min(makespans.values()))
 
 
+class Order(NamedTuple):
+    """The order in which programs of the backward take key tiles, where these add to dq in any order.
+
+    Args:
+        sweep: parts of groups that are walked at the same time, tile by tile.
+        run: neighbouring key tiles that are taken most work first, one run after the other (1: tiles are taken by
+            position); 0: all of a group are one run.
+    """
+
+    sweep: int
+    run: int = 0
+
+
+def order_of_programs(q: Tensor, k: Tensor, v: Tensor, block: Block, split: Split) -> Order:
+    """Return the order of the programs.
+
+    Where few queries see a key, memory is what limits the kernel: neighbouring heads lie next to each other in memory,
+    and key tiles near each other read and add to the same queries. So key tiles are taken by position, for all heads of
+    a batch element or for :data:`NEIGHBOURS` at least, if the queries that are in use meanwhile stay in L2. At head dim
+    64 not quite: tiles of one document add to the same tiles of dq at the same time, so that documents of 1,024 would
+    lose 2 %; in a run of two tiles for each processor those with as many queries come together, which are of different
+    documents. Else a :func:`sweep` has few heads, and all of their tiles.
+    """
+    heads, workers = k.shape[2] * split.parts, processors(q) // ctas_per_tile(q)
+    keys, in_run = keys_per_tile(q), LONGER_RUNS.get(q.shape[-1])
+    visited = _pairs(block) / max(1, block.seq_k)
+
+    def in_use(size: int) -> float:
+        """Return the bytes of the queries of all key tiles that run at the same time, or are of one run."""
+        return ((in_run or 1) * workers * keys + size * visited) * _bytes_of_queries(q, k, v, split)
+
+    sizes = (n for n in range(min(NEIGHBOURS, heads), heads + 1) if heads % n == 0 and n % split.parts == 0)
+    fitting = [n for n in sizes if in_use(n) <= NEAR_IN_L2]
+    if visited <= FEW_QUERIES and fitting:
+        return Order(fitting[-1], in_run * workers // fitting[-1] if in_run else 1)
+    return Order(sweep(k.shape[0] * k.shape[2], sum(tiles_of_groups(block, keys)), workers, split.parts))
+
+
+def _pairs(block: Block) -> float:
+    """Return the visible pairs of a head, or all pairs if they are not known."""
+    return block.seq_q * block.seq_k if block.pairs is None else block.pairs
+
+
+def _bytes_of_queries(q: Tensor, k: Tensor, v: Tensor, split: Split) -> int:
+    """Return the bytes of a query in one part of a group: q, dout, and dq in float32."""
+    row = q.element_size() * (q.shape[-1] + v.shape[-1]) + 4 * q.shape[-1]
+    return row * (q.shape[2] // k.shape[2] // split.parts)
+
+
 class OrderOfSums(NamedTuple):
     """The order in which programs of the backward take key tiles, where these add to dq in that order.
 
@@ -254,11 +306,8 @@ def order_of_sums(q: Tensor, k: Tensor, v: Tensor, block: Block, split: Split, t
     keys, parts, rows = keys_per_tile(q), split.parts, k.shape[0] * k.shape[2]
     workers, heads = processors(q), rows * parts
     sizes = [n for n in range(1, heads + 1) if heads % n == 0 and (n % parts == 0 or parts % n == 0)]
-    # Of the queries of one key tile: q, dout, and dq in float32
-    row = q.element_size() * (q.shape[-1] + v.shape[-1]) + 4 * q.shape[-1]
-    tile = keys * row * (q.shape[2] // k.shape[2] // parts)
-    pairs = block.seq_q * block.seq_k if block.pairs is None else block.pairs
-    visited = pairs / max(1, block.seq_k * keys)  # tiles of queries that a key tile sees
+    tile = keys * _bytes_of_queries(q, k, v, split)
+    visited = _pairs(block) / max(1, block.seq_k * keys)  # tiles of queries that a key tile sees
     together = max(TOGETHER, 2 * workers // max(1, tiles))
 
     def in_use(size: int) -> float:
@@ -277,10 +326,10 @@ def order_of_sums(q: Tensor, k: Tensor, v: Tensor, block: Block, split: Split, t
 
 
 def key_tile_table(
-    block: Block, keys: int, queries: int, device: torch.device, by_key: bool = False
+    block: Block, keys: int, queries: int, device: torch.device, by_key: bool = False, run: int = 0
 ) -> tuple[Tensor, Tensor]:
-    """Return descriptions of the tiles of ``keys`` keys, most work first, and the masks of cut tiles: the intervals of
-    each tile of queries, or ``by_key`` those of keys.
+    """Return descriptions of the tiles of ``keys`` keys, most work first in each ``run`` (:attr:`Order.run`), and the
+    masks of cut tiles: the intervals of each tile of queries, or ``by_key`` those of keys.
 
     A description, (batch or 1, tiles, 8) int32: first and past-the-last key, then in query tiles ``begin, end`` (at
     least one), ``full_begin, full_end`` (empty if the tile has fewer keys: all must be masked), the full tile to start
@@ -288,8 +337,8 @@ def key_tile_table(
     rows. Those of keys: (batch or 1 times tiles times keys / 64, 2 x 64) int32, the first query that sees each of 64
     keys, and the one past the last; empty for keys past the last of the tile.
     """
-    key = "hopper key tiles", keys, queries, by_key
-    info, masks = block.on(device, key, lambda: _key_tile_table(block, keys, queries, by_key))
+    key = "hopper key tiles", keys, queries, by_key, run
+    info, masks = block.on(device, key, lambda: _key_tile_table(block, keys, queries, by_key, run))
     return info, masks
 
 
@@ -302,7 +351,7 @@ def ordered_key_tile_table(
     sees, or -1."""
 
     def make() -> tuple[Tensor, Tensor, Tensor]:
-        info, masks = _key_tile_table(block, keys, queries, by_key, ordered=True)
+        info, masks = _key_tile_table(block, keys, queries, by_key, 0, ordered=True)
         span = block.key_tiles(queries, keys).span // queries
         begin, end = span[..., 0], span[..., 3]
         # Intervals do not decrease: a tile of queries is behind the end of its first key tiles, before the beginning
@@ -326,7 +375,7 @@ def tiles_of_groups(block: Block, keys: int) -> list[int]:
 
 
 def _key_tile_table(
-    block: Block, keys: int, queries: int, by_key: bool, ordered: bool = False
+    block: Block, keys: int, queries: int, by_key: bool, run: int, ordered: bool = False
 ) -> tuple[Tensor, Tensor]:
     key_tiles = block.key_tiles(queries, keys)
     span = key_tiles.span // queries
@@ -350,6 +399,8 @@ def _key_tile_table(
         info[..., 6] = torch.where(seen, seen.cumsum(1) - 1, -1)
     else:
         order = torch.argsort(begin - end, dim=1, stable=True)
+        if run:
+            order = order.gather(1, torch.argsort(order // run, dim=1, stable=True))
         info = info.gather(1, order[..., None].expand_as(info))
     info = info.to(torch.int32).contiguous()
     return info, _intervals_of_keys(block, info, keys) if by_key else _intervals_of_queries(block, queries)
