@@ -397,6 +397,27 @@ MUTANTS = (
         "tests/test_hopper_backward.py -k tables_name",
     ),
     Mutant(
+        "hopper backward: key tiles of short documents all most work first",
+        "kernels/hopper/work.py",
+        "        if run:\n",
+        "        if not run:\n",
+        "tests/test_hopper_backward.py -k tables_name",
+    ),
+    Mutant(
+        "hopper backward: gradients count as complete in another order than that of the launch",
+        "kernels/hopper/backward.py",
+        "work.order_of_programs(q, k, v, block, split).sweep // split.parts)",
+        "work.sweep(k.shape[0] * k.shape[2], sum(tiles), 132, split.parts) // split.parts)",
+        "tests/test_hopper_backward.py -k counted_gradients_have",
+    ),
+    Mutant(
+        "hopper backward: by position although the queries do not stay in L2",
+        "kernels/hopper/work.py",
+        "if in_use(n) <= NEAR_IN_L2]",
+        "if in_use(n)]",
+        "tests/test_hopper_backward.py -k short_documents",
+    ),
+    Mutant(
         "hopper backward: does not wait for the pass before it",
         "kernels/hopper/backward_pieces.py",
         "    wait_for_launch_before()  # which",
