@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import pytest
@@ -92,6 +92,12 @@ def make_block(
         segments_q or (seq_q,),
         segments_k or (seq_k,),
     )
+
+
+def on_host(block: Block) -> Block:
+    """Return the same block, with its tensors on the CPU as those of a plan."""
+    tensors = {name: getattr(block, name).cpu() for name in ("start", "end", "positions_q", "positions_k")}
+    return replace(block, **tensors)
 
 
 # --- cases -----------------------------------------------------------------------------------------------------------

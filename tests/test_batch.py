@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 import ringattn
+from ringattn import mask as masks
 from ringattn import virtual
 from ringattn.training import batch as batches
 
@@ -137,6 +138,7 @@ def test_documents_of_each_source() -> None:
     assert ids_of(documents=torch.tensor([[4, 4, 4, 1, 1, 4, 4, 4]])) == cut  # runs of one id are apart
     assert ids_of(seq_idx=torch.tensor([[0, 0, 0, 1, 1, 2, 2, 2]], dtype=torch.int32)) == cut
     assert ids_of(cu_seq_lens_q=torch.tensor([0, 3, 5, 8], dtype=torch.int32)) == cut
+    assert ids_of(cu_seqlens_q=torch.tensor([0, 3, 5, 8], dtype=torch.int32)) == cut
     assert ids_of(cu_seqlens=torch.tensor([0, 3, 3, 5, 8])) == cut  # an empty document
     assert ids_of(position_ids=torch.tensor([[0, 1, 2, 0, 1, 0, 1, 2]])) == cut
     assert ids_of(position_ids=torch.arange(8)[None]) is None
@@ -206,6 +208,10 @@ def test_documents_refuses_contradictions(extra: dict[str, Tensor], says: str) -
             "token 11 of row 0 is padding, and the plan does not",
         ),
         ({"documents": torch.tensor([[0] * 6 + [1] * 6] * ROWS)}, "token 6 of row 0 begins at 6, and the plan says 0"),
+        (
+            {"position_ids": torch.tensor([[*range(12)], [*range(7), *range(5)]])},
+            r"position_ids of row 1 go from 6 to 0 at token 7.*begins at 0.*documents=.*cu_seqlens=.*batch\['documents'\]",
+        ),
         ({"input_ids": None}, "needs input_ids or inputs_embeds"),
     ],
 )
@@ -224,6 +230,96 @@ def test_refuses_on_every_rank(change: dict[str, Tensor], says: str, world_size:
 
     texts = virtual.run(world_size, body)
     assert all(texts[-1][:100] in text for text in texts)
+
+
+RESTARTS = [0, 1, 2, 3, 4, 0, 1, 2, 0, 1, 2, 3]  # of documents of 5, 3 and 4 tokens
+ONES = torch.ones(1, 12, dtype=torch.int64)
+
+
+@pytest.mark.parametrize(
+    ("positions", "more", "of_plan"),
+    [
+        ([RESTARTS], {}, {}),
+        (RESTARTS, {}, {}),
+        ([RESTARTS], {"attention_mask": ONES}, {}),
+        ([RESTARTS], {}, dict(cu_seqlens=[0, 5, 12])),  # the plan lacks one of two
+        ([[*range(12)], RESTARTS], {}, {}),
+        ([RESTARTS, RESTARTS], {}, dict(documents=torch.tensor([[0] * 5 + [1] * 3 + [2] * 4, [0] * 12]))),
+        ([[0, 1, 2, 3, 50, 51, 52, 53, 54, 55, 56, 57]], {}, {}),  # another part of a document, as for transformers
+        ([[1, 1, 1, 0, 1, 2, 3, 4, 5, 6, 7, 8]], {}, {}),  # left padding of which neither mask nor plan tells
+        ([[0, 1, 2, 3, 4, 5, 6, 7, 8, 0, 0, 0]], {}, {}),  # and right padding
+        ([[float(x) for x in RESTARTS]], {}, {}),
+        ([[RESTARTS]] * 4, {}, {}),
+    ],
+)
+@pytest.mark.parametrize("causal", [True, False])
+def test_refuses_positions_that_restart_inside_a_document_of_the_plan(
+    positions: list, more: dict[str, Tensor], of_plan: dict[str, object], causal: bool
+) -> None:
+    batch = {"position_ids": torch.tensor(positions), **more}
+    rows = batch["position_ids"].shape[-2] if batch["position_ids"].ndim > 1 else 1
+    batch["input_ids"] = torch.zeros(rows, 12, dtype=torch.int64)
+    plan = ringattn.plan(12, virtual.VirtualRank(0, 1), causal=causal, **of_plan)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="position_ids of row . go from"):
+        plan.shard_batch(batch)
+    # Either fix that the error names is one.
+    if not of_plan:
+        plan.shard_batch({**batch, "documents": torch.zeros(rows, 12, dtype=torch.int64)})
+    batch.pop("attention_mask", None)
+    if torch.is_tensor(ids := batches.documents(batch)):
+        ringattn.plan(12, virtual.VirtualRank(0, 1), causal=causal, documents=ids).shard_batch(batch)
+
+
+@pytest.mark.parametrize(
+    ("positions", "real", "of_plan"),
+    [
+        ([[*range(12)]], None, {}),
+        ([[*range(7, 19)]], None, {}),
+        ([[x / 4 for x in range(12)]], None, {}),  # interpolated
+        ([[0] * 12], None, {}),
+        ([RESTARTS], None, dict(cu_seqlens=[0, 5, 8, 12])),
+        ([RESTARTS], [[1] * 12], dict(cu_seqlens=[0, 5, 8, 12])),
+        ([[*range(12)]], None, dict(cu_seqlens=[0, 5, 8, 12])),  # absolute positions of packed documents
+        (
+            [[*range(9), 0, 0, 0]],
+            None,
+            dict(cu_seqlens=[0, 9, 12]),
+        ),  # padding is a document, as pad_to_multiple_of has it
+        ([[*range(9), 8, 8, 8]], None, {}),
+        ([[*range(9), 1, 1, 1]], [[1] * 9 + [0] * 3], {}),  # as transformers pads
+        ([[1, 1, 1, *range(9)]], [[0] * 3 + [1] * 9], {}),
+        ([[0, 0, 0, *range(9)], [*range(12)]], [[0] * 3 + [1] * 9, [1] * 12], {}),
+        ([[[*range(12)]], [RESTARTS], [RESTARTS]], None, {}),  # M-RoPE
+        ([[[*range(12)]], [RESTARTS], [RESTARTS], [RESTARTS]], None, {}),  # after the positions in the text
+        ([RESTARTS], None, dict(mask=masks.tree([-1, -1, -1], [5, 3, 4]))),
+        ([[0, 1, 2, 3, 4, 5, 3, 4, 5, 3, 4, 5]], None, dict(mask=masks.tree([-1, 0, 0, 0], [3, 3, 3, 3]))),
+    ],
+)
+def test_takes_positions_that_are_no_contradiction(
+    positions: list, real: list | None, of_plan: dict[str, object]
+) -> None:
+    batch = {"position_ids": torch.tensor(positions)}
+    batch["input_ids"] = torch.zeros(batch["position_ids"].shape[-2], 12, dtype=torch.int64)
+    if real is not None:
+        batch["attention_mask"] = torch.tensor(real)
+        if not of_plan:
+            of_plan = dict(documents=batch["attention_mask"] - 1)
+    plan = ringattn.plan(12, virtual.VirtualRank(1, 2), causal="mask" not in of_plan, **of_plan)  # type: ignore[arg-type]
+    local = batches._shard(plan, batch, {})  # what a rank does before it asks the others
+    assert torch.equal(local["position_ids"], batch["position_ids"][..., plan.positions])
+
+
+def test_positions_of_no_tokens_or_one() -> None:
+    for n in (0, 1):
+        whole = {"input_ids": torch.zeros(1, n), "position_ids": torch.zeros(1, n, dtype=torch.int64)}
+        plan = ringattn.plan(n, virtual.VirtualRank(0, 1), causal=True)
+        assert plan.shard_batch(whole)["position_ids"].shape == (1, n)
+
+
+def test_a_mask_of_other_rows_is_refused() -> None:
+    plan = ringattn.plan(12, virtual.VirtualRank(0, 1), mask=masks.rows([masks.causal(12)] * 3))
+    with pytest.raises(ValueError, match="the plan's mask has 3 rows, but the batch has 2"):
+        plan.shard_batch(make(12, None))
 
 
 @pytest.mark.parametrize("what", ["value", "name", "shape"])

@@ -35,6 +35,7 @@ from kernel_contract import (
     full,
     make_block,
     make_problem,
+    on_host,
     padding,
     per_batch,
     window,
@@ -554,28 +555,54 @@ def test_sweeps_end_with_whole_groups(rows, tiles, parts):
     assert sweep % parts == 0 or parts % sweep == 0
 
 
-@pytest.mark.parametrize(("dim", "heads", "kv_heads", "visited", "expected"), [
-    (64, 16, 16, 256, (16, 16)), (64, 16, 16, 1024, (16, 16)), (64, 8, 8, 512, (8, 33)), (64, 32, 32, 256, (32, 8)),
-    (128, 16, 16, 512, (16, 1)), (128, 8, 8, 512, (8, 1)), (256, 16, 16, 256, (16, 1)), (128, 2, 2, 512, (2, 1)),
-    (128, 16, 16, 1024, (1, 0)), (256, 16, 16, 512, (1, 0)), (64, 64, 8, 128, (1, 0)),  # more than stays in L2
-    (64, 4, 4, 2048, (1, 0)), (64, 16, 16, None, (1, 0)),  # many queries
+SHORT = functools.partial(documents, lengths=(512,) * 64)
+LONG_AMONG_SHORT = functools.partial(documents, lengths=(128,) * 192 + (8192,))
+
+
+@pytest.mark.parametrize(("dim", "heads", "kv_heads", "mask", "expected"), [
+    (64, 16, 16, SHORT, (16, 16)), (64, 8, 8, SHORT, (8, 33)), (64, 32, 32, SHORT, (32, 8)),
+    (64, 272, 272, SHORT, (68, 3)), (64, 16, 16, lambda m, n: window(m, n, left=1023), (16, 16)),
+    (128, 16, 16, SHORT, (16, 1)), (256, 16, 16, SHORT, (16, 1)),
+    (128, 16, 16, functools.partial(documents, lengths=(1024,) * 32), (16, 1)),
+    (128, 16, 16, lambda m, n: window(m, n, left=1023), (1, 0)),  # more than stays in L2
+    (256, 16, 16, functools.partial(documents, lengths=(1024,) * 32), (1, 0)), (64, 64, 8, SHORT, (1, 0)),
+    (64, 16, 16, LONG_AMONG_SHORT, (1, 0)), (128, 8, 8, LONG_AMONG_SHORT, (1, 0)), (64, 16, 16, causal, (1, 0)),
 ])  # fmt: skip
-def test_short_documents_are_taken_by_position(dim, heads, kv_heads, visited, expected, monkeypatch):
+def test_short_documents_are_taken_by_position(dim, heads, kv_heads, mask, expected, monkeypatch):
     monkeypatch.setattr(work, "processors", lambda _: 132)
     monkeypatch.setattr(work, "CLUSTERS", True)
-    seq = 131072
+    seq = 32768
     q, k = (torch.empty(2, seq, n, dim, device="meta", dtype=torch.bfloat16) for n in (heads, kv_heads))
-    rows = torch.empty(1, seq, device="meta")
-    block = Block(rows, rows, rows[0], rows[0], (seq,), (seq,), None if visited is None else visited * seq)
-    order = work.order_of_programs(q, k, k, block, work.split_groups(q, k, block))
-    assert order == expected
+    block = make_block(*mask(seq, seq), seq)
+    assert work.order_of_programs(q, k, k, block, work.split_groups(q, k, block)) == expected
+
+
+def test_a_sweep_by_position_has_whole_groups(monkeypatch):
+    monkeypatch.setattr(work, "processors", lambda _: 132)
+    monkeypatch.setattr(work, "NEAR_IN_L2", 60 << 20)
+    q, k = (torch.empty(1, 32768, n, 64, device="meta", dtype=torch.bfloat16) for n in (48, 12))
+    block = make_block(*SHORT(32768, 32768), 32768)
+    assert work.order_of_programs(q, k, k, block, work.Split(4)) == (48, 5)
+    monkeypatch.setattr(work, "NEAR_IN_L2", 24 << 20)
+    assert work.order_of_programs(q, k, k, block, work.Split(4)) == (24, 11)  # neither 16, which divides 48, nor 48
+    assert work.order_of_programs(q, k, k, block, work.Split(4)).sweep % 4 == 0
+
+
+@pytest.mark.parametrize(("queries", "heads"), [(4096, 16), (32768, 2)])
+def test_keys_of_other_ranks_and_few_programs_are_not_taken_by_position(queries, heads, monkeypatch):
+    """Keys of other ranks arrive head by head; the last of few programs are better placed by ``work.sweep``."""
+    monkeypatch.setattr(work, "processors", lambda _: 132)
+    q, k = (torch.empty(1, n, heads, 64, device="meta", dtype=torch.bfloat16) for n in (queries, 32768))
+    block = make_block(*(x[:, -queries:] for x in SHORT(32768, 32768)), 32768)
+    order = work.order_of_programs(q, k, k, block, work.Split(1))
+    assert order == (work.sweep(heads, 256, 132, 1), 0)
 
 
 def test_counted_gradients_have_the_order_of_the_launch(monkeypatch):
     """``completion_counts`` and the kernel agree on how many heads complete together."""
-    q, k, v, dout = (torch.zeros(1, 2048, 16, 64, dtype=torch.bfloat16) for _ in range(4))
-    block = replace(make_block(*documents(2048, 2048, lengths=(128,) * 16), 2048), pairs=2048 * 64.5)
-    rows, arguments = torch.zeros(1, 16, 2048), {}
+    q, k, v, dout = (torch.zeros(1, 32768, 16, 64, dtype=torch.bfloat16) for _ in range(4))
+    block = on_host(make_block(*SHORT(32768, 32768), 32768))
+    rows, arguments = torch.zeros(1, 16, 32768), {}
 
     def record(kernel, grid, *args, **constants):
         arguments.update(zip(kernel.arg_names, args, strict=False))
@@ -870,8 +897,7 @@ def test_no_races_of_many_short_programs(length):
 def repeat(mask, dims, seq, heads, kv_heads, times):
     """Repeat the same gradients next to other work: dk and dv bitwise equal, dq up to the order of its sums."""
     q, k, v, dout = make_gradients(seq, seq, heads, kv_heads, dims, torch.bfloat16)
-    block, score = make_block(*mask(seq, seq), seq), Score(dims[0] ** -0.5)
-    block = replace(block, pairs=float((block.end - block.start).sum()) / len(block.start))
+    block, score = on_host(make_block(*mask(seq, seq), seq)), Score(dims[0] ** -0.5)
     keys = Keys(k, v, block)
     out, lse = EAGER.output(q, keys, score)
     queries = Queries(q, dout, lse, row_delta(out, dout))

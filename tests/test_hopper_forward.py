@@ -44,6 +44,7 @@ from kernel_contract import (
     make_block,
     make_problem,
     normalized,
+    on_host,
     padding,
     refusals,
     window,
@@ -74,12 +75,6 @@ def make_inputs(batch=1, seq_q=500, seq_k=500, heads=2, kv_heads=2, dim=128, dim
     generator = torch.Generator().manual_seed(seed)
     shapes = (batch, seq_q, heads, dim), (batch, seq_k, kv_heads, dim), (batch, seq_k, kv_heads, dim_v or dim)
     return [torch.randn(s, generator=generator).to(dtype).to(DEVICE) for s in shapes]
-
-
-def on_host(block: Block) -> Block:
-    """Return the same block, with its tensors on the CPU as those of a plan."""
-    tensors = {name: getattr(block, name).cpu() for name in ("start", "end", "positions_q", "positions_k")}
-    return replace(block, **tensors)
 
 
 # --- compiled, without a GPU --------------------------------------------------------------------------------------

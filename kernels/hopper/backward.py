@@ -13,11 +13,11 @@ and k, 128 of v), backward_pair.py (256; where clusters cannot be launched backw
 * The query heads of a group are divided between CTAs (``work.split_groups``). They add to the same dk and dv, each
   after the part before it, which counts in ``turns`` that it has stored. This cannot deadlock: programs start in the
   order of their numbers, as stream-K products rely on too (Osama et al. 2023, arXiv:2301.03598).
-* The order of the programs is the one in which gradients complete: ``work.sweep`` parts at a time, and within them the
-  tiles with most queries first, all parts of a tile together. Under a causal mask those are the earliest positions, so
-  that whole segments (the runs of one owner) complete one after the other for all heads of the sweep, each about when
-  the next one starts; :func:`completion_counts` counts them. Under a dense mask tiles are in the order of the keys.
-  Where few queries see a key, runs of neighbouring tiles come one after the other (``work.order_of_programs``).
+* The order of the programs is the one in which gradients complete: some parts at a time (``work.sweep``), and within
+  them the tiles with most queries first, all parts of a tile together. Under a causal mask those are the earliest
+  positions, so that whole segments (the runs of one owner) complete one after the other for all heads of the sweep,
+  each about when the next one starts; :func:`completion_counts` counts them. Under a dense mask tiles are in the order
+  of the keys. Where queries see few keys, neighbouring tiles come one after the other (``work.order_of_programs``).
 * A key tile meets the query tiles that a mask cuts first, for all heads, and then the full ones: two loops without a
   branch, one with a mask.
 
@@ -174,7 +174,7 @@ def launch(
         flags, timed_out, epoch = flagged.flags, flagged.timed_out, int32(flagged.epoch)
     turns = None
     if split.parts > 1 and not split.apart:
-        tiles = sum(work.tiles_of_groups(block, work.keys_per_tile(q)))
+        tiles = work.tiles_of_head(block, work.keys_per_tile(q))
         turns = torch.zeros(q.shape[0] * k.shape[2], tiles, dtype=torch.int32, device=q.device)
     launches = block.memo.once("hopper backward", Launches)
     changes = scores.Changes.of(score, q)

@@ -28,9 +28,10 @@ IN_L2 = 22 << 20  # bytes that stay in L2 while all else passes through it
 STEPS_OF_A_PART = 4  # of key tiles, in the time in which a part of a query tile begins and ends
 MOST_PARTS = 3  # of query tiles, for each processor: 50 MB at head dim 256
 LEAST_STEPS = 128  # of a CTA of the backward, if its group has as many: the prologue and epilogue cost three steps
-FEW_QUERIES = 1152  # that see a key in the mean, where memory limits the backward
+FEW_KEYS = 1400  # that the query of a pair sees in the mean (documents of 2,048), where memory limits the backward
 NEIGHBOURS = 16  # parts of groups, whose rows are next to each other in memory
-NEAR_IN_L2 = 25 << 20  # bytes that stay in L2 where key tiles are taken by position, and nothing is read again later
+NEAR_IN_L2 = 28 << 20  # bytes that stay in L2 where key tiles are taken by position, and nothing is read again later
+MANY_PROGRAMS = 20  # of the backward, for each processor: the last ones do not matter
 LONGER_RUNS = {64: 2}  # tiles for each processor, by head dim, that are taken most work first; elsewhere by position
 
 
@@ -69,6 +70,17 @@ def mean_keys(block: Block) -> float:
         return int(keys.sum()) / max(1, int(keys.count_nonzero()))
 
     return math.inf if block.start.is_cuda else block.memo.once("mean keys", make)
+
+
+def keys_of_a_pair(block: Block) -> float:
+    """Return how many keys the query of a visible pair sees in the mean, which are those of long documents if most
+    pairs are; infinity for a block on a GPU, for which the host does not wait."""
+
+    def make() -> float:
+        keys = (block.end - block.start).double()
+        return float(keys.square().sum() / keys.sum().clamp(min=1.0))
+
+    return math.inf if block.start.is_cuda else block.memo.once("keys of a pair", make)
 
 
 def head_sweeps(n_tiles: int, n_heads: int, workers: int) -> tuple[int, int]:
@@ -217,7 +229,7 @@ def sweep(rows: int, tiles: int, workers: int, parts: int) -> int:
         tiles: key tiles of a group.
     """
     heads = rows * parts
-    if heads * tiles > 20 * workers:
+    if heads * tiles > MANY_PROGRAMS * workers:
         return 1
 
     def makespan(size: int) -> int:
@@ -249,26 +261,30 @@ class Order(NamedTuple):
 def order_of_programs(q: Tensor, k: Tensor, v: Tensor, block: Block, split: Split) -> Order:
     """Return the order of the programs.
 
-    Where few queries see a key, memory is what limits the kernel: neighbouring heads lie next to each other in memory,
+    Where queries see few keys, memory is what limits the kernel: neighbouring heads lie next to each other in memory,
     and key tiles near each other read and add to the same queries. So key tiles are taken by position, for all heads of
-    a batch element or for :data:`NEIGHBOURS` at least, if the queries that are in use meanwhile stay in L2. At head dim
-    64 not quite: tiles of one document add to the same tiles of dq at the same time, so that documents of 1,024 would
-    lose 2 %; in a run of two tiles for each processor those with as many queries come together, which are of different
-    documents. Else a :func:`sweep` has few heads, and all of their tiles.
+    a batch element or for :data:`NEIGHBOURS` at least, if the queries that are in use meanwhile stay in L2. (They do
+    not with several query heads in a part.) At head dim 64 not quite by position: tiles of one document add to the same
+    tiles of dq at the same time, so that documents of 1,024 would lose 2 %; in a run of two tiles for each processor
+    those with as many queries come together, which are of different documents.
+
+    Else a :func:`sweep` has few heads, and all of their tiles; also with more keys than queries, which come from other
+    ranks: they arrive during the kernel, head by head.
     """
     heads, workers = k.shape[2] * split.parts, processors(q) // ctas_per_tile(q)
     keys, in_run = keys_per_tile(q), LONGER_RUNS.get(q.shape[-1])
-    visited = _pairs(block) / max(1, block.seq_k)
+    seen, tiles = keys_of_a_pair(block), tiles_of_head(block, keys)
 
     def in_use(size: int) -> float:
-        """Return the bytes of the queries of all key tiles that run at the same time, or are of one run."""
-        return ((in_run or 1) * workers * keys + size * visited) * _bytes_of_queries(q, k, v, split)
+        """Return the bytes of the queries of as many key tiles as run at the same time, or are of one run."""
+        return ((in_run or 1) * workers * keys + size * seen) * _bytes_of_queries(q, k, v, split)
 
-    sizes = (n for n in range(min(NEIGHBOURS, heads), heads + 1) if heads % n == 0 and n % split.parts == 0)
-    fitting = [n for n in sizes if in_use(n) <= NEAR_IN_L2]
-    if visited <= FEW_QUERIES and fitting:
-        return Order(fitting[-1], in_run * workers // fitting[-1] if in_run else 1)
-    return Order(sweep(k.shape[0] * k.shape[2], sum(tiles_of_groups(block, keys)), workers, split.parts))
+    if seen <= FEW_KEYS and block.seq_k <= block.seq_q and k.shape[0] * heads * tiles > MANY_PROGRAMS * workers:
+        sizes = (n for n in range(min(NEIGHBOURS, heads), heads + 1) if heads % n == 0 and n % split.parts == 0)
+        fitting = [n for n in sizes if in_use(n) <= NEAR_IN_L2]
+        if fitting:
+            return Order(fitting[-1], max(1, in_run * workers // fitting[-1]) if in_run else 1)
+    return Order(sweep(k.shape[0] * k.shape[2], tiles, workers, split.parts))
 
 
 def _pairs(block: Block) -> float:
@@ -366,6 +382,11 @@ def ordered_key_tile_table(
 
     info, masks, ends = block.on(device, ("hopper key tiles in order", keys, queries, by_key), make)
     return info, masks, ends
+
+
+def tiles_of_head(block: Block, keys: int) -> int:
+    """Return the number of tiles of ``keys`` keys in a key head."""
+    return block.memo.once(("hopper key tiles of a head", keys), lambda: sum(tiles_of_groups(block, keys)))
 
 
 def tiles_of_groups(block: Block, keys: int) -> list[int]:
