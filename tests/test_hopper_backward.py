@@ -577,15 +577,14 @@ def test_short_documents_are_taken_by_position(dim, heads, kv_heads, mask, expec
     assert work.order_of_programs(q, k, k, block, work.split_groups(q, k, block)) == expected
 
 
-def test_a_sweep_by_position_has_whole_groups(monkeypatch):
+@pytest.mark.parametrize(("limit", "expected"), [(24 << 20, (36, 7)), (21 << 20, (1, 0))])
+def test_a_sweep_by_position_has_whole_groups(limit, expected, monkeypatch):
+    """Nine groups of four parts: 18 parts of them would fit into the smaller limit, which are no whole groups."""
     monkeypatch.setattr(work, "processors", lambda _: 132)
-    monkeypatch.setattr(work, "NEAR_IN_L2", 60 << 20)
-    q, k = (torch.empty(1, 32768, n, 64, device="meta", dtype=torch.bfloat16) for n in (48, 12))
+    monkeypatch.setattr(work, "NEAR_IN_L2", limit)
+    q, k = (torch.empty(1, 32768, n, 64, device="meta", dtype=torch.bfloat16) for n in (36, 9))
     block = make_block(*SHORT(32768, 32768), 32768)
-    assert work.order_of_programs(q, k, k, block, work.Split(4)) == (48, 5)
-    monkeypatch.setattr(work, "NEAR_IN_L2", 24 << 20)
-    assert work.order_of_programs(q, k, k, block, work.Split(4)) == (24, 11)  # neither 16, which divides 48, nor 48
-    assert work.order_of_programs(q, k, k, block, work.Split(4)).sweep % 4 == 0
+    assert work.order_of_programs(q, k, k, block, work.Split(4)) == expected
 
 
 @pytest.mark.parametrize(("queries", "heads"), [(4096, 16), (32768, 2)])
