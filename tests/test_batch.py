@@ -210,7 +210,7 @@ def test_documents_refuses_contradictions(extra: dict[str, Tensor], says: str) -
         ({"documents": torch.tensor([[0] * 6 + [1] * 6] * ROWS)}, "token 6 of row 0 begins at 6, and the plan says 0"),
         (
             {"position_ids": torch.tensor([[*range(12)], [*range(7), *range(5)]])},
-            r"position_ids of row 1 go from 6 to 0 at token 7.*begins at 0.*documents=.*cu_seqlens=.*batch\['documents'\]",
+            r"position_ids of row 1 go from 6 to 0 at token 7.*begins at 0.*documents=.*cu_seqlens=.*zeros",
         ),
         ({"input_ids": None}, "needs input_ids or inputs_embeds"),
     ],
@@ -260,7 +260,7 @@ def test_refuses_positions_that_restart_inside_a_document_of_the_plan(
     rows = batch["position_ids"].shape[-2] if batch["position_ids"].ndim > 1 else 1
     batch["input_ids"] = torch.zeros(rows, 12, dtype=torch.int64)
     plan = ringattn.plan(12, virtual.VirtualRank(0, 1), causal=causal, **of_plan)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="position_ids of row . go from"):
+    with pytest.raises(ValueError, match=r"position_ids of row \d go from"):
         plan.shard_batch(batch)
     # Either fix that the error names is one.
     if not of_plan:

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from ..agreement import Disagreement
-from ..intervals import Intervals
+from ..intervals import Intervals, Mask
 from ..memo import Memo
 from ..transport import Transport
 
@@ -33,7 +33,10 @@ IGNORE = -100  # a token without a target, as in torch.nn.functional.cross_entro
 
 _TOKENS = ("input_ids", "inputs_embeds")
 # They describe documents of whole rows and become part of the plan; a shard has no use for them.
-BOUNDARIES = ("cu_seqlens", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx", "documents")
+_IDS = ("documents", "seq_idx")
+_BOUNDS = ("cu_seqlens", "cu_seqlens_q", "cu_seq_lens_q")
+_OF_KEYS = ("cu_seqlens_k", "cu_seq_lens_k", "max_length_q", "max_length_k", "max_seqlen_q", "max_seqlen_k")
+BOUNDARIES = (*_BOUNDS, *_OF_KEYS, *_IDS)
 _MAX_NAMES = 30  # tensors that agree() can name; the others share one hash
 _keys: Memo[bytes] = Memo(64)  # of hashes, by transport
 
@@ -44,6 +47,7 @@ class Cut(Protocol):
     seq_len: int
     seq_len_k: int
     world_size: int
+    mask: Mask
     documents: Intervals
     transport: Transport
 
@@ -65,20 +69,21 @@ def documents(batch: Mapping[str, Any]) -> Tensor | None:
     Read from the first of these that the batch has:
 
     * ``documents`` or ``seq_idx``: (batch, seq_len) ids, -1 for padding;
-    * ``cu_seqlens`` or ``cu_seq_lens_q``: boundaries in a batch of one row;
+    * ``cu_seqlens``, ``cu_seqlens_q`` or ``cu_seq_lens_q``: boundaries in a batch of one row;
     * ``position_ids`` that restart, if there is no ``attention_mask``: the rule of transformers without a cache
       (``use_cache=False``, or training: with a cache it separates nothing). Of four rows of M-RoPE the first counts.
 
-    Zeros of a two-dimensional ``attention_mask`` are padding in each case. Where nothing else separates documents, the
-    ones of a row must be one run: transformers continues the same document after a hole, which is not an interval.
+    Other names are ignored. Zeros of a two-dimensional ``attention_mask`` are padding in each case. Where nothing else
+    separates documents, the ones of a row must be one run: transformers continues the same document after a hole, which
+    is not an interval.
 
     Raises:
         ValueError: the batch contradicts itself, or a mask has other values than 0 and 1, or holes.
     """
     rows, seq_len = shape(batch)
     real = _attention_mask(batch, rows, seq_len)
-    ids = next((batch[name] for name in ("documents", "seq_idx") if batch.get(name) is not None), None)
-    bounds = next((batch[name] for name in ("cu_seqlens", "cu_seq_lens_q") if batch.get(name) is not None), None)
+    ids = next((batch[name] for name in _IDS if batch.get(name) is not None), None)
+    bounds = next((batch[name] for name in _BOUNDS if batch.get(name) is not None), None)
     if ids is not None:
         if tuple(ids.shape) != (rows, seq_len):
             raise ValueError(f"documents has shape {tuple(ids.shape)}; it must be {(rows, seq_len)}")
@@ -121,10 +126,11 @@ def _shard(plan: Cut, batch: Mapping[str, Any], seq_dims: dict[str, int | None])
             f"the batch has {seq_len} tokens a row, but the plan is for {plan.seq_len} queries and "
             f"{plan.seq_len_k} keys; make it with ringattn.plan({seq_len}, ...)"
         )
-    if plan.documents.rows not in (1, rows):
-        raise ValueError(f"the plan's documents have {plan.documents.rows} rows, but the batch has {rows}")
+    for name, mask in (("documents have", plan.documents), ("mask has", plan.mask)):
+        if mask.rows not in (1, rows):
+            raise ValueError(f"the plan's {name} {mask.rows} rows, but the batch has {rows}; make it for these rows")
     boundaries = begins(plan)
-    _check_boundaries(batch, rows, seq_len, boundaries)
+    _check_boundaries(batch, rows, seq_len, boundaries, plan.mask)
     for name in seq_dims:
         if name not in batch:
             raise ValueError(f"seq_dims names {name!r}, but the batch has {', '.join(map(repr, batch))}")
@@ -291,10 +297,10 @@ def _from_bounds(bounds: Tensor, rows: int, seq_len: int) -> Tensor:
 
 
 def _from_position_ids(positions: Tensor, rows: int, seq_len: int, real: Tensor | None) -> Tensor | None:
-    if positions.ndim > 2:  # M-RoPE: the three coordinates of an image's patches restart often
-        if positions.shape[0] != 4:
-            return None
-        positions = positions[0]  # those in the text, from which transformers reads documents
+    in_text = _in_text(positions)
+    if in_text is None:
+        return None
+    positions = in_text
     if positions.shape[-1] != seq_len:
         raise ValueError(
             f"position_ids has shape {tuple(positions.shape)}; it must be (batch, seq_len) = {(rows, seq_len)}"
@@ -316,6 +322,14 @@ def _from_position_ids(positions: Tensor, rows: int, seq_len: int, real: Tensor 
     return None
 
 
+def _in_text(positions: Tensor) -> Tensor | None:
+    """Return the positions from which transformers reads documents; None if there are none among those of M-RoPE,
+    because the three coordinates of an image's patches restart often."""
+    if positions.ndim <= 2:
+        return positions
+    return positions[0] if positions.shape[0] == 4 else None
+
+
 def _numbered(ids: Tensor) -> Tensor:
     """Return ids with a number for each run of one id; padding stays -1."""
     starts = torch.ones_like(ids, dtype=torch.bool)
@@ -323,7 +337,7 @@ def _numbered(ids: Tensor) -> Tensor:
     return torch.where(ids >= 0, starts.cumsum(1) - 1, -1)
 
 
-def _check_boundaries(batch: Mapping[str, Any], rows: int, seq_len: int, plan: Begins) -> None:
+def _check_boundaries(batch: Mapping[str, Any], rows: int, seq_len: int, plan: Begins, visible: Mask) -> None:
     """Raise ValueError if padding or documents of the batch are not those of the plan."""
     begin, real = plan
     fix = "make the plan with documents=ringattn.batch.documents(batch)"
@@ -332,7 +346,7 @@ def _check_boundaries(batch: Mapping[str, Any], rows: int, seq_len: int, plan: B
         row, at = (int(i) for i in (mask != real).nonzero()[0])
         kind = "padding" if real[row % len(real), at] else "a token"
         raise ValueError(f"attention_mask says that token {at} of row {row} is {kind}, and the plan does not; {fix}")
-    if any(batch.get(name) is not None for name in ("cu_seqlens", "cu_seq_lens_q", "seq_idx", "documents")):
+    if any(batch.get(name) is not None for name in (*_BOUNDS, *_IDS)):
         own = begins_of({k: v for k, v in batch.items() if k != "position_ids"})
         differ = (own.real != real) | (real & (own.begin != begin))
         if bool(differ.any()):
@@ -341,6 +355,37 @@ def _check_boundaries(batch: Mapping[str, Any], rows: int, seq_len: int, plan: B
                 f"the batch says that the document of token {at} of row {row} begins at {int(own.begin[row, at])}, "
                 f"and the plan says {int(begin[row % len(begin), at])}; {fix}"
             )
+    elif isinstance(batch.get("position_ids"), Tensor):
+        _check_positions(_in_text(batch["position_ids"]), rows, seq_len, plan, visible)
+
+
+def _check_positions(positions: Tensor | None, rows: int, seq_len: int, plan: Begins, visible: Mask) -> None:
+    """Raise ValueError where positions restart and the token sees the one before, in the same document of the plan."""
+    if positions is None or seq_len < 2 or tuple(positions.shape) not in ((seq_len,), (1, seq_len), (rows, seq_len)):
+        return
+    begin, real = plan
+    positions = positions.detach().cpu().reshape(-1, seq_len)
+    steps = positions.diff(dim=1)
+    restarts = steps < 0 if positions.is_floating_point() else steps != 1  # those of interpolation are fractions
+    # One position in all the rest of the row is padding, which boundaries may make a document of its own.
+    rest = (positions == positions[:, -1:]).flip(1).cumprod(1).flip(1)[:, :-1] > 0
+    inside = restarts & ~rest & real[:, 1:] & real[:, :-1] & (begin[:, 1:] == begin[:, :-1])
+    at = inside.any(0).nonzero()[:, 0] + 1
+    seen = torch.zeros(1, len(at), dtype=torch.bool, device="cpu")
+    for member in visible.members:  # trees and the like count from their branches, and hide the other ones
+        start, end = member.intervals(at)
+        seen = seen | (start < at) & (at <= end)
+    wrong = inside[:, at - 1] & seen
+    if bool(wrong.any()):
+        row, i = (int(x) for x in wrong.nonzero()[0])
+        token = int(at[i])
+        before, after = positions[row % len(positions), token - 1 : token + 1].tolist()
+        raise ValueError(
+            f"position_ids of row {row} go from {before} to {after} at token {token}, and the plan says that its "
+            f"document begins at {int(begin[row % len(begin), token])}. If another one begins at this token, make the "
+            "plan with documents=ringattn.batch.documents(batch) or cu_seqlens=; if not, pass batch['documents'], "
+            "zeros for rows of one document"
+        )
 
 
 def _short(x: Tensor) -> str:

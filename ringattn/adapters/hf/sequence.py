@@ -187,9 +187,7 @@ class Sequence:
         )
 
     def _shard(self, batch: Mapping[str, Any], seq_dims: Mapping[str, int | None] | None) -> dict[str, Any]:
-        if batch.get("position_ids") is None:
-            positions = self._counted_positions(batch)
-            batch = batch if positions is None else {**batch, "position_ids": positions}
+        counted = self._counted_positions(batch) if batch.get("position_ids") is None else None
         if self.plan.world_size > 1:
             checks.check_batch(self.model, self.plan, batch, self.images is not None)
             if self.record.counts_rows:
@@ -198,6 +196,8 @@ class Sequence:
             kept: dict[str, int | None] = dict.fromkeys((x for x in images.WHOLE if x in batch), None)
             seq_dims = {**kept, **(seq_dims or {})}
         local = self.plan.shard_batch(batch, seq_dims=seq_dims)
+        if counted is not None:  # not before: they jump inside of documents
+            local["position_ids"] = self.plan.shard(counted, 1)
         tokens = next(local[name] for name in ("input_ids", "inputs_embeds") if local.get(name) is not None)
         if local.get("attention_mask") is None:
             # Without a mask transformers would read documents out of this rank's position ids.
