@@ -154,7 +154,10 @@ def boundaries(name: str, bounds: Sequence[int] | Tensor, end: str, length: int)
         raise ValueError(f"{name} has shape {tuple(x.shape)}; it must be (documents + 1,), at least [0, {length}]")
     x = x.to(torch.int64)
     if x[0] != 0:
-        raise ValueError(f"{name} starts with {x[0].item()}; it must start with 0")
+        raise ValueError(
+            f"{name} starts with {x[0].item()}; it must start with 0: it has boundaries, not lengths. From lengths: "
+            "[0, *itertools.accumulate(lengths)]"
+        )
     falls = (x[1:] < x[:-1]).nonzero()
     if len(falls):
         at = int(falls[0])

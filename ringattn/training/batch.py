@@ -292,7 +292,10 @@ def _from_bounds(bounds: Tensor, rows: int, seq_len: int) -> Tensor:
             "for several, pass batch['documents'] of shape (batch, seq_len)"
         )
     if not len(bounds) or bounds[0] != 0 or bounds[-1] != seq_len or bool((bounds[1:] < bounds[:-1]).any()):
-        raise ValueError(f"cu_seqlens is {_short(bounds)}; it must grow from 0 to seq_len = {seq_len}")
+        raise ValueError(
+            f"cu_seqlens is {_short(bounds)}; it must grow from 0 to seq_len = {seq_len}: it has boundaries, not "
+            "lengths. From lengths: [0, *itertools.accumulate(lengths)]"
+        )
     return (torch.searchsorted(bounds.contiguous(), torch.arange(seq_len), right=True) - 1)[None]
 
 
