@@ -12,6 +12,8 @@ from . import operators
 from .kernels.contract import ScoreMod
 from .plans import Plan
 
+NOT_OF_PLAN = "of this plan's"  # in the error about a shard of another length
+
 
 def attention(
     q: Tensor,
@@ -129,8 +131,8 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor, plan: Plan) -> None:
             if x.shape[2] == lengths[rank]:  # as scaled_dot_product_attention takes them
                 fix = f"shape {tuple(x.shape)} must be (batch, seq, heads, head_dim): call transpose(1, 2)"
             raise ValueError(
-                f"{name}: {x.shape[1]} tokens, but rank {rank} of {plan.world_size} holds {lengths[rank]} of this "
-                f"plan's {sum(lengths)}; {fix}"
+                f"{name}: {x.shape[1]} tokens, but rank {rank} of {plan.world_size} holds {lengths[rank]} "
+                f"{NOT_OF_PLAN} {sum(lengths)}; {fix}"
             )
     if plan.mask.rows not in (1, batch):
         raise ValueError(

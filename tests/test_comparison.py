@@ -201,6 +201,26 @@ def test_batches_and_weights_that_differ_between_ranks(pools, world_size: int) -
     assert len(set(pools(world_size).run(with_weights_of_its_own))) == 1
 
 
+class WithAPlan(nn.Module):
+    """A model that uses one plan, whatever a step gets."""
+
+    def __init__(self, plan: Plan) -> None:
+        super().__init__()
+        self.plan, self.tokens = plan, nn.Embedding(VOCABULARY, WIDTH)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.tokens(tokens)[:, :, None]
+        out = ringattn.attention(x, x, x, self.plan)
+        assert isinstance(out, Tensor)
+        return F.linear(out.flatten(2), self.tokens.weight)
+
+
+def test_a_plan_from_outside_is_named() -> None:
+    made = plan()
+    with pytest.raises(ValueError, match=r"of this plan's 53.*must use the plan that step\(model, local, plan\) gets"):
+        ringattn.check(WithAPlan(made), batch(), made)
+
+
 def test_bad_arguments() -> None:
     for arguments, options, text in (
         ((model(), batch(), "plan"), {}, "plan is of type str"),

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from .. import layout as layouts
 from .. import virtual
+from ..functional import NOT_OF_PLAN
 from ..planning import plan as make_plan
 from ..plans import Plan
 from ..training import batch as batches
@@ -214,7 +215,7 @@ def _run(case: _Case, model: nn.Module, transport: Transport, layout: str) -> _R
     with _sharded(case.plan, model, batch, transport, layout) as (local, plan):
         replan(model, plan)
         with use(plan), torch.enable_grad():
-            with recorder.running():
+            with recorder.running(), _naming_the_plan():
                 loss = case.step(model, local, plan)
             if not isinstance(loss, Tensor) or loss.numel() != 1:
                 what = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
@@ -224,6 +225,20 @@ def _run(case: _Case, model: nn.Module, transport: Transport, layout: str) -> _R
     zeros = torch.zeros_like
     gradients = {n: zeros(p) if p.grad is None else p.grad for n, p in model.named_parameters() if p.requires_grad}
     return _Run(loss.detach(), gradients, recorder, plan, _random_state(model) != random)
+
+
+@contextlib.contextmanager
+def _naming_the_plan() -> Iterator[None]:
+    """Raise a ValueError about a shard that is not the plan's with the usual reason: the plan is one from outside."""
+    try:
+        yield
+    except ValueError as error:
+        if NOT_OF_PLAN not in str(error):
+            raise
+        raise ValueError(
+            f"{error}. Inside ringattn.check() a model must use the plan that step(model, local, plan) gets, in place "
+            "of one made outside: the step runs whole and on the ranks, with a plan of its own each time"
+        ) from error
 
 
 def _check_same_model(whole: _Run, transport: Transport) -> None:
