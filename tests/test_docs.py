@@ -310,7 +310,7 @@ def _from_ring_flash_attn() -> Tensor:
     tokens = torch.randn(1, SEQ, 3 * HEADS * 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 
     def project(x: Tensor, positions: Tensor) -> tuple[Tensor, ...]:
-        assert x.shape[1] == len(positions)
+        assert x.shape[1] == positions.shape[1]
         return x.unflatten(-1, (3, HEADS, 8)).unbind(2)
 
     names = dict(seq_len=SEQ, group=None, cu_seqlens=[0, 5, SEQ], tokens=tokens, project=project, scale=0.3)
@@ -330,10 +330,12 @@ def _flash_attn_functions() -> tuple[Tensor, Tensor]:
     tokens = torch.randn(1, SEQ, 3 * HEADS * 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     plan = ringattn.plan(SEQ, causal=True, cu_seqlens=[0, 5, SEQ])
     x = plan.shard(tokens).requires_grad_()
-    names: dict[str, Any] = dict(ringattn=ringattn, plan=plan, x=x)
+    local = plan.shard_batch({"input_ids": tokens})
+    assert local["position_ids"].tolist() == [[p - 5 * (p >= 5) for p in plan.positions.tolist()]]
+    names: dict[str, Any] = dict(ringattn=ringattn, plan=plan, x=x, local=local)
 
     def model(x: Tensor, positions: Tensor) -> Tensor:
-        assert x.shape[1] == len(positions)
+        assert x.shape[1] == positions.shape[1]
         return names["flash_attn_func"](*x.unflatten(-1, (3, HEADS, 8)).unbind(2), causal=True)
 
     names["model"] = model
