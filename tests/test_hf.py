@@ -361,6 +361,16 @@ def test_models_that_count_positions_by_themselves(name: str, kind: str) -> None
     assert over_two(model, batch, causal) == pytest.approx(want, rel=1e-5)
 
 
+def test_positions_that_leave_out_tokens_inside_a_document() -> None:
+    """RoBERTa does not count padding tokens, wherever they are: positions jump, and no document begins there."""
+    config, causal = position_models()["roberta"]
+    model, batch = tiny(transformers.AutoModelForMaskedLM, config), batch_of("dense", causal)
+    batch["input_ids"][:, [7, 8, 15]] = config.pad_token_id
+    with torch.no_grad():
+        want = model(**batch).loss.item()
+    assert over_two(model, batch, causal) == pytest.approx(want, rel=1e-5)
+
+
 def test_rotary_embeddings_that_depend_on_the_length() -> None:
     """Rows that are short enough, or long enough on every rank, are exact; the others are refused."""
     t = transformers

@@ -370,9 +370,11 @@ def _check_positions(positions: Tensor | None, rows: int, seq_len: int, plan: Be
     positions = positions.detach().cpu().reshape(-1, seq_len)
     steps = positions.diff(dim=1)
     restarts = steps < 0 if positions.is_floating_point() else steps != 1  # those of interpolation are fractions
+    inside = restarts & real[:, 1:] & real[:, :-1] & (begin[:, 1:] == begin[:, :-1])
+    if not bool(inside.any()):
+        return
     # One position in all the rest of the row is padding, which boundaries may make a document of its own.
-    rest = (positions == positions[:, -1:]).flip(1).cumprod(1).flip(1)[:, :-1] > 0
-    inside = restarts & ~rest & real[:, 1:] & real[:, :-1] & (begin[:, 1:] == begin[:, :-1])
+    inside = inside & ((positions == positions[:, -1:]).flip(1).cumprod(1).flip(1)[:, :-1] == 0)
     at = inside.any(0).nonzero()[:, 0] + 1
     seen = torch.zeros(1, len(at), dtype=torch.bool, device="cpu")
     for member in visible.members:  # trees and the like count from their branches, and hide the other ones
