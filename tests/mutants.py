@@ -1245,6 +1245,13 @@ MUTANTS = (
         _BATCH,
     ),
     Mutant(
+        "batch: positions that restart inside a document of the plan pass",
+        "ringattn/training/batch.py",
+        "    wrong = inside[:, at - 1] & seen\n",
+        "    wrong = inside[:, at - 1] & ~seen\n",
+        "tests/test_batch.py -k refuses_positions",
+    ),
+    Mutant(
         "batch: positions go on in the next document",
         "ringattn/training/batch.py",
         "restart = torch.where(real & (begin > first), begin, 0)",
