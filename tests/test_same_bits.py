@@ -175,8 +175,8 @@ def triton(monkeypatch: pytest.MonkeyPatch) -> None:
 
     for name in ("_forward", "_query_gradients", "_key_gradients"):
         monkeypatch.setattr(Triton, name, alone(getattr(Triton, name)))
-    # The interpreter's products are NumPy's. In float32 the bits of a row depend on which row of the matrix it is, on some
-    # processors, which is not so on a GPU.
+    # The interpreter's products are NumPy's. On some processors the bits of a row of those in float32 depend on which
+    # row of the matrix it is, which is not so on a GPU.
     monkeypatch.setattr(np, "matmul", rounded_product)
     monkeypatch.setattr(ringattn, "attention", lambda *args, **kwargs: attention(*args, kernel="triton", **kwargs))
 
