@@ -420,15 +420,15 @@ MUTANTS = (
     Mutant(
         "hopper backward: by position although keys arrive head by head",
         "kernels/hopper/work.py",
-        " and block.seq_k <= block.seq_q and ",
-        " and ",
+        "if block.seq_k > block.seq_q or ",
+        "if ",
         "tests/test_hopper_backward.py -k other_ranks",
     ),
     Mutant(
         "hopper backward: a sweep by position with a part of a group",
         "kernels/hopper/work.py",
-        "heads + 1) if heads % n == 0 and n % split.parts == 0)\n        fitting",
-        "heads + 1) if heads % n == 0)\n        fitting",
+        "heads + 1) if heads % n == 0 and n % split.parts == 0)\n    fitting",
+        "heads + 1) if heads % n == 0)\n    fitting",
         "tests/test_hopper_backward.py -k whole_groups",
     ),
     Mutant(

@@ -283,11 +283,7 @@ def test_refuses_positions_that_restart_inside_a_document_of_the_plan(
         ([RESTARTS], None, dict(cu_seqlens=[0, 5, 8, 12])),
         ([RESTARTS], [[1] * 12], dict(cu_seqlens=[0, 5, 8, 12])),
         ([[*range(12)]], None, dict(cu_seqlens=[0, 5, 8, 12])),  # absolute positions of packed documents
-        (
-            [[*range(9), 0, 0, 0]],
-            None,
-            dict(cu_seqlens=[0, 9, 12]),
-        ),  # padding is a document, as pad_to_multiple_of has it
+        ([[*range(9), 0, 0, 0]], None, dict(cu_seqlens=[0, 9, 12])),  # padding as a document: pad_to_multiple_of
         ([[*range(9), 8, 8, 8]], None, {}),
         ([[*range(9), 1, 1, 1]], [[1] * 9 + [0] * 3], {}),  # as transformers pads
         ([[1, 1, 1, *range(9)]], [[0] * 3 + [1] * 9], {}),

@@ -131,6 +131,7 @@ def _walk(
         dk = pieces.accumulate(ds16, tiles.q, stage, dk)
         following = gl.minimum(i + 1, last)
         mbarrier.wait(tiles.q_full.index(following & 1), (following >> 1) & 1)
+        # Not tile_at(): with the address computed in each step full masks are up to 1 % slower (NOTES.md).
         s = _scores(following, (tiles.k[0].index(_keys_at(C, n)),), tiles, S_L)
         dq = warpgroup_mma_wait(2, deps=[dq])
         barrier_arrive(DS_READY + 2 * C + ((i + n) & 1), PAIR)

@@ -272,19 +272,22 @@ def order_of_programs(q: Tensor, k: Tensor, v: Tensor, block: Block, split: Spli
     ranks: they arrive during the kernel, head by head.
     """
     heads, workers = k.shape[2] * split.parts, processors(q) // ctas_per_tile(q)
-    keys, in_run = keys_per_tile(q), LONGER_RUNS.get(q.shape[-1])
-    seen, tiles = keys_of_a_pair(block), tiles_of_head(block, keys)
+    keys, in_run = keys_per_tile(q), LONGER_RUNS.get(q.shape[-1], 0)
+    tiles = tiles_of_head(block, keys)
+    usual = Order(sweep(k.shape[0] * k.shape[2], tiles, workers, split.parts))
+    if block.seq_k > block.seq_q or k.shape[0] * heads * tiles <= MANY_PROGRAMS * workers:
+        return usual
+    seen = keys_of_a_pair(block)
 
     def in_use(size: int) -> float:
         """Return the bytes of the queries of as many key tiles as run at the same time, or are of one run."""
-        return ((in_run or 1) * workers * keys + size * seen) * _bytes_of_queries(q, k, v, split)
+        return (max(1, in_run) * workers * keys + size * seen) * _bytes_of_queries(q, k, v, split)
 
-    if seen <= FEW_KEYS and block.seq_k <= block.seq_q and k.shape[0] * heads * tiles > MANY_PROGRAMS * workers:
-        sizes = (n for n in range(min(NEIGHBOURS, heads), heads + 1) if heads % n == 0 and n % split.parts == 0)
-        fitting = [n for n in sizes if in_use(n) <= NEAR_IN_L2]
-        if fitting:
-            return Order(fitting[-1], max(1, in_run * workers // fitting[-1]) if in_run else 1)
-    return Order(sweep(k.shape[0] * k.shape[2], tiles, workers, split.parts))
+    sizes = (n for n in range(min(NEIGHBOURS, heads), heads + 1) if heads % n == 0 and n % split.parts == 0)
+    fitting = [n for n in sizes if in_use(n) <= NEAR_IN_L2]
+    if seen > FEW_KEYS or not fitting:
+        return usual
+    return Order(fitting[-1], max(1, in_run * workers // fitting[-1]))
 
 
 def _pairs(block: Block) -> float:

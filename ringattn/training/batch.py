@@ -35,8 +35,8 @@ _TOKENS = ("input_ids", "inputs_embeds")
 # They describe documents of whole rows and become part of the plan; a shard has no use for them.
 _IDS = ("documents", "seq_idx")
 _BOUNDS = ("cu_seqlens", "cu_seqlens_q", "cu_seq_lens_q")
-_OF_KEYS = ("cu_seqlens_k", "cu_seq_lens_k", "max_length_q", "max_length_k", "max_seqlen_q", "max_seqlen_k")
-BOUNDARIES = (*_BOUNDS, *_OF_KEYS, *_IDS)
+_NOT_READ = ("cu_seqlens_k", "cu_seq_lens_k", "max_length_q", "max_length_k", "max_seqlen_q", "max_seqlen_k")
+BOUNDARIES = (*_BOUNDS, *_NOT_READ, *_IDS)
 _MAX_NAMES = 30  # tensors that agree() can name; the others share one hash
 _keys: Memo[bytes] = Memo(64)  # of hashes, by transport
 
