@@ -12,9 +12,7 @@ from . import operators
 from .kernels.contract import ScoreMod
 from .plans import Plan
 
-
-class NotOfPlan(ValueError):
-    """A shard with another number of tokens than the plan says."""
+NOT_OF_PLAN = "of this plan's"  # in the error about a shard of another length
 
 
 def attention(
@@ -132,9 +130,9 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor, plan: Plan) -> None:
             fix = f"shard them with plan.{shard}(), or make a plan for this length"
             if x.shape[2] == lengths[rank]:  # as scaled_dot_product_attention takes them
                 fix = f"shape {tuple(x.shape)} must be (batch, seq, heads, head_dim): call transpose(1, 2)"
-            raise NotOfPlan(
-                f"{name}: {x.shape[1]} tokens, but rank {rank} of {plan.world_size} holds {lengths[rank]} of this "
-                f"plan's {sum(lengths)}; {fix}"
+            raise ValueError(
+                f"{name}: {x.shape[1]} tokens, but rank {rank} of {plan.world_size} holds {lengths[rank]} "
+                f"{NOT_OF_PLAN} {sum(lengths)}; {fix}"
             )
     if plan.mask.rows not in (1, batch):
         raise ValueError(

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from .. import layout as layouts
 from .. import virtual
-from ..functional import NotOfPlan
+from ..functional import NOT_OF_PLAN
 from ..planning import plan as make_plan
 from ..plans import Plan
 from ..training import batch as batches
@@ -229,11 +229,13 @@ def _run(case: _Case, model: nn.Module, transport: Transport, layout: str) -> _R
 
 @contextlib.contextmanager
 def _naming_the_plan() -> Iterator[None]:
-    """Raise :class:`NotOfPlan` with the usual reason: the plan is one from outside."""
+    """Raise a ValueError about a shard that is not the plan's with the usual reason: the plan is one from outside."""
     try:
         yield
-    except NotOfPlan as error:
-        raise NotOfPlan(
+    except ValueError as error:
+        if NOT_OF_PLAN not in str(error):
+            raise
+        raise ValueError(
             f"{error}. Inside ringattn.check() a model must use the plan that step(model, local, plan) gets, in place "
             "of one made outside: the step runs whole and on the ranks, with a plan of its own each time"
         ) from error
