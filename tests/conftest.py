@@ -12,9 +12,10 @@ os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 with contextlib.suppress(OSError):
     if "AuthenticAMD" in Path("/proc/cpuinfo").read_text():
         # There rows of a product of a BLAS may have other bits next to other rows, unless it is told not to: MKL, which
-        # torch uses, and OpenBLAS, which NumPy and so Triton's interpreter use. Read when they are loaded.
-        os.environ.setdefault("MKL_CBWR", "COMPATIBLE")
-        os.environ.setdefault("OPENBLAS_CORETYPE", "SandyBridge")
+        # torch uses, and OpenBLAS, which NumPy and so Triton's interpreter use. Read when they are loaded, and whatever
+        # the shell says: with OPENBLAS_CORETYPE=Haswell tests of the same bits fail.
+        os.environ["MKL_CBWR"] = "COMPATIBLE"
+        os.environ["OPENBLAS_CORETYPE"] = "SandyBridge"
 
 import pytest
 import torch

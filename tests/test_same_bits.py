@@ -12,7 +12,6 @@ from dataclasses import replace
 from typing import Any
 
 import cases
-import numpy as np
 import pytest
 import torch
 from cases import Case, any_case
@@ -168,16 +167,8 @@ def triton(monkeypatch: pytest.MonkeyPatch) -> None:
 
         return call
 
-    product = np.matmul
-
-    def rounded_product(a: Any, b: Any, dtype: Any) -> Any:
-        return product(a, b, dtype=np.float64).astype(dtype)
-
     for name in ("_forward", "_query_gradients", "_key_gradients"):
         monkeypatch.setattr(Triton, name, alone(getattr(Triton, name)))
-    # The interpreter's products are NumPy's. On some processors the bits of a row of those in float32 depend on which
-    # row of the matrix it is, which is not so on a GPU.
-    monkeypatch.setattr(np, "matmul", rounded_product)
     monkeypatch.setattr(ringattn, "attention", lambda *args, **kwargs: attention(*args, kernel="triton", **kwargs))
 
 
