@@ -573,7 +573,7 @@ def test_short_documents_are_taken_by_position(dim, heads, kv_heads, mask, expec
     monkeypatch.setattr(work, "CLUSTERS", True)
     seq = 32768
     q, k = (torch.empty(2, seq, n, dim, device="meta", dtype=torch.bfloat16) for n in (heads, kv_heads))
-    block = make_block(*mask(seq, seq), seq)
+    block = on_host(make_block(*mask(seq, seq), seq))
     assert work.order_of_programs(q, k, k, block, work.split_groups(q, k, block)) == expected
 
 
@@ -583,7 +583,7 @@ def test_a_sweep_by_position_has_whole_groups(limit, expected, monkeypatch):
     monkeypatch.setattr(work, "processors", lambda _: 132)
     monkeypatch.setattr(work, "NEAR_IN_L2", limit)
     q, k = (torch.empty(1, 32768, n, 64, device="meta", dtype=torch.bfloat16) for n in (36, 9))
-    block = make_block(*SHORT(32768, 32768), 32768)
+    block = on_host(make_block(*SHORT(32768, 32768), 32768))
     assert work.order_of_programs(q, k, k, block, work.Split(4)) == expected
 
 
@@ -592,7 +592,7 @@ def test_keys_of_other_ranks_and_few_programs_are_not_taken_by_position(queries,
     """Keys of other ranks arrive head by head; the last of few programs are better placed by ``work.sweep``."""
     monkeypatch.setattr(work, "processors", lambda _: 132)
     q, k = (torch.empty(1, n, heads, 64, device="meta", dtype=torch.bfloat16) for n in (queries, 32768))
-    block = make_block(*(x[:, -queries:] for x in SHORT(32768, 32768)), 32768)
+    block = on_host(make_block(*(x[:, -queries:] for x in SHORT(32768, 32768)), 32768))
     order = work.order_of_programs(q, k, k, block, work.Split(1))
     assert order == (work.sweep(heads, 256, 132, 1), 0)
 
@@ -891,6 +891,28 @@ def test_no_races_of_many_short_programs(length):
     assert ((info[..., 3] - info[..., 2]) < backward_tall.ENOUGH_STEPS.value).any()
     repeat(mask, (64, 64), seq, heads, heads, 100)
     assert not work_counter(torch.device("cuda", torch.cuda.current_device())).any()
+
+
+@needs_hopper
+@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (256, 256)], ids=str)
+def test_key_tiles_by_position(dims, monkeypatch):
+    """Short documents: dk and dv have the bits of the usual order, of which ``test_gradients`` knows that it is right;
+    dq is the same up to the order of its sums."""
+    seq, heads = 32768, 16
+    queries, keys, score = problem(SHORT, 1, seq, heads, heads, dims)
+
+    def run():
+        dq = torch.zeros(queries.q.shape, device=DEVICE)
+        return *BACKEND.backward(queries, keys._replace(block=on_host(keys.block)), score, dq), dq
+
+    block, split = on_host(keys.block), work.split_groups(queries.q, keys.k, keys.block)
+    assert work.order_of_programs(queries.q, keys.k, keys.v, block, split).sweep == heads
+    dk, dv, dq = run()
+    monkeypatch.setattr(work, "order_of_programs", lambda *_: work.Order(1))
+    dk_usual, dv_usual, dq_usual = run()
+    assert torch.equal(dk, dk_usual)
+    assert torch.equal(dv, dv_usual)
+    assert (dq - dq_usual).norm() < 1e-4 * dq.norm()
 
 
 def repeat(mask, dims, seq, heads, kv_heads, times):
