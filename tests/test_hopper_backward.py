@@ -8,6 +8,7 @@ from __future__ import annotations
 import collections
 import ctypes
 import functools
+import heapq
 import itertools
 import json
 import math
@@ -566,7 +567,9 @@ LONG_AMONG_SHORT = functools.partial(documents, lengths=(128,) * 192 + (8192,))
     (128, 16, 16, functools.partial(documents, lengths=(1024,) * 32), (16, 1)),
     (128, 16, 16, lambda m, n: window(m, n, left=1023), (1, 0)),  # more than stays in L2
     (256, 16, 16, functools.partial(documents, lengths=(1024,) * 32), (1, 0)), (64, 64, 8, SHORT, (1, 0)),
-    (64, 16, 16, LONG_AMONG_SHORT, (1, 0)), (128, 8, 8, LONG_AMONG_SHORT, (1, 0)), (64, 16, 16, causal, (1, 0)),
+    (64, 16, 16, LONG_AMONG_SHORT, (16, 16)), (128, 8, 8, LONG_AMONG_SHORT, (8, 1)), (64, 16, 16, causal, (1, 0)),
+    (128, 32, 8, LONG_AMONG_SHORT, (16, 1)), (256, 16, 16, LONG_AMONG_SHORT, (1, 0)),
+    (64, 16, 16, lambda m, n: documents(m, n, lengths=(100, 32668)), (1, 0)),
 ])  # fmt: skip
 def test_short_documents_are_taken_by_position(dim, heads, kv_heads, mask, expected, monkeypatch):
     monkeypatch.setattr(work, "processors", lambda _: 132)
@@ -575,6 +578,37 @@ def test_short_documents_are_taken_by_position(dim, heads, kv_heads, mask, expec
     q, k = (torch.empty(2, seq, n, dim, device="meta", dtype=torch.bfloat16) for n in (heads, kv_heads))
     block = on_host(make_block(*mask(seq, seq), seq))
     assert work.order_of_programs(q, k, k, block, work.split_groups(q, k, block)) == expected
+
+
+UNEQUAL = functools.partial(documents, lengths=(300, 2500, 700, 5200, 150, 1100, 4200, 2234) * 2)
+
+
+@pytest.mark.parametrize(("dim", "heads", "kv_heads", "seq"), [
+    (64, 64, 8, 16384), (64, 16, 16, 8192), (96, 32, 8, 16384), (128, 32, 8, 16384), (128, 16, 16, 16384),
+])  # fmt: skip
+def test_processors_end_together_where_lengths_of_documents_differ(dim, heads, kv_heads, seq, monkeypatch):
+    """In list scheduling: a processor that is free takes the next program. Most work first and few heads at a time,
+    the last head's long tiles come too late."""
+    monkeypatch.setattr(work, "processors", lambda _: 132)
+    q, k = (torch.empty(1, seq, n, dim, device="meta", dtype=torch.bfloat16) for n in (heads, kv_heads))
+    block = on_host(make_block(*UNEQUAL(seq, seq), seq))
+    split = work.split_groups(q, k, block)
+    assert not split.apart
+
+    def time_over_least(order):
+        sizes = work.keys_per_tile(q), work.queries_per_step(q)
+        info, _ = work.key_tile_table(block, *sizes, torch.device("cpu"), run=order.run)
+        ends, rows, tiles = [0.0] * 132, kv_heads * split.parts, info.shape[1]
+        assert rows % order.sweep == 0
+        steps = ((info[0, :, 3] - info[0, :, 2]) * (heads // rows) + 3).tolist()  # three: prologue and epilogue
+        for program in range(rows * tiles):
+            heapq.heapreplace(ends, ends[0] + steps[program % (order.sweep * tiles) // order.sweep])
+        return max(ends) * 132 / (rows * sum(steps))
+
+    order = work.order_of_programs(q, k, k, block, split)
+    assert time_over_least(order) < 1.06
+    usual = work.Order(work.sweep(kv_heads, work.tiles_of_head(block, work.keys_per_tile(q)), 132, split.parts))
+    assert time_over_least(usual) > time_over_least(order) + 0.03
 
 
 @pytest.mark.parametrize(("limit", "expected"), [(24 << 20, (36, 7)), (21 << 20, (1, 0))])

@@ -1061,6 +1061,41 @@ def test_balance(seq, heads):
     assert max(free) <= 1.035 * sum(weights) * heads / workers
 
 
+@pytest.mark.parametrize("heads", [16, 32, 64])
+def test_balance_of_unequal_documents(heads):
+    """The same for documents of different lengths, whose long tiles take as long as several heads do."""
+    seq, workers, tile = 16384, 132, (128, 128)
+    lengths = (300, 2500, 700, 5200, 150, 1100, 4200, 2234)
+    block = on_host(make_block(*documents(seq, seq, lengths=lengths), seq))
+    table, *_ = work.query_tile_table(block, *tile, torch.device("cpu"))
+    weights = ((table[0, :, 5] - table[0, :, 2]) / 128 + 2.0).tolist()
+    longest = work.heads_of_longest(block, False, tile, workers)
+
+    def time_over_least(longest):
+        free = [0.0] * workers
+        for _, rank in work_order(len(weights), heads, workers, longest):
+            heapq.heapreplace(free, free[0] + weights[rank])
+        return max(free) * workers / sum(weights) / heads
+
+    assert longest > 1.0
+    assert time_over_least(longest) < 1.015
+    assert time_over_least(longest) < time_over_least(0.0)
+
+
+def test_longest_tile_counts_where_tiles_differ():
+    """Not under a causal mask, nor next to rows that see nothing."""
+    seq, tile = 4096, (128, 128)
+    start, end = causal(seq, seq)
+    for mask in ((start, end), window(seq, seq), (start, end.clamp(max=seq // 2).where(end <= seq // 2, 0))):
+        block = on_host(make_block(*mask, seq))
+        assert work.heads_of_longest(block, False, tile, 132) == 0.0
+        assert work.heads_of_longest(block, True, tile, 132) == 0.0
+    block = on_host(make_block(*documents(seq, seq, lengths=(2048, *(128,) * 16)), seq))
+    tiles = sum(range(1, 17)) + 16  # of pairs of 128 x 128
+    assert work.heads_of_longest(block, False, tile, 132) == pytest.approx(16 * 132 / tiles)
+    assert work.heads_of_longest(block, True, tile, 132) == pytest.approx(16 * 132 / tiles)
+
+
 @pytest.mark.parametrize("seq", [100, 2048, 4096, 32768])
 @pytest.mark.parametrize("heads", [1, 3, 16, 32, 128])
 def test_heads_come_in_order(seq, heads):
@@ -1070,9 +1105,9 @@ def test_heads_come_in_order(seq, heads):
     assert list(dict.fromkeys(head for head, _ in order)) == list(range(heads))
 
 
-def work_order(tiles, heads, workers):
+def work_order(tiles, heads, workers, longest=0.0):
     """Yield head and row of the tile table for each number of the work counter, as ``_tile_info`` computes them."""
-    group, early = work.head_sweeps(tiles, heads, min(workers, tiles * heads))
+    group, early = work.head_sweeps(tiles, heads, min(workers, tiles * heads), longest)
     for number in range(tiles * heads):
         first = min(number // (group * tiles) * group, early)
         together = group if first < early else heads - early

@@ -67,7 +67,7 @@ from .forward_pieces import INFO, ROWS, SLOTS
 from .forward_producer import producer
 from .scores import Changes, padded_positions
 from .tensor_maps import view
-from .work import Division, divide_last, head_sweeps, mean_keys, processors, query_tile_table
+from .work import Division, divide_last, head_sweeps, heads_of_longest, mean_keys, processors, query_tile_table
 from .work_counter import work_counter
 
 
@@ -378,6 +378,7 @@ def _launch(
     n_tiles, n_heads = table.shape[1], batch * q_heads
     pieces = n_tiles * n_heads if division is None else division.undivided + division.all_parts
     workers = min(processors(q) * config.per_processor // config.ctas, pieces)
+    longest = heads_of_longest(block, False, (config.block_m, config.block_n), workers)
     width = 2 ** (v.shape[-1] // config.ctas - 1).bit_length()  # TMA reads zeros past the head dim, and writes nothing
     out, lse, l = outputs
     m_in, l_in, o_in = state or (lse, lse, lse)
@@ -391,7 +392,7 @@ def _launch(
         table, table.stride(0) if table.shape[0] > 1 else 0, counter,
         *(() if config.ctas == 2 else (None,) * 4 if division is None else (*division, sums)),
         seq_q, q_heads, q_heads // k.shape[2], n_tiles, n_heads,
-        *head_sweeps(n_tiles, n_heads, workers), changes.scale,
+        *head_sweeps(n_tiles, n_heads, workers, longest), changes.scale,
         *((None, None, None) if ready is None else (ready.flags, int32(ready.epoch), ready.timed_out)),
         *own, changes.inner, changes.slopes, changes.slopes_stride, *_positions(q, block, config, changes),
     )  # fmt: skip

@@ -31,8 +31,12 @@ LEAST_STEPS = 128  # of a CTA of the backward, if its group has as many: the pro
 FEW_KEYS = 1400  # that the query of a pair sees in the mean (documents of 2,048), where memory limits the backward
 NEIGHBOURS = 16  # parts of groups, whose rows are next to each other in memory
 NEAR_IN_L2 = 28 << 20  # bytes that stay in L2 where key tiles are taken by position, and nothing is read again later
-MANY_PROGRAMS = 20  # of the backward, for each processor: the last ones do not matter
+MANY_PROGRAMS = 20  # of the backward, for each processor: the last ones do not matter if they are about equal
+FEW_PROGRAMS = 7  # for each processor: fewer than those that have been timed by position with tiles about equal
 LONGER_RUNS = {64: 2}  # tiles for each processor, by head dim, that are taken most work first; elsewhere by position
+UNEQUAL = 2.0  # work of the longest tile over the mean; under a causal mask it is a little less
+LONG_DOCUMENTS = 8192  # keys that the query of a pair sees in the mean, up to which unequal tiles have been timed
+COVER = 3  # heads of the forward's last sweep, over those in whose time the longest tile is done
 
 
 def processors(x: Tensor) -> int:
@@ -83,14 +87,39 @@ def keys_of_a_pair(block: Block) -> float:
     return math.inf if block.start.is_cuda else block.memo.once("keys of a pair", make)
 
 
-def head_sweeps(n_tiles: int, n_heads: int, workers: int) -> tuple[int, int]:
+def heads_of_longest(block: Block, of_keys: bool, tile: tuple[int, int], workers: int) -> float:
+    """Return how many heads all workers together walk in the time that one of them needs for the longest tile; 0.0 if
+    tiles are as equal as under a causal mask, or if the block is on a GPU, for which the host does not wait.
+
+    Where one document of a row is much longer than others it is several: if so many heads do not come together at the
+    end, its tiles of the last head are begun late, and one worker has long tiles when all others have none.
+
+    Args:
+        of_keys: tiles of keys, whose work is the queries that they meet, instead of tiles of queries.
+        tile: the queries and the keys of a tile.
+    """
+
+    def make() -> float:
+        span = (block.key_tiles(*tile) if of_keys else block.query_tiles(*tile)).span
+        work = (span[..., 3] - span[..., 0]).double()
+        longest, total, some = float(work.max()), float(work.sum()), int(work.count_nonzero())
+        return longest * workers * len(work) / total if longest * some > UNEQUAL * total else 0.0
+
+    if block.start.is_cuda or 0 in (block.seq_q, block.seq_k):
+        return 0.0
+    return block.memo.once(("heads of the longest tile", of_keys, tile, workers), make)
+
+
+def head_sweeps(n_tiles: int, n_heads: int, workers: int, longest: float = 0.0) -> tuple[int, int]:
     """Return how many heads the forward sweeps together, and how many heads come before its last sweep.
 
     Few heads at a time keep their keys in L2; a sweep has about one tile per worker. The last sweep takes two groups,
-    so that their light tiles fill the gaps that the heavy ones leave.
+    so that their light tiles fill the gaps that the heavy ones leave, or more of them for the ``longest``
+    (:func:`heads_of_longest`).
     """
     group = 2 ** max(0, math.ceil(math.log2(0.95 * workers / n_tiles)))
-    return group, max(0, n_heads // group - 2) * group
+    last = max(2, math.ceil(COVER * longest / group))
+    return group, max(0, n_heads // group - last) * group
 
 
 class Division(NamedTuple):
@@ -268,14 +297,26 @@ def order_of_programs(q: Tensor, k: Tensor, v: Tensor, block: Block, split: Spli
     tiles of dq at the same time, so that documents of 1,024 would lose 2 %; in a run of two tiles for each processor
     those with as many queries come together, which are of different documents.
 
+    So they are where tiles are less equal than under a causal mask (:func:`heads_of_longest`), with grouped heads, too:
+    few heads at a time, the long tiles of the last ones are begun when little else is left, and most work first, the
+    tiles of a document are far apart. With few programs they are in runs at all head dims. (Not at 256: no gain.)
+
     Else a :func:`sweep` has few heads, and all of their tiles; also with more keys than queries, which come from other
     ranks: they arrive during the kernel, head by head.
     """
     heads, workers = k.shape[2] * split.parts, processors(q) // ctas_per_tile(q)
     keys, in_run = keys_per_tile(q), LONGER_RUNS.get(q.shape[-1], 0)
     tiles = tiles_of_head(block, keys)
+    per_processor = k.shape[0] * heads * tiles / workers
     usual = Order(sweep(k.shape[0] * k.shape[2], tiles, workers, split.parts))
-    if block.seq_k > block.seq_q or k.shape[0] * heads * tiles <= MANY_PROGRAMS * workers:
+    if block.seq_k > block.seq_q:
+        return usual
+    unequal = heads_of_longest(block, True, (queries_per_step(q), keys), workers) > 0.0
+    if unequal and q.shape[-1] <= 192 and keys_of_a_pair(block) <= LONG_DOCUMENTS:
+        sizes = (n for n in range(1, heads + 1) if heads % n == 0 and (n % split.parts == 0 or split.parts % n == 0))
+        size = max(n for n in sizes if n <= NEIGHBOURS)
+        return Order(size, max(1, (in_run if per_processor > MANY_PROGRAMS else 2) * workers // size))
+    if per_processor < FEW_PROGRAMS:
         return usual
     seen = keys_of_a_pair(block)
 
