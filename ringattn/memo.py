@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from contextlib import suppress
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 T = TypeVar("T")
+
+_ABSENT: Any = object()
 
 
 class Memo(Generic[T]):
@@ -20,12 +22,14 @@ class Memo(Generic[T]):
         self.limit = limit
         self._kept: OrderedDict[Hashable, T] = OrderedDict()
 
-    def get(self, key: Hashable) -> T | None:
-        """Return the result kept under ``key``, or None."""
+    def get(self, key: Hashable, default: T | None = None) -> T | None:
+        """Return the result kept under ``key``, or else ``default``."""
         kept = self._kept
-        result = kept.get(key)
+        result: T = kept.get(key, _ABSENT)
+        if result is _ABSENT:
+            return default
         # Order matters only near the limit; moving hashes the key a second time, which costs as much as the look-up.
-        if result is not None and 2 * len(kept) > self.limit:
+        if 2 * len(kept) > self.limit:
             with suppress(KeyError):  # another thread has just dropped it
                 kept.move_to_end(key)
         return result
@@ -40,9 +44,9 @@ class Memo(Generic[T]):
         return result
 
     def once(self, key: Hashable, make: Callable[[], T]) -> T:
-        """Return the result kept under ``key``, or else that of ``make``, which is then kept."""
-        result = self.get(key)
-        return result if result is not None else self.put(key, make())
+        """Return the result kept under ``key``, or else that of ``make``, which is then kept, None too."""
+        result: Any = self.get(key, _ABSENT)
+        return self.put(key, make()) if result is _ABSENT else result
 
     def drop(self, condition: Callable[[T], bool]) -> None:
         """Forget the results that fulfil a condition."""

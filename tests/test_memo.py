@@ -21,6 +21,14 @@ def test_the_least_recently_used_result_is_dropped_first() -> None:
     assert len(memo) == 0
 
 
+def test_none_is_a_result() -> None:
+    memo: Memo[str | None] = Memo(2)
+    calls = []
+    for _ in range(2):
+        assert memo.once("nothing", lambda: calls.append("made")) is None
+    assert calls == ["made"]
+
+
 def test_threads_may_share_one() -> None:
     memo: Memo[int] = Memo(3)
     errors: list[Exception] = []
