@@ -1083,10 +1083,13 @@ def test_balance_of_unequal_documents(heads):
 
 
 def test_longest_tile_counts_where_tiles_differ():
-    """Not under a causal mask, nor next to rows that see nothing."""
+    """Not under a causal mask, nor next to rows that see nothing, nor where rows of a batch differ."""
     seq, tile = 4096, (128, 128)
     start, end = causal(seq, seq)
-    for mask in ((start, end), window(seq, seq), (start, end.clamp(max=seq // 2).where(end <= seq // 2, 0))):
+    # Of the first tokens alone: the rows after them see nothing.
+    short = [(start.where(end <= n, n), end.clamp(max=n)) for n in (seq // 2, seq // 8)]
+    batch = torch.cat([start, short[1][0]]), torch.cat([end, short[1][1]])
+    for mask in ((start, end), window(seq, seq), short[0], batch):
         block = on_host(make_block(*mask, seq))
         assert work.heads_of_longest(block, False, tile, 132) == 0.0
         assert work.heads_of_longest(block, True, tile, 132) == 0.0

@@ -88,8 +88,9 @@ def keys_of_a_pair(block: Block) -> float:
 
 
 def heads_of_longest(block: Block, of_keys: bool, tile: tuple[int, int], workers: int) -> float:
-    """Return how many heads all workers together walk in the time that one of them needs for the longest tile; 0.0 if
-    tiles are as equal as under a causal mask, or if the block is on a GPU, for which the host does not wait.
+    """Return how many heads all workers together walk in the time that one of them needs for the longest tile, the most
+    of all batch elements; 0.0 if the tiles of each are as equal as under a causal mask, or if the block is on a GPU,
+    for which the host does not wait.
 
     Where one document of a row is much longer than others it is several: if so many heads do not come together at the
     end, its tiles of the last head are begun late, and one worker has long tiles when all others have none.
@@ -102,8 +103,9 @@ def heads_of_longest(block: Block, of_keys: bool, tile: tuple[int, int], workers
     def make() -> float:
         span = (block.key_tiles(*tile) if of_keys else block.query_tiles(*tile)).span
         work = (span[..., 3] - span[..., 0]).double()
-        longest, total, some = float(work.max()), float(work.sum()), int(work.count_nonzero())
-        return longest * workers * len(work) / total if longest * some > UNEQUAL * total else 0.0
+        longest, total, some = work.amax(-1), work.sum(-1), work.count_nonzero(-1)
+        heads = longest * workers / total.clamp(min=1.0)
+        return float(torch.where(longest * some > UNEQUAL * total, heads, 0.0).max())
 
     if block.start.is_cuda or 0 in (block.seq_q, block.seq_k):
         return 0.0
