@@ -567,7 +567,7 @@ LONG_AMONG_SHORT = functools.partial(documents, lengths=(128,) * 192 + (8192,))
     (128, 16, 16, functools.partial(documents, lengths=(1024,) * 32), (16, 1)),
     (128, 16, 16, lambda m, n: window(m, n, left=1023), (1, 0)),  # more than stays in L2
     (256, 16, 16, functools.partial(documents, lengths=(1024,) * 32), (1, 0)), (64, 64, 8, SHORT, (1, 0)),
-    (64, 16, 16, LONG_AMONG_SHORT, (16, 16)), (128, 8, 8, LONG_AMONG_SHORT, (8, 1)), (64, 16, 16, causal, (1, 0)),
+    (64, 16, 16, LONG_AMONG_SHORT, (16, 16)), (128, 8, 8, LONG_AMONG_SHORT, (16, 1)), (64, 16, 16, causal, (1, 0)),
     (128, 32, 8, LONG_AMONG_SHORT, (16, 1)), (256, 16, 16, LONG_AMONG_SHORT, (1, 0)),
     (64, 16, 16, lambda m, n: documents(m, n, lengths=(100, 32668)), (1, 0)),
 ])  # fmt: skip
@@ -583,32 +583,41 @@ def test_short_documents_are_taken_by_position(dim, heads, kv_heads, mask, expec
 UNEQUAL = functools.partial(documents, lengths=(300, 2500, 700, 5200, 150, 1100, 4200, 2234) * 2)
 
 
-@pytest.mark.parametrize(("dim", "heads", "kv_heads", "seq"), [
-    (64, 64, 8, 16384), (64, 16, 16, 8192), (96, 32, 8, 16384), (128, 32, 8, 16384), (128, 16, 16, 16384),
+@pytest.mark.parametrize(("dim", "heads", "kv_heads", "batch", "seq"), [
+    (64, 64, 8, 1, 16384), (64, 16, 16, 1, 8192), (96, 32, 8, 1, 16384), (128, 32, 8, 1, 16384),
+    (128, 16, 16, 1, 16384), (128, 20, 20, 1, 8192), (64, 40, 40, 1, 8192), (64, 8, 1, 8, 8192), (128, 16, 2, 4, 16384),
 ])  # fmt: skip
-def test_processors_end_together_where_lengths_of_documents_differ(dim, heads, kv_heads, seq, monkeypatch):
-    """In list scheduling: a processor that is free takes the next program. Most work first and few heads at a time,
-    the last head's long tiles come too late."""
+def test_processors_end_together_where_lengths_of_documents_differ(dim, heads, kv_heads, batch, seq, monkeypatch):
+    """In list scheduling, where a processor that is free takes the next program."""
     monkeypatch.setattr(work, "processors", lambda _: 132)
-    q, k = (torch.empty(1, seq, n, dim, device="meta", dtype=torch.bfloat16) for n in (heads, kv_heads))
+    q, k = (torch.empty(batch, seq, n, dim, device="meta", dtype=torch.bfloat16) for n in (heads, kv_heads))
     block = on_host(make_block(*UNEQUAL(seq, seq), seq))
     split = work.split_groups(q, k, block)
-    assert not split.apart
+    rows = batch * kv_heads * split.parts
 
     def time_over_least(order):
         sizes = work.keys_per_tile(q), work.queries_per_step(q)
         info, _ = work.key_tile_table(block, *sizes, torch.device("cpu"), run=order.run)
-        ends, rows, tiles = [0.0] * 132, kv_heads * split.parts, info.shape[1]
+        ends, tiles = [0.0] * 132, info.shape[1]
         assert rows % order.sweep == 0
-        steps = ((info[0, :, 3] - info[0, :, 2]) * (heads // rows) + 3).tolist()  # three: prologue and epilogue
+        assert order.sweep % split.parts == 0 or split.parts % order.sweep == 0
+        heads_of_part = heads // kv_heads // split.parts
+        steps = ((info[0, :, 3] - info[0, :, 2]) * heads_of_part + 3).tolist()  # three: prologue and epilogue
         for program in range(rows * tiles):
             heapq.heapreplace(ends, ends[0] + steps[program % (order.sweep * tiles) // order.sweep])
         return max(ends) * 132 / (rows * sum(steps))
 
     order = work.order_of_programs(q, k, k, block, split)
     assert time_over_least(order) < 1.06
-    usual = work.Order(work.sweep(kv_heads, work.tiles_of_head(block, work.keys_per_tile(q)), 132, split.parts))
-    assert time_over_least(usual) > time_over_least(order) + 0.03
+    tiles = work.tiles_of_head(block, work.keys_per_tile(q))
+    usual = work.Order(work.sweep(batch * kv_heads, tiles, 132, split.parts))
+    assert time_over_least(usual) > time_over_least(order) + 0.02
+
+
+def test_prime_numbers_of_heads_keep_the_order_of_equal_tiles():
+    q, k = (torch.empty(1, 16384, 37, 128, device="meta", dtype=torch.bfloat16) for _ in range(2))
+    block = on_host(make_block(*UNEQUAL(16384, 16384), 16384))
+    assert work.order_of_programs(q, k, k, block, work.Split(1)) == (work.sweep(37, 128, 132, 1), 0)
 
 
 @pytest.mark.parametrize(("limit", "expected"), [(24 << 20, (36, 7)), (21 << 20, (1, 0))])
@@ -619,6 +628,9 @@ def test_a_sweep_by_position_has_whole_groups(limit, expected, monkeypatch):
     q, k = (torch.empty(1, 32768, n, 64, device="meta", dtype=torch.bfloat16) for n in (36, 9))
     block = on_host(make_block(*SHORT(32768, 32768), 32768))
     assert work.order_of_programs(q, k, k, block, work.Split(4)) == expected
+    q, k = (torch.empty(1, 32768, n, 64, device="meta", dtype=torch.bfloat16) for n in (30, 5))
+    block = on_host(make_block(*UNEQUAL(32768, 32768), 32768))
+    assert work.order_of_programs(q, k, k, block, work.Split(6)) == (30, 8)  # not 15
 
 
 @pytest.mark.parametrize(("queries", "heads"), [(4096, 16), (32768, 2)])
@@ -631,10 +643,14 @@ def test_keys_of_other_ranks_and_few_programs_are_not_taken_by_position(queries,
     assert order == (work.sweep(heads, 256, 132, 1), 0)
 
 
-def test_counted_gradients_have_the_order_of_the_launch(monkeypatch):
+@pytest.mark.parametrize(("mask", "kv_heads", "parts", "sweep", "run"), [
+    (SHORT, 16, 1, 16, 16), (UNEQUAL, 8, 2, 16, 16), (UNEQUAL, 16, 1, 16, 16),
+])  # fmt: skip
+def test_counted_gradients_have_the_order_of_the_launch(mask, kv_heads, parts, sweep, run, monkeypatch):
     """``completion_counts`` and the kernel agree on how many heads complete together."""
-    q, k, v, dout = (torch.zeros(1, 32768, 16, 64, dtype=torch.bfloat16) for _ in range(4))
-    block = on_host(make_block(*SHORT(32768, 32768), 32768))
+    q, dout = (torch.zeros(1, 32768, 16, 64, dtype=torch.bfloat16) for _ in range(2))
+    k, v = (torch.zeros(1, 32768, kv_heads, 64, dtype=torch.bfloat16) for _ in range(2))
+    block = on_host(make_block(*mask(32768, 32768), 32768))
     rows, arguments = torch.zeros(1, 16, 32768), {}
 
     def record(kernel, grid, *args, **constants):
@@ -642,13 +658,14 @@ def test_counted_gradients_have_the_order_of_the_launch(monkeypatch):
 
     monkeypatch.setattr(hopper_backward, "dispatch", record)
     monkeypatch.setattr(hopper_backward, "work_counter", lambda _: torch.zeros(8, dtype=torch.int32))
+    monkeypatch.setattr(work, "split_groups", lambda *_: work.Split(parts))
     counts = hopper_backward.completion_counts(q, Keys(k, v, block))
     hopper_backward.launch(
-        Queries(q, dout, rows, rows), Keys(k, v, block), Score(0.125), torch.zeros(q.shape), work.Split(1),
+        Queries(q, dout, rows, rows), Keys(k, v, block), Score(0.125), torch.zeros(q.shape), work.Split(parts),
         Delivery(False),
     )  # fmt: skip
-    assert arguments["sweep"] == counts.rows == 16
-    table, _ = work.key_tile_table(block, 128, 128, torch.device("cpu"), True, 16)
+    assert arguments["sweep"] == counts.rows * parts == sweep
+    table, _ = work.key_tile_table(block, 128, 128, torch.device("cpu"), True, run)
     assert arguments["info_ptr"] is table
 
 
@@ -928,21 +945,25 @@ def test_no_races_of_many_short_programs(length):
 
 
 @needs_hopper
-@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (256, 256)], ids=str)
-def test_key_tiles_by_position(dims, monkeypatch):
-    """Short documents: dk and dv have the bits of the usual order, of which ``test_gradients`` knows that it is right;
-    dq is the same up to the order of its sums."""
-    seq, heads = 32768, 16
-    queries, keys, score = problem(SHORT, 1, seq, heads, heads, dims)
+@pytest.mark.parametrize(("dims", "mask", "batch", "heads", "kv_heads", "parts"), [
+    ((64, 64), SHORT, 1, 16, 16, 1), ((128, 128), SHORT, 1, 16, 16, 1), ((256, 256), SHORT, 1, 16, 16, 1),
+    ((64, 64), UNEQUAL, 2, 32, 8, 1), ((128, 128), UNEQUAL, 1, 32, 8, 4), ((192, 128), UNEQUAL, 2, 16, 16, 1),
+])  # fmt: skip
+def test_key_tiles_by_position(dims, mask, batch, heads, kv_heads, parts, monkeypatch):
+    """dk and dv have the bits of the usual order, of which ``test_gradients`` knows that it is right; dq is the same up
+    to the order of its sums."""
+    monkeypatch.setattr(work, "split_groups", lambda *_: work.Split(parts))
+    seq = 32768
+    queries, keys, score = problem(mask, batch, seq, heads, kv_heads, dims)
 
     def run():
         dq = torch.zeros(queries.q.shape, device=DEVICE)
         return *BACKEND.backward(queries, keys._replace(block=on_host(keys.block)), score, dq), dq
 
-    block, split = on_host(keys.block), work.split_groups(queries.q, keys.k, keys.block)
-    assert work.order_of_programs(queries.q, keys.k, keys.v, block, split).sweep == heads
+    order = work.order_of_programs(queries.q, keys.k, keys.v, on_host(keys.block), work.Split(parts))
+    assert order.run > 0
     dk, dv, dq = run()
-    monkeypatch.setattr(work, "order_of_programs", lambda *_: work.Order(1))
+    monkeypatch.setattr(work, "order_of_programs", lambda *_: work.Order(parts))
     dk_usual, dv_usual, dq_usual = run()
     assert torch.equal(dk, dk_usual)
     assert torch.equal(dv, dv_usual)

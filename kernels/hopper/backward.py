@@ -17,7 +17,8 @@ and k, 128 of v), backward_pair.py (256; where clusters cannot be launched backw
   them the tiles with most queries first, all parts of a tile together. Under a causal mask those are the earliest
   positions, so that whole segments (the runs of one owner) complete one after the other for all heads of the sweep,
   each about when the next one starts; :func:`completion_counts` counts them. Under a dense mask tiles are in the order
-  of the keys. Where queries see few keys, neighbouring tiles come one after the other (``work.order_of_programs``).
+  of the keys. Where queries see few keys, and in rows of documents of different lengths, neighbouring tiles come one
+  after the other, those of many heads together (``work.order_of_programs``).
 * A key tile meets the query tiles that a mask cuts first, for all heads, and then the full ones: two loops without a
   branch, one with a mask.
 

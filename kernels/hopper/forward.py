@@ -392,7 +392,7 @@ def _launch(
         table, table.stride(0) if table.shape[0] > 1 else 0, counter,
         *(() if config.ctas == 2 else (None,) * 4 if division is None else (*division, sums)),
         seq_q, q_heads, q_heads // k.shape[2], n_tiles, n_heads,
-        *head_sweeps(n_tiles, n_heads, workers, longest), changes.scale,
+        *head_sweeps(n_tiles, n_heads, workers, longest, arriving=ready is not None), changes.scale,
         *((None, None, None) if ready is None else (ready.flags, int32(ready.epoch), ready.timed_out)),
         *own, changes.inner, changes.slopes, changes.slopes_stride, *_positions(q, block, config, changes),
     )  # fmt: skip

@@ -31,12 +31,14 @@ LEAST_STEPS = 128  # of a CTA of the backward, if its group has as many: the pro
 FEW_KEYS = 1400  # that the query of a pair sees in the mean (documents of 2,048), where memory limits the backward
 NEIGHBOURS = 16  # parts of groups, whose rows are next to each other in memory
 NEAR_IN_L2 = 28 << 20  # bytes that stay in L2 where key tiles are taken by position, and nothing is read again later
-MANY_PROGRAMS = 20  # of the backward, for each processor: the last ones do not matter if they are about equal
-FEW_PROGRAMS = 7  # for each processor: fewer than those that have been timed by position with tiles about equal
-LONGER_RUNS = {64: 2}  # tiles for each processor, by head dim, that are taken most work first; elsewhere by position
-UNEQUAL = 2.0  # work of the longest tile over the mean; under a causal mask it is a little less
-LONG_DOCUMENTS = 8192  # keys that the query of a pair sees in the mean, up to which unequal tiles have been timed
-COVER = 3  # heads of the forward's last sweep, over those in whose time the longest tile is done
+MANY_PROGRAMS = 20  # of the backward for each processor: with more, the order of the last ones hardly matters
+FEW_PROGRAMS = 7  # of the backward for each processor: with fewer, tiles that are about equal keep the order of sweep()
+LONGER_RUNS = {
+    64: 2
+}  # by head dim: tiles for each processor in a run, longest first; others are in the order of the keys
+UNEQUAL = 2.0  # the longest tile over the mean of those that see anything; under a causal mask a little less
+LONG_DOCUMENTS = 8192  # unequal tiles were timed up to about so many keys of a query, in the mean of all visible pairs
+COVER = 1.5  # heads of the forward's last sweep, over heads_of_longest()
 
 
 def processors(x: Tensor) -> int:
@@ -88,16 +90,16 @@ def keys_of_a_pair(block: Block) -> float:
 
 
 def heads_of_longest(block: Block, of_keys: bool, tile: tuple[int, int], workers: int) -> float:
-    """Return how many heads all workers together walk in the time that one of them needs for the longest tile, the most
-    of all batch elements; 0.0 if the tiles of each are as equal as under a causal mask, or if the block is on a GPU,
-    for which the host does not wait.
+    """Return how long the longest tile takes, in units of the time in which all workers together finish one head.
 
-    Where one document of a row is much longer than others it is several: if so many heads do not come together at the
-    end, its tiles of the last head are begun late, and one worker has long tiles when all others have none.
+    5.0: while one worker is at that tile, the others finish five heads. If fewer heads are scheduled together at the
+    end, the last head's longest tile starts late, and its worker runs on alone. 0.0 if no tile exceeds
+    :data:`UNEQUAL` times the mean of its batch row (tiles that see nothing do not count), or if the block is on a GPU,
+    for which the host does not wait. Of several batch rows the largest.
 
     Args:
-        of_keys: tiles of keys, whose work is the queries that they meet, instead of tiles of queries.
-        tile: the queries and the keys of a tile.
+        of_keys: tiles of keys, whose work is the queries that they meet (backward), not tiles of queries (forward).
+        tile: its queries and keys.
     """
 
     def make() -> float:
@@ -112,16 +114,24 @@ def heads_of_longest(block: Block, of_keys: bool, tile: tuple[int, int], workers
     return block.memo.once(("heads of the longest tile", of_keys, tile, workers), make)
 
 
-def head_sweeps(n_tiles: int, n_heads: int, workers: int, longest: float = 0.0) -> tuple[int, int]:
+def head_sweeps(
+    n_tiles: int, n_heads: int, workers: int, longest: float = 0.0, arriving: bool = False
+) -> tuple[int, int]:
     """Return how many heads the forward sweeps together, and how many heads come before its last sweep.
 
-    Few heads at a time keep their keys in L2; a sweep has about one tile per worker. The last sweep takes two groups,
-    so that their light tiles fill the gaps that the heavy ones leave, or more of them for the ``longest``
-    (:func:`heads_of_longest`).
+    Few heads at a time keep their keys in L2; a sweep has about one tile per worker. The last sweep has at least two
+    groups, so that light tiles fill the gaps that heavy ones leave. Where tiles are unequal it has at least
+    :data:`COVER` times ``longest`` heads, so that the longest tiles of all heads that are left start first.
+
+    Args:
+        longest: see :func:`heads_of_longest`.
+        arriving: keys come from other ranks during the kernel, head by head: a long last sweep would wait for the last
+            ones, so it has no more than half of the heads.
     """
     group = 2 ** max(0, math.ceil(math.log2(0.95 * workers / n_tiles)))
-    last = max(2, math.ceil(COVER * longest / group))
-    return group, max(0, n_heads // group - last) * group
+    groups = n_heads // group
+    last = max(2, min(groups // 2 if arriving else groups, math.ceil(COVER * longest / group)))
+    return group, max(0, groups - last) * group
 
 
 class Division(NamedTuple):
@@ -299,9 +309,11 @@ def order_of_programs(q: Tensor, k: Tensor, v: Tensor, block: Block, split: Spli
     tiles of dq at the same time, so that documents of 1,024 would lose 2 %; in a run of two tiles for each processor
     those with as many queries come together, which are of different documents.
 
-    So they are where tiles are less equal than under a causal mask (:func:`heads_of_longest`), with grouped heads, too:
-    few heads at a time, the long tiles of the last ones are begun when little else is left, and most work first, the
-    tiles of a document are far apart. With few programs they are in runs at all head dims. (Not at 256: no gain.)
+    Where tiles are unequal, as in a row of documents of different lengths, about :data:`NEIGHBOURS` parts of groups are
+    taken together by position, with grouped heads, too. With fewer, the last head's long tiles would start when little
+    else is left (:func:`heads_of_longest`). Longest first over a whole head, tiles of many documents would run at the
+    same time, whose queries do not stay in L2. Up to :data:`MANY_PROGRAMS`, and always at head dim 64, tiles are in
+    runs of two for each processor, longest first in each. Not above a head dim of 192, where it gains little or loses.
 
     Else a :func:`sweep` has few heads, and all of their tiles; also with more keys than queries, which come from other
     ranks: they arrive during the kernel, head by head.
@@ -315,8 +327,10 @@ def order_of_programs(q: Tensor, k: Tensor, v: Tensor, block: Block, split: Spli
         return usual
     unequal = heads_of_longest(block, True, (queries_per_step(q), keys), workers) > 0.0
     if unequal and q.shape[-1] <= 192 and keys_of_a_pair(block) <= LONG_DOCUMENTS:
-        sizes = (n for n in range(1, heads + 1) if heads % n == 0 and (n % split.parts == 0 or split.parts % n == 0))
-        size = max(n for n in sizes if n <= NEIGHBOURS)
+        rows = k.shape[0] * heads
+        size = _together(rows, split.parts)
+        if size < max(usual.sweep, min(rows, NEIGHBOURS) // 2):  # a prime number of heads
+            return usual
         return Order(size, max(1, (in_run if per_processor > MANY_PROGRAMS else 2) * workers // size))
     if per_processor < FEW_PROGRAMS:
         return usual
@@ -331,6 +345,14 @@ def order_of_programs(q: Tensor, k: Tensor, v: Tensor, block: Block, split: Spli
     if seen > FEW_KEYS or not fitting:
         return usual
     return Order(fitting[-1], max(1, in_run * workers // fitting[-1]))
+
+
+def _together(rows: int, parts: int) -> int:
+    """Return how many of all parts of groups to walk together where tiles are unequal: about :data:`NEIGHBOURS`."""
+    sizes = [n for n in range(1, rows + 1) if rows % n == 0 and (n % parts == 0 or parts % n == 0)]
+    below = max(n for n in sizes if n <= NEIGHBOURS)
+    above = next((n for n in sizes if NEIGHBOURS < n <= 2 * NEIGHBOURS), below)
+    return below if 2 * below > NEIGHBOURS else above
 
 
 def _pairs(block: Block) -> float:
