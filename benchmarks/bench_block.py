@@ -5,6 +5,7 @@
     python -m benchmarks.bench_block --head-dim 64 128 192/128 256       several head dims; 192/128: of q, k and of v
     python -m benchmarks.bench_block --softcap 50                        scores with softcap, where others have it
     python -m benchmarks.bench_block --masks full window documents       sparse masks, with the rate over their tiles
+    python -m benchmarks.bench_block --masks published log-normal        packed documents of different lengths
     python -m benchmarks.bench_block --masks tree sinks --heads 32 --kv-heads 8 --seq 32768    several intervals a query
     python -m benchmarks.bench_block --passes carry strided strided-bwd  the cost of a float32 state, and of strides
     python -m benchmarks.bench_block --passes sums sums-bwd --heads 4 --seq 524288     the cost of exact long sums
@@ -18,9 +19,9 @@ table. It comes first because it is the number that can be reproduced: the clock
 several percent between cards and between minutes. TFLOP/s count 2 B H S^2 (D + Dv) for a forward, half of it for a
 causal mask, and 2.5 forwards for a backward, whatever a kernel really computes. The row ``matmul`` is a plain 8192^3
 product in the same minutes, about the most that the GPU can do. Windows (of ``--size`` keys) and packed documents (of
-``--size`` tokens) are causal and count visible pairs only; their tables end with the rate over all 128 x 128 tiles that
-contain a visible pair, which should be near the rate of the full mask. The last line of a table compares our fastest
-kernel with the fastest other one.
+``--size`` tokens, or of different lengths, see benchmarks/documents.py) are causal and count visible pairs only; their
+tables end with the rate over all 128 x 128 tiles that contain a visible pair, which should be near the rate of the full
+mask. The last line of a table compares our fastest kernel with the fastest other one.
 
 Masks with several intervals for each query have further rows in their tables, of our first kernel on problems with one
 interval: ``tree``, a prompt of half of the tokens and 8 answers, has causal attention to as many tokens, and 8 separate
@@ -68,7 +69,7 @@ import torch
 
 from benchmarks.kernels import ALONE, DETERMINISTIC, OTHERS, OURS, TOGETHER, Other, captured, find_others, runners_of
 from benchmarks.segments import SHORTEST, Clock, EventTimer, Runner, Timer, measure, warm_up
-from benchmarks.shapes import MASKS, SINKS, Mask, Shape
+from benchmarks.shapes import MASKS, PACKED, SINKS, Mask, Shape
 
 MATMUL = 8192  # rows and columns of the reference product
 FLOPS_PER_CLOCK = {(8, 0): 2048, (8, 6): 1024, (8, 9): 1024, (9, 0): 4096, (10, 0): 8192}  # 16-bit, per multiprocessor
@@ -194,16 +195,17 @@ class Table:
 
     @property
     def sparse(self) -> bool:
-        return bool(self.shape.mask.size) and self.shape.mask.name in ("window", "documents")
+        return self.shape.mask.name in ("window", *PACKED)
 
     @property
     def sized(self) -> bool:
-        return self.sparse or self.shape.mask.name == "sinks"
+        return self.shape.mask.name in ("window", "documents", "sinks")
 
     @property
     def title(self) -> str:
         s = self.shape
-        mask = f"{s.mask.name} of {s.mask.size}" if self.sparse else s.mask.name
+        mask = f"{s.mask.name} of {s.mask.size}" if self.sized else s.mask.name
+        mask = f"documents of lengths {s.mask.name}" if self.sparse and not self.sized else mask
         mask = f"window of {s.mask.size} and {SINKS} sinks" if s.mask.name == "sinks" else mask
         dims = f"{s.dim}" if s.dim == s.dim_v else f"{s.dim}/{s.dim_v}"
         dtype = str(s.dtype).removeprefix("torch.")

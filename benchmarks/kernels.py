@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
+import itertools
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -18,7 +19,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks.segments import Runner
-from benchmarks.shapes import Mask, Shape
+from benchmarks.shapes import PACKED, Mask, Shape
 from ringattn.kernels import contract, long_sums
 from ringattn.kernels.backends import BACKENDS
 from ringattn.kernels.contract import Block, Keys, Outputs, Queries, Score
@@ -79,12 +80,12 @@ def flash_attention(
     function: Callable, q: Tensor, k: Tensor, v: Tensor, mask: Mask, softcap: float = 0.0,
     deterministic: bool = False, varlen: Callable | None = None,
 ) -> Tensor:  # fmt: skip
-    """Call ``function``, or ``varlen`` for documents, with the arguments of FlashAttention's own interface."""
+    """Call ``function``, or ``varlen`` for packed documents, with the arguments of FlashAttention's own interface."""
     how: dict = dict(softcap=softcap) if softcap else {}
     how |= dict(deterministic=True) if deterministic else {}
-    if mask.name == "documents" and varlen is not None:
-        edges = document_edges(q.shape[0], q.shape[1], mask.size, q.device)
-        how |= dict(cu_seqlens_q=edges, cu_seqlens_k=edges, max_seqlen_q=mask.size, max_seqlen_k=mask.size)
+    if mask.name in PACKED and varlen is not None:
+        edges, longest = document_edges(q.shape[0], q.shape[1], mask, q.device)
+        how |= dict(cu_seqlens_q=edges, cu_seqlens_k=edges, max_seqlen_q=longest, max_seqlen_k=longest)
         out = varlen(*(x.flatten(0, 1) for x in (q, k, v)), causal=True, **how)
         return (out[0] if isinstance(out, tuple) else out).unflatten(0, q.shape[:2])
     if mask.name == "window":
@@ -96,10 +97,13 @@ def flash_attention(
 
 
 @functools.lru_cache(8)
-def document_edges(batch: int, seq: int, size: int, device: torch.device) -> Tensor:
-    """Return where the documents of all rows begin, one after the other, and the last one ends, int32."""
-    edges = [row * seq + first for row in range(batch) for first in range(0, seq, size)]
-    return torch.tensor([*edges, batch * seq], dtype=torch.int32, device=device)
+def document_edges(batch: int, seq: int, mask: Mask, device: torch.device) -> tuple[Tensor, int]:
+    """Return where the documents of all rows begin, one after the other, and the last one ends, int32; and the length
+    of the longest one."""
+    edges = mask.edges(seq)
+    of_rows = [row * seq + first for row in range(batch) for first in edges[:-1]]
+    longest = max(past - first for first, past in itertools.pairwise(edges))
+    return torch.tensor([*of_rows, batch * seq], dtype=torch.int32, device=device), longest
 
 
 def cudnn_flex(module: ModuleType) -> Callable:
@@ -199,8 +203,9 @@ def flex_attention() -> Callable:
         seq = q.shape[1]
         if mask.name != "full" and (mask, seq) not in masks:
             masks.clear()
+            document = mask.documents(seq).to(q.device) if mask.name in PACKED else None
             masks[mask, seq] = create_block_mask(
-                lambda b, h, i, j: mask.sees(i, j, seq), None, None, seq, seq, device=q.device
+                lambda b, h, i, j: mask.sees(i, j, seq, document), None, None, seq, seq, device=q.device
             )
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
         block_mask = masks.get((mask, seq))

@@ -8,9 +8,11 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from benchmarks.documents import LENGTHS, bounds
 from ringattn import mask as masks
 
-MASKS = ("full", "causal", "window", "documents", "tree", "sinks")
+PACKED = ("documents", *LENGTHS)  # causal documents: of one length, and of lengths that differ
+MASKS = ("full", "causal", "window", "tree", "sinks", *PACKED)
 ANSWERS = 8  # to the prompt of a tree, which is half of its row
 SINKS = 4  # keys that every query sees in addition to its window
 
@@ -19,7 +21,7 @@ SINKS = 4  # keys that every query sees in addition to its window
 class Mask:
     """A mask by name, because every kernel wants it in another form.
 
-    ``size``: keys in a window, with or without sinks, or tokens in a document.
+    ``size``: keys in a window, with or without sinks, or tokens in each of ``documents``.
     """
 
     name: str
@@ -36,13 +38,14 @@ class Mask:
             raise ValueError(f"no mask {self.name!r} here")
         return self.name == "causal"
 
-    def sees(self, i: Tensor, j: Tensor, seq: int) -> Tensor:
+    def sees(self, i: Tensor, j: Tensor, seq: int, document: Tensor | None = None) -> Tensor:
         """Return whether queries ``i`` see keys ``j`` of a row of ``seq`` tokens, element by element: the definition,
-        and how FlexAttention wants a mask."""
+        and how FlexAttention wants a mask. ``document``: the result of :meth:`documents`, if it has been computed."""
         if self.name == "full":
             return (i >= 0) & (j >= 0)
-        if self.name == "documents":
-            return (i >= j) & (i // self.size == j // self.size)
+        if self.name in PACKED:
+            document = self.documents(seq) if document is None else document
+            return (i >= j) & (document[i] == document[j])
         if self.name == "tree":
             prompt = seq // 2
             answers = seq - prompt
@@ -63,9 +66,21 @@ class Mask:
             return masks.window(seq, self.size - 1, 0)
         if self.name == "sinks":
             return masks.sinks(seq, SINKS, self.size - 1)
-        if self.name == "documents":
-            return masks.packed([*range(0, seq, self.size), seq], seq, window_size=(-1, 0))
+        if self.name in PACKED:
+            return masks.packed(self.edges(seq), seq, window_size=(-1, 0))
         return masks.causal(seq)
+
+    def edges(self, seq: int) -> list[int]:
+        """Return the boundaries ``[0, ..., seq]`` of the documents of a row; those of different lengths are always the
+        same ones."""
+        if self.name == "documents":
+            return [*range(0, seq, self.size), seq]
+        return bounds(self.name, seq, seed=0)
+
+    def documents(self, seq: int) -> Tensor:
+        """Return the number of each token's document, (seq,), on the CPU."""
+        lengths = torch.tensor(self.edges(seq)).diff()
+        return torch.arange(len(lengths)).repeat_interleave(lengths)
 
     def intervals(self, seq: int) -> list[tuple[Tensor, Tensor]]:
         """Return the first visible key of each query and the end of its visible keys, each (seq,) int32, once for each

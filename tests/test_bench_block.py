@@ -17,6 +17,7 @@ from torch import Tensor
 from benchmarks import bench_block, kernels, segments, shapes
 from benchmarks.balanced_orders import balanced_orders
 from benchmarks.bench_block import Setup, Table
+from benchmarks.documents import bounds
 from benchmarks.kernels import Other, runners_of
 from benchmarks.segments import Launch, Runner
 from benchmarks.shapes import Mask, Shape
@@ -104,7 +105,9 @@ def test_flops_count_both_head_dims() -> None:
     assert latent.flops("bwd") == 2.5 * latent.flops("fwd")
 
 
-MASKS = [("full", 0), ("causal", 0), ("window", 5), ("window", 99), ("documents", 6), ("tree", 0), ("sinks", 5)]
+MASKS = [
+    ("full", 0), ("causal", 0), ("window", 5), ("window", 99), ("documents", 6), ("published", 0), ("tree", 0), ("sinks", 5),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("mask", "size"), MASKS)
@@ -115,6 +118,9 @@ def test_pairs_and_tiles_of_a_mask(mask: str, size: int) -> None:
     sees |= dict(
         sinks=sees["window"] | (sees["causal"] & (j < 4)), tree=sees["causal"] & ((j < 10) | (answer == answer.T))
     )
+    edges = bounds("published", 20, seed=0)
+    same = torch.block_diag(*(torch.ones(past - first, past - first) for first, past in itertools.pairwise(edges)))
+    sees["published"] = sees["causal"] & same.bool()
     visible = sees.get(mask, (i >= j) & (i // max(size, 1) == j // max(size, 1))).expand(20, 20)
     assert torch.equal(visible, Mask(mask, size).sees(i, j, 20))
     count = sum(((j >= start[:, None]) & (j < end[:, None])).int() for start, end in Mask(mask, size).intervals(20))
@@ -124,6 +130,18 @@ def test_pairs_and_tiles_of_a_mask(mask: str, size: int) -> None:
     if mask not in ("tree", "sinks"):
         tiles = {(int(a) // 4, int(b) // 4) for a, b in visible.nonzero()}
         assert shape.pairs_of_tiles(4) == 16 * len(tiles)
+
+
+def test_a_title_names_the_documents() -> None:
+    for mask, words in (
+        (Mask("documents", 512), "documents of 512,"),
+        (Mask("published"), "documents of lengths published,"),
+    ):
+        shape = Shape(1, 16, 16, 1024, 64, 64, torch.bfloat16, mask)
+        table = Table(shape, "fwd", 700.0)
+        assert table.sparse
+        assert table.title.startswith(f"fwd {words} 1024 tokens")
+        assert table.words().get("size") == (mask.size or None)
 
 
 def test_a_tree_is_a_prompt_and_eight_answers_of_a_sixteenth_each() -> None:
@@ -219,12 +237,15 @@ def test_deterministic_backwards_are_compared_with_each_other() -> None:
     assert comparison["ratio"] == 4 / 3
 
 
-def test_documents_reach_flash_attention_as_sequences() -> None:
+@pytest.mark.parametrize(("mask", "size", "expected"), [
+    ("documents", 5, [0, 5, 10, 15, 16]), ("published", 0, [0, 250, 450, 643, 893, 1000]),
+])  # fmt: skip
+def test_documents_reach_flash_attention_as_sequences(mask: str, size: int, expected: list[int]) -> None:
     def varlen(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, **how: Any) -> Tensor:
         assert causal
         edges = how["cu_seqlens_q"].tolist()
-        assert edges == how["cu_seqlens_k"].tolist() == [0, 5, 10, 15, 16]
-        assert how["max_seqlen_q"] == how["max_seqlen_k"] == 5
+        assert edges == how["cu_seqlens_k"].tolist() == expected
+        assert how["max_seqlen_q"] == how["max_seqlen_k"] == max(b - a for a, b in itertools.pairwise(expected))
         parts = [
             torch_attention(*(x[None, a:b] for x in (q, k, v)), Mask("causal"))[0] for a, b in itertools.pairwise(edges)
         ]
@@ -232,7 +253,7 @@ def test_documents_reach_flash_attention_as_sequences() -> None:
 
     fa = functools.partial(kernels.flash_attention, None, varlen=varlen)
     for mode in ("fwd", "bwd"):
-        runners = runners_of(small(16, "documents", 5), mode, {"FA4": Other(fa)}, ["eager"])
+        runners = runners_of(small(expected[-1], mask, size), mode, {"FA4": Other(fa)}, ["eager"])
         assert [r.name for r in runners] == ["eager", "FA4"], "they agree"
 
 
@@ -270,7 +291,7 @@ def test_flex_attention_stays_compiled_for_more_shapes_than_dynamo_keeps(monkeyp
     torch.compiler.reset()
     attention = kernels.flex_attention()
     with torch._dynamo.config.patch(recompile_limit=1):
-        every = Mask("full"), Mask("causal"), Mask("tree"), Mask("sinks", 20)
+        every = Mask("full"), Mask("causal"), Mask("tree"), Mask("sinks", 20), Mask("published")
         for seq, mask in itertools.product((128, 256), every):
             q, k, v = (torch.randn(1, seq, heads, dim) for heads, dim in ((4, 16), (2, 16), (2, 8)))
             for _ in range(2):
