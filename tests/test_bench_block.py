@@ -106,7 +106,8 @@ def test_flops_count_both_head_dims() -> None:
 
 
 MASKS = [
-    ("full", 0), ("causal", 0), ("window", 5), ("window", 99), ("documents", 6), ("published", 0), ("tree", 0), ("sinks", 5),
+    ("full", 0), ("causal", 0), ("window", 5), ("window", 99), ("documents", 6), ("published", 0), ("tree", 0),
+    ("sinks", 5),
 ]  # fmt: skip
 
 
