@@ -33,9 +33,7 @@ NEIGHBOURS = 16  # parts of groups, whose rows are next to each other in memory
 NEAR_IN_L2 = 28 << 20  # bytes that stay in L2 where key tiles are taken by position, and nothing is read again later
 MANY_PROGRAMS = 20  # of the backward for each processor: with more, the order of the last ones hardly matters
 FEW_PROGRAMS = 7  # of the backward for each processor: with fewer, tiles that are about equal keep the order of sweep()
-LONGER_RUNS = {
-    64: 2
-}  # by head dim: tiles for each processor in a run, longest first; others are in the order of the keys
+LONGER_RUNS = {64: 2}  # by head dim: tiles for each processor in a run, longest first; others are taken by position
 UNEQUAL = 2.0  # the longest tile over the mean of those that see anything; under a causal mask a little less
 LONG_DOCUMENTS = 8192  # unequal tiles were timed up to about so many keys of a query, in the mean of all visible pairs
 COVER = 1.5  # heads of the forward's last sweep, over heads_of_longest()
